@@ -1,0 +1,332 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * heddle: exact attention and fused LayerNorm+Linear, each forward and backward, on the CPU and on NVIDIA GPUs.
+ *
+ *     heddle_attention a = {.size = sizeof a, .b = 1, .h = 8, .sq = 1024, .sk = 1024, .d = 64,
+ *                           .mask = HEDDLE_CAUSAL_TOP_LEFT};
+ *     heddle_attention_data t = {.size = sizeof t, .q = q, .k = k, .v = v, .o = o, .lse = lse};
+ *     size_t bytes;
+ *     heddle_attention_workspace(&a, HEDDLE_FORWARD, &bytes);
+ *     void *workspace = malloc(bytes);
+ *     if (heddle_attention_forward(&a, &t, workspace, bytes, NULL) != HEDDLE_OK)
+ *         fprintf(stderr, "%s\n", heddle_last_message());
+ *
+ * A descriptor says what the problem is, a second structure says where the data lies. In both, zero is the default of
+ * every field, and `size` must be set to sizeof the structure (so that later versions can add fields at the end).
+ *
+ * Conventions that hold for every function
+ *   Memory     The library allocates nothing. All pointers are the caller's and are only used during the call (on a GPU:
+ *              until the stream has passed it). The workspace may hold anything and is worth nothing afterwards.
+ *   Aliasing   Outputs overlap neither inputs nor each other nor the workspace. Inputs may overlap.
+ *   Streams    On the CPU a call returns when its work is done and `stream` is ignored. With HEDDLE_CUDA, `stream` is a
+ *              CUstream/cudaStream_t of the current context (NULL: the default stream), pointers are device pointers, and
+ *              the call returns at once without synchronising or allocating, so that CUDA graphs can capture it.
+ *   Threads    Any number of threads may call at the same time, each with its own outputs and workspace. The CPU backend
+ *              uses OpenMP's thread count for its own loops, and one thread inside a parallel region.
+ *   Errors     Every call validates before it writes: on an error no output byte is touched, the status says which kind
+ *              of rule failed, heddle_last_message() which one, with the numbers.
+ *   Results    On the CPU the same inputs give the same bits, whatever the number of threads. On a GPU this holds for every
+ *              forward, and for a backward with HEDDLE_DETERMINISTIC.
+ *   Precision  Sums are kept in float32 or better. 16-bit types are widened when read and rounded once when written.
+ */
+#ifndef HEDDLE_H
+#define HEDDLE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define HEDDLE_VERSION_MAJOR 0
+#define HEDDLE_VERSION_MINOR 1
+#define HEDDLE_VERSION_PATCH 0
+#define HEDDLE_VERSION (HEDDLE_VERSION_MAJOR * 10000 + HEDDLE_VERSION_MINOR * 100 + HEDDLE_VERSION_PATCH)
+
+#if defined(_WIN32) && defined(HEDDLE_SHARED)
+#ifdef HEDDLE_BUILDING
+#define HEDDLE_API __declspec(dllexport)
+#else
+#define HEDDLE_API __declspec(dllimport)
+#endif
+#elif defined(__GNUC__)
+#define HEDDLE_API __attribute__((visibility("default")))
+#else
+#define HEDDLE_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ------------------------------------------------------------------------------------------------------- status */
+
+/* What a call came to. The values never change; new ones may be added. */
+typedef enum heddle_status {
+    HEDDLE_OK = 0,
+    HEDDLE_NULL_POINTER = 1,        /* a pointer that this problem needs is NULL */
+    HEDDLE_BAD_DESCRIPTOR_SIZE = 2, /* `size` is not that of a structure this library knows */
+    HEDDLE_BAD_ENUM = 3,            /* an unknown dtype, device, mask, norm, pass, or feature bit */
+    HEDDLE_BAD_SIZE = 4,            /* a dimension is negative, zero where it cannot be, or over its limit */
+    HEDDLE_BAD_HEADS = 5,           /* hk does not divide h */
+    HEDDLE_BAD_STRIDE = 6,          /* a stride is negative, or makes an output overlap itself */
+    HEDDLE_OVERFLOW = 7,            /* a product of sizes and strides does not fit into 63 bits of bytes */
+    HEDDLE_BAD_VALUE = 8,           /* a number is NaN, infinite, or outside its range */
+    HEDDLE_WORKSPACE_TOO_SMALL = 9, /* the workspace is smaller than the query said */
+    HEDDLE_MISALIGNED = 10,         /* a pointer is not a multiple of its element size, or the workspace of 64 bytes */
+    HEDDLE_BAD_COMBINATION = 11,    /* fields that contradict each other, or a pointer without its feature bit */
+    HEDDLE_UNSUPPORTED = 20,        /* right, but this backend has no kernel for it */
+    HEDDLE_NO_DEVICE = 30,          /* the backend is not there: not built, no driver, no GPU */
+    HEDDLE_WRONG_DEVICE = 31,       /* a pointer or stream belongs to another device */
+    HEDDLE_CUDA_ERROR = 40,         /* a driver call failed; the message has its name and code */
+    HEDDLE_EARLIER_CUDA_ERROR = 41  /* the context was already broken by somebody else's work */
+} heddle_status;
+
+/* The name of a status, such as "HEDDLE_BAD_HEADS"; "unknown status" for a value that is none. Never NULL. */
+HEDDLE_API const char *heddle_status_string(heddle_status status);
+
+/* The rule that this thread's last failing call broke, with its numbers ("hk = 3 does not divide h = 8"); "" if none has
+ * failed yet. The text is the thread's own and stands until the thread's next failing call. */
+HEDDLE_API const char *heddle_last_message(void);
+
+/* ------------------------------------------------------------------------------------- types, devices, version */
+
+typedef enum heddle_dtype {
+    HEDDLE_F32 = 0,
+    HEDDLE_BF16 = 1,
+    HEDDLE_F16 = 2,
+    HEDDLE_F64 = 3 /* on HEDDLE_REF only */
+} heddle_dtype;
+
+typedef enum heddle_device {
+    HEDDLE_CPU = 0,
+    HEDDLE_REF = 1, /* the reference: every sum in float64, unblocked, one thread; for tests, not for speed */
+    HEDDLE_CUDA = 2 /* the device of the current CUDA context */
+} heddle_device;
+
+typedef enum heddle_pass { HEDDLE_FORWARD = 0, HEDDLE_BACKWARD = 1 } heddle_pass;
+
+/* HEDDLE_VERSION of the library that is loaded, and its text ("0.1.0"). */
+HEDDLE_API int heddle_version(void);
+HEDDLE_API const char *heddle_version_string(void);
+
+/* HEDDLE_OK if problems can run on `device`, else HEDDLE_NO_DEVICE (or HEDDLE_BAD_ENUM) with the reason in `why` (at most n
+ * bytes with the final zero, cut if longer; NULL and 0 are allowed). */
+HEDDLE_API heddle_status heddle_device_available(heddle_device device, char *why, size_t n);
+
+/* What the device is, in words ("cpu: avx512, 2 threads"), into text[n]. Status and limits as above. */
+HEDDLE_API heddle_status heddle_device_describe(heddle_device device, char *text, size_t n);
+
+/* The instruction set that the CPU backend uses: "baseline", "avx2", "avx512", "neon". It is the best that the processor
+ * has, or the one named by the environment variable HEDDLE_CPU when the first call is made, if the processor has that. */
+HEDDLE_API const char *heddle_cpu_isa(void);
+
+/* The i-th instruction set in this binary that this processor can run, best first; NULL past the last. */
+HEDDLE_API const char *heddle_cpu_isa_available(int i);
+
+/* Bytes of one element; 0 for an unknown dtype. */
+HEDDLE_API size_t heddle_dtype_size(heddle_dtype dtype);
+
+/* ---------------------------------------------------------------------------------------------------- attention */
+
+/* Strides in elements of a [b, h, s, last] tensor whose last dimension is contiguous. All three zero: the tensor is
+ * contiguous in that order. Otherwise they are taken literally, so that 0 repeats the tensor along a dimension (inputs
+ * only; in dbias it sums over it). HEDDLE_BROADCAST is a 0 for the tensor that repeats along all three. */
+typedef struct heddle_strides {
+    int64_t b, h, s;
+} heddle_strides;
+#define HEDDLE_BROADCAST INT64_MIN
+
+/* Which query sees which key. With off = 0 for HEDDLE_CAUSAL_TOP_LEFT and off = sk - sq otherwise, query i sees key j when
+ * j <= i + off (both causal masks) and i + off - window_left <= j <= i + off + window_right (with HEDDLE_WINDOW). */
+typedef enum heddle_mask {
+    HEDDLE_MASK_NONE = 0,
+    HEDDLE_CAUSAL_TOP_LEFT = 1,    /* query 0 sees key 0: PyTorch's is_causal */
+    HEDDLE_CAUSAL_BOTTOM_RIGHT = 2 /* the last query sees the last key: FlashAttention's causal, decoding */
+} heddle_mask;
+
+/* Bits of heddle_attention.features. Each names pointers of heddle_attention_data that must then be set; a pointer without its
+ * bit is an error, never ignored. */
+#define HEDDLE_WINDOW (UINT64_C(1) << 0)        /* window_left and window_right count */
+#define HEDDLE_ALIBI (UINT64_C(1) << 1)         /* alibi_slopes */
+#define HEDDLE_BIAS (UINT64_C(1) << 2)          /* bias, and in backward dbias if it is wanted */
+#define HEDDLE_BOOL_MASK (UINT64_C(1) << 3)     /* bool_mask */
+#define HEDDLE_SINKS (UINT64_C(1) << 4)         /* sinks, and in backward dsinks if it is wanted */
+#define HEDDLE_VARLEN (UINT64_C(1) << 5)        /* cu_seqlens_q and cu_seqlens_k */
+#define HEDDLE_SEQLENS (UINT64_C(1) << 6)       /* seqlens_q or seqlens_k or both */
+#define HEDDLE_WEIGHTS (UINT64_C(1) << 7)       /* weights (forward), dweights (backward) */
+#define HEDDLE_RNG_STATE (UINT64_C(1) << 8)     /* rng_state in place of seed and offset */
+#define HEDDLE_DETERMINISTIC (UINT64_C(1) << 9) /* backward gives the same bits every time (the CPU always does) */
+#define HEDDLE_TF32 (UINT64_C(1) << 10)         /* float32 products may be rounded to TF32 (GPU) */
+
+/* One attention problem.
+ *
+ *     T[i,j] = scale * sum_e q[i,e] k[j,e]
+ *     S[i,j] = (softcap > 0 ? softcap * tanh(T / softcap) : T) - slope * |i + off - j| + bias[i,j], or -inf where masked
+ *     lse[i] = log(exp(sink) + sum_j exp(S[i,j]))              exp(sink) = 0 without HEDDLE_SINKS; natural logarithm
+ *     P[i,j] = exp(S[i,j] - lse[i])
+ *     o[i]   = sum_j P[i,j] Z[i,j] v[j]                        Z = 1, or with dropout 0 or 1/(1 - dropout)
+ *
+ * for every batch b and query head h; query head x uses key/value head x / (h / hk). A query that sees no key has o = 0 and
+ * lse = -inf (lse = sink with HEDDLE_SINKS) and passes no gradient to q, k, v and bias. Values that are masked out, by whatever
+ * means, are never used: they may be NaN.
+ *
+ * With HEDDLE_VARLEN the sequences are packed: q is [total_q, h, d], k and v are [total_k, hk, ...], sequence n holds the rows
+ * cu_seqlens[n] to cu_seqlens[n+1]-1 (zero of them is fine), sq and sk are upper limits of one sequence's rows, b counts
+ * sequences, strides.b is not used and lse is [h, total_q]; the default strides are then those of [total, h, last]. bias,
+ * bool_mask and weights keep [b, h, sq, sk]. Rows that belong to no sequence are not written. cu_seqlens and seqlens are read
+ * where the work is done (on a GPU: on the device); values outside their limits are clamped to them.
+ * With HEDDLE_SEQLENS only the first seqlens_q[n] and seqlens_k[n] rows of batch n count, for off too; outputs of the other
+ * rows are zero (lse: -inf).
+ *
+ * Dropout: element (n, x, i, j) is kept when word j%4 of Philox4x32-10(counter = {j/4, i, n*h + x, offset},
+ * key = seed) >= floor(dropout * 2^32) (low words; offset's high 32 bits are exclusive-ored into i's word): the same on every
+ * backend. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
+ *
+ * Source of the formulas: Dao, "FlashAttention-2", 2023, sections 2 and 3; softcap: Gemma 2, 2024; ALiBi: Press et al., 2021;
+ * sinks: "attention sink" logits as in gpt-oss, 2025. */
+typedef struct heddle_attention {
+    size_t size; /* sizeof(heddle_attention) */
+    heddle_dtype dtype;
+    heddle_device device;
+    int64_t b, h, hk;      /* hk: 0 means h */
+    int64_t sq, sk, d, dv; /* sk: 0 means none; dv: 0 means d; d and dv from 1 to 512 */
+    heddle_mask mask;
+    int32_t reserved0;                 /* 0 */
+    uint64_t features;                 /* HEDDLE_WINDOW | ... */
+    int64_t window_left, window_right; /* negative: unbounded */
+    double scale;                      /* 0 means 1/sqrt(d) */
+    double softcap;                    /* 0 means none */
+    double dropout;                    /* probability that a weight is dropped, 0 <= dropout < 1 */
+    uint64_t seed, offset;             /* of dropout */
+    int64_t total_q, total_k;          /* HEDDLE_VARLEN: rows of q and of k */
+    heddle_strides q_stride, k_stride, v_stride, o_stride;
+    heddle_strides do_stride, dq_stride, dk_stride, dv_stride;
+    heddle_strides bias_stride, bool_mask_stride; /* [b, h, sq, sk], repeated where 0 */
+    heddle_strides dbias_stride;                  /* default: [b, h, sq, sk] contiguous; summed over where 0 */
+    heddle_strides weights_stride, dweights_stride;
+    int64_t alibi_stride_b; /* alibi_slopes[n*alibi_stride_b + x]: 0, or h for slopes per batch */
+} heddle_attention;
+
+/* Where the data of one attention problem lies. "float" below is float32, or float64 when dtype is HEDDLE_F64. */
+typedef struct heddle_attention_data {
+    size_t size; /* sizeof(heddle_attention_data) */
+    /* inputs of both passes */
+    const void *q;               /* dtype [b, h, sq, d] */
+    const void *k;               /* dtype [b, hk, sk, d] */
+    const void *v;               /* dtype [b, hk, sk, dv] */
+    const void *alibi_slopes;    /* float [h] or [b, h] */
+    const void *bias;            /* dtype [b, h, sq, sk] */
+    const uint8_t *bool_mask;    /* [b, h, sq, sk]; 0 masks the element out */
+    const void *sinks;           /* float [h] */
+    const int32_t *cu_seqlens_q; /* [b + 1] */
+    const int32_t *cu_seqlens_k; /* [b + 1] */
+    const int32_t *seqlens_q;    /* [b], or NULL for all of sq */
+    const int32_t *seqlens_k;    /* [b], or NULL for all of sk */
+    const uint64_t *rng_state;   /* {seed, offset} */
+    /* outputs of forward, inputs of backward */
+    void *o;   /* dtype [b, h, sq, dv] */
+    void *lse; /* float [b, h, sq]; in forward NULL if not wanted */
+    /* output of forward */
+    void *weights; /* dtype [b, h, sq, sk]: P, before dropout */
+    /* inputs of backward */
+    const void *dout;     /* dtype [b, h, sq, dv]: gradient of o; NULL means zero */
+    const void *dlse;     /* float [b, h, sq]: gradient of lse; NULL means zero */
+    const void *dweights; /* dtype [b, h, sq, sk]: gradient of weights; NULL means zero */
+    /* outputs of backward, each NULL if not wanted */
+    void *dq;     /* dtype [b, h, sq, d] */
+    void *dk;     /* dtype [b, hk, sk, d] */
+    void *dv;     /* dtype [b, hk, sk, dv] */
+    void *dbias;  /* dtype, shape of dbias_stride */
+    void *dsinks; /* float [h] */
+} heddle_attention_data;
+
+/* HEDDLE_OK if both passes of this problem can run here, else what forward would return; the reason goes to why[n] as well as to
+ * heddle_last_message(). Looks at the descriptor alone. */
+HEDDLE_API heddle_status heddle_attention_supported(const heddle_attention *desc, char *why, size_t n);
+
+/* *bytes = what the pass needs as workspace with the present number of threads; it grows with sq + sk, never with their
+ * product. Runs the same plan as the pass itself. The workspace must be aligned to 64 bytes; it may be NULL if *bytes is 0. */
+HEDDLE_API heddle_status heddle_attention_workspace(const heddle_attention *desc, heddle_pass pass, size_t *bytes);
+
+/* The name of the kernel that the plan picks, such as "heddle_attention_fwd_f32_avx512", into name[n]. */
+HEDDLE_API heddle_status heddle_attention_kernel(const heddle_attention *desc, heddle_pass pass, char *name, size_t n);
+
+/* Writes o, and lse and weights if they are there. */
+HEDDLE_API heddle_status heddle_attention_forward(const heddle_attention *desc, const heddle_attention_data *data,
+                                                  void *workspace, size_t workspace_bytes, void *stream);
+
+/* Given the gradients of o, lse and weights, writes those of q, k, v, bias and sinks. o and lse are those of forward.
+ *
+ *     dP = Z∘(dout·vᵀ) + dweights        D[i] = sum_j P[i,j] dP[i,j] - dlse[i]        dS = P∘(dP - D)
+ *     dv = (Z∘P)ᵀ·dout      dT = dS∘(1 - tanh²(T/softcap))      dq = scale dT·k      dk = scale dTᵀ·q      dbias = dS
+ *     dsinks = -sum over b and i of exp(sink - lse[i]) D[i]                dk, dv: summed over the query heads of the group
+ */
+HEDDLE_API heddle_status heddle_attention_backward(const heddle_attention *desc, const heddle_attention_data *data,
+                                                   void *workspace, size_t workspace_bytes, void *stream);
+
+/* -------------------------------------------------------------------------------------------------- norm-linear */
+
+typedef enum heddle_norm {
+    HEDDLE_LAYER_NORM = 0, /* mean = sum_k x / k,  rstd = 1/sqrt(sum_k (x - mean)² / k + eps) */
+    HEDDLE_RMS_NORM = 1    /* mean = 0,            rstd = 1/sqrt(sum_k x² / k + eps) */
+} heddle_norm;
+
+/* One norm-linear problem:  xhat = (x - mean)·rstd,  z = xhat∘gamma + beta,  y = z·Wᵀ + bias,  for every row of x.
+ * Source: Ba et al., "Layer normalization", 2016; Zhang and Sennrich, "Root mean square layer normalization", 2019. */
+typedef struct heddle_norm_linear {
+    size_t size; /* sizeof(heddle_norm_linear) */
+    heddle_dtype dtype;
+    heddle_device device;
+    heddle_norm norm;
+    int32_t reserved0; /* 0 */
+    uint64_t features; /* 0, HEDDLE_DETERMINISTIC, HEDDLE_TF32 */
+    int64_t m, k, n;   /* rows, features in, features out; m may be 0 */
+    double eps;        /* 0 means 1e-5 */
+    /* elements from row to row; 0 means contiguous */
+    int64_t x_stride, w_stride, y_stride, dy_stride, dx_stride, dw_stride;
+} heddle_norm_linear;
+
+/* Where its data lies. "float" is float32, or float64 when dtype is HEDDLE_F64. */
+typedef struct heddle_norm_linear_data {
+    size_t size; /* sizeof(heddle_norm_linear_data) */
+    /* inputs of both passes */
+    const void *x;     /* dtype [m, k] */
+    const void *gamma; /* dtype [k]; NULL means ones */
+    const void *beta;  /* dtype [k]; NULL means zeros */
+    const void *w;     /* dtype [n, k] */
+    const void *bias;  /* dtype [n]; NULL means zeros */
+    /* outputs of forward; backward takes those that it is given and computes the rest anew */
+    void *y;    /* dtype [m, n] */
+    void *mean; /* float [m], NULL if not wanted; zeros with HEDDLE_RMS_NORM */
+    void *rstd; /* float [m], NULL if not wanted; mean and rstd come together or not at all in backward */
+    /* input of backward */
+    const void *dy; /* dtype [m, n] */
+    /* outputs of backward, each NULL if not wanted; dgamma, dbeta and dbias may be asked for without gamma, beta and bias */
+    void *dx;     /* dtype [m, k] */
+    void *dgamma; /* dtype [k] */
+    void *dbeta;  /* dtype [k] */
+    void *dw;     /* dtype [n, k] */
+    void *dbias;  /* dtype [n] */
+} heddle_norm_linear_data;
+
+/* As the functions of attention with these names. */
+HEDDLE_API heddle_status heddle_norm_linear_supported(const heddle_norm_linear *desc, char *why, size_t n);
+HEDDLE_API heddle_status heddle_norm_linear_workspace(const heddle_norm_linear *desc, heddle_pass pass, size_t *bytes);
+HEDDLE_API heddle_status heddle_norm_linear_kernel(const heddle_norm_linear *desc, heddle_pass pass, char *name,
+                                                   size_t n);
+
+/* Writes y, and mean and rstd if they are there. */
+HEDDLE_API heddle_status heddle_norm_linear_forward(const heddle_norm_linear *desc, const heddle_norm_linear_data *data,
+                                                    void *workspace, size_t workspace_bytes, void *stream);
+
+/* Given dy, writes the gradients that are wanted.
+ *
+ *     g = (dy·W)∘gamma       dx = rstd·(g - mean_k(g) - xhat·mean_k(g∘xhat))        RMS: without mean_k(g)
+ *     dw = dyᵀ·z      dbias = sum_m dy      dgamma = sum_m (dy·W)∘xhat      dbeta = sum_m dy·W
+ */
+HEDDLE_API heddle_status heddle_norm_linear_backward(const heddle_norm_linear *desc,
+                                                     const heddle_norm_linear_data *data, void *workspace,
+                                                     size_t workspace_bytes, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* HEDDLE_H */

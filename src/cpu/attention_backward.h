@@ -1,0 +1,420 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention backward (Dao 2023, algorithm 2), the same bits for any number of threads.
+ *
+ *   prepare   D = rowsum(dO∘O) - dlse (+ rowsum(P∘dweights)); clears what is added to
+ *   main      a task owns a chunk of the keys of one unit: dK and dV of the chunk stay with it while it walks over the queries.
+ *             dQ of a tile of queries is added to by several chunks, in the order of the chunks: each waits for its turn.
+ *   dsinks, dbias   small sums of their own, each element by one task
+ *
+ * Tickets are taken in the order (unit, chunk), so whom a task waits for is running already. */
+#ifndef HEDDLE_CPU_ATTENTION_BACKWARD_H
+#define HEDDLE_CPU_ATTENTION_BACKWARD_H
+
+#include "attention_forward.h"
+
+typedef struct backward_space {
+    lanes l;
+    float *qt, *dot, *q, *dout; /* Qᵀ, dOᵀ [..][lanes]; Q, dO [lanes][..] */
+    float *dqt;                 /* [d][lanes] */
+    float *s, *dp, *tanhs, *z, *scratch;
+    float *k, *v, *dk, *dv;         /* [chunk][..] */
+    float base[LANES], rest[LANES]; /* log-sum-exp in units of log2, as the sum of two floats */
+    float dsum[LANES];
+    bool q_finite, dout_finite;
+    parts seen;
+} backward_space;
+
+typedef struct backward_shared {
+    float *dsum, *base, *rest; /* D and the log-sum-exp in two parts, where lse is */
+    float *dq;                 /* sums of dQ [slot][group·sq][d_pad], for 16-bit types and several chunks */
+    _Atomic uint32_t *turn;    /* [unit][tile]: the chunk that may add to dQ */
+    _Atomic uint32_t *done;    /* [unit]: chunks that are finished */
+    int64_t slots, tiles, chunks;
+} backward_shared;
+
+static backward_shared carve_backward_shared(const attention_plan *plan, carver *w) {
+    const heddle_attention *a = &plan->a;
+    int64_t units = a->b * a->hk, rows = a->h / a->hk * a->sq;
+    bool varlen = a->features & HEDDLE_VARLEN;
+    backward_shared g = {.tiles = (rows + LANES - 1) / LANES, .chunks = (a->sk + plan->chunk_k - 1) / plan->chunk_k};
+    /* With many chunks the threads all fit into one unit, and waiting for its last ones costs little. */
+    g.slots = g.chunks >= 8 * plan->threads ? 1 : min64(plan->threads, units);
+    if (a->dtype == HEDDLE_F32 || g.chunks <= 1)
+        g.slots = 0;
+    const int64_t all_rows = a->h * (varlen ? a->total_q : a->b * a->sq);
+    g.dsum = carve_floats(w, all_rows);
+    g.base = carve_floats(w, all_rows);
+    g.rest = carve_floats(w, all_rows);
+    g.dq = carve_floats(w, g.slots * rows * ((a->d + VL - 1) / VL * VL));
+    g.turn = carve(w, sizeof(uint32_t) * (size_t)(units * g.tiles));
+    g.done = carve(w, sizeof(uint32_t) * (size_t)units);
+    return g;
+}
+
+static backward_space *carve_backward(const attention_plan *plan, carver *w) {
+    const heddle_attention *a = &plan->a;
+    int64_t pad_d = (a->d + VL - 1) / VL * VL, pad_dv = (a->dv + VL - 1) / VL * VL, tile = plan->tile_k * LANES;
+    bool widens = a->dtype != HEDDLE_F32;
+    backward_space *p = carve(w, sizeof *p), f;
+    f.qt = carve_floats(w, a->d * LANES);
+    f.dot = carve_floats(w, a->dv * LANES);
+    f.q = carve_floats(w, LANES * pad_d);
+    f.dout = carve_floats(w, LANES * pad_dv);
+    f.dqt = carve_floats(w, a->d * LANES);
+    f.s = carve_floats(w, tile);
+    f.dp = carve_floats(w, tile);
+    f.tanhs = carve_floats(w, a->softcap > 0 ? tile : 0);
+    f.z = carve_floats(w, a->dropout > 0 ? tile : 0);
+    f.scratch = carve_floats(w, a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_WEIGHTS) ? tile : 0);
+    f.k = carve_floats(w, widens ? plan->chunk_k * pad_d : 0);
+    f.v = carve_floats(w, widens ? plan->chunk_k * pad_dv : 0);
+    f.dk = carve_floats(w, plan->chunk_k * pad_d);
+    f.dv = carve_floats(w, plan->chunk_k * pad_dv);
+    if (p)
+        *p = f;
+    return p;
+}
+
+/* --------------------------------------------------------------------------------------- one tile of gradients */
+
+static void load_q(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
+    const lanes *l = &w->l;
+    pack_lanes(c, u, l, c->t->q, c->a->q_stride, c->a->d, c->sign, w->qt);
+    for (int64_t x = 0; x < l->stride; x++) {
+        int64_t at = lse_offset(c, u, l->head[x], l->first + l->index[x]);
+        w->base[x] = x < l->count ? g->base[at] : INFINITY; /* the padding gets P = 0 */
+        w->rest[x] = g->rest[at];
+        w->dsum[x] = g->dsum[at];
+    }
+}
+
+static void load_tile(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
+    load_q(c, u, w, g);
+    if (c->t->dout)
+        pack_lanes(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, 1, w->dot);
+    else
+        memset(w->dot, 0, sizeof(float) * (size_t)(c->a->dv * w->l.stride));
+}
+
+/* Q and dO of the tile as rows, for the products that sum over queries. */
+static void load_rows(const call *c, const unit *u, backward_space *w) {
+    const heddle_attention *a = c->a;
+    const void *rows[LANES];
+    lane_rows(c, u, &w->l, c->t->q, a->q_stride, u->s.first_q, rows);
+    for (int64_t x = 0; x < w->l.count; x++)
+        widen_row(c->type, rows[x], a->d, 1, w->q + x * c->d_pad);
+    if (c->t->dout) {
+        lane_rows(c, u, &w->l, c->t->dout, a->do_stride, u->s.first_q, rows);
+        for (int64_t x = 0; x < w->l.count; x++)
+            widen_row(c->type, rows[x], a->dv, 1, w->dout + x * c->dv_pad);
+    } else {
+        memset(w->dout, 0, sizeof(float) * (size_t)(w->l.count * c->dv_pad));
+    }
+    w->q_finite = all_finite(w->q, w->l.count, c->d_pad, a->d);
+    w->dout_finite = all_finite(w->dout, w->l.count, c->dv_pad, a->dv);
+}
+
+/* s = P; true as scores() is. */
+static bool probabilities(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const lanes *l = &w->l;
+    bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch);
+    for (int v = 0; v < l->vectors; v++) {
+        const vf base = load(w->base + v * VL), rest = load(w->rest + v * VL);
+        for (int64_t x = v * VL; x < b->count * l->stride; x += l->stride)
+            store(w->s + x, vexp2(load(w->s + x) * c->factor - base - rest));
+    }
+    return masked;
+}
+
+static void pack_dweights(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const void *rows[LANES];
+    lane_rows(c, u, &w->l, c->t->dweights, c->a->dweights_stride, 0, rows);
+    pack_transposed(c->type, rows, b->first, w->l.count, b->count, 1, w->scratch, w->l.stride);
+}
+
+/* s = Z∘P, dp = dS = P∘(Z∘(V·dOᵀ) + dweights - D), with exact zeros where masked. True as scores() is. */
+static bool score_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const lanes *l = &w->l;
+    bool masked = probabilities(c, u, b, w);
+    multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, w->dot, w->dp);
+    if (c->drops)
+        dropout_factors(c, u, l, b, w->z);
+    if (c->t->dweights)
+        pack_dweights(c, u, b, w);
+    for (int v = 0; v < l->vectors; v++) {
+        const vf dsum = load(w->dsum + v * VL);
+        for (int64_t x = v * VL; x < b->count * l->stride; x += l->stride) {
+            vf p = load(w->s + x), dp = load(w->dp + x);
+            if (c->drops) {
+                dp *= load(w->z + x);
+                store(w->s + x, p * load(w->z + x));
+            }
+            if (c->t->dweights)
+                dp += load(w->scratch + x);
+            vf ds = p * (dp - dsum);
+            store(w->dp + x, masked ? select_float(p == 0, splat(0), ds) : ds);
+        }
+    }
+    return masked;
+}
+
+/* dS -> dT: through the derivative of softcap's tanh. */
+static void uncap(const call *c, const key_block *b, backward_space *w) {
+    if (c->a->softcap > 0)
+        for (int64_t x = 0; x < b->count * w->l.stride; x += VL) {
+            vf th = load(w->tanhs + x), ds = load(w->dp + x);
+            store(w->dp + x, select_float(ds == 0, splat(0), ds * (1 - th * th)));
+        }
+}
+
+/* out[j][e] += sum over lanes of weights[j][lane]·rows[lane][e], in the parts that are seen. */
+static void add_to_keys(const lanes *l, const parts *r, bool careful, const float *weights, const float *rows,
+                        int64_t pad, float *out) {
+    for (const part *p = r->p; p < r->p + r->count; p++) {
+        const int64_t lane = p->begin * VL, lanes_used = min64(l->count, p->end * VL) - lane;
+        const gemm_a a = {weights + p->first * l->stride + lane, l->stride, 1};
+        float *dst = out + p->first * pad;
+        if (careful)
+            gemm_careful(true, (int)(pad / VL), p->count, lanes_used, a, rows + lane * pad, pad, dst, pad);
+        else
+            gemm((int)(pad / VL), p->count, lanes_used, a, rows + lane * pad, pad, dst, pad, true);
+    }
+}
+
+static void backward_block(const call *c, const unit *u, const key_block *b, bool k_finite, backward_space *w,
+                           float *dk, float *dv) {
+    const lanes *l = &w->l;
+    bool masked = score_gradients(c, u, b, w);
+    add_to_keys(l, &w->seen, masked && !w->dout_finite, w->s, w->dout, c->dv_pad, dv);
+    uncap(c, b, w);
+    add_to_keys(l, &w->seen, masked && !w->q_finite, w->dp, w->q, c->d_pad, dk);
+    add_parts(l, &w->seen, masked && !k_finite, b->k, b->k_stride, c->a->d, w->dp, w->dqt);
+}
+
+/* -------------------------------------------------------------------------------------------------------- main */
+
+/* The chunks that tile's queries see keys of: begin .. end-1, all of them adding to its dQ. */
+static range chunks_of_tile(const unit *u, const lanes *l, int64_t chunk_k) {
+    range keys = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    range r = {keys.begin / chunk_k, keys.begin < keys.end ? (keys.end - 1) / chunk_k + 1 : keys.begin / chunk_k};
+    return r;
+}
+
+/* dQ of the tile: added to dq itself (float32), or to the sums in float32, which the last chunk rounds into dq. */
+static void add_dq(const call *c, const unit *u, backward_space *w, float *sums, bool first, bool last) {
+    const lanes *l = &w->l;
+    const void *rows[LANES];
+    float scale[LANES];
+    for (int64_t x = 0; x < l->stride; x++)
+        scale[x] = (float)c->a->scale;
+    lane_rows(c, u, l, c->t->dq, c->a->dq_stride, u->s.first_q, rows);
+    void *const *out = (void *const *)rows;
+    if (c->type == HEDDLE_F32 || (first && last)) {
+        unpack_transposed(c->type, w->dqt, l->stride, l->count, c->a->d, scale, !first, out, 0);
+        return;
+    }
+    void *sum_rows[LANES];
+    int64_t f0 = l->first * c->group + (l->head[0] - u->first_head);
+    for (int64_t x = 0; x < l->count; x++)
+        sum_rows[x] = sums + (f0 + x) * c->d_pad;
+    unpack_transposed(HEDDLE_F32, w->dqt, l->stride, l->count, c->a->d, scale, !first, sum_rows, 0);
+    if (last)
+        for (int64_t x = 0; x < l->count; x++)
+            narrow_row(c->type, sum_rows[x], c->a->d, 1, out[x]);
+}
+
+static void write_chunk(const call *c, const unit *u, int64_t first, int64_t count, backward_space *w) {
+    const heddle_attention *a = c->a;
+    for (int64_t j = 0; j < count; j++) {
+        int64_t row = u->s.first_k + first + j;
+        if (c->t->dk)
+            narrow_row(c->type, w->dk + j * c->d_pad, a->d, (float)a->scale,
+                       (char *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row) * element_size(c->type));
+        if (c->t->dv)
+            narrow_row(c->type, w->dv + j * c->dv_pad, a->dv, 1,
+                       (char *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row) * element_size(c->type));
+    }
+}
+
+static void backward_tile(const call *c, const unit *u, const key_block *chunk, bool k_finite, backward_space *w) {
+    const range seen = keys_of_queries(u->m, w->l.first, w->l.last + 1, u->s.sk);
+    int64_t begin = max64(seen.begin, chunk->first), end = min64(seen.end, chunk->first + chunk->count);
+    load_rows(c, u, w);
+    memset(w->dqt, 0, sizeof(float) * (size_t)(c->a->d * w->l.stride));
+    for (int64_t j = begin; j < end; j += c->tile_k) {
+        int64_t at = j - chunk->first;
+        key_block b = {j,
+                       min64(c->tile_k, end - j),
+                       chunk->k + at * chunk->k_stride,
+                       chunk->v + at * chunk->v_stride,
+                       chunk->k_stride,
+                       chunk->v_stride};
+        backward_block(c, u, &b, k_finite, w, w->dk + at * c->d_pad, w->dv + at * c->dv_pad);
+    }
+}
+
+static void backward_task(const call *c, const unit *u, int64_t unit_index, int64_t chunk_index, int64_t chunk_k,
+                          backward_space *w, const backward_shared *g) {
+    const heddle_attention *a = c->a;
+    key_block chunk = {.first = chunk_index * chunk_k};
+    chunk.count = min64(chunk_k, u->s.sk - chunk.first);
+    chunk.k = key_rows(c, u, c->t->k, a->k_stride, a->d, chunk.first, chunk.count, w->k, c->d_pad, &chunk.k_stride);
+    chunk.v = key_rows(c, u, c->t->v, a->v_stride, a->dv, chunk.first, chunk.count, w->v, c->dv_pad, &chunk.v_stride);
+    bool k_finite = all_finite(chunk.k, chunk.count, chunk.k_stride, a->d);
+    memset(w->dk, 0, sizeof(float) * (size_t)(chunk.count * c->d_pad));
+    memset(w->dv, 0, sizeof(float) * (size_t)(chunk.count * c->dv_pad));
+    int64_t rows = c->group * u->s.sq;
+    float *sums = g->slots ? g->dq + unit_index % g->slots * (c->group * a->sq * c->d_pad) : NULL;
+    if (g->slots && unit_index >= g->slots) /* who used the slot before must be through */
+        wait_for_turn(&g->done[unit_index - g->slots], (uint32_t)g->chunks);
+    /* Downwards: the chunks of a causal mask all begin at the last queries and follow each other closely. */
+    for (int64_t tile = (rows + LANES - 1) / LANES - 1; tile >= 0; tile--) {
+        make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
+        range mine = chunks_of_tile(u, &w->l, chunk_k);
+        if (chunk_index < mine.begin || chunk_index >= mine.end)
+            continue;
+        load_tile(c, u, w, g);
+        backward_tile(c, u, &chunk, k_finite, w);
+        if (!c->t->dq)
+            continue;
+        _Atomic uint32_t *turn = &g->turn[unit_index * g->tiles + tile];
+        if (chunk_index > mine.begin)
+            wait_for_turn(turn, (uint32_t)chunk_index);
+        add_dq(c, u, w, sums, chunk_index == mine.begin, chunk_index == mine.end - 1);
+        atomic_store_explicit(turn, (uint32_t)chunk_index + 1, memory_order_release);
+    }
+    write_chunk(c, u, chunk.first, chunk.count, w);
+}
+
+/* ----------------------------------------------------------------------------------------------------- prepare */
+
+static void clear_rows(const call *c, void *p, heddle_strides stride, int64_t n, int64_t head, int64_t first,
+                       int64_t count, int64_t width) {
+    if (p)
+        for (int64_t i = first; i < first + count; i++)
+            memset((char *)p + row_offset(stride, n, head, i) * element_size(c->type), 0,
+                   (size_t)(width * element_size(c->type)));
+}
+
+/* sum over dO∘O of one row, leaving out zeros of O: the row of a query that sees nothing may hold anything in dO. */
+static float dot_row(const call *c, const void *o, const void *dout) {
+    vf sum = splat(0);
+    for (int64_t e = 0; e < c->a->dv; e += VL) {
+        int64_t n = c->a->dv - e;
+        vf x, y;
+        if (c->type == HEDDLE_F32) {
+            x = load_some(HEDDLE_F32, element_at(o, e, c->type), n);
+            y = load_some(HEDDLE_F32, element_at(dout, e, c->type), n);
+        } else {
+            x = load_some(c->type, element_at(o, e, c->type), n);
+            y = load_some(c->type, element_at(dout, e, c->type), n);
+        }
+        sum += select_float(x == 0, splat(0), x * y);
+    }
+    float r = 0;
+    for (int x = 0; x < VL; x++)
+        r += sum[x];
+    return r;
+}
+
+/* D gets sum over j of P∘dweights: the scores once more, over all keys. */
+static void add_weight_sums(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
+    range keys = keys_of_queries(u->m, w->l.first, w->l.last + 1, u->s.sk);
+    float sums[LANES] = {0};
+    load_q(c, u, w, g);
+    for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
+        key_block b = {.first = j, .count = min64(c->tile_k, keys.end - j)};
+        b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, j, b.count, w->k, c->d_pad, &b.k_stride);
+        probabilities(c, u, &b, w);
+        pack_dweights(c, u, &b, w);
+        for (int64_t y = 0; y < b.count; y++)
+            for (int64_t x = 0; x < w->l.stride; x += VL) {
+                vf p = load(w->s + y * w->l.stride + x), dw = load(w->scratch + y * w->l.stride + x);
+                store(sums + x, load(sums + x) + select_float(p == 0, splat(0), p * dw));
+            }
+    }
+    for (int64_t x = 0; x < w->l.count; x++)
+        g->dsum[lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x])] += sums[x];
+}
+
+/* lse in units of log2 as two floats: one would cost P two roundings of lse. +inf makes P zero for a row that sees nothing.
+ * True if even the rounding of lse itself would be seen in P. */
+static bool split_lse(float lse, float *base, float *rest) {
+    double lse2 = lse == -INFINITY ? INFINITY : lse * LOG2E;
+    *base = (float)lse2;
+    *rest = isfinite(*base) ? (float)(lse2 - *base) : 0;
+    return fabsf(lse) > 32 && fabsf(lse) < INFINITY;
+}
+
+/* The softmax sums of a tile anew, for scores so large that a float32 lse is too coarse for P = exp(S - lse): the maximum is
+ * subtracted exactly, the rest is the logarithm of the sum. Taken only where it agrees with the given lse to its rounding. */
+static void refine_lse(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
+    const lanes *l = &w->l;
+    range keys = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    float top[LANES], sum[LANES] = {0};
+    for (int64_t x = 0; x < LANES; x++)
+        top[x] = -INFINITY;
+    load_q(c, u, w, g);
+    for (int pass = 0; pass < 2; pass++)
+        for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
+            key_block b = {.first = j, .count = min64(c->tile_k, keys.end - j)};
+            b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, j, b.count, w->k, c->d_pad, &b.k_stride);
+            scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, w->scratch);
+            for (int64_t y = 0; y < b.count; y++)
+                for (int64_t x = 0; x < l->stride; x += VL) {
+                    vf s = load(w->s + y * l->stride + x), m = load(top + x);
+                    if (pass == 0)
+                        store(top + x, vmax(m, s));
+                    else
+                        store(sum + x, load(sum + x) + vexp2(s * c->factor - m * c->factor));
+                }
+        }
+    for (int64_t x = 0; x < l->count; x++) {
+        int64_t at = lse_offset(c, u, l->head[x], l->first + l->index[x]);
+        float base = top[x] * c->factor, lse = ((const float *)c->t->lse)[at];
+        double all = (double)sum[x];
+        if (c->a->features & HEDDLE_SINKS)
+            all += exp2((double)((const float *)c->t->sinks)[l->head[x]] * LOG2E - base);
+        double rest = log2(all);
+        if (fabs((base + rest) * LN2 - lse) <= fabs(lse) * 0x1p-20) {
+            g->base[at] = base;
+            g->rest[at] = (float)rest;
+        }
+    }
+}
+
+static void prepare_task(const call *c, const unit *u, int64_t tile, backward_space *w, const backward_shared *g) {
+    const heddle_attention *a = c->a;
+    int64_t rows = c->group * u->s.sq;
+    if (tile * LANES >= rows)
+        return;
+    make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
+    const void *o[LANES], *dout[LANES];
+    bool large = false;
+    lane_rows(c, u, &w->l, c->t->o, a->o_stride, u->s.first_q, o);
+    if (c->t->dout)
+        lane_rows(c, u, &w->l, c->t->dout, a->do_stride, u->s.first_q, dout);
+    for (int64_t x = 0; x < w->l.count; x++) {
+        int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
+        float sum = c->t->dout ? dot_row(c, o[x], dout[x]) : 0;
+        g->dsum[at] = sum - (c->t->dlse ? ((const float *)c->t->dlse)[at] : 0);
+        large |= split_lse(((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
+        clear_rows(c, c->t->dq, a->dq_stride, u->n, w->l.head[x], u->s.first_q + w->l.first + w->l.index[x], 1, a->d);
+    }
+    if (large)
+        refine_lse(c, u, w, g);
+    if (c->t->dweights)
+        add_weight_sums(c, u, w, g);
+}
+
+/* Gradients of the rows that the sequence owns but does not use. */
+static void backward_unused_rows(const call *c, const unit *u) {
+    const heddle_attention *a = c->a;
+    sequence whole = sequence_of(a, c->t->cu_seqlens_q, c->t->cu_seqlens_k, NULL, NULL, u->n);
+    for (int64_t head = u->first_head; head < u->first_head + c->group; head++)
+        clear_rows(c, c->t->dq, a->dq_stride, u->n, head, u->s.first_q + u->s.sq, whole.sq - u->s.sq, a->d);
+    clear_rows(c, c->t->dk, a->dk_stride, u->n, u->hk, u->s.first_k + u->s.sk, whole.sk - u->s.sk, a->d);
+    clear_rows(c, c->t->dv, a->dv_stride, u->n, u->hk, u->s.first_k + u->s.sk, whole.sk - u->s.sk, a->dv);
+}
+
+#endif

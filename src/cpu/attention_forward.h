@@ -1,0 +1,253 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention forward: FlashAttention-2's online softmax (Dao 2023, algorithm 1) over transposed tiles.
+ * A task is a unit and a few tiles of its query rows, which walk over the keys together, so that a block of keys is brought
+ * near (and widened) once for all of them. */
+#ifndef HEDDLE_CPU_ATTENTION_FORWARD_H
+#define HEDDLE_CPU_ATTENTION_FORWARD_H
+
+#include "threads.h"
+#include "tile.h"
+
+#define MAX_TILES 4
+
+typedef struct forward_tile {
+    lanes l;
+    float *qt, *ot;    /* Qᵀ [d][lanes], Oᵀ [dv][lanes] */
+    float max[LANES];  /* of the scores as stored */
+    float base[LANES]; /* max·factor, what the exponents are taken from; 0 while max is -inf */
+    float sum[LANES];
+} forward_tile;
+
+typedef struct forward_space {
+    forward_tile *tiles;
+    float *s, *z, *scratch, *k, *v;
+} forward_space;
+
+static forward_space carve_forward(const attention_plan *plan, carver *w) {
+    const heddle_attention *a = &plan->a;
+    int64_t tiles = plan->tile_q / LANES, pad_d = (a->d + VL - 1) / VL * VL, pad_dv = (a->dv + VL - 1) / VL * VL;
+    bool widens = a->dtype != HEDDLE_F32;
+    forward_space f;
+    f.tiles = carve(w, sizeof(forward_tile) * (size_t)tiles);
+    for (int64_t x = 0; x < tiles; x++) {
+        float *qt = carve_floats(w, a->d * LANES), *ot = carve_floats(w, a->dv * LANES);
+        if (f.tiles)
+            f.tiles[x].qt = qt, f.tiles[x].ot = ot;
+    }
+    f.s = carve_floats(w, plan->tile_k * LANES);
+    f.z = carve_floats(w, a->dropout > 0 ? plan->tile_k * LANES : 0);
+    f.scratch = carve_floats(w, a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK) ? plan->tile_k * LANES : 0);
+    f.k = carve_floats(w, widens ? plan->tile_k * pad_d : 0);
+    f.v = carve_floats(w, widens ? plan->tile_k * pad_dv : 0);
+    return f;
+}
+
+static void begin_tile(const call *c, const unit *u, int64_t f0, int64_t count, forward_tile *t) {
+    const heddle_attention *a = c->a;
+    make_lanes(c, u, -1, f0, count, &t->l);
+    pack_lanes(c, u, &t->l, c->t->q, a->q_stride, a->d, c->sign, t->qt);
+    memset(t->ot, 0, sizeof(float) * (size_t)(a->dv * t->l.stride));
+    for (int64_t x = 0; x < t->l.stride; x++) {
+        t->max[x] = -INFINITY;
+        t->base[x] = t->sum[x] = 0;
+    }
+}
+
+/* What is summed so far, of one vector of lanes, is scaled to the new base. With nothing summed there is nothing to scale. */
+static void rescale(forward_tile *t, int v, vf base, int64_t dv) {
+    const vf old_sum = load(t->sum + v * VL), old_base = load(t->base + v * VL);
+    const vf shrink = select_float(old_sum == 0, splat(1), vexp2(old_base - base));
+    store(t->base + v * VL, base);
+    const vi changed = shrink != 1;
+    int32_t any = 0;
+    for (int x = 0; x < VL; x++)
+        any |= changed[x];
+    if (!any)
+        return;
+    store(t->sum + v * VL, old_sum * shrink);
+    for (float *p = t->ot + v * VL, *end = p + dv * t->l.stride; p < end; p += t->l.stride)
+        store(p, load(p) * shrink);
+}
+
+/* S -> P = exp2(S·factor - base) in place, with base from the new maximum. */
+INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {
+    const int64_t stride = vectors * VL;
+    vf top[TILE_VECTORS], base[TILE_VECTORS], sum[TILE_VECTORS];
+    for (int v = 0; v < vectors; v++)
+        top[v] = load(t->max + v * VL);
+    for (float *p = s, *end = s + count * stride; p < end; p += stride)
+#pragma GCC unroll 3
+        for (int v = 0; v < vectors; v++)
+            top[v] = vmax(top[v], load(p + v * VL));
+    for (int v = 0; v < vectors; v++) {
+        base[v] = select_float(top[v] == -INFINITY, splat(0), top[v] * factor);
+        sum[v] = splat(0);
+        store(t->max + v * VL, top[v]);
+        rescale(t, v, base[v], dv);
+    }
+    for (float *p = s, *end = s + count * stride; p < end; p += stride)
+#pragma GCC unroll 3
+        for (int v = 0; v < vectors; v++) {
+            vf e = vexp2(load(p + v * VL) * factor - base[v]);
+            store(p + v * VL, e);
+            sum[v] += e;
+        }
+    for (int v = 0; v < vectors; v++)
+        store(t->sum + v * VL, load(t->sum + v * VL) + sum[v]);
+}
+
+static void online_softmax(forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {
+    switch (t->l.vectors) {
+    case 1: online_softmax_of(1, t, factor, dv, count, s); break;
+    case 2: online_softmax_of(2, t, factor, dv, count, s); break;
+    default: online_softmax_of(3, t, factor, dv, count, s); break;
+    }
+}
+
+static void forward_block(const call *c, const unit *u, const key_block *b, forward_tile *t, forward_space *w) {
+    const int64_t stride = t->l.stride, dv = c->a->dv;
+    parts seen;
+    bool masked = scores(c, u, &t->l, b, t->qt, &seen, w->s, NULL, w->scratch);
+    online_softmax(t, c->factor, dv, b->count, w->s);
+    if (c->drops) {
+        dropout_factors(c, u, &t->l, b, w->z);
+        for (int64_t x = 0; x < b->count * stride; x += VL)
+            store(w->s + x, load(w->s + x) * load(w->z + x));
+    }
+    bool careful = masked && !all_finite(b->v, b->count, b->v_stride, dv);
+    add_parts(&t->l, &seen, careful, b->v, b->v_stride, dv, w->s, t->ot);
+}
+
+/* The normalised weights, written when they are asked for: the scores once more. */
+static void write_weights(const call *c, const unit *u, const key_block *b, forward_tile *t, forward_space *w,
+                          const float *inverse) {
+    const lanes *l = &t->l;
+    const void *rows[LANES];
+    parts seen;
+    scores(c, u, l, b, t->qt, &seen, w->s, NULL, w->scratch);
+    for (int64_t j = 0; j < b->count; j++)
+        for (int64_t x = 0; x < l->stride; x += VL) {
+            float *s = w->s + j * l->stride + x;
+            store(s, vexp2(load(s) * c->factor - load(t->base + x)));
+        }
+    lane_rows(c, u, l, c->t->weights, c->a->weights_stride, 0, rows);
+    unpack_transposed(c->type, w->s, l->stride, l->count, b->count, inverse, false, (void *const *)rows, b->first);
+}
+
+/* One more key, with this score and a value of zero. Returns what the sum and O so far are to be multiplied with. */
+static float add_sink(forward_tile *t, int64_t x, double sink) {
+    double sink2 = sink * LOG2E, top = t->sum[x] > 0 ? t->base[x] : -INFINITY;
+    if (sink2 == -INFINITY)
+        return 1;
+    double base = sink2 > top ? sink2 : top;
+    float shrink = (float)exp2(top - base);
+    t->base[x] = (float)base;
+    t->sum[x] = t->sum[x] * shrink + (float)exp2(sink2 - base);
+    return shrink;
+}
+
+/* o = Oᵀ / sum, lse = ln 2 · (base + log2 sum); inverse[lane] = 1 / sum, 0 for a row that sees nothing. */
+static void end_tile(const call *c, const unit *u, forward_tile *t, float *inverse) {
+    const lanes *l = &t->l;
+    const void *rows[LANES];
+    float last[LANES];
+    for (int64_t x = 0; x < l->stride; x++) {
+        float shrink = 1;
+        if (c->a->features & HEDDLE_SINKS)
+            shrink = add_sink(t, x, (double)((const float *)c->t->sinks)[l->head[x]]);
+        bool dead = t->sum[x] == 0;
+        inverse[x] = dead ? 0 : 1 / t->sum[x];
+        last[x] = shrink * inverse[x];
+        if (c->t->lse && x < l->count)
+            ((float *)c->t->lse)[lse_offset(c, u, l->head[x], l->first + l->index[x])] =
+                dead ? -INFINITY : (float)((t->base[x] + log2((double)t->sum[x])) * LN2);
+    }
+    lane_rows(c, u, l, c->t->o, c->a->o_stride, u->s.first_q, rows);
+    unpack_transposed(c->type, t->ot, l->stride, l->count, c->a->dv, last, false, (void *const *)rows, 0);
+}
+
+static key_block get_block(const call *c, const unit *u, range keys, int64_t first, forward_space *w) {
+    key_block b = {.first = first, .count = min64(c->tile_k, keys.end - first)};
+    b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, first, b.count, w->k, c->d_pad, &b.k_stride);
+    b.v = key_rows(c, u, c->t->v, c->a->v_stride, c->a->dv, first, b.count, w->v, c->dv_pad, &b.v_stride);
+    return b;
+}
+
+INLINE bool tile_is_empty(const unit *u, const lanes *l, const key_block *b) {
+    return tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) == TILE_EMPTY;
+}
+
+/* Weights outside the band and outside the sequence are zero, too. */
+static void clear_weights(const call *c, const unit *u, int64_t head, int64_t i) {
+    const heddle_attention *a = c->a;
+    const char *p = element_at(c->t->weights, row_offset(a->weights_stride, u->n, head, i), c->type);
+    memset((char *)(uintptr_t)p, 0, (size_t)(a->sk * element_size(c->type)));
+}
+
+static void forward_task(const call *c, const unit *u, int64_t f0, int64_t f1, forward_space *w) {
+    int count = 0;
+    for (int64_t f = f0; f < f1; f += LANES)
+        begin_tile(c, u, f, min64(LANES, f1 - f), &w->tiles[count++]);
+    range keys = keys_of_queries(u->m, w->tiles[0].l.first, w->tiles[count - 1].l.last + 1, u->s.sk);
+    for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
+        key_block b = get_block(c, u, keys, j, w);
+        for (int x = 0; x < count; x++)
+            if (!tile_is_empty(u, &w->tiles[x].l, &b))
+                forward_block(c, u, &b, &w->tiles[x], w);
+    }
+    for (int x = 0; x < count; x++) {
+        forward_tile *t = &w->tiles[x];
+        float inverse[LANES];
+        end_tile(c, u, t, inverse);
+        if (!(c->a->features & HEDDLE_WEIGHTS))
+            continue;
+        for (int64_t y = 0; y < t->l.count; y++)
+            clear_weights(c, u, t->l.head[y], t->l.first + t->l.index[y]);
+        for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
+            key_block b = get_block(c, u, keys, j, w);
+            if (!tile_is_empty(u, &t->l, &b))
+                write_weights(c, u, &b, t, w, inverse);
+        }
+    }
+}
+
+/* Rows of the tensors that this sequence owns but does not use: o = 0, lse = -inf, weights = 0. */
+static void forward_unused_rows(const call *c, const unit *u) {
+    const heddle_attention *a = c->a;
+    sequence whole = sequence_of(a, c->t->cu_seqlens_q, c->t->cu_seqlens_k, NULL, NULL, u->n);
+    for (int64_t head = u->first_head; head < u->first_head + c->group; head++) {
+        for (int64_t i = u->s.sq; i < whole.sq; i++) {
+            const char *o = element_at(c->t->o, row_offset(a->o_stride, u->n, head, u->s.first_q + i), c->type);
+            memset((char *)(uintptr_t)o, 0, (size_t)(a->dv * element_size(c->type)));
+            if (c->t->lse)
+                ((float *)c->t->lse)[lse_offset(c, u, head, i)] = -INFINITY;
+        }
+        if (a->features & HEDDLE_WEIGHTS)
+            for (int64_t i = u->s.sq; i < a->sq; i++)
+                clear_weights(c, u, head, i);
+    }
+}
+
+static void attention_forward(const attention_plan *plan, const heddle_attention_data *data, void *workspace) {
+    const heddle_attention *a = &plan->a;
+    const call c = make_call(plan, data);
+    const int64_t units = a->b * a->hk, per_unit = max64(1, (c.group * a->sq + plan->tile_q - 1) / plan->tile_q);
+    const size_t each = plan->workspace / (size_t)plan->threads;
+    ticket next = {0};
+#pragma omp parallel num_threads(plan->threads) if (plan->threads > 1)
+    {
+        carver w = {(char *)workspace + (size_t)thread_index() * each, 0};
+        forward_space space = carve_forward(plan, &w);
+        for (int64_t task; (task = take_ticket(&next)) < units * per_unit;) {
+            const unit u = make_unit(&c, task / per_unit);
+            /* The longest rows of a causal mask first: the last tasks to be taken are then short. */
+            int64_t f0 = (per_unit - 1 - task % per_unit) * plan->tile_q, rows = c.group * u.s.sq;
+            if (f0 < rows)
+                forward_task(&c, &u, f0, min64(f0 + plan->tile_q, rows), &space);
+            if (f0 == 0)
+                forward_unused_rows(&c, &u);
+        }
+    }
+}
+
+#endif

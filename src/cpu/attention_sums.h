@@ -1,0 +1,176 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The gradients that are sums over heads or batch entries, dsinks and dbias, each element by one task in a fixed order;
+ * and the driver of the whole backward. */
+#ifndef HEDDLE_CPU_ATTENTION_SUMS_H
+#define HEDDLE_CPU_ATTENTION_SUMS_H
+
+#include "attention_backward.h"
+
+#include <stdio.h>
+
+/* dsink[head] = -sum over queries of exp(sink - lse)·D */
+static void dsink_task(const call *c, int64_t head, const backward_shared *g) {
+    const float sink = ((const float *)c->t->sinks)[head];
+    double sum = 0;
+    for (int64_t n = 0; n < c->a->b; n++) {
+        unit u = make_unit(c, n * c->a->hk + head / c->group);
+        for (int64_t i = 0; i < u.s.sq; i++) {
+            int64_t at = lse_offset(c, &u, head, i);
+            float lse = ((const float *)c->t->lse)[at];
+            if (lse != -INFINITY)
+                sum -= exp((double)sink - (double)lse) * (double)g->dsum[at];
+        }
+    }
+    ((float *)c->t->dsinks)[head] = (float)sum;
+}
+
+/* The dimensions of dbias that are kept: how many tasks there are along each. */
+typedef struct dbias_shape {
+    int64_t b, h, key_blocks;
+    bool keeps_queries;
+} dbias_shape;
+
+static dbias_shape shape_of_dbias(const call *c) {
+    const heddle_attention *a = c->a;
+    dbias_shape r = {a->dbias_stride.b ? a->b : 1, a->dbias_stride.h ? a->h : 1, (a->sk + c->tile_k - 1) / c->tile_k,
+                     a->dbias_stride.s != 0 || a->sq <= 1};
+    return r;
+}
+
+/* acc[key][lane] += dS of queries i0 .. i0+count-1 of one head against one block of keys; nothing outside the sequence. */
+static void add_dbias_tile(const call *c, const unit *u, int64_t head, int64_t i0, int64_t count, range keys,
+                           backward_space *w, const backward_shared *g, float *acc, int64_t acc_stride) {
+    int64_t queries = min64(count, u->s.sq - i0);
+    range seen = {0, 0};
+    if (queries > 0)
+        seen = keys_of_queries(u->m, i0, i0 + queries, u->s.sk);
+    int64_t begin = max64(seen.begin, keys.begin), end = min64(seen.end, keys.end);
+    if (begin >= end)
+        return;
+    make_lanes(c, u, head, i0, queries, &w->l);
+    load_tile(c, u, w, g);
+    key_block b = {.first = begin, .count = end - begin};
+    b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, begin, b.count, w->k, c->d_pad, &b.k_stride);
+    b.v = key_rows(c, u, c->t->v, c->a->v_stride, c->a->dv, begin, b.count, w->v, c->dv_pad, &b.v_stride);
+    score_gradients(c, u, &b, w);
+    for (int64_t j = 0; j < b.count; j++)
+        for (int64_t x = 0; x < w->l.stride; x += VL) {
+            float *p = acc + (begin - keys.begin + j) * acc_stride + x;
+            store(p, load(p) + load(w->dp + j * w->l.stride + x));
+        }
+}
+
+static void write_dbias(const call *c, int64_t n, int64_t head, int64_t i0, int64_t count, range keys,
+                        const float *acc) {
+    void *rows[LANES];
+    float ones[LANES];
+    for (int64_t x = 0; x < LANES; x++)
+        ones[x] = 1;
+    for (int64_t x = 0; x < count; x++)
+        rows[x] = (char *)c->t->dbias + row_offset(c->a->dbias_stride, n, head, i0 + x) * element_size(c->type);
+    unpack_transposed(c->type, acc, LANES, count, keys.end - keys.begin, ones, false, rows, keys.begin);
+}
+
+/* dbias of one block of keys for one kept (batch entry, head): dS summed over the others, in order. */
+static void dbias_task(const call *c, dbias_shape shape, int64_t task, backward_space *w, const backward_shared *g,
+                       float *acc) {
+    const heddle_attention *a = c->a;
+    int64_t block = task % shape.key_blocks, x0 = task / shape.key_blocks % shape.h,
+            n0 = task / shape.key_blocks / shape.h;
+    int64_t n1 = shape.b > 1 ? n0 + 1 : a->b, x1 = shape.h > 1 ? x0 + 1 : a->h;
+    range keys = {block * c->tile_k, min64(a->sk, (block + 1) * c->tile_k)};
+    const size_t bytes = sizeof(float) * (size_t)(c->tile_k * LANES);
+    memset(acc, 0, bytes);
+    for (int64_t i0 = 0; i0 < a->sq; i0 += LANES) {
+        int64_t count = min64(LANES, a->sq - i0);
+        for (int64_t n = n0; n < n1; n++)
+            for (int64_t x = x0; x < x1; x++) {
+                unit u = make_unit(c, n * a->hk + x / c->group);
+                add_dbias_tile(c, &u, x, i0, count, keys, w, g, acc, LANES);
+            }
+        if (shape.keeps_queries) {
+            write_dbias(c, n0, x0, i0, count, keys, acc);
+            memset(acc, 0, bytes);
+        }
+    }
+    if (shape.keeps_queries)
+        return;
+    for (int64_t j = 0; j < keys.end - keys.begin; j++) { /* one row for all queries: sum the lanes */
+        float sum = 0;
+        for (int64_t x = 0; x < LANES; x++)
+            sum += acc[j * LANES + x];
+        acc[j * LANES] = sum;
+    }
+    write_dbias(c, n0, x0, 0, 1, keys, acc);
+}
+
+/* ------------------------------------------------------------------------------------------------------- driver */
+
+static float *carve_dbias(const attention_plan *plan, carver *w) {
+    return carve_floats(w, plan->a.features & HEDDLE_BIAS ? plan->tile_k * LANES : 0);
+}
+
+static void attention_backward(const attention_plan *plan, const heddle_attention_data *data, void *workspace) {
+    const heddle_attention *a = &plan->a;
+    const call c = make_call(plan, data);
+    carver shared = {workspace, 0};
+    const backward_shared g = carve_backward_shared(plan, &shared);
+    const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads;
+    const int64_t units = a->b * a->hk;
+    const dbias_shape shape = shape_of_dbias(&c);
+    ticket prepare = {0}, main = {0}, sinks = {0}, bias = {0};
+    for (int64_t x = 0; x < units; x++)
+        atomic_init(&g.done[x], 0);
+    for (int64_t x = 0; x < units * g.tiles; x++)
+        atomic_init(&g.turn[x], 0);
+#pragma omp parallel num_threads(plan->threads) if (plan->threads > 1)
+    {
+        carver w = {(char *)workspace + shared.used + (size_t)thread_index() * each, 0};
+        backward_space *space = carve_backward(plan, &w);
+        float *acc = carve_dbias(plan, &w);
+        for (int64_t task; (task = take_ticket(&prepare)) < units * max64(1, g.tiles);) {
+            const unit u = make_unit(&c, task / max64(1, g.tiles));
+            prepare_task(&c, &u, task % max64(1, g.tiles), space, &g);
+            if (task % max64(1, g.tiles) == 0)
+                backward_unused_rows(&c, &u);
+        }
+#pragma omp barrier
+        for (int64_t task; (task = take_ticket(&main)) < units * g.chunks;) {
+            const int64_t index = task / g.chunks, chunk = task % g.chunks;
+            const unit u = make_unit(&c, index);
+            if (chunk * plan->chunk_k < u.s.sk)
+                backward_task(&c, &u, index, chunk, plan->chunk_k, space, &g);
+            atomic_fetch_add_explicit(&g.done[index], 1, memory_order_release);
+        }
+        if (data->dsinks)
+            for (int64_t head; (head = take_ticket(&sinks)) < a->h;)
+                dsink_task(&c, head, &g);
+        if (data->dbias)
+            for (int64_t task; (task = take_ticket(&bias)) < shape.b * shape.h * shape.key_blocks;)
+                dbias_task(&c, shape, task, space, &g, acc);
+    }
+}
+
+/* -------------------------------------------------------------------------------------------------------- plan */
+
+static void plan_attention(attention_plan *plan) {
+    const heddle_attention *a = &plan->a;
+    static const char *const types[] = {"f32", "bf16", "f16", "f64"};
+    snprintf(plan->kernel, sizeof plan->kernel, "heddle_attention_%s_%s_%s",
+             plan->pass == HEDDLE_FORWARD ? "fwd" : "bwd", types[a->dtype], ISA_NAME);
+    plan->tile_k = TILE_KEYS;
+    plan->tile_q = LANES * (a->dtype == HEDDLE_F32 ? 1 : 2);
+    /* dK and dV of a chunk (and K and V, widened) are to stay in the second-level cache. */
+    plan->chunk_k = max64(1, 65536 / (a->d + a->dv) / TILE_KEYS) * TILE_KEYS;
+    carver each = {0}, shared = {0};
+    if (plan->pass == HEDDLE_FORWARD) {
+        carve_forward(plan, &each);
+    } else {
+        carve_backward(plan, &each);
+        carve_dbias(plan, &each);
+        carve_backward_shared(plan, &shared);
+    }
+    plan->workspace = shared.used + each.used * (size_t)plan->threads;
+}
+
+#endif

@@ -1,0 +1,148 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The CPU backend: which ISA's kernels to use, how many threads, and the calls into them. */
+#include "cpu.h"
+#include "../backend.h"
+#include "../mask.h"
+#include "../status.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
+
+typedef struct isa {
+    const cpu_kernels *kernels;
+    int (*runs_here)(void);
+} isa;
+
+static int always(void) {
+    return 1;
+}
+
+#if defined(HEDDLE_HAVE_AVX2) || defined(HEDDLE_HAVE_AVX512)
+static int has_f16c(void) { /* __builtin_cpu_supports has no word for it in every compiler */
+    unsigned a, b, c = 0, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+#ifdef HEDDLE_HAVE_AVX2
+static int has_avx2(void) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+}
+#endif
+
+#ifdef HEDDLE_HAVE_AVX512
+static int has_avx512(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") &&
+           has_f16c();
+}
+#endif
+
+/* Best first. By features, never by model names: hypervisors hide those. */
+static const isa isas[] = {
+#ifdef HEDDLE_HAVE_AVX512
+    {&heddle__cpu_avx512, has_avx512},
+#endif
+#ifdef HEDDLE_HAVE_AVX2
+    {&heddle__cpu_avx2, has_avx2},
+#endif
+#ifdef HEDDLE_HAVE_NEON
+    {&heddle__cpu_neon, always},
+#endif
+    {&heddle__cpu_baseline, always},
+};
+
+const char *heddle_cpu_isa_available(int i) {
+    for (size_t x = 0; i >= 0 && x < sizeof isas / sizeof *isas; x++)
+        if (isas[x].runs_here() && i-- == 0)
+            return isas[x].kernels->isa;
+    return NULL;
+}
+
+/* The record of this device: chosen at the first call, the same ever after. */
+static const cpu_kernels *kernels(void) {
+    static _Atomic(const cpu_kernels *) chosen;
+    const cpu_kernels *k = atomic_load_explicit(&chosen, memory_order_acquire);
+    if (k)
+        return k;
+    const char *wanted = getenv("HEDDLE_CPU");
+    for (size_t x = sizeof isas / sizeof *isas; x-- > 0;)
+        if (isas[x].runs_here()) {
+            k = isas[x].kernels;
+            if (wanted && strcmp(wanted, k->isa) == 0)
+                break;
+        }
+    atomic_store_explicit(&chosen, k, memory_order_release);
+    return k;
+}
+
+const char *heddle_cpu_isa(void) {
+    return kernels()->isa;
+}
+
+/* OpenMP's number, but one inside a parallel region (no oversubscription), and one when the work is not worth waking others:
+ * that costs about as much as 2^17 multiply-adds. */
+static int threads_for(double multiply_adds) {
+#ifdef _OPENMP
+    if (omp_in_parallel() || multiply_adds < 131072)
+        return 1;
+    return omp_get_max_threads();
+#else
+    (void)multiply_adds;
+    return 1;
+#endif
+}
+
+static heddle_status available(void) {
+    return HEDDLE_OK;
+}
+
+static void describe(char *text, size_t n) {
+    int threads = threads_for(1e18);
+    snprintf(text, n, "%s, %d thread%s", kernels()->isa, threads, threads == 1 ? "" : "s");
+}
+
+static heddle_status plan_attention(attention_plan *plan) {
+    const heddle_attention *a = &plan->a;
+    plan->threads = threads_for((double)a->b * (double)a->h * (double)a->sq * (double)a->sk * (double)(a->d + a->dv));
+    kernels()->plan_attention(plan);
+    return HEDDLE_OK;
+}
+
+static heddle_status plan_norm_linear(norm_linear_plan *plan) {
+    plan->threads = threads_for((double)plan->a.m * (double)plan->a.n * (double)plan->a.k);
+    kernels()->plan_norm_linear(plan);
+    return HEDDLE_OK;
+}
+
+static heddle_status run_attention(const attention_plan *plan, const heddle_attention_data *data, void *workspace,
+                                   void *stream) {
+    (void)stream;
+    if (plan->pass == HEDDLE_FORWARD)
+        kernels()->attention_forward(plan, data, workspace);
+    else
+        kernels()->attention_backward(plan, data, workspace);
+    return HEDDLE_OK;
+}
+
+static heddle_status run_norm_linear(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace,
+                                     void *stream) {
+    (void)stream;
+    if (plan->pass == HEDDLE_FORWARD)
+        kernels()->norm_linear_forward(plan, data, workspace);
+    else
+        kernels()->norm_linear_backward(plan, data, workspace);
+    return HEDDLE_OK;
+}
+
+const backend heddle_cpu_backend = {available,        describe,      plan_attention,
+                                    plan_norm_linear, run_attention, run_norm_linear};

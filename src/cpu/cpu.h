@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The table that each ISA's compilation of the kernels fills. */
+#ifndef HEDDLE_CPU_H
+#define HEDDLE_CPU_H
+
+#include "../plan.h"
+
+typedef struct cpu_kernels {
+    const char *isa;
+    /* Choose tiles (never by the number of threads: the bits must not depend on it) and compute the workspace. */
+    void (*plan_attention)(attention_plan *plan);
+    void (*plan_norm_linear)(norm_linear_plan *plan);
+    void (*attention_forward)(const attention_plan *plan, const heddle_attention_data *t, void *workspace);
+    void (*attention_backward)(const attention_plan *plan, const heddle_attention_data *t, void *workspace);
+    void (*norm_linear_forward)(const norm_linear_plan *plan, const heddle_norm_linear_data *t, void *workspace);
+    void (*norm_linear_backward)(const norm_linear_plan *plan, const heddle_norm_linear_data *t, void *workspace);
+} cpu_kernels;
+
+extern const cpu_kernels heddle__cpu_baseline, heddle__cpu_avx2, heddle__cpu_avx512, heddle__cpu_neon;
+
+#endif

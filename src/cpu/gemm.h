@@ -1,0 +1,117 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The one product that everything is made of, for operands that are in cache:
+ *
+ *     C[r, :] (+)= sum over x of A[r, x] · B[x, :]
+ *
+ * B and C have rows of whole vectors; A is read one element at a time and broadcast, with any two strides, so that a row-major
+ * and a transposed A are the same to it. A block of rows × vectors of C stays in registers over the whole sum. */
+#ifndef HEDDLE_CPU_GEMM_H
+#define HEDDLE_CPU_GEMM_H
+
+#include "vec.h"
+
+typedef struct gemm_a {
+    const float *p;
+    int64_t row, x; /* strides in elements */
+} gemm_a;
+
+INLINE void gemm_block(int rows, int vectors, int64_t count, gemm_a a, const float *b, int64_t b_stride, float *c,
+                       int64_t c_stride, bool add) {
+    vf sum[16][4];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            sum[r][v] = add ? load(c + r * c_stride + v * VL) : splat(0);
+    const float *ap = a.p;
+    for (int64_t x = 0; x < count; x++) {
+        vf bx[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            bx[v] = load(b + v * VL);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++)
+                sum[r][v] += ap[r * a.row] * bx[v];
+        b += b_stride;
+        ap += a.x;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            store(c + r * c_stride + v * VL, sum[r][v]);
+}
+
+INLINE void gemm_rows(int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b, int64_t b_stride,
+                      float *c, int64_t c_stride, bool add) {
+#define BLOCK_OF(n)                                                                                                    \
+    for (; rows >= (n); rows -= (n), a.p += (n)*a.row, c += (n)*c_stride)                                              \
+    gemm_block(n, vectors, count, a, b, b_stride, c, c_stride, add)
+    BLOCK_OF(block);
+    if (block > 4)
+        BLOCK_OF(4);
+    BLOCK_OF(2);
+    BLOCK_OF(1);
+#undef BLOCK_OF
+}
+
+/* Rows of a register block for each number of vectors: enough sums to cover the FMA latency, few enough for the registers. */
+#if VL == 16 || defined(__aarch64__)
+#define GEMM_ROWS_4 6
+#define GEMM_ROWS_3 8
+#define GEMM_ROWS_2 8
+#define GEMM_ROWS_1 8
+#else
+#define GEMM_ROWS_4 2
+#define GEMM_ROWS_3 4
+#define GEMM_ROWS_2 6
+#define GEMM_ROWS_1 8
+#endif
+/* The widest block to use: four vectors need 32 registers. */
+#define GEMM_VECTORS (GEMM_ROWS_4 >= 6 ? 4 : 3)
+
+static __attribute__((noinline)) void gemm(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
+                                           int64_t b_stride, float *c, int64_t c_stride, bool add) {
+    while (vectors > 0) {
+        int now = vectors <= GEMM_VECTORS ? vectors : vectors == GEMM_VECTORS + 1 ? 2 : GEMM_VECTORS;
+        switch (now) {
+        case 4: gemm_rows(GEMM_ROWS_4, 4, rows, count, a, b, b_stride, c, c_stride, add); break;
+        case 3: gemm_rows(GEMM_ROWS_3, 3, rows, count, a, b, b_stride, c, c_stride, add); break;
+        case 2: gemm_rows(GEMM_ROWS_2, 2, rows, count, a, b, b_stride, c, c_stride, add); break;
+        default: gemm_rows(GEMM_ROWS_1, 1, rows, count, a, b, b_stride, c, c_stride, add); break;
+        }
+        vectors -= now;
+        b += now * VL;
+        c += now * VL;
+    }
+}
+
+/* The same for operands that hold infinities or NaN which a mask has cut off: a term whose factor from the masked side (A, or
+ * else B) is 0 is left out instead of adding 0·NaN. Rare, so simple. */
+static __attribute__((noinline)) void gemm_careful(bool masked_a, int vectors, int64_t rows, int64_t count, gemm_a a,
+                                                   const float *b, int64_t b_stride, float *c, int64_t c_stride) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) {
+            vf sum = load(c + r * c_stride + v * VL);
+            for (int64_t x = 0; x < count; x++) {
+                vf ax = splat(a.p[r * a.row + x * a.x]), bx = load(b + x * b_stride + v * VL);
+                sum += select_float((masked_a ? ax : bx) == 0, splat(0), ax * bx);
+            }
+            store(c + r * c_stride + v * VL, sum);
+        }
+}
+
+static bool all_finite(const float *p, int64_t rows, int64_t stride, int64_t columns) {
+    for (int64_t r = 0; r < rows; r++) {
+        float zero = 0; /* x·0 is 0, or NaN */
+        for (int64_t x = 0; x < columns; x++)
+            zero += p[r * stride + x] * 0;
+        if (!(zero == 0))
+            return false;
+    }
+    return true;
+}
+
+#endif

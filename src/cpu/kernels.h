@@ -1,0 +1,15 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * All kernels of one ISA, and its table. The including file has set VL, ISA_NAME and ISA_TABLE. */
+#include "attention_sums.h"
+#include "cpu.h"
+#include "norm_linear.h"
+
+const cpu_kernels ISA_TABLE = {
+    .isa = ISA_NAME,
+    .plan_attention = plan_attention,
+    .plan_norm_linear = plan_norm_linear,
+    .attention_forward = attention_forward,
+    .attention_backward = attention_backward,
+    .norm_linear_forward = norm_linear_forward,
+    .norm_linear_backward = norm_linear_backward,
+};

@@ -1,0 +1,146 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Elements of any type to float and back, row by row or transposed. */
+#ifndef HEDDLE_CPU_PACK_H
+#define HEDDLE_CPU_PACK_H
+
+#include "vec.h"
+
+#include <string.h>
+
+/* Element types inside the CPU backend: the public ones, and the bytes of a boolean mask. */
+enum { TYPE_MASK = 100 };
+
+INLINE int64_t element_size(int type) {
+    return type == HEDDLE_F32 ? 4 : type == TYPE_MASK ? 1 : 2;
+}
+
+INLINE const char *element_at(const void *p, int64_t i, int type) {
+    return (const char *)p + i * element_size(type);
+}
+
+INLINE vf load_vector(int type, const void *p) {
+    if (type == HEDDLE_F32)
+        return load(p);
+    if (type == HEDDLE_BF16)
+        return bf16_widen(*(const vh_unaligned *)p);
+    if (type == HEDDLE_F16)
+        return f16_widen(*(const vh_unaligned *)p);
+    vf r;
+    for (int x = 0; x < VL; x++)
+        r[x] = ((const uint8_t *)p)[x] ? 1.0f : 0.0f;
+    return r;
+}
+
+INLINE void store_vector(int type, void *p, vf x) {
+    if (type == HEDDLE_F32)
+        store(p, x);
+    else
+        *(vh_unaligned *)p = type == HEDDLE_BF16 ? bf16_narrow(x) : f16_narrow(x);
+}
+
+/* The first n < VL elements at p, zeros behind them; nothing past them is touched. */
+INLINE vf load_partial(int type, const void *p, int64_t n) {
+    char copy[4 * VL] = {0};
+    memcpy(copy, p, (size_t)(n * element_size(type)));
+    return load_vector(type, copy);
+}
+
+INLINE void store_partial(int type, void *p, vf x, int64_t n) {
+    char copy[4 * VL];
+    store_vector(type, copy, x);
+    memcpy(p, copy, (size_t)(n * element_size(type)));
+}
+
+INLINE vf load_some(int type, const void *p, int64_t n) {
+    return n >= VL ? load_vector(type, p) : load_partial(type, p, n);
+}
+
+INLINE void store_some(int type, void *p, vf x, int64_t n) {
+    if (n >= VL)
+        store_vector(type, p, x);
+    else
+        store_partial(type, p, x, n);
+}
+
+/* out[0..n) = in[0..n)·factor, and zeros up to a whole vector. */
+INLINE void widen_row_as(int type, const void *in, int64_t n, float factor, float *out) {
+    for (int64_t e = 0; e < n; e += VL)
+        store(out + e, factor * load_some(type, element_at(in, e, type), n - e));
+}
+
+static void widen_row(int type, const void *in, int64_t n, float factor, float *out) {
+    if (type == HEDDLE_F32)
+        widen_row_as(HEDDLE_F32, in, n, factor, out);
+    else if (type == HEDDLE_BF16)
+        widen_row_as(HEDDLE_BF16, in, n, factor, out);
+    else
+        widen_row_as(HEDDLE_F16, in, n, factor, out);
+}
+
+INLINE void narrow_row_as(int type, const float *in, int64_t n, float factor, void *out) {
+    for (int64_t e = 0; e < n; e += VL)
+        store_some(type, (char *)out + e * element_size(type), factor * load_some(HEDDLE_F32, in + e, n - e), n - e);
+}
+
+static void narrow_row(int type, const float *in, int64_t n, float factor, void *out) {
+    if (type == HEDDLE_F32)
+        narrow_row_as(HEDDLE_F32, in, n, factor, out);
+    else if (type == HEDDLE_BF16)
+        narrow_row_as(HEDDLE_BF16, in, n, factor, out);
+    else
+        narrow_row_as(HEDDLE_F16, in, n, factor, out);
+}
+
+/* out[e·stride + lane] = rows[lane][first + e]·factor for e < n and lane < lanes; zeros up to a whole vector of lanes. */
+INLINE void pack_transposed_as(int type, const void *const *rows, int64_t first, int64_t lanes, int64_t n, float factor,
+                               float *out, int64_t stride) {
+    for (int64_t l0 = 0; l0 < lanes; l0 += VL)
+        for (int64_t e0 = 0; e0 < n; e0 += VL) {
+            vf t[VL];
+            for (int l = 0; l < VL; l++)
+                t[l] = l0 + l < lanes ? load_some(type, element_at(rows[l0 + l], first + e0, type), n - e0) : splat(0);
+            transpose(t);
+            for (int e = 0; e < VL && e0 + e < n; e++)
+                store(out + (e0 + e) * stride + l0, factor * t[e]);
+        }
+}
+
+static void pack_transposed(int type, const void *const *rows, int64_t first, int64_t lanes, int64_t n, float factor,
+                            float *out, int64_t stride) {
+    switch (type) {
+    case HEDDLE_F32: pack_transposed_as(HEDDLE_F32, rows, first, lanes, n, factor, out, stride); break;
+    case HEDDLE_BF16: pack_transposed_as(HEDDLE_BF16, rows, first, lanes, n, factor, out, stride); break;
+    case HEDDLE_F16: pack_transposed_as(HEDDLE_F16, rows, first, lanes, n, factor, out, stride); break;
+    default: pack_transposed_as(TYPE_MASK, rows, first, lanes, n, factor, out, stride); break;
+    }
+}
+
+/* rows[lane][first + e] (+)= in[e·stride + lane]·factor[lane] for e < n and lane < lanes. */
+INLINE void unpack_transposed_as(int type, const float *in, int64_t stride, int64_t lanes, int64_t n,
+                                 const float *factor, bool add, void *const *rows, int64_t first) {
+    for (int64_t l0 = 0; l0 < lanes; l0 += VL)
+        for (int64_t e0 = 0; e0 < n; e0 += VL) {
+            vf t[VL];
+            for (int e = 0; e < VL; e++)
+                t[e] = e0 + e < n ? load(in + (e0 + e) * stride + l0) * load(factor + l0) : splat(0);
+            transpose(t);
+            for (int l = 0; l < VL && l0 + l < lanes; l++) {
+                char *p = (char *)rows[l0 + l] + (first + e0) * element_size(type);
+                store_some(type, p, add ? t[l] + load_some(type, p, n - e0) : t[l], n - e0);
+            }
+        }
+}
+
+static void unpack_transposed(int type, const float *in, int64_t stride, int64_t lanes, int64_t n, const float *factor,
+                              bool add, void *const *rows, int64_t first) {
+    if (type == HEDDLE_F32 && add)
+        unpack_transposed_as(HEDDLE_F32, in, stride, lanes, n, factor, true, rows, first);
+    else if (type == HEDDLE_F32)
+        unpack_transposed_as(HEDDLE_F32, in, stride, lanes, n, factor, false, rows, first);
+    else if (type == HEDDLE_BF16)
+        unpack_transposed_as(HEDDLE_BF16, in, stride, lanes, n, factor, false, rows, first);
+    else
+        unpack_transposed_as(HEDDLE_F16, in, stride, lanes, n, factor, false, rows, first);
+}
+
+#endif

@@ -1,0 +1,301 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * One tile of attention scores: up to LANES queries, side by side in the lanes of vectors, against a block of keys, one key a
+ * row. So S is held transposed, softmax's maximum and sum run down the rows without any shuffle, and the query heads that
+ * share a key/value head fill the lanes together: query row f of a group is query f / group of head f % group. */
+#ifndef HEDDLE_CPU_TILE_H
+#define HEDDLE_CPU_TILE_H
+
+#include "../mask.h"
+#include "../plan.h"
+#include "gemm.h"
+#include "pack.h"
+#include "vmath.h"
+
+#define TILE_VECTORS 3
+#define LANES (TILE_VECTORS * VL)
+#define LOG2E 1.44269504088896340736
+#define LN2 0.69314718055994530942
+
+/* What holds for the whole call. */
+typedef struct call {
+    const heddle_attention *a;
+    const heddle_attention_data *t;
+    int type;
+    int64_t group, tile_k;
+    int64_t d_pad, dv_pad; /* rounded up to whole vectors */
+    bool adjusts;          /* softcap, ALiBi or bias change the scores */
+    float sign,
+        factor; /* a score as stored (raw product of sign·q and k, or adjusted) times factor is in units of log2 */
+    bool drops;
+    uint32_t drop_below;
+    float keep_factor;
+    uint64_t seed, offset;
+} call;
+
+/* One batch entry (or sequence) and one key/value head with the query heads of its group. */
+typedef struct unit {
+    int64_t n, hk, first_head;
+    sequence s;
+    band m;
+    int64_t off;
+} unit;
+
+typedef struct lanes {
+    int vectors;           /* in use */
+    int64_t stride, count; /* lanes in use with and without the padding of the last vector */
+    int64_t first, last;   /* lowest and highest query index */
+    int32_t index[LANES];  /* query index - first */
+    uint32_t head[LANES];  /* query head */
+} lanes;
+
+/* A block of keys with their rows of K and V as floats. */
+typedef struct key_block {
+    int64_t first, count;
+    const float *k, *v;
+    int64_t k_stride, v_stride;
+} key_block;
+
+static call make_call(const attention_plan *plan, const heddle_attention_data *t) {
+    const heddle_attention *a = &plan->a;
+    call c = {.a = a, .t = t, .type = (int)a->dtype, .group = a->h / a->hk, .tile_k = plan->tile_k};
+    c.d_pad = (a->d + VL - 1) / VL * VL;
+    c.dv_pad = (a->dv + VL - 1) / VL * VL;
+    c.adjusts = a->softcap > 0 || (a->features & (HEDDLE_ALIBI | HEDDLE_BIAS));
+    c.sign =
+        !c.adjusts && a->scale < 0 ? -1 : 1; /* so that factor is positive, and the largest score stays the largest */
+    c.factor = c.adjusts ? (float)LOG2E : fmaxf((float)(fabs(a->scale) * LOG2E), 0x1p-126f);
+    c.drops = a->dropout > 0;
+    c.drop_below = dropout_threshold(a->dropout);
+    c.keep_factor = (float)(1 / (1 - a->dropout));
+    c.seed = a->features & HEDDLE_RNG_STATE ? t->rng_state[0] : a->seed;
+    c.offset = a->features & HEDDLE_RNG_STATE ? t->rng_state[1] : a->offset;
+    return c;
+}
+
+static unit make_unit(const call *c, int64_t index) {
+    const heddle_attention *a = c->a;
+    unit u = {.n = index / a->hk, .hk = index % a->hk};
+    u.first_head = u.hk * c->group;
+    u.s = sequence_of(a, c->t->cu_seqlens_q, c->t->cu_seqlens_k, c->t->seqlens_q, c->t->seqlens_k, u.n);
+    u.m = band_of(a, u.s);
+    u.off = diagonal_offset(a->mask, u.s);
+    return u;
+}
+
+/* Row `row` of sequence u.n in a tensor of query rows (head: a query head) or of key rows (a key/value head). */
+INLINE int64_t row_offset(heddle_strides t, int64_t n, int64_t head, int64_t row) {
+    return n * t.b + head * t.h + row * t.s;
+}
+
+/* Where lse (and D) of a query is. */
+INLINE int64_t lse_offset(const call *c, const unit *u, int64_t head, int64_t i) {
+    const heddle_attention *a = c->a;
+    return a->features & HEDDLE_VARLEN ? head * a->total_q + u->s.first_q + i : (u->n * a->h + head) * a->sq + i;
+}
+
+/* Query rows f0 .. f0+count-1 of the unit's group; or of one head alone when head >= 0. */
+static void make_lanes(const call *c, const unit *u, int64_t head, int64_t f0, int64_t count, lanes *l) {
+    int64_t group = head >= 0 ? 1 : c->group, first_head = head >= 0 ? head : u->first_head;
+    l->count = count;
+    l->vectors = (int)((count + VL - 1) / VL);
+    l->stride = l->vectors * VL;
+    l->first = f0 / group;
+    l->last = (f0 + count - 1) / group;
+    for (int64_t x = 0; x < l->stride; x++) {
+        int64_t f = f0 + (x < count ? x : count - 1); /* padding lanes repeat the last one; nobody reads them */
+        l->index[x] = (int32_t)(f / group - l->first);
+        l->head[x] = (uint32_t)(first_head + f % group);
+    }
+}
+
+/* Addresses of the lanes' rows in a tensor of query rows. */
+INLINE void lane_rows(const call *c, const unit *u, const lanes *l, const void *p, heddle_strides stride,
+                      int64_t first_row, const void *rows[LANES]) {
+    for (int64_t x = 0; x < l->count; x++)
+        rows[x] = element_at(p, row_offset(stride, u->n, l->head[x], first_row + l->first + l->index[x]), c->type);
+}
+
+static void pack_lanes(const call *c, const unit *u, const lanes *l, const void *p, heddle_strides stride, int64_t n,
+                       float factor, float *out) {
+    const void *rows[LANES];
+    lane_rows(c, u, l, p, stride, u->s.first_q, rows);
+    pack_transposed(c->type, rows, 0, l->count, n, factor, out, l->stride);
+}
+
+/* Rows of K or V as floats: where they are, or widened into `buffer`. */
+static const float *key_rows(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t n,
+                             int64_t first, int64_t count, float *buffer, int64_t pad, int64_t *row_stride) {
+    const char *rows = element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first), c->type);
+    if (c->type == HEDDLE_F32) {
+        *row_stride = stride.s;
+        return (const float *)(const void *)rows;
+    }
+    for (int64_t j = 0; j < count; j++)
+        widen_row(c->type, rows + j * stride.s * element_size(c->type), n, 1, buffer + j * pad);
+    *row_stride = pad;
+    return buffer;
+}
+
+/* ------------------------------------------------------------------------------------------------------ scores */
+
+/* softcap·tanh(scale·s/softcap) - slope·|i + off - j| + bias; the tanh goes to `tanhs` if that is there. */
+static void adjust_scores(const call *c, const unit *u, const lanes *l, const key_block *b, float *s, float *tanhs,
+                          float *scratch) {
+    const heddle_attention *a = c->a;
+    float slope[LANES] = {0}, index[LANES];
+    for (int64_t x = 0; x < l->stride; x++) {
+        index[x] = (float)l->index[x];
+        if (a->features & HEDDLE_ALIBI)
+            slope[x] = ((const float *)c->t->alibi_slopes)[u->n * a->alibi_stride_b + l->head[x]];
+    }
+    if (a->features & HEDDLE_BIAS) {
+        const void *rows[LANES];
+        lane_rows(c, u, l, c->t->bias, a->bias_stride, 0, rows);
+        pack_transposed(c->type, rows, b->first, l->count, b->count, 1, scratch, l->stride);
+    }
+    const float cap = (float)a->softcap, scale = (float)(cap > 0 ? a->scale / a->softcap : a->scale);
+    for (int64_t j = 0; j < b->count; j++) {
+        float distance = (float)(l->first + u->off - b->first - j);
+        for (int64_t x = j * l->stride, y = 0; y < l->stride; x += VL, y += VL) {
+            vf r = load(s + x) * scale;
+            if (cap > 0) {
+                vf th = vtanh(r);
+                if (tanhs)
+                    store(tanhs + x, th);
+                r = cap * th;
+            }
+            vf away = load(index + y) + distance;
+            r -= load(slope + y) * (vf)((vi)away & 0x7fffffff);
+            if (a->features & HEDDLE_BIAS)
+                r += load(scratch + x);
+            store(s + x, r);
+        }
+    }
+}
+
+INLINE vi lane_index(const lanes *l, int v) {
+    typedef vi vi_unaligned __attribute__((aligned(4), may_alias));
+    return *(const vi_unaligned *)(l->index + v * VL);
+}
+
+/* The keys first .. first+count-1 of a block are seen by vectors begin .. end-1 of the lanes alone. */
+typedef struct part {
+    int64_t first, count;
+    int begin, end;
+} part;
+
+#define TILE_KEYS 128
+#define MAX_PARTS (TILE_KEYS / VL)
+
+typedef struct parts {
+    int count;
+    bool partial;
+    part p[MAX_PARTS];
+} parts;
+
+INLINE tile_kind part_kind(const unit *u, const lanes *l, const key_block *b, int v, int64_t first, int64_t count) {
+    return tile_of(u->m, l->first + l->index[v * VL], l->first + l->index[v * VL + VL - 1] + 1, b->first + first,
+                   b->first + first + count);
+}
+
+/* Divides a block so that products need not be formed where the band hides all: on the diagonal, VL keys at a time. */
+static void find_parts(const unit *u, const lanes *l, const key_block *b, parts *r) {
+    r->partial = tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) != TILE_FULL;
+    r->count = 0;
+    const int64_t step = r->partial ? VL : b->count;
+    for (int64_t j = 0; j < b->count; j += step) {
+        part p = {j, min64(step, b->count - j), 0, l->vectors};
+        while (p.begin < p.end && part_kind(u, l, b, p.begin, p.first, p.count) == TILE_EMPTY)
+            p.begin++;
+        while (p.begin < p.end && part_kind(u, l, b, p.end - 1, p.first, p.count) == TILE_EMPTY)
+            p.end--;
+        part *last = r->count ? &r->p[r->count - 1] : NULL;
+        if (last && last->begin == p.begin && last->end == p.end)
+            last->count += p.count;
+        else
+            r->p[r->count++] = p;
+    }
+}
+
+/* -inf where the band hides key j from a lane's query: it sees j when first + index >= j - hi and <= j - lo. */
+static void mask_band(const unit *u, const lanes *l, const key_block *b, float *s) {
+    for (int64_t j0 = 0; j0 < b->count; j0 += VL)
+        for (int v = 0; v < l->vectors; v++) {
+            const int64_t count = min64(VL, b->count - j0);
+            if (part_kind(u, l, b, v, j0, count) == TILE_FULL)
+                continue;
+            for (int64_t j = j0; j < j0 + count; j++) {
+                int64_t key = b->first + j - l->first;
+                int32_t low = (int32_t)clamp64(key - u->m.hi, INT32_MIN, INT32_MAX);
+                int32_t high = (int32_t)clamp64(key - u->m.lo, INT32_MIN, INT32_MAX);
+                float *p = s + j * l->stride + v * VL;
+                vi hidden = (lane_index(l, v) < low) | (lane_index(l, v) > high);
+                store(p, select_float(hidden, splat(-INFINITY), load(p)));
+            }
+        }
+}
+
+static void mask_bool(const call *c, const unit *u, const lanes *l, const key_block *b, float *s, float *scratch) {
+    const void *rows[LANES];
+    for (int64_t x = 0; x < l->count; x++)
+        rows[x] = c->t->bool_mask + row_offset(c->a->bool_mask_stride, u->n, l->head[x], l->first + l->index[x]);
+    pack_transposed(TYPE_MASK, rows, b->first, l->count, b->count, 1, scratch, l->stride);
+    for (int64_t x = 0; x < b->count * l->stride; x += VL)
+        store(s + x, select_float(load(scratch + x) == 0, splat(-INFINITY), load(s + x)));
+}
+
+/* out[j][lane] = sum over x of rows[j][x]·columns[x][lane], in the parts that are seen. */
+static void multiply_parts(const lanes *l, const parts *r, const float *rows, int64_t row_stride, int64_t depth,
+                           const float *columns, float *out) {
+    for (const part *p = r->p; p < r->p + r->count; p++)
+        gemm(p->end - p->begin, p->count, depth, (gemm_a){rows + p->first * row_stride, row_stride, 1},
+             columns + p->begin * VL, l->stride, out + p->first * l->stride + p->begin * VL, l->stride, false);
+}
+
+/* s[j][lane] = the score (times call.factor in units of log2), -inf where masked. True if some may be masked: then zeros of P
+ * and dS may stand against operands that are not finite. */
+static bool scores(const call *c, const unit *u, const lanes *l, const key_block *b, const float *qt, parts *r,
+                   float *s, float *tanhs, float *scratch) {
+    find_parts(u, l, b, r);
+    multiply_parts(l, r, b->k, b->k_stride, c->a->d, qt, s);
+    if (c->adjusts)
+        adjust_scores(c, u, l, b, s, tanhs, scratch);
+    if (r->partial)
+        mask_band(u, l, b, s); /* the parts that were left out, too */
+    if (c->a->features & HEDDLE_BOOL_MASK)
+        mask_bool(c, u, l, b, s, scratch);
+    return r->partial || (c->a->features & HEDDLE_BOOL_MASK);
+}
+
+/* out[e][lane] += sum over the block's keys j of rows[j][e]·weights[j][lane], in the parts that are seen; a weight of zero
+ * counts for nothing even against NaN when `careful`. */
+static void add_parts(const lanes *l, const parts *r, bool careful, const float *rows, int64_t row_stride,
+                      int64_t width, const float *weights, float *out) {
+    for (const part *p = r->p; p < r->p + r->count; p++) {
+        const gemm_a a = {rows + p->first * row_stride, 1, row_stride};
+        const float *w = weights + p->first * l->stride + p->begin * VL;
+        if (careful)
+            gemm_careful(false, p->end - p->begin, width, p->count, a, w, l->stride, out + p->begin * VL, l->stride);
+        else
+            gemm(p->end - p->begin, width, p->count, a, w, l->stride, out + p->begin * VL, l->stride, true);
+    }
+}
+
+/* z[j][lane] = what dropout multiplies a weight with: 0 or 1/(1 - p). */
+static void dropout_factors(const call *c, const unit *u, const lanes *l, const key_block *b, float *z) {
+    for (int v = 0; v < l->vectors; v++) {
+        vu index = (vu)lane_index(l, v) + (uint32_t)l->first, bh;
+        for (int x = 0; x < VL; x++)
+            bh[x] = (uint32_t)(u->n * c->a->h) + l->head[v * VL + x];
+        for (int64_t j = b->first / 4 * 4; j < b->first + b->count; j += 4) {
+            vu words[4];
+            vdropout_words(c->seed, c->offset, bh, index, (uint32_t)(j / 4), words);
+            for (int x = 0; x < 4; x++)
+                if (j + x >= b->first && j + x < b->first + b->count)
+                    store(z + (j + x - b->first) * l->stride + v * VL,
+                          select_float((vi)(words[x] < c->drop_below), splat(0), splat(c->keep_factor)));
+        }
+    }
+}
+
+#endif

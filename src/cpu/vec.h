@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Vectors of VL floats in GNU C, and the few operations that the language has no words for.
+ * Each isa_<name>.c sets VL and includes its own vec_<name>.h first; everything that follows is compiled once per ISA. */
+#ifndef HEDDLE_CPU_VEC_H
+#define HEDDLE_CPU_VEC_H
+
+#include "../dtype.h"
+
+#include <stdbool.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(4 * VL)));
+typedef int32_t vi __attribute__((vector_size(4 * VL)));
+typedef uint32_t vu __attribute__((vector_size(4 * VL)));
+typedef uint16_t vh __attribute__((vector_size(2 * VL)));
+typedef uint64_t vw __attribute__((vector_size(8 * VL)));
+
+/* The same, for addresses that are only aligned to an element. */
+typedef vf vf_unaligned __attribute__((aligned(4), may_alias));
+typedef vh vh_unaligned __attribute__((aligned(2), may_alias));
+
+INLINE vf load(const float *p) {
+    return *(const vf_unaligned *)p;
+}
+
+INLINE void store(float *p, vf x) {
+    *(vf_unaligned *)p = x;
+}
+
+INLINE vf splat(float x) {
+    return x - (vf){0};
+}
+
+INLINE vi splat_int(int32_t x) {
+    return x - (vi){0};
+}
+
+INLINE vf select_float(vi mask, vf yes, vf no) {
+    return (vf)((mask & (vi)yes) | (~mask & (vi)no));
+}
+
+/* max(a, b), and b when either is NaN: what maxps does, so that a NaN score is not lost. */
+#ifndef HAVE_VMAX
+INLINE vf vmax(vf a, vf b) {
+    return select_float(a > b, a, b);
+}
+#endif
+
+/* Lanes 0, 0', 1, 1', ... of the low and of the high halves of a and b. log2(VL) rounds of them transpose VL vectors. */
+#if VL == 4
+#define ZIP_LOW 0, 4, 1, 5
+#define ZIP_HIGH 2, 6, 3, 7
+#elif VL == 8
+#define ZIP_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define ZIP_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#elif VL == 16
+#define ZIP_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define ZIP_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#endif
+
+INLINE void zip_round(const vf *in, vf *out) {
+#pragma GCC unroll 16
+    for (int r = 0; r < VL / 2; r++) {
+        out[2 * r] = __builtin_shufflevector(in[r], in[r + VL / 2], ZIP_LOW);
+        out[2 * r + 1] = __builtin_shufflevector(in[r], in[r + VL / 2], ZIP_HIGH);
+    }
+}
+
+INLINE void transpose(vf *rows) {
+    vf other[VL];
+    zip_round(rows, other);
+    zip_round(other, rows);
+#if VL == 8
+    zip_round(rows, other);
+    for (int r = 0; r < VL; r++)
+        rows[r] = other[r];
+#elif VL == 16
+    zip_round(rows, other);
+    zip_round(other, rows);
+#endif
+}
+
+/* --------------------------------------------------------------------------------------------- 16-bit elements */
+
+INLINE vf bf16_widen(vh h) {
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+
+INLINE vh bf16_narrow(vf x) {
+    vu u = (vu)x;
+    vu rounded = (u + 0x7fffu + (u >> 16 & 1)) >> 16, quiet = u >> 16 | 0x40;
+    vu nan = (vu)((u & 0x7fffffffu) > 0x7f800000u);
+    return __builtin_convertvector((nan & quiet) | (~nan & rounded), vh);
+}
+
+#ifndef HAVE_F16_CONVERT
+INLINE vf f16_widen(vh h) {
+    vu u = __builtin_convertvector(h, vu), sign = (u & 0x8000u) << 16, magnitude = u & 0x7fffu;
+    vf finite = (vf)(magnitude << 13) * 0x1p112f;
+    vu special = magnitude << 13 | 0x7f800000u, is_special = (vu)(magnitude >= 0x7c00u);
+    return (vf)(sign | (is_special & special) | (~is_special & (vu)finite));
+}
+
+/* Round to nearest even by letting the float adder do it: adding 2^k puts the binary16 ulp at the end of the mantissa. */
+INLINE vh f16_narrow(vf x) {
+    vu u = (vu)x, sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
+    vu small = (vu)((vf)a + 0.5f) - 0x3f000000u;                   /* below 2^-14: multiples of 2^-24 */
+    vu normal = (a + 0xfffu + (a >> 13 & 1) - (112u << 23)) >> 13; /* rebias; a carry reaches infinity by itself */
+    vu is_small = (vu)(a < (113u << 23)), is_big = (vu)(a >= 0x477ff000u), is_nan = (vu)(a > 0x7f800000u);
+    vu r = (is_small & small) | (~is_small & normal);
+    r = (is_big & 0x7c00u) | (~is_big & r);
+    r = (is_nan & 0x7e00u) | (~is_nan & r);
+    return __builtin_convertvector(sign | r, vh);
+}
+#endif
+
+#endif

@@ -1,0 +1,88 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Scalar conversions between the element types and float or double: rounding to nearest, ties to even, NaN kept. */
+#ifndef HEDDLE_DTYPE_H
+#define HEDDLE_DTYPE_H
+
+#include "heddle.h"
+
+#include <math.h>
+#include <string.h>
+
+static inline uint32_t float_bits(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+
+static inline float float_from_bits(uint32_t u) {
+    float x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+
+static inline float bf16_to_float(uint16_t h) {
+    return float_from_bits((uint32_t)h << 16);
+}
+
+static inline uint16_t float_to_bf16(float x) {
+    uint32_t u = float_bits(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u)
+        return (uint16_t)(u >> 16 | 0x40); /* rounding could carry a NaN into infinity */
+    return (uint16_t)((u + 0x7fffu + (u >> 16 & 1)) >> 16);
+}
+
+static inline float f16_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, magnitude = h & 0x7fffu;
+    if (magnitude >= 0x7c00u)
+        return float_from_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+    float x = float_from_bits(magnitude << 13) * 0x1p112f; /* rebias the exponent; exact for subnormals too */
+    return float_from_bits(sign | float_bits(x));
+}
+
+/* From double, so that the reference rounds once. */
+static inline uint16_t double_to_f16(double x) {
+    uint16_t sign = signbit(x) ? 0x8000u : 0;
+    double a = fabs(x);
+    if (isnan(x))
+        return sign | 0x7e00u;
+    if (a >= 65520.0)
+        return sign | 0x7c00u;
+    int e;
+    frexp(a, &e);                                         /* a = f·2^e with f in [0.5, 1) */
+    double ulp = ldexp(1.0, e - 11 > -24 ? e - 11 : -24); /* 11 significant bits, subnormals below 2^-14 */
+    double r = nearbyint(a / ulp) * ulp;
+    if (r < 0x1p-14)
+        return sign | (uint16_t)(r * 0x1p24);
+    frexp(r, &e);
+    return (uint16_t)(sign | (uint16_t)((e + 14) << 10) | ((uint16_t)(ldexp(r, 11 - e)) & 0x3ffu));
+}
+
+static inline uint16_t double_to_bf16(double x) {
+    float f = (float)x;
+    uint32_t u = float_bits(f);
+    /* Round to odd at float32 first: a double rounded twice could go the wrong way at a tie. */
+    if (isfinite(f) && (double)f != x && !(u & 1))
+        u += fabs((double)f) < fabs(x) ? 1u : (u & 0x7fffffffu) ? UINT32_MAX : 0u;
+    return float_to_bf16(float_from_bits(u));
+}
+
+static inline double load_element(heddle_dtype dtype, const void *p, int64_t i) {
+    switch (dtype) {
+    case HEDDLE_F32: return ((const float *)p)[i];
+    case HEDDLE_BF16: return bf16_to_float(((const uint16_t *)p)[i]);
+    case HEDDLE_F16: return f16_to_float(((const uint16_t *)p)[i]);
+    case HEDDLE_F64: return ((const double *)p)[i];
+    }
+    return NAN;
+}
+
+static inline void store_element(heddle_dtype dtype, void *p, int64_t i, double x) {
+    switch (dtype) {
+    case HEDDLE_F32: ((float *)p)[i] = (float)x; break;
+    case HEDDLE_BF16: ((uint16_t *)p)[i] = double_to_bf16(x); break;
+    case HEDDLE_F16: ((uint16_t *)p)[i] = double_to_f16(x); break;
+    case HEDDLE_F64: ((double *)p)[i] = x; break;
+    }
+}
+
+#endif

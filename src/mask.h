@@ -1,0 +1,101 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Which rows a sequence has, which keys a query sees, and which tiles are empty, full or partial.
+ * Everything here is a pure function of integers; compiled by C and by nvcc. */
+#ifndef HEDDLE_MASK_H
+#define HEDDLE_MASK_H
+
+#include "heddle.h"
+#include "philox.h" /* HEDDLE_SHARED_INLINE */
+
+/* One sequence: rows first_q .. first_q+sq-1 of the packed (or batch n's own) query tensor, likewise the keys. */
+typedef struct sequence {
+    int64_t first_q, sq, first_k, sk;
+} sequence;
+
+/* Query i sees key j when i + lo <= j <= i + hi. */
+typedef struct band {
+    int64_t lo, hi;
+} band;
+
+typedef struct range {
+    int64_t begin, end;
+} range;
+
+typedef enum tile_kind { TILE_EMPTY, TILE_FULL, TILE_PARTIAL } tile_kind;
+
+#define BAND_INFINITE (INT64_C(1) << 61)
+
+HEDDLE_SHARED_INLINE int64_t min64(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+HEDDLE_SHARED_INLINE int64_t max64(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+HEDDLE_SHARED_INLINE int64_t clamp64(int64_t x, int64_t low, int64_t high) {
+    return x < low ? low : x > high ? high : x;
+}
+
+/* Sequence n, from lengths that may be anything: clamped so that no row outside the tensors is reached. */
+HEDDLE_SHARED_INLINE sequence sequence_of(const heddle_attention *a, const int32_t *cu_q, const int32_t *cu_k,
+                                          const int32_t *len_q, const int32_t *len_k, int64_t n) {
+    sequence s = {0, a->sq, 0, a->sk};
+    if (a->features & HEDDLE_VARLEN) {
+        s.first_q = clamp64(cu_q[n], 0, a->total_q);
+        s.first_k = clamp64(cu_k[n], 0, a->total_k);
+        s.sq = clamp64(cu_q[n + 1] - s.first_q, 0, min64(a->sq, a->total_q - s.first_q));
+        s.sk = clamp64(cu_k[n + 1] - s.first_k, 0, min64(a->sk, a->total_k - s.first_k));
+    }
+    if (len_q)
+        s.sq = clamp64(len_q[n], 0, s.sq);
+    if (len_k)
+        s.sk = clamp64(len_k[n], 0, s.sk);
+    return s;
+}
+
+/* The offset of the diagonal: `off` in heddle.h. */
+HEDDLE_SHARED_INLINE int64_t diagonal_offset(heddle_mask mask, sequence s) {
+    return mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : s.sk - s.sq;
+}
+
+HEDDLE_SHARED_INLINE band band_of(const heddle_attention *a, sequence s) {
+    band r = {-BAND_INFINITE, BAND_INFINITE};
+    int64_t off = diagonal_offset(a->mask, s);
+    if (a->mask != HEDDLE_MASK_NONE)
+        r.hi = off;
+    if (a->features & HEDDLE_WINDOW) {
+        if (a->window_left >= 0)
+            r.lo = off - a->window_left;
+        if (a->window_right >= 0)
+            r.hi = min64(r.hi, off + a->window_right);
+    }
+    return r;
+}
+
+HEDDLE_SHARED_INLINE int band_sees(band m, int64_t i, int64_t j) {
+    return i + m.lo <= j && j <= i + m.hi;
+}
+
+/* The keys that at least one query of i0 .. i1-1 sees; empty when begin >= end. */
+HEDDLE_SHARED_INLINE range keys_of_queries(band m, int64_t i0, int64_t i1, int64_t sk) {
+    range r = {clamp64(i0 + m.lo, 0, sk), clamp64(i1 + m.hi, 0, sk)};
+    return r;
+}
+
+/* The queries that see at least one key of j0 .. j1-1. */
+HEDDLE_SHARED_INLINE range queries_of_keys(band m, int64_t j0, int64_t j1, int64_t sq) {
+    range r = {clamp64(j0 - m.hi, 0, sq), clamp64(j1 - m.lo, 0, sq)};
+    return r;
+}
+
+/* Queries i0 .. i1-1 against keys j0 .. j1-1, neither range empty. */
+HEDDLE_SHARED_INLINE tile_kind tile_of(band m, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
+    if (j0 > i1 - 1 + m.hi || j1 - 1 < i0 + m.lo)
+        return TILE_EMPTY;
+    if (j1 - 1 <= i0 + m.hi && j0 >= i1 - 1 + m.lo)
+        return TILE_FULL;
+    return TILE_PARTIAL;
+}
+
+#endif

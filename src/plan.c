@@ -1,0 +1,290 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The rules of a description, and its defaults. Pure: no pointer to data, no device, no environment.
+ * What tiles and kernels follow from it is each backend's part (backend.h). */
+#include "plan.h"
+
+#include "mask.h"
+#include "status.h"
+
+#include <math.h>
+#include <stdbool.h>
+
+#define FORWARD_OK(call)                                                                                               \
+    do {                                                                                                               \
+        heddle_status status_ = (call);                                                                                \
+        if (status_ != HEDDLE_OK)                                                                                      \
+            return status_;                                                                                            \
+    } while (0)
+
+#define ALL_FEATURES ((HEDDLE_TF32 << 1) - 1)
+#define MAX_SIZE (INT64_C(1) << 40)
+#define MAX_HEAD_DIM 512
+#define MAX_ELEMENTS (INT64_MAX / 8)
+
+static heddle_status check_enums(const char *what, int dtype, int device, int pass) {
+    if (dtype < HEDDLE_F32 || dtype > HEDDLE_F64)
+        return fail(HEDDLE_BAD_ENUM, "%s.dtype = %d is no heddle_dtype (0 to 3)", what, dtype);
+    if (device < HEDDLE_CPU || device > HEDDLE_CUDA)
+        return fail(HEDDLE_BAD_ENUM, "%s.device = %d is no heddle_device (0 to 2)", what, device);
+    if (pass < HEDDLE_FORWARD || pass > HEDDLE_BACKWARD)
+        return fail(HEDDLE_BAD_ENUM, "pass = %d is no heddle_pass (0 or 1)", pass);
+    return HEDDLE_OK;
+}
+
+static heddle_status check_descriptor(const char *what, const void *desc, size_t size, size_t known) {
+    if (!desc)
+        return fail(HEDDLE_NULL_POINTER, "the pointer to %s is NULL", what);
+    if (size != known)
+        return fail(HEDDLE_BAD_DESCRIPTOR_SIZE, "%s.size = %zu, but this library (%s) knows %zu bytes: %s", what, size,
+                    heddle_version_string(), known,
+                    size < known ? "was size set to sizeof?" : "it is older than the header you compiled with");
+    return HEDDLE_OK;
+}
+
+static heddle_status check_size(const char *name, int64_t value, int64_t low, int64_t high) {
+    if (value < low || value > high)
+        return fail(HEDDLE_BAD_SIZE, "%s = %lld is outside %lld to %lld", name, (long long)value, (long long)low,
+                    (long long)high);
+    return HEDDLE_OK;
+}
+
+/* a·b + c of non-negative numbers, or -1 when it does not fit. */
+static int64_t multiply_add(int64_t a, int64_t b, int64_t c) {
+    int64_t r;
+    if (a < 0 || c < 0 || __builtin_mul_overflow(a, b, &r) || __builtin_add_overflow(r, c, &r) || r > MAX_ELEMENTS)
+        return -1;
+    return r;
+}
+
+int64_t heddle__span(heddle_strides t, int64_t b, int64_t h, int64_t s, int64_t last) {
+    if (b == 0 || h == 0 || s == 0 || last == 0)
+        return 0;
+    return multiply_add(b - 1, t.b, multiply_add(h - 1, t.h, multiply_add(s - 1, t.s, last)));
+}
+
+/* ---------------------------------------------------------------------------------------------------- strides */
+
+typedef enum tensor_role { ROLE_INPUT, ROLE_OUTPUT, ROLE_SUMMED_OUTPUT } tensor_role;
+
+typedef struct tensor_rule {
+    const char *name;
+    tensor_role role;
+    bool packed; /* with HEDDLE_VARLEN its rows are [total, h, last] */
+    int64_t b, h, s, last;
+} tensor_rule;
+
+/* Elements of an output may not share memory: each stride must pass what the smaller ones span. */
+static bool overlaps_itself(const int64_t stride[3], const int64_t size[3], int64_t last, tensor_role role) {
+    bool done[3] = {false, false, false};
+    int64_t extent = last;
+    for (int step = 0; step < 3; step++) {
+        int best = -1;
+        for (int x = 0; x < 3; x++)
+            if (!done[x] && (best < 0 || stride[x] < stride[best]))
+                best = x;
+        done[best] = true;
+        if (size[best] <= 1 || (role == ROLE_SUMMED_OUTPUT && stride[best] == 0))
+            continue;
+        if (stride[best] < extent)
+            return true;
+        extent = stride[best] * (size[best] - 1) + extent;
+    }
+    return false;
+}
+
+static heddle_status resolve_strides(const tensor_rule *t, heddle_strides *stride) {
+    if (stride->b == 0 && stride->h == 0 && stride->s == 0) {
+        heddle_strides batched = {multiply_add(multiply_add(t->s, t->last, 0), t->h, 0), multiply_add(t->s, t->last, 0),
+                                  t->last};
+        heddle_strides packed = {0, t->last, multiply_add(t->h, t->last, 0)};
+        *stride = t->packed ? packed : batched;
+    }
+    int64_t *each[3] = {&stride->b, &stride->h, &stride->s};
+    const int64_t size[3] = {t->packed ? 1 : t->b, t->h, t->s};
+    if (t->packed)
+        stride->b = 0;
+    for (int x = 0; x < 3; x++)
+        if (*each[x] == HEDDLE_BROADCAST)
+            *each[x] = 0;
+    bool empty = !t->b || !t->h || !t->s;
+    bool fits = stride->b >= 0 && stride->h >= 0 && stride->s >= 0;
+    if (!empty && (!fits || heddle__span(*stride, size[0], size[1], size[2], t->last) < 0))
+        return fail(HEDDLE_OVERFLOW, "%s: [%lld, %lld, %lld, %lld] with strides %lld, %lld, %lld is over 2^60 elements",
+                    t->name, (long long)size[0], (long long)size[1], (long long)size[2], (long long)t->last,
+                    (long long)stride->b, (long long)stride->h, (long long)stride->s);
+    const int64_t literal[3] = {stride->b, stride->h, stride->s};
+    if (t->role != ROLE_INPUT && !empty && overlaps_itself(literal, size, t->last, t->role))
+        return fail(HEDDLE_BAD_STRIDE,
+                    "%s is written, but with strides %lld, %lld, %lld for [%lld, %lld, %lld, %lld] it overlaps itself",
+                    t->name, (long long)literal[0], (long long)literal[1], (long long)literal[2], (long long)size[0],
+                    (long long)size[1], (long long)size[2], (long long)t->last);
+    return HEDDLE_OK;
+}
+
+static heddle_status check_negative_strides(const char *name, const heddle_strides *s) {
+    const int64_t each[3] = {s->b, s->h, s->s};
+    for (int x = 0; x < 3; x++)
+        if (each[x] < 0 && each[x] != HEDDLE_BROADCAST)
+            return fail(HEDDLE_BAD_STRIDE, "%s_stride.%c = %lld is negative", name, "bhs"[x], (long long)each[x]);
+    return HEDDLE_OK;
+}
+
+static heddle_status resolve_all_strides(heddle_attention *a) {
+    bool varlen = a->features & HEDDLE_VARLEN;
+    int64_t rows_q = varlen ? a->total_q : a->sq, rows_k = varlen ? a->total_k : a->sk;
+    struct {
+        tensor_rule rule;
+        heddle_strides *stride;
+        bool used;
+    } all[] = {
+        {{"q", ROLE_INPUT, varlen, a->b, a->h, rows_q, a->d}, &a->q_stride, true},
+        {{"k", ROLE_INPUT, varlen, a->b, a->hk, rows_k, a->d}, &a->k_stride, true},
+        {{"v", ROLE_INPUT, varlen, a->b, a->hk, rows_k, a->dv}, &a->v_stride, true},
+        {{"o", ROLE_OUTPUT, varlen, a->b, a->h, rows_q, a->dv}, &a->o_stride, true},
+        {{"do", ROLE_INPUT, varlen, a->b, a->h, rows_q, a->dv}, &a->do_stride, true},
+        {{"dq", ROLE_OUTPUT, varlen, a->b, a->h, rows_q, a->d}, &a->dq_stride, true},
+        {{"dk", ROLE_OUTPUT, varlen, a->b, a->hk, rows_k, a->d}, &a->dk_stride, true},
+        {{"dv", ROLE_OUTPUT, varlen, a->b, a->hk, rows_k, a->dv}, &a->dv_stride, true},
+        {{"bias", ROLE_INPUT, false, a->b, a->h, a->sq, a->sk}, &a->bias_stride, a->features & HEDDLE_BIAS},
+        {{"bool_mask", ROLE_INPUT, false, a->b, a->h, a->sq, a->sk},
+         &a->bool_mask_stride,
+         a->features & HEDDLE_BOOL_MASK},
+        {{"dbias", ROLE_SUMMED_OUTPUT, false, a->b, a->h, a->sq, a->sk}, &a->dbias_stride, a->features & HEDDLE_BIAS},
+        {{"weights", ROLE_OUTPUT, false, a->b, a->h, a->sq, a->sk}, &a->weights_stride, a->features & HEDDLE_WEIGHTS},
+        {{"dweights", ROLE_INPUT, false, a->b, a->h, a->sq, a->sk}, &a->dweights_stride, a->features & HEDDLE_WEIGHTS},
+    };
+    for (size_t x = 0; x < sizeof all / sizeof *all; x++) {
+        if (!all[x].used)
+            continue;
+        FORWARD_OK(check_negative_strides(all[x].rule.name, all[x].stride));
+        FORWARD_OK(resolve_strides(&all[x].rule, all[x].stride));
+    }
+    return HEDDLE_OK;
+}
+
+/* -------------------------------------------------------------------------------------------------- attention */
+
+static heddle_status check_sizes(heddle_attention *a) {
+    FORWARD_OK(check_size("b", a->b, 0, MAX_SIZE));
+    FORWARD_OK(check_size("h", a->h, 1, MAX_SIZE));
+    FORWARD_OK(check_size("hk", a->hk, 0, MAX_SIZE));
+    FORWARD_OK(check_size("sq", a->sq, 0, MAX_SIZE));
+    FORWARD_OK(check_size("sk", a->sk, 0, MAX_SIZE));
+    FORWARD_OK(check_size("d", a->d, 1, MAX_HEAD_DIM));
+    FORWARD_OK(check_size("dv", a->dv, 0, MAX_HEAD_DIM));
+    if (a->hk == 0)
+        a->hk = a->h;
+    if (a->dv == 0)
+        a->dv = a->d;
+    if (a->h % a->hk)
+        return fail(HEDDLE_BAD_HEADS, "hk = %lld does not divide h = %lld", (long long)a->hk, (long long)a->h);
+    if (multiply_add(a->b, a->h, 0) < 0)
+        return fail(HEDDLE_OVERFLOW, "b·h = %lld·%lld does not fit", (long long)a->b, (long long)a->h);
+    return HEDDLE_OK;
+}
+
+static heddle_status check_values(heddle_attention *a) {
+    if (!isfinite(a->scale))
+        return fail(HEDDLE_BAD_VALUE, "scale = %g is not a finite number", a->scale);
+    if (!isfinite(a->softcap) || a->softcap < 0)
+        return fail(HEDDLE_BAD_VALUE, "softcap = %g is not a finite number >= 0", a->softcap);
+    if (!(a->dropout >= 0 && a->dropout < 1))
+        return fail(HEDDLE_BAD_VALUE, "dropout = %g is not in [0, 1)", a->dropout);
+    if (a->dropout > 0 && (a->sq > UINT32_MAX || a->b * a->h > UINT32_MAX))
+        return fail(HEDDLE_BAD_SIZE, "dropout counts rows and heads with 32 bits: sq = %lld, b·h = %lld",
+                    (long long)a->sq, (long long)(a->b * a->h));
+    if (a->scale == 0)
+        a->scale = 1 / sqrt((double)a->d);
+    return HEDDLE_OK;
+}
+
+static heddle_status check_features(heddle_attention *a) {
+    if (a->features & ~ALL_FEATURES)
+        return fail(HEDDLE_BAD_ENUM, "features = 0x%llx has unknown bits 0x%llx", (unsigned long long)a->features,
+                    (unsigned long long)(a->features & ~ALL_FEATURES));
+    if (a->mask < HEDDLE_MASK_NONE || a->mask > HEDDLE_CAUSAL_BOTTOM_RIGHT)
+        return fail(HEDDLE_BAD_ENUM, "mask = %d is no heddle_mask (0 to 2)", (int)a->mask);
+    if (a->reserved0)
+        return fail(HEDDLE_BAD_ENUM, "reserved0 = %d, but must be 0", a->reserved0);
+    if (!(a->features & HEDDLE_WINDOW) && (a->window_left || a->window_right))
+        return fail(HEDDLE_BAD_COMBINATION, "window_left = %lld, window_right = %lld, but HEDDLE_WINDOW is not set",
+                    (long long)a->window_left, (long long)a->window_right);
+    if (!(a->features & HEDDLE_VARLEN) && (a->total_q || a->total_k))
+        return fail(HEDDLE_BAD_COMBINATION, "total_q = %lld, total_k = %lld, but HEDDLE_VARLEN is not set",
+                    (long long)a->total_q, (long long)a->total_k);
+    FORWARD_OK(check_size("total_q", a->total_q, 0, MAX_SIZE));
+    FORWARD_OK(check_size("total_k", a->total_k, 0, MAX_SIZE));
+    if (!(a->features & HEDDLE_ALIBI) && a->alibi_stride_b)
+        return fail(HEDDLE_BAD_COMBINATION, "alibi_stride_b = %lld, but HEDDLE_ALIBI is not set",
+                    (long long)a->alibi_stride_b);
+    if (a->alibi_stride_b < 0)
+        return fail(HEDDLE_BAD_STRIDE, "alibi_stride_b = %lld is negative", (long long)a->alibi_stride_b);
+    if (multiply_add(a->b, a->alibi_stride_b, a->h) < 0)
+        return fail(HEDDLE_OVERFLOW, "alibi_slopes: b·alibi_stride_b = %lld·%lld does not fit", (long long)a->b,
+                    (long long)a->alibi_stride_b);
+    a->window_left = min64(a->window_left, MAX_SIZE); /* as good as unbounded, and sums of it fit */
+    a->window_right = min64(a->window_right, MAX_SIZE);
+    return HEDDLE_OK;
+}
+
+heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pass pass, attention_plan *plan) {
+    FORWARD_OK(check_descriptor("heddle_attention", desc, desc ? desc->size : 0, sizeof *desc));
+    *plan = (attention_plan){.a = *desc, .pass = pass};
+    heddle_attention *a = &plan->a;
+    FORWARD_OK(check_enums("heddle_attention", (int)a->dtype, (int)a->device, (int)pass));
+    FORWARD_OK(check_sizes(a));
+    FORWARD_OK(check_features(a));
+    FORWARD_OK(check_values(a));
+    FORWARD_OK(resolve_all_strides(a));
+    if (a->dtype == HEDDLE_F64 && a->device != HEDDLE_REF)
+        return fail(HEDDLE_UNSUPPORTED, "dtype float64 runs on HEDDLE_REF only, not on device %d", (int)a->device);
+    return HEDDLE_OK;
+}
+
+/* ------------------------------------------------------------------------------------------------ norm-linear */
+
+static heddle_status resolve_row_stride(const char *name, int64_t *stride, int64_t rows, int64_t last,
+                                        tensor_role role) {
+    if (*stride < 0)
+        return fail(HEDDLE_BAD_STRIDE, "%s_stride = %lld is negative", name, (long long)*stride);
+    if (*stride == 0)
+        *stride = last;
+    if (role != ROLE_INPUT && *stride < last && rows > 1)
+        return fail(HEDDLE_BAD_STRIDE, "%s_stride = %lld is less than a row's %lld: %s would overlap itself", name,
+                    (long long)*stride, (long long)last, name);
+    if (rows > 0 && multiply_add(rows - 1, *stride, last) < 0)
+        return fail(HEDDLE_OVERFLOW, "%s: %lld rows of %lld with stride %lld are over 2^60 elements", name,
+                    (long long)rows, (long long)last, (long long)*stride);
+    return HEDDLE_OK;
+}
+
+heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan) {
+    FORWARD_OK(check_descriptor("heddle_norm_linear", desc, desc ? desc->size : 0, sizeof *desc));
+    *plan = (norm_linear_plan){.a = *desc, .pass = pass};
+    heddle_norm_linear *a = &plan->a;
+    FORWARD_OK(check_enums("heddle_norm_linear", (int)a->dtype, (int)a->device, (int)pass));
+    if (a->norm != HEDDLE_LAYER_NORM && a->norm != HEDDLE_RMS_NORM)
+        return fail(HEDDLE_BAD_ENUM, "norm = %d is no heddle_norm (0 or 1)", (int)a->norm);
+    const uint64_t known = HEDDLE_DETERMINISTIC | HEDDLE_TF32;
+    if (a->features & ~known)
+        return fail(HEDDLE_BAD_ENUM, "features = 0x%llx has bits 0x%llx that norm-linear does not know",
+                    (unsigned long long)a->features, (unsigned long long)(a->features & ~known));
+    if (a->reserved0)
+        return fail(HEDDLE_BAD_ENUM, "reserved0 = %d, but must be 0", a->reserved0);
+    FORWARD_OK(check_size("m", a->m, 0, MAX_SIZE));
+    FORWARD_OK(check_size("k", a->k, 1, MAX_SIZE));
+    FORWARD_OK(check_size("n", a->n, 1, MAX_SIZE));
+    if (!isfinite(a->eps) || a->eps < 0)
+        return fail(HEDDLE_BAD_VALUE, "eps = %g is not a finite number >= 0", a->eps);
+    if (a->eps == 0)
+        a->eps = 1e-5;
+    FORWARD_OK(resolve_row_stride("x", &a->x_stride, a->m, a->k, ROLE_INPUT));
+    FORWARD_OK(resolve_row_stride("w", &a->w_stride, a->n, a->k, ROLE_INPUT));
+    FORWARD_OK(resolve_row_stride("y", &a->y_stride, a->m, a->n, ROLE_OUTPUT));
+    FORWARD_OK(resolve_row_stride("dy", &a->dy_stride, a->m, a->n, ROLE_INPUT));
+    FORWARD_OK(resolve_row_stride("dx", &a->dx_stride, a->m, a->k, ROLE_OUTPUT));
+    FORWARD_OK(resolve_row_stride("dw", &a->dw_stride, a->n, a->k, ROLE_OUTPUT));
+    if (a->dtype == HEDDLE_F64 && a->device != HEDDLE_REF)
+        return fail(HEDDLE_UNSUPPORTED, "dtype float64 runs on HEDDLE_REF only, not on device %d", (int)a->device);
+    return HEDDLE_OK;
+}

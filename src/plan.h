@@ -1,0 +1,34 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * description -> plan. A plan is a value: made on the stack for each call, used once, nothing to free. */
+#ifndef HEDDLE_PLAN_H
+#define HEDDLE_PLAN_H
+
+#include "heddle.h"
+
+typedef struct attention_plan {
+    heddle_attention a; /* as described, with every default filled in and every stride literal */
+    heddle_pass pass;
+    char kernel[64];
+    int threads;
+    int64_t tile_q, tile_k; /* queries and keys that are worked on together */
+    int64_t chunk_k;        /* backward: keys that one task owns */
+    size_t workspace;       /* bytes */
+} attention_plan;
+
+typedef struct norm_linear_plan {
+    heddle_norm_linear a;
+    heddle_pass pass;
+    char kernel[64];
+    int threads;
+    int64_t tile_m, tile_n, tile_k;
+    size_t workspace;
+} norm_linear_plan;
+
+/* Check a description by every rule of heddle.h and write it, resolved, to plan->a. Pure. */
+heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pass pass, attention_plan *plan);
+heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan);
+
+/* Elements from the tensor's first to one past its last: what it spans in memory. 0 if it has none. */
+int64_t heddle__span(heddle_strides stride, int64_t b, int64_t h, int64_t s, int64_t last);
+
+#endif

@@ -1,0 +1,212 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * norm-linear by the formulas of heddle.h. Rows are worked on ROWS at a time only so that each row of W or of z is
+ * widened once for all of them. */
+#include "ref.h"
+
+#include <stdio.h>
+
+enum { ROWS = 16 };
+
+/* One call: what it is given, and its arrays in the workspace. */
+typedef struct work {
+    const heddle_norm_linear *a;
+    const heddle_norm_linear_data *data;
+    double *block;          /* [ROWS, k] */
+    double *row;            /* [k]: a row of W */
+    double *xhat;           /* [k] */
+    double *gamma, *beta;   /* [k] */
+    double *dgamma, *dbeta; /* [k] */
+} work;
+
+static int64_t lay_out(work *w, const heddle_norm_linear *a, heddle_pass pass, double *base) {
+    int64_t used = 0;
+    w->a = a;
+    w->block = take(base, &used, ROWS * a->k);
+    w->row = take(base, &used, a->k);
+    w->xhat = take(base, &used, a->k);
+    w->gamma = take(base, &used, a->k);
+    w->beta = take(base, &used, a->k);
+    if (pass == HEDDLE_FORWARD)
+        return used;
+    w->dgamma = take(base, &used, a->k);
+    w->dbeta = take(base, &used, a->k);
+    return used;
+}
+
+heddle_status heddle__ref_plan_norm_linear(norm_linear_plan *plan) {
+    const heddle_norm_linear *a = &plan->a;
+    work w;
+    plan->workspace = (size_t)lay_out(&w, a, plan->pass, NULL) * sizeof(double);
+    plan->threads = 1;
+    plan->tile_m = ROWS;
+    plan->tile_n = 1;
+    plan->tile_k = a->k;
+    snprintf(plan->kernel, sizeof plan->kernel, "heddle_norm_linear_%s_ref", heddle__ref_variant(a->dtype, plan->pass));
+    return HEDDLE_OK;
+}
+
+static int64_t rows_from(int64_t begin, int64_t end) {
+    return end - begin < ROWS ? end - begin : ROWS;
+}
+
+static void load_or_fill(heddle_dtype dtype, const void *p, int64_t n, double value, double *row) {
+    if (p)
+        load_row(dtype, p, 0, n, row);
+    else
+        fill(row, n, value);
+}
+
+typedef struct moments {
+    double mean, rstd;
+} moments;
+
+/* Of one row: the mean first, then the squares around it, so that a large mean does not cancel. */
+static moments moments_of(const heddle_norm_linear *a, const double *x) {
+    double sum = 0, squares = 0;
+    for (int64_t e = 0; a->norm == HEDDLE_LAYER_NORM && e < a->k; e++)
+        sum += x[e];
+    double mean = sum / (double)a->k;
+    for (int64_t e = 0; e < a->k; e++)
+        squares += (x[e] - mean) * (x[e] - mean);
+    return (moments){mean, 1 / sqrt(squares / (double)a->k + a->eps)};
+}
+
+/* Row i of xhat. Backward takes the moments that it is given, forward never does. */
+static moments normalise(const work *w, heddle_pass pass, int64_t i, double *xhat) {
+    const heddle_norm_linear *a = w->a;
+    const heddle_norm_linear_data *data = w->data;
+    load_row(a->dtype, data->x, i * a->x_stride, a->k, xhat);
+    moments r;
+    if (pass == HEDDLE_BACKWARD && data->mean && data->rstd) {
+        r.mean = a->norm == HEDDLE_LAYER_NORM ? load_element(float_type(a->dtype), data->mean, i) : 0;
+        r.rstd = load_element(float_type(a->dtype), data->rstd, i);
+    } else {
+        r = moments_of(a, xhat);
+    }
+    for (int64_t e = 0; e < a->k; e++)
+        xhat[e] = (xhat[e] - r.mean) * r.rstd;
+    return r;
+}
+
+/* z = xhat∘gamma + beta */
+static void scale_and_shift(const work *w, const double *xhat, double *z) {
+    for (int64_t e = 0; e < w->a->k; e++)
+        z[e] = xhat[e] * w->gamma[e] + w->beta[e];
+}
+
+static void forward(const work *w) {
+    const heddle_norm_linear *a = w->a;
+    const heddle_norm_linear_data *data = w->data;
+    for (int64_t i0 = 0; i0 < a->m; i0 += ROWS) {
+        int64_t rows = rows_from(i0, a->m);
+        for (int64_t r = 0; r < rows; r++) {
+            moments s = normalise(w, HEDDLE_FORWARD, i0 + r, w->xhat);
+            scale_and_shift(w, w->xhat, w->block + r * a->k);
+            if (data->mean)
+                store_element(float_type(a->dtype), data->mean, i0 + r, s.mean);
+            if (data->rstd)
+                store_element(float_type(a->dtype), data->rstd, i0 + r, s.rstd);
+        }
+        for (int64_t j = 0; j < a->n; j++) {
+            double bias = data->bias ? load_element(a->dtype, data->bias, j) : 0;
+            load_row(a->dtype, data->w, j * a->w_stride, a->k, w->row);
+            for (int64_t r = 0; r < rows; r++)
+                store_element(a->dtype, data->y, (i0 + r) * a->y_stride + j,
+                              dot(w->block + r * a->k, w->row, a->k) + bias);
+        }
+    }
+}
+
+/* dx of row i from its dz, and what the row adds to dgamma and dbeta. */
+static void backward_row(const work *w, int64_t i, double *dz) {
+    const heddle_norm_linear *a = w->a;
+    double mean_g = 0, mean_gx = 0, *g = dz;
+    moments s = normalise(w, HEDDLE_BACKWARD, i, w->xhat);
+    for (int64_t e = 0; e < a->k; e++) {
+        w->dgamma[e] += dz[e] * w->xhat[e];
+        w->dbeta[e] += dz[e];
+        g[e] = dz[e] * w->gamma[e];
+        mean_g += g[e] / (double)a->k;
+        mean_gx += g[e] * w->xhat[e] / (double)a->k;
+    }
+    if (!w->data->dx)
+        return;
+    if (a->norm == HEDDLE_RMS_NORM)
+        mean_g = 0;
+    for (int64_t e = 0; e < a->k; e++)
+        store_element(a->dtype, w->data->dx, i * a->dx_stride + e, s.rstd * (g[e] - mean_g - w->xhat[e] * mean_gx));
+}
+
+/* dx, dgamma and dbeta, by way of dz = dy·W. */
+static void backward_x(const work *w) {
+    const heddle_norm_linear *a = w->a;
+    const heddle_norm_linear_data *data = w->data;
+    fill(w->dgamma, a->k, 0);
+    fill(w->dbeta, a->k, 0);
+    for (int64_t i0 = 0; i0 < a->m; i0 += ROWS) {
+        int64_t rows = rows_from(i0, a->m);
+        fill(w->block, rows * a->k, 0);
+        for (int64_t j = 0; j < a->n; j++) {
+            load_row(a->dtype, data->w, j * a->w_stride, a->k, w->row);
+            for (int64_t r = 0; r < rows; r++)
+                add_scaled(w->block + r * a->k, load_element(a->dtype, data->dy, (i0 + r) * a->dy_stride + j), w->row,
+                           a->k);
+        }
+        for (int64_t r = 0; r < rows; r++)
+            backward_row(w, i0 + r, w->block + r * a->k);
+    }
+    if (data->dgamma)
+        store_row(a->dtype, data->dgamma, 0, a->k, w->dgamma);
+    if (data->dbeta)
+        store_row(a->dtype, data->dbeta, 0, a->k, w->dbeta);
+}
+
+/* dw = dyᵀ·z */
+static void backward_w(const work *w) {
+    const heddle_norm_linear *a = w->a;
+    const heddle_norm_linear_data *data = w->data;
+    double *z = w->row;
+    for (int64_t j0 = 0; j0 < a->n; j0 += ROWS) {
+        int64_t rows = rows_from(j0, a->n);
+        fill(w->block, rows * a->k, 0);
+        for (int64_t i = 0; i < a->m; i++) {
+            normalise(w, HEDDLE_BACKWARD, i, w->xhat);
+            scale_and_shift(w, w->xhat, z);
+            for (int64_t r = 0; r < rows; r++)
+                add_scaled(w->block + r * a->k, load_element(a->dtype, data->dy, i * a->dy_stride + j0 + r), z, a->k);
+        }
+        for (int64_t r = 0; r < rows; r++)
+            store_row(a->dtype, data->dw, (j0 + r) * a->dw_stride, a->k, w->block + r * a->k);
+    }
+}
+
+/* dbias = sum_m dy */
+static void backward_bias(const work *w) {
+    const heddle_norm_linear *a = w->a;
+    for (int64_t j = 0; j < a->n; j++) {
+        double sum = 0;
+        for (int64_t i = 0; i < a->m; i++)
+            sum += load_element(a->dtype, w->data->dy, i * a->dy_stride + j);
+        store_element(a->dtype, w->data->dbias, j, sum);
+    }
+}
+
+heddle_status heddle__ref_run_norm_linear(const norm_linear_plan *plan, const heddle_norm_linear_data *data,
+                                          void *workspace, void *stream) {
+    (void)stream;
+    work w = {.data = data};
+    lay_out(&w, &plan->a, plan->pass, workspace);
+    load_or_fill(w.a->dtype, data->gamma, w.a->k, 1, w.gamma);
+    load_or_fill(w.a->dtype, data->beta, w.a->k, 0, w.beta);
+    if (plan->pass == HEDDLE_FORWARD) {
+        forward(&w);
+        return HEDDLE_OK;
+    }
+    if (data->dx || data->dgamma || data->dbeta)
+        backward_x(&w);
+    if (data->dw)
+        backward_w(&w);
+    if (data->dbias)
+        backward_bias(&w);
+    return HEDDLE_OK;
+}
