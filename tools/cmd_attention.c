@@ -1,0 +1,252 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "file_job.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static const char usage[] =
+    "Usage: heddle attention --q FILE --k FILE --v FILE --out FILE [options]\n"
+    "\n"
+    "Computes O = softmax(scale·QKᵀ + mask) V and, given the gradient of O, those of the inputs.\n"
+    "The arrays are NumPy files (.npy) of float16, float32 or float64; results have the type of --q.\n"
+    "\n"
+    "Shapes: q [b, h, sq, d], k [b, hk, sk, d], v [b, hk, sk, dv], out [b, h, sq, dv]; b alone or b and h may be left "
+    "out\n"
+    "of all of them. Where hk < h, each key head serves h/hk query heads in a row (GQA).\n"
+    "\n"
+    "Options\n"
+    "  --lse FILE            write the log-sum-exp of each row [b, h, sq]; float32, or float64 for float64 input\n"
+    "  --weights FILE        write the attention weights [b, h, sq, sk] (memory grows with sq·sk)\n"
+    "  --scale S             factor of QKᵀ; default 1/sqrt(d)\n"
+    "  --mask MASK           none (default), causal-top-left (query i sees keys 0..i), or causal-bottom-right (the "
+    "last query\n"
+    "                        sees the last key)\n"
+    "  --window L,R          query i sees keys i-L to i+R, counted along the mask's diagonal (with no mask: the one\n"
+    "                        that ends at the last key); -1 is unbounded\n"
+    "  --softcap C           C·tanh(score/C) in place of the score\n"
+    "  --alibi FILE          slopes [h] or [b, h]; the score loses slope times the distance\n"
+    "  --bias FILE           added to the scores; [b, h, sq, sk], where b, h and sq may be 1 or (from the left) left "
+    "out\n"
+    "  --bool-mask FILE      bool, shapes as --bias; False masks the key out\n"
+    "  --sinks FILE          [h], a logit per head that takes part in the softmax but has no value\n"
+    "  --dropout P --seed N  drop each weight with probability P\n"
+    "  --cu-seqlens-q FILE --cu-seqlens-k FILE\n"
+    "                        int32 [sequences + 1] from 0 to the total: q is then [total_q, h, d], k and v\n"
+    "                        [total_k, hk, ...], sequences one after another\n"
+    "  --seqlens-q FILE, --seqlens-k FILE\n"
+    "                        int32 [b]: only the first so many queries or keys of each batch count\n"
+    "\n"
+    "Gradients: any of these, with --dout (or --dlse, --dweights) given\n"
+    "  --dout FILE           gradient of out, its shape; --dlse FILE, --dweights FILE: of lse and weights\n"
+    "  --dq FILE --dk FILE --dv FILE --dbias FILE --dsinks FILE\n"
+    "                        write the gradients of q, k, v, bias and sinks\n"
+    "\n"
+    "How\n"
+    "  --dtype TYPE          compute in f32, bf16, f16 or f64; default: the type of --q\n"
+    "  --device DEVICE       cpu (default), cuda, or ref: the formulas in float64, slow; f64 needs it\n"
+    "  --deterministic       gradients with the same bits every time (the CPU's always are)\n"
+    "  --time                print milliseconds and GFLOP/s of each pass (median of a second of runs)\n"
+    "\n"
+    "Example: make inputs of one batch, two heads, 33 positions and head dim 16, attend, and take the gradient\n"
+    "  n=0; for x in q k v dout; do n=$((n+1)); heddle random --shape 1,2,33,16 --seed $n --out $x.npy; done\n"
+    "  heddle attention --q q.npy --k k.npy --v v.npy --mask causal-top-left --out o.npy --lse lse.npy\n"
+    "  heddle attention --q q.npy --k k.npy --v v.npy --dout dout.npy --dq dq.npy --dk dk.npy --dv dv.npy\n";
+
+enum { OPTION_SCALE = OPTION_OWN, OPTION_MASK, OPTION_WINDOW, OPTION_SOFTCAP, OPTION_DROPOUT, OPTION_SEED };
+
+static const struct option own_options[] = {
+    {"scale", required_argument, NULL, OPTION_SCALE},
+    {"mask", required_argument, NULL, OPTION_MASK},
+    {"window", required_argument, NULL, OPTION_WINDOW},
+    {"softcap", required_argument, NULL, OPTION_SOFTCAP},
+    {"dropout", required_argument, NULL, OPTION_DROPOUT},
+    {"seed", required_argument, NULL, OPTION_SEED},
+    {0},
+};
+
+static bool set_scale(heddle_attention *a, const char *text) {
+    if (!parse_real("--scale", text, &a->scale))
+        return false;
+    if (a->scale == 0)
+        complain("--scale: 0 would make all scores equal; leave --scale out for 1/sqrt(d)");
+    return a->scale != 0;
+}
+
+static bool set_window(heddle_attention *a, const char *text) {
+    int64_t side[2];
+    int n = parse_list("--window", text, 2, side);
+    if (n == 1)
+        complain("--window: '%s' is not two numbers LEFT,RIGHT", text);
+    if (n != 2)
+        return false;
+    a->features |= HEDDLE_WINDOW;
+    a->window_left = side[0];
+    a->window_right = side[1];
+    return true;
+}
+
+static bool set_option(heddle_attention *a, int option, const char *text) {
+    static const char *const masks[] = {"none", "causal-top-left", "causal-bottom-right", NULL};
+    int mask;
+    switch (option) {
+    case OPTION_SCALE: return set_scale(a, text);
+    case OPTION_MASK:
+        if (!parse_choice("--mask", text, masks, &mask))
+            return false;
+        a->mask = (heddle_mask)mask;
+        return true;
+    case OPTION_WINDOW: return set_window(a, text);
+    case OPTION_SOFTCAP: return parse_real("--softcap", text, &a->softcap);
+    case OPTION_DROPOUT: return parse_real("--dropout", text, &a->dropout);
+    case OPTION_SEED: return parse_seed("--seed", text, &a->seed);
+    default: return false; /* getopt_long has said why */
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------------- shapes */
+
+/* The lengths of packed sequences: from 0 to the total without a step back. Gives the longest. */
+static bool check_cu_seqlens(const file_job *w, int f, int64_t total, int64_t *longest) {
+    const npy_array *a = &w->file[f];
+    const char *option = job_fields(&w->j)[f].option;
+    const int32_t *cu = a->data;
+    *longest = 0;
+    if (a->rank != 1 || a->count < 1 || cu[0] != 0 || cu[a->count - 1] != total) {
+        complain("--%s %s: [sequences + 1] numbers from 0 to the number of rows, %lld, are expected", option,
+                 w->path[f], (long long)total);
+        return false;
+    }
+    for (int64_t n = 0; n + 1 < a->count; n++) {
+        if (cu[n + 1] < cu[n]) {
+            complain("--%s %s: element %lld is %d, less than the %d before it", option, w->path[f], (long long)(n + 1),
+                     cu[n + 1], cu[n]);
+            return false;
+        }
+        *longest = cu[n + 1] - cu[n] > *longest ? cu[n + 1] - cu[n] : *longest;
+    }
+    return true;
+}
+
+static bool packed_dimensions(file_job *w) {
+    heddle_attention *a = &w->j.a;
+    if (!w->file[CU_Q].data || !w->file[CU_K].data) {
+        complain("--cu-seqlens-q and --cu-seqlens-k come together");
+        return false;
+    }
+    if (w->file[Q].rank != 3 || w->file[K].rank != 3 || w->file[V].rank != 3) {
+        complain("with --cu-seqlens-q, q, k and v have three dimensions: [total, heads, head dim]");
+        return false;
+    }
+    const int64_t *q = w->file[Q].shape, *k = w->file[K].shape;
+    a->total_q = q[0], a->h = q[1], a->d = q[2];
+    a->total_k = k[0], a->hk = k[1], a->dv = w->file[V].shape[2];
+    a->b = w->file[CU_Q].count - 1;
+    return check_cu_seqlens(w, CU_Q, a->total_q, &a->sq) && check_cu_seqlens(w, CU_K, a->total_k, &a->sk);
+}
+
+static bool batched_dimensions(file_job *w) {
+    heddle_attention *a = &w->j.a;
+    int rank = w->file[Q].rank;
+    for (int f = Q; f <= V; f++)
+        if (w->file[f].rank < 2 || w->file[f].rank > 4 || w->file[f].rank != rank) {
+            char shape[128];
+            npy_shape_text(w->file[f].rank, w->file[f].shape, shape, sizeof shape);
+            complain(
+                "--%s %s has shape %s, but [b, h, s, d], [h, s, d] or [s, d], and the same number of dimensions for q, "
+                "k and v, is expected",
+                job_fields(&w->j)[f].option, w->path[f], shape);
+            return false;
+        }
+    const int64_t *q = w->file[Q].shape + rank, *k = w->file[K].shape + rank;
+    a->b = rank > 3 ? q[-4] : 1;
+    a->h = rank > 2 ? q[-3] : 1;
+    a->hk = rank > 2 ? k[-3] : 1;
+    a->sq = q[-2], a->d = q[-1], a->sk = k[-2];
+    a->dv = w->file[V].shape[rank - 1];
+    return true;
+}
+
+static bool set_dimensions(file_job *w) {
+    if (!(w->file[CU_Q].data || w->file[CU_K].data ? packed_dimensions(w) : batched_dimensions(w)))
+        return false;
+    if (w->j.a.hk > 0 && w->j.a.dv > 0) /* to the library, 0 would be a default */
+        return true;
+    complain("--%s %s has a dimension of 0 where heads or head dim are", w->j.a.hk ? "v" : "k",
+             w->path[w->j.a.hk ? V : K]);
+    return false;
+}
+
+/* Strides of a file of [b, h, sq, sk] whose leading dimensions may be 1 or left out. */
+static bool set_broadcast(const file_job *w, int f, heddle_strides *stride) {
+    const npy_array *a = &w->file[f];
+    const int64_t full[4] = {w->j.a.b, w->j.a.h, w->j.a.sq, w->j.a.sk};
+    int64_t size[4] = {1, 1, 1, 1}, step[4];
+    bool fits = a->rank >= 1 && a->rank <= 4;
+    for (int i = 0; fits && i < a->rank; i++)
+        size[4 - a->rank + i] = a->shape[i];
+    for (int i = 0; i < 4; i++)
+        fits = fits && (size[i] == full[i] || (size[i] == 1 && i < 3));
+    if (!fits) {
+        char shape[128], expected[128];
+        npy_shape_text(a->rank, a->shape, shape, sizeof shape);
+        npy_shape_text(4, full, expected, sizeof expected);
+        complain("--%s %s has shape %s, which does not broadcast to [b, h, sq, sk] = %s", job_fields(&w->j)[f].option,
+                 w->path[f], shape, expected);
+        return false;
+    }
+    step[2] = size[3], step[1] = size[2] * size[3], step[0] = size[1] * step[1];
+    for (int i = 0; i < 3; i++)
+        step[i] = size[i] == 1 && full[i] != 1 ? HEDDLE_BROADCAST : step[i];
+    *stride = (heddle_strides){step[0], step[1], step[2]};
+    return true;
+}
+
+static bool set_features(file_job *w) {
+    heddle_attention *a = &w->j.a;
+    const field *t = job_fields(&w->j);
+    for (int f = 0; t[f].name; f++)
+        if (w->path[f])
+            a->features |= t[f].feature;
+    if (w->path[DBIAS] && !w->path[BIAS])
+        return complain("--dbias needs --bias"), false;
+    if (w->path[DSINKS] && !w->path[SINKS])
+        return complain("--dsinks needs --sinks"), false;
+    if (w->file[ALIBI].data && w->file[ALIBI].rank == 2)
+        a->alibi_stride_b = a->h;
+    if (w->file[BIAS].data && !set_broadcast(w, BIAS, &a->bias_stride))
+        return false;
+    a->dbias_stride = a->bias_stride;
+    return !w->file[BOOL_MASK].data || set_broadcast(w, BOOL_MASK, &a->bool_mask_stride);
+}
+
+static int run(file_job *w) {
+    const uint64_t broadcast = UINT64_C(1) << BIAS | UINT64_C(1) << BOOL_MASK;
+    for (int f = Q; f <= V; f++)
+        if (!w->path[f])
+            return complain("--%s FILE is missing; see heddle attention --help", job_fields(&w->j)[f].option);
+    if (!file_job_read(w, Q) || !set_dimensions(w) || !set_features(w) || !file_job_check_shapes(w, Q, broadcast) ||
+        !file_job_choose_dtype(w, Q) || !device_ready(w->device))
+        return EXIT_TROUBLE;
+    return file_job_finish(w, Q);
+}
+
+int cmd_attention(int argc, char **argv) {
+    file_job w = {.j = {.a = {.size = sizeof w.j.a}, .l = {.size = sizeof w.j.l}}};
+    struct option options[FILE_JOB_MAX_OPTIONS];
+    int status = 0, option;
+    file_job_options(&w.j, own_options, options);
+    while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
+        if (option == OPTION_HELP) {
+            fputs(usage, stdout);
+            return 0;
+        }
+        int taken = option == '?' ? 0 : file_job_option(&w, option, optarg);
+        if (taken < 0 || (taken == 0 && !set_option(&w.j.a, option, optarg)))
+            return EXIT_TROUBLE;
+    }
+    if (optind < argc)
+        return complain("'%s' is not an option; see heddle attention --help", argv[optind]);
+    status = run(&w);
+    arena_free(&w.m);
+    return status;
+}

@@ -1,0 +1,219 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#define _GNU_SOURCE
+#include "verify.h"
+
+#include <errno.h>
+#include <getopt.h>
+#include <limits.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+static const char usage[] = "Usage: heddle demo [options] [-- options of train_gpt]\n"
+                            "\n"
+                            "First the report of a FlashAttention program (N = 128, d = 32): its matrices, what it "
+                            "once printed, the right values and\n"
+                            "ours, its latencies and ours. Then the real job: the program train_gpt trains a small "
+                            "character-level transformer on text,\n"
+                            "every attention and norm-linear of it through heddle, for about a minute.\n"
+                            "\n"
+                            "Options\n"
+                            "  --device DEVICE       cpu (default), cuda, or ref (slow)\n"
+                            "  --text DIR            the text to train on; default: heddle's own source\n"
+                            "  --quick               the report alone, without the training\n"
+                            "\n"
+                            "Example: the report, then a check of the transformer's gradients\n"
+                            "  heddle demo -- --check\n";
+
+/* ------------------------------------------------------------------------------------------------------- report */
+
+typedef struct slice {
+    int f;
+    const char *name;
+    double printed[9]; /* rows of three; of a wrong matrix */
+    bool wrong;
+} slice;
+
+static void print_row(const double *x, int stride) {
+    for (int j = 0; j < 3; j++)
+        printf(" %12.6g", x[j * stride]);
+    printf("  ");
+}
+
+/* The matrices' first three rows and columns: ours, float64's, and what the program printed where that was wrong. */
+static void print_slices(const problem *p, const trial *t) {
+    static const slice slices[] = {
+        {Q, "Query", {0}, false},
+        {K, "Key", {0}, false},
+        {V, "Value", {0}, false},
+        {O,
+         "Output",
+         {0.00981674, 0.013525, 0.0224509, 0.000579609, 0.0185876, 0.0159275, 0.0158678, 0.0192494, 0.0114489},
+         true},
+        {DQ,
+         "dQ",
+         {0.00846144, 0.00487566, 0.00132402, -0.00142898, -0.00505878, -0.0172243, -0.0118888, 0.0134579, 0.0207399},
+         true},
+        {DK,
+         "dK",
+         {0.00725392, -0.0102753, -0.00365077, 0.012385, 0.0102099, 0.0236704, 0.0076368, 0.0120091, 0.0135568},
+         true},
+        {DV, "dV", {0}, false},
+    };
+    printf("%-8s %-39s  %-39s  %s\n", "", " heddle", " float64", " once printed, and wrong");
+    for (size_t s = 0; s < sizeof slices / sizeof *slices; s++)
+        for (int i = 0; i < 3; i++) {
+            int f = slices[s].f;
+            printf("%-8s", i ? "" : slices[s].name);
+            print_row((p->x[f] ? p->x[f] : t->ours.x[f]) + 32 * i, 1);
+            print_row((p->x[f] ? p->x[f] : t->truth.x[f]) + 32 * i, 1);
+            if (slices[s].wrong)
+                print_row(slices[s].printed + 3 * i, 1);
+            printf("\n");
+        }
+}
+
+static bool print_latencies(const problem *p, arena *m, heddle_device device) {
+    job j = p->j;
+    double ms[2];
+    job_set_device(&j, device);
+    for (int f = 0; job_fields(&j)[f].name; f++) {
+        int64_t n = field_count(&j, f);
+        if (job_fields(&j)[f].feature || (f == DLSE))
+            continue;
+        j.data[f] = arena_array(m, n, field_bytes(&j, f));
+        for (int64_t i = 0; p->x[f] && i < n; i++)
+            store_value(&j, f, j.data[f], i, p->x[f][i]);
+    }
+    if (!job_prepare(&j, m, true))
+        return false;
+    for (int pass = HEDDLE_FORWARD; pass <= HEDDLE_BACKWARD; pass++) {
+        double seconds = job_seconds(&j, (heddle_pass)pass);
+        if (seconds < 0)
+            return false;
+        ms[pass] = 1e3 * seconds;
+    }
+    printf("\n%-24s %12s %14s\n", "latency, ms", "heddle", "once printed");
+    printf("%-24s %12.5f %14.5f\n", "  forward", ms[0], 0.6992);
+    printf("%-24s %12.5f %14.5f\n", "  backward", ms[1], 0.68608);
+    printf("%-24s %12.5f %14.5f\n", "  total", ms[0] + ms[1], 1.38528);
+    return true;
+}
+
+static int report(heddle_device device) {
+    arena m = {0};
+    trial t;
+    verify count = {.device = device};
+    char text[256] = "";
+    problem p = day55_problem(&m);
+    heddle_device_describe(device, text, sizeof text);
+    printf("FlashAttention, forward and backward: N = 128, d = 32, scale 1/√32, Q, K, V, dO from rand(), seed 1\n");
+    printf("heddle %s on %s: %s\n\n", heddle_version_string(), device_name(device), text);
+    bool ran = trial_run(&p, &m, device, HEDDLE_F32, &t);
+    if (ran) {
+        print_slices(&p, &t);
+        printf("\nthe whole matrices against float64\n");
+        report_tensors(&count, &p, HEDDLE_F32, &t, NULL);
+        ran = print_latencies(&p, &m, device);
+    }
+    arena_free(&m);
+    return !ran ? EXIT_TROUBLE : count.failed ? EXIT_CHECK_FAILED : 0;
+}
+
+/* ----------------------------------------------------------------------------------------------------- training */
+
+/* The directory of this program, with its last slash. */
+static bool own_directory(char *path, size_t n) {
+    ssize_t length = readlink("/proc/self/exe", path, n - 1);
+    if (length < 0 || (size_t)length >= n - 1)
+        return false;
+    path[length] = 0;
+    char *slash = strrchr(path, '/');
+    if (slash)
+        slash[1] = 0;
+    return slash != NULL;
+}
+
+static bool find_program(char *path, size_t n) {
+    static const char *const places[] = {"train_gpt", "../libexec/heddle/train_gpt", "examples/train_gpt",
+                                         "../examples/train_gpt"};
+    char directory[PATH_MAX];
+    if (!own_directory(directory, sizeof directory))
+        return false;
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++)
+        if ((size_t)snprintf(path, n, "%s%s", directory, places[i]) < n && access(path, X_OK) == 0)
+            return true;
+    return false;
+}
+
+/* heddle's own source: where it was built, or the tree that holds this program's directory. */
+static const char *find_text(char *path, size_t n) {
+    char directory[PATH_MAX];
+#ifdef HEDDLE_SOURCE_DIR
+    if (access(HEDDLE_SOURCE_DIR "/include/heddle.h", R_OK) == 0)
+        return HEDDLE_SOURCE_DIR;
+#endif
+    static const char *const places[] = {"", "..", "../.."};
+    for (size_t i = 0; i < sizeof places / sizeof *places && own_directory(directory, sizeof directory); i++) {
+        if ((size_t)snprintf(path, n, "%s%s/src/api.c", directory, places[i]) < n && access(path, R_OK) == 0) {
+            snprintf(path, n, "%s%s", directory, places[i]);
+            return path;
+        }
+    }
+    return NULL;
+}
+
+/* Becomes train_gpt; comes back only with trouble. */
+static int train(const char *text, heddle_device device, int argc, char **argv) {
+    enum { OWN = 5, MOST = 64 };
+    char program[PATH_MAX], found[PATH_MAX];
+    if (!find_program(program, sizeof program))
+        return complain(
+            "the program train_gpt is not beside heddle, in ../libexec/heddle or in examples; --quick does without");
+    if (!text)
+        text = find_text(found, sizeof found);
+    if (!text)
+        return complain("heddle's source is not here to train on; name a directory of text with --text DIR");
+    if (argc > MOST)
+        return complain("more than %d options after --", MOST);
+    char device_text[8];
+    snprintf(device_text, sizeof device_text, "%s", device_name(device));
+    char *args[OWN + MOST + 1] = {program, (char *)"--text", (char *)text, (char *)"--device", device_text};
+    memcpy(args + OWN, argv, (size_t)argc * sizeof *argv);
+    printf("\nthe real job: %s --text %s --device %s\n\n", program, text, device_text);
+    fflush(stdout);
+    execv(program, args);
+    return complain("%s: %s", program, strerror(errno));
+}
+
+int cmd_demo(int argc, char **argv) {
+    static const struct option options[] = {
+        {"device", required_argument, NULL, 'd'},
+        {"text", required_argument, NULL, 't'},
+        {"quick", no_argument, NULL, 'q'},
+        {"help", no_argument, NULL, 'h'},
+        {0},
+    };
+    heddle_device device = HEDDLE_CPU;
+    const char *text = NULL;
+    bool quick = false;
+    int option;
+    while ((option = getopt_long(argc, argv, "+", options, NULL)) != -1) {
+        switch (option) {
+        case 'd':
+            if (!parse_device("--device", optarg, &device))
+                return EXIT_TROUBLE;
+            break;
+        case 't': text = optarg; break;
+        case 'q': quick = true; break;
+        case 'h': fputs(usage, stdout); return 0;
+        default: return EXIT_TROUBLE;
+        }
+    }
+    if (optind < argc && strcmp(argv[optind - 1], "--") != 0)
+        return complain("'%s' is not an option; see heddle demo --help", argv[optind]);
+    if (!device_ready(device))
+        return EXIT_TROUBLE;
+    int status = report(device);
+    return quick || status ? status : train(text, device, argc - optind, argv + optind);
+}

@@ -1,0 +1,114 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "file_job.h"
+
+#include <stdio.h>
+
+static const char usage[] =
+    "Usage: heddle norm-linear --x FILE --w FILE --out FILE [options]\n"
+    "\n"
+    "Computes y = z·Wᵀ + bias, where z = (x - mean)/sqrt(variance + eps)·gamma + beta is the LayerNorm of each row of "
+    "x, as one\n"
+    "operation; and, given the gradient of y, those of the inputs.\n"
+    "The arrays are NumPy files (.npy) of float16, float32 or float64; results have the type of --x.\n"
+    "\n"
+    "Shapes: x [..., k], w [n, k] (as PyTorch's Linear keeps it), gamma [k], beta [k], bias [n], out [..., n]\n"
+    "\n"
+    "Options\n"
+    "  --gamma FILE          default: ones\n"
+    "  --beta FILE           default: zeros\n"
+    "  --bias FILE           default: zeros\n"
+    "  --norm NORM           layer (default), or rms: no mean is subtracted\n"
+    "  --eps E               default 1e-5\n"
+    "  --mean FILE --rstd FILE\n"
+    "                        write each row's mean and 1/sqrt(variance + eps); float32, or float64 for float64 input\n"
+    "\n"
+    "Gradients: any of these, with --dout given\n"
+    "  --dout FILE           gradient of out, its shape\n"
+    "  --dx FILE --dgamma FILE --dbeta FILE --dw FILE --dbias FILE\n"
+    "                        write the gradients of x, gamma, beta, w and bias\n"
+    "\n"
+    "How\n"
+    "  --dtype TYPE          compute in f32, bf16, f16 or f64; default: the type of --x\n"
+    "  --device DEVICE       cpu (default), cuda, or ref: the formulas in float64, slow; f64 needs it\n"
+    "  --deterministic       gradients with the same bits every time (the CPU's always are)\n"
+    "  --time                print milliseconds and GFLOP/s of each pass (median of a second of runs)\n"
+    "\n"
+    "Example: 12 rows of 64 features to 48\n"
+    "  heddle random --shape 12,64 --seed 1 --out x.npy\n"
+    "  heddle random --shape 48,64 --seed 2 --std 0.02 --out w.npy\n"
+    "  heddle norm-linear --x x.npy --w w.npy --out y.npy --time\n";
+
+enum { OPTION_NORM = OPTION_OWN, OPTION_EPS };
+
+static const struct option own_options[] = {
+    {"norm", required_argument, NULL, OPTION_NORM},
+    {"eps", required_argument, NULL, OPTION_EPS},
+    {0},
+};
+
+static bool set_option(heddle_norm_linear *l, int option, const char *text) {
+    static const char *const norms[] = {"layer", "rms", NULL};
+    int norm;
+    switch (option) {
+    case OPTION_NORM:
+        if (!parse_choice("--norm", text, norms, &norm))
+            return false;
+        l->norm = (heddle_norm)norm;
+        return true;
+    case OPTION_EPS:
+        if (!parse_real("--eps", text, &l->eps))
+            return false;
+        if (l->eps <= 0)
+            complain("--eps: %s is not above 0", text);
+        return l->eps > 0;
+    default: return false; /* getopt_long has said why */
+    }
+}
+
+static bool set_dimensions(file_job *w) {
+    const npy_array *x = &w->file[X], *weight = &w->file[W];
+    if (x->rank < 1 || weight->rank != 2) {
+        char shape[128];
+        const npy_array *wrong = x->rank < 1 ? x : weight;
+        npy_shape_text(wrong->rank, wrong->shape, shape, sizeof shape);
+        complain("--%s %s has shape %s, but %s is expected", x->rank < 1 ? "x" : "w", w->path[x->rank < 1 ? X : W],
+                 shape, x->rank < 1 ? "[..., k]" : "[n, k]");
+        return false;
+    }
+    w->j.l.k = x->shape[x->rank - 1];
+    w->j.l.n = weight->shape[0];
+    w->j.l.m = 1;
+    for (int i = 0; i + 1 < x->rank; i++)
+        w->j.l.m *= x->shape[i]; /* fits: the file has no more elements than memory */
+    return true;
+}
+
+static int run(file_job *w) {
+    if (!w->path[X] || !w->path[W])
+        return complain("--%s FILE is missing; see heddle norm-linear --help", w->path[X] ? "w" : "x");
+    if (!file_job_read(w, X) || !set_dimensions(w) || !file_job_check_shapes(w, X, 0) || !file_job_choose_dtype(w, X) ||
+        !device_ready(w->device))
+        return EXIT_TROUBLE;
+    return file_job_finish(w, X);
+}
+
+int cmd_norm_linear(int argc, char **argv) {
+    file_job w = {.j = {.linear = true, .a = {.size = sizeof w.j.a}, .l = {.size = sizeof w.j.l}}};
+    struct option options[FILE_JOB_MAX_OPTIONS];
+    int status = 0, option;
+    file_job_options(&w.j, own_options, options);
+    while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
+        if (option == OPTION_HELP) {
+            fputs(usage, stdout);
+            return 0;
+        }
+        int taken = option == '?' ? 0 : file_job_option(&w, option, optarg);
+        if (taken < 0 || (taken == 0 && !set_option(&w.j.l, option, optarg)))
+            return EXIT_TROUBLE;
+    }
+    if (optind < argc)
+        return complain("'%s' is not an option; see heddle norm-linear --help", argv[optind]);
+    status = run(&w);
+    arena_free(&w.m);
+    return status;
+}

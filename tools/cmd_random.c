@@ -1,0 +1,114 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "../src/dtype.h"
+#include "npy.h"
+
+#include <getopt.h>
+#include <stdio.h>
+#include <string.h>
+
+static const char usage[] = "Usage: heddle random --shape N,N,... --out FILE [options]\n"
+                            "\n"
+                            "Writes an array of random numbers as a NumPy file (.npy): input for the other commands. "
+                            "The same options give the same\n"
+                            "numbers.\n"
+                            "\n"
+                            "Options\n"
+                            "  --shape N,N,...       the dimensions\n"
+                            "  --out FILE\n"
+                            "  --seed N              default 0\n"
+                            "  --dtype TYPE          f16, f32 (default), f64; bool: True with probability --p\n"
+                            "  --mean M --std S      of the normal distribution; default 0 and 1\n"
+                            "  --p P                 default 0.5\n"
+                            "\n"
+                            "Example\n"
+                            "  heddle random --shape 1,2,33,16 --seed 3 --dtype f32 --out q.npy\n";
+
+typedef struct request {
+    npy_array array;
+    const char *path;
+    random_state random;
+    double mean, std, p;
+} request;
+
+static bool set_shape(npy_array *a, const char *text) {
+    a->rank = parse_list("--shape", text, NPY_MAX_RANK, a->shape);
+    bool empty = false, fits = true;
+    a->count = 1;
+    for (int i = 0; i < a->rank; i++) {
+        if (a->shape[i] < 0)
+            return complain("--shape: %lld is below 0", (long long)a->shape[i]), false;
+        empty |= a->shape[i] == 0;
+        fits = fits && !__builtin_mul_overflow(a->count, a->shape[i], &a->count);
+    }
+    if (!empty && !fits)
+        return complain("--shape: '%s' is too large", text), false;
+    a->count = empty ? 0 : a->count;
+    return a->rank > 0;
+}
+
+static bool set_option(request *r, int option, const char *text) {
+    static const char *const names[] = {"f16", "f32", "f64", "bool", NULL};
+    int type;
+    switch (option) {
+    case 's': return set_shape(&r->array, text);
+    case 'o': r->path = text; return true;
+    case 'r': return parse_seed("--seed", text, &r->random.state);
+    case 'd':
+        if (!parse_choice("--dtype", text, names, &type))
+            return false;
+        r->array.type = (npy_type)type;
+        return true;
+    case 'm': return parse_real("--mean", text, &r->mean);
+    case 'v': return parse_real("--std", text, &r->std);
+    case 'p': return parse_real("--p", text, &r->p);
+    default: return false;
+    }
+}
+
+static int run(request *r, arena *m) {
+    npy_array *a = &r->array;
+    npy_outputs outputs = {0};
+    a->data = arena_array(m, a->count, npy_type_size(a->type));
+    for (int64_t i = 0; i < a->count; i++) {
+        if (a->type == NPY_BOOL)
+            ((uint8_t *)a->data)[i] = random_uniform(&r->random) < r->p;
+        else
+            store_element(npy_dtype(a->type), a->data, i, r->mean + r->std * random_normal(&r->random));
+    }
+    if (npy_stage(&outputs, r->path, a))
+        return npy_commit(&outputs) ? 0 : EXIT_TROUBLE;
+    npy_abandon(&outputs);
+    return EXIT_TROUBLE;
+}
+
+int cmd_random(int argc, char **argv) {
+    static const struct option options[] = {
+        {"shape", required_argument, NULL, 's'},
+        {"out", required_argument, NULL, 'o'},
+        {"seed", required_argument, NULL, 'r'},
+        {"dtype", required_argument, NULL, 'd'},
+        {"mean", required_argument, NULL, 'm'},
+        {"std", required_argument, NULL, 'v'},
+        {"p", required_argument, NULL, 'p'},
+        {"help", no_argument, NULL, 'h'},
+        {0},
+    };
+    request r = {.array = {.type = NPY_F32}, .std = 1, .p = 0.5};
+    arena m = {0};
+    int option;
+    while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
+        if (option == 'h') {
+            fputs(usage, stdout);
+            return 0;
+        }
+        if (!set_option(&r, option, optarg))
+            return EXIT_TROUBLE;
+    }
+    if (optind < argc)
+        return complain("'%s' is not an option; see heddle random --help", argv[optind]);
+    if (!r.array.rank || !r.path)
+        return complain("--%s is missing; see heddle random --help", r.path ? "shape" : "out");
+    int status = run(&r, &m);
+    arena_free(&m);
+    return status;
+}

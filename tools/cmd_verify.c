@@ -1,0 +1,106 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "verify.h"
+
+#include <getopt.h>
+#include <stdio.h>
+#include <string.h>
+
+static const char usage[] =
+    "Usage: heddle verify [options]\n"
+    "\n"
+    "Checks what this machine computes, forward and backward, against the formulas in float64 on the same inputs. An "
+    "error\n"
+    "is the largest difference, and relative to the largest magnitude of the tensor; it may be twice that of a "
+    "textbook\n"
+    "computation in the same type (column plain), plus a few roundings. Outputs and workspace are full of NaN before.\n"
+    "Exit status 1 if a check fails.\n"
+    "\n"
+    "Options\n"
+    "  --device DEVICE       cpu, ref or cuda; default: each that is there and computes fast (cpu, cuda)\n"
+    "  --case CASE           one report, or the sweep, alone:\n"
+    "      p22               LayerNorm + Linear, the GPU puzzle's inputs, with its true values\n"
+    "      fa2-warps         FlashAttention-2 backward, 4×4 and 128×64\n"
+    "      day19             self-attention forward: shapes, scales, values of size 1000\n"
+    "      day50             self-attention backward: square or not, its invariants\n"
+    "      day55             FlashAttention, N = 128, d = 32, with its true values\n"
+    "      sweep             every option alone and combined, odd sizes, in f32, bf16 and f16\n"
+    "  --seed N              of the random inputs and combinations; default 1\n"
+    "  --random N            how many random combinations; default 24\n"
+    "  --verbose             the sweep prints every tensor\n"
+    "\n"
+    "Example\n"
+    "  heddle verify --case p22\n";
+
+typedef struct report {
+    const char *name;
+    bool (*run)(verify *v);
+} report;
+
+static const report reports[] = {
+    {"p22", verify_p22},     {"fa2-warps", verify_fa2_warps}, {"day19", verify_day19},
+    {"day50", verify_day50}, {"day55", verify_day55},         {"sweep", verify_sweep},
+};
+enum { REPORTS = sizeof reports / sizeof *reports };
+
+static bool verify_device(verify *v, heddle_device device, int chosen) {
+    char text[256] = "";
+    v->device = device;
+    if (!device_ready(device))
+        return false;
+    heddle_device_describe(device, text, sizeof text);
+    printf("heddle %s on %s: %s\n", heddle_version_string(), device_name(device), text);
+    for (int i = 0; i < REPORTS; i++)
+        if ((chosen < 0 || chosen == i) && !reports[i].run(v))
+            return false;
+    return true;
+}
+
+static int run(verify *v, bool device_given, int chosen) {
+    bool ran = true;
+    if (device_given)
+        ran = verify_device(v, v->device, chosen);
+    else
+        for (int d = HEDDLE_CPU; d <= HEDDLE_CUDA && ran; d++)
+            if (d != HEDDLE_REF && heddle_device_available((heddle_device)d, NULL, 0) == HEDDLE_OK)
+                ran = verify_device(v, (heddle_device)d, chosen);
+    if (!ran)
+        return EXIT_TROUBLE;
+    if (v->checked == 0)
+        return complain("no device to verify is there; see heddle info");
+    printf("\noverall: %s, %d checks, %d failed\n", v->failed ? "FAILED" : "ok", v->checked, v->failed);
+    return v->failed ? EXIT_CHECK_FAILED : 0;
+}
+
+int cmd_verify(int argc, char **argv) {
+    static const struct option options[] = {
+        {"device", required_argument, NULL, 'd'},
+        {"case", required_argument, NULL, 'c'},
+        {"seed", required_argument, NULL, 's'},
+        {"random", required_argument, NULL, 'r'},
+        {"verbose", no_argument, NULL, 'v'},
+        {"help", no_argument, NULL, 'h'},
+        {0},
+    };
+    const char *names[REPORTS + 1] = {NULL};
+    verify v = {.seed = 1, .random_cases = 24};
+    bool device_given = false, ok = true;
+    int option, chosen = -1;
+    for (int i = 0; i < REPORTS; i++)
+        names[i] = reports[i].name;
+    while (ok && (option = getopt_long(argc, argv, "", options, NULL)) != -1) {
+        switch (option) {
+        case 'd': device_given = ok = parse_device("--device", optarg, &v.device); break;
+        case 'c': ok = parse_choice("--case", optarg, names, &chosen); break;
+        case 's': ok = parse_seed("--seed", optarg, &v.seed); break;
+        case 'r': ok = parse_int("--random", optarg, 0, 1000000, &v.random_cases); break;
+        case 'v': v.verbose = true; break;
+        case 'h': fputs(usage, stdout); return 0;
+        default: ok = false;
+        }
+    }
+    if (!ok)
+        return EXIT_TROUBLE;
+    if (optind < argc)
+        return complain("'%s' is not an option; see heddle verify --help", argv[optind]);
+    return run(&v, device_given, chosen);
+}

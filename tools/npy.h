@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * NumPy's .npy files: versions 1 to 3, little-endian, C order. The format is numpy.lib.format's. */
+#ifndef HEDDLE_TOOLS_NPY_H
+#define HEDDLE_TOOLS_NPY_H
+
+#include "common.h"
+
+typedef enum npy_type { NPY_F16, NPY_F32, NPY_F64, NPY_BOOL, NPY_I32 } npy_type;
+
+#define NPY_MAX_RANK 8
+
+typedef struct npy_array {
+    npy_type type;
+    int rank;
+    int64_t shape[NPY_MAX_RANK];
+    int64_t count; /* elements */
+    void *data;
+} npy_array;
+
+const char *npy_type_name(npy_type type); /* "float32" */
+size_t npy_type_size(npy_type type);
+bool npy_is_float(npy_type type);
+heddle_dtype npy_dtype(npy_type type); /* of a float */
+
+/* "[2, 3]" into text[n], cut if longer. */
+void npy_shape_text(int rank, const int64_t *shape, char *text, size_t n);
+
+/* Reads all of the file, or complains in one line and returns false. */
+bool npy_read(arena *m, const char *path, npy_array *out);
+
+/* Files that appear together or not at all. Each is written to a temporary file in the directory of its target and
+ * takes the target's place in npy_commit; whatever fails, npy_abandon leaves everything as it was. What is not a
+ * regular file (a pipe, /dev/null) is written straight away. SIGINT and the like wait from the first npy_stage until
+ * the end. */
+#define NPY_MAX_OUTPUTS 16
+typedef struct npy_outputs {
+    int count;
+    bool blocked;
+    struct npy_output {
+        char *target, *temporary, *backup;
+    } file[NPY_MAX_OUTPUTS];
+    unsigned long signals[16]; /* the signal mask to restore: a sigset_t */
+} npy_outputs;
+
+bool npy_stage(npy_outputs *all, const char *path, const npy_array *array);
+bool npy_commit(npy_outputs *all);
+void npy_abandon(npy_outputs *all);
+
+#endif

@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What `heddle verify` is made of: problems with their inputs in float64, runs of them, and comparisons. */
+#ifndef HEDDLE_TOOLS_VERIFY_H
+#define HEDDLE_TOOLS_VERIFY_H
+
+#include "job.h"
+
+typedef struct verify {
+    heddle_device device;
+    bool verbose; /* the sweep prints every tensor */
+    uint64_t seed;
+    int64_t random_cases;
+    int checked, failed;
+} verify;
+
+/* A job whose inputs are kept as float64 in the layout of its description; NULL: absent. */
+typedef struct problem {
+    job j;
+    double *x[JOB_FIELDS];
+} problem;
+
+/* The tensors of one run, likewise. */
+typedef struct outcome {
+    double *x[JOB_FIELDS];
+} outcome;
+
+typedef struct difference {
+    double largest;  /* absolute difference */
+    double relative; /* the same over the largest magnitude of the truth */
+    bool broken;     /* a NaN or an infinity where there is none in the truth, or the other way round */
+} difference;
+
+problem attention_problem(void);
+problem norm_linear_problem(void);
+
+/* Memory for input f. */
+double *problem_input(problem *p, arena *m, int f);
+/* Fills each input that the features call for, and the incoming gradients, with normal numbers, if it is not there yet.
+ * */
+void problem_fill(problem *p, arena *m, random_state *r);
+/* Rounds the inputs to what `dtype` can hold, so that every run sees the same numbers. */
+void problem_round(problem *p, heddle_dtype dtype);
+
+/* Forward, and backward if it has an incoming gradient, with outputs and workspace full of NaN. */
+bool problem_run(const problem *p, arena *m, heddle_device device, heddle_dtype dtype, outcome *out);
+/* The textbook computation: whole matrices, sums in float32, every intermediate tensor rounded to dtype. The measure of
+ * what error is to be expected. `terms` gets what its noise is made of: see verify_plain.c. */
+void plain_run(const problem *p, arena *m, heddle_dtype dtype, outcome *out, outcome *terms);
+
+difference compare(const double *x, const double *truth, int64_t n);
+
+/* A device's run beside the two that it is measured by. */
+typedef struct trial {
+    outcome ours, plain, terms, truth;
+} trial;
+
+bool trial_run(const problem *p, arena *m, heddle_device device, heddle_dtype dtype, trial *t);
+
+/* One tensor of a trial. */
+typedef struct judgement {
+    difference ours, plain;
+    double allowed; /* relative */
+    double ratio;   /* of our error to what is allowed; 999 if it cannot be told */
+    bool doubtful;  /* the plain computation is too far off to judge by */
+    bool ok;
+} judgement;
+
+judgement judge(const problem *p, int f, heddle_dtype dtype, const trial *t);
+
+/* Counts a check and gives "ok" or "FAILED" for the report. */
+const char *verdict(verify *v, bool ok);
+/* A report's table: a line per result of the trial. `once`, if there, is the largest difference that the origin printed
+ * of each field; negative: none. */
+void report_tensors(verify *v, const problem *p, heddle_dtype dtype, const trial *t, const double *once);
+/* One line: what, the value, the most it may be. */
+void report_bound(verify *v, const char *what, double value, double most);
+/* n values of a float32 computation, in rows, beside those known to be true, which were printed with so many decimals
+ * (negative: so many significant digits); they may differ by `slack` on top of that. */
+void report_known(verify *v, const char *what, const double *x, const double *known, int n, int columns, int digits,
+                  double slack);
+/* What the rule allows tensor f of a float32 trial, as an absolute difference. */
+double known_slack(const problem *p, int f, const trial *t);
+
+/* One head of attention, [sq, d] against [sk, d], with room for q, k, v and the gradient of o. */
+problem one_head(arena *m, int64_t sq, int64_t sk, int64_t d);
+/* The inputs of the FlashAttention program. */
+problem day55_problem(arena *m);
+
+/* The reports. Each returns false if it could not be carried out. */
+bool verify_day19(verify *v);
+bool verify_day50(verify *v);
+bool verify_day55(verify *v);
+bool verify_p22(verify *v);
+bool verify_fa2_warps(verify *v);
+bool verify_sweep(verify *v);
+
+/* glibc's rand(), whatever the C library: the additive feedback generator of degree 31. */
+typedef struct glibc_random {
+    uint32_t r[31];
+    int at;
+} glibc_random;
+
+glibc_random glibc_srand(uint32_t seed);
+int32_t glibc_rand(glibc_random *g);
+#define GLIBC_RAND_MAX 2147483647
+
+/* torch.manual_seed and torch.randn on the CPU, for 16 numbers or more. */
+typedef struct torch_random {
+    uint32_t state[624];
+    int at;
+} torch_random;
+
+torch_random torch_manual_seed(uint32_t seed);
+void torch_randn(torch_random *t, double *x, int64_t n);
+
+#endif

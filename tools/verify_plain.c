@@ -1,0 +1,447 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Both operations as a textbook has them: whole matrices, sums in float32 from first to last, each intermediate tensor
+ * rounded to the type. Its error is what the kernels' error is measured by.
+ *
+ * Where the result is small because terms cancel, any order of summation but one loses more than that. So each element
+ * also gets `terms`: the root of the sum of the squares of what was added up for it, an estimate of the noise that
+ * roundings leave, in units of one rounding. During the run these arrays hold the squares. */
+#include "verify.h"
+
+#include "../src/dtype.h"
+#include "../src/philox.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+static float rounded(heddle_dtype dtype, double x) {
+    double element; /* room for any type */
+    if (dtype == HEDDLE_F32 || dtype == HEDDLE_F64)
+        return (float)x;
+    store_element(dtype, &element, 0, x);
+    return (float)load_element(dtype, &element, 0);
+}
+
+/* ---------------------------------------------------------------------------------------------------- attention */
+
+typedef struct sequence {
+    int64_t first_q, sq, first_k, sk;
+} sequence;
+
+/* One query head of one sequence. Matrices are [sq, sk] of the sequence. */
+typedef struct head {
+    const problem *p;
+    outcome *out, *terms;
+    heddle_dtype dtype;
+    sequence s;
+    int64_t n, x, g; /* batch, query head, key head */
+    float scale;
+    float *p_matrix, *p_terms, *z, *tanh, *ds, *ds_terms;
+} head;
+
+static double *row(const head *h, double *x, int f, int64_t head_index, int64_t i) {
+    heddle_strides s = field_strides(&h->p->j, f);
+    int64_t first = f == K || f == V || f == DK || f == DV ? h->s.first_k : h->s.first_q;
+    bool packed = field_shape(&h->p->j, f)[0] != 'b';
+    return x ? x + (packed ? (first + i) * s.s : h->n * s.b + i * s.s) + head_index * s.h : NULL;
+}
+
+static double *input_row(const head *h, int f, int64_t i) {
+    return row(h, h->p->x[f], f, f == K || f == V ? h->g : h->x, i);
+}
+
+static double *output_row(const head *h, int f, int64_t i) {
+    return row(h, h->out->x[f], f, f == DK || f == DV ? h->g : h->x, i);
+}
+
+static double *terms_row(const head *h, int f, int64_t i) {
+    return row(h, h->terms->x[f], f, f == DK || f == DV ? h->g : h->x, i);
+}
+
+/* Index into lse [b, h, sq] or [h, total_q]. */
+static int64_t lse_index(const head *h, int64_t i) {
+    const heddle_attention *a = &h->p->j.a;
+    return a->features & HEDDLE_VARLEN ? h->x * a->total_q + h->s.first_q + i : (h->n * a->h + h->x) * a->sq + i;
+}
+
+static float dot(const double *x, const double *y, int64_t n) {
+    float sum = 0;
+    for (int64_t e = 0; e < n; e++)
+        sum += (float)x[e] * (float)y[e];
+    return sum;
+}
+
+/* The header's rules, once more: this is also a check of src/mask.h, which the library's backends share. */
+static int64_t diagonal(const head *h) {
+    return h->p->j.a.mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : h->s.sk - h->s.sq;
+}
+
+static bool sees(const head *h, int64_t i, int64_t j) {
+    const heddle_attention *a = &h->p->j.a;
+    int64_t distance = j - i - diagonal(h);
+    bool window = a->features & HEDDLE_WINDOW;
+    if (a->mask != HEDDLE_MASK_NONE && distance > 0)
+        return false;
+    if (window && a->window_left >= 0 && -distance > a->window_left)
+        return false;
+    return !window || a->window_right < 0 || distance <= a->window_right;
+}
+
+static sequence sequence_at(const problem *p, int64_t n) {
+    const double *cu_q = p->x[CU_Q], *cu_k = p->x[CU_K], *len_q = p->x[LEN_Q], *len_k = p->x[LEN_K];
+    sequence s = {0, p->j.a.sq, 0, p->j.a.sk};
+    if (cu_q)
+        s = (sequence){(int64_t)cu_q[n], (int64_t)(cu_q[n + 1] - cu_q[n]), (int64_t)cu_k[n],
+                       (int64_t)(cu_k[n + 1] - cu_k[n])};
+    if (len_q && len_q[n] < (double)s.sq)
+        s.sq = (int64_t)len_q[n];
+    if (len_k && len_k[n] < (double)s.sk)
+        s.sk = (int64_t)len_k[n];
+    return s;
+}
+
+static double square(double x) {
+    return x * x;
+}
+
+static double dot_terms(const double *x, const double *y, int64_t n) {
+    double sum = 0;
+    for (int64_t e = 0; e < n; e++)
+        sum += square(x[e] * y[e]);
+    return sum;
+}
+
+/* The score after all that changes it, or -inf; tanh is kept for backward. */
+static float score(const head *h, int64_t i, int64_t j, float *tanh_out, float *terms) {
+    const heddle_attention *a = &h->p->j.a;
+    const double *mask = input_row(h, BOOL_MASK, i), *bias = input_row(h, BIAS, i);
+    *tanh_out = *terms = 0;
+    if (!sees(h, i, j) || (mask && mask[j] == 0))
+        return -INFINITY;
+    float t = rounded(h->dtype, dot(input_row(h, Q, i), input_row(h, K, j), a->d));
+    t = rounded(h->dtype, t * h->scale);
+    *terms = h->scale * h->scale * (float)dot_terms(input_row(h, Q, i), input_row(h, K, j), a->d);
+    if (a->softcap > 0) {
+        *tanh_out = rounded(h->dtype, tanhf(t / (float)a->softcap));
+        t = rounded(h->dtype, (float)a->softcap * *tanh_out);
+    }
+    float distance = (float)llabs(i + diagonal(h) - j);
+    float slope = h->p->x[ALIBI] ? (float)h->p->x[ALIBI][h->n * a->alibi_stride_b + h->x] : 0;
+    t = rounded(h->dtype, t - slope * distance);
+    t = rounded(h->dtype, t + (bias ? (float)bias[j] : 0));
+    *terms += (float)(square(slope * distance) + square(t));
+    return t;
+}
+
+static float dropout_factor(const head *h, int64_t i, int64_t j) {
+    const heddle_attention *a = &h->p->j.a;
+    const double *rng = h->p->x[RNG];
+    if (a->dropout == 0)
+        return 1;
+    philox4 words = dropout_words(rng ? (uint64_t)rng[0] : a->seed, rng ? (uint64_t)rng[1] : a->offset,
+                                  (uint32_t)(h->n * a->h + h->x), (uint32_t)i, (uint32_t)(j / 4));
+    return words.w[j % 4] >= dropout_threshold(a->dropout) ? (float)(1 / (1 - a->dropout)) : 0;
+}
+
+/* A score that is off by x makes its weight off by P(1 - P)x: p_terms has P's own terms and the score's. */
+static void softmax_row(const head *h, int64_t i) {
+    const double *sink = h->p->x[SINKS];
+    float *p = h->p_matrix + i * h->s.sk, *terms = h->p_terms + i * h->s.sk;
+    float largest = sink ? (float)sink[h->x] : -INFINITY, sum = 0;
+    for (int64_t j = 0; j < h->s.sk; j++)
+        largest = fmaxf(largest, p[j] = score(h, i, j, &h->tanh[i * h->s.sk + j], &terms[j]));
+    if (sink)
+        sum = expf((float)sink[h->x] - largest);
+    for (int64_t j = 0; j < h->s.sk; j++)
+        sum += p[j] = p[j] == -INFINITY ? 0 : expf(p[j] - largest);
+    for (int64_t j = 0; j < h->s.sk; j++) {
+        p[j] = sum > 0 ? rounded(h->dtype, p[j] / sum) : 0;
+        terms[j] = p[j] * p[j] * (1 + (1 - p[j]) * (1 - p[j]) * terms[j]);
+    }
+    h->out->x[LSE][lse_index(h, i)] = sum > 0 ? largest + logf(sum) : -INFINITY;
+    h->terms->x[LSE][lse_index(h, i)] = sum > 0 ? square(fabsf(largest) + 1) : 0;
+}
+
+static void forward_head(const head *h) {
+    const heddle_attention *a = &h->p->j.a;
+    int64_t sk = h->s.sk, dv = job_extent(&h->p->j, 'v');
+    for (int64_t i = 0; i < h->s.sq; i++) {
+        float *p = h->p_matrix + i * sk, *z = h->z + i * sk;
+        double *o = output_row(h, O, i), *weights = output_row(h, WEIGHTS, i), *terms = terms_row(h, O, i);
+        softmax_row(h, i);
+        for (int64_t j = 0; j < a->sk && weights; j++) {
+            weights[j] = j < sk ? p[j] : 0;
+            terms_row(h, WEIGHTS, i)[j] = j < sk ? h->p_terms[i * sk + j] : 0;
+        }
+        for (int64_t j = 0; j < sk; j++) {
+            const double *v = input_row(h, V, j);
+            z[j] = dropout_factor(h, i, j);
+            for (int64_t e = 0; e < dv && p[j] != 0; e++) {
+                float term = rounded(h->dtype, p[j] * z[j]) * (float)v[e];
+                o[e] = (float)o[e] + term;
+                terms[e] += h->p_terms[i * sk + j] * square(z[j] * v[e]);
+            }
+        }
+        for (int64_t e = 0; e < dv; e++)
+            o[e] = rounded(h->dtype, o[e]);
+    }
+}
+
+/* What the rounding of o to the type does to D = rowsum(dO∘O); a rounding of terms is one of float32. */
+static double stored_output_terms(const head *h, const double *dout, const double *o) {
+    double unit = h->dtype == HEDDLE_BF16 ? 0x1p-8 : h->dtype == HEDDLE_F16 ? 0x1p-11 : 0x1p-24;
+    return square(0.25 * unit / 0x1p-24) * dot_terms(dout, o, job_extent(&h->p->j, 'v'));
+}
+
+/* dP of row i into ds, and D; the terms of P∘dP into ds_terms, and those of D as the result. */
+static double weight_gradient(const head *h, int64_t i, float *d) {
+    int64_t sk = h->s.sk, dv = job_extent(&h->p->j, 'v');
+    const float *p = h->p_matrix + i * sk, *z = h->z + i * sk;
+    const double *dout = input_row(h, DOUT, i), *dweights = input_row(h, DWEIGHTS, i);
+    float *ds = h->ds + i * sk, *terms = h->ds_terms + i * sk;
+    double dlse = h->p->x[DLSE] ? h->p->x[DLSE][lse_index(h, i)] : 0, total = square(dlse);
+    if (dout)
+        total += stored_output_terms(h, dout, output_row(h, O, i));
+    *d = -(float)dlse;
+    for (int64_t j = 0; j < sk; j++) {
+        ds[j] = terms[j] = 0;
+        if (p[j] == 0)
+            continue;
+        if (dout) {
+            ds[j] = rounded(h->dtype, rounded(h->dtype, dot(dout, input_row(h, V, j), dv)) * z[j]);
+            terms[j] = (float)dot_terms(dout, input_row(h, V, j), dv) * z[j] * z[j];
+        }
+        if (dweights) {
+            ds[j] = rounded(h->dtype, ds[j] + (float)dweights[j]);
+            terms[j] += (float)square(dweights[j]);
+        }
+        terms[j] *= h->p_terms[i * sk + j];
+        *d += p[j] * ds[j];
+        total += terms[j];
+    }
+    return total;
+}
+
+/* dS of row i, and what it adds to dbias and dsinks. */
+static void score_gradient(const head *h, int64_t i) {
+    int64_t sk = h->s.sk;
+    const float *p = h->p_matrix + i * sk;
+    float *ds = h->ds + i * sk, *terms = h->ds_terms + i * sk, d;
+    double *dbias = output_row(h, DBIAS, i), *dbias_terms = terms_row(h, DBIAS, i);
+    double total = weight_gradient(h, i, &d), lse = h->out->x[LSE][lse_index(h, i)];
+    for (int64_t j = 0; j < sk; j++) {
+        ds[j] = p[j] == 0 ? 0 : rounded(h->dtype, p[j] * (ds[j] - d));
+        terms[j] += h->p_terms[i * sk + j] * (float)total;
+        if (dbias) {
+            dbias[j] = (float)(dbias[j] + ds[j]);
+            dbias_terms[j] += terms[j];
+        }
+    }
+    if (h->out->x[DSINKS] && isfinite(lse)) {
+        float share = expf((float)(h->p->x[SINKS][h->x] - lse));
+        h->out->x[DSINKS][h->x] = (float)(h->out->x[DSINKS][h->x] - share * d);
+        h->terms->x[DSINKS][h->x] += share * share * total;
+    }
+}
+
+/* What score (i, j) adds to dq, dk and dv. */
+static void add_gradients(const head *h, int64_t i, int64_t j) {
+    const heddle_attention *a = &h->p->j.a;
+    int64_t at = i * h->s.sk + j, dv_extent = job_extent(&h->p->j, 'v');
+    const double *q = input_row(h, Q, i), *k = input_row(h, K, j), *dout = input_row(h, DOUT, i);
+    double *dq = output_row(h, DQ, i), *dk = output_row(h, DK, j), *dv = output_row(h, DV, j);
+    double *dq_terms = terms_row(h, DQ, i), *dk_terms = terms_row(h, DK, j), *dv_terms = terms_row(h, DV, j);
+    float slope = a->softcap > 0 ? 1 - h->tanh[at] * h->tanh[at] : 1;
+    float dt = rounded(h->dtype, rounded(h->dtype, h->ds[at] * slope) * h->scale);
+    float pz = rounded(h->dtype, h->p_matrix[at] * h->z[at]);
+    double terms =
+        (h->ds_terms[at] * square(slope) + square(h->ds[at] * (1 - slope))) * square(h->scale); /* 1 - tanh² */
+    for (int64_t e = 0; e < a->d; e++) {
+        dq[e] = (float)dq[e] + dt * (float)k[e];
+        dk[e] = (float)dk[e] + dt * (float)q[e];
+        dq_terms[e] += terms * square(k[e]);
+        dk_terms[e] += terms * square(q[e]);
+    }
+    for (int64_t e = 0; e < dv_extent && dout; e++) {
+        dv[e] = (float)dv[e] + pz * (float)dout[e];
+        dv_terms[e] += h->p_terms[at] * square(h->z[at] * dout[e]);
+    }
+}
+
+static void backward_head(const head *h) {
+    for (int64_t i = 0; i < h->s.sq; i++) {
+        score_gradient(h, i);
+        for (int64_t j = 0; j < h->s.sk; j++)
+            if (h->p_matrix[i * h->s.sk + j] != 0)
+                add_gradients(h, i, j);
+    }
+}
+
+/* Zero in every element that is added to or that no query reaches; where float64 leaves one alone, compare() decides.
+ * */
+static void allocate_outcome(const problem *p, arena *m, outcome *out) {
+    *out = (outcome){{0}};
+    for (int f = 0; job_fields(&p->j)[f].name; f++) {
+        const field *t = &job_fields(&p->j)[f];
+        bool wanted = !t->feature || (!p->j.linear && (p->j.a.features & t->feature));
+        if ((t->role != ROLE_OUTPUT && t->role != ROLE_GRADIENT_OUT) || !wanted)
+            continue;
+        int64_t n = field_count(&p->j, f);
+        out->x[f] = arena_array(m, n, sizeof(double));
+        for (int64_t i = 0; i < n; i++)
+            out->x[f][i] = 0;
+    }
+}
+
+static void plain_attention(const problem *p, arena *m, heddle_dtype dtype, outcome *out, outcome *terms) {
+    const heddle_attention *a = &p->j.a;
+    int64_t hk = job_extent(&p->j, 'g');
+    float *matrix[6];
+    for (int x = 0; x < 6; x++)
+        matrix[x] = arena_array(m, a->sq * a->sk, sizeof(float));
+    for (int64_t i = 0, n = field_count(&p->j, LSE); i < n; i++)
+        out->x[LSE][i] = -INFINITY;
+    for (int64_t n = 0; n < a->b; n++)
+        for (int64_t x = 0; x < a->h; x++) {
+            head h = {.p = p, .out = out, .terms = terms, .dtype = dtype, .n = n, .x = x, .g = x / (a->h / hk)};
+            h.s = sequence_at(p, n);
+            h.scale = (float)(a->scale == 0 ? 1 / sqrt((double)a->d) : a->scale);
+            h.p_matrix = matrix[0], h.z = matrix[1], h.tanh = matrix[2], h.ds = matrix[3], h.ds_terms = matrix[4],
+            h.p_terms = matrix[5];
+            forward_head(&h);
+            backward_head(&h);
+        }
+    for (int f = DQ; f <= DBIAS; f++)
+        for (int64_t i = 0, n = out->x[f] ? field_count(&p->j, f) : 0; i < n; i++)
+            out->x[f][i] = rounded(dtype, out->x[f][i]);
+}
+
+/* -------------------------------------------------------------------------------------------------- norm-linear */
+
+static const double *linear_row(const problem *p, const double *x, int64_t stride, int64_t i, char last) {
+    return x + i * (stride ? stride : job_extent(&p->j, last));
+}
+
+/* Mean and rstd of a row, in two passes. */
+static void plain_moments(const heddle_norm_linear *l, const double *x, float *mean, float *rstd) {
+    float sum = 0, squares = 0;
+    for (int64_t i = 0; i < l->k && l->norm == HEDDLE_LAYER_NORM; i++)
+        sum += (float)x[i];
+    *mean = sum / (float)l->k;
+    for (int64_t i = 0; i < l->k; i++)
+        squares += ((float)x[i] - *mean) * ((float)x[i] - *mean);
+    *rstd = 1 / sqrtf(squares / (float)l->k + (float)(l->eps == 0 ? 1e-5 : l->eps));
+}
+
+/* A row of the norm: z = xhat∘gamma + beta. */
+typedef struct norm_row {
+    int64_t i;
+    float *xhat, *z, *dz;
+    double *dz_terms;
+} norm_row;
+
+/* What the row adds to the sums over rows. */
+static void add_linear_sums(const problem *p, outcome *out, outcome *terms, const norm_row *r) {
+    const heddle_norm_linear *l = &p->j.l;
+    const double *dy = linear_row(p, p->x[DY], l->dy_stride, r->i, 'n');
+    for (int64_t e = 0; e < l->k; e++) {
+        out->x[DGAMMA][e] = (float)out->x[DGAMMA][e] + r->dz[e] * r->xhat[e];
+        out->x[DBETA][e] = (float)out->x[DBETA][e] + r->dz[e];
+        terms->x[DGAMMA][e] += r->dz_terms[e] * square(r->xhat[e]);
+        terms->x[DBETA][e] += r->dz_terms[e];
+    }
+    for (int64_t o = 0; o < l->n; o++) {
+        double *dw = (double *)linear_row(p, out->x[DW], l->dw_stride, o, 'k');
+        double *dw_terms = (double *)linear_row(p, terms->x[DW], l->dw_stride, o, 'k');
+        out->x[DC][o] = (float)out->x[DC][o] + (float)dy[o];
+        terms->x[DC][o] += square(dy[o]);
+        for (int64_t e = 0; e < l->k; e++) {
+            dw[e] = (float)dw[e] + (float)dy[o] * r->z[e];
+            dw_terms[e] += square(dy[o] * r->z[e]);
+        }
+    }
+}
+
+static void plain_gradient_row(const problem *p, heddle_dtype dtype, outcome *out, outcome *terms, const norm_row *r) {
+    const heddle_norm_linear *l = &p->j.l;
+    const double *dy = linear_row(p, p->x[DY], l->dy_stride, r->i, 'n');
+    double *dx = (double *)linear_row(p, out->x[DX], l->dx_stride, r->i, 'k');
+    double *dx_terms = (double *)linear_row(p, terms->x[DX], l->dx_stride, r->i, 'k'), mean_terms = 0, mean_x_terms = 0;
+    float mean_g = 0, mean_gx = 0, rstd = (float)out->x[RSTD][r->i];
+    for (int64_t e = 0; e < l->k; e++) {
+        float dz = 0, gamma = p->x[GAMMA] ? (float)p->x[GAMMA][e] : 1;
+        r->dz_terms[e] = 0;
+        for (int64_t o = 0; o < l->n; o++) {
+            float term = (float)dy[o] * (float)linear_row(p, p->x[W], l->w_stride, o, 'k')[e];
+            dz += term;
+            r->dz_terms[e] += square(term);
+        }
+        r->dz[e] = rounded(dtype, dz);
+        dx[e] = r->dz[e] * gamma;
+        dx_terms[e] = r->dz_terms[e] * square(gamma);
+        mean_g += l->norm == HEDDLE_LAYER_NORM ? (float)dx[e] / (float)l->k : 0;
+        mean_gx += (float)dx[e] * r->xhat[e] / (float)l->k;
+        mean_terms += l->norm == HEDDLE_LAYER_NORM ? dx_terms[e] / square((double)l->k) : 0;
+        mean_x_terms += dx_terms[e] * square(r->xhat[e] / (float)l->k);
+    }
+    for (int64_t e = 0; e < l->k; e++) {
+        dx[e] = rounded(dtype, rstd * ((float)dx[e] - mean_g - r->xhat[e] * mean_gx));
+        dx_terms[e] = square(rstd) * (dx_terms[e] + mean_terms + square(r->xhat[e]) * mean_x_terms);
+    }
+    add_linear_sums(p, out, terms, r);
+}
+
+static void plain_forward_row(const problem *p, heddle_dtype dtype, outcome *out, outcome *terms, const norm_row *r) {
+    const heddle_norm_linear *l = &p->j.l;
+    const double *x = linear_row(p, p->x[X], l->x_stride, r->i, 'k');
+    double *y = (double *)linear_row(p, out->x[Y], l->y_stride, r->i, 'n');
+    double *y_terms = (double *)linear_row(p, terms->x[Y], l->y_stride, r->i, 'n');
+    float mean, rstd;
+    plain_moments(l, x, &mean, &rstd);
+    out->x[MEAN][r->i] = mean;
+    out->x[RSTD][r->i] = rstd;
+    for (int64_t e = 0; e < l->k; e++) { /* a mean may be counted from one element, which is then a term */
+        double shift = l->norm == HEDDLE_LAYER_NORM ? square(x[e]) : 0;
+        terms->x[MEAN][r->i] = fmax(terms->x[MEAN][r->i], shift);
+        r->xhat[e] = ((float)x[e] - mean) * rstd;
+        r->z[e] = r->xhat[e] * (p->x[GAMMA] ? (float)p->x[GAMMA][e] : 1) + (p->x[BETA] ? (float)p->x[BETA][e] : 0);
+        r->z[e] = rounded(dtype, r->z[e]);
+    }
+    for (int64_t o = 0; o < l->n; o++) {
+        const double *w = linear_row(p, p->x[W], l->w_stride, o, 'k');
+        float sum = 0;
+        y_terms[o] = p->x[C] ? square(p->x[C][o]) : 0;
+        for (int64_t e = 0; e < l->k; e++) {
+            sum += r->z[e] * (float)w[e];
+            y_terms[o] += square(r->z[e] * w[e]);
+        }
+        y[o] = rounded(dtype, sum + (p->x[C] ? (float)p->x[C][o] : 0));
+    }
+}
+
+static void plain_norm_linear(const problem *p, arena *m, heddle_dtype dtype, outcome *out, outcome *terms) {
+    const heddle_norm_linear *l = &p->j.l;
+    norm_row r = {.xhat = arena_array(m, l->k, sizeof(float)),
+                  .z = arena_array(m, l->k, sizeof(float)),
+                  .dz = arena_array(m, l->k, sizeof(float)),
+                  .dz_terms = arena_array(m, l->k, sizeof(double))};
+    for (r.i = 0; r.i < l->m; r.i++) {
+        plain_forward_row(p, dtype, out, terms, &r);
+        if (p->x[DY])
+            plain_gradient_row(p, dtype, out, terms, &r);
+    }
+    for (int f = DGAMMA; f <= DC; f++)
+        for (int64_t i = 0, n = field_count(&p->j, f); i < n; i++)
+            out->x[f][i] = rounded(dtype, out->x[f][i]);
+}
+
+void plain_run(const problem *p, arena *m, heddle_dtype dtype, outcome *out, outcome *terms) {
+    allocate_outcome(p, m, out);
+    allocate_outcome(p, m, terms);
+    if (p->j.linear)
+        plain_norm_linear(p, m, dtype, out, terms);
+    else
+        plain_attention(p, m, dtype, out, terms);
+    for (int f = 0; job_fields(&p->j)[f].name; f++)
+        for (int64_t i = 0, n = terms->x[f] ? field_count(&p->j, f) : 0; i < n; i++)
+            terms->x[f][i] = sqrt(terms->x[f][i]);
+}

@@ -1,0 +1,212 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "verify.h"
+
+#include "../src/dtype.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+problem attention_problem(void) {
+    return (problem){.j = {.a = {.size = sizeof(heddle_attention)}}};
+}
+
+problem norm_linear_problem(void) {
+    return (problem){.j = {.linear = true, .l = {.size = sizeof(heddle_norm_linear)}}};
+}
+
+double *problem_input(problem *p, arena *m, int f) {
+    return p->x[f] = arena_array(m, field_count(&p->j, f), sizeof(double));
+}
+
+static bool is_output(const field *t) {
+    return t->role == ROLE_OUTPUT || t->role == ROLE_GRADIENT_OUT;
+}
+
+/* lse and mean pass no gradient of their own to inputs that have none, so every float input is filled. */
+void problem_fill(problem *p, arena *m, random_state *r) {
+    const field *t = job_fields(&p->j);
+    uint64_t features = p->j.linear ? 0 : p->j.a.features;
+    for (int f = 0; t[f].name; f++) {
+        bool number = t[f].kind == KIND_DTYPE || t[f].kind == KIND_FLOAT || t[f].kind == KIND_BOOL;
+        if (is_output(&t[f]) || !number || p->x[f] || (t[f].feature && !(features & t[f].feature)))
+            continue;
+        double *x = problem_input(p, m, f);
+        int64_t n = field_count(&p->j, f);
+        for (int64_t i = 0; i < n; i++)
+            x[i] = t[f].kind == KIND_BOOL ? random_uniform(r) < 0.7 : random_normal(r);
+        for (int64_t i = 0; i < n && !p->j.linear && f == ALIBI; i++)
+            x[i] = fabs(x[i]) / 8;
+    }
+}
+
+void problem_round(problem *p, heddle_dtype dtype) {
+    job_set_dtype(&p->j, dtype);
+    for (int f = 0; job_fields(&p->j)[f].name; f++)
+        for (int64_t i = 0, n = p->x[f] ? field_count(&p->j, f) : 0; i < n; i++) {
+            double element;
+            store_value(&p->j, f, &element, 0, p->x[f][i]);
+            p->x[f][i] = load_value(&p->j, f, &element, 0);
+        }
+}
+
+static bool has_gradient(const problem *p) {
+    for (int f = 0; job_fields(&p->j)[f].name; f++)
+        if (p->x[f] && job_fields(&p->j)[f].role == ROLE_GRADIENT_IN)
+            return true;
+    return false;
+}
+
+/* Whether output f is one of this problem. */
+static bool produces(const problem *p, int f, bool backward) {
+    const field *t = &job_fields(&p->j)[f];
+    uint64_t features = p->j.linear ? 0 : p->j.a.features;
+    return (t->role == ROLE_OUTPUT || (t->role == ROLE_GRADIENT_OUT && backward)) &&
+           (!t->feature || (features & t->feature));
+}
+
+bool problem_run(const problem *p, arena *m, heddle_device device, heddle_dtype dtype, outcome *out) {
+    job j = p->j;
+    bool backward = has_gradient(p);
+    job_set_dtype(&j, dtype);
+    job_set_device(&j, device);
+    *out = (outcome){{0}};
+    for (int f = 0; job_fields(&j)[f].name; f++) {
+        int64_t n = field_count(&j, f);
+        if (!p->x[f] && !produces(p, f, backward))
+            continue;
+        j.data[f] = arena_array(m, n, field_bytes(&j, f));
+        for (int64_t i = 0; p->x[f] && i < n; i++)
+            store_value(&j, f, j.data[f], i, p->x[f][i]);
+    }
+    if (!job_prepare(&j, m, backward) || !job_run(&j, HEDDLE_FORWARD) || (backward && !job_run(&j, HEDDLE_BACKWARD)))
+        return false;
+    for (int f = 0; job_fields(&j)[f].name; f++) {
+        int64_t n = field_count(&j, f);
+        if (!produces(p, f, backward))
+            continue;
+        out->x[f] = arena_array(m, n, sizeof(double));
+        for (int64_t i = 0; i < n; i++)
+            out->x[f][i] = load_value(&j, f, j.data[f], i);
+    }
+    return true;
+}
+
+bool trial_run(const problem *p, arena *m, heddle_device device, heddle_dtype dtype, trial *t) {
+    if (!problem_run(p, m, device, dtype, &t->ours) || !problem_run(p, m, HEDDLE_REF, HEDDLE_F64, &t->truth))
+        return false;
+    plain_run(p, m, dtype, &t->plain, &t->terms);
+    return true;
+}
+
+/* -------------------------------------------------------------------------------------------------- comparison */
+
+/* NaN in both is an element that neither may write: a gap between rows, a row of no sequence. */
+difference compare(const double *x, const double *truth, int64_t n) {
+    difference d = {0, 0, false};
+    double magnitude = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (!isfinite(x[i]) || !isfinite(truth[i])) {
+            d.broken |= !(x[i] == truth[i] || (isnan(x[i]) && isnan(truth[i])));
+            continue;
+        }
+        d.largest = fmax(d.largest, fabs(x[i] - truth[i]));
+        magnitude = fmax(magnitude, fabs(truth[i]));
+    }
+    d.relative = d.largest == 0 ? 0 : magnitude > 0 ? d.largest / magnitude : INFINITY;
+    return d;
+}
+
+/* The relative error of one rounding. */
+static double rounding(heddle_dtype dtype) {
+    return dtype == HEDDLE_BF16 ? 0x1p-8 : dtype == HEDDLE_F16 ? 0x1p-11 : dtype == HEDDLE_F64 ? 0x1p-53 : 0x1p-24;
+}
+
+static double largest_finite(const double *x, int64_t n) {
+    double most = 0;
+    for (int64_t i = 0; i < n; i++)
+        most = isfinite(x[i]) ? fmax(most, fabs(x[i])) : most;
+    return most;
+}
+
+/* Twice the plain computation's error; but what two roundings of the result, or sixteen float32 roundings of its terms,
+ * can do is never held against a kernel. Where the plain computation and float64 disagree altogether one of them computes
+ * something else, and nothing is proven. */
+judgement judge(const problem *p, int f, heddle_dtype dtype, const trial *t) {
+    int64_t n = field_count(&p->j, f);
+    double magnitude = largest_finite(t->truth.x[f], n), terms = largest_finite(t->terms.x[f], n);
+    bool wide =
+        job_fields(&p->j)[f].kind == KIND_FLOAT && (p->j.linear || f != DSINKS); /* dsinks comes from a stored o */
+    heddle_dtype stored = wide && dtype != HEDDLE_F64 ? HEDDLE_F32 : dtype;
+    judgement g = {.ours = compare(t->ours.x[f], t->truth.x[f], n), .plain = compare(t->plain.x[f], t->truth.x[f], n)};
+    double noise = 16 * 0x1p-24 * terms, sane = fmin(0x1p14 * rounding(dtype), 0x1p-4) * magnitude;
+    double allowed = fmax(fmax(2 * g.plain.largest, 2 * rounding(stored) * magnitude), noise);
+    g.allowed = magnitude > 0 ? allowed / magnitude : 0;
+    g.doubtful = g.plain.largest > sane + 64 * rounding(dtype) * terms;
+    g.ratio = g.ours.largest == 0 ? 0 : g.ours.largest / allowed;
+    if (g.ours.broken || g.doubtful || !(g.ratio < 999))
+        g.ratio = 999;
+    g.ok = g.ratio <= 1;
+    return g;
+}
+
+/* ------------------------------------------------------------------------------------------------------- reports */
+
+const char *verdict(verify *v, bool ok) {
+    v->checked++;
+    v->failed += !ok;
+    return ok ? "ok" : "FAILED";
+}
+
+void report_tensors(verify *v, const problem *p, heddle_dtype dtype, const trial *t, const double *once) {
+    printf("  %-10s %12s %12s %12s %12s%s\n", "", "max diff", "relative", "plain", "allowed",
+           once ? "  once printed" : "");
+    for (int f = 0; job_fields(&p->j)[f].name; f++) {
+        if (!t->ours.x[f])
+            continue;
+        judgement g = judge(p, f, dtype, t);
+        printf("  %-10s %12.3g %12.3g %12.3g %12.3g", job_fields(&p->j)[f].name, g.ours.largest, g.ours.relative,
+               g.plain.relative, g.allowed);
+        if (once && once[f] >= 0)
+            printf("  %12.3g", once[f]);
+        else if (once)
+            printf("  %12s", "");
+        printf("  %s%s\n", verdict(v, g.ok),
+               g.ours.broken ? " (NaN or infinity)"
+               : g.doubtful  ? " (plain and float64 disagree)"
+                             : "");
+    }
+}
+
+void report_bound(verify *v, const char *what, double value, double most) {
+    printf("  %-52s %10.3g  of %8.2g  %s\n", what, value, most, verdict(v, value <= most));
+}
+
+static int decimals_of(double known, int digits) {
+    return digits > 0 ? digits : -digits - 1 - (int)floor(log10(fabs(known)));
+}
+
+static void print_known(const double *known, int n, int digits) {
+    for (int i = 0; i < n; i++)
+        printf(" %12.*f", decimals_of(known[i], digits), known[i]);
+}
+
+double known_slack(const problem *p, int f, const trial *t) {
+    return judge(p, f, HEDDLE_F32, t).allowed * largest_finite(t->truth.x[f], field_count(&p->j, f));
+}
+
+void report_known(verify *v, const char *what, const double *x, const double *known, int n, int columns, int digits,
+                  double slack) {
+    bool ok = true;
+    for (int i = 0; i < n; i++)
+        ok &= fabs(x[i] - known[i]) <= 0.5000001 * pow(10, -decimals_of(known[i], digits)) + slack;
+    for (int row = 0; row < n; row += columns) {
+        printf("  %-7s", row ? "" : what);
+        for (int i = row; i < row + columns; i++)
+            printf(" %12.*g", digits < 0 ? -digits : 8, x[i]);
+        printf("%s", columns > 4 ? "\n  true   " : "   true");
+        print_known(known + row, columns, digits);
+        printf("%s%s\n", row + columns < n ? "" : "  ", row + columns < n ? "" : verdict(v, ok));
+    }
+}
