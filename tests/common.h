@@ -1,0 +1,230 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What the tests share: random numbers, guarded tensors, and the two "problems". A problem is a description with every
+ * tensor it needs; check_attention and check_norm_linear run it three times: on the device under test, on HEDDLE_REF in
+ * float64 from the very same rounded inputs, and by a plain computation in the same dtype, which sets the tolerance
+ * (docs/design.md, section 4).
+ *
+ * Environment: HEDDLE_CPU (instruction set, skip if it is not to be had), HEDDLE_TEST_DEVICE=cpu|cuda, HEDDLE_LONG=1,
+ * HEDDLE_SEED. */
+#ifndef HEDDLE_TESTS_COMMON_H
+#define HEDDLE_TESTS_COMMON_H
+
+#include "heddle.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#define COUNT(a) (sizeof(a) / sizeof *(a))
+
+/* ------------------------------------------------------------------------------------------------- environment */
+
+/* The first line of every main: exits with 77 (skipped) when the machine has not what the environment asks for. */
+void test_begin(void);
+/* The last line: prints the worst ratio of error to tolerance of this binary and gives `failed` back. */
+int test_end(int failed);
+heddle_device test_device(void);
+bool test_long(void);
+/* HEDDLE_SEED if that is set, else `standard`. */
+uint64_t test_seed(uint64_t standard);
+
+/* ---------------------------------------------------------------------------------------------- random numbers */
+
+typedef struct rng {
+    uint64_t state;
+} rng;
+
+uint64_t rng_next(rng *r);
+double rng_uniform(rng *r);                             /* [0, 1) */
+double rng_normal(rng *r);                              /* mean 0, deviation 1 */
+int64_t rng_between(rng *r, int64_t low, int64_t high); /* low .. high */
+bool rng_chance(rng *r, double p);
+
+/* ----------------------------------------------------------------------------------------------------- tensors */
+
+/* Element types beyond heddle_dtype. */
+enum { ELEMENT_U8 = 16, ELEMENT_I32, ELEMENT_U64 };
+
+/* Up to four dimensions with any strides, inside a guarded block whose gaps and guards hold NaN (or garbage).
+ * `host` is the image that the accessors use; `block` is where the library sees it. `old` is the image at upload. A
+ * tensor of zeros is one that is not there. */
+typedef struct tensor {
+    int element;
+    heddle_device device;
+    int64_t dim[4], stride[4];
+    int64_t guard, span; /* elements before and after, and between */
+    unsigned char *host, *old, *block;
+} tensor;
+
+size_t element_size(int element);
+/* A poisoned tensor. Strides may be 0 (repeated). `skew` moves the data off the alignment of vectors. */
+tensor tensor_new(heddle_device device, int element, const int64_t dim[4], const int64_t stride[4], bool skew);
+tensor tensor_vector(heddle_device device, int element, int64_t n);
+void tensor_free(tensor *t);
+double tensor_get(const tensor *t, int64_t i, int64_t j, int64_t k, int64_t l);
+void tensor_set(tensor *t, int64_t i, int64_t j, int64_t k, int64_t l, double x);
+/* Element number `at` of the span, whatever its place in the dimensions. */
+double tensor_raw(const tensor *t, int64_t at);
+void tensor_raw_set(tensor *t, int64_t at, double x);
+bool tensor_is_poison(const tensor *t, int64_t at);
+/* One byte per element of the span: 1 where an index reaches it. The caller frees it. */
+unsigned char *tensor_reached(const tensor *t);
+void tensor_fill_normal(tensor *t, rng *r, double magnitude);
+/* Values of a tensor of the same shape and strides, whatever its element type. */
+void tensor_convert(tensor *to, const tensor *from);
+/* Of x and other, element by element, what is farther from ref. */
+void tensor_keep_worse(tensor *x, const tensor *other, const tensor *ref);
+void *tensor_pointer(const tensor *t); /* what the library is given; NULL for no tensor */
+void tensor_upload(tensor *t);
+void tensor_download(tensor *t);
+/* After a run and tensor_download: an input is as it was; an output's guards and gaps are. */
+bool tensor_unchanged(const tensor *t);
+bool tensor_gaps_unchanged(const tensor *t);
+/* Same reached bytes. */
+bool tensor_equal(const tensor *a, const tensor *b);
+
+/* A workspace full of NaN between guards, and whether the guards have survived. */
+void *workspace_new(heddle_device device, size_t bytes);
+bool workspace_intact(heddle_device device, const void *workspace, size_t bytes);
+void workspace_free(heddle_device device, void *workspace);
+
+/* -------------------------------------------------------------------------------------------------- comparison */
+
+/* `natural` is the magnitude of the terms that cancel in the result (0: unknown); noise of a few float32 roundings
+ * of it is always allowed; so is an error of `noise`. Says what is wrong with `name` on stdout and returns false. */
+bool compare_tensor(const char *name, heddle_dtype dtype, const tensor *x, const tensor *ref, const tensor *plain,
+                    double natural, double noise, bool ill_conditioned);
+
+/* Rounds as a store to dtype and a load does. */
+float round_to(heddle_dtype dtype, float x);
+
+/* --------------------------------------------------------------------------------------------------- attention */
+
+enum attention_tensor {
+    T_Q,
+    T_K,
+    T_V,
+    T_ALIBI,
+    T_BIAS,
+    T_MASK,
+    T_SINKS,
+    T_CU_Q,
+    T_CU_K,
+    T_LEN_Q,
+    T_LEN_K,
+    T_RNG, /* inputs of both */
+    T_O,
+    T_LSE,
+    T_WEIGHTS, /* outputs of forward */
+    T_DOUT,
+    T_DLSE,
+    T_DWEIGHTS, /* inputs of backward */
+    T_DQ,
+    T_DK,
+    T_DV,
+    T_DBIAS,
+    T_DSINKS, /* outputs of backward */
+    T_COUNT
+};
+extern const char *const attention_tensor_name[T_COUNT];
+
+typedef struct attention_case {
+    heddle_attention a; /* size and device are filled in */
+    const int32_t *cu_q, *cu_k, *len_q, *len_k;
+    double q_magnitude, k_magnitude, v_magnitude; /* 0 means 1 */
+    uint64_t seed;
+    uint32_t skip;        /* bit T_x: that optional tensor is NULL */
+    bool same_input;      /* k = v = q */
+    bool poison_masked;   /* NaN in all that no query sees, and in the bias where it is masked out */
+    bool ill_conditioned; /* the plain computation may overflow or be far off */
+    double mask_density;  /* of the boolean mask; 0 means 0.7 */
+    bool mask_rows;       /* some rows of the boolean mask are empty */
+} attention_case;
+
+typedef struct attention_problem {
+    heddle_attention a;
+    tensor t[T_COUNT];
+} attention_problem;
+
+/* A description with size, dtype and the test's device set; hk, sk and dv may be 0. */
+heddle_attention attention_desc(heddle_dtype dtype, int64_t b, int64_t h, int64_t hk, int64_t sq, int64_t sk, int64_t d,
+                                int64_t dv);
+/* The problem of a case with random inputs and poisoned outputs, uploaded. */
+attention_problem attention_new(const attention_case *c);
+/* The same in other types or on another device: inputs converted, outputs poisoned. */
+attention_problem attention_copy(const attention_problem *p, heddle_dtype dtype, heddle_device device);
+void attention_free(attention_problem *p);
+heddle_attention_data attention_data(const attention_problem *p, bool backward);
+/* Run a pass with a poisoned workspace, download the outputs, fail the test on an error or damage. */
+void attention_run(attention_problem *p, heddle_pass pass);
+/* One line that says which problem it is. */
+void attention_print(const attention_case *c);
+/* The whole check; prints the case and fails the test when something is wrong. */
+void check_attention(const attention_case *c);
+/* The same, as an answer. */
+bool attention_is_right(const attention_case *c);
+
+/* By the formulas of heddle.h, independent of src/: does query i of sequence n, head x see key j? */
+bool attention_sees(const attention_problem *p, int64_t n, int64_t x, int64_t i, int64_t j);
+/* {first_q, sq, first_k, sk} of sequence n. */
+void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4]);
+
+/* Both passes in the problem's dtype, as PyTorch's math path does them: every intermediate rounded to it. Fills the
+ * outputs' host images, and the natural magnitude of each. There are two ways, equally plain: sums from their first
+ * term and D from P and dP; or `backwards`, sums from their last term and D from dout and the rounded o, as
+ * docs/design.md has it. */
+void plain_attention(attention_problem *p, bool backwards, double natural[T_COUNT]);
+
+/* ------------------------------------------------------------------------------------------------- norm-linear */
+
+enum norm_linear_tensor {
+    N_X,
+    N_GAMMA,
+    N_BETA,
+    N_W,
+    N_BIAS,
+    N_Y,
+    N_MEAN,
+    N_RSTD,
+    N_DY,
+    N_DX,
+    N_DGAMMA,
+    N_DBETA,
+    N_DW,
+    N_DBIAS,
+    N_COUNT
+};
+extern const char *const norm_linear_tensor_name[N_COUNT];
+
+typedef struct norm_linear_case {
+    heddle_norm_linear a;
+    uint64_t seed;
+    uint32_t skip;       /* bit N_x */
+    double mean;         /* of x, in deviations */
+    double scale_spread; /* some features of x are this many times the others; 0 means 1 */
+    double w_magnitude;  /* 0 means 1/sqrt(k) */
+} norm_linear_case;
+
+typedef struct norm_linear_problem {
+    heddle_norm_linear a;
+    tensor t[N_COUNT];
+} norm_linear_problem;
+
+heddle_norm_linear norm_linear_desc(heddle_dtype dtype, heddle_norm norm, int64_t m, int64_t k, int64_t n);
+norm_linear_problem norm_linear_new(const norm_linear_case *c);
+norm_linear_problem norm_linear_copy(const norm_linear_problem *p, heddle_dtype dtype, heddle_device device);
+void norm_linear_free(norm_linear_problem *p);
+heddle_norm_linear_data norm_linear_data(const norm_linear_problem *p, bool backward);
+void norm_linear_run(norm_linear_problem *p, heddle_pass pass);
+void norm_linear_print(const norm_linear_case *c);
+void check_norm_linear(const norm_linear_case *c);
+bool norm_linear_is_right(const norm_linear_case *c);
+/* The plain order of operations, each sum from its first or from its last term. */
+void plain_norm_linear(norm_linear_problem *p, bool backwards, double natural[N_COUNT]);
+
+#endif

@@ -1,0 +1,215 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Norm-linear problems: build the tensors that a description asks for, run, compare. */
+#include "common.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+
+const char *const norm_linear_tensor_name[N_COUNT] = {"x",    "gamma", "beta", "w",      "bias",  "y",  "mean",
+                                                      "rstd", "dy",    "dx",   "dgamma", "dbeta", "dw", "dbias"};
+
+heddle_norm_linear norm_linear_desc(heddle_dtype dtype, heddle_norm norm, int64_t m, int64_t k, int64_t n) {
+    return (heddle_norm_linear){.size = sizeof(heddle_norm_linear),
+                                .dtype = dtype,
+                                .device = test_device(),
+                                .norm = norm,
+                                .m = m,
+                                .k = k,
+                                .n = n};
+}
+
+static bool is_input(int which) {
+    return which < N_Y || which == N_DY;
+}
+
+static void make_tensors(norm_linear_problem *p, uint32_t skip, bool skew) {
+    const heddle_norm_linear *a = &p->a;
+    int type = (int)a->dtype, real = type == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
+    const struct {
+        int which, element;
+        int64_t rows, last, stride;
+    } all[] = {{N_X, type, a->m, a->k, a->x_stride},
+               {N_GAMMA, type, 1, a->k, 0},
+               {N_BETA, type, 1, a->k, 0},
+               {N_W, type, a->n, a->k, a->w_stride},
+               {N_BIAS, type, 1, a->n, 0},
+               {N_Y, type, a->m, a->n, a->y_stride},
+               {N_MEAN, real, 1, a->m, 0},
+               {N_RSTD, real, 1, a->m, 0},
+               {N_DY, type, a->m, a->n, a->dy_stride},
+               {N_DX, type, a->m, a->k, a->dx_stride},
+               {N_DGAMMA, type, 1, a->k, 0},
+               {N_DBETA, type, 1, a->k, 0},
+               {N_DW, type, a->n, a->k, a->dw_stride},
+               {N_DBIAS, type, 1, a->n, 0}};
+    for (size_t x = 0; x < COUNT(all); x++)
+        if (!(skip >> all[x].which & 1))
+            p->t[all[x].which] = tensor_new(a->device, all[x].element, (int64_t[]){1, 1, all[x].rows, all[x].last},
+                                            (int64_t[]){0, 0, all[x].stride ? all[x].stride : all[x].last, 1}, skew);
+}
+
+static void fill_inputs(norm_linear_problem *p, const norm_linear_case *c) {
+    rng r = {c->seed * 0x9E3779B97F4A7C15u + 29};
+    double w = c->w_magnitude > 0 ? c->w_magnitude : 1 / sqrt((double)p->a.k);
+    for (int x = 0; x < N_COUNT; x++)
+        if (p->t[x].host && is_input(x))
+            tensor_fill_normal(&p->t[x], &r, x == N_W ? w : 1);
+    tensor *t = &p->t[N_X];
+    for (int64_t e = 0; e < p->a.k; e++) {
+        double spread = c->scale_spread > 0 && e % 5 == 2 ? c->scale_spread : 1;
+        for (int64_t i = 0; i < p->a.m; i++) {
+            double row = c->mean * (i % 2 ? -1 : 1) * (i % 3 == 2 ? 0.5 : 1);
+            tensor_set(t, 0, 0, i, e, row + spread * tensor_get(t, 0, 0, i, e));
+        }
+    }
+}
+
+static void upload_all(norm_linear_problem *p) {
+    for (int x = 0; x < N_COUNT; x++)
+        tensor_upload(&p->t[x]);
+}
+
+norm_linear_problem norm_linear_new(const norm_linear_case *c) {
+    norm_linear_problem p = {.a = c->a};
+    p.a.size = sizeof p.a;
+    p.a.device = test_device();
+    p.a.eps = p.a.eps > 0 ? p.a.eps : 1e-5;
+    make_tensors(&p, c->skip, c->seed % 3 == 0);
+    fill_inputs(&p, c);
+    upload_all(&p);
+    return p;
+}
+
+norm_linear_problem norm_linear_copy(const norm_linear_problem *p, heddle_dtype dtype, heddle_device device) {
+    norm_linear_problem q = {.a = p->a};
+    q.a.dtype = dtype;
+    q.a.device = device;
+    uint32_t skip = 0;
+    for (int x = 0; x < N_COUNT; x++)
+        skip |= p->t[x].host ? 0 : UINT32_C(1) << x;
+    make_tensors(&q, skip, p->t[N_X].guard != 64);
+    for (int x = 0; x < N_COUNT; x++)
+        if (is_input(x) && p->t[x].host)
+            tensor_convert(&q.t[x], &p->t[x]);
+    upload_all(&q);
+    return q;
+}
+
+void norm_linear_free(norm_linear_problem *p) {
+    for (int x = 0; x < N_COUNT; x++)
+        tensor_free(&p->t[x]);
+}
+
+heddle_norm_linear_data norm_linear_data(const norm_linear_problem *p, bool backward) {
+    const tensor *t = p->t;
+    heddle_norm_linear_data data = {.size = sizeof data,
+                                    .x = tensor_pointer(&t[N_X]),
+                                    .gamma = tensor_pointer(&t[N_GAMMA]),
+                                    .beta = tensor_pointer(&t[N_BETA]),
+                                    .w = tensor_pointer(&t[N_W]),
+                                    .bias = tensor_pointer(&t[N_BIAS]),
+                                    .y = tensor_pointer(&t[N_Y]),
+                                    .mean = tensor_pointer(&t[N_MEAN]),
+                                    .rstd = tensor_pointer(&t[N_RSTD])};
+    if (!backward)
+        return data;
+    if (!data.mean || !data.rstd)
+        data.mean = data.rstd = NULL;
+    data.dy = tensor_pointer(&t[N_DY]);
+    data.dx = tensor_pointer(&t[N_DX]);
+    data.dgamma = tensor_pointer(&t[N_DGAMMA]);
+    data.dbeta = tensor_pointer(&t[N_DBETA]);
+    data.dw = tensor_pointer(&t[N_DW]);
+    data.dbias = tensor_pointer(&t[N_DBIAS]);
+    return data;
+}
+
+static bool is_output_of(int which, heddle_pass pass) {
+    return pass == HEDDLE_FORWARD ? which >= N_Y && which <= N_RSTD : which >= N_DX;
+}
+
+static bool run_pass(norm_linear_problem *p, heddle_pass pass) {
+    const char *side = p->a.device == HEDDLE_REF ? "ref" : "device",
+               *name = pass == HEDDLE_FORWARD ? "forward" : "backward";
+    size_t bytes = SIZE_MAX;
+    heddle_status status = heddle_norm_linear_workspace(&p->a, pass, &bytes);
+    if (status != HEDDLE_OK) {
+        printf("  %s %s: workspace query: %s: %s\n", side, name, heddle_status_string(status), heddle_last_message());
+        return false;
+    }
+    void *workspace = workspace_new(p->a.device, bytes);
+    heddle_norm_linear_data data = norm_linear_data(p, pass == HEDDLE_BACKWARD);
+    status = pass == HEDDLE_FORWARD ? heddle_norm_linear_forward(&p->a, &data, workspace, bytes, NULL)
+                                    : heddle_norm_linear_backward(&p->a, &data, workspace, bytes, NULL);
+    bool right = status == HEDDLE_OK;
+    if (!right)
+        printf("  %s %s: %s: %s\n", side, name, heddle_status_string(status), heddle_last_message());
+    if (!workspace_intact(p->a.device, workspace, bytes)) {
+        printf("  %s %s: wrote outside its workspace of %zu bytes\n", side, name, bytes);
+        right = false;
+    }
+    workspace_free(p->a.device, workspace);
+    for (int x = 0; x < N_COUNT; x++) {
+        tensor_download(&p->t[x]);
+        if (!is_output_of(x, pass) && !tensor_unchanged(&p->t[x])) {
+            printf("  %s %s: changed %s, which it does not write\n", side, name, norm_linear_tensor_name[x]);
+            right = false;
+        }
+        if (is_output_of(x, pass) && !tensor_gaps_unchanged(&p->t[x])) {
+            printf("  %s %s: wrote around %s or between its rows\n", side, name, norm_linear_tensor_name[x]);
+            right = false;
+        }
+    }
+    upload_all(p);
+    return right;
+}
+
+void norm_linear_run(norm_linear_problem *p, heddle_pass pass) {
+    assert_true(run_pass(p, pass));
+}
+
+bool norm_linear_is_right(const norm_linear_case *c) {
+    norm_linear_problem p = norm_linear_new(c);
+    norm_linear_problem ref = norm_linear_copy(&p, HEDDLE_F64, HEDDLE_REF);
+    norm_linear_problem plain = norm_linear_copy(&p, p.a.dtype, HEDDLE_REF),
+                        other = norm_linear_copy(&p, p.a.dtype, HEDDLE_REF);
+    double natural[N_COUNT];
+    bool right = run_pass(&p, HEDDLE_FORWARD);
+    right = run_pass(&ref, HEDDLE_FORWARD) && right;
+    if (right) {
+        right = run_pass(&p, HEDDLE_BACKWARD);
+        right = run_pass(&ref, HEDDLE_BACKWARD) && right;
+    }
+    plain_norm_linear(&plain, false, natural);
+    plain_norm_linear(&other, true, natural);
+    for (int x = N_Y; right && x < N_COUNT; x++) {
+        if (is_input(x))
+            continue;
+        tensor_keep_worse(&plain.t[x], &other.t[x], &ref.t[x]);
+        right = compare_tensor(norm_linear_tensor_name[x], p.a.dtype, &p.t[x], &ref.t[x], &plain.t[x], natural[x], 0,
+                               c->mean > 30);
+    }
+    norm_linear_free(&p);
+    norm_linear_free(&ref);
+    norm_linear_free(&plain);
+    norm_linear_free(&other);
+    return right;
+}
+
+void norm_linear_print(const norm_linear_case *c) {
+    static const char *const dtype[] = {"f32", "bf16", "f16", "f64"};
+    const heddle_norm_linear *a = &c->a;
+    printf("  case: %s %s m %" PRId64 " k %" PRId64 " n %" PRId64 " strides x %" PRId64 " w %" PRId64 " y %" PRId64
+           " dy %" PRId64 " dx %" PRId64 " dw %" PRId64 " mean %g spread %g eps %g seed %" PRIu64 " skip 0x%x\n",
+           dtype[a->dtype & 3], a->norm == HEDDLE_RMS_NORM ? "rms" : "layer", a->m, a->k, a->n, a->x_stride,
+           a->w_stride, a->y_stride, a->dy_stride, a->dx_stride, a->dw_stride, c->mean, c->scale_spread, a->eps,
+           c->seed, (unsigned)c->skip);
+}
+
+void check_norm_linear(const norm_linear_case *c) {
+    if (norm_linear_is_right(c))
+        return;
+    norm_linear_print(c);
+    fail_msg("norm-linear is wrong, see above");
+}

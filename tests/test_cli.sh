@@ -1,0 +1,286 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The command `heddle` from end to end: results, against NumPy's where that is there, every way an input can be bad, and
+# that a failure leaves nothing behind.
+# Called as  test_cli.sh <path to heddle>, or by ctest as  test_cli.sh <source> <build>.
+set -u
+heddle=${HEDDLE_COMMAND:-${1:?usage: test_cli.sh <path to heddle>}}
+[ -d "$heddle" ] && heddle=$2/heddle
+[ -x "$heddle" ] || { echo "test_cli.sh: $heddle is not a program"; exit 1; }
+heddle=$(cd "$(dirname "$heddle")" && pwd)/$(basename "$heddle")
+directory=$(mktemp -d) && cd "$directory" || exit 1
+trap 'cd / && rm -rf "$directory"' EXIT
+failures=0
+
+wrong() {
+    echo "FAILED: $*"
+    failures=$((failures + 1))
+}
+
+# works COMMAND...: exit status 0 and silence on stderr
+works() {
+    "$heddle" "$@" >out 2>err || wrong "heddle $*: status $?: $(cat err)"
+    [ -s err ] && wrong "heddle $*: stderr: $(cat err)"
+}
+
+# refuses TEXT COMMAND...: exit status 2, one line on stderr with TEXT in it, and no new file
+refuses() {
+    local text=$1 before status
+    shift
+    before=$(ls -A)
+    "$heddle" "$@" >out 2>err
+    status=$?
+    [ $status = 2 ] || wrong "heddle $*: status $status, not 2"
+    [ "$(wc -l <err)" = 1 ] || wrong "heddle $*: not one line on stderr: $(cat err)"
+    grep -qF -- "$text" err || wrong "heddle $*: '$text' is not in: $(cat err)"
+    [ "$(ls -A)" = "$before" ] || wrong "heddle $*: left $(comm -13 <(echo "$before") <(ls -A) | tr '\n' ' ')"
+}
+
+# The bytes of a file after its header, and its header's text.
+body() { tail -c +"$(($(od -An -tu2 -j8 -N2 "$1") + 11))" "$1"; }
+header() { dd if="$1" bs=1 skip=10 count="$(($(od -An -tu2 -j8 -N2 "$1")))" 2>/dev/null; }
+shape() { header "$1" | sed "s/.*'shape': \(([^)]*)\).*/\1/"; }
+little() { printf "\\x$(printf %02x $(($1 & 255)))\\x$(printf %02x $(($1 >> 8 & 255)))"; }
+
+# npy VERSION HEADER: a file from a header's text, without data
+npy() {
+    printf '\x93NUMPY'
+    printf "\\x$(printf %02x "$1")\\x00"
+    little ${#2}
+    [ "$1" = 1 ] || printf '\x00\x00'
+    printf %s "$2"
+}
+
+int32() {
+    npy 1 "{'descr': '<i4', 'fortran_order': False, 'shape': ($#,), }"
+    for x; do little "$x"; printf '\x00\x00'; done
+}
+
+touch out err
+
+# -------------------------------------------------------------------------------------------------- information
+works --version
+works --help
+for command in info attention norm-linear random verify demo; do
+    works $command --help
+    grep -q "^Usage: heddle $command" out || wrong "heddle $command --help does not begin with its usage"
+done
+works info
+grep -q 'in use: ' out || wrong "heddle info does not name an instruction set"
+grep -q '^  cpu ' out || wrong "heddle info does not list the cpu"
+refuses "is no command" nonsense
+refuses "unrecognized option" info --nonsense
+refuses "is not an option" attention nonsense
+if [ -w /dev/full ]; then
+    "$heddle" info >/dev/full 2>err
+    [ $? = 2 ] && grep -q "standard output" err || wrong "heddle info into a full disk: $(cat err)"
+fi
+
+# ------------------------------------------------------------------------------------------------------- random
+works random --shape 1,2,33,16 --seed 3 --dtype f32 --out q.npy
+cp q.npy q2.npy
+works random --shape 1,2,33,16 --seed 3 --dtype f32 --out q.npy
+cmp -s q.npy q2.npy || wrong "the same seed gives other numbers"
+[ "$(shape q.npy)" = "(1, 2, 33, 16)" ] || wrong "shape of q.npy: $(shape q.npy)"
+works random --shape 5 --out one.npy
+[ "$(shape one.npy)" = "(5,)" ] || wrong "shape of one.npy: $(shape one.npy)"
+refuses "--shape" random --shape 3,x --out a.npy
+refuses "too large" random --shape 4000000000,4000000000 --out a.npy
+refuses "--shape is missing" random --out a.npy
+refuses "--out is missing" random --shape 3
+
+# ---------------------------------------------------------------------------------------------------- attention
+works random --shape 1,1,45,16 --seed 4 --out k.npy
+works random --shape 1,1,45,24 --seed 5 --out v.npy
+works random --shape 1,2,33,24 --seed 6 --out do.npy
+works random --shape 33,45 --seed 7 --out bias.npy
+works random --shape 1,1,1,45 --dtype bool --p 0.8 --out mask.npy
+works random --shape 2 --seed 8 --out heads.npy
+attention="attention --q q.npy --k k.npy --v v.npy"
+gradients="--dout do.npy --dq dq.npy --dk dk.npy --dv dv.npy"
+works $attention --out o.npy --lse lse.npy --weights p.npy $gradients
+[ "$(shape o.npy)$(shape lse.npy)$(shape p.npy)" = "(1, 2, 33, 24)(1, 2, 33)(1, 2, 33, 45)" ] ||
+    wrong "shapes of the results"
+[ "$(shape dq.npy)$(shape dk.npy)$(shape dv.npy)" = "(1, 2, 33, 16)(1, 1, 45, 16)(1, 1, 45, 24)" ] ||
+    wrong "shapes of the gradients"
+works $attention --mask causal-bottom-right --window 20,-1 --softcap 5 --bias bias.npy --bool-mask mask.npy \
+    --alibi heads.npy --sinks heads.npy --dropout 0.1 --seed 9 --scale 0.2 --deterministic --out o2.npy $gradients \
+    --dbias dbias.npy --dsinks dsinks.npy
+[ "$(shape dbias.npy)$(shape dsinks.npy)" = "(33, 45)(2,)" ] || wrong "shapes of dbias and dsinks"
+cmp -s o.npy o2.npy && wrong "options make no difference"
+works $attention --device ref --dtype f64 --out o.npy
+works $attention --dtype bf16 --out o.npy $gradients
+works $attention --time
+[ "$(grep -c GFLOP/s out)" = 1 ] || wrong "--time printed: $(cat out)"
+works $attention --out /dev/null
+
+# fewer dimensions hold the same numbers
+works random --shape 33,16 --seed 3 --out a.npy
+works attention --q a.npy --k a.npy --v a.npy --out o.npy --lse lse.npy
+works random --shape 1,1,33,16 --seed 3 --out b.npy
+works attention --q b.npy --k b.npy --v b.npy --out o4.npy
+[ "$(shape o.npy)$(shape lse.npy)" = "(33, 16)(33,)" ] || wrong "shapes of [s, d]"
+cmp -s <(body o.npy) <(body o4.npy) || wrong "[s, d] and [1, 1, s, d] differ"
+
+# packed sequences are the single ones, one after another
+works random --shape 12,2,16 --seed 1 --out pack.npy
+int32 0 5 5 12 >cu.npy
+packed="attention --q pack.npy --k pack.npy --v pack.npy"
+works $packed --cu-seqlens-q cu.npy --cu-seqlens-k cu.npy --out o.npy --lse lse.npy
+[ "$(shape o.npy)$(shape lse.npy)" = "(12, 2, 16)(2, 12)" ] || wrong "shapes of packed sequences"
+int32 0 13 >bad.npy
+refuses "from 0 to the number of rows, 12" $packed --cu-seqlens-q bad.npy --cu-seqlens-k cu.npy --out x.npy
+int32 0 7 5 12 >bad.npy
+refuses "less than the 7 before it" $packed --cu-seqlens-q bad.npy --cu-seqlens-k cu.npy --out x.npy
+refuses "come together" $packed --cu-seqlens-q cu.npy --out x.npy
+
+# the result has the type of the input
+for type in f16 f64; do
+    for x in q k v; do works random --shape 4,7,8 --seed 1 --dtype $type --out $x$type.npy; done
+done
+works attention --q qf16.npy --k kf16.npy --v vf16.npy --out o.npy --lse lse.npy
+header o.npy | grep -q "<f2" && header lse.npy | grep -q "<f4" || wrong "types of float16's results"
+works attention --q qf64.npy --k kf64.npy --v vf64.npy --out o.npy --dtype f32
+header o.npy | grep -q "<f8" || wrong "type of float64's result"
+works attention --q qf64.npy --k kf64.npy --v vf64.npy --out o.npy --lse lse.npy --device ref
+header lse.npy | grep -q "<f8" || wrong "type of float64's lse"
+refuses "--dtype f32 to compute in float32" attention --q qf64.npy --k kf64.npy --v vf64.npy --out x.npy
+
+refuses "--q FILE is missing" attention --k k.npy --v v.npy --out x.npy
+refuses "nothing is asked for" $attention
+refuses "needs --dout" $attention --dq x.npy
+refuses "no gradient is asked for" $attention --out x.npy --dout do.npy
+refuses "needs --bias" $attention --out x.npy --dout do.npy --dbias y.npy
+refuses "'abc' is not a finite number" $attention --out x.npy --scale abc
+refuses "'nan' is not a finite number" $attention --out x.npy --softcap nan
+refuses "is none of none, causal-top-left, causal-bottom-right" $attention --out x.npy --mask causal
+refuses "not two numbers" $attention --out x.npy --window 3
+refuses "is none of f32, bf16, f16, f64" $attention --out x.npy --dtype f8
+refuses "dropout = 1.5" $attention --out x.npy --dropout 1.5
+refuses "has shape [1, 2, 33, 16], but [b, h, sq, dv] = [1, 2, 33, 24] is expected" $attention --dout q.npy --dq y.npy
+refuses "does not broadcast" $attention --out x.npy --bias q.npy
+refuses "it is float32, but bool" $attention --out x.npy --bool-mask bias.npy
+refuses "is float16, but --q q.npy is float32" attention --q q.npy --k kf16.npy --v v.npy --out x.npy
+refuses "the same number of dimensions" attention --q q.npy --k a.npy --v a.npy --out x.npy
+works random --shape 1,3,45,16 --out k3.npy
+works random --shape 1,3,45,24 --out v3.npy
+refuses "hk = 3 does not divide h = 2" attention --q q.npy --k k3.npy --v v3.npy --out x.npy
+
+# -------------------------------------------------------------------------------------------------- norm-linear
+works random --shape 4,3,20 --seed 1 --mean 2 --out x.npy
+works random --shape 7,20 --seed 2 --std 0.1 --out w.npy
+works random --shape 20 --seed 3 --out g.npy
+works random --shape 20 --seed 4 --out be.npy
+works random --shape 7 --seed 5 --out c.npy
+works random --shape 4,3,7 --seed 6 --out dy.npy
+works norm-linear --x x.npy --w w.npy --out y.npy
+affine="--gamma g.npy --beta be.npy --bias c.npy"
+works norm-linear --x x.npy --w w.npy $affine --out y.npy --mean mean.npy --rstd rstd.npy \
+    --dout dy.npy --dx dx.npy --dgamma dg.npy --dbeta db.npy --dw dw.npy --dbias dc.npy --eps 1e-4 --norm layer
+[ "$(shape y.npy)$(shape mean.npy)$(shape dx.npy)$(shape dg.npy)$(shape dw.npy)$(shape dc.npy)" = \
+    "(4, 3, 7)(4, 3)(4, 3, 20)(20,)(7, 20)(7,)" ] || wrong "shapes of norm-linear's results"
+works norm-linear --x x.npy --w w.npy --norm rms --out y2.npy --time
+cmp -s y.npy y2.npy && wrong "rms makes no difference"
+refuses "--w FILE is missing" norm-linear --x x.npy --out z.npy
+refuses "is expected" norm-linear --x x.npy --w w.npy --gamma c.npy --out z.npy
+refuses "is not above 0" norm-linear --x x.npy --w w.npy --eps 0 --out z.npy
+refuses "is none of layer, rms" norm-linear --x x.npy --w w.npy --norm batch --out z.npy
+
+# ---------------------------------------------------------------------------------------------------- bad files
+bad() { # TEXT FILE
+    refuses "$1" attention --q "$2" --k k.npy --v v.npy --out new.npy
+}
+bad "No such file" missing.npy
+bad "Is a directory" .
+: >bad.npy; bad "not a .npy file" bad.npy
+printf 'hello, this is no array' >bad.npy; bad "not a .npy file" bad.npy
+head -c 7 q.npy >bad.npy; bad "truncated" bad.npy
+head -c 40 q.npy >bad.npy; bad "truncated: it ends inside its header" bad.npy
+head -c 1000 q.npy >bad.npy; bad "truncated: its data ends after" bad.npy
+{ cat q.npy; printf x; } >bad.npy; bad "goes on after" bad.npy
+npy 4 "{}" >bad.npy; bad "version 4.0" bad.npy
+sed 's/<f4/>f4/' q.npy >bad.npy; bad "big-endian" bad.npy
+sed 's/<f4/<i8/' q.npy >bad.npy; bad "type '<i8'" bad.npy
+sed 's/<f4/<c8/' q.npy >bad.npy; bad "type '<c8'" bad.npy
+sed 's/False/True /' q.npy >bad.npy; bad "Fortran order" bad.npy
+header_bad() { npy 1 "$1" >bad.npy; bad "$2" bad.npy; }
+header_bad "{'descr': '<f4', 'fortran_order': False, 'shape': (9223372036854775807, 4), }" "too large"
+header_bad "{'descr': '<f4', 'fortran_order': False, 'shape': (9223372036854775808,), }" "below 2^63"
+header_bad "{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000, 1000), }" "truncated"
+header_bad "{'descr': '<f4', 'fortran_order': False, 'shape': (-1,), }" "from 0"
+header_bad "{'descr': '<f4', 'fortran_order': False, 'shape': (3), }" "malformed"
+header_bad "{'descr': '<f4', 'fortran_order': False, 'shape': (1,1,1,1,1,1,1,1,1), }" "more than 8 dimensions"
+header_bad "{'descr': '<f4', 'fortran_order': False, }" "malformed"
+header_bad "{'descr': '<f4', 'descr': '<f4', 'fortran_order': False, 'shape': (3,), }" "malformed"
+header_bad "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), 'more': 1, }" "malformed"
+header_bad "{'descr': '<f4', 'fortran_order': Maybe, 'shape': (3,), }" "malformed"
+header_bad "{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (3,), }" "records"
+header_bad "{'descr': '<f4" "malformed"
+header_bad "" "malformed"
+header_bad "nonsense" "malformed"
+{ printf '\x93NUMPY\x02\x00\xff\xff\xff\xff'; cat q.npy; } >bad.npy; bad "malformed" bad.npy
+
+# versions 2 and 3, other spellings of the header, and pipes
+for version in 1 2 3; do
+    { npy $version "  {\"shape\":( 1,2 ,33,16L) , 'fortran_order':False,'descr':'<f4'}  
+"; body q.npy; } >same.npy
+    works attention --q same.npy --k k.npy --v v.npy --out o3.npy
+done
+works $attention --out o4.npy
+cmp -s o3.npy o4.npy || wrong "another spelling of the header gives another result"
+works attention --q <(cat q.npy) --k k.npy --v v.npy --out o3.npy
+cmp -s o3.npy o4.npy || wrong "a pipe gives another result"
+
+# -------------------------------------------------------------------------------- all outputs or none, no leftovers
+refuses "No such file" $attention --out new.npy --lse nowhere/lse.npy
+refuses "two outputs" $attention --out new.npy --lse ./new.npy
+mkdir sub
+refuses "Is a directory" $attention --out new.npy --lse sub
+[ -w /dev/full ] && refuses "No space left" $attention --out new.npy --lse /dev/full
+refuses "No such file" $attention --out "" --lse new.npy
+cp o4.npy kept.npy
+(ulimit -f 2 && refuses "File too large" $attention --lse new.npy --out kept.npy && exit $failures)
+[ $? = $failures ] || failures=$((failures + 1))
+cmp -s o4.npy kept.npy || wrong "a failed write changed the file that was there"
+ln -s o4.npy link.npy
+works $attention --out link.npy
+[ -L link.npy ] || wrong "a symbolic link was replaced"
+chmod 600 kept.npy
+works $attention --out kept.npy
+[ "$(stat -c %a kept.npy)" = 600 ] || wrong "the file's mode was not kept"
+[ -z "$(ls -A | grep '^\.heddle')" ] || wrong "temporary files were left: $(ls -A | grep '^\.heddle')"
+
+# ------------------------------------------------------------------------------------------------ verify and demo
+works verify --case p22
+grep -q "overall: ok" out || wrong "heddle verify --case p22 does not end with a verdict"
+works verify --device ref --case fa2-warps
+refuses "is none of p22" verify --case nonsense
+works demo --quick
+grep -q "once printed" out || wrong "heddle demo --quick does not show what was once printed"
+refuses "is not an option" demo nonsense
+
+# ----------------------------------------------------------------------------------------- the same by NumPy, if there
+if python3 -c 'import numpy' 2>/dev/null; then
+    works $attention --mask causal-top-left --bias bias.npy --out o.npy --lse lse.npy --dout do.npy --dq dq.npy \
+        --dbias dbias.npy
+    works norm-linear --x x.npy --w w.npy $affine --out y.npy
+    python3 - <<'PY' || wrong "NumPy computes something else"
+import numpy as np
+q, k, v, do, bias = (np.load(n + '.npy').astype(float) for n in ('q', 'k', 'v', 'do', 'bias'))
+s = q @ k.swapaxes(-1, -2) / 4 + bias
+s = np.where(np.tri(33, 45, dtype=bool), s, -np.inf)
+lse = np.log(np.exp(s).sum(-1))
+p = np.exp(s - lse[..., None])
+dp = do @ v.swapaxes(-1, -2)
+ds = p * (dp - (p * dp).sum(-1, keepdims=True))
+x, g, be, w, c = (np.load(n + '.npy').astype(float) for n in ('x', 'g', 'be', 'w', 'c'))
+z = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * g + be
+for name, right in (('o', p @ v), ('lse', lse), ('dq', ds @ k / 4), ('dbias', ds.sum((0, 1))), ('y', z @ w.T + c)):
+    mine = np.load(name + '.npy')
+    assert mine.dtype == np.float32 and mine.shape == right.shape, name
+    assert np.abs(mine - right).max() < 4e-6 * np.abs(right).max(), (name, np.abs(mine - right).max())
+PY
+fi
+
+[ $failures = 0 ] && echo "ok"
+[ $failures = 0 ]

@@ -1,0 +1,171 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Norm-linear, forward and backward, against the reference in three types. */
+#include "common.h"
+
+#include <math.h>
+
+static const heddle_dtype dtypes[] = {HEDDLE_F32, HEDDLE_BF16, HEDDLE_F16};
+
+static void check_all(norm_linear_case c) {
+    for (int norm = 0; norm < 2; norm++)
+        for (size_t x = 0; x < COUNT(dtypes); x++) {
+            c.a.norm = (heddle_norm)norm;
+            c.a.dtype = dtypes[x];
+            c.seed = c.seed * 3 + x + 1;
+            check_norm_linear(&c);
+        }
+}
+
+static norm_linear_case make_case(int64_t m, int64_t k, int64_t n) {
+    return (norm_linear_case){.a = norm_linear_desc(HEDDLE_F32, HEDDLE_LAYER_NORM, m, k, n),
+                              .seed = (uint64_t)(m * 5 + k + n)};
+}
+
+static void test_sizes(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {1, 2, 3, 7, 31, 33, 113};
+    for (size_t x = 0; x < COUNT(sizes); x++)
+        for (size_t y = 0; y < COUNT(sizes); y++)
+            for (size_t z = 0; z < COUNT(sizes); z++) {
+                norm_linear_case c = make_case(sizes[x], sizes[y], sizes[z]);
+                c.a.norm = (heddle_norm)((x + y + z) % 2);
+                c.a.dtype = dtypes[(x + 2 * y + z) % 3];
+                check_norm_linear(&c);
+            }
+}
+
+static void test_larger_sizes(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{203, 203, 203}, {1023, 33, 31}, {31, 1023, 33}, {33, 31, 1023},
+                                       {1, 1023, 203},  {203, 1, 113},  {64, 256, 192}, {7, 203, 1023}};
+    for (size_t x = 0; x < COUNT(sizes); x++)
+        for (size_t y = 0; y < COUNT(dtypes); y++) {
+            norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
+            c.a.norm = (heddle_norm)((x + y) % 2);
+            c.a.dtype = dtypes[y];
+            check_norm_linear(&c);
+        }
+}
+
+/* Every subset of what may be NULL. */
+static void test_optional_tensors(void **state) {
+    (void)state;
+    static const int optional[] = {N_GAMMA, N_BETA, N_BIAS, N_MEAN, N_RSTD, N_DX, N_DGAMMA, N_DBETA, N_DW, N_DBIAS};
+    for (unsigned bits = 0; bits < 1u << COUNT(optional); bits++) {
+        norm_linear_case c = make_case(9, 21, 18);
+        for (size_t x = 0; x < COUNT(optional); x++)
+            c.skip |= (bits >> x & 1) << optional[x];
+        c.a.norm = (heddle_norm)(bits / 3 % 2);
+        c.a.dtype = dtypes[bits % 3];
+        check_norm_linear(&c);
+    }
+}
+
+static void test_strides(void **state) {
+    (void)state;
+    norm_linear_case c = make_case(35, 50, 41);
+    c.a.x_stride = 61;
+    c.a.w_stride = 53;
+    c.a.y_stride = 48;
+    c.a.dy_stride = 45;
+    c.a.dx_stride = 51;
+    c.a.dw_stride = 64;
+    check_all(c);
+    c = make_case(35, 50, 41);
+    c.a.y_stride = 42;
+    check_all(c);
+    c = make_case(70, 64, 48);
+    c.a.x_stride = c.a.dx_stride = 128;
+    c.a.dy_stride = 96;
+    check_all(c);
+}
+
+static void test_means(void **state) {
+    (void)state;
+    static const double means[] = {-1, 8, 100};
+    for (size_t x = 0; x < COUNT(means); x++) {
+        norm_linear_case c = make_case(24, 203, 33);
+        c.mean = means[x];
+        check_all(c);
+    }
+    for (int norm = 0; norm < 2; norm++) {
+        norm_linear_case c = make_case(24, 203, 33);
+        c.a.norm = (heddle_norm)norm;
+        c.mean = 1000;
+        check_norm_linear(&c);
+    }
+}
+
+static void test_spread(void **state) {
+    (void)state;
+    norm_linear_case c = make_case(24, 113, 33);
+    c.scale_spread = 1000;
+    check_all(c);
+    c.scale_spread = 0;
+    c.w_magnitude = 20;
+    check_all(c);
+}
+
+static void test_eps(void **state) {
+    (void)state;
+    static const double eps[] = {1e-12, 1e-3, 10};
+    for (size_t x = 0; x < COUNT(eps); x++) {
+        norm_linear_case c = make_case(9, 33, 17);
+        c.a.eps = eps[x];
+        check_all(c);
+    }
+}
+
+/* Rows that do not vary: rstd = 1/sqrt(eps), xhat = 0, and nothing is NaN. */
+static void test_constant_rows(void **state) {
+    (void)state;
+    for (size_t x = 0; x < COUNT(dtypes); x++) {
+        norm_linear_case c = make_case(3, 32, 5);
+        c.a.dtype = dtypes[x];
+        norm_linear_problem p = norm_linear_new(&c);
+        for (int64_t i = 0; i < 3; i++)
+            for (int64_t e = 0; e < 32; e++)
+                tensor_set(&p.t[N_X], 0, 0, i, e, i == 0 ? 0 : i == 1 ? 3 : -100);
+        tensor_upload(&p.t[N_X]);
+        norm_linear_problem ref = norm_linear_copy(&p, HEDDLE_F64, HEDDLE_REF);
+        norm_linear_run(&p, HEDDLE_FORWARD);
+        norm_linear_run(&p, HEDDLE_BACKWARD);
+        norm_linear_run(&ref, HEDDLE_FORWARD);
+        norm_linear_run(&ref, HEDDLE_BACKWARD);
+        for (int which = N_Y; which < N_COUNT; which++)
+            for (int64_t at = 0; which != N_DY && at < p.t[which].span; at++) {
+                double r = tensor_raw(&ref.t[which], at), y = tensor_raw(&p.t[which], at);
+                assert_false(isnan(y));
+                assert_true(fabs(y - r) <= 0.02 * fabs(r) + 0.02 * (which == N_DX ? 316 : 1));
+            }
+        norm_linear_free(&p);
+        norm_linear_free(&ref);
+    }
+}
+
+/* m = 0: y and dx have no elements, the parameters' gradients are zeros. */
+static void test_no_rows(void **state) {
+    (void)state;
+    for (size_t x = 0; x < COUNT(dtypes); x++) {
+        norm_linear_case c = make_case(0, 9, 4);
+        c.a.dtype = dtypes[x];
+        norm_linear_problem p = norm_linear_new(&c);
+        norm_linear_run(&p, HEDDLE_FORWARD);
+        norm_linear_run(&p, HEDDLE_BACKWARD);
+        static const int zero[] = {N_DGAMMA, N_DBETA, N_DW, N_DBIAS};
+        for (size_t y = 0; y < COUNT(zero); y++)
+            for (int64_t at = 0; at < p.t[zero[y]].span; at++)
+                assert_true(tensor_raw(&p.t[zero[y]], at) == 0);
+        norm_linear_free(&p);
+    }
+}
+
+int main(void) {
+    test_begin();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_sizes),   cmocka_unit_test(test_larger_sizes),  cmocka_unit_test(test_optional_tensors),
+        cmocka_unit_test(test_strides), cmocka_unit_test(test_means),         cmocka_unit_test(test_spread),
+        cmocka_unit_test(test_eps),     cmocka_unit_test(test_constant_rows), cmocka_unit_test(test_no_rows),
+    };
+    return test_end(cmocka_run_group_tests(tests, NULL, NULL));
+}

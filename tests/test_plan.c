@@ -1,0 +1,241 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The pure functions of mask.h against brute force, and what plans promise: workspaces that grow with s, kernels
+ * with names. */
+#include "common.h"
+
+#include "mask.h"
+
+#include <string.h>
+
+#define N 9
+
+static bool sees(band m, int64_t i, int64_t j) {
+    return j >= i + m.lo && j <= i + m.hi;
+}
+
+/* Bands of all kinds: finite, half-open, open, empty. */
+static band band_number(int x) {
+    static const int64_t edge[] = {-BAND_INFINITE, -12, -9, -5, -3, -2, -1, 0, 1, 2, 3, 5, 9, 12, BAND_INFINITE};
+    return (band){edge[x / (int)COUNT(edge)], edge[x % (int)COUNT(edge)]};
+}
+#define BANDS 225
+
+static void test_tiles(void **state) {
+    (void)state;
+    for (int x = 0; x < BANDS; x++)
+        for (int64_t i0 = 0; i0 < N; i0++)
+            for (int64_t i1 = i0 + 1; i1 <= N; i1++)
+                for (int64_t j0 = 0; j0 < N; j0++)
+                    for (int64_t j1 = j0 + 1; j1 <= N; j1++) {
+                        band m = band_number(x);
+                        int64_t count = 0;
+                        for (int64_t i = i0; i < i1; i++)
+                            for (int64_t j = j0; j < j1; j++)
+                                count += sees(m, i, j);
+                        tile_kind kind = tile_of(m, i0, i1, j0, j1);
+                        if (kind == TILE_EMPTY)
+                            assert_int_equal(count, 0);
+                        else if (kind == TILE_FULL)
+                            assert_int_equal(count, (i1 - i0) * (j1 - j0));
+                        else if (m.lo <= m.hi) /* a partial tile is never worth nothing or everything */
+                            assert_true(count > 0 && count < (i1 - i0) * (j1 - j0));
+                    }
+}
+
+static void test_ranges(void **state) {
+    (void)state;
+    for (int x = 0; x < BANDS; x++)
+        for (int64_t a = 0; a < N; a++)
+            for (int64_t b = a + 1; b <= N; b++)
+                for (int64_t other = 0; other <= N; other++) {
+                    band m = band_number(x);
+                    range keys = keys_of_queries(m, a, b, other), queries = queries_of_keys(m, a, b, other);
+                    assert_true(keys.begin >= 0 && keys.end <= other && queries.begin >= 0 && queries.end <= other);
+                    int64_t first_k = other, last_k = -1, first_q = other, last_q = -1;
+                    for (int64_t y = a; y < b; y++)
+                        for (int64_t z = 0; z < other; z++) {
+                            if (sees(m, y, z)) {
+                                first_k = min64(first_k, z);
+                                last_k = max64(last_k, z);
+                            }
+                            if (sees(m, z, y)) {
+                                first_q = min64(first_q, z);
+                                last_q = max64(last_q, z);
+                            }
+                        }
+                    if (m.lo > m.hi)
+                        continue; /* nothing is seen; any range will do, since every tile is looked at */
+                    if (last_k >= 0)
+                        assert_true(keys.begin == first_k && keys.end == last_k + 1);
+                    else
+                        assert_true(keys.begin >= keys.end);
+                    if (last_q >= 0)
+                        assert_true(queries.begin == first_q && queries.end == last_q + 1);
+                    else
+                        assert_true(queries.begin >= queries.end);
+                }
+}
+
+/* The rule of heddle.h, word by word. */
+static bool rule(const heddle_attention *a, int64_t sq, int64_t sk, int64_t i, int64_t j) {
+    int64_t off = a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : sk - sq;
+    if (a->mask != HEDDLE_MASK_NONE && !(j <= i + off))
+        return false;
+    if (!(a->features & HEDDLE_WINDOW))
+        return true;
+    if (a->window_left >= 0 && !(i + off - a->window_left <= j))
+        return false;
+    return a->window_right < 0 || j <= i + off + a->window_right;
+}
+
+static void test_bands(void **state) {
+    (void)state;
+    for (int mask = 0; mask < 3; mask++)
+        for (int window = 0; window < 2; window++)
+            for (int64_t left = -1; left < N; left++)
+                for (int64_t right = -1; right < N; right++)
+                    for (int64_t sq = 0; sq < N; sq++)
+                        for (int64_t sk = 0; sk < N; sk++) {
+                            heddle_attention a = {.mask = (heddle_mask)mask,
+                                                  .features = window ? HEDDLE_WINDOW : 0,
+                                                  .window_left = left,
+                                                  .window_right = right};
+                            sequence s = {3, sq, 5, sk};
+                            band m = band_of(&a, s);
+                            for (int64_t i = 0; i < sq; i++)
+                                for (int64_t j = 0; j < sk; j++) {
+                                    assert_int_equal(!!band_sees(m, i, j), rule(&a, sq, sk, i, j));
+                                    assert_int_equal(sees(m, i, j), rule(&a, sq, sk, i, j));
+                                }
+                        }
+}
+
+static void test_sequences(void **state) {
+    (void)state;
+    static const int32_t odd[] = {INT32_MIN, -7, -1, 0, 1, 2, 5, 9, 10, 11, 12, 13, 1000, INT32_MAX};
+    heddle_attention a = {.b = 1, .sq = 6, .sk = 7, .total_q = 10, .total_k = 12, .features = HEDDLE_VARLEN};
+    for (size_t x = 0; x < COUNT(odd); x++)
+        for (size_t y = 0; y < COUNT(odd); y++)
+            for (size_t z = 0; z < COUNT(odd); z++) {
+                const int32_t cu[] = {odd[x], odd[y]};
+                sequence s = sequence_of(&a, cu, cu, &odd[z], &odd[z], 0);
+                assert_true(s.first_q >= 0 && s.sq >= 0 && s.sq <= a.sq && s.first_q + s.sq <= a.total_q);
+                assert_true(s.first_k >= 0 && s.sk >= 0 && s.sk <= a.sk && s.first_k + s.sk <= a.total_k);
+                sequence free_length = sequence_of(&a, cu, cu, NULL, NULL, 0);
+                assert_true(s.sq <= free_length.sq && s.sk <= free_length.sk);
+                if (odd[x] >= 0 && odd[y] >= odd[x] && odd[y] <= 10 && odd[y] - odd[x] <= 6) { /* right lengths stay */
+                    assert_true(free_length.first_q == odd[x] && free_length.sq == odd[y] - odd[x]);
+                    assert_true(free_length.first_k == odd[x] && free_length.sk == odd[y] - odd[x]);
+                    if (odd[z] >= 0 && odd[z] <= free_length.sq)
+                        assert_int_equal(s.sq, odd[z]);
+                }
+            }
+    a.features = 0;
+    sequence whole = sequence_of(&a, NULL, NULL, NULL, NULL, 3);
+    assert_true(whole.first_q == 0 && whole.sq == 6 && whole.first_k == 0 && whole.sk == 7);
+}
+
+static size_t workspace_of(const heddle_attention *a, heddle_pass pass) {
+    size_t bytes = SIZE_MAX;
+    assert_int_equal(heddle_attention_workspace(a, pass, &bytes), HEDDLE_OK);
+    return bytes;
+}
+
+static void test_workspace_is_linear(void **state) {
+    (void)state;
+    static const heddle_dtype dtypes[] = {HEDDLE_F32, HEDDLE_BF16, HEDDLE_F16};
+    for (size_t x = 0; x < COUNT(dtypes); x++)
+        for (int pass = 0; pass < 2; pass++)
+            for (int mask = 0; mask < 3; mask++)
+                for (int grouped = 0; grouped < 2; grouped++) {
+                    heddle_attention a = attention_desc(dtypes[x], 1, 16, grouped ? 2 : 0, 65536, 65536, 128, 0);
+                    a.mask = (heddle_mask)mask;
+                    size_t one = workspace_of(&a, (heddle_pass)pass);
+                    assert_true(one < (size_t)(grouped ? 300 : 64) << 20); /* q has 256 MB in 16 bits */
+                    a.sq = a.sk = 131072;
+                    assert_true(workspace_of(&a, (heddle_pass)pass) <= 2 * one + 4096);
+                    a.features = HEDDLE_DETERMINISTIC;
+                    assert_true(workspace_of(&a, (heddle_pass)pass) <= 2 * one + 4096);
+                }
+    heddle_attention a = attention_desc(HEDDLE_F32, 1, 1, 0, 65536, 65536, 64, 0);
+    a.features = HEDDLE_BIAS; /* dbias summed over b and h would otherwise tempt a plan into s² */
+    a.bias_stride = a.dbias_stride = (heddle_strides){0, 0, 65536};
+    assert_true(workspace_of(&a, HEDDLE_BACKWARD) < (size_t)64 << 20);
+}
+
+static void test_norm_linear_workspace(void **state) {
+    (void)state;
+    for (int pass = 0; pass < 2; pass++) {
+        heddle_norm_linear a = norm_linear_desc(HEDDLE_BF16, HEDDLE_LAYER_NORM, 1 << 20, 1024, 4096);
+        size_t one = SIZE_MAX, two = SIZE_MAX;
+        assert_int_equal(heddle_norm_linear_workspace(&a, (heddle_pass)pass, &one), HEDDLE_OK);
+        a.m *= 2;
+        assert_int_equal(heddle_norm_linear_workspace(&a, (heddle_pass)pass, &two), HEDDLE_OK);
+        assert_true(one < (size_t)256 << 20); /* the inputs have 2 GB */
+        assert_true(two <= 2 * one + 4096);
+    }
+}
+
+static void test_kernel_names(void **state) {
+    (void)state;
+    static const heddle_dtype dtypes[] = {HEDDLE_F32, HEDDLE_BF16, HEDDLE_F16};
+    for (size_t x = 0; x < COUNT(dtypes); x++)
+        for (int pass = 0; pass < 2; pass++) {
+            char name[64] = "", other[64] = "", cut[5] = "....";
+            heddle_attention a = attention_desc(dtypes[x], 1, 2, 0, 64, 64, 64, 0);
+            heddle_norm_linear b = norm_linear_desc(dtypes[x], HEDDLE_LAYER_NORM, 8, 16, 24);
+            assert_int_equal(heddle_attention_kernel(&a, (heddle_pass)pass, name, sizeof name), HEDDLE_OK);
+            assert_int_equal(heddle_norm_linear_kernel(&b, (heddle_pass)pass, other, sizeof other), HEDDLE_OK);
+            assert_int_equal(strncmp(name, "heddle_attention_", 17), 0);
+            assert_int_equal(strncmp(other, "heddle_norm_linear_", 19), 0);
+            if (test_device() == HEDDLE_CPU) {
+                assert_non_null(strstr(name, heddle_cpu_isa()));
+                assert_non_null(strstr(other, heddle_cpu_isa()));
+            }
+            assert_int_equal(heddle_attention_kernel(&a, (heddle_pass)pass, cut, sizeof cut), HEDDLE_OK);
+            assert_string_equal(cut, "hedd");
+            assert_int_equal(heddle_attention_kernel(&a, (heddle_pass)pass, NULL, 0), HEDDLE_OK);
+        }
+}
+
+/* A byte less than the query said is refused, and nothing is written; exactly as many are enough (every other test). */
+static void test_query_agrees(void **state) {
+    (void)state;
+    static const int64_t sizes[][4] = {{1, 1, 1, 1}, {1, 3, 33, 70}, {2, 8, 256, 300}, {1, 1, 1, 1000}, {5, 2, 300, 3}};
+    for (size_t x = 0; x < COUNT(sizes); x++)
+        for (int pass = 0; pass < 2; pass++) {
+            attention_case c = {
+                .a = attention_desc(HEDDLE_BF16, sizes[x][0], sizes[x][1], 1, sizes[x][2], sizes[x][3], 40, 0),
+                .seed = x};
+            attention_problem p = attention_new(&c);
+            size_t bytes = workspace_of(&p.a, (heddle_pass)pass);
+            heddle_attention_data data = attention_data(&p, pass);
+            void *workspace = workspace_new(p.a.device, bytes);
+            if (bytes) {
+                heddle_status status = pass ? heddle_attention_backward(&p.a, &data, workspace, bytes - 1, NULL)
+                                            : heddle_attention_forward(&p.a, &data, workspace, bytes - 1, NULL);
+                assert_int_equal(status, HEDDLE_WORKSPACE_TOO_SMALL);
+            }
+            for (int t = 0; t < T_COUNT; t++) {
+                tensor_download(&p.t[t]);
+                assert_true(tensor_unchanged(&p.t[t]));
+            }
+            workspace_free(p.a.device, workspace);
+            attention_free(&p);
+        }
+}
+
+int main(void) {
+    test_begin();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_tiles),
+        cmocka_unit_test(test_ranges),
+        cmocka_unit_test(test_bands),
+        cmocka_unit_test(test_sequences),
+        cmocka_unit_test(test_workspace_is_linear),
+        cmocka_unit_test(test_norm_linear_workspace),
+        cmocka_unit_test(test_kernel_names),
+        cmocka_unit_test(test_query_agrees),
+    };
+    return test_end(cmocka_run_group_tests(tests, NULL, NULL));
+}

@@ -1,0 +1,220 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Random problems over all options, types, sizes and layouts. The seed is printed: HEDDLE_SEED=<that of the failing
+ * case> with HEDDLE_CASES=1 runs that case alone. HEDDLE_LONG=1 runs twenty times as many. */
+#define _POSIX_C_SOURCE 200809L
+#include "common.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+#define STANDARD_SECONDS 6
+#define LONG_SECONDS 240
+
+/* The arrays that a random case points to. */
+typedef struct lengths {
+    int32_t cu_q[9], cu_k[9], len_q[8], len_k[8];
+} lengths;
+
+static const int64_t dims[] = {1,  2,  3,  5,  8,   13,  16,  24,  31,  32,  40,  48,
+                               64, 72, 80, 96, 112, 128, 160, 192, 255, 256, 320, 512};
+
+static int64_t random_dim(rng *r) {
+    return dims[rng_between(r, 0, rng_chance(r, 0.15) ? (int64_t)COUNT(dims) - 1 : 12)];
+}
+
+static int64_t random_length(rng *r) {
+    static const int64_t odd[] = {1, 2, 3, 7, 31, 33, 64, 113, 128, 203};
+    return rng_chance(r, 0.3) ? odd[rng_between(r, 0, (int64_t)COUNT(odd) - 1)]
+                              : rng_between(r, 1, rng_chance(r, 0.1) ? 300 : 90);
+}
+
+/* Contiguous, [b, s, h, d], or padded anywhere. */
+static heddle_strides random_strides(rng *r, bool output, int64_t b, int64_t h, int64_t s, int64_t last) {
+    int64_t pad = rng_between(r, 0, 9), more = rng_between(r, 0, 50);
+    switch (rng_between(r, 0, 4)) {
+    case 0: return (heddle_strides){s * h * last, last, h * last};
+    case 1: return (heddle_strides){h * s * (last + pad) + more, s * (last + pad), last + pad};
+    case 2: return (heddle_strides){last + pad, b * (last + pad), b * h * (last + pad)};
+    case 3:
+        if (!output)
+            return (heddle_strides){rng_chance(r, 0.5) ? 0 : s * last, 0, last};
+        return (heddle_strides){0};
+    default: return (heddle_strides){0};
+    }
+}
+
+static heddle_strides random_broadcast(rng *r, int64_t h, int64_t s, int64_t last) {
+    if (rng_chance(r, 0.1))
+        return (heddle_strides){HEDDLE_BROADCAST, HEDDLE_BROADCAST, HEDDLE_BROADCAST};
+    bool over_b = rng_chance(r, 0.4), over_h = rng_chance(r, 0.4), over_s = rng_chance(r, 0.1);
+    int64_t row = over_s ? 0 : last, head = over_h ? 0 : (over_s ? 1 : s) * last;
+    int64_t batch = over_b ? 0 : (over_h ? 1 : h) * (over_s ? 1 : s) * last;
+    return (heddle_strides){batch, head, row};
+}
+
+static void random_masks(rng *r, attention_case *c, lengths *l) {
+    heddle_attention *a = &c->a;
+    a->mask = (heddle_mask)rng_between(r, 0, 2);
+    if (rng_chance(r, 0.3)) {
+        a->features |= HEDDLE_WINDOW;
+        a->window_left = rng_between(r, -1, rng_chance(r, 0.5) ? 8 : a->sk);
+        a->window_right = rng_between(r, -1, rng_chance(r, 0.5) ? 8 : a->sk);
+    }
+    if (rng_chance(r, 0.25)) {
+        a->features |= HEDDLE_BOOL_MASK;
+        a->bool_mask_stride = random_broadcast(r, a->h, a->sq, a->sk);
+        c->mask_density = rng_chance(r, 0.2) ? 0.05 : 0.8;
+        c->mask_rows = rng_chance(r, 0.5);
+    }
+    if (rng_chance(r, 0.25)) {
+        a->features |= HEDDLE_VARLEN;
+        l->cu_q[0] = (int32_t)rng_between(r, 0, 4);
+        l->cu_k[0] = (int32_t)rng_between(r, 0, 4);
+        for (int64_t n = 0; n < a->b; n++) {
+            l->cu_q[n + 1] = l->cu_q[n] + (int32_t)(rng_chance(r, 0.2) ? 0 : rng_between(r, 0, a->sq));
+            l->cu_k[n + 1] = l->cu_k[n] + (int32_t)(rng_chance(r, 0.2) ? 0 : rng_between(r, 0, a->sk));
+        }
+        a->total_q = l->cu_q[a->b] + rng_between(r, 0, 4);
+        a->total_k = l->cu_k[a->b] + rng_between(r, 0, 4);
+        c->cu_q = l->cu_q;
+        c->cu_k = l->cu_k;
+    }
+    if (rng_chance(r, 0.2)) {
+        int64_t which = rng_between(r, 1, 3);
+        a->features |= HEDDLE_SEQLENS;
+        for (int64_t n = 0; n < a->b; n++) {
+            l->len_q[n] = (int32_t)rng_between(r, 0, a->sq);
+            l->len_k[n] = (int32_t)rng_between(r, 0, a->sk);
+        }
+        c->len_q = which & 1 ? l->len_q : NULL;
+        c->len_k = which & 2 ? l->len_k : NULL;
+    }
+}
+
+static attention_case random_attention(uint64_t seed, lengths *l) {
+    rng r = {seed};
+    static const int64_t heads[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {6, 2}, {3, 3}, {8, 1}};
+    const int64_t *h = heads[rng_between(&r, 0, (int64_t)COUNT(heads) - 1)];
+    int64_t d = random_dim(&r), dv = rng_chance(&r, 0.7) ? d : random_dim(&r);
+    attention_case c = {.a = attention_desc((heddle_dtype)rng_between(&r, 0, 2), rng_between(&r, 1, 4), h[0], h[1],
+                                            random_length(&r), random_length(&r), d, dv),
+                        .seed = seed};
+    heddle_attention *a = &c.a;
+    random_masks(&r, &c, l);
+    if (rng_chance(&r, 0.3))
+        a->scale = 0.1 + rng_uniform(&r) * 0.5 / sqrt((double)d);
+    if (rng_chance(&r, 0.2))
+        a->softcap = 1 + 20 * rng_uniform(&r);
+    if (rng_chance(&r, 0.2)) {
+        a->features |= HEDDLE_ALIBI;
+        a->alibi_stride_b = rng_chance(&r, 0.5) ? a->h : 0;
+    }
+    if (rng_chance(&r, 0.25)) {
+        a->features |= HEDDLE_BIAS;
+        a->bias_stride = random_broadcast(&r, a->h, a->sq, a->sk);
+        a->dbias_stride = rng_chance(&r, 0.7) ? a->bias_stride : random_broadcast(&r, a->h, a->sq, a->sk);
+    }
+    if (rng_chance(&r, 0.2))
+        a->features |= HEDDLE_SINKS;
+    if (rng_chance(&r, 0.2))
+        a->features |= HEDDLE_WEIGHTS;
+    if (rng_chance(&r, 0.2)) {
+        a->dropout = rng_uniform(&r) * 0.9;
+        a->seed = rng_next(&r);
+        a->offset = rng_next(&r);
+        a->features |= rng_chance(&r, 0.5) ? HEDDLE_RNG_STATE : 0;
+    }
+    if (rng_chance(&r, 0.5)) {
+        bool packed = a->features & HEDDLE_VARLEN;
+        int64_t b = packed ? 1 : a->b, rq = packed ? a->total_q : a->sq, rk = packed ? a->total_k : a->sk;
+        a->q_stride = random_strides(&r, false, b, a->h, rq, a->d);
+        a->k_stride = random_strides(&r, false, b, a->hk, rk, a->d);
+        a->v_stride = random_strides(&r, false, b, a->hk, rk, a->dv);
+        a->o_stride = random_strides(&r, true, b, a->h, rq, a->dv);
+        a->do_stride = random_strides(&r, false, b, a->h, rq, a->dv);
+        a->dq_stride = random_strides(&r, true, b, a->h, rq, a->d);
+        a->dk_stride = random_strides(&r, true, b, a->hk, rk, a->d);
+        a->dv_stride = random_strides(&r, true, b, a->hk, rk, a->dv);
+    }
+    for (int x = T_DOUT; x < T_COUNT; x++)
+        c.skip |= rng_chance(&r, 0.08) ? UINT32_C(1) << x : 0;
+    c.poison_masked = rng_chance(&r, 0.7);
+    return c;
+}
+
+static norm_linear_case random_norm_linear(uint64_t seed) {
+    rng r = {seed ^ 0x5a5a};
+    int64_t m = rng_between(&r, 1, 150), k = rng_between(&r, 1, 150), n = rng_between(&r, 1, 150);
+    norm_linear_case c = {
+        .a = norm_linear_desc((heddle_dtype)rng_between(&r, 0, 2), (heddle_norm)rng_between(&r, 0, 1), m, k, n),
+        .seed = seed};
+    int64_t *strides[] = {&c.a.x_stride, &c.a.w_stride, &c.a.y_stride, &c.a.dy_stride, &c.a.dx_stride, &c.a.dw_stride};
+    const int64_t last[] = {k, k, n, n, k, k};
+    for (size_t x = 0; x < COUNT(strides); x++)
+        *strides[x] = rng_chance(&r, 0.5) ? 0 : last[x] + rng_between(&r, 0, 20);
+    static const int optional[] = {N_GAMMA, N_BETA, N_BIAS, N_MEAN, N_RSTD, N_DX, N_DGAMMA, N_DBETA, N_DW, N_DBIAS};
+    for (size_t x = 0; x < COUNT(optional); x++)
+        c.skip |= rng_chance(&r, 0.15) ? UINT32_C(1) << optional[x] : 0;
+    c.mean = rng_chance(&r, 0.3) ? 100 * rng_uniform(&r) : 0;
+    return c;
+}
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Runs cases until the time is up, but always as many as to be worth it; the seeds are consecutive. */
+static void sweep(bool (*right)(uint64_t seed), void (*print)(uint64_t seed), const char *name) {
+    const char *limit = getenv("HEDDLE_CASES");
+    uint64_t seed = test_seed(20261120), cases = limit ? strtoull(limit, NULL, 0) : UINT64_MAX, done = 0;
+    double end = now() + (test_long() ? LONG_SECONDS : STANDARD_SECONDS);
+    for (; done < cases && (now() < end || done < 50 || limit); done++)
+        if (!right(seed + done)) {
+            print(seed + done);
+            fail_msg("%s: HEDDLE_SEED=%" PRIu64 " HEDDLE_CASES=1 runs this case alone", name, seed + done);
+        }
+    printf("%s: %" PRIu64 " cases from seed %" PRIu64 "\n", name, done, seed);
+}
+
+static bool attention_seed_is_right(uint64_t seed) {
+    lengths l = {0};
+    attention_case c = random_attention(seed, &l);
+    return attention_is_right(&c);
+}
+
+static void print_attention_seed(uint64_t seed) {
+    lengths l = {0};
+    attention_case c = random_attention(seed, &l);
+    attention_print(&c);
+}
+
+static bool norm_linear_seed_is_right(uint64_t seed) {
+    norm_linear_case c = random_norm_linear(seed);
+    return norm_linear_is_right(&c);
+}
+
+static void print_norm_linear_seed(uint64_t seed) {
+    norm_linear_case c = random_norm_linear(seed);
+    norm_linear_print(&c);
+}
+
+static void test_attention(void **state) {
+    (void)state;
+    sweep(attention_seed_is_right, print_attention_seed, "attention");
+}
+
+static void test_norm_linear(void **state) {
+    (void)state;
+    sweep(norm_linear_seed_is_right, print_norm_linear_seed, "norm-linear");
+}
+
+int main(void) {
+    test_begin();
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_attention), cmocka_unit_test(test_norm_linear)};
+    return test_end(cmocka_run_group_tests(tests, NULL, NULL));
+}

@@ -1,0 +1,278 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The same bits from any number of threads; calls from several threads at once, and from within a parallel region. */
+#include "common.h"
+
+#include <pthread.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+static const int thread_counts[] = {1, 2, 7};
+
+static void set_threads(int n) {
+#ifdef _OPENMP
+    omp_set_num_threads(n);
+#else
+    (void)n;
+#endif
+}
+
+/* No cmocka in here: this runs on threads that it knows nothing of. */
+static bool attention_pass(attention_problem *p, heddle_pass pass) {
+    size_t bytes = 0;
+    if (heddle_attention_workspace(&p->a, pass, &bytes) != HEDDLE_OK)
+        return false;
+    void *workspace = workspace_new(p->a.device, bytes);
+    heddle_attention_data data = attention_data(p, pass == HEDDLE_BACKWARD);
+    heddle_status status = pass == HEDDLE_FORWARD ? heddle_attention_forward(&p->a, &data, workspace, bytes, NULL)
+                                                  : heddle_attention_backward(&p->a, &data, workspace, bytes, NULL);
+    bool right = status == HEDDLE_OK && workspace_intact(p->a.device, workspace, bytes);
+    workspace_free(p->a.device, workspace);
+    for (int x = 0; x < T_COUNT; x++)
+        tensor_download(&p->t[x]);
+    return right;
+}
+
+static bool attention_both(attention_problem *p) {
+    return attention_pass(p, HEDDLE_FORWARD) && attention_pass(p, HEDDLE_BACKWARD);
+}
+
+static bool norm_linear_both(norm_linear_problem *p) {
+    for (int pass = 0; pass < 2; pass++) {
+        size_t bytes = 0;
+        if (heddle_norm_linear_workspace(&p->a, (heddle_pass)pass, &bytes) != HEDDLE_OK)
+            return false;
+        void *workspace = workspace_new(p->a.device, bytes);
+        heddle_norm_linear_data data = norm_linear_data(p, pass);
+        heddle_status status = pass ? heddle_norm_linear_backward(&p->a, &data, workspace, bytes, NULL)
+                                    : heddle_norm_linear_forward(&p->a, &data, workspace, bytes, NULL);
+        bool right = status == HEDDLE_OK && workspace_intact(p->a.device, workspace, bytes);
+        workspace_free(p->a.device, workspace);
+        if (!right)
+            return false;
+    }
+    for (int x = 0; x < N_COUNT; x++)
+        tensor_download(&p->t[x]);
+    return true;
+}
+
+static const int32_t cu[] = {0, 3, 3, 90, 220, 221, 260};
+
+static attention_case attention_number(int x) {
+    static const int64_t shape[][7] = {
+        {1, 1, 1, 300, 310, 32, 32}, {2, 8, 2, 97, 130, 24, 40},  {1, 1, 1, 5, 700, 64, 64},
+        {1, 1, 1, 700, 5, 64, 64},   {1, 7, 1, 33, 65, 16, 16},   {1, 1, 1, 1, 1, 3, 3},
+        {16, 4, 4, 9, 9, 8, 8},      {6, 4, 2, 130, 130, 16, 16}, {3, 2, 1, 40, 290, 256, 256}};
+    const int64_t *s = shape[x % (int)COUNT(shape)];
+    attention_case c = {.a = attention_desc((heddle_dtype)(x % 3), s[0], s[1], s[2], s[3], s[4], s[5], s[6]),
+                        .seed = (uint64_t)x * 3 + 1}; /* no multiple of 3: aligned */
+    c.a.mask = (heddle_mask)(x / 3 % 3);
+    c.a.features = HEDDLE_BIAS | HEDDLE_SINKS | HEDDLE_DETERMINISTIC;
+    c.a.bias_stride = c.a.dbias_stride = (heddle_strides){0, 0, s[4]}; /* dbias: a sum over all heads */
+    c.a.dropout = x % 4 == 1 ? 0.2 : 0;
+    if (x % (int)COUNT(shape) == 7) {
+        c.a.features |= HEDDLE_VARLEN;
+        c.a.total_q = c.a.total_k = 260;
+        c.cu_q = c.cu_k = cu;
+    }
+    return c;
+}
+#define ATTENTIONS 27
+
+static norm_linear_case norm_linear_number(int x) {
+    static const int64_t shape[][3] = {{1, 300, 200}, {300, 40, 50}, {33, 203, 7}, {7, 7, 500}, {130, 129, 131}};
+    const int64_t *s = shape[x % (int)COUNT(shape)];
+    return (norm_linear_case){.a = norm_linear_desc((heddle_dtype)(x % 3), (heddle_norm)(x % 2), s[0], s[1], s[2]),
+                              .seed = (uint64_t)x * 3 + 1};
+}
+#define NORM_LINEARS 15
+
+static bool attention_same(const attention_problem *p, const attention_problem *q) {
+    for (int x = 0; x < T_COUNT; x++)
+        if (!tensor_equal(&p->t[x], &q->t[x]))
+            return false;
+    return true;
+}
+
+static bool norm_linear_same(const norm_linear_problem *p, const norm_linear_problem *q) {
+    for (int x = 0; x < N_COUNT; x++)
+        if (!tensor_equal(&p->t[x], &q->t[x]))
+            return false;
+    return true;
+}
+
+static void test_attention_thread_counts(void **state) {
+    (void)state;
+    for (int x = 0; x < ATTENTIONS; x++) {
+        attention_case c = attention_number(x);
+        attention_problem one = {0};
+        for (size_t t = 0; t < COUNT(thread_counts); t++) {
+            set_threads(thread_counts[t]);
+            attention_problem p = attention_new(&c);
+            attention_run(&p, HEDDLE_FORWARD);
+            attention_run(&p, HEDDLE_BACKWARD);
+            if (t == 0) {
+                one = p;
+                continue;
+            }
+            if (!attention_same(&one, &p)) {
+                attention_print(&c);
+                fail_msg("%d threads give other bits than one", thread_counts[t]);
+            }
+            attention_free(&p);
+        }
+        attention_free(&one);
+    }
+}
+
+static void test_norm_linear_thread_counts(void **state) {
+    (void)state;
+    for (int x = 0; x < NORM_LINEARS; x++) {
+        norm_linear_case c = norm_linear_number(x);
+        norm_linear_problem one = {0};
+        for (size_t t = 0; t < COUNT(thread_counts); t++) {
+            set_threads(thread_counts[t]);
+            norm_linear_problem p = norm_linear_new(&c);
+            norm_linear_run(&p, HEDDLE_FORWARD);
+            norm_linear_run(&p, HEDDLE_BACKWARD);
+            if (t == 0) {
+                one = p;
+                continue;
+            }
+            if (!norm_linear_same(&one, &p)) {
+                norm_linear_print(&c);
+                fail_msg("%d threads give other bits than one", thread_counts[t]);
+            }
+            norm_linear_free(&p);
+        }
+        norm_linear_free(&one);
+    }
+}
+
+/* What the kernels for two and for seven threads compute is right, too. */
+static void test_right_with_threads(void **state) {
+    (void)state;
+    for (size_t t = 1; t < COUNT(thread_counts); t++) {
+        set_threads(thread_counts[t]);
+        for (int x = (int)t; x < ATTENTIONS; x += 2) {
+            attention_case c = attention_number(x);
+            check_attention(&c);
+        }
+        for (int x = 0; x < NORM_LINEARS; x++) {
+            norm_linear_case c = norm_linear_number(x);
+            check_norm_linear(&c);
+        }
+    }
+}
+
+/* The number of threads between the query and the call may shrink; more than planned for must not be used. */
+static void test_threads_change(void **state) {
+    (void)state;
+    attention_case c = attention_number(0);
+    set_threads(7);
+    attention_problem p = attention_new(&c), q = attention_new(&c);
+    attention_run(&p, HEDDLE_FORWARD);
+    size_t bytes = 0;
+    assert_int_equal(heddle_attention_workspace(&q.a, HEDDLE_FORWARD, &bytes), HEDDLE_OK);
+    void *workspace = workspace_new(q.a.device, bytes);
+    heddle_attention_data data = attention_data(&q, false);
+    set_threads(2);
+    assert_int_equal(heddle_attention_forward(&q.a, &data, workspace, bytes, NULL), HEDDLE_OK);
+    tensor_download(&q.t[T_O]);
+    assert_true(tensor_equal(&p.t[T_O], &q.t[T_O]));
+    workspace_free(q.a.device, workspace);
+    attention_free(&p);
+    attention_free(&q);
+}
+
+typedef struct job {
+    int first;
+    attention_problem *attention; /* expected results */
+    norm_linear_problem *norm_linear;
+    bool right;
+} job;
+
+static void *work(void *argument) {
+    job *j = argument;
+    j->right = true;
+    for (int round = 0; round < 2; round++)
+        for (int x = 0; x < 8; x++) {
+            int which = (x + j->first) % 8;
+            attention_case c = attention_number(which);
+            attention_problem p = attention_new(&c);
+            j->right = attention_both(&p) && attention_same(&p, &j->attention[which]) && j->right;
+            attention_free(&p);
+            norm_linear_case d = norm_linear_number(which);
+            norm_linear_problem q = norm_linear_new(&d);
+            j->right = norm_linear_both(&q) && norm_linear_same(&q, &j->norm_linear[which]) && j->right;
+            norm_linear_free(&q);
+        }
+    return NULL;
+}
+
+static void expect_results(attention_problem attention[8], norm_linear_problem norm_linear[8]) {
+    set_threads(1);
+    for (int x = 0; x < 8; x++) {
+        attention_case c = attention_number(x);
+        attention[x] = attention_new(&c);
+        assert_true(attention_both(&attention[x]));
+        norm_linear_case d = norm_linear_number(x);
+        norm_linear[x] = norm_linear_new(&d);
+        assert_true(norm_linear_both(&norm_linear[x]));
+    }
+}
+
+static void free_results(attention_problem attention[8], norm_linear_problem norm_linear[8]) {
+    for (int x = 0; x < 8; x++) {
+        attention_free(&attention[x]);
+        norm_linear_free(&norm_linear[x]);
+    }
+}
+
+static void test_concurrent_calls(void **state) {
+    (void)state;
+    attention_problem attention[8];
+    norm_linear_problem norm_linear[8];
+    expect_results(attention, norm_linear);
+    set_threads(2);
+    job jobs[4];
+    pthread_t threads[4];
+    for (int x = 0; x < 4; x++) {
+        jobs[x] = (job){.first = x * 2, .attention = attention, .norm_linear = norm_linear};
+        assert_int_equal(pthread_create(&threads[x], NULL, work, &jobs[x]), 0);
+    }
+    for (int x = 0; x < 4; x++) {
+        pthread_join(threads[x], NULL);
+        assert_true(jobs[x].right);
+    }
+    free_results(attention, norm_linear);
+}
+
+static void test_inside_parallel_region(void **state) {
+    (void)state;
+#ifdef _OPENMP
+    attention_problem attention[8];
+    norm_linear_problem norm_linear[8];
+    expect_results(attention, norm_linear);
+    job jobs[3];
+    set_threads(3);
+#pragma omp parallel for schedule(static, 1)
+    for (int x = 0; x < 3; x++) {
+        jobs[x] = (job){.first = x, .attention = attention, .norm_linear = norm_linear};
+        work(&jobs[x]);
+    }
+    for (int x = 0; x < 3; x++)
+        assert_true(jobs[x].right);
+    free_results(attention, norm_linear);
+#endif
+}
+
+int main(void) {
+    test_begin();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_attention_thread_counts), cmocka_unit_test(test_norm_linear_thread_counts),
+        cmocka_unit_test(test_right_with_threads),      cmocka_unit_test(test_threads_change),
+        cmocka_unit_test(test_concurrent_calls),        cmocka_unit_test(test_inside_parallel_region),
+    };
+    return test_end(cmocka_run_group_tests(tests, NULL, NULL));
+}
