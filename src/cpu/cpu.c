@@ -89,11 +89,12 @@ const char *heddle_cpu_isa(void) {
     return kernels()->isa;
 }
 
-/* OpenMP's number, but one inside a parallel region (no oversubscription), and one when the work is not worth waking others:
- * that costs about as much as 2^17 multiply-adds. */
+/* OpenMP's number, but one inside a parallel region (no oversubscription), and one when the work is not worth waking others: a
+ * core does 2^21 multiply-adds in some 20 microseconds, and a thread that must wait for its turn on a busy machine can cost
+ * milliseconds. */
 static int threads_for(double multiply_adds) {
 #ifdef _OPENMP
-    if (omp_in_parallel() || multiply_adds < 131072)
+    if (omp_in_parallel() || multiply_adds < 0x1p21)
         return 1;
     return omp_get_max_threads();
 #else
