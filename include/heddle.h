@@ -171,8 +171,9 @@ typedef enum heddle_mask {
  * With HEDDLE_VARLEN the sequences are packed: q is [total_q, h, d], k and v are [total_k, hk, ...], sequence n holds the rows
  * cu_seqlens[n] to cu_seqlens[n+1]-1 (zero of them is fine), sq and sk are upper limits of one sequence's rows, b counts
  * sequences, strides.b is not used and lse is [h, total_q]; the default strides are then those of [total, h, last]. bias,
- * bool_mask and weights keep [b, h, sq, sk]. Rows that belong to no sequence are not written. cu_seqlens and seqlens are read
- * where the work is done (on a GPU: on the device); values outside their limits are clamped to them.
+ * bool_mask, weights and dbias keep [b, h, sq, sk] (written as zero outside the sequence). Rows that belong to no sequence are
+ * not written. cu_seqlens and seqlens are read where the work is done (on a GPU: on the device); values outside their limits
+ * are clamped to them.
  * With HEDDLE_SEQLENS only the first seqlens_q[n] and seqlens_k[n] rows of batch n count, for off too; outputs of the other
  * rows are zero (lse: -inf).
  *
@@ -205,7 +206,8 @@ typedef struct heddle_attention {
     int64_t alibi_stride_b; /* alibi_slopes[n*alibi_stride_b + x]: 0, or h for slopes per batch */
 } heddle_attention;
 
-/* Where the data of one attention problem lies. "float" below is float32, or float64 when dtype is HEDDLE_F64. */
+/* Where the data of one attention problem lies. Forward does not look at what only backward uses. "float" below is float32, or
+ * float64 when dtype is HEDDLE_F64. */
 typedef struct heddle_attention_data {
     size_t size; /* sizeof(heddle_attention_data) */
     /* inputs of both passes */

@@ -103,15 +103,20 @@ static __attribute__((noinline)) void gemm_careful(bool masked_a, int vectors, i
         }
 }
 
+/* Rows of `columns` elements; what pads a row to whole vectors is not looked at. */
 static bool all_finite(const float *p, int64_t rows, int64_t stride, int64_t columns) {
-    for (int64_t r = 0; r < rows; r++) {
-        float zero = 0; /* x·0 is 0, or NaN */
-        for (int64_t x = 0; x < columns; x++)
-            zero += p[r * stride + x] * 0;
-        if (!(zero == 0))
-            return false;
+    vf zero = splat(0); /* x·0 is 0, or NaN */
+    float rest = 0;
+    for (int64_t r = 0; r < rows; r++, p += stride) {
+        int64_t x = 0;
+        for (; x + VL <= columns; x += VL)
+            zero += load(p + x) * 0;
+        for (; x < columns; x++)
+            rest += p[x] * 0;
     }
-    return true;
+    for (int l = 0; l < VL; l++)
+        rest += zero[l];
+    return rest == 0;
 }
 
 #endif

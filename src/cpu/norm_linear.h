@@ -15,7 +15,8 @@
 
 #include <stdio.h>
 
-#define DEPTH 192   /* sum indices per product: a panel of B then stays in the first-level cache */
+#define DEPTH 1024  /* sum indices per product: a panel of B then stays in the second-level cache */
+#define SLICE 512   /* the same for dx, where a slice of dy for a whole block of rows stays there, too */
 #define CHUNK_M 512 /* rows of x and dy that are packed at a time for dw */
 
 typedef struct norm_call {
@@ -60,7 +61,7 @@ static norm_space carve_norm_space(const norm_linear_plan *plan, carver *w) {
     bool backward = plan->pass == HEDDLE_BACKWARD;
     int64_t k_pad = (plan->a.k + LANES - 1) / LANES * LANES;
     norm_space s;
-    s.a = carve_floats(w, plan->tile_m * (backward ? plan->a.n : plan->a.k));
+    s.a = carve_floats(w, plan->tile_m * (backward ? min64(plan->a.n, SLICE) : plan->a.k));
     s.c = carve_floats(w, plan->tile_m * (backward ? k_pad : LANES));
     s.row = carve_floats(w, k_pad);
     return s;
@@ -162,31 +163,47 @@ static void pack_z(const norm_call *c, int64_t first, int64_t count, float *out)
     }
 }
 
-/* C [rows][c_stride] = A·B over `depth` sum indices; A in panels of VL rows, B one panel of LANES columns. */
-static void multiply_panels(int64_t rows, int vectors, int64_t depth, const float *a, const float *b, float *out,
-                            int64_t stride) {
-    for (int64_t x = 0; x < depth; x += DEPTH)
-        for (int64_t r = 0; r < rows; r += VL)
-            gemm(vectors, min64(VL, rows - r), min64(DEPTH, depth - x), (gemm_a){a + r * depth + x * VL, 1, VL},
-                 b + x * LANES, LANES, out + r * stride, stride, x > 0);
-}
-
 INLINE int vectors_of(int64_t columns) {
     return (int)((min64(LANES, columns) + VL - 1) / VL);
 }
 
-static void write_y(const norm_call *c, int64_t first, int64_t rows, int64_t panel, float *block) {
-    const heddle_norm_linear *a = c->a;
-    int64_t n0 = panel * LANES, columns = min64(LANES, a->n - n0);
-    float bias[LANES] = {0};
-    if (c->t->bias)
-        widen_row(c->type, element_at(c->t->bias, n0, c->type), columns, 1, bias);
+/* Asks for rows that will soon be written, so that the stores need not wait for the lines. */
+INLINE void prefetch_rows(const char *p, int64_t rows, int64_t row_bytes, int64_t bytes) {
+    for (int64_t r = 0; r < rows; r++, p += row_bytes)
+        for (int64_t x = 0; x < bytes; x += 64)
+            __builtin_prefetch(p + x, 1);
+}
+
+/* y of a few rows of one panel: block [rows][LANES] + bias. */
+static void write_y(const norm_call *c, int64_t first, int64_t rows, int64_t n0, int64_t columns, const float *bias,
+                    float *block) {
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t x = 0; x < columns; x += VL)
             store(block + r * LANES + x, load(block + r * LANES + x) + load(bias + x));
         narrow_row(c->type, block + r * LANES, columns, 1,
-                   (char *)c->t->y + ((first + r) * a->y_stride + n0) * element_size(c->type));
+                   (char *)c->t->y + ((first + r) * c->a->y_stride + n0) * element_size(c->type));
     }
+}
+
+/* y of a block of rows (z in panels of VL of them) and one panel of columns; written as soon as each few rows are done, so that
+ * the writing hides behind the products. */
+static void forward_panel(const norm_call *c, const norm_space *s, int64_t first, int64_t rows, int64_t panel) {
+    const heddle_norm_linear *a = c->a;
+    const int64_t n0 = panel * LANES, columns = min64(LANES, a->n - n0);
+    const float *w = c->w + n0 * a->k;
+    float bias[LANES] = {0};
+    if (c->t->bias)
+        widen_row(c->type, element_at(c->t->bias, n0, c->type), columns, 1, bias);
+    for (int64_t x = 0; x < a->k; x += DEPTH)
+        for (int64_t r = 0; r < rows; r += VL) {
+            const int64_t count = min64(VL, rows - r), bytes = element_size(c->type);
+            prefetch_rows((const char *)c->t->y + ((first + r) * a->y_stride + n0) * bytes, count, a->y_stride * bytes,
+                          columns * bytes);
+            gemm(vectors_of(columns), count, min64(DEPTH, a->k - x), (gemm_a){s->a + r * a->k + x * VL, 1, VL},
+                 w + x * LANES, LANES, s->c + r * LANES, LANES, x > 0);
+            if (x + DEPTH >= a->k)
+                write_y(c, first + r, count, n0, columns, bias, s->c + r * LANES);
+        }
 }
 
 static void norm_linear_forward(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace) {
@@ -211,10 +228,8 @@ static void norm_linear_forward(const norm_linear_plan *plan, const heddle_norm_
             int64_t first = task / groups * plan->tile_m, rows = min64(plan->tile_m, a->m - first);
             int64_t p0 = task % groups * plan->tile_n, p1 = min64(c.n_panels, p0 + plan->tile_n);
             pack_z(&c, first, rows, s.a);
-            for (int64_t p = p0; p < p1; p++) {
-                multiply_panels(rows, vectors_of(a->n - p * LANES), a->k, s.a, c.w + p * LANES * a->k, s.c, LANES);
-                write_y(&c, first, rows, p, s.c);
-            }
+            for (int64_t p = p0; p < p1; p++)
+                forward_panel(&c, &s, first, rows, p);
         }
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < a->m; row++) {
@@ -257,43 +272,66 @@ static void dx_row(const norm_call *c, int64_t row, float *g, float *xhat) {
     narrow_row(c->type, g, a->k, 1, (char *)c->t->dx + row * a->dx_stride * element_size(c->type));
 }
 
-static void dx_task(const norm_call *c, const norm_space *s, int64_t first, int64_t rows) {
-    const heddle_norm_linear *a = c->a;
+/* g [rows][k_pad] (+)= dy·W over the columns x .. x+depth-1 of dy. */
+static void add_slice(const norm_call *c, const norm_space *s, int64_t first, int64_t rows, int64_t x, int64_t depth) {
     for (int64_t r = 0; r < rows; r += VL) {
         const void *p[VL];
         int64_t count = min64(VL, rows - r);
-        for (int64_t x = 0; x < count; x++)
-            p[x] = row_of(c->t->dy, first + r + x, a->dy_stride, c->type);
-        pack_transposed(c->type, p, 0, count, a->n, 1, s->a + r * a->n, VL);
+        for (int64_t y = 0; y < count; y++)
+            p[y] = row_of(c->t->dy, first + r + y, c->a->dy_stride, c->type);
+        pack_transposed(c->type, p, x, count, depth, 1, s->a + r * depth, VL);
     }
     for (int64_t p = 0; p < c->k_panels; p++)
-        multiply_panels(rows, vectors_of(a->k - p * LANES), a->n, s->a, c->w + p * a->n * LANES, s->c + p * LANES,
-                        c->k_pad);
+        for (int64_t r = 0; r < rows; r += VL)
+            gemm(vectors_of(c->a->k - p * LANES), min64(VL, rows - r), depth, (gemm_a){s->a + r * depth, 1, VL},
+                 c->w + (p * c->a->n + x) * LANES, LANES, s->c + r * c->k_pad + p * LANES, c->k_pad, x > 0);
+}
+
+static void dx_task(const norm_call *c, const norm_space *s, int64_t first, int64_t rows) {
+    for (int64_t x = 0; x < c->a->n; x += SLICE)
+        add_slice(c, s, first, rows, x, min64(SLICE, c->a->n - x));
     for (int64_t r = 0; r < rows; r++)
         dx_row(c, first + r, s->c + r * c->k_pad, s->row);
 }
 
+/* Rows that lie far apart are asked for some rows ahead: no hardware prefetcher follows them. */
+INLINE void prefetch_ahead(const char *row, int64_t row_bytes, int64_t bytes) {
+    for (int64_t x = 0; x < bytes; x += 64)
+        __builtin_prefetch(row + 8 * row_bytes + x);
+}
+
 /* xhat of a chunk of rows, panels [rows][LANES] */
 static void pack_xhat(const norm_call *c, int64_t first, int64_t rows, int64_t panel) {
-    int64_t k0 = panel * LANES, columns = min64(LANES, c->a->k - k0);
+    const int64_t k0 = panel * LANES, columns = min64(LANES, c->a->k - k0), bytes = element_size(c->type);
     for (int64_t r = 0; r < rows; r++) {
         float *out = c->x_panels + (panel * rows + r) * LANES;
-        widen_row(c->type, element_at(c->t->x, (first + r) * c->a->x_stride + k0, c->type), columns, 1, out);
+        const char *in = element_at(c->t->x, (first + r) * c->a->x_stride + k0, c->type);
+        prefetch_ahead(in, c->a->x_stride * bytes, columns * bytes);
+        widen_row(c->type, in, columns, 1, out);
         for (int64_t x = 0; x < columns; x += VL)
             store(out + x, (load(out + x) - c->mean[first + r]) * c->rstd[first + r]);
     }
 }
 
+#define DY_PANELS 8 /* packed together, so that more than one line of a row is read */
+
 /* dy of a chunk of rows, panels [rows][VL], and its column sums into dbias. */
 static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t panel) {
-    int64_t n0 = panel * VL, columns = min64(VL, c->a->n - n0);
-    vf sum = splat(0);
+    const int64_t n0 = panel * VL, columns = min64(DY_PANELS * VL, c->a->n - n0), bytes = element_size(c->type);
+    vf sum[DY_PANELS];
+    for (int64_t x = 0; x * VL < columns; x++)
+        sum[x] = first ? load(c->dbias + n0 + x * VL) : splat(0);
     for (int64_t r = 0; r < rows; r++) {
-        float *out = c->dy_panels + (panel * rows + r) * VL;
-        widen_row(c->type, element_at(c->t->dy, (first + r) * c->a->dy_stride + n0, c->type), columns, 1, out);
-        sum += load(out);
+        const char *in = element_at(c->t->dy, (first + r) * c->a->dy_stride + n0, c->type);
+        prefetch_ahead(in, c->a->dy_stride * bytes, columns * bytes);
+        for (int64_t x = 0; x * VL < columns; x++) {
+            float *out = c->dy_panels + ((panel + x) * rows + r) * VL;
+            widen_row(c->type, in + x * VL * bytes, min64(VL, columns - x * VL), 1, out);
+            sum[x] += load(out);
+        }
     }
-    store(c->dbias + n0, first ? load(c->dbias + n0) + sum : sum);
+    for (int64_t x = 0; x * VL < columns; x++)
+        store(c->dbias + n0 + x * VL, sum[x]);
 }
 
 /* G += dyᵀ·xhat over one chunk of rows. Every thread of the team calls it. */
@@ -302,18 +340,20 @@ static void add_chunk(const norm_call *c, int64_t first, int64_t rows) {
     for (int64_t p = 0; p < c->k_panels; p++)
         pack_xhat(c, first, rows, p);
 #pragma omp for schedule(dynamic)
-    for (int64_t p = 0; p < c->row_panels; p++)
+    for (int64_t p = 0; p < c->row_panels; p += DY_PANELS)
         pack_dy(c, first, rows, p);
     const int64_t per_task = 8, groups = (c->row_panels + per_task - 1) / per_task;
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < c->k_panels * groups; task++) {
         int64_t kp = task / groups, r0 = task % groups * per_task, r1 = min64(c->row_panels, r0 + per_task);
         const float *x = c->x_panels + kp * rows * LANES;
-        for (int64_t at = 0; at < rows; at += DEPTH)
-            for (int64_t r = r0; r < r1; r++)
-                gemm(vectors_of(c->a->k - kp * LANES), min64(VL, c->a->n - r * VL), min64(DEPTH, rows - at),
-                     (gemm_a){c->dy_panels + (r * rows + at) * VL, 1, VL}, x + at * LANES, LANES,
-                     c->sums + r * VL * c->k_pad + kp * LANES, c->k_pad, first + at > 0);
+        for (int64_t r = r0; r < r1; r++) {
+            float *out = c->sums + r * VL * c->k_pad + kp * LANES;
+            if (r + 1 < r1)
+                prefetch_rows((const char *)(out + VL * c->k_pad), VL, c->k_pad * 4, 4 * LANES);
+            gemm(vectors_of(c->a->k - kp * LANES), min64(VL, c->a->n - r * VL), rows,
+                 (gemm_a){c->dy_panels + r * rows * VL, 1, VL}, x, LANES, out, c->k_pad, first > 0);
+        }
     }
 }
 
@@ -402,7 +442,7 @@ static void plan_norm_linear(norm_linear_plan *plan) {
     snprintf(plan->kernel, sizeof plan->kernel, "heddle_norm_linear_%s_%s_%s", backward ? "bwd" : "fwd",
              types[a->dtype], ISA_NAME);
     /* A block of rows stays in the second-level cache; there should be a few blocks for every thread. */
-    int64_t width = backward ? a->n + a->k : a->k, fits = 131072 / width, share = a->m / (2 * plan->threads) + 1;
+    int64_t fits = 262144 / a->k, share = a->m / (2 * plan->threads) + 1;
     plan->tile_m = clamp64((min64(fits, share) + VL - 1) / VL * VL, VL, 192);
     int64_t blocks = (a->m + plan->tile_m - 1) / plan->tile_m, panels = (a->n + LANES - 1) / LANES;
     int64_t groups = clamp64(4 * plan->threads / max64(1, blocks), 1, panels);

@@ -101,10 +101,14 @@ static void make_lanes(const call *c, const unit *u, int64_t head, int64_t f0, i
     l->stride = l->vectors * VL;
     l->first = f0 / group;
     l->last = (f0 + count - 1) / group;
+    int64_t i = 0, member = f0 % group;
     for (int64_t x = 0; x < l->stride; x++) {
-        int64_t f = f0 + (x < count ? x : count - 1); /* padding lanes repeat the last one; nobody reads them */
-        l->index[x] = (int32_t)(f / group - l->first);
-        l->head[x] = (uint32_t)(first_head + f % group);
+        l->index[x] = (int32_t)i;
+        l->head[x] = (uint32_t)(first_head + member);
+        if (x + 1 < count && ++member == group) { /* padding lanes repeat the last one; nobody reads them */
+            member = 0;
+            i++;
+        }
     }
 }
 
