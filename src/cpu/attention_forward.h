@@ -8,11 +8,11 @@
 #include "threads.h"
 #include "tile.h"
 
-#define MAX_TILES 4
+#define FEW_LANES 8 /* up to here a product along d costs less than vectors that are mostly empty */
 
 typedef struct forward_tile {
     lanes l;
-    float *qt, *ot;    /* Qᵀ [d][lanes], Oᵀ [dv][lanes] */
+    float *qt, *ot;    /* Qᵀ [d][lanes], Oᵀ [dv][lanes]; with few lanes Q [lanes][d_pad], O [lanes][dv_pad] */
     float max[LANES];  /* of the scores as stored */
     float base[LANES]; /* max·factor, what the exponents are taken from; 0 while max is -inf */
     float sum[LANES];
@@ -30,7 +30,7 @@ static forward_space carve_forward(const attention_plan *plan, carver *w) {
     forward_space f;
     f.tiles = carve(w, sizeof(forward_tile) * (size_t)tiles);
     for (int64_t x = 0; x < tiles; x++) {
-        float *qt = carve_floats(w, a->d * LANES), *ot = carve_floats(w, a->dv * LANES);
+        float *qt = carve_floats(w, pad_d * LANES), *ot = carve_floats(w, pad_dv * LANES);
         if (f.tiles)
             f.tiles[x].qt = qt, f.tiles[x].ot = ot;
     }
@@ -38,15 +38,23 @@ static forward_space carve_forward(const attention_plan *plan, carver *w) {
     f.z = carve_floats(w, a->dropout > 0 ? plan->tile_k * LANES : 0);
     f.scratch = carve_floats(w, a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK) ? plan->tile_k * LANES : 0);
     f.k = carve_floats(w, widens ? plan->tile_k * pad_d : 0);
-    f.v = carve_floats(w, widens ? plan->tile_k * pad_dv : 0);
+    f.v = carve_floats(w, widens || a->dv % VL ? plan->tile_k * pad_dv : 0);
     return f;
 }
 
 static void begin_tile(const call *c, const unit *u, int64_t f0, int64_t count, forward_tile *t) {
     const heddle_attention *a = c->a;
     make_lanes(c, u, -1, f0, count, &t->l);
-    pack_lanes(c, u, &t->l, c->t->q, a->q_stride, a->d, c->sign, t->qt);
-    memset(t->ot, 0, sizeof(float) * (size_t)(a->dv * t->l.stride));
+    t->l.few = count <= FEW_LANES;
+    if (t->l.few) {
+        const void *rows[LANES];
+        lane_rows(c, u, &t->l, c->t->q, a->q_stride, u->s.first_q, rows);
+        for (int64_t x = 0; x < count; x++)
+            widen_row(c->type, rows[x], a->d, c->sign, t->qt + x * c->d_pad);
+    } else {
+        pack_lanes(c, u, &t->l, c->t->q, a->q_stride, a->d, c->sign, t->qt);
+    }
+    memset(t->ot, 0, sizeof(float) * (size_t)(c->dv_pad * LANES));
     for (int64_t x = 0; x < t->l.stride; x++) {
         t->max[x] = -INFINITY;
         t->base[x] = t->sum[x] = 0;
@@ -65,6 +73,13 @@ static void rescale(forward_tile *t, int v, vf base, int64_t dv) {
     if (!any)
         return;
     store(t->sum + v * VL, old_sum * shrink);
+    if (t->l.few) {
+        const int64_t pad = (dv + VL - 1) / VL * VL;
+        for (int64_t l = 0; l < VL && v * VL + l < t->l.count; l++)
+            for (float *p = t->ot + (v * VL + l) * pad, *end = p + pad; p < end; p += VL)
+                store(p, load(p) * shrink[l]);
+        return;
+    }
     for (float *p = t->ot + v * VL, *end = p + dv * t->l.stride; p < end; p += t->l.stride)
         store(p, load(p) * shrink);
 }
@@ -104,6 +119,23 @@ static void online_softmax(forward_tile *t, float factor, int64_t dv, int64_t co
     }
 }
 
+/* O [lanes][dv_pad] += Pᵀ·V, for few lanes: vectors run along dv. Rows of V that are no whole vectors are copied first. */
+static void add_rows(const call *c, const lanes *l, bool careful, const key_block *b, forward_space *w, float *o) {
+    const float *v = b->v;
+    int64_t stride = b->v_stride;
+    if (c->a->dv % VL && v != w->v) {
+        for (int64_t j = 0; j < b->count; j++)
+            widen_row(HEDDLE_F32, v + j * stride, c->a->dv, 1, w->v + j * c->dv_pad);
+        v = w->v;
+        stride = c->dv_pad;
+    }
+    const gemm_a weights = {w->s, 1, l->stride};
+    if (careful)
+        gemm_careful(true, (int)(c->dv_pad / VL), l->count, b->count, weights, v, stride, o, c->dv_pad);
+    else
+        gemm((int)(c->dv_pad / VL), l->count, b->count, weights, v, stride, o, c->dv_pad, true);
+}
+
 static void forward_block(const call *c, const unit *u, const key_block *b, forward_tile *t, forward_space *w) {
     const int64_t stride = t->l.stride, dv = c->a->dv;
     parts seen;
@@ -115,7 +147,10 @@ static void forward_block(const call *c, const unit *u, const key_block *b, forw
             store(w->s + x, load(w->s + x) * load(w->z + x));
     }
     bool careful = masked && !all_finite(b->v, b->count, b->v_stride, dv);
-    add_parts(&t->l, &seen, careful, b->v, b->v_stride, dv, w->s, t->ot);
+    if (t->l.few)
+        add_rows(c, &t->l, careful, b, w, t->ot);
+    else
+        add_parts(&t->l, &seen, careful, b->v, b->v_stride, dv, w->s, t->ot);
 }
 
 /* The normalised weights, written when they are asked for: the scores once more. */
@@ -163,7 +198,12 @@ static void end_tile(const call *c, const unit *u, forward_tile *t, float *inver
                 dead ? -INFINITY : (float)((t->base[x] + log2((double)t->sum[x])) * LN2);
     }
     lane_rows(c, u, l, c->t->o, c->a->o_stride, u->s.first_q, rows);
-    unpack_transposed(c->type, t->ot, l->stride, l->count, c->a->dv, last, false, (void *const *)rows, 0);
+    void *const *out = (void *const *)rows;
+    if (l->few)
+        for (int64_t x = 0; x < l->count; x++)
+            narrow_row(c->type, t->ot + x * c->dv_pad, c->a->dv, last[x], out[x]);
+    else
+        unpack_transposed(c->type, t->ot, l->stride, l->count, c->a->dv, last, false, out, 0);
 }
 
 static key_block get_block(const call *c, const unit *u, range keys, int64_t first, forward_space *w) {

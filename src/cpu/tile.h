@@ -43,6 +43,7 @@ typedef struct unit {
 typedef struct lanes {
     int vectors;           /* in use */
     int64_t stride, count; /* lanes in use with and without the padding of the last vector */
+    bool few;              /* so few that vectors run along d instead: packed q is then [lane][d_pad] */
     int64_t first, last;   /* lowest and highest query index */
     int32_t index[LANES];  /* query index - first */
     uint32_t head[LANES];  /* query head */
@@ -99,6 +100,7 @@ static void make_lanes(const call *c, const unit *u, int64_t head, int64_t f0, i
     l->count = count;
     l->vectors = (int)((count + VL - 1) / VL);
     l->stride = l->vectors * VL;
+    l->few = false;
     l->first = f0 / group;
     l->last = (f0 + count - 1) / group;
     int64_t i = 0, member = f0 % group;
@@ -134,8 +136,12 @@ static const float *key_rows(const call *c, const unit *u, const void *p, heddle
         *row_stride = stride.s;
         return (const float *)(const void *)rows;
     }
-    for (int64_t j = 0; j < count; j++)
-        widen_row(c->type, rows + j * stride.s * element_size(c->type), n, 1, buffer + j * pad);
+    const int64_t row_bytes = stride.s * element_size(c->type);
+    for (int64_t j = 0; j < count; j++, rows += row_bytes) {
+        for (int64_t x = 0; x < n * element_size(c->type); x += 64)
+            __builtin_prefetch(rows + 16 * row_bytes + x);
+        widen_row(c->type, rows, n, 1, buffer + j * pad);
+    }
     *row_stride = pad;
     return buffer;
 }
@@ -256,12 +262,78 @@ static void multiply_parts(const lanes *l, const parts *r, const float *rows, in
              columns + p->begin * VL, l->stride, out + p->first * l->stride + p->begin * VL, l->stride, false);
 }
 
+/* out[j][lane] = sum over e of rows[j][e]·q[lane][e] for up to four lanes and four keys: 16 sums along vectors, which a transpose
+ * adds up. Lanes past `count` are not written. */
+INLINE void dot_block(const float *rows, int64_t row_stride, int64_t keys, int64_t width, const float *q, int64_t pad,
+                      int64_t count, float *out, int64_t out_stride) {
+    vf sum[16];
+    for (int x = 0; x < 16; x++)
+        sum[x] = splat(0);
+    const float *k[4], *y[4];
+    for (int x = 0; x < 4; x++) {
+        k[x] = rows + min64(x, keys - 1) * row_stride;
+        y[x] = q + min64(x, count - 1) * pad;
+    }
+    int64_t e = 0;
+    for (; e + VL <= width; e += VL)
+#pragma GCC unroll 4
+        for (int a = 0; a < 4; a++) {
+            const vf ka = load(k[a] + e);
+#pragma GCC unroll 4
+            for (int b = 0; b < 4; b++)
+                sum[4 * a + b] += ka * load(y[b] + e);
+        }
+    if (e < width)
+        for (int a = 0; a < 4; a++) {
+            const vf ka = load_partial(HEDDLE_F32, k[a] + e, width - e);
+            for (int b = 0; b < 4; b++)
+                sum[4 * a + b] += ka * load(y[b] + e);
+        }
+    float all[16];
+    for (int x = 0; x < 16; x += VL) { /* VL sums at a time: transposed, their vectors add up lane by lane */
+        vf t = splat(0);
+        transpose(sum + x);
+        for (int r = 0; r < VL; r++)
+            t += sum[x + r];
+        store(all + x, t);
+    }
+    for (int64_t a = 0; a < min64(keys, 4); a++)
+        for (int64_t b = 0; b < min64(count, 4); b++)
+            out[a * out_stride + b] = all[4 * a + b];
+}
+
+INLINE void prefetch_row(const float *p, int64_t n) {
+    for (int64_t e = 0; e < n; e += 16)
+        __builtin_prefetch(p + e);
+}
+
+/* Few queries use K and V faster than they come from memory: while the scores are formed, the block's rows of V and the next
+ * block's rows of K are asked for, a few at a time. (Widening 16-bit rows has asked for them already.) */
+static void dot_keys(const lanes *l, const key_block *b, bool widened, int64_t d, int64_t dv, const float *q,
+                     int64_t pad, float *out) {
+    for (int64_t j = 0; j < b->count; j += 4) {
+        for (int64_t x = j; x < min64(j + 4, b->count) && !widened; x++) {
+            prefetch_row(b->v + x * b->v_stride, dv);
+            prefetch_row(b->k + (x + b->count) * b->k_stride, d);
+        }
+        for (int64_t x = 0; x < l->count; x += 4)
+            dot_block(b->k + j * b->k_stride, b->k_stride, b->count - j, d, q + x * pad, pad, l->count - x,
+                      out + j * l->stride + x, l->stride);
+    }
+    for (int64_t j = 0; j < b->count; j++)
+        for (int64_t x = l->count; x < l->stride; x++)
+            out[j * l->stride + x] = 0;
+}
+
 /* s[j][lane] = the score (times call.factor in units of log2), -inf where masked. True if some may be masked: then zeros of P
  * and dS may stand against operands that are not finite. */
 static bool scores(const call *c, const unit *u, const lanes *l, const key_block *b, const float *qt, parts *r,
                    float *s, float *tanhs, float *scratch) {
     find_parts(u, l, b, r);
-    multiply_parts(l, r, b->k, b->k_stride, c->a->d, qt, s);
+    if (l->few)
+        dot_keys(l, b, c->type != HEDDLE_F32, c->a->d, c->a->dv, qt, c->d_pad, s);
+    else
+        multiply_parts(l, r, b->k, b->k_stride, c->a->d, qt, s);
     if (c->adjusts)
         adjust_scores(c, u, l, b, s, tanhs, scratch);
     if (r->partial)
