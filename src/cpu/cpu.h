@@ -16,6 +16,7 @@ typedef struct cpu_kernels {
     void (*norm_linear_backward)(const norm_linear_plan *plan, const heddle_norm_linear_data *t, void *workspace);
 } cpu_kernels;
 
-extern const cpu_kernels heddle__cpu_baseline, heddle__cpu_avx2, heddle__cpu_avx512, heddle__cpu_neon;
+extern const cpu_kernels heddle__cpu_baseline, heddle__cpu_avx2, heddle__cpu_avx512, heddle__cpu_avx512bf16,
+    heddle__cpu_neon;
 
 #endif

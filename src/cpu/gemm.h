@@ -10,13 +10,32 @@
 
 #include "vec.h"
 
+#include <string.h>
+
 typedef struct gemm_a {
     const float *p;
     int64_t row, x; /* strides in elements */
 } gemm_a;
 
-INLINE void gemm_block(int rows, int vectors, int64_t count, gemm_a a, const float *b, int64_t b_stride, float *c,
-                       int64_t c_stride, bool add) {
+/* With `pairs`, A and B hold two bfloat16 sum indices in each 32 bits, and the ISA has an instruction for that. */
+#ifndef HAVE_BF16_DOT
+INLINE vf dot_pairs(vf sum, vf a, vf b) {
+    (void)a;
+    (void)b;
+    return sum;
+}
+#endif
+
+INLINE vf multiply_add(bool pairs, vf sum, const float *a, vf b) {
+    if (!pairs)
+        return sum + *a * b;
+    uint32_t bits;
+    memcpy(&bits, a, sizeof bits);
+    return dot_pairs(sum, (vf)(bits - (vu){0}), b);
+}
+
+INLINE void gemm_block(bool pairs, int rows, int vectors, int64_t count, gemm_a a, const float *b, int64_t b_stride,
+                       float *c, int64_t c_stride, bool add) {
     vf sum[16][4];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -33,7 +52,7 @@ INLINE void gemm_block(int rows, int vectors, int64_t count, gemm_a a, const flo
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; v++)
-                sum[r][v] += ap[r * a.row] * bx[v];
+                sum[r][v] = multiply_add(pairs, sum[r][v], ap + r * a.row, bx[v]);
         b += b_stride;
         ap += a.x;
     }
@@ -44,11 +63,11 @@ INLINE void gemm_block(int rows, int vectors, int64_t count, gemm_a a, const flo
             store(c + r * c_stride + v * VL, sum[r][v]);
 }
 
-INLINE void gemm_rows(int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b, int64_t b_stride,
-                      float *c, int64_t c_stride, bool add) {
+INLINE void gemm_rows(bool pairs, int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
+                      int64_t b_stride, float *c, int64_t c_stride, bool add) {
 #define BLOCK_OF(n)                                                                                                    \
     for (; rows >= (n); rows -= (n), a.p += (n)*a.row, c += (n)*c_stride)                                              \
-    gemm_block(n, vectors, count, a, b, b_stride, c, c_stride, add)
+    gemm_block(pairs, n, vectors, count, a, b, b_stride, c, c_stride, add)
     BLOCK_OF(block);
     if (block > 4)
         BLOCK_OF(4);
@@ -72,21 +91,33 @@ INLINE void gemm_rows(int block, int vectors, int64_t rows, int64_t count, gemm_
 /* The widest block to use: four vectors need 32 registers. */
 #define GEMM_VECTORS (GEMM_ROWS_4 >= 6 ? 4 : 3)
 
-static __attribute__((noinline)) void gemm(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
-                                           int64_t b_stride, float *c, int64_t c_stride, bool add) {
+INLINE void gemm_columns(bool pairs, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
+                         int64_t b_stride, float *c, int64_t c_stride, bool add) {
     while (vectors > 0) {
         int now = vectors <= GEMM_VECTORS ? vectors : vectors == GEMM_VECTORS + 1 ? 2 : GEMM_VECTORS;
         switch (now) {
-        case 4: gemm_rows(GEMM_ROWS_4, 4, rows, count, a, b, b_stride, c, c_stride, add); break;
-        case 3: gemm_rows(GEMM_ROWS_3, 3, rows, count, a, b, b_stride, c, c_stride, add); break;
-        case 2: gemm_rows(GEMM_ROWS_2, 2, rows, count, a, b, b_stride, c, c_stride, add); break;
-        default: gemm_rows(GEMM_ROWS_1, 1, rows, count, a, b, b_stride, c, c_stride, add); break;
+        case 4: gemm_rows(pairs, GEMM_ROWS_4, 4, rows, count, a, b, b_stride, c, c_stride, add); break;
+        case 3: gemm_rows(pairs, GEMM_ROWS_3, 3, rows, count, a, b, b_stride, c, c_stride, add); break;
+        case 2: gemm_rows(pairs, GEMM_ROWS_2, 2, rows, count, a, b, b_stride, c, c_stride, add); break;
+        default: gemm_rows(pairs, GEMM_ROWS_1, 1, rows, count, a, b, b_stride, c, c_stride, add); break;
         }
         vectors -= now;
         b += now * VL;
         c += now * VL;
     }
 }
+
+static __attribute__((noinline)) void gemm(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
+                                           int64_t b_stride, float *c, int64_t c_stride, bool add) {
+    gemm_columns(false, vectors, rows, count, a, b, b_stride, c, c_stride, add);
+}
+
+#ifdef HAVE_BF16_DOT
+static __attribute__((noinline)) void gemm_pairs(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
+                                                 int64_t b_stride, float *c, int64_t c_stride, bool add) {
+    gemm_columns(true, vectors, rows, count, a, b, b_stride, c, c_stride, add);
+}
+#endif
 
 /* The same for operands that hold infinities or NaN which a mask has cut off: a term whose factor from the masked side (A, or
  * else B) is 0 is left out instead of adding 0·NaN. Rare, so simple. */

@@ -67,6 +67,42 @@ static norm_space carve_norm_space(const norm_linear_plan *plan, carver *w) {
     return s;
 }
 
+/* Where the ISA multiplies pairs of bfloat16 (twice as many a second), panels are turned into pairs of sum indices. */
+#ifdef HAVE_BF16_DOT
+INLINE bool uses_pairs(const norm_call *c) {
+    return c->type == HEDDLE_BF16;
+}
+#else
+INLINE bool uses_pairs(const norm_call *c) {
+    (void)c;
+    return false;
+}
+#define gemm_pairs gemm /* never called */
+#endif
+
+/* [depth][width] floats -> [(depth + 1)/2][width] pairs of bfloat16, the even index in the low half; in place. */
+static void make_pairs(const norm_call *c, float *panel, int64_t depth, int64_t width) {
+    if (!uses_pairs(c))
+        return;
+    for (int64_t x = 0; x < depth; x += 2)
+        for (int64_t w = 0; w < width; w += VL) {
+            const float *p = panel + x * width + w;
+            const vu low = __builtin_convertvector(bf16_narrow(load(p)), vu);
+            const vu high = __builtin_convertvector(bf16_narrow(x + 1 < depth ? load(p + width) : splat(0)), vu);
+            store(panel + x / 2 * width + w, (vf)(low | high << 16));
+        }
+}
+
+/* C (+)= A·B over sum indices first .. first+depth-1 of two panels; `first` is even. */
+static void multiply_panels(const norm_call *c, int vectors, int64_t rows, int64_t first, int64_t depth, const float *a,
+                            const float *b, float *out, int64_t out_stride, bool add) {
+    if (uses_pairs(c))
+        gemm_pairs(vectors, rows, (depth + 1) / 2, (gemm_a){a + first / 2 * VL, 1, VL}, b + first / 2 * LANES, LANES,
+                   out, out_stride, add);
+    else
+        gemm(vectors, rows, depth, (gemm_a){a + first * VL, 1, VL}, b + first * LANES, LANES, out, out_stride, add);
+}
+
 INLINE const char *row_of(const void *p, int64_t row, int64_t stride, int type) {
     return element_at(p, row * stride, type);
 }
@@ -146,6 +182,7 @@ static void pack_w_transposed(const norm_call *c, int64_t panel) {
     for (int64_t x = 0; x < count; x++)
         rows[x] = row_of(c->t->w, panel * LANES + x, c->a->w_stride, c->type);
     pack_transposed(c->type, rows, 0, count, c->a->k, 1, c->w + panel * LANES * c->a->k, LANES);
+    make_pairs(c, c->w + panel * LANES * c->a->k, c->a->k, LANES);
 }
 
 /* Rows first .. first+count-1 of x, normalised, as panels [k][VL]. */
@@ -160,6 +197,7 @@ static void pack_z(const norm_call *c, int64_t first, int64_t count, float *out)
         const vf mean = load(c->mean + first + p), rstd = load(c->rstd + first + p);
         for (int64_t e = 0; e < k; e++)
             store(out + e * VL, (load(out + e * VL) - mean) * rstd * c->gamma[e] + c->beta[e]);
+        make_pairs(c, out, k, VL);
     }
 }
 
@@ -199,8 +237,8 @@ static void forward_panel(const norm_call *c, const norm_space *s, int64_t first
             const int64_t count = min64(VL, rows - r), bytes = element_size(c->type);
             prefetch_rows((const char *)c->t->y + ((first + r) * a->y_stride + n0) * bytes, count, a->y_stride * bytes,
                           columns * bytes);
-            gemm(vectors_of(columns), count, min64(DEPTH, a->k - x), (gemm_a){s->a + r * a->k + x * VL, 1, VL},
-                 w + x * LANES, LANES, s->c + r * LANES, LANES, x > 0);
+            multiply_panels(c, vectors_of(columns), count, x, min64(DEPTH, a->k - x), s->a + r * a->k, w,
+                            s->c + r * LANES, LANES, x > 0);
             if (x + DEPTH >= a->k)
                 write_y(c, first + r, count, n0, columns, bias, s->c + r * LANES);
         }
@@ -249,6 +287,7 @@ static void pack_w(const norm_call *c, int64_t panel) {
     for (int64_t r = 0; r < c->a->n; r++)
         widen_row(c->type, element_at(c->t->w, r * c->a->w_stride + panel * LANES, c->type), columns, 1,
                   c->w + (panel * c->a->n + r) * LANES);
+    make_pairs(c, c->w + panel * c->a->n * LANES, c->a->n, LANES);
 }
 
 static void dx_row(const norm_call *c, int64_t row, float *g, float *xhat) {
@@ -272,6 +311,19 @@ static void dx_row(const norm_call *c, int64_t row, float *g, float *xhat) {
     narrow_row(c->type, g, a->k, 1, (char *)c->t->dx + row * a->dx_stride * element_size(c->type));
 }
 
+/* Panel p of W from row x on; x is even. */
+INLINE const float *slice_of_w(const norm_call *c, int64_t p, int64_t x) {
+    return c->w + p * c->a->n * LANES + (uses_pairs(c) ? x / 2 : x) * LANES;
+}
+
+/* Elements of row r of W in panel p. */
+INLINE vf load_w(const norm_call *c, int64_t p, int64_t r, int64_t column) {
+    const vf x = load(slice_of_w(c, p, uses_pairs(c) ? r / 2 * 2 : r) + column);
+    if (!uses_pairs(c))
+        return x;
+    return r % 2 ? (vf)((vu)x & 0xffff0000u) : (vf)((vu)x << 16);
+}
+
 /* g [rows][k_pad] (+)= dy·W over the columns x .. x+depth-1 of dy. */
 static void add_slice(const norm_call *c, const norm_space *s, int64_t first, int64_t rows, int64_t x, int64_t depth) {
     for (int64_t r = 0; r < rows; r += VL) {
@@ -280,11 +332,12 @@ static void add_slice(const norm_call *c, const norm_space *s, int64_t first, in
         for (int64_t y = 0; y < count; y++)
             p[y] = row_of(c->t->dy, first + r + y, c->a->dy_stride, c->type);
         pack_transposed(c->type, p, x, count, depth, 1, s->a + r * depth, VL);
+        make_pairs(c, s->a + r * depth, depth, VL);
     }
     for (int64_t p = 0; p < c->k_panels; p++)
         for (int64_t r = 0; r < rows; r += VL)
-            gemm(vectors_of(c->a->k - p * LANES), min64(VL, rows - r), depth, (gemm_a){s->a + r * depth, 1, VL},
-                 c->w + (p * c->a->n + x) * LANES, LANES, s->c + r * c->k_pad + p * LANES, c->k_pad, x > 0);
+            multiply_panels(c, vectors_of(c->a->k - p * LANES), min64(VL, rows - r), 0, depth, s->a + r * depth,
+                            slice_of_w(c, p, x), s->c + r * c->k_pad + p * LANES, c->k_pad, x > 0);
 }
 
 static void dx_task(const norm_call *c, const norm_space *s, int64_t first, int64_t rows) {
@@ -311,6 +364,7 @@ static void pack_xhat(const norm_call *c, int64_t first, int64_t rows, int64_t p
         for (int64_t x = 0; x < columns; x += VL)
             store(out + x, (load(out + x) - c->mean[first + r]) * c->rstd[first + r]);
     }
+    make_pairs(c, c->x_panels + panel * rows * LANES, rows, LANES);
 }
 
 #define DY_PANELS 8 /* packed together, so that more than one line of a row is read */
@@ -330,8 +384,10 @@ static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t pan
             sum[x] += load(out);
         }
     }
-    for (int64_t x = 0; x * VL < columns; x++)
+    for (int64_t x = 0; x * VL < columns; x++) {
         store(c->dbias + n0 + x * VL, sum[x]);
+        make_pairs(c, c->dy_panels + (panel + x) * rows * VL, rows, VL);
+    }
 }
 
 /* G += dyᵀ·xhat over one chunk of rows. Every thread of the team calls it. */
@@ -351,8 +407,8 @@ static void add_chunk(const norm_call *c, int64_t first, int64_t rows) {
             float *out = c->sums + r * VL * c->k_pad + kp * LANES;
             if (r + 1 < r1)
                 prefetch_rows((const char *)(out + VL * c->k_pad), VL, c->k_pad * 4, 4 * LANES);
-            gemm(vectors_of(c->a->k - kp * LANES), min64(VL, c->a->n - r * VL), rows,
-                 (gemm_a){c->dy_panels + r * rows * VL, 1, VL}, x, LANES, out, c->k_pad, first > 0);
+            multiply_panels(c, vectors_of(c->a->k - kp * LANES), min64(VL, c->a->n - r * VL), 0, rows,
+                            c->dy_panels + r * rows * VL, x, out, c->k_pad, first > 0);
         }
     }
 }
@@ -376,10 +432,11 @@ static void finish_weights(const norm_call *c, int64_t panel) {
     column_sums dgamma = {{0}, {0}}, dbeta = {{0}, {0}};
     float dw[LANES];
     for (int64_t r = 0; r < a->n; r++) {
-        const float *g = c->sums + r * c->k_pad + k0, *w = c->w + (panel * a->n + r) * LANES;
+        const float *g = c->sums + r * c->k_pad + k0;
         for (int64_t x = 0; x < columns; x += VL) {
-            store(dgamma.part + x, load(dgamma.part + x) + load(w + x) * load(g + x));
-            store(dbeta.part + x, load(dbeta.part + x) + load(w + x) * c->dbias[r]);
+            const vf w = load_w(c, panel, r, x);
+            store(dgamma.part + x, load(dgamma.part + x) + w * load(g + x));
+            store(dbeta.part + x, load(dbeta.part + x) + w * c->dbias[r]);
             store(dw + x, load(g + x) * load(c->gamma + k0 + x) + c->dbias[r] * load(c->beta + k0 + x));
         }
         if (c->t->dw)
