@@ -45,9 +45,10 @@ static heddle_status find_backend(heddle_device device, const backend **found) {
         *found = &heddle_cuda_backend;
         break;
 #else
-        return fail(HEDDLE_NO_DEVICE, "the cuda backend is not in this build");
+        fail(HEDDLE_NO_DEVICE, "the cuda backend is not in this build");
+        return HEDDLE_NO_DEVICE;
 #endif
-    default: return fail(HEDDLE_BAD_ENUM, "device = %d is no heddle_device (0 to 2)", (int)device);
+    default: fail(HEDDLE_BAD_ENUM, "device = %d is no heddle_device (0 to 2)", (int)device); return HEDDLE_BAD_ENUM;
     }
     return (*found)->available();
 }

@@ -56,7 +56,7 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     int64_t pad_d = (a->d + VL - 1) / VL * VL, pad_dv = (a->dv + VL - 1) / VL * VL, tile = plan->tile_k * LANES;
     bool widens = a->dtype != HEDDLE_F32;
     backward_space *p = carve(w, sizeof *p), f;
-    f.qt = carve_floats(w, a->d * LANES);
+    f.qt = carve_floats(w, pad_d * LANES); /* or, with few lanes, [lanes][d_pad] */
     f.dot = carve_floats(w, a->dv * LANES);
     f.q = carve_floats(w, LANES * pad_d);
     f.dout = carve_floats(w, LANES * pad_dv);
@@ -79,7 +79,7 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
 
 static void load_q(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
     const lanes *l = &w->l;
-    pack_lanes(c, u, l, c->t->q, c->a->q_stride, c->a->d, c->sign, w->qt);
+    pack_q(c, u, l, w->qt);
     for (int64_t x = 0; x < l->stride; x++) {
         int64_t at = lse_offset(c, u, l->head[x], l->first + l->index[x]);
         w->base[x] = x < l->count ? g->base[at] : INFINITY; /* the padding gets P = 0 */
@@ -355,23 +355,27 @@ static void refine_lse(const call *c, const unit *u, backward_space *w, const ba
     for (int64_t x = 0; x < LANES; x++)
         top[x] = -INFINITY;
     load_q(c, u, w, g);
-    for (int pass = 0; pass < 2; pass++)
+    for (int pass = 0; pass < 2; pass++) {
         for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
             key_block b = {.first = j, .count = min64(c->tile_k, keys.end - j)};
             b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, j, b.count, w->k, c->d_pad, &b.k_stride);
             scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, w->scratch);
             for (int64_t y = 0; y < b.count; y++)
                 for (int64_t x = 0; x < l->stride; x += VL) {
-                    vf s = load(w->s + y * l->stride + x), m = load(top + x);
+                    vf s = load(w->s + y * l->stride + x);
                     if (pass == 0)
-                        store(top + x, vmax(m, s));
+                        store(top + x, vmax(load(top + x), s));
                     else
-                        store(sum + x, load(sum + x) + vexp2(s * c->factor - m * c->factor));
+                        store(sum + x, load(sum + x) + vexp2(s * c->factor - load(w->base + x)));
                 }
         }
+        /* Through memory, as probabilities() reads it: the product has to be rounded before it is subtracted. */
+        for (int64_t x = 0; x < LANES; x++)
+            w->base[x] = top[x] * c->factor;
+    }
     for (int64_t x = 0; x < l->count; x++) {
         int64_t at = lse_offset(c, u, l->head[x], l->first + l->index[x]);
-        float base = top[x] * c->factor, lse = ((const float *)c->t->lse)[at];
+        float base = w->base[x], lse = ((const float *)c->t->lse)[at];
         double all = (double)sum[x];
         if (c->a->features & HEDDLE_SINKS)
             all += exp2((double)((const float *)c->t->sinks)[l->head[x]] * LOG2E - base);

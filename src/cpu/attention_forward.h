@@ -8,8 +8,6 @@
 #include "threads.h"
 #include "tile.h"
 
-#define FEW_LANES 8 /* up to here a product along d costs less than vectors that are mostly empty */
-
 typedef struct forward_tile {
     lanes l;
     float *qt, *ot;    /* Qᵀ [d][lanes], Oᵀ [dv][lanes]; with few lanes Q [lanes][d_pad], O [lanes][dv_pad] */
@@ -45,16 +43,8 @@ static forward_space carve_forward(const attention_plan *plan, carver *w) {
 static void begin_tile(const call *c, const unit *u, int64_t f0, int64_t count, forward_tile *t) {
     const heddle_attention *a = c->a;
     make_lanes(c, u, -1, f0, count, &t->l);
-    t->l.few = count <= FEW_LANES;
-    if (t->l.few) {
-        const void *rows[LANES];
-        lane_rows(c, u, &t->l, c->t->q, a->q_stride, u->s.first_q, rows);
-        for (int64_t x = 0; x < count; x++)
-            widen_row(c->type, rows[x], a->d, c->sign, t->qt + x * c->d_pad);
-    } else {
-        pack_lanes(c, u, &t->l, c->t->q, a->q_stride, a->d, c->sign, t->qt);
-    }
-    memset(t->ot, 0, sizeof(float) * (size_t)(c->dv_pad * LANES));
+    pack_q(c, u, &t->l, t->qt);
+    memset(t->ot, 0, sizeof(float) * (size_t)(t->l.few ? count * c->dv_pad : a->dv * t->l.stride));
     for (int64_t x = 0; x < t->l.stride; x++) {
         t->max[x] = -INFINITY;
         t->base[x] = t->sum[x] = 0;

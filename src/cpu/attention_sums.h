@@ -33,7 +33,7 @@ typedef struct dbias_shape {
 static dbias_shape shape_of_dbias(const call *c) {
     const heddle_attention *a = c->a;
     dbias_shape r = {a->dbias_stride.b ? a->b : 1, a->dbias_stride.h ? a->h : 1, (a->sk + c->tile_k - 1) / c->tile_k,
-                     a->dbias_stride.s != 0 || a->sq <= 1};
+                     a->dbias_stride.s != 0 || a->sq == 1};
     return r;
 }
 

@@ -33,6 +33,8 @@ static inline void wait_for_turn(_Atomic uint32_t *turn, uint32_t value) {
     while (atomic_load_explicit(turn, memory_order_acquire) != value) {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("yield");
 #endif
     }
 }

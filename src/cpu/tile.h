@@ -12,6 +12,7 @@
 #include "vmath.h"
 
 #define TILE_VECTORS 3
+#define FEW_LANES 8 /* up to here a product along d costs less than vectors that are mostly empty */
 #define LANES (TILE_VECTORS * VL)
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942
@@ -43,7 +44,7 @@ typedef struct unit {
 typedef struct lanes {
     int vectors;           /* in use */
     int64_t stride, count; /* lanes in use with and without the padding of the last vector */
-    bool few;              /* so few that vectors run along d instead: packed q is then [lane][d_pad] */
+    bool few;              /* all rows of the unit: vectors run along d instead, and packed q is [lane][d_pad] */
     int64_t first, last;   /* lowest and highest query index */
     int32_t index[LANES];  /* query index - first */
     uint32_t head[LANES];  /* query head */
@@ -100,7 +101,7 @@ static void make_lanes(const call *c, const unit *u, int64_t head, int64_t f0, i
     l->count = count;
     l->vectors = (int)((count + VL - 1) / VL);
     l->stride = l->vectors * VL;
-    l->few = false;
+    l->few = c->group * u->s.sq <= FEW_LANES;
     l->first = f0 / group;
     l->last = (f0 + count - 1) / group;
     int64_t i = 0, member = f0 % group;
@@ -126,6 +127,18 @@ static void pack_lanes(const call *c, const unit *u, const lanes *l, const void 
     const void *rows[LANES];
     lane_rows(c, u, l, p, stride, u->s.first_q, rows);
     pack_transposed(c->type, rows, 0, l->count, n, factor, out, l->stride);
+}
+
+/* q of the lanes as the scores want it. Forward and backward must form the same scores, to the bit: P is exp(S - lse). */
+static void pack_q(const call *c, const unit *u, const lanes *l, float *out) {
+    if (!l->few) {
+        pack_lanes(c, u, l, c->t->q, c->a->q_stride, c->a->d, c->sign, out);
+        return;
+    }
+    const void *rows[LANES];
+    lane_rows(c, u, l, c->t->q, c->a->q_stride, u->s.first_q, rows);
+    for (int64_t x = 0; x < l->count; x++)
+        widen_row(c->type, rows[x], c->a->d, c->sign, out + x * c->d_pad);
 }
 
 /* Rows of K or V as floats: where they are, or widened into `buffer`. */
@@ -313,7 +326,8 @@ static void dot_keys(const lanes *l, const key_block *b, bool widened, int64_t d
                      int64_t pad, float *out) {
     for (int64_t j = 0; j < b->count; j += 4) {
         for (int64_t x = j; x < min64(j + 4, b->count) && !widened; x++) {
-            prefetch_row(b->v + x * b->v_stride, dv);
+            if (b->v)
+                prefetch_row(b->v + x * b->v_stride, dv);
             prefetch_row(b->k + (x + b->count) * b->k_stride, d);
         }
         for (int64_t x = 0; x < l->count; x += 4)

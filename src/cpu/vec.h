@@ -83,6 +83,7 @@ INLINE void transpose(vf *rows) {
 
 /* --------------------------------------------------------------------------------------------- 16-bit elements */
 
+#ifndef HAVE_BF16_CONVERT
 INLINE vf bf16_widen(vh h) {
     return (vf)(__builtin_convertvector(h, vu) << 16);
 }
@@ -93,6 +94,7 @@ INLINE vh bf16_narrow(vf x) {
     vu nan = (vu)((u & 0x7fffffffu) > 0x7f800000u);
     return __builtin_convertvector((nan & quiet) | (~nan & rounded), vh);
 }
+#endif
 
 #ifndef HAVE_F16_CONVERT
 INLINE vf f16_widen(vh h) {

@@ -7,21 +7,29 @@
 #include "vec.h"
 
 /* 2^x for x <= 127, within 1 ulp above 2^-126; exactly 0 from -127 down, -inf included; NaN stays NaN.
- * x = n + f with n whole and |f| <= 1/2. Adding 1.5·2^23 rounds to whole and leaves n in the low bits; 2^f by a polynomial of
- * degree 6 (minimax in the relative error 2.0e-9, coefficients fitted with the constant fixed at 1); n goes into the exponent
- * by an integer addition. At x = -127, f = 0 and the sum of the bits is 0: an exact zero, so masked scores breed no
- * denormals, which would cost 7 times as much. */
+ * x = n + f with n whole and |f| <= 1/2. Adding 1.5·2^23 + 127 rounds to whole and leaves n + 127 in the low bits, which
+ * shifted are the bits of 2^n; 2^f by a polynomial of degree 6 (minimax in the relative error 2.0e-9, coefficients fitted with
+ * the constant fixed at 1). At x = -127 the bits of 2^n are 0: an exact zero, so masked scores breed no denormals, which would
+ * cost 7 times as much. A product and no sum of bits at the end: it keeps every NaN. */
 INLINE vf vexp2(vf x) {
+    const float whole = 0x1.8p23f + 127;
     vf t = vmax(splat(-127.0f), x);
-    vf z = t + 0x1.8p23f;
-    vf f = t - (z - 0x1.8p23f);
+    vf z = t + whole;
+    vf f = t - (z - whole);
     vf p = 0x1.41fbbcp-13f * f + 0x1.5f3e54p-10f;
     p = p * f + 0x1.3b2d4cp-7f;
     p = p * f + 0x1.c6aee8p-5f;
     p = p * f + 0x1.ebfbdcp-3f;
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     p = p * f + 0x1.62e430p-1f;
     p = p * f + 1.0f;
-    return (vf)((vi)p + ((vi)z << 23));
+#else
+    /* Rounded products cost more than 1 ulp: the leading bits of f and of ln 2 are multiplied exactly. */
+    vf head = (f + 0x1.8p17f) - 0x1.8p17f;
+    p = (p * f + 0x1.7f7d1cp-20f) * f + (f - head) * 0x1.62e4p-1f;
+    p = (head * 0x1.62e4p-1f + 1.0f) + p;
+#endif
+    return p * (vf)((vu)z << 23);
 }
 
 /* tanh x: an odd polynomial below 0.625 (relative error 4.4e-9), 1 - 2/(exp(2x) + 1) above. */
