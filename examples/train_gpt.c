@@ -49,7 +49,8 @@ typedef struct options {
 
 /* Positions start as sines and cosines of geometric wavelengths, so that "the character before" is soon found. */
 static double first_position(int64_t position, int64_t i, int64_t width) {
-    const double angle = (double)position * pow(1e-2, (double)(i / 2 * 2) / (double)width);
+    const int64_t even = i / 2 * 2;
+    const double angle = (double)position * pow(1e-2, (double)even / (double)width);
     return sqrt(2.0) * (i % 2 ? cos(angle) : sin(angle));
 }
 
@@ -297,7 +298,7 @@ static const char help[] =
     "  --steps N        stop after N steps, however long they take\n"
     "  --check          check the gradients in place of training\n"
     "  --seed N         of the first weights, the batches and the sample (default 1)\n"
-    "  --device NAME    cpu (default), or ref: float64 sums in one thread, about a hundred times slower\n"
+    "  --device NAME    cpu (default), cuda, or ref: float64 sums in one thread, about a hundred times slower\n"
     "\n"
     "The model\n"
     "  --layers N       (default 3)\n"
@@ -333,10 +334,10 @@ static heddle_device read_device(const char *text) {
     if (strcmp(text, "ref") == 0)
         return HEDDLE_REF;
     if (strcmp(text, "cuda") != 0)
-        refuse("device", text, "cpu or ref is wanted");
+        refuse("device", text, "cpu, cuda or ref is wanted");
     if (heddle_device_available(HEDDLE_CUDA, why, sizeof why) != HEDDLE_OK)
         refuse("device", text, why);
-    refuse("device", text, "heddle has it, but this example keeps its tensors in host memory and cannot use it yet");
+    return HEDDLE_CUDA;
 }
 
 static void parse(int argc, char **argv, options *o) {

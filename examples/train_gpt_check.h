@@ -102,7 +102,10 @@ static int check_float32(const gpt_config *model, uint64_t seed) {
     const double loss = gpt_loss(&g, out, (int64_t)tokens);
     gpt_backward(&g, in, c.batch, c.context);
     printf("\ngradients in float32 (heddle's %s) against float64 (limit %.0e of the largest):\n",
-           g.c.device == HEDDLE_CPU ? "cpu" : "ref", limit);
+           g.c.device == HEDDLE_CPU    ? "cpu"
+           : g.c.device == HEDDLE_CUDA ? "cuda"
+                                       : "ref",
+           limit);
     printf("  loss %.7f and %.7f\n", loss, expected);
     for (int n = 0; n < tensor_count(&c); n++) {
         comparison worst = {0, 0};

@@ -6,6 +6,7 @@
  *     NAME(x)      x with a suffix of its own
  * Each layer is   x -> [norm-linear -> attention -> linear] + x -> [norm-linear -> GELU -> linear] + x   (pre-norm),
  * where heddle does every norm-linear and every attention. All tensors are row-major with one row per token. */
+#include "train_gpt_gpu.h"
 #include "train_gpt_shared.h"
 
 /* Every name below gets the suffix of its number type. */
@@ -18,6 +19,8 @@
 #define value_of NAME(value_of)
 #define gradient_of NAME(gradient_of)
 #define workspace_for NAME(workspace_for)
+#define linear_call NAME(linear_call)
+#define linear_begin NAME(linear_begin)
 #define norm_linear_forward NAME(norm_linear_forward)
 #define norm_linear_backward NAME(norm_linear_backward)
 #define attention_problem NAME(attention_problem)
@@ -135,55 +138,66 @@ static void *workspace_for(gpt *g, size_t bytes) {
     return g->workspace;
 }
 
-/* y = norm(x)·Wᵀ + bias, with the four tensors that begin at `norm`. */
+/* A norm-linear whose four tensors begin at `norm`, with the tensors that both passes read. */
+typedef struct linear_call {
+    heddle_norm_linear a;
+    heddle_norm_linear_data t;
+    gpu_call gpu;
+    size_t x, y, w, k, n, m; /* bytes */
+} linear_call;
+
+static linear_call linear_begin(gpt *g, int norm, int64_t m, const REAL *x) {
+    const int64_t k = g->table[norm + WEIGHT].cols, n = g->table[norm + WEIGHT].rows;
+    const size_t r = sizeof(REAL);
+    linear_call c = {.a = {.size = sizeof c.a, .dtype = REAL_DTYPE, .device = g->c.device, .m = m, .k = k, .n = n},
+                     .t = {.size = sizeof c.t},
+                     .gpu = gpu_begin(g->c.device),
+                     .x = (size_t)(m * k) * r,
+                     .y = (size_t)(m * n) * r,
+                     .w = (size_t)(n * k) * r,
+                     .k = (size_t)k * r,
+                     .n = (size_t)n * r,
+                     .m = (size_t)m * r};
+    c.t.x = gpu_tensor(&c.gpu, x, c.x, false);
+    c.t.gamma = gpu_tensor(&c.gpu, value_of(g, norm + GAMMA), c.k, false);
+    c.t.beta = gpu_tensor(&c.gpu, value_of(g, norm + BETA), c.k, false);
+    c.t.w = gpu_tensor(&c.gpu, value_of(g, norm + WEIGHT), c.w, false);
+    return c;
+}
+
+/* y = norm(x)·Wᵀ + bias */
 static void norm_linear_forward(gpt *g, int norm, int64_t m, const REAL *x, REAL *mean, REAL *rstd, REAL *y) {
     const double start = seconds_now();
-    const heddle_norm_linear a = {.size = sizeof a,
-                                  .dtype = REAL_DTYPE,
-                                  .device = g->c.device,
-                                  .m = m,
-                                  .k = g->table[norm + WEIGHT].cols,
-                                  .n = g->table[norm + WEIGHT].rows};
-    const heddle_norm_linear_data t = {.size = sizeof t,
-                                       .x = x,
-                                       .gamma = value_of(g, norm + GAMMA),
-                                       .beta = value_of(g, norm + BETA),
-                                       .w = value_of(g, norm + WEIGHT),
-                                       .bias = value_of(g, norm + BIAS),
-                                       .y = y,
-                                       .mean = mean,
-                                       .rstd = rstd};
     size_t bytes;
-    must(heddle_norm_linear_workspace(&a, HEDDLE_FORWARD, &bytes), "norm-linear");
-    must(heddle_norm_linear_forward(&a, &t, workspace_for(g, bytes), bytes, NULL), "norm-linear forward");
+    linear_call c = linear_begin(g, norm, m, x);
+    c.t.bias = gpu_tensor(&c.gpu, value_of(g, norm + BIAS), c.n, false);
+    c.t.y = gpu_tensor(&c.gpu, y, c.y, true);
+    c.t.mean = gpu_tensor(&c.gpu, mean, c.m, true);
+    c.t.rstd = gpu_tensor(&c.gpu, rstd, c.m, true);
+    must(heddle_norm_linear_workspace(&c.a, HEDDLE_FORWARD, &bytes), "norm-linear");
+    void *workspace = gpu_tensor(&c.gpu, workspace_for(g, bytes), bytes, false);
+    must(heddle_norm_linear_forward(&c.a, &c.t, workspace, bytes, NULL), "norm-linear forward");
+    gpu_end(&c.gpu);
     g->norm_linear_seconds += seconds_now() - start;
 }
 
 static void norm_linear_backward(gpt *g, int norm, int64_t m, const REAL *x, REAL *mean, REAL *rstd, const REAL *dy,
                                  REAL *dx) {
     const double start = seconds_now();
-    const heddle_norm_linear a = {.size = sizeof a,
-                                  .dtype = REAL_DTYPE,
-                                  .device = g->c.device,
-                                  .m = m,
-                                  .k = g->table[norm + WEIGHT].cols,
-                                  .n = g->table[norm + WEIGHT].rows};
-    const heddle_norm_linear_data t = {.size = sizeof t,
-                                       .x = x,
-                                       .gamma = value_of(g, norm + GAMMA),
-                                       .beta = value_of(g, norm + BETA),
-                                       .w = value_of(g, norm + WEIGHT),
-                                       .mean = mean,
-                                       .rstd = rstd,
-                                       .dy = dy,
-                                       .dx = dx,
-                                       .dgamma = gradient_of(g, norm + GAMMA),
-                                       .dbeta = gradient_of(g, norm + BETA),
-                                       .dw = gradient_of(g, norm + WEIGHT),
-                                       .dbias = gradient_of(g, norm + BIAS)};
     size_t bytes;
-    must(heddle_norm_linear_workspace(&a, HEDDLE_BACKWARD, &bytes), "norm-linear");
-    must(heddle_norm_linear_backward(&a, &t, workspace_for(g, bytes), bytes, NULL), "norm-linear backward");
+    linear_call c = linear_begin(g, norm, m, x);
+    c.t.mean = gpu_tensor(&c.gpu, mean, c.m, false);
+    c.t.rstd = gpu_tensor(&c.gpu, rstd, c.m, false);
+    c.t.dy = gpu_tensor(&c.gpu, dy, c.y, false);
+    c.t.dx = gpu_tensor(&c.gpu, dx, c.x, true);
+    c.t.dgamma = gpu_tensor(&c.gpu, gradient_of(g, norm + GAMMA), c.k, true);
+    c.t.dbeta = gpu_tensor(&c.gpu, gradient_of(g, norm + BETA), c.k, true);
+    c.t.dw = gpu_tensor(&c.gpu, gradient_of(g, norm + WEIGHT), c.w, true);
+    c.t.dbias = gpu_tensor(&c.gpu, gradient_of(g, norm + BIAS), c.n, true);
+    must(heddle_norm_linear_workspace(&c.a, HEDDLE_BACKWARD, &bytes), "norm-linear");
+    void *workspace = gpu_tensor(&c.gpu, workspace_for(g, bytes), bytes, false);
+    must(heddle_norm_linear_backward(&c.a, &c.t, workspace, bytes, NULL), "norm-linear backward");
+    gpu_end(&c.gpu);
     g->norm_linear_seconds += seconds_now() - start;
 }
 
@@ -215,11 +229,20 @@ static void attention_forward(gpt *g, int b, int sq, int sk, const REAL *qkv, RE
     const double start = seconds_now();
     const int64_t w = g->c.width;
     const heddle_attention a = attention_problem(g, b, sq, sk);
-    const heddle_attention_data t = {
-        .size = sizeof t, .q = qkv + (sk - sq) * 3 * w, .k = qkv + w, .v = qkv + 2 * w, .o = o, .lse = lse};
+    const size_t row = (size_t)(b * w) * sizeof(REAL), rows = (size_t)(b * sq) * sizeof(REAL);
     size_t bytes;
+    gpu_call gpu = gpu_begin(g->c.device);
+    const REAL *in = gpu_tensor(&gpu, qkv, (size_t)sk * 3 * row, false);
+    const heddle_attention_data t = {.size = sizeof t,
+                                     .q = in + (sk - sq) * 3 * w,
+                                     .k = in + w,
+                                     .v = in + 2 * w,
+                                     .o = gpu_tensor(&gpu, o, (size_t)sq * row, true),
+                                     .lse = gpu_tensor(&gpu, lse, (size_t)g->c.heads * rows, true)};
     must(heddle_attention_workspace(&a, HEDDLE_FORWARD, &bytes), "attention");
-    must(heddle_attention_forward(&a, &t, workspace_for(g, bytes), bytes, NULL), "attention forward");
+    void *workspace = gpu_tensor(&gpu, workspace_for(g, bytes), bytes, false);
+    must(heddle_attention_forward(&a, &t, workspace, bytes, NULL), "attention forward");
+    gpu_end(&gpu);
     g->attention_seconds += seconds_now() - start;
 }
 
@@ -228,19 +251,25 @@ static void attention_backward(gpt *g, int b, int s, const REAL *qkv, REAL *o, R
     const double start = seconds_now();
     const int64_t w = g->c.width;
     const heddle_attention a = attention_problem(g, b, s, s);
-    const heddle_attention_data t = {.size = sizeof t,
-                                     .q = qkv,
-                                     .k = qkv + w,
-                                     .v = qkv + 2 * w,
-                                     .o = o,
-                                     .lse = lse,
-                                     .dout = dout,
-                                     .dq = dqkv,
-                                     .dk = dqkv + w,
-                                     .dv = dqkv + 2 * w};
+    const size_t all = (size_t)(b * s * w) * sizeof(REAL), rows = (size_t)(b * s) * sizeof(REAL);
     size_t bytes;
+    gpu_call gpu = gpu_begin(g->c.device);
+    const REAL *in = gpu_tensor(&gpu, qkv, 3 * all, false);
+    REAL *out = gpu_tensor(&gpu, dqkv, 3 * all, true);
+    const heddle_attention_data t = {.size = sizeof t,
+                                     .q = in,
+                                     .k = in + w,
+                                     .v = in + 2 * w,
+                                     .o = gpu_tensor(&gpu, o, all, false),
+                                     .lse = gpu_tensor(&gpu, lse, (size_t)g->c.heads * rows, false),
+                                     .dout = gpu_tensor(&gpu, dout, all, false),
+                                     .dq = out,
+                                     .dk = out + w,
+                                     .dv = out + 2 * w};
     must(heddle_attention_workspace(&a, HEDDLE_BACKWARD, &bytes), "attention");
-    must(heddle_attention_backward(&a, &t, workspace_for(g, bytes), bytes, NULL), "attention backward");
+    void *workspace = gpu_tensor(&gpu, workspace_for(g, bytes), bytes, false);
+    must(heddle_attention_backward(&a, &t, workspace, bytes, NULL), "attention backward");
+    gpu_end(&gpu);
     g->attention_seconds += seconds_now() - start;
 }
 

@@ -4,6 +4,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "common.h"
 
+#include "../tools/device_memory.h"
 #include "dtype.h"
 
 #include <inttypes.h>
@@ -138,20 +139,24 @@ bool rng_chance(rng *r, double p) {
 /* ------------------------------------------------------------------------------------------------ device memory */
 
 static void *block_new(heddle_device device, size_t bytes) {
-    assert_int_not_equal(device, HEDDLE_CUDA);
-    void *p = aligned_alloc(64, (bytes + 64) / 64 * 64);
-    assert_non_null(p);
+    void *p = device == HEDDLE_CUDA ? device_memory_new(bytes) : aligned_alloc(64, (bytes + 64) / 64 * 64);
+    if (!p)
+        fail_msg("no memory: %s", device == HEDDLE_CUDA ? device_memory_error() : "the host's is full");
     return p;
 }
 
 static void block_free(heddle_device device, void *p) {
-    (void)device;
-    free(p);
+    if (device == HEDDLE_CUDA)
+        device_memory_free(p);
+    else
+        free(p);
 }
 
 static void block_copy(heddle_device device, void *to, const void *from, size_t bytes) {
-    (void)device;
-    memcpy(to, from, bytes);
+    if (device != HEDDLE_CUDA)
+        memcpy(to, from, bytes);
+    else if (!device_memory_copy(to, from, bytes))
+        fail_msg("%s", device_memory_error());
 }
 
 #define WORKSPACE_GUARD 256

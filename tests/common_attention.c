@@ -144,7 +144,8 @@ static void fill_mask(attention_problem *p, const attention_case *c, rng *r) {
     free(reached);
 }
 
-/* NaN wherever no query looks: keys and values that none sees, rows outside every sequence, bias that is masked out. */
+/* NaN wherever no query looks: keys and values that none sees, queries that see none, rows outside every sequence, bias
+ * that is masked out. */
 static void poison_unseen(attention_problem *p) {
     static const int whole_rows[] = {T_Q, T_DOUT, T_DLSE, T_K, T_V, T_BIAS, T_DWEIGHTS};
     const heddle_attention *a = &p->a;
@@ -156,7 +157,10 @@ static void poison_unseen(attention_problem *p) {
             int64_t length[4], pack = a->features & HEDDLE_VARLEN ? 0 : n, y = x / (a->h / a->hk);
             attention_lengths(p, n, length);
             for (int64_t i = 0; i < length[1]; i++) {
-                for (int z = 0; z < 3; z++) {
+                bool sees_any = false;
+                for (int64_t j = 0; j < length[3]; j++)
+                    sees_any = sees_any || attention_sees(p, n, x, i, j);
+                for (int z = sees_any ? 0 : 2; z < 3; z++) { /* dlse still goes to the sinks */
                     const int64_t *s = p->t[whole_rows[z]].stride;
                     for (int64_t e = 0; e < p->t[whole_rows[z]].dim[3]; e++)
                         used[z][pack * s[0] + x * s[1] + (length[0] + i) * s[2] + e] = 1;

@@ -61,7 +61,7 @@ touch out err
 # -------------------------------------------------------------------------------------------------- information
 works --version
 works --help
-for command in info attention norm-linear random verify demo; do
+for command in info attention norm-linear random verify bench demo; do
     works $command --help
     grep -q "^Usage: heddle $command" out || wrong "heddle $command --help does not begin with its usage"
 done
@@ -70,6 +70,9 @@ grep -q 'in use: ' out || wrong "heddle info does not name an instruction set"
 grep -q '^  cpu ' out || wrong "heddle info does not list the cpu"
 refuses "is no command" nonsense
 refuses "unrecognized option" info --nonsense
+refuses "nonsense" bench --op nonsense
+refuses "--seconds" bench --seconds -1
+refuses "times the CPU" bench --device ref
 refuses "is not an option" attention nonsense
 if [ -w /dev/full ]; then
     "$heddle" info >/dev/full 2>err

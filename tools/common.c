@@ -161,10 +161,6 @@ bool device_ready(heddle_device device) {
         complain("--device %s: %s", device_name(device), why);
         return false;
     }
-    if (device == HEDDLE_CUDA) {
-        complain("--device cuda: this command keeps its data in host memory and cannot run on a GPU yet");
-        return false;
-    }
     return true;
 }
 

@@ -18,6 +18,7 @@ int cmd_attention(int argc, char **argv);
 int cmd_norm_linear(int argc, char **argv);
 int cmd_random(int argc, char **argv);
 int cmd_verify(int argc, char **argv);
+int cmd_bench(int argc, char **argv);
 int cmd_demo(int argc, char **argv);
 
 /* Prints "heddle: ..." as one line on stderr and returns EXIT_TROUBLE. */

@@ -15,6 +15,7 @@ static const struct {
     {"attention", cmd_attention, "attention of .npy files, forward and backward"},
     {"norm-linear", cmd_norm_linear, "LayerNorm + Linear of .npy files, forward and backward"},
     {"verify", cmd_verify, "check every kernel on this machine against float64"},
+    {"bench", cmd_bench, "time every kernel, beside what this machine can do at most"},
     {"demo", cmd_demo, "a FlashAttention program's report, then a small transformer trained on real text"},
     {"random", cmd_random, "make a .npy file of random numbers"},
 };

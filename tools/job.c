@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "job.h"
+#include "device_memory.h"
 
 #include "../src/dtype.h"
 
@@ -205,13 +206,14 @@ bool job_prepare(job *j, arena *m, bool backward) {
     return true;
 }
 
-bool job_run(const job *j, heddle_pass pass) {
+/* The call itself, on data and workspace wherever they are. */
+static bool call(const job *j, heddle_pass pass, void *const data[JOB_FIELDS], void *workspace) {
     heddle_attention_data a = {.size = sizeof a};
     heddle_norm_linear_data l = {.size = sizeof l};
     char *base = j->linear ? (char *)&l : (char *)&a;
     for (int f = 0; job_fields(j)[f].name; f++)
         if (job_fields(j)[f].role <= ROLE_OUTPUT || pass == HEDDLE_BACKWARD)
-            memcpy(base + job_fields(j)[f].offset, &j->data[f], sizeof(void *));
+            memcpy(base + job_fields(j)[f].offset, &data[f], sizeof(void *));
     if (pass == HEDDLE_BACKWARD)
         a.weights = NULL;
     size_t bytes = j->workspace_bytes[pass];
@@ -219,8 +221,70 @@ bool job_run(const job *j, heddle_pass pass) {
         pass == HEDDLE_FORWARD ? heddle_attention_forward : heddle_attention_backward;
     heddle_status (*norm_linear)(const heddle_norm_linear *, const heddle_norm_linear_data *, void *, size_t, void *) =
         pass == HEDDLE_FORWARD ? heddle_norm_linear_forward : heddle_norm_linear_backward;
-    return accepted(j->linear ? norm_linear(&j->l, &l, j->workspace, bytes, NULL)
-                              : attention(&j->a, &a, j->workspace, bytes, NULL));
+    return accepted(j->linear ? norm_linear(&j->l, &l, workspace, bytes, NULL)
+                              : attention(&j->a, &a, workspace, bytes, NULL));
+}
+
+static heddle_device job_device(const job *j) {
+    return j->linear ? j->l.device : j->a.device;
+}
+
+/* The data of a job where its device computes: in place, or copied to the GPU and back. */
+typedef struct place {
+    void *data[JOB_FIELDS], *workspace;
+    bool copied;
+} place;
+
+static size_t field_size(const job *j, int f) {
+    return (size_t)field_count(j, f) * field_bytes(j, f);
+}
+
+static void leave(const job *j, place *p) {
+    for (int f = 0; p->copied && job_fields(j)[f].name; f++)
+        device_memory_free(p->data[f]);
+    if (p->copied)
+        device_memory_free(p->workspace);
+}
+
+static bool enter(const job *j, heddle_pass pass, place *p) {
+    *p = (place){.workspace = j->workspace, .copied = job_device(j) == HEDDLE_CUDA};
+    if (!p->copied) {
+        memcpy(p->data, j->data, sizeof p->data);
+        return true;
+    }
+    size_t bytes = j->workspace_bytes[pass];
+    p->workspace = device_memory_new(bytes);
+    bool ok = p->workspace && device_memory_copy(p->workspace, j->workspace, bytes);
+    for (int f = 0; job_fields(j)[f].name && ok; f++)
+        if (j->data[f]) {
+            p->data[f] = device_memory_new(field_size(j, f));
+            ok = p->data[f] && device_memory_copy(p->data[f], j->data[f], field_size(j, f));
+        }
+    if (!ok) {
+        complain("the GPU's memory: %s", device_memory_error());
+        leave(j, p);
+    }
+    return ok;
+}
+
+static bool fetch(const job *j, heddle_pass pass, const place *p) {
+    field_role role = pass == HEDDLE_FORWARD ? ROLE_OUTPUT : ROLE_GRADIENT_OUT;
+    bool ok = !p->copied || device_memory_wait();
+    for (int f = 0; p->copied && ok && job_fields(j)[f].name; f++)
+        if (j->data[f] && job_fields(j)[f].role == role)
+            ok = device_memory_copy(j->data[f], p->data[f], field_size(j, f));
+    if (!ok)
+        complain("the GPU: %s", device_memory_error());
+    return ok;
+}
+
+bool job_run(const job *j, heddle_pass pass) {
+    place p;
+    if (!enter(j, pass, &p))
+        return false;
+    bool ok = call(j, pass, p.data, p.workspace) && fetch(j, pass, &p);
+    leave(j, &p);
+    return ok;
 }
 
 /* -------------------------------------------------------------------------------------------------------- speed */
@@ -244,19 +308,31 @@ double job_flops(const job *j, heddle_pass pass) {
     return flops * (j->a.mask == HEDDLE_MASK_NONE ? 1 : 0.5) * (pass == HEDDLE_BACKWARD ? 2.5 : 1);
 }
 
+/* A GPU is given several calls at a time, so that their start is hidden as it is in a program. */
+static bool timed_calls(const job *j, heddle_pass pass, const place *p, double *seconds) {
+    const int calls = p->copied ? 16 : 1;
+    double begin = now();
+    for (int x = 0; x < calls; x++)
+        if (!call(j, pass, p->data, p->workspace))
+            return false;
+    if (p->copied && !device_memory_wait())
+        return complain("the GPU: %s", device_memory_error()), false;
+    *seconds = (now() - begin) / calls;
+    return true;
+}
+
 double job_seconds(const job *j, heddle_pass pass) {
     enum { MOST = 1001 };
-    double sample[MOST], begin = now();
+    double sample[MOST], warm, begin = now();
     int n = 0;
+    place p;
     if (pass == HEDDLE_BACKWARD && !job_run(j, HEDDLE_FORWARD))
         return -1;
-    if (!job_run(j, pass))
+    if (!enter(j, pass, &p))
         return -1;
-    for (; n < MOST && (n < 5 || now() - begin < 1.0); n++) {
-        double start = now();
-        if (!job_run(j, pass))
-            return -1;
-        sample[n] = now() - start;
-    }
-    return median(sample, n);
+    bool ok = timed_calls(j, pass, &p, &warm);
+    for (; ok && n < MOST && (n < 5 || now() - begin < 1.0); n++)
+        ok = timed_calls(j, pass, &p, &sample[n]);
+    leave(j, &p);
+    return ok ? median(sample, n) : -1;
 }

@@ -270,7 +270,8 @@ static bool fa2_test1(verify *v) {
     p.j.a.scale = 1;
     for (int i = 0; i < 16; i++) {
         p.x[Q][i] = p.x[K][i] = p.x[DOUT][i] = i % 5 == 0;
-        p.x[V][i] = i / 4 + 1;
+        const int row = i / 4;
+        p.x[V][i] = row + 1;
         dk[i] = dq[i % 4 * 4 + i / 4];
         dv[i] = i % 5 == 0 ? 0.47536689 : 0.17487770;
     }
