@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The one parameter of every attention kernel, and the list of launches that one pass comes to. C and CUDA C. */
+#ifndef HEDDLE_CUDA_ATTENTION_PARAMS_H
+#define HEDDLE_CUDA_ATTENTION_PARAMS_H
+
+#include "heddle.h"
+
+/* Which tensors may be read 16 bytes at a time: pointer, strides and last dimension are multiples of that. */
+enum { VECTOR_Q = 1, VECTOR_K = 2, VECTOR_V = 4, VECTOR_DO = 8, VECTOR_O = 16 };
+
+typedef struct attention_params {
+    heddle_attention a;               /* resolved: no default left */
+    heddle_attention_data t;          /* device pointers */
+    float scale, scale_log2;          /* scale, scale·log2(e) */
+    float lse_factor, lse_factor_low; /* what takes lse to units of log2, as the kernels take S: the sum of both */
+    float softcap, inverse_softcap;
+    float keep_scale; /* 1/(1 - dropout) */
+    uint32_t drop_threshold;
+    int32_t drops;
+    int32_t rich;              /* the full kernels: more than the lean ones can is asked for */
+    int32_t tf32;              /* one TF32 product in place of three */
+    int32_t group;             /* query heads per key/value head */
+    int32_t pack;              /* fwd: query heads that share a tile's rows; 1 or group */
+    int32_t tiles_q, tiles_k;  /* per (sequence, head): blocks of fwd and dq; of dkdv */
+    int32_t splits;            /* fwd: blocks that share the keys of a tile of queries */
+    int32_t vectors;           /* VECTOR_Q | ... */
+    int64_t rows;              /* of lse, over all heads */
+    float *part_o, *part_lse;  /* [splits][rows][dv], [splits][rows], when splits > 1; lse in units of log2 */
+    float *dsum, *base, *rest; /* [rows]: D, and lse·log2(e) as the sum of two floats (+inf: the row sees nothing) */
+} attention_params;
+
+#ifndef __CUDACC__
+#include "../plan.h"
+
+/* Every attention kernel: ATTENTION_fwd_bf16_d64_lean, ... */
+#define ATTENTION_FWD_LIST
+#define ATTENTION_BWD_LIST
+#define ATTENTION_PLAIN_LIST
+enum attention_kernel {
+#define K(pass, dtype, dim, variant, warps, tiles, block) ATTENTION_##pass##_##dtype##_d##dim##_##variant,
+#include "attention.def"
+#undef K
+    ATTENTION_KERNELS
+};
+#undef ATTENTION_FWD_LIST
+#undef ATTENTION_BWD_LIST
+#undef ATTENTION_PLAIN_LIST
+
+/* What the plan must know of the device. */
+typedef struct attention_device {
+    int multiprocessors;
+    size_t shared_bytes; /* that a block can have, opted in */
+} attention_device;
+
+typedef struct attention_launch {
+    enum attention_kernel kernel;
+    uint32_t grid, threads, shared_bytes; /* grid: x only; shared_bytes: dynamic */
+} attention_launch;
+
+#define ATTENTION_MAX_LAUNCHES 8
+
+/* Fills kernel, tiles and workspace of a resolved plan. Pure. */
+heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_device *device);
+
+/* The launches of a planned pass, in order, all with the same *params. Returns how many (0: nothing to do). Pure. */
+int heddle__cuda_attention_launches(const attention_plan *plan, const attention_device *device,
+                                    const heddle_attention_data *data, void *workspace, attention_params *params,
+                                    attention_launch launches[ATTENTION_MAX_LAUNCHES]);
+
+/* The symbol of a kernel, and in which source it is: "heddle_attention_fwd_bf16_d64_lean_sm80", "attention_fwd". */
+const char *heddle__cuda_attention_symbol(enum attention_kernel kernel);
+const char *heddle__cuda_attention_module(enum attention_kernel kernel);
+#endif
+
+#endif

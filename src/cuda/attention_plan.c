@@ -1,0 +1,291 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The plan of attention on CUDA: which kernels, how many blocks, what lies where in the workspace. No driver call:
+ * pure. */
+#include "attention_params.h"
+
+#include "../dtype.h"
+#include "../mask.h"
+#include "../status.h"
+
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+
+typedef enum kernel_pass {
+    PASS_fwd,
+    PASS_combine,
+    PASS_weights,
+    PASS_prep,
+    PASS_dkdv,
+    PASS_dq,
+    PASS_dbias,
+    PASS_dsinks
+} kernel_pass;
+
+typedef enum kernel_variant { VARIANT_lean, VARIANT_full, VARIANT_decode, VARIANT_plain } kernel_variant;
+
+typedef struct kernel_row {
+    kernel_pass pass;
+    heddle_dtype dtype;
+    int dim;
+    kernel_variant variant;
+    int warps, tiles, block;
+    const char *symbol;
+} kernel_row;
+
+#define ATTENTION_FWD_LIST
+#define ATTENTION_BWD_LIST
+#define ATTENTION_PLAIN_LIST
+#define DTYPE_bf16 HEDDLE_BF16
+#define DTYPE_f16 HEDDLE_F16
+#define DTYPE_f32 HEDDLE_F32
+static const kernel_row kernels[ATTENTION_KERNELS] = {
+#define K(pass, dtype, dim, variant, warps, tiles, block)                                                              \
+    {PASS_##pass, DTYPE_##dtype, dim,   VARIANT_##variant,                                                             \
+     warps,       tiles,         block, "heddle_attention_" #pass "_" #dtype "_d" #dim "_" #variant "_sm80"},
+#include "attention.def"
+#undef K
+};
+
+const char *heddle__cuda_attention_symbol(enum attention_kernel kernel) {
+    return kernels[kernel].symbol;
+}
+
+const char *heddle__cuda_attention_module(enum attention_kernel kernel) {
+    if (kernels[kernel].variant == VARIANT_plain)
+        return "attention_plain";
+    return kernels[kernel].pass == PASS_fwd ? "attention_fwd_sm80" : "attention_bwd_sm80";
+}
+
+/* ----------------------------------------------------------------------------------------------- kernel choice */
+
+static int rows_of(const kernel_row *k) {
+    return k->variant == VARIANT_plain ? 1 : k->warps * k->tiles * 16;
+}
+
+/* Dynamic shared memory, as the layouts in the .cu files have it. */
+static size_t shared_bytes(const kernel_row *k) {
+    const size_t pitch = (size_t)k->dim * heddle_dtype_size(k->dtype) + 16, block = (size_t)k->block;
+    if (k->variant == VARIANT_plain)
+        return 0;
+    if (k->pass == PASS_fwd)
+        return (size_t)rows_of(k) * pitch + 4 * block * pitch + 2 * block * 4;
+    return 2 * (size_t)rows_of(k) * pitch + 4 * block * pitch + 8 * block * 4;
+}
+
+/* The kernel with the smallest head dim that will do; -1 if none does. */
+static int find_kernel(const heddle_attention *a, const attention_device *device, kernel_pass pass,
+                       kernel_variant variant) {
+    const int64_t dim = max64(a->d, a->dv);
+    int best = -1;
+    for (int x = 0; x < ATTENTION_KERNELS; x++) {
+        const kernel_row *k = &kernels[x];
+        if (k->pass == pass && k->dtype == a->dtype && k->variant == variant && k->dim >= dim &&
+            shared_bytes(k) <= device->shared_bytes && (best < 0 || k->dim < kernels[best].dim))
+            best = x;
+    }
+    return best;
+}
+
+/* More is asked for than the lean kernels can. */
+static bool is_rich(const heddle_attention *a, heddle_pass pass) {
+    const uint64_t rich = HEDDLE_ALIBI | HEDDLE_BIAS | HEDDLE_BOOL_MASK | (pass == HEDDLE_FORWARD ? 0 : HEDDLE_WEIGHTS);
+    return (a->features & rich) || a->softcap > 0 || a->dropout > 0 || !(a->scale > 0);
+}
+
+static int choose_kernel(const heddle_attention *a, const attention_device *device, kernel_pass pass) {
+    int x = -1;
+    if (pass == PASS_fwd && a->h / a->hk * a->sq <= 16)
+        x = find_kernel(a, device, pass, VARIANT_decode);
+    if (x < 0 && !is_rich(a, pass == PASS_fwd ? HEDDLE_FORWARD : HEDDLE_BACKWARD))
+        x = find_kernel(a, device, pass, VARIANT_lean);
+    if (x < 0)
+        x = find_kernel(a, device, pass, VARIANT_full);
+    return x < 0 ? find_kernel(a, device, pass, VARIANT_plain) : x;
+}
+
+/* ------------------------------------------------------------------------------------------------------ choice */
+
+/* What the plan comes to. */
+typedef struct choice {
+    int fwd, dkdv, dq;
+    int64_t rows; /* of lse */
+    int64_t pack, splits, tiles_q, tiles_k;
+    int64_t blocks; /* of fwd or of dq */
+    int64_t blocks_dkdv;
+    size_t part_lse, base, rest, bytes; /* offsets in the workspace, and its size */
+} choice;
+
+static int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+static size_t align64(size_t n) {
+    return (n + 63) / 64 * 64;
+}
+
+static void choose_forward(const heddle_attention *a, const attention_device *device, choice *c) {
+    const kernel_row *k;
+    const int64_t group = a->h / a->hk;
+    c->fwd = choose_kernel(a, device, PASS_fwd);
+    k = &kernels[c->fwd];
+    c->splits = c->pack = 1;
+    c->tiles_q = ceil_div(a->sq, rows_of(k));
+    if (k->variant != VARIANT_plain) {
+        if (a->sq * 2 <= rows_of(k) || k->variant == VARIANT_decode)
+            c->pack = group;
+        c->tiles_q = ceil_div(a->sq * c->pack, rows_of(k));
+        /* Too few blocks for the device: let several share the keys of a tile. A decode block is one warp. */
+        const bool decode = k->variant == VARIANT_decode;
+        const int64_t blocks = max64(1, c->tiles_q * (a->h / c->pack) * a->b), key_blocks = ceil_div(a->sk, k->block);
+        const int64_t resident = (int64_t)(device->shared_bytes / (shared_bytes(k) + 1024));
+        const int64_t wanted = device->multiprocessors * (decode ? clamp64(resident, 1, 8) : 2), least = decode ? 2 : 4;
+        if (blocks * (decode ? 1 : 2) <= wanted)
+            c->splits = clamp64(min64(wanted / blocks, key_blocks / least), 1, 256);
+    }
+    c->blocks = c->tiles_q * (a->h / c->pack) * a->b * c->splits;
+    if (c->splits > 1) {
+        c->part_lse = align64((size_t)(c->splits * c->rows * a->dv) * sizeof(float));
+        c->bytes = c->part_lse + align64((size_t)(c->splits * c->rows) * sizeof(float));
+    }
+}
+
+static void choose_backward(const heddle_attention *a, const attention_device *device, choice *c) {
+    c->dkdv = choose_kernel(a, device, PASS_dkdv);
+    c->dq = choose_kernel(a, device, PASS_dq);
+    c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->dq]));
+    c->tiles_k = ceil_div(a->sk, rows_of(&kernels[c->dkdv]));
+    c->blocks = c->tiles_q * a->h * a->b;
+    /* Where the sums of dK and dV do not fit into registers together, every second block makes one of them. */
+    const kernel_row *k = &kernels[c->dkdv];
+    c->blocks_dkdv = c->tiles_k * a->hk * a->b * (k->dim * k->tiles > 128 ? 2 : 1);
+    const size_t each = align64((size_t)c->rows * sizeof(float));
+    c->base = each;
+    c->rest = 2 * each;
+    c->bytes = 3 * each;
+}
+
+static choice choose(const heddle_attention *a, heddle_pass pass, const attention_device *device) {
+    choice c = {.pack = 1, .splits = 1};
+    c.rows = a->h * (a->features & HEDDLE_VARLEN ? a->total_q : a->b * a->sq);
+    if (pass == HEDDLE_FORWARD)
+        choose_forward(a, device, &c);
+    else
+        choose_backward(a, device, &c);
+    return c;
+}
+
+heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_device *device) {
+    const heddle_attention *a = &plan->a;
+    const int64_t most_blocks = INT32_MAX;
+    if (a->sq >= INT64_C(1) << 30 || a->sk >= INT64_C(1) << 30)
+        return fail(HEDDLE_UNSUPPORTED, "sq = %lld, sk = %lld: the CUDA kernels count rows up to 2^30",
+                    (long long)a->sq, (long long)a->sk);
+    if (a->h > most_blocks || a->b > most_blocks || (a->sq && a->b * a->h > most_blocks / a->sq) ||
+        (a->sk && a->b * a->h > most_blocks / a->sk))
+        return fail(HEDDLE_UNSUPPORTED, "b·h·sq = %lld·%lld·%lld, sk = %lld: over 2^31 blocks", (long long)a->b,
+                    (long long)a->h, (long long)a->sq, (long long)a->sk);
+    const choice c = choose(a, plan->pass, device);
+    const kernel_row *k = &kernels[plan->pass == HEDDLE_FORWARD ? c.fwd : c.dkdv];
+    plan->threads = 1;
+    plan->tile_q = plan->pass == HEDDLE_FORWARD ? rows_of(k) : k->block;
+    plan->tile_k = plan->pass == HEDDLE_FORWARD ? k->block : rows_of(k);
+    plan->chunk_k = plan->tile_k;
+    plan->workspace = c.bytes;
+    snprintf(plan->kernel, sizeof plan->kernel, "%s", k->symbol);
+    return HEDDLE_OK;
+}
+
+/* ---------------------------------------------------------------------------------------------------- launches */
+
+static bool is_vector(const heddle_attention *a, const void *p, heddle_strides s, int64_t last) {
+    const size_t e = heddle_dtype_size(a->dtype);
+    return ((uintptr_t)p | (size_t)s.b * e | (size_t)s.h * e | (size_t)s.s * e | (size_t)last * e) % 16 == 0;
+}
+
+static void fill_params(const attention_plan *plan, const choice *c, const heddle_attention_data *data, char *workspace,
+                        attention_params *p) {
+    const heddle_attention *a = &plan->a;
+    const double log2e = 1.4426950408889634;
+    *p = (attention_params){.a = *a, .t = *data, .rows = c->rows};
+    p->rich = is_rich(a, plan->pass);
+    p->scale = (float)a->scale;
+    p->scale_log2 = (float)(a->scale * log2e);
+    /* P = exp2(f·(S - lse)): with the very factor of S, its rounding weighs on the difference alone. */
+    const double factor = p->rich ? (double)(float)log2e : (double)p->scale_log2 / a->scale;
+    p->lse_factor = (float)factor;
+    p->lse_factor_low = (float)(factor - (double)p->lse_factor);
+    p->softcap = (float)a->softcap;
+    p->inverse_softcap = a->softcap > 0 ? (float)(1 / a->softcap) : 0;
+    p->keep_scale = (float)(1 / (1 - a->dropout));
+    p->drop_threshold = dropout_threshold(a->dropout);
+    p->drops = a->dropout > 0;
+    p->tf32 = (a->features & HEDDLE_TF32) != 0;
+    p->group = (int32_t)(a->h / a->hk);
+    p->pack = (int32_t)c->pack;
+    p->tiles_q = (int32_t)c->tiles_q;
+    p->tiles_k = (int32_t)c->tiles_k;
+    p->splits = (int32_t)c->splits;
+    p->vectors = (is_vector(a, data->q, a->q_stride, a->d) ? VECTOR_Q : 0) |
+                 (is_vector(a, data->k, a->k_stride, a->d) ? VECTOR_K : 0) |
+                 (is_vector(a, data->v, a->v_stride, a->dv) ? VECTOR_V : 0) |
+                 (is_vector(a, data->dout, a->do_stride, a->dv) ? VECTOR_DO : 0) |
+                 (is_vector(a, data->o, a->o_stride, a->dv) ? VECTOR_O : 0);
+    if (!workspace)
+        return;
+    if (plan->pass == HEDDLE_FORWARD) {
+        p->part_o = (float *)workspace;
+        p->part_lse = (float *)(workspace + c->part_lse);
+    } else {
+        p->dsum = (float *)workspace;
+        p->base = (float *)(workspace + c->base);
+        p->rest = (float *)(workspace + c->rest);
+    }
+}
+
+static void add_launch(attention_launch *launches, int *count, int kernel, int64_t grid) {
+    const kernel_row *k = &kernels[kernel];
+    if (grid > 0)
+        launches[(*count)++] = (attention_launch){(enum attention_kernel)kernel, (uint32_t)grid,
+                                                  32u * (uint32_t)k->warps, (uint32_t)shared_bytes(k)};
+}
+
+static void add_plain(const heddle_attention *a, const attention_device *device, attention_launch *launches, int *count,
+                      kernel_pass pass, int64_t grid) {
+    add_launch(launches, count, find_kernel(a, device, pass, VARIANT_plain), grid);
+}
+
+int heddle__cuda_attention_launches(const attention_plan *plan, const attention_device *device,
+                                    const heddle_attention_data *data, void *workspace, attention_params *params,
+                                    attention_launch launches[ATTENTION_MAX_LAUNCHES]) {
+    const heddle_attention *a = &plan->a;
+    const choice c = choose(a, plan->pass, device);
+    const int64_t rows = a->b * a->h * a->sq;
+    int n = 0;
+    fill_params(plan, &c, data, workspace, params);
+    if (plan->pass == HEDDLE_FORWARD) {
+        add_launch(launches, &n, c.fwd, c.blocks);
+        if (c.splits > 1)
+            add_plain(a, device, launches, &n, PASS_combine, rows);
+        if (data->weights)
+            add_plain(a, device, launches, &n, PASS_weights, a->sk ? rows : 0);
+        return n;
+    }
+    const int prep = find_kernel(a, device, PASS_prep, VARIANT_full);
+    const bool plain = prep < 0 || kernels[c.dkdv].variant == VARIANT_plain;
+    if (plain || (a->features & HEDDLE_WEIGHTS))
+        add_plain(a, device, launches, &n, PASS_prep, ceil_div(rows, 4));
+    if (!plain)
+        add_launch(launches, &n, prep, ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b);
+    if (data->dk || data->dv)
+        add_launch(launches, &n, c.dkdv, c.blocks_dkdv);
+    if (data->dq)
+        add_launch(launches, &n, c.dq, c.blocks);
+    if (data->dbias)
+        add_plain(a, device, launches, &n, PASS_dbias,
+                  ceil_div(a->sk, 128) * (a->dbias_stride.s ? a->sq : 1) * (a->dbias_stride.h ? a->h : 1) *
+                      (a->dbias_stride.b ? a->b : 1));
+    if (data->dsinks)
+        add_plain(a, device, launches, &n, PASS_dsinks, a->h);
+    return n;
+}

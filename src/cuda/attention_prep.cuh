@@ -1,0 +1,160 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What the backward needs of each row before it begins: D, and the log-sum-exp. */
+#ifndef HEDDLE_CUDA_ATTENTION_PREP_CUH
+#define HEDDLE_CUDA_ATTENTION_PREP_CUH
+
+#include "attention_tile.cuh"
+
+/* Shared memory of the kernels of the backward. */
+template <typename T, int D, int WARPS, int TILES, int BLOCK> struct backward_shared {
+    static constexpr int rows = WARPS * TILES * 16;
+    static constexpr int second = rows * tile<T, D>::pitch; /* K, V or Q, dO: the block's own */
+    static constexpr int stages = 2 * second;               /* twice two tiles that stream */
+    static constexpr int stage_bytes = 2 * BLOCK * tile<T, D>::pitch;
+    static constexpr int numbers = stages + 2 * stage_bytes; /* per stage: base, rest, D, bad */
+    static constexpr int bytes = numbers + 2 * 4 * BLOCK * 4;
+};
+
+/* S of rows row0 .. and keys j0 ..: as the forward takes it, -inf where masked. */
+template <typename T, int TILES, int BLOCK>
+INLINE void mask_scores(const attention_params &p, const place &c, int64_t x, int row0, int j0,
+                        float (*s)[BLOCK / 8][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int z = 0; z < TILES; z++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = row0 + z * 16 + half * 8 + lane / 4;
+            const int first = max(i + c.lo, 0), last = i < c.sq ? min(i + c.hi, c.sk - 1) : -1;
+            const score_row row = make_score_row(p, c, x, min(i, c.sq - 1));
+#pragma unroll
+            for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int j = j0 + y * 8 + lane % 4 * 2 + e;
+                    float slack, *t = &s[z][y][2 * half + e];
+                    if (j < first || j > last)
+                        *t = -CUDART_INF_F;
+                    else if (p.rich)
+                        *t = full_score<T>(p, c, row, j, *t, &slack);
+                }
+        }
+}
+
+/* sum over 16 bytes of dO∘O, leaving out zeros of O: a query that sees nothing may hold anything in dO. */
+template <typename T> INLINE float dot_chunk(uint4 o, uint4 dout) {
+    const T *x = (const T *)&o, *y = (const T *)&dout;
+    float sum = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 16 / (int)sizeof(T); e++)
+        sum = to_float(x[e]) != 0.0f ? fmaf(to_float(x[e]), to_float(y[e]), sum) : sum;
+    return sum;
+}
+
+/* D, base and rest of the 16 rows of a warp, eight lanes to a row. */
+template <typename T> INLINE void prepare_rows(const attention_params &p, const place &c, int64_t x, int row0) {
+    const int part = threadIdx.x % 8;
+#pragma unroll 1
+    for (int i = row0 + (int)threadIdx.x % 32 / 8; i < row0 + 16; i += 4) {
+        float base = CUDART_INF_F, rest = 0.0f, sum = 0.0f;
+        const int64_t at = i < c.sq ? lse_at(p, c, x, i) : 0;
+        const float lse = i < c.sq ? ((const float *)p.t.lse)[at] : -CUDART_INF_F;
+        if (lse != -CUDART_INF_F) {
+            base = lse * p.lse_factor;
+            rest = fmaf(lse, p.lse_factor, -base) + lse * p.lse_factor_low;
+            rest = isfinite(base) ? rest : 0.0f;
+            const T *o = (const T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i);
+            const T *dout = (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + i);
+            const int dv = p.t.dout ? (int)p.a.dv : 0;
+            if ((p.vectors & VECTOR_O) && (p.vectors & VECTOR_DO)) {
+#pragma unroll 4
+                for (int e = part * (16 / (int)sizeof(T)); e < dv; e += 8 * (16 / (int)sizeof(T)))
+                    sum += dot_chunk<T>(*(const uint4 *)(o + e), *(const uint4 *)(dout + e));
+            } else {
+                for (int e = part; e < dv; e += 8)
+                    sum = to_float(o[e]) != 0.0f ? fmaf(to_float(o[e]), to_float(dout[e]), sum) : sum;
+            }
+        }
+        for (int step = 4; step; step >>= 1)
+            sum += __shfl_xor_sync(ALL_LANES, sum, step);
+        if (part || i >= c.sq)
+            continue;
+        p.base[at] = base;
+        p.rest[at] = rest;
+        p.dsum[at] = lse == -CUDART_INF_F ? 0.0f : sum - (p.t.dlse ? ((const float *)p.t.dlse)[at] : 0.0f);
+    }
+}
+
+/* D and the log-sum-exp in two parts; the latter anew for scores so large that a float32 lse is too coarse for
+ * P = exp(S - lse): the maximum is subtracted exactly, the rest is the logarithm of the sum, of the very scores that
+ * dkdv and dq will see. Taken where it agrees with the given lse to its rounding. Blocks without such a row leave at
+ * once. With dweights the plain prep has been here. */
+template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attention_prep(const attention_params &p) {
+    typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
+    constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
+    static_assert(TILES == 1, "a warp has 16 rows");
+    extern __shared__ __align__(16) char shared[];
+    const uint32_t sq = shared_address(shared), sk = sq + layout::second;
+    const int tiles = (int)((p.a.sq + ROWS - 1) / ROWS);
+    const int64_t unit = blockIdx.x / (unsigned)tiles, x = unit % p.a.h, y = x / p.group;
+    const int query0 = (int)(blockIdx.x % (unsigned)tiles) * ROWS, warp_row = (int)threadIdx.x / 32 * 16;
+    const int lane = threadIdx.x % 32;
+    const place c = find_place(p, unit / p.a.h);
+    bool large[2];
+    if (!(p.a.features & HEDDLE_WEIGHTS))
+        prepare_rows<T>(p, c, x, query0 + warp_row);
+    for (int half = 0; half < 2; half++) {
+        const int i = query0 + warp_row + half * 8 + lane / 4;
+        const float lse = i < c.sq ? fabsf(((const float *)p.t.lse)[lse_at(p, c, x, i)]) : 0.0f;
+        large[half] = lse > (sizeof(T) == 4 ? 12.0f : 1024.0f) && lse < CUDART_INF_F;
+    }
+    if (!__syncthreads_or(large[0] || large[1]))
+        return;
+    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
+    const T *q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q);
+    const int begin = max(0, min(query0 + c.lo, c.sk)), end = max(0, min(min(query0 + ROWS, c.sq) + c.hi, c.sk));
+    const float factor = p.rich ? LOG2E : p.scale_log2;
+    float top[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {0.0f, 0.0f};
+    load_tile<T, D, ROWS, THREADS>(sq, q, p.a.q_stride.s, query0, 0, c.sq, (int)p.a.d, p.vectors & VECTOR_Q);
+    for (int j0 = begin; j0 < end; j0 += BLOCK) {
+        float s[1][BLOCK / 8][4];
+        __syncthreads();
+        load_tile<T, D, BLOCK, THREADS>(sk, k, p.a.k_stride.s, j0, begin, end, (int)p.a.d, p.vectors & VECTOR_K);
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncthreads();
+        product_rows<T, D, 1, BLOCK>(s, sq + warp_row * tile<T, D>::pitch, sk, p.tf32);
+        mask_scores<T, 1, BLOCK>(p, c, x, query0 + warp_row, j0, s);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float new_top = top[half];
+#pragma unroll
+            for (int z = 0; z < BLOCK / 8; z++)
+                new_top = fmaxf(new_top, fmaxf(s[0][z][2 * half], s[0][z][2 * half + 1]));
+            new_top = quad_max(new_top);
+            const float base = new_top == -CUDART_INF_F ? 0.0f : new_top * factor;
+            sum[half] *= exp2_approx(top[half] * factor - base);
+            top[half] = new_top;
+#pragma unroll
+            for (int z = 0; z < BLOCK / 8; z++)
+                sum[half] += exp2_approx(fmaf(s[0][z][2 * half], factor, -base)) +
+                             exp2_approx(fmaf(s[0][z][2 * half + 1], factor, -base));
+        }
+    }
+    for (int half = 0; half < 2; half++) {
+        const int i = query0 + warp_row + half * 8 + lane / 4;
+        float all = quad_sum(sum[half]);
+        if (!large[half] || top[half] == -CUDART_INF_F || lane % 4)
+            continue;
+        const float base = top[half] * factor;
+        if (p.a.features & HEDDLE_SINKS)
+            all += exp2f(((const float *)p.t.sinks)[x] * LOG2E - base);
+        const float rest = log2f(all), lse = ((const float *)p.t.lse)[lse_at(p, c, x, i)];
+        if (fabsf((base + rest) * LN2 - lse) <= fabsf(lse) * 0x1p-20f) {
+            p.base[lse_at(p, c, x, i)] = base;
+            p.rest[lse_at(p, c, x, i)] = rest;
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,385 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The CUDA backend: a record per device, images loaded when first used, launches in the current context on the caller's
+ * stream. No call synchronises or allocates, so that CUDA graphs can capture them. */
+#define _POSIX_C_SOURCE 200809L
+#include "../backend.h"
+#include "../status.h"
+#include "attention_params.h"
+#include "device.h"
+#include "driver.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+
+#define MAX_DEVICES 64
+#define KNOWN_BLOCKS 256
+#define LEAST_SHARED (48 * 1024) /* that a kernel may have without being asked for */
+
+/* ------------------------------------------------------------------------------------------------------ kernels */
+
+#define M(name) extern const unsigned char heddle__image_##name[];
+#include "modules.def"
+#undef M
+
+static const struct {
+    const char *name;
+    const unsigned char *image;
+} modules[] = {
+#define M(name) {#name, heddle__image_##name},
+#include "modules.def"
+#undef M
+};
+
+enum { MODULES = sizeof modules / sizeof *modules, KERNELS = ATTENTION_KERNELS + NORM_LINEAR_KERNELS };
+
+typedef struct kernel_row {
+    const char *symbol, *module;
+    uint32_t threads;
+} kernel_row;
+
+static const kernel_row norm_linear_rows[] = {
+#define K(pass, dtype, module, threads) {"heddle_norm_linear_" #pass "_" #dtype "_sm80", #module, threads},
+#include "norm_linear.def"
+#undef K
+};
+
+/* --------------------------------------------------------------------------------------------- what is remembered */
+
+/* A device's facts: filled once, read-only afterwards. */
+typedef struct device_record {
+    atomic_int state; /* 0: nobody has asked, 1: somebody is at it, 2: done */
+    char name[96];    /* "NVIDIA H200 (device 0, sm_90)" */
+    int ordinal, major, minor, multiprocessors, shared_optin;
+    cu_result error; /* of the query */
+    _Atomic(cu_context) primary;
+    /* Blocks of 2 MiB of addresses that were seen to be this device's memory (the driver maps no smaller ones), plus one. */
+    atomic_uint_least64_t known[KNOWN_BLOCKS];
+    atomic_uchar prepared[KERNELS]; /* loaded; 2: with its limit of shared memory raised on this device */
+} device_record;
+
+static device_record records[MAX_DEVICES];
+/* Loaded images and their kernels hold for every device and context. */
+static _Atomic(cu_library) libraries[MODULES];
+static _Atomic(cu_kernel) kernels[KERNELS];
+
+static void query_device(const cuda_driver *cu, device_record *r, int ordinal) {
+    cu_device device;
+    char name[64] = "GPU";
+    r->ordinal = ordinal;
+    r->error = cu->cuDeviceGet(&device, ordinal);
+    const struct {
+        int attribute, *value;
+    } facts[] = {{CU_ATTRIBUTE_MAJOR, &r->major},
+                 {CU_ATTRIBUTE_MINOR, &r->minor},
+                 {CU_ATTRIBUTE_MULTIPROCESSORS, &r->multiprocessors},
+                 {CU_ATTRIBUTE_SHARED_OPTIN, &r->shared_optin}};
+    for (size_t x = 0; x < sizeof facts / sizeof *facts && r->error == CU_SUCCESS; x++)
+        r->error = cu->cuDeviceGetAttribute(facts[x].value, facts[x].attribute, device);
+    if (r->error == CU_SUCCESS)
+        r->error = cu->cuDeviceGetName(name, sizeof name, device);
+    snprintf(r->name, sizeof r->name, "%s (device %d, sm_%d%d)", name, ordinal, r->major, r->minor);
+}
+
+/* The record of the current context's device, or of device 0 when no context is current. */
+static heddle_status current_device(const cuda_driver **driver, device_record **found, cu_context *context) {
+    const cuda_driver *cu = heddle__cuda_driver();
+    if (!cu)
+        return HEDDLE_NO_DEVICE;
+    cu_device device = 0;
+    cu_result error = cu->cuCtxGetCurrent(context);
+    if (error == CU_SUCCESS && *context)
+        error = cu->cuCtxGetDevice(&device);
+    if (error != CU_SUCCESS)
+        return heddle__cuda_fail(cu, "CUDA", "cuCtxGetCurrent", error);
+    if (device < 0 || device >= MAX_DEVICES)
+        return fail(HEDDLE_NO_DEVICE, "CUDA device %d: heddle knows devices 0 to %d", device, MAX_DEVICES - 1);
+    device_record *r = &records[device];
+    int seen = 0;
+    if (atomic_load_explicit(&r->state, memory_order_acquire) != 2) {
+        if (atomic_compare_exchange_strong(&r->state, &seen, 1)) {
+            query_device(cu, r, device);
+            atomic_store_explicit(&r->state, 2, memory_order_release);
+        }
+        while (atomic_load_explicit(&r->state, memory_order_acquire) != 2)
+            sched_yield();
+    }
+    if (r->error != CU_SUCCESS)
+        return heddle__cuda_fail(cu, r->name, "cuDeviceGetAttribute", r->error);
+    if (r->major < 8)
+        return fail(HEDDLE_NO_DEVICE, "%s is older than Ampere: heddle needs compute capability 8.0", r->name);
+    *driver = cu;
+    *found = r;
+    return HEDDLE_OK;
+}
+
+/* ---------------------------------------------------------------------------------------------- lazy loading */
+
+/* Two threads may both load an image; the first to say so wins, and what the other loaded stays unused. */
+static heddle_status load_kernel(const cuda_driver *cu, const device_record *r, int index, const char *symbol,
+                                 const char *module) {
+    int m = 0;
+    while (m < MODULES && strcmp(modules[m].name, module))
+        m++;
+    if (m == MODULES)
+        return fail(HEDDLE_UNSUPPORTED, "%s: this build of heddle has no image %s", r->name, module);
+    cu_library library = atomic_load_explicit(&libraries[m], memory_order_acquire), none = NULL;
+    if (!library) {
+        cu_result error = cu->cuLibraryLoadData(&library, modules[m].image, NULL, NULL, 0, NULL, NULL, 0);
+        if (error != CU_SUCCESS)
+            return heddle__cuda_fail(cu, r->name, "cuLibraryLoadData", error);
+        if (!atomic_compare_exchange_strong(&libraries[m], &none, library))
+            library = none;
+    }
+    cu_kernel kernel;
+    cu_result error = cu->cuLibraryGetKernel(&kernel, library, symbol);
+    if (error != CU_SUCCESS)
+        return heddle__cuda_fail(cu, r->name, "cuLibraryGetKernel", error);
+    atomic_store_explicit(&kernels[index], kernel, memory_order_release);
+    return HEDDLE_OK;
+}
+
+static heddle_status prepare_kernel(const cuda_driver *cu, device_record *r, int index, const char *symbol,
+                                    const char *module, uint32_t shared) {
+    /* Loading is no part of a graph that the caller may be capturing. */
+    int mode = CU_CAPTURE_MODE_RELAXED;
+    cu->cuThreadExchangeStreamCaptureMode(&mode);
+    heddle_status status = HEDDLE_OK;
+    if (!atomic_load_explicit(&kernels[index], memory_order_acquire))
+        status = load_kernel(cu, r, index, symbol, module);
+    if (status == HEDDLE_OK && shared > LEAST_SHARED) {
+        cu_kernel kernel = atomic_load_explicit(&kernels[index], memory_order_acquire);
+        cu_result error = cu->cuKernelSetAttribute(CU_KERNEL_MAX_DYNAMIC_SHARED, r->shared_optin, kernel, r->ordinal);
+        if (error != CU_SUCCESS)
+            status = (int)shared > r->shared_optin
+                         ? fail(HEDDLE_UNSUPPORTED, "%s: %s needs %u bytes of shared memory, a block can have %d",
+                                r->name, symbol, shared, r->shared_optin)
+                         : heddle__cuda_fail(cu, r->name, "cuKernelSetAttribute", error);
+    }
+    if (status == HEDDLE_OK)
+        atomic_store_explicit(&r->prepared[index], shared > LEAST_SHARED ? 2 : 1, memory_order_release);
+    cu->cuThreadExchangeStreamCaptureMode(&mode);
+    return status;
+}
+
+static heddle_status launch(const cuda_driver *cu, device_record *r, int index, const kernel_row *row, uint32_t grid,
+                            uint32_t shared, const void *params, void *stream) {
+    if (atomic_load_explicit(&r->prepared[index], memory_order_acquire) < (shared > LEAST_SHARED ? 2 : 1)) {
+        heddle_status status = prepare_kernel(cu, r, index, row->symbol, row->module, shared);
+        if (status != HEDDLE_OK)
+            return status;
+    }
+    cu_kernel kernel = atomic_load_explicit(&kernels[index], memory_order_acquire);
+    void *parameters[] = {(void *)(uintptr_t)params};
+    cu_result error = cu->cuLaunchKernel(kernel, grid, 1, 1, row->threads, 1, 1, shared, stream, parameters, NULL);
+    return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuLaunchKernel", error);
+}
+
+/* ---------------------------------------------------------------------------------------------------- pointers */
+
+typedef struct named_pointer {
+    const char *name;
+    const void *p;
+} named_pointer;
+
+/* Every pointer must be memory of this device (or managed memory); the host's would fault in the kernel. */
+static heddle_status check_pointers(const cuda_driver *cu, device_record *r, const named_pointer *list, size_t n) {
+    for (size_t x = 0; x < n; x++) {
+        const uint64_t block = ((uint64_t)(uintptr_t)list[x].p >> 21) + 1;
+        atomic_uint_least64_t *known = &r->known[(block ^ block >> 8) % KNOWN_BLOCKS];
+        if (!list[x].p || atomic_load_explicit(known, memory_order_relaxed) == block)
+            continue;
+        int attributes[] = {CU_POINTER_MEMORY_TYPE, CU_POINTER_DEVICE_ORDINAL};
+        unsigned type = 0;
+        int ordinal = -1;
+        void *values[] = {&type, &ordinal};
+        cu_result error = cu->cuPointerGetAttributes(2, attributes, values, (uintptr_t)list[x].p);
+        if (error != CU_SUCCESS)
+            return heddle__cuda_fail(cu, r->name, "cuPointerGetAttributes", error);
+        if (type == 0 || type == CU_MEMORY_TYPE_HOST)
+            return fail(HEDDLE_WRONG_DEVICE, "%s = %p is host memory, not memory of %s", list[x].name, list[x].p,
+                        r->name);
+        if (ordinal != r->ordinal)
+            return fail(HEDDLE_WRONG_DEVICE, "%s = %p is memory of device %d, the current context is on %s",
+                        list[x].name, list[x].p, ordinal, r->name);
+        atomic_store_explicit(known, block, memory_order_relaxed);
+    }
+    return HEDDLE_OK;
+}
+
+static heddle_status check_attention_pointers(const cuda_driver *cu, device_record *r, const heddle_attention_data *t,
+                                              const void *workspace) {
+    const named_pointer list[] = {{"q", t->q},
+                                  {"k", t->k},
+                                  {"v", t->v},
+                                  {"o", t->o},
+                                  {"lse", t->lse},
+                                  {"workspace", workspace},
+                                  {"dout", t->dout},
+                                  {"dq", t->dq},
+                                  {"dk", t->dk},
+                                  {"dv", t->dv},
+                                  {"alibi_slopes", t->alibi_slopes},
+                                  {"bias", t->bias},
+                                  {"bool_mask", t->bool_mask},
+                                  {"sinks", t->sinks},
+                                  {"cu_seqlens_q", t->cu_seqlens_q},
+                                  {"cu_seqlens_k", t->cu_seqlens_k},
+                                  {"seqlens_q", t->seqlens_q},
+                                  {"seqlens_k", t->seqlens_k},
+                                  {"rng_state", t->rng_state},
+                                  {"weights", t->weights},
+                                  {"dlse", t->dlse},
+                                  {"dweights", t->dweights},
+                                  {"dbias", t->dbias},
+                                  {"dsinks", t->dsinks}};
+    return check_pointers(cu, r, list, sizeof list / sizeof *list);
+}
+
+static heddle_status check_norm_linear_pointers(const cuda_driver *cu, device_record *r,
+                                                const heddle_norm_linear_data *t, const void *workspace) {
+    const named_pointer list[] = {{"x", t->x},       {"gamma", t->gamma}, {"beta", t->beta},       {"w", t->w},
+                                  {"bias", t->bias}, {"y", t->y},         {"mean", t->mean},       {"rstd", t->rstd},
+                                  {"dy", t->dy},     {"dx", t->dx},       {"dgamma", t->dgamma},   {"dbeta", t->dbeta},
+                                  {"dw", t->dw},     {"dbias", t->dbias}, {"workspace", workspace}};
+    return check_pointers(cu, r, list, sizeof list / sizeof *list);
+}
+
+/* The default streams (NULL, 1 and 2) belong to every context. */
+static heddle_status check_stream(const cuda_driver *cu, const device_record *r, void *stream) {
+    if ((uintptr_t)stream <= 2)
+        return HEDDLE_OK;
+    cu_context of = NULL, current = NULL;
+    cu_result error = cu->cuStreamGetCtx(stream, &of);
+    if (error == CU_ERROR_INVALID_HANDLE || error == CU_ERROR_INVALID_CONTEXT)
+        return heddle__cuda_fail(cu, r->name, "cuStreamGetCtx", error);
+    if (error == CU_SUCCESS && cu->cuCtxGetCurrent(&current) == CU_SUCCESS && of != current)
+        return fail(HEDDLE_WRONG_DEVICE, "%s: stream = %p belongs to another context than the current one", r->name,
+                    stream);
+    return HEDDLE_OK;
+}
+
+/* ------------------------------------------------------------------------------------------------ the backend */
+
+static heddle_status available(void) {
+    const cuda_driver *cu = NULL;
+    device_record *r = NULL;
+    cu_context context = NULL;
+    return current_device(&cu, &r, &context);
+}
+
+static void describe(char *text, size_t n) {
+    const cuda_driver *cu = NULL;
+    device_record *r = NULL;
+    cu_context context = NULL;
+    if (current_device(&cu, &r, &context) == HEDDLE_OK)
+        snprintf(text, n, "%s, %d multiprocessors, driver for CUDA %d.%d", r->name, r->multiprocessors,
+                 cu->version / 1000, cu->version % 1000 / 10);
+}
+
+static heddle_status plan_attention(attention_plan *plan) {
+    const cuda_driver *cu = NULL;
+    device_record *r = NULL;
+    cu_context context = NULL;
+    heddle_status status = current_device(&cu, &r, &context);
+    if (status != HEDDLE_OK)
+        return status;
+    const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin};
+    return heddle__cuda_plan_attention(plan, &facts);
+}
+
+static heddle_status plan_norm_linear(norm_linear_plan *plan) {
+    const cuda_driver *cu = NULL;
+    device_record *r = NULL;
+    cu_context context = NULL;
+    heddle_status status = current_device(&cu, &r, &context);
+    if (status != HEDDLE_OK)
+        return status;
+    const norm_linear_device facts = {r->multiprocessors, (size_t)r->shared_optin};
+    return heddle__cuda_plan_norm_linear(plan, &facts);
+}
+
+/* For a caller without a context of its own: the one that cudart uses too. */
+static heddle_status enter_primary(const cuda_driver *cu, device_record *r) {
+    cu_context primary = atomic_load_explicit(&r->primary, memory_order_acquire);
+    cu_result error = CU_SUCCESS;
+    if (!primary) {
+        error = cu->cuDevicePrimaryCtxRetain(&primary, r->ordinal);
+        if (error != CU_SUCCESS)
+            return heddle__cuda_fail(cu, r->name, "cuDevicePrimaryCtxRetain", error);
+        atomic_store_explicit(&r->primary, primary, memory_order_release);
+    }
+    error = cu->cuCtxPushCurrent_v2(primary);
+    return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuCtxPushCurrent", error);
+}
+
+static heddle_status launch_attention(const cuda_driver *cu, device_record *r, const attention_plan *plan,
+                                      const heddle_attention_data *data, void *workspace, void *stream) {
+    heddle_status status = check_attention_pointers(cu, r, data, workspace);
+    if (status == HEDDLE_OK)
+        status = check_stream(cu, r, stream);
+    if (status != HEDDLE_OK)
+        return status;
+    const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin};
+    attention_params params;
+    attention_launch launches[ATTENTION_MAX_LAUNCHES];
+    int n = heddle__cuda_attention_launches(plan, &facts, data, workspace, &params, launches);
+    for (int x = 0; x < n && status == HEDDLE_OK; x++) {
+        const attention_launch *l = &launches[x];
+        const kernel_row row = {heddle__cuda_attention_symbol(l->kernel), heddle__cuda_attention_module(l->kernel),
+                                l->threads};
+        status = launch(cu, r, (int)l->kernel, &row, l->grid, l->shared_bytes, &params, stream);
+    }
+    return status;
+}
+
+static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r, const norm_linear_plan *plan,
+                                        const heddle_norm_linear_data *data, void *workspace, void *stream) {
+    heddle_status status = check_norm_linear_pointers(cu, r, data, workspace);
+    if (status == HEDDLE_OK)
+        status = check_stream(cu, r, stream);
+    if (status != HEDDLE_OK)
+        return status;
+    norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
+    int n = heddle__cuda_norm_linear_launches(plan, data, workspace, launches);
+    for (int x = 0; x < n && status == HEDDLE_OK; x++)
+        status = launch(cu, r, ATTENTION_KERNELS + (int)launches[x].kernel, &norm_linear_rows[launches[x].kernel],
+                        launches[x].grid, launches[x].shared, &launches[x].params, stream);
+    return status;
+}
+
+static heddle_status run_attention(const attention_plan *plan, const heddle_attention_data *data, void *workspace,
+                                   void *stream) {
+    const cuda_driver *cu = NULL;
+    device_record *r = NULL;
+    cu_context context = NULL;
+    heddle_status status = current_device(&cu, &r, &context);
+    if (status == HEDDLE_OK && cu && !context)
+        status = enter_primary(cu, r);
+    if (status != HEDDLE_OK || !cu)
+        return status;
+    status = launch_attention(cu, r, plan, data, workspace, stream);
+    if (!context)
+        cu->cuCtxPopCurrent_v2(&context);
+    return status;
+}
+
+static heddle_status run_norm_linear(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace,
+                                     void *stream) {
+    const cuda_driver *cu = NULL;
+    device_record *r = NULL;
+    cu_context context = NULL;
+    heddle_status status = current_device(&cu, &r, &context);
+    if (status == HEDDLE_OK && cu && !context)
+        status = enter_primary(cu, r);
+    if (status != HEDDLE_OK || !cu)
+        return status;
+    status = launch_norm_linear(cu, r, plan, data, workspace, stream);
+    if (!context)
+        cu->cuCtxPopCurrent_v2(&context);
+    return status;
+}
+
+const backend heddle_cuda_backend = {available,        describe,      plan_attention,
+                                     plan_norm_linear, run_attention, run_norm_linear};

@@ -1,0 +1,133 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The element types of the norm-linear kernels: conversions, and rows read and written eight elements at a time. */
+#ifndef HEDDLE_CUDA_ELEMENT_CUH
+#define HEDDLE_CUDA_ELEMENT_CUH
+
+#include "ptx.cuh"
+
+struct bf16 {
+    uint16_t bits;
+};
+
+struct f16 {
+    uint16_t bits;
+};
+
+static __device__ __forceinline__ float to_float(float x) {
+    return x;
+}
+
+static __device__ __forceinline__ float to_float(bf16 x) {
+    return __uint_as_float((uint32_t)x.bits << 16);
+}
+
+static __device__ __forceinline__ float to_float(f16 x) {
+    return f16_to_float(x.bits);
+}
+
+template <typename T> static __device__ __forceinline__ T from_float(float x);
+
+template <> __device__ __forceinline__ float from_float<float>(float x) {
+    return x;
+}
+
+template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
+    return bf16{float_to_bf16(x)};
+}
+
+template <> __device__ __forceinline__ f16 from_float<f16>(float x) {
+    return f16{float_to_f16(x)};
+}
+
+/* p[e .. e+7], zeros from `end` on; `vector`: p is aligned to 16 bytes. */
+static __device__ __forceinline__ void load8(const float *p, int64_t e, int64_t end, bool vector, float v[8]) {
+    if (vector && e + 8 <= end) {
+        *(float4 *)v = *(const float4 *)(p + e);
+        *(float4 *)(v + 4) = *(const float4 *)(p + e + 4);
+        return;
+    }
+#pragma unroll
+    for (int x = 0; x < 8; x++)
+        v[x] = e + x < end ? p[e + x] : 0;
+}
+
+template <typename T>
+static __device__ __forceinline__ void load8(const T *p, int64_t e, int64_t end, bool vector, float v[8]) {
+    if (vector && e + 8 <= end) {
+        T h[8];
+        *(uint4 *)h = *(const uint4 *)(p + e);
+#pragma unroll
+        for (int x = 0; x < 8; x++)
+            v[x] = to_float(h[x]);
+        return;
+    }
+#pragma unroll
+    for (int x = 0; x < 8; x++)
+        v[x] = e + x < end ? to_float(p[e + x]) : 0;
+}
+
+static __device__ __forceinline__ void store8(float *p, int64_t e, int64_t end, bool vector, const float v[8]) {
+    if (vector && e + 8 <= end) {
+        *(float4 *)(p + e) = *(const float4 *)v;
+        *(float4 *)(p + e + 4) = *(const float4 *)(v + 4);
+        return;
+    }
+#pragma unroll
+    for (int x = 0; x < 8; x++)
+        if (e + x < end)
+            p[e + x] = v[x];
+}
+
+template <typename T>
+static __device__ __forceinline__ void store8(T *p, int64_t e, int64_t end, bool vector, const float v[8]) {
+    T h[8];
+#pragma unroll
+    for (int x = 0; x < 8; x++)
+        h[x] = from_float<T>(v[x]);
+    if (vector && e + 8 <= end) {
+        *(uint4 *)(p + e) = *(const uint4 *)h;
+        return;
+    }
+#pragma unroll
+    for (int x = 0; x < 8; x++)
+        if (e + x < end)
+            p[e + x] = h[x];
+}
+
+/* 2^e for |e| <= 126. */
+static __device__ __forceinline__ float power_of_two(int e) {
+    return __int_as_float((127 + e) << 23);
+}
+
+/* The same to every thread of the block; `slots` has one float per warp. */
+template <int WARPS> static __device__ __forceinline__ float block_sum(float x, float *slots) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+        x += __shfl_xor_sync(~0u, x, step);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0)
+        slots[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+        x += slots[w];
+    return x;
+}
+
+template <int WARPS> static __device__ __forceinline__ float block_max(float x, float *slots) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    __syncthreads();
+    if (threadIdx.x % 32 == 0)
+        slots[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+        x = fmaxf(x, slots[w]);
+    return x;
+}
+
+#endif

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# run.sh <directory of test programs> <record.json>: the C tests on the GPU, the tools of compute-sanitizer on a small part of
+# them, and the record of what was run. Needs no network and builds nothing. Exit status 1 when something failed, 77 when
+# there is no GPU. The last line counts.
+set -uo pipefail
+programs=$(cd "$1" && pwd)
+record=$2
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+log=$(mktemp -d)
+trap 'rm -rf "$log"' EXIT
+export HEDDLE_TEST_DEVICE=cuda HEDDLE_RATIOS=1
+
+passed=0
+failed=0
+rows=()
+
+# one <name> <seconds> <command>
+one() {
+    local name=$1 limit=$2 status=0 begin=$SECONDS ok broken
+    shift 2
+    timeout "$limit" "$@" >"$log/out" 2>&1 || status=$?
+    if [ "$status" -eq 77 ]; then
+        printf '%-28s skipped: %s\n' "$name" "$(grep -m 1 skipped "$log/out")"
+        return
+    fi
+    ok=$(grep -c '\[       OK \]' "$log/out")
+    broken=$(grep -c '^\[  FAILED  \] test_' "$log/out")
+    if [ "$status" -eq 0 ]; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        grep -vE '^\[ +(RUN|OK)|average of' "$log/out" | tail -n 40
+    fi
+    printf '%-28s %s  %d tests, %d s\n' "$name" "$([ "$status" -eq 0 ] && echo ok || echo FAILED)" "$ok" $((SECONDS - begin))
+    local worst ratios
+    worst=$(sed -n 's/^.*worst error \/ tolerance \([0-9.]*\) (\(.*\))$/{"ratio": \1, "tensor": "\2"}/p' "$log/out" | tail -n 1)
+    ratios=$(sed -n 's/^ *\([a-z]*\) *\([a-z0-9]*\): error \/ plain.s error \([0-9.]*\) on average of \([0-9]*\)$/{"tensor": "\1", "dtype": "\2", "error_over_plain": \3, "count": \4}/p' "$log/out" |
+        paste -sd, -)
+    rows+=("{\"name\": \"$name\", \"status\": $status, \"passed\": $ok, \"failed\": $((broken / 2)), \"seconds\": $((SECONDS - begin)), \"worst_error_over_tolerance\": ${worst:-null}, \"average\": [${ratios}]}")
+}
+
+gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+[ -n "$gpu" ] || {
+    echo "skipped: nvidia-smi shows no GPU"
+    exit 77
+}
+for test in norm_linear attention sweep threads gpu; do
+    [ ! -x "$programs/test_$test" ] || one "$test" 900 "$programs/test_$test"
+done
+# A part of each program, by cmocka's filter: the checks cost a hundredfold.
+sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+if [ -n "$sanitizer" ] && [ -x "$programs/test_sanitize" ]; then
+    for tool in memcheck racecheck initcheck synccheck; do
+        one "$tool" 600 "$sanitizer" --tool "$tool" --error-exitcode 9 "$programs/test_sanitize"
+    done
+else
+    echo "compute-sanitizer is not here: its tools are left out"
+fi
+{
+    printf '{"commit": "%s", "gpu": "%s", "driver": "%s", "date": "%s", "passed": %d, "failed": %d,\n "runs": [\n  ' \
+        "${HEDDLE_COMMIT:-$(git -C "$here" rev-parse HEAD 2>/dev/null)}" "${gpu%%,*}" "${gpu##*, }" "$(date -u +%F)" "$passed" "$failed"
+    for ((x = 0; x < ${#rows[@]}; x++)); do
+        [ "$x" -eq 0 ] || printf ',\n  '
+        printf '%s' "${rows[x]}"
+    done
+    printf '\n ]}\n'
+} >"$record"
+printf '%d passed, %d failed\n' "$passed" "$failed"
+[ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
