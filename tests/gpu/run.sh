@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# run.sh <directory of test programs> <record.json>: the C tests on the GPU, the tools of compute-sanitizer on a small part of
-# them, and the record of what was run. Needs no network and builds nothing. Exit status 1 when something failed, 77 when
-# there is no GPU. The last line counts.
+# run.sh <directory of test programs> <record.json> [<directory of the Python package> <python>]: the C tests on the GPU, the
+# tests in Python, the tools of compute-sanitizer on a small part of the C tests, and the record of what was run. Needs no
+# network and builds nothing. Exit status 1 when something failed, 77 when there is no GPU. The last line counts.
 set -uo pipefail
 programs=$(cd "$1" && pwd)
 record=$2
+package=${3:+$(cd "$3" && pwd)}
+python=${4:-python3}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 log=$(mktemp -d)
 trap 'rm -rf "$log"' EXIT
@@ -40,6 +42,21 @@ one() {
     rows+=("{\"name\": \"$name\", \"status\": $status, \"passed\": $ok, \"failed\": $((broken / 2)), \"seconds\": $((SECONDS - begin)), \"worst_error_over_tolerance\": ${worst:-null}, \"average\": [${ratios}]}")
 }
 
+tests_in_python() {
+    local status=0 begin=$SECONDS p f
+    PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH} timeout 900 "$python" -m pytest -q -p no:cacheprovider \
+        --junitxml "$log/pytest.xml" "$here/../python" >"$log/out" 2>&1 || status=$?
+    read -r p f < <("$python" "$here/../python/count.py" "$log/pytest.xml")
+    if [ "$status" -eq 0 ]; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        tail -n 60 "$log/out"
+    fi
+    printf '%-28s %s  %d tests, %d s\n' python "$([ "$status" -eq 0 ] && echo ok || echo FAILED)" "$p" $((SECONDS - begin))
+    rows+=("{\"name\": \"python\", \"status\": $status, \"torch\": \"$("$python" -c 'import torch; print(torch.__version__)')\", \"passed\": $p, \"failed\": $f, \"seconds\": $((SECONDS - begin))}")
+}
+
 gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
 [ -n "$gpu" ] || {
     echo "skipped: nvidia-smi shows no GPU"
@@ -48,6 +65,11 @@ gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/nu
 for test in norm_linear attention sweep threads gpu; do
     [ ! -x "$programs/test_$test" ] || one "$test" 900 "$programs/test_$test"
 done
+if [ -n "$package" ] && "$python" -c 'import sys, torch, numpy, pytest; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+    tests_in_python
+else
+    echo "no Python with the package, pytest, and a torch that sees the GPU: the tests in Python are left out"
+fi
 # A part of each program, by cmocka's filter: the checks cost a hundredfold.
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
 if [ -n "$sanitizer" ] && [ -x "$programs/test_sanitize" ]; then

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What a call costs the host, and what the smallest problem costs in a CUDA graph; heddle beside PyTorch on one GPU.
+
+    PYTHONPATH=build/python python3 bench/gpu_overhead.py [--json FILE]
+
+Host: microseconds a call of b1 h1 s128 d64 bfloat16, from Python, the least of many bursts of 100 calls, short enough
+never to fill the GPU's queue (the GPU is waited for between bursts, outside the clock), PyTorch's FLASH_ATTENTION in
+turn with it. Graph: microseconds a replay of b1 h1 s128 d32 float32 takes, from replays in a row between two events: of
+a graph of one call, so that launching the graph counts too, and of a graph of 50 calls.
+"""
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import heddle
+
+BURST, ROUNDS = 100, 60
+
+
+def burst(call):
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(BURST):
+        call()
+    return (time.perf_counter() - begin) / BURST * 1e6
+
+
+def host_rows():
+    q, k, v = (torch.randn(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    grad = [t.clone().requires_grad_() for t in (q, k, v)]
+    op, backward = torch.ops.heddle.attention, torch.ops.heddle.attention_backward
+    out, lse, _ = op(q, k, v)
+    none = [None] * 9
+    rest = [0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False]
+    x, w = (torch.randn(m, 64, device="cuda", dtype=torch.bfloat16) for m in (16, 64))
+
+    def both(function, tensors):
+        def run():
+            function(*tensors).backward(q)
+            for t in tensors:
+                t.grad = None
+
+        return run
+
+    rows = {
+        "torch.ops.heddle.attention, no gradient (goal 12)": lambda: op(q, k, v),
+        "PyTorch's SDPA (flash), no gradient": lambda: sdpa(q, k, v),
+        "heddle.attention, no gradient": lambda: heddle.attention(q, k, v),
+        "torch.ops.heddle.attention, recording a gradient (goal 30)": lambda: op(*grad),
+        "PyTorch's SDPA (flash), recording a gradient": lambda: sdpa(*grad),
+        "torch.ops.heddle.attention_backward": lambda: backward(q, None, None, out, lse, q, k, v, *none, *rest, 7),
+        "torch.ops.heddle.attention, forward and backward": both(lambda *t: op(*t)[0], grad),
+        "PyTorch's SDPA (flash), forward and backward": both(sdpa, grad),
+        "torch.ops.heddle.norm_linear, no gradient": lambda: torch.ops.heddle.norm_linear(x, w),
+        "PyTorch's layer_norm + linear, no gradient": lambda: torch.nn.functional.linear(
+            torch.nn.functional.layer_norm(x, (64,)), w),
+    }
+    times = {name: [] for name in rows}
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for _ in range(ROUNDS):
+            for name, call in rows.items():
+                times[name].append(burst(call))
+    return [{"what": name, "us": min(t), "median_us": statistics.median(t)} for name, t in times.items()]
+
+
+def graph_of(call, times):
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            call()
+    return graph
+
+
+def replay(graph, times):
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / times * 1e3
+
+
+def graph_rows():
+    q, k, v, g = (torch.randn(1, 1, 128, 32, device="cuda") for _ in range(4))
+    op, backward = torch.ops.heddle.attention, torch.ops.heddle.attention_backward
+    out, lse, _ = op(q, k, v)
+    none, rest = [None] * 9, [0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False]
+    calls = {"forward": lambda: op(q, k, v),
+             "backward": lambda: backward(g, None, None, out, lse, q, k, v, *none, *rest, 7)}
+    rows = []
+    for name, call in calls.items():
+        for count in (1, 50):
+            graph = graph_of(call, count)
+            us = statistics.median(replay(graph, 200 // count + 4) for _ in range(30)) / count
+            rows.append({"what": f"b1 h1 s128 d32 float32 {name}, graph of {count} (goal 10)", "us": us})
+    return rows
+
+
+def main():
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--json", help="append a line for each row to this file")
+    given = arguments.parse_args()
+    rows = host_rows() + graph_rows()
+    for row in rows:
+        print(f"{row['what']:<66} {row['us']:8.2f} us", flush=True)
+    if given.json:
+        with open(given.json, "a") as file:
+            for row in rows:
+                file.write(json.dumps({"bench": "overhead", **row, "torch": torch.__version__}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

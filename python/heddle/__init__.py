@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""heddle: exact attention and fused LayerNorm+Linear, forward and backward, on the CPU and on NVIDIA GPUs.
+
+``attention`` and ``norm_linear`` take torch tensors (with autograd, torch.compile, autocast) and whatever speaks DLPack
+(NumPy, CuPy, JAX; without copies). Importing heddle imports neither torch nor NumPy. Further parts:
+
+* ``torch.ops.heddle``, registered when heddle is imported after torch, or when ``heddle.ops`` or any part for torch is
+  first used
+* ``heddle.scaled_dot_product_attention`` and ``heddle.patch`` in place of PyTorch's
+* ``heddle.flash_attn_func`` and its siblings, with FlashAttention's signatures
+* ``heddle.nn`` modules, ``heddle.hf`` for transformers, ``heddle.compat.gpu_kernels``
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any, Literal
+
+from heddle import _C
+
+__version__: str = _C.version()
+
+Causal = Literal[False, True, "top_left", "bottom_right"] | None
+
+_LAZY = {
+    "scaled_dot_product_attention": "_sdpa",
+    "patch": "_sdpa",
+    "ops": "_ops",
+    "flash_attn_func": "_flash",
+    "flash_attn_kvpacked_func": "_flash",
+    "flash_attn_qkvpacked_func": "_flash",
+    "flash_attn_varlen_func": "_flash",
+    "flash_attn_varlen_kvpacked_func": "_flash",
+    "flash_attn_varlen_qkvpacked_func": "_flash",
+    "flash_attn_with_kvcache": "_flash",
+    "nn": "nn",
+    "hf": "hf",
+    "compat": "compat",
+}
+
+if TYPE_CHECKING:
+    from heddle import compat, hf, nn
+    from heddle._flash import (
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+        flash_attn_with_kvcache,
+    )
+    from heddle._ops import ops
+    from heddle._sdpa import patch, scaled_dot_product_attention
+
+__all__ = [
+    "attention",
+    "attention_backward",
+    "compat",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "hf",
+    "info",
+    "nn",
+    "norm_linear",
+    "norm_linear_backward",
+    "ops",
+    "patch",
+    "scaled_dot_product_attention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what needs torch when it is first asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'heddle' has no attribute {name!r}")
+    module = importlib.import_module(f"heddle.{_LAZY[name]}")
+    value = module if _LAZY[name] == name else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def info() -> str:
+    """What this heddle is and can use, in a few lines: version, devices, instruction sets, torch. Needs no torch.
+
+    Returns:
+        Text for people. A device that is not there is named with the reason.
+    """
+    lines = [f"heddle {_C.version()} for Python {sys.version.split()[0]}"]
+    for number, name in ((0, "cpu"), (2, "cuda"), (1, "ref")):
+        there, text = _C.device(number)
+        lines.append(f"{name}: {text}" if there else f"{name}: absent, {text}")
+    there_isas, in_use = _C.isas()
+    lines.append(f"instruction sets: {', '.join(there_isas)} (in use: {in_use}; HEDDLE_CPU chooses)")
+    torch = sys.modules.get("torch")
+    if torch is None:
+        lines.append("torch: not imported")
+    else:
+        import heddle._ops  # noqa: F401  an ImportError here says what is wrong with this torch
+
+        lines.append(f"torch: {torch.__version__}, operators registered as torch.ops.heddle")
+    return "\n".join(lines)
+
+
+def _is_torch(value: Any) -> bool:
+    if type(value).__module__.partition(".")[0] == "torch":
+        return True
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Causal = None,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    rng_state: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqlens_q: Any = None,
+    seqlens_k: Any = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    deterministic: bool | None = None,
+    tf32: bool = False,
+) -> Any:
+    """softmax(scale·q·kᵀ + bias, masked)·v, exactly, with memory that grows with the lengths, not their product.
+
+    Args:
+        q: [b, h, sq, d], or [h, sq, d], or [sq, d]; packed sequences: [total_q, h, d]. float32, bfloat16 or float16 on
+            CPU or CUDA; float64 on the CPU runs on the reference. Any strides with a contiguous last dimension.
+        k: [b, hk, sk, d] likewise; hk divides h (grouped-query attention). d from 1 to 512.
+        v: [b, hk, sk, dv] likewise; dv from 1 to 512.
+        causal: None or False; "top_left" (query 0 sees key 0: PyTorch); "bottom_right" (the last query sees the last
+            key: FlashAttention, decoding). True is allowed where the two are the same, sq = sk.
+        window: (left, right): query i sees keys i + off - left to i + off + right, where off is 0 with "top_left" and
+            sk - sq otherwise. None or a negative number: no limit.
+        scale: default 1/sqrt(d).
+        softcap: c > 0 replaces a score t by c·tanh(t/c), before bias and masks.
+        bias: q's dtype, broadcasts to [b, h, sq, sk]; added to the scores. Has a gradient. -inf masks.
+        mask: bool, broadcasts to [b, h, sq, sk]; False masks out.
+        alibi_slopes: float32 [h] or [b, h]; adds -slope·|i + off - j|. Has no gradient.
+        sinks: float32 [h]; a logit per head that takes part in the softmax without a value. Has a gradient.
+        dropout: probability in [0, 1) that a weight is dropped (the others grow by 1/(1 - dropout)).
+        rng_state: int64 [2], {seed, offset} of dropout. Default: drawn from the generator of torch, or of NumPy.
+        cu_seqlens_q, cu_seqlens_k: int32 [b + 1]; rows cu[n] to cu[n+1]-1 are sequence n. With max_seqlen_q and
+            max_seqlen_k, the upper limits of one sequence. Rows of no sequence come out as zeros.
+        seqlens_q, seqlens_k: int32 [b]; only that many rows of each batch count, the others come out as zeros.
+        return_lse: also return the log-sum-exp, float32 [b, h, sq] (packed: [h, total_q]). Has a gradient.
+        return_weights: also return the weights, [b, h, sq, sk], before dropout. Have a gradient.
+        deterministic: gradients with the same bits every time. Default: torch.use_deterministic_algorithms' setting.
+        tf32: allow float32 products to be rounded to TF32 (GPU).
+
+    Returns:
+        out, [b, h, sq, dv] of q's dtype, in q's layout; with return_lse or return_weights a tuple (out, lse, weights)
+        of those asked for. For arrays: the kind of array that q is. A query that sees no key gets zeros.
+
+    Raises:
+        TypeError: wrong or mixed dtypes; not a tensor.
+        ValueError: wrong or mixed shapes, devices, strides or numbers; the message has them.
+        NotImplementedError: what has no kernel or no gradient (alibi_slopes), and double backward.
+        RuntimeError: no such device, or an error of the GPU.
+
+    Source: Dao, "FlashAttention-2", 2023; the formulas are in include/heddle.h.
+    """
+    if _is_torch(q):
+        from heddle._torch import attention as run
+    else:
+        from heddle._arrays import attention as run
+    return run(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout=dropout,
+        rng_state=rng_state,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        seqlens_q=seqlens_q,
+        seqlens_k=seqlens_k,
+        return_lse=return_lse,
+        return_weights=return_weights,
+        deterministic=deterministic,
+        tf32=tf32,
+    )
+
+
+def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> dict[str, Any]:
+    """The gradients of ``attention`` for arrays (NumPy, CuPy, JAX); torch tensors have autograd.
+
+    Args:
+        dout: gradient of out, [b, h, sq, dv] of its dtype and device, like out.
+        q, k, v: as given to ``attention``.
+        out, lse: what ``attention(..., return_lse=True)`` returned for them.
+        options: those of ``attention``, and dlse (like lse) and dweights (like weights), gradients of those results.
+
+    Returns:
+        A dict with dq, dk, dv, and with dbias and dsinks where bias and sinks were given, each like its original.
+
+    Raises:
+        As ``attention``; TypeError for torch tensors.
+
+    Source: Dao, "FlashAttention-2", 2023, section 3.
+    """
+    if _is_torch(q):
+        raise TypeError("attention_backward is for arrays; for torch tensors call backward() on attention's result")
+    from heddle._arrays import attention_backward as run
+
+    return run(dout, q, k, v, out, lse, **options)
+
+
+def norm_linear(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    gamma: Any = None,
+    beta: Any = None,
+    eps: float = 1e-5,
+    *,
+    norm: Literal["layer", "rms"] = "layer",
+    tf32: bool = False,
+) -> Any:
+    """norm(x)·weightᵀ + bias in one, without writing the normalised x to memory.
+
+    Args:
+        x: [..., k], float32, bfloat16 or float16 on CPU or CUDA; float64 on the CPU runs on the reference.
+        weight: [n, k], x's dtype and device, contiguous last dimension.
+        bias: [n] or None.
+        gamma, beta: [k] or None: scale and shift after the normalisation.
+        eps: added to the variance.
+        norm: "layer", (x - mean)/sqrt(var + eps), or "rms", x/sqrt(mean(x²) + eps).
+        tf32: allow float32 products to be rounded to TF32 (GPU).
+
+    Returns:
+        y, [..., n] of x's dtype, contiguous. With torch all five tensors have gradients.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as ``attention``.
+
+    Source: Ba et al., "Layer normalization", 2016; Zhang and Sennrich, "Root mean square layer normalization", 2019.
+    """
+    if _is_torch(x):
+        from heddle._torch import norm_linear as run
+    else:
+        from heddle._arrays_norm_linear import norm_linear as run
+    return run(x, weight, bias, gamma, beta, eps, norm=norm, tf32=tf32)
+
+
+def norm_linear_backward(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    gamma: Any = None,
+    beta: Any = None,
+    eps: float = 1e-5,
+    *,
+    norm: Literal["layer", "rms"] = "layer",
+) -> dict[str, Any]:
+    """The gradients of ``norm_linear`` for arrays (NumPy, CuPy, JAX); torch tensors have autograd.
+
+    Args:
+        dy: gradient of y, [..., n].
+        x, weight, gamma, beta, eps, norm: as given to ``norm_linear``.
+
+    Returns:
+        A dict with dx [..., k], dweight [n, k], dbias [n], dgamma [k] and dbeta [k].
+
+    Raises:
+        As ``norm_linear``; TypeError for torch tensors.
+
+    Source: as ``norm_linear``.
+    """
+    if _is_torch(x):
+        raise TypeError("norm_linear_backward is for arrays; for torch tensors call backward() on norm_linear's result")
+    from heddle._arrays_norm_linear import norm_linear_backward as run
+
+    return run(dy, x, weight, gamma, beta, eps, norm=norm)
+
+
+if hasattr(sys.modules.get("torch"), "library"):
+    # A torch that is too old or broken is told of when it is used; for arrays heddle works all the same.
+    with contextlib.suppress(ImportError, OSError):
+        importlib.import_module("heddle._ops")

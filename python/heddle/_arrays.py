@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``heddle.attention`` and its backward for arrays that speak DLPack: NumPy, CuPy, JAX.
+
+Inputs are read where they lie. Results are made by the library that q (or x) comes from."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from heddle import _C
+from heddle._options import causal_of, window_of
+
+BROADCAST = -(2**63)
+FORWARD, BACKWARD = 0, 1
+CPU, REF, CUDA = 0, 1, 2
+F32, BF16, F16, F64 = 0, 1, 2, 3
+TINY = 1e-300  # 0 means the default to the library
+WINDOW, ALIBI, BIAS, BOOL_MASK, SINKS, VARLEN, SEQLENS, WEIGHTS, RNG_STATE, DETERMINISTIC, TF32 = (
+    1 << bit for bit in range(11)
+)
+
+# By DLPack's (type code, bits).
+_NAMES = {(2, 32): "float32", (4, 16): "bfloat16", (2, 16): "float16", (2, 64): "float64", (0, 32): "int32"}
+_NAMES |= {(0, 64): "int64", (6, 8): "bool", (1, 8): "uint8", (1, 64): "uint64"}
+DTYPES = {"float32": F32, "bfloat16": BF16, "float16": F16, "float64": F64}
+_DEVICES = {1: CPU, 3: CPU, 2: CUDA, 13: CUDA}
+
+
+def _cupy_stream() -> int:
+    cupy = sys.modules.get("cupy")
+    return int(cupy.cuda.get_current_stream().ptr) if cupy is not None else 0
+
+
+class View:
+    """Where an array lies: address, shape and strides in elements. Keeps the memory alive."""
+
+    def __init__(self, value: Any, name: str) -> None:
+        if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
+            raise TypeError(f"{name} must be an array that speaks DLPack (__dlpack__), not {type(value).__name__}")
+        device_type, self.device_id = value.__dlpack_device__()
+        if int(device_type) not in _DEVICES:
+            raise ValueError(f"{name} is on DLPack device type {int(device_type)}; heddle has CPU (1) and CUDA (2)")
+        self.device = _DEVICES[int(device_type)]
+        stream = {"stream": _cupy_stream() or 1} if self.device == CUDA else {}
+        try:
+            try:
+                self.capsule = value.__dlpack__(max_version=(1, 0), **stream)  # so that read-only arrays are given too
+            except TypeError:
+                self.capsule = value.__dlpack__(**stream)
+        except BufferError as error:
+            raise TypeError(
+                f"{name}: {type(value).__name__} does not give its memory through DLPack: {error}"
+            ) from error
+        self.address, _, _, code, bits, shape, strides, _ = _C.view(self.capsule)
+        self.dtype = _NAMES.get((code, bits), f"of type code {code} with {bits} bits")
+        self.shape = list(shape)
+        self.strides = list(strides) if strides is not None else _contiguous(shape)
+
+    def lead(self, rank: int) -> None:
+        """Puts dimensions of size 1 in front until there are `rank`."""
+        while len(self.shape) < rank:
+            self.shape.insert(0, 1)
+            self.strides.insert(0, 0)
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    strides = [1] * len(shape)
+    for x in range(len(shape) - 2, -1, -1):
+        strides[x] = strides[x + 1] * max(shape[x + 1], 1)
+    return strides
+
+
+def check(view: View, name: str, dtype: str, first: View, shape: Sequence[int] | None = None) -> View:
+    if view.dtype != dtype:
+        raise TypeError(f"{name} is {view.dtype}, but must be {dtype} here")
+    if (view.device, view.device_id) != (first.device, first.device_id):
+        raise ValueError(f"{name} is on another device than the first array")
+    if shape is not None and view.shape != list(shape):
+        raise ValueError(f"{name} has shape {view.shape}, but must have {list(shape)}")
+    if any(stride < 0 for stride in view.strides):
+        raise ValueError(f"{name} has a negative stride: {view.strides}; make it contiguous")
+    if view.shape and view.shape[-1] > 1 and view.strides[-1] != 1 and 0 not in view.shape:
+        raise ValueError(f"{name} has stride {view.strides[-1]} in its last dimension, which must be contiguous")
+    return view
+
+
+def _real(first: View) -> str:
+    return "float64" if first.dtype == "float64" else "float32"
+
+
+def device_of(first: View, name: str) -> int:
+    if first.dtype not in DTYPES:
+        raise TypeError(f"{name} is {first.dtype}; it must be float32, bfloat16, float16 or float64")
+    return REF if first.dtype == "float64" and first.device == CPU else first.device
+
+
+class Maker:
+    """Makes results of the kind of array that `like` is."""
+
+    def __init__(self, like: Any, view: View) -> None:
+        self.kind = type(like).__module__.partition(".")[0]
+        self.like, self.cuda = like, view.device == CUDA
+        self.kinds = {view.dtype: like.dtype}
+        if self.cuda and self.kind != "cupy":
+            raise NotImplementedError(
+                f"{self.kind} arrays on a GPU cannot be written to: take them through torch.from_dlpack and back"
+            )
+
+    def _dtype(self, name: str) -> Any:
+        import numpy
+
+        return numpy.dtype(self.kinds.get(name, name))
+
+    def empty(self, shape: Sequence[int], dtype: str) -> tuple[Any, int]:
+        """Memory to write to, and its address."""
+        import numpy
+
+        if self.cuda:
+            made = sys.modules["cupy"].empty(tuple(shape), dtype=self._dtype(dtype))
+            return made, int(made.data.ptr)
+        kind = self._dtype(dtype)
+        size = math.prod(shape) * kind.itemsize
+        room = numpy.empty(size + 64, dtype=numpy.uint8)
+        start = -room.ctypes.data % 64  # JAX takes memory over only if it begins so
+        made = room[start : start + size].view(kind).reshape(tuple(shape))
+        return made, int(made.ctypes.data)
+
+    def finish(self, made: Any) -> Any:
+        """The written memory as an array of the caller's library."""
+        if self.kind in ("numpy", "cupy"):
+            return made
+        if self.kind in ("jax", "jaxlib"):
+            return sys.modules["jax"].numpy.asarray(made)
+        return self.like.__array_namespace__().from_dlpack(made)
+
+
+def run(operation: str, which: int, description: dict[str, Any], addresses: dict[str, Any]) -> None:
+    if description["device"] != CUDA:
+        _C.run(operation, which, description, addresses)
+        return
+    cupy = sys.modules["cupy"]
+    size = _C.workspace(operation, which, description)
+    space = cupy.empty(size + 64, dtype="uint8")
+    address = int(space.data.ptr)
+    _C.run(operation, which, description, addresses, address + -address % 64, size, _cupy_stream())
+
+
+# ------------------------------------------------------------------------------------------------------- attention
+
+
+def _strides(view: View, packed: bool) -> tuple[int, int, int]:
+    b, h, s = (0, view.strides[1], view.strides[0]) if packed else view.strides[:3]
+    return (b, h, s) if b or h or s else (BROADCAST,) * 3
+
+
+def _literal(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
+    b, h, s = (0 if shape[x] == 1 else strides[x] for x in range(3))
+    return (b, h, s) if b or h or s else (BROADCAST,) * 3
+
+
+class Problem:
+    """One attention problem: heddle_attention as a dict, and the addresses of its inputs."""
+
+    def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
+        self.options = options
+        self.q, self.k, self.v = View(q, "q"), View(k, "k"), View(v, "v")
+        self.maker = Maker(q, self.q)
+        self.kept: list[View] = []
+        self.packed = options["cu_seqlens_q"] is not None or options["cu_seqlens_k"] is not None
+        self.rank = len(self.q.shape)
+        self.description: dict[str, Any] = {"dtype": 0, "device": device_of(self.q, "q"), "features": 0}
+        self.addresses: dict[str, int] = {"q": self.q.address, "k": self.k.address, "v": self.v.address}
+        self._sizes()
+        self._lengths()
+        self._masks()
+        self._numbers()
+
+    def _sizes(self) -> None:
+        views = {"q": self.q, "k": self.k, "v": self.v}
+        if not self.packed:
+            if not 2 <= self.rank <= 4 or any(len(view.shape) != self.rank for view in views.values()):
+                ranks = [len(view.shape) for view in views.values()]
+                raise ValueError(f"q, k and v have {ranks} dimensions: must be the same, 2 to 4")
+            for view in views.values():
+                view.lead(4)
+        for name, view in views.items():
+            if self.packed and len(view.shape) != 3:
+                raise ValueError(f"{name} has {len(view.shape)} dimensions, but must have 3 ([total, h, d])")
+            check(view, name, self.q.dtype, self.q)
+        q, k, v = self.q.shape, self.k.shape, self.v.shape
+        if q[-1] != k[-1]:
+            raise ValueError(f"q has head dim {q[-1]}, but k has {k[-1]}")
+        if k[:-1] != v[:-1] or (not self.packed and q[0] != k[0]):
+            raise ValueError(f"q, k and v have shapes {q}, {k}, {v}: batch sizes, or k's and v's rows, differ")
+        if not k[1] or not v[-1]:
+            raise ValueError(f"k and v have shapes {k} and {v}: no heads, or a head dim of 0")
+        d = self.description
+        d |= {"dtype": DTYPES[self.q.dtype], "h": q[1], "hk": k[1], "d": q[-1], "dv": v[-1]}
+        d |= {f"{name}_stride": _strides(view, self.packed) for name, view in views.items()}
+        if not self.packed:
+            d |= {"b": q[0], "sq": q[2], "sk": k[2]}
+
+    def _take(self, name: str, dtype: str, shape: Sequence[int] | None = None) -> View | None:
+        value = self.options[name]
+        if value is None:
+            return None
+        view = check(View(value, name), name, dtype, self.q, shape)
+        self.kept.append(view)
+        self.addresses["bool_mask" if name == "mask" else name] = view.address
+        return view
+
+    def _lengths(self) -> None:
+        d, options = self.description, self.options
+        if self.packed:
+            cu_q, cu_k = self._take("cu_seqlens_q", "int32"), self._take("cu_seqlens_k", "int32")
+            if cu_q is None or cu_k is None or len(cu_q.shape) != 1 or cu_q.shape != cu_k.shape or cu_q.shape[0] < 1:
+                raise ValueError("cu_seqlens_q and cu_seqlens_k come together, both of shape [b + 1]")
+            if options["max_seqlen_q"] is None or options["max_seqlen_k"] is None:
+                raise ValueError(
+                    "packed sequences need max_seqlen_q and max_seqlen_k, the upper limits of one sequence"
+                )
+            d |= {"b": cu_q.shape[0] - 1, "sq": options["max_seqlen_q"], "sk": options["max_seqlen_k"]}
+            d |= {"total_q": self.q.shape[0], "total_k": self.k.shape[0], "features": d["features"] | VARLEN}
+            self._check_packing("cu_seqlens_q", d["total_q"], d["sq"])
+            self._check_packing("cu_seqlens_k", d["total_k"], d["sk"])
+        elif options["max_seqlen_q"] is not None or options["max_seqlen_k"] is not None:
+            raise ValueError("max_seqlen_q and max_seqlen_k are given without cu_seqlens_q and cu_seqlens_k")
+        for name, most in (("seqlens_q", d["sq"]), ("seqlens_k", d["sk"])):
+            if self._take(name, "int32", [d["b"]]) is None:
+                continue
+            d["features"] |= SEQLENS
+            if self.q.device == CPU:
+                lengths = [int(n) for n in options[name]]
+                if any(not 0 <= n <= most for n in lengths):
+                    raise ValueError(f"{name} = {lengths} is not all from 0 to {most}")
+
+    def _check_packing(self, name: str, total: int, longest: int) -> None:
+        if self.q.device != CPU:
+            return  # on a GPU they are clamped
+        cu = [int(n) for n in self.options[name]]
+        steps = [b - a for a, b in zip([0, *cu], cu, strict=False)]
+        if min(steps) < 0 or cu[-1] > total or max(steps[1:], default=0) > longest:
+            raise ValueError(f"{name} = {cu} must not fall, exceed the {total} rows, or have a sequence over {longest}")
+
+    def _masks(self) -> None:
+        d = self.description
+        full = [d["b"], d["h"], d["sq"], d["sk"]]
+        for name, dtype, field, feature in (
+            ("bias", self.q.dtype, "bias_stride", BIAS),
+            ("mask", "bool", "bool_mask_stride", BOOL_MASK),
+        ):
+            view = self._take(name, dtype)
+            if view is None:
+                continue
+            shape = list(view.shape)
+            view.lead(4)
+            if (
+                len(view.shape) != 4
+                or view.shape[3] != full[3]
+                or any(have not in (1, need) for have, need in zip(view.shape, full, strict=True))
+            ):
+                raise ValueError(
+                    f"{name} has shape {shape}, but must broadcast to {full} with all of the last dimension"
+                )
+            d["features"] |= feature
+            d[field] = _literal(view.shape, view.strides)
+        slopes = self._take("alibi_slopes", _real(self.q))
+        if slopes is not None:
+            if slopes.shape not in ([d["h"]], [d["b"], d["h"]]):
+                raise ValueError(
+                    f"alibi_slopes has shape {slopes.shape}, but must have {[d['h']]} or {[d['b'], d['h']]}"
+                )
+            d["features"] |= ALIBI
+            d["alibi_stride_b"] = slopes.strides[0] if len(slopes.shape) == 2 else 0
+        if self._take("sinks", _real(self.q), [d["h"]]) is not None:
+            d["features"] |= SINKS
+
+    def _numbers(self) -> None:
+        d, options = self.description, self.options
+        d["mask"] = causal_of(options["causal"], d["sq"], d["sk"])
+        left, right = window_of(options["window"])
+        if left >= 0 or right >= 0:
+            d |= {"features": d["features"] | WINDOW, "window_left": left, "window_right": right}
+        scale = options["scale"]
+        d["scale"] = 0.0 if scale is None else (float(scale) or TINY)
+        d["softcap"], d["dropout"] = float(options["softcap"]), float(options["dropout"])
+        if options["return_weights"] or options["dweights"] is not None:
+            d["features"] |= WEIGHTS
+        d["features"] |= (DETERMINISTIC if options["deterministic"] else 0) | (TF32 if options["tf32"] else 0)
+        if options["rng_state"] is not None:
+            # Two numbers from the caller; on the CPU they go into the description.
+            seed, offset = (int(n) for n in options["rng_state"])
+            d["seed"], d["offset"] = seed % 2**64, offset % 2**64
+        elif d["dropout"]:
+            import numpy
+
+            d["seed"], d["offset"] = (int(n) for n in numpy.random.randint(0, 2**62, 2, dtype=numpy.int64))
+
+    def rows(self) -> list[int]:
+        """Shape of lse."""
+        d = self.description
+        return [d["h"], d["total_q"]] if self.packed else [d["b"], d["h"], d["sq"]]
+
+    def result(self, which: str, like: View, last: int) -> tuple[Any, int]:
+        """A contiguous result of like's shape but for the last dimension; sets its strides."""
+        shape = [*like.shape[:-1], last]
+        self.description[f"{which}_stride"] = _literal_result(shape, self.packed)
+        return self.maker.empty(shape, self.q.dtype)
+
+    def own_shape(self, made: Any) -> Any:
+        """Takes off the dimensions that were put in front."""
+        if not self.packed:
+            made = made.reshape(made.shape[4 - self.rank :])
+        return self.maker.finish(made)
+
+
+def _literal_result(shape: list[int], packed: bool) -> tuple[int, int, int]:
+    strides = _contiguous(shape)
+    return (0, strides[1], strides[0]) if packed else (strides[0], strides[1], strides[2])
+
+
+_NO_OPTIONS: dict[str, Any] = dict.fromkeys(
+    [
+        "causal",
+        "window",
+        "scale",
+        "bias",
+        "mask",
+        "alibi_slopes",
+        "sinks",
+        "rng_state",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "max_seqlen_q",
+        "max_seqlen_k",
+        "seqlens_q",
+        "seqlens_k",
+        "deterministic",
+        "dlse",
+        "dweights",
+    ]
+) | {"softcap": 0.0, "dropout": 0.0, "return_lse": False, "return_weights": False, "tf32": False}
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    unknown = sorted(given.keys() - _NO_OPTIONS.keys())
+    if unknown:
+        raise TypeError(f"attention has no option {', '.join(unknown)}")
+    return _NO_OPTIONS | given
+
+
+def attention(q: Any, k: Any, v: Any, **given: Any) -> Any:
+    """See heddle.attention, which this is for arrays."""
+    options = _options(given)
+    p = Problem(q, k, v, options)
+    d = p.description
+    out, p.addresses["o"] = p.result("o", p.q, d["dv"])
+    lse, p.addresses["lse"] = p.maker.empty(p.rows(), _real(p.q))
+    if p.packed:
+        out[...] = 0  # rows of no sequence are written by nobody
+        lse[...] = 0
+    weights = None
+    if d["features"] & WEIGHTS:
+        weights, p.addresses["weights"] = p.maker.empty([d["b"], d["h"], d["sq"], d["sk"]], p.q.dtype)
+    run("attention", FORWARD, d, p.addresses)
+    out = p.own_shape(out)
+    if not p.packed:
+        lse = lse.reshape(lse.shape[4 - p.rank :])
+    results = [out]
+    if options["return_lse"]:
+        results.append(p.maker.finish(lse))
+    if weights is not None:
+        results.append(p.own_shape(weights))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **given: Any) -> dict[str, Any]:
+    """See heddle.attention_backward, which this is for arrays."""
+    options = _options(given)
+    if options["dropout"] and options["rng_state"] is None:
+        raise ValueError("dropout's backward needs the rng_state of its forward")
+    p = Problem(q, k, v, options)
+    d, rank = p.description, 3 if p.packed else 4
+    shape = [*p.q.shape[:-1], d["dv"]]
+    square = [d["b"], d["h"], d["sq"], d["sk"]]
+    for name, value, field, must in (("out", out, "o", shape), ("dout", dout, "do", shape)):
+        view = View(value, name)
+        view.lead(rank)
+        p.kept.append(check(view, name, p.q.dtype, p.q, must))
+        d[f"{field}_stride"] = _strides(view, p.packed)
+        p.addresses["o" if name == "out" else "dout"] = view.address
+    for name, value in (("lse", lse), ("dlse", options["dlse"])):
+        if value is None:
+            continue
+        view = View(value, name)
+        view.lead(rank - 1)
+        check(view, name, _real(p.q), p.q, p.rows())
+        if any(
+            n > 1 and have != need
+            for n, have, need in zip(view.shape, view.strides, _contiguous(view.shape), strict=True)
+        ):
+            raise ValueError(f"{name} must be contiguous, but has strides {view.strides}")
+        p.kept.append(view)
+        p.addresses[name] = view.address
+    if options["dweights"] is not None:
+        view = View(options["dweights"], "dweights")
+        view.lead(4)
+        p.kept.append(check(view, "dweights", p.q.dtype, p.q, square))
+        d["dweights_stride"] = _strides(view, False)
+        p.addresses["dweights"] = view.address
+    made = {}
+    for name, like in (("dq", p.q), ("dk", p.k), ("dv", p.v)):
+        made[name], p.addresses[name] = p.result(name, like, like.shape[-1])
+        if p.packed:
+            made[name][...] = 0
+    if d["features"] & BIAS:
+        own = View(options["bias"], "bias").shape
+        made["dbias"], p.addresses["dbias"] = p.maker.empty(own, p.q.dtype)
+        full = [*([1] * (4 - len(own))), *own]
+        d["dbias_stride"] = _literal(full, _contiguous(full))
+    if d["features"] & SINKS:
+        made["dsinks"], p.addresses["dsinks"] = p.maker.empty([d["h"]], _real(p.q))
+    run("attention", BACKWARD, d, p.addresses)
+    return {
+        name: p.maker.finish(value) if name in ("dbias", "dsinks") else p.own_shape(value)
+        for name, value in made.items()
+    }

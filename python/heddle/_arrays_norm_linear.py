@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``heddle.norm_linear`` and its backward for arrays that speak DLPack."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from heddle._arrays import BACKWARD, DTYPES, FORWARD, TF32, TINY, Maker, View, check, device_of, run
+from heddle._options import norm_of
+
+
+class Rows:
+    """One norm-linear problem, as Problem is for attention."""
+
+    def __init__(
+        self, x: Any, weight: Any, gamma: Any, beta: Any, eps: float, norm: str, features: int, bias: Any = None
+    ) -> None:
+        self.x, self.weight = View(x, "x"), View(weight, "weight")
+        self.maker = Maker(x, self.x)
+        device = device_of(self.x, "x")
+        if not self.x.shape:
+            raise ValueError("x has 0 dimensions, but must have 1 or more")
+        if len(self.weight.shape) != 2 or self.weight.shape[1] != self.x.shape[-1]:
+            raise ValueError(f"x has {self.x.shape[-1]} features, but weight is {self.weight.shape}")
+        check(self.x, "x", self.x.dtype, self.x)
+        check(self.weight, "weight", self.x.dtype, self.x)
+        n, k = self.weight.shape
+        if not eps >= 0:
+            raise ValueError(f"eps = {eps} is not >= 0")
+        self.description: dict[str, Any] = {
+            "dtype": DTYPES[self.x.dtype],
+            "device": device,
+            "norm": norm_of(norm),
+            "features": features,
+            "m": math.prod(self.x.shape[:-1]),
+            "k": k,
+            "n": n,
+            "eps": eps or TINY,
+            "x_stride": self.row_stride(self.x, "x"),
+            "w_stride": self.row_stride(self.weight, "weight"),
+        }
+        self.addresses: dict[str, int] = {"x": self.x.address, "w": self.weight.address}
+        self.kept = []
+        for name, value, size in (("gamma", gamma, k), ("beta", beta, k), ("bias", bias, n)):
+            if value is not None:
+                view = check(View(value, name), name, self.x.dtype, self.x, [size])
+                self.kept.append(view)
+                self.addresses[name] = view.address
+
+    @staticmethod
+    def row_stride(view: View, name: str) -> int:
+        stride, rows = view.shape[-1], 1
+        for size, step in zip(reversed(view.shape[:-1]), reversed(view.strides[:-1]), strict=True):
+            if size == 0:
+                return view.shape[-1]
+            if size == 1:
+                continue
+            if rows > 1 and step != stride * rows:
+                raise ValueError(f"the rows of {name} do not lie at one distance (strides {view.strides})")
+            if rows == 1:
+                stride = step
+            rows *= size
+        if stride == 0 and rows > 1:
+            raise ValueError(f"the rows of {name} lie on top of each other (strides {view.strides})")
+        return stride
+
+
+def norm_linear(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    gamma: Any = None,
+    beta: Any = None,
+    eps: float = 1e-5,
+    *,
+    norm: str = "layer",
+    tf32: bool = False,
+) -> Any:
+    """See heddle.norm_linear, which this is for arrays."""
+    p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias)
+    y, p.addresses["y"] = p.maker.empty([*p.x.shape[:-1], p.weight.shape[0]], p.x.dtype)
+    run("norm_linear", FORWARD, p.description, p.addresses)
+    return p.maker.finish(y)
+
+
+def norm_linear_backward(
+    dy: Any, x: Any, weight: Any, gamma: Any = None, beta: Any = None, eps: float = 1e-5, *, norm: str = "layer"
+) -> dict[str, Any]:
+    """See heddle.norm_linear_backward, which this is for arrays."""
+    p = Rows(x, weight, gamma, beta, eps, norm, 0)
+    n, k = p.weight.shape
+    gradient = check(View(dy, "dy"), "dy", p.x.dtype, p.x, [*p.x.shape[:-1], n])
+    p.description["dy_stride"] = p.row_stride(gradient, "dy")
+    p.addresses["dy"] = gradient.address
+    made = {}
+    for name, field, shape in (
+        ("dx", "dx", p.x.shape),
+        ("dweight", "dw", [n, k]),
+        ("dbias", "dbias", [n]),
+        ("dgamma", "dgamma", [k]),
+        ("dbeta", "dbeta", [k]),
+    ):
+        made[name], p.addresses[field] = p.maker.empty(shape, p.x.dtype)
+    run("norm_linear", BACKWARD, p.description, p.addresses)
+    return {name: p.maker.finish(value) for name, value in made.items()}

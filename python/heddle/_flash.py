@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention's functions: its signatures, layouts and defaults (causal is bottom right).
+
+Source: Dao et al., "FlashAttention", 2022, and "FlashAttention-2", 2023; the signatures are those of flash-attn 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heddle._torch import attention, new_rng_state
+
+Probs = tuple[Tensor, Tensor, Tensor | None]
+
+_COMMON = """
+        dropout_p: probability that a weight is dropped; 0 in evaluation.
+        softmax_scale: default 1/sqrt(d).
+        causal: the last query sees the last key (bottom right).
+        window_size: (left, right); -1 is no limit.
+        softcap: c > 0 replaces a score t by c·tanh(t/c).
+        alibi_slopes: float32 [h] or [b, h]; adds -slope·|i + sk - sq - j|.
+        deterministic: gradients with the same bits every time.
+        return_attn_probs: return (out, softmax_lse, S_dmask) instead of out: softmax_lse is float32 [b, h, sq]
+            (packed: [h, total_q]); S_dmask, for tests only, is the weights with dropped ones negative where
+            dropout_p > 0 and the call is not packed, else None.
+
+    Returns:
+        out, laid out as q with v's head dim; dtypes float32, bfloat16 and float16 on CPU or CUDA, as heddle.attention.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as heddle.attention, and for an argument that cannot be honoured.
+
+    Source: flash-attn 2, flash_attn_interface.py, whose meaning this keeps.
+    """
+
+
+def _document(function: Any) -> Any:
+    function.__doc__ = (function.__doc__ or "").rstrip() + _COMMON
+    return function
+
+
+def _heads_first(name: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.dim() != 4:
+        raise ValueError(f"{name} has {tensor.dim()} dimensions, but must have 4: [b, s, h, d]")
+    return tensor.transpose(1, 2)
+
+
+def _signed_weights(q: Tensor, k: Tensor, weights: Tensor, rng_state: Tensor, options: dict[str, Any]) -> Tensor:
+    """The weights, dropped ones negative. What is kept shows when v is a unit matrix, up to 512 columns at a time."""
+    eye = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1)
+    kept = [
+        attention(q, k, part, rng_state=rng_state, **options)
+        for part in (eye[..., at : at + 512].contiguous() for at in range(0, k.shape[2], 512))
+    ]
+    return torch.where(torch.cat(kept, -1) > 0, weights, -weights)
+
+
+@_document
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | Probs:
+    """Attention of [b, s, h, d] tensors.
+
+    Args:
+        q: [b, sq, h, d].
+        k, v: [b, sk, hk, d] and [b, sk, hk, dv]; hk divides h."""
+    heads_q, heads_k, heads_v = _heads_first("q", q), _heads_first("k", k), _heads_first("v", v)
+    options: dict[str, Any] = {
+        "causal": "bottom_right" if causal else None,
+        "window": window_size,
+        "scale": softmax_scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "dropout": dropout_p,
+        "deterministic": deterministic or None,
+    }
+    if not return_attn_probs:
+        out: Tensor = attention(heads_q, heads_k, heads_v, **options)
+        return out.transpose(1, 2)
+    if not dropout_p:
+        out, lse = attention(heads_q, heads_k, heads_v, return_lse=True, **options)
+        return out.transpose(1, 2), lse, None
+    rng_state = new_rng_state(q.device)
+    out, lse, weights = attention(
+        heads_q, heads_k, heads_v, rng_state=rng_state, return_lse=True, return_weights=True, **options
+    )
+    with torch.no_grad():
+        signed = _signed_weights(heads_q, heads_k, weights, rng_state, options)
+    return out.transpose(1, 2), lse, signed
+
+
+def _unpack(name: str, tensor: Tensor, parts: int, rank: int) -> tuple[Tensor, ...]:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.dim() != rank or tensor.shape[-3] != parts:
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)}, but must have {rank} dimensions, {parts} in the third last"
+        )
+    return tensor.unbind(-3)
+
+
+@_document
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of q, k and v in one tensor.
+
+    Args:
+        qkv: [b, s, 3, h, d]."""
+    q, k, v = _unpack("qkv", qkv, 3, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+@_document
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention with k and v in one tensor.
+
+    Args:
+        q: [b, sq, h, d].
+        kv: [b, sk, 2, hk, d]."""
+    k, v = _unpack("kv", kv, 2, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+@_document
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor | Probs:
+    """Attention of packed sequences of different lengths.
+
+    Args:
+        q: [total_q, h, d].
+        k, v: [total_k, hk, d] and [total_k, hk, dv].
+        cu_seqlens_q, cu_seqlens_k: int32 [b + 1], where each sequence begins, and the end.
+        max_seqlen_q, max_seqlen_k: the upper limit of one sequence.
+        block_table: must be None: paged caches are not supported."""
+    if block_table is not None:
+        raise NotImplementedError("block_table (a paged cache) is not supported: give k and v packed")
+    out, lse = attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        causal="bottom_right" if causal else None,
+        window=window_size,
+        scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout=dropout_p,
+        deterministic=deterministic or None,
+        return_lse=True,
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+@_document
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, *args: Any, **options: Any
+) -> Any:
+    """Packed sequences with q, k and v in one tensor; then as flash_attn_varlen_func from softmax_scale on.
+
+    Args:
+        qkv: [total, 3, h, d].
+        cu_seqlens: int32 [b + 1].
+        max_seqlen: the upper limit of one sequence."""
+    q, k, v = _unpack("qkv", qkv, 3, 4)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, *args, **options)
+
+
+@_document
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Packed sequences with k and v in one tensor; then as flash_attn_varlen_func from softmax_scale on.
+
+    Args:
+        q: [total_q, h, d].
+        kv: [total_k, 2, hk, d].
+        cu_seqlens_q, cu_seqlens_k: int32 [b + 1].
+        max_seqlen_q, max_seqlen_k: the upper limit of one sequence."""
+    k, v = _unpack("kv", kv, 2, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, *args, **options
+    )
+
+
+def _append(cache: Tensor, new: Tensor, lengths: Tensor, rows: Tensor) -> None:
+    """Writes new[n] to cache[rows[n], lengths[n]:...], in place."""
+    positions = lengths.to(torch.int64)[:, None] + torch.arange(new.shape[1], device=cache.device)
+    cache[rows[:, None], positions] = new.to(cache.dtype)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries over a contiguous cache of keys and values, to which k and v are added in place first.
+
+    Args:
+        q: [b, sq, h, d].
+        k_cache, v_cache: [b_cache, s_cache, hk, d] and [..., dv]. Written to when k and v are given.
+        k, v: [b, s_new, hk, d]: written behind the cache_seqlens[n] rows of batch n.
+        cache_seqlens: int or int32 [b], rows of the cache that count (before k and v are added); default: all.
+        cache_batch_idx: int [b], the row of the cache that each batch uses (that part of the cache is then copied).
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as flash_attn_func.
+        num_splits: a hint on speed for FlashAttention; the result does not depend on it here.
+        rotary_cos, rotary_sin, cache_leftpad, block_table: must be None; rotary_interleaved is without meaning then.
+
+    Returns:
+        out [b, sq, h, dv], and with return_softmax_lse also the lse, float32 [b, h, sq]. No gradients.
+
+    Raises:
+        NotImplementedError: for an argument that cannot be honoured, and where q, k or v requires a gradient.
+        ValueError, TypeError: as heddle.attention; a cache too short for k and v.
+
+    Source: flash-attn 2, flash_attn_interface.py, whose meaning this keeps.
+    """
+    for name, value in (
+        ("rotary_cos", rotary_cos),
+        ("rotary_sin", rotary_sin),
+        ("cache_leftpad", cache_leftpad),
+        ("block_table", block_table),
+    ):
+        if value is not None:
+            raise NotImplementedError(f"{name} is not supported: it must be None")
+    if (k is None) != (v is None):
+        raise ValueError("k and v come together, but only one is given")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
+        raise NotImplementedError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad()")
+    _heads_first("q", q), _heads_first("k_cache", k_cache), _heads_first("v_cache", v_cache)
+    b, room = q.shape[0], k_cache.shape[1]
+    if cache_batch_idx is None and k_cache.shape[0] != b:
+        raise ValueError(
+            f"q has batch size {b}, the cache {k_cache.shape[0]}: they differ, and cache_batch_idx is None"
+        )
+    if cache_seqlens is None:
+        if k is not None:
+            raise ValueError("k and v are given, but cache_seqlens does not say where they go")
+        lengths = torch.full((b,), room, dtype=torch.int32, device=q.device)
+    elif isinstance(cache_seqlens, Tensor):
+        lengths = cache_seqlens.to(torch.int32)
+    else:
+        lengths = torch.full((b,), cache_seqlens, dtype=torch.int32, device=q.device)
+    if lengths.shape != (b,):
+        raise ValueError(f"cache_seqlens has shape {list(lengths.shape)}, but must have [{b}]")
+    rows = torch.arange(b, device=q.device) if cache_batch_idx is None else cache_batch_idx.to(torch.int64)
+    if k is not None and v is not None:
+        if lengths.device.type == "cpu" and b and int(lengths.max()) + k.shape[1] > room:
+            raise ValueError(f"the cache has {room} rows: too few for {int(lengths.max())} and {k.shape[1]} new ones")
+        _append(k_cache, k, lengths, rows)
+        _append(v_cache, v, lengths, rows)
+        lengths = lengths + k.shape[1]
+    if cache_batch_idx is not None:
+        k_cache, v_cache = k_cache[rows], v_cache[rows]
+    out, lse = attention(
+        q.transpose(1, 2),
+        k_cache.transpose(1, 2),
+        v_cache.transpose(1, 2),
+        seqlens_k=lengths.to(torch.int32),
+        causal="bottom_right" if causal else None,
+        window=window_size,
+        scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_lse=True,
+    )
+    out = out.transpose(1, 2)
+    return (out, lse) if return_softmax_lse else out

@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.ops.heddle.*: loads the operators written in C and tells PyTorch the rest about them.
+
+The kernels (CPU and CUDA) and the schemas are in ``_torch_ops.so``. Here are their fake kernels (shapes for
+torch.compile and torch.export), their gradients, their autocast rules and vmap. Importing this module imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from heddle import _vmap
+
+OLDEST_TORCH = (2, 10)
+
+
+# Not all of torch is typed.
+_library: Any = torch.library
+_torch_ops: Any = torch.ops
+_unpack_dual: Any = forward_ad.unpack_dual
+
+
+def _load() -> None:
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found and tuple(map(int, found.groups())) < OLDEST_TORCH:
+        raise ImportError(f"heddle needs torch 2.10 or later, this is torch {torch.__version__}")
+    _torch_ops.load_library(str(Path(__file__).with_name("_torch_ops.so")))
+
+
+_load()
+ops: Any = _torch_ops.heddle
+Results = tuple[Tensor, Tensor, Tensor]
+
+_EXCEPTIONS: dict[str, type[Exception]] = {
+    "ValueError": ValueError,
+    "TypeError": TypeError,
+    "NotImplementedError": NotImplementedError,
+}
+
+
+def fitting(error: RuntimeError) -> Exception:
+    """The exception that an operator's RuntimeError stands for: C can throw that type alone, so it names the other."""
+    found = re.match(r"(?:.*?)heddle (\w+Error): (.*)", str(error), re.DOTALL)
+    if not found:
+        return error
+    text = found.group(2).split("\nException raised from", 1)[0]
+    return _EXCEPTIONS.get(found.group(1), RuntimeError)(text)
+
+
+# ---------------------------------------------------------------------------------------------------- fake kernels
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def result_strides(like: Tensor, size: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a result in the layout of `like`: [b, s, h, d] in memory if `like` has that, else contiguous.
+
+    The C kernels (result_layout in torch_attention.c) do the same."""
+    if like.dim() == 4 and like.stride(1) < like.stride(2):
+        last = max(size[3], 1)
+        row = max(size[1], 1) * last
+        return (max(size[2], 1) * row, last, row, 1)
+    strides = [1] * len(size)
+    for x in range(len(size) - 2, -1, -1):
+        strides[x] = strides[x + 1] * max(size[x + 1], 1)
+    return tuple(strides)
+
+
+def _like(like: Tensor, last: int) -> Tensor:
+    size = (*like.shape[:-1], last)
+    return like.new_empty_strided(size, result_strides(like, size))
+
+
+def _check(tensor: Tensor, name: str, first: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} is {tensor.dtype}, but must be {dtype} here")
+    if tensor.device != first.device:
+        raise ValueError(f"{name} is on {tensor.device}, the first tensor on {first.device}")
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
+        raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension, which must be contiguous")
+
+
+def _check_attention(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q is {q.dtype}; it must be float32, bfloat16, float16 or float64")
+    rank = 3 if packed else 4
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != rank:
+            raise ValueError(
+                f"{name} has {tensor.dim()} dimensions, but must have "
+                + ("3 ([total, h, d])" if packed else "4 ([b, h, s, d])")
+            )
+        _check(tensor, name, q, q.dtype)
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q has head dim {q.shape[-1]}, but k has {k.shape[-1]}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"k has shape {list(k.shape)}, v has {list(v.shape)}: they may differ in the last dimension only"
+        )
+    if not packed and q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has batch size {q.shape[0]}, but k has {k.shape[0]}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"hk = {k.shape[1]} does not divide h = {q.shape[1]}")
+    if not (1 <= q.shape[-1] <= 512 and 1 <= v.shape[-1] <= 512):
+        raise ValueError(f"d = {q.shape[-1]} and dv = {v.shape[-1]} must be from 1 to 512")
+
+
+def _attention_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqlens_q: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    causal: int = 0,
+    window_left: int = -1,
+    window_right: int = -1,
+    scale: float = 0.0,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    return_weights: bool = False,
+    deterministic: bool = False,
+    tf32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    _check_attention(q, k, v, packed)
+    if packed and (cu_seqlens_q is None or cu_seqlens_k is None):
+        raise ValueError("cu_seqlens_q and cu_seqlens_k come together, but only one is given")
+    if cu_seqlens_q is not None:
+        b, sq, sk = cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k
+        rows: tuple[int, ...] = (q.shape[1], q.shape[0])
+    else:
+        b, sq, sk = q.shape[0], q.shape[2], k.shape[2]
+        rows = (b, q.shape[1], sq)
+    for name, tensor, dtype in (("bias", bias, q.dtype), ("mask", mask, torch.bool)):
+        if tensor is None:
+            continue
+        _check(tensor, name, q, dtype)
+        full = (b, q.shape[1], sq, sk)
+        if (
+            tensor.dim() != 4
+            or tensor.shape[3] != sk
+            or any(tensor.shape[x] != 1 and tensor.shape[x] != full[x] for x in range(3))
+        ):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, which does not broadcast to {list(full)}")
+    weights = (b, q.shape[1], sq, sk) if return_weights else (0,)
+    return _like(q, v.shape[-1]), q.new_empty(rows, dtype=_real(q.dtype)), q.new_empty(weights)
+
+
+NEEDS_DQ, NEEDS_DK, NEEDS_DV, NEEDS_DBIAS, NEEDS_DSINKS = 1, 2, 4, 8, 16
+
+
+def _attention_backward_fake(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    dweights: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    needs = options[16] if len(options) > 16 else 31
+    none = q.new_empty((0,))
+    dbias = q.new_empty(bias.shape) if bias is not None and needs & NEEDS_DBIAS else q.new_empty((0,))
+    real = _real(q.dtype)
+    dsinks = q.new_empty((q.shape[1] if sinks is not None and needs & NEEDS_DSINKS else 0,), dtype=real)
+    return (
+        _like(q, q.shape[-1]) if needs & NEEDS_DQ else none,
+        _like(k, k.shape[-1]) if needs & NEEDS_DK else q.new_empty((0,)),
+        _like(v, v.shape[-1]) if needs & NEEDS_DV else q.new_empty((0,)),
+        dbias,
+        dsinks,
+    )
+
+
+def _check_norm_linear(x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None) -> None:
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"x is {x.dtype}; it must be float32, bfloat16, float16 or float64")
+    if x.dim() < 1 or x.dim() > 8:
+        raise ValueError(f"x has {x.dim()} dimensions, but must have 1 to 8")
+    if weight.dim() != 2:
+        raise ValueError(f"weight has {weight.dim()} dimensions, but must have 2 ([n, k])")
+    if weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"x has {x.shape[-1]} features, but weight is {list(weight.shape)}")
+    _check(x, "x", x, x.dtype)
+    _check(weight, "weight", x, x.dtype)
+    for name, vector in (("gamma", gamma), ("beta", beta)):
+        if vector is not None:
+            _check(vector, name, x, x.dtype)
+            if vector.dim() != 1 or vector.shape[0] != x.shape[-1]:
+                raise ValueError(f"{name} has shape {list(vector.shape)}, but must have [{x.shape[-1]}]")
+
+
+def _norm_linear_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    eps: float = 1e-5,
+    norm: int = 0,
+    tf32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_norm_linear(x, weight, gamma, beta)
+    if bias is not None:
+        _check(bias, "bias", x, x.dtype)
+        if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
+            raise ValueError(f"bias has shape {list(bias.shape)}, but must have [{weight.shape[0]}]")
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return y, x.new_empty(x.shape[:-1], dtype=_real(x.dtype)), x.new_empty(x.shape[:-1], dtype=_real(x.dtype))
+
+
+def _norm_linear_backward_fake(
+    dy: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    eps: float = 1e-5,
+    norm: int = 0,
+    deterministic: bool = False,
+    tf32: bool = False,
+    needs: int = 31,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shapes = (x.shape, weight.shape, weight.shape[:1], x.shape[-1:], x.shape[-1:])
+    made = [x.new_empty(shape if needs >> at & 1 else (0,)) for at, shape in enumerate(shapes)]
+    return made[0], made[1], made[2], made[3], made[4]
+
+
+_library.register_fake("heddle::attention", _attention_fake)
+_library.register_fake("heddle::attention_backward", _attention_backward_fake)
+_library.register_fake("heddle::norm_linear", _norm_linear_fake)
+_library.register_fake("heddle::norm_linear_backward", _norm_linear_backward_fake)
+
+# -------------------------------------------------------------------------------------------------------- autograd
+
+# torch.library.register_autograd would do, but spends 200 µs a call on filling in the defaults of 23 arguments. This is
+# what it makes, without that: a kernel for the Autograd key that records an autograd.Function only when one is needed.
+
+_registrations = _library.Library("heddle", "FRAGMENT")
+_below_autograd = torch._C._after_autograd_keyset
+_ATTENTION_TENSORS = 12  # q, k, v, bias, mask, alibi_slopes, sinks, cu_seqlens_*, seqlens_*, rng_state
+_RETURN_WEIGHTS = 20
+_OPTION_DEFAULTS = (0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False)  # those behind the tensors
+
+
+def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
+    """Forward mode: without this the tangent would be lost, and come out as zero."""
+    for value in args:
+        if isinstance(value, Tensor) and _unpack_dual(value).tangent is not None:
+            raise NotImplementedError(f"heddle.{name} has no forward-mode derivative (jvp): use reverse mode")
+
+
+def _register_autograd(name: str, function: Callable[..., Any]) -> None:
+    """`function(redispatch, *args)` runs where a gradient is wanted; elsewhere the call goes straight through."""
+    op = getattr(ops, name).default
+    below = torch._C._AutoDispatchBelowAutograd
+    enabled, any_requires = torch.is_grad_enabled, torch._C._any_requires_grad
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, args)
+        keyset = keyset & _below_autograd
+        if enabled() and any_requires(*args):
+
+            def redispatch(*given: Any) -> Any:
+                with below():
+                    return op.redispatch(keyset, *given)
+
+            return function(redispatch, *args)
+        with below():
+            return op.redispatch(keyset, *args)
+
+    _registrations.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _wants(ctx: Any, at: int) -> bool:
+    # One before them is `redispatch`; the dispatcher leaves out trailing arguments that have their default.
+    return at + 1 < len(ctx.needs_input_grad) and bool(ctx.needs_input_grad[at + 1])
+
+
+def _last_contiguous(tensor: Tensor | None) -> Tensor | None:
+    if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        return tensor.contiguous()
+    return tensor
+
+
+def _those(wanted: Sequence[bool], made: Sequence[Tensor]) -> list[Tensor | None]:
+    return [grad if want else None for grad, want in zip(made, wanted, strict=True)]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, redispatch: Callable[..., Results], *args: Any) -> Results:
+        if _wants(ctx, 5):
+            raise NotImplementedError(
+                "alibi_slopes requires a gradient, but heddle computes none for it: detach it, or give it as a buffer"
+            )
+        out, lse, weights = redispatch(*args)
+        ctx.set_materialize_grads(False)
+        ctx.options = args[_ATTENTION_TENSORS:]
+        ctx.tensors = len(args[:_ATTENTION_TENSORS])
+        ctx.save_for_backward(out, lse, *args[:_ATTENTION_TENSORS])
+        ctx.weights = len(args) > _RETURN_WEIGHTS and args[_RETURN_WEIGHTS]
+        if not ctx.weights:
+            ctx.mark_non_differentiable(weights)
+        return out, lse, weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dout, dlse, dweights = grads
+        out, lse, *tensors = ctx.saved_tensors
+        wanted = [_wants(ctx, at) for at in (0, 1, 2, 3, 6)]
+        needs = sum(1 << at for at, want in enumerate(wanted) if want)
+        made = call(
+            ops.attention_backward,
+            _last_contiguous(dout),
+            None if dlse is None else dlse.contiguous(),
+            _last_contiguous(dweights) if ctx.weights else None,
+            out,
+            lse,
+            *tensors,
+            *([None] * (_ATTENTION_TENSORS - ctx.tensors)),
+            *(*ctx.options, *_OPTION_DEFAULTS[len(ctx.options) :]),
+            needs,
+        )
+        dq, dk, dv, dbias, dsinks = _those(wanted, made)
+        return None, dq, dk, dv, dbias, None, None, dsinks, *([None] * 16)
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, redispatch: Callable[..., Results], *args: Any) -> Results:
+        y, mean, rstd = redispatch(*args)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(mean, rstd)
+        x, weight, _, gamma, beta = [*args, None, None, None][:5] if len(args) < 5 else args[:5]
+        ctx.save_for_backward(mean, rstd, x, weight, gamma, beta)
+        ctx.options = [*args[5:], *(1e-5, 0, False)[max(len(args) - 5, 0) :]]
+        return y, mean, rstd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dy = grads[0]
+        if dy is None:
+            return (None,) * 9
+        mean, rstd, x, weight, gamma, beta = ctx.saved_tensors
+        eps, norm, tf32 = ctx.options
+        wanted = [_wants(ctx, at) for at in range(5)]
+        made = call(
+            ops.norm_linear_backward,
+            dy.contiguous(),
+            mean,
+            rstd,
+            x,
+            weight,
+            gamma,
+            beta,
+            eps,
+            norm,
+            torch.are_deterministic_algorithms_enabled(),
+            tf32,
+            sum(1 << at for at, want in enumerate(wanted) if want),
+        )
+        return None, *_those(wanted, made), None, None, None
+
+
+class _Refuse(torch.autograd.Function):
+    """The backward operators: they run, but cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, redispatch: Callable[..., Any], *args: Any) -> Any:
+        return redispatch(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
+        raise NotImplementedError(
+            "heddle's attention_backward and norm_linear_backward have no gradient: there is no double backward"
+        )
+
+
+_register_autograd("attention", _Attention.apply)
+_register_autograd("norm_linear", _NormLinear.apply)
+_register_autograd("attention_backward", _Refuse.apply)
+_register_autograd("norm_linear_backward", _Refuse.apply)
+
+# -------------------------------------------------------------------------------------------------------- autocast
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    # As PyTorch's own rule: float64 is left alone.
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in (dtype, torch.float64):
+        return value.to(dtype)
+    return value
+
+
+def _register_autocast(name: str, device: str, cast: Sequence[int]) -> None:
+    """Under autocast, casts the arguments `cast` to autocast's dtype: those that have q's (or x's) dtype anyway."""
+    key = "Autocast" + ("CUDA" if device == "cuda" else "CPU")
+    exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    op = getattr(ops, name).default
+
+    def kernel(*args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
+        if args[0].dtype != torch.float64:
+            args = tuple(_cast(value, dtype) if at in cast else value for at, value in enumerate(args))
+        with torch._C._ExcludeDispatchKeyGuard(exclude):
+            return op(*args)
+
+    _registrations.impl(name, kernel, key)
+
+
+for _device in ("cpu", "cuda"):
+    _register_autocast("attention", _device, (0, 1, 2, 3))
+    _register_autocast("norm_linear", _device, (0, 1, 2, 3, 4))
+
+_vmap.register(ops)
+
+# ---------------------------------------------------------------------------------------------- calls from Python
+
+
+def call(operator: Callable[..., Any], *args: Any) -> Any:
+    """Calls an operator; what it finds wrong becomes the exception that fits."""
+    if torch.compiler.is_compiling():
+        return operator(*args)
+    try:
+        return operator(*args)
+    except RuntimeError as error:
+        fit = fitting(error)
+        if fit is error:
+            raise
+        raise fit from None
+
+
+TINY_SCALE = 1e-300
+
+
+def scale_of(scale: float | None) -> float:
+    """What the operators take for `scale`: 0 means 1/sqrt(d) to them, so a real 0 becomes the next best."""
+    if scale is None:
+        return 0.0
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale = {scale!r} is not a finite number")
+    return float(scale) or TINY_SCALE

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the options of ``attention`` mean, for tensors and arrays alike. Imports nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CAUSAL = {None: 0, False: 0, "top_left": 1, "bottom_right": 2}
+NORMS = {"layer": 0, "rms": 1}
+
+
+def causal_of(causal: Any, sq: Any, sk: Any) -> int:
+    """0, 1 or 2 of heddle_mask. True means either corner, so it needs sq = sk."""
+    if causal is True:
+        if sq != sk:
+            raise ValueError(
+                f"causal=True is ambiguous when sq = {sq} is not sk = {sk}: say 'top_left' (PyTorch) or "
+                "'bottom_right' (FlashAttention)"
+            )
+        return 1
+    if causal is None or causal is False:
+        return 0
+    if causal not in CAUSAL:
+        raise ValueError(f"causal = {causal!r} is none of None, False, True, 'top_left', 'bottom_right'")
+    return CAUSAL[causal]
+
+
+def window_of(window: Any) -> tuple[int, int]:
+    """(left, right), with -1 for no limit."""
+    if window is None:
+        return -1, -1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window = {window!r} is no pair (left, right)")
+    left, right = (-1 if side is None or side < 0 else side for side in window)
+    return left, right
+
+
+def norm_of(norm: str) -> int:
+    """0 or 1 of heddle_norm."""
+    if norm not in NORMS:
+        raise ValueError(f"norm = {norm!r} is neither 'layer' nor 'rms'")
+    return NORMS[norm]

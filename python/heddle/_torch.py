@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``heddle.attention`` and ``heddle.norm_linear`` for torch tensors: from friendly options to torch.ops.heddle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heddle._ops import TINY_SCALE, call, ops, scale_of
+from heddle._options import causal_of, norm_of, window_of
+
+
+def _need_tensors(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor as q is, not {type(value).__name__}")
+
+
+def _broadcastable(value: Tensor | None, name: str, sk: int) -> Tensor | None:
+    """bias or mask as [b or 1, h or 1, sq or 1, sk] with a contiguous last dimension."""
+    if value is None:
+        return None
+    _need_tensors(**{name: value})
+    if value.dim() > 4:
+        raise ValueError(f"{name} has {value.dim()} dimensions, but at most 4 are allowed")
+    while value.dim() < 4:
+        value = value.unsqueeze(0)
+    if value.shape[3] == 1 and sk != 1:
+        value = value.expand(*value.shape[:3], sk)
+    if value.stride(3) != 1 and value.shape[3] != 1:
+        value = value.contiguous()
+    return value
+
+
+def _lengths(value: Any, like: Tensor) -> Tensor | None:
+    if value is None or (isinstance(value, Tensor) and value.dtype == torch.int32):
+        return value
+    if isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype == torch.bool):
+        raise TypeError(f"lengths must be integers, not {value.dtype}")
+    return torch.as_tensor(value, device=None if isinstance(value, Tensor) else like.device).to(torch.int32)
+
+
+def new_rng_state(device: torch.device) -> Tensor:
+    """A seed and an offset from torch's generator: manual_seed, checkpointing and CUDA graphs hold for dropout."""
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: Any = None,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    rng_state: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqlens_q: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    deterministic: bool | None = None,
+    tf32: bool = False,
+) -> Any:
+    """See heddle.attention, which this is for torch tensors."""
+    _need_tensors(q=q, k=k, v=v)
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    missing = 0 if packed else 4 - q.dim()
+    if missing > 0:
+        if not 2 <= q.dim() == k.dim() == v.dim():
+            raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: must be the same, 2 to 4")
+        for _ in range(missing):
+            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    if packed:
+        if max_seqlen_q is None or max_seqlen_k is None:
+            raise ValueError("packed sequences need max_seqlen_q and max_seqlen_k, the upper limits of one sequence")
+        sq, sk = max_seqlen_q, max_seqlen_k
+    else:
+        if q.dim() != 4 or k.dim() != 4:
+            raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: must be the same, 2 to 4")
+        if max_seqlen_q is not None or max_seqlen_k is not None:
+            raise ValueError("max_seqlen_q and max_seqlen_k are given without cu_seqlens_q and cu_seqlens_k")
+        sq, sk = q.shape[2], k.shape[2]
+    left, right = window_of(window)
+    real = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if bias is not None and bias.dtype != q.dtype:
+        if not bias.is_floating_point():
+            raise TypeError(f"bias is {bias.dtype}; a mask of bools goes into mask")
+        bias = bias.to(q.dtype)
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"mask is {mask.dtype}, but must be torch.bool; an additive one goes into bias")
+    if dropout and rng_state is None:
+        rng_state = new_rng_state(q.device)
+    out, lse, weights = call(
+        ops.attention,
+        q,
+        k,
+        v,
+        _broadcastable(bias, "bias", sk),
+        _broadcastable(mask, "mask", sk),
+        alibi_slopes if alibi_slopes is None else alibi_slopes.to(real),
+        sinks if sinks is None else sinks.to(real),
+        _lengths(cu_seqlens_q, q),
+        _lengths(cu_seqlens_k, q),
+        _lengths(seqlens_q, q),
+        _lengths(seqlens_k, q),
+        rng_state,
+        max_seqlen_q or 0,
+        max_seqlen_k or 0,
+        causal_of(causal, sq, sk),
+        left,
+        right,
+        scale_of(scale),
+        float(softcap),
+        float(dropout),
+        return_weights,
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        tf32,
+    )
+    for _ in range(missing):
+        out, lse = out.squeeze(0), lse.squeeze(0)
+        weights = weights.squeeze(0) if return_weights else weights
+    if not (return_lse or return_weights):
+        return out
+    return (out, *((lse,) if return_lse else ()), *((weights,) if return_weights else ()))
+
+
+def norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    norm: str = "layer",
+    tf32: bool = False,
+) -> Tensor:
+    """See heddle.norm_linear, which this is for torch tensors."""
+    _need_tensors(x=x, weight=weight)
+    if eps == 0:
+        eps = TINY_SCALE  # 0 means the default to the library
+    rows = None
+    if not x.is_contiguous() and x.dim() >= 1:
+        # Rows at one distance are taken as they lie; others, and rows on top of each other, are copied first.
+        rows = x.shape[:-1]
+        x = x.reshape(-1, x.shape[-1])
+        if x.stride(0) < x.shape[1] or (x.shape[1] > 1 and x.stride(1) != 1):
+            x = x.contiguous()
+    y: Tensor = call(ops.norm_linear, x, weight, bias, gamma, beta, eps, norm_of(norm), tf32)[0]
+    return y if rows is None else y.reshape(*rows, weight.shape[0])

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of the module ``gpu_kernels`` ("Day 19" and "Day 50" of a CUDA diary): float32, 2-D, in place."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from heddle._torch import attention
+
+__all__ = ["self_attention", "self_attention_backward"]
+
+WEIGHTS_TOLERANCE = 1e-3
+
+
+def _check(first: Tensor | None = None, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+        first = tensor if first is None else first
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{name} is {tensor.dtype}, but must be torch.float32")
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} has {tensor.dim()} dimensions, but must have 2")
+        if tensor.device != first.device:
+            raise ValueError(f"{name} is on {tensor.device}, the first tensor on {first.device}")
+
+
+def _same_shape(name: str, tensor: Tensor, shape: tuple[int, int]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}")
+
+
+def _scale(d: int) -> float:
+    if not isinstance(d, int) or d < 1:
+        raise ValueError(f"d = {d!r} is no positive integer")
+    return 1 / math.sqrt(d)
+
+
+def self_attention(input: Tensor, output: Tensor, d: int) -> None:
+    """output = softmax(input·inputᵀ/√d)·input, written in place.
+
+    Args:
+        input: float32 [rows, columns], CPU or CUDA; columns from 1 to 512.
+        output: the same shape, written to; must not overlap input.
+        d: what the scale 1/√d is made of, nothing else.
+
+    Raises:
+        TypeError: not float32 tensors. ValueError: other ranks, shapes or devices, d < 1.
+
+    Source: gpu_kernels.self_attention, with its faults left out.
+    """
+    _check(input=input, output=output)
+    _same_shape("output", output, (input.shape[0], input.shape[1]))
+    with torch.no_grad():
+        x = input if input.stride(-1) == 1 else input.contiguous()
+        output.copy_(attention(x, x, x, scale=_scale(d)))
+
+
+def self_attention_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_weights: Tensor,
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    d: int,
+) -> None:
+    """The gradients of softmax(query·keyᵀ/√d)·value, written in place to grad_query, grad_key and grad_value.
+
+    Args:
+        grad_output: float32 [rows, columns of value], CPU or CUDA.
+        query: float32 [rows, columns].
+        key: float32 [key rows, columns].
+        value: float32 [key rows, value columns].
+        attn_weights: float32 [rows, key rows], the forward's softmax. It is computed anew; what was given must agree.
+        grad_query, grad_key, grad_value: like query, key and value; written to.
+        d: what the scale 1/√d is made of.
+
+    Raises:
+        TypeError: not float32 tensors. ValueError: other ranks, shapes or devices, d < 1, or attn_weights that are off
+        by more than 1e-3 from softmax(query·keyᵀ/√d).
+
+    Source: gpu_kernels.self_attention_backward, with its faults left out.
+    """
+    _check(
+        grad_output=grad_output,
+        query=query,
+        key=key,
+        value=value,
+        attn_weights=attn_weights,
+        grad_query=grad_query,
+        grad_key=grad_key,
+        grad_value=grad_value,
+    )
+    (sq, columns), (sk, dv) = query.shape, value.shape
+    _same_shape("key", key, (sk, columns))
+    _same_shape("grad_output", grad_output, (sq, dv))
+    _same_shape("attn_weights", attn_weights, (sq, sk))
+    _same_shape("grad_query", grad_query, (sq, columns))
+    _same_shape("grad_key", grad_key, (sk, columns))
+    _same_shape("grad_value", grad_value, (sk, dv))
+    with torch.enable_grad():
+        q, k, v = (tensor.detach().contiguous().requires_grad_() for tensor in (query, key, value))
+        out, weights = attention(q, k, v, scale=_scale(d), return_weights=True)
+        off = (weights.detach() - attn_weights).abs().max().item() if sq and sk else 0.0
+        if not off <= WEIGHTS_TOLERANCE:
+            raise ValueError(f"attn_weights are not softmax(query·keyᵀ/√{d}): they are off by {off:g}")
+        grads = torch.autograd.grad(out, (q, k, v), grad_output)
+    with torch.no_grad():
+        for target, grad in zip((grad_query, grad_key, grad_value), grads, strict=True):
+            target.copy_(grad)

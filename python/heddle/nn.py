@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules for torch.nn: NormLinear, SelfAttention, TransformerBlock."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Dropout, Linear, Module, Parameter, init
+
+from heddle._options import causal_of, norm_of
+from heddle._torch import attention, norm_linear
+
+Norm = Literal["layer", "rms"]
+Causal = Literal[False, True, "top_left", "bottom_right"] | None
+
+
+class NormLinear(Module):
+    """norm(x)·weightᵀ + bias: LayerNorm (or RMSNorm) and Linear in one, forward and backward.
+
+    Args:
+        in_features, out_features: k and n.
+        bias: whether the Linear has a bias.
+        norm: "layer" or "rms"; "rms" has no beta.
+        eps: added to the variance.
+        affine: whether the norm has gamma (and beta).
+        device, dtype: of the parameters.
+
+    Shapes:
+        [..., k] to [..., n]. weight [n, k], bias [n], gamma [k], beta [k]. float32, bfloat16 or float16 on CPU or CUDA,
+        float64 on the CPU.
+
+    Raises:
+        ValueError: sizes that are not positive, an unknown norm; then as heddle.norm_linear.
+
+    Source: see heddle.norm_linear. Initial values as torch.nn.LayerNorm and torch.nn.Linear.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        norm: Norm = "layer",
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if in_features < 1 or out_features < 1:
+            raise ValueError(f"in_features = {in_features} and out_features = {out_features} must be positive")
+        norm_of(norm)
+        self.in_features, self.out_features, self.norm, self.eps = in_features, out_features, norm, eps
+
+        def vector(size: int, wanted: bool) -> Parameter | None:
+            return Parameter(torch.empty(size, device=device, dtype=dtype)) if wanted else None
+
+        self.weight = Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.bias = vector(out_features, bias)
+        self.gamma = vector(in_features, affine)
+        self.beta = vector(in_features, affine and norm == "layer")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As torch.nn.Linear and torch.nn.LayerNorm do."""
+        init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            init.uniform_(self.bias, -bound, bound)
+        if self.gamma is not None:
+            init.ones_(self.gamma)
+        if self.beta is not None:
+            init.zeros_(self.beta)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]; errors as heddle.norm_linear."""
+        return norm_linear(x, self.weight, self.bias, self.gamma, self.beta, self.eps, norm=self.norm)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, norm={self.norm!r}, "
+            f"eps={self.eps}, affine={self.gamma is not None}"
+        )
+
+
+class SelfAttention(Module):
+    """Multi-head self-attention with its projections; with `norm`, a norm in front, fused with the first.
+
+    Args:
+        dim: features in and out.
+        heads: query heads; divides dim.
+        kv_heads: key and value heads; divides heads. Default: heads.
+        norm: None, "layer" or "rms".
+        bias: whether the projections have a bias.
+        causal, window, softcap: as heddle.attention.
+        dropout: probability that a weight is dropped, in training.
+        eps: of the norm.
+        device, dtype: of the parameters.
+
+    Shapes:
+        x [b, s, dim] to [b, s, dim]; bias and mask of forward broadcast to [b, heads, s, s].
+
+    Raises:
+        ValueError: heads that do not divide; then as heddle.attention.
+
+    Source: Vaswani et al., "Attention is all you need", 2017; Ainslie et al., "GQA", 2023.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        norm: Norm | None = None,
+        bias: bool = True,
+        causal: Causal = None,
+        window: tuple[int | None, int | None] | None = None,
+        softcap: float = 0.0,
+        dropout: float = 0.0,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads < 1 or dim % heads:
+            raise ValueError(f"heads = {heads} does not divide dim = {dim}")
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"kv_heads = {kv_heads} does not divide heads = {heads}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout = {dropout} is not in [0, 1)")
+        causal_of(causal, 1, 1)
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, dim // heads
+        self.causal, self.window, self.softcap, self.dropout = causal, window, softcap, dropout
+        features = (heads + 2 * kv_heads) * self.head_dim
+        self.qkv: Module
+        if norm is None:
+            self.qkv = Linear(dim, features, bias, device=device, dtype=dtype)
+        else:
+            self.qkv = NormLinear(dim, features, bias, norm=norm, eps=eps, device=device, dtype=dtype)
+        self.out = Linear(dim, dim, bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """[b, s, dim] to [b, s, dim]; errors as heddle.attention."""
+        if x.dim() != 3 or x.shape[2] != self.dim:
+            raise ValueError(f"x has shape {list(x.shape)}, but must have [b, s, {self.dim}]")
+        b, s, _ = x.shape
+        heads = self.qkv(x).view(b, s, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        o: Tensor = attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            window=self.window,
+            softcap=self.softcap,
+            dropout=self.dropout if self.training else 0.0,
+            bias=bias,
+            mask=mask,
+        )
+        projected: Tensor = self.out(o.transpose(1, 2).reshape(b, s, self.dim))
+        return projected
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal!r}"
+
+
+class TransformerBlock(Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): a pre-norm block, both norms fused with the Linear behind them.
+
+    Args:
+        dim, heads, kv_heads, norm, causal, window, softcap: as SelfAttention; norm is "layer" or "rms".
+        hidden: features inside the MLP. Default: 4·dim.
+        dropout: of attention's weights and of what each half adds, in training.
+        bias, eps, device, dtype: as SelfAttention.
+
+    Shapes:
+        [b, s, dim] to [b, s, dim].
+
+    Raises:
+        ValueError: as SelfAttention.
+
+    Source: Vaswani et al., 2017; Xiong et al., "On layer normalization in the transformer architecture", 2020.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        hidden: int | None = None,
+        norm: Norm = "layer",
+        bias: bool = True,
+        causal: Causal = None,
+        window: tuple[int | None, int | None] | None = None,
+        softcap: float = 0.0,
+        dropout: float = 0.0,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        hidden = 4 * dim if hidden is None else hidden
+        self.attention = SelfAttention(
+            dim,
+            heads,
+            kv_heads,
+            norm=norm,
+            bias=bias,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            dropout=dropout,
+            eps=eps,
+            device=device,
+            dtype=dtype,
+        )
+        self.up = NormLinear(dim, hidden, bias, norm=norm, eps=eps, device=device, dtype=dtype)
+        self.down = Linear(hidden, dim, bias, device=device, dtype=dtype)
+        self.drop = Dropout(dropout)
+
+    def forward(self, x: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """[b, s, dim] to [b, s, dim]; bias and mask as SelfAttention's."""
+        x = x + self.drop(self.attention(x, bias=bias, mask=mask))
+        result: Tensor = x + self.drop(self.down(F.gelu(self.up(x))))
+        return result

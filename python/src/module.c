@@ -1,0 +1,421 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * heddle._C: the library for Python without torch. A description is a dict of heddle.h's field names, data is a dict of
+ * addresses; memory that speaks DLPack tells its address here. Limited API: one binary for every Python from 3.10 on. */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+
+#include "heddle.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* --------------------------------------------------------------------------------------------------- statuses */
+
+static PyObject *raise_status(heddle_status status) {
+    PyObject *kind = PyExc_RuntimeError;
+    switch (status) {
+    case HEDDLE_NULL_POINTER:
+    case HEDDLE_BAD_ENUM:
+    case HEDDLE_BAD_SIZE:
+    case HEDDLE_BAD_HEADS:
+    case HEDDLE_BAD_STRIDE:
+    case HEDDLE_OVERFLOW:
+    case HEDDLE_BAD_VALUE:
+    case HEDDLE_MISALIGNED:
+    case HEDDLE_BAD_COMBINATION:
+    case HEDDLE_WRONG_DEVICE: kind = PyExc_ValueError; break;
+    case HEDDLE_UNSUPPORTED: kind = PyExc_NotImplementedError; break;
+    default: break;
+    }
+    return PyErr_Format(kind, "%s (%s)", heddle_last_message(), heddle_status_string(status));
+}
+
+/* ----------------------------------------------------------------------------------------------- descriptions */
+
+typedef enum kind { INT32, INT64, UINT64, DOUBLE, STRIDES, POINTER } kind;
+
+typedef struct field {
+    const char *name;
+    kind kind;
+    size_t offset;
+} field;
+
+#define FIELD(type, name, kind)                                                                                        \
+    { #name, kind, offsetof(type, name) }
+#define A(name, kind) FIELD(heddle_attention, name, kind)
+#define N(name, kind) FIELD(heddle_norm_linear, name, kind)
+#define AP(name) FIELD(heddle_attention_data, name, POINTER)
+#define NP(name) FIELD(heddle_norm_linear_data, name, POINTER)
+
+_Static_assert(sizeof(heddle_dtype) == 4 && sizeof(heddle_mask) == 4, "enums are written as int32");
+
+static const field attention_fields[] = {A(dtype, INT32),
+                                         A(device, INT32),
+                                         A(b, INT64),
+                                         A(h, INT64),
+                                         A(hk, INT64),
+                                         A(sq, INT64),
+                                         A(sk, INT64),
+                                         A(d, INT64),
+                                         A(dv, INT64),
+                                         A(mask, INT32),
+                                         A(features, UINT64),
+                                         A(window_left, INT64),
+                                         A(window_right, INT64),
+                                         A(scale, DOUBLE),
+                                         A(softcap, DOUBLE),
+                                         A(dropout, DOUBLE),
+                                         A(seed, UINT64),
+                                         A(offset, UINT64),
+                                         A(total_q, INT64),
+                                         A(total_k, INT64),
+                                         A(q_stride, STRIDES),
+                                         A(k_stride, STRIDES),
+                                         A(v_stride, STRIDES),
+                                         A(o_stride, STRIDES),
+                                         A(do_stride, STRIDES),
+                                         A(dq_stride, STRIDES),
+                                         A(dk_stride, STRIDES),
+                                         A(dv_stride, STRIDES),
+                                         A(bias_stride, STRIDES),
+                                         A(bool_mask_stride, STRIDES),
+                                         A(dbias_stride, STRIDES),
+                                         A(weights_stride, STRIDES),
+                                         A(dweights_stride, STRIDES),
+                                         A(alibi_stride_b, INT64),
+                                         {NULL, INT32, 0}};
+static const field attention_pointers[] = {AP(q),
+                                           AP(k),
+                                           AP(v),
+                                           AP(alibi_slopes),
+                                           AP(bias),
+                                           AP(bool_mask),
+                                           AP(sinks),
+                                           AP(cu_seqlens_q),
+                                           AP(cu_seqlens_k),
+                                           AP(seqlens_q),
+                                           AP(seqlens_k),
+                                           AP(rng_state),
+                                           AP(o),
+                                           AP(lse),
+                                           AP(weights),
+                                           AP(dout),
+                                           AP(dlse),
+                                           AP(dweights),
+                                           AP(dq),
+                                           AP(dk),
+                                           AP(dv),
+                                           AP(dbias),
+                                           AP(dsinks),
+                                           {NULL, POINTER, 0}};
+static const field norm_linear_fields[] = {
+    N(dtype, INT32),    N(device, INT32),    N(norm, INT32),      N(features, UINT64), N(m, INT64),
+    N(k, INT64),        N(n, INT64),         N(eps, DOUBLE),      N(x_stride, INT64),  N(w_stride, INT64),
+    N(y_stride, INT64), N(dy_stride, INT64), N(dx_stride, INT64), N(dw_stride, INT64), {NULL, INT32, 0}};
+static const field norm_linear_pointers[] = {NP(x),      NP(gamma), NP(beta), NP(w),     NP(bias),
+                                             NP(y),      NP(mean),  NP(rstd), NP(dy),    NP(dx),
+                                             NP(dgamma), NP(dbeta), NP(dw),   NP(dbias), {NULL, POINTER, 0}};
+
+static int set_strides(int64_t *target, PyObject *value) {
+    for (Py_ssize_t x = 0; x < 3; x++) {
+        PyObject *item = PySequence_GetItem(value, x);
+        if (!item)
+            return -1;
+        target[x] = PyLong_AsLongLong(item);
+        Py_DECREF(item);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int set_field(const field *f, void *record, PyObject *value) {
+    char *at = (char *)record + f->offset;
+    switch (f->kind) {
+    case INT32: {
+        int32_t number = (int32_t)PyLong_AsLong(value);
+        memcpy(at, &number, sizeof number);
+        break;
+    }
+    case INT64: {
+        int64_t number = PyLong_AsLongLong(value);
+        memcpy(at, &number, sizeof number);
+        break;
+    }
+    case UINT64: {
+        uint64_t number = PyLong_AsUnsignedLongLong(value);
+        memcpy(at, &number, sizeof number);
+        break;
+    }
+    case DOUBLE: {
+        double number = PyFloat_AsDouble(value);
+        memcpy(at, &number, sizeof number);
+        break;
+    }
+    case POINTER: {
+        void *pointer = value == Py_None ? NULL : PyLong_AsVoidPtr(value);
+        memcpy(at, &pointer, sizeof pointer);
+        break;
+    }
+    case STRIDES: return set_strides((int64_t *)(void *)at, value);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Writes what the dict has into the record; a key that no field has is a TypeError. */
+static int set_fields(const field *fields, void *record, PyObject *dict) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(dict, &position, &key, &value)) {
+        const char *name = PyUnicode_AsUTF8AndSize(key, NULL);
+        if (!name)
+            return -1;
+        const field *f = fields;
+        while (f->name && strcmp(f->name, name) != 0)
+            f++;
+        if (!f->name) {
+            PyErr_Format(PyExc_TypeError, "heddle.h has no field %s here", name);
+            return -1;
+        }
+        if (set_field(f, record, value) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* --------------------------------------------------------------------------------------------------- operations */
+
+typedef union description {
+    heddle_attention attention;
+    heddle_norm_linear norm_linear;
+} description;
+
+typedef union addresses {
+    heddle_attention_data attention;
+    heddle_norm_linear_data norm_linear;
+} addresses;
+
+/* "attention" or "norm_linear", and its description. */
+static int describe(const char *operation, PyObject *dict, description *d, int *attention) {
+    memset(d, 0, sizeof *d);
+    *attention = strcmp(operation, "attention") == 0;
+    if (!*attention && strcmp(operation, "norm_linear") != 0) {
+        PyErr_Format(PyExc_ValueError, "there is no operation %s", operation);
+        return -1;
+    }
+    if (*attention)
+        d->attention.size = sizeof d->attention;
+    else
+        d->norm_linear.size = sizeof d->norm_linear;
+    return set_fields(*attention ? attention_fields : norm_linear_fields, d, dict);
+}
+
+static heddle_status query_workspace(const description *d, int attention, heddle_pass pass, size_t *bytes) {
+    return attention ? heddle_attention_workspace(&d->attention, pass, bytes)
+                     : heddle_norm_linear_workspace(&d->norm_linear, pass, bytes);
+}
+
+PyDoc_STRVAR(workspace_doc, "workspace(operation, pass, description) -> bytes that the pass needs as workspace");
+static PyObject *workspace(PyObject *self, PyObject *args) {
+    const char *operation;
+    int pass, attention;
+    PyObject *dict;
+    description d;
+    size_t bytes = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "siO!:workspace", &operation, &pass, &PyDict_Type, &dict) ||
+        describe(operation, dict, &d, &attention) < 0)
+        return NULL;
+    heddle_status status = query_workspace(&d, attention, (heddle_pass)pass, &bytes);
+    return status == HEDDLE_OK ? PyLong_FromSize_t(bytes) : raise_status(status);
+}
+
+PyDoc_STRVAR(kernel_doc, "kernel(operation, pass, description) -> name of the kernel that the plan picks");
+static PyObject *kernel(PyObject *self, PyObject *args) {
+    const char *operation;
+    int pass, attention;
+    PyObject *dict;
+    description d;
+    char name[128];
+    (void)self;
+    if (!PyArg_ParseTuple(args, "siO!:kernel", &operation, &pass, &PyDict_Type, &dict) ||
+        describe(operation, dict, &d, &attention) < 0)
+        return NULL;
+    heddle_status status = attention ? heddle_attention_kernel(&d.attention, (heddle_pass)pass, name, sizeof name)
+                                     : heddle_norm_linear_kernel(&d.norm_linear, (heddle_pass)pass, name, sizeof name);
+    return status == HEDDLE_OK ? PyUnicode_FromString(name) : raise_status(status);
+}
+
+static heddle_status run_pass(const description *d, const addresses *t, int attention, heddle_pass pass, void *space,
+                              size_t bytes, void *stream) {
+    if (attention)
+        return (pass == HEDDLE_FORWARD ? heddle_attention_forward
+                                       : heddle_attention_backward)(&d->attention, &t->attention, space, bytes, stream);
+    return (pass == HEDDLE_FORWARD ? heddle_norm_linear_forward : heddle_norm_linear_backward)(
+        &d->norm_linear, &t->norm_linear, space, bytes, stream);
+}
+
+PyDoc_STRVAR(run_doc, "run(operation, pass, description, addresses, workspace=0, bytes=0, stream=0)\n"
+                      "Runs a pass. On the CPU the workspace is made here when none is given.");
+static PyObject *run(PyObject *self, PyObject *args) {
+    const char *operation;
+    int pass, attention;
+    PyObject *dict, *data;
+    unsigned long long space = 0, stream = 0;
+    Py_ssize_t given = 0;
+    description d;
+    addresses t;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "siO!O!|KnK:run", &operation, &pass, &PyDict_Type, &dict, &PyDict_Type, &data, &space,
+                          &given, &stream) ||
+        describe(operation, dict, &d, &attention) < 0)
+        return NULL;
+    memset(&t, 0, sizeof t);
+    if (attention)
+        t.attention.size = sizeof t.attention;
+    else
+        t.norm_linear.size = sizeof t.norm_linear;
+    if (set_fields(attention ? attention_pointers : norm_linear_pointers, &t, data) < 0)
+        return NULL;
+    void *target = (void *)(uintptr_t)space, *own = NULL;
+    size_t bytes = (size_t)given;
+    heddle_device device = attention ? d.attention.device : d.norm_linear.device;
+    heddle_status status = HEDDLE_OK;
+    if (!target && device != HEDDLE_CUDA) {
+        status = query_workspace(&d, attention, (heddle_pass)pass, &bytes);
+        if (status == HEDDLE_OK && bytes) {
+            target = own = aligned_alloc(64, (bytes + 63) / 64 * 64);
+            if (!own)
+                return PyErr_NoMemory();
+        }
+    }
+    if (status == HEDDLE_OK) {
+        /* Another thread may run meanwhile; the message is this thread's own. */
+        Py_BEGIN_ALLOW_THREADS status =
+            run_pass(&d, &t, attention, (heddle_pass)pass, target, bytes, (void *)(uintptr_t)stream);
+        Py_END_ALLOW_THREADS
+    }
+    free(own);
+    if (status != HEDDLE_OK)
+        return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+/* ----------------------------------------------------------------------------------------------------- DLPack */
+
+/* The layout that https://dmlc.github.io/dlpack fixes. */
+typedef struct dl_tensor {
+    void *data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    uint8_t type_code, type_bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} dl_tensor;
+
+typedef struct dl_versioned {
+    uint32_t major, minor;
+    void *context;
+    void (*deleter)(struct dl_versioned *);
+    uint64_t flags;
+    dl_tensor tensor;
+} dl_versioned;
+
+static PyObject *tuple_of(const int64_t *numbers, Py_ssize_t n) {
+    PyObject *tuple = PyTuple_New(n);
+    for (Py_ssize_t x = 0; tuple && x < n; x++) {
+        PyObject *number = PyLong_FromLongLong(numbers[x]);
+        if (!number || PyTuple_SetItem(tuple, x, number) < 0) {
+            Py_DECREF(tuple);
+            return NULL;
+        }
+    }
+    return tuple;
+}
+
+PyDoc_STRVAR(view_doc, "view(capsule) -> (address, device type, device id, type code, bits, shape, strides or None, "
+                       "read only)\nOf a DLPack capsule, which stays its owner's: keep it while the address is used.");
+static PyObject *view(PyObject *self, PyObject *capsule) {
+    const dl_tensor *t = NULL;
+    int read_only = 0;
+    (void)self;
+    if (PyCapsule_IsValid(capsule, "dltensor")) {
+        t = PyCapsule_GetPointer(capsule, "dltensor");
+    } else if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        const dl_versioned *v = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        if (v->major != 1)
+            return PyErr_Format(PyExc_BufferError, "DLPack version %u.%u is not known here", v->major, v->minor);
+        t = &v->tensor;
+        read_only = v->flags & 1;
+    }
+    if (!t)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "that is no unused DLPack capsule");
+    if (t->lanes != 1)
+        return PyErr_Format(PyExc_TypeError, "vector types of %d lanes are not known here", (int)t->lanes);
+    PyObject *shape = tuple_of(t->shape, t->ndim);
+    PyObject *strides = t->strides ? tuple_of(t->strides, t->ndim) : Py_NewRef(Py_None);
+    if (!shape || !strides) {
+        Py_XDECREF(shape);
+        Py_XDECREF(strides);
+        return NULL;
+    }
+    return Py_BuildValue("KiiiiNNi", (unsigned long long)(uintptr_t)((char *)t->data + t->byte_offset),
+                         (int)t->device_type, (int)t->device_id, (int)t->type_code, (int)t->type_bits, shape, strides,
+                         read_only);
+}
+
+/* ------------------------------------------------------------------------------------------------------- info */
+
+PyDoc_STRVAR(device_doc, "device(number) -> (is it there, what it is or why it is absent)");
+static PyObject *device(PyObject *self, PyObject *args) {
+    int number;
+    char text[512];
+    (void)self;
+    if (!PyArg_ParseTuple(args, "i:device", &number))
+        return NULL;
+    heddle_status status = heddle_device_available((heddle_device)number, text, sizeof text);
+    if (status == HEDDLE_OK)
+        heddle_device_describe((heddle_device)number, text, sizeof text);
+    return Py_BuildValue("Ns", PyBool_FromLong(status == HEDDLE_OK), text);
+}
+
+PyDoc_STRVAR(version_doc, "version() -> version of the library that is loaded");
+static PyObject *version(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    return PyUnicode_FromString(heddle_version_string());
+}
+
+PyDoc_STRVAR(isas_doc, "isas() -> the instruction sets that this processor can run, best first; the one in use");
+static PyObject *isas(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    PyObject *list = PyList_New(0);
+    const char *name;
+    for (int x = 0; list && (name = heddle_cpu_isa_available(x)); x++) {
+        PyObject *text = PyUnicode_FromString(name);
+        if (!text || PyList_Append(list, text) < 0) {
+            Py_XDECREF(text);
+            Py_DECREF(list);
+            return NULL;
+        }
+        Py_DECREF(text);
+    }
+    return list ? Py_BuildValue("Ns", list, heddle_cpu_isa()) : NULL;
+}
+
+static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace_doc},
+                                {"kernel", kernel, METH_VARARGS, kernel_doc},
+                                {"run", run, METH_VARARGS, run_doc},
+                                {"view", view, METH_O, view_doc},
+                                {"device", device, METH_VARARGS, device_doc},
+                                {"version", version, METH_NOARGS, version_doc},
+                                {"isas", isas, METH_NOARGS, isas_doc},
+                                {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "heddle._C", "The C library, see heddle.h.", 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__C(void) {
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,419 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * torch.ops.heddle.attention and attention_backward: tensors to a description and back. */
+#include "torch_call.h"
+
+/* Where the arguments that both passes have begin, and their order from there. */
+enum { FORWARD_BASE = 0, BACKWARD_BASE = 5 };
+enum {
+    Q,
+    K,
+    V,
+    BIAS,
+    MASK,
+    ALIBI_SLOPES,
+    SINKS,
+    CU_SEQLENS_Q,
+    CU_SEQLENS_K,
+    SEQLENS_Q,
+    SEQLENS_K,
+    RNG_STATE,
+    MAX_SEQLEN_Q,
+    MAX_SEQLEN_K,
+    CAUSAL,
+    WINDOW_LEFT,
+    WINDOW_RIGHT,
+    SCALE,
+    SOFTCAP,
+    DROPOUT,
+    RETURN_WEIGHTS,
+    DETERMINISTIC,
+    TF32,
+    NEEDS
+};
+#define SHARED_SIGNATURE "TTTOOOOOOOOOIIIIIDDDBBB"
+enum { NEEDS_DQ = 1, NEEDS_DK = 2, NEEDS_DV = 4, NEEDS_DBIAS = 8, NEEDS_DSINKS = 16 };
+
+typedef struct problem {
+    heddle_attention a;
+    heddle_attention_data t;
+    bool varlen;
+    const tensor *in; /* the shared arguments */
+} problem;
+
+/* Strides of a [b, h, s, last] or packed [total, h, last] tensor. */
+static heddle_strides strides_of(const int64_t *stride, bool varlen) {
+    heddle_strides s = {varlen ? 0 : stride[0], stride[1], varlen ? stride[0] : stride[2]};
+    if (s.b == 0 && s.h == 0 && s.s == 0)
+        s.b = s.h = s.s = HEDDLE_BROADCAST; /* three zeros would mean contiguous */
+    return s;
+}
+
+/* The same for a tensor that is repeated where its size is 1. */
+static heddle_strides broadcast_strides(const int64_t *size, const int64_t *stride) {
+    int64_t s[4];
+    for (int x = 0; x < 3; x++)
+        s[x] = size[x] == 1 ? 0 : stride[x];
+    return strides_of(s, false);
+}
+
+/* The layout of a result that follows `like`: heads inside rows ([b, s, h, d] in memory) if `like` has that, else
+ * contiguous. heddle._ops.result_strides says the same for the fake kernels. */
+static void result_layout(const tensor *like, bool varlen, int64_t last, int64_t *size, int64_t *stride) {
+    for (int64_t x = 0; x + 1 < like->rank; x++)
+        size[x] = like->size[x];
+    size[like->rank - 1] = last;
+    contiguous_strides(like->rank, size, stride);
+    if (!varlen && like->stride[1] < like->stride[2]) {
+        int64_t h = size[1] > 1 ? size[1] : 1, s = size[2] > 1 ? size[2] : 1, l = last > 1 ? last : 1;
+        stride[0] = s * h * l;
+        stride[1] = l;
+        stride[2] = h * l;
+    }
+}
+
+/* ----------------------------------------------------------------------------------------------------- checks */
+
+static bool check_sizes(call *c, problem *p) {
+    const tensor *q = &p->in[Q], *k = &p->in[K], *v = &p->in[V];
+    const char *const names[] = {"q", "k", "v"};
+    const int64_t rank = p->varlen ? 3 : 4;
+    for (int x = 0; x < 3; x++) {
+        if (p->in[x].rank != rank)
+            return call_fail(c, "ValueError", "%s has %lld dimensions, but must have %s", names[x],
+                             (long long)p->in[x].rank, p->varlen ? "3 ([total, h, d])" : "4 ([b, h, s, d])");
+        if (!call_check(c, &p->in[x], names[x], call_dtype(c)))
+            return false;
+    }
+    const int64_t d = rank - 1;
+    if (k->size[d] != q->size[d])
+        return call_fail(c, "ValueError", "q has head dim %lld, but k has %lld", (long long)q->size[d],
+                         (long long)k->size[d]);
+    for (int64_t x = 0; x < d; x++)
+        if (k->size[x] != v->size[x])
+            return call_fail(c, "ValueError", "k has size %lld in dimension %lld, but v has %lld",
+                             (long long)k->size[x], (long long)x, (long long)v->size[x]);
+    if (!p->varlen && k->size[0] != q->size[0])
+        return call_fail(c, "ValueError", "q has batch size %lld, but k has %lld", (long long)q->size[0],
+                         (long long)k->size[0]);
+    if (k->size[1] == 0 || q->size[1] % k->size[1])
+        return call_fail(c, "ValueError", "hk = %lld does not divide h = %lld (HEDDLE_BAD_HEADS)",
+                         (long long)k->size[1], (long long)q->size[1]);
+    if (v->size[d] == 0)
+        return call_fail(c, "ValueError", "v has head dim 0");
+    return true;
+}
+
+static bool take_sizes(call *c, problem *p, const int64_t *integer) {
+    heddle_attention *a = &p->a;
+    const tensor *q = &p->in[Q], *k = &p->in[K];
+    const int64_t d = q->rank - 1;
+    a->h = q->size[1];
+    a->hk = k->size[1];
+    a->d = q->size[d];
+    a->dv = p->in[V].size[d];
+    if (!p->varlen) {
+        a->b = q->size[0];
+        a->sq = q->size[2];
+        a->sk = k->size[2];
+        return true;
+    }
+    const tensor *cu_q = &p->in[CU_SEQLENS_Q], *cu_k = &p->in[CU_SEQLENS_K];
+    if (!cu_q->handle || !cu_k->handle)
+        return call_fail(c, "ValueError", "cu_seqlens_q and cu_seqlens_k come together, but only one is given");
+    if (cu_q->rank != 1 || cu_q->size[0] < 1)
+        return call_fail(c, "ValueError", "cu_seqlens_q must have one dimension of at least 1");
+    if (!call_check_shape(c, cu_k, "cu_seqlens_k", 1, cu_q->size) ||
+        !call_check(c, cu_q, "cu_seqlens_q", aoti_torch_dtype_int32()) ||
+        !call_check(c, cu_k, "cu_seqlens_k", aoti_torch_dtype_int32()))
+        return false;
+    a->b = cu_q->size[0] - 1;
+    a->sq = integer[MAX_SEQLEN_Q];
+    a->sk = integer[MAX_SEQLEN_K];
+    a->total_q = q->size[0];
+    a->total_k = k->size[0];
+    a->features |= HEDDLE_VARLEN;
+    p->t.cu_seqlens_q = cu_q->data;
+    p->t.cu_seqlens_k = cu_k->data;
+    return true;
+}
+
+/* On the CPU the lengths can be read, so a wrong one is an error there; on a GPU it is clamped. */
+static bool check_packing(call *c, const char *name, const int32_t *cu, int64_t b, int64_t longest, int64_t total) {
+    for (int64_t x = 0; x <= b; x++)
+        if (cu[x] < (x ? cu[x - 1] : 0) || cu[x] > total || (x && cu[x] - cu[x - 1] > longest))
+            return call_fail(
+                c, "ValueError",
+                "cu_seqlens_%s[%lld] = %d after %d: must not fall, exceed the %lld rows, or make a sequence "
+                "longer than max_seqlen_%s = %lld",
+                name, (long long)x, cu[x], x ? cu[x - 1] : 0, (long long)total, name, (long long)longest);
+    return true;
+}
+
+static bool check_lengths(call *c, const char *name, const int32_t *lengths, int64_t b, int64_t longest) {
+    for (int64_t x = 0; lengths && x < b; x++)
+        if (lengths[x] < 0 || lengths[x] > longest)
+            return call_fail(c, "ValueError", "seqlens_%s[%lld] = %d is outside 0 to %lld", name, (long long)x,
+                             lengths[x], (long long)longest);
+    return true;
+}
+
+static bool take_lengths(call *c, problem *p) {
+    heddle_attention *a = &p->a;
+    const char *const names[] = {"seqlens_q", "seqlens_k"};
+    for (int x = 0; x < 2; x++) {
+        const tensor *t = &p->in[SEQLENS_Q + x];
+        if (!t->handle)
+            continue;
+        if (!call_check_shape(c, t, names[x], 1, &a->b) || !call_check(c, t, names[x], aoti_torch_dtype_int32()))
+            return false;
+        a->features |= HEDDLE_SEQLENS;
+        *(x ? &p->t.seqlens_k : &p->t.seqlens_q) = t->data;
+    }
+    if (c->device == HEDDLE_CUDA)
+        return true;
+    if (p->varlen && (!check_packing(c, "q", p->t.cu_seqlens_q, a->b, a->sq, a->total_q) ||
+                      !check_packing(c, "k", p->t.cu_seqlens_k, a->b, a->sk, a->total_k)))
+        return false;
+    return check_lengths(c, "q", p->t.seqlens_q, a->b, a->sq) && check_lengths(c, "k", p->t.seqlens_k, a->b, a->sk);
+}
+
+/* bias and mask: [b or 1, h or 1, sq or 1, sk]. */
+static bool check_broadcast(call *c, const problem *p, const tensor *t, const char *name, int32_t dtype) {
+    const int64_t full[4] = {p->a.b, p->a.h, p->a.sq, p->a.sk};
+    bool fits = t->rank == 4 && t->size[3] == full[3];
+    for (int x = 0; fits && x < 3; x++)
+        fits = t->size[x] == 1 || t->size[x] == full[x];
+    if (!fits && t->rank == 4)
+        return call_fail(c, "ValueError",
+                         "%s has shape [%lld, %lld, %lld, %lld], but must have [%lld or 1, %lld or 1, %lld "
+                         "or 1, %lld]",
+                         name, (long long)t->size[0], (long long)t->size[1], (long long)t->size[2],
+                         (long long)t->size[3], (long long)full[0], (long long)full[1], (long long)full[2],
+                         (long long)full[3]);
+    if (!fits)
+        return call_fail(c, "ValueError", "%s has %lld dimensions, but must have 4", name, (long long)t->rank);
+    return call_check(c, t, name, dtype);
+}
+
+static bool take_masks(call *c, problem *p) {
+    heddle_attention *a = &p->a;
+    const tensor *bias = &p->in[BIAS], *mask = &p->in[MASK], *slopes = &p->in[ALIBI_SLOPES], *sinks = &p->in[SINKS];
+    if (bias->handle) {
+        if (!check_broadcast(c, p, bias, "bias", call_dtype(c)))
+            return false;
+        a->features |= HEDDLE_BIAS;
+        a->bias_stride = broadcast_strides(bias->size, bias->stride);
+        p->t.bias = bias->data;
+    }
+    if (mask->handle) {
+        if (!check_broadcast(c, p, mask, "mask", aoti_torch_dtype_bool()))
+            return false;
+        a->features |= HEDDLE_BOOL_MASK;
+        a->bool_mask_stride = broadcast_strides(mask->size, mask->stride);
+        p->t.bool_mask = mask->data;
+    }
+    if (slopes->handle) {
+        const int64_t shape[2] = {a->b, a->h};
+        if (!call_check_shape(c, slopes, "alibi_slopes", slopes->rank == 1 ? 1 : 2,
+                              slopes->rank == 1 ? shape + 1 : shape) ||
+            !call_check(c, slopes, "alibi_slopes", call_real(c)))
+            return false;
+        a->features |= HEDDLE_ALIBI;
+        a->alibi_stride_b = slopes->rank == 2 ? slopes->stride[0] : 0;
+        p->t.alibi_slopes = slopes->data;
+    }
+    if (sinks->handle) {
+        if (!call_check_shape(c, sinks, "sinks", 1, &a->h) || !call_check(c, sinks, "sinks", call_real(c)))
+            return false;
+        a->features |= HEDDLE_SINKS;
+        p->t.sinks = sinks->data;
+    }
+    return true;
+}
+
+static bool take_numbers(call *c, problem *p, const int64_t *integer, const double *number) {
+    heddle_attention *a = &p->a;
+    a->mask = (heddle_mask)integer[CAUSAL];
+    if (integer[CAUSAL] < 0 || integer[CAUSAL] > 2)
+        return call_fail(c, "ValueError", "causal = %lld is none of 0, 1 (top left), 2 (bottom right)",
+                         (long long)integer[CAUSAL]);
+    if (integer[WINDOW_LEFT] >= 0 || integer[WINDOW_RIGHT] >= 0) {
+        a->features |= HEDDLE_WINDOW;
+        a->window_left = integer[WINDOW_LEFT];
+        a->window_right = integer[WINDOW_RIGHT];
+    }
+    a->scale = number[SCALE];
+    a->softcap = number[SOFTCAP];
+    a->dropout = number[DROPOUT];
+    a->features |= integer[RETURN_WEIGHTS] ? HEDDLE_WEIGHTS : 0;
+    a->features |= integer[DETERMINISTIC] ? HEDDLE_DETERMINISTIC : 0;
+    a->features |= integer[TF32] ? HEDDLE_TF32 : 0;
+    const tensor *rng = &p->in[RNG_STATE];
+    if (!rng->handle) {
+        return a->dropout == 0 ||
+               call_fail(c, "ValueError", "dropout = %g needs rng_state, int64 [2]: {seed, offset}", a->dropout);
+    }
+    const int64_t two = 2;
+    if (!call_check_shape(c, rng, "rng_state", 1, &two) || !call_check(c, rng, "rng_state", aoti_torch_dtype_int64()))
+        return false;
+    a->features |= HEDDLE_RNG_STATE;
+    p->t.rng_state = rng->data;
+    return true;
+}
+
+/* All that forward and backward have in common, from argument `base` on. */
+static bool describe(call *c, int base, problem *p) {
+    *p = (problem){.a.size = sizeof p->a, .t.size = sizeof p->t, .in = c->tensor + base};
+    if (!call_device(c, base + Q, "q"))
+        return false;
+    p->varlen = p->in[CU_SEQLENS_Q].handle || p->in[CU_SEQLENS_K].handle;
+    p->a.dtype = c->dtype;
+    p->a.device = c->device;
+    if (!check_sizes(c, p) || !take_sizes(c, p, c->integer + base) || !take_lengths(c, p) || !take_masks(c, p) ||
+        !take_numbers(c, p, c->integer + base, c->number + base))
+        return false;
+    heddle_strides *const strides[] = {&p->a.q_stride, &p->a.k_stride, &p->a.v_stride};
+    const void **const data[] = {&p->t.q, &p->t.k, &p->t.v};
+    for (int x = 0; x < 3; x++) {
+        *strides[x] = strides_of(p->in[x].stride, p->varlen);
+        *data[x] = p->in[x].data;
+    }
+    return true;
+}
+
+/* A result with the layout of `like`, and its strides for the description. */
+static void *make_like(call *c, const problem *p, int x, const tensor *like, int64_t last, heddle_strides *strides) {
+    int64_t size[4], stride[4];
+    result_layout(like, p->varlen, last, size, stride);
+    *strides = strides_of(stride, p->varlen);
+    return call_make(c, x, like->rank, size, stride, call_dtype(c));
+}
+
+/* Packed rows that belong to no sequence are written by nobody; on a GPU only the device knows if there are any. */
+static bool has_loose_rows(const call *c, const int32_t *cu, int64_t b, int64_t total) {
+    return c->device == HEDDLE_CUDA || cu[0] > 0 || cu[b] < total;
+}
+
+/* ---------------------------------------------------------------------------------------------------- forward */
+
+static void forward_results(call *c, problem *p) {
+    heddle_attention *a = &p->a;
+    const int64_t rows[3] = {a->b, a->h, a->sq}, packed[2] = {a->h, a->total_q};
+    const int64_t square[4] = {a->b, a->h, a->sq, a->sk};
+    int64_t stride[4];
+    p->t.o = make_like(c, p, 0, &p->in[Q], a->dv, &a->o_stride);
+    contiguous_strides(p->varlen ? 2 : 3, p->varlen ? packed : rows, stride);
+    p->t.lse = call_make(c, 1, p->varlen ? 2 : 3, p->varlen ? packed : rows, stride, call_real(c));
+    if (a->features & HEDDLE_WEIGHTS) {
+        contiguous_strides(4, square, stride);
+        p->t.weights = call_make(c, 2, 4, square, stride, call_dtype(c));
+    } else {
+        call_make_empty(c, 2, call_dtype(c));
+    }
+    if (p->varlen && !c->message[0] && has_loose_rows(c, p->t.cu_seqlens_q, a->b, a->total_q)) {
+        call_zero(c, 0);
+        call_zero(c, 1);
+    }
+}
+
+void heddle_torch_attention(stable_value *stack, uint64_t arguments, uint64_t results) {
+    call c;
+    problem p;
+    size_t bytes = 0;
+    void *workspace;
+    call_begin(&c, stack, arguments, SHARED_SIGNATURE);
+    if (describe(&c, FORWARD_BASE, &p) && call_status(&c, heddle_attention_workspace(&p.a, HEDDLE_FORWARD, &bytes))) {
+        forward_results(&c, &p);
+        if (call_workspace(&c, bytes, &workspace))
+            call_status(&c, heddle_attention_forward(&p.a, &p.t, workspace, bytes, c.stream));
+    }
+    call_end(&c, stack, arguments, results);
+}
+
+/* --------------------------------------------------------------------------------------------------- backward */
+
+enum { DOUT, DLSE, DWEIGHTS, OUT, LSE };
+
+static bool take_gradients(call *c, problem *p) {
+    heddle_attention *a = &p->a;
+    const tensor *in = c->tensor;
+    int64_t shape[4] = {a->b, a->h, a->sq, a->dv}, packed[3] = {a->total_q, a->h, a->dv};
+    const int64_t rows[2] = {a->h, a->total_q}, square[4] = {a->b, a->h, a->sq, a->sk};
+    const int64_t rank = p->varlen ? 3 : 4, *size = p->varlen ? packed : shape;
+    if (!call_check_shape(c, &in[OUT], "out", rank, size) || !call_check(c, &in[OUT], "out", call_dtype(c)) ||
+        !call_check_shape(c, &in[LSE], "lse", rank - 1, p->varlen ? rows : shape) ||
+        !call_check(c, &in[LSE], "lse", call_real(c)))
+        return false;
+    a->o_stride = strides_of(in[OUT].stride, p->varlen);
+    p->t.o = in[OUT].data;
+    p->t.lse = in[LSE].data;
+    if (in[DOUT].handle) {
+        if (!call_check_shape(c, &in[DOUT], "dout", rank, size) || !call_check(c, &in[DOUT], "dout", call_dtype(c)))
+            return false;
+        a->do_stride = strides_of(in[DOUT].stride, p->varlen);
+        p->t.dout = in[DOUT].data;
+    }
+    if (in[DLSE].handle) {
+        if (!call_check_shape(c, &in[DLSE], "dlse", rank - 1, p->varlen ? rows : shape) ||
+            !call_check(c, &in[DLSE], "dlse", call_real(c)))
+            return false;
+        p->t.dlse = in[DLSE].data;
+    }
+    if (in[DWEIGHTS].handle) {
+        if (!(a->features & HEDDLE_WEIGHTS))
+            return call_fail(c, "ValueError", "dweights is given, but return_weights is false");
+        if (!call_check_shape(c, &in[DWEIGHTS], "dweights", 4, square) ||
+            !call_check(c, &in[DWEIGHTS], "dweights", call_dtype(c)))
+            return false;
+        a->dweights_stride = strides_of(in[DWEIGHTS].stride, false);
+        p->t.dweights = in[DWEIGHTS].data;
+    }
+    return true;
+}
+
+static void *make_dbias(call *c, problem *p) {
+    const tensor *bias = &p->in[BIAS];
+    int64_t stride[4];
+    contiguous_strides(4, bias->size, stride);
+    p->a.dbias_stride = broadcast_strides(bias->size, stride);
+    return call_make(c, 3, 4, bias->size, stride, call_dtype(c));
+}
+
+static void backward_results(call *c, problem *p, int64_t needs) {
+    heddle_attention *a = &p->a;
+    const int64_t one = 1;
+    const bool bias = a->features & HEDDLE_BIAS && needs & NEEDS_DBIAS;
+    const bool sinks = a->features & HEDDLE_SINKS && needs & NEEDS_DSINKS;
+    p->t.dq = needs & NEEDS_DQ ? make_like(c, p, 0, &p->in[Q], a->d, &a->dq_stride) : NULL;
+    p->t.dk = needs & NEEDS_DK ? make_like(c, p, 1, &p->in[K], a->d, &a->dk_stride) : NULL;
+    p->t.dv = needs & NEEDS_DV ? make_like(c, p, 2, &p->in[V], a->dv, &a->dv_stride) : NULL;
+    p->t.dbias = bias ? make_dbias(c, p) : NULL;
+    p->t.dsinks = sinks ? call_make(c, 4, 1, &a->h, &one, call_real(c)) : NULL;
+    const bool made[] = {needs & NEEDS_DQ, needs & NEEDS_DK, needs & NEEDS_DV, bias, sinks};
+    for (int x = 0; x < 5; x++)
+        if (!made[x])
+            call_make_empty(c, x, x == 4 ? call_real(c) : call_dtype(c));
+    if (!p->varlen || c->message[0])
+        return;
+    if (made[0] && has_loose_rows(c, p->t.cu_seqlens_q, a->b, a->total_q))
+        call_zero(c, 0);
+    for (int x = 1; x < 3; x++)
+        if (made[x] && has_loose_rows(c, p->t.cu_seqlens_k, a->b, a->total_k))
+            call_zero(c, x);
+}
+
+void heddle_torch_attention_backward(stable_value *stack, uint64_t arguments, uint64_t results) {
+    call c;
+    problem p;
+    size_t bytes = 0;
+    void *workspace;
+    call_begin(&c, stack, arguments, "OOOTT" SHARED_SIGNATURE "I");
+    if (describe(&c, BACKWARD_BASE, &p) && take_gradients(&c, &p) && call_check_contiguous(&c, &c.tensor[LSE], "lse") &&
+        call_check_contiguous(&c, &c.tensor[DLSE], "dlse") &&
+        call_status(&c, heddle_attention_workspace(&p.a, HEDDLE_BACKWARD, &bytes))) {
+        backward_results(&c, &p, c.integer[BACKWARD_BASE + NEEDS]);
+        if (call_workspace(&c, bytes, &workspace))
+            call_status(&c, heddle_attention_backward(&p.a, &p.t, workspace, bytes, c.stream));
+    }
+    call_end(&c, stack, arguments, results);
+}

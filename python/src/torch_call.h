@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What every operator does around its own work: take its arguments off the stack, look at tensors, make tensors, and leave
+ * with results or with an exception. Nothing is left to free in either case. */
+#ifndef HEDDLE_TORCH_CALL_H
+#define HEDDLE_TORCH_CALL_H
+
+#include "heddle.h"
+#include "torch_abi.h"
+
+#define MAX_ARGUMENTS 32
+#define MAX_RESULTS 5
+#define MAX_RANK 8
+
+typedef struct tensor {
+    tensor_handle handle; /* NULL: an optional that was not given */
+    void *data;
+    int64_t rank;
+    const int64_t *size, *stride;
+    int32_t dtype, device_type, device_index;
+} tensor;
+
+typedef struct call {
+    tensor tensor[MAX_ARGUMENTS]; /* by the argument's position; so are the next two */
+    int64_t integer[MAX_ARGUMENTS];
+    double number[MAX_ARGUMENTS];
+    tensor_handle result[MAX_RESULTS];
+    tensor_handle workspace;
+    guard_handle guard;
+    void *stream;
+    int32_t device_type, device_index;
+    heddle_device device;
+    heddle_dtype dtype;
+    int saved_threads;
+    char message[640]; /* "" as long as all is well */
+} call;
+
+/* Takes the arguments: of each, signature has T (tensor), O (optional tensor), I (int or bool) or D (float). */
+void call_begin(call *c, stable_value *stack, uint64_t arguments, const char *signature);
+
+/* Frees everything and puts `results` results on the stack, or throws what the message says. */
+void call_end(call *c, stable_value *stack, uint64_t arguments, uint64_t results);
+
+/* Notes what is wrong, as "heddle <kind>: ...", where kind is the Python exception that fits. Returns false. */
+__attribute__((format(printf, 3, 4))) bool call_fail(call *c, const char *kind, const char *format, ...);
+
+/* The same for a status of the library, with its own message. True if it is HEDDLE_OK. */
+bool call_status(call *c, heddle_status status);
+
+/* Sets device, dtype, stream and threads after the tensor that leads, argument `lead`. */
+bool call_device(call *c, int lead, const char *name);
+
+/* Each tensor must lie on the device, have the dtype, end in a contiguous dimension (or be of one element there). */
+bool call_check(call *c, const tensor *t, const char *name, int32_t dtype);
+bool call_check_shape(call *c, const tensor *t, const char *name, int64_t rank, const int64_t *size);
+/* For what has no strides in the description. True for an optional that was not given. */
+bool call_check_contiguous(call *c, const tensor *t, const char *name);
+
+/* torch's number of the dtype of the call's tensors, and of its "float" tensors. */
+int32_t call_dtype(const call *c);
+int32_t call_real(const call *c);
+
+/* A new tensor as result x; rank 1 and size 0 if it is not wanted. Its data, NULL on failure or for no elements. */
+void *call_make(call *c, int x, int64_t rank, const int64_t *size, const int64_t *stride, int32_t dtype);
+bool call_make_empty(call *c, int x, int32_t dtype);
+bool call_zero(call *c, int x);
+
+/* A workspace of that many bytes. False on failure; *workspace stays NULL for none. */
+bool call_workspace(call *c, size_t bytes, void **workspace);
+
+/* Strides of a contiguous tensor. */
+void contiguous_strides(int64_t rank, const int64_t *size, int64_t *stride);
+
+void heddle_torch_attention(stable_value *stack, uint64_t arguments, uint64_t results);
+void heddle_torch_attention_backward(stable_value *stack, uint64_t arguments, uint64_t results);
+void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t results);
+void heddle_torch_norm_linear_backward(stable_value *stack, uint64_t arguments, uint64_t results);
+
+#endif

@@ -1,0 +1,56 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Tells PyTorch's dispatcher of the operators when this library is loaded: from Python (heddle._ops), or by a C++ program
+ * that loads it with dlopen. Fake kernels, autograd and autocast are registered in Python. */
+#include "torch_call.h"
+
+#include <stdio.h>
+
+#define OPTIONS                                                                                                        \
+    "Tensor? bias=None, Tensor? mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "                            \
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqlens_q=None, Tensor? seqlens_k=None, "           \
+    "Tensor? rng_state=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, int causal=0, SymInt window_left=-1, "      \
+    "SymInt window_right=-1, float scale=0., float softcap=0., float dropout=0., bool return_weights=False, "          \
+    "bool deterministic=False, bool tf32=False"
+
+static const char *const schemas[] = {
+    "attention(Tensor q, Tensor k, Tensor v, " OPTIONS ") -> (Tensor out, Tensor lse, Tensor weights)",
+    "attention_backward(Tensor? dout, Tensor? dlse, Tensor? dweights, Tensor out, Tensor lse, Tensor q, Tensor k, "
+    "Tensor v, " OPTIONS ", int needs=31) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+    "norm_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? gamma=None, Tensor? beta=None, float eps=1e-05, "
+    "int norm=0, bool tf32=False) -> (Tensor y, Tensor mean, Tensor rstd)",
+    "norm_linear_backward(Tensor dy, Tensor? mean, Tensor? rstd, Tensor x, Tensor weight, Tensor? gamma=None, "
+    "Tensor? beta=None, float eps=1e-05, int norm=0, bool deterministic=False, bool tf32=False, int needs=31) -> "
+    "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dgamma, Tensor dbeta)",
+};
+
+/* The dispatcher knows a library as long as its handle lives: as long as the process. */
+static library_handle definitions, kernels[2];
+
+static int32_t register_all(void) {
+    int32_t bad = aoti_torch_library_init_def("heddle", __FILE__, __LINE__, &definitions);
+    for (size_t x = 0; !bad && x < sizeof schemas / sizeof *schemas; x++)
+        bad = aoti_torch_library_def(definitions, schemas[x]);
+    const char *const keys[] = {"CPU", "CUDA"};
+    const struct {
+        const char *name;
+        stable_kernel kernel;
+    } all[] = {
+        {"attention", heddle_torch_attention},
+        {"attention_backward", heddle_torch_attention_backward},
+        {"norm_linear", heddle_torch_norm_linear},
+        {"norm_linear_backward", heddle_torch_norm_linear_backward},
+    };
+    for (int key = 0; !bad && key < 2; key++) {
+        bad = aoti_torch_library_init_impl("heddle", keys[key], __FILE__, __LINE__, &kernels[key]);
+        for (size_t x = 0; !bad && x < sizeof all / sizeof *all; x++)
+            bad = torch_library_impl(kernels[key], all[x].name, all[x].kernel, TORCH_ABI_2_10);
+    }
+    return bad;
+}
+
+/* 0 when the operators are there. */
+__attribute__((visibility("default"))) int heddle_torch_registered = -1;
+
+__attribute__((constructor)) static void when_loaded(void) {
+    heddle_torch_registered = register_all();
+}

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NumPy and JAX arrays through DLPack, against the torch operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+np = pytest.importorskip("numpy")
+
+import heddle  # noqa: E402
+
+
+def make(shape, dtype=np.float32):
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def qkv(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(s).astype(dtype) for s in ((2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 3))]
+
+
+OPTIONS = [
+    {},
+    {"causal": "bottom_right", "window": (3, None), "softcap": 2.0, "scale": 0.4},
+    {"bias": make((4, 1, 6)), "sinks": make(4)},
+    {"mask": make((2, 1, 5, 6)) > -0.5, "alibi_slopes": np.abs(make((2, 4)))},
+    {"seqlens_q": np.array([5, 2], np.int32), "seqlens_k": np.array([0, 4], np.int32)},
+    {"dropout": 0.4, "rng_state": np.array([3, 4])},
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o))
+def test_numpy_as_torch(options, dtype):
+    options = dict(options)
+    if "bias" in options:
+        options["bias"] = options["bias"].astype(dtype)
+    for name in ("sinks", "alibi_slopes"):
+        if name in options and dtype == np.float64:
+            options[name] = options[name].astype(dtype)
+    arrays = qkv(dtype)
+    for array in arrays:
+        array.flags.writeable = False
+    out, lse, weights = heddle.attention(*arrays, **options, return_lse=True, return_weights=True)
+    leaves = [torch.tensor(a, requires_grad=True) for a in arrays]
+    twins = {n: torch.tensor(o) if isinstance(o, np.ndarray) else o for n, o in options.items()}
+    for name in ("bias", "sinks"):
+        if name in twins:
+            leaves.append(twins[name].requires_grad_())
+    wants = heddle.attention(*leaves[:3], **twins, return_lse=True, return_weights=True)
+    for got, want in zip((out, lse, weights), wants, strict=True):
+        assert isinstance(got, np.ndarray) and np.array_equal(got, want.detach().numpy())
+    seeds = [make(t.shape, t.dtype) for t in (out, lse, weights)]
+    seeds[1][~np.isfinite(lse)] = 0
+    grads = heddle.attention_backward(seeds[0], *arrays, out, lse, dlse=seeds[1], dweights=seeds[2], **options)
+    want_grads = torch.autograd.grad(wants, leaves, [torch.tensor(s) for s in seeds])
+    assert list(grads) == ["dq", "dk", "dv", *(["dbias", "dsinks"] if "bias" in options else [])]
+    for got, want in zip(grads.values(), want_grads, strict=True):
+        assert np.array_equal(got, want.numpy())
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_fewer_dimensions(rank):
+    q, k, v = (make((3, 5, 8)[-rank:]) for _ in range(3))
+    out, lse, weights = heddle.attention(q, k, v, causal=True, return_lse=True, return_weights=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:-1] and weights.shape == (*q.shape[:-1], 5)
+    assert [g.shape for g in heddle.attention_backward(out, q, k, v, out, lse, causal=True).values()] == [q.shape] * 3
+
+
+def test_packed():
+    cu = np.array([0, 3, 9], np.int32)
+    q, k, v = (make((11, 4, 8)) for _ in range(3))
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 6, "max_seqlen_k": 6, "causal": "top_left"}
+    out, lse = heddle.attention(q, k, v, **options, return_lse=True)
+    twins = {n: torch.tensor(o) if isinstance(o, np.ndarray) else o for n, o in options.items()}
+    leaves = [torch.tensor(a, requires_grad=True) for a in (q, k, v)]
+    want = heddle.attention(*leaves, **twins)
+    assert np.array_equal(out, want.detach().numpy()) and not out[9:].any()
+    grads = heddle.attention_backward(out, q, k, v, out, lse, **options)
+    for got, expected in zip(grads.values(), torch.autograd.grad(want, leaves, want.detach()), strict=True):
+        assert np.array_equal(got, expected.numpy())
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("full", [True, False])
+def test_norm_linear(norm, full):
+    x, weight = make((2, 3, 20))[..., :8], make((5, 8))
+    bias, gamma, beta = (make(5), make(8), make(8)) if full else (None, None, None)
+    y = heddle.norm_linear(x, weight, bias, gamma, beta, norm=norm)
+    leaves = [torch.tensor(a, requires_grad=True) for a in (x, weight, bias, gamma, beta) if a is not None]
+    want = heddle.norm_linear(*leaves, norm=norm)
+    assert np.array_equal(y, want.detach().numpy())
+    grads = heddle.norm_linear_backward(make(y.shape), x, weight, gamma, beta, norm=norm)
+    wants = torch.autograd.grad(want, leaves, torch.tensor(make(y.shape)))
+    for got, expected in zip(grads.values(), wants, strict=False):
+        assert np.allclose(got, expected.numpy(), atol=1e-5)
+
+
+def test_no_copies():
+    """A write to the input shows in the next result; what is given back is as the library made it."""
+    q, k, v = qkv()
+    before = heddle.attention(q, k, v)
+    v *= 2
+    assert np.allclose(heddle.attention(q, k, v), 2 * before, atol=1e-6)
+    view = np.ascontiguousarray(q.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    assert np.allclose(heddle.attention(view, k, v), 2 * before, atol=1e-6)
+
+
+def test_jax():
+    jax = pytest.importorskip("jax")
+    arrays = [jax.numpy.asarray(a) for a in qkv()]
+    out, lse = heddle.attention(*arrays, causal="bottom_right", return_lse=True)
+    want = heddle.attention(*qkv(), causal="bottom_right")
+    assert isinstance(out, jax.Array) and np.array_equal(np.asarray(out), want)
+    grads = heddle.attention_backward(out, *arrays, out, lse, causal="bottom_right")
+    assert all(isinstance(g, jax.Array) for g in grads.values())
+
+    def plain(q, k, v):
+        k, v = (jax.numpy.repeat(t, 2, 1) for t in (k, v))
+        scores = q @ k.swapaxes(-1, -2) / 8**0.5
+        seen = jax.numpy.arange(6)[None, :] <= jax.numpy.arange(5)[:, None] + 1
+        return jax.nn.softmax(jax.numpy.where(seen, scores, -jax.numpy.inf), -1) @ v
+
+    _, pull = jax.vjp(plain, *arrays)
+    for got, expected in zip(grads.values(), pull(out), strict=True):
+        assert np.allclose(got, expected, atol=1e-4)
+    low = [a.astype(jax.numpy.bfloat16) for a in arrays]
+    result = heddle.attention(*low)
+    assert result.dtype == jax.numpy.bfloat16
+    y = heddle.norm_linear(arrays[0], jax.numpy.ones((3, 8)))
+    assert isinstance(y, jax.Array) and y.shape == (2, 4, 5, 3)
+
+
+def test_cupy():
+    cupy = pytest.importorskip("cupy")
+    arrays = [cupy.asarray(a) for a in qkv()]
+    out, lse = heddle.attention(*arrays, causal="bottom_right", return_lse=True)
+    assert isinstance(out, cupy.ndarray)
+    leaves = [torch.tensor(a, device="cuda", requires_grad=True) for a in qkv()]
+    want = heddle.attention(*leaves, causal="bottom_right")
+    assert np.array_equal(out.get(), want.detach().cpu().numpy())
+    grads = heddle.attention_backward(out, *arrays, out, lse, causal="bottom_right")
+    wants = torch.autograd.grad(want, leaves, want.detach())
+    for got, expected in zip(grads.values(), wants, strict=True):
+        assert isinstance(got, cupy.ndarray) and np.allclose(got.get(), expected.cpu().numpy(), atol=1e-5)
+    with cupy.cuda.Stream():  # work goes to CuPy's current stream
+        x = cupy.full((3, 8), 2.0, dtype="float32") + cupy.arange(8, dtype="float32")
+        y = heddle.norm_linear(x, cupy.asarray(make((5, 8))))
+        low = heddle.attention(*(a.astype("float16") for a in arrays))
+    assert y.shape == (3, 5) and low.dtype == np.float16
+    want = heddle.norm_linear(torch.tensor(x.get(), device="cuda"), torch.tensor(make((5, 8)), device="cuda"))
+    assert np.allclose(y.get(), want.cpu().numpy(), atol=1e-6)
+    with pytest.raises(ValueError, match="another device"):
+        heddle.attention(arrays[0], *qkv()[1:])
+
+
+@pytest.mark.parametrize(
+    "changed,kind,text",
+    [
+        ({"k": make((2, 2, 6, 8), np.float64)}, TypeError, "k is float64, but must be float32"),
+        ({"k": [[1.0]]}, TypeError, "speaks DLPack"),
+        ({"q": make((2, 4, 5, 16))[..., ::2]}, ValueError, "stride 2"),
+        ({"q": make((2, 4, 5, 8))[..., ::-1]}, ValueError, "negative stride"),
+        ({"q": make((2, 4, 5, 8)).astype(np.int32)}, TypeError, "q is int32"),
+        ({"q": make((2, 4, 5, 8)).astype(">f4")}, TypeError, "DLPack"),
+        ({"q": make((2, 3, 5, 8))}, ValueError, "hk = 2 does not divide h = 3"),
+        ({"q": make((5, 8))}, ValueError, r"\[2, 4, 4\] dimensions"),
+        ({"mask": np.ones((5, 6))}, TypeError, "mask is float64"),
+        ({"bias": make((5, 5))}, ValueError, "bias has shape"),
+        ({"sinks": make(3)}, ValueError, r"sinks has shape \[3\]"),
+        ({"seqlens_k": np.array([1, 9], np.int32)}, ValueError, "0 to 6"),
+        ({"dropout": 1.5}, ValueError, "dropout = 1.5"),
+        ({"scale": float("nan")}, ValueError, "scale"),
+    ],
+    ids=lambda value: None,
+)
+def test_errors(changed, kind, text):
+    q, k, v = qkv()
+    with pytest.raises(kind, match=text):
+        heddle.attention(**({"q": q, "k": k, "v": v} | changed))
+
+
+def test_backward_errors():
+    q, k, v = qkv()
+    out, lse = heddle.attention(q, k, v, return_lse=True)
+    with pytest.raises(ValueError, match="rng_state"):
+        heddle.attention_backward(out, q, k, v, out, lse, dropout=0.5)
+    with pytest.raises(TypeError, match="no option colour"):
+        heddle.attention_backward(out, q, k, v, out, lse, colour=1)
+    with pytest.raises(ValueError, match="lse has shape"):
+        heddle.attention_backward(out, q, k, v, out, lse[..., :3])
+    with pytest.raises(TypeError, match="backward"):
+        heddle.attention_backward(*(torch.tensor(a) for a in (out, q, k, v, out, lse)))
+    with pytest.raises(ValueError, match="weight"):
+        heddle.norm_linear(q, make((3, 7)))

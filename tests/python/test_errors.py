@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input: a fitting exception with the numbers, never a crash and never a wrong result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import heddle
+import heddle._ops
+
+ops = torch.ops.heddle
+
+
+def qkv(**changed):
+    torch.manual_seed(0)
+    return {"q": torch.randn(2, 4, 5, 8), "k": torch.randn(2, 2, 6, 8), "v": torch.randn(2, 2, 6, 3)} | changed
+
+
+ATTENTION = [
+    ({"k": torch.randn(2, 3, 6, 8), "v": torch.randn(2, 3, 6, 3)}, ValueError, "hk = 3 does not divide h = 4"),
+    ({"k": torch.randn(2, 2, 6, 7)}, ValueError, "head dim 8, but k has 7"),
+    ({"v": torch.randn(2, 2, 5, 3)}, ValueError, "6 in dimension 2, but v has 5"),
+    ({"k": torch.randn(3, 2, 6, 8), "v": torch.randn(3, 2, 6, 3)}, ValueError, "batch size 2, but k has 3"),
+    ({"q": torch.randn(4, 5, 8)}, ValueError, "3, 4 and 4 dimensions"),
+    ({"q": torch.randn(8)}, ValueError, "dimensions"),
+    ({"q": torch.randn(1, 2, 4, 5, 8)}, ValueError, "5, 4 and 4 dimensions"),
+    ({"k": torch.randn(2, 2, 6, 8).half()}, TypeError, "k is float16, but must be float32"),
+    ({"q": torch.zeros(2, 4, 5, 8, dtype=torch.int32)}, TypeError, "must be float32, bfloat16"),
+    ({"q": torch.randn(2, 4, 5, 8, dtype=torch.complex64)}, TypeError, "must be float32, bfloat16"),
+    ({"q": torch.randn(2, 4, 8, 5).transpose(2, 3)}, ValueError, "stride 5 in its last dimension"),
+    ({"v": torch.randn(2, 2, 6, 6)[..., ::2]}, ValueError, "v has stride 2 in its last dimension"),
+    ({"k": [1.0]}, TypeError, "k must be a torch.Tensor"),
+    ({"k": torch.randn(2, 2, 6, 8, device="meta")}, ValueError, "k is on meta"),
+    ({"q": torch.randn(2, 4, 5, 513), "k": torch.randn(2, 2, 6, 513)}, ValueError, "d = 513 is outside 1 to 512"),
+    ({"bias": torch.randn(3, 5, 6)}, ValueError, "bias has shape"),
+    ({"bias": torch.randn(1, 2, 4, 5, 6)}, ValueError, "5 dimensions"),
+    ({"bias": torch.ones(5, 6, dtype=torch.bool)}, TypeError, "goes into mask"),
+    ({"mask": torch.ones(5, 6)}, TypeError, "goes into bias"),
+    ({"mask": torch.ones(5, 7, dtype=torch.bool)}, ValueError, "mask has shape"),
+    ({"sinks": torch.randn(3)}, ValueError, r"sinks has shape \[3\], but must have \[4\]"),
+    ({"alibi_slopes": torch.randn(2)}, ValueError, r"alibi_slopes has shape \[2\]"),
+    ({"alibi_slopes": torch.randn(3, 4)}, ValueError, r"must have \[2, 4\]"),
+    ({"alibi_slopes": torch.randn(4, requires_grad=True)}, NotImplementedError, "alibi_slopes requires a gradient"),
+    ({"causal": True}, ValueError, "sq = 5 is not sk = 6"),
+    ({"causal": "left"}, ValueError, "causal = 'left'"),
+    ({"window": 3}, ValueError, "no pair"),
+    ({"scale": float("nan")}, ValueError, "scale = nan"),
+    ({"scale": float("inf")}, ValueError, "scale = inf"),
+    ({"softcap": -1.0}, ValueError, "softcap = -1"),
+    ({"dropout": 1.0}, ValueError, "dropout = 1"),
+    ({"dropout": -0.5}, ValueError, "dropout = -0.5"),
+    ({"dropout": float("nan")}, ValueError, "dropout = nan"),
+    ({"dropout": 0.5, "rng_state": torch.zeros(3, dtype=torch.int64)}, ValueError, r"must have \[2\]"),
+    ({"dropout": 0.5, "rng_state": torch.zeros(2)}, TypeError, "rng_state is float32, but must be int64"),
+    ({"seqlens_k": torch.tensor([1, 7])}, ValueError, r"seqlens_k\[1\] = 7 is outside 0 to 6"),
+    ({"seqlens_q": torch.tensor([-1, 1])}, ValueError, r"seqlens_q\[0\] = -1 is outside 0 to 5"),
+    ({"seqlens_q": torch.tensor([1])}, ValueError, r"must have \[2\]"),
+    ({"seqlens_q": torch.tensor([1.0, 2.0])}, TypeError, "integers"),
+    ({"max_seqlen_q": 5}, ValueError, "without cu_seqlens"),
+]
+
+
+@pytest.mark.parametrize("changed,kind,text", ATTENTION, ids=lambda value: None)
+def test_attention(changed, kind, text):
+    with pytest.raises(kind, match=text):
+        heddle.attention(**qkv(**changed))
+
+
+def packed(**changed):
+    cu = torch.tensor([0, 3, 9], dtype=torch.int32)
+    given = {"q": torch.randn(9, 4, 8), "k": torch.randn(9, 4, 8), "v": torch.randn(9, 4, 8)}
+    given |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 6, "max_seqlen_k": 6}
+    return given | changed
+
+
+@pytest.mark.parametrize(
+    "changed,text",
+    [
+        ({"max_seqlen_q": None}, "need max_seqlen_q"),
+        ({"cu_seqlens_k": None}, "only one is given"),
+        ({"cu_seqlens_q": torch.tensor([0, 3])}, r"must have \[2\]"),
+        ({"cu_seqlens_q": torch.tensor([0, 5, 3])}, "must not fall"),
+        ({"cu_seqlens_k": torch.tensor([0, 3, 10])}, "exceed the 9 rows"),
+        ({"max_seqlen_k": 5}, "max_seqlen_k = 5"),
+        ({"q": torch.randn(1, 9, 4, 8)}, "4 dimensions, but must have 3"),
+    ],
+)
+def test_packed(changed, text):
+    with pytest.raises(ValueError, match=text):
+        heddle.attention(**packed(**changed))
+
+
+NORM_LINEAR = [
+    ({"weight": torch.randn(5, 7)}, ValueError, r"x has 8 features, but weight is \[5, 7\]"),
+    ({"weight": torch.randn(5)}, ValueError, "weight has 1 dimensions"),
+    ({"weight": torch.randn(8, 5).T}, ValueError, "weight has stride 5 in its last dimension"),
+    ({"weight": torch.randn(5, 8).bfloat16()}, TypeError, "weight is bfloat16, but must be float32"),
+    ({"bias": torch.randn(4)}, ValueError, r"bias has shape \[4\], but must have \[5\]"),
+    ({"gamma": torch.randn(5)}, ValueError, r"gamma has shape \[5\], but must have \[8\]"),
+    ({"beta": torch.randn(1, 8)}, ValueError, r"beta has shape \[1, 8\]"),
+    ({"eps": -1.0}, ValueError, "eps = -1"),
+    ({"eps": float("nan")}, ValueError, "eps = nan"),
+    ({"norm": "batch"}, ValueError, "'batch'"),
+    ({"x": torch.zeros(3, 8, dtype=torch.int64)}, TypeError, "must be float32"),
+    ({"x": torch.randn(())}, ValueError, "0 dimensions"),
+    ({"weight": "w"}, TypeError, "torch.Tensor"),
+]
+
+
+@pytest.mark.parametrize("changed,kind,text", NORM_LINEAR, ids=lambda value: None)
+def test_norm_linear(changed, kind, text):
+    with pytest.raises(kind, match=text):
+        heddle.norm_linear(**({"x": torch.randn(3, 8), "weight": torch.randn(5, 8)} | changed))
+
+
+def test_raw_operators_name_the_rule():
+    q = torch.randn(2, 4, 5, 8)
+    with pytest.raises(RuntimeError, match="hk = 3 does not divide h = 4"):
+        ops.attention(q, q[:, :3], q[:, :3])
+    with pytest.raises(RuntimeError, match="causal = 7"):
+        ops.attention(q, q, q, causal=7)
+    with pytest.raises(RuntimeError, match="needs rng_state"):
+        ops.attention(q, q, q, dropout=0.5)
+    with pytest.raises(RuntimeError, match="norm = 2"):
+        ops.norm_linear(q, torch.randn(3, 8), norm=2)
+    with pytest.raises(RuntimeError, match="q has 3 dimensions"):
+        ops.attention(q[0], q, q)
+
+
+def test_double_backward():
+    q = torch.randn(1, 2, 3, 4, requires_grad=True)
+    weight = torch.randn(3, 4, requires_grad=True)
+    for out in (heddle.attention(q, q, q), heddle.norm_linear(q, weight)):
+        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="double backward"):
+            grad.sum().backward()
+
+
+def test_forward_mode():
+    """Not a tangent of zero."""
+    q, weight = torch.randn(1, 2, 3, 4), torch.randn(3, 4)
+    for run in (lambda t: heddle.attention(t, t, t), lambda t: heddle.norm_linear(t, weight)):
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            torch.func.jvp(run, (q,), (q,))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(q, q)
+            with pytest.raises(NotImplementedError, match="forward-mode"):
+                run(dual)
+            assert run(q).shape[:3] == q.shape[:3]
+
+
+def test_functorch_gradients():
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda t: heddle.attention(t, t, t).sum())(q)
+
+
+def test_errors_under_compile():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k: heddle.attention(q, k, k), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="hk = 3 does not divide h = 4"):
+        compiled(torch.randn(2, 4, 5, 8), torch.randn(2, 3, 5, 8))
+
+
+def test_old_torch(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(ImportError, match=r"needs torch 2\.10 or later, this is torch 2\.9\.1"):
+        heddle._ops._load()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_mixed_devices():
+    with pytest.raises(ValueError, match="device"):
+        heddle.attention(**qkv(k=torch.randn(2, 2, 6, 8, device="cuda")))
+    with pytest.raises(ValueError, match="device"):
+        heddle.norm_linear(torch.randn(3, 8, device="cuda"), torch.randn(5, 8))

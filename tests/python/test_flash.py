@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention's functions: layouts, defaults, extra results, the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import devices, plain_attention
+
+import heddle
+
+B, SQ, SK, H, HK, D = 2, 6, 9, 4, 2, 8
+
+
+def qkv(device="cpu"):
+    torch.manual_seed(0)
+    return [torch.randn(B, s, h, D, device=device, requires_grad=True) for s, h in ((SQ, H), (SK, HK), (SK, HK))]
+
+
+def plain(q, k, v, **options):
+    out, lse, weights = plain_attention(*(t.transpose(1, 2) for t in (q, k, v)), **options)
+    return out.transpose(1, 2), lse, weights
+
+
+OPTIONS = [
+    ({}, {}),
+    ({"causal": True}, {"causal": "bottom_right"}),
+    ({"window_size": (2, 1)}, {"window": (2, 1)}),
+    ({"causal": True, "window_size": (3, 0)}, {"causal": "bottom_right", "window": (3, 0)}),
+    ({"softcap": 2.0, "softmax_scale": 0.5}, {"softcap": 2.0, "scale": 0.5}),
+    ({"alibi_slopes": torch.rand(H), "causal": True}, {"alibi_slopes": "same", "causal": "bottom_right"}),
+    ({"deterministic": True}, {}),
+]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("given,same", OPTIONS)
+def test_func(given, same, device):
+    given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    same = {n: given[n] if isinstance(t, str) and t == "same" else t for n, t in same.items()}
+    q, k, v = qkv(device)
+    out, lse, probs = heddle.flash_attn_func(q, k, v, return_attn_probs=True, **given)
+    want, want_lse, _ = plain(q, k, v, **same)
+    assert probs is None and out.is_contiguous() and lse.dtype == torch.float32
+    assert torch.allclose(out, want, atol=1e-5) and torch.allclose(lse, want_lse, atol=1e-5)
+    assert torch.equal(heddle.flash_attn_func(q, k, v, **given), out)
+    dout = torch.randn_like(out)
+    for a, b in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(want, (q, k, v), dout), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    packed = heddle.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **given)
+    assert torch.equal(packed, out)
+
+
+def test_qkvpacked():
+    qkv_packed = torch.randn(B, SQ, 3, H, D, requires_grad=True)
+    out = heddle.flash_attn_qkvpacked_func(qkv_packed, causal=True)
+    want, _, _ = plain(*qkv_packed.unbind(2), causal="bottom_right")
+    assert torch.allclose(out, want, atol=1e-5)
+    got, expected = (torch.autograd.grad(t.square().sum(), qkv_packed)[0] for t in (out, want))
+    assert torch.allclose(got, expected, atol=1e-4)
+
+
+def test_dropout_shows_in_probs():
+    q, k, v = qkv()
+    out, lse, probs = heddle.flash_attn_func(q, k, v, dropout_p=0.4, return_attn_probs=True)
+    _, want_lse, weights = plain(q, k, v)
+    assert torch.allclose(probs.abs(), weights, atol=1e-6) and torch.allclose(lse, want_lse, atol=1e-6)
+    keep = probs >= 0
+    assert 0.4 < keep.float().mean() < 0.8
+    want = (weights * keep / 0.6) @ v.transpose(1, 2).repeat_interleave(2, 1)
+    assert torch.allclose(out.transpose(1, 2), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_varlen(device):
+    torch.manual_seed(0)
+    lengths = [4, 0, 7]
+    total, longest = sum(lengths), max(lengths)
+    cu = torch.tensor([0, 4, 4, 11], dtype=torch.int32, device=device)
+    packed = torch.randn(total, 3, H, D, device=device, requires_grad=True)
+    q, k, v = packed.unbind(1)
+    out, lse, probs = heddle.flash_attn_varlen_func(
+        q, k, v, cu, cu, longest, longest, causal=True, return_attn_probs=True
+    )
+    assert lse.shape == (H, total) and probs is None
+    at = 0
+    for length in lengths:
+        part = slice(at, at + length)
+        want, want_lse, _ = plain(*(t[None, part] for t in (q, k, v)), causal="bottom_right")
+        assert torch.allclose(out[None, part], want, atol=1e-5)
+        assert torch.allclose(lse[None, :, part], want_lse, atol=1e-5)
+        at += length
+    assert torch.equal(heddle.flash_attn_varlen_qkvpacked_func(packed, cu, longest, causal=True), out)
+    kv = torch.stack([k, v], 1)
+    assert torch.equal(heddle.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, longest, longest, causal=True), out)
+    with pytest.raises(NotImplementedError, match="block_table"):
+        heddle.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, block_table=cu)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("indexed", [False, True])
+def test_kvcache(indexed, device):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        q, new_k, new_v = (torch.randn(B, 2, h, D, device=device) for h in (H, HK, HK))
+        caches = [torch.randn(3 if indexed else B, 12, HK, D, device=device) for _ in range(2)]
+        before = [cache.clone() for cache in caches]
+        lengths = torch.tensor([5, 0], dtype=torch.int32, device=device)
+        rows = torch.tensor([2, 0], device=device) if indexed else torch.arange(B, device=device)
+        out, lse = heddle.flash_attn_with_kvcache(
+            q,
+            *caches,
+            new_k,
+            new_v,
+            cache_seqlens=lengths,
+            cache_batch_idx=rows if indexed else None,
+            causal=True,
+            return_softmax_lse=True,
+        )
+        for n, (length, row) in enumerate(zip(lengths.tolist(), rows.tolist(), strict=True)):
+            keys, values = (
+                torch.cat([old[row, :length], new[n]])[None] for old, new in zip(before, (new_k, new_v), strict=True)
+            )
+            want, want_lse, _ = plain(q[n : n + 1], keys, values, causal="bottom_right")
+            assert torch.allclose(out[n : n + 1], want, atol=1e-5) and torch.allclose(
+                lse[n : n + 1], want_lse, atol=1e-5
+            )
+            assert torch.equal(caches[0][row, length : length + 2], new_k[n])
+            assert torch.equal(caches[0][row, :length], before[0][row, :length])
+            assert torch.equal(caches[1][row, length + 2 :], before[1][row, length + 2 :])
+        all_of_it = heddle.flash_attn_with_kvcache(q, caches[0][:B], caches[1][:B])
+        assert torch.allclose(all_of_it, plain(q, caches[0][:B], caches[1][:B])[0], atol=1e-5)
+        by_int = heddle.flash_attn_with_kvcache(q, caches[0][:B], caches[1][:B], cache_seqlens=7)
+        assert torch.allclose(by_int, plain(q, caches[0][:B, :7], caches[1][:B, :7])[0], atol=1e-5)
+
+
+def test_kvcache_errors():
+    q = torch.randn(B, 2, H, D)
+    cache = torch.randn(B, 12, HK, D)
+    new = torch.randn(B, 2, HK, D)
+    call = heddle.flash_attn_with_kvcache
+    for name in ("rotary_cos", "rotary_sin", "cache_leftpad", "block_table"):
+        with pytest.raises(NotImplementedError, match=name):
+            call(q, cache, cache, **{name: q})
+    with pytest.raises(ValueError, match="only one"):
+        call(q, cache, cache, k=new)
+    with pytest.raises(ValueError, match="cache_seqlens does not say"):
+        call(q, cache, cache, k=new, v=new)
+    with pytest.raises(ValueError, match="12 rows: too few for 11 and 2"):
+        call(q, cache.clone(), cache.clone(), k=new, v=new, cache_seqlens=11)
+    with pytest.raises(ValueError, match="batch size 2, the cache 1"):
+        call(q, cache[:1], cache[:1])
+    with pytest.raises(NotImplementedError, match="gradient"):
+        call(q.requires_grad_(), cache, cache)
+    with pytest.raises(ValueError, match="3 dimensions"):
+        heddle.flash_attn_func(q[0], cache, cache)

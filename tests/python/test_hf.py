@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""heddle.hf: small Llama- and GPT-2-shaped models with random weights, against transformers' sdpa."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import devices
+
+transformers = pytest.importorskip("transformers")
+
+import heddle.hf  # noqa: E402
+
+heddle.hf.register()
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return transformers.LlamaForCausalLM, config
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=97,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+    )
+    return transformers.GPT2LMHeadModel, config
+
+
+def mistral():
+    config = transformers.MistralConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        sliding_window=5,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return transformers.MistralForCausalLM, config
+
+
+def pair(family, device="cpu"):
+    """The same model twice: with sdpa and with heddle."""
+    torch.manual_seed(0)
+    kind, config = family()
+    models = []
+    state = None
+    for name in ("sdpa", "heddle"):
+        own = copy.deepcopy(config)
+        own._attn_implementation = name
+        model = kind(own)
+        if state is None:
+            state = model.state_dict()
+        model.load_state_dict(state)
+        assert model.config._attn_implementation == name
+        models.append(model.to(device))
+    return models
+
+
+everywhere = pytest.mark.parametrize("device", devices())
+families = pytest.mark.parametrize("family", [llama, gpt2, mistral])
+
+
+@families
+@pytest.mark.parametrize("padded", [False, True])
+@everywhere
+def test_training_matches_sdpa(family, padded, device):
+    expected, model = pair(family, device)
+    calls = []
+    original = heddle.hf.attention
+    heddle.hf.attention = lambda *args, **options: calls.append(1) or original(*args, **options)
+    try:
+        ids = torch.randint(3, 97, (2, 11), device=device)
+        mask = torch.ones_like(ids)
+        if padded:
+            mask[0, :4] = 0
+        results = []
+        for each in (expected, model):
+            each.train()
+            # Neither padding nor what is told from padding: a query that sees no key is anybody's choice.
+            labels = ids.masked_fill(mask * mask.roll(1, 1) == 0, -100)
+            got = each(input_ids=ids, attention_mask=mask if padded else None, labels=labels)
+            got.loss.backward()
+            results.append((got.loss.detach(), got.logits.detach()[mask == 1], [p.grad for p in each.parameters()]))
+    finally:
+        heddle.hf.attention = original
+    assert len(calls) == 2  # one a layer: it was heddle that ran
+    assert torch.allclose(results[0][0], results[1][0], atol=1e-5)
+    assert torch.allclose(results[0][1], results[1][1], atol=1e-4)
+    for a, b in zip(results[0][2], results[1][2], strict=True):
+        assert torch.allclose(a, b, atol=2e-5), (a - b).abs().max()
+
+
+@families
+@pytest.mark.parametrize("padded", [False, True])
+@everywhere
+def test_generation_matches_sdpa(family, padded, device):
+    expected, model = (each.eval() for each in pair(family, device))
+    ids = torch.randint(3, 97, (2, 7), device=device)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :3] = 0
+    results = [
+        each.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, use_cache=True)
+        for each in (expected, model)
+    ]
+    assert torch.equal(*results)
+
+
+@families
+def test_training_learns(family):
+    _, model = pair(family)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.randint(3, 97, (2, 11))
+    losses = []
+    for _ in range(15):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+
+
+def test_sinks_and_softcap_reach_the_operator():
+    module = torch.nn.Module()
+    module.is_causal = True
+    q = torch.randn(1, 4, 6, 8)
+    k, v = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    sinks = torch.randn(4)
+    out, weights = heddle.hf.attention_forward(module, q, k, v, None, scaling=0.3, softcap=2.0, s_aux=sinks)
+    assert weights is None and out.shape == (1, 6, 4, 8) and out.is_contiguous()
+    expected = heddle.attention(q, k, v, causal=True, scale=0.3, softcap=2.0, sinks=sinks)
+    assert torch.equal(out, expected.transpose(1, 2))

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package itself: what importing it does not do, what its binaries ask for, its docstrings, types and style."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import heddle
+import heddle._ops
+import heddle.compat
+import heddle.hf
+import heddle.nn
+
+PACKAGE = Path(heddle.__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_info_without_torch():
+    text = python(
+        "import heddle, sys; print(heddle.info()); "
+        "print('imported', [m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
+    assert text.startswith(f"heddle {heddle.__version__}") and "torch: not imported" in text and "imported []" in text
+    for device in ("cpu", "cuda", "ref"):
+        assert re.search(rf"^{device}: \S", text, re.MULTILINE)
+    assert f"torch: {torch.__version__}" in heddle.info()
+
+
+@pytest.mark.parametrize("order", ["torch, heddle", "heddle, torch"])
+def test_order_of_imports(order):
+    assert (
+        python(f"import {order}; q = torch.ones(1, 1, 2, 3); print(heddle.attention(q, q, q).sum().item())") == "6.0\n"
+    )
+
+
+def test_operators_are_registered():
+    call = "q = torch.ones(1, 1, 2, 3); print(torch.ops.heddle.attention(q, q, q)[0].sum().item())"
+    assert python(f"import torch, heddle; {call}") == "6.0\n"
+    assert python(f"import heddle, torch; heddle.ops; {call}") == "6.0\n"
+
+
+@pytest.mark.skipif(not shutil.which("readelf"), reason="no readelf")
+def test_binaries_ask_for_no_more_than_names():
+    operators = subprocess.run(
+        ["readelf", "-d", "--dyn-syms", "-W", str(PACKAGE / "_torch_ops.so")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", operators)
+    assert "libtorch_cpu.so" in needed and not any("stdc++" in name or "cuda" in name for name in needed)
+    undefined = re.findall(r"UND (\w*torch\w*)", operators)
+    assert undefined and all(name.startswith(("aoti_torch_", "torch_")) for name in undefined)
+    module = subprocess.run(
+        ["readelf", "-d", str(next(PACKAGE.glob("_C*.so")))], capture_output=True, text=True, check=True
+    ).stdout
+    assert "python" not in "".join(re.findall(r"NEEDED.*", module))
+
+
+def public():
+    for name in heddle.__all__:
+        value = getattr(heddle, name)
+        if inspect.isfunction(value):
+            yield name, value
+    for module in (heddle.nn, heddle.hf, heddle.compat.gpu_kernels):
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
+                yield f"{module.__name__}.{name}", value
+
+
+@pytest.mark.parametrize("name,value", list(public()), ids=lambda value: value if isinstance(value, str) else "")
+def test_docstrings(name, value):
+    """Shapes, dtypes, devices, errors and source."""
+    text = value.__doc__ or ""
+    assert text.strip(), name
+    if name in ("info", "heddle.hf.register", "patch"):
+        return
+    for word in ("Raises:", "Source:", "["):
+        assert word in text, f"{name} has no {word}"
+    assert re.search(r"float32|dtype|as SelfAttention|As ``|like q|int32", text), f"{name} tells no dtype"
+
+
+@pytest.mark.parametrize("command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join)
+def test_style(command):
+    tool = [sys.executable, "-m", *command]
+    if subprocess.run([*tool[:3], "--version"], capture_output=True).returncode:
+        pytest.skip(f"no {command[0]}")
+    if not (ROOT / "pyproject.toml").exists():
+        pytest.skip("not in the source tree")
+    paths = ["python/heddle", "examples"] + (["tests/python"] if command[0] == "ruff" else [])
+    done = subprocess.run([*tool, *paths], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["day19_50.py", "layernorm_linear_autograd.py"])
+def test_examples(name):
+    done = subprocess.run([sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_training_example(tmp_path):
+    options = ["--steps", "12", "--batch", "2", "--length", "32", "--dim", "32", "--layers", "1", "--heads", "2"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/train_gpt.py"), *options, "--plot", str(tmp_path / "loss.png")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"(heddle|torch): loss ([\d.]+) -> ([\d.]+)", done.stdout)
+    assert len(losses) == 2 and all(float(last) < float(first) for _, first, last in losses)
+    assert abs(float(losses[0][2]) - float(losses[1][2])) < 0.02

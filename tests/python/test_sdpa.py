@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""heddle.scaled_dot_product_attention against PyTorch's, in float64 and in the dtype itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import assert_close, devices, exact, natural_size
+
+import heddle
+
+CASES = {
+    "plain": ((2, 4, 7, 8), (2, 4, 9, 8), (2, 4, 9, 5), {}),
+    "causal, sq < sk": ((2, 4, 7, 8), (2, 4, 9, 8), (2, 4, 9, 8), {"is_causal": True}),
+    "causal, sq > sk": ((2, 4, 9, 8), (2, 4, 5, 8), (2, 4, 5, 8), {"is_causal": True}),
+    "scale": ((2, 4, 7, 8), (2, 4, 9, 8), (2, 4, 9, 8), {"scale": 0.7}),
+    "two dimensions": ((7, 8), (9, 8), (9, 5), {"is_causal": True}),
+    "three dimensions": ((4, 7, 8), (4, 9, 8), (4, 9, 5), {}),
+    "five dimensions": ((2, 3, 4, 7, 8), (2, 3, 4, 9, 8), (2, 3, 4, 9, 8), {}),
+    "broadcast batch": ((2, 4, 7, 8), (1, 4, 9, 8), (1, 4, 9, 8), {}),
+    "one head of k": ((2, 4, 7, 8), (2, 1, 9, 8), (2, 1, 9, 8), {}),
+    "gqa": ((2, 4, 7, 8), (2, 2, 9, 8), (2, 2, 9, 8), {"enable_gqa": True}),
+    "bool mask": ((2, 4, 7, 8), (2, 4, 9, 8), (2, 4, 9, 8), {"attn_mask": ("bool", (7, 9))}),
+    "bool mask of batches": ((2, 4, 7, 8), (2, 4, 9, 8), (2, 4, 9, 8), {"attn_mask": ("bool", (2, 1, 1, 9))}),
+    "bias": ((2, 4, 7, 8), (2, 4, 9, 8), (2, 4, 9, 8), {"attn_mask": ("bias", (2, 4, 7, 9))}),
+    "bias of heads": ((2, 4, 7, 8), (2, 4, 9, 8), (2, 4, 9, 8), {"attn_mask": ("bias", (4, 7, 9))}),
+    "bias of columns": ((2, 4, 7, 8), (2, 4, 9, 8), (2, 4, 9, 8), {"attn_mask": ("bias", (1, 9))}),
+    "mask, five dimensions": ((2, 3, 4, 7, 8), (2, 3, 4, 9, 8), (2, 3, 4, 9, 8), {"attn_mask": ("bias", (3, 1, 7, 9))}),
+    "mask, three dimensions": ((4, 7, 8), (4, 9, 8), (4, 9, 5), {"attn_mask": ("bool", (4, 7, 9))}),
+}
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_as_pytorch(name, dtype, device):
+    torch.manual_seed(0)
+    *shapes, options = CASES[name]
+    options = dict(options)
+    leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+    if "attn_mask" in options:
+        kind, shape = options["attn_mask"]
+        mask = torch.randn(shape, device=device)
+        mask = mask > -0.8 if kind == "bool" else mask.to(dtype).requires_grad_()
+        options["attn_mask"] = mask
+        if kind == "bias":
+            leaves.append(mask)
+    out = heddle.scaled_dot_product_attention(*leaves[:3], **options)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, dout)
+    plain = F.scaled_dot_product_attention(*leaves[:3], **options)
+    plain_grads = torch.autograd.grad(plain, leaves, dout)
+    truth_leaves = [exact(t) for t in leaves]
+    truth_options = options | ({"attn_mask": truth_leaves[3]} if len(leaves) == 4 else {})
+    if len(leaves) == 3 and "attn_mask" in options:
+        truth_options["attn_mask"] = options["attn_mask"].cpu()
+    truth = F.scaled_dot_product_attention(*truth_leaves[:3], **truth_options)
+    truth_grads = torch.autograd.grad(truth, truth_leaves, exact(dout))
+    assert out.shape == plain.shape and out.dtype == dtype
+    assert_close("out", out, truth, plain)
+    for x, (a, b, c) in enumerate(zip(grads, truth_grads, plain_grads, strict=True)):
+        assert a.shape == leaves[x].shape
+        assert_close(f"gradient {x}", a, b, c, natural_size(dout, *leaves[:3]))
+
+
+def test_what_lies_anyhow_is_taken():
+    q, k, v = torch.randn(2, 4, 8, 7).mT, torch.randn(2, 4, 9, 16)[..., ::2], torch.randn(8).expand(2, 4, 9, 8)
+    assert torch.allclose(
+        heddle.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v), atol=1e-6
+    )
+
+
+def test_dropout():
+    q, k = torch.randn(2, 4, 64, 8), torch.randn(2, 4, 64, 8)
+    ones = torch.ones(2, 4, 64, 8)
+    kept = heddle.scaled_dot_product_attention(q, k, ones, dropout_p=0.25)
+    assert abs(kept.mean() - 1) < 0.05 and kept.std() > 0.01
+
+
+def test_fully_masked_rows_are_zero():
+    q = torch.randn(1, 1, 3, 4, requires_grad=True)
+    mask = torch.tensor([[True, True, True], [False, False, False], [True, False, False]])
+    out = heddle.scaled_dot_product_attention(q, q, q, mask)
+    out.sum().backward()
+    assert not out[0, 0, 1].any() and torch.isfinite(q.grad).all()
+
+
+@pytest.mark.parametrize(
+    "changed,kind,text",
+    [
+        ({"is_causal": True, "attn_mask": torch.ones(7, 9, dtype=torch.bool)}, ValueError, "together"),
+        ({"key": torch.randn(2, 2, 9, 8), "value": torch.randn(2, 2, 9, 8)}, ValueError, "enable_gqa=True"),
+        ({"key": torch.randn(8)}, ValueError, "1 dimensions"),
+        ({"key": None}, TypeError, "key must be"),
+        ({"attn_mask": torch.zeros(7, 9, dtype=torch.int32)}, TypeError, "int32"),
+        ({"attn_mask": torch.zeros(7, 8)}, ValueError, "bias has shape"),
+        ({"dropout_p": 2.0}, ValueError, "dropout = 2"),
+    ],
+)
+def test_errors(changed, kind, text):
+    given = {"query": torch.randn(2, 4, 7, 8), "key": torch.randn(2, 4, 9, 8), "value": torch.randn(2, 4, 9, 8)}
+    with pytest.raises(kind, match=text):
+        heddle.scaled_dot_product_attention(**(given | changed))
