@@ -40,6 +40,16 @@ def host_rows():
     rest = [0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False]
     x, w = (torch.randn(m, 64, device="cuda", dtype=torch.bfloat16) for m in (16, 64))
 
+    def inferring(call):
+        def run():
+            with torch.inference_mode():
+                call()
+
+        return run
+
+    with torch.inference_mode():
+        qi, ki, vi = (t.clone() for t in (q, k, v))
+
     def both(function, tensors):
         def run():
             function(*tensors).backward(q)
@@ -51,6 +61,8 @@ def host_rows():
     rows = {
         "torch.ops.heddle.attention, no gradient (goal 12)": lambda: op(q, k, v),
         "PyTorch's SDPA (flash), no gradient": lambda: sdpa(q, k, v),
+        "torch.ops.heddle.attention, inference_mode": inferring(lambda: op(qi, ki, vi)),
+        "PyTorch's SDPA (flash), inference_mode": inferring(lambda: sdpa(qi, ki, vi)),
         "heddle.attention, no gradient": lambda: heddle.attention(q, k, v),
         "torch.ops.heddle.attention, recording a gradient (goal 30)": lambda: op(*grad),
         "PyTorch's SDPA (flash), recording a gradient": lambda: sdpa(*grad),

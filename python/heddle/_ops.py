@@ -281,7 +281,7 @@ def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
 
 def _register_autograd(name: str, function: Callable[..., Any]) -> None:
     """`function(redispatch, *args)` runs where a gradient is wanted; elsewhere the call goes straight through."""
-    op = getattr(ops, name).default
+    redispatch_boxed = getattr(ops, name).default._handle.redispatch_boxed  # OpOverload.redispatch, one call less
     below = torch._C._AutoDispatchBelowAutograd
     enabled, any_requires = torch.is_grad_enabled, torch._C._any_requires_grad
 
@@ -289,15 +289,15 @@ def _register_autograd(name: str, function: Callable[..., Any]) -> None:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
         keyset = keyset & _below_autograd
-        if enabled() and any_requires(*args):
+        if not (enabled() and any_requires(*args)):
+            # No guard: the C kernels call no operator that autograd would record.
+            return redispatch_boxed(keyset, *args)
 
-            def redispatch(*given: Any) -> Any:
-                with below():
-                    return op.redispatch(keyset, *given)
+        def redispatch(*given: Any) -> Any:
+            with below():
+                return redispatch_boxed(keyset, *given)
 
-            return function(redispatch, *args)
-        with below():
-            return op.redispatch(keyset, *args)
+        return function(redispatch, *args)
 
     _registrations.impl(name, kernel, "Autograd", with_keyset=True)
 

@@ -39,6 +39,7 @@ int32_t aoti_torch_empty_strided(int64_t dim, const int64_t *sizes, const int64_
                                  int32_t device_type, int32_t device_index, tensor_handle *made);
 int32_t aoti_torch_zero_(tensor_handle tensor);
 int32_t aoti_torch_create_device_guard(int32_t index, guard_handle *made);
+int32_t aoti_torch_get_current_device_index(int32_t *index);
 int32_t aoti_torch_delete_device_guard(guard_handle guard);
 int32_t torch_get_num_threads(uint32_t *threads);
 

@@ -141,8 +141,13 @@ static bool find_stream(call *c) {
                              "not in libtorch_cuda.so");
         memcpy(&lookup, &symbol, sizeof lookup);
     }
-    return torch_ok(c, aoti_torch_create_device_guard(c->device_index, &c->guard), "set the device") &&
-           torch_ok(c, lookup(c->device_index, &c->stream), "tell the current CUDA stream");
+    /* A guard costs ten times what the look at the current device does. */
+    int32_t current = -1;
+    if (aoti_torch_get_current_device_index(&current) != 0 || current != c->device_index) {
+        if (!torch_ok(c, aoti_torch_create_device_guard(c->device_index, &c->guard), "set the device"))
+            return false;
+    }
+    return torch_ok(c, lookup(c->device_index, &c->stream), "tell the current CUDA stream");
 }
 
 /* The CPU backend counts its threads by the OpenMP library that it is linked with. torch may have brought another one, and

@@ -128,6 +128,13 @@ def assert_close(name, got, truth, plain, natural=0.0):
     assert error <= max(allowed, floor), f"{name}: error {error:g} of {largest:g}, allowed {allowed:g} and {floor:g}"
 
 
+def natural_out(weights, v):
+    """Of out: the largest sum of magnitudes (tests/plain_attention.c has the same)."""
+    v = v.detach().double().cpu().repeat_interleave(weights.shape[1] // v.shape[1], 1)
+    sums = weights.detach().double().cpu() @ v.abs()
+    return sums.max().item() if sums.numel() else 0.0
+
+
 def natural_size(dout, q, k, v, scale=None):
     """Of attention's gradients, were there no cancellation."""
     rows = dout.detach().abs().sum(-1)  # dP and D are sums over them
