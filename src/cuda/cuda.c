@@ -296,7 +296,7 @@ static heddle_status plan_norm_linear(norm_linear_plan *plan) {
     heddle_status status = current_device(&cu, &r, &context);
     if (status != HEDDLE_OK)
         return status;
-    const norm_linear_device facts = {r->multiprocessors, (size_t)r->shared_optin};
+    const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin};
     return heddle__cuda_plan_norm_linear(plan, &facts);
 }
 

@@ -8,6 +8,7 @@
 
 /* What the plan must know of the device. */
 typedef struct norm_linear_device {
+    const char *name;
     int multiprocessors;
     size_t shared_bytes; /* that a block can have, opted in */
 } norm_linear_device;

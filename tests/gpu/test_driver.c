@@ -1,0 +1,418 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The host side of the CUDA backend on a driver that is none (fake_driver.c): what is missing is named, what fails is
+ * told, on every kind of GPU only what fits is launched, and every kernel has a problem that reaches it. Each scenario is
+ * a process of its own, since the driver is opened once. Needs no GPU. */
+#define _POSIX_C_SOURCE 200809L
+#include "common.h"
+#include "cuda/attention_params.h"
+#include "cuda/device.h"
+#include "fake_driver.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* ---------------------------------------------------------------------------------------------------- problems */
+
+/* The n-th tensor's address on a device: 2 MiB aligned and far from the others. `skew` bytes off. */
+static void *address(int device, int n, int skew) {
+    return (void *)(((uintptr_t)(device + 1) << 36) + ((uintptr_t)n << 30) + (uintptr_t)skew); /* NOLINT */
+}
+
+static heddle_attention_data attention_pointers(const heddle_attention *a, heddle_pass pass, int skew) {
+    const uint64_t f = a->features;
+    const bool back = pass == HEDDLE_BACKWARD;
+    int n = 0;
+#define AT(condition) (condition) ? address(0, ++n, skew) : NULL
+    heddle_attention_data t = {.size = sizeof t};
+    t.q = AT(true), t.k = AT(true), t.v = AT(true), t.o = AT(true), t.lse = AT(true);
+    t.alibi_slopes = AT(f & HEDDLE_ALIBI), t.bias = AT(f & HEDDLE_BIAS), t.bool_mask = AT(f & HEDDLE_BOOL_MASK);
+    t.sinks = AT(f & HEDDLE_SINKS), t.rng_state = f & HEDDLE_RNG_STATE ? address(0, ++n, 0) : NULL;
+    t.cu_seqlens_q = AT(f & HEDDLE_VARLEN), t.cu_seqlens_k = AT(f & HEDDLE_VARLEN);
+    t.seqlens_k = AT(f & HEDDLE_SEQLENS);
+    t.weights = AT(!back && f & HEDDLE_WEIGHTS);
+    t.dout = AT(back), t.dlse = AT(back), t.dweights = AT(back && f & HEDDLE_WEIGHTS);
+    t.dq = AT(back), t.dk = AT(back), t.dv = AT(back);
+    t.dbias = AT(back && f & HEDDLE_BIAS), t.dsinks = AT(back && f & HEDDLE_SINKS);
+#undef AT
+    return t;
+}
+
+static heddle_status run_attention(heddle_attention a, heddle_pass pass, int skew, void *stream) {
+    size_t bytes = 0;
+    a.device = HEDDLE_CUDA;
+    heddle_status status = heddle_attention_workspace(&a, pass, &bytes);
+    if (status != HEDDLE_OK)
+        return status;
+    const heddle_attention_data t = attention_pointers(&a, pass, skew);
+    void *workspace = address(0, 60, 0);
+    return pass == HEDDLE_FORWARD ? heddle_attention_forward(&a, &t, workspace, bytes, stream)
+                                  : heddle_attention_backward(&a, &t, workspace, bytes, stream);
+}
+
+static heddle_status run_norm_linear(heddle_norm_linear a, heddle_pass pass, int skew, void *stream) {
+    size_t bytes = 0;
+    a.device = HEDDLE_CUDA;
+    heddle_status status = heddle_norm_linear_workspace(&a, pass, &bytes);
+    if (status != HEDDLE_OK)
+        return status;
+    const bool back = pass == HEDDLE_BACKWARD;
+    int n = 0;
+#define AT(condition) (condition) ? address(0, ++n, skew) : NULL
+    heddle_norm_linear_data t = {.size = sizeof t};
+    t.x = AT(true), t.w = AT(true), t.gamma = AT(true), t.beta = AT(true), t.bias = AT(!back), t.y = AT(!back);
+    t.mean = AT(true), t.rstd = AT(true), t.dy = AT(back), t.dx = AT(back), t.dgamma = AT(back), t.dbeta = AT(back);
+    t.dw = AT(back), t.dbias = AT(back);
+#undef AT
+    void *workspace = address(0, 60, 0);
+    return back ? heddle_norm_linear_backward(&a, &t, workspace, bytes, stream)
+                : heddle_norm_linear_forward(&a, &t, workspace, bytes, stream);
+}
+
+static heddle_attention usual_attention(void) {
+    heddle_attention a = attention_desc(HEDDLE_BF16, 2, 8, 2, 1000, 1000, 128, 128);
+    a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
+    return a;
+}
+
+static heddle_norm_linear usual_norm_linear(void) {
+    return norm_linear_desc(HEDDLE_F32, HEDDLE_LAYER_NORM, 1000, 512, 768);
+}
+
+/* ---------------------------------------------------------------------------------------- scenarios, in a child */
+
+#define MUST(condition)                                                                                                \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            printf("line %d: %s; the last message: %s\n", __LINE__, #condition, heddle_last_message());                \
+            fflush(stdout);                                                                                            \
+            _exit(1);                                                                                                  \
+        }                                                                                                              \
+    } while (0)
+
+static bool tells(heddle_status got, heddle_status wanted, const char *words) {
+    return got == wanted && strstr(heddle_last_message(), words);
+}
+
+static void set(const char *name, const char *value) {
+    if (value)
+        setenv(name, value, 1);
+    else
+        unsetenv(name);
+}
+
+/* Both operations and passes answer the same. */
+static void all_tell(heddle_status wanted, const char *words) {
+    for (int pass = 0; pass < 2; pass++) {
+        MUST(tells(run_attention(usual_attention(), (heddle_pass)pass, 0, NULL), wanted, words));
+        MUST(tells(run_norm_linear(usual_norm_linear(), (heddle_pass)pass, 0, NULL), wanted, words));
+    }
+}
+
+static void all_run(void) {
+    for (int pass = 0; pass < 2; pass++) {
+        MUST(run_attention(usual_attention(), (heddle_pass)pass, 0, NULL) == HEDDLE_OK);
+        MUST(run_norm_linear(usual_norm_linear(), (heddle_pass)pass, 0, NULL) == HEDDLE_OK);
+    }
+}
+
+static void no_gpu(void) {
+    set("FAKE_DEVICES", "0");
+    all_tell(HEDDLE_NO_DEVICE, "the CUDA driver sees no GPU");
+    MUST(heddle_device_available(HEDDLE_CUDA, NULL, 0) == HEDDLE_NO_DEVICE);
+}
+
+static void old_driver(void) {
+    set("FAKE_VERSION", "11080");
+    all_tell(HEDDLE_NO_DEVICE, "for CUDA 11.8, heddle needs 12.0");
+}
+
+static void driver_that_does_not_start(void) {
+    set("FAKE_FAIL", "cuInit:803");
+    all_tell(HEDDLE_NO_DEVICE, "does not start: FAKE_ERROR (803)");
+}
+
+static void turing(void) {
+    set("FAKE_CC", "75");
+    all_tell(HEDDLE_NO_DEVICE, "Fake GPU 0 (device 0, sm_75) is older than Ampere");
+}
+
+static void no_image(void) {
+    set("FAKE_FAIL", "cuLibraryLoadData:209");
+    all_tell(HEDDLE_UNSUPPORTED, "Fake GPU 0 (device 0, sm_90): this build of heddle has no kernel image for this GPU");
+    set("FAKE_FAIL", "cuLibraryGetKernel:500");
+    all_tell(HEDDLE_UNSUPPORTED, "no kernel image");
+    set("FAKE_FAIL", NULL);
+    all_run(); /* the process goes on */
+}
+
+static void failing_launch(void) {
+    set("FAKE_FAIL", "cuLaunchKernel:700");
+    all_tell(HEDDLE_EARLIER_CUDA_ERROR, "Fake GPU 0 (device 0, sm_90): earlier work on this GPU failed");
+    set("FAKE_FAIL", "cuLaunchKernel:701");
+    all_tell(HEDDLE_CUDA_ERROR, "cuLaunchKernel: FAKE_ERROR (701)");
+    set("FAKE_FAIL", "cuLaunchKernel:999");
+    all_tell(HEDDLE_CUDA_ERROR, "an unknown error (999)");
+    set("FAKE_FAIL", "cuCtxGetCurrent:4");
+    all_tell(HEDDLE_CUDA_ERROR, "cuCtxGetCurrent");
+    set("FAKE_FAIL", NULL);
+    all_run();
+}
+
+static void wrong_pointers(void) {
+    heddle_attention a = usual_attention();
+    a.device = HEDDLE_CUDA;
+    size_t bytes = 0;
+    MUST(heddle_attention_workspace(&a, HEDDLE_FORWARD, &bytes) == HEDDLE_OK);
+    heddle_attention_data t = attention_pointers(&a, HEDDLE_FORWARD, 0);
+    t.v = address(3, 1, 0);
+    MUST(tells(heddle_attention_forward(&a, &t, address(0, 60, 0), bytes, NULL), HEDDLE_WRONG_DEVICE,
+               "is memory of device 3, the current context is on Fake GPU 0 (device 0, sm_90)"));
+    MUST(strstr(heddle_last_message(), "v = "));
+    float host;
+    t = attention_pointers(&a, HEDDLE_FORWARD, 0);
+    t.lse = &host;
+    MUST(tells(heddle_attention_forward(&a, &t, address(0, 60, 0), bytes, NULL), HEDDLE_WRONG_DEVICE,
+               "is host memory, not memory of Fake GPU 0"));
+    set("FAKE_FAIL", "cuPointerGetAttributes:1");
+    t.lse = address(0, 50, 0);
+    MUST(tells(heddle_attention_forward(&a, &t, address(0, 60, 0), bytes, NULL), HEDDLE_CUDA_ERROR,
+               "cuPointerGetAttributes"));
+    set("FAKE_FAIL", NULL);
+    MUST(fake_launches(NULL) == 0);
+    all_run();
+}
+
+static void streams(void) {
+    for (int pass = 0; pass < 2; pass++) {
+        void *const none = (void *)0x3000, *const foreign = (void *)0x2000, *const own = (void *)0x1000;
+        const heddle_pass p = (heddle_pass)pass;
+        MUST(tells(run_attention(usual_attention(), p, 0, none), HEDDLE_WRONG_DEVICE, "stream"));
+        MUST(tells(run_norm_linear(usual_norm_linear(), p, 0, none), HEDDLE_WRONG_DEVICE, "stream"));
+        MUST(tells(run_attention(usual_attention(), p, 0, foreign), HEDDLE_WRONG_DEVICE, "belongs to another context"));
+        MUST(tells(run_norm_linear(usual_norm_linear(), p, 0, foreign), HEDDLE_WRONG_DEVICE, "Fake GPU 0"));
+        MUST(pass || fake_launches(NULL) == 0);
+        MUST(run_attention(usual_attention(), p, 0, own) == HEDDLE_OK);
+        MUST(run_norm_linear(usual_norm_linear(), p, 0, (void *)2) == HEDDLE_OK);
+    }
+}
+
+static void no_context(void) {
+    set("FAKE_CONTEXT", "0");
+    all_run();
+    MUST(fake_depth() == 0);
+    set("FAKE_FAIL", "cuCtxPushCurrent_v2:2");
+    all_tell(HEDDLE_CUDA_ERROR, "cuCtxPushCurrent");
+}
+
+static void *first_call(void *unused) {
+    (void)unused;
+    for (int x = 0; x < 50; x++)
+        all_run();
+    return NULL;
+}
+
+static void many_threads(void) {
+    pthread_t threads[8];
+    for (size_t x = 0; x < COUNT(threads); x++)
+        MUST(pthread_create(&threads[x], NULL, first_call, NULL) == 0);
+    for (size_t x = 0; x < COUNT(threads); x++)
+        pthread_join(threads[x], NULL);
+}
+
+/* ------------------------------------------------------------------------------------------- all sizes and options */
+
+static const uint64_t option_sets[] = {0,
+                                       HEDDLE_WINDOW,
+                                       HEDDLE_VARLEN,
+                                       HEDDLE_SEQLENS,
+                                       HEDDLE_SINKS,
+                                       HEDDLE_BIAS,
+                                       HEDDLE_ALIBI,
+                                       HEDDLE_BOOL_MASK,
+                                       HEDDLE_WEIGHTS,
+                                       HEDDLE_RNG_STATE,
+                                       HEDDLE_TF32,
+                                       HEDDLE_DETERMINISTIC | HEDDLE_SINKS | HEDDLE_BIAS};
+
+static void sweep_attention(heddle_dtype dtype) {
+    static const int64_t dims[] = {1, 32, 64, 80, 128, 192, 256, 300, 512};
+    static const int64_t lengths[][2] = {{1, 8192}, {3, 70}, {130, 257}, {1024, 1024}, {4096, 4096}};
+    for (size_t d = 0; d < COUNT(dims); d++)
+        for (size_t s = 0; s < COUNT(lengths); s++)
+            for (size_t o = 0; o < COUNT(option_sets); o++)
+                for (int variant = 0; variant < 4; variant++) {
+                    heddle_attention a = attention_desc(dtype, 3, 8, variant % 2 ? 2 : 8, lengths[s][0], lengths[s][1],
+                                                        dims[d], variant / 2 ? dims[d] : 24);
+                    a.features = option_sets[o];
+                    a.dropout = a.features & HEDDLE_RNG_STATE ? 0.25 : 0;
+                    a.window_left = a.features & HEDDLE_WINDOW ? 100 : 0;
+                    if (a.features & HEDDLE_VARLEN) {
+                        a.total_q = 2 * a.sq;
+                        a.total_k = 2 * a.sk;
+                    }
+                    for (int pass = 0; pass < 2; pass++)
+                        for (int skew = 0; skew < 8; skew += 4)
+                            MUST(run_attention(a, (heddle_pass)pass, skew, NULL) == HEDDLE_OK);
+                }
+}
+
+static void sweep_norm_linear(heddle_dtype dtype) {
+    static const int64_t sizes[][3] = {{1, 1, 1}, {7, 33, 65}, {128, 64, 128}, {1000, 512, 768}, {16384, 1024, 4096}};
+    for (size_t x = 0; x < COUNT(sizes); x++)
+        for (int norm = 0; norm < 2; norm++)
+            for (int tf32 = 0; tf32 < 2; tf32++)
+                for (int pass = 0; pass < 2; pass++)
+                    for (int skew = 0; skew < 8; skew += 4) {
+                        heddle_norm_linear a =
+                            norm_linear_desc(dtype, (heddle_norm)norm, sizes[x][0], sizes[x][1], sizes[x][2]);
+                        a.features = tf32 ? HEDDLE_TF32 : 0;
+                        heddle_status status = run_norm_linear(a, (heddle_pass)pass, skew, NULL);
+                        MUST(status == HEDDLE_OK ||
+                             (status == HEDDLE_UNSUPPORTED && strstr(heddle_last_message(), "shared memory") &&
+                              strstr(heddle_last_message(), "Fake GPU")));
+                    }
+}
+
+/* The limits of real cards: a block's shared memory, and multiprocessors. The fake launches nothing that asks for more. */
+static void on_card(const char *cc, const char *shared, const char *multiprocessors) {
+    set("FAKE_CC", cc);
+    set("FAKE_SHARED", shared);
+    set("FAKE_MULTIPROCESSORS", multiprocessors);
+    for (int dtype = HEDDLE_F32; dtype <= HEDDLE_F16; dtype++) {
+        sweep_attention((heddle_dtype)dtype);
+        sweep_norm_linear((heddle_dtype)dtype);
+    }
+    MUST(fake_launches(NULL) > 1000);
+}
+static void on_a100(void) {
+    on_card("80", "166912", "108");
+}
+static void on_rtx3090(void) {
+    on_card("86", "101376", "82");
+}
+static void on_orin(void) {
+    on_card("87", "166912", "16");
+}
+static void on_rtx4090(void) {
+    on_card("89", "101376", "128");
+}
+static void on_blackwell(void) {
+    on_card("120", "101376", "188");
+}
+static void with_little_shared_memory(void) {
+    on_card("86", "49152", "82");
+}
+
+/* On Hopper, where the sm90 family is chosen, and again without it: together they launch every kernel that exists. */
+static void on_h200(void) {
+    on_card("90", "232448", "132");
+}
+
+static int child_status(void (*scenario)(void)) {
+    fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        scenario();
+        fflush(stdout);
+        _exit(0);
+    }
+    int status = 1;
+    return child > 0 && waitpid(child, &status, 0) == child ? status : -1;
+}
+
+/* --------------------------------------------------------------------------------------------------------- tests */
+
+#define SCENARIO(name)                                                                                                 \
+    static void test_##name(void **state) {                                                                            \
+        (void)state;                                                                                                   \
+        assert_int_equal(child_status(name), 0);                                                                       \
+    }
+SCENARIO(no_gpu)
+SCENARIO(old_driver)
+SCENARIO(driver_that_does_not_start)
+SCENARIO(turing)
+SCENARIO(no_image)
+SCENARIO(failing_launch)
+SCENARIO(wrong_pointers)
+SCENARIO(streams)
+SCENARIO(no_context)
+SCENARIO(many_threads)
+SCENARIO(on_a100)
+SCENARIO(on_rtx3090)
+SCENARIO(on_orin)
+SCENARIO(on_rtx4090)
+SCENARIO(on_blackwell)
+SCENARIO(with_little_shared_memory)
+SCENARIO(on_h200)
+
+/* Which kernels were launched, from the child back to the parent. */
+static void every_kernel(const char *family, bool *seen) {
+    int ends[2];
+    unsigned char was[ATTENTION_KERNELS];
+    assert_int_equal(pipe(ends), 0);
+    fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        set("HEDDLE_CUDA", family);
+        on_h200();
+        for (int x = 0; x < ATTENTION_KERNELS; x++)
+            was[x] = fake_launches(heddle__cuda_attention_symbol((enum attention_kernel)x)) > 0;
+        _exit(write(ends[1], was, sizeof was) == sizeof was ? 0 : 1);
+    }
+    close(ends[1]);
+    int status = 1;
+    assert_int_equal(read(ends[0], was, sizeof was), sizeof was);
+    assert_true(waitpid(child, &status, 0) == child && status == 0);
+    close(ends[0]);
+    for (int x = 0; x < ATTENTION_KERNELS; x++)
+        seen[x] |= was[x];
+}
+
+static void test_no_kernel_is_dead(void **state) {
+    (void)state;
+    bool seen[ATTENTION_KERNELS] = {false};
+    every_kernel(NULL, seen);
+    every_kernel("sm80", seen);
+    int dead = 0;
+    for (int x = 0; x < ATTENTION_KERNELS; x++)
+        if (!seen[x]) {
+            printf("never launched: %s\n", heddle__cuda_attention_symbol((enum attention_kernel)x));
+            dead++;
+        }
+    assert_int_equal(dead, 0);
+}
+
+int main(void) {
+    void *fake = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!fake || !dlsym(fake, "fake_launches")) {
+        puts("skipped: libcuda.so.1 is not the fake one; ctest sets LD_LIBRARY_PATH");
+        return 77;
+    }
+    unsetenv("HEDDLE_CUDA");
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_no_gpu),
+        cmocka_unit_test(test_old_driver),
+        cmocka_unit_test(test_driver_that_does_not_start),
+        cmocka_unit_test(test_turing),
+        cmocka_unit_test(test_no_image),
+        cmocka_unit_test(test_failing_launch),
+        cmocka_unit_test(test_wrong_pointers),
+        cmocka_unit_test(test_streams),
+        cmocka_unit_test(test_no_context),
+        cmocka_unit_test(test_many_threads),
+        cmocka_unit_test(test_on_a100),
+        cmocka_unit_test(test_on_rtx3090),
+        cmocka_unit_test(test_on_orin),
+        cmocka_unit_test(test_on_rtx4090),
+        cmocka_unit_test(test_on_blackwell),
+        cmocka_unit_test(test_with_little_shared_memory),
+        cmocka_unit_test(test_on_h200),
+        cmocka_unit_test(test_no_kernel_is_dead),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
