@@ -96,8 +96,9 @@ heddle_status heddle__cuda_plan_norm_linear(norm_linear_plan *plan, const norm_l
     const heddle_norm_linear *a = &plan->a;
     call c = call_of(plan);
     if (device->shared_bytes < GEMM_SHARED)
-        return fail(HEDDLE_UNSUPPORTED, "%s: norm-linear needs blocks with %d bytes of shared memory, a block can have %zu",
-                    device->name, GEMM_SHARED, device->shared_bytes);
+        return fail(HEDDLE_UNSUPPORTED,
+                    "%s: norm-linear needs blocks with %d bytes of shared memory, a block can have %zu", device->name,
+                    GEMM_SHARED, device->shared_bytes);
     const int64_t m = blocks(a->m, GEMM_TILE), k = blocks(a->k, GEMM_TILE), n = blocks(a->n, GEMM_TILE);
     if (a->m > GRID_LIMIT || a->n > GRID_LIMIT || m * n > GRID_LIMIT || m * k > GRID_LIMIT || n * k > GRID_LIMIT)
         return fail(HEDDLE_UNSUPPORTED, "m = %lld, k = %lld, n = %lld: more blocks than a CUDA grid holds",
