@@ -18,10 +18,14 @@ if(NOT HEDDLE_NVCC OR NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_C_COMP
     message(FATAL_ERROR "HEDDLE_CUDA is ON, but nvcc was not found (or this is no Linux with gcc or clang): set HEDDLE_NVCC")
 endif()
 
-file(STRINGS ${PROJECT_SOURCE_DIR}/src/cuda/archs.def archs REGEX "^arch=")
-set(gencode "")
+# A module whose name ends in _<family> is built for the lines of archs.def that begin with that family; where there are none, for
+# those that begin with no family.
+file(STRINGS ${PROJECT_SOURCE_DIR}/src/cuda/archs.def archs REGEX "^[a-z0-9 ]*arch=")
 foreach(arch IN LISTS archs)
-    list(APPEND gencode -gencode ${arch})
+    string(REGEX MATCH "^([a-z0-9]+ )?arch=" family "${arch}")
+    string(STRIP "${CMAKE_MATCH_1}" family)
+    string(REGEX REPLACE "^.*arch=" "arch=" arch "${arch}")
+    list(APPEND gencode_${family} -gencode ${arch})
 endforeach()
 
 execute_process(COMMAND ${HEDDLE_NVCC} --version OUTPUT_VARIABLE nvcc_version ERROR_QUIET)
@@ -51,6 +55,11 @@ set(image_sources "")
 foreach(module IN LISTS modules)
     set(fatbin ${image_dir}/${module}.fatbin)
     set(source ${PROJECT_SOURCE_DIR}/src/cuda/${module}.cu)
+    string(REGEX REPLACE "^.*_" "" family ${module})
+    set(gencode ${gencode_${family}})
+    if(NOT gencode)
+        set(gencode ${gencode_})
+    endif()
     add_custom_command(
         OUTPUT ${fatbin}
         COMMAND ${CMAKE_COMMAND} -DNVCC=${HEDDLE_NVCC} "-DGENCODE=${gencode}" -DCOMPRESS=${compress} -DSOURCE=${source} -DOUTPUT=${fatbin}

@@ -367,7 +367,7 @@ INLINE void attention_dq(const attention_params &p) {
 #define pass_dkdv(T, D, FULL, WARPS, TILES, BLOCK)                                                                     \
     attention_dkdv<T, D, FULL, (D * TILES <= 128), WARPS, TILES, BLOCK>(p)
 #define pass_dq(T, D, FULL, WARPS, TILES, BLOCK) attention_dq<T, D, FULL, WARPS, TILES, BLOCK>(p)
-#define K(pass, dtype, dim, variant, warps, tiles, block)                                                              \
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
         pass_##pass(dtype, dim, variant_##variant, warps, tiles, block);                                               \

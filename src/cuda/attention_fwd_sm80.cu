@@ -299,7 +299,7 @@ INLINE void attention_forward(const attention_params &p) {
 #define variant_lean false
 #define variant_full true
 #define variant_decode true
-#define K(pass, dtype, dim, variant, warps, tiles, block)                                                              \
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
         attention_forward<dtype, dim, variant_##variant, warps, tiles, block>(p);                                      \

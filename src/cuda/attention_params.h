@@ -29,33 +29,49 @@ typedef struct attention_params {
     float *dsum, *base, *rest; /* [rows]: D, and lse·log2(e) as the sum of two floats (+inf: the row sees nothing) */
 } attention_params;
 
+/* What the copy engine knows of a tensor (CUtensorMap): columns, rows, heads, batch; boxes of 64 columns and 64 rows. */
+typedef struct tensor_map {
+    uint64_t words[16];
+} __attribute__((aligned(64))) tensor_map;
+
+/* The one parameter of the kernels for Hopper. dout only in backward. */
+typedef struct attention_params_sm90 {
+    tensor_map q, k, v, dout;
+    attention_params p;
+} attention_params_sm90;
+
 #ifndef __CUDACC__
 #include "../plan.h"
 
-/* Every attention kernel: ATTENTION_fwd_bf16_d64_lean, ... */
-#define ATTENTION_FWD_LIST
-#define ATTENTION_BWD_LIST
-#define ATTENTION_PLAIN_LIST
+/* Every attention kernel: ATTENTION_fwd_bf16_d64_lean_sm80, ... */
+#define ATTENTION_ALL_LISTS
 enum attention_kernel {
-#define K(pass, dtype, dim, variant, warps, tiles, block) ATTENTION_##pass##_##dtype##_d##dim##_##variant,
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+    ATTENTION_##pass##_##dtype##_d##dim##_##variant##_##family,
 #include "attention.def"
 #undef K
     ATTENTION_KERNELS
 };
-#undef ATTENTION_FWD_LIST
-#undef ATTENTION_BWD_LIST
-#undef ATTENTION_PLAIN_LIST
+#undef ATTENTION_ALL_LISTS
 
 /* What the plan must know of the device. */
 typedef struct attention_device {
     int multiprocessors;
     size_t shared_bytes; /* that a block can have, opted in */
+    int sm90;            /* has Hopper's instructions, and they are to be used */
 } attention_device;
 
 typedef struct attention_launch {
     enum attention_kernel kernel;
     uint32_t grid, threads, shared_bytes; /* grid: x only; shared_bytes: dynamic */
+    int sm90;                             /* the parameter is attention_params_sm90 */
 } attention_launch;
+
+/* What a tensor map is made of: columns, rows, heads, batch, and bytes from one to the next. base NULL: there is none. */
+typedef struct tensor_shape {
+    const void *base;
+    uint64_t extent[4], stride[3];
+} tensor_shape;
 
 #define ATTENTION_MAX_LAUNCHES 8
 
@@ -66,6 +82,10 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_
 int heddle__cuda_attention_launches(const attention_plan *plan, const attention_device *device,
                                     const heddle_attention_data *data, void *workspace, attention_params *params,
                                     attention_launch launches[ATTENTION_MAX_LAUNCHES]);
+
+/* q, k, v, dout. Pure. */
+void heddle__cuda_attention_shapes(const attention_plan *plan, const heddle_attention_data *data,
+                                   tensor_shape shapes[4]);
 
 /* The symbol of a kernel, and in which source it is: "heddle_attention_fwd_bf16_d64_lean_sm80", "attention_fwd". */
 const char *heddle__cuda_attention_symbol(enum attention_kernel kernel);

@@ -491,7 +491,7 @@ template <typename T> INLINE void plain_dsinks(const attention_params &p) {
         ((float *)p.t.dsinks)[x] = sum;
 }
 
-#define K(pass, dtype, dim, variant, warps, tiles, block)                                                              \
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
         plain_##pass<dtype>(p);                                                                                        \

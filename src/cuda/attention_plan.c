@@ -24,25 +24,33 @@ typedef enum kernel_pass {
 
 typedef enum kernel_variant { VARIANT_lean, VARIANT_full, VARIANT_decode, VARIANT_plain } kernel_variant;
 
+typedef enum kernel_family { FAMILY_sm80, FAMILY_sm90 } kernel_family;
+
 typedef struct kernel_row {
     kernel_pass pass;
     heddle_dtype dtype;
     int dim;
     kernel_variant variant;
+    kernel_family family;
     int warps, tiles, block;
     const char *symbol;
 } kernel_row;
 
-#define ATTENTION_FWD_LIST
-#define ATTENTION_BWD_LIST
-#define ATTENTION_PLAIN_LIST
+#define ATTENTION_ALL_LISTS
 #define DTYPE_bf16 HEDDLE_BF16
 #define DTYPE_f16 HEDDLE_F16
 #define DTYPE_f32 HEDDLE_F32
 static const kernel_row kernels[ATTENTION_KERNELS] = {
-#define K(pass, dtype, dim, variant, warps, tiles, block)                                                              \
-    {PASS_##pass, DTYPE_##dtype, dim,   VARIANT_##variant,                                                             \
-     warps,       tiles,         block, "heddle_attention_" #pass "_" #dtype "_d" #dim "_" #variant "_sm80"},
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+    {PASS_##pass,                                                                                                      \
+     DTYPE_##dtype,                                                                                                    \
+     dim,                                                                                                              \
+     VARIANT_##variant,                                                                                                \
+     FAMILY_##family,                                                                                                  \
+     warps,                                                                                                            \
+     tiles,                                                                                                            \
+     block,                                                                                                            \
+     "heddle_attention_" #pass "_" #dtype "_d" #dim "_" #variant "_" #family},
 #include "attention.def"
 #undef K
 };
@@ -54,13 +62,23 @@ const char *heddle__cuda_attention_symbol(enum attention_kernel kernel) {
 const char *heddle__cuda_attention_module(enum attention_kernel kernel) {
     if (kernels[kernel].variant == VARIANT_plain)
         return "attention_plain";
+    if (kernels[kernel].family == FAMILY_sm90)
+        return kernels[kernel].pass == PASS_fwd ? "attention_fwd_sm90" : "attention_bwd_sm90";
     return kernels[kernel].pass == PASS_fwd ? "attention_fwd_sm80" : "attention_bwd_sm80";
 }
 
 /* ----------------------------------------------------------------------------------------------- kernel choice */
 
 static int rows_of(const kernel_row *k) {
+    if (k->family == FAMILY_sm90)
+        return k->tiles * 64;
     return k->variant == VARIANT_plain ? 1 : k->warps * k->tiles * 16;
+}
+
+/* Up to 1023 bytes before the first tile; tiles; o on its way out; marks; barriers. */
+static size_t shared_bytes_sm90(const kernel_row *k) {
+    const size_t rows = (size_t)rows_of(k), width = (size_t)k->dim * 2, block = (size_t)k->block;
+    return 1024 + rows * width + 4 * block * width + rows * (width + 16) + 2 * block * 4 + 8 * 12;
 }
 
 /* Dynamic shared memory, as the layouts in the .cu files have it. */
@@ -68,6 +86,8 @@ static size_t shared_bytes(const kernel_row *k) {
     const size_t pitch = (size_t)k->dim * heddle_dtype_size(k->dtype) + 16, block = (size_t)k->block;
     if (k->variant == VARIANT_plain)
         return 0;
+    if (k->family == FAMILY_sm90)
+        return shared_bytes_sm90(k);
     if (k->pass == PASS_fwd)
         return (size_t)rows_of(k) * pitch + 4 * block * pitch + 2 * block * 4;
     return 2 * (size_t)rows_of(k) * pitch + 4 * block * pitch + 8 * block * 4;
@@ -75,12 +95,12 @@ static size_t shared_bytes(const kernel_row *k) {
 
 /* The kernel with the smallest head dim that will do; -1 if none does. */
 static int find_kernel(const heddle_attention *a, const attention_device *device, kernel_pass pass,
-                       kernel_variant variant) {
+                       kernel_variant variant, kernel_family family) {
     const int64_t dim = max64(a->d, a->dv);
     int best = -1;
     for (int x = 0; x < ATTENTION_KERNELS; x++) {
         const kernel_row *k = &kernels[x];
-        if (k->pass == pass && k->dtype == a->dtype && k->variant == variant && k->dim >= dim &&
+        if (k->pass == pass && k->dtype == a->dtype && k->variant == variant && k->family == family && k->dim >= dim &&
             shared_bytes(k) <= device->shared_bytes && (best < 0 || k->dim < kernels[best].dim))
             best = x;
     }
@@ -96,12 +116,45 @@ static bool is_rich(const heddle_attention *a, heddle_pass pass) {
 static int choose_kernel(const heddle_attention *a, const attention_device *device, kernel_pass pass) {
     int x = -1;
     if (pass == PASS_fwd && a->h / a->hk * a->sq <= 16)
-        x = find_kernel(a, device, pass, VARIANT_decode);
+        x = find_kernel(a, device, pass, VARIANT_decode, FAMILY_sm80);
     if (x < 0 && !is_rich(a, pass == PASS_fwd ? HEDDLE_FORWARD : HEDDLE_BACKWARD))
-        x = find_kernel(a, device, pass, VARIANT_lean);
+        x = find_kernel(a, device, pass, VARIANT_lean, FAMILY_sm80);
     if (x < 0)
-        x = find_kernel(a, device, pass, VARIANT_full);
-    return x < 0 ? find_kernel(a, device, pass, VARIANT_plain) : x;
+        x = find_kernel(a, device, pass, VARIANT_full, FAMILY_sm80);
+    return x < 0 ? find_kernel(a, device, pass, VARIANT_plain, FAMILY_sm80) : x;
+}
+
+/* Can the copy engine fetch this tensor? Extents over which a stride is 0 it cannot. */
+static bool is_copyable(heddle_strides s, bool packed, int64_t b, int64_t h, int64_t rows) {
+    const int64_t stride[] = {packed ? 8 : s.b, s.h, s.s}, extent[] = {packed ? 1 : b, h, rows};
+    for (int x = 0; x < 3; x++)
+        if (stride[x] % 8 || stride[x] >= INT64_C(1) << 38 || (extent[x] > 1 && stride[x] <= 0))
+            return false;
+    return true;
+}
+
+/* The kernel for Hopper that does this problem, if the pointers are aligned; -1: none. */
+static int find_sm90(const heddle_attention *a, const attention_device *device, kernel_pass pass) {
+    const bool packed = a->features & HEDDLE_VARLEN;
+    const int64_t rows_q = packed ? a->total_q : a->sq, rows_k = packed ? a->total_k : a->sk;
+    if (!device->sm90 || is_rich(a, pass == PASS_fwd ? HEDDLE_FORWARD : HEDDLE_BACKWARD) || a->dv % 8 ||
+        (pass != PASS_fwd && a->d % 8) || !a->b || !a->h || !a->sq || !a->sk || !rows_q || !rows_k ||
+        !is_copyable(a->q_stride, packed, a->b, a->h, rows_q) ||
+        !is_copyable(a->k_stride, packed, a->b, a->hk, rows_k) ||
+        !is_copyable(a->v_stride, packed, a->b, a->hk, rows_k) || a->o_stride.b % 8 || a->o_stride.h % 8 ||
+        a->o_stride.s % 8)
+        return -1;
+    return find_kernel(a, device, pass, VARIANT_lean, FAMILY_sm90);
+}
+
+/* A whole tile for every multiprocessor matters less than its speed, as long as the keys need not be split. */
+static int find_forward_sm90(const heddle_attention *a, const attention_device *device) {
+    const int x = find_sm90(a, device, PASS_fwd);
+    const int64_t group = a->h / a->hk;
+    if (x < 0 || group * a->sq <= 16 || (group > 1 && a->sq <= 64))
+        return -1;
+    const int64_t blocks = (a->sq + rows_of(&kernels[x]) - 1) / rows_of(&kernels[x]) * a->h * a->b;
+    return blocks * 2 >= device->multiprocessors || a->sk < 8 * kernels[x].block ? x : -1;
 }
 
 /* ------------------------------------------------------------------------------------------------------ choice */
@@ -124,14 +177,16 @@ static size_t align64(size_t n) {
     return (n + 63) / 64 * 64;
 }
 
-static void choose_forward(const heddle_attention *a, const attention_device *device, choice *c) {
+/* Where the pointers turn out not to be aligned for Hopper's kernel, the other one does with the workspace of that: none. */
+static void choose_forward(const heddle_attention *a, const attention_device *device, bool aligned, choice *c) {
     const kernel_row *k;
     const int64_t group = a->h / a->hk;
-    c->fwd = choose_kernel(a, device, PASS_fwd);
+    const int sm90 = find_forward_sm90(a, device);
+    c->fwd = sm90 >= 0 && aligned ? sm90 : choose_kernel(a, device, PASS_fwd);
     k = &kernels[c->fwd];
     c->splits = c->pack = 1;
     c->tiles_q = ceil_div(a->sq, rows_of(k));
-    if (k->variant != VARIANT_plain) {
+    if (k->variant != VARIANT_plain && sm90 < 0) {
         if (a->sq * 2 <= rows_of(k) || k->variant == VARIANT_decode)
             c->pack = group;
         c->tiles_q = ceil_div(a->sq * c->pack, rows_of(k));
@@ -165,11 +220,11 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
     c->bytes = 3 * each;
 }
 
-static choice choose(const heddle_attention *a, heddle_pass pass, const attention_device *device) {
+static choice choose(const heddle_attention *a, heddle_pass pass, const attention_device *device, bool aligned) {
     choice c = {.pack = 1, .splits = 1};
     c.rows = a->h * (a->features & HEDDLE_VARLEN ? a->total_q : a->b * a->sq);
     if (pass == HEDDLE_FORWARD)
-        choose_forward(a, device, &c);
+        choose_forward(a, device, aligned, &c);
     else
         choose_backward(a, device, &c);
     return c;
@@ -185,7 +240,7 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_
         (a->sk && a->b * a->h > most_blocks / a->sk))
         return fail(HEDDLE_UNSUPPORTED, "b·h·sq = %lld·%lld·%lld, sk = %lld: over 2^31 blocks", (long long)a->b,
                     (long long)a->h, (long long)a->sq, (long long)a->sk);
-    const choice c = choose(a, plan->pass, device);
+    const choice c = choose(a, plan->pass, device, true);
     const kernel_row *k = &kernels[plan->pass == HEDDLE_FORWARD ? c.fwd : c.dkdv];
     plan->threads = 1;
     plan->tile_q = plan->pass == HEDDLE_FORWARD ? rows_of(k) : k->block;
@@ -201,6 +256,33 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_
 static bool is_vector(const heddle_attention *a, const void *p, heddle_strides s, int64_t last) {
     const size_t e = heddle_dtype_size(a->dtype);
     return ((uintptr_t)p | (size_t)s.b * e | (size_t)s.h * e | (size_t)s.s * e | (size_t)last * e) % 16 == 0;
+}
+
+static bool is_aligned(const heddle_attention_data *t) {
+    return (((uintptr_t)t->q | (uintptr_t)t->k | (uintptr_t)t->v | (uintptr_t)t->o | (uintptr_t)t->dout |
+             (uintptr_t)t->dq | (uintptr_t)t->dk | (uintptr_t)t->dv) &
+            15) == 0;
+}
+
+static tensor_shape shape_of(const heddle_attention *a, const void *base, heddle_strides s, int64_t width, int64_t rows,
+                             int64_t packed_rows, int64_t heads) {
+    const bool packed = a->features & HEDDLE_VARLEN;
+    tensor_shape r = {.base = base,
+                      .extent = {(uint64_t)width, (uint64_t)(packed ? packed_rows : rows), (uint64_t)heads,
+                                 packed ? 1 : (uint64_t)a->b},
+                      .stride = {(uint64_t)s.s * 2, (uint64_t)s.h * 2, packed ? 0 : (uint64_t)s.b * 2}};
+    for (int x = 0; x < 3; x++)
+        if (r.extent[x + 1] == 1)
+            r.stride[x] = 16; /* any: it is never taken */
+    return r;
+}
+
+void heddle__cuda_attention_shapes(const attention_plan *plan, const heddle_attention_data *t, tensor_shape shapes[4]) {
+    const heddle_attention *a = &plan->a;
+    shapes[0] = shape_of(a, t->q, a->q_stride, a->d, a->sq, a->total_q, a->h);
+    shapes[1] = shape_of(a, t->k, a->k_stride, a->d, a->sk, a->total_k, a->hk);
+    shapes[2] = shape_of(a, t->v, a->v_stride, a->dv, a->sk, a->total_k, a->hk);
+    shapes[3] = shape_of(a, t->dout, a->do_stride, a->dv, a->sq, a->total_q, a->h);
 }
 
 static void fill_params(const attention_plan *plan, const choice *c, const heddle_attention_data *data, char *workspace,
@@ -243,44 +325,49 @@ static void fill_params(const attention_plan *plan, const choice *c, const heddl
     }
 }
 
-static void add_launch(attention_launch *launches, int *count, int kernel, int64_t grid) {
+/* Hopper's kernels take tile after tile: a block for each multiprocessor. */
+static void add_launch(attention_launch *launches, int *count, int kernel, int64_t grid,
+                       const attention_device *device) {
     const kernel_row *k = &kernels[kernel];
+    const bool sm90 = k->family == FAMILY_sm90;
+    if (sm90)
+        grid = min64(grid, device->multiprocessors);
     if (grid > 0)
         launches[(*count)++] = (attention_launch){(enum attention_kernel)kernel, (uint32_t)grid,
-                                                  32u * (uint32_t)k->warps, (uint32_t)shared_bytes(k)};
+                                                  32u * (uint32_t)k->warps, (uint32_t)shared_bytes(k), sm90};
 }
 
 static void add_plain(const heddle_attention *a, const attention_device *device, attention_launch *launches, int *count,
                       kernel_pass pass, int64_t grid) {
-    add_launch(launches, count, find_kernel(a, device, pass, VARIANT_plain), grid);
+    add_launch(launches, count, find_kernel(a, device, pass, VARIANT_plain, FAMILY_sm80), grid, device);
 }
 
 int heddle__cuda_attention_launches(const attention_plan *plan, const attention_device *device,
                                     const heddle_attention_data *data, void *workspace, attention_params *params,
                                     attention_launch launches[ATTENTION_MAX_LAUNCHES]) {
     const heddle_attention *a = &plan->a;
-    const choice c = choose(a, plan->pass, device);
+    const choice c = choose(a, plan->pass, device, is_aligned(data));
     const int64_t rows = a->b * a->h * a->sq;
     int n = 0;
     fill_params(plan, &c, data, workspace, params);
     if (plan->pass == HEDDLE_FORWARD) {
-        add_launch(launches, &n, c.fwd, c.blocks);
+        add_launch(launches, &n, c.fwd, c.blocks, device);
         if (c.splits > 1)
             add_plain(a, device, launches, &n, PASS_combine, rows);
         if (data->weights)
             add_plain(a, device, launches, &n, PASS_weights, a->sk ? rows : 0);
         return n;
     }
-    const int prep = find_kernel(a, device, PASS_prep, VARIANT_full);
+    const int prep = find_kernel(a, device, PASS_prep, VARIANT_full, FAMILY_sm80);
     const bool plain = prep < 0 || kernels[c.dkdv].variant == VARIANT_plain;
     if (plain || (a->features & HEDDLE_WEIGHTS))
         add_plain(a, device, launches, &n, PASS_prep, ceil_div(rows, 4));
     if (!plain)
-        add_launch(launches, &n, prep, ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b);
+        add_launch(launches, &n, prep, ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b, device);
     if (data->dk || data->dv)
-        add_launch(launches, &n, c.dkdv, c.blocks_dkdv);
+        add_launch(launches, &n, c.dkdv, c.blocks_dkdv, device);
     if (data->dq)
-        add_launch(launches, &n, c.dq, c.blocks);
+        add_launch(launches, &n, c.dq, c.blocks, device);
     if (data->dbias)
         add_plain(a, device, launches, &n, PASS_dbias,
                   ceil_div(a->sk, 128) * (a->dbias_stride.s ? a->sq : 1) * (a->dbias_stride.h ? a->h : 1) *

@@ -11,6 +11,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define MAX_DEVICES 64
@@ -52,6 +53,7 @@ typedef struct device_record {
     atomic_int state; /* 0: nobody has asked, 1: somebody is at it, 2: done */
     char name[96];    /* "NVIDIA H200 (device 0, sm_90)" */
     int ordinal, major, minor, multiprocessors, shared_optin;
+    int sm90;        /* Hopper, and HEDDLE_CUDA does not ask for less */
     cu_result error; /* of the query */
     _Atomic(cu_context) primary;
     /* Blocks of 2 MiB of addresses that were seen to be this device's memory (the driver maps no smaller ones), plus one. */
@@ -79,6 +81,8 @@ static void query_device(const cuda_driver *cu, device_record *r, int ordinal) {
         r->error = cu->cuDeviceGetAttribute(facts[x].value, facts[x].attribute, device);
     if (r->error == CU_SUCCESS)
         r->error = cu->cuDeviceGetName(name, sizeof name, device);
+    const char *wanted = getenv("HEDDLE_CUDA");
+    r->sm90 = r->major == 9 && !(wanted && !strcmp(wanted, "sm80"));
     snprintf(r->name, sizeof r->name, "%s (device %d, sm_%d%d)", name, ordinal, r->major, r->minor);
 }
 
@@ -285,7 +289,7 @@ static heddle_status plan_attention(attention_plan *plan) {
     heddle_status status = current_device(&cu, &r, &context);
     if (status != HEDDLE_OK)
         return status;
-    const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin};
+    const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin, r->sm90};
     return heddle__cuda_plan_attention(plan, &facts);
 }
 
@@ -314,6 +318,26 @@ static heddle_status enter_primary(const cuda_driver *cu, device_record *r) {
     return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuCtxPushCurrent", error);
 }
 
+/* Boxes of 64 columns of 64 rows, as the kernels for Hopper lay their tiles down. */
+static heddle_status encode_maps(const cuda_driver *cu, const device_record *r, const attention_plan *plan,
+                                 const heddle_attention_data *data, attention_params_sm90 *params) {
+    static const uint32_t box[] = {64, 64, 1, 1}, steps[] = {1, 1, 1, 1};
+    const int type = plan->a.dtype == HEDDLE_BF16 ? CU_TENSOR_MAP_BFLOAT16 : CU_TENSOR_MAP_FLOAT16;
+    tensor_map *maps[] = {&params->q, &params->k, &params->v, &params->dout};
+    tensor_shape shapes[4];
+    heddle__cuda_attention_shapes(plan, data, shapes);
+    for (int x = 0; x < 4; x++) {
+        if (!shapes[x].base)
+            continue;
+        cu_result error = cu->cuTensorMapEncodeTiled(maps[x], type, 4, (void *)(uintptr_t)shapes[x].base,
+                                                     shapes[x].extent, shapes[x].stride, box, steps, 0,
+                                                     CU_TENSOR_MAP_SWIZZLE_128, CU_TENSOR_MAP_PROMOTE_256, 0);
+        if (error != CU_SUCCESS)
+            return heddle__cuda_fail(cu, r->name, "cuTensorMapEncodeTiled", error);
+    }
+    return HEDDLE_OK;
+}
+
 static heddle_status launch_attention(const cuda_driver *cu, device_record *r, const attention_plan *plan,
                                       const heddle_attention_data *data, void *workspace, void *stream) {
     heddle_status status = check_attention_pointers(cu, r, data, workspace);
@@ -321,15 +345,20 @@ static heddle_status launch_attention(const cuda_driver *cu, device_record *r, c
         status = check_stream(cu, r, stream);
     if (status != HEDDLE_OK)
         return status;
-    const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin};
-    attention_params params;
+    const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin, r->sm90};
+    attention_params_sm90 params;
     attention_launch launches[ATTENTION_MAX_LAUNCHES];
-    int n = heddle__cuda_attention_launches(plan, &facts, data, workspace, &params, launches);
+    int n = heddle__cuda_attention_launches(plan, &facts, data, workspace, &params.p, launches), sm90 = 0;
+    for (int x = 0; x < n; x++)
+        sm90 |= launches[x].sm90;
+    if (sm90)
+        status = encode_maps(cu, r, plan, data, &params);
     for (int x = 0; x < n && status == HEDDLE_OK; x++) {
         const attention_launch *l = &launches[x];
         const kernel_row row = {heddle__cuda_attention_symbol(l->kernel), heddle__cuda_attention_module(l->kernel),
                                 l->threads};
-        status = launch(cu, r, (int)l->kernel, &row, l->grid, l->shared_bytes, &params, stream);
+        status = launch(cu, r, (int)l->kernel, &row, l->grid, l->shared_bytes,
+                        l->sm90 ? (const void *)&params : &params.p, stream);
     }
     return status;
 }

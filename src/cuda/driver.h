@@ -35,6 +35,9 @@ typedef uint64_t cu_pointer;
                           void *options, void *option_values, unsigned option_count))                                  \
     D(cuLibraryGetKernel, (cu_kernel * kernel, cu_library library, const char *name))                                  \
     D(cuKernelSetAttribute, (int attribute, int value, cu_kernel kernel, cu_device device))                            \
+    D(cuTensorMapEncodeTiled,                                                                                          \
+      (void *map, int type, unsigned rank, void *base, const uint64_t *extents, const uint64_t *strides,               \
+       const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill))              \
     D(cuLaunchKernel,                                                                                                  \
       (cu_kernel kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,        \
        unsigned block_z, unsigned shared, cu_stream stream, void **parameters, void **extra))
@@ -61,7 +64,11 @@ enum {
     CU_POINTER_MEMORY_TYPE = 2,
     CU_POINTER_DEVICE_ORDINAL = 9,
     CU_MEMORY_TYPE_HOST = 1,
-    CU_CAPTURE_MODE_RELAXED = 2
+    CU_CAPTURE_MODE_RELAXED = 2,
+    CU_TENSOR_MAP_FLOAT16 = 6,
+    CU_TENSOR_MAP_BFLOAT16 = 9,
+    CU_TENSOR_MAP_SWIZZLE_128 = 3,
+    CU_TENSOR_MAP_PROMOTE_256 = 3
 };
 
 /* The driver, opened and initialised at the first call; NULL and a message when there is none or no GPU. */

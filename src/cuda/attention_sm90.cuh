@@ -1,0 +1,197 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What the attention kernels for Hopper share: tiles as the copy engine lays them down, products of a warpgroup over them,
+ * rings of tiles behind mbarriers, and the cleaning of tiles that a mask cuts.
+ *
+ * A tile of ROWS rows and D columns of 16 bits is D/64 strips of 64 columns, one behind the other; a row of a strip is
+ * 128 bytes, whose 16-byte chunk x lies at x ^ (row % 8) (the swizzle of 128 bytes). Tiles begin at multiples of 1024. */
+#ifndef HEDDLE_CUDA_ATTENTION_SM90_CUH
+#define HEDDLE_CUDA_ATTENTION_SM90_CUH
+
+#include "attention_tile.cuh"
+
+#define WARPGROUP 128
+
+template <int D, int ROWS> struct tile90 {
+    static constexpr int strip = ROWS * 128; /* bytes */
+    static constexpr int bytes = ROWS * D * 2;
+};
+
+/* Shared memory of a block begins where it likes, tiles do not. */
+INLINE uint32_t align_tiles(uint32_t at) {
+    return (at + 1023) & ~1023u;
+}
+
+/* ------------------------------------------------------------------------------------------------------- products */
+
+/* The tensor cores' description of an operand in shared memory: address and the two strides, all in units of 16 bytes, and the
+ * swizzle of 128 bytes. `leading` is not looked at where the contiguous dimension is the one that is summed over. */
+INLINE uint64_t describe(uint32_t at, int leading, int stride) {
+    return (uint64_t)((at & 0x3ffff) >> 4) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(stride >> 4) << 32 |
+           UINT64_C(1) << 62;
+}
+
+/* Rows of a tile as rows of A or columns of B: the sum runs along them. Step s is 16 columns. */
+INLINE uint64_t describe_rows(uint32_t at) {
+    return describe(at, 16, 1024);
+}
+template <int ROWS> INLINE constexpr uint64_t rows_step(int s) {
+    return (uint64_t)((s / 4 * ROWS * 128 + s % 4 * 32) >> 4);
+}
+
+/* Rows of a tile as rows of B: the sum runs over them. Step s is 16 rows. STRIP: bytes from strip to strip. */
+template <int STRIP> INLINE uint64_t describe_columns(uint32_t at) {
+    return describe(at, STRIP, 1024);
+}
+INLINE constexpr uint64_t columns_step(int s) {
+    return (uint64_t)(s * 16 * 128 >> 4);
+}
+
+template <typename T, int N, int TRANSPOSED> struct wgmma;
+#define WGMMA(type, N)                                                                                                 \
+    template <int TRANSPOSED> struct wgmma<type, N, TRANSPOSED> {                                                      \
+        template <typename A>                                                                                          \
+        static __device__ __forceinline__ void run(float (*c)[4], const A &a, uint64_t b, int add) {                   \
+            wgmma_##type##_n##N<TRANSPOSED>(c, a, b, add);                                                             \
+        }                                                                                                              \
+    };
+WGMMA(bf16, 64)
+WGMMA(bf16, 128)
+WGMMA(bf16, 256)
+WGMMA(f16, 64)
+WGMMA(f16, 128)
+WGMMA(f16, 256)
+#undef WGMMA
+
+/* c[N/8] = A·Bᵀ over D columns, issued only: the caller fences before, commits and waits. A: 64 rows of a tile of A_ROWS from
+ * address a on (a multiple of 8 rows into it), B: N rows of a tile of B_ROWS. */
+template <typename T, int D, int N, int A_ROWS, int B_ROWS>
+INLINE void warpgroup_rows(float (*c)[4], uint32_t a, uint32_t b) {
+    const uint64_t da = describe_rows(a), db = describe_rows(b);
+#pragma unroll
+    for (int s = 0; s < D / 16; s++)
+        wgmma<T, N, 0>::run(c, da + rows_step<A_ROWS>(s), db + rows_step<B_ROWS>(s), s > 0);
+}
+
+/* c[N/8] += A·B over ROWS rows: A in registers, as pack_fragments gives it; B: N columns of a tile of B_ROWS rows, the first of
+ * the ROWS at address b. Issued only. */
+template <typename T, int N, int ROWS, int B_ROWS>
+INLINE void warpgroup_columns(float (*c)[4], const uint32_t (*a)[4], uint32_t b) {
+    const uint64_t db = describe_columns<B_ROWS * 128>(b);
+#pragma unroll
+    for (int s = 0; s < ROWS / 16; s++)
+        wgmma<T, N, 1>::run(c, a[s], db + columns_step(s), 1);
+}
+
+/* Accumulators of 64 rows and N columns -> A operands of the N/16 steps of a product over those columns. */
+template <typename T, int N> INLINE void pack_fragments(uint32_t (*a)[4], const float (*c)[4]) {
+#pragma unroll
+    for (int s = 0; s < N / 16; s++) {
+        a[s][0] = pack_pair(c[2 * s][0], c[2 * s][1], T());
+        a[s][1] = pack_pair(c[2 * s][2], c[2 * s][3], T());
+        a[s][2] = pack_pair(c[2 * s + 1][0], c[2 * s + 1][1], T());
+        a[s][3] = pack_pair(c[2 * s + 1][2], c[2 * s + 1][3], T());
+    }
+}
+
+template <int COUNT> INLINE void pin_all(float (*c)[4]) {
+#pragma unroll
+    for (int y = 0; y < COUNT; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            pin(c[y][e]);
+}
+template <int COUNT> INLINE void pin_all(uint32_t (*a)[4]) {
+#pragma unroll
+    for (int y = 0; y < COUNT; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            pin(a[y][e]);
+}
+
+template <int COUNT> INLINE void zero_all(float (*c)[4]) {
+#pragma unroll
+    for (int y = 0; y < COUNT; y++)
+        c[y][0] = c[y][1] = c[y][2] = c[y][3] = 0.0f;
+}
+
+/* ---------------------------------------------------------------------------------------------------------- rings */
+
+/* Where one stands in a ring of STAGES tiles: a slot, and how often one has been round. A consumer waits for parity `turn`, a
+ * producer, for the slot to be empty, for turn ^ 1 (of which the first is over from the start). */
+struct ring {
+    int slot, turn;
+};
+
+template <int STAGES> INLINE void advance(ring *r) {
+    if (++r->slot == STAGES) {
+        r->slot = 0;
+        r->turn ^= 1;
+    }
+}
+
+/* ROWS x D from row `row` of head `head` of batch `n`: boxes of 64 rows and 64 columns. One thread. Rows and columns that the
+ * tensor does not have become zero, and count as copied. */
+template <int D, int ROWS>
+INLINE void load_boxes(uint32_t to, const tensor_map *map, uint32_t barrier, int row, int head, int n) {
+#pragma unroll
+    for (int x = 0; x < D / 64; x++)
+#pragma unroll
+        for (int y = 0; y < ROWS / 64; y++)
+            tma_load4(to + x * tile90<D, ROWS>::strip + y * 64 * 128, map, barrier, x * 64, row + y * 64, head, n);
+}
+
+/* In a tile that a mask cuts, 0·NaN would leak through a product: what is not finite becomes zero, and bad[row] says whether
+ * there was any. A thread looks after every THREADS-th row; fence_async() and a barrier have to follow. */
+template <typename T, int D, int ROWS, int THREADS> INLINE void clean_rows(uint32_t tile, int *bad, int thread) {
+    for (int row = thread; row < ROWS; row += THREADS) {
+        int found = 0;
+#pragma unroll 1
+        for (int x = 0; x < D / 64; x++) {
+            const uint32_t at = tile + x * tile90<D, ROWS>::strip + row * 128;
+#pragma unroll 4
+            for (int y = 0; y < 8; y++) {
+                const uint32_t chunk = at + (y ^ (row & 7)) * 16; /* lanes begin in different banks */
+                if (has_nonfinite(load_shared16(chunk), T())) {
+                    store_shared16(chunk, make_uint4(0, 0, 0, 0));
+                    found = 1;
+                }
+            }
+        }
+        bad[row] = found;
+    }
+}
+
+/* ---------------------------------------------------------------------------------------------------------- masks */
+
+/* Where this thread's part of accumulators lies: its first row in the warpgroup (the other is 8 below), and the first of its
+ * pairs of columns. */
+INLINE int fragment_row(void) {
+    return (int)threadIdx.x % WARPGROUP / 32 * 16 + (int)threadIdx.x % 32 / 4;
+}
+INLINE int fragment_column(void) {
+    return (int)threadIdx.x % 4 * 2;
+}
+
+/* Scores of rows i0 + 0 .. 63 against keys j0 .. j0+N-1 of a cut tile, of which query i sees i+lo .. i+hi, up to sk: -inf where
+ * unseen, NaN where the key is marked at `bad` in shared memory. */
+template <int N> INLINE void mask_scores(int lo, int hi, int sk, int i0, int j0, uint32_t bad, float (*s)[4]) {
+    const int column0 = fragment_column(), i = i0 + fragment_row();
+    bad += column0 * 4;
+    j0 += column0;
+    const int first[2] = {max(i + lo, 0) - j0, max(i + 8 + lo, 0) - j0};
+    const int last[2] = {min(i + hi, sk - 1) - j0, min(i + 8 + hi, sk - 1) - j0};
+#pragma unroll
+    for (int y = 0; y < N / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int column = y * 8 + e;
+            const bool marked = load_shared4(bad + column * 4);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float *t = &s[y][2 * half + e];
+                *t = column < first[half] || column > last[half] ? -CUDART_INF_F : marked ? CUDART_NAN_F : *t;
+            }
+        }
+}
+
+#endif

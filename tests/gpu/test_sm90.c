@@ -1,0 +1,196 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention in the sizes of the kernels for Hopper: several tiles, cut in every way. On another GPU, or with HEDDLE_CUDA=sm80, the
+ * same problems go to the other kernels. */
+#define _POSIX_C_SOURCE 200809L
+#include "common.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const heddle_dtype dtypes[] = {HEDDLE_BF16, HEDDLE_F16};
+
+/* Seeds that three divides would move the tensors off their alignment. */
+static attention_case make_case(heddle_dtype dtype, int64_t b, int64_t h, int64_t hk, int64_t sq, int64_t sk, int64_t d,
+                                int64_t dv) {
+    return (attention_case){.a = attention_desc(dtype, b, h, hk, sq, sk, d, dv),
+                            .seed = (uint64_t)((sq * 7 + sk + d + dv) * 3 + 1),
+                            .poison_masked = true};
+}
+
+static void expect_family(const attention_case *c, const char *family) {
+    char name[128] = "";
+    heddle_attention a = c->a;
+    const char *wanted = getenv("HEDDLE_CUDA");
+    a.size = sizeof a;
+    a.device = HEDDLE_CUDA;
+    a.hk = a.hk ? a.hk : a.h;
+    a.dv = a.dv ? a.dv : a.d;
+    assert_int_equal(heddle_attention_kernel(&a, HEDDLE_FORWARD, name, sizeof name), HEDDLE_OK);
+    char device[160] = "";
+    heddle_device_describe(HEDDLE_CUDA, device, sizeof device);
+    if (!strstr(device, "sm_90") || (wanted && strcmp(wanted, "sm80") == 0))
+        family = "sm80";
+    if (!strstr(name, family)) {
+        attention_print(c);
+        fail_msg("the plan chose %s, expected was %s", name, family);
+    }
+}
+
+static void check(const attention_case *c) {
+    expect_family(c, "sm90");
+    check_attention(c);
+}
+
+static void test_masks(void **state) {
+    (void)state;
+    static const int64_t lengths[][2] = {{200, 333}, {333, 200}, {130, 130}, {193, 257}};
+    for (size_t x = 0; x < COUNT(lengths); x++)
+        for (int mask = 0; mask < 3; mask++) {
+            attention_case c =
+                make_case(dtypes[(x + (size_t)mask) % 2], 1, 2, 2, lengths[x][0], lengths[x][1], x % 2 ? 128 : 64, 0);
+            c.a.mask = (heddle_mask)mask;
+            check(&c);
+        }
+}
+
+static void test_windows(void **state) {
+    (void)state;
+    static const int64_t windows[][2] = {{0, 0}, {40, 0}, {150, 9}, {-1, 33}, {70, -1}, {300, 300}};
+    for (size_t x = 0; x < COUNT(windows); x++) {
+        attention_case c = make_case(dtypes[x % 2], 1, 1, 1, x % 2 ? 260 : 330, 290, x / 2 % 2 ? 64 : 128, 0);
+        c.a.features = HEDDLE_WINDOW;
+        c.a.window_left = windows[x][0];
+        c.a.window_right = windows[x][1];
+        c.a.mask = (heddle_mask)(x % 3);
+        check(&c);
+    }
+}
+
+/* Head dims that do not fill a tile, and dv that is not d. */
+static void test_head_dims(void **state) {
+    (void)state;
+    static const int64_t dims[][2] = {{8, 8}, {40, 64}, {72, 24}, {64, 128}, {128, 40}, {96, 96}, {120, 120}};
+    for (size_t x = 0; x < COUNT(dims); x++) {
+        attention_case c = make_case(dtypes[x % 2], 1, 2, 1, 150, 170, dims[x][0], dims[x][1]);
+        c.a.mask = (heddle_mask)(x % 3);
+        check(&c);
+    }
+}
+
+/* More tiles than multiprocessors: blocks take several. */
+static void test_many_tiles(void **state) {
+    (void)state;
+    for (int x = 0; x < 4; x++) {
+        attention_case c = make_case(dtypes[x % 2], 3, 24, 4, 200, 140, x / 2 ? 128 : 64, 0);
+        c.a.mask = x % 2 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
+        c.a.features = HEDDLE_SINKS;
+        c.poison_masked = false; /* too slow for so many heads */
+        c.skip = 1u << T_LSE;
+        check(&c);
+    }
+}
+
+static void test_groups_and_sinks(void **state) {
+    (void)state;
+    static const int64_t heads[][2] = {{6, 2}, {4, 1}};
+    for (size_t x = 0; x < COUNT(heads); x++) {
+        attention_case c = make_case(dtypes[x], 2, heads[x][0], heads[x][1], 140, 150, x ? 64 : 128, 0);
+        c.a.features = HEDDLE_SINKS;
+        c.a.mask = (heddle_mask)(2 - x);
+        check(&c);
+    }
+}
+
+static void test_packed(void **state) {
+    (void)state;
+    static const int32_t cu_q[] = {0, 150, 150, 150, 413, 414, 470}, cu_k[] = {0, 200, 200, 231, 500, 501, 501};
+    for (int x = 0; x < 4; x++) {
+        attention_case c = make_case(dtypes[x % 2], 6, 2, 1, 270, 280, x / 2 ? 128 : 64, 0);
+        c.a.features = HEDDLE_VARLEN | (x == 3 ? HEDDLE_WINDOW : 0);
+        c.a.total_q = 480; /* rows past the last sequence belong to none */
+        c.a.total_k = 510;
+        c.cu_q = cu_q;
+        c.cu_k = cu_k;
+        c.a.mask = (heddle_mask)(x % 3);
+        if (x == 3) {
+            c.a.window_left = 100;
+            c.a.window_right = 50;
+        }
+        check(&c);
+    }
+}
+
+static void test_lengths(void **state) {
+    (void)state;
+    static const int32_t len_q[] = {0, 170, 211, 1}, len_k[] = {130, 0, 190, 129};
+    for (int x = 0; x < 3; x++) {
+        attention_case c = make_case(dtypes[x % 2], 4, 2, 1, 211, 190, x % 2 ? 128 : 64, 0);
+        c.a.features = HEDDLE_SEQLENS;
+        c.len_q = x == 1 ? NULL : len_q;
+        c.len_k = x == 2 ? NULL : len_k;
+        c.a.mask = (heddle_mask)x;
+        check(&c);
+    }
+}
+
+static void test_layouts(void **state) {
+    (void)state;
+    const int64_t b = 2, h = 4, hk = 2, sq = 140, sk = 150, d = 64;
+    attention_case c = make_case(HEDDLE_BF16, b, h, hk, sq, sk, d, 0);
+    c.a.q_stride = c.a.o_stride = c.a.do_stride = c.a.dq_stride = (heddle_strides){sq * h * d, d, h * d};
+    c.a.k_stride = c.a.v_stride = c.a.dk_stride = c.a.dv_stride = (heddle_strides){sk * hk * d, d, hk * d};
+    check(&c);
+    c = make_case(HEDDLE_F16, b, h, h, sq, sq, d, 0); /* rows of a packed [b, s, 3, h, d] */
+    c.a.q_stride = c.a.k_stride = c.a.v_stride = c.a.dq_stride = c.a.dk_stride = c.a.dv_stride =
+        (heddle_strides){sq * 3 * h * d, d, 3 * h * d};
+    check(&c);
+    c = make_case(HEDDLE_BF16, b, h, hk, sq, sk, d, 0); /* padded rows */
+    c.a.q_stride = (heddle_strides){h * sq * 72 + 8, sq * 72, 72};
+    c.a.k_stride = (heddle_strides){hk * sk * 80, sk * 80, 80};
+    c.a.v_stride = (heddle_strides){80, b * 80, b * hk * 80};
+    c.a.o_stride = (heddle_strides){h * sq * 88, sq * 88, 88};
+    check(&c);
+    /* What the copy engine cannot fetch falls back: rows that are no multiple of 16 bytes, one set of keys for all. */
+    c = make_case(HEDDLE_BF16, b, h, hk, sq, sk, d, 0);
+    c.a.k_stride = (heddle_strides){hk * sk * 65, sk * 65, 65};
+    expect_family(&c, "sm80");
+    check_attention(&c);
+    c = make_case(HEDDLE_F16, b, h, hk, sq, sk, d, 0);
+    c.a.k_stride = (heddle_strides){0, sk * d, d};
+    expect_family(&c, "sm80");
+    check_attention(&c);
+    c = make_case(HEDDLE_F16, b, h, hk, sq, sk, d, 0);
+    c.seed = 3; /* pointers that are not aligned: known only when it runs */
+    check(&c);
+}
+
+/* A value that some queries see is NaN or infinite: they are lost, the others are not. */
+static void test_nan_value(void **state) {
+    (void)state;
+    for (int x = 0; x < 4; x++) {
+        attention_case c = make_case(dtypes[x % 2], 1, 1, 1, 290, 290, x / 2 ? 128 : 64, 0);
+        c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
+        attention_problem p = attention_new(&c);
+        for (int64_t e = 0; e < c.a.d; e++) {
+            tensor_set(&p.t[T_K], 0, 0, 200, e, x % 2 ? NAN : 0.5);
+            tensor_set(&p.t[T_V], 0, 0, 200, e, x % 2 ? NAN : INFINITY);
+        }
+        tensor_upload(&p.t[T_K]);
+        tensor_upload(&p.t[T_V]);
+        attention_run(&p, HEDDLE_FORWARD);
+        for (int64_t i = 0; i < 290; i++)
+            for (int64_t e = 0; e < c.a.d; e++)
+                assert_int_equal(!isfinite(tensor_get(&p.t[T_O], 0, 0, i, e)), i >= 200);
+        attention_free(&p);
+    }
+}
+
+int main(void) {
+    test_begin();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_masks),      cmocka_unit_test(test_windows),          cmocka_unit_test(test_head_dims),
+        cmocka_unit_test(test_many_tiles), cmocka_unit_test(test_groups_and_sinks), cmocka_unit_test(test_packed),
+        cmocka_unit_test(test_lengths),    cmocka_unit_test(test_layouts),          cmocka_unit_test(test_nan_value)};
+    return test_end(cmocka_run_group_tests(tests, NULL, NULL));
+}
