@@ -4,7 +4,7 @@
  * A block stays on its multiprocessor and takes one tile of 64·GROUPS queries after the other. One thread sends for Q and for
  * the tiles of K and V, two warps clean those tiles of V that a mask cuts, and GROUPS warpgroups of 64 queries each compute:
  * while the tensor cores add P·V of one tile, the softmax of the next one is on its way, and the warpgroups take turns in
- * giving the tensor cores work. */
+ * giving the tensor cores work. The first scores of a tile of queries are formed while o of the one before is stored. */
 #include "attention_sm90.cuh"
 
 #define STAGES 2
@@ -13,56 +13,83 @@
 template <int D, int GROUPS, int BLOCK> struct forward90 {
     static constexpr int rows = GROUPS * 64;
     static constexpr int tile_bytes = BLOCK * D * 2;
-    static constexpr int k = rows * D * 2;
+    static constexpr int q_stages = D > 128 ? 1 : 2; /* with two, o leaves through the buffer of its own Q */
+    static constexpr int q_bytes = rows * D * 2;
+    static constexpr int k = q_stages * q_bytes;
     static constexpr int v = k + STAGES * tile_bytes;
-    static constexpr int o_pitch = D * 2 + 16;
-    static constexpr int o = v + STAGES * tile_bytes;
-    static constexpr int bad = o + rows * o_pitch;
+    static constexpr int bad = v + STAGES * tile_bytes;
     static constexpr int barriers = bad + STAGES * BLOCK * 4;
-    static constexpr int bytes = barriers + 8 * (2 + 5 * STAGES);
+    static constexpr int bytes = barriers + 8 * 7 * STAGES;
 };
 
-/* The barriers, by their place. Of K, V and of V cleaned one per slot. */
+/* The barriers, by the place of their first; one per slot. */
 enum {
-    Q_FULL,
-    Q_EMPTY,
-    K_FULL,
-    K_EMPTY = K_FULL + STAGES,
-    V_FULL = K_EMPTY + STAGES,
-    V_CLEAN = V_FULL + STAGES,
-    V_EMPTY = V_CLEAN + STAGES,
-    BARRIERS = V_EMPTY + STAGES
+    Q_FULL = 0,
+    Q_EMPTY = Q_FULL + 8 * STAGES,
+    K_FULL = Q_EMPTY + 8 * STAGES,
+    K_EMPTY = K_FULL + 8 * STAGES,
+    V_FULL = K_EMPTY + 8 * STAGES,
+    V_CLEAN = V_FULL + 8 * STAGES,
+    V_EMPTY = V_CLEAN + 8 * STAGES
 };
 
 /* ---------------------------------------------------------------------------------------------------------- work */
 
-/* A tile of queries: row0 .. i1-1 count; keys begin .. end-1 are seen by some of them, i+lo .. i+hi by query i. */
+/* Keys begin .. end-1 are seen by some query of a tile, i+lo .. i+hi of the sk keys by its i-th, of 0 .. last. */
 struct forward_span {
-    int row0, i1, begin, end, lo, hi, sk;
+    int begin, end, lo, hi, sk, last;
 };
+/* A tile of queries. */
 struct forward_work {
     place c;
-    int x, n; /* head; batch as the tensor maps count */
+    unsigned id;
+    int x, n, row0; /* head; batch as the tensor maps count */
     forward_span s;
 };
 
-/* The tile that this block takes in a round: the order goes back and forth over the blocks, so that none gets the longer
- * tile every time. */
-INLINE unsigned work_id(int round) {
-    return round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+/* Tiles come in pairs of equal cost under a causal mask: the last and the first of a head, and so on inwards; what is left in the
+ * middle of an odd number pairs with its like of the next head. 16 heads at a time, whose keys stay in the second-level cache.
+ * A block takes every gridDim.x-th pair; the pairs that do not make a full round are dealt out as single tiles. */
+INLINE unsigned count_pairs(const attention_params &p) {
+    const unsigned units = (unsigned)(p.a.h * p.a.b), tiles = (unsigned)p.tiles_q;
+    return units / 16 * 8 * tiles + (units % 16 * tiles + 1) / 2;
+}
+
+/* id = unit·tiles + tile of one step; false: there is none. */
+INLINE bool tile_of_step(const attention_params &p, unsigned step, unsigned *id) {
+    const unsigned units = (unsigned)(p.a.h * p.a.b), tiles = (unsigned)p.tiles_q, grid = gridDim.x;
+    const unsigned pairs = count_pairs(p);
+    unsigned pair = step / 2 * grid + blockIdx.x, second = step % 2;
+    if (step / 2 * grid + grid > pairs) {
+        const unsigned left = pairs % grid, at = second ? 2 * grid - 1 - blockIdx.x : blockIdx.x;
+        if (at >= 2 * left)
+            return false;
+        second = at >= left;
+        pair = pairs - left + at - second * left;
+    }
+    const unsigned section = pair / (8 * tiles), j = pair - section * 8 * tiles;
+    const unsigned count = min(16u, units - section * 16), half = tiles / 2;
+    unsigned unit = j % count, tile = second ? j / count : tiles - 1 - j / count;
+    if (j >= count * half) {
+        unit = 2 * (j - count * half) + second;
+        tile = half;
+        if (unit >= count)
+            return false;
+    }
+    *id = (section * 16 + unit) * tiles + tile;
+    return true;
 }
 
 /* False: the tile has no rows. */
 template <int ROWS> INLINE bool find_work(const attention_params &p, unsigned id, forward_work *w) {
-    const unsigned h = (unsigned)p.a.h, units = h * (unsigned)p.a.b, tiles = (unsigned)p.tiles_q;
-    const unsigned section = id / (16 * tiles) * 16, r = id - section * tiles, count = min(16u, units - section);
-    const unsigned unit = section + r % count;
+    const unsigned h = (unsigned)p.a.h, unit = id / (unsigned)p.tiles_q;
+    w->id = id;
     w->x = (int)(unit % h);
     w->c = find_place(p, unit / h);
     w->n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w->c.n;
-    const int row0 = (p.tiles_q - 1 - (int)(r / count)) * ROWS; /* the longest of a causal mask first */
-    const int i1 = min(w->c.sq, row0 + ROWS);
-    w->s = {row0, i1, 0, 0, w->c.lo, w->c.hi, w->c.sk};
+    const int row0 = (int)(id - unit * (unsigned)p.tiles_q) * ROWS, i1 = min(w->c.sq, row0 + ROWS);
+    w->row0 = row0;
+    w->s = {0, 0, row0 + w->c.lo, row0 + w->c.hi, w->c.sk, i1 - 1 - row0};
     if (row0 < i1) {
         w->s.begin = max(0, min(row0 + w->c.lo, w->c.sk));
         w->s.end = max(w->s.begin, min(i1 + w->c.hi, w->c.sk));
@@ -70,20 +97,51 @@ template <int ROWS> INLINE bool find_work(const attention_params &p, unsigned id
     return row0 < w->c.all_sq;
 }
 
+/* This block's next tile that has rows. */
+template <int ROWS> INLINE bool next_work(const attention_params &p, unsigned *step, forward_work *w) {
+    while (*step / 2 * gridDim.x < count_pairs(p)) {
+        unsigned id;
+        const bool there = tile_of_step(p, *step, &id);
+        ++*step;
+        if (there && find_work<ROWS>(p, id, w))
+            return true;
+    }
+    return false;
+}
+
+/* The n-th tile of its kind: its slot, and the parity of the phase in which it is there. */
+template <int SLOTS> INLINE unsigned slot_of(unsigned n) {
+    return n % SLOTS;
+}
+template <int SLOTS> INLINE unsigned turn_of(unsigned n) {
+    return n / SLOTS % 2;
+}
+
 /* Some key of the tile from j0 on is unseen by some query. */
 template <int BLOCK> INLINE bool is_cut(const forward_span &w, int j0) {
-    return j0 + BLOCK > w.end || j0 + BLOCK - 1 > w.row0 + w.hi || j0 < w.i1 - 1 + w.lo;
+    return j0 + BLOCK > w.end || j0 + BLOCK - 1 > w.hi || j0 < w.last + w.lo;
 }
 
 /* ------------------------------------------------------------------------------------------------ loads, cleaning */
 
+/* The n-th tile of K or V. */
 template <int D, int BLOCK>
-INLINE void load_keys(uint32_t tiles, uint32_t full, uint32_t empty, const tensor_map *map, int row, int head, int n,
-                      ring *r) {
-    mbarrier_wait(empty + r->slot * 8, r->turn ^ 1);
-    mbarrier_expect(full + r->slot * 8, BLOCK * D * 2);
-    load_boxes<D, BLOCK>(tiles + r->slot * BLOCK * D * 2, map, full + r->slot * 8, row, head, n);
-    advance<STAGES>(r);
+INLINE void load_keys(uint32_t tiles, uint32_t full, uint32_t empty, const tensor_map *map, int row, int head,
+                      int batch, unsigned n) {
+    const unsigned slot = slot_of<STAGES>(n);
+    mbarrier_wait(empty + slot * 8, turn_of<STAGES>(n) ^ 1);
+    mbarrier_expect(full + slot * 8, BLOCK * D * 2);
+    load_boxes<D, BLOCK, BLOCK % 64 ? BLOCK : 64>(tiles + slot * BLOCK * D * 2, map, full + slot * 8, row, head, batch);
+}
+
+template <int D, int GROUPS, int BLOCK>
+INLINE void load_queries(const attention_params_sm90 &all, const forward_work &w, uint32_t base, unsigned n) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const unsigned slot = slot_of<layout::q_stages>(n);
+    const uint32_t full = base + layout::barriers + Q_FULL + slot * 8;
+    mbarrier_wait(full + Q_EMPTY - Q_FULL, turn_of<layout::q_stages>(n) ^ 1);
+    mbarrier_expect(full, layout::q_bytes);
+    load_boxes<D, layout::rows>(base + slot * layout::q_bytes, &all.q, full, (int)w.c.first_q + w.row0, w.x, w.n);
 }
 
 /* One thread sends for everything, in the order in which it is used. */
@@ -91,58 +149,57 @@ template <typename T, int D, int GROUPS, int BLOCK>
 INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t barriers) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const attention_params &p = all.p;
-    const unsigned total = (unsigned)p.tiles_q * (unsigned)(p.a.h * p.a.b);
-    ring rk = {0, 0}, rv = {0, 0};
-    int q_turn = 0;
-    for (int round = 0; round * gridDim.x < total; round++) {
-        forward_work w;
-        const unsigned id = work_id(round);
-        if (id >= total || !find_work<layout::rows>(p, id, &w) || w.s.begin == w.s.end)
+    unsigned step = 0, nq = 0, n = 0;
+    forward_work w;
+    int v_row = 0, v_head = 0, v_batch = 0; /* V follows K of the next step, be that of the next tile */
+    while (next_work<layout::rows>(p, &step, &w)) {
+        if (w.s.begin == w.s.end)
             continue;
-        const int head = w.x / p.group, first = (int)w.c.first_k, end = first + w.s.end, n = w.n;
-        int row = first + w.s.begin;
-        load_keys<D, BLOCK>(base + layout::k, barriers + K_FULL * 8, barriers + K_EMPTY * 8, &all.k, row, head, n, &rk);
-        mbarrier_wait(barriers + Q_EMPTY * 8, q_turn ^ 1);
-        mbarrier_expect(barriers + Q_FULL * 8, layout::rows * D * 2);
-        load_boxes<D, layout::rows>(base, &all.q, barriers + Q_FULL * 8, (int)w.c.first_q + w.s.row0, w.x, n);
-        q_turn ^= 1;
+        if (layout::q_stages > 1)
+            load_queries<D, GROUPS, BLOCK>(all, w, base, nq);
+        const int head = w.x / p.group, first = (int)w.c.first_k, end = first + w.s.end;
 #pragma unroll 1
-        for (; row < end; row += BLOCK) {
-            if (row + BLOCK < end)
-                load_keys<D, BLOCK>(base + layout::k, barriers + K_FULL * 8, barriers + K_EMPTY * 8, &all.k,
-                                    row + BLOCK, head, n, &rk);
-            load_keys<D, BLOCK>(base + layout::v, barriers + V_FULL * 8, barriers + V_EMPTY * 8, &all.v, row, head, n,
-                                &rv);
+        for (int row = first + w.s.begin; row < end; row += BLOCK, n++) {
+            load_keys<D, BLOCK>(base + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head, w.n, n);
+            if (n)
+                load_keys<D, BLOCK>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
+                                    v_batch, n - 1);
+            if (layout::q_stages == 1 && row == first + w.s.begin) /* waits for the last scores of the tile before */
+                load_queries<D, GROUPS, BLOCK>(all, w, base, nq);
+            v_row = row;
+            v_head = head;
+            v_batch = w.n;
         }
+        nq++;
     }
+    if (n)
+        load_keys<D, BLOCK>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head, v_batch,
+                            n - 1);
 }
 
 /* Two warps look at every tile of V in turn. */
 template <typename T, int D, int GROUPS, int BLOCK>
 INLINE void clean(const attention_params &p, uint32_t base, uint32_t barriers, int *bad) {
     typedef forward90<D, GROUPS, BLOCK> layout;
-    const unsigned total = (unsigned)p.tiles_q * (unsigned)(p.a.h * p.a.b);
     const int thread = (int)threadIdx.x % CLEANERS;
-    ring rv = {0, 0};
-    for (int round = 0; round * gridDim.x < total; round++) {
-        forward_work w;
-        const unsigned id = work_id(round);
-        if (id >= total || !find_work<layout::rows>(p, id, &w))
-            continue;
+    unsigned step = 0;
+    forward_work w;
+    unsigned n = 0;
+    while (next_work<layout::rows>(p, &step, &w)) {
 #pragma unroll 1
-        for (int j0 = w.s.begin; j0 < w.s.end; j0 += BLOCK) {
-            mbarrier_wait(barriers + (V_FULL + rv.slot) * 8, rv.turn);
+        for (int j0 = w.s.begin; j0 < w.s.end; j0 += BLOCK, n++) {
+            const unsigned slot = slot_of<STAGES>(n);
+            mbarrier_wait(barriers + V_FULL + slot * 8, turn_of<STAGES>(n));
             if (is_cut<BLOCK>(w.s, j0)) {
-                clean_rows<T, D, BLOCK, CLEANERS>(base + layout::v + rv.slot * layout::tile_bytes,
-                                                  bad + rv.slot * BLOCK, thread);
+                clean_rows<T, D, BLOCK, CLEANERS>(base + layout::v + slot * layout::tile_bytes, bad + slot * BLOCK,
+                                                  thread);
                 fence_async();
             }
             __syncwarp();
             if (thread % 32 == 0) {
-                mbarrier_arrive(barriers + (V_CLEAN + rv.slot) * 8);
-                mbarrier_arrive(barriers + (V_EMPTY + rv.slot) * 8);
+                mbarrier_arrive(barriers + V_CLEAN + slot * 8);
+                mbarrier_arrive(barriers + V_EMPTY + slot * 8);
             }
-            advance<STAGES>(&rv);
         }
     }
 }
@@ -201,43 +258,103 @@ INLINE float finish_row(const attention_params &p, const forward_work &w, int i,
     return sum == 0.0f ? 0.0f : shrink / sum;
 }
 
-/* o = O / sum, and lse. A warp's 16 rows go through shared memory, so that whole rows are written, 16 bytes a lane. */
+INLINE void store_lse(const attention_params &p, const forward_work &w, int i, float lse2) {
+    if (p.t.lse && i < w.c.all_sq)
+        ((float *)p.t.lse)[lse_at(p, w.c, w.x, i)] = lse2 * LN2;
+}
+
+/* Where this warp's 16 rows begin in the tile. */
+INLINE int warp_row(void) {
+    return (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
+}
+
+/* 16 bytes of each row that there is, from `load` of row and chunk. */
+template <typename T, int D, typename F>
+INLINE void store_chunks(const attention_params &p, const forward_work &w, const F &load) {
+    constexpr int CHUNKS = D / 8;
+    const int lane = threadIdx.x % 32, chunk = lane % CHUNKS, row0 = w.row0 + warp_row();
+    T *to = (T *)p.t.o + row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + row0) + chunk * 8;
+#pragma unroll
+    for (int row = lane / CHUNKS; row < 16; row += 32 / CHUNKS) {
+        const uint4 x = load(row, chunk);
+        if (row0 + row < w.c.all_sq && chunk * 8 < (int)p.a.dv)
+            *(uint4 *)(to + row * p.a.o_stride.s) = x;
+    }
+}
+
+/* From registers: the four lanes of a row swap, so that each has 16 bytes in one place. */
 template <typename T, int D>
+INLINE void store_directly(const attention_params &p, const forward_work &w, const float (*o)[4]) {
+    const int quarter = threadIdx.x % 4, row = w.row0 + warp_row() + (int)threadIdx.x % 32 / 4;
+    T *to = (T *)p.t.o + row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + row) + quarter * 8;
+#pragma unroll
+    for (int half = 0; half < 2; half++, to += 8 * p.a.o_stride.s)
+#pragma unroll
+        for (int y = 0; y < D / 8; y += 4) {
+            uint32_t r[4];
+#pragma unroll
+            for (int x = 0; x < 4; x++)
+                r[x] = pack_pair(o[y + x][2 * half], o[y + x][2 * half + 1], T());
+#pragma unroll
+            for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+                for (int x = 0; x < 4; x++)
+                    if (!(x & bit)) {
+                        const uint32_t got = __shfl_xor_sync(ALL_LANES, quarter & bit ? r[x] : r[x | bit], bit);
+                        r[x] = quarter & bit ? got : r[x];
+                        r[x | bit] = quarter & bit ? r[x | bit] : got;
+                    }
+            if (row + half * 8 < w.c.all_sq && (y + quarter) * 8 < (int)p.a.dv)
+                *(uint4 *)(to + y * 8) = make_uint4(r[0], r[1], r[2], r[3]);
+        }
+}
+
+/* o = O / sum, and lse. A warp's rows go through shared memory, where its rows of Q were, so that whole rows are written. */
+template <typename T, int D, int ROWS>
 INLINE void store_rows(const attention_params &p, const forward_work &w, const softmax_state &state, float (*o)[4],
-                       uint32_t staging, int pitch) {
-    const int lane = threadIdx.x % 32, warp_row = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
-    float by[2];
+                       uint32_t staging) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int i = w.s.row0 + warp_row + half * 8 + lane / 4;
+        const int i = w.row0 + warp_row() + half * 8 + lane / 4;
         float lse2;
-        by[half] = finish_row(p, w, i, state.max[half], quad_sum(state.sum[half]), &lse2);
-        if (p.t.lse && lane % 4 == 0 && i < w.c.all_sq)
-            ((float *)p.t.lse)[lse_at(p, w.c, w.x, i)] = lse2 * LN2;
+        const float by = finish_row(p, w, i, state.max[half], quad_sum(state.sum[half]), &lse2);
+        if (lane % 4 == 0)
+            store_lse(p, w, i, lse2);
 #pragma unroll
         for (int y = 0; y < D / 8; y++)
 #pragma unroll
             for (int e = 0; e < 2; e++)
-                o[y][2 * half + e] = by[half] == 0.0f ? 0.0f : o[y][2 * half + e] * by[half];
+                o[y][2 * half + e] = by == 0.0f ? 0.0f : o[y][2 * half + e] * by;
     }
-    const uint32_t to = staging + warp_row * pitch;
+    if (D > 128) {
+        store_directly<T, D>(p, w, o);
+        return;
+    }
+    staging += warp_row() * 128;
 #pragma unroll
     for (int s = 0; s < D / 16; s++) {
         uint32_t a[1][4];
         pack_fragments<T, 16>(a, o + 2 * s);
-        stmatrix4(to + (lane & 15) * pitch + s * 32 + (lane >> 4) * 16, a[0]);
+        stmatrix4(staging + s / 4 * tile90<D, ROWS>::strip + (lane & 15) * 128 +
+                      ((s % 4 * 2 + (lane >> 4)) ^ (lane & 7)) * 16,
+                  a[0]);
     }
     __syncwarp();
-    constexpr int CHUNKS = D / 8;
-    const int chunk = lane % CHUNKS;
-    T *from = (T *)p.t.o + row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + w.s.row0 + warp_row) + chunk * 8;
-#pragma unroll
-    for (int row = lane / CHUNKS; row < 16; row += 32 / CHUNKS) {
-        const uint4 x = load_shared16(to + row * pitch + chunk * 16);
-        if (w.s.row0 + warp_row + row < w.c.all_sq && chunk * 8 < (int)p.a.dv)
-            *(uint4 *)(from + row * p.a.o_stride.s) = x;
+    store_chunks<T, D>(p, w, [=](int row, int chunk) {
+        return load_shared16(staging + chunk / 8 * tile90<D, ROWS>::strip + row * 128 + ((chunk ^ row) & 7) * 16);
+    });
+}
+
+/* A tile that sees no key at all. */
+template <typename T, int D> INLINE void store_nothing(const attention_params &p, const forward_work &w) {
+    const int lane = threadIdx.x % 32, i = w.row0 + warp_row() + lane;
+    if (lane < 16) {
+        float lse2;
+        finish_row(p, w, i, -CUDART_INF_F, 0.0f, &lse2);
+        store_lse(p, w, i, lse2);
     }
-    __syncwarp();
+    store_chunks<T, D>(p, w, [](int, int) { return make_uint4(0, 0, 0, 0); });
 }
 
 /* ------------------------------------------------------------------------------------------------------ arithmetic */
@@ -257,62 +374,81 @@ template <int GROUPS> INLINE void pass_turn(int group) {
         barrier_arrive(1 + (group + 1) % GROUPS, 2 * WARPGROUP);
 }
 
-/* O of one tile of queries: 64 of them are this warpgroup's. */
-template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void compute(float c, const forward_span &w, int group, uint32_t base, uint32_t barriers, ring *rk, ring *rv,
-                    softmax_state *state, float (*o)[4]) {
-    typedef forward90<D, GROUPS, BLOCK> layout;
-    const uint32_t q = base + group * 64 * 128;
-    const int i0 = w.row0 + group * 64;
-    const uint32_t bad = base + layout::bad;
-    float s[BLOCK / 8][4], shrink[2];
-    uint32_t a[BLOCK / 16][4];
-    /* The first tile of keys: nothing to overlap with. */
-    mbarrier_wait(barriers + (K_FULL + rk->slot) * 8, rk->turn);
-    wgmma_fence();
-    warpgroup_rows<T, D, BLOCK, layout::rows, BLOCK>(s, q, base + layout::k + rk->slot * layout::tile_bytes);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin_all<BLOCK / 8>(s);
-    release(barriers + (K_EMPTY + rk->slot) * 8);
-    advance<STAGES>(rk);
-    if (is_cut<BLOCK>(w, w.begin)) {
-        mbarrier_wait(barriers + (V_CLEAN + rv->slot) * 8, rv->turn);
-        mask_scores<BLOCK>(w.lo, w.hi, w.sk, i0, w.begin, bad + rv->slot * BLOCK * 4, s);
+/* The next tile of queries that sees keys. */
+template <typename T, int D, int ROWS>
+INLINE bool next_tile(const attention_params &p, unsigned *step, forward_work *w) {
+    while (next_work<ROWS>(p, step, w)) {
+        if (w->s.begin < w->s.end)
+            return true;
+        store_nothing<T, D>(p, *w);
     }
+    return false;
+}
+
+/* S = Q·Kᵀ of the n-th tile of keys: issued. */
+template <typename T, int D, int GROUPS, int BLOCK>
+INLINE void issue_scores(uint32_t q, uint32_t base, unsigned n, float (*s)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    wgmma_fence();
+    warpgroup_rows<T, D, BLOCK, layout::rows, BLOCK>(s, q, base + layout::k + slot_of<STAGES>(n) * layout::tile_bytes);
+    wgmma_commit();
+}
+
+/* O += P·V: issued, once V is there. */
+template <typename T, int D, int GROUPS, int BLOCK>
+INLINE void issue_sums(uint32_t base, unsigned n, uint32_t (*a)[4], float (*o)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const unsigned slot = slot_of<STAGES>(n);
+    mbarrier_wait(base + layout::barriers + V_FULL + slot * 8, turn_of<STAGES>(n));
+    wgmma_fence();
+    warpgroup_columns<T, D, BLOCK, BLOCK>(o, a, base + layout::v + slot * layout::tile_bytes);
+    wgmma_commit();
+}
+
+/* The scores are there: K is free, and a single Q after its last; what is not seen is taken out of them. */
+template <int D, int GROUPS, int BLOCK>
+INLINE void receive_scores(const forward_span &w, int group, int j0, uint32_t base, unsigned n, float (*s)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const unsigned slot = slot_of<STAGES>(n);
+    pin_all<BLOCK / 8>(s);
+    release(base + layout::barriers + K_EMPTY + slot * 8);
+    if (layout::q_stages == 1 && j0 + BLOCK >= w.end)
+        release(base + layout::barriers + Q_EMPTY);
+    if (is_cut<BLOCK>(w, j0)) {
+        mbarrier_wait(base + layout::barriers + V_CLEAN + slot * 8, turn_of<STAGES>(n));
+        mask_scores<BLOCK>(w.lo, w.hi, w.sk, group * 64, j0, base + layout::bad + slot * BLOCK * 4, s);
+    }
+}
+
+/* From the first scores of a tile to its last P. *n: the tile of keys that P is of. */
+template <typename T, int D, int GROUPS, int BLOCK>
+INLINE void compute(float c, const forward_span &w, int group, uint32_t q, uint32_t base, unsigned *n,
+                    softmax_state *state, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const uint32_t barriers = base + layout::barriers;
+    float shrink[2];
+    receive_scores<D, GROUPS, BLOCK>(w, group, w.begin, base, *n, s);
+    *state = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}};
     online_softmax<BLOCK>(state, c, s, shrink);
     pack_fragments<T, BLOCK>(a, s);
+    zero_all<D / 8>(o);
 #pragma unroll 1
-    for (int j0 = w.begin + BLOCK; j0 < w.end; j0 += BLOCK) {
-        mbarrier_wait(barriers + (K_FULL + rk->slot) * 8, rk->turn);
+    for (int j0 = w.begin + BLOCK; j0 < w.end; j0 += BLOCK, ++*n) {
+        mbarrier_wait(barriers + K_FULL + slot_of<STAGES>(*n + 1) * 8, turn_of<STAGES>(*n + 1));
         take_turn<GROUPS>(group);
         pin_all<BLOCK / 16>(a);
-        wgmma_fence();
-        warpgroup_rows<T, D, BLOCK, layout::rows, BLOCK>(s, q, base + layout::k + rk->slot * layout::tile_bytes);
-        wgmma_commit();
-        mbarrier_wait(barriers + (V_FULL + rv->slot) * 8, rv->turn);
-        wgmma_fence();
-        warpgroup_columns<T, D, BLOCK, BLOCK>(o, a, base + layout::v + rv->slot * layout::tile_bytes);
-        wgmma_commit();
+        issue_scores<T, D, GROUPS, BLOCK>(q, base, *n + 1, s);
+        issue_sums<T, D, GROUPS, BLOCK>(base, *n, a, o);
         pass_turn<GROUPS>(group);
         wgmma_wait<1>();
-        pin_all<BLOCK / 8>(s);
-        release(barriers + (K_EMPTY + rk->slot) * 8);
-        advance<STAGES>(rk);
-        ring next = *rv;
-        advance<STAGES>(&next);
-        if (is_cut<BLOCK>(w, j0)) {
-            mbarrier_wait(barriers + (V_CLEAN + next.slot) * 8, next.turn);
-            mask_scores<BLOCK>(w.lo, w.hi, w.sk, i0, j0, bad + next.slot * BLOCK * 4, s);
-        }
+        receive_scores<D, GROUPS, BLOCK>(w, group, j0, base, *n + 1, s);
         const bool grows = online_softmax<BLOCK>(state, c, s, shrink);
         pin_all<BLOCK / 8>(s); /* or the exponentials would be left for after the wait */
         hold_until(state->sum[0] + state->sum[1]);
         wgmma_wait<0>();
         pin_all<D / 8>(o);
         pin_all<BLOCK / 16>(a);
-        release(barriers + (V_EMPTY + rv->slot) * 8);
-        *rv = next;
+        release(barriers + V_EMPTY + slot_of<STAGES>(*n) * 8);
         if (grows) {
 #pragma unroll
             for (int y = 0; y < D / 8; y++)
@@ -322,42 +458,56 @@ INLINE void compute(float c, const forward_span &w, int group, uint32_t base, ui
         }
         pack_fragments<T, BLOCK>(a, s);
     }
-    release(barriers + Q_EMPTY * 8);
-    mbarrier_wait(barriers + (V_FULL + rv->slot) * 8, rv->turn);
-    pin_all<BLOCK / 16>(a);
-    wgmma_fence();
-    warpgroup_columns<T, D, BLOCK, BLOCK>(o, a, base + layout::v + rv->slot * layout::tile_bytes);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin_all<D / 8>(o);
-    release(barriers + (V_EMPTY + rv->slot) * 8);
-    advance<STAGES>(rv);
 }
 
 template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void consume(const attention_params &p, int group, uint32_t base, uint32_t barriers) {
+INLINE void consume(const attention_params &p, int group, uint32_t base) {
     typedef forward90<D, GROUPS, BLOCK> layout;
-    const unsigned total = (unsigned)p.tiles_q * (unsigned)(p.a.h * p.a.b);
-    ring rk = {0, 0}, rv = {0, 0};
-    int q_turn = 0;
+    constexpr int QS = layout::q_stages;
+    const uint32_t barriers = base + layout::barriers, q0 = base + group * 64 * 128;
+    unsigned step = 0, nq = 0, n = 0;
+    forward_work w;
+    softmax_state state;
+    float s[BLOCK / 8][4], o[D / 8][4];
+    uint32_t a[BLOCK / 16][4];
     if (group == GROUPS - 1)
         pass_turn<GROUPS>(group);
-    for (int round = 0; round * gridDim.x < total; round++) {
-        forward_work w;
-        unsigned id = work_id(round);
-        if (id >= total || !find_work<layout::rows>(p, id, &w))
-            continue;
-        softmax_state state = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}};
-        float o[D / 8][4];
-        zero_all<D / 8>(o);
-        if (w.s.begin < w.s.end) {
-            mbarrier_wait(barriers + Q_FULL * 8, q_turn);
-            q_turn ^= 1;
-            compute<T, D, GROUPS, BLOCK>(p.scale_log2, w.s, group, base, barriers, &rk, &rv, &state, o);
-            pin(id); /* found out a second time: it must not live in registers all along */
-            find_work<layout::rows>(p, id, &w);
+    if (!next_tile<T, D, layout::rows>(p, &step, &w))
+        return;
+    mbarrier_wait(barriers + Q_FULL, 0);
+    mbarrier_wait(barriers + K_FULL, 0);
+    issue_scores<T, D, GROUPS, BLOCK>(q0, base, 0, s);
+    wgmma_wait<0>();
+    for (bool more = true; more; n++, nq++) {
+        compute<T, D, GROUPS, BLOCK>(p.scale_log2, w.s, group, q0 + slot_of<QS>(nq) * layout::q_bytes, base, &n, &state,
+                                     s, a, o);
+        pin_all<BLOCK / 16>(a);
+        issue_sums<T, D, GROUPS, BLOCK>(base, n, a, o);
+        unsigned id = w.id;
+        more = next_tile<T, D, layout::rows>(p, &step, &w);
+        if (more) {
+            mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq + 1) * 8, turn_of<QS>(nq + 1));
+            mbarrier_wait(barriers + K_FULL + slot_of<STAGES>(n + 1) * 8, turn_of<STAGES>(n + 1));
         }
-        store_rows<T, D>(p, w, state, o, base + layout::o, layout::o_pitch);
+        /* After the last tile, a product of what lies there, which nobody looks at: a branch would make the compiler wait. */
+        issue_scores<T, D, GROUPS, BLOCK>(q0 + slot_of<QS>(nq + 1) * layout::q_bytes, base, n + 1, s);
+        wgmma_wait<1>();
+        pin_all<D / 8>(o);
+        release(barriers + V_EMPTY + slot_of<STAGES>(n) * 8);
+        pin(id); /* found out a second time: it must not live in registers all along */
+        forward_work done;
+        find_work<layout::rows>(p, id, &done);
+        if (QS > 1)
+            barrier_sync(1 + GROUPS + group, WARPGROUP); /* the other warps, too, have done with Q */
+        store_rows<T, D, layout::rows>(p, done, state, o, base + slot_of<QS>(nq) * layout::q_bytes);
+        if (QS > 1) {
+            fence_async();
+            __syncwarp();
+            release(barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
+        }
+        hold_until(state.sum[0]); /* what is stored is to overlap with the product */
+        wgmma_wait<0>();
+        pin_all<BLOCK / 8>(s);
     }
 }
 
@@ -367,18 +517,19 @@ template <typename T, int D, int GROUPS, int BLOCK> INLINE void attention_forwar
     const uint32_t base = align_tiles(shared_address(shared)), barriers = base + layout::barriers;
     int *bad = (int *)(shared + (base - shared_address(shared)) + layout::bad);
     if (threadIdx.x == 0) {
-        mbarrier_init(barriers + Q_FULL * 8, 1);
-        mbarrier_init(barriers + Q_EMPTY * 8, GROUPS * 4);
-        for (int x = 0; x < STAGES; x++) {
-            mbarrier_init(barriers + (K_FULL + x) * 8, 1);
-            mbarrier_init(barriers + (K_EMPTY + x) * 8, GROUPS * 4);
-            mbarrier_init(barriers + (V_FULL + x) * 8, 1);
-            mbarrier_init(barriers + (V_CLEAN + x) * 8, CLEANERS / 32);
-            mbarrier_init(barriers + (V_EMPTY + x) * 8, GROUPS * 4 + CLEANERS / 32);
+        for (int x = 0; x < STAGES * 8; x += 8) {
+            mbarrier_init(barriers + Q_FULL + x, 1);
+            mbarrier_init(barriers + Q_EMPTY + x, GROUPS * 4);
+            mbarrier_init(barriers + K_FULL + x, 1);
+            mbarrier_init(barriers + K_EMPTY + x, GROUPS * 4);
+            mbarrier_init(barriers + V_FULL + x, 1);
+            mbarrier_init(barriers + V_CLEAN + x, CLEANERS / 32);
+            mbarrier_init(barriers + V_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
         }
         mbarrier_init_fence();
     }
     __syncthreads();
+    /* Together no more registers than the block was launched with: 168 or 128 a thread. */
     const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
         registers_fewer<GROUPS == 2 ? 40 : 32>();
@@ -388,7 +539,7 @@ template <typename T, int D, int GROUPS, int BLOCK> INLINE void attention_forwar
             clean<T, D, GROUPS, BLOCK>(all.p, base, barriers, bad);
     } else {
         registers_more<GROUPS == 2 ? 232 : 160>();
-        consume<T, D, GROUPS, BLOCK>(all.p, warp / 4 - 1, base, barriers);
+        consume<T, D, GROUPS, BLOCK>(all.p, warp / 4 - 1, base);
     }
 }
 

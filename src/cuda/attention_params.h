@@ -29,7 +29,7 @@ typedef struct attention_params {
     float *dsum, *base, *rest; /* [rows]: D, and lse·log2(e) as the sum of two floats (+inf: the row sees nothing) */
 } attention_params;
 
-/* What the copy engine knows of a tensor (CUtensorMap): columns, rows, heads, batch; boxes of 64 columns and 64 rows. */
+/* What the copy engine knows of a tensor (CUtensorMap): columns, rows, heads, batch; boxes of 64 columns. */
 typedef struct tensor_map {
     uint64_t words[16];
 } __attribute__((aligned(64))) tensor_map;
@@ -67,10 +67,12 @@ typedef struct attention_launch {
     int sm90;                             /* the parameter is attention_params_sm90 */
 } attention_launch;
 
-/* What a tensor map is made of: columns, rows, heads, batch, and bytes from one to the next. base NULL: there is none. */
+/* What a tensor map is made of: columns, rows, heads, batch, and bytes from one to the next; rows of a box. base NULL: there is
+ * none. */
 typedef struct tensor_shape {
     const void *base;
     uint64_t extent[4], stride[3];
+    uint32_t rows;
 } tensor_shape;
 
 #define ATTENTION_MAX_LAUNCHES 8

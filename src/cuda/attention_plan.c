@@ -75,10 +75,10 @@ static int rows_of(const kernel_row *k) {
     return k->variant == VARIANT_plain ? 1 : k->warps * k->tiles * 16;
 }
 
-/* Up to 1023 bytes before the first tile; tiles; o on its way out; marks; barriers. */
+/* Up to 1023 bytes before the first tile; tiles, two of each kind (of wide heads one of Q); marks; barriers. */
 static size_t shared_bytes_sm90(const kernel_row *k) {
     const size_t rows = (size_t)rows_of(k), width = (size_t)k->dim * 2, block = (size_t)k->block;
-    return 1024 + rows * width + 4 * block * width + rows * (width + 16) + 2 * block * 4 + 8 * 12;
+    return 1024 + (k->dim > 128 ? 1 : 2) * rows * width + 4 * block * width + 2 * block * 4 + 8 * 14;
 }
 
 /* Dynamic shared memory, as the layouts in the .cu files have it. */
@@ -177,6 +177,14 @@ static size_t align64(size_t n) {
     return (n + 63) / 64 * 64;
 }
 
+/* A block for each multiprocessor, which takes tile after tile; but a block for each pair of tiles where the lengths are known to the
+ * device alone, and the device has to see to it that the work is spread. */
+static int64_t persistent_blocks(const heddle_attention *a, const attention_device *device, int64_t tiles) {
+    const int64_t units = a->h * a->b, pairs = units / 16 * 8 * tiles + (units % 16 * tiles + 1) / 2;
+    const bool uneven = a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS);
+    return min64(tiles * units, uneven ? max64(device->multiprocessors, pairs) : device->multiprocessors);
+}
+
 /* Where the pointers turn out not to be aligned for Hopper's kernel, the other one does with the workspace of that: none. */
 static void choose_forward(const heddle_attention *a, const attention_device *device, bool aligned, choice *c) {
     const kernel_row *k;
@@ -199,6 +207,8 @@ static void choose_forward(const heddle_attention *a, const attention_device *de
             c->splits = clamp64(min64(wanted / blocks, key_blocks / least), 1, 256);
     }
     c->blocks = c->tiles_q * (a->h / c->pack) * a->b * c->splits;
+    if (k->family == FAMILY_sm90)
+        c->blocks = persistent_blocks(a, device, c->tiles_q);
     if (c->splits > 1) {
         c->part_lse = align64((size_t)(c->splits * c->rows * a->dv) * sizeof(float));
         c->bytes = c->part_lse + align64((size_t)(c->splits * c->rows) * sizeof(float));
@@ -270,7 +280,8 @@ static tensor_shape shape_of(const heddle_attention *a, const void *base, heddle
     tensor_shape r = {.base = base,
                       .extent = {(uint64_t)width, (uint64_t)(packed ? packed_rows : rows), (uint64_t)heads,
                                  packed ? 1 : (uint64_t)a->b},
-                      .stride = {(uint64_t)s.s * 2, (uint64_t)s.h * 2, packed ? 0 : (uint64_t)s.b * 2}};
+                      .stride = {(uint64_t)s.s * 2, (uint64_t)s.h * 2, packed ? 0 : (uint64_t)s.b * 2},
+                      .rows = 64};
     for (int x = 0; x < 3; x++)
         if (r.extent[x + 1] == 1)
             r.stride[x] = 16; /* any: it is never taken */
@@ -283,6 +294,8 @@ void heddle__cuda_attention_shapes(const attention_plan *plan, const heddle_atte
     shapes[1] = shape_of(a, t->k, a->k_stride, a->d, a->sk, a->total_k, a->hk);
     shapes[2] = shape_of(a, t->v, a->v_stride, a->dv, a->sk, a->total_k, a->hk);
     shapes[3] = shape_of(a, t->dout, a->do_stride, a->dv, a->sq, a->total_q, a->h);
+    if (plan->pass == HEDDLE_FORWARD && plan->tile_k % 64)
+        shapes[1].rows = shapes[2].rows = (uint32_t)plan->tile_k;
 }
 
 static void fill_params(const attention_plan *plan, const choice *c, const heddle_attention_data *data, char *workspace,
@@ -325,21 +338,17 @@ static void fill_params(const attention_plan *plan, const choice *c, const heddl
     }
 }
 
-/* Hopper's kernels take tile after tile: a block for each multiprocessor. */
-static void add_launch(attention_launch *launches, int *count, int kernel, int64_t grid,
-                       const attention_device *device) {
+static void add_launch(attention_launch *launches, int *count, int kernel, int64_t grid) {
     const kernel_row *k = &kernels[kernel];
-    const bool sm90 = k->family == FAMILY_sm90;
-    if (sm90)
-        grid = min64(grid, device->multiprocessors);
     if (grid > 0)
-        launches[(*count)++] = (attention_launch){(enum attention_kernel)kernel, (uint32_t)grid,
-                                                  32u * (uint32_t)k->warps, (uint32_t)shared_bytes(k), sm90};
+        launches[(*count)++] =
+            (attention_launch){(enum attention_kernel)kernel, (uint32_t)grid, 32u * (uint32_t)k->warps,
+                               (uint32_t)shared_bytes(k), k->family == FAMILY_sm90};
 }
 
 static void add_plain(const heddle_attention *a, const attention_device *device, attention_launch *launches, int *count,
                       kernel_pass pass, int64_t grid) {
-    add_launch(launches, count, find_kernel(a, device, pass, VARIANT_plain, FAMILY_sm80), grid, device);
+    add_launch(launches, count, find_kernel(a, device, pass, VARIANT_plain, FAMILY_sm80), grid);
 }
 
 int heddle__cuda_attention_launches(const attention_plan *plan, const attention_device *device,
@@ -351,7 +360,7 @@ int heddle__cuda_attention_launches(const attention_plan *plan, const attention_
     int n = 0;
     fill_params(plan, &c, data, workspace, params);
     if (plan->pass == HEDDLE_FORWARD) {
-        add_launch(launches, &n, c.fwd, c.blocks, device);
+        add_launch(launches, &n, c.fwd, c.blocks);
         if (c.splits > 1)
             add_plain(a, device, launches, &n, PASS_combine, rows);
         if (data->weights)
@@ -363,11 +372,11 @@ int heddle__cuda_attention_launches(const attention_plan *plan, const attention_
     if (plain || (a->features & HEDDLE_WEIGHTS))
         add_plain(a, device, launches, &n, PASS_prep, ceil_div(rows, 4));
     if (!plain)
-        add_launch(launches, &n, prep, ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b, device);
+        add_launch(launches, &n, prep, ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b);
     if (data->dk || data->dv)
-        add_launch(launches, &n, c.dkdv, c.blocks_dkdv, device);
+        add_launch(launches, &n, c.dkdv, c.blocks_dkdv);
     if (data->dq)
-        add_launch(launches, &n, c.dq, c.blocks, device);
+        add_launch(launches, &n, c.dq, c.blocks);
     if (data->dbias)
         add_plain(a, device, launches, &n, PASS_dbias,
                   ceil_div(a->sk, 128) * (a->dbias_stride.s ? a->sq : 1) * (a->dbias_stride.h ? a->h : 1) *

@@ -55,9 +55,11 @@ template <typename T, int N, int TRANSPOSED> struct wgmma;
         }                                                                                                              \
     };
 WGMMA(bf16, 64)
+WGMMA(bf16, 80)
 WGMMA(bf16, 128)
 WGMMA(bf16, 256)
 WGMMA(f16, 64)
+WGMMA(f16, 80)
 WGMMA(f16, 128)
 WGMMA(f16, 256)
 #undef WGMMA
@@ -129,15 +131,15 @@ template <int STAGES> INLINE void advance(ring *r) {
     }
 }
 
-/* ROWS x D from row `row` of head `head` of batch `n`: boxes of 64 rows and 64 columns. One thread. Rows and columns that the
+/* ROWS x D from row `row` of head `head` of batch `n`: boxes of BOX rows and 64 columns. One thread. Rows and columns that the
  * tensor does not have become zero, and count as copied. */
-template <int D, int ROWS>
+template <int D, int ROWS, int BOX = 64>
 INLINE void load_boxes(uint32_t to, const tensor_map *map, uint32_t barrier, int row, int head, int n) {
 #pragma unroll
     for (int x = 0; x < D / 64; x++)
 #pragma unroll
-        for (int y = 0; y < ROWS / 64; y++)
-            tma_load4(to + x * tile90<D, ROWS>::strip + y * 64 * 128, map, barrier, x * 64, row + y * 64, head, n);
+        for (int y = 0; y < ROWS / BOX; y++)
+            tma_load4(to + x * tile90<D, ROWS>::strip + y * BOX * 128, map, barrier, x * 64, row + y * BOX, head, n);
 }
 
 /* In a tile that a mask cuts, 0·NaN would leak through a product: what is not finite becomes zero, and bad[row] says whether

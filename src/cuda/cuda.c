@@ -278,8 +278,8 @@ static void describe(char *text, size_t n) {
     device_record *r = NULL;
     cu_context context = NULL;
     if (current_device(&cu, &r, &context) == HEDDLE_OK)
-        snprintf(text, n, "%s, %d multiprocessors, driver for CUDA %d.%d", r->name, r->multiprocessors,
-                 cu->version / 1000, cu->version % 1000 / 10);
+        snprintf(text, n, "%s, %d multiprocessors, driver for CUDA %d.%d, %s kernels", r->name, r->multiprocessors,
+                 cu->version / 1000, cu->version % 1000 / 10, r->sm90 ? "sm90 and sm80" : "sm80");
 }
 
 static heddle_status plan_attention(attention_plan *plan) {
@@ -318,10 +318,10 @@ static heddle_status enter_primary(const cuda_driver *cu, device_record *r) {
     return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuCtxPushCurrent", error);
 }
 
-/* Boxes of 64 columns of 64 rows, as the kernels for Hopper lay their tiles down. */
+/* Boxes of 64 columns, as the kernels for Hopper lay their tiles down. */
 static heddle_status encode_maps(const cuda_driver *cu, const device_record *r, const attention_plan *plan,
                                  const heddle_attention_data *data, attention_params_sm90 *params) {
-    static const uint32_t box[] = {64, 64, 1, 1}, steps[] = {1, 1, 1, 1};
+    static const uint32_t steps[] = {1, 1, 1, 1};
     const int type = plan->a.dtype == HEDDLE_BF16 ? CU_TENSOR_MAP_BFLOAT16 : CU_TENSOR_MAP_FLOAT16;
     tensor_map *maps[] = {&params->q, &params->k, &params->v, &params->dout};
     tensor_shape shapes[4];
@@ -329,6 +329,7 @@ static heddle_status encode_maps(const cuda_driver *cu, const device_record *r, 
     for (int x = 0; x < 4; x++) {
         if (!shapes[x].base)
             continue;
+        const uint32_t box[] = {64, shapes[x].rows, 1, 1};
         cu_result error = cu->cuTensorMapEncodeTiled(maps[x], type, 4, (void *)(uintptr_t)shapes[x].base,
                                                      shapes[x].extent, shapes[x].stride, box, steps, 0,
                                                      CU_TENSOR_MAP_SWIZZLE_128, CU_TENSOR_MAP_PROMOTE_256, 0);

@@ -62,13 +62,19 @@ gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/nu
     echo "skipped: nvidia-smi shows no GPU"
     exit 77
 }
-for test in norm_linear attention sweep threads gpu; do
+for test in norm_linear attention sweep threads gpu sm90; do
     [ ! -x "$programs/test_$test" ] || one "$test" 900 "$programs/test_$test"
 done
 if [ -n "$package" ] && "$python" -c 'import sys, torch, numpy, pytest; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     tests_in_python
 else
     echo "no Python with the package, pytest, and a torch that sees the GPU: the tests in Python are left out"
+fi
+# Hopper has kernels of its own; the others are tested there, too.
+if nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -q '^9'; then
+    for test in attention sweep sm90; do
+        [ ! -x "$programs/test_$test" ] || one "$test, sm80" 900 env HEDDLE_CUDA=sm80 "$programs/test_$test"
+    done
 fi
 # A part of each program, by cmocka's filter: the checks cost a hundredfold.
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)

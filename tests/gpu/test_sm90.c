@@ -58,7 +58,11 @@ static void test_windows(void **state) {
     (void)state;
     static const int64_t windows[][2] = {{0, 0}, {40, 0}, {150, 9}, {-1, 33}, {70, -1}, {300, 300}};
     for (size_t x = 0; x < COUNT(windows); x++) {
-        attention_case c = make_case(dtypes[x % 2], 1, 1, 1, x % 2 ? 260 : 330, 290, x / 2 % 2 ? 64 : 128, 0);
+        attention_case c = make_case(dtypes[x % 2], 1, 1, 1, x % 2 ? 260 : 330, 290,
+                                     x % 3 == 0   ? 64
+                                     : x % 3 == 1 ? 128
+                                                  : 200,
+                                     0);
         c.a.features = HEDDLE_WINDOW;
         c.a.window_left = windows[x][0];
         c.a.window_right = windows[x][1];
@@ -70,7 +74,8 @@ static void test_windows(void **state) {
 /* Head dims that do not fill a tile, and dv that is not d. */
 static void test_head_dims(void **state) {
     (void)state;
-    static const int64_t dims[][2] = {{8, 8}, {40, 64}, {72, 24}, {64, 128}, {128, 40}, {96, 96}, {120, 120}};
+    static const int64_t dims[][2] = {{8, 8},   {40, 64},   {72, 24},   {64, 128},  {128, 40},
+                                      {96, 96}, {120, 120}, {192, 128}, {256, 256}, {136, 64}};
     for (size_t x = 0; x < COUNT(dims); x++) {
         attention_case c = make_case(dtypes[x % 2], 1, 2, 1, 150, 170, dims[x][0], dims[x][1]);
         c.a.mask = (heddle_mask)(x % 3);
@@ -78,11 +83,13 @@ static void test_head_dims(void **state) {
     }
 }
 
-/* More tiles than multiprocessors: blocks take several. */
+/* More pairs of tiles than multiprocessors, tiles even and odd in number: blocks take several. */
 static void test_many_tiles(void **state) {
     (void)state;
-    for (int x = 0; x < 4; x++) {
-        attention_case c = make_case(dtypes[x % 2], 3, 24, 4, 200, 140, x / 2 ? 128 : 64, 0);
+    static const int64_t sizes[][3] = {{200, 140, 16}, {300, 150, 80}, {450, 140, 8}, {130, 128, 72}, {260, 140, 136}};
+    for (size_t x = 0; x < COUNT(sizes); x++) {
+        attention_case c = make_case(dtypes[x % 2], x == 3 ? 7 : 3, x % 3 == 1 ? 33 : 47, x % 3 == 1 ? 11 : 47,
+                                     sizes[x][0], sizes[x][1], sizes[x][2], 0);
         c.a.mask = x % 2 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
         c.a.features = HEDDLE_SINKS;
         c.poison_masked = false; /* too slow for so many heads */
@@ -105,8 +112,8 @@ static void test_groups_and_sinks(void **state) {
 static void test_packed(void **state) {
     (void)state;
     static const int32_t cu_q[] = {0, 150, 150, 150, 413, 414, 470}, cu_k[] = {0, 200, 200, 231, 500, 501, 501};
-    for (int x = 0; x < 4; x++) {
-        attention_case c = make_case(dtypes[x % 2], 6, 2, 1, 270, 280, x / 2 ? 128 : 64, 0);
+    for (int x = 0; x < 5; x++) {
+        attention_case c = make_case(dtypes[x % 2], 6, 2, 1, 270, 280, x == 4 ? 256 : x / 2 ? 128 : 64, 0);
         c.a.features = HEDDLE_VARLEN | (x == 3 ? HEDDLE_WINDOW : 0);
         c.a.total_q = 480; /* rows past the last sequence belong to none */
         c.a.total_k = 510;
@@ -168,8 +175,8 @@ static void test_layouts(void **state) {
 /* A value that some queries see is NaN or infinite: they are lost, the others are not. */
 static void test_nan_value(void **state) {
     (void)state;
-    for (int x = 0; x < 4; x++) {
-        attention_case c = make_case(dtypes[x % 2], 1, 1, 1, 290, 290, x / 2 ? 128 : 64, 0);
+    for (int x = 0; x < 6; x++) {
+        attention_case c = make_case(dtypes[x % 2], 1, 1, 1, 290, 290, 64 << x / 2, 0);
         c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
         attention_problem p = attention_new(&c);
         for (int64_t e = 0; e < c.a.d; e++) {
