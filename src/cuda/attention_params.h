@@ -43,6 +43,8 @@ typedef struct attention_params_sm90 {
 #ifndef __CUDACC__
 #include "../plan.h"
 
+#include <stdbool.h>
+
 /* Every attention kernel: ATTENTION_fwd_bf16_d64_lean_sm80, ... */
 #define ATTENTION_ALL_LISTS
 enum attention_kernel {
@@ -54,11 +56,15 @@ enum attention_kernel {
 };
 #undef ATTENTION_ALL_LISTS
 
+/* When the family `small` is taken. */
+enum { SMALL_NEVER, SMALL_CHOSEN, SMALL_ALWAYS };
+
 /* What the plan must know of the device. */
 typedef struct attention_device {
     int multiprocessors;
     size_t shared_bytes; /* that a block can have, opted in */
     int sm90;            /* has Hopper's instructions, and they are to be used */
+    int small;           /* SMALL_CHOSEN, unless somebody asks for a family */
 } attention_device;
 
 typedef struct attention_launch {
@@ -74,6 +80,10 @@ typedef struct tensor_shape {
     uint64_t extent[4], stride[3];
     uint32_t rows;
 } tensor_shape;
+
+/* Is the problem one for the family `small`? dim: of its kernel. Pure. */
+bool heddle__cuda_attention_is_small(const heddle_attention *a, const attention_device *device, heddle_pass pass,
+                                     int dim);
 
 #define ATTENTION_MAX_LAUNCHES 8
 

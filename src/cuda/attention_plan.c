@@ -19,12 +19,13 @@ typedef enum kernel_pass {
     PASS_dkdv,
     PASS_dq,
     PASS_dbias,
-    PASS_dsinks
+    PASS_dsinks,
+    PASS_bwd
 } kernel_pass;
 
 typedef enum kernel_variant { VARIANT_lean, VARIANT_full, VARIANT_decode, VARIANT_plain } kernel_variant;
 
-typedef enum kernel_family { FAMILY_sm80, FAMILY_sm90 } kernel_family;
+typedef enum kernel_family { FAMILY_sm80, FAMILY_sm90, FAMILY_small } kernel_family;
 
 typedef struct kernel_row {
     kernel_pass pass;
@@ -62,6 +63,8 @@ const char *heddle__cuda_attention_symbol(enum attention_kernel kernel) {
 const char *heddle__cuda_attention_module(enum attention_kernel kernel) {
     if (kernels[kernel].variant == VARIANT_plain)
         return "attention_plain";
+    if (kernels[kernel].family == FAMILY_small)
+        return "attention_small";
     if (kernels[kernel].family == FAMILY_sm90)
         return kernels[kernel].pass == PASS_fwd ? "attention_fwd_sm90" : "attention_bwd_sm90";
     return kernels[kernel].pass == PASS_fwd ? "attention_fwd_sm80" : "attention_bwd_sm80";
@@ -72,6 +75,8 @@ const char *heddle__cuda_attention_module(enum attention_kernel kernel) {
 static int rows_of(const kernel_row *k) {
     if (k->family == FAMILY_sm90)
         return k->tiles * 64;
+    if (k->family == FAMILY_small)
+        return k->tiles;
     return k->variant == VARIANT_plain ? 1 : k->warps * k->tiles * 16;
 }
 
@@ -81,6 +86,12 @@ static size_t shared_bytes_sm90(const kernel_row *k) {
     return 1024 + (k->dim > 128 ? 1 : 2) * rows * width + 4 * block * width + 2 * block * 4 + 8 * 14;
 }
 
+/* Two tiles of the block's own rows, two that stream, their weights, and four numbers a row; in float32. */
+static size_t shared_bytes_small(const kernel_row *k) {
+    const size_t rows = (size_t)k->tiles, block = (size_t)k->block;
+    return (2 * (rows + block) * ((size_t)k->dim + 4) + 2 * block * rows + 4 * block) * sizeof(float);
+}
+
 /* Dynamic shared memory, as the layouts in the .cu files have it. */
 static size_t shared_bytes(const kernel_row *k) {
     const size_t pitch = (size_t)k->dim * heddle_dtype_size(k->dtype) + 16, block = (size_t)k->block;
@@ -88,6 +99,8 @@ static size_t shared_bytes(const kernel_row *k) {
         return 0;
     if (k->family == FAMILY_sm90)
         return shared_bytes_sm90(k);
+    if (k->family == FAMILY_small)
+        return shared_bytes_small(k);
     if (k->pass == PASS_fwd)
         return (size_t)rows_of(k) * pitch + 4 * block * pitch + 2 * block * 4;
     return 2 * (size_t)rows_of(k) * pitch + 4 * block * pitch + 8 * block * 4;
@@ -157,12 +170,23 @@ static int find_forward_sm90(const heddle_attention *a, const attention_device *
     return blocks * 2 >= device->multiprocessors || a->sk < 8 * kernels[x].block ? x : -1;
 }
 
+/* The kernel of short latency, if this problem is one for it; -1: it is not. */
+static int find_small(const heddle_attention *a, const attention_device *device, kernel_pass pass) {
+    if (device->small == SMALL_NEVER || (pass == PASS_bwd && (a->features & HEDDLE_WEIGHTS)))
+        return -1;
+    const int x = find_kernel(a, device, pass, VARIANT_full, FAMILY_small);
+    if (x < 0 || device->small == SMALL_ALWAYS)
+        return x;
+    const heddle_pass of = pass == PASS_fwd ? HEDDLE_FORWARD : HEDDLE_BACKWARD;
+    return heddle__cuda_attention_is_small(a, device, of, kernels[x].dim) ? x : -1;
+}
+
 /* ------------------------------------------------------------------------------------------------------ choice */
 
 /* What the plan comes to. */
 typedef struct choice {
-    int fwd, dkdv, dq;
-    int64_t rows; /* of lse */
+    int fwd, dkdv, dq, bwd; /* bwd: dkdv and dq in one; -1: they are not */
+    int64_t rows;           /* of lse */
     int64_t pack, splits, tiles_q, tiles_k;
     int64_t blocks; /* of fwd or of dq */
     int64_t blocks_dkdv;
@@ -189,6 +213,12 @@ static int64_t persistent_blocks(const heddle_attention *a, const attention_devi
 static void choose_forward(const heddle_attention *a, const attention_device *device, bool aligned, choice *c) {
     const kernel_row *k;
     const int64_t group = a->h / a->hk;
+    c->fwd = find_small(a, device, PASS_fwd);
+    if (c->fwd >= 0) {
+        c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->fwd]));
+        c->blocks = c->tiles_q * a->h * a->b;
+        return;
+    }
     const int sm90 = find_forward_sm90(a, device);
     c->fwd = sm90 >= 0 && aligned ? sm90 : choose_kernel(a, device, PASS_fwd);
     k = &kernels[c->fwd];
@@ -216,6 +246,16 @@ static void choose_forward(const heddle_attention *a, const attention_device *de
 }
 
 static void choose_backward(const heddle_attention *a, const attention_device *device, choice *c) {
+    const size_t each = align64((size_t)c->rows * sizeof(float));
+    c->base = each;
+    c->rest = 2 * each;
+    c->bytes = 3 * each;
+    c->bwd = find_small(a, device, PASS_bwd);
+    if (c->bwd >= 0) {
+        c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->bwd]));
+        c->tiles_k = ceil_div(a->sk, rows_of(&kernels[c->bwd]));
+        return;
+    }
     c->dkdv = choose_kernel(a, device, PASS_dkdv);
     c->dq = choose_kernel(a, device, PASS_dq);
     c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->dq]));
@@ -224,14 +264,10 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
     /* Where the sums of dK and dV do not fit into registers together, every second block makes one of them. */
     const kernel_row *k = &kernels[c->dkdv];
     c->blocks_dkdv = c->tiles_k * a->hk * a->b * (k->dim * k->tiles > 128 ? 2 : 1);
-    const size_t each = align64((size_t)c->rows * sizeof(float));
-    c->base = each;
-    c->rest = 2 * each;
-    c->bytes = 3 * each;
 }
 
 static choice choose(const heddle_attention *a, heddle_pass pass, const attention_device *device, bool aligned) {
-    choice c = {.pack = 1, .splits = 1};
+    choice c = {.pack = 1, .splits = 1, .bwd = -1};
     c.rows = a->h * (a->features & HEDDLE_VARLEN ? a->total_q : a->b * a->sq);
     if (pass == HEDDLE_FORWARD)
         choose_forward(a, device, aligned, &c);
@@ -251,10 +287,11 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_
         return fail(HEDDLE_UNSUPPORTED, "b·h·sq = %lld·%lld·%lld, sk = %lld: over 2^31 blocks", (long long)a->b,
                     (long long)a->h, (long long)a->sq, (long long)a->sk);
     const choice c = choose(a, plan->pass, device, true);
-    const kernel_row *k = &kernels[plan->pass == HEDDLE_FORWARD ? c.fwd : c.dkdv];
+    const bool of_queries = plan->pass == HEDDLE_FORWARD || c.bwd >= 0;
+    const kernel_row *k = &kernels[plan->pass == HEDDLE_FORWARD ? c.fwd : c.bwd >= 0 ? c.bwd : c.dkdv];
     plan->threads = 1;
-    plan->tile_q = plan->pass == HEDDLE_FORWARD ? rows_of(k) : k->block;
-    plan->tile_k = plan->pass == HEDDLE_FORWARD ? k->block : rows_of(k);
+    plan->tile_q = of_queries ? rows_of(k) : k->block;
+    plan->tile_k = of_queries ? k->block : rows_of(k);
     plan->chunk_k = plan->tile_k;
     plan->workspace = c.bytes;
     snprintf(plan->kernel, sizeof plan->kernel, "%s", k->symbol);
@@ -346,9 +383,34 @@ static void add_launch(attention_launch *launches, int *count, int kernel, int64
                                (uint32_t)shared_bytes(k), k->family == FAMILY_sm90};
 }
 
+/* Blocks for keys, then blocks for queries: those that somebody waits for. */
+static void add_small(const heddle_attention *a, const heddle_attention_data *t, int kernel, attention_params *p,
+                      attention_launch *launches, int *count) {
+    if (!t->dk && !t->dv)
+        p->tiles_k = 0;
+    if (!t->dq && !t->dbias && !t->dsinks)
+        p->tiles_q = 0;
+    add_launch(launches, count, kernel, (p->tiles_k * a->hk + p->tiles_q * a->h) * a->b);
+}
+
 static void add_plain(const heddle_attention *a, const attention_device *device, attention_launch *launches, int *count,
                       kernel_pass pass, int64_t grid) {
     add_launch(launches, count, find_kernel(a, device, pass, VARIANT_plain, FAMILY_sm80), grid);
+}
+
+/* prep, dkdv and dq. */
+static void add_gradients(const heddle_attention *a, const attention_device *device, const heddle_attention_data *data,
+                          const choice *c, attention_launch *launches, int *count) {
+    const int prep = find_kernel(a, device, PASS_prep, VARIANT_full, FAMILY_sm80);
+    const bool plain = prep < 0 || kernels[c->dkdv].variant == VARIANT_plain;
+    if (plain || (a->features & HEDDLE_WEIGHTS))
+        add_plain(a, device, launches, count, PASS_prep, ceil_div(a->b * a->h * a->sq, 4));
+    if (!plain)
+        add_launch(launches, count, prep, ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b);
+    if (data->dk || data->dv)
+        add_launch(launches, count, c->dkdv, c->blocks_dkdv);
+    if (data->dq)
+        add_launch(launches, count, c->dq, c->blocks);
 }
 
 int heddle__cuda_attention_launches(const attention_plan *plan, const attention_device *device,
@@ -367,16 +429,10 @@ int heddle__cuda_attention_launches(const attention_plan *plan, const attention_
             add_plain(a, device, launches, &n, PASS_weights, a->sk ? rows : 0);
         return n;
     }
-    const int prep = find_kernel(a, device, PASS_prep, VARIANT_full, FAMILY_sm80);
-    const bool plain = prep < 0 || kernels[c.dkdv].variant == VARIANT_plain;
-    if (plain || (a->features & HEDDLE_WEIGHTS))
-        add_plain(a, device, launches, &n, PASS_prep, ceil_div(rows, 4));
-    if (!plain)
-        add_launch(launches, &n, prep, ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b);
-    if (data->dk || data->dv)
-        add_launch(launches, &n, c.dkdv, c.blocks_dkdv);
-    if (data->dq)
-        add_launch(launches, &n, c.dq, c.blocks);
+    if (c.bwd >= 0)
+        add_small(a, data, c.bwd, params, launches, &n);
+    else
+        add_gradients(a, device, data, &c, launches, &n);
     if (data->dbias)
         add_plain(a, device, launches, &n, PASS_dbias,
                   ceil_div(a->sk, 128) * (a->dbias_stride.s ? a->sq : 1) * (a->dbias_stride.h ? a->h : 1) *

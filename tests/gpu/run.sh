@@ -62,7 +62,7 @@ gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/nu
     echo "skipped: nvidia-smi shows no GPU"
     exit 77
 }
-for test in norm_linear attention sweep threads gpu sm90; do
+for test in norm_linear attention sweep threads gpu; do
     [ ! -x "$programs/test_$test" ] || one "$test" 900 "$programs/test_$test"
 done
 if [ -n "$package" ] && "$python" -c 'import sys, torch, numpy, pytest; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
@@ -70,17 +70,23 @@ if [ -n "$package" ] && "$python" -c 'import sys, torch, numpy, pytest; sys.exit
 else
     echo "no Python with the package, pytest, and a torch that sees the GPU: the tests in Python are left out"
 fi
-# Hopper has kernels of its own; the others are tested there, too.
-if nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -q '^9'; then
+# Each family of kernels on problems of all sizes, not only on those that the plan would give it.
+families="sm80 small"
+! nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -q '^9' || families="sm80 sm90 small"
+for family in $families; do
     for test in attention sweep sm90; do
-        [ ! -x "$programs/test_$test" ] || one "$test, sm80" 900 env HEDDLE_CUDA=sm80 "$programs/test_$test"
+        [ "$test, $family" = "sm90, small" ] || [ ! -x "$programs/test_$test" ] ||
+            one "$test, $family" 900 env HEDDLE_CUDA="$family" "$programs/test_$test"
     done
-fi
+done
 # A part of each program, by cmocka's filter: the checks cost a hundredfold.
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
 if [ -n "$sanitizer" ] && [ -x "$programs/test_sanitize" ]; then
     for tool in memcheck racecheck initcheck synccheck; do
-        one "$tool" 600 "$sanitizer" --tool "$tool" --error-exitcode 9 "$programs/test_sanitize"
+        for family in sm90 small; do
+            one "$tool, $family" 600 env HEDDLE_CUDA=$family "$sanitizer" --tool "$tool" --error-exitcode 9 \
+                "$programs/test_sanitize"
+        done
     done
 else
     echo "compute-sanitizer is not here: its tools are left out"

@@ -308,9 +308,46 @@ static void with_little_shared_memory(void) {
     on_card("86", "49152", "82");
 }
 
-/* On Hopper, where the sm90 family is chosen, and again without it: together they launch every kernel that exists. */
+/* On Hopper, where the sm90 family is chosen, without it, and with the small family everywhere: together they launch every kernel that exists. */
 static void on_h200(void) {
     on_card("90", "232448", "132");
+}
+
+static const char *kernel_of(heddle_attention a, heddle_pass pass) {
+    static char name[128];
+    a.device = HEDDLE_CUDA;
+    MUST(heddle_attention_kernel(&a, pass, name, sizeof name) == HEDDLE_OK);
+    return name;
+}
+
+/* One launch for the smallest problems; the tensor cores for large ones, and for what the small kernels cannot. */
+static void few_rows(void) {
+    heddle_attention a = attention_desc(HEDDLE_F32, 1, 1, 1, 128, 128, 32, 32);
+    MUST(!strcmp(kernel_of(a, HEDDLE_FORWARD), "heddle_attention_fwd_f32_d32_full_small"));
+    MUST(!strcmp(kernel_of(a, HEDDLE_BACKWARD), "heddle_attention_bwd_f32_d32_full_small"));
+    for (int pass = 0; pass < 2; pass++) {
+        const int before = fake_launches(NULL);
+        MUST(run_attention(a, (heddle_pass)pass, 4, NULL) == HEDDLE_OK);
+        MUST(fake_launches(NULL) == before + 1);
+    }
+    a.features = HEDDLE_WEIGHTS;
+    MUST(!strstr(kernel_of(a, HEDDLE_BACKWARD), "small"));
+    a.features = HEDDLE_SINKS | HEDDLE_BIAS; /* dbias and dsinks have launches of their own */
+    const int before = fake_launches(NULL);
+    MUST(run_attention(a, HEDDLE_BACKWARD, 0, NULL) == HEDDLE_OK);
+    MUST(fake_launches(NULL) == before + 3);
+    for (int dtype = HEDDLE_F32; dtype <= HEDDLE_F16; dtype++)
+        for (int pass = 0; pass < 2; pass++) {
+            a = attention_desc((heddle_dtype)dtype, 4, 16, 16, 1024, 1024, 64, 64);
+            MUST(!strstr(kernel_of(a, (heddle_pass)pass), "small"));
+            a.b = 0;
+            MUST(!strstr(kernel_of(a, (heddle_pass)pass), "small"));
+        }
+}
+
+static void small_left_out(void) {
+    set("HEDDLE_CUDA", "sm90");
+    MUST(!strstr(kernel_of(attention_desc(HEDDLE_F32, 1, 1, 1, 128, 128, 32, 32), HEDDLE_FORWARD), "small"));
 }
 
 static int child_status(void (*scenario)(void)) {
@@ -349,6 +386,8 @@ SCENARIO(on_rtx4090)
 SCENARIO(on_blackwell)
 SCENARIO(with_little_shared_memory)
 SCENARIO(on_h200)
+SCENARIO(few_rows)
+SCENARIO(small_left_out)
 
 /* Which kernels were launched, from the child back to the parent. */
 static void every_kernel(const char *family, bool *seen) {
@@ -378,6 +417,7 @@ static void test_no_kernel_is_dead(void **state) {
     bool seen[ATTENTION_KERNELS] = {false};
     every_kernel(NULL, seen);
     every_kernel("sm80", seen);
+    every_kernel("small", seen);
     int dead = 0;
     for (int x = 0; x < ATTENTION_KERNELS; x++)
         if (!seen[x]) {
@@ -412,6 +452,8 @@ int main(void) {
         cmocka_unit_test(test_on_blackwell),
         cmocka_unit_test(test_with_little_shared_memory),
         cmocka_unit_test(test_on_h200),
+        cmocka_unit_test(test_few_rows),
+        cmocka_unit_test(test_small_left_out),
         cmocka_unit_test(test_no_kernel_is_dead),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
