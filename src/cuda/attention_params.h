@@ -40,6 +40,10 @@ typedef struct attention_params_sm90 {
     attention_params p;
 } attention_params_sm90;
 
+/* The backward for Hopper: how often a block's own tiles and those that stream lie in shared memory, as measured. */
+#define BACKWARD90_OWN(dkdv, dim) ((dkdv) && (dim) > 64 ? 1 : 2)
+#define BACKWARD90_STAGES(dkdv, dim) ((dkdv) == ((dim) > 64) ? 4 : 3)
+
 #ifndef __CUDACC__
 #include "../plan.h"
 
@@ -65,6 +69,7 @@ typedef struct attention_device {
     size_t shared_bytes; /* that a block can have, opted in */
     int sm90;            /* has Hopper's instructions, and they are to be used */
     int small;           /* SMALL_CHOSEN, unless somebody asks for a family */
+    int unproven;        /* and so are kernels that have not been run through the library on a GPU yet */
 } attention_device;
 
 typedef struct attention_launch {

@@ -80,9 +80,19 @@ static int rows_of(const kernel_row *k) {
     return k->variant == VARIANT_plain ? 1 : k->warps * k->tiles * 16;
 }
 
+/* The block's own tiles and those that stream; numbers of the rows that stream; barriers. */
+static size_t shared_bytes_backward90(const kernel_row *k) {
+    const bool dkdv = k->pass == PASS_dkdv;
+    const size_t own = BACKWARD90_OWN(dkdv, k->dim), stages = BACKWARD90_STAGES(dkdv, k->dim), block = (size_t)k->block;
+    return (own * (size_t)rows_of(k) + stages * block) * 2 * (size_t)k->dim * 2 + stages * block * (dkdv ? 3 : 1) * 4 +
+           (own + stages) * 16;
+}
+
 /* Up to 1023 bytes before the first tile; tiles, two of each kind (of wide heads one of Q); marks; barriers. */
 static size_t shared_bytes_sm90(const kernel_row *k) {
     const size_t rows = (size_t)rows_of(k), width = (size_t)k->dim * 2, block = (size_t)k->block;
+    if (k->pass != PASS_fwd)
+        return shared_bytes_backward90(k);
     return 1024 + (k->dim > 128 ? 1 : 2) * rows * width + 4 * block * width + 2 * block * 4 + 8 * 14;
 }
 
@@ -154,8 +164,9 @@ static int find_sm90(const heddle_attention *a, const attention_device *device, 
         (pass != PASS_fwd && a->d % 8) || !a->b || !a->h || !a->sq || !a->sk || !rows_q || !rows_k ||
         !is_copyable(a->q_stride, packed, a->b, a->h, rows_q) ||
         !is_copyable(a->k_stride, packed, a->b, a->hk, rows_k) ||
-        !is_copyable(a->v_stride, packed, a->b, a->hk, rows_k) || a->o_stride.b % 8 || a->o_stride.h % 8 ||
-        a->o_stride.s % 8)
+        !is_copyable(a->v_stride, packed, a->b, a->hk, rows_k) ||
+        (pass != PASS_fwd && !is_copyable(a->do_stride, packed, a->b, a->h, rows_q)) || a->o_stride.b % 8 ||
+        a->o_stride.h % 8 || a->o_stride.s % 8)
         return -1;
     return find_kernel(a, device, pass, VARIANT_lean, FAMILY_sm90);
 }
@@ -245,7 +256,14 @@ static void choose_forward(const heddle_attention *a, const attention_device *de
     }
 }
 
-static void choose_backward(const heddle_attention *a, const attention_device *device, choice *c) {
+/* Hopper's backward takes tile after tile, too, where all are alike; else the device deals them. */
+static int64_t backward90_blocks(const heddle_attention *a, const attention_device *device, int64_t blocks) {
+    const bool alike = a->mask == HEDDLE_MASK_NONE && !(a->features & (HEDDLE_WINDOW | HEDDLE_VARLEN | HEDDLE_SEQLENS));
+    return alike ? min64(blocks, device->multiprocessors) : blocks;
+}
+
+/* All families have the same workspace. */
+static void choose_backward(const heddle_attention *a, const attention_device *device, bool aligned, choice *c) {
     const size_t each = align64((size_t)c->rows * sizeof(float));
     c->base = each;
     c->rest = 2 * each;
@@ -256,14 +274,22 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
         c->tiles_k = ceil_div(a->sk, rows_of(&kernels[c->bwd]));
         return;
     }
-    c->dkdv = choose_kernel(a, device, PASS_dkdv);
-    c->dq = choose_kernel(a, device, PASS_dq);
+    const int dkdv = find_sm90(a, device, PASS_dkdv), dq = find_sm90(a, device, PASS_dq);
+    const bool sm90 = device->unproven && aligned && dkdv >= 0 && dq >= 0;
+    c->dkdv = sm90 ? dkdv : choose_kernel(a, device, PASS_dkdv);
+    c->dq = sm90 ? dq : choose_kernel(a, device, PASS_dq);
     c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->dq]));
     c->tiles_k = ceil_div(a->sk, rows_of(&kernels[c->dkdv]));
     c->blocks = c->tiles_q * a->h * a->b;
+    c->blocks_dkdv = c->tiles_k * a->hk * a->b;
     /* Where the sums of dK and dV do not fit into registers together, every second block makes one of them. */
     const kernel_row *k = &kernels[c->dkdv];
-    c->blocks_dkdv = c->tiles_k * a->hk * a->b * (k->dim * k->tiles > 128 ? 2 : 1);
+    if (!sm90 && k->dim * k->tiles > 128)
+        c->blocks_dkdv *= 2;
+    if (sm90) {
+        c->blocks = backward90_blocks(a, device, c->blocks);
+        c->blocks_dkdv = backward90_blocks(a, device, c->blocks_dkdv);
+    }
 }
 
 static choice choose(const heddle_attention *a, heddle_pass pass, const attention_device *device, bool aligned) {
@@ -272,7 +298,7 @@ static choice choose(const heddle_attention *a, heddle_pass pass, const attentio
     if (pass == HEDDLE_FORWARD)
         choose_forward(a, device, aligned, &c);
     else
-        choose_backward(a, device, &c);
+        choose_backward(a, device, aligned, &c);
     return c;
 }
 
@@ -417,7 +443,8 @@ int heddle__cuda_attention_launches(const attention_plan *plan, const attention_
                                     const heddle_attention_data *data, void *workspace, attention_params *params,
                                     attention_launch launches[ATTENTION_MAX_LAUNCHES]) {
     const heddle_attention *a = &plan->a;
-    const choice c = choose(a, plan->pass, device, is_aligned(data));
+    const bool usable = is_aligned(data) && (plan->pass == HEDDLE_FORWARD || data->dout);
+    const choice c = choose(a, plan->pass, device, usable);
     const int64_t rows = a->b * a->h * a->sq;
     int n = 0;
     fill_params(plan, &c, data, workspace, params);

@@ -55,6 +55,7 @@ typedef struct device_record {
     int ordinal, major, minor, multiprocessors, shared_optin;
     int sm90;        /* Hopper, and HEDDLE_CUDA does not ask for less */
     int small;       /* SMALL_CHOSEN, or what HEDDLE_CUDA asks for */
+    int unproven;    /* HEDDLE_CUDA asks for more */
     cu_result error; /* of the query */
     _Atomic(cu_context) primary;
     /* Blocks of 2 MiB of addresses that were seen to be this device's memory (the driver maps no smaller ones), plus one. */
@@ -85,6 +86,7 @@ static void query_device(const cuda_driver *cu, device_record *r, int ordinal) {
     const char *wanted = getenv("HEDDLE_CUDA");
     r->sm90 = r->major == 9 && !(wanted && !strcmp(wanted, "sm80"));
     r->small = !wanted || !*wanted ? SMALL_CHOSEN : !strcmp(wanted, "small") ? SMALL_ALWAYS : SMALL_NEVER;
+    r->unproven = wanted && !strcmp(wanted, "unproven");
     snprintf(r->name, sizeof r->name, "%s (device %d, sm_%d%d)", name, ordinal, r->major, r->minor);
 }
 
@@ -291,7 +293,7 @@ static heddle_status plan_attention(attention_plan *plan) {
     heddle_status status = current_device(&cu, &r, &context);
     if (status != HEDDLE_OK)
         return status;
-    const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin, r->sm90, r->small};
+    const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin, r->sm90, r->small, r->unproven};
     return heddle__cuda_plan_attention(plan, &facts);
 }
 
@@ -348,7 +350,7 @@ static heddle_status launch_attention(const cuda_driver *cu, device_record *r, c
         status = check_stream(cu, r, stream);
     if (status != HEDDLE_OK)
         return status;
-    const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin, r->sm90, r->small};
+    const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin, r->sm90, r->small, r->unproven};
     attention_params_sm90 params;
     attention_launch launches[ATTENTION_MAX_LAUNCHES];
     int n = heddle__cuda_attention_launches(plan, &facts, data, workspace, &params.p, launches), sm90 = 0;

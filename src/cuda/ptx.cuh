@@ -152,6 +152,11 @@ PTX bool mbarrier_try(uint32_t at, int parity) {
     return done;
 }
 
+/* This thread arrives once all that it has copied by cp_async so far is there. */
+PTX void cp_async_arrive(uint32_t at) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+}
+
 PTX void mbarrier_wait(uint32_t at, int parity) {
     while (!mbarrier_try(at, parity))
         ;
