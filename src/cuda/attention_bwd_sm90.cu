@@ -278,7 +278,6 @@ INLINE void work_dkdv(const attention_params &p, char *shared_at) {
     const int64_t tiles = p.a.b * p.a.hk * p.tiles_k;
     for (int64_t id = blockIdx.x; id < tiles; id += gridDim.x) {
         const key_work w = find_keys<BLOCK>(p, id);
-        const place &c = w.c;
         float dk[D / 8][4], dv[D / 8][4];
         zero_all<D / 8>(dk);
         zero_all<D / 8>(dv);
