@@ -36,7 +36,7 @@ static forward_space carve_forward(const attention_plan *plan, carver *w) {
     f.z = carve_floats(w, a->dropout > 0 ? plan->tile_k * LANES : 0);
     f.scratch = carve_floats(w, a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK) ? plan->tile_k * LANES : 0);
     f.k = carve_floats(w, widens ? plan->tile_k * pad_d : 0);
-    f.v = carve_floats(w, widens || a->dv % VL ? plan->tile_k * pad_dv : 0);
+    f.v = carve_floats(w, plan->tile_k * pad_dv);
     return f;
 }
 
@@ -44,7 +44,7 @@ static void begin_tile(const call *c, const unit *u, int64_t f0, int64_t count, 
     const heddle_attention *a = c->a;
     make_lanes(c, u, -1, f0, count, &t->l);
     pack_q(c, u, &t->l, t->qt);
-    memset(t->ot, 0, sizeof(float) * (size_t)(t->l.few ? count * c->dv_pad : a->dv * t->l.stride));
+    memset(t->ot, 0, sizeof(float) * (size_t)(t->l.few ? (count + 1) * c->dv_pad : a->dv * t->l.stride));
     for (int64_t x = 0; x < t->l.stride; x++) {
         t->max[x] = -INFINITY;
         t->base[x] = t->sum[x] = 0;
@@ -109,23 +109,6 @@ static void online_softmax(forward_tile *t, float factor, int64_t dv, int64_t co
     }
 }
 
-/* O [lanes][dv_pad] += Pᵀ·V, for few lanes: vectors run along dv. Rows of V that are no whole vectors are copied first. */
-static void add_rows(const call *c, const lanes *l, bool careful, const key_block *b, forward_space *w, float *o) {
-    const float *v = b->v;
-    int64_t stride = b->v_stride;
-    if (c->a->dv % VL && v != w->v) {
-        for (int64_t j = 0; j < b->count; j++)
-            widen_row(HEDDLE_F32, v + j * stride, c->a->dv, 1, w->v + j * c->dv_pad);
-        v = w->v;
-        stride = c->dv_pad;
-    }
-    const gemm_a weights = {w->s, 1, l->stride};
-    if (careful)
-        gemm_careful(true, (int)(c->dv_pad / VL), l->count, b->count, weights, v, stride, o, c->dv_pad);
-    else
-        gemm((int)(c->dv_pad / VL), l->count, b->count, weights, v, stride, o, c->dv_pad, true);
-}
-
 static void forward_block(const call *c, const unit *u, const key_block *b, forward_tile *t, forward_space *w) {
     const int64_t stride = t->l.stride, dv = c->a->dv;
     parts seen;
@@ -137,10 +120,85 @@ static void forward_block(const call *c, const unit *u, const key_block *b, forw
             store(w->s + x, load(w->s + x) * load(w->z + x));
     }
     bool careful = masked && !all_finite(b->v, b->count, b->v_stride, dv);
-    if (t->l.few)
-        add_rows(c, &t->l, careful, b, w, t->ot);
+    add_parts(&t->l, &seen, careful, b->v, b->v_stride, dv, w->s, t->ot);
+}
+
+/* online_softmax() of scores [lane][key], of which `count` are filled up with -inf to whole vectors. */
+static void few_softmax(forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {
+    const int64_t padded = (count + VL - 1) / VL * VL;
+    for (int64_t x = 0; x < t->l.count; x++) {
+        float *p = s + x * FEW_KEYS;
+        vf top = splat(t->max[x]);
+        for (int64_t j = count; j < padded; j++)
+            p[j] = -INFINITY;
+        for (int64_t j = 0; j < padded; j += VL)
+            top = vmax(top, load(p + j));
+        t->max[x] = max_of(top);
+    }
+    for (int v = 0; v < t->l.vectors; v++) {
+        const vf top = load(t->max + v * VL);
+        rescale(t, v, select_float(top == -INFINITY, splat(0), top * factor), dv);
+    }
+    for (int64_t x = 0; x < t->l.count; x++) {
+        const float base = t->base[x];
+        vf sum = splat(0);
+        for (float *p = s + x * FEW_KEYS, *end = p + padded; p < end; p += VL) {
+            const vf e = vexp2(load(p) * factor - base);
+            store(p, e);
+            sum += e;
+        }
+        t->sum[x] += sum_of(sum);
+    }
+}
+
+/* s[lane][key], through the layout of tiles where something changes or hides scores. True as scores() is. */
+static bool few_masked_scores(const call *c, const unit *u, const key_block *b, forward_tile *t, forward_space *w,
+                              float *s) {
+    const lanes *l = &t->l;
+    parts seen;
+    const bool masked = scores(c, u, l, b, t->qt, &seen, w->s, NULL, w->scratch);
+    for (int64_t x = 0; x < l->count; x++)
+        for (int64_t j = 0; j < b->count; j++)
+            s[x * FEW_KEYS + j] = w->s[j * l->stride + x];
+    return masked;
+}
+
+/* O [lanes][dv_pad] += P·V where V may hold what is not finite. */
+static void few_add_masked(const call *c, const lanes *l, few_rows v, int64_t count, const float *s, forward_space *w,
+                           float *o) {
+    for (int64_t j = 0; j < count; j++)
+        few_widen(c->type, v.p + j * v.stride, c->a->dv, 1, w->v + j * c->dv_pad);
+    if (all_finite(w->v, count, c->dv_pad, c->dv_pad))
+        few_add(c->type, v, count, l->count, s, v, o, c->dv_pad);
     else
-        add_parts(&t->l, &seen, careful, b->v, b->v_stride, dv, w->s, t->ot);
+        gemm_careful(true, (int)(c->dv_pad / VL), l->count, count, (gemm_a){s, FEW_KEYS, 1}, w->v, c->dv_pad, o,
+                     c->dv_pad);
+}
+
+/* While the scores are formed the block's rows of V are asked for, then the next block's rows of K. */
+static void few_block(const call *c, const unit *u, const key_block *b, forward_tile *t, forward_space *w) {
+    const heddle_attention *a = c->a;
+    const lanes *l = &t->l;
+    const few_rows v = few_keys(c, u, c->t->v, a->v_stride, a->dv, b->first),
+                   next = few_keys(c, u, c->t->k, a->k_stride, a->d, b->first + b->count);
+    float s[FEW_LANES * FEW_KEYS];
+    bool masked = false;
+    if (c->adjusts || a->features & HEDDLE_BOOL_MASK ||
+        tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) != TILE_FULL)
+        masked = few_masked_scores(c, u, b, t, w, s);
+    else
+        few_scores(c, u, l, b, t->qt, s);
+    few_softmax(t, c->factor, a->dv, b->count, s);
+    if (c->drops) {
+        dropout_factors(c, u, l, b, w->z);
+        for (int64_t x = 0; x < l->count; x++)
+            for (int64_t j = 0; j < b->count; j++)
+                s[x * FEW_KEYS + j] *= w->z[j * l->stride + x];
+    }
+    if (masked)
+        few_add_masked(c, l, v, b->count, s, w, t->ot);
+    else
+        few_add(c->type, v, b->count, l->count, s, next, t->ot, c->dv_pad);
 }
 
 /* The normalised weights, written when they are asked for: the scores once more. */
@@ -190,14 +248,19 @@ static void end_tile(const call *c, const unit *u, forward_tile *t, float *inver
     lane_rows(c, u, l, c->t->o, c->a->o_stride, u->s.first_q, rows);
     void *const *out = (void *const *)rows;
     if (l->few)
-        for (int64_t x = 0; x < l->count; x++)
+        for (int64_t x = 0; x < l->count; x++) {
+            few_order(c->type, c->a->dv, t->ot + x * c->dv_pad);
             narrow_row(c->type, t->ot + x * c->dv_pad, c->a->dv, last[x], out[x]);
+        }
     else
         unpack_transposed(c->type, t->ot, l->stride, l->count, c->a->dv, last, false, out, 0);
 }
 
-static key_block get_block(const call *c, const unit *u, range keys, int64_t first, forward_space *w) {
-    key_block b = {.first = first, .count = min64(c->tile_k, keys.end - first)};
+/* Few queries read their keys themselves. */
+static key_block get_block(const call *c, const unit *u, bool few, range keys, int64_t first, forward_space *w) {
+    key_block b = {.first = first, .count = min64(few ? c->few_k : c->tile_k, keys.end - first)};
+    if (few)
+        return b;
     b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, first, b.count, w->k, c->d_pad, &b.k_stride);
     b.v = key_rows(c, u, c->t->v, c->a->v_stride, c->a->dv, first, b.count, w->v, c->dv_pad, &b.v_stride);
     return b;
@@ -219,11 +282,12 @@ static void forward_task(const call *c, const unit *u, int64_t f0, int64_t f1, f
     for (int64_t f = f0; f < f1; f += LANES)
         begin_tile(c, u, f, min64(LANES, f1 - f), &w->tiles[count++]);
     range keys = keys_of_queries(u->m, w->tiles[0].l.first, w->tiles[count - 1].l.last + 1, u->s.sk);
-    for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-        key_block b = get_block(c, u, keys, j, w);
+    const bool few = w->tiles[0].l.few;
+    for (int64_t j = keys.begin; j < keys.end; j += few ? c->few_k : c->tile_k) {
+        key_block b = get_block(c, u, few, keys, j, w);
         for (int x = 0; x < count; x++)
             if (!tile_is_empty(u, &w->tiles[x].l, &b))
-                forward_block(c, u, &b, &w->tiles[x], w);
+                (few ? few_block : forward_block)(c, u, &b, &w->tiles[x], w);
     }
     for (int x = 0; x < count; x++) {
         forward_tile *t = &w->tiles[x];
@@ -233,8 +297,8 @@ static void forward_task(const call *c, const unit *u, int64_t f0, int64_t f1, f
             continue;
         for (int64_t y = 0; y < t->l.count; y++)
             clear_weights(c, u, t->l.head[y], t->l.first + t->l.index[y]);
-        for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-            key_block b = get_block(c, u, keys, j, w);
+        for (int64_t j = keys.begin; j < keys.end; j += few ? c->few_k : c->tile_k) {
+            key_block b = get_block(c, u, few, keys, j, w);
             if (!tile_is_empty(u, &t->l, &b))
                 write_weights(c, u, &b, t, w, inverse);
         }

@@ -7,12 +7,12 @@
 
 #include "../mask.h"
 #include "../plan.h"
+#include "few.h"
 #include "gemm.h"
 #include "pack.h"
 #include "vmath.h"
 
 #define TILE_VECTORS 3
-#define FEW_LANES 8 /* up to here a product along d costs less than vectors that are mostly empty */
 #define LANES (TILE_VECTORS * VL)
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942
@@ -23,6 +23,7 @@ typedef struct call {
     const heddle_attention_data *t;
     int type;
     int64_t group, tile_k;
+    int64_t few_k;         /* keys of a block of few queries: its rows of K and V fill half of the first-level cache */
     int64_t d_pad, dv_pad; /* rounded up to whole vectors */
     bool adjusts;          /* softcap, ALiBi or bias change the scores */
     float sign,
@@ -44,10 +45,10 @@ typedef struct unit {
 typedef struct lanes {
     int vectors;           /* in use */
     int64_t stride, count; /* lanes in use with and without the padding of the last vector */
-    bool few;              /* all rows of the unit: vectors run along d instead, and packed q is [lane][d_pad] */
-    int64_t first, last;   /* lowest and highest query index */
-    int32_t index[LANES];  /* query index - first */
-    uint32_t head[LANES];  /* query head */
+    bool few;             /* all rows of the unit: few.h forms the scores, and packed q is [lane][d_pad] in its order */
+    int64_t first, last;  /* lowest and highest query index */
+    int32_t index[LANES]; /* query index - first */
+    uint32_t head[LANES]; /* query head */
 } lanes;
 
 /* A block of keys with their rows of K and V as floats. */
@@ -62,6 +63,7 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     call c = {.a = a, .t = t, .type = (int)a->dtype, .group = a->h / a->hk, .tile_k = plan->tile_k};
     c.d_pad = (a->d + VL - 1) / VL * VL;
     c.dv_pad = (a->dv + VL - 1) / VL * VL;
+    c.few_k = clamp64(32768 / ((a->d + a->dv) * element_size(c.type)) / VL * VL, VL, FEW_KEYS);
     c.adjusts = a->softcap > 0 || (a->features & (HEDDLE_ALIBI | HEDDLE_BIAS));
     c.sign =
         !c.adjusts && a->scale < 0 ? -1 : 1; /* so that factor is positive, and the largest score stays the largest */
@@ -138,7 +140,9 @@ static void pack_q(const call *c, const unit *u, const lanes *l, float *out) {
     const void *rows[LANES];
     lane_rows(c, u, l, c->t->q, c->a->q_stride, u->s.first_q, rows);
     for (int64_t x = 0; x < l->count; x++)
-        widen_row(c->type, rows[x], c->a->d, c->sign, out + x * c->d_pad);
+        few_widen(c->type, rows[x], c->a->d, c->sign, out + x * c->d_pad);
+    if (l->count % 4 == 3)
+        memset(out + l->count * c->d_pad, 0, sizeof(float) * (size_t)c->d_pad);
 }
 
 /* Rows of K or V as floats: where they are, or widened into `buffer`. */
@@ -275,68 +279,28 @@ static void multiply_parts(const lanes *l, const parts *r, const float *rows, in
              columns + p->begin * VL, l->stride, out + p->first * l->stride + p->begin * VL, l->stride, false);
 }
 
-/* out[j][lane] = sum over e of rows[j][e]·q[lane][e] for up to four lanes and four keys: 16 sums along vectors, which a transpose
- * adds up. Lanes past `count` are not written. */
-INLINE void dot_block(const float *rows, int64_t row_stride, int64_t keys, int64_t width, const float *q, int64_t pad,
-                      int64_t count, float *out, int64_t out_stride) {
-    vf sum[16];
-    for (int x = 0; x < 16; x++)
-        sum[x] = splat(0);
-    const float *k[4], *y[4];
-    for (int x = 0; x < 4; x++) {
-        k[x] = rows + min64(x, keys - 1) * row_stride;
-        y[x] = q + min64(x, count - 1) * pad;
-    }
-    int64_t e = 0;
-    for (; e + VL <= width; e += VL)
-#pragma GCC unroll 4
-        for (int a = 0; a < 4; a++) {
-            const vf ka = load(k[a] + e);
-#pragma GCC unroll 4
-            for (int b = 0; b < 4; b++)
-                sum[4 * a + b] += ka * load(y[b] + e);
-        }
-    if (e < width)
-        for (int a = 0; a < 4; a++) {
-            const vf ka = load_partial(HEDDLE_F32, k[a] + e, width - e);
-            for (int b = 0; b < 4; b++)
-                sum[4 * a + b] += ka * load(y[b] + e);
-        }
-    float all[16];
-    for (int x = 0; x < 16; x += VL) { /* VL sums at a time: transposed, their vectors add up lane by lane */
-        vf t = splat(0);
-        transpose(sum + x);
-        for (int r = 0; r < VL; r++)
-            t += sum[x + r];
-        store(all + x, t);
-    }
-    for (int64_t a = 0; a < min64(keys, 4); a++)
-        for (int64_t b = 0; b < min64(count, 4); b++)
-            out[a * out_stride + b] = all[4 * a + b];
+/* Rows of K or V of the unit as they lie in memory, for few queries. */
+INLINE few_rows few_keys(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t n, int64_t first) {
+    return (few_rows){element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first), c->type),
+                      stride.s * element_size(c->type), n};
 }
 
-INLINE void prefetch_row(const float *p, int64_t n) {
-    for (int64_t e = 0; e < n; e += 16)
-        __builtin_prefetch(p + e);
+/* s[lane][key], as few.h has it; meanwhile the block's rows of V are asked for. */
+INLINE void few_scores(const call *c, const unit *u, const lanes *l, const key_block *b, const float *q, float *s) {
+    few_dot(c->type, few_keys(c, u, c->t->k, c->a->k_stride, c->a->d, b->first), b->count, l->count, q, c->d_pad,
+            few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first), s);
 }
 
-/* Few queries use K and V faster than they come from memory: while the scores are formed, the block's rows of V and the next
- * block's rows of K are asked for, a few at a time. (Widening 16-bit rows has asked for them already.) */
-static void dot_keys(const lanes *l, const key_block *b, bool widened, int64_t d, int64_t dv, const float *q,
-                     int64_t pad, float *out) {
-    for (int64_t j = 0; j < b->count; j += 4) {
-        for (int64_t x = j; x < min64(j + 4, b->count) && !widened; x++) {
-            if (b->v)
-                prefetch_row(b->v + x * b->v_stride, dv);
-            prefetch_row(b->k + (x + b->count) * b->k_stride, d);
-        }
-        for (int64_t x = 0; x < l->count; x += 4)
-            dot_block(b->k + j * b->k_stride, b->k_stride, b->count - j, d, q + x * pad, pad, l->count - x,
-                      out + j * l->stride + x, l->stride);
-    }
-    for (int64_t j = 0; j < b->count; j++)
-        for (int64_t x = l->count; x < l->stride; x++)
-            out[j * l->stride + x] = 0;
+/* s[j][lane] of few_scores(). */
+static void few_scores_as_tile(const call *c, const unit *u, const lanes *l, const key_block *b, const float *q,
+                               float *s) {
+    float t[FEW_LANES * FEW_KEYS];
+    _Static_assert(FEW_KEYS >= TILE_KEYS, "a block of few queries is no larger than a tile's");
+    few_scores(c, u, l, b, q, t);
+    memset(s, 0, sizeof(float) * (size_t)(b->count * l->stride));
+    for (int64_t x = 0; x < l->count; x++)
+        for (int64_t j = 0; j < b->count; j++)
+            s[j * l->stride + x] = t[x * FEW_KEYS + j];
 }
 
 /* s[j][lane] = the score (times call.factor in units of log2), -inf where masked. True if some may be masked: then zeros of P
@@ -345,7 +309,7 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
                    float *s, float *tanhs, float *scratch) {
     find_parts(u, l, b, r);
     if (l->few)
-        dot_keys(l, b, c->type != HEDDLE_F32, c->a->d, c->a->dv, qt, c->d_pad, s);
+        few_scores_as_tile(c, u, l, b, qt, s);
     else
         multiply_parts(l, r, b->k, b->k_stride, c->a->d, qt, s);
     if (c->adjusts)

@@ -19,6 +19,7 @@ typedef uint64_t vw __attribute__((vector_size(8 * VL)));
 /* The same, for addresses that are only aligned to an element. */
 typedef vf vf_unaligned __attribute__((aligned(4), may_alias));
 typedef vh vh_unaligned __attribute__((aligned(2), may_alias));
+typedef vu vu_unaligned __attribute__((aligned(2), may_alias));
 
 INLINE vf load(const float *p) {
     return *(const vf_unaligned *)p;
@@ -79,6 +80,51 @@ INLINE void transpose(vf *rows) {
     zip_round(rows, other);
     zip_round(other, rows);
 #endif
+}
+
+/* A list of lane numbers f(l, g), l = 0 .. VL-1, for __builtin_shufflevector. */
+#if VL == 4
+#define EACH_LANE(f, g) f(0, g), f(1, g), f(2, g), f(3, g)
+#elif VL == 8
+#define EACH_LANE(f, g) f(0, g), f(1, g), f(2, g), f(3, g), f(4, g), f(5, g), f(6, g), f(7, g)
+#elif VL == 16
+#define EACH_LANE(f, g)                                                                                                \
+    f(0, g), f(1, g), f(2, g), f(3, g), f(4, g), f(5, g), f(6, g), f(7, g), f(8, g), f(9, g), f(10, g), f(11, g),      \
+        f(12, g), f(13, g), f(14, g), f(15, g)
+#endif
+#define LANE_KEEP(l, g) ((l) & (g) ? VL + (l) : (l))
+#define LANE_CROSS(l, g) ((l) & (g) ? VL + ((l) ^ (g)) : (l) ^ (g))
+#define LANE_FLIP(l, g) ((l) ^ (g))
+/* Lanes l and l ^ g of a added up where l has no bit g, those of b where it has. */
+#define FOLD(a, b, g)                                                                                                  \
+    (__builtin_shufflevector(a, b, EACH_LANE(LANE_KEEP, g)) + __builtin_shufflevector(a, b, EACH_LANE(LANE_CROSS, g)))
+#define FLIP(a, g) __builtin_shufflevector(a, a, EACH_LANE(LANE_FLIP, g))
+
+/* Lane i of the result is the sum of all lanes of in[i], i < VL; `in` is used up. The same bits as sum_of(in[i]). */
+INLINE vf sum_each(vf *in) {
+#if VL == 16
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        in[i] = FOLD(in[i], in[i + 8], 8);
+#endif
+#if VL >= 8
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        in[i] = FOLD(in[i], in[i + 4], 4);
+#endif
+    return FOLD(FOLD(in[0], in[2], 2), FOLD(in[1], in[3], 2), 1);
+}
+
+INLINE float sum_of(vf x) {
+#if VL == 16
+    x += FLIP(x, 8);
+#endif
+#if VL >= 8
+    x += FLIP(x, 4);
+#endif
+    x += FLIP(x, 2);
+    x += FLIP(x, 1);
+    return x[0];
 }
 
 /* --------------------------------------------------------------------------------------------- 16-bit elements */
