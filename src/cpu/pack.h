@@ -18,13 +18,19 @@ INLINE const char *element_at(const void *p, int64_t i, int type) {
     return (const char *)p + i * element_size(type);
 }
 
+INLINE vf widen_halves(int type, vh h) {
+    return type == HEDDLE_BF16 ? bf16_widen(h) : f16_widen(h);
+}
+
+INLINE vh narrow_halves(int type, vf x) {
+    return type == HEDDLE_BF16 ? bf16_narrow(x) : f16_narrow(x);
+}
+
 INLINE vf load_vector(int type, const void *p) {
     if (type == HEDDLE_F32)
         return load(p);
-    if (type == HEDDLE_BF16)
-        return bf16_widen(*(const vh_unaligned *)p);
-    if (type == HEDDLE_F16)
-        return f16_widen(*(const vh_unaligned *)p);
+    if (type != TYPE_MASK)
+        return widen_halves(type, *(const vh_unaligned *)p);
     vf r;
     for (int x = 0; x < VL; x++)
         r[x] = ((const uint8_t *)p)[x] ? 1.0f : 0.0f;
@@ -35,20 +41,25 @@ INLINE void store_vector(int type, void *p, vf x) {
     if (type == HEDDLE_F32)
         store(p, x);
     else
-        *(vh_unaligned *)p = type == HEDDLE_BF16 ? bf16_narrow(x) : f16_narrow(x);
+        *(vh_unaligned *)p = narrow_halves(type, x);
 }
 
 /* The first n < VL elements at p, zeros behind them; nothing past them is touched. */
 INLINE vf load_partial(int type, const void *p, int64_t n) {
-    char copy[4 * VL] = {0};
-    memcpy(copy, p, (size_t)(n * element_size(type)));
+    if (type == HEDDLE_F32)
+        return load_floats(p, n);
+    if (type != TYPE_MASK)
+        return widen_halves(type, load_halves(p, n));
+    uint8_t copy[VL] = {0};
+    memcpy(copy, p, (size_t)n);
     return load_vector(type, copy);
 }
 
 INLINE void store_partial(int type, void *p, vf x, int64_t n) {
-    char copy[4 * VL];
-    store_vector(type, copy, x);
-    memcpy(p, copy, (size_t)(n * element_size(type)));
+    if (type == HEDDLE_F32)
+        store_floats(p, x, n);
+    else
+        store_halves(p, narrow_halves(type, x), n);
 }
 
 INLINE vf load_some(int type, const void *p, int64_t n) {

@@ -7,6 +7,7 @@
 #include "../dtype.h"
 
 #include <stdbool.h>
+#include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -160,6 +161,30 @@ INLINE vh f16_narrow(vf x) {
     r = (is_big & 0x7c00u) | (~is_big & r);
     r = (is_nan & 0x7e00u) | (~is_nan & r);
     return __builtin_convertvector(sign | r, vh);
+}
+#endif
+
+/* ---------------------------------------------------------------------------------------------- parts of vectors */
+
+#ifndef HAVE_PARTIAL
+INLINE vf load_floats(const float *p, int64_t n) {
+    float copy[VL] = {0};
+    memcpy(copy, p, (size_t)n * sizeof *p);
+    return load(copy);
+}
+
+INLINE vh load_halves(const void *p, int64_t n) {
+    vh r = {0};
+    memcpy(&r, p, (size_t)n * 2);
+    return r;
+}
+
+INLINE void store_floats(float *p, vf x, int64_t n) {
+    memcpy(p, &x, (size_t)n * sizeof *p);
+}
+
+INLINE void store_halves(void *p, vh x, int64_t n) {
+    memcpy(p, &x, (size_t)n * 2);
 }
 #endif
 

@@ -4,6 +4,7 @@
 
 #define HAVE_VMAX
 #define HAVE_F16_CONVERT
+#define HAVE_PARTIAL
 #include "vec.h"
 
 INLINE vf vmax(vf a, vf b) {
@@ -16,4 +17,21 @@ INLINE vf f16_widen(vh h) {
 
 INLINE vh f16_narrow(vf x) {
     return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* The first n < VL elements, and zeros. */
+INLINE vf load_floats(const float *p, int64_t n) {
+    return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+}
+
+INLINE vh load_halves(const void *p, int64_t n) {
+    return (vh)_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
+}
+
+INLINE void store_floats(float *p, vf x, int64_t n) {
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)x);
+}
+
+INLINE void store_halves(void *p, vh x, int64_t n) {
+    _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), (__m256i)x);
 }
