@@ -61,6 +61,30 @@ static void test_head_dims(void **state) {
     check_dtypes(make_case(1, 2, 0, 9, 70, 192, 128)); /* the head dims of latent attention */
 }
 
+/* Decoding and its neighbours: up to 16 rows of a group go another way than more of them, in steps of 4, 2 and 1, and the rows
+ * of K and V are read 2 vectors, 1 and a part of one at a time. */
+static void test_few_queries(void **state) {
+    (void)state;
+    static const int64_t heads[][3] = {{1, 1, 1}, {2, 1, 1}, {3, 1, 1}, {4, 1, 1},  {5, 1, 1}, {2, 2, 7},
+                                       {8, 1, 1}, {4, 2, 4}, {3, 1, 3}, {1, 1, 15}, {4, 1, 4}, {17, 1, 1}};
+    static const int64_t keys[] = {1, 37, 300, 131}, dims[][2] = {{64, 64}, {128, 128}, {72, 40}, {33, 16}, {8, 80}};
+    for (size_t x = 0; x < COUNT(heads); x++)
+        for (size_t y = 0; y < 3; y++) {
+            const int64_t *d = dims[(x + y) % COUNT(dims)];
+            attention_case c =
+                make_case(2, heads[x][0], heads[x][1], heads[x][2], keys[(x + y) % COUNT(keys)], d[0], d[1]);
+            c.a.mask = (heddle_mask)(y % 3);
+            c.poison_masked = true;
+            check_dtypes(c);
+            c.a.features |= HEDDLE_BOOL_MASK | HEDDLE_SINKS | HEDDLE_WEIGHTS;
+            c.mask_density = 0.5;
+            c.a.softcap = y == 1 ? 5 : 0;
+            c.a.dropout = y == 2 ? 0.2 : 0;
+            c.a.dtype = dtypes[(x + y) % 3];
+            check_attention(&c);
+        }
+}
+
 /* Wide heads have few keys to a backward task: sums of dq go through several, and batch entries share their place. */
 static void test_many_chunks(void **state) {
     (void)state;
@@ -490,6 +514,7 @@ int main(void) {
         cmocka_unit_test(test_sizes),
         cmocka_unit_test(test_thousand),
         cmocka_unit_test(test_head_dims),
+        cmocka_unit_test(test_few_queries),
         cmocka_unit_test(test_many_chunks),
         cmocka_unit_test(test_scale),
         cmocka_unit_test(test_causal),

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Attention backward (Dao 2023, algorithm 2), the same bits for any number of threads.
  *
- *   prepare   D = rowsum(dO∘O) - dlse (+ rowsum(P∘dweights)); clears what is added to
+ *   prepare   D = rowsum(dO∘O) - dlse (+ rowsum(P∘dweights)), dq = 0 where a tile sees nothing; with one chunk a unit a part of
+ *             main, so that dO is still near
  *   main      a task owns a chunk of the keys of one unit: dK and dV of the chunk stay with it while it walks over the queries.
  *             dQ of a tile of queries is added to by several chunks, in the order of the chunks: each waits for its turn.
  *   dsinks, dbias   small sums of their own, each element by one task
@@ -21,6 +22,8 @@ typedef struct backward_space {
     float base[LANES], rest[LANES]; /* log-sum-exp in units of log2, as the sum of two floats */
     float dsum[LANES];
     bool q_finite, dout_finite;
+    bool fresh;  /* dk and dv hold nothing yet */
+    bool sums_d; /* D is formed from P and dP, see sums_d() */
     parts seen;
 } backward_space;
 
@@ -55,9 +58,9 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     const heddle_attention *a = &plan->a;
     int64_t pad_d = (a->d + VL - 1) / VL * VL, pad_dv = (a->dv + VL - 1) / VL * VL, tile = plan->tile_k * LANES;
     bool widens = a->dtype != HEDDLE_F32;
-    backward_space *p = carve(w, sizeof *p), f;
-    f.qt = carve_floats(w, pad_d * LANES); /* or, with few lanes, [lanes][d_pad] */
-    f.dot = carve_floats(w, a->dv * LANES);
+    backward_space *p = carve(w, sizeof *p), f = {.sums_d = false};
+    f.qt = carve_floats(w, pad_d * LANES);   /* or, with few lanes, [lanes][d_pad] */
+    f.dot = carve_floats(w, pad_dv * LANES); /* or [lanes][dv_pad] */
     f.q = carve_floats(w, LANES * pad_d);
     f.dout = carve_floats(w, LANES * pad_dv);
     f.dqt = carve_floats(w, a->d * LANES);
@@ -91,9 +94,9 @@ static void load_q(const call *c, const unit *u, backward_space *w, const backwa
 static void load_tile(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
     load_q(c, u, w, g);
     if (c->t->dout)
-        pack_lanes(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, 1, w->dot);
+        (w->l.few ? pack_few : pack_lanes)(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, 1, w->dot);
     else
-        memset(w->dot, 0, sizeof(float) * (size_t)(c->a->dv * w->l.stride));
+        memset(w->dot, 0, sizeof(float) * (size_t)(c->dv_pad * LANES));
 }
 
 /* Q and dO of the tile as rows, for the products that sum over queries. */
@@ -126,6 +129,30 @@ static bool probabilities(const call *c, const unit *u, const key_block *b, back
     return masked;
 }
 
+/* For 16-bit types, whose o is rounded, D is the sum of P∘dP wherever one block holds all keys, so that it costs next to nothing: the
+ * few terms of such rows do not average the rounding out. It takes the place of what prepare_task() found. */
+static bool sums_d(const call *c, const unit *u, const backward_shared *g) {
+    return c->type != HEDDLE_F32 && g->chunks == 1 && u->s.sk <= c->tile_k;
+}
+
+static void sum_d(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const lanes *l = &w->l;
+    for (int64_t x = 0; x < l->stride; x += VL) {
+        vf sum = splat(0);
+        for (int64_t at = x; at < b->count * l->stride; at += l->stride) {
+            vf p = load(w->s + at), dp = load(w->dp + at);
+            if (c->drops)
+                dp *= load(w->z + at);
+            if (c->t->dweights)
+                dp += load(w->scratch + at);
+            sum += select_float(p == 0, splat(0), p * dp);
+        }
+        store(w->dsum + x, sum);
+    }
+    for (int64_t x = 0; x < l->count && c->t->dlse; x++)
+        w->dsum[x] -= ((const float *)c->t->dlse)[lse_offset(c, u, l->head[x], l->first + l->index[x])];
+}
+
 static void pack_dweights(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const void *rows[LANES];
     lane_rows(c, u, &w->l, c->t->dweights, c->a->dweights_stride, 0, rows);
@@ -136,11 +163,20 @@ static void pack_dweights(const call *c, const unit *u, const key_block *b, back
 static bool score_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const lanes *l = &w->l;
     bool masked = probabilities(c, u, b, w);
-    multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, w->dot, w->dp);
+    if (l->few) {
+        const few_rows v = few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first);
+        float t[FEW_LANES * FEW_KEYS];
+        few_dot(c->type, v, b->count, l->count, w->dot, c->dv_pad, v, t);
+        few_as_tile(l, t, b->count, w->dp);
+    } else {
+        multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, w->dot, w->dp);
+    }
     if (c->drops)
         dropout_factors(c, u, l, b, w->z);
     if (c->t->dweights)
         pack_dweights(c, u, b, w);
+    if (w->sums_d)
+        sum_d(c, u, b, w);
     for (int v = 0; v < l->vectors; v++) {
         const vf dsum = load(w->dsum + v * VL);
         for (int64_t x = v * VL; x < b->count * l->stride; x += l->stride) {
@@ -167,9 +203,9 @@ static void uncap(const call *c, const key_block *b, backward_space *w) {
         }
 }
 
-/* out[j][e] += sum over lanes of weights[j][lane]·rows[lane][e], in the parts that are seen. */
+/* out[j][e] (+)= sum over lanes of weights[j][lane]·rows[lane][e], in the parts that are seen. */
 static void add_to_keys(const lanes *l, const parts *r, bool careful, const float *weights, const float *rows,
-                        int64_t pad, float *out) {
+                        int64_t pad, float *out, bool add) {
     for (const part *p = r->p; p < r->p + r->count; p++) {
         const int64_t lane = p->begin * VL, lanes_used = min64(l->count, p->end * VL) - lane;
         const gemm_a a = {weights + p->first * l->stride + lane, l->stride, 1};
@@ -177,7 +213,7 @@ static void add_to_keys(const lanes *l, const parts *r, bool careful, const floa
         if (careful)
             gemm_careful(true, (int)(pad / VL), p->count, lanes_used, a, rows + lane * pad, pad, dst, pad);
         else
-            gemm((int)(pad / VL), p->count, lanes_used, a, rows + lane * pad, pad, dst, pad, true);
+            gemm((int)(pad / VL), p->count, lanes_used, a, rows + lane * pad, pad, dst, pad, add);
     }
 }
 
@@ -185,105 +221,10 @@ static void backward_block(const call *c, const unit *u, const key_block *b, boo
                            float *dk, float *dv) {
     const lanes *l = &w->l;
     bool masked = score_gradients(c, u, b, w);
-    add_to_keys(l, &w->seen, masked && !w->dout_finite, w->s, w->dout, c->dv_pad, dv);
+    add_to_keys(l, &w->seen, masked && !w->dout_finite, w->s, w->dout, c->dv_pad, dv, !w->fresh);
     uncap(c, b, w);
-    add_to_keys(l, &w->seen, masked && !w->q_finite, w->dp, w->q, c->d_pad, dk);
+    add_to_keys(l, &w->seen, masked && !w->q_finite, w->dp, w->q, c->d_pad, dk, !w->fresh);
     add_parts(l, &w->seen, masked && !k_finite, b->k, b->k_stride, c->a->d, w->dp, w->dqt);
-}
-
-/* -------------------------------------------------------------------------------------------------------- main */
-
-/* The chunks that tile's queries see keys of: begin .. end-1, all of them adding to its dQ. */
-static range chunks_of_tile(const unit *u, const lanes *l, int64_t chunk_k) {
-    range keys = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
-    range r = {keys.begin / chunk_k, keys.begin < keys.end ? (keys.end - 1) / chunk_k + 1 : keys.begin / chunk_k};
-    return r;
-}
-
-/* dQ of the tile: added to dq itself (float32), or to the sums in float32, which the last chunk rounds into dq. */
-static void add_dq(const call *c, const unit *u, backward_space *w, float *sums, bool first, bool last) {
-    const lanes *l = &w->l;
-    const void *rows[LANES];
-    float scale[LANES];
-    for (int64_t x = 0; x < l->stride; x++)
-        scale[x] = (float)c->a->scale;
-    lane_rows(c, u, l, c->t->dq, c->a->dq_stride, u->s.first_q, rows);
-    void *const *out = (void *const *)rows;
-    if (c->type == HEDDLE_F32 || (first && last)) {
-        unpack_transposed(c->type, w->dqt, l->stride, l->count, c->a->d, scale, !first, out, 0);
-        return;
-    }
-    void *sum_rows[LANES];
-    int64_t f0 = l->first * c->group + (l->head[0] - u->first_head);
-    for (int64_t x = 0; x < l->count; x++)
-        sum_rows[x] = sums + (f0 + x) * c->d_pad;
-    unpack_transposed(HEDDLE_F32, w->dqt, l->stride, l->count, c->a->d, scale, !first, sum_rows, 0);
-    if (last)
-        for (int64_t x = 0; x < l->count; x++)
-            narrow_row(c->type, sum_rows[x], c->a->d, 1, out[x]);
-}
-
-static void write_chunk(const call *c, const unit *u, int64_t first, int64_t count, backward_space *w) {
-    const heddle_attention *a = c->a;
-    for (int64_t j = 0; j < count; j++) {
-        int64_t row = u->s.first_k + first + j;
-        if (c->t->dk)
-            narrow_row(c->type, w->dk + j * c->d_pad, a->d, (float)a->scale,
-                       (char *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row) * element_size(c->type));
-        if (c->t->dv)
-            narrow_row(c->type, w->dv + j * c->dv_pad, a->dv, 1,
-                       (char *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row) * element_size(c->type));
-    }
-}
-
-static void backward_tile(const call *c, const unit *u, const key_block *chunk, bool k_finite, backward_space *w) {
-    const range seen = keys_of_queries(u->m, w->l.first, w->l.last + 1, u->s.sk);
-    int64_t begin = max64(seen.begin, chunk->first), end = min64(seen.end, chunk->first + chunk->count);
-    load_rows(c, u, w);
-    memset(w->dqt, 0, sizeof(float) * (size_t)(c->a->d * w->l.stride));
-    for (int64_t j = begin; j < end; j += c->tile_k) {
-        int64_t at = j - chunk->first;
-        key_block b = {j,
-                       min64(c->tile_k, end - j),
-                       chunk->k + at * chunk->k_stride,
-                       chunk->v + at * chunk->v_stride,
-                       chunk->k_stride,
-                       chunk->v_stride};
-        backward_block(c, u, &b, k_finite, w, w->dk + at * c->d_pad, w->dv + at * c->dv_pad);
-    }
-}
-
-static void backward_task(const call *c, const unit *u, int64_t unit_index, int64_t chunk_index, int64_t chunk_k,
-                          backward_space *w, const backward_shared *g) {
-    const heddle_attention *a = c->a;
-    key_block chunk = {.first = chunk_index * chunk_k};
-    chunk.count = min64(chunk_k, u->s.sk - chunk.first);
-    chunk.k = key_rows(c, u, c->t->k, a->k_stride, a->d, chunk.first, chunk.count, w->k, c->d_pad, &chunk.k_stride);
-    chunk.v = key_rows(c, u, c->t->v, a->v_stride, a->dv, chunk.first, chunk.count, w->v, c->dv_pad, &chunk.v_stride);
-    bool k_finite = all_finite(chunk.k, chunk.count, chunk.k_stride, a->d);
-    memset(w->dk, 0, sizeof(float) * (size_t)(chunk.count * c->d_pad));
-    memset(w->dv, 0, sizeof(float) * (size_t)(chunk.count * c->dv_pad));
-    int64_t rows = c->group * u->s.sq;
-    float *sums = g->slots ? g->dq + unit_index % g->slots * (c->group * a->sq * c->d_pad) : NULL;
-    if (g->slots && unit_index >= g->slots) /* who used the slot before must be through */
-        wait_for_turn(&g->done[unit_index - g->slots], (uint32_t)g->chunks);
-    /* Downwards: the chunks of a causal mask all begin at the last queries and follow each other closely. */
-    for (int64_t tile = (rows + LANES - 1) / LANES - 1; tile >= 0; tile--) {
-        make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
-        range mine = chunks_of_tile(u, &w->l, chunk_k);
-        if (chunk_index < mine.begin || chunk_index >= mine.end)
-            continue;
-        load_tile(c, u, w, g);
-        backward_tile(c, u, &chunk, k_finite, w);
-        if (!c->t->dq)
-            continue;
-        _Atomic uint32_t *turn = &g->turn[unit_index * g->tiles + tile];
-        if (chunk_index > mine.begin)
-            wait_for_turn(turn, (uint32_t)chunk_index);
-        add_dq(c, u, w, sums, chunk_index == mine.begin, chunk_index == mine.end - 1);
-        atomic_store_explicit(turn, (uint32_t)chunk_index + 1, memory_order_release);
-    }
-    write_chunk(c, u, chunk.first, chunk.count, w);
 }
 
 /* ----------------------------------------------------------------------------------------------------- prepare */
@@ -393,6 +334,7 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     if (tile * LANES >= rows)
         return;
     make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
+    const range seen = keys_of_queries(u->m, w->l.first, w->l.last + 1, u->s.sk);
     const void *o[LANES], *dout[LANES];
     bool large = false;
     lane_rows(c, u, &w->l, c->t->o, a->o_stride, u->s.first_q, o);
@@ -403,12 +345,118 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
         float sum = c->t->dout ? dot_row(c, o[x], dout[x]) : 0;
         g->dsum[at] = sum - (c->t->dlse ? ((const float *)c->t->dlse)[at] : 0);
         large |= split_lse(((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
-        clear_rows(c, c->t->dq, a->dq_stride, u->n, w->l.head[x], u->s.first_q + w->l.first + w->l.index[x], 1, a->d);
+        if (seen.begin >= seen.end) /* nobody else writes it */
+            clear_rows(c, c->t->dq, a->dq_stride, u->n, w->l.head[x], u->s.first_q + w->l.first + w->l.index[x], 1,
+                       a->d);
     }
     if (large)
         refine_lse(c, u, w, g);
-    if (c->t->dweights)
+    if (c->t->dweights && !sums_d(c, u, g))
         add_weight_sums(c, u, w, g);
+}
+
+/* -------------------------------------------------------------------------------------------------------- main */
+
+/* The chunks that tile's queries see keys of: begin .. end-1, all of them adding to its dQ. */
+static range chunks_of_tile(const unit *u, const lanes *l, int64_t chunk_k) {
+    range keys = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    range r = {keys.begin / chunk_k, keys.begin < keys.end ? (keys.end - 1) / chunk_k + 1 : keys.begin / chunk_k};
+    return r;
+}
+
+/* dQ of the tile: added to dq itself (float32), or to the sums in float32, which the last chunk rounds into dq. */
+static void add_dq(const call *c, const unit *u, backward_space *w, float *sums, bool first, bool last) {
+    const lanes *l = &w->l;
+    const void *rows[LANES];
+    float scale[LANES];
+    for (int64_t x = 0; x < l->stride; x++)
+        scale[x] = (float)c->a->scale;
+    lane_rows(c, u, l, c->t->dq, c->a->dq_stride, u->s.first_q, rows);
+    void *const *out = (void *const *)rows;
+    if (c->type == HEDDLE_F32 || (first && last)) {
+        unpack_transposed(c->type, w->dqt, l->stride, l->count, c->a->d, scale, !first, out, 0);
+        return;
+    }
+    void *sum_rows[LANES];
+    int64_t f0 = l->first * c->group + (l->head[0] - u->first_head);
+    for (int64_t x = 0; x < l->count; x++)
+        sum_rows[x] = sums + (f0 + x) * c->d_pad;
+    unpack_transposed(HEDDLE_F32, w->dqt, l->stride, l->count, c->a->d, scale, !first, sum_rows, 0);
+    if (last)
+        for (int64_t x = 0; x < l->count; x++)
+            narrow_row(c->type, sum_rows[x], c->a->d, 1, out[x]);
+}
+
+static void write_chunk(const call *c, const unit *u, int64_t first, int64_t count, backward_space *w) {
+    const heddle_attention *a = c->a;
+    for (int64_t j = 0; j < count; j++) {
+        int64_t row = u->s.first_k + first + j;
+        if (c->t->dk)
+            narrow_row(c->type, w->dk + j * c->d_pad, a->d, (float)a->scale,
+                       (char *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row) * element_size(c->type));
+        if (c->t->dv)
+            narrow_row(c->type, w->dv + j * c->dv_pad, a->dv, 1,
+                       (char *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row) * element_size(c->type));
+    }
+}
+
+static void backward_tile(const call *c, const unit *u, const key_block *chunk, bool k_finite, backward_space *w) {
+    const range seen = keys_of_queries(u->m, w->l.first, w->l.last + 1, u->s.sk);
+    int64_t begin = max64(seen.begin, chunk->first), end = min64(seen.end, chunk->first + chunk->count);
+    load_rows(c, u, w);
+    memset(w->dqt, 0, sizeof(float) * (size_t)(c->a->d * w->l.stride));
+    for (int64_t j = begin; j < end; j += c->tile_k) {
+        int64_t at = j - chunk->first;
+        key_block b = {j,
+                       min64(c->tile_k, end - j),
+                       chunk->k + at * chunk->k_stride,
+                       chunk->v + at * chunk->v_stride,
+                       chunk->k_stride,
+                       chunk->v_stride};
+        backward_block(c, u, &b, k_finite, w, w->dk + at * c->d_pad, w->dv + at * c->dv_pad);
+    }
+}
+
+static void backward_task(const call *c, const unit *u, int64_t unit_index, int64_t chunk_index, int64_t chunk_k,
+                          backward_space *w, const backward_shared *g) {
+    const heddle_attention *a = c->a;
+    const int64_t rows = c->group * u->s.sq, tiles = (rows + LANES - 1) / LANES;
+    for (int64_t tile = 0; g->chunks == 1 && tile < tiles; tile++)
+        prepare_task(c, u, tile, w, g);
+    key_block chunk = {.first = chunk_index * chunk_k};
+    chunk.count = min64(chunk_k, u->s.sk - chunk.first);
+    chunk.k = key_rows(c, u, c->t->k, a->k_stride, a->d, chunk.first, chunk.count, w->k, c->d_pad, &chunk.k_stride);
+    chunk.v = key_rows(c, u, c->t->v, a->v_stride, a->dv, chunk.first, chunk.count, w->v, c->dv_pad, &chunk.v_stride);
+    bool k_finite = all_finite(chunk.k, chunk.count, chunk.k_stride, a->d);
+    w->sums_d = sums_d(c, u, g);
+    w->fresh = tiles == 1 && a->mask == HEDDLE_MASK_NONE && !(a->features & (HEDDLE_WINDOW | HEDDLE_BOOL_MASK));
+    if (!w->fresh) {
+        memset(w->dk, 0, sizeof(float) * (size_t)(chunk.count * c->d_pad));
+        memset(w->dv, 0, sizeof(float) * (size_t)(chunk.count * c->dv_pad));
+    }
+    float *sums = g->slots ? g->dq + unit_index % g->slots * (c->group * a->sq * c->d_pad) : NULL;
+    if (g->slots && unit_index >= g->slots) /* who used the slot before must be through */
+        wait_for_turn(&g->done[unit_index - g->slots], (uint32_t)g->chunks);
+    /* Downwards: the chunks of a causal mask all begin at the last queries and follow each other closely. */
+    for (int64_t tile = tiles - 1; tile >= 0; tile--) {
+        make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
+        range mine = chunks_of_tile(u, &w->l, chunk_k);
+        if (chunk_index < mine.begin || chunk_index >= mine.end)
+            continue;
+        load_tile(c, u, w, g);
+        backward_tile(c, u, &chunk, k_finite, w);
+        for (int64_t x = 0; x < w->l.count && w->sums_d; x++)
+            g->dsum[lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x])] = w->dsum[x];
+        if (!c->t->dq)
+            continue;
+        _Atomic uint32_t *turn = &g->turn[unit_index * g->tiles + tile];
+        if (chunk_index > mine.begin)
+            wait_for_turn(turn, (uint32_t)chunk_index);
+        add_dq(c, u, w, sums, chunk_index == mine.begin, chunk_index == mine.end - 1);
+        atomic_store_explicit(turn, (uint32_t)chunk_index + 1, memory_order_release);
+    }
+    w->sums_d = false;
+    write_chunk(c, u, chunk.first, chunk.count, w);
 }
 
 /* Gradients of the rows that the sequence owns but does not use. */

@@ -5,6 +5,7 @@
 #ifndef HEDDLE_CPU_ATTENTION_FORWARD_H
 #define HEDDLE_CPU_ATTENTION_FORWARD_H
 
+#include "ahead.h"
 #include "threads.h"
 #include "tile.h"
 
@@ -19,13 +20,14 @@ typedef struct forward_tile {
 typedef struct forward_space {
     forward_tile *tiles;
     float *s, *z, *scratch, *k, *v;
+    ahead next;
 } forward_space;
 
 static forward_space carve_forward(const attention_plan *plan, carver *w) {
     const heddle_attention *a = &plan->a;
     int64_t tiles = plan->tile_q / LANES, pad_d = (a->d + VL - 1) / VL * VL, pad_dv = (a->dv + VL - 1) / VL * VL;
     bool widens = a->dtype != HEDDLE_F32;
-    forward_space f;
+    forward_space f = {.next = {0}};
     f.tiles = carve(w, sizeof(forward_tile) * (size_t)tiles);
     for (int64_t x = 0; x < tiles; x++) {
         float *qt = carve_floats(w, pad_d * LANES), *ot = carve_floats(w, pad_dv * LANES);
@@ -112,8 +114,11 @@ static void online_softmax(forward_tile *t, float factor, int64_t dv, int64_t co
 static void forward_block(const call *c, const unit *u, const key_block *b, forward_tile *t, forward_space *w) {
     const int64_t stride = t->l.stride, dv = c->a->dv;
     parts seen;
+    ahead_step(&w->next);
     bool masked = scores(c, u, &t->l, b, t->qt, &seen, w->s, NULL, w->scratch);
+    ahead_step(&w->next);
     online_softmax(t, c->factor, dv, b->count, w->s);
+    ahead_step(&w->next);
     if (c->drops) {
         dropout_factors(c, u, &t->l, b, w->z);
         for (int64_t x = 0; x < b->count * stride; x += VL)
@@ -121,6 +126,7 @@ static void forward_block(const call *c, const unit *u, const key_block *b, forw
     }
     bool careful = masked && !all_finite(b->v, b->count, b->v_stride, dv);
     add_parts(&t->l, &seen, careful, b->v, b->v_stride, dv, w->s, t->ot);
+    ahead_step(&w->next);
 }
 
 /* online_softmax() of scores [lane][key], of which `count` are filled up with -inf to whole vectors. */
@@ -277,6 +283,14 @@ static void clear_weights(const call *c, const unit *u, int64_t head, int64_t i)
     memset((char *)(uintptr_t)p, 0, (size_t)(a->sk * element_size(c->type)));
 }
 
+/* Asks for rows of K and V. */
+static void ahead_keys(const call *c, const unit *u, int64_t first, int64_t count, int64_t steps, ahead *a) {
+    const few_rows k = few_keys(c, u, c->t->k, c->a->k_stride, c->a->d, first),
+                   v = few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, first);
+    ahead_add(a, v.p, v.stride, v.n * element_size(c->type), count, steps);
+    ahead_add(a, k.p, k.stride, k.n * element_size(c->type), count, steps);
+}
+
 static void forward_task(const call *c, const unit *u, int64_t f0, int64_t f1, forward_space *w) {
     int count = 0;
     for (int64_t f = f0; f < f1; f += LANES)
@@ -322,6 +336,30 @@ static void forward_unused_rows(const call *c, const unit *u) {
     }
 }
 
+/* Asks for the rows of the task that this thread will probably take next, and for its share of the next unit's keys. */
+static void forward_ahead(const call *c, const attention_plan *plan, int64_t task, int64_t per_unit, forward_space *w) {
+    const heddle_attention *a = c->a;
+    const int64_t size = element_size(c->type), next = task + plan->threads, unit_now = task / per_unit;
+    const int64_t blocks = max64(1, a->sk / c->tile_k) * plan->tile_q / LANES, steps = 4 * blocks;
+    ahead_begin(&w->next);
+    if (next >= a->b * a->hk * per_unit)
+        return;
+    const unit u = make_unit(c, next / per_unit);
+    const int64_t f0 = (per_unit - 1 - next % per_unit) * plan->tile_q, i0 = f0 / c->group;
+    const int64_t i1 = min64(u.s.sq, (f0 + plan->tile_q + c->group - 1) / c->group);
+    for (int64_t x = 0; x < c->group; x++)
+        ahead_add(&w->next,
+                  element_at(c->t->q, row_offset(a->q_stride, u.n, u.first_head + x, u.s.first_q + i0), c->type),
+                  a->q_stride.s * size, a->d * size, i1 - i0, steps);
+    const int64_t shares = (per_unit + plan->threads - 1) / plan->threads, share = task % per_unit / plan->threads;
+    if (unit_now + 1 == a->b * a->hk)
+        return;
+    const unit other = next / per_unit > unit_now ? u : make_unit(c, unit_now + 1);
+    const int64_t keys = min64(other.s.sk, 2 * c->tile_k), first = keys * share / shares;
+    const int64_t count = keys * (share + 1) / shares - first;
+    ahead_keys(c, &other, first, count, steps, &w->next);
+}
+
 static void attention_forward(const attention_plan *plan, const heddle_attention_data *data, void *workspace) {
     const heddle_attention *a = &plan->a;
     const call c = make_call(plan, data);
@@ -334,6 +372,7 @@ static void attention_forward(const attention_plan *plan, const heddle_attention
         forward_space space = carve_forward(plan, &w);
         for (int64_t task; (task = take_ticket(&next)) < units * per_unit;) {
             const unit u = make_unit(&c, task / per_unit);
+            forward_ahead(&c, plan, task, per_unit, &space);
             /* The longest rows of a causal mask first: the last tasks to be taken are then short. */
             int64_t f0 = (per_unit - 1 - task % per_unit) * plan->tile_q, rows = c.group * u.s.sq;
             if (f0 < rows)

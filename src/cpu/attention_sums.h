@@ -118,6 +118,7 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
     const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads;
     const int64_t units = a->b * a->hk;
     const dbias_shape shape = shape_of_dbias(&c);
+    const bool at_once = g.chunks == 1;
     ticket prepare = {0}, main = {0}, sinks = {0}, bias = {0};
     for (int64_t x = 0; x < units; x++)
         atomic_init(&g.done[x], 0);
@@ -128,19 +129,26 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
         carver w = {(char *)workspace + shared.used + (size_t)thread_index() * each, 0};
         backward_space *space = carve_backward(plan, &w);
         float *acc = carve_dbias(plan, &w);
-        for (int64_t task; (task = take_ticket(&prepare)) < units * max64(1, g.tiles);) {
-            const unit u = make_unit(&c, task / max64(1, g.tiles));
-            prepare_task(&c, &u, task % max64(1, g.tiles), space, &g);
-            if (task % max64(1, g.tiles) == 0)
-                backward_unused_rows(&c, &u);
-        }
+        if (!at_once) {
+            for (int64_t task; (task = take_ticket(&prepare)) < units * max64(1, g.tiles);) {
+                const unit u = make_unit(&c, task / max64(1, g.tiles));
+                prepare_task(&c, &u, task % max64(1, g.tiles), space, &g);
+                if (task % max64(1, g.tiles) == 0)
+                    backward_unused_rows(&c, &u);
+            }
 #pragma omp barrier
+        }
         for (int64_t task; (task = take_ticket(&main)) < units * g.chunks;) {
             const int64_t index = task / g.chunks, chunk = task % g.chunks;
             const unit u = make_unit(&c, index);
-            if (chunk * plan->chunk_k < u.s.sk)
+            if (at_once)
+                backward_unused_rows(&c, &u);
+            if (at_once || chunk * plan->chunk_k < u.s.sk)
                 backward_task(&c, &u, index, chunk, plan->chunk_k, space, &g);
             atomic_fetch_add_explicit(&g.done[index], 1, memory_order_release);
+        }
+        if (at_once && (data->dsinks || data->dbias)) { /* which need D of all */
+#pragma omp barrier
         }
         if (data->dsinks)
             for (int64_t head; (head = take_ticket(&sinks)) < a->h;)
@@ -159,9 +167,11 @@ static void plan_attention(attention_plan *plan) {
     snprintf(plan->kernel, sizeof plan->kernel, "heddle_attention_%s_%s_%s",
              plan->pass == HEDDLE_FORWARD ? "fwd" : "bwd", types[a->dtype], ISA_NAME);
     plan->tile_k = TILE_KEYS;
-    plan->tile_q = LANES * (a->dtype == HEDDLE_F32 ? 1 : 2);
+    plan->tile_q = LANES * (a->dtype == HEDDLE_F32 && a->sk * (a->d + a->dv) <= 1 << 18 ? 1 : 2);
     /* dK and dV of a chunk (and K and V, widened) are to stay in the second-level cache. */
     plan->chunk_k = max64(1, 65536 / (a->d + a->dv) / TILE_KEYS) * TILE_KEYS;
+    if (a->h / a->hk * a->sq <= FEW_LANES) /* then it is memory that takes the time, and the first-level cache helps */
+        plan->chunk_k = min64(plan->chunk_k, 2 * TILE_KEYS);
     carver each = {0}, shared = {0};
     if (plan->pass == HEDDLE_FORWARD) {
         carve_forward(plan, &each);

@@ -7,8 +7,8 @@
 
 #include "pack.h"
 
-#define FEW_LANES 8  /* up to here this costs less than vectors that are mostly empty */
-#define FEW_KEYS 128 /* of a block, at most */
+#define FEW_LANES (VL == 16 ? 16 : 8) /* up to here this costs less than vectors that are mostly empty */
+#define FEW_KEYS 128                  /* of a block, at most */
 
 /* Sums, and so keys × lanes, in registers. */
 #if VL == 16 || defined(__aarch64__)
@@ -85,7 +85,7 @@ INLINE void few_prefetch(int type, few_rows r, int64_t row, int64_t e) {
 }
 
 /* s[lane][key] = rows[key]·q[lane]. The bits of a sum do not depend on which keys and lanes are formed with it. */
-INLINE void few_dot_block(int type, int keys, int lanes, few_rows k, const float *q, int64_t pad, few_rows ahead,
+INLINE void few_dot_block(int type, int keys, int lanes, few_rows k, const float *q, int64_t pad, few_rows soon,
                           float *s) {
     vf sum[FEW_SUMS], y[4];
 #pragma GCC unroll 16
@@ -102,7 +102,7 @@ INLINE void few_dot_block(int type, int keys, int lanes, few_rows k, const float
 #pragma GCC unroll 16
             for (int a = 0; a < keys; a++) {
                 if (!half)
-                    few_prefetch(type, ahead, a, e);
+                    few_prefetch(type, soon, a, e);
                 const vf x = few_half(type, p + a * k.stride, half);
 #pragma GCC unroll 4
                 for (int b = 0; b < lanes; b++)
@@ -132,20 +132,20 @@ INLINE void few_dot_block(int type, int keys, int lanes, few_rows k, const float
         memcpy(s + b * FEW_KEYS, all + b * keys, sizeof(float) * (size_t)keys);
 }
 
-/* `lanes` is 1, 2 or 4. Along the way `ahead`, a row for every key, is asked for. */
-INLINE void few_dot_as(int type, int lanes, few_rows k, int64_t count, const float *q, int64_t pad, few_rows ahead,
+/* `lanes` is 1, 2 or 4. Along the way `soon`, a row for every key, is asked for. */
+INLINE void few_dot_as(int type, int lanes, few_rows k, int64_t count, const float *q, int64_t pad, few_rows soon,
                        float *s) {
     const int keys = FEW_SUMS / lanes;
     int64_t j = 0;
-    for (; j + keys <= count; j += keys, k.p += keys * k.stride, ahead.p += keys * ahead.stride)
-        few_dot_block(type, keys, lanes, k, q, pad, ahead, s + j);
+    for (; j + keys <= count; j += keys, k.p += keys * k.stride, soon.p += keys * soon.stride)
+        few_dot_block(type, keys, lanes, k, q, pad, soon, s + j);
     for (; j < count; j++, k.p += k.stride)
         few_dot_block(type, 1, lanes, k, q, pad, k, s + j);
 }
 
 /* o[lane] += sum over keys of s[lane][key]·rows[key], for `vectors` vectors of columns from e on. */
 INLINE void few_add_block(int type, int lanes, int vectors, few_rows v, int64_t e, int64_t count, const float *s,
-                          few_rows ahead, float *o, int64_t pad) {
+                          few_rows soon, float *o, int64_t pad) {
     vf sum[FEW_SUMS], y[4];
     o += e;
     v.p += e * element_size(type);
@@ -161,7 +161,7 @@ INLINE void few_add_block(int type, int lanes, int vectors, few_rows v, int64_t 
 #pragma GCC unroll 8
         for (int x = 0; x < vectors; x++) {
             if (x % 2 == 0)
-                few_prefetch(type, ahead, j, e + x * VL);
+                few_prefetch(type, soon, j, e + x * VL);
             const vf r = vectors == 1 ? load_some(type, v.p, v.n - e)
                                       : few_half(type, v.p + x / 2 * 2 * VL * element_size(type), x % 2);
 #pragma GCC unroll 4
@@ -176,12 +176,12 @@ INLINE void few_add_block(int type, int lanes, int vectors, few_rows v, int64_t 
             store(o + b * pad + x * VL, sum[b * vectors + x]);
 }
 
-INLINE void few_add_as(int type, int lanes, few_rows v, int64_t count, const float *s, few_rows ahead, float *o,
+INLINE void few_add_as(int type, int lanes, few_rows v, int64_t count, const float *s, few_rows soon, float *o,
                        int64_t pad) {
     int64_t e = 0;
 #define COLUMNS_OF(x)                                                                                                  \
     for (; (x)*lanes <= FEW_SUMS && e + ((x) > 1 ? (x)*VL : 1) <= v.n; e += (x)*VL)                                    \
-    few_add_block(type, lanes, x, v, e, count, s, ahead, o, pad)
+    few_add_block(type, lanes, x, v, e, count, s, soon, o, pad)
     COLUMNS_OF(8);
     COLUMNS_OF(4);
     COLUMNS_OF(2);
@@ -195,40 +195,40 @@ INLINE int few_step(int64_t n) {
 }
 
 INLINE void few_dot_lanes(int type, few_rows k, int64_t count, int64_t lanes, const float *q, int64_t pad,
-                          few_rows ahead, float *s) {
+                          few_rows soon, float *s) {
     for (; lanes > 0; q += 4 * pad, s += 4 * FEW_KEYS, lanes -= 4)
         switch (few_step(lanes)) {
-        case 1: few_dot_as(type, 1, k, count, q, pad, ahead, s); break;
-        case 2: few_dot_as(type, 2, k, count, q, pad, ahead, s); break;
-        default: few_dot_as(type, 4, k, count, q, pad, ahead, s); break;
+        case 1: few_dot_as(type, 1, k, count, q, pad, soon, s); break;
+        case 2: few_dot_as(type, 2, k, count, q, pad, soon, s); break;
+        default: few_dot_as(type, 4, k, count, q, pad, soon, s); break;
         }
 }
 
-INLINE void few_add_lanes(int type, few_rows v, int64_t count, int64_t lanes, const float *s, few_rows ahead, float *o,
+INLINE void few_add_lanes(int type, few_rows v, int64_t count, int64_t lanes, const float *s, few_rows soon, float *o,
                           int64_t pad) {
     for (; lanes > 0; o += 4 * pad, s += 4 * FEW_KEYS, lanes -= 4)
         switch (few_step(lanes)) {
-        case 1: few_add_as(type, 1, v, count, s, ahead, o, pad); break;
-        case 2: few_add_as(type, 2, v, count, s, ahead, o, pad); break;
-        default: few_add_as(type, 4, v, count, s, ahead, o, pad); break;
+        case 1: few_add_as(type, 1, v, count, s, soon, o, pad); break;
+        case 2: few_add_as(type, 2, v, count, s, soon, o, pad); break;
+        default: few_add_as(type, 4, v, count, s, soon, o, pad); break;
         }
 }
 
 static __attribute__((noinline)) void few_dot(int type, few_rows k, int64_t count, int64_t lanes, const float *q,
-                                              int64_t pad, few_rows ahead, float *s) {
+                                              int64_t pad, few_rows soon, float *s) {
     switch (type) {
-    case HEDDLE_F32: few_dot_lanes(HEDDLE_F32, k, count, lanes, q, pad, ahead, s); break;
-    case HEDDLE_BF16: few_dot_lanes(HEDDLE_BF16, k, count, lanes, q, pad, ahead, s); break;
-    default: few_dot_lanes(HEDDLE_F16, k, count, lanes, q, pad, ahead, s); break;
+    case HEDDLE_F32: few_dot_lanes(HEDDLE_F32, k, count, lanes, q, pad, soon, s); break;
+    case HEDDLE_BF16: few_dot_lanes(HEDDLE_BF16, k, count, lanes, q, pad, soon, s); break;
+    default: few_dot_lanes(HEDDLE_F16, k, count, lanes, q, pad, soon, s); break;
     }
 }
 
 static __attribute__((noinline)) void few_add(int type, few_rows v, int64_t count, int64_t lanes, const float *s,
-                                              few_rows ahead, float *o, int64_t pad) {
+                                              few_rows soon, float *o, int64_t pad) {
     switch (type) {
-    case HEDDLE_F32: few_add_lanes(HEDDLE_F32, v, count, lanes, s, ahead, o, pad); break;
-    case HEDDLE_BF16: few_add_lanes(HEDDLE_BF16, v, count, lanes, s, ahead, o, pad); break;
-    default: few_add_lanes(HEDDLE_F16, v, count, lanes, s, ahead, o, pad); break;
+    case HEDDLE_F32: few_add_lanes(HEDDLE_F32, v, count, lanes, s, soon, o, pad); break;
+    case HEDDLE_BF16: few_add_lanes(HEDDLE_BF16, v, count, lanes, s, soon, o, pad); break;
+    default: few_add_lanes(HEDDLE_F16, v, count, lanes, s, soon, o, pad); break;
     }
 }
 

@@ -131,18 +131,24 @@ static void pack_lanes(const call *c, const unit *u, const lanes *l, const void 
     pack_transposed(c->type, rows, 0, l->count, n, factor, out, l->stride);
 }
 
+/* The same [lane][n], padded to whole vectors, in the order of few.h. */
+static void pack_few(const call *c, const unit *u, const lanes *l, const void *p, heddle_strides stride, int64_t n,
+                     float factor, float *out) {
+    const int64_t pad = (n + VL - 1) / VL * VL;
+    const void *rows[LANES];
+    lane_rows(c, u, l, p, stride, u->s.first_q, rows);
+    for (int64_t x = 0; x < l->count; x++)
+        few_widen(c->type, rows[x], n, factor, out + x * pad);
+    if (l->count % 4 == 3)
+        memset(out + l->count * pad, 0, sizeof(float) * (size_t)pad);
+}
+
 /* q of the lanes as the scores want it. Forward and backward must form the same scores, to the bit: P is exp(S - lse). */
 static void pack_q(const call *c, const unit *u, const lanes *l, float *out) {
-    if (!l->few) {
+    if (l->few)
+        pack_few(c, u, l, c->t->q, c->a->q_stride, c->a->d, c->sign, out);
+    else
         pack_lanes(c, u, l, c->t->q, c->a->q_stride, c->a->d, c->sign, out);
-        return;
-    }
-    const void *rows[LANES];
-    lane_rows(c, u, l, c->t->q, c->a->q_stride, u->s.first_q, rows);
-    for (int64_t x = 0; x < l->count; x++)
-        few_widen(c->type, rows[x], c->a->d, c->sign, out + x * c->d_pad);
-    if (l->count % 4 == 3)
-        memset(out + l->count * c->d_pad, 0, sizeof(float) * (size_t)c->d_pad);
 }
 
 /* Rows of K or V as floats: where they are, or widened into `buffer`. */
@@ -291,16 +297,18 @@ INLINE void few_scores(const call *c, const unit *u, const lanes *l, const key_b
             few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first), s);
 }
 
-/* s[j][lane] of few_scores(). */
-static void few_scores_as_tile(const call *c, const unit *u, const lanes *l, const key_block *b, const float *q,
-                               float *s) {
-    float t[FEW_LANES * FEW_KEYS];
+/* t[lane][key] as a tile [key][lane]. */
+static void few_as_tile(const lanes *l, const float *t, int64_t count, float *s) {
     _Static_assert(FEW_KEYS >= TILE_KEYS, "a block of few queries is no larger than a tile's");
-    few_scores(c, u, l, b, q, t);
-    memset(s, 0, sizeof(float) * (size_t)(b->count * l->stride));
-    for (int64_t x = 0; x < l->count; x++)
-        for (int64_t j = 0; j < b->count; j++)
-            s[j * l->stride + x] = t[x * FEW_KEYS + j];
+    for (int64_t x = 0; x < l->stride; x += VL)
+        for (int64_t j = 0; j < count; j += VL) {
+            vf rows[VL];
+            for (int64_t y = 0; y < VL; y++)
+                rows[y] = x + y < l->count ? load_some(HEDDLE_F32, t + (x + y) * FEW_KEYS + j, count - j) : splat(0);
+            transpose(rows);
+            for (int64_t y = 0; y < min64(VL, count - j); y++)
+                store(s + (j + y) * l->stride + x, rows[y]);
+        }
 }
 
 /* s[j][lane] = the score (times call.factor in units of log2), -inf where masked. True if some may be masked: then zeros of P
@@ -308,10 +316,13 @@ static void few_scores_as_tile(const call *c, const unit *u, const lanes *l, con
 static bool scores(const call *c, const unit *u, const lanes *l, const key_block *b, const float *qt, parts *r,
                    float *s, float *tanhs, float *scratch) {
     find_parts(u, l, b, r);
-    if (l->few)
-        few_scores_as_tile(c, u, l, b, qt, s);
-    else
+    if (l->few) {
+        float t[FEW_LANES * FEW_KEYS];
+        few_scores(c, u, l, b, qt, t);
+        few_as_tile(l, t, b->count, s);
+    } else {
         multiply_parts(l, r, b->k, b->k_stride, c->a->d, qt, s);
+    }
     if (c->adjusts)
         adjust_scores(c, u, l, b, s, tanhs, scratch);
     if (r->partial)
