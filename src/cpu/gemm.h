@@ -41,7 +41,7 @@ INLINE void gemm_block(bool pairs, int rows, int vectors, int64_t count, gemm_a 
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
-            sum[r][v] = add ? load(c + r * c_stride + v * VL) : splat(0);
+            sum[r][v] = splat(0);
     const float *ap = a.p;
     for (int64_t x = 0; x < count; x++) {
         vf bx[4];
@@ -60,7 +60,7 @@ INLINE void gemm_block(bool pairs, int rows, int vectors, int64_t count, gemm_a 
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
-            store(c + r * c_stride + v * VL, sum[r][v]);
+            store(c + r * c_stride + v * VL, add ? load(c + r * c_stride + v * VL) + sum[r][v] : sum[r][v]);
 }
 
 INLINE void gemm_rows(bool pairs, int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
