@@ -85,6 +85,31 @@ static void test_few_queries(void **state) {
         }
 }
 
+/* Few queries against many keys: several tasks share a row, some of which see none of their keys. */
+static void test_many_keys(void **state) {
+    (void)state;
+    attention_case c = make_case(1, 4, 2, 1, 2500, 64, 0);
+    c.a.dtype = HEDDLE_BF16;
+    check_attention(&c);
+    c = make_case(2, 3, 1, 2, 2049, 40, 24);
+    c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
+    c.a.features = HEDDLE_SINKS | HEDDLE_WEIGHTS;
+    check_attention(&c);
+    c = make_case(1, 2, 1, 3, 3100, 16, 0);
+    c.a.dtype = HEDDLE_F16;
+    c.a.features = HEDDLE_WINDOW | HEDDLE_BOOL_MASK;
+    c.a.window_left = 1500;
+    c.a.window_right = -1;
+    c.mask_rows = true;
+    c.poison_masked = true;
+    check_attention(&c);
+    static const int32_t lengths[] = {0, 900, 2300};
+    c = make_case(3, 2, 2, 1, 2300, 32, 0);
+    c.a.features = HEDDLE_SEQLENS;
+    c.len_k = lengths;
+    check_attention(&c);
+}
+
 /* Wide heads have few keys to a backward task: sums of dq go through several, and batch entries share their place. */
 static void test_many_chunks(void **state) {
     (void)state;
@@ -515,6 +540,7 @@ int main(void) {
         cmocka_unit_test(test_thousand),
         cmocka_unit_test(test_head_dims),
         cmocka_unit_test(test_few_queries),
+        cmocka_unit_test(test_many_keys),
         cmocka_unit_test(test_many_chunks),
         cmocka_unit_test(test_scale),
         cmocka_unit_test(test_causal),

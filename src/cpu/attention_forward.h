@@ -23,6 +23,33 @@ typedef struct forward_space {
     ahead next;
 } forward_space;
 
+/* Few queries against many keys: the keys of a unit are divided among tasks, and the last to end adds up what all have found, in
+ * order. How they are divided depends on sk alone. */
+typedef struct forward_shared {
+    int64_t splits, keys;   /* of a task */
+    int64_t each;           /* floats of a split: max, base and sum of the lanes, then O */
+    float *found;           /* [unit][split][each] */
+    _Atomic uint32_t *done; /* [unit]: splits that have ended */
+} forward_shared;
+
+#define SPLIT_KEYS 1024
+#define MOST_SPLITS 16
+
+static forward_shared carve_forward_shared(const attention_plan *plan, carver *w) {
+    const heddle_attention *a = &plan->a;
+    const int64_t lanes_used = a->h / a->hk * a->sq, units = a->b * a->hk,
+                  wanted = min64(a->sk / SPLIT_KEYS, MOST_SPLITS);
+    forward_shared g = {.splits = 1, .keys = a->sk};
+    if (lanes_used > FEW_LANES || wanted < 2)
+        return g;
+    g.keys = (a->sk + wanted * FEW_KEYS - 1) / (wanted * FEW_KEYS) * FEW_KEYS;
+    g.splits = (a->sk + g.keys - 1) / g.keys;
+    g.each = 3 * FEW_LANES + lanes_used * ((a->dv + VL - 1) / VL * VL);
+    g.found = carve_floats(w, units * g.splits * g.each);
+    g.done = carve(w, sizeof(uint32_t) * (size_t)units);
+    return g;
+}
+
 static forward_space carve_forward(const attention_plan *plan, carver *w) {
     const heddle_attention *a = &plan->a;
     int64_t tiles = plan->tile_q / LANES, pad_d = (a->d + VL - 1) / VL * VL, pad_dv = (a->dv + VL - 1) / VL * VL;
@@ -291,18 +318,55 @@ static void ahead_keys(const call *c, const unit *u, int64_t first, int64_t coun
     ahead_add(a, k.p, k.stride, k.n * element_size(c->type), count, steps);
 }
 
-static void forward_task(const call *c, const unit *u, int64_t f0, int64_t f1, forward_space *w) {
+/* Leaves what a split has found; true for the last one, which then has the sums of all in its tile. */
+static bool few_join(const call *c, const forward_shared *g, int64_t unit_index, int64_t split, forward_tile *t) {
+    const size_t lane_bytes = sizeof(float) * FEW_LANES, o_size = (size_t)(t->l.count * c->dv_pad);
+    float *all = g->found + unit_index * g->splits * g->each, *mine = all + split * g->each;
+    memcpy(mine, t->max, lane_bytes);
+    memcpy(mine + FEW_LANES, t->base, lane_bytes);
+    memcpy(mine + 2 * FEW_LANES, t->sum, lane_bytes);
+    memcpy(mine + 3 * FEW_LANES, t->ot, sizeof(float) * o_size);
+    if (atomic_fetch_add_explicit(&g->done[unit_index], 1, memory_order_acq_rel) + 1 < g->splits)
+        return false;
+    memset(t->ot, 0, sizeof(float) * o_size);
+    for (int64_t x = 0; x < t->l.count; x++) {
+        float top = -INFINITY, sum = 0;
+        for (const float *p = all; p < all + g->splits * g->each; p += g->each)
+            top = p[x] > top || p[x] != p[x] ? p[x] : top;
+        t->base[x] = top == -INFINITY ? 0 : top * c->factor;
+        for (const float *p = all; p < all + g->splits * g->each; p += g->each) {
+            const float weight = p[2 * FEW_LANES + x];
+            if (weight == 0)
+                continue;
+            const vf shrink = vexp2(splat(p[FEW_LANES + x] - t->base[x]));
+            sum += weight * shrink[0];
+            const float *from = p + 3 * FEW_LANES + x * c->dv_pad;
+            for (int64_t e = 0; e < c->dv_pad; e += VL) {
+                float *o = t->ot + x * c->dv_pad + e;
+                store(o, load(o) + load(from + e) * shrink);
+            }
+        }
+        t->sum[x] = sum;
+    }
+    return true;
+}
+
+static void forward_task(const call *c, const unit *u, const forward_shared *g, int64_t unit_index, int64_t split,
+                         int64_t f0, int64_t f1, forward_space *w) {
     int count = 0;
     for (int64_t f = f0; f < f1; f += LANES)
         begin_tile(c, u, f, min64(LANES, f1 - f), &w->tiles[count++]);
     range keys = keys_of_queries(u->m, w->tiles[0].l.first, w->tiles[count - 1].l.last + 1, u->s.sk);
     const bool few = w->tiles[0].l.few;
-    for (int64_t j = keys.begin; j < keys.end; j += few ? c->few_k : c->tile_k) {
-        key_block b = get_block(c, u, few, keys, j, w);
+    const range mine = {max64(keys.begin, split * g->keys), min64(keys.end, (split + 1) * g->keys)};
+    for (int64_t j = mine.begin; j < mine.end; j += few ? c->few_k : c->tile_k) {
+        key_block b = get_block(c, u, few, mine, j, w);
         for (int x = 0; x < count; x++)
             if (!tile_is_empty(u, &w->tiles[x].l, &b))
                 (few ? few_block : forward_block)(c, u, &b, &w->tiles[x], w);
     }
+    if (g->splits > 1 && !few_join(c, g, unit_index, split, &w->tiles[0]))
+        return;
     for (int x = 0; x < count; x++) {
         forward_tile *t = &w->tiles[x];
         float inverse[LANES];
@@ -363,21 +427,29 @@ static void forward_ahead(const call *c, const attention_plan *plan, int64_t tas
 static void attention_forward(const attention_plan *plan, const heddle_attention_data *data, void *workspace) {
     const heddle_attention *a = &plan->a;
     const call c = make_call(plan, data);
-    const int64_t units = a->b * a->hk, per_unit = max64(1, (c.group * a->sq + plan->tile_q - 1) / plan->tile_q);
-    const size_t each = plan->workspace / (size_t)plan->threads;
+    carver shared = {workspace, 0};
+    const forward_shared g = carve_forward_shared(plan, &shared);
+    const int64_t units = a->b * a->hk, tiles = max64(1, (c.group * a->sq + plan->tile_q - 1) / plan->tile_q);
+    const int64_t per_unit = tiles * g.splits; /* one of them is 1 */
+    const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads;
     ticket next = {0};
+    for (int64_t x = 0; x < units && g.splits > 1; x++)
+        atomic_init(&g.done[x], 0);
 #pragma omp parallel num_threads(plan->threads) if (plan->threads > 1)
     {
-        carver w = {(char *)workspace + (size_t)thread_index() * each, 0};
+        carver w = {(char *)workspace + shared.used + (size_t)thread_index() * each, 0};
         forward_space space = carve_forward(plan, &w);
         for (int64_t task; (task = take_ticket(&next)) < units * per_unit;) {
             const unit u = make_unit(&c, task / per_unit);
-            forward_ahead(&c, plan, task, per_unit, &space);
+            if (g.splits == 1)
+                forward_ahead(&c, plan, task, per_unit, &space);
             /* The longest rows of a causal mask first: the last tasks to be taken are then short. */
-            int64_t f0 = (per_unit - 1 - task % per_unit) * plan->tile_q, rows = c.group * u.s.sq;
+            const int64_t split = g.splits > 1 ? task % per_unit : 0;
+            const int64_t f0 = g.splits > 1 ? 0 : (per_unit - 1 - task % per_unit) * plan->tile_q;
+            const int64_t rows = c.group * u.s.sq;
             if (f0 < rows)
-                forward_task(&c, &u, f0, min64(f0 + plan->tile_q, rows), &space);
-            if (f0 == 0)
+                forward_task(&c, &u, &g, task / per_unit, split, f0, min64(f0 + plan->tile_q, rows), &space);
+            if (f0 == 0 && split == 0)
                 forward_unused_rows(&c, &u);
         }
     }

@@ -175,6 +175,7 @@ static void plan_attention(attention_plan *plan) {
     carver each = {0}, shared = {0};
     if (plan->pass == HEDDLE_FORWARD) {
         carve_forward(plan, &each);
+        carve_forward_shared(plan, &shared);
     } else {
         carve_backward(plan, &each);
         carve_dbias(plan, &each);
