@@ -34,8 +34,15 @@ INLINE vf multiply_add(bool pairs, vf sum, const float *a, vf b) {
     return dot_pairs(sum, (vf)(bits - (vu){0}), b);
 }
 
+/* What the next product will stream: asked for, into the second-level cache, a little with every sum index. A burst of
+ * prefetches would fill the line buffers and stall the products instead of hiding behind them. */
+typedef struct gemm_ahead {
+    const char *p; /* or NULL */
+    int64_t step;  /* bytes a sum index and block of rows; below 64 the same line is asked for again, which is cheap */
+} gemm_ahead;
+
 INLINE void gemm_block(bool pairs, int rows, int vectors, int64_t count, gemm_a a, const float *b, int64_t b_stride,
-                       float *c, int64_t c_stride, bool add) {
+                       float *c, int64_t c_stride, bool add, gemm_ahead *ahead) {
     vf sum[16][4];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -55,6 +62,10 @@ INLINE void gemm_block(bool pairs, int rows, int vectors, int64_t count, gemm_a 
                 sum[r][v] = multiply_add(pairs, sum[r][v], ap + r * a.row, bx[v]);
         b += b_stride;
         ap += a.x;
+        if (ahead) {
+            __builtin_prefetch(ahead->p, 0, 2);
+            ahead->p += ahead->step;
+        }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -64,10 +75,10 @@ INLINE void gemm_block(bool pairs, int rows, int vectors, int64_t count, gemm_a 
 }
 
 INLINE void gemm_rows(bool pairs, int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
-                      int64_t b_stride, float *c, int64_t c_stride, bool add) {
+                      int64_t b_stride, float *c, int64_t c_stride, bool add, gemm_ahead *ahead) {
 #define BLOCK_OF(n)                                                                                                    \
     for (; rows >= (n); rows -= (n), a.p += (n)*a.row, c += (n)*c_stride)                                              \
-    gemm_block(pairs, n, vectors, count, a, b, b_stride, c, c_stride, add)
+    gemm_block(pairs, n, vectors, count, a, b, b_stride, c, c_stride, add, ahead)
     BLOCK_OF(block);
     if (block > 4)
         BLOCK_OF(4);
@@ -92,14 +103,14 @@ INLINE void gemm_rows(bool pairs, int block, int vectors, int64_t rows, int64_t 
 #define GEMM_VECTORS (GEMM_ROWS_4 >= 6 ? 4 : 3)
 
 INLINE void gemm_columns(bool pairs, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
-                         int64_t b_stride, float *c, int64_t c_stride, bool add) {
+                         int64_t b_stride, float *c, int64_t c_stride, bool add, gemm_ahead *ahead) {
     while (vectors > 0) {
         int now = vectors <= GEMM_VECTORS ? vectors : vectors == GEMM_VECTORS + 1 ? 2 : GEMM_VECTORS;
         switch (now) {
-        case 4: gemm_rows(pairs, GEMM_ROWS_4, 4, rows, count, a, b, b_stride, c, c_stride, add); break;
-        case 3: gemm_rows(pairs, GEMM_ROWS_3, 3, rows, count, a, b, b_stride, c, c_stride, add); break;
-        case 2: gemm_rows(pairs, GEMM_ROWS_2, 2, rows, count, a, b, b_stride, c, c_stride, add); break;
-        default: gemm_rows(pairs, GEMM_ROWS_1, 1, rows, count, a, b, b_stride, c, c_stride, add); break;
+        case 4: gemm_rows(pairs, GEMM_ROWS_4, 4, rows, count, a, b, b_stride, c, c_stride, add, ahead); break;
+        case 3: gemm_rows(pairs, GEMM_ROWS_3, 3, rows, count, a, b, b_stride, c, c_stride, add, ahead); break;
+        case 2: gemm_rows(pairs, GEMM_ROWS_2, 2, rows, count, a, b, b_stride, c, c_stride, add, ahead); break;
+        default: gemm_rows(pairs, GEMM_ROWS_1, 1, rows, count, a, b, b_stride, c, c_stride, add, ahead); break;
         }
         vectors -= now;
         b += now * VL;
@@ -109,13 +120,21 @@ INLINE void gemm_columns(bool pairs, int vectors, int64_t rows, int64_t count, g
 
 static __attribute__((noinline)) void gemm(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
                                            int64_t b_stride, float *c, int64_t c_stride, bool add) {
-    gemm_columns(false, vectors, rows, count, a, b, b_stride, c, c_stride, add);
+    gemm_columns(false, vectors, rows, count, a, b, b_stride, c, c_stride, add, NULL);
+}
+
+/* With something to ask for: for operands that come from the second-level cache or farther away. */
+static __attribute__((noinline)) void gemm_streaming(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
+                                                     int64_t b_stride, float *c, int64_t c_stride, bool add,
+                                                     gemm_ahead ahead) {
+    gemm_columns(false, vectors, rows, count, a, b, b_stride, c, c_stride, add, &ahead);
 }
 
 #ifdef HAVE_BF16_DOT
 static __attribute__((noinline)) void gemm_pairs(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
-                                                 int64_t b_stride, float *c, int64_t c_stride, bool add) {
-    gemm_columns(true, vectors, rows, count, a, b, b_stride, c, c_stride, add);
+                                                 int64_t b_stride, float *c, int64_t c_stride, bool add,
+                                                 gemm_ahead ahead) {
+    gemm_columns(true, vectors, rows, count, a, b, b_stride, c, c_stride, add, &ahead);
 }
 #endif
 

@@ -27,7 +27,7 @@ typedef struct norm_call {
     int64_t row_panels;                /* of n in panels of VL */
     float *mean, *rstd, *gamma, *beta; /* float copies; gamma and beta padded with zeros */
     float *w;                          /* panels of W or Wᵀ */
-    float *sums, *dbias;               /* backward: G [n][k_pad], [row_panels·VL] */
+    float *sums, *dbias;               /* backward: G in panels [n][LANES], [row_panels·VL] */
     float *x_panels, *dy_panels;       /* backward: a chunk of rows */
 } norm_call;
 
@@ -77,7 +77,7 @@ INLINE bool uses_pairs(const norm_call *c) {
     (void)c;
     return false;
 }
-#define gemm_pairs gemm /* never called */
+#define gemm_pairs gemm_streaming /* never called */
 #endif
 
 /* [depth][width] floats -> [(depth + 1)/2][width] pairs of bfloat16, the even index in the low half; in place. */
@@ -93,14 +93,22 @@ static void make_pairs(const norm_call *c, float *panel, int64_t depth, int64_t 
         }
 }
 
+/* Part `share` of `shares` of the panel that is needed next, to be asked for during products of `steps` blocks of rows times sum
+ * indices. A panel that there is not may be asked for: that has no effect. */
+INLINE gemm_ahead share_of(const float *next, int64_t floats, int64_t share, int64_t shares, int64_t steps) {
+    const int64_t bytes = (floats * 4 + shares - 1) / shares;
+    return (gemm_ahead){(const char *)next + share * bytes, (bytes + steps - 1) / steps};
+}
+
 /* C (+)= A·B over sum indices first .. first+depth-1 of two panels; `first` is even. */
 static void multiply_panels(const norm_call *c, int vectors, int64_t rows, int64_t first, int64_t depth, const float *a,
-                            const float *b, float *out, int64_t out_stride, bool add) {
+                            const float *b, float *out, int64_t out_stride, bool add, gemm_ahead ahead) {
     if (uses_pairs(c))
         gemm_pairs(vectors, rows, (depth + 1) / 2, (gemm_a){a + first / 2 * VL, 1, VL}, b + first / 2 * LANES, LANES,
-                   out, out_stride, add);
+                   out, out_stride, add, ahead);
     else
-        gemm(vectors, rows, depth, (gemm_a){a + first * VL, 1, VL}, b + first * LANES, LANES, out, out_stride, add);
+        gemm_streaming(vectors, rows, depth, (gemm_a){a + first * VL, 1, VL}, b + first * LANES, LANES, out, out_stride,
+                       add, ahead);
 }
 
 INLINE const char *row_of(const void *p, int64_t row, int64_t stride, int type) {
@@ -201,8 +209,19 @@ static void pack_z(const norm_call *c, int64_t first, int64_t count, float *out)
     }
 }
 
+/* For the products of rows r .. r+VL-1 of a block with a panel that is `depth` deep: their share of the next panel. */
+INLINE gemm_ahead next_share(const norm_call *c, const float *next, int64_t depth, int64_t r, int64_t rows) {
+    const int64_t floats = LANES * (uses_pairs(c) ? depth / 2 : depth);
+    return share_of(next, floats, r / VL, (rows + VL - 1) / VL, max64(1, floats / LANES) * (VL / GEMM_ROWS_3));
+}
+
 INLINE int vectors_of(int64_t columns) {
     return (int)((min64(LANES, columns) + VL - 1) / VL);
+}
+
+/* One panel of G. */
+INLINE float *sums_of(const norm_call *c, int64_t panel) {
+    return c->sums + panel * c->a->n * LANES;
 }
 
 /* Asks for rows that will soon be written, so that the stores need not wait for the lines. */
@@ -238,7 +257,7 @@ static void forward_panel(const norm_call *c, const norm_space *s, int64_t first
             prefetch_rows((const char *)c->t->y + ((first + r) * a->y_stride + n0) * bytes, count, a->y_stride * bytes,
                           columns * bytes);
             multiply_panels(c, vectors_of(columns), count, x, min64(DEPTH, a->k - x), s->a + r * a->k, w,
-                            s->c + r * LANES, LANES, x > 0);
+                            s->c + r * LANES, LANES, x > 0, next_share(c, w + LANES * a->k, a->k, r, rows));
             if (x + DEPTH >= a->k)
                 write_y(c, first + r, count, n0, columns, bias, s->c + r * LANES);
         }
@@ -337,7 +356,9 @@ static void add_slice(const norm_call *c, const norm_space *s, int64_t first, in
     for (int64_t p = 0; p < c->k_panels; p++)
         for (int64_t r = 0; r < rows; r += VL)
             multiply_panels(c, vectors_of(c->a->k - p * LANES), min64(VL, rows - r), 0, depth, s->a + r * depth,
-                            slice_of_w(c, p, x), s->c + r * c->k_pad + p * LANES, c->k_pad, x > 0);
+                            slice_of_w(c, p, x), s->c + r * c->k_pad + p * LANES, c->k_pad, x > 0,
+                            next_share(c, p + 1 < c->k_panels ? slice_of_w(c, p + 1, x) : slice_of_w(c, 0, x + depth),
+                                       depth, r, rows));
 }
 
 static void dx_task(const norm_call *c, const norm_space *s, int64_t first, int64_t rows) {
@@ -390,26 +411,32 @@ static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t pan
     }
 }
 
+/* G += dyᵀ·xhat over one chunk of rows, for one panel of rows of G and one of its columns. */
+static void add_to_sums(const norm_call *c, int64_t rows, int64_t r, int64_t kp, bool add, gemm_ahead ahead) {
+    float *out = sums_of(c, kp) + r * VL * LANES;
+    multiply_panels(c, vectors_of(c->a->k - kp * LANES), min64(VL, c->a->n - r * VL), 0, rows,
+                    c->dy_panels + r * rows * VL, c->x_panels + kp * rows * LANES, out, LANES, add, ahead);
+}
+
 /* G += dyᵀ·xhat over one chunk of rows. Every thread of the team calls it. */
-static void add_chunk(const norm_call *c, int64_t first, int64_t rows) {
+static void add_chunk(const norm_call *c, int64_t threads, int64_t first, int64_t rows) {
 #pragma omp for schedule(dynamic)
     for (int64_t p = 0; p < c->k_panels; p++)
         pack_xhat(c, first, rows, p);
 #pragma omp for schedule(dynamic)
     for (int64_t p = 0; p < c->row_panels; p += DY_PANELS)
         pack_dy(c, first, rows, p);
-    const int64_t per_task = 8, groups = (c->row_panels + per_task - 1) / per_task;
+    /* A few row panels of dy stay in the second-level cache while all of xhat streams past them. */
+    const int64_t wanted = 4 * threads, per_task = clamp64((c->row_panels + wanted - 1) / wanted, 1, 16);
+    const int64_t groups = (c->row_panels + per_task - 1) / per_task;
+    const int64_t divisions = clamp64((wanted + groups - 1) / groups, 1, c->k_panels);
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < c->k_panels * groups; task++) {
-        int64_t kp = task / groups, r0 = task % groups * per_task, r1 = min64(c->row_panels, r0 + per_task);
-        const float *x = c->x_panels + kp * rows * LANES;
-        for (int64_t r = r0; r < r1; r++) {
-            float *out = c->sums + r * VL * c->k_pad + kp * LANES;
-            if (r + 1 < r1)
-                prefetch_rows((const char *)(out + VL * c->k_pad), VL, c->k_pad * 4, 4 * LANES);
-            multiply_panels(c, vectors_of(c->a->k - kp * LANES), min64(VL, c->a->n - r * VL), 0, rows,
-                            c->dy_panels + r * rows * VL, x, out, c->k_pad, first > 0);
-        }
+    for (int64_t task = 0; task < groups * divisions; task++) {
+        const int64_t r0 = task / divisions * per_task, r1 = min64(c->row_panels, r0 + per_task), x = task % divisions;
+        for (int64_t kp = c->k_panels * x / divisions; kp < c->k_panels * (x + 1) / divisions; kp++)
+            for (int64_t r = r0; r < r1; r++)
+                add_to_sums(c, rows, r, kp, first > 0,
+                            next_share(c, c->x_panels + (kp + 1) * rows * LANES, rows, (r - r0) * VL, (r1 - r0) * VL));
     }
 }
 
@@ -432,7 +459,7 @@ static void finish_weights(const norm_call *c, int64_t panel) {
     column_sums dgamma = {{0}, {0}}, dbeta = {{0}, {0}};
     float dw[LANES];
     for (int64_t r = 0; r < a->n; r++) {
-        const float *g = c->sums + r * c->k_pad + k0;
+        const float *g = sums_of(c, panel) + r * LANES;
         for (int64_t x = 0; x < columns; x += VL) {
             const vf w = load_w(c, panel, r, x);
             store(dgamma.part + x, load(dgamma.part + x) + w * load(g + x));
@@ -480,7 +507,7 @@ static void norm_linear_backward(const norm_linear_plan *plan, const heddle_norm
         }
         if (weights) {
             for (int64_t first = 0; first < a->m; first += CHUNK_M)
-                add_chunk(&c, first, min64(CHUNK_M, a->m - first));
+                add_chunk(&c, plan->threads, first, min64(CHUNK_M, a->m - first));
 #pragma omp for schedule(dynamic)
             for (int64_t p = 0; p < c.k_panels; p++)
                 finish_weights(&c, p);
