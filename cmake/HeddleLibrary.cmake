@@ -30,6 +30,11 @@ set(avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vect
 isa_row(avx2 AVX2 "x86_64|AMD64|amd64" ${avx2})
 isa_row(avx512 AVX512 "x86_64|AMD64|amd64" ${avx512})
 isa_row(avx512bf16 AVX512BF16 "x86_64|AMD64|amd64" ${avx512} -mavx512bf16)
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
+    isa_row(amx AMX "x86_64|AMD64|amd64" ${avx512} -mavx512bf16 -mamx-tile -mamx-bf16)
+else()
+    list(FILTER library_sources EXCLUDE REGEX "/isa_amx\\.c$")
+endif()
 # gcc's first scheduling moves all broadcasts of gemm.h's inner loop to its head, and then 32 registers are too few.
 set(neon "")
 if(CMAKE_C_COMPILER_ID STREQUAL "GNU")

@@ -134,7 +134,10 @@ static void online_softmax(forward_tile *t, float factor, int64_t dv, int64_t co
     switch (t->l.vectors) {
     case 1: online_softmax_of(1, t, factor, dv, count, s); break;
     case 2: online_softmax_of(2, t, factor, dv, count, s); break;
-    default: online_softmax_of(3, t, factor, dv, count, s); break;
+    case 3: online_softmax_of(3, t, factor, dv, count, s); break;
+#if TILE_VECTORS > 3
+    default: online_softmax_of(4, t, factor, dv, count, s); break;
+#endif
     }
 }
 

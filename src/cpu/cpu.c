@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The CPU backend: which ISA's kernels to use, how many threads, and the calls into them. */
+#define _GNU_SOURCE /* syscall() */
 #include "cpu.h"
 #include "../backend.h"
 #include "../mask.h"
@@ -15,6 +16,10 @@
 #endif
 #ifdef __x86_64__
 #include <cpuid.h>
+#endif
+#ifdef HEDDLE_HAVE_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 typedef struct isa {
@@ -55,8 +60,23 @@ static int has_fast_avx512bf16(void) {
 }
 #endif
 
+#ifdef HEDDLE_HAVE_AMX
+/* Linux gives a process the tiles' 8 KB of state in every thread when it asks: once, for good. */
+static int has_amx(void) {
+    const long arch_req_xcomp_perm = 0x1023, xfeature_xtiledata = 18;
+    const unsigned tile_and_bf16 = 1u << 24 | 1u << 22;
+    unsigned a, b, c, d = 0;
+    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
+           (d & tile_and_bf16) == tile_and_bf16 &&
+           syscall(SYS_arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata) == 0;
+}
+#endif
+
 /* Best first. By features, never by model names: hypervisors hide those. */
 static const isa isas[] = {
+#ifdef HEDDLE_HAVE_AMX
+    {&heddle__cpu_amx, has_amx},
+#endif
 #ifdef HEDDLE_HAVE_AVX512BF16
     {&heddle__cpu_avx512bf16, has_fast_avx512bf16},
 #endif
@@ -114,6 +134,11 @@ static int threads_for(double multiply_adds) {
 #endif
 }
 
+static const cpu_kernels *kernels_for(heddle_dtype type) {
+    const cpu_kernels *k = kernels();
+    return type != HEDDLE_BF16 && k->others ? k->others : k;
+}
+
 static heddle_status available(void) {
     return HEDDLE_OK;
 }
@@ -126,13 +151,13 @@ static void describe(char *text, size_t n) {
 static heddle_status plan_attention(attention_plan *plan) {
     const heddle_attention *a = &plan->a;
     plan->threads = threads_for((double)a->b * (double)a->h * (double)a->sq * (double)a->sk * (double)(a->d + a->dv));
-    kernels()->plan_attention(plan);
+    kernels_for(plan->a.dtype)->plan_attention(plan);
     return HEDDLE_OK;
 }
 
 static heddle_status plan_norm_linear(norm_linear_plan *plan) {
     plan->threads = threads_for((double)plan->a.m * (double)plan->a.n * (double)plan->a.k);
-    kernels()->plan_norm_linear(plan);
+    kernels_for(plan->a.dtype)->plan_norm_linear(plan);
     return HEDDLE_OK;
 }
 
@@ -140,9 +165,9 @@ static heddle_status run_attention(const attention_plan *plan, const heddle_atte
                                    void *stream) {
     (void)stream;
     if (plan->pass == HEDDLE_FORWARD)
-        kernels()->attention_forward(plan, data, workspace);
+        kernels_for(plan->a.dtype)->attention_forward(plan, data, workspace);
     else
-        kernels()->attention_backward(plan, data, workspace);
+        kernels_for(plan->a.dtype)->attention_backward(plan, data, workspace);
     return HEDDLE_OK;
 }
 
@@ -150,9 +175,9 @@ static heddle_status run_norm_linear(const norm_linear_plan *plan, const heddle_
                                      void *stream) {
     (void)stream;
     if (plan->pass == HEDDLE_FORWARD)
-        kernels()->norm_linear_forward(plan, data, workspace);
+        kernels_for(plan->a.dtype)->norm_linear_forward(plan, data, workspace);
     else
-        kernels()->norm_linear_backward(plan, data, workspace);
+        kernels_for(plan->a.dtype)->norm_linear_backward(plan, data, workspace);
     return HEDDLE_OK;
 }
 

@@ -7,6 +7,7 @@
 
 typedef struct cpu_kernels {
     const char *isa;
+    const struct cpu_kernels *others; /* for what is not bfloat16, unless NULL */
     /* Choose tiles (never by the number of threads: the bits must not depend on it) and compute the workspace. */
     void (*plan_attention)(attention_plan *plan);
     void (*plan_norm_linear)(norm_linear_plan *plan);
@@ -17,6 +18,6 @@ typedef struct cpu_kernels {
 } cpu_kernels;
 
 extern const cpu_kernels heddle__cpu_baseline, heddle__cpu_avx2, heddle__cpu_avx512, heddle__cpu_avx512bf16,
-    heddle__cpu_neon;
+    heddle__cpu_amx, heddle__cpu_neon;
 
 #endif

@@ -124,9 +124,9 @@ static __attribute__((noinline)) void gemm(int vectors, int64_t rows, int64_t co
 }
 
 /* With something to ask for: for operands that come from the second-level cache or farther away. */
-static __attribute__((noinline)) void gemm_streaming(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
-                                                     int64_t b_stride, float *c, int64_t c_stride, bool add,
-                                                     gemm_ahead ahead) {
+static __attribute__((noinline, unused)) void gemm_streaming(int vectors, int64_t rows, int64_t count, gemm_a a,
+                                                             const float *b, int64_t b_stride, float *c,
+                                                             int64_t c_stride, bool add, gemm_ahead ahead) {
     gemm_columns(false, vectors, rows, count, a, b, b_stride, c, c_stride, add, &ahead);
 }
 

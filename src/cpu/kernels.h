@@ -1,11 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
- * All kernels of one ISA, and its table. The including file has set VL, ISA_NAME and ISA_TABLE. */
+ * All kernels of one ISA, and its table. The including file has set VL, ISA_NAME and ISA_TABLE; one that is for bfloat16 alone,
+ * also ISA_OTHERS, the table for the other types. */
 #include "attention_sums.h"
 #include "cpu.h"
 #include "norm_linear.h"
 
 const cpu_kernels ISA_TABLE = {
     .isa = ISA_NAME,
+#ifdef ISA_OTHERS
+    .others = &ISA_OTHERS,
+#endif
     .plan_attention = plan_attention,
     .plan_norm_linear = plan_norm_linear,
     .attention_forward = attention_forward,

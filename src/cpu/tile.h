@@ -12,7 +12,9 @@
 #include "pack.h"
 #include "vmath.h"
 
+#ifndef TILE_VECTORS
 #define TILE_VECTORS 3
+#endif
 #define LANES (TILE_VECTORS * VL)
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942

@@ -42,6 +42,15 @@ INLINE vf select_float(vi mask, vf yes, vf no) {
     return (vf)((mask & (vi)yes) | (~mask & (vi)no));
 }
 
+#ifndef HAVE_STREAM
+INLINE void stream(void *line, vf x) {
+    store((float *)line, x); /* never called */
+}
+
+INLINE void end_streams(void) {
+}
+#endif
+
 /* max(a, b), and b when either is NaN: what maxps does, so that a NaN score is not lost. */
 #ifndef HAVE_VMAX
 INLINE vf vmax(vf a, vf b) {

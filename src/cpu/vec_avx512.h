@@ -5,6 +5,7 @@
 #define HAVE_VMAX
 #define HAVE_F16_CONVERT
 #define HAVE_PARTIAL
+#define HAVE_STREAM
 #include "vec.h"
 
 INLINE vf vmax(vf a, vf b) {
@@ -34,4 +35,13 @@ INLINE void store_floats(float *p, vf x, int64_t n) {
 
 INLINE void store_halves(void *p, vh x, int64_t n) {
     _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), (__m256i)x);
+}
+
+/* A whole line that goes past the caches, and the end of such: other threads see them all. */
+INLINE void stream(void *line, vf x) {
+    _mm512_stream_ps((float *)line, (__m512)x);
+}
+
+INLINE void end_streams(void) {
+    _mm_sfence();
 }

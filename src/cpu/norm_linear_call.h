@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What the parts of norm-linear share: the call, its tensors' rows, and what is asked for ahead. */
+#ifndef HEDDLE_CPU_NORM_LINEAR_CALL_H
+#define HEDDLE_CPU_NORM_LINEAR_CALL_H
+
+#include "threads.h"
+#include "tile.h"
+
+/* Columns of a panel of B. */
+#ifdef HAVE_BF16_TILES
+#define PANEL_VECTORS 2
+#else
+#define PANEL_VECTORS TILE_VECTORS
+#endif
+#define PANEL (PANEL_VECTORS * VL)
+
+typedef struct norm_call {
+    const heddle_norm_linear *a;
+    const heddle_norm_linear_data *t;
+    int type;
+    bool streams;                      /* y is so large that it goes to memory past the caches */
+    int64_t k_panels, n_panels, k_pad; /* panels of PANEL columns */
+    int64_t row_panels;                /* of n in panels of VL */
+    float *mean, *rstd, *gamma, *beta; /* float copies; gamma and beta padded with zeros */
+    float *w;                          /* panels of W or Wᵀ */
+    float *sums, *dbias;               /* backward: G in panels [n][PANEL], [row_panels·VL] */
+    float *x_panels, *dy_panels;       /* backward: a chunk of rows */
+} norm_call;
+
+INLINE const char *row_of(const void *p, int64_t row, int64_t stride, int type) {
+    return element_at(p, row * stride, type);
+}
+
+INLINE int vectors_of(int64_t columns) {
+    return (int)((min64(PANEL, columns) + VL - 1) / VL);
+}
+
+/* Rows that lie far apart are asked for some rows ahead: no hardware prefetcher follows them. */
+INLINE void prefetch_ahead(const char *row, int64_t row_bytes, int64_t bytes) {
+    for (int64_t x = 0; x < bytes; x += 64)
+        __builtin_prefetch(row + 8 * row_bytes + x);
+}
+
+/* Part `share` of `shares` of the panel that is needed next, to be asked for during `steps` steps of a product. A panel that there is
+ * not may be asked for: that has no effect. */
+INLINE gemm_ahead share_of(const float *next, int64_t floats, int64_t share, int64_t shares, int64_t steps) {
+    const int64_t bytes = (floats * 4 + shares - 1) / shares;
+    return (gemm_ahead){(const char *)next + share * bytes, (bytes + steps - 1) / steps};
+}
+
+#endif
