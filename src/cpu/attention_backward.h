@@ -25,6 +25,8 @@ typedef struct backward_space {
     bool fresh;  /* dk and dv hold nothing yet */
     bool sums_d; /* D is formed from P and dP, see sums_d() */
     parts seen;
+    key_tiles keys;                                      /* of the chunk */
+    float *q_tiles, *dout_tiles, *weights_a, *weights_b; /* AMX: rows of Q and dO, P and dS */
 } backward_space;
 
 typedef struct backward_shared {
@@ -63,7 +65,7 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     f.dot = carve_floats(w, pad_dv * LANES); /* or [lanes][dv_pad] */
     f.q = carve_floats(w, LANES * pad_d);
     f.dout = carve_floats(w, LANES * pad_dv);
-    f.dqt = carve_floats(w, a->d * LANES);
+    f.dqt = carve_floats(w, pad_d * LANES);
     f.s = carve_floats(w, tile);
     f.dp = carve_floats(w, tile);
     f.tanhs = carve_floats(w, a->softcap > 0 ? tile : 0);
@@ -73,6 +75,12 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     f.v = carve_floats(w, widens ? plan->chunk_k * pad_dv : 0);
     f.dk = carve_floats(w, plan->chunk_k * pad_d);
     f.dv = carve_floats(w, plan->chunk_k * pad_dv);
+    f.keys = carve_key_tiles(plan, plan->chunk_k, true, true, false, w);
+    const bool tiled = f.keys.k_step > 0;
+    f.q_tiles = carve_floats(w, tiled ? pad_d * LANES : 0);
+    f.dout_tiles = carve_floats(w, tiled ? pad_dv * LANES : 0);
+    f.weights_a = carve_floats(w, tiled ? tile_weights(plan) : 0);
+    f.weights_b = carve_floats(w, tiled ? tile_weights(plan) : 0);
     if (p)
         *p = f;
     return p;
@@ -99,10 +107,41 @@ static void load_tile(const call *c, const unit *u, backward_space *w, const bac
         memset(w->dot, 0, sizeof(float) * (size_t)(c->dv_pad * LANES));
 }
 
+#ifdef HAVE_BF16_TILES
+/* Q and dO of the tile for the products that sum over queries; rows of floats only where something in them is not finite. */
+static void load_row_tiles(const call *c, const unit *u, backward_space *w) {
+    const heddle_attention *a = c->a;
+    const lanes *l = &w->l;
+    const int64_t steps = (l->count + 31) / 32;
+    const void *rows[LANES];
+    lane_rows(c, u, l, c->t->q, a->q_stride, u->s.first_q, rows);
+    tile_lane_pairs(rows, l->count, a->d, w->q_tiles);
+    w->q_finite = tiles_finite(w->q_tiles, steps * 16 * c->d_pad);
+    for (int64_t x = 0; x < l->count && !w->q_finite; x++)
+        widen_row(c->type, rows[x], a->d, 1, w->q + x * c->d_pad);
+    w->dout_finite = true;
+    if (!c->t->dout) {
+        memset(w->dout_tiles, 0, sizeof(float) * (size_t)(c->dv_pad * LANES));
+        return;
+    }
+    lane_rows(c, u, l, c->t->dout, a->do_stride, u->s.first_q, rows);
+    tile_lane_pairs(rows, l->count, a->dv, w->dout_tiles);
+    w->dout_finite = tiles_finite(w->dout_tiles, steps * 16 * c->dv_pad);
+    for (int64_t x = 0; x < l->count && !w->dout_finite; x++)
+        widen_row(c->type, rows[x], a->dv, 1, w->dout + x * c->dv_pad);
+}
+#endif
+
 /* Q and dO of the tile as rows, for the products that sum over queries. */
 static void load_rows(const call *c, const unit *u, backward_space *w) {
     const heddle_attention *a = c->a;
     const void *rows[LANES];
+#ifdef HAVE_BF16_TILES
+    if (uses_tiles(&w->l)) {
+        load_row_tiles(c, u, w);
+        return;
+    }
+#endif
     lane_rows(c, u, &w->l, c->t->q, a->q_stride, u->s.first_q, rows);
     for (int64_t x = 0; x < w->l.count; x++)
         widen_row(c->type, rows[x], a->d, 1, w->q + x * c->d_pad);
@@ -115,6 +154,23 @@ static void load_rows(const call *c, const unit *u, backward_space *w) {
     }
     w->q_finite = all_finite(w->q, w->l.count, c->d_pad, a->d);
     w->dout_finite = all_finite(w->dout, w->l.count, c->dv_pad, a->dv);
+}
+
+/* A block as scores() wants it, or score_gradients(): with few lanes they read K and V where they are. */
+static key_block load_key_block(const call *c, const unit *u, backward_space *w, int64_t first, int64_t count,
+                                bool gradients) {
+    key_block b = {.first = first, .count = count};
+    if (w->l.few)
+        return b;
+    if (uses_tiles(&w->l)) {
+        const key_tiles rows_only = {.k = w->keys.k, .v = gradients ? w->keys.v : NULL};
+        load_key_tiles(c, u, &rows_only, &b);
+        return b;
+    }
+    b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, first, count, w->k, c->d_pad, &b.k_stride);
+    if (gradients)
+        b.v = key_rows(c, u, c->t->v, c->a->v_stride, c->a->dv, first, count, w->v, c->dv_pad, &b.v_stride);
+    return b;
 }
 
 /* s = P; true as scores() is. */
@@ -169,7 +225,7 @@ static bool score_gradients(const call *c, const unit *u, const key_block *b, ba
         few_dot(c->type, v, b->count, l->count, w->dot, c->dv_pad, v, t);
         few_as_tile(l, t, b->count, w->dp);
     } else {
-        multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, w->dot, w->dp);
+        multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, b->t.v, w->dot, w->dp);
     }
     if (c->drops)
         dropout_factors(c, u, l, b, w->z);
@@ -204,8 +260,17 @@ static void uncap(const call *c, const key_block *b, backward_space *w) {
 }
 
 /* out[j][e] (+)= sum over lanes of weights[j][lane]·rows[lane][e], in the parts that are seen. */
-static void add_to_keys(const lanes *l, const parts *r, bool careful, const float *weights, const float *rows,
-                        int64_t pad, float *out, bool add) {
+static void add_to_keys(const lanes *l, const parts *r, bool careful, const float *weights, int64_t count,
+                        float *scratch, const float *rows, const float *row_tiles, int64_t pad, float *out, bool add) {
+#ifdef HAVE_BF16_TILES
+    if (!careful && uses_tiles(l)) {
+        tile_weight_rows(weights, count, l->vectors, scratch);
+        tile_add_rows(l, r, scratch, row_tiles, pad, out, add);
+        return;
+    }
+#else
+    (void)count, (void)scratch, (void)row_tiles;
+#endif
     for (const part *p = r->p; p < r->p + r->count; p++) {
         const int64_t lane = p->begin * VL, lanes_used = min64(l->count, p->end * VL) - lane;
         const gemm_a a = {weights + p->first * l->stride + lane, l->stride, 1};
@@ -217,14 +282,28 @@ static void add_to_keys(const lanes *l, const parts *r, bool careful, const floa
     }
 }
 
+/* Whether products by whole tiles meet keys behind the block: they have weights of zero, but nobody has masked them. */
+INLINE bool partial_step(const lanes *l, const key_block *b) {
+#ifdef HAVE_BF16_TILES
+    return uses_tiles(l) && b->count % TILE_DEPTH != 0;
+#else
+    (void)l, (void)b;
+    return false;
+#endif
+}
+
 static void backward_block(const call *c, const unit *u, const key_block *b, bool k_finite, backward_space *w,
                            float *dk, float *dv) {
     const lanes *l = &w->l;
-    bool masked = score_gradients(c, u, b, w);
-    add_to_keys(l, &w->seen, masked && !w->dout_finite, w->s, w->dout, c->dv_pad, dv, !w->fresh);
+    const bool masked = score_gradients(c, u, b, w);
+    const bool hides = masked || (!w->fresh && partial_step(l, b)); /* with nothing but `fresh`, nobody reads such keys */
+    add_to_keys(l, &w->seen, hides && !w->dout_finite, w->s, b->count, w->weights_a, w->dout, w->dout_tiles, c->dv_pad,
+                dv, !w->fresh);
     uncap(c, b, w);
-    add_to_keys(l, &w->seen, masked && !w->q_finite, w->dp, w->q, c->d_pad, dk, !w->fresh);
-    add_parts(l, &w->seen, masked && !k_finite, b->k, b->k_stride, c->a->d, w->dp, w->dqt);
+    add_to_keys(l, &w->seen, hides && !w->q_finite, w->dp, b->count, w->weights_a, w->q, w->q_tiles, c->d_pad, dk,
+                !w->fresh);
+    add_parts(l, &w->seen, (masked || partial_step(l, b)) && !k_finite, b->k, b->k_stride, c->a->d, &b->t,
+              b->t.k_columns, w->weights_b, b->count, w->dp, w->dqt);
 }
 
 /* ----------------------------------------------------------------------------------------------------- prepare */
@@ -264,8 +343,7 @@ static void add_weight_sums(const call *c, const unit *u, backward_space *w, con
     float sums[LANES] = {0};
     load_q(c, u, w, g);
     for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-        key_block b = {.first = j, .count = min64(c->tile_k, keys.end - j)};
-        b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, j, b.count, w->k, c->d_pad, &b.k_stride);
+        const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
         probabilities(c, u, &b, w);
         pack_dweights(c, u, &b, w);
         for (int64_t y = 0; y < b.count; y++)
@@ -298,8 +376,7 @@ static void refine_lse(const call *c, const unit *u, backward_space *w, const ba
     load_q(c, u, w, g);
     for (int pass = 0; pass < 2; pass++) {
         for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-            key_block b = {.first = j, .count = min64(c->tile_k, keys.end - j)};
-            b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, j, b.count, w->k, c->d_pad, &b.k_stride);
+            const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
             scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, w->scratch);
             for (int64_t y = 0; y < b.count; y++)
                 for (int64_t x = 0; x < l->stride; x += VL) {
@@ -405,6 +482,8 @@ static void backward_tile(const call *c, const unit *u, const key_block *chunk, 
     int64_t begin = max64(seen.begin, chunk->first), end = min64(seen.end, chunk->first + chunk->count);
     load_rows(c, u, w);
     memset(w->dqt, 0, sizeof(float) * (size_t)(c->a->d * w->l.stride));
+    if (uses_tiles(&w->l)) /* whole tiles; what is before `seen` is hidden */
+        begin -= (begin - chunk->first) % 32;
     for (int64_t j = begin; j < end; j += c->tile_k) {
         int64_t at = j - chunk->first;
         key_block b = {j,
@@ -412,9 +491,39 @@ static void backward_tile(const call *c, const unit *u, const key_block *chunk, 
                        chunk->k + at * chunk->k_stride,
                        chunk->v + at * chunk->v_stride,
                        chunk->k_stride,
-                       chunk->v_stride};
+                       chunk->v_stride,
+                       chunk->t};
+#ifdef HAVE_BF16_TILES
+        if (uses_tiles(&w->l)) {
+            b.t.k += at / 16 * b.t.k_step;
+            b.t.v += at / 16 * b.t.v_step;
+            b.t.k_columns += at / 32 * TILE_FLOATS;
+        }
+#endif
         backward_block(c, u, &b, k_finite, w, w->dk + at * c->d_pad, w->dv + at * c->dv_pad);
     }
+}
+
+/* K and V of the chunk. True if K is finite. */
+static bool load_chunk(const call *c, const unit *u, backward_space *w, key_block *b) {
+    const heddle_attention *a = c->a;
+    const bool few = c->group * u->s.sq <= FEW_LANES; /* who read V where it is */
+    b->v = w->v;
+#ifdef HAVE_BF16_TILES
+    if (!few) {
+        load_key_tiles(c, u, &w->keys, b);
+        if (tiles_finite(b->t.k, (b->count + 15) / 16 * b->t.k_step)) { /* nobody reads rows then */
+            b->k = w->k;
+            return true;
+        }
+    }
+#else
+    if (!few)
+        b->v =
+            key_rows(c, u, c->t->v, a->v_stride, a->dv, b->first, b->count, w->v, c->dv_pad, &b->v_stride);
+#endif
+    b->k = key_rows(c, u, c->t->k, a->k_stride, a->d, b->first, b->count, w->k, c->d_pad, &b->k_stride);
+    return all_finite(b->k, b->count, b->k_stride, a->d);
 }
 
 static void backward_task(const call *c, const unit *u, int64_t unit_index, int64_t chunk_index, int64_t chunk_k,
@@ -425,9 +534,7 @@ static void backward_task(const call *c, const unit *u, int64_t unit_index, int6
         prepare_task(c, u, tile, w, g);
     key_block chunk = {.first = chunk_index * chunk_k};
     chunk.count = min64(chunk_k, u->s.sk - chunk.first);
-    chunk.k = key_rows(c, u, c->t->k, a->k_stride, a->d, chunk.first, chunk.count, w->k, c->d_pad, &chunk.k_stride);
-    chunk.v = key_rows(c, u, c->t->v, a->v_stride, a->dv, chunk.first, chunk.count, w->v, c->dv_pad, &chunk.v_stride);
-    bool k_finite = all_finite(chunk.k, chunk.count, chunk.k_stride, a->d);
+    const bool k_finite = load_chunk(c, u, w, &chunk);
     w->sums_d = sums_d(c, u, g);
     w->fresh = tiles == 1 && a->mask == HEDDLE_MASK_NONE && !(a->features & (HEDDLE_WINDOW | HEDDLE_BOOL_MASK));
     if (!w->fresh) {

@@ -21,6 +21,8 @@ typedef struct forward_space {
     forward_tile *tiles;
     float *s, *z, *scratch, *k, *v;
     ahead next;
+    key_tiles keys;
+    float *weights; /* as tiles */
 } forward_space;
 
 /* Few queries against many keys: the keys of a unit are divided among tasks, and the last to end adds up what all have found, in
@@ -66,6 +68,8 @@ static forward_space carve_forward(const attention_plan *plan, carver *w) {
     f.scratch = carve_floats(w, a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK) ? plan->tile_k * LANES : 0);
     f.k = carve_floats(w, widens ? plan->tile_k * pad_d : 0);
     f.v = carve_floats(w, plan->tile_k * pad_dv);
+    f.keys = carve_key_tiles(plan, plan->tile_k, false, false, true, w);
+    f.weights = f.keys.k_step ? carve_floats(w, tile_weights(plan)) : NULL;
     return f;
 }
 
@@ -154,8 +158,11 @@ static void forward_block(const call *c, const unit *u, const key_block *b, forw
         for (int64_t x = 0; x < b->count * stride; x += VL)
             store(w->s + x, load(w->s + x) * load(w->z + x));
     }
-    bool careful = masked && !all_finite(b->v, b->count, b->v_stride, dv);
-    add_parts(&t->l, &seen, careful, b->v, b->v_stride, dv, w->s, t->ot);
+    key_block rows = *b;
+    if (masked && !rows.v)
+        rows.v = key_rows(c, u, c->t->v, c->a->v_stride, dv, b->first, b->count, w->v, c->dv_pad, &rows.v_stride);
+    bool careful = masked && !all_finite(rows.v, b->count, rows.v_stride, dv);
+    add_parts(&t->l, &seen, careful, rows.v, rows.v_stride, dv, &b->t, b->t.v_columns, w->weights, b->count, w->s, t->ot);
     ahead_step(&w->next);
 }
 
@@ -296,6 +303,9 @@ static void end_tile(const call *c, const unit *u, forward_tile *t, float *inver
 static key_block get_block(const call *c, const unit *u, bool few, range keys, int64_t first, forward_space *w) {
     key_block b = {.first = first, .count = min64(few ? c->few_k : c->tile_k, keys.end - first)};
     if (few)
+        return b;
+    load_key_tiles(c, u, &w->keys, &b);
+    if (uses_tiles(&w->tiles[0].l))
         return b;
     b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, first, b.count, w->k, c->d_pad, &b.k_stride);
     b.v = key_rows(c, u, c->t->v, c->a->v_stride, c->a->dv, first, b.count, w->v, c->dv_pad, &b.v_stride);
@@ -442,6 +452,7 @@ static void attention_forward(const attention_plan *plan, const heddle_attention
     {
         carver w = {(char *)workspace + shared.used + (size_t)thread_index() * each, 0};
         forward_space space = carve_forward(plan, &w);
+        begin_attention();
         for (int64_t task; (task = take_ticket(&next)) < units * per_unit;) {
             const unit u = make_unit(&c, task / per_unit);
             if (g.splits == 1)
@@ -455,6 +466,7 @@ static void attention_forward(const attention_plan *plan, const heddle_attention
             if (f0 == 0 && split == 0)
                 forward_unused_rows(&c, &u);
         }
+        end_attention();
     }
 }
 

@@ -49,9 +49,7 @@ static void add_dbias_tile(const call *c, const unit *u, int64_t head, int64_t i
         return;
     make_lanes(c, u, head, i0, queries, &w->l);
     load_tile(c, u, w, g);
-    key_block b = {.first = begin, .count = end - begin};
-    b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, begin, b.count, w->k, c->d_pad, &b.k_stride);
-    b.v = key_rows(c, u, c->t->v, c->a->v_stride, c->a->dv, begin, b.count, w->v, c->dv_pad, &b.v_stride);
+    const key_block b = load_key_block(c, u, w, begin, end - begin, true);
     score_gradients(c, u, &b, w);
     for (int64_t j = 0; j < b.count; j++)
         for (int64_t x = 0; x < w->l.stride; x += VL) {
@@ -129,6 +127,7 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
         carver w = {(char *)workspace + shared.used + (size_t)thread_index() * each, 0};
         backward_space *space = carve_backward(plan, &w);
         float *acc = carve_dbias(plan, &w);
+        begin_attention();
         if (!at_once) {
             for (int64_t task; (task = take_ticket(&prepare)) < units * max64(1, g.tiles);) {
                 const unit u = make_unit(&c, task / max64(1, g.tiles));
@@ -156,6 +155,7 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
         if (data->dbias)
             for (int64_t task; (task = take_ticket(&bias)) < shape.b * shape.h * shape.key_blocks;)
                 dbias_task(&c, shape, task, space, &g, acc);
+        end_attention();
     }
 }
 
@@ -167,7 +167,7 @@ static void plan_attention(attention_plan *plan) {
     snprintf(plan->kernel, sizeof plan->kernel, "heddle_attention_%s_%s_%s",
              plan->pass == HEDDLE_FORWARD ? "fwd" : "bwd", types[a->dtype], ISA_NAME);
     plan->tile_k = TILE_KEYS;
-    plan->tile_q = LANES * (a->dtype == HEDDLE_F32 && a->sk * (a->d + a->dv) <= 1 << 18 ? 1 : 2);
+    plan->tile_q = LANES * (a->dtype == HEDDLE_F32 && a->sk * (a->d + a->dv) <= 1 << 18 ? 1 : TILES_AT_ONCE);
     /* dK and dV of a chunk (and K and V, widened) are to stay in the second-level cache. */
     plan->chunk_k = max64(1, 65536 / (a->d + a->dv) / TILE_KEYS) * TILE_KEYS;
     if (a->h / a->hk * a->sq <= FEW_LANES) /* then it is memory that takes the time, and the first-level cache helps */

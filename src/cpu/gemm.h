@@ -42,7 +42,7 @@ typedef struct gemm_ahead {
 } gemm_ahead;
 
 INLINE void gemm_block(bool pairs, int rows, int vectors, int64_t count, gemm_a a, const float *b, int64_t b_stride,
-                       float *c, int64_t c_stride, bool add, gemm_ahead *ahead) {
+                       float *c, int64_t c_stride, bool add, gemm_ahead *later) {
     vf sum[16][4];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -62,9 +62,9 @@ INLINE void gemm_block(bool pairs, int rows, int vectors, int64_t count, gemm_a 
                 sum[r][v] = multiply_add(pairs, sum[r][v], ap + r * a.row, bx[v]);
         b += b_stride;
         ap += a.x;
-        if (ahead) {
-            __builtin_prefetch(ahead->p, 0, 2);
-            ahead->p += ahead->step;
+        if (later) {
+            __builtin_prefetch(later->p, 0, 2);
+            later->p += later->step;
         }
     }
 #pragma GCC unroll 16
@@ -75,10 +75,10 @@ INLINE void gemm_block(bool pairs, int rows, int vectors, int64_t count, gemm_a 
 }
 
 INLINE void gemm_rows(bool pairs, int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
-                      int64_t b_stride, float *c, int64_t c_stride, bool add, gemm_ahead *ahead) {
+                      int64_t b_stride, float *c, int64_t c_stride, bool add, gemm_ahead *later) {
 #define BLOCK_OF(n)                                                                                                    \
     for (; rows >= (n); rows -= (n), a.p += (n)*a.row, c += (n)*c_stride)                                              \
-    gemm_block(pairs, n, vectors, count, a, b, b_stride, c, c_stride, add, ahead)
+    gemm_block(pairs, n, vectors, count, a, b, b_stride, c, c_stride, add, later)
     BLOCK_OF(block);
     if (block > 4)
         BLOCK_OF(4);
@@ -103,14 +103,14 @@ INLINE void gemm_rows(bool pairs, int block, int vectors, int64_t rows, int64_t 
 #define GEMM_VECTORS (GEMM_ROWS_4 >= 6 ? 4 : 3)
 
 INLINE void gemm_columns(bool pairs, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
-                         int64_t b_stride, float *c, int64_t c_stride, bool add, gemm_ahead *ahead) {
+                         int64_t b_stride, float *c, int64_t c_stride, bool add, gemm_ahead *later) {
     while (vectors > 0) {
         int now = vectors <= GEMM_VECTORS ? vectors : vectors == GEMM_VECTORS + 1 ? 2 : GEMM_VECTORS;
         switch (now) {
-        case 4: gemm_rows(pairs, GEMM_ROWS_4, 4, rows, count, a, b, b_stride, c, c_stride, add, ahead); break;
-        case 3: gemm_rows(pairs, GEMM_ROWS_3, 3, rows, count, a, b, b_stride, c, c_stride, add, ahead); break;
-        case 2: gemm_rows(pairs, GEMM_ROWS_2, 2, rows, count, a, b, b_stride, c, c_stride, add, ahead); break;
-        default: gemm_rows(pairs, GEMM_ROWS_1, 1, rows, count, a, b, b_stride, c, c_stride, add, ahead); break;
+        case 4: gemm_rows(pairs, GEMM_ROWS_4, 4, rows, count, a, b, b_stride, c, c_stride, add, later); break;
+        case 3: gemm_rows(pairs, GEMM_ROWS_3, 3, rows, count, a, b, b_stride, c, c_stride, add, later); break;
+        case 2: gemm_rows(pairs, GEMM_ROWS_2, 2, rows, count, a, b, b_stride, c, c_stride, add, later); break;
+        default: gemm_rows(pairs, GEMM_ROWS_1, 1, rows, count, a, b, b_stride, c, c_stride, add, later); break;
         }
         vectors -= now;
         b += now * VL;
@@ -126,15 +126,15 @@ static __attribute__((noinline)) void gemm(int vectors, int64_t rows, int64_t co
 /* With something to ask for: for operands that come from the second-level cache or farther away. */
 static __attribute__((noinline, unused)) void gemm_streaming(int vectors, int64_t rows, int64_t count, gemm_a a,
                                                              const float *b, int64_t b_stride, float *c,
-                                                             int64_t c_stride, bool add, gemm_ahead ahead) {
-    gemm_columns(false, vectors, rows, count, a, b, b_stride, c, c_stride, add, &ahead);
+                                                             int64_t c_stride, bool add, gemm_ahead later) {
+    gemm_columns(false, vectors, rows, count, a, b, b_stride, c, c_stride, add, &later);
 }
 
 #ifdef HAVE_BF16_DOT
 static __attribute__((noinline)) void gemm_pairs(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
                                                  int64_t b_stride, float *c, int64_t c_stride, bool add,
-                                                 gemm_ahead ahead) {
-    gemm_columns(true, vectors, rows, count, a, b, b_stride, c, c_stride, add, &ahead);
+                                                 gemm_ahead later) {
+    gemm_columns(true, vectors, rows, count, a, b, b_stride, c, c_stride, add, &later);
 }
 #endif
 

@@ -64,14 +64,14 @@ static void make_pairs(const norm_call *c, float *panel, int64_t depth, int64_t 
  * A are a_next floats apart. */
 static void multiply_panels(const norm_call *c, int vectors, int64_t rows, int64_t first, int64_t depth, const float *a,
                             int64_t a_next, const float *b, float *out, int64_t out_stride, bool add,
-                            gemm_ahead ahead) {
+                            gemm_ahead later) {
     (void)a_next;
     if (uses_pairs(c))
         gemm_pairs(vectors, rows, (depth + 1) / 2, (gemm_a){a + first / 2 * VL, 1, VL}, b + first / 2 * PANEL, PANEL,
-                   out, out_stride, add, ahead);
+                   out, out_stride, add, later);
     else
         gemm_streaming(vectors, rows, depth, (gemm_a){a + first * VL, 1, VL}, b + first * PANEL, PANEL, out, out_stride,
-                       add, ahead);
+                       add, later);
 }
 
 /* For the products of rows r .. r+BLOCK_ROWS-1 of a block with DEPTH of a panel's `depth` sum indices, from x on: their share of

@@ -4,7 +4,6 @@
 #ifndef HEDDLE_CPU_NORM_LINEAR_TILES_H
 #define HEDDLE_CPU_NORM_LINEAR_TILES_H
 
-#include "gemm_tiles.h"
 #include "norm_linear_call.h"
 
 #define DEPTH 256 /* of A and B beside each other in the first-level cache */
@@ -45,41 +44,17 @@ INLINE void end_products(void) {
 
 INLINE void multiply_panels(const norm_call *c, int vectors, int64_t rows, int64_t first, int64_t depth, const float *a,
                             int64_t a_next, const float *b, float *out, int64_t out_stride, bool add,
-                            gemm_ahead ahead) {
+                            gemm_ahead later) {
     (void)c;
     const tiles_a tiles = {a + first / 2 * VL, 64, a_next * 4, 64 * TILE_ROWS};
     gemm_tiles((rows + TILE_ROWS - 1) / TILE_ROWS, vectors, tile_depths(depth), &tiles, b + first / 2 * PANEL,
-               PANEL * TILE_DEPTH / 2, out, out_stride, add, &ahead);
+               PANEL * TILE_DEPTH / 2, out, out_stride, add, &later);
 }
 
 INLINE gemm_ahead next_share(const norm_call *c, const float *next, int64_t depth, int64_t x, int64_t r, int64_t rows) {
     (void)c;
     const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, now = min64(DEPTH, depth - x);
     return share_of(next + x / 2 * PANEL, b_panel(now), r / BLOCK_ROWS, blocks, tile_depths(now));
-}
-
-/* 32 elements, as they are; zeros past n. */
-INLINE vf load_32(const char *p, int64_t n) {
-    if (n >= 32)
-        return load((const float *)(const void *)p);
-    char copy[64] = {0};
-    if (n > 0)
-        memcpy(copy, p, (size_t)n * 2);
-    return load((const float *)(const void *)copy);
-}
-
-INLINE vu load_16(const char *p, int64_t n) {
-    vh_unaligned x = {0};
-    if (n >= VL)
-        x = *(const vh_unaligned *)(const void *)p;
-    else if (n > 0)
-        memcpy(&x, p, (size_t)n * 2);
-    return __builtin_convertvector(x, vu);
-}
-
-/* Elements of two rows as pairs. */
-INLINE vf zip(vu even, vu odd) {
-    return (vf)(even | odd << 16);
 }
 
 #define STREAMS(type) true

@@ -10,12 +10,19 @@
 #include "few.h"
 #include "gemm.h"
 #include "pack.h"
+#include "threads.h"
 #include "vmath.h"
 
 #ifndef TILE_VECTORS
 #define TILE_VECTORS 3
 #endif
 #define LANES (TILE_VECTORS * VL)
+/* Tiles of queries for which 16-bit keys are made ready together. */
+#ifdef HAVE_BF16_TILES
+#define TILES_AT_ONCE 4
+#else
+#define TILES_AT_ONCE 2
+#endif
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942
 
@@ -53,11 +60,37 @@ typedef struct lanes {
     uint32_t head[LANES]; /* query head */
 } lanes;
 
+/* The keys first .. first+count-1 of a block are seen by vectors begin .. end-1 of the lanes alone. */
+typedef struct part {
+    int64_t first, count;
+    int begin, end;
+} part;
+
+#define TILE_KEYS 128
+#define MAX_PARTS (TILE_KEYS / VL)
+
+typedef struct parts {
+    int count;
+    bool partial;
+    part p[MAX_PARTS];
+} parts;
+
+#ifdef HAVE_BF16_TILES
+#include "attention_tiles.h"
+#endif
+
+/* The same for AMX (attention_tiles.h): rows of K and V, and their columns, `down` floats from 16 of them to the next. */
+typedef struct key_tiles {
+    float *k, *v, *k_columns, *v_columns;
+    int64_t k_step, v_step, down; /* floats to the next 16 keys of k and v */
+} key_tiles;
+
 /* A block of keys with their rows of K and V as floats. */
 typedef struct key_block {
     int64_t first, count;
     const float *k, *v;
     int64_t k_stride, v_stride;
+    key_tiles t;
 } key_block;
 
 static call make_call(const attention_plan *plan, const heddle_attention_data *t) {
@@ -130,7 +163,11 @@ static void pack_lanes(const call *c, const unit *u, const lanes *l, const void 
                        float factor, float *out) {
     const void *rows[LANES];
     lane_rows(c, u, l, p, stride, u->s.first_q, rows);
+#ifdef HAVE_BF16_TILES
+    tile_lanes(rows, l->count, l->vectors, n, factor, out);
+#else
     pack_transposed(c->type, rows, 0, l->count, n, factor, out, l->stride);
+#endif
 }
 
 /* The same [lane][n], padded to whole vectors, in the order of few.h. */
@@ -169,6 +206,75 @@ static const float *key_rows(const call *c, const unit *u, const void *p, heddle
     }
     *row_stride = pad;
     return buffer;
+}
+
+/* Space for the tiles of up to `count` keys: rows of K, and what else a pass needs. Nothing where there are no tiles. */
+static key_tiles carve_key_tiles(const attention_plan *plan, int64_t count, bool v, bool k_columns, bool v_columns,
+                                 carver *w) {
+    key_tiles t = {0};
+#ifdef HAVE_BF16_TILES
+    const heddle_attention *a = &plan->a;
+    t.k = carve_floats(w, tile_space(count, a->d));
+    t.v = v ? carve_floats(w, tile_space(count, a->dv)) : NULL;
+    t.k_columns = k_columns ? carve_floats(w, tile_space(count, a->d)) : NULL;
+    t.v_columns = v_columns ? carve_floats(w, tile_space(count, a->dv)) : NULL;
+    t.k_step = (a->d + 31) / 32 * TILE_FLOATS;
+    t.v_step = (a->dv + 31) / 32 * TILE_FLOATS;
+    t.down = (count + 31) / 32 * TILE_FLOATS;
+#else
+    (void)plan, (void)count, (void)v, (void)k_columns, (void)v_columns, (void)w;
+#endif
+    return t;
+}
+
+/* Floats for the weights of a block as tiles. */
+INLINE int64_t tile_weights(const attention_plan *plan) {
+    return plan->tile_k * (LANES + 16) / 2;
+}
+
+/* Whether the products of these lanes read tiles, so that nobody needs rows of floats. */
+INLINE bool uses_tiles(const lanes *l) {
+#ifdef HAVE_BF16_TILES
+    return !l->few;
+#else
+    (void)l;
+    return false;
+#endif
+}
+
+/* Around a thread's products. */
+INLINE void begin_attention(void) {
+#ifdef HAVE_BF16_TILES
+    begin_tiles();
+#endif
+}
+
+INLINE void end_attention(void) {
+#ifdef HAVE_BF16_TILES
+    end_tiles();
+#endif
+}
+
+/* A block's keys as tiles, for whatever of `t` there is. */
+static void load_key_tiles(const call *c, const unit *u, const key_tiles *t, key_block *b) {
+    b->t = *t;
+#ifdef HAVE_BF16_TILES
+    const heddle_attention *a = c->a;
+    const int64_t row = u->s.first_k + b->first;
+    const char *k = element_at(c->t->k, row_offset(a->k_stride, u->n, u->hk, row), c->type);
+    tile_rows(k, a->k_stride.s * 2, b->count, a->d, t->k);
+    if (t->k_columns)
+        tile_columns(k, a->k_stride.s * 2, b->count, a->d, t->k_columns, t->down);
+    if (!t->v && !t->v_columns)
+        return;
+    const char *v = element_at(c->t->v, row_offset(a->v_stride, u->n, u->hk, row), c->type);
+    if (t->v)
+        tile_rows(v, a->v_stride.s * 2, b->count, a->dv, t->v);
+    if (t->v_columns)
+        tile_columns(v, a->v_stride.s * 2, b->count, a->dv, t->v_columns, t->down);
+#else
+    (void)c, (void)u;
+#endif
 }
 
 /* ------------------------------------------------------------------------------------------------------ scores */
@@ -212,21 +318,6 @@ INLINE vi lane_index(const lanes *l, int v) {
     typedef vi vi_unaligned __attribute__((aligned(4), may_alias));
     return *(const vi_unaligned *)(l->index + v * VL);
 }
-
-/* The keys first .. first+count-1 of a block are seen by vectors begin .. end-1 of the lanes alone. */
-typedef struct part {
-    int64_t first, count;
-    int begin, end;
-} part;
-
-#define TILE_KEYS 128
-#define MAX_PARTS (TILE_KEYS / VL)
-
-typedef struct parts {
-    int count;
-    bool partial;
-    part p[MAX_PARTS];
-} parts;
 
 INLINE tile_kind part_kind(const unit *u, const lanes *l, const key_block *b, int v, int64_t first, int64_t count) {
     return tile_of(u->m, l->first + l->index[v * VL], l->first + l->index[v * VL + VL - 1] + 1, b->first + first,
@@ -279,12 +370,18 @@ static void mask_bool(const call *c, const unit *u, const lanes *l, const key_bl
         store(s + x, select_float(load(scratch + x) == 0, splat(-INFINITY), load(s + x)));
 }
 
-/* out[j][lane] = sum over x of rows[j][x]·columns[x][lane], in the parts that are seen. */
+/* out[j][lane] = sum over x of rows[j][x]·columns[x][lane], in the parts that are seen. With AMX, of their tiles instead. */
 static void multiply_parts(const lanes *l, const parts *r, const float *rows, int64_t row_stride, int64_t depth,
-                           const float *columns, float *out) {
+                           const float *row_tiles, const float *columns, float *out) {
+#ifdef HAVE_BF16_TILES
+    (void)rows, (void)row_stride;
+    tile_scores(l, r, row_tiles, depth, columns, out);
+#else
+    (void)row_tiles;
     for (const part *p = r->p; p < r->p + r->count; p++)
         gemm(p->end - p->begin, p->count, depth, (gemm_a){rows + p->first * row_stride, row_stride, 1},
              columns + p->begin * VL, l->stride, out + p->first * l->stride + p->begin * VL, l->stride, false);
+#endif
 }
 
 /* Rows of K or V of the unit as they lie in memory, for few queries. */
@@ -323,7 +420,7 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
         few_scores(c, u, l, b, qt, t);
         few_as_tile(l, t, b->count, s);
     } else {
-        multiply_parts(l, r, b->k, b->k_stride, c->a->d, qt, s);
+        multiply_parts(l, r, b->k, b->k_stride, c->a->d, b->t.k, qt, s);
     }
     if (c->adjusts)
         adjust_scores(c, u, l, b, s, tanhs, scratch);
@@ -337,7 +434,17 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
 /* out[e][lane] += sum over the block's keys j of rows[j][e]·weights[j][lane], in the parts that are seen; a weight of zero
  * counts for nothing even against NaN when `careful`. */
 static void add_parts(const lanes *l, const parts *r, bool careful, const float *rows, int64_t row_stride,
-                      int64_t width, const float *weights, float *out) {
+                      int64_t width, const key_tiles *t, const float *columns, float *scratch, int64_t count,
+                      const float *weights, float *out) {
+#ifdef HAVE_BF16_TILES
+    if (!careful && uses_tiles(l)) {
+        tile_weight_pairs(weights, count, l->vectors, scratch);
+        tile_add_columns(l, r, columns, t->down, width, scratch, out);
+        return;
+    }
+#else
+    (void)t, (void)columns, (void)scratch, (void)count;
+#endif
     for (const part *p = r->p; p < r->p + r->count; p++) {
         const gemm_a a = {rows + p->first * row_stride, 1, row_stride};
         const float *w = weights + p->first * l->stride + p->begin * VL;
