@@ -116,9 +116,10 @@ static double rate(const peak_loop *loop, int threads, double seconds) {
 
 double peak_flops(const char *isa, int threads, double seconds) {
     double sum = 0;
+    if (strcmp(isa, "amx") == 0) /* has the float32 multiply-adds of avx512, as avx512bf16 has */
+        isa = "avx512";
     for (size_t i = 0; i < sizeof loops / sizeof *loops; i++) {
         const peak_loop *loop = &loops[i];
-        /* avx512bf16 has the multiply-adds of avx512 */
         if (!loop->isa || strncmp(loop->isa, isa, strlen(loop->isa)) != 0)
             continue;
         if (threads == 1)
