@@ -17,8 +17,9 @@ INLINE int64_t tile_space(int64_t rows, int64_t n) {
 
 /* 32 elements, as they are; zeros past n. */
 INLINE vf load_32(const char *p, int64_t n) {
+    typedef vf vf_of_pairs __attribute__((aligned(2), may_alias));
     if (n >= 32)
-        return load((const float *)(const void *)p);
+        return *(const vf_of_pairs *)(const void *)p;
     char copy[64] = {0};
     if (n > 0)
         memcpy(copy, p, (size_t)n * 2);
