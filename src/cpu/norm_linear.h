@@ -136,6 +136,27 @@ INLINE void prefetch_rows(const char *p, int64_t rows, int64_t row_bytes, int64_
             __builtin_prefetch(p + x, 1);
 }
 
+/* A block of rows times some panels of B. */
+typedef struct product {
+    const float *a;
+    int64_t a_next; /* floats to the next VL rows */
+    const float *b, *next;
+    int64_t b_next,
+        c_next; /* floats to the next panel of B and of C; after these panels of B those at `next` will be needed */
+    int64_t c_stride, depth, columns;
+    bool add;
+} product;
+
+/* C (+)= A·B for rows r .. r+BLOCK_ROWS-1 of a block and a few panels. */
+static void multiply_group(const norm_call *c, const product *g, int64_t r, int64_t rows, int64_t panels, float *out) {
+    for (int64_t x = 0; x < g->depth; x += DEPTH)
+        for (int64_t p = 0; p < panels; p++)
+            multiply_panels(c, vectors_of(g->columns - p * PANEL), min64(BLOCK_ROWS, rows - r), x,
+                            min64(DEPTH, g->depth - x), g->a + r / VL * g->a_next, g->a_next, g->b + p * g->b_next,
+                            out + p * g->c_next, g->c_stride, g->add || x > 0,
+                            next_share(c, g->next + p * g->b_next, g->depth, x, r, rows));
+}
+
 /* y of a block of rows (z in panels of VL of them) and up to GROUP panels of columns; written as soon as each few rows are done, so
  * that the writing hides behind the products. */
 static void forward_group(const norm_call *c, const norm_space *s, int64_t first, int64_t rows, int64_t p0,
@@ -145,18 +166,15 @@ static void forward_group(const norm_call *c, const norm_space *s, int64_t first
     float bias[GROUP * PANEL] = {0};
     if (c->t->bias)
         widen_row(c->type, element_at(c->t->bias, n0, c->type), columns, 1, bias);
+    const float *w = c->w + p0 * b_panel(a->k);
+    const product g = {s->a, a_panel(a->k), w,    w + panels * b_panel(a->k), b_panel(a->k), PANEL, GROUP * PANEL,
+                       a->k, columns,       false};
     for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
         const int64_t count = min64(BLOCK_ROWS, rows - r);
         if (GROUP == 1 && !c->streams)
             prefetch_rows((const char *)c->t->y + ((first + r) * a->y_stride + n0) * bytes, count, a->y_stride * bytes,
                           columns * bytes);
-        for (int64_t x = 0; x < a->k; x += DEPTH)
-            for (int64_t p = 0; p < panels; p++) {
-                const float *w = c->w + (p0 + p) * b_panel(a->k);
-                multiply_panels(c, vectors_of(columns - p * PANEL), count, x, min64(DEPTH, a->k - x),
-                                s->a + r / VL * a_panel(a->k), a_panel(a->k), w, s->c + p * PANEL, GROUP * PANEL, x > 0,
-                                next_share(c, w + panels * b_panel(a->k), a->k, x, r, rows));
-            }
+        multiply_group(c, &g, r, rows, panels, s->c);
         for (int64_t x = 0; x < count; x++)
             store_y(c, (char *)c->t->y + ((first + r + x) * a->y_stride + n0) * bytes, s->c + x * GROUP * PANEL, bias,
                     columns);
@@ -227,13 +245,22 @@ static void dx_row(const norm_call *c, int64_t row, float *g, float *xhat) {
 /* g [rows][k_pad] (+)= dy·W over the columns x .. x+depth-1 of dy. */
 static void add_slice(const norm_call *c, const norm_space *s, int64_t first, int64_t rows, int64_t x, int64_t depth) {
     pack_dy_slice(c, first, rows, x, depth, s->a);
-    for (int64_t p = 0; p < c->k_panels; p++)
+    for (int64_t p = 0; p < c->k_panels; p += GROUP) {
+        const int64_t panels = min64(GROUP, c->k_panels - p);
+        const float *next = p + panels < c->k_panels ? slice_of_w(c, p + panels, x) : slice_of_w(c, 0, x + depth);
+        const product g = {.a = s->a,
+                           .a_next = a_panel(depth),
+                           .b = slice_of_w(c, p, x),
+                           .next = next,
+                           .b_next = b_panel(c->a->n),
+                           .c_next = PANEL,
+                           .c_stride = c->k_pad,
+                           .depth = depth,
+                           .columns = c->a->k - p * PANEL,
+                           .add = x > 0};
         for (int64_t r = 0; r < rows; r += BLOCK_ROWS)
-            multiply_panels(c, vectors_of(c->a->k - p * PANEL), min64(BLOCK_ROWS, rows - r), 0, depth,
-                            s->a + r / VL * a_panel(depth), a_panel(depth), slice_of_w(c, p, x),
-                            s->c + r * c->k_pad + p * PANEL, c->k_pad, x > 0,
-                            next_share(c, p + 1 < c->k_panels ? slice_of_w(c, p + 1, x) : slice_of_w(c, 0, x + depth),
-                                       depth, 0, r, rows));
+            multiply_group(c, &g, r, rows, panels, s->c + r * c->k_pad + p * PANEL);
+    }
 }
 
 static void dx_task(const norm_call *c, const norm_space *s, int64_t first, int64_t rows) {
@@ -243,15 +270,23 @@ static void dx_task(const norm_call *c, const norm_space *s, int64_t first, int6
         dx_row(c, first + r, s->c + r * c->k_pad, s->row);
 }
 
-/* G += dyᵀ·xhat over one chunk of rows, for the rows of G from row panel r0 to r1 and one panel of its columns. */
-static void add_to_sums(const norm_call *c, int64_t rows, int64_t r0, int64_t r1, int64_t kp, bool add) {
+/* G += dyᵀ·xhat over one chunk of rows, for the rows of G from row panel r0 to r1 and a few panels of its columns from kp on. */
+static void add_to_sums(const norm_call *c, int64_t rows, int64_t r0, int64_t r1, int64_t kp, int64_t panels,
+                        bool add) {
     const int64_t g_rows = min64(r1 * VL, c->a->n) - r0 * VL;
-    for (int64_t x = 0; x < rows; x += DEPTH)
-        for (int64_t r = 0; r < g_rows; r += BLOCK_ROWS)
-            multiply_panels(c, vectors_of(c->a->k - kp * PANEL), min64(BLOCK_ROWS, g_rows - r), x,
-                            min64(DEPTH, rows - x), c->dy_panels + (r0 + r / VL) * a_panel(rows), a_panel(rows),
-                            c->x_panels + kp * b_panel(rows), sums_of(c, kp) + (r0 * VL + r) * PANEL, PANEL,
-                            add || x > 0, next_share(c, c->x_panels + (kp + 1) * b_panel(rows), rows, x, r, g_rows));
+    const float *x = c->x_panels + kp * b_panel(rows);
+    const product g = {.a = c->dy_panels + r0 * a_panel(rows),
+                       .a_next = a_panel(rows),
+                       .b = x,
+                       .next = x + panels * b_panel(rows),
+                       .b_next = b_panel(rows),
+                       .c_next = sums_of(c, 1) - sums_of(c, 0),
+                       .c_stride = PANEL,
+                       .depth = rows,
+                       .columns = c->a->k - kp * PANEL,
+                       .add = add};
+    for (int64_t r = 0; r < g_rows; r += BLOCK_ROWS)
+        multiply_group(c, &g, r, g_rows, panels, sums_of(c, kp) + (r0 * VL + r) * PANEL);
 }
 
 /* G += dyᵀ·xhat over one chunk of rows. Every thread of the team calls it. */
@@ -263,14 +298,15 @@ static void add_chunk(const norm_call *c, int64_t threads, int64_t first, int64_
     for (int64_t p = 0; p < c->row_panels; p += DY_PANELS)
         pack_dy(c, first, rows, p);
     /* A few row panels of dy stay in the second-level cache while all of xhat streams past them. */
-    const int64_t wanted = 4 * threads, per_task = clamp64((c->row_panels + wanted - 1) / wanted, 1, 16);
+    const int64_t wanted = 4 * threads, per_task = clamp64((c->row_panels + wanted - 1) / wanted, 1, DY_TOGETHER);
     const int64_t groups = (c->row_panels + per_task - 1) / per_task;
     const int64_t divisions = clamp64((wanted + groups - 1) / groups, 1, c->k_panels);
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < groups * divisions; task++) {
         const int64_t r0 = task / divisions * per_task, r1 = min64(c->row_panels, r0 + per_task), x = task % divisions;
-        for (int64_t kp = c->k_panels * x / divisions; kp < c->k_panels * (x + 1) / divisions; kp++)
-            add_to_sums(c, rows, r0, r1, kp, first > 0);
+        const int64_t end = c->k_panels * (x + 1) / divisions;
+        for (int64_t kp = c->k_panels * x / divisions; kp < end; kp += GROUP)
+            add_to_sums(c, rows, r0, r1, kp, min64(GROUP, end - kp), first > 0);
     }
 }
 

@@ -6,11 +6,12 @@
 
 #include "norm_linear_call.h"
 
-#define DEPTH 1024    /* sum indices per product: a panel of B then stays in the second-level cache */
-#define SLICE 512     /* the same for dx, where a slice of dy for a whole block of rows stays there, too */
-#define CHUNK_M 512   /* rows of x and dy that are packed at a time for dw */
-#define BLOCK_ROWS VL /* that a product takes at a time */
-#define GROUP 1       /* panels of W that a block of rows meets before its y is written */
+#define DEPTH 1024     /* sum indices per product: a panel of B then stays in the second-level cache */
+#define SLICE 512      /* the same for dx, where a slice of dy for a whole block of rows stays there, too */
+#define CHUNK_M 512    /* rows of x and dy that are packed at a time for dw */
+#define BLOCK_ROWS VL  /* that a product takes at a time */
+#define DY_TOGETHER 16 /* panels of dy that stay in the second-level cache while xhat streams past them */
+#define GROUP 1        /* panels of W that a block of rows meets before its y is written */
 
 /* Floats that VL rows of A and PANEL columns of B take. */
 INLINE int64_t a_panel(int64_t depth) {

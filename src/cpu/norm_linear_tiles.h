@@ -7,10 +7,11 @@
 #include "norm_linear_call.h"
 
 #define DEPTH 256 /* of A and B beside each other in the first-level cache */
-#define SLICE 256
+#define SLICE 512
 #define CHUNK_M 2048
 #define BLOCK_ROWS (2 * TILE_ROWS)
 #define GROUP 4
+#define DY_TOGETHER 12
 
 /* Where in a panel of B the pairs of sum indices x and x+1 are, from column `column` (a multiple of 16) on. */
 INLINE int64_t in_b(int64_t x, int64_t column) {
@@ -31,7 +32,7 @@ INLINE int64_t b_panel(int64_t depth) {
 
 /* The block of rows, what is kept of C and the panel of B fit into a second-level cache of 2 MB, which all cores with AMX have. */
 INLINE int64_t rows_that_fit(int64_t k, bool backward) {
-    return min64(backward ? 393216 / (k + SLICE / 2) : 524288 / k, 512);
+    return min64(backward ? 327680 / (k + SLICE / 2) : 524288 / k, 512);
 }
 
 INLINE void begin_products(void) {
