@@ -80,7 +80,8 @@ static void multiply_panels(const norm_call *c, int vectors, int64_t rows, int64
 INLINE gemm_ahead next_share(const norm_call *c, const float *next, int64_t depth, int64_t x, int64_t r, int64_t rows) {
     const int64_t at = PANEL * (uses_pairs(c) ? x / 2 : x), now = min64(DEPTH, depth - x);
     const int64_t floats = PANEL * (uses_pairs(c) ? (now + 1) / 2 : now);
-    return share_of(next + at, floats, r / VL, (rows + VL - 1) / VL, floats / PANEL * (VL / GEMM_ROWS_3));
+    return share_of(next + at, floats, r / VL, (rows + VL - 1) / VL,
+                    floats / PANEL * ((VL + GEMM_ROWS_3 - 1) / GEMM_ROWS_3));
 }
 
 /* From so many bytes on, y goes past the caches: what reads it next gains less than its lines cost that are read before they are
