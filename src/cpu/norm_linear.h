@@ -391,6 +391,19 @@ static void norm_linear_backward(const norm_linear_plan *plan, const heddle_norm
 
 /* -------------------------------------------------------------------------------------------------------- plan */
 
+/* Rows of a block: at most `most`, at least half of them, so that the thread with the most blocks has the fewest rows. */
+static int64_t rows_to_share(int64_t m, int64_t most, int64_t threads) {
+    int64_t best = most / VL * VL, least = INT64_MAX;
+    for (int64_t rows = best, half = best / 2; rows > half; rows -= VL) {
+        const int64_t blocks = (m + rows - 1) / rows, load = min64(m, (blocks + threads - 1) / threads * rows);
+        if (load < least) {
+            least = load;
+            best = rows;
+        }
+    }
+    return best;
+}
+
 static void plan_norm_linear(norm_linear_plan *plan) {
     const heddle_norm_linear *a = &plan->a;
     const bool backward = plan->pass == HEDDLE_BACKWARD;
@@ -399,7 +412,7 @@ static void plan_norm_linear(norm_linear_plan *plan) {
              types[a->dtype], ISA_NAME);
     /* There should be a few blocks for every thread. */
     const int64_t share = a->m / (2 * plan->threads) + 1, fits = max64(rows_that_fit(a->k, backward), VL);
-    plan->tile_m = min64(fits, share + VL - 1) / VL * VL;
+    plan->tile_m = rows_to_share(a->m, min64(fits, share + VL - 1), plan->threads);
     int64_t blocks = (a->m + plan->tile_m - 1) / plan->tile_m, panels = (a->n + PANEL - 1) / PANEL;
     int64_t groups = clamp64(4 * plan->threads / max64(1, blocks), 1, panels);
     plan->tile_n = (panels + groups - 1) / groups;
