@@ -187,8 +187,8 @@ static bool probabilities(const call *c, const unit *u, const key_block *b, back
 
 /* For 16-bit types, whose o is rounded, D is the sum of P∘dP wherever one block holds all keys, so that it costs next to nothing: the
  * few terms of such rows do not average the rounding out. It takes the place of what prepare_task() found. */
-static bool sums_d(const call *c, const unit *u, const backward_shared *g) {
-    return c->type != HEDDLE_F32 && g->chunks == 1 && u->s.sk <= c->tile_k;
+static bool sums_d(const call *c, const unit *u) {
+    return c->type != HEDDLE_F32 && u->s.sk <= c->tile_k;
 }
 
 static void sum_d(const call *c, const unit *u, const key_block *b, backward_space *w) {
@@ -428,7 +428,7 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     }
     if (large)
         refine_lse(c, u, w, g);
-    if (c->t->dweights && !sums_d(c, u, g))
+    if (c->t->dweights && !sums_d(c, u))
         add_weight_sums(c, u, w, g);
 }
 
@@ -535,7 +535,7 @@ static void backward_task(const call *c, const unit *u, int64_t unit_index, int6
     key_block chunk = {.first = chunk_index * chunk_k};
     chunk.count = min64(chunk_k, u->s.sk - chunk.first);
     const bool k_finite = load_chunk(c, u, w, &chunk);
-    w->sums_d = sums_d(c, u, g);
+    w->sums_d = sums_d(c, u);
     w->fresh = tiles == 1 && a->mask == HEDDLE_MASK_NONE && !(a->features & (HEDDLE_WINDOW | HEDDLE_BOOL_MASK));
     if (!w->fresh) {
         memset(w->dk, 0, sizeof(float) * (size_t)(chunk.count * c->d_pad));

@@ -146,7 +146,7 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
                 backward_task(&c, &u, index, chunk, plan->chunk_k, space, &g);
             atomic_fetch_add_explicit(&g.done[index], 1, memory_order_release);
         }
-        if (at_once && (data->dsinks || data->dbias)) { /* which need D of all */
+        if (data->dsinks || data->dbias) { /* which need D of all; sum_d() may have changed it */
 #pragma omp barrier
         }
         if (data->dsinks)
