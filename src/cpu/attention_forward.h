@@ -162,7 +162,8 @@ static void forward_block(const call *c, const unit *u, const key_block *b, forw
     if (masked && !rows.v)
         rows.v = key_rows(c, u, c->t->v, c->a->v_stride, dv, b->first, b->count, w->v, c->dv_pad, &rows.v_stride);
     bool careful = masked && !all_finite(rows.v, b->count, rows.v_stride, dv);
-    add_parts(&t->l, &seen, careful, rows.v, rows.v_stride, dv, &b->t, b->t.v_columns, w->weights, b->count, w->s, t->ot);
+    add_parts(&t->l, &seen, careful, rows.v, rows.v_stride, dv, &b->t, b->t.v_columns, w->weights, b->count, w->s,
+              t->ot);
     ahead_step(&w->next);
 }
 

@@ -1,0 +1,302 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The gradients of one tile of queries against one block of keys, and the space that a thread has for them. */
+#ifndef HEDDLE_CPU_ATTENTION_GRADIENTS_H
+#define HEDDLE_CPU_ATTENTION_GRADIENTS_H
+
+#include "attention_forward.h"
+
+typedef struct backward_space {
+    lanes l;
+    float *qt, *dot, *q, *dout; /* Qᵀ, dOᵀ [..][lanes]; Q, dO [lanes][..] */
+    float *dqt;                 /* [d][lanes] */
+    float *s, *dp, *tanhs, *z, *scratch;
+    float *k, *v, *dk, *dv;         /* [chunk][..] */
+    float base[LANES], rest[LANES]; /* log-sum-exp in units of log2, as the sum of two floats */
+    float dsum[LANES];
+    bool q_finite, dout_finite;
+    bool fresh;  /* dk and dv hold nothing yet */
+    bool sums_d; /* D is formed from P and dP, see sums_d() */
+    parts seen;
+    key_tiles keys;                                      /* of the chunk */
+    float *q_tiles, *dout_tiles, *weights_a, *weights_b; /* AMX: rows of Q and dO, P and dS */
+} backward_space;
+
+typedef struct backward_shared {
+    float *dsum, *base, *rest; /* D and the log-sum-exp in two parts, where lse is */
+    float *dq;                 /* sums of dQ [slot][group·sq][d_pad], for 16-bit types and several chunks */
+    _Atomic uint32_t *turn;    /* [unit][tile]: the chunk that may add to dQ */
+    _Atomic uint32_t *done;    /* [unit]: chunks that are finished */
+    int64_t slots, tiles, chunks;
+} backward_shared;
+
+static backward_shared carve_backward_shared(const attention_plan *plan, carver *w) {
+    const heddle_attention *a = &plan->a;
+    int64_t units = a->b * a->hk, rows = a->h / a->hk * a->sq;
+    bool varlen = a->features & HEDDLE_VARLEN;
+    backward_shared g = {.tiles = (rows + LANES - 1) / LANES, .chunks = (a->sk + plan->chunk_k - 1) / plan->chunk_k};
+    /* With many chunks the threads all fit into one unit, and waiting for its last ones costs little. */
+    g.slots = g.chunks >= 8 * plan->threads ? 1 : min64(plan->threads, units);
+    if (a->dtype == HEDDLE_F32 || g.chunks <= 1)
+        g.slots = 0;
+    const int64_t all_rows = a->h * (varlen ? a->total_q : a->b * a->sq);
+    g.dsum = carve_floats(w, all_rows);
+    g.base = carve_floats(w, all_rows);
+    g.rest = carve_floats(w, all_rows);
+    g.dq = carve_floats(w, g.slots * rows * ((a->d + VL - 1) / VL * VL));
+    g.turn = carve(w, sizeof(uint32_t) * (size_t)(units * g.tiles));
+    g.done = carve(w, sizeof(uint32_t) * (size_t)units);
+    return g;
+}
+
+static backward_space *carve_backward(const attention_plan *plan, carver *w) {
+    const heddle_attention *a = &plan->a;
+    int64_t pad_d = (a->d + VL - 1) / VL * VL, pad_dv = (a->dv + VL - 1) / VL * VL, tile = plan->tile_k * LANES;
+    bool widens = a->dtype != HEDDLE_F32;
+    backward_space *p = carve(w, sizeof *p), f = {.sums_d = false};
+    f.qt = carve_floats(w, pad_d * LANES);   /* or, with few lanes, [lanes][d_pad] */
+    f.dot = carve_floats(w, pad_dv * LANES); /* or [lanes][dv_pad] */
+    f.q = carve_floats(w, LANES * pad_d);
+    f.dout = carve_floats(w, LANES * pad_dv);
+    f.dqt = carve_floats(w, pad_d * LANES);
+    f.s = carve_floats(w, tile);
+    f.dp = carve_floats(w, tile);
+    f.tanhs = carve_floats(w, a->softcap > 0 ? tile : 0);
+    f.z = carve_floats(w, a->dropout > 0 ? tile : 0);
+    f.scratch = carve_floats(w, a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_WEIGHTS) ? tile : 0);
+    f.k = carve_floats(w, widens ? plan->chunk_k * pad_d : 0);
+    f.v = carve_floats(w, widens ? plan->chunk_k * pad_dv : 0);
+    f.dk = carve_floats(w, plan->chunk_k * pad_d);
+    f.dv = carve_floats(w, plan->chunk_k * pad_dv);
+    f.keys = carve_key_tiles(plan, plan->chunk_k, true, true, false, w);
+    const bool tiled = f.keys.k_step > 0;
+    f.q_tiles = carve_floats(w, tiled ? pad_d * LANES : 0);
+    f.dout_tiles = carve_floats(w, tiled ? pad_dv * LANES : 0);
+    f.weights_a = carve_floats(w, tiled ? tile_weights(plan) : 0);
+    f.weights_b = carve_floats(w, tiled ? tile_weights(plan) : 0);
+    if (p)
+        *p = f;
+    return p;
+}
+
+/* --------------------------------------------------------------------------------------- one tile of gradients */
+
+static void load_q(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
+    const lanes *l = &w->l;
+    pack_q(c, u, l, w->qt);
+    for (int64_t x = 0; x < l->stride; x++) {
+        int64_t at = lse_offset(c, u, l->head[x], l->first + l->index[x]);
+        w->base[x] = x < l->count ? g->base[at] : INFINITY; /* the padding gets P = 0 */
+        w->rest[x] = g->rest[at];
+        w->dsum[x] = g->dsum[at];
+    }
+}
+
+static void load_tile(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
+    load_q(c, u, w, g);
+    if (c->t->dout)
+        (w->l.few ? pack_few : pack_lanes)(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, 1, w->dot);
+    else
+        memset(w->dot, 0, sizeof(float) * (size_t)(c->dv_pad * LANES));
+}
+
+#ifdef HAVE_BF16_TILES
+/* Q and dO of the tile for the products that sum over queries; rows of floats only where something in them is not finite. */
+static void load_row_tiles(const call *c, const unit *u, backward_space *w) {
+    const heddle_attention *a = c->a;
+    const lanes *l = &w->l;
+    const int64_t steps = (l->count + 31) / 32;
+    const void *rows[LANES];
+    lane_rows(c, u, l, c->t->q, a->q_stride, u->s.first_q, rows);
+    tile_lane_pairs(rows, l->count, a->d, w->q_tiles);
+    w->q_finite = tiles_finite(w->q_tiles, steps * 16 * c->d_pad);
+    for (int64_t x = 0; x < l->count && !w->q_finite; x++)
+        widen_row(c->type, rows[x], a->d, 1, w->q + x * c->d_pad);
+    w->dout_finite = true;
+    if (!c->t->dout) {
+        memset(w->dout_tiles, 0, sizeof(float) * (size_t)(c->dv_pad * LANES));
+        return;
+    }
+    lane_rows(c, u, l, c->t->dout, a->do_stride, u->s.first_q, rows);
+    tile_lane_pairs(rows, l->count, a->dv, w->dout_tiles);
+    w->dout_finite = tiles_finite(w->dout_tiles, steps * 16 * c->dv_pad);
+    for (int64_t x = 0; x < l->count && !w->dout_finite; x++)
+        widen_row(c->type, rows[x], a->dv, 1, w->dout + x * c->dv_pad);
+}
+#endif
+
+/* Q and dO of the tile as rows, for the products that sum over queries. */
+static void load_rows(const call *c, const unit *u, backward_space *w) {
+    const heddle_attention *a = c->a;
+    const void *rows[LANES];
+#ifdef HAVE_BF16_TILES
+    if (uses_tiles(&w->l)) {
+        load_row_tiles(c, u, w);
+        return;
+    }
+#endif
+    lane_rows(c, u, &w->l, c->t->q, a->q_stride, u->s.first_q, rows);
+    for (int64_t x = 0; x < w->l.count; x++)
+        widen_row(c->type, rows[x], a->d, 1, w->q + x * c->d_pad);
+    if (c->t->dout) {
+        lane_rows(c, u, &w->l, c->t->dout, a->do_stride, u->s.first_q, rows);
+        for (int64_t x = 0; x < w->l.count; x++)
+            widen_row(c->type, rows[x], a->dv, 1, w->dout + x * c->dv_pad);
+    } else {
+        memset(w->dout, 0, sizeof(float) * (size_t)(w->l.count * c->dv_pad));
+    }
+    w->q_finite = all_finite(w->q, w->l.count, c->d_pad, a->d);
+    w->dout_finite = all_finite(w->dout, w->l.count, c->dv_pad, a->dv);
+}
+
+/* A block as scores() wants it, or score_gradients(): with few lanes they read K and V where they are. */
+static key_block load_key_block(const call *c, const unit *u, backward_space *w, int64_t first, int64_t count,
+                                bool gradients) {
+    key_block b = {.first = first, .count = count};
+    if (w->l.few)
+        return b;
+    if (uses_tiles(&w->l)) {
+        const key_tiles rows_only = {.k = w->keys.k, .v = gradients ? w->keys.v : NULL};
+        load_key_tiles(c, u, &rows_only, &b);
+        return b;
+    }
+    b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, first, count, w->k, c->d_pad, &b.k_stride);
+    if (gradients)
+        b.v = key_rows(c, u, c->t->v, c->a->v_stride, c->a->dv, first, count, w->v, c->dv_pad, &b.v_stride);
+    return b;
+}
+
+/* s = P; true as scores() is. */
+static bool probabilities(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const lanes *l = &w->l;
+    bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch);
+    for (int v = 0; v < l->vectors; v++) {
+        const vf base = load(w->base + v * VL), rest = load(w->rest + v * VL);
+        for (int64_t x = v * VL; x < b->count * l->stride; x += l->stride)
+            store(w->s + x, vexp2(load(w->s + x) * c->factor - base - rest));
+    }
+    return masked;
+}
+
+/* For 16-bit types, whose o is rounded, D is the sum of P∘dP wherever one block holds all keys, so that it costs next to nothing: the
+ * few terms of such rows do not average the rounding out. It takes the place of what prepare_task() found. */
+static bool sums_d(const call *c, const unit *u) {
+    return c->type != HEDDLE_F32 && u->s.sk <= c->tile_k;
+}
+
+static void sum_d(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const lanes *l = &w->l;
+    for (int64_t x = 0; x < l->stride; x += VL) {
+        vf sum = splat(0);
+        for (int64_t at = x; at < b->count * l->stride; at += l->stride) {
+            vf p = load(w->s + at), dp = load(w->dp + at);
+            if (c->drops)
+                dp *= load(w->z + at);
+            if (c->t->dweights)
+                dp += load(w->scratch + at);
+            sum += select_float(p == 0, splat(0), p * dp);
+        }
+        store(w->dsum + x, sum);
+    }
+    for (int64_t x = 0; x < l->count && c->t->dlse; x++)
+        w->dsum[x] -= ((const float *)c->t->dlse)[lse_offset(c, u, l->head[x], l->first + l->index[x])];
+}
+
+static void pack_dweights(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const void *rows[LANES];
+    lane_rows(c, u, &w->l, c->t->dweights, c->a->dweights_stride, 0, rows);
+    pack_transposed(c->type, rows, b->first, w->l.count, b->count, 1, w->scratch, w->l.stride);
+}
+
+/* s = Z∘P, dp = dS = P∘(Z∘(V·dOᵀ) + dweights - D), with exact zeros where masked. True as scores() is. */
+static bool score_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const lanes *l = &w->l;
+    bool masked = probabilities(c, u, b, w);
+    if (l->few) {
+        const few_rows v = few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first);
+        float t[FEW_LANES * FEW_KEYS];
+        few_dot(c->type, v, b->count, l->count, w->dot, c->dv_pad, v, t);
+        few_as_tile(l, t, b->count, w->dp);
+    } else {
+        multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, b->t.v, w->dot, w->dp);
+    }
+    if (c->drops)
+        dropout_factors(c, u, l, b, w->z);
+    if (c->t->dweights)
+        pack_dweights(c, u, b, w);
+    if (w->sums_d)
+        sum_d(c, u, b, w);
+    for (int v = 0; v < l->vectors; v++) {
+        const vf dsum = load(w->dsum + v * VL);
+        for (int64_t x = v * VL; x < b->count * l->stride; x += l->stride) {
+            vf p = load(w->s + x), dp = load(w->dp + x);
+            if (c->drops) {
+                dp *= load(w->z + x);
+                store(w->s + x, p * load(w->z + x));
+            }
+            if (c->t->dweights)
+                dp += load(w->scratch + x);
+            vf ds = p * (dp - dsum);
+            store(w->dp + x, masked ? select_float(p == 0, splat(0), ds) : ds);
+        }
+    }
+    return masked;
+}
+
+/* dS -> dT: through the derivative of softcap's tanh. */
+static void uncap(const call *c, const key_block *b, backward_space *w) {
+    if (c->a->softcap > 0)
+        for (int64_t x = 0; x < b->count * w->l.stride; x += VL) {
+            vf th = load(w->tanhs + x), ds = load(w->dp + x);
+            store(w->dp + x, select_float(ds == 0, splat(0), ds * (1 - th * th)));
+        }
+}
+
+/* out[j][e] (+)= sum over lanes of weights[j][lane]·rows[lane][e], in the parts that are seen. */
+static void add_to_keys(const lanes *l, const parts *r, bool careful, const float *weights, int64_t count,
+                        float *scratch, const float *rows, const float *row_tiles, int64_t pad, float *out, bool add) {
+#ifdef HAVE_BF16_TILES
+    if (!careful && uses_tiles(l)) {
+        tile_weight_rows(weights, count, l->vectors, scratch);
+        tile_add_rows(l, r, scratch, row_tiles, pad, out, add);
+        return;
+    }
+#else
+    (void)count, (void)scratch, (void)row_tiles;
+#endif
+    for (const part *p = r->p; p < r->p + r->count; p++) {
+        const int64_t lane = p->begin * VL, lanes_used = min64(l->count, p->end * VL) - lane;
+        const gemm_a a = {weights + p->first * l->stride + lane, l->stride, 1};
+        float *dst = out + p->first * pad;
+        if (careful)
+            gemm_careful(true, (int)(pad / VL), p->count, lanes_used, a, rows + lane * pad, pad, dst, pad);
+        else
+            gemm((int)(pad / VL), p->count, lanes_used, a, rows + lane * pad, pad, dst, pad, add);
+    }
+}
+
+/* Whether products by whole tiles meet keys behind the block: they have weights of zero, but nobody has masked them. */
+INLINE bool partial_step(const lanes *l, const key_block *b) {
+#ifdef HAVE_BF16_TILES
+    return uses_tiles(l) && b->count % TILE_DEPTH != 0;
+#else
+    (void)l, (void)b;
+    return false;
+#endif
+}
+
+static void backward_block(const call *c, const unit *u, const key_block *b, bool k_finite, backward_space *w,
+                           float *dk, float *dv) {
+    const lanes *l = &w->l;
+    const bool masked = score_gradients(c, u, b, w);
+    const bool hides =
+        masked || (!w->fresh && partial_step(l, b)); /* with nothing but `fresh`, nobody reads such keys */
+    add_to_keys(l, &w->seen, hides && !w->dout_finite, w->s, b->count, w->weights_a, w->dout, w->dout_tiles, c->dv_pad,
+                dv, !w->fresh);
+    uncap(c, b, w);
+    add_to_keys(l, &w->seen, hides && !w->q_finite, w->dp, b->count, w->weights_a, w->q, w->q_tiles, c->d_pad, dk,
+                !w->fresh);
+    add_parts(l, &w->seen, (masked || partial_step(l, b)) && !k_finite, b->k, b->k_stride, c->a->d, &b->t,
+              b->t.k_columns, w->weights_b, b->count, w->dp, w->dqt);
+}
+
+#endif
