@@ -276,6 +276,33 @@ static void test_nan_key(void **state) {
     }
 }
 
+/* A query that is not finite, in a tile of its own: keys that it does not see keep their gradients. */
+static void test_nan_query(void **state) {
+    (void)state;
+    static const int64_t queries[] = {17, 33, 49, 65, 97};
+    for (size_t x = 0; x < COUNT(dtypes) * COUNT(queries); x++) {
+        const int64_t last = queries[x % COUNT(queries)] - 1, keys = last + 40;
+        attention_case c = make_case(1, 1, 0, last + 1, keys, 16, 0);
+        c.a.dtype = dtypes[x / COUNT(queries)];
+        c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
+        attention_problem p = attention_new(&c);
+        for (int64_t e = 0; e < 16; e++) {
+            tensor_set(&p.t[T_Q], 0, 0, last, e, NAN);
+            tensor_set(&p.t[T_DOUT], 0, 0, last, e, NAN);
+        }
+        tensor_upload(&p.t[T_Q]);
+        tensor_upload(&p.t[T_DOUT]);
+        attention_run(&p, HEDDLE_FORWARD);
+        attention_run(&p, HEDDLE_BACKWARD);
+        for (int64_t j = 0; j < keys; j++)
+            for (int64_t e = 0; e < 16; e++) {
+                assert_int_equal(isnan(tensor_get(&p.t[T_DK], 0, 0, j, e)), j <= last);
+                assert_int_equal(isnan(tensor_get(&p.t[T_DV], 0, 0, j, e)), j <= last);
+            }
+        attention_free(&p);
+    }
+}
+
 static void test_sinks(void **state) {
     (void)state;
     for (heddle_mask mask = HEDDLE_MASK_NONE; mask <= HEDDLE_CAUSAL_BOTTOM_RIGHT; mask++) {
@@ -551,6 +578,7 @@ int main(void) {
         cmocka_unit_test(test_bool_mask),
         cmocka_unit_test(test_masked_out),
         cmocka_unit_test(test_nan_key),
+        cmocka_unit_test(test_nan_query),
         cmocka_unit_test(test_sinks),
         cmocka_unit_test(test_dropout),
         cmocka_unit_test(test_dropout_statistics),

@@ -43,9 +43,10 @@ INLINE void tiles_columns(int rows, int columns, int64_t steps, const char *ap, 
         tiles_block(rows, 1, steps, ap, a, b, b_step, c, c_stride, add, later);
 }
 
-/* C (+)= A·B for `rows` × `columns` tiles over 32·steps sum indices, which are b_step floats of B apart. With every step of a block up to 256 bytes of later->p are
- * asked for; it moves on by later->step. (Structures by pointer: gcc copies one on the stack with a vector load, which has to wait
- * until all stores before it, and that is C, have left the store buffer. That cost 17% of norm-linear.) */
+/* C (+)= A·B for `rows` × `columns` tiles over 32·steps sum indices, which are b_step floats of B apart. With every step of a
+ * block up to 256 bytes of later->p are asked for; it moves on by later->step. (Structures by pointer: gcc copies one on the stack
+ * with a vector load, which has to wait until all stores before it, and that is C, have left the store buffer. That cost 17% of
+ * norm-linear.) */
 static __attribute__((noinline)) void gemm_tiles(int64_t rows, int columns, int64_t steps, const tiles_a *a,
                                                  const float *b, int64_t b_step, float *c, int64_t c_stride, bool add,
                                                  const gemm_ahead *next) {
