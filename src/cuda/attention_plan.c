@@ -75,10 +75,10 @@ static int rows_of(const kernel_row *k) {
     return k->variant == VARIANT_plain ? 1 : k->warps * k->tiles * 16;
 }
 
-/* Up to 1023 bytes before the first tile; tiles, two of each kind (of wide heads one of Q); marks; barriers. */
+/* Up to 1023 bytes before the first tile; tiles, two of each kind (of wide heads one of Q); marks; jobs; barriers. */
 static size_t shared_bytes_sm90(const kernel_row *k) {
     const size_t rows = (size_t)rows_of(k), width = (size_t)k->dim * 2, block = (size_t)k->block;
-    return 1024 + (k->dim > 128 ? 1 : 2) * rows * width + 4 * block * width + 2 * block * 4 + 8 * 14;
+    return 1024 + (k->dim > 128 ? 1 : 2) * rows * width + 4 * block * width + 2 * block * 4 + 16 + 2 * 64 + 8 * 14;
 }
 
 /* Dynamic shared memory, as the layouts in the .cu files have it. */
