@@ -10,6 +10,7 @@
 
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -84,9 +85,13 @@ static void query_device(const cuda_driver *cu, device_record *r, int ordinal) {
     if (r->error == CU_SUCCESS)
         r->error = cu->cuDeviceGetName(name, sizeof name, device);
     const char *wanted = getenv("HEDDLE_CUDA");
-    r->sm90 = r->major == 9 && !(wanted && !strcmp(wanted, "sm80"));
-    r->small = !wanted || !*wanted ? SMALL_CHOSEN : !strcmp(wanted, "small") ? SMALL_ALWAYS : SMALL_NEVER;
-    r->unproven = wanted && !strcmp(wanted, "unproven");
+    if (!wanted)
+        wanted = "";
+    /* As with HEDDLE_CPU, a name that nobody knows changes nothing. */
+    const bool sm80 = !strcmp(wanted, "sm80"), sm90 = !strcmp(wanted, "sm90"), small = !strcmp(wanted, "small");
+    r->unproven = !strcmp(wanted, "unproven");
+    r->sm90 = r->major == 9 && !sm80;
+    r->small = small ? SMALL_ALWAYS : sm80 || sm90 || r->unproven ? SMALL_NEVER : SMALL_CHOSEN;
     snprintf(r->name, sizeof r->name, "%s (device %d, sm_%d%d)", name, ordinal, r->major, r->minor);
 }
 
@@ -282,8 +287,9 @@ static void describe(char *text, size_t n) {
     device_record *r = NULL;
     cu_context context = NULL;
     if (current_device(&cu, &r, &context) == HEDDLE_OK)
-        snprintf(text, n, "%s, %d multiprocessors, driver for CUDA %d.%d, %s kernels", r->name, r->multiprocessors,
-                 cu->version / 1000, cu->version % 1000 / 10, r->sm90 ? "sm90 and sm80" : "sm80");
+        snprintf(text, n, "%s, %d multiprocessors, driver for CUDA %d.%d, %s%s kernels", r->name, r->multiprocessors,
+                 cu->version / 1000, cu->version % 1000 / 10, r->small == SMALL_NEVER ? "" : "small, ",
+                 r->sm90 ? "sm90 and sm80" : "sm80");
 }
 
 static heddle_status plan_attention(attention_plan *plan) {

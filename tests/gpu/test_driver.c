@@ -126,6 +126,12 @@ static void no_gpu(void) {
     MUST(heddle_device_available(HEDDLE_CUDA, NULL, 0) == HEDDLE_NO_DEVICE);
 }
 
+static void unknown_family(void) {
+    set("HEDDLE_CUDA", "sm12");
+    MUST(run_attention(attention_desc(HEDDLE_F32, 1, 1, 1, 128, 128, 32, 32), HEDDLE_FORWARD, 0, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_fwd_f32_d32_full_small") == 1); /* as without it */
+}
+
 static void old_driver(void) {
     set("FAKE_VERSION", "11080");
     all_tell(HEDDLE_NO_DEVICE, "for CUDA 11.8, heddle needs 12.0");
@@ -371,6 +377,7 @@ static int child_status(void (*scenario)(void)) {
         assert_int_equal(child_status(name), 0);                                                                       \
     }
 SCENARIO(no_gpu)
+SCENARIO(unknown_family)
 SCENARIO(old_driver)
 SCENARIO(driver_that_does_not_start)
 SCENARIO(turing)
@@ -438,6 +445,7 @@ int main(void) {
     unsetenv("HEDDLE_CUDA");
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_no_gpu),
+        cmocka_unit_test(test_unknown_family),
         cmocka_unit_test(test_old_driver),
         cmocka_unit_test(test_driver_that_does_not_start),
         cmocka_unit_test(test_turing),
