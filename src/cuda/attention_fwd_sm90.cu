@@ -4,7 +4,8 @@
  * A block stays on its multiprocessor and takes one tile of 64·GROUPS queries after the other. One thread sends for Q and for
  * the tiles of K and V, two warps clean those tiles of V that a mask cuts, and GROUPS warpgroups of 64 queries each compute:
  * while the tensor cores add P·V of one tile, the softmax of the next one is on its way, and the warpgroups take turns in
- * giving the tensor cores work. The first scores of a tile of queries are formed while o of the one before is stored. */
+ * giving the tensor cores work. The first scores of a tile of queries are formed while o of the one before is stored. The fourth
+ * warp sees to the tiles that see no keys. */
 #include "attention_sm90.cuh"
 
 #define STAGES 2
@@ -18,7 +19,9 @@ template <int D, int GROUPS, int BLOCK> struct forward90 {
     static constexpr int k = q_stages * q_bytes;
     static constexpr int v = k + STAGES * tile_bytes;
     static constexpr int bad = v + STAGES * tile_bytes;
-    static constexpr int barriers = bad + STAGES * BLOCK * 4;
+    static constexpr int any = bad + STAGES * BLOCK * 4; /* by the two cleaning warps: is there a mark? */
+    static constexpr int jobs = any + STAGES * 8;
+    static constexpr int barriers = jobs + 2 * 64;
     static constexpr int bytes = barriers + 8 * 7 * STAGES;
 };
 
@@ -39,10 +42,19 @@ enum {
 struct forward_span {
     int begin, end, lo, hi, sk, last;
 };
+/* Where a tile's results go, and how many of its rows count, and are there. */
+struct forward_target {
+    int64_t o, lse;
+    int x, rows, all_rows; /* head */
+};
+/* What the thread that sends tells the others of a tile, through shared memory. */
+struct forward_job {
+    forward_target t;
+    forward_span s;
+};
 /* A tile of queries. */
 struct forward_work {
     place c;
-    unsigned id;
     int x, n, row0; /* head; batch as the tensor maps count */
     forward_span s;
 };
@@ -83,7 +95,6 @@ INLINE bool tile_of_step(const attention_params &p, unsigned step, unsigned *id)
 /* False: the tile has no rows. */
 template <int ROWS> INLINE bool find_work(const attention_params &p, unsigned id, forward_work *w) {
     const unsigned h = (unsigned)p.a.h, unit = id / (unsigned)p.tiles_q;
-    w->id = id;
     w->x = (int)(unit % h);
     w->c = find_place(p, unit / h);
     w->n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w->c.n;
@@ -95,6 +106,11 @@ template <int ROWS> INLINE bool find_work(const attention_params &p, unsigned id
         w->s.end = max(w->s.begin, min(i1 + w->c.hi, w->c.sk));
     }
     return row0 < w->c.all_sq;
+}
+
+INLINE forward_target target_of(const attention_params &p, const forward_work &w) {
+    return {row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + w.row0), lse_at(p, w.c, w.x, w.row0), w.x, w.c.sq - w.row0,
+            w.c.all_sq - w.row0};
 }
 
 /* This block's next tile that has rows. */
@@ -117,9 +133,15 @@ template <int SLOTS> INLINE unsigned turn_of(unsigned n) {
     return n / SLOTS % 2;
 }
 
-/* Some key of the tile from j0 on is unseen by some query. */
+/* Some key of the tile from j0 on is unseen by some query: the last ones, the first ones. */
+template <int BLOCK> INLINE bool is_cut_above(const forward_span &w, int j0) {
+    return j0 + BLOCK > w.end || j0 + BLOCK - 1 > w.hi;
+}
+INLINE bool is_cut_below(const forward_span &w, int j0) {
+    return j0 < w.last + w.lo;
+}
 template <int BLOCK> INLINE bool is_cut(const forward_span &w, int j0) {
-    return j0 + BLOCK > w.end || j0 + BLOCK - 1 > w.hi || j0 < w.last + w.lo;
+    return is_cut_above<BLOCK>(w, j0) || is_cut_below(w, j0);
 }
 
 /* ------------------------------------------------------------------------------------------------ loads, cleaning */
@@ -134,19 +156,27 @@ INLINE void load_keys(uint32_t tiles, uint32_t full, uint32_t empty, const tenso
     load_boxes<D, BLOCK, BLOCK % 64 ? BLOCK : 64>(tiles + slot * BLOCK * D * 2, map, full + slot * 8, row, head, batch);
 }
 
+/* The n-th tile of queries; w NULL: that there is none. */
 template <int D, int GROUPS, int BLOCK>
-INLINE void load_queries(const attention_params_sm90 &all, const forward_work &w, uint32_t base, unsigned n) {
+INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w, uint32_t base, forward_job *jobs,
+                         unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const unsigned slot = slot_of<layout::q_stages>(n);
     const uint32_t full = base + layout::barriers + Q_FULL + slot * 8;
     mbarrier_wait(full + Q_EMPTY - Q_FULL, turn_of<layout::q_stages>(n) ^ 1);
+    if (!w) {
+        jobs[slot_of<2>(n)].s.end = 0;
+        mbarrier_arrive(full);
+        return;
+    }
+    jobs[slot_of<2>(n)] = {target_of(all.p, *w), w->s};
     mbarrier_expect(full, layout::q_bytes);
-    load_boxes<D, layout::rows>(base + slot * layout::q_bytes, &all.q, full, (int)w.c.first_q + w.row0, w.x, w.n);
+    load_boxes<D, layout::rows>(base + slot * layout::q_bytes, &all.q, full, (int)w->c.first_q + w->row0, w->x, w->n);
 }
 
 /* One thread sends for everything, in the order in which it is used. */
 template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t barriers) {
+INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t barriers, forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const attention_params &p = all.p;
     unsigned step = 0, nq = 0, n = 0;
@@ -156,7 +186,7 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t ba
         if (w.s.begin == w.s.end)
             continue;
         if (layout::q_stages > 1)
-            load_queries<D, GROUPS, BLOCK>(all, w, base, nq);
+            load_queries<D, GROUPS, BLOCK>(all, &w, base, jobs, nq);
         const int head = w.x / p.group, first = (int)w.c.first_k, end = first + w.s.end;
 #pragma unroll 1
         for (int row = first + w.s.begin; row < end; row += BLOCK, n++) {
@@ -165,7 +195,7 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t ba
                 load_keys<D, BLOCK>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
                                     v_batch, n - 1);
             if (layout::q_stages == 1 && row == first + w.s.begin) /* waits for the last scores of the tile before */
-                load_queries<D, GROUPS, BLOCK>(all, w, base, nq);
+                load_queries<D, GROUPS, BLOCK>(all, &w, base, jobs, nq);
             v_row = row;
             v_head = head;
             v_batch = w.n;
@@ -175,24 +205,32 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t ba
     if (n)
         load_keys<D, BLOCK>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head, v_batch,
                             n - 1);
+    load_queries<D, GROUPS, BLOCK>(all, NULL, base, jobs, nq);
 }
 
 /* Two warps look at every tile of V in turn. */
 template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void clean(const attention_params &p, uint32_t base, uint32_t barriers, int *bad) {
+INLINE void clean(uint32_t base, uint32_t barriers, int *bad, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
+    constexpr int QS = layout::q_stages;
     const int thread = (int)threadIdx.x % CLEANERS;
-    unsigned step = 0;
-    forward_work w;
     unsigned n = 0;
-    while (next_work<layout::rows>(p, &step, &w)) {
+    for (unsigned nq = 0;; nq++) {
+        mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq) * 8, turn_of<QS>(nq));
+        const forward_span w = jobs[slot_of<2>(nq)].s;
+        if (!w.end)
+            return;
+        __syncwarp();
+        if (thread % 32 == 0)
+            mbarrier_arrive(barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
 #pragma unroll 1
-        for (int j0 = w.s.begin; j0 < w.s.end; j0 += BLOCK, n++) {
+        for (int j0 = w.begin; j0 < w.end; j0 += BLOCK, n++) {
             const unsigned slot = slot_of<STAGES>(n);
             mbarrier_wait(barriers + V_FULL + slot * 8, turn_of<STAGES>(n));
-            if (is_cut<BLOCK>(w.s, j0)) {
-                clean_rows<T, D, BLOCK, CLEANERS>(base + layout::v + slot * layout::tile_bytes, bad + slot * BLOCK,
-                                                  thread);
+            if (is_cut<BLOCK>(w, j0)) {
+                const bool found = clean_rows<T, D, BLOCK, CLEANERS>(base + layout::v + slot * layout::tile_bytes,
+                                                                     bad + slot * BLOCK, thread);
+                bad[STAGES * BLOCK + slot * 2 + thread / 32] = __any_sync(ALL_LANES, found);
                 fence_async();
             }
             __syncwarp();
@@ -211,21 +249,24 @@ struct softmax_state {
     float max[2], sum[2]; /* sum: this lane's part */
 };
 
-/* S -> P = exp2(S·c - max·c). What was summed before has to be multiplied by shrink; false: by ones. */
+/* S -> P = exp2(S·c - max·c). The maximum is allowed to be out of date as long as P stays under 2^8: what counts in the end is
+ * that all that is summed has the same. What was summed before has to be multiplied by shrink; false: by ones. */
 template <int N> INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float shrink[2]) {
     float base[2];
     bool grows = false;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float top = state->max[half];
+        float top = fmaxf(s[0][2 * half], s[0][2 * half + 1]);
 #pragma unroll
-        for (int y = 0; y < N / 8; y++)
+        for (int y = 1; y < N / 8; y++)
             top = fmaxf(top, fmaxf(s[y][2 * half], s[y][2 * half + 1]));
         top = quad_max(top);
-        base[half] = top == -CUDART_INF_F ? 0.0f : top * c;
-        shrink[half] = exp2_approx(state->max[half] * c - base[half]);
-        grows |= top != state->max[half];
-        state->max[half] = top;
+        const float before = state->max[half];
+        const bool more = (top - before) * c > 8.0f;
+        state->max[half] = more ? top : before;
+        base[half] = state->max[half] == -CUDART_INF_F ? 0.0f : state->max[half] * c;
+        shrink[half] = exp2_approx(before * c - base[half]);
+        grows |= more;
         state->sum[half] *= shrink[half];
     }
 #pragma unroll
@@ -241,52 +282,44 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
 
 /* ------------------------------------------------------------------------------------------------------- the result */
 
-/* What one row's sums are multiplied with, and its log-sum-exp in units of log2; the sink joins in. */
-INLINE float finish_row(const attention_params &p, const forward_work &w, int i, float top, float sum, float *lse2) {
+/* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
+INLINE float finish_row(const attention_params &p, const forward_target &t, int row, float top, float sum,
+                        bool writes) {
     float base = sum == 0.0f ? -CUDART_INF_F : top * p.scale_log2, shrink = 1.0f;
-    if ((p.a.features & HEDDLE_SINKS) && i < w.c.sq) {
-        const float sink = ((const float *)p.t.sinks)[w.x] * LOG2E, most = fmaxf(base, sink);
+    if ((p.a.features & HEDDLE_SINKS) && row < t.rows) {
+        const float sink = ((const float *)p.t.sinks)[t.x] * LOG2E, most = fmaxf(base, sink);
         if (sink != -CUDART_INF_F) {
             shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - most);
             sum = sum * shrink + exp2_approx(sink - most);
             base = most;
         }
     }
-    if (i >= w.c.sq)
+    if (row >= t.rows)
         sum = 0.0f;
-    *lse2 = sum == 0.0f ? -CUDART_INF_F : base + log2f(sum);
+    if (p.t.lse && writes && row < t.all_rows)
+        ((float *)p.t.lse)[t.lse + row] = sum == 0.0f ? -CUDART_INF_F : (base + log2f(sum)) * LN2;
     return sum == 0.0f ? 0.0f : shrink / sum;
 }
 
-INLINE void store_lse(const attention_params &p, const forward_work &w, int i, float lse2) {
-    if (p.t.lse && i < w.c.all_sq)
-        ((float *)p.t.lse)[lse_at(p, w.c, w.x, i)] = lse2 * LN2;
-}
-
-/* Where this warp's 16 rows begin in the tile. */
-INLINE int warp_row(void) {
-    return (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
-}
-
-/* 16 bytes of each row that there is, from `load` of row and chunk. */
+/* 16 bytes of each of 16 rows from row0 on, as far as they are there: what `load` gives for row and chunk. */
 template <typename T, int D, typename F>
-INLINE void store_chunks(const attention_params &p, const forward_work &w, const F &load) {
+INLINE void store_chunks(const attention_params &p, const forward_target &t, int row0, const F &load) {
     constexpr int CHUNKS = D / 8;
-    const int lane = threadIdx.x % 32, chunk = lane % CHUNKS, row0 = w.row0 + warp_row();
-    T *to = (T *)p.t.o + row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + row0) + chunk * 8;
+    const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
+    T *to = (T *)p.t.o + t.o + row0 * p.a.o_stride.s + chunk * 8;
 #pragma unroll
     for (int row = lane / CHUNKS; row < 16; row += 32 / CHUNKS) {
         const uint4 x = load(row, chunk);
-        if (row0 + row < w.c.all_sq && chunk * 8 < (int)p.a.dv)
+        if (row0 + row < t.all_rows && chunk * 8 < (int)p.a.dv)
             *(uint4 *)(to + row * p.a.o_stride.s) = x;
     }
 }
 
 /* From registers: the four lanes of a row swap, so that each has 16 bytes in one place. */
 template <typename T, int D>
-INLINE void store_directly(const attention_params &p, const forward_work &w, const float (*o)[4]) {
-    const int quarter = threadIdx.x % 4, row = w.row0 + warp_row() + (int)threadIdx.x % 32 / 4;
-    T *to = (T *)p.t.o + row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + row) + quarter * 8;
+INLINE void store_directly(const attention_params &p, const forward_target &t, int row, const float (*o)[4]) {
+    const int quarter = threadIdx.x % 4;
+    T *to = (T *)p.t.o + t.o + row * p.a.o_stride.s + quarter * 8;
 #pragma unroll
     for (int half = 0; half < 2; half++, to += 8 * p.a.o_stride.s)
 #pragma unroll
@@ -304,23 +337,20 @@ INLINE void store_directly(const attention_params &p, const forward_work &w, con
                         r[x] = quarter & bit ? got : r[x];
                         r[x | bit] = quarter & bit ? r[x | bit] : got;
                     }
-            if (row + half * 8 < w.c.all_sq && (y + quarter) * 8 < (int)p.a.dv)
+            if (row + half * 8 < t.all_rows && (y + quarter) * 8 < (int)p.a.dv)
                 *(uint4 *)(to + y * 8) = make_uint4(r[0], r[1], r[2], r[3]);
         }
 }
 
 /* o = O / sum, and lse. A warp's rows go through shared memory, where its rows of Q were, so that whole rows are written. */
 template <typename T, int D, int ROWS>
-INLINE void store_rows(const attention_params &p, const forward_work &w, const softmax_state &state, float (*o)[4],
+INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state, float (*o)[4],
                        uint32_t staging) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int i = w.row0 + warp_row() + half * 8 + lane / 4;
-        float lse2;
-        const float by = finish_row(p, w, i, state.max[half], quad_sum(state.sum[half]), &lse2);
-        if (lane % 4 == 0)
-            store_lse(p, w, i, lse2);
+        const float by =
+            finish_row(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]), lane % 4 == 0);
 #pragma unroll
         for (int y = 0; y < D / 8; y++)
 #pragma unroll
@@ -328,10 +358,10 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, const s
                 o[y][2 * half + e] = by == 0.0f ? 0.0f : o[y][2 * half + e] * by;
     }
     if (D > 128) {
-        store_directly<T, D>(p, w, o);
+        store_directly<T, D>(p, t, row0 + lane / 4, o);
         return;
     }
-    staging += warp_row() * 128;
+    staging += row0 * 128;
 #pragma unroll
     for (int s = 0; s < D / 16; s++) {
         uint32_t a[1][4];
@@ -341,20 +371,24 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, const s
                   a[0]);
     }
     __syncwarp();
-    store_chunks<T, D>(p, w, [=](int row, int chunk) {
+    store_chunks<T, D>(p, t, row0, [=](int row, int chunk) {
         return load_shared16(staging + chunk / 8 * tile90<D, ROWS>::strip + row * 128 + ((chunk ^ row) & 7) * 16);
     });
 }
 
-/* A tile that sees no key at all. */
-template <typename T, int D> INLINE void store_nothing(const attention_params &p, const forward_work &w) {
-    const int lane = threadIdx.x % 32, i = w.row0 + warp_row() + lane;
-    if (lane < 16) {
-        float lse2;
-        finish_row(p, w, i, -CUDART_INF_F, 0.0f, &lse2);
-        store_lse(p, w, i, lse2);
+/* One warp: the tiles that see no key at all. */
+template <typename T, int D, int ROWS> INLINE void store_nothing(const attention_params &p) {
+    unsigned step = 0;
+    forward_work w;
+    while (next_work<ROWS>(p, &step, &w)) {
+        if (w.s.begin < w.s.end)
+            continue;
+        const forward_target t = target_of(p, w);
+        for (int row0 = 0; row0 < ROWS; row0 += 16) {
+            finish_row(p, t, row0 + (int)threadIdx.x % 32, -CUDART_INF_F, 0.0f, threadIdx.x % 32 < 16);
+            store_chunks<T, D>(p, t, row0, [](int, int) { return make_uint4(0, 0, 0, 0); });
+        }
     }
-    store_chunks<T, D>(p, w, [](int, int) { return make_uint4(0, 0, 0, 0); });
 }
 
 /* ------------------------------------------------------------------------------------------------------ arithmetic */
@@ -372,17 +406,6 @@ template <int GROUPS> INLINE void take_turn(int group) {
 template <int GROUPS> INLINE void pass_turn(int group) {
     if (GROUPS > 1)
         barrier_arrive(1 + (group + 1) % GROUPS, 2 * WARPGROUP);
-}
-
-/* The next tile of queries that sees keys. */
-template <typename T, int D, int ROWS>
-INLINE bool next_tile(const attention_params &p, unsigned *step, forward_work *w) {
-    while (next_work<ROWS>(p, step, w)) {
-        if (w->s.begin < w->s.end)
-            return true;
-        store_nothing<T, D>(p, *w);
-    }
-    return false;
 }
 
 /* S = Q·Kᵀ of the n-th tile of keys: issued. */
@@ -416,7 +439,12 @@ INLINE void receive_scores(const forward_span &w, int group, int j0, uint32_t ba
         release(base + layout::barriers + Q_EMPTY);
     if (is_cut<BLOCK>(w, j0)) {
         mbarrier_wait(base + layout::barriers + V_CLEAN + slot * 8, turn_of<STAGES>(n));
-        mask_scores<BLOCK>(w.lo, w.hi, w.sk, group * 64, j0, base + layout::bad + slot * BLOCK * 4, s);
+        if (load_shared4(base + layout::any + slot * 8) | load_shared4(base + layout::any + slot * 8 + 4))
+            mark_scores<BLOCK>(base + layout::bad + slot * BLOCK * 4, s);
+        if (is_cut_above<BLOCK>(w, j0))
+            mask_above<BLOCK>(w.hi, w.sk, group * 64, j0, s);
+        if (is_cut_below(w, j0))
+            mask_below<BLOCK>(w.lo, group * 64, j0, s);
     }
 }
 
@@ -461,45 +489,40 @@ INLINE void compute(float c, const forward_span &w, int group, uint32_t q, uint3
 }
 
 template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void consume(const attention_params &p, int group, uint32_t base) {
+INLINE void consume(const attention_params &p, int group, uint32_t base, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     constexpr int QS = layout::q_stages;
     const uint32_t barriers = base + layout::barriers, q0 = base + group * 64 * 128;
-    unsigned step = 0, nq = 0, n = 0;
-    forward_work w;
+    unsigned nq = 0, n = 0;
     softmax_state state;
     float s[BLOCK / 8][4], o[D / 8][4];
     uint32_t a[BLOCK / 16][4];
     if (group == GROUPS - 1)
         pass_turn<GROUPS>(group);
-    if (!next_tile<T, D, layout::rows>(p, &step, &w))
-        return;
     mbarrier_wait(barriers + Q_FULL, 0);
+    forward_span w = jobs[0].s;
+    if (!w.end)
+        return;
     mbarrier_wait(barriers + K_FULL, 0);
     issue_scores<T, D, GROUPS, BLOCK>(q0, base, 0, s);
     wgmma_wait<0>();
-    for (bool more = true; more; n++, nq++) {
-        compute<T, D, GROUPS, BLOCK>(p.scale_log2, w.s, group, q0 + slot_of<QS>(nq) * layout::q_bytes, base, &n, &state,
+    for (; w.end; n++, nq++) {
+        compute<T, D, GROUPS, BLOCK>(p.scale_log2, w, group, q0 + slot_of<QS>(nq) * layout::q_bytes, base, &n, &state,
                                      s, a, o);
         pin_all<BLOCK / 16>(a);
         issue_sums<T, D, GROUPS, BLOCK>(base, n, a, o);
-        unsigned id = w.id;
-        more = next_tile<T, D, layout::rows>(p, &step, &w);
-        if (more) {
-            mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq + 1) * 8, turn_of<QS>(nq + 1));
+        mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq + 1) * 8, turn_of<QS>(nq + 1));
+        w = jobs[slot_of<2>(nq + 1)].s;
+        if (w.end)
             mbarrier_wait(barriers + K_FULL + slot_of<STAGES>(n + 1) * 8, turn_of<STAGES>(n + 1));
-        }
         /* After the last tile, a product of what lies there, which nobody looks at: a branch would make the compiler wait. */
         issue_scores<T, D, GROUPS, BLOCK>(q0 + slot_of<QS>(nq + 1) * layout::q_bytes, base, n + 1, s);
         wgmma_wait<1>();
         pin_all<D / 8>(o);
         release(barriers + V_EMPTY + slot_of<STAGES>(n) * 8);
-        pin(id); /* found out a second time: it must not live in registers all along */
-        forward_work done;
-        find_work<layout::rows>(p, id, &done);
         if (QS > 1)
             barrier_sync(1 + GROUPS + group, WARPGROUP); /* the other warps, too, have done with Q */
-        store_rows<T, D, layout::rows>(p, done, state, o, base + slot_of<QS>(nq) * layout::q_bytes);
+        store_rows<T, D, layout::rows>(p, jobs[slot_of<2>(nq)].t, state, o, base + slot_of<QS>(nq) * layout::q_bytes);
         if (QS > 1) {
             fence_async();
             __syncwarp();
@@ -515,11 +538,14 @@ template <typename T, int D, int GROUPS, int BLOCK> INLINE void attention_forwar
     typedef forward90<D, GROUPS, BLOCK> layout;
     extern __shared__ char shared[];
     const uint32_t base = align_tiles(shared_address(shared)), barriers = base + layout::barriers;
-    int *bad = (int *)(shared + (base - shared_address(shared)) + layout::bad);
+    char *const from = shared + (base - shared_address(shared));
+    int *bad = (int *)(from + layout::bad);
+    forward_job *jobs = (forward_job *)(from + layout::jobs);
+    static_assert(sizeof(forward_job) <= 64, "two of them fit");
     if (threadIdx.x == 0) {
         for (int x = 0; x < STAGES * 8; x += 8) {
             mbarrier_init(barriers + Q_FULL + x, 1);
-            mbarrier_init(barriers + Q_EMPTY + x, GROUPS * 4);
+            mbarrier_init(barriers + Q_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
             mbarrier_init(barriers + K_FULL + x, 1);
             mbarrier_init(barriers + K_EMPTY + x, GROUPS * 4);
             mbarrier_init(barriers + V_FULL + x, 1);
@@ -532,14 +558,16 @@ template <typename T, int D, int GROUPS, int BLOCK> INLINE void attention_forwar
     /* Together no more registers than the block was launched with: 168 or 128 a thread. */
     const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
-        registers_fewer<GROUPS == 2 ? 40 : 32>();
+        registers_fewer<GROUPS == 2 ? 56 : 32>();
         if (threadIdx.x == 0)
-            produce<T, D, GROUPS, BLOCK>(all, base, barriers);
+            produce<T, D, GROUPS, BLOCK>(all, base, barriers, jobs);
+        else if (warp == 1)
+            store_nothing<T, D, layout::rows>(all.p);
         else if (warp >= 2)
-            clean<T, D, GROUPS, BLOCK>(all.p, base, barriers, bad);
+            clean<T, D, GROUPS, BLOCK>(base, barriers, bad, jobs);
     } else {
-        registers_more<GROUPS == 2 ? 232 : 160>();
-        consume<T, D, GROUPS, BLOCK>(all.p, warp / 4 - 1, base);
+        registers_more<GROUPS == 2 ? 224 : 160>();
+        consume<T, D, GROUPS, BLOCK>(all.p, warp / 4 - 1, base, jobs);
     }
 }
 

@@ -88,12 +88,12 @@ static size_t shared_bytes_backward90(const kernel_row *k) {
            (own + stages) * 16;
 }
 
-/* Up to 1023 bytes before the first tile; tiles, two of each kind (of wide heads one of Q); marks; barriers. */
+/* Up to 1023 bytes before the first tile; tiles, two of each kind (of wide heads one of Q); marks; jobs; barriers. */
 static size_t shared_bytes_sm90(const kernel_row *k) {
     const size_t rows = (size_t)rows_of(k), width = (size_t)k->dim * 2, block = (size_t)k->block;
     if (k->pass != PASS_fwd)
         return shared_bytes_backward90(k);
-    return 1024 + (k->dim > 128 ? 1 : 2) * rows * width + 4 * block * width + 2 * block * 4 + 8 * 14;
+    return 1024 + (k->dim > 128 ? 1 : 2) * rows * width + 4 * block * width + 2 * block * 4 + 16 + 2 * 64 + 8 * 14;
 }
 
 /* Two tiles of the block's own rows, two that stream, their weights, and four numbers a row; in float32. */

@@ -143,8 +143,10 @@ INLINE void load_boxes(uint32_t to, const tensor_map *map, uint32_t barrier, int
 }
 
 /* In a tile that a mask cuts, 0·NaN would leak through a product: what is not finite becomes zero, and bad[row] says whether
- * there was any. A thread looks after every THREADS-th row; fence_async() and a barrier have to follow. */
-template <typename T, int D, int ROWS, int THREADS> INLINE void clean_rows(uint32_t tile, int *bad, int thread) {
+ * there was any. A thread looks after every THREADS-th row; fence_async() and a barrier have to follow. True if there was any in
+ * the thread's rows. */
+template <typename T, int D, int ROWS, int THREADS> INLINE bool clean_rows(uint32_t tile, int *bad, int thread) {
+    bool any = false;
     for (int row = thread; row < ROWS; row += THREADS) {
         int found = 0;
 #pragma unroll 1
@@ -160,7 +162,9 @@ template <typename T, int D, int ROWS, int THREADS> INLINE void clean_rows(uint3
             }
         }
         bad[row] = found;
+        any |= found;
     }
+    return any;
 }
 
 /* ---------------------------------------------------------------------------------------------------------- masks */
@@ -174,26 +178,36 @@ INLINE int fragment_column(void) {
     return (int)threadIdx.x % 4 * 2;
 }
 
-/* Scores of rows i0 + 0 .. 63 against keys j0 .. j0+N-1 of a cut tile, of which query i sees i+lo .. i+hi, up to sk: -inf where
- * unseen, NaN where the key is marked at `bad` in shared memory. */
-template <int N> INLINE void mask_scores(int lo, int hi, int sk, int i0, int j0, uint32_t bad, float (*s)[4]) {
-    const int column0 = fragment_column(), i = i0 + fragment_row();
-    bad += column0 * 4;
-    j0 += column0;
-    const int first[2] = {max(i + lo, 0) - j0, max(i + 8 + lo, 0) - j0};
-    const int last[2] = {min(i + hi, sk - 1) - j0, min(i + 8 + hi, sk - 1) - j0};
+/* Scores of marked keys, at `bad` in shared memory, become NaN. To come before the masks. */
+template <int N> INLINE void mark_scores(uint32_t bad, float (*s)[4]) {
+    bad += fragment_column() * 4;
 #pragma unroll
     for (int y = 0; y < N / 8; y++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int column = y * 8 + e;
-            const bool marked = load_shared4(bad + column * 4);
+        for (int e = 0; e < 2; e++)
+            if (load_shared4(bad + (y * 8 + e) * 4))
+                s[y][e] = s[y][2 + e] = CUDART_NAN_F;
+}
+
+/* Rows i0 + 0 .. 63 of which the i-th sees keys up to i + hi and below sk; keys from j0 on. What is not seen becomes -inf. */
+template <int N> INLINE void mask_above(int hi, int sk, int i0, int j0, float (*s)[4]) {
+    const int i = i0 + fragment_row(), column0 = j0 + fragment_column();
+    const int last[2] = {min(i + hi, sk - 1) - column0, min(i + 8 + hi, sk - 1) - column0};
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float *t = &s[y][2 * half + e];
-                *t = column < first[half] || column > last[half] ? -CUDART_INF_F : marked ? CUDART_NAN_F : *t;
-            }
-        }
+    for (int y = 0; y < N / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] = y * 8 + e % 2 > last[e / 2] ? -CUDART_INF_F : s[y][e];
+}
+
+/* The i-th sees keys from i + lo on. */
+template <int N> INLINE void mask_below(int lo, int i0, int j0, float (*s)[4]) {
+    const int first = i0 + fragment_row() + lo - j0 - fragment_column();
+#pragma unroll
+    for (int y = 0; y < N / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] = y * 8 + e % 2 < first + e / 2 * 8 ? -CUDART_INF_F : s[y][e];
 }
 
 #endif
