@@ -40,9 +40,8 @@ typedef struct attention_params_sm90 {
     attention_params p;
 } attention_params_sm90;
 
-/* The backward for Hopper: how often a block's own tiles and those that stream lie in shared memory, as measured. */
-#define BACKWARD90_OWN(dkdv, dim) ((dkdv) && (dim) > 64 ? 1 : 2)
-#define BACKWARD90_STAGES(dkdv, dim) ((dkdv) == ((dim) > 64) ? 4 : 3)
+/* The backward for Hopper: the slots for tiles that stream, beside the block's own tiles. */
+#define BACKWARD90_SLOTS(dim, block) (((dim) > 128 ? 96 : 128) * 1024 / ((block) * (dim)*2))
 
 #ifndef __CUDACC__
 #include "../plan.h"

@@ -82,10 +82,10 @@ static int rows_of(const kernel_row *k) {
 
 /* The block's own tiles and those that stream; numbers of the rows that stream; barriers. */
 static size_t shared_bytes_backward90(const kernel_row *k) {
-    const bool dkdv = k->pass == PASS_dkdv;
-    const size_t own = BACKWARD90_OWN(dkdv, k->dim), stages = BACKWARD90_STAGES(dkdv, k->dim), block = (size_t)k->block;
-    return (own * (size_t)rows_of(k) + stages * block) * 2 * (size_t)k->dim * 2 + stages * block * (dkdv ? 3 : 1) * 4 +
-           (own + stages) * 16;
+    const size_t slots = (size_t)BACKWARD90_SLOTS(k->dim, k->block), block = (size_t)k->block,
+                 width = (size_t)k->dim * 2;
+    return 2 * (size_t)rows_of(k) * width + slots * (block * width + block * (k->pass == PASS_dkdv ? 3 : 1) * 4 + 16) +
+           16;
 }
 
 /* Up to 1023 bytes before the first tile; tiles, two of each kind (of wide heads one of Q); marks; jobs; barriers. */
@@ -256,12 +256,6 @@ static void choose_forward(const heddle_attention *a, const attention_device *de
     }
 }
 
-/* Hopper's backward takes tile after tile, too, where all are alike; else the device deals them. */
-static int64_t backward90_blocks(const heddle_attention *a, const attention_device *device, int64_t blocks) {
-    const bool alike = a->mask == HEDDLE_MASK_NONE && !(a->features & (HEDDLE_WINDOW | HEDDLE_VARLEN | HEDDLE_SEQLENS));
-    return alike ? min64(blocks, device->multiprocessors) : blocks;
-}
-
 /* All families have the same workspace. */
 static void choose_backward(const heddle_attention *a, const attention_device *device, bool aligned, choice *c) {
     const size_t each = align64((size_t)c->rows * sizeof(float));
@@ -284,11 +278,11 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
     c->blocks_dkdv = c->tiles_k * a->hk * a->b;
     /* Where the sums of dK and dV do not fit into registers together, every second block makes one of them. */
     const kernel_row *k = &kernels[c->dkdv];
-    if (!sm90 && k->dim * k->tiles > 128)
+    if (k->dim * (sm90 ? 1 : k->tiles) > 128)
         c->blocks_dkdv *= 2;
-    if (sm90) {
-        c->blocks = backward90_blocks(a, device, c->blocks);
-        c->blocks_dkdv = backward90_blocks(a, device, c->blocks_dkdv);
+    if (sm90) { /* tile after tile */
+        c->blocks = min64(c->blocks, device->multiprocessors);
+        c->blocks_dkdv = min64(c->blocks_dkdv, device->multiprocessors);
     }
 }
 

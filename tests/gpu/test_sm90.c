@@ -32,7 +32,7 @@ static void expect_family(const attention_case *c, const char *family) {
         family = "sm80";
     for (int pass = HEDDLE_FORWARD; pass <= HEDDLE_BACKWARD; pass++) {
         const bool unproven = wanted && strcmp(wanted, "unproven") == 0;
-        const char *expected = pass == HEDDLE_BACKWARD && (!unproven || a.d > 128 || a.dv > 128) ? "sm80" : family;
+        const char *expected = pass == HEDDLE_BACKWARD && !unproven ? "sm80" : family;
         assert_int_equal(heddle_attention_kernel(&a, (heddle_pass)pass, name, sizeof name), HEDDLE_OK);
         if (!strstr(name, expected)) {
             attention_print(c);
