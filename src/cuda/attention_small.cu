@@ -24,7 +24,7 @@ template <int D> struct small_shared {
 
 /* ------------------------------------------------------------------------------------------------------ loading */
 
-/* The rows of one head of one sequence; at NULL: zeros. */
+/* The rows of one head of one sequence. */
 template <typename T> struct matrix {
     const T *at;
     int64_t stride;
@@ -36,10 +36,10 @@ template <typename T>
 INLINE matrix<T> make_matrix(const attention_params &p, const void *at, const heddle_strides &s, const place &c,
                              int64_t head, int64_t first, int64_t width, int end, int vector) {
     matrix<T> m;
-    m.at = at ? (const T *)at + row_at(s, c.n, head, first) : NULL;
+    m.at = (const T *)at + row_at(s, c.n, head, first);
     m.stride = s.s;
     m.width = (int)width;
-    m.end = end;
+    m.end = at ? end : 0;
     m.vector = p.vectors & vector;
     return m;
 }
@@ -60,26 +60,33 @@ template <typename T> INLINE matrix<T> matrix_o(const attention_params &p, const
     return make_matrix<T>(p, p.t.dout ? p.t.o : NULL, p.a.o_stride, c, x, c.first_q, p.a.dv, c.sq, VECTOR_O);
 }
 
+/* Four numbers as they lie in memory. */
 template <typename T> struct __align__(4 * sizeof(T)) four {
     T x[4];
 };
 
-/* Columns e .. e+3 of a row. */
-template <typename T> INLINE float4 load_four(const matrix<T> &m, int row, int e) {
-    float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (row >= m.end || e >= m.width || !m.at)
-        return x;
+template <typename T> INLINE float4 to_floats(const four<T> &raw) {
+    return make_float4(to_float(raw.x[0]), to_float(raw.x[1]), to_float(raw.x[2]), to_float(raw.x[3]));
+}
+
+/* Columns e .. e+3 of a row. Nothing is done with them here, so that many loads can be under way. */
+template <typename T, bool VECTOR> INLINE four<T> fetch(const matrix<T> &m, int row, int e) {
+    four<T> raw = {};
     const T *from = m.at + row * m.stride + e;
-    if (m.vector) {
-        const four<T> raw = *(const four<T> *)from;
-        x = {to_float(raw.x[0]), to_float(raw.x[1]), to_float(raw.x[2]), to_float(raw.x[3])};
+    if (VECTOR) {
+        if (row < m.end && e < m.width)
+            raw = *(const four<T> *)from;
     } else {
-        x.x = to_float(from[0]);
-        x.y = e + 1 < m.width ? to_float(from[1]) : 0.0f;
-        x.z = e + 2 < m.width ? to_float(from[2]) : 0.0f;
-        x.w = e + 3 < m.width ? to_float(from[3]) : 0.0f;
+#pragma unroll
+        for (int z = 0; z < 4; z++)
+            if (row < m.end && e + z < m.width)
+                raw.x[z] = from[z];
     }
-    return x;
+    return raw;
+}
+
+template <typename T> INLINE four<T> fetch_any(const matrix<T> &m, int row, int e) {
+    return m.vector ? fetch<T, true>(m, row, e) : fetch<T, false>(m, row, e);
 }
 
 /* 0, or NaN if one of the numbers is not finite. */
@@ -87,8 +94,8 @@ INLINE float probe(float4 x) {
     return (x.x * 0.0f + x.y * 0.0f) + (x.z * 0.0f + x.w * 0.0f);
 }
 
-/* The sum of dO∘O over a row, of which D/4 lanes have four numbers each. Zeros of O are left out: a query that sees nothing
- * may hold anything in dO. */
+/* The sum of dO∘O over a row, of which D/4 lanes have four numbers each. Zeros of O are left out: a query that sees
+ * nothing may hold anything in dO. */
 template <int D> INLINE float row_dot(float4 o, float4 dout) {
     float sum = o.x != 0.0f ? o.x * dout.x : 0.0f;
     sum = o.y != 0.0f ? fmaf(o.y, dout.y, sum) : sum;
@@ -100,33 +107,36 @@ template <int D> INLINE float row_dot(float4 o, float4 dout) {
     return sum;
 }
 
-/* STREAM rows of two matrices to shared memory; with SUMS also what row_dot says of o and b, to dots. True if this thread
- * met a number that is not finite. The block waits after the first loads until the place is free. */
-template <typename T, int D, bool SUMS>
-INLINE bool load_stream(float *to, const matrix<T> &a, const matrix<T> &b, const matrix<T> &o, float *dots, int first) {
-    constexpr int all = STREAM * D / 4 / THREADS, batch = all < 4 ? all : 4, pitch = small_shared<D>::pitch;
+/* STREAM rows of two matrices to shared memory; with SUMS also what row_dot says of o and b, to dots. True if this
+ * thread met a number that is not finite. The block waits after the first loads until the place is free. */
+template <typename T, int D, bool SUMS, bool VECTOR>
+INLINE bool load_rows(float *to, const matrix<T> &a, const matrix<T> &b, const matrix<T> &o, float *dots, int first) {
+    constexpr int all = STREAM * D / 4 / THREADS, most = !VECTOR ? 4 : sizeof(T) == 2 && !SUMS ? 16 : 8;
+    constexpr int batch = all < most ? all : most, step = THREADS / (D / 4), pitch = small_shared<D>::pitch;
+    const int row0 = threadIdx.x / (D / 4), e = threadIdx.x % (D / 4) * 4;
     float bad = 0.0f;
-#pragma unroll
+#pragma unroll 1
     for (int z0 = 0; z0 < all; z0 += batch) {
-        float4 x[batch], y[batch], w[batch];
+        four<T> x[batch], y[batch], w[batch];
 #pragma unroll
         for (int z = 0; z < batch; z++) {
-            const int at = (z0 + z) * THREADS + threadIdx.x, row = at / (D / 4), e = at % (D / 4) * 4;
-            x[z] = load_four(a, first + row, e);
-            y[z] = load_four(b, first + row, e);
+            const int row = first + row0 + (z0 + z) * step;
+            x[z] = fetch<T, VECTOR>(a, row, e);
+            y[z] = fetch<T, VECTOR>(b, row, e);
             if (SUMS)
-                w[z] = load_four(o, first + row, e);
+                w[z] = fetch<T, VECTOR>(o, row, e);
         }
         if (z0 == 0)
             __syncthreads();
 #pragma unroll
         for (int z = 0; z < batch; z++) {
-            const int at = (z0 + z) * THREADS + threadIdx.x, row = at / (D / 4), e = at % (D / 4) * 4;
-            *(float4 *)(to + row * pitch + e) = x[z];
-            *(float4 *)(to + (STREAM + row) * pitch + e) = y[z];
-            bad += probe(x[z]) + probe(y[z]);
+            const int row = row0 + (z0 + z) * step;
+            const float4 xs = to_floats(x[z]), ys = to_floats(y[z]);
+            *(float4 *)(to + row * pitch + e) = xs;
+            *(float4 *)(to + (STREAM + row) * pitch + e) = ys;
+            bad += probe(xs) + probe(ys);
             if (SUMS) {
-                const float dot = row_dot<D>(w[z], y[z]);
+                const float dot = row_dot<D>(to_floats(w[z]), ys);
                 if (e == 0)
                     dots[row] = dot;
             }
@@ -135,11 +145,17 @@ INLINE bool load_stream(float *to, const matrix<T> &a, const matrix<T> &b, const
     return bad != 0.0f;
 }
 
+template <typename T, int D, bool SUMS>
+INLINE bool load_stream(float *to, const matrix<T> &a, const matrix<T> &b, const matrix<T> &o, float *dots, int first) {
+    return a.vector && b.vector && o.vector ? load_rows<T, D, SUMS, true>(to, a, b, o, dots, first)
+                                            : load_rows<T, D, SUMS, false>(to, a, b, o, dots, first);
+}
+
 /* ----------------------------------------------------------------------------------------------- scores and sums */
 
 /* S; -inf where masked. */
 template <typename T>
-INLINE float small_score(const attention_params &p, const place &c, int64_t x, int i, int j, float qk, float *slack) {
+INLINE float score(const attention_params &p, const place &c, int64_t x, int i, int j, float qk, float *slack) {
     if (p.rich)
         return full_score<T>(p, c, make_score_row(p, c, x, i), j, qk, slack);
     *slack = 1.0f;
@@ -164,24 +180,32 @@ template <int D> INLINE void dots(const float *own, const float *row, float sum[
     }
 }
 
-/* sum += the rows times their weights. With odd numbers among them, those of weight `unseen` are left out. */
-template <int D>
-INLINE void accumulate(float (*sum)[D / 32], const float *weights, const float *rows, int count, bool odd,
-                       float unseen) {
-    const int lane = threadIdx.x % 32;
+/* sum += the rows times their weights; with ODD, rows of weight `unseen` are left out. */
+template <int D, bool ODD>
+INLINE void add_rows(float (*sum)[D / 32], const float *weights, const float *rows, int count, float unseen) {
 #pragma unroll 4
     for (int s = threadIdx.x / 32; s < count; s += WARPS) {
         const float4 low = *(const float4 *)(weights + s * ROWS), high = *(const float4 *)(weights + s * ROWS + 4);
         const float w[ROWS] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int z = 0; z < D / 32; z++) {
-            const float y = rows[s * small_shared<D>::pitch + z * 32 + lane];
+            const float y = rows[s * small_shared<D>::pitch + z * 32 + threadIdx.x % 32];
 #pragma unroll
             for (int r = 0; r < ROWS; r++)
-                if (!odd || w[r] != unseen)
+                if (!ODD || w[r] != unseen)
                     sum[r][z] = fmaf(w[r], y, sum[r][z]);
         }
     }
+}
+
+/* Where there are numbers that are not finite, 0 times them must not come in. */
+template <int D>
+INLINE void accumulate(float (*sum)[D / 32], const float *weights, const float *rows, int count, bool odd,
+                       float unseen) {
+    if (odd)
+        add_rows<D, true>(sum, weights, rows, count, unseen);
+    else
+        add_rows<D, false>(sum, weights, rows, count, unseen);
 }
 
 /* This warp's sums to where the others find them. */
@@ -269,7 +293,7 @@ template <typename T, int D> INLINE void small_fwd(const attention_params &p) {
     const dropout_state dropout = make_dropout(p);
     /* Own rows: four numbers a thread, on their way together with the first keys. */
     const int mine = threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
-    const float4 own = mine < ROWS ? load_four(q, i0 + mine, column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const four<T> own = fetch_any(q, mine < ROWS ? i0 + mine : q.end, column);
     float top[ROWS], shrink[ROWS], sum[HALF], o[ROWS][D / 32];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -282,13 +306,13 @@ template <typename T, int D> INLINE void small_fwd(const attention_params &p) {
     for (int j0 = begin; j0 == begin || j0 < end; j0 += STREAM) { /* once, even for no keys */
         bool odd = load_stream<T, D, false>(stream, k, v, v, NULL, j0);
         if (j0 == begin && mine < ROWS)
-            *(float4 *)(shared + mine * layout::pitch + column) = own;
+            *(float4 *)(shared + mine * layout::pitch + column) = to_floats(own);
         odd = __syncthreads_or(odd);
         float s[HALF], e[HALF], slack;
         dots<D>(shared + half * HALF * layout::pitch, stream + at * layout::pitch, s);
 #pragma unroll
         for (int r = 0; r < HALF; r++) {
-            s[r] = small_score<T>(p, c, x, i0 + half * HALF + r, j0 + at, s[r], &slack);
+            s[r] = score<T>(p, c, x, i0 + half * HALF + r, j0 + at, s[r], &slack);
             const float most = warp_max(s[r]);
             if (lane == 0)
                 numbers[(half * HALF + r) * 4 + warp % 4] = most;
@@ -350,8 +374,8 @@ INLINE void refine_row(const attention_params &p, const place &c, int64_t x, int
     for (int j = max(0, min(i + c.lo, c.sk)) + (int)threadIdx.x % 32; j < end; j += 32) {
         float qk = 0.0f, slack;
         for (int e = 0; e < p.a.d; e += 4)
-            qk = dot_four(*(const float4 *)(q + e), load_four(k, j, e), qk);
-        const float s = small_score<T>(p, c, x, i, j, qk, &slack), more = fmaxf(top, s);
+            qk = dot_four(*(const float4 *)(q + e), to_floats(fetch_any(k, j, e)), qk);
+        const float s = score<T>(p, c, x, i, j, qk, &slack), more = fmaxf(top, s);
         if (s == -CUDART_INF_F)
             continue;
         const float base = more * LOG2E;
@@ -388,7 +412,7 @@ INLINE void gradients(const attention_params &p, const place &c, const position 
                   j = KEYS ? w.own + mine : w.other + at;
         const float *number = numbers + (KEYS ? at : mine);
         float slack;
-        const float s = small_score<T>(p, c, w.x, i, j, qk[r], &slack);
+        const float s = score<T>(p, c, w.x, i, j, qk[r], &slack);
         pz[r] = ds[r] = 0.0f;
         if (s == -CUDART_INF_F || number[0] == CUDART_INF_F)
             continue;
@@ -430,13 +454,9 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
     matrix<T> q = matrix_q<T>(p, c, w.x), dout = matrix_dout<T>(p, c, w.x), o = matrix_o<T>(p, c, w.x);
     const dropout_state dropout = make_dropout(p);
     const int mine = threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
-    float4 own_a = {}, own_b = {}, own_o = {};
-    if (mine < ROWS) {
-        own_a = load_four(KEYS ? k : q, w.own + mine, column);
-        own_b = load_four(KEYS ? v : dout, w.own + mine, column);
-        if (!KEYS)
-            own_o = load_four(o, w.own + mine, column);
-    }
+    const int own_row = mine < ROWS ? w.own + mine : KEYS ? c.sk : c.sq;
+    const four<T> own_a = fetch_any(KEYS ? k : q, own_row, column), own_b = fetch_any(KEYS ? v : dout, own_row, column);
+    const four<T> own_o = fetch_any(o, KEYS ? o.end : own_row, column);
     float a[ROWS][D / 32] = {}, b[ROWS][D / 32] = {};
     w.other = begin;
     for (bool fresh = true; w.x < (KEYS ? (int64_t)(head + 1) * p.group : head + 1); fresh = false) {
@@ -448,12 +468,13 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
             lse = ((const float *)p.t.lse)[lse_at(p, c, w.x, i)];
             dlse = p.t.dlse ? ((const float *)p.t.dlse)[lse_at(p, c, w.x, i)] : 0.0f;
         }
-        bool odd = load_stream<T, D, KEYS>(stream, KEYS ? q : k, KEYS ? dout : v, o, numbers + 2 * STREAM, w.other);
+        bool odd =
+            load_stream<T, D, KEYS>(stream, KEYS ? q : k, KEYS ? dout : v, KEYS ? o : v, numbers + 2 * STREAM, w.other);
         if (fresh && mine < ROWS) {
-            *(float4 *)(shared + mine * layout::pitch + column) = own_a;
-            *(float4 *)(shared + (ROWS + mine) * layout::pitch + column) = own_b;
+            *(float4 *)(shared + mine * layout::pitch + column) = to_floats(own_a);
+            *(float4 *)(shared + (ROWS + mine) * layout::pitch + column) = to_floats(own_b);
             if (!KEYS) {
-                const float dot = row_dot<D>(own_o, own_b);
+                const float dot = row_dot<D>(to_floats(own_o), to_floats(own_b));
                 if (column == 0)
                     numbers[2 * STREAM + mine] = dot;
             }
@@ -530,9 +551,12 @@ template <typename T, int D> INLINE void small_bwd(const attention_params &p) {
         small_gradients<T, D, false>(p, blockIdx.x - blocks_k);
 }
 
+/* That run on a multiprocessor at a time. */
+#define blocks_fwd(dim) (dim <= 64 ? 2 : 1)
+#define blocks_bwd(dim) 1
 #define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
     static_assert(warps == WARPS && tiles == ROWS && block == STREAM, "the plan knows these numbers, too");            \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS, blocks_##pass(dim))                                          \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
         small_##pass<dtype, dim>(p);                                                                                   \
