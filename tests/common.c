@@ -380,8 +380,24 @@ bool tensor_equal(const tensor *a, const tensor *b) {
 
 /* -------------------------------------------------------------------------------------------------- comparison */
 
-float round_to(heddle_dtype dtype, float x) {
-    switch (dtype) {
+int precision_of(heddle_dtype dtype, uint64_t features) {
+    return dtype == HEDDLE_F32 && (features & HEDDLE_TF32) && test_device() == HEDDLE_CUDA ? PRECISION_TF32
+                                                                                           : (int)dtype;
+}
+
+/* 10 bits behind the point, to nearest. */
+static float round_to_tf32(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (isfinite(x))
+        bits = (bits + 0xfff + (bits >> 13 & 1)) & ~UINT32_C(0x1fff);
+    memcpy(&x, &bits, sizeof bits);
+    return x;
+}
+
+float round_to(int precision, float x) {
+    switch (precision) {
+    case PRECISION_TF32: return round_to_tf32(x);
     case HEDDLE_BF16: return bf16_to_float(float_to_bf16(x));
     case HEDDLE_F16: return f16_to_float(double_to_f16((double)x));
     default: return x;
@@ -425,13 +441,13 @@ static errors measure(const tensor *x, const tensor *ref, const tensor *plain, c
 
 /* Half a unit in the last place of 1: the relative error of one rounding. */
 static double unit_roundoff(int element) {
-    return element == HEDDLE_BF16  ? 0x1p-8
-           : element == HEDDLE_F16 ? 0x1p-11
-           : element == HEDDLE_F64 ? 0x1p-53
-                                   : 0x1p-24;
+    return element == HEDDLE_BF16                               ? 0x1p-8
+           : element == HEDDLE_F16 || element == PRECISION_TF32 ? 0x1p-11
+           : element == HEDDLE_F64                              ? 0x1p-53
+                                                                : 0x1p-24;
 }
 
-bool compare_tensor(const char *name, heddle_dtype dtype, const tensor *x, const tensor *ref, const tensor *plain,
+bool compare_tensor(const char *name, int precision, const tensor *x, const tensor *ref, const tensor *plain,
                     double natural, double noise, bool ill_conditioned) {
     if (!x->host)
         return true;
@@ -450,22 +466,24 @@ bool compare_tensor(const char *name, heddle_dtype dtype, const tensor *x, const
     double floor = fmax((x->element == HEDDLE_F32 ? 16 : 2) * u * e.ref, 4 * 0x1p-24 * scale);
     floor = fmax(floor, noise) + (x->element == HEDDLE_F16 ? 0x1p-24 : 0);
     /* In float32, sums of 16-bit numbers are often exact by luck of the format. */
-    count_ratio(name, dtype, e.x, e.plain, (x->element != (int)dtype ? 4 : 0.5) * u * e.ref);
+    if (precision != PRECISION_TF32)
+        count_ratio(name, (heddle_dtype)precision, e.x, e.plain, (x->element != precision ? 4 : 0.5) * u * e.ref);
     /* What the plain computation loses bounds what may be lost; where it disagrees altogether, ref itself is in
      * doubt. */
-    double sane = 64 * unit_roundoff((int)dtype) * scale + floor;
+    double sane = 64 * unit_roundoff(precision) * scale + floor;
     if (!ill_conditioned && !(e.plain <= sane)) {
         printf("  %s: ref and the plain computation disagree by %g of %g\n", name, e.plain, e.ref);
         return false;
     }
     double tolerance = isfinite(e.plain) ? fmax(2 * e.plain, floor) : floor;
-    if (x->element == HEDDLE_F32 && dtype != HEDDLE_F32 &&
-        noise == 0) /* lse, mean, rstd: float32, whatever the dtype */
+    const bool exact = precision == HEDDLE_F32 || precision == PRECISION_TF32;
+    if (x->element == HEDDLE_F32 && !exact && noise == 0) /* lse, mean, rstd: float32, whatever the dtype */
         tolerance = fmin(tolerance, 32 * 0x1p-24 * scale);
     bool vacuous = e.ref > fmax(0x1p-10 * natural, 4 * noise) && tolerance >= 0.5 * e.ref && !ill_conditioned;
     if (e.x > 0 && tolerance > 0 && e.x / tolerance > worst.ratio) {
         worst.ratio = e.x / tolerance;
-        snprintf(worst.where, sizeof worst.where, "%s, %s", name, dtype_name(dtype));
+        snprintf(worst.where, sizeof worst.where, "%s, %s", name,
+                 precision == PRECISION_TF32 ? "tf32" : dtype_name((heddle_dtype)precision));
     }
     worst.compared++;
     if (e.x > tolerance || vacuous)

@@ -97,11 +97,14 @@ void workspace_free(heddle_device device, void *workspace);
 
 /* `natural` is the magnitude of the terms that cancel in the result (0: unknown); noise of a few float32 roundings
  * of it is always allowed; so is an error of `noise`. Says what is wrong with `name` on stdout and returns false. */
-bool compare_tensor(const char *name, heddle_dtype dtype, const tensor *x, const tensor *ref, const tensor *plain,
+bool compare_tensor(const char *name, int precision, const tensor *x, const tensor *ref, const tensor *plain,
                     double natural, double noise, bool ill_conditioned);
 
-/* Rounds as a store to dtype and a load does. */
-float round_to(heddle_dtype dtype, float x);
+/* What the plain computation rounds to: the dtype, or TF32 (HEDDLE_F32 with HEDDLE_TF32, on a GPU). */
+enum { PRECISION_TF32 = 32 };
+int precision_of(heddle_dtype dtype, uint64_t features);
+/* Rounds as a store in that precision and a load do. */
+float round_to(int precision, float x);
 
 /* --------------------------------------------------------------------------------------------------- attention */
 

@@ -381,9 +381,10 @@ bool attention_is_right(const attention_case *c) {
         tensor_keep_worse(&plain.t[x], &other.t[x], &ref.t[x]);
         /* D of a row is made from the rounded o: in a sum of D alone that is not small, though it averages out. */
         double rows = (double)(p.a.b * p.a.sq);
-        double rounding = p.a.dtype == HEDDLE_BF16 ? 0x1p-8 : 0x1p-11;
-        double noise = x == T_DSINKS && p.a.dtype != HEDDLE_F32 ? rounding * natural[x] / sqrt(rows) : 0;
-        right = compare_tensor(attention_tensor_name[x], p.a.dtype, &p.t[x], &ref.t[x], &plain.t[x], natural[x], noise,
+        const int precision = precision_of(p.a.dtype, p.a.features);
+        double rounding = precision == HEDDLE_BF16 ? 0x1p-8 : 0x1p-11;
+        double noise = x == T_DSINKS && precision != HEDDLE_F32 ? rounding * natural[x] / sqrt(rows) : 0;
+        right = compare_tensor(attention_tensor_name[x], precision, &p.t[x], &ref.t[x], &plain.t[x], natural[x], noise,
                                c->ill_conditioned);
     }
     right = right && check_exact_zeros(&p, &ref);

@@ -187,8 +187,8 @@ bool norm_linear_is_right(const norm_linear_case *c) {
         if (is_input(x))
             continue;
         tensor_keep_worse(&plain.t[x], &other.t[x], &ref.t[x]);
-        right = compare_tensor(norm_linear_tensor_name[x], p.a.dtype, &p.t[x], &ref.t[x], &plain.t[x], natural[x], 0,
-                               c->mean > 30);
+        right = compare_tensor(norm_linear_tensor_name[x], precision_of(p.a.dtype, p.a.features), &p.t[x], &ref.t[x],
+                               &plain.t[x], natural[x], 0, c->mean > 30);
     }
     norm_linear_free(&p);
     norm_linear_free(&ref);

@@ -58,12 +58,16 @@ static void *zeros(int64_t n, size_t size) {
     return p;
 }
 
-static float *rows_of(const tensor *t, int64_t pack, int64_t x, int64_t first, int64_t rows) {
+/* As the products take them: in TF32, rounded. */
+static float *rows_of(const attention_problem *problem, int which, int64_t pack, int64_t x, int64_t first,
+                      int64_t rows) {
+    const tensor *t = &problem->t[which];
+    const int precision = precision_of(problem->a.dtype, problem->a.features);
     int64_t last = t->dim[3];
     float *p = zeros(rows * last, sizeof *p);
     for (int64_t i = 0; i < rows && t->host; i++)
         for (int64_t e = 0; e < last; e++)
-            p[i * last + e] = (float)tensor_get(t, pack, x, first + i, e);
+            p[i * last + e] = round_to(precision, (float)tensor_get(t, pack, x, first + i, e));
     return p;
 }
 
@@ -80,10 +84,10 @@ static head head_new(const attention_problem *p, int64_t n, int64_t x, bool back
               .first_k = length[2],
               .sk = length[3],
               .pack = a->features & HEDDLE_VARLEN ? 0 : n};
-    h.q = rows_of(&p->t[T_Q], h.pack, x, h.first_q, h.sq);
-    h.k = rows_of(&p->t[T_K], h.pack, h.y, h.first_k, h.sk);
-    h.v = rows_of(&p->t[T_V], h.pack, h.y, h.first_k, h.sk);
-    h.dout = rows_of(&p->t[T_DOUT], h.pack, x, h.first_q, p->t[T_DOUT].host ? h.sq : 0);
+    h.q = rows_of(p, T_Q, h.pack, x, h.first_q, h.sq);
+    h.k = rows_of(p, T_K, h.pack, h.y, h.first_k, h.sk);
+    h.v = rows_of(p, T_V, h.pack, h.y, h.first_k, h.sk);
+    h.dout = rows_of(p, T_DOUT, h.pack, x, h.first_q, p->t[T_DOUT].host ? h.sq : 0);
     h.sees = zeros(h.sq * h.sk, sizeof *h.sees);
     float **square[] = {&h.p, &h.z, &h.pz, &h.tanh, &h.dp}, **row[] = {&h.lse, &h.sink, &h.sum};
     for (size_t s = 0; s < COUNT(square); s++)
@@ -160,7 +164,7 @@ static float keep_factor(const attention_problem *p, const head *h, int64_t i, i
 
 static float score(const attention_problem *p, const head *h, int64_t i, int64_t j, float *tanh_out) {
     const heddle_attention *a = &p->a;
-    heddle_dtype t = a->dtype;
+    const int t = precision_of(a->dtype, a->features);
     float product = dot(h->q + i * a->d, h->k + j * a->d, a->d, h->backwards);
     float s = round_to(t, (float)a->scale * round_to(t, product));
     if (!isfinite(s)) /* float16 cannot hold it; what follows is float32's */
@@ -182,6 +186,7 @@ static float score(const attention_problem *p, const head *h, int64_t i, int64_t
 
 static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]) {
     const heddle_attention *a = &p->a;
+    const int t = precision_of(a->dtype, a->features);
     float sink = a->features & HEDDLE_SINKS ? (float)tensor_raw(&p->t[T_SINKS], h->x) : -INFINITY;
     for (int64_t i = 0; i < h->sq; i++) {
         float *s = h->p + i * h->sk, top = sink, sum = 0;
@@ -200,10 +205,10 @@ static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]
         h->sink[i] = isinf(sink) ? 0 : expf(sink - top);
         sum += h->sink[i];
         for (int64_t j = 0; j < h->sk; j++) {
-            s[j] = sees[j] ? round_to(a->dtype, expf(s[j] - top) / sum) : 0;
+            s[j] = sees[j] ? round_to(t, expf(s[j] - top) / sum) : 0;
             h->z[i * h->sk + j] = keep_factor(p, h, i, j);
         }
-        h->sink[i] = sum > 0 ? round_to(a->dtype, h->sink[i] / sum) : 0;
+        h->sink[i] = sum > 0 ? round_to(t, h->sink[i] / sum) : 0;
         h->lse[i] = sum > 0 ? top + logf(sum) : -INFINITY;
         natural[T_LSE] = fmax(natural[T_LSE], largest + 1);
         natural[T_WEIGHTS] = 1;
@@ -212,7 +217,7 @@ static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]
     double *most = zeros(a->dv, sizeof *most);
     for (int64_t i = 0; i < h->sq; i++) {
         for (int64_t j = 0; j < h->sk; j++)
-            h->pz[i * h->sk + j] = round_to(a->dtype, h->p[i * h->sk + j] * h->z[i * h->sk + j]);
+            h->pz[i * h->sk + j] = round_to(t, h->p[i * h->sk + j] * h->z[i * h->sk + j]);
         if (p->t[T_LSE].host)
             tensor_set(&p->t[T_LSE], h->pack, h->x, h->first_q + i, 0, (double)h->lse[i]);
         for (int64_t j = 0; j < h->sk && p->t[T_WEIGHTS].host; j++)
@@ -232,7 +237,7 @@ static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]
  * `size`. */
 static void plain_scores_backward(attention_problem *p, head *h, double *size, double natural[T_COUNT]) {
     const heddle_attention *a = &p->a;
-    heddle_dtype t = a->dtype;
+    const int t = precision_of(a->dtype, a->features);
     float unused;
     for (int64_t i = 0; i < h->sq; i++) /* as heddle.h says: P anew, from S and the float32 lse */
         for (int64_t j = 0; j < h->sk; j++)
@@ -287,7 +292,7 @@ typedef struct sums {
 /* sum_j ds[i,j] k[j] (or the transposed sum), each head's share rounded to the dtype like a tensor of its own. */
 static void plain_gradients(attention_problem *p, head *h, const double *size, sums *s, double natural[T_COUNT]) {
     const heddle_attention *a = &p->a;
-    heddle_dtype t = a->dtype;
+    const int t = precision_of(a->dtype, a->features);
     tensor *dq = &p->t[T_DQ], *dk = &p->t[T_DK], *dv = &p->t[T_DV], *db = &p->t[T_DBIAS];
     for (int64_t i = 0; i < h->sq; i++)
         for (int64_t j = 0; j < h->sk; j++) {

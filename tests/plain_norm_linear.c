@@ -76,13 +76,13 @@ static void row_backward(norm_linear_problem *p, int64_t i, const float *xhat, c
 void plain_norm_linear(norm_linear_problem *p, bool backwards, double natural[N_COUNT]) {
     const heddle_norm_linear *a = &p->a;
     int64_t m = a->m, k = a->k, n = a->n;
-    heddle_dtype t = a->dtype;
+    const int t = precision_of(a->dtype, a->features);
     memset(natural, 0, N_COUNT * sizeof *natural);
     float *xhat = zeros(m * k, sizeof *xhat), *z = zeros(m * k, sizeof *z), *dz = zeros(m * k, sizeof *dz);
     float *w = zeros(n * k, sizeof *w), *dy = zeros(m * n, sizeof *dy), *rstd = zeros(m, sizeof *rstd);
     for (int64_t f = 0; f < n; f++)
         for (int64_t e = 0; e < k; e++)
-            w[f * k + e] = element(&p->t[N_W], f, e, 0);
+            w[f * k + e] = round_to(t, element(&p->t[N_W], f, e, 0));
     for (int64_t i = 0; i < m; i++) {
         float mean;
         row_statistics(p, i, &mean, &rstd[i]);
@@ -103,7 +103,7 @@ void plain_norm_linear(norm_linear_problem *p, bool backwards, double natural[N_
                 sum += z[i * k + order(e, k, backwards)] * w[f * k + order(e, k, backwards)];
             tensor_set(&p->t[N_Y], 0, 0, i, f, (double)(sum + element(&p->t[N_BIAS], 0, f, 0)));
             natural[N_Y] = fmax(natural[N_Y], norm_of(z + i * k, k) * norm_of(w + f * k, k));
-            dy[i * n + f] = element(&p->t[N_DY], i, f, 0);
+            dy[i * n + f] = round_to(t, element(&p->t[N_DY], i, f, 0));
         }
         for (int64_t e = 0; e < k; e++) {
             float sum = 0;

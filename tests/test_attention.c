@@ -525,6 +525,24 @@ static void test_large_values(void **state) {
     check_dtypes(c);
 }
 
+/* TF32 where it is asked for: on a GPU with an error like TF32's, on a CPU without. */
+static void test_tf32(void **state) {
+    (void)state;
+    static const int64_t dims[][2] = {{64, 64}, {128, 128}, {40, 72}, {256, 200}, {300, 20}};
+    for (size_t x = 0; x < COUNT(dims); x++) {
+        attention_case c = make_case(2, 4, 2, 129, 200, dims[x][0], dims[x][1]);
+        c.a.features = HEDDLE_TF32;
+        c.a.mask = (heddle_mask)(x % 3);
+        check_attention(&c);
+        c.a.features |= HEDDLE_SINKS | HEDDLE_DETERMINISTIC;
+        c.a.softcap = 20;
+        check_attention(&c);
+    }
+    attention_case c = make_case(1, 8, 2, 1, 700, 128, 0);
+    c.a.features = HEDDLE_TF32;
+    check_attention(&c);
+}
+
 /* Every option at once, and each with a different mask. */
 static void test_everything(void **state) {
     (void)state;
@@ -590,6 +608,7 @@ int main(void) {
         cmocka_unit_test(test_varlen_square_tensors),
         cmocka_unit_test(test_seqlens),
         cmocka_unit_test(test_large_values),
+        cmocka_unit_test(test_tf32),
         cmocka_unit_test(test_everything),
         cmocka_unit_test(test_empty),
     };

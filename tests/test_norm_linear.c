@@ -144,6 +144,19 @@ static void test_constant_rows(void **state) {
 }
 
 /* m = 0: y and dx have no elements, the parameters' gradients are zeros. */
+/* TF32 where it is asked for: on a GPU with an error like TF32's, on a CPU without. */
+static void test_tf32(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{33, 64, 48}, {130, 257, 129}, {300, 512, 384}};
+    for (size_t x = 0; x < COUNT(sizes); x++)
+        for (int norm = 0; norm < 2; norm++) {
+            norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
+            c.a.norm = (heddle_norm)norm;
+            c.a.features = HEDDLE_TF32;
+            check_norm_linear(&c);
+        }
+}
+
 static void test_no_rows(void **state) {
     (void)state;
     for (size_t x = 0; x < COUNT(dtypes); x++) {
@@ -165,7 +178,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_sizes),   cmocka_unit_test(test_larger_sizes),  cmocka_unit_test(test_optional_tensors),
         cmocka_unit_test(test_strides), cmocka_unit_test(test_means),         cmocka_unit_test(test_spread),
-        cmocka_unit_test(test_eps),     cmocka_unit_test(test_constant_rows), cmocka_unit_test(test_no_rows),
+        cmocka_unit_test(test_eps),     cmocka_unit_test(test_constant_rows), cmocka_unit_test(test_tf32),
+        cmocka_unit_test(test_no_rows),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }
