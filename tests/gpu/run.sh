@@ -62,7 +62,7 @@ gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/nu
     echo "skipped: nvidia-smi shows no GPU"
     exit 77
 }
-for test in norm_linear attention sweep threads gpu; do
+for test in norm_linear attention sweep threads gpu large; do
     [ ! -x "$programs/test_$test" ] || one "$test" 900 "$programs/test_$test"
 done
 if [ -n "$package" ] && "$python" -c 'import sys, torch, numpy, pytest; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then

@@ -244,6 +244,69 @@ static void test_thread_without_context(void **state) {
     norm_linear_free(&q);
 }
 
+/* ----------------------------------------------------------------------------------------------- several devices */
+
+typedef struct other_device {
+    pthread_t thread;
+    int ordinal;
+    bool right;
+} other_device;
+
+/* The device's primary context, current in this thread from now on. */
+static void enter_device(int ordinal) {
+    void *context = NULL;
+    DRIVER("cuDevicePrimaryCtxRetain", (void **, int), (&context, ordinal));
+    DRIVER("cuCtxSetCurrent", (void *), (context));
+}
+
+static void *on_device(void *argument) {
+    other_device *o = argument;
+    enter_device(o->ordinal);
+    o->right = true;
+    for (size_t x = 0; x < COUNT(dtypes) && o->right; x++) {
+        attention_case ac = causal_case(dtypes[x], 20 + x);
+        norm_linear_case lc = linear_case(dtypes[x], 30 + x);
+        o->right = attention_is_right(&ac) && norm_linear_is_right(&lc);
+    }
+    return NULL;
+}
+
+/* Every device from a thread of its own, all at once: each has its own modules and limits. */
+static void test_several_devices(void **state) {
+    (void)state;
+    int count = 0;
+    DRIVER("cuDeviceGetCount", (int *), (&count));
+    if (count < 2) {
+        printf("skipped: one GPU\n");
+        skip();
+    }
+    other_device all[16] = {0};
+    count = count < 16 ? count : 16;
+    for (int x = 0; x < count; x++) {
+        all[x].ordinal = x;
+        assert_int_equal(pthread_create(&all[x].thread, NULL, on_device, &all[x]), 0);
+    }
+    for (int x = 0; x < count; x++)
+        pthread_join(all[x].thread, NULL);
+    for (int x = 0; x < count; x++)
+        assert_true(all[x].right);
+    /* A pointer of the other device. */
+    norm_linear_case c = linear_case(HEDDLE_BF16, 3);
+    norm_linear_problem far = norm_linear_new(&c);
+    enter_device(1);
+    norm_linear_problem p = norm_linear_new(&c);
+    space s = space_new(&p, NULL);
+    heddle_norm_linear_data data = norm_linear_data(&p, false);
+    data.w = far.t[N_W].block;
+    assert_int_equal(heddle_norm_linear_forward(&p.a, &data, s.p[0], s.bytes[0], NULL), HEDDLE_WRONG_DEVICE);
+    assert_non_null(strstr(heddle_last_message(), "device 1"));
+    norm_linear_run(&p, HEDDLE_FORWARD);
+    space_free(&s);
+    norm_linear_free(&p);
+    enter_device(0);
+    norm_linear_free(&far);
+}
+
 /* In a process of its own: somebody else's kernel writes where it must not; from then on the context is lost. */
 static int broken_context(void) {
     static const char ptx[] = ".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry astray() {\n"
@@ -365,10 +428,15 @@ int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "broken"))
         return broken_context();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_graph_norm_linear),      cmocka_unit_test(test_graph_attention),
-        cmocka_unit_test(test_host_pointer),           cmocka_unit_test(test_foreign_stream),
-        cmocka_unit_test(test_thread_without_context), cmocka_unit_test(test_broken_context),
-        cmocka_unit_test(test_large_strides),          cmocka_unit_test(test_host_cost),
+        cmocka_unit_test(test_graph_norm_linear),
+        cmocka_unit_test(test_graph_attention),
+        cmocka_unit_test(test_host_pointer),
+        cmocka_unit_test(test_foreign_stream),
+        cmocka_unit_test(test_thread_without_context),
+        cmocka_unit_test(test_several_devices),
+        cmocka_unit_test(test_broken_context),
+        cmocka_unit_test(test_large_strides),
+        cmocka_unit_test(test_host_cost),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }
