@@ -115,7 +115,7 @@ HEDDLE_API heddle_status heddle_device_available(heddle_device device, char *why
 /* What the device is, in words ("cpu: avx512, 2 threads"), into text[n]. Status and limits as above. */
 HEDDLE_API heddle_status heddle_device_describe(heddle_device device, char *text, size_t n);
 
-/* The instruction set that the CPU backend uses: "baseline", "avx2", "avx512", "avx512bf16", "amx" (for bfloat16;
+/* The instruction set that the CPU backend uses: "baseline", "avx2", "avx512", "avx512bf16", "amx" (both for bfloat16;
  * other types get avx512's), "neon". It is the best that the processor has, or the one named by the environment variable
  * HEDDLE_CPU when the first call is made, if the processor has it. */
 HEDDLE_API const char *heddle_cpu_isa(void);

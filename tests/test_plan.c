@@ -183,18 +183,23 @@ static void test_kernel_names(void **state) {
         for (int pass = 0; pass < 2; pass++) {
             char name[64] = "", other[64] = "", cut[5] = "....";
             heddle_attention a = attention_desc(dtypes[x], 1, 2, 0, 64, 64, 64, 0);
-            heddle_norm_linear b = norm_linear_desc(dtypes[x], HEDDLE_LAYER_NORM, 8, 16, 24);
+            heddle_norm_linear b = norm_linear_desc(dtypes[x], HEDDLE_LAYER_NORM, 8, 64, 24);
             assert_int_equal(heddle_attention_kernel(&a, (heddle_pass)pass, name, sizeof name), HEDDLE_OK);
             assert_int_equal(heddle_norm_linear_kernel(&b, (heddle_pass)pass, other, sizeof other), HEDDLE_OK);
             assert_int_equal(strncmp(name, "heddle_attention_", 17), 0);
             assert_int_equal(strncmp(other, "heddle_norm_linear_", 19), 0);
             if (test_device() == HEDDLE_CPU) {
-                /* AMX is for bfloat16; the other types have AVX-512's kernels. */
+                /* Two are for bfloat16; the other types, and norm-linear with few results, have AVX-512's kernels. */
                 const char *isa = heddle_cpu_isa();
-                if (dtypes[x] != HEDDLE_BF16 && !strcmp(isa, "amx"))
-                    isa = "avx512";
+                const bool of_bf16 = !strcmp(isa, "amx") || !strcmp(isa, "avx512bf16");
+                const char *plain = of_bf16 ? "_avx512" : isa;
+                if (dtypes[x] != HEDDLE_BF16)
+                    isa = plain;
                 assert_non_null(strstr(name, isa));
                 assert_non_null(strstr(other, isa));
+                b.k = 63;
+                assert_int_equal(heddle_norm_linear_kernel(&b, (heddle_pass)pass, other, sizeof other), HEDDLE_OK);
+                assert_string_equal(other + strlen(other) - strlen(plain), plain);
             }
             assert_int_equal(heddle_attention_kernel(&a, (heddle_pass)pass, cut, sizeof cut), HEDDLE_OK);
             assert_string_equal(cut, "hedd");

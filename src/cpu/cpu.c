@@ -134,9 +134,17 @@ static int threads_for(double multiply_adds) {
 #endif
 }
 
-static const cpu_kernels *kernels_for(heddle_dtype type) {
+static const cpu_kernels *kernels_for(heddle_dtype type, bool few) {
     const cpu_kernels *k = kernels();
-    return type != HEDDLE_BF16 && k->others ? k->others : k;
+    return k->others && (type != HEDDLE_BF16 || few) ? k->others : k;
+}
+
+static const cpu_kernels *attention_kernels(const attention_plan *plan) {
+    return kernels_for(plan->a.dtype, false);
+}
+
+static const cpu_kernels *norm_linear_kernels(const norm_linear_plan *plan) {
+    return kernels_for(plan->a.dtype, few_results(&plan->a));
 }
 
 static heddle_status available(void) {
@@ -151,13 +159,13 @@ static void describe(char *text, size_t n) {
 static heddle_status plan_attention(attention_plan *plan) {
     const heddle_attention *a = &plan->a;
     plan->threads = threads_for((double)a->b * (double)a->h * (double)a->sq * (double)a->sk * (double)(a->d + a->dv));
-    kernels_for(plan->a.dtype)->plan_attention(plan);
+    attention_kernels(plan)->plan_attention(plan);
     return HEDDLE_OK;
 }
 
 static heddle_status plan_norm_linear(norm_linear_plan *plan) {
     plan->threads = threads_for((double)plan->a.m * (double)plan->a.n * (double)plan->a.k);
-    kernels_for(plan->a.dtype)->plan_norm_linear(plan);
+    norm_linear_kernels(plan)->plan_norm_linear(plan);
     return HEDDLE_OK;
 }
 
@@ -165,9 +173,9 @@ static heddle_status run_attention(const attention_plan *plan, const heddle_atte
                                    void *stream) {
     (void)stream;
     if (plan->pass == HEDDLE_FORWARD)
-        kernels_for(plan->a.dtype)->attention_forward(plan, data, workspace);
+        attention_kernels(plan)->attention_forward(plan, data, workspace);
     else
-        kernels_for(plan->a.dtype)->attention_backward(plan, data, workspace);
+        attention_kernels(plan)->attention_backward(plan, data, workspace);
     return HEDDLE_OK;
 }
 
@@ -175,9 +183,9 @@ static heddle_status run_norm_linear(const norm_linear_plan *plan, const heddle_
                                      void *stream) {
     (void)stream;
     if (plan->pass == HEDDLE_FORWARD)
-        kernels_for(plan->a.dtype)->norm_linear_forward(plan, data, workspace);
+        norm_linear_kernels(plan)->norm_linear_forward(plan, data, workspace);
     else
-        kernels_for(plan->a.dtype)->norm_linear_backward(plan, data, workspace);
+        norm_linear_kernels(plan)->norm_linear_backward(plan, data, workspace);
     return HEDDLE_OK;
 }
 

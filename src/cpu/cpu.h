@@ -5,9 +5,11 @@
 
 #include "../plan.h"
 
+#include <stdbool.h>
+
 typedef struct cpu_kernels {
     const char *isa;
-    const struct cpu_kernels *others; /* for what is not bfloat16, unless NULL */
+    const struct cpu_kernels *others; /* for what is not bfloat16 or has few results, unless NULL */
     /* Choose tiles (never by the number of threads: the bits must not depend on it) and compute the workspace. */
     void (*plan_attention)(attention_plan *plan);
     void (*plan_norm_linear)(norm_linear_plan *plan);
@@ -16,6 +18,12 @@ typedef struct cpu_kernels {
     void (*norm_linear_forward)(const norm_linear_plan *plan, const heddle_norm_linear_data *t, void *workspace);
     void (*norm_linear_backward)(const norm_linear_plan *plan, const heddle_norm_linear_data *t, void *workspace);
 } cpu_kernels;
+
+/* Of a tensor with few elements the largest error is a matter of luck: a chain of additions as long as the plain computation's, or
+ * operands rounded as often, would now and then leave twice its error. Then chains are short, and bfloat16 is widened. */
+static inline bool few_results(const heddle_norm_linear *a) {
+    return a->k < 64 || a->m * a->n < 64;
+}
 
 extern const cpu_kernels heddle__cpu_baseline, heddle__cpu_avx2, heddle__cpu_avx512, heddle__cpu_avx512bf16,
     heddle__cpu_amx, heddle__cpu_neon;

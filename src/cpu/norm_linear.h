@@ -26,7 +26,7 @@ typedef struct norm_space {
 
 static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm_linear_data *t, carver *w) {
     const heddle_norm_linear *a = &plan->a;
-    norm_call c = {.a = a, .t = t, .type = (int)a->dtype};
+    norm_call c = {.a = a, .t = t, .type = (int)a->dtype, .chain = plan->tile_k};
     c.k_panels = (a->k + PANEL - 1) / PANEL;
     c.n_panels = (a->n + PANEL - 1) / PANEL;
     c.row_panels = (a->n + VL - 1) / VL;
@@ -55,8 +55,9 @@ static norm_space carve_norm_space(const norm_linear_plan *plan, carver *w) {
     return s;
 }
 
-INLINE float sum_lanes(vf x) {
-    float r = 0;
+/* In double: the deviation of a short row is a few additions, and each float of them would be seen. */
+INLINE double sum_lanes(vf x) {
+    double r = 0;
     for (int l = 0; l < VL; l++)
         r += x[l];
     return r;
@@ -69,8 +70,9 @@ INLINE float sum_lanes(vf x) {
 static void row_statistics(const norm_call *c, int64_t row, float *buffer) {
     const int64_t k = c->a->k;
     widen_row(c->type, row_of(c->t->x, row, c->a->x_stride, c->type), k, 1, buffer);
-    const float inverse = 1 / (float)k;
-    float mean = 0, rest = 0;
+    const double inverse = 1 / (double)k;
+    float mean = 0;
+    double rest = 0;
     if (c->a->norm == HEDDLE_LAYER_NORM) {
         vf sum = splat(0);
         for (int64_t e = 0; e < k; e += VL) {
@@ -80,7 +82,7 @@ static void row_statistics(const norm_call *c, int64_t row, float *buffer) {
                     x[l] = 0;
             sum += x;
         }
-        mean = buffer[0] + sum_lanes(sum) * inverse;
+        mean = (float)(buffer[0] + sum_lanes(sum) * inverse);
     }
     vf squares = splat(0), sum = splat(0);
     for (int64_t e = 0; e < k; e += VL) {
@@ -93,9 +95,8 @@ static void row_statistics(const norm_call *c, int64_t row, float *buffer) {
     }
     if (c->a->norm == HEDDLE_LAYER_NORM)
         rest = sum_lanes(sum) * inverse; /* what rounding left of the mean */
-    float variance = sum_lanes(squares) * inverse - rest * rest;
-    c->mean[row] = mean + rest;
-    c->rstd[row] = (float)(1 / sqrt((double)variance + c->a->eps));
+    c->mean[row] = (float)(mean + rest);
+    c->rstd[row] = (float)(1 / sqrt(sum_lanes(squares) * inverse - rest * rest + c->a->eps));
 }
 
 /* Statistics of all rows (or the caller's), gamma and beta as floats. Every thread of the team calls it. */
@@ -149,10 +150,10 @@ typedef struct product {
 
 /* C (+)= A·B for rows r .. r+BLOCK_ROWS-1 of a block and a few panels. */
 static void multiply_group(const norm_call *c, const product *g, int64_t r, int64_t rows, int64_t panels, float *out) {
-    for (int64_t x = 0; x < g->depth; x += DEPTH)
+    for (int64_t x = 0; x < g->depth; x += c->chain)
         for (int64_t p = 0; p < panels; p++)
             multiply_panels(c, vectors_of(g->columns - p * PANEL), min64(BLOCK_ROWS, rows - r), x,
-                            min64(DEPTH, g->depth - x), g->a + r / VL * g->a_next, g->a_next, g->b + p * g->b_next,
+                            min64(c->chain, g->depth - x), g->a + r / VL * g->a_next, g->a_next, g->b + p * g->b_next,
                             out + p * g->c_next, g->c_stride, g->add || x > 0,
                             next_share(c, g->next + p * g->b_next, g->depth, x, r, rows));
 }
@@ -223,7 +224,8 @@ static void norm_linear_forward(const norm_linear_plan *plan, const heddle_norm_
 
 static void dx_row(const norm_call *c, int64_t row, float *g, float *xhat) {
     const heddle_norm_linear *a = c->a;
-    const float mean = c->mean[row], rstd = c->rstd[row], inverse = 1 / (float)a->k;
+    const float mean = c->mean[row], rstd = c->rstd[row];
+    const double inverse = 1 / (double)a->k;
     widen_row(c->type, row_of(c->t->x, row, a->x_stride, c->type), a->k, 1, xhat);
     vf s1 = splat(0), s2 = splat(0);
     for (int64_t e = 0; e < a->k; e += VL) {
@@ -236,7 +238,8 @@ static void dx_row(const norm_call *c, int64_t row, float *g, float *xhat) {
         s1 += t;
         s2 += t * x;
     }
-    const float c1 = a->norm == HEDDLE_RMS_NORM ? 0 : sum_lanes(s1) * inverse, c2 = sum_lanes(s2) * inverse;
+    const float c1 = a->norm == HEDDLE_RMS_NORM ? 0 : (float)(sum_lanes(s1) * inverse);
+    const float c2 = (float)(sum_lanes(s2) * inverse);
     for (int64_t e = 0; e < a->k; e += VL)
         store(g + e, rstd * (load(g + e) - c1 - load(xhat + e) * c2));
     narrow_row(c->type, g, a->k, 1, (char *)c->t->dx + row * a->dx_stride * element_size(c->type));
@@ -338,7 +341,7 @@ static void finish_weights(const norm_call *c, int64_t panel) {
         }
         if (c->t->dw)
             narrow_row(c->type, dw, columns, 1, (char *)c->t->dw + (r * a->dw_stride + k0) * element_size(c->type));
-        if (r % 64 == 63) {
+        if (r % SUM_ROWS == SUM_ROWS - 1) {
             flush_sums(&dgamma);
             flush_sums(&dbeta);
         }
@@ -416,7 +419,7 @@ static void plan_norm_linear(norm_linear_plan *plan) {
     int64_t blocks = (a->m + plan->tile_m - 1) / plan->tile_m, panels = (a->n + PANEL - 1) / PANEL;
     int64_t groups = clamp64(4 * plan->threads / max64(1, blocks), 1, panels);
     plan->tile_n = (panels + groups - 1) / groups;
-    plan->tile_k = DEPTH;
+    plan->tile_k = few_results(a) ? SHORT_CHAIN : DEPTH;
     carver shared = {0}, each = {0};
     carve_norm_call(plan, NULL, &shared);
     carve_norm_space(plan, &each);

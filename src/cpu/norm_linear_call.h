@@ -19,6 +19,7 @@ typedef struct norm_call {
     const heddle_norm_linear_data *t;
     int type;
     bool streams;                      /* y is so large that it goes to memory past the caches */
+    int64_t chain;                     /* sum indices whose products are added up one after the other */
     int64_t k_panels, n_panels, k_pad; /* panels of PANEL columns */
     int64_t row_panels;                /* of n in panels of VL */
     float *mean, *rstd, *gamma, *beta; /* float copies; gamma and beta padded with zeros */
@@ -26,6 +27,9 @@ typedef struct norm_call {
     float *sums, *dbias;               /* backward: G in panels [n][PANEL], [row_panels·VL] */
     float *x_panels, *dy_panels;       /* backward: a chunk of rows */
 } norm_call;
+
+#define SHORT_CHAIN 128 /* where there are few results */
+#define SUM_ROWS 64     /* of a column that are added up one after the other; then such sums are */
 
 INLINE const char *row_of(const void *p, int64_t row, int64_t stride, int type) {
     return element_at(p, row * stride, type);

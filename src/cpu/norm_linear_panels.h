@@ -75,10 +75,10 @@ static void multiply_panels(const norm_call *c, int vectors, int64_t rows, int64
                        add, later);
 }
 
-/* For the products of rows r .. r+BLOCK_ROWS-1 of a block with DEPTH of a panel's `depth` sum indices, from x on: their share of
+/* For the products of rows r .. r+BLOCK_ROWS-1 of a block with c->chain of a panel's `depth` sum indices, from x on: their share of
  * the next panel. */
 INLINE gemm_ahead next_share(const norm_call *c, const float *next, int64_t depth, int64_t x, int64_t r, int64_t rows) {
-    const int64_t at = PANEL * (uses_pairs(c) ? x / 2 : x), now = min64(DEPTH, depth - x);
+    const int64_t at = PANEL * (uses_pairs(c) ? x / 2 : x), now = min64(c->chain, depth - x);
     const int64_t floats = PANEL * (uses_pairs(c) ? (now + 1) / 2 : now);
     return share_of(next + at, floats, r / VL, (rows + VL - 1) / VL,
                     floats / PANEL * ((VL + GEMM_ROWS_3 - 1) / GEMM_ROWS_3));
@@ -196,9 +196,10 @@ static void pack_xhat(const norm_call *c, int64_t first, int64_t rows, int64_t p
 static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t panel) {
     const int64_t n0 = panel * VL, columns = min64(DY_PANELS * VL, c->a->n - n0), bytes = element_size(c->type);
     vf sum[DY_PANELS];
-    for (int64_t x = 0; x * VL < columns; x++)
-        sum[x] = first ? load(c->dbias + n0 + x * VL) : splat(0);
     for (int64_t r = 0; r < rows; r++) {
+        if (r % SUM_ROWS == 0)
+            for (int64_t x = 0; x * VL < columns; x++)
+                sum[x] = splat(0);
         const char *in = element_at(c->t->dy, (first + r) * c->a->dy_stride + n0, c->type);
         prefetch_ahead(in, c->a->dy_stride * bytes, columns * bytes);
         for (int64_t x = 0; x * VL < columns; x++) {
@@ -206,11 +207,14 @@ static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t pan
             widen_row(c->type, in + x * VL * bytes, min64(VL, columns - x * VL), 1, out);
             sum[x] += load(out);
         }
+        if (r % SUM_ROWS == SUM_ROWS - 1 || r + 1 == rows)
+            for (int64_t x = 0; x * VL < columns; x++) {
+                float *dbias = c->dbias + n0 + x * VL;
+                store(dbias, first + r < SUM_ROWS ? sum[x] : load(dbias) + sum[x]);
+            }
     }
-    for (int64_t x = 0; x * VL < columns; x++) {
-        store(c->dbias + n0 + x * VL, sum[x]);
+    for (int64_t x = 0; x * VL < columns; x++)
         make_pairs(c, c->dy_panels + (panel + x) * rows * VL, rows, VL);
-    }
 }
 
 #endif

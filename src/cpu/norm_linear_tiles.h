@@ -53,8 +53,7 @@ INLINE void multiply_panels(const norm_call *c, int vectors, int64_t rows, int64
 }
 
 INLINE gemm_ahead next_share(const norm_call *c, const float *next, int64_t depth, int64_t x, int64_t r, int64_t rows) {
-    (void)c;
-    const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, now = min64(DEPTH, depth - x);
+    const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, now = min64(c->chain, depth - x);
     return share_of(next + x / 2 * PANEL, b_panel(now), r / BLOCK_ROWS, blocks, tile_depths(now));
 }
 
@@ -165,7 +164,7 @@ static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t pan
                 __builtin_prefetch(in + (TILE_DEPTH + y) * bytes + x);
         for (int64_t x = 0; x * VL < columns; x++) {
             float *sums = c->dbias + n0 + x * VL;
-            vf sum = first + r ? load(sums) : splat(0), t[VL];
+            vf sum = splat(0), t[VL];
             for (int y = 0; y < VL; y++) {
                 const char *p = in + 2 * y * bytes + x * VL * 2;
                 const vu even = load_16(p, r + 2 * y < rows ? columns - x * VL : 0);
@@ -174,7 +173,7 @@ static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t pan
                 sum += (vf)(even << 16);
                 sum += (vf)(odd << 16);
             }
-            store(sums, sum);
+            store(sums, first + r ? load(sums) + sum : sum);
             transpose(t);
             float *out = c->dy_panels + (panel + x) * a_panel(rows) + r / 2 * VL;
             for (int y = 0; y < VL; y++)
