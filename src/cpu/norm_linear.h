@@ -41,7 +41,6 @@ static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm
     c.sums = carve_floats(w, backward ? c.row_panels * VL * c.k_pad : 0);
     c.dbias = carve_floats(w, backward ? c.row_panels * VL : 0);
     c.x_panels = carve_floats(w, backward ? c.k_panels * b_panel(min64(CHUNK_M, a->m)) : 0);
-    c.dy_panels = carve_floats(w, backward ? c.row_panels * a_panel(min64(CHUNK_M, a->m)) : 0);
     return c;
 }
 
@@ -49,7 +48,9 @@ static norm_space carve_norm_space(const norm_linear_plan *plan, carver *w) {
     bool backward = plan->pass == HEDDLE_BACKWARD;
     int64_t k_pad = (plan->a.k + PANEL - 1) / PANEL * PANEL;
     norm_space s;
-    s.a = carve_floats(w, plan->tile_m / VL * a_panel(backward ? min64(plan->a.n, SLICE) : plan->a.k));
+    const int64_t of_dy = DY_TOGETHER * a_panel(min64(plan->a.m, CHUNK_M));
+    const int64_t of_rows = plan->tile_m / VL * a_panel(backward ? min64(plan->a.n, SLICE) : plan->a.k);
+    s.a = carve_floats(w, backward ? max64(of_rows, of_dy) : of_rows);
     s.c = carve_floats(w, backward ? plan->tile_m * k_pad : BLOCK_ROWS * GROUP * PANEL);
     s.row = carve_floats(w, k_pad);
     return s;
@@ -130,7 +131,7 @@ INLINE float *sums_of(const norm_call *c, int64_t panel) {
     return c->sums + panel * c->row_panels * VL * PANEL;
 }
 
-/* Asks for rows that will soon be written, so that the stores need not wait for the lines. */
+/* Asks for rows that will soon be written (or read and written), so that stores and loads need not wait for the lines. */
 INLINE void prefetch_rows(const char *p, int64_t rows, int64_t row_bytes, int64_t bytes) {
     for (int64_t r = 0; r < rows; r++, p += row_bytes)
         for (int64_t x = 0; x < bytes; x += 64)
@@ -261,8 +262,12 @@ static void add_slice(const norm_call *c, const norm_space *s, int64_t first, in
                            .depth = depth,
                            .columns = c->a->k - p * PANEL,
                            .add = x > 0};
-        for (int64_t r = 0; r < rows; r += BLOCK_ROWS)
-            multiply_group(c, &g, r, rows, panels, s->c + r * c->k_pad + p * PANEL);
+        for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
+            float *out = s->c + r * c->k_pad + p * PANEL;
+            if (GROUP == 1 && x > 0)
+                prefetch_rows((const char *)out, min64(BLOCK_ROWS, rows - r), c->k_pad * 4, 4 * PANEL * panels);
+            multiply_group(c, &g, r, rows, panels, out);
+        }
     }
 }
 
@@ -273,12 +278,13 @@ static void dx_task(const norm_call *c, const norm_space *s, int64_t first, int6
         dx_row(c, first + r, s->c + r * c->k_pad, s->row);
 }
 
-/* G += dyᵀ·xhat over one chunk of rows, for the rows of G from row panel r0 to r1 and a few panels of its columns from kp on. */
-static void add_to_sums(const norm_call *c, int64_t rows, int64_t r0, int64_t r1, int64_t kp, int64_t panels,
-                        bool add) {
+/* G += dyᵀ·xhat over one chunk of rows, for the rows of G from row panel r0 to r1 (those of dyᵀ are packed) and a few panels of its
+ * columns from kp on. */
+static void add_to_sums(const norm_call *c, const float *dy, int64_t rows, int64_t r0, int64_t r1, int64_t kp,
+                        int64_t panels, bool add) {
     const int64_t g_rows = min64(r1 * VL, c->a->n) - r0 * VL;
     const float *x = c->x_panels + kp * b_panel(rows);
-    const product g = {.a = c->dy_panels + r0 * a_panel(rows),
+    const product g = {.a = dy,
                        .a_next = a_panel(rows),
                        .b = x,
                        .next = x + panels * b_panel(rows),
@@ -288,28 +294,31 @@ static void add_to_sums(const norm_call *c, int64_t rows, int64_t r0, int64_t r1
                        .depth = rows,
                        .columns = c->a->k - kp * PANEL,
                        .add = add};
-    for (int64_t r = 0; r < g_rows; r += BLOCK_ROWS)
-        multiply_group(c, &g, r, g_rows, panels, sums_of(c, kp) + (r0 * VL + r) * PANEL);
+    for (int64_t r = 0; r < g_rows; r += BLOCK_ROWS) {
+        float *sums = sums_of(c, kp) + (r0 * VL + r) * PANEL;
+        if (GROUP == 1)
+            prefetch_rows((const char *)sums, 1, 0, 4 * PANEL * min64(BLOCK_ROWS, g_rows - r));
+        multiply_group(c, &g, r, g_rows, panels, sums);
+    }
 }
 
 /* G += dyᵀ·xhat over one chunk of rows. Every thread of the team calls it. */
-static void add_chunk(const norm_call *c, int64_t threads, int64_t first, int64_t rows) {
+static void add_chunk(const norm_call *c, const norm_space *s, int64_t threads, int64_t first, int64_t rows) {
 #pragma omp for schedule(dynamic)
     for (int64_t p = 0; p < c->k_panels; p++)
         pack_xhat(c, first, rows, p);
-#pragma omp for schedule(dynamic)
-    for (int64_t p = 0; p < c->row_panels; p += DY_PANELS)
-        pack_dy(c, first, rows, p);
     /* A few row panels of dy stay in the second-level cache while all of xhat streams past them. */
-    const int64_t wanted = 4 * threads, per_task = clamp64((c->row_panels + wanted - 1) / wanted, 1, DY_TOGETHER);
+    const int64_t wanted = threads > 1 ? 4 * threads : 1,
+                  per_task = clamp64((c->row_panels + wanted - 1) / wanted, 1, DY_TOGETHER);
     const int64_t groups = (c->row_panels + per_task - 1) / per_task;
     const int64_t divisions = clamp64((wanted + groups - 1) / groups, 1, c->k_panels);
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < groups * divisions; task++) {
         const int64_t r0 = task / divisions * per_task, r1 = min64(c->row_panels, r0 + per_task), x = task % divisions;
         const int64_t end = c->k_panels * (x + 1) / divisions;
+        pack_dy(c, first, rows, r0, r1 - r0, x == 0, s->a);
         for (int64_t kp = c->k_panels * x / divisions; kp < end; kp += GROUP)
-            add_to_sums(c, rows, r0, r1, kp, min64(GROUP, end - kp), first > 0);
+            add_to_sums(c, s->a, rows, r0, r1, kp, min64(GROUP, end - kp), first > 0);
     }
 }
 
@@ -328,7 +337,7 @@ INLINE void flush_sums(column_sums *s) {
 /* dw, dgamma and dbeta of one panel of columns. */
 static void finish_weights(const norm_call *c, int64_t panel) {
     const heddle_norm_linear *a = c->a;
-    const int64_t k0 = panel * PANEL, columns = min64(PANEL, a->k - k0);
+    const int64_t k0 = panel * PANEL, columns = min64(PANEL, a->k - k0), bytes = element_size(c->type);
     column_sums dgamma = {{0}, {0}}, dbeta = {{0}, {0}};
     float dw[PANEL];
     for (int64_t r = 0; r < a->n; r++) {
@@ -339,8 +348,11 @@ static void finish_weights(const norm_call *c, int64_t panel) {
             store(dbeta.part + x, load(dbeta.part + x) + w * c->dbias[r]);
             store(dw + x, load(g + x) * load(c->gamma + k0 + x) + c->dbias[r] * load(c->beta + k0 + x));
         }
-        if (c->t->dw)
-            narrow_row(c->type, dw, columns, 1, (char *)c->t->dw + (r * a->dw_stride + k0) * element_size(c->type));
+        if (c->t->dw) {
+            char *out = (char *)c->t->dw + (r * a->dw_stride + k0) * bytes;
+            prefetch_rows(out + 8 * a->dw_stride * bytes, 1, 0, columns * bytes);
+            narrow_row(c->type, dw, columns, 1, out);
+        }
         if (r % SUM_ROWS == SUM_ROWS - 1) {
             flush_sums(&dgamma);
             flush_sums(&dbeta);
@@ -381,7 +393,7 @@ static void norm_linear_backward(const norm_linear_plan *plan, const heddle_norm
         }
         if (weights) {
             for (int64_t first = 0; first < a->m; first += CHUNK_M)
-                add_chunk(&c, plan->threads, first, min64(CHUNK_M, a->m - first));
+                add_chunk(&c, &s, plan->threads, first, min64(CHUNK_M, a->m - first));
 #pragma omp for schedule(dynamic)
             for (int64_t p = 0; p < c.k_panels; p++)
                 finish_weights(&c, p);
@@ -419,7 +431,7 @@ static void plan_norm_linear(norm_linear_plan *plan) {
     int64_t blocks = (a->m + plan->tile_m - 1) / plan->tile_m, panels = (a->n + PANEL - 1) / PANEL;
     int64_t groups = clamp64(4 * plan->threads / max64(1, blocks), 1, panels);
     plan->tile_n = (panels + groups - 1) / groups;
-    plan->tile_k = few_results(a) ? SHORT_CHAIN : DEPTH;
+    plan->tile_k = few_results(a) ? SHORT_CHAIN : backward ? DEPTH_BACK : DEPTH;
     carver shared = {0}, each = {0};
     carve_norm_call(plan, NULL, &shared);
     carve_norm_space(plan, &each);

@@ -25,7 +25,7 @@ typedef struct norm_call {
     float *mean, *rstd, *gamma, *beta; /* float copies; gamma and beta padded with zeros */
     float *w;                          /* panels of W or Wᵀ */
     float *sums, *dbias;               /* backward: G in panels [n][PANEL], [row_panels·VL] */
-    float *x_panels, *dy_panels;       /* backward: a chunk of rows */
+    float *x_panels;                   /* backward: a chunk of rows */
 } norm_call;
 
 #define SHORT_CHAIN 128 /* where there are few results */

@@ -7,11 +7,12 @@
 #include "norm_linear_call.h"
 
 #define DEPTH 1024     /* sum indices per product: a panel of B then stays in the second-level cache */
-#define SLICE 512      /* the same for dx, where a slice of dy for a whole block of rows stays there, too */
-#define CHUNK_M 512    /* rows of x and dy that are packed at a time for dw */
-#define BLOCK_ROWS VL  /* that a product takes at a time */
-#define DY_TOGETHER 16 /* panels of dy that stay in the second-level cache while xhat streams past them */
-#define GROUP 1        /* panels of W that a block of rows meets before its y is written */
+#define DEPTH_BACK 512 /* the same backward, where shorter sums, which round less, cost only 0.3% of the time */
+#define SLICE 1536 /* the same for dx, where a slice of dy for a whole block of rows stays in the second-level cache */
+#define CHUNK_M 1024  /* rows of x and dy that are packed at a time for dw */
+#define BLOCK_ROWS VL /* that a product takes at a time */
+#define DY_TOGETHER 6 /* panels of dy that stay in the second-level cache while xhat streams past them */
+#define GROUP 1       /* panels of W that a block of rows meets before its y is written */
 
 /* Floats that VL rows of A and PANEL columns of B take. */
 INLINE int64_t a_panel(int64_t depth) {
@@ -48,17 +49,51 @@ INLINE bool uses_pairs(const norm_call *c) {
 #define gemm_pairs gemm_streaming /* never called */
 #endif
 
-/* [depth][width] floats -> [(depth + 1)/2][width] pairs of bfloat16, the even index in the low half; in place. */
-static void make_pairs(const norm_call *c, float *panel, int64_t depth, int64_t width) {
-    if (!uses_pairs(c))
+/* The first n <= VL bfloat16 at p in the low halves, zeros behind them. */
+INLINE vu load_low(const char *p, int64_t n) {
+    const vh halves = n >= VL ? (vh) * (const vh_unaligned *)p : load_halves(p, n);
+    return __builtin_convertvector(halves, vu);
+}
+
+/* The first n <= 2·VL bfloat16 at p as pairs, zeros behind them. */
+INLINE vf load_pairs(const char *p, int64_t n) {
+    if (n >= 2 * VL)
+        return (vf) * (const vu_unaligned *)p;
+    uint16_t copy[2 * VL] = {0};
+    memcpy(copy, p, (size_t)n * 2);
+    vf r;
+    memcpy(&r, copy, sizeof r);
+    return r;
+}
+
+/* pack_transposed() that makes pairs: each 32 bits of a row are one already. `count` is at most VL. */
+INLINE void pack_pairs_transposed(const void *const *rows, int64_t first, int64_t count, int64_t n, float *out,
+                                  int64_t stride) {
+    for (int64_t e0 = 0; e0 < n; e0 += 2 * VL) {
+        vf t[VL];
+        for (int l = 0; l < VL; l++)
+            t[l] = l < count ? load_pairs((const char *)rows[l] + (first + e0) * 2, n - e0) : splat(0);
+        transpose(t);
+        for (int e = 0; e < VL && e0 + 2 * e < n; e++)
+            store(out + (e0 / 2 + e) * stride, t[e]);
+    }
+}
+
+/* `count` rows of `n` elements, from element `first` on: [n][width] floats, or pairs of them. */
+static void pack_columns(const norm_call *c, const void *const *rows, int64_t first, int64_t count, int64_t n,
+                         float *out, int64_t width) {
+    if (!uses_pairs(c)) {
+        pack_transposed(c->type, rows, first, count, n, 1, out, width);
         return;
-    for (int64_t x = 0; x < depth; x += 2)
-        for (int64_t w = 0; w < width; w += VL) {
-            const float *p = panel + x * width + w;
-            const vu low = __builtin_convertvector(bf16_narrow(load(p)), vu);
-            const vu high = __builtin_convertvector(bf16_narrow(x + 1 < depth ? load(p + width) : splat(0)), vu);
-            store(panel + x / 2 * width + w, (vf)(low | high << 16));
-        }
+    }
+    for (int64_t l = 0; l < count; l += VL)
+        pack_pairs_transposed(rows + l, first, count - l, n, out + l, width);
+}
+
+/* even[l] | odd[l] << 16, both rounded to bfloat16. */
+INLINE vf pair_of(vf even, vf odd) {
+    const vu low = __builtin_convertvector(bf16_narrow(even), vu), high = __builtin_convertvector(bf16_narrow(odd), vu);
+    return (vf)(low | high << 16);
 }
 
 /* C (+)= A·B over sum indices first .. first+depth-1 of two panels, up to BLOCK_ROWS rows; `first` is a multiple of 32. Panels of
@@ -122,8 +157,23 @@ static void pack_w_transposed(const norm_call *c, int64_t panel) {
     int64_t count = min64(PANEL, c->a->n - panel * PANEL);
     for (int64_t x = 0; x < count; x++)
         rows[x] = row_of(c->t->w, panel * PANEL + x, c->a->w_stride, c->type);
-    pack_transposed(c->type, rows, 0, count, c->a->k, 1, c->w + panel * PANEL * c->a->k, PANEL);
-    make_pairs(c, c->w + panel * PANEL * c->a->k, c->a->k, PANEL);
+    pack_columns(c, rows, 0, count, c->a->k, c->w + panel * PANEL * c->a->k, PANEL);
+}
+
+INLINE vf z_of(const norm_call *c, vf mean, vf rstd, const float *x, int64_t e) {
+    return (load(x + e * VL) - mean) * rstd * c->gamma[e] + c->beta[e];
+}
+
+/* VL rows of x, [k][VL], to z, in place; or to pairs of it. */
+static void normalise(const norm_call *c, vf mean, vf rstd, float *x) {
+    const int64_t k = c->a->k;
+    if (uses_pairs(c))
+        for (int64_t e = 0; e < k; e += 2)
+            store(x + e / 2 * VL,
+                  pair_of(z_of(c, mean, rstd, x, e), e + 1 < k ? z_of(c, mean, rstd, x, e + 1) : splat(0)));
+    else
+        for (int64_t e = 0; e < k; e++)
+            store(x + e * VL, z_of(c, mean, rstd, x, e));
 }
 
 /* Rows first .. first+count-1 of x, normalised, as panels [k][VL]. */
@@ -135,20 +185,26 @@ static void pack_z(const norm_call *c, int64_t first, int64_t count, float *out)
         for (int64_t x = 0; x < lanes_used; x++)
             rows[x] = row_of(c->t->x, first + p + x, c->a->x_stride, c->type);
         pack_transposed(c->type, rows, 0, lanes_used, k, 1, out, VL);
-        const vf mean = load(c->mean + first + p), rstd = load(c->rstd + first + p);
-        for (int64_t e = 0; e < k; e++)
-            store(out + e * VL, (load(out + e * VL) - mean) * rstd * c->gamma[e] + c->beta[e]);
-        make_pairs(c, out, k, VL);
+        normalise(c, load(c->mean + first + p), load(c->rstd + first + p), out);
     }
 }
 
 /* Panel of PANEL columns of W: [n][PANEL]. */
 static void pack_w(const norm_call *c, int64_t panel) {
-    int64_t columns = min64(PANEL, c->a->k - panel * PANEL);
-    for (int64_t r = 0; r < c->a->n; r++)
-        widen_row(c->type, element_at(c->t->w, r * c->a->w_stride + panel * PANEL, c->type), columns, 1,
-                  c->w + (panel * c->a->n + r) * PANEL);
-    make_pairs(c, c->w + panel * c->a->n * PANEL, c->a->n, PANEL);
+    const int64_t n = c->a->n, k0 = panel * PANEL, columns = min64(PANEL, c->a->k - k0), bytes = c->a->w_stride * 2;
+    if (!uses_pairs(c)) {
+        for (int64_t r = 0; r < n; r++)
+            widen_row(c->type, element_at(c->t->w, r * c->a->w_stride + k0, c->type), columns, 1,
+                      c->w + (panel * n + r) * PANEL);
+        return;
+    }
+    for (int64_t r = 0; r < n; r += 2) {
+        const char *in = (const char *)c->t->w + r * bytes + k0 * 2;
+        for (int64_t x = 0; x < columns; x += VL) {
+            const vu odd = r + 1 < n ? load_low(in + bytes + x * 2, columns - x) : (vu){0};
+            store(c->w + (panel * n + r / 2) * PANEL + x, (vf)(load_low(in + x * 2, columns - x) | odd << 16));
+        }
+    }
 }
 
 /* Panel p of W from row x on; x is even. */
@@ -171,50 +227,77 @@ static void pack_dy_slice(const norm_call *c, int64_t first, int64_t rows, int64
         int64_t count = min64(VL, rows - r);
         for (int64_t y = 0; y < count; y++)
             p[y] = row_of(c->t->dy, first + r + y, c->a->dy_stride, c->type);
-        pack_transposed(c->type, p, x, count, depth, 1, out + r * depth, VL);
-        make_pairs(c, out + r * depth, depth, VL);
+        pack_columns(c, p, x, count, depth, out + r * depth, VL);
+    }
+}
+
+/* Rows r and r+1 of a chunk's xhat, as pairs. */
+INLINE void pack_xhat_pairs(const norm_call *c, int64_t row, bool two, const char *in, int64_t columns, float *out) {
+    const int64_t bytes = c->a->x_stride * 2;
+    for (int64_t x = 0; x < columns; x += VL) {
+        const vf even = (vf)(load_low(in + x * 2, columns - x) << 16);
+        const vf odd = two ? (vf)(load_low(in + bytes + x * 2, columns - x) << 16) : splat(0);
+        store(out + x,
+              pair_of((even - c->mean[row]) * c->rstd[row], two ? (odd - c->mean[row + 1]) * c->rstd[row + 1] : odd));
     }
 }
 
 /* xhat of a chunk of rows, panels [rows][PANEL] */
 static void pack_xhat(const norm_call *c, int64_t first, int64_t rows, int64_t panel) {
     const int64_t k0 = panel * PANEL, columns = min64(PANEL, c->a->k - k0), bytes = element_size(c->type);
-    for (int64_t r = 0; r < rows; r++) {
-        float *out = c->x_panels + (panel * rows + r) * PANEL;
+    const int64_t step = uses_pairs(c) ? 2 : 1;
+    for (int64_t r = 0; r < rows; r += step) {
+        float *out = c->x_panels + (panel * rows + r / step) * PANEL;
         const char *in = element_at(c->t->x, (first + r) * c->a->x_stride + k0, c->type);
-        prefetch_ahead(in, c->a->x_stride * bytes, columns * bytes);
+        for (int64_t y = 0; y < step; y++)
+            prefetch_ahead(in + y * c->a->x_stride * bytes, c->a->x_stride * bytes, columns * bytes);
+        if (uses_pairs(c)) {
+            pack_xhat_pairs(c, first + r, r + 1 < rows, in, columns, out);
+            continue;
+        }
         widen_row(c->type, in, columns, 1, out);
         for (int64_t x = 0; x < columns; x += VL)
             store(out + x, (load(out + x) - c->mean[first + r]) * c->rstd[first + r]);
     }
-    make_pairs(c, c->x_panels + panel * rows * PANEL, rows, PANEL);
 }
 
-#define DY_PANELS 8 /* packed together, so that more than one line of a row is read */
+/* Row r of columns n0 .. n0+VL-1 of the chunk's dy, and in pairs the next one, to `out`; sum and their elements. */
+INLINE vf pack_dy_vector(const norm_call *c, const char *in, int64_t rows_left, int64_t columns, vf sum, float *out) {
+    if (uses_pairs(c)) {
+        const vu even = load_low(in, columns);
+        const vu odd = rows_left > 1 ? load_low(in + c->a->dy_stride * 2, columns) : (vu){0};
+        store(out, (vf)(even | odd << 16));
+        return sum + (vf)(even << 16) + (vf)(odd << 16);
+    }
+    const vf x = c->type == HEDDLE_F32    ? load_some(HEDDLE_F32, in, columns)
+                 : c->type == HEDDLE_BF16 ? load_some(HEDDLE_BF16, in, columns)
+                                          : load_some(HEDDLE_F16, in, columns);
+    store(out, x);
+    return sum + x;
+}
 
-/* dy of a chunk of rows, panels [rows][VL], and its column sums into dbias. */
-static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t panel) {
-    const int64_t n0 = panel * VL, columns = min64(DY_PANELS * VL, c->a->n - n0), bytes = element_size(c->type);
-    vf sum[DY_PANELS];
-    for (int64_t r = 0; r < rows; r++) {
+/* Up to DY_TOGETHER panels [rows][VL] of dy, a chunk of rows; with `sums` their column sums are added to dbias. */
+static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t panel, int64_t panels, bool sums,
+                    float *out) {
+    const int64_t n0 = panel * VL, columns = min64(panels * VL, c->a->n - n0), bytes = element_size(c->type);
+    const int64_t row_bytes = c->a->dy_stride * bytes, step = uses_pairs(c) ? 2 : 1;
+    vf sum[DY_TOGETHER];
+    for (int64_t r = 0; r < rows; r += step) {
         if (r % SUM_ROWS == 0)
-            for (int64_t x = 0; x * VL < columns; x++)
+            for (int64_t x = 0; x < panels; x++)
                 sum[x] = splat(0);
         const char *in = element_at(c->t->dy, (first + r) * c->a->dy_stride + n0, c->type);
-        prefetch_ahead(in, c->a->dy_stride * bytes, columns * bytes);
-        for (int64_t x = 0; x * VL < columns; x++) {
-            float *out = c->dy_panels + ((panel + x) * rows + r) * VL;
-            widen_row(c->type, in + x * VL * bytes, min64(VL, columns - x * VL), 1, out);
-            sum[x] += load(out);
-        }
-        if (r % SUM_ROWS == SUM_ROWS - 1 || r + 1 == rows)
-            for (int64_t x = 0; x * VL < columns; x++) {
+        for (int64_t y = 0; y < step; y++)
+            prefetch_ahead(in + y * row_bytes, row_bytes, columns * bytes);
+        for (int64_t x = 0; x < panels; x++)
+            sum[x] = pack_dy_vector(c, in + x * VL * bytes, rows - r, columns - x * VL, sum[x],
+                                    out + (x * rows + r / step) * VL);
+        if (sums && ((r + step) % SUM_ROWS == 0 || r + step >= rows))
+            for (int64_t x = 0; x < panels; x++) {
                 float *dbias = c->dbias + n0 + x * VL;
                 store(dbias, first + r < SUM_ROWS ? sum[x] : load(dbias) + sum[x]);
             }
     }
-    for (int64_t x = 0; x * VL < columns; x++)
-        make_pairs(c, c->dy_panels + (panel + x) * rows * VL, rows, VL);
 }
 
 #endif

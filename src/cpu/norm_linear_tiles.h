@@ -7,6 +7,7 @@
 #include "norm_linear_call.h"
 
 #define DEPTH 256 /* of A and B beside each other in the first-level cache */
+#define DEPTH_BACK DEPTH
 #define SLICE 512
 #define CHUNK_M 2048
 #define BLOCK_ROWS (2 * TILE_ROWS)
@@ -152,18 +153,17 @@ static void pack_xhat(const norm_call *c, int64_t first, int64_t rows, int64_t p
     }
 }
 
-#define DY_PANELS 4 /* packed together, so that more than one line of a row is read */
-
-/* dyᵀ: 32 rows become pairs, 16 of them are transposed. */
-static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t panel) {
-    const int64_t n0 = panel * VL, columns = min64(DY_PANELS * VL, c->a->n - n0), bytes = c->a->dy_stride * 2;
+/* A few panels of dyᵀ: 32 rows become pairs, 16 of them are transposed. With `sums` the column sums are added to dbias. */
+static void pack_few_dy(const norm_call *c, int64_t first, int64_t rows, int64_t panel, int64_t panels, bool sums,
+                        float *out) {
+    const int64_t n0 = panel * VL, columns = min64(panels * VL, c->a->n - n0), bytes = c->a->dy_stride * 2;
     for (int64_t r = 0; r < rows; r += TILE_DEPTH) {
         const char *in = (const char *)c->t->dy + (first + r) * bytes + n0 * 2;
         for (int64_t y = 0; y < TILE_DEPTH; y++)
             for (int64_t x = 0; x < columns * 2; x += 64)
                 __builtin_prefetch(in + (TILE_DEPTH + y) * bytes + x);
-        for (int64_t x = 0; x * VL < columns; x++) {
-            float *sums = c->dbias + n0 + x * VL;
+        for (int64_t x = 0; x < panels; x++) {
+            float *dbias = c->dbias + n0 + x * VL;
             vf sum = splat(0), t[VL];
             for (int y = 0; y < VL; y++) {
                 const char *p = in + 2 * y * bytes + x * VL * 2;
@@ -173,13 +173,20 @@ static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t pan
                 sum += (vf)(even << 16);
                 sum += (vf)(odd << 16);
             }
-            store(sums, first + r ? load(sums) + sum : sum);
+            if (sums)
+                store(dbias, first + r ? load(dbias) + sum : sum);
             transpose(t);
-            float *out = c->dy_panels + (panel + x) * a_panel(rows) + r / 2 * VL;
             for (int y = 0; y < VL; y++)
-                store(out + y * 16, t[y]);
+                store(out + x * a_panel(rows) + r / 2 * VL + y * 16, t[y]);
         }
     }
+}
+
+/* Four panels together, so that more than one line of a row is read. */
+static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t panel, int64_t panels, bool sums,
+                    float *out) {
+    for (int64_t p = 0; p < panels; p += 4)
+        pack_few_dy(c, first, rows, panel + p, min64(4, panels - p), sums, out + p * a_panel(rows));
 }
 
 #endif
