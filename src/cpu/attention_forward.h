@@ -84,52 +84,79 @@ static void begin_tile(const call *c, const unit *u, int64_t f0, int64_t count, 
     }
 }
 
-/* What is summed so far, of one vector of lanes, is scaled to the new base. With nothing summed there is nothing to scale. */
-static void rescale(forward_tile *t, int v, vf base, int64_t dv) {
-    const vf old_sum = load(t->sum + v * VL), old_base = load(t->base + v * VL);
-    const vf shrink = select_float(old_sum == 0, splat(1), vexp2(old_base - base));
+/* What is summed so far, of one vector of lanes, is scaled to a new base, if it needs one: as long as no maximum has grown by more
+ * than a factor of 2^4, exponents are taken from the old base and reach up to 4. Returns the base. */
+static vf rescale(forward_tile *t, int v, float factor, int64_t dv) {
+    const vf top = load(t->max + v * VL), old_sum = load(t->sum + v * VL), old_base = load(t->base + v * VL);
+    const vf wanted = select_float(top == -INFINITY, splat(0), top * factor);
+    const vi keeps = wanted - old_base < 4, empty = old_sum == 0; /* with nothing summed there is nothing to scale */
+    const vf base = select_float(keeps & ~empty, old_base, wanted);
     store(t->base + v * VL, base);
-    const vi changed = shrink != 1;
+    const vi changed = ~empty & (base != old_base);
     int32_t any = 0;
     for (int x = 0; x < VL; x++)
         any |= changed[x];
     if (!any)
-        return;
+        return base;
+    const vf shrink = select_float(empty, splat(1), vexp2(old_base - base));
     store(t->sum + v * VL, old_sum * shrink);
     if (t->l.few) {
         const int64_t pad = (dv + VL - 1) / VL * VL;
         for (int64_t l = 0; l < VL && v * VL + l < t->l.count; l++)
             for (float *p = t->ot + (v * VL + l) * pad, *end = p + pad; p < end; p += VL)
                 store(p, load(p) * shrink[l]);
-        return;
+        return base;
     }
     for (float *p = t->ot + v * VL, *end = p + dv * t->l.stride; p < end; p += t->l.stride)
         store(p, load(p) * shrink);
+    return base;
+}
+
+/* Vectors of scores that are turned into weights side by side: as many as the registers hold. */
+#if VL == 16 || defined(__aarch64__)
+#define AT_ONCE 6
+#else
+#define AT_ONCE 3
+#endif
+
+/* p = exp2(p·factor - base), of `rows` rows of `vectors` vectors. */
+INLINE void weights_of(int rows, int vectors, float factor, const vf *base, vf *sum, float *p) {
+    vf e[EXP2_MOST];
+#pragma GCC unroll 8
+    for (int x = 0; x < rows * vectors; x++)
+        e[x] = load(p + x * VL) * factor - base[x % vectors];
+    vexp2_each(rows * vectors, e);
+#pragma GCC unroll 8
+    for (int x = 0; x < rows * vectors; x++) {
+        store(p + x * VL, e[x]);
+        sum[x % vectors] += e[x];
+    }
 }
 
 /* S -> P = exp2(S·factor - base) in place, with base from the new maximum. */
 INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {
     const int64_t stride = vectors * VL;
-    vf top[TILE_VECTORS], base[TILE_VECTORS], sum[TILE_VECTORS];
-    for (int v = 0; v < vectors; v++)
-        top[v] = load(t->max + v * VL);
-    for (float *p = s, *end = s + count * stride; p < end; p += stride)
-#pragma GCC unroll 3
-        for (int v = 0; v < vectors; v++)
-            top[v] = vmax(top[v], load(p + v * VL));
+    const int rows = AT_ONCE / vectors > 1 ? AT_ONCE / vectors : 1;
+    vf top[2 * TILE_VECTORS], base[TILE_VECTORS], sum[TILE_VECTORS];
+    for (int v = 0; v < 2 * vectors; v++)
+        top[v] = load(t->max + v % vectors * VL);
+    int64_t j = 0;
+    for (; j + 2 <= count; j += 2) /* two chains, since a maximum has to wait for the one before */
+#pragma GCC unroll 8
+        for (int v = 0; v < 2 * vectors; v++)
+            top[v] = vmax(top[v], load(s + j * stride + v * VL));
     for (int v = 0; v < vectors; v++) {
-        base[v] = select_float(top[v] == -INFINITY, splat(0), top[v] * factor);
-        sum[v] = splat(0);
+        top[v] = vmax(top[v], top[vectors + v]);
+        if (j < count)
+            top[v] = vmax(top[v], load(s + j * stride + v * VL));
         store(t->max + v * VL, top[v]);
-        rescale(t, v, base[v], dv);
+        base[v] = rescale(t, v, factor, dv);
+        sum[v] = splat(0);
     }
-    for (float *p = s, *end = s + count * stride; p < end; p += stride)
-#pragma GCC unroll 3
-        for (int v = 0; v < vectors; v++) {
-            vf e = vexp2(load(p + v * VL) * factor - base[v]);
-            store(p + v * VL, e);
-            sum[v] += e;
-        }
+    for (j = 0; j + rows <= count; j += rows)
+        weights_of(rows, vectors, factor, base, sum, s + j * stride);
+    for (; j < count; j++)
+        weights_of(1, vectors, factor, base, sum, s + j * stride);
     for (int v = 0; v < vectors; v++)
         store(t->sum + v * VL, load(t->sum + v * VL) + sum[v]);
 }
@@ -179,10 +206,8 @@ static void few_softmax(forward_tile *t, float factor, int64_t dv, int64_t count
             top = vmax(top, load(p + j));
         t->max[x] = max_of(top);
     }
-    for (int v = 0; v < t->l.vectors; v++) {
-        const vf top = load(t->max + v * VL);
-        rescale(t, v, select_float(top == -INFINITY, splat(0), top * factor), dv);
-    }
+    for (int v = 0; v < t->l.vectors; v++)
+        rescale(t, v, factor, dv);
     for (int64_t x = 0; x < t->l.count; x++) {
         const float base = t->base[x];
         vf sum = splat(0);

@@ -6,30 +6,45 @@
 #include "../philox.h"
 #include "vec.h"
 
-/* 2^x for x <= 127, within 1 ulp above 2^-126; exactly 0 from -127 down, -inf included; NaN stays NaN.
+/* The most vectors that vexp2_each() takes. */
+#define EXP2_MOST 8
+
+/* x[i] = 2^x[i] for x <= 127, within 1 ulp above 2^-126; exactly 0 from -127 down, -inf included; NaN stays NaN.
  * x = n + f with n whole and |f| <= 1/2. Adding 1.5·2^23 + 127 rounds to whole and leaves n + 127 in the low bits, which
  * shifted are the bits of 2^n; 2^f by a polynomial of degree 6 (minimax in the relative error 2.0e-9, coefficients fitted with
  * the constant fixed at 1). At x = -127 the bits of 2^n are 0: an exact zero, so masked scores breed no denormals, which would
- * cost 7 times as much. A product and no sum of bits at the end: it keeps every NaN. */
-INLINE vf vexp2(vf x) {
+ * cost 7 times as much. A product and no sum of bits at the end: it keeps every NaN.
+ * The vectors go side by side from step to step: each is a chain of a dozen operations that wait for one another, and a core that
+ * is handed one chain after the other has no room for as many of them as its pipes could work on. */
+INLINE void vexp2_each(int count, vf *x) {
     const float whole = 0x1.8p23f + 127;
-    vf t = vmax(splat(-127.0f), x);
-    vf z = t + whole;
-    vf f = t - (z - whole);
-    vf p = 0x1.41fbbcp-13f * f + 0x1.5f3e54p-10f;
-    p = p * f + 0x1.3b2d4cp-7f;
-    p = p * f + 0x1.c6aee8p-5f;
-    p = p * f + 0x1.ebfbdcp-3f;
+    vf z[EXP2_MOST], p[EXP2_MOST];
+#define EACH _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
+    EACH x[i] = vmax(splat(-127.0f), x[i]);
+    EACH z[i] = x[i] + whole;
+    EACH x[i] -= z[i] - whole;
+    EACH p[i] = 0x1.41fbbcp-13f * x[i] + 0x1.5f3e54p-10f;
+    EACH p[i] = p[i] * x[i] + 0x1.3b2d4cp-7f;
+    EACH p[i] = p[i] * x[i] + 0x1.c6aee8p-5f;
+    EACH p[i] = p[i] * x[i] + 0x1.ebfbdcp-3f;
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-    p = p * f + 0x1.62e430p-1f;
-    p = p * f + 1.0f;
+    EACH p[i] = p[i] * x[i] + 0x1.62e430p-1f;
+    EACH p[i] = p[i] * x[i] + 1.0f;
 #else
     /* Rounded products cost more than 1 ulp: the leading bits of f and of ln 2 are multiplied exactly. */
-    vf head = (f + 0x1.8p17f) - 0x1.8p17f;
-    p = (p * f + 0x1.7f7d1cp-20f) * f + (f - head) * 0x1.62e4p-1f;
-    p = (head * 0x1.62e4p-1f + 1.0f) + p;
+    EACH {
+        vf head = (x[i] + 0x1.8p17f) - 0x1.8p17f;
+        p[i] = (p[i] * x[i] + 0x1.7f7d1cp-20f) * x[i] + (x[i] - head) * 0x1.62e4p-1f;
+        p[i] = (head * 0x1.62e4p-1f + 1.0f) + p[i];
+    }
 #endif
-    return p * (vf)((vu)z << 23);
+    EACH x[i] = p[i] * (vf)((vu)z[i] << 23);
+#undef EACH
+}
+
+INLINE vf vexp2(vf x) {
+    vexp2_each(1, &x);
+    return x;
 }
 
 /* tanh x: an odd polynomial below 0.625 (relative error 4.4e-9), 1 - 2/(exp(2x) + 1) above. */
