@@ -84,7 +84,7 @@ static void refine_lse(const call *c, const unit *u, backward_space *w, const ba
     for (int pass = 0; pass < 2; pass++) {
         for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
             const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
-            scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, w->scratch);
+            scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, w->scratch, &w->next);
             for (int64_t y = 0; y < b.count; y++)
                 for (int64_t x = 0; x < l->stride; x += VL) {
                     vf s = load(w->s + y * l->stride + x);
@@ -232,6 +232,48 @@ static bool load_chunk(const call *c, const unit *u, backward_space *w, key_bloc
     return all_finite(b->k, b->count, b->k_stride, a->d);
 }
 
+/* Rows share·n/shares .. (share+1)·n/shares of one of K, V, dK and dV. */
+static void ahead_share(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t width,
+                        int64_t first, int64_t n, int64_t share, int64_t shares, int64_t steps, ahead *a) {
+    const int64_t size = element_size(c->type), begin = n * share / shares, count = n * (share + 1) / shares - begin;
+    if (p && count > 0)
+        ahead_add(a, element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first + begin), c->type),
+                  stride.s * size, width * size, count, steps);
+}
+
+/* Asks for what is needed next: rows of dq that this tile will write, q and dO of the next tile, and of what the next task begins with
+ * a share for each tile: its keys, and what prepare_task() reads where that is a part of it. */
+static void backward_ahead(const call *c, const unit *u, int64_t task, int64_t chunk_k, int64_t tile, int64_t tiles,
+                           int64_t keys, backward_space *w, const backward_shared *g) {
+    const heddle_attention *a = c->a;
+    const int64_t steps = product_steps(c, keys, 2, a->d), f0 = tile * LANES, rows = c->group * u->s.sq;
+    ahead *p = &w->next;
+    ahead_begin(p);
+    if (w->l.few)
+        return;
+    const int64_t next = task + c->threads, share = tiles - 1 - tile;
+    if (next < a->b * a->hk * g->chunks) {
+        const unit v = next / g->chunks == task / g->chunks ? *u : make_unit(c, next / g->chunks);
+        const int64_t first = next % g->chunks * chunk_k, n = min64(chunk_k, v.s.sk - first);
+        ahead_share(c, &v, c->t->v, a->v_stride, a->dv, first, n, share, tiles, steps, p);
+        ahead_share(c, &v, c->t->k, a->k_stride, a->d, first, n, share, tiles, steps, p);
+        if (g->chunks == 1) {
+            const int64_t all = c->group * v.s.sq, begin = all * share / tiles, end = all * (share + 1) / tiles;
+            ahead_queries(c, &v, c->t->dout, a->do_stride, a->dv, begin, end, steps, p);
+            ahead_queries(c, &v, c->t->o, a->o_stride, a->dv, begin, end, steps, p);
+        }
+        if (tile == 0) {
+            const int64_t last = (c->group * v.s.sq - 1) / LANES * LANES;
+            ahead_queries(c, &v, c->t->q, a->q_stride, a->d, last, c->group * v.s.sq, steps, p);
+        }
+    }
+    if (tile > 0) {
+        ahead_queries(c, u, c->t->q, a->q_stride, a->d, f0 - LANES, f0, steps, p);
+        ahead_queries(c, u, c->t->dout, a->do_stride, a->dv, f0 - LANES, f0, steps, p);
+    }
+    ahead_queries(c, u, c->t->dq, a->dq_stride, a->d, f0, min64(rows, f0 + LANES), steps, p);
+}
+
 static void backward_task(const call *c, const unit *u, int64_t unit_index, int64_t chunk_index, int64_t chunk_k,
                           backward_space *w, const backward_shared *g) {
     const heddle_attention *a = c->a;
@@ -257,6 +299,7 @@ static void backward_task(const call *c, const unit *u, int64_t unit_index, int6
         if (chunk_index < mine.begin || chunk_index >= mine.end)
             continue;
         load_tile(c, u, w, g);
+        backward_ahead(c, u, unit_index * g->chunks + chunk_index, chunk_k, tile, tiles, chunk.count, w, g);
         backward_tile(c, u, &chunk, k_finite, w);
         for (int64_t x = 0; x < w->l.count && w->sums_d; x++)
             g->dsum[lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x])] = w->dsum[x];
@@ -269,6 +312,7 @@ static void backward_task(const call *c, const unit *u, int64_t unit_index, int6
         atomic_store_explicit(turn, (uint32_t)chunk_index + 1, memory_order_release);
     }
     w->sums_d = false;
+    ahead_begin(&w->next);
     write_chunk(c, u, chunk.first, chunk.count, w);
 }
 

@@ -5,7 +5,6 @@
 #ifndef HEDDLE_CPU_ATTENTION_FORWARD_H
 #define HEDDLE_CPU_ATTENTION_FORWARD_H
 
-#include "ahead.h"
 #include "threads.h"
 #include "tile.h"
 
@@ -175,11 +174,8 @@ static void online_softmax(forward_tile *t, float factor, int64_t dv, int64_t co
 static void forward_block(const call *c, const unit *u, const key_block *b, forward_tile *t, forward_space *w) {
     const int64_t stride = t->l.stride, dv = c->a->dv;
     parts seen;
-    ahead_step(&w->next);
-    bool masked = scores(c, u, &t->l, b, t->qt, &seen, w->s, NULL, w->scratch);
-    ahead_step(&w->next);
+    bool masked = scores(c, u, &t->l, b, t->qt, &seen, w->s, NULL, w->scratch, &w->next);
     online_softmax(t, c->factor, dv, b->count, w->s);
-    ahead_step(&w->next);
     if (c->drops) {
         dropout_factors(c, u, &t->l, b, w->z);
         for (int64_t x = 0; x < b->count * stride; x += VL)
@@ -190,8 +186,7 @@ static void forward_block(const call *c, const unit *u, const key_block *b, forw
         rows.v = key_rows(c, u, c->t->v, c->a->v_stride, dv, b->first, b->count, w->v, c->dv_pad, &rows.v_stride);
     bool careful = masked && !all_finite(rows.v, b->count, rows.v_stride, dv);
     add_parts(&t->l, &seen, careful, rows.v, rows.v_stride, dv, &b->t, b->t.v_columns, w->weights, b->count, w->s,
-              t->ot);
-    ahead_step(&w->next);
+              t->ot, &w->next);
 }
 
 /* online_softmax() of scores [lane][key], of which `count` are filled up with -inf to whole vectors. */
@@ -225,7 +220,7 @@ static bool few_masked_scores(const call *c, const unit *u, const key_block *b, 
                               float *s) {
     const lanes *l = &t->l;
     parts seen;
-    const bool masked = scores(c, u, l, b, t->qt, &seen, w->s, NULL, w->scratch);
+    const bool masked = scores(c, u, l, b, t->qt, &seen, w->s, NULL, w->scratch, &w->next);
     for (int64_t x = 0; x < l->count; x++)
         for (int64_t j = 0; j < b->count; j++)
             s[x * FEW_KEYS + j] = w->s[j * l->stride + x];
@@ -276,7 +271,7 @@ static void write_weights(const call *c, const unit *u, const key_block *b, forw
     const lanes *l = &t->l;
     const void *rows[LANES];
     parts seen;
-    scores(c, u, l, b, t->qt, &seen, w->s, NULL, w->scratch);
+    scores(c, u, l, b, t->qt, &seen, w->s, NULL, w->scratch, &w->next);
     for (int64_t j = 0; j < b->count; j++)
         for (int64_t x = 0; x < l->stride; x += VL) {
             float *s = w->s + j * l->stride + x;
@@ -439,28 +434,37 @@ static void forward_unused_rows(const call *c, const unit *u) {
     }
 }
 
-/* Asks for the rows of the task that this thread will probably take next, and for its share of the next unit's keys. */
-static void forward_ahead(const call *c, const attention_plan *plan, int64_t task, int64_t per_unit, forward_space *w) {
+/* The rows of one of the tensors of queries that rows f0 .. f1-1 of the unit's group have. */
+static void ahead_queries(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t n, int64_t f0,
+                          int64_t f1, int64_t steps, ahead *a) {
+    const int64_t size = element_size(c->type), i0 = f0 / c->group, i1 = (f1 + c->group - 1) / c->group;
+    for (int64_t x = 0; p && x < c->group; x++)
+        ahead_add(a, element_at(p, row_offset(stride, u->n, u->first_head + x, u->s.first_q + i0), c->type),
+                  stride.s * size, n * size, min64(u->s.sq, i1) - i0, steps);
+}
+
+/* Asks for what is needed next: the rows of o that this task will write, those of q of the task that this thread will probably take
+ * next, and its share of the next unit's keys. */
+static void forward_ahead(const call *c, const attention_plan *plan, const unit *u, int64_t task, int64_t per_unit,
+                          int64_t f0, int64_t f1, forward_space *w) {
     const heddle_attention *a = c->a;
-    const int64_t size = element_size(c->type), next = task + plan->threads, unit_now = task / per_unit;
-    const int64_t blocks = max64(1, a->sk / c->tile_k) * plan->tile_q / LANES, steps = 4 * blocks;
-    ahead_begin(&w->next);
-    if (next >= a->b * a->hk * per_unit)
-        return;
-    const unit u = make_unit(c, next / per_unit);
-    const int64_t f0 = (per_unit - 1 - next % per_unit) * plan->tile_q, i0 = f0 / c->group;
-    const int64_t i1 = min64(u.s.sq, (f0 + plan->tile_q + c->group - 1) / c->group);
-    for (int64_t x = 0; x < c->group; x++)
-        ahead_add(&w->next,
-                  element_at(c->t->q, row_offset(a->q_stride, u.n, u.first_head + x, u.s.first_q + i0), c->type),
-                  a->q_stride.s * size, a->d * size, i1 - i0, steps);
-    const int64_t shares = (per_unit + plan->threads - 1) / plan->threads, share = task % per_unit / plan->threads;
-    if (unit_now + 1 == a->b * a->hk)
-        return;
-    const unit other = next / per_unit > unit_now ? u : make_unit(c, unit_now + 1);
-    const int64_t keys = min64(other.s.sk, 2 * c->tile_k), first = keys * share / shares;
-    const int64_t count = keys * (share + 1) / shares - first;
-    ahead_keys(c, &other, first, count, steps, &w->next);
+    const int64_t next = task + plan->threads, unit_now = task / per_unit;
+    const range seen = keys_of_queries(u->m, f0 / c->group, (f1 - 1) / c->group + 1, u->s.sk);
+    const int64_t tiles = (f1 - f0 + LANES - 1) / LANES,
+                  steps = tiles * product_steps(c, max64(0, seen.end - seen.begin), 1, a->dv);
+    if (next < a->b * a->hk * per_unit) {
+        const unit v = make_unit(c, next / per_unit);
+        const int64_t g0 = (per_unit - 1 - next % per_unit) * plan->tile_q;
+        ahead_queries(c, &v, c->t->q, a->q_stride, a->d, g0, g0 + plan->tile_q, steps, &w->next);
+        if (unit_now + 1 < a->b * a->hk) {
+            const int64_t shares = (per_unit + plan->threads - 1) / plan->threads,
+                          share = task % per_unit / plan->threads;
+            const unit other = next / per_unit > unit_now ? v : make_unit(c, unit_now + 1);
+            const int64_t keys = min64(other.s.sk, 2 * c->tile_k), first = keys * share / shares;
+            ahead_keys(c, &other, first, keys * (share + 1) / shares - first, steps, &w->next);
+        }
+    }
+    ahead_queries(c, u, c->t->o, a->o_stride, a->dv, f0, f1, steps, &w->next);
 }
 
 static void attention_forward(const attention_plan *plan, const heddle_attention_data *data, void *workspace) {
@@ -481,14 +485,15 @@ static void attention_forward(const attention_plan *plan, const heddle_attention
         begin_attention();
         for (int64_t task; (task = take_ticket(&next)) < units * per_unit;) {
             const unit u = make_unit(&c, task / per_unit);
-            if (g.splits == 1)
-                forward_ahead(&c, plan, task, per_unit, &space);
+            ahead_begin(&space.next);
             /* The longest rows of a causal mask first: the last tasks to be taken are then short. */
             const int64_t split = g.splits > 1 ? task % per_unit : 0;
             const int64_t f0 = g.splits > 1 ? 0 : (per_unit - 1 - task % per_unit) * plan->tile_q;
-            const int64_t rows = c.group * u.s.sq;
-            if (f0 < rows)
-                forward_task(&c, &u, &g, task / per_unit, split, f0, min64(f0 + plan->tile_q, rows), &space);
+            const int64_t f1 = min64(f0 + plan->tile_q, c.group * u.s.sq);
+            if (f0 < f1 && g.splits == 1)
+                forward_ahead(&c, plan, &u, task, per_unit, f0, f1, &space);
+            if (f0 < f1)
+                forward_task(&c, &u, &g, task / per_unit, split, f0, f1, &space);
             if (f0 == 0 && split == 0)
                 forward_unused_rows(&c, &u);
         }

@@ -17,6 +17,7 @@ typedef struct backward_space {
     bool fresh;  /* dk and dv hold nothing yet */
     bool sums_d; /* D is formed from P and dP, see sums_d() */
     parts seen;
+    ahead next;
     key_tiles keys;                                      /* of the chunk */
     float *q_tiles, *dout_tiles, *weights_a, *weights_b; /* AMX: rows of Q and dO, P and dS */
 } backward_space;
@@ -168,7 +169,7 @@ static key_block load_key_block(const call *c, const unit *u, backward_space *w,
 /* s = P; true as scores() is. */
 static bool probabilities(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const lanes *l = &w->l;
-    bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch);
+    bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch, &w->next);
     for (int v = 0; v < l->vectors; v++) {
         const vf base = load(w->base + v * VL), rest = load(w->rest + v * VL);
         for (int64_t x = v * VL; x < b->count * l->stride; x += l->stride)
@@ -217,7 +218,7 @@ static bool score_gradients(const call *c, const unit *u, const key_block *b, ba
         few_dot(c->type, v, b->count, l->count, w->dot, c->dv_pad, v, t);
         few_as_tile(l, t, b->count, w->dp);
     } else {
-        multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, b->t.v, w->dot, w->dp);
+        multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, b->t.v, w->dot, w->dp, &w->next);
     }
     if (c->drops)
         dropout_factors(c, u, l, b, w->z);
@@ -296,7 +297,7 @@ static void backward_block(const call *c, const unit *u, const key_block *b, boo
     add_to_keys(l, &w->seen, hides && !w->q_finite, w->dp, b->count, w->weights_a, w->q, w->q_tiles, c->d_pad, dk,
                 !w->fresh);
     add_parts(l, &w->seen, (masked || partial_step(l, b)) && !k_finite, b->k, b->k_stride, c->a->d, &b->t,
-              b->t.k_columns, w->weights_b, b->count, w->dp, w->dqt);
+              b->t.k_columns, w->weights_b, b->count, w->dp, w->dqt, &w->next);
 }
 
 #endif

@@ -7,6 +7,7 @@
 
 #include "../mask.h"
 #include "../plan.h"
+#include "ahead.h"
 #include "few.h"
 #include "gemm.h"
 #include "pack.h"
@@ -30,7 +31,7 @@
 typedef struct call {
     const heddle_attention *a;
     const heddle_attention_data *t;
-    int type;
+    int type, threads;
     int64_t group, tile_k;
     int64_t few_k;         /* keys of a block of few queries: its rows of K and V fill half of the first-level cache */
     int64_t d_pad, dv_pad; /* rounded up to whole vectors */
@@ -95,7 +96,8 @@ typedef struct key_block {
 
 static call make_call(const attention_plan *plan, const heddle_attention_data *t) {
     const heddle_attention *a = &plan->a;
-    call c = {.a = a, .t = t, .type = (int)a->dtype, .group = a->h / a->hk, .tile_k = plan->tile_k};
+    call c = {
+        .a = a, .t = t, .type = (int)a->dtype, .threads = plan->threads, .group = a->h / a->hk, .tile_k = plan->tile_k};
     c.d_pad = (a->d + VL - 1) / VL * VL;
     c.dv_pad = (a->dv + VL - 1) / VL * VL;
     c.few_k = clamp64(32768 / ((a->d + a->dv) * element_size(c.type)) / VL * VL, VL, FEW_KEYS);
@@ -370,17 +372,60 @@ static void mask_bool(const call *c, const unit *u, const lanes *l, const key_bl
         store(s + x, select_float(load(scratch + x) == 0, splat(-INFINITY), load(s + x)));
 }
 
+/* gemm() for the lanes of a tile; after each block of registers a little of `next` is asked for. */
+INLINE void tile_product_rows(int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b, float *c,
+                              int64_t stride, bool add, ahead *next) {
+#define BLOCK_OF(n)                                                                                                    \
+    for (; rows >= (n); rows -= (n), a.p += (n)*a.row, c += (n)*stride) {                                              \
+        gemm_block(false, n, vectors, count, a, b, stride, c, stride, add, NULL);                                      \
+        ahead_step(next);                                                                                              \
+    }
+    BLOCK_OF(block)
+    if (block > 4)
+        BLOCK_OF(4)
+    BLOCK_OF(2)
+    BLOCK_OF(1)
+#undef BLOCK_OF
+}
+
+static __attribute__((noinline)) void tile_product(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
+                                                   float *c, int64_t stride, bool add, ahead *next) {
+    switch (vectors) {
+    case 1: tile_product_rows(GEMM_ROWS_1, 1, rows, count, a, b, c, stride, add, next); break;
+    case 2: tile_product_rows(GEMM_ROWS_2, 2, rows, count, a, b, c, stride, add, next); break;
+    case 3: tile_product_rows(GEMM_ROWS_3, 3, rows, count, a, b, c, stride, add, next); break;
+#if TILE_VECTORS > 3
+    case 4: tile_product_rows(GEMM_ROWS_4, 4, rows, count, a, b, c, stride, add, next); break;
+#endif
+    default: break; /* a part that nobody sees */
+    }
+}
+
+/* How many times a tile asks while it meets `keys` keys: in `products` products that have a row for each key, and in one of
+ * `width` rows for each block of keys. */
+INLINE int64_t product_steps(const call *c, int64_t keys, int products, int64_t width) {
+    const int64_t blocks = (keys + c->tile_k - 1) / c->tile_k;
+#ifdef HAVE_BF16_TILES
+    (void)width;
+    return max64(1, 2 * blocks * (products + 1));
+#else
+    return max64(1, products * keys / GEMM_ROWS_3 + blocks * (width / GEMM_ROWS_3));
+#endif
+}
+
 /* out[j][lane] = sum over x of rows[j][x]·columns[x][lane], in the parts that are seen. With AMX, of their tiles instead. */
 static void multiply_parts(const lanes *l, const parts *r, const float *rows, int64_t row_stride, int64_t depth,
-                           const float *row_tiles, const float *columns, float *out) {
+                           const float *row_tiles, const float *columns, float *out, ahead *next) {
 #ifdef HAVE_BF16_TILES
     (void)rows, (void)row_stride;
+    ahead_step(next);
     tile_scores(l, r, row_tiles, depth, columns, out);
+    ahead_step(next);
 #else
     (void)row_tiles;
     for (const part *p = r->p; p < r->p + r->count; p++)
-        gemm(p->end - p->begin, p->count, depth, (gemm_a){rows + p->first * row_stride, row_stride, 1},
-             columns + p->begin * VL, l->stride, out + p->first * l->stride + p->begin * VL, l->stride, false);
+        tile_product(p->end - p->begin, p->count, depth, (gemm_a){rows + p->first * row_stride, row_stride, 1},
+                     columns + p->begin * VL, out + p->first * l->stride + p->begin * VL, l->stride, false, next);
 #endif
 }
 
@@ -413,14 +458,14 @@ static void few_as_tile(const lanes *l, const float *t, int64_t count, float *s)
 /* s[j][lane] = the score (times call.factor in units of log2), -inf where masked. True if some may be masked: then zeros of P
  * and dS may stand against operands that are not finite. */
 static bool scores(const call *c, const unit *u, const lanes *l, const key_block *b, const float *qt, parts *r,
-                   float *s, float *tanhs, float *scratch) {
+                   float *s, float *tanhs, float *scratch, ahead *next) {
     find_parts(u, l, b, r);
     if (l->few) {
         float t[FEW_LANES * FEW_KEYS];
         few_scores(c, u, l, b, qt, t);
         few_as_tile(l, t, b->count, s);
     } else {
-        multiply_parts(l, r, b->k, b->k_stride, c->a->d, b->t.k, qt, s);
+        multiply_parts(l, r, b->k, b->k_stride, c->a->d, b->t.k, qt, s, next);
     }
     if (c->adjusts)
         adjust_scores(c, u, l, b, s, tanhs, scratch);
@@ -435,11 +480,13 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
  * counts for nothing even against NaN when `careful`. */
 static void add_parts(const lanes *l, const parts *r, bool careful, const float *rows, int64_t row_stride,
                       int64_t width, const key_tiles *t, const float *columns, float *scratch, int64_t count,
-                      const float *weights, float *out) {
+                      const float *weights, float *out, ahead *next) {
 #ifdef HAVE_BF16_TILES
     if (!careful && uses_tiles(l)) {
+        ahead_step(next);
         tile_weight_pairs(weights, count, l->vectors, scratch);
         tile_add_columns(l, r, columns, t->down, width, scratch, out);
+        ahead_step(next);
         return;
     }
 #else
@@ -451,7 +498,7 @@ static void add_parts(const lanes *l, const parts *r, bool careful, const float 
         if (careful)
             gemm_careful(false, p->end - p->begin, width, p->count, a, w, l->stride, out + p->begin * VL, l->stride);
         else
-            gemm(p->end - p->begin, width, p->count, a, w, l->stride, out + p->begin * VL, l->stride, true);
+            tile_product(p->end - p->begin, width, p->count, a, w, out + p->begin * VL, l->stride, true, next);
     }
 }
 
