@@ -166,15 +166,49 @@ static key_block load_key_block(const call *c, const unit *u, backward_space *w,
     return b;
 }
 
+/* s = P, and with `gradients` dp = dS = P∘(dP - D), with exact zeros where masked; `rows` rows of `vectors` vectors. */
+INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, float factor, const backward_space *w,
+                         float *s, float *dp) {
+    vf e[EXP2_MOST];
+#pragma GCC unroll 8
+    for (int x = 0; x < rows * vectors; x++)
+        e[x] = load(s + x * VL) * factor - load(w->base + x % vectors * VL) - load(w->rest + x % vectors * VL);
+    vexp2_each(rows * vectors, e);
+#pragma GCC unroll 8
+    for (int x = 0; x < rows * vectors; x++) {
+        store(s + x * VL, e[x]);
+        if (!gradients)
+            continue;
+        const vf ds = e[x] * (load(dp + x * VL) - load(w->dsum + x % vectors * VL));
+        store(dp + x * VL, masked ? select_float(e[x] == 0, splat(0), ds) : ds);
+    }
+}
+
+INLINE void all_gradients_of(int vectors, bool gradients, bool masked, float factor, int64_t count, backward_space *w) {
+    const int rows = AT_ONCE / vectors > 1 ? AT_ONCE / vectors : 1;
+    const int64_t stride = vectors * VL;
+    int64_t j = 0;
+    for (; j + rows <= count; j += rows)
+        gradients_of(rows, vectors, gradients, masked, factor, w, w->s + j * stride, w->dp + j * stride);
+    for (; j < count; j++)
+        gradients_of(1, vectors, gradients, masked, factor, w, w->s + j * stride, w->dp + j * stride);
+}
+
+INLINE void weigh_scores(bool gradients, bool masked, float factor, int64_t count, backward_space *w) {
+    switch (w->l.vectors) {
+    case 1: all_gradients_of(1, gradients, masked, factor, count, w); break;
+    case 2: all_gradients_of(2, gradients, masked, factor, count, w); break;
+    case 3: all_gradients_of(3, gradients, masked, factor, count, w); break;
+#if TILE_VECTORS > 3
+    default: all_gradients_of(4, gradients, masked, factor, count, w); break;
+#endif
+    }
+}
+
 /* s = P; true as scores() is. */
 static bool probabilities(const call *c, const unit *u, const key_block *b, backward_space *w) {
-    const lanes *l = &w->l;
-    bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch, &w->next);
-    for (int v = 0; v < l->vectors; v++) {
-        const vf base = load(w->base + v * VL), rest = load(w->rest + v * VL);
-        for (int64_t x = v * VL; x < b->count * l->stride; x += l->stride)
-            store(w->s + x, vexp2(load(w->s + x) * c->factor - base - rest));
-    }
+    const bool masked = scores(c, u, &w->l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch, &w->next);
+    weigh_scores(false, false, c->factor, b->count, w);
     return masked;
 }
 
@@ -208,18 +242,32 @@ static void pack_dweights(const call *c, const unit *u, const key_block *b, back
     pack_transposed(c->type, rows, b->first, w->l.count, b->count, 1, w->scratch, w->l.stride);
 }
 
+/* dp = V·dOᵀ */
+static void weight_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const lanes *l = &w->l;
+    if (!l->few) {
+        multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, b->t.v, w->dot, w->dp, &w->next);
+        return;
+    }
+    const few_rows v = few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first);
+    float t[FEW_LANES * FEW_KEYS];
+    few_dot(c->type, v, b->count, l->count, w->dot, c->dv_pad, v, t);
+    few_as_tile(l, t, b->count, w->dp);
+}
+
 /* s = Z∘P, dp = dS = P∘(Z∘(V·dOᵀ) + dweights - D), with exact zeros where masked. True as scores() is. */
 static bool score_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const lanes *l = &w->l;
-    bool masked = probabilities(c, u, b, w);
-    if (l->few) {
-        const few_rows v = few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first);
-        float t[FEW_LANES * FEW_KEYS];
-        few_dot(c->type, v, b->count, l->count, w->dot, c->dv_pad, v, t);
-        few_as_tile(l, t, b->count, w->dp);
-    } else {
-        multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, b->t.v, w->dot, w->dp, &w->next);
+    const bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch, &w->next);
+    weight_gradients(c, u, b, w);
+    if (!c->drops && !c->t->dweights && !w->sums_d) {
+        if (masked)
+            weigh_scores(true, true, c->factor, b->count, w);
+        else
+            weigh_scores(true, false, c->factor, b->count, w);
+        return masked;
     }
+    weigh_scores(false, false, c->factor, b->count, w);
     if (c->drops)
         dropout_factors(c, u, l, b, w->z);
     if (c->t->dweights)
