@@ -246,11 +246,11 @@ static void ahead_share(const call *c, const unit *u, const void *p, heddle_stri
 static void backward_ahead(const call *c, const unit *u, int64_t task, int64_t chunk_k, int64_t tile, int64_t tiles,
                            int64_t keys, backward_space *w, const backward_shared *g) {
     const heddle_attention *a = c->a;
-    const int64_t steps = product_steps(c, keys, 2, a->d), f0 = tile * LANES, rows = c->group * u->s.sq;
     ahead *p = &w->next;
     ahead_begin(p);
     if (w->l.few)
         return;
+    const int64_t steps = product_steps(c, keys, 2, a->d), f0 = tile * LANES, rows = c->group * u->s.sq;
     const int64_t next = task + c->threads, share = tiles - 1 - tile;
     if (next < a->b * a->hk * g->chunks) {
         const unit v = next / g->chunks == task / g->chunks ? *u : make_unit(c, next / g->chunks);

@@ -111,11 +111,11 @@ static vf rescale(forward_tile *t, int v, float factor, int64_t dv) {
     return base;
 }
 
-/* Vectors of scores that are turned into weights side by side: as many as the registers hold. */
+/* Rows of scores that are turned into weights side by side: as many as the registers hold. */
 #if VL == 16 || defined(__aarch64__)
-#define AT_ONCE 6
+#define ROWS_AT_ONCE(vectors) ((vectors) == 1 ? 4 : (vectors) <= 3 ? 2 : 1)
 #else
-#define AT_ONCE 3
+#define ROWS_AT_ONCE(vectors) ((vectors) == 1 ? 2 : 1)
 #endif
 
 /* p = exp2(p·factor - base), of `rows` rows of `vectors` vectors. */
@@ -135,7 +135,7 @@ INLINE void weights_of(int rows, int vectors, float factor, const vf *base, vf *
 /* S -> P = exp2(S·factor - base) in place, with base from the new maximum. */
 INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {
     const int64_t stride = vectors * VL;
-    const int rows = AT_ONCE / vectors > 1 ? AT_ONCE / vectors : 1;
+    const int rows = ROWS_AT_ONCE(vectors);
     vf top[2 * TILE_VECTORS], base[TILE_VECTORS], sum[TILE_VECTORS];
     for (int v = 0; v < 2 * vectors; v++)
         top[v] = load(t->max + v % vectors * VL);
@@ -449,6 +449,8 @@ static void forward_ahead(const call *c, const attention_plan *plan, const unit 
                           int64_t f0, int64_t f1, forward_space *w) {
     const heddle_attention *a = c->a;
     const int64_t next = task + plan->threads, unit_now = task / per_unit;
+    if (c->group * u->s.sq <= FEW_LANES) /* few.h asks for itself */
+        return;
     const range seen = keys_of_queries(u->m, f0 / c->group, (f1 - 1) / c->group + 1, u->s.sk);
     const int64_t tiles = (f1 - f0 + LANES - 1) / LANES,
                   steps = tiles * product_steps(c, max64(0, seen.end - seen.begin), 1, a->dv);

@@ -185,7 +185,7 @@ INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, flo
 }
 
 INLINE void all_gradients_of(int vectors, bool gradients, bool masked, float factor, int64_t count, backward_space *w) {
-    const int rows = AT_ONCE / vectors > 1 ? AT_ONCE / vectors : 1;
+    const int rows = ROWS_AT_ONCE(vectors);
     const int64_t stride = vectors * VL;
     int64_t j = 0;
     for (; j + rows <= count; j += rows)

@@ -374,10 +374,10 @@ static void mask_bool(const call *c, const unit *u, const lanes *l, const key_bl
 
 /* gemm() for the lanes of a tile; after each block of registers a little of `next` is asked for. */
 INLINE void tile_product_rows(int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b, float *c,
-                              int64_t stride, bool add, ahead *next) {
+                              int64_t stride, bool add, gemm_ahead *soon, ahead *next) {
 #define BLOCK_OF(n)                                                                                                    \
     for (; rows >= (n); rows -= (n), a.p += (n)*a.row, c += (n)*stride) {                                              \
-        gemm_block(false, n, vectors, count, a, b, stride, c, stride, add, NULL);                                      \
+        gemm_block(false, n, vectors, count, a, b, stride, c, stride, add, soon);                                      \
         ahead_step(next);                                                                                              \
     }
     BLOCK_OF(block)
@@ -389,13 +389,13 @@ INLINE void tile_product_rows(int block, int vectors, int64_t rows, int64_t coun
 }
 
 static __attribute__((noinline)) void tile_product(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
-                                                   float *c, int64_t stride, bool add, ahead *next) {
+                                                   float *c, int64_t stride, bool add, gemm_ahead soon, ahead *next) {
     switch (vectors) {
-    case 1: tile_product_rows(GEMM_ROWS_1, 1, rows, count, a, b, c, stride, add, next); break;
-    case 2: tile_product_rows(GEMM_ROWS_2, 2, rows, count, a, b, c, stride, add, next); break;
-    case 3: tile_product_rows(GEMM_ROWS_3, 3, rows, count, a, b, c, stride, add, next); break;
+    case 1: tile_product_rows(GEMM_ROWS_1, 1, rows, count, a, b, c, stride, add, &soon, next); break;
+    case 2: tile_product_rows(GEMM_ROWS_2, 2, rows, count, a, b, c, stride, add, &soon, next); break;
+    case 3: tile_product_rows(GEMM_ROWS_3, 3, rows, count, a, b, c, stride, add, &soon, next); break;
 #if TILE_VECTORS > 3
-    case 4: tile_product_rows(GEMM_ROWS_4, 4, rows, count, a, b, c, stride, add, next); break;
+    case 4: tile_product_rows(GEMM_ROWS_4, 4, rows, count, a, b, c, stride, add, &soon, next); break;
 #endif
     default: break; /* a part that nobody sees */
     }
@@ -413,6 +413,13 @@ INLINE int64_t product_steps(const call *c, int64_t keys, int products, int64_t 
 #endif
 }
 
+/* The rows of K or V behind a block's, which will be wanted next, a line every other sum index: where they follow each other without gaps. */
+INLINE gemm_ahead rows_behind(const float *rows, int64_t row_stride, int64_t width, int64_t first, int64_t count) {
+    if (row_stride != width)
+        return (gemm_ahead){(const char *)(rows + first * row_stride), 0};
+    return (gemm_ahead){(const char *)(rows + (first + count) * row_stride), 32};
+}
+
 /* out[j][lane] = sum over x of rows[j][x]·columns[x][lane], in the parts that are seen. With AMX, of their tiles instead. */
 static void multiply_parts(const lanes *l, const parts *r, const float *rows, int64_t row_stride, int64_t depth,
                            const float *row_tiles, const float *columns, float *out, ahead *next) {
@@ -425,7 +432,8 @@ static void multiply_parts(const lanes *l, const parts *r, const float *rows, in
     (void)row_tiles;
     for (const part *p = r->p; p < r->p + r->count; p++)
         tile_product(p->end - p->begin, p->count, depth, (gemm_a){rows + p->first * row_stride, row_stride, 1},
-                     columns + p->begin * VL, out + p->first * l->stride + p->begin * VL, l->stride, false, next);
+                     columns + p->begin * VL, out + p->first * l->stride + p->begin * VL, l->stride, false,
+                     rows_behind(rows, row_stride, depth, p->first, p->count), next);
 #endif
 }
 
@@ -498,7 +506,8 @@ static void add_parts(const lanes *l, const parts *r, bool careful, const float 
         if (careful)
             gemm_careful(false, p->end - p->begin, width, p->count, a, w, l->stride, out + p->begin * VL, l->stride);
         else
-            tile_product(p->end - p->begin, width, p->count, a, w, out + p->begin * VL, l->stride, true, next);
+            tile_product(p->end - p->begin, width, p->count, a, w, out + p->begin * VL, l->stride, true,
+                         rows_behind(rows, row_stride, width, p->first, p->count), next);
     }
 }
 
