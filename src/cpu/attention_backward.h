@@ -191,6 +191,8 @@ static void backward_tile(const call *c, const unit *u, const key_block *chunk, 
     memset(w->dqt, 0, sizeof(float) * (size_t)(c->a->d * w->l.stride));
     if (uses_tiles(&w->l)) /* whole tiles; what is before `seen` is hidden */
         begin -= (begin - chunk->first) % 32;
+    else if (chunk->t.k_columns)
+        begin -= (begin - chunk->first) % 2;
     for (int64_t j = begin; j < end; j += c->tile_k) {
         int64_t at = j - chunk->first;
         key_block b = {j,
@@ -206,6 +208,9 @@ static void backward_tile(const call *c, const unit *u, const key_block *chunk, 
             b.t.v += at / 16 * b.t.v_step;
             b.t.k_columns += at / 32 * TILE_FLOATS;
         }
+#else
+        if (chunk->t.k_columns)
+            b.t.k_columns += at / 2 * c->d_pad;
 #endif
         backward_block(c, u, &b, k_finite, w, w->dk + at * c->d_pad, w->dv + at * c->dv_pad);
     }
@@ -225,8 +230,20 @@ static bool load_chunk(const call *c, const unit *u, backward_space *w, key_bloc
         }
     }
 #else
-    if (!few)
+#ifdef HAVE_BF16_DOT
+    if (!few && c->pairs) {
+        const few_rows k = few_keys(c, u, c->t->k, a->k_stride, a->d, b->first);
+        b->t.k_columns = w->keys.k_columns;
+        pair_keys(k.p, k.stride, b->count, k.n, c->d_pad, b->t.k_columns);
+        b->k = w->k;
+    }
+#endif
+    if (!few && !c->v_pairs)
         b->v = key_rows(c, u, c->t->v, a->v_stride, a->dv, b->first, b->count, w->v, c->dv_pad, &b->v_stride);
+#ifdef HAVE_BF16_DOT
+    if (b->t.k_columns && c->k_pairs && pairs_finite(b->t.k_columns, (b->count + 1) / 2 * c->d_pad))
+        return true; /* nobody reads rows then */
+#endif
 #endif
     b->k = key_rows(c, u, c->t->k, a->k_stride, a->d, b->first, b->count, w->k, c->d_pad, &b->k_stride);
     return all_finite(b->k, b->count, b->k_stride, a->d);

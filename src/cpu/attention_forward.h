@@ -21,7 +21,7 @@ typedef struct forward_space {
     float *s, *z, *scratch, *k, *v;
     ahead next;
     key_tiles keys;
-    float *weights; /* as tiles */
+    float *weights; /* as tiles, or as pairs */
 } forward_space;
 
 /* Few queries against many keys: the keys of a unit are divided among tasks, and the last to end adds up what all have found, in
@@ -68,7 +68,7 @@ static forward_space carve_forward(const attention_plan *plan, carver *w) {
     f.k = carve_floats(w, widens ? plan->tile_k * pad_d : 0);
     f.v = carve_floats(w, plan->tile_k * pad_dv);
     f.keys = carve_key_tiles(plan, plan->tile_k, false, false, true, w);
-    f.weights = f.keys.k_step ? carve_floats(w, tile_weights(plan)) : NULL;
+    f.weights = f.keys.k_step || pairs_exist((int)a->dtype) ? carve_floats(w, tile_weights(plan)) : NULL;
     return f;
 }
 
@@ -171,6 +171,17 @@ static void online_softmax(forward_tile *t, float factor, int64_t dv, int64_t co
     }
 }
 
+/* Whether the block's rows of V are, which come as floats if they are not. */
+static bool values_finite(const call *c, const unit *u, key_block *b, forward_space *w) {
+#ifdef HAVE_BF16_DOT
+    if (b->t.v_columns && pairs_finite(b->t.v_columns, (b->count + 1) / 2 * c->dv_pad))
+        return true;
+#endif
+    if (!b->v)
+        b->v = key_rows(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first, b->count, w->v, c->dv_pad, &b->v_stride);
+    return all_finite(b->v, b->count, b->v_stride, c->a->dv);
+}
+
 static void forward_block(const call *c, const unit *u, const key_block *b, forward_tile *t, forward_space *w) {
     const int64_t stride = t->l.stride, dv = c->a->dv;
     parts seen;
@@ -182,9 +193,7 @@ static void forward_block(const call *c, const unit *u, const key_block *b, forw
             store(w->s + x, load(w->s + x) * load(w->z + x));
     }
     key_block rows = *b;
-    if (masked && !rows.v)
-        rows.v = key_rows(c, u, c->t->v, c->a->v_stride, dv, b->first, b->count, w->v, c->dv_pad, &rows.v_stride);
-    bool careful = masked && !all_finite(rows.v, b->count, rows.v_stride, dv);
+    const bool careful = masked && !values_finite(c, u, &rows, w);
     add_parts(&t->l, &seen, careful, rows.v, rows.v_stride, dv, &b->t, b->t.v_columns, w->weights, b->count, w->s,
               t->ot, &w->next);
 }
@@ -328,7 +337,16 @@ static key_block get_block(const call *c, const unit *u, bool few, range keys, i
     load_key_tiles(c, u, &w->keys, &b);
     if (uses_tiles(&w->tiles[0].l))
         return b;
-    b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, first, b.count, w->k, c->d_pad, &b.k_stride);
+    if (!c->k_pairs)
+        b.k = key_rows(c, u, c->t->k, c->a->k_stride, c->a->d, first, b.count, w->k, c->d_pad, &b.k_stride);
+#ifdef HAVE_BF16_DOT
+    if (c->pairs) {
+        const few_rows v = few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, first);
+        pair_keys(v.p, v.stride, b.count, v.n, c->dv_pad, w->keys.v_columns);
+        b.t.v_columns = w->keys.v_columns;
+        return b;
+    }
+#endif
     b.v = key_rows(c, u, c->t->v, c->a->v_stride, c->a->dv, first, b.count, w->v, c->dv_pad, &b.v_stride);
     return b;
 }

@@ -19,7 +19,7 @@ typedef struct backward_space {
     parts seen;
     ahead next;
     key_tiles keys;                                      /* of the chunk */
-    float *q_tiles, *dout_tiles, *weights_a, *weights_b; /* AMX: rows of Q and dO, P and dS */
+    float *q_tiles, *dout_tiles, *weights_a, *weights_b; /* AMX, and pairs: rows of Q and dO, P and dS */
 } backward_space;
 
 typedef struct backward_shared {
@@ -69,11 +69,11 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     f.dk = carve_floats(w, plan->chunk_k * pad_d);
     f.dv = carve_floats(w, plan->chunk_k * pad_dv);
     f.keys = carve_key_tiles(plan, plan->chunk_k, true, true, false, w);
-    const bool tiled = f.keys.k_step > 0;
-    f.q_tiles = carve_floats(w, tiled ? pad_d * LANES : 0);
-    f.dout_tiles = carve_floats(w, tiled ? pad_dv * LANES : 0);
-    f.weights_a = carve_floats(w, tiled ? tile_weights(plan) : 0);
-    f.weights_b = carve_floats(w, tiled ? tile_weights(plan) : 0);
+    const bool tiled = f.keys.k_step > 0 || pairs_exist((int)a->dtype);
+    f.q_tiles = tiled ? carve_floats(w, pad_d * LANES) : NULL;
+    f.dout_tiles = tiled ? carve_floats(w, pad_dv * LANES) : NULL;
+    f.weights_a = tiled ? carve_floats(w, tile_weights(plan)) : NULL;
+    f.weights_b = tiled ? carve_floats(w, tile_weights(plan)) : NULL;
     if (p)
         *p = f;
     return p;
@@ -94,22 +94,33 @@ static void load_q(const call *c, const unit *u, backward_space *w, const backwa
 
 static void load_tile(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
     load_q(c, u, w, g);
-    if (c->t->dout)
-        (w->l.few ? pack_few : pack_lanes)(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, 1, w->dot);
+    if (c->t->dout && w->l.few)
+        pack_few(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, 1, w->dot);
+    else if (c->t->dout)
+        pack_lanes(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, 1, c->v_pairs, w->dot);
     else
         memset(w->dot, 0, sizeof(float) * (size_t)(c->dv_pad * LANES));
 }
 
+#if defined(HAVE_BF16_TILES) || defined(HAVE_BF16_DOT)
+/* The lanes' rows as tiles, or by pairs; whether all is finite. */
+static bool make_lane_pairs(const void *const *rows, int64_t count, int64_t n, int64_t pad, float *out) {
 #ifdef HAVE_BF16_TILES
+    tile_lane_pairs(rows, count, n, out);
+    return tiles_finite(out, (count + 31) / 32 * 16 * pad);
+#else
+    pair_lanes(rows, count, n, pad, out);
+    return pairs_finite(out, (count + 1) / 2 * pad);
+#endif
+}
+
 /* Q and dO of the tile for the products that sum over queries; rows of floats only where something in them is not finite. */
 static void load_row_tiles(const call *c, const unit *u, backward_space *w) {
     const heddle_attention *a = c->a;
     const lanes *l = &w->l;
-    const int64_t steps = (l->count + 31) / 32;
     const void *rows[LANES];
     lane_rows(c, u, l, c->t->q, a->q_stride, u->s.first_q, rows);
-    tile_lane_pairs(rows, l->count, a->d, w->q_tiles);
-    w->q_finite = tiles_finite(w->q_tiles, steps * 16 * c->d_pad);
+    w->q_finite = make_lane_pairs(rows, l->count, a->d, c->d_pad, w->q_tiles);
     for (int64_t x = 0; x < l->count && !w->q_finite; x++)
         widen_row(c->type, rows[x], a->d, 1, w->q + x * c->d_pad);
     w->dout_finite = true;
@@ -118,8 +129,7 @@ static void load_row_tiles(const call *c, const unit *u, backward_space *w) {
         return;
     }
     lane_rows(c, u, l, c->t->dout, a->do_stride, u->s.first_q, rows);
-    tile_lane_pairs(rows, l->count, a->dv, w->dout_tiles);
-    w->dout_finite = tiles_finite(w->dout_tiles, steps * 16 * c->dv_pad);
+    w->dout_finite = make_lane_pairs(rows, l->count, a->dv, c->dv_pad, w->dout_tiles);
     for (int64_t x = 0; x < l->count && !w->dout_finite; x++)
         widen_row(c->type, rows[x], a->dv, 1, w->dout + x * c->dv_pad);
 }
@@ -129,8 +139,8 @@ static void load_row_tiles(const call *c, const unit *u, backward_space *w) {
 static void load_rows(const call *c, const unit *u, backward_space *w) {
     const heddle_attention *a = c->a;
     const void *rows[LANES];
-#ifdef HAVE_BF16_TILES
-    if (uses_tiles(&w->l)) {
+#if defined(HAVE_BF16_TILES) || defined(HAVE_BF16_DOT)
+    if (uses_tiles(&w->l) || (c->pairs && !w->l.few)) {
         load_row_tiles(c, u, w);
         return;
     }
@@ -245,6 +255,10 @@ static void pack_dweights(const call *c, const unit *u, const key_block *b, back
 /* dp = V·dOᵀ */
 static void weight_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const lanes *l = &w->l;
+    if (!l->few && c->v_pairs) {
+        multiply_pairs(c, u, l, &w->seen, b, c->t->v, c->a->v_stride, c->a->dv, w->dot, w->dp, &w->next);
+        return;
+    }
     if (!l->few) {
         multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, b->t.v, w->dot, w->dp, &w->next);
         return;
@@ -300,6 +314,22 @@ static void uncap(const call *c, const key_block *b, backward_space *w) {
         }
 }
 
+#ifdef HAVE_BF16_DOT
+/* add_to_keys() with pairs of lanes for rows. */
+static void add_lane_pairs(const lanes *l, const parts *r, const float *weights, int64_t count, float *scratch,
+                           const float *rows, int64_t pad, float *out, bool add) {
+    const int64_t stride = lane_pairs_stride(l->vectors);
+    narrow_weights(weights, count, l->vectors, scratch);
+    for (const part *p = r->p; p < r->p + r->count; p++) {
+        const int64_t lane = p->begin * VL, pairs = (min64(l->count, p->end * VL) - lane + 1) / 2;
+        const gemm_a a = {scratch + p->first * stride + lane / 2, stride, 1};
+        if (pairs > 0)
+            gemm_pairs((int)(pad / VL), p->count, pairs, a, rows + lane / 2 * pad, pad, out + p->first * pad, pad, add,
+                       (gemm_ahead){(const char *)a.p, 0});
+    }
+}
+#endif
+
 /* out[j][e] (+)= sum over lanes of weights[j][lane]·rows[lane][e], in the parts that are seen. */
 static void add_to_keys(const lanes *l, const parts *r, bool careful, const float *weights, int64_t count,
                         float *scratch, const float *rows, const float *row_tiles, int64_t pad, float *out, bool add) {
@@ -307,6 +337,11 @@ static void add_to_keys(const lanes *l, const parts *r, bool careful, const floa
     if (!careful && uses_tiles(l)) {
         tile_weight_rows(weights, count, l->vectors, scratch);
         tile_add_rows(l, r, scratch, row_tiles, pad, out, add);
+        return;
+    }
+#elif defined(HAVE_BF16_DOT)
+    if (!careful && row_tiles && !l->few) {
+        add_lane_pairs(l, r, weights, count, scratch, row_tiles, pad, out, add);
         return;
     }
 #else
@@ -323,10 +358,13 @@ static void add_to_keys(const lanes *l, const parts *r, bool careful, const floa
     }
 }
 
-/* Whether products by whole tiles meet keys behind the block: they have weights of zero, but nobody has masked them. */
+/* Whether products by whole tiles, or by pairs, meet keys behind the block: they have weights of zero, but nobody has masked them. */
 INLINE bool partial_step(const lanes *l, const key_block *b) {
 #ifdef HAVE_BF16_TILES
     return uses_tiles(l) && b->count % TILE_DEPTH != 0;
+#elif defined(HAVE_BF16_DOT)
+    (void)l;
+    return b->t.k_columns && b->count % 2 != 0;
 #else
     (void)l, (void)b;
     return false;

@@ -35,7 +35,10 @@ typedef struct call {
     int64_t group, tile_k;
     int64_t few_k;         /* keys of a block of few queries: its rows of K and V fill half of the first-level cache */
     int64_t d_pad, dv_pad; /* rounded up to whole vectors */
-    bool adjusts;          /* softcap, ALiBi or bias change the scores */
+    bool pairs;            /* bfloat16: products by pairs (attention_pairs.h) */
+    bool k_pairs,
+        v_pairs;  /* those that sum along rows of K, of V in backward, too: they need aligned pairs in memory */
+    bool adjusts; /* softcap, ALiBi or bias change the scores */
     float sign,
         factor; /* a score as stored (raw product of sign·q and k, or adjusted) times factor is in units of log2 */
     bool drops;
@@ -78,9 +81,12 @@ typedef struct parts {
 
 #ifdef HAVE_BF16_TILES
 #include "attention_tiles.h"
+#elif defined(HAVE_BF16_DOT)
+#include "attention_pairs.h"
 #endif
 
-/* The same for AMX (attention_tiles.h): rows of K and V, and their columns, `down` floats from 16 of them to the next. */
+/* The same for AMX (attention_tiles.h): rows of K and V, and their columns, `down` floats from 16 of them to the next; where products
+ * go by pairs (attention_pairs.h), `columns` are pairs of rows. */
 typedef struct key_tiles {
     float *k, *v, *k_columns, *v_columns;
     int64_t k_step, v_step, down; /* floats to the next 16 keys of k and v */
@@ -94,6 +100,21 @@ typedef struct key_block {
     key_tiles t;
 } key_block;
 
+INLINE bool pairs_exist(int type) {
+#ifdef HAVE_BF16_DOT
+    return type == HEDDLE_BF16;
+#else
+    (void)type;
+    return false;
+#endif
+}
+
+/* Whether two elements of rows of x and of y may be multiplied at once, where they are: as 32 bits that are aligned. */
+static bool by_pairs(int type, int64_t n, const void *x, heddle_strides sx, const void *y, heddle_strides sy) {
+    const int64_t odd = n | sx.b | sx.h | sx.s | sy.b | sy.h | sy.s;
+    return pairs_exist(type) && odd % 2 == 0 && (((uintptr_t)x | (uintptr_t)y) & 3) == 0;
+}
+
 static call make_call(const attention_plan *plan, const heddle_attention_data *t) {
     const heddle_attention *a = &plan->a;
     call c = {
@@ -105,6 +126,9 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     c.sign =
         !c.adjusts && a->scale < 0 ? -1 : 1; /* so that factor is positive, and the largest score stays the largest */
     c.factor = c.adjusts ? (float)LOG2E : fmaxf((float)(fabs(a->scale) * LOG2E), 0x1p-126f);
+    c.pairs = pairs_exist(c.type);
+    c.k_pairs = c.sign > 0 && by_pairs(c.type, a->d, t->q, a->q_stride, t->k, a->k_stride);
+    c.v_pairs = by_pairs(c.type, a->dv, t->dout, a->do_stride, t->v, a->v_stride);
     c.drops = a->dropout > 0;
     c.drop_below = dropout_threshold(a->dropout);
     c.keep_factor = (float)(1 / (1 - a->dropout));
@@ -162,9 +186,17 @@ INLINE void lane_rows(const call *c, const unit *u, const lanes *l, const void *
 }
 
 static void pack_lanes(const call *c, const unit *u, const lanes *l, const void *p, heddle_strides stride, int64_t n,
-                       float factor, float *out) {
+                       float factor, bool pairs, float *out) {
     const void *rows[LANES];
     lane_rows(c, u, l, p, stride, u->s.first_q, rows);
+#ifdef HAVE_BF16_DOT
+    if (pairs) {
+        pack_pairs(rows, l->count, n, out, l->stride);
+        return;
+    }
+#else
+    (void)pairs;
+#endif
 #ifdef HAVE_BF16_TILES
     tile_lanes(rows, l->count, l->vectors, n, factor, out);
 #else
@@ -189,7 +221,7 @@ static void pack_q(const call *c, const unit *u, const lanes *l, float *out) {
     if (l->few)
         pack_few(c, u, l, c->t->q, c->a->q_stride, c->a->d, c->sign, out);
     else
-        pack_lanes(c, u, l, c->t->q, c->a->q_stride, c->a->d, c->sign, out);
+        pack_lanes(c, u, l, c->t->q, c->a->q_stride, c->a->d, c->sign, c->k_pairs, out);
 }
 
 /* Rows of K or V as floats: where they are, or widened into `buffer`. */
@@ -223,6 +255,12 @@ static key_tiles carve_key_tiles(const attention_plan *plan, int64_t count, bool
     t.k_step = (a->d + 31) / 32 * TILE_FLOATS;
     t.v_step = (a->dv + 31) / 32 * TILE_FLOATS;
     t.down = (count + 31) / 32 * TILE_FLOATS;
+#elif defined(HAVE_BF16_DOT)
+    const heddle_attention *a = &plan->a;
+    const int64_t pairs = pairs_exist((int)a->dtype) ? (count + 1) / 2 : 0;
+    (void)v;
+    t.k_columns = k_columns && pairs ? carve_floats(w, pairs * ((a->d + VL - 1) / VL * VL)) : NULL;
+    t.v_columns = v_columns && pairs ? carve_floats(w, pairs * ((a->dv + VL - 1) / VL * VL)) : NULL;
 #else
     (void)plan, (void)count, (void)v, (void)k_columns, (void)v_columns, (void)w;
 #endif
@@ -373,11 +411,11 @@ static void mask_bool(const call *c, const unit *u, const lanes *l, const key_bl
 }
 
 /* gemm() for the lanes of a tile; after each block of registers a little of `next` is asked for. */
-INLINE void tile_product_rows(int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b, float *c,
-                              int64_t stride, bool add, gemm_ahead *soon, ahead *next) {
+INLINE void tile_product_rows(bool pairs, int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
+                              float *c, int64_t stride, bool add, gemm_ahead *soon, ahead *next) {
 #define BLOCK_OF(n)                                                                                                    \
     for (; rows >= (n); rows -= (n), a.p += (n)*a.row, c += (n)*stride) {                                              \
-        gemm_block(false, n, vectors, count, a, b, stride, c, stride, add, soon);                                      \
+        gemm_block(pairs, n, vectors, count, a, b, stride, c, stride, add, soon);                                      \
         ahead_step(next);                                                                                              \
     }
     BLOCK_OF(block)
@@ -388,18 +426,31 @@ INLINE void tile_product_rows(int block, int vectors, int64_t rows, int64_t coun
 #undef BLOCK_OF
 }
 
-static __attribute__((noinline)) void tile_product(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
-                                                   float *c, int64_t stride, bool add, gemm_ahead soon, ahead *next) {
+INLINE void tile_product_of(bool pairs, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b, float *c,
+                            int64_t stride, bool add, gemm_ahead *soon, ahead *next) {
     switch (vectors) {
-    case 1: tile_product_rows(GEMM_ROWS_1, 1, rows, count, a, b, c, stride, add, &soon, next); break;
-    case 2: tile_product_rows(GEMM_ROWS_2, 2, rows, count, a, b, c, stride, add, &soon, next); break;
-    case 3: tile_product_rows(GEMM_ROWS_3, 3, rows, count, a, b, c, stride, add, &soon, next); break;
+    case 1: tile_product_rows(pairs, GEMM_ROWS_1, 1, rows, count, a, b, c, stride, add, soon, next); break;
+    case 2: tile_product_rows(pairs, GEMM_ROWS_2, 2, rows, count, a, b, c, stride, add, soon, next); break;
+    case 3: tile_product_rows(pairs, GEMM_ROWS_3, 3, rows, count, a, b, c, stride, add, soon, next); break;
 #if TILE_VECTORS > 3
-    case 4: tile_product_rows(GEMM_ROWS_4, 4, rows, count, a, b, c, stride, add, &soon, next); break;
+    case 4: tile_product_rows(pairs, GEMM_ROWS_4, 4, rows, count, a, b, c, stride, add, soon, next); break;
 #endif
     default: break; /* a part that nobody sees */
     }
 }
+
+static __attribute__((noinline)) void tile_product(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
+                                                   float *c, int64_t stride, bool add, gemm_ahead soon, ahead *next) {
+    tile_product_of(false, vectors, rows, count, a, b, c, stride, add, &soon, next);
+}
+
+#ifdef HAVE_BF16_DOT
+static __attribute__((noinline, unused)) void tile_product_pairs(int vectors, int64_t rows, int64_t count, gemm_a a,
+                                                                 const float *b, float *c, int64_t stride, bool add,
+                                                                 gemm_ahead soon, ahead *next) {
+    tile_product_of(true, vectors, rows, count, a, b, c, stride, add, &soon, next);
+}
+#endif
 
 /* How many times a tile asks while it meets `keys` keys: in `products` products that have a row for each key, and in one of
  * `width` rows for each block of keys. */
@@ -434,6 +485,24 @@ static void multiply_parts(const lanes *l, const parts *r, const float *rows, in
         tile_product(p->end - p->begin, p->count, depth, (gemm_a){rows + p->first * row_stride, row_stride, 1},
                      columns + p->begin * VL, out + p->first * l->stride + p->begin * VL, l->stride, false,
                      rows_behind(rows, row_stride, depth, p->first, p->count), next);
+#endif
+}
+
+/* The same for bfloat16 rows of K or V as they lie in memory, from the block's first on. */
+static void multiply_pairs(const call *c, const unit *u, const lanes *l, const parts *r, const key_block *b,
+                           const void *p, heddle_strides stride, int64_t depth, const float *columns, float *out,
+                           ahead *next) {
+#ifdef HAVE_BF16_DOT
+    const int64_t row_stride = stride.s / 2;
+    const float *rows = (const void *)element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + b->first), c->type);
+    for (const part *q = r->p; q < r->p + r->count; q++)
+        tile_product_pairs(q->end - q->begin, q->count, depth / 2,
+                           (gemm_a){rows + q->first * row_stride, row_stride, 1}, columns + q->begin * VL,
+                           out + q->first * l->stride + q->begin * VL, l->stride, false,
+                           rows_behind(rows, row_stride, depth / 2, q->first, q->count), next);
+#else
+    (void)c, (void)u, (void)l, (void)r, (void)b, (void)p, (void)stride, (void)depth, (void)columns, (void)out,
+        (void)next;
 #endif
 }
 
@@ -472,6 +541,8 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
         float t[FEW_LANES * FEW_KEYS];
         few_scores(c, u, l, b, qt, t);
         few_as_tile(l, t, b->count, s);
+    } else if (c->k_pairs) {
+        multiply_pairs(c, u, l, r, b, c->t->k, c->a->k_stride, c->a->d, qt, s, next);
     } else {
         multiply_parts(l, r, b->k, b->k_stride, c->a->d, b->t.k, qt, s, next);
     }
@@ -483,6 +554,21 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
         mask_bool(c, u, l, b, s, scratch);
     return r->partial || (c->a->features & HEDDLE_BOOL_MASK);
 }
+
+#ifdef HAVE_BF16_DOT
+/* add_parts() with pairs of keys for rows. */
+static void add_pairs(const lanes *l, const parts *r, int64_t width, const float *columns, float *scratch,
+                      int64_t count, const float *weights, float *out, ahead *next) {
+    const int64_t pad = (width + VL - 1) / VL * VL;
+    pair_weights(weights, count, l->stride, scratch);
+    for (const part *p = r->p; p < r->p + r->count; p++) {
+        const gemm_a a = {columns + p->first / 2 * pad, 1, pad};
+        tile_product_pairs(p->end - p->begin, width, (p->count + 1) / 2, a,
+                           scratch + p->first / 2 * l->stride + p->begin * VL, out + p->begin * VL, l->stride, true,
+                           (gemm_ahead){(const char *)a.p, 0}, next);
+    }
+}
+#endif
 
 /* out[e][lane] += sum over the block's keys j of rows[j][e]·weights[j][lane], in the parts that are seen; a weight of zero
  * counts for nothing even against NaN when `careful`. */
@@ -497,6 +583,12 @@ static void add_parts(const lanes *l, const parts *r, bool careful, const float 
         ahead_step(next);
         return;
     }
+#elif defined(HAVE_BF16_DOT)
+    if (!careful && columns) {
+        add_pairs(l, r, width, columns, scratch, count, weights, out, next);
+        return;
+    }
+    (void)t;
 #else
     (void)t, (void)columns, (void)scratch, (void)count;
 #endif
