@@ -5,8 +5,8 @@
 #ifndef HEDDLE_CPU_ATTENTION_FORWARD_H
 #define HEDDLE_CPU_ATTENTION_FORWARD_H
 
+#include "attention_scores.h"
 #include "threads.h"
-#include "tile.h"
 
 typedef struct forward_tile {
     lanes l;

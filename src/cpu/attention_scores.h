@@ -1,0 +1,309 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The products of a tile, and the scores that they make: adjusted, masked, dropped. */
+#ifndef HEDDLE_CPU_ATTENTION_SCORES_H
+#define HEDDLE_CPU_ATTENTION_SCORES_H
+
+#include "tile.h"
+
+/* softcap·tanh(scale·s/softcap) - slope·|i + off - j| + bias; the tanh goes to `tanhs` if that is there. */
+static void adjust_scores(const call *c, const unit *u, const lanes *l, const key_block *b, float *s, float *tanhs,
+                          float *scratch) {
+    const heddle_attention *a = c->a;
+    float slope[LANES] = {0}, index[LANES];
+    for (int64_t x = 0; x < l->stride; x++) {
+        index[x] = (float)l->index[x];
+        if (a->features & HEDDLE_ALIBI)
+            slope[x] = ((const float *)c->t->alibi_slopes)[u->n * a->alibi_stride_b + l->head[x]];
+    }
+    if (a->features & HEDDLE_BIAS) {
+        const void *rows[LANES];
+        lane_rows(c, u, l, c->t->bias, a->bias_stride, 0, rows);
+        pack_transposed(c->type, rows, b->first, l->count, b->count, 1, scratch, l->stride);
+    }
+    const float cap = (float)a->softcap, scale = (float)(cap > 0 ? a->scale / a->softcap : a->scale);
+    for (int64_t j = 0; j < b->count; j++) {
+        float distance = (float)(l->first + u->off - b->first - j);
+        for (int64_t x = j * l->stride, y = 0; y < l->stride; x += VL, y += VL) {
+            vf r = load(s + x) * scale;
+            if (cap > 0) {
+                vf th = vtanh(r);
+                if (tanhs)
+                    store(tanhs + x, th);
+                r = cap * th;
+            }
+            vf away = load(index + y) + distance;
+            r -= load(slope + y) * (vf)((vi)away & 0x7fffffff);
+            if (a->features & HEDDLE_BIAS)
+                r += load(scratch + x);
+            store(s + x, r);
+        }
+    }
+}
+
+INLINE vi lane_index(const lanes *l, int v) {
+    typedef vi vi_unaligned __attribute__((aligned(4), may_alias));
+    return *(const vi_unaligned *)(l->index + v * VL);
+}
+
+INLINE tile_kind part_kind(const unit *u, const lanes *l, const key_block *b, int v, int64_t first, int64_t count) {
+    return tile_of(u->m, l->first + l->index[v * VL], l->first + l->index[v * VL + VL - 1] + 1, b->first + first,
+                   b->first + first + count);
+}
+
+/* Divides a block so that products need not be formed where the band hides all: on the diagonal, VL keys at a time. */
+static void find_parts(const unit *u, const lanes *l, const key_block *b, parts *r) {
+    r->partial = tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) != TILE_FULL;
+    r->count = 0;
+    const int64_t step = r->partial ? VL : b->count;
+    for (int64_t j = 0; j < b->count; j += step) {
+        part p = {j, min64(step, b->count - j), 0, l->vectors};
+        while (p.begin < p.end && part_kind(u, l, b, p.begin, p.first, p.count) == TILE_EMPTY)
+            p.begin++;
+        while (p.begin < p.end && part_kind(u, l, b, p.end - 1, p.first, p.count) == TILE_EMPTY)
+            p.end--;
+        part *last = r->count ? &r->p[r->count - 1] : NULL;
+        if (last && last->begin == p.begin && last->end == p.end)
+            last->count += p.count;
+        else
+            r->p[r->count++] = p;
+    }
+}
+
+/* -inf where the band hides key j from a lane's query: it sees j when first + index >= j - hi and <= j - lo. */
+static void mask_band(const unit *u, const lanes *l, const key_block *b, float *s) {
+    for (int64_t j0 = 0; j0 < b->count; j0 += VL)
+        for (int v = 0; v < l->vectors; v++) {
+            const int64_t count = min64(VL, b->count - j0);
+            if (part_kind(u, l, b, v, j0, count) == TILE_FULL)
+                continue;
+            for (int64_t j = j0; j < j0 + count; j++) {
+                int64_t key = b->first + j - l->first;
+                int32_t low = (int32_t)clamp64(key - u->m.hi, INT32_MIN, INT32_MAX);
+                int32_t high = (int32_t)clamp64(key - u->m.lo, INT32_MIN, INT32_MAX);
+                float *p = s + j * l->stride + v * VL;
+                vi hidden = (lane_index(l, v) < low) | (lane_index(l, v) > high);
+                store(p, select_float(hidden, splat(-INFINITY), load(p)));
+            }
+        }
+}
+
+static void mask_bool(const call *c, const unit *u, const lanes *l, const key_block *b, float *s, float *scratch) {
+    const void *rows[LANES];
+    for (int64_t x = 0; x < l->count; x++)
+        rows[x] = c->t->bool_mask + row_offset(c->a->bool_mask_stride, u->n, l->head[x], l->first + l->index[x]);
+    pack_transposed(TYPE_MASK, rows, b->first, l->count, b->count, 1, scratch, l->stride);
+    for (int64_t x = 0; x < b->count * l->stride; x += VL)
+        store(s + x, select_float(load(scratch + x) == 0, splat(-INFINITY), load(s + x)));
+}
+
+/* gemm() for the lanes of a tile; after each block of registers a little of `next` is asked for. */
+INLINE void tile_product_rows(bool pairs, int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
+                              float *c, int64_t stride, bool add, gemm_ahead *soon, ahead *next) {
+#define BLOCK_OF(n)                                                                                                    \
+    for (; rows >= (n); rows -= (n), a.p += (n)*a.row, c += (n)*stride) {                                              \
+        gemm_block(pairs, n, vectors, count, a, b, stride, c, stride, add, soon);                                      \
+        ahead_step(next);                                                                                              \
+    }
+    BLOCK_OF(block)
+    if (block > 4)
+        BLOCK_OF(4)
+    BLOCK_OF(2)
+    BLOCK_OF(1)
+#undef BLOCK_OF
+}
+
+INLINE void tile_product_of(bool pairs, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b, float *c,
+                            int64_t stride, bool add, gemm_ahead *soon, ahead *next) {
+    switch (vectors) {
+    case 1: tile_product_rows(pairs, GEMM_ROWS_1, 1, rows, count, a, b, c, stride, add, soon, next); break;
+    case 2: tile_product_rows(pairs, GEMM_ROWS_2, 2, rows, count, a, b, c, stride, add, soon, next); break;
+    case 3: tile_product_rows(pairs, GEMM_ROWS_3, 3, rows, count, a, b, c, stride, add, soon, next); break;
+#if TILE_VECTORS > 3
+    case 4: tile_product_rows(pairs, GEMM_ROWS_4, 4, rows, count, a, b, c, stride, add, soon, next); break;
+#endif
+    default: break; /* a part that nobody sees */
+    }
+}
+
+static __attribute__((noinline)) void tile_product(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
+                                                   float *c, int64_t stride, bool add, gemm_ahead soon, ahead *next) {
+    tile_product_of(false, vectors, rows, count, a, b, c, stride, add, &soon, next);
+}
+
+#ifdef HAVE_BF16_DOT
+static __attribute__((noinline, unused)) void tile_product_pairs(int vectors, int64_t rows, int64_t count, gemm_a a,
+                                                                 const float *b, float *c, int64_t stride, bool add,
+                                                                 gemm_ahead soon, ahead *next) {
+    tile_product_of(true, vectors, rows, count, a, b, c, stride, add, &soon, next);
+}
+#endif
+
+/* How many times a tile asks while it meets `keys` keys: in `products` products that have a row for each key, and in one of
+ * `width` rows for each block of keys. */
+INLINE int64_t product_steps(const call *c, int64_t keys, int products, int64_t width) {
+    const int64_t blocks = (keys + c->tile_k - 1) / c->tile_k;
+#ifdef HAVE_BF16_TILES
+    (void)width;
+    return max64(1, 2 * blocks * (products + 1));
+#else
+    return max64(1, products * keys / GEMM_ROWS_3 + blocks * (width / GEMM_ROWS_3));
+#endif
+}
+
+/* The rows of K or V behind a block's, which will be wanted next, a line every other sum index: where they follow each other without gaps. */
+INLINE gemm_ahead rows_behind(const float *rows, int64_t row_stride, int64_t width, int64_t first, int64_t count) {
+    if (row_stride != width)
+        return (gemm_ahead){(const char *)(rows + first * row_stride), 0};
+    return (gemm_ahead){(const char *)(rows + (first + count) * row_stride), 32};
+}
+
+/* out[j][lane] = sum over x of rows[j][x]·columns[x][lane], in the parts that are seen. With AMX, of their tiles instead. */
+static void multiply_parts(const lanes *l, const parts *r, const float *rows, int64_t row_stride, int64_t depth,
+                           const float *row_tiles, const float *columns, float *out, ahead *next) {
+#ifdef HAVE_BF16_TILES
+    (void)rows, (void)row_stride;
+    ahead_step(next);
+    tile_scores(l, r, row_tiles, depth, columns, out);
+    ahead_step(next);
+#else
+    (void)row_tiles;
+    for (const part *p = r->p; p < r->p + r->count; p++)
+        tile_product(p->end - p->begin, p->count, depth, (gemm_a){rows + p->first * row_stride, row_stride, 1},
+                     columns + p->begin * VL, out + p->first * l->stride + p->begin * VL, l->stride, false,
+                     rows_behind(rows, row_stride, depth, p->first, p->count), next);
+#endif
+}
+
+/* The same for bfloat16 rows of K or V as they lie in memory, from the block's first on. */
+static void multiply_pairs(const call *c, const unit *u, const lanes *l, const parts *r, const key_block *b,
+                           const void *p, heddle_strides stride, int64_t depth, const float *columns, float *out,
+                           ahead *next) {
+#ifdef HAVE_BF16_DOT
+    const int64_t row_stride = stride.s / 2;
+    const float *rows = (const void *)element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + b->first), c->type);
+    for (const part *q = r->p; q < r->p + r->count; q++)
+        tile_product_pairs(q->end - q->begin, q->count, depth / 2,
+                           (gemm_a){rows + q->first * row_stride, row_stride, 1}, columns + q->begin * VL,
+                           out + q->first * l->stride + q->begin * VL, l->stride, false,
+                           rows_behind(rows, row_stride, depth / 2, q->first, q->count), next);
+#else
+    (void)c, (void)u, (void)l, (void)r, (void)b, (void)p, (void)stride, (void)depth, (void)columns, (void)out,
+        (void)next;
+#endif
+}
+
+/* Rows of K or V of the unit as they lie in memory, for few queries. */
+INLINE few_rows few_keys(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t n, int64_t first) {
+    return (few_rows){element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first), c->type),
+                      stride.s * element_size(c->type), n};
+}
+
+/* s[lane][key], as few.h has it; meanwhile the block's rows of V are asked for. */
+INLINE void few_scores(const call *c, const unit *u, const lanes *l, const key_block *b, const float *q, float *s) {
+    few_dot(c->type, few_keys(c, u, c->t->k, c->a->k_stride, c->a->d, b->first), b->count, l->count, q, c->d_pad,
+            few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first), s);
+}
+
+/* t[lane][key] as a tile [key][lane]. */
+static void few_as_tile(const lanes *l, const float *t, int64_t count, float *s) {
+    _Static_assert(FEW_KEYS >= TILE_KEYS, "a block of few queries is no larger than a tile's");
+    for (int64_t x = 0; x < l->stride; x += VL)
+        for (int64_t j = 0; j < count; j += VL) {
+            vf rows[VL];
+            for (int64_t y = 0; y < VL; y++)
+                rows[y] = x + y < l->count ? load_some(HEDDLE_F32, t + (x + y) * FEW_KEYS + j, count - j) : splat(0);
+            transpose(rows);
+            for (int64_t y = 0; y < min64(VL, count - j); y++)
+                store(s + (j + y) * l->stride + x, rows[y]);
+        }
+}
+
+/* s[j][lane] = the score (times call.factor in units of log2), -inf where masked. True if some may be masked: then zeros of P
+ * and dS may stand against operands that are not finite. */
+static bool scores(const call *c, const unit *u, const lanes *l, const key_block *b, const float *qt, parts *r,
+                   float *s, float *tanhs, float *scratch, ahead *next) {
+    find_parts(u, l, b, r);
+    if (l->few) {
+        float t[FEW_LANES * FEW_KEYS];
+        few_scores(c, u, l, b, qt, t);
+        few_as_tile(l, t, b->count, s);
+    } else if (c->k_pairs) {
+        multiply_pairs(c, u, l, r, b, c->t->k, c->a->k_stride, c->a->d, qt, s, next);
+    } else {
+        multiply_parts(l, r, b->k, b->k_stride, c->a->d, b->t.k, qt, s, next);
+    }
+    if (c->adjusts)
+        adjust_scores(c, u, l, b, s, tanhs, scratch);
+    if (r->partial)
+        mask_band(u, l, b, s); /* the parts that were left out, too */
+    if (c->a->features & HEDDLE_BOOL_MASK)
+        mask_bool(c, u, l, b, s, scratch);
+    return r->partial || (c->a->features & HEDDLE_BOOL_MASK);
+}
+
+#ifdef HAVE_BF16_DOT
+/* add_parts() with pairs of keys for rows. */
+static void add_pairs(const lanes *l, const parts *r, int64_t width, const float *columns, float *scratch,
+                      int64_t count, const float *weights, float *out, ahead *next) {
+    const int64_t pad = (width + VL - 1) / VL * VL;
+    pair_weights(weights, count, l->stride, scratch);
+    for (const part *p = r->p; p < r->p + r->count; p++) {
+        const gemm_a a = {columns + p->first / 2 * pad, 1, pad};
+        tile_product_pairs(p->end - p->begin, width, (p->count + 1) / 2, a,
+                           scratch + p->first / 2 * l->stride + p->begin * VL, out + p->begin * VL, l->stride, true,
+                           (gemm_ahead){(const char *)a.p, 0}, next);
+    }
+}
+#endif
+
+/* out[e][lane] += sum over the block's keys j of rows[j][e]·weights[j][lane], in the parts that are seen; a weight of zero
+ * counts for nothing even against NaN when `careful`. */
+static void add_parts(const lanes *l, const parts *r, bool careful, const float *rows, int64_t row_stride,
+                      int64_t width, const key_tiles *t, const float *columns, float *scratch, int64_t count,
+                      const float *weights, float *out, ahead *next) {
+#ifdef HAVE_BF16_TILES
+    if (!careful && uses_tiles(l)) {
+        ahead_step(next);
+        tile_weight_pairs(weights, count, l->vectors, scratch);
+        tile_add_columns(l, r, columns, t->down, width, scratch, out);
+        ahead_step(next);
+        return;
+    }
+#elif defined(HAVE_BF16_DOT)
+    if (!careful && columns) {
+        add_pairs(l, r, width, columns, scratch, count, weights, out, next);
+        return;
+    }
+    (void)t;
+#else
+    (void)t, (void)columns, (void)scratch, (void)count;
+#endif
+    for (const part *p = r->p; p < r->p + r->count; p++) {
+        const gemm_a a = {rows + p->first * row_stride, 1, row_stride};
+        const float *w = weights + p->first * l->stride + p->begin * VL;
+        if (careful)
+            gemm_careful(false, p->end - p->begin, width, p->count, a, w, l->stride, out + p->begin * VL, l->stride);
+        else
+            tile_product(p->end - p->begin, width, p->count, a, w, out + p->begin * VL, l->stride, true,
+                         rows_behind(rows, row_stride, width, p->first, p->count), next);
+    }
+}
+
+/* z[j][lane] = what dropout multiplies a weight with: 0 or 1/(1 - p). */
+static void dropout_factors(const call *c, const unit *u, const lanes *l, const key_block *b, float *z) {
+    for (int v = 0; v < l->vectors; v++) {
+        vu index = (vu)lane_index(l, v) + (uint32_t)l->first, bh;
+        for (int x = 0; x < VL; x++)
+            bh[x] = (uint32_t)(u->n * c->a->h) + l->head[v * VL + x];
+        for (int64_t j = b->first / 4 * 4; j < b->first + b->count; j += 4) {
+            vu words[4];
+            vdropout_words(c->seed, c->offset, bh, index, (uint32_t)(j / 4), words);
+            for (int x = 0; x < 4; x++)
+                if (j + x >= b->first && j + x < b->first + b->count)
+                    store(z + (j + x - b->first) * l->stride + v * VL,
+                          select_float((vi)(words[x] < c->drop_below), splat(0), splat(c->keep_factor)));
+        }
+    }
+}
+
+#endif
