@@ -93,7 +93,8 @@ INLINE void score_full(const attention_params &p, const forward_work &w, int row
         }
 }
 
-/* S -> P = exp2(S·c - max·c); what was summed before is scaled to the new maximum. */
+/* S -> P = exp2(S·c - max·c); what was summed before is scaled to the new maximum. Both max·c are rounded: a fused
+ * multiplication and subtraction would bring in the rounding a second time. */
 template <int D, int TILES, int BLOCK>
 INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOCK / 8][4], float (*o)[D / 8][4]) {
     float base[TILES][2], shrink[TILES][2];
@@ -107,8 +108,8 @@ INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOC
             for (int y = 0; y < BLOCK / 8; y++)
                 top = fmaxf(top, fmaxf(s[x][y][2 * half], s[x][y][2 * half + 1]));
             top = quad_max(top);
-            base[x][half] = top == -CUDART_INF_F ? 0.0f : top * c;
-            shrink[x][half] = exp2_approx(state->max[x][half] * c - base[x][half]);
+            base[x][half] = top == -CUDART_INF_F ? 0.0f : __fmul_rn(top, c);
+            shrink[x][half] = exp2_approx(__fmul_rn(state->max[x][half], c) - base[x][half]);
             grows |= top != state->max[x][half];
             state->max[x][half] = top;
         }
@@ -176,7 +177,7 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
             const int64_t head = w.y * p.pack + row % p.pack;
             if (i >= w.c.all_sq)
                 continue;
-            float base = sum == 0.0f ? -CUDART_INF_F : state.max[x][half] * c, shrink = 1.0f;
+            float base = sum == 0.0f ? -CUDART_INF_F : __fmul_rn(state.max[x][half], c), shrink = 1.0f;
             if ((p.a.features & HEDDLE_SINKS) && p.splits == 1 && i < w.c.sq) {
                 const float sink = ((const float *)p.t.sinks)[head] * LOG2E, top = fmaxf(base, sink);
                 if (sink != -CUDART_INF_F) {

@@ -264,8 +264,9 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
         const float before = state->max[half];
         const bool more = (top - before) * c > 8.0f;
         state->max[half] = more ? top : before;
-        base[half] = state->max[half] == -CUDART_INF_F ? 0.0f : state->max[half] * c;
-        shrink[half] = exp2_approx(before * c - base[half]);
+        base[half] = state->max[half] == -CUDART_INF_F ? 0.0f : __fmul_rn(state->max[half], c);
+        /* not fused, or the rounding of what is subtracted would come in twice */
+        shrink[half] = exp2_approx(__fmul_rn(before, c) - base[half]);
         grows |= more;
         state->sum[half] *= shrink[half];
     }
@@ -285,7 +286,7 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
 /* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
 INLINE float finish_row(const attention_params &p, const forward_target &t, int row, float top, float sum,
                         bool writes) {
-    float base = sum == 0.0f ? -CUDART_INF_F : top * p.scale_log2, shrink = 1.0f;
+    float base = sum == 0.0f ? -CUDART_INF_F : __fmul_rn(top, p.scale_log2), shrink = 1.0f;
     if ((p.a.features & HEDDLE_SINKS) && row < t.rows) {
         const float sink = ((const float *)p.t.sinks)[t.x] * LOG2E, most = fmaxf(base, sink);
         if (sink != -CUDART_INF_F) {

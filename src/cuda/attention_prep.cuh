@@ -132,8 +132,9 @@ template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attent
             for (int z = 0; z < BLOCK / 8; z++)
                 new_top = fmaxf(new_top, fmaxf(s[0][z][2 * half], s[0][z][2 * half + 1]));
             new_top = quad_max(new_top);
-            const float base = new_top == -CUDART_INF_F ? 0.0f : new_top * factor;
-            sum[half] *= exp2_approx(top[half] * factor - base);
+            const float base = new_top == -CUDART_INF_F ? 0.0f : __fmul_rn(new_top, factor);
+            /* not fused, or the rounding of what is subtracted would come in twice */
+            sum[half] *= exp2_approx(__fmul_rn(top[half], factor) - base);
             top[half] = new_top;
 #pragma unroll
             for (int z = 0; z < BLOCK / 8; z++)

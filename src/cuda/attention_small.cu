@@ -244,7 +244,7 @@ INLINE void grow_tops(const float *maxima, float top[ROWS], float shrink[ROWS]) 
     for (int r = 0; r < ROWS; r++) {
         const float4 m = *(const float4 *)(maxima + r * 4);
         const float more = fmaxf(fmaxf(top[r], fmaxf(m.x, m.y)), fmaxf(m.z, m.w));
-        shrink[r] = exp2_approx(top[r] * LOG2E - (more == -CUDART_INF_F ? 0.0f : more * LOG2E));
+        shrink[r] = exp2_approx(__fmul_rn(top[r], LOG2E) - (more == -CUDART_INF_F ? 0.0f : __fmul_rn(more, LOG2E)));
         top[r] = more;
     }
 }
@@ -259,7 +259,7 @@ INLINE void store_rows(const attention_params &p, const place &c, int64_t x, int
             return;
         const float4 parts = *(const float4 *)(numbers + row * 4);
         float sum = i < c.sq ? (parts.x + parts.y) + (parts.z + parts.w) : 0.0f, shrink = 1.0f;
-        float base = sum == 0.0f ? -CUDART_INF_F : numbers[ROWS * 4 + row] * LOG2E;
+        float base = sum == 0.0f ? -CUDART_INF_F : __fmul_rn(numbers[ROWS * 4 + row], LOG2E);
         if ((p.a.features & HEDDLE_SINKS) && i < c.sq) {
             const float sink = ((const float *)p.t.sinks)[x] * LOG2E, top = fmaxf(base, sink);
             if (sink != -CUDART_INF_F) {
@@ -378,14 +378,15 @@ INLINE void refine_row(const attention_params &p, const place &c, int64_t x, int
         const float s = score<T>(p, c, x, i, j, qk, &slack), more = fmaxf(top, s);
         if (s == -CUDART_INF_F)
             continue;
-        const float base = more * LOG2E;
-        sum = sum * exp2_approx(top * LOG2E - base) + exp2_approx(fmaf(s, LOG2E, -base));
+        /* Not fused, or the rounding of what is subtracted would come in twice. */
+        const float base = __fmul_rn(more, LOG2E);
+        sum = sum * exp2_approx(__fmul_rn(top, LOG2E) - base) + exp2_approx(fmaf(s, LOG2E, -base));
         top = more;
     }
-    const float most = warp_max(top), base = most * LOG2E;
+    const float most = warp_max(top), base = __fmul_rn(most, LOG2E);
     if (most == -CUDART_INF_F)
         return;
-    sum = warp_sum(sum * exp2_approx(top * LOG2E - base));
+    sum = warp_sum(sum * exp2_approx(__fmul_rn(top, LOG2E) - base));
     if (p.a.features & HEDDLE_SINKS)
         sum += exp2f(((const float *)p.t.sinks)[x] * LOG2E - base);
     const float rest = log2f(sum);
