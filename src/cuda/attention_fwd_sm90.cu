@@ -230,7 +230,9 @@ INLINE void clean(uint32_t base, uint32_t barriers, int *bad, const forward_job 
             if (is_cut<BLOCK>(w, j0)) {
                 const bool found = clean_rows<T, D, BLOCK, CLEANERS>(base + layout::v + slot * layout::tile_bytes,
                                                                      bad + slot * BLOCK, thread);
-                bad[STAGES * BLOCK + slot * 2 + thread / 32] = __any_sync(ALL_LANES, found);
+                const int any = __any_sync(ALL_LANES, found);
+                if (thread % 32 == 0) /* by the thread that arrives: racecheck sees no other order */
+                    bad[STAGES * BLOCK + slot * 2 + thread / 32] = any;
                 fence_async();
             }
             __syncwarp();
