@@ -29,6 +29,9 @@ typedef struct attention_params {
     float *dsum, *base, *rest; /* [rows]: D, and lse·log2(e) as the sum of two floats (+inf: the row sees nothing) */
 } attention_params;
 
+/* Up to so many keys, D of 16-bit types is rowsum(P∘dP): o is rounded, and few keys do not average that out. */
+#define FEW_KEYS 128
+
 /* What the copy engine knows of a tensor (CUtensorMap): columns, rows, heads, batch; boxes of 64 columns. */
 typedef struct tensor_map {
     uint64_t words[16];
@@ -88,6 +91,9 @@ typedef struct tensor_shape {
 /* Is the problem one for the family `small`? dim: of its kernel. Pure. */
 bool heddle__cuda_attention_is_small(const heddle_attention *a, const attention_device *device, heddle_pass pass,
                                      int dim);
+
+/* May D have to come from P and dP, in some sequence? Pure. */
+bool heddle__cuda_attention_has_few_keys(const heddle_attention *a);
 
 #define ATTENTION_MAX_LAUNCHES 8
 

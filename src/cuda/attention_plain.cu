@@ -282,6 +282,27 @@ INLINE float weight_sum(const attention_params &p, const place &c, const row_ind
     return sum;
 }
 
+/* sum over j of P∘dP of one row, by one warp: this lane's part. */
+template <typename T>
+INLINE float gradient_sum(const attention_params &p, const place &c, const row_index &at, const float *q, float base,
+                          float rest) {
+    const score_row row = make_score_row(p, c, at.x, at.i);
+    const dropout_state dropout = make_dropout(p);
+    const T *dout = dout_row<T>(p, c, at.x, at.i);
+    float sum = 0.0f, slack, z;
+    for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32) {
+        const float s = score2<T>(p, c, row, at.x / p.group, j, q, &slack);
+        if (s == -CUDART_INF_F)
+            continue;
+        const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, at.x / p.group, c.first_k + j);
+        float dov = 0.0f;
+        for (int e = 0; e < p.a.dv; e++)
+            dov = fmaf(to_float(dout[e]), to_float(v[e]), dov);
+        sum = fmaf(exp2_approx(s - base - rest), weight_gradient<T>(p, c, row, dropout, at.x, j, dov, &z), sum);
+    }
+    return sum;
+}
+
 /* D, base and rest. A warp per row. */
 template <typename T> INLINE void plain_prep(const attention_params &p) {
     __shared__ float rows[THREADS / 32][MAX_DIM];
@@ -300,23 +321,31 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
         const double lse2 = (double)lse * (double)LOG2E; /* S takes the same factor */
         base = (float)lse2;
         rest = isfinite(base) ? (float)(lse2 - (double)base) : 0.0f;
-        const T *o = (const T *)p.t.o + row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i);
-        if (p.t.dout)
-            for (int e = lane; e < p.a.dv; e += 32) {
-                const float x = to_float(o[e]);
-                if (x != 0.0f) /* a query that sees nothing may hold anything in dO */
-                    sum = fmaf(x, to_float(dout_row<T>(p, c, at.x, at.i)[e]), sum);
-            }
-        const bool large = sizeof(T) == 4 && fabsf(lse) > 12.0f && fabsf(lse) < CUDART_INF_F;
-        if (large || p.t.dweights) {
+        const bool few = sizeof(T) == 2 && p.t.dout && c.sk <= FEW_KEYS;
+        const bool large = fabsf(lse) > (sizeof(T) == 4 ? 12.0f
+                                         : few          ? 1024.0f
+                                                        : CUDART_INF_F) &&
+                           fabsf(lse) < CUDART_INF_F;
+        if (large || few || p.t.dweights) {
             for (int e = lane; e < p.a.d; e += 32)
                 q[e] = to_float(query_row<T>(p, c, at.x, at.i)[e]);
             __syncwarp();
         }
         if (large)
             refine_lse<T>(p, c, at, q, lse, &base, &rest);
-        if (p.t.dweights)
-            sum += weight_sum<T>(p, c, at, q, base, rest);
+        if (few) {
+            sum = gradient_sum<T>(p, c, at, q, base, rest);
+        } else {
+            const T *o = (const T *)p.t.o + row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i);
+            if (p.t.dout)
+                for (int e = lane; e < p.a.dv; e += 32) {
+                    const float x = to_float(o[e]);
+                    if (x != 0.0f) /* a query that sees nothing may hold anything in dO */
+                        sum = fmaf(x, to_float(dout_row<T>(p, c, at.x, at.i)[e]), sum);
+                }
+            if (p.t.dweights)
+                sum += weight_sum<T>(p, c, at, q, base, rest);
+        }
         sum = warp_sum(sum);
         if (p.t.dlse)
             sum -= ((const float *)p.t.dlse)[to];

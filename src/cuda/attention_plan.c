@@ -403,19 +403,21 @@ static void add_launch(attention_launch *launches, int *count, int kernel, int64
                                (uint32_t)shared_bytes(k), k->family == FAMILY_sm90};
 }
 
-/* Blocks for keys, then blocks for queries: those that somebody waits for. */
-static void add_small(const heddle_attention *a, const heddle_attention_data *t, int kernel, attention_params *p,
-                      attention_launch *launches, int *count) {
+static void add_plain(const heddle_attention *a, const attention_device *device, attention_launch *launches, int *count,
+                      kernel_pass pass, int64_t grid) {
+    add_launch(launches, count, find_kernel(a, device, pass, VARIANT_plain, FAMILY_sm80), grid);
+}
+
+/* Blocks for keys, then blocks for queries: those that somebody waits for. Before them, D where there may be few keys. */
+static void add_small(const heddle_attention *a, const attention_device *device, const heddle_attention_data *t,
+                      int kernel, attention_params *p, attention_launch *launches, int *count) {
+    if (heddle__cuda_attention_has_few_keys(a))
+        add_plain(a, device, launches, count, PASS_prep, ceil_div(a->b * a->h * a->sq, 4));
     if (!t->dk && !t->dv)
         p->tiles_k = 0;
     if (!t->dq && !t->dbias && !t->dsinks)
         p->tiles_q = 0;
     add_launch(launches, count, kernel, (p->tiles_k * a->hk + p->tiles_q * a->h) * a->b);
-}
-
-static void add_plain(const heddle_attention *a, const attention_device *device, attention_launch *launches, int *count,
-                      kernel_pass pass, int64_t grid) {
-    add_launch(launches, count, find_kernel(a, device, pass, VARIANT_plain, FAMILY_sm80), grid);
 }
 
 /* prep, dkdv and dq. */
@@ -451,7 +453,7 @@ int heddle__cuda_attention_launches(const attention_plan *plan, const attention_
         return n;
     }
     if (c.bwd >= 0)
-        add_small(a, data, c.bwd, params, launches, &n);
+        add_small(a, device, data, c.bwd, params, launches, &n);
     else
         add_gradients(a, device, data, &c, launches, &n);
     if (data->dbias)

@@ -85,31 +85,74 @@ template <typename T> INLINE void prepare_rows(const attention_params &p, const 
     }
 }
 
-/* D and the log-sum-exp in two parts; the latter anew for scores so large that a float32 lse is too coarse for
- * P = exp(S - lse): the maximum is subtracted exactly, the rest is the logarithm of the sum, of the very scores that
- * dkdv and dq will see. Taken where it agrees with the given lse to its rounding. Blocks without such a row leave at
- * once. With dweights the plain prep has been here. */
-template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attention_prep(const attention_params &p) {
-    typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
+/* D = rowsum(P∘dP) of a warp's rows, where there are few keys. */
+template <typename T, int D, int WARPS, int BLOCK>
+INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, int query0, uint32_t shared) {
+    typedef backward_shared<T, D, WARPS, 1, BLOCK> layout;
     constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
-    static_assert(TILES == 1, "a warp has 16 rows");
-    extern __shared__ __align__(16) char shared[];
-    const uint32_t sq = shared_address(shared), sk = sq + layout::second;
-    const int tiles = (int)((p.a.sq + ROWS - 1) / ROWS);
-    const int64_t unit = blockIdx.x / (unsigned)tiles, x = unit % p.a.h, y = x / p.group;
-    const int query0 = (int)(blockIdx.x % (unsigned)tiles) * ROWS, warp_row = (int)threadIdx.x / 32 * 16;
-    const int lane = threadIdx.x % 32;
-    const place c = find_place(p, unit / p.a.h);
-    bool large[2];
-    if (!(p.a.features & HEDDLE_WEIGHTS))
-        prepare_rows<T>(p, c, x, query0 + warp_row);
+    const int warp_row = (int)threadIdx.x / 32 * 16, lane = threadIdx.x % 32;
+    const uint32_t sk = shared + layout::stages, sv = sk + layout::stage_bytes / 2;
+    const int64_t y = x / p.group;
+    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
+    const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k);
+    const float factor = p.rich ? LOG2E : p.scale_log2;
+    const dropout_state dropout = make_dropout(p);
+    float base[2], rest[2], sum[2] = {0.0f, 0.0f};
+    __syncthreads(); /* base and rest are there, shared memory is free */
     for (int half = 0; half < 2; half++) {
         const int i = query0 + warp_row + half * 8 + lane / 4;
-        const float lse = i < c.sq ? fabsf(((const float *)p.t.lse)[lse_at(p, c, x, i)]) : 0.0f;
-        large[half] = lse > (sizeof(T) == 4 ? 12.0f : 1024.0f) && lse < CUDART_INF_F;
+        base[half] = i < c.sq ? p.base[lse_at(p, c, x, i)] : CUDART_INF_F;
+        rest[half] = i < c.sq ? p.rest[lse_at(p, c, x, i)] : 0.0f;
     }
-    if (!__syncthreads_or(large[0] || large[1]))
-        return;
+    load_tile<T, D, ROWS, THREADS>(shared, (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q), p.a.q_stride.s,
+                                   query0, 0, c.sq, (int)p.a.d, p.vectors & VECTOR_Q);
+    load_tile<T, D, ROWS, THREADS>(shared + layout::second,
+                                   (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q), p.a.do_stride.s,
+                                   query0, 0, c.sq, (int)p.a.dv, p.vectors & VECTOR_DO);
+#pragma unroll 1
+    for (int j0 = 0; j0 < c.sk; j0 += BLOCK) {
+        float s[1][BLOCK / 8][4], dp[1][BLOCK / 8][4];
+        __syncthreads();
+        load_tile<T, D, BLOCK, THREADS>(sk, k, p.a.k_stride.s, j0, 0, c.sk, (int)p.a.d, p.vectors & VECTOR_K);
+        load_tile<T, D, BLOCK, THREADS>(sv, v, p.a.v_stride.s, j0, 0, c.sk, (int)p.a.dv, p.vectors & VECTOR_V);
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncthreads();
+        product_rows<T, D, 1, BLOCK>(s, shared + warp_row * tile<T, D>::pitch, sk, p.tf32);
+        product_rows<T, D, 1, BLOCK>(dp, shared + layout::second + warp_row * tile<T, D>::pitch, sv, p.tf32);
+        mask_scores<T, 1, BLOCK>(p, c, x, query0 + warp_row, j0, s);
+#pragma unroll
+        for (int z = 0; z < BLOCK / 8; z++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                if (s[0][z][e] == -CUDART_INF_F || base[e / 2] == CUDART_INF_F)
+                    continue;
+                const float weight = exp2_approx(fmaf(s[0][z][e], factor, -base[e / 2]) - rest[e / 2]);
+                const int i = query0 + warp_row + e / 2 * 8 + lane / 4, j = j0 + z * 8 + lane % 4 * 2 + e % 2;
+                const float drop = p.drops ? dropout_factor(p, dropout, c.n, x, i, j) : 1.0f;
+                sum[e / 2] = fmaf(weight, drop == 0.0f ? 0.0f : dp[0][z][e] * drop, sum[e / 2]);
+            }
+    }
+    for (int half = 0; half < 2; half++) {
+        const int i = query0 + warp_row + half * 8 + lane / 4;
+        const float all = quad_sum(sum[half]);
+        const int64_t at = i < c.sq ? lse_at(p, c, x, i) : 0;
+        if (i < c.sq && lane % 4 == 0)
+            p.dsum[at] = base[half] == CUDART_INF_F ? 0.0f : all - (p.t.dlse ? ((const float *)p.t.dlse)[at] : 0.0f);
+    }
+}
+
+/* The log-sum-exp of large scores anew, for which a float32 lse is too coarse in P = exp(S - lse): the maximum is subtracted
+ * exactly, the rest is the logarithm of the sum, of the very scores that dkdv and dq will see. Taken where it agrees with
+ * the given lse to its rounding. */
+template <typename T, int D, int WARPS, int BLOCK>
+INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, int query0, const bool large[2],
+                        uint32_t shared) {
+    typedef backward_shared<T, D, WARPS, 1, BLOCK> layout;
+    constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
+    const uint32_t sq = shared, sk = sq + layout::second;
+    const int warp_row = (int)threadIdx.x / 32 * 16, lane = threadIdx.x % 32;
+    const int64_t y = x / p.group;
     const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
     const T *q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q);
     const int begin = max(0, min(query0 + c.lo, c.sk)), end = max(0, min(min(query0 + ROWS, c.sq) + c.hi, c.sk));
@@ -156,6 +199,30 @@ template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attent
             p.rest[lse_at(p, c, x, i)] = rest;
         }
     }
+}
+
+/* D and the log-sum-exp in two parts. With dweights the plain prep has been here, and has seen to D. */
+template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attention_prep(const attention_params &p) {
+    typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
+    constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
+    static_assert(TILES == 1, "a warp has 16 rows");
+    extern __shared__ __align__(16) char shared[];
+    const int tiles = (int)((p.a.sq + ROWS - 1) / ROWS);
+    const int64_t unit = blockIdx.x / (unsigned)tiles, x = unit % p.a.h;
+    const int query0 = (int)(blockIdx.x % (unsigned)tiles) * ROWS, warp_row = (int)threadIdx.x / 32 * 16;
+    const place c = find_place(p, unit / p.a.h);
+    bool large[2];
+    if (!(p.a.features & HEDDLE_WEIGHTS))
+        prepare_rows<T>(p, c, x, query0 + warp_row);
+    for (int half = 0; half < 2; half++) {
+        const int i = query0 + warp_row + half * 8 + (int)threadIdx.x % 32 / 4;
+        const float lse = i < c.sq ? fabsf(((const float *)p.t.lse)[lse_at(p, c, x, i)]) : 0.0f;
+        large[half] = lse > (sizeof(T) == 4 ? 12.0f : 1024.0f) && lse < CUDART_INF_F;
+    }
+    if (__syncthreads_or(large[0] || large[1]))
+        refine_rows<T, D, WARPS, BLOCK>(p, c, x, query0, large, shared_address(shared));
+    if (sizeof(T) == 2 && c.sk <= FEW_KEYS && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
+        sum_gradients<T, D, WARPS, BLOCK>(p, c, x, query0, shared_address(shared));
 }
 
 #endif

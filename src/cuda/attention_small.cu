@@ -406,7 +406,7 @@ struct position {
 template <typename T, bool KEYS>
 INLINE void gradients(const attention_params &p, const place &c, const position &w, const float *numbers,
                       const dropout_state &dropout, int at, int half, const float qk[HALF], const float dov[HALF],
-                      float pz[HALF], float ds[HALF]) {
+                      bool few, float pz[HALF], float ds[HALF]) {
 #pragma unroll
     for (int r = 0; r < HALF; r++) {
         const int mine = half * HALF + r, i = KEYS ? w.other + at : w.own + mine,
@@ -420,7 +420,8 @@ INLINE void gradients(const attention_params &p, const place &c, const position 
         const float weight = exp2_approx(fmaf(s, LOG2E, -number[0]) - number[STREAM]);
         const float z = p.drops ? dropout_factor(p, dropout, c.n, w.x, i, j) : 1.0f;
         pz[r] = weight * z;
-        ds[r] = weight * ((z == 0.0f ? 0.0f : dov[r] * z) - (number[2 * STREAM] - number[3 * STREAM])) * slack;
+        ds[r] = weight * ((z == 0.0f ? 0.0f : dov[r] * z) - ((few ? 0.0f : number[2 * STREAM]) - number[3 * STREAM])) *
+                slack;
     }
 }
 
@@ -435,7 +436,8 @@ INLINE void store_gradient(void *to, const heddle_strides &s, const place &c, in
 
 /* KEYS: dK and dV of ROWS keys, over the queries of all heads of the group. Else dQ of ROWS queries, over the keys; and
  * what is known of these queries goes to the workspace, for dbias and dsinks. numbers[4][STREAM] of the queries:
- * the log-sum-exp in units of log2 as the sum of two (+inf: it sees nothing), rowsum(dO∘O), dlse. */
+ * the log-sum-exp in units of log2 as the sum of two (+inf: it sees nothing), rowsum(dO∘O), dlse; of 16-bit types with few
+ * keys the plain prep has found D, and -D takes the place of dlse. */
 template <typename T, int D, bool KEYS> INLINE void small_gradients(const attention_params &p, uint32_t id) {
     typedef small_shared<D> layout;
     extern __shared__ __align__(16) float shared[];
@@ -454,6 +456,7 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
     const matrix<T> k = matrix_k<T>(p, c, y), v = matrix_v<T>(p, c, y);
     matrix<T> q = matrix_q<T>(p, c, w.x), dout = matrix_dout<T>(p, c, w.x), o = matrix_o<T>(p, c, w.x);
     const dropout_state dropout = make_dropout(p);
+    const bool few = sizeof(T) == 2 && c.sk <= FEW_KEYS;
     const int mine = threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
     const int own_row = mine < ROWS ? w.own + mine : KEYS ? c.sk : c.sq;
     const four<T> own_a = fetch_any(KEYS ? k : q, own_row, column), own_b = fetch_any(KEYS ? v : dout, own_row, column);
@@ -467,7 +470,9 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
         float lse = -CUDART_INF_F, dlse = 0.0f;
         if (holds && i < c.sq) {
             lse = ((const float *)p.t.lse)[lse_at(p, c, w.x, i)];
-            dlse = p.t.dlse ? ((const float *)p.t.dlse)[lse_at(p, c, w.x, i)] : 0.0f;
+            dlse = few        ? -p.dsum[lse_at(p, c, w.x, i)]
+                   : p.t.dlse ? ((const float *)p.t.dlse)[lse_at(p, c, w.x, i)]
+                              : 0.0f;
         }
         bool odd =
             load_stream<T, D, KEYS>(stream, KEYS ? q : k, KEYS ? dout : v, KEYS ? o : v, numbers + 2 * STREAM, w.other);
@@ -499,7 +504,7 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
         float qk[HALF], dov[HALF], pz[HALF], ds[HALF];
         dots<D>(shared + half * HALF * layout::pitch, stream + at * layout::pitch, qk);
         dots<D>(shared + (ROWS + half * HALF) * layout::pitch, stream + (STREAM + at) * layout::pitch, dov);
-        gradients<T, KEYS>(p, c, w, numbers, dropout, at, half, qk, dov, pz, ds);
+        gradients<T, KEYS>(p, c, w, numbers, dropout, at, half, qk, dov, few, pz, ds);
         put_half(weights, at, ds);
         if (KEYS)
             put_half(weights + STREAM * ROWS, at, pz);
@@ -533,7 +538,7 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
     } else {
         store_gradient<T, D>(p.t.dq, p.a.dq_stride, c, head, c.first_q + w.own, rows, p.a.d, merge, p.scale);
         const int i = w.own + (int)threadIdx.x;
-        if (threadIdx.x < ROWS && i < c.sq) {
+        if (threadIdx.x < ROWS && i < c.sq && !few) {
             const int64_t to = lse_at(p, c, head, i);
             const float base = numbers[threadIdx.x];
             p.base[to] = base;

@@ -57,11 +57,18 @@ static double small_backward(const heddle_attention *a, const attention_device *
     return time_of(of_keys > of_queries ? of_keys : of_queries, sum, blocks_k + blocks_q, device);
 }
 
+bool heddle__cuda_attention_has_few_keys(const heddle_attention *a) {
+    return heddle_dtype_size(a->dtype) == 2 &&
+           (a->sk <= FEW_KEYS || (a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) != 0);
+}
+
 bool heddle__cuda_attention_is_small(const heddle_attention *a, const attention_device *device, heddle_pass pass,
                                      int dim) {
     const bool backward = pass == HEDDLE_BACKWARD, packed = a->features & HEDDLE_VARLEN;
     const times *t = &measured[backward][heddle_dtype_size(a->dtype) == 2][dim <= 32 ? 0 : dim <= 64 ? 1 : 2];
     if (!a->b || !a->sq || !a->sk || (packed && (!a->total_q || !a->total_k)) || a->sq > 4096 || a->sk > 4096)
+        return false;
+    if (backward && heddle__cuda_attention_has_few_keys(a)) /* a launch more: nothing is gained */
         return false;
     const int64_t walked = backward ? a->sq * (a->h / a->hk) + a->sk : a->sk;
     double large = t->start + t->row * ((double)walked < t->rows ? (double)walked : t->rows);
