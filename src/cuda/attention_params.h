@@ -8,6 +8,20 @@
 /* Which tensors may be read 16 bytes at a time: pointer, strides and last dimension are multiples of that. */
 enum { VECTOR_Q = 1, VECTOR_K = 2, VECTOR_V = 4, VECTOR_DO = 8, VECTOR_O = 16 };
 
+/* A float32 tensor in two float16 parts, as attention_split_sm90.cuh describes it: tiles of 64 rows, and of each tile */
+typedef struct split_info {
+    int32_t exponent;  /* what is held is the tensor's, times 2^exponent; -113 to 100 */
+    float length;      /* of the longest row of what is held (Euclidean) */
+    uint32_t marks[2]; /* bit row%32 of word row/32: the row is not finite, and somebody sees it */
+} split_info;
+
+typedef struct split_tensor {
+    void *tiles;
+    split_info *info;
+} split_tensor;
+
+enum { SPLIT_Q, SPLIT_K, SPLIT_V, SPLIT_DO, SPLIT_TENSORS };
+
 typedef struct attention_params {
     heddle_attention a;               /* resolved: no default left */
     heddle_attention_data t;          /* device pointers */
@@ -27,6 +41,8 @@ typedef struct attention_params {
     int64_t rows;              /* of lse, over all heads */
     float *part_o, *part_lse;  /* [splits][rows][dv], [splits][rows], when splits > 1; lse in units of log2 */
     float *dsum, *base, *rest; /* [rows]: D, and lse·log2(e) as the sum of two floats (+inf: the row sees nothing) */
+    split_tensor split[SPLIT_TENSORS];    /* float32 on Hopper */
+    int64_t split_tiles_q, split_tiles_k; /* of a head: of one sequence, or of all if they are packed */
 } attention_params;
 
 /* Up to so many keys, D of 16-bit types is rowsum(P∘dP): o is rounded, and few keys do not average that out. */

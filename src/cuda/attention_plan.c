@@ -20,7 +20,8 @@ typedef enum kernel_pass {
     PASS_dq,
     PASS_dbias,
     PASS_dsinks,
-    PASS_bwd
+    PASS_bwd,
+    PASS_split
 } kernel_pass;
 
 typedef enum kernel_variant { VARIANT_lean, VARIANT_full, VARIANT_decode, VARIANT_plain } kernel_variant;
@@ -65,6 +66,10 @@ const char *heddle__cuda_attention_module(enum attention_kernel kernel) {
         return "attention_plain";
     if (kernels[kernel].family == FAMILY_small)
         return "attention_small";
+    if (kernels[kernel].family == FAMILY_sm90 && kernels[kernel].dtype == HEDDLE_F32)
+        return kernels[kernel].pass == PASS_split ? "attention_split_sm90"
+               : kernels[kernel].pass == PASS_fwd ? "attention_fwd32_sm90"
+                                                  : "attention_bwd32_sm90";
     if (kernels[kernel].family == FAMILY_sm90)
         return kernels[kernel].pass == PASS_fwd ? "attention_fwd_sm90" : "attention_bwd_sm90";
     return kernels[kernel].pass == PASS_fwd ? "attention_fwd_sm80" : "attention_bwd_sm80";
@@ -156,17 +161,24 @@ static bool is_copyable(heddle_strides s, bool packed, int64_t b, int64_t h, int
     return true;
 }
 
-/* The kernel for Hopper that does this problem, if the pointers are aligned; -1: none. */
-static int find_sm90(const heddle_attention *a, const attention_device *device, kernel_pass pass) {
+/* Can the copy engine fetch the tensors, and are the rows of the results whole numbers of 16 bytes? */
+static bool is_for_copies(const heddle_attention *a, kernel_pass pass) {
     const bool packed = a->features & HEDDLE_VARLEN;
     const int64_t rows_q = packed ? a->total_q : a->sq, rows_k = packed ? a->total_k : a->sk;
-    if (!device->sm90 || is_rich(a, pass == PASS_fwd ? HEDDLE_FORWARD : HEDDLE_BACKWARD) || a->dv % 8 ||
-        (pass != PASS_fwd && a->d % 8) || !a->b || !a->h || !a->sq || !a->sk || !rows_q || !rows_k ||
-        !is_copyable(a->q_stride, packed, a->b, a->h, rows_q) ||
-        !is_copyable(a->k_stride, packed, a->b, a->hk, rows_k) ||
-        !is_copyable(a->v_stride, packed, a->b, a->hk, rows_k) ||
-        (pass != PASS_fwd && !is_copyable(a->do_stride, packed, a->b, a->h, rows_q)) || a->o_stride.b % 8 ||
-        a->o_stride.h % 8 || a->o_stride.s % 8)
+    return a->dv % 8 == 0 && (pass == PASS_fwd || a->d % 8 == 0) &&
+           is_copyable(a->q_stride, packed, a->b, a->h, rows_q) &&
+           is_copyable(a->k_stride, packed, a->b, a->hk, rows_k) &&
+           is_copyable(a->v_stride, packed, a->b, a->hk, rows_k) &&
+           (pass == PASS_fwd || is_copyable(a->do_stride, packed, a->b, a->h, rows_q)) && a->o_stride.b % 8 == 0 &&
+           a->o_stride.h % 8 == 0 && a->o_stride.s % 8 == 0;
+}
+
+/* The kernel for Hopper that does this problem, if the pointers are aligned; -1: none. float32 is split first, as it lies. */
+static int find_sm90(const heddle_attention *a, const attention_device *device, kernel_pass pass) {
+    const bool packed = a->features & HEDDLE_VARLEN;
+    if (!device->sm90 || is_rich(a, pass == PASS_fwd ? HEDDLE_FORWARD : HEDDLE_BACKWARD) || !a->b || !a->h || !a->sq ||
+        !a->sk || (packed && (!a->total_q || !a->total_k)) ||
+        (a->dtype == HEDDLE_F32 ? (a->features & HEDDLE_TF32) != 0 : !is_for_copies(a, pass)))
         return -1;
     return find_kernel(a, device, pass, VARIANT_lean, FAMILY_sm90);
 }
@@ -201,7 +213,11 @@ typedef struct choice {
     int64_t pack, splits, tiles_q, tiles_k;
     int64_t blocks; /* of fwd or of dq */
     int64_t blocks_dkdv;
-    size_t part_lse, base, rest, bytes; /* offsets in the workspace, and its size */
+    size_t part_lse, base, rest, bytes;   /* offsets in the workspace, and its size */
+    int split;                            /* float32 on Hopper: the kernel that splits; -1: none */
+    int64_t split_tiles_q, split_tiles_k; /* of a head */
+    size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets, of as many tensors as there are */
+    int split_tensors;
 } choice;
 
 static int64_t ceil_div(int64_t a, int64_t b) {
@@ -210,6 +226,23 @@ static int64_t ceil_div(int64_t a, int64_t b) {
 
 static size_t align64(size_t n) {
     return (n + 63) / 64 * 64;
+}
+
+/* The split tensors of a pass, behind what the workspace has already. */
+static void place_splits(const heddle_attention *a, const attention_device *device, int tensors, choice *c) {
+    const bool packed = a->features & HEDDLE_VARLEN;
+    const int64_t heads_q = a->h * (packed ? 1 : a->b), heads_k = a->hk * (packed ? 1 : a->b);
+    c->split = find_kernel(a, device, PASS_split, VARIANT_lean, FAMILY_sm90);
+    c->split_tensors = tensors;
+    c->split_tiles_q = packed ? a->total_q / 64 + a->b : ceil_div(a->sq, 64);
+    c->split_tiles_k = packed ? a->total_k / 64 + a->b : ceil_div(a->sk, 64);
+    for (int x = 0; x < tensors; x++) {
+        const bool keys = x == SPLIT_K || x == SPLIT_V;
+        const size_t tiles = (size_t)(keys ? heads_k * c->split_tiles_k : heads_q * c->split_tiles_q);
+        c->split_tiles[x] = align64(c->bytes);
+        c->split_info[x] = c->split_tiles[x] + tiles * 64 * (size_t)kernels[c->split].dim * 4;
+        c->bytes = align64(c->split_info[x] + tiles * sizeof(split_info));
+    }
 }
 
 /* A block for each multiprocessor, which takes tile after tile; but a block for each pair of tiles where the lengths are known to the
@@ -231,7 +264,7 @@ static void choose_forward(const heddle_attention *a, const attention_device *de
         return;
     }
     const int sm90 = find_forward_sm90(a, device);
-    c->fwd = sm90 >= 0 && aligned ? sm90 : choose_kernel(a, device, PASS_fwd);
+    c->fwd = sm90 >= 0 && (aligned || a->dtype == HEDDLE_F32) ? sm90 : choose_kernel(a, device, PASS_fwd);
     k = &kernels[c->fwd];
     c->splits = c->pack = 1;
     c->tiles_q = ceil_div(a->sq, rows_of(k));
@@ -248,7 +281,9 @@ static void choose_forward(const heddle_attention *a, const attention_device *de
             c->splits = clamp64(min64(wanted / blocks, key_blocks / least), 1, 256);
     }
     c->blocks = c->tiles_q * (a->h / c->pack) * a->b * c->splits;
-    if (k->family == FAMILY_sm90)
+    if (k->family == FAMILY_sm90 && k->dtype == HEDDLE_F32)
+        place_splits(a, device, SPLIT_DO, c);
+    else if (k->family == FAMILY_sm90)
         c->blocks = persistent_blocks(a, device, c->tiles_q);
     if (c->splits > 1) {
         c->part_lse = align64((size_t)(c->splits * c->rows * a->dv) * sizeof(float));
@@ -287,7 +322,7 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
 }
 
 static choice choose(const heddle_attention *a, heddle_pass pass, const attention_device *device, bool aligned) {
-    choice c = {.pack = 1, .splits = 1, .bwd = -1};
+    choice c = {.pack = 1, .splits = 1, .bwd = -1, .split = -1};
     c.rows = a->h * (a->features & HEDDLE_VARLEN ? a->total_q : a->b * a->sq);
     if (pass == HEDDLE_FORWARD)
         choose_forward(a, device, aligned, &c);
@@ -383,6 +418,10 @@ static void fill_params(const attention_plan *plan, const choice *c, const heddl
                  (is_vector(a, data->v, a->v_stride, a->dv) ? VECTOR_V : 0) |
                  (is_vector(a, data->dout, a->do_stride, a->dv) ? VECTOR_DO : 0) |
                  (is_vector(a, data->o, a->o_stride, a->dv) ? VECTOR_O : 0);
+    p->split_tiles_q = c->split_tiles_q;
+    p->split_tiles_k = c->split_tiles_k;
+    for (int x = 0; workspace && x < c->split_tensors; x++)
+        p->split[x] = (split_tensor){workspace + c->split_tiles[x], (split_info *)(workspace + c->split_info[x])};
     if (!workspace)
         return;
     if (plan->pass == HEDDLE_FORWARD) {
@@ -400,7 +439,13 @@ static void add_launch(attention_launch *launches, int *count, int kernel, int64
     if (grid > 0)
         launches[(*count)++] =
             (attention_launch){(enum attention_kernel)kernel, (uint32_t)grid, 32u * (uint32_t)k->warps,
-                               (uint32_t)shared_bytes(k), k->family == FAMILY_sm90};
+                               (uint32_t)shared_bytes(k), k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32};
+}
+
+/* A block for each tile of Q, K, V and, in backward, dO. */
+static void add_split(const heddle_attention *a, const choice *c, attention_launch *launches, int *count) {
+    const int64_t tiles_q = ceil_div(a->sq, 64) * a->h, tiles_k = ceil_div(a->sk, 64) * a->hk;
+    add_launch(launches, count, c->split, (tiles_q * (c->split_tensors - 2) + 2 * tiles_k) * a->b);
 }
 
 static void add_plain(const heddle_attention *a, const attention_device *device, attention_launch *launches, int *count,
@@ -445,6 +490,8 @@ int heddle__cuda_attention_launches(const attention_plan *plan, const attention_
     int n = 0;
     fill_params(plan, &c, data, workspace, params);
     if (plan->pass == HEDDLE_FORWARD) {
+        if (c.split >= 0)
+            add_split(a, &c, launches, &n);
         add_launch(launches, &n, c.fwd, c.blocks);
         if (c.splits > 1)
             add_plain(a, device, launches, &n, PASS_combine, rows);

@@ -1,0 +1,178 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * float32 tensors to two float16 parts for the attention kernels for Hopper: a block a tile of 64 rows, read once. */
+#include "attention_split_sm90.cuh"
+
+#define CHUNKS 4 /* of 8 columns that a thread has */
+
+template <int D> struct split_shape {
+    static constexpr int row_chunks = D / 8;
+    static constexpr int threads = SPLIT_ROWS * row_chunks / CHUNKS;
+    static constexpr int step = threads / row_chunks; /* rows from one of a thread's chunks to the next */
+};
+
+/* Which tile of which tensor a block has. */
+struct split_work {
+    const float *from;
+    heddle_strides stride;
+    int tensor, vectors, columns, head, tile;
+    int64_t n;
+    bool keys;
+};
+
+/* Blocks for Q, K, V and, where they are wanted, dO: tiles of a head, heads, batch. */
+INLINE split_work find_split_work(const attention_params &p) {
+    const void *const tensors[] = {p.t.q, p.t.k, p.t.v, p.t.dout};
+    const int flags[] = {VECTOR_Q, VECTOR_K, VECTOR_V, VECTOR_DO};
+    const heddle_strides strides[] = {p.a.q_stride, p.a.k_stride, p.a.v_stride, p.a.do_stride};
+    const unsigned tiles_q = (unsigned)(p.a.sq + SPLIT_ROWS - 1) / SPLIT_ROWS;
+    const unsigned tiles_k = (unsigned)(p.a.sk + SPLIT_ROWS - 1) / SPLIT_ROWS;
+    const unsigned blocks_q = tiles_q * (unsigned)(p.a.h * p.a.b), blocks_k = tiles_k * (unsigned)(p.a.hk * p.a.b);
+    unsigned id = blockIdx.x;
+    split_work w;
+    w.tensor = SPLIT_Q;
+#pragma unroll
+    for (int x = SPLIT_Q; x < SPLIT_DO; x++) {
+        const unsigned blocks = x == SPLIT_Q ? blocks_q : blocks_k;
+        if (w.tensor == x && id >= blocks) {
+            id -= blocks;
+            w.tensor = x + 1;
+        }
+    }
+    w.keys = w.tensor == SPLIT_K || w.tensor == SPLIT_V;
+    const unsigned tiles = w.keys ? tiles_k : tiles_q, heads = (unsigned)(w.keys ? p.a.hk : p.a.h);
+    w.tile = (int)(id % tiles);
+    w.head = (int)(id / tiles % heads);
+    w.n = id / tiles / heads;
+#pragma unroll
+    for (int x = 0; x < SPLIT_TENSORS; x++)
+        if (w.tensor == x) {
+            w.from = (const float *)tensors[x];
+            w.vectors = p.vectors & flags[x];
+            w.stride = strides[x];
+        }
+    w.columns = (int)(w.tensor < SPLIT_V ? p.a.d : p.a.dv);
+    return w;
+}
+
+/* Eight numbers of a row from column e on; 0 where there is none. */
+INLINE void load_chunk(const float *row, int e, int columns, bool vectors, bool there, float x[8]) {
+    if (vectors) {
+#pragma unroll
+        for (int half = 0; half < 8; half += 4) {
+            const float4 r = there && e + half < columns ? *(const float4 *)(row + e + half) : make_float4(0, 0, 0, 0);
+            x[half] = r.x;
+            x[half + 1] = r.y;
+            x[half + 2] = r.z;
+            x[half + 3] = r.w;
+        }
+        return;
+    }
+#pragma unroll
+    for (int y = 0; y < 8; y++)
+        x[y] = there && e + y < columns ? row[e + y] : 0.0f;
+}
+
+/* The largest magnitude, as bits; what is not finite becomes 0. True if there was any. */
+INLINE bool clean_chunk(float x[8], uint32_t *most) {
+    bool bad = false;
+#pragma unroll
+    for (int y = 0; y < 8; y++) {
+        const uint32_t bits = __float_as_uint(x[y]) & 0x7fffffff;
+        const bool finite = bits < 0x7f800000;
+        x[y] = finite ? x[y] : 0.0f;
+        *most = max(*most, finite ? bits : 0u);
+        bad |= !finite;
+    }
+    return bad;
+}
+
+/* The e with most·2^e in [2^14, 2^15), but at most 100: what is smaller than 2^-86 loses bits, and no factor overflows. */
+INLINE int split_exponent(uint32_t most) {
+    return min(14 + 127 - (int)(most >> 23), 100);
+}
+
+/* high + low = x·by, stored 64 rows apart; the sum of squares. */
+INLINE float store_chunk(char *at, const float x[8], float by) {
+    uint32_t high[4], low[4];
+    float sum = 0.0f;
+#pragma unroll
+    for (int y = 0; y < 4; y++) {
+        const float a = x[2 * y] * by, b = x[2 * y + 1] * by;
+        sum = fmaf(a, a, fmaf(b, b, sum));
+        high[y] = pack_f16(a, b);
+        low[y] = pack_f16(a - f16_to_float((uint16_t)high[y]), b - f16_to_float((uint16_t)(high[y] >> 16)));
+    }
+    *(uint4 *)at = make_uint4(high[0], high[1], high[2], high[3]);
+    *(uint4 *)(at + SPLIT_ROWS * 128) = make_uint4(low[0], low[1], low[2], low[3]);
+    return sum;
+}
+
+/* The largest of all threads, for all threads. */
+template <int THREADS> INLINE uint32_t block_largest(uint32_t x, uint32_t *slots) {
+    x = __reduce_max_sync(ALL_LANES, x);
+    if (threadIdx.x % 32 == 0)
+        slots[threadIdx.x / 32] = x;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; w++)
+        x = max(x, slots[w]);
+    return x;
+}
+
+template <int D> INLINE void attention_split(const attention_params &p) {
+    typedef split_shape<D> shape;
+    __shared__ uint32_t slots[2][shape::threads / 32], marks[2];
+    const split_work w = find_split_work(p);
+    const place c = find_place(p, w.n);
+    const int row0 = w.tile * SPLIT_ROWS;
+    if (row0 >= (w.keys ? c.sk : c.sq))
+        return;
+    int begin, end;
+    split_range(c, w.keys, &begin, &end);
+    const int row = row0 + (int)threadIdx.x / shape::row_chunks, chunk = (int)threadIdx.x % shape::row_chunks;
+    const float *from = w.from + row_at(w.stride, c.n, w.head, (w.keys ? c.first_k : c.first_q) + row);
+    float x[CHUNKS][8];
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++) {
+        const int r = row + z * shape::step;
+        load_chunk(from + z * shape::step * w.stride.s, chunk * 8, w.columns, w.vectors, r >= begin && r < end, x[z]);
+    }
+    if (threadIdx.x < 2)
+        marks[threadIdx.x] = 0;
+    __syncthreads();
+    uint32_t most = 0;
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++) {
+        const int r = row - row0 + z * shape::step;
+        if (clean_chunk(x[z], &most))
+            atomicOr(&marks[r / 32], 1u << r % 32);
+    }
+    const int exponent = split_exponent(block_largest<shape::threads>(most, slots[0]));
+    const float by = power_of_two(exponent);
+    const int64_t tile = split_tile(p, c, w.keys, w.head, w.tile);
+    char *to = (char *)p.split[w.tensor].tiles + tile * (SPLIT_ROWS * D * 4) + chunk / 8 * (SPLIT_ROWS * 256);
+    float longest = 0.0f;
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++) {
+        const int r = row - row0 + z * shape::step;
+        float sum = store_chunk(to + r * 128 + ((chunk ^ r) & 7) * 16, x[z], by);
+#pragma unroll
+        for (int step = shape::row_chunks / 2; step; step /= 2)
+            sum += __shfl_xor_sync(ALL_LANES, sum, step);
+        longest = fmaxf(longest, sum);
+    }
+    longest = __uint_as_float(block_largest<shape::threads>(__float_as_uint(longest), slots[1]));
+    if (threadIdx.x == 0)
+        *(int4 *)&p.split[w.tensor].info[tile] =
+            make_int4(exponent, __float_as_int(sqrtf(longest)), (int)marks[0], (int)marks[1]);
+}
+
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+    extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
+        heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
+            const __grid_constant__ attention_params p) {                                                              \
+        static_assert(warps * 32 == split_shape<dim>::threads, "a tile a block");                                      \
+        attention_split<dim>(p);                                                                                       \
+    }
+#define ATTENTION_SPLIT_LIST
+#include "attention.def"
