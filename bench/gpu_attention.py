@@ -5,7 +5,8 @@
     python3 bench/gpu_attention.py --library path/to/libheddle.so [--filter TEXT] [--json FILE]
 
 For every case the two sides run in turn, many times, timed by CUDA events; what is printed is the median of each and the
-median of the paired ratios (over 1: heddle is faster). Inputs are normal numbers in layout [b, s, h, d]. Forward counts
+median of the paired ratios (over 1: heddle is faster). In float32 the errors of both against float64 are printed, too (over 1:
+heddle's is smaller). Inputs are normal numbers in layout [b, s, h, d]. Forward counts
 4·b·h·sq·sk·d operations, half of them if causal, backward 2.5 times as many; decoding counts the bytes of K and V.
 """
 import argparse
@@ -114,6 +115,34 @@ def error(x, ref):
     return ((x.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
+def exact(q, k, v, dout, causal):
+    """o, dq, dk, dv of the first head in float64."""
+    q, k, v, dout = (x[:1, :1].double() for x in (q, k, v, dout))
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    s = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
+    if causal:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
+    o = s.softmax(-1) @ v
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), dout)
+
+
+def worst(x, ref):
+    """The largest error relative to the largest magnitude, and the root mean square of both."""
+    difference = x[:1, :1].double() - ref
+    return difference.abs().max().item() / ref.abs().max().item(), (difference.norm() / ref.norm()).item()
+
+
+def errors(ours, theirs, refs):
+    """Both sides' errors against float64: heddle's is to be no larger."""
+    row = {}
+    for name, x, y, ref in zip(("o", "dq", "dk", "dv"), ours, theirs, refs):
+        (x_max, x_rms), (y_max, y_rms) = worst(x, ref), worst(y, ref)
+        row["error_" + name] = [x_max, y_max, x_rms, y_rms]
+        print(f"    {name:3s} error against float64: largest {x_max:.2e} {y_max:.2e}  rms {x_rms:.2e} {y_rms:.2e}  "
+              f"ratio {y_max / x_max:.2f} {y_rms / x_rms:.2f}", flush=True)
+    return row
+
+
 def compare(lib, case, backends, repeats):
     dtype, b, h, hk, sq, sk, d, causal = case
     make = lambda heads, rows: torch.randn(b, rows, heads, d, device="cuda", dtype=dtype).transpose(1, 2)
@@ -138,6 +167,9 @@ def compare(lib, case, backends, repeats):
                 ours.backward()
                 grads = torch.autograd.grad(theirs, leaves, dout, retain_graph=True)
                 row["difference_bwd"] = max(error(x, y) for x, y in zip((ours.dq, ours.dk, ours.dv), grads))
+                if dtype == torch.float32 and h == hk:
+                    row.update(errors((ours.o, ours.dq, ours.dk, ours.dv), (theirs, *grads),
+                                      exact(q, k, v, dout, causal)))
                 passes.append(("bwd", BACKWARD, ours.backward,
                                lambda: torch.autograd.grad(theirs, leaves, dout, retain_graph=True), 2.5 * flops))
             for label, which, run, peer, work in passes:
@@ -158,7 +190,9 @@ def cases():
     yield (bf16, 4, 32, 8, 4096, 4096, 128, True), [flash]
     yield (torch.float16, 4, 16, 16, 4096, 4096, 128, True), [flash]
     for d, h in ((64, 32), (128, 16)):
-        yield (torch.float32, 4, h, h, 4096, 4096, d, True), [SDPBackend.EFFICIENT_ATTENTION]
+        for causal in (True, False):
+            for s in (4096, 512, 1024, 16384):
+                yield (torch.float32, 16384 // s, h, h, s, s, d, causal), [SDPBackend.EFFICIENT_ATTENTION]
     for b, sk in ((1, 8192), (1, 131072), (32, 8192), (64, 4096)):
         yield (bf16, b, 32, 8, 1, sk, 128, False), [cudnn, flash]
     yield (torch.float32, 1, 1, 1, 128, 128, 32, False), [SDPBackend.EFFICIENT_ATTENTION]

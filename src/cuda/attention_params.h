@@ -59,6 +59,9 @@ typedef struct attention_params_sm90 {
     attention_params p;
 } attention_params_sm90;
 
+/* The float32 forward for Hopper: the slots for tiles of K and V in turn, of 64·dim·4 bytes. */
+#define FORWARD32_SLOTS(dim) ((dim) > 64 ? 5 : 8)
+
 /* The backward for Hopper: the slots for tiles that stream, beside the block's own tiles. */
 #define BACKWARD90_SLOTS(dim, block) (((dim) > 128 ? 96 : 128) * 1024 / ((block) * (dim)*2))
 

@@ -93,11 +93,21 @@ static size_t shared_bytes_backward90(const kernel_row *k) {
            16;
 }
 
+/* Up to 1023 bytes before the first tile; tiles; what is known of K's and V's, and of Q's; barriers. */
+static size_t shared_bytes_forward32(const kernel_row *k) {
+    const size_t slots = (size_t)FORWARD32_SLOTS(k->dim), groups = (size_t)k->tiles;
+    return 1024 + (groups + slots) * 64 * (size_t)k->dim * 4 + 2 * slots * sizeof(split_info) + groups * 6 * 4 + 8 * 16;
+}
+
 /* Up to 1023 bytes before the first tile; tiles, two of each kind (of wide heads one of Q); marks; jobs; barriers. */
 static size_t shared_bytes_sm90(const kernel_row *k) {
     const size_t rows = (size_t)rows_of(k), width = (size_t)k->dim * 2, block = (size_t)k->block;
+    if (k->pass == PASS_split)
+        return 0;
     if (k->pass != PASS_fwd)
         return shared_bytes_backward90(k);
+    if (k->dtype == HEDDLE_F32)
+        return shared_bytes_forward32(k);
     return 1024 + (k->dim > 128 ? 1 : 2) * rows * width + 4 * block * width + 2 * block * 4 + 16 + 2 * 64 + 8 * 14;
 }
 
@@ -183,13 +193,16 @@ static int find_sm90(const heddle_attention *a, const attention_device *device, 
     return find_kernel(a, device, pass, VARIANT_lean, FAMILY_sm90);
 }
 
-/* A whole tile for every multiprocessor matters less than its speed, as long as the keys need not be split. */
+/* A whole tile for every multiprocessor matters less than its speed, as long as the keys need not be split. In float32 the
+ * difference is larger. */
 static int find_forward_sm90(const heddle_attention *a, const attention_device *device) {
     const int x = find_sm90(a, device, PASS_fwd);
     const int64_t group = a->h / a->hk;
     if (x < 0 || group * a->sq <= 16 || (group > 1 && a->sq <= 64))
         return -1;
     const int64_t blocks = (a->sq + rows_of(&kernels[x]) - 1) / rows_of(&kernels[x]) * a->h * a->b;
+    if (a->dtype == HEDDLE_F32)
+        return blocks * 8 >= device->multiprocessors || a->sk <= 1024 ? x : -1;
     return blocks * 2 >= device->multiprocessors || a->sk < 8 * kernels[x].block ? x : -1;
 }
 
@@ -216,8 +229,8 @@ typedef struct choice {
     size_t part_lse, base, rest, bytes;   /* offsets in the workspace, and its size */
     int split;                            /* float32 on Hopper: the kernel that splits; -1: none */
     int64_t split_tiles_q, split_tiles_k; /* of a head */
-    size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets, of as many tensors as there are */
-    int split_tensors;
+    size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets */
+    bool splits_queries;
 } choice;
 
 static int64_t ceil_div(int64_t a, int64_t b) {
@@ -228,16 +241,18 @@ static size_t align64(size_t n) {
     return (n + 63) / 64 * 64;
 }
 
-/* The split tensors of a pass, behind what the workspace has already. */
-static void place_splits(const heddle_attention *a, const attention_device *device, int tensors, choice *c) {
+/* The split tensors of a pass, behind what the workspace has already: K and V, in backward also Q and dO, which many blocks read. */
+static void place_splits(const heddle_attention *a, const attention_device *device, bool backward, choice *c) {
     const bool packed = a->features & HEDDLE_VARLEN;
     const int64_t heads_q = a->h * (packed ? 1 : a->b), heads_k = a->hk * (packed ? 1 : a->b);
     c->split = find_kernel(a, device, PASS_split, VARIANT_lean, FAMILY_sm90);
-    c->split_tensors = tensors;
+    c->splits_queries = backward;
     c->split_tiles_q = packed ? a->total_q / 64 + a->b : ceil_div(a->sq, 64);
     c->split_tiles_k = packed ? a->total_k / 64 + a->b : ceil_div(a->sk, 64);
-    for (int x = 0; x < tensors; x++) {
+    for (int x = 0; x < SPLIT_TENSORS; x++) {
         const bool keys = x == SPLIT_K || x == SPLIT_V;
+        if (!keys && !backward)
+            continue;
         const size_t tiles = (size_t)(keys ? heads_k * c->split_tiles_k : heads_q * c->split_tiles_q);
         c->split_tiles[x] = align64(c->bytes);
         c->split_info[x] = c->split_tiles[x] + tiles * 64 * (size_t)kernels[c->split].dim * 4;
@@ -282,7 +297,7 @@ static void choose_forward(const heddle_attention *a, const attention_device *de
     }
     c->blocks = c->tiles_q * (a->h / c->pack) * a->b * c->splits;
     if (k->family == FAMILY_sm90 && k->dtype == HEDDLE_F32)
-        place_splits(a, device, SPLIT_DO, c);
+        place_splits(a, device, false, c);
     else if (k->family == FAMILY_sm90)
         c->blocks = persistent_blocks(a, device, c->tiles_q);
     if (c->splits > 1) {
@@ -420,7 +435,7 @@ static void fill_params(const attention_plan *plan, const choice *c, const heddl
                  (is_vector(a, data->o, a->o_stride, a->dv) ? VECTOR_O : 0);
     p->split_tiles_q = c->split_tiles_q;
     p->split_tiles_k = c->split_tiles_k;
-    for (int x = 0; workspace && x < c->split_tensors; x++)
+    for (int x = 0; workspace && c->split >= 0 && x < SPLIT_TENSORS; x++)
         p->split[x] = (split_tensor){workspace + c->split_tiles[x], (split_info *)(workspace + c->split_info[x])};
     if (!workspace)
         return;
@@ -442,10 +457,10 @@ static void add_launch(attention_launch *launches, int *count, int kernel, int64
                                (uint32_t)shared_bytes(k), k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32};
 }
 
-/* A block for each tile of Q, K, V and, in backward, dO. */
+/* A block for each tile of K and V, in backward also of Q and dO. */
 static void add_split(const heddle_attention *a, const choice *c, attention_launch *launches, int *count) {
     const int64_t tiles_q = ceil_div(a->sq, 64) * a->h, tiles_k = ceil_div(a->sk, 64) * a->hk;
-    add_launch(launches, count, c->split, (tiles_q * (c->split_tensors - 2) + 2 * tiles_k) * a->b);
+    add_launch(launches, count, c->split, 2 * (tiles_k + (c->splits_queries ? tiles_q : 0)) * a->b);
 }
 
 static void add_plain(const heddle_attention *a, const attention_device *device, attention_launch *launches, int *count,

@@ -19,7 +19,7 @@ struct split_work {
     bool keys;
 };
 
-/* Blocks for Q, K, V and, where they are wanted, dO: tiles of a head, heads, batch. */
+/* Blocks for K, V and, in backward, Q and dO: tiles of a head, heads, batch. */
 INLINE split_work find_split_work(const attention_params &p) {
     const void *const tensors[] = {p.t.q, p.t.k, p.t.v, p.t.dout};
     const int flags[] = {VECTOR_Q, VECTOR_K, VECTOR_V, VECTOR_DO};
@@ -29,16 +29,11 @@ INLINE split_work find_split_work(const attention_params &p) {
     const unsigned blocks_q = tiles_q * (unsigned)(p.a.h * p.a.b), blocks_k = tiles_k * (unsigned)(p.a.hk * p.a.b);
     unsigned id = blockIdx.x;
     split_work w;
-    w.tensor = SPLIT_Q;
-#pragma unroll
-    for (int x = SPLIT_Q; x < SPLIT_DO; x++) {
-        const unsigned blocks = x == SPLIT_Q ? blocks_q : blocks_k;
-        if (w.tensor == x && id >= blocks) {
-            id -= blocks;
-            w.tensor = x + 1;
-        }
-    }
-    w.keys = w.tensor == SPLIT_K || w.tensor == SPLIT_V;
+    w.keys = id < 2 * blocks_k;
+    id -= w.keys ? 0 : 2 * blocks_k;
+    const bool second = id >= (w.keys ? blocks_k : blocks_q);
+    id -= !second ? 0 : w.keys ? blocks_k : blocks_q;
+    w.tensor = w.keys ? (second ? SPLIT_V : SPLIT_K) : second ? SPLIT_DO : SPLIT_Q;
     const unsigned tiles = w.keys ? tiles_k : tiles_q, heads = (unsigned)(w.keys ? p.a.hk : p.a.h);
     w.tile = (int)(id % tiles);
     w.head = (int)(id / tiles % heads);
@@ -50,61 +45,8 @@ INLINE split_work find_split_work(const attention_params &p) {
             w.vectors = p.vectors & flags[x];
             w.stride = strides[x];
         }
-    w.columns = (int)(w.tensor < SPLIT_V ? p.a.d : p.a.dv);
+    w.columns = (int)(second ? p.a.dv : p.a.d);
     return w;
-}
-
-/* Eight numbers of a row from column e on; 0 where there is none. */
-INLINE void load_chunk(const float *row, int e, int columns, bool vectors, bool there, float x[8]) {
-    if (vectors) {
-#pragma unroll
-        for (int half = 0; half < 8; half += 4) {
-            const float4 r = there && e + half < columns ? *(const float4 *)(row + e + half) : make_float4(0, 0, 0, 0);
-            x[half] = r.x;
-            x[half + 1] = r.y;
-            x[half + 2] = r.z;
-            x[half + 3] = r.w;
-        }
-        return;
-    }
-#pragma unroll
-    for (int y = 0; y < 8; y++)
-        x[y] = there && e + y < columns ? row[e + y] : 0.0f;
-}
-
-/* The largest magnitude, as bits; what is not finite becomes 0. True if there was any. */
-INLINE bool clean_chunk(float x[8], uint32_t *most) {
-    bool bad = false;
-#pragma unroll
-    for (int y = 0; y < 8; y++) {
-        const uint32_t bits = __float_as_uint(x[y]) & 0x7fffffff;
-        const bool finite = bits < 0x7f800000;
-        x[y] = finite ? x[y] : 0.0f;
-        *most = max(*most, finite ? bits : 0u);
-        bad |= !finite;
-    }
-    return bad;
-}
-
-/* The e with most·2^e in [2^14, 2^15), but at most 100: what is smaller than 2^-86 loses bits, and no factor overflows. */
-INLINE int split_exponent(uint32_t most) {
-    return min(14 + 127 - (int)(most >> 23), 100);
-}
-
-/* high + low = x·by, stored 64 rows apart; the sum of squares. */
-INLINE float store_chunk(char *at, const float x[8], float by) {
-    uint32_t high[4], low[4];
-    float sum = 0.0f;
-#pragma unroll
-    for (int y = 0; y < 4; y++) {
-        const float a = x[2 * y] * by, b = x[2 * y + 1] * by;
-        sum = fmaf(a, a, fmaf(b, b, sum));
-        high[y] = pack_f16(a, b);
-        low[y] = pack_f16(a - f16_to_float((uint16_t)high[y]), b - f16_to_float((uint16_t)(high[y] >> 16)));
-    }
-    *(uint4 *)at = make_uint4(high[0], high[1], high[2], high[3]);
-    *(uint4 *)(at + SPLIT_ROWS * 128) = make_uint4(low[0], low[1], low[2], low[3]);
-    return sum;
 }
 
 /* The largest of all threads, for all threads. */

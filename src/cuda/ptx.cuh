@@ -175,6 +175,13 @@ PTX void tma_load4(uint32_t to, const void *map, uint32_t barrier, int x0, int x
                  : "memory");
 }
 
+/* So many bytes, a multiple of 16, as they lie; completes on an mbarrier. */
+PTX void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 PTX void tma_prefetch_map(const void *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

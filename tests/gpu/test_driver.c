@@ -357,6 +357,28 @@ static void small_left_out(void) {
     MUST(!strstr(kernel_of(attention_desc(HEDDLE_F32, 1, 1, 1, 128, 128, 32, 32), HEDDLE_FORWARD), "small"));
 }
 
+/* float32 on Hopper is split first, however it lies; the workspace grows with the length. Not for TF32, wide heads, few queries. */
+static void float32_on_hopper(void) {
+    set("FAKE_CC", "90");
+    set("FAKE_SHARED", "232448");
+    set("FAKE_MULTIPROCESSORS", "132");
+    heddle_attention a = attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 128, 70);
+    size_t bytes[2] = {0, 0};
+    a.k_stride = (heddle_strides){0, 2000 * 131, 131};
+    MUST(run_attention(a, HEDDLE_FORWARD, 4, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_split_f32_d128_lean_sm90") == 1);
+    MUST(fake_launches("heddle_attention_fwd_f32_d128_lean_sm90") == 1 && fake_launches(NULL) == 2);
+    a.device = HEDDLE_CUDA;
+    for (int x = 0; x < 2; x++, a.sq *= 2, a.sk *= 2)
+        MUST(heddle_attention_workspace(&a, HEDDLE_FORWARD, &bytes[x]) == HEDDLE_OK);
+    MUST(bytes[0] >= (size_t)2 * (4 + 4) * 2000 * 128 * 4 && bytes[1] <= 2 * bytes[0]);
+    a = attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 128, 0);
+    a.features = HEDDLE_TF32;
+    MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "sm80"));
+    MUST(strstr(kernel_of(attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 130, 0), HEDDLE_FORWARD), "sm80"));
+    MUST(strstr(kernel_of(attention_desc(HEDDLE_F32, 2, 16, 4, 4, 20000, 128, 0), HEDDLE_FORWARD), "sm80"));
+}
+
 static int child_status(void (*scenario)(void)) {
     fflush(stdout);
     const pid_t child = fork();
@@ -396,6 +418,7 @@ SCENARIO(with_little_shared_memory)
 SCENARIO(on_h200)
 SCENARIO(few_rows)
 SCENARIO(small_left_out)
+SCENARIO(float32_on_hopper)
 
 /* Which kernels were launched, from the child back to the parent. */
 static void every_kernel(const char *family, bool *seen) {
@@ -464,6 +487,7 @@ int main(void) {
         cmocka_unit_test(test_on_h200),
         cmocka_unit_test(test_few_rows),
         cmocka_unit_test(test_small_left_out),
+        cmocka_unit_test(test_float32_on_hopper),
         cmocka_unit_test(test_no_kernel_is_dead),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -8,7 +8,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const heddle_dtype dtypes[] = {HEDDLE_BF16, HEDDLE_F16};
+/* The state of a test: does it run in float32, or in turn in the types of 16 bits? */
+static bool float32 = true;
+
+static heddle_dtype type_of(void **state, size_t x) {
+    return *state ? HEDDLE_F32 : x % 2 ? HEDDLE_F16 : HEDDLE_BF16;
+}
 
 /* Seeds that three divides would move the tensors off their alignment. */
 static attention_case make_case(heddle_dtype dtype, int64_t b, int64_t h, int64_t hk, int64_t sq, int64_t sk, int64_t d,
@@ -31,7 +36,7 @@ static void expect_family(const attention_case *c, const char *family) {
     if (!strstr(device, "sm_90") || (wanted && strcmp(wanted, "sm80") == 0))
         family = "sm80";
     for (int pass = HEDDLE_FORWARD; pass <= HEDDLE_BACKWARD; pass++) {
-        const bool unproven = wanted && strcmp(wanted, "unproven") == 0;
+        const bool unproven = wanted && strcmp(wanted, "unproven") == 0 && a.dtype != HEDDLE_F32;
         const char *expected = pass == HEDDLE_BACKWARD && !unproven ? "sm80" : family;
         assert_int_equal(heddle_attention_kernel(&a, (heddle_pass)pass, name, sizeof name), HEDDLE_OK);
         if (!strstr(name, expected)) {
@@ -42,27 +47,26 @@ static void expect_family(const attention_case *c, const char *family) {
 }
 
 static void check(const attention_case *c) {
-    expect_family(c, "sm90");
+    const bool wide = c->a.dtype == HEDDLE_F32 && (c->a.d > 128 || c->a.dv > 128);
+    expect_family(c, wide ? "sm80" : "sm90");
     check_attention(c);
 }
 
 static void test_masks(void **state) {
-    (void)state;
     static const int64_t lengths[][2] = {{200, 333}, {333, 200}, {130, 130}, {193, 257}};
     for (size_t x = 0; x < COUNT(lengths); x++)
         for (int mask = 0; mask < 3; mask++) {
             attention_case c =
-                make_case(dtypes[(x + (size_t)mask) % 2], 1, 2, 2, lengths[x][0], lengths[x][1], x % 2 ? 128 : 64, 0);
+                make_case(type_of(state, x + (size_t)mask), 1, 2, 2, lengths[x][0], lengths[x][1], x % 2 ? 128 : 64, 0);
             c.a.mask = (heddle_mask)mask;
             check(&c);
         }
 }
 
 static void test_windows(void **state) {
-    (void)state;
     static const int64_t windows[][2] = {{0, 0}, {40, 0}, {150, 9}, {-1, 33}, {70, -1}, {300, 300}};
     for (size_t x = 0; x < COUNT(windows); x++) {
-        attention_case c = make_case(dtypes[x % 2], 1, 1, 1, x % 2 ? 260 : 330, 290,
+        attention_case c = make_case(type_of(state, x), 1, 1, 1, x % 2 ? 260 : 330, 290,
                                      x % 3 == 0   ? 64
                                      : x % 3 == 1 ? 128
                                                   : 200,
@@ -77,11 +81,10 @@ static void test_windows(void **state) {
 
 /* Head dims that do not fill a tile, and dv that is not d. */
 static void test_head_dims(void **state) {
-    (void)state;
     static const int64_t dims[][2] = {{8, 8},   {40, 64},   {72, 24},   {64, 128},  {128, 40},
                                       {96, 96}, {120, 120}, {192, 128}, {256, 256}, {136, 64}};
     for (size_t x = 0; x < COUNT(dims); x++) {
-        attention_case c = make_case(dtypes[x % 2], 1, 2, 1, 150, 170, dims[x][0], dims[x][1]);
+        attention_case c = make_case(type_of(state, x), 1, 2, 1, 150, 170, dims[x][0], dims[x][1]);
         c.a.mask = (heddle_mask)(x % 3);
         check(&c);
     }
@@ -89,10 +92,9 @@ static void test_head_dims(void **state) {
 
 /* More pairs of tiles than multiprocessors, tiles even and odd in number: blocks take several. */
 static void test_many_tiles(void **state) {
-    (void)state;
     static const int64_t sizes[][3] = {{200, 140, 16}, {300, 150, 80}, {450, 140, 8}, {130, 128, 72}, {260, 140, 136}};
     for (size_t x = 0; x < COUNT(sizes); x++) {
-        attention_case c = make_case(dtypes[x % 2], x == 3 ? 7 : 3, x % 3 == 1 ? 33 : 47, x % 3 == 1 ? 11 : 47,
+        attention_case c = make_case(type_of(state, x), x == 3 ? 7 : 3, x % 3 == 1 ? 33 : 47, x % 3 == 1 ? 11 : 47,
                                      sizes[x][0], sizes[x][1], sizes[x][2], 0);
         c.a.mask = x % 2 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
         c.a.features = HEDDLE_SINKS;
@@ -103,10 +105,9 @@ static void test_many_tiles(void **state) {
 }
 
 static void test_groups_and_sinks(void **state) {
-    (void)state;
     static const int64_t heads[][2] = {{6, 2}, {4, 1}};
     for (size_t x = 0; x < COUNT(heads); x++) {
-        attention_case c = make_case(dtypes[x], 2, heads[x][0], heads[x][1], 140, 150, x ? 64 : 128, 0);
+        attention_case c = make_case(type_of(state, x), 2, heads[x][0], heads[x][1], 140, 150, x ? 64 : 128, 0);
         c.a.features = HEDDLE_SINKS;
         c.a.mask = (heddle_mask)(2 - x);
         check(&c);
@@ -114,10 +115,9 @@ static void test_groups_and_sinks(void **state) {
 }
 
 static void test_packed(void **state) {
-    (void)state;
     static const int32_t cu_q[] = {0, 150, 150, 150, 413, 414, 470}, cu_k[] = {0, 200, 200, 231, 500, 501, 501};
     for (int x = 0; x < 5; x++) {
-        attention_case c = make_case(dtypes[x % 2], 6, 2, 1, 270, 280, x == 4 ? 256 : x / 2 ? 128 : 64, 0);
+        attention_case c = make_case(type_of(state, x), 6, 2, 1, 270, 280, x == 4 ? 256 : x / 2 ? 128 : 64, 0);
         c.a.features = HEDDLE_VARLEN | (x == 3 ? HEDDLE_WINDOW : 0);
         c.a.total_q = 480; /* rows past the last sequence belong to none */
         c.a.total_k = 510;
@@ -133,10 +133,9 @@ static void test_packed(void **state) {
 }
 
 static void test_lengths(void **state) {
-    (void)state;
     static const int32_t len_q[] = {0, 170, 211, 1}, len_k[] = {130, 0, 190, 129};
     for (int x = 0; x < 3; x++) {
-        attention_case c = make_case(dtypes[x % 2], 4, 2, 1, 211, 190, x % 2 ? 128 : 64, 0);
+        attention_case c = make_case(type_of(state, x), 4, 2, 1, 211, 190, x % 2 ? 128 : 64, 0);
         c.a.features = HEDDLE_SEQLENS;
         c.len_q = x == 1 ? NULL : len_q;
         c.len_k = x == 2 ? NULL : len_k;
@@ -146,41 +145,40 @@ static void test_lengths(void **state) {
 }
 
 static void test_layouts(void **state) {
-    (void)state;
     const int64_t b = 2, h = 4, hk = 2, sq = 140, sk = 150, d = 64;
-    attention_case c = make_case(HEDDLE_BF16, b, h, hk, sq, sk, d, 0);
+    const char *const other = *state ? "sm90" : "sm80"; /* float32 is split as it lies */
+    attention_case c = make_case(type_of(state, 0), b, h, hk, sq, sk, d, 0);
     c.a.q_stride = c.a.o_stride = c.a.do_stride = c.a.dq_stride = (heddle_strides){sq * h * d, d, h * d};
     c.a.k_stride = c.a.v_stride = c.a.dk_stride = c.a.dv_stride = (heddle_strides){sk * hk * d, d, hk * d};
     check(&c);
-    c = make_case(HEDDLE_F16, b, h, h, sq, sq, d, 0); /* rows of a packed [b, s, 3, h, d] */
+    c = make_case(type_of(state, 1), b, h, h, sq, sq, d, 0); /* rows of a packed [b, s, 3, h, d] */
     c.a.q_stride = c.a.k_stride = c.a.v_stride = c.a.dq_stride = c.a.dk_stride = c.a.dv_stride =
         (heddle_strides){sq * 3 * h * d, d, 3 * h * d};
     check(&c);
-    c = make_case(HEDDLE_BF16, b, h, hk, sq, sk, d, 0); /* padded rows */
+    c = make_case(type_of(state, 0), b, h, hk, sq, sk, d, 0); /* padded rows */
     c.a.q_stride = (heddle_strides){h * sq * 72 + 8, sq * 72, 72};
     c.a.k_stride = (heddle_strides){hk * sk * 80, sk * 80, 80};
     c.a.v_stride = (heddle_strides){80, b * 80, b * hk * 80};
     c.a.o_stride = (heddle_strides){h * sq * 88, sq * 88, 88};
     check(&c);
-    /* What the copy engine cannot fetch falls back: rows that are no multiple of 16 bytes, one set of keys for all. */
-    c = make_case(HEDDLE_BF16, b, h, hk, sq, sk, d, 0);
+    /* What the copy engine cannot fetch falls back, but for float32: rows that are no multiple of 16 bytes, one set of keys for all. */
+    c = make_case(type_of(state, 0), b, h, hk, sq, sk, d, 0);
     c.a.k_stride = (heddle_strides){hk * sk * 65, sk * 65, 65};
-    expect_family(&c, "sm80");
+    expect_family(&c, other);
     check_attention(&c);
-    c = make_case(HEDDLE_F16, b, h, hk, sq, sk, d, 0);
+    c = make_case(type_of(state, 1), b, h, hk, sq, sk, d, 0);
     c.a.k_stride = (heddle_strides){0, sk * d, d};
-    expect_family(&c, "sm80");
+    expect_family(&c, other);
     check_attention(&c);
-    c = make_case(HEDDLE_F16, b, h, hk, sq, sk, d, 0);
+    c = make_case(type_of(state, 1), b, h, hk, sq, sk, d, 0);
     c.seed = 3; /* pointers that are not aligned: known only when it runs */
     check(&c);
 }
 
 /* A value that some queries see is NaN or infinite: they are lost, the others are not. */
 static void test_nan_value(void **state) {
-    (void)state;
     for (int x = 0; x < 6; x++) {
-        attention_case c = make_case(dtypes[x % 2], 1, 1, 1, 290, 290, 64 << x / 2, 0);
+        attention_case c = make_case(type_of(state, x), 1, 1, 1, 290, 290, 64 << x / 2, 0);
         c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
         attention_problem p = attention_new(&c);
         for (int64_t e = 0; e < c.a.d; e++) {
@@ -199,10 +197,9 @@ static void test_nan_value(void **state) {
 
 /* The gradient of one row is NaN: the row's own gradient is lost, and those of the keys that it sees. */
 static void test_nan_gradient(void **state) {
-    (void)state;
     static const int gradients[] = {T_DQ, T_DK, T_DV};
     for (int x = 0; x < 6; x++) {
-        attention_case c = make_case(dtypes[x % 2], 1, 1, 1, 290, 290, 64 << x / 2, 0);
+        attention_case c = make_case(type_of(state, x), 1, 1, 1, 290, 290, 64 << x / 2, 0);
         c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
         attention_problem p = attention_new(&c);
         attention_run(&p, HEDDLE_FORWARD);
@@ -223,12 +220,74 @@ static void test_nan_gradient(void **state) {
     }
 }
 
+/* Head dims and magnitudes that only float32 takes. */
+static void test_odd_dims_and_magnitudes(void **state) {
+    static const int64_t dims[][2] = {{3, 2}, {33, 57}, {101, 126}, {128, 3}};
+    static const double magnitudes[][3] = {
+        {1, 1, 1e-30}, {1e-3, 1e3, 1e30}, {1e-25, 1e24, 1}, {3, 3, 1}, {1e-30, 1e-30, 1}};
+    for (size_t x = 0; x < COUNT(magnitudes); x++) {
+        attention_case c =
+            make_case(type_of(state, 0), 2, 2, 1, 140, 260, dims[x % COUNT(dims)][0], dims[x % COUNT(dims)][1]);
+        c.a.mask = (heddle_mask)(x % 3);
+        c.q_magnitude = magnitudes[x][0];
+        c.k_magnitude = magnitudes[x][1];
+        c.v_magnitude = magnitudes[x][2];
+        check(&c);
+    }
+}
+
+/* Each tile of V has a magnitude of its own, growing from tile to tile: what a row does not see does not spoil it. */
+static void test_tiles_of_all_magnitudes(void **state) {
+    for (int x = 0; x < 4; x++) {
+        attention_case c = make_case(type_of(state, 0), 1, 1, 1, 400, 400, x % 2 ? 128 : 64, 0);
+        c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
+        attention_problem p = attention_new(&c);
+        for (int64_t i = 0; i < 400; i++)
+            for (int64_t e = 0; e < c.a.d; e++) {
+                const int64_t tile = i / 64;
+                const double by = pow(2, (x / 2 ? 13 : -7) * (double)tile);
+                tensor_set(&p.t[T_V], 0, 0, i, e, tensor_get(&p.t[T_V], 0, 0, i, e) * by);
+            }
+        tensor_upload(&p.t[T_V]);
+        attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
+        attention_run(&p, HEDDLE_FORWARD);
+        attention_run(&ref, HEDDLE_FORWARD);
+        for (int64_t i = 0; i < 400; i++) {
+            double most = 0, worst = 0;
+            for (int64_t e = 0; e < c.a.d; e++) {
+                const double o = tensor_get(&ref.t[T_O], 0, 0, i, e);
+                most = fmax(most, fabs(o));
+                worst = fmax(worst, fabs(o - tensor_get(&p.t[T_O], 0, 0, i, e)));
+            }
+            if (!(worst <= 3e-6 * most))
+                fail_msg("row %d: error %g of %g", (int)i, worst, most);
+        }
+        attention_free(&p);
+        attention_free(&ref);
+    }
+}
+
+#define IN(type, test)                                                                                                 \
+    { #test ", " #type, test, NULL, NULL, type }
+#define bits16 NULL
+#define binary32 &float32
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_masks),       cmocka_unit_test(test_windows),          cmocka_unit_test(test_head_dims),
-        cmocka_unit_test(test_many_tiles),  cmocka_unit_test(test_groups_and_sinks), cmocka_unit_test(test_packed),
-        cmocka_unit_test(test_lengths),     cmocka_unit_test(test_layouts),          cmocka_unit_test(test_nan_value),
-        cmocka_unit_test(test_nan_gradient)};
+#define BOTH(test) IN(bits16, test), IN(binary32, test)
+        BOTH(test_masks),
+        BOTH(test_windows),
+        BOTH(test_head_dims),
+        BOTH(test_many_tiles),
+        BOTH(test_groups_and_sinks),
+        BOTH(test_packed),
+        BOTH(test_lengths),
+        BOTH(test_layouts),
+        BOTH(test_nan_value),
+        BOTH(test_nan_gradient),
+        IN(binary32, test_odd_dims_and_magnitudes),
+        IN(binary32, test_tiles_of_all_magnitudes),
+    };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }
