@@ -65,6 +65,9 @@ typedef struct attention_params_sm90 {
 /* The backward for Hopper: the slots for tiles that stream, beside the block's own tiles. */
 #define BACKWARD90_SLOTS(dim, block) (((dim) > 128 ? 96 : 128) * 1024 / ((block) * (dim)*2))
 
+/* The same in float32, of 64 rows. */
+#define BACKWARD32_SLOTS(dim) ((dim) > 64 ? 3 : 8)
+
 #ifndef __CUDACC__
 #include "../plan.h"
 

@@ -99,13 +99,19 @@ static size_t shared_bytes_forward32(const kernel_row *k) {
     return 1024 + (groups + slots) * 64 * (size_t)k->dim * 4 + 2 * slots * sizeof(split_info) + groups * 6 * 4 + 8 * 16;
 }
 
+/* As layout backward32 has it; prep has no second tensor. */
+static size_t shared_bytes_backward32(const kernel_row *k) {
+    const size_t slots = (size_t)BACKWARD32_SLOTS(k->dim), block = (size_t)k->block, tile = block * (size_t)k->dim * 4;
+    return (k->pass == PASS_prep ? 2 : 4) * tile + slots * (tile + (3 * block + 4) * 4 + 16) + 8;
+}
+
 /* Up to 1023 bytes before the first tile; tiles, two of each kind (of wide heads one of Q); marks; jobs; barriers. */
 static size_t shared_bytes_sm90(const kernel_row *k) {
     const size_t rows = (size_t)rows_of(k), width = (size_t)k->dim * 2, block = (size_t)k->block;
     if (k->pass == PASS_split)
         return 0;
     if (k->pass != PASS_fwd)
-        return shared_bytes_backward90(k);
+        return k->dtype == HEDDLE_F32 ? shared_bytes_backward32(k) : shared_bytes_backward90(k);
     if (k->dtype == HEDDLE_F32)
         return shared_bytes_forward32(k);
     return 1024 + (k->dim > 128 ? 1 : 2) * rows * width + 4 * block * width + 2 * block * 4 + 16 + 2 * 64 + 8 * 14;
@@ -307,7 +313,7 @@ static void choose_forward(const heddle_attention *a, const attention_device *de
 }
 
 /* All families have the same workspace. */
-static void choose_backward(const heddle_attention *a, const attention_device *device, bool aligned, choice *c) {
+static void choose_backward(const heddle_attention *a, const attention_device *device, bool usable, choice *c) {
     const size_t each = align64((size_t)c->rows * sizeof(float));
     c->base = each;
     c->rest = 2 * each;
@@ -319,7 +325,7 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
         return;
     }
     const int dkdv = find_sm90(a, device, PASS_dkdv), dq = find_sm90(a, device, PASS_dq);
-    const bool sm90 = device->unproven && aligned && dkdv >= 0 && dq >= 0;
+    const bool sm90 = device->unproven && usable && dkdv >= 0 && dq >= 0;
     c->dkdv = sm90 ? dkdv : choose_kernel(a, device, PASS_dkdv);
     c->dq = sm90 ? dq : choose_kernel(a, device, PASS_dq);
     c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->dq]));
@@ -330,7 +336,9 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
     const kernel_row *k = &kernels[c->dkdv];
     if (k->dim * (sm90 ? 1 : k->tiles) > 128)
         c->blocks_dkdv *= 2;
-    if (sm90) { /* tile after tile */
+    if (sm90 && a->dtype == HEDDLE_F32)
+        place_splits(a, device, SPLIT_TENSORS, c);
+    else if (sm90) { /* tile after tile */
         c->blocks = min64(c->blocks, device->multiprocessors);
         c->blocks_dkdv = min64(c->blocks_dkdv, device->multiprocessors);
     }
@@ -484,11 +492,15 @@ static void add_small(const heddle_attention *a, const attention_device *device,
 static void add_gradients(const heddle_attention *a, const attention_device *device, const heddle_attention_data *data,
                           const choice *c, attention_launch *launches, int *count) {
     const int prep = find_kernel(a, device, PASS_prep, VARIANT_full, FAMILY_sm80);
+    if (c->split >= 0)
+        add_split(a, c, launches, count);
     const bool plain = prep < 0 || kernels[c->dkdv].variant == VARIANT_plain;
     if (plain || (a->features & HEDDLE_WEIGHTS))
         add_plain(a, device, launches, count, PASS_prep, ceil_div(a->b * a->h * a->sq, 4));
     if (!plain)
         add_launch(launches, count, prep, ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b);
+    if (c->split >= 0)
+        add_launch(launches, count, find_kernel(a, device, PASS_prep, VARIANT_lean, FAMILY_sm90), c->blocks);
     if (data->dk || data->dv)
         add_launch(launches, count, c->dkdv, c->blocks_dkdv);
     if (data->dq)
@@ -499,7 +511,7 @@ int heddle__cuda_attention_launches(const attention_plan *plan, const attention_
                                     const heddle_attention_data *data, void *workspace, attention_params *params,
                                     attention_launch launches[ATTENTION_MAX_LAUNCHES]) {
     const heddle_attention *a = &plan->a;
-    const bool usable = is_aligned(data) && (plan->pass == HEDDLE_FORWARD || data->dout);
+    const bool usable = (is_aligned(data) || a->dtype == HEDDLE_F32) && (plan->pass == HEDDLE_FORWARD || data->dout);
     const choice c = choose(a, plan->pass, device, usable);
     const int64_t rows = a->b * a->h * a->sq;
     int n = 0;

@@ -219,7 +219,8 @@ template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attent
         const float lse = i < c.sq ? fabsf(((const float *)p.t.lse)[lse_at(p, c, x, i)]) : 0.0f;
         large[half] = lse > (sizeof(T) == 4 ? 12.0f : 1024.0f) && lse < CUDART_INF_F;
     }
-    if (__syncthreads_or(large[0] || large[1]))
+    /* Split tensors have a prep of their own, whose scores are those of their kernels. */
+    if (__syncthreads_or(large[0] || large[1]) && !p.split[SPLIT_Q].tiles)
         refine_rows<T, D, WARPS, BLOCK>(p, c, x, query0, large, shared_address(shared));
     if (sizeof(T) == 2 && c.sk <= FEW_KEYS && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
         sum_gradients<T, D, WARPS, BLOCK>(p, c, x, query0, shared_address(shared));
