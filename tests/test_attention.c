@@ -276,6 +276,32 @@ static void test_nan_key(void **state) {
     }
 }
 
+/* Lanes that are all of one query see an odd number of keys, none of them masked; the next key is not finite. */
+static void test_nan_key_behind(void **state) {
+    (void)state;
+    for (size_t x = 0; x < COUNT(dtypes); x++) {
+        attention_case c = make_case(1, 48, 1, 4, 4, 16, 0);
+        c.a.dtype = dtypes[x];
+        c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
+        attention_problem p = attention_new(&c);
+        for (int64_t e = 0; e < 16; e++) {
+            tensor_set(&p.t[T_K], 0, 0, 3, e, NAN);
+            tensor_set(&p.t[T_V], 0, 0, 3, e, NAN);
+        }
+        tensor_upload(&p.t[T_K]);
+        tensor_upload(&p.t[T_V]);
+        attention_run(&p, HEDDLE_FORWARD);
+        attention_run(&p, HEDDLE_BACKWARD);
+        for (int64_t h = 0; h < 48; h++)
+            for (int64_t i = 0; i < 4; i++)
+                for (int64_t e = 0; e < 16; e++) {
+                    assert_int_equal(isnan(tensor_get(&p.t[T_O], 0, h, i, e)), i == 3);
+                    assert_int_equal(isnan(tensor_get(&p.t[T_DQ], 0, h, i, e)), i == 3);
+                }
+        attention_free(&p);
+    }
+}
+
 /* A query that is not finite, in a tile of its own: keys that it does not see keep their gradients. */
 static void test_nan_query(void **state) {
     (void)state;
@@ -543,6 +569,19 @@ static void test_tf32(void **state) {
     check_attention(&c);
 }
 
+/* Maxima that grow from one block of keys to the next, by a little and by more than exp2 reaches. */
+static void test_growing_maximum(void **state) {
+    (void)state;
+    static const double magnitudes[] = {2, 8, 40, 1000};
+    for (size_t x = 0; x < COUNT(magnitudes); x++)
+        for (int64_t sq = 3; sq < 60; sq += 50) {
+            attention_case c = make_case(1, 1, 0, sq, 1200, 16, 0);
+            c.q_magnitude = magnitudes[x];
+            c.ill_conditioned = magnitudes[x] > 10;
+            check_dtypes(c);
+        }
+}
+
 /* Every option at once, and each with a different mask. */
 static void test_everything(void **state) {
     (void)state;
@@ -596,6 +635,7 @@ int main(void) {
         cmocka_unit_test(test_bool_mask),
         cmocka_unit_test(test_masked_out),
         cmocka_unit_test(test_nan_key),
+        cmocka_unit_test(test_nan_key_behind),
         cmocka_unit_test(test_nan_query),
         cmocka_unit_test(test_sinks),
         cmocka_unit_test(test_dropout),
@@ -609,6 +649,7 @@ int main(void) {
         cmocka_unit_test(test_seqlens),
         cmocka_unit_test(test_large_values),
         cmocka_unit_test(test_tf32),
+        cmocka_unit_test(test_growing_maximum),
         cmocka_unit_test(test_everything),
         cmocka_unit_test(test_empty),
     };
