@@ -195,7 +195,7 @@ static void forward_block(const call *c, const unit *u, const key_block *b, forw
     key_block rows = *b;
     const bool careful = masked && !values_finite(c, u, &rows, w);
     add_parts(&t->l, &seen, careful, rows.v, rows.v_stride, dv, &b->t, b->t.v_columns, w->weights, b->count, w->s,
-              t->ot, &w->next);
+              t->ot, rows_behind(c, u, c->t->v, c->a->v_stride, dv, b->first + b->count, c->pairs), &w->next);
 }
 
 /* online_softmax() of scores [lane][key], of which `count` are filled up with -inf to whole vectors. */

@@ -260,7 +260,8 @@ static void weight_gradients(const call *c, const unit *u, const key_block *b, b
         return;
     }
     if (!l->few) {
-        multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, b->t.v, w->dot, w->dp, &w->next);
+        multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, b->t.v, w->dot, w->dp,
+                       rows_behind(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first + b->count, false), &w->next);
         return;
     }
     const few_rows v = few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first);
@@ -383,7 +384,8 @@ static void backward_block(const call *c, const unit *u, const key_block *b, boo
     add_to_keys(l, &w->seen, hides && !w->q_finite, w->dp, b->count, w->weights_a, w->q, w->q_tiles, c->d_pad, dk,
                 !w->fresh);
     add_parts(l, &w->seen, (masked || partial_step(l, b)) && !k_finite, b->k, b->k_stride, c->a->d, &b->t,
-              b->t.k_columns, w->weights_b, b->count, w->dp, w->dqt, &w->next);
+              b->t.k_columns, w->weights_b, b->count, w->dp, w->dqt,
+              rows_behind(c, u, c->t->k, c->a->k_stride, c->a->d, b->first + b->count, c->pairs), &w->next);
 }
 
 #endif

@@ -150,18 +150,20 @@ INLINE int64_t product_steps(const call *c, int64_t keys, int products, int64_t 
 #endif
 }
 
-/* The rows of K or V behind a block's, which will be wanted next, a line every other sum index: where they follow each other without gaps. */
-INLINE gemm_ahead rows_behind(const float *rows, int64_t row_stride, int64_t width, int64_t first, int64_t count) {
-    if (row_stride != width)
-        return (gemm_ahead){(const char *)(rows + first * row_stride), 0};
-    return (gemm_ahead){(const char *)(rows + (first + count) * row_stride), 32};
+/* Rows of K or V from `first` on, behind a block's, which will be wanted next: where they follow each other without gaps, as much with
+ * every sum index of a product as asks for a block's rows in all. Products by pairs have half as many sum indices. */
+INLINE gemm_ahead rows_behind(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t width,
+                              int64_t first, bool pairs) {
+    const char *rows = element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first), c->type);
+    const int64_t step = GEMM_ROWS_3 * element_size(c->type);
+    return (gemm_ahead){rows, stride.s != width ? 0 : pairs ? 2 * step : step};
 }
 
 /* out[j][lane] = sum over x of rows[j][x]·columns[x][lane], in the parts that are seen. With AMX, of their tiles instead. */
 static void multiply_parts(const lanes *l, const parts *r, const float *rows, int64_t row_stride, int64_t depth,
-                           const float *row_tiles, const float *columns, float *out, ahead *next) {
+                           const float *row_tiles, const float *columns, float *out, gemm_ahead soon, ahead *next) {
 #ifdef HAVE_BF16_TILES
-    (void)rows, (void)row_stride;
+    (void)rows, (void)row_stride, (void)soon;
     ahead_step(next);
     tile_scores(l, r, row_tiles, depth, columns, out);
     ahead_step(next);
@@ -169,8 +171,7 @@ static void multiply_parts(const lanes *l, const parts *r, const float *rows, in
     (void)row_tiles;
     for (const part *p = r->p; p < r->p + r->count; p++)
         tile_product(p->end - p->begin, p->count, depth, (gemm_a){rows + p->first * row_stride, row_stride, 1},
-                     columns + p->begin * VL, out + p->first * l->stride + p->begin * VL, l->stride, false,
-                     rows_behind(rows, row_stride, depth, p->first, p->count), next);
+                     columns + p->begin * VL, out + p->first * l->stride + p->begin * VL, l->stride, false, soon, next);
 #endif
 }
 
@@ -185,7 +186,7 @@ static void multiply_pairs(const call *c, const unit *u, const lanes *l, const p
         tile_product_pairs(q->end - q->begin, q->count, depth / 2,
                            (gemm_a){rows + q->first * row_stride, row_stride, 1}, columns + q->begin * VL,
                            out + q->first * l->stride + q->begin * VL, l->stride, false,
-                           rows_behind(rows, row_stride, depth / 2, q->first, q->count), next);
+                           rows_behind(c, u, p, stride, depth, b->first + b->count, true), next);
 #else
     (void)c, (void)u, (void)l, (void)r, (void)b, (void)p, (void)stride, (void)depth, (void)columns, (void)out,
         (void)next;
@@ -230,7 +231,8 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
     } else if (c->k_pairs) {
         multiply_pairs(c, u, l, r, b, c->t->k, c->a->k_stride, c->a->d, qt, s, next);
     } else {
-        multiply_parts(l, r, b->k, b->k_stride, c->a->d, b->t.k, qt, s, next);
+        multiply_parts(l, r, b->k, b->k_stride, c->a->d, b->t.k, qt, s,
+                       rows_behind(c, u, c->t->k, c->a->k_stride, c->a->d, b->first + b->count, false), next);
     }
     if (c->adjusts)
         adjust_scores(c, u, l, b, s, tanhs, scratch);
@@ -244,14 +246,14 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
 #ifdef HAVE_BF16_DOT
 /* add_parts() with pairs of keys for rows. */
 static void add_pairs(const lanes *l, const parts *r, int64_t width, const float *columns, float *scratch,
-                      int64_t count, const float *weights, float *out, ahead *next) {
+                      int64_t count, const float *weights, float *out, gemm_ahead soon, ahead *next) {
     const int64_t pad = (width + VL - 1) / VL * VL;
     pair_weights(weights, count, l->stride, scratch);
     for (const part *p = r->p; p < r->p + r->count; p++) {
         const gemm_a a = {columns + p->first / 2 * pad, 1, pad};
         tile_product_pairs(p->end - p->begin, width, (p->count + 1) / 2, a,
                            scratch + p->first / 2 * l->stride + p->begin * VL, out + p->begin * VL, l->stride, true,
-                           (gemm_ahead){(const char *)a.p, 0}, next);
+                           soon, next);
     }
 }
 #endif
@@ -260,8 +262,9 @@ static void add_pairs(const lanes *l, const parts *r, int64_t width, const float
  * counts for nothing even against NaN when `careful`. */
 static void add_parts(const lanes *l, const parts *r, bool careful, const float *rows, int64_t row_stride,
                       int64_t width, const key_tiles *t, const float *columns, float *scratch, int64_t count,
-                      const float *weights, float *out, ahead *next) {
+                      const float *weights, float *out, gemm_ahead soon, ahead *next) {
 #ifdef HAVE_BF16_TILES
+    (void)soon;
     if (!careful && uses_tiles(l)) {
         ahead_step(next);
         tile_weight_pairs(weights, count, l->vectors, scratch);
@@ -271,7 +274,7 @@ static void add_parts(const lanes *l, const parts *r, bool careful, const float 
     }
 #elif defined(HAVE_BF16_DOT)
     if (!careful && columns) {
-        add_pairs(l, r, width, columns, scratch, count, weights, out, next);
+        add_pairs(l, r, width, columns, scratch, count, weights, out, soon, next);
         return;
     }
     (void)t;
@@ -284,8 +287,7 @@ static void add_parts(const lanes *l, const parts *r, bool careful, const float 
         if (careful)
             gemm_careful(false, p->end - p->begin, width, p->count, a, w, l->stride, out + p->begin * VL, l->stride);
         else
-            tile_product(p->end - p->begin, width, p->count, a, w, out + p->begin * VL, l->stride, true,
-                         rows_behind(rows, row_stride, width, p->first, p->count), next);
+            tile_product(p->end - p->begin, width, p->count, a, w, out + p->begin * VL, l->stride, true, soon, next);
     }
 }
 
