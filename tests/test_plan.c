@@ -197,6 +197,7 @@ static void test_kernel_names(void **state) {
                     isa = plain;
                 assert_non_null(strstr(name, isa));
                 assert_non_null(strstr(other, isa));
+                b.m = 2;
                 b.k = 63;
                 assert_int_equal(heddle_norm_linear_kernel(&b, (heddle_pass)pass, other, sizeof other), HEDDLE_OK);
                 assert_string_equal(other + strlen(other) - strlen(plain), plain);

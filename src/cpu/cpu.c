@@ -144,7 +144,7 @@ static const cpu_kernels *attention_kernels(const attention_plan *plan) {
 }
 
 static const cpu_kernels *norm_linear_kernels(const norm_linear_plan *plan) {
-    return kernels_for(plan->a.dtype, few_results(&plan->a));
+    return kernels_for(plan->a.dtype, few_results(plan));
 }
 
 static heddle_status available(void) {

@@ -21,8 +21,8 @@ typedef struct cpu_kernels {
 
 /* Of a tensor with few elements the largest error is a matter of luck: a chain of additions as long as the plain computation's, or
  * operands rounded as often, would now and then leave twice its error. Then chains are short, and bfloat16 is widened. */
-static inline bool few_results(const heddle_norm_linear *a) {
-    return a->k < 64 || a->m * a->n < 64;
+static inline bool few_results(const norm_linear_plan *plan) {
+    return (plan->pass == HEDDLE_FORWARD ? plan->a.m * plan->a.n : plan->a.k) < 64;
 }
 
 extern const cpu_kernels heddle__cpu_baseline, heddle__cpu_avx2, heddle__cpu_avx512, heddle__cpu_avx512bf16,

@@ -16,6 +16,8 @@
 #include "norm_linear_panels.h"
 #endif
 
+#include "norm_linear_few.h"
+
 #include <stdio.h>
 
 typedef struct norm_space {
@@ -37,7 +39,9 @@ static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm
     c.rstd = carve_floats(w, a->m + VL);
     c.gamma = carve_floats(w, c.k_pad);
     c.beta = carve_floats(w, c.k_pad);
-    c.w = carve_floats(w, backward ? c.k_panels * b_panel(a->n) : c.n_panels * b_panel(a->k));
+    c.w = carve_floats(w, backward          ? c.k_panels * b_panel(a->n)
+                          : has_few_rows(a) ? a->m * c.k_pad
+                                            : c.n_panels * b_panel(a->k));
     c.sums = carve_floats(w, backward ? c.row_panels * VL * c.k_pad : 0);
     c.dbias = carve_floats(w, backward ? c.row_panels * VL : 0);
     c.x_panels = carve_floats(w, backward ? c.k_panels * b_panel(min64(CHUNK_M, a->m)) : 0);
@@ -50,18 +54,20 @@ static norm_space carve_norm_space(const norm_linear_plan *plan, carver *w) {
     norm_space s;
     const int64_t of_dy = DY_TOGETHER * a_panel(min64(plan->a.m, CHUNK_M));
     const int64_t of_rows = plan->tile_m / VL * a_panel(backward ? min64(plan->a.n, SLICE) : plan->a.k);
-    s.a = carve_floats(w, backward ? max64(of_rows, of_dy) : of_rows);
-    s.c = carve_floats(w, backward ? plan->tile_m * k_pad : BLOCK_ROWS * GROUP * PANEL);
+    const bool few = !backward && has_few_rows(&plan->a);
+    s.a = carve_floats(w, backward ? max64(of_rows, of_dy) : few ? 0 : of_rows);
+    s.c = carve_floats(w, backward ? plan->tile_m * k_pad : few ? 0 : BLOCK_ROWS * GROUP * PANEL);
     s.row = carve_floats(w, k_pad);
     return s;
 }
 
 /* In double: the deviation of a short row is a few additions, and each float of them would be seen. */
 INLINE double sum_lanes(vf x) {
-    double r = 0;
-    for (int l = 0; l < VL; l++)
-        r += x[l];
-    return r;
+    double r[4] = {0}; /* so that additions need not wait for each other */
+    for (int l = 0; l < VL; l += 4)
+        for (int i = 0; i < 4; i++)
+            r[i] += (double)x[l + i];
+    return (r[0] + r[1]) + (r[2] + r[3]);
 }
 
 /* ------------------------------------------------------------------------------------------------- statistics */
@@ -183,32 +189,38 @@ static void forward_group(const norm_call *c, const norm_space *s, int64_t first
     }
 }
 
+/* Every thread of the team calls it. */
+static void many_rows_forward(const norm_linear_plan *plan, const norm_call *c, const norm_space *s) {
+    const int64_t m = plan->a.m, blocks = (m + plan->tile_m - 1) / plan->tile_m;
+    const int64_t groups = (c->n_panels + plan->tile_n - 1) / plan->tile_n;
+#pragma omp for schedule(dynamic)
+    for (int64_t p = 0; p < c->n_panels; p++)
+        pack_w_transposed(c, p);
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < blocks * groups; task++) {
+        int64_t first = task / groups * plan->tile_m, rows = min64(plan->tile_m, m - first);
+        int64_t p0 = task % groups * plan->tile_n, p1 = min64(c->n_panels, p0 + plan->tile_n);
+        pack_z(c, first, rows, s->a);
+        for (int64_t p = p0; p < p1; p += GROUP)
+            forward_group(c, s, first, rows, p, min64(GROUP, p1 - p));
+    }
+}
+
 static void norm_linear_forward(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace) {
     const heddle_norm_linear *a = &plan->a;
     carver shared = {workspace, 0};
     const norm_call c = carve_norm_call(plan, data, &shared);
     const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads;
-    const int64_t blocks = (a->m + plan->tile_m - 1) / plan->tile_m,
-                  groups = (c.n_panels + plan->tile_n - 1) / plan->tile_n;
 #pragma omp parallel num_threads(plan->threads) if (plan->threads > 1)
     {
         carver w = {(char *)workspace + shared.used + (size_t)thread_index() * each, 0};
         const norm_space s = carve_norm_space(plan, &w);
         begin_products();
         prepare_norm(&c, &s, false);
-        if (a->m > 0) {
-#pragma omp for schedule(dynamic)
-            for (int64_t p = 0; p < c.n_panels; p++)
-                pack_w_transposed(&c, p);
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < blocks * groups; task++) {
-            int64_t first = task / groups * plan->tile_m, rows = min64(plan->tile_m, a->m - first);
-            int64_t p0 = task % groups * plan->tile_n, p1 = min64(c.n_panels, p0 + plan->tile_n);
-            pack_z(&c, first, rows, s.a);
-            for (int64_t p = p0; p < p1; p += GROUP)
-                forward_group(&c, &s, first, rows, p, min64(GROUP, p1 - p));
-        }
+        if (has_few_rows(a))
+            few_rows_forward(&c);
+        else
+            many_rows_forward(plan, &c, &s);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < a->m; row++) {
             if (data->mean)
@@ -431,7 +443,7 @@ static void plan_norm_linear(norm_linear_plan *plan) {
     int64_t blocks = (a->m + plan->tile_m - 1) / plan->tile_m, panels = (a->n + PANEL - 1) / PANEL;
     int64_t groups = clamp64(4 * plan->threads / max64(1, blocks), 1, panels);
     plan->tile_n = (panels + groups - 1) / groups;
-    plan->tile_k = few_results(a) ? SHORT_CHAIN : backward ? DEPTH_BACK : DEPTH;
+    plan->tile_k = few_results(plan) ? SHORT_CHAIN : backward ? DEPTH_BACK : DEPTH;
     carver shared = {0}, each = {0};
     carve_norm_call(plan, NULL, &shared);
     carve_norm_space(plan, &each);
