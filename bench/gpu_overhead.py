@@ -50,6 +50,13 @@ def host_rows():
     with torch.inference_mode():
         qi, ki, vi = (t.clone() for t in (q, k, v))
 
+    def without_gradients(call):
+        def run():
+            with torch.no_grad():
+                call()
+
+        return run
+
     def both(function, tensors):
         def run():
             function(*tensors).backward(q)
@@ -61,9 +68,12 @@ def host_rows():
     rows = {
         "torch.ops.heddle.attention, no gradient (goal 12)": lambda: op(q, k, v),
         "PyTorch's SDPA (flash), no gradient": lambda: sdpa(q, k, v),
+        "torch.ops.heddle.attention, no_grad": without_gradients(lambda: op(q, k, v)),
+        "PyTorch's SDPA (flash), no_grad": without_gradients(lambda: sdpa(q, k, v)),
         "torch.ops.heddle.attention, inference_mode": inferring(lambda: op(qi, ki, vi)),
         "PyTorch's SDPA (flash), inference_mode": inferring(lambda: sdpa(qi, ki, vi)),
         "heddle.attention, no gradient": lambda: heddle.attention(q, k, v),
+        "heddle.attention, causal, no gradient": lambda: heddle.attention(q, k, v, causal=True),
         "torch.ops.heddle.attention, recording a gradient (goal 30)": lambda: op(*grad),
         "PyTorch's SDPA (flash), recording a gradient": lambda: sdpa(*grad),
         "torch.ops.heddle.attention_backward": lambda: backward(q, None, None, out, lse, q, k, v, *none, *rest, 7),

@@ -112,6 +112,10 @@ def info() -> str:
     return "\n".join(lines)
 
 
+# The import of heddle._torch puts the module here; an import statement in every call would cost half a microsecond.
+_torch: Any = None
+
+
 def _is_torch(value: Any) -> bool:
     if type(value).__module__.partition(".")[0] == "torch":
         return True
@@ -185,7 +189,9 @@ def attention(
     Source: Dao, "FlashAttention-2", 2023; the formulas are in include/heddle.h.
     """
     if _is_torch(q):
-        from heddle._torch import attention as run
+        if _torch is None:
+            import heddle._torch  # noqa: F401
+        run = _torch.attention
     else:
         from heddle._arrays import attention as run
     return run(
@@ -270,7 +276,9 @@ def norm_linear(
     Source: Ba et al., "Layer normalization", 2016; Zhang and Sennrich, "Root mean square layer normalization", 2019.
     """
     if _is_torch(x):
-        from heddle._torch import norm_linear as run
+        if _torch is None:
+            import heddle._torch  # noqa: F401
+        run = _torch.norm_linear
     else:
         from heddle._arrays_norm_linear import norm_linear as run
     return run(x, weight, bias, gamma, beta, eps, norm=norm, tf32=tf32)

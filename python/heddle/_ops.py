@@ -37,7 +37,7 @@ def _load() -> None:
 
 _load()
 ops: Any = _torch_ops.heddle
-Results = tuple[Tensor, Tensor, Tensor]
+Results = tuple[Tensor, Tensor, Tensor | None]
 
 _EXCEPTIONS: dict[str, type[Exception]] = {
     "ValueError": ValueError,
@@ -141,7 +141,7 @@ def _attention_fake(
     return_weights: bool = False,
     deterministic: bool = False,
     tf32: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Results:
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     _check_attention(q, k, v, packed)
     if packed and (cu_seqlens_q is None or cu_seqlens_k is None):
@@ -163,8 +163,8 @@ def _attention_fake(
             or any(tensor.shape[x] != 1 and tensor.shape[x] != full[x] for x in range(3))
         ):
             raise ValueError(f"{name} has shape {list(tensor.shape)}, which does not broadcast to {list(full)}")
-    weights = (b, q.shape[1], sq, sk) if return_weights else (0,)
-    return _like(q, v.shape[-1]), q.new_empty(rows, dtype=_real(q.dtype)), q.new_empty(weights)
+    weights = q.new_empty((b, q.shape[1], sq, sk)) if return_weights else None
+    return _like(q, v.shape[-1]), q.new_empty(rows, dtype=_real(q.dtype)), weights
 
 
 NEEDS_DQ, NEEDS_DK, NEEDS_DV, NEEDS_DBIAS, NEEDS_DSINKS = 1, 2, 4, 8, 16
@@ -184,18 +184,14 @@ def _attention_backward_fake(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, ...]:
     needs = options[16] if len(options) > 16 else 31
-    none = q.new_empty((0,))
-    dbias = q.new_empty(bias.shape) if bias is not None and needs & NEEDS_DBIAS else q.new_empty((0,))
-    real = _real(q.dtype)
-    dsinks = q.new_empty((q.shape[1] if sinks is not None and needs & NEEDS_DSINKS else 0,), dtype=real)
     return (
-        _like(q, q.shape[-1]) if needs & NEEDS_DQ else none,
-        _like(k, k.shape[-1]) if needs & NEEDS_DK else q.new_empty((0,)),
-        _like(v, v.shape[-1]) if needs & NEEDS_DV else q.new_empty((0,)),
-        dbias,
-        dsinks,
+        _like(q, q.shape[-1]) if needs & NEEDS_DQ else None,
+        _like(k, k.shape[-1]) if needs & NEEDS_DK else None,
+        _like(v, v.shape[-1]) if needs & NEEDS_DV else None,
+        q.new_empty(bias.shape) if bias is not None and needs & NEEDS_DBIAS else None,
+        q.new_empty((q.shape[1],), dtype=_real(q.dtype)) if sinks is not None and needs & NEEDS_DSINKS else None,
     )
 
 
@@ -249,10 +245,9 @@ def _norm_linear_backward_fake(
     deterministic: bool = False,
     tf32: bool = False,
     needs: int = 31,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, ...]:
     shapes = (x.shape, weight.shape, weight.shape[:1], x.shape[-1:], x.shape[-1:])
-    made = [x.new_empty(shape if needs >> at & 1 else (0,)) for at, shape in enumerate(shapes)]
-    return made[0], made[1], made[2], made[3], made[4]
+    return tuple(x.new_empty(shape) if needs >> at & 1 else None for at, shape in enumerate(shapes))
 
 
 _library.register_fake("heddle::attention", _attention_fake)
@@ -267,9 +262,11 @@ _library.register_fake("heddle::norm_linear_backward", _norm_linear_backward_fak
 
 _registrations = _library.Library("heddle", "FRAGMENT")
 _below_autograd = torch._C._after_autograd_keyset
+# Where the tensors that can require a gradient end.
+_DIFFERENTIABLE = {"attention": 7, "attention_backward": 12, "norm_linear": 5, "norm_linear_backward": 7}
 _ATTENTION_TENSORS = 12  # q, k, v, bias, mask, alibi_slopes, sinks, cu_seqlens_*, seqlens_*, rng_state
-_RETURN_WEIGHTS = 20
-_OPTION_DEFAULTS = (0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False)  # those behind the tensors
+NUMBER_DEFAULTS = (-1, -1, 0.0, 0.0, 0.0, False, False, False)  # window, scale, softcap, dropout and the three bools
+_OPTION_DEFAULTS = (0, 0, 0, *NUMBER_DEFAULTS)  # all those behind the tensors
 
 
 def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
@@ -283,13 +280,13 @@ def _register_autograd(name: str, function: Callable[..., Any]) -> None:
     """`function(redispatch, *args)` runs where a gradient is wanted; elsewhere the call goes straight through."""
     redispatch_boxed = getattr(ops, name).default._handle.redispatch_boxed  # OpOverload.redispatch, one call less
     below = torch._C._AutoDispatchBelowAutograd
-    enabled, any_requires = torch.is_grad_enabled, torch._C._any_requires_grad
+    enabled, any_requires, last = torch.is_grad_enabled, torch._C._any_requires_grad, _DIFFERENTIABLE[name]
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
         keyset = keyset & _below_autograd
-        if not (enabled() and any_requires(*args)):
+        if not (enabled() and any_requires(*args[:last])):
             # No guard: the C kernels call no operator that autograd would record.
             return redispatch_boxed(keyset, *args)
 
@@ -313,10 +310,6 @@ def _last_contiguous(tensor: Tensor | None) -> Tensor | None:
     return tensor
 
 
-def _those(wanted: Sequence[bool], made: Sequence[Tensor]) -> list[Tensor | None]:
-    return [grad if want else None for grad, want in zip(made, wanted, strict=True)]
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, redispatch: Callable[..., Results], *args: Any) -> Results:
@@ -329,9 +322,6 @@ class _Attention(torch.autograd.Function):
         ctx.options = args[_ATTENTION_TENSORS:]
         ctx.tensors = len(args[:_ATTENTION_TENSORS])
         ctx.save_for_backward(out, lse, *args[:_ATTENTION_TENSORS])
-        ctx.weights = len(args) > _RETURN_WEIGHTS and args[_RETURN_WEIGHTS]
-        if not ctx.weights:
-            ctx.mark_non_differentiable(weights)
         return out, lse, weights
 
     @staticmethod
@@ -344,7 +334,7 @@ class _Attention(torch.autograd.Function):
             ops.attention_backward,
             _last_contiguous(dout),
             None if dlse is None else dlse.contiguous(),
-            _last_contiguous(dweights) if ctx.weights else None,
+            _last_contiguous(dweights),
             out,
             lse,
             *tensors,
@@ -352,7 +342,7 @@ class _Attention(torch.autograd.Function):
             *(*ctx.options, *_OPTION_DEFAULTS[len(ctx.options) :]),
             needs,
         )
-        dq, dk, dv, dbias, dsinks = _those(wanted, made)
+        dq, dk, dv, dbias, dsinks = made
         return None, dq, dk, dv, dbias, None, None, dsinks, *([None] * 16)
 
 
@@ -390,7 +380,7 @@ class _NormLinear(torch.autograd.Function):
             tf32,
             sum(1 << at for at, want in enumerate(wanted) if want),
         )
-        return None, *_those(wanted, made), None, None, None
+        return None, *made, None, None, None
 
 
 class _Refuse(torch.autograd.Function):
@@ -447,11 +437,31 @@ _vmap.register(ops)
 # ---------------------------------------------------------------------------------------------- calls from Python
 
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bool))
+_grad_enabled, _any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
+_function_mode, _dispatch_modes = torch._C._is_torch_function_mode_enabled, torch._C._len_torch_dispatch_stack
+
+
+def _nothing_to_record(args: Sequence[Any]) -> bool:
+    """No gradient, no tangent, and nobody between the caller and the kernel who might want one."""
+    return (
+        not (_grad_enabled() and _any_requires_grad(*args[:_ATTENTION_TENSORS]))
+        and forward_ad._current_level < 0
+        and not _function_mode()
+        and not _dispatch_modes()
+        and _PLAIN.issuperset(map(type, args))
+    )
+
+
 def call(operator: Callable[..., Any], *args: Any) -> Any:
     """Calls an operator; what it finds wrong becomes the exception that fits."""
     if torch.compiler.is_compiling():
         return operator(*args)
     try:
+        if _nothing_to_record(args):
+            # Straight to the C kernel: the one for autograd above it is in Python and costs 3 µs.
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator(*args)
         return operator(*args)
     except RuntimeError as error:
         fit = fitting(error)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heddle._ops import TINY_SCALE, call, ops, scale_of
+from heddle._ops import NUMBER_DEFAULTS, TINY_SCALE, call, ops, scale_of
 from heddle._options import causal_of, norm_of, window_of
 
 
@@ -74,7 +74,8 @@ def attention(
     tf32: bool = False,
 ) -> Any:
     """See heddle.attention, which this is for torch tensors."""
-    _need_tensors(q=q, k=k, v=v)
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        _need_tensors(q=q, k=k, v=v)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     missing = 0 if packed else 4 - q.dim()
     if missing > 0:
@@ -92,7 +93,6 @@ def attention(
         if max_seqlen_q is not None or max_seqlen_k is not None:
             raise ValueError("max_seqlen_q and max_seqlen_k are given without cu_seqlens_q and cu_seqlens_k")
         sq, sk = q.shape[2], k.shape[2]
-    left, right = window_of(window)
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     if bias is not None and bias.dtype != q.dtype:
         if not bias.is_floating_point():
@@ -102,11 +102,7 @@ def attention(
         raise TypeError(f"mask is {mask.dtype}, but must be torch.bool; an additive one goes into bias")
     if dropout and rng_state is None:
         rng_state = new_rng_state(q.device)
-    out, lse, weights = call(
-        ops.attention,
-        q,
-        k,
-        v,
+    tensors = (
         _broadcastable(bias, "bias", sk),
         _broadcastable(mask, "mask", sk),
         alibi_slopes if alibi_slopes is None else alibi_slopes.to(real),
@@ -116,11 +112,9 @@ def attention(
         _lengths(seqlens_q, q),
         _lengths(seqlens_k, q),
         rng_state,
-        max_seqlen_q or 0,
-        max_seqlen_k or 0,
-        causal_of(causal, sq, sk),
-        left,
-        right,
+    )
+    numbers = (
+        *window_of(window),
         scale_of(scale),
         float(softcap),
         float(dropout),
@@ -128,6 +122,16 @@ def attention(
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         tf32,
     )
+    corner = causal_of(causal, sq, sk)
+    # PyTorch fills in trailing defaults faster than it takes them from Python.
+    given: tuple[Any, ...] = ()
+    if numbers != NUMBER_DEFAULTS:
+        given = (*tensors, max_seqlen_q or 0, max_seqlen_k or 0, corner, *numbers)
+    elif packed or corner:
+        given = (*tensors, max_seqlen_q or 0, max_seqlen_k or 0, corner)
+    elif any(value is not None for value in tensors):
+        given = tensors
+    out, lse, weights = call(ops.attention, q, k, v, *given)
     for _ in range(missing):
         out, lse = out.squeeze(0), lse.squeeze(0)
         weights = weights.squeeze(0) if return_weights else weights

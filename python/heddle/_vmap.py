@@ -25,7 +25,7 @@ def _fold_broadcast(value: Tensor, dim: int | None, size: int, b: int) -> Tensor
     return _fold(moved.expand(size, b, *moved.shape[2:]), 0, size)
 
 
-def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, int, int]]:
+def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int | None, ...]]:
     if any(value is not None for value in args[7:9]):
         raise NotImplementedError("vmap over packed sequences (cu_seqlens) is not supported")
     for at, name in ((5, "alibi_slopes"), (6, "sinks"), (9, "seqlens_q"), (10, "seqlens_k"), (11, "rng_state")):
@@ -43,11 +43,8 @@ def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) 
         if len(args) > at and args[at] is not None:
             folded[at] = _fold_broadcast(args[at], dims[at], size, b)
     out, lse, weights = ops.attention(*folded)
-    unfolded = [
-        value.reshape(size, b, *value.shape[1:]) if value.dim() > 1 else value.expand(size, 0)
-        for value in (out, lse, weights)
-    ]
-    return tuple(unfolded), (0, 0, 0)
+    unfolded = [None if value is None else value.reshape(size, b, *value.shape[1:]) for value in (out, lse, weights)]
+    return tuple(unfolded), (0, 0, None if weights is None else 0)
 
 
 def norm_linear(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, int, int]]:

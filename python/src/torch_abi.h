@@ -37,6 +37,7 @@ int32_t aoti_torch_get_device_type(tensor_handle tensor, int32_t *type);
 int32_t aoti_torch_get_device_index(tensor_handle tensor, int32_t *index);
 int32_t aoti_torch_empty_strided(int64_t dim, const int64_t *sizes, const int64_t *strides, int32_t dtype,
                                  int32_t device_type, int32_t device_index, tensor_handle *made);
+int32_t aoti_torch_new_uninitialized_tensor(tensor_handle *made); /* None in Python */
 int32_t aoti_torch_zero_(tensor_handle tensor);
 int32_t aoti_torch_create_device_guard(int32_t index, guard_handle *made);
 int32_t aoti_torch_get_current_device_index(int32_t *index);

@@ -308,7 +308,7 @@ static void forward_results(call *c, problem *p) {
         contiguous_strides(4, square, stride);
         p->t.weights = call_make(c, 2, 4, square, stride, call_dtype(c));
     } else {
-        call_make_empty(c, 2, call_dtype(c));
+        call_make_none(c, 2);
     }
     if (p->varlen && !c->message[0] && has_loose_rows(c, p->t.cu_seqlens_q, a->b, a->total_q)) {
         call_zero(c, 0);
@@ -322,7 +322,7 @@ void heddle_torch_attention(stable_value *stack, uint64_t arguments, uint64_t re
     size_t bytes = 0;
     void *workspace;
     call_begin(&c, stack, arguments, SHARED_SIGNATURE);
-    if (describe(&c, FORWARD_BASE, &p) && call_status(&c, heddle_attention_workspace(&p.a, HEDDLE_FORWARD, &bytes))) {
+    if (describe(&c, FORWARD_BASE, &p) && call_attention_bytes(&c, &p.a, HEDDLE_FORWARD, &bytes)) {
         forward_results(&c, &p);
         if (call_workspace(&c, bytes, &workspace))
             call_status(&c, heddle_attention_forward(&p.a, &p.t, workspace, bytes, c.stream));
@@ -392,7 +392,7 @@ static void backward_results(call *c, problem *p, int64_t needs) {
     const bool made[] = {needs & NEEDS_DQ, needs & NEEDS_DK, needs & NEEDS_DV, bias, sinks};
     for (int x = 0; x < 5; x++)
         if (!made[x])
-            call_make_empty(c, x, x == 4 ? call_real(c) : call_dtype(c));
+            call_make_none(c, x);
     if (!p->varlen || c->message[0])
         return;
     if (made[0] && has_loose_rows(c, p->t.cu_seqlens_q, a->b, a->total_q))
@@ -409,8 +409,7 @@ void heddle_torch_attention_backward(stable_value *stack, uint64_t arguments, ui
     void *workspace;
     call_begin(&c, stack, arguments, "OOOTT" SHARED_SIGNATURE "I");
     if (describe(&c, BACKWARD_BASE, &p) && take_gradients(&c, &p) && call_check_contiguous(&c, &c.tensor[LSE], "lse") &&
-        call_check_contiguous(&c, &c.tensor[DLSE], "dlse") &&
-        call_status(&c, heddle_attention_workspace(&p.a, HEDDLE_BACKWARD, &bytes))) {
+        call_check_contiguous(&c, &c.tensor[DLSE], "dlse") && call_attention_bytes(&c, &p.a, HEDDLE_BACKWARD, &bytes)) {
         backward_results(&c, &p, c.integer[BACKWARD_BASE + NEEDS]);
         if (call_workspace(&c, bytes, &workspace))
             call_status(&c, heddle_attention_backward(&p.a, &p.t, workspace, bytes, c.stream));

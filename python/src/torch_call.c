@@ -291,14 +291,67 @@ void *call_make(call *c, int x, int64_t rank, const int64_t *size, const int64_t
     return data;
 }
 
-bool call_make_empty(call *c, int x, int32_t dtype) {
-    const int64_t size = 0, stride = 1;
-    call_make(c, x, 1, &size, &stride, dtype);
-    return !c->message[0];
+bool call_make_none(call *c, int x) {
+    return !c->message[0] && torch_ok(c, aoti_torch_new_uninitialized_tensor(&c->result[x]), "make a result of None");
 }
 
 bool call_zero(call *c, int x) {
     return !c->message[0] && torch_ok(c, aoti_torch_zero_(c->result[x]), "fill a result with zeros");
+}
+
+/* What a plan depends on beside its description. */
+typedef struct place {
+    int32_t device_index;
+    int threads;
+} place;
+
+static place place_of(const call *c) {
+    place p = {c->device_index, 0};
+#ifdef _OPENMP
+    if (c->device == HEDDLE_CPU)
+        p.threads = omp_get_max_threads();
+#endif
+    return p;
+}
+
+static bool same_place(place a, place b) {
+    return a.device_index == b.device_index && a.threads == b.threads;
+}
+
+bool call_attention_bytes(call *c, const heddle_attention *a, heddle_pass pass, size_t *bytes) {
+    static _Thread_local struct {
+        heddle_attention a; /* size 0: nothing yet */
+        place at;
+        size_t bytes;
+    } kept[2];
+    const place here = place_of(c);
+    if (memcmp(a, &kept[pass].a, sizeof *a) != 0 || !same_place(here, kept[pass].at)) {
+        if (!call_status(c, heddle_attention_workspace(a, pass, bytes)))
+            return false;
+        memcpy(&kept[pass].a, a, sizeof *a); /* the padding, too */
+        kept[pass].at = here;
+        kept[pass].bytes = *bytes;
+    }
+    *bytes = kept[pass].bytes;
+    return true;
+}
+
+bool call_norm_linear_bytes(call *c, const heddle_norm_linear *a, heddle_pass pass, size_t *bytes) {
+    static _Thread_local struct {
+        heddle_norm_linear a;
+        place at;
+        size_t bytes;
+    } kept[2];
+    const place here = place_of(c);
+    if (memcmp(a, &kept[pass].a, sizeof *a) != 0 || !same_place(here, kept[pass].at)) {
+        if (!call_status(c, heddle_norm_linear_workspace(a, pass, bytes)))
+            return false;
+        memcpy(&kept[pass].a, a, sizeof *a);
+        kept[pass].at = here;
+        kept[pass].bytes = *bytes;
+    }
+    *bytes = kept[pass].bytes;
+    return true;
 }
 
 bool call_workspace(call *c, size_t bytes, void **workspace) {

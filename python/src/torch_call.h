@@ -59,10 +59,16 @@ bool call_check_contiguous(call *c, const tensor *t, const char *name);
 int32_t call_dtype(const call *c);
 int32_t call_real(const call *c);
 
-/* A new tensor as result x; rank 1 and size 0 if it is not wanted. Its data, NULL on failure or for no elements. */
+/* A new tensor as result x. Its data, NULL on failure or for no elements. */
 void *call_make(call *c, int x, int64_t rank, const int64_t *size, const int64_t *stride, int32_t dtype);
-bool call_make_empty(call *c, int x, int32_t dtype);
+/* Result x is None. */
+bool call_make_none(call *c, int x);
 bool call_zero(call *c, int x);
+
+/* Bytes of workspace, or what is wrong with the description. The answer for a description just like the thread's last is
+ * kept: the layers of a model follow one another, and a plan costs more than the look at its description. */
+bool call_attention_bytes(call *c, const heddle_attention *a, heddle_pass pass, size_t *bytes);
+bool call_norm_linear_bytes(call *c, const heddle_norm_linear *a, heddle_pass pass, size_t *bytes);
 
 /* A workspace of that many bytes. False on failure; *workspace stays NULL for none. */
 bool call_workspace(call *c, size_t bytes, void **workspace);

@@ -111,7 +111,7 @@ void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t 
         p.t.y = make_rows(&c, &p, 0, p.a.n, call_dtype(&c));
         p.t.mean = make_rows(&c, &p, 1, -1, call_real(&c));
         p.t.rstd = make_rows(&c, &p, 2, -1, call_real(&c));
-        if (!c.message[0] && call_status(&c, heddle_norm_linear_workspace(&p.a, HEDDLE_FORWARD, &bytes)) &&
+        if (!c.message[0] && call_norm_linear_bytes(&c, &p.a, HEDDLE_FORWARD, &bytes) &&
             call_workspace(&c, bytes, &workspace))
             call_status(&c, heddle_norm_linear_forward(&p.a, &p.t, workspace, bytes, c.stream));
     }
@@ -156,7 +156,7 @@ static void backward_results(call *c, problem *p, int64_t needs) {
     p->t.dbeta = needs & NEEDS_DBETA ? call_make(c, 4, 1, &p->a.k, &one, dtype) : NULL;
     for (int x = 0; x < 5; x++)
         if (!(needs >> x & 1))
-            call_make_empty(c, x, dtype);
+            call_make_none(c, x);
 }
 
 void heddle_torch_norm_linear_backward(stable_value *stack, uint64_t arguments, uint64_t results) {
@@ -169,7 +169,7 @@ void heddle_torch_norm_linear_backward(stable_value *stack, uint64_t arguments, 
         take_gradient(&c, &p)) {
         p.a.features = (c.integer[B_DETERMINISTIC] ? HEDDLE_DETERMINISTIC : 0) | (c.integer[B_TF32] ? HEDDLE_TF32 : 0);
         backward_results(&c, &p, c.integer[B_NEEDS]);
-        if (!c.message[0] && call_status(&c, heddle_norm_linear_workspace(&p.a, HEDDLE_BACKWARD, &bytes)) &&
+        if (!c.message[0] && call_norm_linear_bytes(&c, &p.a, HEDDLE_BACKWARD, &bytes) &&
             call_workspace(&c, bytes, &workspace))
             call_status(&c, heddle_norm_linear_backward(&p.a, &p.t, workspace, bytes, c.stream));
     }

@@ -189,6 +189,74 @@ def test_meta_tensors():
     assert heddle.norm_linear(q, torch.empty(3, 8, device="meta")).shape == (2, 4, 5, 3)
 
 
+def test_what_is_not_asked_for_is_none():
+    q, k, v = (t.detach() for t in tensors(*QKV))
+    out, lse, weights = ops.attention(q, k, v)
+    assert weights is None and ops.attention(q, k, v, return_weights=True)[2].shape == (2, 4, 5, 6)
+    grads = ops.attention_backward(out, None, None, out, lse, q, k, v, needs=2)
+    assert [grad is None for grad in grads] == [True, False, True, True, True]
+    x, weight = q.detach(), torch.randn(3, 8)
+    y, mean, rstd = ops.norm_linear(x, weight)
+    grads = ops.norm_linear_backward(y, mean, rstd, x, weight, needs=1)
+    assert [grad is None for grad in grads] == [False, True, True, True, True]
+
+
+def test_modes_and_subclasses_see_the_operator():
+    """heddle.attention goes past autograd where there is nothing to record, but past nobody else."""
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Called(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append("called")
+            return func(*args, **(kwargs or {}))
+
+    class Wrapped(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append("wrapped")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    q, k, v = (t.detach() for t in tensors(*QKV))
+    want = heddle.attention(q, k, v)
+    with Dispatched():
+        assert torch.equal(heddle.attention(q, k, v), want)
+    assert "heddle.attention.default" in seen
+    with Called():
+        heddle.attention(q, k, v)
+    assert "called" in seen
+    assert isinstance(heddle.attention(q.as_subclass(Wrapped), k, v), Wrapped) and "wrapped" in seen
+    leaf = q.clone().requires_grad_()
+    assert not heddle.attention(leaf.detach(), k, v).requires_grad
+    assert heddle.attention(leaf, k, v).requires_grad
+    assert heddle.attention(q, k, v, bias=torch.zeros(6, requires_grad=True)).requires_grad
+    assert heddle.attention(q, k, v, sinks=torch.zeros(4, requires_grad=True)).requires_grad
+    with torch.no_grad():
+        assert not heddle.attention(leaf, k, v).requires_grad
+
+
+def test_workspace_follows_the_number_of_threads():
+    """The operators keep the size of the last workspace; more threads may need more."""
+    q, k, v = (t.detach() for t in tensors((1, 2, 300, 16), (1, 2, 300, 16), (1, 2, 300, 16)))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 4, 2, 8, 1):
+            torch.set_num_threads(threads)
+            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+            out = heddle.attention(*leaves)
+            torch.autograd.grad(out.sum(), leaves)
+            heddle.attention(q[:, :, :1], k, v)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_inference_mode_and_views():
     q, k, v = tensors(*QKV)
     with torch.inference_mode():
