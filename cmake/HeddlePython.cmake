@@ -32,9 +32,10 @@ function(heddle_python_module target)
     install(TARGETS ${target} LIBRARY DESTINATION ${package} COMPONENT python EXCLUDE_FROM_ALL)
 endfunction()
 
-add_library(heddle_python MODULE ${PROJECT_SOURCE_DIR}/python/src/module.c)
+add_library(heddle_python MODULE ${PROJECT_SOURCE_DIR}/python/src/module.c ${PROJECT_SOURCE_DIR}/python/src/cuda_memory.c)
 target_include_directories(heddle_python SYSTEM PRIVATE ${Python_INCLUDE_DIRS})
 heddle_python_module(heddle_python)
+target_link_libraries(heddle_python PRIVATE ${CMAKE_DL_LIBS})
 # CPython's own table of methods has function pointers of other types.
 target_compile_options(heddle_python PRIVATE -Wno-pedantic)
 set_target_properties(heddle_python PROPERTIES OUTPUT_NAME _C SUFFIX .abi3.so)

@@ -30,6 +30,7 @@ _DEVICES = {1: CPU, 3: CPU, 2: CUDA, 13: CUDA}
 
 
 def _cupy_stream() -> int:
+    """The stream that a call runs on: CuPy's current one where CuPy is in use, else the default one."""
     cupy = sys.modules.get("cupy")
     return int(cupy.cuda.get_current_stream().ptr) if cupy is not None else 0
 
@@ -97,6 +98,25 @@ def device_of(first: View, name: str) -> int:
     return REF if first.dtype == "float64" and first.device == CPU else first.device
 
 
+class Memory:
+    """Contiguous GPU memory of our own, zeros at first: a result for a library whose arrays cannot be written to."""
+
+    def __init__(self, device_id: int, shape: Sequence[int], dtype: str, block: Any = None) -> None:
+        self.device_id, self.shape, self.dtype = device_id, tuple(shape), dtype
+        self.code, self.bits = next(key for key, name in _NAMES.items() if name == dtype)
+        self.block = block or _C.cuda_memory(device_id, math.prod(self.shape) * self.bits // 8)
+
+    def reshape(self, shape: Sequence[int]) -> Memory:
+        return Memory(self.device_id, shape, self.dtype, self.block)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.device_id
+
+    def __dlpack__(self, **_: Any) -> Any:
+        # The work is done when a call returns (see run), so that any stream may read.
+        return _C.cuda_lend(self.block, self.shape, self.code, self.bits)
+
+
 class Maker:
     """Makes results of the kind of array that `like` is."""
 
@@ -104,10 +124,7 @@ class Maker:
         self.kind = type(like).__module__.partition(".")[0]
         self.like, self.cuda = like, view.device == CUDA
         self.kinds = {view.dtype: like.dtype}
-        if self.cuda and self.kind != "cupy":
-            raise NotImplementedError(
-                f"{self.kind} arrays on a GPU cannot be written to: take them through torch.from_dlpack and back"
-            )
+        self.device_id = view.device_id
 
     def _dtype(self, name: str) -> Any:
         import numpy
@@ -118,6 +135,9 @@ class Maker:
         """Memory to write to, and its address."""
         import numpy
 
+        if self.cuda and self.kind != "cupy":
+            memory = Memory(self.device_id, shape, dtype)
+            return memory, _C.cuda_address(memory.block)
         if self.cuda:
             made = sys.modules["cupy"].empty(tuple(shape), dtype=self._dtype(dtype))
             return made, int(made.data.ptr)
@@ -128,24 +148,49 @@ class Maker:
         made = room[start : start + size].view(kind).reshape(tuple(shape))
         return made, int(made.ctypes.data)
 
+    def clear(self, *made: Any) -> None:
+        for each in made:
+            if not isinstance(each, Memory):
+                each[...] = 0
+
     def finish(self, made: Any) -> Any:
         """The written memory as an array of the caller's library."""
         if self.kind in ("numpy", "cupy"):
             return made
+        if self.cuda and self.kind in ("jax", "jaxlib"):
+            return sys.modules["jax"].dlpack.from_dlpack(made)
         if self.kind in ("jax", "jaxlib"):
             return sys.modules["jax"].numpy.asarray(made)
         return self.like.__array_namespace__().from_dlpack(made)
 
 
-def run(operation: str, which: int, description: dict[str, Any], addresses: dict[str, Any]) -> None:
+def run(operation: str, which: int, description: dict[str, Any], addresses: dict[str, Any], maker: Maker) -> None:
     if description["device"] != CUDA:
         _C.run(operation, which, description, addresses)
+        return
+    if maker.kind != "cupy":
+        _run_for_strangers(operation, which, description, addresses, maker.device_id)
         return
     cupy = sys.modules["cupy"]
     size = _C.workspace(operation, which, description)
     space = cupy.empty(size + 64, dtype="uint8")
     address = int(space.data.ptr)
     _C.run(operation, which, description, addresses, address + -address % 64, size, _cupy_stream())
+
+
+def _run_for_strangers(
+    operation: str, which: int, description: dict[str, Any], addresses: dict[str, Any], device_id: int
+) -> None:
+    """On arrays of a library whose streams we do not know (JAX): waits for the end, since their memory may be used
+    again as soon as they are let go of."""
+    _C.cuda_enter(device_id)
+    try:
+        size = _C.workspace(operation, which, description)
+        space = _C.cuda_memory(device_id, size)
+        _C.run(operation, which, description, addresses, _C.cuda_address(space), size, _cupy_stream())
+        _C.cuda_wait(_cupy_stream())
+    finally:
+        _C.cuda_leave()
 
 
 # ------------------------------------------------------------------------------------------------------- attention
@@ -360,12 +405,11 @@ def attention(q: Any, k: Any, v: Any, **given: Any) -> Any:
     out, p.addresses["o"] = p.result("o", p.q, d["dv"])
     lse, p.addresses["lse"] = p.maker.empty(p.rows(), _real(p.q))
     if p.packed:
-        out[...] = 0  # rows of no sequence are written by nobody
-        lse[...] = 0
+        p.maker.clear(out, lse)  # rows of no sequence are written by nobody
     weights = None
     if d["features"] & WEIGHTS:
         weights, p.addresses["weights"] = p.maker.empty([d["b"], d["h"], d["sq"], d["sk"]], p.q.dtype)
-    run("attention", FORWARD, d, p.addresses)
+    run("attention", FORWARD, d, p.addresses, p.maker)
     out = p.own_shape(out)
     if not p.packed:
         lse = lse.reshape(lse.shape[4 - p.rank :])
@@ -415,7 +459,7 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **
     for name, like in (("dq", p.q), ("dk", p.k), ("dv", p.v)):
         made[name], p.addresses[name] = p.result(name, like, like.shape[-1])
         if p.packed:
-            made[name][...] = 0
+            p.maker.clear(made[name])
     if d["features"] & BIAS:
         own = View(options["bias"], "bias").shape
         made["dbias"], p.addresses["dbias"] = p.maker.empty(own, p.q.dtype)
@@ -423,7 +467,7 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **
         d["dbias_stride"] = _literal(full, _contiguous(full))
     if d["features"] & SINKS:
         made["dsinks"], p.addresses["dsinks"] = p.maker.empty([d["h"]], _real(p.q))
-    run("attention", BACKWARD, d, p.addresses)
+    run("attention", BACKWARD, d, p.addresses, p.maker)
     return {
         name: p.maker.finish(value) if name in ("dbias", "dsinks") else p.own_shape(value)
         for name, value in made.items()

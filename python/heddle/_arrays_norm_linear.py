@@ -80,7 +80,7 @@ def norm_linear(
     """See heddle.norm_linear, which this is for arrays."""
     p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias)
     y, p.addresses["y"] = p.maker.empty([*p.x.shape[:-1], p.weight.shape[0]], p.x.dtype)
-    run("norm_linear", FORWARD, p.description, p.addresses)
+    run("norm_linear", FORWARD, p.description, p.addresses, p.maker)
     return p.maker.finish(y)
 
 
@@ -102,5 +102,5 @@ def norm_linear_backward(
         ("dbeta", "dbeta", [k]),
     ):
         made[name], p.addresses[field] = p.maker.empty(shape, p.x.dtype)
-    run("norm_linear", BACKWARD, p.description, p.addresses)
+    run("norm_linear", BACKWARD, p.description, p.addresses, p.maker)
     return {name: p.maker.finish(value) for name, value in made.items()}

@@ -1,10 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * heddle._C: the library for Python without torch. A description is a dict of heddle.h's field names, data is a dict of
  * addresses; memory that speaks DLPack tells its address here. Limited API: one binary for every Python from 3.10 on. */
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030A0000
-#include <Python.h>
-
+#include "cuda_memory.h"
 #include "heddle.h"
 
 #include <stdlib.h>
@@ -302,17 +299,6 @@ static PyObject *run(PyObject *self, PyObject *args) {
 
 /* ----------------------------------------------------------------------------------------------------- DLPack */
 
-/* The layout that https://dmlc.github.io/dlpack fixes. */
-typedef struct dl_tensor {
-    void *data;
-    int32_t device_type, device_id;
-    int32_t ndim;
-    uint8_t type_code, type_bits;
-    uint16_t lanes;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} dl_tensor;
-
 typedef struct dl_versioned {
     uint32_t major, minor;
     void *context;
@@ -404,6 +390,13 @@ static PyObject *isas(PyObject *self, PyObject *unused) {
     return list ? Py_BuildValue("Ns", list, heddle_cpu_isa()) : NULL;
 }
 
+PyDoc_STRVAR(cuda_enter_doc, "cuda_enter(device): its primary context becomes the current one, until cuda_leave()");
+PyDoc_STRVAR(cuda_leave_doc, "cuda_leave(): the context before cuda_enter is current again");
+PyDoc_STRVAR(cuda_wait_doc, "cuda_wait(stream): returns when the stream's work is done");
+PyDoc_STRVAR(cuda_memory_doc, "cuda_memory(device, bytes) -> zeros on the GPU, freed with their last holder");
+PyDoc_STRVAR(cuda_address_doc, "cuda_address(memory) -> where it lies");
+PyDoc_STRVAR(cuda_lend_doc, "cuda_lend(memory, shape, type code, bits) -> DLPack capsule, a further holder");
+
 static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace_doc},
                                 {"kernel", kernel, METH_VARARGS, kernel_doc},
                                 {"run", run, METH_VARARGS, run_doc},
@@ -411,6 +404,12 @@ static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace
                                 {"device", device, METH_VARARGS, device_doc},
                                 {"version", version, METH_NOARGS, version_doc},
                                 {"isas", isas, METH_NOARGS, isas_doc},
+                                {"cuda_enter", heddle_cuda_enter, METH_VARARGS, cuda_enter_doc},
+                                {"cuda_leave", heddle_cuda_leave, METH_NOARGS, cuda_leave_doc},
+                                {"cuda_wait", heddle_cuda_wait, METH_VARARGS, cuda_wait_doc},
+                                {"cuda_memory", heddle_cuda_memory, METH_VARARGS, cuda_memory_doc},
+                                {"cuda_address", heddle_cuda_address, METH_O, cuda_address_doc},
+                                {"cuda_lend", heddle_cuda_lend, METH_VARARGS, cuda_lend_doc},
                                 {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef definition = {
