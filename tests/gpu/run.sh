@@ -44,7 +44,9 @@ one() {
 
 tests_in_python() {
     local status=0 begin=$SECONDS p f
-    PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH} timeout 900 "$python" -m pytest -q -p no:cacheprovider \
+    local processes=() # with pytest-xdist, as many as keep a GPU and its host busy
+    ! "$python" -c 'import xdist' 2>/dev/null || processes=(-n 4)
+    PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH} timeout 900 "$python" -m pytest -q -p no:cacheprovider "${processes[@]}" \
         --junitxml "$log/pytest.xml" "$here/../python" >"$log/out" 2>&1 || status=$?
     read -r p f < <("$python" "$here/../python/count.py" "$log/pytest.xml")
     if [ "$status" -eq 0 ]; then
