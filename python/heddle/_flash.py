@@ -254,6 +254,16 @@ def _append(cache: Tensor, new: Tensor, lengths: Tensor, rows: Tensor) -> None:
     cache[rows[:, None], positions] = new.to(cache.dtype)
 
 
+def _check_new(name: str, new: Tensor, cache: Tensor, b: int, k: Tensor) -> None:
+    """Before anything is written to the cache."""
+    _heads_first(name, new)
+    must = [b, k.shape[1], *cache.shape[2:]]
+    if list(new.shape) != must:
+        raise ValueError(f"{name} has shape {list(new.shape)}, but must have {must}, as its cache")
+    if new.dtype != cache.dtype or new.device != cache.device:
+        raise TypeError(f"{name} is {new.dtype} on {new.device}, its cache {cache.dtype} on {cache.device}")
+
+
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -309,6 +319,9 @@ def flash_attn_with_kvcache(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
         raise NotImplementedError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad()")
     _heads_first("q", q), _heads_first("k_cache", k_cache), _heads_first("v_cache", v_cache)
+    if k is not None and v is not None:
+        _check_new("k", k, k_cache, q.shape[0], k)
+        _check_new("v", v, v_cache, q.shape[0], k)
     b, room = q.shape[0], k_cache.shape[1]
     if cache_batch_idx is None and k_cache.shape[0] != b:
         raise ValueError(
@@ -320,12 +333,16 @@ def flash_attn_with_kvcache(
         lengths = torch.full((b,), room, dtype=torch.int32, device=q.device)
     elif isinstance(cache_seqlens, Tensor):
         lengths = cache_seqlens.to(torch.int32)
+    elif not isinstance(cache_seqlens, int):
+        raise TypeError(f"cache_seqlens must be an int or a tensor of int32, not {type(cache_seqlens).__name__}")
     else:
         lengths = torch.full((b,), cache_seqlens, dtype=torch.int32, device=q.device)
     if lengths.shape != (b,):
         raise ValueError(f"cache_seqlens has shape {list(lengths.shape)}, but must have [{b}]")
     rows = torch.arange(b, device=q.device) if cache_batch_idx is None else cache_batch_idx.to(torch.int64)
     if k is not None and v is not None:
+        if lengths.device.type == "cpu" and b and int(lengths.min()) < 0:
+            raise ValueError(f"cache_seqlens has {int(lengths.min())}, but must not be negative")
         if lengths.device.type == "cpu" and b and int(lengths.max()) + k.shape[1] > room:
             raise ValueError(f"the cache has {room} rows: too few for {int(lengths.max())} and {k.shape[1]} new ones")
         _append(k_cache, k, lengths, rows)

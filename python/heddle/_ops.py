@@ -50,7 +50,9 @@ def fitting(error: RuntimeError) -> Exception:
     """The exception that an operator's RuntimeError stands for: C can throw that type alone, so it names the other."""
     found = re.match(r"(?:.*?)heddle (\w+Error): (.*)", str(error), re.DOTALL)
     if not found:
-        return error
+        # What PyTorch itself says where an argument does not fit the operator's schema.
+        wrong = re.match(r"heddle::\w+\(\) (Expected a value of type .*)", str(error))
+        return TypeError(wrong.group(1)) if wrong else error
     text = found.group(2).split("\nException raised from", 1)[0]
     return _EXCEPTIONS.get(found.group(1), RuntimeError)(text)
 

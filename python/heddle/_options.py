@@ -20,7 +20,7 @@ def causal_of(causal: Any, sq: Any, sk: Any) -> int:
         return 1
     if causal is None or causal is False:
         return 0
-    if causal not in CAUSAL:
+    if not isinstance(causal, str) or causal not in CAUSAL:
         raise ValueError(f"causal = {causal!r} is none of None, False, True, 'top_left', 'bottom_right'")
     return CAUSAL[causal]
 
@@ -31,6 +31,8 @@ def window_of(window: Any) -> tuple[int, int]:
         return -1, -1
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window = {window!r} is no pair (left, right)")
+    if any(isinstance(side, (float, str)) for side in window):
+        raise TypeError(f"window = {window!r}: its sides must be integers or None")
     left, right = (-1 if side is None or side < 0 else side for side in window)
     return left, right
 

@@ -73,13 +73,21 @@ def scaled_dot_product_attention(
     q_heads, k_heads, v_heads = (1 if t.dim() == 2 else t.shape[-3] for t in (query, key, value))
     if not enable_gqa and not (q_heads == k_heads == v_heads or 1 in (k_heads, v_heads, q_heads)):
         raise ValueError(f"query has {q_heads} heads, key {k_heads}, value {v_heads}: enable_gqa=True lets them differ")
-    batch = tuple(_broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]))
+    try:
+        batch = tuple(_broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]))
+    except RuntimeError:
+        shapes = [list(t.shape) for t in (query, key, value)]
+        raise ValueError(f"the leading dimensions of query, key and value do not broadcast: {shapes}") from None
     heads = max(k_heads, v_heads) if enable_gqa else max(q_heads, k_heads, v_heads)
     shape = (*batch, q_heads if enable_gqa else heads, query.shape[-2], value.shape[-1])
     q = _as_four(query, batch, shape[-3])
     k, v = _as_four(key, batch, heads), _as_four(value, batch, heads)
     bias, mask = None, None
     if attn_mask is not None:
+        if not isinstance(attn_mask, Tensor):
+            raise TypeError(f"attn_mask must be a torch.Tensor, not {type(attn_mask).__name__}")
+        if attn_mask.dim() > max(len(batch) + 3, 4):
+            raise ValueError(f"attn_mask has shape {list(attn_mask.shape)}: more dimensions than query, key and value")
         attn_mask = _mask_as_four(attn_mask, batch, q, k)
         if attn_mask.dtype == torch.bool:
             mask = attn_mask

@@ -15,14 +15,13 @@ from heddle._options import causal_of, norm_of, window_of
 def _need_tensors(**values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor as q is, not {type(value).__name__}")
+            raise TypeError(f"{name} must be a torch.Tensor as the first is, not {type(value).__name__}")
 
 
 def _broadcastable(value: Tensor | None, name: str, sk: int) -> Tensor | None:
     """bias or mask as [b or 1, h or 1, sq or 1, sk] with a contiguous last dimension."""
     if value is None:
         return None
-    _need_tensors(**{name: value})
     if value.dim() > 4:
         raise ValueError(f"{name} has {value.dim()} dimensions, but at most 4 are allowed")
     while value.dim() < 4:
@@ -76,6 +75,9 @@ def attention(
     """See heddle.attention, which this is for torch tensors."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         _need_tensors(q=q, k=k, v=v)
+    if not (bias is mask is alibi_slopes is sinks is rng_state is None):
+        given = {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks, "rng_state": rng_state}
+        _need_tensors(**{name: value for name, value in given.items() if value is not None})
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     missing = 0 if packed else 4 - q.dim()
     if missing > 0:
@@ -124,14 +126,14 @@ def attention(
     )
     corner = causal_of(causal, sq, sk)
     # PyTorch fills in trailing defaults faster than it takes them from Python.
-    given: tuple[Any, ...] = ()
+    options: tuple[Any, ...] = ()
     if numbers != NUMBER_DEFAULTS:
-        given = (*tensors, max_seqlen_q or 0, max_seqlen_k or 0, corner, *numbers)
+        options = (*tensors, max_seqlen_q or 0, max_seqlen_k or 0, corner, *numbers)
     elif packed or corner:
-        given = (*tensors, max_seqlen_q or 0, max_seqlen_k or 0, corner)
+        options = (*tensors, max_seqlen_q or 0, max_seqlen_k or 0, corner)
     elif any(value is not None for value in tensors):
-        given = tensors
-    out, lse, weights = call(ops.attention, q, k, v, *given)
+        options = tensors
+    out, lse, weights = call(ops.attention, q, k, v, *options)
     for _ in range(missing):
         out, lse = out.squeeze(0), lse.squeeze(0)
         weights = weights.squeeze(0) if return_weights else weights

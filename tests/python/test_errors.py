@@ -58,6 +58,13 @@ ATTENTION = [
     ({"seqlens_q": torch.tensor([1])}, ValueError, r"must have \[2\]"),
     ({"seqlens_q": torch.tensor([1.0, 2.0])}, TypeError, "integers"),
     ({"max_seqlen_q": 5}, ValueError, "without cu_seqlens"),
+    ({"alibi_slopes": [1.0] * 4}, TypeError, "alibi_slopes must be a torch.Tensor"),
+    ({"sinks": [1.0] * 4}, TypeError, "sinks must be a torch.Tensor"),
+    ({"mask": [[True]]}, TypeError, "mask must be a torch.Tensor"),
+    ({"bias": 1.0}, TypeError, "bias must be a torch.Tensor"),
+    ({"dropout": 0.5, "rng_state": [1, 2]}, TypeError, "rng_state must be a torch.Tensor"),
+    ({"window": (1.5, 2)}, TypeError, "must be integers"),
+    ({"causal": [1]}, ValueError, r"causal = \[1\]"),
 ]
 
 
@@ -105,6 +112,8 @@ NORM_LINEAR = [
     ({"x": torch.zeros(3, 8, dtype=torch.int64)}, TypeError, "must be float32"),
     ({"x": torch.randn(())}, ValueError, "0 dimensions"),
     ({"weight": "w"}, TypeError, "torch.Tensor"),
+    ({"bias": [1.0] * 5}, TypeError, "argument 'bias' but instead found type 'list'"),
+    ({"eps": "small"}, TypeError, "argument 'eps'"),
 ]
 
 
@@ -112,6 +121,39 @@ NORM_LINEAR = [
 def test_norm_linear(changed, kind, text):
     with pytest.raises(kind, match=text):
         heddle.norm_linear(**({"x": torch.randn(3, 8), "weight": torch.randn(5, 8)} | changed))
+
+
+def test_scaled_dot_product_attention():
+    q = torch.randn(2, 4, 5, 8)
+    for mask, kind, text in (
+        (torch.zeros(1, 1, 2, 5, 5), ValueError, "more dimensions"),
+        (torch.ones(5, 6, dtype=torch.bool), ValueError, "mask has shape"),
+        ([[True]], TypeError, "attn_mask must be a torch.Tensor"),
+    ):
+        with pytest.raises(kind, match=text):
+            heddle.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    with pytest.raises(ValueError, match="do not broadcast"):
+        heddle.scaled_dot_product_attention(q, q.expand(3, 2, 4, 5, 8), q.expand(7, 2, 4, 5, 8))
+
+
+@pytest.mark.parametrize(
+    "changed,kind,text",
+    [
+        ({"v": torch.randn(2, 1, 2, 8)}, ValueError, r"v has shape \[2, 1, 2, 8\], but must have \[2, 1, 4, 8\]"),
+        ({"v": torch.randn(2, 2, 4, 8)}, ValueError, "v has shape"),
+        ({"k": torch.randn(2, 1, 4, 8).half()}, TypeError, "k is torch.float16"),
+        ({"cache_seqlens": [1, 2]}, TypeError, "not list"),
+        ({"cache_seqlens": -3}, ValueError, "must not be negative"),
+    ],
+    ids=lambda value: None,
+)
+def test_a_cache_is_left_alone(changed, kind, text):
+    cache = torch.randn(2, 2, 6, 4, 8)
+    before = cache.clone()
+    new = {"k": torch.randn(2, 1, 4, 8), "v": torch.randn(2, 1, 4, 8), "cache_seqlens": 3} | changed
+    with pytest.raises(kind, match=text):
+        heddle.flash_attn_with_kvcache(torch.randn(2, 1, 4, 8), cache[0], cache[1], **new)
+    assert torch.equal(cache, before)
 
 
 def test_raw_operators_name_the_rule():
