@@ -134,6 +134,43 @@ def test_generation_matches_sdpa(family, padded, device):
     assert torch.equal(*results)
 
 
+@everywhere
+def test_static_cache_and_beams(device):
+    expected, model = (each.eval() for each in pair(llama, device))
+    ids = torch.randint(3, 97, (2, 7), device=device)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    for options in ({"cache_implementation": "static"}, {"num_beams": 3}):
+        options |= {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(*(each.generate(ids, **options) for each in (expected, model)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    ids = torch.randint(3, 97, (2, 11))
+    grads = []
+    for each in pair(llama):
+        each.train()
+        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        grads.append([p.grad for p in each.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert torch.allclose(a, b, atol=2e-5)
+
+
+def test_compile():
+    expected, model = pair(llama)
+    ids = torch.randint(3, 97, (2, 11))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    results = [each(input_ids=ids, labels=ids, use_cache=False) for each in (expected, compiled)]
+    for each in results:
+        each.loss.backward()
+    assert torch.allclose(results[0].logits, results[1].logits, atol=1e-5)
+    for a, b in zip(expected.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, atol=2e-5)
+
+
 @families
 def test_training_learns(family):
     _, model = pair(family)

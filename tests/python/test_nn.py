@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -96,3 +99,20 @@ def test_block_learns(device):
 def test_errors(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+def test_copies_and_states():
+    block = TransformerBlock(32, 4, 2, causal=True)
+    x = torch.randn(2, 5, 32)
+    other = TransformerBlock(32, 4, 2, causal=True)
+    other.load_state_dict(block.state_dict())
+    for each in (copy.deepcopy(block), pickle.loads(pickle.dumps(block)), other):
+        assert torch.equal(each(x), block(x))
+
+
+def test_autocast():
+    attention = SelfAttention(32, 4, norm="rms", causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = attention(torch.randn(2, 5, 32), bias=torch.randn(4, 5, 5), mask=torch.ones(5, 5, dtype=torch.bool))
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and all(p.grad.dtype == torch.float32 for p in attention.parameters())
