@@ -112,7 +112,10 @@ def test_copies_and_states():
 
 def test_autocast():
     attention = SelfAttention(32, 4, norm="rms", causal=True)
+    seen = []
+    attention.qkv.register_forward_hook(lambda module, given, made: seen.append(made.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         y = attention(torch.randn(2, 5, 32), bias=torch.randn(4, 5, 5), mask=torch.ones(5, 5, dtype=torch.bool))
     y.float().sum().backward()
-    assert y.dtype == torch.bfloat16 and all(p.grad.dtype == torch.float32 for p in attention.parameters())
+    assert seen == [torch.bfloat16] and y.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 for p in attention.parameters())
