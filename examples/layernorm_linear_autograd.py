@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused LayerNorm + Linear with autograd: the report of a GPU puzzle (p22), with right formulas behind it.
 
-    python examples/layernorm_linear_autograd.py
+    python examples/layernorm_linear_autograd.py [--device cpu]
 
-For the CPU, and for the GPU where there is one: the forward's maximum difference from PyTorch in float64 and that
-of the five gradients, first with the puzzle's input (dY = 1, gamma = 1, beta = bias = 0), then with random ones,
-where its faults could not hide; then torch.compile. Exit status 1 if something is off.
+For the CPU, and for the GPU where there is one, or for one device alone: the forward's maximum difference from PyTorch
+in float64 and that of the five gradients, first with the puzzle's input (dY = 1, gamma = 1, beta = bias = 0), then with
+random ones, where its faults could not hide; then torch.compile. Exit status 1 if something is off.
 """
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 import torch.nn.functional as F
@@ -58,13 +60,17 @@ def compare(title: str, device: str, function: object, inputs: list[Tensor], dy:
 
 def main() -> int:
     """Runs the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="cpu or cuda; default: both, where there is a GPU")
+    only = parser.parse_args().device
+    there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     torch.manual_seed(42)
     x, weight = torch.randn(B, S, H), 0.02 * torch.randn(OUT, H)
     puzzle = [x, torch.ones(H), torch.zeros(H), weight, torch.zeros(OUT)]
     hard = [100 + torch.randn(B, S, H), torch.randn(H), torch.randn(H), torch.randn(OUT, H), torch.randn(OUT)]
     easy = [torch.randn_like(t) for t in hard]
     good = True
-    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+    for device in [only] if only else there:
         print(f"{device.upper()}:")
         good = compare("the puzzle's input, dY = 1", device, fused, puzzle, torch.ones(B, S, OUT)) and good
         good = compare("random dY, gamma, beta, bias", device, fused, easy, torch.randn(B, S, OUT)) and good
