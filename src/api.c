@@ -50,7 +50,7 @@ static heddle_status find_backend(heddle_device device, const backend **found) {
 #endif
     default: fail(HEDDLE_BAD_ENUM, "device = %d is no heddle_device (0 to 2)", (int)device); return HEDDLE_BAD_ENUM;
     }
-    return (*found)->available();
+    return HEDDLE_OK;
 }
 
 /* A query's status, its reason copied to the caller's text. */
@@ -61,12 +61,15 @@ static heddle_status report(heddle_status status, char *why, size_t n) {
 
 heddle_status heddle_device_available(heddle_device device, char *why, size_t n) {
     const backend *be = NULL;
-    return report(find_backend(device, &be), why, n);
+    heddle_status status = find_backend(device, &be);
+    return report(status == HEDDLE_OK ? be->available() : status, why, n);
 }
 
 heddle_status heddle_device_describe(heddle_device device, char *text, size_t n) {
     const backend *be = NULL;
     heddle_status status = find_backend(device, &be);
+    if (status == HEDDLE_OK)
+        status = be->available();
     if (status != HEDDLE_OK)
         return report(status, text, n);
     if (text && n)

@@ -10,7 +10,8 @@ typedef struct backend {
     heddle_status (*available)(void);
     /* One line for people, without the backend's name. */
     void (*describe)(char *text, size_t n);
-    /* Fill kernel, tiles and workspace of a plan whose description is valid and resolved. Pure but for the machine's facts. */
+    /* Fill kernel, tiles and workspace of a plan whose description is valid and resolved; or say, as `available` does, why it cannot run here.
+     * Pure but for the machine's facts. */
     heddle_status (*plan_attention)(attention_plan *plan);
     heddle_status (*plan_norm_linear)(norm_linear_plan *plan);
     /* Check what only this backend can (the device of a pointer), then do the work. */

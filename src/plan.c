@@ -93,10 +93,10 @@ static bool overlaps_itself(const int64_t stride[3], const int64_t size[3], int6
 }
 
 static heddle_status resolve_strides(const tensor_rule *t, heddle_strides *stride) {
-    if (stride->b == 0 && stride->h == 0 && stride->s == 0) {
-        heddle_strides batched = {multiply_add(multiply_add(t->s, t->last, 0), t->h, 0), multiply_add(t->s, t->last, 0),
-                                  t->last};
-        heddle_strides packed = {0, t->last, multiply_add(t->h, t->last, 0)};
+    const bool contiguous = stride->b == 0 && stride->h == 0 && stride->s == 0;
+    if (contiguous) {
+        const int64_t head = multiply_add(t->packed ? t->h : t->s, t->last, 0);
+        const heddle_strides batched = {multiply_add(head, t->h, 0), head, t->last}, packed = {0, t->last, head};
         *stride = t->packed ? packed : batched;
     }
     int64_t *each[3] = {&stride->b, &stride->h, &stride->s};
@@ -113,7 +113,7 @@ static heddle_status resolve_strides(const tensor_rule *t, heddle_strides *strid
                     t->name, (long long)size[0], (long long)size[1], (long long)size[2], (long long)t->last,
                     (long long)stride->b, (long long)stride->h, (long long)stride->s);
     const int64_t literal[3] = {stride->b, stride->h, stride->s};
-    if (t->role != ROLE_INPUT && !empty && overlaps_itself(literal, size, t->last, t->role))
+    if (t->role != ROLE_INPUT && !contiguous && !empty && overlaps_itself(literal, size, t->last, t->role))
         return fail(HEDDLE_BAD_STRIDE,
                     "%s is written, but with strides %lld, %lld, %lld for [%lld, %lld, %lld, %lld] it overlaps itself",
                     t->name, (long long)literal[0], (long long)literal[1], (long long)literal[2], (long long)size[0],
@@ -129,37 +129,48 @@ static heddle_status check_negative_strides(const char *name, const heddle_strid
     return HEDDLE_OK;
 }
 
+static heddle_status resolve_tensor(tensor_rule t, heddle_strides *stride) {
+    if ((stride->b | stride->h | stride->s) < 0)
+        FORWARD_OK(check_negative_strides(t.name, stride));
+    return resolve_strides(&t, stride);
+}
+
+/* The tensors with a row for each row of scores: those of options. */
+static heddle_status resolve_score_strides(heddle_attention *a) {
+    const bool bias = a->features & HEDDLE_BIAS, weights = a->features & HEDDLE_WEIGHTS;
+    tensor_rule t = {"bias", ROLE_INPUT, false, a->b, a->h, a->sq, a->sk};
+    if (bias)
+        FORWARD_OK(resolve_tensor(t, &a->bias_stride));
+    t.name = "bool_mask";
+    if (a->features & HEDDLE_BOOL_MASK)
+        FORWARD_OK(resolve_tensor(t, &a->bool_mask_stride));
+    t.name = "dweights";
+    if (weights)
+        FORWARD_OK(resolve_tensor(t, &a->dweights_stride));
+    t.name = "weights";
+    t.role = ROLE_OUTPUT;
+    if (weights)
+        FORWARD_OK(resolve_tensor(t, &a->weights_stride));
+    t.name = "dbias";
+    t.role = ROLE_SUMMED_OUTPUT;
+    return bias ? resolve_tensor(t, &a->dbias_stride) : HEDDLE_OK;
+}
+
 static heddle_status resolve_all_strides(heddle_attention *a) {
-    bool varlen = a->features & HEDDLE_VARLEN;
-    int64_t rows_q = varlen ? a->total_q : a->sq, rows_k = varlen ? a->total_k : a->sk;
-    struct {
-        tensor_rule rule;
-        heddle_strides *stride;
-        bool used;
-    } all[] = {
-        {{"q", ROLE_INPUT, varlen, a->b, a->h, rows_q, a->d}, &a->q_stride, true},
-        {{"k", ROLE_INPUT, varlen, a->b, a->hk, rows_k, a->d}, &a->k_stride, true},
-        {{"v", ROLE_INPUT, varlen, a->b, a->hk, rows_k, a->dv}, &a->v_stride, true},
-        {{"o", ROLE_OUTPUT, varlen, a->b, a->h, rows_q, a->dv}, &a->o_stride, true},
-        {{"do", ROLE_INPUT, varlen, a->b, a->h, rows_q, a->dv}, &a->do_stride, true},
-        {{"dq", ROLE_OUTPUT, varlen, a->b, a->h, rows_q, a->d}, &a->dq_stride, true},
-        {{"dk", ROLE_OUTPUT, varlen, a->b, a->hk, rows_k, a->d}, &a->dk_stride, true},
-        {{"dv", ROLE_OUTPUT, varlen, a->b, a->hk, rows_k, a->dv}, &a->dv_stride, true},
-        {{"bias", ROLE_INPUT, false, a->b, a->h, a->sq, a->sk}, &a->bias_stride, a->features & HEDDLE_BIAS},
-        {{"bool_mask", ROLE_INPUT, false, a->b, a->h, a->sq, a->sk},
-         &a->bool_mask_stride,
-         a->features & HEDDLE_BOOL_MASK},
-        {{"dbias", ROLE_SUMMED_OUTPUT, false, a->b, a->h, a->sq, a->sk}, &a->dbias_stride, a->features & HEDDLE_BIAS},
-        {{"weights", ROLE_OUTPUT, false, a->b, a->h, a->sq, a->sk}, &a->weights_stride, a->features & HEDDLE_WEIGHTS},
-        {{"dweights", ROLE_INPUT, false, a->b, a->h, a->sq, a->sk}, &a->dweights_stride, a->features & HEDDLE_WEIGHTS},
-    };
-    for (size_t x = 0; x < sizeof all / sizeof *all; x++) {
-        if (!all[x].used)
-            continue;
-        FORWARD_OK(check_negative_strides(all[x].rule.name, all[x].stride));
-        FORWARD_OK(resolve_strides(&all[x].rule, all[x].stride));
-    }
-    return HEDDLE_OK;
+    const bool varlen = a->features & HEDDLE_VARLEN;
+    const int64_t rows_q = varlen ? a->total_q : a->sq, rows_k = varlen ? a->total_k : a->sk;
+#define TENSOR(name, role, heads, rows, last)                                                                          \
+    FORWARD_OK(resolve_tensor((tensor_rule){#name, role, varlen, a->b, heads, rows, last}, &a->name##_stride))
+    TENSOR(q, ROLE_INPUT, a->h, rows_q, a->d);
+    TENSOR(k, ROLE_INPUT, a->hk, rows_k, a->d);
+    TENSOR(v, ROLE_INPUT, a->hk, rows_k, a->dv);
+    TENSOR(o, ROLE_OUTPUT, a->h, rows_q, a->dv);
+    TENSOR(do, ROLE_INPUT, a->h, rows_q, a->dv);
+    TENSOR(dq, ROLE_OUTPUT, a->h, rows_q, a->d);
+    TENSOR(dk, ROLE_OUTPUT, a->hk, rows_k, a->d);
+    TENSOR(dv, ROLE_OUTPUT, a->hk, rows_k, a->dv);
+#undef TENSOR
+    return a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_WEIGHTS) ? resolve_score_strides(a) : HEDDLE_OK;
 }
 
 /* -------------------------------------------------------------------------------------------------- attention */

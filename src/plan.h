@@ -5,6 +5,11 @@
 
 #include "heddle.h"
 
+/* What a backend found out about its device while it planned, for run. */
+typedef struct plan_device {
+    void *record, *context;
+} plan_device;
+
 typedef struct attention_plan {
     heddle_attention a; /* as described, with every default filled in and every stride literal */
     heddle_pass pass;
@@ -13,6 +18,7 @@ typedef struct attention_plan {
     int64_t tile_q, tile_k; /* queries and keys that are worked on together */
     int64_t chunk_k;        /* backward: keys that one task owns */
     size_t workspace;       /* bytes */
+    plan_device on;
 } attention_plan;
 
 typedef struct norm_linear_plan {
@@ -22,6 +28,7 @@ typedef struct norm_linear_plan {
     int threads;
     int64_t tile_m, tile_n, tile_k;
     size_t workspace;
+    plan_device on;
 } norm_linear_plan;
 
 /* Check a description by every rule of heddle.h and write it, resolved, to plan->a. Pure. */

@@ -17,8 +17,13 @@ heddle_status heddle__fail(heddle_status status, const char *format, ...) {
 }
 
 void heddle__copy_text(char *out, size_t n, const char *text) {
-    if (out && n)
-        snprintf(out, n, "%s", text);
+    if (!out || !n)
+        return;
+    size_t length = strlen(text);
+    if (length >= n)
+        length = n - 1;
+    memcpy(out, text, length);
+    out[length] = '\0';
 }
 
 const char *heddle_last_message(void) {

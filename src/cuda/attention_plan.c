@@ -8,7 +8,6 @@
 #include "../status.h"
 
 #include <stdbool.h>
-#include <stdio.h>
 #include <string.h>
 
 typedef enum kernel_pass {
@@ -53,6 +52,17 @@ static const kernel_row kernels[ATTENTION_KERNELS] = {
      tiles,                                                                                                            \
      block,                                                                                                            \
      "heddle_attention_" #pass "_" #dtype "_d" #dim "_" #variant "_" #family},
+#include "attention.def"
+#undef K
+};
+
+/* Where a kernel is in the list, plus one: found without a walk, since every call looks for some. */
+#define WIDTHS 5
+#define WIDTH_OF(dim) (((dim) > 32) + ((dim) > 64) + ((dim) > 128) + ((dim) > 256))
+static const int16_t kernel_index[PASS_bwd + 1][3][VARIANT_plain + 1][FAMILY_small + 1][WIDTHS] = {
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+    [PASS_##pass][DTYPE_##dtype][VARIANT_##variant][FAMILY_##family][WIDTH_OF(dim)] =                                  \
+        ATTENTION_##pass##_##dtype##_d##dim##_##variant##_##family + 1,
 #include "attention.def"
 #undef K
 };
@@ -140,15 +150,13 @@ static size_t shared_bytes(const kernel_row *k) {
 /* The kernel with the smallest head dim that will do; -1 if none does. */
 static int find_kernel(const heddle_attention *a, const attention_device *device, kernel_pass pass,
                        kernel_variant variant, kernel_family family) {
-    const int64_t dim = max64(a->d, a->dv);
-    int best = -1;
-    for (int x = 0; x < ATTENTION_KERNELS; x++) {
-        const kernel_row *k = &kernels[x];
-        if (k->pass == pass && k->dtype == a->dtype && k->variant == variant && k->family == family && k->dim >= dim &&
-            shared_bytes(k) <= device->shared_bytes && (best < 0 || k->dim < kernels[best].dim))
-            best = x;
+    const int16_t *of_width = kernel_index[pass][a->dtype][variant][family];
+    for (int width = WIDTH_OF(max64(a->d, a->dv)); width < WIDTHS; width++) {
+        const int x = of_width[width] - 1;
+        if (x >= 0 && shared_bytes(&kernels[x]) <= device->shared_bytes)
+            return x;
     }
-    return best;
+    return -1;
 }
 
 /* More is asked for than the lean kernels can. */
@@ -372,7 +380,7 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_
     plan->tile_k = of_queries ? k->block : rows_of(k);
     plan->chunk_k = plan->tile_k;
     plan->workspace = c.bytes;
-    snprintf(plan->kernel, sizeof plan->kernel, "%s", k->symbol);
+    heddle__copy_text(plan->kernel, sizeof plan->kernel, k->symbol);
     return HEDDLE_OK;
 }
 

@@ -260,14 +260,14 @@ static heddle_status check_norm_linear_pointers(const cuda_driver *cu, device_re
 }
 
 /* The default streams (NULL, 1 and 2) belong to every context. */
-static heddle_status check_stream(const cuda_driver *cu, const device_record *r, void *stream) {
+static heddle_status check_stream(const cuda_driver *cu, const device_record *r, cu_context current, void *stream) {
     if ((uintptr_t)stream <= 2)
         return HEDDLE_OK;
-    cu_context of = NULL, current = NULL;
+    cu_context of = NULL;
     cu_result error = cu->cuStreamGetCtx(stream, &of);
     if (error == CU_ERROR_INVALID_HANDLE || error == CU_ERROR_INVALID_CONTEXT)
         return heddle__cuda_fail(cu, r->name, "cuStreamGetCtx", error);
-    if (error == CU_SUCCESS && cu->cuCtxGetCurrent(&current) == CU_SUCCESS && of != current)
+    if (error == CU_SUCCESS && of != current)
         return fail(HEDDLE_WRONG_DEVICE, "%s: stream = %p belongs to another context than the current one", r->name,
                     stream);
     return HEDDLE_OK;
@@ -297,9 +297,10 @@ static heddle_status plan_attention(attention_plan *plan) {
     device_record *r = NULL;
     cu_context context = NULL;
     heddle_status status = current_device(&cu, &r, &context);
-    if (status != HEDDLE_OK)
+    if (status != HEDDLE_OK || !r)
         return status;
     const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin, r->sm90, r->small, r->unproven};
+    plan->on = (plan_device){r, context};
     return heddle__cuda_plan_attention(plan, &facts);
 }
 
@@ -308,14 +309,15 @@ static heddle_status plan_norm_linear(norm_linear_plan *plan) {
     device_record *r = NULL;
     cu_context context = NULL;
     heddle_status status = current_device(&cu, &r, &context);
-    if (status != HEDDLE_OK)
+    if (status != HEDDLE_OK || !r)
         return status;
     const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin};
+    plan->on = (plan_device){r, context};
     return heddle__cuda_plan_norm_linear(plan, &facts);
 }
 
 /* For a caller without a context of its own: the one that cudart uses too. */
-static heddle_status enter_primary(const cuda_driver *cu, device_record *r) {
+static heddle_status enter_primary(const cuda_driver *cu, device_record *r, cu_context *context) {
     cu_context primary = atomic_load_explicit(&r->primary, memory_order_acquire);
     cu_result error = CU_SUCCESS;
     if (!primary) {
@@ -325,6 +327,7 @@ static heddle_status enter_primary(const cuda_driver *cu, device_record *r) {
         atomic_store_explicit(&r->primary, primary, memory_order_release);
     }
     error = cu->cuCtxPushCurrent_v2(primary);
+    *context = primary;
     return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuCtxPushCurrent", error);
 }
 
@@ -349,11 +352,12 @@ static heddle_status encode_maps(const cuda_driver *cu, const device_record *r, 
     return HEDDLE_OK;
 }
 
-static heddle_status launch_attention(const cuda_driver *cu, device_record *r, const attention_plan *plan,
-                                      const heddle_attention_data *data, void *workspace, void *stream) {
+static heddle_status launch_attention(const cuda_driver *cu, device_record *r, cu_context context,
+                                      const attention_plan *plan, const heddle_attention_data *data, void *workspace,
+                                      void *stream) {
     heddle_status status = check_attention_pointers(cu, r, data, workspace);
     if (status == HEDDLE_OK)
-        status = check_stream(cu, r, stream);
+        status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)
         return status;
     const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin, r->sm90, r->small, r->unproven};
@@ -374,11 +378,12 @@ static heddle_status launch_attention(const cuda_driver *cu, device_record *r, c
     return status;
 }
 
-static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r, const norm_linear_plan *plan,
-                                        const heddle_norm_linear_data *data, void *workspace, void *stream) {
+static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r, cu_context context,
+                                        const norm_linear_plan *plan, const heddle_norm_linear_data *data,
+                                        void *workspace, void *stream) {
     heddle_status status = check_norm_linear_pointers(cu, r, data, workspace);
     if (status == HEDDLE_OK)
-        status = check_stream(cu, r, stream);
+        status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)
         return status;
     norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
@@ -391,32 +396,32 @@ static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r,
 
 static heddle_status run_attention(const attention_plan *plan, const heddle_attention_data *data, void *workspace,
                                    void *stream) {
-    const cuda_driver *cu = NULL;
-    device_record *r = NULL;
-    cu_context context = NULL;
-    heddle_status status = current_device(&cu, &r, &context);
-    if (status == HEDDLE_OK && cu && !context)
-        status = enter_primary(cu, r);
-    if (status != HEDDLE_OK || !cu)
+    const cuda_driver *cu = heddle__cuda_driver();
+    device_record *r = plan->on.record;
+    cu_context context = plan->on.context;
+    if (!cu) /* it was there when the plan was made */
+        return HEDDLE_NO_DEVICE;
+    heddle_status status = context ? HEDDLE_OK : enter_primary(cu, r, &context);
+    if (status != HEDDLE_OK)
         return status;
-    status = launch_attention(cu, r, plan, data, workspace, stream);
-    if (!context)
+    status = launch_attention(cu, r, context, plan, data, workspace, stream);
+    if (!plan->on.context)
         cu->cuCtxPopCurrent_v2(&context);
     return status;
 }
 
 static heddle_status run_norm_linear(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace,
                                      void *stream) {
-    const cuda_driver *cu = NULL;
-    device_record *r = NULL;
-    cu_context context = NULL;
-    heddle_status status = current_device(&cu, &r, &context);
-    if (status == HEDDLE_OK && cu && !context)
-        status = enter_primary(cu, r);
-    if (status != HEDDLE_OK || !cu)
+    const cuda_driver *cu = heddle__cuda_driver();
+    device_record *r = plan->on.record;
+    cu_context context = plan->on.context;
+    if (!cu) /* it was there when the plan was made */
+        return HEDDLE_NO_DEVICE;
+    heddle_status status = context ? HEDDLE_OK : enter_primary(cu, r, &context);
+    if (status != HEDDLE_OK)
         return status;
-    status = launch_norm_linear(cu, r, plan, data, workspace, stream);
-    if (!context)
+    status = launch_norm_linear(cu, r, context, plan, data, workspace, stream);
+    if (!plan->on.context)
         cu->cuCtxPopCurrent_v2(&context);
     return status;
 }
