@@ -5,6 +5,9 @@
 
 #include "heddle.h"
 
+/* The most blocks that share the keys of a tile of queries. */
+#define MAX_SPLITS 256
+
 /* Which tensors may be read 16 bytes at a time: pointer, strides and last dimension are multiples of that. */
 enum { VECTOR_Q = 1, VECTOR_K = 2, VECTOR_V = 4, VECTOR_DO = 8, VECTOR_O = 16 };
 
@@ -92,6 +95,7 @@ typedef struct attention_device {
     int multiprocessors;
     size_t shared_bytes; /* that a block can have, opted in */
     int sm90;            /* has Hopper's instructions, and they are to be used */
+    int overlaps;        /* a launch may overlap the one in front, and its kernel knows how to wait for that */
     int small;           /* SMALL_CHOSEN, unless somebody asks for a family */
     int unproven;        /* and so are kernels that have not been run through the library on a GPU yet */
 } attention_device;
@@ -100,6 +104,7 @@ typedef struct attention_launch {
     enum attention_kernel kernel;
     uint32_t grid, threads, shared_bytes; /* grid: x only; shared_bytes: dynamic */
     int sm90;                             /* the parameter is attention_params_sm90 */
+    int overlaps;                         /* its blocks may start, and wait, while the launch in front still runs */
 } attention_launch;
 
 /* What a tensor map is made of: columns, rows, heads, batch, and bytes from one to the next; rows of a box. base NULL: there is

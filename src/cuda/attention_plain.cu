@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The plain attention kernels: one block per row, any d and dv, every option. They do what the tensor core kernels
  * cannot (d over 256, too little shared memory) and the sums around them: combine, weights, dbias, dsinks. */
-#include "attention_common.cuh"
+#include "attention_combine.cuh"
 
 #define THREADS 128
 #define MAX_DIM 512
-#define MAX_SPLITS 256 /* of the plan */
 /* --------------------------------------------------------------------------------------------------------- rows */
 
 /* Row `index` of [b, h, sq] (or [b, hk, sk]): i of head x of sequence n. */
@@ -149,43 +148,9 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
         ((float *)p.t.lse)[lse_at(p, c, at.x, at.i)] = sum == 0.0f ? -CUDART_INF_F : (top + log2f(sum)) * LN2;
 }
 
-/* The parts of one row that the splits have left, and the sink. */
 template <typename T> INLINE void plain_combine(const attention_params &p) {
-    __shared__ float weight[MAX_SPLITS], scratch[4];
     const row_index at = split_row(blockIdx.x, p.a.h, p.a.sq);
-    const place c = find_place(p, at.n);
-    if (at.i >= c.all_sq)
-        return;
-    const int64_t row = lse_at(p, c, at.x, at.i);
-    const bool counts = at.i < c.sq;
-    float sink = -CUDART_INF_F, top = -CUDART_INF_F, sum = 0.0f;
-    if (counts && (p.a.features & HEDDLE_SINKS))
-        sink = ((const float *)p.t.sinks)[at.x] * LOG2E;
-    for (int s = threadIdx.x; s < p.splits; s += THREADS) {
-        weight[s] = counts ? p.part_lse[s * p.rows + row] : -CUDART_INF_F;
-        top = fmaxf(top, weight[s]);
-    }
-    top = fmaxf(sink, block_max(top, scratch));
-    for (int s = threadIdx.x; s < p.splits; s += THREADS) {
-        weight[s] = weight[s] == -CUDART_INF_F ? 0.0f : exp2_approx(weight[s] - top);
-        sum += weight[s];
-    }
-    sum = block_sum(sum, scratch);
-    if (sink != -CUDART_INF_F)
-        sum += exp2_approx(sink - top);
-    const float by = sum == 0.0f ? 0.0f : 1.0f / sum;
-    T *o = (T *)p.t.o + row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i);
-    for (int e = threadIdx.x; e < p.a.dv; e += THREADS) {
-        const float *part = p.part_o + row * p.a.dv + e;
-        const int64_t step = p.rows * p.a.dv;
-        float all = 0.0f;
-#pragma unroll 8
-        for (int s = 0; s < p.splits; s++)
-            all = fmaf(weight[s], part[s * step], all);
-        from_float(o + e, sum == 0.0f ? 0.0f : all * by);
-    }
-    if (p.t.lse && threadIdx.x == 0)
-        ((float *)p.t.lse)[row] = sum == 0.0f ? -CUDART_INF_F : (top + log2f(sum)) * LN2;
+    combine_row<T>(p, at.n, at.x, at.i);
 }
 
 /* P of one row; its rows outside the sequence are zeros. */

@@ -177,7 +177,7 @@ static heddle_status prepare_kernel(const cuda_driver *cu, device_record *r, int
 }
 
 static heddle_status launch(const cuda_driver *cu, device_record *r, int index, const kernel_row *row, uint32_t grid,
-                            uint32_t shared, const void *params, void *stream) {
+                            uint32_t shared, bool overlaps, const void *params, void *stream) {
     if (atomic_load_explicit(&r->prepared[index], memory_order_acquire) < (shared > LEAST_SHARED ? 2 : 1)) {
         heddle_status status = prepare_kernel(cu, r, index, row->symbol, row->module, shared);
         if (status != HEDDLE_OK)
@@ -185,7 +185,14 @@ static heddle_status launch(const cuda_driver *cu, device_record *r, int index, 
     }
     cu_kernel kernel = atomic_load_explicit(&kernels[index], memory_order_acquire);
     void *parameters[] = {(void *)(uintptr_t)params};
-    cu_result error = cu->cuLaunchKernel(kernel, grid, 1, 1, row->threads, 1, 1, shared, stream, parameters, NULL);
+    cu_result error;
+    if (overlaps) {
+        const cu_launch_attribute early = {CU_LAUNCH_OVERLAPS, {1}};
+        const cu_launch l = {{grid, 1, 1}, {row->threads, 1, 1}, shared, stream, &early, 1};
+        error = cu->cuLaunchKernelEx(&l, kernel, parameters, NULL);
+    } else {
+        error = cu->cuLaunchKernel(kernel, grid, 1, 1, row->threads, 1, 1, shared, stream, parameters, NULL);
+    }
     return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuLaunchKernel", error);
 }
 
@@ -292,6 +299,18 @@ static void describe(char *text, size_t n) {
                  r->sm90 ? "sm90 and sm80" : "sm80");
 }
 
+static attention_device facts_of(const cuda_driver *cu, const device_record *r) {
+    return (attention_device){
+        .multiprocessors = r->multiprocessors,
+        .shared_bytes = (size_t)r->shared_optin,
+        .sm90 = r->sm90,
+        /* Graphs take such launches since CUDA 12.3; kernels from PTX, on GPUs after Hopper, do not wait. */
+        .overlaps = r->major == 9 && cu->version >= 12030,
+        .small = r->small,
+        .unproven = r->unproven,
+    };
+}
+
 static heddle_status plan_attention(attention_plan *plan) {
     const cuda_driver *cu = NULL;
     device_record *r = NULL;
@@ -299,7 +318,7 @@ static heddle_status plan_attention(attention_plan *plan) {
     heddle_status status = current_device(&cu, &r, &context);
     if (status != HEDDLE_OK || !r)
         return status;
-    const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin, r->sm90, r->small, r->unproven};
+    const attention_device facts = facts_of(cu, r);
     plan->on = (plan_device){r, context};
     return heddle__cuda_plan_attention(plan, &facts);
 }
@@ -360,7 +379,7 @@ static heddle_status launch_attention(const cuda_driver *cu, device_record *r, c
         status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)
         return status;
-    const attention_device facts = {r->multiprocessors, (size_t)r->shared_optin, r->sm90, r->small, r->unproven};
+    const attention_device facts = facts_of(cu, r);
     attention_params_sm90 params;
     attention_launch launches[ATTENTION_MAX_LAUNCHES];
     int n = heddle__cuda_attention_launches(plan, &facts, data, workspace, &params.p, launches), sm90 = 0;
@@ -372,7 +391,7 @@ static heddle_status launch_attention(const cuda_driver *cu, device_record *r, c
         const attention_launch *l = &launches[x];
         const kernel_row row = {heddle__cuda_attention_symbol(l->kernel), heddle__cuda_attention_module(l->kernel),
                                 l->threads};
-        status = launch(cu, r, (int)l->kernel, &row, l->grid, l->shared_bytes,
+        status = launch(cu, r, (int)l->kernel, &row, l->grid, l->shared_bytes, l->overlaps,
                         l->sm90 ? (const void *)&params : &params.p, stream);
     }
     return status;
@@ -390,7 +409,7 @@ static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r,
     int n = heddle__cuda_norm_linear_launches(plan, data, workspace, launches);
     for (int x = 0; x < n && status == HEDDLE_OK; x++)
         status = launch(cu, r, ATTENTION_KERNELS + (int)launches[x].kernel, &norm_linear_rows[launches[x].kernel],
-                        launches[x].grid, launches[x].shared, &launches[x].params, stream);
+                        launches[x].grid, launches[x].shared, false, &launches[x].params, stream);
     return status;
 }
 

@@ -14,6 +14,19 @@ typedef struct cu_library_ *cu_library;
 typedef struct cu_kernel_ *cu_kernel;
 typedef uint64_t cu_pointer;
 
+/* CUlaunchAttribute and CUlaunchConfig. */
+typedef struct cu_launch_attribute {
+    uint64_t id;
+    int32_t value[16];
+} cu_launch_attribute;
+
+typedef struct cu_launch {
+    unsigned grid[3], block[3], shared;
+    cu_stream stream;
+    const cu_launch_attribute *attributes;
+    unsigned count;
+} cu_launch;
+
 /* Every driver call that heddle uses: D(symbol, parameters). All are in drivers since CUDA 12.0. */
 #define CUDA_DRIVER_CALLS                                                                                              \
     D(cuInit, (unsigned flags))                                                                                        \
@@ -40,7 +53,8 @@ typedef uint64_t cu_pointer;
        const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill))              \
     D(cuLaunchKernel,                                                                                                  \
       (cu_kernel kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,        \
-       unsigned block_z, unsigned shared, cu_stream stream, void **parameters, void **extra))
+       unsigned block_z, unsigned shared, cu_stream stream, void **parameters, void **extra))                          \
+    D(cuLaunchKernelEx, (const cu_launch *launch, cu_kernel kernel, void **parameters, void **extra))
 
 typedef struct cuda_driver {
 #define D(symbol, parameters) cu_result(*symbol) parameters;
@@ -65,6 +79,7 @@ enum {
     CU_POINTER_DEVICE_ORDINAL = 9,
     CU_MEMORY_TYPE_HOST = 1,
     CU_CAPTURE_MODE_RELAXED = 2,
+    CU_LAUNCH_OVERLAPS = 6,
     CU_TENSOR_MAP_FLOAT16 = 6,
     CU_TENSOR_MAP_BFLOAT16 = 9,
     CU_TENSOR_MAP_SWIZZLE_128 = 3,

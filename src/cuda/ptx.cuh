@@ -120,6 +120,22 @@ PTX float exp2_approx(float x) {
     return r;
 }
 
+/* ------------------------------------------------------------------------- Hopper: a kernel behind another one */
+
+/* All blocks have said this, or have ended: the blocks of a kernel that was launched to overlap may start. */
+PTX void let_next_grid_start(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* The kernel in front has ended, and what it wrote is there. Older GPUs start no kernel before that. */
+PTX void wait_for_earlier_grid(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 /* ------------------------------------------------------------------------------------------ Hopper: barriers, copies */
 
 PTX void mbarrier_init(uint32_t at, int arrivals) {
