@@ -204,7 +204,7 @@ cu_result cuLaunchKernelEx(const cu_launch *launch, cu_kernel kernel, void **par
     FAIL_IF_TOLD;
     for (unsigned x = 0; x < launch->count; x++)
         if (launch->attributes[x].id != CU_LAUNCH_OVERLAPS || launch->attributes[x].value[0] != 1 ||
-            setting("FAKE_CC", 90) < 90 || setting("FAKE_VERSION", 13000) < 12030)
+            setting("FAKE_CC", 90) / 10 != 9 || setting("FAKE_VERSION", 13000) < 12030)
             return 1;
     return cuLaunchKernel(kernel, launch->grid[0], launch->grid[1], launch->grid[2], launch->block[0], launch->block[1],
                           launch->block[2], launch->shared, launch->stream, parameters, extra);

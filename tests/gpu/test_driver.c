@@ -352,6 +352,30 @@ static void few_rows(void) {
         }
 }
 
+/* Few queries: one launch where there are enough heads, two where blocks share their keys; drivers whose graphs do not know it
+ * are asked for no overlap. */
+static void decoding(void) {
+    heddle_attention a = attention_desc(HEDDLE_BF16, 1, 32, 8, 1, 8192, 128, 128);
+    MUST(!strcmp(kernel_of(a, HEDDLE_FORWARD), "heddle_attention_fwd_bf16_d128_decode_sm80"));
+    int before = fake_launches(NULL);
+    MUST(run_attention(a, HEDDLE_FORWARD, 0, NULL) == HEDDLE_OK);
+    MUST(fake_launches(NULL) == before + 2);
+    a.b = 64;
+    before = fake_launches(NULL);
+    MUST(run_attention(a, HEDDLE_FORWARD, 0, NULL) == HEDDLE_OK);
+    MUST(fake_launches(NULL) == before + 1);
+}
+
+static void decoding_on_blackwell(void) {
+    set("FAKE_CC", "100");
+    decoding();
+}
+
+static void decoding_by_an_old_driver(void) {
+    set("FAKE_VERSION", "12020");
+    decoding();
+}
+
 static void small_left_out(void) {
     set("HEDDLE_CUDA", "sm90");
     MUST(!strstr(kernel_of(attention_desc(HEDDLE_F32, 1, 1, 1, 128, 128, 32, 32), HEDDLE_FORWARD), "small"));
@@ -417,6 +441,9 @@ SCENARIO(on_blackwell)
 SCENARIO(with_little_shared_memory)
 SCENARIO(on_h200)
 SCENARIO(few_rows)
+SCENARIO(decoding)
+SCENARIO(decoding_on_blackwell)
+SCENARIO(decoding_by_an_old_driver)
 SCENARIO(small_left_out)
 SCENARIO(float32_on_hopper)
 
@@ -486,6 +513,9 @@ int main(void) {
         cmocka_unit_test(test_with_little_shared_memory),
         cmocka_unit_test(test_on_h200),
         cmocka_unit_test(test_few_rows),
+        cmocka_unit_test(test_decoding),
+        cmocka_unit_test(test_decoding_on_blackwell),
+        cmocka_unit_test(test_decoding_by_an_old_driver),
         cmocka_unit_test(test_small_left_out),
         cmocka_unit_test(test_float32_on_hopper),
         cmocka_unit_test(test_no_kernel_is_dead),
