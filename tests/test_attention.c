@@ -110,6 +110,47 @@ static void test_many_keys(void **state) {
     check_attention(&c);
 }
 
+/* As test_many_keys, of all widths and types: shares of keys that end anywhere, a value that is not finite in the last of them, sequences
+ * that leave some shares without keys, and rows of one group on both sides of a mask's edge. */
+static void test_decode(void **state) {
+    (void)state;
+    static const int64_t shapes[][7] = {{1, 8, 2, 1, 1531, 128, 0},
+                                        {2, 4, 1, 4, 770, 64, 0},
+                                        {1, 6, 2, 5, 1029, 256, 0},
+                                        {1, 16, 1, 1, 905, 120, 72},
+                                        {1, 4, 2, 3, 2049, 33, 130}};
+    static const int32_t lengths[] = {0, 701};
+    for (size_t x = 0; x < COUNT(shapes); x++) {
+        const int64_t *s = shapes[x];
+        attention_case c = make_case(s[0], s[1], s[2], s[3], s[4], s[5], s[6]);
+        c.poison_masked = true;
+        check_dtypes(c);
+        c.a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
+        c.a.features = HEDDLE_WINDOW | HEDDLE_SINKS;
+        c.a.window_left = 600;
+        check_dtypes(c);
+        c.a.features |= HEDDLE_ALIBI | HEDDLE_BOOL_MASK;
+        c.mask_density = 0.7;
+        c.a.dropout = x % 2 ? 0.1 : 0;
+        c.a.dtype = dtypes[x % 3];
+        check_attention(&c);
+    }
+    attention_case c = make_case(2, 8, 2, 2, 1300, 128, 0);
+    c.a.features = HEDDLE_SEQLENS;
+    c.len_k = lengths;
+    c.poison_masked = true;
+    check_dtypes(c);
+    static const int32_t cu_q[] = {0, 1, 1, 4}, cu_k[] = {0, 1100, 1400, 1417};
+    c = make_case(3, 8, 2, 3, 1100, 128, 0);
+    c.a.features = HEDDLE_VARLEN;
+    c.a.total_q = 4;
+    c.a.total_k = 1417;
+    c.cu_q = cu_q;
+    c.cu_k = cu_k;
+    c.a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
+    check_dtypes(c);
+}
+
 /* Wide heads have few keys to a backward task: sums of dq go through several, and batch entries share their place. */
 static void test_many_chunks(void **state) {
     (void)state;
@@ -625,6 +666,7 @@ int main(void) {
         cmocka_unit_test(test_head_dims),
         cmocka_unit_test(test_few_queries),
         cmocka_unit_test(test_many_keys),
+        cmocka_unit_test(test_decode),
         cmocka_unit_test(test_many_chunks),
         cmocka_unit_test(test_scale),
         cmocka_unit_test(test_causal),

@@ -297,13 +297,15 @@ INLINE void attention_forward(const attention_params &p) {
     store_rows<T, D, TILES>(p, w, c, state, o, w.row0 + warp_row);
 }
 
-#define variant_lean false
-#define variant_full true
-#define variant_decode true
+#include "attention_decode.cuh"
+
+#define run_lean(dtype, dim, warps, tiles, block) attention_forward<dtype, dim, false, warps, tiles, block>(p)
+#define run_full(dtype, dim, warps, tiles, block) attention_forward<dtype, dim, true, warps, tiles, block>(p)
+#define run_decode(dtype, dim, warps, tiles, block) attention_decode<dtype, dim, warps, tiles, block>(p)
 #define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
-        attention_forward<dtype, dim, variant_##variant, warps, tiles, block>(p);                                      \
+        run_##variant(dtype, dim, warps, tiles, block);                                                                \
     }
 #define ATTENTION_FWD_LIST
 #include "attention.def"

@@ -92,6 +92,8 @@ static int rows_of(const kernel_row *k) {
         return k->tiles * 64;
     if (k->family == FAMILY_small)
         return k->tiles;
+    if (k->variant == VARIANT_decode)
+        return 16;
     return k->variant == VARIANT_plain ? 1 : k->warps * k->tiles * 16;
 }
 
@@ -142,6 +144,9 @@ static size_t shared_bytes(const kernel_row *k) {
         return shared_bytes_sm90(k);
     if (k->family == FAMILY_small)
         return shared_bytes_small(k);
+    if (k->variant == VARIANT_decode) /* Q; rings of tiles of K and V; marks */
+        return (size_t)rows_of(k) * pitch +
+               (size_t)k->warps * (2 * (size_t)k->tiles * block * (pitch - 16) + block * 4);
     if (k->pass == PASS_fwd)
         return (size_t)rows_of(k) * pitch + 4 * block * pitch + 2 * block * 4;
     return 2 * (size_t)rows_of(k) * pitch + 4 * block * pitch + 8 * block * 4;
@@ -282,38 +287,64 @@ static int64_t persistent_blocks(const heddle_attention *a, const attention_devi
     return min64(tiles * units, uneven ? max64(device->multiprocessors, pairs) : device->multiprocessors);
 }
 
+/* How many blocks share the keys of a unit. As many as the device holds at a time, in one wave; of more units than that, what ends the least after
+ * the memory is done: half of the multiprocessors can keep it busy, a few that are left over at the end cannot. */
+static int64_t shares_of(int64_t units, int64_t slots) {
+    if (units <= slots)
+        return slots / units;
+    int64_t best = 1;
+    double least = 0;
+    for (int64_t s = 1; s <= 4; s++) {
+        const int64_t waves = units * s / slots, rest = units * s % slots;
+        const double last = rest ? (double)max64(2 * rest, slots) / (double)(2 * slots) : 0;
+        const double time = ((double)waves + last) / (double)s * (s > 1 ? 1.03 : 1); /* combine */
+        if (s == 1 || time < least) {
+            best = s;
+            least = time;
+        }
+    }
+    return best;
+}
+
+/* One pass over the keys for all rows of a group. */
+static void choose_decode(const heddle_attention *a, const attention_device *device, choice *c) {
+    const kernel_row *k = &kernels[c->fwd];
+    const int64_t resident = (int64_t)((device->shared_bytes + 1024) / (shared_bytes(k) + 1024));
+    const int64_t slots = device->multiprocessors * clamp64(resident, 1, 8), units = max64(1, a->hk * a->b);
+    c->pack = a->h / a->hk;
+    c->splits = clamp64(min64(shares_of(units, slots), a->sk / (k->block * k->warps)), 1, MAX_SPLITS);
+    c->blocks = a->hk * a->b * c->splits;
+}
+
+/* Rows of a group's heads share a tile where one head has few. Too few blocks for the device: let several share the keys. */
+static void choose_tiles(const heddle_attention *a, const attention_device *device, choice *c) {
+    const kernel_row *k = &kernels[c->fwd];
+    if (a->sq * 2 <= rows_of(k))
+        c->pack = a->h / a->hk;
+    c->tiles_q = ceil_div(a->sq * c->pack, rows_of(k));
+    const int64_t blocks = max64(1, c->tiles_q * (a->h / c->pack) * a->b), key_blocks = ceil_div(a->sk, k->block);
+    const int64_t wanted = device->multiprocessors * 2;
+    if (blocks * 2 <= wanted)
+        c->splits = clamp64(min64(wanted / blocks, key_blocks / 4), 1, MAX_SPLITS);
+    c->blocks = c->tiles_q * (a->h / c->pack) * a->b * c->splits;
+}
+
 /* Where the pointers turn out not to be aligned for Hopper's kernel, the other one does with the workspace of that: none. */
 static void choose_forward(const heddle_attention *a, const attention_device *device, bool aligned, choice *c) {
-    const kernel_row *k;
-    const int64_t group = a->h / a->hk;
-    c->fwd = find_small(a, device, PASS_fwd);
-    if (c->fwd >= 0) {
-        c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->fwd]));
-        c->blocks = c->tiles_q * a->h * a->b;
-        return;
-    }
-    const int sm90 = find_forward_sm90(a, device);
-    c->fwd = sm90 >= 0 && (aligned || a->dtype == HEDDLE_F32) ? sm90 : choose_kernel(a, device, PASS_fwd);
-    k = &kernels[c->fwd];
-    c->splits = c->pack = 1;
+    const int small = find_small(a, device, PASS_fwd), sm90 = small >= 0 ? -1 : find_forward_sm90(a, device);
+    const bool usable = sm90 >= 0 && (aligned || a->dtype == HEDDLE_F32);
+    c->fwd = small >= 0 ? small : usable ? sm90 : choose_kernel(a, device, PASS_fwd);
+    const kernel_row *k = &kernels[c->fwd];
     c->tiles_q = ceil_div(a->sq, rows_of(k));
-    if (k->variant != VARIANT_plain && sm90 < 0) {
-        if (a->sq * 2 <= rows_of(k) || k->variant == VARIANT_decode)
-            c->pack = group;
-        c->tiles_q = ceil_div(a->sq * c->pack, rows_of(k));
-        /* Too few blocks for the device: let several share the keys of a tile. A decode block is one warp. */
-        const bool decode = k->variant == VARIANT_decode;
-        const int64_t blocks = max64(1, c->tiles_q * (a->h / c->pack) * a->b), key_blocks = ceil_div(a->sk, k->block);
-        const int64_t resident = (int64_t)(device->shared_bytes / (shared_bytes(k) + 1024));
-        const int64_t wanted = device->multiprocessors * (decode ? clamp64(resident, 1, 8) : 2), least = decode ? 2 : 4;
-        if (blocks * (decode ? 1 : 2) <= wanted)
-            c->splits = clamp64(min64(wanted / blocks, key_blocks / least), 1, 256);
-    }
-    c->blocks = c->tiles_q * (a->h / c->pack) * a->b * c->splits;
+    c->blocks = c->tiles_q * a->h * a->b;
     if (k->family == FAMILY_sm90 && k->dtype == HEDDLE_F32)
         place_splits(a, device, false, c);
     else if (k->family == FAMILY_sm90)
         c->blocks = persistent_blocks(a, device, c->tiles_q);
+    else if (k->variant == VARIANT_decode)
+        choose_decode(a, device, c);
+    else if (small < 0 && sm90 < 0 && k->variant != VARIANT_plain)
+        choose_tiles(a, device, c);
     if (c->splits > 1) {
         c->part_lse = align64((size_t)(c->splits * c->rows * a->dv) * sizeof(float));
         c->bytes = c->part_lse + align64((size_t)(c->splits * c->rows) * sizeof(float));

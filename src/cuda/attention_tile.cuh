@@ -173,10 +173,6 @@ template <typename T> INLINE void load_b_rows(b_fragment<T> b[2], uint32_t at) {
     set_b(&b[1], r[2], r[3]);
 }
 
-template <typename T, int D> INLINE uint32_t b_rows_lane(int lane) {
-    return ((lane & 7) + (lane >> 4 & 1) * 8) * tile<T, D>::pitch + (lane >> 3 & 1) * 16;
-}
-
 /* B from a tile whose rows are B's rows: two fragments of one step, 16 columns. float32 takes row 2t as B's row t
  * and row 2t+1 as B's row t+4, to fit the accumulators that A is made from. */
 template <typename T, int D> INLINE void load_b_columns(b_fragment<T> b[2], uint32_t at) {
@@ -184,10 +180,6 @@ template <typename T, int D> INLINE void load_b_columns(b_fragment<T> b[2], uint
     ldmatrix4_trans(r, at);
     set_b(&b[0], r[0], r[1]);
     set_b(&b[1], r[2], r[3]);
-}
-
-template <typename T, int D> INLINE uint32_t b_columns_lane(int lane) {
-    return ((lane & 7) + (lane >> 3 & 1) * 8) * tile<T, D>::pitch + (lane >> 4 & 1) * 16;
 }
 
 template <int D> struct f32_columns {
@@ -221,6 +213,24 @@ INLINE void a_from_accumulators(a_fragment<float> *a, const float (*c)[4], int x
 
 /* ------------------------------------------------------------------------------------------------------ products */
 
+/* `bytes` (a constant) further along a row of B. SWIZZLED: rows without the 16 bytes more, chunk c of row r at c ^ r%8 of its 128 bytes, as
+ * cp.async likes it: a line of global memory that does not fall on one line of shared memory is fetched in two parts. */
+template <int SWIZZLED> INLINE uint32_t along_row(uint32_t at, int bytes) {
+    return SWIZZLED ? (at + (bytes & ~127)) ^ (bytes & 127) : at + bytes;
+}
+
+template <typename T, int D, int SWIZZLED> struct b_tile {
+    static constexpr int pitch = SWIZZLED ? D * (int)sizeof(T) : tile<T, D>::pitch;
+    static __device__ __forceinline__ uint32_t rows_lane(int lane) {
+        const int row = (lane & 7) + (lane >> 4 & 1) * 8, chunk = lane >> 3 & 1;
+        return row * pitch + (SWIZZLED ? chunk ^ (lane & 7) : chunk) * 16;
+    }
+    static __device__ __forceinline__ uint32_t columns_lane(int lane) {
+        const int row = (lane & 7) + (lane >> 3 & 1) * 8, chunk = lane >> 4 & 1;
+        return row * pitch + (SWIZZLED ? chunk ^ (lane & 7) : chunk) * 16;
+    }
+};
+
 template <int ROWS, int COLUMNS> INLINE void clear(float (*c)[COLUMNS][4]) {
 #pragma unroll
     for (int x = 0; x < ROWS; x++)
@@ -240,7 +250,7 @@ template <int ROWS, int COLUMNS> INLINE void add(float (*c)[COLUMNS][4], const f
 }
 
 /* c[TILES][COLUMNS/8] = A·Bᵀ over D: A has 16·TILES rows at a, B has COLUMNS rows at b. */
-template <typename T, int D, int TILES, int COLUMNS> struct rows_product {
+template <typename T, int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product {
     static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool) {
         typedef tile<T, D> t;
         clear<TILES, COLUMNS / 8>(c);
@@ -253,7 +263,7 @@ template <typename T, int D, int TILES, int COLUMNS> struct rows_product {
 #pragma unroll
             for (int y = 0; y < COLUMNS / 16; y++) {
                 b_fragment<T> fb[2];
-                load_b_rows(fb, b + y * 16 * t::pitch + s * 32);
+                load_b_rows(fb, along_row<SWIZZLED>(b + y * 16 * b_tile<T, D, SWIZZLED>::pitch, s * 32));
 #pragma unroll
                 for (int x = 0; x < TILES; x++) {
                     multiply(c[x][2 * y], fa[x], fb[0]);
@@ -267,7 +277,7 @@ template <typename T, int D, int TILES, int COLUMNS> struct rows_product {
 /* The tensor cores cut off when they add to an accumulator. In float32 the small products are therefore summed
  * apart, and the large ones from zero over a few steps, to be added by a rounding addition (after Ootomo and Yokota,
  * 2022). */
-template <int D, int TILES, int COLUMNS> struct rows_product<float, D, TILES, COLUMNS> {
+template <int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product<float, D, TILES, COLUMNS, SWIZZLED> {
     static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32) {
         typedef tile<float, D> t;
         float part[TILES][COLUMNS / 8][4], low[TILES][COLUMNS / 8][4];
@@ -285,7 +295,8 @@ template <int D, int TILES, int COLUMNS> struct rows_product<float, D, TILES, CO
 #pragma unroll
                 for (int y = 0; y < COLUMNS / 16; y++) {
                     b_fragment<float> fb[2];
-                    load_b_rows(fb, b + y * 16 * t::pitch + (group + s) * 32);
+                    load_b_rows(fb,
+                                along_row<SWIZZLED>(b + y * 16 * b_tile<float, D, SWIZZLED>::pitch, (group + s) * 32));
 #pragma unroll
                     for (int x = 0; x < TILES; x++)
 #pragma unroll
@@ -299,31 +310,39 @@ template <int D, int TILES, int COLUMNS> struct rows_product<float, D, TILES, CO
     }
 };
 
-template <typename T, int D, int TILES, int COLUMNS>
+template <typename T, int D, int TILES, int COLUMNS, int SWIZZLED = 0>
 INLINE void product_rows(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32) {
     const int lane = threadIdx.x % 32;
-    rows_product<T, D, TILES, COLUMNS>::run(c, a + a_lane<T, D>(lane), b + b_rows_lane<T, D>(lane), tf32);
+    rows_product<T, D, TILES, COLUMNS, SWIZZLED>::run(c, a + a_lane<T, D>(lane),
+                                                      b + b_tile<T, D, SWIZZLED>::rows_lane(lane), tf32);
 }
 
-template <typename T, int D> struct columns {
+template <typename T, int D, int SWIZZLED> struct columns {
     static __device__ __forceinline__ uint32_t lane_at(int lane) {
-        return b_columns_lane<T, D>(lane);
+        return b_tile<T, D, SWIZZLED>::columns_lane(lane);
     }
     static __device__ __forceinline__ void load(b_fragment<T> b[2], uint32_t at) {
         load_b_columns<T, D>(b, at);
     }
 };
-template <int D> struct columns<float, D> {
+template <int D, int SWIZZLED> struct columns<float, D, SWIZZLED> {
     static __device__ __forceinline__ uint32_t lane_at(int lane) {
-        return (lane % 4) * 2 * tile<float, D>::pitch + (lane / 4) * 4;
+        const int row = lane % 4 * 2, chunk = lane / 16;
+        return row * b_tile<float, D, SWIZZLED>::pitch + (SWIZZLED ? chunk ^ row : chunk) * 16 + lane / 4 % 4 * 4;
     }
     static __device__ __forceinline__ void load(b_fragment<float> b[2], uint32_t at) {
-        f32_columns<D>::load(b, at);
+        if (SWIZZLED) {
+            const uint32_t below = (at + b_tile<float, D, SWIZZLED>::pitch) ^ 16; /* from an even row */
+            set_b(&b[0], load_shared4(at), load_shared4(below));
+            set_b(&b[1], load_shared4(at ^ 32), load_shared4(below ^ 32));
+        } else {
+            f32_columns<D>::load(b, at);
+        }
     }
 };
 
 /* c[TILES][D/8] += A·B: A in accumulators of ROWS columns, B has ROWS rows at b. */
-template <typename T, int D, int TILES, int ROWS> struct columns_product {
+template <typename T, int D, int TILES, int ROWS, int SWIZZLED> struct columns_product {
     static __device__ __forceinline__ void run(float (*c)[D / 8][4], const float (*a)[ROWS / 8][4], uint32_t b, bool) {
         typedef tile<T, D> t;
 #pragma unroll
@@ -335,7 +354,8 @@ template <typename T, int D, int TILES, int ROWS> struct columns_product {
 #pragma unroll
             for (int y = 0; y < D / 16; y++) {
                 b_fragment<T> fb[2];
-                columns<T, D>::load(fb, b + s * 16 * t::pitch + y * 32);
+                columns<T, D, SWIZZLED>::load(fb,
+                                              along_row<SWIZZLED>(b + s * 16 * b_tile<T, D, SWIZZLED>::pitch, y * 32));
 #pragma unroll
                 for (int x = 0; x < TILES; x++) {
                     multiply(c[x][2 * y], fa[x], fb[0]);
@@ -346,7 +366,7 @@ template <typename T, int D, int TILES, int ROWS> struct columns_product {
     }
 };
 
-template <int D, int TILES, int ROWS> struct columns_product<float, D, TILES, ROWS> {
+template <int D, int TILES, int ROWS, int SWIZZLED> struct columns_product<float, D, TILES, ROWS, SWIZZLED> {
     static __device__ __forceinline__ void run(float (*c)[D / 8][4], const float (*a)[ROWS / 8][4], uint32_t b,
                                                bool tf32) {
         typedef tile<float, D> t;
@@ -364,7 +384,8 @@ template <int D, int TILES, int ROWS> struct columns_product<float, D, TILES, RO
 #pragma unroll
             for (int s = 0; s < ROWS / 8; s++) {
                 b_fragment<float> fb[2];
-                columns<float, D>::load(fb, b + s * 8 * t::pitch + y * 64);
+                columns<float, D, SWIZZLED>::load(
+                    fb, along_row<SWIZZLED>(b + s * 8 * b_tile<float, D, SWIZZLED>::pitch, y * 64));
 #pragma unroll
                 for (int x = 0; x < TILES; x++)
 #pragma unroll
@@ -380,9 +401,10 @@ template <int D, int TILES, int ROWS> struct columns_product<float, D, TILES, RO
     }
 };
 
-template <typename T, int D, int TILES, int ROWS>
+template <typename T, int D, int TILES, int ROWS, int SWIZZLED = 0>
 INLINE void product_columns(float (*c)[D / 8][4], const float (*a)[ROWS / 8][4], uint32_t b, bool tf32) {
-    columns_product<T, D, TILES, ROWS>::run(c, a, b + columns<T, D>::lane_at(threadIdx.x % 32), tf32);
+    columns_product<T, D, TILES, ROWS, SWIZZLED>::run(c, a, b + columns<T, D, SWIZZLED>::lane_at(threadIdx.x % 32),
+                                                      tf32);
 }
 
 /* ------------------------------------------------------------------------------------------------------- storing */
