@@ -20,7 +20,8 @@ typedef enum kernel_pass {
     PASS_dbias,
     PASS_dsinks,
     PASS_bwd,
-    PASS_split
+    PASS_split,
+    PASSES
 } kernel_pass;
 
 typedef enum kernel_variant { VARIANT_lean, VARIANT_full, VARIANT_decode, VARIANT_plain } kernel_variant;
@@ -59,7 +60,7 @@ static const kernel_row kernels[ATTENTION_KERNELS] = {
 /* Where a kernel is in the list, plus one: found without a walk, since every call looks for some. */
 #define WIDTHS 5
 #define WIDTH_OF(dim) (((dim) > 32) + ((dim) > 64) + ((dim) > 128) + ((dim) > 256))
-static const int16_t kernel_index[PASS_bwd + 1][3][VARIANT_plain + 1][FAMILY_small + 1][WIDTHS] = {
+static const int16_t kernel_index[PASSES][3][VARIANT_plain + 1][FAMILY_small + 1][WIDTHS] = {
 #define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
     [PASS_##pass][DTYPE_##dtype][VARIANT_##variant][FAMILY_##family][WIDTH_OF(dim)] =                                  \
         ATTENTION_##pass##_##dtype##_d##dim##_##variant##_##family + 1,
@@ -364,7 +365,7 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
         return;
     }
     const int dkdv = find_sm90(a, device, PASS_dkdv), dq = find_sm90(a, device, PASS_dq);
-    const bool sm90 = device->unproven && usable && dkdv >= 0 && dq >= 0;
+    const bool sm90 = (device->unproven || a->dtype == HEDDLE_F32) && usable && dkdv >= 0 && dq >= 0;
     c->dkdv = sm90 ? dkdv : choose_kernel(a, device, PASS_dkdv);
     c->dq = sm90 ? dq : choose_kernel(a, device, PASS_dq);
     c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->dq]));
@@ -499,13 +500,12 @@ static void fill_params(const attention_plan *plan, const choice *c, const heddl
 static void add_launch(attention_launch *launches, int *count, int kernel, int64_t grid) {
     const kernel_row *k = &kernels[kernel];
     if (grid > 0)
-        launches[(*count)++] =
-            (attention_launch){(enum attention_kernel)kernel,
-                               (uint32_t)grid,
-                               32u * (uint32_t)k->warps,
-                               (uint32_t)shared_bytes(k),
-                               k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32,
-                               false};
+        launches[(*count)++] = (attention_launch){(enum attention_kernel)kernel,
+                                                  (uint32_t)grid,
+                                                  32u * (uint32_t)k->warps,
+                                                  (uint32_t)shared_bytes(k),
+                                                  k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32,
+                                                  false};
 }
 
 /* A block for each tile of K and V, in backward also of Q and dO. */
@@ -531,19 +531,26 @@ static void add_small(const heddle_attention *a, const attention_device *device,
     add_launch(launches, count, kernel, (p->tiles_k * a->hk + p->tiles_q * a->h) * a->b);
 }
 
+/* float32 on Hopper: D and the log-sum-exp come with the split; prep looks after large scores, a block of it after several tiles. */
+static void add_split_prep(const heddle_attention *a, const attention_device *device, const choice *c,
+                           attention_launch *launches, int *count) {
+    const int64_t tiles = clamp64(c->blocks / (2 * device->multiprocessors), 1, 12);
+    add_split(a, c, launches, count);
+    add_launch(launches, count, find_kernel(a, device, PASS_prep, VARIANT_lean, FAMILY_sm90),
+               ceil_div(c->blocks, tiles));
+}
+
 /* prep, dkdv and dq. */
 static void add_gradients(const heddle_attention *a, const attention_device *device, const heddle_attention_data *data,
                           const choice *c, attention_launch *launches, int *count) {
     const int prep = find_kernel(a, device, PASS_prep, VARIANT_full, FAMILY_sm80);
-    if (c->split >= 0)
-        add_split(a, c, launches, count);
-    const bool plain = prep < 0 || kernels[c->dkdv].variant == VARIANT_plain;
-    if (plain || (a->features & HEDDLE_WEIGHTS))
+    const bool split = c->split >= 0, plain = prep < 0 || kernels[c->dkdv].variant == VARIANT_plain;
+    if (split)
+        add_split_prep(a, device, c, launches, count);
+    if (!split && (plain || (a->features & HEDDLE_WEIGHTS)))
         add_plain(a, device, launches, count, PASS_prep, ceil_div(a->b * a->h * a->sq, 4));
-    if (!plain)
+    if (!split && !plain)
         add_launch(launches, count, prep, ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b);
-    if (c->split >= 0)
-        add_launch(launches, count, find_kernel(a, device, PASS_prep, VARIANT_lean, FAMILY_sm90), c->blocks);
     if (data->dk || data->dv)
         add_launch(launches, count, c->dkdv, c->blocks_dkdv);
     if (data->dq)

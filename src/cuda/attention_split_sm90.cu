@@ -61,6 +61,41 @@ template <int THREADS> INLINE uint32_t block_largest(uint32_t x, uint32_t *slots
     return x;
 }
 
+/* With dO, x, come D and the log-sum-exp in units of log2, in two parts, of its rows: from `row` on, every step-th. Zeros of O are left
+ * out: a query that sees nothing may hold anything in dO. */
+template <int D>
+INLINE void prepare_rows(const attention_params &p, const place &c, int64_t head, int row, const uint32_t marks[2],
+                         const float (*x)[8]) {
+    typedef split_shape<D> shape;
+    const int chunk = (int)threadIdx.x % shape::row_chunks;
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++) {
+        const int i = row + z * shape::step;
+        const float *from = (const float *)p.t.o + row_at(p.a.o_stride, c.n, head, c.first_q + i);
+        float o[8], sum = 0.0f, base = CUDART_INF_F, rest = 0.0f;
+        load_chunk(from, chunk * 8, (int)p.a.dv, p.vectors & VECTOR_O, i < c.sq, o);
+#pragma unroll
+        for (int y = 0; y < 8; y++)
+            sum = o[y] != 0.0f ? fmaf(o[y], x[z][y], sum) : sum;
+#pragma unroll
+        for (int step = shape::row_chunks / 2; step; step /= 2)
+            sum += __shfl_xor_sync(ALL_LANES, sum, step);
+        if (chunk || i >= c.sq)
+            continue;
+        const int64_t at = lse_at(p, c, head, i);
+        const float lse = ((const float *)p.t.lse)[at];
+        if (lse != -CUDART_INF_F) {
+            base = lse * p.lse_factor;
+            rest = isfinite(base) ? fmaf(lse, p.lse_factor, -base) + lse * p.lse_factor_low : 0.0f;
+            sum -= p.t.dlse ? ((const float *)p.t.dlse)[at] : 0.0f;
+        }
+        const bool bad = marks[i % SPLIT_ROWS / 32] >> i % 32 & 1; /* whoever sees the row gets NaN, in dV, too */
+        p.base[at] = bad && lse != -CUDART_INF_F ? CUDART_NAN_F : base;
+        p.rest[at] = rest;
+        p.dsum[at] = lse == -CUDART_INF_F ? 0.0f : sum;
+    }
+}
+
 template <int D> INLINE void attention_split(const attention_params &p) {
     typedef split_shape<D> shape;
     __shared__ uint32_t slots[2][shape::threads / 32], marks[2];
@@ -107,6 +142,8 @@ template <int D> INLINE void attention_split(const attention_params &p) {
     if (threadIdx.x == 0)
         *(int4 *)&p.split[w.tensor].info[tile] =
             make_int4(exponent, __float_as_int(sqrtf(longest)), (int)marks[0], (int)marks[1]);
+    if (w.tensor == SPLIT_DO)
+        prepare_rows<D>(p, c, w.head, row, marks, x);
 }
 
 #define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \

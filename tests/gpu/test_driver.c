@@ -396,6 +396,22 @@ static void float32_on_hopper(void) {
     for (int x = 0; x < 2; x++, a.sq *= 2, a.sk *= 2)
         MUST(heddle_attention_workspace(&a, HEDDLE_FORWARD, &bytes[x]) == HEDDLE_OK);
     MUST(bytes[0] >= (size_t)2 * (4 + 4) * 2000 * 128 * 4 && bytes[1] <= 2 * bytes[0]);
+    a = attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 64, 33);
+    a.device = HEDDLE_CUDA;
+    const int before = fake_launches(NULL);
+    MUST(run_attention(a, HEDDLE_BACKWARD, 4, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_split_f32_d64_lean_sm90") == 1);
+    MUST(fake_launches("heddle_attention_prep_f32_d64_lean_sm90") == 1);
+    MUST(fake_launches("heddle_attention_dkdv_f32_d64_lean_sm90") == 1);
+    MUST(fake_launches("heddle_attention_dq_f32_d64_lean_sm90") == 1 && fake_launches(NULL) == before + 4);
+    for (int x = 0; x < 2; x++, a.sq *= 2, a.sk *= 2)
+        MUST(heddle_attention_workspace(&a, HEDDLE_BACKWARD, &bytes[x]) == HEDDLE_OK);
+    MUST(bytes[0] >= (size_t)2 * (16 + 4 + 4 + 16) * 2000 * 64 * 4 && bytes[1] <= 2 * bytes[0]);
+    heddle_attention_data t = attention_pointers(&a, HEDDLE_BACKWARD, 0);
+    t.dout = NULL; /* nothing to split */
+    t.dlse = t.lse;
+    MUST(heddle_attention_backward(&a, &t, address(0, 60, 0), 2 * bytes[1], NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_split_f32_d64_lean_sm90") == 1);
     a = attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 128, 0);
     a.features = HEDDLE_TF32;
     MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "sm80"));

@@ -36,8 +36,9 @@ static void expect_family(const attention_case *c, const char *family) {
     if (!strstr(device, "sm_90") || (wanted && strcmp(wanted, "sm80") == 0))
         family = "sm80";
     for (int pass = HEDDLE_FORWARD; pass <= HEDDLE_BACKWARD; pass++) {
-        const bool unproven = wanted && strcmp(wanted, "unproven") == 0 && a.dtype != HEDDLE_F32;
-        const char *expected = pass == HEDDLE_BACKWARD && !unproven ? "sm80" : family;
+        const bool unproven = wanted && strcmp(wanted, "unproven") == 0;
+        const bool of_sm80 = pass == HEDDLE_BACKWARD && !unproven && a.dtype != HEDDLE_F32;
+        const char *expected = of_sm80 ? "sm80" : family;
         assert_int_equal(heddle_attention_kernel(&a, (heddle_pass)pass, name, sizeof name), HEDDLE_OK);
         if (!strstr(name, expected)) {
             attention_print(c);
