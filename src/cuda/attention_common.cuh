@@ -96,6 +96,15 @@ INLINE int64_t lse_at(const attention_params &p, const place &c, int64_t x, int6
     return p.a.features & HEDDLE_VARLEN ? x * p.a.total_q + c.first_q + i : (c.n * p.a.h + x) * p.a.sq + i;
 }
 
+/* Tiles of 64 queries in dq_sum: all of a head, and which is the first of a head of a sequence. */
+INLINE int64_t sum_tiles(const attention_params &p) {
+    return p.a.features & HEDDLE_VARLEN ? p.a.total_q / 64 + p.a.b : p.a.b * ((p.a.sq + 63) / 64);
+}
+
+INLINE int64_t sum_tile(const attention_params &p, const place &c, int64_t x) {
+    return x * sum_tiles(p) + (p.a.features & HEDDLE_VARLEN ? c.first_q / 64 + c.n : c.n * ((p.a.sq + 63) / 64));
+}
+
 /* ------------------------------------------------------------------------------------------------------ scores */
 
 /* What the score of an element of row i of head x depends on beside q·k. */

@@ -43,6 +43,8 @@ typedef struct attention_params {
     int32_t vectors;           /* VECTOR_Q | ... */
     int64_t rows;              /* of lse, over all heads */
     float *part_o, *part_lse;  /* [splits][rows][dv], [splits][rows], when splits > 1; lse in units of log2 */
+    float *dq_sum;             /* bwd for Hopper: sums of dq, tiles of 64 queries (sum_tile); NULL: none */
+    int32_t *flags;            /* for each 64 queries, where rows has been before prep: there is more to do */
     float *dsum, *base, *rest; /* [rows]: D, and lse·log2(e) as the sum of two floats (+inf: the row sees nothing) */
     split_tensor split[SPLIT_TENSORS];    /* float32 on Hopper */
     int64_t split_tiles_q, split_tiles_k; /* of a head: of one sequence, or of all if they are packed */
@@ -71,6 +73,9 @@ typedef struct attention_params_sm90 {
 /* The same in float32, of 64 rows. */
 #define BACKWARD32_SLOTS(dim) ((dim) > 64 ? 3 : 8)
 
+/* Of Q and dO, where dK, dV and dQ are made at once. */
+#define BACKWARD90_STAGES(dim) 3
+
 #ifndef __CUDACC__
 #include "../plan.h"
 
@@ -97,7 +102,6 @@ typedef struct attention_device {
     int sm90;            /* has Hopper's instructions, and they are to be used */
     int overlaps;        /* a launch may overlap the one in front, and its kernel knows how to wait for that */
     int small;           /* SMALL_CHOSEN, unless somebody asks for a family */
-    int unproven;        /* and so are kernels that have not been run through the library on a GPU yet */
 } attention_device;
 
 typedef struct attention_launch {

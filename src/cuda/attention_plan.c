@@ -21,6 +21,8 @@ typedef enum kernel_pass {
     PASS_dsinks,
     PASS_bwd,
     PASS_split,
+    PASS_finish,
+    PASS_rows,
     PASSES
 } kernel_pass;
 
@@ -82,7 +84,12 @@ const char *heddle__cuda_attention_module(enum attention_kernel kernel) {
                : kernels[kernel].pass == PASS_fwd ? "attention_fwd32_sm90"
                                                   : "attention_bwd32_sm90";
     if (kernels[kernel].family == FAMILY_sm90)
-        return kernels[kernel].pass == PASS_fwd ? "attention_fwd_sm90" : "attention_bwd_sm90";
+        switch (kernels[kernel].pass) {
+        case PASS_fwd: return "attention_fwd_sm90";
+        case PASS_dkdv:
+        case PASS_dq: return "attention_dkdv_sm90";
+        default: return "attention_bwd_sm90";
+        }
     return kernels[kernel].pass == PASS_fwd ? "attention_fwd_sm80" : "attention_bwd_sm80";
 }
 
@@ -118,11 +125,20 @@ static size_t shared_bytes_backward32(const kernel_row *k) {
     return (k->pass == PASS_prep ? 2 : 4) * tile + slots * (tile + (3 * block + 4) * 4 + 16) + 8;
 }
 
+/* K, V; stages of Q and dO with three numbers a row; dS twice; marks of keys; barriers. */
+static size_t shared_bytes_fused(const kernel_row *k) {
+    const size_t own = (size_t)rows_of(k), block = (size_t)k->block, width = (size_t)k->dim * 2;
+    return 2 * own * width + BACKWARD90_STAGES(k->dim) * (2 * block * width + 3 * block * 4 + 32) +
+           2 * own * block * 2 + own * 4 + 32;
+}
+
 /* Up to 1023 bytes before the first tile; tiles, two of each kind (of wide heads one of Q); marks; jobs; barriers. */
 static size_t shared_bytes_sm90(const kernel_row *k) {
     const size_t rows = (size_t)rows_of(k), width = (size_t)k->dim * 2, block = (size_t)k->block;
-    if (k->pass == PASS_split)
+    if (k->pass == PASS_split || k->pass == PASS_finish || k->pass == PASS_rows)
         return 0;
+    if (k->pass == PASS_bwd)
+        return shared_bytes_fused(k);
     if (k->pass != PASS_fwd)
         return k->dtype == HEDDLE_F32 ? shared_bytes_backward32(k) : shared_bytes_backward90(k);
     if (k->dtype == HEDDLE_F32)
@@ -242,11 +258,13 @@ static int find_small(const heddle_attention *a, const attention_device *device,
 /* What the plan comes to. */
 typedef struct choice {
     int fwd, dkdv, dq, bwd; /* bwd: dkdv and dq in one; -1: they are not */
+    int finish;             /* after bwd for Hopper */
+    int rows_first;         /* before prep for Hopper */
     int64_t rows;           /* of lse */
     int64_t pack, splits, tiles_q, tiles_k;
     int64_t blocks; /* of fwd or of dq */
     int64_t blocks_dkdv;
-    size_t part_lse, base, rest, bytes;   /* offsets in the workspace, and its size */
+    size_t part_lse, base, rest, flags, sum, bytes; /* offsets in the workspace, and its size; 0: there is none */
     int split;                            /* float32 on Hopper: the kernel that splits; -1: none */
     int64_t split_tiles_q, split_tiles_k; /* of a head */
     size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets */
@@ -352,20 +370,51 @@ static void choose_forward(const heddle_attention *a, const attention_device *de
     }
 }
 
-/* All families have the same workspace. */
+/* The kernel for Hopper that makes all three gradients, where their sums need no order; -1: none. */
+static int find_fused(const heddle_attention *a, const attention_device *device) {
+    return a->features & HEDDLE_DETERMINISTIC ? -1 : find_sm90(a, device, PASS_bwd);
+}
+
+static void choose_fused(const heddle_attention *a, const attention_device *device, choice *c, int bwd) {
+    c->bwd = bwd;
+    c->finish = find_sm90(a, device, PASS_finish);
+    c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->finish]));
+    c->tiles_k = ceil_div(a->sk, rows_of(&kernels[bwd]));
+    c->blocks = c->tiles_q * a->h * a->b;
+    c->blocks_dkdv = min64(c->tiles_k * a->hk * a->b, device->multiprocessors);
+}
+
+/* Whether the pointers are aligned for Hopper's kernels must not change the workspace. */
 static void choose_backward(const heddle_attention *a, const attention_device *device, bool usable, choice *c) {
     const size_t each = align64((size_t)c->rows * sizeof(float));
     c->base = each;
     c->rest = 2 * each;
     c->bytes = 3 * each;
+    c->finish = c->rows_first = -1;
     c->bwd = find_small(a, device, PASS_bwd);
     if (c->bwd >= 0) {
         c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->bwd]));
         c->tiles_k = ceil_div(a->sk, rows_of(&kernels[c->bwd]));
         return;
     }
+    const int fused = find_fused(a, device), rows = find_sm90(a, device, PASS_rows);
+    if (rows >= 0) {
+        c->flags = c->bytes;
+        c->bytes += align64((size_t)(ceil_div(a->sq, 64) * a->h * a->b) * sizeof(int32_t));
+        c->rows_first = usable ? rows : -1;
+    }
+    if (fused >= 0) {
+        const int64_t tiles = a->features & HEDDLE_VARLEN ? a->total_q / 64 + a->b : ceil_div(a->sq, 64) * a->b;
+        c->sum = c->bytes;
+        c->bytes += (size_t)(tiles * 64 * a->h * kernels[fused].dim) * sizeof(float);
+        if (usable) {
+            choose_fused(a, device, c, fused);
+            return;
+        }
+        c->sum = 0;
+    }
     const int dkdv = find_sm90(a, device, PASS_dkdv), dq = find_sm90(a, device, PASS_dq);
-    const bool sm90 = (device->unproven || a->dtype == HEDDLE_F32) && usable && dkdv >= 0 && dq >= 0;
+    const bool sm90 = usable && dkdv >= 0 && dq >= 0;
     c->dkdv = sm90 ? dkdv : choose_kernel(a, device, PASS_dkdv);
     c->dq = sm90 ? dq : choose_kernel(a, device, PASS_dq);
     c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->dq]));
@@ -377,7 +426,7 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
     if (k->dim * (sm90 ? 1 : k->tiles) > 128)
         c->blocks_dkdv *= 2;
     if (sm90 && a->dtype == HEDDLE_F32)
-        place_splits(a, device, SPLIT_TENSORS, c);
+        place_splits(a, device, true, c);
     else if (sm90) { /* tile after tile */
         c->blocks = min64(c->blocks, device->multiprocessors);
         c->blocks_dkdv = min64(c->blocks_dkdv, device->multiprocessors);
@@ -385,7 +434,7 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
 }
 
 static choice choose(const heddle_attention *a, heddle_pass pass, const attention_device *device, bool aligned) {
-    choice c = {.pack = 1, .splits = 1, .bwd = -1, .split = -1};
+    choice c = {.pack = 1, .splits = 1, .bwd = -1, .split = -1, .finish = -1, .rows_first = -1};
     c.rows = a->h * (a->features & HEDDLE_VARLEN ? a->total_q : a->b * a->sq);
     if (pass == HEDDLE_FORWARD)
         choose_forward(a, device, aligned, &c);
@@ -405,7 +454,7 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_
         return fail(HEDDLE_UNSUPPORTED, "b·h·sq = %lld·%lld·%lld, sk = %lld: over 2^31 blocks", (long long)a->b,
                     (long long)a->h, (long long)a->sq, (long long)a->sk);
     const choice c = choose(a, plan->pass, device, true);
-    const bool of_queries = plan->pass == HEDDLE_FORWARD || c.bwd >= 0;
+    const bool of_queries = plan->pass == HEDDLE_FORWARD || (c.bwd >= 0 && c.finish < 0);
     const kernel_row *k = &kernels[plan->pass == HEDDLE_FORWARD ? c.fwd : c.bwd >= 0 ? c.bwd : c.dkdv];
     plan->threads = 1;
     plan->tile_q = of_queries ? rows_of(k) : k->block;
@@ -494,6 +543,8 @@ static void fill_params(const attention_plan *plan, const choice *c, const heddl
         p->dsum = (float *)workspace;
         p->base = (float *)(workspace + c->base);
         p->rest = (float *)(workspace + c->rest);
+        p->flags = c->rows_first >= 0 ? (int32_t *)(workspace + c->flags) : NULL;
+        p->dq_sum = c->sum && data->dq ? (float *)(workspace + c->sum) : NULL;
     }
 }
 
@@ -540,6 +591,26 @@ static void add_split_prep(const heddle_attention *a, const attention_device *de
                ceil_div(c->blocks, tiles));
 }
 
+/* All of prep; where rows has been before, blocks that look for what is left. */
+static void add_prep(const heddle_attention *a, const attention_device *device, const choice *c,
+                     attention_launch *launches, int *count) {
+    const int prep = find_kernel(a, device, PASS_prep, VARIANT_full, FAMILY_sm80);
+    const int64_t tiles = ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b;
+    if (c->rows_first >= 0)
+        add_launch(launches, count, c->rows_first, ceil_div(a->sq, 64) * a->h * a->b);
+    add_launch(launches, count, prep, c->rows_first < 0 ? tiles : min64(tiles, 2 * device->multiprocessors));
+}
+
+/* prep, bwd and finish. */
+static void add_fused(const heddle_attention *a, const attention_device *device, const heddle_attention_data *data,
+                      const choice *c, attention_launch *launches, int *count) {
+    add_prep(a, device, c, launches, count);
+    if (data->dk || data->dv || data->dq)
+        add_launch(launches, count, c->bwd, c->blocks_dkdv);
+    if (data->dq)
+        add_launch(launches, count, c->finish, c->blocks);
+}
+
 /* prep, dkdv and dq. */
 static void add_gradients(const heddle_attention *a, const attention_device *device, const heddle_attention_data *data,
                           const choice *c, attention_launch *launches, int *count) {
@@ -550,7 +621,7 @@ static void add_gradients(const heddle_attention *a, const attention_device *dev
     if (!split && (plain || (a->features & HEDDLE_WEIGHTS)))
         add_plain(a, device, launches, count, PASS_prep, ceil_div(a->b * a->h * a->sq, 4));
     if (!split && !plain)
-        add_launch(launches, count, prep, ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b);
+        add_prep(a, device, c, launches, count);
     if (data->dk || data->dv)
         add_launch(launches, count, c->dkdv, c->blocks_dkdv);
     if (data->dq)
@@ -578,7 +649,9 @@ int heddle__cuda_attention_launches(const attention_plan *plan, const attention_
             add_plain(a, device, launches, &n, PASS_weights, a->sk ? rows : 0);
         return n;
     }
-    if (c.bwd >= 0)
+    if (c.finish >= 0)
+        add_fused(a, device, data, &c, launches, &n);
+    else if (c.bwd >= 0)
         add_small(a, device, data, c.bwd, params, launches, &n);
     else
         add_gradients(a, device, data, &c, launches, &n);

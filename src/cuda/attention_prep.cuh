@@ -41,6 +41,11 @@ INLINE void mask_scores(const attention_params &p, const place &c, int64_t x, in
         }
 }
 
+/* Is a float32 log-sum-exp too coarse for P = exp(S - lse)? */
+template <typename T> INLINE bool is_large(float lse) {
+    return fabsf(lse) > (sizeof(T) == 4 ? 12.0f : 1024.0f) && fabsf(lse) < CUDART_INF_F;
+}
+
 /* sum over 16 bytes of dO∘O, leaving out zeros of O: a query that sees nothing may hold anything in dO. */
 template <typename T> INLINE float dot_chunk(uint4 o, uint4 dout) {
     const T *x = (const T *)&o, *y = (const T *)&dout;
@@ -201,29 +206,64 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
     }
 }
 
-/* D and the log-sum-exp in two parts. With dweights the plain prep has been here, and has seen to D. */
-template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attention_prep(const attention_params &p) {
-    typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
-    constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
-    static_assert(TILES == 1, "a warp has 16 rows");
-    extern __shared__ __align__(16) char shared[];
-    const int tiles = (int)((p.a.sq + ROWS - 1) / ROWS);
-    const int64_t unit = blockIdx.x / (unsigned)tiles, x = unit % p.a.h;
-    const int query0 = (int)(blockIdx.x % (unsigned)tiles) * ROWS, warp_row = (int)threadIdx.x / 32 * 16;
+/* One tile of queries; rows: nobody has been at it. With dweights the plain prep has been here, and has seen to D. */
+template <typename T, int D, int WARPS, int BLOCK>
+INLINE void prepare_tile(const attention_params &p, unsigned id, bool rows, uint32_t shared) {
+    typedef backward_shared<T, D, WARPS, 1, BLOCK> layout;
+    const unsigned tiles = (unsigned)((p.a.sq + layout::rows - 1) / layout::rows);
+    const int64_t unit = id / tiles, x = unit % p.a.h;
+    const int query0 = (int)(id % tiles) * layout::rows, warp_row = (int)threadIdx.x / 32 * 16;
     const place c = find_place(p, unit / p.a.h);
     bool large[2];
-    if (!(p.a.features & HEDDLE_WEIGHTS))
+    if (rows)
         prepare_rows<T>(p, c, x, query0 + warp_row);
     for (int half = 0; half < 2; half++) {
         const int i = query0 + warp_row + half * 8 + (int)threadIdx.x % 32 / 4;
-        const float lse = i < c.sq ? fabsf(((const float *)p.t.lse)[lse_at(p, c, x, i)]) : 0.0f;
-        large[half] = lse > (sizeof(T) == 4 ? 12.0f : 1024.0f) && lse < CUDART_INF_F;
+        large[half] = i < c.sq && is_large<T>(((const float *)p.t.lse)[lse_at(p, c, x, i)]);
     }
-    /* Split tensors have a prep of their own, whose scores are those of their kernels. */
-    if (__syncthreads_or(large[0] || large[1]) && !p.split[SPLIT_Q].tiles)
-        refine_rows<T, D, WARPS, BLOCK>(p, c, x, query0, large, shared_address(shared));
+    if (__syncthreads_or(large[0] || large[1]))
+        refine_rows<T, D, WARPS, BLOCK>(p, c, x, query0, large, shared);
     if (sizeof(T) == 2 && c.sk <= FEW_KEYS && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
-        sum_gradients<T, D, WARPS, BLOCK>(p, c, x, query0, shared_address(shared));
+        sum_gradients<T, D, WARPS, BLOCK>(p, c, x, query0, shared);
+}
+
+/* D and the log-sum-exp in two parts. With flags the rows of all tiles are done, and those flagged need more. */
+template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attention_prep(const attention_params &p) {
+    typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
+    static_assert(TILES == 1, "a warp has 16 rows");
+    extern __shared__ __align__(16) char shared[];
+    if (!p.flags) {
+        prepare_tile<T, D, WARPS, BLOCK>(p, blockIdx.x, !(p.a.features & HEDDLE_WEIGHTS), shared_address(shared));
+        return;
+    }
+    const unsigned tiles = (unsigned)((p.a.sq + layout::rows - 1) / layout::rows * p.a.h * p.a.b);
+    bool any = false;
+    for (unsigned id = blockIdx.x + threadIdx.x * gridDim.x; id < tiles; id += gridDim.x * WARPS * 32)
+        any |= p.flags[id] != 0;
+    if (__syncthreads_or(any))
+        for (unsigned id = blockIdx.x; id < tiles; id += gridDim.x)
+            if (p.flags[id]) {
+                __syncthreads();
+                prepare_tile<T, D, WARPS, BLOCK>(p, id, false, shared_address(shared));
+            }
+}
+
+/* What prep begins with, for 64 queries, in a kernel that has no shared memory and so has many blocks on a
+ * multiprocessor; flags of what is left to do; zeros where dq is summed. */
+template <typename T, int D> INLINE void attention_rows(const attention_params &p) {
+    const unsigned tiles = (unsigned)((p.a.sq + 63) / 64);
+    const int64_t unit = blockIdx.x / tiles, x = unit % p.a.h;
+    const int tile = (int)(blockIdx.x % tiles), i = tile * 64 + (int)threadIdx.x;
+    const place c = find_place(p, unit / p.a.h);
+    if (p.dq_sum && tile * 64 < c.all_sq)
+#pragma unroll
+        for (int e = 0; e < 64 * D / 4; e += 128)
+            ((float4 *)(p.dq_sum + (sum_tile(p, c, x) + tile) * 64 * D))[e + threadIdx.x] = make_float4(0, 0, 0, 0);
+    prepare_rows<T>(p, c, x, tile * 64 + (int)threadIdx.x / 32 * 16);
+    const bool large = threadIdx.x < 64 && i < c.sq && is_large<T>(((const float *)p.t.lse)[lse_at(p, c, x, i)]);
+    const bool any = __syncthreads_or(large) || c.sk <= FEW_KEYS;
+    if (threadIdx.x == 0)
+        p.flags[blockIdx.x] = any && tile * 64 < c.sq;
 }
 
 #endif

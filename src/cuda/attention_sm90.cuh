@@ -53,6 +53,9 @@ template <typename T, int N, int TRANSPOSED> struct wgmma;
         static __device__ __forceinline__ void run(float (*c)[4], const A &a, uint64_t b, int add) {                   \
             wgmma_##type##_n##N<TRANSPOSED>(c, a, b, add);                                                             \
         }                                                                                                              \
+        static __device__ __forceinline__ void run_both(float (*c)[4], uint64_t a, uint64_t b, int add) {              \
+            wgmma_##type##_n##N<TRANSPOSED, 1>(c, a, b, add);                                                          \
+        }                                                                                                              \
     };
 WGMMA(bf16, 64)
 WGMMA(bf16, 80)
@@ -82,6 +85,14 @@ INLINE void warpgroup_columns(float (*c)[4], const uint32_t (*a)[4], uint32_t b)
 #pragma unroll
     for (int s = 0; s < ROWS / 16; s++)
         wgmma<T, N, 1>::run(c, a[s], db + columns_step(s), 1);
+}
+
+/* c[N/8] = Aᵀ·B over ROWS rows of both: A: 64 columns, a strip; B: N columns of a tile of B_ROWS rows. Issued only. */
+template <typename T, int N, int ROWS, int B_ROWS> INLINE void warpgroup_both(float (*c)[4], uint32_t a, uint32_t b) {
+    const uint64_t da = describe_columns<ROWS * 128>(a), db = describe_columns<B_ROWS * 128>(b);
+#pragma unroll
+    for (int s = 0; s < ROWS / 16; s++)
+        wgmma<T, N, 1>::run_both(c, da + columns_step(s), db + columns_step(s), s > 0);
 }
 
 /* Accumulators of 64 rows and N columns -> A operands of the N/16 steps of a product over those columns. */

@@ -56,7 +56,6 @@ typedef struct device_record {
     int ordinal, major, minor, multiprocessors, shared_optin;
     int sm90;        /* Hopper, and HEDDLE_CUDA does not ask for less */
     int small;       /* SMALL_CHOSEN, or what HEDDLE_CUDA asks for */
-    int unproven;    /* HEDDLE_CUDA asks for more */
     cu_result error; /* of the query */
     _Atomic(cu_context) primary;
     /* Blocks of 2 MiB of addresses that were seen to be this device's memory (the driver maps no smaller ones), plus one. */
@@ -89,9 +88,8 @@ static void query_device(const cuda_driver *cu, device_record *r, int ordinal) {
         wanted = "";
     /* As with HEDDLE_CPU, a name that nobody knows changes nothing. */
     const bool sm80 = !strcmp(wanted, "sm80"), sm90 = !strcmp(wanted, "sm90"), small = !strcmp(wanted, "small");
-    r->unproven = !strcmp(wanted, "unproven");
     r->sm90 = r->major == 9 && !sm80;
-    r->small = small ? SMALL_ALWAYS : sm80 || sm90 || r->unproven ? SMALL_NEVER : SMALL_CHOSEN;
+    r->small = small ? SMALL_ALWAYS : sm80 || sm90 ? SMALL_NEVER : SMALL_CHOSEN;
     snprintf(r->name, sizeof r->name, "%s (device %d, sm_%d%d)", name, ordinal, r->major, r->minor);
 }
 
@@ -307,7 +305,6 @@ static attention_device facts_of(const cuda_driver *cu, const device_record *r) 
         /* Graphs take such launches since CUDA 12.3; kernels from PTX, on GPUs after Hopper, do not wait. */
         .overlaps = r->major == 9 && cu->version >= 12030,
         .small = r->small,
-        .unproven = r->unproven,
     };
 }
 

@@ -198,6 +198,12 @@ PTX void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier) {
                  : "memory");
 }
 
+/* Four float32 sums, added to what lies in global memory. */
+PTX void add_global4(float *to, float4 x) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+                 : "memory");
+}
+
 PTX void tma_prefetch_map(const void *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -205,6 +211,19 @@ PTX void tma_prefetch_map(const void *map) {
 /* Named barriers, 1 to 15, for so many threads, those that only arrive among them. */
 PTX void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* The same, and whether any of the threads has said yes. */
+PTX bool barrier_or(int id, int threads, bool yes) {
+    uint32_t any;
+    asm volatile("{\n.reg .pred p, q;\n"
+                 "setp.ne.u32 p, %3, 0;\n"
+                 "bar.red.or.pred q, %1, %2, p;\n"
+                 "selp.b32 %0, 1, 0, q;\n}"
+                 : "=r"(any)
+                 : "r"(id), "r"(threads), "r"((uint32_t)yes)
+                 : "memory");
+    return any;
 }
 
 PTX void barrier_arrive(int id, int threads) {
@@ -261,7 +280,8 @@ PTX void pin(uint32_t &x) {
 
 /* wgmma_<type>_n<N>(c, a, b, add): c = a·b (+ c), 64 x N x 16. c[N/8][4] holds, of warp w of the warpgroup, rows 16w + lane/4
  * (elements 0, 1) and 8 more (2, 3), columns 8y + lane%4·2 + 0, 1. b, and a in shared memory, are descriptors; a in registers
- * is what the accumulators' layout gives when pairs are packed. TRANSPOSED: b's columns are contiguous, not its rows. */
+ * is what the accumulators' layout gives when pairs are packed. TRANSPOSED: b's columns are contiguous, not its rows;
+ * A_TRANSPOSED: so are a's. */
 #define WGMMA_0_32                                                                                                     \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"               \
     "%27,%28,%29,%30,%31"
@@ -283,12 +303,13 @@ PTX void pin(uint32_t &x) {
 #define WGMMA_C_128(c, y) WGMMA_C_64(c, y), WGMMA_C_64(c, (y) + 8)
 #define WGMMA_C_256(c, y) WGMMA_C_128(c, y), WGMMA_C_128(c, (y) + 16)
 #define WGMMA(type, N, x0, x1, x2, x3, x4, x5, x6)                                                                     \
-    template <int TRANSPOSED> PTX void wgmma_##type##_n##N(float(*c)[4], uint64_t a, uint64_t b, int add) {            \
+    template <int TRANSPOSED, int A_TRANSPOSED = 0>                                                                    \
+    PTX void wgmma_##type##_n##N(float(*c)[4], uint64_t a, uint64_t b, int add) {                                      \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x2 ", 0;\n"                                                 \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #type "." #type " {" WGMMA_TEXT_##N             \
-                     "}, %" #x0 ", %" #x1 ", p, 1, 1, 0, %" #x3 ";\n}"                                                 \
+                     "}, %" #x0 ", %" #x1 ", p, 1, 1, %" #x4 ", %" #x3 ";\n}"                                          \
                      : WGMMA_C_##N(c, 0)                                                                               \
-                     : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED));                                                     \
+                     : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED), "n"(A_TRANSPOSED));                                  \
     }                                                                                                                  \
     template <int TRANSPOSED> PTX void wgmma_##type##_n##N(float(*c)[4], const uint32_t a[4], uint64_t b, int add) {   \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x5 ", 0;\n"                                                 \

@@ -36,18 +36,19 @@ static void expect_family(const attention_case *c, const char *family) {
     if (!strstr(device, "sm_90") || (wanted && strcmp(wanted, "sm80") == 0))
         family = "sm80";
     for (int pass = HEDDLE_FORWARD; pass <= HEDDLE_BACKWARD; pass++) {
-        const bool unproven = wanted && strcmp(wanted, "unproven") == 0;
-        const bool of_sm80 = pass == HEDDLE_BACKWARD && !unproven && a.dtype != HEDDLE_F32;
-        const char *expected = of_sm80 ? "sm80" : family;
         assert_int_equal(heddle_attention_kernel(&a, (heddle_pass)pass, name, sizeof name), HEDDLE_OK);
-        if (!strstr(name, expected)) {
+        if (!strstr(name, family)) {
             attention_print(c);
-            fail_msg("the plan chose %s, expected was %s", name, expected);
+            fail_msg("the plan chose %s, expected was %s", name, family);
         }
     }
 }
 
-static void check(const attention_case *c) {
+/* Every other problem asks for the same bits every time, which the backward has kernels of their own for. */
+static void check(attention_case *c) {
+    static int count;
+    if (count++ % 2)
+        c->a.features |= HEDDLE_DETERMINISTIC;
     const bool wide = c->a.dtype == HEDDLE_F32 && (c->a.d > 128 || c->a.dv > 128);
     expect_family(c, wide ? "sm80" : "sm90");
     check_attention(c);
