@@ -1,0 +1,144 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Of the forward for Hopper: what lies where in shared memory, the barriers, and which tile comes when. */
+#ifndef HEDDLE_CUDA_ATTENTION_FWD_SM90_CUH
+#define HEDDLE_CUDA_ATTENTION_FWD_SM90_CUH
+
+#include "attention_sm90.cuh"
+
+#define STAGES 2
+#define CLEANERS 64
+
+template <int D, int GROUPS, int BLOCK> struct forward90 {
+    static constexpr int rows = GROUPS * 64;
+    static constexpr int tile_bytes = BLOCK * D * 2;
+    static constexpr int q_stages = D > 128 ? 1 : 2; /* with two, o leaves through the buffer of its own Q */
+    static constexpr int q_bytes = rows * D * 2;
+    static constexpr int k = q_stages * q_bytes;
+    static constexpr int v = k + STAGES * tile_bytes;
+    static constexpr int bad = v + STAGES * tile_bytes;
+    static constexpr int any = bad + STAGES * BLOCK * 4; /* by the two cleaning warps: is there a mark? */
+    static constexpr int jobs = any + STAGES * 8;
+    static constexpr int barriers = jobs + 2 * 64;
+    static constexpr int bytes = barriers + 8 * 7 * STAGES;
+};
+
+/* The barriers, by the place of their first; one per slot. */
+enum {
+    Q_FULL = 0,
+    Q_EMPTY = Q_FULL + 8 * STAGES,
+    K_FULL = Q_EMPTY + 8 * STAGES,
+    K_EMPTY = K_FULL + 8 * STAGES,
+    V_FULL = K_EMPTY + 8 * STAGES,
+    V_CLEAN = V_FULL + 8 * STAGES,
+    V_EMPTY = V_CLEAN + 8 * STAGES
+};
+
+/* ---------------------------------------------------------------------------------------------------------- work */
+
+/* Keys begin .. end-1 are seen by some query of a tile, i+lo .. i+hi of the sk keys by its i-th, of 0 .. last. */
+struct forward_span {
+    int begin, end, lo, hi, sk, last;
+};
+/* Where a tile's results go, and how many of its rows count, and are there. */
+struct forward_target {
+    int64_t o, lse;
+    int x, rows, all_rows; /* head */
+};
+/* What the thread that sends tells the others of a tile, through shared memory. */
+struct forward_job {
+    forward_target t;
+    forward_span s;
+};
+/* A tile of queries. */
+struct forward_work {
+    place c;
+    int x, n, row0; /* head; batch as the tensor maps count */
+    forward_span s;
+};
+
+/* Tiles come in pairs of equal cost under a causal mask: the last and the first of a head, and so on inwards; what is left in the
+ * middle of an odd number pairs with its like of the next head. 16 heads at a time, whose keys stay in the second-level cache.
+ * A block takes every gridDim.x-th pair; the pairs that do not make a full round are dealt out as single tiles. */
+INLINE unsigned count_pairs(const attention_params &p) {
+    const unsigned units = (unsigned)(p.a.h * p.a.b), tiles = (unsigned)p.tiles_q;
+    return units / 16 * 8 * tiles + (units % 16 * tiles + 1) / 2;
+}
+
+/* id = unit·tiles + tile of one step; false: there is none. */
+INLINE bool tile_of_step(const attention_params &p, unsigned step, unsigned *id) {
+    const unsigned units = (unsigned)(p.a.h * p.a.b), tiles = (unsigned)p.tiles_q, grid = gridDim.x;
+    const unsigned pairs = count_pairs(p);
+    unsigned pair = step / 2 * grid + blockIdx.x, second = step % 2;
+    if (step / 2 * grid + grid > pairs) {
+        const unsigned left = pairs % grid, at = second ? 2 * grid - 1 - blockIdx.x : blockIdx.x;
+        if (at >= 2 * left)
+            return false;
+        second = at >= left;
+        pair = pairs - left + at - second * left;
+    }
+    const unsigned section = pair / (8 * tiles), j = pair - section * 8 * tiles;
+    const unsigned count = min(16u, units - section * 16), half = tiles / 2;
+    unsigned unit = j % count, tile = second ? j / count : tiles - 1 - j / count;
+    if (j >= count * half) {
+        unit = 2 * (j - count * half) + second;
+        tile = half;
+        if (unit >= count)
+            return false;
+    }
+    *id = (section * 16 + unit) * tiles + tile;
+    return true;
+}
+
+/* False: the tile has no rows. */
+template <int ROWS> INLINE bool find_work(const attention_params &p, unsigned id, forward_work *w) {
+    const unsigned h = (unsigned)p.a.h, unit = id / (unsigned)p.tiles_q;
+    w->x = (int)(unit % h);
+    w->c = find_place(p, unit / h);
+    w->n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w->c.n;
+    const int row0 = (int)(id - unit * (unsigned)p.tiles_q) * ROWS, i1 = min(w->c.sq, row0 + ROWS);
+    w->row0 = row0;
+    w->s = {0, 0, row0 + w->c.lo, row0 + w->c.hi, w->c.sk, i1 - 1 - row0};
+    if (row0 < i1) {
+        w->s.begin = max(0, min(row0 + w->c.lo, w->c.sk));
+        w->s.end = max(w->s.begin, min(i1 + w->c.hi, w->c.sk));
+    }
+    return row0 < w->c.all_sq;
+}
+
+INLINE forward_target target_of(const attention_params &p, const forward_work &w) {
+    return {row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + w.row0), lse_at(p, w.c, w.x, w.row0), w.x, w.c.sq - w.row0,
+            w.c.all_sq - w.row0};
+}
+
+/* This block's next tile that has rows. */
+template <int ROWS> INLINE bool next_work(const attention_params &p, unsigned *step, forward_work *w) {
+    while (*step / 2 * gridDim.x < count_pairs(p)) {
+        unsigned id;
+        const bool there = tile_of_step(p, *step, &id);
+        ++*step;
+        if (there && find_work<ROWS>(p, id, w))
+            return true;
+    }
+    return false;
+}
+
+/* The n-th tile of its kind: its slot, and the parity of the phase in which it is there. */
+template <int SLOTS> INLINE unsigned slot_of(unsigned n) {
+    return n % SLOTS;
+}
+template <int SLOTS> INLINE unsigned turn_of(unsigned n) {
+    return n / SLOTS % 2;
+}
+
+/* Some key of the tile from j0 on is unseen by some query: the last ones, the first ones. */
+template <int BLOCK> INLINE bool is_cut_above(const forward_span &w, int j0) {
+    return j0 + BLOCK > w.end || j0 + BLOCK - 1 > w.hi;
+}
+INLINE bool is_cut_below(const forward_span &w, int j0) {
+    return j0 < w.last + w.lo;
+}
+template <int BLOCK> INLINE bool is_cut(const forward_span &w, int j0) {
+    return is_cut_above<BLOCK>(w, j0) || is_cut_below(w, j0);
+}
+
+#endif
