@@ -178,7 +178,8 @@ def main():
         for mean in (0, 100, 1000):
             compare(heddle, 2048, 4096, 1024, dtype, tf32, mean)
     host_cost(heddle)
-    shapes = [(16384, 1024, 4096)] if a.quick else [(16384, 1024, 4096), (16384, 4096, 4096), (2048, 768, 3072)]
+    shapes = [(16384, 1024, 4096)] if a.quick else [(16384, 1024, 4096), (16384, 4096, 4096), (8192, 4096, 12288),
+                                                   (2048, 768, 3072)]
     for shape in shapes:
         for dtype, tf32 in cases:
             torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -3,6 +3,8 @@
 #include "common.h"
 
 #include <math.h>
+#include <stdlib.h>
+#include <string.h>
 
 static const heddle_dtype dtypes[] = {HEDDLE_F32, HEDDLE_BF16, HEDDLE_F16};
 
@@ -159,6 +161,70 @@ static void test_eps(void **state) {
     }
 }
 
+/* On a Hopper GPU 16-bit tensors whose rows begin at multiples of 16 bytes go to its own kernels. */
+static void expect_family(const norm_linear_case *c, bool aligned) {
+    char device[160] = "", name[128] = "";
+    const char *wanted = getenv("HEDDLE_CUDA");
+    if (test_device() != HEDDLE_CUDA)
+        return;
+    heddle_device_describe(HEDDLE_CUDA, device, sizeof device);
+    const bool hopper = strstr(device, "sm_90") && !(wanted && strcmp(wanted, "sm80") == 0);
+    for (int pass = HEDDLE_FORWARD; pass <= HEDDLE_BACKWARD; pass++) {
+        assert_int_equal(heddle_norm_linear_kernel(&c->a, (heddle_pass)pass, name, sizeof name), HEDDLE_OK);
+        assert_non_null(strstr(name, hopper && aligned && c->a.dtype != HEDDLE_F32 ? "_sm90" : "_sm80"));
+    }
+}
+
+/* Several tiles of 128 rows and 256 or 128 columns, that end anywhere; seeds that three divides move the tensors off their
+ * alignment. */
+static void test_tiles(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{300, 136, 264}, {257, 200, 136}, {129, 392, 520}, {1, 8, 8}};
+    for (size_t x = 0; x < COUNT(sizes); x++)
+        for (int norm = 0; norm < 2; norm++)
+            for (size_t y = 1; y < COUNT(dtypes); y++) {
+                norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
+                c.a.norm = (heddle_norm)norm;
+                c.a.dtype = dtypes[y];
+                for (c.seed = 7; c.seed < 10; c.seed++) {
+                    expect_family(&c, true);
+                    check_norm_linear(&c);
+                }
+            }
+}
+
+/* A block has tile after tile, each with a short sum: one half of it may be a tile ahead of the other. */
+static void test_many_short_tiles(void **state) {
+    (void)state;
+    norm_linear_case c = make_case(8, 2304, 2304);
+    c.a.dtype = HEDDLE_BF16;
+    c.seed = 1;
+    expect_family(&c, true);
+    check_norm_linear(&c);
+}
+
+/* Odd numbers of columns in aligned rows; every subset of the results. */
+static void test_tiles_with_odd_columns(void **state) {
+    (void)state;
+    static const int results[] = {N_GAMMA, N_BETA, N_DX, N_DGAMMA, N_DBETA, N_DW, N_DBIAS};
+    for (unsigned bits = 0; bits < 1u << COUNT(results); bits++) {
+        norm_linear_case c = make_case(140, 67, 139);
+        for (size_t x = 0; x < COUNT(results); x++)
+            c.skip |= (bits >> x & 1) << results[x];
+        c.a.x_stride = c.a.w_stride = 72;
+        c.a.dx_stride = c.a.dw_stride = 80;
+        c.a.y_stride = c.a.dy_stride = 144;
+        c.a.norm = (heddle_norm)(bits / 2 % 2);
+        c.a.dtype = bits % 2 ? HEDDLE_BF16 : HEDDLE_F16;
+        c.seed = 3 * bits + 1;
+        expect_family(&c, true);
+        check_norm_linear(&c);
+    }
+    norm_linear_case c = make_case(140, 67, 139);
+    c.a.dtype = HEDDLE_BF16;
+    expect_family(&c, false);
+}
+
 /* Rows that do not vary: rstd = 1/sqrt(eps), xhat = 0, and nothing is NaN. */
 static void test_constant_rows(void **state) {
     (void)state;
@@ -225,6 +291,9 @@ int main(void) {
         cmocka_unit_test(test_spread),        cmocka_unit_test(test_eps),
         cmocka_unit_test(test_constant_rows), cmocka_unit_test(test_tf32),
         cmocka_unit_test(test_no_rows),
+        cmocka_unit_test(test_tiles),
+        cmocka_unit_test(test_tiles_with_odd_columns),
+        cmocka_unit_test(test_many_short_tiles),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

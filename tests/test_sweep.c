@@ -159,6 +159,9 @@ static norm_linear_case random_norm_linear(uint64_t seed) {
     for (size_t x = 0; x < COUNT(optional); x++)
         c.skip |= rng_chance(&r, 0.15) ? UINT32_C(1) << optional[x] : 0;
     c.mean = rng_chance(&r, 0.3) ? 100 * rng_uniform(&r) : 0;
+    const bool aligned = rng_chance(&r, 0.5); /* rows, to 16 bytes */
+    for (size_t x = 0; aligned && x < COUNT(strides); x++)
+        *strides[x] = (last[x] + 7) / 8 * 8 + 8 * rng_between(&r, 0, 2);
     return c;
 }
 

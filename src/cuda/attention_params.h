@@ -4,6 +4,7 @@
 #define HEDDLE_CUDA_ATTENTION_PARAMS_H
 
 #include "heddle.h"
+#include "tensor_map.h"
 
 /* The most blocks that share the keys of a tile of queries. */
 #define MAX_SPLITS 256
@@ -52,11 +53,6 @@ typedef struct attention_params {
 
 /* Up to so many keys, D of 16-bit types is rowsum(P∘dP): o is rounded, and few keys do not average that out. */
 #define FEW_KEYS 128
-
-/* What the copy engine knows of a tensor (CUtensorMap): columns, rows, heads, batch; boxes of 64 columns. */
-typedef struct tensor_map {
-    uint64_t words[16];
-} __attribute__((aligned(64))) tensor_map;
 
 /* The one parameter of the kernels for Hopper. dout only in backward. */
 typedef struct attention_params_sm90 {
@@ -111,14 +107,6 @@ typedef struct attention_launch {
     int overlaps;                         /* its blocks may start, and wait, while the launch in front still runs */
 } attention_launch;
 
-/* What a tensor map is made of: columns, rows, heads, batch, and bytes from one to the next; rows of a box. base NULL: there is
- * none. */
-typedef struct tensor_shape {
-    const void *base;
-    uint64_t extent[4], stride[3];
-    uint32_t rows;
-} tensor_shape;
-
 /* Is the problem one for the family `small`? dim: of its kernel. Pure. */
 bool heddle__cuda_attention_is_small(const heddle_attention *a, const attention_device *device, heddle_pass pass,
                                      int dim);
@@ -136,7 +124,7 @@ int heddle__cuda_attention_launches(const attention_plan *plan, const attention_
                                     const heddle_attention_data *data, void *workspace, attention_params *params,
                                     attention_launch launches[ATTENTION_MAX_LAUNCHES]);
 
-/* q, k, v, dout. Pure. */
+/* q, k, v, dout: columns, rows, heads, batch. Pure. */
 void heddle__cuda_attention_shapes(const attention_plan *plan, const heddle_attention_data *data,
                                    tensor_shape shapes[4]);
 

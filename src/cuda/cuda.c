@@ -42,7 +42,7 @@ typedef struct kernel_row {
 } kernel_row;
 
 static const kernel_row norm_linear_rows[] = {
-#define K(pass, dtype, module, threads) {"heddle_norm_linear_" #pass "_" #dtype "_sm80", #module, threads},
+#define K(pass, dtype, family, module, threads) {"heddle_norm_linear_" #pass "_" #dtype "_" #family, #module, threads},
 #include "norm_linear.def"
 #undef K
 };
@@ -327,7 +327,7 @@ static heddle_status plan_norm_linear(norm_linear_plan *plan) {
     heddle_status status = current_device(&cu, &r, &context);
     if (status != HEDDLE_OK || !r)
         return status;
-    const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin};
+    const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin, r->sm90};
     plan->on = (plan_device){r, context};
     return heddle__cuda_plan_norm_linear(plan, &facts);
 }
@@ -348,24 +348,27 @@ static heddle_status enter_primary(const cuda_driver *cu, device_record *r, cu_c
 }
 
 /* Boxes of 64 columns, as the kernels for Hopper lay their tiles down. */
+static heddle_status encode_map(const cuda_driver *cu, const device_record *r, heddle_dtype dtype, unsigned rank,
+                                const tensor_shape *shape, tensor_map *map) {
+    static const uint32_t steps[] = {1, 1, 1, 1};
+    const int type = dtype == HEDDLE_BF16 ? CU_TENSOR_MAP_BFLOAT16 : CU_TENSOR_MAP_FLOAT16;
+    const uint32_t box[] = {64, shape->rows, 1, 1};
+    cu_result error =
+        cu->cuTensorMapEncodeTiled(map, type, rank, (void *)(uintptr_t)shape->base, shape->extent, shape->stride, box,
+                                   steps, 0, CU_TENSOR_MAP_SWIZZLE_128, CU_TENSOR_MAP_PROMOTE_256, 0);
+    return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuTensorMapEncodeTiled", error);
+}
+
 static heddle_status encode_maps(const cuda_driver *cu, const device_record *r, const attention_plan *plan,
                                  const heddle_attention_data *data, attention_params_sm90 *params) {
-    static const uint32_t steps[] = {1, 1, 1, 1};
-    const int type = plan->a.dtype == HEDDLE_BF16 ? CU_TENSOR_MAP_BFLOAT16 : CU_TENSOR_MAP_FLOAT16;
     tensor_map *maps[] = {&params->q, &params->k, &params->v, &params->dout};
     tensor_shape shapes[4];
     heddle__cuda_attention_shapes(plan, data, shapes);
-    for (int x = 0; x < 4; x++) {
-        if (!shapes[x].base)
-            continue;
-        const uint32_t box[] = {64, shapes[x].rows, 1, 1};
-        cu_result error = cu->cuTensorMapEncodeTiled(maps[x], type, 4, (void *)(uintptr_t)shapes[x].base,
-                                                     shapes[x].extent, shapes[x].stride, box, steps, 0,
-                                                     CU_TENSOR_MAP_SWIZZLE_128, CU_TENSOR_MAP_PROMOTE_256, 0);
-        if (error != CU_SUCCESS)
-            return heddle__cuda_fail(cu, r->name, "cuTensorMapEncodeTiled", error);
-    }
-    return HEDDLE_OK;
+    heddle_status status = HEDDLE_OK;
+    for (int x = 0; x < 4 && status == HEDDLE_OK; x++)
+        if (shapes[x].base)
+            status = encode_map(cu, r, plan->a.dtype, 4, &shapes[x], maps[x]);
+    return status;
 }
 
 static heddle_status launch_attention(const cuda_driver *cu, device_record *r, cu_context context,
@@ -402,11 +405,18 @@ static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r,
         status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)
         return status;
+    const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin, r->sm90};
     norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
-    int n = heddle__cuda_norm_linear_launches(plan, data, workspace, launches);
-    for (int x = 0; x < n && status == HEDDLE_OK; x++)
-        status = launch(cu, r, ATTENTION_KERNELS + (int)launches[x].kernel, &norm_linear_rows[launches[x].kernel],
-                        launches[x].grid, launches[x].shared, false, &launches[x].params, stream);
+    int n = heddle__cuda_norm_linear_launches(plan, &facts, data, workspace, launches);
+    for (int x = 0; x < n && status == HEDDLE_OK; x++) {
+        norm_linear_launch *l = &launches[x];
+        tensor_map *maps[] = {&l->params.gemm90.a, &l->params.gemm90.b};
+        for (int y = 0; l->sm90 && y < 2 && status == HEDDLE_OK; y++)
+            status = encode_map(cu, r, plan->a.dtype, 2, &l->shapes[y], maps[y]);
+        if (status == HEDDLE_OK)
+            status = launch(cu, r, ATTENTION_KERNELS + (int)l->kernel, &norm_linear_rows[l->kernel], l->grid, l->shared,
+                            &l->params, stream);
+    }
     return status;
 }
 

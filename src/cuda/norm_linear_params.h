@@ -6,7 +6,7 @@
 #ifndef HEDDLE_CUDA_NORM_LINEAR_PARAMS_H
 #define HEDDLE_CUDA_NORM_LINEAR_PARAMS_H
 
-#include <stdint.h>
+#include "tensor_map.h"
 
 /* out[rows, cols] = epilogue(A·B). A and B are 16-bit planes whose leading dimension is a multiple of 8 elements. */
 typedef struct norm_gemm {
@@ -35,7 +35,18 @@ typedef struct norm_gemm {
     /* dx: [2·col_tiles][2][rows], sums over the columns of g and of g·xhat; dw: [2·row_tiles][cols], sums over the rows of
      * W∘G, or NULL */
     float *part;
+    /* sm90, dw: part is [row_tiles][cols], part_beta the same of W∘dbias; row_sums: dbias, T [rows]. Each may be NULL; sums_rows:
+     * somebody needs dbias. */
+    float *part_beta;
+    void *row_sums;
+    int32_t sums_rows;
 } norm_gemm;
+
+/* On Hopper A and B come by the copy engine, in boxes of 64 rows. */
+typedef struct norm_gemm_sm90 {
+    tensor_map a, b;
+    norm_gemm g;
+} norm_gemm_sm90;
 
 /* A row of `in` at a time: its moments, and xhat into planes; or, where it `packs`, in∘gamma into planes. */
 typedef struct norm_rows {
@@ -58,13 +69,15 @@ typedef struct norm_rows {
 /* prepare: two jobs in one launch; one of them may have no rows. */
 typedef struct norm_prepare {
     norm_rows job[2];
+    int64_t first_blocks; /* of job[0] */
 } norm_prepare;
 
-/* finish: dx = rstd·(g - mean_k(g) - xhat·mean_k(g∘xhat)), in place */
+/* finish: dx = rstd·(g - mean_k(g) - xhat·mean_k(g∘xhat)), in place, and xhat to z, if not NULL. parts 0: the means
+ * are formed here */
 typedef struct norm_finish {
-    void *dx;
+    void *dx, *z;
     const void *x;
-    int64_t ldd, ldx, rows, cols;
+    int64_t ldd, ldz, ldx, rows, cols;
     const float *mean, *rstd, *part; /* of norm_gemm */
     int32_t parts, centred, vector;
 } norm_finish;
@@ -81,6 +94,11 @@ typedef struct norm_sums {
     float *sum; /* [cols] or NULL */
 } norm_sums;
 
+/* total: two jobs in one launch; one of them may have no columns. */
+typedef struct norm_totals {
+    norm_sums job[2];
+} norm_totals;
+
 /* shared[x] = the least of of[x][0 .. count[x]-1], at most LARGEST_EXPONENT */
 typedef struct norm_exponents {
     const int32_t *of[2];
@@ -90,9 +108,11 @@ typedef struct norm_exponents {
 
 typedef union norm_linear_params {
     norm_gemm gemm;
+    norm_gemm_sm90 gemm90;
     norm_prepare prepare;
     norm_finish finish;
     norm_sums sums;
+    norm_totals totals;
     norm_exponents exponents;
 } norm_linear_params;
 
@@ -100,6 +120,9 @@ enum {
     GEMM_TILE = 128, /* rows and columns of a block */
     GEMM_STAGE_BYTES = 32768,
     GEMM_SHARED = 3 * GEMM_STAGE_BYTES,
+    GEMM90_SHARED = 220672,
+    SHORT_ROW = 1024,      /* elements of a row that one warp takes; a longer one is a block's */
+    SHORT_ROWS = 4,        /* of a block */
     SUM_COLS = 256,        /* columns of a block of `partial` */
     TOTAL_COLS = 128,      /* of `total` */
     LARGEST_EXPONENT = 126 /* 2^126 is a normal float */

@@ -204,8 +204,45 @@ PTX void add_global4(float *to, float4 x) {
                  : "memory");
 }
 
+/* A box of a matrix; with _all into every block of the cluster that has a bit in `blocks`, to the same place and on the same
+ * mbarrier of each. */
+PTX void tma_load2(uint32_t to, const void *map, uint32_t barrier, int x0, int x1) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x0), "r"(x1)
+                 : "memory");
+}
+
+PTX void tma_load2_all(uint32_t to, const void *map, uint32_t barrier, int x0, int x1, uint16_t blocks) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(x0), "r"(x1), "h"(blocks)
+                 : "memory");
+}
+
 PTX void tma_prefetch_map(const void *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/* What has this address here, in block `rank` of the cluster: for mbarrier_arrive_at. */
+PTX uint32_t cluster_address(uint32_t at, int rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+
+/* Releases what tensor cores have read, no writes: with a release for the cluster each would be a fence for the whole GPU. */
+PTX void mbarrier_arrive_at(uint32_t there) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+
+/* All threads of all blocks of the cluster arrive, and wait. */
+PTX void cluster_arrive(void) {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+
+PTX void cluster_wait(void) {
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 /* Named barriers, 1 to 15, for so many threads, those that only arrive among them. */

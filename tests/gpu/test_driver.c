@@ -464,18 +464,30 @@ SCENARIO(decoding_by_an_old_driver)
 SCENARIO(small_left_out)
 SCENARIO(float32_on_hopper)
 
+enum { KERNELS = ATTENTION_KERNELS + NORM_LINEAR_KERNELS };
+
+static const char *symbol_of(int kernel) {
+    static const char *const norm_linear[] = {
+#define K(pass, dtype, family, module, threads) "heddle_norm_linear_" #pass "_" #dtype "_" #family,
+#include "cuda/norm_linear.def"
+#undef K
+    };
+    return kernel < ATTENTION_KERNELS ? heddle__cuda_attention_symbol((enum attention_kernel)kernel)
+                                      : norm_linear[kernel - ATTENTION_KERNELS];
+}
+
 /* Which kernels were launched, from the child back to the parent. */
 static void every_kernel(const char *family, bool *seen) {
     int ends[2];
-    unsigned char was[ATTENTION_KERNELS];
+    unsigned char was[KERNELS];
     assert_int_equal(pipe(ends), 0);
     fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {
         set("HEDDLE_CUDA", family);
         on_h200();
-        for (int x = 0; x < ATTENTION_KERNELS; x++)
-            was[x] = fake_launches(heddle__cuda_attention_symbol((enum attention_kernel)x)) > 0;
+        for (int x = 0; x < KERNELS; x++)
+            was[x] = fake_launches(symbol_of(x)) > 0;
         _exit(write(ends[1], was, sizeof was) == sizeof was ? 0 : 1);
     }
     close(ends[1]);
@@ -483,20 +495,20 @@ static void every_kernel(const char *family, bool *seen) {
     assert_int_equal(read(ends[0], was, sizeof was), sizeof was);
     assert_true(waitpid(child, &status, 0) == child && status == 0);
     close(ends[0]);
-    for (int x = 0; x < ATTENTION_KERNELS; x++)
+    for (int x = 0; x < KERNELS; x++)
         seen[x] |= was[x];
 }
 
 static void test_no_kernel_is_dead(void **state) {
     (void)state;
-    bool seen[ATTENTION_KERNELS] = {false};
+    bool seen[KERNELS] = {false};
     every_kernel(NULL, seen);
     every_kernel("sm80", seen);
     every_kernel("small", seen);
     int dead = 0;
-    for (int x = 0; x < ATTENTION_KERNELS; x++)
+    for (int x = 0; x < KERNELS; x++)
         if (!seen[x]) {
-            printf("never launched: %s\n", heddle__cuda_attention_symbol((enum attention_kernel)x));
+            printf("never launched: %s\n", symbol_of(x));
             dead++;
         }
     assert_int_equal(dead, 0);
