@@ -3,8 +3,7 @@
  *
  * A block stays and takes one tile of 128 rows and WIDTH columns after the other; the two blocks of a cluster have tiles one
  * below the other, and each fetches half of their common columns for both. One thread copies, two warpgroups of 64 rows
- * multiply, and two warps (the helpers) bring what the epilogue needs of every row and column; for dw they sum dy on the way,
- * which is dbias.
+ * multiply, and two warps (the helpers) bring what the epilogue needs of every row and column.
  *
  * A tile in shared memory is boxes of 64 x 64 elements, 128 bytes a row, swizzled by the copy engine, one behind the other
  * along its side. As such a box lies, tensor cores take it with its rows along the sum or over it. */
@@ -47,7 +46,6 @@ template <int WIDTH> struct gemm90 {
 /* One tile of this block's; false: there are no more. */
 struct gemm_tile {
     int64_t row_tile, row0, col0;
-    bool first_column;
 };
 
 template <int WIDTH> INLINE bool tile_of_turn(const norm_gemm &p, uint32_t turn, gemm_tile *t) {
@@ -60,7 +58,6 @@ template <int WIDTH> INLINE bool tile_of_turn(const norm_gemm &p, uint32_t turn,
     t->row_tile = (int64_t)(panel * PANEL + rest % height) * 2 + blockIdx.x % 2;
     t->row0 = t->row_tile * GEMM_TILE;
     t->col0 = (int64_t)col_tile * WIDTH;
-    t->first_column = col_tile == 0;
     return true;
 }
 
@@ -108,51 +105,6 @@ INLINE void produce(const norm_gemm_sm90 &all, uint32_t base) {
 
 /* ---------------------------------------------------------------------------------------------------------- helpers */
 
-INLINE float2 widen(uint32_t two, bf16) {
-    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000));
-}
-INLINE float2 widen(uint32_t two, f16) {
-    return make_float2(f16_to_float((uint16_t)two), f16_to_float((uint16_t)(two >> 16)));
-}
-
-/* The sums over m of eight columns of dy, of which this lane has every fourth row; each warp has its box. */
-template <typename T, int WIDTH> INLINE void sum_dy(const norm_gemm &p, uint32_t base, gemm_ring *r, float all[8]) {
-    typedef gemm90<WIDTH> layout;
-    const int lane = threadIdx.x % 32, chunk = lane % 8, row0 = lane / 8;
-#pragma unroll
-    for (int x = 0; x < 8; x++)
-        all[x] = 0;
-#pragma unroll 1
-    for (int64_t k = 0; k < p.depth; k += DEPTH) {
-        const uint32_t box = base + r->slot * layout::stage + threadIdx.x / 32 % 2 * BOX + row0 * 128;
-        float sum[8] = {};
-        mbarrier_wait(base + layout::full + r->slot * 8, r->turn);
-#pragma unroll 4
-        for (int row = 0; row < DEPTH; row += 4) {
-            const uint4 four = load_shared16(box + row * 128 + (chunk ^ ((row & 4) + row0)) * 16);
-            const uint32_t two[] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int x = 0; x < 4; x++) {
-                const float2 v = widen(two[x], T());
-                sum[2 * x] += v.x;
-                sum[2 * x + 1] += v.y;
-            }
-        }
-        __syncwarp();
-        if (lane == 0)
-            mbarrier_arrive(base + layout::empty + r->slot * 8);
-#pragma unroll
-        for (int x = 0; x < 8; x++)
-            all[x] += sum[x];
-        advance<WIDTH>(r);
-    }
-#pragma unroll
-    for (int x = 0; x < 8; x++) {
-        all[x] += __shfl_xor_sync(~0u, all[x], 8);
-        all[x] += __shfl_xor_sync(~0u, all[x], 16);
-    }
-}
-
 /* What the epilogue needs of a column, and of a row. */
 template <typename T, int PASS> INLINE float2 column_pair(const norm_gemm &p, int64_t col) {
     const T *gamma = (const T *)p.gamma, *beta = (const T *)p.beta, *bias = (const T *)p.bias;
@@ -164,38 +116,25 @@ template <typename T, int PASS> INLINE float2 column_pair(const norm_gemm &p, in
 }
 
 template <int PASS> INLINE float2 row_pair(const norm_gemm &p, int64_t row) {
-    const bool there = PASS == FWD && p.mean && row < p.rows;
-    return there ? make_float2(p.mean[row], p.rstd[row]) : make_float2(0, 1);
+    if (row >= p.rows)
+        return make_float2(0, 0);
+    if (PASS == FWD)
+        return p.mean ? make_float2(p.mean[row], p.rstd[row]) : make_float2(0, 1);
+    return make_float2(PASS == DW && p.row_bias ? p.row_bias[row] : 0, 0);
 }
 
 template <typename T, int WIDTH, int PASS> INLINE void help(const norm_gemm &p, uint32_t base, char *from) {
     typedef gemm90<WIDTH> layout;
     const int thread = (int)threadIdx.x % HELPERS;
-    gemm_ring r = {0, 0};
     gemm_tile t;
     for (uint32_t turn = 0; tile_of_turn<WIDTH>(p, turn, &t); turn++) {
         float2 *columns = (float2 *)(from + layout::vectors + turn % 2 * layout::vector), *rows = columns + WIDTH;
         mbarrier_wait(base + layout::taken + turn % 2 * 8, (turn / 2 & 1) ^ 1);
         for (int x = thread; x < WIDTH; x += HELPERS)
             columns[x] = column_pair<T, PASS>(p, t.col0 + x);
-        if (PASS != DW) {
-            for (int x = thread; x < GEMM_TILE; x += HELPERS)
-                rows[x] = row_pair<PASS>(p, t.row0 + x);
-        } else if (p.sums_rows) {
-            float sum[8];
-            sum_dy<T, WIDTH>(p, base, &r, sum);
-            const int first = thread / 32 * 64 + thread % 8 * 8;
-#pragma unroll
-            for (int x = 0; x < 8; x++)
-                if (thread % 32 < 8) {
-                    rows[first + x] = make_float2(sum[x], 0);
-                    if (p.row_sums && t.first_column && t.row0 + first + x < p.rows)
-                        ((T *)p.row_sums)[t.row0 + first + x] = from_float<T>(sum[x]);
-                }
-        }
-        __syncwarp();
-        if (thread % 32 == 0)
-            mbarrier_arrive(base + layout::ready + turn % 2 * 8);
+        for (int x = thread; x < GEMM_TILE; x += HELPERS)
+            rows[x] = row_pair<PASS>(p, t.row0 + x);
+        mbarrier_arrive(base + layout::ready + turn % 2 * 8);
     }
 }
 
@@ -330,6 +269,13 @@ INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const f
     }
 }
 
+INLINE float2 widen(uint32_t two, bf16) {
+    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000));
+}
+INLINE float2 widen(uint32_t two, f16) {
+    return make_float2(f16_to_float((uint16_t)two), f16_to_float((uint16_t)(two >> 16)));
+}
+
 /* dw: the sums over the tile's rows of W∘G, and of W∘dbias, to part and part_beta; by way of the staging area. */
 template <typename T, int WIDTH>
 INLINE void sum_columns(const norm_gemm &p, const gemm_tile &t, int row0, const float2 row[2], uint32_t base,
@@ -398,8 +344,7 @@ template <typename T, int WIDTH, int PASS> INLINE void consume(const norm_gemm &
             sum_columns<T, WIDTH>(p, t, row0, row, base, from, acc);
         if (PASS != DW || p.out)
             store_tile<T, WIDTH, PASS>(p, t, row0, columns, row, base + layout::staging + warp * STAGING, acc);
-        if (lane == 0)
-            mbarrier_arrive(base + layout::taken + turn % 2 * 8);
+        mbarrier_arrive(base + layout::taken + turn % 2 * 8);
     }
 }
 
@@ -409,15 +354,13 @@ template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_
     const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
     char *const from = shared + (base - shared_address(shared));
     if (threadIdx.x == 0) {
-        /* Of a slot: the warpgroups that multiply, of both blocks, and the warps that sum. */
-        const int users = 2 * CONSUMERS / WARPGROUP + (PASS == DW && all.g.sums_rows ? HELPERS / 32 : 0);
         for (int x = 0; x < layout::stages; x++) {
             mbarrier_init(base + layout::full + x * 8, 1);
-            mbarrier_init(base + layout::empty + x * 8, users);
+            mbarrier_init(base + layout::empty + x * 8, 2 * CONSUMERS / WARPGROUP); /* of both blocks */
         }
         for (int x = 0; x < 2; x++) {
-            mbarrier_init(base + layout::ready + x * 8, HELPERS / 32);
-            mbarrier_init(base + layout::taken + x * 8, CONSUMERS / 32);
+            mbarrier_init(base + layout::ready + x * 8, HELPERS);
+            mbarrier_init(base + layout::taken + x * 8, CONSUMERS);
         }
         mbarrier_init_fence();
     }
@@ -426,14 +369,14 @@ template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_
     cluster_wait();
     const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
-        registers_fewer<72>();
+        registers_fewer<56>();
         if (threadIdx.x == 0)
             produce<WIDTH, PASS == DW, PASS != FWD>(all, base);
         else if (warp >= 2)
             help<T, WIDTH, PASS>(all.g, base, from);
         __syncwarp();
     } else {
-        registers_more<216>();
+        registers_more<224>();
         consume<T, WIDTH, PASS>(all.g, base, from);
     }
     /* Nobody leaves while the other block may still write here. */

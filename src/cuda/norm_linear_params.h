@@ -27,7 +27,7 @@ typedef struct norm_gemm {
     const void *bias;         /* fwd: T [cols] */
     const void *gamma;        /* dx, dw: T [cols] or NULL */
     const void *beta;         /* dw: T [cols] or NULL */
-    const float *row_bias;    /* dw: dbias [rows], where beta is not NULL */
+    const float *row_bias;    /* dw: dbias [rows], where beta is not NULL; sm90: or part_beta */
     const void *x;            /* dx: T [rows, cols] */
     const void *w;            /* dw: T [rows, cols], for part */
     int64_t ldx;              /* of x or w */
@@ -35,11 +35,7 @@ typedef struct norm_gemm {
     /* dx: [2·col_tiles][2][rows], sums over the columns of g and of g·xhat; dw: [2·row_tiles][cols], sums over the rows of
      * W∘G, or NULL */
     float *part;
-    /* sm90, dw: part is [row_tiles][cols], part_beta the same of W∘dbias; row_sums: dbias, T [rows]. Each may be NULL; sums_rows:
-     * somebody needs dbias. */
-    float *part_beta;
-    void *row_sums;
-    int32_t sums_rows;
+    float *part_beta; /* sm90, dw: part is [row_tiles][cols], and this the same of W∘dbias; each may be NULL */
 } norm_gemm;
 
 /* On Hopper A and B come by the copy engine, in boxes of 64 rows. */

@@ -441,14 +441,14 @@ static void add_dbeta(call *c) {
                                 .out = c->t->dbeta});
 }
 
-/* On Hopper dbias and the sums for dgamma and dbeta come out of dw's tiles. */
+/* On Hopper the sums for dbeta, too, come out of dw's tiles. */
 static void backward_w90(call *c, norm_gemm *g) {
     const heddle_norm_linear *a = c->a;
     const heddle_norm_linear_data *t = c->t;
     const int64_t parts = blocks(a->n, GEMM_TILE);
     g->part_beta = t->dbeta ? c->at.dgamma_part + parts * a->k : NULL;
-    g->row_sums = t->dbias;
-    g->sums_rows = t->dbias || t->dbeta || (t->dw && t->beta);
+    if (!t->dbeta && !(t->dw && t->beta))
+        g->row_bias = NULL;
     add_gemm90(c, GEMMS(dw), g, true, true);
     const norm_sums total = {.parts = (int32_t)parts};
     norm_sums gamma = total, beta = total;
@@ -489,11 +489,11 @@ static void backward_w(call *c) {
         g.exponent = xhat_exponent(a->k);
         g.shared_exponent = at->shared + DY_SHARED;
     }
+    add_dbias(c);
     if (fits90(c, &g)) {
         backward_w90(c, &g);
         return;
     }
-    add_dbias(c);
     add_gemm(c, GEMMS(dw), g);
     if (t->dgamma)
         add_totals(c,
