@@ -252,7 +252,6 @@ static void test_constant_rows(void **state) {
     }
 }
 
-/* m = 0: y and dx have no elements, the parameters' gradients are zeros. */
 /* TF32 where it is asked for: on a GPU with an error like TF32's, on a CPU without. */
 static void test_tf32(void **state) {
     (void)state;
@@ -266,6 +265,7 @@ static void test_tf32(void **state) {
         }
 }
 
+/* m = 0: y and dx have no elements, the parameters' gradients are zeros. */
 static void test_no_rows(void **state) {
     (void)state;
     for (size_t x = 0; x < COUNT(dtypes); x++) {
