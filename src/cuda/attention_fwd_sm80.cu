@@ -224,7 +224,7 @@ INLINE void attention_forward(const attention_params &p) {
     typedef forward_shared<T, D, WARPS, TILES, BLOCK> layout;
     typedef tile<T, D> t;
     constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
-    extern __shared__ __align__(16) char shared[];
+    extern __shared__ __align__(128) char shared[];
     const uint32_t sq = shared_address(shared);
     int *bad = (int *)(shared + layout::bad);
     const forward_work w = find_work<ROWS, BLOCK>(p);

@@ -415,7 +415,7 @@ static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r,
             status = encode_map(cu, r, plan->a.dtype, 2, &l->shapes[y], maps[y]);
         if (status == HEDDLE_OK)
             status = launch(cu, r, ATTENTION_KERNELS + (int)l->kernel, &norm_linear_rows[l->kernel], l->grid, l->shared,
-                            &l->params, stream);
+                            false, &l->params, stream);
     }
     return status;
 }
