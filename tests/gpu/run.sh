@@ -12,51 +12,63 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 log=$(mktemp -d)
 trap 'rm -rf "$log"' EXIT
 export HEDDLE_TEST_DEVICE=cuda HEDDLE_RATIOS=1
+seconds=${HEDDLE_GPU_SECONDS:-900} # that one program may take
 
+most=$(($(nproc) * 3 / 4)) # the float64 reference on the host takes longer than the GPU
+((most > 0)) || most=1
 passed=0
 failed=0
+names=()
 rows=()
 
-# one <name> <seconds> <command>
-one() {
-    local name=$1 limit=$2 status=0 begin=$SECONDS ok broken
+# start <name> <seconds> <command>: beside the others, at most so many at a time.
+start() {
+    local at=${#names[@]} limit=$2
+    names+=("$1")
     shift 2
-    timeout "$limit" "$@" >"$log/out" 2>&1 || status=$?
-    if [ "$status" -eq 77 ]; then
-        printf '%-28s skipped: %s\n' "$name" "$(grep -m 1 skipped "$log/out")"
-        return
-    fi
-    ok=$(grep -c '\[       OK \]' "$log/out")
-    broken=$(grep -c '^\[  FAILED  \] test_' "$log/out")
-    if [ "$status" -eq 0 ]; then
-        passed=$((passed + 1))
-    else
-        failed=$((failed + 1))
-        grep -vE '^\[ +(RUN|OK)|average of' "$log/out" | tail -n 40
-    fi
-    printf '%-28s %s  %d tests, %d s\n' "$name" "$([ "$status" -eq 0 ] && echo ok || echo FAILED)" "$ok" $((SECONDS - begin))
-    local worst ratios
-    worst=$(sed -n 's/^.*worst error \/ tolerance \([0-9.]*\) (\(.*\))$/{"ratio": \1, "tensor": "\2"}/p' "$log/out" | tail -n 1)
-    ratios=$(sed -n 's/^ *\([a-z]*\) *\([a-z0-9]*\): error \/ plain.s error \([0-9.]*\) on average of \([0-9]*\)$/{"tensor": "\1", "dtype": "\2", "error_over_plain": \3, "count": \4}/p' "$log/out" |
-        paste -sd, -)
-    rows+=("{\"name\": \"$name\", \"status\": $status, \"passed\": $ok, \"failed\": $((broken / 2)), \"seconds\": $((SECONDS - begin)), \"worst_error_over_tolerance\": ${worst:-null}, \"average\": [${ratios}]}")
+    while (($(jobs -pr | wc -l) >= most)); do
+        wait -n
+    done
+    (
+        begin=$SECONDS status=0
+        timeout "$limit" "$@" >"$log/$at.out" 2>&1 || status=$?
+        echo "$status $((SECONDS - begin))" >"$log/$at.end"
+    ) &
 }
 
-tests_in_python() {
-    local status=0 begin=$SECONDS p f
-    local processes=() # with pytest-xdist, as many as keep a GPU and its host busy
-    ! "$python" -c 'import xdist' 2>/dev/null || processes=(-n 4)
-    PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH} timeout 900 "$python" -m pytest -q -p no:cacheprovider "${processes[@]}" \
-        --junitxml "$log/pytest.xml" "$here/../python" >"$log/out" 2>&1 || status=$?
-    read -r p f < <("$python" "$here/../python/count.py" "$log/pytest.xml")
+# What start's number $1 has come to: a line, the end of what it printed if it failed, and a row of the record.
+tell() {
+    local name=${names[$1]} out=$log/$1.out status took ok broken worst ratios
+    read -r status took <"$log/$1.end"
+    if [ "$status" -eq 77 ]; then
+        printf '%-28s skipped: %s\n' "$name" "$(grep -m 1 skipped "$out")"
+        return
+    fi
     if [ "$status" -eq 0 ]; then
         passed=$((passed + 1))
     else
         failed=$((failed + 1))
-        tail -n 60 "$log/out"
+        grep -vE '^\[ +(RUN|OK)|average of' "$out" | tail -n 60
     fi
-    printf '%-28s %s  %d tests, %d s\n' python "$([ "$status" -eq 0 ] && echo ok || echo FAILED)" "$p" $((SECONDS - begin))
-    rows+=("{\"name\": \"python\", \"status\": $status, \"torch\": \"$("$python" -c 'import torch; print(torch.__version__)')\", \"passed\": $p, \"failed\": $f, \"seconds\": $((SECONDS - begin))}")
+    if [ "$name" = python ]; then
+        ok=0 broken=0
+        read -r ok broken < <("$python" "$here/../python/count.py" "$log/pytest.xml")
+    else
+        ok=$(grep -c '\[       OK \]' "$out")
+        broken=$(($(grep -c '^\[  FAILED  \] test_' "$out") / 2))
+    fi
+    printf '%-28s %s  %d tests, %d s\n' "$name" "$([ "$status" -eq 0 ] && echo ok || echo FAILED)" "$ok" "$took"
+    worst=$(sed -n 's/^.*worst error \/ tolerance \([0-9.]*\) (\(.*\))$/{"ratio": \1, "tensor": "\2"}/p' "$out" | tail -n 1)
+    ratios=$(sed -n 's/^ *\([a-z]*\) *\([a-z0-9]*\): error \/ plain.s error \([0-9.]*\) on average of \([0-9]*\)$/{"tensor": "\1", "dtype": "\2", "error_over_plain": \3, "count": \4}/p' "$out" |
+        paste -sd, -)
+    rows+=("{\"name\": \"$name\", \"status\": $status, \"passed\": $ok, \"failed\": $broken, \"seconds\": $took, \"worst_error_over_tolerance\": ${worst:-null}, \"average\": [${ratios}]}")
+}
+
+start_python() {
+    local processes=() # with pytest-xdist, as many as keep a GPU and its host busy
+    ! "$python" -c 'import xdist' 2>/dev/null || processes=(-n 4)
+    start python "$seconds" env PYTHONPATH="$package${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -q -p no:cacheprovider "${processes[@]}" \
+        --junitxml "$log/pytest.xml" "$here/../python"
 }
 
 gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
@@ -65,10 +77,10 @@ gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/nu
     exit 77
 }
 for test in norm_linear attention sweep threads gpu large; do
-    [ ! -x "$programs/test_$test" ] || one "$test" 900 "$programs/test_$test"
+    [ ! -x "$programs/test_$test" ] || start "$test" "$seconds" "$programs/test_$test"
 done
 if [ -n "$package" ] && "$python" -c 'import sys, torch, numpy, pytest; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-    tests_in_python
+    start_python
 else
     echo "no Python with the package, pytest, and a torch that sees the GPU: the tests in Python are left out"
 fi
@@ -78,7 +90,7 @@ families="sm80 small"
 for family in $families; do
     for test in attention sweep sm90; do
         [ "$test, $family" = "sm90, small" ] || [ ! -x "$programs/test_$test" ] ||
-            one "$test, $family" 900 env HEDDLE_CUDA="$family" "$programs/test_$test"
+            start "$test, $family" "$seconds" env HEDDLE_CUDA="$family" "$programs/test_$test"
     done
 done
 # A part of each program, by cmocka's filter: the checks cost a hundredfold.
@@ -86,13 +98,17 @@ sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanit
 if [ -n "$sanitizer" ] && [ -x "$programs/test_sanitize" ]; then
     for tool in memcheck racecheck initcheck synccheck; do
         for family in sm90 small; do
-            one "$tool, $family" 600 env HEDDLE_CUDA=$family "$sanitizer" --tool "$tool" --error-exitcode 9 \
+            start "$tool, $family" "$seconds" env HEDDLE_CUDA=$family "$sanitizer" --tool "$tool" --error-exitcode 9 \
                 "$programs/test_sanitize"
         done
     done
 else
     echo "compute-sanitizer is not here: its tools are left out"
 fi
+wait
+for ((x = 0; x < ${#names[@]}; x++)); do
+    tell "$x"
+done
 {
     printf '{"commit": "%s", "gpu": "%s", "driver": "%s", "date": "%s", "passed": %d, "failed": %d,\n "runs": [\n  ' \
         "${HEDDLE_COMMIT:-$(git -C "$here" rev-parse HEAD 2>/dev/null)}" "${gpu%%,*}" "${gpu##*, }" "$(date -u +%F)" "$passed" "$failed"
