@@ -285,11 +285,16 @@ static void test_no_rows(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_sizes),         cmocka_unit_test(test_larger_sizes),
-        cmocka_unit_test(test_few_results),   cmocka_unit_test(test_optional_tensors),
-        cmocka_unit_test(test_strides),       cmocka_unit_test(test_means),
-        cmocka_unit_test(test_spread),        cmocka_unit_test(test_eps),
-        cmocka_unit_test(test_constant_rows), cmocka_unit_test(test_tf32),
+        cmocka_unit_test(test_sizes),
+        cmocka_unit_test(test_larger_sizes),
+        cmocka_unit_test(test_few_results),
+        cmocka_unit_test(test_optional_tensors),
+        cmocka_unit_test(test_strides),
+        cmocka_unit_test(test_means),
+        cmocka_unit_test(test_spread),
+        cmocka_unit_test(test_eps),
+        cmocka_unit_test(test_constant_rows),
+        cmocka_unit_test(test_tf32),
         cmocka_unit_test(test_no_rows),
         cmocka_unit_test(test_tiles),
         cmocka_unit_test(test_tiles_with_odd_columns),

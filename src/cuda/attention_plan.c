@@ -265,8 +265,8 @@ typedef struct choice {
     int64_t blocks; /* of fwd or of dq */
     int64_t blocks_dkdv;
     size_t part_lse, base, rest, flags, sum, bytes; /* offsets in the workspace, and its size; 0: there is none */
-    int split;                            /* float32 on Hopper: the kernel that splits; -1: none */
-    int64_t split_tiles_q, split_tiles_k; /* of a head */
+    int split;                                      /* float32 on Hopper: the kernel that splits; -1: none */
+    int64_t split_tiles_q, split_tiles_k;           /* of a head */
     size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets */
     bool splits_queries;
 } choice;
