@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What norm-linear does besides its products: all of it at the speed of memory, all sums in a fixed order. */
+#include <math_constants.h>
+
 #include "element.cuh"
 #include "norm_linear_params.h"
 
@@ -103,6 +105,18 @@ static __device__ __forceinline__ void store_planes(const norm_rows &p, int64_t 
     store8((T *)p.high, row * p.ldp + e, row * p.ldp + p.ldp, true, v);
 }
 
+/* 1/sqrt(squares/n - residual² + eps), rounded once: what each step loses goes into a last correction. With few columns these
+ * roundings would be most of rstd's error. */
+static __device__ __forceinline__ float inverse_deviation(float squares, float n, float residual, float eps) {
+    const float mean = squares / n, variance = fmaxf(fmaf(-residual, residual, mean), 0), v = variance + eps;
+    const float part = v - variance, lost = fmaf(-mean, n, squares) / n + fmaf(-residual, residual, mean - variance) +
+                                            (variance - (v - part)) + (eps - part);
+    const float r = 1 / sqrtf(v), h = v * r;
+    if (!(r > 0 && r < CUDART_INF_F))
+        return r;
+    return fmaf(0.5f * r, fmaf(-h, r, 1) - fmaf(v, r, -h) * r - lost * r * r, r);
+}
+
 /* Mean and rstd of a row: the mean of what is left after its first element, then the squares around the mean, corrected for
  * what rounding left in it. *residual is that: xhat = (x - mean - residual)·rstd. */
 template <typename T, int TEAM>
@@ -133,8 +147,7 @@ static __device__ __forceinline__ void moments(const norm_rows &p, const team_ro
         }
     });
     *residual = p.rms ? 0 : team_sum<TEAM>(sum, slots) / n;
-    float variance = team_sum<TEAM>(squares, slots) / n - *residual * *residual;
-    *rstd = 1 / sqrtf(fmaxf(variance, 0) + p.eps);
+    *rstd = inverse_deviation(team_sum<TEAM>(squares, slots), n, *residual, p.eps);
 }
 
 /* Mean, rstd, and xhat∘gamma + beta to planes. */
