@@ -3,6 +3,8 @@
 # The command `heddle` from end to end: results, against NumPy's where that is there, every way an input can be bad, and
 # that a failure leaves nothing behind.
 # Called as  test_cli.sh <path to heddle>, or by ctest as  test_cli.sh <source> <build>.
+# Options are held in variables and split on purpose; bytes are written by printf's format; `a && b || wrong` is meant as it is.
+# shellcheck disable=SC2086,SC2059,SC2015
 set -u
 heddle=${HEDDLE_COMMAND:-${1:?usage: test_cli.sh <path to heddle>}}
 [ -d "$heddle" ] && heddle=$2/heddle
@@ -251,7 +253,8 @@ works $attention --out link.npy
 chmod 600 kept.npy
 works $attention --out kept.npy
 [ "$(stat -c %a kept.npy)" = 600 ] || wrong "the file's mode was not kept"
-[ -z "$(ls -A | grep '^\.heddle')" ] || wrong "temporary files were left: $(ls -A | grep '^\.heddle')"
+left=$(find . -maxdepth 1 -name '.heddle*')
+[ -z "$left" ] || wrong "temporary files were left: $left"
 
 # ------------------------------------------------------------------------------------------------ verify and demo
 works verify --case p22

@@ -443,7 +443,8 @@ static void plan_norm_linear(norm_linear_plan *plan) {
     int64_t blocks = (a->m + plan->tile_m - 1) / plan->tile_m, panels = (a->n + PANEL - 1) / PANEL;
     int64_t groups = clamp64(4 * plan->threads / max64(1, blocks), 1, panels);
     plan->tile_n = (panels + groups - 1) / groups;
-    plan->tile_k = few_results(plan) ? SHORT_CHAIN : backward ? DEPTH_BACK : DEPTH;
+    const int64_t depth[] = {DEPTH, DEPTH_BACK}; /* the same on some instruction sets */
+    plan->tile_k = few_results(plan) ? SHORT_CHAIN : depth[backward];
     carver shared = {0}, each = {0};
     carve_norm_call(plan, NULL, &shared);
     carve_norm_space(plan, &each);
