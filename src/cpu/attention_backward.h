@@ -224,7 +224,7 @@ static bool load_chunk(const call *c, const unit *u, backward_space *w, key_bloc
 #ifdef HAVE_BF16_TILES
     if (!few) {
         load_key_tiles(c, u, &w->keys, b);
-        if (tiles_finite(b->t.k, (b->count + 15) / 16 * b->t.k_step)) { /* nobody reads rows then */
+        if (halves_finite(b->t.k, (b->count + 15) / 16 * b->t.k_step)) { /* nobody reads rows then */
             b->k = w->k;
             return true;
         }
@@ -241,7 +241,7 @@ static bool load_chunk(const call *c, const unit *u, backward_space *w, key_bloc
     if (!few && !c->v_pairs)
         b->v = key_rows(c, u, c->t->v, a->v_stride, a->dv, b->first, b->count, w->v, c->dv_pad, &b->v_stride);
 #ifdef HAVE_BF16_DOT
-    if (b->t.k_columns && c->k_pairs && pairs_finite(b->t.k_columns, (b->count + 1) / 2 * c->d_pad))
+    if (b->t.k_columns && c->k_pairs && halves_finite(b->t.k_columns, (b->count + 1) / 2 * c->d_pad))
         return true; /* nobody reads rows then */
 #endif
 #endif

@@ -174,7 +174,7 @@ static void online_softmax(forward_tile *t, float factor, int64_t dv, int64_t co
 /* Whether the block's rows of V are, which come as floats if they are not. */
 static bool values_finite(const call *c, const unit *u, key_block *b, forward_space *w) {
 #ifdef HAVE_BF16_DOT
-    if (b->t.v_columns && pairs_finite(b->t.v_columns, (b->count + 1) / 2 * c->dv_pad))
+    if (b->t.v_columns && halves_finite(b->t.v_columns, (b->count + 1) / 2 * c->dv_pad))
         return true;
 #endif
     if (!b->v)

@@ -107,10 +107,10 @@ static void load_tile(const call *c, const unit *u, backward_space *w, const bac
 static bool make_lane_pairs(const void *const *rows, int64_t count, int64_t n, int64_t pad, float *out) {
 #ifdef HAVE_BF16_TILES
     tile_lane_pairs(rows, count, n, out);
-    return tiles_finite(out, (count + 31) / 32 * 16 * pad);
+    return halves_finite(out, (count + 31) / 32 * 16 * pad);
 #else
     pair_lanes(rows, count, n, pad, out);
-    return pairs_finite(out, (count + 1) / 2 * pad);
+    return halves_finite(out, (count + 1) / 2 * pad);
 #endif
 }
 

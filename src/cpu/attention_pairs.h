@@ -56,18 +56,6 @@ static void pair_lanes(const void *const *rows, int64_t count, int64_t n, int64_
         pair_rows(rows[l], l + 1 < count ? rows[l + 1] : NULL, n, out);
 }
 
-static bool pairs_finite(const float *p, int64_t floats) {
-    vi any = splat_int(0);
-    for (int64_t x = 0; x < floats; x += VL) {
-        const vu e = (vu)load(p + x);
-        any |= ((e & 0x7f80u) == 0x7f80u) | ((e & 0x7f800000u) == 0x7f800000u);
-    }
-    int32_t r = 0;
-    for (int l = 0; l < VL; l++)
-        r |= any[l];
-    return r == 0;
-}
-
 /* Weights [count][vectors·VL] as [count/2][vectors·VL] pairs of keys. */
 static void pair_weights(const float *s, int64_t count, int64_t stride, float *out) {
     int64_t j = 0;

@@ -40,19 +40,6 @@ INLINE vf zip(vu even, vu odd) {
     return (vf)(even | odd << 16);
 }
 
-/* Whether all elements of some tiles are finite. */
-static bool tiles_finite(const float *p, int64_t floats) {
-    vi any = splat_int(0);
-    for (int64_t x = 0; x < floats; x += VL) {
-        const vu e = (vu)load(p + x);
-        any |= ((e & 0x7f80u) == 0x7f80u) | ((e & 0x7f800000u) == 0x7f800000u);
-    }
-    int32_t r = 0;
-    for (int l = 0; l < VL; l++)
-        r |= any[l];
-    return r == 0;
-}
-
 /* A: [row/16][n/32][16][32 elements] of rows that lie `bytes` apart. */
 static void tile_rows(const char *in, int64_t bytes, int64_t rows, int64_t n, float *out) {
     const int64_t down = (n + 31) / 32 * TILE_FLOATS;

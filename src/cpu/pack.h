@@ -154,4 +154,17 @@ static void unpack_transposed(int type, const float *in, int64_t stride, int64_t
         unpack_transposed_as(HEDDLE_F16, in, stride, lanes, n, factor, false, rows, first);
 }
 
+/* Whether all bfloat16 elements are finite, two in each 32 bits. */
+INLINE bool halves_finite(const float *p, int64_t floats) {
+    vi any = splat_int(0);
+    for (int64_t x = 0; x < floats; x += VL) {
+        const vu e = (vu)load(p + x);
+        any |= ((e & 0x7f80u) == 0x7f80u) | ((e & 0x7f800000u) == 0x7f800000u);
+    }
+    int32_t r = 0;
+    for (int l = 0; l < VL; l++)
+        r |= any[l];
+    return r == 0;
+}
+
 #endif
