@@ -390,7 +390,6 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
     c->base = each;
     c->rest = 2 * each;
     c->bytes = 3 * each;
-    c->finish = c->rows_first = -1;
     c->bwd = find_small(a, device, PASS_bwd);
     if (c->bwd >= 0) {
         c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->bwd]));

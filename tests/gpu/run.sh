@@ -38,7 +38,7 @@ start() {
 
 # What start's number $1 has come to: a line, the end of what it printed if it failed, and a row of the record.
 tell() {
-    local name=${names[$1]} out=$log/$1.out status took ok broken worst ratios
+    local name=${names[$1]} out=$log/$1.out status took ok broken worst ratios torch=
     read -r status took <"$log/$1.end"
     if [ "$status" -eq 77 ]; then
         printf '%-28s skipped: %s\n' "$name" "$(grep -m 1 skipped "$out")"
@@ -51,7 +51,7 @@ tell() {
         grep -vE '^\[ +(RUN|OK)|average of' "$out" | tail -n 60
     fi
     if [ "$name" = python ]; then
-        ok=0 broken=0
+        torch="\"torch\": \"$("$python" -c 'import torch; print(torch.__version__)')\", "
         read -r ok broken < <("$python" "$here/../python/count.py" "$log/pytest.xml")
     else
         ok=$(grep -c '\[       OK \]' "$out")
@@ -61,7 +61,7 @@ tell() {
     worst=$(sed -n 's/^.*worst error \/ tolerance \([0-9.]*\) (\(.*\))$/{"ratio": \1, "tensor": "\2"}/p' "$out" | tail -n 1)
     ratios=$(sed -n 's/^ *\([a-z]*\) *\([a-z0-9]*\): error \/ plain.s error \([0-9.]*\) on average of \([0-9]*\)$/{"tensor": "\1", "dtype": "\2", "error_over_plain": \3, "count": \4}/p' "$out" |
         paste -sd, -)
-    rows+=("{\"name\": \"$name\", \"status\": $status, \"passed\": $ok, \"failed\": $broken, \"seconds\": $took, \"worst_error_over_tolerance\": ${worst:-null}, \"average\": [${ratios}]}")
+    rows+=("{\"name\": \"$name\", \"status\": $status, $torch\"passed\": $ok, \"failed\": $broken, \"seconds\": $took, \"worst_error_over_tolerance\": ${worst:-null}, \"average\": [${ratios}]}")
 }
 
 start_python() {
@@ -93,7 +93,7 @@ for family in $families; do
             start "$test, $family" "$seconds" env HEDDLE_CUDA="$family" "$programs/test_$test"
     done
 done
-# A part of each program, by cmocka's filter: the checks cost a hundredfold.
+# Small problems of every kind, in a program of their own: the checks cost a hundredfold.
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
 if [ -n "$sanitizer" ] && [ -x "$programs/test_sanitize" ]; then
     for tool in memcheck racecheck initcheck synccheck; do
