@@ -24,14 +24,15 @@ typedef struct sequence {
     unsigned char *t[TENSORS], *lse, *slopes, *workspace;
 } sequence;
 
-static unsigned char *zeroed(size_t bytes) {
+/* Inputs are zeros, and what is to be written is NaN before. */
+static unsigned char *filled(size_t bytes, unsigned char value) {
     unsigned char *p = device_memory_new(bytes);
     int (*set)(uint64_t, unsigned char, size_t) = NULL;
     void *found = device_memory_driver("cuMemsetD8_v2");
     memcpy(&set, &found, sizeof set);
     assert_non_null(found);
     if (p)
-        assert_int_equal(set((uintptr_t)p, 0, bytes), 0);
+        assert_int_equal(set((uintptr_t)p, value, bytes), 0);
     return p;
 }
 
@@ -57,9 +58,10 @@ static bool sequence_new(sequence *s, heddle_dtype dtype, uint64_t features, int
         assert_int_equal(heddle_attention_workspace(&s->a, (heddle_pass)pass, &bytes), HEDDLE_OK);
         most = bytes > most ? bytes : most;
     }
-    bool fits = (s->workspace = zeroed(most)) && (s->lse = zeroed((size_t)rows * 4)) && (s->slopes = zeroed(4));
+    bool fits =
+        (s->workspace = filled(most, 0xff)) && (s->lse = filled((size_t)rows * 4, 0xff)) && (s->slopes = filled(4, 0));
     for (int x = 0; x < TENSORS; x++)
-        fits = fits && (s->t[x] = zeroed((size_t)rows * s->width));
+        fits = fits && (s->t[x] = filled((size_t)rows * s->width, x < O ? 0 : 0xff));
     return fits;
 }
 
@@ -110,6 +112,19 @@ static void expect_same(const sequence *whole, const sequence *part, int64_t far
     free(y);
 }
 
+/* Between the first and the last rows, where all inputs are zero: written, and zero. */
+static void expect_zeros(const sequence *whole, int64_t from) {
+    enum { ROWS = 64 };
+    unsigned char rows[ROWS * D * 4];
+    for (int t = O; t < TENSORS; t++) {
+        assert_true(device_memory_copy(rows, whole->t[t] + (size_t)from * whole->width, ROWS * whole->width));
+        for (size_t at = 0; at < ROWS * D; at++)
+            if (value(whole->a.dtype, rows, at) != 0)
+                fail_msg("tensor %d, row %lld: %g", t, (long long)(from + (int64_t)at / D),
+                         value(whole->a.dtype, rows, at));
+    }
+}
+
 static void check_long(heddle_dtype dtype, uint64_t features) {
     sequence whole, part;
     assert_true(sequence_new(&part, dtype, features, TAIL));
@@ -139,6 +154,8 @@ static void check_long(heddle_dtype dtype, uint64_t features) {
     sequence_run(&part);
     expect_same(&whole, &part, 0, 0, SURE); /* keys at the end of the first rows get more from those that follow */
     expect_same(&whole, &part, far, TAIL - SURE, SURE);
+    expect_zeros(&whole, far / 2);
+    expect_zeros(&whole, far - 500);
     attention_free(&random);
     sequence_free(&whole);
     sequence_free(&part);
