@@ -31,7 +31,8 @@ typedef struct norm_linear_plan {
     plan_device on;
 } norm_linear_plan;
 
-/* Check a description by every rule of heddle.h and write it, resolved, to plan->a. Pure. */
+/* Check a description by every rule of heddle.h and write it, resolved, to plan->a, and the pass to plan->pass; the rest is for the
+ * backend to fill in. Pure. */
 heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pass pass, attention_plan *plan);
 heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan);
 
