@@ -3,6 +3,7 @@
 #ifndef HEDDLE_PLAN_H
 #define HEDDLE_PLAN_H
 
+#include "cuda/attention_choice.h"
 #include "heddle.h"
 
 /* What a backend found out about its device while it planned, for run. */
@@ -19,6 +20,7 @@ typedef struct attention_plan {
     int64_t chunk_k;        /* backward: keys that one task owns */
     size_t workspace;       /* bytes */
     plan_device on;
+    attention_choice choice; /* CUDA's */
 } attention_plan;
 
 typedef struct norm_linear_plan {
