@@ -46,6 +46,8 @@ void test_begin(void) {
     setvbuf(stdout, NULL, _IOLBF, 0);
 }
 
+const heddle_dtype test_dtypes[TEST_DTYPES] = {HEDDLE_F32, HEDDLE_BF16, HEDDLE_F16};
+
 static const char *dtype_name(heddle_dtype dtype) {
     static const char *const names[] = {"f32", "bf16", "f16", "f64"};
     return names[dtype & 3];
