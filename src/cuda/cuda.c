@@ -198,70 +198,84 @@ static heddle_status launch(const cuda_driver *cu, device_record *r, int index, 
 
 typedef struct named_pointer {
     const char *name;
-    const void *p;
+    size_t at; /* in the struct of the data */
 } named_pointer;
 
+#define P(name)                                                                                                        \
+    { #name, offsetof(heddle_attention_data, name) }
+static const named_pointer attention_pointers[] = {P(q),
+                                                   P(k),
+                                                   P(v),
+                                                   P(o),
+                                                   P(lse),
+                                                   P(dout),
+                                                   P(dq),
+                                                   P(dk),
+                                                   P(dv),
+                                                   P(bias),
+                                                   P(sinks),
+                                                   P(bool_mask),
+                                                   P(alibi_slopes),
+                                                   P(cu_seqlens_q),
+                                                   P(cu_seqlens_k),
+                                                   P(seqlens_q),
+                                                   P(seqlens_k),
+                                                   P(weights),
+                                                   P(rng_state),
+                                                   P(dlse),
+                                                   P(dweights),
+                                                   P(dbias),
+                                                   P(dsinks)};
+#undef P
+
+#define P(name)                                                                                                        \
+    { #name, offsetof(heddle_norm_linear_data, name) }
+static const named_pointer norm_linear_pointers[] = {P(x),    P(gamma), P(beta), P(w),  P(bias),   P(y),     P(mean),
+                                                     P(rstd), P(dy),    P(dx),   P(dw), P(dgamma), P(dbeta), P(dbias)};
+#undef P
+
+static atomic_uint_least64_t *known_block(device_record *r, const void *p, uint64_t *block) {
+    *block = ((uint64_t)(uintptr_t)p >> 21) + 1;
+    return &r->known[(*block ^ *block >> 8) % KNOWN_BLOCKS];
+}
+
 /* Every pointer must be memory of this device (or managed memory); the host's would fault in the kernel. */
-static heddle_status check_pointers(const cuda_driver *cu, device_record *r, const named_pointer *list, size_t n) {
-    for (size_t x = 0; x < n; x++) {
-        const uint64_t block = ((uint64_t)(uintptr_t)list[x].p >> 21) + 1;
-        atomic_uint_least64_t *known = &r->known[(block ^ block >> 8) % KNOWN_BLOCKS];
-        if (!list[x].p || atomic_load_explicit(known, memory_order_relaxed) == block)
-            continue;
-        int attributes[] = {CU_POINTER_MEMORY_TYPE, CU_POINTER_DEVICE_ORDINAL};
-        unsigned type = 0;
-        int ordinal = -1;
-        void *values[] = {&type, &ordinal};
-        cu_result error = cu->cuPointerGetAttributes(2, attributes, values, (uintptr_t)list[x].p);
-        if (error != CU_SUCCESS)
-            return heddle__cuda_fail(cu, r->name, "cuPointerGetAttributes", error);
-        if (type == 0 || type == CU_MEMORY_TYPE_HOST)
-            return fail(HEDDLE_WRONG_DEVICE, "%s = %p is host memory, not memory of %s", list[x].name, list[x].p,
-                        r->name);
-        if (ordinal != r->ordinal)
-            return fail(HEDDLE_WRONG_DEVICE, "%s = %p is memory of device %d, the current context is on %s",
-                        list[x].name, list[x].p, ordinal, r->name);
-        atomic_store_explicit(known, block, memory_order_relaxed);
-    }
+static heddle_status ask_for_pointer(const cuda_driver *cu, device_record *r, const char *name, const void *p) {
+    int attributes[] = {CU_POINTER_MEMORY_TYPE, CU_POINTER_DEVICE_ORDINAL};
+    unsigned type = 0;
+    int ordinal = -1;
+    void *values[] = {&type, &ordinal};
+    cu_result error = cu->cuPointerGetAttributes(2, attributes, values, (uintptr_t)p);
+    if (error != CU_SUCCESS)
+        return heddle__cuda_fail(cu, r->name, "cuPointerGetAttributes", error);
+    if (type == 0 || type == CU_MEMORY_TYPE_HOST)
+        return fail(HEDDLE_WRONG_DEVICE, "%s = %p is host memory, not memory of %s", name, p, r->name);
+    if (ordinal != r->ordinal)
+        return fail(HEDDLE_WRONG_DEVICE, "%s = %p is memory of device %d, the current context is on %s", name, p,
+                    ordinal, r->name);
+    uint64_t block;
+    atomic_uint_least64_t *known = known_block(r, p, &block);
+    atomic_store_explicit(known, block, memory_order_relaxed);
     return HEDDLE_OK;
 }
 
-static heddle_status check_attention_pointers(const cuda_driver *cu, device_record *r, const heddle_attention_data *t,
-                                              const void *workspace) {
-    const named_pointer list[] = {{"q", t->q},
-                                  {"k", t->k},
-                                  {"v", t->v},
-                                  {"o", t->o},
-                                  {"lse", t->lse},
-                                  {"workspace", workspace},
-                                  {"dout", t->dout},
-                                  {"dq", t->dq},
-                                  {"dk", t->dk},
-                                  {"dv", t->dv},
-                                  {"alibi_slopes", t->alibi_slopes},
-                                  {"bias", t->bias},
-                                  {"bool_mask", t->bool_mask},
-                                  {"sinks", t->sinks},
-                                  {"cu_seqlens_q", t->cu_seqlens_q},
-                                  {"cu_seqlens_k", t->cu_seqlens_k},
-                                  {"seqlens_q", t->seqlens_q},
-                                  {"seqlens_k", t->seqlens_k},
-                                  {"rng_state", t->rng_state},
-                                  {"weights", t->weights},
-                                  {"dlse", t->dlse},
-                                  {"dweights", t->dweights},
-                                  {"dbias", t->dbias},
-                                  {"dsinks", t->dsinks}};
-    return check_pointers(cu, r, list, sizeof list / sizeof *list);
+static heddle_status check_pointer(const cuda_driver *cu, device_record *r, const char *name, const void *p) {
+    uint64_t block;
+    const atomic_uint_least64_t *known = known_block(r, p, &block);
+    return !p || atomic_load_explicit(known, memory_order_relaxed) == block ? HEDDLE_OK
+                                                                            : ask_for_pointer(cu, r, name, p);
 }
 
-static heddle_status check_norm_linear_pointers(const cuda_driver *cu, device_record *r,
-                                                const heddle_norm_linear_data *t, const void *workspace) {
-    const named_pointer list[] = {{"x", t->x},       {"gamma", t->gamma}, {"beta", t->beta},       {"w", t->w},
-                                  {"bias", t->bias}, {"y", t->y},         {"mean", t->mean},       {"rstd", t->rstd},
-                                  {"dy", t->dy},     {"dx", t->dx},       {"dgamma", t->dgamma},   {"dbeta", t->dbeta},
-                                  {"dw", t->dw},     {"dbias", t->dbias}, {"workspace", workspace}};
-    return check_pointers(cu, r, list, sizeof list / sizeof *list);
+static heddle_status check_pointers(const cuda_driver *cu, device_record *r, const named_pointer *list, size_t n,
+                                    const void *data, const void *workspace) {
+    for (size_t x = 0; x < n; x++) {
+        const void *p;
+        memcpy(&p, (const char *)data + list[x].at, sizeof p);
+        heddle_status status = check_pointer(cu, r, list[x].name, p);
+        if (status != HEDDLE_OK)
+            return status;
+    }
+    return check_pointer(cu, r, "workspace", workspace);
 }
 
 /* The default streams (NULL, 1 and 2) belong to every context. */
@@ -374,7 +388,8 @@ static heddle_status encode_maps(const cuda_driver *cu, const device_record *r, 
 static heddle_status launch_attention(const cuda_driver *cu, device_record *r, cu_context context,
                                       const attention_plan *plan, const heddle_attention_data *data, void *workspace,
                                       void *stream) {
-    heddle_status status = check_attention_pointers(cu, r, data, workspace);
+    heddle_status status = check_pointers(cu, r, attention_pointers,
+                                          sizeof attention_pointers / sizeof *attention_pointers, data, workspace);
     if (status == HEDDLE_OK)
         status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)
@@ -400,7 +415,8 @@ static heddle_status launch_attention(const cuda_driver *cu, device_record *r, c
 static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r, cu_context context,
                                         const norm_linear_plan *plan, const heddle_norm_linear_data *data,
                                         void *workspace, void *stream) {
-    heddle_status status = check_norm_linear_pointers(cu, r, data, workspace);
+    heddle_status status = check_pointers(cu, r, norm_linear_pointers,
+                                          sizeof norm_linear_pointers / sizeof *norm_linear_pointers, data, workspace);
     if (status == HEDDLE_OK)
         status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)

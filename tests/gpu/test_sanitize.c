@@ -17,6 +17,20 @@ static void test_norm_linear(void **state) {
     }
 }
 
+/* On Hopper: so many tiles of a product that the plan takes them wide; of fwd, dx and dw in turn. */
+static void test_wide_tiles(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{2040, 72, 1152}, {2040, 1152, 72}, {72, 1152, 2040}};
+    for (int x = 0; x < 6; x++) {
+        const int64_t *s = sizes[x % 3];
+        norm_linear_case c = {.a = norm_linear_desc(dtypes[1 + x % 2], (heddle_norm)(x % 2), s[0], s[1], s[2]), .seed = 1};
+        norm_linear_problem p = norm_linear_new(&c);
+        norm_linear_run(&p, HEDDLE_FORWARD);
+        norm_linear_run(&p, HEDDLE_BACKWARD);
+        norm_linear_free(&p);
+    }
+}
+
 static void run_attention(const attention_case *c) {
     attention_problem p = attention_new(c);
     attention_run(&p, HEDDLE_FORWARD);
@@ -45,6 +59,7 @@ static void test_attention(void **state) {
 
 int main(void) {
     test_begin();
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_attention)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_wide_tiles),
+                                       cmocka_unit_test(test_attention)};
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }
