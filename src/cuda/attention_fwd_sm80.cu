@@ -315,6 +315,7 @@ INLINE void attention_forward(const attention_params &p) {
 #define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
+        wait_for_earlier_grid();                                                                                       \
         run_##variant(dtype, dim, warps, tiles, block);                                                                \
     }
 #define ATTENTION_FWD_LIST

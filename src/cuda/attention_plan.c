@@ -376,12 +376,9 @@ static void fill_params(const attention_plan *plan, const attention_choice *c, c
 static void add_launch(attention_launch *launches, int *count, int kernel, int64_t grid) {
     const kernel_row *k = &kernels[kernel];
     if (grid > 0)
-        launches[(*count)++] = (attention_launch){(enum attention_kernel)kernel,
-                                                  (uint32_t)grid,
-                                                  32u * (uint32_t)k->warps,
-                                                  (uint32_t)heddle__cuda_shared_bytes(k),
-                                                  k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32,
-                                                  false};
+        launches[(*count)++] = (attention_launch){(enum attention_kernel)kernel, (uint32_t)grid,
+                                                  32u * (uint32_t)k->warps, (uint32_t)heddle__cuda_shared_bytes(k),
+                                                  k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32};
 }
 
 /* A block for each tile of K and V, in backward also of Q and dO. */
@@ -469,10 +466,8 @@ int heddle__cuda_attention_launches(const attention_plan *plan, const attention_
         if (c->split >= 0)
             add_split(a, c, launches, &n);
         add_launch(launches, &n, c->fwd, c->blocks);
-        if (c->splits > 1) {
+        if (c->splits > 1)
             add_plain(a, device, launches, &n, PASS_combine, rows);
-            launches[n - 1].overlaps = device->overlaps;
-        }
         if (data->weights)
             add_plain(a, device, launches, &n, PASS_weights, a->sk ? rows : 0);
         return n;

@@ -36,16 +36,25 @@ static const struct {
 
 enum { MODULES = sizeof modules / sizeof *modules, KERNELS = ATTENTION_KERNELS + NORM_LINEAR_KERNELS };
 
-typedef struct kernel_row {
+static const struct {
     const char *symbol, *module;
     uint32_t threads;
-} kernel_row;
-
-static const kernel_row norm_linear_rows[] = {
+} norm_linear_rows[] = {
 #define K(pass, dtype, family, module, threads) {"heddle_norm_linear_" #pass "_" #dtype "_" #family, #module, threads},
 #include "norm_linear.def"
 #undef K
 };
+
+/* Kernels are numbered: attention's, then norm-linear's. */
+static const char *symbol_of(int kernel) {
+    return kernel < ATTENTION_KERNELS ? heddle__cuda_attention_symbol((enum attention_kernel)kernel)
+                                      : norm_linear_rows[kernel - ATTENTION_KERNELS].symbol;
+}
+
+static const char *module_of(int kernel) {
+    return kernel < ATTENTION_KERNELS ? heddle__cuda_attention_module((enum attention_kernel)kernel)
+                                      : norm_linear_rows[kernel - ATTENTION_KERNELS].module;
+}
 
 /* --------------------------------------------------------------------------------------------- what is remembered */
 
@@ -54,8 +63,11 @@ typedef struct device_record {
     atomic_int state; /* 0: nobody has asked, 1: somebody is at it, 2: done */
     char name[96];    /* "NVIDIA H200 (device 0, sm_90)" */
     int ordinal, major, minor, multiprocessors, shared_optin;
-    int sm90;        /* Hopper, and HEDDLE_CUDA does not ask for less */
-    int small;       /* SMALL_CHOSEN, or what HEDDLE_CUDA asks for */
+    int sm90;  /* Hopper, and HEDDLE_CUDA does not ask for less */
+    int small; /* SMALL_CHOSEN, or what HEDDLE_CUDA asks for */
+    /* A launch may overlap the one in front: it costs the host less, too. Every kernel of Hopper's machine code begins with waiting for
+     * the one in front; PTX for older GPUs does not. */
+    bool overlaps;
     cu_result error; /* of the query */
     _Atomic(cu_context) primary;
     /* Blocks of 2 MiB of addresses that were seen to be this device's memory (the driver maps no smaller ones), plus one. */
@@ -89,6 +101,8 @@ static void query_device(const cuda_driver *cu, device_record *r, int ordinal) {
     /* As with HEDDLE_CPU, a name that nobody knows changes nothing. */
     const bool sm80 = !strcmp(wanted, "sm80"), sm90 = !strcmp(wanted, "sm90"), small = !strcmp(wanted, "small");
     r->sm90 = r->major == 9 && !sm80;
+    /* Graphs take such launches since CUDA 12.3. */
+    r->overlaps = r->major == 9 && cu->version >= 12030 && !getenv("CUDA_FORCE_PTX_JIT");
     r->small = small ? SMALL_ALWAYS : sm80 || sm90 ? SMALL_NEVER : SMALL_CHOSEN;
     snprintf(r->name, sizeof r->name, "%s (device %d, sm_%d%d)", name, ordinal, r->major, r->minor);
 }
@@ -128,8 +142,8 @@ static heddle_status current_device(const cuda_driver **driver, device_record **
 /* ---------------------------------------------------------------------------------------------- lazy loading */
 
 /* Two threads may both load an image; the first to say so wins, and what the other loaded stays unused. */
-static heddle_status load_kernel(const cuda_driver *cu, const device_record *r, int index, const char *symbol,
-                                 const char *module) {
+static heddle_status load_kernel(const cuda_driver *cu, const device_record *r, int index) {
+    const char *module = module_of(index);
     int m = 0;
     while (m < MODULES && strcmp(modules[m].name, module))
         m++;
@@ -144,28 +158,27 @@ static heddle_status load_kernel(const cuda_driver *cu, const device_record *r, 
             library = none;
     }
     cu_kernel kernel;
-    cu_result error = cu->cuLibraryGetKernel(&kernel, library, symbol);
+    cu_result error = cu->cuLibraryGetKernel(&kernel, library, symbol_of(index));
     if (error != CU_SUCCESS)
         return heddle__cuda_fail(cu, r->name, "cuLibraryGetKernel", error);
     atomic_store_explicit(&kernels[index], kernel, memory_order_release);
     return HEDDLE_OK;
 }
 
-static heddle_status prepare_kernel(const cuda_driver *cu, device_record *r, int index, const char *symbol,
-                                    const char *module, uint32_t shared) {
+static heddle_status prepare_kernel(const cuda_driver *cu, device_record *r, int index, uint32_t shared) {
     /* Loading is no part of a graph that the caller may be capturing. */
     int mode = CU_CAPTURE_MODE_RELAXED;
     cu->cuThreadExchangeStreamCaptureMode(&mode);
     heddle_status status = HEDDLE_OK;
     if (!atomic_load_explicit(&kernels[index], memory_order_acquire))
-        status = load_kernel(cu, r, index, symbol, module);
+        status = load_kernel(cu, r, index);
     if (status == HEDDLE_OK && shared > LEAST_SHARED) {
         cu_kernel kernel = atomic_load_explicit(&kernels[index], memory_order_acquire);
         cu_result error = cu->cuKernelSetAttribute(CU_KERNEL_MAX_DYNAMIC_SHARED, r->shared_optin, kernel, r->ordinal);
         if (error != CU_SUCCESS)
             status = (int)shared > r->shared_optin
                          ? fail(HEDDLE_UNSUPPORTED, "%s: %s needs %u bytes of shared memory, a block can have %d",
-                                r->name, symbol, shared, r->shared_optin)
+                                r->name, symbol_of(index), shared, r->shared_optin)
                          : heddle__cuda_fail(cu, r->name, "cuKernelSetAttribute", error);
     }
     if (status == HEDDLE_OK)
@@ -174,24 +187,19 @@ static heddle_status prepare_kernel(const cuda_driver *cu, device_record *r, int
     return status;
 }
 
-static heddle_status launch(const cuda_driver *cu, device_record *r, int index, const kernel_row *row, uint32_t grid,
-                            uint32_t shared, bool overlaps, const void *params, void *stream) {
+static heddle_status launch(const cuda_driver *cu, device_record *r, int index, uint32_t threads, uint32_t grid,
+                            uint32_t shared, const void *params, void *stream) {
     if (atomic_load_explicit(&r->prepared[index], memory_order_acquire) < (shared > LEAST_SHARED ? 2 : 1)) {
-        heddle_status status = prepare_kernel(cu, r, index, row->symbol, row->module, shared);
+        heddle_status status = prepare_kernel(cu, r, index, shared);
         if (status != HEDDLE_OK)
             return status;
     }
     cu_kernel kernel = atomic_load_explicit(&kernels[index], memory_order_acquire);
     void *parameters[] = {(void *)(uintptr_t)params};
-    cu_result error;
-    if (overlaps) {
-        const cu_launch_attribute early = {CU_LAUNCH_OVERLAPS, {1}};
-        const cu_launch l = {{grid, 1, 1}, {row->threads, 1, 1}, shared, stream, &early, 1};
-        error = cu->cuLaunchKernelEx(&l, kernel, parameters, NULL);
-    } else {
-        error = cu->cuLaunchKernel(kernel, grid, 1, 1, row->threads, 1, 1, shared, stream, parameters, NULL);
-    }
-    return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuLaunchKernel", error);
+    static const cu_launch_attribute overlaps = {CU_LAUNCH_OVERLAPS, {1}};
+    const cu_launch l = {{grid, 1, 1}, {threads, 1, 1}, shared, stream, &overlaps, r->overlaps};
+    cu_result error = cu->cuLaunchKernelEx(&l, kernel, parameters, NULL);
+    return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuLaunchKernelEx", error);
 }
 
 /* ---------------------------------------------------------------------------------------------------- pointers */
@@ -311,13 +319,11 @@ static void describe(char *text, size_t n) {
                  r->sm90 ? "sm90 and sm80" : "sm80");
 }
 
-static attention_device facts_of(const cuda_driver *cu, const device_record *r) {
+static attention_device facts_of(const device_record *r) {
     return (attention_device){
         .multiprocessors = r->multiprocessors,
         .shared_bytes = (size_t)r->shared_optin,
         .sm90 = r->sm90,
-        /* Graphs take such launches since CUDA 12.3; kernels from PTX, on GPUs after Hopper, do not wait. */
-        .overlaps = r->major == 9 && cu->version >= 12030,
         .small = r->small,
     };
 }
@@ -329,7 +335,7 @@ static heddle_status plan_attention(attention_plan *plan) {
     heddle_status status = current_device(&cu, &r, &context);
     if (status != HEDDLE_OK || !r)
         return status;
-    const attention_device facts = facts_of(cu, r);
+    const attention_device facts = facts_of(r);
     plan->on = (plan_device){r, context};
     return heddle__cuda_plan_attention(plan, &facts);
 }
@@ -394,7 +400,7 @@ static heddle_status launch_attention(const cuda_driver *cu, device_record *r, c
         status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)
         return status;
-    const attention_device facts = facts_of(cu, r);
+    const attention_device facts = facts_of(r);
     attention_params_sm90 params;
     attention_launch launches[ATTENTION_MAX_LAUNCHES];
     int n = heddle__cuda_attention_launches(plan, &facts, data, workspace, &params.p, launches), sm90 = 0;
@@ -404,9 +410,7 @@ static heddle_status launch_attention(const cuda_driver *cu, device_record *r, c
         status = encode_maps(cu, r, plan, data, &params);
     for (int x = 0; x < n && status == HEDDLE_OK; x++) {
         const attention_launch *l = &launches[x];
-        const kernel_row row = {heddle__cuda_attention_symbol(l->kernel), heddle__cuda_attention_module(l->kernel),
-                                l->threads};
-        status = launch(cu, r, (int)l->kernel, &row, l->grid, l->shared_bytes, l->overlaps,
+        status = launch(cu, r, (int)l->kernel, l->threads, l->grid, l->shared_bytes,
                         l->sm90 ? (const void *)&params : &params.p, stream);
     }
     return status;
@@ -430,8 +434,8 @@ static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r,
         for (int y = 0; l->sm90 && y < 2 && status == HEDDLE_OK; y++)
             status = encode_map(cu, r, plan->a.dtype, 2, &l->shapes[y], maps[y]);
         if (status == HEDDLE_OK)
-            status = launch(cu, r, ATTENTION_KERNELS + (int)l->kernel, &norm_linear_rows[l->kernel], l->grid, l->shared,
-                            false, &l->params, stream);
+            status = launch(cu, r, ATTENTION_KERNELS + (int)l->kernel, norm_linear_rows[l->kernel].threads, l->grid,
+                            l->shared, &l->params, stream);
     }
     return status;
 }

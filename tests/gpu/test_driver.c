@@ -157,11 +157,11 @@ static void no_image(void) {
 }
 
 static void failing_launch(void) {
-    set("FAKE_FAIL", "cuLaunchKernel:700");
+    set("FAKE_FAIL", "cuLaunchKernelEx:700");
     all_tell(HEDDLE_EARLIER_CUDA_ERROR, "Fake GPU 0 (device 0, sm_90): earlier work on this GPU failed");
-    set("FAKE_FAIL", "cuLaunchKernel:701");
-    all_tell(HEDDLE_CUDA_ERROR, "cuLaunchKernel: FAKE_ERROR (701)");
-    set("FAKE_FAIL", "cuLaunchKernel:999");
+    set("FAKE_FAIL", "cuLaunchKernelEx:701");
+    all_tell(HEDDLE_CUDA_ERROR, "cuLaunchKernelEx: FAKE_ERROR (701)");
+    set("FAKE_FAIL", "cuLaunchKernelEx:999");
     all_tell(HEDDLE_CUDA_ERROR, "an unknown error (999)");
     set("FAKE_FAIL", "cuCtxGetCurrent:4");
     all_tell(HEDDLE_CUDA_ERROR, "cuCtxGetCurrent");
