@@ -47,6 +47,31 @@ static void test_larger_sizes(void **state) {
         }
 }
 
+/* Few rows of x: forward reads W where it lies, in parts of 1024 or 2048 sum indices, backward a strip of 32 rows of W after the other; and
+ * the neighbours of both that do not. */
+static void test_few_rows(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{2, 2100, 41}, {9, 1031, 19},  {48, 392, 97},  {49, 392, 98}, {24, 199, 17},
+                                       {25, 193, 50}, {64, 200, 128}, {65, 200, 130}, {31, 192, 61}, {1, 192, 33}};
+    for (size_t x = 0; x < COUNT(sizes); x++) {
+        norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
+        check_all(c);
+        c.a.x_stride = c.a.dx_stride = c.a.k + 3;
+        c.a.w_stride = c.a.k + 1;
+        c.a.dw_stride = c.a.k + 2;
+        c.a.y_stride = c.a.dy_stride = c.a.n + 1;
+        check_all(c);
+    }
+    static const int results[] = {N_DX, N_DGAMMA, N_DBETA, N_DW, N_DBIAS};
+    for (unsigned bits = 0; bits < 1u << COUNT(results); bits++) {
+        norm_linear_case c = make_case(5, 200, 35);
+        for (size_t x = 0; x < COUNT(results); x++)
+            c.skip |= (bits >> x & 1) << results[x];
+        c.a.dtype = dtypes[bits % 3];
+        check_norm_linear(&c);
+    }
+}
+
 /* Adds the squares of the errors of one problem to ours[] and plain[], a tensor each. */
 static void add_errors(const norm_linear_case *c, double ours[N_COUNT], double plain[N_COUNT]) {
     double natural[N_COUNT];
@@ -285,6 +310,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_sizes),
         cmocka_unit_test(test_larger_sizes),
+        cmocka_unit_test(test_few_rows),
         cmocka_unit_test(test_few_results),
         cmocka_unit_test(test_optional_tensors),
         cmocka_unit_test(test_strides),
