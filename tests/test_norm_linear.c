@@ -67,7 +67,7 @@ static void test_few_rows(void **state) {
         norm_linear_case c = make_case(5, 200, 35);
         for (size_t x = 0; x < COUNT(results); x++)
             c.skip |= (bits >> x & 1) << results[x];
-        c.a.dtype = dtypes[bits % 3];
+        c.a.dtype = test_dtypes[bits % 3];
         check_norm_linear(&c);
     }
 }
