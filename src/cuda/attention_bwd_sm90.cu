@@ -386,6 +386,7 @@ template <typename T, int D> INLINE void attention_finish(const attention_params
     extern "C" __global__ void __launch_bounds__(warps * 32, blocks_##pass)                                            \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
+        wait_for_earlier_grid();                                                                                       \
         pass_##pass(dtype, dim, block);                                                                                \
     }
 #define ATTENTION_BWD90_LIST

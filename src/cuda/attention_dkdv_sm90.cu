@@ -280,6 +280,7 @@ INLINE void attention_dkdv(const attention_params_sm90 &all) {
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
+        wait_for_earlier_grid();                                                                                       \
         pass_##pass(dtype, dim, block);                                                                                \
     }
 #define ATTENTION_DKDV90_LIST

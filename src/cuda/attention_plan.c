@@ -88,22 +88,6 @@ static int find_small(const heddle_attention *a, const attention_device *device,
 
 /* ------------------------------------------------------------------------------------------------------ choice */
 
-/* What the plan comes to. */
-typedef struct choice {
-    int fwd, dkdv, dq, bwd; /* bwd: dkdv and dq in one; -1: they are not */
-    int finish;             /* after bwd for Hopper */
-    int rows_first;         /* before prep for Hopper */
-    int64_t rows;           /* of lse */
-    int64_t pack, splits, tiles_q, tiles_k;
-    int64_t blocks; /* of fwd or of dq */
-    int64_t blocks_dkdv;
-    size_t part_lse, base, rest, flags, sum, bytes; /* offsets in the workspace, and its size; 0: there is none */
-    int split;                                      /* float32 on Hopper: the kernel that splits; -1: none */
-    int64_t split_tiles_q, split_tiles_k;           /* of a head */
-    size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets */
-    bool splits_queries;
-} choice;
-
 static int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
@@ -113,7 +97,8 @@ static size_t align64(size_t n) {
 }
 
 /* The split tensors of a pass, behind what the workspace has already: K and V, in backward also Q and dO, which many blocks read. */
-static void place_splits(const heddle_attention *a, const attention_device *device, bool backward, choice *c) {
+static void place_splits(const heddle_attention *a, const attention_device *device, bool backward,
+                         attention_choice *c) {
     const bool packed = a->features & HEDDLE_VARLEN;
     const int64_t heads_q = a->h * (packed ? 1 : a->b), heads_k = a->hk * (packed ? 1 : a->b);
     c->split = heddle__cuda_find_attention(a, device, PASS_split, VARIANT_lean, FAMILY_sm90);
@@ -159,7 +144,7 @@ static int64_t shares_of(int64_t units, int64_t slots) {
 }
 
 /* One pass over the keys for all rows of a group. */
-static void choose_decode(const heddle_attention *a, const attention_device *device, choice *c) {
+static void choose_decode(const heddle_attention *a, const attention_device *device, attention_choice *c) {
     const kernel_row *k = &kernels[c->fwd];
     const int64_t resident = (int64_t)((device->shared_bytes + 1024) / (heddle__cuda_shared_bytes(k) + 1024));
     const int64_t slots = device->multiprocessors * clamp64(resident, 1, 8), units = max64(1, a->hk * a->b);
@@ -169,7 +154,7 @@ static void choose_decode(const heddle_attention *a, const attention_device *dev
 }
 
 /* Rows of a group's heads share a tile where one head has few. Too few blocks for the device: let several share the keys. */
-static void choose_tiles(const heddle_attention *a, const attention_device *device, choice *c) {
+static void choose_tiles(const heddle_attention *a, const attention_device *device, attention_choice *c) {
     const kernel_row *k = &kernels[c->fwd];
     if (a->sq * 2 <= rows_of(k))
         c->pack = a->h / a->hk;
@@ -182,7 +167,8 @@ static void choose_tiles(const heddle_attention *a, const attention_device *devi
 }
 
 /* Where the pointers turn out not to be aligned for Hopper's kernel, the other one does with the workspace of that: none. */
-static void choose_forward(const heddle_attention *a, const attention_device *device, bool aligned, choice *c) {
+static void choose_forward(const heddle_attention *a, const attention_device *device, bool aligned,
+                           attention_choice *c) {
     const int small = find_small(a, device, PASS_fwd), sm90 = small >= 0 ? -1 : find_forward_sm90(a, device);
     const bool usable = sm90 >= 0 && (aligned || a->dtype == HEDDLE_F32);
     c->fwd = small >= 0 ? small : usable ? sm90 : choose_kernel(a, device, PASS_fwd);
@@ -208,7 +194,7 @@ static int find_fused(const heddle_attention *a, const attention_device *device)
     return a->features & HEDDLE_DETERMINISTIC ? -1 : find_sm90(a, device, PASS_bwd);
 }
 
-static void choose_fused(const heddle_attention *a, const attention_device *device, choice *c, int bwd) {
+static void choose_fused(const heddle_attention *a, const attention_device *device, attention_choice *c, int bwd) {
     c->bwd = bwd;
     c->finish = find_sm90(a, device, PASS_finish);
     c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->finish]));
@@ -218,7 +204,8 @@ static void choose_fused(const heddle_attention *a, const attention_device *devi
 }
 
 /* Whether the pointers are aligned for Hopper's kernels must not change the workspace. */
-static void choose_backward(const heddle_attention *a, const attention_device *device, bool usable, choice *c) {
+static void choose_backward(const heddle_attention *a, const attention_device *device, bool usable,
+                            attention_choice *c) {
     const size_t each = align64((size_t)c->rows * sizeof(float));
     c->base = each;
     c->rest = 2 * each;
@@ -265,14 +252,14 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
     }
 }
 
-static choice choose(const heddle_attention *a, heddle_pass pass, const attention_device *device, bool aligned) {
-    choice c = {.pack = 1, .splits = 1, .bwd = -1, .split = -1, .finish = -1, .rows_first = -1};
-    c.rows = a->h * (a->features & HEDDLE_VARLEN ? a->total_q : a->b * a->sq);
+static void choose(const heddle_attention *a, heddle_pass pass, const attention_device *device, bool aligned,
+                   attention_choice *c) {
+    *c = (attention_choice){.pack = 1, .splits = 1, .bwd = -1, .split = -1, .finish = -1, .rows_first = -1};
+    c->rows = a->h * (a->features & HEDDLE_VARLEN ? a->total_q : a->b * a->sq);
     if (pass == HEDDLE_FORWARD)
-        choose_forward(a, device, aligned, &c);
+        choose_forward(a, device, aligned, c);
     else
-        choose_backward(a, device, aligned, &c);
-    return c;
+        choose_backward(a, device, aligned, c);
 }
 
 heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_device *device) {
@@ -285,14 +272,15 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_
         (a->sk && a->b * a->h > most_blocks / a->sk))
         return fail(HEDDLE_UNSUPPORTED, "b·h·sq = %lld·%lld·%lld, sk = %lld: over 2^31 blocks", (long long)a->b,
                     (long long)a->h, (long long)a->sq, (long long)a->sk);
-    const choice c = choose(a, plan->pass, device, true);
-    const bool of_queries = plan->pass == HEDDLE_FORWARD || (c.bwd >= 0 && c.finish < 0);
-    const kernel_row *k = &kernels[plan->pass == HEDDLE_FORWARD ? c.fwd : c.bwd >= 0 ? c.bwd : c.dkdv];
+    attention_choice *c = &plan->choice;
+    choose(a, plan->pass, device, true, c);
+    const bool of_queries = plan->pass == HEDDLE_FORWARD || (c->bwd >= 0 && c->finish < 0);
+    const kernel_row *k = &kernels[plan->pass == HEDDLE_FORWARD ? c->fwd : c->bwd >= 0 ? c->bwd : c->dkdv];
     plan->threads = 1;
     plan->tile_q = of_queries ? rows_of(k) : k->block;
     plan->tile_k = of_queries ? k->block : rows_of(k);
     plan->chunk_k = plan->tile_k;
-    plan->workspace = c.bytes;
+    plan->workspace = c->bytes;
     heddle__copy_text(plan->kernel, sizeof plan->kernel, k->symbol);
     return HEDDLE_OK;
 }
@@ -334,11 +322,18 @@ void heddle__cuda_attention_shapes(const attention_plan *plan, const heddle_atte
         shapes[1].rows = shapes[2].rows = (uint32_t)plan->tile_k;
 }
 
-static void fill_params(const attention_plan *plan, const choice *c, const heddle_attention_data *data, char *workspace,
-                        attention_params *p) {
+/* What lies there in the workspace; nothing lies at its begin that has an offset. */
+static void *at(char *workspace, size_t offset) {
+    return workspace && offset ? workspace + offset : NULL;
+}
+
+static void fill_params(const attention_plan *plan, const attention_choice *c, const heddle_attention_data *data,
+                        char *workspace, attention_params *p) {
     const heddle_attention *a = &plan->a;
     const double log2e = 1.4426950408889634;
-    *p = (attention_params){.a = *a, .t = *data, .rows = c->rows};
+    p->a = *a;
+    p->t = *data;
+    p->rows = c->rows;
     p->rich = is_rich(a, plan->pass);
     p->scale = (float)a->scale;
     p->scale_log2 = (float)(a->scale * log2e);
@@ -364,35 +359,30 @@ static void fill_params(const attention_plan *plan, const choice *c, const heddl
                  (is_vector(a, data->o, a->o_stride, a->dv) ? VECTOR_O : 0);
     p->split_tiles_q = c->split_tiles_q;
     p->split_tiles_k = c->split_tiles_k;
-    for (int x = 0; workspace && c->split >= 0 && x < SPLIT_TENSORS; x++)
-        p->split[x] = (split_tensor){workspace + c->split_tiles[x], (split_info *)(workspace + c->split_info[x])};
-    if (!workspace)
-        return;
-    if (plan->pass == HEDDLE_FORWARD) {
-        p->part_o = (float *)workspace;
-        p->part_lse = (float *)(workspace + c->part_lse);
-    } else {
-        p->dsum = (float *)workspace;
-        p->base = (float *)(workspace + c->base);
-        p->rest = (float *)(workspace + c->rest);
-        p->flags = c->rows_first >= 0 ? (int32_t *)(workspace + c->flags) : NULL;
-        p->dq_sum = c->sum && data->dq ? (float *)(workspace + c->sum) : NULL;
-    }
+    for (int x = 0; x < SPLIT_TENSORS; x++)
+        p->split[x] = c->split < 0 || !workspace
+                          ? (split_tensor){NULL, NULL}
+                          : (split_tensor){workspace + c->split_tiles[x], (split_info *)(workspace + c->split_info[x])};
+    const bool backward = plan->pass == HEDDLE_BACKWARD;
+    p->part_o = backward ? NULL : (float *)workspace;
+    p->part_lse = at(workspace, c->part_lse);
+    p->dsum = backward ? (float *)workspace : NULL;
+    p->base = at(workspace, c->base);
+    p->rest = at(workspace, c->rest);
+    p->flags = c->rows_first >= 0 ? at(workspace, c->flags) : NULL;
+    p->dq_sum = data->dq ? at(workspace, c->sum) : NULL;
 }
 
 static void add_launch(attention_launch *launches, int *count, int kernel, int64_t grid) {
     const kernel_row *k = &kernels[kernel];
     if (grid > 0)
-        launches[(*count)++] = (attention_launch){(enum attention_kernel)kernel,
-                                                  (uint32_t)grid,
-                                                  32u * (uint32_t)k->warps,
-                                                  (uint32_t)heddle__cuda_shared_bytes(k),
-                                                  k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32,
-                                                  false};
+        launches[(*count)++] = (attention_launch){(enum attention_kernel)kernel, (uint32_t)grid,
+                                                  32u * (uint32_t)k->warps, (uint32_t)heddle__cuda_shared_bytes(k),
+                                                  k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32};
 }
 
 /* A block for each tile of K and V, in backward also of Q and dO. */
-static void add_split(const heddle_attention *a, const choice *c, attention_launch *launches, int *count) {
+static void add_split(const heddle_attention *a, const attention_choice *c, attention_launch *launches, int *count) {
     const int64_t tiles_q = ceil_div(a->sq, 64) * a->h, tiles_k = ceil_div(a->sk, 64) * a->hk;
     add_launch(launches, count, c->split, 2 * (tiles_k + (c->splits_queries ? tiles_q : 0)) * a->b);
 }
@@ -415,7 +405,7 @@ static void add_small(const heddle_attention *a, const attention_device *device,
 }
 
 /* float32 on Hopper: D and the log-sum-exp come with the split; prep looks after large scores, a block of it after several tiles. */
-static void add_split_prep(const heddle_attention *a, const attention_device *device, const choice *c,
+static void add_split_prep(const heddle_attention *a, const attention_device *device, const attention_choice *c,
                            attention_launch *launches, int *count) {
     const int64_t tiles = clamp64(c->blocks / (2 * device->multiprocessors), 1, 12);
     add_split(a, c, launches, count);
@@ -424,7 +414,7 @@ static void add_split_prep(const heddle_attention *a, const attention_device *de
 }
 
 /* All of prep; where rows has been before, blocks that look for what is left. */
-static void add_prep(const heddle_attention *a, const attention_device *device, const choice *c,
+static void add_prep(const heddle_attention *a, const attention_device *device, const attention_choice *c,
                      attention_launch *launches, int *count) {
     const int prep = heddle__cuda_find_attention(a, device, PASS_prep, VARIANT_full, FAMILY_sm80);
     const int64_t tiles = ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b;
@@ -435,7 +425,7 @@ static void add_prep(const heddle_attention *a, const attention_device *device, 
 
 /* prep, bwd and finish. */
 static void add_fused(const heddle_attention *a, const attention_device *device, const heddle_attention_data *data,
-                      const choice *c, attention_launch *launches, int *count) {
+                      const attention_choice *c, attention_launch *launches, int *count) {
     add_prep(a, device, c, launches, count);
     if (data->dk || data->dv || data->dq)
         add_launch(launches, count, c->bwd, c->blocks_dkdv);
@@ -445,7 +435,7 @@ static void add_fused(const heddle_attention *a, const attention_device *device,
 
 /* prep, dkdv and dq. */
 static void add_gradients(const heddle_attention *a, const attention_device *device, const heddle_attention_data *data,
-                          const choice *c, attention_launch *launches, int *count) {
+                          const attention_choice *c, attention_launch *launches, int *count) {
     const int prep = heddle__cuda_find_attention(a, device, PASS_prep, VARIANT_full, FAMILY_sm80);
     const bool split = c->split >= 0, plain = prep < 0 || kernels[c->dkdv].variant == VARIANT_plain;
     if (split)
@@ -465,28 +455,29 @@ int heddle__cuda_attention_launches(const attention_plan *plan, const attention_
                                     attention_launch launches[ATTENTION_MAX_LAUNCHES]) {
     const heddle_attention *a = &plan->a;
     const bool usable = (is_aligned(data) || a->dtype == HEDDLE_F32) && (plan->pass == HEDDLE_FORWARD || data->dout);
-    const choice c = choose(a, plan->pass, device, usable);
+    attention_choice other;
+    const attention_choice *c = usable ? &plan->choice : &other;
+    if (!usable)
+        choose(a, plan->pass, device, false, &other);
     const int64_t rows = a->b * a->h * a->sq;
     int n = 0;
-    fill_params(plan, &c, data, workspace, params);
+    fill_params(plan, c, data, workspace, params);
     if (plan->pass == HEDDLE_FORWARD) {
-        if (c.split >= 0)
-            add_split(a, &c, launches, &n);
-        add_launch(launches, &n, c.fwd, c.blocks);
-        if (c.splits > 1) {
+        if (c->split >= 0)
+            add_split(a, c, launches, &n);
+        add_launch(launches, &n, c->fwd, c->blocks);
+        if (c->splits > 1)
             add_plain(a, device, launches, &n, PASS_combine, rows);
-            launches[n - 1].overlaps = device->overlaps;
-        }
         if (data->weights)
             add_plain(a, device, launches, &n, PASS_weights, a->sk ? rows : 0);
         return n;
     }
-    if (c.finish >= 0)
-        add_fused(a, device, data, &c, launches, &n);
-    else if (c.bwd >= 0)
-        add_small(a, device, data, c.bwd, params, launches, &n);
+    if (c->finish >= 0)
+        add_fused(a, device, data, c, launches, &n);
+    else if (c->bwd >= 0)
+        add_small(a, device, data, c->bwd, params, launches, &n);
     else
-        add_gradients(a, device, data, &c, launches, &n);
+        add_gradients(a, device, data, c, launches, &n);
     if (data->dbias)
         add_plain(a, device, launches, &n, PASS_dbias,
                   ceil_div(a->sk, 128) * (a->dbias_stride.s ? a->sq : 1) * (a->dbias_stride.h ? a->h : 1) *
