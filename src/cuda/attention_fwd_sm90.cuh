@@ -5,32 +5,32 @@
 
 #include "attention_sm90.cuh"
 
-#define STAGES 2
+#define MOST_STAGES 4
 #define CLEANERS 64
 
 template <int D, int GROUPS, int BLOCK> struct forward90 {
     static constexpr int rows = GROUPS * 64;
     static constexpr int tile_bytes = BLOCK * D * 2;
-    static constexpr int q_stages = D > 128 ? 1 : 2; /* with two, o leaves through the buffer of its own Q */
+    static constexpr int stages = FORWARD90_STAGES(D); /* of K, and of V */
+    static constexpr int q_stages = D > 128 ? 1 : 2;   /* with two, o leaves through the buffer of its own Q */
     static constexpr int q_bytes = rows * D * 2;
     static constexpr int k = q_stages * q_bytes;
-    static constexpr int v = k + STAGES * tile_bytes;
-    static constexpr int bad = v + STAGES * tile_bytes;
-    static constexpr int any = bad + STAGES * BLOCK * 4; /* by the two cleaning warps: is there a mark? */
-    static constexpr int jobs = any + STAGES * 8;
+    static constexpr int v = k + stages * tile_bytes;
+    static constexpr int bad = v + stages * tile_bytes;
+    static constexpr int jobs = bad + stages * 16; /* of a tile of V a bit for each key */
     static constexpr int barriers = jobs + 2 * 64;
-    static constexpr int bytes = barriers + 8 * 7 * STAGES;
+    static constexpr int bytes = barriers + 8 * 7 * MOST_STAGES;
 };
 
-/* The barriers, by the place of their first; one per slot. */
+/* The barriers, by the place of their first; one for each slot. */
 enum {
     Q_FULL = 0,
-    Q_EMPTY = Q_FULL + 8 * STAGES,
-    K_FULL = Q_EMPTY + 8 * STAGES,
-    K_EMPTY = K_FULL + 8 * STAGES,
-    V_FULL = K_EMPTY + 8 * STAGES,
-    V_CLEAN = V_FULL + 8 * STAGES,
-    V_EMPTY = V_CLEAN + 8 * STAGES
+    Q_EMPTY = Q_FULL + 8 * MOST_STAGES,
+    K_FULL = Q_EMPTY + 8 * MOST_STAGES,
+    K_EMPTY = K_FULL + 8 * MOST_STAGES,
+    V_FULL = K_EMPTY + 8 * MOST_STAGES,
+    V_CLEAN = V_FULL + 8 * MOST_STAGES,
+    V_EMPTY = V_CLEAN + 8 * MOST_STAGES
 };
 
 /* ---------------------------------------------------------------------------------------------------------- work */
@@ -139,6 +139,26 @@ INLINE bool is_cut_below(const forward_span &w, int j0) {
 }
 template <int BLOCK> INLINE bool is_cut(const forward_span &w, int j0) {
     return is_cut_above<BLOCK>(w, j0) || is_cut_below(w, j0);
+}
+
+/* Keys are taken from the last tile to the first. */
+template <int BLOCK> INLINE int last_tile(const forward_span &w) {
+    return w.begin + (w.end - 1 - w.begin) / BLOCK * BLOCK;
+}
+
+/* What a warpgroup does with a tile of queries of which it has the 64 from `row` on. It begins with the tile of keys from `first` on: it
+ * skips the last one if it sees others, but none there. That is one at most, as its queries are less than BLOCK from the tile's last.
+ * half: it sees the first half at most of where it begins; idle: it has no queries, and only keeps in step. */
+struct group_work {
+    int first;
+    bool skips, half, idle;
+};
+
+template <int BLOCK> INLINE group_work find_group_work(const forward_span &w, int row) {
+    const int top = last_tile<BLOCK>(w), last = min(min(row + 63, w.last) + w.hi, w.end - 1);
+    const bool idle = row > w.last, skips = !idle && last < top && last >= w.begin;
+    const int first = skips ? top - BLOCK : top;
+    return {first, skips, !idle && last < first + BLOCK / 2, idle};
 }
 
 #endif
