@@ -189,9 +189,10 @@ def attention(
     Source: Dao, "FlashAttention-2", 2023; the formulas are in include/heddle.h.
     """
     if _is_torch(q):
-        if _torch is None:
-            import heddle._torch  # noqa: F401
-        run = _torch.attention
+        if _torch is not None:
+            run = _torch.attention
+        else:
+            from heddle._torch import attention as run
     else:
         from heddle._arrays import attention as run
     return run(
@@ -276,9 +277,10 @@ def norm_linear(
     Source: Ba et al., "Layer normalization", 2016; Zhang and Sennrich, "Root mean square layer normalization", 2019.
     """
     if _is_torch(x):
-        if _torch is None:
-            import heddle._torch  # noqa: F401
-        run = _torch.norm_linear
+        if _torch is not None:
+            run = _torch.norm_linear
+        else:
+            from heddle._torch import norm_linear as run
     else:
         from heddle._arrays_norm_linear import norm_linear as run
     return run(x, weight, bias, gamma, beta, eps, norm=norm, tf32=tf32)
@@ -318,4 +320,4 @@ def norm_linear_backward(
 if hasattr(sys.modules.get("torch"), "library"):
     # A torch that is too old or broken is told of when it is used; for arrays heddle works all the same.
     with contextlib.suppress(ImportError, OSError):
-        importlib.import_module("heddle._ops")
+        importlib.import_module("heddle._torch")

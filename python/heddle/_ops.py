@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.ops.heddle.*: loads the operators written in C and tells PyTorch the rest about them.
 
-The kernels (CPU and CUDA) and the schemas are in ``_torch_ops.so``. Here are their fake kernels (shapes for
-torch.compile and torch.export), their gradients, their autocast rules and vmap. Importing this module imports torch.
+The kernels (CPU and CUDA) and the schemas are in ``_torch_ops.so``. Here are their gradients, their autocast rules and
+what calls them; the fake kernels are in ``_fake``, vmap in ``_vmap``. Importing this module imports torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from heddle import _vmap
+from heddle import _fake, _vmap
 
 OLDEST_TORCH = (2, 10)
 
@@ -57,205 +57,7 @@ def fitting(error: RuntimeError) -> Exception:
     return _EXCEPTIONS.get(found.group(1), RuntimeError)(text)
 
 
-# ---------------------------------------------------------------------------------------------------- fake kernels
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def result_strides(like: Tensor, size: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a result in the layout of `like`: [b, s, h, d] in memory if `like` has that, else contiguous.
-
-    The C kernels (result_layout in torch_attention.c) do the same."""
-    if like.dim() == 4 and like.stride(1) < like.stride(2):
-        last = max(size[3], 1)
-        row = max(size[1], 1) * last
-        return (max(size[2], 1) * row, last, row, 1)
-    strides = [1] * len(size)
-    for x in range(len(size) - 2, -1, -1):
-        strides[x] = strides[x + 1] * max(size[x + 1], 1)
-    return tuple(strides)
-
-
-def _like(like: Tensor, last: int) -> Tensor:
-    size = (*like.shape[:-1], last)
-    return like.new_empty_strided(size, result_strides(like, size))
-
-
-def _check(tensor: Tensor, name: str, first: Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} is {tensor.dtype}, but must be {dtype} here")
-    if tensor.device != first.device:
-        raise ValueError(f"{name} is on {tensor.device}, the first tensor on {first.device}")
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
-        raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension, which must be contiguous")
-
-
-def _check_attention(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
-    if q.dtype not in _DTYPES:
-        raise TypeError(f"q is {q.dtype}; it must be float32, bfloat16, float16 or float64")
-    rank = 3 if packed else 4
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != rank:
-            raise ValueError(
-                f"{name} has {tensor.dim()} dimensions, but must have "
-                + ("3 ([total, h, d])" if packed else "4 ([b, h, s, d])")
-            )
-        _check(tensor, name, q, q.dtype)
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q has head dim {q.shape[-1]}, but k has {k.shape[-1]}")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"k has shape {list(k.shape)}, v has {list(v.shape)}: they may differ in the last dimension only"
-        )
-    if not packed and q.shape[0] != k.shape[0]:
-        raise ValueError(f"q has batch size {q.shape[0]}, but k has {k.shape[0]}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        raise ValueError(f"hk = {k.shape[1]} does not divide h = {q.shape[1]}")
-    if not (1 <= q.shape[-1] <= 512 and 1 <= v.shape[-1] <= 512):
-        raise ValueError(f"d = {q.shape[-1]} and dv = {v.shape[-1]} must be from 1 to 512")
-
-
-def _attention_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqlens_q: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    rng_state: Tensor | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    causal: int = 0,
-    window_left: int = -1,
-    window_right: int = -1,
-    scale: float = 0.0,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    return_weights: bool = False,
-    deterministic: bool = False,
-    tf32: bool = False,
-) -> Results:
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    _check_attention(q, k, v, packed)
-    if packed and (cu_seqlens_q is None or cu_seqlens_k is None):
-        raise ValueError("cu_seqlens_q and cu_seqlens_k come together, but only one is given")
-    if cu_seqlens_q is not None:
-        b, sq, sk = cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k
-        rows: tuple[int, ...] = (q.shape[1], q.shape[0])
-    else:
-        b, sq, sk = q.shape[0], q.shape[2], k.shape[2]
-        rows = (b, q.shape[1], sq)
-    for name, tensor, dtype in (("bias", bias, q.dtype), ("mask", mask, torch.bool)):
-        if tensor is None:
-            continue
-        _check(tensor, name, q, dtype)
-        full = (b, q.shape[1], sq, sk)
-        if (
-            tensor.dim() != 4
-            or tensor.shape[3] != sk
-            or any(tensor.shape[x] != 1 and tensor.shape[x] != full[x] for x in range(3))
-        ):
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, which does not broadcast to {list(full)}")
-    weights = q.new_empty((b, q.shape[1], sq, sk)) if return_weights else None
-    return _like(q, v.shape[-1]), q.new_empty(rows, dtype=_real(q.dtype)), weights
-
-
-NEEDS_DQ, NEEDS_DK, NEEDS_DV, NEEDS_DBIAS, NEEDS_DSINKS = 1, 2, 4, 8, 16
-
-
-def _attention_backward_fake(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    dweights: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *options: Any,
-) -> tuple[Tensor | None, ...]:
-    needs = options[16] if len(options) > 16 else 31
-    return (
-        _like(q, q.shape[-1]) if needs & NEEDS_DQ else None,
-        _like(k, k.shape[-1]) if needs & NEEDS_DK else None,
-        _like(v, v.shape[-1]) if needs & NEEDS_DV else None,
-        q.new_empty(bias.shape) if bias is not None and needs & NEEDS_DBIAS else None,
-        q.new_empty((q.shape[1],), dtype=_real(q.dtype)) if sinks is not None and needs & NEEDS_DSINKS else None,
-    )
-
-
-def _check_norm_linear(x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None) -> None:
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"x is {x.dtype}; it must be float32, bfloat16, float16 or float64")
-    if x.dim() < 1 or x.dim() > 8:
-        raise ValueError(f"x has {x.dim()} dimensions, but must have 1 to 8")
-    if weight.dim() != 2:
-        raise ValueError(f"weight has {weight.dim()} dimensions, but must have 2 ([n, k])")
-    if weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"x has {x.shape[-1]} features, but weight is {list(weight.shape)}")
-    _check(x, "x", x, x.dtype)
-    _check(weight, "weight", x, x.dtype)
-    for name, vector in (("gamma", gamma), ("beta", beta)):
-        if vector is not None:
-            _check(vector, name, x, x.dtype)
-            if vector.dim() != 1 or vector.shape[0] != x.shape[-1]:
-                raise ValueError(f"{name} has shape {list(vector.shape)}, but must have [{x.shape[-1]}]")
-
-
-def _norm_linear_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    gamma: Tensor | None = None,
-    beta: Tensor | None = None,
-    eps: float = 1e-5,
-    norm: int = 0,
-    tf32: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_norm_linear(x, weight, gamma, beta)
-    if bias is not None:
-        _check(bias, "bias", x, x.dtype)
-        if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
-            raise ValueError(f"bias has shape {list(bias.shape)}, but must have [{weight.shape[0]}]")
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    return y, x.new_empty(x.shape[:-1], dtype=_real(x.dtype)), x.new_empty(x.shape[:-1], dtype=_real(x.dtype))
-
-
-def _norm_linear_backward_fake(
-    dy: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    gamma: Tensor | None = None,
-    beta: Tensor | None = None,
-    eps: float = 1e-5,
-    norm: int = 0,
-    deterministic: bool = False,
-    tf32: bool = False,
-    needs: int = 31,
-) -> tuple[Tensor | None, ...]:
-    shapes = (x.shape, weight.shape, weight.shape[:1], x.shape[-1:], x.shape[-1:])
-    return tuple(x.new_empty(shape) if needs >> at & 1 else None for at, shape in enumerate(shapes))
-
-
-_library.register_fake("heddle::attention", _attention_fake)
-_library.register_fake("heddle::attention_backward", _attention_backward_fake)
-_library.register_fake("heddle::norm_linear", _norm_linear_fake)
-_library.register_fake("heddle::norm_linear_backward", _norm_linear_backward_fake)
+_fake.register()
 
 # -------------------------------------------------------------------------------------------------------- autograd
 

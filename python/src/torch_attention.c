@@ -57,7 +57,7 @@ static heddle_strides broadcast_strides(const int64_t *size, const int64_t *stri
 }
 
 /* The layout of a result that follows `like`: heads inside rows ([b, s, h, d] in memory) if `like` has that, else
- * contiguous. heddle._ops.result_strides says the same for the fake kernels. */
+ * contiguous. heddle._fake.result_strides says the same for the fake kernels. */
 static void result_layout(const tensor *like, bool varlen, int64_t last, int64_t *size, int64_t *stride) {
     for (int64_t x = 0; x + 1 < like->rank; x++)
         size[x] = like->size[x];

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,6 +107,16 @@ def test_compile_without_graph_breaks(backend, device):
     want = torch.autograd.grad(block_loss(*given), given)
     for a, b in zip(got, want, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_first_use_within_compile():
+    """With heddle imported after torch."""
+    program = (
+        "import torch, heddle; q = torch.randn(1, 2, 3, 8); "
+        "print(torch.compile(lambda q: heddle.attention(q, q, q), fullgraph=True, backend='eager')(q).shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "[1, 2, 3, 8]" in done.stdout, done.stderr
 
 
 @everywhere
