@@ -46,6 +46,8 @@ def test_who_goes_the_short_way():
     assert ways(lambda: heddle.attention(leaf, k, v, causal="top_left", scale=0.5)) == short
     assert ways(lambda: heddle.attention(q, k[:, :, :5], v[:, :, :5], causal=True)) == short
     assert ways(lambda: heddle.attention(torch.nn.Parameter(q), k, v)) == short
+    assert ways(lambda: heddle.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)) == short
+    assert ways(lambda: heddle.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)) == short
     assert ways(lambda: ops.attention(q, k, v, window_left=3)) == long
     assert ways(lambda: ops.attention(q, k, v, causal=True)) == long  # bool where the schema says int
     assert ways(lambda: ops.attention(q, k, v, None)) == long
