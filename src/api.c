@@ -4,7 +4,8 @@
 #include "status.h"
 
 #include <stdbool.h>
-#include <stdio.h>
+#include <stddef.h>
+#include <string.h>
 
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
@@ -79,27 +80,57 @@ heddle_status heddle_device_describe(heddle_device device, char *text, size_t n)
 
 /* ---------------------------------------------------------------------------------------------- data pointers */
 
+/* What a pointer's elements are, for its alignment, and when it must be there. */
+typedef enum element { OF_DTYPE, OF_FLOATS, OF_BYTES, OF_INT32, OF_INT64, ELEMENTS } element;
+typedef enum need {
+    OPTIONAL,
+    ALWAYS,
+    WITH_B, /* attention: sequences, queries, keys, scores, no lengths of queries */
+    WITH_Q,
+    WITH_K,
+    WITH_S,
+    WITH_SEQLENS,
+    WITH_ROWS, /* norm-linear: rows at all, in forward, in backward */
+    WITH_OUTPUT,
+    WITH_GRADIENT,
+    NEEDS
+} need;
+
 typedef struct pointer_rule {
     const char *name;
-    const void *pointer;
-    bool allowed;     /* the features have a use for it */
-    bool required;    /* given that the tensor has elements */
-    size_t alignment; /* of an element */
+    size_t at; /* in the struct of the data */
+    element of;
+    need needed;
+    uint64_t feature; /* without which it has no use; 0: it always has */
     const char *reason;
 } pointer_rule;
 
-static heddle_status check_pointers(const pointer_rule *rules, size_t count) {
+/* The pointers of one call: alignments of elements; whether there is anything to point to. */
+typedef struct pointer_facts {
+    uint64_t features;
+    uint8_t alignment[ELEMENTS];
+    bool needed[NEEDS];
+} pointer_facts;
+
+static heddle_status check_pointers(const pointer_rule *rules, size_t count, const void *data, const pointer_facts *f) {
     for (const pointer_rule *r = rules; r < rules + count; r++) {
-        if (r->pointer && !r->allowed)
-            return fail(HEDDLE_BAD_COMBINATION, "%s is given, but %s", r->name, r->reason);
-        if (!r->pointer && r->allowed && r->required)
+        const char *pointer;
+        memcpy(&pointer, (const char *)data + r->at, sizeof pointer);
+        const bool allowed = !r->feature || (f->features & r->feature);
+        const size_t alignment = f->alignment[r->of];
+        if (pointer && !allowed)
+            return fail(HEDDLE_BAD_COMBINATION, "%s is given, but %s is not set", r->name, r->reason);
+        if (!pointer && allowed && f->needed[r->needed])
             return fail(HEDDLE_NULL_POINTER, "%s is NULL", r->name);
-        if ((uintptr_t)r->pointer % r->alignment)
-            return fail(HEDDLE_MISALIGNED, "%s = %p is not a multiple of its element's %zu bytes", r->name, r->pointer,
-                        r->alignment);
+        if ((uintptr_t)pointer & (alignment - 1))
+            return fail(HEDDLE_MISALIGNED, "%s = %p is not a multiple of its element's %zu bytes", r->name, pointer,
+                        alignment);
     }
     return HEDDLE_OK;
 }
+#define ALIGNMENTS(dtype)                                                                                              \
+    { (uint8_t) heddle_dtype_size(dtype), (dtype) == HEDDLE_F64 ? 8 : 4, 1, 4, 8 }
+#define CHECK(rules, data, facts) check_pointers(rules, sizeof(rules) / sizeof *(rules), data, facts)
 
 static heddle_status check_data_size(const char *name, const void *data, size_t size, size_t known) {
     if (!data)
@@ -121,80 +152,84 @@ static heddle_status check_workspace(const void *workspace, size_t bytes, size_t
     return HEDDLE_OK;
 }
 
-static heddle_status check_attention_inputs(const attention_plan *plan, const heddle_attention_data *t) {
+#define P(name, of, needed)                                                                                            \
+    { #name, offsetof(heddle_attention_data, name), of, needed, 0, "" }
+#define WITH(feature, name, of, needed)                                                                                \
+    { #name, offsetof(heddle_attention_data, name), of, needed, feature, #feature }
+static const pointer_rule attention_inputs[] = {
+    P(q, OF_DTYPE, WITH_Q),
+    P(k, OF_DTYPE, WITH_K),
+    P(v, OF_DTYPE, WITH_K),
+    WITH(HEDDLE_ALIBI, alibi_slopes, OF_FLOATS, WITH_B),
+    WITH(HEDDLE_BIAS, bias, OF_DTYPE, WITH_S),
+    WITH(HEDDLE_BOOL_MASK, bool_mask, OF_BYTES, WITH_S),
+    WITH(HEDDLE_SINKS, sinks, OF_FLOATS, WITH_B),
+    WITH(HEDDLE_VARLEN, cu_seqlens_q, OF_INT32, WITH_B),
+    WITH(HEDDLE_VARLEN, cu_seqlens_k, OF_INT32, WITH_B),
+    WITH(HEDDLE_SEQLENS, seqlens_q, OF_INT32, OPTIONAL),
+    WITH(HEDDLE_SEQLENS, seqlens_k, OF_INT32, WITH_SEQLENS),
+    WITH(HEDDLE_RNG_STATE, rng_state, OF_INT64, ALWAYS),
+};
+static const pointer_rule attention_forward_pointers[] = {
+    P(o, OF_DTYPE, WITH_Q),
+    P(lse, OF_FLOATS, OPTIONAL),
+    WITH(HEDDLE_WEIGHTS, weights, OF_DTYPE, WITH_S),
+};
+static const pointer_rule attention_backward_pointers[] = {
+    P(o, OF_DTYPE, WITH_Q),
+    P(lse, OF_FLOATS, WITH_Q),
+    P(dout, OF_DTYPE, OPTIONAL),
+    P(dlse, OF_FLOATS, OPTIONAL),
+    WITH(HEDDLE_WEIGHTS, dweights, OF_DTYPE, OPTIONAL),
+    P(dq, OF_DTYPE, OPTIONAL),
+    P(dk, OF_DTYPE, OPTIONAL),
+    P(dv, OF_DTYPE, OPTIONAL),
+    WITH(HEDDLE_BIAS, dbias, OF_DTYPE, OPTIONAL),
+    WITH(HEDDLE_SINKS, dsinks, OF_FLOATS, OPTIONAL),
+};
+#undef P
+#undef WITH
+
+static heddle_status check_attention_data(const attention_plan *plan, const heddle_attention_data *t) {
     const heddle_attention *a = &plan->a;
-    const uint64_t f = a->features;
-    const bool varlen = f & HEDDLE_VARLEN;
-    const size_t e = heddle_dtype_size(a->dtype), r = a->dtype == HEDDLE_F64 ? 8 : 4;
-    const bool any = a->b > 0, has_q = any && (varlen ? a->total_q : a->sq) > 0;
-    const bool has_k = any && (varlen ? a->total_k : a->sk) > 0, has_s = any && a->sq > 0 && a->sk > 0;
-    const pointer_rule rules[] = {
-        {"q", t->q, true, has_q, e, ""},
-        {"k", t->k, true, has_k, e, ""},
-        {"v", t->v, true, has_k, e, ""},
-        {"alibi_slopes", t->alibi_slopes, f & HEDDLE_ALIBI, any, r, "HEDDLE_ALIBI is not set"},
-        {"bias", t->bias, f & HEDDLE_BIAS, has_s, e, "HEDDLE_BIAS is not set"},
-        {"bool_mask", t->bool_mask, f & HEDDLE_BOOL_MASK, has_s, 1, "HEDDLE_BOOL_MASK is not set"},
-        {"sinks", t->sinks, f & HEDDLE_SINKS, any, r, "HEDDLE_SINKS is not set"},
-        {"cu_seqlens_q", t->cu_seqlens_q, varlen, any, 4, "HEDDLE_VARLEN is not set"},
-        {"cu_seqlens_k", t->cu_seqlens_k, varlen, any, 4, "HEDDLE_VARLEN is not set"},
-        {"seqlens_q", t->seqlens_q, f & HEDDLE_SEQLENS, false, 4, "HEDDLE_SEQLENS is not set"},
-        {"seqlens_k", t->seqlens_k, f & HEDDLE_SEQLENS, any && !t->seqlens_q, 4, "HEDDLE_SEQLENS is not set"},
-        {"rng_state", t->rng_state, f & HEDDLE_RNG_STATE, true, 8, "HEDDLE_RNG_STATE is not set"},
+    const bool varlen = a->features & HEDDLE_VARLEN, any = a->b > 0;
+    const pointer_facts facts = {
+        .features = a->features,
+        .alignment = ALIGNMENTS(a->dtype),
+        .needed = {[WITH_B] = any,
+                   [WITH_Q] = any && (varlen ? a->total_q : a->sq) > 0,
+                   [WITH_K] = any && (varlen ? a->total_k : a->sk) > 0,
+                   [WITH_S] = any && a->sq > 0 && a->sk > 0,
+                   [WITH_SEQLENS] = any && !t->seqlens_q,
+                   [ALWAYS] = true},
     };
-    return check_pointers(rules, sizeof rules / sizeof *rules);
+    FORWARD_OK(CHECK(attention_inputs, t, &facts));
+    return plan->pass == HEDDLE_FORWARD ? CHECK(attention_forward_pointers, t, &facts)
+                                        : CHECK(attention_backward_pointers, t, &facts);
 }
 
-static heddle_status check_attention_outputs(const attention_plan *plan, const heddle_attention_data *t) {
-    const heddle_attention *a = &plan->a;
-    const bool varlen = a->features & HEDDLE_VARLEN, weights = a->features & HEDDLE_WEIGHTS;
-    const bool backward = plan->pass == HEDDLE_BACKWARD;
-    const size_t e = heddle_dtype_size(a->dtype), r = a->dtype == HEDDLE_F64 ? 8 : 4;
-    const bool has_q = a->b > 0 && (varlen ? a->total_q : a->sq) > 0, has_s = a->b > 0 && a->sq > 0 && a->sk > 0;
-    if (!backward) {
-        const pointer_rule rules[] = {
-            {"o", t->o, true, has_q, e, ""},
-            {"lse", t->lse, true, false, r, ""},
-            {"weights", t->weights, weights, has_s, e, "HEDDLE_WEIGHTS is not set"},
-        };
-        return check_pointers(rules, sizeof rules / sizeof *rules);
-    }
-    const pointer_rule rules[] = {
-        {"o", t->o, true, has_q, e, ""},
-        {"lse", t->lse, true, has_q, r, ""},
-        {"dout", t->dout, true, false, e, ""},
-        {"dlse", t->dlse, true, false, r, ""},
-        {"dweights", t->dweights, weights, false, e, "HEDDLE_WEIGHTS is not set"},
-        {"dq", t->dq, true, false, e, ""},
-        {"dk", t->dk, true, false, e, ""},
-        {"dv", t->dv, true, false, e, ""},
-        {"dbias", t->dbias, a->features & HEDDLE_BIAS, false, e, "HEDDLE_BIAS is not set"},
-        {"dsinks", t->dsinks, a->features & HEDDLE_SINKS, false, r, "HEDDLE_SINKS is not set"},
-    };
-    return check_pointers(rules, sizeof rules / sizeof *rules);
-}
+#define P(name, of, needed)                                                                                            \
+    { #name, offsetof(heddle_norm_linear_data, name), of, needed, 0, "" }
+static const pointer_rule norm_linear_pointers[] = {
+    P(x, OF_DTYPE, WITH_ROWS),    P(gamma, OF_DTYPE, OPTIONAL),  P(beta, OF_DTYPE, OPTIONAL),
+    P(w, OF_DTYPE, ALWAYS),       P(bias, OF_DTYPE, OPTIONAL),   P(y, OF_DTYPE, WITH_OUTPUT),
+    P(mean, OF_FLOATS, OPTIONAL), P(rstd, OF_FLOATS, OPTIONAL),  P(dy, OF_DTYPE, WITH_GRADIENT),
+    P(dx, OF_DTYPE, OPTIONAL),    P(dgamma, OF_DTYPE, OPTIONAL), P(dbeta, OF_DTYPE, OPTIONAL),
+    P(dw, OF_DTYPE, OPTIONAL),    P(dbias, OF_DTYPE, OPTIONAL),
+};
+#undef P
 
 static heddle_status check_norm_linear_data(const norm_linear_plan *plan, const heddle_norm_linear_data *t) {
     const heddle_norm_linear *a = &plan->a;
-    const size_t e = heddle_dtype_size(a->dtype), r = a->dtype == HEDDLE_F64 ? 8 : 4;
     const bool backward = plan->pass == HEDDLE_BACKWARD, rows = a->m > 0;
-    const pointer_rule rules[] = {
-        {"x", t->x, true, rows, e, ""},
-        {"gamma", t->gamma, true, false, e, ""},
-        {"beta", t->beta, true, false, e, ""},
-        {"w", t->w, true, true, e, ""},
-        {"bias", t->bias, true, false, e, ""},
-        {"y", t->y, true, rows && !backward, e, ""},
-        {"mean", t->mean, true, false, r, ""},
-        {"rstd", t->rstd, true, false, r, ""},
-        {"dy", t->dy, true, rows && backward, e, ""},
-        {"dx", t->dx, true, false, e, ""},
-        {"dgamma", t->dgamma, true, false, e, ""},
-        {"dbeta", t->dbeta, true, false, e, ""},
-        {"dw", t->dw, true, false, e, ""},
-        {"dbias", t->dbias, true, false, e, ""},
+    const pointer_facts facts = {
+        .alignment = ALIGNMENTS(a->dtype),
+        .needed = {[WITH_ROWS] = rows,
+                   [WITH_OUTPUT] = rows && !backward,
+                   [WITH_GRADIENT] = rows && backward,
+                   [ALWAYS] = true},
     };
-    FORWARD_OK(check_pointers(rules, sizeof rules / sizeof *rules));
+    FORWARD_OK(CHECK(norm_linear_pointers, t, &facts));
     if (backward && !t->mean != !t->rstd)
         return fail(HEDDLE_BAD_COMBINATION, "%s is given without %s: backward takes both or neither",
                     t->mean ? "mean" : "rstd", t->mean ? "rstd" : "mean");
@@ -216,8 +251,7 @@ static heddle_status run_attention(const heddle_attention *desc, const heddle_at
     const backend *be = NULL;
     FORWARD_OK(make_attention_plan(desc, pass, &plan, &be));
     FORWARD_OK(check_data_size("heddle_attention_data", data, data ? data->size : 0, sizeof *data));
-    FORWARD_OK(check_attention_inputs(&plan, data));
-    FORWARD_OK(check_attention_outputs(&plan, data));
+    FORWARD_OK(check_attention_data(&plan, data));
     FORWARD_OK(check_workspace(workspace, workspace_bytes, plan.workspace));
     return be->run_attention(&plan, data, workspace, stream);
 }

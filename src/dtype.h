@@ -41,20 +41,19 @@ static inline float f16_to_float(uint16_t h) {
 
 /* From double, so that the reference rounds once. */
 static inline uint16_t double_to_f16(double x) {
-    uint16_t sign = signbit(x) ? 0x8000u : 0;
-    double a = fabs(x);
+    const uint16_t sign = signbit(x) ? 0x8000u : 0;
+    const double a = fabs(x);
+    uint64_t u;
     if (isnan(x))
         return sign | 0x7e00u;
     if (a >= 65520.0)
         return sign | 0x7c00u;
-    int e;
-    frexp(a, &e);                                         /* a = f·2^e with f in [0.5, 1) */
-    double ulp = ldexp(1.0, e - 11 > -24 ? e - 11 : -24); /* 11 significant bits, subnormals below 2^-14 */
-    double r = nearbyint(a / ulp) * ulp;
-    if (r < 0x1p-14)
-        return sign | (uint16_t)(r * 0x1p24);
-    frexp(r, &e);
-    return (uint16_t)(sign | (uint16_t)((e + 14) << 10) | ((uint16_t)(ldexp(r, 11 - e)) & 0x3ffu));
+    if (a < 0x1p-14) /* subnormal; what rounds up to 2^-14 becomes that */
+        return sign | (uint16_t)nearbyint(a * 0x1p24);
+    /* 10 of 52 bits stay, to nearest even; a carry goes into the exponent, whose bias is 15 in place of 1023. */
+    memcpy(&u, &a, sizeof u);
+    u = (u + (UINT64_C(1) << 41) - 1 + (u >> 42 & 1)) >> 42;
+    return sign | (uint16_t)(u - ((1023 - 15) << 10));
 }
 
 static inline uint16_t double_to_bf16(double x) {

@@ -73,66 +73,80 @@ typedef struct tensor_rule {
     int64_t b, h, s, last;
 } tensor_rule;
 
+typedef struct axis {
+    int64_t stride, size;
+} axis;
+
+static void put_in_order(axis *low, axis *high) {
+    if (low->stride > high->stride) {
+        const axis other = *low;
+        *low = *high;
+        *high = other;
+    }
+}
+
 /* Elements of an output may not share memory: each stride must pass what the smaller ones span. */
-static bool overlaps_itself(const int64_t stride[3], const int64_t size[3], int64_t last, tensor_role role) {
-    bool done[3] = {false, false, false};
-    int64_t extent = last;
-    for (int step = 0; step < 3; step++) {
-        int best = -1;
-        for (int x = 0; x < 3; x++)
-            if (!done[x] && (best < 0 || stride[x] < stride[best]))
-                best = x;
-        done[best] = true;
-        if (size[best] <= 1 || (role == ROLE_SUMMED_OUTPUT && stride[best] == 0))
+static bool overlaps_itself(const tensor_rule *t, const heddle_strides *stride) {
+    axis x[3] = {{stride->s, t->s}, {stride->h, t->h}, {stride->b, t->packed ? 1 : t->b}};
+    int64_t extent = t->last;
+    put_in_order(&x[0], &x[1]);
+    put_in_order(&x[1], &x[2]);
+    put_in_order(&x[0], &x[1]);
+    for (int y = 0; y < 3; y++) {
+        if (x[y].size <= 1 || (t->role == ROLE_SUMMED_OUTPUT && x[y].stride == 0))
             continue;
-        if (stride[best] < extent)
+        if (x[y].stride < extent)
             return true;
-        extent = stride[best] * (size[best] - 1) + extent;
+        extent += x[y].stride * (x[y].size - 1);
     }
     return false;
 }
 
-static heddle_status resolve_strides(const tensor_rule *t, heddle_strides *stride) {
-    const bool contiguous = stride->b == 0 && stride->h == 0 && stride->s == 0;
-    if (contiguous) {
-        const int64_t head = multiply_add(t->packed ? t->h : t->s, t->last, 0);
-        const heddle_strides batched = {multiply_add(head, t->h, 0), head, t->last}, packed = {0, t->last, head};
-        *stride = t->packed ? packed : batched;
-    }
+static heddle_strides contiguous_strides(const tensor_rule *t) {
+    const int64_t head = multiply_add(t->packed ? t->h : t->s, t->last, 0);
+    const heddle_strides batched = {multiply_add(head, t->h, 0), head, t->last}, packed = {0, t->last, head};
+    return t->packed ? packed : batched;
+}
+
+/* Broadcast strides are 0; no others are negative. */
+static heddle_status resolve_broadcast(const char *name, heddle_strides *stride) {
     int64_t *each[3] = {&stride->b, &stride->h, &stride->s};
-    const int64_t size[3] = {t->packed ? 1 : t->b, t->h, t->s};
+    for (int x = 0; x < 3; x++) {
+        if (*each[x] < 0 && *each[x] != HEDDLE_BROADCAST)
+            return fail(HEDDLE_BAD_STRIDE, "%s_stride.%c = %lld is negative", name, "bhs"[x], (long long)*each[x]);
+        if (*each[x] < 0)
+            *each[x] = 0;
+    }
+    return HEDDLE_OK;
+}
+
+/* Sizes and strides of which no sum of products comes near 2^60: nearly always, and quickly seen. */
+static bool surely_fits(const tensor_rule *t, const heddle_strides *stride) {
+    return (uint64_t)(t->b | t->h | t->s | t->last) < UINT64_C(1) << 20 &&
+           (uint64_t)(stride->b | stride->h | stride->s) < UINT64_C(1) << 38;
+}
+
+static heddle_status resolve_tensor(const tensor_rule *t, heddle_strides *stride) {
+    const bool contiguous = (stride->b | stride->h | stride->s) == 0;
+    if (contiguous)
+        *stride = contiguous_strides(t);
+    else if ((stride->b | stride->h | stride->s) < 0)
+        FORWARD_OK(resolve_broadcast(t->name, stride));
     if (t->packed)
         stride->b = 0;
-    for (int x = 0; x < 3; x++)
-        if (*each[x] == HEDDLE_BROADCAST)
-            *each[x] = 0;
-    bool empty = !t->b || !t->h || !t->s;
-    bool fits = stride->b >= 0 && stride->h >= 0 && stride->s >= 0;
-    if (!empty && (!fits || heddle__span(*stride, size[0], size[1], size[2], t->last) < 0))
+    const int64_t b = t->packed ? 1 : t->b;
+    const bool empty = !t->b || !t->h || !t->s;
+    if (!surely_fits(t, stride) && !empty &&
+        (stride->b < 0 || stride->h < 0 || stride->s < 0 || heddle__span(*stride, b, t->h, t->s, t->last) < 0))
         return fail(HEDDLE_OVERFLOW, "%s: [%lld, %lld, %lld, %lld] with strides %lld, %lld, %lld is over 2^60 elements",
-                    t->name, (long long)size[0], (long long)size[1], (long long)size[2], (long long)t->last,
-                    (long long)stride->b, (long long)stride->h, (long long)stride->s);
-    const int64_t literal[3] = {stride->b, stride->h, stride->s};
-    if (t->role != ROLE_INPUT && !contiguous && !empty && overlaps_itself(literal, size, t->last, t->role))
+                    t->name, (long long)b, (long long)t->h, (long long)t->s, (long long)t->last, (long long)stride->b,
+                    (long long)stride->h, (long long)stride->s);
+    if (t->role != ROLE_INPUT && !contiguous && !empty && overlaps_itself(t, stride))
         return fail(HEDDLE_BAD_STRIDE,
                     "%s is written, but with strides %lld, %lld, %lld for [%lld, %lld, %lld, %lld] it overlaps itself",
-                    t->name, (long long)literal[0], (long long)literal[1], (long long)literal[2], (long long)size[0],
-                    (long long)size[1], (long long)size[2], (long long)t->last);
+                    t->name, (long long)stride->b, (long long)stride->h, (long long)stride->s, (long long)b,
+                    (long long)t->h, (long long)t->s, (long long)t->last);
     return HEDDLE_OK;
-}
-
-static heddle_status check_negative_strides(const char *name, const heddle_strides *s) {
-    const int64_t each[3] = {s->b, s->h, s->s};
-    for (int x = 0; x < 3; x++)
-        if (each[x] < 0 && each[x] != HEDDLE_BROADCAST)
-            return fail(HEDDLE_BAD_STRIDE, "%s_stride.%c = %lld is negative", name, "bhs"[x], (long long)each[x]);
-    return HEDDLE_OK;
-}
-
-static heddle_status resolve_tensor(tensor_rule t, heddle_strides *stride) {
-    if ((stride->b | stride->h | stride->s) < 0)
-        FORWARD_OK(check_negative_strides(t.name, stride));
-    return resolve_strides(&t, stride);
 }
 
 /* The tensors with a row for each row of scores: those of options. */
@@ -140,27 +154,27 @@ static heddle_status resolve_score_strides(heddle_attention *a) {
     const bool bias = a->features & HEDDLE_BIAS, weights = a->features & HEDDLE_WEIGHTS;
     tensor_rule t = {"bias", ROLE_INPUT, false, a->b, a->h, a->sq, a->sk};
     if (bias)
-        FORWARD_OK(resolve_tensor(t, &a->bias_stride));
+        FORWARD_OK(resolve_tensor(&t, &a->bias_stride));
     t.name = "bool_mask";
     if (a->features & HEDDLE_BOOL_MASK)
-        FORWARD_OK(resolve_tensor(t, &a->bool_mask_stride));
+        FORWARD_OK(resolve_tensor(&t, &a->bool_mask_stride));
     t.name = "dweights";
     if (weights)
-        FORWARD_OK(resolve_tensor(t, &a->dweights_stride));
+        FORWARD_OK(resolve_tensor(&t, &a->dweights_stride));
     t.name = "weights";
     t.role = ROLE_OUTPUT;
     if (weights)
-        FORWARD_OK(resolve_tensor(t, &a->weights_stride));
+        FORWARD_OK(resolve_tensor(&t, &a->weights_stride));
     t.name = "dbias";
     t.role = ROLE_SUMMED_OUTPUT;
-    return bias ? resolve_tensor(t, &a->dbias_stride) : HEDDLE_OK;
+    return bias ? resolve_tensor(&t, &a->dbias_stride) : HEDDLE_OK;
 }
 
 static heddle_status resolve_all_strides(heddle_attention *a) {
     const bool varlen = a->features & HEDDLE_VARLEN;
     const int64_t rows_q = varlen ? a->total_q : a->sq, rows_k = varlen ? a->total_k : a->sk;
 #define TENSOR(name, role, heads, rows, last)                                                                          \
-    FORWARD_OK(resolve_tensor((tensor_rule){#name, role, varlen, a->b, heads, rows, last}, &a->name##_stride))
+    FORWARD_OK(resolve_tensor(&(tensor_rule){#name, role, varlen, a->b, heads, rows, last}, &a->name##_stride))
     TENSOR(q, ROLE_INPUT, a->h, rows_q, a->d);
     TENSOR(k, ROLE_INPUT, a->hk, rows_k, a->d);
     TENSOR(v, ROLE_INPUT, a->hk, rows_k, a->dv);
@@ -240,7 +254,8 @@ static heddle_status check_features(heddle_attention *a) {
 
 heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pass pass, attention_plan *plan) {
     FORWARD_OK(check_descriptor("heddle_attention", desc, desc ? desc->size : 0, sizeof *desc));
-    *plan = (attention_plan){.a = *desc, .pass = pass};
+    plan->a = *desc;
+    plan->pass = pass;
     heddle_attention *a = &plan->a;
     FORWARD_OK(check_enums("heddle_attention", (int)a->dtype, (int)a->device, (int)pass));
     FORWARD_OK(check_sizes(a));
@@ -271,7 +286,8 @@ static heddle_status resolve_row_stride(const char *name, int64_t *stride, int64
 
 heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan) {
     FORWARD_OK(check_descriptor("heddle_norm_linear", desc, desc ? desc->size : 0, sizeof *desc));
-    *plan = (norm_linear_plan){.a = *desc, .pass = pass};
+    plan->a = *desc;
+    plan->pass = pass;
     heddle_norm_linear *a = &plan->a;
     FORWARD_OK(check_enums("heddle_norm_linear", (int)a->dtype, (int)a->device, (int)pass));
     if (a->norm != HEDDLE_LAYER_NORM && a->norm != HEDDLE_RMS_NORM)

@@ -3,6 +3,7 @@
 #ifndef HEDDLE_PLAN_H
 #define HEDDLE_PLAN_H
 
+#include "cuda/attention_choice.h"
 #include "heddle.h"
 
 /* What a backend found out about its device while it planned, for run. */
@@ -19,6 +20,7 @@ typedef struct attention_plan {
     int64_t chunk_k;        /* backward: keys that one task owns */
     size_t workspace;       /* bytes */
     plan_device on;
+    attention_choice choice; /* CUDA's */
 } attention_plan;
 
 typedef struct norm_linear_plan {
@@ -31,7 +33,8 @@ typedef struct norm_linear_plan {
     plan_device on;
 } norm_linear_plan;
 
-/* Check a description by every rule of heddle.h and write it, resolved, to plan->a. Pure. */
+/* Check a description by every rule of heddle.h and write it, resolved, to plan->a, and the pass to plan->pass; the rest is for the
+ * backend to fill in. Pure. */
 heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pass pass, attention_plan *plan);
 heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan);
 

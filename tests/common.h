@@ -32,6 +32,9 @@ heddle_device test_device(void);
 bool test_long(void);
 /* HEDDLE_SEED if that is set, else `standard`. */
 uint64_t test_seed(uint64_t standard);
+/* Those that every kernel has: float32, bfloat16, float16. */
+enum { TEST_DTYPES = 3 };
+extern const heddle_dtype test_dtypes[TEST_DTYPES];
 
 /* ---------------------------------------------------------------------------------------------- random numbers */
 
@@ -157,6 +160,8 @@ typedef struct attention_problem {
 /* A description with size, dtype and the test's device set; hk, sk and dv may be 0. */
 heddle_attention attention_desc(heddle_dtype dtype, int64_t b, int64_t h, int64_t hk, int64_t sq, int64_t sk, int64_t d,
                                 int64_t dv);
+/* A case of these sizes in float32 without any option; its seed follows from them. */
+attention_case attention_case_of(int64_t b, int64_t h, int64_t hk, int64_t sq, int64_t sk, int64_t d, int64_t dv);
 /* The problem of a case with random inputs and poisoned outputs, uploaded. */
 attention_problem attention_new(const attention_case *c);
 /* The same in other types or on another device: inputs converted, outputs poisoned. */
@@ -169,7 +174,9 @@ void attention_run(attention_problem *p, heddle_pass pass);
 void attention_print(const attention_case *c);
 /* The whole check; prints the case and fails the test when something is wrong. */
 void check_attention(const attention_case *c);
-/* The same, as an answer. */
+/* In each of the three types, with other data each time. */
+void check_attention_dtypes(attention_case c);
+/* The same as check_attention, as an answer. */
 bool attention_is_right(const attention_case *c);
 
 /* By the formulas of heddle.h, independent of src/: does query i of sequence n, head x see key j? */

@@ -46,6 +46,11 @@ heddle_attention attention_desc(heddle_dtype dtype, int64_t b, int64_t h, int64_
                               .dv = dv};
 }
 
+attention_case attention_case_of(int64_t b, int64_t h, int64_t hk, int64_t sq, int64_t sk, int64_t d, int64_t dv) {
+    return (attention_case){.a = attention_desc(HEDDLE_F32, b, h, hk, sq, sk, d, dv),
+                            .seed = (uint64_t)(sq * 7 + sk + d)};
+}
+
 /* The public description keeps its defaults; the problem's own copy is literal. */
 static void literal(heddle_strides *s, bool packed, int64_t h, int64_t rows, int64_t last) {
     if (!s->b && !s->h && !s->s)
@@ -429,4 +434,12 @@ void check_attention(const attention_case *c) {
         return;
     attention_print(c);
     fail_msg("attention is wrong, see above");
+}
+
+void check_attention_dtypes(attention_case c) {
+    for (size_t x = 0; x < TEST_DTYPES; x++) {
+        c.a.dtype = test_dtypes[x];
+        c.seed = c.seed * 3 + x + 1;
+        check_attention(&c);
+    }
 }

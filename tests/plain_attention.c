@@ -50,12 +50,27 @@ typedef struct head {
     float *q, *k, *v, *dout;       /* [s, d] */
     float *p, *z, *pz, *tanh, *dp; /* [sq, sk] */
     float *lse, *sink, *sum;       /* [sq] */
+    double *k_norm, *v_norm;       /* [sk] */
 } head;
 
 static void *zeros(int64_t n, size_t size) {
     void *p = calloc((size_t)n + 1, size);
     assert_non_null(p);
     return p;
+}
+
+static double norm_of(const float *a, int64_t n) {
+    double sum = 0;
+    for (int64_t e = 0; e < n; e++)
+        sum += (double)a[e] * (double)a[e];
+    return sqrt(sum);
+}
+
+static double *norms_of(const float *rows, int64_t count, int64_t width) {
+    double *norms = zeros(count, sizeof *norms);
+    for (int64_t x = 0; x < count; x++)
+        norms[x] = norm_of(rows + x * width, width);
+    return norms;
 }
 
 /* As the products take them: in TF32, rounded. */
@@ -88,6 +103,8 @@ static head head_new(const attention_problem *p, int64_t n, int64_t x, bool back
     h.k = rows_of(p, T_K, h.pack, h.y, h.first_k, h.sk);
     h.v = rows_of(p, T_V, h.pack, h.y, h.first_k, h.sk);
     h.dout = rows_of(p, T_DOUT, h.pack, x, h.first_q, p->t[T_DOUT].host ? h.sq : 0);
+    h.k_norm = norms_of(h.k, h.sk, a->d);
+    h.v_norm = norms_of(h.v, h.sk, a->dv);
     h.sees = zeros(h.sq * h.sk, sizeof *h.sees);
     float **square[] = {&h.p, &h.z, &h.pz, &h.tanh, &h.dp}, **row[] = {&h.lse, &h.sink, &h.sum};
     for (size_t s = 0; s < COUNT(square); s++)
@@ -101,7 +118,8 @@ static head head_new(const attention_problem *p, int64_t n, int64_t x, bool back
 }
 
 static void head_free(head *h) {
-    void *all[] = {h->q, h->k, h->v, h->dout, h->sees, h->p, h->z, h->pz, h->tanh, h->dp, h->lse, h->sink, h->sum};
+    void *all[] = {h->q,    h->k,  h->v,   h->dout, h->sees, h->p,      h->z,     h->pz,
+                   h->tanh, h->dp, h->lse, h->sink, h->sum,  h->k_norm, h->v_norm};
     for (size_t s = 0; s < COUNT(all); s++)
         free(all[s]);
 }
@@ -115,13 +133,6 @@ static float dot(const float *a, const float *b, int64_t n, bool backwards) {
     for (int64_t e = 0; e < n; e++)
         sum += a[order(e, n, backwards)] * b[order(e, n, backwards)];
     return sum;
-}
-
-static double norm_of(const float *a, int64_t n) {
-    double sum = 0;
-    for (int64_t e = 0; e < n; e++)
-        sum += (double)a[e] * (double)a[e];
-    return sqrt(sum);
 }
 
 /* sum over x of weight[x]·rows[x], and of the magnitudes size[x]·|rows[x]| (without sizes: |weight[x]|), where seen. */
@@ -192,13 +203,13 @@ static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]
         float *s = h->p + i * h->sk, top = sink, sum = 0;
         const bool *sees = h->sees + i * h->sk;
         double largest = 0;
+        const double q_norm = a->scale * norm_of(h->q + i * a->d, a->d);
         for (int64_t j = 0; j < h->sk; j++) {
             if (!sees[j])
                 continue;
             s[j] = score(p, h, i, j, &h->tanh[i * h->sk + j]);
             top = fmaxf(top, s[j]);
-            largest = fmax(largest, fabs((double)s[j]) +
-                                        a->scale * norm_of(h->q + i * a->d, a->d) * norm_of(h->k + j * a->d, a->d));
+            largest = fmax(largest, fabs((double)s[j]) + q_norm * h->k_norm[j]);
         }
         for (int64_t j = 0; j < h->sk; j++)
             sum += sees[j] ? expf(s[j] - top) : 0;
@@ -249,14 +260,14 @@ static void plain_scores_backward(attention_problem *p, head *h, double *size, d
     for (int64_t i = 0; i < h->sq; i++) {
         float *dp = h->dp + i * h->sk, *weight = h->p + i * h->sk, sum = 0, of_weights = 0;
         double *most = size + i * h->sk, total = 0;
+        const double dout_norm = p->t[T_DOUT].host ? norm_of(h->dout + i * a->dv, a->dv) : 0;
         for (int64_t j = 0; j < h->sk; j++) {
             if (!h->sees[i * h->sk + j])
                 continue;
             if (p->t[T_DOUT].host) {
                 dp[j] = round_to(t, round_to(t, dot(h->dout + i * a->dv, h->v + j * a->dv, a->dv, h->backwards)) *
                                         h->z[i * h->sk + j]);
-                most[j] = norm_of(h->dout + i * a->dv, a->dv) * norm_of(h->v + j * a->dv, a->dv) *
-                          (double)h->z[i * h->sk + j];
+                most[j] = dout_norm * h->v_norm[j] * (double)h->z[i * h->sk + j];
             }
             if (p->t[T_DWEIGHTS].host) {
                 float dw = (float)tensor_get(&p->t[T_DWEIGHTS], h->n, h->x, i, j);

@@ -6,13 +6,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const heddle_dtype dtypes[] = {HEDDLE_F32, HEDDLE_BF16, HEDDLE_F16};
-
 static void check_all(norm_linear_case c) {
     for (int norm = 0; norm < 2; norm++)
-        for (size_t x = 0; x < COUNT(dtypes); x++) {
+        for (size_t x = 0; x < TEST_DTYPES; x++) {
             c.a.norm = (heddle_norm)norm;
-            c.a.dtype = dtypes[x];
+            c.a.dtype = test_dtypes[x];
             c.seed = c.seed * 3 + x + 1;
             check_norm_linear(&c);
         }
@@ -31,7 +29,7 @@ static void test_sizes(void **state) {
             for (size_t z = 0; z < COUNT(sizes); z++) {
                 norm_linear_case c = make_case(sizes[x], sizes[y], sizes[z]);
                 c.a.norm = (heddle_norm)((x + y + z) % 2);
-                c.a.dtype = dtypes[(x + 2 * y + z) % 3];
+                c.a.dtype = test_dtypes[(x + 2 * y + z) % 3];
                 check_norm_linear(&c);
             }
 }
@@ -41,12 +39,37 @@ static void test_larger_sizes(void **state) {
     static const int64_t sizes[][3] = {{203, 203, 203}, {1023, 33, 31}, {31, 1023, 33}, {33, 31, 1023},
                                        {1, 1023, 203},  {203, 1, 113},  {64, 256, 192}, {7, 203, 1023}};
     for (size_t x = 0; x < COUNT(sizes); x++)
-        for (size_t y = 0; y < COUNT(dtypes); y++) {
+        for (size_t y = 0; y < TEST_DTYPES; y++) {
             norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
             c.a.norm = (heddle_norm)((x + y) % 2);
-            c.a.dtype = dtypes[y];
+            c.a.dtype = test_dtypes[y];
             check_norm_linear(&c);
         }
+}
+
+/* Few rows of x: forward reads W where it lies, in parts of 1024 or 2048 sum indices, backward a strip of 32 rows of W after the other; and
+ * the neighbours of both that do not. */
+static void test_few_rows(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{2, 2100, 41}, {9, 1031, 19},  {48, 392, 97},  {49, 392, 98}, {24, 199, 17},
+                                       {25, 193, 50}, {64, 200, 128}, {65, 200, 130}, {31, 192, 61}, {1, 192, 33}};
+    for (size_t x = 0; x < COUNT(sizes); x++) {
+        norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
+        check_all(c);
+        c.a.x_stride = c.a.dx_stride = c.a.k + 3;
+        c.a.w_stride = c.a.k + 1;
+        c.a.dw_stride = c.a.k + 2;
+        c.a.y_stride = c.a.dy_stride = c.a.n + 1;
+        check_all(c);
+    }
+    static const int results[] = {N_DX, N_DGAMMA, N_DBETA, N_DW, N_DBIAS};
+    for (unsigned bits = 0; bits < 1u << COUNT(results); bits++) {
+        norm_linear_case c = make_case(5, 200, 35);
+        for (size_t x = 0; x < COUNT(results); x++)
+            c.skip |= (bits >> x & 1) << results[x];
+        c.a.dtype = test_dtypes[bits % 3];
+        check_norm_linear(&c);
+    }
 }
 
 /* Adds the squares of the errors of one problem to ours[] and plain[], a tensor each. */
@@ -77,10 +100,10 @@ static void test_few_results(void **state) {
     (void)state;
     static const int checked[] = {N_DGAMMA, N_DBETA, N_DW, N_DBIAS, N_RSTD};
     static const double most[][5] = {{0.5, 0.4, 0.5, 0.75, 0.8}, {0.8, 0.8, 0.8, 1, 0.8}, {0.8, 0.8, 0.8, 1, 0.8}};
-    for (size_t x = 0; x < COUNT(dtypes); x++) {
+    for (size_t x = 0; x < TEST_DTYPES; x++) {
         double ours[N_COUNT] = {0}, plain[N_COUNT] = {0};
         norm_linear_case c = make_case(1023, 7, 2);
-        c.a.dtype = dtypes[x];
+        c.a.dtype = test_dtypes[x];
         for (c.seed = 0; c.seed < 50; c.seed++)
             add_errors(&c, ours, plain);
         for (size_t y = 0; y < COUNT(checked); y++) {
@@ -101,7 +124,7 @@ static void test_optional_tensors(void **state) {
         for (size_t x = 0; x < COUNT(optional); x++)
             c.skip |= (bits >> x & 1) << optional[x];
         c.a.norm = (heddle_norm)(bits / 3 % 2);
-        c.a.dtype = dtypes[bits % 3];
+        c.a.dtype = test_dtypes[bits % 3];
         check_norm_linear(&c);
     }
 }
@@ -182,10 +205,10 @@ static void test_tiles(void **state) {
     static const int64_t sizes[][3] = {{300, 136, 264}, {257, 200, 136}, {129, 392, 520}, {1, 8, 8}};
     for (size_t x = 0; x < COUNT(sizes); x++)
         for (int norm = 0; norm < 2; norm++)
-            for (size_t y = 1; y < COUNT(dtypes); y++) {
+            for (size_t y = 1; y < TEST_DTYPES; y++) {
                 norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
                 c.a.norm = (heddle_norm)norm;
-                c.a.dtype = dtypes[y];
+                c.a.dtype = test_dtypes[y];
                 for (c.seed = 7; c.seed < 10; c.seed++) {
                     expect_family(&c, true);
                     check_norm_linear(&c);
@@ -228,9 +251,9 @@ static void test_tiles_with_odd_columns(void **state) {
 /* Rows that do not vary: rstd = 1/sqrt(eps), xhat = 0, and nothing is NaN. */
 static void test_constant_rows(void **state) {
     (void)state;
-    for (size_t x = 0; x < COUNT(dtypes); x++) {
+    for (size_t x = 0; x < TEST_DTYPES; x++) {
         norm_linear_case c = make_case(3, 32, 5);
-        c.a.dtype = dtypes[x];
+        c.a.dtype = test_dtypes[x];
         norm_linear_problem p = norm_linear_new(&c);
         for (int64_t i = 0; i < 3; i++)
             for (int64_t e = 0; e < 32; e++)
@@ -268,9 +291,9 @@ static void test_tf32(void **state) {
 /* m = 0: y and dx have no elements, the parameters' gradients are zeros. */
 static void test_no_rows(void **state) {
     (void)state;
-    for (size_t x = 0; x < COUNT(dtypes); x++) {
+    for (size_t x = 0; x < TEST_DTYPES; x++) {
         norm_linear_case c = make_case(0, 9, 4);
-        c.a.dtype = dtypes[x];
+        c.a.dtype = test_dtypes[x];
         norm_linear_problem p = norm_linear_new(&c);
         norm_linear_run(&p, HEDDLE_FORWARD);
         norm_linear_run(&p, HEDDLE_BACKWARD);
@@ -287,6 +310,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_sizes),
         cmocka_unit_test(test_larger_sizes),
+        cmocka_unit_test(test_few_rows),
         cmocka_unit_test(test_few_results),
         cmocka_unit_test(test_optional_tensors),
         cmocka_unit_test(test_strides),

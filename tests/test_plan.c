@@ -143,12 +143,11 @@ static size_t workspace_of(const heddle_attention *a, heddle_pass pass) {
 
 static void test_workspace_is_linear(void **state) {
     (void)state;
-    static const heddle_dtype dtypes[] = {HEDDLE_F32, HEDDLE_BF16, HEDDLE_F16};
-    for (size_t x = 0; x < COUNT(dtypes); x++)
+    for (size_t x = 0; x < TEST_DTYPES; x++)
         for (int pass = 0; pass < 2; pass++)
             for (int mask = 0; mask < 3; mask++)
                 for (int grouped = 0; grouped < 2; grouped++) {
-                    heddle_attention a = attention_desc(dtypes[x], 1, 16, grouped ? 2 : 0, 65536, 65536, 128, 0);
+                    heddle_attention a = attention_desc(test_dtypes[x], 1, 16, grouped ? 2 : 0, 65536, 65536, 128, 0);
                     a.mask = (heddle_mask)mask;
                     size_t one = workspace_of(&a, (heddle_pass)pass);
                     assert_true(one < (size_t)(grouped ? 300 : 64) << 20); /* q has 256 MB in 16 bits */
@@ -178,12 +177,11 @@ static void test_norm_linear_workspace(void **state) {
 
 static void test_kernel_names(void **state) {
     (void)state;
-    static const heddle_dtype dtypes[] = {HEDDLE_F32, HEDDLE_BF16, HEDDLE_F16};
-    for (size_t x = 0; x < COUNT(dtypes); x++)
+    for (size_t x = 0; x < TEST_DTYPES; x++)
         for (int pass = 0; pass < 2; pass++) {
             char name[64] = "", other[64] = "", cut[5] = "....";
-            heddle_attention a = attention_desc(dtypes[x], 1, 2, 0, 64, 64, 64, 0);
-            heddle_norm_linear b = norm_linear_desc(dtypes[x], HEDDLE_LAYER_NORM, 8, 64, 24);
+            heddle_attention a = attention_desc(test_dtypes[x], 1, 2, 0, 64, 64, 64, 0);
+            heddle_norm_linear b = norm_linear_desc(test_dtypes[x], HEDDLE_LAYER_NORM, 8, 64, 24);
             assert_int_equal(heddle_attention_kernel(&a, (heddle_pass)pass, name, sizeof name), HEDDLE_OK);
             assert_int_equal(heddle_norm_linear_kernel(&b, (heddle_pass)pass, other, sizeof other), HEDDLE_OK);
             assert_int_equal(strncmp(name, "heddle_attention_", 17), 0);
@@ -193,7 +191,7 @@ static void test_kernel_names(void **state) {
                 const char *isa = heddle_cpu_isa();
                 const bool of_bf16 = !strcmp(isa, "amx") || !strcmp(isa, "avx512bf16");
                 const char *plain = of_bf16 ? "_avx512" : isa;
-                if (dtypes[x] != HEDDLE_BF16)
+                if (test_dtypes[x] != HEDDLE_BF16)
                     isa = plain;
                 assert_non_null(strstr(name, isa));
                 assert_non_null(strstr(other, isa));

@@ -13,18 +13,12 @@
 #ifdef HAVE_BF16_TILES
 #include "norm_linear_tiles.h"
 #else
-#include "norm_linear_panels.h"
+#include "norm_linear_strips.h"
 #endif
 
 #include "norm_linear_few.h"
 
 #include <stdio.h>
-
-typedef struct norm_space {
-    float *a; /* panels of z or dy */
-    float *c; /* forward: [BLOCK_ROWS][GROUP·PANEL]; backward: [tile_m][k_pad] */
-    float *row;
-} norm_space;
 
 static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm_linear_data *t, carver *w) {
     const heddle_norm_linear *a = &plan->a;
@@ -33,16 +27,18 @@ static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm
     c.n_panels = (a->n + PANEL - 1) / PANEL;
     c.row_panels = (a->n + VL - 1) / VL;
     c.k_pad = c.k_panels * PANEL;
-    const bool backward = plan->pass == HEDDLE_BACKWARD;
+    const bool backward = plan->pass == HEDDLE_BACKWARD, strips = backward && goes_in_strips(a);
+    c.strip_panels = strips ? strip_panels(a, plan->threads) : 0;
     c.streams = STREAMS(c.type) && !backward && a->m * a->n * element_size(c.type) >= STREAM_BYTES;
     c.mean = carve_floats(w, a->m + VL);
     c.rstd = carve_floats(w, a->m + VL);
     c.gamma = carve_floats(w, c.k_pad);
     c.beta = carve_floats(w, c.k_pad);
-    c.w = carve_floats(w, backward          ? c.k_panels * b_panel(a->n)
+    c.w = carve_floats(w, strips            ? (a->n + STRIP - 1) / STRIP * strip_of_dy(a->m)
+                          : backward        ? c.k_panels * b_panel(a->n)
                           : has_few_rows(a) ? a->m * c.k_pad
                                             : c.n_panels * b_panel(a->k));
-    c.sums = carve_floats(w, backward ? c.row_panels * VL * c.k_pad : 0);
+    c.sums = carve_floats(w, strips ? a->m * c.k_pad : backward ? c.row_panels * VL * c.k_pad : 0);
     c.dbias = carve_floats(w, backward ? c.row_panels * VL : 0);
     c.x_panels = carve_floats(w, backward ? c.k_panels * b_panel(min64(CHUNK_M, a->m)) : 0);
     return c;
@@ -52,6 +48,13 @@ static norm_space carve_norm_space(const norm_linear_plan *plan, carver *w) {
     bool backward = plan->pass == HEDDLE_BACKWARD;
     int64_t k_pad = (plan->a.k + PANEL - 1) / PANEL * PANEL;
     norm_space s;
+    if (backward && goes_in_strips(&plan->a)) {
+        const int64_t columns = strip_panels(&plan->a, plan->threads) * PANEL;
+        s.a = carve_floats(w, STRIP * columns);
+        s.c = carve_floats(w, 2 * columns + STRIP * PANEL);
+        s.row = carve_floats(w, k_pad);
+        return s;
+    }
     const int64_t of_dy = DY_TOGETHER * a_panel(min64(plan->a.m, CHUNK_M));
     const int64_t of_rows = plan->tile_m / VL * a_panel(backward ? min64(plan->a.n, SLICE) : plan->a.k);
     const bool few = !backward && has_few_rows(&plan->a);
@@ -378,12 +381,40 @@ static void finish_weights(const norm_call *c, int64_t panel) {
         narrow_row(c->type, dbeta.all, columns, 1, (char *)c->t->dbeta + k0 * element_size(c->type));
 }
 
+/* Every thread of the team calls it, or the next one. */
+static void panels_backward(const norm_linear_plan *plan, const norm_call *c, bool weights, const norm_space *s) {
+    const int64_t m = plan->a.m, blocks = (m + plan->tile_m - 1) / plan->tile_m;
+#pragma omp for schedule(dynamic)
+    for (int64_t p = 0; p < c->k_panels; p++)
+        pack_w(c, p);
+    if (c->t->dx) {
+#pragma omp for schedule(dynamic)
+        for (int64_t x = 0; x < blocks; x++)
+            dx_task(c, s, x * plan->tile_m, min64(plan->tile_m, m - x * plan->tile_m));
+    }
+    if (weights) {
+        for (int64_t first = 0; first < m; first += CHUNK_M)
+            add_chunk(c, s, plan->threads, first, min64(CHUNK_M, m - first));
+#pragma omp for schedule(dynamic)
+        for (int64_t p = 0; p < c->k_panels; p++)
+            finish_weights(c, p);
+    }
+}
+
+static void strips_backward(const norm_call *c, bool weights, const norm_space *s) {
+    add_strips(c, weights, s);
+    if (!c->t->dx)
+        return;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < c->a->m; row++)
+        dx_row(c, row, c->sums + row * c->k_pad, s->row);
+}
+
 static void norm_linear_backward(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace) {
     const heddle_norm_linear *a = &plan->a;
     carver shared = {workspace, 0};
     const norm_call c = carve_norm_call(plan, data, &shared);
     const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads;
-    const int64_t blocks = (a->m + plan->tile_m - 1) / plan->tile_m;
     const bool weights = data->dw || data->dgamma || data->dbeta || data->dbias;
     if (a->m == 0) {
         memset(c.sums, 0, sizeof(float) * (size_t)(c.row_panels * VL * c.k_pad));
@@ -395,21 +426,10 @@ static void norm_linear_backward(const norm_linear_plan *plan, const heddle_norm
         const norm_space s = carve_norm_space(plan, &w);
         begin_products();
         prepare_norm(&c, &s, data->mean);
-#pragma omp for schedule(dynamic)
-        for (int64_t p = 0; p < c.k_panels; p++)
-            pack_w(&c, p);
-        if (data->dx) {
-#pragma omp for schedule(dynamic)
-            for (int64_t x = 0; x < blocks; x++)
-                dx_task(&c, &s, x * plan->tile_m, min64(plan->tile_m, a->m - x * plan->tile_m));
-        }
-        if (weights) {
-            for (int64_t first = 0; first < a->m; first += CHUNK_M)
-                add_chunk(&c, &s, plan->threads, first, min64(CHUNK_M, a->m - first));
-#pragma omp for schedule(dynamic)
-            for (int64_t p = 0; p < c.k_panels; p++)
-                finish_weights(&c, p);
-        }
+        if (c.strip_panels)
+            strips_backward(&c, weights, &s);
+        else
+            panels_backward(plan, &c, weights, &s);
         end_products();
     }
     if (data->dbias)

@@ -22,11 +22,19 @@ typedef struct norm_call {
     int64_t chain;                     /* sum indices whose products are added up one after the other */
     int64_t k_panels, n_panels, k_pad; /* panels of PANEL columns */
     int64_t row_panels;                /* of n in panels of VL */
+    int64_t strip_panels;              /* backward in strips: k_panels of a task; or 0 */
     float *mean, *rstd, *gamma, *beta; /* float copies; gamma and beta padded with zeros */
-    float *w;                          /* panels of W or Wᵀ */
-    float *sums, *dbias;               /* backward: G in panels [n][PANEL], [row_panels·VL] */
-    float *x_panels;                   /* backward: a chunk of rows */
+    float *w;                          /* panels of W or Wᵀ; in strips of dy */
+    float *sums, *dbias; /* backward: G in panels [n][PANEL], in strips [m][k_pad] of dx; [row_panels·VL] */
+    float *x_panels;     /* backward: a chunk of rows */
 } norm_call;
+
+/* Of a thread. */
+typedef struct norm_space {
+    float *a; /* panels of z or dy; strips of W */
+    float *c; /* forward: [BLOCK_ROWS][GROUP·PANEL]; backward: [tile_m][k_pad] */
+    float *row;
+} norm_space;
 
 #define SHORT_CHAIN 128 /* where there are few results */
 #define SUM_ROWS 64     /* of a column that are added up one after the other; then such sums are */

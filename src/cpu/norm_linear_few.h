@@ -1,71 +1,105 @@
 /* SPDX-License-Identifier: Apache-2.0
- * norm-linear forward for a few rows. Packing W would cost more than using it, so W is read once, where it lies: its rows run along the
- * sum, as those of z do, and a sum has a part in each lane until its end. */
+ * norm-linear forward for a few rows. Packing W would cost more than using it, so W is read where it lies: its rows run along the
+ * sum, as those of z do, and a sum has a part in each lane until its end. Where the ISA multiplies pairs of bfloat16, z is rounded to
+ * bfloat16, as it is where it is packed, and W goes into the products as it came. */
 #ifndef HEDDLE_CPU_NORM_LINEAR_FEW_H
 #define HEDDLE_CPU_NORM_LINEAR_FEW_H
 
 #include "norm_linear_call.h"
 
-#define FEW_Z (VL == 16 ? 4 : 2) /* rows of z and of W whose sums stay in registers */
-#define FEW_W 4
+#define FEW_Z 8 /* rows of z and of W whose sums stay in registers, at most */
+#define FEW_W(rows) ((rows) == FEW_Z ? 2 : 4)
+#define FEW_DEPTH 4096 /* bytes of a row of z at a time, so that FEW_Z of them are in the first-level cache */
 
-/* More rows are worth the packing; fewer are, where bfloat16 needs no widening once it is packed. */
+#if defined(HAVE_BF16_DOT) && !defined(HAVE_BF16_TILES)
+#define FEW_PAIRS(type) ((type) == HEDDLE_BF16)
+#else
+#define FEW_PAIRS(type) false
+#endif
+
+/* More rows are worth the packing, and so are more where sums are short: each ends with the sum of its lanes. */
 INLINE bool has_few_rows(const heddle_norm_linear *a) {
-#if defined(HAVE_BF16_DOT) || defined(HAVE_BF16_TILES)
+#ifdef HAVE_BF16_TILES
     if (a->dtype == HEDDLE_BF16)
         return a->m <= 8;
 #endif
-    return a->m <= 16;
+    return a->m <= clamp64(a->k / 8, 8, 48);
 }
 
-/* sums[r·VL + w] = the parts of z row r times W row w, of up to FEW_Z and FEW_W rows. */
-INLINE void few_rows_products(int type, int rows, const float *z, int64_t z_stride, const char *w, int64_t w_bytes,
-                              int64_t k, vf *sums) {
-    vf s[FEW_Z][FEW_W];
-    const int64_t size = element_size(type);
+/* A vector of W, of which there are n elements more: as floats, or as pairs. */
+INLINE vf few_w_vector(int type, const char *p, int64_t n) {
+    if (!FEW_PAIRS(type))
+        return load_some(type, p, n);
+    if (n >= 2 * VL)
+        return (vf) * (const vu_unaligned *)p;
+    uint16_t copy[2 * VL] = {0};
+    memcpy(copy, p, (size_t)n * 2);
+    vf r;
+    memcpy(&r, copy, sizeof r);
+    return r;
+}
+
+INLINE void few_rows_step(int type, int rows, int ws, const float *z, int64_t z_stride, const char *w, int64_t w_bytes,
+                          int64_t n, vf s[FEW_Z][4]) {
+    vf b[4];
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; r++)
+    for (int x = 0; x < ws; x++)
+        b[x] = few_w_vector(type, w + x * w_bytes, n);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+        const vf a = load(z + r * z_stride);
 #pragma GCC unroll 4
-        for (int x = 0; x < FEW_W; x++)
-            s[r][x] = splat(0);
-    for (int64_t e = 0; e < k; e += VL) { /* z is 0 past k */
-        vf b[FEW_W];
-#pragma GCC unroll 4
-        for (int x = 0; x < FEW_W; x++)
-            b[x] = load_some(type, w + x * w_bytes + e * size, k - e);
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            const vf a = load(z + r * z_stride + e);
-#pragma GCC unroll 4
-            for (int x = 0; x < FEW_W; x++)
-                s[r][x] += a * b[x];
-        }
+        for (int x = 0; x < ws; x++)
+            s[r][x] = FEW_PAIRS(type) ? dot_pairs(s[r][x], a, b[x]) : s[r][x] + a * b[x];
     }
-#pragma GCC unroll 4
+}
+
+/* sums[r·VL + x] (+)= the parts of z row r times W row x, over `depth` sum indices. Rows of W after these are asked for. */
+INLINE void few_rows_products(int type, int rows, int ws, const float *z, int64_t z_stride, const char *w,
+                              int64_t w_bytes, int64_t depth, bool add, vf *sums) {
+    vf s[FEW_Z][4];
+    const int64_t size = element_size(type), step = FEW_PAIRS(type) ? 2 * VL : VL;
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int x = 0; x < FEW_W; x++)
+        for (int x = 0; x < ws; x++)
+            s[r][x] = add ? sums[r * VL + x] : splat(0);
+    int64_t e = 0;
+    for (; e + step <= depth; e += step, z += VL, w += step * size) {
+#pragma GCC unroll 4
+        for (int x = 0; x < ws; x++)
+            __builtin_prefetch(w + (ws + x) * w_bytes);
+        few_rows_step(type, rows, ws, z, z_stride, w, w_bytes, step, s);
+    }
+    if (e < depth) /* z is 0 past k */
+        few_rows_step(type, rows, ws, z, z_stride, w, w_bytes, depth - e, s);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int x = 0; x < ws; x++)
             sums[r * VL + x] = s[r][x];
 }
 
-/* Rows r .. r+rows-1 of y in the columns n0 .. n0+VL-1. A row of W that there is not is the last one again. */
+/* Rows r .. r+rows-1 of y in the columns n0 .. n0+VL-1. A row of W that there is not is left out. */
 INLINE void few_rows_columns(const norm_call *c, int type, int rows, const float *z, int64_t r, int64_t n0) {
     const heddle_norm_linear *a = c->a;
-    const int64_t columns = min64(VL, a->n - n0), size = element_size(type);
+    const int64_t columns = min64(VL, a->n - n0), size = element_size(type), w_bytes = a->w_stride * size;
+    const int64_t depth = FEW_DEPTH / (FEW_PAIRS(type) ? 2 : 4);
+    const int ws = FEW_W(rows);
     vf sums[FEW_Z * VL];
-    for (int64_t x = 0; x < VL; x += FEW_W) {
-        const int64_t at = n0 + x;
-        if (at + FEW_W <= a->n)
-            few_rows_products(type, rows, z, c->k_pad, row_of(c->t->w, at, a->w_stride, type), a->w_stride * size, a->k,
+    for (int64_t i = columns; i < VL; i++)
+        for (int y = 0; y < rows; y++)
+            sums[y * VL + i] = splat(0);
+    for (int64_t e = 0; e < a->k; e += depth) {
+        const float *ze = z + (FEW_PAIRS(type) ? e / 2 : e);
+        const char *w = row_of(c->t->w, n0, a->w_stride, type) + e * size;
+        int64_t x = 0;
+        for (; x + ws <= columns; x += ws)
+            few_rows_products(type, rows, ws, ze, c->k_pad, w + x * w_bytes, w_bytes, min64(depth, a->k - e), e > 0,
                               sums + x);
-        else
-            for (int64_t y = 0; y < FEW_W; y++) /* one row four times: rare, so simple */
-                for (int i = 0; i < rows; i++) {
-                    vf four[FEW_Z * VL];
-                    few_rows_products(type, 1, z + i * c->k_pad, c->k_pad,
-                                      row_of(c->t->w, min64(at + y, a->n - 1), a->w_stride, type), 0, a->k, four);
-                    sums[i * VL + x + y] = four[0];
-                }
+        for (; x < columns; x++)
+            few_rows_products(type, rows, 1, ze, c->k_pad, w + x * w_bytes, w_bytes, min64(depth, a->k - e), e > 0,
+                              sums + x);
     }
     const vf bias = c->t->bias ? load_some(type, element_at(c->t->bias, n0, type), columns) : splat(0);
     for (int i = 0; i < rows; i++)
@@ -76,12 +110,17 @@ INLINE void few_rows_columns(const norm_call *c, int type, int rows, const float
 INLINE void few_rows_block_as(const norm_call *c, int type, int64_t n0) {
     const float *z = c->w;
     int64_t r = 0;
-    for (; r + FEW_Z <= c->a->m; r += FEW_Z)
-        few_rows_columns(c, type, FEW_Z, z + r * c->k_pad, r, n0);
-    for (; FEW_Z > 2 && r + 2 <= c->a->m; r += 2)
-        few_rows_columns(c, type, 2, z + r * c->k_pad, r, n0);
-    for (; r < c->a->m; r++)
-        few_rows_columns(c, type, 1, z + r * c->k_pad, r, n0);
+#define ROWS_OF(n)                                                                                                     \
+    for (; r + (n) <= c->a->m; r += (n))                                                                               \
+    few_rows_columns(c, type, n, z + r * c->k_pad, r, n0)
+    if (FEW_PAIRS(type)) /* more of them fit into the first-level cache */
+        ROWS_OF(8);
+#if VL == 16 || defined(__aarch64__)
+    ROWS_OF(4);
+#endif
+    ROWS_OF(2);
+    ROWS_OF(1);
+#undef ROWS_OF
 }
 
 /* All rows of y in the columns n0 .. n0+VL-1. */
@@ -94,12 +133,17 @@ static void few_rows_block(const norm_call *c, int64_t n0) {
         few_rows_block_as(c, HEDDLE_F16, n0);
 }
 
-/* A row of z, zeros past k. gamma and beta are 0 there. */
+/* A row of z, zeros past k, where gamma and beta are 0. */
 static void few_rows_z(const norm_call *c, int64_t row) {
+    const int64_t k = c->a->k;
     float *z = c->w + row * c->k_pad;
-    widen_row(c->type, row_of(c->t->x, row, c->a->x_stride, c->type), c->a->k, 1, z);
-    for (int64_t e = 0; e < c->a->k; e += VL)
+    widen_row(c->type, row_of(c->t->x, row, c->a->x_stride, c->type), k, 1, z);
+    for (int64_t e = 0; e < k; e += VL)
         store(z + e, (load(z + e) - c->mean[row]) * c->rstd[row] * load(c->gamma + e) + load(c->beta + e));
+    if (!FEW_PAIRS(c->type))
+        return;
+    narrow_row(HEDDLE_BF16, z, k, 1, z); /* in place: it writes behind where it reads */
+    memset((char *)z + k * 2, 0, (size_t)((k + 2 * VL - 1) / (2 * VL) * (2 * VL) - k) * 2);
 }
 
 /* Every thread of the team calls it. */

@@ -189,22 +189,25 @@ static void pack_z(const norm_call *c, int64_t first, int64_t count, float *out)
     }
 }
 
-/* Panel of PANEL columns of W: [n][PANEL]. */
-static void pack_w(const norm_call *c, int64_t panel) {
-    const int64_t n = c->a->n, k0 = panel * PANEL, columns = min64(PANEL, c->a->k - k0), bytes = c->a->w_stride * 2;
+/* `columns` <= PANEL elements of a row of W as floats; or as pairs with those of the next row, if there is one. */
+INLINE void pack_w_row(const norm_call *c, const char *in, bool two, int64_t columns, float *out) {
     if (!uses_pairs(c)) {
-        for (int64_t r = 0; r < n; r++)
-            widen_row(c->type, element_at(c->t->w, r * c->a->w_stride + k0, c->type), columns, 1,
-                      c->w + (panel * n + r) * PANEL);
+        widen_row(c->type, in, columns, 1, out);
         return;
     }
-    for (int64_t r = 0; r < n; r += 2) {
-        const char *in = (const char *)c->t->w + r * bytes + k0 * 2;
-        for (int64_t x = 0; x < columns; x += VL) {
-            const vu odd = r + 1 < n ? load_low(in + bytes + x * 2, columns - x) : (vu){0};
-            store(c->w + (panel * n + r / 2) * PANEL + x, (vf)(load_low(in + x * 2, columns - x) | odd << 16));
-        }
+    for (int64_t x = 0; x < columns; x += VL) {
+        const vu odd = two ? load_low(in + c->a->w_stride * 2 + x * 2, columns - x) : (vu){0};
+        store(out + x, (vf)(load_low(in + x * 2, columns - x) | odd << 16));
     }
+}
+
+/* Panel of PANEL columns of W: [n][PANEL]. */
+static void pack_w(const norm_call *c, int64_t panel) {
+    const int64_t n = c->a->n, k0 = panel * PANEL, columns = min64(PANEL, c->a->k - k0);
+    const int64_t step = uses_pairs(c) ? 2 : 1;
+    for (int64_t r = 0; r < n; r += step)
+        pack_w_row(c, element_at(c->t->w, r * c->a->w_stride + k0, c->type), r + 1 < n, columns,
+                   c->w + (panel * n + r / step) * PANEL);
 }
 
 /* Panel p of W from row x on; x is even. */
@@ -212,12 +215,17 @@ INLINE const float *slice_of_w(const norm_call *c, int64_t p, int64_t x) {
     return c->w + p * c->a->n * PANEL + (uses_pairs(c) ? x / 2 : x) * PANEL;
 }
 
+/* Elements of row r of W in a panel that begins with an even row. */
+INLINE vf row_of_w(bool pairs, const float *panel, int64_t r, int64_t column) {
+    if (!pairs)
+        return load(panel + r * PANEL + column);
+    const vf x = load(panel + r / 2 * PANEL + column);
+    return r % 2 ? (vf)((vu)x & 0xffff0000u) : (vf)((vu)x << 16);
+}
+
 /* Elements of row r of W in panel p. */
 INLINE vf load_w(const norm_call *c, int64_t p, int64_t r, int64_t column) {
-    const vf x = load(slice_of_w(c, p, uses_pairs(c) ? r / 2 * 2 : r) + column);
-    if (!uses_pairs(c))
-        return x;
-    return r % 2 ? (vf)((vu)x & 0xffff0000u) : (vf)((vu)x << 16);
+    return row_of_w(uses_pairs(c), slice_of_w(c, p, 0), r, column);
 }
 
 /* Columns x .. x+depth-1 of a block of rows of dy. */

@@ -14,6 +14,27 @@
 #define GROUP 4
 #define DY_TOGETHER 12
 
+/* norm_linear_strips.h has no twin here: a few rows are packed as many are. */
+#define STRIP TILE_DEPTH
+
+INLINE bool goes_in_strips(const heddle_norm_linear *a) {
+    (void)a;
+    return false;
+}
+
+INLINE int64_t strip_of_dy(int64_t m) {
+    return m;
+}
+
+INLINE int64_t strip_panels(const heddle_norm_linear *a, int64_t threads) {
+    (void)a, (void)threads;
+    return 0;
+}
+
+static void add_strips(const norm_call *c, bool weights, const norm_space *s) {
+    (void)c, (void)weights, (void)s;
+}
+
 /* Where in a panel of B the pairs of sum indices x and x+1 are, from column `column` (a multiple of 16) on. */
 INLINE int64_t in_b(int64_t x, int64_t column) {
     return x / TILE_DEPTH * (TILE_DEPTH / 2 * PANEL) + column * TILE_ROWS + x % TILE_DEPTH / 2 * 16;

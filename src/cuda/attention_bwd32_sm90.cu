@@ -359,6 +359,7 @@ template <int D> INLINE void attention_sums(const attention_params &p) {
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
+        wait_for_earlier_grid();                                                                                       \
         pass_##pass(dim);                                                                                              \
     }
 #define ATTENTION_BWD32_90_LIST

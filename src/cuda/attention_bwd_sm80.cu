@@ -370,6 +370,7 @@ INLINE void attention_dq(const attention_params &p) {
 #define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
+        wait_for_earlier_grid();                                                                                       \
         pass_##pass(dtype, dim, variant_##variant, warps, tiles, block);                                               \
     }
 #define ATTENTION_BWD_LIST

@@ -34,7 +34,7 @@ template <typename layout, int STAGES> INLINE void make_barriers(uint32_t base) 
     if (threadIdx.x == 0) {
         for (int x = 0; x < 2 * STAGES; x++) {
             mbarrier_init(base + layout::full + x * 8, x % 2 ? 1 : 33); /* with Q the numbers of its rows */
-            mbarrier_init(base + layout::empty + x * 8, CONSUMERS / 32);
+            mbarrier_init(base + layout::empty + x * 8, x % 2 ? CONSUMERS / 32 : CONSUMERS);
         }
         mbarrier_init(base + layout::ds_full, CONSUMERS / 32);
         mbarrier_init(base + layout::ds_full + 8, CONSUMERS / 32);
@@ -72,21 +72,12 @@ INLINE void fetch(const attention_params_sm90 &all, const crew &crew, uint32_t b
             for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK) {
                 const uint32_t bar = base + layout::full + r.slot * 16,
                                to = base + layout::slots + r.slot * 2 * layout::slot_bytes;
-                const uint32_t numbers = base + layout::numbers + r.slot * 3 * BLOCK * 4;
                 mbarrier_wait(base + layout::empty + r.slot * 16, r.turn ^ 1);
                 if (lane == 0) {
                     mbarrier_expect(bar, layout::slot_bytes);
                     load_boxes<D, BLOCK>(to, &all.q, bar, first_q + i0, x, n);
                 }
-#pragma unroll 1
-                for (int z = lane; z < BLOCK; z += 32) {
-                    const int bytes = i0 + z < w.s.end ? 4 : 0;
-                    const int64_t from = bytes ? at + i0 + z : 0;
-                    cp_async4(numbers + z * 4, p.base + from, bytes);
-                    cp_async4(numbers + (BLOCK + z) * 4, p.rest + from, bytes);
-                    cp_async4(numbers + (2 * BLOCK + z) * 4, p.dsum + from, bytes);
-                }
-                cp_async_arrive(bar);
+                fetch_numbers<BLOCK>(p, at + i0, w.s.end - i0, base + layout::numbers + r.slot * 3 * BLOCK * 4, bar);
                 mbarrier_wait(base + layout::empty + r.slot * 16 + 8, r.turn ^ 1);
                 if (lane == 0) {
                     mbarrier_expect(bar + 8, layout::slot_bytes);
@@ -279,7 +270,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
         add_piece(to, dq);
         if (LATE) {
             wgmma_wait<1>();
-            release(done);
+            release_each(done);
         }
         await_tile<T, D, BLOCK, layout>(*k, 1, masked, 2 * BLOCK);
         wgmma_fence();
@@ -289,7 +280,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
         if (LATE)
             weigh<BLOCK>(p.scale_log2, w, *k, i0, masked, row, marks, s);
         else
-            release(done);
+            release_each(done);
         wgmma_wait<0>();
         k->turn++;
         make_operands<T, BLOCK, layout>(k, masked, row, s, dp, ps, ds);
@@ -306,7 +297,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     release(done + 8);
     add_piece(to, dq);
     wgmma_wait<0>();
-    release(done);
+    release_each(done);
     advance<STAGES>(&k->r);
     k->turn++;
 }
@@ -393,6 +384,7 @@ template <typename T, int D> INLINE void attention_finish(const attention_params
     extern "C" __global__ void __launch_bounds__(warps * 32, blocks_##pass)                                            \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
+        wait_for_earlier_grid();                                                                                       \
         pass_##pass(dtype, dim, block);                                                                                \
     }
 #define ATTENTION_BWD90_LIST

@@ -68,7 +68,6 @@ template <typename T> INLINE void combine_row(const attention_params &p, int64_t
     const place c = find_place(p, n);
     if (i >= c.all_sq)
         return;
-    wait_for_earlier_grid();
     const int64_t row = lse_at(p, c, x, i), step = p.rows * p.a.dv;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, width = (int)p.a.dv;
     const bool counts = i < c.sq, vector = width % 4 == 0;

@@ -97,38 +97,26 @@ INLINE void store_decoded(const attention_params &p, const forward_work &w, int 
                           float sum) {
     const int i = row / p.pack;
     const int64_t head = w.y * p.pack + row % p.pack, at = lse_at(p, w.c, head, i);
-    float shrink = 1.0f;
     if (i >= w.c.all_sq)
         return;
-    if ((p.a.features & HEDDLE_SINKS) && p.splits == 1 && i < w.c.sq) {
-        const float sink = ((const float *)p.t.sinks)[head] * LOG2E, top = fmaxf(base, sink);
-        if (sink != -CUDART_INF_F) {
-            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - top);
-            sum = sum * shrink + exp2_approx(sink - top);
-            base = top;
-        }
-    }
-    if (i >= w.c.sq)
-        sum = 0.0f;
-    const float by = sum == 0.0f ? 0.0f : shrink * p.keep_scale / sum;
-    const float lse2 = sum == 0.0f ? -CUDART_INF_F : base + log2f(sum);
+    const row_end end = end_row(p, w, head, i, base, &sum);
     if (sum == 0.0f)
         o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const int width = (int)p.a.dv;
     if (p.splits > 1) {
         if (column == 0)
-            p.part_lse[w.split * p.rows + at] = lse2;
+            p.part_lse[w.split * p.rows + at] = end.lse2;
         float *to = p.part_o + (w.split * p.rows + at) * p.a.dv;
         const bool aligned = (size_t)to % 8 == 0;
-        pair_store<float>::run(to, column, width, o.x * by, o.y * by, aligned);
-        pair_store<float>::run(to, column + 2, width, o.z * by, o.w * by, aligned);
+        pair_store<float>::run(to, column, width, o.x * end.by, o.y * end.by, aligned);
+        pair_store<float>::run(to, column + 2, width, o.z * end.by, o.w * end.by, aligned);
     } else {
         if (p.t.lse && column == 0)
-            ((float *)p.t.lse)[at] = lse2 * LN2;
+            ((float *)p.t.lse)[at] = end.lse2 * LN2;
         T *to = (T *)p.t.o + row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i);
         const bool aligned = (size_t)to % (2 * sizeof(T)) == 0;
-        pair_store<T>::run(to, column, width, o.x * by, o.y * by, aligned);
-        pair_store<T>::run(to, column + 2, width, o.z * by, o.w * by, aligned);
+        pair_store<T>::run(to, column, width, o.x * end.by, o.y * end.by, aligned);
+        pair_store<T>::run(to, column + 2, width, o.z * end.by, o.w * end.by, aligned);
     }
 }
 

@@ -41,22 +41,13 @@ INLINE void fetch_dkdv(const attention_params_sm90 &all, const crew &c, uint32_t
 #pragma unroll 1
             for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK) {
                 const uint32_t bar = base + layout::full + r.slot * 8;
-                const uint32_t numbers = base + layout::numbers + r.slot * 3 * BLOCK * 4;
                 mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
                 if (lane == 0) {
                     mbarrier_expect(bar, layout::slot_bytes);
                     load_boxes<D, BLOCK>(base + layout::slots + r.slot * layout::slot_bytes, &all.q, bar, first_q + i0,
                                          x, n);
                 }
-#pragma unroll 1
-                for (int z = lane; z < BLOCK; z += 32) {
-                    const int bytes = i0 + z < w.s.end ? 4 : 0;
-                    const int64_t from = bytes ? at + i0 + z : 0;
-                    cp_async4(numbers + z * 4, p.base + from, bytes);
-                    cp_async4(numbers + (BLOCK + z) * 4, p.rest + from, bytes);
-                    cp_async4(numbers + (2 * BLOCK + z) * 4, p.dsum + from, bytes);
-                }
-                cp_async_arrive(bar);
+                fetch_numbers<BLOCK>(p, at + i0, w.s.end - i0, base + layout::numbers + r.slot * 3 * BLOCK * 4, bar);
                 advance<SLOTS>(&r);
                 mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
                 if (lane == 0) {
@@ -64,7 +55,7 @@ INLINE void fetch_dkdv(const attention_params_sm90 &all, const crew &c, uint32_t
                     load_boxes<D, BLOCK>(base + layout::slots + r.slot * layout::slot_bytes, &all.dout,
                                          base + layout::full + r.slot * 8, first_q + i0, x, n);
                 }
-                cp_async_arrive(base + layout::full + r.slot * 8);
+                mbarrier_arrive(base + layout::full + r.slot * 8); /* as with Q, every lane */
                 advance<SLOTS>(&r);
             }
         }
@@ -89,9 +80,9 @@ INLINE void key_step(float scale, const span &w, key_state *k, int i0, bool cut,
     if (!FIRST) {
         wgmma_wait<0>();
         const int next = done + 1 == SLOTS ? 0 : done + 1;
-        release(k->base + layout::empty + done * 8);
+        release_each(k->base + layout::empty + done * 8);
         if (MAKES & MAKES_DV)
-            release(k->base + layout::empty + next * 8);
+            release_each(k->base + layout::empty + next * 8);
     }
     await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, numbers, 2 * BLOCK);
     if (MAKES & MAKES_DK) {
@@ -102,7 +93,7 @@ INLINE void key_step(float scale, const span &w, key_state *k, int i0, bool cut,
         wgmma_wait<0>();
         pin_all<BLOCK / 8>(dp);
         if (!(MAKES & MAKES_DV))
-            release(k->base + layout::empty + k->r.slot * 8);
+            release_each(k->base + layout::empty + k->r.slot * 8);
     }
     if (cut)
         key_gradients<true, (MAKES & MAKES_DK) != 0, BLOCK>(numbers, numbers + 2 * BLOCK, s, dp);
@@ -161,9 +152,9 @@ INLINE void sum_keys(float scale, const span &w, key_state *k, float *numbers, i
     key_products<T, D, BLOCK, SLOTS, MAKES, layout>(k->base, q_slot, ps, ds, dk, dv);
     wgmma_commit();
     wgmma_wait<0>();
-    release(k->base + layout::empty + q_slot * 8);
+    release_each(k->base + layout::empty + q_slot * 8);
     if (MAKES & MAKES_DV)
-        release(k->base + layout::empty + (q_slot + 1 == SLOTS ? 0 : q_slot + 1) * 8);
+        release_each(k->base + layout::empty + (q_slot + 1 == SLOTS ? 0 : q_slot + 1) * 8);
 }
 
 /* As sum_keys, step by step, where the registers do not hold what two steps need. */
@@ -205,8 +196,8 @@ INLINE void sum_keys_plainly(float scale, const span &w, key_state *k, float *nu
         key_products<T, D, BLOCK, SLOTS, MAKES_DK | MAKES_DV, layout>(k->base, q_slot, ps, ds, dk, dv);
         wgmma_commit();
         wgmma_wait<0>();
-        release(k->base + layout::empty + q_slot * 8);
-        release(k->base + layout::empty + k->r.slot * 8);
+        release_each(k->base + layout::empty + q_slot * 8);
+        release_each(k->base + layout::empty + k->r.slot * 8);
         advance<SLOTS>(&k->r);
         i0 = i0 + BLOCK < w.end ? i0 + BLOCK : w.begin;
     }
@@ -257,7 +248,7 @@ INLINE void work_dkdv(const attention_params &p, const crew &c, char *shared) {
 template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool PLAIN>
 INLINE void run_dkdv(const attention_params_sm90 &all, const crew &c, char *shared) {
     typedef backward90<D, BLOCK, MAKES & MAKES_DK ? 2 : 1, SLOTS, 3> layout;
-    make_barriers<layout, SLOTS, 32>(shared_address(shared));
+    make_barriers<layout, SLOTS>(shared_address(shared));
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();
         if (threadIdx.x < 32)
@@ -289,6 +280,7 @@ INLINE void attention_dkdv(const attention_params_sm90 &all) {
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
+        wait_for_earlier_grid();                                                                                       \
         pass_##pass(dtype, dim, block);                                                                                \
     }
 #define ATTENTION_DKDV90_LIST

@@ -17,12 +17,12 @@ template <int D, int BLOCK, int OWN, int SLOTS, int NUMBERS> struct backward90 {
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
-/* LANES: threads that copy into a slot beside the copy engine. */
-template <typename layout, int SLOTS, int LANES> INLINE void make_barriers(uint32_t base) {
+/* A slot is filled by the copy engine and the 32 lanes that fetch, and released by every lane. */
+template <typename layout, int SLOTS> INLINE void make_barriers(uint32_t base) {
     if (threadIdx.x == 0) {
         for (int x = 0; x < SLOTS; x++) {
-            mbarrier_init(base + layout::full + x * 8, 1 + LANES);
-            mbarrier_init(base + layout::empty + x * 8, CONSUMERS / 32);
+            mbarrier_init(base + layout::full + x * 8, 1 + 32);
+            mbarrier_init(base + layout::empty + x * 8, CONSUMERS);
         }
         mbarrier_init(base + layout::own_full, 1);
         mbarrier_init(base + layout::own_empty, CONSUMERS / 32);
@@ -101,7 +101,7 @@ INLINE void fetch_dq(const attention_params_sm90 &all, uint32_t base, float *mar
                 mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
                 for (int z = lane; z < BLOCK && x == 0; z += 32)
                     marks[r.slot * BLOCK + z] = 0.0f;
-                __syncwarp();
+                mbarrier_arrive(bar);
                 if (lane == 0) {
                     mbarrier_expect(bar, layout::slot_bytes);
                     load_boxes<D, BLOCK>(base + layout::slots + r.slot * layout::slot_bytes, x ? &all.v : &all.k, bar,
@@ -176,7 +176,7 @@ INLINE void query_step(float scale, const span &w, key_state *k, int j0, bool cu
         query_weights<false, BLOCK>(scale, w, k->row0, j0, row, s);
     if (!FIRST && !EARLY) {
         wgmma_wait<0>();
-        release(k->base + layout::empty + done * 8);
+        release_each(k->base + layout::empty + done * 8);
     }
     mbarrier_wait(k->base + layout::full + k->r.slot * 8, k->r.turn);
     wgmma_fence();
@@ -185,11 +185,11 @@ INLINE void query_step(float scale, const span &w, key_state *k, int j0, bool cu
     wgmma_commit();
     if (!FIRST && EARLY) {
         wgmma_wait<1>();
-        release(k->base + layout::empty + done * 8);
+        release_each(k->base + layout::empty + done * 8);
     }
     wgmma_wait<0>();
     pin_all<BLOCK / 8>(dp);
-    release(k->base + layout::empty + k->r.slot * 8);
+    release_each(k->base + layout::empty + k->r.slot * 8);
     if (cut)
         query_gradients<true, BLOCK>(row, marks, s, dp);
     else
@@ -231,7 +231,7 @@ INLINE void sum_queries(float scale, const span &w, key_state *k, float *marks, 
     warpgroup_columns<T, D, BLOCK, BLOCK>(dq, ds, k->base + layout::slots + k_slot * layout::slot_bytes);
     wgmma_commit();
     wgmma_wait<0>();
-    release(k->base + layout::empty + k_slot * 8);
+    release_each(k->base + layout::empty + k_slot * 8);
 }
 
 template <typename T, int D, int BLOCK, int SLOTS> INLINE void work_dq(const attention_params &p, char *shared) {
@@ -265,7 +265,7 @@ template <typename T, int D, int BLOCK, int SLOTS> INLINE void work_dq(const att
 template <typename T, int D, int BLOCK, int SLOTS> INLINE void attention_dq(const attention_params_sm90 &all) {
     typedef backward90<D, BLOCK, 2, SLOTS, 1> layout;
     extern __shared__ __align__(1024) char shared[];
-    make_barriers<layout, SLOTS, 0>(shared_address(shared));
+    make_barriers<layout, SLOTS>(shared_address(shared));
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();
         if (threadIdx.x < 32)

@@ -465,6 +465,7 @@ template <int D, int GROUPS> INLINE void attention_forward32(const attention_par
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
+        wait_for_earlier_grid();                                                                                       \
         attention_forward32<dim, tiles>(p);                                                                            \
     }
 #define ATTENTION_FWD32_LIST

@@ -163,6 +163,27 @@ INLINE void drop(const attention_params &p, const forward_work &w, const dropout
         }
 }
 
+/* What a row's sums come to: the factor of O, and lse in units of log2. The sink counts where nobody combines; *sum is 0 where
+ * nothing is seen. */
+struct row_end {
+    float by, lse2;
+};
+
+INLINE row_end end_row(const attention_params &p, const forward_work &w, int64_t head, int i, float base, float *sum) {
+    float shrink = 1.0f;
+    if ((p.a.features & HEDDLE_SINKS) && p.splits == 1 && i < w.c.sq) {
+        const float sink = ((const float *)p.t.sinks)[head] * LOG2E, top = fmaxf(base, sink);
+        if (sink != -CUDART_INF_F) {
+            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - top);
+            *sum = *sum * shrink + exp2_approx(sink - top);
+            base = top;
+        }
+    }
+    if (i >= w.c.sq)
+        *sum = 0.0f;
+    return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, *sum == 0.0f ? -CUDART_INF_F : base + log2f(*sum)};
+}
+
 /* o = O / sum and lse; or this split's part of both. A row that saw nothing has o = 0, lse = -inf (or the sink). */
 template <typename T, int D, int TILES>
 INLINE void store_rows(const attention_params &p, const forward_work &w, float c, const softmax_state<TILES> &state,
@@ -177,19 +198,8 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
             const int64_t head = w.y * p.pack + row % p.pack;
             if (i >= w.c.all_sq)
                 continue;
-            float base = sum == 0.0f ? -CUDART_INF_F : __fmul_rn(state.max[x][half], c), shrink = 1.0f;
-            if ((p.a.features & HEDDLE_SINKS) && p.splits == 1 && i < w.c.sq) {
-                const float sink = ((const float *)p.t.sinks)[head] * LOG2E, top = fmaxf(base, sink);
-                if (sink != -CUDART_INF_F) {
-                    shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - top);
-                    sum = sum * shrink + exp2_approx(sink - top);
-                    base = top;
-                }
-            }
-            if (i >= w.c.sq)
-                sum = 0.0f;
-            const float by = sum == 0.0f ? 0.0f : shrink * p.keep_scale / sum;
-            const float lse2 = sum == 0.0f ? -CUDART_INF_F : base + log2f(sum);
+            const float base = sum == 0.0f ? -CUDART_INF_F : __fmul_rn(state.max[x][half], c);
+            const row_end end = end_row(p, w, head, i, base, &sum);
             const int64_t at = lse_at(p, w.c, head, i);
 #pragma unroll
             for (int y = 0; y < D / 8; y++)
@@ -197,13 +207,13 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
                     o[x][y][2 * half] = o[x][y][2 * half + 1] = 0.0f;
             if (p.splits > 1) {
                 if (lane % 4 == 0)
-                    p.part_lse[w.split * p.rows + at] = lse2;
-                store_row<float, D>(p.part_o + (w.split * p.rows + at) * p.a.dv, o[x], half, (int)p.a.dv, by);
+                    p.part_lse[w.split * p.rows + at] = end.lse2;
+                store_row<float, D>(p.part_o + (w.split * p.rows + at) * p.a.dv, o[x], half, (int)p.a.dv, end.by);
             } else {
                 if (p.t.lse && lane % 4 == 0)
-                    ((float *)p.t.lse)[at] = lse2 * LN2;
+                    ((float *)p.t.lse)[at] = end.lse2 * LN2;
                 store_row<T, D>((T *)p.t.o + row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i), o[x], half,
-                                (int)p.a.dv, by);
+                                (int)p.a.dv, end.by);
             }
         }
 }
@@ -305,6 +315,7 @@ INLINE void attention_forward(const attention_params &p) {
 #define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
+        wait_for_earlier_grid();                                                                                       \
         run_##variant(dtype, dim, warps, tiles, block);                                                                \
     }
 #define ATTENTION_FWD_LIST

@@ -442,6 +442,7 @@ template <typename T, int D, int GROUPS, int BLOCK> INLINE void attention_forwar
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm90(                                                 \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
+        wait_for_earlier_grid();                                                                                       \
         attention_forward90<dtype, dim, tiles, block>(all);                                                            \
     }
 #define ATTENTION_FWD90_LIST

@@ -96,7 +96,6 @@ typedef struct attention_device {
     int multiprocessors;
     size_t shared_bytes; /* that a block can have, opted in */
     int sm90;            /* has Hopper's instructions, and they are to be used */
-    int overlaps;        /* a launch may overlap the one in front, and its kernel knows how to wait for that */
     int small;           /* SMALL_CHOSEN, unless somebody asks for a family */
 } attention_device;
 
@@ -104,7 +103,6 @@ typedef struct attention_launch {
     enum attention_kernel kernel;
     uint32_t grid, threads, shared_bytes; /* grid: x only; shared_bytes: dynamic */
     int sm90;                             /* the parameter is attention_params_sm90 */
-    int overlaps;                         /* its blocks may start, and wait, while the launch in front still runs */
 } attention_launch;
 
 /* Is the problem one for the family `small`? dim: of its kernel. Pure. */

@@ -488,6 +488,7 @@ template <typename T> INLINE void plain_dsinks(const attention_params &p) {
 #define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
+        wait_for_earlier_grid();                                                                                       \
         plain_##pass<dtype>(p);                                                                                        \
     }
 #define ATTENTION_PLAIN_LIST

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The plan of attention on CUDA: which kernels, how many blocks, what lies where in the workspace. No driver call:
  * pure. */
-#include "attention_params.h"
+#include "attention_kernels.h"
 
 #include "../dtype.h"
 #include "../mask.h"
@@ -10,176 +10,9 @@
 #include <stdbool.h>
 #include <string.h>
 
-typedef enum kernel_pass {
-    PASS_fwd,
-    PASS_combine,
-    PASS_weights,
-    PASS_prep,
-    PASS_dkdv,
-    PASS_dq,
-    PASS_dbias,
-    PASS_dsinks,
-    PASS_bwd,
-    PASS_split,
-    PASS_finish,
-    PASS_rows,
-    PASSES
-} kernel_pass;
-
-typedef enum kernel_variant { VARIANT_lean, VARIANT_full, VARIANT_decode, VARIANT_plain } kernel_variant;
-
-typedef enum kernel_family { FAMILY_sm80, FAMILY_sm90, FAMILY_small } kernel_family;
-
-typedef struct kernel_row {
-    kernel_pass pass;
-    heddle_dtype dtype;
-    int dim;
-    kernel_variant variant;
-    kernel_family family;
-    int warps, tiles, block;
-    const char *symbol;
-} kernel_row;
-
-#define ATTENTION_ALL_LISTS
-#define DTYPE_bf16 HEDDLE_BF16
-#define DTYPE_f16 HEDDLE_F16
-#define DTYPE_f32 HEDDLE_F32
-static const kernel_row kernels[ATTENTION_KERNELS] = {
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
-    {PASS_##pass,                                                                                                      \
-     DTYPE_##dtype,                                                                                                    \
-     dim,                                                                                                              \
-     VARIANT_##variant,                                                                                                \
-     FAMILY_##family,                                                                                                  \
-     warps,                                                                                                            \
-     tiles,                                                                                                            \
-     block,                                                                                                            \
-     "heddle_attention_" #pass "_" #dtype "_d" #dim "_" #variant "_" #family},
-#include "attention.def"
-#undef K
-};
-
-/* Where a kernel is in the list, plus one: found without a walk, since every call looks for some. */
-#define WIDTHS 5
-#define WIDTH_OF(dim) (((dim) > 32) + ((dim) > 64) + ((dim) > 128) + ((dim) > 256))
-static const int16_t kernel_index[PASSES][3][VARIANT_plain + 1][FAMILY_small + 1][WIDTHS] = {
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
-    [PASS_##pass][DTYPE_##dtype][VARIANT_##variant][FAMILY_##family][WIDTH_OF(dim)] =                                  \
-        ATTENTION_##pass##_##dtype##_d##dim##_##variant##_##family + 1,
-#include "attention.def"
-#undef K
-};
-
-const char *heddle__cuda_attention_symbol(enum attention_kernel kernel) {
-    return kernels[kernel].symbol;
-}
-
-const char *heddle__cuda_attention_module(enum attention_kernel kernel) {
-    if (kernels[kernel].variant == VARIANT_plain)
-        return "attention_plain";
-    if (kernels[kernel].family == FAMILY_small)
-        return "attention_small";
-    if (kernels[kernel].family == FAMILY_sm90 && kernels[kernel].dtype == HEDDLE_F32)
-        return kernels[kernel].pass == PASS_split ? "attention_split_sm90"
-               : kernels[kernel].pass == PASS_fwd ? "attention_fwd32_sm90"
-                                                  : "attention_bwd32_sm90";
-    if (kernels[kernel].family == FAMILY_sm90)
-        switch (kernels[kernel].pass) {
-        case PASS_fwd: return "attention_fwd_sm90";
-        case PASS_dkdv:
-        case PASS_dq: return "attention_dkdv_sm90";
-        default: return "attention_bwd_sm90";
-        }
-    return kernels[kernel].pass == PASS_fwd ? "attention_fwd_sm80" : "attention_bwd_sm80";
-}
+static const kernel_row *const kernels = heddle__cuda_attention_kernels;
 
 /* ----------------------------------------------------------------------------------------------- kernel choice */
-
-static int rows_of(const kernel_row *k) {
-    if (k->family == FAMILY_sm90)
-        return k->tiles * 64;
-    if (k->family == FAMILY_small)
-        return k->tiles;
-    if (k->variant == VARIANT_decode)
-        return 16;
-    return k->variant == VARIANT_plain ? 1 : k->warps * k->tiles * 16;
-}
-
-/* The block's own tiles and those that stream; numbers of the rows that stream; barriers. */
-static size_t shared_bytes_backward90(const kernel_row *k) {
-    const size_t slots = (size_t)BACKWARD90_SLOTS(k->dim, k->block), block = (size_t)k->block,
-                 width = (size_t)k->dim * 2;
-    return 2 * (size_t)rows_of(k) * width + slots * (block * width + block * (k->pass == PASS_dkdv ? 3 : 1) * 4 + 16) +
-           16;
-}
-
-/* Up to 1023 bytes before the first tile; tiles; what is known of K's and V's, and of Q's; barriers. */
-static size_t shared_bytes_forward32(const kernel_row *k) {
-    const size_t slots = (size_t)FORWARD32_SLOTS(k->dim), groups = (size_t)k->tiles;
-    return 1024 + (groups + slots) * 64 * (size_t)k->dim * 4 + 2 * slots * sizeof(split_info) + groups * 6 * 4 + 8 * 16;
-}
-
-/* As layout backward32 has it; prep has no second tensor. */
-static size_t shared_bytes_backward32(const kernel_row *k) {
-    const size_t slots = (size_t)BACKWARD32_SLOTS(k->dim), block = (size_t)k->block, tile = block * (size_t)k->dim * 4;
-    return (k->pass == PASS_prep ? 2 : 4) * tile + slots * (tile + (3 * block + 4) * 4 + 16) + 8;
-}
-
-/* K, V; stages of Q and dO with three numbers a row; dS twice; marks of keys; barriers. */
-static size_t shared_bytes_fused(const kernel_row *k) {
-    const size_t own = (size_t)rows_of(k), block = (size_t)k->block, width = (size_t)k->dim * 2;
-    return 2 * own * width + BACKWARD90_STAGES(k->dim) * (2 * block * width + 3 * block * 4 + 32) +
-           2 * own * block * 2 + own * 4 + 32;
-}
-
-/* Up to 1023 bytes before the first tile; tiles, two of each kind (of wide heads one of Q); marks; jobs; barriers. */
-static size_t shared_bytes_sm90(const kernel_row *k) {
-    const size_t rows = (size_t)rows_of(k), width = (size_t)k->dim * 2, block = (size_t)k->block;
-    if (k->pass == PASS_split || k->pass == PASS_finish || k->pass == PASS_rows)
-        return 0;
-    if (k->pass == PASS_bwd)
-        return shared_bytes_fused(k);
-    if (k->pass != PASS_fwd)
-        return k->dtype == HEDDLE_F32 ? shared_bytes_backward32(k) : shared_bytes_backward90(k);
-    if (k->dtype == HEDDLE_F32)
-        return shared_bytes_forward32(k);
-    return 1024 + (k->dim > 128 ? 1 : 2) * rows * width + 4 * block * width + 2 * block * 4 + 16 + 2 * 64 + 8 * 14;
-}
-
-/* Two tiles of the block's own rows, two that stream, their weights, and four numbers a row; in float32. */
-static size_t shared_bytes_small(const kernel_row *k) {
-    const size_t rows = (size_t)k->tiles, block = (size_t)k->block;
-    return (2 * (rows + block) * ((size_t)k->dim + 4) + 2 * block * rows + 4 * block) * sizeof(float);
-}
-
-/* Dynamic shared memory, as the layouts in the .cu files have it. */
-static size_t shared_bytes(const kernel_row *k) {
-    const size_t pitch = (size_t)k->dim * heddle_dtype_size(k->dtype) + 16, block = (size_t)k->block;
-    if (k->variant == VARIANT_plain)
-        return 0;
-    if (k->family == FAMILY_sm90)
-        return shared_bytes_sm90(k);
-    if (k->family == FAMILY_small)
-        return shared_bytes_small(k);
-    if (k->variant == VARIANT_decode) /* Q; rings of tiles of K and V; marks */
-        return (size_t)rows_of(k) * pitch +
-               (size_t)k->warps * (2 * (size_t)k->tiles * block * (pitch - 16) + block * 4);
-    if (k->pass == PASS_fwd)
-        return (size_t)rows_of(k) * pitch + 4 * block * pitch + 2 * block * 4;
-    return 2 * (size_t)rows_of(k) * pitch + 4 * block * pitch + 8 * block * 4;
-}
-
-/* The kernel with the smallest head dim that will do; -1 if none does. */
-static int find_kernel(const heddle_attention *a, const attention_device *device, kernel_pass pass,
-                       kernel_variant variant, kernel_family family) {
-    const int16_t *of_width = kernel_index[pass][a->dtype][variant][family];
-    for (int width = WIDTH_OF(max64(a->d, a->dv)); width < WIDTHS; width++) {
-        const int x = of_width[width] - 1;
-        if (x >= 0 && shared_bytes(&kernels[x]) <= device->shared_bytes)
-            return x;
-    }
-    return -1;
-}
 
 /* More is asked for than the lean kernels can. */
 static bool is_rich(const heddle_attention *a, heddle_pass pass) {
@@ -190,12 +23,12 @@ static bool is_rich(const heddle_attention *a, heddle_pass pass) {
 static int choose_kernel(const heddle_attention *a, const attention_device *device, kernel_pass pass) {
     int x = -1;
     if (pass == PASS_fwd && a->h / a->hk * a->sq <= 16)
-        x = find_kernel(a, device, pass, VARIANT_decode, FAMILY_sm80);
+        x = heddle__cuda_find_attention(a, device, pass, VARIANT_decode, FAMILY_sm80);
     if (x < 0 && !is_rich(a, pass == PASS_fwd ? HEDDLE_FORWARD : HEDDLE_BACKWARD))
-        x = find_kernel(a, device, pass, VARIANT_lean, FAMILY_sm80);
+        x = heddle__cuda_find_attention(a, device, pass, VARIANT_lean, FAMILY_sm80);
     if (x < 0)
-        x = find_kernel(a, device, pass, VARIANT_full, FAMILY_sm80);
-    return x < 0 ? find_kernel(a, device, pass, VARIANT_plain, FAMILY_sm80) : x;
+        x = heddle__cuda_find_attention(a, device, pass, VARIANT_full, FAMILY_sm80);
+    return x < 0 ? heddle__cuda_find_attention(a, device, pass, VARIANT_plain, FAMILY_sm80) : x;
 }
 
 /* Can the copy engine fetch this tensor? Extents over which a stride is 0 it cannot. */
@@ -226,7 +59,7 @@ static int find_sm90(const heddle_attention *a, const attention_device *device, 
         !a->sk || (packed && (!a->total_q || !a->total_k)) ||
         (a->dtype == HEDDLE_F32 ? (a->features & HEDDLE_TF32) != 0 : !is_for_copies(a, pass)))
         return -1;
-    return find_kernel(a, device, pass, VARIANT_lean, FAMILY_sm90);
+    return heddle__cuda_find_attention(a, device, pass, VARIANT_lean, FAMILY_sm90);
 }
 
 /* A whole tile for every multiprocessor matters less than its speed, as long as the keys need not be split. In float32 the
@@ -246,7 +79,7 @@ static int find_forward_sm90(const heddle_attention *a, const attention_device *
 static int find_small(const heddle_attention *a, const attention_device *device, kernel_pass pass) {
     if (device->small == SMALL_NEVER || (pass == PASS_bwd && (a->features & HEDDLE_WEIGHTS)))
         return -1;
-    const int x = find_kernel(a, device, pass, VARIANT_full, FAMILY_small);
+    const int x = heddle__cuda_find_attention(a, device, pass, VARIANT_full, FAMILY_small);
     if (x < 0 || device->small == SMALL_ALWAYS)
         return x;
     const heddle_pass of = pass == PASS_fwd ? HEDDLE_FORWARD : HEDDLE_BACKWARD;
@@ -254,22 +87,6 @@ static int find_small(const heddle_attention *a, const attention_device *device,
 }
 
 /* ------------------------------------------------------------------------------------------------------ choice */
-
-/* What the plan comes to. */
-typedef struct choice {
-    int fwd, dkdv, dq, bwd; /* bwd: dkdv and dq in one; -1: they are not */
-    int finish;             /* after bwd for Hopper */
-    int rows_first;         /* before prep for Hopper */
-    int64_t rows;           /* of lse */
-    int64_t pack, splits, tiles_q, tiles_k;
-    int64_t blocks; /* of fwd or of dq */
-    int64_t blocks_dkdv;
-    size_t part_lse, base, rest, flags, sum, bytes; /* offsets in the workspace, and its size; 0: there is none */
-    int split;                                      /* float32 on Hopper: the kernel that splits; -1: none */
-    int64_t split_tiles_q, split_tiles_k;           /* of a head */
-    size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets */
-    bool splits_queries;
-} choice;
 
 static int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
@@ -280,10 +97,11 @@ static size_t align64(size_t n) {
 }
 
 /* The split tensors of a pass, behind what the workspace has already: K and V, in backward also Q and dO, which many blocks read. */
-static void place_splits(const heddle_attention *a, const attention_device *device, bool backward, choice *c) {
+static void place_splits(const heddle_attention *a, const attention_device *device, bool backward,
+                         attention_choice *c) {
     const bool packed = a->features & HEDDLE_VARLEN;
     const int64_t heads_q = a->h * (packed ? 1 : a->b), heads_k = a->hk * (packed ? 1 : a->b);
-    c->split = find_kernel(a, device, PASS_split, VARIANT_lean, FAMILY_sm90);
+    c->split = heddle__cuda_find_attention(a, device, PASS_split, VARIANT_lean, FAMILY_sm90);
     c->splits_queries = backward;
     c->split_tiles_q = packed ? a->total_q / 64 + a->b : ceil_div(a->sq, 64);
     c->split_tiles_k = packed ? a->total_k / 64 + a->b : ceil_div(a->sk, 64);
@@ -326,9 +144,9 @@ static int64_t shares_of(int64_t units, int64_t slots) {
 }
 
 /* One pass over the keys for all rows of a group. */
-static void choose_decode(const heddle_attention *a, const attention_device *device, choice *c) {
+static void choose_decode(const heddle_attention *a, const attention_device *device, attention_choice *c) {
     const kernel_row *k = &kernels[c->fwd];
-    const int64_t resident = (int64_t)((device->shared_bytes + 1024) / (shared_bytes(k) + 1024));
+    const int64_t resident = (int64_t)((device->shared_bytes + 1024) / (heddle__cuda_shared_bytes(k) + 1024));
     const int64_t slots = device->multiprocessors * clamp64(resident, 1, 8), units = max64(1, a->hk * a->b);
     c->pack = a->h / a->hk;
     c->splits = clamp64(min64(shares_of(units, slots), a->sk / (k->block * k->warps)), 1, MAX_SPLITS);
@@ -336,7 +154,7 @@ static void choose_decode(const heddle_attention *a, const attention_device *dev
 }
 
 /* Rows of a group's heads share a tile where one head has few. Too few blocks for the device: let several share the keys. */
-static void choose_tiles(const heddle_attention *a, const attention_device *device, choice *c) {
+static void choose_tiles(const heddle_attention *a, const attention_device *device, attention_choice *c) {
     const kernel_row *k = &kernels[c->fwd];
     if (a->sq * 2 <= rows_of(k))
         c->pack = a->h / a->hk;
@@ -349,7 +167,8 @@ static void choose_tiles(const heddle_attention *a, const attention_device *devi
 }
 
 /* Where the pointers turn out not to be aligned for Hopper's kernel, the other one does with the workspace of that: none. */
-static void choose_forward(const heddle_attention *a, const attention_device *device, bool aligned, choice *c) {
+static void choose_forward(const heddle_attention *a, const attention_device *device, bool aligned,
+                           attention_choice *c) {
     const int small = find_small(a, device, PASS_fwd), sm90 = small >= 0 ? -1 : find_forward_sm90(a, device);
     const bool usable = sm90 >= 0 && (aligned || a->dtype == HEDDLE_F32);
     c->fwd = small >= 0 ? small : usable ? sm90 : choose_kernel(a, device, PASS_fwd);
@@ -375,7 +194,7 @@ static int find_fused(const heddle_attention *a, const attention_device *device)
     return a->features & HEDDLE_DETERMINISTIC ? -1 : find_sm90(a, device, PASS_bwd);
 }
 
-static void choose_fused(const heddle_attention *a, const attention_device *device, choice *c, int bwd) {
+static void choose_fused(const heddle_attention *a, const attention_device *device, attention_choice *c, int bwd) {
     c->bwd = bwd;
     c->finish = find_sm90(a, device, PASS_finish);
     c->tiles_q = ceil_div(a->sq, rows_of(&kernels[c->finish]));
@@ -385,7 +204,8 @@ static void choose_fused(const heddle_attention *a, const attention_device *devi
 }
 
 /* Whether the pointers are aligned for Hopper's kernels must not change the workspace. */
-static void choose_backward(const heddle_attention *a, const attention_device *device, bool usable, choice *c) {
+static void choose_backward(const heddle_attention *a, const attention_device *device, bool usable,
+                            attention_choice *c) {
     const size_t each = align64((size_t)c->rows * sizeof(float));
     c->base = each;
     c->rest = 2 * each;
@@ -432,14 +252,14 @@ static void choose_backward(const heddle_attention *a, const attention_device *d
     }
 }
 
-static choice choose(const heddle_attention *a, heddle_pass pass, const attention_device *device, bool aligned) {
-    choice c = {.pack = 1, .splits = 1, .bwd = -1, .split = -1, .finish = -1, .rows_first = -1};
-    c.rows = a->h * (a->features & HEDDLE_VARLEN ? a->total_q : a->b * a->sq);
+static void choose(const heddle_attention *a, heddle_pass pass, const attention_device *device, bool aligned,
+                   attention_choice *c) {
+    *c = (attention_choice){.pack = 1, .splits = 1, .bwd = -1, .split = -1, .finish = -1, .rows_first = -1};
+    c->rows = a->h * (a->features & HEDDLE_VARLEN ? a->total_q : a->b * a->sq);
     if (pass == HEDDLE_FORWARD)
-        choose_forward(a, device, aligned, &c);
+        choose_forward(a, device, aligned, c);
     else
-        choose_backward(a, device, aligned, &c);
-    return c;
+        choose_backward(a, device, aligned, c);
 }
 
 heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_device *device) {
@@ -452,14 +272,15 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_
         (a->sk && a->b * a->h > most_blocks / a->sk))
         return fail(HEDDLE_UNSUPPORTED, "b·h·sq = %lld·%lld·%lld, sk = %lld: over 2^31 blocks", (long long)a->b,
                     (long long)a->h, (long long)a->sq, (long long)a->sk);
-    const choice c = choose(a, plan->pass, device, true);
-    const bool of_queries = plan->pass == HEDDLE_FORWARD || (c.bwd >= 0 && c.finish < 0);
-    const kernel_row *k = &kernels[plan->pass == HEDDLE_FORWARD ? c.fwd : c.bwd >= 0 ? c.bwd : c.dkdv];
+    attention_choice *c = &plan->choice;
+    choose(a, plan->pass, device, true, c);
+    const bool of_queries = plan->pass == HEDDLE_FORWARD || (c->bwd >= 0 && c->finish < 0);
+    const kernel_row *k = &kernels[plan->pass == HEDDLE_FORWARD ? c->fwd : c->bwd >= 0 ? c->bwd : c->dkdv];
     plan->threads = 1;
     plan->tile_q = of_queries ? rows_of(k) : k->block;
     plan->tile_k = of_queries ? k->block : rows_of(k);
     plan->chunk_k = plan->tile_k;
-    plan->workspace = c.bytes;
+    plan->workspace = c->bytes;
     heddle__copy_text(plan->kernel, sizeof plan->kernel, k->symbol);
     return HEDDLE_OK;
 }
@@ -501,11 +322,18 @@ void heddle__cuda_attention_shapes(const attention_plan *plan, const heddle_atte
         shapes[1].rows = shapes[2].rows = (uint32_t)plan->tile_k;
 }
 
-static void fill_params(const attention_plan *plan, const choice *c, const heddle_attention_data *data, char *workspace,
-                        attention_params *p) {
+/* What lies there in the workspace; nothing lies at its begin that has an offset. */
+static void *at(char *workspace, size_t offset) {
+    return workspace && offset ? workspace + offset : NULL;
+}
+
+static void fill_params(const attention_plan *plan, const attention_choice *c, const heddle_attention_data *data,
+                        char *workspace, attention_params *p) {
     const heddle_attention *a = &plan->a;
     const double log2e = 1.4426950408889634;
-    *p = (attention_params){.a = *a, .t = *data, .rows = c->rows};
+    p->a = *a;
+    p->t = *data;
+    p->rows = c->rows;
     p->rich = is_rich(a, plan->pass);
     p->scale = (float)a->scale;
     p->scale_log2 = (float)(a->scale * log2e);
@@ -531,42 +359,37 @@ static void fill_params(const attention_plan *plan, const choice *c, const heddl
                  (is_vector(a, data->o, a->o_stride, a->dv) ? VECTOR_O : 0);
     p->split_tiles_q = c->split_tiles_q;
     p->split_tiles_k = c->split_tiles_k;
-    for (int x = 0; workspace && c->split >= 0 && x < SPLIT_TENSORS; x++)
-        p->split[x] = (split_tensor){workspace + c->split_tiles[x], (split_info *)(workspace + c->split_info[x])};
-    if (!workspace)
-        return;
-    if (plan->pass == HEDDLE_FORWARD) {
-        p->part_o = (float *)workspace;
-        p->part_lse = (float *)(workspace + c->part_lse);
-    } else {
-        p->dsum = (float *)workspace;
-        p->base = (float *)(workspace + c->base);
-        p->rest = (float *)(workspace + c->rest);
-        p->flags = c->rows_first >= 0 ? (int32_t *)(workspace + c->flags) : NULL;
-        p->dq_sum = c->sum && data->dq ? (float *)(workspace + c->sum) : NULL;
-    }
+    for (int x = 0; x < SPLIT_TENSORS; x++)
+        p->split[x] = c->split < 0 || !workspace
+                          ? (split_tensor){NULL, NULL}
+                          : (split_tensor){workspace + c->split_tiles[x], (split_info *)(workspace + c->split_info[x])};
+    const bool backward = plan->pass == HEDDLE_BACKWARD;
+    p->part_o = backward ? NULL : (float *)workspace;
+    p->part_lse = at(workspace, c->part_lse);
+    p->dsum = backward ? (float *)workspace : NULL;
+    p->base = at(workspace, c->base);
+    p->rest = at(workspace, c->rest);
+    p->flags = c->rows_first >= 0 ? at(workspace, c->flags) : NULL;
+    p->dq_sum = data->dq ? at(workspace, c->sum) : NULL;
 }
 
 static void add_launch(attention_launch *launches, int *count, int kernel, int64_t grid) {
     const kernel_row *k = &kernels[kernel];
     if (grid > 0)
-        launches[(*count)++] = (attention_launch){(enum attention_kernel)kernel,
-                                                  (uint32_t)grid,
-                                                  32u * (uint32_t)k->warps,
-                                                  (uint32_t)shared_bytes(k),
-                                                  k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32,
-                                                  false};
+        launches[(*count)++] = (attention_launch){(enum attention_kernel)kernel, (uint32_t)grid,
+                                                  32u * (uint32_t)k->warps, (uint32_t)heddle__cuda_shared_bytes(k),
+                                                  k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32};
 }
 
 /* A block for each tile of K and V, in backward also of Q and dO. */
-static void add_split(const heddle_attention *a, const choice *c, attention_launch *launches, int *count) {
+static void add_split(const heddle_attention *a, const attention_choice *c, attention_launch *launches, int *count) {
     const int64_t tiles_q = ceil_div(a->sq, 64) * a->h, tiles_k = ceil_div(a->sk, 64) * a->hk;
     add_launch(launches, count, c->split, 2 * (tiles_k + (c->splits_queries ? tiles_q : 0)) * a->b);
 }
 
 static void add_plain(const heddle_attention *a, const attention_device *device, attention_launch *launches, int *count,
                       kernel_pass pass, int64_t grid) {
-    add_launch(launches, count, find_kernel(a, device, pass, VARIANT_plain, FAMILY_sm80), grid);
+    add_launch(launches, count, heddle__cuda_find_attention(a, device, pass, VARIANT_plain, FAMILY_sm80), grid);
 }
 
 /* Blocks for keys, then blocks for queries: those that somebody waits for. Before them, D where there may be few keys. */
@@ -582,18 +405,18 @@ static void add_small(const heddle_attention *a, const attention_device *device,
 }
 
 /* float32 on Hopper: D and the log-sum-exp come with the split; prep looks after large scores, a block of it after several tiles. */
-static void add_split_prep(const heddle_attention *a, const attention_device *device, const choice *c,
+static void add_split_prep(const heddle_attention *a, const attention_device *device, const attention_choice *c,
                            attention_launch *launches, int *count) {
     const int64_t tiles = clamp64(c->blocks / (2 * device->multiprocessors), 1, 12);
     add_split(a, c, launches, count);
-    add_launch(launches, count, find_kernel(a, device, PASS_prep, VARIANT_lean, FAMILY_sm90),
+    add_launch(launches, count, heddle__cuda_find_attention(a, device, PASS_prep, VARIANT_lean, FAMILY_sm90),
                ceil_div(c->blocks, tiles));
 }
 
 /* All of prep; where rows has been before, blocks that look for what is left. */
-static void add_prep(const heddle_attention *a, const attention_device *device, const choice *c,
+static void add_prep(const heddle_attention *a, const attention_device *device, const attention_choice *c,
                      attention_launch *launches, int *count) {
-    const int prep = find_kernel(a, device, PASS_prep, VARIANT_full, FAMILY_sm80);
+    const int prep = heddle__cuda_find_attention(a, device, PASS_prep, VARIANT_full, FAMILY_sm80);
     const int64_t tiles = ceil_div(a->sq, rows_of(&kernels[prep])) * a->h * a->b;
     if (c->rows_first >= 0)
         add_launch(launches, count, c->rows_first, ceil_div(a->sq, 64) * a->h * a->b);
@@ -602,7 +425,7 @@ static void add_prep(const heddle_attention *a, const attention_device *device, 
 
 /* prep, bwd and finish. */
 static void add_fused(const heddle_attention *a, const attention_device *device, const heddle_attention_data *data,
-                      const choice *c, attention_launch *launches, int *count) {
+                      const attention_choice *c, attention_launch *launches, int *count) {
     add_prep(a, device, c, launches, count);
     if (data->dk || data->dv || data->dq)
         add_launch(launches, count, c->bwd, c->blocks_dkdv);
@@ -612,8 +435,8 @@ static void add_fused(const heddle_attention *a, const attention_device *device,
 
 /* prep, dkdv and dq. */
 static void add_gradients(const heddle_attention *a, const attention_device *device, const heddle_attention_data *data,
-                          const choice *c, attention_launch *launches, int *count) {
-    const int prep = find_kernel(a, device, PASS_prep, VARIANT_full, FAMILY_sm80);
+                          const attention_choice *c, attention_launch *launches, int *count) {
+    const int prep = heddle__cuda_find_attention(a, device, PASS_prep, VARIANT_full, FAMILY_sm80);
     const bool split = c->split >= 0, plain = prep < 0 || kernels[c->dkdv].variant == VARIANT_plain;
     if (split)
         add_split_prep(a, device, c, launches, count);
@@ -632,28 +455,29 @@ int heddle__cuda_attention_launches(const attention_plan *plan, const attention_
                                     attention_launch launches[ATTENTION_MAX_LAUNCHES]) {
     const heddle_attention *a = &plan->a;
     const bool usable = (is_aligned(data) || a->dtype == HEDDLE_F32) && (plan->pass == HEDDLE_FORWARD || data->dout);
-    const choice c = choose(a, plan->pass, device, usable);
+    attention_choice other;
+    const attention_choice *c = usable ? &plan->choice : &other;
+    if (!usable)
+        choose(a, plan->pass, device, false, &other);
     const int64_t rows = a->b * a->h * a->sq;
     int n = 0;
-    fill_params(plan, &c, data, workspace, params);
+    fill_params(plan, c, data, workspace, params);
     if (plan->pass == HEDDLE_FORWARD) {
-        if (c.split >= 0)
-            add_split(a, &c, launches, &n);
-        add_launch(launches, &n, c.fwd, c.blocks);
-        if (c.splits > 1) {
+        if (c->split >= 0)
+            add_split(a, c, launches, &n);
+        add_launch(launches, &n, c->fwd, c->blocks);
+        if (c->splits > 1)
             add_plain(a, device, launches, &n, PASS_combine, rows);
-            launches[n - 1].overlaps = device->overlaps;
-        }
         if (data->weights)
             add_plain(a, device, launches, &n, PASS_weights, a->sk ? rows : 0);
         return n;
     }
-    if (c.finish >= 0)
-        add_fused(a, device, data, &c, launches, &n);
-    else if (c.bwd >= 0)
-        add_small(a, device, data, c.bwd, params, launches, &n);
+    if (c->finish >= 0)
+        add_fused(a, device, data, c, launches, &n);
+    else if (c->bwd >= 0)
+        add_small(a, device, data, c->bwd, params, launches, &n);
     else
-        add_gradients(a, device, data, &c, launches, &n);
+        add_gradients(a, device, data, c, launches, &n);
     if (data->dbias)
         add_plain(a, device, launches, &n, PASS_dbias,
                   ceil_div(a->sk, 128) * (a->dbias_stride.s ? a->sq : 1) * (a->dbias_stride.h ? a->h : 1) *

@@ -133,6 +133,7 @@ template <typename T, int D> INLINE void small_fwd(const attention_params &p) {
     extern "C" __global__ void __launch_bounds__(THREADS, blocks_##pass(dim))                                          \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
+        wait_for_earlier_grid();                                                                                       \
         small_##pass<dtype, dim>(p);                                                                                   \
     }
 #define ATTENTION_SMALL_LIST

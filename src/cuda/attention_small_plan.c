@@ -62,17 +62,34 @@ bool heddle__cuda_attention_has_few_keys(const heddle_attention *a) {
            (a->sk <= FEW_KEYS || (a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) != 0);
 }
 
-bool heddle__cuda_attention_is_small(const heddle_attention *a, const attention_device *device, heddle_pass pass,
-                                     int dim) {
-    const bool backward = pass == HEDDLE_BACKWARD, packed = a->features & HEDDLE_VARLEN;
+/* Of this family, and of the others. */
+typedef struct prediction {
+    double small, large;
+} prediction;
+
+static prediction predict(const heddle_attention *a, const attention_device *device, heddle_pass pass, int dim) {
+    const bool backward = pass == HEDDLE_BACKWARD;
     const times *t = &measured[backward][heddle_dtype_size(a->dtype) == 2][dim <= 32 ? 0 : dim <= 64 ? 1 : 2];
-    if (!a->b || !a->sq || !a->sk || (packed && (!a->total_q || !a->total_k)) || a->sq > 4096 || a->sk > 4096)
-        return false;
-    if (backward && heddle__cuda_attention_has_few_keys(a)) /* a launch more: nothing is gained */
-        return false;
     const int64_t walked = backward ? a->sq * (a->h / a->hk) + a->sk : a->sk;
     double large = t->start + t->row * ((double)walked < t->rows ? (double)walked : t->rows);
     if (!backward && a->sq <= 64 && large < 8.6)
         large = 8.6; /* not for Hopper's own */
-    return (backward ? small_backward(a, device, t, dim) : small_forward(a, device, t)) < 0.85 * large;
+    return (prediction){backward ? small_backward(a, device, t, dim) : small_forward(a, device, t), large};
+}
+
+bool heddle__cuda_attention_is_small(const heddle_attention *a, const attention_device *device, heddle_pass pass,
+                                     int dim) {
+    if (!a->b || !a->sq || !a->sk || ((a->features & HEDDLE_VARLEN) && (!a->total_q || !a->total_k)) || a->sq > 4096 ||
+        a->sk > 4096)
+        return false;
+    if (pass == HEDDLE_BACKWARD && heddle__cuda_attention_has_few_keys(a)) /* a launch more: nothing is gained */
+        return false;
+    prediction of = predict(a, device, pass, dim);
+    if (heddle_dtype_size(a->dtype) == 4) {
+        /* Both passes or none: the families round float32 scores differently, and where few keys share a row, P = exp(S - lse)
+         * with the lse of another family is wrong by more than plain float32 would be. */
+        const prediction other = predict(a, device, pass == HEDDLE_FORWARD ? HEDDLE_BACKWARD : HEDDLE_FORWARD, dim);
+        of = (prediction){of.small + other.small, of.large + other.large};
+    }
+    return of.small < 0.85 * of.large;
 }

@@ -150,6 +150,7 @@ template <int D> INLINE void attention_split(const attention_params &p) {
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
+        wait_for_earlier_grid();                                                                                       \
         static_assert(warps * 32 == split_shape<dim>::threads, "a tile a block");                                      \
         attention_split<dim>(p);                                                                                       \
     }

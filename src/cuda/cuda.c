@@ -36,16 +36,25 @@ static const struct {
 
 enum { MODULES = sizeof modules / sizeof *modules, KERNELS = ATTENTION_KERNELS + NORM_LINEAR_KERNELS };
 
-typedef struct kernel_row {
+static const struct {
     const char *symbol, *module;
     uint32_t threads;
-} kernel_row;
-
-static const kernel_row norm_linear_rows[] = {
+} norm_linear_rows[] = {
 #define K(pass, dtype, family, module, threads) {"heddle_norm_linear_" #pass "_" #dtype "_" #family, #module, threads},
 #include "norm_linear.def"
 #undef K
 };
+
+/* Kernels are numbered: attention's, then norm-linear's. */
+static const char *symbol_of(int kernel) {
+    return kernel < ATTENTION_KERNELS ? heddle__cuda_attention_symbol((enum attention_kernel)kernel)
+                                      : norm_linear_rows[kernel - ATTENTION_KERNELS].symbol;
+}
+
+static const char *module_of(int kernel) {
+    return kernel < ATTENTION_KERNELS ? heddle__cuda_attention_module((enum attention_kernel)kernel)
+                                      : norm_linear_rows[kernel - ATTENTION_KERNELS].module;
+}
 
 /* --------------------------------------------------------------------------------------------- what is remembered */
 
@@ -54,8 +63,11 @@ typedef struct device_record {
     atomic_int state; /* 0: nobody has asked, 1: somebody is at it, 2: done */
     char name[96];    /* "NVIDIA H200 (device 0, sm_90)" */
     int ordinal, major, minor, multiprocessors, shared_optin;
-    int sm90;        /* Hopper, and HEDDLE_CUDA does not ask for less */
-    int small;       /* SMALL_CHOSEN, or what HEDDLE_CUDA asks for */
+    int sm90;  /* Hopper, and HEDDLE_CUDA does not ask for less */
+    int small; /* SMALL_CHOSEN, or what HEDDLE_CUDA asks for */
+    /* A launch may overlap the one in front: it costs the host less, too. Every kernel of Hopper's machine code begins with waiting for
+     * the one in front; PTX for older GPUs does not. */
+    bool overlaps;
     cu_result error; /* of the query */
     _Atomic(cu_context) primary;
     /* Blocks of 2 MiB of addresses that were seen to be this device's memory (the driver maps no smaller ones), plus one. */
@@ -89,6 +101,8 @@ static void query_device(const cuda_driver *cu, device_record *r, int ordinal) {
     /* As with HEDDLE_CPU, a name that nobody knows changes nothing. */
     const bool sm80 = !strcmp(wanted, "sm80"), sm90 = !strcmp(wanted, "sm90"), small = !strcmp(wanted, "small");
     r->sm90 = r->major == 9 && !sm80;
+    /* Graphs take such launches since CUDA 12.3. */
+    r->overlaps = r->major == 9 && cu->version >= 12030 && !getenv("CUDA_FORCE_PTX_JIT");
     r->small = small ? SMALL_ALWAYS : sm80 || sm90 ? SMALL_NEVER : SMALL_CHOSEN;
     snprintf(r->name, sizeof r->name, "%s (device %d, sm_%d%d)", name, ordinal, r->major, r->minor);
 }
@@ -128,8 +142,8 @@ static heddle_status current_device(const cuda_driver **driver, device_record **
 /* ---------------------------------------------------------------------------------------------- lazy loading */
 
 /* Two threads may both load an image; the first to say so wins, and what the other loaded stays unused. */
-static heddle_status load_kernel(const cuda_driver *cu, const device_record *r, int index, const char *symbol,
-                                 const char *module) {
+static heddle_status load_kernel(const cuda_driver *cu, const device_record *r, int index) {
+    const char *module = module_of(index);
     int m = 0;
     while (m < MODULES && strcmp(modules[m].name, module))
         m++;
@@ -144,28 +158,27 @@ static heddle_status load_kernel(const cuda_driver *cu, const device_record *r, 
             library = none;
     }
     cu_kernel kernel;
-    cu_result error = cu->cuLibraryGetKernel(&kernel, library, symbol);
+    cu_result error = cu->cuLibraryGetKernel(&kernel, library, symbol_of(index));
     if (error != CU_SUCCESS)
         return heddle__cuda_fail(cu, r->name, "cuLibraryGetKernel", error);
     atomic_store_explicit(&kernels[index], kernel, memory_order_release);
     return HEDDLE_OK;
 }
 
-static heddle_status prepare_kernel(const cuda_driver *cu, device_record *r, int index, const char *symbol,
-                                    const char *module, uint32_t shared) {
+static heddle_status prepare_kernel(const cuda_driver *cu, device_record *r, int index, uint32_t shared) {
     /* Loading is no part of a graph that the caller may be capturing. */
     int mode = CU_CAPTURE_MODE_RELAXED;
     cu->cuThreadExchangeStreamCaptureMode(&mode);
     heddle_status status = HEDDLE_OK;
     if (!atomic_load_explicit(&kernels[index], memory_order_acquire))
-        status = load_kernel(cu, r, index, symbol, module);
+        status = load_kernel(cu, r, index);
     if (status == HEDDLE_OK && shared > LEAST_SHARED) {
         cu_kernel kernel = atomic_load_explicit(&kernels[index], memory_order_acquire);
         cu_result error = cu->cuKernelSetAttribute(CU_KERNEL_MAX_DYNAMIC_SHARED, r->shared_optin, kernel, r->ordinal);
         if (error != CU_SUCCESS)
             status = (int)shared > r->shared_optin
                          ? fail(HEDDLE_UNSUPPORTED, "%s: %s needs %u bytes of shared memory, a block can have %d",
-                                r->name, symbol, shared, r->shared_optin)
+                                r->name, symbol_of(index), shared, r->shared_optin)
                          : heddle__cuda_fail(cu, r->name, "cuKernelSetAttribute", error);
     }
     if (status == HEDDLE_OK)
@@ -174,94 +187,103 @@ static heddle_status prepare_kernel(const cuda_driver *cu, device_record *r, int
     return status;
 }
 
-static heddle_status launch(const cuda_driver *cu, device_record *r, int index, const kernel_row *row, uint32_t grid,
-                            uint32_t shared, bool overlaps, const void *params, void *stream) {
+static heddle_status launch(const cuda_driver *cu, device_record *r, int index, uint32_t threads, uint32_t grid,
+                            uint32_t shared, const void *params, void *stream) {
     if (atomic_load_explicit(&r->prepared[index], memory_order_acquire) < (shared > LEAST_SHARED ? 2 : 1)) {
-        heddle_status status = prepare_kernel(cu, r, index, row->symbol, row->module, shared);
+        heddle_status status = prepare_kernel(cu, r, index, shared);
         if (status != HEDDLE_OK)
             return status;
     }
     cu_kernel kernel = atomic_load_explicit(&kernels[index], memory_order_acquire);
     void *parameters[] = {(void *)(uintptr_t)params};
-    cu_result error;
-    if (overlaps) {
-        const cu_launch_attribute early = {CU_LAUNCH_OVERLAPS, {1}};
-        const cu_launch l = {{grid, 1, 1}, {row->threads, 1, 1}, shared, stream, &early, 1};
-        error = cu->cuLaunchKernelEx(&l, kernel, parameters, NULL);
-    } else {
-        error = cu->cuLaunchKernel(kernel, grid, 1, 1, row->threads, 1, 1, shared, stream, parameters, NULL);
-    }
-    return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuLaunchKernel", error);
+    static const cu_launch_attribute overlaps = {CU_LAUNCH_OVERLAPS, {1}};
+    const cu_launch l = {{grid, 1, 1}, {threads, 1, 1}, shared, stream, &overlaps, r->overlaps};
+    cu_result error = cu->cuLaunchKernelEx(&l, kernel, parameters, NULL);
+    return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuLaunchKernelEx", error);
 }
 
 /* ---------------------------------------------------------------------------------------------------- pointers */
 
 typedef struct named_pointer {
     const char *name;
-    const void *p;
+    size_t at; /* in the struct of the data */
 } named_pointer;
 
+#define P(name)                                                                                                        \
+    { #name, offsetof(heddle_attention_data, name) }
+static const named_pointer attention_pointers[] = {P(q),
+                                                   P(k),
+                                                   P(v),
+                                                   P(o),
+                                                   P(lse),
+                                                   P(dout),
+                                                   P(dq),
+                                                   P(dk),
+                                                   P(dv),
+                                                   P(bias),
+                                                   P(sinks),
+                                                   P(bool_mask),
+                                                   P(alibi_slopes),
+                                                   P(cu_seqlens_q),
+                                                   P(cu_seqlens_k),
+                                                   P(seqlens_q),
+                                                   P(seqlens_k),
+                                                   P(weights),
+                                                   P(rng_state),
+                                                   P(dlse),
+                                                   P(dweights),
+                                                   P(dbias),
+                                                   P(dsinks)};
+#undef P
+
+#define P(name)                                                                                                        \
+    { #name, offsetof(heddle_norm_linear_data, name) }
+static const named_pointer norm_linear_pointers[] = {P(x),    P(gamma), P(beta), P(w),  P(bias),   P(y),     P(mean),
+                                                     P(rstd), P(dy),    P(dx),   P(dw), P(dgamma), P(dbeta), P(dbias)};
+#undef P
+
+static atomic_uint_least64_t *known_block(device_record *r, const void *p, uint64_t *block) {
+    *block = ((uint64_t)(uintptr_t)p >> 21) + 1;
+    return &r->known[(*block ^ *block >> 8) % KNOWN_BLOCKS];
+}
+
 /* Every pointer must be memory of this device (or managed memory); the host's would fault in the kernel. */
-static heddle_status check_pointers(const cuda_driver *cu, device_record *r, const named_pointer *list, size_t n) {
-    for (size_t x = 0; x < n; x++) {
-        const uint64_t block = ((uint64_t)(uintptr_t)list[x].p >> 21) + 1;
-        atomic_uint_least64_t *known = &r->known[(block ^ block >> 8) % KNOWN_BLOCKS];
-        if (!list[x].p || atomic_load_explicit(known, memory_order_relaxed) == block)
-            continue;
-        int attributes[] = {CU_POINTER_MEMORY_TYPE, CU_POINTER_DEVICE_ORDINAL};
-        unsigned type = 0;
-        int ordinal = -1;
-        void *values[] = {&type, &ordinal};
-        cu_result error = cu->cuPointerGetAttributes(2, attributes, values, (uintptr_t)list[x].p);
-        if (error != CU_SUCCESS)
-            return heddle__cuda_fail(cu, r->name, "cuPointerGetAttributes", error);
-        if (type == 0 || type == CU_MEMORY_TYPE_HOST)
-            return fail(HEDDLE_WRONG_DEVICE, "%s = %p is host memory, not memory of %s", list[x].name, list[x].p,
-                        r->name);
-        if (ordinal != r->ordinal)
-            return fail(HEDDLE_WRONG_DEVICE, "%s = %p is memory of device %d, the current context is on %s",
-                        list[x].name, list[x].p, ordinal, r->name);
-        atomic_store_explicit(known, block, memory_order_relaxed);
-    }
+static heddle_status ask_for_pointer(const cuda_driver *cu, device_record *r, const char *name, const void *p) {
+    int attributes[] = {CU_POINTER_MEMORY_TYPE, CU_POINTER_DEVICE_ORDINAL};
+    unsigned type = 0;
+    int ordinal = -1;
+    void *values[] = {&type, &ordinal};
+    cu_result error = cu->cuPointerGetAttributes(2, attributes, values, (uintptr_t)p);
+    if (error != CU_SUCCESS)
+        return heddle__cuda_fail(cu, r->name, "cuPointerGetAttributes", error);
+    if (type == 0 || type == CU_MEMORY_TYPE_HOST)
+        return fail(HEDDLE_WRONG_DEVICE, "%s = %p is host memory, not memory of %s", name, p, r->name);
+    if (ordinal != r->ordinal)
+        return fail(HEDDLE_WRONG_DEVICE, "%s = %p is memory of device %d, the current context is on %s", name, p,
+                    ordinal, r->name);
+    uint64_t block;
+    atomic_uint_least64_t *known = known_block(r, p, &block);
+    atomic_store_explicit(known, block, memory_order_relaxed);
     return HEDDLE_OK;
 }
 
-static heddle_status check_attention_pointers(const cuda_driver *cu, device_record *r, const heddle_attention_data *t,
-                                              const void *workspace) {
-    const named_pointer list[] = {{"q", t->q},
-                                  {"k", t->k},
-                                  {"v", t->v},
-                                  {"o", t->o},
-                                  {"lse", t->lse},
-                                  {"workspace", workspace},
-                                  {"dout", t->dout},
-                                  {"dq", t->dq},
-                                  {"dk", t->dk},
-                                  {"dv", t->dv},
-                                  {"alibi_slopes", t->alibi_slopes},
-                                  {"bias", t->bias},
-                                  {"bool_mask", t->bool_mask},
-                                  {"sinks", t->sinks},
-                                  {"cu_seqlens_q", t->cu_seqlens_q},
-                                  {"cu_seqlens_k", t->cu_seqlens_k},
-                                  {"seqlens_q", t->seqlens_q},
-                                  {"seqlens_k", t->seqlens_k},
-                                  {"rng_state", t->rng_state},
-                                  {"weights", t->weights},
-                                  {"dlse", t->dlse},
-                                  {"dweights", t->dweights},
-                                  {"dbias", t->dbias},
-                                  {"dsinks", t->dsinks}};
-    return check_pointers(cu, r, list, sizeof list / sizeof *list);
+static heddle_status check_pointer(const cuda_driver *cu, device_record *r, const char *name, const void *p) {
+    uint64_t block;
+    const atomic_uint_least64_t *known = known_block(r, p, &block);
+    return !p || atomic_load_explicit(known, memory_order_relaxed) == block ? HEDDLE_OK
+                                                                            : ask_for_pointer(cu, r, name, p);
 }
 
-static heddle_status check_norm_linear_pointers(const cuda_driver *cu, device_record *r,
-                                                const heddle_norm_linear_data *t, const void *workspace) {
-    const named_pointer list[] = {{"x", t->x},       {"gamma", t->gamma}, {"beta", t->beta},       {"w", t->w},
-                                  {"bias", t->bias}, {"y", t->y},         {"mean", t->mean},       {"rstd", t->rstd},
-                                  {"dy", t->dy},     {"dx", t->dx},       {"dgamma", t->dgamma},   {"dbeta", t->dbeta},
-                                  {"dw", t->dw},     {"dbias", t->dbias}, {"workspace", workspace}};
-    return check_pointers(cu, r, list, sizeof list / sizeof *list);
+static heddle_status check_pointers(const cuda_driver *cu, device_record *r, const named_pointer *list, size_t n,
+                                    const void *data, const void *workspace) {
+    for (size_t x = 0; x < n; x++) {
+        const void *p;
+        memcpy(&p, (const char *)data + list[x].at, sizeof p);
+        heddle_status status = check_pointer(cu, r, list[x].name, p);
+        if (status != HEDDLE_OK)
+            return status;
+    }
+    return check_pointer(cu, r, "workspace", workspace);
 }
 
 /* The default streams (NULL, 1 and 2) belong to every context. */
@@ -297,13 +319,11 @@ static void describe(char *text, size_t n) {
                  r->sm90 ? "sm90 and sm80" : "sm80");
 }
 
-static attention_device facts_of(const cuda_driver *cu, const device_record *r) {
+static attention_device facts_of(const device_record *r) {
     return (attention_device){
         .multiprocessors = r->multiprocessors,
         .shared_bytes = (size_t)r->shared_optin,
         .sm90 = r->sm90,
-        /* Graphs take such launches since CUDA 12.3; kernels from PTX, on GPUs after Hopper, do not wait. */
-        .overlaps = r->major == 9 && cu->version >= 12030,
         .small = r->small,
     };
 }
@@ -315,7 +335,7 @@ static heddle_status plan_attention(attention_plan *plan) {
     heddle_status status = current_device(&cu, &r, &context);
     if (status != HEDDLE_OK || !r)
         return status;
-    const attention_device facts = facts_of(cu, r);
+    const attention_device facts = facts_of(r);
     plan->on = (plan_device){r, context};
     return heddle__cuda_plan_attention(plan, &facts);
 }
@@ -374,12 +394,13 @@ static heddle_status encode_maps(const cuda_driver *cu, const device_record *r, 
 static heddle_status launch_attention(const cuda_driver *cu, device_record *r, cu_context context,
                                       const attention_plan *plan, const heddle_attention_data *data, void *workspace,
                                       void *stream) {
-    heddle_status status = check_attention_pointers(cu, r, data, workspace);
+    heddle_status status = check_pointers(cu, r, attention_pointers,
+                                          sizeof attention_pointers / sizeof *attention_pointers, data, workspace);
     if (status == HEDDLE_OK)
         status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)
         return status;
-    const attention_device facts = facts_of(cu, r);
+    const attention_device facts = facts_of(r);
     attention_params_sm90 params;
     attention_launch launches[ATTENTION_MAX_LAUNCHES];
     int n = heddle__cuda_attention_launches(plan, &facts, data, workspace, &params.p, launches), sm90 = 0;
@@ -389,9 +410,7 @@ static heddle_status launch_attention(const cuda_driver *cu, device_record *r, c
         status = encode_maps(cu, r, plan, data, &params);
     for (int x = 0; x < n && status == HEDDLE_OK; x++) {
         const attention_launch *l = &launches[x];
-        const kernel_row row = {heddle__cuda_attention_symbol(l->kernel), heddle__cuda_attention_module(l->kernel),
-                                l->threads};
-        status = launch(cu, r, (int)l->kernel, &row, l->grid, l->shared_bytes, l->overlaps,
+        status = launch(cu, r, (int)l->kernel, l->threads, l->grid, l->shared_bytes,
                         l->sm90 ? (const void *)&params : &params.p, stream);
     }
     return status;
@@ -400,7 +419,8 @@ static heddle_status launch_attention(const cuda_driver *cu, device_record *r, c
 static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r, cu_context context,
                                         const norm_linear_plan *plan, const heddle_norm_linear_data *data,
                                         void *workspace, void *stream) {
-    heddle_status status = check_norm_linear_pointers(cu, r, data, workspace);
+    heddle_status status = check_pointers(cu, r, norm_linear_pointers,
+                                          sizeof norm_linear_pointers / sizeof *norm_linear_pointers, data, workspace);
     if (status == HEDDLE_OK)
         status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)
@@ -414,8 +434,8 @@ static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r,
         for (int y = 0; l->sm90 && y < 2 && status == HEDDLE_OK; y++)
             status = encode_map(cu, r, plan->a.dtype, 2, &l->shapes[y], maps[y]);
         if (status == HEDDLE_OK)
-            status = launch(cu, r, ATTENTION_KERNELS + (int)l->kernel, &norm_linear_rows[l->kernel], l->grid, l->shared,
-                            false, &l->params, stream);
+            status = launch(cu, r, ATTENTION_KERNELS + (int)l->kernel, norm_linear_rows[l->kernel].threads, l->grid,
+                            l->shared, &l->params, stream);
     }
     return status;
 }

@@ -51,9 +51,6 @@ typedef struct cu_launch {
     D(cuTensorMapEncodeTiled,                                                                                          \
       (void *map, int type, unsigned rank, void *base, const uint64_t *extents, const uint64_t *strides,               \
        const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill))              \
-    D(cuLaunchKernel,                                                                                                  \
-      (cu_kernel kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,        \
-       unsigned block_z, unsigned shared, cu_stream stream, void **parameters, void **extra))                          \
     D(cuLaunchKernelEx, (const cu_launch *launch, cu_kernel kernel, void **parameters, void **extra))
 
 typedef struct cuda_driver {
@@ -89,7 +86,7 @@ enum {
 /* The driver, opened and initialised at the first call; NULL and a message when there is none or no GPU. */
 const cuda_driver *heddle__cuda_driver(void);
 
-/* "cuLaunchKernel: CUDA_ERROR_INVALID_VALUE (1)" as a status. Errors that only a kernel gone wrong leaves behind are
+/* "cuLaunchKernelEx: CUDA_ERROR_INVALID_VALUE (1)" as a status. Errors that only a kernel gone wrong leaves behind are
  * somebody else's: nothing of ours that is under way is waited for. */
 heddle_status heddle__cuda_fail(const cuda_driver *cu, const char *device, const char *call, cu_result error);
 

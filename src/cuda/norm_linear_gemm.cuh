@@ -428,6 +428,7 @@ static __device__ __forceinline__ void gemm_dw(const norm_gemm &p) {
 #define GEMM_KERNEL(pass, name, T, OPERAND, TERMS, ALIGNED)                                                            \
     extern "C" __global__ void __launch_bounds__(GEMM_THREADS, 2)                                                      \
         heddle_norm_linear_##name##_sm80(const __grid_constant__ norm_gemm p) {                                        \
+        wait_for_earlier_grid();                                                                                       \
         gemm_##pass<T, OPERAND, TERMS, ALIGNED>(p);                                                                    \
     }
 

@@ -354,6 +354,8 @@ template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_
     const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
     char *const from = shared + (base - shared_address(shared));
     if (threadIdx.x == 0) {
+        tma_prefetch_map(&all.a);
+        tma_prefetch_map(&all.b);
         for (int x = 0; x < layout::stages; x++) {
             mbarrier_init(base + layout::full + x * 8, 1);
             mbarrier_init(base + layout::empty + x * 8, 2 * CONSUMERS / WARPGROUP); /* of both blocks */
@@ -367,6 +369,7 @@ template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_
     __syncthreads();
     cluster_arrive();
     cluster_wait();
+    wait_for_earlier_grid();
     const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
         registers_fewer<56>();

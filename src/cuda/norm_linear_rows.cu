@@ -388,6 +388,7 @@ template <typename T> static __device__ __forceinline__ void total_kernel(const 
 extern "C" __global__ void __launch_bounds__(1024)
     heddle_norm_linear_exponents_f32_sm80(const __grid_constant__ norm_exponents p) {
     __shared__ int slots[32];
+    wait_for_earlier_grid();
     int least = LARGEST_EXPONENT;
     for (int64_t x = threadIdx.x; x < p.count[blockIdx.x]; x += 1024)
         least = min(least, p.of[blockIdx.x][x]);
@@ -405,6 +406,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 #define ROW_KERNEL(pass, dtype, T, params, threads)                                                                    \
     extern "C" __global__ void __launch_bounds__(threads)                                                              \
         heddle_norm_linear_##pass##_##dtype##_sm80(const __grid_constant__ params p) {                                 \
+        wait_for_earlier_grid();                                                                                       \
         pass##_kernel<T>(p);                                                                                           \
     }
 #define ROW_KERNELS(dtype, T)                                                                                          \

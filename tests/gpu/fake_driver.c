@@ -3,7 +3,7 @@
  * lets the host side of the CUDA backend be tested anywhere (test_driver.c); it computes nothing.
  *
  * FAKE_VERSION=13000 FAKE_DEVICES=1 FAKE_CC=90 FAKE_SHARED=232448 FAKE_MULTIPROCESSORS=132 FAKE_CONTEXT=1 (0: none is current)
- * FAKE_FAIL=cuLaunchKernel:700 (that call returns this). Addresses from 2^36·(n + 1) on are memory of device n; all others
+ * FAKE_FAIL=cuLaunchKernelEx:700 (that call returns this). Addresses from 2^36·(n + 1) on are memory of device n; all others
  * are the host's. Stream 0x1000 belongs to the current context, 0x2000 to another one, all others are none. */
 #include "fake_driver.h"
 #include "cuda/driver.h"
@@ -186,28 +186,21 @@ cu_result cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *base,
     memset(map, 0, 128);
     return CU_SUCCESS;
 }
-cu_result cuLaunchKernel(cu_kernel kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                         unsigned block_y, unsigned block_z, unsigned shared, cu_stream stream, void **parameters,
-                         void **extra) {
-    FAIL_IF_TOLD;
-    (void)stream, (void)extra;
-    const unsigned threads = block_x * block_y * block_z;
-    pthread_mutex_lock(&lock);
-    const bool fits = has_context() && parameters && grid_x > 0 && grid_x <= INT32_MAX && grid_y == 1 && grid_z == 1 &&
-                      threads > 0 && threads <= 1024 && (int)shared <= kernel->limit;
-    kernel->launches += fits;
-    pthread_mutex_unlock(&lock);
-    return fits ? CU_SUCCESS : 1;
-}
-
 cu_result cuLaunchKernelEx(const cu_launch *launch, cu_kernel kernel, void **parameters, void **extra) {
     FAIL_IF_TOLD;
+    (void)extra;
     for (unsigned x = 0; x < launch->count; x++)
         if (launch->attributes[x].id != CU_LAUNCH_OVERLAPS || launch->attributes[x].value[0] != 1 ||
             setting("FAKE_CC", 90) / 10 != 9 || setting("FAKE_VERSION", 13000) < 12030)
             return 1;
-    return cuLaunchKernel(kernel, launch->grid[0], launch->grid[1], launch->grid[2], launch->block[0], launch->block[1],
-                          launch->block[2], launch->shared, launch->stream, parameters, extra);
+    const unsigned threads = launch->block[0] * launch->block[1] * launch->block[2];
+    pthread_mutex_lock(&lock);
+    const bool fits = has_context() && parameters && launch->grid[0] > 0 && launch->grid[0] <= INT32_MAX &&
+                      launch->grid[1] == 1 && launch->grid[2] == 1 && threads > 0 && threads <= 1024 &&
+                      (int)launch->shared <= kernel->limit;
+    kernel->launches += fits;
+    pthread_mutex_unlock(&lock);
+    return fits ? CU_SUCCESS : 1;
 }
 
 EXPORT int fake_launches(const char *symbol) {

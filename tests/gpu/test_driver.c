@@ -157,11 +157,11 @@ static void no_image(void) {
 }
 
 static void failing_launch(void) {
-    set("FAKE_FAIL", "cuLaunchKernel:700");
+    set("FAKE_FAIL", "cuLaunchKernelEx:700");
     all_tell(HEDDLE_EARLIER_CUDA_ERROR, "Fake GPU 0 (device 0, sm_90): earlier work on this GPU failed");
-    set("FAKE_FAIL", "cuLaunchKernel:701");
-    all_tell(HEDDLE_CUDA_ERROR, "cuLaunchKernel: FAKE_ERROR (701)");
-    set("FAKE_FAIL", "cuLaunchKernel:999");
+    set("FAKE_FAIL", "cuLaunchKernelEx:701");
+    all_tell(HEDDLE_CUDA_ERROR, "cuLaunchKernelEx: FAKE_ERROR (701)");
+    set("FAKE_FAIL", "cuLaunchKernelEx:999");
     all_tell(HEDDLE_CUDA_ERROR, "an unknown error (999)");
     set("FAKE_FAIL", "cuCtxGetCurrent:4");
     all_tell(HEDDLE_CUDA_ERROR, "cuCtxGetCurrent");
@@ -351,6 +351,13 @@ static void few_rows(void) {
             a.b = 0;
             MUST(!strstr(kernel_of(a, (heddle_pass)pass), "small"));
         }
+    /* float32: both passes or none, whatever the size; few queries have kernels of their own. */
+    for (int64_t d = 32; d <= 128; d *= 2)
+        for (int64_t s = 70; s < 3000; s = s * 7 / 5)
+            for (int64_t h = 1; h <= 64; h *= 4) {
+                a = attention_desc(HEDDLE_F32, 2, h, 1, s, s * 2, d, d);
+                MUST(!strstr(kernel_of(a, HEDDLE_FORWARD), "small") == !strstr(kernel_of(a, HEDDLE_BACKWARD), "small"));
+            }
 }
 
 /* Few queries: one launch where there are enough heads, two where blocks share their keys; drivers whose graphs do not know it

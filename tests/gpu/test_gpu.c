@@ -22,8 +22,6 @@
         assert_int_equal(function_ arguments, 0);                                                                      \
     } while (0)
 
-static const heddle_dtype dtypes[] = {HEDDLE_F32, HEDDLE_BF16, HEDDLE_F16};
-
 static double seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -110,8 +108,8 @@ static void graph_free(graph *g) {
 /* Captured with one set of data, replayed with another: the same bits as plain calls give for that. */
 static void test_graph_norm_linear(void **state) {
     (void)state;
-    for (size_t x = 0; x < COUNT(dtypes); x++) {
-        norm_linear_case first = linear_case(dtypes[x], 1), second = linear_case(dtypes[x], 2);
+    for (size_t x = 0; x < TEST_DTYPES; x++) {
+        norm_linear_case first = linear_case(test_dtypes[x], 1), second = linear_case(test_dtypes[x], 2);
         norm_linear_problem p = norm_linear_new(&first), q = norm_linear_new(&second);
         space s = space_new(&p, NULL);
         graph g = graph_begin();
@@ -139,8 +137,8 @@ static void test_graph_norm_linear(void **state) {
 
 static void test_graph_attention(void **state) {
     (void)state;
-    for (size_t x = 0; x < COUNT(dtypes); x++) {
-        attention_case first = causal_case(dtypes[x], 1), second = causal_case(dtypes[x], 2);
+    for (size_t x = 0; x < TEST_DTYPES; x++) {
+        attention_case first = causal_case(test_dtypes[x], 1), second = causal_case(test_dtypes[x], 2);
         attention_problem p = attention_new(&first), q = attention_new(&second);
         space s = space_new(NULL, &p);
         graph g = graph_begin();
@@ -263,9 +261,9 @@ static void *on_device(void *argument) {
     other_device *o = argument;
     enter_device(o->ordinal);
     o->right = true;
-    for (size_t x = 0; x < COUNT(dtypes) && o->right; x++) {
-        attention_case ac = causal_case(dtypes[x], 20 + x);
-        norm_linear_case lc = linear_case(dtypes[x], 30 + x);
+    for (size_t x = 0; x < TEST_DTYPES && o->right; x++) {
+        attention_case ac = causal_case(test_dtypes[x], 20 + x);
+        norm_linear_case lc = linear_case(test_dtypes[x], 30 + x);
         o->right = attention_is_right(&ac) && norm_linear_is_right(&lc);
     }
     return NULL;

@@ -2,16 +2,28 @@
  * A small sweep over every kernel, for compute-sanitizer. Results are compared elsewhere. */
 #include "common.h"
 
-static const heddle_dtype dtypes[] = {HEDDLE_F32, HEDDLE_BF16, HEDDLE_F16};
-
 static void test_norm_linear(void **state) {
     (void)state;
     static const int64_t sizes[][3] = {{5, 17, 3}, {260, 72, 136}};
     for (int x = 0; x < 12; x++) { /* a seed that three divides moves the tensors off their alignment */
-        norm_linear_case c = {.a = norm_linear_desc(dtypes[x % 3], (heddle_norm)(x / 3 % 2), sizes[x / 6][0],
+        norm_linear_case c = {.a = norm_linear_desc(test_dtypes[x % 3], (heddle_norm)(x / 3 % 2), sizes[x / 6][0],
                                                     sizes[x / 6][1], sizes[x / 6][2]),
                               .seed = (uint64_t)x / 3 + 1};
         c.a.features = x % 4 == 0 ? HEDDLE_TF32 : 0;
+        norm_linear_problem p = norm_linear_new(&c);
+        norm_linear_run(&p, HEDDLE_FORWARD);
+        norm_linear_run(&p, HEDDLE_BACKWARD);
+        norm_linear_free(&p);
+    }
+}
+
+/* On Hopper: so many tiles of a product that the plan takes them wide; of fwd, dx and dw in turn. */
+static void test_wide_tiles(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{2040, 72, 1152}, {2040, 1152, 72}, {72, 1152, 2040}};
+    for (int x = 0; x < 6; x++) {
+        const int64_t *s = sizes[x % 3];
+        norm_linear_case c = {.a = norm_linear_desc(test_dtypes[1 + x % 2], (heddle_norm)(x % 2), s[0], s[1], s[2]), .seed = 1};
         norm_linear_problem p = norm_linear_new(&c);
         norm_linear_run(&p, HEDDLE_FORWARD);
         norm_linear_run(&p, HEDDLE_BACKWARD);
@@ -30,8 +42,9 @@ static void test_attention(void **state) {
     (void)state;
     static const int64_t dims[] = {20, 64, 128, 200, 260};
     for (size_t x = 0; x < COUNT(dims); x++)
-        for (size_t y = 0; y < COUNT(dtypes); y++) {
-            attention_case c = {.a = attention_desc(dtypes[y], 1, 2, 1, 70, 90, dims[x], dims[x]), .seed = x * 3 + y};
+        for (size_t y = 0; y < TEST_DTYPES; y++) {
+            attention_case c = {.a = attention_desc(test_dtypes[y], 1, 2, 1, 70, 90, dims[x], dims[x]),
+                                .seed = x * 3 + y};
             c.a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
             c.a.features = HEDDLE_DETERMINISTIC;
             run_attention(&c);
@@ -39,13 +52,14 @@ static void test_attention(void **state) {
             c.a.softcap = 8;
             c.a.dropout = 0.2;
             run_attention(&c);
-            c.a = attention_desc(dtypes[y], 1, 4, 1, 1, 1000, dims[x], dims[x]);
+            c.a = attention_desc(test_dtypes[y], 1, 4, 1, 1, 1000, dims[x], dims[x]);
             run_attention(&c);
         }
 }
 
 int main(void) {
     test_begin();
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_attention)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_wide_tiles),
+                                       cmocka_unit_test(test_attention)};
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -1,0 +1,134 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * norm-linear backward for a few rows, where it is memory that takes the time: W is read once and dw written once, a strip of rows after
+ * the other, and all that a strip of W is needed for happens while it is near. A task owns some columns. */
+#ifndef HEDDLE_CPU_NORM_LINEAR_STRIPS_H
+#define HEDDLE_CPU_NORM_LINEAR_STRIPS_H
+
+#include "norm_linear_panels.h"
+
+#define STRIP 32      /* rows of W */
+#define STRIP_ROWS 64 /* of x, at most: more of them pay for packing W */
+
+/* Tasks are of columns, so there must be some. (The choice may not depend on the number of threads, as no sum may.) */
+INLINE bool goes_in_strips(const heddle_norm_linear *a) {
+    return a->m > 0 && a->m <= min64(STRIP_ROWS, a->n / 2) && a->k >= 4 * PANEL;
+}
+
+/* Floats of dy packed twice for a strip: for sums over m, and for sums over n. */
+INLINE int64_t strip_of_dy(int64_t m) {
+    return STRIP * (m + (m + VL - 1) / VL * VL);
+}
+
+/* Panels of a task: what it keeps of x, dx and a strip fits into half of a second-level cache. */
+INLINE int64_t strip_panels(const heddle_norm_linear *a, int64_t threads) {
+    const int64_t panels = (a->k + PANEL - 1) / PANEL;
+    return clamp64(131072 / ((2 * a->m + STRIP) * PANEL), 1, (panels + threads - 1) / threads);
+}
+
+/* Rows n0 .. n0+rows-1 of W in panels p0 .. p1-1: [panel][STRIP rows, or pairs of them][PANEL]. */
+static void pack_strip(const norm_call *c, int64_t p0, int64_t p1, int64_t n0, int64_t rows, float *out) {
+    const int64_t bytes = element_size(c->type), row_bytes = c->a->w_stride * bytes, step = uses_pairs(c) ? 2 : 1;
+    for (int64_t r = 0; r < rows; r += step) {
+        const char *in = (const char *)c->t->w + (n0 + r) * row_bytes;
+        for (int64_t p = p0; p < p1; p++) {
+            const int64_t columns = min64(PANEL, c->a->k - p * PANEL);
+            pack_w_row(c, in + p * PANEL * bytes, r + 1 < rows, columns, out + ((p - p0) * STRIP + r / step) * PANEL);
+        }
+    }
+}
+
+/* dw of a strip in one panel, and its part of the sums of dgamma and dbeta. */
+INLINE void strip_weights_as(const norm_call *c, int type, int64_t panel, int64_t n0, int64_t rows, const float *w,
+                             const float *g, float *dgamma, float *dbeta) {
+    const heddle_norm_linear *a = c->a;
+    const int64_t k0 = panel * PANEL, columns = min64(PANEL, a->k - k0), row_bytes = a->dw_stride * element_size(type);
+    const bool pairs = uses_pairs(c);
+    for (int64_t x = 0; x < columns; x += VL) {
+        const vf gamma = load(c->gamma + k0 + x), beta = load(c->beta + k0 + x);
+        char *out = c->t->dw ? (char *)c->t->dw + n0 * row_bytes + (k0 + x) * element_size(type) : NULL;
+        const char *soon = row_of(c->t->w, n0 + STRIP, a->w_stride, type) + (k0 + x) * element_size(type);
+        vf sum_gamma = splat(0), sum_beta = splat(0);
+        for (int64_t r = 0; r < rows; r++, soon += a->w_stride * element_size(type)) {
+            if (n0 + STRIP + r < a->n) {
+                __builtin_prefetch(soon, 0, 2);
+                if (out)
+                    __builtin_prefetch(out + (r + STRIP) * row_bytes, 1, 2);
+            }
+            const float dbias = c->dbias[n0 + r];
+            const vf wr = row_of_w(pairs, w, r, x), gr = load(g + r * PANEL + x);
+            sum_gamma += wr * gr;
+            sum_beta += wr * dbias;
+            if (out)
+                store_some(type, out + r * row_bytes, gr * gamma + dbias * beta, columns - x);
+        }
+        store(dgamma + x, n0 ? load(dgamma + x) + sum_gamma : sum_gamma);
+        store(dbeta + x, n0 ? load(dbeta + x) + sum_beta : sum_beta);
+    }
+}
+
+static void strip_weights(const norm_call *c, int64_t panel, int64_t n0, int64_t rows, const float *w, const float *g,
+                          float *dgamma, float *dbeta) {
+    if (c->type == HEDDLE_F32)
+        strip_weights_as(c, HEDDLE_F32, panel, n0, rows, w, g, dgamma, dbeta);
+    else if (c->type == HEDDLE_BF16)
+        strip_weights_as(c, HEDDLE_BF16, panel, n0, rows, w, g, dgamma, dbeta);
+    else
+        strip_weights_as(c, HEDDLE_F16, panel, n0, rows, w, g, dgamma, dbeta);
+}
+
+/* Rows of up to VL rows of C (+)= A·B, B one panel. */
+static void strip_product(const norm_call *c, int vectors, int64_t rows, int64_t depth, const float *a, const float *b,
+                          float *out, int64_t stride, bool add) {
+    for (int64_t r = 0; r < rows; r += VL)
+        multiply_panels(c, vectors, min64(VL, rows - r), 0, depth, a + r / VL * a_panel(depth), 0, b, out + r * stride,
+                        stride, add, (gemm_ahead){(const char *)b, 0});
+}
+
+/* What rows n0 .. of W add to dx before its norm (in c->sums, [m][k_pad]), and their rows of dw, in panels p0 .. p1-1. */
+static void strip_task(const norm_call *c, int64_t p0, int64_t p1, int64_t n0, bool weights, float *w, float *g,
+                       float *dgamma, float *dbeta) {
+    const heddle_norm_linear *a = c->a;
+    const int64_t rows = min64(STRIP, a->n - n0), m = a->m, each = strip_of_dy(m);
+    const float *along_m = c->w + n0 / STRIP * each, *along_n = along_m + STRIP * m;
+    pack_strip(c, p0, p1, n0, rows, w);
+    for (int64_t p = p0; p < p1; p++, w += STRIP * PANEL) {
+        const int vectors = vectors_of(a->k - p * PANEL);
+        if (c->t->dx)
+            strip_product(c, vectors, m, rows, along_n, w, c->sums + p * PANEL, c->k_pad, n0 > 0);
+        if (!weights)
+            continue;
+        strip_product(c, vectors, rows, m, along_m, c->x_panels + p * b_panel(m), g, PANEL, false);
+        strip_weights(c, p, n0, rows, w, g, dgamma + (p - p0) * PANEL, dbeta + (p - p0) * PANEL);
+    }
+}
+
+/* All but dx's norm and dbias. Every thread of the team calls it. */
+static void add_strips(const norm_call *c, bool weights, const norm_space *s) {
+    const heddle_norm_linear *a = c->a;
+    const int64_t each = strip_of_dy(a->m), per_task = c->strip_panels;
+#pragma omp for schedule(static)
+    for (int64_t x = 0; x < (a->n + STRIP - 1) / STRIP; x++) {
+        float *dy = c->w + x * each;
+        const int64_t rows = min64(STRIP, a->n - x * STRIP);
+        for (int64_t r = 0; r < rows; r += DY_TOGETHER * VL)
+            pack_dy(c, 0, a->m, (x * STRIP + r) / VL, min64(DY_TOGETHER, (rows - r + VL - 1) / VL), true,
+                    dy + r * a->m);
+        pack_dy_slice(c, 0, a->m, x * STRIP, rows, dy + STRIP * a->m);
+    }
+#pragma omp for schedule(static)
+    for (int64_t p = 0; p < c->k_panels; p++)
+        pack_xhat(c, 0, a->m, p);
+#pragma omp for schedule(dynamic)
+    for (int64_t p0 = 0; p0 < c->k_panels; p0 += per_task) {
+        const int64_t p1 = min64(c->k_panels, p0 + per_task), k0 = p0 * PANEL, columns = min64(p1 * PANEL, a->k) - k0;
+        float *dgamma = s->c, *dbeta = s->c + per_task * PANEL, *g = dbeta + per_task * PANEL;
+        for (int64_t n0 = 0; n0 < a->n; n0 += STRIP)
+            strip_task(c, p0, p1, n0, weights, s->a, g, dgamma, dbeta);
+        if (c->t->dgamma)
+            narrow_row(c->type, dgamma, columns, 1, (char *)c->t->dgamma + k0 * element_size(c->type));
+        if (c->t->dbeta)
+            narrow_row(c->type, dbeta, columns, 1, (char *)c->t->dbeta + k0 * element_size(c->type));
+    }
+}
+
+#endif

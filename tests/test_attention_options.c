@@ -1,0 +1,337 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention, forward and backward, against the reference in three types: every option, and what a mask hides. */
+#include "common.h"
+
+#include <math.h>
+
+static void test_causal(void **state) {
+    (void)state;
+    static const int64_t lengths[][2] = {{33, 33}, {5, 64}, {64, 5}, {1, 113}, {113, 1}, {129, 128}, {70, 203}};
+    for (size_t x = 0; x < COUNT(lengths); x++)
+        for (heddle_mask mask = HEDDLE_CAUSAL_TOP_LEFT; mask <= HEDDLE_CAUSAL_BOTTOM_RIGHT; mask++) {
+            attention_case c = attention_case_of(1, 2, 0, lengths[x][0], lengths[x][1], 16, 0);
+            c.a.mask = mask;
+            c.poison_masked = true;
+            check_attention_dtypes(c);
+        }
+}
+
+static void test_window(void **state) {
+    (void)state;
+    static const int64_t windows[][2] = {{0, 0},  {3, 0},   {0, 5},   {17, 2},     {-1, 4},
+                                         {6, -1}, {-1, -1}, {64, 64}, {1000, 1000}};
+    static const int64_t lengths[][2] = {{33, 33}, {7, 113}, {113, 7}, {150, 140}};
+    for (size_t x = 0; x < COUNT(windows); x++)
+        for (size_t y = 0; y < COUNT(lengths); y++) {
+            attention_case c = attention_case_of(1, 1, 0, lengths[y][0], lengths[y][1], 16, 0);
+            c.a.features = HEDDLE_WINDOW;
+            c.a.window_left = windows[x][0];
+            c.a.window_right = windows[x][1];
+            c.a.mask = (heddle_mask)((x + y) % 3);
+            c.a.dtype = test_dtypes[(x + 2 * y) % 3];
+            c.poison_masked = true;
+            check_attention(&c);
+        }
+}
+
+static void test_softcap(void **state) {
+    (void)state;
+    static const double caps[] = {1000, 50, 2, 0.5};
+    for (size_t x = 0; x < COUNT(caps); x++) {
+        attention_case c = attention_case_of(1, 2, 0, 40, 53, 32, 0);
+        c.a.softcap = caps[x];
+        c.q_magnitude = 2;
+        check_attention_dtypes(c);
+        c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
+        c.q_magnitude = 30; /* saturated, but for the largest cap */
+        c.ill_conditioned = true;
+        check_attention(&c);
+    }
+}
+
+static void test_alibi(void **state) {
+    (void)state;
+    for (int per_batch = 0; per_batch < 2; per_batch++)
+        for (heddle_mask mask = HEDDLE_MASK_NONE; mask <= HEDDLE_CAUSAL_BOTTOM_RIGHT; mask++) {
+            attention_case c = attention_case_of(3, 4, 2, 37, 50, 16, 0);
+            c.a.features = HEDDLE_ALIBI;
+            c.a.alibi_stride_b = per_batch ? 4 : 0;
+            c.a.mask = mask;
+            check_attention_dtypes(c);
+        }
+}
+
+static void test_bias(void **state) {
+    (void)state;
+    const int64_t b = 2, h = 2, sq = 35, sk = 67;
+    const heddle_strides bias[] = {{0, 0, 0},
+                                   {h * sq * sk, 0, sk},
+                                   {0, sq * sk, sk},
+                                   {0, 0, sk},
+                                   {h * sk, sk, 0},
+                                   {0, sq * (sk + 3), (sk + 3)},
+                                   {HEDDLE_BROADCAST, HEDDLE_BROADCAST, HEDDLE_BROADCAST}};
+    for (size_t x = 0; x < COUNT(bias); x++) {
+        attention_case c = attention_case_of(b, h, 1, sq, sk, 16, 0);
+        c.a.features = HEDDLE_BIAS;
+        c.a.bias_stride = bias[x];
+        c.a.dbias_stride = bias[x];
+        c.a.mask = (heddle_mask)(x % 3);
+        c.poison_masked = true;
+        check_attention_dtypes(c);
+        c.a.dbias_stride = bias[(x + 3) % COUNT(bias)]; /* dbias need not have bias's shape */
+        check_attention(&c);
+    }
+}
+
+static void test_bool_mask(void **state) {
+    (void)state;
+    const int64_t b = 2, h = 2, sq = 35, sk = 67;
+    const heddle_strides stride[] = {{0, 0, 0}, {sq * sk, 0, sk}, {0, 0, sk}, {sk, 0, 0}, {0, 2 * sq * sk, 2 * sk}};
+    for (size_t x = 0; x < COUNT(stride); x++)
+        for (int rows = 0; rows < 2; rows++) {
+            attention_case c = attention_case_of(b, h, 1, sq, sk, 16, 0);
+            c.a.features = HEDDLE_BOOL_MASK;
+            c.a.bool_mask_stride = stride[x];
+            c.mask_rows = rows;
+            c.poison_masked = true;
+            c.a.mask = rows ? HEDDLE_CAUSAL_TOP_LEFT : HEDDLE_MASK_NONE;
+            check_attention_dtypes(c);
+        }
+}
+
+static void test_masked_out(void **state) {
+    (void)state;
+    for (int sinks = 0; sinks < 2; sinks++) {
+        attention_case c = attention_case_of(1, 2, 0, 20, 33, 16, 0);
+        c.a.features = HEDDLE_BOOL_MASK | HEDDLE_WEIGHTS | (sinks ? HEDDLE_SINKS : 0);
+        c.mask_density = 1e-9; /* nothing is seen at all */
+        c.poison_masked = true;
+        check_attention_dtypes(c);
+        c.mask_density = 0.03; /* most rows have no key or one */
+        check_attention_dtypes(c);
+        c = attention_case_of(1, 2, 0, 90, 20, 16, 0); /* the first 70 queries see nothing */
+        c.a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
+        c.a.features = sinks ? HEDDLE_SINKS : 0;
+        c.poison_masked = true;
+        check_attention_dtypes(c);
+    }
+}
+
+/* A NaN key that some queries see: they are lost, the others are not. */
+static void test_nan_key(void **state) {
+    (void)state;
+    for (size_t x = 0; x < TEST_DTYPES; x++) {
+        attention_case c = attention_case_of(1, 1, 0, 24, 24, 16, 0);
+        c.a.dtype = test_dtypes[x];
+        c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
+        attention_problem p = attention_new(&c);
+        for (int64_t e = 0; e < 16; e++) {
+            tensor_set(&p.t[T_K], 0, 0, 20, e, NAN);
+            tensor_set(&p.t[T_V], 0, 0, 20, e, NAN);
+        }
+        attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
+        tensor_upload(&p.t[T_K]);
+        tensor_upload(&p.t[T_V]);
+        attention_run(&p, HEDDLE_FORWARD);
+        attention_run(&ref, HEDDLE_FORWARD);
+        for (int64_t i = 0; i < 24; i++)
+            for (int64_t e = 0; e < 16; e++) {
+                assert_int_equal(isnan(tensor_get(&ref.t[T_O], 0, 0, i, e)), i >= 20);
+                assert_int_equal(isnan(tensor_get(&p.t[T_O], 0, 0, i, e)), i >= 20);
+            }
+        attention_free(&p);
+        attention_free(&ref);
+    }
+}
+
+/* Lanes that are all of one query see an odd number of keys, none of them masked; the next key is not finite. */
+static void test_nan_key_behind(void **state) {
+    (void)state;
+    for (size_t x = 0; x < TEST_DTYPES; x++) {
+        attention_case c = attention_case_of(1, 48, 1, 4, 4, 16, 0);
+        c.a.dtype = test_dtypes[x];
+        c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
+        attention_problem p = attention_new(&c);
+        for (int64_t e = 0; e < 16; e++) {
+            tensor_set(&p.t[T_K], 0, 0, 3, e, NAN);
+            tensor_set(&p.t[T_V], 0, 0, 3, e, NAN);
+        }
+        tensor_upload(&p.t[T_K]);
+        tensor_upload(&p.t[T_V]);
+        attention_run(&p, HEDDLE_FORWARD);
+        attention_run(&p, HEDDLE_BACKWARD);
+        for (int64_t h = 0; h < 48; h++)
+            for (int64_t i = 0; i < 4; i++)
+                for (int64_t e = 0; e < 16; e++) {
+                    assert_int_equal(isnan(tensor_get(&p.t[T_O], 0, h, i, e)), i == 3);
+                    assert_int_equal(isnan(tensor_get(&p.t[T_DQ], 0, h, i, e)), i == 3);
+                }
+        attention_free(&p);
+    }
+}
+
+/* A query that is not finite, in a tile of its own: keys that it does not see keep their gradients. */
+static void test_nan_query(void **state) {
+    (void)state;
+    static const int64_t queries[] = {17, 33, 49, 65, 97};
+    for (size_t x = 0; x < TEST_DTYPES * COUNT(queries); x++) {
+        const int64_t last = queries[x % COUNT(queries)] - 1, keys = last + 40;
+        attention_case c = attention_case_of(1, 1, 0, last + 1, keys, 16, 0);
+        c.a.dtype = test_dtypes[x / COUNT(queries)];
+        c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
+        attention_problem p = attention_new(&c);
+        for (int64_t e = 0; e < 16; e++) {
+            tensor_set(&p.t[T_Q], 0, 0, last, e, NAN);
+            tensor_set(&p.t[T_DOUT], 0, 0, last, e, NAN);
+        }
+        tensor_upload(&p.t[T_Q]);
+        tensor_upload(&p.t[T_DOUT]);
+        attention_run(&p, HEDDLE_FORWARD);
+        attention_run(&p, HEDDLE_BACKWARD);
+        for (int64_t j = 0; j < keys; j++)
+            for (int64_t e = 0; e < 16; e++) {
+                assert_int_equal(isnan(tensor_get(&p.t[T_DK], 0, 0, j, e)), j <= last);
+                assert_int_equal(isnan(tensor_get(&p.t[T_DV], 0, 0, j, e)), j <= last);
+            }
+        attention_free(&p);
+    }
+}
+
+static void test_sinks(void **state) {
+    (void)state;
+    for (heddle_mask mask = HEDDLE_MASK_NONE; mask <= HEDDLE_CAUSAL_BOTTOM_RIGHT; mask++) {
+        attention_case c = attention_case_of(2, 4, 2, 37, 29, 16, 0);
+        c.a.features = HEDDLE_SINKS;
+        c.a.mask = mask;
+        check_attention_dtypes(c);
+    }
+}
+
+static void test_dropout(void **state) {
+    (void)state;
+    static const double rates[] = {0.1, 0.5, 0.95};
+    for (size_t x = 0; x < COUNT(rates); x++) {
+        attention_case c = attention_case_of(2, 4, 2, 37, 50, 16, 0);
+        c.a.dropout = rates[x];
+        c.a.seed = UINT64_C(0x123456789abcdef0) + x;
+        c.a.offset = UINT64_C(0xfedcba9876543210) * x;
+        c.a.mask = (heddle_mask)x;
+        check_attention_dtypes(c);
+        c.a.features = HEDDLE_RNG_STATE | HEDDLE_WEIGHTS;
+        check_attention_dtypes(c);
+    }
+}
+
+/* With v = 1 and uniform weights, o is the share of kept keys over (1 - p): its mean is 1, its variance p / ((1 -
+ * p) sk). */
+static void test_dropout_statistics(void **state) {
+    (void)state;
+    const int64_t sq = 128, sk = 256;
+    const double rate = 0.3;
+    attention_case c = attention_case_of(1, 4, 0, sq, sk, 1, 0);
+    c.a.dropout = rate;
+    attention_problem p = attention_new(&c);
+    for (int64_t x = 0; x < 4; x++) {
+        for (int64_t i = 0; i < sq; i++)
+            tensor_set(&p.t[T_Q], 0, x, i, 0, 0);
+        for (int64_t j = 0; j < sk; j++)
+            tensor_set(&p.t[T_V], 0, x, j, 0, 1);
+    }
+    tensor_upload(&p.t[T_Q]);
+    tensor_upload(&p.t[T_V]);
+    attention_run(&p, HEDDLE_FORWARD);
+    double sum = 0, squares = 0, n = (double)(4 * sq);
+    for (int64_t x = 0; x < 4; x++)
+        for (int64_t i = 0; i < sq; i++) {
+            double o = tensor_get(&p.t[T_O], 0, x, i, 0);
+            sum += o;
+            squares += o * o;
+        }
+    double mean = sum / n, variance = squares / n - mean * mean, expected = rate / (1 - rate) / (double)sk;
+    assert_true(fabs(mean - 1) < 4 * sqrt(expected / n));
+    assert_true(fabs(variance / expected - 1) < 4 * sqrt(2 / n));
+    attention_free(&p);
+}
+
+static void test_weights(void **state) {
+    (void)state;
+    const int64_t sq = 21, sk = 45;
+    for (int strided = 0; strided < 2; strided++) {
+        attention_case c = attention_case_of(2, 4, 2, sq, sk, 16, 0);
+        c.a.features = HEDDLE_WEIGHTS;
+        c.a.mask = strided ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
+        if (strided) {
+            c.a.weights_stride = (heddle_strides){5 * sq * (sk + 5), sq * (sk + 5), sk + 5};
+            c.a.dweights_stride = (heddle_strides){0, sq * sk, sk};
+        }
+        check_attention_dtypes(c);
+        c.skip = 1u << T_DOUT; /* the gradient of the weights alone */
+        check_attention_dtypes(c);
+    }
+}
+
+static void test_optional_tensors(void **state) {
+    (void)state;
+    static const int optional[] = {T_DOUT, T_DLSE, T_DWEIGHTS, T_DQ, T_DK, T_DV, T_DBIAS, T_DSINKS};
+    for (unsigned bits = 0; bits < 1u << COUNT(optional); bits++) {
+        unsigned count = (unsigned)__builtin_popcount(bits);
+        if (count > 1 && count < COUNT(optional) - 1 && bits % 11)
+            continue;
+        attention_case c = attention_case_of(1, 2, 1, 18, 21, 8, 0);
+        c.a.features = HEDDLE_WEIGHTS | HEDDLE_BIAS | HEDDLE_SINKS;
+        for (size_t x = 0; x < COUNT(optional); x++)
+            c.skip |= (bits >> x & 1) << optional[x];
+        c.a.dtype = test_dtypes[bits % 3];
+        check_attention(&c);
+    }
+    attention_case c = attention_case_of(1, 2, 1, 18, 21, 8, 0);
+    c.skip = 1u << T_LSE; /* forward alone */
+    check_attention_dtypes(c);
+}
+
+/* Every option at once, and each with a different mask. */
+static void test_everything(void **state) {
+    (void)state;
+    static const int32_t len_q[] = {40, 17}, len_k[] = {50, 51};
+    for (heddle_mask mask = HEDDLE_MASK_NONE; mask <= HEDDLE_CAUSAL_BOTTOM_RIGHT; mask++) {
+        attention_case c = attention_case_of(2, 4, 2, 40, 51, 24, 40);
+        c.a.features = HEDDLE_WINDOW | HEDDLE_ALIBI | HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_SINKS | HEDDLE_SEQLENS |
+                       HEDDLE_WEIGHTS | HEDDLE_RNG_STATE | HEDDLE_DETERMINISTIC;
+        c.a.window_left = 30;
+        c.a.window_right = 20;
+        c.a.softcap = 5;
+        c.a.scale = 0.3;
+        c.a.dropout = 0.2;
+        c.a.mask = mask;
+        c.a.bias_stride = c.a.dbias_stride = (heddle_strides){0, 40 * 51, 51};
+        c.len_q = len_q;
+        c.len_k = len_k;
+        c.mask_rows = true;
+        c.poison_masked = true;
+        check_attention_dtypes(c);
+    }
+}
+
+int main(void) {
+    test_begin();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_causal),
+        cmocka_unit_test(test_window),
+        cmocka_unit_test(test_softcap),
+        cmocka_unit_test(test_alibi),
+        cmocka_unit_test(test_bias),
+        cmocka_unit_test(test_bool_mask),
+        cmocka_unit_test(test_masked_out),
+        cmocka_unit_test(test_nan_key),
+        cmocka_unit_test(test_nan_key_behind),
+        cmocka_unit_test(test_nan_query),
+        cmocka_unit_test(test_sinks),
+        cmocka_unit_test(test_dropout),
+        cmocka_unit_test(test_dropout_statistics),
+        cmocka_unit_test(test_weights),
+        cmocka_unit_test(test_optional_tensors),
+        cmocka_unit_test(test_everything),
+    };
+    return test_end(cmocka_run_group_tests(tests, NULL, NULL));
+}
