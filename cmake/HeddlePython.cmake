@@ -32,7 +32,8 @@ function(heddle_python_module target)
     install(TARGETS ${target} LIBRARY DESTINATION ${package} COMPONENT python EXCLUDE_FROM_ALL)
 endfunction()
 
-add_library(heddle_python MODULE ${PROJECT_SOURCE_DIR}/python/src/module.c ${PROJECT_SOURCE_DIR}/python/src/cuda_memory.c)
+add_library(heddle_python MODULE ${PROJECT_SOURCE_DIR}/python/src/module.c ${PROJECT_SOURCE_DIR}/python/src/cuda_memory.c
+    ${PROJECT_SOURCE_DIR}/python/src/shortcut.c)
 target_include_directories(heddle_python SYSTEM PRIVATE ${Python_INCLUDE_DIRS})
 heddle_python_module(heddle_python)
 target_link_libraries(heddle_python PRIVATE ${CMAKE_DL_LIBS})

@@ -114,6 +114,8 @@ def info() -> str:
 
 # The import of heddle._torch puts the module here; an import statement in every call would cost half a microsecond.
 _torch: Any = None
+_quick: Any = None  # attention of plain tensors of torch, see heddle._plain
+_is_dynamo_compiling: Any = None
 
 
 def _is_torch(value: Any) -> bool:
@@ -188,6 +190,16 @@ def attention(
 
     Source: Dao, "FlashAttention-2", 2023; the formulas are in include/heddle.h.
     """
+    if (
+        _quick is not None
+        and not _is_dynamo_compiling()
+        and window is bias is mask is alibi_slopes is sinks is rng_state is cu_seqlens_q is cu_seqlens_k is None
+        and max_seqlen_q is max_seqlen_k is seqlens_q is seqlens_k is deterministic is None
+        and not (softcap or dropout or return_lse or return_weights or tf32)
+    ):
+        out = _quick(q, k, v, causal, scale)
+        if out is not NotImplemented:
+            return out
     if _is_torch(q):
         if _torch is not None:
             run = _torch.attention

@@ -147,6 +147,17 @@ def _attention_backward_fake(
     )
 
 
+def _attention_plain_fake(q: Tensor, k: Tensor, v: Tensor, causal: int, scale: float, lse: bool) -> Any:
+    out, its_lse, _ = _attention_fake(q, k, v)
+    return out, its_lse if lse else None
+
+
+def _attention_backward_plain_fake(
+    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor | None, ...]:
+    return tuple(_like(t, t.shape[-1]) if options[-1] >> at & 1 else None for at, t in enumerate((q, k, v)))
+
+
 def _check_norm_linear(x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None) -> None:
     if x.dtype not in _DTYPES:
         raise TypeError(f"x is {x.dtype}; it must be float32, bfloat16, float16 or float64")
@@ -207,5 +218,7 @@ def register() -> None:
     library: Any = torch.library
     library.register_fake("heddle::attention", _attention_fake)
     library.register_fake("heddle::attention_backward", _attention_backward_fake)
+    library.register_fake("heddle::attention_plain", _attention_plain_fake)
+    library.register_fake("heddle::attention_backward_plain", _attention_backward_plain_fake)
     library.register_fake("heddle::norm_linear", _norm_linear_fake)
     library.register_fake("heddle::norm_linear_backward", _norm_linear_backward_fake)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heddle._torch import attention, new_rng_state
+from heddle import attention
+from heddle._torch import new_rng_state
 
 Probs = tuple[Tensor, Tensor, Tensor | None]
 
@@ -82,7 +83,7 @@ def flash_attn_func(
     heads_q, heads_k, heads_v = _heads_first("q", q), _heads_first("k", k), _heads_first("v", v)
     options: dict[str, Any] = {
         "causal": "bottom_right" if causal else None,
-        "window": window_size,
+        "window": None if window_size == (-1, -1) else window_size,
         "scale": softmax_scale,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,

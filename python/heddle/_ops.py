@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from heddle import _fake, _vmap
+from heddle import _fake, _plain, _vmap
 
 OLDEST_TORCH = (2, 10)
 
@@ -284,3 +284,19 @@ def scale_of(scale: float | None) -> float:
     if not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale = {scale!r} is not a finite number")
     return float(scale) or TINY_SCALE
+
+
+# ----------------------------------------------------------------------------------------------------- plain calls
+
+
+def _long_backward(dout: Any, dlse: Any, out: Any, lse: Any, *rest: Any) -> tuple[Tensor | None, ...]:
+    """The gradients of a plain call, with autograd above them: for lse's, for create_graph, and for compilers."""
+    q, k, v, causal, scale, deterministic, needs = rest
+    options = (0, 0, causal, -1, -1, scale, 0.0, 0.0, False, deterministic, False)
+    dout, dlse = _last_contiguous(dout), None if dlse is None else dlse.contiguous()
+    made = call(ops.attention_backward, dout, dlse, None, out, lse, q, k, v, *[None] * 9, *options, needs)
+    return tuple(made[:3])
+
+
+_plain.register(_registrations, ops.attention)
+quick = _plain.shorten(ops.attention, _long_backward)

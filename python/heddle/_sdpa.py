@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional
 from torch import Tensor
 
-from heddle._torch import attention
+from heddle import attention
+from heddle._ops import quick
 
 _broadcast_shapes: Any = torch.broadcast_shapes
 
@@ -23,7 +24,8 @@ def _as_four(tensor: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
         tensor = tensor.unsqueeze(0)
     if tensor.shape[-3] != heads:
         tensor = tensor.expand(*tensor.shape[:-3], heads, *tensor.shape[-2:])
-    tensor = tensor.expand(*batch, *tensor.shape[-3:]).reshape(math.prod(batch), *tensor.shape[-3:])
+    if tensor.dim() != 4 or tensor.shape[:-3] != batch:
+        tensor = tensor.expand(*batch, *tensor.shape[-3:]).reshape(math.prod(batch), *tensor.shape[-3:])
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
@@ -63,6 +65,10 @@ def scaled_dot_product_attention(
 
     Source: the documentation of PyTorch's function.
     """
+    if attn_mask is None and not dropout_p and not torch.compiler.is_dynamo_compiling():
+        out: Tensor = quick(query, key, value, "top_left" if is_causal else None, scale, not enable_gqa)
+        if out is not NotImplemented:
+            return out
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
@@ -73,8 +79,10 @@ def scaled_dot_product_attention(
     q_heads, k_heads, v_heads = (1 if t.dim() == 2 else t.shape[-3] for t in (query, key, value))
     if not enable_gqa and not (q_heads == k_heads == v_heads or 1 in (k_heads, v_heads, q_heads)):
         raise ValueError(f"query has {q_heads} heads, key {k_heads}, value {v_heads}: enable_gqa=True lets them differ")
+    batch = tuple(query.shape[:-3])
     try:
-        batch = tuple(_broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]))
+        if not batch == key.shape[:-3] == value.shape[:-3]:
+            batch = tuple(_broadcast_shapes(batch, key.shape[:-3], value.shape[:-3]))
     except RuntimeError:
         shapes = [list(t.shape) for t in (query, key, value)]
         raise ValueError(f"the leading dimensions of query, key and value do not broadcast: {shapes}") from None
@@ -93,7 +101,7 @@ def scaled_dot_product_attention(
             mask = attn_mask
         else:
             bias = attn_mask
-    out: Tensor = attention(
+    out = attention(
         q, k, v, causal="top_left" if is_causal else None, scale=scale, bias=bias, mask=mask, dropout=dropout_p
     )
     if query.dim() == key.dim() == value.dim() == 4:

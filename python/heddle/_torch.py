@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heddle._ops import NUMBER_DEFAULTS, TINY_SCALE, call, ops, scale_of
+import heddle
+from heddle._ops import NUMBER_DEFAULTS, TINY_SCALE, call, ops, quick, scale_of
 from heddle._options import causal_of, norm_of, window_of
 
 
@@ -166,3 +167,6 @@ def norm_linear(
             x = x.contiguous()
     y: Tensor = call(ops.norm_linear, x, weight, bias, gamma, beta, eps, norm_of(norm), tf32)[0]
     return y if rows is None else y.reshape(*rows, weight.shape[0])
+
+
+heddle._quick, heddle._is_dynamo_compiling = quick, torch.compiler.is_dynamo_compiling

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heddle._torch import attention
+from heddle import attention
 
 
 def attention_forward(

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Dropout, Linear, Module, Parameter, init
 
+from heddle import attention
 from heddle._options import causal_of, norm_of
-from heddle._torch import attention, norm_linear
+from heddle._torch import norm_linear
 
 Norm = Literal["layer", "rms"]
 Causal = Literal[False, True, "top_left", "bottom_right"] | None

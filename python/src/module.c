@@ -3,6 +3,7 @@
  * addresses; memory that speaks DLPack tells its address here. Limited API: one binary for every Python from 3.10 on. */
 #include "cuda_memory.h"
 #include "heddle.h"
+#include "shortcut.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -397,6 +398,8 @@ PyDoc_STRVAR(cuda_memory_doc, "cuda_memory(device, bytes) -> zeros on the GPU, f
 PyDoc_STRVAR(cuda_address_doc, "cuda_address(memory) -> where it lies");
 PyDoc_STRVAR(cuda_lend_doc, "cuda_lend(memory, shape, type code, bits) -> DLPack capsule, a further holder");
 
+PyDoc_STRVAR(shortcut_doc, "shortcut(parts) -> (torch.ops.heddle.attention, attention) the short way, see shortcut.c");
+
 static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace_doc},
                                 {"kernel", kernel, METH_VARARGS, kernel_doc},
                                 {"run", run, METH_VARARGS, run_doc},
@@ -410,6 +413,7 @@ static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace
                                 {"cuda_memory", heddle_cuda_memory, METH_VARARGS, cuda_memory_doc},
                                 {"cuda_address", heddle_cuda_address, METH_O, cuda_address_doc},
                                 {"cuda_lend", heddle_cuda_lend, METH_VARARGS, cuda_lend_doc},
+                                {"shortcut", heddle_shortcut, METH_O, shortcut_doc},
                                 {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef definition = {

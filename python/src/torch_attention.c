@@ -296,14 +296,17 @@ static bool has_loose_rows(const call *c, const int32_t *cu, int64_t b, int64_t 
 
 /* ---------------------------------------------------------------------------------------------------- forward */
 
-static void forward_results(call *c, problem *p) {
+static void forward_results(call *c, problem *p, bool lse) {
     heddle_attention *a = &p->a;
     const int64_t rows[3] = {a->b, a->h, a->sq}, packed[2] = {a->h, a->total_q};
     const int64_t square[4] = {a->b, a->h, a->sq, a->sk};
     int64_t stride[4];
     p->t.o = make_like(c, p, 0, &p->in[Q], a->dv, &a->o_stride);
     contiguous_strides(p->varlen ? 2 : 3, p->varlen ? packed : rows, stride);
-    p->t.lse = call_make(c, 1, p->varlen ? 2 : 3, p->varlen ? packed : rows, stride, call_real(c));
+    if (lse)
+        p->t.lse = call_make(c, 1, p->varlen ? 2 : 3, p->varlen ? packed : rows, stride, call_real(c));
+    else
+        call_make_none(c, 1);
     if (a->features & HEDDLE_WEIGHTS) {
         contiguous_strides(4, square, stride);
         p->t.weights = call_make(c, 2, 4, square, stride, call_dtype(c));
@@ -316,18 +319,32 @@ static void forward_results(call *c, problem *p) {
     }
 }
 
-void heddle_torch_attention(stable_value *stack, uint64_t arguments, uint64_t results) {
-    call c;
+static void forward(call *c, bool lse) {
     problem p;
     size_t bytes = 0;
     void *workspace;
-    call_begin(&c, stack, arguments, SHARED_SIGNATURE);
-    if (describe(&c, FORWARD_BASE, &p) && call_attention_bytes(&c, &p.a, HEDDLE_FORWARD, &bytes)) {
-        forward_results(&c, &p);
-        if (call_workspace(&c, bytes, &workspace))
-            call_status(&c, heddle_attention_forward(&p.a, &p.t, workspace, bytes, c.stream));
-    }
-    call_end(&c, stack, arguments, results);
+    if (!describe(c, FORWARD_BASE, &p) || !call_attention_bytes(c, &p.a, HEDDLE_FORWARD, &bytes))
+        return;
+    forward_results(c, &p, lse);
+    if (call_workspace(c, bytes, &workspace))
+        call_status(c, heddle_attention_forward(&p.a, &p.t, workspace, bytes, c->stream));
+}
+
+void heddle_torch_attention(stable_value *stack, uint64_t arguments, uint64_t results) {
+    call c;
+    call_begin(&c, stack, arguments, results, SHARED_SIGNATURE);
+    forward(&c, true);
+    call_end(&c, stack);
+}
+
+void heddle_torch_attention_plain(stable_value *stack, uint64_t arguments, uint64_t results) {
+    enum { WANTS_LSE = NEEDS };
+    static const int place[] = {Q, K, V, CAUSAL, SCALE, WANTS_LSE};
+    call c;
+    call_begin_at(&c, stack, arguments, results, "TTTIDB", place);
+    c.integer[WINDOW_LEFT] = c.integer[WINDOW_RIGHT] = -1;
+    forward(&c, c.integer[WANTS_LSE]);
+    call_end(&c, stack);
 }
 
 /* --------------------------------------------------------------------------------------------------- backward */
@@ -402,17 +419,33 @@ static void backward_results(call *c, problem *p, int64_t needs) {
             call_zero(c, x);
 }
 
-void heddle_torch_attention_backward(stable_value *stack, uint64_t arguments, uint64_t results) {
-    call c;
+static void backward(call *c) {
     problem p;
     size_t bytes = 0;
     void *workspace;
-    call_begin(&c, stack, arguments, "OOOTT" SHARED_SIGNATURE "I");
-    if (describe(&c, BACKWARD_BASE, &p) && take_gradients(&c, &p) && call_check_contiguous(&c, &c.tensor[LSE], "lse") &&
-        call_check_contiguous(&c, &c.tensor[DLSE], "dlse") && call_attention_bytes(&c, &p.a, HEDDLE_BACKWARD, &bytes)) {
-        backward_results(&c, &p, c.integer[BACKWARD_BASE + NEEDS]);
-        if (call_workspace(&c, bytes, &workspace))
-            call_status(&c, heddle_attention_backward(&p.a, &p.t, workspace, bytes, c.stream));
-    }
-    call_end(&c, stack, arguments, results);
+    if (!describe(c, BACKWARD_BASE, &p) || !take_gradients(c, &p) ||
+        !call_check_contiguous(c, &c->tensor[LSE], "lse") || !call_check_contiguous(c, &c->tensor[DLSE], "dlse") ||
+        !call_attention_bytes(c, &p.a, HEDDLE_BACKWARD, &bytes))
+        return;
+    backward_results(c, &p, c->integer[BACKWARD_BASE + NEEDS]);
+    if (call_workspace(c, bytes, &workspace))
+        call_status(c, heddle_attention_backward(&p.a, &p.t, workspace, bytes, c->stream));
+}
+
+void heddle_torch_attention_backward(stable_value *stack, uint64_t arguments, uint64_t results) {
+    call c;
+    call_begin(&c, stack, arguments, results, "OOOTT" SHARED_SIGNATURE "I");
+    backward(&c);
+    call_end(&c, stack);
+}
+
+void heddle_torch_attention_backward_plain(stable_value *stack, uint64_t arguments, uint64_t results) {
+    enum { B = BACKWARD_BASE };
+    static const int place[] = {DOUT,     OUT, LSE, B + Q, B + K, B + V, B + CAUSAL, B + SCALE, B + DETERMINISTIC,
+                                B + NEEDS};
+    call c;
+    call_begin_at(&c, stack, arguments, results, "TTTTTTIDBI", place);
+    c.integer[B + WINDOW_LEFT] = c.integer[B + WINDOW_RIGHT] = -1;
+    backward(&c);
+    call_end(&c, stack);
 }

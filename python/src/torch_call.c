@@ -76,11 +76,14 @@ static void look_at(call *c, tensor *t, stable_value value) {
     t->stride = stride;
 }
 
-void call_begin(call *c, stable_value *stack, uint64_t arguments, const char *signature) {
-    memset(c, 0, sizeof *c);
+void call_begin_at(call *c, stable_value *stack, uint64_t arguments, uint64_t results, const char *signature,
+                   const int *place) {
+    memset(c, 0, offsetof(call, message) + 1);
     c->saved_threads = -1;
+    c->results = results;
     uint64_t x = 0;
     for (; x < arguments && signature[x]; x++) {
+        const int at = place ? place[x] : (int)x;
         stable_value value = stack[x];
         stack[x] = 0;
         switch (signature[x]) {
@@ -89,18 +92,22 @@ void call_begin(call *c, stable_value *stack, uint64_t arguments, const char *si
                 stable_value *box = (stable_value *)(uintptr_t)value;
                 value = *box;
                 free_box(box);
-                look_at(c, &c->tensor[x], value);
+                look_at(c, &c->tensor[at], value);
             }
             break;
-        case 'T': look_at(c, &c->tensor[x], value); break;
-        case 'D': memcpy(&c->number[x], &value, sizeof value); break;
-        case 'B': c->integer[x] = (value & 0xff) != 0; break;
-        default: memcpy(&c->integer[x], &value, sizeof value); break;
+        case 'T': look_at(c, &c->tensor[at], value); break;
+        case 'D': memcpy(&c->number[at], &value, sizeof value); break;
+        case 'B': c->integer[at] = (value & 0xff) != 0; break;
+        default: memcpy(&c->integer[at], &value, sizeof value); break;
         }
     }
     if (x != arguments || signature[x])
         call_fail(c, "RuntimeError", "%llu arguments came, not those of \"%s\"", (unsigned long long)arguments,
                   signature);
+}
+
+void call_begin(call *c, stable_value *stack, uint64_t arguments, uint64_t results, const char *signature) {
+    call_begin_at(c, stack, arguments, results, signature, NULL);
 }
 
 static void release(tensor_handle *handle) {
@@ -109,8 +116,8 @@ static void release(tensor_handle *handle) {
     *handle = NULL;
 }
 
-void call_end(call *c, stable_value *stack, uint64_t arguments, uint64_t results) {
-    for (uint64_t x = 0; x < arguments && x < MAX_ARGUMENTS; x++)
+void call_end(call *c, stable_value *stack) {
+    for (int x = 0; x < MAX_ARGUMENTS; x++)
         release(&c->tensor[x].handle);
     release(&c->workspace);
     if (c->guard)
@@ -124,7 +131,7 @@ void call_end(call *c, stable_value *stack, uint64_t arguments, uint64_t results
             release(&c->result[x]);
         aoti_torch_check(false, __func__, "heddle", 0, c->message);
     }
-    for (uint64_t x = 0; x < results && x < MAX_RESULTS; x++)
+    for (uint64_t x = 0; x < c->results && x < MAX_RESULTS; x++)
         stack[x] = (stable_value)(uintptr_t)c->result[x];
 }
 
@@ -292,6 +299,8 @@ void *call_make(call *c, int x, int64_t rank, const int64_t *size, const int64_t
 }
 
 bool call_make_none(call *c, int x) {
+    if ((uint64_t)x >= c->results)
+        return true;
     return !c->message[0] && torch_ok(c, aoti_torch_new_uninitialized_tensor(&c->result[x]), "make a result of None");
 }
 

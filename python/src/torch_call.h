@@ -24,6 +24,7 @@ typedef struct call {
     int64_t integer[MAX_ARGUMENTS];
     double number[MAX_ARGUMENTS];
     tensor_handle result[MAX_RESULTS];
+    uint64_t results; /* that the operator has */
     tensor_handle workspace;
     guard_handle guard;
     void *stream;
@@ -35,10 +36,13 @@ typedef struct call {
 } call;
 
 /* Takes the arguments: of each, signature has T (tensor), O (optional tensor), I (int or bool) or D (float). */
-void call_begin(call *c, stable_value *stack, uint64_t arguments, const char *signature);
+void call_begin(call *c, stable_value *stack, uint64_t arguments, uint64_t results, const char *signature);
+/* The same, with argument x kept at place[x]. */
+void call_begin_at(call *c, stable_value *stack, uint64_t arguments, uint64_t results, const char *signature,
+                   const int *place);
 
-/* Frees everything and puts `results` results on the stack, or throws what the message says. */
-void call_end(call *c, stable_value *stack, uint64_t arguments, uint64_t results);
+/* Frees everything and puts the results on the stack, or throws what the message says. */
+void call_end(call *c, stable_value *stack);
 
 /* Notes what is wrong, as "heddle <kind>: ...", where kind is the Python exception that fits. Returns false. */
 __attribute__((format(printf, 3, 4))) bool call_fail(call *c, const char *kind, const char *format, ...);
@@ -61,7 +65,7 @@ int32_t call_real(const call *c);
 
 /* A new tensor as result x. Its data, NULL on failure or for no elements. */
 void *call_make(call *c, int x, int64_t rank, const int64_t *size, const int64_t *stride, int32_t dtype);
-/* Result x is None. */
+/* Result x is None, if the operator has that many. */
 bool call_make_none(call *c, int x);
 bool call_zero(call *c, int x);
 
@@ -78,6 +82,8 @@ void contiguous_strides(int64_t rank, const int64_t *size, int64_t *stride);
 
 void heddle_torch_attention(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_attention_backward(stable_value *stack, uint64_t arguments, uint64_t results);
+void heddle_torch_attention_plain(stable_value *stack, uint64_t arguments, uint64_t results);
+void heddle_torch_attention_backward_plain(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_norm_linear_backward(stable_value *stack, uint64_t arguments, uint64_t results);
 

@@ -103,7 +103,7 @@ void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t 
     problem p;
     size_t bytes = 0;
     void *workspace;
-    call_begin(&c, stack, arguments, "TTOOODIB");
+    call_begin(&c, stack, arguments, results, "TTOOODIB");
     if (describe(&c, &p, X, WEIGHT, GAMMA, BETA) && take_norm(&c, &p, c.number[EPS], c.integer[NORM]) &&
         check_vector(&c, &c.tensor[BIAS], "bias", p.a.n, call_dtype(&c))) {
         p.a.features = c.integer[TF32] ? HEDDLE_TF32 : 0;
@@ -115,7 +115,7 @@ void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t 
             call_workspace(&c, bytes, &workspace))
             call_status(&c, heddle_norm_linear_forward(&p.a, &p.t, workspace, bytes, c.stream));
     }
-    call_end(&c, stack, arguments, results);
+    call_end(&c, stack);
 }
 
 /* --------------------------------------------------------------------------------------------------- backward */
@@ -164,7 +164,7 @@ void heddle_torch_norm_linear_backward(stable_value *stack, uint64_t arguments, 
     problem p;
     size_t bytes = 0;
     void *workspace;
-    call_begin(&c, stack, arguments, "TOOTTOODIBBI");
+    call_begin(&c, stack, arguments, results, "TOOTTOODIBBI");
     if (describe(&c, &p, B_X, B_WEIGHT, B_GAMMA, B_BETA) && take_norm(&c, &p, c.number[B_EPS], c.integer[B_NORM]) &&
         take_gradient(&c, &p)) {
         p.a.features = (c.integer[B_DETERMINISTIC] ? HEDDLE_DETERMINISTIC : 0) | (c.integer[B_TF32] ? HEDDLE_TF32 : 0);
@@ -173,5 +173,5 @@ void heddle_torch_norm_linear_backward(stable_value *stack, uint64_t arguments, 
             call_workspace(&c, bytes, &workspace))
             call_status(&c, heddle_norm_linear_backward(&p.a, &p.t, workspace, bytes, c.stream));
     }
-    call_end(&c, stack, arguments, results);
+    call_end(&c, stack);
 }

@@ -16,6 +16,9 @@ static const char *const schemas[] = {
     "attention(Tensor q, Tensor k, Tensor v, " OPTIONS ") -> (Tensor out, Tensor lse, Tensor weights)",
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor? dweights, Tensor out, Tensor lse, Tensor q, Tensor k, "
     "Tensor v, " OPTIONS ", int needs=31) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+    "attention_plain(Tensor q, Tensor k, Tensor v, int causal, float scale, bool lse) -> (Tensor out, Tensor lse)",
+    "attention_backward_plain(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, int causal, "
+    "float scale, bool deterministic, int needs) -> (Tensor dq, Tensor dk, Tensor dv)",
     "norm_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? gamma=None, Tensor? beta=None, float eps=1e-05, "
     "int norm=0, bool tf32=False) -> (Tensor y, Tensor mean, Tensor rstd)",
     "norm_linear_backward(Tensor dy, Tensor? mean, Tensor? rstd, Tensor x, Tensor weight, Tensor? gamma=None, "
@@ -37,6 +40,8 @@ static int32_t register_all(void) {
     } all[] = {
         {"attention", heddle_torch_attention},
         {"attention_backward", heddle_torch_attention_backward},
+        {"attention_plain", heddle_torch_attention_plain},
+        {"attention_backward_plain", heddle_torch_attention_backward_plain},
         {"norm_linear", heddle_torch_norm_linear},
         {"norm_linear_backward", heddle_torch_norm_linear_backward},
     };

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from heddle._torch import attention
+from heddle import attention
 
 __all__ = ["self_attention", "self_attention_backward"]
 

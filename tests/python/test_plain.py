@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short way of plain calls (python/src/shortcut.c): who goes it, and that nothing but the cost tells."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import pytest
+import torch
+from conftest import devices
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import heddle
+
+ops = torch.ops.heddle
+long_way = ops.attention.default  # the overload has no short way
+everywhere = pytest.mark.parametrize("device", devices())
+CORNERS = {0: None, 1: "top_left", 2: "bottom_right"}
+
+
+def tensors(device="cpu", dtype=torch.float32, needs=(True, True, True), rows_first=False):
+    torch.manual_seed(0)
+    made = [torch.randn(shape, device=device).to(dtype) for shape in ((2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 3))]
+    if rows_first:
+        made = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in made]
+    return [t.requires_grad_(bool(need)) for t, need in zip(made, needs, strict=True)]
+
+
+def ways(call):
+    """Which operators a call comes to."""
+    with warnings.catch_warnings(), torch.profiler.profile() as profile:
+        warnings.simplefilter("ignore")
+        call()
+    return {event.key for event in profile.key_averages() if event.key.startswith("heddle::")}
+
+
+def test_who_goes_the_short_way():
+    q, k, v = (t.detach() for t in tensors())
+    leaf = q.clone().requires_grad_()
+    short, long = {"heddle::attention_plain"}, {"heddle::attention"}
+    assert ways(lambda: ops.attention(q, k, v)) == short
+    assert ways(lambda: ops.attention(leaf, k, v, causal=2, scale=0.5)) == short
+    assert ways(lambda: heddle.attention(leaf, k, v, causal="top_left", scale=0.5)) == short
+    assert ways(lambda: heddle.attention(q, k[:, :, :5], v[:, :, :5], causal=True)) == short
+    assert ways(lambda: heddle.attention(torch.nn.Parameter(q), k, v)) == short
+    assert ways(lambda: heddle.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)) == short
+    assert ways(lambda: heddle.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)) == short
+    assert ways(lambda: ops.attention(q, k, v, window_left=3)) == long
+    assert ways(lambda: ops.attention(q, k, v, causal=True)) == long  # bool where the schema says int
+    assert ways(lambda: ops.attention(q, k, v, None)) == long
+    assert ways(lambda: heddle.attention(q, k, v, softcap=1.0)) == long
+    assert ways(lambda: heddle.attention(q, k, v, return_lse=True)) <= short | long
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "heddle::attention" in ways(lambda: heddle.attention(q, k, v))
+    o, lse, weights = ops.attention(leaf, k, v)
+    assert weights is None
+    assert ways(lambda: torch.autograd.grad(o.sum(), leaf, retain_graph=True)) == {"heddle::attention_backward_plain"}
+    assert ways(lambda: torch.autograd.grad(lse.sum(), leaf)) == {"heddle::attention_backward"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows_first", [False, True])
+@pytest.mark.parametrize("causal", CORNERS)
+@everywhere
+def test_the_same_bits(dtype, rows_first, causal, device):
+    given = tensors(device, dtype, rows_first=rows_first)
+    want, its_lse, _ = long_way(*given, causal=causal, scale=0.3, deterministic=True)
+    got, lse, none = ops.attention(*given, causal=causal, scale=0.3)
+    assert torch.equal(got, want) and torch.equal(lse, its_lse) and none is None
+    assert got.stride() == want.stride() and lse.stride() == its_lse.stride()
+    dout, dlse = torch.randn_like(want), torch.randn_like(lse)
+    for grads in ([dout, dlse], [dout, None], [None, dlse], [dout.transpose(2, 3).contiguous().transpose(2, 3), None]):
+        outs = [(a, b, g) for a, b, g in zip((got, lse), (want, its_lse), grads, strict=True) if g is not None]
+        a = torch.autograd.grad([a for a, _, _ in outs], given, [g for *_, g in outs], retain_graph=True)
+        b = torch.autograd.grad([b for _, b, _ in outs], given, [g for *_, g in outs], retain_graph=True)
+        for x, y in zip(a, b, strict=True):
+            assert x.stride() == y.stride() and (torch.equal(x, y) if device == "cpu" else torch.allclose(x, y))
+    out = heddle.attention(*given, causal=CORNERS[causal], scale=0.3)
+    assert torch.equal(out, want)
+    a = torch.autograd.grad(out, given, dout)
+    b = torch.autograd.grad(want, given, dout)
+    assert all(torch.equal(x, y) if device == "cpu" else torch.allclose(x, y) for x, y in zip(a, b, strict=True))
+    with torch.no_grad():
+        assert torch.equal(heddle.attention(*given, causal=CORNERS[causal], scale=0.3), want)
+        assert torch.equal(ops.attention(*given, causal=causal, scale=0.3)[1], its_lse)
+
+
+@everywhere
+def test_autocast(device):
+    given = tensors(device)
+    low = [t.detach().to(torch.bfloat16).requires_grad_() for t in given]
+    want = long_way(*low)[0]
+    grads = torch.autograd.grad(want.float().sum(), low)
+    for call in (lambda *t: ops.attention(*t)[0], heddle.attention):
+        with torch.autocast(device, torch.bfloat16):
+            out = call(*given)
+            with torch.no_grad():
+                assert torch.equal(call(*given), want)
+        assert torch.equal(out, want)
+        got = torch.autograd.grad(out.float().sum(), given)
+        assert all(torch.allclose(a, b.float(), atol=1e-2) for a, b in zip(got, grads, strict=True))
+
+
+@pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)])
+@everywhere
+def test_some_gradients(needs, device):
+    given = tensors(device, needs=needs)
+    leaves = [t for t, need in zip(given, needs, strict=True) if need]
+    want = torch.autograd.grad(long_way(*given)[0].sin().sum(), leaves)
+    for out in (ops.attention(*given)[0], heddle.attention(*given)):
+        got = torch.autograd.grad(out.sin().sum(), leaves)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))
+
+
+def test_deterministic_is_honoured():
+    q, k, v = tensors()
+    seen = []
+
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((str(func), args))
+            return func(*args, **(kwargs or {}))
+
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            out = heddle.attention(q, k, v)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        with Dispatched():
+            torch.autograd.grad(out.sum(), q)
+        backward = [args for name, args in seen if name == "heddle.attention_backward.default"]
+        assert backward[-1][26] is wanted
+
+
+REFUSED = {
+    "heads": lambda q, k, v: (q, k, v[:, :1]),
+    "rank": lambda q, k, v: (q, k[0], v[0]),
+    "dtype": lambda q, k, v: (q, k.double(), v),
+    "integers": lambda q, k, v: (q.detach().int(), k.detach().int(), v.detach().int()),
+    "stride": lambda q, k, v: (q.transpose(2, 3).contiguous().transpose(2, 3), k, v),
+    "sparse": lambda q, k, v: (q.detach().to_sparse(), k, v),
+    "type": lambda q, k, v: (q, k, None),
+}
+
+
+@pytest.mark.parametrize("recording", [False, True])
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_the_same_errors(wrong, recording):
+    given = REFUSED[wrong](*tensors(needs=(recording,) * 3))
+    errors = []
+    for call in (long_way, ops.attention):
+        with pytest.raises(Exception) as caught:
+            call(*given)
+        errors.append((caught.type, str(caught.value).split("\nException raised")[0].split("\n")[0]))
+    assert errors[0] == errors[1] and "plain" not in errors[1][1]
+    with pytest.raises((ValueError, TypeError, NotImplementedError)) as caught:
+        heddle.attention(*given)
+    assert "plain" not in str(caught.value)
+    with pytest.raises(RuntimeError, match="causal = 7"):
+        ops.attention(*tensors(), causal=7)
+    with pytest.raises(RuntimeError, match="nonsense"):
+        ops.attention(*tensors(), nonsense=7)
+
+
+def test_modes_and_subclasses_see_the_operator():
+    seen = []
+
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Called(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Wrapped(torch.Tensor):
+        pass
+
+    for recording in (False, True):
+        q, k, v = tensors(needs=(recording,) * 3)
+        for call in (lambda *t: ops.attention(*t)[0], heddle.attention, heddle.scaled_dot_product_attention):
+            k4, v4 = (t.repeat_interleave(2, 1) for t in (k, v))
+            with Dispatched():
+                out = call(q, k4, v4)
+            assert "heddle.attention.default" in seen and "heddle.attention_plain.default" not in seen
+            if recording:
+                with Dispatched():
+                    torch.autograd.grad(out.sum(), q)
+                assert "heddle.attention_backward.default" in seen
+            seen.clear()
+            with Called():
+                call(q, k4, v4)
+            assert "heddle.attention" in seen and "heddle.attention_plain" not in seen
+            seen.clear()
+            assert isinstance(call(q.as_subclass(Wrapped), k4, v4), Wrapped)
+
+
+def test_transforms():
+    q, k, v = (t.detach() for t in tensors())
+    for call in (lambda *t: ops.attention(*t)[0], heddle.attention):
+        got = torch.vmap(call, (0, None, None))(torch.stack([q, 2 * q]), k, v)
+        assert torch.allclose(got[1], call(2 * q, k, v), atol=1e-6)
+        with pytest.raises(NotImplementedError, match="jvp"):
+            torch.func.jvp(lambda t, call=call: call(t, k, v), (q,), (q,))
+        with pytest.raises(RuntimeError, match="setup_context"):  # not supported, so never a zero
+            torch.func.grad(lambda t, call=call: call(t, k, v).sum())(q)
+        leaf = q.clone().requires_grad_()
+        out = call(leaf, k, v)
+        grads = torch.randn(3, *out.shape)
+        want = [torch.autograd.grad(out, leaf, g, retain_graph=True)[0] for g in grads]
+        got = torch.autograd.grad(out, leaf, grads, is_grads_batched=True, retain_graph=True)[0]
+        assert torch.allclose(got, torch.stack(want), atol=1e-6)
+        got = torch.vmap(lambda g, out=out, leaf=leaf: torch.autograd.grad(out, leaf, g, retain_graph=True)[0])(grads)
+        assert torch.allclose(got, torch.stack(want), atol=1e-6)
+        again = torch.autograd.grad(out.sum(), leaf, create_graph=True)[0]
+        with pytest.raises(NotImplementedError, match="double backward"):
+            again.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript():
+    """What torch.jit makes has heddle::attention in it, which records gradients."""
+    given = tensors()
+    for needs in (False, True):
+        example = tuple(t.detach().requires_grad_(needs) for t in given)
+        for call in (lambda q, k, v: torch.ops.heddle.attention(q, k, v)[0], heddle.attention):
+            traced = torch.jit.trace(call, example)
+            assert "heddle::attention(" in str(traced.graph)
+            assert traced(*given).requires_grad
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        return torch.ops.heddle.attention(q, k, v)[0]
+
+    assert torch.equal(torch.jit.script(function)(*given), function(*given))
+
+
+def test_saved_tensors():
+    """Hooks, checkpoints and the check for changes in place see what is saved."""
+    q, k, v = tensors()
+    packed = []
+    for call in (lambda *t: ops.attention(*t)[0], heddle.attention):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
+            out = call(q, k, v)
+        assert sorted(packed) == sorted([q.shape, k.shape, v.shape, out.shape, out.shape[:3]])
+        packed.clear()
+        want = torch.autograd.grad(out.sum(), (q, k, v))
+        again = checkpoint(call, q, k, v, use_reentrant=False)
+        assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(again.sum(), (q, k, v)), want, strict=True))
+        changed = q * 1
+        out = call(changed, k, v)
+        changed.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_compiled_autograd():
+    given = tensors()
+    want = torch.autograd.grad(heddle.attention(*given).sin().sum(), given)
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        heddle.attention(*given).sin().sum().backward()
+    assert all(torch.allclose(t.grad, w, atol=1e-6) for t, w in zip(given, want, strict=True))
+
+
+def test_meta_tensors():
+    given = [t.detach().to("meta").requires_grad_() for t in tensors()]
+    out, lse, _ = ops.attention(*given)
+    assert out.shape == (2, 4, 5, 3) and lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+    grads = torch.autograd.grad(out, given, torch.empty_like(out))
+    assert [g.shape for g in grads] == [t.shape for t in given]
+    assert heddle.attention(*(t.detach() for t in given)).shape == out.shape
+
+
+@pytest.mark.parametrize("name", ["attention_plain", "attention_backward_plain"])
+@everywhere
+def test_opcheck(name, device):
+    """They are operators like others, but for autograd, which they are below."""
+    q, k, v = (t.detach() for t in tensors(device))
+    out, lse, _ = long_way(q, k, v)
+    given = (q, k, v, 2, 0.5, True) if name == "attention_plain" else (out, out, lse, q, k, v, 2, 0.5, False, 5)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(ops, name).default, given, test_utils=checks)
+
+
+def test_nothing_is_kept():
+    """Neither good calls nor refused ones keep a reference."""
+    import gc
+    import weakref
+
+    calls = (lambda *t: ops.attention(*t)[0], heddle.attention)
+    for call in calls:
+        for needs in (False, True):
+            given = tensors(needs=(needs,) * 3)
+            before = [sys.getrefcount(x) for x in given]
+            for _ in range(10):
+                out = call(*given)
+                with pytest.raises((RuntimeError, ValueError)):
+                    call(given[0], given[1], given[2][:, :1])
+            if needs:
+                torch.autograd.grad(out.sum(), given)
+            dead = weakref.ref(out)
+            del out
+            gc.collect()
+            assert dead() is None
+            assert [sys.getrefcount(x) for x in given] == before
