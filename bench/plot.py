@@ -10,8 +10,10 @@ file.
 """
 import argparse
 import collections
+import itertools
 import json
 import pathlib
+import re
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- tables of bench/plot.py -->\n", "<!-- end of the tables -->\n"
@@ -73,7 +75,12 @@ def cell(value, goal, form):
     return f"{text} ({form(goal)})" if goal is not None else text
 
 
+def stem(row):
+    return re.sub(r" ?(forward \+ backward|forward|backward)$", "", row["name"])
+
+
 def tables(rows):
+    """A line for both passes: their cells stand beside each other."""
     first = rows[-1]
     percent, times = (lambda x: f"{100 * x:.0f}%"), (lambda x: f"{x:.2f}×" if x < 20 else f"{x:.0f}×")
     out = [f"\n### {machine(first)}\n",
@@ -85,19 +92,25 @@ def tables(rows):
         last = {"attention 16-bit": "over heddle's float32", "norm-linear": "over heddle's float32",
                 "two cores": "over one thread", "plain loops": "over plain loops",
                 "off the table": "of the neighbour"}.get(section)
-        out += [f"\n{section}, {threads} thread{'s' if threads > 1 else ''} ({group[0]['date']}, commit "
-                f"{group[0]['commit']}, load {group[0]['load']})\n",
+        passes = list(dict.fromkeys(r["name"][len(stem(r)):].strip() for r in group if r.get("direction")))
+        out += [f"\n{section}, {threads} thread{'s' if threads > 1 else ''}{', ' if passes else ''}"
+                f"{' / '.join(passes)} ({group[0]['date']}, commit {group[0]['commit']}, load {group[0]['load']})\n",
                 "| | ms | GFLOP/s | of peak | PyTorch's | over PyTorch |" + (f" {last} |" if last else "") + " |",
                 "|---|---|---|---|---|---|" + ("---|" if last else "") + "---|"]
-        for r in group:
-            note = f" ({r['other']})" if r.get("other") else ""
-            line = [r["name"] + note, f"{r['ms']:.3f}", f"{r['gflops']:.0f}" if "gflops" in r else "",
-                    cell(r.get("fraction"), r.get("goal_fraction"), percent),
-                    cell(r.get("torch_fraction"), None, percent),
-                    cell(r.get("over_torch"), r.get("goal_over_torch"), times)]
-            if last:
-                line.append(cell(r.get("over_other"), r.get("goal_over_other"), times))
-            out.append("| " + " | ".join(line + [r["verdict"]]) + " |")
+        for name, pair in itertools.groupby(group, stem):
+            pair = list(pair)
+            notes = "; ".join(dict.fromkeys(r["other"] for r in pair if r.get("other")))
+            lines = []
+            for r in pair:
+                lines.append([f"{r['ms']:.3f}", f"{r['gflops']:.0f}" if "gflops" in r else "",
+                              cell(r.get("fraction"), r.get("goal_fraction"), percent),
+                              cell(r.get("torch_fraction"), None, percent),
+                              cell(r.get("over_torch"), r.get("goal_over_torch"), times)])
+                if last:
+                    lines[-1].append(cell(r.get("over_other"), r.get("goal_over_other"), times))
+                lines[-1].append(r["verdict"])
+            cells = [" / ".join(v or "–" for v in x) if any(x) else "" for x in zip(*lines)]
+            out.append("| " + " | ".join([name + (f" ({notes})" if notes else "")] + cells) + " |")
     return "\n".join(out) + "\n"
 
 

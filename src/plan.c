@@ -85,21 +85,23 @@ static void put_in_order(axis *low, axis *high) {
     }
 }
 
-/* Elements of an output may not share memory: each stride must pass what the smaller ones span. */
+/* Does the axis pass what the smaller ones span? Then it spans more. */
+static bool passes(axis x, tensor_role role, int64_t *extent) {
+    if (x.size <= 1 || (role == ROLE_SUMMED_OUTPUT && x.stride == 0))
+        return true;
+    const bool fits = x.stride >= *extent;
+    *extent += x.stride * (x.size - 1);
+    return fits;
+}
+
+/* Elements of an output may not share memory. */
 static bool overlaps_itself(const tensor_rule *t, const heddle_strides *stride) {
-    axis x[3] = {{stride->s, t->s}, {stride->h, t->h}, {stride->b, t->packed ? 1 : t->b}};
+    axis x = {stride->s, t->s}, y = {stride->h, t->h}, z = {stride->b, t->packed ? 1 : t->b};
     int64_t extent = t->last;
-    put_in_order(&x[0], &x[1]);
-    put_in_order(&x[1], &x[2]);
-    put_in_order(&x[0], &x[1]);
-    for (int y = 0; y < 3; y++) {
-        if (x[y].size <= 1 || (t->role == ROLE_SUMMED_OUTPUT && x[y].stride == 0))
-            continue;
-        if (x[y].stride < extent)
-            return true;
-        extent += x[y].stride * (x[y].size - 1);
-    }
-    return false;
+    put_in_order(&x, &y);
+    put_in_order(&y, &z);
+    put_in_order(&x, &y);
+    return !(passes(x, t->role, &extent) && passes(y, t->role, &extent) && passes(z, t->role, &extent));
 }
 
 static heddle_strides contiguous_strides(const tensor_rule *t) {

@@ -461,12 +461,21 @@ static void ahead_queries(const call *c, const unit *u, const void *p, heddle_st
                   stride.s * size, n * size, min64(u->s.sq, i1) - i0, steps);
 }
 
+/* Whether a thread takes all tasks of a unit: where units are many, so that K and V come to one core and not to each. It changes no
+ * result. */
+static bool takes_units(const heddle_attention *a, int64_t threads) {
+    return threads > 1 && a->b * a->hk >= 32 * threads;
+}
+
 /* Asks for what is needed next: the rows of o that this task will write, those of q of the task that this thread will probably take
- * next, and its share of the next unit's keys. */
+ * next, and its share of the keys of the unit that it, or all threads, will take next. */
 static void forward_ahead(const call *c, const attention_plan *plan, const unit *u, int64_t task, int64_t per_unit,
                           int64_t f0, int64_t f1, forward_space *w) {
     const heddle_attention *a = c->a;
-    const int64_t next = task + plan->threads, unit_now = task / per_unit;
+    const bool whole = takes_units(a, plan->threads);
+    const int64_t unit_now = task / per_unit, together = whole ? 1 : plan->threads,
+                  unit_next = unit_now + (whole ? plan->threads : 1);
+    const int64_t next = whole && (task + 1) % per_unit == 0 ? unit_next * per_unit : task + together;
     if (c->group * u->s.sq <= FEW_LANES) /* few.h asks for itself */
         return;
     const range seen = keys_of_queries(u->m, f0 / c->group, (f1 - 1) / c->group + 1, u->s.sk);
@@ -476,15 +485,30 @@ static void forward_ahead(const call *c, const attention_plan *plan, const unit 
         const unit v = make_unit(c, next / per_unit);
         const int64_t g0 = (per_unit - 1 - next % per_unit) * plan->tile_q;
         ahead_queries(c, &v, c->t->q, a->q_stride, a->d, g0, g0 + plan->tile_q, steps, &w->next);
-        if (unit_now + 1 < a->b * a->hk) {
-            const int64_t shares = (per_unit + plan->threads - 1) / plan->threads,
-                          share = task % per_unit / plan->threads;
-            const unit other = next / per_unit > unit_now ? v : make_unit(c, unit_now + 1);
+        if (unit_next < a->b * a->hk) {
+            const int64_t shares = (per_unit + together - 1) / together, share = task % per_unit / together;
+            const unit other = next / per_unit > unit_now ? v : make_unit(c, unit_next);
             const int64_t keys = min64(other.s.sk, 2 * c->tile_k), first = keys * share / shares;
             ahead_keys(c, &other, first, keys * (share + 1) / shares - first, steps, &w->next);
         }
     }
     ahead_queries(c, u, c->t->o, a->o_stride, a->dv, f0, f1, steps, &w->next);
+}
+
+static void forward_ticket(const call *c, const attention_plan *plan, const forward_shared *g, int64_t task,
+                           int64_t per_unit, forward_space *space) {
+    const unit u = make_unit(c, task / per_unit);
+    ahead_begin(&space->next);
+    /* The longest rows of a causal mask first: the last tasks to be taken are then short. */
+    const int64_t split = g->splits > 1 ? task % per_unit : 0;
+    const int64_t f0 = g->splits > 1 ? 0 : (per_unit - 1 - task % per_unit) * plan->tile_q;
+    const int64_t f1 = min64(f0 + plan->tile_q, c->group * u.s.sq);
+    if (f0 < f1 && g->splits == 1)
+        forward_ahead(c, plan, &u, task, per_unit, f0, f1, space);
+    if (f0 < f1)
+        forward_task(c, &u, g, task / per_unit, split, f0, f1, space);
+    if (f0 == 0 && split == 0)
+        forward_unused_rows(c, &u);
 }
 
 static void attention_forward(const attention_plan *plan, const heddle_attention_data *data, void *workspace) {
@@ -494,6 +518,7 @@ static void attention_forward(const attention_plan *plan, const heddle_attention
     const forward_shared g = carve_forward_shared(plan, &shared);
     const int64_t units = a->b * a->hk, tiles = max64(1, (c.group * a->sq + plan->tile_q - 1) / plan->tile_q);
     const int64_t per_unit = tiles * g.splits; /* one of them is 1 */
+    const int64_t per_ticket = takes_units(a, plan->threads) ? per_unit : 1;
     const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads;
     ticket next = {0};
     for (int64_t x = 0; x < units && g.splits > 1; x++)
@@ -503,20 +528,9 @@ static void attention_forward(const attention_plan *plan, const heddle_attention
         carver w = {(char *)workspace + shared.used + (size_t)thread_index() * each, 0};
         forward_space space = carve_forward(plan, &w);
         begin_attention();
-        for (int64_t task; (task = take_ticket(&next)) < units * per_unit;) {
-            const unit u = make_unit(&c, task / per_unit);
-            ahead_begin(&space.next);
-            /* The longest rows of a causal mask first: the last tasks to be taken are then short. */
-            const int64_t split = g.splits > 1 ? task % per_unit : 0;
-            const int64_t f0 = g.splits > 1 ? 0 : (per_unit - 1 - task % per_unit) * plan->tile_q;
-            const int64_t f1 = min64(f0 + plan->tile_q, c.group * u.s.sq);
-            if (f0 < f1 && g.splits == 1)
-                forward_ahead(&c, plan, &u, task, per_unit, f0, f1, &space);
-            if (f0 < f1)
-                forward_task(&c, &u, &g, task / per_unit, split, f0, f1, &space);
-            if (f0 == 0 && split == 0)
-                forward_unused_rows(&c, &u);
-        }
+        for (int64_t first; (first = take_ticket(&next) * per_ticket) < units * per_unit;)
+            for (int64_t task = first; task < first + per_ticket; task++)
+                forward_ticket(&c, plan, &g, task, per_unit, &space);
         end_attention();
     }
 }

@@ -304,7 +304,7 @@ template <typename layout> INLINE void make_barriers(uint32_t base) {
     if (threadIdx.x == 0) {
         for (int x = 0; x < layout::SLOTS; x++) {
             mbarrier_init(base + layout::full + x * 8, 1 + 32);
-            mbarrier_init(base + layout::empty + x * 8, CONSUMERS / 32);
+            mbarrier_init(base + layout::empty + x * 8, CONSUMERS);
         }
         mbarrier_init(base + layout::own_full, 1);
         mbarrier_init_fence();

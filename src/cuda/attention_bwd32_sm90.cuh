@@ -24,11 +24,9 @@ template <int D, int WALK> struct backward32 {
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
-/* This warp has read all that it wanted. */
+/* This lane has read all that it wanted. One arrival a warp would do, but racecheck would not follow it (tests/gpu/racecheck.cu). */
 INLINE void release(uint32_t barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0)
-        mbarrier_arrive(barrier);
+    mbarrier_arrive(barrier);
 }
 
 /* ---------------------------------------------------------------------------------------------------- what to do */

@@ -108,14 +108,16 @@ template <typename T, int D, typename layout> INLINE void clean_keys(char *share
     if (thread < OWN_ROWS)
         marks[thread] = 0.0f;
     barrier_sync(1, CONSUMERS);
-    for (int x = thread; x < OWN_ROWS * D / 8; x += CONSUMERS)
-        if (has_nonfinite(load_shared16(k->base + x * 16), T())) {
-            store_shared16(k->base + x * 16, make_uint4(0, 0, 0, 0));
-            marks[x / 8 % OWN_ROWS] = CUDART_NAN_F;
-            found = true;
-        }
-    if (found)
+    if (is_bad_part<T, OWN_ROWS * D / 8, CONSUMERS>(k->base, thread)) {
+        found = true;
+#pragma unroll 1
+        for (int x = thread; x < OWN_ROWS * D / 8; x += CONSUMERS)
+            if (has_nonfinite(load_shared16(k->base + x * 16), T())) {
+                store_shared16(k->base + x * 16, make_uint4(0, 0, 0, 0));
+                marks[x / 8 % OWN_ROWS] = CUDART_NAN_F;
+            }
         fence_async();
+    }
     k->any_bad = barrier_or(1, CONSUMERS, found);
 }
 

@@ -69,11 +69,14 @@ INLINE unsigned opaque(unsigned x) {
 /* 0·NaN would leak through a product with what a mask leaves out: in a cut tile, chunks that are not finite become
  * zero, and their rows' numbers in mark[0] and mark[second] NaN, for those that see them. */
 template <typename T, int D, int BLOCK> INLINE void clean_slot(uint32_t tile, float *mark, int second) {
-    for (int x = threadIdx.x - WARPGROUP; x < BLOCK * D / 8; x += CONSUMERS)
-        if (has_nonfinite(load_shared16(tile + x * 16), T())) {
-            store_shared16(tile + x * 16, make_uint4(0, 0, 0, 0));
-            mark[x / 8 % BLOCK] = mark[second + x / 8 % BLOCK] = CUDART_NAN_F;
-        }
+    const int thread = threadIdx.x - WARPGROUP;
+    if (is_bad_part<T, BLOCK * D / 8, CONSUMERS>(tile, thread))
+#pragma unroll 1
+        for (int x = thread; x < BLOCK * D / 8; x += CONSUMERS)
+            if (has_nonfinite(load_shared16(tile + x * 16), T())) {
+                store_shared16(tile + x * 16, make_uint4(0, 0, 0, 0));
+                mark[x / 8 % BLOCK] = mark[second + x / 8 % BLOCK] = CUDART_NAN_F;
+            }
     fence_async();
     barrier_sync(1, CONSUMERS);
 }
@@ -116,7 +119,7 @@ INLINE void store_tile(void *to, int64_t at, int64_t stride, int warp_row, int r
             }
             const int column = (y + lane % 4) * 8;
             if (there && column < width)
-                *(uint4 *)(line + column) = make_uint4(v[0], v[1], v[2], v[3]);
+                store_global16(line + column, make_uint4(v[0], v[1], v[2], v[3]));
         }
     }
 }

@@ -231,9 +231,9 @@ INLINE split_info read_info(uint32_t at) {
     return {(int)r.x, __uint_as_float(r.y), {r.z, r.w}};
 }
 
+/* Every lane arrives: each has read the tile's info. */
 INLINE void release(uint32_t barrier) {
-    if (threadIdx.x % 32 == 0)
-        mbarrier_arrive(barrier);
+    mbarrier_arrive(barrier);
 }
 
 /* The turns of the warpgroups to issue products. */
@@ -443,7 +443,7 @@ template <int D, int GROUPS> INLINE void attention_forward32(const attention_par
     if (threadIdx.x == 0) {
         for (int x = 0; x < layout::slots; x++) {
             mbarrier_init(barriers + FULL + x * 8, 1);
-            mbarrier_init(barriers + EMPTY + x * 8, GROUPS * 4);
+            mbarrier_init(barriers + EMPTY + x * 8, GROUPS * WARPGROUP);
         }
         mbarrier_init_fence();
     }

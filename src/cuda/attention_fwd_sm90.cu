@@ -11,11 +11,11 @@
 /* ------------------------------------------------------------------------------------------------ loads, cleaning */
 
 /* The n-th tile of K or V. */
-template <int D, int BLOCK>
+template <int D, int BLOCK, typename layout>
 INLINE void load_keys(uint32_t tiles, uint32_t full, uint32_t empty, const tensor_map *map, int row, int head,
                       int batch, unsigned n) {
-    const unsigned slot = slot_of<STAGES>(n);
-    mbarrier_wait(empty + slot * 8, turn_of<STAGES>(n) ^ 1);
+    const unsigned slot = slot_of<layout::stages>(n);
+    mbarrier_wait(empty + slot * 8, turn_of<layout::stages>(n) ^ 1);
     mbarrier_expect(full + slot * 8, BLOCK * D * 2);
     load_boxes<D, BLOCK, BLOCK % 64 ? BLOCK : 64>(tiles + slot * BLOCK * D * 2, map, full + slot * 8, row, head, batch);
 }
@@ -51,14 +51,16 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t ba
             continue;
         if (layout::q_stages > 1)
             load_queries<D, GROUPS, BLOCK>(all, &w, base, jobs, nq);
-        const int head = w.x / p.group, first = (int)w.c.first_k, end = first + w.s.end;
+        const int head = w.x / p.group, last = last_tile<BLOCK>(w.s);
 #pragma unroll 1
-        for (int row = first + w.s.begin; row < end; row += BLOCK, n++) {
-            load_keys<D, BLOCK>(base + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head, w.n, n);
+        for (int j0 = last; j0 >= w.s.begin; j0 -= BLOCK, n++) {
+            const int row = (int)w.c.first_k + j0;
+            load_keys<D, BLOCK, layout>(base + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head, w.n,
+                                        n);
             if (n)
-                load_keys<D, BLOCK>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
-                                    v_batch, n - 1);
-            if (layout::q_stages == 1 && row == first + w.s.begin) /* waits for the last scores of the tile before */
+                load_keys<D, BLOCK, layout>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row,
+                                            v_head, v_batch, n - 1);
+            if (layout::q_stages == 1 && j0 == last) /* waits for the last scores of the tile before */
                 load_queries<D, GROUPS, BLOCK>(all, &w, base, jobs, nq);
             v_row = row;
             v_head = head;
@@ -67,18 +69,18 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t ba
         nq++;
     }
     if (n)
-        load_keys<D, BLOCK>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head, v_batch,
-                            n - 1);
+        load_keys<D, BLOCK, layout>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
+                                    v_batch, n - 1);
     load_queries<D, GROUPS, BLOCK>(all, NULL, base, jobs, nq);
 }
 
-/* Two warps look at every tile of V in turn. */
+/* Two warps look at every tile of V that is cut. */
 template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void clean(uint32_t base, uint32_t barriers, int *bad, const forward_job *jobs) {
+INLINE void clean(uint32_t base, uint32_t barriers, uint32_t *bad, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     constexpr int QS = layout::q_stages;
     const int thread = (int)threadIdx.x % CLEANERS;
-    unsigned n = 0;
+    unsigned n = 0, cuts = 0;
     for (unsigned nq = 0;; nq++) {
         mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq) * 8, turn_of<QS>(nq));
         const forward_span w = jobs[slot_of<2>(nq)].s;
@@ -88,172 +90,20 @@ INLINE void clean(uint32_t base, uint32_t barriers, int *bad, const forward_job 
         if (thread % 32 == 0)
             mbarrier_arrive(barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
 #pragma unroll 1
-        for (int j0 = w.begin; j0 < w.end; j0 += BLOCK, n++) {
-            const unsigned slot = slot_of<STAGES>(n);
-            mbarrier_wait(barriers + V_FULL + slot * 8, turn_of<STAGES>(n));
+        for (int j0 = last_tile<BLOCK>(w); j0 >= w.begin; j0 -= BLOCK, n++) {
+            const unsigned slot = slot_of<layout::stages>(n);
+            mbarrier_wait(barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
             if (is_cut<BLOCK>(w, j0)) {
-                const bool found = clean_rows<T, D, BLOCK, CLEANERS>(base + layout::v + slot * layout::tile_bytes,
-                                                                     bad + slot * BLOCK, thread);
-                const int any = __any_sync(ALL_LANES, found);
-                if (thread % 32 == 0) /* by the thread that arrives: racecheck sees no other order */
-                    bad[STAGES * BLOCK + slot * 2 + thread / 32] = any;
+                clean_rows<T, D, BLOCK, CLEANERS>(base + layout::v + slot * layout::tile_bytes, bad + slot * 4, thread);
                 fence_async();
+                __syncwarp();
+                if (thread % 32 == 0)
+                    mbarrier_arrive(barriers + V_CLEAN + slot_of<layout::stages>(cuts) * 8);
+                cuts++;
             }
             __syncwarp();
-            if (thread % 32 == 0) {
-                mbarrier_arrive(barriers + V_CLEAN + slot * 8);
+            if (thread % 32 == 0)
                 mbarrier_arrive(barriers + V_EMPTY + slot * 8);
-            }
-        }
-    }
-}
-
-/* -------------------------------------------------------------------------------------------------------- softmax */
-
-/* The running softmax of the two rows that a lane has a part of. */
-struct softmax_state {
-    float max[2], sum[2]; /* sum: this lane's part */
-};
-
-/* S -> P = exp2(S·c - max·c). The maximum is allowed to be out of date as long as P stays under 2^8: what counts in the end is
- * that all that is summed has the same. What was summed before has to be multiplied by shrink; false: by ones. */
-template <int N> INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float shrink[2]) {
-    float base[2];
-    bool grows = false;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float top = fmaxf(s[0][2 * half], s[0][2 * half + 1]);
-#pragma unroll
-        for (int y = 1; y < N / 8; y++)
-            top = fmaxf(top, fmaxf(s[y][2 * half], s[y][2 * half + 1]));
-        top = quad_max(top);
-        const float before = state->max[half];
-        const bool more = (top - before) * c > 8.0f;
-        state->max[half] = more ? top : before;
-        base[half] = state->max[half] == -CUDART_INF_F ? 0.0f : __fmul_rn(state->max[half], c);
-        /* not fused, or the rounding of what is subtracted would come in twice */
-        shrink[half] = exp2_approx(__fmul_rn(before, c) - base[half]);
-        grows |= more;
-        state->sum[half] *= shrink[half];
-    }
-#pragma unroll
-    for (int y = 0; y < N / 8; y++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            s[y][e] = exp2_approx(fmaf(s[y][e], c, -base[e / 2]));
-        state->sum[0] += s[y][0] + s[y][1];
-        state->sum[1] += s[y][2] + s[y][3];
-    }
-    return __any_sync(ALL_LANES, grows);
-}
-
-/* ------------------------------------------------------------------------------------------------------- the result */
-
-/* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
-INLINE float finish_row(const attention_params &p, const forward_target &t, int row, float top, float sum,
-                        bool writes) {
-    float base = sum == 0.0f ? -CUDART_INF_F : __fmul_rn(top, p.scale_log2), shrink = 1.0f;
-    if ((p.a.features & HEDDLE_SINKS) && row < t.rows) {
-        const float sink = ((const float *)p.t.sinks)[t.x] * LOG2E, most = fmaxf(base, sink);
-        if (sink != -CUDART_INF_F) {
-            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - most);
-            sum = sum * shrink + exp2_approx(sink - most);
-            base = most;
-        }
-    }
-    if (row >= t.rows)
-        sum = 0.0f;
-    if (p.t.lse && writes && row < t.all_rows)
-        ((float *)p.t.lse)[t.lse + row] = sum == 0.0f ? -CUDART_INF_F : (base + log2f(sum)) * LN2;
-    return sum == 0.0f ? 0.0f : shrink / sum;
-}
-
-/* 16 bytes of each of 16 rows from row0 on, as far as they are there: what `load` gives for row and chunk. */
-template <typename T, int D, typename F>
-INLINE void store_chunks(const attention_params &p, const forward_target &t, int row0, const F &load) {
-    constexpr int CHUNKS = D / 8;
-    const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
-    T *to = (T *)p.t.o + t.o + row0 * p.a.o_stride.s + chunk * 8;
-#pragma unroll
-    for (int row = lane / CHUNKS; row < 16; row += 32 / CHUNKS) {
-        const uint4 x = load(row, chunk);
-        if (row0 + row < t.all_rows && chunk * 8 < (int)p.a.dv)
-            *(uint4 *)(to + row * p.a.o_stride.s) = x;
-    }
-}
-
-/* From registers: the four lanes of a row swap, so that each has 16 bytes in one place. */
-template <typename T, int D>
-INLINE void store_directly(const attention_params &p, const forward_target &t, int row, const float (*o)[4]) {
-    const int quarter = threadIdx.x % 4;
-    T *to = (T *)p.t.o + t.o + row * p.a.o_stride.s + quarter * 8;
-#pragma unroll
-    for (int half = 0; half < 2; half++, to += 8 * p.a.o_stride.s)
-#pragma unroll
-        for (int y = 0; y < D / 8; y += 4) {
-            uint32_t r[4];
-#pragma unroll
-            for (int x = 0; x < 4; x++)
-                r[x] = pack_pair(o[y + x][2 * half], o[y + x][2 * half + 1], T());
-#pragma unroll
-            for (int bit = 1; bit < 4; bit *= 2)
-#pragma unroll
-                for (int x = 0; x < 4; x++)
-                    if (!(x & bit)) {
-                        const uint32_t got = __shfl_xor_sync(ALL_LANES, quarter & bit ? r[x] : r[x | bit], bit);
-                        r[x] = quarter & bit ? got : r[x];
-                        r[x | bit] = quarter & bit ? r[x | bit] : got;
-                    }
-            if (row + half * 8 < t.all_rows && (y + quarter) * 8 < (int)p.a.dv)
-                *(uint4 *)(to + y * 8) = make_uint4(r[0], r[1], r[2], r[3]);
-        }
-}
-
-/* o = O / sum, and lse. A warp's rows go through shared memory, where its rows of Q were, so that whole rows are written. */
-template <typename T, int D, int ROWS>
-INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state, float (*o)[4],
-                       uint32_t staging) {
-    const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const float by =
-            finish_row(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]), lane % 4 == 0);
-#pragma unroll
-        for (int y = 0; y < D / 8; y++)
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-                o[y][2 * half + e] = by == 0.0f ? 0.0f : o[y][2 * half + e] * by;
-    }
-    if (D > 128) {
-        store_directly<T, D>(p, t, row0 + lane / 4, o);
-        return;
-    }
-    staging += row0 * 128;
-#pragma unroll
-    for (int s = 0; s < D / 16; s++) {
-        uint32_t a[1][4];
-        pack_fragments<T, 16>(a, o + 2 * s);
-        stmatrix4(staging + s / 4 * tile90<D, ROWS>::strip + (lane & 15) * 128 +
-                      ((s % 4 * 2 + (lane >> 4)) ^ (lane & 7)) * 16,
-                  a[0]);
-    }
-    __syncwarp();
-    store_chunks<T, D>(p, t, row0, [=](int row, int chunk) {
-        return load_shared16(staging + chunk / 8 * tile90<D, ROWS>::strip + row * 128 + ((chunk ^ row) & 7) * 16);
-    });
-}
-
-/* One warp: the tiles that see no key at all. */
-template <typename T, int D, int ROWS> INLINE void store_nothing(const attention_params &p) {
-    unsigned step = 0;
-    forward_work w;
-    while (next_work<ROWS>(p, &step, &w)) {
-        if (w.s.begin < w.s.end)
-            continue;
-        const forward_target t = target_of(p, w);
-        for (int row0 = 0; row0 < ROWS; row0 += 16) {
-            finish_row(p, t, row0 + (int)threadIdx.x % 32, -CUDART_INF_F, 0.0f, threadIdx.x % 32 < 16);
-            store_chunks<T, D>(p, t, row0, [](int, int) { return make_uint4(0, 0, 0, 0); });
         }
     }
 }
@@ -280,88 +130,178 @@ template <typename T, int D, int GROUPS, int BLOCK>
 INLINE void issue_scores(uint32_t q, uint32_t base, unsigned n, float (*s)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     wgmma_fence();
-    warpgroup_rows<T, D, BLOCK, layout::rows, BLOCK>(s, q, base + layout::k + slot_of<STAGES>(n) * layout::tile_bytes);
+    warpgroup_rows<T, D, BLOCK, layout::rows, BLOCK>(
+        s, q, base + layout::k + slot_of<layout::stages>(n) * layout::tile_bytes);
     wgmma_commit();
 }
 
-/* O += P·V: issued, once V is there. */
+/* O += P·V: issued, once V is there; of a tile that is cut, once it is clean, with the first half of the keys alone if half. That branch has
+ * to be seen to be uniform, or products are taken one by one (C7520). */
 template <typename T, int D, int GROUPS, int BLOCK>
 INLINE void issue_sums(uint32_t base, unsigned n, uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
-    const unsigned slot = slot_of<STAGES>(n);
-    mbarrier_wait(base + layout::barriers + V_FULL + slot * 8, turn_of<STAGES>(n));
+    const unsigned slot = slot_of<layout::stages>(n);
+    mbarrier_wait(base + layout::barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
     wgmma_fence();
     warpgroup_columns<T, D, BLOCK, BLOCK>(o, a, base + layout::v + slot * layout::tile_bytes);
     wgmma_commit();
 }
 
-/* The scores are there: K is free, and a single Q after its last; what is not seen is taken out of them. */
+template <typename T, int D, int GROUPS, int BLOCK>
+INLINE void issue_cut_sums(uint32_t base, unsigned n, bool cut, unsigned *cuts, bool half, uint32_t (*a)[4],
+                           float (*o)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    constexpr int STAGES = layout::stages;
+    const uint32_t v = base + layout::v + slot_of<STAGES>(n) * layout::tile_bytes;
+    mbarrier_wait(base + layout::barriers +
+                      (cut ? V_CLEAN + slot_of<STAGES>(*cuts) * 8 : V_FULL + slot_of<STAGES>(n) * 8),
+                  turn_of<STAGES>(cut ? *cuts : n));
+    *cuts += cut;
+    wgmma_fence();
+    warpgroup_columns<T, D, BLOCK / 2, BLOCK>(o, a, v);
+    if (BLOCK <= 64 || __shfl_sync(ALL_LANES, (int)!half, 0))
+        warpgroup_columns<T, D, BLOCK / 2, BLOCK>(o, a + BLOCK / 32, v + BLOCK / 2 * 128);
+    wgmma_commit();
+}
+
+/* O is added up: V of a cut tile is free. Rows that see a key whose V was cleaned are to be NaN. The lane that arrives reads the marks. */
 template <int D, int GROUPS, int BLOCK>
+INLINE void receive_marks(const forward_span &w, int group, int j0, uint32_t base, unsigned n, int *bad) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x % 32 == 0)
+        x = load_shared16(base + layout::bad + slot_of<layout::stages>(n) * 16);
+    if (!__any_sync(ALL_LANES, (x.x | x.y | (BLOCK > 64 ? x.z | x.w : 0)) != 0))
+        return;
+    x.x = __shfl_sync(ALL_LANES, x.x, 0);
+    x.y = __shfl_sync(ALL_LANES, x.y, 0);
+    x.z = BLOCK > 64 ? __shfl_sync(ALL_LANES, x.z, 0) : 0;
+    x.w = BLOCK > 64 ? __shfl_sync(ALL_LANES, x.w, 0) : 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = group * 64 + fragment_row() + half * 8 - j0;
+        if (has_bit(x, i + w.lo, min(i + w.hi, w.sk - 1 - j0)))
+            *bad |= 1 << half;
+    }
+}
+
+/* The scores are there: K is free, and a single Q after its last; what is not seen of a cut tile is taken out of them. */
+template <int D, int GROUPS, int BLOCK, bool CUT>
 INLINE void receive_scores(const forward_span &w, int group, int j0, uint32_t base, unsigned n, float (*s)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
-    const unsigned slot = slot_of<STAGES>(n);
     pin_all<BLOCK / 8>(s);
-    release(base + layout::barriers + K_EMPTY + slot * 8);
-    if (layout::q_stages == 1 && j0 + BLOCK >= w.end)
+    release(base + layout::barriers + K_EMPTY + slot_of<layout::stages>(n) * 8);
+    if (layout::q_stages == 1 && j0 == w.begin)
         release(base + layout::barriers + Q_EMPTY);
-    if (is_cut<BLOCK>(w, j0)) {
-        mbarrier_wait(base + layout::barriers + V_CLEAN + slot * 8, turn_of<STAGES>(n));
-        if (load_shared4(base + layout::any + slot * 8) | load_shared4(base + layout::any + slot * 8 + 4))
-            mark_scores<BLOCK>(base + layout::bad + slot * BLOCK * 4, s);
-        if (is_cut_above<BLOCK>(w, j0))
-            mask_above<BLOCK>(w.hi, w.sk, group * 64, j0, s);
-        if (is_cut_below(w, j0))
-            mask_below<BLOCK>(w.lo, group * 64, j0, s);
-    }
+    if (CUT && (j0 + BLOCK > w.end || j0 + BLOCK - 1 > group * 64 + w.hi))
+        mask_above<BLOCK>(w.hi, w.sk, group * 64, j0, s);
+    if (CUT && j0 < group * 64 + 63 + w.lo)
+        mask_below<BLOCK>(w.lo, group * 64, j0, s);
 }
 
-/* From the first scores of a tile to its last P. *n: the tile of keys that P is of. */
-template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void compute(float c, const forward_span &w, int group, uint32_t q, uint32_t base, unsigned *n,
-                    softmax_state *state, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+/* A tile of keys that this warpgroup passes by. */
+template <int D, int GROUPS, int BLOCK> INLINE void pass_by_keys(uint32_t base, unsigned n) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const unsigned slot = slot_of<layout::stages>(n);
+    mbarrier_wait(base + layout::barriers + K_FULL + slot * 8, turn_of<layout::stages>(n));
+    release(base + layout::barriers + K_EMPTY + slot * 8);
+}
+template <int D, int GROUPS, int BLOCK> INLINE void pass_by_values(uint32_t base, int group, unsigned n) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const unsigned slot = slot_of<layout::stages>(n);
+    take_turn<GROUPS>(group);
+    pass_turn<GROUPS>(group);
+    mbarrier_wait(base + layout::barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
+    release(base + layout::barriers + V_EMPTY + slot * 8);
+}
+
+/* Where a warpgroup is: the tile of keys that P is of, how many cut ones there were before it, and of its rows the softmax. */
+struct group_state {
+    unsigned n, cuts;
+    softmax_state rows;
+};
+
+/* While P·V of a tile of keys adds up, S of the one before it in memory, from j0 on, is made and turned into P. CUT: one of them may be
+ * cut. */
+template <typename T, int D, int GROUPS, int BLOCK, bool CUT>
+INLINE void step(float c, const forward_span &w, bool half, int j0, int group, uint32_t q, uint32_t base,
+                 group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const uint32_t barriers = base + layout::barriers;
+    const unsigned n = k->n++;
+    const bool cut = CUT && is_cut<BLOCK>(w, j0 + BLOCK);
     float shrink[2];
-    receive_scores<D, GROUPS, BLOCK>(w, group, w.begin, base, *n, s);
-    *state = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}};
-    online_softmax<BLOCK>(state, c, s, shrink);
+    mbarrier_wait(barriers + K_FULL + slot_of<layout::stages>(n + 1) * 8, turn_of<layout::stages>(n + 1));
+    take_turn<GROUPS>(group);
+    pin_all<BLOCK / 16>(a);
+    issue_scores<T, D, GROUPS, BLOCK>(q, base, n + 1, s);
+    if (CUT)
+        issue_cut_sums<T, D, GROUPS, BLOCK>(base, n, cut, &k->cuts, half, a, o);
+    else
+        issue_sums<T, D, GROUPS, BLOCK>(base, n, a, o);
+    pass_turn<GROUPS>(group);
+    wgmma_wait<1>();
+    receive_scores<D, GROUPS, BLOCK, CUT>(w, group, j0, base, n + 1, s);
+    const bool grows = online_softmax<BLOCK>(&k->rows, c, s, shrink);
+    pin_all<BLOCK / 8>(s); /* or the exponentials would be left for after the wait */
+    hold_until(k->rows.sum[0] + k->rows.sum[1]);
+    wgmma_wait<0>();
+    pin_all<D / 8>(o);
+    pin_all<BLOCK / 16>(a);
+    if (cut)
+        receive_marks<D, GROUPS, BLOCK>(w, group, j0 + BLOCK, base, n, &k->rows.bad);
+    release(barriers + V_EMPTY + slot_of<layout::stages>(n) * 8);
+    if (grows) {
+#pragma unroll
+        for (int y = 0; y < D / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                o[y][e] *= shrink[e / 2];
+    }
+    pack_fragments<T, BLOCK>(a, s);
+}
+
+/* From the first scores of a tile of queries to its last P. */
+template <typename T, int D, int GROUPS, int BLOCK>
+INLINE void compute(float c, const forward_span &w, const group_work &g, int group, uint32_t q, uint32_t base,
+                    group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    float shrink[2];
+    receive_scores<D, GROUPS, BLOCK, true>(w, group, g.first, base, k->n, s);
+    k->rows = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, 0};
+    online_softmax<BLOCK>(&k->rows, c, s, shrink);
     pack_fragments<T, BLOCK>(a, s);
     zero_all<D / 8>(o);
+    const int whole = max(w.begin, w.last + w.lo); /* tiles before this are cut below */
+    int j0 = g.first - BLOCK;
+    for (; g.idle && j0 >= w.begin; j0 -= BLOCK, k->n++) {
+        pass_by_keys<D, GROUPS, BLOCK>(base, k->n + 1);
+        if (layout::q_stages == 1 && j0 == w.begin)
+            release(base + layout::barriers + Q_EMPTY);
+        pass_by_values<D, GROUPS, BLOCK>(base, group, k->n);
+        k->cuts += is_cut<BLOCK>(w, j0 + BLOCK);
+    }
 #pragma unroll 1
-    for (int j0 = w.begin + BLOCK; j0 < w.end; j0 += BLOCK, ++*n) {
-        mbarrier_wait(barriers + K_FULL + slot_of<STAGES>(*n + 1) * 8, turn_of<STAGES>(*n + 1));
-        take_turn<GROUPS>(group);
-        pin_all<BLOCK / 16>(a);
-        issue_scores<T, D, GROUPS, BLOCK>(q, base, *n + 1, s);
-        issue_sums<T, D, GROUPS, BLOCK>(base, *n, a, o);
-        pass_turn<GROUPS>(group);
-        wgmma_wait<1>();
-        receive_scores<D, GROUPS, BLOCK>(w, group, j0, base, *n + 1, s);
-        const bool grows = online_softmax<BLOCK>(state, c, s, shrink);
-        pin_all<BLOCK / 8>(s); /* or the exponentials would be left for after the wait */
-        hold_until(state->sum[0] + state->sum[1]);
-        wgmma_wait<0>();
-        pin_all<D / 8>(o);
-        pin_all<BLOCK / 16>(a);
-        release(barriers + V_EMPTY + slot_of<STAGES>(*n) * 8);
-        if (grows) {
-#pragma unroll
-            for (int y = 0; y < D / 8; y++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    o[y][e] *= shrink[e / 2];
+    while (j0 >= w.begin) {
+        if (is_cut<BLOCK>(w, j0 + BLOCK) || j0 < whole) {
+            step<T, D, GROUPS, BLOCK, true>(c, w, g.half && j0 + BLOCK == g.first, j0, group, q, base, k, s, a, o);
+            j0 -= BLOCK;
+            continue;
         }
-        pack_fragments<T, BLOCK>(a, s);
+#pragma unroll 1
+        for (; j0 >= whole; j0 -= BLOCK)
+            step<T, D, GROUPS, BLOCK, false>(c, w, false, j0, group, q, base, k, s, a, o);
     }
 }
 
+/* A tile of queries after the other. */
 template <typename T, int D, int GROUPS, int BLOCK>
 INLINE void consume(const attention_params &p, int group, uint32_t base, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
-    constexpr int QS = layout::q_stages;
+    constexpr int QS = layout::q_stages, KS = layout::stages;
     const uint32_t barriers = base + layout::barriers, q0 = base + group * 64 * 128;
-    unsigned nq = 0, n = 0;
-    softmax_state state;
+    unsigned nq = 0;
+    group_state k = {0, 0};
     float s[BLOCK / 8][4], o[D / 8][4];
     uint32_t a[BLOCK / 16][4];
     if (group == GROUPS - 1)
@@ -370,32 +310,50 @@ INLINE void consume(const attention_params &p, int group, uint32_t base, const f
     forward_span w = jobs[0].s;
     if (!w.end)
         return;
-    mbarrier_wait(barriers + K_FULL, 0);
-    issue_scores<T, D, GROUPS, BLOCK>(q0, base, 0, s);
+    group_work g = find_group_work<BLOCK>(w, group * 64);
+    if (g.skips) {
+        pass_by_keys<D, GROUPS, BLOCK>(base, 0);
+        pass_by_values<D, GROUPS, BLOCK>(base, group, 0);
+        k = {1, 1};
+    }
+    mbarrier_wait(barriers + K_FULL + k.n * 8, 0);
+    issue_scores<T, D, GROUPS, BLOCK>(q0, base, k.n, s);
     wgmma_wait<0>();
-    for (; w.end; n++, nq++) {
-        compute<T, D, GROUPS, BLOCK>(p.scale_log2, w, group, q0 + slot_of<QS>(nq) * layout::q_bytes, base, &n, &state,
-                                     s, a, o);
+    for (; w.end; nq++) {
+        compute<T, D, GROUPS, BLOCK>(p.scale_log2, w, g, group, q0 + slot_of<QS>(nq) * layout::q_bytes, base, &k, s, a,
+                                     o);
+        const forward_span old = w;
+        const unsigned n = k.n;
+        const bool cut = is_cut<BLOCK>(w, w.begin);
         pin_all<BLOCK / 16>(a);
-        issue_sums<T, D, GROUPS, BLOCK>(base, n, a, o);
+        issue_cut_sums<T, D, GROUPS, BLOCK>(base, n, cut, &k.cuts, g.half && g.first == w.begin, a, o);
         mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq + 1) * 8, turn_of<QS>(nq + 1));
         w = jobs[slot_of<2>(nq + 1)].s;
+        g = find_group_work<BLOCK>(w, group * 64);
+        k.n += 1 + g.skips;
+        k.cuts += g.skips; /* what is skipped is cut */
+        if (g.skips)
+            pass_by_keys<D, GROUPS, BLOCK>(base, n + 1);
         if (w.end)
-            mbarrier_wait(barriers + K_FULL + slot_of<STAGES>(n + 1) * 8, turn_of<STAGES>(n + 1));
+            mbarrier_wait(barriers + K_FULL + slot_of<KS>(k.n) * 8, turn_of<KS>(k.n));
         /* After the last tile, a product of what lies there, which nobody looks at: a branch would make the compiler wait. */
-        issue_scores<T, D, GROUPS, BLOCK>(q0 + slot_of<QS>(nq + 1) * layout::q_bytes, base, n + 1, s);
+        issue_scores<T, D, GROUPS, BLOCK>(q0 + slot_of<QS>(nq + 1) * layout::q_bytes, base, k.n, s);
         wgmma_wait<1>();
         pin_all<D / 8>(o);
-        release(barriers + V_EMPTY + slot_of<STAGES>(n) * 8);
+        if (cut)
+            receive_marks<D, GROUPS, BLOCK>(old, group, old.begin, base, n, &k.rows.bad);
+        release(barriers + V_EMPTY + slot_of<KS>(n) * 8);
         if (QS > 1)
             barrier_sync(1 + GROUPS + group, WARPGROUP); /* the other warps, too, have done with Q */
-        store_rows<T, D, layout::rows>(p, jobs[slot_of<2>(nq)].t, state, o, base + slot_of<QS>(nq) * layout::q_bytes);
+        store_rows<T, D, layout::rows>(p, jobs[slot_of<2>(nq)].t, k.rows, o, base + slot_of<QS>(nq) * layout::q_bytes);
+        if (g.skips)
+            pass_by_values<D, GROUPS, BLOCK>(base, group, n + 1);
         if (QS > 1) {
             fence_async();
             __syncwarp();
             release(barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
         }
-        hold_until(state.sum[0]); /* what is stored is to overlap with the product */
+        hold_until(k.rows.sum[0]); /* what is stored is to overlap with the product */
         wgmma_wait<0>();
         pin_all<BLOCK / 8>(s);
     }
@@ -406,11 +364,11 @@ template <typename T, int D, int GROUPS, int BLOCK> INLINE void attention_forwar
     extern __shared__ char shared[];
     const uint32_t base = align_tiles(shared_address(shared)), barriers = base + layout::barriers;
     char *const from = shared + (base - shared_address(shared));
-    int *bad = (int *)(from + layout::bad);
+    uint32_t *bad = (uint32_t *)(from + layout::bad);
     forward_job *jobs = (forward_job *)(from + layout::jobs);
     static_assert(sizeof(forward_job) <= 64, "two of them fit");
     if (threadIdx.x == 0) {
-        for (int x = 0; x < STAGES * 8; x += 8) {
+        for (int x = 0; x < MOST_STAGES * 8; x += 8) {
             mbarrier_init(barriers + Q_FULL + x, 1);
             mbarrier_init(barriers + Q_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
             mbarrier_init(barriers + K_FULL + x, 1);

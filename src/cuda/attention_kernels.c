@@ -88,7 +88,7 @@ static size_t shared_bytes_fused(const kernel_row *k) {
            2 * own * block * 2 + own * 4 + 32;
 }
 
-/* Up to 1023 bytes before the first tile; tiles, two of each kind (of wide heads one of Q); marks; jobs; barriers. */
+/* Up to 1023 bytes before the first tile; tiles of Q, two or, of wide heads, one; tiles of K and V and marks; jobs; barriers. */
 static size_t shared_bytes_sm90(const kernel_row *k) {
     const size_t rows = (size_t)rows_of(k), width = (size_t)k->dim * 2, block = (size_t)k->block;
     if (k->pass == PASS_split || k->pass == PASS_finish || k->pass == PASS_rows)
@@ -99,7 +99,8 @@ static size_t shared_bytes_sm90(const kernel_row *k) {
         return k->dtype == HEDDLE_F32 ? shared_bytes_backward32(k) : shared_bytes_backward90(k);
     if (k->dtype == HEDDLE_F32)
         return shared_bytes_forward32(k);
-    return 1024 + (k->dim > 128 ? 1 : 2) * rows * width + 4 * block * width + 2 * block * 4 + 16 + 2 * 64 + 8 * 14;
+    const size_t stages = FORWARD90_STAGES(k->dim);
+    return 1024 + (k->dim > 128 ? 1 : 2) * rows * width + stages * (2 * block * width + 16) + 2 * 64 + 8 * 7 * 4;
 }
 
 /* Two tiles of the block's own rows, two that stream, their weights, and four numbers a row; in float32. */

@@ -60,6 +60,9 @@ typedef struct attention_params_sm90 {
     attention_params p;
 } attention_params_sm90;
 
+/* The forward for Hopper: how many tiles of K, and of V, are there or on their way. */
+#define FORWARD90_STAGES(dim) ((dim) > 64 ? 2 : 4)
+
 /* The float32 forward for Hopper: the slots for tiles of K and V in turn, of 64·dim·4 bytes. */
 #define FORWARD32_SLOTS(dim) ((dim) > 64 ? 5 : 8)
 

@@ -153,29 +153,52 @@ INLINE void load_boxes(uint32_t to, const tensor_map *map, uint32_t barrier, int
             tma_load4(to + x * tile90<D, ROWS>::strip + y * BOX * 128, map, barrier, x * 64, row + y * BOX, head, n);
 }
 
-/* In a tile that a mask cuts, 0·NaN would leak through a product: what is not finite becomes zero, and bad[row] says whether
- * there was any. A thread looks after every THREADS-th row; fence_async() and a barrier have to follow. True if there was any in
- * the thread's rows. */
-template <typename T, int D, int ROWS, int THREADS> INLINE bool clean_rows(uint32_t tile, int *bad, int thread) {
-    bool any = false;
-    for (int row = thread; row < ROWS; row += THREADS) {
-        int found = 0;
+/* sum + 0·x for eight numbers: 0 as long as all are finite, then NaN. */
+INLINE uint32_t add_zeros(uint32_t sum, uint4 x, bf16) {
+    return fma2_bf16(x.w, 0, fma2_bf16(x.z, 0, fma2_bf16(x.y, 0, fma2_bf16(x.x, 0, sum))));
+}
+INLINE uint32_t add_zeros(uint32_t sum, uint4 x, f16) {
+    return fma2_f16(x.w, 0, fma2_f16(x.z, 0, fma2_f16(x.y, 0, fma2_f16(x.x, 0, sum))));
+}
+
+/* Is one of the numbers not finite in every THREADS-th of so many chunks of 16 bytes? */
+template <typename T, int CHUNKS, int THREADS> INLINE bool is_bad_part(uint32_t at, int thread) {
+    uint32_t sum[2] = {0, 0};
+#pragma unroll
+    for (int x = 0; x < CHUNKS / THREADS; x++)
+        sum[x % 2] = add_zeros(sum[x % 2], load_shared16(at + (x * THREADS + thread) * 16), T());
+    return ((sum[0] | sum[1]) & 0x7fff7fffu) != 0;
+}
+
+/* Is one of the numbers in a row not finite? */
+template <typename T, int D, int ROWS> INLINE bool is_bad_row(uint32_t tile, int row) {
+    uint32_t sum[2] = {0, 0};
 #pragma unroll 1
-        for (int x = 0; x < D / 64; x++) {
-            const uint32_t at = tile + x * tile90<D, ROWS>::strip + row * 128;
-#pragma unroll 4
-            for (int y = 0; y < 8; y++) {
-                const uint32_t chunk = at + (y ^ (row & 7)) * 16; /* lanes begin in different banks */
-                if (has_nonfinite(load_shared16(chunk), T())) {
-                    store_shared16(chunk, make_uint4(0, 0, 0, 0));
-                    found = 1;
-                }
-            }
-        }
-        bad[row] = found;
-        any |= found;
+    for (int x = 0; x < D / 64; x++) {
+        const uint32_t at = tile + x * tile90<D, ROWS>::strip + row * 128;
+#pragma unroll
+        for (int y = 0; y < 8; y++) /* lanes begin in different banks */
+            sum[y % 2] = add_zeros(sum[y % 2], load_shared16(at + (y ^ (row & 7)) * 16), T());
     }
-    return any;
+    return ((sum[0] | sum[1]) & 0x7fff7fffu) != 0;
+}
+
+/* In a tile that a mask cuts, 0·NaN would leak through a product: rows that are not finite become zero where they are not, and
+ * their bits in bad[row / 32] are set. A thread looks after every THREADS-th row; fence_async() and a barrier have to follow. */
+template <typename T, int D, int ROWS, int THREADS> INLINE void clean_rows(uint32_t tile, uint32_t *bad, int thread) {
+#pragma unroll
+    for (int row = thread; row < ROWS; row += THREADS) {
+        const bool found = is_bad_row<T, D, ROWS>(tile, row);
+        const uint32_t all = __ballot_sync(ALL_LANES, found);
+        if (thread % 32 == 0) /* by the thread that arrives: racecheck sees no other order */
+            bad[row / 32] = all;
+#pragma unroll 1
+        for (int x = 0; found && x < D / 8; x++) {
+            const uint32_t chunk = tile + x / 8 * tile90<D, ROWS>::strip + row * 128 + x % 8 * 16;
+            if (has_nonfinite(load_shared16(chunk), T()))
+                store_shared16(chunk, make_uint4(0, 0, 0, 0));
+        }
+    }
 }
 
 /* ---------------------------------------------------------------------------------------------------------- masks */
@@ -189,15 +212,17 @@ INLINE int fragment_column(void) {
     return (int)threadIdx.x % 4 * 2;
 }
 
-/* Scores of marked keys, at `bad` in shared memory, become NaN. To come before the masks. */
-template <int N> INLINE void mark_scores(uint32_t bad, float (*s)[4]) {
-    bad += fragment_column() * 4;
+/* Is one of the bits first .. last of 128 set? */
+INLINE bool has_bit(uint4 bits, int first, int last) {
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+    uint32_t any = 0;
 #pragma unroll
-    for (int y = 0; y < N / 8; y++)
-#pragma unroll
-        for (int e = 0; e < 2; e++)
-            if (load_shared4(bad + (y * 8 + e) * 4))
-                s[y][e] = s[y][2 + e] = CUDART_NAN_F;
+    for (int x = 0; x < 4; x++) {
+        const int from = max(first - x * 32, 0), to = min(last - x * 32, 31);
+        if (from <= to)
+            any |= words[x] & ALL_LANES << from & ALL_LANES >> (31 - to);
+    }
+    return any != 0;
 }
 
 /* Rows i0 + 0 .. 63 of which the i-th sees keys up to i + hi and below sk; keys from j0 on. What is not seen becomes -inf. */

@@ -51,6 +51,7 @@ typedef struct cu_launch {
     D(cuTensorMapEncodeTiled,                                                                                          \
       (void *map, int type, unsigned rank, void *base, const uint64_t *extents, const uint64_t *strides,               \
        const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill))              \
+    D(cuTensorMapReplaceAddress, (void *map, void *base))                                                              \
     D(cuLaunchKernelEx, (const cu_launch *launch, cu_kernel kernel, void **parameters, void **extra))
 
 typedef struct cuda_driver {

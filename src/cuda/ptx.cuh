@@ -33,6 +33,11 @@ PTX uint4 load_shared16(uint32_t at) {
     return x;
 }
 
+/* As one instruction; the compiler would rather store by fours than move registers. */
+PTX void store_global16(void *to, uint4 x) {
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
 PTX uint32_t load_shared4(uint32_t at) {
     uint32_t x;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
@@ -110,6 +115,19 @@ PTX uint16_t float_to_f16(float x) {
 PTX uint16_t float_to_bf16(float x) {
     uint16_t r;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
+    return r;
+}
+
+/* a·b + c, of two 16-bit numbers each. */
+PTX uint32_t fma2_bf16(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+PTX uint32_t fma2_f16(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
 }
 

@@ -186,6 +186,10 @@ cu_result cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *base,
     memset(map, 0, 128);
     return CU_SUCCESS;
 }
+cu_result cuTensorMapReplaceAddress(void *map, void *base) {
+    FAIL_IF_TOLD;
+    return (uintptr_t)map % 64 || (uintptr_t)base % 16;
+}
 cu_result cuLaunchKernelEx(const cu_launch *launch, cu_kernel kernel, void **parameters, void **extra) {
     FAIL_IF_TOLD;
     (void)extra;

@@ -57,9 +57,24 @@ static void test_attention(void **state) {
         }
 }
 
+/* So many keys and queries that places in shared memory are filled more than once. */
+static void test_many_tiles(void **state) {
+    (void)state;
+    static const int64_t dims[] = {64, 128, 256};
+    for (size_t x = 0; x < COUNT(dims); x++)
+        for (size_t y = 0; y < TEST_DTYPES; y++)
+            for (int z = 0; z < 2; z++) {
+                attention_case c = {.a = attention_desc(test_dtypes[y], 1, 2, 1, 200, 700, dims[x], dims[x]),
+                                    .seed = x * 3 + y};
+                c.a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
+                c.a.features = z ? HEDDLE_DETERMINISTIC : 0;
+                run_attention(&c);
+            }
+}
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_wide_tiles),
-                                       cmocka_unit_test(test_attention)};
+                                       cmocka_unit_test(test_attention), cmocka_unit_test(test_many_tiles)};
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }
