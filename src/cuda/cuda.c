@@ -347,7 +347,7 @@ static heddle_status plan_norm_linear(norm_linear_plan *plan) {
     heddle_status status = current_device(&cu, &r, &context);
     if (status != HEDDLE_OK || !r)
         return status;
-    const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin, r->sm90, r->small};
+    const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin, r->sm90};
     plan->on = (plan_device){r, context};
     return heddle__cuda_plan_norm_linear(plan, &facts);
 }
@@ -443,7 +443,7 @@ static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r,
         status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)
         return status;
-    const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin, r->sm90, r->small};
+    const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin, r->sm90};
     norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
     int n = heddle__cuda_norm_linear_launches(plan, &facts, data, workspace, launches);
     for (int x = 0; x < n && status == HEDDLE_OK; x++) {
