@@ -267,11 +267,13 @@ static heddle_status ask_for_pointer(const cuda_driver *cu, device_record *r, co
     return HEDDLE_OK;
 }
 
+/* Addresses that are freed may come back as another device's: what was seen before holds only where there is no other. */
 static heddle_status check_pointer(const cuda_driver *cu, device_record *r, const char *name, const void *p) {
     uint64_t block;
     const atomic_uint_least64_t *known = known_block(r, p, &block);
-    return !p || atomic_load_explicit(known, memory_order_relaxed) == block ? HEDDLE_OK
-                                                                            : ask_for_pointer(cu, r, name, p);
+    if (!p || (cu->devices == 1 && atomic_load_explicit(known, memory_order_relaxed) == block))
+        return HEDDLE_OK;
+    return ask_for_pointer(cu, r, name, p);
 }
 
 static heddle_status check_pointers(const cuda_driver *cu, device_record *r, const named_pointer *list, size_t n,

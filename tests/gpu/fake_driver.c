@@ -3,8 +3,9 @@
  * lets the host side of the CUDA backend be tested anywhere (test_driver.c); it computes nothing.
  *
  * FAKE_VERSION=13000 FAKE_DEVICES=1 FAKE_CC=90 FAKE_SHARED=232448 FAKE_MULTIPROCESSORS=132 FAKE_CONTEXT=1 (0: none is current)
- * FAKE_FAIL=cuLaunchKernelEx:700 (that call returns this). Addresses from 2^36·(n + 1) on are memory of device n; all others
- * are the host's. Stream 0x1000 belongs to the current context, 0x2000 to another one, all others are none. */
+ * FAKE_OWNER=n (the device of all memory, whatever its address) FAKE_FAIL=cuLaunchKernelEx:700 (that call returns this). Addresses
+ * from 2^36·(n + 1) on are memory of device n; all others are the host's. Stream 0x1000 belongs to the current context, 0x2000 to
+ * another one, all others are none. */
 #include "fake_driver.h"
 #include "cuda/driver.h"
 
@@ -124,7 +125,7 @@ cu_result cuStreamGetCtx(cu_stream stream, cu_context *context) {
 }
 cu_result cuPointerGetAttributes(unsigned count, int *attributes, void **values, cu_pointer pointer) {
     FAIL_IF_TOLD;
-    const int device = (int)(pointer >> 36) - 1;
+    const int device = setting("FAKE_OWNER", (int)(pointer >> 36) - 1);
     for (unsigned x = 0; x < count; x++)
         if (attributes[x] == CU_POINTER_MEMORY_TYPE)
             *(unsigned *)values[x] = device >= 0 && device < 16 ? 2 : CU_MEMORY_TYPE_HOST;

@@ -169,6 +169,16 @@ static void failing_launch(void) {
     all_run();
 }
 
+/* Memory that was this device's is another one's now, at the same addresses. */
+static void moved_pointers(void) {
+    set("FAKE_DEVICES", "2");
+    all_run();
+    set("FAKE_OWNER", "1");
+    all_tell(HEDDLE_WRONG_DEVICE, "is memory of device 1, the current context is on Fake GPU 0 (device 0, sm_90)");
+    set("FAKE_OWNER", NULL);
+    all_run();
+}
+
 static void wrong_pointers(void) {
     heddle_attention a = usual_attention();
     a.device = HEDDLE_CUDA;
@@ -453,6 +463,7 @@ SCENARIO(driver_that_does_not_start)
 SCENARIO(turing)
 SCENARIO(no_image)
 SCENARIO(failing_launch)
+SCENARIO(moved_pointers)
 SCENARIO(wrong_pointers)
 SCENARIO(streams)
 SCENARIO(no_context)
@@ -536,6 +547,7 @@ int main(void) {
         cmocka_unit_test(test_turing),
         cmocka_unit_test(test_no_image),
         cmocka_unit_test(test_failing_launch),
+        cmocka_unit_test(test_moved_pointers),
         cmocka_unit_test(test_wrong_pointers),
         cmocka_unit_test(test_streams),
         cmocka_unit_test(test_no_context),

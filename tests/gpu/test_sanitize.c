@@ -23,7 +23,8 @@ static void test_wide_tiles(void **state) {
     static const int64_t sizes[][3] = {{2040, 72, 1152}, {2040, 1152, 72}, {72, 1152, 2040}};
     for (int x = 0; x < 6; x++) {
         const int64_t *s = sizes[x % 3];
-        norm_linear_case c = {.a = norm_linear_desc(test_dtypes[1 + x % 2], (heddle_norm)(x % 2), s[0], s[1], s[2]), .seed = 1};
+        norm_linear_case c = {.a = norm_linear_desc(test_dtypes[1 + x % 2], (heddle_norm)(x % 2), s[0], s[1], s[2]),
+                              .seed = 1};
         norm_linear_problem p = norm_linear_new(&c);
         norm_linear_run(&p, HEDDLE_FORWARD);
         norm_linear_run(&p, HEDDLE_BACKWARD);
