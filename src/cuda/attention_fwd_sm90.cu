@@ -29,7 +29,8 @@ INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w
     const uint32_t full = base + layout::barriers + Q_FULL + slot * 8;
     mbarrier_wait(full + Q_EMPTY - Q_FULL, turn_of<layout::q_stages>(n) ^ 1);
     if (!w) {
-        jobs[slot_of<2>(n)].s.end = 0;
+        /* All of it: a warpgroup looks at what it would skip before it looks at `end`. */
+        jobs[slot_of<2>(n)].s = {0, 0, 0, 0, 0, 0};
         mbarrier_arrive(full);
         return;
     }
