@@ -72,6 +72,12 @@ static void test_few_rows(void **state) {
     }
 }
 
+/* Are small problems, too, to go to the kernels for large ones? */
+static bool tensor_cores_alone(void) {
+    const char *wanted = getenv("HEDDLE_CUDA");
+    return test_device() == HEDDLE_CUDA && wanted && (!strcmp(wanted, "sm80") || !strcmp(wanted, "sm90"));
+}
+
 /* Adds the squares of the errors of one problem to ours[] and plain[], a tensor each. */
 static void add_errors(const norm_linear_case *c, double ours[N_COUNT], double plain[N_COUNT]) {
     double natural[N_COUNT];
@@ -95,7 +101,8 @@ static void add_errors(const norm_linear_case *c, double ours[N_COUNT], double p
 }
 
 /* Where there are few results, the largest error is a matter of luck, and a kernel that is as good as the plain computation on average
- * is now and then twice as far off. So over many problems its errors have to be well below. */
+ * is now and then twice as far off. So over many problems its errors have to be well below; not of the kernels for large problems, which
+ * round to 16 bits where the plain computation does. */
 static void test_few_results(void **state) {
     (void)state;
     static const int checked[] = {N_DGAMMA, N_DBETA, N_DW, N_DBIAS, N_RSTD};
@@ -108,9 +115,10 @@ static void test_few_results(void **state) {
             add_errors(&c, ours, plain);
         for (size_t y = 0; y < COUNT(checked); y++) {
             const double ratio = sqrt(ours[checked[y]] / plain[checked[y]]);
-            if (!(ratio <= most[x][y]))
+            const double limit = x > 0 && tensor_cores_alone() ? 1.05 : most[x][y];
+            if (!(ratio <= limit))
                 fail_msg("%s, type %d: root mean square error %.2f of the plain computation's, more than %.2f",
-                         norm_linear_tensor_name[checked[y]], (int)c.a.dtype, ratio, most[x][y]);
+                         norm_linear_tensor_name[checked[y]], (int)c.a.dtype, ratio, limit);
         }
     }
 }
@@ -184,7 +192,7 @@ static void test_eps(void **state) {
     }
 }
 
-/* On a Hopper GPU 16-bit tensors whose rows begin at multiples of 16 bytes go to its own kernels. */
+/* On a Hopper GPU, unless the problem is small, 16-bit tensors whose rows begin at multiples of 16 bytes go to its own kernels. */
 static void expect_family(const norm_linear_case *c, bool aligned) {
     char device[160] = "", name[128] = "";
     const char *wanted = getenv("HEDDLE_CUDA");
@@ -194,6 +202,8 @@ static void expect_family(const norm_linear_case *c, bool aligned) {
     const bool hopper = strstr(device, "sm_90") && !(wanted && strcmp(wanted, "sm80") == 0);
     for (int pass = HEDDLE_FORWARD; pass <= HEDDLE_BACKWARD; pass++) {
         assert_int_equal(heddle_norm_linear_kernel(&c->a, (heddle_pass)pass, name, sizeof name), HEDDLE_OK);
+        if (strstr(name, "_small") && !tensor_cores_alone())
+            continue;
         assert_non_null(strstr(name, hopper && aligned && c->a.dtype != HEDDLE_F32 ? "_sm90" : "_sm80"));
     }
 }
@@ -214,6 +224,22 @@ static void test_tiles(void **state) {
                     check_norm_linear(&c);
                 }
             }
+}
+
+/* Columns for which the plan takes tiles of 96, 128, 160, 192 and 256 of them, where there are 2040 rows: of fwd, dx and dw in turn. */
+static void test_widths_of_tiles(void **state) {
+    (void)state;
+    static const int64_t cols[] = {744, 1000, 1272, 1480, 1992};
+    for (size_t x = 0; x < 2 * 3 * COUNT(cols) && test_device() == HEDDLE_CUDA; x++) {
+        const int64_t c = cols[x % COUNT(cols)], depth = x % 2 ? 24 : 8;
+        const size_t product = x / COUNT(cols) % 3;
+        norm_linear_case p = product == 0   ? make_case(2040, depth, c)
+                             : product == 1 ? make_case(2040, c, depth)
+                                            : make_case(depth, c, 2040);
+        p.a.dtype = test_dtypes[1 + x / (3 * COUNT(cols))];
+        p.seed = 3 * x + 1;
+        check_norm_linear(&p);
+    }
 }
 
 /* A block has tile after tile, each with a short sum: one half of it may be a tile ahead of the other. */
@@ -323,6 +349,7 @@ int main(void) {
         cmocka_unit_test(test_tiles),
         cmocka_unit_test(test_tiles_with_odd_columns),
         cmocka_unit_test(test_many_short_tiles),
+        cmocka_unit_test(test_widths_of_tiles),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -349,7 +349,7 @@ static heddle_status plan_norm_linear(norm_linear_plan *plan) {
     heddle_status status = current_device(&cu, &r, &context);
     if (status != HEDDLE_OK || !r)
         return status;
-    const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin, r->sm90};
+    const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin, r->sm90, r->small};
     plan->on = (plan_device){r, context};
     return heddle__cuda_plan_norm_linear(plan, &facts);
 }
@@ -445,7 +445,7 @@ static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r,
         status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)
         return status;
-    const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin, r->sm90};
+    const norm_linear_device facts = {r->name, r->multiprocessors, (size_t)r->shared_optin, r->sm90, r->small};
     norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
     int n = heddle__cuda_norm_linear_launches(plan, &facts, data, workspace, launches);
     for (int x = 0; x < n && status == HEDDLE_OK; x++) {

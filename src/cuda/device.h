@@ -12,6 +12,7 @@ typedef struct norm_linear_device {
     int multiprocessors;
     size_t shared_bytes; /* that a block can have, opted in */
     int sm90;            /* has Hopper's instructions, and they are to be used */
+    int small;           /* SMALL_CHOSEN, unless somebody asks for a family */
 } norm_linear_device;
 
 /* Every kernel of norm-linear: NORM_LINEAR_fwd_bf16_sm80, ... */

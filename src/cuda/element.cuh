@@ -99,35 +99,4 @@ static __device__ __forceinline__ float power_of_two(int e) {
     return __int_as_float((127 + e) << 23);
 }
 
-/* The same to every thread of the block; `slots` has one float per warp. */
-template <int WARPS> static __device__ __forceinline__ float block_sum(float x, float *slots) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2)
-        x += __shfl_xor_sync(~0u, x, step);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0)
-        slots[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++)
-        x += slots[w];
-    return x;
-}
-
-template <int WARPS> static __device__ __forceinline__ float block_max(float x, float *slots) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2)
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-    __syncthreads();
-    if (threadIdx.x % 32 == 0)
-        slots[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++)
-        x = fmaxf(x, slots[w]);
-    return x;
-}
-
 #endif

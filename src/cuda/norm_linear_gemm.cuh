@@ -297,52 +297,26 @@ static __device__ __forceinline__ void epilogue_fwd(const norm_gemm &p, int64_t 
     }
 }
 
-/* g = acc∘gamma to out, the row sums of g and g∘xhat to part. */
+/* h = acc to out. */
 template <typename T, bool SCALED>
-static __device__ __forceinline__ void epilogue_dx(const norm_gemm &p, int64_t row0, int64_t col0, int64_t part,
-                                                   float acc[4][8][4]) {
+static __device__ __forceinline__ void epilogue_dx(const norm_gemm &p, int64_t row0, int64_t col0, float acc[4][8][4]) {
     const scaling unscaled(p);
-    const T *gamma = (const T *)p.gamma;
-    float scale[8][2];
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-#pragma unroll
-        for (int x = 0; x < 2; x++) {
-            int64_t col = col0 + j * 8 + x;
-            scale[j][x] = col < p.cols && gamma ? to_float(gamma[col]) : 1;
-        }
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         int64_t row = row0 + i * 8;
-        bool row_inside = row < p.rows;
-        float mean = row_inside && p.centred ? p.mean[row] : 0, rstd = row_inside ? p.rstd[row] : 0, sum = 0, dot = 0;
-        const T *x = (const T *)p.x + row * p.ldx;
+        if (row >= p.rows)
+            continue;
         T *out = (T *)p.out + row * p.ldo;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             int64_t col = col0 + j * 8;
-            float g[2];
+            float v[2] = {acc[i / 2][j][i % 2 * 2], acc[i / 2][j][i % 2 * 2 + 1]};
+            if (col >= p.cols)
+                continue;
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                g[e] = acc[i / 2][j][i % 2 * 2 + e];
-                if (row_inside && col + e < p.cols) {
-                    /* As it is stored: rounded otherwise, g would not cancel against its own sums. */
-                    g[e] = to_float(from_float<T>((SCALED ? unscaled(g[e], row, col + e) : g[e]) * scale[j][e]));
-                    sum += g[e];
-                    dot += g[e] * ((to_float(x[col + e]) - mean) * rstd);
-                }
-            }
-            if (row_inside && col < p.cols)
-                store2(out + col, p.pairs, col + 1 < p.cols, g[0], g[1]);
-        }
-#pragma unroll
-        for (int step = 1; step < 4; step *= 2) {
-            sum += __shfl_xor_sync(~0u, sum, step);
-            dot += __shfl_xor_sync(~0u, dot, step);
-        }
-        if (row_inside && threadIdx.x % 4 == 0) {
-            p.part[2 * part * p.rows + row] = sum;
-            p.part[(2 * part + 1) * p.rows + row] = dot;
+            for (int e = 0; e < 2 && SCALED; e++)
+                v[e] = unscaled(v[e], row, col); /* dx's exponents are the row's alone */
+            store2(out + col, p.pairs, col + 1 < p.cols, v[0], v[1]);
         }
     }
 }
@@ -367,7 +341,7 @@ static __device__ __forceinline__ void epilogue_dw(const norm_gemm &p, int64_t r
             int64_t row = row0 + i * 8;
             if (row >= p.rows || col >= p.cols)
                 continue;
-            float v[2], dbias = beta ? p.row_bias[row] : 0;
+            float v[2], dbias = p.row_bias ? p.row_bias[row] : 0;
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 v[e] = acc[i / 2][j][i % 2 * 2 + e];
@@ -411,7 +385,7 @@ static __device__ __forceinline__ void gemm_dx(const norm_gemm &p) {
     product<OPERAND, TERMS, ALIGNED, false, true>(p, row_tile * GEMM_TILE, col_tile * GEMM_TILE, acc);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     epilogue_dx<T, sizeof(T) == 4>(p, row_tile * GEMM_TILE + warp / 2 * 64 + lane / 4,
-                                   col_tile * GEMM_TILE + warp % 2 * 64 + lane % 4 * 2, col_tile * 2 + warp % 2, acc);
+                                   col_tile * GEMM_TILE + warp % 2 * 64 + lane % 4 * 2, acc);
 }
 
 template <typename T, typename OPERAND, int TERMS, bool ALIGNED>

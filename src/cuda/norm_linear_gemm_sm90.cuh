@@ -12,6 +12,7 @@
 
 #include "element.cuh"
 #include "norm_linear_params.h"
+#include "ptx_wgmma.cuh"
 
 #define INLINE static __device__ __forceinline__
 
@@ -28,8 +29,10 @@ enum gemm_pass { FWD, DX, DW };
 
 template <int WIDTH> struct gemm90 {
     static constexpr int a_bytes = GEMM_TILE * DEPTH * 2;
-    static constexpr int stage = a_bytes + WIDTH * DEPTH * 2;
-    static constexpr int stages = 196608 / stage;
+    static constexpr int b_boxes =
+        (WIDTH + 63) / 64; /* beside each other; where B is not transposed, rows of one box */
+    static constexpr int stage = a_bytes + b_boxes * BOX;
+    static constexpr int stages = GEMM90_STAGES / stage;
     static constexpr int staging = stages * stage;
     static constexpr int vectors = staging + CONSUMERS / 32 * STAGING; /* of two tiles: of the columns, of the rows */
     static constexpr int vector = (WIDTH + GEMM_TILE) * 8;
@@ -74,30 +77,32 @@ template <int WIDTH> INLINE void advance(gemm_ring *r) {
 
 /* ----------------------------------------------------------------------------------------------------------- copies */
 
-/* One thread: all tiles of this block, as far ahead as there are slots. */
+/* One thread: all tiles of this block, as far ahead as there are slots. Of the columns each block of the cluster brings half for both:
+ * of their rows, and so half of the columns, or where B is transposed half of the terms. */
 template <int WIDTH, bool A_TRANSPOSED, bool B_TRANSPOSED>
 INLINE void produce(const norm_gemm_sm90 &all, uint32_t base) {
     typedef gemm90<WIDTH> layout;
-    constexpr int HALF = WIDTH / 128;
+    constexpr int BYTES = layout::a_bytes + (B_TRANSPOSED ? layout::b_boxes * BOX : WIDTH * DEPTH * 2);
     const int depth = (int)all.g.depth, rank = blockIdx.x % 2;
     gemm_ring r = {0, 0};
     gemm_tile t;
     for (uint32_t turn = 0; tile_of_turn<WIDTH>(all.g, turn, &t); turn++) {
-        const int row0 = (int)t.row0, col0 = (int)t.col0 + rank * HALF * 64;
+        const int row0 = (int)t.row0, col0 = (int)t.col0;
 #pragma unroll 1
         for (int k = 0; k < depth; k += DEPTH) {
             const uint32_t full = base + layout::full + r.slot * 8, to = base + r.slot * layout::stage;
-            const uint32_t half = to + layout::a_bytes + rank * HALF * BOX;
             mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
-            mbarrier_expect(full, layout::stage);
+            mbarrier_expect(full, BYTES);
 #pragma unroll
             for (int x = 0; x < 2; x++)
                 tma_load2(to + x * BOX, &all.a, full, A_TRANSPOSED ? row0 + x * 64 : k,
                           A_TRANSPOSED ? k : row0 + x * 64);
+            const uint32_t b = to + layout::a_bytes + rank * (B_TRANSPOSED ? BOX / 2 : WIDTH / 2 * DEPTH * 2);
 #pragma unroll
-            for (int x = 0; x < HALF; x++)
-                tma_load2_all(half + x * BOX, &all.b, full, B_TRANSPOSED ? col0 + x * 64 : k,
-                              B_TRANSPOSED ? k : col0 + x * 64, 3);
+            for (int x = 0; x < layout::b_boxes && B_TRANSPOSED; x++)
+                tma_load2_all(b + x * BOX, &all.b, full, col0 + x * 64, k + rank * (DEPTH / 2), 3);
+            if (!B_TRANSPOSED)
+                tma_load2_all(b, &all.b, full, k, col0 + rank * (WIDTH / 2), 3);
             advance<WIDTH>(&r);
         }
     }
@@ -147,10 +152,15 @@ template <typename T, int WIDTH, bool A_TRANSPOSED, bool B_TRANSPOSED> struct wg
             wgmma_##type##_n##N<B_TRANSPOSED, A_TRANSPOSED>(c, a, b, add);                                             \
         }                                                                                                              \
     };
-WGMMA90(bf16, 128)
-WGMMA90(bf16, 256)
-WGMMA90(f16, 128)
-WGMMA90(f16, 256)
+#define WGMMA90_ALL(type)                                                                                              \
+    WGMMA90(type, 96)                                                                                                  \
+    WGMMA90(type, 128)                                                                                                 \
+    WGMMA90(type, 160)                                                                                                 \
+    WGMMA90(type, 192)                                                                                                 \
+    WGMMA90(type, 256)
+WGMMA90_ALL(bf16)
+WGMMA90_ALL(f16)
+#undef WGMMA90_ALL
 #undef WGMMA90
 
 /* The tensor cores' description of boxes from `at` on, in units of 16 bytes: a box from one to the next where their rows lie over
@@ -217,10 +227,7 @@ template <int PASS> INLINE void finish_pair(const float4 &c, const float2 &row, 
     if (PASS == FWD) {
         *v0 = row.y * (*v0 - row.x * c.x) + c.y;
         *v1 = row.y * (*v1 - row.x * c.z) + c.w;
-    } else if (PASS == DX) {
-        *v0 *= c.x;
-        *v1 *= c.z;
-    } else {
+    } else if (PASS == DW) {
         *v0 = *v0 * c.x + row.x * c.y;
         *v1 = *v1 * c.z + row.x * c.w;
     }
@@ -233,8 +240,11 @@ INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const f
     const int lane = threadIdx.x % 32, chunk = lane % 8;
 #pragma unroll
     for (int y = 0; y < WIDTH / 8; y += 8) {
+        const int chunks = WIDTH / 8 - y < 8 ? WIDTH / 8 - y : 8;
 #pragma unroll
         for (int x = 0; x < 4; x++) {
+            if (2 * x >= chunks)
+                continue;
             uint32_t r[4];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
@@ -255,9 +265,11 @@ INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const f
             const int64_t at = t.row0 + row0 + line;
             const uint4 v = load_shared16(staging + line * 128 + ((chunk ^ line) & 7) * 16);
             uint16_t *out = (uint16_t *)p.out + at * p.ldo + col;
-            if (at < p.rows && col + 8 <= p.cols) {
+            if (chunk >= chunks || at >= p.rows)
+                continue;
+            if (col + 8 <= p.cols) {
                 *(uint4 *)out = v;
-            } else if (at < p.rows) {
+            } else {
                 const uint32_t word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                 for (int e = 0; e < 8; e++)
@@ -276,54 +288,69 @@ INLINE float2 widen(uint32_t two, f16) {
     return make_float2(f16_to_float((uint16_t)two), f16_to_float((uint16_t)(two >> 16)));
 }
 
-/* dw: the sums over the tile's rows of W∘G, and of W∘dbias, to part and part_beta; by way of the staging area. */
+/* The eight sums over the eight lanes that differ in lane/4; this lane gets that of v[lane/4]. */
+INLINE float scatter_sums(float v[8]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 4; half > 0; half /= 2) {
+        const bool upper = lane & 4 * half;
+#pragma unroll
+        for (int x = 0; x < half; x++) {
+            const float mine = upper ? v[x + half] : v[x], other = upper ? v[x] : v[x + half];
+            v[x] = mine + __shfl_xor_sync(~0u, other, 4 * half);
+        }
+    }
+    return v[0];
+}
+
+/* Columns y·8 + lane%4·2 + 0, 1 of W, in two rows; zeros outside. */
+INLINE void load_w(const norm_gemm &p, const gemm_tile &t, int64_t row, int y, uint32_t two[2]) {
+    const int64_t col = t.col0 + y * 8 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++, row += 8) {
+        const uint16_t *w = (const uint16_t *)p.w + row * p.ldx + col;
+        two[half] = 0;
+        if (row < p.rows && col + 1 < p.cols)
+            two[half] = *(const uint32_t *)w;
+        else if (row < p.rows && col < p.cols)
+            two[half] = *w;
+    }
+}
+
+/* dw: the sums over the tile's rows of W∘G to part; by way of the staging area. The next columns of W are on their way meanwhile. */
 template <typename T, int WIDTH>
-INLINE void sum_columns(const norm_gemm &p, const gemm_tile &t, int row0, const float2 row[2], uint32_t base,
-                        char *from, const float (*acc)[4]) {
+INLINE void sum_columns(const norm_gemm &p, const gemm_tile &t, int row0, char *from, const float (*acc)[4]) {
     typedef gemm90<WIDTH> layout;
     const int lane = threadIdx.x % 32, thread = (int)threadIdx.x - WARPGROUP;
     constexpr int OWN = STAGING / 4; /* floats: where the warp's own results are staged; another's may not be out yet */
     float *sums = (float *)(from + layout::staging);
-    const int64_t first = t.row0 + row0 + lane / 4;
-    const uint16_t *w = (const uint16_t *)p.w + first * p.ldx + t.col0 + lane % 4 * 2;
+    const int64_t row = t.row0 + row0 + lane / 4;
+    uint32_t w[2][4][2];
 #pragma unroll
-    for (int y = 0; y < WIDTH / 8; y++) {
-        float gamma[2] = {}, beta[2] = {};
-        const int64_t col = t.col0 + y * 8 + lane % 4 * 2;
+    for (int y = -4; y < WIDTH / 8; y += 4) {
+        const int now = y / 4 & 1;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint32_t two = 0;
-            if (first + half * 8 < p.rows && col + 1 < p.cols)
-                two = *(const uint32_t *)(w + half * 8 * p.ldx + y * 8);
-            else if (first + half * 8 < p.rows && col < p.cols)
-                two = w[half * 8 * p.ldx + y * 8];
-            const float2 v = widen(two, T());
-            gamma[0] += v.x * acc[y][2 * half];
-            gamma[1] += v.y * acc[y][2 * half + 1];
-            beta[0] += v.x * row[half].x;
-            beta[1] += v.y * row[half].x;
+        for (int x = 0; x < 4 && y + 4 < WIDTH / 8; x++)
+            load_w(p, t, row, y + 4 + x, w[now ^ 1][x]);
+        if (y < 0)
+            continue;
+        float v[8];
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            const float2 upper = widen(w[now][x][0], T()), lower = widen(w[now][x][1], T());
+            v[2 * x] = upper.x * acc[y + x][0] + lower.x * acc[y + x][2];
+            v[2 * x + 1] = upper.y * acc[y + x][1] + lower.y * acc[y + x][3];
         }
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) {
-                gamma[e] += __shfl_xor_sync(~0u, gamma[e], step);
-                beta[e] += __shfl_xor_sync(~0u, beta[e], step);
-            }
-            if (lane < 4) {
-                sums[thread / 32 * OWN + y * 8 + lane * 2 + e] = gamma[e];
-                sums[thread / 32 * OWN + WIDTH + y * 8 + lane * 2 + e] = beta[e];
-            }
-        }
+        const int value = lane / 4;
+        sums[thread / 32 * OWN + (y + value / 2) * 8 + lane % 4 * 2 + value % 2] = scatter_sums(v);
     }
     barrier_sync(1, CONSUMERS);
-    for (int x = thread; x < 2 * WIDTH; x += CONSUMERS) {
-        float sum = 0, *to = x < WIDTH ? p.part : p.part_beta;
+    if (thread < WIDTH && t.row0 < p.rows && t.col0 + thread < p.cols) {
+        float sum = 0;
 #pragma unroll
         for (int warp = 0; warp < CONSUMERS / 32; warp++)
-            sum += sums[warp * OWN + x];
-        if (to && t.row0 < p.rows && t.col0 + x % WIDTH < p.cols)
-            to[t.row_tile * p.cols + t.col0 + x % WIDTH] = sum;
+            sum += sums[warp * OWN + thread];
+        p.part[t.row_tile * p.cols + t.col0 + thread] = sum;
     }
     barrier_sync(1, CONSUMERS);
 }
@@ -340,8 +367,8 @@ template <typename T, int WIDTH, int PASS> INLINE void consume(const norm_gemm &
         product90<T, WIDTH, PASS == DW, PASS != FWD>(p.depth, base, empty_there, warp / 4, &r, acc);
         mbarrier_wait(base + layout::ready + turn % 2 * 8, turn / 2 & 1);
         const float2 row[2] = {columns[WIDTH + row0 + lane / 4], columns[WIDTH + row0 + lane / 4 + 8]};
-        if (PASS == DW && (p.part || p.part_beta))
-            sum_columns<T, WIDTH>(p, t, row0, row, base, from, acc);
+        if (PASS == DW && p.part)
+            sum_columns<T, WIDTH>(p, t, row0, from, acc);
         if (PASS != DW || p.out)
             store_tile<T, WIDTH, PASS>(p, t, row0, columns, row, base + layout::staging + warp * STAGING, acc);
         mbarrier_arrive(base + layout::taken + turn % 2 * 8);

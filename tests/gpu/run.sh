@@ -88,7 +88,7 @@ fi
 families="sm80 small"
 ! nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -q '^9' || families="sm80 sm90 small"
 for family in $families; do
-    for test in attention attention_options sweep order sm90; do
+    for test in attention attention_options norm_linear sweep order sm90; do
         [ "$test, $family" = "sm90, small" ] || [ ! -x "$programs/test_$test" ] ||
             start "$test, $family" "$seconds" env HEDDLE_CUDA="$family" "$programs/test_$test"
     done
