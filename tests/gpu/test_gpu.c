@@ -94,7 +94,9 @@ static void graph_end(graph *g) {
     DRIVER("cuGraphInstantiateWithFlags", (void **, void *, unsigned long long), (&g->ready, g->graph, 0));
 }
 
+/* After what was uploaded has arrived: a copy from pageable memory may be on its way yet, and this stream does not wait for it. */
 static void graph_run(const graph *g) {
+    assert_true(device_memory_wait());
     DRIVER("cuGraphLaunch", (void *, void *), (g->ready, g->stream));
     assert_true(device_memory_wait());
 }
