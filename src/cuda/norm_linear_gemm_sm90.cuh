@@ -12,7 +12,7 @@
 
 #include "element.cuh"
 #include "norm_linear_params.h"
-#include "ptx_wgmma.cuh"
+#include "ptx.cuh"
 
 #define INLINE static __device__ __forceinline__
 

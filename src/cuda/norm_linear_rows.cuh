@@ -6,7 +6,7 @@
 
 #include "element.cuh"
 #include "norm_linear_params.h"
-#include "ptx_copy.cuh"
+#include "ptx.cuh"
 
 /* A row is a team's: a few warps, one if it is short. A thread has every TEAM-th chunk of eight elements; the first HELD of them wait in
  * shared memory, of the row at hand and of the next ones. Each thread copies and reads its own alone, so that nobody waits for others. */

@@ -16,6 +16,11 @@ PTX void cp_async16(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+/* By way of the first-level cache: for threads that copy every other 16 bytes. */
+PTX void cp_async16_cached(uint32_t to, const void *from, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
 PTX void cp_async4(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -347,15 +352,23 @@ PTX void pin(uint32_t &x) {
     "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,"             \
     "%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,"              \
     "%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WGMMA_64_80 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define WGMMA_80_96 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define WGMMA_TEXT_64 WGMMA_0_32
 #define WGMMA_TEXT_80 WGMMA_0_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define WGMMA_TEXT_96 WGMMA_TEXT_80 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define WGMMA_TEXT_128 WGMMA_0_32 "," WGMMA_32_64
+#define WGMMA_TEXT_160 WGMMA_TEXT_128 "," WGMMA_64_80
+#define WGMMA_TEXT_192 WGMMA_TEXT_160 "," WGMMA_80_96
 #define WGMMA_TEXT_256 WGMMA_0_32 "," WGMMA_32_64 "," WGMMA_64_128
 #define WGMMA_4(c, y) "+f"((c)[y][0]), "+f"((c)[y][1]), "+f"((c)[y][2]), "+f"((c)[y][3])
 #define WGMMA_16(c, y) WGMMA_4(c, y), WGMMA_4(c, (y) + 1), WGMMA_4(c, (y) + 2), WGMMA_4(c, (y) + 3)
 #define WGMMA_C_64(c, y) WGMMA_16(c, y), WGMMA_16(c, (y) + 4)
 #define WGMMA_C_80(c, y) WGMMA_C_64(c, y), WGMMA_4(c, (y) + 8), WGMMA_4(c, (y) + 9)
+#define WGMMA_C_96(c, y) WGMMA_C_64(c, y), WGMMA_16(c, (y) + 8)
 #define WGMMA_C_128(c, y) WGMMA_C_64(c, y), WGMMA_C_64(c, (y) + 8)
+#define WGMMA_C_160(c, y) WGMMA_C_128(c, y), WGMMA_16(c, (y) + 16)
+#define WGMMA_C_192(c, y) WGMMA_C_128(c, y), WGMMA_C_64(c, (y) + 16)
 #define WGMMA_C_256(c, y) WGMMA_C_128(c, y), WGMMA_C_128(c, (y) + 16)
 #define WGMMA(type, N, x0, x1, x2, x3, x4, x5, x6)                                                                     \
     template <int TRANSPOSED, int A_TRANSPOSED = 0>                                                                    \
@@ -377,8 +390,14 @@ WGMMA(bf16, 64, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(f16, 64, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(bf16, 80, 40, 41, 42, 43, 44, 45, 46)
 WGMMA(f16, 80, 40, 41, 42, 43, 44, 45, 46)
+WGMMA(bf16, 96, 48, 49, 50, 51, 52, 53, 54)
+WGMMA(f16, 96, 48, 49, 50, 51, 52, 53, 54)
 WGMMA(bf16, 128, 64, 65, 66, 67, 68, 69, 70)
 WGMMA(f16, 128, 64, 65, 66, 67, 68, 69, 70)
+WGMMA(bf16, 160, 80, 81, 82, 83, 84, 85, 86)
+WGMMA(f16, 160, 80, 81, 82, 83, 84, 85, 86)
+WGMMA(bf16, 192, 96, 97, 98, 99, 100, 101, 102)
+WGMMA(f16, 192, 96, 97, 98, 99, 100, 101, 102)
 WGMMA(bf16, 256, 128, 129, 130, 131, 132, 133, 134)
 WGMMA(f16, 256, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA
