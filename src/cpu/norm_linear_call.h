@@ -60,4 +60,15 @@ INLINE gemm_ahead share_of(const float *next, int64_t floats, int64_t share, int
     return (gemm_ahead){(const char *)next + share * bytes, (bytes + steps - 1) / steps};
 }
 
+/* The first n <= 2·VL bfloat16 at p as pairs, zeros behind them. */
+INLINE vf load_pairs(const char *p, int64_t n) {
+    if (n >= 2 * VL)
+        return (vf) * (const vu_unaligned *)p;
+    uint16_t copy[2 * VL] = {0};
+    memcpy(copy, p, (size_t)n * 2);
+    vf r;
+    memcpy(&r, copy, sizeof r);
+    return r;
+}
+
 #endif

@@ -28,15 +28,7 @@ INLINE bool has_few_rows(const heddle_norm_linear *a) {
 
 /* A vector of W, of which there are n elements more: as floats, or as pairs. */
 INLINE vf few_w_vector(int type, const char *p, int64_t n) {
-    if (!FEW_PAIRS(type))
-        return load_some(type, p, n);
-    if (n >= 2 * VL)
-        return (vf) * (const vu_unaligned *)p;
-    uint16_t copy[2 * VL] = {0};
-    memcpy(copy, p, (size_t)n * 2);
-    vf r;
-    memcpy(&r, copy, sizeof r);
-    return r;
+    return FEW_PAIRS(type) ? load_pairs(p, n) : load_some(type, p, n);
 }
 
 INLINE void few_rows_step(int type, int rows, int ws, const float *z, int64_t z_stride, const char *w, int64_t w_bytes,

@@ -55,17 +55,6 @@ INLINE vu load_low(const char *p, int64_t n) {
     return __builtin_convertvector(halves, vu);
 }
 
-/* The first n <= 2·VL bfloat16 at p as pairs, zeros behind them. */
-INLINE vf load_pairs(const char *p, int64_t n) {
-    if (n >= 2 * VL)
-        return (vf) * (const vu_unaligned *)p;
-    uint16_t copy[2 * VL] = {0};
-    memcpy(copy, p, (size_t)n * 2);
-    vf r;
-    memcpy(&r, copy, sizeof r);
-    return r;
-}
-
 /* pack_transposed() that makes pairs: each 32 bits of a row are one already. `count` is at most VL. */
 INLINE void pack_pairs_transposed(const void *const *rows, int64_t first, int64_t count, int64_t n, float *out,
                                   int64_t stride) {
