@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from conftest import devices
 from torch.utils.checkpoint import checkpoint
