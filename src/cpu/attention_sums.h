@@ -138,13 +138,13 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
 #pragma omp barrier
         }
         for (int64_t task; (task = take_ticket(&main)) < units * g.chunks;) {
-            const int64_t index = task / g.chunks, chunk = task % g.chunks;
-            const unit u = make_unit(&c, index);
+            const piece now = piece_of(&g, task);
+            const unit u = make_unit(&c, now.unit);
             if (at_once)
                 backward_unused_rows(&c, &u);
-            if (at_once || chunk * plan->chunk_k < u.s.sk)
-                backward_task(&c, &u, index, chunk, plan->chunk_k, space, &g);
-            atomic_fetch_add_explicit(&g.done[index], 1, memory_order_release);
+            if (at_once || now.chunk * plan->chunk_k < u.s.sk)
+                backward_task(&c, &u, now, plan->chunk_k, space, &g);
+            atomic_fetch_add_explicit(&g.done[now.unit], 1, memory_order_release);
         }
         if (data->dsinks || data->dbias) { /* which need D of all; sum_d() may have changed it */
 #pragma omp barrier
