@@ -161,17 +161,31 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
 
 /* -------------------------------------------------------------------------------------------------------- plan */
 
+/* How much of a problem is one task's. Where that leaves few tasks they are made smaller, at the cost of some percent for one thread;
+ * it must not depend on the number of threads, since the bits may depend on it. */
+static void choose_pieces(attention_plan *plan) {
+    const heddle_attention *a = &plan->a;
+    const int64_t units = a->b * a->hk, rows = a->h / a->hk * a->sq;
+    plan->tile_q = LANES * (a->dtype == HEDDLE_F32 && a->sk * (a->d + a->dv) <= 1 << 18 ? 1 : TILES_AT_ONCE);
+    while (plan->tile_q > LANES && units * ((rows + plan->tile_q - 1) / plan->tile_q) < 6)
+        plan->tile_q /= 2;
+    /* dK and dV of a chunk (and K and V, widened) are to stay in the second-level cache. */
+    plan->chunk_k = max64(1, 65536 / (a->d + a->dv) / TILE_KEYS) * TILE_KEYS;
+    if (rows <= FEW_LANES) /* then it is memory that takes the time, and the first-level cache helps */
+        plan->chunk_k = min64(plan->chunk_k, 2 * TILE_KEYS);
+    const int64_t least = a->mask == HEDDLE_MASK_NONE ? 2 : 4; /* a band's chunks differ in work */
+    while (plan->chunk_k > TILE_KEYS && /* down to 256 keys it costs one thread 1 to 2%, to 128 6% */
+           units * ((a->sk + plan->chunk_k - 1) / plan->chunk_k) < (plan->chunk_k > 2 * TILE_KEYS ? 2 * least : least))
+        plan->chunk_k = (plan->chunk_k / TILE_KEYS + 1) / 2 * TILE_KEYS;
+}
+
 static void plan_attention(attention_plan *plan) {
     const heddle_attention *a = &plan->a;
     static const char *const types[] = {"f32", "bf16", "f16", "f64"};
     snprintf(plan->kernel, sizeof plan->kernel, "heddle_attention_%s_%s_%s",
              plan->pass == HEDDLE_FORWARD ? "fwd" : "bwd", types[a->dtype], ISA_NAME);
     plan->tile_k = TILE_KEYS;
-    plan->tile_q = LANES * (a->dtype == HEDDLE_F32 && a->sk * (a->d + a->dv) <= 1 << 18 ? 1 : TILES_AT_ONCE);
-    /* dK and dV of a chunk (and K and V, widened) are to stay in the second-level cache. */
-    plan->chunk_k = max64(1, 65536 / (a->d + a->dv) / TILE_KEYS) * TILE_KEYS;
-    if (a->h / a->hk * a->sq <= FEW_LANES) /* then it is memory that takes the time, and the first-level cache helps */
-        plan->chunk_k = min64(plan->chunk_k, 2 * TILE_KEYS);
+    choose_pieces(plan);
     carver each = {0}, shared = {0};
     if (plan->pass == HEDDLE_FORWARD) {
         carve_forward(plan, &each);
