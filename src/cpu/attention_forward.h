@@ -355,6 +355,14 @@ INLINE bool tile_is_empty(const unit *u, const lanes *l, const key_block *b) {
     return tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) == TILE_EMPTY;
 }
 
+/* Without the keys behind the last that any of these lanes sees, but for what is left of a step of 32 (AMX takes so many together). */
+INLINE key_block cut_block(const unit *u, const lanes *l, const key_block *b) {
+    const range seen = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    key_block r = *b;
+    r.count = min64(b->count, (seen.end - b->first + 31) / 32 * 32);
+    return r;
+}
+
 /* Weights outside the band and outside the sequence are zero, too. */
 static void clear_weights(const call *c, const unit *u, int64_t head, int64_t i) {
     const heddle_attention *a = c->a;
@@ -414,8 +422,10 @@ static void forward_task(const call *c, const unit *u, const forward_shared *g, 
     for (int64_t j = mine.begin; j < mine.end; j += few ? c->few_k : c->tile_k) {
         key_block b = get_block(c, u, few, mine, j, w);
         for (int x = 0; x < count; x++)
-            if (!tile_is_empty(u, &w->tiles[x].l, &b))
-                (few ? few_block : forward_block)(c, u, &b, &w->tiles[x], w);
+            if (!tile_is_empty(u, &w->tiles[x].l, &b)) {
+                const key_block seen = cut_block(u, &w->tiles[x].l, &b);
+                (few ? few_block : forward_block)(c, u, &seen, &w->tiles[x], w);
+            }
     }
     if (g->splits > 1 && !few_join(c, g, unit_index, split, &w->tiles[0]))
         return;
