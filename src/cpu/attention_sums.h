@@ -167,7 +167,8 @@ static void choose_pieces(attention_plan *plan) {
     const heddle_attention *a = &plan->a;
     const int64_t units = a->b * a->hk, rows = a->h / a->hk * a->sq;
     plan->tile_q = LANES * (a->dtype == HEDDLE_F32 && a->sk * (a->d + a->dv) <= 1 << 18 ? 1 : TILES_AT_ONCE);
-    while (plan->tile_q > LANES && units * ((rows + plan->tile_q - 1) / plan->tile_q) < 6)
+    while (plan->tile_q > LANES &&
+           units * ((rows + plan->tile_q - 1) / plan->tile_q) < (plan->tile_q > 4 * LANES ? 24 : 6))
         plan->tile_q /= 2;
     /* dK and dV of a chunk (and K and V, widened) are to stay in the second-level cache. */
     plan->chunk_k = max64(1, 65536 / (a->d + a->dv) / TILE_KEYS) * TILE_KEYS;
