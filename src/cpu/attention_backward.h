@@ -282,8 +282,9 @@ static void backward_ahead(const call *c, const unit *u, piece now, int64_t chun
         return;
     const int64_t steps = product_steps(c, keys, 2, a->d), f0 = tile * LANES, rows = c->group * u->s.sq;
     const int64_t share = tiles - 1 - tile;
-    if (now.at + c->threads < g->units * g->chunks) {
-        const piece next = piece_of(g, now.at + c->threads);
+    const int64_t at = next_of(now.at, g->per_ticket, c->threads);
+    if (at < g->units * g->chunks) {
+        const piece next = piece_of(g, at);
         const unit v = next.unit == now.unit ? *u : make_unit(c, next.unit);
         const int64_t first = next.chunk * chunk_k, n = min64(chunk_k, v.s.sk - first);
         ahead_share(c, &v, c->t->v, a->v_stride, a->dv, first, n, share, tiles, steps, p);

@@ -117,6 +117,7 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
     const int64_t units = a->b * a->hk;
     const dbias_shape shape = shape_of_dbias(&c);
     const bool at_once = g.chunks == 1;
+    const int64_t pieces = units * g.chunks;
     ticket prepare = {0}, main = {0}, sinks = {0}, bias = {0};
     for (int64_t x = 0; x < units; x++)
         atomic_init(&g.done[x], 0);
@@ -137,15 +138,17 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
             }
 #pragma omp barrier
         }
-        for (int64_t task; (task = take_ticket(&main)) < units * g.chunks;) {
-            const piece now = piece_of(&g, task);
-            const unit u = make_unit(&c, now.unit);
-            if (at_once)
-                backward_unused_rows(&c, &u);
-            if (at_once || now.chunk * plan->chunk_k < u.s.sk)
-                backward_task(&c, &u, now, plan->chunk_k, space, &g);
-            atomic_fetch_add_explicit(&g.done[now.unit], 1, memory_order_release);
-        }
+        for (int64_t first; (first = take_ticket(&main) * g.per_ticket) < pieces;)
+            for (int64_t x = first; x < min64(pieces, first + g.per_ticket); x++) {
+                const piece now = piece_of(&g, x);
+                const unit u = make_unit(&c, now.unit);
+                if (at_once)
+                    backward_unused_rows(&c, &u);
+                if (at_once || now.chunk * plan->chunk_k < u.s.sk)
+                    backward_task(&c, &u, now, plan->chunk_k, space, &g);
+                if (g.slots)
+                    atomic_fetch_add_explicit(&g.done[now.unit], 1, memory_order_release);
+            }
         if (data->dsinks || data->dbias) { /* which need D of all; sum_d() may have changed it */
 #pragma omp barrier
         }
