@@ -7,7 +7,8 @@
  *             dQ of a tile of queries is added to by several chunks, in the order of the chunks: each waits for its turn.
  *   dsinks, dbias   small sums of their own, each element by one task
  *
- * Tickets are taken in the order (unit, chunk), so whom a task waits for is running already. */
+ * Tickets take the first chunk of as many units as there are threads, then their second: so nobody waits where there are many units,
+ * and whom a task waits for is running already. */
 #ifndef HEDDLE_CPU_ATTENTION_BACKWARD_H
 #define HEDDLE_CPU_ATTENTION_BACKWARD_H
 
@@ -258,9 +259,21 @@ static void ahead_share(const call *c, const unit *u, const void *p, heddle_stri
                   stride.s * size, width * size, count, steps);
 }
 
+typedef struct piece {
+    int64_t at, unit, chunk;
+} piece;
+
+/* What a ticket is for. The last units of all are in one group with those before, so that a few need not be divided evenly. */
+static piece piece_of(const backward_shared *g, int64_t at) {
+    const int64_t groups = max64(1, g->units / g->together);
+    const int64_t group = min64(at / (g->together * g->chunks), groups - 1), first = group * g->together;
+    const int64_t count = group == groups - 1 ? g->units - first : g->together, x = at - first * g->chunks;
+    return (piece){at, first + x % count, x / count};
+}
+
 /* Asks for what is needed next: rows of dq that this tile will write, q and dO of the next tile, and of what the next task begins with
  * a share for each tile: its keys, and what prepare_task() reads where that is a part of it. */
-static void backward_ahead(const call *c, const unit *u, int64_t task, int64_t chunk_k, int64_t tile, int64_t tiles,
+static void backward_ahead(const call *c, const unit *u, piece now, int64_t chunk_k, int64_t tile, int64_t tiles,
                            int64_t keys, backward_space *w, const backward_shared *g) {
     const heddle_attention *a = c->a;
     ahead *p = &w->next;
@@ -268,10 +281,12 @@ static void backward_ahead(const call *c, const unit *u, int64_t task, int64_t c
     if (w->l.few)
         return;
     const int64_t steps = product_steps(c, keys, 2, a->d), f0 = tile * LANES, rows = c->group * u->s.sq;
-    const int64_t next = task + c->threads, share = tiles - 1 - tile;
-    if (next < a->b * a->hk * g->chunks) {
-        const unit v = next / g->chunks == task / g->chunks ? *u : make_unit(c, next / g->chunks);
-        const int64_t first = next % g->chunks * chunk_k, n = min64(chunk_k, v.s.sk - first);
+    const int64_t share = tiles - 1 - tile;
+    const int64_t at = next_of(now.at, g->per_ticket, c->threads);
+    if (at < g->units * g->chunks) {
+        const piece next = piece_of(g, at);
+        const unit v = next.unit == now.unit ? *u : make_unit(c, next.unit);
+        const int64_t first = next.chunk * chunk_k, n = min64(chunk_k, v.s.sk - first);
         ahead_share(c, &v, c->t->v, a->v_stride, a->dv, first, n, share, tiles, steps, p);
         ahead_share(c, &v, c->t->k, a->k_stride, a->d, first, n, share, tiles, steps, p);
         if (g->chunks == 1) {
@@ -291,9 +306,10 @@ static void backward_ahead(const call *c, const unit *u, int64_t task, int64_t c
     ahead_queries(c, u, c->t->dq, a->dq_stride, a->d, f0, min64(rows, f0 + LANES), steps, p);
 }
 
-static void backward_task(const call *c, const unit *u, int64_t unit_index, int64_t chunk_index, int64_t chunk_k,
-                          backward_space *w, const backward_shared *g) {
+static void backward_task(const call *c, const unit *u, piece now, int64_t chunk_k, backward_space *w,
+                          const backward_shared *g) {
     const heddle_attention *a = c->a;
+    const int64_t unit_index = now.unit, chunk_index = now.chunk;
     const int64_t rows = c->group * u->s.sq, tiles = (rows + LANES - 1) / LANES;
     for (int64_t tile = 0; g->chunks == 1 && tile < tiles; tile++)
         prepare_task(c, u, tile, w, g);
@@ -316,7 +332,7 @@ static void backward_task(const call *c, const unit *u, int64_t unit_index, int6
         if (chunk_index < mine.begin || chunk_index >= mine.end)
             continue;
         load_tile(c, u, w, g);
-        backward_ahead(c, u, unit_index * g->chunks + chunk_index, chunk_k, tile, tiles, chunk.count, w, g);
+        backward_ahead(c, u, now, chunk_k, tile, tiles, chunk.count, w, g);
         backward_tile(c, u, &chunk, k_finite, w);
         for (int64_t x = 0; x < w->l.count && w->sums_d; x++)
             g->dsum[lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x])] = w->dsum[x];

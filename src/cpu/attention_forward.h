@@ -355,6 +355,14 @@ INLINE bool tile_is_empty(const unit *u, const lanes *l, const key_block *b) {
     return tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) == TILE_EMPTY;
 }
 
+/* Without the keys behind the last that any of these lanes sees, but for what is left of a step of 32 (AMX takes so many together). */
+INLINE key_block cut_block(const unit *u, const lanes *l, const key_block *b) {
+    const range seen = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    key_block r = *b;
+    r.count = min64(b->count, (seen.end - b->first + 31) / 32 * 32);
+    return r;
+}
+
 /* Weights outside the band and outside the sequence are zero, too. */
 static void clear_weights(const call *c, const unit *u, int64_t head, int64_t i) {
     const heddle_attention *a = c->a;
@@ -414,8 +422,10 @@ static void forward_task(const call *c, const unit *u, const forward_shared *g, 
     for (int64_t j = mine.begin; j < mine.end; j += few ? c->few_k : c->tile_k) {
         key_block b = get_block(c, u, few, mine, j, w);
         for (int x = 0; x < count; x++)
-            if (!tile_is_empty(u, &w->tiles[x].l, &b))
-                (few ? few_block : forward_block)(c, u, &b, &w->tiles[x], w);
+            if (!tile_is_empty(u, &w->tiles[x].l, &b)) {
+                const key_block seen = cut_block(u, &w->tiles[x].l, &b);
+                (few ? few_block : forward_block)(c, u, &seen, &w->tiles[x], w);
+            }
     }
     if (g->splits > 1 && !few_join(c, g, unit_index, split, &w->tiles[0]))
         return;
@@ -474,7 +484,8 @@ static void forward_ahead(const call *c, const attention_plan *plan, const unit 
     const heddle_attention *a = c->a;
     const bool whole = takes_units(a, plan->threads);
     const int64_t unit_now = task / per_unit, together = whole ? 1 : plan->threads,
-                  unit_next = unit_now + (whole ? plan->threads : 1);
+                  unit_next = whole ? next_of(unit_now, units_together(a->b * a->hk, plan->threads), plan->threads)
+                                    : unit_now + 1;
     const int64_t next = whole && (task + 1) % per_unit == 0 ? unit_next * per_unit : task + together;
     if (c->group * u->s.sq <= FEW_LANES) /* few.h asks for itself */
         return;
@@ -518,7 +529,9 @@ static void attention_forward(const attention_plan *plan, const heddle_attention
     const forward_shared g = carve_forward_shared(plan, &shared);
     const int64_t units = a->b * a->hk, tiles = max64(1, (c.group * a->sq + plan->tile_q - 1) / plan->tile_q);
     const int64_t per_unit = tiles * g.splits; /* one of them is 1 */
-    const int64_t per_ticket = takes_units(a, plan->threads) ? per_unit : 1;
+    const int64_t per_ticket = takes_units(a, plan->threads) ? per_unit * units_together(units, plan->threads)
+                               : plan->threads > 1           ? 1
+                                                             : units * per_unit;
     const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads;
     ticket next = {0};
     for (int64_t x = 0; x < units && g.splits > 1; x++)
@@ -529,7 +542,7 @@ static void attention_forward(const attention_plan *plan, const heddle_attention
         forward_space space = carve_forward(plan, &w);
         begin_attention();
         for (int64_t first; (first = take_ticket(&next) * per_ticket) < units * per_unit;)
-            for (int64_t task = first; task < first + per_ticket; task++)
+            for (int64_t task = first; task < min64(units * per_unit, first + per_ticket); task++)
                 forward_ticket(&c, plan, &g, task, per_unit, &space);
         end_attention();
     }

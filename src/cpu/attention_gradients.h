@@ -26,8 +26,10 @@ typedef struct backward_shared {
     float *dsum, *base, *rest; /* D and the log-sum-exp in two parts, where lse is */
     float *dq;                 /* sums of dQ [slot][group·sq][d_pad], for 16-bit types and several chunks */
     _Atomic uint32_t *turn;    /* [unit][tile]: the chunk that may add to dQ */
-    _Atomic uint32_t *done;    /* [unit]: chunks that are finished */
+    _Atomic uint32_t *done;    /* [unit]: chunks that are finished, where there are slots */
     int64_t slots, tiles, chunks;
+    int64_t per_ticket;      /* pieces */
+    int64_t units, together; /* units whose chunks are worked on side by side: at least so many at a time */
 } backward_shared;
 
 static backward_shared carve_backward_shared(const attention_plan *plan, carver *w) {
@@ -36,9 +38,10 @@ static backward_shared carve_backward_shared(const attention_plan *plan, carver 
     bool varlen = a->features & HEDDLE_VARLEN;
     backward_shared g = {.tiles = (rows + LANES - 1) / LANES, .chunks = (a->sk + plan->chunk_k - 1) / plan->chunk_k};
     /* With many chunks the threads all fit into one unit, and waiting for its last ones costs little. */
-    g.slots = g.chunks >= 8 * plan->threads ? 1 : min64(plan->threads, units);
-    if (a->dtype == HEDDLE_F32 || g.chunks <= 1)
-        g.slots = 0;
+    g.units = units;
+    g.together = g.chunks >= 8 * plan->threads ? 1 : plan->threads;
+    g.per_ticket = g.chunks == 1 ? units_together(units, plan->threads) : 1;
+    g.slots = a->dtype == HEDDLE_F32 || g.chunks <= 1 ? 0 : min64(units, 2 * g.together - 1);
     const int64_t all_rows = a->h * (varlen ? a->total_q : a->b * a->sq);
     g.dsum = carve_floats(w, all_rows);
     g.base = carve_floats(w, all_rows);

@@ -117,6 +117,7 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
     const int64_t units = a->b * a->hk;
     const dbias_shape shape = shape_of_dbias(&c);
     const bool at_once = g.chunks == 1;
+    const int64_t pieces = units * g.chunks;
     ticket prepare = {0}, main = {0}, sinks = {0}, bias = {0};
     for (int64_t x = 0; x < units; x++)
         atomic_init(&g.done[x], 0);
@@ -137,15 +138,17 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
             }
 #pragma omp barrier
         }
-        for (int64_t task; (task = take_ticket(&main)) < units * g.chunks;) {
-            const int64_t index = task / g.chunks, chunk = task % g.chunks;
-            const unit u = make_unit(&c, index);
-            if (at_once)
-                backward_unused_rows(&c, &u);
-            if (at_once || chunk * plan->chunk_k < u.s.sk)
-                backward_task(&c, &u, index, chunk, plan->chunk_k, space, &g);
-            atomic_fetch_add_explicit(&g.done[index], 1, memory_order_release);
-        }
+        for (int64_t first; (first = take_ticket(&main) * g.per_ticket) < pieces;)
+            for (int64_t x = first; x < min64(pieces, first + g.per_ticket); x++) {
+                const piece now = piece_of(&g, x);
+                const unit u = make_unit(&c, now.unit);
+                if (at_once)
+                    backward_unused_rows(&c, &u);
+                if (at_once || now.chunk * plan->chunk_k < u.s.sk)
+                    backward_task(&c, &u, now, plan->chunk_k, space, &g);
+                if (g.slots)
+                    atomic_fetch_add_explicit(&g.done[now.unit], 1, memory_order_release);
+            }
         if (data->dsinks || data->dbias) { /* which need D of all; sum_d() may have changed it */
 #pragma omp barrier
         }
@@ -161,17 +164,32 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
 
 /* -------------------------------------------------------------------------------------------------------- plan */
 
+/* How much of a problem is one task's. Where that leaves few tasks they are made smaller, at the cost of some percent for one thread;
+ * it must not depend on the number of threads, since the bits may depend on it. */
+static void choose_pieces(attention_plan *plan) {
+    const heddle_attention *a = &plan->a;
+    const int64_t units = a->b * a->hk, rows = a->h / a->hk * a->sq;
+    plan->tile_q = LANES * (a->dtype == HEDDLE_F32 && a->sk * (a->d + a->dv) <= 1 << 18 ? 1 : TILES_AT_ONCE);
+    while (plan->tile_q > LANES &&
+           units * ((rows + plan->tile_q - 1) / plan->tile_q) < (plan->tile_q > 4 * LANES ? 24 : 6))
+        plan->tile_q /= 2;
+    /* dK and dV of a chunk (and K and V, widened) are to stay in the second-level cache. */
+    plan->chunk_k = max64(1, 65536 / (a->d + a->dv) / TILE_KEYS) * TILE_KEYS;
+    if (rows <= FEW_LANES) /* then it is memory that takes the time, and the first-level cache helps */
+        plan->chunk_k = min64(plan->chunk_k, 2 * TILE_KEYS);
+    const int64_t least = a->mask == HEDDLE_MASK_NONE ? 2 : 4; /* a band's chunks differ in work */
+    while (plan->chunk_k > TILE_KEYS && /* down to 256 keys it costs one thread 1 to 2%, to 128 6% */
+           units * ((a->sk + plan->chunk_k - 1) / plan->chunk_k) < (plan->chunk_k > 2 * TILE_KEYS ? 2 * least : least))
+        plan->chunk_k = (plan->chunk_k / TILE_KEYS + 1) / 2 * TILE_KEYS;
+}
+
 static void plan_attention(attention_plan *plan) {
     const heddle_attention *a = &plan->a;
     static const char *const types[] = {"f32", "bf16", "f16", "f64"};
     snprintf(plan->kernel, sizeof plan->kernel, "heddle_attention_%s_%s_%s",
              plan->pass == HEDDLE_FORWARD ? "fwd" : "bwd", types[a->dtype], ISA_NAME);
     plan->tile_k = TILE_KEYS;
-    plan->tile_q = LANES * (a->dtype == HEDDLE_F32 && a->sk * (a->d + a->dv) <= 1 << 18 ? 1 : TILES_AT_ONCE);
-    /* dK and dV of a chunk (and K and V, widened) are to stay in the second-level cache. */
-    plan->chunk_k = max64(1, 65536 / (a->d + a->dv) / TILE_KEYS) * TILE_KEYS;
-    if (a->h / a->hk * a->sq <= FEW_LANES) /* then it is memory that takes the time, and the first-level cache helps */
-        plan->chunk_k = min64(plan->chunk_k, 2 * TILE_KEYS);
+    choose_pieces(plan);
     carver each = {0}, shared = {0};
     if (plan->pass == HEDDLE_FORWARD) {
         carve_forward(plan, &each);

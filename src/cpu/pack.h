@@ -88,6 +88,27 @@ static void widen_row(int type, const void *in, int64_t n, float factor, float *
         widen_row_as(HEDDLE_F16, in, n, factor, out);
 }
 
+/* Rows of n elements of a 16-bit type that lie `bytes` apart, each filled up with zeros to whole vectors: out[row][pad]. */
+INLINE void widen_rows_as(int type, const char *in, int64_t bytes, int64_t rows, int64_t n, float *out, int64_t pad) {
+    const int64_t whole = n / VL * VL;
+    for (int64_t r = 0; r < rows; r++, in += bytes, out += pad) {
+        for (int64_t x = 0; x < n * element_size(type); x += 64)
+            __builtin_prefetch(in + 16 * bytes + x);
+#pragma GCC unroll 4
+        for (int64_t e = 0; e < whole; e += VL)
+            store(out + e, load_vector(type, element_at(in, e, type)));
+        if (whole < n)
+            store(out + whole, load_partial(type, element_at(in, whole, type), n - whole));
+    }
+}
+
+static void widen_rows(int type, const char *in, int64_t bytes, int64_t rows, int64_t n, float *out, int64_t pad) {
+    if (type == HEDDLE_BF16)
+        widen_rows_as(HEDDLE_BF16, in, bytes, rows, n, out, pad);
+    else
+        widen_rows_as(HEDDLE_F16, in, bytes, rows, n, out, pad);
+}
+
 INLINE void narrow_row_as(int type, const float *in, int64_t n, float factor, void *out) {
     for (int64_t e = 0; e < n; e += VL)
         store_some(type, (char *)out + e * element_size(type), factor * load_some(HEDDLE_F32, in + e, n - e), n - e);

@@ -20,6 +20,17 @@ static inline int64_t take_ticket(ticket *t) {
     return atomic_fetch_add_explicit(&t->next, 1, memory_order_relaxed);
 }
 
+/* How many of very many small things a ticket is for: drawing one waits for all stores before it. */
+static inline int64_t units_together(int64_t units, int64_t threads) {
+    const int64_t share = threads > 1 ? units / (64 * threads) : units;
+    return share > 1 ? share : 1;
+}
+
+/* The thing after `now` that the thread will probably have. */
+static inline int64_t next_of(int64_t now, int64_t together, int64_t threads) {
+    return now + 1 + ((now + 1) % together ? 0 : (threads - 1) * together);
+}
+
 static inline int thread_index(void) {
 #ifdef _OPENMP
     return omp_get_thread_num();

@@ -18,11 +18,11 @@
 #define TILE_VECTORS 3
 #endif
 #define LANES (TILE_VECTORS * VL)
-/* Tiles of queries for which 16-bit keys are made ready together. */
+/* Tiles of queries for which 16-bit keys are made ready together, at most. */
 #ifdef HAVE_BF16_TILES
 #define TILES_AT_ONCE 4
 #else
-#define TILES_AT_ONCE 4
+#define TILES_AT_ONCE 8
 #endif
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942
@@ -232,12 +232,7 @@ static const float *key_rows(const call *c, const unit *u, const void *p, heddle
         *row_stride = stride.s;
         return (const float *)(const void *)rows;
     }
-    const int64_t row_bytes = stride.s * element_size(c->type);
-    for (int64_t j = 0; j < count; j++, rows += row_bytes) {
-        for (int64_t x = 0; x < n * element_size(c->type); x += 64)
-            __builtin_prefetch(rows + 16 * row_bytes + x);
-        widen_row(c->type, rows, n, 1, buffer + j * pad);
-    }
+    widen_rows(c->type, rows, stride.s * element_size(c->type), count, n, buffer, pad);
     *row_stride = pad;
     return buffer;
 }
