@@ -353,8 +353,10 @@ static void panels_backward(const norm_linear_plan *plan, const norm_call *c, bo
             dx_task(c, s, x * plan->tile_m, min64(plan->tile_m, m - x * plan->tile_m));
     }
     if (weights) {
+        norm_call wide = *c; /* xhat would be rounded */
+        wide.widens = few_results(plan);
         for (int64_t first = 0; first < m; first += CHUNK_M)
-            add_chunk(c, s, plan->threads, first, min64(CHUNK_M, m - first));
+            add_chunk(&wide, s, plan->threads, first, min64(CHUNK_M, m - first));
 #pragma omp for schedule(dynamic)
         for (int64_t p = 0; p < c->k_panels; p++)
             finish_weights(c, p);

@@ -18,6 +18,7 @@ typedef struct norm_call {
     const heddle_norm_linear *a;
     const heddle_norm_linear_data *t;
     int type;
+    bool widens;                       /* bfloat16 does not go by pairs */
     bool streams;                      /* y is so large that it goes to memory past the caches */
     int64_t chain;                     /* sum indices whose products are added up one after the other */
     int64_t k_panels, n_panels, k_pad; /* panels of PANEL columns */
