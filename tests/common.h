@@ -149,6 +149,7 @@ typedef struct attention_case {
     bool poison_masked;   /* NaN in all that no query sees, and in the bias where it is masked out */
     bool ill_conditioned; /* the plain computation may overflow or be far off */
     double mask_density;  /* of the boolean mask; 0 means 0.7 */
+    double huge_bias;     /* the bias of some whole rows, and of some keys of the others; 0: of none */
     bool mask_rows;       /* some rows of the boolean mask are empty */
 } attention_case;
 

@@ -134,6 +134,16 @@ static void fill_vector(tensor *t, const int32_t *values, int64_t n) {
         tensor_raw_set(t, x, values[x]);
 }
 
+static void fill_huge_bias(attention_problem *p, double huge) {
+    tensor *t = &p->t[T_BIAS];
+    for (int64_t n = 0; n < t->dim[0]; n++)
+        for (int64_t x = 0; x < t->dim[1]; x++)
+            for (int64_t i = 0; i < t->dim[2]; i++)
+                for (int64_t j = 0; j < t->dim[3]; j++)
+                    if (i % 3 == 1 || j % 4 == 2)
+                        tensor_set(t, n, x, i, j, huge);
+}
+
 static void fill_mask(attention_problem *p, const attention_case *c, rng *r) {
     tensor *t = &p->t[T_MASK];
     double density = c->mask_density > 0 ? c->mask_density : 0.7;
@@ -224,6 +234,8 @@ static void fill_inputs(attention_problem *p, const attention_case *c) {
         tensor_convert(&t[T_K], &t[T_Q]);
         tensor_convert(&t[T_V], &t[T_Q]);
     }
+    if (c->huge_bias != 0)
+        fill_huge_bias(p, c->huge_bias);
     if (c->poison_masked)
         poison_unseen(p);
 }
@@ -365,6 +377,20 @@ static bool check_exact_zeros(const attention_problem *p, const attention_proble
     return true;
 }
 
+/* lse of a row with nothing but huge biases is only known to be huge, too. All other comparisons go on without these rows. */
+static bool leave_out_huge(tensor *lse, tensor *truth, tensor *plain, tensor *other) {
+    bool right = true;
+    for (int64_t at = 0; at < truth->span; at++)
+        if (isfinite(tensor_raw(truth, at)) && fabs(tensor_raw(truth, at)) > 0x1p29) {
+            right = right && tensor_raw(lse, at) / tensor_raw(truth, at) > 0.2;
+            tensor_raw_set(lse, at, 0);
+            tensor_raw_set(truth, at, 0);
+            tensor_raw_set(plain, at, 0);
+            tensor_raw_set(other, at, 0);
+        }
+    return right;
+}
+
 bool attention_is_right(const attention_case *c) {
     attention_problem p = attention_new(c);
     attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF),
@@ -380,6 +406,10 @@ bool attention_is_right(const attention_case *c) {
     }
     plain_attention(&other, true, natural);
     plain_attention(&plain, false, natural);
+    if (c->huge_bias != 0) {
+        right = leave_out_huge(&p.t[T_LSE], &ref.t[T_LSE], &plain.t[T_LSE], &other.t[T_LSE]) && right;
+        natural[T_LSE] = 100;
+    }
     for (int x = T_O; right && x < T_COUNT; x++) {
         if (!is_output_of(x, HEDDLE_FORWARD) && !(backward && is_output_of(x, HEDDLE_BACKWARD)))
             continue;

@@ -254,7 +254,8 @@ static void plain_scores_backward(attention_problem *p, head *h, double *size, d
         for (int64_t j = 0; j < h->sk; j++)
             if (h->sees[i * h->sk + j]) {
                 float *weight = &h->p[i * h->sk + j];
-                *weight = round_to(t, expf(score(p, h, i, j, &unused) - h->lse[i]));
+                if (h->lse[i] > -0x1p24f) /* or lse has forgotten how many keys there are; then the forward's */
+                    *weight = round_to(t, expf(score(p, h, i, j, &unused) - h->lse[i]));
                 h->pz[i * h->sk + j] = round_to(t, *weight * h->z[i * h->sk + j]);
             }
     for (int64_t i = 0; i < h->sq; i++) {

@@ -84,6 +84,29 @@ static void test_bias(void **state) {
     }
 }
 
+/* Masks by very negative numbers: a row with nothing else has equal weights, elsewhere they count as nothing. */
+static void test_huge_bias(void **state) {
+    (void)state;
+    static const double huge[] = {-3.38e38, -1e30, -1e20};
+    static const int64_t sizes[][4] = {
+        {35, 67, 16, 16}, {3, 5, 64, 64}, {140, 260, 128, 128}, {1, 300, 64, 64}, {20, 33, 320, 320}};
+    for (size_t x = 0; x < COUNT(huge) * COUNT(sizes); x++) {
+        const int64_t *s = sizes[x % COUNT(sizes)];
+        attention_case c = attention_case_of(2, 2, x % 2 ? 1 : 2, s[0], s[1], s[2], s[3]);
+        c.a.features = HEDDLE_BIAS | (x % 3 == 2 ? HEDDLE_SINKS : 0);
+        c.a.mask = (heddle_mask)(x % 4 % 3);
+        c.huge_bias = huge[x / COUNT(sizes)];
+        c.a.dtype = test_dtypes[x % 2]; /* float32 and bfloat16 */
+        check_attention(&c);
+        c.a.dtype = test_dtypes[1 - x % 2];
+        check_attention(&c);
+        c.a.dtype = HEDDLE_F16;
+        c.huge_bias = -65504;
+        c.ill_conditioned = true; /* that and a score is more than float16 can hold */
+        check_attention(&c);
+    }
+}
+
 static void test_bool_mask(void **state) {
     (void)state;
     const int64_t b = 2, h = 2, sq = 35, sk = 67;
@@ -316,21 +339,14 @@ static void test_everything(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_causal),
-        cmocka_unit_test(test_window),
-        cmocka_unit_test(test_softcap),
-        cmocka_unit_test(test_alibi),
-        cmocka_unit_test(test_bias),
-        cmocka_unit_test(test_bool_mask),
-        cmocka_unit_test(test_masked_out),
-        cmocka_unit_test(test_nan_key),
-        cmocka_unit_test(test_nan_key_behind),
-        cmocka_unit_test(test_nan_query),
-        cmocka_unit_test(test_sinks),
-        cmocka_unit_test(test_dropout),
-        cmocka_unit_test(test_dropout_statistics),
-        cmocka_unit_test(test_weights),
-        cmocka_unit_test(test_optional_tensors),
+        cmocka_unit_test(test_causal),     cmocka_unit_test(test_window),
+        cmocka_unit_test(test_softcap),    cmocka_unit_test(test_alibi),
+        cmocka_unit_test(test_bias),       cmocka_unit_test(test_huge_bias),
+        cmocka_unit_test(test_bool_mask),  cmocka_unit_test(test_masked_out),
+        cmocka_unit_test(test_nan_key),    cmocka_unit_test(test_nan_key_behind),
+        cmocka_unit_test(test_nan_query),  cmocka_unit_test(test_sinks),
+        cmocka_unit_test(test_dropout),    cmocka_unit_test(test_dropout_statistics),
+        cmocka_unit_test(test_weights),    cmocka_unit_test(test_optional_tensors),
         cmocka_unit_test(test_everything),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));

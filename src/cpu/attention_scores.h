@@ -5,10 +5,12 @@
 
 #include "tile.h"
 
-/* Many mask with the least finite number: times log2(e) it would be -inf, and a row of it alone NaN. -inf and NaN stay. */
+/* A bias under -2^30 counts as the power of two over it, -2^126 at least. Times log2(e) that is not rounded, and does not overflow:
+ * rows with nothing but such numbers, which many take for masking, get equal weights and not NaN. -inf and NaN stay. */
 INLINE vf bounded(vf bias) {
-    const vf least = splat(-0x1p126f);
-    return select_float((bias < least) & (bias > splat(-INFINITY)), least, bias);
+    const vf power = (vf)((vi)bias & (int32_t)0xff800000), least = splat(-0x1p126f);
+    return select_float((bias <= splat(-0x1p30f)) & (bias > splat(-INFINITY)),
+                        select_float(power < least, least, power), bias);
 }
 
 /* softcap·tanh(scale·s/softcap) - slope·|i + off - j| + bias; the tanh goes to `tanhs` if that is there. */

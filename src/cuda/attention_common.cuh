@@ -153,6 +153,14 @@ INLINE score_row make_score_row(const attention_params &p, const place &c, int64
     return r;
 }
 
+/* A bias under -2^30 counts as the power of two over it, -2^126 at least. Times log2(e) that is not rounded, and does not overflow:
+ * rows with nothing but such numbers, which many take for masking, get equal weights and not NaN. */
+INLINE float bounded_bias(float bias) {
+    if (!(bias <= -0x1p30f) || bias == -CUDART_INF_F)
+        return bias;
+    return fmaxf(__uint_as_float(__float_as_uint(bias) & 0xff800000u), -0x1p126f);
+}
+
 /* S from q·k; -inf where masked. *slack = dS/dT. Row and key must be inside the sequence. */
 template <typename T>
 INLINE float full_score(const attention_params &p, const place &c, const score_row &r, int j, float qk, float *slack) {
@@ -163,7 +171,7 @@ INLINE float full_score(const attention_params &p, const place &c, const score_r
         return -CUDART_INF_F;
     float bias = 0.0f;
     if (p.a.features & HEDDLE_BIAS)
-        bias = to_float(((const T *)p.t.bias)[r.bias + j]);
+        bias = bounded_bias(to_float(((const T *)p.t.bias)[r.bias + j]));
     if (bias == -CUDART_INF_F)
         return -CUDART_INF_F;
     float t = qk * p.scale;
