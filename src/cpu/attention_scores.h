@@ -5,10 +5,13 @@
 
 #include "tile.h"
 
-/* Many mask with the least finite number: times log2(e) it would be -inf, and a row of it alone NaN. -inf and NaN stay. */
+/* Many mask with a large finite number. Beyond 2^30 it counts as the power of two below, at most 2^126, so that its
+ * product with log2(e) neither overflows nor is rounded: else a row of nothing else would be NaN. */
 INLINE vf bounded(vf bias) {
-    const vf least = splat(-0x1p126f);
-    return select_float((bias < least) & (bias > splat(-INFINITY)), least, bias);
+    const vi bits = (vi)bias, size = bits & 0x7fffffff, power = size & 0x7f800000;
+    const vi most = splat_int(0x7e800000), over = power > most, capped = (over & most) | (~over & power);
+    const vi large = (size > 0x4e800000) & (size < 0x7f800000);
+    return select_float(large, (vf)(capped | (bits ^ size)), bias);
 }
 
 /* softcap·tanh(scale·s/softcap) - slope·|i + off - j| + bias; the tanh goes to `tanhs` if that is there. */
