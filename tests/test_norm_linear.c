@@ -72,6 +72,22 @@ static void test_few_rows(void **state) {
     }
 }
 
+/* Up to four features out: forward normalises four rows of x at a time and multiplies them at once; and the neighbours that do not. */
+static void test_few_columns(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{50, 392, 1}, {51, 100, 3},  {129, 64, 4},
+                                       {130, 63, 4}, {61, 2050, 2}, {52, 200, 5}};
+    for (size_t x = 0; x < COUNT(sizes); x++) {
+        norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
+        check_all(c);
+        c.a.x_stride = c.a.dx_stride = c.a.k + 3;
+        c.a.w_stride = c.a.k + 1;
+        c.a.dw_stride = c.a.k + 2;
+        c.a.y_stride = c.a.dy_stride = c.a.n + 1;
+        check_all(c);
+    }
+}
+
 /* Are small problems, too, to go to the kernels for large ones? */
 static bool tensor_cores_alone(void) {
     const char *wanted = getenv("HEDDLE_CUDA");
@@ -337,6 +353,7 @@ int main(void) {
         cmocka_unit_test(test_sizes),
         cmocka_unit_test(test_larger_sizes),
         cmocka_unit_test(test_few_rows),
+        cmocka_unit_test(test_few_columns),
         cmocka_unit_test(test_few_results),
         cmocka_unit_test(test_optional_tensors),
         cmocka_unit_test(test_strides),

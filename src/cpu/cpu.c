@@ -144,7 +144,8 @@ static const cpu_kernels *attention_kernels(const attention_plan *plan) {
 }
 
 static const cpu_kernels *norm_linear_kernels(const norm_linear_plan *plan) {
-    return kernels_for(plan->a.dtype, few_results(plan));
+    const bool widens = plan->pass == HEDDLE_BACKWARD && kernels()->widens;
+    return kernels_for(plan->a.dtype, few_results(plan) && !widens);
 }
 
 static heddle_status available(void) {

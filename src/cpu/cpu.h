@@ -10,6 +10,7 @@
 typedef struct cpu_kernels {
     const char *isa;
     const struct cpu_kernels *others; /* for what is not bfloat16 or has few results, unless NULL */
+    bool widens;                      /* backward of norm-linear takes care of few results itself */
     /* Choose tiles (never by the number of threads: the bits must not depend on it) and compute the workspace. */
     void (*plan_attention)(attention_plan *plan);
     void (*plan_norm_linear)(norm_linear_plan *plan);

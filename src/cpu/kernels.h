@@ -10,6 +10,9 @@ const cpu_kernels ISA_TABLE = {
 #ifdef ISA_OTHERS
     .others = &ISA_OTHERS,
 #endif
+#ifndef HAVE_BF16_TILES
+    .widens = true,
+#endif
     .plan_attention = plan_attention,
     .plan_norm_linear = plan_norm_linear,
     .attention_forward = attention_forward,

@@ -34,10 +34,11 @@ static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm
     c.rstd = carve_floats(w, a->m + VL);
     c.gamma = carve_floats(w, c.k_pad);
     c.beta = carve_floats(w, c.k_pad);
-    c.w = carve_floats(w, strips            ? (a->n + STRIP - 1) / STRIP * strip_of_dy(a->m)
-                          : backward        ? c.k_panels * b_panel(a->n)
-                          : has_few_rows(a) ? a->m * c.k_pad
-                                            : c.n_panels * b_panel(a->k));
+    c.w = carve_floats(w, strips               ? (a->n + STRIP - 1) / STRIP * strip_of_dy(a->m)
+                          : backward           ? c.k_panels * b_panel(a->n)
+                          : has_few_rows(a)    ? a->m * c.k_pad
+                          : has_few_columns(a) ? a->n * c.k_pad
+                                               : c.n_panels * b_panel(a->k));
     c.sums = carve_floats(w, strips ? a->m * c.k_pad : backward ? c.row_panels * VL * c.k_pad : 0);
     c.dbias = carve_floats(w, backward ? c.row_panels * VL : 0);
     c.x_panels = carve_floats(w, backward ? c.k_panels * b_panel(min64(CHUNK_M, a->m)) : 0);
@@ -57,63 +58,20 @@ static norm_space carve_norm_space(const norm_linear_plan *plan, carver *w) {
     }
     const int64_t of_dy = DY_TOGETHER * a_panel(min64(plan->a.m, CHUNK_M));
     const int64_t of_rows = plan->tile_m / VL * a_panel(backward ? min64(plan->a.n, SLICE) : plan->a.k);
-    const bool few = !backward && has_few_rows(&plan->a);
+    const bool columns = !backward && has_few_columns(&plan->a), few = columns || (!backward && has_few_rows(&plan->a));
     s.a = carve_floats(w, backward ? max64(of_rows, of_dy) : few ? 0 : of_rows);
     s.c = carve_floats(w, backward ? plan->tile_m * k_pad : few ? 0 : BLOCK_ROWS * GROUP * PANEL);
-    s.row = carve_floats(w, k_pad);
+    s.row = carve_floats(w, columns ? FEW_Z_ROWS * k_pad : k_pad);
     return s;
-}
-
-/* In double: the deviation of a short row is a few additions, and each float of them would be seen. */
-INLINE double sum_lanes(vf x) {
-    double r[4] = {0}; /* so that additions need not wait for each other */
-    for (int l = 0; l < VL; l += 4)
-        for (int i = 0; i < 4; i++)
-            r[i] += (double)x[l + i];
-    return (r[0] + r[1]) + (r[2] + r[3]);
 }
 
 /* ------------------------------------------------------------------------------------------------- statistics */
 
-/* Mean, then the mean square of what is left: nothing cancels. Sums are taken from the row's first element, so that a mean
- * that is large beside the deviation keeps its low bits. */
-static void row_statistics(const norm_call *c, int64_t row, float *buffer) {
-    const int64_t k = c->a->k;
-    widen_row(c->type, row_of(c->t->x, row, c->a->x_stride, c->type), k, 1, buffer);
-    const double inverse = 1 / (double)k;
-    float mean = 0;
-    double rest = 0;
-    if (c->a->norm == HEDDLE_LAYER_NORM) {
-        vf sum = splat(0);
-        for (int64_t e = 0; e < k; e += VL) {
-            vf x = load(buffer + e) - buffer[0];
-            if (k - e < VL)
-                for (int l = (int)(k - e); l < VL; l++)
-                    x[l] = 0;
-            sum += x;
-        }
-        mean = (float)(buffer[0] + sum_lanes(sum) * inverse);
-    }
-    vf squares = splat(0), sum = splat(0);
-    for (int64_t e = 0; e < k; e += VL) {
-        vf x = load(buffer + e) - mean;
-        if (k - e < VL)
-            for (int l = (int)(k - e); l < VL; l++)
-                x[l] = 0;
-        sum += x;
-        squares += x * x;
-    }
-    if (c->a->norm == HEDDLE_LAYER_NORM)
-        rest = sum_lanes(sum) * inverse; /* what rounding left of the mean */
-    c->mean[row] = (float)(mean + rest);
-    c->rstd[row] = (float)(1 / sqrt(sum_lanes(squares) * inverse - rest * rest + c->a->eps));
-}
-
-/* Statistics of all rows (or the caller's), gamma and beta as floats. Every thread of the team calls it. */
-static void prepare_norm(const norm_call *c, const norm_space *s, bool given) {
+/* Statistics of all rows (or the caller's; or none yet), gamma and beta as floats. Every thread of the team calls it. */
+static void prepare_norm(const norm_call *c, const norm_space *s, bool given, bool later) {
     const heddle_norm_linear *a = c->a;
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < a->m; row++)
+    for (int64_t row = 0; row < (later ? 0 : a->m); row++)
         if (given) {
             c->mean[row] = a->norm == HEDDLE_RMS_NORM ? 0 : ((const float *)c->t->mean)[row];
             c->rstd[row] = ((const float *)c->t->rstd)[row];
@@ -219,9 +177,11 @@ static void norm_linear_forward(const norm_linear_plan *plan, const heddle_norm_
         carver w = {(char *)workspace + shared.used + (size_t)thread_index() * each, 0};
         const norm_space s = carve_norm_space(plan, &w);
         begin_products();
-        prepare_norm(&c, &s, false);
+        prepare_norm(&c, &s, false, has_few_columns(a));
         if (has_few_rows(a))
             few_rows_forward(&c);
+        else if (has_few_columns(a))
+            few_columns_forward(&c, s.row);
         else
             many_rows_forward(plan, &c, &s);
 #pragma omp for schedule(static)
@@ -393,8 +353,10 @@ static void panels_backward(const norm_linear_plan *plan, const norm_call *c, bo
             dx_task(c, s, x * plan->tile_m, min64(plan->tile_m, m - x * plan->tile_m));
     }
     if (weights) {
+        norm_call wide = *c; /* xhat would be rounded */
+        wide.widens = few_results(plan);
         for (int64_t first = 0; first < m; first += CHUNK_M)
-            add_chunk(c, s, plan->threads, first, min64(CHUNK_M, m - first));
+            add_chunk(&wide, s, plan->threads, first, min64(CHUNK_M, m - first));
 #pragma omp for schedule(dynamic)
         for (int64_t p = 0; p < c->k_panels; p++)
             finish_weights(c, p);
@@ -425,7 +387,7 @@ static void norm_linear_backward(const norm_linear_plan *plan, const heddle_norm
         carver w = {(char *)workspace + shared.used + (size_t)thread_index() * each, 0};
         const norm_space s = carve_norm_space(plan, &w);
         begin_products();
-        prepare_norm(&c, &s, data->mean);
+        prepare_norm(&c, &s, data->mean, false);
         if (c.strip_panels)
             strips_backward(&c, weights, &s);
         else

@@ -18,6 +18,7 @@ typedef struct norm_call {
     const heddle_norm_linear *a;
     const heddle_norm_linear_data *t;
     int type;
+    bool widens;                       /* bfloat16 does not go by pairs */
     bool streams;                      /* y is so large that it goes to memory past the caches */
     int64_t chain;                     /* sum indices whose products are added up one after the other */
     int64_t k_panels, n_panels, k_pad; /* panels of PANEL columns */
@@ -69,6 +70,49 @@ INLINE vf load_pairs(const char *p, int64_t n) {
     vf r;
     memcpy(&r, copy, sizeof r);
     return r;
+}
+
+/* In double: the deviation of a short row is a few additions, and each float of them would be seen. */
+INLINE double sum_lanes(vf x) {
+    double r[4] = {0}; /* so that additions need not wait for each other */
+    for (int l = 0; l < VL; l += 4)
+        for (int i = 0; i < 4; i++)
+            r[i] += (double)x[l + i];
+    return (r[0] + r[1]) + (r[2] + r[3]);
+}
+
+/* Mean, then the mean square of what is left: nothing cancels. Sums are taken from the row's first element, so that a mean
+ * that is large beside the deviation keeps its low bits. */
+static void row_statistics(const norm_call *c, int64_t row, float *buffer) {
+    const int64_t k = c->a->k;
+    widen_row(c->type, row_of(c->t->x, row, c->a->x_stride, c->type), k, 1, buffer);
+    const double inverse = 1 / (double)k;
+    float mean = 0;
+    double rest = 0;
+    if (c->a->norm == HEDDLE_LAYER_NORM) {
+        vf sum = splat(0);
+        for (int64_t e = 0; e < k; e += VL) {
+            vf x = load(buffer + e) - buffer[0];
+            if (k - e < VL)
+                for (int l = (int)(k - e); l < VL; l++)
+                    x[l] = 0;
+            sum += x;
+        }
+        mean = (float)(buffer[0] + sum_lanes(sum) * inverse);
+    }
+    vf squares = splat(0), sum = splat(0);
+    for (int64_t e = 0; e < k; e += VL) {
+        vf x = load(buffer + e) - mean;
+        if (k - e < VL)
+            for (int l = (int)(k - e); l < VL; l++)
+                x[l] = 0;
+        sum += x;
+        squares += x * x;
+    }
+    if (c->a->norm == HEDDLE_LAYER_NORM)
+        rest = sum_lanes(sum) * inverse; /* what rounding left of the mean */
+    c->mean[row] = (float)(mean + rest);
+    c->rstd[row] = (float)(1 / sqrt(sum_lanes(squares) * inverse - rest * rest + c->a->eps));
 }
 
 #endif

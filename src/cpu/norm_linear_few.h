@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * norm-linear forward for a few rows. Packing W would cost more than using it, so W is read where it lies: its rows run along the
+ * norm-linear forward for a few rows, and for a few features out. Packing W would cost more than using it, so W is read where it lies: its rows run along the
  * sum, as those of z do, and a sum has a part in each lane until its end. Where the ISA multiplies pairs of bfloat16, z is rounded to
  * bfloat16, as it is where it is packed, and W goes into the products as it came. */
 #ifndef HEDDLE_CPU_NORM_LINEAR_FEW_H
@@ -146,6 +146,54 @@ static void few_rows_forward(const norm_call *c) {
 #pragma omp for schedule(dynamic, 4)
     for (int64_t n0 = 0; n0 < c->a->n; n0 += VL)
         few_rows_block(c, n0);
+}
+
+/* ------------------------------------------------------------------------------------------- a few features out */
+
+#define FEW_COLUMNS 4 /* no more than VL */
+#define FEW_Z_ROWS 4  /* of z at a time */
+
+INLINE bool has_few_columns(const heddle_norm_linear *a) {
+    return a->n <= FEW_COLUMNS && a->k >= 64 && !has_few_rows(a); /* below, the sums of lanes are dearer than packing */
+}
+
+/* A few rows of y: their statistics, z and its products while the rows of x are near. */
+INLINE void few_columns_rows(const norm_call *c, int rows, int64_t first, float *z) {
+    const heddle_norm_linear *a = c->a;
+    vf sums[FEW_Z_ROWS * VL];
+    for (int i = 0; i < rows; i++) {
+        float *x = z + i * c->k_pad;
+        row_statistics(c, first + i, x);
+        for (int64_t e = 0; e < a->k; e += VL)
+            store(x + e,
+                  (load(x + e) - c->mean[first + i]) * c->rstd[first + i] * load(c->gamma + e) + load(c->beta + e));
+    }
+    for (int64_t x = 0; x < VL; x++)
+        if (x < a->n)
+            few_rows_products(HEDDLE_F32, rows, 1, z, c->k_pad, (const char *)(c->w + x * c->k_pad), 0, a->k, false,
+                              sums + x);
+        else
+            for (int i = 0; i < rows; i++)
+                sums[i * VL + x] = splat(0);
+    const vf bias = c->t->bias ? load_some(c->type, c->t->bias, a->n) : splat(0);
+    for (int i = 0; i < rows; i++)
+        store_some(c->type, (char *)c->t->y + (first + i) * a->y_stride * element_size(c->type),
+                   sum_each(sums + i * VL) + bias, a->n);
+}
+
+/* Every thread of the team calls it; statistics have not been formed. */
+static void few_columns_forward(const norm_call *c, float *z) {
+    const int64_t m = c->a->m;
+#pragma omp for schedule(static)
+    for (int64_t x = 0; x < c->a->n; x++)
+        widen_row(c->type, row_of(c->t->w, x, c->a->w_stride, c->type), c->a->k, 1, c->w + x * c->k_pad);
+#pragma omp for schedule(static)
+    for (int64_t first = 0; first < m; first += FEW_Z_ROWS)
+        if (m - first >= FEW_Z_ROWS)
+            few_columns_rows(c, FEW_Z_ROWS, first, z);
+        else
+            for (int64_t row = first; row < m; row++)
+                few_columns_rows(c, 1, row, z);
 }
 
 #endif

@@ -39,7 +39,7 @@ INLINE void end_products(void) {
 /* Where the ISA multiplies pairs of bfloat16 (twice as many a second), panels are turned into pairs of sum indices. */
 #ifdef HAVE_BF16_DOT
 INLINE bool uses_pairs(const norm_call *c) {
-    return c->type == HEDDLE_BF16;
+    return c->type == HEDDLE_BF16 && !c->widens;
 }
 #else
 INLINE bool uses_pairs(const norm_call *c) {
