@@ -38,8 +38,7 @@ def attention_forward(
         module: the layer; its is_causal counts when the argument is None.
         query: [b, h, sq, d]; float32, bfloat16 or float16, CPU or CUDA.
         key, value: [b, hk, sk, d], not repeated; hk divides h.
-        attention_mask: None, bool (True takes part) or additive, broadcasts to [b, h, sq, sk]. The least finite number
-            masks as -inf does.
+        attention_mask: None, bool (True takes part) or additive, broadcasts to [b, h, sq, sk].
         dropout, scaling, softcap: as heddle.attention.
         sliding_window: keys that a query sees, itself included; counts when there is no mask (a mask has it in it).
         is_causal: counts when there is no mask and more than one query.
@@ -60,10 +59,6 @@ def attention_forward(
         is_causal = bool(getattr(module, "is_causal", True))
     causal = attention_mask is None and query.shape[2] > 1 and is_causal
     boolean = attention_mask is not None and not attention_mask.is_floating_point()
-    if attention_mask is not None and not boolean:
-        # To transformers 4.53; a row of nothing but the least number comes out as zeros.
-        least = torch.finfo(attention_mask.dtype).min
-        attention_mask = attention_mask.masked_fill(attention_mask == least, -torch.inf)
     corner: Causal = "top_left" if causal else None
     if attention_mask is not None and attention_mask.shape[-2] == 1 < query.shape[2] and _hides_the_future(module):
         corner = "bottom_right"

@@ -5,12 +5,13 @@
 
 #include "tile.h"
 
-/* A bias under -2^30 counts as the power of two over it, -2^126 at least. Times log2(e) that is not rounded, and does not overflow:
- * rows with nothing but such numbers, which many take for masking, get equal weights and not NaN. -inf and NaN stay. */
+/* Many mask with a large finite number. Beyond 2^30 it counts as the power of two below, at most 2^126, so that its
+ * product with log2(e) neither overflows nor is rounded: else a row of nothing else would be NaN. */
 INLINE vf bounded(vf bias) {
-    const vf power = (vf)((vi)bias & (int32_t)0xff800000), least = splat(-0x1p126f);
-    return select_float((bias <= splat(-0x1p30f)) & (bias > splat(-INFINITY)),
-                        select_float(power < least, least, power), bias);
+    const vi bits = (vi)bias, size = bits & 0x7fffffff, power = size & 0x7f800000;
+    const vi most = splat_int(0x7e800000), over = power > most, capped = (over & most) | (~over & power);
+    const vi large = (size > 0x4e800000) & (size < 0x7f800000);
+    return select_float(large, (vf)(capped | (bits ^ size)), bias);
 }
 
 /* softcap·tanh(scale·s/softcap) - slope·|i + off - j| + bias; the tanh goes to `tanhs` if that is there. */

@@ -153,12 +153,12 @@ INLINE score_row make_score_row(const attention_params &p, const place &c, int64
     return r;
 }
 
-/* A bias under -2^30 counts as the power of two over it, -2^126 at least. Times log2(e) that is not rounded, and does not overflow:
- * rows with nothing but such numbers, which many take for masking, get equal weights and not NaN. */
+/* Many mask with a large finite number. Beyond 2^30 it counts as the power of two below, at most 2^126, so that its product with
+ * log2(e) neither overflows nor is rounded: else a row of nothing else would be NaN. */
 INLINE float bounded_bias(float bias) {
-    if (!(bias <= -0x1p30f) || bias == -CUDART_INF_F)
+    if (!(fabsf(bias) > 0x1p30f) || isinf(bias))
         return bias;
-    return fmaxf(__uint_as_float(__float_as_uint(bias) & 0xff800000u), -0x1p126f);
+    return copysignf(fminf(__uint_as_float(__float_as_uint(bias) & 0x7f800000u), 0x1p126f), bias);
 }
 
 /* S from q·k; -inf where masked. *slack = dS/dT. Row and key must be inside the sequence. */

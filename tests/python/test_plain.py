@@ -184,7 +184,10 @@ def test_modes_and_subclasses_see_the_operator():
             return func(*args, **(kwargs or {}))
 
     class Wrapped(torch.Tensor):
-        pass
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append("wrapped")
+            return super().__torch_function__(func, types, args, kwargs or {})
 
     for recording in (False, True):
         q, k, v = tensors(needs=(recording,) * 3)
@@ -202,7 +205,7 @@ def test_modes_and_subclasses_see_the_operator():
                 call(q, k4, v4)
             assert "heddle.attention" in seen and "heddle.attention_plain" not in seen
             seen.clear()
-            assert isinstance(call(q.as_subclass(Wrapped), k4, v4), Wrapped)
+            assert isinstance(call(q.as_subclass(Wrapped), k4, v4), Wrapped) and "wrapped" in seen
 
 
 def test_transforms():

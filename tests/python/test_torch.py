@@ -225,38 +225,8 @@ def test_what_is_not_asked_for_is_none():
     assert [grad is None for grad in grads] == [False, True, True, True, True]
 
 
-def test_modes_and_subclasses_see_the_operator():
-    """heddle.attention goes past autograd where there is nothing to record, but past nobody else."""
-    from torch.overrides import TorchFunctionMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen = []
-
-    class Dispatched(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    class Called(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append("called")
-            return func(*args, **(kwargs or {}))
-
-    class Wrapped(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            seen.append("wrapped")
-            return super().__torch_function__(func, types, args, kwargs or {})
-
+def test_who_records_a_gradient():
     q, k, v = (t.detach() for t in tensors(*QKV))
-    want = heddle.attention(q, k, v)
-    with Dispatched():
-        assert torch.equal(heddle.attention(q, k, v), want)
-    assert "heddle.attention.default" in seen
-    with Called():
-        heddle.attention(q, k, v)
-    assert "called" in seen
-    assert isinstance(heddle.attention(q.as_subclass(Wrapped), k, v), Wrapped) and "wrapped" in seen
     leaf = q.clone().requires_grad_()
     assert not heddle.attention(leaf.detach(), k, v).requires_grad
     assert heddle.attention(leaf, k, v).requires_grad
