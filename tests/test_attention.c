@@ -298,6 +298,26 @@ static void test_large_values(void **state) {
 }
 
 /* TF32 where it is asked for: on a GPU with an error like TF32's, on a CPU without. */
+/* A textbook's float32 finds P = exp(S - lse) next to exactly where few keys are seen: nobody else may lose much then. */
+static void test_few_keys(void **state) {
+    (void)state;
+    static const int sq[] = {1, 7, 64, 3, 97, 31, 2}, sk[] = {1, 3, 2, 16, 33}, d[] = {96, 128, 64, 80};
+    for (int x = 0; x < 240; x++) {
+        attention_case c = attention_case_of(1 + x % 3, 4, x % 2 ? 4 : 2, sq[x % 7], sk[x % 5], d[x % 4], d[x % 4]);
+        c.q_magnitude = 1 + x % 3;
+        c.k_magnitude = 2;
+        c.a.mask = (heddle_mask)(x % 3);
+        c.a.features = x % 5 == 4 ? HEDDLE_WEIGHTS : 0;
+        if (x % 4 == 3) {
+            c.a.features |= HEDDLE_WINDOW;
+            c.a.window_left = x % 8 / 4;
+            c.a.sk += 100;
+        }
+        c.seed = (uint64_t)x + 1;
+        check_attention(&c);
+    }
+}
+
 static void test_tf32(void **state) {
     (void)state;
     static const int64_t dims[][2] = {{64, 64}, {128, 128}, {40, 72}, {256, 200}, {300, 20}};
@@ -351,7 +371,7 @@ int main(void) {
         cmocka_unit_test(test_varlen),        cmocka_unit_test(test_varlen_square_tensors),
         cmocka_unit_test(test_seqlens),       cmocka_unit_test(test_large_values),
         cmocka_unit_test(test_tf32),          cmocka_unit_test(test_growing_maximum),
-        cmocka_unit_test(test_empty),
+        cmocka_unit_test(test_empty),         cmocka_unit_test(test_few_keys),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

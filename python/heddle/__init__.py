@@ -112,10 +112,28 @@ def info() -> str:
     return "\n".join(lines)
 
 
-# The import of heddle._torch puts the module here; an import statement in every call would cost half a microsecond.
-_torch: Any = None
-_quick: Any = None  # attention of plain tensors of torch, see heddle._plain
-_is_dynamo_compiling: Any = None
+# heddle._torch replaces these four when it is imported: an import statement in every call would cost half a µs.
+# Functions, not None: where torch.compile traces the first call, its guards can take one function for another only.
+
+
+def _goes_long() -> bool:
+    """torch.compiler.is_dynamo_compiling, once heddle._torch is there."""
+    return True
+
+
+def _attention_of_torch(*args: Any, **options: Any) -> Any:
+    from heddle._torch import attention as run
+
+    return run(*args, **options)
+
+
+def _norm_linear_of_torch(*args: Any, **options: Any) -> Any:
+    from heddle._torch import norm_linear as run
+
+    return run(*args, **options)
+
+
+_quick: Any = None  # attention of plain tensors of torch, see heddle._plain; read only where _goes_long() is false
 
 
 def _is_torch(value: Any) -> bool:
@@ -191,8 +209,7 @@ def attention(
     Source: Dao, "FlashAttention-2", 2023; the formulas are in include/heddle.h.
     """
     if (
-        _quick is not None
-        and not _is_dynamo_compiling()
+        not _goes_long()
         and window is bias is mask is alibi_slopes is sinks is rng_state is cu_seqlens_q is cu_seqlens_k is None
         and max_seqlen_q is max_seqlen_k is seqlens_q is seqlens_k is deterministic is None
         and not (softcap or dropout or return_lse or return_weights or tf32)
@@ -201,10 +218,7 @@ def attention(
         if out is not NotImplemented:
             return out
     if _is_torch(q):
-        if _torch is not None:
-            run = _torch.attention
-        else:
-            from heddle._torch import attention as run
+        run = _attention_of_torch
     else:
         from heddle._arrays import attention as run
     return run(
@@ -289,10 +303,7 @@ def norm_linear(
     Source: Ba et al., "Layer normalization", 2016; Zhang and Sennrich, "Root mean square layer normalization", 2019.
     """
     if _is_torch(x):
-        if _torch is not None:
-            run = _torch.norm_linear
-        else:
-            from heddle._torch import norm_linear as run
+        run = _norm_linear_of_torch
     else:
         from heddle._arrays_norm_linear import norm_linear as run
     return run(x, weight, bias, gamma, beta, eps, norm=norm, tf32=tf32)

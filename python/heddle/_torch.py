@@ -169,4 +169,5 @@ def norm_linear(
     return y if rows is None else y.reshape(*rows, weight.shape[0])
 
 
-heddle._quick, heddle._is_dynamo_compiling = quick, torch.compiler.is_dynamo_compiling
+heddle._quick, heddle._goes_long = quick, torch.compiler.is_dynamo_compiling
+heddle._attention_of_torch, heddle._norm_linear_of_torch = attention, norm_linear

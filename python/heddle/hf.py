@@ -5,9 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from heddle import attention
+from heddle import Causal, attention
+
+
+def _hides_the_future(module: Any) -> bool:
+    """GPT-2 to transformers 4.51 has its causality in a buffer of the layer, and a mask of the padding alone."""
+    triangle = getattr(module, "bias", None)
+    inner = isinstance(triangle, Tensor) and triangle.dtype == torch.bool and triangle.dim() == 4
+    return inner and not getattr(module, "is_cross_attention", False)
 
 
 def attention_forward(
@@ -30,7 +38,8 @@ def attention_forward(
         module: the layer; its is_causal counts when the argument is None.
         query: [b, h, sq, d]; float32, bfloat16 or float16, CPU or CUDA.
         key, value: [b, hk, sk, d], not repeated; hk divides h.
-        attention_mask: None, bool (True takes part) or additive, broadcasts to [b, h, sq, sk].
+        attention_mask: None, bool (True takes part) or additive, broadcasts to [b, h, sq, sk]. The least finite number
+            masks as -inf does.
         dropout, scaling, softcap: as heddle.attention.
         sliding_window: keys that a query sees, itself included; counts when there is no mask (a mask has it in it).
         is_causal: counts when there is no mask and more than one query.
@@ -51,6 +60,13 @@ def attention_forward(
         is_causal = bool(getattr(module, "is_causal", True))
     causal = attention_mask is None and query.shape[2] > 1 and is_causal
     boolean = attention_mask is not None and not attention_mask.is_floating_point()
+    if attention_mask is not None and not boolean:
+        # To transformers 4.53; a row of nothing but the least number comes out as zeros.
+        least = torch.finfo(attention_mask.dtype).min
+        attention_mask = attention_mask.masked_fill(attention_mask == least, -torch.inf)
+    corner: Causal = "top_left" if causal else None
+    if attention_mask is not None and attention_mask.shape[-2] == 1 < query.shape[2] and _hides_the_future(module):
+        corner = "bottom_right"
     window = None
     if sliding_window is not None and causal:
         window = (sliding_window - 1, None)
@@ -58,7 +74,7 @@ def attention_forward(
         query,
         key,
         value,
-        causal="top_left" if causal else None,
+        causal=corner,
         window=window,
         scale=scaling,
         softcap=softcap or 0.0,
@@ -73,7 +89,7 @@ def attention_forward(
 def register(name: str = "heddle") -> None:
     """Makes ``attn_implementation="heddle"`` known: transformers' attention registry, and its mask registry.
 
-    Works for transformers 4.5x and 5.x; calling it again does no harm.
+    Works for transformers 4.50 to 5.x; calling it again does no harm.
 
     Args:
         name: the name to register under.
@@ -84,10 +100,13 @@ def register(name: str = "heddle") -> None:
     Source: transformers, docs/source/en/attention_interface.md.
     """
     try:
-        from transformers import AttentionInterface
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     except ImportError as error:
-        raise ImportError("heddle.hf needs transformers with AttentionInterface, 4.50 or later") from error
-    AttentionInterface.register(name, attention_forward)
+        raise ImportError("heddle.hf needs transformers 4.50 or later") from error
+    if isinstance(ALL_ATTENTION_FUNCTIONS, dict):  # 4.50
+        ALL_ATTENTION_FUNCTIONS[name] = attention_forward
+    else:
+        ALL_ATTENTION_FUNCTIONS.register(name, attention_forward)
     try:
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError:

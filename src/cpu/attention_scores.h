@@ -5,6 +5,12 @@
 
 #include "tile.h"
 
+/* Many mask with the least finite number: times log2(e) it would be -inf, and a row of it alone NaN. -inf and NaN stay. */
+INLINE vf bounded(vf bias) {
+    const vf least = splat(-0x1p126f);
+    return select_float((bias < least) & (bias > splat(-INFINITY)), least, bias);
+}
+
 /* softcap·tanh(scale·s/softcap) - slope·|i + off - j| + bias; the tanh goes to `tanhs` if that is there. */
 static void adjust_scores(const call *c, const unit *u, const lanes *l, const key_block *b, float *s, float *tanhs,
                           float *scratch) {
@@ -34,7 +40,7 @@ static void adjust_scores(const call *c, const unit *u, const lanes *l, const ke
             vf away = load(index + y) + distance;
             r -= load(slope + y) * (vf)((vi)away & 0x7fffffff);
             if (a->features & HEDDLE_BIAS)
-                r += load(scratch + x);
+                r += bounded(load(scratch + x));
             store(s + x, r);
         }
     }

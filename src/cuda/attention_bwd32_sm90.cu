@@ -15,7 +15,6 @@
  * hold: a row's sums are in units of 2^unit, and the unit grows with what is met. */
 #include "attention_bwd32_sm90.cuh"
 
-#define LARGE 12.0f /* log-sum-exps over it are too coarse */
 /* ---------------------------------------------------------------------------------------------------------- a step */
 
 /* What a warpgroup knows of its rows. */
@@ -219,7 +218,7 @@ INLINE void store_numbers(const attention_params &p, const work &w, int row0, co
         if (p.a.features & HEDDLE_SINKS)
             sum += exp2f(((const float *)p.t.sinks)[w.head] * LOG2E - base);
         const float rest = log2f(sum);
-        if (fabsf(lse) > LARGE && fabsf((base + rest) * LN2 - lse) <= fabsf(lse) * 0x1p-20f && !isnan(p.base[at])) {
+        if (is_coarse<float>(w.c, lse) && is_same_lse((base + rest) * LN2, lse) && !isnan(p.base[at])) {
             p.base[at] = base;
             p.rest[at] = rest;
         }
@@ -285,8 +284,7 @@ INLINE uint32_t find_large(const attention_params &p, uint32_t first, uint32_t c
     if (warp < count && first + warp < all) {
         const work w = find_work<WALK_SUMS>(p, first + warp);
         for (int i = w.own0 + (int)threadIdx.x % 32; i < min(w.own0 + OWN_ROWS, w.own_rows); i += 32) {
-            const float lse = fabsf(((const float *)p.t.lse)[lse_at(p, w.c, w.head, i)]);
-            large |= lse > LARGE && lse < CUDART_INF_F;
+            large |= is_coarse<float>(w.c, ((const float *)p.t.lse)[lse_at(p, w.c, w.head, i)]);
         }
     }
     large = __any_sync(ALL_LANES, large);

@@ -57,7 +57,7 @@ INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, fl
     for (int s = threadIdx.x; s < p.splits; s += COMBINE_WARPS * 32)
         weight[s] *= by;
     __syncthreads();
-    return sum == 0.0f ? -CUDART_INF_F : top + log2f(sum);
+    return natural_log(p, top, sum);
 }
 
 /* The warps take parts in turn, a lane four columns; their sums meet in shared memory. The loads of the first parts are under way
@@ -73,20 +73,20 @@ template <typename T> INLINE void combine_row(const attention_params &p, int64_t
     const bool counts = i < c.sq, vector = width % 4 == 0;
     const float sink = counts && (p.a.features & HEDDLE_SINKS) ? ((const float *)p.t.sinks)[x] * LOG2E : -CUDART_INF_F;
     T *o = (T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i);
-    float lse2 = 0.0f;
+    float lse = 0.0f;
     float4 v[COMBINE_AT_ONCE];
     for (int column = 4 * lane, first = 1; column - 4 * lane < width; column += 128, first = 0) {
         const float *part = p.part_o + row * width + column;
         float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         load_parts(v, part, step, warp, p.splits, width - column, vector);
         if (first)
-            lse2 = weigh_parts(p, row, counts, sink, weight);
+            lse = weigh_parts(p, row, counts, sink, weight);
         for (int s0 = warp; s0 < p.splits; s0 += COMBINE_WARPS * COMBINE_AT_ONCE) {
 #pragma unroll
             for (int y = 0; y < COMBINE_AT_ONCE; y++) {
                 const int s = s0 + y * COMBINE_WARPS;
                 const float by = s < p.splits ? weight[s] : 0.0f;
-                if (by != 0.0f && lse2 != -CUDART_INF_F) { /* a share without keys has written no o */
+                if (by != 0.0f && lse != -CUDART_INF_F) { /* a share without keys has written no o */
                     all.x = fmaf(by, v[y].x, all.x);
                     all.y = fmaf(by, v[y].y, all.y);
                     all.z = fmaf(by, v[y].z, all.z);
@@ -108,7 +108,7 @@ template <typename T> INLINE void combine_row(const attention_params &p, int64_t
         __syncthreads();
     }
     if (p.t.lse && threadIdx.x == 0)
-        ((float *)p.t.lse)[row] = lse2 * LN2;
+        ((float *)p.t.lse)[row] = lse;
 }
 
 #endif

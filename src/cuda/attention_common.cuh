@@ -14,6 +14,9 @@
 #define INLINE static __device__ __forceinline__
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
+/* 1 / LOG2E as it is, a float: the sum of both. */
+#define LOG2E_UNIT 0.6931471824645996f
+#define LOG2E_UNIT_LOW 7.3486931e-09f
 #define ALL_LANES 0xffffffffu
 
 /* ---------------------------------------------------------------------------------------------- element types */
@@ -94,6 +97,32 @@ INLINE void split_block(int64_t id, int tiles, int64_t units, int *tile, int64_t
 /* Where row i of head x is in lse, and in the arrays of that shape. */
 INLINE int64_t lse_at(const attention_params &p, const place &c, int64_t x, int64_t i) {
     return p.a.features & HEDDLE_VARLEN ? x * p.a.total_q + c.first_q + i : (c.n * p.a.h + x) * p.a.sq + i;
+}
+
+/* The logarithm of 2^base·sum in units of unit + unit_low, rounded once: base may be large, and is what S became. */
+INLINE float log_of_sum(float base, float sum, float unit, float unit_low) {
+    const float high = base * unit, low = fmaf(base, unit, -high) + base * unit_low;
+    return sum == 0.0f ? -CUDART_INF_F : high + fmaf(log2f(sum), LN2, low);
+}
+INLINE float natural_log(const attention_params &p, float base, float sum) {
+    return log_of_sum(base, sum, p.lse_unit, p.lse_unit_low);
+}
+
+/* Is a float32 log-sum-exp too coarse for P = exp(S - lse)? Large ones are. */
+template <typename T> INLINE bool is_large(float lse) {
+    return fabsf(lse) > (sizeof(T) == 4 ? 12.0f : 1024.0f) && fabsf(lse) < CUDART_INF_F;
+}
+
+/* And all are in float32 where few keys are seen, if another kernel than the forward's makes S: a textbook's computation loses next to
+ * nothing there, as the maximum is the log-sum-exp, or nearly so, and S is the same in both passes. */
+template <typename T> INLINE bool is_coarse(const place &c, float lse) {
+    const bool few = sizeof(T) == 4 && (c.sk <= 64 || c.hi < c.lo + 64);
+    return few ? fabsf(lse) < CUDART_INF_F : is_large<T>(lse);
+}
+
+/* Is a log-sum-exp that was found anew the given one, but for roundings? It may be another on purpose. */
+INLINE bool is_same_lse(float found, float lse) {
+    return fabsf(found - lse) <= fmaxf(fabsf(lse), 4.0f) * 0x1p-20f;
 }
 
 /* Tiles of 64 queries in dq_sum: all of a head, and which is the first of a head of a sequence. */

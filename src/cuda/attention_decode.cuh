@@ -112,7 +112,7 @@ INLINE void store_decoded(const attention_params &p, const forward_work &w, int 
         pair_store<float>::run(to, column + 2, width, o.z * end.by, o.w * end.by, aligned);
     } else {
         if (p.t.lse && column == 0)
-            ((float *)p.t.lse)[at] = end.lse2 * LN2;
+            ((float *)p.t.lse)[at] = natural_log(p, end.base, sum);
         T *to = (T *)p.t.o + row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i);
         const bool aligned = (size_t)to % (2 * sizeof(T)) == 0;
         pair_store<T>::run(to, column, width, o.x * end.by, o.y * end.by, aligned);

@@ -369,7 +369,7 @@ INLINE float finish_row(const attention_params &p, const forward_work &w, int i,
     if (i >= w.c.sq)
         sum = 0.0f;
     if (p.t.lse && threadIdx.x % 4 == 0 && i < w.c.all_sq)
-        ((float *)p.t.lse)[lse_at(p, w.c, w.x, i)] = sum == 0.0f ? -CUDART_INF_F : (top + log2f(sum)) * LN2;
+        ((float *)p.t.lse)[lse_at(p, w.c, w.x, i)] = natural_log(p, top, sum);
     return sum == 0.0f ? 0.0f : shrink / sum;
 }
 

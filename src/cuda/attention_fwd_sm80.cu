@@ -163,10 +163,10 @@ INLINE void drop(const attention_params &p, const forward_work &w, const dropout
         }
 }
 
-/* What a row's sums come to: the factor of O, and lse in units of log2. The sink counts where nobody combines; *sum is 0 where
- * nothing is seen. */
+/* What a row's sums come to: the factor of O; what the maximum is, the sink's too, and lse, in units of log2. The sink counts where
+ * nobody combines; *sum is 0 where nothing is seen. */
 struct row_end {
-    float by, lse2;
+    float by, base, lse2;
 };
 
 INLINE row_end end_row(const attention_params &p, const forward_work &w, int64_t head, int i, float base, float *sum) {
@@ -181,7 +181,8 @@ INLINE row_end end_row(const attention_params &p, const forward_work &w, int64_t
     }
     if (i >= w.c.sq)
         *sum = 0.0f;
-    return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, *sum == 0.0f ? -CUDART_INF_F : base + log2f(*sum)};
+    return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, base,
+            *sum == 0.0f ? -CUDART_INF_F : base + log2f(*sum)};
 }
 
 /* o = O / sum and lse; or this split's part of both. A row that saw nothing has o = 0, lse = -inf (or the sink). */
@@ -211,7 +212,7 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
                 store_row<float, D>(p.part_o + (w.split * p.rows + at) * p.a.dv, o[x], half, (int)p.a.dv, end.by);
             } else {
                 if (p.t.lse && lane % 4 == 0)
-                    ((float *)p.t.lse)[at] = end.lse2 * LN2;
+                    ((float *)p.t.lse)[at] = natural_log(p, end.base, sum);
                 store_row<T, D>((T *)p.t.o + row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i), o[x], half,
                                 (int)p.a.dv, end.by);
             }

@@ -218,7 +218,7 @@ INLINE float finish_row(const attention_params &p, const forward_target &t, int 
         }
     }
     const bool sees = row < t.rows && sum != 0.0f;
-    const float lse = sees ? (base + log2f(sum)) * LN2 : -CUDART_INF_F;
+    const float lse = natural_log(p, base, sees ? sum : 0.0f);
     if (p.t.lse && writes && row < t.all_rows)
         ((float *)p.t.lse)[t.lse + row] = lse;
     return sees ? __fdividef(shrink, sum) : 0.0f;

@@ -31,6 +31,7 @@ typedef struct attention_params {
     heddle_attention_data t;          /* device pointers */
     float scale, scale_log2;          /* scale, scale·log2(e) */
     float lse_factor, lse_factor_low; /* what takes lse to units of log2, as the kernels take S: the sum of both */
+    float lse_unit, lse_unit_low;     /* and back */
     float softcap, inverse_softcap;
     float keep_scale; /* 1/(1 - dropout) */
     uint32_t drop_threshold;

@@ -145,7 +145,8 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
                        sum == 0.0f ? 0.0f : o[z] * (shrink / sum));
     }
     if (p.t.lse && threadIdx.x == 0)
-        ((float *)p.t.lse)[lse_at(p, c, at.x, at.i)] = sum == 0.0f ? -CUDART_INF_F : (top + log2f(sum)) * LN2;
+        ((float *)p.t.lse)[lse_at(p, c, at.x, at.i)] =
+            sum == 0.0f ? -CUDART_INF_F : (float)(((double)top + (double)log2f(sum)) / (double)LOG2E);
 }
 
 template <typename T> INLINE void plain_combine(const attention_params &p) {
@@ -216,7 +217,7 @@ INLINE void refine_lse(const attention_params &p, const place &c, const row_inde
     if (p.a.features & HEDDLE_SINKS)
         sum += exp2f(((const float *)p.t.sinks)[at.x] * LOG2E - top);
     const float more = log2f(sum);
-    if (fabsf((top + more) * LN2 - lse) <= fabsf(lse) * 0x1p-20f) {
+    if (is_same_lse((top + more) * LN2, lse)) {
         *base = top;
         *rest = more;
     }
@@ -287,10 +288,7 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
         base = (float)lse2;
         rest = isfinite(base) ? (float)(lse2 - (double)base) : 0.0f;
         const bool few = sizeof(T) == 2 && p.t.dout && c.sk <= FEW_KEYS;
-        const bool large = fabsf(lse) > (sizeof(T) == 4 ? 12.0f
-                                         : few          ? 1024.0f
-                                                        : CUDART_INF_F) &&
-                           fabsf(lse) < CUDART_INF_F;
+        const bool large = (sizeof(T) == 4 || few) && is_coarse<T>(c, lse);
         if (large || few || p.t.dweights) {
             for (int e = lane; e < p.a.d; e += 32)
                 q[e] = to_float(query_row<T>(p, c, at.x, at.i)[e]);

@@ -63,9 +63,9 @@ static int find_sm90(const heddle_attention *a, const attention_device *device, 
 }
 
 /* A whole tile for every multiprocessor matters less than its speed, as long as the keys need not be split. In float32 the
- * difference is larger. */
+ * difference is larger; and with dweights its backward is another family's, which would round the scores differently. */
 static int find_forward_sm90(const heddle_attention *a, const attention_device *device) {
-    const int x = find_sm90(a, device, PASS_fwd);
+    const int x = a->dtype == HEDDLE_F32 && (a->features & HEDDLE_WEIGHTS) ? -1 : find_sm90(a, device, PASS_fwd);
     const int64_t group = a->h / a->hk;
     if (x < 0 || group * a->sq <= 16 || (group > 1 && a->sq <= 64))
         return -1;
@@ -75,9 +75,11 @@ static int find_forward_sm90(const heddle_attention *a, const attention_device *
     return blocks * 2 >= device->multiprocessors || a->sk < 8 * kernels[x].block ? x : -1;
 }
 
-/* The kernel of short latency, if this problem is one for it; -1: it is not. */
+/* The kernel of short latency, if this problem is one for it; -1: it is not. It has no backward with dweights; float32's forward
+ * follows suit, for the reason that heddle__cuda_attention_is_small gives. */
 static int find_small(const heddle_attention *a, const attention_device *device, kernel_pass pass) {
-    if (device->small == SMALL_NEVER || (pass == PASS_bwd && (a->features & HEDDLE_WEIGHTS)))
+    if (device->small == SMALL_NEVER ||
+        ((pass == PASS_bwd || a->dtype == HEDDLE_F32) && (a->features & HEDDLE_WEIGHTS)))
         return -1;
     const int x = heddle__cuda_find_attention(a, device, pass, VARIANT_full, FAMILY_small);
     if (x < 0 || device->small == SMALL_ALWAYS)
@@ -341,6 +343,8 @@ static void fill_params(const attention_plan *plan, const attention_choice *c, c
     const double factor = p->rich ? (double)(float)log2e : (double)p->scale_log2 / a->scale;
     p->lse_factor = (float)factor;
     p->lse_factor_low = (float)(factor - (double)p->lse_factor);
+    p->lse_unit = (float)(1 / factor);
+    p->lse_unit_low = (float)(1 / factor - (double)p->lse_unit);
     p->softcap = (float)a->softcap;
     p->inverse_softcap = a->softcap > 0 ? (float)(1 / a->softcap) : 0;
     p->keep_scale = (float)(1 / (1 - a->dropout));

@@ -41,11 +41,6 @@ INLINE void mask_scores(const attention_params &p, const place &c, int64_t x, in
         }
 }
 
-/* Is a float32 log-sum-exp too coarse for P = exp(S - lse)? */
-template <typename T> INLINE bool is_large(float lse) {
-    return fabsf(lse) > (sizeof(T) == 4 ? 12.0f : 1024.0f) && fabsf(lse) < CUDART_INF_F;
-}
-
 /* sum over 16 bytes of dO∘O, leaving out zeros of O: a query that sees nothing may hold anything in dO. */
 template <typename T> INLINE float dot_chunk(uint4 o, uint4 dout) {
     const T *x = (const T *)&o, *y = (const T *)&dout;
@@ -199,7 +194,7 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
         if (p.a.features & HEDDLE_SINKS)
             all += exp2f(((const float *)p.t.sinks)[x] * LOG2E - base);
         const float rest = log2f(all), lse = ((const float *)p.t.lse)[lse_at(p, c, x, i)];
-        if (fabsf((base + rest) * LN2 - lse) <= fabsf(lse) * 0x1p-20f) {
+        if (is_same_lse((base + rest) * LN2, lse)) {
             p.base[lse_at(p, c, x, i)] = base;
             p.rest[lse_at(p, c, x, i)] = rest;
         }
@@ -219,7 +214,7 @@ INLINE void prepare_tile(const attention_params &p, unsigned id, bool rows, uint
         prepare_rows<T>(p, c, x, query0 + warp_row);
     for (int half = 0; half < 2; half++) {
         const int i = query0 + warp_row + half * 8 + (int)threadIdx.x % 32 / 4;
-        large[half] = i < c.sq && is_large<T>(((const float *)p.t.lse)[lse_at(p, c, x, i)]);
+        large[half] = i < c.sq && is_coarse<T>(c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
     }
     if (__syncthreads_or(large[0] || large[1]))
         refine_rows<T, D, WARPS, BLOCK>(p, c, x, query0, large, shared);
@@ -260,7 +255,7 @@ template <typename T, int D> INLINE void attention_rows(const attention_params &
         for (int e = 0; e < 64 * D / 4; e += 128)
             ((float4 *)(p.dq_sum + (sum_tile(p, c, x) + tile) * 64 * D))[e + threadIdx.x] = make_float4(0, 0, 0, 0);
     prepare_rows<T>(p, c, x, tile * 64 + (int)threadIdx.x / 32 * 16);
-    const bool large = threadIdx.x < 64 && i < c.sq && is_large<T>(((const float *)p.t.lse)[lse_at(p, c, x, i)]);
+    const bool large = threadIdx.x < 64 && i < c.sq && is_coarse<T>(c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
     const bool any = __syncthreads_or(large) || c.sk <= FEW_KEYS;
     if (threadIdx.x == 0)
         p.flags[blockIdx.x] = any && tile * 64 < c.sq;

@@ -43,7 +43,7 @@ INLINE void store_rows(const attention_params &p, const place &c, int64_t x, int
             from_float((T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i) + e,
                        sum == 0.0f ? 0.0f : take_sum<D>(merge, at) * (shrink / sum));
         if (e == 0 && p.t.lse)
-            ((float *)p.t.lse)[lse_at(p, c, x, i)] = sum == 0.0f ? -CUDART_INF_F : (base + log2f(sum)) * LN2;
+            ((float *)p.t.lse)[lse_at(p, c, x, i)] = log_of_sum(base, sum, LOG2E_UNIT, LOG2E_UNIT_LOW);
     }
 }
 

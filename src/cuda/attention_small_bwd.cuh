@@ -5,11 +5,6 @@
 
 #include "attention_small.cuh"
 
-/* Is a float32 log-sum-exp too coarse for P = exp(S - lse)? */
-template <typename T> INLINE bool is_large(float lse) {
-    return fabsf(lse) > (sizeof(T) == 4 ? 12.0f : 1024.0f) && fabsf(lse) < CUDART_INF_F;
-}
-
 /* The log-sum-exp of a row anew: the maximum is subtracted exactly, the rest is the logarithm of the sum, of the very scores
  * that its gradients come from. Taken where it agrees with the given lse to its rounding. By one warp; q in float32. */
 template <typename T>
@@ -27,20 +22,18 @@ INLINE void refine_row(const attention_params &p, const place &c, int64_t x, int
         const float s = score<T>(p, c, x, i, j, qk, &slack), more = fmaxf(top, s);
         if (s == -CUDART_INF_F)
             continue;
-        /* Not fused, or the rounding of what is subtracted would come in twice. */
-        const float base = __fmul_rn(more, LOG2E);
-        sum = sum * exp2_approx(__fmul_rn(top, LOG2E) - base) + exp2_approx(fmaf(s, LOG2E, -base));
+        sum = sum * exp2_approx((top - more) * LOG2E) + exp2_approx((s - more) * LOG2E);
         top = more;
     }
-    const float most = warp_max(top), base = __fmul_rn(most, LOG2E);
+    const float most = warp_max(top);
     if (most == -CUDART_INF_F)
         return;
-    sum = warp_sum(sum * exp2_approx(__fmul_rn(top, LOG2E) - base));
+    sum = warp_sum(sum * exp2_approx((top - most) * LOG2E));
     if (p.a.features & HEDDLE_SINKS)
-        sum += exp2f(((const float *)p.t.sinks)[x] * LOG2E - base);
-    const float rest = log2f(sum);
-    if (threadIdx.x % 32 == 0 && fabsf((base + rest) * LN2 - lse) <= fabsf(lse) * 0x1p-20f) {
-        numbers[0] = base;
+        sum += exp2f((((const float *)p.t.sinks)[x] - most) * LOG2E);
+    const float rest = log2f(sum) * LN2;
+    if (threadIdx.x % 32 == 0 && is_same_lse(most + rest, lse)) {
+        numbers[0] = most;
         numbers[STREAM] = rest;
     }
 }
@@ -66,7 +59,7 @@ INLINE void gradients(const attention_params &p, const place &c, const position 
         pz[r] = ds[r] = 0.0f;
         if (s == -CUDART_INF_F || number[0] == CUDART_INF_F)
             continue;
-        const float weight = exp2_approx(fmaf(s, LOG2E, -number[0]) - number[STREAM]);
+        const float weight = exp2_approx((s - number[0] - number[STREAM]) * LOG2E);
         const float z = p.drops ? dropout_factor(p, dropout, c.n, w.x, i, j) : 1.0f;
         pz[r] = weight * z;
         ds[r] = weight * ((z == 0.0f ? 0.0f : dov[r] * z) - ((few ? 0.0f : number[2 * STREAM]) - number[3 * STREAM])) *
@@ -85,7 +78,7 @@ INLINE void store_gradient(void *to, const heddle_strides &s, const place &c, in
 
 /* KEYS: dK and dV of ROWS keys, over the queries of all heads of the group. Else dQ of ROWS queries, over the keys; and
  * what is known of these queries goes to the workspace, for dbias and dsinks. numbers[4][STREAM] of the queries:
- * the log-sum-exp in units of log2 as the sum of two (+inf: it sees nothing), rowsum(dO∘O), dlse; of 16-bit types with few
+ * the log-sum-exp as the sum of two (+inf: it sees nothing), rowsum(dO∘O), dlse; of 16-bit types with few
  * keys the plain prep has found D, and -D takes the place of dlse. */
 template <typename T, int D, bool KEYS> INLINE void small_gradients(const attention_params &p, uint32_t id) {
     typedef small_shared<D> layout;
@@ -135,9 +128,8 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
             }
         }
         if (holds) {
-            const float base = lse * LOG2E;
-            numbers[threadIdx.x] = lse == -CUDART_INF_F ? CUDART_INF_F : base;
-            numbers[STREAM + threadIdx.x] = isfinite(base) ? fmaf(lse, LOG2E, -base) : 0.0f;
+            numbers[threadIdx.x] = lse == -CUDART_INF_F ? CUDART_INF_F : lse;
+            numbers[STREAM + threadIdx.x] = 0.0f;
             numbers[3 * STREAM + threadIdx.x] = dlse;
         }
         const bool large = is_large<T>(lse);
@@ -189,9 +181,9 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
         const int i = w.own + (int)threadIdx.x;
         if (threadIdx.x < ROWS && i < c.sq && !few) {
             const int64_t to = lse_at(p, c, head, i);
-            const float base = numbers[threadIdx.x];
-            p.base[to] = base;
-            p.rest[to] = numbers[STREAM + threadIdx.x];
+            const float top = numbers[threadIdx.x], base = top * LOG2E;
+            p.base[to] = base; /* in units of log2, as the plain kernels take it */
+            p.rest[to] = isfinite(base) ? fmaf(numbers[STREAM + threadIdx.x], LOG2E, fmaf(top, LOG2E, -base)) : 0.0f;
             p.dsum[to] =
                 base == CUDART_INF_F ? 0.0f : numbers[2 * STREAM + threadIdx.x] - numbers[3 * STREAM + threadIdx.x];
         }

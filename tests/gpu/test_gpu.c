@@ -2,8 +2,7 @@
  * What only a GPU has: contexts, streams, graphs, foreign memory, errors of others, tensors of more than 2^31 elements. The
  * results themselves are tested by the programs of every device, with HEDDLE_TEST_DEVICE=cuda. */
 #define _POSIX_C_SOURCE 200809L
-#include "../../tools/device_memory.h"
-#include "common.h"
+#include "driver.h"
 
 #include <math.h>
 #include <pthread.h>
@@ -11,16 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-
-/* memcpy: C has no conversion from an object pointer to a function pointer. */
-#define DRIVER(symbol, parameters, arguments)                                                                          \
-    do {                                                                                                               \
-        int(*function_) parameters = NULL;                                                                             \
-        void *found_ = device_memory_driver(symbol);                                                                   \
-        assert_non_null(found_);                                                                                       \
-        memcpy(&function_, &found_, sizeof found_);                                                                    \
-        assert_int_equal(function_ arguments, 0);                                                                      \
-    } while (0)
 
 static double seconds(void) {
     struct timespec t;
@@ -318,9 +307,7 @@ static int broken_context(void) {
     void *module = NULL, *function = NULL;
     DRIVER("cuModuleLoadData", (void **, const void *), (&module, ptx));
     DRIVER("cuModuleGetFunction", (void **, void *, const char *), (&function, module, "astray"));
-    DRIVER("cuLaunchKernel",
-           (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **),
-           (function, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL));
+    DRIVER_LAUNCH(function, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
     device_memory_wait();
     heddle_status status = heddle_norm_linear_forward(&p.a, &data, s.p[0], s.bytes[0], NULL);
     printf("%s: %s\n", heddle_status_string(status), heddle_last_message());

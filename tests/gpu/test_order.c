@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Calls in a row that nobody waits for, each with the results of those before it: the same bits come out as when every call is waited
- * for. On Hopper a launch may overlap the one in front (wait_for_earlier_grid). */
+ * What kernels in front of a call may not change. Calls in a row that nobody waits for, each with the results of those before it: the
+ * same bits come out as when every call is waited for (on Hopper a launch may overlap the one in front, wait_for_earlier_grid). And
+ * what others left in shared memory, which no tool of compute-sanitizer sees read. */
 #define _POSIX_C_SOURCE 200809L
-#include "../../tools/device_memory.h"
-#include "common.h"
-
+#include "driver.h"
 #include "dtype.h"
 
 #include <math.h>
@@ -177,8 +176,103 @@ static void test_calls_in_a_row(void **state) {
             }
 }
 
+/* ----------------------------------------------------------------------------------- what lies in shared memory */
+
+typedef struct painter {
+    void *function;
+    int processors, bytes; /* of shared memory that one block can have */
+} painter;
+
+/* Fills a block's shared memory with whole numbers of -2048 to 2047, which as floats are denormals and NaN. */
+static painter painter_new(void) {
+    static const char ptx[] = ".version 7.0\n.target sm_80\n.address_size 64\n.extern .shared .align 16 .b8 all[];\n"
+                              ".visible .entry paint(.param .u32 bytes, .param .u32 seed) {\n"
+                              ".reg .pred %end;\n.reg .u32 %at, %bytes, %seed, %x, %y;\nmov.u32 %at, %tid.x;\n"
+                              "shl.b32 %at, %at, 2;\nld.param.u32 %bytes, [bytes];\nld.param.u32 %seed, [seed];\n"
+                              "NEXT:\nsetp.ge.u32 %end, %at, %bytes;\n@%end ret;\n"
+                              "add.u32 %x, %at, %seed;\nmul.lo.u32 %x, %x, 2654435769;\nshr.u32 %seed, %x, 15;\n"
+                              "xor.b32 %x, %x, %seed;\nmul.lo.u32 %x, %x, 739982445;\nshr.s32 %x, %x, 20;\n"
+                              "ld.param.u32 %seed, [seed];\nmov.u32 %y, all;\nadd.u32 %y, %y, %at;\n"
+                              "st.volatile.shared.u32 [%y], %x;\nadd.u32 %at, %at, 1024;\nbra NEXT;\n}\n";
+    enum { MULTIPROCESSOR_COUNT = 16, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97, MAX_DYNAMIC_SHARED_SIZE_BYTES = 8 };
+    painter p = {0};
+    void *module = NULL, *any = device_memory_new(4); /* which enters the device's context */
+    device_memory_free(any);
+    DRIVER("cuDeviceGetAttribute", (int *, int, int), (&p.processors, MULTIPROCESSOR_COUNT, 0));
+    DRIVER("cuDeviceGetAttribute", (int *, int, int), (&p.bytes, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, 0));
+    DRIVER("cuModuleLoadData", (void **, const void *), (&module, ptx));
+    DRIVER("cuModuleGetFunction", (void **, void *, const char *), (&p.function, module, "paint"));
+    DRIVER("cuFuncSetAttribute", (void *, int, int), (p.function, MAX_DYNAMIC_SHARED_SIZE_BYTES, p.bytes));
+    return p;
+}
+
+/* A multiprocessor holds one such block; several times as many as there are reach every one. */
+static void paint(const painter *p, unsigned seed) {
+    unsigned bytes = (unsigned)p->bytes;
+    void *parameters[] = {&bytes, &seed};
+    DRIVER_LAUNCH(p->function, 8 * (unsigned)p->processors, 1, 1, 256, 1, 1, bytes, NULL, parameters, NULL);
+}
+
+/* Runs of one problem behind other leftovers each; the first run's results are what the others' have to be. */
+static void painted_attention(const painter *brush, const attention_case *c) {
+    attention_problem first = attention_new(c), p = attention_new(c);
+    for (unsigned seed = 0; seed < 12; seed++)
+        for (int pass = 0; pass < 2; pass++) {
+            attention_problem *now = seed ? &p : &first;
+            paint(brush, seed * 7919);
+            attention_run(now, (heddle_pass)pass);
+            for (int x = 0; x < T_COUNT && pass; x++)
+                if (now->t[x].host && !tensor_equal(&now->t[x], &first.t[x])) {
+                    attention_print(c);
+                    fail_msg("%s depends on what lay in shared memory", attention_tensor_name[x]);
+                }
+        }
+    attention_free(&first);
+    attention_free(&p);
+}
+
+static void painted_norm_linear(const painter *brush, const norm_linear_case *c) {
+    norm_linear_problem first = norm_linear_new(c), p = norm_linear_new(c);
+    for (unsigned seed = 0; seed < 12; seed++)
+        for (int pass = 0; pass < 2; pass++) {
+            norm_linear_problem *now = seed ? &p : &first;
+            paint(brush, seed * 7919);
+            norm_linear_run(now, (heddle_pass)pass);
+            for (int x = 0; x < N_COUNT && pass; x++)
+                if (now->t[x].host && !tensor_equal(&now->t[x], &first.t[x])) {
+                    norm_linear_print(c);
+                    fail_msg("%s depends on what lay in shared memory", norm_linear_tensor_name[x]);
+                }
+        }
+    norm_linear_free(&first);
+    norm_linear_free(&p);
+}
+
+static void test_leftovers(void **state) {
+    (void)state;
+    static const int tiles[][2] = {{1, 1}, {100, 100}, {7, 300}, {300, 7}, {260, 260}},
+                     dims[] = {32, 64, 128, 256, 320};
+    static const int shapes[][3] = {{3, 40, 24}, {130, 200, 136}, {300, 64, 1000}};
+    painter brush = painter_new();
+    for (size_t x = 0; x < COUNT(tiles) * COUNT(dims) * TEST_DTYPES; x++) {
+        const int *tile = tiles[x % COUNT(tiles)], d = dims[x / COUNT(tiles) % COUNT(dims)];
+        attention_case c = attention_case_of(2, 4, 2, tile[0], tile[1], d, d);
+        c.a.dtype = test_dtypes[x / (COUNT(tiles) * COUNT(dims))];
+        c.a.mask = x % 2 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
+        c.a.features = HEDDLE_DETERMINISTIC;
+        c.seed = x + 1;
+        painted_attention(&brush, &c);
+    }
+    for (size_t x = 0; x < COUNT(shapes) * TEST_DTYPES; x++) {
+        const int *s = shapes[x % COUNT(shapes)];
+        norm_linear_case c = {
+            .a = norm_linear_desc(test_dtypes[x / COUNT(shapes)], HEDDLE_LAYER_NORM, s[0], s[1], s[2]), .seed = x + 1};
+        painted_norm_linear(&brush, &c);
+    }
+}
+
 int main(void) {
     test_begin();
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_calls_in_a_row)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_leftovers), cmocka_unit_test(test_calls_in_a_row)};
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -106,11 +106,11 @@ def exact(value):
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float64: 2**-53}
 
 
-def assert_close(name, got, truth, plain, natural=0.0):
+def assert_close(name, got, truth, plain, natural=0.0, tally=None):
     """The error is at most twice that of the plain computation in the same dtype: the rule of tests/common.c.
 
     A few roundings, of a result and of the float32 lse that the weights are made from, are never held against it;
-    natural is the size that the result would have if its terms did not cancel."""
+    natural is the size that the result would have if its terms did not cancel. tally collects for assert_average."""
     rounding = ROUNDING[got.dtype]
     roundings = 2 if got.dtype in (torch.bfloat16, torch.float16) else 16
     got, plain, truth = (t.detach().double().cpu() for t in (got, plain, truth))
@@ -122,10 +122,29 @@ def assert_close(name, got, truth, plain, natural=0.0):
         return
     largest = truth[finite].abs().max().item()
     error = (got - truth)[finite].abs().max().item()
-    allowed = 2 * (plain - truth)[finite].abs().nan_to_num(0.0).max().item()
+    lost = (plain - truth)[finite].abs().nan_to_num(0.0).max().item()
     # D = rowsum(dout∘out) takes out as it was rounded, in 16 bits or float32.
     floor = max(roundings * rounding * largest, max(rounding, 4 * 2**-24) * natural, 4 * 2**-24 * largest)
-    assert error <= max(allowed, floor), f"{name}: error {error:g} of {largest:g}, allowed {allowed:g} and {floor:g}"
+    assert error <= max(2 * lost, floor), f"{name}: error {error:g} of {largest:g}, allowed {2 * lost:g} and {floor:g}"
+    least = rounding / 2 * max(largest, natural)
+    if tally is not None and least > 0:
+        tally.setdefault(name, []).append(math.log(max(error, least) / max(lost, least)))
+
+
+def assert_average(tally):
+    """What one comparison may be off by luck, many may not: the mean of log(error / the plain computation's)."""
+    for name, logs in tally.items():
+        ratio = math.exp(sum(logs) / len(logs))
+        assert len(logs) < 30 or ratio < 1.5, f"{name}: {ratio:g} times the plain error on average of {len(logs)}"
+
+
+def natural_lse(q, k, scale=None, bias=None):
+    """The largest sum of magnitudes in a score, and 1 for the sum of weights: scores are as exact as their terms."""
+    q, k = (t.detach().double().cpu().abs() for t in (q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)))
+    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+    if bias is not None:
+        scores = scores + exact(bias).detach().abs().nan_to_num(posinf=0.0)
+    return 1 + (scores.max().item() if scores.numel() else 0.0)
 
 
 def natural_out(weights, v):
@@ -133,6 +152,30 @@ def natural_out(weights, v):
     v = v.detach().double().cpu().repeat_interleave(weights.shape[1] // v.shape[1], 1)
     sums = weights.detach().double().cpu() @ v.abs()
     return sums.max().item() if sums.numel() else 0.0
+
+
+def natural_sizes(dy, x, weight, bias=None, gamma=None, beta=None, eps=1e-5, norm="layer"):
+    """Of norm-linear's results (tests/plain_norm_linear.c has the same): the largest sums of the magnitudes of their
+    terms. The terms of x̂ are x and the mean, which float32 holds with the error of a rounding."""
+    dy, x, w = (exact(t).detach() for t in (dy, x, weight))
+    scale = torch.ones(x.shape[-1], dtype=x.dtype) if gamma is None else exact(gamma).detach().abs()
+    shift = torch.zeros_like(scale) if beta is None else exact(beta).detach().abs()
+    mean = x.mean(-1, keepdim=True) if norm == "layer" else x.new_zeros(*x.shape[:-1], 1)
+    rstd = torch.rsqrt(((x - mean) ** 2).mean(-1, keepdim=True) + eps)
+    xhat, size = (x - mean).abs() * rstd, (x.abs() + mean.abs()) * rstd
+    z, dz = size * scale + shift, dy.abs() @ w.abs()
+    g = dz * scale
+    dx = g + size * (g * xhat).mean(-1, keepdim=True) + xhat * (g * size).mean(-1, keepdim=True)
+    dx = dx + g.mean(-1, keepdim=True) if norm == "layer" else dx
+    sizes = {
+        "y": z @ w.abs().T + (0.0 if bias is None else exact(bias).detach().abs()),
+        "dx": rstd * dx,
+        "dweight": dy.abs().T @ z,
+        "dbias": dy.abs().sum(0),
+        "dgamma": (dz * size).sum(0),
+        "dbeta": dz.sum(0),
+    }
+    return {name: t.max().item() if t.numel() else 0.0 for name, t in sizes.items()}
 
 
 def natural_size(dout, q, k, v, scale=None):

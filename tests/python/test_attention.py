@@ -291,3 +291,22 @@ def test_deterministic_and_threads():
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows,keys", [(1, 5), (3, 40), (70, 300)])
+def test_bias_of_the_least_finite_number(rows, keys, dtype):
+    """What many mask with: a row of it alone is the mean of all values, never NaN. On the CPU."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, s, 16).to(dtype).requires_grad_() for s in (rows, keys, keys))
+    bias = torch.zeros(1, 1, rows, keys, dtype=dtype)
+    bias[:, :, 0] = torch.finfo(dtype).min
+    bias[:, :, 1:, : keys // 2] = torch.finfo(dtype).min
+    bias.requires_grad_()
+    out = heddle.attention(q, k, v, bias=bias)
+    grads = torch.autograd.grad(out.sum(), (q, k, v, bias))
+    assert all(torch.isfinite(t).all() for t in (out, *grads))
+    atol = 1e-5 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(out[:, :, 0], v.mean(2), atol=atol)
+    seen = heddle.attention(q[:, :, 1:], k[:, :, keys // 2 :], v[:, :, keys // 2 :])
+    assert torch.allclose(out[:, :, 1:], seen, atol=atol)

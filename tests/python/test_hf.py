@@ -196,3 +196,26 @@ def test_sinks_and_softcap_reach_the_operator():
     assert weights is None and out.shape == (1, 6, 4, 8) and out.is_contiguous()
     expected = heddle.attention(q, k, v, causal=True, scale=0.3, softcap=2.0, sinks=sinks)
     assert torch.equal(out, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@everywhere
+def test_masks_of_older_versions(dtype, device):
+    """Additive, with the least finite number; of GPT-2 to 4.51 the padding alone, as it hides the future itself."""
+    atol = 1e-5 if dtype == torch.float32 else 1e-2
+    module = torch.nn.Module()
+    module.is_causal = True
+    q, k, v = (torch.randn(2, 4, 6, 8, device=device, dtype=dtype) for _ in range(3))
+    q.requires_grad_()
+    sees = torch.ones(2, 1, 1, 6, dtype=torch.bool, device=device)
+    sees[0, ..., :3] = False
+    padding = (~sees).to(dtype) * torch.finfo(dtype).min
+    expected = heddle.attention(q, k, v, mask=sees & torch.ones(6, 6, dtype=torch.bool, device=device).tril())
+    full = padding.expand(2, 1, 6, 6).masked_fill(
+        torch.ones(6, 6, dtype=torch.bool, device=device).triu(1), torch.finfo(dtype).min
+    )
+    out = heddle.hf.attention_forward(module, q, k, v, full)[0]
+    assert torch.allclose(out, expected.transpose(1, 2), atol=atol)
+    assert torch.isfinite(torch.autograd.grad(out.sum(), q)[0]).all()
+    module.register_buffer("bias", torch.ones(1, 1, 16, 16, dtype=torch.bool).tril())
+    assert torch.allclose(heddle.hf.attention_forward(module, q, k, v, padding, is_causal=False)[0], out, atol=atol)

@@ -5,7 +5,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_close, devices, exact, natural_out, natural_size, plain_attention, plain_norm_linear
+from conftest import (
+    assert_average,
+    assert_close,
+    devices,
+    exact,
+    natural_lse,
+    natural_out,
+    natural_size,
+    natural_sizes,
+    plain_attention,
+    plain_norm_linear,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,9 +69,7 @@ def on(device, value):
     return there.copy_(value.detach()).requires_grad_(value.requires_grad)
 
 
-@pytest.mark.parametrize("device", devices())
-@given(problem=problems())
-def test_attention(device, problem):
+def check_attention(device, problem, tally):
     q, k, v, options = problem
     everything = {n: on(device, t) for n, t in {"q": q, "k": k, "v": v, **options}.items()}
     q, k, v, options = (*list(everything.values())[:3], dict(list(everything.items())[3:]))
@@ -78,22 +87,14 @@ def test_attention(device, problem):
         }
     )
     plain_grads = torch.autograd.grad(plain[0], list(leaves.values()), dout)
-    assert_close("out", out, truth[0], plain[0], natural_out(truth[2], v))
-    assert_close("lse", lse, truth[1], plain[1])
+    scores = natural_lse(q, k, options.get("scale"), options.get("bias"))
+    assert_close("out", out, truth[0], plain[0], natural_out(truth[2], v), tally)
+    assert_close("lse", lse, truth[1], plain[1], scores, tally)
     for name, a, b, c in zip(leaves, grads, truth_grads, plain_grads, strict=True):
-        assert_close("d" + name, a, b, c, natural_size(dout, q, k, v, options.get("scale")))
+        assert_close("d" + name, a, b, c, natural_size(dout, q, k, v, options.get("scale")), tally)
 
 
-@pytest.mark.parametrize("device", devices())
-@given(
-    m=st.integers(0, 30),
-    k=st.integers(1, 60),
-    n=st.integers(1, 60),
-    norm=st.sampled_from(["layer", "rms"]),
-    given_vectors=st.lists(st.booleans(), min_size=3, max_size=3),
-    shift=st.floats(-50, 50),
-)
-def test_norm_linear(device, m, k, n, norm, given_vectors, shift):
+def check_norm_linear(device, m, k, n, norm, given_vectors, shift, tally):
     torch.manual_seed(m + 100 * k + 10000 * n)
     leaves = {"x": (torch.randn(m, k) + shift).requires_grad_(), "weight": torch.randn(n, k, requires_grad=True)}
     for name, size, wanted in zip(("bias", "gamma", "beta"), (n, k, k), given_vectors, strict=True):
@@ -107,6 +108,30 @@ def test_norm_linear(device, m, k, n, norm, given_vectors, shift):
     truth, plain = plain_norm_linear(**exacts, norm=norm), plain_norm_linear(**leaves, norm=norm)
     truth_grads = torch.autograd.grad(truth, list(exacts.values()), exact(dy))
     plain_grads = torch.autograd.grad(plain, list(leaves.values()), dy)
-    assert_close("y", y, truth, plain)
+    natural = natural_sizes(dy, **leaves, norm=norm)
+    assert_close("y", y, truth, plain, natural["y"], tally)
     for name, a, b, c in zip(leaves, grads, truth_grads, plain_grads, strict=True):
-        assert_close("d" + name, a, b, c)
+        assert_close("d" + name, a, b, c, natural["d" + name], tally)
+
+
+# Which examples hypothesis takes, derandomised too, depends on the modules that the process has imported (it looks for
+# constants in them): the bounds have to hold for all, not for the examples of one run.
+@pytest.mark.parametrize("device", devices())
+def test_attention(device):
+    tally = {}
+    given(problem=problems())(lambda problem: check_attention(device, problem, tally))()
+    assert_average(tally)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_norm_linear(device):
+    tally = {}
+    given(
+        m=st.integers(0, 30),
+        k=st.integers(1, 60),
+        n=st.integers(1, 60),
+        norm=st.sampled_from(["layer", "rms"]),
+        given_vectors=st.lists(st.booleans(), min_size=3, max_size=3),
+        shift=st.floats(-50, 50),
+    )(lambda **problem: check_norm_linear(device, **problem, tally=tally))()
+    assert_average(tally)

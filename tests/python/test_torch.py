@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from conftest import devices
 from torch.utils.checkpoint import checkpoint
@@ -109,14 +110,24 @@ def test_compile_without_graph_breaks(backend, device):
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_first_use_within_compile():
-    """With heddle imported after torch."""
+@pytest.mark.parametrize(
+    "order,use",
+    [
+        ("torch, heddle", "heddle.attention(q, q, q)"),
+        ("heddle, torch", "heddle.attention(q, q, q)"),
+        ("heddle, torch", "heddle.norm_linear(q, q[0, 0])"),
+        ("heddle, torch", "heddle.scaled_dot_product_attention(q, q, q)"),
+    ],
+)
+def test_first_use_within_compile(order, use):
+    """Nothing of heddle for torch has been used before, nor, in one order, been loaded."""
     program = (
-        "import torch, heddle; q = torch.randn(1, 2, 3, 8); "
-        "print(torch.compile(lambda q: heddle.attention(q, q, q), fullgraph=True, backend='eager')(q).shape)"
+        f"import {order}; q = torch.randn(1, 2, 3, 8); run = lambda q: {use}; "
+        "compiled = torch.compile(run, fullgraph=True, backend='eager'); first = compiled(q); "
+        "again = compiled(2 * q); print(torch.allclose(first, run(q)), torch.allclose(again, run(2 * q)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "[1, 2, 3, 8]" in done.stdout, done.stderr
+    assert done.stdout == "True True\n", done.stderr
 
 
 @everywhere
