@@ -141,10 +141,10 @@ INLINE void await_tile(const state &k, int which, bool cut, int second) {
 
 /* Sᵀ -> Pᵀ. */
 template <int BLOCK>
-INLINE void weigh(float scale, const span &w, const state &k, int i0, bool masked, const float *row, const float *marks,
-                  float (*s)[4]) {
+INLINE void weigh(float scale, const span &w, const state &k, int i0, bool careful, const float *row,
+                  const float *marks, float (*s)[4]) {
     pin_all<BLOCK / 8>(s);
-    if (!masked) {
+    if (!careful) {
         key_weights<false, BLOCK>(scale, w, 0, i0, row, s);
         return;
     }
@@ -218,13 +218,14 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     uint32_t at = k->base + layout::slots + k->r.slot * 2 * layout::slot_bytes;
     await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
     await_tile<T, D, BLOCK, layout>(*k, 1, masked, 2 * BLOCK);
+    bool careful = masked || has_rest<BLOCK>(row);
     wgmma_fence();
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
     wgmma_commit();
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes, at + layout::slot_bytes);
     wgmma_commit();
     wgmma_wait<1>();
-    weigh<BLOCK>(p.scale_log2, w, *k, i0, masked, row, marks, s);
+    weigh<BLOCK>(p.scale_log2, w, *k, i0, careful, row, marks, s);
     wgmma_wait<0>();
     make_operands<T, BLOCK, layout>(k, masked, row, s, dp, ps, ds);
 #pragma unroll 1
@@ -246,13 +247,14 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
             wgmma_fence();
             warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
             wgmma_commit();
+            careful = masked || has_rest<BLOCK>(row);
         }
         wgmma_fence();
         warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, last + layout::slot_bytes);
         wgmma_commit();
         if (!LATE) {
             wgmma_wait<1>();
-            weigh<BLOCK>(p.scale_log2, w, *k, i0, masked, row, marks, s);
+            weigh<BLOCK>(p.scale_log2, w, *k, i0, careful, row, marks, s);
         }
         issue_dq<T, D, BLOCK, layout>(*k, dq);
         warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, last);
@@ -264,6 +266,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
             wgmma_fence();
             warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
             wgmma_commit();
+            careful = masked || has_rest<BLOCK>(row);
             wgmma_wait<2>();
         } else {
             wgmma_wait<1>();
@@ -280,7 +283,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
         wgmma_commit();
         wgmma_wait<1>();
         if (LATE)
-            weigh<BLOCK>(p.scale_log2, w, *k, i0, masked, row, marks, s);
+            weigh<BLOCK>(p.scale_log2, w, *k, i0, careful, row, marks, s);
         else
             release_each(done);
         wgmma_wait<0>();

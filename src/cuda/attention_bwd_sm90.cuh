@@ -173,8 +173,18 @@ template <int BLOCK> INLINE bool find_keys(const attention_params &p, const crew
     return true;
 }
 
-/* Sᵀ -> Pᵀ; in a cut tile -0 where the key is not seen. Rows are keys from row0, columns queries from i0. */
-template <bool CUT, int BLOCK>
+/* Has one of the rows a second part of its log-sum-exp? The same for all warps. */
+template <int BLOCK> INLINE bool has_rest(const float *numbers) {
+    float any = numbers[BLOCK + threadIdx.x % 32];
+#pragma unroll
+    for (int x = 32; x < BLOCK; x += 32)
+        any = fmaxf(fabsf(any), fabsf(numbers[BLOCK + threadIdx.x % 32 + x]));
+    return __any_sync(ALL_LANES, any != 0.0f);
+}
+
+/* Sᵀ -> Pᵀ. Rows are keys from row0, columns queries from i0. CAREFUL: tiles with numbers that have a rest, and cut ones, where
+ * keys that are not seen become -0. */
+template <bool CAREFUL, int BLOCK>
 INLINE void key_weights(float scale, const span &w, int row0, int i0, const float *numbers, float (*s)[4]) {
     const int column0 = fragment_column();
     int first[2], last[2];
@@ -183,11 +193,13 @@ INLINE void key_weights(float scale, const span &w, int row0, int i0, const floa
 #pragma unroll
     for (int y = 0; y < BLOCK / 8; y++) {
         const int column = y * 8 + column0;
-        const float2 base = *(const float2 *)(numbers + column), rest = *(const float2 *)(numbers + BLOCK + column);
+        const float2 base = *(const float2 *)(numbers + column);
+        const float2 rest = CAREFUL ? *(const float2 *)(numbers + BLOCK + column) : base;
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[y][e] = exp2_approx(fmaf(s[y][e], scale, e % 2 ? -base.y : -base.x) - (e % 2 ? rest.y : rest.x));
-            if (CUT && (y * 8 + e % 2 < first[e / 2] || y * 8 + e % 2 > last[e / 2]))
+            s[y][e] = fmaf(s[y][e], scale, e % 2 ? -base.y : -base.x);
+            s[y][e] = exp2_approx(CAREFUL ? s[y][e] - (e % 2 ? rest.y : rest.x) : s[y][e]);
+            if (CAREFUL && (y * 8 + e % 2 < first[e / 2] || y * 8 + e % 2 > last[e / 2]))
                 s[y][e] = -0.0f;
         }
     }

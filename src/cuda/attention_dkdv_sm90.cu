@@ -67,13 +67,14 @@ INLINE void fetch_dkdv(const attention_params_sm90 &all, const crew &c, uint32_t
 template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool FIRST, typename layout>
 INLINE void key_step(float scale, const span &w, key_state *k, int i0, bool cut, float *numbers, int done,
                      float (*s)[4], uint32_t (*ps)[4], uint32_t (*ds)[4]) {
+    const bool careful = cut || has_rest<BLOCK>(numbers);
     float dp[BLOCK / 8][4];
     if (FIRST)
         wgmma_wait<0>();
     else
         wgmma_wait<1>();
     pin_all<BLOCK / 8>(s);
-    if (cut)
+    if (careful)
         key_weights<true, BLOCK>(scale, w, k->row0, i0, numbers, s);
     else
         key_weights<false, BLOCK>(scale, w, k->row0, i0, numbers, s);
@@ -178,9 +179,10 @@ INLINE void sum_keys_plainly(float scale, const span &w, key_state *k, float *nu
         warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes,
                                                      k->base + layout::slots + k->r.slot * layout::slot_bytes);
         wgmma_commit();
+        const bool careful = cut || has_rest<BLOCK>(row);
         wgmma_wait<1>();
         pin_all<BLOCK / 8>(s);
-        if (cut)
+        if (careful)
             key_weights<true, BLOCK>(scale, w, k->row0, i0, row, s);
         else
             key_weights<false, BLOCK>(scale, w, k->row0, i0, row, s);

@@ -51,6 +51,11 @@ template <typename T> INLINE float dot_chunk(uint4 o, uint4 dout) {
     return sum;
 }
 
+/* Is the rounding of lse·log2(e) of weight? Of less than 256 it is half a unit of 2^-16: 5e-6 in P. */
+template <typename T> INLINE bool needs_rest(float base) {
+    return sizeof(T) == 4 || fabsf(base) >= 256.0f;
+}
+
 /* D, base and rest of the 16 rows of a warp, eight lanes to a row. */
 template <typename T> INLINE void prepare_rows(const attention_params &p, const place &c, int64_t x, int row0) {
     const int part = threadIdx.x % 8;
@@ -62,7 +67,7 @@ template <typename T> INLINE void prepare_rows(const attention_params &p, const 
         if (lse != -CUDART_INF_F) {
             base = lse * p.lse_factor;
             rest = fmaf(lse, p.lse_factor, -base) + lse * p.lse_factor_low;
-            rest = isfinite(base) ? rest : 0.0f;
+            rest = isfinite(base) && needs_rest<T>(base) ? rest : 0.0f;
             const T *o = (const T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i);
             const T *dout = (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + i);
             const int dv = p.t.dout ? (int)p.a.dv : 0;
