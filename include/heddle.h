@@ -168,8 +168,7 @@ typedef enum heddle_mask {
  *
  * for every batch b and query head h; query head x uses key/value head x / (h / hk). A query that sees no key has o = 0 and
  * lse = -inf (lse = sink with HEDDLE_SINKS) and passes no gradient to q, k, v and bias. Values that are masked out, by whatever
- * means, are never used: they may be NaN. Where bias masks by large finite numbers, those beyond 2^30 count as the power of two
- * below, 2^126 at most: only the lse of a query with nothing else shows it, whose weights are equal.
+ * means, are never used: they may be NaN. A bias under -2^24 masks as -inf does.
  *
  * With HEDDLE_VARLEN the sequences are packed: q is [total_q, h, d], k and v are [total_k, hk, ...], sequence n holds the rows
  * cu_seqlens[n] to cu_seqlens[n+1]-1 (zero of them is fine), sq and sk are upper limits of one sequence's rows, b counts

@@ -39,6 +39,8 @@ bool attention_sees(const attention_problem *p, int64_t n, int64_t x, int64_t i,
         if (a->window_right >= 0 && j - (i + off) > a->window_right)
             return false;
     }
+    if ((a->features & HEDDLE_BIAS) && tensor_get(&p->t[T_BIAS], n, x, i, j) < -0x1p24)
+        return false;
     return !(a->features & HEDDLE_BOOL_MASK) || tensor_get(&p->t[T_MASK], n, x, i, j) != 0;
 }
 
@@ -254,8 +256,7 @@ static void plain_scores_backward(attention_problem *p, head *h, double *size, d
         for (int64_t j = 0; j < h->sk; j++)
             if (h->sees[i * h->sk + j]) {
                 float *weight = &h->p[i * h->sk + j];
-                if (h->lse[i] > -0x1p24f) /* or lse has forgotten how many keys there are; then the forward's */
-                    *weight = round_to(t, expf(score(p, h, i, j, &unused) - h->lse[i]));
+                *weight = round_to(t, expf(score(p, h, i, j, &unused) - h->lse[i]));
                 h->pz[i * h->sk + j] = round_to(t, *weight * h->z[i * h->sk + j]);
             }
     for (int64_t i = 0; i < h->sq; i++) {

@@ -115,7 +115,7 @@ static float score(const head *h, int64_t i, int64_t j, float *tanh_out, float *
     const heddle_attention *a = &h->p->j.a;
     const double *mask = input_row(h, BOOL_MASK, i), *bias = input_row(h, BIAS, i);
     *tanh_out = *terms = 0;
-    if (!sees(h, i, j) || (mask && mask[j] == 0))
+    if (!sees(h, i, j) || (mask && mask[j] == 0) || (bias && bias[j] < -0x1p24))
         return -INFINITY;
     float t = rounded(h->dtype, dot(input_row(h, Q, i), input_row(h, K, j), a->d));
     t = rounded(h->dtype, t * h->scale);

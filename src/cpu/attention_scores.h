@@ -5,13 +5,8 @@
 
 #include "tile.h"
 
-/* Many mask with a large finite number. Beyond 2^30 it counts as the power of two below, at most 2^126, so that its
- * product with log2(e) neither overflows nor is rounded: else a row of nothing else would be NaN. */
-INLINE vf bounded(vf bias) {
-    const vi bits = (vi)bias, size = bits & 0x7fffffff, power = size & 0x7f800000;
-    const vi most = splat_int(0x7e800000), over = power > most, capped = (over & most) | (~over & power);
-    const vi large = (size > 0x4e800000) & (size < 0x7f800000);
-    return select_float(large, (vf)(capped | (bits ^ size)), bias);
+INLINE vf bias_or_mask(vf bias) {
+    return select_float(bias < splat((float)LEAST_BIAS), splat(-INFINITY), bias);
 }
 
 /* softcap·tanh(scale·s/softcap) - slope·|i + off - j| + bias; the tanh goes to `tanhs` if that is there. */
@@ -43,7 +38,7 @@ static void adjust_scores(const call *c, const unit *u, const lanes *l, const ke
             vf away = load(index + y) + distance;
             r -= load(slope + y) * (vf)((vi)away & 0x7fffffff);
             if (a->features & HEDDLE_BIAS)
-                r += bounded(load(scratch + x));
+                r += bias_or_mask(load(scratch + x));
             store(s + x, r);
         }
     }

@@ -153,14 +153,6 @@ INLINE score_row make_score_row(const attention_params &p, const place &c, int64
     return r;
 }
 
-/* Many mask with a large finite number. Beyond 2^30 it counts as the power of two below, at most 2^126, so that its product with
- * log2(e) neither overflows nor is rounded: else a row of nothing else would be NaN. */
-INLINE float bounded_bias(float bias) {
-    if (!(fabsf(bias) > 0x1p30f) || isinf(bias))
-        return bias;
-    return copysignf(fminf(__uint_as_float(__float_as_uint(bias) & 0x7f800000u), 0x1p126f), bias);
-}
-
 /* S from q·k; -inf where masked. *slack = dS/dT. Row and key must be inside the sequence. */
 template <typename T>
 INLINE float full_score(const attention_params &p, const place &c, const score_row &r, int j, float qk, float *slack) {
@@ -171,8 +163,8 @@ INLINE float full_score(const attention_params &p, const place &c, const score_r
         return -CUDART_INF_F;
     float bias = 0.0f;
     if (p.a.features & HEDDLE_BIAS)
-        bias = bounded_bias(to_float(((const T *)p.t.bias)[r.bias + j]));
-    if (bias == -CUDART_INF_F)
+        bias = to_float(((const T *)p.t.bias)[r.bias + j]);
+    if (bias < (float)LEAST_BIAS)
         return -CUDART_INF_F;
     float t = qk * p.scale;
     if (p.softcap > 0.0f) {

@@ -288,7 +288,7 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
         base = (float)lse2;
         rest = isfinite(base) ? (float)(lse2 - (double)base) : 0.0f;
         const bool few = sizeof(T) == 2 && p.t.dout && c.sk <= FEW_KEYS;
-        const bool large = (sizeof(T) == 4 || few || fabsf(lse) > 0x1p20f) && is_coarse<T>(c, lse);
+        const bool large = (sizeof(T) == 4 || few) && is_coarse<T>(c, lse);
         if (large || few || p.t.dweights) {
             for (int e = lane; e < p.a.d; e += 32)
                 q[e] = to_float(query_row<T>(p, c, at.x, at.i)[e]);

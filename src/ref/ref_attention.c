@@ -116,7 +116,7 @@ static double score(work *w, const head *c, int64_t i, int64_t j) {
         return -INFINITY;
     if (data->bias)
         bias = load_element(a->dtype, data->bias, row_at(a->bias_stride, c->n, c->x, i) + j);
-    if (bias == -INFINITY) /* a mask too: whatever the key holds, it is not seen */
+    if (bias < LEAST_BIAS) /* a mask too: whatever the key holds, it is not seen */
         return -INFINITY;
     double t = w->t[j] = a->scale * dot(w->q, w->k + j * a->d, a->d);
     double capped = a->softcap > 0 ? a->softcap * tanh(t / a->softcap) : t;
