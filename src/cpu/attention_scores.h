@@ -5,6 +5,7 @@
 
 #include "tile.h"
 
+/* Such a bias masks (mask.h). NaN stays what it is. */
 INLINE vf bias_or_mask(vf bias) {
     return select_float(bias < splat((float)LEAST_BIAS), splat(-INFINITY), bias);
 }
