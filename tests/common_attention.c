@@ -140,7 +140,7 @@ static void fill_huge_bias(attention_problem *p, double huge) {
         for (int64_t x = 0; x < t->dim[1]; x++)
             for (int64_t i = 0; i < t->dim[2]; i++)
                 for (int64_t j = 0; j < t->dim[3]; j++)
-                    if (i % 3 == 1 || j % 4 == 2)
+                    if ((i % 3 == 1 && t->stride[2] != 0) || j % 4 == 2)
                         tensor_set(t, n, x, i, j, huge);
 }
 
@@ -160,8 +160,8 @@ static void fill_mask(attention_problem *p, const attention_case *c, rng *r) {
 }
 
 /* NaN wherever no query looks: keys and values that none sees, queries that see none, rows outside every sequence, bias
- * that is masked out. */
-static void poison_unseen(attention_problem *p) {
+ * that is masked out unless it is what masks. */
+static void poison_unseen(attention_problem *p, bool bias_masks) {
     static const int whole_rows[] = {T_Q, T_DOUT, T_DLSE, T_K, T_V, T_BIAS, T_DWEIGHTS};
     const heddle_attention *a = &p->a;
     unsigned char *used[COUNT(whole_rows)];
@@ -198,7 +198,8 @@ static void poison_unseen(attention_problem *p) {
     for (size_t x = 0; x < COUNT(whole_rows); x++) {
         tensor *t = &p->t[whole_rows[x]];
         unsigned char *reached = t->host ? tensor_reached(t) : NULL;
-        for (int64_t at = 0; t->host && at < t->span; at++)
+        const bool stays = bias_masks && whole_rows[x] == T_BIAS;
+        for (int64_t at = 0; t->host && !stays && at < t->span; at++)
             if (reached[at] && !used[x][at])
                 tensor_raw_set(t, at, NAN);
         free(reached);
@@ -237,7 +238,7 @@ static void fill_inputs(attention_problem *p, const attention_case *c) {
     if (c->huge_bias != 0)
         fill_huge_bias(p, c->huge_bias);
     if (c->poison_masked)
-        poison_unseen(p);
+        poison_unseen(p, c->huge_bias != 0);
 }
 
 static void upload_all(attention_problem *p) {

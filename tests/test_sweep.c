@@ -142,6 +142,8 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
     for (int x = T_DOUT; x < T_COUNT; x++)
         c.skip |= rng_chance(&r, 0.08) ? UINT32_C(1) << x : 0;
     c.poison_masked = rng_chance(&r, 0.7);
+    if (a->features & HEDDLE_BIAS && rng_chance(&r, 0.3))
+        c.huge_bias = -INFINITY;
     return c;
 }
 

@@ -317,7 +317,8 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
     chunk.count = min64(chunk_k, u->s.sk - chunk.first);
     const bool k_finite = load_chunk(c, u, w, &chunk);
     w->sums_d = sums_d(c, u);
-    w->fresh = tiles == 1 && a->mask == HEDDLE_MASK_NONE && !(a->features & (HEDDLE_WINDOW | HEDDLE_BOOL_MASK));
+    w->fresh = tiles == 1 && a->mask == HEDDLE_MASK_NONE &&
+               !(a->features & (HEDDLE_WINDOW | HEDDLE_BOOL_MASK | HEDDLE_BIAS)); /* nothing that masks */
     if (!w->fresh) {
         memset(w->dk, 0, sizeof(float) * (size_t)(chunk.count * c->d_pad));
         memset(w->dv, 0, sizeof(float) * (size_t)(chunk.count * c->dv_pad));

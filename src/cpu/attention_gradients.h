@@ -14,7 +14,7 @@ typedef struct backward_space {
     float base[LANES], rest[LANES]; /* log-sum-exp in units of log2, as the sum of two floats */
     float dsum[LANES];
     bool q_finite, dout_finite;
-    bool fresh;  /* dk and dv hold nothing yet */
+    bool fresh;  /* dk and dv hold nothing yet, and nothing is masked */
     bool sums_d; /* D is formed from P and dP, see sums_d() */
     parts seen;
     ahead next;

@@ -5,13 +5,9 @@
 
 #include "tile.h"
 
-/* Such a bias masks (mask.h). NaN stays what it is. */
-INLINE vf bias_or_mask(vf bias) {
-    return select_float(bias < splat((float)LEAST_BIAS), splat(-INFINITY), bias);
-}
-
-/* softcap·tanh(scale·s/softcap) - slope·|i + off - j| + bias; the tanh goes to `tanhs` if that is there. */
-static void adjust_scores(const call *c, const unit *u, const lanes *l, const key_block *b, float *s, float *tanhs,
+/* softcap·tanh(scale·s/softcap) - slope·|i + off - j| + bias; the tanh goes to `tanhs` if that is there. True if a bias masks (mask.h),
+ * whatever the score beside it is. */
+static bool adjust_scores(const call *c, const unit *u, const lanes *l, const key_block *b, float *s, float *tanhs,
                           float *scratch) {
     const heddle_attention *a = c->a;
     float slope[LANES] = {0}, index[LANES];
@@ -24,8 +20,13 @@ static void adjust_scores(const call *c, const unit *u, const lanes *l, const ke
         const void *rows[LANES];
         lane_rows(c, u, l, c->t->bias, a->bias_stride, 0, rows);
         pack_transposed(c->type, rows, b->first, l->count, b->count, 1, scratch, l->stride);
+        for (int64_t x = l->count; x < l->stride;
+             x++) /* a key that is NaN and masked must not reach the lanes of nobody */
+            for (int64_t j = 0; j < b->count; j++)
+                scratch[j * l->stride + x] = -INFINITY;
     }
     const float cap = (float)a->softcap, scale = (float)(cap > 0 ? a->scale / a->softcap : a->scale);
+    vi masked = splat_int(0);
     for (int64_t j = 0; j < b->count; j++) {
         float distance = (float)(l->first + u->off - b->first - j);
         for (int64_t x = j * l->stride, y = 0; y < l->stride; x += VL, y += VL) {
@@ -38,11 +39,16 @@ static void adjust_scores(const call *c, const unit *u, const lanes *l, const ke
             }
             vf away = load(index + y) + distance;
             r -= load(slope + y) * (vf)((vi)away & 0x7fffffff);
-            if (a->features & HEDDLE_BIAS)
-                r += bias_or_mask(load(scratch + x));
+            if (a->features & HEDDLE_BIAS) {
+                const vf bias = load(scratch + x);
+                const vi hidden = bias < splat((float)LEAST_BIAS);
+                r = select_float(hidden, splat(-INFINITY), r + bias);
+                masked |= hidden;
+            }
             store(s + x, r);
         }
     }
+    return any_lane(masked);
 }
 
 INLINE vi lane_index(const lanes *l, int v) {
@@ -239,13 +245,12 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
         multiply_parts(l, r, b->k, b->k_stride, c->a->d, b->t.k, qt, s,
                        rows_behind(c, u, c->t->k, c->a->k_stride, c->a->d, b->first + b->count, false), next);
     }
-    if (c->adjusts)
-        adjust_scores(c, u, l, b, s, tanhs, scratch);
+    const bool hides = c->adjusts && adjust_scores(c, u, l, b, s, tanhs, scratch);
     if (r->partial)
         mask_band(u, l, b, s); /* the parts that were left out, too */
     if (c->a->features & HEDDLE_BOOL_MASK)
         mask_bool(c, u, l, b, s, scratch);
-    return r->partial || (c->a->features & HEDDLE_BOOL_MASK);
+    return hides || r->partial || (c->a->features & HEDDLE_BOOL_MASK);
 }
 
 #ifdef HAVE_BF16_DOT

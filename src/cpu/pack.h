@@ -182,10 +182,7 @@ INLINE bool halves_finite(const float *p, int64_t floats) {
         const vu e = (vu)load(p + x);
         any |= ((e & 0x7f80u) == 0x7f80u) | ((e & 0x7f800000u) == 0x7f800000u);
     }
-    int32_t r = 0;
-    for (int l = 0; l < VL; l++)
-        r |= any[l];
-    return r == 0;
+    return !any_lane(any);
 }
 
 #endif

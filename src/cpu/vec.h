@@ -42,6 +42,14 @@ INLINE vf select_float(vi mask, vf yes, vf no) {
     return (vf)((mask & (vi)yes) | (~mask & (vi)no));
 }
 
+/* Whether any lane has a bit set. */
+INLINE bool any_lane(vi mask) {
+    int32_t r = 0;
+    for (int l = 0; l < VL; l++)
+        r |= mask[l];
+    return r != 0;
+}
+
 #ifndef HAVE_STREAM
 INLINE void stream(void *line, vf x) {
     store((float *)line, x); /* never called */
