@@ -297,7 +297,6 @@ static void test_large_values(void **state) {
     }
 }
 
-/* TF32 where it is asked for: on a GPU with an error like TF32's, on a CPU without. */
 /* A textbook's float32 finds P = exp(S - lse) next to exactly where few keys are seen: nobody else may lose much then. */
 static void test_few_keys(void **state) {
     (void)state;
@@ -318,6 +317,7 @@ static void test_few_keys(void **state) {
     }
 }
 
+/* TF32 where it is asked for: on a GPU with an error like TF32's, on a CPU without. */
 static void test_tf32(void **state) {
     (void)state;
     static const int64_t dims[][2] = {{64, 64}, {128, 128}, {40, 72}, {256, 200}, {300, 20}};

@@ -47,13 +47,9 @@ static void test_larger_sizes(void **state) {
         }
 }
 
-/* Few rows of x: forward reads W where it lies, in parts of 1024 or 2048 sum indices, backward a strip of 32 rows of W after the other; and
- * the neighbours of both that do not. */
-static void test_few_rows(void **state) {
-    (void)state;
-    static const int64_t sizes[][3] = {{2, 2100, 41}, {9, 1031, 19},  {48, 392, 97},  {49, 392, 98}, {24, 199, 17},
-                                       {25, 193, 50}, {64, 200, 128}, {65, 200, 130}, {31, 192, 61}, {1, 192, 33}};
-    for (size_t x = 0; x < COUNT(sizes); x++) {
+/* Each m, k, n with its rows side by side, and then apart. */
+static void check_sizes(const int64_t (*sizes)[3], size_t n) {
+    for (size_t x = 0; x < n; x++) {
         norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
         check_all(c);
         c.a.x_stride = c.a.dx_stride = c.a.k + 3;
@@ -62,6 +58,15 @@ static void test_few_rows(void **state) {
         c.a.y_stride = c.a.dy_stride = c.a.n + 1;
         check_all(c);
     }
+}
+
+/* Few rows of x: forward reads W where it lies, in parts of 1024 or 2048 sum indices, backward a strip of 32 rows of W after the other; and
+ * the neighbours of both that do not. */
+static void test_few_rows(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{2, 2100, 41}, {9, 1031, 19},  {48, 392, 97},  {49, 392, 98}, {24, 199, 17},
+                                       {25, 193, 50}, {64, 200, 128}, {65, 200, 130}, {31, 192, 61}, {1, 192, 33}};
+    check_sizes(sizes, COUNT(sizes));
     static const int results[] = {N_DX, N_DGAMMA, N_DBETA, N_DW, N_DBIAS};
     for (unsigned bits = 0; bits < 1u << COUNT(results); bits++) {
         norm_linear_case c = make_case(5, 200, 35);
@@ -77,15 +82,7 @@ static void test_few_columns(void **state) {
     (void)state;
     static const int64_t sizes[][3] = {{50, 392, 1}, {51, 100, 3},  {129, 64, 4},
                                        {130, 63, 4}, {61, 2050, 2}, {52, 200, 5}};
-    for (size_t x = 0; x < COUNT(sizes); x++) {
-        norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
-        check_all(c);
-        c.a.x_stride = c.a.dx_stride = c.a.k + 3;
-        c.a.w_stride = c.a.k + 1;
-        c.a.dw_stride = c.a.k + 2;
-        c.a.y_stride = c.a.dy_stride = c.a.n + 1;
-        check_all(c);
-    }
+    check_sizes(sizes, COUNT(sizes));
 }
 
 /* Are small problems, too, to go to the kernels for large ones? */
