@@ -10,23 +10,29 @@
  * P and dS go from the accumulators of one product into the operand of the next without leaving the registers; for dQ,
  * where the sum goes over the keys of both warpgroups, dS goes through shared memory as well. A warpgroup makes 64 x 64
  * of dQ. The sums lie in memory as the accumulators lie in registers: pieces of 64 x 64, [8][128 threads][4]. One warp
- * fetches; Q and dO have a barrier each. */
+ * fetches; Q and dO have a barrier each.
+ *
+ * lean adds to the sums from the registers, whose reading the next products wait for. long lays a piece down in shared memory,
+ * and a thread of the first warpgroup has the copy engine add it: better where a tile of keys has many steps. */
 #include "attention_bwd_sm90.cuh"
 #include "attention_prep.cuh"
 
 #define PIECE 4096 /* floats */
 
-/* Shared memory: K, V; stages of Q and dO; dS twice; base, rest and D for each row of a stage; marks of keys. */
-template <int D, int BLOCK, int STAGES> struct layout90 {
+/* Shared memory: K, V; stages of Q and dO; dS twice; of LONG a piece of dQ for each warpgroup; base, rest and D for each row of a
+ * stage; marks of keys. */
+template <int D, int BLOCK, int STAGES, bool LONG> struct layout90 {
     static constexpr int own_bytes = OWN_ROWS * D * 2, slot_bytes = BLOCK * D * 2, ds_bytes = OWN_ROWS * BLOCK * 2;
     static constexpr int slots = 2 * own_bytes;
     static constexpr int ds = slots + STAGES * 2 * slot_bytes;
-    static constexpr int numbers = ds + 2 * ds_bytes;
+    static constexpr bool is_long = LONG;
+    static constexpr int dq = ds + 2 * ds_bytes, numbers = dq + (LONG ? 2 * PIECE * 4 : 0);
     static constexpr int marks = numbers + STAGES * 3 * BLOCK * 4;
     static constexpr int full = marks + OWN_ROWS * 4; /* two for each stage: Q and dO */
     static constexpr int empty = full + STAGES * 16;
     static constexpr int ds_full = empty + STAGES * 16, own_full = ds_full + 16, own_empty = own_full + 8;
-    static constexpr int bytes = own_empty + 8;
+    static constexpr int dq_full = own_empty + 8, dq_empty = dq_full + 16;
+    static constexpr int bytes = dq_empty + 16;
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
@@ -38,6 +44,10 @@ template <typename layout, int STAGES> INLINE void make_barriers(uint32_t base) 
         }
         mbarrier_init(base + layout::ds_full, CONSUMERS / 32);
         mbarrier_init(base + layout::ds_full + 8, CONSUMERS / 32);
+        for (int x = 0; layout::is_long && x < 2; x++) {
+            mbarrier_init(base + layout::dq_full + x * 8, WARPGROUP);
+            mbarrier_init(base + layout::dq_empty + x * 8, 1);
+        }
         mbarrier_init(base + layout::own_full, 1);
         mbarrier_init(base + layout::own_empty, CONSUMERS / 32);
         mbarrier_init_fence();
@@ -46,9 +56,8 @@ template <typename layout, int STAGES> INLINE void make_barriers(uint32_t base) 
 }
 
 /* One warp fetches all that the others work on. */
-template <typename T, int D, int BLOCK, int STAGES>
+template <typename T, int D, int BLOCK, int STAGES, typename layout>
 INLINE void fetch(const attention_params_sm90 &all, const crew &crew, uint32_t base) {
-    typedef layout90<D, BLOCK, STAGES> layout;
     const attention_params &p = all.p;
     const int lane = threadIdx.x % 32;
     ring r = {0, 0};
@@ -89,6 +98,33 @@ INLINE void fetch(const attention_params_sm90 &all, const crew &crew, uint32_t b
     }
 }
 
+/* long: one thread for each warpgroup adds that one's pieces of dQ to their sums; they are there when it comes back. */
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void add_pieces(const attention_params &p, const crew &crew, uint32_t base, int group) {
+    const uint32_t full = base + layout::dq_full + group * 8, empty = base + layout::dq_empty + group * 8;
+    int parity = 0;
+    key_work w;
+    for (unsigned turn = 0; find_keys<BLOCK>(p, crew, turn, &w); turn++) {
+        if (!w.steps)
+            continue;
+        for (int x = w.y * p.group; x < (w.y + 1) * p.group; x++) {
+            float *sum = p.dq_sum + sum_tile(p, w.c, x) * 64 * D + group * PIECE;
+#pragma unroll 1
+            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK) {
+                mbarrier_wait(full, parity);
+                parity ^= 1;
+                if (p.dq_sum) {
+                    add_bulk(sum + (int64_t)i0 * D, base + layout::dq + group * PIECE * 4, PIECE * 4);
+                    bulk_commit();
+                    bulk_wait_read();
+                }
+                mbarrier_arrive(empty);
+            }
+        }
+    }
+    bulk_wait();
+}
+
 /* What a warpgroup carries through its steps. */
 struct state {
     uint32_t base, own; /* shared memory; this warpgroup's rows of K there */
@@ -97,7 +133,7 @@ struct state {
     int turn;           /* steps so far: which dS, and its parity */
     bool any_bad;       /* one of the keys is not finite */
     float *numbers;     /* of stage 0 */
-    float *sum;         /* where query 0 of the head adds, for this thread */
+    float *sum;         /* lean: where query 0 of the head adds, for this thread */
 };
 
 /* dS·K reads K of rows that a mask may have left out: what is not finite becomes zero, and who sees the key gets NaN. */
@@ -130,6 +166,30 @@ INLINE void add_piece(float *to, float (*dq)[4]) {
             add_global4(to + y * WARPGROUP * 4, make_float4(dq[y][0], dq[y][1], dq[y][2], dq[y][3]));
 }
 
+/* long: a piece of dQ to where another thread adds it from, once the one of the step before has been read. */
+template <typename layout> INLINE void lay_down(const state &k, float (*dq)[4]) {
+    pin_all<8>(dq);
+    const uint32_t to = k.base + layout::dq + k.group * PIECE * 4 + threadIdx.x % WARPGROUP * 16;
+    mbarrier_wait(k.base + layout::dq_empty + k.group * 8, (k.turn & 1) ^ 1);
+#pragma unroll
+    for (int y = 0; y < 8; y++)
+        store_shared16(to + y * WARPGROUP * 16, make_uint4(__float_as_uint(dq[y][0]), __float_as_uint(dq[y][1]),
+                                                           __float_as_uint(dq[y][2]), __float_as_uint(dq[y][3])));
+}
+
+/* long: which that thread may, after fence_async. */
+template <typename layout> INLINE void hand_over(const state &k) {
+    if (layout::is_long)
+        release_each(k.base + layout::dq_full + k.group * 8);
+}
+
+template <typename layout> INLINE void pass_on(const state &k, float *to, float (*dq)[4]) {
+    if (layout::is_long)
+        lay_down<layout>(k, dq);
+    else
+        add_piece(to, dq);
+}
+
 template <typename T, int D, int BLOCK, typename layout>
 INLINE void await_tile(const state &k, int which, bool cut, int second) {
     const uint32_t bar = k.base + layout::full + k.r.slot * 16 + which * 8;
@@ -159,9 +219,9 @@ INLINE void weigh(float scale, const span &w, const state &k, int i0, bool caref
             s[y][e] = __float_as_int(s[y][e]) < 0 ? s[y][e] : s[y][e] + marks[e / 2 * 8];
 }
 
-/* Where this thread adds its part of dQ of the tile from i0 on; NULL: there is no such tile. */
-template <int D> INLINE float *find_sum(const state &k, const span &w, int i0) {
-    return k.sum && (D > 64 ? i0 : i0 + k.group * 64) < w.end ? k.sum + (int64_t)i0 * D : NULL;
+/* lean: where this thread adds its part of dQ of the tile from i0 on; NULL: there is no such tile. */
+template <int D, typename layout> INLINE float *find_sum(const state &k, const span &w, int i0) {
+    return !layout::is_long && k.sum && (D > 64 ? i0 : i0 + k.group * 64) < w.end ? k.sum + (int64_t)i0 * D : NULL;
 }
 
 /* From P and dP to the operands of dV, dK and dQ, 16 queries at a time. For dS·K, dS lies in shared memory: rows are keys,
@@ -206,9 +266,8 @@ template <typename T, int D, int BLOCK, typename layout> INLINE void issue_dq(co
 
 /* All steps of a tile of keys. Of two neighbouring steps: while dV of one adds up, Sᵀ of the next is made and turned into
  * weights; LATE, for which fewer registers do: Sᵀ comes after all products of the step before, the weights beside dPᵀ. */
-template <typename T, int D, int BLOCK, int STAGES, bool LATE>
+template <typename T, int D, int BLOCK, int STAGES, bool LATE, typename layout>
 INLINE void sum_keys(const attention_params &p, const span &w, int steps, state *k, float (*dk)[4], float (*dv)[4]) {
-    typedef layout90<D, BLOCK, STAGES> layout;
     float s[BLOCK / 8][4], dp[BLOCK / 8][4], dq[8][4];
     uint32_t ps[BLOCK / 16][4], ds[BLOCK / 16][4];
     const float *const marks = k->numbers + (layout::marks - layout::numbers) / 4;
@@ -231,12 +290,12 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
 #pragma unroll 1
     while (--steps) {
         const uint32_t last = at, done = k->base + layout::empty + k->r.slot * 16;
-        to = find_sum<D>(*k, w, i0);
+        to = find_sum<D, layout>(*k, w, i0);
         if (i0 + BLOCK < w.end) {
             i0 += BLOCK;
         } else { /* the next head */
             i0 = w.begin;
-            k->sum += k->sum ? sum_tiles(p) * 64 * D : 0;
+            k->sum += !layout::is_long && k->sum ? sum_tiles(p) * 64 * D : 0;
         }
         masked = is_cut(w, i0) || k->any_bad;
         advance<STAGES>(&k->r);
@@ -272,7 +331,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
             wgmma_wait<1>();
             release(done + 8);
         }
-        add_piece(to, dq);
+        pass_on<layout>(*k, to, dq);
         if (LATE) {
             wgmma_wait<1>();
             release_each(done);
@@ -289,9 +348,10 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
         wgmma_wait<0>();
         k->turn++;
         make_operands<T, BLOCK, layout>(k, masked, row, s, dp, ps, ds);
+        hand_over<layout>(*k);
     }
     const uint32_t done = k->base + layout::empty + k->r.slot * 16;
-    to = find_sum<D>(*k, w, i0);
+    to = find_sum<D, layout>(*k, w, i0);
     wgmma_fence();
     warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, at + layout::slot_bytes);
     wgmma_commit();
@@ -300,16 +360,18 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     wgmma_commit();
     wgmma_wait<1>();
     release(done + 8);
-    add_piece(to, dq);
+    pass_on<layout>(*k, to, dq);
+    if (layout::is_long)
+        fence_async();
+    hand_over<layout>(*k);
     wgmma_wait<0>();
     release_each(done);
     advance<STAGES>(&k->r);
     k->turn++;
 }
 
-template <typename T, int D, int BLOCK, int STAGES>
+template <typename T, int D, int BLOCK, int STAGES, typename layout>
 INLINE void work(const attention_params &p, const crew &crew, char *shared) {
-    typedef layout90<D, BLOCK, STAGES> layout;
     state k;
     k.base = shared_address(shared);
     k.group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP - 1, 0);
@@ -324,14 +386,14 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
         zero_all<D / 8>(dk);
         zero_all<D / 8>(dv);
         if (w.steps) {
-            k.sum = p.dq_sum ? p.dq_sum + sum_tile(p, w.c, w.y * p.group) * 64 * D + k.group * PIECE +
-                                   threadIdx.x % WARPGROUP * 4
-                             : NULL;
+            k.sum = !layout::is_long && p.dq_sum ? p.dq_sum + sum_tile(p, w.c, w.y * p.group) * 64 * D +
+                                                       k.group * PIECE + threadIdx.x % WARPGROUP * 4
+                                                 : NULL;
             k.row0 = w.key0 + k.group * 64 + fragment_row();
             mbarrier_wait(k.base + layout::own_full, own_turn);
             own_turn ^= 1;
             clean_keys<T, D, layout>(shared, &k);
-            sum_keys<T, D, BLOCK, STAGES, (D <= 64)>(p, w.s, w.steps, &k, dk, dv);
+            sum_keys<T, D, BLOCK, STAGES, (D <= 64), layout>(p, w.s, w.steps, &k, dk, dv);
             release(k.base + layout::own_empty);
         }
         pin_all<D / 8>(dk);
@@ -347,18 +409,21 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
     }
 }
 
-template <typename T, int D, int BLOCK, int STAGES> INLINE void attention_bwd(const attention_params_sm90 &all) {
-    typedef layout90<D, BLOCK, STAGES> layout;
+template <typename T, int D, int BLOCK, int STAGES, bool LONG>
+INLINE void attention_bwd(const attention_params_sm90 &all) {
+    typedef layout90<D, BLOCK, STAGES, LONG> layout;
     extern __shared__ __align__(1024) char shared[];
     const crew crew = {blockIdx.x, gridDim.x};
     make_barriers<layout, STAGES>(shared_address(shared));
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();
         if (threadIdx.x < 32)
-            fetch<T, D, BLOCK, STAGES>(all, crew, shared_address(shared));
+            fetch<T, D, BLOCK, STAGES, layout>(all, crew, shared_address(shared));
+        else if (LONG && threadIdx.x < 96 && threadIdx.x % 32 == 0)
+            add_pieces<T, D, BLOCK, layout>(all.p, crew, shared_address(shared), (int)threadIdx.x / 32 - 1);
     } else {
         registers_more<240>();
-        work<T, D, BLOCK, STAGES>(all.p, crew, shared);
+        work<T, D, BLOCK, STAGES, layout>(all.p, crew, shared);
     }
 }
 
@@ -382,15 +447,17 @@ template <typename T, int D> INLINE void attention_finish(const attention_params
 #define blocks_bwd 1
 #define blocks_finish 5
 #define blocks_rows 8
-#define pass_bwd(T, D, BLOCK) attention_bwd<T, D, BLOCK, BACKWARD90_STAGES(D)>(all)
-#define pass_finish(T, D, BLOCK) attention_finish<T, D>(all.p)
-#define pass_rows(T, D, BLOCK) attention_rows<T, D>(all.p)
+#define is_lean false
+#define is_long true
+#define pass_bwd(T, D, BLOCK, variant) attention_bwd<T, D, BLOCK, BACKWARD90_STAGES(D), is_##variant>(all)
+#define pass_finish(T, D, BLOCK, variant) attention_finish<T, D>(all.p)
+#define pass_rows(T, D, BLOCK, variant) attention_rows<T, D>(all.p)
 #define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
     extern "C" __global__ void __launch_bounds__(warps * 32, blocks_##pass)                                            \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \
-        pass_##pass(dtype, dim, block);                                                                                \
+        pass_##pass(dtype, dim, block, variant);                                                                       \
     }
 #define ATTENTION_BWD90_LIST
 #include "attention.def"

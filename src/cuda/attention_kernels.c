@@ -81,11 +81,12 @@ static size_t shared_bytes_backward32(const kernel_row *k) {
     return (k->pass == PASS_prep ? 2 : 4) * tile + slots * (tile + (3 * block + 4) * 4 + 16) + 8;
 }
 
-/* K, V; stages of Q and dO with three numbers a row; dS twice; marks of keys; barriers. */
+/* K, V; stages of Q and dO with three numbers a row; dS twice; of long ones two pieces of dQ; marks of keys;
+ * barriers. */
 static size_t shared_bytes_fused(const kernel_row *k) {
     const size_t own = (size_t)rows_of(k), block = (size_t)k->block, width = (size_t)k->dim * 2;
     return 2 * own * width + BACKWARD90_STAGES(k->dim) * (2 * block * width + 3 * block * 4 + 32) +
-           2 * own * block * 2 + own * 4 + 32;
+           2 * own * block * 2 + (k->variant == VARIANT_long ? 2 * 64 * 64 * sizeof(float) : 0) + own * 4 + 64;
 }
 
 /* Up to 1023 bytes before the first tile; tiles of Q, two or, of wide heads, one; tiles of K and V and marks; jobs; barriers. */

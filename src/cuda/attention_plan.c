@@ -191,9 +191,15 @@ static void choose_forward(const heddle_attention *a, const attention_device *de
     }
 }
 
+/* Queries to a head of keys from which on the copy engine's sums of dQ are the faster ones (docs/kernels/cuda-sm90.md). */
+#define LONG_QUERIES 1024
+
 /* The kernel for Hopper that makes all three gradients, where their sums need no order; -1: none. */
 static int find_fused(const heddle_attention *a, const attention_device *device) {
-    return a->features & HEDDLE_DETERMINISTIC ? -1 : find_sm90(a, device, PASS_bwd);
+    const int x = a->features & HEDDLE_DETERMINISTIC ? -1 : find_sm90(a, device, PASS_bwd);
+    if (x < 0 || kernels[x].dim <= 64 || a->h / a->hk * a->sq < LONG_QUERIES)
+        return x;
+    return heddle__cuda_find_attention(a, device, PASS_bwd, VARIANT_long, FAMILY_sm90);
 }
 
 static void choose_fused(const heddle_attention *a, const attention_device *device, attention_choice *c, int bwd) {

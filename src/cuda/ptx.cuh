@@ -227,6 +227,27 @@ PTX void add_global4(float *to, float4 x) {
                  : "memory");
 }
 
+/* So many bytes of float32 in shared memory, a multiple of 16, added to what lies in global memory. */
+PTX void add_bulk(float *to, uint32_t from, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+}
+
+PTX void bulk_commit(void) {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* What this thread's bulk operations read has been read. */
+PTX void bulk_wait_read(void) {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+/* They are done. */
+PTX void bulk_wait(void) {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 /* A box of a matrix; with _all into every block of the cluster that has a bit in `blocks`, to the same place and on the same
  * mbarrier of each. */
 PTX void tma_load2(uint32_t to, const void *map, uint32_t barrier, int x0, int x1) {

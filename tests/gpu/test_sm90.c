@@ -106,6 +106,51 @@ static void test_many_tiles(void **state) {
     }
 }
 
+/* The same in the backward, whose blocks share the sums of dQ: three or four steps to a tile of keys. The last is one for the kernel
+ * that has many queries to a head of keys. */
+static void test_many_tiles_backward(void **state) {
+    static const int64_t sizes[][5] = {{45, 45, 130, 140, 72}, {45, 45, 66, 140, 64}, {12, 12, 1030, 1024, 72}};
+    for (size_t x = 0; x < COUNT(sizes); x++) {
+        const int64_t *s = sizes[x];
+        attention_case c = make_case(type_of(state, x), 3, s[0], s[1], s[2], s[3], s[4], 0);
+        c.a.mask = x ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
+        if (x == 2) {
+            c.a.features = HEDDLE_WINDOW;
+            c.a.window_left = 100;
+        }
+        c.poison_masked = false;
+        expect_family(&c, "sm90");
+        check_attention(&c);
+    }
+}
+
+/* Many queries to a head of keys, in every way that their rows are cut. */
+static void test_many_queries(void **state) {
+    static const int32_t cu_q[] = {0, 150, 150, 150, 413, 414, 470}, cu_k[] = {0, 200, 200, 231, 500, 501, 501};
+    static const int32_t len_q[] = {0, 170, 211, 1}, len_k[] = {130, 0, 190, 129};
+    for (int x = 0; x < 4; x++) {
+        attention_case c = make_case(type_of(state, (size_t)x), 2, 8, 1, 140 + x, 150, x % 3 ? 128 : 80, 0);
+        c.a.mask = (heddle_mask)(x % 3);
+        c.skip = x == 3 ? 1u << T_DQ : 0;
+        expect_family(&c, "sm90");
+        check_attention(&c);
+        c = make_case(type_of(state, (size_t)x), 6, 4, 1, 270, 280, 128, 0);
+        c.a.mask = (heddle_mask)(x % 3);
+        c.a.features = HEDDLE_VARLEN;
+        c.a.total_q = 480; /* rows past the last sequence belong to none */
+        c.a.total_k = 510;
+        c.cu_q = cu_q;
+        c.cu_k = cu_k;
+        check_attention(&c);
+        c = make_case(type_of(state, (size_t)x), 4, 5, 1, 211, 190, 128, 0);
+        c.a.mask = (heddle_mask)(x % 3);
+        c.a.features = HEDDLE_SEQLENS;
+        c.len_q = x % 3 == 1 ? NULL : len_q;
+        c.len_k = x % 3 == 2 ? NULL : len_k;
+        check_attention(&c);
+    }
+}
+
 static void test_groups_and_sinks(void **state) {
     static const int64_t heads[][2] = {{6, 2}, {4, 1}};
     for (size_t x = 0; x < COUNT(heads); x++) {
@@ -306,6 +351,8 @@ int main(void) {
         BOTH(test_windows),
         BOTH(test_head_dims),
         BOTH(test_many_tiles),
+        IN(bits16, test_many_tiles_backward),
+        IN(bits16, test_many_queries),
         BOTH(test_groups_and_sinks),
         BOTH(test_packed),
         BOTH(test_lengths),
