@@ -244,6 +244,7 @@ _vmap.register(ops)
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bool))
 _grad_enabled, _any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
 _function_mode, _dispatch_modes = torch._C._is_torch_function_mode_enabled, torch._C._len_torch_dispatch_stack
+_transforms: Any = torch._C._are_functorch_transforms_active
 
 
 def _nothing_to_record(args: Sequence[Any]) -> bool:
@@ -253,6 +254,7 @@ def _nothing_to_record(args: Sequence[Any]) -> bool:
         and forward_ad._current_level < 0
         and not _function_mode()
         and not _dispatch_modes()
+        and not _transforms()  # a tensor within vmap does not tell that the one it is made of requires a gradient
         and _PLAIN.issuperset(map(type, args))
     )
 
