@@ -170,6 +170,44 @@ def test_raw_operators_name_the_rule():
         ops.attention(q[0], q, q)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sinks": torch.zeros(4)},
+        {"alibi_slopes": torch.zeros(4)},
+        {"dropout": 0.5, "rng_state": torch.zeros(2, dtype=torch.int64)},
+        {"seqlens_k": torch.tensor([1, 2], dtype=torch.int32)},
+        {"bias": torch.zeros(1, 1, 5, 6)},
+    ],
+    ids=lambda options: list(options)[-1],
+)
+def test_one_tensor_on_meta(options):
+    """It brings a call to the kernels that compute nothing: memory as it was found would come back."""
+    name = list(options)[-1]
+    with pytest.raises(ValueError, match=f"{name} is on meta, the first tensor on cpu"):
+        heddle.attention(**qkv(), **(options | {name: options[name].to("meta")}))
+
+
+def test_one_tensor_on_meta_when_packed():
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        with pytest.raises(ValueError, match=f"{name} is on meta"):
+            heddle.attention(**packed(**{name: torch.tensor([0, 3, 9], dtype=torch.int32, device="meta")}))
+
+
+def test_one_tensor_on_meta_in_backward():
+    given = qkv()
+    out, lse = heddle.attention(**given, return_lse=True)
+    rest = (None, None, out, lse, *given.values())
+    for at, name in ((3, "out"), (4, "lse"), (6, "k")):
+        args = [out, *rest]
+        args[at] = args[at].to("meta")
+        with pytest.raises(ValueError, match=f"{name} is on meta"):
+            ops.attention_backward(*args)
+    y, mean, rstd = ops.norm_linear(torch.randn(3, 8), torch.randn(5, 8))
+    with pytest.raises(ValueError, match="rstd is on meta"):
+        ops.norm_linear_backward(y, mean, rstd.to("meta"), torch.randn(3, 8), torch.randn(5, 8))
+
+
 def test_double_backward():
     q = torch.randn(1, 2, 3, 4, requires_grad=True)
     weight = torch.randn(3, 4, requires_grad=True)
