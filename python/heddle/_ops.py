@@ -85,6 +85,7 @@ def _register_autograd(name: str, function: Callable[..., Any]) -> None:
     redispatch_boxed = getattr(ops, name).default._handle.redispatch_boxed  # OpOverload.redispatch, one call less
     below = torch._C._AutoDispatchBelowAutograd
     enabled, any_requires, last = torch.is_grad_enabled, torch._C._any_requires_grad, _DIFFERENTIABLE[name]
+    transforms: Any = torch._C._are_functorch_transforms_active
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
@@ -93,6 +94,10 @@ def _register_autograd(name: str, function: Callable[..., Any]) -> None:
         if not (enabled() and any_requires(*args[:last])):
             # No guard: the C kernels call no operator that autograd would record.
             return redispatch_boxed(keyset, *args)
+        if transforms():
+            raise NotImplementedError(
+                f"heddle.{name} has no gradient by torch.func (grad, vjp, jacrev): use torch.autograd; vmap is fine"
+            )
 
         def redispatch(*given: Any) -> Any:
             with below():

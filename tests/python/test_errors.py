@@ -231,9 +231,15 @@ def test_forward_mode():
 
 
 def test_functorch_gradients():
-    q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda t: heddle.attention(t, t, t).sum())(q)
+    q, weight = torch.randn(1, 2, 3, 4), torch.randn(3, 4)
+    for run in (
+        lambda t: heddle.attention(t, t, t).sum(),
+        lambda t: heddle.attention(t, t, t, softcap=2.0).sum(),
+        lambda t: heddle.norm_linear(t, weight).sum(),
+    ):
+        for transform in (torch.func.grad, torch.func.jacrev, lambda f: torch.vmap(torch.func.grad(f))):
+            with pytest.raises(NotImplementedError, match=r"no gradient by torch\.func"):
+                transform(run)(q)
 
 
 def test_errors_under_compile():
