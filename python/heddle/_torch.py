@@ -34,12 +34,18 @@ def _broadcastable(value: Tensor | None, name: str, sk: int) -> Tensor | None:
     return value
 
 
-def _lengths(value: Any, like: Tensor) -> Tensor | None:
+def _lengths(name: str, value: Any, like: Tensor) -> Tensor | None:
     if value is None or (isinstance(value, Tensor) and value.dtype == torch.int32):
         return value
-    if isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype == torch.bool):
-        raise TypeError(f"lengths must be integers, not {value.dtype}")
-    return torch.as_tensor(value, device=None if isinstance(value, Tensor) else like.device).to(torch.int32)
+    if not isinstance(value, Tensor):
+        value = torch.as_tensor(value, device=like.device)
+    no_integers = value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    if no_integers and value.numel():  # torch.as_tensor([]) is float32
+        raise TypeError(f"{name} must be integers, not {value.dtype}")
+    if value.dtype.itemsize > 2:
+        value = value.to(torch.int64).clamp(-(2**31), 2**31 - 1)  # too large stays too large, and is told of
+    lengths: Tensor = value.to(torch.int32)
+    return lengths
 
 
 def new_rng_state(device: torch.device) -> Tensor:
@@ -110,10 +116,10 @@ def attention(
         _broadcastable(mask, "mask", sk),
         alibi_slopes if alibi_slopes is None else alibi_slopes.to(real),
         sinks if sinks is None else sinks.to(real),
-        _lengths(cu_seqlens_q, q),
-        _lengths(cu_seqlens_k, q),
-        _lengths(seqlens_q, q),
-        _lengths(seqlens_k, q),
+        _lengths("cu_seqlens_q", cu_seqlens_q, q),
+        _lengths("cu_seqlens_k", cu_seqlens_k, q),
+        _lengths("seqlens_q", seqlens_q, q),
+        _lengths("seqlens_k", seqlens_k, q),
         rng_state,
     )
     numbers = (
