@@ -271,6 +271,10 @@ class Problem:
             d |= {"total_q": self.q.shape[0], "total_k": self.k.shape[0], "features": d["features"] | VARLEN}
             self._check_packing("cu_seqlens_q", d["total_q"], d["sq"])
             self._check_packing("cu_seqlens_k", d["total_k"], d["sk"])
+            square = ("bias", "mask", "dweights")
+            if not options["return_weights"] and all(options[name] is None for name in square):
+                # No sequence is longer than all rows together, and the kernels' work grows with the limit.
+                d |= {"sq": min(d["sq"], d["total_q"]), "sk": min(d["sk"], d["total_k"])}
         elif options["max_seqlen_q"] is not None or options["max_seqlen_k"] is not None:
             raise ValueError("max_seqlen_q and max_seqlen_k are given without cu_seqlens_q and cu_seqlens_k")
         for name, most in (("seqlens_q", d["sq"]), ("seqlens_k", d["sk"])):
