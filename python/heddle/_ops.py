@@ -7,7 +7,6 @@ what calls them; the fake kernels are in ``_fake``, vmap in ``_vmap``. Importing
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -279,18 +278,6 @@ def call(operator: Callable[..., Any], *args: Any) -> Any:
         if fit is error:
             raise
         raise fit from None
-
-
-TINY_SCALE = 1e-300
-
-
-def scale_of(scale: float | None) -> float:
-    """What the operators take for `scale`: 0 means 1/sqrt(d) to them, so a real 0 becomes the next best."""
-    if scale is None:
-        return 0.0
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"scale = {scale!r} is not a finite number")
-    return float(scale) or TINY_SCALE
 
 
 # ----------------------------------------------------------------------------------------------------- plain calls

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle._ops import NUMBER_DEFAULTS, TINY_SCALE, call, ops, quick, scale_of
-from heddle._options import causal_of, norm_of, window_of
+from heddle._ops import NUMBER_DEFAULTS, call, ops, quick
+from heddle._options import TINY, causal_of, norm_of, scale_of, window_of
 
 
 def _need_tensors(**values: Any) -> None:
@@ -163,7 +163,7 @@ def norm_linear(
     """See heddle.norm_linear, which this is for torch tensors."""
     _need_tensors(x=x, weight=weight)
     if eps == 0:
-        eps = TINY_SCALE  # 0 means the default to the library
+        eps = TINY  # 0 means the default to the library
     rows = None
     if not x.is_contiguous() and x.dim() >= 1:
         # Rows at one distance are taken as they lie; others, and rows on top of each other, are copied first.

@@ -47,6 +47,9 @@ ATTENTION = [
     ({"window": 3}, ValueError, "no pair"),
     ({"scale": float("nan")}, ValueError, "scale = nan"),
     ({"scale": float("inf")}, ValueError, "scale = inf"),
+    ({"scale": 10**400}, ValueError, "is not a finite number"),
+    ({"scale": "0.5"}, TypeError, "scale = '0.5' is not a number"),
+    ({"scale": torch.tensor(0.5)}, TypeError, "is not a number"),
     ({"softcap": -1.0}, ValueError, "softcap = -1"),
     ({"dropout": 1.0}, ValueError, "dropout = 1"),
     ({"dropout": -0.5}, ValueError, "dropout = -0.5"),
@@ -76,6 +79,13 @@ ATTENTION = [
 def test_attention(changed, kind, text):
     with pytest.raises(kind, match=text):
         heddle.attention(**qkv(**changed))
+
+
+def test_numbers_of_numpy_and_far_windows():
+    numpy = pytest.importorskip("numpy")
+    out = heddle.attention(**qkv(), scale=0.25)
+    assert torch.equal(heddle.attention(**qkv(), scale=numpy.float32(0.25)), out)
+    assert torch.equal(heddle.attention(**qkv(), scale=0.25, window=(2**70, numpy.int64(9))), out)
 
 
 def packed(**changed):
@@ -114,6 +124,7 @@ NORM_LINEAR = [
     ({"eps": -1.0}, ValueError, "eps = -1"),
     ({"eps": float("nan")}, ValueError, "eps = nan"),
     ({"norm": "batch"}, ValueError, "'batch'"),
+    ({"norm": ["layer"]}, ValueError, "neither 'layer' nor 'rms'"),
     ({"x": torch.zeros(3, 8, dtype=torch.int64)}, TypeError, "must be float32"),
     ({"x": torch.randn(())}, ValueError, "0 dimensions"),
     ({"weight": "w"}, TypeError, "torch.Tensor"),
