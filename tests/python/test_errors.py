@@ -160,6 +160,19 @@ def test_scaled_dot_product_attention():
         ({"k": torch.randn(2, 1, 4, 8).half()}, TypeError, "k is torch.float16"),
         ({"cache_seqlens": [1, 2]}, TypeError, "not list"),
         ({"cache_seqlens": -3}, ValueError, "must not be negative"),
+        ({"cache_seqlens": True}, TypeError, "not bool"),
+        ({"cache_seqlens": torch.tensor([1.5, 2.0])}, TypeError, "cache_seqlens is torch.float32"),
+        ({"cache_seqlens": torch.tensor([1, 2, 3])}, ValueError, r"cache_seqlens has shape \[3\], but must have \[2\]"),
+        ({"cache_seqlens": torch.tensor([2**32 + 1, 1])}, ValueError, "too few for 4294967297 and 1"),
+        ({"cache_batch_idx": [0, 1]}, TypeError, "cache_batch_idx must be a torch.Tensor, not list"),
+        ({"cache_batch_idx": torch.tensor([0.0, 1.5])}, TypeError, "cache_batch_idx is torch.float32"),
+        ({"cache_batch_idx": torch.tensor([0])}, ValueError, r"cache_batch_idx has shape \[1\]"),
+        ({"cache_batch_idx": torch.tensor([0, 2])}, ValueError, r"cache_batch_idx = \[0, 2\] is not all from 0 to 1"),
+        ({"cache_batch_idx": torch.tensor([0, -1])}, ValueError, r"\[0, -1\] is not all from 0 to 1"),
+        ({"q": [1.0]}, TypeError, "q must be a torch.Tensor"),
+        ({"q": torch.randn(2, 1, 4, 7)}, ValueError, "differ"),
+        ({"q": torch.randn(2, 1, 4, 8).half()}, TypeError, "k_cache is torch.float32, but must be torch.float16"),
+        ({"v_cache": torch.randn(2, 3, 4, 8)}, ValueError, r"\[2, 3, 4, 8\]\]: .* differ"),
     ],
     ids=lambda value: None,
 )
@@ -168,7 +181,9 @@ def test_a_cache_is_left_alone(changed, kind, text):
     before = cache.clone()
     new = {"k": torch.randn(2, 1, 4, 8), "v": torch.randn(2, 1, 4, 8), "cache_seqlens": 3} | changed
     with pytest.raises(kind, match=text):
-        heddle.flash_attn_with_kvcache(torch.randn(2, 1, 4, 8), cache[0], cache[1], **new)
+        heddle.flash_attn_with_kvcache(
+            **({"q": torch.randn(2, 1, 4, 8), "k_cache": cache[0], "v_cache": cache[1]} | new)
+        )
     assert torch.equal(cache, before)
 
 
