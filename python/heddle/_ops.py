@@ -283,7 +283,7 @@ def call(operator: Callable[..., Any], *args: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------- plain calls
 
 
-def _long_backward(dout: Any, dlse: Any, out: Any, lse: Any, *rest: Any) -> tuple[Tensor | None, ...]:
+def long_backward(dout: Any, dlse: Any, out: Any, lse: Any, *rest: Any) -> tuple[Tensor | None, ...]:
     """The gradients of a plain call, with autograd above them: for lse's, for create_graph, and for compilers."""
     q, k, v, causal, scale, deterministic, needs = rest
     options = (0, 0, causal, -1, -1, scale, 0.0, 0.0, False, deterministic, False)
@@ -293,4 +293,4 @@ def _long_backward(dout: Any, dlse: Any, out: Any, lse: Any, *rest: Any) -> tupl
 
 
 _plain.register(_registrations, ops.attention)
-quick = _plain.shorten(ops.attention, _long_backward)
+quick = _plain.shorten(ops.attention, long_backward)
