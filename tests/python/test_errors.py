@@ -148,6 +148,12 @@ def test_scaled_dot_product_attention():
     ):
         with pytest.raises(kind, match=text):
             heddle.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    with pytest.raises(ValueError, match=r"attn_mask has shape \[2, 4, 5, 5\], but must broadcast to \[4, 5, 5\]"):
+        heddle.scaled_dot_product_attention(q[0], q[0], q[0], attn_mask=torch.zeros(2, 4, 5, 5))
+    with pytest.raises(ValueError, match=r"must broadcast to \[1, 2, 4, 5, 5\]"):
+        heddle.scaled_dot_product_attention(q[None], q[None], q[None], attn_mask=torch.zeros(3, 2, 4, 5, 5))
+    none = torch.randn(2, 0, 4, 5, 8)
+    assert heddle.scaled_dot_product_attention(none, none, none, torch.zeros(2, 1, 1, 5, 5)).shape == none.shape
     with pytest.raises(ValueError, match="do not broadcast"):
         heddle.scaled_dot_product_attention(q, q.expand(3, 2, 4, 5, 8), q.expand(7, 2, 4, 5, 8))
 
