@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what `./dev bench --cpu` recorded, and writes its tables into docs/kernels/cpu.md.
+"""Draws what `./dev bench --cpu` recorded, and writes its tables into docs/kernels/cpu-measured.md.
 
     ./dev bench --plot [RESULTS.jsonl ...]
 
 The plot (docs/img/cpu-attention.png): float32 attention's fraction of this machine's peak by length, heddle and
-PyTorch, one thread, of the first file. The tables come between the two marks in docs/kernels/cpu.md, one set for each
+PyTorch, one thread, of the first file. The tables come between the two marks in docs/kernels/cpu-measured.md, one set for each
 file.
 """
 import argparse
@@ -17,7 +17,9 @@ import re
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- tables of bench/plot.py -->\n", "<!-- end of the tables -->\n"
-HEDDLE, TORCH, GOAL = "#b3331f", "#4a6a8a", "#999999"
+SECTIONS = ["attention f32", "attention 16-bit", "attention s197", "attention AVX2", "norm-linear", "decode", "two cores",
+            "plain loops", "off the table"]
+HEDDLE, TORCH = "#b3331f", "#4a6a8a"
 
 
 def read(path):
@@ -83,12 +85,12 @@ def tables(rows):
     """A line for both passes: their cells stand beside each other."""
     first = rows[-1]
     percent, times = (lambda x: f"{100 * x:.0f}%"), (lambda x: f"{x:.2f}×" if x < 20 else f"{x:.0f}×")
-    out = [f"\n### {machine(first)}\n",
+    out = [f"\n## {machine(first)}\n",
            f"{first['compiler']}, torch {first['torch']}, {first['isa']}. A goal stands in brackets.\n"]
-    groups = collections.OrderedDict()
+    groups = collections.defaultdict(list)
     for r in rows:
-        groups.setdefault((r["section"], r["threads"]), []).append(r)
-    for (section, threads), group in groups.items():
+        groups[r["threads"], SECTIONS.index(r["section"]), r["section"]].append(r)
+    for (threads, _, section), group in sorted(groups.items()):
         last = {"attention 16-bit": "over heddle's float32", "norm-linear": "over heddle's float32",
                 "two cores": "over one thread", "plain loops": "over plain loops",
                 "off the table": "of the neighbour"}.get(section)
@@ -124,7 +126,7 @@ def main():
     if not recorded:
         parser.error("nothing is recorded yet; ./dev bench --cpu does it")
     draw(recorded[0], ROOT / "docs" / "img" / "cpu-attention.png")
-    page = ROOT / "docs" / "kernels" / "cpu.md"
+    page = ROOT / "docs" / "kernels" / "cpu-measured.md"
     text = page.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -101,9 +101,17 @@ heddle_device test_device(void) {
     exit(2);
 }
 
-bool test_long(void) {
-    const char *value = getenv("HEDDLE_LONG");
+static bool is_set(const char *name) {
+    const char *value = getenv(name);
     return value && *value && *value != '0';
+}
+
+bool test_long(void) {
+    return is_set("HEDDLE_LONG");
+}
+
+bool test_emulated(void) {
+    return is_set("HEDDLE_EMULATED") && !test_long();
 }
 
 uint64_t test_seed(uint64_t standard) {

@@ -6,7 +6,7 @@
  * (docs/design.md, section 4).
  *
  * Environment: HEDDLE_CPU (instruction set, skip if it is not to be had), HEDDLE_TEST_DEVICE=cpu|cuda, HEDDLE_LONG=1,
- * HEDDLE_SEED. */
+ * HEDDLE_EMULATED=1, HEDDLE_SEED. */
 #ifndef HEDDLE_TESTS_COMMON_H
 #define HEDDLE_TESTS_COMMON_H
 
@@ -30,6 +30,8 @@ void test_begin(void);
 int test_end(int failed);
 heddle_device test_device(void);
 bool test_long(void);
+/* Each operation takes some twenty times as long: shapes that are there for a GPU's tiles are left out. */
+bool test_emulated(void);
 /* HEDDLE_SEED if that is set, else `standard`. */
 uint64_t test_seed(uint64_t standard);
 /* Those that every kernel has: float32, bfloat16, float16. */

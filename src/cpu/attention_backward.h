@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Attention backward (Dao 2023, algorithm 2), the same bits for any number of threads.
  *
- *   prepare   D = rowsum(dO∘O) - dlse (+ rowsum(P∘dweights)), dq = 0 where a tile sees nothing; with one chunk a unit a part of
- *             main, so that dO is still near
+ *   prepare   D = rowsum(dO∘O) - dlse (+ rowsum(P∘dweights)), for few queries rowsum(P∘(dP + dweights)) - dlse; dq = 0 where a
+ *             tile sees nothing; with one chunk a unit a part of main, so that dO is still near
  *   main      a task owns a chunk of the keys of one unit: dK and dV of the chunk stay with it while it walks over the queries.
  *             dQ of a tile of queries is added to by several chunks, in the order of the chunks: each waits for its turn.
  *   dsinks, dbias   small sums of their own, each element by one task
@@ -62,6 +62,30 @@ static void add_weight_sums(const call *c, const unit *u, backward_space *w, con
     }
     for (int64_t x = 0; x < w->l.count; x++)
         g->dsum[lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x])] += sums[x];
+}
+
+/* Few queries: D is P∘dP here as well (sums_d() says why), up to so many keys, which stay near for what comes next. */
+static bool sums_d_first(const call *c, const unit *u) {
+    return c->type != HEDDLE_F32 && !sums_d(c, u) && c->group * u->s.sq <= FEW_LANES && u->s.sk <= 4 * c->tile_k;
+}
+
+static void sum_d_first(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
+    const lanes *l = &w->l;
+    const range keys = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    float sums[LANES] = {0};
+    load_tile(c, u, w, g);
+    for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
+        const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), true);
+        probabilities(c, u, &b, w);
+        weight_gradients(c, u, &b, w);
+        if (c->drops)
+            dropout_factors(c, u, l, &b, w->z);
+        if (c->t->dweights)
+            pack_dweights(c, u, &b, w);
+        add_to_d(c, &b, w, sums);
+    }
+    for (int64_t x = 0; x < l->count; x++)
+        g->dsum[lse_offset(c, u, l->head[x], l->first + l->index[x])] = sums[x] - dlse_of(c, u, l, x);
 }
 
 /* lse in units of log2 as two floats: one would cost P two roundings of lse. +inf makes P zero for a row that sees nothing.
@@ -127,8 +151,7 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
         lane_rows(c, u, &w->l, c->t->dout, a->do_stride, u->s.first_q, dout);
     for (int64_t x = 0; x < w->l.count; x++) {
         int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
-        float sum = c->t->dout ? dot_row(c, o[x], dout[x]) : 0;
-        g->dsum[at] = sum - (c->t->dlse ? ((const float *)c->t->dlse)[at] : 0);
+        g->dsum[at] = (c->t->dout ? dot_row(c, o[x], dout[x]) : 0) - dlse_of(c, u, &w->l, x);
         large |= split_lse(((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
         if (seen.begin >= seen.end) /* nobody else writes it */
             clear_rows(c, c->t->dq, a->dq_stride, u->n, w->l.head[x], u->s.first_q + w->l.first + w->l.index[x], 1,
@@ -136,7 +159,9 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     }
     if (large)
         refine_lse(c, u, w, g);
-    if (c->t->dweights && !sums_d(c, u))
+    if (sums_d_first(c, u))
+        sum_d_first(c, u, w, g);
+    else if (c->t->dweights && !sums_d(c, u))
         add_weight_sums(c, u, w, g);
 }
 

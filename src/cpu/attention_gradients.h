@@ -231,11 +231,11 @@ static bool sums_d(const call *c, const unit *u) {
     return c->type != HEDDLE_F32 && u->s.sk <= c->tile_k;
 }
 
-static void sum_d(const call *c, const unit *u, const key_block *b, backward_space *w) {
-    const lanes *l = &w->l;
-    for (int64_t x = 0; x < l->stride; x += VL) {
-        vf sum = splat(0);
-        for (int64_t at = x; at < b->count * l->stride; at += l->stride) {
+/* D += sum over the block's keys of P∘(Z∘dP + dweights). */
+static void add_to_d(const call *c, const key_block *b, const backward_space *w, float *d) {
+    for (int64_t x = 0; x < w->l.stride; x += VL) {
+        vf sum = load(d + x);
+        for (int64_t at = x; at < b->count * w->l.stride; at += w->l.stride) {
             vf p = load(w->s + at), dp = load(w->dp + at);
             if (c->drops)
                 dp *= load(w->z + at);
@@ -243,10 +243,19 @@ static void sum_d(const call *c, const unit *u, const key_block *b, backward_spa
                 dp += load(w->scratch + at);
             sum += select_float(p == 0, splat(0), p * dp);
         }
-        store(w->dsum + x, sum);
+        store(d + x, sum);
     }
-    for (int64_t x = 0; x < l->count && c->t->dlse; x++)
-        w->dsum[x] -= ((const float *)c->t->dlse)[lse_offset(c, u, l->head[x], l->first + l->index[x])];
+}
+
+static float dlse_of(const call *c, const unit *u, const lanes *l, int64_t x) {
+    return c->t->dlse ? ((const float *)c->t->dlse)[lse_offset(c, u, l->head[x], l->first + l->index[x])] : 0;
+}
+
+static void sum_d(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    memset(w->dsum, 0, sizeof w->dsum);
+    add_to_d(c, b, w, w->dsum);
+    for (int64_t x = 0; x < w->l.count; x++)
+        w->dsum[x] -= dlse_of(c, u, &w->l, x);
 }
 
 static void pack_dweights(const call *c, const unit *u, const key_block *b, backward_space *w) {
