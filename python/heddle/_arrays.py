@@ -6,18 +6,18 @@ Inputs are read where they lie. Results are made by the library that q (or x) co
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from heddle import _C
-from heddle._options import causal_of, window_of
+from heddle._options import causal_of, scale_of, window_of
 
 BROADCAST = -(2**63)
 FORWARD, BACKWARD = 0, 1
 CPU, REF, CUDA = 0, 1, 2
 F32, BF16, F16, F64 = 0, 1, 2, 3
-TINY = 1e-300  # 0 means the default to the library
 WINDOW, ALIBI, BIAS, BOOL_MASK, SINKS, VARLEN, SEQLENS, WEIGHTS, RNG_STATE, DETERMINISTIC, TF32 = (
     1 << bit for bit in range(11)
 )
@@ -122,6 +122,9 @@ class Maker:
 
     def __init__(self, like: Any, view: View) -> None:
         self.kind = type(like).__module__.partition(".")[0]
+        if self.kind not in ("numpy", "cupy", "jax", "jaxlib") and not hasattr(like, "__array_namespace__"):
+            kind = f"{type(like).__module__}.{type(like).__qualname__}"
+            raise TypeError(f"{kind} has no __array_namespace__, so that no result of its kind can be made")
         self.like, self.cuda = like, view.device == CUDA
         self.kinds = {view.dtype: like.dtype}
         self.device_id = view.device_id
@@ -271,6 +274,10 @@ class Problem:
             d |= {"total_q": self.q.shape[0], "total_k": self.k.shape[0], "features": d["features"] | VARLEN}
             self._check_packing("cu_seqlens_q", d["total_q"], d["sq"])
             self._check_packing("cu_seqlens_k", d["total_k"], d["sk"])
+            square = ("bias", "mask", "dweights")
+            if not options["return_weights"] and all(options[name] is None for name in square):
+                # No sequence is longer than all rows together, and the kernels' work grows with the limit.
+                d |= {"sq": min(d["sq"], d["total_q"]), "sk": min(d["sk"], d["total_k"])}
         elif options["max_seqlen_q"] is not None or options["max_seqlen_k"] is not None:
             raise ValueError("max_seqlen_q and max_seqlen_k are given without cu_seqlens_q and cu_seqlens_k")
         for name, most in (("seqlens_q", d["sq"]), ("seqlens_k", d["sk"])):
@@ -329,15 +336,18 @@ class Problem:
         left, right = window_of(options["window"])
         if left >= 0 or right >= 0:
             d |= {"features": d["features"] | WINDOW, "window_left": left, "window_right": right}
-        scale = options["scale"]
-        d["scale"] = 0.0 if scale is None else (float(scale) or TINY)
+        d["scale"] = scale_of(options["scale"])
         d["softcap"], d["dropout"] = float(options["softcap"]), float(options["dropout"])
         if options["return_weights"] or options["dweights"] is not None:
             d["features"] |= WEIGHTS
         d["features"] |= (DETERMINISTIC if options["deterministic"] else 0) | (TF32 if options["tf32"] else 0)
         if options["rng_state"] is not None:
             # Two numbers from the caller; on the CPU they go into the description.
-            seed, offset = (int(n) for n in options["rng_state"])
+            given = options["rng_state"]
+            try:
+                seed, offset = map(operator.index, given)
+            except (TypeError, ValueError):
+                raise TypeError(f"rng_state = {given!r} is not two integers, {{seed, offset}}") from None
             d["seed"], d["offset"] = seed % 2**64, offset % 2**64
         elif d["dropout"]:
             import numpy

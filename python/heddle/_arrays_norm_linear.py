@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from heddle._arrays import BACKWARD, DTYPES, FORWARD, TF32, TINY, Maker, View, check, device_of, run
-from heddle._options import norm_of
+from heddle._arrays import BACKWARD, DTYPES, FORWARD, TF32, Maker, View, check, device_of, run
+from heddle._options import TINY, norm_of
 
 
 class Rows:

@@ -44,6 +44,13 @@ def _check(tensor: Tensor, name: str, first: Tensor, dtype: torch.dtype) -> None
         raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension, which must be contiguous")
 
 
+def _check_devices(first: Tensor, **tensors: Tensor | None) -> None:
+    """One tensor on "meta" brings a call here, and none of its results may then be taken for computed."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != first.device:
+            raise ValueError(f"{name} is on {tensor.device}, the first tensor on {first.device}")
+
+
 def _check_attention(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     if q.dtype not in _DTYPES:
         raise TypeError(f"q is {q.dtype}; it must be float32, bfloat16, float16 or float64")
@@ -96,6 +103,8 @@ def _attention_fake(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     _check_attention(q, k, v, packed)
+    _check_devices(q, alibi_slopes=alibi_slopes, sinks=sinks, rng_state=rng_state)
+    _check_devices(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_q=seqlens_q, seqlens_k=seqlens_k)
     if packed and (cu_seqlens_q is None or cu_seqlens_k is None):
         raise ValueError("cu_seqlens_q and cu_seqlens_k come together, but only one is given")
     if cu_seqlens_q is not None:
@@ -119,6 +128,7 @@ def _attention_fake(
     return _like(q, v.shape[-1]), q.new_empty(rows, dtype=_real(q.dtype)), weights
 
 
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "rng_state")
 NEEDS_DQ, NEEDS_DK, NEEDS_DV, NEEDS_DBIAS, NEEDS_DSINKS = 1, 2, 4, 8, 16
 
 
@@ -137,6 +147,9 @@ def _attention_backward_fake(
     sinks: Tensor | None = None,
     *options: Any,
 ) -> tuple[Tensor | None, ...]:
+    _check_devices(q, k=k, v=v, dout=dout, dlse=dlse, dweights=dweights, out=out, lse=lse, bias=bias, mask=mask)
+    lengths = dict(zip(_LENGTHS, options, strict=False))
+    _check_devices(q, alibi_slopes=alibi_slopes, sinks=sinks, **lengths)
     needs = options[16] if len(options) > 16 else 31
     return (
         _like(q, q.shape[-1]) if needs & NEEDS_DQ else None,
@@ -155,6 +168,7 @@ def _attention_plain_fake(q: Tensor, k: Tensor, v: Tensor, causal: int, scale: f
 def _attention_backward_plain_fake(
     dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> tuple[Tensor | None, ...]:
+    _check_devices(q, k=k, v=v, dout=dout, out=out, lse=lse)
     return tuple(_like(t, t.shape[-1]) if options[-1] >> at & 1 else None for at, t in enumerate((q, k, v)))
 
 
@@ -209,6 +223,7 @@ def _norm_linear_backward_fake(
     tf32: bool = False,
     needs: int = 31,
 ) -> tuple[Tensor | None, ...]:
+    _check_devices(x, weight=weight, dy=dy, mean=mean, rstd=rstd, gamma=gamma, beta=beta)
     shapes = (x.shape, weight.shape, weight.shape[:1], x.shape[-1:], x.shape[-1:])
     return tuple(x.new_empty(shape) if needs >> at & 1 else None for at, shape in enumerate(shapes))
 

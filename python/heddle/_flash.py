@@ -43,9 +43,13 @@ def _document(function: Any) -> Any:
     return function
 
 
+def _need_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+
+
 def _heads_first(name: str, tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    _need_tensor(name, tensor)
     if tensor.dim() != 4:
         raise ValueError(f"{name} has {tensor.dim()} dimensions, but must have 4: [b, s, h, d]")
     return tensor.transpose(1, 2)
@@ -106,8 +110,7 @@ def flash_attn_func(
 
 
 def _unpack(name: str, tensor: Tensor, parts: int, rank: int) -> tuple[Tensor, ...]:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    _need_tensor(name, tensor)
     if tensor.dim() != rank or tensor.shape[-3] != parts:
         raise ValueError(
             f"{name} has shape {list(tensor.shape)}, but must have {rank} dimensions, {parts} in the third last"
@@ -255,14 +258,38 @@ def _append(cache: Tensor, new: Tensor, lengths: Tensor, rows: Tensor) -> None:
     cache[rows[:, None], positions] = new.to(cache.dtype)
 
 
+# All of these run before anything is written to the cache.
+
+
+def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        _heads_first(name, tensor)
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
+        if tensor.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+            raise TypeError(f"{name} is {tensor.dtype}, but must be {q.dtype} as q")
+    if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != q.shape[3]:
+        shapes = [list(tensor.shape) for tensor in (q, k_cache, v_cache)]
+        raise ValueError(f"q and the caches have shapes {shapes}: head dims of q and k, or rows of k and v, differ")
+
+
 def _check_new(name: str, new: Tensor, cache: Tensor, b: int, k: Tensor) -> None:
-    """Before anything is written to the cache."""
     _heads_first(name, new)
     must = [b, k.shape[1], *cache.shape[2:]]
     if list(new.shape) != must:
         raise ValueError(f"{name} has shape {list(new.shape)}, but must have {must}, as its cache")
     if new.dtype != cache.dtype or new.device != cache.device:
         raise TypeError(f"{name} is {new.dtype} on {new.device}, its cache {cache.dtype} on {cache.device}")
+
+
+def _check_integers(name: str, value: Any, q: Tensor) -> None:
+    _need_tensor(name, value)
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{name} is {value.dtype}, but must be integers")
+    if value.shape != q.shape[:1]:
+        raise ValueError(f"{name} has shape {list(value.shape)}, but must have {[q.shape[0]]}")
+    if value.device != q.device:
+        raise ValueError(f"{name} is on {value.device}, q on {q.device}")
 
 
 def flash_attn_with_kvcache(
@@ -317,13 +344,13 @@ def flash_attn_with_kvcache(
             raise NotImplementedError(f"{name} is not supported: it must be None")
     if (k is None) != (v is None):
         raise ValueError("k and v come together, but only one is given")
+    _check_caches(q, k_cache, v_cache)
+    b, room = q.shape[0], k_cache.shape[1]
+    if k is not None and v is not None:
+        _check_new("k", k, k_cache, b, k)
+        _check_new("v", v, v_cache, b, k)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
         raise NotImplementedError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad()")
-    _heads_first("q", q), _heads_first("k_cache", k_cache), _heads_first("v_cache", v_cache)
-    if k is not None and v is not None:
-        _check_new("k", k, k_cache, q.shape[0], k)
-        _check_new("v", v, v_cache, q.shape[0], k)
-    b, room = q.shape[0], k_cache.shape[1]
     if cache_batch_idx is None and k_cache.shape[0] != b:
         raise ValueError(
             f"q has batch size {b}, the cache {k_cache.shape[0]}: they differ, and cache_batch_idx is None"
@@ -333,19 +360,27 @@ def flash_attn_with_kvcache(
             raise ValueError("k and v are given, but cache_seqlens does not say where they go")
         lengths = torch.full((b,), room, dtype=torch.int32, device=q.device)
     elif isinstance(cache_seqlens, Tensor):
-        lengths = cache_seqlens.to(torch.int32)
-    elif not isinstance(cache_seqlens, int):
+        _check_integers("cache_seqlens", cache_seqlens, q)
+        lengths = cache_seqlens
+    elif not isinstance(cache_seqlens, int) or isinstance(cache_seqlens, bool):
         raise TypeError(f"cache_seqlens must be an int or a tensor of int32, not {type(cache_seqlens).__name__}")
     else:
         lengths = torch.full((b,), cache_seqlens, dtype=torch.int32, device=q.device)
-    if lengths.shape != (b,):
-        raise ValueError(f"cache_seqlens has shape {list(lengths.shape)}, but must have [{b}]")
-    rows = torch.arange(b, device=q.device) if cache_batch_idx is None else cache_batch_idx.to(torch.int64)
+    if cache_batch_idx is None:
+        rows = torch.arange(b, device=q.device)
+    else:
+        _check_integers("cache_batch_idx", cache_batch_idx, q)
+        rows = cache_batch_idx.to(torch.int64)
     if k is not None and v is not None:
-        if lengths.device.type == "cpu" and b and int(lengths.min()) < 0:
-            raise ValueError(f"cache_seqlens has {int(lengths.min())}, but must not be negative")
-        if lengths.device.type == "cpu" and b and int(lengths.max()) + k.shape[1] > room:
-            raise ValueError(f"the cache has {room} rows: too few for {int(lengths.max())} and {k.shape[1]} new ones")
+        if lengths.device.type == "cpu" and b:
+            if int(lengths.min()) < 0:
+                raise ValueError(f"cache_seqlens has {int(lengths.min())}, but must not be negative")
+            if int(lengths.max()) + k.shape[1] > room:
+                raise ValueError(
+                    f"the cache has {room} rows: too few for {int(lengths.max())} and {k.shape[1]} new ones"
+                )
+            if not 0 <= int(rows.min()) <= int(rows.max()) < k_cache.shape[0]:
+                raise ValueError(f"cache_batch_idx = {rows.tolist()} is not all from 0 to {k_cache.shape[0] - 1}")
         _append(k_cache, k, lengths, rows)
         _append(v_cache, v, lengths, rows)
         lengths = lengths + k.shape[1]
@@ -355,7 +390,7 @@ def flash_attn_with_kvcache(
         q.transpose(1, 2),
         k_cache.transpose(1, 2),
         v_cache.transpose(1, 2),
-        seqlens_k=lengths.to(torch.int32),
+        seqlens_k=lengths,
         causal="bottom_right" if causal else None,
         window=window_size,
         scale=softmax_scale,

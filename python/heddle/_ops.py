@@ -7,7 +7,6 @@ what calls them; the fake kernels are in ``_fake``, vmap in ``_vmap``. Importing
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,6 +84,7 @@ def _register_autograd(name: str, function: Callable[..., Any]) -> None:
     redispatch_boxed = getattr(ops, name).default._handle.redispatch_boxed  # OpOverload.redispatch, one call less
     below = torch._C._AutoDispatchBelowAutograd
     enabled, any_requires, last = torch.is_grad_enabled, torch._C._any_requires_grad, _DIFFERENTIABLE[name]
+    transforms: Any = torch._C._are_functorch_transforms_active
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
@@ -93,6 +93,10 @@ def _register_autograd(name: str, function: Callable[..., Any]) -> None:
         if not (enabled() and any_requires(*args[:last])):
             # No guard: the C kernels call no operator that autograd would record.
             return redispatch_boxed(keyset, *args)
+        if transforms():
+            raise NotImplementedError(
+                f"heddle.{name} has no gradient by torch.func (grad, vjp, jacrev): use torch.autograd; vmap is fine"
+            )
 
         def redispatch(*given: Any) -> Any:
             with below():
@@ -244,6 +248,7 @@ _vmap.register(ops)
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bool))
 _grad_enabled, _any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
 _function_mode, _dispatch_modes = torch._C._is_torch_function_mode_enabled, torch._C._len_torch_dispatch_stack
+_transforms: Any = torch._C._are_functorch_transforms_active
 
 
 def _nothing_to_record(args: Sequence[Any]) -> bool:
@@ -253,6 +258,7 @@ def _nothing_to_record(args: Sequence[Any]) -> bool:
         and forward_ad._current_level < 0
         and not _function_mode()
         and not _dispatch_modes()
+        and not _transforms()  # a tensor within vmap does not tell that the one it is made of requires a gradient
         and _PLAIN.issuperset(map(type, args))
     )
 
@@ -274,22 +280,10 @@ def call(operator: Callable[..., Any], *args: Any) -> Any:
         raise fit from None
 
 
-TINY_SCALE = 1e-300
-
-
-def scale_of(scale: float | None) -> float:
-    """What the operators take for `scale`: 0 means 1/sqrt(d) to them, so a real 0 becomes the next best."""
-    if scale is None:
-        return 0.0
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"scale = {scale!r} is not a finite number")
-    return float(scale) or TINY_SCALE
-
-
 # ----------------------------------------------------------------------------------------------------- plain calls
 
 
-def _long_backward(dout: Any, dlse: Any, out: Any, lse: Any, *rest: Any) -> tuple[Tensor | None, ...]:
+def long_backward(dout: Any, dlse: Any, out: Any, lse: Any, *rest: Any) -> tuple[Tensor | None, ...]:
     """The gradients of a plain call, with autograd above them: for lse's, for create_graph, and for compilers."""
     q, k, v, causal, scale, deterministic, needs = rest
     options = (0, 0, causal, -1, -1, scale, 0.0, 0.0, False, deterministic, False)
@@ -299,4 +293,4 @@ def _long_backward(dout: Any, dlse: Any, out: Any, lse: Any, *rest: Any) -> tupl
 
 
 _plain.register(_registrations, ops.attention)
-quick = _plain.shorten(ops.attention, _long_backward)
+quick = _plain.shorten(ops.attention, long_backward)

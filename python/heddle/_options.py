@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 CAUSAL = {None: 0, False: 0, "top_left": 1, "bottom_right": 2}
 NORMS = {"layer": 0, "rms": 1}
+TINY = 1e-300  # where 0 means the default to the library
+LARGEST = sys.float_info.max
+FARTHEST = 2**62  # of a window; no sequence is as long
 
 
 def causal_of(causal: Any, sq: Any, sk: Any) -> int:
@@ -33,12 +37,26 @@ def window_of(window: Any) -> tuple[int, int]:
         raise ValueError(f"window = {window!r} is no pair (left, right)")
     if any(isinstance(side, (float, str)) for side in window):
         raise TypeError(f"window = {window!r}: its sides must be integers or None")
-    left, right = (-1 if side is None or side < 0 else side for side in window)
+    left, right = (-1 if side is None or side < 0 or side > FARTHEST else side for side in window)
     return left, right
+
+
+def scale_of(scale: Any) -> float:
+    """What the library takes for `scale`: 0 means 1/sqrt(d) to it, so a real 0 becomes the next best."""
+    if scale is None:
+        return 0.0
+    if not isinstance(scale, (int, float)):
+        # NumPy's numbers too, but no text, and no tensor, whose value may be on a GPU.
+        if isinstance(scale, (str, bytes)) or hasattr(scale, "requires_grad") or not hasattr(scale, "__float__"):
+            raise TypeError(f"scale = {scale!r} is not a number")
+        scale = float(scale)
+    if not -LARGEST <= scale <= LARGEST:
+        raise ValueError(f"scale = {scale!r} is not a finite number")
+    return float(scale) or TINY
 
 
 def norm_of(norm: str) -> int:
     """0 or 1 of heddle_norm."""
-    if norm not in NORMS:
+    if not isinstance(norm, str) or norm not in NORMS:
         raise ValueError(f"norm = {norm!r} is neither 'layer' nor 'rms'")
     return NORMS[norm]

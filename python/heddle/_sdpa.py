@@ -32,7 +32,10 @@ def _as_four(tensor: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
 def _mask_as_four(mask: Tensor, batch: tuple[int, ...], q: Tensor, k: Tensor) -> Tensor:
     if mask.dim() > 4 or (mask.dim() == 4 and len(batch) != 1) or (mask.dim() == 3 and len(batch) > 1):
         full = (*batch, q.shape[1], q.shape[2], k.shape[2])
-        mask = mask.expand(full).reshape(-1, *full[-3:])
+        try:
+            mask = mask.expand(full).reshape(math.prod(batch), *full[-3:])
+        except RuntimeError:
+            raise ValueError(f"attn_mask has shape {list(mask.shape)}, but must broadcast to {list(full)}") from None
     return mask
 
 

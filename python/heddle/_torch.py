@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import heddle
-from heddle._ops import NUMBER_DEFAULTS, TINY_SCALE, call, ops, quick, scale_of
-from heddle._options import causal_of, norm_of, window_of
+from heddle._ops import NUMBER_DEFAULTS, call, ops, quick
+from heddle._options import TINY, causal_of, norm_of, scale_of, window_of
 
 
 def _need_tensors(**values: Any) -> None:
@@ -34,12 +34,18 @@ def _broadcastable(value: Tensor | None, name: str, sk: int) -> Tensor | None:
     return value
 
 
-def _lengths(value: Any, like: Tensor) -> Tensor | None:
+def _lengths(name: str, value: Any, like: Tensor) -> Tensor | None:
     if value is None or (isinstance(value, Tensor) and value.dtype == torch.int32):
         return value
-    if isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype == torch.bool):
-        raise TypeError(f"lengths must be integers, not {value.dtype}")
-    return torch.as_tensor(value, device=None if isinstance(value, Tensor) else like.device).to(torch.int32)
+    if not isinstance(value, Tensor):
+        value = torch.as_tensor(value, device=like.device)
+    no_integers = value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    if no_integers and value.numel():  # torch.as_tensor([]) is float32
+        raise TypeError(f"{name} must be integers, not {value.dtype}")
+    if value.dtype.itemsize > 2:
+        value = value.to(torch.int64).clamp(-(2**31), 2**31 - 1)  # too large stays too large, and is told of
+    lengths: Tensor = value.to(torch.int32)
+    return lengths
 
 
 def new_rng_state(device: torch.device) -> Tensor:
@@ -110,10 +116,10 @@ def attention(
         _broadcastable(mask, "mask", sk),
         alibi_slopes if alibi_slopes is None else alibi_slopes.to(real),
         sinks if sinks is None else sinks.to(real),
-        _lengths(cu_seqlens_q, q),
-        _lengths(cu_seqlens_k, q),
-        _lengths(seqlens_q, q),
-        _lengths(seqlens_k, q),
+        _lengths("cu_seqlens_q", cu_seqlens_q, q),
+        _lengths("cu_seqlens_k", cu_seqlens_k, q),
+        _lengths("seqlens_q", seqlens_q, q),
+        _lengths("seqlens_k", seqlens_k, q),
         rng_state,
     )
     numbers = (
@@ -157,7 +163,7 @@ def norm_linear(
     """See heddle.norm_linear, which this is for torch tensors."""
     _need_tensors(x=x, weight=weight)
     if eps == 0:
-        eps = TINY_SCALE  # 0 means the default to the library
+        eps = TINY  # 0 means the default to the library
     rows = None
     if not x.is_contiguous() and x.dim() >= 1:
         # Rows at one distance are taken as they lie; others, and rows on top of each other, are copied first.

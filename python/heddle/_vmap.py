@@ -13,7 +13,8 @@ from torch import Tensor
 def _fold(value: Tensor, dim: int | None, size: int) -> Tensor:
     """[v, b, ...] as [v·b, ...]; a tensor that is not mapped is repeated."""
     value = value.unsqueeze(0).expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
-    return value.reshape(size * value.shape[1], *value.shape[2:])
+    value = value.reshape(size * value.shape[1], *value.shape[2:])
+    return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
 
 
 def _fold_broadcast(value: Tensor, dim: int | None, size: int, b: int) -> Tensor:
@@ -42,6 +43,8 @@ def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) 
     for at in (3, 4):
         if len(args) > at and args[at] is not None:
             folded[at] = _fold_broadcast(args[at], dims[at], size, b)
+    if len(args) > 5 and args[5] is not None and args[5].dim() == 2:
+        folded[5] = _fold(args[5], None, size)
     out, lse, weights = ops.attention(*folded)
     unfolded = [None if value is None else value.reshape(size, b, *value.shape[1:]) for value in (out, lse, weights)]
     return tuple(unfolded), (0, 0, None if weights is None else 0)

@@ -130,6 +130,8 @@ class SelfAttention(Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
+        if dim < 1:
+            raise ValueError(f"dim = {dim} must be positive")
         if heads < 1 or dim % heads:
             raise ValueError(f"heads = {heads} does not divide dim = {dim}")
         if kv_heads < 1 or heads % kv_heads:
@@ -149,6 +151,8 @@ class SelfAttention(Module):
 
     def forward(self, x: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """[b, s, dim] to [b, s, dim]; errors as heddle.attention."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a torch.Tensor, not {type(x).__name__}")
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise ValueError(f"x has shape {list(x.shape)}, but must have [b, s, {self.dim}]")
         b, s, _ = x.shape

@@ -77,9 +77,12 @@ def test_packed():
     leaves = [torch.tensor(a, requires_grad=True) for a in (q, k, v)]
     want = heddle.attention(*leaves, **twins)
     assert np.array_equal(out, want.detach().numpy()) and not out[9:].any()
-    grads = heddle.attention_backward(out, q, k, v, out, lse, **options)
-    for got, expected in zip(grads.values(), torch.autograd.grad(want, leaves, want.detach()), strict=True):
-        assert np.array_equal(got, expected.numpy())
+    far = options | {"max_seqlen_q": 2**40, "max_seqlen_k": 2**40}  # costs nothing
+    assert np.array_equal(heddle.attention(q, k, v, **far), out)
+    expected = torch.autograd.grad(want, leaves, want.detach())
+    for limits in (options, far):
+        grads = heddle.attention_backward(out, q, k, v, out, lse, **limits)
+        assert all(np.array_equal(got, grad.numpy()) for got, grad in zip(grads.values(), expected, strict=True))
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -209,6 +212,10 @@ def test_stranger_on_a_gpu():
         ({"seqlens_k": np.array([1, 9], np.int32)}, ValueError, "0 to 6"),
         ({"dropout": 1.5}, ValueError, "dropout = 1.5"),
         ({"scale": float("nan")}, ValueError, "scale"),
+        ({"scale": "0.5"}, TypeError, "scale = '0.5' is not a number"),
+        ({"scale": 10**400}, ValueError, "is not a finite number"),
+        ({"dropout": 0.5, "rng_state": [1, 2, 3]}, TypeError, r"rng_state = \[1, 2, 3\] is not two integers"),
+        ({"dropout": 0.5, "rng_state": [1.5, 2]}, TypeError, "is not two integers"),
     ],
     ids=lambda value: None,
 )
@@ -216,6 +223,21 @@ def test_errors(changed, kind, text):
     q, k, v = qkv()
     with pytest.raises(kind, match=text):
         heddle.attention(**({"q": q, "k": k, "v": v} | changed))
+
+
+def test_far_windows():
+    assert np.array_equal(heddle.attention(*qkv(), window=(2**70, 1)), heddle.attention(*qkv(), window=(None, 1)))
+
+
+def test_no_results_of_an_unknown_kind():
+    class Unknown:
+        def __init__(self, array):
+            self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match="Unknown has no __array_namespace__"):
+        heddle.attention(Unknown(q), k, v)
+    assert np.array_equal(heddle.attention(q, Unknown(k), Unknown(v)), heddle.attention(q, k, v))
 
 
 def test_backward_errors():

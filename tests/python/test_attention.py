@@ -198,6 +198,20 @@ def test_packed_sequences(device, causal):
 
 
 @pytest.mark.parametrize("device", devices())
+def test_packed_with_a_limit_far_above(device):
+    """An upper limit may be anything: time and memory do not grow with it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(9, H, D, device=device, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 3, 9], dtype=torch.int32, device=device)
+    results = []
+    for limit in (6, 2**40):
+        out = heddle.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=limit, max_seqlen_k=limit)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", devices())
 def test_dropout(device):
     q, k, v = inputs(torch.float32, device)
     torch.manual_seed(5)

@@ -41,6 +41,23 @@ def test_backward(sq, sk, columns, dv, d, device):
         assert (got - want).abs().max() <= 4e-6 * max(want.abs().max().item(), 1)
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("mode", ["autocast", "inference_mode"])
+def test_within_modes(mode, device):
+    """float32 is what these compute in, and gradients are what the second is asked for."""
+    torch.manual_seed(0)
+    x = torch.randn(9, 8, device=device)
+    weights = torch.softmax(x @ x.T / math.sqrt(8), -1)
+    outside, inside = ([torch.empty_like(x) for _ in range(4)] for _ in range(2))
+    gpu_kernels.self_attention(x, outside[0], 8)
+    gpu_kernels.self_attention_backward(x, x, x, x, weights, *outside[1:], 8)
+    with torch.inference_mode() if mode == "inference_mode" else torch.autocast(device, torch.bfloat16):
+        gpu_kernels.self_attention(x, inside[0], 8)
+        gpu_kernels.self_attention_backward(x, x, x, x, weights, *inside[1:], 8)
+    for a, b in zip(outside, inside, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_errors():
     x = torch.randn(4, 8)
     with pytest.raises(TypeError, match="float64"):

@@ -47,6 +47,9 @@ ATTENTION = [
     ({"window": 3}, ValueError, "no pair"),
     ({"scale": float("nan")}, ValueError, "scale = nan"),
     ({"scale": float("inf")}, ValueError, "scale = inf"),
+    ({"scale": 10**400}, ValueError, "is not a finite number"),
+    ({"scale": "0.5"}, TypeError, "scale = '0.5' is not a number"),
+    ({"scale": torch.tensor(0.5)}, TypeError, "is not a number"),
     ({"softcap": -1.0}, ValueError, "softcap = -1"),
     ({"dropout": 1.0}, ValueError, "dropout = 1"),
     ({"dropout": -0.5}, ValueError, "dropout = -0.5"),
@@ -56,7 +59,11 @@ ATTENTION = [
     ({"seqlens_k": torch.tensor([1, 7])}, ValueError, r"seqlens_k\[1\] = 7 is outside 0 to 6"),
     ({"seqlens_q": torch.tensor([-1, 1])}, ValueError, r"seqlens_q\[0\] = -1 is outside 0 to 5"),
     ({"seqlens_q": torch.tensor([1])}, ValueError, r"must have \[2\]"),
-    ({"seqlens_q": torch.tensor([1.0, 2.0])}, TypeError, "integers"),
+    ({"seqlens_q": torch.tensor([1.0, 2.0])}, TypeError, "seqlens_q must be integers"),
+    ({"seqlens_q": [1.0, 2.5]}, TypeError, "seqlens_q must be integers, not torch.float"),
+    ({"seqlens_k": [True, False]}, TypeError, "seqlens_k must be integers, not torch.bool"),
+    ({"seqlens_k": torch.ones(2, dtype=torch.complex64)}, TypeError, "integers, not torch.complex64"),
+    ({"seqlens_k": torch.tensor([2**32 + 3, 1])}, ValueError, r"seqlens_k\[0\] = 2147483647 is outside 0 to 6"),
     ({"max_seqlen_q": 5}, ValueError, "without cu_seqlens"),
     ({"alibi_slopes": [1.0] * 4}, TypeError, "alibi_slopes must be a torch.Tensor"),
     ({"sinks": [1.0] * 4}, TypeError, "sinks must be a torch.Tensor"),
@@ -72,6 +79,13 @@ ATTENTION = [
 def test_attention(changed, kind, text):
     with pytest.raises(kind, match=text):
         heddle.attention(**qkv(**changed))
+
+
+def test_numbers_of_numpy_and_far_windows():
+    numpy = pytest.importorskip("numpy")
+    out = heddle.attention(**qkv(), scale=0.25)
+    assert torch.equal(heddle.attention(**qkv(), scale=numpy.float32(0.25)), out)
+    assert torch.equal(heddle.attention(**qkv(), scale=0.25, window=(2**70, numpy.int64(9))), out)
 
 
 def packed(**changed):
@@ -90,6 +104,7 @@ def packed(**changed):
         ({"cu_seqlens_q": torch.tensor([0, 5, 3])}, "must not fall"),
         ({"cu_seqlens_k": torch.tensor([0, 3, 10])}, "exceed the 9 rows"),
         ({"max_seqlen_k": 5}, "max_seqlen_k = 5"),
+        ({"cu_seqlens_k": torch.tensor([0, 2**32 + 3, 9])}, "exceed the 9 rows"),
         ({"q": torch.randn(1, 9, 4, 8)}, "4 dimensions, but must have 3"),
     ],
 )
@@ -109,6 +124,7 @@ NORM_LINEAR = [
     ({"eps": -1.0}, ValueError, "eps = -1"),
     ({"eps": float("nan")}, ValueError, "eps = nan"),
     ({"norm": "batch"}, ValueError, "'batch'"),
+    ({"norm": ["layer"]}, ValueError, "neither 'layer' nor 'rms'"),
     ({"x": torch.zeros(3, 8, dtype=torch.int64)}, TypeError, "must be float32"),
     ({"x": torch.randn(())}, ValueError, "0 dimensions"),
     ({"weight": "w"}, TypeError, "torch.Tensor"),
@@ -132,6 +148,12 @@ def test_scaled_dot_product_attention():
     ):
         with pytest.raises(kind, match=text):
             heddle.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    with pytest.raises(ValueError, match=r"attn_mask has shape \[2, 4, 5, 5\], but must broadcast to \[4, 5, 5\]"):
+        heddle.scaled_dot_product_attention(q[0], q[0], q[0], attn_mask=torch.zeros(2, 4, 5, 5))
+    with pytest.raises(ValueError, match=r"must broadcast to \[1, 2, 4, 5, 5\]"):
+        heddle.scaled_dot_product_attention(q[None], q[None], q[None], attn_mask=torch.zeros(3, 2, 4, 5, 5))
+    none = torch.randn(2, 0, 4, 5, 8)
+    assert heddle.scaled_dot_product_attention(none, none, none, torch.zeros(2, 1, 1, 5, 5)).shape == none.shape
     with pytest.raises(ValueError, match="do not broadcast"):
         heddle.scaled_dot_product_attention(q, q.expand(3, 2, 4, 5, 8), q.expand(7, 2, 4, 5, 8))
 
@@ -144,6 +166,19 @@ def test_scaled_dot_product_attention():
         ({"k": torch.randn(2, 1, 4, 8).half()}, TypeError, "k is torch.float16"),
         ({"cache_seqlens": [1, 2]}, TypeError, "not list"),
         ({"cache_seqlens": -3}, ValueError, "must not be negative"),
+        ({"cache_seqlens": True}, TypeError, "not bool"),
+        ({"cache_seqlens": torch.tensor([1.5, 2.0])}, TypeError, "cache_seqlens is torch.float32"),
+        ({"cache_seqlens": torch.tensor([1, 2, 3])}, ValueError, r"cache_seqlens has shape \[3\], but must have \[2\]"),
+        ({"cache_seqlens": torch.tensor([2**32 + 1, 1])}, ValueError, "too few for 4294967297 and 1"),
+        ({"cache_batch_idx": [0, 1]}, TypeError, "cache_batch_idx must be a torch.Tensor, not list"),
+        ({"cache_batch_idx": torch.tensor([0.0, 1.5])}, TypeError, "cache_batch_idx is torch.float32"),
+        ({"cache_batch_idx": torch.tensor([0])}, ValueError, r"cache_batch_idx has shape \[1\]"),
+        ({"cache_batch_idx": torch.tensor([0, 2])}, ValueError, r"cache_batch_idx = \[0, 2\] is not all from 0 to 1"),
+        ({"cache_batch_idx": torch.tensor([0, -1])}, ValueError, r"\[0, -1\] is not all from 0 to 1"),
+        ({"q": [1.0]}, TypeError, "q must be a torch.Tensor"),
+        ({"q": torch.randn(2, 1, 4, 7)}, ValueError, "differ"),
+        ({"q": torch.randn(2, 1, 4, 8).half()}, TypeError, "k_cache is torch.float32, but must be torch.float16"),
+        ({"v_cache": torch.randn(2, 3, 4, 8)}, ValueError, r"\[2, 3, 4, 8\]\]: .* differ"),
     ],
     ids=lambda value: None,
 )
@@ -152,7 +187,9 @@ def test_a_cache_is_left_alone(changed, kind, text):
     before = cache.clone()
     new = {"k": torch.randn(2, 1, 4, 8), "v": torch.randn(2, 1, 4, 8), "cache_seqlens": 3} | changed
     with pytest.raises(kind, match=text):
-        heddle.flash_attn_with_kvcache(torch.randn(2, 1, 4, 8), cache[0], cache[1], **new)
+        heddle.flash_attn_with_kvcache(
+            **({"q": torch.randn(2, 1, 4, 8), "k_cache": cache[0], "v_cache": cache[1]} | new)
+        )
     assert torch.equal(cache, before)
 
 
@@ -168,6 +205,44 @@ def test_raw_operators_name_the_rule():
         ops.norm_linear(q, torch.randn(3, 8), norm=2)
     with pytest.raises(RuntimeError, match="q has 3 dimensions"):
         ops.attention(q[0], q, q)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sinks": torch.zeros(4)},
+        {"alibi_slopes": torch.zeros(4)},
+        {"dropout": 0.5, "rng_state": torch.zeros(2, dtype=torch.int64)},
+        {"seqlens_k": torch.tensor([1, 2], dtype=torch.int32)},
+        {"bias": torch.zeros(1, 1, 5, 6)},
+    ],
+    ids=lambda options: list(options)[-1],
+)
+def test_one_tensor_on_meta(options):
+    """It brings a call to the kernels that compute nothing: memory as it was found would come back."""
+    name = list(options)[-1]
+    with pytest.raises(ValueError, match=f"{name} is on meta, the first tensor on cpu"):
+        heddle.attention(**qkv(), **(options | {name: options[name].to("meta")}))
+
+
+def test_one_tensor_on_meta_when_packed():
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        with pytest.raises(ValueError, match=f"{name} is on meta"):
+            heddle.attention(**packed(**{name: torch.tensor([0, 3, 9], dtype=torch.int32, device="meta")}))
+
+
+def test_one_tensor_on_meta_in_backward():
+    given = qkv()
+    out, lse = heddle.attention(**given, return_lse=True)
+    rest = (None, None, out, lse, *given.values())
+    for at, name in ((3, "out"), (4, "lse"), (6, "k")):
+        args = [out, *rest]
+        args[at] = args[at].to("meta")
+        with pytest.raises(ValueError, match=f"{name} is on meta"):
+            ops.attention_backward(*args)
+    y, mean, rstd = ops.norm_linear(torch.randn(3, 8), torch.randn(5, 8))
+    with pytest.raises(ValueError, match="rstd is on meta"):
+        ops.norm_linear_backward(y, mean, rstd.to("meta"), torch.randn(3, 8), torch.randn(5, 8))
 
 
 def test_double_backward():
@@ -193,9 +268,15 @@ def test_forward_mode():
 
 
 def test_functorch_gradients():
-    q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda t: heddle.attention(t, t, t).sum())(q)
+    q, weight = torch.randn(1, 2, 3, 4), torch.randn(3, 4)
+    for run in (
+        lambda t: heddle.attention(t, t, t).sum(),
+        lambda t: heddle.attention(t, t, t, softcap=2.0).sum(),
+        lambda t: heddle.norm_linear(t, weight).sum(),
+    ):
+        for transform in (torch.func.grad, torch.func.jacrev, lambda f: torch.vmap(torch.func.grad(f))):
+            with pytest.raises(NotImplementedError, match=r"no gradient by torch\.func"):
+                transform(run)(q)
 
 
 def test_errors_under_compile():

@@ -94,6 +94,8 @@ def test_block_learns(device):
         (lambda: NormLinear(0, 4), "in_features = 0"),
         (lambda: NormLinear(4, 4, norm="batch"), "'batch'"),
         (lambda: SelfAttention(16, 4)(torch.randn(2, 16)), r"x has shape \[2, 16\]"),
+        (lambda: SelfAttention(0, 1), "dim = 0 must be positive"),
+        (lambda: SelfAttention(-8, 2), "dim = -8 must be positive"),
     ],
 )
 def test_errors(make, text):
@@ -119,3 +121,8 @@ def test_autocast():
     y.float().sum().backward()
     assert seen == [torch.bfloat16] and y.dtype == torch.bfloat16
     assert all(p.grad.dtype == torch.float32 for p in attention.parameters())
+
+
+def test_no_tensor():
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, not list"):
+        SelfAttention(16, 4)([1.0])

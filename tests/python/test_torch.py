@@ -207,6 +207,32 @@ def test_vmap(device):
         torch.vmap(lambda w: ops.norm_linear(x, w)[0])(weight[None])
 
 
+@everywhere
+def test_gradients_through_vmap(device):
+    """A tensor within vmap does not say that it is made of one that requires a gradient."""
+    q, k, v, x, weight = tensors((3, *QKV[0]), *QKV[1:], (3, 7, 8), (5, 8), device=device)
+    for run, mapped, others in ((heddle.attention, q, (k, v)), (heddle.norm_linear, x, (weight,))):
+        for leaves in ((mapped,), others, (mapped, *others)):
+            given = [t if any(t is leaf for leaf in leaves) else t.detach() for t in (mapped, *others)]
+            got = torch.vmap(run, (0, *[None] * len(others)))(*given).square().sum()
+            want = sum(run(each, *given[1:]).square().sum() for each in given[0])
+            for a, b in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves), strict=True):
+                assert torch.allclose(a, b, atol=1e-4), (a - b).abs().max()
+
+
+def test_vmap_over_the_last_dimension():
+    q, k, v = (t.detach() for t in tensors((3, 1, 4, 5, 8), (1, 2, 6, 8), (1, 2, 6, 3)))
+    got = torch.vmap(lambda a: heddle.attention(a, k, v), in_dims=4)(q.movedim(0, 4).contiguous())
+    assert torch.allclose(got, torch.stack([heddle.attention(a, k, v) for a in q]), atol=1e-6)
+
+
+def test_vmap_with_slopes_of_each_batch():
+    q, k, v = (t.detach() for t in tensors((3, *QKV[0]), *QKV[1:]))
+    slopes = torch.rand(2, 4)
+    got = torch.vmap(lambda a: heddle.attention(a, k, v, alibi_slopes=slopes))(q)
+    assert torch.allclose(got, torch.stack([heddle.attention(a, k, v, alibi_slopes=slopes) for a in q]), atol=1e-6)
+
+
 def test_meta_tensors():
     q = torch.empty(2, 4, 5, 8, device="meta")
     assert heddle.attention(q, q, q).shape == q.shape

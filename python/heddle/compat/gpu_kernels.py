@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from heddle import attention
+from heddle._ops import long_backward
 
 __all__ = ["self_attention", "self_attention_backward"]
 
@@ -54,7 +55,7 @@ def self_attention(input: Tensor, output: Tensor, d: int) -> None:
     """
     _check(input=input, output=output)
     _same_shape("output", output, (input.shape[0], input.shape[1]))
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
         x = input if input.stride(-1) == 1 else input.contiguous()
         output.copy_(attention(x, x, x, scale=_scale(d)))
 
@@ -104,13 +105,17 @@ def self_attention_backward(
     _same_shape("grad_query", grad_query, (sq, columns))
     _same_shape("grad_key", grad_key, (sk, columns))
     _same_shape("grad_value", grad_value, (sk, dv))
-    with torch.enable_grad():
-        q, k, v = (tensor.detach().contiguous().requires_grad_() for tensor in (query, key, value))
-        out, weights = attention(q, k, v, scale=_scale(d), return_weights=True)
-        off = (weights.detach() - attn_weights).abs().max().item() if sq and sk else 0.0
+    # The operators themselves: within torch.inference_mode there is no autograd to ask.
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        q, k, v = (tensor.detach().contiguous() for tensor in (query, key, value))
+        scale = _scale(d)
+        out, lse, weights = attention(q, k, v, scale=scale, return_lse=True, return_weights=True)
+        off = (weights - attn_weights).abs().max().item() if sq and sk else 0.0
         if not off <= WEIGHTS_TOLERANCE:
             raise ValueError(f"attn_weights are not softmax(query·keyᵀ/√{d}): they are off by {off:g}")
-        grads = torch.autograd.grad(out, (q, k, v), grad_output)
-    with torch.no_grad():
+        dout, out, q, k, v = (tensor.expand(1, 1, *tensor.shape) for tensor in (grad_output, out, q, k, v))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        grads = long_backward(dout, None, out, lse[None, None], q, k, v, 0, scale, deterministic, 7)
         for target, grad in zip((grad_query, grad_key, grad_value), grads, strict=True):
-            target.copy_(grad)
+            assert grad is not None
+            target.copy_(grad[0, 0])
