@@ -188,11 +188,14 @@ def test_stranger_on_a_gpu():
     grads = heddle.attention_backward(again[0], *strangers, *again[1:])
     for got, expected in zip(grads.values(), torch.autograd.grad(want, leaves, torch.ones_like(want)), strict=True):
         assert torch.allclose(got, expected, atol=1e-5)
-    free = torch.cuda.mem_get_info()[0]
-    for _ in range(50):
-        heddle.attention(*[Stranger(torch.ones(1, 8, 1024, 64, device="cuda"))] * 3)
-    torch.cuda.empty_cache()
-    assert free - torch.cuda.mem_get_info()[0] < 2**24  # the results' 100 MB are given back
+    lost = []
+    for _ in range(5):  # other programs may take memory of this GPU, but not each time
+        free = torch.cuda.mem_get_info()[0]
+        for _ in range(50):
+            heddle.attention(*[Stranger(torch.ones(1, 8, 1024, 64, device="cuda"))] * 3)
+        torch.cuda.empty_cache()
+        lost.append(free - torch.cuda.mem_get_info()[0])
+    assert min(lost) < 2**24, lost  # the results' 100 MB are given back
 
 
 @pytest.mark.parametrize(
