@@ -10,8 +10,9 @@ How it is measured
   * heddle and PyTorch run in turn (the order changes every round) on the same inputs and threads; a ratio is the median
     of the rounds' ratios: PyTorch's time over heddle's.
   * One thread: the thread's own processor time, so that other programs disturb less. More: the wall clock; a sample in
-    which our threads had to wait for a core (the kernel's schedstat) is taken again, and a row is marked with a
-    question mark, and not recorded, if that did not help for more than half of some call's samples.
+    which our threads had to wait for a core (the kernel's schedstat), or shared one (right after it the peak of all
+    threads is below 0.9 of as many times one's), is taken again, and a row is marked with a question mark, and not
+    recorded, if that did not help for more than half of some call's samples.
   * heddle writes into outputs that its caller has allocated; PyTorch is called as its users call it and allocates its
     own: F.scaled_dot_product_attention, F.linear(F.layer_norm(...)), torch.autograd.grad.
   * Both results are compared before anything is timed.
