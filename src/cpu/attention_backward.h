@@ -45,47 +45,33 @@ static float dot_row(const call *c, const void *o, const void *dout) {
     return r;
 }
 
-/* D gets sum over j of P∘dweights: the scores once more, over all keys. */
-static void add_weight_sums(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
-    range keys = keys_of_queries(u->m, w->l.first, w->l.last + 1, u->s.sk);
-    float sums[LANES] = {0};
-    load_q(c, u, w, g);
-    for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-        const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
-        probabilities(c, u, &b, w);
-        pack_dweights(c, u, &b, w);
-        for (int64_t y = 0; y < b.count; y++)
-            for (int64_t x = 0; x < w->l.stride; x += VL) {
-                vf p = load(w->s + y * w->l.stride + x), dw = load(w->scratch + y * w->l.stride + x);
-                store(sums + x, load(sums + x) + select_float(p == 0, splat(0), p * dw));
-            }
-    }
-    for (int64_t x = 0; x < w->l.count; x++)
-        g->dsum[lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x])] += sums[x];
-}
-
 /* Few queries: D is P∘dP here as well (sums_d() says why), up to so many keys, which stay near for what comes next. */
 static bool sums_d_first(const call *c, const unit *u) {
     return c->type != HEDDLE_F32 && !sums_d(c, u) && c->group * u->s.sq <= FEW_LANES && u->s.sk <= 4 * c->tile_k;
 }
 
-static void sum_d_first(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
+/* D gets sum over all keys of P∘dweights, the scores once more; with `whole` of P∘(Z∘dP + dweights). */
+static void add_key_sums(const call *c, const unit *u, bool whole, backward_space *w, const backward_shared *g) {
     const lanes *l = &w->l;
     const range keys = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
     float sums[LANES] = {0};
-    load_tile(c, u, w, g);
+    if (whole)
+        load_tile(c, u, w, g);
+    else
+        load_q(c, u, w, g);
     for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-        const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), true);
+        const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), whole);
         probabilities(c, u, &b, w);
-        weight_gradients(c, u, &b, w);
-        if (c->drops)
+        if (whole)
+            weight_gradients(c, u, &b, w);
+        if (whole && c->drops)
             dropout_factors(c, u, l, &b, w->z);
         if (c->t->dweights)
             pack_dweights(c, u, &b, w);
-        add_to_d(c, &b, w, sums);
+        add_to_d(c, &b, whole, w, sums);
     }
     for (int64_t x = 0; x < l->count; x++)
-        g->dsum[lse_offset(c, u, l->head[x], l->first + l->index[x])] = sums[x] - dlse_of(c, u, l, x);
+        g->dsum[lse_offset(c, u, l->head[x], l->first + l->index[x])] += sums[x];
 }
 
 /* lse in units of log2 as two floats: one would cost P two roundings of lse. +inf makes P zero for a row that sees nothing.
@@ -145,13 +131,14 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
     const range seen = keys_of_queries(u->m, w->l.first, w->l.last + 1, u->s.sk);
     const void *o[LANES], *dout[LANES];
+    const bool whole = sums_d_first(c, u);
     bool large = false;
     lane_rows(c, u, &w->l, c->t->o, a->o_stride, u->s.first_q, o);
     if (c->t->dout)
         lane_rows(c, u, &w->l, c->t->dout, a->do_stride, u->s.first_q, dout);
     for (int64_t x = 0; x < w->l.count; x++) {
         int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
-        g->dsum[at] = (c->t->dout ? dot_row(c, o[x], dout[x]) : 0) - dlse_of(c, u, &w->l, x);
+        g->dsum[at] = (c->t->dout && !whole ? dot_row(c, o[x], dout[x]) : 0) - dlse_of(c, u, &w->l, x);
         large |= split_lse(((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
         if (seen.begin >= seen.end) /* nobody else writes it */
             clear_rows(c, c->t->dq, a->dq_stride, u->n, w->l.head[x], u->s.first_q + w->l.first + w->l.index[x], 1,
@@ -159,10 +146,8 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     }
     if (large)
         refine_lse(c, u, w, g);
-    if (sums_d_first(c, u))
-        sum_d_first(c, u, w, g);
-    else if (c->t->dweights && !sums_d(c, u))
-        add_weight_sums(c, u, w, g);
+    if (whole || (c->t->dweights && !sums_d(c, u)))
+        add_key_sums(c, u, whole, w, g);
 }
 
 /* -------------------------------------------------------------------------------------------------------- main */

@@ -231,13 +231,13 @@ static bool sums_d(const call *c, const unit *u) {
     return c->type != HEDDLE_F32 && u->s.sk <= c->tile_k;
 }
 
-/* D += sum over the block's keys of P∘(Z∘dP + dweights). */
-static void add_to_d(const call *c, const key_block *b, const backward_space *w, float *d) {
+/* D += sum over the block's keys of P∘(Z∘dP + dweights); without dP unless `whole`. */
+static void add_to_d(const call *c, const key_block *b, bool whole, const backward_space *w, float *d) {
     for (int64_t x = 0; x < w->l.stride; x += VL) {
         vf sum = load(d + x);
         for (int64_t at = x; at < b->count * w->l.stride; at += w->l.stride) {
-            vf p = load(w->s + at), dp = load(w->dp + at);
-            if (c->drops)
+            vf p = load(w->s + at), dp = whole ? load(w->dp + at) : splat(0);
+            if (whole && c->drops)
                 dp *= load(w->z + at);
             if (c->t->dweights)
                 dp += load(w->scratch + at);
@@ -253,7 +253,7 @@ static float dlse_of(const call *c, const unit *u, const lanes *l, int64_t x) {
 
 static void sum_d(const call *c, const unit *u, const key_block *b, backward_space *w) {
     memset(w->dsum, 0, sizeof w->dsum);
-    add_to_d(c, b, w, w->dsum);
+    add_to_d(c, b, true, w, w->dsum);
     for (int64_t x = 0; x < w->l.count; x++)
         w->dsum[x] -= dlse_of(c, u, &w->l, x);
 }
