@@ -101,9 +101,11 @@ void workspace_free(heddle_device device, void *workspace);
 /* -------------------------------------------------------------------------------------------------- comparison */
 
 /* `natural` is the magnitude of the terms that cancel in the result (0: unknown); noise of a few float32 roundings
- * of it is always allowed; so is an error of `noise`. Says what is wrong with `name` on stdout and returns false. */
+ * of it is always allowed; so is an error of `noise`. `condition`: how many times more than its own rounding the plain
+ * computation may lose before ref is in doubt; INFINITY: anything. Says what is wrong with `name` on stdout and returns
+ * false. */
 bool compare_tensor(const char *name, int precision, const tensor *x, const tensor *ref, const tensor *plain,
-                    double natural, double noise, bool ill_conditioned);
+                    double natural, double noise, double condition);
 
 /* What the plain computation rounds to: the dtype, or TF32 (HEDDLE_F32 with HEDDLE_TF32, on a GPU). */
 enum { PRECISION_TF32 = 32 };

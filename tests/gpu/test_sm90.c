@@ -280,8 +280,7 @@ static void check_forward(const attention_case *c) {
     plain_attention(&plain, false, natural);
     for (size_t x = 0; x < COUNT(outputs); x++) {
         const int t = outputs[x];
-        if (!compare_tensor(attention_tensor_name[t], p.a.dtype, &p.t[t], &ref.t[t], &plain.t[t], natural[t], 0,
-                            false)) {
+        if (!compare_tensor(attention_tensor_name[t], p.a.dtype, &p.t[t], &ref.t[t], &plain.t[t], natural[t], 0, 1)) {
             attention_print(c);
             fail_msg("the forward is wrong, see above");
         }
