@@ -232,7 +232,7 @@ static void test_tiles(void **state) {
                 norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
                 c.a.norm = (heddle_norm)norm;
                 c.a.dtype = test_dtypes[y];
-                /* The tiles are a GPU's; under emulation, where they take longest, once is enough. */
+                /* The tiles are a GPU's; elsewhere once is enough. */
                 const uint64_t end = test_device() == HEDDLE_CUDA || test_long() ? 10 : 8;
                 for (c.seed = 7; c.seed < end; c.seed++) {
                     expect_family(&c, true);
