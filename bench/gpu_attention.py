@@ -1,222 +1,417 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on one GPU, heddle beside PyTorch's kernels, pair by pair in one process.
+"""Attention on one GPU, heddle and PyTorch's kernels in turn in one process: device time alone (bench/gpu_timing.py).
 
-    python3 bench/gpu_attention.py --library path/to/libheddle.so [--filter TEXT] [--json FILE]
+    python3 bench/gpu_attention.py [--library build/libheddle.so] [--table NAME ...] [--filter TEXT] [--regime rest|power]
+                                   [--flex] [--json FILE]
 
-For every case the two sides run in turn, many times, timed by CUDA events; what is printed is the median of each and the
-median of the paired ratios (over 1: heddle is faster). In float32 the errors of both against float64 are printed, too (over 1:
-heddle's is smaller). Inputs are normal numbers in layout [b, s, h, d]. Forward counts
-4·b·h·sq·sk·d operations, half of them if causal, backward 2.5 times as many; decoding counts the bytes of K and V.
+Tables: plain (the rows of every comparison), shapes (short, odd and other head dims), options (every option beside the plain
+row of its size), float32, decode, deterministic. A row: TFLOP/s forward and backward of heddle and of each peer that can
+compute it (decode: TB/s of K and V), and heddle over the best of them. Operations: 4·b·h·d for each query and key that
+see each other, backward 2.5 times as many; under causal masks half of all pairs. An option's rate is also told as a
+fraction of the plain row's with the same mask. Inputs are normal numbers in layout [b, s, h, d]. Peers: cudnn, fa2
+(FlashAttention-2) and efficient of PyTorch's scaled_dot_product_attention, flex (FlexAttention compiled, with --flex: it
+compiles for ten seconds a row). Each result is compared with the first peer's: a difference over 3e-2 is told.
 """
 import argparse
-import ctypes
+import dataclasses
 import json
-import statistics
+import math
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-I32, I64, U64, F64, PTR, SIZE = (ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p,
-                                 ctypes.c_size_t)
-CUDA, FORWARD, BACKWARD = 2, 0, 1
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+from gpu_timing import POWER, REST, Clock
+from heddle_c import Library
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION,
+            "efficient": SDPBackend.EFFICIENT_ATTENTION}
+TOLERANCE = 3e-2  # only to see that all compute the same thing; the tests judge accuracy
 
 
-class Strides(ctypes.Structure):
-    _fields_ = [(name, I64) for name in "bhs"]
+@dataclasses.dataclass
+class Case:
+    """One problem, and what makes it more than a plain one."""
+    b: int
+    h: int
+    hk: int
+    sq: int
+    sk: int
+    d: int
+    causal: bool
+    dtype: torch.dtype = BF16
+    dv: int = 0
+    option: str = "plain"
+    backward: bool = True
+
+    def __post_init__(self):
+        self.dv = self.dv or self.d
+
+    def name(self):
+        heads = f"H{self.h}/{self.hk}"
+        rows = f"S{self.sq}" if self.sq == self.sk else f"S{self.sq}x{self.sk}"
+        dims = f"D{self.d}" if self.d == self.dv else f"D{self.d}/{self.dv}"
+        option = "" if self.option == "plain" else " " + self.option
+        return f"B{self.b}{heads}{rows}{dims}{'c' if self.causal else 'f'}-{str(self.dtype)[6:]}{option}"
+
+    def pairs(self):
+        """Queries and keys that see each other, of one head of one sequence, on average."""
+        s = self.sk
+        if self.option.startswith("window"):
+            left = min(s, int(self.option.split()[1]))
+            return s * left - left * left / 2
+        if self.option in ("padding", "lengths"):
+            return sum(n * n / 2 if self.causal else self.sq * n for n in padded_lengths(self)) / self.b
+        if self.option == "documents":
+            return sum(n * n for n in document_lengths(self)) / self.b * 0.5
+        if self.option == "blocks":
+            return self.sq * s * 0.25
+        return self.sq * s * (0.5 if self.causal else 1)
+
+    def flops(self):
+        return 2.0 * self.b * self.h * self.pairs() * (self.d + self.dv)
 
 
-class Attention(ctypes.Structure):
-    _fields_ = ([("size", SIZE), ("dtype", I32), ("device", I32)]
-                + [(name, I64) for name in ("b", "h", "hk", "sq", "sk", "d", "dv")]
-                + [("mask", I32), ("reserved0", I32), ("features", U64), ("window_left", I64), ("window_right", I64)]
-                + [(name, F64) for name in ("scale", "softcap", "dropout")]
-                + [("seed", U64), ("offset", U64), ("total_q", I64), ("total_k", I64)]
-                + [(name + "_stride", Strides) for name in (
-                    "q", "k", "v", "o", "do", "dq", "dk", "dv", "bias", "bool_mask", "dbias", "weights", "dweights")]
-                + [("alibi_stride_b", I64)])
+def padded_lengths(c):
+    return [c.sk - c.sk // 2 * n // max(1, c.b - 1) for n in range(c.b)]  # from all down to half
 
 
-class Data(ctypes.Structure):
-    _fields_ = [("size", SIZE)] + [(name, PTR) for name in (
-        "q", "k", "v", "alibi_slopes", "bias", "bool_mask", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q",
-        "seqlens_k", "rng_state", "o", "lse", "weights", "dout", "dlse", "dweights", "dq", "dk", "dv", "dbias", "dsinks")]
+def document_lengths(c):
+    """Of all sequences together, in packed form: uneven, about 500 on average."""
+    generator = torch.Generator().manual_seed(1)
+    total, lengths = c.b * c.sq, []
+    while total:
+        lengths.append(min(total, int(torch.randint(100, 901, (1,), generator=generator))))
+        total -= lengths[-1]
+    return lengths
 
 
-class Heddle:
-    """One problem: buffers, workspace, and the two passes as functions without arguments."""
-
-    def __init__(self, lib, q, k, v, dout, causal):
-        b, h, sq, d = q.shape
-        hk, sk = k.shape[1], k.shape[2]
-        self.lib = lib
-        self.desc = Attention(size=ctypes.sizeof(Attention), dtype=TYPES[q.dtype], device=CUDA, b=b, h=h, hk=hk, sq=sq,
-                              sk=sk, d=d, mask=2 if causal else 0)
-        self.o, self.dq, self.dk, self.dv = (torch.empty_like(x) for x in (q, q, k, v))
-        self.lse = torch.empty(b, h, sq, device="cuda")
-        tensors = dict(q=q, k=k, v=v, o=self.o, dq=self.dq, dk=self.dk, dv=self.dv)
-        for name, x in {**tensors, "do": dout}.items():
-            setattr(self.desc, name + "_stride", Strides(*x.stride()[:3]))
-        self.data = Data(size=ctypes.sizeof(Data), lse=self.lse.data_ptr(),
-                         **{name: tensors[name].data_ptr() for name in "qkvo"})
-        self.back = Data(size=ctypes.sizeof(Data), lse=self.lse.data_ptr(), dout=dout.data_ptr(),
-                         **{name: x.data_ptr() for name, x in tensors.items()})
-        self.workspace = [self.make_workspace(p) for p in (FORWARD, BACKWARD)]
-
-    def check(self, status):
-        if status:
-            raise RuntimeError(self.lib.heddle_last_message().decode())
-
-    def make_workspace(self, which):
-        size = SIZE()
-        self.check(self.lib.heddle_attention_workspace(ctypes.byref(self.desc), which, ctypes.byref(size)))
-        return torch.empty(size.value + 64, dtype=torch.uint8, device="cuda"), size.value
-
-    def run(self, which):
-        space, size = self.workspace[which]
-        function = (self.lib.heddle_attention_forward, self.lib.heddle_attention_backward)[which]
-        self.check(function(ctypes.byref(self.desc), ctypes.byref((self.data, self.back)[which]), PTR(space.data_ptr()),
-                            SIZE(size), PTR(torch.cuda.current_stream().cuda_stream)))
-
-    def forward(self):
-        self.run(FORWARD)
-
-    def backward(self):
-        self.run(BACKWARD)
-
-    def kernel(self, which):
-        name = ctypes.create_string_buffer(64)
-        self.check(self.lib.heddle_attention_kernel(ctypes.byref(self.desc), which, name, 64))
-        return name.value.decode()
+def tensors(c, generator):
+    make = lambda heads, rows, d: torch.randn(c.b, rows, heads, d, device="cuda", generator=generator).to(c.dtype).transpose(1, 2)
+    return make(c.h, c.sq, c.d), make(c.hk, c.sk, c.d), make(c.hk, c.sk, c.dv), make(c.h, c.sq, c.dv)
 
 
-def milliseconds(run):
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+# ------------------------------------------------------------------------------------------------------- the options
+
+def option_inputs(c):
+    """What heddle is called with, beside the plain tensors."""
+    device = dict(device="cuda")
+    rows = torch.arange(c.sk, **device)
+    kind = c.option.split()[0]
+    if kind in ("plain", "documents"):
+        return {}
+    if kind == "softcap":
+        return {"softcap": 30.0}
+    if kind == "alibi":
+        return {"alibi_slopes": 2.0 ** (-8.0 / c.h * torch.arange(1, c.h + 1, **device))}
+    if kind == "window":
+        return {"window": (int(c.option.split()[1]), -1)}
+    if kind == "sinks":
+        return {"sinks": torch.randn(c.h, **device)}
+    if kind == "lse":
+        return {"dlse": torch.randn(c.b, c.h, c.sq, **device)}
+    if kind == "lengths":
+        return {"seqlens_k": torch.tensor(padded_lengths(c), dtype=torch.int32, **device)}
+    if kind == "padding":
+        lengths = torch.tensor(padded_lengths(c), **device)
+        mask = (rows < lengths[:, None])[:, None, None, :].to(torch.uint8)
+        return {"bool_mask": mask.expand(c.b, c.h, c.sq, c.sk)}
+    if kind == "dense":  # [b, 1, sq, sk] without empty tiles: one key in ten is not seen
+        mask = (torch.rand(c.b, 1, c.sq, c.sk, **device) > 0.1).to(torch.uint8)
+        return {"bool_mask": mask.expand(c.b, c.h, c.sq, c.sk)}
+    if kind == "blocks":  # a quarter of the tiles of 128
+        tiles = (torch.arange(c.sq, **device)[:, None] // 128 * 7 + rows // 128 * 5) % 4 == 0
+        return {"bool_mask": tiles[None, None].to(torch.uint8).expand(c.b, c.h, c.sq, c.sk)}
+    if kind in ("bias", "dbias"):
+        heads = 1 if "shared" in c.option else c.b
+        bias = torch.randn(heads, c.h, c.sq, c.sk, **device).to(c.dtype)
+        more = {"dbias": torch.empty_like(bias).expand(c.b, c.h, c.sq, c.sk)} if kind == "dbias" else {}
+        return {"bias": bias.expand(c.b, c.h, c.sq, c.sk), **more}
+    if kind == "dropout":
+        return {"dropout": 0.1}
+    if kind == "weights":
+        return {"weights": True}
+    if kind == "deterministic":
+        return {"deterministic": True}
+    raise ValueError(f"no option is called {c.option}")
 
 
-def pair(ours, theirs, repeats):
-    """Medians of both and of theirs over ours, run in turn."""
-    for _ in range(3):
-        ours()
-        theirs()
-    times = [(milliseconds(ours), milliseconds(theirs)) for _ in range(repeats)]
-    return (statistics.median(x for x, _ in times), statistics.median(y for _, y in times),
-            statistics.median(y / x for x, y in times))
+def ours(lib, c, q, k, v, dout, inputs):
+    if c.option != "documents":
+        return lib.attention(q, k, v, dout if c.backward else None, "bottom right" if c.causal else False, **inputs)
+    pack = lambda x: x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+    return lib.attention_varlen(pack(q), pack(k), pack(v), pack(dout), document_lengths(c), "bottom right")
 
 
-def error(x, ref):
-    return ((x.double() - ref.double()).norm() / ref.double().norm()).item()
+def sdpa_arguments(c, inputs):
+    """What PyTorch's scaled_dot_product_attention is to be called with; None: it has no such option."""
+    arguments = {"is_causal": c.causal, "enable_gqa": c.h != c.hk}
+    kind = c.option.split()[0]
+    if kind in ("plain", "deterministic"):
+        return arguments
+    if kind == "dropout":
+        return {**arguments, "dropout_p": 0.1}
+    if kind in ("padding", "lengths", "dense", "blocks") and not c.causal:
+        mask = inputs.get("bool_mask")
+        if mask is None:
+            mask = torch.arange(c.sk, device="cuda") < inputs["seqlens_k"][:, None, None, None]
+            return {**arguments, "attn_mask": mask}
+        return {**arguments, "attn_mask": mask.narrow(1, 0, 1).bool()}
+    if kind in ("bias", "dbias") and not c.causal:
+        bias = inputs["bias"].detach()
+        bias = bias.narrow(0, 0, 1) if "shared" in c.option else bias
+        return {**arguments, "attn_mask": bias.clone().requires_grad_() if kind == "dbias" else bias}
+    return None
 
 
-def exact(q, k, v, dout, causal):
-    """o, dq, dk, dv of the first head in float64."""
-    q, k, v, dout = (x[:1, :1].double() for x in (q, k, v, dout))
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    s = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
-    if causal:
-        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
-    o = s.softmax(-1) @ v
-    return o.detach(), *torch.autograd.grad(o, (q, k, v), dout)
+def sdpa_peer(c, backend, q, k, v, dout, arguments):
+    """Forward and backward of one of PyTorch's kernels; None where it does not take the problem."""
+    leaves = [x.detach().requires_grad_(c.backward) for x in (q, k, v)]
+    mask = arguments.get("attn_mask")
+    wanted = leaves + ([mask] if mask is not None and mask.requires_grad else [])
+
+    def forward():
+        with sdpa_kernel(backend):
+            return sdpa(*leaves, **arguments)
+
+    try:
+        o = forward()
+        if c.backward:
+            gradients = torch.autograd.grad(o, wanted, dout, retain_graph=True)
+    except RuntimeError:
+        return None
+    backward = (lambda: torch.autograd.grad(o, wanted, dout, retain_graph=True)) if c.backward else None
+    return forward, backward, (o, *gradients[:3]) if c.backward else (o,)
 
 
-def worst(x, ref):
-    """The largest error relative to the largest magnitude, and the root mean square of both."""
-    difference = x[:1, :1].double() - ref
-    return difference.abs().max().item() / ref.abs().max().item(), (difference.norm() / ref.norm()).item()
+def flex_peer(c, q, k, v, dout, inputs):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    kind, score, block = c.option.split()[0], None, None
+    if kind == "softcap":
+        score = lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0)
+    elif kind == "alibi":
+        slopes = inputs["alibi_slopes"]
+        score = lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()
+    elif kind == "documents":
+        ids = torch.repeat_interleave(torch.tensor(document_lengths(c), device="cuda")).view(-1)
+        of = torch.arange(c.b, device="cuda")[:, None] * c.sq + torch.arange(c.sq, device="cuda")
+        ids = ids[of]
+    elif kind == "padding":
+        lengths = torch.tensor(padded_lengths(c), device="cuda")
+    elif kind not in ("plain", "window", "bias", "dbias"):
+        return None
+    if kind in ("bias", "dbias"):
+        bias = inputs["bias"]
+        score = lambda s, b, h, i, j: s + bias[b, h, i, j]
+    rules = {"window": lambda b, h, i, j: (j <= i) & (j >= i - int(c.option.split()[1])),
+             "documents": lambda b, h, i, j: (j <= i) & (ids[b, i] == ids[b, j]),
+             "padding": lambda b, h, i, j: j < lengths[b]}
+    rule = rules.get(kind, (lambda b, h, i, j: j <= i) if c.causal else None)
+    if rule is not None:
+        block = create_block_mask(rule, c.b, None, c.sq, c.sk, device="cuda")
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    run = torch.compile(flex_attention, dynamic=False)
+    forward = lambda: run(*leaves, score_mod=score, block_mask=block, enable_gqa=c.h != c.hk)
+    try:
+        o = forward()
+        gradients = torch.autograd.grad(o, leaves, dout, retain_graph=True)
+    except Exception as e:  # its compiler has many ways to say no
+        print(f"    flex: {type(e).__name__}: {str(e).splitlines()[0][:90]}")
+        return None
+    return forward, lambda: torch.autograd.grad(o, leaves, dout, retain_graph=True), (o, *gradients)
 
 
-def errors(ours, theirs, refs):
-    """Both sides' errors against float64: heddle's is to be no larger."""
-    row = {}
-    for name, x, y, ref in zip(("o", "dq", "dk", "dv"), ours, theirs, refs):
-        (x_max, x_rms), (y_max, y_rms) = worst(x, ref), worst(y, ref)
-        row["error_" + name] = [x_max, y_max, x_rms, y_rms]
-        print(f"    {name:3s} error against float64: largest {x_max:.2e} {y_max:.2e}  rms {x_rms:.2e} {y_rms:.2e}  "
-              f"ratio {y_max / x_max:.2f} {y_rms / x_rms:.2f}", flush=True)
+# ------------------------------------------------------------------------------------------------------- measurement
+
+def difference(x, y):
+    x, y = x.double(), y.double()
+    return ((x - y).norm() / y.norm()).item()
+
+
+def peers_of(c, wanted, q, k, v, dout, inputs):
+    peers, arguments = {}, sdpa_arguments(c, inputs)
+    for name in wanted:
+        if name == "flex":
+            peer = flex_peer(c, q, k, v, dout, inputs) if c.backward else None
+        else:
+            peer = sdpa_peer(c, BACKENDS[name], q, k, v, dout, arguments) if arguments else None
+        if peer:
+            peers[name] = peer
+    return peers
+
+
+def measure(lib, clock, c, wanted, regimes, plain):
+    generator = torch.Generator("cuda").manual_seed(1)
+    torch.manual_seed(1)
+    q, k, v, dout = tensors(c, generator)
+    inputs = option_inputs(c)
+    job = ours(lib, c, q, k, v, dout, inputs)
+    job.forward()
+    if job.backward:
+        job.backward()
+    peers = peers_of(c, wanted, q, k, v, dout, inputs)
+    row = {"case": c.name(), "kernels": job.kernels, "workspace": job.workspaces}
+    if peers and c.option.split()[0] not in ("dropout", "documents"):
+        theirs = next(iter(peers.values()))[2]
+        row["differences"] = [difference(job.tensors[n], y) for n, y in zip(("o", "dq", "dk", "dv"), theirs)]
+        if not max(row["differences"]) < TOLERANCE:
+            print(f"    DIFFERENT from {next(iter(peers))}: {row['differences']}")
+    work = 2.0 * c.b * c.hk * c.sk * (c.d + c.dv) / 2 * q.element_size() if c.sq == 1 else c.flops()
+    for regime in regimes:
+        for label, index, factor in (("fwd", 0, 1.0), ("bwd", 1, 2.5)):
+            calls = {"heddle": (job.forward, job.backward)[index],
+                     **{name: peer[index] for name, peer in peers.items()}}
+            if calls["heddle"] is None:
+                continue
+            seconds = dict(zip(calls, clock.measure(regime, list(calls.values()))))
+            rates = {name: factor * work / s * 1e-12 for name, s in seconds.items()}
+            others = [r for name, r in rates.items() if name != "heddle"]
+            row[f"{label}_{regime}"] = {
+                "us": {name: s * 1e6 for name, s in seconds.items()}, "rate": rates,
+                "over_best": rates["heddle"] / max(others) if others else None,
+                "of_plain": rates["heddle"] / plain[label, regime] if (label, regime) in plain else None}
+            if c.option == "plain":
+                plain[label, regime] = rates["heddle"]
     return row
 
 
-def compare(lib, case, backends, repeats):
-    dtype, b, h, hk, sq, sk, d, causal = case
-    make = lambda heads, rows: torch.randn(b, rows, heads, d, device="cuda", dtype=dtype).transpose(1, 2)
-    q, k, v, dout = make(h, sq), make(hk, sk), make(hk, sk), make(h, sq)
-    ours = Heddle(lib, q, k, v, dout, causal)
-    flops = 4.0 * b * h * sq * sk * d * (0.5 if causal else 1)
-    name = f"B{b}H{h}/{hk}S{sq}x{sk}D{d}{'c' if causal else 'f'}-{str(dtype)[6:]}"
-    for backend in backends:
-        leaves = [x.detach().requires_grad_(sq > 1) for x in (q, k, v)]
-        row = {"case": name, "peer": backend.name.lower()}
-        with sdpa_kernel(backend):
-            forward = lambda: sdpa(*leaves, is_causal=causal, enable_gqa=h != hk)
-            try:
-                theirs = forward()
-            except RuntimeError as e:
-                print(f"{name:44s} {row['peer']}: {str(e).splitlines()[0][:80]}")
-                continue
-            ours.forward()
-            row["difference"] = error(ours.o, theirs)
-            passes = [("fwd", FORWARD, ours.forward, forward, flops)]
-            if sq > 1:
-                ours.backward()
-                grads = torch.autograd.grad(theirs, leaves, dout, retain_graph=True)
-                row["difference_bwd"] = max(error(x, y) for x, y in zip((ours.dq, ours.dk, ours.dv), grads))
-                if dtype == torch.float32 and h == hk:
-                    row.update(errors((ours.o, ours.dq, ours.dk, ours.dv), (theirs, *grads),
-                                      exact(q, k, v, dout, causal)))
-                passes.append(("bwd", BACKWARD, ours.backward,
-                               lambda: torch.autograd.grad(theirs, leaves, dout, retain_graph=True), 2.5 * flops))
-            for label, which, run, peer, work in passes:
-                x, y, ratio = pair(run, peer, repeats)
-                unit = 2.0 * b * hk * sk * d * q.element_size() if sq == 1 else work
-                row.update({label + "_ms": x, label + "_peer_ms": y, label + "_ratio": ratio, label + "_kernel": ours.kernel(which)})
-                what = f"{unit / x / 1e9:7.2f} {unit / y / 1e9:7.2f} {'TB/s' if sq == 1 else 'TFLOP/s'}".replace("  ", " ")
-                print(f"{name:44s} {row['peer']:20s} {label} {x:8.4f} {y:8.4f} ms  {what}  ratio {ratio:.2f}", flush=True)
-        yield row
+def tell(row, regimes):
+    for regime in regimes:
+        cells = []
+        for label in ("fwd", "bwd"):
+            r = row.get(f"{label}_{regime}")
+            if r:
+                rates = " ".join(f"{name} {x:.4g}" for name, x in r["rate"].items())
+                over = f" = {r['over_best']:.2f}" if r["over_best"] else ""
+                part = f" ({r['of_plain']:.2f} of plain)" if r["of_plain"] and row["case"].count(" ") else ""
+                cells.append(f"{label} {rates}{over}{part}")
+        print(f"{row['case']:36s} {regime:5s} {' | '.join(cells)}", flush=True)
 
 
-def cases():
-    bf16, flash, cudnn = torch.bfloat16, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+# ----------------------------------------------------------------------------------------------------------- tables
+
+def plain_rows():
     for d, h in ((64, 32), (128, 16), (256, 8)):
         for causal in (False, True):
             for s in (512, 1024, 2048, 4096, 8192, 16384):
-                yield (bf16, 16384 // s, h, h, s, s, d, causal), [flash]
-    yield (bf16, 4, 32, 8, 4096, 4096, 128, True), [flash]
-    yield (torch.float16, 4, 16, 16, 4096, 4096, 128, True), [flash]
+                yield Case(16384 // s, h, h, s, s, d, causal), ["cudnn", "fa2"]
+    yield Case(4, 32, 8, 4096, 4096, 128, True), ["cudnn", "fa2"]
+    yield Case(1, 16, 16, 32768, 32768, 128, True), ["cudnn", "fa2"]
+
+
+def shape_rows():
+    for d, h in ((64, 32), (128, 16)):
+        for s in (128, 256):
+            yield Case(32768 // s, h, h, s, s, d, True), ["cudnn", "fa2"]
+    for d, h in ((32, 64), (40, 32), (80, 24), (96, 20), (160, 12), (192, 10)):
+        yield Case(4, h, h, 4096, 4096, d, True), ["cudnn", "fa2"]
+    yield Case(4, 16, 16, 4096, 4096, 192, True, dv=128), ["cudnn"]
+    for d in (320, 384, 512):
+        yield Case(4, 4, 4, 4096, 4096, d, True), ["efficient"]
+    yield Case(3, 5, 5, 1537, 1537, 128, True), ["cudnn", "fa2"]
+    yield Case(3, 5, 5, 1537, 1537, 64, False), ["cudnn", "fa2"]
+    yield Case(1, 1, 1, 16384, 16384, 128, True), ["cudnn", "fa2"]
+    yield Case(2, 28, 4, 3000, 3000, 128, True), ["cudnn", "fa2"]
+    yield Case(4, 16, 16, 4096, 4096, 128, True, F16), ["cudnn", "fa2"]
+
+
+OPTIONS = ((True, "softcap"), (True, "alibi"), (True, "window 512"), (True, "sinks"), (True, "lse"), (True, "lengths"),
+           (True, "documents"), (True, "dropout"), (False, "lengths"), (False, "padding"), (False, "dense"),
+           (False, "blocks"), (False, "bias shared"), (False, "bias"), (False, "dbias shared"), (False, "dbias"))
+
+
+def option_rows():
+    """A plain row in front of those whose fraction of it is told."""
+    for d, h in ((128, 16), (64, 32), (256, 8)):
+        for s in (4096, 512, 16384):
+            b = 16384 // s
+            for causal in (True, False):
+                yield Case(b, h, h, s, s, d, causal), ["cudnn"]
+                for of, option in OPTIONS:
+                    if of == causal and (s < 16384 or "bias" not in option):
+                        yield Case(b, h, h, s, s, d, causal, option=option), ["cudnn", "efficient", "fa2", "flex"]
+    yield Case(1, 4, 4, 2048, 2048, 128, False), ["cudnn"]
+    yield Case(1, 4, 4, 2048, 2048, 128, False, option="weights"), []
+
+
+def float32_rows():
     for d, h in ((64, 32), (128, 16)):
         for causal in (True, False):
             for s in (4096, 512, 1024, 16384):
-                yield (torch.float32, 16384 // s, h, h, s, s, d, causal), [SDPBackend.EFFICIENT_ATTENTION]
-    for b, sk in ((1, 8192), (1, 131072), (32, 8192), (64, 4096)):
-        yield (bf16, b, 32, 8, 1, sk, 128, False), [cudnn, flash]
-    yield (torch.float32, 1, 1, 1, 128, 128, 32, False), [SDPBackend.EFFICIENT_ATTENTION]
-    yield (bf16, 1, 1, 1, 128, 128, 64, False), [flash]
+                yield Case(16384 // s, h, h, s, s, d, causal, F32), ["efficient"]
+        for option in ("softcap", "alibi", "bias"):
+            causal = option != "bias"
+            yield Case(4, h, h, 4096, 4096, d, causal, F32, option=option), ["efficient"]
+    yield Case(1, 1, 1, 128, 128, 32, False, F32), ["efficient"]
+
+
+def decode_rows():
+    for d in (64, 128, 256):
+        for b, sk in ((1, 8192), (1, 131072), (32, 8192), (64, 4096)):
+            yield Case(b, 32, 8, 1, sk, d, False, backward=False), ["cudnn", "fa2"]
+    yield Case(32, 32, 8, 16, 8192, 128, False, backward=False), ["cudnn", "fa2"]
+
+
+def deterministic_rows():
+    for d, h in ((64, 32), (128, 16), (256, 8)):
+        for causal in (False, True):
+            for s in (1024, 4096, 16384):
+                yield Case(16384 // s, h, h, s, s, d, causal), []
+                yield Case(16384 // s, h, h, s, s, d, causal, option="deterministic"), []
+
+
+TABLES = {"plain": plain_rows, "shapes": shape_rows, "options": option_rows, "float32": float32_rows,
+          "decode": decode_rows, "deterministic": deterministic_rows}
+
+
+def means(rows, regimes):
+    """Geometric means of heddle over the best peer."""
+    for regime in regimes:
+        for label in ("fwd", "bwd"):
+            over = [r[f"{label}_{regime}"]["over_best"] for r in rows if r.get(f"{label}_{regime}", {}).get("over_best")]
+            if over:
+                print(f"geometric mean of {label}, {regime}: {math.exp(sum(map(math.log, over)) / len(over)):.3f} of the best "
+                      f"peer in {len(over)} rows; least {min(over):.2f}")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--library", required=True, help="libheddle.so")
-    parser.add_argument("--filter", default="", help="only cases whose name holds this")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", default="build/libheddle.so")
+    parser.add_argument("--table", action="append", choices=list(TABLES), help="default: all")
+    parser.add_argument("--filter", action="append", default=[], help="only cases whose name holds one of these; their plain rows too")
+    parser.add_argument("--regime", action="append", choices=[REST, POWER], help="default: both")
+    parser.add_argument("--flex", action="store_true", help="FlexAttention too")
+    parser.add_argument("--alone", action="store_true", help="heddle alone, no peers")
     parser.add_argument("--json", help="append a line per case to this file")
-    parser.add_argument("--repeats", type=int, default=15)
     a = parser.parse_args()
-    lib = ctypes.CDLL(a.library)
-    lib.heddle_last_message.restype = ctypes.c_char_p
-    torch.manual_seed(1)
-    print("case, peer, pass, heddle, peer, rates of both, peer's time over heddle's")
-    for case, backends in cases():
-        if a.filter not in f"{case[0]} S{case[4]}x{case[5]}D{case[6]}":
-            continue
-        for row in compare(lib, case, backends, a.repeats):
+    lib, clock, regimes = Library(a.library), Clock(), a.regime or [REST, POWER]
+    flops, copy = clock.peaks()
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "library": lib.c.heddle_version_string().decode(),
+               "peak_tflops": round(flops), "peak_tbs": round(copy, 2)}
+    print(f"{machine['gpu']}, torch {torch.__version__}; a bfloat16 product of 8192³ {flops:.0f} TFLOP/s, a copy {copy:.2f} TB/s")
+    for table in a.table or TABLES:
+        print(f"-- {table}: TFLOP/s (decode: TB/s), = heddle over the best peer")
+        rows, plain = [], {}
+        for case, wanted in TABLES[table]():
+            if case.option == "plain" and table == "options":
+                plain = {}
+            if a.filter and not any(x in case.name() for x in a.filter) and not (table == "options" and case.option == "plain"):
+                continue
+            wanted = [] if a.alone else [name for name in wanted if name != "flex" or a.flex]
+            try:
+                rows.append({"table": table, **machine, **measure(lib, clock, case, wanted, regimes, plain)})
+            except (RuntimeError, torch.OutOfMemoryError) as e:
+                print(f"{case.name():36s} {str(e).splitlines()[0][:110]}", flush=True)
+                continue
+            finally:
+                torch.cuda.empty_cache()
+            tell(rows[-1], regimes)
             if a.json:
                 with open(a.json, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+                    file.write(json.dumps(rows[-1]) + "\n")
+        means(rows, regimes)
 
 
 if __name__ == "__main__":

@@ -1,158 +1,104 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""norm-linear on a GPU beside PyTorch's layer_norm + linear, in one process: speed, and the error of both against float64.
+"""norm-linear on a GPU beside PyTorch, in turn in one process: device time alone (bench/gpu_timing.py), and errors.
 
-    python3 bench/gpu_norm_linear.py [--library build/libheddle.so] [--quick] [--json FILE]
+    python3 bench/gpu_norm_linear.py [--library build/libheddle.so] [--filter TEXT] [--regime rest|power] [--errors]
+                                     [--json FILE]
 
-Each line: the median of CUDA graph replays, forward and backward (all five gradients), and PyTorch's over heddle's time.
+A row: the time of a forward, and of a backward with all gradients, over PyTorch's `F.linear` alone (its backward: dx, dw and
+dbias), of heddle and of PyTorch's layer_norm + linear (eager). Under 1: faster than the product without any norm.
+--errors: of each result the largest error against float64 over the largest magnitude, and that over PyTorch's, with rows whose
+means are 0, 100 and 1000 deviations.
 """
 import argparse
-import ctypes
 import json
-import statistics
 import time
 
 import torch
 import torch.nn.functional as F
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-HEDDLE_CUDA, HEDDLE_TF32 = 2, 1 << 10
-I64, PTR = ctypes.c_int64, ctypes.c_void_p
+from gpu_timing import POWER, REST, Clock
+from heddle_c import Library
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = ((16384, 1024, 4096), (16384, 4096, 4096), (8192, 4096, 12288), (4096, 4096, 22016), (4096, 2048, 2048),
+          (2048, 768, 3072), (1000, 1536, 6144))
+FEW_ROWS = tuple((m, 4096, n) for n in (4096, 12288) for m in (1, 4, 16, 64))
+INPUTS, NAMES = ("x", "gamma", "beta", "w", "bias"), ("y", "dx", "dgamma", "dbeta", "dw", "dbias")
 
 
-class Description(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("dtype", ctypes.c_int), ("device", ctypes.c_int), ("norm", ctypes.c_int),
-                ("reserved0", ctypes.c_int32), ("features", ctypes.c_uint64), ("m", I64), ("k", I64), ("n", I64),
-                ("eps", ctypes.c_double)] + [(s + "_stride", I64) for s in ("x", "w", "y", "dy", "dx", "dw")]
-
-
-class Data(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t)] + [(p, PTR) for p in (
-        "x", "gamma", "beta", "w", "bias", "y", "mean", "rstd", "dy", "dx", "dgamma", "dbeta", "dw", "dbias")]
-
-
-class Heddle:
-    def __init__(self, path):
-        self.lib = ctypes.CDLL(path)
-        self.lib.heddle_last_message.restype = ctypes.c_char_p
-
-    def check(self, status):
-        if status:
-            raise RuntimeError(f"heddle: status {status}: {self.lib.heddle_last_message().decode()}")
-
-    def calls(self, t, tf32):
-        """A forward and a backward call on the tensors t, each ready to be made."""
-        m, k = t["x"].shape
-        desc = Description(size=ctypes.sizeof(Description), dtype=DTYPES[t["x"].dtype], device=HEDDLE_CUDA, m=m, k=k,
-                           n=t["w"].shape[0], features=HEDDLE_TF32 if tf32 else 0)
-        data = Data(size=ctypes.sizeof(Data), **{name: x.data_ptr() for name, x in t.items()})
-        result = []
-        for which, run in enumerate((self.lib.heddle_norm_linear_forward, self.lib.heddle_norm_linear_backward)):
-            size = ctypes.c_size_t()
-            self.check(self.lib.heddle_norm_linear_workspace(ctypes.byref(desc), which, ctypes.byref(size)))
-            space = torch.empty(size.value, dtype=torch.uint8, device="cuda")
-
-            def call(run=run, space=space, size=size):
-                stream = PTR(torch.cuda.current_stream().cuda_stream)
-                self.check(run(ctypes.byref(desc), ctypes.byref(data), PTR(space.data_ptr()), size, stream))
-
-            result.append(call)
-        return result
-
-
-def graph_of(call):
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
-def seconds(graphs, budget):
-    """Medians of graphs that take turns, in seconds."""
-    samples = [[] for _ in graphs]
-    end = time.monotonic() + budget
-    while time.monotonic() < end or len(samples[0]) < 5:
-        for graph, list_ in zip(graphs, samples):
-            begin, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            list_.append(begin.elapsed_time(stop) * 1e-3)
-    return [statistics.median(x) for x in samples]
-
-
-def tensors(m, k, n, dtype, mean):
-    make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.float32)
+def tensors(m, k, n, dtype, mean=0.0):
+    make = lambda *shape: torch.randn(*shape, device="cuda")
     t = {"x": make(m, k) + mean, "gamma": 1 + 0.2 * make(k), "beta": 0.2 * make(k), "w": make(n, k) / k**0.5,
          "bias": make(n), "dy": make(m, n)}
-    t = {name: x.to(dtype) for name, x in t.items()}
-    for out, like in (("y", "dy"), ("dx", "x"), ("dgamma", "gamma"), ("dbeta", "beta"), ("dw", "w"), ("dbias", "bias")):
-        t[out] = torch.full_like(t[like], float("nan"))
-    t["mean"], t["rstd"] = (torch.full((m,), float("nan"), device="cuda") for _ in range(2))
-    return t
+    return {name: x.to(dtype) for name, x in t.items()}
 
 
-NAMES = ("y", "dx", "dgamma", "dbeta", "dw", "dbias")
+def eager(t, dtype=None):
+    """PyTorch's y and the leaves of its gradients."""
+    leaves = [t[i].detach().to(dtype or t[i].dtype).requires_grad_() for i in INPUTS]
+    x, gamma, beta, w, bias = leaves
+    return F.linear(F.layer_norm(x, (x.shape[1],), gamma, beta), w, bias), leaves
 
 
-def torch_all(t, dtype):
-    x, gamma, beta, w, bias = (t[i].to(dtype).requires_grad_() for i in ("x", "gamma", "beta", "w", "bias"))
-    y = F.linear(F.layer_norm(x, (x.shape[1],), gamma, beta), w, bias)
-    grads = torch.autograd.grad(y, (x, gamma, beta, w, bias), t["dy"].to(dtype))
-    return dict(zip(NAMES, (y.detach(), *grads)))
+def eager_all(t, dtype):
+    y, leaves = eager(t, dtype)
+    return dict(zip(NAMES, (y.detach(), *torch.autograd.grad(y, leaves, t["dy"].to(dtype)))))
 
 
-def errors(t, got, truth):
-    """Of each result the largest error over the largest magnitude."""
-    return {i: ((got[i].double() - truth[i]).abs().max() / truth[i].abs().max()).item() for i in NAMES}
-
-
-def compare(heddle, m, k, n, dtype, tf32, mean):
+def errors(lib, m, k, n, dtype, tf32, mean):
     t = tensors(m, k, n, dtype, mean)
-    for call in heddle.calls(t, tf32):
-        call()
-    torch.cuda.synchronize()
-    truth = torch_all(t, torch.float64)
-    ours, theirs = errors(t, t, truth), errors(t, torch_all(t, dtype), truth)
+    job = lib.norm_linear(*(t[i] for i in INPUTS), t["dy"], tf32=tf32)
+    job.forward()
+    job.backward()
+    truth, plain = eager_all(t, torch.float64), eager_all(t, dtype)
+    of = lambda got: {i: ((got[i].double() - truth[i]).abs().max() / truth[i].abs().max()).item() for i in NAMES}
+    ours, theirs = of(job.tensors), of(plain)
     print(f"  error m{m} k{k} n{n} {dtype} tf32={tf32} mean {mean}: " +
           ", ".join(f"{i} {ours[i]:.2g} ({ours[i] / max(theirs[i], 1e-30):.2f}x)" for i in NAMES), flush=True)
 
 
-def measure(heddle, m, k, n, dtype, tf32, budget):
-    t = tensors(m, k, n, dtype, 0)
-    forward, backward = heddle.calls(t, tf32)
-    x, gamma, beta, w, bias = (t[i].detach().requires_grad_() for i in ("x", "gamma", "beta", "w", "bias"))
-    plain = lambda: F.linear(F.layer_norm(x, (k,), gamma, beta), w, bias)
-    with torch.no_grad():
-        fwd = graph_of(plain)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            torch.autograd.grad(plain(), (x, gamma, beta, w, bias), t["dy"])
-        stream.synchronize()
-        y = plain()
-        bwd = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(bwd, stream=stream):
-            torch.autograd.grad(y, (x, gamma, beta, w, bias), t["dy"], retain_graph=True)
-    torch.cuda.synchronize()
-    ours_f, theirs_f = seconds((graph_of(forward), fwd), budget)
-    ours_b, theirs_b = seconds((graph_of(backward), bwd), budget)
-    flops = 2.0 * m * k * n
+def backward_of(y, leaves, dy):
+    return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+
+def measure(lib, clock, m, k, n, dtype, tf32, regimes):
+    t = tensors(m, k, n, dtype)
+    job = lib.norm_linear(*(t[i] for i in INPUTS), t["dy"], tf32=tf32)
+    y, leaves = eager(t)
+    x, w, bias = (t[i].detach().requires_grad_() for i in ("x", "w", "bias"))
+    line = F.linear(x, w, bias)
+
+    def plain():
+        with torch.no_grad():
+            F.linear(F.layer_norm(t["x"], (k,), t["gamma"], t["beta"]), t["w"], t["bias"])
+
+    def linear():
+        with torch.no_grad():
+            F.linear(t["x"], t["w"], t["bias"])
+
+    passes = {"fwd": (job.forward, plain, linear),
+              "bwd": (job.backward, backward_of(y, leaves, t["dy"]), backward_of(line, (x, w, bias), t["dy"]))}
     name = f"m{m} k{k} n{n} {str(dtype)[6:]}{' tf32' if tf32 else ''}"
-    print(f"{name:36} fwd {ours_f * 1e3:7.3f} ms {flops / ours_f * 1e-12:5.0f} TFLOP/s {theirs_f / ours_f:5.2f}x torch | "
-          f"bwd {ours_b * 1e3:7.3f} ms {2 * flops / ours_b * 1e-12:5.0f} TFLOP/s {theirs_b / ours_b:5.2f}x torch", flush=True)
-    return {"case": name, "fwd_ms": ours_f * 1e3, "torch_fwd_ms": theirs_f * 1e3, "bwd_ms": ours_b * 1e3,
-            "torch_bwd_ms": theirs_b * 1e3}
+    row = {"case": name, "kernels": job.kernels}
+    for regime in regimes:
+        cells = []
+        for index, (label, calls) in enumerate(passes.items()):
+            ours, theirs, alone = clock.measure(regime, list(calls))
+            rate = 2.0 * (index + 1) * m * k * n / ours * 1e-12
+            row[f"{label}_{regime}"] = {"us": ours * 1e6, "eager_us": theirs * 1e6, "linear_us": alone * 1e6, "tflops": rate,
+                                        "over_linear": ours / alone, "eager_over_linear": theirs / alone}
+            cells.append(f"{label} {ours * 1e6:8.1f} us {rate:4.0f} TFLOP/s, over linear {ours / alone:.2f} "
+                         f"(eager {theirs / alone:.2f})")
+        print(f"{name:32s} {regime:5s} {' | '.join(cells)}", flush=True)
+    return row
 
 
-def host_cost(heddle):
-    """Microseconds that a forward call takes the host, with little for the GPU to do."""
-    t = tensors(128, 128, 128, torch.bfloat16, 0)
-    for name, call in zip(("forward", "backward"), heddle.calls(t, False)):
+def host_cost(lib):
+    """Microseconds that a call takes the host, with little for the GPU to do."""
+    t = tensors(128, 128, 128, BF16)
+    job = lib.norm_linear(*(t[i] for i in INPUTS), t["dy"])
+    for name, call in (("forward", job.forward), ("backward", job.backward)):
         best = 1e9
         for _ in range(20):
             torch.cuda.synchronize()
@@ -166,27 +112,32 @@ def host_cost(heddle):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", default="build/libheddle.so")
-    parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter runs")
+    parser.add_argument("--filter", action="append", default=[], help="only cases whose name holds one of these")
+    parser.add_argument("--regime", action="append", choices=[REST, POWER], help="default: both")
+    parser.add_argument("--errors", action="store_true", help="errors against float64 first")
     parser.add_argument("--json", help="append the results to this file, a line each")
     a = parser.parse_args()
-    heddle = Heddle(a.library)
-    name = torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}")
-    cases = [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False), (torch.float16, False)]
-    for dtype, tf32 in cases:
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        for mean in (0, 100, 1000):
-            compare(heddle, 2048, 4096, 1024, dtype, tf32, mean)
-    host_cost(heddle)
-    shapes = [(16384, 1024, 4096)] if a.quick else [(16384, 1024, 4096), (16384, 4096, 4096), (8192, 4096, 12288),
-                                                   (2048, 768, 3072)]
-    for shape in shapes:
-        for dtype, tf32 in cases:
+    lib, clock, gpu = Library(a.library), Clock(), torch.cuda.get_device_name()
+    print(f"{gpu}, torch {torch.__version__}")
+    types = [(BF16, False), (F16, False), (F32, False), (F32, True)]
+    if a.errors:
+        for dtype, tf32 in types:
             torch.backends.cuda.matmul.allow_tf32 = tf32
-            row = measure(heddle, *shape, dtype, tf32, 0.3 if a.quick else 1.0)
-            if a.json:
-                with open(a.json, "a") as f:
-                    f.write(json.dumps({"gpu": name, "torch": torch.__version__, **row}) + "\n")
+            for mean in (0, 100, 1000):
+                errors(lib, 2048, 4096, 1024, dtype, tf32, mean)
+    host_cost(lib)
+    cases = [(*shape, BF16, False) for shape in SHAPES + FEW_ROWS] + [
+        (*shape, dtype, tf32) for shape in (SHAPES[0], SHAPES[4]) for dtype, tf32 in types[1:]]
+    for case in cases:
+        name = f"m{case[0]} k{case[1]} n{case[2]} {str(case[3])[6:]}{' tf32' if case[4] else ''}"
+        if a.filter and not any(x in name for x in a.filter):
+            continue
+        torch.backends.cuda.matmul.allow_tf32 = case[4]
+        row = measure(lib, clock, *case, a.regime or [REST, POWER])
+        torch.cuda.empty_cache()
+        if a.json:
+            with open(a.json, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"table": "norm-linear", "gpu": gpu, "torch": torch.__version__, **row}) + "\n")
 
 
 if __name__ == "__main__":

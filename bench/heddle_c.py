@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""heddle's C interface on torch's CPU tensors, by ctypes: for measuring the library itself, without the Python package.
+"""heddle's C interface on torch's tensors, on the CPU or a GPU, by ctypes: for measuring the library itself, without the
+Python package.
 
 Outputs and workspaces are allocated once, before anything is timed, as a caller in C would.
 """
@@ -12,8 +13,11 @@ import tempfile
 import torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-CAUSAL_TOP_LEFT = 1
-VARLEN = 1 << 5
+DEVICES = {"cpu": 0, "cuda": 2}
+MASKS = {False: 0, True: 1, "top left": 1, "bottom right": 2}
+FEATURES = {name: 1 << bit for bit, name in enumerate((
+    "window", "alibi", "bias", "bool_mask", "sinks", "varlen", "seqlens", "weights", "rng_state", "deterministic", "tf32"))}
+BROADCAST = -1 << 63
 FORWARD, BACKWARD = 0, 1
 I64, F64, U64, PTR = ctypes.c_int64, ctypes.c_double, ctypes.c_uint64, ctypes.c_void_p
 
@@ -56,31 +60,39 @@ class Job:
     def __init__(self, library, op, desc, data, tensors, passes):
         self.tensors = tensors
         self.library, self.desc, self.data = library, desc, data
-        self.kernels = []
+        self.kernels, self.workspaces = [], []
+        device = next(iter(tensors.values())).device
         calls = []
         for which in passes:
             size = ctypes.c_size_t()
             library.check(getattr(library.c, f"heddle_{op}_workspace")(ctypes.byref(desc), which, ctypes.byref(size)))
-            space = torch.empty(size.value + 64, dtype=torch.uint8)
+            space = torch.empty(size.value + 64, dtype=torch.uint8, device=device)
             base = (space.data_ptr() + 63) // 64 * 64
             run = getattr(library.c, f"heddle_{op}_{'backward' if which else 'forward'}")
             tensors[f"workspace{which}"] = space
-            arguments = (ctypes.byref(desc), ctypes.byref(data), PTR(base), size, None)
-            calls.append(self.call(run, arguments))
+            self.workspaces.append(size.value)
+            calls.append(self.call(run, (ctypes.byref(desc), ctypes.byref(data), PTR(base), size), device))
             name = ctypes.create_string_buffer(128)
             library.check(getattr(library.c, f"heddle_{op}_kernel")(ctypes.byref(desc), which, name, 128))
             self.kernels.append(name.value.decode())
         self.forward = calls[0]
         self.backward = calls[1] if len(calls) > 1 else None
 
-    def call(self, run, arguments):
+    def call(self, run, arguments, device):
         check = self.library.check
+        current = torch.cuda.current_stream if device.type == "cuda" else None
 
         def it():
-            status = run(*arguments)
+            status = run(*arguments, PTR(current().cuda_stream) if current else None)
             if status:
                 check(status)
         return it
+
+
+def strides_of(x):
+    """Of a [b, h, s, last] tensor, with 0 where it is expanded."""
+    b, h, rows = x.stride()[:3]
+    return Strides(b, h, rows) if b or h or rows else Strides(BROADCAST, 0, 0)
 
 
 class Library:
@@ -114,40 +126,64 @@ class Library:
         if status:
             raise RuntimeError(f"heddle: status {status}: {self.c.heddle_last_message().decode()}")
 
-    def attention(self, q, k, v, dout=None, causal=False, strides=None, out=None):
-        """q [b, h, sq, d], k and v [b, hk, sk, d]: contiguous, or as `strides` says, a Strides for each that is not."""
+    def attention(self, q, k, v, dout=None, causal=False, strides=None, out=None, window=None, scale=0.0, softcap=0.0,
+                  dropout=0.0, dbias=None, weights=False, deterministic=False, tf32=False, **inputs):
+        """q [b, h, sq, d], k and v [b, hk, sk, d], as they lie (or as `strides` says, a Strides for each that does not lie
+        as it is). inputs: alibi_slopes, bias, bool_mask, sinks, seqlens_q, seqlens_k, dlse; dbias: the tensor to write, of
+        bias's broadcast shape."""
         b, h, sq, d = q.shape
-        like_q = out if out is not None else torch.empty(b, h, sq, v.shape[-1], dtype=q.dtype)
-        t = {"q": q, "k": k, "v": v, "o": like_q, "lse": torch.empty(b, h, sq)}
+        sk, dv = k.shape[2], v.shape[3]
+        like_q = out if out is not None else torch.empty(b, h, sq, dv, dtype=q.dtype, device=q.device)
+        t = {"q": q, "k": k, "v": v, "o": like_q, "lse": torch.empty(b, h, sq, device=q.device), **inputs}
         if dout is not None:
             t["dout"] = dout
-            t.update({"d" + n: torch.empty_strided(t[n].shape, t[n].stride(), dtype=q.dtype) for n in "qkv"})
-        desc = Attention(size=ctypes.sizeof(Attention), dtype=DTYPES[q.dtype], b=b, h=h, hk=k.shape[1], sq=sq,
-                         sk=k.shape[2], d=d, dv=v.shape[-1], mask=CAUSAL_TOP_LEFT if causal else 0)
-        for field, stride in (strides or {}).items():
+            t.update({"d" + n: torch.empty_strided(t[n].shape, t[n].stride(), dtype=q.dtype, device=q.device) for n in "qkv"})
+            if dbias is not None:
+                t["dbias"] = dbias
+            if "sinks" in t:
+                t["dsinks"] = torch.empty_like(t["sinks"])
+        if weights:
+            t["weights"] = torch.empty(b, h, sq, sk, dtype=q.dtype, device=q.device)
+            t["dweights"] = torch.randn_like(t["weights"])
+        flags = {"window": window, "alibi": "alibi_slopes" in t, "bias": "bias" in t, "bool_mask": "bool_mask" in t,
+                 "sinks": "sinks" in t, "seqlens": "seqlens_q" in t or "seqlens_k" in t, "weights": weights,
+                 "deterministic": deterministic, "tf32": tf32}
+        desc = Attention(size=ctypes.sizeof(Attention), dtype=DTYPES[q.dtype], device=DEVICES[q.device.type], b=b, h=h,
+                         hk=k.shape[1], sq=sq, sk=sk, d=d, dv=dv, mask=MASKS[causal], scale=scale, softcap=softcap,
+                         dropout=dropout, seed=1, features=sum(FEATURES[n] for n, on in flags.items() if on))
+        if window:
+            desc.window_left, desc.window_right = window
+        if flags["alibi"] and t["alibi_slopes"].dim() == 2:
+            desc.alibi_stride_b = h
+        lying = {n: strides_of(x) for n, x in t.items() if x.dim() == 4}
+        lying["do"] = lying.pop("dout", Strides())
+        for field, stride in {**lying, **(strides or {})}.items():
             setattr(desc, field + "_stride", stride)
         data = AttentionData(size=ctypes.sizeof(AttentionData), **{n: x.data_ptr() for n, x in t.items()})
         return Job(self, "attention", desc, data, t, (FORWARD, BACKWARD) if dout is not None else (FORWARD,))
 
-    def attention_varlen(self, q, k, v, dout, lengths):
+    def attention_varlen(self, q, k, v, dout, lengths, causal=False):
         """q, k, v, dout [total, h, d]: packed sequences of these lengths."""
         total, h, d = q.shape
-        starts = torch.tensor([0] + lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        t = {"q": q, "k": k, "v": v, "dout": dout, "o": torch.empty_like(q), "lse": torch.empty(h, total),
+        starts = torch.tensor([0] + lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(q.device)
+        t = {"q": q, "k": k, "v": v, "dout": dout, "o": torch.empty_like(q), "lse": torch.empty(h, total, device=q.device),
              "cu_seqlens_q": starts, "cu_seqlens_k": starts}
-        t.update({"d" + n: torch.empty_like(q) for n in "qkv"})
-        desc = Attention(size=ctypes.sizeof(Attention), dtype=DTYPES[q.dtype], b=len(lengths), h=h, hk=h,
-                         sq=max(lengths), sk=max(lengths), d=d, total_q=total, total_k=total, features=VARLEN)
+        t.update({"d" + n: torch.empty_like(t[n]) for n in "qkv"})
+        desc = Attention(size=ctypes.sizeof(Attention), dtype=DTYPES[q.dtype], device=DEVICES[q.device.type],
+                         b=len(lengths), h=h, hk=k.shape[1], sq=max(lengths), sk=max(lengths), d=d, total_q=total,
+                         total_k=total, mask=MASKS[causal], features=FEATURES["varlen"])
         data = AttentionData(size=ctypes.sizeof(AttentionData), **{n: x.data_ptr() for n, x in t.items()})
         return Job(self, "attention", desc, data, t, (FORWARD, BACKWARD))
 
-    def norm_linear(self, x, gamma, beta, w, bias, dy=None):
+    def norm_linear(self, x, gamma, beta, w, bias, dy=None, tf32=False):
         m, k = x.shape
+        numbers = dict(dtype=torch.float32, device=x.device)
         t = {"x": x, "gamma": gamma, "beta": beta, "w": w, "bias": bias, "y": x.new_empty(m, w.shape[0]),
-             "mean": torch.empty(m), "rstd": torch.empty(m)}
+             "mean": torch.empty(m, **numbers), "rstd": torch.empty(m, **numbers)}
         if dy is not None:
             t["dy"] = dy
             t.update({"d" + n: torch.empty_like(t[n]) for n in ("x", "gamma", "beta", "w", "bias")})
-        desc = NormLinear(size=ctypes.sizeof(NormLinear), dtype=DTYPES[x.dtype], m=m, k=k, n=w.shape[0])
+        desc = NormLinear(size=ctypes.sizeof(NormLinear), dtype=DTYPES[x.dtype], device=DEVICES[x.device.type], m=m, k=k,
+                          n=w.shape[0], features=FEATURES["tf32"] if tf32 else 0)
         data = NormLinearData(size=ctypes.sizeof(NormLinearData), **{n: x.data_ptr() for n, x in t.items()})
         return Job(self, "norm_linear", desc, data, t, (FORWARD, BACKWARD) if dy is not None else (FORWARD,))
