@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# The CUDA backend: each src/cuda/*.cu becomes a fatbin that lies in the library. No cudart, nothing of CUDA is linked: where
-# there is no nvcc the backend is left out, where there is no driver the library still loads.
+# The CUDA backend: each row of src/cuda/modules.def becomes a fatbin that lies in the library. No cudart, nothing of CUDA is
+# linked: where there is no nvcc the backend is left out, where there is no driver the library still loads.
 
 set(HEDDLE_HAVE_CUDA OFF)
 set(HEDDLE_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO (when nvcc is found), ON, OFF")
@@ -40,9 +40,9 @@ if(nvcc_help MATCHES "--compress-mode")
     set(compress --compress-mode=size)
 endif()
 
-file(GLOB cuda_host_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/cuda/*.c)
+file(GLOB_RECURSE cuda_host_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/cuda/*.c)
 file(STRINGS ${PROJECT_SOURCE_DIR}/src/cuda/modules.def modules REGEX "^M\\(")
-list(TRANSFORM modules REPLACE "^M\\((.*)\\)$" "\\1")
+list(TRANSFORM modules REPLACE "^M\\(([^,]+), (.*)\\)$" "\\1=\\2")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
     ${PROJECT_SOURCE_DIR}/src/cuda/archs.def ${PROJECT_SOURCE_DIR}/src/cuda/modules.def)
 
@@ -52,9 +52,11 @@ set(HEDDLE_HAVE_CUDA ON)
 set(image_dir ${PROJECT_BINARY_DIR}/cuda)
 file(MAKE_DIRECTORY ${image_dir})
 set(image_sources "")
-foreach(module IN LISTS modules)
+foreach(row IN LISTS modules)
+    string(REGEX MATCH "^(.*)=(.*)$" row ${row})
+    set(module ${CMAKE_MATCH_1})
+    set(source ${PROJECT_SOURCE_DIR}/src/cuda/${CMAKE_MATCH_2}.cu)
     set(fatbin ${image_dir}/${module}.fatbin)
-    set(source ${PROJECT_SOURCE_DIR}/src/cuda/${module}.cu)
     string(REGEX REPLACE "^.*_" "" family ${module})
     set(gencode ${gencode_${family}})
     if(NOT gencode)
@@ -67,7 +69,7 @@ foreach(module IN LISTS modules)
             -P ${PROJECT_SOURCE_DIR}/cmake/HeddleFatbin.cmake
         DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/HeddleFatbin.cmake ${PROJECT_SOURCE_DIR}/src/cuda/archs.def
         DEPFILE ${fatbin}.d
-        COMMENT "nvcc ${module}.cu"
+        COMMENT "nvcc ${module}"
         VERBATIM)
     set(image ${image_dir}/${module}.c)
     file(GENERATE OUTPUT ${image} CONTENT

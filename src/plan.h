@@ -3,7 +3,7 @@
 #ifndef HEDDLE_PLAN_H
 #define HEDDLE_PLAN_H
 
-#include "cuda/attention_choice.h"
+#include "cuda/attention/choice.h"
 #include "heddle.h"
 
 /* What a backend found out about its device while it planned, for run. */

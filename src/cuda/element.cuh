@@ -3,7 +3,7 @@
 #ifndef HEDDLE_CUDA_ELEMENT_CUH
 #define HEDDLE_CUDA_ELEMENT_CUH
 
-#include "ptx.cuh"
+#include "cuda/ptx.cuh"
 
 struct bf16 {
     uint16_t bits;

@@ -7,7 +7,7 @@
  * from 2^36·(n + 1) on are memory of device n; all others are the host's. Stream 0x1000 belongs to the current context, 0x2000 to
  * another one, all others are none. */
 #include "fake_driver.h"
-#include "cuda/driver.h"
+#include "cuda/host/driver.h"
 
 #include <pthread.h>
 #include <stdio.h>

@@ -4,8 +4,8 @@
  * a process of its own, since the driver is opened once. Needs no GPU. */
 #define _POSIX_C_SOURCE 200809L
 #include "common.h"
-#include "cuda/attention_params.h"
-#include "cuda/device.h"
+#include "cuda/attention/params.h"
+#include "cuda/norm_linear/device.h"
 #include "fake_driver.h"
 
 #include <dlfcn.h>
@@ -490,7 +490,7 @@ enum { KERNELS = ATTENTION_KERNELS + NORM_LINEAR_KERNELS };
 static const char *symbol_of(int kernel) {
     static const char *const norm_linear[] = {
 #define K(pass, dtype, family, module, threads) "heddle_norm_linear_" #pass "_" #dtype "_" #family,
-#include "cuda/norm_linear.def"
+#include "cuda/norm_linear/norm_linear.def"
 #undef K
     };
     return kernel < ATTENTION_KERNELS ? heddle__cuda_attention_symbol((enum attention_kernel)kernel)

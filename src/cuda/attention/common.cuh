@@ -1,0 +1,221 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What all attention kernels share: element types, where a sequence lies, scores, dropout. */
+#ifndef HEDDLE_CUDA_ATTENTION_COMMON_CUH
+#define HEDDLE_CUDA_ATTENTION_COMMON_CUH
+
+#include "cuda/attention/params.h"
+#include "cuda/ptx.cuh"
+
+#include "mask.h"
+#include "philox.h"
+
+#include <math_constants.h>
+
+#define INLINE static __device__ __forceinline__
+#define LOG2E 1.4426950408889634f
+#define LN2 0.6931471805599453f
+/* 1 / LOG2E as it is, a float: the sum of both. */
+#define LOG2E_UNIT 0.6931471824645996f
+#define LOG2E_UNIT_LOW 7.3486931e-09f
+#define ALL_LANES 0xffffffffu
+
+/* ---------------------------------------------------------------------------------------------- element types */
+
+struct bf16 {
+    uint16_t bits;
+};
+struct f16 {
+    uint16_t bits;
+};
+typedef float f32;
+
+INLINE float to_float(bf16 x) {
+    return __uint_as_float((uint32_t)x.bits << 16);
+}
+INLINE float to_float(f16 x) {
+    return f16_to_float(x.bits);
+}
+INLINE float to_float(float x) {
+    return x;
+}
+INLINE void from_float(bf16 *to, float x) {
+    to->bits = float_to_bf16(x);
+}
+INLINE void from_float(f16 *to, float x) {
+    to->bits = float_to_f16(x);
+}
+INLINE void from_float(float *to, float x) {
+    *to = x;
+}
+
+/* --------------------------------------------------------------------------------------------------- sequences */
+
+/* One sequence. Positions fit into 32 bits (the plan checks), offsets in memory do not. */
+struct place {
+    int64_t n;
+    int64_t first_q, first_k;   /* rows in the tensors */
+    int sq, sk, all_sq, all_sk; /* rows that count; rows that the sequence has */
+    int lo, hi, off;            /* query i sees key j when i + lo <= j <= i + hi */
+};
+
+INLINE int clamp_to_int(int64_t x) {
+    return (int)clamp64(x, -(INT64_C(1) << 30), INT64_C(1) << 30);
+}
+
+INLINE place find_place(const attention_params &p, int64_t n) {
+    const sequence all = sequence_of(&p.a, p.t.cu_seqlens_q, p.t.cu_seqlens_k, NULL, NULL, n);
+    const sequence used = sequence_of(&p.a, p.t.cu_seqlens_q, p.t.cu_seqlens_k, p.t.seqlens_q, p.t.seqlens_k, n);
+    const band m = band_of(&p.a, used);
+    place c;
+    c.n = n;
+    c.first_q = used.first_q;
+    c.first_k = used.first_k;
+    c.sq = (int)used.sq;
+    c.sk = (int)used.sk;
+    c.all_sq = (int)all.sq;
+    c.all_sk = (int)all.sk;
+    c.lo = clamp_to_int(m.lo);
+    c.hi = clamp_to_int(m.hi);
+    c.off = (int)diagonal_offset(p.a.mask, used);
+    return c;
+}
+
+INLINE int64_t row_at(const heddle_strides &s, int64_t n, int64_t head, int64_t row) {
+    return n * s.b + head * s.h + row * s.s;
+}
+
+/* Which tile of which unit (a head of a sequence, or a part of one) block `id` has. A few units at a time, whose
+ * keys stay in the second-level cache, and of these all first tiles first: with the longest tiles in front, blocks
+ * end together. */
+INLINE void split_block(int64_t id, int tiles, int64_t units, int *tile, int64_t *unit) {
+    const int64_t section = id / (16 * (int64_t)tiles) * 16;
+    const int r = (int)(id - section * tiles), count = (int)min64(16, units - section);
+    *tile = r / count;
+    *unit = section + r % count;
+}
+
+/* Where row i of head x is in lse, and in the arrays of that shape. */
+INLINE int64_t lse_at(const attention_params &p, const place &c, int64_t x, int64_t i) {
+    return p.a.features & HEDDLE_VARLEN ? x * p.a.total_q + c.first_q + i : (c.n * p.a.h + x) * p.a.sq + i;
+}
+
+/* The logarithm of 2^base·sum in units of unit + unit_low, rounded once: base may be large, and is what S became. */
+INLINE float log_of_sum(float base, float sum, float unit, float unit_low) {
+    const float high = base * unit, low = fmaf(base, unit, -high) + base * unit_low;
+    return sum == 0.0f ? -CUDART_INF_F : high + fmaf(log2f(sum), LN2, low);
+}
+INLINE float natural_log(const attention_params &p, float base, float sum) {
+    return log_of_sum(base, sum, p.lse_unit, p.lse_unit_low);
+}
+
+/* Is a float32 log-sum-exp too coarse for P = exp(S - lse)? Large ones are. */
+template <typename T> INLINE bool is_large(float lse) {
+    return fabsf(lse) > (sizeof(T) == 4 ? 12.0f : 1024.0f) && fabsf(lse) < CUDART_INF_F;
+}
+
+/* And all are in float32 where few keys are seen, if another kernel than the forward's makes S: a textbook's computation loses next to
+ * nothing there, as the maximum is the log-sum-exp, or nearly so, and S is the same in both passes. */
+template <typename T> INLINE bool is_coarse(const place &c, float lse) {
+    const bool few = sizeof(T) == 4 && (c.sk <= 64 || c.hi < c.lo + 64);
+    return few ? fabsf(lse) < CUDART_INF_F : is_large<T>(lse);
+}
+
+/* Is a log-sum-exp that was found anew the given one, but for roundings? It may be another on purpose. */
+INLINE bool is_same_lse(float found, float lse) {
+    return fabsf(found - lse) <= fmaxf(fabsf(lse), 4.0f) * 0x1p-20f;
+}
+
+/* Tiles of 64 queries in dq_sum: all of a head, and which is the first of a head of a sequence. */
+INLINE int64_t sum_tiles(const attention_params &p) {
+    return p.a.features & HEDDLE_VARLEN ? p.a.total_q / 64 + p.a.b : p.a.b * ((p.a.sq + 63) / 64);
+}
+
+INLINE int64_t sum_tile(const attention_params &p, const place &c, int64_t x) {
+    return x * sum_tiles(p) + (p.a.features & HEDDLE_VARLEN ? c.first_q / 64 + c.n : c.n * ((p.a.sq + 63) / 64));
+}
+
+/* ------------------------------------------------------------------------------------------------------ scores */
+
+/* What the score of an element of row i of head x depends on beside q·k. */
+struct score_row {
+    int i;
+    float slope;
+    int64_t bias, mask, dweights; /* offsets of the row */
+};
+
+INLINE score_row make_score_row(const attention_params &p, const place &c, int64_t x, int i) {
+    score_row r;
+    r.i = i;
+    r.slope = p.a.features & HEDDLE_ALIBI ? ((const float *)p.t.alibi_slopes)[c.n * p.a.alibi_stride_b + x] : 0.0f;
+    r.bias = row_at(p.a.bias_stride, c.n, x, i);
+    r.mask = row_at(p.a.bool_mask_stride, c.n, x, i);
+    r.dweights = row_at(p.a.dweights_stride, c.n, x, i);
+    return r;
+}
+
+/* S from q·k; -inf where masked. *slack = dS/dT. Row and key must be inside the sequence. */
+template <typename T>
+INLINE float full_score(const attention_params &p, const place &c, const score_row &r, int j, float qk, float *slack) {
+    *slack = 1.0f;
+    if (j < r.i + c.lo || j > r.i + c.hi || r.i >= c.sq || j >= c.sk || j < 0)
+        return -CUDART_INF_F;
+    if ((p.a.features & HEDDLE_BOOL_MASK) && !p.t.bool_mask[r.mask + j])
+        return -CUDART_INF_F;
+    float bias = 0.0f;
+    if (p.a.features & HEDDLE_BIAS)
+        bias = to_float(((const T *)p.t.bias)[r.bias + j]);
+    if (bias < (float)LEAST_BIAS)
+        return -CUDART_INF_F;
+    float t = qk * p.scale;
+    if (p.softcap > 0.0f) {
+        const float th = tanhf(t * p.inverse_softcap);
+        *slack = 1.0f - th * th;
+        t = p.softcap * th;
+    }
+    if (p.a.features & HEDDLE_ALIBI)
+        t -= r.slope * fabsf((float)(r.i + c.off - j));
+    return t + bias;
+}
+
+/* ----------------------------------------------------------------------------------------------------- dropout */
+
+struct dropout_state {
+    uint64_t seed, offset;
+};
+
+INLINE dropout_state make_dropout(const attention_params &p) {
+    dropout_state s = {p.a.seed, p.a.offset};
+    if (p.t.rng_state && p.drops) {
+        s.seed = p.t.rng_state[0];
+        s.offset = p.t.rng_state[1];
+    }
+    return s;
+}
+
+/* Z of element (i, j) of head x: 0 or 1/(1 - dropout). */
+INLINE float dropout_factor(const attention_params &p, const dropout_state &s, int64_t n, int64_t x, int i, int j) {
+    const philox4 w = dropout_words(s.seed, s.offset, (uint32_t)(n * p.a.h + x), (uint32_t)i, (uint32_t)j / 4u);
+    const uint32_t word = j & 2 ? (j & 1 ? w.w[3] : w.w[2]) : (j & 1 ? w.w[1] : w.w[0]);
+    return word >= p.drop_threshold ? p.keep_scale : 0.0f;
+}
+
+/* ------------------------------------------------------------------------------------------------------ shuffles */
+
+INLINE float warp_sum(float x) {
+    for (int step = 16; step; step >>= 1)
+        x += __shfl_xor_sync(ALL_LANES, x, step);
+    return x;
+}
+
+/* Over the four lanes that hold one row of a fragment. */
+INLINE float quad_sum(float x) {
+    x += __shfl_xor_sync(ALL_LANES, x, 1);
+    return x + __shfl_xor_sync(ALL_LANES, x, 2);
+}
+
+INLINE float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+}
+
+#endif

@@ -1,0 +1,493 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The plain attention kernels: one block per row, any d and dv, every option. They do what the tensor core kernels
+ * cannot (d over 256, too little shared memory) and the sums around them: combine, weights, dbias, dsinks. */
+#include "cuda/attention/plain/combine.cuh"
+
+#define THREADS 128
+#define MAX_DIM 512
+/* --------------------------------------------------------------------------------------------------------- rows */
+
+/* Row `index` of [b, h, sq] (or [b, hk, sk]): i of head x of sequence n. */
+struct row_index {
+    int64_t n, x;
+    int i;
+};
+
+INLINE row_index split_row(int64_t index, int64_t heads, int64_t rows) {
+    row_index r;
+    r.i = (int)(index % rows);
+    r.x = index / rows % heads;
+    r.n = index / rows / heads;
+    return r;
+}
+
+INLINE float block_sum(float x, float *scratch) {
+    x = warp_sum(x);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0)
+        scratch[threadIdx.x / 32] = x;
+    __syncthreads();
+    return scratch[0] + scratch[1] + scratch[2] + scratch[3];
+}
+
+INLINE float block_max(float x, float *scratch) {
+    for (int step = 16; step; step >>= 1)
+        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
+    __syncthreads();
+    if (threadIdx.x % 32 == 0)
+        scratch[threadIdx.x / 32] = x;
+    __syncthreads();
+    return fmaxf(fmaxf(scratch[0], scratch[1]), fmaxf(scratch[2], scratch[3]));
+}
+
+template <typename T> INLINE void load_floats(float *to, const T *from, int n) {
+    for (int e = threadIdx.x; e < n; e += THREADS)
+        to[e] = to_float(from[e]);
+}
+
+template <typename T> INLINE float dot_row(const float *x, const T *y, int n) {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    int e = 0;
+    for (; e + 4 <= n; e += 4)
+#pragma unroll
+        for (int z = 0; z < 4; z++)
+            sum[z] = fmaf(x[e + z], to_float(y[e + z]), sum[z]);
+    for (; e < n; e++)
+        sum[0] = fmaf(x[e], to_float(y[e]), sum[0]);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+template <typename T> INLINE const T *query_row(const attention_params &p, const place &c, int64_t x, int i) {
+    return (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q + i);
+}
+template <typename T> INLINE const T *dout_row(const attention_params &p, const place &c, int64_t x, int i) {
+    return (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + i);
+}
+template <typename T> INLINE const T *key_row(const attention_params &p, const place &c, int64_t y, int j) {
+    return (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k + j);
+}
+template <typename T> INLINE const T *value_row(const attention_params &p, const place &c, int64_t y, int j) {
+    return (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k + j);
+}
+
+/* Is the element seen, whatever its key holds? */
+template <typename T> INLINE bool sees(const attention_params &p, const place &c, const score_row &r, int j) {
+    float slack;
+    return full_score<T>(p, c, r, j, 0.0f, &slack) != -CUDART_INF_F;
+}
+
+/* S in units of log2; -inf where masked. q: the row in float32. */
+template <typename T>
+INLINE float score2(const attention_params &p, const place &c, const score_row &r, int64_t y, int j, const float *q,
+                    float *slack) {
+    *slack = 1.0f;
+    if (!sees<T>(p, c, r, j))
+        return -CUDART_INF_F;
+    return full_score<T>(p, c, r, j, dot_row(q, key_row<T>(p, c, y, j), (int)p.a.d), slack) * LOG2E;
+}
+
+INLINE int first_key(const place &c, int i) {
+    return max(0, min(i + c.lo, c.sk));
+}
+INLINE int last_key(const place &c, int i) { /* one past it */
+    return i < c.sq ? max(0, min(i + 1 + c.hi, c.sk)) : 0;
+}
+
+/* ------------------------------------------------------------------------------------------------------ forward */
+
+template <typename T> INLINE void plain_fwd(const attention_params &p) {
+    __shared__ float q[MAX_DIM], weight[THREADS], scratch[4];
+    const row_index at = split_row(blockIdx.x, p.a.h, p.a.sq);
+    const place c = find_place(p, at.n);
+    if (at.i >= c.all_sq)
+        return;
+    const int64_t y = at.x / p.group;
+    const score_row row = make_score_row(p, c, at.x, at.i);
+    const dropout_state dropout = make_dropout(p);
+    float o[MAX_DIM / THREADS] = {0.0f}, top = -CUDART_INF_F, sum = 0.0f, slack;
+    if (at.i < c.sq)
+        load_floats(q, query_row<T>(p, c, at.x, at.i), (int)p.a.d);
+    for (int j0 = first_key(c, at.i); j0 < last_key(c, at.i); j0 += THREADS) {
+        const int j = j0 + threadIdx.x;
+        __syncthreads();
+        const float s = j < last_key(c, at.i) ? score2<T>(p, c, row, y, j, q, &slack) : -CUDART_INF_F;
+        const float new_top = fmaxf(top, block_max(s, scratch)), base = new_top == -CUDART_INF_F ? 0.0f : new_top;
+        const float shrink = exp2_approx(top - base), e = exp2_approx(s - base);
+        sum = sum * shrink + block_sum(e, scratch);
+        top = new_top;
+        /* a negative weight stands for "not seen" */
+        weight[threadIdx.x] = s == -CUDART_INF_F ? -1.0f
+                              : p.drops          ? e * dropout_factor(p, dropout, c.n, at.x, at.i, j)
+                                                 : e;
+        __syncthreads();
+#pragma unroll
+        for (int z = 0; z < MAX_DIM / THREADS; z++) {
+            const int e1 = z * THREADS + threadIdx.x;
+            o[z] *= shrink;
+            for (int t = 0; e1 < p.a.dv && t < min(THREADS, last_key(c, at.i) - j0); t++)
+                if (!(weight[t] < 0.0f))
+                    o[z] = fmaf(weight[t], to_float(value_row<T>(p, c, y, j0 + t)[e1]), o[z]);
+        }
+    }
+    float shrink = 1.0f;
+    if ((p.a.features & HEDDLE_SINKS) && at.i < c.sq) {
+        const float sink = ((const float *)p.t.sinks)[at.x] * LOG2E, base = sum == 0.0f ? -CUDART_INF_F : top;
+        if (sink != -CUDART_INF_F) {
+            top = fmaxf(base, sink);
+            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - top);
+            sum = sum * shrink + exp2_approx(sink - top);
+        }
+    }
+    for (int z = 0; z < MAX_DIM / THREADS; z++) {
+        const int e = z * THREADS + threadIdx.x;
+        if (e < p.a.dv)
+            from_float((T *)p.t.o + row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i) + e,
+                       sum == 0.0f ? 0.0f : o[z] * (shrink / sum));
+    }
+    if (p.t.lse && threadIdx.x == 0)
+        ((float *)p.t.lse)[lse_at(p, c, at.x, at.i)] =
+            sum == 0.0f ? -CUDART_INF_F : (float)(((double)top + (double)log2f(sum)) / (double)LOG2E);
+}
+
+template <typename T> INLINE void plain_combine(const attention_params &p) {
+    const row_index at = split_row(blockIdx.x, p.a.h, p.a.sq);
+    combine_row<T>(p, at.n, at.x, at.i);
+}
+
+/* P of one row; its rows outside the sequence are zeros. */
+template <typename T> INLINE void plain_weights(const attention_params &p) {
+    __shared__ float q[MAX_DIM], scratch[4];
+    const row_index at = split_row(blockIdx.x, p.a.h, p.a.sq);
+    const place c = find_place(p, at.n);
+    const int64_t y = at.x / p.group;
+    T *to = (T *)p.t.weights + row_at(p.a.weights_stride, c.n, at.x, at.i);
+    const score_row row = make_score_row(p, c, at.x, at.i);
+    const int begin = first_key(c, at.i), end = last_key(c, at.i);
+    float top = -CUDART_INF_F, sum = 0.0f, slack;
+    if (at.i < c.sq)
+        load_floats(q, query_row<T>(p, c, at.x, at.i), (int)p.a.d);
+    __syncthreads();
+    for (int j = begin + threadIdx.x; j < end; j += THREADS) {
+        const float s = score2<T>(p, c, row, y, j, q, &slack), new_top = fmaxf(top, s);
+        if (s == -CUDART_INF_F)
+            continue;
+        sum = sum * (top == -CUDART_INF_F ? 0.0f : exp2_approx(top - new_top)) + exp2_approx(s - new_top);
+        top = new_top;
+    }
+    float all_top = block_max(top, scratch);
+    if ((p.a.features & HEDDLE_SINKS) && at.i < c.sq)
+        all_top = fmaxf(all_top, ((const float *)p.t.sinks)[at.x] * LOG2E);
+    sum = block_sum(top == -CUDART_INF_F ? sum : sum * exp2_approx(top - all_top), scratch);
+    if ((p.a.features & HEDDLE_SINKS) && at.i < c.sq && all_top != -CUDART_INF_F)
+        sum += exp2_approx(((const float *)p.t.sinks)[at.x] * LOG2E - all_top);
+    for (int j = threadIdx.x; j < p.a.sk; j += THREADS) {
+        float weight = 0.0f;
+        if (j >= begin && j < end) {
+            const float s = score2<T>(p, c, row, y, j, q, &slack);
+            weight = s == -CUDART_INF_F ? 0.0f : exp2_approx(s - all_top) / sum;
+        }
+        from_float(to + j, weight);
+    }
+}
+
+/* ----------------------------------------------------------------------------------------------------- backward */
+
+INLINE float warp_max(float x) {
+    for (int step = 16; step; step >>= 1)
+        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
+    return x;
+}
+
+/* The log-sum-exp anew, for scores so large that a float32 lse is too coarse for P = exp(S - lse): the maximum is
+ * subtracted exactly, the rest is the logarithm of the sum. Taken where it agrees with the given lse to its
+ * rounding. By one warp. */
+template <typename T>
+INLINE void refine_lse(const attention_params &p, const place &c, const row_index &at, const float *q, float lse,
+                       float *base, float *rest) {
+    const score_row row = make_score_row(p, c, at.x, at.i);
+    float top = -CUDART_INF_F, sum = 0.0f, slack;
+    for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32)
+        top = fmaxf(top, score2<T>(p, c, row, at.x / p.group, j, q, &slack));
+    top = warp_max(top);
+    if (top == -CUDART_INF_F)
+        return;
+    for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32)
+        sum += exp2_approx(score2<T>(p, c, row, at.x / p.group, j, q, &slack) - top);
+    sum = warp_sum(sum);
+    if (p.a.features & HEDDLE_SINKS)
+        sum += exp2f(((const float *)p.t.sinks)[at.x] * LOG2E - top);
+    const float more = log2f(sum);
+    if (is_same_lse((top + more) * LN2, lse)) {
+        *base = top;
+        *rest = more;
+    }
+}
+
+/* dP of element (i, j): Z·(dO·v) + dweights. */
+template <typename T>
+INLINE float weight_gradient(const attention_params &p, const place &c, const score_row &row,
+                             const dropout_state &dropout, int64_t x, int j, float dov, float *z) {
+    *z = p.drops ? dropout_factor(p, dropout, c.n, x, row.i, j) : 1.0f;
+    float dp = *z == 0.0f ? 0.0f : dov * *z;
+    if (p.t.dweights)
+        dp += to_float(((const T *)p.t.dweights)[row.dweights + j]);
+    return dp;
+}
+
+/* sum over j of P∘dweights of one row, by one warp: this lane's part. */
+template <typename T>
+INLINE float weight_sum(const attention_params &p, const place &c, const row_index &at, const float *q, float base,
+                        float rest) {
+    const score_row row = make_score_row(p, c, at.x, at.i);
+    float sum = 0.0f, slack;
+    for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32) {
+        const float s = score2<T>(p, c, row, at.x / p.group, j, q, &slack);
+        if (s != -CUDART_INF_F)
+            sum = fmaf(exp2_approx(s - base - rest), to_float(((const T *)p.t.dweights)[row.dweights + j]), sum);
+    }
+    return sum;
+}
+
+/* sum over j of P∘dP of one row, by one warp: this lane's part. */
+template <typename T>
+INLINE float gradient_sum(const attention_params &p, const place &c, const row_index &at, const float *q, float base,
+                          float rest) {
+    const score_row row = make_score_row(p, c, at.x, at.i);
+    const dropout_state dropout = make_dropout(p);
+    const T *dout = dout_row<T>(p, c, at.x, at.i);
+    float sum = 0.0f, slack, z;
+    for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32) {
+        const float s = score2<T>(p, c, row, at.x / p.group, j, q, &slack);
+        if (s == -CUDART_INF_F)
+            continue;
+        const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, at.x / p.group, c.first_k + j);
+        float dov = 0.0f;
+        for (int e = 0; e < p.a.dv; e++)
+            dov = fmaf(to_float(dout[e]), to_float(v[e]), dov);
+        sum = fmaf(exp2_approx(s - base - rest), weight_gradient<T>(p, c, row, dropout, at.x, j, dov, &z), sum);
+    }
+    return sum;
+}
+
+/* D, base and rest. A warp per row. */
+template <typename T> INLINE void plain_prep(const attention_params &p) {
+    __shared__ float rows[THREADS / 32][MAX_DIM];
+    const int lane = threadIdx.x % 32;
+    const int64_t index = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    if (index >= p.a.b * p.a.h * p.a.sq)
+        return;
+    const row_index at = split_row(index, p.a.h, p.a.sq);
+    const place c = find_place(p, at.n);
+    if (at.i >= c.sq)
+        return;
+    float *q = rows[threadIdx.x / 32], base = CUDART_INF_F, rest = 0.0f, sum = 0.0f;
+    const int64_t to = lse_at(p, c, at.x, at.i);
+    const float lse = ((const float *)p.t.lse)[to];
+    if (lse != -CUDART_INF_F) {
+        const double lse2 = (double)lse * (double)LOG2E; /* S takes the same factor */
+        base = (float)lse2;
+        rest = isfinite(base) ? (float)(lse2 - (double)base) : 0.0f;
+        const bool few = sizeof(T) == 2 && p.t.dout && c.sk <= FEW_KEYS;
+        const bool large = (sizeof(T) == 4 || few) && is_coarse<T>(c, lse);
+        if (large || few || p.t.dweights) {
+            for (int e = lane; e < p.a.d; e += 32)
+                q[e] = to_float(query_row<T>(p, c, at.x, at.i)[e]);
+            __syncwarp();
+        }
+        if (large)
+            refine_lse<T>(p, c, at, q, lse, &base, &rest);
+        if (few) {
+            sum = gradient_sum<T>(p, c, at, q, base, rest);
+        } else {
+            const T *o = (const T *)p.t.o + row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i);
+            if (p.t.dout)
+                for (int e = lane; e < p.a.dv; e += 32) {
+                    const float x = to_float(o[e]);
+                    if (x != 0.0f) /* a query that sees nothing may hold anything in dO */
+                        sum = fmaf(x, to_float(dout_row<T>(p, c, at.x, at.i)[e]), sum);
+                }
+            if (p.t.dweights)
+                sum += weight_sum<T>(p, c, at, q, base, rest);
+        }
+        sum = warp_sum(sum);
+        if (p.t.dlse)
+            sum -= ((const float *)p.t.dlse)[to];
+    }
+    if (lane == 0) {
+        p.dsum[to] = sum;
+        p.base[to] = base;
+        p.rest[to] = rest;
+    }
+}
+
+/* P·Z and dT of element (i, j), q and dout in float32; both 0 where it is not seen. True if it is. */
+template <typename T>
+INLINE bool gradient(const attention_params &p, const place &c, const score_row &row, const dropout_state &dropout,
+                     int64_t x, int j, const float *q, const float *dout, bool uncapped, float *pz, float *ds) {
+    const int64_t at = lse_at(p, c, x, row.i), y = x / p.group;
+    float slack, z;
+    *pz = *ds = 0.0f;
+    const float s = score2<T>(p, c, row, y, j, q, &slack);
+    if (s == -CUDART_INF_F || p.base[at] == CUDART_INF_F)
+        return false;
+    const float weight = exp2_approx(s - p.base[at] - p.rest[at]);
+    const float dov = p.t.dout ? dot_row(dout, value_row<T>(p, c, y, j), (int)p.a.dv) : 0.0f;
+    const float dp = weight_gradient<T>(p, c, row, dropout, x, j, dov, &z);
+    *pz = weight * z;
+    *ds = weight * (dp - p.dsum[at]) * (uncapped ? 1.0f : slack);
+    return true;
+}
+
+template <typename T>
+INLINE void load_query(const attention_params &p, const place &c, int64_t x, int i, float *q, float *dout) {
+    load_floats(q, query_row<T>(p, c, x, i), (int)p.a.d);
+    if (p.t.dout)
+        load_floats(dout, dout_row<T>(p, c, x, i), (int)p.a.dv);
+}
+
+template <typename T> INLINE void plain_dq(const attention_params &p) {
+    __shared__ float q[MAX_DIM], dout[MAX_DIM], ds[THREADS];
+    const row_index at = split_row(blockIdx.x, p.a.h, p.a.sq);
+    const place c = find_place(p, at.n);
+    if (at.i >= c.all_sq)
+        return;
+    const int64_t y = at.x / p.group;
+    const score_row row = make_score_row(p, c, at.x, at.i);
+    const dropout_state dropout = make_dropout(p);
+    const int end = last_key(c, at.i);
+    float dq[MAX_DIM / THREADS] = {0.0f}, pz;
+    if (at.i < c.sq)
+        load_query<T>(p, c, at.x, at.i, q, dout);
+    for (int j0 = first_key(c, at.i); j0 < end; j0 += THREADS) {
+        const int j = j0 + threadIdx.x;
+        float x = 0.0f;
+        __syncthreads();
+        if (j < end)
+            gradient<T>(p, c, row, dropout, at.x, j, q, dout, false, &pz, &x);
+        ds[threadIdx.x] = x;
+        __syncthreads();
+#pragma unroll
+        for (int z = 0; z < MAX_DIM / THREADS; z++) {
+            const int e = z * THREADS + threadIdx.x;
+            for (int t = 0; e < p.a.d && t < min(THREADS, end - j0); t++)
+                if (ds[t] != 0.0f)
+                    dq[z] = fmaf(ds[t], to_float(key_row<T>(p, c, y, j0 + t)[e]), dq[z]);
+        }
+    }
+    for (int z = 0; z < MAX_DIM / THREADS; z++) {
+        const int e = z * THREADS + threadIdx.x;
+        if (e < p.a.d)
+            from_float((T *)p.t.dq + row_at(p.a.dq_stride, c.n, at.x, c.first_q + at.i) + e, dq[z] * p.scale);
+    }
+}
+
+/* One key; a thread takes a query. */
+template <typename T> INLINE void plain_dkdv(const attention_params &p) {
+    __shared__ float k[MAX_DIM], v[MAX_DIM], pz[THREADS], ds[THREADS];
+    const row_index at = split_row(blockIdx.x, p.a.hk, p.a.sk);
+    const place c = find_place(p, at.n);
+    const int j = at.i;
+    if (j >= c.all_sk)
+        return;
+    const dropout_state dropout = make_dropout(p);
+    float dk[MAX_DIM / THREADS] = {0.0f}, dv[MAX_DIM / THREADS] = {0.0f};
+    int begin = 0, end = 0;
+    if (j < c.sk) {
+        begin = max(0, min(j - c.hi, c.sq));
+        end = max(0, min(j + 1 - c.lo, c.sq));
+        load_floats(k, key_row<T>(p, c, at.x, j), (int)p.a.d);
+        load_floats(v, value_row<T>(p, c, at.x, j), (int)p.a.dv);
+    }
+    for (int64_t x = at.x * p.group; x < (at.x + 1) * p.group; x++)
+        for (int i0 = begin; i0 < end; i0 += THREADS) {
+            const int i = i0 + threadIdx.x;
+            float a = 0.0f, b = 0.0f, slack, z;
+            __syncthreads();
+            if (i < end) {
+                const score_row row = make_score_row(p, c, x, i);
+                const int64_t number = lse_at(p, c, x, i);
+                if (sees<T>(p, c, row, j) && p.base[number] != CUDART_INF_F) {
+                    const float qk = dot_row(k, query_row<T>(p, c, x, i), (int)p.a.d);
+                    const float s = full_score<T>(p, c, row, j, qk, &slack) * LOG2E;
+                    const float dov = p.t.dout ? dot_row(v, dout_row<T>(p, c, x, i), (int)p.a.dv) : 0.0f;
+                    const float weight = exp2_approx(s - p.base[number] - p.rest[number]);
+                    const float dp = weight_gradient<T>(p, c, row, dropout, x, j, dov, &z);
+                    a = weight * z;
+                    b = weight * (dp - p.dsum[number]) * slack;
+                }
+            }
+            pz[threadIdx.x] = a;
+            ds[threadIdx.x] = b;
+            __syncthreads();
+#pragma unroll
+            for (int w = 0; w < MAX_DIM / THREADS; w++) {
+                const int e = w * THREADS + threadIdx.x;
+                for (int t = 0; t < min(THREADS, end - i0); t++) {
+                    if (e < p.a.d && ds[t] != 0.0f)
+                        dk[w] = fmaf(ds[t], to_float(query_row<T>(p, c, x, i0 + t)[e]), dk[w]);
+                    if (e < p.a.dv && pz[t] != 0.0f && p.t.dout)
+                        dv[w] = fmaf(pz[t], to_float(dout_row<T>(p, c, x, i0 + t)[e]), dv[w]);
+                }
+            }
+        }
+    for (int w = 0; w < MAX_DIM / THREADS; w++) {
+        const int e = w * THREADS + threadIdx.x;
+        if (p.t.dk && e < p.a.d)
+            from_float((T *)p.t.dk + row_at(p.a.dk_stride, c.n, at.x, c.first_k + j) + e, dk[w] * p.scale);
+        if (p.t.dv && e < p.a.dv)
+            from_float((T *)p.t.dv + row_at(p.a.dv_stride, c.n, at.x, c.first_k + j) + e, dv[w]);
+    }
+}
+
+/* A block of keys of one kept row of dbias: dS summed over what is not kept, in order. */
+template <typename T> INLINE void plain_dbias(const attention_params &p) {
+    __shared__ float q[MAX_DIM], dout[MAX_DIM];
+    const heddle_strides &stride = p.a.dbias_stride;
+    const int64_t key_blocks = (p.a.sk + THREADS - 1) / THREADS, rows = stride.s ? p.a.sq : 1,
+                  heads = stride.h ? p.a.h : 1;
+    const int j = (int)(blockIdx.x % key_blocks) * THREADS + threadIdx.x;
+    const row_index at = split_row(blockIdx.x / key_blocks, heads, rows);
+    const dropout_state dropout = make_dropout(p);
+    float sum = 0.0f, pz, ds;
+    for (int64_t n = stride.b ? at.n : 0; n < (stride.b ? at.n + 1 : p.a.b); n++) {
+        const place c = find_place(p, n);
+        for (int64_t x = stride.h ? at.x : 0; x < (stride.h ? at.x + 1 : p.a.h); x++)
+            for (int i = stride.s ? at.i : 0; i < min(stride.s ? at.i + 1 : (int)p.a.sq, c.sq); i++) {
+                __syncthreads();
+                load_query<T>(p, c, x, i, q, dout);
+                __syncthreads();
+                if (j < c.sk && gradient<T>(p, c, make_score_row(p, c, x, i), dropout, x, j, q, dout, true, &pz, &ds))
+                    sum += ds;
+            }
+    }
+    if (j < p.a.sk)
+        from_float((T *)p.t.dbias + row_at(stride, at.n, at.x, at.i) + j, sum);
+}
+
+/* dsink of one head: -sum over its rows of exp(sink - lse)·D. */
+template <typename T> INLINE void plain_dsinks(const attention_params &p) {
+    __shared__ float scratch[4];
+    const int64_t x = blockIdx.x;
+    const float sink = ((const float *)p.t.sinks)[x] * LOG2E;
+    float sum = 0.0f;
+    for (int64_t n = 0; n < p.a.b; n++) {
+        const place c = find_place(p, n);
+        for (int i = threadIdx.x; i < c.sq; i += THREADS) {
+            const int64_t at = lse_at(p, c, x, i);
+            if (p.base[at] != CUDART_INF_F)
+                sum = fmaf(-exp2f(sink - p.base[at] - p.rest[at]), p.dsum[at], sum);
+        }
+    }
+    sum = block_sum(sum, scratch);
+    if (threadIdx.x == 0)
+        ((float *)p.t.dsinks)[x] = sum;
+}
+
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
+        wait_for_earlier_grid();                                                                                       \
+        plain_##pass<dtype>(p);                                                                                        \
+    }
+#define ATTENTION_PLAIN_LIST
+#include "cuda/attention/attention.def"

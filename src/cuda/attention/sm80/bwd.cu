@@ -1,0 +1,377 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention backward for the tensor cores of Ampere and later, without atomics: the same bits every time.
+ *
+ *   dkdv   a block owns keys and walks over the queries that see them, head by head of the group, in order. It works
+ *          on the transposed scores Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, whose accumulators are the A operands of
+ *          dV += Pᵀ·dO and dK += dSᵀ·Q.
+ *   dq     a block owns queries of one head and walks over their keys: S = Q·Kᵀ, dP = dO·Vᵀ, dQ += dS·K.
+ *
+ * Both compute P = exp2(S·scale·log2(e) - base - rest) from the log-sum-exp that the prep kernel has laid down in
+ * two floats. */
+#include "cuda/attention/prep.cuh"
+
+/* ---------------------------------------------------------------------------------------- one element's gradient */
+
+struct element {
+    float p, ds; /* P where it is kept, else 0; dT */
+    bool seen;
+};
+
+/* From q·k and dO·v of a lean problem. */
+INLINE element lean_element(const attention_params &p, bool seen, float qk, float dp, float base, float rest,
+                            float dsum) {
+    element r;
+    r.seen = seen;
+    r.p = exp2_approx(fmaf(qk, p.scale_log2, -base) - rest);
+    r.ds = r.p * (dp - dsum);
+    if (!seen)
+        r.p = r.ds = 0.0f;
+    return r;
+}
+
+template <typename T>
+INLINE element full_element(const attention_params &p, const place &c, const score_row &row, const dropout_state &state,
+                            int64_t x, int j, float qk, float dp, float base, float rest, float dsum) {
+    element r = {0.0f, 0.0f, false};
+    float slack, z = 1.0f;
+    const float s = full_score<T>(p, c, row, j, qk, &slack);
+    if (s == -CUDART_INF_F || base == CUDART_INF_F)
+        return r;
+    const float weight = exp2_approx(fmaf(s, LOG2E, -base) - rest);
+    if (p.drops)
+        z = dropout_factor(p, state, c.n, x, row.i, j);
+    dp = z == 0.0f ? 0.0f : dp * z;
+    if (p.t.dweights)
+        dp += to_float(((const T *)p.t.dweights)[row.dweights + j]);
+    r.p = z == 0.0f ? 0.0f : weight;
+    r.ds = weight * (dp - dsum) * slack;
+    r.seen = true;
+    return r;
+}
+
+/* -------------------------------------------------------------------------------------------------- dK and dV */
+
+/* Q and dO of queries i0 .., and what belongs to their rows, into a stage. */
+template <typename T, int D, int WARPS, int TILES, int BLOCK>
+INLINE void load_queries(const attention_params &p, const place &c, int64_t x, int i0, int begin, int end,
+                         uint32_t shared, int stage) {
+    typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
+    constexpr int THREADS = WARPS * 32;
+    const uint32_t to = shared + layout::stages + stage * layout::stage_bytes;
+    const uint32_t numbers = shared + layout::numbers + stage * 4 * BLOCK * 4;
+    const T *q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q);
+    const T *dout = p.t.dout ? (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q) : q;
+    load_tile<T, D, BLOCK, THREADS>(to, q, p.a.q_stride.s, i0, begin, end, (int)p.a.d, p.vectors & VECTOR_Q);
+    load_tile<T, D, BLOCK, THREADS>(to + BLOCK * tile<T, D>::pitch, dout, p.a.do_stride.s, i0, begin,
+                                    p.t.dout ? end : begin, (int)p.a.dv, p.vectors & VECTOR_DO);
+    const float *const from[3] = {p.base, p.rest, p.dsum};
+#pragma unroll
+    for (int y = 0; y < 3; y++)
+        for (int z = threadIdx.x; z < BLOCK; z += THREADS) {
+            const bool there = i0 + z >= begin && i0 + z < end;
+            cp_async4(numbers + (y * BLOCK + z) * 4, from[y] + (there ? lse_at(p, c, x, i0 + z) : 0), there ? 4 : 0);
+        }
+    cp_async_commit();
+}
+
+/* s, dp: Sᵀ, dPᵀ -> Pᵀ where kept, dTᵀ. Rows are keys, columns queries. */
+template <typename T, bool FULL, bool CUT, int TILES, int BLOCK>
+INLINE void gradients_of_keys(const attention_params &p, const place &c, const dropout_state &state, int64_t x,
+                              int row0, int i0, const float *numbers, float (*s)[BLOCK / 8][4],
+                              float (*dp)[BLOCK / 8][4]) {
+    const int lane = threadIdx.x % 32;
+    const int *bad = (const int *)(numbers + 3 * BLOCK);
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int column = y * 8 + lane % 4 * 2 + e, i = i0 + column;
+            const float base = numbers[column], dsum = numbers[2 * BLOCK + column];
+            const float rest = numbers[BLOCK + column];
+            const int first = max(i + c.lo, 0), last = i < c.sq ? min(i + c.hi, c.sk - 1) : -1;
+            score_row row;
+            if (FULL && CUT && p.rich)
+                row = make_score_row(p, c, x, min(i, c.sq - 1));
+#pragma unroll
+            for (int z = 0; z < TILES; z++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int j = row0 + z * 16 + half * 8 + lane / 4;
+                    float *t = &s[z][y][2 * half + e], *dt = &dp[z][y][2 * half + e];
+                    element r;
+                    const bool seen = !CUT || (j >= first && j <= last);
+                    if (FULL && CUT && p.rich && seen)
+                        r = full_element<T>(p, c, row, state, x, j, *t, *dt, base, rest, dsum);
+                    else
+                        r = lean_element(p, seen, *t, *dt, base, rest, dsum);
+                    if (CUT && r.seen && bad[column])
+                        r.p = r.ds = CUDART_NAN_F;
+                    *t = r.p;
+                    *dt = r.ds;
+                }
+        }
+}
+
+template <typename T, int D, int TILES>
+INLINE void store_keys(const attention_params &p, const place &c, void *to, const heddle_strides &stride, int64_t y,
+                       int width, float by, int row0, const float (*sum)[D / 8][4]) {
+    if (!to)
+        return;
+#pragma unroll
+    for (int x = 0; x < TILES; x++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int j = row0 + x * 16 + half * 8 + (int)threadIdx.x % 32 / 4;
+            if (j < c.all_sk)
+                store_row<T, D>((T *)to + row_at(stride, c.n, y, c.first_k + j), sum[x], half, width, by);
+        }
+}
+
+/* BOTH: dK and dV together; else (the accumulators of both do not fit) every second block makes dK, the others dV. */
+template <typename T, int D, bool FULL, bool BOTH, int WARPS, int TILES, int BLOCK>
+INLINE void attention_dkdv(const attention_params &p) {
+    typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
+    typedef tile<T, D> t;
+    constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
+    extern __shared__ __align__(16) char shared[];
+    const uint32_t sk = shared_address(shared), sv = sk + layout::second;
+    const bool makes_dk = BOTH || blockIdx.x % 2;
+    const int64_t id = BOTH ? blockIdx.x : blockIdx.x / 2;
+    int key_tile; /* the first keys of a causal mask are seen most */
+    int64_t rest;
+    split_block(id, p.tiles_k, p.a.b * p.a.hk, &key_tile, &rest);
+    const int key0 = key_tile * ROWS;
+    const int64_t y = rest % p.a.hk;
+    const place c = find_place(p, rest / p.a.hk);
+    if (key0 >= c.all_sk)
+        return;
+    const int key1 = min(key0 + ROWS, c.sk), warp_row = (int)threadIdx.x / 32 * TILES * 16;
+    int begin = 0, end = 0;
+    if (key0 < key1) {
+        begin = max(0, min(key0 - c.hi, c.sq));
+        end = max(0, min(key1 - c.lo, c.sq));
+    }
+    const int blocks = begin < end ? (end - begin + BLOCK - 1) / BLOCK : 0, steps = blocks * p.group;
+    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
+    const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k);
+    const bool tf32 = p.tf32;
+    const dropout_state dropout = make_dropout(p);
+    float dk[TILES][D / 8][4], dv[BOTH ? TILES : 1][BOTH ? D / 8 : 1][4];
+#pragma unroll
+    for (int x = 0; x < TILES; x++)
+#pragma unroll
+        for (int z = 0; z < D / 8; z++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                dk[x][z][e] = 0.0f;
+                if (BOTH)
+                    dv[x][z][e] = 0.0f;
+            }
+    if (steps) {
+        load_tile<T, D, ROWS, THREADS>(sk, k, p.a.k_stride.s, key0, 0, c.sk, (int)p.a.d, p.vectors & VECTOR_K);
+        load_tile<T, D, ROWS, THREADS>(sv, v, p.a.v_stride.s, key0, 0, c.sk, (int)p.a.dv, p.vectors & VECTOR_V);
+        load_queries<T, D, WARPS, TILES, BLOCK>(p, c, y * p.group, begin, begin, end, sk, 0);
+    }
+    for (int z = threadIdx.x; z < 2 * BLOCK; z += THREADS)
+        ((int *)(shared + layout::numbers))[(z / BLOCK * 4 + 3) * BLOCK + z % BLOCK] = 0;
+    __syncthreads();
+    for (int step = 0; step < steps; step++) {
+        const int64_t x = y * p.group + step / blocks;
+        const int i0 = begin + step % blocks * BLOCK, stage = step & 1;
+        const uint32_t sq = sk + layout::stages + stage * layout::stage_bytes, sdo = sq + BLOCK * t::pitch;
+        float *numbers = (float *)(shared + layout::numbers) + stage * 4 * BLOCK;
+        const bool cut = (FULL && p.rich) || i0 + BLOCK > end || key0 + ROWS > c.sk || key0 + ROWS - 1 > i0 + c.hi ||
+                         key0 < min(i0 + BLOCK, c.sq) - 1 + c.lo;
+        cp_async_wait<0>();
+        if (cut) {
+            clean_tile<T, D, BLOCK, THREADS>(sq, (int *)numbers + 3 * BLOCK);
+            clean_tile<T, D, BLOCK, THREADS>(sdo, (int *)numbers + 3 * BLOCK);
+        }
+        __syncthreads();
+        if (step + 1 < steps)
+            load_queries<T, D, WARPS, TILES, BLOCK>(p, c, y * p.group + (step + 1) / blocks,
+                                                    begin + (step + 1) % blocks * BLOCK, begin, end, sk, stage ^ 1);
+        float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
+        product_rows<T, D, TILES, BLOCK>(s, sk + warp_row * t::pitch, sq, tf32);
+        if (makes_dk)
+            product_rows<T, D, TILES, BLOCK>(dp, sv + warp_row * t::pitch, sdo, tf32);
+        else
+            clear<TILES, BLOCK / 8>(dp);
+        if (cut)
+            gradients_of_keys<T, FULL, true, TILES, BLOCK>(p, c, dropout, x, key0 + warp_row, i0, numbers, s, dp);
+        else
+            gradients_of_keys<T, FULL, false, TILES, BLOCK>(p, c, dropout, x, key0 + warp_row, i0, numbers, s, dp);
+        if (BOTH)
+            product_columns<T, D, BOTH ? TILES : 1, BLOCK>((float(*)[D / 8][4]) dv, s, sdo, tf32);
+        if (makes_dk)
+            product_columns<T, D, TILES, BLOCK>(dk, dp, sq, tf32);
+        else
+            product_columns<T, D, TILES, BLOCK>(dk, s, sdo, tf32);
+        if (cut) {
+            __syncthreads();
+            for (int z = threadIdx.x; z < BLOCK; z += THREADS)
+                ((int *)numbers)[3 * BLOCK + z] = 0; /* marked again two steps on, with a barrier between */
+        }
+    }
+    cp_async_wait<0>();
+    if (BOTH)
+        store_keys<T, D, BOTH ? TILES : 1>(p, c, p.t.dv, p.a.dv_stride, y, (int)p.a.dv, p.keep_scale, key0 + warp_row,
+                                           (float(*)[D / 8][4]) dv);
+    if (makes_dk)
+        store_keys<T, D, TILES>(p, c, p.t.dk, p.a.dk_stride, y, (int)p.a.d, p.scale, key0 + warp_row, dk);
+    else
+        store_keys<T, D, TILES>(p, c, p.t.dv, p.a.dv_stride, y, (int)p.a.dv, p.keep_scale, key0 + warp_row, dk);
+}
+
+/* -------------------------------------------------------------------------------------------------------- dQ */
+
+/* s, dp: S, dP -> dp: dT. Rows are queries, columns keys. */
+template <typename T, bool FULL, bool CUT, int TILES, int BLOCK>
+INLINE void gradients_of_queries(const attention_params &p, const place &c, const dropout_state &state, int64_t x,
+                                 int row0, int j0, const float (*numbers)[2][3], const int *bad,
+                                 float (*s)[BLOCK / 8][4], float (*dp)[BLOCK / 8][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int z = 0; z < TILES; z++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = row0 + z * 16 + half * 8 + lane / 4;
+            const float base = numbers[z][half][0], rest = numbers[z][half][1], dsum = numbers[z][half][2];
+            const int first = max(i + c.lo, 0), last = i < c.sq ? min(i + c.hi, c.sk - 1) : -1;
+            score_row row;
+            if (FULL && CUT && p.rich)
+                row = make_score_row(p, c, x, min(i, c.sq - 1));
+#pragma unroll
+            for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int column = y * 8 + lane % 4 * 2 + e, j = j0 + column;
+                    float *dt = &dp[z][y][2 * half + e];
+                    element r;
+                    const bool seen = !CUT || (j >= first && j <= last);
+                    if (FULL && CUT && p.rich && seen)
+                        r = full_element<T>(p, c, row, state, x, j, s[z][y][2 * half + e], *dt, base, rest, dsum);
+                    else
+                        r = lean_element(p, seen, s[z][y][2 * half + e], *dt, base, rest, dsum);
+                    *dt = CUT && r.seen && bad[column] ? CUDART_NAN_F : r.ds;
+                }
+        }
+}
+
+template <typename T, int D, int WARPS, int TILES, int BLOCK>
+INLINE void load_keys(const attention_params &p, const T *k, const T *v, int j0, int begin, int end, uint32_t shared,
+                      int stage) {
+    typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
+    const uint32_t to = shared + layout::stages + stage * layout::stage_bytes;
+    load_tile<T, D, BLOCK, WARPS * 32>(to, k, p.a.k_stride.s, j0, begin, end, (int)p.a.d, p.vectors & VECTOR_K);
+    load_tile<T, D, BLOCK, WARPS * 32>(to + BLOCK * tile<T, D>::pitch, v, p.a.v_stride.s, j0, begin, end, (int)p.a.dv,
+                                       p.vectors & VECTOR_V);
+    cp_async_commit();
+}
+
+template <typename T, int D, bool FULL, int WARPS, int TILES, int BLOCK>
+INLINE void attention_dq(const attention_params &p) {
+    typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
+    typedef tile<T, D> t;
+    constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
+    extern __shared__ __align__(16) char shared[];
+    const uint32_t sq = shared_address(shared), sdo = sq + layout::second;
+    int query_tile;
+    int64_t unit;
+    split_block(blockIdx.x, p.tiles_q, p.a.b * p.a.h, &query_tile, &unit);
+    const int query0 = (p.tiles_q - 1 - query_tile) * ROWS;
+    const int64_t x = unit % p.a.h, y = x / p.group;
+    const place c = find_place(p, unit / p.a.h);
+    if (query0 >= c.all_sq)
+        return;
+    const int query1 = min(query0 + ROWS, c.sq), lane = threadIdx.x % 32;
+    const int warp_row = (int)threadIdx.x / 32 * TILES * 16;
+    int begin = 0, end = 0;
+    if (query0 < query1) {
+        begin = max(0, min(query0 + c.lo, c.sk));
+        end = max(0, min(query1 + c.hi, c.sk));
+    }
+    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
+    const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k);
+    const T *q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q);
+    const T *dout = p.t.dout ? (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q) : q;
+    const bool tf32 = p.tf32;
+    const dropout_state dropout = make_dropout(p);
+    float dq[TILES][D / 8][4], numbers[TILES][2][3];
+#pragma unroll
+    for (int z = 0; z < TILES; z++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = query0 + warp_row + z * 16 + half * 8 + lane / 4;
+            const int64_t at = i < c.sq ? lse_at(p, c, x, i) : 0;
+            numbers[z][half][0] = i < c.sq ? p.base[at] : CUDART_INF_F;
+            numbers[z][half][1] = i < c.sq ? p.rest[at] : 0.0f;
+            numbers[z][half][2] = i < c.sq ? p.dsum[at] : 0.0f;
+        }
+#pragma unroll
+        for (int e = 0; e < D / 8; e++)
+            dq[z][e][0] = dq[z][e][1] = dq[z][e][2] = dq[z][e][3] = 0.0f;
+    }
+    int *bad = (int *)(shared + layout::numbers);
+    for (int z = threadIdx.x; z < 2 * BLOCK; z += THREADS)
+        bad[z] = 0;
+    if (begin < end) {
+        load_tile<T, D, ROWS, THREADS>(sq, q, p.a.q_stride.s, query0, 0, c.sq, (int)p.a.d, p.vectors & VECTOR_Q);
+        load_tile<T, D, ROWS, THREADS>(sdo, dout, p.a.do_stride.s, query0, 0, p.t.dout ? c.sq : 0, (int)p.a.dv,
+                                       p.vectors & VECTOR_DO);
+        load_keys<T, D, WARPS, TILES, BLOCK>(p, k, v, begin, begin, end, sq, 0);
+    }
+    __syncthreads();
+    int stage = 0;
+    for (int j0 = begin; j0 < end; j0 += BLOCK, stage ^= 1) {
+        const uint32_t sk = sq + layout::stages + stage * layout::stage_bytes, sv = sk + BLOCK * t::pitch;
+        const bool cut = (FULL && p.rich) || j0 + BLOCK > end || query0 + ROWS > c.sq ||
+                         j0 + BLOCK - 1 > query0 + c.hi || j0 < query1 - 1 + c.lo;
+        cp_async_wait<0>();
+        if (cut)
+            clean_tile<T, D, BLOCK, THREADS>(sk, bad + stage * BLOCK);
+        __syncthreads();
+        if (j0 + BLOCK < end)
+            load_keys<T, D, WARPS, TILES, BLOCK>(p, k, v, j0 + BLOCK, begin, end, sq, stage ^ 1);
+        float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
+        product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32);
+        product_rows<T, D, TILES, BLOCK>(dp, sdo + warp_row * t::pitch, sv, tf32);
+        if (cut)
+            gradients_of_queries<T, FULL, true, TILES, BLOCK>(p, c, dropout, x, query0 + warp_row, j0, numbers,
+                                                              bad + stage * BLOCK, s, dp);
+        else
+            gradients_of_queries<T, FULL, false, TILES, BLOCK>(p, c, dropout, x, query0 + warp_row, j0, numbers,
+                                                               bad + stage * BLOCK, s, dp);
+        product_columns<T, D, TILES, BLOCK>(dq, dp, sk, tf32);
+        if (cut) {
+            __syncthreads();
+            for (int z = threadIdx.x; z < BLOCK; z += THREADS)
+                bad[stage * BLOCK + z] = 0; /* as above */
+        }
+    }
+    cp_async_wait<0>();
+#pragma unroll
+    for (int z = 0; z < TILES; z++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = query0 + warp_row + z * 16 + half * 8 + lane / 4;
+            if (i < c.all_sq)
+                store_row<T, D>((T *)p.t.dq + row_at(p.a.dq_stride, c.n, x, c.first_q + i), dq[z], half, (int)p.a.d,
+                                p.scale);
+        }
+}
+
+#define pass_prep(T, D, FULL, WARPS, TILES, BLOCK) attention_prep<T, D, WARPS, TILES, BLOCK>(p)
+#define variant_lean false
+#define variant_full true
+#define pass_dkdv(T, D, FULL, WARPS, TILES, BLOCK)                                                                     \
+    attention_dkdv<T, D, FULL, (D * TILES <= 128), WARPS, TILES, BLOCK>(p)
+#define pass_dq(T, D, FULL, WARPS, TILES, BLOCK) attention_dq<T, D, FULL, WARPS, TILES, BLOCK>(p)
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+    extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
+        heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
+        wait_for_earlier_grid();                                                                                       \
+        pass_##pass(dtype, dim, variant_##variant, warps, tiles, block);                                               \
+    }
+#define ATTENTION_BWD_LIST
+#include "cuda/attention/attention.def"

@@ -1,0 +1,267 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention forward for few queries (decoding): K and V are read once, at the memory's speed. Part of attention/sm80/fwd.cu.
+ *
+ * A block owns the at most 16 rows of a group of heads (query i of head y·pack + row%pack, i = row/pack) and a share of the keys. Its
+ * warps take tiles of BLOCK keys in turn, each through a ring of its own, STAGES tiles of K and of V: nobody waits for anybody until
+ * the warps' sums are merged at the end. A slot is filled again as soon as it has been read, so that nearly all of the shared memory
+ * is on its way all the time. Rows of the ring are swizzled (along_row in attention/tile.cuh). */
+#ifndef HEDDLE_CUDA_ATTENTION_DECODE_CUH
+#define HEDDLE_CUDA_ATTENTION_DECODE_CUH
+
+#include "cuda/attention/tile.cuh"
+
+template <typename T, int D, int WARPS, int STAGES, int BLOCK> struct decode_shared {
+    static constexpr int rows = 16;
+    static constexpr int tile_bytes = BLOCK * D * (int)sizeof(T);
+    static constexpr int ring_bytes = 2 * STAGES * tile_bytes; /* K, V, K, V ... */
+    static constexpr int ring = rows * tile<T, D>::pitch;
+    static constexpr int bad = ring + WARPS * ring_bytes; /* of the warp's tile: keys whose value is not finite */
+    static constexpr int bytes = bad + WARPS * BLOCK * 4;
+    /* At the end the rings hold o of each warp and, behind it, its maxima and sums. */
+    static constexpr int sums = WARPS * rows * (D + 4) * 4;
+    static_assert(sums + 2 * WARPS * rows * 4 <= WARPS * ring_bytes, "the rings hold the sums");
+};
+
+/* The keys of one block, and all that the sequence shows its rows. */
+INLINE forward_work find_decode_work(const attention_params &p, int block) {
+    forward_work w;
+    const int64_t units = p.a.h / p.pack, unit = blockIdx.x / units;
+    w.y = blockIdx.x % units; /* heads that lie side by side are read at the same time */
+    w.split = (int)(unit % p.splits);
+    w.c = find_place(p, unit / p.splits);
+    w.row0 = 0;
+    w.keys_begin = w.keys_end = 0;
+    if (w.c.sq > 0) {
+        w.keys_begin = max(0, min(w.c.lo, w.c.sk));
+        w.keys_end = max(0, min(w.c.sq + w.c.hi, w.c.sk));
+    }
+    const int first = w.keys_begin / block, blocks = max(0, (w.keys_end + block - 1) / block - first);
+    const int64_t each = w.split;
+    w.begin = (first + (int)(blocks * each / p.splits)) * block;
+    w.end = min(w.keys_end, (first + (int)(blocks * (each + 1) / p.splits)) * block);
+    return w;
+}
+
+/* Rows first .. first+ROWS-1 of a tensor into a tile, by one warp; rows outside begin .. end-1 are not read, but zero. */
+template <typename T, int D, int ROWS>
+INLINE void load_tile_warp(uint32_t to, const T *base, int64_t stride, int first, int begin, int end, int width,
+                           bool vector) {
+    typedef tile<T, D> t;
+    constexpr int EACH = 16 / (int)sizeof(T), CHUNKS = t::chunks < 32 ? t::chunks : 32, STEP = 32 / CHUNKS;
+    constexpr int PITCH = D * (int)sizeof(T);
+    const int lane = threadIdx.x % 32, row = lane / CHUNKS;
+    const unsigned count = max(end - begin, 0);
+#pragma unroll
+    for (int y = 0; y < t::chunks; y += CHUNKS) {
+        const int chunk = y + lane % CHUNKS;
+        const uint32_t at = to + row * PITCH + (chunk ^ row) * 16; /* row < 8 */
+        if (vector) {
+            const int bytes = chunk * EACH < width ? 16 : 0;
+            const T *from = base + (first + row) * stride + chunk * EACH;
+#pragma unroll
+            for (int x = 0; x < ROWS; x += STEP, from += STEP * stride) {
+                const bool there = (unsigned)(first + row + x - begin) < count;
+                cp_async16((at + x * PITCH) ^ x % 8 * 16, there && bytes ? from : base, there ? bytes : 0);
+            }
+        } else {
+#pragma unroll 1
+            for (int x = 0; x < ROWS; x += STEP) {
+                const bool there = (unsigned)(first + row + x - begin) < count;
+                const T *from = there ? base + (first + row + x) * stride : base;
+                load_chunk((at + x * PITCH) ^ x % 8 * 16, from, chunk, width, there, false);
+            }
+        }
+    }
+}
+
+/* As clean_tile, for a warp's tile. */
+template <typename T, int D, int ROWS> INLINE void clean_tile_warp(uint32_t at, int *bad) {
+    typedef tile<T, D> t;
+    const int lane = threadIdx.x % 32;
+    for (int x = lane; x < ROWS; x += 32)
+        bad[x] = 0;
+    __syncwarp();
+    for (int x = lane; x < ROWS * t::chunks; x += 32) {
+        const int row = x / t::chunks;
+        const uint32_t to = at + x * 16;
+        if (has_nonfinite(load_shared16(to), T())) {
+            store_shared16(to, make_uint4(0, 0, 0, 0));
+            bad[row] = 1;
+        }
+    }
+}
+
+/* One row of o and lse, or of this share's part of them: four columns from `column` on, and lse where that is 0. */
+template <typename T>
+INLINE void store_decoded(const attention_params &p, const forward_work &w, int row, int column, float4 o, float base,
+                          float sum) {
+    const int i = row / p.pack;
+    const int64_t head = w.y * p.pack + row % p.pack, at = lse_at(p, w.c, head, i);
+    if (i >= w.c.all_sq)
+        return;
+    const row_end end = end_row(p, w, head, i, base, &sum);
+    if (sum == 0.0f)
+        o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const int width = (int)p.a.dv;
+    if (p.splits > 1) {
+        if (column == 0)
+            p.part_lse[w.split * p.rows + at] = end.lse2;
+        float *to = p.part_o + (w.split * p.rows + at) * p.a.dv;
+        const bool aligned = (size_t)to % 8 == 0;
+        pair_store<float>::run(to, column, width, o.x * end.by, o.y * end.by, aligned);
+        pair_store<float>::run(to, column + 2, width, o.z * end.by, o.w * end.by, aligned);
+    } else {
+        if (p.t.lse && column == 0)
+            ((float *)p.t.lse)[at] = natural_log(p, end.base, sum);
+        T *to = (T *)p.t.o + row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i);
+        const bool aligned = (size_t)to % (2 * sizeof(T)) == 0;
+        pair_store<T>::run(to, column, width, o.x * end.by, o.y * end.by, aligned);
+        pair_store<T>::run(to, column + 2, width, o.z * end.by, o.w * end.by, aligned);
+    }
+}
+
+/* The warps' sums through shared memory, always in the same order. c: what S takes to units of log2. */
+template <typename T, int D, int WARPS>
+INLINE void merge_warps(const attention_params &p, const forward_work &w, float c, const softmax_state<1> &state,
+                        float (*o)[4], float *parts, float *sums) {
+    constexpr int PITCH = D + 4;
+    float *tops = sums + WARPS * 16;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = min(16, w.c.all_sq * p.pack);
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = half * 8 + lane / 4;
+        const float sum = quad_sum(state.sum[0][half]);
+        if (lane % 4 == 0) {
+            sums[warp * 16 + row] = sum;
+            tops[warp * 16 + row] = sum == 0.0f ? -CUDART_INF_F : state.max[0][half] * c;
+        }
+        if (row < rows)
+#pragma unroll
+            for (int y = 0; y < D / 8; y++)
+                *(float2 *)(parts + (warp * 16 + row) * PITCH + y * 8 + lane % 4 * 2) =
+                    make_float2(o[y][2 * half], o[y][2 * half + 1]);
+    }
+    __syncthreads();
+    for (int x = threadIdx.x; x < rows * (D / 4); x += WARPS * 32) {
+        const int row = x / (D / 4), column = x % (D / 4) * 4;
+        float top = -CUDART_INF_F, sum = 0.0f;
+        float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int y = 0; y < WARPS; y++)
+            top = fmaxf(top, tops[y * 16 + row]);
+#pragma unroll
+        for (int y = 0; y < WARPS; y++) {
+            const float own = tops[y * 16 + row], by = own == -CUDART_INF_F ? 0.0f : exp2_approx(own - top);
+            const float4 part = *(const float4 *)(parts + (y * 16 + row) * PITCH + column);
+            sum += sums[y * 16 + row] * by;
+            all.x += part.x * by;
+            all.y += part.y * by;
+            all.z += part.z * by;
+            all.w += part.w * by;
+        }
+        store_decoded<T>(p, w, row, column, all, top, sum);
+    }
+}
+
+/* A share without keys: the combination leaves it out. */
+INLINE void store_nothing(const attention_params &p, const forward_work &w) {
+    for (int row = threadIdx.x; row < w.c.all_sq * p.pack; row += blockDim.x)
+        p.part_lse[w.split * p.rows + lse_at(p, w.c, w.y * p.pack + row % p.pack, row / p.pack)] = -CUDART_INF_F;
+}
+
+template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void attention_decode(const attention_params &p) {
+    typedef decode_shared<T, D, WARPS, STAGES, BLOCK> layout;
+    typedef tile<T, D> t;
+    extern __shared__ __align__(128) char shared[];
+    const forward_work w = find_decode_work(p, BLOCK);
+    const int warp = threadIdx.x / 32, rows = min(16, w.c.all_sq * p.pack);
+    if (rows == 0)
+        return;
+    if (p.splits > 1 && w.begin >= w.end) {
+        store_nothing(p, w);
+        return;
+    }
+    const int64_t head_k = w.y * p.pack / p.group;
+    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, w.c.n, head_k, w.c.first_k);
+    const T *v = (const T *)p.t.v + row_at(p.a.v_stride, w.c.n, head_k, w.c.first_k);
+    const T *q = (const T *)p.t.q + row_at(p.a.q_stride, w.c.n, w.y * p.pack, w.c.first_q);
+    const uint32_t sq = shared_address(shared), ring = sq + layout::ring + warp * layout::ring_bytes;
+    int *bad = (int *)(shared + layout::bad) + warp * BLOCK;
+    const bool tf32 = p.tf32;
+    auto load_k = [&](int j0, int stage) {
+        if (j0 < w.end)
+            load_tile_warp<T, D, BLOCK>(ring + 2 * stage * layout::tile_bytes, k, p.a.k_stride.s, j0, w.keys_begin,
+                                        w.keys_end, (int)p.a.d, p.vectors & VECTOR_K);
+        cp_async_commit();
+    };
+    auto load_v = [&](int j0, int stage) {
+        if (j0 < w.end)
+            load_tile_warp<T, D, BLOCK>(ring + (2 * stage + 1) * layout::tile_bytes, v, p.a.v_stride.s, j0,
+                                        w.keys_begin, w.keys_end, (int)p.a.dv, p.vectors & VECTOR_V);
+        cp_async_commit();
+    };
+
+    for (int x = threadIdx.x; x < 16 * t::chunks; x += WARPS * 32) {
+        const int row = x / t::chunks, i = row / p.pack;
+        const bool there = i < w.c.sq;
+        const T *from = there ? q + (row - i * p.pack) * p.a.q_stride.h + i * p.a.q_stride.s : q;
+        load_chunk(sq + row * t::pitch + x % t::chunks * 16, from, x % t::chunks, (int)p.a.d, there,
+                   p.vectors & VECTOR_Q);
+    }
+    int j0 = w.begin + warp * BLOCK;
+#pragma unroll
+    for (int x = 0; x < STAGES; x++) {
+        load_k(j0 + x * WARPS * BLOCK, x);
+        load_v(j0 + x * WARPS * BLOCK, x);
+    }
+    softmax_state<1> state;
+    float o[1][D / 8][4];
+    state.max[0][0] = state.max[0][1] = -CUDART_INF_F;
+    state.sum[0][0] = state.sum[0][1] = 0.0f;
+    clear<1, D / 8>(o);
+    const dropout_state dropout = make_dropout(p);
+    const bool rich = p.rich;
+    const float c = rich ? LOG2E : p.scale_log2;
+    const int last_row = (rows - 1) / p.pack;
+    let_next_grid_start();
+    cp_async_wait<2 * STAGES - 1>(); /* Q and the first K */
+    __syncthreads();
+    int stage = 0;
+    for (; j0 < w.end; j0 += WARPS * BLOCK, stage = stage + 1 == STAGES ? 0 : stage + 1) {
+        const uint32_t sk = ring + 2 * stage * layout::tile_bytes, sv = sk + layout::tile_bytes;
+        const int next = j0 + STAGES * WARPS * BLOCK;
+        const bool cut =
+            rich || j0 < w.keys_begin || j0 + BLOCK > w.keys_end || j0 + BLOCK - 1 > w.c.hi || j0 < last_row + w.c.lo;
+        float s[1][BLOCK / 8][4];
+        cp_async_wait<2 * STAGES - 1>();
+        __syncwarp();
+        product_rows<T, D, 1, BLOCK, 1>(s, sq, sk, tf32);
+        __syncwarp();
+        load_k(next, stage);
+        if (cut) {
+            /* V is needed before the scores are known */
+            cp_async_wait<2 * STAGES - 1>();
+            __syncwarp();
+            clean_tile_warp<T, D, BLOCK>(sv, bad);
+            __syncwarp();
+            if (rich)
+                score_full<T, 1, BLOCK>(p, w, 0, j0, bad, s);
+            else
+                mask_lean<1, BLOCK>(p, w, 0, j0, bad, s);
+        }
+        online_softmax<D, 1, BLOCK>(&state, c, s, o);
+        if (p.drops)
+            drop<1, BLOCK>(p, w, dropout, 0, j0, s);
+        cp_async_wait<2 * STAGES - 1>();
+        __syncwarp();
+        product_columns<T, D, 1, BLOCK, 1>(o, s, sv, tf32);
+        __syncwarp();
+        load_v(next, stage);
+    }
+    cp_async_wait<0>();
+    merge_warps<T, D, WARPS>(p, w, c, state, o[0], (float *)(shared + layout::ring),
+                             (float *)(shared + layout::ring + layout::sums));
+}
+
+#endif

@@ -1,0 +1,323 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention forward for the tensor cores of Ampere and later: FlashAttention-2 (Dao 2023, algorithm 1).
+ *
+ * A block owns WARPS·TILES·16 rows (query i of head y·pack + row%pack, i = row/pack) and walks over the keys that
+ * they see, or over its share of them. K and V of the next step are on their way during a step. */
+#include "cuda/attention/tile.cuh"
+
+/* The running softmax of the rows that a lane has a part of. */
+template <int TILES> struct softmax_state { float max[TILES][2], sum[TILES][2]; /* sum: this lane's part */ };
+
+template <typename T, int D, int WARPS, int TILES, int BLOCK> struct forward_shared {
+    static constexpr int rows = WARPS * TILES * 16;
+    static constexpr int keys = rows * tile<T, D>::pitch; /* K, V; twice */
+    static constexpr int stage_bytes = 2 * BLOCK * tile<T, D>::pitch;
+    static constexpr int bad = keys + 2 * stage_bytes;
+    static constexpr int bytes = bad + 2 * BLOCK * 4;
+};
+
+/* What a block works on. */
+struct forward_work {
+    place c;
+    int64_t y;       /* first head is y·pack */
+    int split, row0; /* of sq·pack rows */
+    int keys_begin, keys_end, begin, end;
+};
+
+template <int ROWS, int BLOCK> INLINE forward_work find_work(const attention_params &p) {
+    forward_work w;
+    int tile_index;
+    int64_t rest;
+    split_block(blockIdx.x, p.tiles_q, gridDim.x / p.tiles_q, &tile_index, &rest);
+    tile_index = p.tiles_q - 1 - tile_index; /* the longest of a causal mask first */
+    w.split = (int)(rest % p.splits);
+    rest /= p.splits;
+    w.y = rest % (p.a.h / p.pack);
+    w.c = find_place(p, rest / (p.a.h / p.pack));
+    w.row0 = tile_index * ROWS;
+    const int i0 = w.row0 / p.pack, i1 = min(w.c.sq, (w.row0 + ROWS - 1) / p.pack + 1);
+    w.keys_begin = w.keys_end = 0;
+    if (i0 < i1) {
+        w.keys_begin = max(0, min(i0 + w.c.lo, w.c.sk));
+        w.keys_end = max(0, min(i1 + w.c.hi, w.c.sk));
+    }
+    const int first = w.keys_begin / BLOCK, blocks = max(0, (w.keys_end + BLOCK - 1) / BLOCK - first);
+    const int each = (blocks + p.splits - 1) / p.splits;
+    w.begin = (first + w.split * each) * BLOCK;
+    w.end = min(w.keys_end, w.begin + each * BLOCK);
+    return w;
+}
+
+/* Masks S where the block of keys j0 .. is cut; a visible key whose value is not finite gives NaN. */
+template <int TILES, int BLOCK>
+INLINE void mask_lean(const attention_params &p, const forward_work &w, int row0, int j0, const int *bad,
+                      float (*s)[BLOCK / 8][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int x = 0; x < TILES; x++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = (row0 + x * 16 + half * 8 + lane / 4) / p.pack;
+            const int first = max(i + w.c.lo, 0), last = min(i + w.c.hi, w.c.sk - 1);
+#pragma unroll
+            for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int column = y * 8 + lane % 4 * 2 + e, j = j0 + column;
+                    float *t = &s[x][y][2 * half + e];
+                    *t = j < first || j > last ? -CUDART_INF_F : bad[column] ? CUDART_NAN_F : *t;
+                }
+        }
+}
+
+template <typename T, int TILES, int BLOCK>
+INLINE void score_full(const attention_params &p, const forward_work &w, int row0, int j0, const int *bad,
+                       float (*s)[BLOCK / 8][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int x = 0; x < TILES; x++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = row0 + x * 16 + half * 8 + lane / 4, i = row / p.pack;
+            const score_row r = make_score_row(p, w.c, w.y * p.pack + row % p.pack, min(i, w.c.sq - 1));
+#pragma unroll
+            for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int column = y * 8 + lane % 4 * 2 + e;
+                    float slack, *t = &s[x][y][2 * half + e];
+                    *t = full_score<T>(p, w.c, r, j0 + column, *t, &slack);
+                    if (*t != -CUDART_INF_F && bad[column])
+                        *t = CUDART_NAN_F;
+                }
+        }
+}
+
+/* S -> P = exp2(S·c - max·c); what was summed before is scaled to the new maximum. Both max·c are rounded: a fused
+ * multiplication and subtraction would bring in the rounding a second time. */
+template <int D, int TILES, int BLOCK>
+INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOCK / 8][4], float (*o)[D / 8][4]) {
+    float base[TILES][2], shrink[TILES][2];
+    bool grows = false;
+#pragma unroll
+    for (int x = 0; x < TILES; x++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float top = state->max[x][half];
+#pragma unroll
+            for (int y = 0; y < BLOCK / 8; y++)
+                top = fmaxf(top, fmaxf(s[x][y][2 * half], s[x][y][2 * half + 1]));
+            top = quad_max(top);
+            base[x][half] = top == -CUDART_INF_F ? 0.0f : __fmul_rn(top, c);
+            shrink[x][half] = exp2_approx(__fmul_rn(state->max[x][half], c) - base[x][half]);
+            grows |= top != state->max[x][half];
+            state->max[x][half] = top;
+        }
+    if (__any_sync(ALL_LANES, grows)) {
+#pragma unroll
+        for (int x = 0; x < TILES; x++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                state->sum[x][half] *= shrink[x][half];
+#pragma unroll
+                for (int y = 0; y < D / 8; y++) {
+                    o[x][y][2 * half] *= shrink[x][half];
+                    o[x][y][2 * half + 1] *= shrink[x][half];
+                }
+            }
+    }
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+        for (int x = 0; x < TILES; x++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[x][y][e] = exp2_approx(fmaf(s[x][y][e], c, -base[x][e / 2]));
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+        for (int x = 0; x < TILES; x++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                state->sum[x][half] += s[x][y][2 * half] + s[x][y][2 * half + 1];
+}
+
+/* P -> 0 where dropped. What is kept is multiplied by 1/(1 - dropout) at the end: P rounds to 16 bits better
+ * without. */
+template <int TILES, int BLOCK>
+INLINE void drop(const attention_params &p, const forward_work &w, const dropout_state &state, int row0, int j0,
+                 float (*s)[BLOCK / 8][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int x = 0; x < TILES; x++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = row0 + x * 16 + half * 8 + lane / 4;
+#pragma unroll
+            for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    if (dropout_factor(p, state, w.c.n, w.y * p.pack + row % p.pack, row / p.pack,
+                                       j0 + y * 8 + lane % 4 * 2 + e) == 0.0f)
+                        s[x][y][2 * half + e] = 0.0f;
+        }
+}
+
+/* What a row's sums come to: the factor of O; what the maximum is, the sink's too, and lse, in units of log2. The sink counts where
+ * nobody combines; *sum is 0 where nothing is seen. */
+struct row_end {
+    float by, base, lse2;
+};
+
+INLINE row_end end_row(const attention_params &p, const forward_work &w, int64_t head, int i, float base, float *sum) {
+    float shrink = 1.0f;
+    if ((p.a.features & HEDDLE_SINKS) && p.splits == 1 && i < w.c.sq) {
+        const float sink = ((const float *)p.t.sinks)[head] * LOG2E, top = fmaxf(base, sink);
+        if (sink != -CUDART_INF_F) {
+            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - top);
+            *sum = *sum * shrink + exp2_approx(sink - top);
+            base = top;
+        }
+    }
+    if (i >= w.c.sq)
+        *sum = 0.0f;
+    return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, base,
+            *sum == 0.0f ? -CUDART_INF_F : base + log2f(*sum)};
+}
+
+/* o = O / sum and lse; or this split's part of both. A row that saw nothing has o = 0, lse = -inf (or the sink). */
+template <typename T, int D, int TILES>
+INLINE void store_rows(const attention_params &p, const forward_work &w, float c, const softmax_state<TILES> &state,
+                       float (*o)[D / 8][4], int row0) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int x = 0; x < TILES; x++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float sum = quad_sum(state.sum[x][half]);
+            const int row = row0 + x * 16 + half * 8 + lane / 4, i = row / p.pack;
+            const int64_t head = w.y * p.pack + row % p.pack;
+            if (i >= w.c.all_sq)
+                continue;
+            const float base = sum == 0.0f ? -CUDART_INF_F : __fmul_rn(state.max[x][half], c);
+            const row_end end = end_row(p, w, head, i, base, &sum);
+            const int64_t at = lse_at(p, w.c, head, i);
+#pragma unroll
+            for (int y = 0; y < D / 8; y++)
+                if (sum == 0.0f)
+                    o[x][y][2 * half] = o[x][y][2 * half + 1] = 0.0f;
+            if (p.splits > 1) {
+                if (lane % 4 == 0)
+                    p.part_lse[w.split * p.rows + at] = end.lse2;
+                store_row<float, D>(p.part_o + (w.split * p.rows + at) * p.a.dv, o[x], half, (int)p.a.dv, end.by);
+            } else {
+                if (p.t.lse && lane % 4 == 0)
+                    ((float *)p.t.lse)[at] = natural_log(p, end.base, sum);
+                store_row<T, D>((T *)p.t.o + row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i), o[x], half,
+                                (int)p.a.dv, end.by);
+            }
+        }
+}
+
+template <typename T, int D, int WARPS, int TILES, int BLOCK>
+INLINE void load_keys(const attention_params &p, const forward_work &w, const T *k, const T *v, int j0, uint32_t shared,
+                      int stage) {
+    typedef forward_shared<T, D, WARPS, TILES, BLOCK> layout;
+    const uint32_t to = shared + layout::keys + stage * layout::stage_bytes;
+    load_tile<T, D, BLOCK, WARPS * 32>(to, k, p.a.k_stride.s, j0, w.keys_begin, w.keys_end, (int)p.a.d,
+                                       p.vectors & VECTOR_K);
+    load_tile<T, D, BLOCK, WARPS * 32>(to + BLOCK * tile<T, D>::pitch, v, p.a.v_stride.s, j0, w.keys_begin, w.keys_end,
+                                       (int)p.a.dv, p.vectors & VECTOR_V);
+}
+
+template <typename T, int D, bool FULL, int WARPS, int TILES, int BLOCK>
+INLINE void attention_forward(const attention_params &p) {
+    typedef forward_shared<T, D, WARPS, TILES, BLOCK> layout;
+    typedef tile<T, D> t;
+    constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
+    extern __shared__ __align__(128) char shared[];
+    const uint32_t sq = shared_address(shared);
+    int *bad = (int *)(shared + layout::bad);
+    const forward_work w = find_work<ROWS, BLOCK>(p);
+    if (w.row0 >= w.c.all_sq * p.pack)
+        return;
+    const int64_t head_k = w.y * p.pack / p.group;
+    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, w.c.n, head_k, w.c.first_k);
+    const T *v = (const T *)p.t.v + row_at(p.a.v_stride, w.c.n, head_k, w.c.first_k);
+    const T *q = (const T *)p.t.q + row_at(p.a.q_stride, w.c.n, w.y * p.pack, w.c.first_q);
+    const int d = (int)p.a.d, warp_row = (int)threadIdx.x / 32 * TILES * 16;
+    const bool tf32 = p.tf32;
+
+    for (int x = threadIdx.x; x < ROWS * t::chunks; x += THREADS) {
+        const int row = x / t::chunks, r = w.row0 + row, i = r / p.pack;
+        const bool there = i < w.c.sq;
+        const T *from = there ? q + (r - i * p.pack) * p.a.q_stride.h + i * p.a.q_stride.s : q;
+        load_chunk(sq + row * t::pitch + x % t::chunks * 16, from, x % t::chunks, d, there, p.vectors & VECTOR_Q);
+    }
+    softmax_state<TILES> state;
+    float o[TILES][D / 8][4];
+#pragma unroll
+    for (int x = 0; x < TILES; x++) {
+        state.max[x][0] = state.max[x][1] = -CUDART_INF_F;
+        state.sum[x][0] = state.sum[x][1] = 0.0f;
+#pragma unroll
+        for (int y = 0; y < D / 8; y++)
+            o[x][y][0] = o[x][y][1] = o[x][y][2] = o[x][y][3] = 0.0f;
+    }
+    for (int x = threadIdx.x; x < 2 * BLOCK; x += THREADS)
+        bad[x] = 0;
+    const dropout_state dropout = make_dropout(p);
+    const bool rich = FULL && p.rich;
+    const float c = rich ? LOG2E : p.scale_log2;
+    const int i0 = w.row0 / p.pack, i1 = min(w.c.sq, (w.row0 + ROWS - 1) / p.pack + 1);
+    if (w.begin < w.end)
+        load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, w.begin, sq, 0);
+    cp_async_commit();
+    __syncthreads();
+    int stage = 0;
+    for (int j0 = w.begin; j0 < w.end; j0 += BLOCK, stage ^= 1) {
+        const uint32_t sk = sq + layout::keys + stage * layout::stage_bytes, sv = sk + BLOCK * t::pitch;
+        const bool cut = rich || j0 < w.keys_begin || j0 + BLOCK > w.keys_end || j0 + BLOCK - 1 > i0 + w.c.hi ||
+                         j0 < i1 - 1 + w.c.lo;
+        cp_async_wait<0>();
+        if (cut)
+            clean_tile<T, D, BLOCK, THREADS>(sv, bad + stage * BLOCK);
+        __syncthreads();
+        if (j0 + BLOCK < w.end)
+            load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, sq, stage ^ 1);
+        cp_async_commit();
+        float s[TILES][BLOCK / 8][4];
+        product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32);
+        if (cut) {
+            if (rich)
+                score_full<T, TILES, BLOCK>(p, w, w.row0 + warp_row, j0, bad + stage * BLOCK, s);
+            else
+                mask_lean<TILES, BLOCK>(p, w, w.row0 + warp_row, j0, bad + stage * BLOCK, s);
+        }
+        online_softmax<D, TILES, BLOCK>(&state, c, s, o);
+        if (FULL && p.drops)
+            drop<TILES, BLOCK>(p, w, dropout, w.row0 + warp_row, j0, s);
+        product_columns<T, D, TILES, BLOCK>(o, s, sv, tf32);
+        if (cut) {
+            __syncthreads();
+            for (int x = threadIdx.x; x < BLOCK; x += THREADS)
+                bad[stage * BLOCK + x] = 0; /* marked again two steps on, with a barrier between */
+        }
+    }
+    cp_async_wait<0>();
+    store_rows<T, D, TILES>(p, w, c, state, o, w.row0 + warp_row);
+}
+
+#include "cuda/attention/sm80/decode.cuh"
+
+#define run_lean(dtype, dim, warps, tiles, block) attention_forward<dtype, dim, false, warps, tiles, block>(p)
+#define run_full(dtype, dim, warps, tiles, block) attention_forward<dtype, dim, true, warps, tiles, block>(p)
+#define run_decode(dtype, dim, warps, tiles, block) attention_decode<dtype, dim, warps, tiles, block>(p)
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+    extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
+        heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
+        wait_for_earlier_grid();                                                                                       \
+        run_##variant(dtype, dim, warps, tiles, block);                                                                \
+    }
+#define ATTENTION_FWD_LIST
+#include "cuda/attention/attention.def"

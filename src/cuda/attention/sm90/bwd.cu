@@ -1,0 +1,464 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention backward for Hopper, d and dv up to 128: five products.
+ *
+ *   bwd     a block owns 128 keys, 64 to a warpgroup, and walks over the queries that see them, head by head of the
+ *           group: Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ, dV += Pᵀ·dO, dK += dSᵀ·Q; and dQ = dS·K over its keys, which is added to a
+ *           sum in memory that blocks share.
+ *   finish  the sums -> dq.
+ *   rows    the light part of prep, for these and for dkdv and dq.
+ *
+ * P and dS go from the accumulators of one product into the operand of the next without leaving the registers; for dQ,
+ * where the sum goes over the keys of both warpgroups, dS goes through shared memory as well. A warpgroup makes 64 x 64
+ * of dQ. The sums lie in memory as the accumulators lie in registers: pieces of 64 x 64, [8][128 threads][4]. One warp
+ * fetches; Q and dO have a barrier each.
+ *
+ * lean adds to the sums from the registers, whose reading the next products wait for. long lays a piece down in shared memory,
+ * and a thread of the first warpgroup has the copy engine add it: better where a tile of keys has many steps. */
+#include "cuda/attention/sm90/bwd.cuh"
+
+#include "cuda/attention/prep.cuh"
+
+#define PIECE 4096 /* floats */
+
+/* Shared memory: K, V; stages of Q and dO; dS twice; of LONG a piece of dQ for each warpgroup; base, rest and D for each row of a
+ * stage; marks of keys. */
+template <int D, int BLOCK, int STAGES, bool LONG> struct layout90 {
+    static constexpr int own_bytes = OWN_ROWS * D * 2, slot_bytes = BLOCK * D * 2, ds_bytes = OWN_ROWS * BLOCK * 2;
+    static constexpr int slots = 2 * own_bytes;
+    static constexpr int ds = slots + STAGES * 2 * slot_bytes;
+    static constexpr bool is_long = LONG;
+    static constexpr int dq = ds + 2 * ds_bytes, numbers = dq + (LONG ? 2 * PIECE * 4 : 0);
+    static constexpr int marks = numbers + STAGES * 3 * BLOCK * 4;
+    static constexpr int full = marks + OWN_ROWS * 4; /* two for each stage: Q and dO */
+    static constexpr int empty = full + STAGES * 16;
+    static constexpr int ds_full = empty + STAGES * 16, own_full = ds_full + 16, own_empty = own_full + 8;
+    static constexpr int dq_full = own_empty + 8, dq_empty = dq_full + 16;
+    static constexpr int bytes = dq_empty + 16;
+    static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
+};
+
+template <typename layout, int STAGES> INLINE void make_barriers(uint32_t base) {
+    if (threadIdx.x == 0) {
+        for (int x = 0; x < 2 * STAGES; x++) {
+            mbarrier_init(base + layout::full + x * 8, x % 2 ? 1 : 33); /* with Q the numbers of its rows */
+            mbarrier_init(base + layout::empty + x * 8, x % 2 ? CONSUMERS / 32 : CONSUMERS);
+        }
+        mbarrier_init(base + layout::ds_full, CONSUMERS / 32);
+        mbarrier_init(base + layout::ds_full + 8, CONSUMERS / 32);
+        for (int x = 0; layout::is_long && x < 2; x++) {
+            mbarrier_init(base + layout::dq_full + x * 8, WARPGROUP);
+            mbarrier_init(base + layout::dq_empty + x * 8, 1);
+        }
+        mbarrier_init(base + layout::own_full, 1);
+        mbarrier_init(base + layout::own_empty, CONSUMERS / 32);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+}
+
+/* One warp fetches all that the others work on. */
+template <typename T, int D, int BLOCK, int STAGES, typename layout>
+INLINE void fetch(const attention_params_sm90 &all, const crew &crew, uint32_t base) {
+    const attention_params &p = all.p;
+    const int lane = threadIdx.x % 32;
+    ring r = {0, 0};
+    int own_turn = 0;
+    key_work w;
+    for (unsigned turn = 0; find_keys<BLOCK>(p, crew, turn, &w); turn++) {
+        const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n, first_q = (int)w.c.first_q;
+        if (!w.steps)
+            continue;
+        if (lane == 0) {
+            const int row = (int)w.c.first_k + w.key0;
+            mbarrier_wait(base + layout::own_empty, own_turn ^ 1);
+            mbarrier_expect(base + layout::own_full, layout::slots);
+            load_boxes<D, OWN_ROWS>(base, &all.k, base + layout::own_full, row, w.y, n);
+            load_boxes<D, OWN_ROWS>(base + layout::own_bytes, &all.v, base + layout::own_full, row, w.y, n);
+        }
+        own_turn ^= 1;
+        for (int x = w.y * p.group; x < (w.y + 1) * p.group; x++) {
+            const int64_t at = lse_at(p, w.c, x, 0);
+#pragma unroll 1
+            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK) {
+                const uint32_t bar = base + layout::full + r.slot * 16,
+                               to = base + layout::slots + r.slot * 2 * layout::slot_bytes;
+                mbarrier_wait(base + layout::empty + r.slot * 16, r.turn ^ 1);
+                if (lane == 0) {
+                    mbarrier_expect(bar, layout::slot_bytes);
+                    load_boxes<D, BLOCK>(to, &all.q, bar, first_q + i0, x, n);
+                }
+                fetch_numbers<BLOCK>(p, at + i0, w.s.end - i0, base + layout::numbers + r.slot * 3 * BLOCK * 4, bar);
+                mbarrier_wait(base + layout::empty + r.slot * 16 + 8, r.turn ^ 1);
+                if (lane == 0) {
+                    mbarrier_expect(bar + 8, layout::slot_bytes);
+                    load_boxes<D, BLOCK>(to + layout::slot_bytes, &all.dout, bar + 8, first_q + i0, x, n);
+                }
+                advance<STAGES>(&r);
+            }
+        }
+    }
+}
+
+/* long: one thread for each warpgroup adds that one's pieces of dQ to their sums; they are there when it comes back. */
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void add_pieces(const attention_params &p, const crew &crew, uint32_t base, int group) {
+    const uint32_t full = base + layout::dq_full + group * 8, empty = base + layout::dq_empty + group * 8;
+    int parity = 0;
+    key_work w;
+    for (unsigned turn = 0; find_keys<BLOCK>(p, crew, turn, &w); turn++) {
+        if (!w.steps)
+            continue;
+        for (int x = w.y * p.group; x < (w.y + 1) * p.group; x++) {
+            float *sum = p.dq_sum + sum_tile(p, w.c, x) * 64 * D + group * PIECE;
+#pragma unroll 1
+            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK) {
+                mbarrier_wait(full, parity);
+                parity ^= 1;
+                if (p.dq_sum) {
+                    add_bulk(sum + (int64_t)i0 * D, base + layout::dq + group * PIECE * 4, PIECE * 4);
+                    bulk_commit();
+                    bulk_wait_read();
+                }
+                mbarrier_arrive(empty);
+            }
+        }
+    }
+    bulk_wait();
+}
+
+/* What a warpgroup carries through its steps. */
+struct state {
+    uint32_t base, own; /* shared memory; this warpgroup's rows of K there */
+    int group, row0;    /* which warpgroup; this lane's first key */
+    ring r;             /* of stages */
+    int turn;           /* steps so far: which dS, and its parity */
+    bool any_bad;       /* one of the keys is not finite */
+    float *numbers;     /* of stage 0 */
+    float *sum;         /* lean: where query 0 of the head adds, for this thread */
+};
+
+/* dS·K reads K of rows that a mask may have left out: what is not finite becomes zero, and who sees the key gets NaN. */
+template <typename T, int D, typename layout> INLINE void clean_keys(char *shared, state *k) {
+    float *marks = (float *)(shared + layout::marks);
+    const int thread = threadIdx.x - WARPGROUP;
+    bool found = false;
+    if (thread < OWN_ROWS)
+        marks[thread] = 0.0f;
+    barrier_sync(1, CONSUMERS);
+    if (is_bad_part<T, OWN_ROWS * D / 8, CONSUMERS>(k->base, thread)) {
+        found = true;
+#pragma unroll 1
+        for (int x = thread; x < OWN_ROWS * D / 8; x += CONSUMERS)
+            if (has_nonfinite(load_shared16(k->base + x * 16), T())) {
+                store_shared16(k->base + x * 16, make_uint4(0, 0, 0, 0));
+                marks[x / 8 % OWN_ROWS] = CUDART_NAN_F;
+            }
+        fence_async();
+    }
+    k->any_bad = barrier_or(1, CONSUMERS, found);
+}
+
+/* A piece of dQ to its sum. */
+INLINE void add_piece(float *to, float (*dq)[4]) {
+    pin_all<8>(dq);
+    if (to)
+#pragma unroll
+        for (int y = 0; y < 8; y++)
+            add_global4(to + y * WARPGROUP * 4, make_float4(dq[y][0], dq[y][1], dq[y][2], dq[y][3]));
+}
+
+/* long: a piece of dQ to where another thread adds it from, once the one of the step before has been read. */
+template <typename layout> INLINE void lay_down(const state &k, float (*dq)[4]) {
+    pin_all<8>(dq);
+    const uint32_t to = k.base + layout::dq + k.group * PIECE * 4 + threadIdx.x % WARPGROUP * 16;
+    mbarrier_wait(k.base + layout::dq_empty + k.group * 8, (k.turn & 1) ^ 1);
+#pragma unroll
+    for (int y = 0; y < 8; y++)
+        store_shared16(to + y * WARPGROUP * 16, make_uint4(__float_as_uint(dq[y][0]), __float_as_uint(dq[y][1]),
+                                                           __float_as_uint(dq[y][2]), __float_as_uint(dq[y][3])));
+}
+
+/* long: which that thread may, after fence_async. */
+template <typename layout> INLINE void hand_over(const state &k) {
+    if (layout::is_long)
+        release_each(k.base + layout::dq_full + k.group * 8);
+}
+
+template <typename layout> INLINE void pass_on(const state &k, float *to, float (*dq)[4]) {
+    if (layout::is_long)
+        lay_down<layout>(k, dq);
+    else
+        add_piece(to, dq);
+}
+
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void await_tile(const state &k, int which, bool cut, int second) {
+    const uint32_t bar = k.base + layout::full + k.r.slot * 16 + which * 8;
+    mbarrier_wait(bar, k.r.turn);
+    if (cut)
+        clean_slot<T, D, BLOCK>(k.base + layout::slots + (k.r.slot * 2 + which) * layout::slot_bytes,
+                                k.numbers + k.r.slot * 3 * BLOCK, second);
+}
+
+/* Sᵀ -> Pᵀ. */
+template <int BLOCK>
+INLINE void weigh(float scale, const span &w, const state &k, int i0, bool careful, const float *row,
+                  const float *marks, float (*s)[4]) {
+    pin_all<BLOCK / 8>(s);
+    if (!careful) {
+        key_weights<false, BLOCK>(scale, w, 0, i0, row, s);
+        return;
+    }
+    key_weights<true, BLOCK>(scale, w, k.row0, i0, row, s);
+    if (!k.any_bad)
+        return;
+    marks += k.group * 64 + fragment_row();
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] = __float_as_int(s[y][e]) < 0 ? s[y][e] : s[y][e] + marks[e / 2 * 8];
+}
+
+/* lean: where this thread adds its part of dQ of the tile from i0 on; NULL: there is no such tile. */
+template <int D, typename layout> INLINE float *find_sum(const state &k, const span &w, int i0) {
+    return !layout::is_long && k.sum && (D > 64 ? i0 : i0 + k.group * 64) < w.end ? k.sum + (int64_t)i0 * D : NULL;
+}
+
+/* From P and dP to the operands of dV, dK and dQ, 16 queries at a time. For dS·K, dS lies in shared memory: rows are keys,
+ * in strips of 64 queries. */
+template <typename T, bool MASKED, int BLOCK>
+INLINE void make_fragments(uint32_t to, int group, const float *row, float (*s)[4], float (*dp)[4], uint32_t (*ps)[4],
+                           uint32_t (*ds)[4]) {
+    const int lane = threadIdx.x % 32, key = group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
+    to += key * 128;
+#pragma unroll
+    for (int x = 0; x < BLOCK / 16; x++) {
+        key_gradients<MASKED, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
+        pack_fragments<T, 16>(ps + x, s + 2 * x);
+        pack_fragments<T, 16>(ds + x, dp + 2 * x);
+        stmatrix4(to + x / 4 * OWN_ROWS * 128 + (((x % 4 * 2 + lane / 16) ^ (key & 7)) << 4), ds[x]);
+    }
+}
+
+template <typename T, int BLOCK, typename layout>
+INLINE void make_operands(state *k, bool masked, const float *row, float (*s)[4], float (*dp)[4], uint32_t (*ps)[4],
+                          uint32_t (*ds)[4]) {
+    const uint32_t to = k->base + layout::ds + (k->turn & 1) * layout::ds_bytes;
+    pin_all<BLOCK / 8>(dp);
+    if (masked)
+        make_fragments<T, true, BLOCK>(to, k->group, row, s, dp, ps, ds);
+    else
+        make_fragments<T, false, BLOCK>(to, k->group, row, s, dp, ps, ds);
+    fence_async();
+    release(k->base + layout::ds_full + (k->turn & 1) * 8);
+}
+
+template <typename T, int D, int BLOCK, typename layout> INLINE void issue_dq(const state &k, float (*dq)[4]) {
+    constexpr int STRIP = OWN_ROWS * 128;
+    const int turn = k.turn;
+    mbarrier_wait(k.base + layout::ds_full + (turn & 1) * 8, turn >> 1 & 1);
+    wgmma_fence();
+    warpgroup_both<T, 64, OWN_ROWS, OWN_ROWS>(
+        dq, k.base + layout::ds + (turn & 1) * layout::ds_bytes + (BLOCK > 64 ? k.group * STRIP : 0),
+        k.base + (D > 64 ? k.group * STRIP : 0));
+    wgmma_commit();
+}
+
+/* All steps of a tile of keys. Of two neighbouring steps: while dV of one adds up, Sᵀ of the next is made and turned into
+ * weights; LATE, for which fewer registers do: Sᵀ comes after all products of the step before, the weights beside dPᵀ. */
+template <typename T, int D, int BLOCK, int STAGES, bool LATE, typename layout>
+INLINE void sum_keys(const attention_params &p, const span &w, int steps, state *k, float (*dk)[4], float (*dv)[4]) {
+    float s[BLOCK / 8][4], dp[BLOCK / 8][4], dq[8][4];
+    uint32_t ps[BLOCK / 16][4], ds[BLOCK / 16][4];
+    const float *const marks = k->numbers + (layout::marks - layout::numbers) / 4;
+    int i0 = w.begin;
+    bool masked = is_cut(w, i0) || k->any_bad;
+    float *row = k->numbers + k->r.slot * 3 * BLOCK, *to;
+    uint32_t at = k->base + layout::slots + k->r.slot * 2 * layout::slot_bytes;
+    await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
+    await_tile<T, D, BLOCK, layout>(*k, 1, masked, 2 * BLOCK);
+    bool careful = masked || has_rest<BLOCK>(row);
+    wgmma_fence();
+    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
+    wgmma_commit();
+    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes, at + layout::slot_bytes);
+    wgmma_commit();
+    wgmma_wait<1>();
+    weigh<BLOCK>(p.scale_log2, w, *k, i0, careful, row, marks, s);
+    wgmma_wait<0>();
+    make_operands<T, BLOCK, layout>(k, masked, row, s, dp, ps, ds);
+#pragma unroll 1
+    while (--steps) {
+        const uint32_t last = at, done = k->base + layout::empty + k->r.slot * 16;
+        to = find_sum<D, layout>(*k, w, i0);
+        if (i0 + BLOCK < w.end) {
+            i0 += BLOCK;
+        } else { /* the next head */
+            i0 = w.begin;
+            k->sum += !layout::is_long && k->sum ? sum_tiles(p) * 64 * D : 0;
+        }
+        masked = is_cut(w, i0) || k->any_bad;
+        advance<STAGES>(&k->r);
+        row = k->numbers + k->r.slot * 3 * BLOCK;
+        at = k->base + layout::slots + k->r.slot * 2 * layout::slot_bytes;
+        if (!LATE) {
+            await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
+            wgmma_fence();
+            warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
+            wgmma_commit();
+            careful = masked || has_rest<BLOCK>(row);
+        }
+        wgmma_fence();
+        warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, last + layout::slot_bytes);
+        wgmma_commit();
+        if (!LATE) {
+            wgmma_wait<1>();
+            weigh<BLOCK>(p.scale_log2, w, *k, i0, careful, row, marks, s);
+        }
+        issue_dq<T, D, BLOCK, layout>(*k, dq);
+        warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, last);
+        wgmma_commit();
+        if (LATE) {
+            wgmma_wait<2>();
+            release(done + 8);
+            await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
+            wgmma_fence();
+            warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
+            wgmma_commit();
+            careful = masked || has_rest<BLOCK>(row);
+            wgmma_wait<2>();
+        } else {
+            wgmma_wait<1>();
+            release(done + 8);
+        }
+        pass_on<layout>(*k, to, dq);
+        if (LATE) {
+            wgmma_wait<1>();
+            release_each(done);
+        }
+        await_tile<T, D, BLOCK, layout>(*k, 1, masked, 2 * BLOCK);
+        wgmma_fence();
+        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes, at + layout::slot_bytes);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (LATE)
+            weigh<BLOCK>(p.scale_log2, w, *k, i0, careful, row, marks, s);
+        else
+            release_each(done);
+        wgmma_wait<0>();
+        k->turn++;
+        make_operands<T, BLOCK, layout>(k, masked, row, s, dp, ps, ds);
+        hand_over<layout>(*k);
+    }
+    const uint32_t done = k->base + layout::empty + k->r.slot * 16;
+    to = find_sum<D, layout>(*k, w, i0);
+    wgmma_fence();
+    warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, at + layout::slot_bytes);
+    wgmma_commit();
+    issue_dq<T, D, BLOCK, layout>(*k, dq);
+    warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, at);
+    wgmma_commit();
+    wgmma_wait<1>();
+    release(done + 8);
+    pass_on<layout>(*k, to, dq);
+    if (layout::is_long)
+        fence_async();
+    hand_over<layout>(*k);
+    wgmma_wait<0>();
+    release_each(done);
+    advance<STAGES>(&k->r);
+    k->turn++;
+}
+
+template <typename T, int D, int BLOCK, int STAGES, typename layout>
+INLINE void work(const attention_params &p, const crew &crew, char *shared) {
+    state k;
+    k.base = shared_address(shared);
+    k.group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP - 1, 0);
+    k.own = k.base + k.group * 64 * 128;
+    k.numbers = (float *)(shared + layout::numbers);
+    k.r = {0, 0};
+    k.turn = 0;
+    int own_turn = 0;
+    key_work w;
+    for (unsigned turn = 0; find_keys<BLOCK>(p, crew, turn, &w); turn++) {
+        float dk[D / 8][4], dv[D / 8][4];
+        zero_all<D / 8>(dk);
+        zero_all<D / 8>(dv);
+        if (w.steps) {
+            k.sum = !layout::is_long && p.dq_sum ? p.dq_sum + sum_tile(p, w.c, w.y * p.group) * 64 * D +
+                                                       k.group * PIECE + threadIdx.x % WARPGROUP * 4
+                                                 : NULL;
+            k.row0 = w.key0 + k.group * 64 + fragment_row();
+            mbarrier_wait(k.base + layout::own_full, own_turn);
+            own_turn ^= 1;
+            clean_keys<T, D, layout>(shared, &k);
+            sum_keys<T, D, BLOCK, STAGES, (D <= 64), layout>(p, w.s, w.steps, &k, dk, dv);
+            release(k.base + layout::own_empty);
+        }
+        pin_all<D / 8>(dk);
+        pin_all<D / 8>(dv);
+        key_work again; /* or its registers would be kept through the loop */
+        find_keys<BLOCK>(p, crew, opaque(turn), &again);
+        const int row = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16, rows = again.c.all_sk - again.key0;
+        const int64_t key0 = again.c.first_k + again.key0;
+        store_tile<T, D>(p.t.dv, row_at(p.a.dv_stride, again.c.n, again.y, key0), p.a.dv_stride.s, row, rows,
+                         (int)p.a.dv, 1.0f, dv);
+        store_tile<T, D>(p.t.dk, row_at(p.a.dk_stride, again.c.n, again.y, key0), p.a.dk_stride.s, row, rows,
+                         (int)p.a.d, p.scale, dk);
+    }
+}
+
+template <typename T, int D, int BLOCK, int STAGES, bool LONG>
+INLINE void attention_bwd(const attention_params_sm90 &all) {
+    typedef layout90<D, BLOCK, STAGES, LONG> layout;
+    extern __shared__ __align__(1024) char shared[];
+    const crew crew = {blockIdx.x, gridDim.x};
+    make_barriers<layout, STAGES>(shared_address(shared));
+    if (threadIdx.x < WARPGROUP) {
+        registers_fewer<24>();
+        if (threadIdx.x < 32)
+            fetch<T, D, BLOCK, STAGES, layout>(all, crew, shared_address(shared));
+        else if (LONG && threadIdx.x < 96 && threadIdx.x % 32 == 0)
+            add_pieces<T, D, BLOCK, layout>(all.p, crew, shared_address(shared), (int)threadIdx.x / 32 - 1);
+    } else {
+        registers_more<240>();
+        work<T, D, BLOCK, STAGES, layout>(all.p, crew, shared);
+    }
+}
+
+/* A block has 64 queries. */
+template <typename T, int D> INLINE void attention_finish(const attention_params &p) {
+    const unsigned tiles = (unsigned)p.tiles_q, unit = blockIdx.x / tiles;
+    const int x = (int)(unit % (unsigned)p.a.h), tile = (int)(blockIdx.x % tiles);
+    const place c = find_place(p, unit / (unsigned)p.a.h);
+    if (tile * 64 >= c.all_sq)
+        return;
+    const float *from = p.dq_sum + (sum_tile(p, c, x) + tile) * 64 * D + threadIdx.x * 4;
+    float dq[D / 8][4];
+#pragma unroll
+    for (int y = 0; y < D / 8; y++)
+        *(float4 *)dq[y] = *(const float4 *)(from + y * WARPGROUP * 4);
+    store_tile<T, D>(p.t.dq, row_at(p.a.dq_stride, c.n, x, c.first_q + tile * 64), p.a.dq_stride.s,
+                     (int)threadIdx.x / 32 * 16, c.all_sq - tile * 64, (int)p.a.d, p.scale, dq);
+}
+
+/* That run on a multiprocessor at a time. */
+#define blocks_bwd 1
+#define blocks_finish 5
+#define blocks_rows 8
+#define is_lean false
+#define is_long true
+#define pass_bwd(T, D, BLOCK, variant) attention_bwd<T, D, BLOCK, BACKWARD90_STAGES(D), is_##variant>(all)
+#define pass_finish(T, D, BLOCK, variant) attention_finish<T, D>(all.p)
+#define pass_rows(T, D, BLOCK, variant) attention_rows<T, D>(all.p)
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+    extern "C" __global__ void __launch_bounds__(warps * 32, blocks_##pass)                                            \
+        heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
+            const __grid_constant__ attention_params_sm90 all) {                                                       \
+        wait_for_earlier_grid();                                                                                       \
+        pass_##pass(dtype, dim, block, variant);                                                                       \
+    }
+#define ATTENTION_BWD90_LIST
+#include "cuda/attention/attention.def"

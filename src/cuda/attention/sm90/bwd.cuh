@@ -1,0 +1,227 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What the backward kernels for Hopper share: the order of tiles, the cleaning of what a mask cuts, weights and their
+ * gradients in registers, storing. */
+#ifndef HEDDLE_CUDA_ATTENTION_BWD_SM90_CUH
+#define HEDDLE_CUDA_ATTENTION_BWD_SM90_CUH
+
+#include "cuda/attention/sm90/sm90.cuh"
+
+#define OWN_ROWS 128
+#define CONSUMERS 256
+
+/* This warp has read all that it wanted. */
+INLINE void release(uint32_t barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        mbarrier_arrive(barrier);
+}
+
+/* The same, where lanes have read or written shared memory themselves: every lane arrives. One for all of them after __syncwarp() would
+ * do, but racecheck takes an arrival for an order of what the arriving thread did, and no other (tests/gpu/racecheck.cu). */
+INLINE void release_each(uint32_t barrier) {
+    mbarrier_arrive(barrier);
+}
+
+/* A warp copies what is known of BLOCK rows from `at` on: base, rest and D; zeros after the first `count`. */
+template <int BLOCK>
+INLINE void fetch_numbers(const attention_params &p, int64_t at, int count, uint32_t to, uint32_t barrier) {
+    const float *const from[] = {p.base, p.rest, p.dsum};
+#pragma unroll
+    for (int x = 0; x < 3; x++)
+#pragma unroll
+        for (int z = (int)threadIdx.x % 32; z < BLOCK; z += 32)
+            cp_async4(to + (x * BLOCK + z) * 4, from[x] + (z < count ? at + z : 0), z < count ? 4 : 0);
+    cp_async_arrive(barrier);
+}
+
+/* Of the blocks that share a kind of work, which one this is. */
+struct crew {
+    unsigned block, blocks;
+};
+
+/* Which tile of which unit (a head of a sequence) a block takes in its step-th turn; false: there is none left. Tiles
+ * come in pairs, the longest of a causal mask with the shortest, so that all pairs are alike; the middle of an odd number
+ * has none: a tile past the end. 16 units at a time, whose tensors stay in the second-level cache. The pairs that do not
+ * make a round are dealt out as single tiles. */
+INLINE bool take_tile(unsigned step, const crew &c, unsigned tiles, unsigned units, bool last_first, int *tile,
+                      unsigned *unit) {
+    const unsigned each = (tiles + 1) / 2, pairs = each * units;
+    unsigned pair = step / 2 * c.blocks + c.block, second = step % 2;
+    if (step / 2 * c.blocks + c.blocks > pairs) {
+        const unsigned left = pairs % c.blocks, at = second ? 2 * c.blocks - 1 - c.block : c.block;
+        if (at >= 2 * left || step / 2 * c.blocks >= pairs)
+            return false;
+        second = at >= left;
+        pair = pairs - left + at - second * left;
+    }
+    const unsigned section = pair / (16 * each) * 16, r = pair - section * each, count = min(16u, units - section);
+    const unsigned t = r / count, other = tiles - 1 - t;
+    *unit = section + r % count;
+    *tile = (int)(second && other == t ? tiles : (second != 0) != last_first ? other : t);
+    return true;
+}
+
+INLINE unsigned opaque(unsigned x) {
+    pin(x);
+    return x;
+}
+
+/* 0·NaN would leak through a product with what a mask leaves out: in a cut tile, chunks that are not finite become
+ * zero, and their rows' numbers in mark[0] and mark[second] NaN, for those that see them. */
+template <typename T, int D, int BLOCK> INLINE void clean_slot(uint32_t tile, float *mark, int second) {
+    const int thread = threadIdx.x - WARPGROUP;
+    if (is_bad_part<T, BLOCK * D / 8, CONSUMERS>(tile, thread))
+#pragma unroll 1
+        for (int x = thread; x < BLOCK * D / 8; x += CONSUMERS)
+            if (has_nonfinite(load_shared16(tile + x * 16), T())) {
+                store_shared16(tile + x * 16, make_uint4(0, 0, 0, 0));
+                mark[x / 8 % BLOCK] = mark[second + x / 8 % BLOCK] = CUDART_NAN_F;
+            }
+    fence_async();
+    barrier_sync(1, CONSUMERS);
+}
+
+/* The 16 rows of a warp, of which `rows` from the block's first on are there, times `by`. */
+template <typename T, int D>
+INLINE void store_tile(void *to, int64_t at, int64_t stride, int warp_row, int rows, int width, float by,
+                       const float (*c)[4]) {
+    if (!to)
+        return;
+    const int lane = threadIdx.x % 32;
+    const bool odd = lane & 1, upper = lane & 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = warp_row + half * 8 + lane / 4;
+        const bool there = row < rows;
+        T *line = (T *)to + at + row * stride;
+        if (!__all_sync(ALL_LANES, ((size_t)line | (size_t)(width * 2)) % 16 == 0)) {
+            if (there)
+                store_row<T, D>(line, c, half, width, by);
+            continue;
+        }
+#pragma unroll
+        for (int y = 0; y < D / 8; y += 4) { /* of four chunks of 16 bytes, each of four lanes is given one */
+            uint32_t v[4], t;
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                v[e] = pack_pair(c[y + e][2 * half] * by, c[y + e][2 * half + 1] * by, T());
+#pragma unroll
+            for (int e = 0; e < 4; e += 2) {
+                t = __shfl_xor_sync(ALL_LANES, odd ? v[e] : v[e + 1], 1);
+                v[e] = odd ? t : v[e];
+                v[e + 1] = odd ? v[e + 1] : t;
+            }
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                t = __shfl_xor_sync(ALL_LANES, upper ? v[e] : v[e + 2], 2);
+                v[e] = upper ? t : v[e];
+                v[e + 2] = upper ? v[e + 2] : t;
+            }
+            const int column = (y + lane % 4) * 8;
+            if (there && column < width)
+                store_global16(line + column, make_uint4(v[0], v[1], v[2], v[3]));
+        }
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------------- masks */
+
+/* What streams by: positions begin .. end-1 count. Tiles that begin before whole_from or after whole_to are cut by a mask
+ * or an end. A row of the block sees, or is seen by, positions row+low .. row+high if it is one of `rows`. */
+struct span {
+    int begin, end, whole_from, whole_to, low, high, rows;
+};
+
+INLINE bool is_cut(const span &w, int at) {
+    return at < w.whole_from || at > w.whole_to;
+}
+
+/* Which positions a row sees, as columns of a lane in the tile from `at` on. */
+INLINE void find_limits(const span &w, int row, int at, int *first, int *last) {
+    at += fragment_column();
+    *first = row + w.low - at;
+    *last = (row < w.rows ? min(row + w.high, w.end - 1) : at - 1) - at;
+}
+/* --------------------------------------------------------------------------------------------------------- keys */
+
+/* What a block has to do for one tile of keys. */
+struct key_work {
+    place c;
+    int y, key0, steps; /* head; tiles of queries over all heads of the group */
+    span s;             /* of queries */
+};
+
+/* The first keys of a causal mask are seen most. */
+template <int BLOCK> INLINE bool find_keys(const attention_params &p, const crew &c, unsigned step, key_work *work) {
+    key_work &w = *work;
+    int tile;
+    unsigned unit;
+    const unsigned hk = (unsigned)p.a.hk;
+    if (!take_tile(step, c, (unsigned)p.tiles_k, (unsigned)p.a.b * hk, false, &tile, &unit))
+        return false;
+    w.key0 = tile * OWN_ROWS;
+    w.y = (int)(unit % hk);
+    w.c = find_place(p, unit / hk);
+    const int key1 = min(w.key0 + OWN_ROWS, w.c.sk);
+    w.s = {0, 0, w.key0 + OWN_ROWS - 1 - w.c.hi, w.key0 - BLOCK + 1 - w.c.lo, -w.c.hi, -w.c.lo, w.c.sk};
+    if (w.key0 < key1) {
+        w.s.begin = max(0, min(w.key0 - w.c.hi, w.c.sq)) / 64 * 64; /* tiles of the sums of dQ */
+        w.s.end = max(w.s.begin, min(key1 - w.c.lo, w.c.sq));
+    }
+    w.s.whole_to = w.key0 + OWN_ROWS > w.c.sk ? -1 : min(w.s.whole_to, w.s.end - BLOCK);
+    w.steps = (w.s.end - w.s.begin + BLOCK - 1) / BLOCK * p.group;
+    return true;
+}
+
+/* Has one of the rows a second part of its log-sum-exp? The same for all warps. */
+template <int BLOCK> INLINE bool has_rest(const float *numbers) {
+    float any = numbers[BLOCK + threadIdx.x % 32];
+#pragma unroll
+    for (int x = 32; x < BLOCK; x += 32)
+        any = fmaxf(fabsf(any), fabsf(numbers[BLOCK + threadIdx.x % 32 + x]));
+    return __any_sync(ALL_LANES, any != 0.0f);
+}
+
+/* Sᵀ -> Pᵀ. Rows are keys from row0, columns queries from i0. CAREFUL: tiles with numbers that have a rest, and cut ones, where
+ * keys that are not seen become -0. */
+template <bool CAREFUL, int BLOCK>
+INLINE void key_weights(float scale, const span &w, int row0, int i0, const float *numbers, float (*s)[4]) {
+    const int column0 = fragment_column();
+    int first[2], last[2];
+    for (int half = 0; half < 2; half++)
+        find_limits(w, row0 + half * 8, i0, &first[half], &last[half]);
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++) {
+        const int column = y * 8 + column0;
+        const float2 base = *(const float2 *)(numbers + column);
+        const float2 rest = CAREFUL ? *(const float2 *)(numbers + BLOCK + column) : base;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            s[y][e] = fmaf(s[y][e], scale, e % 2 ? -base.y : -base.x);
+            s[y][e] = exp2_approx(CAREFUL ? s[y][e] - (e % 2 ? rest.y : rest.x) : s[y][e]);
+            if (CAREFUL && (y * 8 + e % 2 < first[e / 2] || y * 8 + e % 2 > last[e / 2]))
+                s[y][e] = -0.0f;
+        }
+    }
+}
+
+/* dPᵀ -> dSᵀ, from Pᵀ; seen rows that were marked get NaN in both. */
+template <bool CUT, bool MAKES_DS, int BLOCK>
+INLINE void key_gradients(const float *bases, const float *dsums, float (*s)[4], float (*dp)[4]) {
+    const int column0 = fragment_column();
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++) {
+        const float2 dsum = *(const float2 *)(dsums + y * 8 + column0);
+        const float2 base = CUT ? *(const float2 *)(bases + y * 8 + column0) : dsum;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const bool seen = !CUT || __float_as_int(s[y][e]) >= 0;
+            if (CUT && seen && isnan(e % 2 ? base.y : base.x))
+                s[y][e] = CUDART_NAN_F;
+            if (MAKES_DS)
+                dp[y][e] = seen ? s[y][e] * (dp[y][e] - (e % 2 ? dsum.y : dsum.x)) : 0.0f;
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,289 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention backward for Hopper in two kernels and seven products: no atomics, the same bits every time; and the one for
+ * d and dv over 128.
+ *
+ *   dkdv   a block owns 128 keys, 64 to a warpgroup, and walks over the queries that see them, head by head of the
+ *          group, in order: Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ, dV += Pᵀ·dO, dK += dSᵀ·Q.
+ *   dq     a block owns 128 queries of one head, 64 to a warpgroup: S = Q·Kᵀ, dP = dO·Vᵀ, dQ += dS·K.
+ *
+ * P and dS go from the accumulators of one product into the operand of the next without leaving the registers. One warp
+ * fetches; tiles that stream lie in a ring of slots, Q and dO (K and V) in turn. */
+#include "cuda/attention/sm90/dq.cuh"
+
+/* ---------------------------------------------------------------------------------------------------- dK and dV */
+
+enum { MAKES_DK = 1, MAKES_DV = 2 };
+
+/* One warp fetches all that the others work on. */
+template <typename T, int D, int BLOCK, int SLOTS, int MAKES>
+INLINE void fetch_dkdv(const attention_params_sm90 &all, const crew &c, uint32_t base) {
+    typedef backward90<D, BLOCK, MAKES & MAKES_DK ? 2 : 1, SLOTS, 3> layout;
+    const attention_params &p = all.p;
+    const int lane = threadIdx.x % 32;
+    ring r = {0, 0};
+    int own_turn = 0;
+    key_work w;
+    for (unsigned turn = 0; find_keys<BLOCK>(p, c, turn, &w); turn++) {
+        const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n, first_q = (int)w.c.first_q;
+        if (!w.steps)
+            continue;
+        if (lane == 0) {
+            const int row = (int)w.c.first_k + w.key0;
+            mbarrier_wait(base + layout::own_empty, own_turn ^ 1);
+            mbarrier_expect(base + layout::own_full, layout::slots);
+            load_boxes<D, OWN_ROWS>(base, &all.k, base + layout::own_full, row, w.y, n);
+            if (MAKES & MAKES_DK)
+                load_boxes<D, OWN_ROWS>(base + layout::own_bytes, &all.v, base + layout::own_full, row, w.y, n);
+        }
+        own_turn ^= 1;
+        for (int x = w.y * p.group; x < (w.y + 1) * p.group; x++) {
+            const int64_t at = lse_at(p, w.c, x, 0);
+#pragma unroll 1
+            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK) {
+                const uint32_t bar = base + layout::full + r.slot * 8;
+                mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
+                if (lane == 0) {
+                    mbarrier_expect(bar, layout::slot_bytes);
+                    load_boxes<D, BLOCK>(base + layout::slots + r.slot * layout::slot_bytes, &all.q, bar, first_q + i0,
+                                         x, n);
+                }
+                fetch_numbers<BLOCK>(p, at + i0, w.s.end - i0, base + layout::numbers + r.slot * 3 * BLOCK * 4, bar);
+                advance<SLOTS>(&r);
+                mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
+                if (lane == 0) {
+                    mbarrier_expect(base + layout::full + r.slot * 8, layout::slot_bytes);
+                    load_boxes<D, BLOCK>(base + layout::slots + r.slot * layout::slot_bytes, &all.dout,
+                                         base + layout::full + r.slot * 8, first_q + i0, x, n);
+                }
+                mbarrier_arrive(base + layout::full + r.slot * 8); /* as with Q, every lane */
+                advance<SLOTS>(&r);
+            }
+        }
+    }
+}
+
+/* From Sᵀ, under way as the last but one group of products (the last but none if FIRST), to Pᵀ and dSᵀ as operands. The
+ * slots of the step before are released once its products, the last group, have ended. */
+template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool FIRST, typename layout>
+INLINE void key_step(float scale, const span &w, key_state *k, int i0, bool cut, float *numbers, int done,
+                     float (*s)[4], uint32_t (*ps)[4], uint32_t (*ds)[4]) {
+    const bool careful = cut || has_rest<BLOCK>(numbers);
+    float dp[BLOCK / 8][4];
+    if (FIRST)
+        wgmma_wait<0>();
+    else
+        wgmma_wait<1>();
+    pin_all<BLOCK / 8>(s);
+    if (careful)
+        key_weights<true, BLOCK>(scale, w, k->row0, i0, numbers, s);
+    else
+        key_weights<false, BLOCK>(scale, w, k->row0, i0, numbers, s);
+    if (!FIRST) {
+        wgmma_wait<0>();
+        const int next = done + 1 == SLOTS ? 0 : done + 1;
+        release_each(k->base + layout::empty + done * 8);
+        if (MAKES & MAKES_DV)
+            release_each(k->base + layout::empty + next * 8);
+    }
+    await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, numbers, 2 * BLOCK);
+    if (MAKES & MAKES_DK) {
+        wgmma_fence();
+        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes,
+                                                     k->base + layout::slots + k->r.slot * layout::slot_bytes);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin_all<BLOCK / 8>(dp);
+        if (!(MAKES & MAKES_DV))
+            release_each(k->base + layout::empty + k->r.slot * 8);
+    }
+    if (cut)
+        key_gradients<true, (MAKES & MAKES_DK) != 0, BLOCK>(numbers, numbers + 2 * BLOCK, s, dp);
+    else if (MAKES & MAKES_DK)
+        key_gradients<false, true, BLOCK>(numbers, numbers + 2 * BLOCK, s, dp);
+    if (MAKES & MAKES_DV)
+        pack_fragments<T, BLOCK>(ps, s);
+    if (MAKES & MAKES_DK)
+        pack_fragments<T, BLOCK>(ds, dp);
+}
+
+template <typename T, int D, int BLOCK, int SLOTS, int MAKES, typename layout>
+INLINE void key_products(uint32_t base, int q_slot, const uint32_t (*ps)[4], const uint32_t (*ds)[4], float (*dk)[4],
+                         float (*dv)[4]) {
+    const int do_slot = q_slot + 1 == SLOTS ? 0 : q_slot + 1;
+    if (MAKES & MAKES_DV)
+        warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, base + layout::slots + do_slot * layout::slot_bytes);
+    if (MAKES & MAKES_DK)
+        warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, base + layout::slots + q_slot * layout::slot_bytes);
+}
+
+/* So many steps: while the products of one step add up, Sᵀ of the next is made and turned into weights. */
+template <typename T, int D, int BLOCK, int SLOTS, int MAKES, typename layout>
+INLINE void sum_keys(float scale, const span &w, key_state *k, float *numbers, int steps, float (*dk)[4],
+                     float (*dv)[4]) {
+    int i0 = w.begin;
+    float s[BLOCK / 8][4];
+    uint32_t ps[BLOCK / 16][4], ds[BLOCK / 16][4];
+    int q_slot = k->r.slot;
+    bool cut = is_cut(w, i0);
+    await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, numbers + q_slot * 3 * BLOCK, 2 * BLOCK);
+    wgmma_fence();
+    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + q_slot * layout::slot_bytes);
+    wgmma_commit();
+    advance<SLOTS>(&k->r);
+    key_step<T, D, BLOCK, SLOTS, MAKES, true, layout>(scale, w, k, i0, cut, numbers + q_slot * 3 * BLOCK, 0, s, ps, ds);
+    advance<SLOTS>(&k->r);
+#pragma unroll 1
+    while (--steps) {
+        const int done = q_slot;
+        i0 = i0 + BLOCK < w.end ? i0 + BLOCK : w.begin; /* the next head */
+        cut = is_cut(w, i0);
+        q_slot = k->r.slot;
+        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, numbers + q_slot * 3 * BLOCK, 2 * BLOCK);
+        wgmma_fence();
+        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + q_slot * layout::slot_bytes);
+        wgmma_commit();
+        key_products<T, D, BLOCK, SLOTS, MAKES, layout>(k->base, done, ps, ds, dk, dv);
+        wgmma_commit();
+        advance<SLOTS>(&k->r);
+        key_step<T, D, BLOCK, SLOTS, MAKES, false, layout>(scale, w, k, i0, cut, numbers + q_slot * 3 * BLOCK, done, s,
+                                                           ps, ds);
+        advance<SLOTS>(&k->r);
+    }
+    wgmma_fence();
+    key_products<T, D, BLOCK, SLOTS, MAKES, layout>(k->base, q_slot, ps, ds, dk, dv);
+    wgmma_commit();
+    wgmma_wait<0>();
+    release_each(k->base + layout::empty + q_slot * 8);
+    if (MAKES & MAKES_DV)
+        release_each(k->base + layout::empty + (q_slot + 1 == SLOTS ? 0 : q_slot + 1) * 8);
+}
+
+/* As sum_keys, step by step, where the registers do not hold what two steps need. */
+template <typename T, int D, int BLOCK, int SLOTS, typename layout>
+INLINE void sum_keys_plainly(float scale, const span &w, key_state *k, float *numbers, int steps, float (*dk)[4],
+                             float (*dv)[4]) {
+    int i0 = w.begin;
+#pragma unroll 1
+    for (; steps; steps--) {
+        float s[BLOCK / 8][4], dp[BLOCK / 8][4];
+        uint32_t ps[BLOCK / 16][4], ds[BLOCK / 16][4];
+        const int q_slot = k->r.slot;
+        const bool cut = is_cut(w, i0);
+        float *row = numbers + q_slot * 3 * BLOCK;
+        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, row, 2 * BLOCK);
+        advance<SLOTS>(&k->r);
+        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, row, 2 * BLOCK);
+        wgmma_fence();
+        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + q_slot * layout::slot_bytes);
+        wgmma_commit();
+        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes,
+                                                     k->base + layout::slots + k->r.slot * layout::slot_bytes);
+        wgmma_commit();
+        const bool careful = cut || has_rest<BLOCK>(row);
+        wgmma_wait<1>();
+        pin_all<BLOCK / 8>(s);
+        if (careful)
+            key_weights<true, BLOCK>(scale, w, k->row0, i0, row, s);
+        else
+            key_weights<false, BLOCK>(scale, w, k->row0, i0, row, s);
+        wgmma_wait<0>();
+        pin_all<BLOCK / 8>(dp);
+        if (cut)
+            key_gradients<true, true, BLOCK>(row, row + 2 * BLOCK, s, dp);
+        else
+            key_gradients<false, true, BLOCK>(row, row + 2 * BLOCK, s, dp);
+        pack_fragments<T, BLOCK>(ps, s);
+        pack_fragments<T, BLOCK>(ds, dp);
+        wgmma_fence();
+        key_products<T, D, BLOCK, SLOTS, MAKES_DK | MAKES_DV, layout>(k->base, q_slot, ps, ds, dk, dv);
+        wgmma_commit();
+        wgmma_wait<0>();
+        release_each(k->base + layout::empty + q_slot * 8);
+        release_each(k->base + layout::empty + k->r.slot * 8);
+        advance<SLOTS>(&k->r);
+        i0 = i0 + BLOCK < w.end ? i0 + BLOCK : w.begin;
+    }
+}
+
+template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool PLAIN>
+INLINE void work_dkdv(const attention_params &p, const crew &c, char *shared) {
+    constexpr bool BOTH = MAKES == (MAKES_DK | MAKES_DV);
+    typedef backward90<D, BLOCK, MAKES & MAKES_DK ? 2 : 1, SLOTS, 3> layout;
+    float *const numbers = (float *)(shared + layout::numbers);
+    const int group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP - 1, 0);
+    key_state k = {shared_address(shared), shared_address(shared) + group * 64 * 128, 0, {0, 0}};
+    int own_turn = 0;
+    key_work w;
+    for (unsigned turn = 0; find_keys<BLOCK>(p, c, turn, &w); turn++) {
+        float dk[BOTH || MAKES == MAKES_DK ? D / 8 : 1][4], dv[BOTH || MAKES == MAKES_DV ? D / 8 : 1][4];
+        if (MAKES & MAKES_DK)
+            zero_all<D / 8>(dk);
+        if (MAKES & MAKES_DV)
+            zero_all<D / 8>(dv);
+        if (w.steps) {
+            k.row0 = w.key0 + group * 64 + fragment_row();
+            mbarrier_wait(k.base + layout::own_full, own_turn);
+            own_turn ^= 1;
+            if (PLAIN)
+                sum_keys_plainly<T, D, BLOCK, SLOTS, layout>(p.scale_log2, w.s, &k, numbers, w.steps, dk, dv);
+            else
+                sum_keys<T, D, BLOCK, SLOTS, MAKES, layout>(p.scale_log2, w.s, &k, numbers, w.steps, dk, dv);
+            release(k.base + layout::own_empty);
+        }
+        if (MAKES & MAKES_DK)
+            pin_all<D / 8>(dk);
+        if (MAKES & MAKES_DV)
+            pin_all<D / 8>(dv);
+        key_work again; /* or its registers would be kept through the loop */
+        find_keys<BLOCK>(p, c, opaque(turn), &again);
+        const int row = group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16, rows = again.c.all_sk - again.key0;
+        const int64_t key0 = again.c.first_k + again.key0;
+        if (MAKES & MAKES_DV)
+            store_tile<T, D>(p.t.dv, row_at(p.a.dv_stride, again.c.n, again.y, key0), p.a.dv_stride.s, row, rows,
+                             (int)p.a.dv, 1.0f, dv);
+        if (MAKES & MAKES_DK)
+            store_tile<T, D>(p.t.dk, row_at(p.a.dk_stride, again.c.n, again.y, key0), p.a.dk_stride.s, row, rows,
+                             (int)p.a.d, p.scale, dk);
+    }
+}
+
+template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool PLAIN>
+INLINE void run_dkdv(const attention_params_sm90 &all, const crew &c, char *shared) {
+    typedef backward90<D, BLOCK, MAKES & MAKES_DK ? 2 : 1, SLOTS, 3> layout;
+    make_barriers<layout, SLOTS>(shared_address(shared));
+    if (threadIdx.x < WARPGROUP) {
+        registers_fewer<24>();
+        if (threadIdx.x < 32)
+            fetch_dkdv<T, D, BLOCK, SLOTS, MAKES>(all, c, shared_address(shared));
+    } else {
+        registers_more<240>();
+        work_dkdv<T, D, BLOCK, SLOTS, MAKES, PLAIN>(all.p, c, shared);
+    }
+}
+
+/* Where dK and dV do not fit into the registers together, three blocks of five make dK, of three products, the others
+ * dV, of two. */
+template <typename T, int D, int BLOCK, int SLOTS, bool PLAIN>
+INLINE void attention_dkdv(const attention_params_sm90 &all) {
+    extern __shared__ __align__(1024) char shared[];
+    const unsigned tiles = (unsigned)all.p.tiles_k * (unsigned)(all.p.a.hk * all.p.a.b);
+    const unsigned first = gridDim.x >= 2 * tiles ? tiles : gridDim.x * 3 / 5;
+    if (D <= 128)
+        run_dkdv<T, D, BLOCK, SLOTS, MAKES_DK | MAKES_DV, PLAIN>(all, {blockIdx.x, gridDim.x}, shared);
+    else if (blockIdx.x < first)
+        run_dkdv<T, D, BLOCK, SLOTS, MAKES_DK, false>(all, {blockIdx.x, first}, shared);
+    else
+        run_dkdv<T, D, BLOCK, SLOTS + 1, MAKES_DV, false>(all, {blockIdx.x - first, gridDim.x - first}, shared);
+}
+
+#define pass_dkdv(T, D, BLOCK) attention_dkdv<T, D, BLOCK, BACKWARD90_SLOTS(D, BLOCK), (BLOCK > 64)>(all)
+#define pass_dq(T, D, BLOCK) attention_dq<T, D, BLOCK, BACKWARD90_SLOTS(D, BLOCK)>(all)
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+    extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
+        heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
+            const __grid_constant__ attention_params_sm90 all) {                                                       \
+        wait_for_earlier_grid();                                                                                       \
+        pass_##pass(dtype, dim, block);                                                                                \
+    }
+#define ATTENTION_DKDV90_LIST
+#include "cuda/attention/attention.def"

@@ -1,0 +1,408 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention forward for Hopper, with the ideas of FlashAttention-3 (Shah et al. 2024).
+ *
+ * A block stays on its multiprocessor and takes one tile of 64·GROUPS queries after the other. One thread sends for Q and for
+ * the tiles of K and V, two warps clean those tiles of V that a mask cuts, and GROUPS warpgroups of 64 queries each compute:
+ * while the tensor cores add P·V of one tile, the softmax of the next one is on its way, and the warpgroups take turns in
+ * giving the tensor cores work. The first scores of a tile of queries are formed while o of the one before is stored. The fourth
+ * warp sees to the tiles that see no keys. */
+#include "cuda/attention/sm90/fwd.cuh"
+
+/* ------------------------------------------------------------------------------------------------ loads, cleaning */
+
+/* The n-th tile of K or V. */
+template <int D, int BLOCK, typename layout>
+INLINE void load_keys(uint32_t tiles, uint32_t full, uint32_t empty, const tensor_map *map, int row, int head,
+                      int batch, unsigned n) {
+    const unsigned slot = slot_of<layout::stages>(n);
+    mbarrier_wait(empty + slot * 8, turn_of<layout::stages>(n) ^ 1);
+    mbarrier_expect(full + slot * 8, BLOCK * D * 2);
+    load_boxes<D, BLOCK, BLOCK % 64 ? BLOCK : 64>(tiles + slot * BLOCK * D * 2, map, full + slot * 8, row, head, batch);
+}
+
+/* The n-th tile of queries; w NULL: that there is none. */
+template <int D, int GROUPS, int BLOCK>
+INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w, uint32_t base, forward_job *jobs,
+                         unsigned n) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const unsigned slot = slot_of<layout::q_stages>(n);
+    const uint32_t full = base + layout::barriers + Q_FULL + slot * 8;
+    mbarrier_wait(full + Q_EMPTY - Q_FULL, turn_of<layout::q_stages>(n) ^ 1);
+    if (!w) {
+        /* All of it: a warpgroup looks at what it would skip before it looks at `end`. */
+        jobs[slot_of<2>(n)].s = {0, 0, 0, 0, 0, 0};
+        mbarrier_arrive(full);
+        return;
+    }
+    jobs[slot_of<2>(n)] = {target_of(all.p, *w), w->s};
+    mbarrier_expect(full, layout::q_bytes);
+    load_boxes<D, layout::rows>(base + slot * layout::q_bytes, &all.q, full, (int)w->c.first_q + w->row0, w->x, w->n);
+}
+
+/* One thread sends for everything, in the order in which it is used. */
+template <typename T, int D, int GROUPS, int BLOCK>
+INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t barriers, forward_job *jobs) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const attention_params &p = all.p;
+    unsigned step = 0, nq = 0, n = 0;
+    forward_work w;
+    int v_row = 0, v_head = 0, v_batch = 0; /* V follows K of the next step, be that of the next tile */
+    while (next_work<layout::rows>(p, &step, &w)) {
+        if (w.s.begin == w.s.end)
+            continue;
+        if (layout::q_stages > 1)
+            load_queries<D, GROUPS, BLOCK>(all, &w, base, jobs, nq);
+        const int head = w.x / p.group, last = last_tile<BLOCK>(w.s);
+#pragma unroll 1
+        for (int j0 = last; j0 >= w.s.begin; j0 -= BLOCK, n++) {
+            const int row = (int)w.c.first_k + j0;
+            load_keys<D, BLOCK, layout>(base + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head, w.n,
+                                        n);
+            if (n)
+                load_keys<D, BLOCK, layout>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row,
+                                            v_head, v_batch, n - 1);
+            if (layout::q_stages == 1 && j0 == last) /* waits for the last scores of the tile before */
+                load_queries<D, GROUPS, BLOCK>(all, &w, base, jobs, nq);
+            v_row = row;
+            v_head = head;
+            v_batch = w.n;
+        }
+        nq++;
+    }
+    if (n)
+        load_keys<D, BLOCK, layout>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
+                                    v_batch, n - 1);
+    load_queries<D, GROUPS, BLOCK>(all, NULL, base, jobs, nq);
+}
+
+/* Two warps look at every tile of V that is cut. */
+template <typename T, int D, int GROUPS, int BLOCK>
+INLINE void clean(uint32_t base, uint32_t barriers, uint32_t *bad, const forward_job *jobs) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    constexpr int QS = layout::q_stages;
+    const int thread = (int)threadIdx.x % CLEANERS;
+    unsigned n = 0, cuts = 0;
+    for (unsigned nq = 0;; nq++) {
+        mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq) * 8, turn_of<QS>(nq));
+        const forward_span w = jobs[slot_of<2>(nq)].s;
+        if (!w.end)
+            return;
+        __syncwarp();
+        if (thread % 32 == 0)
+            mbarrier_arrive(barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
+#pragma unroll 1
+        for (int j0 = last_tile<BLOCK>(w); j0 >= w.begin; j0 -= BLOCK, n++) {
+            const unsigned slot = slot_of<layout::stages>(n);
+            mbarrier_wait(barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
+            if (is_cut<BLOCK>(w, j0)) {
+                clean_rows<T, D, BLOCK, CLEANERS>(base + layout::v + slot * layout::tile_bytes, bad + slot * 4, thread);
+                fence_async();
+                __syncwarp();
+                if (thread % 32 == 0)
+                    mbarrier_arrive(barriers + V_CLEAN + slot_of<layout::stages>(cuts) * 8);
+                cuts++;
+            }
+            __syncwarp();
+            if (thread % 32 == 0)
+                mbarrier_arrive(barriers + V_EMPTY + slot * 8);
+        }
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------------ arithmetic */
+
+INLINE void release(uint32_t barrier) {
+    if (threadIdx.x % 32 == 0)
+        mbarrier_arrive(barrier);
+}
+
+/* The turns of the warpgroups to issue products. */
+template <int GROUPS> INLINE void take_turn(int group) {
+    if (GROUPS > 1)
+        barrier_sync(1 + group, 2 * WARPGROUP);
+}
+template <int GROUPS> INLINE void pass_turn(int group) {
+    if (GROUPS > 1)
+        barrier_arrive(1 + (group + 1) % GROUPS, 2 * WARPGROUP);
+}
+
+/* S = Q·Kᵀ of the n-th tile of keys: issued. */
+template <typename T, int D, int GROUPS, int BLOCK>
+INLINE void issue_scores(uint32_t q, uint32_t base, unsigned n, float (*s)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    wgmma_fence();
+    warpgroup_rows<T, D, BLOCK, layout::rows, BLOCK>(
+        s, q, base + layout::k + slot_of<layout::stages>(n) * layout::tile_bytes);
+    wgmma_commit();
+}
+
+/* O += P·V: issued, once V is there; of a tile that is cut, once it is clean, with the first half of the keys alone if half. That branch has
+ * to be seen to be uniform, or products are taken one by one (C7520). */
+template <typename T, int D, int GROUPS, int BLOCK>
+INLINE void issue_sums(uint32_t base, unsigned n, uint32_t (*a)[4], float (*o)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const unsigned slot = slot_of<layout::stages>(n);
+    mbarrier_wait(base + layout::barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
+    wgmma_fence();
+    warpgroup_columns<T, D, BLOCK, BLOCK>(o, a, base + layout::v + slot * layout::tile_bytes);
+    wgmma_commit();
+}
+
+template <typename T, int D, int GROUPS, int BLOCK>
+INLINE void issue_cut_sums(uint32_t base, unsigned n, bool cut, unsigned *cuts, bool half, uint32_t (*a)[4],
+                           float (*o)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    constexpr int STAGES = layout::stages;
+    const uint32_t v = base + layout::v + slot_of<STAGES>(n) * layout::tile_bytes;
+    mbarrier_wait(base + layout::barriers +
+                      (cut ? V_CLEAN + slot_of<STAGES>(*cuts) * 8 : V_FULL + slot_of<STAGES>(n) * 8),
+                  turn_of<STAGES>(cut ? *cuts : n));
+    *cuts += cut;
+    wgmma_fence();
+    warpgroup_columns<T, D, BLOCK / 2, BLOCK>(o, a, v);
+    if (BLOCK <= 64 || __shfl_sync(ALL_LANES, (int)!half, 0))
+        warpgroup_columns<T, D, BLOCK / 2, BLOCK>(o, a + BLOCK / 32, v + BLOCK / 2 * 128);
+    wgmma_commit();
+}
+
+/* O is added up: V of a cut tile is free. Rows that see a key whose V was cleaned are to be NaN. The lane that arrives reads the marks. */
+template <int D, int GROUPS, int BLOCK>
+INLINE void receive_marks(const forward_span &w, int group, int j0, uint32_t base, unsigned n, int *bad) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x % 32 == 0)
+        x = load_shared16(base + layout::bad + slot_of<layout::stages>(n) * 16);
+    if (!__any_sync(ALL_LANES, (x.x | x.y | (BLOCK > 64 ? x.z | x.w : 0)) != 0))
+        return;
+    x.x = __shfl_sync(ALL_LANES, x.x, 0);
+    x.y = __shfl_sync(ALL_LANES, x.y, 0);
+    x.z = BLOCK > 64 ? __shfl_sync(ALL_LANES, x.z, 0) : 0;
+    x.w = BLOCK > 64 ? __shfl_sync(ALL_LANES, x.w, 0) : 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = group * 64 + fragment_row() + half * 8 - j0;
+        if (has_bit(x, i + w.lo, min(i + w.hi, w.sk - 1 - j0)))
+            *bad |= 1 << half;
+    }
+}
+
+/* The scores are there: K is free, and a single Q after its last; what is not seen of a cut tile is taken out of them. */
+template <int D, int GROUPS, int BLOCK, bool CUT>
+INLINE void receive_scores(const forward_span &w, int group, int j0, uint32_t base, unsigned n, float (*s)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    pin_all<BLOCK / 8>(s);
+    release(base + layout::barriers + K_EMPTY + slot_of<layout::stages>(n) * 8);
+    if (layout::q_stages == 1 && j0 == w.begin)
+        release(base + layout::barriers + Q_EMPTY);
+    if (CUT && (j0 + BLOCK > w.end || j0 + BLOCK - 1 > group * 64 + w.hi))
+        mask_above<BLOCK>(w.hi, w.sk, group * 64, j0, s);
+    if (CUT && j0 < group * 64 + 63 + w.lo)
+        mask_below<BLOCK>(w.lo, group * 64, j0, s);
+}
+
+/* A tile of keys that this warpgroup passes by. */
+template <int D, int GROUPS, int BLOCK> INLINE void pass_by_keys(uint32_t base, unsigned n) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const unsigned slot = slot_of<layout::stages>(n);
+    mbarrier_wait(base + layout::barriers + K_FULL + slot * 8, turn_of<layout::stages>(n));
+    release(base + layout::barriers + K_EMPTY + slot * 8);
+}
+template <int D, int GROUPS, int BLOCK> INLINE void pass_by_values(uint32_t base, int group, unsigned n) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const unsigned slot = slot_of<layout::stages>(n);
+    take_turn<GROUPS>(group);
+    pass_turn<GROUPS>(group);
+    mbarrier_wait(base + layout::barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
+    release(base + layout::barriers + V_EMPTY + slot * 8);
+}
+
+/* Where a warpgroup is: the tile of keys that P is of, how many cut ones there were before it, and of its rows the softmax. */
+struct group_state {
+    unsigned n, cuts;
+    softmax_state rows;
+};
+
+/* While P·V of a tile of keys adds up, S of the one before it in memory, from j0 on, is made and turned into P. CUT: one of them may be
+ * cut. */
+template <typename T, int D, int GROUPS, int BLOCK, bool CUT>
+INLINE void step(float c, const forward_span &w, bool half, int j0, int group, uint32_t q, uint32_t base,
+                 group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const uint32_t barriers = base + layout::barriers;
+    const unsigned n = k->n++;
+    const bool cut = CUT && is_cut<BLOCK>(w, j0 + BLOCK);
+    float shrink[2];
+    mbarrier_wait(barriers + K_FULL + slot_of<layout::stages>(n + 1) * 8, turn_of<layout::stages>(n + 1));
+    take_turn<GROUPS>(group);
+    pin_all<BLOCK / 16>(a);
+    issue_scores<T, D, GROUPS, BLOCK>(q, base, n + 1, s);
+    if (CUT)
+        issue_cut_sums<T, D, GROUPS, BLOCK>(base, n, cut, &k->cuts, half, a, o);
+    else
+        issue_sums<T, D, GROUPS, BLOCK>(base, n, a, o);
+    pass_turn<GROUPS>(group);
+    wgmma_wait<1>();
+    receive_scores<D, GROUPS, BLOCK, CUT>(w, group, j0, base, n + 1, s);
+    const bool grows = online_softmax<BLOCK>(&k->rows, c, s, shrink);
+    pin_all<BLOCK / 8>(s); /* or the exponentials would be left for after the wait */
+    hold_until(k->rows.sum[0] + k->rows.sum[1]);
+    wgmma_wait<0>();
+    pin_all<D / 8>(o);
+    pin_all<BLOCK / 16>(a);
+    if (cut)
+        receive_marks<D, GROUPS, BLOCK>(w, group, j0 + BLOCK, base, n, &k->rows.bad);
+    release(barriers + V_EMPTY + slot_of<layout::stages>(n) * 8);
+    if (grows) {
+#pragma unroll
+        for (int y = 0; y < D / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                o[y][e] *= shrink[e / 2];
+    }
+    pack_fragments<T, BLOCK>(a, s);
+}
+
+/* From the first scores of a tile of queries to its last P. */
+template <typename T, int D, int GROUPS, int BLOCK>
+INLINE void compute(float c, const forward_span &w, const group_work &g, int group, uint32_t q, uint32_t base,
+                    group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    float shrink[2];
+    receive_scores<D, GROUPS, BLOCK, true>(w, group, g.first, base, k->n, s);
+    k->rows = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, 0};
+    online_softmax<BLOCK>(&k->rows, c, s, shrink);
+    pack_fragments<T, BLOCK>(a, s);
+    zero_all<D / 8>(o);
+    const int whole = max(w.begin, w.last + w.lo); /* tiles before this are cut below */
+    int j0 = g.first - BLOCK;
+    for (; g.idle && j0 >= w.begin; j0 -= BLOCK, k->n++) {
+        pass_by_keys<D, GROUPS, BLOCK>(base, k->n + 1);
+        if (layout::q_stages == 1 && j0 == w.begin)
+            release(base + layout::barriers + Q_EMPTY);
+        pass_by_values<D, GROUPS, BLOCK>(base, group, k->n);
+        k->cuts += is_cut<BLOCK>(w, j0 + BLOCK);
+    }
+#pragma unroll 1
+    while (j0 >= w.begin) {
+        if (is_cut<BLOCK>(w, j0 + BLOCK) || j0 < whole) {
+            step<T, D, GROUPS, BLOCK, true>(c, w, g.half && j0 + BLOCK == g.first, j0, group, q, base, k, s, a, o);
+            j0 -= BLOCK;
+            continue;
+        }
+#pragma unroll 1
+        for (; j0 >= whole; j0 -= BLOCK)
+            step<T, D, GROUPS, BLOCK, false>(c, w, false, j0, group, q, base, k, s, a, o);
+    }
+}
+
+/* A tile of queries after the other. */
+template <typename T, int D, int GROUPS, int BLOCK>
+INLINE void consume(const attention_params &p, int group, uint32_t base, const forward_job *jobs) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    constexpr int QS = layout::q_stages, KS = layout::stages;
+    const uint32_t barriers = base + layout::barriers, q0 = base + group * 64 * 128;
+    unsigned nq = 0;
+    group_state k = {0, 0};
+    float s[BLOCK / 8][4], o[D / 8][4];
+    uint32_t a[BLOCK / 16][4];
+    if (group == GROUPS - 1)
+        pass_turn<GROUPS>(group);
+    mbarrier_wait(barriers + Q_FULL, 0);
+    forward_span w = jobs[0].s;
+    if (!w.end)
+        return;
+    group_work g = find_group_work<BLOCK>(w, group * 64);
+    if (g.skips) {
+        pass_by_keys<D, GROUPS, BLOCK>(base, 0);
+        pass_by_values<D, GROUPS, BLOCK>(base, group, 0);
+        k = {1, 1};
+    }
+    mbarrier_wait(barriers + K_FULL + k.n * 8, 0);
+    issue_scores<T, D, GROUPS, BLOCK>(q0, base, k.n, s);
+    wgmma_wait<0>();
+    for (; w.end; nq++) {
+        compute<T, D, GROUPS, BLOCK>(p.scale_log2, w, g, group, q0 + slot_of<QS>(nq) * layout::q_bytes, base, &k, s, a,
+                                     o);
+        const forward_span old = w;
+        const unsigned n = k.n;
+        const bool cut = is_cut<BLOCK>(w, w.begin);
+        pin_all<BLOCK / 16>(a);
+        issue_cut_sums<T, D, GROUPS, BLOCK>(base, n, cut, &k.cuts, g.half && g.first == w.begin, a, o);
+        mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq + 1) * 8, turn_of<QS>(nq + 1));
+        w = jobs[slot_of<2>(nq + 1)].s;
+        g = find_group_work<BLOCK>(w, group * 64);
+        k.n += 1 + g.skips;
+        k.cuts += g.skips; /* what is skipped is cut */
+        if (g.skips)
+            pass_by_keys<D, GROUPS, BLOCK>(base, n + 1);
+        if (w.end)
+            mbarrier_wait(barriers + K_FULL + slot_of<KS>(k.n) * 8, turn_of<KS>(k.n));
+        /* After the last tile, a product of what lies there, which nobody looks at: a branch would make the compiler wait. */
+        issue_scores<T, D, GROUPS, BLOCK>(q0 + slot_of<QS>(nq + 1) * layout::q_bytes, base, k.n, s);
+        wgmma_wait<1>();
+        pin_all<D / 8>(o);
+        if (cut)
+            receive_marks<D, GROUPS, BLOCK>(old, group, old.begin, base, n, &k.rows.bad);
+        release(barriers + V_EMPTY + slot_of<KS>(n) * 8);
+        if (QS > 1)
+            barrier_sync(1 + GROUPS + group, WARPGROUP); /* the other warps, too, have done with Q */
+        store_rows<T, D, layout::rows>(p, jobs[slot_of<2>(nq)].t, k.rows, o, base + slot_of<QS>(nq) * layout::q_bytes);
+        if (g.skips)
+            pass_by_values<D, GROUPS, BLOCK>(base, group, n + 1);
+        if (QS > 1) {
+            fence_async();
+            __syncwarp();
+            release(barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
+        }
+        hold_until(k.rows.sum[0]); /* what is stored is to overlap with the product */
+        wgmma_wait<0>();
+        pin_all<BLOCK / 8>(s);
+    }
+}
+
+template <typename T, int D, int GROUPS, int BLOCK> INLINE void attention_forward90(const attention_params_sm90 &all) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    extern __shared__ char shared[];
+    const uint32_t base = align_tiles(shared_address(shared)), barriers = base + layout::barriers;
+    char *const from = shared + (base - shared_address(shared));
+    uint32_t *bad = (uint32_t *)(from + layout::bad);
+    forward_job *jobs = (forward_job *)(from + layout::jobs);
+    static_assert(sizeof(forward_job) <= 64, "two of them fit");
+    if (threadIdx.x == 0) {
+        for (int x = 0; x < MOST_STAGES * 8; x += 8) {
+            mbarrier_init(barriers + Q_FULL + x, 1);
+            mbarrier_init(barriers + Q_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
+            mbarrier_init(barriers + K_FULL + x, 1);
+            mbarrier_init(barriers + K_EMPTY + x, GROUPS * 4);
+            mbarrier_init(barriers + V_FULL + x, 1);
+            mbarrier_init(barriers + V_CLEAN + x, CLEANERS / 32);
+            mbarrier_init(barriers + V_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    /* Together no more registers than the block was launched with: 168 or 128 a thread. */
+    const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
+    if (warp < 4) {
+        registers_fewer<GROUPS == 2 ? 56 : 32>();
+        if (threadIdx.x == 0)
+            produce<T, D, GROUPS, BLOCK>(all, base, barriers, jobs);
+        else if (warp == 1)
+            store_nothing<T, D, layout::rows>(all.p);
+        else if (warp >= 2)
+            clean<T, D, GROUPS, BLOCK>(base, barriers, bad, jobs);
+    } else {
+        registers_more<GROUPS == 2 ? 224 : 160>();
+        consume<T, D, GROUPS, BLOCK>(all.p, warp / 4 - 1, base, jobs);
+    }
+}
+
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+    extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
+        heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm90(                                                 \
+            const __grid_constant__ attention_params_sm90 all) {                                                       \
+        wait_for_earlier_grid();                                                                                       \
+        attention_forward90<dtype, dim, tiles, block>(all);                                                            \
+    }
+#define ATTENTION_FWD90_LIST
+#include "cuda/attention/attention.def"

@@ -1,0 +1,326 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Of the forward for Hopper: what lies where in shared memory, the barriers, and which tile comes when; the softmax of a
+ * tile, and the storing of the result. */
+#ifndef HEDDLE_CUDA_ATTENTION_FWD_SM90_CUH
+#define HEDDLE_CUDA_ATTENTION_FWD_SM90_CUH
+
+#include "cuda/attention/sm90/sm90.cuh"
+
+#define MOST_STAGES 4
+#define CLEANERS 64
+
+template <int D, int GROUPS, int BLOCK> struct forward90 {
+    static constexpr int rows = GROUPS * 64;
+    static constexpr int tile_bytes = BLOCK * D * 2;
+    static constexpr int stages = FORWARD90_STAGES(D); /* of K, and of V */
+    static constexpr int q_stages = D > 128 ? 1 : 2;   /* with two, o leaves through the buffer of its own Q */
+    static constexpr int q_bytes = rows * D * 2;
+    static constexpr int k = q_stages * q_bytes;
+    static constexpr int v = k + stages * tile_bytes;
+    static constexpr int bad = v + stages * tile_bytes;
+    static constexpr int jobs = bad + stages * 16; /* of a tile of V a bit for each key */
+    static constexpr int barriers = jobs + 2 * 64;
+    static constexpr int bytes = barriers + 8 * 7 * MOST_STAGES;
+};
+
+/* The barriers, by the place of their first; one for each slot. */
+enum {
+    Q_FULL = 0,
+    Q_EMPTY = Q_FULL + 8 * MOST_STAGES,
+    K_FULL = Q_EMPTY + 8 * MOST_STAGES,
+    K_EMPTY = K_FULL + 8 * MOST_STAGES,
+    V_FULL = K_EMPTY + 8 * MOST_STAGES,
+    V_CLEAN = V_FULL + 8 * MOST_STAGES,
+    V_EMPTY = V_CLEAN + 8 * MOST_STAGES
+};
+
+/* ---------------------------------------------------------------------------------------------------------- work */
+
+/* Keys begin .. end-1 are seen by some query of a tile, i+lo .. i+hi of the sk keys by its i-th, of 0 .. last. */
+struct forward_span {
+    int begin, end, lo, hi, sk, last;
+};
+/* Where a tile's results go, and how many of its rows count, and are there. */
+struct forward_target {
+    int64_t o, lse;
+    int x, rows, all_rows; /* head */
+};
+/* What the thread that sends tells the others of a tile, through shared memory. */
+struct forward_job {
+    forward_target t;
+    forward_span s;
+};
+/* A tile of queries. */
+struct forward_work {
+    place c;
+    int x, n, row0; /* head; batch as the tensor maps count */
+    forward_span s;
+};
+
+/* Tiles come in pairs of equal cost under a causal mask: the last and the first of a head, and so on inwards; what is left in the
+ * middle of an odd number pairs with its like of the next head. 16 heads at a time, whose keys stay in the second-level cache.
+ * A block takes every gridDim.x-th pair; the pairs that do not make a full round are dealt out as single tiles. */
+INLINE unsigned count_pairs(const attention_params &p) {
+    const unsigned units = (unsigned)(p.a.h * p.a.b), tiles = (unsigned)p.tiles_q;
+    return units / 16 * 8 * tiles + (units % 16 * tiles + 1) / 2;
+}
+
+/* id = unit·tiles + tile of one step; false: there is none. */
+INLINE bool tile_of_step(const attention_params &p, unsigned step, unsigned *id) {
+    const unsigned units = (unsigned)(p.a.h * p.a.b), tiles = (unsigned)p.tiles_q, grid = gridDim.x;
+    const unsigned pairs = count_pairs(p);
+    unsigned pair = step / 2 * grid + blockIdx.x, second = step % 2;
+    if (step / 2 * grid + grid > pairs) {
+        const unsigned left = pairs % grid, at = second ? 2 * grid - 1 - blockIdx.x : blockIdx.x;
+        if (at >= 2 * left)
+            return false;
+        second = at >= left;
+        pair = pairs - left + at - second * left;
+    }
+    const unsigned section = pair / (8 * tiles), j = pair - section * 8 * tiles;
+    const unsigned count = min(16u, units - section * 16), half = tiles / 2;
+    unsigned unit = j % count, tile = second ? j / count : tiles - 1 - j / count;
+    if (j >= count * half) {
+        unit = 2 * (j - count * half) + second;
+        tile = half;
+        if (unit >= count)
+            return false;
+    }
+    *id = (section * 16 + unit) * tiles + tile;
+    return true;
+}
+
+/* False: the tile has no rows. */
+template <int ROWS> INLINE bool find_work(const attention_params &p, unsigned id, forward_work *w) {
+    const unsigned h = (unsigned)p.a.h, unit = id / (unsigned)p.tiles_q;
+    w->x = (int)(unit % h);
+    w->c = find_place(p, unit / h);
+    w->n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w->c.n;
+    const int row0 = (int)(id - unit * (unsigned)p.tiles_q) * ROWS, i1 = min(w->c.sq, row0 + ROWS);
+    w->row0 = row0;
+    w->s = {0, 0, row0 + w->c.lo, row0 + w->c.hi, w->c.sk, i1 - 1 - row0};
+    if (row0 < i1) {
+        w->s.begin = max(0, min(row0 + w->c.lo, w->c.sk));
+        w->s.end = max(w->s.begin, min(i1 + w->c.hi, w->c.sk));
+    }
+    return row0 < w->c.all_sq;
+}
+
+INLINE forward_target target_of(const attention_params &p, const forward_work &w) {
+    return {row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + w.row0), lse_at(p, w.c, w.x, w.row0), w.x, w.c.sq - w.row0,
+            w.c.all_sq - w.row0};
+}
+
+/* This block's next tile that has rows. */
+template <int ROWS> INLINE bool next_work(const attention_params &p, unsigned *step, forward_work *w) {
+    while (*step / 2 * gridDim.x < count_pairs(p)) {
+        unsigned id;
+        const bool there = tile_of_step(p, *step, &id);
+        ++*step;
+        if (there && find_work<ROWS>(p, id, w))
+            return true;
+    }
+    return false;
+}
+
+/* The n-th tile of its kind: its slot, and the parity of the phase in which it is there. */
+template <int SLOTS> INLINE unsigned slot_of(unsigned n) {
+    return n % SLOTS;
+}
+template <int SLOTS> INLINE unsigned turn_of(unsigned n) {
+    return n / SLOTS % 2;
+}
+
+/* Some key of the tile from j0 on is unseen by some query: the last ones, the first ones. */
+template <int BLOCK> INLINE bool is_cut_above(const forward_span &w, int j0) {
+    return j0 + BLOCK > w.end || j0 + BLOCK - 1 > w.hi;
+}
+INLINE bool is_cut_below(const forward_span &w, int j0) {
+    return j0 < w.last + w.lo;
+}
+template <int BLOCK> INLINE bool is_cut(const forward_span &w, int j0) {
+    return is_cut_above<BLOCK>(w, j0) || is_cut_below(w, j0);
+}
+
+/* Keys are taken from the last tile to the first. */
+template <int BLOCK> INLINE int last_tile(const forward_span &w) {
+    return w.begin + (w.end - 1 - w.begin) / BLOCK * BLOCK;
+}
+
+/* What a warpgroup does with a tile of queries of which it has the 64 from `row` on. It begins with the tile of keys from `first` on: it
+ * skips the last one if it sees others, but none there. That is one at most, as its queries are less than BLOCK from the tile's last.
+ * half: it sees the first half at most of where it begins; idle: it has no queries, and only keeps in step. */
+struct group_work {
+    int first;
+    bool skips, half, idle;
+};
+
+template <int BLOCK> INLINE group_work find_group_work(const forward_span &w, int row) {
+    const int top = last_tile<BLOCK>(w), last = min(min(row + 63, w.last) + w.hi, w.end - 1);
+    const bool idle = row > w.last, skips = !idle && last < top && last >= w.begin;
+    const int first = skips ? top - BLOCK : top;
+    return {first, skips, !idle && last < first + BLOCK / 2, idle};
+}
+
+/* -------------------------------------------------------------------------------------------------------- softmax */
+
+/* The running softmax of the two rows that a lane has a part of. */
+struct softmax_state {
+    float max[2], sum[2]; /* sum: this lane's part */
+    int bad;              /* bits: the row sees a value that is not finite */
+};
+
+/* S -> P = exp2(S·c - max·c). The maximum is allowed to be out of date as long as P stays under 2^8: what counts in the end is
+ * that all that is summed has the same. What was summed before has to be multiplied by shrink; false: by ones. */
+template <int N> INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float shrink[2]) {
+    float base[2];
+    bool grows = false;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float top = fmaxf(s[0][2 * half], s[0][2 * half + 1]);
+#pragma unroll
+        for (int y = 1; y < N / 8; y++)
+            top = fmaxf(top, fmaxf(s[y][2 * half], s[y][2 * half + 1]));
+        top = quad_max(top);
+        const float before = state->max[half];
+        const bool more = (top - before) * c > 8.0f;
+        state->max[half] = more ? top : before;
+        base[half] = state->max[half] == -CUDART_INF_F ? 0.0f : __fmul_rn(state->max[half], c);
+        /* not fused, or the rounding of what is subtracted would come in twice */
+        shrink[half] = exp2_approx(__fmul_rn(before, c) - base[half]);
+        grows |= more;
+        state->sum[half] *= shrink[half];
+    }
+#pragma unroll
+    for (int y = 0; y < N / 8; y++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] = exp2_approx(fmaf(s[y][e], c, -base[e / 2]));
+        state->sum[0] += s[y][0] + s[y][1];
+        state->sum[1] += s[y][2] + s[y][3];
+    }
+    return __any_sync(ALL_LANES, grows);
+}
+
+/* ------------------------------------------------------------------------------------------------------- the result */
+
+/* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
+INLINE float finish_row(const attention_params &p, const forward_target &t, int row, float top, float sum,
+                        bool writes) {
+    float base = __fmul_rn(top, p.scale_log2), shrink = 1.0f;
+    if ((p.a.features & HEDDLE_SINKS) && row < t.rows) {
+        base = sum == 0.0f ? -CUDART_INF_F : base;
+        const float sink = ((const float *)p.t.sinks)[t.x] * LOG2E, most = fmaxf(base, sink);
+        if (sink != -CUDART_INF_F) {
+            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - most);
+            sum = sum * shrink + exp2_approx(sink - most);
+            base = most;
+        }
+    }
+    const bool sees = row < t.rows && sum != 0.0f;
+    const float lse = natural_log(p, base, sees ? sum : 0.0f);
+    if (p.t.lse && writes && row < t.all_rows)
+        ((float *)p.t.lse)[t.lse + row] = lse;
+    return sees ? __fdividef(shrink, sum) : 0.0f;
+}
+
+/* 16 bytes of each of 16 rows from row0 on, as far as they are there: what `load` gives for row and chunk. */
+template <typename T, int D, typename F>
+INLINE void store_chunks(const attention_params &p, const forward_target &t, int row0, const F &load) {
+    constexpr int CHUNKS = D / 8;
+    const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
+    T *to = (T *)p.t.o + t.o + row0 * p.a.o_stride.s + chunk * 8;
+#pragma unroll
+    for (int row = lane / CHUNKS; row < 16; row += 32 / CHUNKS) {
+        const uint4 x = load(row, chunk);
+        if (row0 + row < t.all_rows && chunk * 8 < (int)p.a.dv)
+            store_global16(to + row * p.a.o_stride.s, x);
+    }
+}
+
+/* From registers: the four lanes of a row swap, so that each has 16 bytes in one place. */
+template <typename T, int D>
+INLINE void store_directly(const attention_params &p, const forward_target &t, int row, const float (*o)[4]) {
+    const int quarter = threadIdx.x % 4;
+    T *to = (T *)p.t.o + t.o + row * p.a.o_stride.s + quarter * 8;
+#pragma unroll
+    for (int half = 0; half < 2; half++, to += 8 * p.a.o_stride.s)
+#pragma unroll
+        for (int y = 0; y < D / 8; y += 4) {
+            uint32_t r[4];
+#pragma unroll
+            for (int x = 0; x < 4; x++)
+                r[x] = pack_pair(o[y + x][2 * half], o[y + x][2 * half + 1], T());
+#pragma unroll
+            for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+                for (int x = 0; x < 4; x++)
+                    if (!(x & bit)) {
+                        const uint32_t got = __shfl_xor_sync(ALL_LANES, quarter & bit ? r[x] : r[x | bit], bit);
+                        r[x] = quarter & bit ? got : r[x];
+                        r[x | bit] = quarter & bit ? r[x | bit] : got;
+                    }
+            if (row + half * 8 < t.all_rows && (y + quarter) * 8 < (int)p.a.dv)
+                store_global16(to + y * 8, make_uint4(r[0], r[1], r[2], r[3]));
+        }
+}
+
+/* o = O / sum, and lse. A warp's rows go through shared memory, where its rows of Q were, so that whole rows are written. */
+template <typename T, int D, int ROWS>
+INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state, float (*o)[4],
+                       uint32_t staging) {
+    const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
+    float by[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        by[half] =
+            finish_row(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]), lane % 4 == 0);
+        if (state.bad >> half & 1 && by[half] != 0.0f)
+            by[half] = CUDART_NAN_F;
+    }
+    if (__any_sync(ALL_LANES, by[0] == 0.0f || by[1] == 0.0f)) /* what was summed there may be anything */
+#pragma unroll
+        for (int y = 0; y < D / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                o[y][e] = by[e / 2] == 0.0f ? 0.0f : o[y][e];
+#pragma unroll
+    for (int y = 0; y < D / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            o[y][e] *= by[e / 2];
+    if (D > 128) {
+        store_directly<T, D>(p, t, row0 + lane / 4, o);
+        return;
+    }
+    staging += row0 * 128;
+#pragma unroll
+    for (int s = 0; s < D / 16; s++) {
+        uint32_t a[1][4];
+        pack_fragments<T, 16>(a, o + 2 * s);
+        stmatrix4(staging + s / 4 * tile90<D, ROWS>::strip + (lane & 15) * 128 +
+                      ((s % 4 * 2 + (lane >> 4)) ^ (lane & 7)) * 16,
+                  a[0]);
+    }
+    __syncwarp();
+    store_chunks<T, D>(p, t, row0, [=](int row, int chunk) {
+        return load_shared16(staging + chunk / 8 * tile90<D, ROWS>::strip + row * 128 + ((chunk ^ row) & 7) * 16);
+    });
+}
+
+/* One warp: the tiles that see no key at all. */
+template <typename T, int D, int ROWS> INLINE void store_nothing(const attention_params &p) {
+    unsigned step = 0;
+    forward_work w;
+    while (next_work<ROWS>(p, &step, &w)) {
+        if (w.s.begin < w.s.end)
+            continue;
+        const forward_target t = target_of(p, w);
+        for (int row0 = 0; row0 < ROWS; row0 += 16) {
+            finish_row(p, t, row0 + (int)threadIdx.x % 32, -CUDART_INF_F, 0.0f, threadIdx.x % 32 < 16);
+            store_chunks<T, D>(p, t, row0, [](int, int) { return make_uint4(0, 0, 0, 0); });
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,364 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention backward for Hopper in float32: no atomics, the same bits every time. Every product is three of float16 parts
+ * (attention/sm90_f32/split.cuh).
+ *
+ *   prep   of large scores: the log-sum-exp anew, as maximum and logarithm of the sum, from the very scores of dkdv and dq
+ *   dkdv   a block owns 128 keys, 64 to a warpgroup, and walks over the queries that see them, head by head of the group:
+ *          Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ, dV += Pᵀ·dO, dK += dSᵀ·Q.
+ *   dq     a block owns 128 queries of one head, 64 to a warpgroup: S = Q·Kᵀ, dP = dO·Vᵀ, dQ += dS·K.
+ *
+ * All are one walk: of what the block owns there is a first (K; Q) and a second (V; dO) tensor, and so there is of what streams
+ * by (Q, dO; K, V). S is made of the firsts, dP of the seconds. One warp fetches, into a ring of tiles of 64 rows.
+ *
+ * The tensor cores cut off when they add to an accumulator. So the small products come first, sums over a tile begin at zero, and are
+ * added to those of the tiles before by rounding additions. P and dS are scaled, row by row, by powers of two that float16 can
+ * hold: a row's sums are in units of 2^unit, and the unit grows with what is met. */
+#include "cuda/attention/sm90_f32/bwd.cuh"
+
+/* ---------------------------------------------------------------------------------------------------------- a step */
+
+/* What a warpgroup knows of its rows. */
+template <int D, int WALK> struct state {
+    uint32_t base, own; /* shared memory; this warpgroup's first tile there */
+    float factor[2];    /* what S and dP are to be multiplied with for the sake of the own tiles */
+    int first,
+        last[2]; /* positions that this lane's first row sees from, and both see to, less the lane's first column */
+    float base2[2], rest[2], dsum[2]; /* WALK_QUERIES: of the two rows; WALK_SUMS: maximum and sum */
+    int unit[2], unit2[2];
+};
+
+/* Does a lane's row see its column x of the tile at i0? */
+template <typename S> INLINE bool is_seen(const S &k, int i0, int half, int x) {
+    return x >= k.first + half * 8 - i0 && x <= k.last[half] - i0;
+}
+
+/* S -> P; in a cut tile -0 where it is not seen. */
+template <int WALK, bool CUT, typename S>
+INLINE void make_weights(float factor, const S &k, int i0, const float *numbers, float (*s)[4]) {
+    const int column0 = fragment_column();
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++) {
+        float base[4] = {k.base2[0], k.base2[0], k.base2[1], k.base2[1]},
+              rest[4] = {k.rest[0], k.rest[0], k.rest[1], k.rest[1]};
+        if (WALK == WALK_KEYS) {
+            const float2 b = *(const float2 *)(numbers + y * 8 + column0),
+                         r = *(const float2 *)(numbers + BLOCK + y * 8 + column0);
+            base[0] = base[2] = b.x;
+            base[1] = base[3] = b.y;
+            rest[0] = rest[2] = r.x;
+            rest[1] = rest[3] = r.y;
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            s[y][e] = exp2_approx(fmaf(s[y][e], factor, -base[e]) - rest[e]);
+            if (CUT && !is_seen(k, i0, e / 2, y * 8 + e % 2))
+                s[y][e] = -0.0f;
+        }
+    }
+}
+
+/* dP, times `factor`, and P -> dS. */
+template <int WALK, bool CUT, typename S>
+INLINE void make_gradients(float factor, const S &k, const float *numbers, const float (*s)[4], float (*dp)[4]) {
+    const int column0 = fragment_column();
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++) {
+        float dsum[4] = {k.dsum[0], k.dsum[0], k.dsum[1], k.dsum[1]};
+        if (WALK == WALK_KEYS) {
+            const float2 d = *(const float2 *)(numbers + 2 * BLOCK + y * 8 + column0);
+            dsum[0] = dsum[2] = d.x;
+            dsum[1] = dsum[3] = d.y;
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float t = fmaf(dp[y][e], factor, -dsum[e]);
+            dp[y][e] = CUT && __float_as_int(s[y][e]) < 0 ? 0.0f : s[y][e] * t;
+        }
+    }
+}
+
+/* One tile of what streams by: `first` and `second` lie in these slots. Releases them. */
+template <int D, int WALK>
+INLINE void add_tile(state<D, WALK> *k, int i0, bool cut, const float *numbers, int first, int second, float (*c)[4],
+                     float (*c2)[4]) {
+    typedef backward32<D, WALK> layout;
+    const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
+    const uint32_t at = k->base + layout::slots + first * layout::tile_bytes,
+                   at2 = k->base + layout::slots + second * layout::tile_bytes;
+    float s[8][4], dp[8][4], dp2[8][4], by[2];
+    uint32_t high[4][4], low[4][4];
+    wgmma_fence();
+    tile_scores<D, WALK>(s, NULL, k->own, at);
+    wgmma_commit();
+    tile_scores<D, WALK>(dp, D > 64 ? dp2 : NULL, k->own + 2 * layout::tile_bytes, at2);
+    wgmma_commit();
+    const float factor = k->factor[0] * power(-exponent[0]), factor2 = k->factor[1] * power(-exponent[1]);
+    wgmma_wait<1>();
+    pin_all<8>(s);
+    if (cut)
+        make_weights<WALK, true>(factor, *k, i0, numbers, s);
+    else
+        make_weights<WALK, false>(factor, *k, i0, numbers, s);
+    wgmma_wait<0>();
+    pin_all<8>(dp);
+    if (D > 64)
+        add_strip(dp, dp2);
+    if (WALK == WALK_QUERIES)
+        release(k->base + layout::empty + second * 8);
+    if (cut)
+        make_gradients<WALK, true>(factor2, *k, numbers, s, dp);
+    else
+        make_gradients<WALK, false>(factor2, *k, numbers, s, dp);
+    fit_units<D>(-exponent[0], k->unit, dp, c, by);
+    split_fragments(by, dp, high, low);
+    add_product<D>(c, high, low, at);
+    release(k->base + layout::empty + first * 8);
+    if (WALK == WALK_KEYS) {
+        fit_units<D>(-exponent[1], k->unit2, s, c2, by);
+        split_fragments(by, s, high, low);
+        add_product<D>(c2, high, low, at2);
+        release(k->base + layout::empty + second * 8);
+    }
+}
+
+/* Every lane has its own maximum and sum of a row until the end. */
+template <int D> INLINE void add_scores(state<D, WALK_SUMS> *k, int i0, const float *numbers, int slot) {
+    typedef backward32<D, WALK_SUMS> layout;
+    float s[8][4];
+    wgmma_fence();
+    tile_scores<D, WALK_SUMS>(s, NULL, k->own, k->base + layout::slots + slot * layout::tile_bytes);
+    wgmma_commit();
+    const float factor = k->factor[0] * power(-((const int *)numbers)[3 * BLOCK]);
+    wgmma_wait<0>();
+    pin_all<8>(s);
+    release(k->base + layout::empty + slot * 8);
+    for (int half = 0; half < 2; half++) {
+        float top = k->base2[half], sum = 0.0f;
+#pragma unroll
+        for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (is_seen(*k, i0, half, y * 8 + e))
+                    top = fmaxf(top, s[y][2 * half + e] * factor);
+        const float base = top == -CUDART_INF_F ? 0.0f : top;
+#pragma unroll
+        for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (is_seen(*k, i0, half, y * 8 + e))
+                    sum += exp2_approx(fmaf(s[y][2 * half + e], factor, -base));
+        k->rest[half] = fmaf(k->rest[half], exp2_approx(k->base2[half] - base), sum);
+        k->base2[half] = top;
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------------- beginning, end */
+
+/* prep has been here: the rows' numbers, or nothing yet. */
+template <int D, int WALK>
+INLINE state<D, WALK> begin_state(const attention_params &p, const work &w, int group, char *shared) {
+    typedef backward32<D, WALK> layout;
+    state<D, WALK> k;
+    const int own0 = w.own0 + group * BLOCK;
+    k.base = shared_address(shared);
+    k.own = k.base + group * layout::tile_bytes;
+    const int row0 = own0 + fragment_row();
+    k.first = row0 + w.low - fragment_column();
+    const int64_t tile = own0 < w.own_rows ? split_tile(p, w.c, WALK == WALK_KEYS, w.head, own0 / BLOCK) : 0;
+    for (int z = 0; z < layout::streams; z++)
+        k.factor[z] = power(own0 < w.own_rows ? -p.split[own_tensor<WALK>(z)].info[tile].exponent : 0);
+    k.factor[0] *= p.scale_log2;
+    for (int half = 0; half < 2; half++) {
+        const int i = row0 + half * 8;
+        k.last[half] = (i < w.own_rows ? min(i + w.high, w.rows - 1) : -1) - fragment_column();
+        k.unit[half] = k.unit2[half] = -1000;
+        if (WALK == WALK_SUMS) {
+            k.base2[half] = -CUDART_INF_F;
+            k.rest[half] = 0.0f;
+        } else if (WALK == WALK_QUERIES) {
+            const int64_t at = i < w.own_rows ? lse_at(p, w.c, w.head, i) : 0;
+            k.base2[half] = i < w.own_rows ? p.base[at] : CUDART_INF_F;
+            k.rest[half] = i < w.own_rows ? p.rest[at] : 0.0f;
+            k.dsum[half] = i < w.own_rows ? p.dsum[at] : 0.0f;
+        }
+    }
+    return k;
+}
+
+/* The warp's 16 rows, of which `rows` from own0 on are there. */
+template <int D>
+INLINE void store_sums(void *to, int64_t at, int64_t stride, int row0, int rows, int width, float by, const int unit[2],
+                       float (*c)[4]) {
+    if (!to)
+        return;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float one = power(unit[half] / 2), other = power(unit[half] - unit[half] / 2);
+#pragma unroll
+        for (int y = 0; y < D / 8; y++)
+            for (int e = 2 * half; e < 2 * half + 2; e++)
+                c[y][e] = c[y][e] * one * other;
+        if (row0 + half * 8 < rows)
+            store_row<float, D>((float *)to + at + (row0 + half * 8) * stride, c, half, width, by);
+    }
+}
+
+/* Large log-sum-exps in two parts, where they agree with those that were given. split has made those of rows of dO that are not finite
+ * NaN, and so they stay. */
+template <int D>
+INLINE void store_numbers(const attention_params &p, const work &w, int row0, const state<D, WALK_SUMS> *k) {
+    for (int half = 0; half < 2; half++) {
+        const int i = row0 + half * 8;
+        const float top = quad_max(k->base2[half]), base = top == -CUDART_INF_F ? 0.0f : top;
+        float sum = quad_sum(k->rest[half] * exp2_approx(k->base2[half] - base));
+        if (i >= w.own_rows || threadIdx.x % 4 || top == -CUDART_INF_F)
+            continue;
+        const int64_t at = lse_at(p, w.c, w.head, i);
+        const float lse = ((const float *)p.t.lse)[at];
+        if (p.a.features & HEDDLE_SINKS)
+            sum += exp2f(((const float *)p.t.sinks)[w.head] * LOG2E - base);
+        const float rest = log2f(sum);
+        if (is_coarse<float>(w.c, lse) && is_same_lse((base + rest) * LN2, lse) && !isnan(p.base[at])) {
+            p.base[at] = base;
+            p.rest[at] = rest;
+        }
+    }
+}
+
+template <int D, int WALK>
+INLINE void consume(const attention_params &p, const work &w, uint32_t block, char *shared, ring *r, int turn) {
+    typedef backward32<D, WALK> layout;
+    const int group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP - 1, 0);
+    const span all = find_span(w, w.own0, OWN_ROWS), mine = find_span(w, w.own0 + group * BLOCK, BLOCK);
+    state<D, WALK> k = begin_state<D, WALK>(p, w, group, shared);
+    float c[WALK == WALK_SUMS ? 1 : D / 8][4], c2[WALK == WALK_KEYS ? D / 8 : 1][4];
+    zero_all<WALK == WALK_SUMS ? 1 : D / 8>(c);
+    zero_all<WALK == WALK_KEYS ? D / 8 : 1>(c2);
+    if (all.begin < all.end)
+        mbarrier_wait(k.base + layout::own_full, turn);
+    const int steps = (all.end - all.begin + BLOCK - 1) / BLOCK * (w.head1 - w.head0);
+    int i0 = all.begin;
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        const int a = r->slot, b = layout::streams == 1 || a + 1 < layout::SLOTS ? a + 1 : 0;
+        const float *numbers = (const float *)(shared + layout::numbers) + a * NUMBERS;
+        const bool seen = i0 + BLOCK > mine.begin && i0 < mine.end, cut = i0 < mine.whole_from || i0 > mine.whole_to;
+        mbarrier_wait(k.base + layout::full + a * 8, r->turn);
+        advance<layout::SLOTS>(r);
+        if (layout::streams == 2) {
+            mbarrier_wait(k.base + layout::full + b * 8, r->turn);
+            advance<layout::SLOTS>(r);
+        }
+        if (!seen) {
+            release(k.base + layout::empty + a * 8);
+            if (layout::streams == 2)
+                release(k.base + layout::empty + b * 8);
+        } else if constexpr (WALK == WALK_SUMS)
+            add_scores<D>(&k, i0, numbers, a);
+        else
+            add_tile<D, WALK>(&k, i0, cut, numbers, WALK == WALK_QUERIES ? b : a, WALK == WALK_QUERIES ? a : b, c, c2);
+        i0 = i0 + BLOCK < all.end ? i0 + BLOCK : all.begin; /* the next head */
+    }
+    pin(block); /* or what is needed from here on would have been kept through the loop */
+    const work again = find_work<WALK>(p, block);
+    const place &o = again.c;
+    const int row0 = group * BLOCK + fragment_row();
+    if constexpr (WALK == WALK_SUMS)
+        store_numbers<D>(p, again, again.own0 + row0, &k);
+    else if (WALK == WALK_QUERIES)
+        store_sums<D>(p.t.dq, row_at(p.a.dq_stride, o.n, again.head, o.first_q + again.own0), p.a.dq_stride.s, row0,
+                      o.all_sq - again.own0, (int)p.a.d, p.scale, k.unit, c);
+    else {
+        const int64_t row = o.first_k + again.own0;
+        store_sums<D>(p.t.dk, row_at(p.a.dk_stride, o.n, again.head, row), p.a.dk_stride.s, row0, o.all_sk - again.own0,
+                      (int)p.a.d, p.scale, k.unit, c);
+        store_sums<D>(p.t.dv, row_at(p.a.dv_stride, o.n, again.head, row), p.a.dv_stride.s, row0, o.all_sk - again.own0,
+                      (int)p.a.dv, 1.0f, k.unit2, c2);
+    }
+}
+
+/* Of the tiles that a block of prep looks after, a warp each, those with a row whose log-sum-exp is too coarse: a bit each. */
+INLINE uint32_t find_large(const attention_params &p, uint32_t first, uint32_t count, uint32_t all, uint32_t *flags) {
+    const uint32_t warp = threadIdx.x / 32;
+    bool large = false;
+    if (warp < count && first + warp < all) {
+        const work w = find_work<WALK_SUMS>(p, first + warp);
+        for (int i = w.own0 + (int)threadIdx.x % 32; i < min(w.own0 + OWN_ROWS, w.own_rows); i += 32) {
+            large |= is_coarse<float>(w.c, ((const float *)p.t.lse)[lse_at(p, w.c, w.head, i)]);
+        }
+    }
+    large = __any_sync(ALL_LANES, large);
+    if (threadIdx.x % 32 == 0)
+        flags[warp] = large;
+    __syncthreads();
+    uint32_t bits = 0;
+    for (uint32_t x = 0; x < count; x++)
+        bits |= flags[x] << x;
+    __syncthreads();
+    return bits;
+}
+
+template <typename layout> INLINE void make_barriers(uint32_t base) {
+    if (threadIdx.x == 0) {
+        for (int x = 0; x < layout::SLOTS; x++) {
+            mbarrier_init(base + layout::full + x * 8, 1 + 32);
+            mbarrier_init(base + layout::empty + x * 8, CONSUMERS);
+        }
+        mbarrier_init(base + layout::own_full, 1);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+}
+
+/* dkdv, dq: a block a tile. */
+template <int D, int WALK> INLINE void attention_backward(const attention_params &p) {
+    extern __shared__ __align__(1024) char shared[];
+    const work w = find_work<WALK>(p, blockIdx.x);
+    ring r = {0, 0};
+    make_barriers<backward32<D, WALK>>(shared_address(shared));
+    if (threadIdx.x < WARPGROUP) {
+        registers_fewer<24>();
+        if (threadIdx.x < 32)
+            fetch<D, WALK>(p, w, shared_address(shared), &r);
+    } else {
+        registers_more<240>();
+        consume<D, WALK>(p, w, blockIdx.x, shared, &r, 0);
+    }
+}
+
+/* prep: a block looks at several tiles, and mostly at nothing more. */
+template <int D> INLINE void attention_sums(const attention_params &p) {
+    extern __shared__ __align__(1024) char shared[];
+    const uint32_t all = (uint32_t)((p.a.sq + OWN_ROWS - 1) / OWN_ROWS * p.a.h * p.a.b);
+    const uint32_t each = (all + gridDim.x - 1) / gridDim.x, first = blockIdx.x * each;
+    uint32_t todo = find_large(p, first, each, all, (uint32_t *)(shared + backward32<D, WALK_SUMS>::numbers));
+    int turn = 0;
+    ring r = {0, 0};
+    if (!todo)
+        return;
+    make_barriers<backward32<D, WALK_SUMS>>(shared_address(shared));
+    for (; todo; todo &= todo - 1) {
+        const uint32_t block = first + (uint32_t)__ffs((int)todo) - 1;
+        const work w = find_work<WALK_SUMS>(p, block);
+        if (threadIdx.x < 32)
+            fetch<D, WALK_SUMS>(p, w, shared_address(shared), &r);
+        else if (threadIdx.x >= WARPGROUP)
+            consume<D, WALK_SUMS>(p, w, block, shared, &r, turn);
+        const span s = find_span(w, w.own0, OWN_ROWS);
+        turn ^= s.begin < s.end;
+        __syncthreads(); /* the own tiles are free */
+    }
+}
+
+#define pass_prep(D) attention_sums<D>(p)
+#define pass_dkdv(D) attention_backward<D, WALK_KEYS>(p)
+#define pass_dq(D) attention_backward<D, WALK_QUERIES>(p)
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+    extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
+        heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
+            const __grid_constant__ attention_params p) {                                                              \
+        wait_for_earlier_grid();                                                                                       \
+        pass_##pass(dim);                                                                                              \
+    }
+#define ATTENTION_BWD32_90_LIST
+#include "cuda/attention/attention.def"

@@ -1,0 +1,472 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention forward for Hopper in float32: each product is three of float16 (attention/sm90_f32/split.cuh), high·low + low·high +
+ * high·high, so that the error is that of float32.
+ *
+ * A block has 64·GROUPS queries, a warpgroup for each 64, which splits them itself. One thread sends for the tiles of K and V,
+ * which lie ready; the warpgroups take turns in giving the tensor cores work, P·V of one tile and the scores of the next, so that one computes the softmax
+ * while another multiplies. The tensor cores cut off when they add to an accumulator: each tile's P·V begins from zero, and is
+ * added to o by a rounding addition, where the tiles' different powers of two cost nothing. */
+#include "cuda/attention/sm90/sm90.cuh"
+#include "cuda/attention/sm90_f32/split.cuh"
+
+#define PART_BYTES (SPLIT_ROWS * 128) /* from the high to the low part of a strip */
+#define SHIFT 15                      /* P is at most 1, and 2^15 in float16 */
+
+template <int D, int GROUPS> struct forward32 {
+    static constexpr int rows = GROUPS * SPLIT_ROWS;
+    static constexpr int tile = SPLIT_ROWS * D * 4;
+    static constexpr int slots = FORWARD32_SLOTS(D);
+    static constexpr int keys = GROUPS * tile; /* K and V in turn */
+    static constexpr int infos = keys + slots * tile;
+    static constexpr int marks = infos + 2 * slots * 16;   /* of the queries, two words a warpgroup */
+    static constexpr int largest = marks + GROUPS * 2 * 4; /* a word a warp */
+    static constexpr int barriers = largest + GROUPS * 4 * 4;
+};
+
+/* The barriers, by the place of their first, one per slot. */
+enum { FULL = 0, EMPTY = FULL + 8 * 8 };
+
+/* What a block does: tiles t0 .. t1-1 of keys; queries from row0 on. */
+struct forward_work {
+    place c;
+    int x, row0, t0, t1; /* x: head */
+};
+
+/* The tiles of keys that queries i0 .. i1-1 see; none: t0 = t1 = 0. */
+INLINE void find_keys(const place &c, int i0, int i1, int *t0, int *t1) {
+    const int begin = max(0, min(i0 + c.lo, c.sk)), end = i0 < i1 ? max(0, min(i1 + c.hi, c.sk)) : 0;
+    *t0 = begin < end ? begin / SPLIT_ROWS : 0;
+    *t1 = begin < end ? (end + SPLIT_ROWS - 1) / SPLIT_ROWS : 0;
+}
+
+/* The longest tiles of a causal mask, the last ones, first. */
+template <int ROWS> INLINE forward_work find_work(const attention_params &p) {
+    forward_work w;
+    int tile;
+    int64_t unit;
+    split_block(blockIdx.x, p.tiles_q, p.a.h * p.a.b, &tile, &unit);
+    w.x = (int)(unit % p.a.h);
+    w.c = find_place(p, unit / p.a.h);
+    w.row0 = (p.tiles_q - 1 - tile) * ROWS;
+    find_keys(w.c, w.row0, min(w.c.sq, w.row0 + ROWS), &w.t0, &w.t1);
+    return w;
+}
+
+/* ---------------------------------------------------------------------------------------------------------- loads */
+
+/* Tile n of a tensor, once its slot is empty. */
+template <int D, int GROUPS>
+INLINE void load_tile(const split_tensor &x, int64_t n, uint32_t base, const ring &r, const split_tensor *other) {
+    typedef forward32<D, GROUPS> layout;
+    const uint32_t full = base + layout::barriers + FULL + r.slot * 8;
+    const uint32_t info = base + layout::infos + r.slot * 32;
+    mbarrier_wait(full + EMPTY - FULL, r.turn ^ 1);
+    mbarrier_expect(full, layout::tile + (other ? 32 : 0));
+    copy_bulk(base + layout::keys + r.slot * layout::tile, (const char *)x.tiles + n * layout::tile, layout::tile,
+              full);
+    if (other) {
+        copy_bulk(info, &x.info[n], 16, full);
+        copy_bulk(info + 16, &other->info[n], 16, full);
+    }
+}
+
+/* One thread sends for everything, in the order of use. What is known of V's tile comes with that of K. */
+template <int D, int GROUPS> INLINE void produce(const attention_params &p, const forward_work &w, uint32_t base) {
+    typedef forward32<D, GROUPS> layout;
+    const int64_t k = split_tile(p, w.c, true, w.x / p.group, 0);
+    ring r = {0, 0};
+#pragma unroll 1
+    for (int t = w.t0; t < w.t1; t++) {
+        load_tile<D, GROUPS>(p.split[SPLIT_K], k + t, base, r, &p.split[SPLIT_V]);
+        advance<layout::slots>(&r);
+        load_tile<D, GROUPS>(p.split[SPLIT_V], k + t, base, r, NULL);
+        advance<layout::slots>(&r);
+    }
+}
+
+/* A warpgroup splits its 64 queries from row i0 on; *marks: of this thread's two rows, in bits 0 and 8. Their exponent. */
+template <int D, int GROUPS>
+INLINE int split_queries(const attention_params &p, const forward_work &w, int i0, int group, char *shared,
+                         uint32_t *marks) {
+    typedef forward32<D, GROUPS> layout;
+    constexpr int CHUNKS = SPLIT_ROWS * D / 8 / WARPGROUP, STEP = SPLIT_ROWS / CHUNKS;
+    const int thread = threadIdx.x % WARPGROUP, row = thread / (D / 8), chunk = thread % (D / 8);
+    const float *from = (const float *)p.t.q + row_at(p.a.q_stride, w.c.n, w.x, w.c.first_q + i0 + row);
+    uint32_t *marked = (uint32_t *)(shared + layout::marks) + group * 2;
+    uint32_t *largest = (uint32_t *)(shared + layout::largest) + group * 4, most = 0;
+    char *to = shared + group * layout::tile + chunk / 8 * (2 * PART_BYTES);
+    float x[CHUNKS][8];
+    int begin, end;
+    split_range(w.c, false, &begin, &end);
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++) {
+        const int i = i0 + row + z * STEP;
+        load_chunk(from + z * STEP * p.a.q_stride.s, chunk * 8, (int)p.a.d, p.vectors & VECTOR_Q, i >= begin && i < end,
+                   x[z]);
+    }
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++)
+        if (clean_chunk(x[z], &most))
+            atomicOr(&marked[(row + z * STEP) / 32], 1u << (row + z * STEP) % 32);
+    most = __reduce_max_sync(ALL_LANES, most);
+    if (thread % 32 == 0)
+        largest[thread / 32] = most;
+    barrier_sync(1 + GROUPS + group, WARPGROUP);
+    const int exponent = split_exponent(max(max(largest[0], largest[1]), max(largest[2], largest[3])));
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++) {
+        const int r = row + z * STEP;
+        store_chunk(to + r * 128 + ((chunk ^ r) & 7) * 16, x[z], power_of_two(exponent));
+    }
+    fence_async();
+    barrier_sync(1 + GROUPS + group, WARPGROUP);
+    *marks = marked[fragment_row() / 32] >> fragment_row() % 32;
+    return exponent;
+}
+
+/* ------------------------------------------------------------------------------------------------------- products */
+
+/* S = Q·Kᵀ, the small parts first: issued. */
+template <int D> INLINE void issue_scores(uint32_t q, uint32_t k, float (*s)[4]) {
+    const uint64_t q_high = describe_rows(q), q_low = describe_rows(q + PART_BYTES);
+    const uint64_t k_high = describe_rows(k), k_low = describe_rows(k + PART_BYTES);
+    constexpr int ROWS = 2 * SPLIT_ROWS;
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < D / 16; x++)
+        wgmma<f16, 64, 0>::run(s, q_low + rows_step<ROWS>(x), k_high + rows_step<ROWS>(x), x > 0);
+#pragma unroll
+    for (int x = 0; x < D / 16; x++)
+        wgmma<f16, 64, 0>::run(s, q_high + rows_step<ROWS>(x), k_low + rows_step<ROWS>(x), 1);
+#pragma unroll
+    for (int x = 0; x < D / 16; x++)
+        wgmma<f16, 64, 0>::run(s, q_high + rows_step<ROWS>(x), k_high + rows_step<ROWS>(x), 1);
+    wgmma_commit();
+}
+
+/* P in two parts, as A operands. */
+struct split_weights {
+    uint32_t high[SPLIT_ROWS / 16][4], low[SPLIT_ROWS / 16][4];
+};
+
+/* part = P·V: issued. */
+template <int D> INLINE void issue_sums(const split_weights &a, uint32_t v, float (*part)[4]) {
+    const uint64_t high = describe_columns<2 * PART_BYTES>(v), low = describe_columns<2 * PART_BYTES>(v + PART_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < SPLIT_ROWS / 16; x++)
+        wgmma<f16, D, 1>::run(part, a.low[x], high + columns_step(x), x > 0);
+#pragma unroll
+    for (int x = 0; x < SPLIT_ROWS / 16; x++)
+        wgmma<f16, D, 1>::run(part, a.high[x], low + columns_step(x), 1);
+#pragma unroll
+    for (int x = 0; x < SPLIT_ROWS / 16; x++)
+        wgmma<f16, D, 1>::run(part, a.high[x], high + columns_step(x), 1);
+    wgmma_commit();
+}
+
+INLINE void split_pair(float x, float y, uint32_t *high, uint32_t *low) {
+    *high = pack_f16(x, y);
+    *low = pack_f16(x - f16_to_float((uint16_t)*high), y - f16_to_float((uint16_t)(*high >> 16)));
+}
+
+INLINE void split_scores(const float (*s)[4], split_weights *a) {
+#pragma unroll
+    for (int x = 0; x < SPLIT_ROWS / 16; x++)
+#pragma unroll
+        for (int y = 0; y < 4; y++)
+            split_pair(s[2 * x + y / 2][y % 2 * 2], s[2 * x + y / 2][y % 2 * 2 + 1], &a->high[x][y], &a->low[x][y]);
+}
+
+/* -------------------------------------------------------------------------------------------------------- softmax */
+
+/* Of the two rows that a lane has a part of. P = exp2(S·c + offset), where offset = SHIFT - the maximum so far. */
+struct softmax_state {
+    float max[2], offset[2], sum[2]; /* sum: this lane's part */
+};
+
+/* S -> P; what was summed before has to be multiplied by shrink, unless false is returned. */
+INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float shrink[2]) {
+    bool grows = false;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float top = fmaxf(s[0][2 * half], s[0][2 * half + 1]);
+#pragma unroll
+        for (int y = 1; y < SPLIT_ROWS / 8; y++)
+            top = fmaxf(top, fmaxf(s[y][2 * half], s[y][2 * half + 1]));
+        top = fmaxf(state->max[half], quad_max(top) * c);
+        const float offset = top == -CUDART_INF_F ? 0.0f : SHIFT - top;
+        shrink[half] = state->max[half] == -CUDART_INF_F ? 0.0f : exp2_approx(offset - state->offset[half]);
+        grows |= top > state->max[half];
+        state->max[half] = top;
+        state->offset[half] = offset;
+        state->sum[half] *= shrink[half];
+    }
+#pragma unroll
+    for (int y = 0; y < SPLIT_ROWS / 8; y++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] = exp2_approx(fmaf(s[y][e], c, state->offset[e / 2]));
+        state->sum[0] += s[y][0] + s[y][1];
+        state->sum[1] += s[y][2] + s[y][3];
+    }
+    return __any_sync(ALL_LANES, grows);
+}
+
+/* Scores of rows and keys that are not finite become NaN. rows: the marks of this thread's two, in bits 0 and 8. */
+INLINE void mark_scores(uint32_t rows, const uint32_t keys[2], float (*s)[4]) {
+    const int column = fragment_column();
+#pragma unroll
+    for (int y = 0; y < SPLIT_ROWS / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (rows >> e / 2 * 8 & 1 || keys[y / 4] >> (y % 4 * 8 + column + e % 2) & 1)
+                s[y][e] = CUDART_NAN_F;
+}
+
+/* ------------------------------------------------------------------------------------------------------ arithmetic */
+
+INLINE split_info read_info(uint32_t at) {
+    const uint4 r = load_shared16(at);
+    return {(int)r.x, __uint_as_float(r.y), {r.z, r.w}};
+}
+
+/* Every lane arrives: each has read the tile's info. */
+INLINE void release(uint32_t barrier) {
+    mbarrier_arrive(barrier);
+}
+
+/* The turns of the warpgroups to issue products. */
+template <int GROUPS> INLINE void take_turn(int group) {
+    barrier_sync(1 + group, 2 * WARPGROUP);
+}
+template <int GROUPS> INLINE void pass_turn(int group) {
+    barrier_arrive(1 + (group + 1) % GROUPS, 2 * WARPGROUP);
+}
+
+/* A warpgroup's 64 queries: what does not change from tile to tile. */
+struct forward_rows {
+    int i0, last;   /* first row, and last that there is */
+    int lo, hi, sk; /* row i sees keys i+lo .. i+hi of sk */
+    float c;        /* scale·log2(e), divided by Q's power of two */
+    uint32_t marks; /* of the thread's two rows, in bits 0 and 8 */
+};
+
+/* The scores of tile t are there: marks and masks, softmax, the two parts of P. o and *shift: of which power of two V is. */
+template <int D>
+INLINE void receive_scores(const forward_rows &w, int t, uint32_t info, softmax_state *state, float (*s)[4],
+                           split_weights *a, float (*o)[4], float *unit) {
+    const split_info k = read_info(info), v = read_info(info + 16);
+    const float c = fminf(fmaxf(w.c * power_of_two(-k.exponent), 0x1p-126f), 0x1p126f);
+    const uint32_t marks[2] = {k.marks[0] | v.marks[0], k.marks[1] | v.marks[1]};
+    const int j0 = t * SPLIT_ROWS;
+    float shrink[2];
+    if (w.marks | marks[0] | marks[1])
+        mark_scores(w.marks, marks, s);
+    if (j0 + SPLIT_ROWS > w.sk || j0 + SPLIT_ROWS - 1 > w.i0 + w.hi)
+        mask_above<SPLIT_ROWS>(w.hi, w.sk, w.i0, j0, s);
+    if (j0 < w.last + w.lo)
+        mask_below<SPLIT_ROWS>(w.lo, w.i0, j0, s);
+    if (online_softmax(state, c, s, shrink))
+#pragma unroll
+        for (int y = 0; y < D / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                o[y][e] *= shrink[e / 2];
+    split_scores(s, a);
+    *unit = power_of_two(-SHIFT - v.exponent);
+}
+
+/* A tile of K and one of V that this warpgroup does not see. */
+template <int D, int GROUPS> INLINE void pass_by(uint32_t base, ring *r, int tiles, int group) {
+    typedef forward32<D, GROUPS> layout;
+    for (int x = 0; x < tiles; x++) {
+        take_turn<GROUPS>(group);
+        pass_turn<GROUPS>(group);
+        for (int y = 0; y < 2; y++) {
+            const uint32_t full = base + layout::barriers + FULL + r->slot * 8;
+            mbarrier_wait(full, r->turn);
+            release(full + EMPTY - FULL);
+            advance<layout::slots>(r);
+        }
+    }
+}
+
+/* Tiles t0 .. t1-1. */
+template <int D, int GROUPS>
+INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t base, ring *r, softmax_state *state,
+                    float (*o)[4]) {
+    typedef forward32<D, GROUPS> layout;
+    const uint32_t q = base + group * layout::tile, barriers = base + layout::barriers;
+    split_weights a;
+    float s[SPLIT_ROWS / 8][4], part[D / 8][4], unit;
+    mbarrier_wait(barriers + FULL + r->slot * 8, r->turn);
+    take_turn<GROUPS>(group);
+    issue_scores<D>(q, base + layout::keys + r->slot * layout::tile, s);
+    pass_turn<GROUPS>(group);
+    wgmma_wait<0>();
+    pin_all<SPLIT_ROWS / 8>(s);
+    receive_scores<D>(w, t0, base + layout::infos + r->slot * 32, state, s, &a, o, &unit);
+    release(barriers + EMPTY + r->slot * 8);
+    advance<layout::slots>(r);
+#pragma unroll 1
+    for (int t = t0 + 1; t < t1; t++) {
+        ring next = *r;
+        advance<layout::slots>(&next);
+        mbarrier_wait(barriers + FULL + r->slot * 8, r->turn);
+        mbarrier_wait(barriers + FULL + next.slot * 8, next.turn);
+        take_turn<GROUPS>(group);
+        pin_all<4>(a.high);
+        pin_all<4>(a.low);
+        issue_sums<D>(a, base + layout::keys + r->slot * layout::tile, part);
+        issue_scores<D>(q, base + layout::keys + next.slot * layout::tile, s);
+        pass_turn<GROUPS>(group);
+        wgmma_wait<1>();
+        pin_all<D / 8>(part);
+        release(barriers + EMPTY + r->slot * 8);
+#pragma unroll
+        for (int y = 0; y < D / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                o[y][e] = fmaf(part[y][e], unit, o[y][e]);
+        pin_all<D / 8>(o);
+        wgmma_wait<0>();
+        pin_all<SPLIT_ROWS / 8>(s);
+        receive_scores<D>(w, t, base + layout::infos + next.slot * 32, state, s, &a, o, &unit);
+        release(barriers + EMPTY + next.slot * 8);
+        *r = next;
+        advance<layout::slots>(r);
+    }
+    mbarrier_wait(barriers + FULL + r->slot * 8, r->turn);
+    pin_all<4>(a.high);
+    pin_all<4>(a.low);
+    issue_sums<D>(a, base + layout::keys + r->slot * layout::tile, part);
+    wgmma_wait<0>();
+    pin_all<D / 8>(part);
+    release(barriers + EMPTY + r->slot * 8);
+    advance<layout::slots>(r);
+#pragma unroll
+    for (int y = 0; y < D / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            o[y][e] = fmaf(part[y][e], unit, o[y][e]);
+}
+
+/* ------------------------------------------------------------------------------------------------------- the result */
+
+/* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
+INLINE float finish_row(const attention_params &p, const forward_work &w, int i, float offset, float sum) {
+    float top = sum == 0.0f ? -CUDART_INF_F : SHIFT - offset, shrink = 1.0f;
+    sum *= power_of_two(-SHIFT);
+    if ((p.a.features & HEDDLE_SINKS) && i < w.c.sq) {
+        const float sink = ((const float *)p.t.sinks)[w.x] * LOG2E, most = fmaxf(top, sink);
+        if (sink != -CUDART_INF_F) {
+            shrink = top == -CUDART_INF_F ? 0.0f : exp2_approx(top - most);
+            sum = sum * shrink + exp2_approx(sink - most);
+            top = most;
+        }
+    }
+    if (i >= w.c.sq)
+        sum = 0.0f;
+    if (p.t.lse && threadIdx.x % 4 == 0 && i < w.c.all_sq)
+        ((float *)p.t.lse)[lse_at(p, w.c, w.x, i)] = natural_log(p, top, sum);
+    return sum == 0.0f ? 0.0f : shrink / sum;
+}
+
+/* o = O / sum, and lse. The four lanes of a row write 32 bytes. */
+template <int D>
+INLINE void store_rows(const attention_params &p, const forward_work &w, int i0, const softmax_state &state,
+                       const float (*o)[4]) {
+    const int column = fragment_column();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = i0 + fragment_row() + half * 8;
+        const float by = finish_row(p, w, i, state.offset[half], quad_sum(state.sum[half]));
+        float *to = (float *)p.t.o + row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + i);
+        if (i >= w.c.all_sq)
+            continue;
+#pragma unroll
+        for (int y = 0; y < D / 8; y++) {
+            const int e = y * 8 + column;
+            const float x0 = by == 0.0f ? 0.0f : o[y][2 * half] * by, x1 = by == 0.0f ? 0.0f : o[y][2 * half + 1] * by;
+            if (p.vectors & VECTOR_O) {
+                if (e < (int)p.a.dv)
+                    *(float2 *)(to + e) = make_float2(x0, x1);
+            } else {
+                if (e < (int)p.a.dv)
+                    to[e] = x0;
+                if (e + 1 < (int)p.a.dv)
+                    to[e + 1] = x1;
+            }
+        }
+    }
+}
+
+template <int D, int GROUPS>
+INLINE void consume(const attention_params &p, const forward_work &w, int group, uint32_t base, char *shared) {
+    typedef forward32<D, GROUPS> layout;
+    forward_rows rows;
+    softmax_state state;
+    float o[D / 8][4];
+    int t0, t1;
+    ring r = {0, 0};
+    rows.i0 = w.row0 + group * SPLIT_ROWS;
+    rows.last = min(w.c.sq, rows.i0 + SPLIT_ROWS) - 1;
+    rows.lo = w.c.lo;
+    rows.hi = w.c.hi;
+    rows.sk = w.c.sk;
+    find_keys(w.c, rows.i0, rows.last + 1, &t0, &t1);
+    zero_all<D / 8>(o);
+    state = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, {0.0f, 0.0f}};
+    if (group == GROUPS - 1)
+        pass_turn<GROUPS>(group);
+    if (t0 == t1)
+        t0 = t1 = w.t1;
+    if (t0 < t1)
+        rows.c = p.scale_log2 * power_of_two(-split_queries<D, GROUPS>(p, w, rows.i0, group, shared, &rows.marks));
+    pass_by<D, GROUPS>(base, &r, t0 - w.t0, group);
+    if (t0 < t1) {
+        compute<D, GROUPS>(rows, t0, t1, group, base, &r, &state, o);
+    }
+    pass_by<D, GROUPS>(base, &r, w.t1 - t1, group);
+    store_rows<D>(p, w, rows.i0, state, o);
+}
+
+template <int D, int GROUPS> INLINE void attention_forward32(const attention_params &p) {
+    typedef forward32<D, GROUPS> layout;
+    extern __shared__ char shared[];
+    const uint32_t base = align_tiles(shared_address(shared)), barriers = base + layout::barriers;
+    char *const from = shared + (base - shared_address(shared));
+    const forward_work w = find_work<layout::rows>(p);
+    if (w.row0 >= w.c.all_sq)
+        return;
+    if (threadIdx.x == 0) {
+        for (int x = 0; x < layout::slots; x++) {
+            mbarrier_init(barriers + FULL + x * 8, 1);
+            mbarrier_init(barriers + EMPTY + x * 8, GROUPS * WARPGROUP);
+        }
+        mbarrier_init_fence();
+    }
+    if (threadIdx.x < 2 * GROUPS)
+        ((uint32_t *)(from + layout::marks))[threadIdx.x] = 0;
+    __syncthreads();
+    const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
+    if (warp < 4) {
+        registers_fewer<GROUPS == 2 ? 40 : 32>();
+        if (threadIdx.x == 0 && w.t0 < w.t1)
+            produce<D, GROUPS>(p, w, base);
+    } else {
+        registers_more<GROUPS == 2 ? 232 : 160>();
+        consume<D, GROUPS>(p, w, warp / 4 - 1, base, from);
+    }
+}
+
+#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+    extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
+        heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
+            const __grid_constant__ attention_params p) {                                                              \
+        wait_for_earlier_grid();                                                                                       \
+        attention_forward32<dim, tiles>(p);                                                                            \
+    }
+#define ATTENTION_FWD32_LIST
+#include "cuda/attention/attention.def"

@@ -1,0 +1,203 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The launches of norm-linear's backward pass. Pure. */
+#include "cuda/norm_linear/launches.h"
+
+/* xhat for dw and dgamma, unless dx's last launch can leave it, or the moments alone for dx. In float32 dy and, for dx, W go into
+ * planes too: every row of dy has its own scale, which xhat takes out again for dw; W has one for the whole matrix. */
+static void prepare_backward(norm_linear_call *c, bool product_w, bool given) {
+    const heddle_norm_linear *a = c->a;
+    const norm_linear_arrays *at = &c->at;
+    const bool xhat = product_w && (c->wide || !c->t->dx);
+    norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.given = given, .high = xhat ? at->z : NULL}), w = {0};
+    norm_prepare p = {0};
+    if (!xhat && (given || !c->t->dx))
+        x.rows = 0;
+    if (c->wide && (product_w || c->t->dx)) {
+        norm_rows dy = {.packs = 1,
+                        .in = c->t->dy,
+                        .ld = a->dy_stride,
+                        .rows = a->m,
+                        .cols = (int32_t)a->n,
+                        .high = at->dy,
+                        .low = c->tf32 ? NULL : at->dy_low,
+                        .ldp = (int32_t)c->np,
+                        .row_exponent = at->dy_exponent};
+        if (c->t->dx)
+            w = (norm_rows){.packs = 1,
+                            .in = c->t->w,
+                            .ld = a->w_stride,
+                            .rows = a->n,
+                            .cols = (int32_t)a->k,
+                            .ldp = (int32_t)c->kp,
+                            .row_exponent = at->w_exponent};
+        p.of_blocks = (int32_t)heddle__cuda_add_prepare(c, (norm_prepare){.job = {dy, w}, .least = at->least});
+        p.of = at->least;
+        p.shared = at->shared;
+        w.row_exponent = NULL;
+        w.shares = 1;
+        w.high = at->w;
+        w.low = c->tf32 ? NULL : at->w_low;
+        x.row_exponent = at->dy_exponent;
+    }
+    p.job[0] = x;
+    p.job[1] = w;
+    heddle__cuda_add_prepare(c, p);
+}
+
+static norm_finish finish_of_x(const norm_linear_call *c, bool product_w) {
+    const heddle_norm_linear *a = c->a;
+    const heddle_norm_linear_data *t = c->t;
+    norm_finish f = {.dx = t->dx,
+                     .z = product_w && !c->wide ? c->at.z : NULL,
+                     .ldz = c->kp,
+                     .x = t->x,
+                     .gamma = t->gamma,
+                     .ldd = a->dx_stride,
+                     .ldx = a->x_stride,
+                     .rows = a->m,
+                     .cols = (int32_t)a->k,
+                     .mean = c->at.mean,
+                     .rstd = c->at.rstd,
+                     .centred = a->norm == HEDDLE_LAYER_NORM};
+    f.vector = aligned16(f.dx, f.ldd, size_of(c)) && aligned16(f.x, f.ldx, size_of(c)) && aligned16(f.gamma, 0, 2);
+    return f;
+}
+
+/* h = dy·W, to dx. */
+static void add_dx(norm_linear_call *c) {
+    const heddle_norm_linear *a = c->a;
+    const heddle_norm_linear_data *t = c->t;
+    const norm_linear_arrays *at = &c->at;
+    norm_gemm g = {.rows = a->m,
+                   .cols = a->k,
+                   .depth = a->n,
+                   .a = t->dy,
+                   .lda = a->dy_stride,
+                   .b = t->w,
+                   .ldb = a->w_stride,
+                   .out = t->dx,
+                   .ldo = a->dx_stride};
+    if (c->wide) {
+        g.a = at->dy;
+        g.a_low = at->dy_low;
+        g.lda = c->np;
+        g.b = at->w;
+        g.b_low = at->w_low;
+        g.ldb = c->kp;
+        g.row_exponent = at->dy_exponent;
+        g.shared_exponent = at->shared + W_SHARED;
+    }
+    heddle__cuda_add_gemm(c, GEMMS(dx), &g, false, true);
+}
+
+/* What backward has to do. */
+typedef struct needs {
+    bool sums;    /* dgamma and dbeta come with dx, from its rows */
+    bool product; /* G = dyᵀ·xhat */
+    bool dbias;   /* for its own sake or others' */
+} needs;
+
+/* dx from h, and the shares of dbias, dgamma and dbeta in one launch, and those gradients in the next. */
+static void add_finish(norm_linear_call *c, needs need) {
+    const heddle_norm_linear *a = c->a;
+    const heddle_norm_linear_data *t = c->t;
+    norm_finish f = {0};
+    norm_totals totals = {0};
+    int64_t units = 0;
+    if (t->dx) {
+        f = finish_of_x(c, need.product);
+        f.part = need.sums ? c->at.finish_part : NULL;
+        units = row_units(f.rows, f.cols, 64, ROW_THREADS);
+    }
+    if (need.dbias) {
+        f.sums = (norm_sums){.a = t->dy,
+                             .ld = a->dy_stride,
+                             .rows = a->m,
+                             .cols = a->n,
+                             .part = c->at.dbias_part,
+                             .parts = parts_of(a->m),
+                             .vector = aligned16(t->dy, a->dy_stride, size_of(c))};
+        units += blocks(a->n, SUM_COLS) * f.sums.parts;
+        totals.job[0] = (norm_sums){.ld = a->n,
+                                    .cols = a->n,
+                                    .part = c->at.dbias_part,
+                                    .parts = f.sums.parts,
+                                    .out = t->dbias,
+                                    .sum = c->at.dbias};
+    }
+    units = least_of(units, finish_blocks(c));
+    heddle__cuda_add(c, OF_DTYPE(finish)[c->dtype], units, FINISH_SHARED(size_of(c)),
+                     &(norm_linear_params){.finish = f});
+    norm_sums sum = {.ld = 2 * a->k, .cols = a->k, .part = f.part, .parts = (int32_t)units, .out = t->dgamma};
+    if (f.part && t->dgamma)
+        totals.job[1] = sum;
+    if (f.part && t->dbeta) {
+        sum.part = f.part + a->k;
+        sum.out = t->dbeta;
+        totals.job[2] = sum;
+    }
+    heddle__cuda_add_totals(c, totals);
+}
+
+/* G = dyᵀ·xhat, and from it dw and the shares of dgamma, of which this returns the number. */
+static int32_t add_dw(norm_linear_call *c, bool dgamma) {
+    const heddle_norm_linear *a = c->a;
+    const heddle_norm_linear_data *t = c->t;
+    const norm_linear_arrays *at = &c->at;
+    norm_gemm g = {.rows = a->n,
+                   .cols = a->k,
+                   .depth = a->m,
+                   .a = t->dy,
+                   .lda = a->dy_stride,
+                   .b = at->z,
+                   .b_low = at->z_low,
+                   .ldb = c->kp,
+                   .out = t->dw,
+                   .ldo = a->dw_stride,
+                   .gamma = t->gamma,
+                   .beta = t->beta,
+                   .row_bias = t->dw && t->beta ? at->dbias : NULL,
+                   .w = t->w,
+                   .ldx = a->w_stride,
+                   .part = dgamma ? at->dgamma_part : NULL};
+    if (c->wide) {
+        g.a = at->dy;
+        g.a_low = at->dy_low;
+        g.lda = c->np;
+        g.exponent = xhat_exponent(a->k);
+        g.shared_exponent = at->shared + DY_SHARED;
+    }
+    const bool sm90 = heddle__cuda_add_gemm(c, GEMMS(dw), &g, true, true);
+    return (int32_t)((sm90 ? 1 : 2) * blocks(a->n, GEMM_TILE));
+}
+
+void heddle__cuda_norm_linear_backward(norm_linear_call *c) {
+    const heddle_norm_linear *a = c->a;
+    const heddle_norm_linear_data *t = c->t;
+    norm_linear_arrays *at = &c->at;
+    const bool given = t->mean && t->rstd;
+    needs need = {.sums = !c->wide && t->dx && (t->dgamma || t->dbeta) && a->k <= SUMMED_ROW};
+    need.product = t->dw || (t->dgamma && !need.sums);
+    need.dbias = t->dbias || (t->dbeta && !need.sums) || (t->dw && t->beta);
+    norm_totals last = {0};
+    at->mean = given ? t->mean : at->mean;
+    at->rstd = given ? t->rstd : at->rstd;
+    prepare_backward(c, need.product, given);
+    if (t->dx)
+        add_dx(c);
+    if (t->dx || need.dbias)
+        add_finish(c, need);
+    if (need.product) {
+        const bool dgamma = t->dgamma && !need.sums;
+        last.job[0] = (norm_sums){.parts = add_dw(c, dgamma),
+                                  .part = at->dgamma_part,
+                                  .ld = a->k,
+                                  .cols = dgamma ? a->k : 0,
+                                  .out = t->dgamma};
+    }
+    /* dbeta = Wᵀ·dbias */
+    if (t->dbeta && !need.sums)
+        last.job[1] =
+            (norm_sums){.a = t->w, .ld = a->w_stride, .rows = a->n, .cols = a->k, .factor = at->dbias, .out = t->dbeta};
+    heddle__cuda_add_totals(c, last);
+}

@@ -1,0 +1,241 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What norm-linear does after the product for dx: dx itself, and sums of columns, in two steps; every one in a fixed order. */
+#include "cuda/norm_linear/rows.cuh"
+
+enum { SUM_WARPS = ROW_THREADS / 32 };
+
+/* f(c, e) for each of this thread's chunks, the c-th at column e; c is known to the compiler, and HELD for all that are not held. */
+template <int TEAM, int HELD, typename F> INLINE void each_held(int cols, const F &f) {
+    int e = threadIdx.x % TEAM * 8;
+#pragma unroll
+    for (int c = 0; c < HELD; c++, e += TEAM * 8)
+        if (e < cols)
+            f(c, e);
+#pragma unroll 1
+    for (; e < cols; e += TEAM * 8)
+        f(HELD, e);
+}
+
+template <typename T> struct finish_piece {
+    row_of<T, FINISH_HELD> h, x;
+    float shift, rstd;
+};
+
+/* What this thread's rows add to dgamma and dbeta, of the columns that it holds. */
+struct column_sums {
+    float gamma[FINISH_HELD][8], beta[FINISH_HELD][8];
+};
+
+/* f(c, e, h, g, xhat) sees eight elements at a time, column e on. */
+template <typename T, int TEAM, typename F>
+INLINE void each_gradient(const norm_finish &p, const finish_piece<T> &r, const F &f) {
+    each_held<TEAM, FINISH_HELD>(p.cols, [&](int c, int e) {
+        float h[8], g[8], v[8];
+        get(r.h, c, e, h);
+        get(r.x, c, e, v);
+        if (p.gamma)
+            load8((const T *)p.gamma, e, p.cols, p.vector, g);
+#pragma unroll
+        for (int x = 0; x < 8; x++) {
+            g[x] = p.gamma ? h[x] * g[x] : h[x];
+            v[x] = (v[x] - r.shift) * r.rstd;
+        }
+        f(c, e, h, g, v);
+    });
+}
+
+/* In place. */
+template <typename T, int TEAM>
+INLINE void finish_row(const norm_finish &p, int64_t row, const finish_piece<T> &r, column_sums *s, meeting *m,
+                       int *turn) {
+    T *dx = (T *)p.dx + row * p.ldd;
+    float sum = 0, dot = 0;
+    each_gradient<T, TEAM>(p, r, [&](int c, int e, const float *h, const float *g, const float *v) {
+#pragma unroll
+        for (int x = 0; x < 8; x++) {
+            sum += g[x]; /* zeros past the end */
+            dot += g[x] * v[x];
+            if (sizeof(T) == 2 && c < FINISH_HELD) {
+                s->gamma[c][x] += h[x] * v[x];
+                s->beta[c][x] += h[x];
+            }
+        }
+    });
+    const float2 both = team_sum<TEAM>(sum, dot, m, turn);
+    const float c1 = p.centred ? both.x / (float)p.cols : 0, c2 = both.y / (float)p.cols;
+    each_gradient<T, TEAM>(p, r, [&](int c, int e, const float *h, const float *g, const float *v) {
+        float d[8];
+#pragma unroll
+        for (int x = 0; x < 8; x++)
+            d[x] = r.rstd * (g[x] - c1 - v[x] * c2);
+        store8(dx, e, p.cols, p.vector, d);
+        if (p.z)
+            store8((T *)p.z + row * p.ldz, e, p.cols, true, v);
+    });
+}
+
+/* The teams' sums, added up, to part[block][2][cols]; by way of shared memory that nobody needs any more. */
+template <int TEAM> INLINE void store_sums(const norm_finish &p, const column_sums &s, float *shared) {
+    float *part = p.part + (int64_t)blockIdx.x * 2 * p.cols;
+    float *own = TEAM < ROW_THREADS ? shared + threadIdx.x / TEAM * 2 * p.cols : part;
+    __syncthreads();
+    each_held<TEAM, FINISH_HELD>(p.cols, [&](int c, int e) {
+#pragma unroll
+        for (int x = 0; x < 8 && c < FINISH_HELD; x++)
+            if (e + x < p.cols) {
+                own[e + x] = s.gamma[c][x];
+                own[p.cols + e + x] = s.beta[c][x];
+            }
+    });
+    if (TEAM == ROW_THREADS)
+        return;
+    __syncthreads();
+    for (int x = threadIdx.x; x < 2 * p.cols; x += ROW_THREADS) {
+        float sum = 0;
+        for (int team = 0; team < ROW_THREADS / TEAM; team++)
+            sum += shared[team * 2 * p.cols + x];
+        part[x] = sum;
+    }
+}
+
+template <typename T, int TEAM> INLINE void finish_rows(const norm_finish &p, uint32_t *unit, char *held, meeting *m) {
+    constexpr int STAGE = FINISH_STAGE(sizeof(T)), STAGES = FINISH_STAGES(sizeof(T)),
+                  HEADS = 2 * row_of<T, FINISH_HELD>::BYTES;
+    static_assert(HEADS + ROW_THREADS * 8 == STAGE, "the plan counts with this");
+    char *const own = held + threadIdx.x * 16, *const head = held + HEADS + threadIdx.x * 8;
+    int turn = 0;
+    column_sums s = {};
+    const auto row_at = [&](int64_t row, int stage) {
+        char *const at = own + stage * STAGE;
+        const bool vector = p.vector;
+        return finish_piece<T>{{(const T *)p.dx + row * p.ldd, at, p.cols, vector},
+                               {(const T *)p.x + row * p.ldx, at + row_of<T, FINISH_HELD>::BYTES, p.cols, vector},
+                               0,
+                               0};
+    };
+    const auto fetch_row = [&](int64_t row, int stage) {
+        const finish_piece<T> r = row_at(row, stage);
+        fetch<TEAM>(r.h);
+        fetch<TEAM>(r.x);
+        cp_async4(shared_address(head + stage * STAGE), p.mean + row, 4);
+        cp_async4(shared_address(head + stage * STAGE + 4), p.rstd + row, 4);
+    };
+    each_row<TEAM, STAGES>(unit, p.rows, fetch_row, [&](int64_t row, int stage) {
+        finish_piece<T> r = row_at(row, stage);
+        const float2 moments = *(const float2 *)(head + stage * STAGE);
+        r.shift = p.centred ? moments.x : 0;
+        r.rstd = moments.y;
+        finish_row<T, TEAM>(p, row, r, &s, m, &turn);
+    });
+    if (sizeof(T) == 2 && p.part)
+        store_sums<TEAM>(p, s, (float *)held);
+}
+
+/* Eight columns of AT_ONCE rows, all of them on their way before the first is used. */
+enum { AT_ONCE = 8 };
+template <typename T> INLINE void add_rows(const T *from, int64_t step, float sum[8]) {
+    uint4 held[AT_ONCE][sizeof(T) / 2];
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; r++)
+#pragma unroll
+        for (int x = 0; x < (int)sizeof(T) / 2; x++)
+            held[r][x] = ((const uint4 *)(from + r * step))[x];
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; r++)
+#pragma unroll
+        for (int x = 0; x < 8; x++)
+            sum[x] += to_float(((const T *)held[r])[x]);
+}
+
+/* A unit is SUM_COLS columns and one share of the rows; the warps take rows in turn. */
+template <typename T> INLINE void partial_sums(const norm_sums &p, uint32_t unit, float sums[][SUM_COLS]) {
+    const uint32_t blocks = (uint32_t)((p.cols + SUM_COLS - 1) / SUM_COLS);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (; unit < blocks * p.parts; unit += gridDim.x) {
+        const int64_t part = unit / blocks, col0 = (int64_t)(unit % blocks) * SUM_COLS, col = col0 + lane * 8;
+        const int64_t begin = p.rows * part / p.parts, end = p.rows * (part + 1) / p.parts;
+        float sum[8] = {};
+        int64_t row = begin + warp;
+        if (p.vector && col + 8 <= p.cols)
+            for (; row + (AT_ONCE - 1) * SUM_WARPS < end; row += AT_ONCE * SUM_WARPS)
+                add_rows((const T *)p.a + row * p.ld + col, SUM_WARPS * p.ld, sum);
+        for (; row < end; row += SUM_WARPS) {
+            float v[8];
+            load8((const T *)p.a + row * p.ld, col, p.cols, p.vector, v);
+#pragma unroll
+            for (int x = 0; x < 8; x++)
+                sum[x] += v[x];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int x = 0; x < 8; x++)
+            sums[warp][lane * 8 + x] = sum[x];
+        __syncthreads();
+        const int64_t mine = col0 + threadIdx.x;
+        float all = 0;
+#pragma unroll
+        for (int w = 0; w < SUM_WARPS; w++)
+            all += sums[w][threadIdx.x];
+        if (mine < p.cols)
+            p.part[part * p.cols + mine] = all;
+    }
+}
+
+template <typename T> INLINE void finish_kernel(const norm_finish &p) {
+    extern __shared__ __align__(16) char held[];
+    meeting *const m = (meeting *)(held + FINISH_STAGES(sizeof(T)) * FINISH_STAGE(sizeof(T)));
+    float *const sums = (float *)((char *)m + MEETING);
+    uint32_t unit = blockIdx.x;
+    if (p.cols <= SHORT_ROW)
+        finish_rows<T, 64>(p, &unit, held, m);
+    else
+        finish_rows<T, ROW_THREADS>(p, &unit, held, m);
+    partial_sums<T>(p.sums, unit, (float(*)[SUM_COLS])sums);
+}
+
+/* ------------------------------------------------------------------------------------------------------------- total */
+
+/* The sum over this thread's `count` rows of one column, eight of them on their way at a time. */
+template <typename E> INLINE float column_sum(const E *from, int64_t ld, const float *factor, int64_t count) {
+    float sum = 0;
+#pragma unroll 8
+    for (int64_t row = threadIdx.x / 32; row < count; row += TOTAL_WARPS)
+        sum += to_float(from[row * ld]) * (factor ? factor[row] : 1);
+    return sum;
+}
+
+/* A block has 32 columns of one of the jobs. */
+template <typename T> INLINE void total_kernel(const norm_totals &all) {
+    __shared__ float sums[TOTAL_WARPS][32];
+    uint32_t unit = blockIdx.x, job = 0;
+    while (job < 2 && unit >= (uint32_t)((all.job[job].cols + 31) / 32)) {
+        unit -= (uint32_t)((all.job[job].cols + 31) / 32);
+        job++;
+    }
+    const norm_sums &p = all.job[job];
+    const int64_t col = (int64_t)unit * 32 + threadIdx.x % 32;
+    float sum = 0;
+    if (col < p.cols)
+        sum = p.a ? column_sum((const T *)p.a + col, p.ld, p.factor, p.rows)
+                  : column_sum((const float *)p.part + col, p.ld, NULL, p.parts);
+    sums[threadIdx.x / 32][threadIdx.x % 32] = sum;
+    __syncthreads();
+    if (threadIdx.x >= 32 || col >= p.cols)
+        return;
+    sum = 0;
+#pragma unroll
+    for (int w = 0; w < TOTAL_WARPS; w++)
+        sum += sums[w][threadIdx.x];
+    if (p.out)
+        ((T *)p.out)[col] = from_float<T>(sum);
+    if (p.sum)
+        p.sum[col] = sum;
+}
+
+#define FINISH_KERNELS(dtype, T)                                                                                       \
+    ROW_KERNEL(finish, dtype, T, norm_finish, ROW_THREADS, FINISH_BLOCKS)                                              \
+    ROW_KERNEL(total, dtype, T, norm_totals, TOTAL_WARPS * 32, 1)
+
+FINISH_KERNELS(bf16, bf16)
+FINISH_KERNELS(f16, f16)
+FINISH_KERNELS(f32, float)

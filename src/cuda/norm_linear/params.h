@@ -1,0 +1,159 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The parameters of the norm-linear kernels. C and CUDA C. Element type T is the problem's dtype.
+ *
+ * float32 goes through the tensor cores as two planes of float16, high + low, 22 bits of significand, after scaling by powers
+ * of two that are kept as exponents and taken out again in the epilogue. */
+#ifndef HEDDLE_CUDA_NORM_LINEAR_PARAMS_H
+#define HEDDLE_CUDA_NORM_LINEAR_PARAMS_H
+
+#include "cuda/tensor_map.h"
+
+/* out[rows, cols] = epilogue(A·B). A and B are 16-bit planes whose leading dimension is a multiple of 8 elements. */
+typedef struct norm_gemm {
+    const void *a, *a_low; /* fwd, dx: [rows, depth]; dw: [depth, rows] */
+    const void *b, *b_low; /* fwd: [cols, depth]; dx, dw: [depth, cols] */
+    int64_t lda, ldb;
+    int64_t rows, cols, depth;
+    int64_t row_tiles, col_tiles;
+    /* The product is worth 2^-(exponent + *shared_exponent + row_exponent[row] + col_exponent[col]); each may be NULL. */
+    const int32_t *row_exponent, *col_exponent, *shared_exponent;
+    int32_t exponent;
+    int32_t pairs;            /* two neighbours of out may be stored at once */
+    void *out;                /* T [rows, cols]; dw: NULL if not wanted */
+    int64_t ldo;              /* of out */
+    const float *mean, *rstd; /* per row. fwd: NULL when A is normalised already */
+    const float *col_sum;     /* fwd: s */
+    const float *col_add;     /* fwd: t, or NULL; then bias, or NULL */
+    const void *bias;         /* fwd: T [cols] */
+    const void *gamma;        /* dw: T [cols] or NULL */
+    const void *beta;         /* dw: T [cols] or NULL */
+    const float *row_bias;    /* dw: dbias [rows], for beta; or NULL */
+    const void *w;            /* dw: T [rows, cols], for part */
+    int64_t ldx;              /* of w */
+    /* dw: sums over the rows of W∘G, or NULL: [2·row_tiles][cols], sm90: [row_tiles][cols] */
+    float *part;
+} norm_gemm;
+
+/* On Hopper A and B come by the copy engine, in boxes of 64 rows. */
+typedef struct norm_gemm_sm90 {
+    tensor_map a, b;
+    norm_gemm g;
+} norm_gemm_sm90;
+
+/* A row of `in` at a time: its moments, and xhat into planes; or, where it `packs`, in∘gamma into planes. */
+typedef struct norm_rows {
+    const void *in; /* T [rows, cols] */
+    int64_t ld, rows;
+    int32_t cols, ldp;
+    const void *gamma, *beta;          /* T [cols] or NULL. rows: out = xhat∘gamma + beta; pack: the sums below */
+    const void *bias;                  /* pack: T [rows] or NULL */
+    void *high, *low;                  /* [rows, ldp] or NULL */
+    float *mean, *rstd;                /* rows: written, unless `given` */
+    float *sum, *add;                  /* pack: rowsum of what was rounded; in·beta + bias; each may be NULL */
+    int32_t *row_exponent;             /* or NULL. pack: found and written. rows: subtracted */
+    int32_t exponent;                  /* rows: added, with the shared one */
+    int32_t packs, given, rms, shares; /* pack: scaled by the shared exponent */
+    int32_t vector;                    /* in, gamma and beta may be read 16 bytes at a time */
+    float eps, inverse;                /* 1/cols */
+} norm_rows;
+
+/* prepare: two jobs in one launch; one of them may have no rows. The least exponents of each job's packed rows go from one launch to
+ * the next: to least[2][blocks], and from of[2][of_blocks], where what they come to goes to shared[2], too. Each may be NULL. */
+typedef struct norm_prepare {
+    norm_rows job[2];
+    int32_t *least, *shared;
+    const int32_t *of;
+    int32_t of_blocks;
+} norm_prepare;
+
+/* A sum over rows, of columns. finish: part[p][col] = the sum over the p-th share of the rows of a[row, col].
+ * total: out[col] and sum[col] = the sum over p of part[p·ld + col], or, where there is an a, over its rows of a[row, col]·factor[row]. */
+typedef struct norm_sums {
+    const void *a; /* T [rows, cols] */
+    int64_t ld, rows, cols;
+    const float *factor; /* NULL: ones */
+    float *part;
+    int32_t parts, vector;
+    void *out;  /* T [cols] or NULL */
+    float *sum; /* [cols] or NULL */
+} norm_sums;
+
+/* finish: with h = dy·W where dx is to be, and g = h∘gamma, dx = rstd·(g - mean_k(g) - xhat·mean_k(g∘xhat)); xhat to z, if not NULL;
+ * each block's sums over its rows of h∘xhat and h, which are dgamma and dbeta, to part[blocks][2][cols], if not NULL (16 bits, up to
+ * SUMMED_ROW columns); and sums of another matrix. One of the two may have no rows. */
+typedef struct norm_finish {
+    void *dx, *z;
+    const void *x, *gamma;
+    int64_t ldd, ldz, ldx, rows;
+    const float *mean, *rstd;
+    float *part;
+    int32_t cols, centred, vector;
+    norm_sums sums;
+} norm_finish;
+
+/* total: up to three jobs in one launch; the others have no columns. */
+typedef struct norm_totals {
+    norm_sums job[3];
+} norm_totals;
+
+/* The family `small`: a whole pass. */
+typedef struct norm_small {
+    const void *x, *gamma, *beta, *w, *bias, *dy; /* T */
+    void *y, *dx, *dgamma, *dbeta, *dw, *dbias;   /* T; each of the gradients may be NULL */
+    float *mean, *rstd;                           /* forward: written, or NULL; backward: read where `given` */
+    int64_t x_stride, w_stride, y_stride, dy_stride, dx_stride, dw_stride;
+    int64_t m;
+    int32_t k, n, rms, given;
+    float eps;
+    int32_t row_blocks; /* backward: the first blocks have rows of dx, the others parts of dw */
+    float *part;        /* [row_blocks][2][k]: shares of dgamma and dbeta; NULL: the one block's are all */
+} norm_small;
+
+typedef union norm_linear_params {
+    norm_gemm gemm;
+    norm_gemm_sm90 gemm90;
+    norm_prepare prepare;
+    norm_finish finish;
+    norm_totals totals;
+    norm_small small;
+} norm_linear_params;
+
+enum {
+    GEMM_TILE = 128, /* rows and columns of a block */
+    GEMM_STAGE_BYTES = 32768,
+    GEMM_SHARED = 3 * GEMM_STAGE_BYTES,
+    GEMM90_STAGES = 196608,
+    GEMM90_SHARED = 220672,
+    ROW_THREADS = 256,
+    PREPARE_HELD = 4, /* chunks of eight elements of a row that wait for a thread in shared memory */
+    FINISH_HELD = 2,
+    FINISH_BLOCKS = 2,
+    MEETING = 256,    /* bytes where warps meet */
+    SHORT_ROW = 1024, /* elements of a row that a warp (finish: two) takes; a longer one is four warps' (the block's) */
+    SUMMED_ROW = 4096, /* that stay in the registers of a block */
+    SUM_COLS = 256,    /* columns of a unit of finish's sums */
+    TOTAL_WARPS = 32,
+    SMALL_ROWS = 16, /* of a block of small's forward */
+    SMALL_COLS = 32,
+    SMALL_CHUNK = 128,     /* terms of a sum at a time */
+    SMALL_K = 1024,        /* as far as small goes */
+    SMALL_GRADS = 8,       /* rows of dx of a block */
+    SMALL_SIDE = 32,       /* of a block's part of dw */
+    LARGEST_EXPONENT = 126 /* 2^126 is a normal float */
+};
+
+/* For elements of `size` bytes: blocks of `prepare` on a multiprocessor; bytes of shared memory for a row of each team of a block, or of
+ * two tensors, and floats; how many such there are; all of a block. */
+#define PREPARE_BLOCKS(size) ((size) == 2 ? 4 : 3)
+#define PREPARE_STAGE(size) ((PREPARE_HELD * 8 * (int)(size) + 4) * ROW_THREADS)
+#define PREPARE_STAGES(size) ((size) == 2 ? 3 : 2)
+#define PREPARE_SHARED(size) (PREPARE_STAGES(size) * PREPARE_STAGE(size) + MEETING)
+#define FINISH_STAGE(size) ((2 * FINISH_HELD * 8 * (int)(size) + 8) * ROW_THREADS)
+#define FINISH_STAGES(size) ((size) == 2 ? 4 : 2)
+#define FINISH_SHARED(size) (FINISH_STAGES(size) * FINISH_STAGE(size) + MEETING + ROW_THREADS / 32 * SUM_COLS * 4)
+
+/* Of small's forward: floats of a row, bytes of a block. */
+#define SMALL_PADDED(k) (((k) + 3) / 4 * 4)
+#define SMALL_SHARED(k) ((SMALL_ROWS * SMALL_PADDED(k) + SMALL_COLS * (SMALL_CHUNK + 4)) * 4)
+
+#endif

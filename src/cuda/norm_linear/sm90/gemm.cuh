@@ -1,0 +1,423 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The products of norm-linear on Hopper, in 16-bit types: wgmma, the copy engine, and clusters of two blocks.
+ *
+ * A block stays and takes one tile of 128 rows and WIDTH columns after the other; the two blocks of a cluster have tiles one
+ * below the other, and each fetches half of their common columns for both. One thread copies, two warpgroups of 64 rows
+ * multiply, and two warps (the helpers) bring what the epilogue needs of every row and column.
+ *
+ * A tile in shared memory is boxes of 64 x 64 elements, 128 bytes a row, swizzled by the copy engine, one behind the other
+ * along its side. As such a box lies, tensor cores take it with its rows along the sum or over it. */
+#ifndef HEDDLE_CUDA_NORM_LINEAR_GEMM_SM90_CUH
+#define HEDDLE_CUDA_NORM_LINEAR_GEMM_SM90_CUH
+
+#include "cuda/element.cuh"
+#include "cuda/norm_linear/params.h"
+#include "cuda/ptx.cuh"
+
+#define INLINE static __device__ __forceinline__
+
+enum {
+    DEPTH = 64, /* of a stage */
+    BOX = 64 * 64 * 2,
+    PANEL = 8, /* pairs of row tiles that share the columns in L2 */
+    WARPGROUP = 128,
+    CONSUMERS = 2 * WARPGROUP,
+    HELPERS = 64,
+    STAGING = 16 * 128 /* of a warp: 16 rows of 64 results */
+};
+enum gemm_pass { FWD, DX, DW };
+
+template <int WIDTH> struct gemm90 {
+    static constexpr int a_bytes = GEMM_TILE * DEPTH * 2;
+    static constexpr int b_boxes =
+        (WIDTH + 63) / 64; /* beside each other; where B is not transposed, rows of one box */
+    static constexpr int stage = a_bytes + b_boxes * BOX;
+    static constexpr int stages = GEMM90_STAGES / stage;
+    static constexpr int staging = stages * stage;
+    static constexpr int vectors = staging + CONSUMERS / 32 * STAGING; /* of two tiles: of the columns, of the rows */
+    static constexpr int vector = (WIDTH + GEMM_TILE) * 8;
+    static constexpr int full = vectors + 2 * vector;
+    static constexpr int empty = full + 8 * stages;
+    static constexpr int ready = empty + 8 * stages;
+    static constexpr int taken = ready + 8 * 2;
+    static constexpr int bytes = taken + 8 * 2;
+    static_assert(bytes + 1024 <= GEMM90_SHARED, "the plan counts with this");
+};
+
+/* ------------------------------------------------------------------------------------------------- tiles and stages */
+
+/* One tile of this block's; false: there are no more. */
+struct gemm_tile {
+    int64_t row_tile, row0, col0;
+};
+
+template <int WIDTH> INLINE bool tile_of_turn(const norm_gemm &p, uint32_t turn, gemm_tile *t) {
+    const uint32_t pairs = (uint32_t)(p.row_tiles + 1) / 2, cols = (uint32_t)p.col_tiles;
+    const uint64_t unit = (uint64_t)turn * (gridDim.x / 2) + blockIdx.x / 2;
+    if (unit >= (uint64_t)pairs * cols)
+        return false;
+    const uint32_t at = (uint32_t)unit, panel = at / (PANEL * cols), rest = at % (PANEL * cols);
+    const uint32_t height = min(pairs - panel * PANEL, (uint32_t)PANEL), col_tile = rest / height;
+    t->row_tile = (int64_t)(panel * PANEL + rest % height) * 2 + blockIdx.x % 2;
+    t->row0 = t->row_tile * GEMM_TILE;
+    t->col0 = (int64_t)col_tile * WIDTH;
+    return true;
+}
+
+/* A place in the ring of stages: the slot, and how often one has been round. */
+struct gemm_ring {
+    int slot, turn;
+};
+template <int WIDTH> INLINE void advance(gemm_ring *r) {
+    if (++r->slot == gemm90<WIDTH>::stages) {
+        r->slot = 0;
+        r->turn ^= 1;
+    }
+}
+
+/* ----------------------------------------------------------------------------------------------------------- copies */
+
+/* One thread: all tiles of this block, as far ahead as there are slots. Of the columns each block of the cluster brings half for both:
+ * of their rows, and so half of the columns, or where B is transposed half of the terms. */
+template <int WIDTH, bool A_TRANSPOSED, bool B_TRANSPOSED>
+INLINE void produce(const norm_gemm_sm90 &all, uint32_t base) {
+    typedef gemm90<WIDTH> layout;
+    constexpr int BYTES = layout::a_bytes + (B_TRANSPOSED ? layout::b_boxes * BOX : WIDTH * DEPTH * 2);
+    const int depth = (int)all.g.depth, rank = blockIdx.x % 2;
+    gemm_ring r = {0, 0};
+    gemm_tile t;
+    for (uint32_t turn = 0; tile_of_turn<WIDTH>(all.g, turn, &t); turn++) {
+        const int row0 = (int)t.row0, col0 = (int)t.col0;
+#pragma unroll 1
+        for (int k = 0; k < depth; k += DEPTH) {
+            const uint32_t full = base + layout::full + r.slot * 8, to = base + r.slot * layout::stage;
+            mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
+            mbarrier_expect(full, BYTES);
+#pragma unroll
+            for (int x = 0; x < 2; x++)
+                tma_load2(to + x * BOX, &all.a, full, A_TRANSPOSED ? row0 + x * 64 : k,
+                          A_TRANSPOSED ? k : row0 + x * 64);
+            const uint32_t b = to + layout::a_bytes + rank * (B_TRANSPOSED ? BOX / 2 : WIDTH / 2 * DEPTH * 2);
+#pragma unroll
+            for (int x = 0; x < layout::b_boxes && B_TRANSPOSED; x++)
+                tma_load2_all(b + x * BOX, &all.b, full, col0 + x * 64, k + rank * (DEPTH / 2), 3);
+            if (!B_TRANSPOSED)
+                tma_load2_all(b, &all.b, full, k, col0 + rank * (WIDTH / 2), 3);
+            advance<WIDTH>(&r);
+        }
+    }
+}
+
+/* ---------------------------------------------------------------------------------------------------------- helpers */
+
+/* What the epilogue needs of a column, and of a row. */
+template <typename T, int PASS> INLINE float2 column_pair(const norm_gemm &p, int64_t col) {
+    const T *gamma = (const T *)p.gamma, *beta = (const T *)p.beta, *bias = (const T *)p.bias;
+    if (col >= p.cols)
+        return make_float2(0, 0);
+    if (PASS == FWD)
+        return make_float2(p.mean ? p.col_sum[col] : 0, p.col_add ? p.col_add[col] : bias ? to_float(bias[col]) : 0);
+    return make_float2(gamma ? to_float(gamma[col]) : 1, beta ? to_float(beta[col]) : 0);
+}
+
+template <int PASS> INLINE float2 row_pair(const norm_gemm &p, int64_t row) {
+    if (row >= p.rows)
+        return make_float2(0, 0);
+    if (PASS == FWD)
+        return p.mean ? make_float2(p.mean[row], p.rstd[row]) : make_float2(0, 1);
+    return make_float2(PASS == DW && p.row_bias ? p.row_bias[row] : 0, 0);
+}
+
+template <typename T, int WIDTH, int PASS> INLINE void help(const norm_gemm &p, uint32_t base, char *from) {
+    typedef gemm90<WIDTH> layout;
+    const int thread = (int)threadIdx.x % HELPERS;
+    gemm_tile t;
+    for (uint32_t turn = 0; tile_of_turn<WIDTH>(p, turn, &t); turn++) {
+        float2 *columns = (float2 *)(from + layout::vectors + turn % 2 * layout::vector), *rows = columns + WIDTH;
+        mbarrier_wait(base + layout::taken + turn % 2 * 8, (turn / 2 & 1) ^ 1);
+        for (int x = thread; x < WIDTH; x += HELPERS)
+            columns[x] = column_pair<T, PASS>(p, t.col0 + x);
+        for (int x = thread; x < GEMM_TILE; x += HELPERS)
+            rows[x] = row_pair<PASS>(p, t.row0 + x);
+        mbarrier_arrive(base + layout::ready + turn % 2 * 8);
+    }
+}
+
+/* --------------------------------------------------------------------------------------------------------- products */
+
+template <typename T, int WIDTH, bool A_TRANSPOSED, bool B_TRANSPOSED> struct wgmma90;
+#define WGMMA90(type, N)                                                                                               \
+    template <bool A_TRANSPOSED, bool B_TRANSPOSED> struct wgmma90<type, N, A_TRANSPOSED, B_TRANSPOSED> {              \
+        static __device__ __forceinline__ void run(float (*c)[4], uint64_t a, uint64_t b, int add) {                   \
+            wgmma_##type##_n##N<B_TRANSPOSED, A_TRANSPOSED>(c, a, b, add);                                             \
+        }                                                                                                              \
+    };
+#define WGMMA90_ALL(type)                                                                                              \
+    WGMMA90(type, 96)                                                                                                  \
+    WGMMA90(type, 128)                                                                                                 \
+    WGMMA90(type, 160)                                                                                                 \
+    WGMMA90(type, 192)                                                                                                 \
+    WGMMA90(type, 256)
+WGMMA90_ALL(bf16)
+WGMMA90_ALL(f16)
+#undef WGMMA90_ALL
+#undef WGMMA90
+
+/* The tensor cores' description of boxes from `at` on, in units of 16 bytes: a box from one to the next where their rows lie over
+ * the sum (else that is not looked at), 1024 bytes from 8 rows to 8 rows. */
+INLINE uint64_t describe_boxes(uint32_t at) {
+    return (uint64_t)((at & 0x3ffff) >> 4) | (uint64_t)(BOX >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
+           UINT64_C(1) << 62;
+}
+
+/* Sixteen terms further. */
+INLINE constexpr int box_step(bool transposed) {
+    return (transposed ? 16 * 128 : 32) >> 4;
+}
+
+/* A slot is free: of a warpgroup, whose warps read B in step, the first thread of warp x tells block x of the cluster. Arrivals
+ * from another block are dear: one from every warp would cost more than the products. */
+INLINE void release_slot(uint32_t empty_there, int slot) {
+    if (threadIdx.x % WARPGROUP < 64 && threadIdx.x % 32 == 0)
+        mbarrier_arrive_at(empty_there + slot * 8);
+}
+
+/* acc = A·B of a tile. */
+template <typename T, int WIDTH, bool A_TRANSPOSED, bool B_TRANSPOSED>
+INLINE void product90(int64_t depth, uint32_t base, uint32_t empty_there, int group, gemm_ring *r, float (*acc)[4]) {
+    typedef gemm90<WIDTH> layout;
+    int before = 0;
+#pragma unroll 1
+    for (int64_t k = 0; k < depth; k += DEPTH) {
+        const uint32_t at = base + r->slot * layout::stage;
+        const uint64_t a = describe_boxes(at + group * BOX), b = describe_boxes(at + layout::a_bytes);
+        mbarrier_wait(base + layout::full + r->slot * 8, r->turn);
+        wgmma_fence();
+#pragma unroll
+        for (int x = 0; x < DEPTH / 16; x++)
+            wgmma90<T, WIDTH, A_TRANSPOSED, B_TRANSPOSED>::run(acc, a + x * box_step(A_TRANSPOSED),
+                                                               b + x * box_step(B_TRANSPOSED), k + x > 0);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (k > 0)
+            release_slot(empty_there, before);
+        before = r->slot;
+        advance<WIDTH>(r);
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int y = 0; y < WIDTH / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            pin(acc[y][e]);
+    release_slot(empty_there, before);
+}
+
+/* -------------------------------------------------------------------------------------------------------- epilogues */
+
+INLINE uint32_t pack_pair(float low, float high, bf16) {
+    return pack_bf16(low, high);
+}
+INLINE uint32_t pack_pair(float low, float high, f16) {
+    return pack_f16(low, high);
+}
+
+/* Two neighbouring results of one row. c: both columns' pairs. */
+template <int PASS> INLINE void finish_pair(const float4 &c, const float2 &row, float *v0, float *v1) {
+    if (PASS == FWD) {
+        *v0 = row.y * (*v0 - row.x * c.x) + c.y;
+        *v1 = row.y * (*v1 - row.x * c.z) + c.w;
+    } else if (PASS == DW) {
+        *v0 = *v0 * c.x + row.x * c.y;
+        *v1 = *v1 * c.z + row.x * c.w;
+    }
+}
+
+/* Results of a warp, 16 rows, 64 columns at a time: through shared memory, so that whole rows of 128 bytes are written. */
+template <typename T, int WIDTH, int PASS>
+INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const float2 *columns, const float2 row[2],
+                       uint32_t staging, float (*acc)[4]) {
+    const int lane = threadIdx.x % 32, chunk = lane % 8;
+#pragma unroll
+    for (int y = 0; y < WIDTH / 8; y += 8) {
+        const int chunks = WIDTH / 8 - y < 8 ? WIDTH / 8 - y : 8;
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            if (2 * x >= chunks)
+                continue;
+            uint32_t r[4];
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float *v = acc[y + 2 * x + e];
+                const float4 c = *(const float4 *)(columns + (y + 2 * x + e) * 8 + lane % 4 * 2);
+                finish_pair<PASS>(c, row[0], v, v + 1);
+                finish_pair<PASS>(c, row[1], v + 2, v + 3);
+                r[2 * e] = pack_pair(v[0], v[1], T());
+                r[2 * e + 1] = pack_pair(v[2], v[3], T());
+            }
+            stmatrix4(staging + (lane & 15) * 128 + ((2 * x + (lane >> 4)) ^ (lane & 7)) * 16, r);
+        }
+        __syncwarp();
+        const int64_t col = t.col0 + y * 8 + chunk * 8;
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            const int line = x * 4 + lane / 8;
+            const int64_t at = t.row0 + row0 + line;
+            const uint4 v = load_shared16(staging + line * 128 + ((chunk ^ line) & 7) * 16);
+            uint16_t *out = (uint16_t *)p.out + at * p.ldo + col;
+            if (chunk >= chunks || at >= p.rows)
+                continue;
+            if (col + 8 <= p.cols) {
+                *(uint4 *)out = v;
+            } else {
+                const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+                    if (col + e < p.cols)
+                        out[e] = (uint16_t)(word[e / 2] >> e % 2 * 16);
+            }
+        }
+        __syncwarp();
+    }
+}
+
+INLINE float2 widen(uint32_t two, bf16) {
+    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000));
+}
+INLINE float2 widen(uint32_t two, f16) {
+    return make_float2(f16_to_float((uint16_t)two), f16_to_float((uint16_t)(two >> 16)));
+}
+
+/* The eight sums over the eight lanes that differ in lane/4; this lane gets that of v[lane/4]. */
+INLINE float scatter_sums(float v[8]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 4; half > 0; half /= 2) {
+        const bool upper = lane & 4 * half;
+#pragma unroll
+        for (int x = 0; x < half; x++) {
+            const float mine = upper ? v[x + half] : v[x], other = upper ? v[x] : v[x + half];
+            v[x] = mine + __shfl_xor_sync(~0u, other, 4 * half);
+        }
+    }
+    return v[0];
+}
+
+/* Columns y·8 + lane%4·2 + 0, 1 of W, in two rows; zeros outside. */
+INLINE void load_w(const norm_gemm &p, const gemm_tile &t, int64_t row, int y, uint32_t two[2]) {
+    const int64_t col = t.col0 + y * 8 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++, row += 8) {
+        const uint16_t *w = (const uint16_t *)p.w + row * p.ldx + col;
+        two[half] = 0;
+        if (row < p.rows && col + 1 < p.cols)
+            two[half] = *(const uint32_t *)w;
+        else if (row < p.rows && col < p.cols)
+            two[half] = *w;
+    }
+}
+
+/* dw: the sums over the tile's rows of W∘G to part; by way of the staging area. The next columns of W are on their way meanwhile. */
+template <typename T, int WIDTH>
+INLINE void sum_columns(const norm_gemm &p, const gemm_tile &t, int row0, char *from, const float (*acc)[4]) {
+    typedef gemm90<WIDTH> layout;
+    const int lane = threadIdx.x % 32, thread = (int)threadIdx.x - WARPGROUP;
+    constexpr int OWN = STAGING / 4; /* floats: where the warp's own results are staged; another's may not be out yet */
+    float *sums = (float *)(from + layout::staging);
+    const int64_t row = t.row0 + row0 + lane / 4;
+    uint32_t w[2][4][2];
+#pragma unroll
+    for (int y = -4; y < WIDTH / 8; y += 4) {
+        const int now = y / 4 & 1;
+#pragma unroll
+        for (int x = 0; x < 4 && y + 4 < WIDTH / 8; x++)
+            load_w(p, t, row, y + 4 + x, w[now ^ 1][x]);
+        if (y < 0)
+            continue;
+        float v[8];
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            const float2 upper = widen(w[now][x][0], T()), lower = widen(w[now][x][1], T());
+            v[2 * x] = upper.x * acc[y + x][0] + lower.x * acc[y + x][2];
+            v[2 * x + 1] = upper.y * acc[y + x][1] + lower.y * acc[y + x][3];
+        }
+        const int value = lane / 4;
+        sums[thread / 32 * OWN + (y + value / 2) * 8 + lane % 4 * 2 + value % 2] = scatter_sums(v);
+    }
+    barrier_sync(1, CONSUMERS);
+    if (thread < WIDTH && t.row0 < p.rows && t.col0 + thread < p.cols) {
+        float sum = 0;
+#pragma unroll
+        for (int warp = 0; warp < CONSUMERS / 32; warp++)
+            sum += sums[warp * OWN + thread];
+        p.part[t.row_tile * p.cols + t.col0 + thread] = sum;
+    }
+    barrier_sync(1, CONSUMERS);
+}
+
+template <typename T, int WIDTH, int PASS> INLINE void consume(const norm_gemm &p, uint32_t base, char *from) {
+    typedef gemm90<WIDTH> layout;
+    const int warp = (int)threadIdx.x / 32 - 4, lane = threadIdx.x % 32, row0 = warp * 16;
+    const uint32_t empty_there = cluster_address(base + layout::empty, warp % 2);
+    gemm_ring r = {0, 0};
+    gemm_tile t;
+    for (uint32_t turn = 0; tile_of_turn<WIDTH>(p, turn, &t); turn++) {
+        const float2 *columns = (const float2 *)(from + layout::vectors + turn % 2 * layout::vector);
+        float acc[WIDTH / 8][4];
+        product90<T, WIDTH, PASS == DW, PASS != FWD>(p.depth, base, empty_there, warp / 4, &r, acc);
+        mbarrier_wait(base + layout::ready + turn % 2 * 8, turn / 2 & 1);
+        const float2 row[2] = {columns[WIDTH + row0 + lane / 4], columns[WIDTH + row0 + lane / 4 + 8]};
+        if (PASS == DW && p.part)
+            sum_columns<T, WIDTH>(p, t, row0, from, acc);
+        if (PASS != DW || p.out)
+            store_tile<T, WIDTH, PASS>(p, t, row0, columns, row, base + layout::staging + warp * STAGING, acc);
+        mbarrier_arrive(base + layout::taken + turn % 2 * 8);
+    }
+}
+
+template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_gemm_sm90 &all) {
+    typedef gemm90<WIDTH> layout;
+    extern __shared__ char shared[];
+    const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
+    char *const from = shared + (base - shared_address(shared));
+    if (threadIdx.x == 0) {
+        tma_prefetch_map(&all.a);
+        tma_prefetch_map(&all.b);
+        for (int x = 0; x < layout::stages; x++) {
+            mbarrier_init(base + layout::full + x * 8, 1);
+            mbarrier_init(base + layout::empty + x * 8, 2 * CONSUMERS / WARPGROUP); /* of both blocks */
+        }
+        for (int x = 0; x < 2; x++) {
+            mbarrier_init(base + layout::ready + x * 8, HELPERS);
+            mbarrier_init(base + layout::taken + x * 8, CONSUMERS);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    cluster_arrive();
+    cluster_wait();
+    wait_for_earlier_grid();
+    const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
+    if (warp < 4) {
+        registers_fewer<56>();
+        if (threadIdx.x == 0)
+            produce<WIDTH, PASS == DW, PASS != FWD>(all, base);
+        else if (warp >= 2)
+            help<T, WIDTH, PASS>(all.g, base, from);
+        __syncwarp();
+    } else {
+        registers_more<224>();
+        consume<T, WIDTH, PASS>(all.g, base, from);
+    }
+    /* Nobody leaves while the other block may still write here. */
+    cluster_arrive();
+    cluster_wait();
+}
+
+#define GEMM90_KERNEL(pass, name, T, WIDTH)                                                                            \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(WARPGROUP + CONSUMERS, 1)                   \
+        heddle_norm_linear_##name##_sm90(const __grid_constant__ norm_gemm_sm90 all) {                                 \
+        gemm90_kernel<T, WIDTH, pass>(all);                                                                            \
+    }
+
+#endif
