@@ -119,6 +119,15 @@ works $attention --time
 [ "$(grep -c GFLOP/s out)" = 1 ] || wrong "--time printed: $(cat out)"
 works $attention --out /dev/null
 
+# no queries at all: what sums over them is zero, and there
+works random --shape 1,2,0,16 --out q0.npy
+works random --shape 1,2,0,24 --out do0.npy
+works random --shape 1,500 --seed 7 --out row.npy
+works random --shape 1,1,500,16 --seed 4 --out k500.npy
+works random --shape 1,1,500,24 --seed 4 --out v500.npy
+works attention --q q0.npy --k k500.npy --v v500.npy --bias row.npy --out o.npy --dout do0.npy --dk dk.npy --dbias db0.npy
+[ "$(shape db0.npy)" = "(1, 500)" ] && cmp -s <(body db0.npy) <(head -c 2000 /dev/zero) || wrong "dbias of no queries"
+
 # fewer dimensions hold the same numbers
 works random --shape 33,16 --seed 3 --out a.npy
 works attention --q a.npy --k a.npy --v a.npy --out o.npy --lse lse.npy
