@@ -11,10 +11,11 @@ install(FILES LICENSE README.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
 if(TARGET heddle_command)
     install(TARGETS heddle_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
     if(TARGET train_gpt)
-        # `heddle demo` looks for it here.
-        set(program_dir ${CMAKE_INSTALL_LIBEXECDIR}/heddle)
-        heddle_rpath(train_gpt ${program_dir})
-        install(TARGETS train_gpt RUNTIME DESTINATION ${program_dir})
+        # `heddle demo` looks here for the program, and for the text that it learns.
+        heddle_rpath(train_gpt ${demo_program_dir})
+        install(TARGETS train_gpt RUNTIME DESTINATION ${demo_program_dir})
+        install(DIRECTORY src include tools examples docs DESTINATION ${demo_text_dir}
+            FILES_MATCHING REGEX "\\.(c|h|cu|cuh|def|md)$")
     endif()
 endif()
 

@@ -238,7 +238,7 @@ typedef struct heddle_attention_data {
     void *dq;     /* dtype [b, h, sq, d] */
     void *dk;     /* dtype [b, hk, sk, d] */
     void *dv;     /* dtype [b, hk, sk, dv] */
-    void *dbias;  /* dtype, shape of dbias_stride */
+    void *dbias;  /* dtype, shape of dbias_stride; zeros where what it sums over is empty */
     void *dsinks; /* float [h] */
 } heddle_attention_data;
 

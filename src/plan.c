@@ -20,6 +20,8 @@
 #define MAX_SIZE (INT64_C(1) << 40)
 #define MAX_HEAD_DIM 512
 #define MAX_ELEMENTS (INT64_MAX / 8)
+/* Of the products of sizes that backends form, which a few hundred bytes of a workspace may belong to. */
+#define MAX_PRODUCT 0x1p54
 
 static heddle_status check_enums(const char *what, int dtype, int device, int pass) {
     if (dtype < HEDDLE_F32 || dtype > HEDDLE_F64)
@@ -137,7 +139,7 @@ static heddle_status resolve_tensor(const tensor_rule *t, heddle_strides *stride
     if (t->packed)
         stride->b = 0;
     const int64_t b = t->packed ? 1 : t->b;
-    const bool empty = !t->b || !t->h || !t->s;
+    const bool empty = !t->b || !t->h || !t->s || !t->last;
     if (!surely_fits(t, stride) && !empty &&
         (stride->b < 0 || stride->h < 0 || stride->s < 0 || heddle__span(*stride, b, t->h, t->s, t->last) < 0))
         return fail(HEDDLE_OVERFLOW, "%s: [%lld, %lld, %lld, %lld] with strides %lld, %lld, %lld is over 2^60 elements",
@@ -190,6 +192,26 @@ static heddle_status resolve_all_strides(heddle_attention *a) {
 }
 
 /* -------------------------------------------------------------------------------------------------- attention */
+
+/* A sequence has no more rows than there are: a limit above that says nothing, but tiles, grids and workspaces would grow
+ * with it. What keeps [b, h, sq, sk] and is written outside of the sequences, too, needs the limits as they are. */
+static void tighten_limits(heddle_attention *a) {
+    if (!(a->features & HEDDLE_VARLEN) || (a->features & (HEDDLE_BIAS | HEDDLE_WEIGHTS)))
+        return;
+    a->sq = min64(a->sq, a->total_q);
+    a->sk = min64(a->sk, a->total_k);
+}
+
+static heddle_status check_products(const heddle_attention *a) {
+    const double width = (double)(a->d + a->dv + 64), heads = (double)max64(1, a->b) * (double)a->h;
+    const double rows = (double)max64(max64(1, a->sq), a->sk), packed = (double)max64(a->total_q, a->total_k);
+    if (heads * rows * width > MAX_PRODUCT || (double)a->h * packed * width > MAX_PRODUCT)
+        return fail(HEDDLE_OVERFLOW,
+                    "b = %lld, h = %lld, sq = %lld, sk = %lld, d = %lld, dv = %lld%s: over 2^54 numbers to work on",
+                    (long long)a->b, (long long)a->h, (long long)a->sq, (long long)a->sk, (long long)a->d,
+                    (long long)a->dv, a->features & HEDDLE_VARLEN ? ", packed" : "");
+    return HEDDLE_OK;
+}
 
 static heddle_status check_sizes(heddle_attention *a) {
     FORWARD_OK(check_size("b", a->b, 0, MAX_SIZE));
@@ -262,8 +284,10 @@ heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pas
     FORWARD_OK(check_enums("heddle_attention", (int)a->dtype, (int)a->device, (int)pass));
     FORWARD_OK(check_sizes(a));
     FORWARD_OK(check_features(a));
-    FORWARD_OK(check_values(a));
     FORWARD_OK(resolve_all_strides(a));
+    tighten_limits(a);
+    FORWARD_OK(check_values(a));
+    FORWARD_OK(check_products(a));
     if (a->dtype == HEDDLE_F64 && a->device != HEDDLE_REF)
         return fail(HEDDLE_UNSUPPORTED, "dtype float64 runs on HEDDLE_REF only, not on device %d", (int)a->device);
     return HEDDLE_OK;
@@ -313,6 +337,10 @@ heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle
     FORWARD_OK(resolve_row_stride("dy", &a->dy_stride, a->m, a->n, ROLE_INPUT));
     FORWARD_OK(resolve_row_stride("dx", &a->dx_stride, a->m, a->k, ROLE_OUTPUT));
     FORWARD_OK(resolve_row_stride("dw", &a->dw_stride, a->n, a->k, ROLE_OUTPUT));
+    const double m = (double)a->m + 64, k = (double)a->k + 64, n = (double)a->n + 64;
+    if (m * k > MAX_PRODUCT || m * n > MAX_PRODUCT || n * k > MAX_PRODUCT)
+        return fail(HEDDLE_OVERFLOW, "m = %lld, k = %lld, n = %lld: over 2^54 numbers to work on", (long long)a->m,
+                    (long long)a->k, (long long)a->n);
     if (a->dtype == HEDDLE_F64 && a->device != HEDDLE_REF)
         return fail(HEDDLE_UNSUPPORTED, "dtype float64 runs on HEDDLE_REF only, not on device %d", (int)a->device);
     return HEDDLE_OK;

@@ -63,6 +63,16 @@ static void literal(heddle_strides *s, bool packed, int64_t h, int64_t rows, int
         s->s = 0;
 }
 
+/* dbias has one element along what it is summed over, be it nothing. */
+static tensor dbias_tensor(const attention_problem *p, bool skew) {
+    const heddle_attention *a = &p->a;
+    heddle_strides s = a->dbias_stride;
+    literal(&s, false, a->h, a->sq, a->sk);
+    return tensor_new(a->device, (int)a->dtype,
+                      (int64_t[]){a->b || s.b ? a->b : 1, a->h, a->sq || s.s ? a->sq : 1, a->sk},
+                      (int64_t[]){s.b, s.h, s.s, 1}, skew);
+}
+
 static tensor data_tensor(const attention_problem *p, int element, heddle_strides s, bool per_sequence, int64_t h,
                           int64_t rows, int64_t last, bool skew) {
     bool packed = (p->a.features & HEDDLE_VARLEN) && !per_sequence;
@@ -97,7 +107,7 @@ static void make_tensors(attention_problem *p, uint32_t skip, bool skew, bool le
             tensor_new(device, real, (int64_t[]){a->b, 1, 1, h}, (int64_t[]){a->alibi_stride_b, 0, 0, 1}, skew);
     if (f & HEDDLE_BIAS) {
         t[T_BIAS] = data_tensor(p, type, a->bias_stride, true, h, a->sq, a->sk, skew);
-        t[T_DBIAS] = data_tensor(p, type, a->dbias_stride, true, h, a->sq, a->sk, skew);
+        t[T_DBIAS] = dbias_tensor(p, skew);
     }
     if (f & HEDDLE_BOOL_MASK)
         t[T_MASK] = data_tensor(p, ELEMENT_U8, a->bool_mask_stride, true, h, a->sq, a->sk, skew);

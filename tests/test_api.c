@@ -194,6 +194,40 @@ static void test_overflow(void **state) {
     REFUSE((a->features = HEDDLE_ALIBI, a->alibi_stride_b = INT64_MAX / 2), HEDDLE_OVERFLOW, "alibi");
 }
 
+/* What has no elements has none to share, whatever its strides. */
+static void test_empty_outputs(void **state) {
+    (void)state;
+    heddle_attention a = attention_desc(HEDDLE_F32, 2, 3, 0, 4, 0, 8, 0);
+    char why[256];
+    a.features = HEDDLE_WEIGHTS | HEDDLE_BIAS;
+    a.weights_stride = a.dbias_stride = a.dk_stride = a.dv_stride = (heddle_strides){2, 1, 3};
+    expect_status(heddle_attention_supported(&a, why, sizeof why), HEDDLE_OK, "");
+    a.sk = 1; /* one element a row: these do overlap */
+    expect_status(heddle_attention_supported(&a, why, sizeof why), HEDDLE_BAD_STRIDE, "overlaps itself");
+}
+
+/* Where dbias is summed over queries, heads or sequences of which there are none, it is there, and the sum is zero. */
+static void test_empty_sums(void **state) {
+    (void)state;
+    const heddle_strides rows = {HEDDLE_BROADCAST, HEDDLE_BROADCAST, HEDDLE_BROADCAST};
+    for (int on_ref = 0; on_ref < 2; on_ref++)
+        for (int empty_b = 0; empty_b < 2; empty_b++) {
+            const int64_t b = empty_b ? 0 : 2, sq = empty_b ? 2 : 0;
+            attention_case c = {.a = attention_desc(HEDDLE_F32, b, 3, 0, sq, 5, 8, 0)};
+            c.a.device = on_ref ? HEDDLE_REF : test_device();
+            c.a.features = HEDDLE_BIAS;
+            c.a.dbias_stride = empty_b ? (heddle_strides){0, 0, 5} : rows;
+            c.a.bias_stride = rows;
+            attention_problem p = attention_new(&c);
+            const int64_t count = empty_b ? 10 : 5;
+            assert_int_equal(p.t[T_DBIAS].span, count);
+            attention_run(&p, HEDDLE_BACKWARD);
+            for (int64_t x = 0; x < count; x++)
+                assert_true(tensor_raw(&p.t[T_DBIAS], x) == 0);
+            attention_free(&p);
+        }
+}
+
 static void test_unsupported(void **state) {
     (void)state;
     REFUSE(a->dtype = HEDDLE_F64, HEDDLE_UNSUPPORTED, "float64");
@@ -574,6 +608,8 @@ int main(void) {
         cmocka_unit_test(test_values),
         cmocka_unit_test(test_strides),
         cmocka_unit_test(test_overflow),
+        cmocka_unit_test(test_empty_outputs),
+        cmocka_unit_test(test_empty_sums),
         cmocka_unit_test(test_unsupported),
         cmocka_unit_test(test_pointers),
         cmocka_unit_test(test_workspace),

@@ -119,6 +119,15 @@ works $attention --time
 [ "$(grep -c GFLOP/s out)" = 1 ] || wrong "--time printed: $(cat out)"
 works $attention --out /dev/null
 
+# no queries at all: what sums over them is zero, and there
+works random --shape 1,2,0,16 --out q0.npy
+works random --shape 1,2,0,24 --out do0.npy
+works random --shape 1,500 --seed 7 --out row.npy
+works random --shape 1,1,500,16 --seed 4 --out k500.npy
+works random --shape 1,1,500,24 --seed 4 --out v500.npy
+works attention --q q0.npy --k k500.npy --v v500.npy --bias row.npy --out o.npy --dout do0.npy --dk dk.npy --dbias db0.npy
+[ "$(shape db0.npy)" = "(1, 500)" ] && cmp -s <(body db0.npy) <(head -c 2000 /dev/zero) || wrong "dbias of no queries"
+
 # fewer dimensions hold the same numbers
 works random --shape 33,16 --seed 3 --out a.npy
 works attention --q a.npy --k a.npy --v a.npy --out o.npy --lse lse.npy
@@ -250,9 +259,42 @@ cmp -s o4.npy kept.npy || wrong "a failed write changed the file that was there"
 ln -s o4.npy link.npy
 works $attention --out link.npy
 [ -L link.npy ] || wrong "a symbolic link was replaced"
+mkdir there
+ln -s new4.npy chain.npy
+ln -s there/new5.npy far.npy
+ln -s nowhere/new.npy lost.npy
+ln -s loop.npy loop.npy
+ln -s chain.npy dangling.npy
+works $attention --out dangling.npy --lse far.npy
+[ -L dangling.npy ] && [ -L chain.npy ] && cmp -s o4.npy new4.npy || wrong "a dangling link was not written through"
+[ -L far.npy ] && [ "$(shape there/new5.npy)" = "(1, 2, 33)" ] || wrong "a link into a directory was not written through"
+refuses "lost.npy: No such file" $attention --out lost.npy
+refuses "Too many levels" $attention --out loop.npy
+refuses "two outputs" $attention --out dangling.npy --lse new4.npy
 chmod 600 kept.npy
 works $attention --out kept.npy
 [ "$(stat -c %a kept.npy)" = 600 ] || wrong "the file's mode was not kept"
+# Ended while it waits for somebody to read the pipe, it takes its temporary files with it.
+mkfifo pipe
+before=$(ls -A)
+for signal in TERM INT HUP; do
+    env --default-signal=INT "$heddle" $attention --out new.npy --lse pipe >out 2>err &
+    process=$!
+    for _ in $(seq 200); do
+        compgen -G '.heddle*' >/dev/null && break
+        sleep 0.05
+    done
+    compgen -G '.heddle*' >/dev/null || wrong "no temporary file in ten seconds"
+    kill -s $signal $process
+    for _ in $(seq 200); do
+        kill -0 $process 2>/dev/null || break
+        sleep 0.05
+    done
+    kill -KILL $process 2>/dev/null && wrong "SIG$signal does not end the command"
+    wait $process 2>/dev/null
+    [ $? = $((128 + $(kill -l $signal))) ] || wrong "SIG$signal: another status"
+    [ "$(ls -A)" = "$before" ] || wrong "SIG$signal left $(comm -13 <(echo "$before") <(ls -A) | tr '\n' ' ')"
+done
 left=$(find . -maxdepth 1 -name '.heddle*')
 [ -z "$left" ] || wrong "temporary files were left: $left"
 

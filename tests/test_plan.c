@@ -236,6 +236,85 @@ static void test_query_agrees(void **state) {
         }
 }
 
+/* A sequence has no more rows than there are: a limit far above that changes nothing, not the workspace and not a bit. */
+static void test_loose_limits(void **state) {
+    (void)state;
+    const int64_t far = INT64_C(1) << 40;
+    const int32_t cu_q[] = {0, 7, 7, 20}, cu_k[] = {0, 30, 31, 40};
+    for (size_t x = 0; x < TEST_DTYPES; x++) {
+        attention_case c = {
+            .a = attention_desc(test_dtypes[x], 3, 4, 2, 20, 40, 16, 24), .seed = x, .cu_q = cu_q, .cu_k = cu_k};
+        c.a.features = HEDDLE_VARLEN | HEDDLE_BOOL_MASK;
+        c.a.bool_mask_stride = (heddle_strides){0, 0, 40};
+        c.a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
+        c.a.total_q = 20, c.a.total_k = 40;
+        attention_problem p = attention_new(&c), q = attention_new(&c);
+        q.a.sq = q.a.sk = far;
+        for (int pass = 0; pass < 2; pass++) {
+            assert_int_equal(workspace_of(&p.a, (heddle_pass)pass), workspace_of(&q.a, (heddle_pass)pass));
+            attention_run(&p, (heddle_pass)pass);
+            attention_run(&q, (heddle_pass)pass);
+        }
+        for (int t = T_O; t < T_COUNT; t++)
+            assert_true(tensor_equal(&p.t[t], &q.t[t]));
+        attention_free(&p);
+        attention_free(&q);
+    }
+    heddle_attention a = attention_desc(HEDDLE_BF16, 1, 1 << 24, 0, 1, 1, 1, 0), b = a;
+    a.features = b.features = HEDDLE_VARLEN;
+    a.total_q = a.total_k = b.total_q = b.total_k = 1;
+    b.sq = b.sk = far;
+    for (int pass = 0; pass < 2; pass++)
+        assert_int_equal(workspace_of(&a, (heddle_pass)pass), workspace_of(&b, (heddle_pass)pass));
+}
+
+/* Products that do not fit are refused with their numbers; what is accepted has a workspace that can be true. */
+static void test_absurd_sizes(void **state) {
+    (void)state;
+    rng r = {20};
+    int accepted = 0;
+    for (int x = 0; x < 20000; x++) {
+        const int64_t most = INT64_C(1) << 40;
+        int64_t size[6];
+        for (int i = 0; i < 6; i++)
+            size[i] = rng_chance(&r, 0.3) ? rng_between(&r, 0, 3)
+                                          : (INT64_C(1) << rng_between(&r, 0, 40)) - rng_between(&r, 0, 1);
+        heddle_attention a = attention_desc(test_dtypes[x % TEST_DTYPES], size[0], max64(1, size[1]), 0, size[2],
+                                            size[3], max64(1, size[1] % 512), 1 + x % 512);
+        a.device = x % 5 ? HEDDLE_CPU : HEDDLE_REF;
+        if (rng_chance(&r, 0.5)) {
+            a.features = HEDDLE_VARLEN | (rng_chance(&r, 0.5) ? HEDDLE_BIAS : 0);
+            a.bias_stride = a.dbias_stride = (heddle_strides){HEDDLE_BROADCAST, 0, 0};
+            a.total_q = min64(most, size[4]), a.total_k = min64(most, size[5]);
+        }
+        for (int pass = 0; pass < 2; pass++) {
+            size_t bytes = SIZE_MAX;
+            const heddle_status status = heddle_attention_workspace(&a, (heddle_pass)pass, &bytes);
+            if (status != HEDDLE_OK) {
+                assert_int_equal(status, HEDDLE_OVERFLOW);
+                continue;
+            }
+            const double rows = (double)a.h * (double)(a.features & HEDDLE_VARLEN ? a.total_q : a.b * a.sq);
+            assert_true(bytes < INT64_MAX);
+            if (pass && a.device == HEDDLE_CPU) /* D and the log-sum-exp in two parts */
+                assert_true((double)bytes >= 12 * rows);
+            accepted++;
+        }
+        heddle_norm_linear l = norm_linear_desc(test_dtypes[x % TEST_DTYPES], HEDDLE_LAYER_NORM, size[0],
+                                                max64(1, size[1]), max64(1, size[2]));
+        l.device = a.device;
+        l.x_stride = size[3];
+        for (int pass = 0; pass < 2; pass++) {
+            size_t bytes = SIZE_MAX;
+            const heddle_status status = heddle_norm_linear_workspace(&l, (heddle_pass)pass, &bytes);
+            assert_true(status == HEDDLE_OVERFLOW || (status == HEDDLE_OK && bytes < INT64_MAX));
+            if (status == HEDDLE_OK && pass && l.device == HEDDLE_CPU)
+                assert_true((double)bytes >= 8 * (double)l.m);
+        }
+    }
+    assert_true(accepted > 4000);
+}
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
@@ -247,6 +326,8 @@ int main(void) {
         cmocka_unit_test(test_norm_linear_workspace),
         cmocka_unit_test(test_kernel_names),
         cmocka_unit_test(test_query_agrees),
+        cmocka_unit_test(test_loose_limits),
+        cmocka_unit_test(test_absurd_sizes),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -122,45 +122,38 @@ static int report(heddle_device device) {
 
 /* ----------------------------------------------------------------------------------------------------- training */
 
-/* The directory of this program, with its last slash. */
-static bool own_directory(char *path, size_t n) {
-    ssize_t length = readlink("/proc/self/exe", path, n - 1);
-    if (length < 0 || (size_t)length >= n - 1)
-        return false;
-    path[length] = 0;
-    char *slash = strrchr(path, '/');
-    if (slash)
-        slash[1] = 0;
-    return slash != NULL;
-}
-
-static bool find_program(char *path, size_t n) {
-    static const char *const places[] = {"train_gpt", "../libexec/heddle/train_gpt", "examples/train_gpt",
-                                         "../examples/train_gpt"};
-    char directory[PATH_MAX];
-    if (!own_directory(directory, sizeof directory))
-        return false;
-    for (size_t i = 0; i < sizeof places / sizeof *places; i++)
-        if ((size_t)snprintf(path, n, "%s%s", directory, places[i]) < n && access(path, X_OK) == 0)
+/* The first of the places that has `part` and lets it be used so, into path[n]. Relative ones begin where this program is. */
+static bool find_place(const char *const *places, const char *part, int mode, char *path, size_t n) {
+    char directory[PATH_MAX], file[PATH_MAX];
+    ssize_t length = readlink("/proc/self/exe", directory, sizeof directory - 1);
+    char *slash = NULL;
+    if (length >= 0) {
+        directory[length] = 0;
+        slash = strrchr(directory, '/');
+    }
+    for (; *places; places++) {
+        const bool absolute = **places == '/';
+        if (!slash && !absolute)
+            continue;
+        const int way = absolute ? 0 : (int)(slash - directory) + 1;
+        if ((size_t)snprintf(path, n, "%.*s%s", way, directory, *places) < n &&
+            (size_t)snprintf(file, sizeof file, "%s/%s", path, part) < sizeof file && access(file, mode) == 0)
             return true;
+    }
     return false;
 }
 
-/* heddle's own source: where it was built, or the tree that holds this program's directory. */
-static const char *find_text(char *path, size_t n) {
+static bool find_program(char *path, size_t n) {
+    static const char *const places[] = {PROGRAM_DIR, ".", "examples", "../examples", NULL};
     char directory[PATH_MAX];
-#ifdef HEDDLE_SOURCE_DIR
-    if (access(HEDDLE_SOURCE_DIR "/include/heddle.h", R_OK) == 0)
-        return HEDDLE_SOURCE_DIR;
-#endif
-    static const char *const places[] = {"", "..", "../.."};
-    for (size_t i = 0; i < sizeof places / sizeof *places && own_directory(directory, sizeof directory); i++) {
-        if ((size_t)snprintf(path, n, "%s%s/src/api.c", directory, places[i]) < n && access(path, R_OK) == 0) {
-            snprintf(path, n, "%s%s", directory, places[i]);
-            return path;
-        }
-    }
-    return NULL;
+    return find_place(places, "train_gpt", X_OK, directory, sizeof directory) &&
+           (size_t)snprintf(path, n, "%s/train_gpt", directory) < n;
+}
+
+/* heddle's own source: as it was installed, the tree that holds this program's directory, or where it was built. */
+static bool find_text(char *path, size_t n) {
+    static const char *const places[] = {TEXT_DIR, ".", "..", "../..", HEDDLE_SOURCE_DIR, NULL};
+    return find_place(places, "src/api.c", R_OK, path, n);
 }
 
 /* Becomes train_gpt; comes back only with trouble. */
@@ -168,12 +161,12 @@ static int train(const char *text, heddle_device device, int argc, char **argv) 
     enum { OWN = 5, MOST = 64 };
     char program[PATH_MAX], found[PATH_MAX];
     if (!find_program(program, sizeof program))
-        return complain(
-            "the program train_gpt is not beside heddle, in ../libexec/heddle or in examples; --quick does without");
-    if (!text)
-        text = find_text(found, sizeof found);
-    if (!text)
+        return complain("the program train_gpt is not where it is installed (" PROGRAM_DIR
+                        " from heddle), beside heddle or in examples; --quick does without");
+    if (!text && !find_text(found, sizeof found))
         return complain("heddle's source is not here to train on; name a directory of text with --text DIR");
+    if (!text)
+        text = found;
     if (argc > MOST)
         return complain("more than %d options after --", MOST);
     char device_text[8];

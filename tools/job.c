@@ -165,6 +165,11 @@ static int64_t strided_count(const job *j, int f) {
     bool packed = shape == job_fields(j)[f].packed;
     int64_t b = packed ? 1 : job_extent(j, shape[0]), h = job_extent(j, shape[1]);
     int64_t rows = job_extent(j, packed ? shape[0] : shape[2]), last = job_extent(j, shape[strlen(shape) - 1]);
+    if (f == DBIAS) { /* a sum is there, though it be of nothing */
+        b = s.b ? b : 1;
+        h = s.h ? h : 1;
+        rows = s.s ? rows : 1;
+    }
     return b && h && rows && last ? (b - 1) * s.b + (h - 1) * s.h + (rows - 1) * s.s + last : 0;
 }
 

@@ -29,17 +29,15 @@ void npy_shape_text(int rank, const int64_t *shape, char *text, size_t n);
 bool npy_read(arena *m, const char *path, npy_array *out);
 
 /* Files that appear together or not at all. Each is written to a temporary file in the directory of its target and
- * takes the target's place in npy_commit; whatever fails, npy_abandon leaves everything as it was. What is not a
- * regular file (a pipe, /dev/null) is written straight away. SIGINT and the like wait from the first npy_stage until
- * the end. */
+ * takes the target's place in npy_commit; whatever fails, npy_abandon leaves everything as it was, and so do the signals
+ * that end a program. Where the path is a symbolic link, the target is what that names, be it there or not. What is not
+ * a regular file (a pipe, /dev/null) is written straight away. */
 #define NPY_MAX_OUTPUTS 16
 typedef struct npy_outputs {
     int count;
-    bool blocked;
     struct npy_output {
         char *target, *temporary, *backup;
     } file[NPY_MAX_OUTPUTS];
-    unsigned long signals[16]; /* the signal mask to restore: a sigset_t */
 } npy_outputs;
 
 bool npy_stage(npy_outputs *all, const char *path, const npy_array *array);

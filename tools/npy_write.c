@@ -4,7 +4,9 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -42,23 +44,68 @@ static bool write_array(int fd, const npy_array *a) {
     return write_all(fd, header, (size_t)used) && write_all(fd, a->data, (size_t)a->count * npy_type_size(a->type));
 }
 
-/* Signals wait while files are half-written; a full disk and a limit on file sizes come as errors, not as signals. */
-static void block_signals(npy_outputs *all) {
-    _Static_assert(sizeof(sigset_t) <= sizeof all->signals, "room for the signal mask");
-    static const int signals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGXFSZ, SIGPIPE};
-    sigset_t set, before;
-    if (all->blocked)
-        return;
-    sigemptyset(&set);
-    for (size_t i = 0; i < sizeof signals / sizeof *signals; i++)
-        sigaddset(&set, signals[i]);
-    signal(SIGXFSZ, SIG_IGN);
-    signal(SIGPIPE, SIG_IGN);
-    sigprocmask(SIG_BLOCK, &set, &before);
-    memcpy(all->signals, &before, sizeof before);
-    all->blocked = true;
+/* ------------------------------------------------------------------------------------------------------- signals */
+
+/* Who ends the command (TERM, INT, HUP, QUIT) leaves no half-written file behind. The handler may run in any of OpenMP's
+ * threads, so blocking signals would keep nothing off: the outputs have a lock that it asks for without waiting. */
+enum { FREE, IN_USE, ENDING };
+static atomic_int lock, caught, cleans_at_exit;
+static npy_outputs *_Atomic half_written;
+
+static void remove_half_written(void) {
+    const npy_outputs *all = atomic_load(&half_written);
+    for (int i = 0; all && i < all->count; i++)
+        if (all->file[i].temporary)
+            unlink(all->file[i].temporary);
 }
 
+/* Where the outputs are in use, who uses them ends the command. */
+static void end_by_signal(int number) {
+    int expected = FREE;
+    atomic_store(&caught, number);
+    if (!atomic_compare_exchange_strong(&lock, &expected, ENDING))
+        return;
+    remove_half_written();
+    signal(number, SIG_DFL);
+    raise(number); /* comes through when this returns */
+}
+
+static void begin_use(void) {
+    int expected = FREE;
+    while (!atomic_compare_exchange_strong(&lock, &expected, IN_USE)) {
+        expected = FREE;
+        pause(); /* another thread is ending the command */
+    }
+}
+
+static void end_use(void) {
+    atomic_store(&lock, FREE);
+    if (atomic_load(&caught))
+        raise(atomic_load(&caught));
+}
+
+/* A full disk and a limit on file sizes come as errors, not as signals. What is ignored (nohup) stays ignored. */
+static void catch_signals(npy_outputs *all) {
+    static const int ends[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
+    struct sigaction before, act = {.sa_handler = end_by_signal, .sa_flags = SA_RESTART};
+    if (atomic_load(&half_written) == all)
+        return;
+    if (!atomic_exchange(&cleans_at_exit, 1)) /* out of memory */
+        atexit(remove_half_written);
+    sigemptyset(&act.sa_mask);
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++)
+        sigaddset(&act.sa_mask, ends[i]);
+    signal(SIGXFSZ, SIG_IGN);
+    signal(SIGPIPE, SIG_IGN);
+    atomic_store(&half_written, all);
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++)
+        if (sigaction(ends[i], NULL, &before) == 0 && before.sa_handler != SIG_IGN)
+            sigaction(ends[i], &act, NULL);
+}
+
+/* ------------------------------------------------------------------------------------------------------- outputs */
+
+/* In use; afterwards there are no outputs. */
 static void release(npy_outputs *all) {
     for (int i = 0; i < all->count; i++) {
         struct npy_output *f = &all->file[i];
@@ -71,12 +118,7 @@ static void release(npy_outputs *all) {
         free(f->target);
     }
     all->count = 0;
-    if (all->blocked) {
-        sigset_t before;
-        memcpy(&before, all->signals, sizeof before);
-        sigprocmask(SIG_SETMASK, &before, NULL);
-    }
-    all->blocked = false;
+    atomic_store(&half_written, NULL);
 }
 
 /* A name in the directory of `target` that does not exist yet; made by `make`, which fails with EEXIST if it does. */
@@ -124,25 +166,72 @@ static bool write_directly(const char *path, const npy_array *array) {
     return (close(fd) == 0 || (ok && trouble(path))) && ok;
 }
 
-/* One spelling for one file: the file that a symbolic link names, or the name that a new file would get. */
-static char *resolve(const char *path) {
-    char *target = realpath(path, NULL);
-    if (target)
-        return target;
-    const char *slash = strrchr(path, '/');
-    char *parent = slash ? strndup(path, (size_t)(slash - path) + 1) : strdup(".");
-    char *real = parent ? realpath(parent, NULL) : NULL;
-    if (asprintf(&target, "%s/%s", real ? real : ".", real && slash ? slash + 1 : path) < 0 || !parent)
+/* The first n bytes of a, and b. */
+static char *joined(const char *a, size_t n, const char *b) {
+    char *result = malloc(n + strlen(b) + 1);
+    if (!result)
         exit(complain("out of memory"));
-    free(parent);
-    free(real);
+    memcpy(result, a, n);
+    strcpy(result + n, b);
+    return result;
+}
+
+/* `name` as it is meant in the directory of `path`, which has a slash. */
+static char *beside(const char *path, const char *name) {
+    return joined(path, *name == '/' ? 0 : (size_t)(strrchr(path, '/') - path) + 1, name);
+}
+
+/* What the symbolic link `path` names, in its place; false if it is none. */
+static bool follow(char **path) {
+    char link[PATH_MAX];
+    ssize_t length = readlink(*path, link, sizeof link - 1);
+    if (length < 0)
+        return false;
+    link[length] = 0;
+    char *next = beside(*path, link);
+    free(*path);
+    *path = next;
+    return true;
+}
+
+/* One spelling for one file: the file that a symbolic link names, be it there or not, or the name that a new file will have.
+ * NULL, with errno, where there can be none. */
+static char *resolve(const char *path) {
+    char *at = strchr(path, '/') ? joined("", 0, path) : joined("./", 2, path), *target;
+    while (!(target = realpath(at, NULL)) && errno == ENOENT && follow(&at)) {
+    }
+    if (!target && errno == ENOENT) {
+        char *parent = beside(at, ""), *real = realpath(parent, NULL);
+        if (real)
+            target = joined(real, strlen(real), strrchr(at, '/'));
+        free(parent);
+        free(real);
+    }
+    free(at);
     return target;
+}
+
+/* A new entry of the outputs with its temporary file, of which *fd is the descriptor. False after a complaint. */
+static bool open_output(npy_outputs *all, const char *path, int *fd) {
+    char *target = resolve(path);
+    if (!target)
+        return trouble(path);
+    struct npy_output *f = &all->file[all->count++];
+    *f = (struct npy_output){target, NULL, NULL};
+    for (int i = 0; i + 1 < all->count; i++)
+        if (!strcmp(all->file[i].target, target)) {
+            complain("%s: two outputs go to this one file", path);
+            return false;
+        }
+    const bool locked = access(target, F_OK) == 0 && access(target, W_OK) != 0;
+    f->temporary = locked ? NULL : make_beside(target, make_file, fd);
+    return f->temporary || trouble(path);
 }
 
 bool npy_stage(npy_outputs *all, const char *path, const npy_array *array) {
     struct stat st;
-    int fd;
-    block_signals(all);
+    int fd = -1;
+    catch_signals(all);
     if (stat(path, &st) == 0 && S_ISDIR(st.st_mode)) {
         errno = EISDIR;
         return trouble(path);
@@ -155,18 +244,11 @@ bool npy_stage(npy_outputs *all, const char *path, const npy_array *array) {
     }
     if (all->count == NPY_MAX_OUTPUTS)
         exit(complain("more than %d output files", NPY_MAX_OUTPUTS));
-    struct npy_output *f = &all->file[all->count++];
-    *f = (struct npy_output){resolve(path), NULL, NULL};
-    for (int i = 0; i + 1 < all->count; i++)
-        if (!strcmp(all->file[i].target, f->target)) {
-            complain("%s: two outputs go to this one file", path);
-            return false;
-        }
-    if (access(f->target, F_OK) == 0 && access(f->target, W_OK) != 0)
-        return trouble(path);
-    f->temporary = make_beside(f->target, make_file, &fd);
-    if (!f->temporary)
-        return trouble(path);
+    begin_use();
+    const bool opened = open_output(all, path, &fd);
+    end_use();
+    if (!opened)
+        return false;
     bool ok = write_array(fd, array) && (fsync(fd) == 0 || errno == EINVAL || errno == EROFS);
     ok = ok || trouble(path);
     return (close(fd) == 0 || (ok && trouble(path))) && ok;
@@ -186,24 +268,28 @@ static void roll_back(npy_outputs *all, int n) {
 }
 
 bool npy_commit(npy_outputs *all) {
-    for (int i = 0; i < all->count; i++) {
+    bool ok = true;
+    begin_use();
+    for (int i = 0; i < all->count && ok; i++) {
         struct npy_output *f = &all->file[i];
         int linked;
         if (all->count > 1 && access(f->target, F_OK) == 0) /* one rename alone cannot be half-done */
             f->backup = make_beside(f->target, make_link, &linked);
-        if (rename(f->temporary, f->target) != 0) {
-            trouble(f->target);
+        ok = rename(f->temporary, f->target) == 0 || trouble(f->target);
+        if (!ok) {
             roll_back(all, i);
-            release(all);
-            return false;
+            break;
         }
         free(f->temporary);
         f->temporary = NULL;
     }
     release(all);
-    return true;
+    end_use();
+    return ok;
 }
 
 void npy_abandon(npy_outputs *all) {
+    begin_use();
     release(all);
+    end_use();
 }

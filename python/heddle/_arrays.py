@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from heddle import _C
-from heddle._options import causal_of, scale_of, window_of
+from heddle._options import causal_of, limit_of, scale_of, window_of
 
 BROADCAST = -(2**63)
 FORWARD, BACKWARD = 0, 1
@@ -270,7 +270,8 @@ class Problem:
                 raise ValueError(
                     "packed sequences need max_seqlen_q and max_seqlen_k, the upper limits of one sequence"
                 )
-            d |= {"b": cu_q.shape[0] - 1, "sq": options["max_seqlen_q"], "sk": options["max_seqlen_k"]}
+            sq, sk = (limit_of(name, options[name]) for name in ("max_seqlen_q", "max_seqlen_k"))
+            d |= {"b": cu_q.shape[0] - 1, "sq": sq, "sk": sk}
             d |= {"total_q": self.q.shape[0], "total_k": self.k.shape[0], "features": d["features"] | VARLEN}
             self._check_packing("cu_seqlens_q", d["total_q"], d["sq"])
             self._check_packing("cu_seqlens_k", d["total_k"], d["sk"])

@@ -11,6 +11,7 @@ NORMS = {"layer": 0, "rms": 1}
 TINY = 1e-300  # where 0 means the default to the library
 LARGEST = sys.float_info.max
 FARTHEST = 2**62  # of a window; no sequence is as long
+LONGEST = 2**40  # of a sequence, to the library
 
 
 def causal_of(causal: Any, sq: Any, sk: Any) -> int:
@@ -39,6 +40,13 @@ def window_of(window: Any) -> tuple[int, int]:
         raise TypeError(f"window = {window!r}: its sides must be integers or None")
     left, right = (-1 if side is None or side < 0 or side > FARTHEST else side for side in window)
     return left, right
+
+
+def limit_of(name: str, value: Any) -> Any:
+    """The upper limit of one sequence's rows, which has to fit into the library's numbers."""
+    if isinstance(value, int) and not 0 <= value <= LONGEST:
+        raise ValueError(f"{name} = {value} is outside 0 to {LONGEST}")
+    return value
 
 
 def scale_of(scale: Any) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import heddle
 from heddle._ops import NUMBER_DEFAULTS, call, ops, quick
-from heddle._options import TINY, causal_of, norm_of, scale_of, window_of
+from heddle._options import TINY, causal_of, limit_of, norm_of, scale_of, window_of
 
 
 def _need_tensors(**values: Any) -> None:
@@ -95,7 +95,7 @@ def attention(
     if packed:
         if max_seqlen_q is None or max_seqlen_k is None:
             raise ValueError("packed sequences need max_seqlen_q and max_seqlen_k, the upper limits of one sequence")
-        sq, sk = max_seqlen_q, max_seqlen_k
+        sq, sk = limit_of("max_seqlen_q", max_seqlen_q), limit_of("max_seqlen_k", max_seqlen_k)
     else:
         if q.dim() != 4 or k.dim() != 4:
             raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: must be the same, 2 to 4")

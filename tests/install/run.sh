@@ -21,9 +21,19 @@ if [ -x "$prefix/bin/heddle" ]; then
     "$prefix/bin/heddle" info >/dev/null
     echo "ok: the installed command runs"
 fi
-if [ -x "$prefix/libexec/heddle/train_gpt" ]; then
-    "$prefix/libexec/heddle/train_gpt" --help >/dev/null
-    echo "ok: the installed program of the demo runs"
+if [ -x "$prefix/bin/heddle" ]; then
+    # From anywhere, with the program and the text that came with it.
+    (cd / && "$prefix/bin/heddle" demo -- --seconds 1 --width 16 --layers 1) >"$tmp/log" || {
+        cat "$tmp/log" >&2
+        exit 1
+    }
+    job="$prefix/bin/../libexec/heddle/train_gpt --text $prefix/bin/../share/heddle/text "
+    grep -qF "the real job: $job" "$tmp/log" || {
+        echo "heddle demo does not take what is installed: $(grep "the real job" "$tmp/log")" >&2
+        exit 1
+    }
+    grep -q "^validation loss" "$tmp/log"
+    echo "ok: the installed demo trains"
 fi
 
 version=$(sed -n 's/^Version: //p' "$prefix/$libdir/pkgconfig/heddle.pc")

@@ -104,6 +104,8 @@ def packed(**changed):
         ({"cu_seqlens_q": torch.tensor([0, 5, 3])}, "must not fall"),
         ({"cu_seqlens_k": torch.tensor([0, 3, 10])}, "exceed the 9 rows"),
         ({"max_seqlen_k": 5}, "max_seqlen_k = 5"),
+        ({"max_seqlen_q": 2**63}, "max_seqlen_q = 9223372036854775808 is outside 0 to 1099511627776"),
+        ({"max_seqlen_k": -1}, "max_seqlen_k = -1 is outside 0 to 1099511627776"),
         ({"cu_seqlens_k": torch.tensor([0, 2**32 + 3, 9])}, "exceed the 9 rows"),
         ({"q": torch.randn(1, 9, 4, 8)}, "4 dimensions, but must have 3"),
     ],
@@ -111,6 +113,14 @@ def packed(**changed):
 def test_packed(changed, text):
     with pytest.raises(ValueError, match=text):
         heddle.attention(**packed(**changed))
+
+
+@pytest.mark.parametrize("most", [2**40 + 1, 2**63, 2**64, -(2**70)])
+def test_packed_arrays(most):
+    given = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in packed().items()}
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        with pytest.raises(ValueError, match=f"{name} = {most} is outside 0 to 1099511627776"):
+            heddle.attention(**given | {name: most})
 
 
 NORM_LINEAR = [
