@@ -10,13 +10,6 @@
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
 
-#define FORWARD_OK(call)                                                                                               \
-    do {                                                                                                               \
-        heddle_status status_ = (call);                                                                                \
-        if (status_ != HEDDLE_OK)                                                                                      \
-            return status_;                                                                                            \
-    } while (0)
-
 int heddle_version(void) {
     return HEDDLE_VERSION;
 }
@@ -203,7 +196,7 @@ static heddle_status check_attention_data(const attention_plan *plan, const hedd
                    [WITH_SEQLENS] = any && !t->seqlens_q,
                    [ALWAYS] = true},
     };
-    FORWARD_OK(CHECK(attention_inputs, t, &facts));
+    TRY(CHECK(attention_inputs, t, &facts));
     return plan->pass == HEDDLE_FORWARD ? CHECK(attention_forward_pointers, t, &facts)
                                         : CHECK(attention_backward_pointers, t, &facts);
 }
@@ -229,7 +222,7 @@ static heddle_status check_norm_linear_data(const norm_linear_plan *plan, const 
                    [WITH_GRADIENT] = rows && backward,
                    [ALWAYS] = true},
     };
-    FORWARD_OK(CHECK(norm_linear_pointers, t, &facts));
+    TRY(CHECK(norm_linear_pointers, t, &facts));
     if (backward && !t->mean != !t->rstd)
         return fail(HEDDLE_BAD_COMBINATION, "%s is given without %s: backward takes both or neither",
                     t->mean ? "mean" : "rstd", t->mean ? "rstd" : "mean");
@@ -240,8 +233,8 @@ static heddle_status check_norm_linear_data(const norm_linear_plan *plan, const 
 
 static heddle_status make_attention_plan(const heddle_attention *desc, heddle_pass pass, attention_plan *plan,
                                          const backend **be) {
-    FORWARD_OK(heddle__resolve_attention(desc, pass, plan));
-    FORWARD_OK(find_backend(plan->a.device, be));
+    TRY(heddle__resolve_attention(desc, pass, plan));
+    TRY(find_backend(plan->a.device, be));
     return (*be)->plan_attention(plan);
 }
 
@@ -249,10 +242,10 @@ static heddle_status run_attention(const heddle_attention *desc, const heddle_at
                                    size_t workspace_bytes, void *stream, heddle_pass pass) {
     attention_plan plan;
     const backend *be = NULL;
-    FORWARD_OK(make_attention_plan(desc, pass, &plan, &be));
-    FORWARD_OK(check_data_size("heddle_attention_data", data, data ? data->size : 0, sizeof *data));
-    FORWARD_OK(check_attention_data(&plan, data));
-    FORWARD_OK(check_workspace(workspace, workspace_bytes, plan.workspace));
+    TRY(make_attention_plan(desc, pass, &plan, &be));
+    TRY(check_data_size("heddle_attention_data", data, data ? data->size : 0, sizeof *data));
+    TRY(check_attention_data(&plan, data));
+    TRY(check_workspace(workspace, workspace_bytes, plan.workspace));
     return be->run_attention(&plan, data, workspace, stream);
 }
 
@@ -280,7 +273,7 @@ heddle_status heddle_attention_workspace(const heddle_attention *desc, heddle_pa
     const backend *be = NULL;
     if (!bytes)
         return fail(HEDDLE_NULL_POINTER, "the pointer to bytes is NULL");
-    FORWARD_OK(make_attention_plan(desc, pass, &plan, &be));
+    TRY(make_attention_plan(desc, pass, &plan, &be));
     *bytes = plan.workspace;
     return HEDDLE_OK;
 }
@@ -299,8 +292,8 @@ heddle_status heddle_attention_kernel(const heddle_attention *desc, heddle_pass 
 
 static heddle_status make_norm_linear_plan(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan,
                                            const backend **be) {
-    FORWARD_OK(heddle__resolve_norm_linear(desc, pass, plan));
-    FORWARD_OK(find_backend(plan->a.device, be));
+    TRY(heddle__resolve_norm_linear(desc, pass, plan));
+    TRY(find_backend(plan->a.device, be));
     return (*be)->plan_norm_linear(plan);
 }
 
@@ -308,10 +301,10 @@ static heddle_status run_norm_linear(const heddle_norm_linear *desc, const heddl
                                      void *workspace, size_t workspace_bytes, void *stream, heddle_pass pass) {
     norm_linear_plan plan;
     const backend *be = NULL;
-    FORWARD_OK(make_norm_linear_plan(desc, pass, &plan, &be));
-    FORWARD_OK(check_data_size("heddle_norm_linear_data", data, data ? data->size : 0, sizeof *data));
-    FORWARD_OK(check_norm_linear_data(&plan, data));
-    FORWARD_OK(check_workspace(workspace, workspace_bytes, plan.workspace));
+    TRY(make_norm_linear_plan(desc, pass, &plan, &be));
+    TRY(check_data_size("heddle_norm_linear_data", data, data ? data->size : 0, sizeof *data));
+    TRY(check_norm_linear_data(&plan, data));
+    TRY(check_workspace(workspace, workspace_bytes, plan.workspace));
     return be->run_norm_linear(&plan, data, workspace, stream);
 }
 
@@ -339,7 +332,7 @@ heddle_status heddle_norm_linear_workspace(const heddle_norm_linear *desc, heddl
     const backend *be = NULL;
     if (!bytes)
         return fail(HEDDLE_NULL_POINTER, "the pointer to bytes is NULL");
-    FORWARD_OK(make_norm_linear_plan(desc, pass, &plan, &be));
+    TRY(make_norm_linear_plan(desc, pass, &plan, &be));
     *bytes = plan.workspace;
     return HEDDLE_OK;
 }

@@ -9,13 +9,6 @@
 #include <math.h>
 #include <stdbool.h>
 
-#define FORWARD_OK(call)                                                                                               \
-    do {                                                                                                               \
-        heddle_status status_ = (call);                                                                                \
-        if (status_ != HEDDLE_OK)                                                                                      \
-            return status_;                                                                                            \
-    } while (0)
-
 #define ALL_FEATURES ((HEDDLE_TF32 << 1) - 1)
 #define MAX_SIZE (INT64_C(1) << 40)
 #define MAX_HEAD_DIM 512
@@ -133,7 +126,7 @@ static heddle_status resolve_tensor(const tensor_rule *t, heddle_strides *stride
     if (contiguous)
         *stride = contiguous_strides(t);
     else if ((stride->b | stride->h | stride->s) < 0)
-        FORWARD_OK(resolve_broadcast(t->name, stride));
+        TRY(resolve_broadcast(t->name, stride));
     if (t->packed)
         stride->b = 0;
     const int64_t b = t->packed ? 1 : t->b;
@@ -156,17 +149,17 @@ static heddle_status resolve_score_strides(heddle_attention *a) {
     const bool bias = a->features & HEDDLE_BIAS, weights = a->features & HEDDLE_WEIGHTS;
     tensor_rule t = {"bias", ROLE_INPUT, false, a->b, a->h, a->sq, a->sk};
     if (bias)
-        FORWARD_OK(resolve_tensor(&t, &a->bias_stride));
+        TRY(resolve_tensor(&t, &a->bias_stride));
     t.name = "bool_mask";
     if (a->features & HEDDLE_BOOL_MASK)
-        FORWARD_OK(resolve_tensor(&t, &a->bool_mask_stride));
+        TRY(resolve_tensor(&t, &a->bool_mask_stride));
     t.name = "dweights";
     if (weights)
-        FORWARD_OK(resolve_tensor(&t, &a->dweights_stride));
+        TRY(resolve_tensor(&t, &a->dweights_stride));
     t.name = "weights";
     t.role = ROLE_OUTPUT;
     if (weights)
-        FORWARD_OK(resolve_tensor(&t, &a->weights_stride));
+        TRY(resolve_tensor(&t, &a->weights_stride));
     t.name = "dbias";
     t.role = ROLE_SUMMED_OUTPUT;
     return bias ? resolve_tensor(&t, &a->dbias_stride) : HEDDLE_OK;
@@ -176,7 +169,7 @@ static heddle_status resolve_all_strides(heddle_attention *a) {
     const bool varlen = a->features & HEDDLE_VARLEN;
     const int64_t rows_q = varlen ? a->total_q : a->sq, rows_k = varlen ? a->total_k : a->sk;
 #define TENSOR(name, role, heads, rows, last)                                                                          \
-    FORWARD_OK(resolve_tensor(&(tensor_rule){#name, role, varlen, a->b, heads, rows, last}, &a->name##_stride))
+    TRY(resolve_tensor(&(tensor_rule){#name, role, varlen, a->b, heads, rows, last}, &a->name##_stride))
     TENSOR(q, ROLE_INPUT, a->h, rows_q, a->d);
     TENSOR(k, ROLE_INPUT, a->hk, rows_k, a->d);
     TENSOR(v, ROLE_INPUT, a->hk, rows_k, a->dv);
@@ -192,13 +185,13 @@ static heddle_status resolve_all_strides(heddle_attention *a) {
 /* -------------------------------------------------------------------------------------------------- attention */
 
 static heddle_status check_sizes(heddle_attention *a) {
-    FORWARD_OK(check_size("b", a->b, 0, MAX_SIZE));
-    FORWARD_OK(check_size("h", a->h, 1, MAX_SIZE));
-    FORWARD_OK(check_size("hk", a->hk, 0, MAX_SIZE));
-    FORWARD_OK(check_size("sq", a->sq, 0, MAX_SIZE));
-    FORWARD_OK(check_size("sk", a->sk, 0, MAX_SIZE));
-    FORWARD_OK(check_size("d", a->d, 1, MAX_HEAD_DIM));
-    FORWARD_OK(check_size("dv", a->dv, 0, MAX_HEAD_DIM));
+    TRY(check_size("b", a->b, 0, MAX_SIZE));
+    TRY(check_size("h", a->h, 1, MAX_SIZE));
+    TRY(check_size("hk", a->hk, 0, MAX_SIZE));
+    TRY(check_size("sq", a->sq, 0, MAX_SIZE));
+    TRY(check_size("sk", a->sk, 0, MAX_SIZE));
+    TRY(check_size("d", a->d, 1, MAX_HEAD_DIM));
+    TRY(check_size("dv", a->dv, 0, MAX_HEAD_DIM));
     if (a->hk == 0)
         a->hk = a->h;
     if (a->dv == 0)
@@ -239,8 +232,8 @@ static heddle_status check_features(heddle_attention *a) {
     if (!(a->features & HEDDLE_VARLEN) && (a->total_q || a->total_k))
         return fail(HEDDLE_BAD_COMBINATION, "total_q = %lld, total_k = %lld, but HEDDLE_VARLEN is not set",
                     (long long)a->total_q, (long long)a->total_k);
-    FORWARD_OK(check_size("total_q", a->total_q, 0, MAX_SIZE));
-    FORWARD_OK(check_size("total_k", a->total_k, 0, MAX_SIZE));
+    TRY(check_size("total_q", a->total_q, 0, MAX_SIZE));
+    TRY(check_size("total_k", a->total_k, 0, MAX_SIZE));
     if (!(a->features & HEDDLE_ALIBI) && a->alibi_stride_b)
         return fail(HEDDLE_BAD_COMBINATION, "alibi_stride_b = %lld, but HEDDLE_ALIBI is not set",
                     (long long)a->alibi_stride_b);
@@ -255,15 +248,15 @@ static heddle_status check_features(heddle_attention *a) {
 }
 
 heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pass pass, attention_plan *plan) {
-    FORWARD_OK(check_descriptor("heddle_attention", desc, desc ? desc->size : 0, sizeof *desc));
+    TRY(check_descriptor("heddle_attention", desc, desc ? desc->size : 0, sizeof *desc));
     plan->a = *desc;
     plan->pass = pass;
     heddle_attention *a = &plan->a;
-    FORWARD_OK(check_enums("heddle_attention", (int)a->dtype, (int)a->device, (int)pass));
-    FORWARD_OK(check_sizes(a));
-    FORWARD_OK(check_features(a));
-    FORWARD_OK(check_values(a));
-    FORWARD_OK(resolve_all_strides(a));
+    TRY(check_enums("heddle_attention", (int)a->dtype, (int)a->device, (int)pass));
+    TRY(check_sizes(a));
+    TRY(check_features(a));
+    TRY(check_values(a));
+    TRY(resolve_all_strides(a));
     if (a->dtype == HEDDLE_F64 && a->device != HEDDLE_REF)
         return fail(HEDDLE_UNSUPPORTED, "dtype float64 runs on HEDDLE_REF only, not on device %d", (int)a->device);
     return HEDDLE_OK;
@@ -287,11 +280,11 @@ static heddle_status resolve_row_stride(const char *name, int64_t *stride, int64
 }
 
 heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan) {
-    FORWARD_OK(check_descriptor("heddle_norm_linear", desc, desc ? desc->size : 0, sizeof *desc));
+    TRY(check_descriptor("heddle_norm_linear", desc, desc ? desc->size : 0, sizeof *desc));
     plan->a = *desc;
     plan->pass = pass;
     heddle_norm_linear *a = &plan->a;
-    FORWARD_OK(check_enums("heddle_norm_linear", (int)a->dtype, (int)a->device, (int)pass));
+    TRY(check_enums("heddle_norm_linear", (int)a->dtype, (int)a->device, (int)pass));
     if (a->norm != HEDDLE_LAYER_NORM && a->norm != HEDDLE_RMS_NORM)
         return fail(HEDDLE_BAD_ENUM, "norm = %d is no heddle_norm (0 or 1)", (int)a->norm);
     const uint64_t known = HEDDLE_DETERMINISTIC | HEDDLE_TF32;
@@ -300,19 +293,19 @@ heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle
                     (unsigned long long)a->features, (unsigned long long)(a->features & ~known));
     if (a->reserved0)
         return fail(HEDDLE_BAD_ENUM, "reserved0 = %d, but must be 0", a->reserved0);
-    FORWARD_OK(check_size("m", a->m, 0, MAX_SIZE));
-    FORWARD_OK(check_size("k", a->k, 1, MAX_SIZE));
-    FORWARD_OK(check_size("n", a->n, 1, MAX_SIZE));
+    TRY(check_size("m", a->m, 0, MAX_SIZE));
+    TRY(check_size("k", a->k, 1, MAX_SIZE));
+    TRY(check_size("n", a->n, 1, MAX_SIZE));
     if (!isfinite(a->eps) || a->eps < 0)
         return fail(HEDDLE_BAD_VALUE, "eps = %g is not a finite number >= 0", a->eps);
     if (a->eps == 0)
         a->eps = 1e-5;
-    FORWARD_OK(resolve_row_stride("x", &a->x_stride, a->m, a->k, ROLE_INPUT));
-    FORWARD_OK(resolve_row_stride("w", &a->w_stride, a->n, a->k, ROLE_INPUT));
-    FORWARD_OK(resolve_row_stride("y", &a->y_stride, a->m, a->n, ROLE_OUTPUT));
-    FORWARD_OK(resolve_row_stride("dy", &a->dy_stride, a->m, a->n, ROLE_INPUT));
-    FORWARD_OK(resolve_row_stride("dx", &a->dx_stride, a->m, a->k, ROLE_OUTPUT));
-    FORWARD_OK(resolve_row_stride("dw", &a->dw_stride, a->n, a->k, ROLE_OUTPUT));
+    TRY(resolve_row_stride("x", &a->x_stride, a->m, a->k, ROLE_INPUT));
+    TRY(resolve_row_stride("w", &a->w_stride, a->n, a->k, ROLE_INPUT));
+    TRY(resolve_row_stride("y", &a->y_stride, a->m, a->n, ROLE_OUTPUT));
+    TRY(resolve_row_stride("dy", &a->dy_stride, a->m, a->n, ROLE_INPUT));
+    TRY(resolve_row_stride("dx", &a->dx_stride, a->m, a->k, ROLE_OUTPUT));
+    TRY(resolve_row_stride("dw", &a->dw_stride, a->n, a->k, ROLE_OUTPUT));
     if (a->dtype == HEDDLE_F64 && a->device != HEDDLE_REF)
         return fail(HEDDLE_UNSUPPORTED, "dtype float64 runs on HEDDLE_REF only, not on device %d", (int)a->device);
     return HEDDLE_OK;
