@@ -6,7 +6,7 @@
 #include "heddle.h"
 
 /* Formats the message that heddle_last_message() returns and gives back `status`: `return fail(HEDDLE_BAD_SIZE, ...)`. */
-__attribute__((format(printf, 2, 3))) heddle_status heddle__fail(heddle_status status, const char *format, ...);
+__attribute__((cold, format(printf, 2, 3))) heddle_status heddle__fail(heddle_status status, const char *format, ...);
 #define fail heddle__fail
 
 /* Leaves the function with the status of `call` unless that is HEDDLE_OK. */
