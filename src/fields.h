@@ -67,9 +67,9 @@ enum {
 #define STRIDED(id, name, stride, element, shape, packed, role, forward, backward, feature, option)                    \
     FIELD_ROW(heddle_attention_data, name, offsetof(heddle_attention, stride##_stride), #stride, element, shape,       \
               packed, role, forward, backward, feature, #feature, option)
-static const tensor_field attention_fields[ATTENTION_FIELDS] = {
+static const tensor_field attention_fields[ATTENTION_FIELDS + 1] = {/* ended by a field without a name */
 #include "attention_fields.def"
-};
+                                                                    {0}};
 
 #define DENSE(id, ...) FIELD_N_##id,
 #define STRIDED(id, ...) FIELD_N_##id,
@@ -84,9 +84,9 @@ enum {
 #define STRIDED(id, name, stride, element, shape, packed, role, forward, backward, feature, option)                    \
     FIELD_ROW(heddle_norm_linear_data, name, offsetof(heddle_norm_linear, stride##_stride), #stride, element, shape,   \
               packed, role, forward, backward, feature, #feature, option)
-static const tensor_field norm_linear_fields[NORM_LINEAR_FIELDS] = {
+static const tensor_field norm_linear_fields[NORM_LINEAR_FIELDS + 1] = {/* ended by a field without a name */
 #include "norm_linear_fields.def"
-};
+                                                                        {0}};
 #undef FIELD_ROW
 
 /* The extent of a letter of a shape. */
