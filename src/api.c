@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The public functions: validate, plan, run. No arithmetic. */
 #include "backend.h"
+#include "fields.h"
 #include "status.h"
 
 #include <stdbool.h>
@@ -9,13 +10,6 @@
 
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
-
-#define FORWARD_OK(call)                                                                                               \
-    do {                                                                                                               \
-        heddle_status status_ = (call);                                                                                \
-        if (status_ != HEDDLE_OK)                                                                                      \
-            return status_;                                                                                            \
-    } while (0)
 
 int heddle_version(void) {
     return HEDDLE_VERSION;
@@ -80,57 +74,62 @@ heddle_status heddle_device_describe(heddle_device device, char *text, size_t n)
 
 /* ---------------------------------------------------------------------------------------------- data pointers */
 
-/* What a pointer's elements are, for its alignment, and when it must be there. */
-typedef enum element { OF_DTYPE, OF_FLOATS, OF_BYTES, OF_INT32, OF_INT64, ELEMENTS } element;
-typedef enum need {
-    OPTIONAL,
-    ALWAYS,
-    WITH_B, /* attention: sequences, queries, keys, scores, no lengths of queries */
-    WITH_Q,
-    WITH_K,
-    WITH_S,
-    WITH_SEQLENS,
-    WITH_ROWS, /* norm-linear: rows at all, in forward, in backward */
-    WITH_OUTPUT,
-    WITH_GRADIENT,
-    NEEDS
-} need;
+/* fields.h's lists are those of heddle.h: every pointer, in its order, at its place. */
+#define DENSE(id, name, ...) const void *name;
+#define STRIDED(id, name, ...) const void *name;
+typedef struct listed_attention_data {
+    size_t size;
+#include "attention_fields.def"
+} listed_attention_data;
+#define DENSE(id, name, ...) const void *name;
+#define STRIDED(id, name, ...) const void *name;
+typedef struct listed_norm_linear_data {
+    size_t size;
+#include "norm_linear_fields.def"
+} listed_norm_linear_data;
 
-typedef struct pointer_rule {
-    const char *name;
-    size_t at; /* in the struct of the data */
-    element of;
-    need needed;
-    uint64_t feature; /* without which it has no use; 0: it always has */
-    const char *reason;
-} pointer_rule;
+#define IN_PLACE(operation, name)                                                                                      \
+    _Static_assert(offsetof(listed_##operation##_data, name) == offsetof(heddle_##operation##_data, name),             \
+                   #name " is not in the order of heddle.h");
+#define DENSE(id, name, ...) IN_PLACE(attention, name)
+#define STRIDED(id, name, ...) IN_PLACE(attention, name)
+#include "attention_fields.def"
+#define DENSE(id, name, ...) IN_PLACE(norm_linear, name)
+#define STRIDED(id, name, ...) IN_PLACE(norm_linear, name)
+#include "norm_linear_fields.def"
+#undef IN_PLACE
+_Static_assert(sizeof(listed_attention_data) == sizeof(heddle_attention_data) &&
+                   sizeof(listed_norm_linear_data) == sizeof(heddle_norm_linear_data),
+               "a pointer of heddle.h is in no list");
 
 /* The pointers of one call: alignments of elements; whether there is anything to point to. */
 typedef struct pointer_facts {
     uint64_t features;
-    uint8_t alignment[ELEMENTS];
-    bool needed[NEEDS];
+    uint8_t alignment[FIELD_ELEMENTS];
+    bool needed[FIELD_NEEDS];
 } pointer_facts;
 
-static heddle_status check_pointers(const pointer_rule *rules, size_t count, const void *data, const pointer_facts *f) {
-    for (const pointer_rule *r = rules; r < rules + count; r++) {
-        const char *pointer;
-        memcpy(&pointer, (const char *)data + r->at, sizeof pointer);
-        const bool allowed = !r->feature || (f->features & r->feature);
-        const size_t alignment = f->alignment[r->of];
-        if (pointer && !allowed)
-            return fail(HEDDLE_BAD_COMBINATION, "%s is given, but %s is not set", r->name, r->reason);
-        if (!pointer && allowed && f->needed[r->needed])
-            return fail(HEDDLE_NULL_POINTER, "%s is NULL", r->name);
-        if ((uintptr_t)pointer & (alignment - 1))
-            return fail(HEDDLE_MISALIGNED, "%s = %p is not a multiple of its element's %zu bytes", r->name, pointer,
-                        alignment);
-    }
+/* Where the lists are unrolled, all of *t is constant and a comparison or two are left. */
+__attribute__((always_inline)) static inline heddle_status check_pointer(const void *pointer, const tensor_field *t,
+                                                                         const pointer_facts *f, heddle_pass pass) {
+    const bool allowed = !t->feature || (f->features & t->feature);
+    const size_t alignment = f->alignment[t->element];
+    if (t->need[pass] == NEED_UNUSED)
+        return HEDDLE_OK;
+    if (pointer && !allowed)
+        return fail(HEDDLE_BAD_COMBINATION, "%s is given, but %s is not set", t->name, t->feature_name);
+    if (!pointer && allowed && f->needed[t->need[pass]])
+        return fail(HEDDLE_NULL_POINTER, "%s is NULL", t->name);
+    if ((uintptr_t)pointer & (alignment - 1))
+        return fail(HEDDLE_MISALIGNED, "%s = %p is not a multiple of its element's %zu bytes", t->name, pointer,
+                    alignment);
     return HEDDLE_OK;
 }
 #define ALIGNMENTS(dtype)                                                                                              \
-    { (uint8_t) heddle_dtype_size(dtype), (dtype) == HEDDLE_F64 ? 8 : 4, 1, 4, 8 }
-#define CHECK(rules, data, facts) check_pointers(rules, sizeof(rules) / sizeof *(rules), data, facts)
+    {                                                                                                                  \
+        [OF_DTYPE] = (uint8_t)heddle_dtype_size(dtype), [OF_FLOAT] = (dtype) == HEDDLE_F64 ? 8 : 4, [OF_BOOL] = 1,     \
+        [OF_INT32] = 4, [OF_UINT64] = 8                                                                                \
+    }
 
 static heddle_status check_data_size(const char *name, const void *data, size_t size, size_t known) {
     if (!data)
@@ -152,43 +151,13 @@ static heddle_status check_workspace(const void *workspace, size_t bytes, size_t
     return HEDDLE_OK;
 }
 
-#define P(name, of, needed)                                                                                            \
-    { #name, offsetof(heddle_attention_data, name), of, needed, 0, "" }
-#define WITH(feature, name, of, needed)                                                                                \
-    { #name, offsetof(heddle_attention_data, name), of, needed, feature, #feature }
-static const pointer_rule attention_inputs[] = {
-    P(q, OF_DTYPE, WITH_Q),
-    P(k, OF_DTYPE, WITH_K),
-    P(v, OF_DTYPE, WITH_K),
-    WITH(HEDDLE_ALIBI, alibi_slopes, OF_FLOATS, WITH_B),
-    WITH(HEDDLE_BIAS, bias, OF_DTYPE, WITH_S),
-    WITH(HEDDLE_BOOL_MASK, bool_mask, OF_BYTES, WITH_S),
-    WITH(HEDDLE_SINKS, sinks, OF_FLOATS, WITH_B),
-    WITH(HEDDLE_VARLEN, cu_seqlens_q, OF_INT32, WITH_B),
-    WITH(HEDDLE_VARLEN, cu_seqlens_k, OF_INT32, WITH_B),
-    WITH(HEDDLE_SEQLENS, seqlens_q, OF_INT32, OPTIONAL),
-    WITH(HEDDLE_SEQLENS, seqlens_k, OF_INT32, WITH_SEQLENS),
-    WITH(HEDDLE_RNG_STATE, rng_state, OF_INT64, ALWAYS),
-};
-static const pointer_rule attention_forward_pointers[] = {
-    P(o, OF_DTYPE, WITH_Q),
-    P(lse, OF_FLOATS, OPTIONAL),
-    WITH(HEDDLE_WEIGHTS, weights, OF_DTYPE, WITH_S),
-};
-static const pointer_rule attention_backward_pointers[] = {
-    P(o, OF_DTYPE, WITH_Q),
-    P(lse, OF_FLOATS, WITH_Q),
-    P(dout, OF_DTYPE, OPTIONAL),
-    P(dlse, OF_FLOATS, OPTIONAL),
-    WITH(HEDDLE_WEIGHTS, dweights, OF_DTYPE, OPTIONAL),
-    P(dq, OF_DTYPE, OPTIONAL),
-    P(dk, OF_DTYPE, OPTIONAL),
-    P(dv, OF_DTYPE, OPTIONAL),
-    WITH(HEDDLE_BIAS, dbias, OF_DTYPE, OPTIONAL),
-    WITH(HEDDLE_SINKS, dsinks, OF_FLOATS, OPTIONAL),
-};
-#undef P
-#undef WITH
+__attribute__((always_inline)) static inline heddle_status
+check_attention_pointers(const heddle_attention_data *t, const pointer_facts *f, heddle_pass pass) {
+#define DENSE(id, name, ...) TRY(check_pointer(t->name, &attention_fields[FIELD_##id], f, pass));
+#define STRIDED(id, name, ...) TRY(check_pointer(t->name, &attention_fields[FIELD_##id], f, pass));
+#include "attention_fields.def"
+    return HEDDLE_OK;
+}
 
 static heddle_status check_attention_data(const attention_plan *plan, const heddle_attention_data *t) {
     const heddle_attention *a = &plan->a;
@@ -196,41 +165,34 @@ static heddle_status check_attention_data(const attention_plan *plan, const hedd
     const pointer_facts facts = {
         .features = a->features,
         .alignment = ALIGNMENTS(a->dtype),
-        .needed = {[WITH_B] = any,
-                   [WITH_Q] = any && (varlen ? a->total_q : a->sq) > 0,
-                   [WITH_K] = any && (varlen ? a->total_k : a->sk) > 0,
-                   [WITH_S] = any && a->sq > 0 && a->sk > 0,
-                   [WITH_SEQLENS] = any && !t->seqlens_q,
-                   [ALWAYS] = true},
+        .needed = {[NEED_ALWAYS] = true,
+                   [NEED_BATCH] = any,
+                   [NEED_QUERIES] = any && (varlen ? a->total_q : a->sq) > 0,
+                   [NEED_KEYS] = any && (varlen ? a->total_k : a->sk) > 0,
+                   [NEED_SCORES] = any && a->sq > 0 && a->sk > 0,
+                   [NEED_LENGTHS] = any && !t->seqlens_q},
     };
-    FORWARD_OK(CHECK(attention_inputs, t, &facts));
-    return plan->pass == HEDDLE_FORWARD ? CHECK(attention_forward_pointers, t, &facts)
-                                        : CHECK(attention_backward_pointers, t, &facts);
+    return plan->pass == HEDDLE_FORWARD ? check_attention_pointers(t, &facts, HEDDLE_FORWARD)
+                                        : check_attention_pointers(t, &facts, HEDDLE_BACKWARD);
 }
 
-#define P(name, of, needed)                                                                                            \
-    { #name, offsetof(heddle_norm_linear_data, name), of, needed, 0, "" }
-static const pointer_rule norm_linear_pointers[] = {
-    P(x, OF_DTYPE, WITH_ROWS),    P(gamma, OF_DTYPE, OPTIONAL),  P(beta, OF_DTYPE, OPTIONAL),
-    P(w, OF_DTYPE, ALWAYS),       P(bias, OF_DTYPE, OPTIONAL),   P(y, OF_DTYPE, WITH_OUTPUT),
-    P(mean, OF_FLOATS, OPTIONAL), P(rstd, OF_FLOATS, OPTIONAL),  P(dy, OF_DTYPE, WITH_GRADIENT),
-    P(dx, OF_DTYPE, OPTIONAL),    P(dgamma, OF_DTYPE, OPTIONAL), P(dbeta, OF_DTYPE, OPTIONAL),
-    P(dw, OF_DTYPE, OPTIONAL),    P(dbias, OF_DTYPE, OPTIONAL),
-};
-#undef P
+__attribute__((always_inline)) static inline heddle_status
+check_norm_linear_pointers(const heddle_norm_linear_data *t, const pointer_facts *f, heddle_pass pass) {
+#define DENSE(id, name, ...) TRY(check_pointer(t->name, &norm_linear_fields[FIELD_N_##id], f, pass));
+#define STRIDED(id, name, ...) TRY(check_pointer(t->name, &norm_linear_fields[FIELD_N_##id], f, pass));
+#include "norm_linear_fields.def"
+    return HEDDLE_OK;
+}
 
 static heddle_status check_norm_linear_data(const norm_linear_plan *plan, const heddle_norm_linear_data *t) {
     const heddle_norm_linear *a = &plan->a;
-    const bool backward = plan->pass == HEDDLE_BACKWARD, rows = a->m > 0;
     const pointer_facts facts = {
         .alignment = ALIGNMENTS(a->dtype),
-        .needed = {[WITH_ROWS] = rows,
-                   [WITH_OUTPUT] = rows && !backward,
-                   [WITH_GRADIENT] = rows && backward,
-                   [ALWAYS] = true},
+        .needed = {[NEED_ALWAYS] = true, [NEED_ROWS] = a->m > 0},
     };
-    FORWARD_OK(CHECK(norm_linear_pointers, t, &facts));
-    if (backward && !t->mean != !t->rstd)
+    TRY(plan->pass == HEDDLE_FORWARD ? check_norm_linear_pointers(t, &facts, HEDDLE_FORWARD)
+                                     : check_norm_linear_pointers(t, &facts, HEDDLE_BACKWARD));
+    if (plan->pass == HEDDLE_BACKWARD && !t->mean != !t->rstd)
         return fail(HEDDLE_BAD_COMBINATION, "%s is given without %s: backward takes both or neither",
                     t->mean ? "mean" : "rstd", t->mean ? "rstd" : "mean");
     return HEDDLE_OK;
@@ -240,8 +202,8 @@ static heddle_status check_norm_linear_data(const norm_linear_plan *plan, const 
 
 static heddle_status make_attention_plan(const heddle_attention *desc, heddle_pass pass, attention_plan *plan,
                                          const backend **be) {
-    FORWARD_OK(heddle__resolve_attention(desc, pass, plan));
-    FORWARD_OK(find_backend(plan->a.device, be));
+    TRY(heddle__resolve_attention(desc, pass, plan));
+    TRY(find_backend(plan->a.device, be));
     return (*be)->plan_attention(plan);
 }
 
@@ -249,10 +211,10 @@ static heddle_status run_attention(const heddle_attention *desc, const heddle_at
                                    size_t workspace_bytes, void *stream, heddle_pass pass) {
     attention_plan plan;
     const backend *be = NULL;
-    FORWARD_OK(make_attention_plan(desc, pass, &plan, &be));
-    FORWARD_OK(check_data_size("heddle_attention_data", data, data ? data->size : 0, sizeof *data));
-    FORWARD_OK(check_attention_data(&plan, data));
-    FORWARD_OK(check_workspace(workspace, workspace_bytes, plan.workspace));
+    TRY(make_attention_plan(desc, pass, &plan, &be));
+    TRY(check_data_size("heddle_attention_data", data, data ? data->size : 0, sizeof *data));
+    TRY(check_attention_data(&plan, data));
+    TRY(check_workspace(workspace, workspace_bytes, plan.workspace));
     return be->run_attention(&plan, data, workspace, stream);
 }
 
@@ -280,7 +242,7 @@ heddle_status heddle_attention_workspace(const heddle_attention *desc, heddle_pa
     const backend *be = NULL;
     if (!bytes)
         return fail(HEDDLE_NULL_POINTER, "the pointer to bytes is NULL");
-    FORWARD_OK(make_attention_plan(desc, pass, &plan, &be));
+    TRY(make_attention_plan(desc, pass, &plan, &be));
     *bytes = plan.workspace;
     return HEDDLE_OK;
 }
@@ -299,8 +261,8 @@ heddle_status heddle_attention_kernel(const heddle_attention *desc, heddle_pass 
 
 static heddle_status make_norm_linear_plan(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan,
                                            const backend **be) {
-    FORWARD_OK(heddle__resolve_norm_linear(desc, pass, plan));
-    FORWARD_OK(find_backend(plan->a.device, be));
+    TRY(heddle__resolve_norm_linear(desc, pass, plan));
+    TRY(find_backend(plan->a.device, be));
     return (*be)->plan_norm_linear(plan);
 }
 
@@ -308,10 +270,10 @@ static heddle_status run_norm_linear(const heddle_norm_linear *desc, const heddl
                                      void *workspace, size_t workspace_bytes, void *stream, heddle_pass pass) {
     norm_linear_plan plan;
     const backend *be = NULL;
-    FORWARD_OK(make_norm_linear_plan(desc, pass, &plan, &be));
-    FORWARD_OK(check_data_size("heddle_norm_linear_data", data, data ? data->size : 0, sizeof *data));
-    FORWARD_OK(check_norm_linear_data(&plan, data));
-    FORWARD_OK(check_workspace(workspace, workspace_bytes, plan.workspace));
+    TRY(make_norm_linear_plan(desc, pass, &plan, &be));
+    TRY(check_data_size("heddle_norm_linear_data", data, data ? data->size : 0, sizeof *data));
+    TRY(check_norm_linear_data(&plan, data));
+    TRY(check_workspace(workspace, workspace_bytes, plan.workspace));
     return be->run_norm_linear(&plan, data, workspace, stream);
 }
 
@@ -339,7 +301,7 @@ heddle_status heddle_norm_linear_workspace(const heddle_norm_linear *desc, heddl
     const backend *be = NULL;
     if (!bytes)
         return fail(HEDDLE_NULL_POINTER, "the pointer to bytes is NULL");
-    FORWARD_OK(make_norm_linear_plan(desc, pass, &plan, &be));
+    TRY(make_norm_linear_plan(desc, pass, &plan, &be));
     *bytes = plan.workspace;
     return HEDDLE_OK;
 }

@@ -3,20 +3,13 @@
  * What tiles and kernels follow from it is each backend's part (backend.h). */
 #include "plan.h"
 
+#include "fields.h"
 #include "mask.h"
 #include "status.h"
 
 #include <math.h>
 #include <stdbool.h>
 
-#define FORWARD_OK(call)                                                                                               \
-    do {                                                                                                               \
-        heddle_status status_ = (call);                                                                                \
-        if (status_ != HEDDLE_OK)                                                                                      \
-            return status_;                                                                                            \
-    } while (0)
-
-#define ALL_FEATURES ((HEDDLE_TF32 << 1) - 1)
 #define MAX_SIZE (INT64_C(1) << 40)
 #define MAX_HEAD_DIM 512
 #define MAX_ELEMENTS (INT64_MAX / 8)
@@ -66,12 +59,10 @@ int64_t heddle__span(heddle_strides t, int64_t b, int64_t h, int64_t s, int64_t 
 
 /* ---------------------------------------------------------------------------------------------------- strides */
 
-typedef enum tensor_role { ROLE_INPUT, ROLE_OUTPUT, ROLE_SUMMED_OUTPUT } tensor_role;
-
 typedef struct tensor_rule {
     const char *name;
-    tensor_role role;
-    bool packed; /* with HEDDLE_VARLEN its rows are [total, h, last] */
+    bool written, summed; /* summed where its stride is 0 */
+    bool packed;          /* with HEDDLE_VARLEN its rows are [total, h, last] */
     int64_t b, h, s, last;
 } tensor_rule;
 
@@ -88,8 +79,8 @@ static void put_in_order(axis *low, axis *high) {
 }
 
 /* Does the axis pass what the smaller ones span? Then it spans more. */
-static bool passes(axis x, tensor_role role, int64_t *extent) {
-    if (x.size <= 1 || (role == ROLE_SUMMED_OUTPUT && x.stride == 0))
+static bool passes(axis x, bool summed, int64_t *extent) {
+    if (x.size <= 1 || (summed && x.stride == 0))
         return true;
     const bool fits = x.stride >= *extent;
     *extent += x.stride * (x.size - 1);
@@ -103,7 +94,7 @@ static bool overlaps_itself(const tensor_rule *t, const heddle_strides *stride) 
     put_in_order(&x, &y);
     put_in_order(&y, &z);
     put_in_order(&x, &y);
-    return !(passes(x, t->role, &extent) && passes(y, t->role, &extent) && passes(z, t->role, &extent));
+    return !(passes(x, t->summed, &extent) && passes(y, t->summed, &extent) && passes(z, t->summed, &extent));
 }
 
 static heddle_strides contiguous_strides(const tensor_rule *t) {
@@ -135,7 +126,7 @@ static heddle_status resolve_tensor(const tensor_rule *t, heddle_strides *stride
     if (contiguous)
         *stride = contiguous_strides(t);
     else if ((stride->b | stride->h | stride->s) < 0)
-        FORWARD_OK(resolve_broadcast(t->name, stride));
+        TRY(resolve_broadcast(t->name, stride));
     if (t->packed)
         stride->b = 0;
     const int64_t b = t->packed ? 1 : t->b;
@@ -145,7 +136,7 @@ static heddle_status resolve_tensor(const tensor_rule *t, heddle_strides *stride
         return fail(HEDDLE_OVERFLOW, "%s: [%lld, %lld, %lld, %lld] with strides %lld, %lld, %lld is over 2^60 elements",
                     t->name, (long long)b, (long long)t->h, (long long)t->s, (long long)t->last, (long long)stride->b,
                     (long long)stride->h, (long long)stride->s);
-    if (t->role != ROLE_INPUT && !contiguous && !empty && overlaps_itself(t, stride))
+    if (t->written && !contiguous && !empty && overlaps_itself(t, stride))
         return fail(HEDDLE_BAD_STRIDE,
                     "%s is written, but with strides %lld, %lld, %lld for [%lld, %lld, %lld, %lld] it overlaps itself",
                     t->name, (long long)stride->b, (long long)stride->h, (long long)stride->s, (long long)b,
@@ -153,42 +144,45 @@ static heddle_status resolve_tensor(const tensor_rule *t, heddle_strides *stride
     return HEDDLE_OK;
 }
 
-/* The tensors with a row for each row of scores: those of options. */
-static heddle_status resolve_score_strides(heddle_attention *a) {
-    const bool bias = a->features & HEDDLE_BIAS, weights = a->features & HEDDLE_WEIGHTS;
-    tensor_rule t = {"bias", ROLE_INPUT, false, a->b, a->h, a->sq, a->sk};
-    if (bias)
-        FORWARD_OK(resolve_tensor(&t, &a->bias_stride));
-    t.name = "bool_mask";
-    if (a->features & HEDDLE_BOOL_MASK)
-        FORWARD_OK(resolve_tensor(&t, &a->bool_mask_stride));
-    t.name = "dweights";
-    if (weights)
-        FORWARD_OK(resolve_tensor(&t, &a->dweights_stride));
-    t.name = "weights";
-    t.role = ROLE_OUTPUT;
-    if (weights)
-        FORWARD_OK(resolve_tensor(&t, &a->weights_stride));
-    t.name = "dbias";
-    t.role = ROLE_SUMMED_OUTPUT;
-    return bias ? resolve_tensor(&t, &a->dbias_stride) : HEDDLE_OK;
+static bool is_output(field_role role) {
+    return role == ROLE_OUTPUT || role == ROLE_GRADIENT_OUT;
+}
+
+/* One of attention_fields.def. All but `a` and `stride` are constants there, of which little is left after inlining. */
+__attribute__((always_inline)) static inline heddle_status resolve_field(const heddle_attention *a, const char *name,
+                                                                         field_role role, const char *shape,
+                                                                         const char *packed, heddle_strides *stride) {
+    const bool is_packed = packed && a->features & HEDDLE_VARLEN;
+    const tensor_rule t = {.name = name,
+                           .written = is_output(role),
+                           .summed = role == ROLE_GRADIENT_OUT && is_of_scores(shape),
+                           .packed = is_packed,
+                           .b = a->b,
+                           .h = attention_extent(a, shape[1]),
+                           .s = attention_extent(a, is_packed ? packed[0] : shape[2]),
+                           .last = attention_extent(a, shape[3])};
+    return resolve_tensor(&t, stride);
+}
+
+/* The tensors of options come last, and mostly there are none. */
+static heddle_status resolve_option_strides(heddle_attention *a) {
+#define STRIDED(id, name, stride, element, shape, packed, role, forward, backward, feature, option)                    \
+    if (a->features & (feature))                                                                                       \
+        TRY(resolve_field(a, #stride, ROLE_##role, shape, packed, &a->stride##_stride));
+#include "attention_fields.def"
+    return HEDDLE_OK;
 }
 
 static heddle_status resolve_all_strides(heddle_attention *a) {
-    const bool varlen = a->features & HEDDLE_VARLEN;
-    const int64_t rows_q = varlen ? a->total_q : a->sq, rows_k = varlen ? a->total_k : a->sk;
-#define TENSOR(name, role, heads, rows, last)                                                                          \
-    FORWARD_OK(resolve_tensor(&(tensor_rule){#name, role, varlen, a->b, heads, rows, last}, &a->name##_stride))
-    TENSOR(q, ROLE_INPUT, a->h, rows_q, a->d);
-    TENSOR(k, ROLE_INPUT, a->hk, rows_k, a->d);
-    TENSOR(v, ROLE_INPUT, a->hk, rows_k, a->dv);
-    TENSOR(o, ROLE_OUTPUT, a->h, rows_q, a->dv);
-    TENSOR(do, ROLE_INPUT, a->h, rows_q, a->dv);
-    TENSOR(dq, ROLE_OUTPUT, a->h, rows_q, a->d);
-    TENSOR(dk, ROLE_OUTPUT, a->hk, rows_k, a->d);
-    TENSOR(dv, ROLE_OUTPUT, a->hk, rows_k, a->dv);
-#undef TENSOR
-    return a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_WEIGHTS) ? resolve_score_strides(a) : HEDDLE_OK;
+#define STRIDED(id, name, stride, element, shape, packed, role, forward, backward, feature, option)                    \
+    if ((feature) == 0)                                                                                                \
+        TRY(resolve_field(a, #stride, ROLE_##role, shape, packed, &a->stride##_stride));
+#include "attention_fields.def"
+#define STRIDED(id, name, stride, element, shape, packed, role, forward, backward, feature, option) | (feature)
+    const uint64_t options = 0
+#include "attention_fields.def"
+        ;
+    return a->features & options ? resolve_option_strides(a) : HEDDLE_OK;
 }
 
 /* -------------------------------------------------------------------------------------------------- attention */
@@ -214,13 +208,13 @@ static heddle_status check_products(const heddle_attention *a) {
 }
 
 static heddle_status check_sizes(heddle_attention *a) {
-    FORWARD_OK(check_size("b", a->b, 0, MAX_SIZE));
-    FORWARD_OK(check_size("h", a->h, 1, MAX_SIZE));
-    FORWARD_OK(check_size("hk", a->hk, 0, MAX_SIZE));
-    FORWARD_OK(check_size("sq", a->sq, 0, MAX_SIZE));
-    FORWARD_OK(check_size("sk", a->sk, 0, MAX_SIZE));
-    FORWARD_OK(check_size("d", a->d, 1, MAX_HEAD_DIM));
-    FORWARD_OK(check_size("dv", a->dv, 0, MAX_HEAD_DIM));
+    TRY(check_size("b", a->b, 0, MAX_SIZE));
+    TRY(check_size("h", a->h, 1, MAX_SIZE));
+    TRY(check_size("hk", a->hk, 0, MAX_SIZE));
+    TRY(check_size("sq", a->sq, 0, MAX_SIZE));
+    TRY(check_size("sk", a->sk, 0, MAX_SIZE));
+    TRY(check_size("d", a->d, 1, MAX_HEAD_DIM));
+    TRY(check_size("dv", a->dv, 0, MAX_HEAD_DIM));
     if (a->hk == 0)
         a->hk = a->h;
     if (a->dv == 0)
@@ -247,10 +241,20 @@ static heddle_status check_values(heddle_attention *a) {
     return HEDDLE_OK;
 }
 
+/* The union of the list's bits. */
+#define FEATURE(name, bit) | (bit)
+static const uint64_t attention_features = 0
+#include "attention_fields.def"
+    ;
+#define FEATURE(name, bit) | (bit)
+static const uint64_t norm_linear_features = 0
+#include "norm_linear_fields.def"
+    ;
+
 static heddle_status check_features(heddle_attention *a) {
-    if (a->features & ~ALL_FEATURES)
+    if (a->features & ~attention_features)
         return fail(HEDDLE_BAD_ENUM, "features = 0x%llx has unknown bits 0x%llx", (unsigned long long)a->features,
-                    (unsigned long long)(a->features & ~ALL_FEATURES));
+                    (unsigned long long)(a->features & ~attention_features));
     if (a->mask < HEDDLE_MASK_NONE || a->mask > HEDDLE_CAUSAL_BOTTOM_RIGHT)
         return fail(HEDDLE_BAD_ENUM, "mask = %d is no heddle_mask (0 to 2)", (int)a->mask);
     if (a->reserved0)
@@ -261,8 +265,8 @@ static heddle_status check_features(heddle_attention *a) {
     if (!(a->features & HEDDLE_VARLEN) && (a->total_q || a->total_k))
         return fail(HEDDLE_BAD_COMBINATION, "total_q = %lld, total_k = %lld, but HEDDLE_VARLEN is not set",
                     (long long)a->total_q, (long long)a->total_k);
-    FORWARD_OK(check_size("total_q", a->total_q, 0, MAX_SIZE));
-    FORWARD_OK(check_size("total_k", a->total_k, 0, MAX_SIZE));
+    TRY(check_size("total_q", a->total_q, 0, MAX_SIZE));
+    TRY(check_size("total_k", a->total_k, 0, MAX_SIZE));
     if (!(a->features & HEDDLE_ALIBI) && a->alibi_stride_b)
         return fail(HEDDLE_BAD_COMBINATION, "alibi_stride_b = %lld, but HEDDLE_ALIBI is not set",
                     (long long)a->alibi_stride_b);
@@ -277,17 +281,17 @@ static heddle_status check_features(heddle_attention *a) {
 }
 
 heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pass pass, attention_plan *plan) {
-    FORWARD_OK(check_descriptor("heddle_attention", desc, desc ? desc->size : 0, sizeof *desc));
+    TRY(check_descriptor("heddle_attention", desc, desc ? desc->size : 0, sizeof *desc));
     plan->a = *desc;
     plan->pass = pass;
     heddle_attention *a = &plan->a;
-    FORWARD_OK(check_enums("heddle_attention", (int)a->dtype, (int)a->device, (int)pass));
-    FORWARD_OK(check_sizes(a));
-    FORWARD_OK(check_features(a));
-    FORWARD_OK(resolve_all_strides(a));
+    TRY(check_enums("heddle_attention", (int)a->dtype, (int)a->device, (int)pass));
+    TRY(check_sizes(a));
+    TRY(check_features(a));
+    TRY(resolve_all_strides(a));
     tighten_limits(a);
-    FORWARD_OK(check_values(a));
-    FORWARD_OK(check_products(a));
+    TRY(check_values(a));
+    TRY(check_products(a));
     if (a->dtype == HEDDLE_F64 && a->device != HEDDLE_REF)
         return fail(HEDDLE_UNSUPPORTED, "dtype float64 runs on HEDDLE_REF only, not on device %d", (int)a->device);
     return HEDDLE_OK;
@@ -296,12 +300,12 @@ heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pas
 /* ------------------------------------------------------------------------------------------------ norm-linear */
 
 static heddle_status resolve_row_stride(const char *name, int64_t *stride, int64_t rows, int64_t last,
-                                        tensor_role role) {
+                                        field_role role) {
     if (*stride < 0)
         return fail(HEDDLE_BAD_STRIDE, "%s_stride = %lld is negative", name, (long long)*stride);
     if (*stride == 0)
         *stride = last;
-    if (role != ROLE_INPUT && *stride < last && rows > 1)
+    if (is_output(role) && *stride < last && rows > 1)
         return fail(HEDDLE_BAD_STRIDE, "%s_stride = %lld is less than a row's %lld: %s would overlap itself", name,
                     (long long)*stride, (long long)last, name);
     if (rows > 0 && multiply_add(rows - 1, *stride, last) < 0)
@@ -311,32 +315,29 @@ static heddle_status resolve_row_stride(const char *name, int64_t *stride, int64
 }
 
 heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan) {
-    FORWARD_OK(check_descriptor("heddle_norm_linear", desc, desc ? desc->size : 0, sizeof *desc));
+    TRY(check_descriptor("heddle_norm_linear", desc, desc ? desc->size : 0, sizeof *desc));
     plan->a = *desc;
     plan->pass = pass;
     heddle_norm_linear *a = &plan->a;
-    FORWARD_OK(check_enums("heddle_norm_linear", (int)a->dtype, (int)a->device, (int)pass));
+    TRY(check_enums("heddle_norm_linear", (int)a->dtype, (int)a->device, (int)pass));
     if (a->norm != HEDDLE_LAYER_NORM && a->norm != HEDDLE_RMS_NORM)
         return fail(HEDDLE_BAD_ENUM, "norm = %d is no heddle_norm (0 or 1)", (int)a->norm);
-    const uint64_t known = HEDDLE_DETERMINISTIC | HEDDLE_TF32;
-    if (a->features & ~known)
+    if (a->features & ~norm_linear_features)
         return fail(HEDDLE_BAD_ENUM, "features = 0x%llx has bits 0x%llx that norm-linear does not know",
-                    (unsigned long long)a->features, (unsigned long long)(a->features & ~known));
+                    (unsigned long long)a->features, (unsigned long long)(a->features & ~norm_linear_features));
     if (a->reserved0)
         return fail(HEDDLE_BAD_ENUM, "reserved0 = %d, but must be 0", a->reserved0);
-    FORWARD_OK(check_size("m", a->m, 0, MAX_SIZE));
-    FORWARD_OK(check_size("k", a->k, 1, MAX_SIZE));
-    FORWARD_OK(check_size("n", a->n, 1, MAX_SIZE));
+    TRY(check_size("m", a->m, 0, MAX_SIZE));
+    TRY(check_size("k", a->k, 1, MAX_SIZE));
+    TRY(check_size("n", a->n, 1, MAX_SIZE));
     if (!isfinite(a->eps) || a->eps < 0)
         return fail(HEDDLE_BAD_VALUE, "eps = %g is not a finite number >= 0", a->eps);
     if (a->eps == 0)
         a->eps = 1e-5;
-    FORWARD_OK(resolve_row_stride("x", &a->x_stride, a->m, a->k, ROLE_INPUT));
-    FORWARD_OK(resolve_row_stride("w", &a->w_stride, a->n, a->k, ROLE_INPUT));
-    FORWARD_OK(resolve_row_stride("y", &a->y_stride, a->m, a->n, ROLE_OUTPUT));
-    FORWARD_OK(resolve_row_stride("dy", &a->dy_stride, a->m, a->n, ROLE_INPUT));
-    FORWARD_OK(resolve_row_stride("dx", &a->dx_stride, a->m, a->k, ROLE_OUTPUT));
-    FORWARD_OK(resolve_row_stride("dw", &a->dw_stride, a->n, a->k, ROLE_OUTPUT));
+#define STRIDED(id, name, stride, element, shape, packed, role, forward, backward, feature, option)                    \
+    TRY(resolve_row_stride(#stride, &a->stride##_stride, norm_linear_extent(a, (shape)[0]),                            \
+                           norm_linear_extent(a, (shape)[1]), ROLE_##role));
+#include "norm_linear_fields.def"
     const double m = (double)a->m + 64, k = (double)a->k + 64, n = (double)a->n + 64;
     if (m * k > MAX_PRODUCT || m * n > MAX_PRODUCT || n * k > MAX_PRODUCT)
         return fail(HEDDLE_OVERFLOW, "m = %lld, k = %lld, n = %lld: over 2^54 numbers to work on", (long long)a->m,

@@ -121,7 +121,7 @@ enum attention_tensor {
     T_V,
     T_ALIBI,
     T_BIAS,
-    T_MASK,
+    T_BOOL_MASK,
     T_SINKS,
     T_CU_Q,
     T_CU_K,
@@ -202,7 +202,7 @@ enum norm_linear_tensor {
     N_GAMMA,
     N_BETA,
     N_W,
-    N_BIAS,
+    N_C,
     N_Y,
     N_MEAN,
     N_RSTD,
@@ -211,7 +211,7 @@ enum norm_linear_tensor {
     N_DGAMMA,
     N_DBETA,
     N_DW,
-    N_DBIAS,
+    N_DC,
     N_COUNT
 };
 extern const char *const norm_linear_tensor_name[N_COUNT];

@@ -110,7 +110,7 @@ static void make_tensors(attention_problem *p, uint32_t skip, bool skew, bool le
         t[T_DBIAS] = dbias_tensor(p, skew);
     }
     if (f & HEDDLE_BOOL_MASK)
-        t[T_MASK] = data_tensor(p, ELEMENT_U8, a->bool_mask_stride, true, h, a->sq, a->sk, skew);
+        t[T_BOOL_MASK] = data_tensor(p, ELEMENT_U8, a->bool_mask_stride, true, h, a->sq, a->sk, skew);
     if (f & HEDDLE_SINKS) {
         t[T_SINKS] = tensor_vector(device, real, h);
         t[T_DSINKS] = tensor_vector(device, real, h);
@@ -155,7 +155,7 @@ static void fill_huge_bias(attention_problem *p, double huge) {
 }
 
 static void fill_mask(attention_problem *p, const attention_case *c, rng *r) {
-    tensor *t = &p->t[T_MASK];
+    tensor *t = &p->t[T_BOOL_MASK];
     double density = c->mask_density > 0 ? c->mask_density : 0.7;
     unsigned char *reached = tensor_reached(t);
     for (int64_t at = 0; at < t->span; at++)
@@ -225,7 +225,7 @@ static void fill_inputs(attention_problem *p, const attention_case *c) {
         if (!t[x].host || !is_input(x))
             continue;
         switch (x) {
-        case T_MASK: fill_mask(p, c, &r); break;
+        case T_BOOL_MASK: fill_mask(p, c, &r); break;
         case T_CU_Q: fill_vector(&t[x], c->cu_q, p->a.b + 1); break;
         case T_CU_K: fill_vector(&t[x], c->cu_k, p->a.b + 1); break;
         case T_LEN_Q: fill_vector(&t[x], c->len_q, p->a.b); break;
@@ -307,7 +307,7 @@ heddle_attention_data attention_data(const attention_problem *p, bool backward) 
                                   .v = tensor_pointer(&t[T_V]),
                                   .alibi_slopes = tensor_pointer(&t[T_ALIBI]),
                                   .bias = tensor_pointer(&t[T_BIAS]),
-                                  .bool_mask = tensor_pointer(&t[T_MASK]),
+                                  .bool_mask = tensor_pointer(&t[T_BOOL_MASK]),
                                   .sinks = tensor_pointer(&t[T_SINKS]),
                                   .cu_seqlens_q = tensor_pointer(&t[T_CU_Q]),
                                   .cu_seqlens_k = tensor_pointer(&t[T_CU_K]),

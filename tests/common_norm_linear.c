@@ -33,7 +33,7 @@ static void make_tensors(norm_linear_problem *p, uint32_t skip, bool skew) {
                {N_GAMMA, type, 1, a->k, 0},
                {N_BETA, type, 1, a->k, 0},
                {N_W, type, a->n, a->k, a->w_stride},
-               {N_BIAS, type, 1, a->n, 0},
+               {N_C, type, 1, a->n, 0},
                {N_Y, type, a->m, a->n, a->y_stride},
                {N_MEAN, real, 1, a->m, 0},
                {N_RSTD, real, 1, a->m, 0},
@@ -42,7 +42,7 @@ static void make_tensors(norm_linear_problem *p, uint32_t skip, bool skew) {
                {N_DGAMMA, type, 1, a->k, 0},
                {N_DBETA, type, 1, a->k, 0},
                {N_DW, type, a->n, a->k, a->dw_stride},
-               {N_DBIAS, type, 1, a->n, 0}};
+               {N_DC, type, 1, a->n, 0}};
     for (size_t x = 0; x < COUNT(all); x++)
         if (!(skip >> all[x].which & 1))
             p->t[all[x].which] = tensor_new(a->device, all[x].element, (int64_t[]){1, 1, all[x].rows, all[x].last},
@@ -108,7 +108,7 @@ heddle_norm_linear_data norm_linear_data(const norm_linear_problem *p, bool back
                                     .gamma = tensor_pointer(&t[N_GAMMA]),
                                     .beta = tensor_pointer(&t[N_BETA]),
                                     .w = tensor_pointer(&t[N_W]),
-                                    .bias = tensor_pointer(&t[N_BIAS]),
+                                    .bias = tensor_pointer(&t[N_C]),
                                     .y = tensor_pointer(&t[N_Y]),
                                     .mean = tensor_pointer(&t[N_MEAN]),
                                     .rstd = tensor_pointer(&t[N_RSTD])};
@@ -121,7 +121,7 @@ heddle_norm_linear_data norm_linear_data(const norm_linear_problem *p, bool back
     data.dgamma = tensor_pointer(&t[N_DGAMMA]);
     data.dbeta = tensor_pointer(&t[N_DBETA]);
     data.dw = tensor_pointer(&t[N_DW]);
-    data.dbias = tensor_pointer(&t[N_DBIAS]);
+    data.dbias = tensor_pointer(&t[N_DC]);
     return data;
 }
 

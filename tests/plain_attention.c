@@ -41,7 +41,7 @@ bool attention_sees(const attention_problem *p, int64_t n, int64_t x, int64_t i,
     }
     if ((a->features & HEDDLE_BIAS) && tensor_get(&p->t[T_BIAS], n, x, i, j) < -0x1p24)
         return false;
-    return !(a->features & HEDDLE_BOOL_MASK) || tensor_get(&p->t[T_MASK], n, x, i, j) != 0;
+    return !(a->features & HEDDLE_BOOL_MASK) || tensor_get(&p->t[T_BOOL_MASK], n, x, i, j) != 0;
 }
 
 /* One query head of one sequence. */

@@ -134,7 +134,7 @@ static void forward_row(norm_linear_problem *p, const work *o, int64_t i, double
     }
     sum_rows(z, 1, o->wt, o->k, o->n, o->backwards, o->sum);
     for (int64_t f = 0; f < o->n; f++) {
-        tensor_set(&p->t[N_Y], 0, 0, i, f, (double)(o->sum[f] + element(&p->t[N_BIAS], 0, f, 0)));
+        tensor_set(&p->t[N_Y], 0, 0, i, f, (double)(o->sum[f] + element(&p->t[N_C], 0, f, 0)));
         o->dy[i * o->n + f] = round_to(t, element(&p->t[N_DY], i, f, 0));
     }
     sum_rows(o->dy + i * o->n, 1, o->w, o->n, o->k, o->backwards, o->sum);
@@ -158,7 +158,7 @@ static void backward_parameters(norm_linear_problem *p, const work *o, double na
         products[x] = o->dz[x] * o->xhat[x];
     store_sum(p, N_DGAMMA, o, o->ones, products, o->k, natural);
     store_sum(p, N_DBETA, o, o->ones, o->dz, o->k, natural);
-    store_sum(p, N_DBIAS, o, o->ones, o->dy, o->n, natural);
+    store_sum(p, N_DC, o, o->ones, o->dy, o->n, natural);
     for (int64_t f = 0; f < o->n && p->t[N_DW].host; f++) {
         sum_rows(o->dy + f, o->n, o->z, o->m, o->k, o->backwards, o->sum);
         for (int64_t e = 0; e < o->k; e++)

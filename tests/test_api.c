@@ -599,6 +599,28 @@ static void test_norm_linear_pointers(void **state) {
     norm_linear_free(&p);
 }
 
+/* Forward does not look at what only backward uses, and the other way round. */
+static void test_the_other_pass(void **state) {
+    (void)state;
+    attention_case c = full_case();
+    attention_problem p = attention_new(&c);
+    void *const wrong = (char *)p.t[T_Q].host + 1, *workspace = workspace_new(p.a.device, ENOUGH);
+    heddle_attention_data data = attention_data(&p, false);
+    data.dout = data.dlse = data.dweights = data.dq = data.dk = data.dv = data.dbias = data.dsinks = wrong;
+    expect_status(call(&p, &p.a, &data, HEDDLE_FORWARD, workspace, ENOUGH), HEDDLE_OK, "");
+    data = attention_data(&p, true);
+    data.weights = wrong;
+    expect_status(call(&p, &p.a, &data, HEDDLE_BACKWARD, workspace, ENOUGH), HEDDLE_OK, "");
+    attention_free(&p);
+    norm_linear_case l = linear_case();
+    norm_linear_problem n = norm_linear_new(&l);
+    heddle_norm_linear_data t = norm_linear_data(&n, false);
+    t.dy = t.dx = t.dgamma = t.dbeta = t.dw = t.dbias = wrong;
+    expect_status(call_linear(&n.a, &t, HEDDLE_FORWARD, workspace, ENOUGH), HEDDLE_OK, "");
+    workspace_free(p.a.device, workspace);
+    norm_linear_free(&n);
+}
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
@@ -619,6 +641,7 @@ int main(void) {
         cmocka_unit_test(test_devices),
         cmocka_unit_test(test_norm_linear_descriptor),
         cmocka_unit_test(test_norm_linear_pointers),
+        cmocka_unit_test(test_the_other_pass),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -67,7 +67,7 @@ static void test_few_rows(void **state) {
     static const int64_t sizes[][3] = {{2, 2100, 41}, {9, 1031, 19},  {48, 392, 97},  {49, 392, 98}, {24, 199, 17},
                                        {25, 193, 50}, {64, 200, 128}, {65, 200, 130}, {31, 192, 61}, {1, 192, 33}};
     check_sizes(sizes, COUNT(sizes));
-    static const int results[] = {N_DX, N_DGAMMA, N_DBETA, N_DW, N_DBIAS};
+    static const int results[] = {N_DX, N_DGAMMA, N_DBETA, N_DW, N_DC};
     for (unsigned bits = 0; bits < 1u << COUNT(results); bits++) {
         norm_linear_case c = make_case(5, 200, 35);
         for (size_t x = 0; x < COUNT(results); x++)
@@ -118,7 +118,7 @@ static void add_errors(const norm_linear_case *c, double ours[N_COUNT], double p
  * round to 16 bits where the plain computation does. */
 static void test_few_results(void **state) {
     (void)state;
-    static const int checked[] = {N_DGAMMA, N_DBETA, N_DW, N_DBIAS, N_RSTD};
+    static const int checked[] = {N_DGAMMA, N_DBETA, N_DW, N_DC, N_RSTD};
     static const double most[][5] = {{0.5, 0.4, 0.5, 0.75, 0.8}, {0.8, 0.8, 0.8, 1, 0.8}, {0.8, 0.8, 0.8, 1, 0.8}};
     for (size_t x = 0; x < TEST_DTYPES; x++) {
         double ours[N_COUNT] = {0}, plain[N_COUNT] = {0};
@@ -139,7 +139,7 @@ static void test_few_results(void **state) {
 /* Every subset of what may be NULL. */
 static void test_optional_tensors(void **state) {
     (void)state;
-    static const int optional[] = {N_GAMMA, N_BETA, N_BIAS, N_MEAN, N_RSTD, N_DX, N_DGAMMA, N_DBETA, N_DW, N_DBIAS};
+    static const int optional[] = {N_GAMMA, N_BETA, N_C, N_MEAN, N_RSTD, N_DX, N_DGAMMA, N_DBETA, N_DW, N_DC};
     for (unsigned bits = 0; bits < 1u << COUNT(optional); bits++) {
         norm_linear_case c = make_case(9, 21, 18);
         for (size_t x = 0; x < COUNT(optional); x++)
@@ -270,7 +270,7 @@ static void test_many_short_tiles(void **state) {
 /* Odd numbers of columns in aligned rows; every subset of the results. */
 static void test_tiles_with_odd_columns(void **state) {
     (void)state;
-    static const int results[] = {N_GAMMA, N_BETA, N_DX, N_DGAMMA, N_DBETA, N_DW, N_DBIAS};
+    static const int results[] = {N_GAMMA, N_BETA, N_DX, N_DGAMMA, N_DBETA, N_DW, N_DC};
     for (unsigned bits = 0; bits < 1u << COUNT(results); bits += test_emulated() ? 9 : 1) {
         norm_linear_case c = make_case(140, 67, 139);
         for (size_t x = 0; x < COUNT(results); x++)
@@ -338,7 +338,7 @@ static void test_no_rows(void **state) {
         norm_linear_problem p = norm_linear_new(&c);
         norm_linear_run(&p, HEDDLE_FORWARD);
         norm_linear_run(&p, HEDDLE_BACKWARD);
-        static const int zero[] = {N_DGAMMA, N_DBETA, N_DW, N_DBIAS, N_RSTD};
+        static const int zero[] = {N_DGAMMA, N_DBETA, N_DW, N_DC, N_RSTD};
         for (size_t y = 0; y < COUNT(zero); y++)
             for (int64_t at = 0; at < p.t[zero[y]].span; at++)
                 assert_true(tensor_raw(&p.t[zero[y]], at) == 0);

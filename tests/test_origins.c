@@ -249,7 +249,7 @@ static void test_p22(void **state) {
             tensor_set(&p.t[N_W], 0, 0, at / 8, at % 8, (double)(0.02f * w[at]));
         }
         for (int64_t at = 0; at < 16; at++) {
-            tensor_set(&p.t[N_BIAS], 0, 0, 0, at, 0);
+            tensor_set(&p.t[N_C], 0, 0, 0, at, 0);
             for (int64_t row = 0; row < 16; row++)
                 tensor_set(&p.t[N_DY], 0, 0, row, at, 1);
         }
@@ -272,7 +272,7 @@ static void test_p22(void **state) {
                 expect_near("dw", tensor_get(&p.t[N_DW], 0, 0, f, e), dw[e], 4e-6);
         }
         for (int64_t f = 0; f < 16; f++)
-            expect_near("dbias", tensor_raw(&p.t[N_DBIAS], f), 16, 1e-6);
+            expect_near("dbias", tensor_raw(&p.t[N_DC], f), 16, 1e-6);
         for (int64_t i = 0; i < 16; i++) {
             double sum = 0;
             for (int64_t e = 0; e < 8; e++)

@@ -195,7 +195,7 @@ static double norm_linear_loss_of(void *problem) {
 
 static void check_norm_linear_gradients(const norm_linear_case *c) {
     static const int gradients[][2] = {
-        {N_X, N_DX}, {N_GAMMA, N_DGAMMA}, {N_BETA, N_DBETA}, {N_W, N_DW}, {N_BIAS, N_DBIAS}};
+        {N_X, N_DX}, {N_GAMMA, N_DGAMMA}, {N_BETA, N_DBETA}, {N_W, N_DW}, {N_C, N_DC}};
     norm_linear_problem made = norm_linear_new(c), p = norm_linear_copy(&made, HEDDLE_F64, HEDDLE_REF);
     norm_linear_run(&p, HEDDLE_FORWARD);
     norm_linear_run(&p, HEDDLE_BACKWARD);
@@ -213,8 +213,8 @@ static void test_norm_linear(void **state) {
     static const uint32_t skips[] = {0,
                                      1u << N_GAMMA,
                                      1u << N_BETA,
-                                     1u << N_BIAS,
-                                     1u << N_GAMMA | 1u << N_BETA | 1u << N_BIAS,
+                                     1u << N_C,
+                                     1u << N_GAMMA | 1u << N_BETA | 1u << N_C,
                                      1u << N_MEAN | 1u << N_RSTD};
     static const int64_t shape[][3] = {{4, 5, 6}, {1, 1, 1}, {1, 7, 2}, {3, 2, 9}, {5, 9, 1}};
     for (int norm = 0; norm < 2; norm++)

@@ -157,7 +157,7 @@ static norm_linear_case random_norm_linear(uint64_t seed) {
     const int64_t last[] = {k, k, n, n, k, k};
     for (size_t x = 0; x < COUNT(strides); x++)
         *strides[x] = rng_chance(&r, 0.5) ? 0 : last[x] + rng_between(&r, 0, 20);
-    static const int optional[] = {N_GAMMA, N_BETA, N_BIAS, N_MEAN, N_RSTD, N_DX, N_DGAMMA, N_DBETA, N_DW, N_DBIAS};
+    static const int optional[] = {N_GAMMA, N_BETA, N_C, N_MEAN, N_RSTD, N_DX, N_DGAMMA, N_DBETA, N_DW, N_DC};
     for (size_t x = 0; x < COUNT(optional); x++)
         c.skip |= rng_chance(&r, 0.15) ? UINT32_C(1) << optional[x] : 0;
     c.mean = rng_chance(&r, 0.3) ? 100 * rng_uniform(&r) : 0;

@@ -176,6 +176,10 @@ static bool set_dimensions(file_job *w) {
     return false;
 }
 
+static bool takes_broadcast(const tensor_field *t) {
+    return t->role == ROLE_INPUT && is_of_scores(t->shape);
+}
+
 /* Strides of a file of [b, h, sq, sk] whose leading dimensions may be 1 or left out. */
 static bool set_broadcast(const file_job *w, int f, heddle_strides *stride) {
     const npy_array *a = &w->file[f];
@@ -203,7 +207,7 @@ static bool set_broadcast(const file_job *w, int f, heddle_strides *stride) {
 
 static bool set_features(file_job *w) {
     heddle_attention *a = &w->j.a;
-    const field *t = job_fields(&w->j);
+    const tensor_field *t = job_fields(&w->j);
     for (int f = 0; t[f].name; f++)
         if (w->path[f])
             a->features |= t[f].feature;
@@ -213,14 +217,18 @@ static bool set_features(file_job *w) {
         return complain("--dsinks needs --sinks"), false;
     if (w->file[ALIBI].data && w->file[ALIBI].rank == 2)
         a->alibi_stride_b = a->h;
-    if (w->file[BIAS].data && !set_broadcast(w, BIAS, &a->bias_stride))
-        return false;
+    for (int f = 0; t[f].name; f++)
+        if (takes_broadcast(&t[f]) && w->file[f].data &&
+            !set_broadcast(w, f, (heddle_strides *)(void *)((char *)a + t[f].stride)))
+            return false;
     a->dbias_stride = a->bias_stride;
-    return !w->file[BOOL_MASK].data || set_broadcast(w, BOOL_MASK, &a->bool_mask_stride);
+    return true;
 }
 
 static int run(file_job *w) {
-    const uint64_t broadcast = UINT64_C(1) << BIAS | UINT64_C(1) << BOOL_MASK;
+    uint64_t broadcast = 0;
+    for (int f = 0; job_fields(&w->j)[f].name; f++)
+        broadcast |= (uint64_t)takes_broadcast(&job_fields(&w->j)[f]) << f;
     for (int f = Q; f <= V; f++)
         if (!w->path[f])
             return complain("--%s FILE is missing; see heddle attention --help", job_fields(&w->j)[f].option);

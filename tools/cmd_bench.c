@@ -103,7 +103,7 @@ static void fill(const job *j, int f, random_state *r) {
 
 static bool set_up(job *j, arena *m, bool backward) {
     random_state r = {1};
-    const field *t = job_fields(j);
+    const tensor_field *t = job_fields(j);
     for (int f = 0; t[f].name; f++) {
         if (t[f].feature || (!j->linear && f == DLSE) || (!backward && t[f].role >= ROLE_GRADIENT_IN))
             continue;

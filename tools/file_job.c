@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-static bool is_input(const field *t) {
+static bool is_input(const tensor_field *t) {
     return t->role == ROLE_INPUT || t->role == ROLE_GRADIENT_IN;
 }
 
@@ -50,17 +50,17 @@ int file_job_option(file_job *w, int value, const char *argument) {
 /* --------------------------------------------------------------------------------------------------------- input */
 
 static bool check_type(const file_job *w, int f, int main) {
-    const field *t = &job_fields(&w->j)[f];
+    const tensor_field *t = &job_fields(&w->j)[f];
     const npy_array *a = &w->file[f];
-    const char *expected = t->kind == KIND_BOOL    ? "bool"
-                           : t->kind == KIND_INT32 ? "int32"
-                                                   : "float16, float32 or float64";
-    bool right = t->kind == KIND_BOOL    ? a->type == NPY_BOOL
-                 : t->kind == KIND_INT32 ? a->type == NPY_I32
-                                         : npy_is_float(a->type);
+    const char *expected = t->element == OF_BOOL    ? "bool"
+                           : t->element == OF_INT32 ? "int32"
+                                                    : "float16, float32 or float64";
+    bool right = t->element == OF_BOOL    ? a->type == NPY_BOOL
+                 : t->element == OF_INT32 ? a->type == NPY_I32
+                                          : npy_is_float(a->type);
     if (!right)
         complain("--%s %s: it is %s, but %s is expected", t->option, w->path[f], npy_type_name(a->type), expected);
-    else if (t->kind == KIND_DTYPE && a->type != w->file[main].type) {
+    else if (t->element == OF_DTYPE && a->type != w->file[main].type) {
         complain("--%s %s is %s, but --%s %s is %s: they must have one type", t->option, w->path[f],
                  npy_type_name(a->type), job_fields(&w->j)[main].option, w->path[main],
                  npy_type_name(w->file[main].type));
@@ -162,9 +162,9 @@ bool file_job_check_shapes(const file_job *w, int main, uint64_t skip) {
 /* The file's elements in the compute type; the file's own memory where they are the same. */
 static void *to_compute(file_job *w, int f) {
     const npy_array *a = &w->file[f];
-    field_kind kind = job_fields(&w->j)[f].kind;
+    const field_element element = job_fields(&w->j)[f].element;
     heddle_dtype compute = job_dtype(&w->j);
-    if (kind == KIND_FLOAT && compute != HEDDLE_F64)
+    if (element == OF_FLOAT && compute != HEDDLE_F64)
         compute = HEDDLE_F32;
     if (!npy_is_float(a->type) || npy_dtype(a->type) == compute)
         return a->data;
@@ -176,14 +176,14 @@ static void *to_compute(file_job *w, int f) {
 
 /* The result as a file: in the type of the input, but a float32 quantity (lse, mean) never in float16. */
 static void to_file(file_job *w, int f, int main, npy_array *out) {
-    const field *t = &job_fields(&w->j)[f];
+    const tensor_field *t = &job_fields(&w->j)[f];
     out->type = w->file[main].type;
-    if (t->kind == KIND_FLOAT && out->type == NPY_F16)
+    if (t->element == OF_FLOAT && out->type == NPY_F16)
         out->type = NPY_F32;
     out->rank = file_job_shape(w, f, main, out->shape);
     out->count = field_count(&w->j, f);
     heddle_dtype from = job_dtype(&w->j), to = npy_dtype(out->type);
-    if (t->kind == KIND_FLOAT && from != HEDDLE_F64)
+    if (t->element == OF_FLOAT && from != HEDDLE_F64)
         from = HEDDLE_F32;
     out->data = w->j.data[f];
     if (from == to)
@@ -213,7 +213,7 @@ static bool report_time(const file_job *w, bool backward) {
 static bool compute(file_job *w, bool backward) {
     job *j = &w->j;
     for (int f = 0; job_fields(j)[f].name; f++) {
-        const field *t = &job_fields(j)[f];
+        const tensor_field *t = &job_fields(j)[f];
         if (w->file[f].data)
             j->data[f] = to_compute(w, f);
         else if (w->path[f] || (t->role == ROLE_OUTPUT && (!t->feature || (j->a.features & t->feature))))
@@ -241,7 +241,7 @@ static int save(file_job *w, int main) {
 /* Which outputs are asked for, and whether that makes sense. -1 after a complaint, else 1 if gradients are. */
 static int needs_backward(const file_job *w) {
     int count[ROLE_GRADIENT_OUT + 1] = {0}, last[ROLE_GRADIENT_OUT + 1] = {0};
-    const field *t = job_fields(&w->j);
+    const tensor_field *t = job_fields(&w->j);
     for (int f = 0; t[f].name; f++)
         if (w->path[f]) {
             count[t[f].role]++;

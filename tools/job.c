@@ -6,64 +6,7 @@
 
 #include <string.h>
 
-#define DATA(member) offsetof(heddle_attention_data, member)
-#define STRIDE(member) offsetof(heddle_attention, member)
-
-static const field attention_fields[] = {
-    [Q] = {"q", "q", DATA(q), KIND_DTYPE, ROLE_INPUT, "bhqd", "Qhd", STRIDE(q_stride), 0},
-    [K] = {"k", "k", DATA(k), KIND_DTYPE, ROLE_INPUT, "bgkd", "Kgd", STRIDE(k_stride), 0},
-    [V] = {"v", "v", DATA(v), KIND_DTYPE, ROLE_INPUT, "bgkv", "Kgv", STRIDE(v_stride), 0},
-    [ALIBI] = {"alibi", "alibi", DATA(alibi_slopes), KIND_FLOAT, ROLE_INPUT, "h", NULL, 0, HEDDLE_ALIBI},
-    [BIAS] = {"bias", "bias", DATA(bias), KIND_DTYPE, ROLE_INPUT, "bhqk", NULL, STRIDE(bias_stride), HEDDLE_BIAS},
-    [BOOL_MASK] = {"bool_mask", "bool-mask", DATA(bool_mask), KIND_BOOL, ROLE_INPUT, "bhqk", NULL,
-                   STRIDE(bool_mask_stride), HEDDLE_BOOL_MASK},
-    [SINKS] = {"sinks", "sinks", DATA(sinks), KIND_FLOAT, ROLE_INPUT, "h", NULL, 0, HEDDLE_SINKS},
-    [CU_Q] = {"cu_seqlens_q", "cu-seqlens-q", DATA(cu_seqlens_q), KIND_INT32, ROLE_INPUT, "n", NULL, 0, HEDDLE_VARLEN},
-    [CU_K] = {"cu_seqlens_k", "cu-seqlens-k", DATA(cu_seqlens_k), KIND_INT32, ROLE_INPUT, "n", NULL, 0, HEDDLE_VARLEN},
-    [LEN_Q] = {"seqlens_q", "seqlens-q", DATA(seqlens_q), KIND_INT32, ROLE_INPUT, "b", NULL, 0, HEDDLE_SEQLENS},
-    [LEN_K] = {"seqlens_k", "seqlens-k", DATA(seqlens_k), KIND_INT32, ROLE_INPUT, "b", NULL, 0, HEDDLE_SEQLENS},
-    [RNG] = {"rng_state", NULL, DATA(rng_state), KIND_UINT64, ROLE_INPUT, "2", NULL, 0, HEDDLE_RNG_STATE},
-    [O] = {"o", "out", DATA(o), KIND_DTYPE, ROLE_OUTPUT, "bhqv", "Qhv", STRIDE(o_stride), 0},
-    [LSE] = {"lse", "lse", DATA(lse), KIND_FLOAT, ROLE_OUTPUT, "bhq", "hQ", 0, 0},
-    [WEIGHTS] = {"weights", "weights", DATA(weights), KIND_DTYPE, ROLE_OUTPUT, "bhqk", NULL, STRIDE(weights_stride),
-                 HEDDLE_WEIGHTS},
-    [DOUT] = {"dout", "dout", DATA(dout), KIND_DTYPE, ROLE_GRADIENT_IN, "bhqv", "Qhv", STRIDE(do_stride), 0},
-    [DLSE] = {"dlse", "dlse", DATA(dlse), KIND_FLOAT, ROLE_GRADIENT_IN, "bhq", "hQ", 0, 0},
-    [DWEIGHTS] = {"dweights", "dweights", DATA(dweights), KIND_DTYPE, ROLE_GRADIENT_IN, "bhqk", NULL,
-                  STRIDE(dweights_stride), HEDDLE_WEIGHTS},
-    [DQ] = {"dq", "dq", DATA(dq), KIND_DTYPE, ROLE_GRADIENT_OUT, "bhqd", "Qhd", STRIDE(dq_stride), 0},
-    [DK] = {"dk", "dk", DATA(dk), KIND_DTYPE, ROLE_GRADIENT_OUT, "bgkd", "Kgd", STRIDE(dk_stride), 0},
-    [DV] = {"dv", "dv", DATA(dv), KIND_DTYPE, ROLE_GRADIENT_OUT, "bgkv", "Kgv", STRIDE(dv_stride), 0},
-    [DBIAS] = {"dbias", "dbias", DATA(dbias), KIND_DTYPE, ROLE_GRADIENT_OUT, "bhqk", NULL, STRIDE(dbias_stride),
-               HEDDLE_BIAS},
-    [DSINKS] = {"dsinks", "dsinks", DATA(dsinks), KIND_FLOAT, ROLE_GRADIENT_OUT, "h", NULL, 0, HEDDLE_SINKS},
-    [ATTENTION_FIELDS] = {0},
-};
-
-#undef DATA
-#undef STRIDE
-#define DATA(member) offsetof(heddle_norm_linear_data, member)
-#define STRIDE(member) offsetof(heddle_norm_linear, member)
-
-static const field norm_linear_fields[] = {
-    [X] = {"x", "x", DATA(x), KIND_DTYPE, ROLE_INPUT, "mk", NULL, STRIDE(x_stride), 0},
-    [GAMMA] = {"gamma", "gamma", DATA(gamma), KIND_DTYPE, ROLE_INPUT, "k", NULL, 0, 0},
-    [BETA] = {"beta", "beta", DATA(beta), KIND_DTYPE, ROLE_INPUT, "k", NULL, 0, 0},
-    [W] = {"w", "w", DATA(w), KIND_DTYPE, ROLE_INPUT, "nk", NULL, STRIDE(w_stride), 0},
-    [C] = {"bias", "bias", DATA(bias), KIND_DTYPE, ROLE_INPUT, "n", NULL, 0, 0},
-    [Y] = {"y", "out", DATA(y), KIND_DTYPE, ROLE_OUTPUT, "mn", NULL, STRIDE(y_stride), 0},
-    [MEAN] = {"mean", "mean", DATA(mean), KIND_FLOAT, ROLE_OUTPUT, "m", NULL, 0, 0},
-    [RSTD] = {"rstd", "rstd", DATA(rstd), KIND_FLOAT, ROLE_OUTPUT, "m", NULL, 0, 0},
-    [DY] = {"dy", "dout", DATA(dy), KIND_DTYPE, ROLE_GRADIENT_IN, "mn", NULL, STRIDE(dy_stride), 0},
-    [DX] = {"dx", "dx", DATA(dx), KIND_DTYPE, ROLE_GRADIENT_OUT, "mk", NULL, STRIDE(dx_stride), 0},
-    [DGAMMA] = {"dgamma", "dgamma", DATA(dgamma), KIND_DTYPE, ROLE_GRADIENT_OUT, "k", NULL, 0, 0},
-    [DBETA] = {"dbeta", "dbeta", DATA(dbeta), KIND_DTYPE, ROLE_GRADIENT_OUT, "k", NULL, 0, 0},
-    [DW] = {"dw", "dw", DATA(dw), KIND_DTYPE, ROLE_GRADIENT_OUT, "nk", NULL, STRIDE(dw_stride), 0},
-    [DC] = {"dbias", "dbias", DATA(dbias), KIND_DTYPE, ROLE_GRADIENT_OUT, "n", NULL, 0, 0},
-    [NORM_LINEAR_FIELDS] = {0},
-};
-
-const field *job_fields(const job *j) {
+const tensor_field *job_fields(const job *j) {
     return j->linear ? norm_linear_fields : attention_fields;
 }
 
@@ -83,32 +26,32 @@ heddle_dtype job_dtype(const job *j) {
 
 static heddle_dtype element_dtype(const job *j, int f) {
     heddle_dtype dtype = job_dtype(j);
-    return job_fields(j)[f].kind == KIND_DTYPE || dtype == HEDDLE_F64 ? dtype : HEDDLE_F32;
+    return job_fields(j)[f].element == OF_DTYPE || dtype == HEDDLE_F64 ? dtype : HEDDLE_F32;
 }
 
 size_t field_bytes(const job *j, int f) {
-    switch (job_fields(j)[f].kind) {
-    case KIND_BOOL: return 1;
-    case KIND_INT32: return 4;
-    case KIND_UINT64: return 8;
+    switch (job_fields(j)[f].element) {
+    case OF_BOOL: return 1;
+    case OF_INT32: return 4;
+    case OF_UINT64: return 8;
     default: return heddle_dtype_size(element_dtype(j, f));
     }
 }
 
 void store_value(const job *j, int f, void *p, int64_t i, double x) {
-    switch (job_fields(j)[f].kind) {
-    case KIND_BOOL: ((uint8_t *)p)[i] = x != 0; break;
-    case KIND_INT32: ((int32_t *)p)[i] = (int32_t)x; break;
-    case KIND_UINT64: ((uint64_t *)p)[i] = (uint64_t)x; break;
+    switch (job_fields(j)[f].element) {
+    case OF_BOOL: ((uint8_t *)p)[i] = x != 0; break;
+    case OF_INT32: ((int32_t *)p)[i] = (int32_t)x; break;
+    case OF_UINT64: ((uint64_t *)p)[i] = (uint64_t)x; break;
     default: store_element(element_dtype(j, f), p, i, x);
     }
 }
 
 double load_value(const job *j, int f, const void *p, int64_t i) {
-    switch (job_fields(j)[f].kind) {
-    case KIND_BOOL: return ((const uint8_t *)p)[i];
-    case KIND_INT32: return ((const int32_t *)p)[i];
-    case KIND_UINT64: return (double)((const uint64_t *)p)[i];
+    switch (job_fields(j)[f].element) {
+    case OF_BOOL: return ((const uint8_t *)p)[i];
+    case OF_INT32: return ((const int32_t *)p)[i];
+    case OF_UINT64: return (double)((const uint64_t *)p)[i];
     default: return load_element(element_dtype(j, f), p, i);
     }
 }
@@ -116,33 +59,18 @@ double load_value(const job *j, int f, const void *p, int64_t i) {
 /* ------------------------------------------------------------------------------------------------------- shapes */
 
 int64_t job_extent(const job *j, char letter) {
-    const heddle_attention *a = &j->a;
-    if (j->linear)
-        return letter == 'm' ? j->l.m : letter == 'k' ? j->l.k : j->l.n;
-    switch (letter) {
-    case 'b': return a->b;
-    case 'n': return a->b + 1;
-    case 'h': return a->h;
-    case 'g': return a->hk ? a->hk : a->h;
-    case 'q': return a->sq;
-    case 'k': return a->sk;
-    case 'd': return a->d;
-    case 'v': return a->dv ? a->dv : a->d;
-    case 'Q': return a->total_q;
-    case 'K': return a->total_k;
-    default: return 2;
-    }
+    return j->linear ? norm_linear_extent(&j->l, letter) : attention_extent(&j->a, letter);
 }
 
 const char *field_shape(const job *j, int f) {
-    const field *t = &job_fields(j)[f];
+    const tensor_field *t = &job_fields(j)[f];
     if (!j->linear && j->a.features & HEDDLE_VARLEN && t->packed)
         return t->packed;
     return f == ALIBI && !j->linear && j->a.alibi_stride_b ? "bh" : t->shape;
 }
 
 heddle_strides field_strides(const job *j, int f) {
-    const field *t = &job_fields(j)[f];
+    const tensor_field *t = &job_fields(j)[f];
     const char *shape = field_shape(j, f);
     heddle_strides s;
     memcpy(&s, (const char *)&j->a + t->stride, sizeof s);
@@ -174,7 +102,7 @@ static int64_t strided_count(const job *j, int f) {
 }
 
 int64_t field_count(const job *j, int f) {
-    const field *t = &job_fields(j)[f];
+    const tensor_field *t = &job_fields(j)[f];
     const char *shape = field_shape(j, f);
     int64_t count = 1, row_stride = 0;
     if (!j->linear && t->stride)
@@ -217,10 +145,8 @@ static bool call(const job *j, heddle_pass pass, void *const data[JOB_FIELDS], v
     heddle_norm_linear_data l = {.size = sizeof l};
     char *base = j->linear ? (char *)&l : (char *)&a;
     for (int f = 0; job_fields(j)[f].name; f++)
-        if (job_fields(j)[f].role <= ROLE_OUTPUT || pass == HEDDLE_BACKWARD)
+        if (job_fields(j)[f].need[pass] != NEED_UNUSED)
             memcpy(base + job_fields(j)[f].offset, &data[f], sizeof(void *));
-    if (pass == HEDDLE_BACKWARD)
-        a.weights = NULL;
     size_t bytes = j->workspace_bytes[pass];
     heddle_status (*attention)(const heddle_attention *, const heddle_attention_data *, void *, size_t, void *) =
         pass == HEDDLE_FORWARD ? heddle_attention_forward : heddle_attention_backward;
@@ -273,10 +199,9 @@ static bool enter(const job *j, heddle_pass pass, place *p) {
 }
 
 static bool fetch(const job *j, heddle_pass pass, const place *p) {
-    field_role role = pass == HEDDLE_FORWARD ? ROLE_OUTPUT : ROLE_GRADIENT_OUT;
     bool ok = !p->copied || device_memory_wait();
     for (int f = 0; p->copied && ok && job_fields(j)[f].name; f++)
-        if (j->data[f] && job_fields(j)[f].role == role)
+        if (j->data[f] && is_written(job_fields(j)[f].role, pass))
             ok = device_memory_copy(j->data[f], p->data[f], field_size(j, f));
     if (!ok)
         complain("the GPU: %s", device_memory_error());

@@ -6,53 +6,21 @@
 
 #include "common.h"
 
-/* attention's tensors: indices into attention_fields */
+#include "../src/fields.h"
+
+/* The tensors by name: Q, K, ..., and norm-linear's X, GAMMA, ... */
+#define DENSE(id, ...) id = FIELD_##id,
+#define STRIDED(id, ...) id = FIELD_##id,
 enum {
-    Q,
-    K,
-    V,
-    ALIBI,
-    BIAS,
-    BOOL_MASK,
-    SINKS,
-    CU_Q,
-    CU_K,
-    LEN_Q,
-    LEN_K,
-    RNG,
-    O,
-    LSE,
-    WEIGHTS,
-    DOUT,
-    DLSE,
-    DWEIGHTS,
-    DQ,
-    DK,
-    DV,
-    DBIAS,
-    DSINKS,
-    ATTENTION_FIELDS
+#include "../src/attention_fields.def"
+};
+#define DENSE(id, ...) id = FIELD_N_##id,
+#define STRIDED(id, ...) id = FIELD_N_##id,
+enum {
+#include "../src/norm_linear_fields.def"
 };
 
-/* norm-linear's */
-enum { X, GAMMA, BETA, W, C, Y, MEAN, RSTD, DY, DX, DGAMMA, DBETA, DW, DC, NORM_LINEAR_FIELDS };
-
 #define JOB_FIELDS ATTENTION_FIELDS
-
-typedef enum field_kind { KIND_DTYPE, KIND_FLOAT, KIND_BOOL, KIND_INT32, KIND_UINT64 } field_kind;
-typedef enum field_role { ROLE_INPUT, ROLE_OUTPUT, ROLE_GRADIENT_IN, ROLE_GRADIENT_OUT } field_role;
-
-/* `shape` is in the letters of the descriptor: attention b h, g (hk), q (sq), k (sk), d, v (dv), Q (total_q), K
- * (total_k), n (b + 1), 2 (two); norm-linear m k n. `packed` is the shape with HEDDLE_VARLEN, if another. */
-typedef struct field {
-    const char *name, *option; /* `option` of the command line; NULL: has none */
-    size_t offset;             /* in heddle_attention_data or heddle_norm_linear_data */
-    field_kind kind;
-    field_role role;
-    const char *shape, *packed;
-    size_t stride;    /* offset of its stride in the descriptor; 0: has none */
-    uint64_t feature; /* the bit that an input or output needs; 0: none */
-} field;
 
 typedef struct job {
     bool linear; /* norm-linear, else attention */
@@ -64,18 +32,18 @@ typedef struct job {
 } job;
 
 /* The table, ended by a field without a name. */
-const field *job_fields(const job *j);
+const tensor_field *job_fields(const job *j);
 
 void job_set_dtype(job *j, heddle_dtype dtype);
 void job_set_device(job *j, heddle_device device);
 heddle_dtype job_dtype(const job *j);
 
-/* The type of one element in memory; BOOL and INT32 fields have none and are moved by store_value and load_value. */
+/* The type of one element in memory; OF_BOOL and OF_INT32 fields have none and are moved by store_value and load_value. */
 size_t field_bytes(const job *j, int f);
 void store_value(const job *j, int f, void *p, int64_t i, double x);
 double load_value(const job *j, int f, const void *p, int64_t i);
 
-/* The extent of a letter of field.shape. */
+/* The extent of a letter of a shape. */
 int64_t job_extent(const job *j, char letter);
 const char *field_shape(const job *j, int f);
 /* The strides of [b, h, s, last] with the defaults filled in and 0 where it repeats. */

@@ -281,7 +281,7 @@ static void backward_head(const head *h) {
 static void allocate_outcome(const problem *p, arena *m, outcome *out) {
     *out = (outcome){{0}};
     for (int f = 0; job_fields(&p->j)[f].name; f++) {
-        const field *t = &job_fields(&p->j)[f];
+        const tensor_field *t = &job_fields(&p->j)[f];
         bool wanted = !t->feature || (!p->j.linear && (p->j.a.features & t->feature));
         if ((t->role != ROLE_OUTPUT && t->role != ROLE_GRADIENT_OUT) || !wanted)
             continue;

@@ -20,22 +20,22 @@ double *problem_input(problem *p, arena *m, int f) {
     return p->x[f] = arena_array(m, field_count(&p->j, f), sizeof(double));
 }
 
-static bool is_output(const field *t) {
+static bool is_output(const tensor_field *t) {
     return t->role == ROLE_OUTPUT || t->role == ROLE_GRADIENT_OUT;
 }
 
 /* lse and mean pass no gradient of their own to inputs that have none, so every float input is filled. */
 void problem_fill(problem *p, arena *m, random_state *r) {
-    const field *t = job_fields(&p->j);
+    const tensor_field *t = job_fields(&p->j);
     uint64_t features = p->j.linear ? 0 : p->j.a.features;
     for (int f = 0; t[f].name; f++) {
-        bool number = t[f].kind == KIND_DTYPE || t[f].kind == KIND_FLOAT || t[f].kind == KIND_BOOL;
+        bool number = t[f].element == OF_DTYPE || t[f].element == OF_FLOAT || t[f].element == OF_BOOL;
         if (is_output(&t[f]) || !number || p->x[f] || (t[f].feature && !(features & t[f].feature)))
             continue;
         double *x = problem_input(p, m, f);
         int64_t n = field_count(&p->j, f);
         for (int64_t i = 0; i < n; i++)
-            x[i] = t[f].kind == KIND_BOOL ? random_uniform(r) < 0.7 : random_normal(r);
+            x[i] = t[f].element == OF_BOOL ? random_uniform(r) < 0.7 : random_normal(r);
         for (int64_t i = 0; i < n && !p->j.linear && f == ALIBI; i++)
             x[i] = fabs(x[i]) / 8;
     }
@@ -60,7 +60,7 @@ static bool has_gradient(const problem *p) {
 
 /* Whether output f is one of this problem. */
 static bool produces(const problem *p, int f, bool backward) {
-    const field *t = &job_fields(&p->j)[f];
+    const tensor_field *t = &job_fields(&p->j)[f];
     uint64_t features = p->j.linear ? 0 : p->j.a.features;
     return (t->role == ROLE_OUTPUT || (t->role == ROLE_GRADIENT_OUT && backward)) &&
            (!t->feature || (features & t->feature));
@@ -137,7 +137,7 @@ judgement judge(const problem *p, int f, heddle_dtype dtype, const trial *t) {
     int64_t n = field_count(&p->j, f);
     double magnitude = largest_finite(t->truth.x[f], n), terms = largest_finite(t->terms.x[f], n);
     bool wide =
-        job_fields(&p->j)[f].kind == KIND_FLOAT && (p->j.linear || f != DSINKS); /* dsinks comes from a stored o */
+        job_fields(&p->j)[f].element == OF_FLOAT && (p->j.linear || f != DSINKS); /* dsinks comes from a stored o */
     heddle_dtype stored = wide && dtype != HEDDLE_F64 ? HEDDLE_F32 : dtype;
     judgement g = {.ours = compare(t->ours.x[f], t->truth.x[f], n), .plain = compare(t->plain.x[f], t->truth.x[f], n)};
     double noise = 16 * 0x1p-24 * terms, sane = fmin(0x1p14 * rounding(dtype), 0x1p-4) * magnitude;

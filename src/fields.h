@@ -1,0 +1,122 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The tensors of both operations as tables, made of attention_fields.def and norm_linear_fields.def: for all who check, read, fill,
+ * compare or print them in a loop. Needs nothing but heddle.h, so that the command and the Python extension have them, too. */
+#ifndef HEDDLE_FIELDS_H
+#define HEDDLE_FIELDS_H
+
+#include "heddle.h"
+
+/* What a pointer's elements are. FLOAT is float32, or float64 when the dtype is. */
+typedef enum field_element { OF_DTYPE, OF_FLOAT, OF_BOOL, OF_INT32, OF_UINT64, FIELD_ELEMENTS } field_element;
+
+/* An input of both passes; what forward writes and backward may read; what only backward reads, what only it writes. */
+typedef enum field_role { ROLE_INPUT, ROLE_OUTPUT, ROLE_GRADIENT_IN, ROLE_GRADIENT_OUT } field_role;
+
+/* When a pass must have the pointer, if its feature is set: the others may be NULL. UNUSED: the pass does not look at it. */
+typedef enum field_need {
+    NEED_UNUSED,
+    NEED_OPTIONAL,
+    NEED_ALWAYS,
+    NEED_BATCH, /* attention: there are sequences, and of them queries, keys, both */
+    NEED_QUERIES,
+    NEED_KEYS,
+    NEED_SCORES,
+    NEED_LENGTHS, /* there are sequences, and no seqlens_q */
+    NEED_ROWS,    /* norm-linear: there are rows */
+    FIELD_NEEDS
+} field_need;
+
+typedef struct tensor_field {
+    const char *name;
+    uint64_t feature;         /* the bit without which it has no use; 0: it always has */
+    uint16_t offset, stride;  /* in the structure of the data; of its stride in the description, 0: it is contiguous */
+    uint8_t element, role;    /* field_element, field_role */
+    uint8_t need[2];          /* field_need, by pass */
+    const char *feature_name; /* "HEDDLE_BIAS" */
+    const char *stride_name;  /* <stride_name>_stride is its stride */
+    const char *shape;        /* a letter for each dimension */
+    const char *packed;       /* the same with HEDDLE_VARLEN; NULL: no other */
+    const char *option;       /* of the command; NULL: none */
+} tensor_field;
+
+#define FIELD_ROW(data, name, stride_at, stride_name, element, shape, packed, role, forward, backward, feature,        \
+                  feature_name, option)                                                                                \
+    {#name,                                                                                                            \
+     feature,                                                                                                          \
+     offsetof(data, name),                                                                                             \
+     stride_at,                                                                                                        \
+     OF_##element,                                                                                                     \
+     ROLE_##role,                                                                                                      \
+     {NEED_##forward, NEED_##backward},                                                                                \
+     feature_name,                                                                                                     \
+     stride_name,                                                                                                      \
+     shape,                                                                                                            \
+     packed,                                                                                                           \
+     option},
+
+#define DENSE(id, ...) FIELD_##id,
+#define STRIDED(id, ...) FIELD_##id,
+enum {
+#include "attention_fields.def"
+    ATTENTION_FIELDS
+};
+
+#define DENSE(id, name, element, shape, packed, role, forward, backward, feature, option)                              \
+    FIELD_ROW(heddle_attention_data, name, 0, "", element, shape, packed, role, forward, backward, feature, #feature,  \
+              option)
+#define STRIDED(id, name, stride, element, shape, packed, role, forward, backward, feature, option)                    \
+    FIELD_ROW(heddle_attention_data, name, offsetof(heddle_attention, stride##_stride), #stride, element, shape,       \
+              packed, role, forward, backward, feature, #feature, option)
+static const tensor_field attention_fields[ATTENTION_FIELDS + 1] = {/* ended by a field without a name */
+#include "attention_fields.def"
+                                                                    {0}};
+
+#define DENSE(id, ...) FIELD_N_##id,
+#define STRIDED(id, ...) FIELD_N_##id,
+enum {
+#include "norm_linear_fields.def"
+    NORM_LINEAR_FIELDS
+};
+
+#define DENSE(id, name, element, shape, packed, role, forward, backward, feature, option)                              \
+    FIELD_ROW(heddle_norm_linear_data, name, 0, "", element, shape, packed, role, forward, backward, feature,          \
+              #feature, option)
+#define STRIDED(id, name, stride, element, shape, packed, role, forward, backward, feature, option)                    \
+    FIELD_ROW(heddle_norm_linear_data, name, offsetof(heddle_norm_linear, stride##_stride), #stride, element, shape,   \
+              packed, role, forward, backward, feature, #feature, option)
+static const tensor_field norm_linear_fields[NORM_LINEAR_FIELDS + 1] = {/* ended by a field without a name */
+#include "norm_linear_fields.def"
+                                                                        {0}};
+#undef FIELD_ROW
+
+/* The extent of a letter of a shape. */
+static inline int64_t attention_extent(const heddle_attention *a, char letter) {
+    switch (letter) {
+    case 'b': return a->b;
+    case 'n': return a->b + 1;
+    case 'h': return a->h;
+    case 'g': return a->hk ? a->hk : a->h;
+    case 'q': return a->sq;
+    case 'k': return a->sk;
+    case 'd': return a->d;
+    case 'v': return a->dv ? a->dv : a->d;
+    case 'Q': return a->total_q;
+    case 'K': return a->total_k;
+    default: return 2;
+    }
+}
+
+static inline int64_t norm_linear_extent(const heddle_norm_linear *a, char letter) {
+    return letter == 'm' ? a->m : letter == 'k' ? a->k : a->n;
+}
+
+/* Scores have a row for each query and a column for each key: they are not packed, and their gradient is summed where its stride is 0. */
+static inline int is_of_scores(const char *shape) {
+    return shape[0] == 'b' && shape[1] == 'h' && shape[2] == 'q' && shape[3] == 'k';
+}
+
+static inline int is_written(field_role role, heddle_pass pass) {
+    return role == (pass == HEDDLE_FORWARD ? ROLE_OUTPUT : ROLE_GRADIENT_OUT);
+}
+
+#endif
