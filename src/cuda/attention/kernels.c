@@ -121,9 +121,10 @@ size_t heddle__cuda_shared_bytes(const kernel_row *k) {
     if (k->variant == VARIANT_decode) /* Q; rings of tiles of K and V; marks */
         return (size_t)rows_of(k) * pitch +
                (size_t)k->warps * (2 * (size_t)k->tiles * block * (pitch - 16) + block * 4);
+    const size_t join = warps_of_a_row(k) > 1 ? (size_t)k->warps * 32 * (size_t)k->tiles * block / 8 * 16 : 0;
     if (k->pass == PASS_fwd)
-        return (size_t)rows_of(k) * pitch + 4 * block * pitch + 2 * block * 4;
-    return 2 * (size_t)rows_of(k) * pitch + 4 * block * pitch + 8 * block * 4;
+        return (size_t)rows_of(k) * pitch + 4 * block * pitch + 2 * block * 4 + join;
+    return 2 * (size_t)rows_of(k) * pitch + 4 * block * pitch + 8 * block * 4 + 2 * join;
 }
 
 /* ------------------------------------------------------------------------------------------------------- search */

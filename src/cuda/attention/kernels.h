@@ -38,6 +38,11 @@ typedef struct kernel_row {
 /* By enum attention_kernel. */
 extern const kernel_row heddle__cuda_attention_kernels[ATTENTION_KERNELS];
 
+/* Warps of the family sm80 that own the same rows: share::count in attention_tile.cuh. */
+static inline int warps_of_a_row(const kernel_row *k) {
+    return k->dim <= 256 ? 1 : k->dtype == HEDDLE_F32 ? 4 : 2;
+}
+
 /* Rows of the operand that a block owns. */
 static inline int rows_of(const kernel_row *k) {
     if (k->family == FAMILY_sm90)
@@ -46,7 +51,7 @@ static inline int rows_of(const kernel_row *k) {
         return k->tiles;
     if (k->variant == VARIANT_decode)
         return 16;
-    return k->variant == VARIANT_plain ? 1 : k->warps * k->tiles * 16;
+    return k->variant == VARIANT_plain ? 1 : k->warps / warps_of_a_row(k) * k->tiles * 16;
 }
 
 /* Dynamic shared memory, as the layouts in the .cu files have it. */

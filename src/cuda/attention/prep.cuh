@@ -7,12 +7,14 @@
 
 /* Shared memory of the kernels of the backward. */
 template <typename T, int D, int WARPS, int TILES, int BLOCK> struct backward_shared {
-    static constexpr int rows = WARPS * TILES * 16;
+    static constexpr int rows = WARPS / share<T, D>::count * TILES * 16;
     static constexpr int second = rows * tile<T, D>::pitch; /* K, V or Q, dO: the block's own */
     static constexpr int stages = 2 * second;               /* twice two tiles that stream */
     static constexpr int stage_bytes = 2 * BLOCK * tile<T, D>::pitch;
-    static constexpr int numbers = stages + 2 * stage_bytes; /* per stage: base, rest, D, bad */
-    static constexpr int bytes = numbers + 2 * 4 * BLOCK * 4;
+    static constexpr int numbers = stages + 2 * stage_bytes;  /* per stage: base, rest, D, bad */
+    static constexpr int joins = numbers + 2 * 4 * BLOCK * 4; /* of S, then of dP */
+    static constexpr int join_bytes = share<T, D>::bytes(WARPS, TILES, BLOCK);
+    static constexpr int bytes = joins + 2 * join_bytes;
 };
 
 /* S of rows row0 .. and keys j0 ..: as the forward takes it, -inf where masked. */
@@ -95,7 +97,7 @@ template <typename T, int D, int WARPS, int BLOCK>
 INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, int query0, uint32_t shared) {
     typedef backward_shared<T, D, WARPS, 1, BLOCK> layout;
     constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
-    const int warp_row = (int)threadIdx.x / 32 * 16, lane = threadIdx.x % 32;
+    const int warp_row = share<T, D>::group() * 16, lane = threadIdx.x % 32;
     const uint32_t sk = shared + layout::stages, sv = sk + layout::stage_bytes / 2;
     const int64_t y = x / p.group;
     const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
@@ -123,8 +125,9 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
         cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();
-        product_rows<T, D, 1, BLOCK>(s, shared + warp_row * tile<T, D>::pitch, sk, p.tf32);
-        product_rows<T, D, 1, BLOCK>(dp, shared + layout::second + warp_row * tile<T, D>::pitch, sv, p.tf32);
+        product_rows<T, D, 1, BLOCK>(s, shared + warp_row * tile<T, D>::pitch, sk, p.tf32, shared + layout::joins);
+        product_rows<T, D, 1, BLOCK>(dp, shared + layout::second + warp_row * tile<T, D>::pitch, sv, p.tf32,
+                                     shared + layout::joins + layout::join_bytes);
         mask_scores<T, 1, BLOCK>(p, c, x, query0 + warp_row, j0, s);
 #pragma unroll
         for (int z = 0; z < BLOCK / 8; z++)
@@ -156,7 +159,7 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
     typedef backward_shared<T, D, WARPS, 1, BLOCK> layout;
     constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
     const uint32_t sq = shared, sk = sq + layout::second;
-    const int warp_row = (int)threadIdx.x / 32 * 16, lane = threadIdx.x % 32;
+    const int warp_row = share<T, D>::group() * 16, lane = threadIdx.x % 32;
     const int64_t y = x / p.group;
     const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
     const T *q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q);
@@ -171,7 +174,7 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
         cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();
-        product_rows<T, D, 1, BLOCK>(s, sq + warp_row * tile<T, D>::pitch, sk, p.tf32);
+        product_rows<T, D, 1, BLOCK>(s, sq + warp_row * tile<T, D>::pitch, sk, p.tf32, shared + layout::joins);
         mask_scores<T, 1, BLOCK>(p, c, x, query0 + warp_row, j0, s);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -212,10 +215,10 @@ INLINE void prepare_tile(const attention_params &p, unsigned id, bool rows, uint
     typedef backward_shared<T, D, WARPS, 1, BLOCK> layout;
     const unsigned tiles = (unsigned)((p.a.sq + layout::rows - 1) / layout::rows);
     const int64_t unit = id / tiles, x = unit % p.a.h;
-    const int query0 = (int)(id % tiles) * layout::rows, warp_row = (int)threadIdx.x / 32 * 16;
+    const int query0 = (int)(id % tiles) * layout::rows, warp_row = share<T, D>::group() * 16;
     const place c = find_place(p, unit / p.a.h);
     bool large[2];
-    if (rows)
+    if (rows && !share<T, D>::part())
         prepare_rows<T>(p, c, x, query0 + warp_row);
     for (int half = 0; half < 2; half++) {
         const int i = query0 + warp_row + half * 8 + (int)threadIdx.x % 32 / 4;

@@ -16,6 +16,25 @@ template <typename T, int D> struct tile {
     static constexpr int step_elements = 32 / (int)sizeof(T);
 };
 
+/* The accumulators of 16 rows of more than 256 elements do not fit into a warp's registers: `count` warps side by side own the same
+ * rows. Each forms the part of their scores that its columns give, the parts are added up (join_parts), and each keeps its columns of
+ * what the weights are multiplied with. */
+template <typename T, int D> struct share {
+    static constexpr int count = D <= 256 ? 1 : sizeof(T) == 2 ? 2 : 4;
+    static constexpr int width = D / count; /* columns */
+    static constexpr int steps = width * (int)sizeof(T) / 32;
+    static __device__ __forceinline__ int part(void) {
+        return count > 1 ? threadIdx.x / 32 % count : 0;
+    }
+    static __device__ __forceinline__ int group(void) { /* of warps that own the same rows */
+        return threadIdx.x / 32 / count;
+    }
+    /* Shared memory for one product of `tiles` times 16 rows and `columns` columns that `warps` warps join. */
+    static constexpr int bytes(int warps, int tiles, int columns) {
+        return count > 1 ? warps * 32 * tiles * columns / 8 * 16 : 0;
+    }
+};
+
 /* ------------------------------------------------------------------------------------------------------- loading */
 
 /* 16 bytes, of which n elements are there, one by one. */
@@ -255,7 +274,7 @@ template <typename T, int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_p
         typedef tile<T, D> t;
         clear<TILES, COLUMNS / 8>(c);
 #pragma unroll(D > 128 ? 4 : 8)
-        for (int s = 0; s < t::steps; s++) {
+        for (int s = 0; s < share<T, D>::steps; s++) {
             a_fragment<T> fa[TILES];
 #pragma unroll
             for (int x = 0; x < TILES; x++)
@@ -284,7 +303,7 @@ template <int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product<float
         clear<TILES, COLUMNS / 8>(c);
         clear<TILES, COLUMNS / 8>(low);
 #pragma unroll 1
-        for (int group = 0; group < t::steps; group += 4) {
+        for (int group = 0; group < share<float, D>::steps; group += 4) {
             clear<TILES, COLUMNS / 8>(part);
 #pragma unroll
             for (int s = 0; s < 4; s++) {
@@ -310,11 +329,46 @@ template <int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product<float
     }
 };
 
+/* Parts of scores of the warps that own the same rows -> their sums, the same bits for all of them. `at` is free again when all of the
+ * block have met. */
+template <int COUNT, int TILES, int COLUMNS> INLINE void join_parts(float (*c)[COLUMNS / 8][4], uint32_t at) {
+    constexpr int EACH = TILES * COLUMNS / 8 * 32 * 16; /* bytes of a warp */
+    const int warp = threadIdx.x / 32, part = warp % COUNT;
+    at += warp / COUNT * COUNT * EACH + threadIdx.x % 32 * 16;
+#pragma unroll
+    for (int x = 0; x < TILES; x++)
+#pragma unroll
+        for (int y = 0; y < COLUMNS / 8; y++)
+            store_shared16(at + part * EACH + (x * (COLUMNS / 8) + y) * 512, *(const uint4 *)c[x][y]);
+    barrier_sync(1 + warp / COUNT, COUNT * 32);
+#pragma unroll
+    for (int x = 0; x < TILES; x++)
+#pragma unroll
+        for (int y = 0; y < COLUMNS / 8; y++) {
+            float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int z = 0; z < COUNT; z++) {
+                const uint4 other = load_shared16(at + z * EACH + (x * (COLUMNS / 8) + y) * 512);
+                sum[0] += __uint_as_float(other.x);
+                sum[1] += __uint_as_float(other.y);
+                sum[2] += __uint_as_float(other.z);
+                sum[3] += __uint_as_float(other.w);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                c[x][y][e] = sum[e];
+        }
+}
+
+/* joins: where parts are joined, if D is that wide. */
 template <typename T, int D, int TILES, int COLUMNS, int SWIZZLED = 0>
-INLINE void product_rows(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32) {
-    const int lane = threadIdx.x % 32;
-    rows_product<T, D, TILES, COLUMNS, SWIZZLED>::run(c, a + a_lane<T, D>(lane),
-                                                      b + b_tile<T, D, SWIZZLED>::rows_lane(lane), tf32);
+INLINE void product_rows(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32, uint32_t joins = 0) {
+    const int lane = threadIdx.x % 32, from = share<T, D>::part() * share<T, D>::width * (int)sizeof(T);
+    static_assert(!SWIZZLED || share<T, D>::count == 1, "a share begins anywhere in a row");
+    rows_product<T, D, TILES, COLUMNS, SWIZZLED>::run(c, a + from + a_lane<T, D>(lane),
+                                                      b + from + b_tile<T, D, SWIZZLED>::rows_lane(lane), tf32);
+    if (share<T, D>::count > 1)
+        join_parts<share<T, D>::count, TILES, COLUMNS>(c, joins);
 }
 
 template <typename T, int D, int SWIZZLED> struct columns {
@@ -341,10 +395,10 @@ template <int D, int SWIZZLED> struct columns<float, D, SWIZZLED> {
     }
 };
 
-/* c[TILES][D/8] += A·B: A in accumulators of ROWS columns, B has ROWS rows at b. */
+/* c[TILES][D/8] += A·B: A in accumulators of ROWS columns, B has ROWS rows at b. Of a wide D, this warp's share of the columns. */
 template <typename T, int D, int TILES, int ROWS, int SWIZZLED> struct columns_product {
-    static __device__ __forceinline__ void run(float (*c)[D / 8][4], const float (*a)[ROWS / 8][4], uint32_t b, bool) {
-        typedef tile<T, D> t;
+    static __device__ __forceinline__ void run(float (*c)[share<T, D>::width / 8][4], const float (*a)[ROWS / 8][4],
+                                               uint32_t b, bool) {
 #pragma unroll
         for (int s = 0; s < ROWS / 16; s++) {
             a_fragment<T> fa[TILES];
@@ -352,7 +406,7 @@ template <typename T, int D, int TILES, int ROWS, int SWIZZLED> struct columns_p
             for (int x = 0; x < TILES; x++)
                 a_from_accumulators(&fa[x], a[x], s);
 #pragma unroll
-            for (int y = 0; y < D / 16; y++) {
+            for (int y = 0; y < share<T, D>::width / 16; y++) {
                 b_fragment<T> fb[2];
                 columns<T, D, SWIZZLED>::load(fb,
                                               along_row<SWIZZLED>(b + s * 16 * b_tile<T, D, SWIZZLED>::pitch, y * 32));
@@ -367,9 +421,8 @@ template <typename T, int D, int TILES, int ROWS, int SWIZZLED> struct columns_p
 };
 
 template <int D, int TILES, int ROWS, int SWIZZLED> struct columns_product<float, D, TILES, ROWS, SWIZZLED> {
-    static __device__ __forceinline__ void run(float (*c)[D / 8][4], const float (*a)[ROWS / 8][4], uint32_t b,
-                                               bool tf32) {
-        typedef tile<float, D> t;
+    static __device__ __forceinline__ void run(float (*c)[share<float, D>::width / 8][4], const float (*a)[ROWS / 8][4],
+                                               uint32_t b, bool tf32) {
         a_fragment<float> fa[TILES][ROWS / 8];
 #pragma unroll
         for (int x = 0; x < TILES; x++)
@@ -377,7 +430,7 @@ template <int D, int TILES, int ROWS, int SWIZZLED> struct columns_product<float
             for (int s = 0; s < ROWS / 8; s++)
                 a_from_accumulators(&fa[x][s], a[x], s);
 #pragma unroll
-        for (int y = 0; y < D / 16; y++) {
+        for (int y = 0; y < share<float, D>::width / 16; y++) {
             float part[TILES][2][4], low[TILES][2][4];
             clear<TILES, 2>(part);
             clear<TILES, 2>(low);
@@ -402,9 +455,11 @@ template <int D, int TILES, int ROWS, int SWIZZLED> struct columns_product<float
 };
 
 template <typename T, int D, int TILES, int ROWS, int SWIZZLED = 0>
-INLINE void product_columns(float (*c)[D / 8][4], const float (*a)[ROWS / 8][4], uint32_t b, bool tf32) {
-    columns_product<T, D, TILES, ROWS, SWIZZLED>::run(c, a, b + columns<T, D, SWIZZLED>::lane_at(threadIdx.x % 32),
-                                                      tf32);
+INLINE void product_columns(float (*c)[share<T, D>::width / 8][4], const float (*a)[ROWS / 8][4], uint32_t b,
+                            bool tf32) {
+    const int from = share<T, D>::part() * share<T, D>::width * (int)sizeof(T);
+    columns_product<T, D, TILES, ROWS, SWIZZLED>::run(
+        c, a, b + from + columns<T, D, SWIZZLED>::lane_at(threadIdx.x % 32), tf32);
 }
 
 /* ------------------------------------------------------------------------------------------------------- storing */
@@ -441,11 +496,11 @@ template <> struct pair_store<float> {
     }
 };
 
-/* One row's part of accumulators (half 0: row lane/4, half 1: row lane/4 + 8), times `by`. */
-template <typename T, int D> INLINE void store_row(T *row, const float (*c)[4], int half, int width, float by) {
+/* One row's part of accumulators (half 0: row lane/4, half 1: row lane/4 + 8), times `by`: N columns. */
+template <typename T, int N> INLINE void store_row(T *row, const float (*c)[4], int half, int width, float by) {
     const bool aligned = (size_t)row % (2 * sizeof(T)) == 0;
 #pragma unroll
-    for (int y = 0; y < D / 8; y++)
+    for (int y = 0; y < N / 8; y++)
         pair_store<T>::run(row, y * 8 + threadIdx.x % 4 * 2, width, c[y][2 * half] * by, c[y][2 * half + 1] * by,
                            aligned);
 }

@@ -114,16 +114,19 @@ INLINE void gradients_of_keys(const attention_params &p, const place &c, const d
 
 template <typename T, int D, int TILES>
 INLINE void store_keys(const attention_params &p, const place &c, void *to, const heddle_strides &stride, int64_t y,
-                       int width, float by, int row0, const float (*sum)[D / 8][4]) {
+                       int width, float by, int row0, const float (*sum)[share<T, D>::width / 8][4]) {
     if (!to)
         return;
+    constexpr int WIDTH = share<T, D>::width;
+    const int from = share<T, D>::part() * WIDTH;
 #pragma unroll
     for (int x = 0; x < TILES; x++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int j = row0 + x * 16 + half * 8 + (int)threadIdx.x % 32 / 4;
             if (j < c.all_sk)
-                store_row<T, D>((T *)to + row_at(stride, c.n, y, c.first_k + j), sum[x], half, width, by);
+                store_row<T, WIDTH>((T *)to + row_at(stride, c.n, y, c.first_k + j) + from, sum[x], half, width - from,
+                                    by);
         }
 }
 
@@ -132,7 +135,7 @@ template <typename T, int D, bool FULL, bool BOTH, int WARPS, int TILES, int BLO
 INLINE void attention_dkdv(const attention_params &p) {
     typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
     typedef tile<T, D> t;
-    constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
+    constexpr int THREADS = WARPS * 32, ROWS = layout::rows, WIDTH = share<T, D>::width;
     extern __shared__ __align__(16) char shared[];
     const uint32_t sk = shared_address(shared), sv = sk + layout::second;
     const bool makes_dk = BOTH || blockIdx.x % 2;
@@ -145,7 +148,7 @@ INLINE void attention_dkdv(const attention_params &p) {
     const place c = find_place(p, rest / p.a.hk);
     if (key0 >= c.all_sk)
         return;
-    const int key1 = min(key0 + ROWS, c.sk), warp_row = (int)threadIdx.x / 32 * TILES * 16;
+    const int key1 = min(key0 + ROWS, c.sk), warp_row = share<T, D>::group() * TILES * 16;
     int begin = 0, end = 0;
     if (key0 < key1) {
         begin = max(0, min(key0 - c.hi, c.sq));
@@ -156,11 +159,11 @@ INLINE void attention_dkdv(const attention_params &p) {
     const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k);
     const bool tf32 = p.tf32;
     const dropout_state dropout = make_dropout(p);
-    float dk[TILES][D / 8][4], dv[BOTH ? TILES : 1][BOTH ? D / 8 : 1][4];
+    float dk[TILES][WIDTH / 8][4], dv[BOTH ? TILES : 1][BOTH ? WIDTH / 8 : 1][4];
 #pragma unroll
     for (int x = 0; x < TILES; x++)
 #pragma unroll
-        for (int z = 0; z < D / 8; z++)
+        for (int z = 0; z < WIDTH / 8; z++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 dk[x][z][e] = 0.0f;
@@ -192,9 +195,10 @@ INLINE void attention_dkdv(const attention_params &p) {
             load_queries<T, D, WARPS, TILES, BLOCK>(p, c, y * p.group + (step + 1) / blocks,
                                                     begin + (step + 1) % blocks * BLOCK, begin, end, sk, stage ^ 1);
         float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
-        product_rows<T, D, TILES, BLOCK>(s, sk + warp_row * t::pitch, sq, tf32);
+        product_rows<T, D, TILES, BLOCK>(s, sk + warp_row * t::pitch, sq, tf32, sk + layout::joins);
         if (makes_dk)
-            product_rows<T, D, TILES, BLOCK>(dp, sv + warp_row * t::pitch, sdo, tf32);
+            product_rows<T, D, TILES, BLOCK>(dp, sv + warp_row * t::pitch, sdo, tf32,
+                                             sk + layout::joins + layout::join_bytes);
         else
             clear<TILES, BLOCK / 8>(dp);
         if (cut)
@@ -202,7 +206,7 @@ INLINE void attention_dkdv(const attention_params &p) {
         else
             gradients_of_keys<T, FULL, false, TILES, BLOCK>(p, c, dropout, x, key0 + warp_row, i0, numbers, s, dp);
         if (BOTH)
-            product_columns<T, D, BOTH ? TILES : 1, BLOCK>((float(*)[D / 8][4]) dv, s, sdo, tf32);
+            product_columns<T, D, BOTH ? TILES : 1, BLOCK>((float(*)[WIDTH / 8][4]) dv, s, sdo, tf32);
         if (makes_dk)
             product_columns<T, D, TILES, BLOCK>(dk, dp, sq, tf32);
         else
@@ -216,7 +220,7 @@ INLINE void attention_dkdv(const attention_params &p) {
     cp_async_wait<0>();
     if (BOTH)
         store_keys<T, D, BOTH ? TILES : 1>(p, c, p.t.dv, p.a.dv_stride, y, (int)p.a.dv, p.keep_scale, key0 + warp_row,
-                                           (float(*)[D / 8][4]) dv);
+                                           (float(*)[WIDTH / 8][4]) dv);
     if (makes_dk)
         store_keys<T, D, TILES>(p, c, p.t.dk, p.a.dk_stride, y, (int)p.a.d, p.scale, key0 + warp_row, dk);
     else
@@ -273,7 +277,7 @@ template <typename T, int D, bool FULL, int WARPS, int TILES, int BLOCK>
 INLINE void attention_dq(const attention_params &p) {
     typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
     typedef tile<T, D> t;
-    constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
+    constexpr int THREADS = WARPS * 32, ROWS = layout::rows, WIDTH = share<T, D>::width;
     extern __shared__ __align__(16) char shared[];
     const uint32_t sq = shared_address(shared), sdo = sq + layout::second;
     int query_tile;
@@ -285,7 +289,7 @@ INLINE void attention_dq(const attention_params &p) {
     if (query0 >= c.all_sq)
         return;
     const int query1 = min(query0 + ROWS, c.sq), lane = threadIdx.x % 32;
-    const int warp_row = (int)threadIdx.x / 32 * TILES * 16;
+    const int warp_row = share<T, D>::group() * TILES * 16, first = share<T, D>::part() * WIDTH;
     int begin = 0, end = 0;
     if (query0 < query1) {
         begin = max(0, min(query0 + c.lo, c.sk));
@@ -297,7 +301,7 @@ INLINE void attention_dq(const attention_params &p) {
     const T *dout = p.t.dout ? (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q) : q;
     const bool tf32 = p.tf32;
     const dropout_state dropout = make_dropout(p);
-    float dq[TILES][D / 8][4], numbers[TILES][2][3];
+    float dq[TILES][WIDTH / 8][4], numbers[TILES][2][3];
 #pragma unroll
     for (int z = 0; z < TILES; z++) {
 #pragma unroll
@@ -309,7 +313,7 @@ INLINE void attention_dq(const attention_params &p) {
             numbers[z][half][2] = i < c.sq ? p.dsum[at] : 0.0f;
         }
 #pragma unroll
-        for (int e = 0; e < D / 8; e++)
+        for (int e = 0; e < WIDTH / 8; e++)
             dq[z][e][0] = dq[z][e][1] = dq[z][e][2] = dq[z][e][3] = 0.0f;
     }
     int *bad = (int *)(shared + layout::numbers);
@@ -334,8 +338,9 @@ INLINE void attention_dq(const attention_params &p) {
         if (j0 + BLOCK < end)
             load_keys<T, D, WARPS, TILES, BLOCK>(p, k, v, j0 + BLOCK, begin, end, sq, stage ^ 1);
         float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
-        product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32);
-        product_rows<T, D, TILES, BLOCK>(dp, sdo + warp_row * t::pitch, sv, tf32);
+        product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32, sq + layout::joins);
+        product_rows<T, D, TILES, BLOCK>(dp, sdo + warp_row * t::pitch, sv, tf32,
+                                         sq + layout::joins + layout::join_bytes);
         if (cut)
             gradients_of_queries<T, FULL, true, TILES, BLOCK>(p, c, dropout, x, query0 + warp_row, j0, numbers,
                                                               bad + stage * BLOCK, s, dp);
@@ -356,8 +361,8 @@ INLINE void attention_dq(const attention_params &p) {
         for (int half = 0; half < 2; half++) {
             const int i = query0 + warp_row + z * 16 + half * 8 + lane / 4;
             if (i < c.all_sq)
-                store_row<T, D>((T *)p.t.dq + row_at(p.a.dq_stride, c.n, x, c.first_q + i), dq[z], half, (int)p.a.d,
-                                p.scale);
+                store_row<T, WIDTH>((T *)p.t.dq + row_at(p.a.dq_stride, c.n, x, c.first_q + i) + first, dq[z], half,
+                                    (int)p.a.d - first, p.scale);
         }
 }
 

@@ -9,11 +9,12 @@
 template <int TILES> struct softmax_state { float max[TILES][2], sum[TILES][2]; /* sum: this lane's part */ };
 
 template <typename T, int D, int WARPS, int TILES, int BLOCK> struct forward_shared {
-    static constexpr int rows = WARPS * TILES * 16;
+    static constexpr int rows = WARPS / share<T, D>::count * TILES * 16;
     static constexpr int keys = rows * tile<T, D>::pitch; /* K, V; twice */
     static constexpr int stage_bytes = 2 * BLOCK * tile<T, D>::pitch;
     static constexpr int bad = keys + 2 * stage_bytes;
-    static constexpr int bytes = bad + 2 * BLOCK * 4;
+    static constexpr int joins = bad + 2 * BLOCK * 4;
+    static constexpr int bytes = joins + share<T, D>::bytes(WARPS, TILES, BLOCK);
 };
 
 /* What a block works on. */
@@ -95,8 +96,8 @@ INLINE void score_full(const attention_params &p, const forward_work &w, int row
 
 /* S -> P = exp2(S·c - max·c); what was summed before is scaled to the new maximum. Both max·c are rounded: a fused
  * multiplication and subtraction would bring in the rounding a second time. */
-template <int D, int TILES, int BLOCK>
-INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOCK / 8][4], float (*o)[D / 8][4]) {
+template <int WIDTH, int TILES, int BLOCK>
+INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOCK / 8][4], float (*o)[WIDTH / 8][4]) {
     float base[TILES][2], shrink[TILES][2];
     bool grows = false;
 #pragma unroll
@@ -120,7 +121,7 @@ INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOC
             for (int half = 0; half < 2; half++) {
                 state->sum[x][half] *= shrink[x][half];
 #pragma unroll
-                for (int y = 0; y < D / 8; y++) {
+                for (int y = 0; y < WIDTH / 8; y++) {
                     o[x][y][2 * half] *= shrink[x][half];
                     o[x][y][2 * half + 1] *= shrink[x][half];
                 }
@@ -188,8 +189,10 @@ INLINE row_end end_row(const attention_params &p, const forward_work &w, int64_t
 /* o = O / sum and lse; or this split's part of both. A row that saw nothing has o = 0, lse = -inf (or the sink). */
 template <typename T, int D, int TILES>
 INLINE void store_rows(const attention_params &p, const forward_work &w, float c, const softmax_state<TILES> &state,
-                       float (*o)[D / 8][4], int row0) {
-    const int lane = threadIdx.x % 32;
+                       float (*o)[share<T, D>::width / 8][4], int row0) {
+    constexpr int WIDTH = share<T, D>::width;
+    const int lane = threadIdx.x % 32, first = share<T, D>::part() * WIDTH, width = (int)p.a.dv - first;
+    const bool tells = lane % 4 == 0 && first == 0;
 #pragma unroll
     for (int x = 0; x < TILES; x++)
 #pragma unroll
@@ -203,18 +206,18 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
             const row_end end = end_row(p, w, head, i, base, &sum);
             const int64_t at = lse_at(p, w.c, head, i);
 #pragma unroll
-            for (int y = 0; y < D / 8; y++)
+            for (int y = 0; y < WIDTH / 8; y++)
                 if (sum == 0.0f)
                     o[x][y][2 * half] = o[x][y][2 * half + 1] = 0.0f;
             if (p.splits > 1) {
-                if (lane % 4 == 0)
+                if (tells)
                     p.part_lse[w.split * p.rows + at] = end.lse2;
-                store_row<float, D>(p.part_o + (w.split * p.rows + at) * p.a.dv, o[x], half, (int)p.a.dv, end.by);
+                store_row<float, WIDTH>(p.part_o + (w.split * p.rows + at) * p.a.dv + first, o[x], half, width, end.by);
             } else {
-                if (p.t.lse && lane % 4 == 0)
+                if (p.t.lse && tells)
                     ((float *)p.t.lse)[at] = natural_log(p, end.base, sum);
-                store_row<T, D>((T *)p.t.o + row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i), o[x], half,
-                                (int)p.a.dv, end.by);
+                store_row<T, WIDTH>((T *)p.t.o + row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i) + first, o[x], half,
+                                    width, end.by);
             }
         }
 }
@@ -234,7 +237,7 @@ template <typename T, int D, bool FULL, int WARPS, int TILES, int BLOCK>
 INLINE void attention_forward(const attention_params &p) {
     typedef forward_shared<T, D, WARPS, TILES, BLOCK> layout;
     typedef tile<T, D> t;
-    constexpr int THREADS = WARPS * 32, ROWS = layout::rows;
+    constexpr int THREADS = WARPS * 32, ROWS = layout::rows, WIDTH = share<T, D>::width;
     extern __shared__ __align__(128) char shared[];
     const uint32_t sq = shared_address(shared);
     int *bad = (int *)(shared + layout::bad);
@@ -245,7 +248,7 @@ INLINE void attention_forward(const attention_params &p) {
     const T *k = (const T *)p.t.k + row_at(p.a.k_stride, w.c.n, head_k, w.c.first_k);
     const T *v = (const T *)p.t.v + row_at(p.a.v_stride, w.c.n, head_k, w.c.first_k);
     const T *q = (const T *)p.t.q + row_at(p.a.q_stride, w.c.n, w.y * p.pack, w.c.first_q);
-    const int d = (int)p.a.d, warp_row = (int)threadIdx.x / 32 * TILES * 16;
+    const int d = (int)p.a.d, warp_row = share<T, D>::group() * TILES * 16;
     const bool tf32 = p.tf32;
 
     for (int x = threadIdx.x; x < ROWS * t::chunks; x += THREADS) {
@@ -255,13 +258,13 @@ INLINE void attention_forward(const attention_params &p) {
         load_chunk(sq + row * t::pitch + x % t::chunks * 16, from, x % t::chunks, d, there, p.vectors & VECTOR_Q);
     }
     softmax_state<TILES> state;
-    float o[TILES][D / 8][4];
+    float o[TILES][WIDTH / 8][4];
 #pragma unroll
     for (int x = 0; x < TILES; x++) {
         state.max[x][0] = state.max[x][1] = -CUDART_INF_F;
         state.sum[x][0] = state.sum[x][1] = 0.0f;
 #pragma unroll
-        for (int y = 0; y < D / 8; y++)
+        for (int y = 0; y < WIDTH / 8; y++)
             o[x][y][0] = o[x][y][1] = o[x][y][2] = o[x][y][3] = 0.0f;
     }
     for (int x = threadIdx.x; x < 2 * BLOCK; x += THREADS)
@@ -287,14 +290,14 @@ INLINE void attention_forward(const attention_params &p) {
             load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, sq, stage ^ 1);
         cp_async_commit();
         float s[TILES][BLOCK / 8][4];
-        product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32);
+        product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32, sq + layout::joins);
         if (cut) {
             if (rich)
                 score_full<T, TILES, BLOCK>(p, w, w.row0 + warp_row, j0, bad + stage * BLOCK, s);
             else
                 mask_lean<TILES, BLOCK>(p, w, w.row0 + warp_row, j0, bad + stage * BLOCK, s);
         }
-        online_softmax<D, TILES, BLOCK>(&state, c, s, o);
+        online_softmax<WIDTH, TILES, BLOCK>(&state, c, s, o);
         if (FULL && p.drops)
             drop<TILES, BLOCK>(p, w, dropout, w.row0 + warp_row, j0, s);
         product_columns<T, D, TILES, BLOCK>(o, s, sv, tf32);
