@@ -24,10 +24,10 @@ template <typename T, int D> struct share {
     static constexpr int width = D / count; /* columns */
     static constexpr int steps = width * (int)sizeof(T) / 32;
     static __device__ __forceinline__ int part(void) {
-        return count > 1 ? threadIdx.x / 32 % count : 0;
+        return count > 1 ? (int)threadIdx.x / 32 % count : 0;
     }
     static __device__ __forceinline__ int group(void) { /* of warps that own the same rows */
-        return threadIdx.x / 32 / count;
+        return (int)threadIdx.x / 32 / count;
     }
     /* Shared memory for one product of `tiles` times 16 rows and `columns` columns that `warps` warps join. */
     static constexpr int bytes(int warps, int tiles, int columns) {
