@@ -17,7 +17,7 @@ static bool takes(const attention_problem *p, attention_choice *c) {
 static void lay_out(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     c->tiles_q = a->sq;
-    c->tiles_k = a->sk;
+    c->tiles_k = p->pass == HEDDLE_BACKWARD ? a->sk : 0;
     c->blocks = c->tiles_q * a->h * a->b;
     c->blocks_dkdv = c->tiles_k * a->hk * a->b;
 }

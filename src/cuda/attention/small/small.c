@@ -28,9 +28,10 @@ static double time_of(const attention_problem *p) {
 
 static void lay_out(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
-    const kernel_row *k = &heddle__cuda_attention_kernels[p->pass == HEDDLE_FORWARD ? c->fwd : c->bwd];
+    const bool backward = p->pass == HEDDLE_BACKWARD;
+    const kernel_row *k = &heddle__cuda_attention_kernels[backward ? c->bwd : c->fwd];
     c->tiles_q = ceil_div(a->sq, k->own);
-    c->tiles_k = ceil_div(a->sk, k->own);
+    c->tiles_k = backward ? ceil_div(a->sk, k->own) : 0;
     c->blocks = c->tiles_q * a->h * a->b;
 }
 
