@@ -18,8 +18,7 @@ if(NOT HEDDLE_NVCC OR NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_C_COMP
     message(FATAL_ERROR "HEDDLE_CUDA is ON, but nvcc was not found (or this is no Linux with gcc or clang): set HEDDLE_NVCC")
 endif()
 
-# A module whose name ends in _<family> is built for the lines of archs.def that begin with that family; where there are none, for
-# those that begin with no family.
+# A line of archs.def that begins with a family is for the rooms whose names begin with it; the others are for the rest.
 file(STRINGS ${PROJECT_SOURCE_DIR}/src/cuda/archs.def archs REGEX "^[a-z0-9 ]*arch=")
 foreach(arch IN LISTS archs)
     string(REGEX MATCH "^([a-z0-9]+ )?arch=" family "${arch}")
@@ -40,24 +39,43 @@ if(nvcc_help MATCHES "--compress-mode")
     set(compress --compress-mode=size)
 endif()
 
-file(GLOB_RECURSE cuda_host_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/cuda/*.c)
-file(STRINGS ${PROJECT_SOURCE_DIR}/src/cuda/modules.def modules REGEX "^M\\(")
-list(TRANSFORM modules REPLACE "^M\\(([^,]+), (.*)\\)$" "\\1=\\2")
-set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
-    ${PROJECT_SOURCE_DIR}/src/cuda/archs.def ${PROJECT_SOURCE_DIR}/src/cuda/modules.def)
+set(cuda_dir ${PROJECT_SOURCE_DIR}/src/cuda)
+set(kernel_tables ${cuda_dir}/attention/attention.def ${cuda_dir}/norm_linear/norm_linear.def)
+file(GLOB_RECURSE cuda_host_sources CONFIGURE_DEPENDS ${cuda_dir}/*.c)
+file(STRINGS ${cuda_dir}/modules.def modules REGEX "^M\\(")
+set(kernels "")
+foreach(table IN LISTS kernel_tables)
+    file(STRINGS ${table} rows REGEX "^K\\(")
+    list(APPEND kernels ${rows})
+endforeach()
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${cuda_dir}/archs.def ${cuda_dir}/modules.def ${kernel_tables})
 
 set(HEDDLE_HAVE_CUDA ON)
 
+# A module is compiled from a source of one line and a line for each of its kernels: a row that changes leaves other modules alone.
 # The compiler's resource report goes to <module>.ptxas, for src/cuda/budget.txt.
 set(image_dir ${PROJECT_BINARY_DIR}/cuda)
 file(MAKE_DIRECTORY ${image_dir})
+file(GLOB old_reports ${image_dir}/*.ptxas)
 set(image_sources "")
 foreach(row IN LISTS modules)
-    string(REGEX MATCH "^(.*)=(.*)$" row ${row})
+    if(NOT row MATCHES "^M\\(([a-z0-9_]+), ([a-z0-9_/]+)\\)$")
+        message(FATAL_ERROR "modules.def: ${row} is not M(name, source)")
+    endif()
     set(module ${CMAKE_MATCH_1})
-    set(source ${PROJECT_SOURCE_DIR}/src/cuda/${CMAKE_MATCH_2}.cu)
+    set(room ${CMAKE_MATCH_2})
+    set(rows ${kernels})
+    list(FILTER rows INCLUDE REGEX ", ${module}\\)$")
+    if(NOT rows)
+        message(FATAL_ERROR "modules.def: no kernel is in ${module}")
+    endif()
+    list(FILTER kernels EXCLUDE REGEX ", ${module}\\)$")
+    list(REMOVE_ITEM old_reports ${image_dir}/${module}.ptxas)
+    list(JOIN rows "\n" rows)
+    set(source ${image_dir}/${module}.cu)
+    file(GENERATE OUTPUT ${source} CONTENT "#include \"cuda/${room}.cu\"\n${rows}\n")
     set(fatbin ${image_dir}/${module}.fatbin)
-    string(REGEX REPLACE "^.*_" "" family ${module})
+    string(REGEX REPLACE "^.*/([a-z0-9]+)(_[a-z0-9]+)?/[^/]*$" "\\1" family ${room})
     set(gencode ${gencode_${family}})
     if(NOT gencode)
         set(gencode ${gencode_})
@@ -67,7 +85,7 @@ foreach(row IN LISTS modules)
         COMMAND ${CMAKE_COMMAND} -DNVCC=${HEDDLE_NVCC} "-DGENCODE=${gencode}" -DCOMPRESS=${compress} -DSOURCE=${source} -DOUTPUT=${fatbin}
             -DROOT=${PROJECT_SOURCE_DIR} -DREPORT=${image_dir}/${module}.ptxas
             -P ${PROJECT_SOURCE_DIR}/cmake/HeddleFatbin.cmake
-        DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/HeddleFatbin.cmake ${PROJECT_SOURCE_DIR}/src/cuda/archs.def
+        DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/HeddleFatbin.cmake ${cuda_dir}/archs.def
         DEPFILE ${fatbin}.d
         COMMENT "nvcc ${module}"
         VERBATIM)
@@ -85,6 +103,13 @@ extern const unsigned char heddle__image_${module}[];
     set_source_files_properties(${image} PROPERTIES OBJECT_DEPENDS ${fatbin})
     list(APPEND image_sources ${image})
 endforeach()
+if(kernels)
+    message(FATAL_ERROR "no module of modules.def for ${kernels}")
+endif()
+# Of modules that are no more: the budget would count them.
+if(old_reports)
+    file(REMOVE ${old_reports})
+endif()
 
 target_sources(heddle_objects PRIVATE ${cuda_host_sources} ${image_sources})
 target_compile_definitions(heddle_objects PRIVATE HEDDLE_HAVE_CUDA=1)

@@ -3,13 +3,15 @@
 #ifndef HEDDLE_PLAN_H
 #define HEDDLE_PLAN_H
 
-#include "cuda/attention/choice.h"
 #include "heddle.h"
 
-/* What a backend found out about its device while it planned, for run. */
-typedef struct plan_device {
-    void *record, *context;
-} plan_device;
+#include <stddef.h>
+
+/* What a backend has planned, and found out about its device: for its run, and for nobody else. */
+typedef union plan_own {
+    unsigned char bytes[320];
+    max_align_t aligned;
+} plan_own;
 
 typedef struct attention_plan {
     heddle_attention a; /* as described, with every default filled in and every stride literal */
@@ -19,8 +21,7 @@ typedef struct attention_plan {
     int64_t tile_q, tile_k; /* queries and keys that are worked on together */
     int64_t chunk_k;        /* backward: keys that one task owns */
     size_t workspace;       /* bytes */
-    plan_device on;
-    attention_choice choice; /* CUDA's */
+    plan_own own;
 } attention_plan;
 
 typedef struct norm_linear_plan {
@@ -30,7 +31,7 @@ typedef struct norm_linear_plan {
     int threads;
     int64_t tile_m, tile_n, tile_k;
     size_t workspace;
-    plan_device on;
+    plan_own own;
 } norm_linear_plan;
 
 /* Check a description by every rule of heddle.h and write it, resolved, to plan->a, and the pass to plan->pass; the rest is for the

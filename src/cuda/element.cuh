@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The element types of the norm-linear kernels: conversions, and rows read and written eight elements at a time. */
+ * The element types: conversions, and rows read and written eight elements at a time. */
 #ifndef HEDDLE_CUDA_ELEMENT_CUH
 #define HEDDLE_CUDA_ELEMENT_CUH
 
 #include "cuda/ptx.cuh"
+
+#define INLINE static __device__ __forceinline__
 
 struct bf16 {
     uint16_t bits;
@@ -13,19 +15,21 @@ struct f16 {
     uint16_t bits;
 };
 
-static __device__ __forceinline__ float to_float(float x) {
+typedef float f32;
+
+INLINE float to_float(float x) {
     return x;
 }
 
-static __device__ __forceinline__ float to_float(bf16 x) {
+INLINE float to_float(bf16 x) {
     return __uint_as_float((uint32_t)x.bits << 16);
 }
 
-static __device__ __forceinline__ float to_float(f16 x) {
+INLINE float to_float(f16 x) {
     return f16_to_float(x.bits);
 }
 
-template <typename T> static __device__ __forceinline__ T from_float(float x);
+template <typename T> INLINE T from_float(float x);
 
 template <> __device__ __forceinline__ float from_float<float>(float x) {
     return x;
@@ -39,8 +43,12 @@ template <> __device__ __forceinline__ f16 from_float<f16>(float x) {
     return f16{float_to_f16(x)};
 }
 
+template <typename T> INLINE void from_float(T *to, float x) {
+    *to = from_float<T>(x);
+}
+
 /* p[e .. e+7], zeros from `end` on; `vector`: p is aligned to 16 bytes. */
-static __device__ __forceinline__ void load8(const float *p, int64_t e, int64_t end, bool vector, float v[8]) {
+INLINE void load8(const float *p, int64_t e, int64_t end, bool vector, float v[8]) {
     if (vector && e + 8 <= end) {
         *(float4 *)v = *(const float4 *)(p + e);
         *(float4 *)(v + 4) = *(const float4 *)(p + e + 4);
@@ -51,8 +59,7 @@ static __device__ __forceinline__ void load8(const float *p, int64_t e, int64_t 
         v[x] = e + x < end ? p[e + x] : 0;
 }
 
-template <typename T>
-static __device__ __forceinline__ void load8(const T *p, int64_t e, int64_t end, bool vector, float v[8]) {
+template <typename T> INLINE void load8(const T *p, int64_t e, int64_t end, bool vector, float v[8]) {
     if (vector && e + 8 <= end) {
         T h[8];
         *(uint4 *)h = *(const uint4 *)(p + e);
@@ -66,7 +73,7 @@ static __device__ __forceinline__ void load8(const T *p, int64_t e, int64_t end,
         v[x] = e + x < end ? to_float(p[e + x]) : 0;
 }
 
-static __device__ __forceinline__ void store8(float *p, int64_t e, int64_t end, bool vector, const float v[8]) {
+INLINE void store8(float *p, int64_t e, int64_t end, bool vector, const float v[8]) {
     if (vector && e + 8 <= end) {
         *(float4 *)(p + e) = *(const float4 *)v;
         *(float4 *)(p + e + 4) = *(const float4 *)(v + 4);
@@ -78,8 +85,7 @@ static __device__ __forceinline__ void store8(float *p, int64_t e, int64_t end, 
             p[e + x] = v[x];
 }
 
-template <typename T>
-static __device__ __forceinline__ void store8(T *p, int64_t e, int64_t end, bool vector, const float v[8]) {
+template <typename T> INLINE void store8(T *p, int64_t e, int64_t end, bool vector, const float v[8]) {
     T h[8];
 #pragma unroll
     for (int x = 0; x < 8; x++)
@@ -95,7 +101,7 @@ static __device__ __forceinline__ void store8(T *p, int64_t e, int64_t end, bool
 }
 
 /* 2^e for |e| <= 126. */
-static __device__ __forceinline__ float power_of_two(int e) {
+INLINE float power_of_two(int e) {
     return __int_as_float((127 + e) << 23);
 }
 

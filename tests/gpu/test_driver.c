@@ -4,8 +4,8 @@
  * a process of its own, since the driver is opened once. Needs no GPU. */
 #define _POSIX_C_SOURCE 200809L
 #include "common.h"
-#include "cuda/attention/params.h"
-#include "cuda/norm_linear/device.h"
+#include "cuda/attention/attention.h"
+
 #include "fake_driver.h"
 
 #include <dlfcn.h>
@@ -440,6 +440,34 @@ static void float32_on_hopper(void) {
     MUST(strstr(kernel_of(attention_desc(HEDDLE_F32, 2, 16, 4, 4, 20000, 128, 0), HEDDLE_FORWARD), "sm80"));
 }
 
+/* The narrowest kernel that will do, in each pass for itself. */
+static void head_dims_on_hopper(void) {
+    set("FAKE_CC", "90");
+    set("FAKE_SHARED", "232448");
+    set("FAKE_MULTIPROCESSORS", "132");
+    static const struct {
+        int64_t d, dv;
+        const char *forward, *backward, *in_order;
+    } rows[] = {{64, 64, "fwd_bf16_d64_lean_sm90", "bwd_bf16_d64_lean_sm90", "dkdv_bf16_d64_lean_sm90"},
+                {72, 96, "fwd_bf16_d96_lean_sm90", "bwd_bf16_d96_long_sm90", "dkdv_bf16_d128_lean_sm90"},
+                {96, 96, "fwd_bf16_d96_lean_sm90", "bwd_bf16_d96_long_sm90", "dkdv_bf16_d128_lean_sm90"},
+                {96, 104, "fwd_bf16_d128_lean_sm90", "bwd_bf16_d128_long_sm90", "dkdv_bf16_d128_lean_sm90"},
+                {136, 64, "fwd_bf16_d256_lean_sm90", "dkdv_bf16_d256_lean_sm90", "dkdv_bf16_d256_lean_sm90"}};
+    for (size_t x = 0; x < COUNT(rows); x++) {
+        heddle_attention a = attention_desc(HEDDLE_BF16, 2, 16, 16, 4096, 4096, rows[x].d, rows[x].dv);
+        a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
+        MUST(strstr(kernel_of(a, HEDDLE_FORWARD), rows[x].forward));
+        MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), rows[x].backward));
+        MUST(run_attention(a, HEDDLE_FORWARD, 16, NULL) == HEDDLE_OK);
+        MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
+        a.features = HEDDLE_DETERMINISTIC;
+        MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), rows[x].in_order));
+    }
+    MUST(fake_launches("heddle_attention_bwd_bf16_d96_long_sm90") == 2);
+    MUST(fake_launches("heddle_attention_gather_bf16_d128_lean_sm90") == 3);
+    MUST(strstr(kernel_of(attention_desc(HEDDLE_F16, 2, 64, 64, 1000, 1000, 80, 0), HEDDLE_BACKWARD), "d96_lean_sm90"));
+}
+
 static int child_status(void (*scenario)(void)) {
     fflush(stdout);
     const pid_t child = fork();
@@ -484,17 +512,12 @@ SCENARIO(decoding_on_blackwell)
 SCENARIO(decoding_by_an_old_driver)
 SCENARIO(small_left_out)
 SCENARIO(float32_on_hopper)
+SCENARIO(head_dims_on_hopper)
 
-enum { KERNELS = ATTENTION_KERNELS + NORM_LINEAR_KERNELS };
+enum { KERNELS = CUDA_KERNELS };
 
 static const char *symbol_of(int kernel) {
-    static const char *const norm_linear[] = {
-#define K(pass, dtype, family, module, threads) "heddle_norm_linear_" #pass "_" #dtype "_" #family,
-#include "cuda/norm_linear/norm_linear.def"
-#undef K
-    };
-    return kernel < ATTENTION_KERNELS ? heddle__cuda_attention_symbol((enum attention_kernel)kernel)
-                                      : norm_linear[kernel - ATTENTION_KERNELS];
+    return heddle__cuda_kernels[kernel].symbol;
 }
 
 /* Which kernels were launched, from the child back to the parent. */
@@ -568,6 +591,7 @@ int main(void) {
         cmocka_unit_test(test_decoding_by_an_old_driver),
         cmocka_unit_test(test_small_left_out),
         cmocka_unit_test(test_float32_on_hopper),
+        cmocka_unit_test(test_head_dims_on_hopper),
         cmocka_unit_test(test_no_kernel_is_dead),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

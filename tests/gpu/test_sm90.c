@@ -83,8 +83,8 @@ static void test_windows(void **state) {
 
 /* Head dims that do not fill a tile, and dv that is not d. */
 static void test_head_dims(void **state) {
-    static const int64_t dims[][2] = {{8, 8},   {40, 64},   {72, 24},   {64, 128},  {128, 40},
-                                      {96, 96}, {120, 120}, {192, 128}, {256, 256}, {136, 64}};
+    static const int64_t dims[][2] = {{8, 8},   {40, 64},  {72, 24},   {64, 128},  {128, 40},  {96, 96},
+                                      {88, 96}, {104, 96}, {120, 120}, {192, 128}, {256, 256}, {136, 64}};
     for (size_t x = 0; x < COUNT(dims); x++) {
         attention_case c = make_case(type_of(state, x), 1, 2, 1, 150, 170, dims[x][0], dims[x][1]);
         c.a.mask = (heddle_mask)(x % 3);

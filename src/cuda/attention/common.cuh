@@ -1,52 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What all attention kernels share: element types, where a sequence lies, scores, dropout. */
+ * What all attention kernels share: where a sequence lies, scores, dropout. */
 #ifndef HEDDLE_CUDA_ATTENTION_COMMON_CUH
 #define HEDDLE_CUDA_ATTENTION_COMMON_CUH
 
 #include "cuda/attention/params.h"
-#include "cuda/ptx.cuh"
+#include "cuda/element.cuh"
 
 #include "mask.h"
 #include "philox.h"
 
 #include <math_constants.h>
 
-#define INLINE static __device__ __forceinline__
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 /* 1 / LOG2E as it is, a float: the sum of both. */
 #define LOG2E_UNIT 0.6931471824645996f
 #define LOG2E_UNIT_LOW 7.3486931e-09f
 #define ALL_LANES 0xffffffffu
-
-/* ---------------------------------------------------------------------------------------------- element types */
-
-struct bf16 {
-    uint16_t bits;
-};
-struct f16 {
-    uint16_t bits;
-};
-typedef float f32;
-
-INLINE float to_float(bf16 x) {
-    return __uint_as_float((uint32_t)x.bits << 16);
-}
-INLINE float to_float(f16 x) {
-    return f16_to_float(x.bits);
-}
-INLINE float to_float(float x) {
-    return x;
-}
-INLINE void from_float(bf16 *to, float x) {
-    to->bits = float_to_bf16(x);
-}
-INLINE void from_float(f16 *to, float x) {
-    to->bits = float_to_f16(x);
-}
-INLINE void from_float(float *to, float x) {
-    *to = x;
-}
 
 /* --------------------------------------------------------------------------------------------------- sequences */
 
@@ -127,11 +97,11 @@ INLINE bool is_same_lse(float found, float lse) {
 
 /* Tiles of 64 queries in dq_sum: all of a head, and which is the first of a head of a sequence. */
 INLINE int64_t sum_tiles(const attention_params &p) {
-    return p.a.features & HEDDLE_VARLEN ? p.a.total_q / 64 + p.a.b : p.a.b * ((p.a.sq + 63) / 64);
+    return p.a.features & HEDDLE_VARLEN ? packed_tiles64(p.a.total_q, p.a.b) : p.a.b * tiles64(p.a.sq);
 }
 
 INLINE int64_t sum_tile(const attention_params &p, const place &c, int64_t x) {
-    return x * sum_tiles(p) + (p.a.features & HEDDLE_VARLEN ? c.first_q / 64 + c.n : c.n * ((p.a.sq + 63) / 64));
+    return x * sum_tiles(p) + (p.a.features & HEDDLE_VARLEN ? packed_tiles64(c.first_q, c.n) : c.n * tiles64(p.a.sq));
 }
 
 /* ------------------------------------------------------------------------------------------------------ scores */

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The table of attention's kernels, as attention/attention.def lists them, for the plan to choose from. C only. */
+ * The table of attention's kernels, as attention.def lists them, for the plan to choose from. C only. */
 #ifndef HEDDLE_CUDA_ATTENTION_KERNELS_H
 #define HEDDLE_CUDA_ATTENTION_KERNELS_H
 
-#include "cuda/attention/params.h"
+#include "cuda/attention/attention.h"
 
 typedef enum kernel_pass {
     PASS_fwd,
@@ -16,8 +16,8 @@ typedef enum kernel_pass {
     PASS_dsinks,
     PASS_bwd,
     PASS_split,
-    PASS_finish,
-    PASS_rows,
+    PASS_gather,
+    PASS_light,
     PASSES
 } kernel_pass;
 
@@ -31,34 +31,13 @@ typedef struct kernel_row {
     int dim;
     kernel_variant variant;
     kernel_family family;
-    int warps, tiles, block;
-    const char *symbol;
+    int warps, own, block;
 } kernel_row;
 
-/* By enum attention_kernel. */
+/* By enum cuda_kernel. */
 extern const kernel_row heddle__cuda_attention_kernels[ATTENTION_KERNELS];
 
-/* Warps of the family sm80 that own the same rows: share::count in attention_tile.cuh. */
-static inline int warps_of_a_row(const kernel_row *k) {
-    return k->dim <= 256 ? 1 : k->dtype == HEDDLE_F32 ? 4 : 2;
-}
-
-/* Rows of the operand that a block owns. */
-static inline int rows_of(const kernel_row *k) {
-    if (k->family == FAMILY_sm90)
-        return k->tiles * 64;
-    if (k->family == FAMILY_small)
-        return k->tiles;
-    if (k->variant == VARIANT_decode)
-        return 16;
-    return k->variant == VARIANT_plain ? 1 : k->warps / warps_of_a_row(k) * k->tiles * 16;
-}
-
-/* Dynamic shared memory, as the layouts in the .cu files have it. */
+/* Dynamic shared memory, as the contract of its family has it. */
 size_t heddle__cuda_shared_bytes(const kernel_row *k);
-
-/* The kernel with the smallest head dim that will do; -1 if none does. */
-int heddle__cuda_find_attention(const heddle_attention *a, const attention_device *device, kernel_pass pass,
-                                kernel_variant variant, kernel_family family);
 
 #endif

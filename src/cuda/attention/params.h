@@ -1,14 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The one parameter of every attention kernel, and the list of launches that one pass comes to. C and CUDA C. */
+ * The one parameter of every attention kernel. C and CUDA C. */
 #ifndef HEDDLE_CUDA_ATTENTION_PARAMS_H
 #define HEDDLE_CUDA_ATTENTION_PARAMS_H
 
 #include "heddle.h"
 
+#include "cuda/attention/contract.h"
 #include "cuda/tensor_map.h"
-
-/* The most blocks that share the keys of a tile of queries. */
-#define MAX_SPLITS 256
 
 /* Which tensors may be read 16 bytes at a time: pointer, strides and last dimension are multiples of that. */
 enum { VECTOR_Q = 1, VECTOR_K = 2, VECTOR_V = 4, VECTOR_DO = 8, VECTOR_O = 16 };
@@ -51,89 +49,13 @@ typedef struct attention_params {
     float *dsum, *base, *rest; /* [rows]: D, and lse·log2(e) as the sum of two floats (+inf: the row sees nothing) */
     split_tensor split[SPLIT_TENSORS];    /* float32 on Hopper */
     int64_t split_tiles_q, split_tiles_k; /* of a head: of one sequence, or of all if they are packed */
+    uint32_t blocks_of_dk;                /* dkdv for Hopper: blocks that make dK, where the others make dV */
 } attention_params;
-
-/* Up to so many keys, D of 16-bit types is rowsum(P∘dP): o is rounded, and few keys do not average that out. */
-#define FEW_KEYS 128
 
 /* The one parameter of the kernels for Hopper. dout only in backward. */
 typedef struct attention_params_sm90 {
     tensor_map q, k, v, dout;
     attention_params p;
 } attention_params_sm90;
-
-/* The forward for Hopper: how many tiles of K, and of V, are there or on their way. */
-#define FORWARD90_STAGES(dim) ((dim) > 64 ? 2 : 4)
-
-/* The float32 forward for Hopper: the slots for tiles of K and V in turn, of 64·dim·4 bytes. */
-#define FORWARD32_SLOTS(dim) ((dim) > 64 ? 5 : 8)
-
-/* The backward for Hopper: the slots for tiles that stream, beside the block's own tiles. */
-#define BACKWARD90_SLOTS(dim, block) (((dim) > 128 ? 96 : 128) * 1024 / ((block) * (dim)*2))
-
-/* The same in float32, of 64 rows. */
-#define BACKWARD32_SLOTS(dim) ((dim) > 64 ? 3 : 8)
-
-/* Of Q and dO, where dK, dV and dQ are made at once. */
-#define BACKWARD90_STAGES(dim) 3
-
-#ifndef __CUDACC__
-#include "plan.h"
-
-#include <stdbool.h>
-
-/* Every attention kernel: ATTENTION_fwd_bf16_d64_lean_sm80, ... */
-#define ATTENTION_ALL_LISTS
-enum attention_kernel {
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
-    ATTENTION_##pass##_##dtype##_d##dim##_##variant##_##family,
-#include "cuda/attention/attention.def"
-#undef K
-    ATTENTION_KERNELS
-};
-#undef ATTENTION_ALL_LISTS
-
-/* When the family `small` is taken. */
-enum { SMALL_NEVER, SMALL_CHOSEN, SMALL_ALWAYS };
-
-/* What the plan must know of the device. */
-typedef struct attention_device {
-    int multiprocessors;
-    size_t shared_bytes; /* that a block can have, opted in */
-    int sm90;            /* has Hopper's instructions, and they are to be used */
-    int small;           /* SMALL_CHOSEN, unless somebody asks for a family */
-} attention_device;
-
-typedef struct attention_launch {
-    enum attention_kernel kernel;
-    uint32_t grid, threads, shared_bytes; /* grid: x only; shared_bytes: dynamic */
-    int sm90;                             /* the parameter is attention_params_sm90 */
-} attention_launch;
-
-/* Is the problem one for the family `small`? dim: of its kernel. Pure. */
-bool heddle__cuda_attention_is_small(const heddle_attention *a, const attention_device *device, heddle_pass pass,
-                                     int dim);
-
-/* May D have to come from P and dP, in some sequence? Pure. */
-bool heddle__cuda_attention_has_few_keys(const heddle_attention *a);
-
-#define ATTENTION_MAX_LAUNCHES 8
-
-/* Fills kernel, tiles and workspace of a resolved plan. Pure. */
-heddle_status heddle__cuda_plan_attention(attention_plan *plan, const attention_device *device);
-
-/* The launches of a planned pass, in order, all with the same *params. Returns how many (0: nothing to do). Pure. */
-int heddle__cuda_attention_launches(const attention_plan *plan, const attention_device *device,
-                                    const heddle_attention_data *data, void *workspace, attention_params *params,
-                                    attention_launch launches[ATTENTION_MAX_LAUNCHES]);
-
-/* q, k, v, dout: columns, rows, heads, batch. Pure. */
-void heddle__cuda_attention_shapes(const attention_plan *plan, const heddle_attention_data *data,
-                                   tensor_shape shapes[4]);
-
-/* The symbol of a kernel, and in which source it is: "heddle_attention_fwd_bf16_d64_lean_sm80", "attention_fwd". */
-const char *heddle__cuda_attention_symbol(enum attention_kernel kernel);
-const char *heddle__cuda_attention_module(enum attention_kernel kernel);
-#endif
 
 #endif

@@ -15,6 +15,7 @@ template <typename T, int D, int WARPS, int TILES, int BLOCK> struct backward_sh
     static constexpr int joins = numbers + 2 * 4 * BLOCK * 4; /* of S, then of dP */
     static constexpr int join_bytes = share<T, D>::bytes(WARPS, TILES, BLOCK);
     static constexpr int bytes = joins + 2 * join_bytes;
+    static_assert(bytes == sm80_backward_bytes(sizeof(T), D, rows, BLOCK), "as the plan counts");
 };
 
 /* S of rows row0 .. and keys j0 ..: as the forward takes it, -inf where masked. */
@@ -209,16 +210,16 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
     }
 }
 
-/* One tile of queries; rows: nobody has been at it. With dweights the plain prep has been here, and has seen to D. */
+/* One tile of queries; all: nobody has been at it. With dweights the plain prep has been here, and has seen to D. */
 template <typename T, int D, int WARPS, int BLOCK>
-INLINE void prepare_tile(const attention_params &p, unsigned id, bool rows, uint32_t shared) {
+INLINE void prepare_tile(const attention_params &p, unsigned id, bool all, uint32_t shared) {
     typedef backward_shared<T, D, WARPS, 1, BLOCK> layout;
     const unsigned tiles = (unsigned)((p.a.sq + layout::rows - 1) / layout::rows);
     const int64_t unit = id / tiles, x = unit % p.a.h;
     const int query0 = (int)(id % tiles) * layout::rows, warp_row = share<T, D>::group() * 16;
     const place c = find_place(p, unit / p.a.h);
     bool large[2];
-    if (rows && !share<T, D>::part())
+    if (all && !share<T, D>::part())
         prepare_rows<T>(p, c, x, query0 + warp_row);
     for (int half = 0; half < 2; half++) {
         const int i = query0 + warp_row + half * 8 + (int)threadIdx.x % 32 / 4;
@@ -252,16 +253,17 @@ template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attent
 }
 
 /* What prep begins with, for 64 queries, in a kernel that has no shared memory and so has many blocks on a
- * multiprocessor; flags of what is left to do; zeros where dq is summed. */
-template <typename T, int D> INLINE void attention_rows(const attention_params &p) {
+ * multiprocessor; flags of what is left to do; zeros where dq is summed, in tiles of so many columns. */
+template <typename T, int COLUMNS> INLINE void attention_light(const attention_params &p) {
     const unsigned tiles = (unsigned)((p.a.sq + 63) / 64);
     const int64_t unit = blockIdx.x / tiles, x = unit % p.a.h;
     const int tile = (int)(blockIdx.x % tiles), i = tile * 64 + (int)threadIdx.x;
     const place c = find_place(p, unit / p.a.h);
     if (p.dq_sum && tile * 64 < c.all_sq)
 #pragma unroll
-        for (int e = 0; e < 64 * D / 4; e += 128)
-            ((float4 *)(p.dq_sum + (sum_tile(p, c, x) + tile) * 64 * D))[e + threadIdx.x] = make_float4(0, 0, 0, 0);
+        for (int e = 0; e < 64 * COLUMNS / 4; e += 128)
+            ((float4 *)(p.dq_sum + (sum_tile(p, c, x) + tile) * 64 * COLUMNS))[e + threadIdx.x] =
+                make_float4(0, 0, 0, 0);
     prepare_rows<T>(p, c, x, tile * 64 + (int)threadIdx.x / 32 * 16);
     const bool large = threadIdx.x < 64 && i < c.sq && is_coarse<T>(c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
     const bool any = __syncthreads_or(large) || c.sk <= FEW_KEYS;

@@ -8,9 +8,10 @@
 #define HEDDLE_CUDA_ATTENTION_TILE_CUH
 
 #include "cuda/attention/common.cuh"
+#include "cuda/attention/sm80/contract.h"
 
 template <typename T, int D> struct tile {
-    static constexpr int pitch = D * (int)sizeof(T) + 16;  /* bytes from row to row */
+    static constexpr int pitch = sm80_pitch(sizeof(T), D); /* bytes from row to row */
     static constexpr int chunks = D * (int)sizeof(T) / 16; /* of 16 bytes in a row */
     static constexpr int steps = D * (int)sizeof(T) / 32;  /* of a product over a row */
     static constexpr int step_elements = 32 / (int)sizeof(T);
@@ -20,7 +21,7 @@ template <typename T, int D> struct tile {
  * rows. Each forms the part of their scores that its columns give, the parts are added up (join_parts), and each keeps its columns of
  * what the weights are multiplied with. */
 template <typename T, int D> struct share {
-    static constexpr int count = D <= 256 ? 1 : sizeof(T) == 2 ? 2 : 4;
+    static constexpr int count = sm80_warps_of_a_row(sizeof(T), D);
     static constexpr int width = D / count; /* columns */
     static constexpr int steps = width * (int)sizeof(T) / 32;
     static __device__ __forceinline__ int part(void) {
@@ -140,11 +141,11 @@ INLINE void split_tf32(uint32_t bits, uint32_t *high, uint32_t *low) {
     *low = __float_as_uint(__fsub_rn(x, h)) + 0x1000u;
 }
 
-INLINE void finish(a_fragment<bf16> *) {
+INLINE void complete(a_fragment<bf16> *) {
 }
-INLINE void finish(a_fragment<f16> *) {
+INLINE void complete(a_fragment<f16> *) {
 }
-INLINE void finish(a_fragment<float> *a) {
+INLINE void complete(a_fragment<float> *a) {
 #pragma unroll
     for (int x = 0; x < 4; x++)
         split_tf32(a->r[x], &a->r[x], &a->low[x]);
@@ -177,7 +178,7 @@ INLINE void multiply_parts(float c[4], float low[4], const a_fragment<float> &a,
 /* A from 16 rows of a tile, at the lane's address (a_lane) of this step. */
 template <typename T> INLINE void load_a(a_fragment<T> *a, uint32_t at) {
     ldmatrix4(a->r, at);
-    finish(a);
+    complete(a);
 }
 
 template <typename T, int D> INLINE uint32_t a_lane(int lane) {
@@ -227,7 +228,7 @@ INLINE void a_from_accumulators(a_fragment<float> *a, const float (*c)[4], int x
     a->r[1] = __float_as_uint(c[x][2]);
     a->r[2] = __float_as_uint(c[x][1]);
     a->r[3] = __float_as_uint(c[x][3]);
-    finish(a);
+    complete(a);
 }
 
 /* ------------------------------------------------------------------------------------------------------ products */

@@ -232,10 +232,12 @@ template <typename T> INLINE void total_kernel(const norm_totals &all) {
         p.sum[col] = sum;
 }
 
-#define FINISH_KERNELS(dtype, T)                                                                                       \
-    ROW_KERNEL(finish, dtype, T, norm_finish, ROW_THREADS, FINISH_BLOCKS)                                              \
-    ROW_KERNEL(total, dtype, T, norm_totals, TOTAL_WARPS * 32, 1)
-
-FINISH_KERNELS(bf16, bf16)
-FINISH_KERNELS(f16, f16)
-FINISH_KERNELS(f32, float)
+#define threads_finish ROW_THREADS
+#define threads_total (TOTAL_WARPS * 32)
+#define parameter_finish norm_finish
+#define parameter_total norm_totals
+#define blocks_finish FINISH_BLOCKS
+#define blocks_total 1
+#define K(pass, dtype, family, threads, module)                                                                        \
+    static_assert(threads == threads_##pass, "as the kernel counts");                                                  \
+    ROW_KERNEL(pass, dtype, parameter_##pass, threads, blocks_##pass)

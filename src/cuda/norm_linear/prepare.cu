@@ -295,6 +295,6 @@ template <typename T> INLINE void prepare_kernel(const norm_prepare &p) {
     prepare_job<T>(p, 1, true, &unit, held, m, &turn);
 }
 
-ROW_KERNEL(prepare, bf16, bf16, norm_prepare, ROW_THREADS, PREPARE_BLOCKS(2))
-ROW_KERNEL(prepare, f16, f16, norm_prepare, ROW_THREADS, PREPARE_BLOCKS(2))
-ROW_KERNEL(prepare, f32, float, norm_prepare, ROW_THREADS, PREPARE_BLOCKS(4))
+#define K(pass, dtype, family, threads, module)                                                                        \
+    static_assert(threads == ROW_THREADS, "as the kernel counts");                                                     \
+    ROW_KERNEL(pass, dtype, norm_prepare, threads, PREPARE_BLOCKS(sizeof(dtype)))

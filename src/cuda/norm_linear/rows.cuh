@@ -10,7 +10,6 @@
 
 /* A row is a team's: a few warps, one if it is short. A thread has every TEAM-th chunk of eight elements; the first HELD of them wait in
  * shared memory, of the row at hand and of the next ones. Each thread copies and reads its own alone, so that nobody waits for others. */
-#define INLINE static __device__ __forceinline__
 
 /* Where warps meet: two turns, so that one barrier a sum is enough. */
 struct meeting {
@@ -115,11 +114,11 @@ template <int TEAM> INLINE float2 team_sum(float x, float y, meeting *m, int *tu
     return make_float2(x, y);
 }
 
-#define ROW_KERNEL(pass, dtype, T, params, threads, blocks)                                                            \
+#define ROW_KERNEL(pass, dtype, params, threads, blocks)                                                               \
     extern "C" __global__ void __launch_bounds__(threads, blocks)                                                      \
         heddle_norm_linear_##pass##_##dtype##_sm80(const __grid_constant__ params p) {                                 \
         wait_for_earlier_grid();                                                                                       \
-        pass##_kernel<T>(p);                                                                                           \
+        pass##_kernel<dtype>(p);                                                                                       \
     }
 
 #endif

@@ -4,6 +4,7 @@
 #define HEDDLE_CUDA_ATTENTION_COMBINE_CUH
 
 #include "cuda/attention/common.cuh"
+#include "cuda/attention/plain/contract.h"
 
 #define COMBINE_WARPS 4
 #define COMBINE_AT_ONCE 8 /* parts whose loads a warp has under way */

@@ -3,8 +3,8 @@
  * cannot (d over 256, too little shared memory) and the sums around them: combine, weights, dbias, dsinks. */
 #include "cuda/attention/plain/combine.cuh"
 
-#define THREADS 128
-#define MAX_DIM 512
+#define THREADS PLAIN_THREADS
+#define MAX_DIM PLAIN_MAX_DIM
 /* --------------------------------------------------------------------------------------------------------- rows */
 
 /* Row `index` of [b, h, sq] (or [b, hk, sk]): i of head x of sequence n. */
@@ -443,8 +443,7 @@ template <typename T> INLINE void plain_dkdv(const attention_params &p) {
 template <typename T> INLINE void plain_dbias(const attention_params &p) {
     __shared__ float q[MAX_DIM], dout[MAX_DIM];
     const heddle_strides &stride = p.a.dbias_stride;
-    const int64_t key_blocks = (p.a.sk + THREADS - 1) / THREADS, rows = stride.s ? p.a.sq : 1,
-                  heads = stride.h ? p.a.h : 1;
+    const int64_t key_blocks = plain_key_blocks(p.a.sk), rows = stride.s ? p.a.sq : 1, heads = stride.h ? p.a.h : 1;
     const int j = (int)(blockIdx.x % key_blocks) * THREADS + threadIdx.x;
     const row_index at = split_row(blockIdx.x / key_blocks, heads, rows);
     const dropout_state dropout = make_dropout(p);
@@ -483,11 +482,10 @@ template <typename T> INLINE void plain_dsinks(const attention_params &p) {
         ((float *)p.t.dsinks)[x] = sum;
 }
 
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+#define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
+    static_assert(warps * 32 == THREADS, "as the contract has it");                                                    \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
         wait_for_earlier_grid();                                                                                       \
         plain_##pass<dtype>(p);                                                                                        \
     }
-#define ATTENTION_PLAIN_LIST
-#include "cuda/attention/attention.def"

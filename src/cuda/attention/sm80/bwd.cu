@@ -370,13 +370,11 @@ INLINE void attention_dq(const attention_params &p) {
 #define variant_lean false
 #define variant_full true
 #define pass_dkdv(T, D, FULL, WARPS, TILES, BLOCK)                                                                     \
-    attention_dkdv<T, D, FULL, (D * TILES <= 128), WARPS, TILES, BLOCK>(p)
+    attention_dkdv<T, D, FULL, sm80_makes_both(D, TILES), WARPS, TILES, BLOCK>(p)
 #define pass_dq(T, D, FULL, WARPS, TILES, BLOCK) attention_dq<T, D, FULL, WARPS, TILES, BLOCK>(p)
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+#define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
         wait_for_earlier_grid();                                                                                       \
-        pass_##pass(dtype, dim, variant_##variant, warps, tiles, block);                                               \
+        pass_##pass(dtype, dim, variant_##variant, warps, sm80_tiles(sizeof(dtype), dim, warps, own), block);          \
     }
-#define ATTENTION_BWD_LIST
-#include "cuda/attention/attention.def"

@@ -17,6 +17,7 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> struct decode_sha
     static constexpr int ring = rows * tile<T, D>::pitch;
     static constexpr int bad = ring + WARPS * ring_bytes; /* of the warp's tile: keys whose value is not finite */
     static constexpr int bytes = bad + WARPS * BLOCK * 4;
+    static_assert(bytes == sm80_decode_bytes(sizeof(T), D, WARPS, rows, BLOCK), "as the plan counts");
     /* At the end the rings hold o of each warp and, behind it, its maxima and sums. */
     static constexpr int sums = WARPS * rows * (D + 4) * 4;
     static_assert(sums + 2 * WARPS * rows * 4 <= WARPS * ring_bytes, "the rings hold the sums");

@@ -15,6 +15,7 @@ template <typename T, int D, int WARPS, int TILES, int BLOCK> struct forward_sha
     static constexpr int bad = keys + 2 * stage_bytes;
     static constexpr int joins = bad + 2 * BLOCK * 4;
     static constexpr int bytes = joins + share<T, D>::bytes(WARPS, TILES, BLOCK);
+    static_assert(bytes == sm80_forward_bytes(sizeof(T), D, rows, BLOCK), "as the plan counts");
 };
 
 /* What a block works on. */
@@ -313,14 +314,14 @@ INLINE void attention_forward(const attention_params &p) {
 
 #include "cuda/attention/sm80/decode.cuh"
 
-#define run_lean(dtype, dim, warps, tiles, block) attention_forward<dtype, dim, false, warps, tiles, block>(p)
-#define run_full(dtype, dim, warps, tiles, block) attention_forward<dtype, dim, true, warps, tiles, block>(p)
-#define run_decode(dtype, dim, warps, tiles, block) attention_decode<dtype, dim, warps, tiles, block>(p)
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+#define run_lean(T, D, WARPS, OWN, BLOCK)                                                                              \
+    attention_forward<T, D, false, WARPS, sm80_tiles(sizeof(T), D, WARPS, OWN), BLOCK>(p)
+#define run_full(T, D, WARPS, OWN, BLOCK)                                                                              \
+    attention_forward<T, D, true, WARPS, sm80_tiles(sizeof(T), D, WARPS, OWN), BLOCK>(p)
+#define run_decode(T, D, WARPS, OWN, BLOCK) attention_decode<T, D, WARPS, sm80_decode_stages(sizeof(T), D), BLOCK>(p)
+#define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
         wait_for_earlier_grid();                                                                                       \
-        run_##variant(dtype, dim, warps, tiles, block);                                                                \
+        run_##variant(dtype, dim, warps, own, block);                                                                  \
     }
-#define ATTENTION_FWD_LIST
-#include "cuda/attention/attention.def"

@@ -4,8 +4,8 @@
  *   bwd     a block owns 128 keys, 64 to a warpgroup, and walks over the queries that see them, head by head of the
  *           group: Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ, dV += Pᵀ·dO, dK += dSᵀ·Q; and dQ = dS·K over its keys, which is added to a
  *           sum in memory that blocks share.
- *   finish  the sums -> dq.
- *   rows    the light part of prep, for these and for dkdv and dq.
+ *   gather  the sums -> dq.
+ *   light   the light part of prep, for these and for dkdv and dq.
  *
  * P and dS go from the accumulators of one product into the operand of the next without leaving the registers; for dQ,
  * where the sum goes over the keys of both warpgroups, dS goes through shared memory as well. A warpgroup makes 64 x 64
@@ -18,12 +18,13 @@
 
 #include "cuda/attention/prep.cuh"
 
-#define PIECE 4096 /* floats */
+#define PIECE SM90_PIECE
 
 /* Shared memory: K, V; stages of Q and dO; dS twice; of LONG a piece of dQ for each warpgroup; base, rest and D for each row of a
  * stage; marks of keys. */
 template <int D, int BLOCK, int STAGES, bool LONG> struct layout90 {
-    static constexpr int own_bytes = OWN_ROWS * D * 2, slot_bytes = BLOCK * D * 2, ds_bytes = OWN_ROWS * BLOCK * 2;
+    static constexpr int own_bytes = tile90<D, OWN_ROWS>::bytes, slot_bytes = tile90<D, BLOCK>::bytes;
+    static constexpr int ds_bytes = OWN_ROWS * BLOCK * 2;
     static constexpr int slots = 2 * own_bytes;
     static constexpr int ds = slots + STAGES * 2 * slot_bytes;
     static constexpr bool is_long = LONG;
@@ -34,6 +35,7 @@ template <int D, int BLOCK, int STAGES, bool LONG> struct layout90 {
     static constexpr int ds_full = empty + STAGES * 16, own_full = ds_full + 16, own_empty = own_full + 8;
     static constexpr int dq_full = own_empty + 8, dq_empty = dq_full + 16;
     static constexpr int bytes = dq_empty + 16;
+    static_assert(bytes == sm90_fused_bytes(D, BLOCK, LONG), "as the plan counts");
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
@@ -109,13 +111,13 @@ INLINE void add_pieces(const attention_params &p, const crew &crew, uint32_t bas
         if (!w.steps)
             continue;
         for (int x = w.y * p.group; x < (w.y + 1) * p.group; x++) {
-            float *sum = p.dq_sum + sum_tile(p, w.c, x) * 64 * D + group * PIECE;
+            float *sum = p.dq_sum + sum_tile(p, w.c, x) * 64 * sm90_columns(D) + group * PIECE;
 #pragma unroll 1
             for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK) {
                 mbarrier_wait(full, parity);
                 parity ^= 1;
                 if (p.dq_sum) {
-                    add_bulk(sum + (int64_t)i0 * D, base + layout::dq + group * PIECE * 4, PIECE * 4);
+                    add_bulk(sum + (int64_t)i0 * sm90_columns(D), base + layout::dq + group * PIECE * 4, PIECE * 4);
                     bulk_commit();
                     bulk_wait_read();
                 }
@@ -145,10 +147,11 @@ template <typename T, int D, typename layout> INLINE void clean_keys(char *share
     if (thread < OWN_ROWS)
         marks[thread] = 0.0f;
     barrier_sync(1, CONSUMERS);
-    if (is_bad_part<T, OWN_ROWS * D / 8, CONSUMERS>(k->base, thread)) {
+    constexpr int CHUNKS = layout::own_bytes / 16;
+    if (is_bad_part<T, CHUNKS, CONSUMERS>(k->base, thread)) {
         found = true;
 #pragma unroll 1
-        for (int x = thread; x < OWN_ROWS * D / 8; x += CONSUMERS)
+        for (int x = thread; x < CHUNKS; x += CONSUMERS)
             if (has_nonfinite(load_shared16(k->base + x * 16), T())) {
                 store_shared16(k->base + x * 16, make_uint4(0, 0, 0, 0));
                 marks[x / 8 % OWN_ROWS] = CUDART_NAN_F;
@@ -222,7 +225,9 @@ INLINE void weigh(float scale, const span &w, const state &k, int i0, bool caref
 
 /* lean: where this thread adds its part of dQ of the tile from i0 on; NULL: there is no such tile. */
 template <int D, typename layout> INLINE float *find_sum(const state &k, const span &w, int i0) {
-    return !layout::is_long && k.sum && (D > 64 ? i0 : i0 + k.group * 64) < w.end ? k.sum + (int64_t)i0 * D : NULL;
+    return !layout::is_long && k.sum && (D > 64 ? i0 : i0 + k.group * 64) < w.end
+               ? k.sum + (int64_t)i0 * sm90_columns(D)
+               : NULL;
 }
 
 /* From P and dP to the operands of dV, dK and dQ, 16 queries at a time. For dS·K, dS lies in shared memory: rows are keys,
@@ -296,7 +301,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
             i0 += BLOCK;
         } else { /* the next head */
             i0 = w.begin;
-            k->sum += !layout::is_long && k->sum ? sum_tiles(p) * 64 * D : 0;
+            k->sum += !layout::is_long && k->sum ? sum_tiles(p) * 64 * sm90_columns(D) : 0;
         }
         masked = is_cut(w, i0) || k->any_bad;
         advance<STAGES>(&k->r);
@@ -387,7 +392,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
         zero_all<D / 8>(dk);
         zero_all<D / 8>(dv);
         if (w.steps) {
-            k.sum = !layout::is_long && p.dq_sum ? p.dq_sum + sum_tile(p, w.c, w.y * p.group) * 64 * D +
+            k.sum = !layout::is_long && p.dq_sum ? p.dq_sum + sum_tile(p, w.c, w.y * p.group) * 64 * sm90_columns(D) +
                                                        k.group * PIECE + threadIdx.x % WARPGROUP * 4
                                                  : NULL;
             k.row0 = w.key0 + k.group * 64 + fragment_row();
@@ -429,13 +434,13 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
 }
 
 /* A block has 64 queries. */
-template <typename T, int D> INLINE void attention_finish(const attention_params &p) {
+template <typename T, int D> INLINE void attention_gather(const attention_params &p) {
     const unsigned tiles = (unsigned)p.tiles_q, unit = blockIdx.x / tiles;
     const int x = (int)(unit % (unsigned)p.a.h), tile = (int)(blockIdx.x % tiles);
     const place c = find_place(p, unit / (unsigned)p.a.h);
     if (tile * 64 >= c.all_sq)
         return;
-    const float *from = p.dq_sum + (sum_tile(p, c, x) + tile) * 64 * D + threadIdx.x * 4;
+    const float *from = p.dq_sum + (sum_tile(p, c, x) + tile) * 64 * sm90_columns(D) + threadIdx.x * 4;
     float dq[D / 8][4];
 #pragma unroll
     for (int y = 0; y < D / 8; y++)
@@ -446,19 +451,17 @@ template <typename T, int D> INLINE void attention_finish(const attention_params
 
 /* That run on a multiprocessor at a time. */
 #define blocks_bwd 1
-#define blocks_finish 5
-#define blocks_rows 8
+#define blocks_gather 5
+#define blocks_light 8
 #define is_lean false
 #define is_long true
-#define pass_bwd(T, D, BLOCK, variant) attention_bwd<T, D, BLOCK, BACKWARD90_STAGES(D), is_##variant>(all)
-#define pass_finish(T, D, BLOCK, variant) attention_finish<T, D>(all.p)
-#define pass_rows(T, D, BLOCK, variant) attention_rows<T, D>(all.p)
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+#define pass_bwd(T, D, BLOCK, variant) attention_bwd<T, D, BLOCK, SM90_FUSED_STAGES, is_##variant>(all)
+#define pass_gather(T, D, BLOCK, variant) attention_gather<T, D>(all.p)
+#define pass_light(T, D, BLOCK, variant) attention_light<T, sm90_columns(D)>(all.p)
+#define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, blocks_##pass)                                            \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \
         pass_##pass(dtype, dim, block, variant);                                                                       \
     }
-#define ATTENTION_BWD90_LIST
-#include "cuda/attention/attention.def"

@@ -6,7 +6,7 @@
 
 #include "cuda/attention/sm90/sm90.cuh"
 
-#define OWN_ROWS 128
+#define OWN_ROWS SM90_OWN_ROWS
 #define CONSUMERS 256
 
 /* This warp has read all that it wanted. */
@@ -70,9 +70,10 @@ INLINE unsigned opaque(unsigned x) {
  * zero, and their rows' numbers in mark[0] and mark[second] NaN, for those that see them. */
 template <typename T, int D, int BLOCK> INLINE void clean_slot(uint32_t tile, float *mark, int second) {
     const int thread = threadIdx.x - WARPGROUP;
-    if (is_bad_part<T, BLOCK * D / 8, CONSUMERS>(tile, thread))
+    constexpr int CHUNKS = tile90<D, BLOCK>::bytes / 16;
+    if (is_bad_part<T, CHUNKS, CONSUMERS>(tile, thread))
 #pragma unroll 1
-        for (int x = thread; x < BLOCK * D / 8; x += CONSUMERS)
+        for (int x = thread; x < CHUNKS; x += CONSUMERS)
             if (has_nonfinite(load_shared16(tile + x * 16), T())) {
                 store_shared16(tile + x * 16, make_uint4(0, 0, 0, 0));
                 mark[x / 8 % BLOCK] = mark[second + x / 8 % BLOCK] = CUDART_NAN_F;

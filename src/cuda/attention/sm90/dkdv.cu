@@ -261,14 +261,12 @@ INLINE void run_dkdv(const attention_params_sm90 &all, const crew &c, char *shar
     }
 }
 
-/* Where dK and dV do not fit into the registers together, three blocks of five make dK, of three products, the others
- * dV, of two. */
+/* Where dK and dV do not fit into the registers together, the first blocks make dK, the others dV. */
 template <typename T, int D, int BLOCK, int SLOTS, bool PLAIN>
 INLINE void attention_dkdv(const attention_params_sm90 &all) {
     extern __shared__ __align__(1024) char shared[];
-    const unsigned tiles = (unsigned)all.p.tiles_k * (unsigned)(all.p.a.hk * all.p.a.b);
-    const unsigned first = gridDim.x >= 2 * tiles ? tiles : gridDim.x * 3 / 5;
-    if (D <= 128)
+    const unsigned first = all.p.blocks_of_dk;
+    if (sm90_makes_both(D))
         run_dkdv<T, D, BLOCK, SLOTS, MAKES_DK | MAKES_DV, PLAIN>(all, {blockIdx.x, gridDim.x}, shared);
     else if (blockIdx.x < first)
         run_dkdv<T, D, BLOCK, SLOTS, MAKES_DK, false>(all, {blockIdx.x, first}, shared);
@@ -276,14 +274,12 @@ INLINE void attention_dkdv(const attention_params_sm90 &all) {
         run_dkdv<T, D, BLOCK, SLOTS + 1, MAKES_DV, false>(all, {blockIdx.x - first, gridDim.x - first}, shared);
 }
 
-#define pass_dkdv(T, D, BLOCK) attention_dkdv<T, D, BLOCK, BACKWARD90_SLOTS(D, BLOCK), (BLOCK > 64)>(all)
-#define pass_dq(T, D, BLOCK) attention_dq<T, D, BLOCK, BACKWARD90_SLOTS(D, BLOCK)>(all)
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+#define pass_dkdv(T, D, BLOCK) attention_dkdv<T, D, BLOCK, sm90_backward_slots(D, BLOCK), (BLOCK > 64)>(all)
+#define pass_dq(T, D, BLOCK) attention_dq<T, D, BLOCK, sm90_backward_slots(D, BLOCK)>(all)
+#define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \
         pass_##pass(dtype, dim, block);                                                                                \
     }
-#define ATTENTION_DKDV90_LIST
-#include "cuda/attention/attention.def"

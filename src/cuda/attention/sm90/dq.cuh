@@ -7,13 +7,14 @@
 
 /* Shared memory: OWN tiles of 128 rows that stay; slots of BLOCK rows; NUMBERS floats for each row of a slot. */
 template <int D, int BLOCK, int OWN, int SLOTS, int NUMBERS> struct backward90 {
-    static constexpr int own_bytes = OWN_ROWS * D * 2, slot_bytes = BLOCK * D * 2;
+    static constexpr int own_bytes = tile90<D, OWN_ROWS>::bytes, slot_bytes = tile90<D, BLOCK>::bytes;
     static constexpr int slots = OWN * own_bytes;
     static constexpr int numbers = slots + SLOTS * slot_bytes;
     static constexpr int barriers = numbers + SLOTS * NUMBERS * BLOCK * 4;
     static constexpr int full = barriers, empty = full + SLOTS * 8, own_full = empty + SLOTS * 8,
                          own_empty = own_full + 8;
     static constexpr int bytes = own_empty + 8;
+    static_assert(bytes == sm90_backward_bytes(D, BLOCK, OWN, SLOTS, NUMBERS), "as the plan counts");
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 

@@ -16,8 +16,9 @@ INLINE void load_keys(uint32_t tiles, uint32_t full, uint32_t empty, const tenso
                       int batch, unsigned n) {
     const unsigned slot = slot_of<layout::stages>(n);
     mbarrier_wait(empty + slot * 8, turn_of<layout::stages>(n) ^ 1);
-    mbarrier_expect(full + slot * 8, BLOCK * D * 2);
-    load_boxes<D, BLOCK, BLOCK % 64 ? BLOCK : 64>(tiles + slot * BLOCK * D * 2, map, full + slot * 8, row, head, batch);
+    mbarrier_expect(full + slot * 8, tile90<D, BLOCK>::bytes);
+    load_boxes<D, BLOCK, BLOCK % 64 ? BLOCK : 64>(tiles + slot * tile90<D, BLOCK>::bytes, map, full + slot * 8, row,
+                                                  head, batch);
 }
 
 /* The n-th tile of queries; w NULL: that there is none. */
@@ -367,9 +368,9 @@ template <typename T, int D, int GROUPS, int BLOCK> INLINE void attention_forwar
     char *const from = shared + (base - shared_address(shared));
     uint32_t *bad = (uint32_t *)(from + layout::bad);
     forward_job *jobs = (forward_job *)(from + layout::jobs);
-    static_assert(sizeof(forward_job) <= 64, "two of them fit");
+    static_assert(sizeof(forward_job) <= SM90_JOB_BYTES, "two of them fit");
     if (threadIdx.x == 0) {
-        for (int x = 0; x < MOST_STAGES * 8; x += 8) {
+        for (int x = 0; x < SM90_MOST_STAGES * 8; x += 8) {
             mbarrier_init(barriers + Q_FULL + x, 1);
             mbarrier_init(barriers + Q_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
             mbarrier_init(barriers + K_FULL + x, 1);
@@ -397,12 +398,10 @@ template <typename T, int D, int GROUPS, int BLOCK> INLINE void attention_forwar
     }
 }
 
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+#define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm90(                                                 \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \
-        attention_forward90<dtype, dim, tiles, block>(all);                                                            \
+        attention_forward90<dtype, dim, own / 64, block>(all);                                                         \
     }
-#define ATTENTION_FWD90_LIST
-#include "cuda/attention/attention.def"

@@ -6,33 +6,34 @@
 
 #include "cuda/attention/sm90/sm90.cuh"
 
-#define MOST_STAGES 4
 #define CLEANERS 64
 
 template <int D, int GROUPS, int BLOCK> struct forward90 {
     static constexpr int rows = GROUPS * 64;
-    static constexpr int tile_bytes = BLOCK * D * 2;
-    static constexpr int stages = FORWARD90_STAGES(D); /* of K, and of V */
-    static constexpr int q_stages = D > 128 ? 1 : 2;   /* with two, o leaves through the buffer of its own Q */
-    static constexpr int q_bytes = rows * D * 2;
+    static constexpr int tile_bytes = tile90<D, BLOCK>::bytes;
+    static constexpr int stages = sm90_forward_stages(D);
+    static constexpr int q_stages = sm90_forward_q_stages(D);
+    static constexpr int q_bytes = tile90<D, rows>::bytes;
     static constexpr int k = q_stages * q_bytes;
     static constexpr int v = k + stages * tile_bytes;
     static constexpr int bad = v + stages * tile_bytes;
     static constexpr int jobs = bad + stages * 16; /* of a tile of V a bit for each key */
-    static constexpr int barriers = jobs + 2 * 64;
-    static constexpr int bytes = barriers + 8 * 7 * MOST_STAGES;
+    static constexpr int barriers = jobs + 2 * SM90_JOB_BYTES;
+    static constexpr int bytes = barriers + 8 * SM90_FORWARD_BARRIERS * SM90_MOST_STAGES;
+    static_assert(bytes == sm90_forward_layout_bytes(D, rows, BLOCK), "as the plan counts");
 };
 
 /* The barriers, by the place of their first; one for each slot. */
 enum {
     Q_FULL = 0,
-    Q_EMPTY = Q_FULL + 8 * MOST_STAGES,
-    K_FULL = Q_EMPTY + 8 * MOST_STAGES,
-    K_EMPTY = K_FULL + 8 * MOST_STAGES,
-    V_FULL = K_EMPTY + 8 * MOST_STAGES,
-    V_CLEAN = V_FULL + 8 * MOST_STAGES,
-    V_EMPTY = V_CLEAN + 8 * MOST_STAGES
+    Q_EMPTY = Q_FULL + 8 * SM90_MOST_STAGES,
+    K_FULL = Q_EMPTY + 8 * SM90_MOST_STAGES,
+    K_EMPTY = K_FULL + 8 * SM90_MOST_STAGES,
+    V_FULL = K_EMPTY + 8 * SM90_MOST_STAGES,
+    V_CLEAN = V_FULL + 8 * SM90_MOST_STAGES,
+    V_EMPTY = V_CLEAN + 8 * SM90_MOST_STAGES
 };
+static_assert(V_EMPTY == 8 * SM90_MOST_STAGES * (SM90_FORWARD_BARRIERS - 1), "as the plan counts");
 
 /* ---------------------------------------------------------------------------------------------------------- work */
 
@@ -61,8 +62,7 @@ struct forward_work {
  * middle of an odd number pairs with its like of the next head. 16 heads at a time, whose keys stay in the second-level cache.
  * A block takes every gridDim.x-th pair; the pairs that do not make a full round are dealt out as single tiles. */
 INLINE unsigned count_pairs(const attention_params &p) {
-    const unsigned units = (unsigned)(p.a.h * p.a.b), tiles = (unsigned)p.tiles_q;
-    return units / 16 * 8 * tiles + (units % 16 * tiles + 1) / 2;
+    return sm90_forward_pairs((unsigned)(p.a.h * p.a.b), (unsigned)p.tiles_q);
 }
 
 /* id = unit·tiles + tile of one step; false: there is none. */
@@ -227,7 +227,7 @@ INLINE float finish_row(const attention_params &p, const forward_target &t, int 
 /* 16 bytes of each of 16 rows from row0 on, as far as they are there: what `load` gives for row and chunk. */
 template <typename T, int D, typename F>
 INLINE void store_chunks(const attention_params &p, const forward_target &t, int row0, const F &load) {
-    constexpr int CHUNKS = D / 8;
+    constexpr int CHUNKS = sm90_columns(D) / 8;
     const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
     T *to = (T *)p.t.o + t.o + row0 * p.a.o_stride.s + chunk * 8;
 #pragma unroll

@@ -2,23 +2,25 @@
  * What the attention kernels for Hopper share: tiles as the copy engine lays them down, products of a warpgroup over them,
  * rings of tiles behind mbarriers, and the cleaning of tiles that a mask cuts.
  *
- * A tile of ROWS rows and D columns of 16 bits is D/64 strips of 64 columns, one behind the other; a row of a strip is
- * 128 bytes, whose 16-byte chunk x lies at x ^ (row % 8) (the swizzle of 128 bytes). Tiles begin at multiples of 1024. */
+ * A tile of ROWS rows and D columns of 16 bits is strips of 64 columns, one behind the other, the last filled up with zeros; a row of a
+ * strip is 128 bytes, whose 16-byte chunk x lies at x ^ (row % 8) (the swizzle of 128 bytes). Tiles begin at multiples of 1024. */
 #ifndef HEDDLE_CUDA_ATTENTION_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_SM90_CUH
 
+#include "cuda/attention/sm90/contract.h"
 #include "cuda/attention/tile.cuh"
 
 #define WARPGROUP 128
 
 template <int D, int ROWS> struct tile90 {
     static constexpr int strip = ROWS * 128; /* bytes */
-    static constexpr int bytes = ROWS * D * 2;
+    static constexpr int strips = sm90_columns(D) / 64;
+    static constexpr int bytes = strips * strip;
 };
 
 /* Shared memory of a block begins where it likes, tiles do not. */
 INLINE uint32_t align_tiles(uint32_t at) {
-    return (at + 1023) & ~1023u;
+    return (at + SM90_TILE_ALIGNMENT - 1) & ~(SM90_TILE_ALIGNMENT - 1u);
 }
 
 /* ------------------------------------------------------------------------------------------------------- products */
@@ -59,10 +61,12 @@ template <typename T, int N, int TRANSPOSED> struct wgmma;
     };
 WGMMA(bf16, 64)
 WGMMA(bf16, 80)
+WGMMA(bf16, 96)
 WGMMA(bf16, 128)
 WGMMA(bf16, 256)
 WGMMA(f16, 64)
 WGMMA(f16, 80)
+WGMMA(f16, 96)
 WGMMA(f16, 128)
 WGMMA(f16, 256)
 #undef WGMMA
@@ -147,7 +151,7 @@ template <int STAGES> INLINE void advance(ring *r) {
 template <int D, int ROWS, int BOX = 64>
 INLINE void load_boxes(uint32_t to, const tensor_map *map, uint32_t barrier, int row, int head, int n) {
 #pragma unroll
-    for (int x = 0; x < D / 64; x++)
+    for (int x = 0; x < tile90<D, ROWS>::strips; x++)
 #pragma unroll
         for (int y = 0; y < ROWS / BOX; y++)
             tma_load4(to + x * tile90<D, ROWS>::strip + y * BOX * 128, map, barrier, x * 64, row + y * BOX, head, n);
@@ -174,7 +178,7 @@ template <typename T, int CHUNKS, int THREADS> INLINE bool is_bad_part(uint32_t 
 template <typename T, int D, int ROWS> INLINE bool is_bad_row(uint32_t tile, int row) {
     uint32_t sum[2] = {0, 0};
 #pragma unroll 1
-    for (int x = 0; x < D / 64; x++) {
+    for (int x = 0; x < tile90<D, ROWS>::strips; x++) {
         const uint32_t at = tile + x * tile90<D, ROWS>::strip + row * 128;
 #pragma unroll
         for (int y = 0; y < 8; y++) /* lanes begin in different banks */

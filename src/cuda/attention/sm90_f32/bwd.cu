@@ -353,12 +353,10 @@ template <int D> INLINE void attention_sums(const attention_params &p) {
 #define pass_prep(D) attention_sums<D>(p)
 #define pass_dkdv(D) attention_backward<D, WALK_KEYS>(p)
 #define pass_dq(D) attention_backward<D, WALK_QUERIES>(p)
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+#define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
         wait_for_earlier_grid();                                                                                       \
         pass_##pass(dim);                                                                                              \
     }
-#define ATTENTION_BWD32_90_LIST
-#include "cuda/attention/attention.def"

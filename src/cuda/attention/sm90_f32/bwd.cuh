@@ -6,21 +6,22 @@
 #include "cuda/attention/sm90/sm90.cuh"
 #include "cuda/attention/sm90_f32/split.cuh"
 
-#define OWN_ROWS 128
+#define OWN_ROWS BACKWARD32_OWN_ROWS
 #define BLOCK SPLIT_ROWS
 #define CONSUMERS 256
 #define LOW_PART (SPLIT_ROWS * 128) /* bytes from a tile's high to its low part */
-#define NUMBERS (3 * BLOCK + 4)     /* of a step: base, rest and D of queries that stream; the two tiles' exponents */
+#define NUMBERS BACKWARD32_NUMBERS  /* of a step: base, rest and D of queries that stream; the two tiles' exponents */
 
 enum walk { WALK_SUMS, WALK_KEYS, WALK_QUERIES }; /* prep, dkdv, dq */
 
 template <int D, int WALK> struct backward32 {
-    static constexpr int streams = WALK == WALK_SUMS ? 1 : 2, SLOTS = BACKWARD32_SLOTS(D);
-    static constexpr int tile_bytes = BLOCK * D * 4;
+    static constexpr int streams = WALK == WALK_SUMS ? 1 : 2, SLOTS = backward32_slots(D);
+    static constexpr int tile_bytes = split_tile_bytes(D);
     static constexpr int slots = 2 * streams * tile_bytes;
     static constexpr int numbers = slots + SLOTS * tile_bytes;
     static constexpr int full = numbers + SLOTS * NUMBERS * 4, empty = full + SLOTS * 8, own_full = empty + SLOTS * 8;
     static constexpr int bytes = own_full + 8;
+    static_assert(bytes == backward32_bytes(D, streams), "as the plan counts");
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 

@@ -14,13 +14,15 @@
 
 template <int D, int GROUPS> struct forward32 {
     static constexpr int rows = GROUPS * SPLIT_ROWS;
-    static constexpr int tile = SPLIT_ROWS * D * 4;
-    static constexpr int slots = FORWARD32_SLOTS(D);
+    static constexpr int tile = split_tile_bytes(D);
+    static constexpr int slots = forward32_slots(D);
     static constexpr int keys = GROUPS * tile; /* K and V in turn */
     static constexpr int infos = keys + slots * tile;
     static constexpr int marks = infos + 2 * slots * 16;   /* of the queries, two words a warpgroup */
     static constexpr int largest = marks + GROUPS * 2 * 4; /* a word a warp */
     static constexpr int barriers = largest + GROUPS * 4 * 4;
+    static constexpr int bytes = barriers + 8 * FORWARD32_BARRIERS;
+    static_assert(bytes == forward32_layout_bytes(D, rows), "as the plan counts");
 };
 
 /* The barriers, by the place of their first, one per slot. */
@@ -461,12 +463,10 @@ template <int D, int GROUPS> INLINE void attention_forward32(const attention_par
     }
 }
 
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+#define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
         wait_for_earlier_grid();                                                                                       \
-        attention_forward32<dim, tiles>(p);                                                                            \
+        attention_forward32<dim, own / SPLIT_ROWS>(p);                                                                 \
     }
-#define ATTENTION_FWD32_LIST
-#include "cuda/attention/attention.def"

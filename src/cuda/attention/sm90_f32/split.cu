@@ -2,11 +2,11 @@
  * float32 tensors to two float16 parts for the attention kernels for Hopper: a block a tile of 64 rows, read once. */
 #include "cuda/attention/sm90_f32/split.cuh"
 
-#define CHUNKS 4 /* of 8 columns that a thread has */
+#define CHUNKS SPLIT_CHUNKS
 
 template <int D> struct split_shape {
     static constexpr int row_chunks = D / 8;
-    static constexpr int threads = SPLIT_ROWS * row_chunks / CHUNKS;
+    static constexpr int threads = split_threads(D);
     static constexpr int step = threads / row_chunks; /* rows from one of a thread's chunks to the next */
 };
 
@@ -146,7 +146,7 @@ template <int D> INLINE void attention_split(const attention_params &p) {
         prepare_rows<D>(p, c, w.head, row, marks, x);
 }
 
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
+#define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
@@ -154,5 +154,3 @@ template <int D> INLINE void attention_split(const attention_params &p) {
         static_assert(warps * 32 == split_shape<dim>::threads, "a tile a block");                                      \
         attention_split<dim>(p);                                                                                       \
     }
-#define ATTENTION_SPLIT_LIST
-#include "cuda/attention/attention.def"

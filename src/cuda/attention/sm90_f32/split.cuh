@@ -9,20 +9,14 @@
 #define HEDDLE_CUDA_ATTENTION_SPLIT_SM90_CUH
 
 #include "cuda/attention/common.cuh"
-
-#define SPLIT_ROWS 64 /* of a tile */
-
-/* 2^e, |e| <= 126. */
-INLINE float power_of_two(int e) {
-    return __int_as_float((127 + e) << 23);
-}
+#include "cuda/attention/sm90_f32/contract.h"
 
 /* Where tile t of a sequence's head is among the tiles of a tensor of queries (Q, dO) or of keys (K, V). Packed sequences begin
- * a tile of their own: first/64 + n tiles are enough for those before. */
+ * a tile of their own. */
 INLINE int64_t split_tile(const attention_params &p, const place &c, bool keys, int64_t head, int t) {
     const int64_t heads = keys ? p.a.hk : p.a.h, tiles = keys ? p.split_tiles_k : p.split_tiles_q;
     if (p.a.features & HEDDLE_VARLEN)
-        return head * tiles + (keys ? c.first_k : c.first_q) / SPLIT_ROWS + c.n + t;
+        return head * tiles + packed_tiles64(keys ? c.first_k : c.first_q, c.n) + t;
     return (c.n * heads + head) * tiles + t;
 }
 

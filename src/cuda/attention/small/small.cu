@@ -128,13 +128,11 @@ template <typename T, int D> INLINE void small_fwd(const attention_params &p) {
 /* That run on a multiprocessor at a time. */
 #define blocks_fwd(dim) (dim <= 64 ? 2 : 1)
 #define blocks_bwd(dim) 1
-#define K(pass, dtype, dim, variant, family, warps, tiles, block)                                                      \
-    static_assert(warps == WARPS && tiles == ROWS && block == STREAM, "the plan knows these numbers, too");            \
+#define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
+    static_assert(warps == WARPS && own == ROWS && block == STREAM, "as the contract has it");                         \
     extern "C" __global__ void __launch_bounds__(THREADS, blocks_##pass(dim))                                          \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
         wait_for_earlier_grid();                                                                                       \
         small_##pass<dtype, dim>(p);                                                                                   \
     }
-#define ATTENTION_SMALL_LIST
-#include "cuda/attention/attention.def"

@@ -4,19 +4,22 @@
 #define HEDDLE_CUDA_ATTENTION_SMALL_CUH
 
 #include "cuda/attention/common.cuh"
+#include "cuda/attention/small/contract.h"
 
 #define WARPS 8
 #define THREADS (WARPS * 32)
-#define ROWS 8
+#define ROWS SMALL_ROWS
 #define HALF (ROWS / 2)
-#define STREAM (THREADS / 2)
+#define STREAM SMALL_BLOCK
 
 template <int D> struct small_shared {
-    static constexpr int pitch = D + 4; /* floats: 16 bytes of eight rows meet no bank conflict */
+    static constexpr int pitch = small_pitch(D);
     static constexpr int stream = 2 * ROWS * pitch;
     static constexpr int weights = stream + 2 * STREAM * pitch; /* [2][STREAM][ROWS] */
     static constexpr int numbers = weights + 2 * STREAM * ROWS; /* [4][STREAM], or what the forward keeps of its rows */
     static constexpr int merge = stream;                        /* [2][WARPS][ROWS][D], when the rows are done with */
+    static constexpr int bytes = (numbers + 4 * STREAM) * 4;
+    static_assert(bytes == small_bytes(D) && STREAM == THREADS / 2, "as the plan counts");
     static_assert(2 * WARPS * ROWS * D <= 2 * STREAM * pitch, "the sums fit where the rows were");
 };
 

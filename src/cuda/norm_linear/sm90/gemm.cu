@@ -3,16 +3,20 @@
  * that keeps more multiprocessors busy. */
 #include "cuda/norm_linear/sm90/gemm.cuh"
 
-#define WIDTH_KERNELS(dtype, width)                                                                                    \
-    GEMM90_KERNEL(FWD, fwd_n##width##_##dtype, dtype, width)                                                           \
-    GEMM90_KERNEL(DX, dx_n##width##_##dtype, dtype, width)                                                             \
-    GEMM90_KERNEL(DW, dw_n##width##_##dtype, dtype, width)
-#define KERNELS(dtype)                                                                                                 \
-    WIDTH_KERNELS(dtype, 96)                                                                                           \
-    WIDTH_KERNELS(dtype, 128)                                                                                          \
-    WIDTH_KERNELS(dtype, 160)                                                                                          \
-    WIDTH_KERNELS(dtype, 192)                                                                                          \
-    WIDTH_KERNELS(dtype, 256)
-
-KERNELS(bf16)
-KERNELS(f16)
+#define product_fwd_n96 FWD, 96
+#define product_fwd_n128 FWD, 128
+#define product_fwd_n160 FWD, 160
+#define product_fwd_n192 FWD, 192
+#define product_fwd_n256 FWD, 256
+#define product_dx_n96 DX, 96
+#define product_dx_n128 DX, 128
+#define product_dx_n160 DX, 160
+#define product_dx_n192 DX, 192
+#define product_dx_n256 DX, 256
+#define product_dw_n96 DW, 96
+#define product_dw_n128 DW, 128
+#define product_dw_n160 DW, 160
+#define product_dw_n192 DW, 192
+#define product_dw_n256 DW, 256
+#define KERNEL(name, dtype, ...) GEMM90_KERNEL(name, dtype, __VA_ARGS__)
+#define K(pass, dtype, family, threads, module) KERNEL(pass##_##dtype, dtype, product_##pass)

@@ -14,8 +14,6 @@
 #include "cuda/norm_linear/params.h"
 #include "cuda/ptx.cuh"
 
-#define INLINE static __device__ __forceinline__
-
 enum {
     DEPTH = 64, /* of a stage */
     BOX = 64 * 64 * 2,
@@ -414,10 +412,10 @@ template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_
     cluster_wait();
 }
 
-#define GEMM90_KERNEL(pass, name, T, WIDTH)                                                                            \
+#define GEMM90_KERNEL(name, T, PRODUCT, WIDTH)                                                                         \
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(WARPGROUP + CONSUMERS, 1)                   \
         heddle_norm_linear_##name##_sm90(const __grid_constant__ norm_gemm_sm90 all) {                                 \
-        gemm90_kernel<T, WIDTH, pass>(all);                                                                            \
+        gemm90_kernel<T, WIDTH, PRODUCT>(all);                                                                         \
     }
 
 #endif

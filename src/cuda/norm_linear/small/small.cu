@@ -4,8 +4,6 @@
 #include "cuda/norm_linear/moments.cuh"
 #include "cuda/norm_linear/params.h"
 
-#define INLINE static __device__ __forceinline__
-
 enum { THREADS = 256, WARPS = THREADS / 32, CHUNK = SMALL_CHUNK, PADDED = CHUNK + 4 };
 
 INLINE float warp_sum(float x) {
@@ -81,7 +79,7 @@ INLINE void fetch_w(const norm_small &p, int64_t col0, int e0, float v[SMALL_COL
 }
 
 /* SMALL_ROWS rows and SMALL_COLS columns of y: a lane has a column, a warp two rows. */
-template <typename T> INLINE void forward_kernel(const norm_small &p) {
+template <typename T> INLINE void fwd_kernel(const norm_small &p) {
     extern __shared__ __align__(16) float z[];
     const int tiles = (p.n + SMALL_COLS - 1) / SMALL_COLS, padded = SMALL_PADDED(p.k);
     const int64_t row0 = (int64_t)(blockIdx.x / tiles) * SMALL_ROWS, col0 = (int64_t)(blockIdx.x % tiles) * SMALL_COLS;
@@ -315,25 +313,17 @@ template <typename T> INLINE void weights_kernel(const norm_small &p, int block)
 }
 
 /* Blocks of rows, then blocks of weights. */
-template <typename T> INLINE void backward_kernel(const norm_small &p) {
+template <typename T> INLINE void bwd_kernel(const norm_small &p) {
     if ((int)blockIdx.x < p.row_blocks)
         rows_kernel<T>(p, (int)blockIdx.x);
     else
         weights_kernel<T>(p, (int)blockIdx.x - p.row_blocks);
 }
 
-#define SMALL_KERNELS(dtype, T)                                                                                        \
+#define K(pass, dtype, family, threads, module)                                                                        \
+    static_assert(threads == THREADS, "as the kernel counts");                                                         \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
-        heddle_norm_linear_fwd_##dtype##_small(const __grid_constant__ norm_small p) {                                 \
+        heddle_norm_linear_##pass##_##dtype##_small(const __grid_constant__ norm_small p) {                            \
         wait_for_earlier_grid();                                                                                       \
-        forward_kernel<T>(p);                                                                                          \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
-        heddle_norm_linear_bwd_##dtype##_small(const __grid_constant__ norm_small p) {                                 \
-        wait_for_earlier_grid();                                                                                       \
-        backward_kernel<T>(p);                                                                                         \
+        pass##_kernel<dtype>(p);                                                                                       \
     }
-
-SMALL_KERNELS(bf16, bf16)
-SMALL_KERNELS(f16, f16)
-SMALL_KERNELS(f32, float)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The launches that norm-linear's passes are made of, each with its grid. Pure. */
-#include "cuda/norm_linear/launches.h"
+#include "cuda/norm_linear/family.h"
 
-void heddle__cuda_add(norm_linear_call *c, enum norm_linear_kernel kernel, int64_t grid, uint32_t shared,
+void heddle__cuda_add(norm_linear_call *c, enum cuda_kernel kernel, int64_t grid, uint32_t shared,
                       const norm_linear_params *params) {
     if (grid > 0)
         c->launches[c->count++] =
@@ -15,11 +15,11 @@ norm_rows heddle__cuda_rows_of_x(const norm_linear_call *c, norm_rows p) {
     p.ld = a->x_stride;
     p.rows = a->m;
     p.cols = (int32_t)a->k;
-    p.ldp = (int32_t)c->kp;
-    p.low = p.high && c->wide && !c->tf32 ? c->at.z_low : NULL;
+    p.ldp = (int32_t)c->is.kp;
+    p.low = p.high && c->is.wide && !c->is.tf32 ? c->at.z_low : NULL;
     p.mean = c->at.mean;
     p.rstd = c->at.rstd;
-    p.exponent = c->wide ? xhat_exponent(a->k) : 0;
+    p.exponent = c->is.wide ? xhat_exponent(a->k) : 0;
     p.rms = a->norm == HEDDLE_RMS_NORM;
     p.eps = (float)a->eps;
     p.inverse = 1 / (float)a->k;
@@ -30,8 +30,8 @@ norm_rows heddle__cuda_rows_of_x(const norm_linear_call *c, norm_rows p) {
  * cores for four cycles a column. */
 static const int64_t widths90[WIDTHS] = {256, 192, 160, 128, 96};
 
-enum norm_linear_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gemm_kernels *kernels, int64_t rows,
-                                            int64_t cols, int64_t depth, int64_t *width) {
+enum cuda_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gemm_kernels *kernels, int64_t rows, int64_t cols,
+                                     int64_t depth, int64_t *width) {
     const int64_t clusters = c->device->multiprocessors / 2, pairs = blocks(rows, 2 * GEMM_TILE);
     int64_t least = INT64_MAX;
     int best = 0;
@@ -44,7 +44,7 @@ enum norm_linear_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gem
         }
     }
     *width = widths90[best];
-    return kernels->sm90[best][c->dtype];
+    return kernels->sm90[best][c->is.dtype];
 }
 
 int64_t heddle__cuda_add_prepare(norm_linear_call *c, norm_prepare p) {
@@ -52,25 +52,25 @@ int64_t heddle__cuda_add_prepare(norm_linear_call *c, norm_prepare p) {
     for (int x = 0; x < 2; x++) {
         norm_rows *job = &p.job[x];
         job->vector =
-            aligned16(job->in, job->ld, size_of(c)) && aligned16(job->gamma, 0, 2) && aligned16(job->beta, 0, 2);
+            aligned16(job->in, job->ld, size_of(&c->is)) && aligned16(job->gamma, 0, 2) && aligned16(job->beta, 0, 2);
         units += row_units(job->rows, job->cols, 32, 128);
     }
-    units = least_of(units, prepare_blocks(c));
-    heddle__cuda_add(c, OF_DTYPE(prepare)[c->dtype], units, PREPARE_SHARED(size_of(c)),
+    units = least_of(units, prepare_blocks(c->device, &c->is));
+    heddle__cuda_add(c, OF_DTYPE(prepare)[c->is.dtype], units, PREPARE_SHARED(size_of(&c->is)),
                      &(norm_linear_params){.prepare = p});
     return units;
 }
 
 /* A product on Hopper: whether it can be, where its operands and its result lie. */
 static bool fits90(const norm_linear_call *c, const norm_gemm *p) {
-    return c->sm90 && aligned16(p->a, p->lda, 2) && aligned16(p->b, p->ldb, 2) && aligned16(p->out, p->ldo, 2) &&
+    return c->is.sm90 && aligned16(p->a, p->lda, 2) && aligned16(p->b, p->ldb, 2) && aligned16(p->out, p->ldo, 2) &&
            (uintptr_t)p->w % 4 == 0;
 }
 
 static void add_gemm90(norm_linear_call *c, const gemm_kernels *kernels, const norm_gemm *p, bool a_transposed,
                        bool b_transposed) {
     int64_t width;
-    const enum norm_linear_kernel kernel = heddle__cuda_gemm90(c, kernels, p->rows, p->cols, p->depth, &width);
+    const enum cuda_kernel kernel = heddle__cuda_gemm90(c, kernels, p->rows, p->cols, p->depth, &width);
     const int64_t lda = p->lda * 2, ldb = p->ldb * 2;
     norm_linear_launch *l = &c->launches[c->count++];
     *l = (norm_linear_launch){.kernel = kernel, .shared = GEMM90_SHARED, .sm90 = 1, .params.gemm90.g = *p};
@@ -92,10 +92,10 @@ static void add_gemm80(norm_linear_call *c, const gemm_kernels *kernels, norm_ge
     const bool aligned = aligned16(p.a, p.lda, 2) && aligned16(p.b, p.ldb, 2); /* so are the planes of float32 */
     p.row_tiles = blocks(p.rows, GEMM_TILE);
     p.col_tiles = blocks(p.cols, GEMM_TILE);
-    p.pairs = (uintptr_t)p.out % (2 * size_of(c)) == 0 && p.ldo % 2 == 0;
-    const enum norm_linear_kernel kernel = c->tf32              ? kernels->tf32
-                                           : aligned || c->wide ? kernels->sm80[c->dtype]
-                                                                : kernels->any[c->dtype];
+    p.pairs = (uintptr_t)p.out % (2 * size_of(&c->is)) == 0 && p.ldo % 2 == 0;
+    const enum cuda_kernel kernel = c->is.tf32              ? kernels->tf32
+                                    : aligned || c->is.wide ? kernels->sm80[c->is.dtype]
+                                                            : kernels->any[c->is.dtype];
     heddle__cuda_add(c, kernel, p.row_tiles * p.col_tiles, GEMM_SHARED, &(norm_linear_params){.gemm = p});
 }
 
@@ -113,5 +113,5 @@ void heddle__cuda_add_totals(norm_linear_call *c, norm_totals p) {
     int64_t units = 0;
     for (int x = 0; x < 3; x++)
         units += blocks(p.job[x].cols, 32);
-    heddle__cuda_add(c, OF_DTYPE(total)[c->dtype], units, 0, &(norm_linear_params){.totals = p});
+    heddle__cuda_add(c, OF_DTYPE(total)[c->is.dtype], units, 0, &(norm_linear_params){.totals = p});
 }

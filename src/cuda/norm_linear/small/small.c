@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * When the family small takes a norm-linear, and how. Pure. */
-#include "cuda/attention/params.h"
-#include "cuda/norm_linear/launches.h"
+#include "cuda/norm_linear/family.h"
+#include "status.h"
 
 static int64_t forward_blocks(const heddle_norm_linear *a) {
     return blocks(a->m, SMALL_ROWS) * blocks(a->n, SMALL_COLS);
@@ -18,8 +18,7 @@ static int64_t weight_blocks(const heddle_norm_linear *a) {
 
 /* Forward, in two launches of 6.4 microseconds for the least problem, is not slower than this in one (m 16, k 64, n 64 on an H200: 9.1). Backward
  * takes 10.2 there, in two launches; the tensor cores took 16.8. It grows with the rows of W, 21 with n 256, where they take less. */
-bool heddle__cuda_norm_linear_is_small(const heddle_norm_linear *a, const norm_linear_device *device,
-                                       heddle_pass pass) {
+static bool takes(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device) {
     const int64_t together = 2 * (int64_t)device->multiprocessors;
     if (device->small == SMALL_NEVER || !a->m || a->k > SMALL_K || a->m > 65536 || a->n > 65536)
         return false;
@@ -29,15 +28,29 @@ bool heddle__cuda_norm_linear_is_small(const heddle_norm_linear *a, const norm_l
            a->m <= 1024;
 }
 
-enum norm_linear_kernel heddle__cuda_norm_linear_small_kernel(const norm_linear_call *c, heddle_pass pass) {
-    static const enum norm_linear_kernel kernels[2][3] = {
-        {NORM_LINEAR_fwd_bf16_small, NORM_LINEAR_fwd_f16_small, NORM_LINEAR_fwd_f32_small},
-        {NORM_LINEAR_bwd_bf16_small, NORM_LINEAR_bwd_f16_small, NORM_LINEAR_bwd_f32_small}};
-    return kernels[pass == HEDDLE_BACKWARD][c->dtype];
+static enum cuda_kernel kernel_of(const heddle_norm_linear *a, heddle_pass pass) {
+    static const enum cuda_kernel kernels[2][3] = {[HEDDLE_FORWARD] = {[HEDDLE_BF16] = NORM_LINEAR_fwd_bf16_small,
+                                                                       [HEDDLE_F16] = NORM_LINEAR_fwd_f16_small,
+                                                                       [HEDDLE_F32] = NORM_LINEAR_fwd_f32_small},
+                                                   [HEDDLE_BACKWARD] = {[HEDDLE_BF16] = NORM_LINEAR_bwd_bf16_small,
+                                                                        [HEDDLE_F16] = NORM_LINEAR_bwd_f16_small,
+                                                                        [HEDDLE_F32] = NORM_LINEAR_bwd_f32_small}};
+    return kernels[pass][a->dtype];
 }
 
-size_t heddle__cuda_norm_linear_small_workspace(const heddle_norm_linear *a, heddle_pass pass) {
-    return pass == HEDDLE_BACKWARD ? (size_t)(row_blocks(a) * 2 * a->k) * 4 : 0;
+/* The workspace: shares of dgamma and dbeta. */
+static void plan_small(norm_linear_plan *plan, const cuda_facts *device, norm_linear_choice *c) {
+    const heddle_norm_linear *a = &plan->a;
+    const bool forward = plan->pass == HEDDLE_FORWARD;
+    const enum cuda_kernel kernel = kernel_of(a, plan->pass);
+    (void)device;
+    c->is = (norm_linear_facts){.dtype = a->dtype == HEDDLE_BF16 ? 0 : a->dtype == HEDDLE_F16 ? 1 : 2};
+    plan->threads = (int)heddle__cuda_kernels[kernel].threads;
+    plan->tile_m = forward ? SMALL_ROWS : SMALL_GRADS;
+    plan->tile_n = SMALL_COLS;
+    plan->tile_k = SMALL_CHUNK;
+    plan->workspace = forward ? 0 : (size_t)(row_blocks(a) * 2 * a->k) * sizeof(float);
+    heddle__copy_text(plan->kernel, sizeof plan->kernel, heddle__cuda_kernels[kernel].symbol);
 }
 
 static norm_small params_of(const norm_linear_call *c) {
@@ -77,7 +90,7 @@ static void backward(norm_linear_call *c, norm_small p, float *part) {
     const bool sums = t->dgamma || t->dbeta;
     p.row_blocks = t->dx || sums ? (int32_t)row_blocks(c->a) : 0;
     p.part = sums && p.row_blocks > 1 ? part : NULL;
-    heddle__cuda_add(c, heddle__cuda_norm_linear_small_kernel(c, HEDDLE_BACKWARD),
+    heddle__cuda_add(c, kernel_of(c->a, HEDDLE_BACKWARD),
                      p.row_blocks + (t->dw || t->dbias ? strips * blocks(c->a->n, SMALL_SIDE) : 0), 0,
                      &(norm_linear_params){.small = p});
     if (!p.part)
@@ -91,10 +104,13 @@ static void backward(norm_linear_call *c, norm_small p, float *part) {
     heddle__cuda_add_totals(c, totals);
 }
 
-void heddle__cuda_norm_linear_small(norm_linear_call *c, heddle_pass pass, void *workspace) {
-    if (pass == HEDDLE_BACKWARD)
-        backward(c, params_of(c), workspace);
+static void launch(const norm_linear_choice *choice, norm_linear_call *c) {
+    (void)choice;
+    if (c->pass == HEDDLE_BACKWARD)
+        backward(c, params_of(c), c->workspace);
     else
-        heddle__cuda_add(c, heddle__cuda_norm_linear_small_kernel(c, pass), forward_blocks(c->a),
-                         (uint32_t)SMALL_SHARED(c->a->k), &(norm_linear_params){.small = params_of(c)});
+        heddle__cuda_add(c, kernel_of(c->a, c->pass), forward_blocks(c->a), (uint32_t)SMALL_SHARED(c->a->k),
+                         &(norm_linear_params){.small = params_of(c)});
 }
+
+const norm_linear_family heddle__norm_linear_small = {takes, plan_small, launch};

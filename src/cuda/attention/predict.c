@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
- * When attention is better done by the family `small`: times predicted for it and for the tensor cores. No driver call:
- * pure. */
-#include "cuda/attention/params.h"
+ * Times predicted for attention by the family `small` and by the tensor cores. Pure. */
+#include "cuda/attention/family.h"
 
 #include "dtype.h"
+#include "mask.h"
 
 /* Microseconds, fitted to what an H200 takes (docs/kernels/cuda-small.md). A block of `small` takes `block`, and `step` for
  * every 128 rows that it walks over. The tensor cores take `start` and `row` for every row that a block walks over, up to
@@ -33,18 +33,18 @@ static int64_t tiles_of(int64_t rows) {
 }
 
 /* A block at a time on every multiprocessor; the longest begin first. */
-static double time_of(double longest, double sum, int64_t blocks, const attention_device *device) {
+static double time_of(double longest, double sum, int64_t blocks, const cuda_facts *device) {
     const int64_t waves = (blocks + device->multiprocessors - 1) / device->multiprocessors;
     return 1.2 + sum / (double)blocks * (double)(waves - 1) + longest;
 }
 
-static double small_forward(const heddle_attention *a, const attention_device *device, const times *t) {
+static double small_forward(const heddle_attention *a, const cuda_facts *device, const times *t) {
     const int64_t blocks = tiles_of(a->sq) * a->h * a->b;
     const double each = t->block + t->step * steps_over(a->sk);
     return time_of(each, each * (double)blocks, blocks, device);
 }
 
-static double small_backward(const heddle_attention *a, const attention_device *device, const times *t, int dim) {
+static double small_backward(const heddle_attention *a, const cuda_facts *device, const times *t, int dim) {
     const int64_t heads = a->h / a->hk;
     const double group = (double)heads;
     const int64_t blocks_k = tiles_of(a->sk) * a->hk * a->b, blocks_q = tiles_of(a->sq) * a->h * a->b;
@@ -57,39 +57,36 @@ static double small_backward(const heddle_attention *a, const attention_device *
     return time_of(of_keys > of_queries ? of_keys : of_queries, sum, blocks_k + blocks_q, device);
 }
 
-bool heddle__cuda_attention_has_few_keys(const heddle_attention *a) {
-    return heddle_dtype_size(a->dtype) == 2 &&
-           (a->sk <= FEW_KEYS || (a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) != 0);
+/* Where in `measured` a problem is; the columns that the kernels of `small` have for it. */
+static int columns_of(const heddle_attention *a) {
+    const int64_t width = max64(a->d, a->dv);
+    return width <= 32 ? 32 : width <= 64 ? 64 : 128;
 }
 
-/* Of this family, and of the others. */
-typedef struct prediction {
-    double small, large;
-} prediction;
+static const times *times_of(const heddle_attention *a, bool backward) {
+    return &measured[backward][heddle_dtype_size(a->dtype) == 2][columns_of(a) / 64];
+}
 
-static prediction predict(const heddle_attention *a, const attention_device *device, heddle_pass pass, int dim) {
-    const bool backward = pass == HEDDLE_BACKWARD;
-    const times *t = &measured[backward][heddle_dtype_size(a->dtype) == 2][dim <= 32 ? 0 : dim <= 64 ? 1 : 2];
+static double small_time(const attention_problem *p, bool backward) {
+    const times *t = times_of(p->a, backward);
+    return backward ? small_backward(p->a, p->device, t, columns_of(p->a)) : small_forward(p->a, p->device, t);
+}
+
+static double tensor_core_time(const attention_problem *p, bool backward) {
+    const heddle_attention *a = p->a;
+    const times *t = times_of(a, backward);
     const int64_t walked = backward ? a->sq * (a->h / a->hk) + a->sk : a->sk;
-    double large = t->start + t->row * ((double)walked < t->rows ? (double)walked : t->rows);
-    if (!backward && a->sq <= 64 && large < 8.6)
-        large = 8.6; /* not for Hopper's own */
-    return (prediction){backward ? small_backward(a, device, t, dim) : small_forward(a, device, t), large};
+    const double time = t->start + t->row * ((double)walked < t->rows ? (double)walked : t->rows);
+    return !backward && a->sq <= 64 && time < 8.6 ? 8.6 : time; /* not for Hopper's own */
 }
 
-bool heddle__cuda_attention_is_small(const heddle_attention *a, const attention_device *device, heddle_pass pass,
-                                     int dim) {
-    if (!a->b || !a->sq || !a->sk || ((a->features & HEDDLE_VARLEN) && (!a->total_q || !a->total_k)) || a->sq > 4096 ||
-        a->sk > 4096)
-        return false;
-    if (pass == HEDDLE_BACKWARD && heddle__cuda_attention_has_few_keys(a)) /* a launch more: nothing is gained */
-        return false;
-    prediction of = predict(a, device, pass, dim);
-    if (heddle_dtype_size(a->dtype) == 4) {
-        /* Both passes or none: the families round float32 scores differently, and where few keys share a row, P = exp(S - lse)
-         * with the lse of another family is wrong by more than plain float32 would be. */
-        const prediction other = predict(a, device, pass == HEDDLE_FORWARD ? HEDDLE_BACKWARD : HEDDLE_FORWARD, dim);
-        of = (prediction){of.small + other.small, of.large + other.large};
-    }
-    return of.small < 0.85 * of.large;
+/* float32: of both passes, since they go to the same family (small.c says why). */
+double heddle__cuda_small_time(const attention_problem *p) {
+    const bool backward = p->pass == HEDDLE_BACKWARD;
+    return small_time(p, backward) + (p->a->dtype == HEDDLE_F32 ? small_time(p, !backward) : 0);
+}
+
+double heddle__cuda_tensor_core_time(const attention_problem *p) {
+    const bool backward = p->pass == HEDDLE_BACKWARD;
+    return tensor_core_time(p, backward) + (p->a->dtype == HEDDLE_F32 ? tensor_core_time(p, !backward) : 0);
 }

@@ -1,26 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The launches of norm-linear's backward pass. Pure. */
-#include "cuda/norm_linear/launches.h"
+#include "cuda/norm_linear/family.h"
 
 /* xhat for dw and dgamma, unless dx's last launch can leave it, or the moments alone for dx. In float32 dy and, for dx, W go into
  * planes too: every row of dy has its own scale, which xhat takes out again for dw; W has one for the whole matrix. */
 static void prepare_backward(norm_linear_call *c, bool product_w, bool given) {
     const heddle_norm_linear *a = c->a;
     const norm_linear_arrays *at = &c->at;
-    const bool xhat = product_w && (c->wide || !c->t->dx);
+    const bool xhat = product_w && (c->is.wide || !c->t->dx);
     norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.given = given, .high = xhat ? at->z : NULL}), w = {0};
     norm_prepare p = {0};
     if (!xhat && (given || !c->t->dx))
         x.rows = 0;
-    if (c->wide && (product_w || c->t->dx)) {
+    if (c->is.wide && (product_w || c->t->dx)) {
         norm_rows dy = {.packs = 1,
                         .in = c->t->dy,
                         .ld = a->dy_stride,
                         .rows = a->m,
                         .cols = (int32_t)a->n,
                         .high = at->dy,
-                        .low = c->tf32 ? NULL : at->dy_low,
-                        .ldp = (int32_t)c->np,
+                        .low = c->is.tf32 ? NULL : at->dy_low,
+                        .ldp = (int32_t)c->is.np,
                         .row_exponent = at->dy_exponent};
         if (c->t->dx)
             w = (norm_rows){.packs = 1,
@@ -28,7 +28,7 @@ static void prepare_backward(norm_linear_call *c, bool product_w, bool given) {
                             .ld = a->w_stride,
                             .rows = a->n,
                             .cols = (int32_t)a->k,
-                            .ldp = (int32_t)c->kp,
+                            .ldp = (int32_t)c->is.kp,
                             .row_exponent = at->w_exponent};
         p.of_blocks = (int32_t)heddle__cuda_add_prepare(c, (norm_prepare){.job = {dy, w}, .least = at->least});
         p.of = at->least;
@@ -36,7 +36,7 @@ static void prepare_backward(norm_linear_call *c, bool product_w, bool given) {
         w.row_exponent = NULL;
         w.shares = 1;
         w.high = at->w;
-        w.low = c->tf32 ? NULL : at->w_low;
+        w.low = c->is.tf32 ? NULL : at->w_low;
         x.row_exponent = at->dy_exponent;
     }
     p.job[0] = x;
@@ -48,8 +48,8 @@ static norm_finish finish_of_x(const norm_linear_call *c, bool product_w) {
     const heddle_norm_linear *a = c->a;
     const heddle_norm_linear_data *t = c->t;
     norm_finish f = {.dx = t->dx,
-                     .z = product_w && !c->wide ? c->at.z : NULL,
-                     .ldz = c->kp,
+                     .z = product_w && !c->is.wide ? c->at.z : NULL,
+                     .ldz = c->is.kp,
                      .x = t->x,
                      .gamma = t->gamma,
                      .ldd = a->dx_stride,
@@ -59,7 +59,8 @@ static norm_finish finish_of_x(const norm_linear_call *c, bool product_w) {
                      .mean = c->at.mean,
                      .rstd = c->at.rstd,
                      .centred = a->norm == HEDDLE_LAYER_NORM};
-    f.vector = aligned16(f.dx, f.ldd, size_of(c)) && aligned16(f.x, f.ldx, size_of(c)) && aligned16(f.gamma, 0, 2);
+    f.vector =
+        aligned16(f.dx, f.ldd, size_of(&c->is)) && aligned16(f.x, f.ldx, size_of(&c->is)) && aligned16(f.gamma, 0, 2);
     return f;
 }
 
@@ -77,13 +78,13 @@ static void add_dx(norm_linear_call *c) {
                    .ldb = a->w_stride,
                    .out = t->dx,
                    .ldo = a->dx_stride};
-    if (c->wide) {
+    if (c->is.wide) {
         g.a = at->dy;
         g.a_low = at->dy_low;
-        g.lda = c->np;
+        g.lda = c->is.np;
         g.b = at->w;
         g.b_low = at->w_low;
-        g.ldb = c->kp;
+        g.ldb = c->is.kp;
         g.row_exponent = at->dy_exponent;
         g.shared_exponent = at->shared + W_SHARED;
     }
@@ -116,7 +117,7 @@ static void add_finish(norm_linear_call *c, needs need) {
                              .cols = a->n,
                              .part = c->at.dbias_part,
                              .parts = parts_of(a->m),
-                             .vector = aligned16(t->dy, a->dy_stride, size_of(c))};
+                             .vector = aligned16(t->dy, a->dy_stride, size_of(&c->is))};
         units += blocks(a->n, SUM_COLS) * f.sums.parts;
         totals.job[0] = (norm_sums){.ld = a->n,
                                     .cols = a->n,
@@ -125,8 +126,8 @@ static void add_finish(norm_linear_call *c, needs need) {
                                     .out = t->dbias,
                                     .sum = c->at.dbias};
     }
-    units = least_of(units, finish_blocks(c));
-    heddle__cuda_add(c, OF_DTYPE(finish)[c->dtype], units, FINISH_SHARED(size_of(c)),
+    units = least_of(units, finish_blocks(c->device));
+    heddle__cuda_add(c, OF_DTYPE(finish)[c->is.dtype], units, FINISH_SHARED(size_of(&c->is)),
                      &(norm_linear_params){.finish = f});
     norm_sums sum = {.ld = 2 * a->k, .cols = a->k, .part = f.part, .parts = (int32_t)units, .out = t->dgamma};
     if (f.part && t->dgamma)
@@ -151,7 +152,7 @@ static int32_t add_dw(norm_linear_call *c, bool dgamma) {
                    .lda = a->dy_stride,
                    .b = at->z,
                    .b_low = at->z_low,
-                   .ldb = c->kp,
+                   .ldb = c->is.kp,
                    .out = t->dw,
                    .ldo = a->dw_stride,
                    .gamma = t->gamma,
@@ -160,10 +161,10 @@ static int32_t add_dw(norm_linear_call *c, bool dgamma) {
                    .w = t->w,
                    .ldx = a->w_stride,
                    .part = dgamma ? at->dgamma_part : NULL};
-    if (c->wide) {
+    if (c->is.wide) {
         g.a = at->dy;
         g.a_low = at->dy_low;
-        g.lda = c->np;
+        g.lda = c->is.np;
         g.exponent = xhat_exponent(a->k);
         g.shared_exponent = at->shared + DY_SHARED;
     }
@@ -171,12 +172,12 @@ static int32_t add_dw(norm_linear_call *c, bool dgamma) {
     return (int32_t)((sm90 ? 1 : 2) * blocks(a->n, GEMM_TILE));
 }
 
-void heddle__cuda_norm_linear_backward(norm_linear_call *c) {
+void heddle__cuda_products_backward(norm_linear_call *c) {
     const heddle_norm_linear *a = c->a;
     const heddle_norm_linear_data *t = c->t;
     norm_linear_arrays *at = &c->at;
     const bool given = t->mean && t->rstd;
-    needs need = {.sums = !c->wide && t->dx && (t->dgamma || t->dbeta) && a->k <= SUMMED_ROW};
+    needs need = {.sums = !c->is.wide && t->dx && (t->dgamma || t->dbeta) && a->k <= SUMMED_ROW};
     need.product = t->dw || (t->dgamma && !need.sums);
     need.dbias = t->dbias || (t->dbeta && !need.sums) || (t->dw && t->beta);
     norm_totals last = {0};

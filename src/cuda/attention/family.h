@@ -1,0 +1,92 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What a family of attention kernels supplies: which problems it takes, what it has of the workspace, its launches. Each has one file
+ * for that, in its room; plan.c has the list. C only, and pure. */
+#ifndef HEDDLE_CUDA_ATTENTION_FAMILY_H
+#define HEDDLE_CUDA_ATTENTION_FAMILY_H
+
+#include "cuda/attention/kernels.h"
+
+typedef struct attention_problem {
+    const heddle_attention *a;
+    const cuda_facts *device;
+    heddle_pass pass;
+    bool rich;      /* more is asked for than the lean kernels can */
+    bool stands_in; /* for a family that needs other pointers: with the workspace of that one */
+} attention_problem;
+
+/* The plan, in the part of an attention_plan that is the backend's own: kernels by their numbers, -1 for none; blocks; what lies where in
+ * the workspace. */
+typedef struct __attribute__((may_alias)) attention_choice {
+    void *record, *context; /* the device, for run */
+    int family;             /* its place in the list */
+    int fwd, dkdv, dq;
+    int bwd;             /* dkdv and dq in one; small: prep, too */
+    int prep;            /* none: the plain one */
+    int light, gather;   /* before prep, and after bwd, for Hopper */
+    int split;           /* float32 on Hopper */
+    bool splits_queries; /* Q and dO, too */
+    int64_t rows;        /* of lse */
+    int64_t pack, splits, tiles_q, tiles_k;
+    int64_t blocks; /* of fwd or of dq */
+    int64_t blocks_dkdv;
+    uint32_t blocks_of_dk;                          /* of those, where dK and dV have blocks of their own; for Hopper */
+    size_t part_lse, base, rest, flags, sum, bytes; /* offsets in the workspace, and its size; 0: there is none */
+    int64_t split_tiles_q, split_tiles_k;           /* of a head */
+    size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets */
+} attention_choice;
+
+/* Pointers aligned to 16 bytes; in backward dout. Where they are not so, another family stands in. */
+enum { NEEDS_ALIGNMENT = 1, NEEDS_DOUT = 2 };
+
+typedef struct attention_family {
+    /* Does it take the problem? Then the kernels in c. */
+    bool (*takes)(const attention_problem *p, attention_choice *c);
+    /* Microseconds that it is predicted to take; NULL: nobody knows. */
+    double (*time)(const attention_problem *p);
+    /* Blocks, and the workspace behind c->bytes. */
+    void (*lay_out)(const attention_problem *p, attention_choice *c);
+    /* The launches up to o and lse, or to dq, dk and dv; the tensor maps that they read. */
+    void (*launch)(const attention_problem *p, const attention_choice *c, attention_job *job);
+    int needs; /* of the pointers: NEEDS_... */
+} attention_family;
+
+extern const attention_family heddle__attention_small, heddle__attention_sm90, heddle__attention_sm90_f32,
+    heddle__attention_sm80, heddle__attention_plain;
+
+static inline int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+static inline size_t align64(size_t n) {
+    return (n + 63) / 64 * 64;
+}
+
+/* Has it no work at all? */
+bool heddle__cuda_is_empty(const heddle_attention *a);
+
+/* May D have to come from P and dP, in some sequence? */
+bool heddle__cuda_attention_has_few_keys(const heddle_attention *a);
+
+/* The kernel with the smallest head dim that will do; -1 if none does. */
+int heddle__cuda_find_attention(const attention_problem *p, kernel_pass pass, kernel_variant variant,
+                                kernel_family family);
+
+/* Predicted microseconds on the family small, and on the tensor cores, whichever family has them. */
+double heddle__cuda_small_time(const attention_problem *p);
+double heddle__cuda_tensor_core_time(const attention_problem *p);
+
+/* ---------------------------------------------------------------------------------------------------- launches */
+
+/* A launch, unless it has no blocks. */
+void heddle__cuda_add_launch(attention_job *job, int kernel, int64_t grid);
+
+/* One of the plain kernels. */
+void heddle__cuda_add_plain(const attention_problem *p, attention_job *job, kernel_pass pass, int64_t grid);
+
+/* All of prep for the tensor cores; where `light` has been before, blocks that look for what is left. */
+void heddle__cuda_add_prep(const attention_problem *p, const attention_choice *c, attention_job *job);
+
+/* dkdv and dq, as far as they are wanted. */
+void heddle__cuda_add_dkdv_and_dq(const attention_choice *c, attention_job *job);
+
+#endif

@@ -1,0 +1,58 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What host and kernels of the family sm80 both count with: shared memory, and how the work is divided. C and CUDA C. */
+#ifndef HEDDLE_CUDA_ATTENTION_SM80_CONTRACT_H
+#define HEDDLE_CUDA_ATTENTION_SM80_CONTRACT_H
+
+#include "cuda/contract.h"
+
+/* Bytes from row to row of a tile in shared memory: 16 more than a row has. */
+CONTRACT int sm80_pitch(int element, int dim) {
+    return element * dim + 16;
+}
+
+/* The accumulators of 16 rows of more than 256 elements do not fit into a warp's registers: so many warps side by side own the same rows,
+ * each some of their columns. */
+CONTRACT int sm80_warps_of_a_row(int element, int dim) {
+    return dim <= 256 ? 1 : element == 2 ? 2 : 4;
+}
+
+/* Tiles of 16 rows that such warps own, of a block that owns so many rows. */
+CONTRACT int sm80_tiles(int element, int dim, int warps, int own) {
+    return own * sm80_warps_of_a_row(element, dim) / (warps * 16);
+}
+
+/* Through which they add up their parts of a product of the block's rows and so many columns. */
+CONTRACT int sm80_join_bytes(int element, int dim, int own, int columns) {
+    const int warps = sm80_warps_of_a_row(element, dim);
+    return warps > 1 ? warps * own * columns * 4 : 0;
+}
+
+/* Forward: Q; two stages of K and V; of each a mark for every key; what warps add up. */
+CONTRACT int sm80_forward_bytes(int element, int dim, int own, int block) {
+    return (own + 4 * block) * sm80_pitch(element, dim) + 2 * block * 4 + sm80_join_bytes(element, dim, own, block);
+}
+
+/* Backward: two tensors of the block's own rows; two stages of two that stream, with four numbers a row; what warps add up of
+ * two products. */
+CONTRACT int sm80_backward_bytes(int element, int dim, int own, int block) {
+    return (2 * own + 4 * block) * sm80_pitch(element, dim) + 8 * block * 4 +
+           2 * sm80_join_bytes(element, dim, own, block);
+}
+
+/* Do the sums of dK and dV fit into registers together? Else every second block makes one of them. */
+CONTRACT int sm80_makes_both(int dim, int tiles) {
+    return dim * tiles <= 128;
+}
+
+/* Decoding: tiles of K, and of V, that a warp has under way. */
+CONTRACT int sm80_decode_stages(int element, int dim) {
+    return element * dim > 512 ? 1 : 2;
+}
+
+/* Decoding: Q; a ring of tiles for each warp; of the tile that it is at a mark for every key. */
+CONTRACT int sm80_decode_bytes(int element, int dim, int warps, int own, int block) {
+    return own * sm80_pitch(element, dim) +
+           warps * (2 * sm80_decode_stages(element, dim) * block * dim * element + block * 4);
+}
+
+#endif

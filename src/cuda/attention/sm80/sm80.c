@@ -1,0 +1,125 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention by the tensor cores of any GPU since Ampere: every option, head dims up to 256. Pure. */
+#include "cuda/attention/family.h"
+#include "cuda/attention/plain/contract.h"
+#include "cuda/attention/sm80/contract.h"
+#include "dtype.h"
+#include "mask.h"
+
+/* ------------------------------------------------------------------------------------------------ what it takes */
+
+/* The lean kernel if that will do, and if its blocks fit into shared memory. */
+static int find(const attention_problem *p, kernel_pass pass) {
+    const int lean = p->rich ? -1 : heddle__cuda_find_attention(p, pass, VARIANT_lean, FAMILY_sm80);
+    return lean >= 0 ? lean : heddle__cuda_find_attention(p, pass, VARIANT_full, FAMILY_sm80);
+}
+
+static bool takes(const attention_problem *p, attention_choice *c) {
+    const heddle_attention *a = p->a;
+    if (p->pass == HEDDLE_FORWARD) {
+        if (a->h / a->hk * a->sq <= 16)
+            c->fwd = heddle__cuda_find_attention(p, PASS_fwd, VARIANT_decode, FAMILY_sm80);
+        if (c->fwd < 0)
+            c->fwd = find(p, PASS_fwd);
+        return c->fwd >= 0;
+    }
+    c->prep = heddle__cuda_find_attention(p, PASS_prep, VARIANT_full, FAMILY_sm80);
+    c->dkdv = find(p, PASS_dkdv);
+    c->dq = find(p, PASS_dq);
+    return c->prep >= 0 && c->dkdv >= 0 && c->dq >= 0;
+}
+
+/* ------------------------------------------------------------------------------------------------ its workspace */
+
+/* How many blocks share the keys of a unit. As many as the device holds at a time, in one wave; of more units than that, what ends the least after
+ * the memory is done: half of the multiprocessors can keep it busy, a few that are left over at the end cannot. */
+static int64_t shares_of(int64_t units, int64_t slots) {
+    if (units <= slots)
+        return slots / units;
+    int64_t best = 1;
+    double least = 0;
+    for (int64_t s = 1; s <= 4; s++) {
+        const int64_t waves = units * s / slots, rest = units * s % slots;
+        const double last = rest ? (double)max64(2 * rest, slots) / (double)(2 * slots) : 0;
+        const double time = ((double)waves + last) / (double)s * (s > 1 ? 1.03 : 1); /* combine */
+        if (s == 1 || time < least) {
+            best = s;
+            least = time;
+        }
+    }
+    return best;
+}
+
+/* One pass over the keys for all rows of a group. */
+static void lay_out_decode(const attention_problem *p, const kernel_row *k, attention_choice *c) {
+    const heddle_attention *a = p->a;
+    const int64_t resident = (int64_t)((p->device->shared_bytes + 1024) / (heddle__cuda_shared_bytes(k) + 1024));
+    const int64_t slots = p->device->multiprocessors * clamp64(resident, 1, 8), units = max64(1, a->hk * a->b);
+    c->pack = a->h / a->hk;
+    c->tiles_q = ceil_div(a->sq, k->own);
+    c->splits = clamp64(min64(shares_of(units, slots), a->sk / (k->block * k->warps)), 1, MAX_SPLITS);
+    c->blocks = a->hk * a->b * c->splits;
+}
+
+/* Rows of a group's heads share a tile where one head has few. Too few blocks for the device: let several share the keys. */
+static void lay_out_tiles(const attention_problem *p, const kernel_row *k, attention_choice *c) {
+    const heddle_attention *a = p->a;
+    if (a->sq * 2 <= k->own)
+        c->pack = a->h / a->hk;
+    c->tiles_q = ceil_div(a->sq * c->pack, k->own);
+    const int64_t blocks = max64(1, c->tiles_q * (a->h / c->pack) * a->b), key_blocks = ceil_div(a->sk, k->block);
+    const int64_t wanted = p->device->multiprocessors * 2;
+    if (blocks * 2 <= wanted)
+        c->splits = clamp64(min64(wanted / blocks, key_blocks / 4), 1, MAX_SPLITS);
+    c->blocks = c->tiles_q * (a->h / c->pack) * a->b * c->splits;
+}
+
+static void lay_out_forward(const attention_problem *p, attention_choice *c) {
+    const heddle_attention *a = p->a;
+    const kernel_row *k = &heddle__cuda_attention_kernels[c->fwd];
+    if (p->stands_in) { /* there is no workspace for shares of keys */
+        c->tiles_q = ceil_div(a->sq, k->own);
+        c->blocks = c->tiles_q * a->h * a->b;
+    } else if (k->variant == VARIANT_decode) {
+        lay_out_decode(p, k, c);
+    } else {
+        lay_out_tiles(p, k, c);
+    }
+    if (c->splits > 1) {
+        c->part_lse = align64((size_t)(c->splits * c->rows * a->dv) * sizeof(float));
+        c->bytes = c->part_lse + align64((size_t)(c->splits * c->rows) * sizeof(float));
+    }
+}
+
+static void lay_out(const attention_problem *p, attention_choice *c) {
+    const heddle_attention *a = p->a;
+    if (p->pass == HEDDLE_FORWARD) {
+        lay_out_forward(p, c);
+        return;
+    }
+    const kernel_row *dkdv = &heddle__cuda_attention_kernels[c->dkdv];
+    c->tiles_q = ceil_div(a->sq, heddle__cuda_attention_kernels[c->dq].own);
+    c->tiles_k = ceil_div(a->sk, dkdv->own);
+    const int tiles = sm80_tiles((int)heddle_dtype_size(a->dtype), dkdv->dim, dkdv->warps, dkdv->own);
+    c->blocks = c->tiles_q * a->h * a->b;
+    c->blocks_dkdv = c->tiles_k * a->hk * a->b * (sm80_makes_both(dkdv->dim, tiles) ? 1 : 2);
+}
+
+/* ------------------------------------------------------------------------------------------------- its launches */
+
+static void launch(const attention_problem *p, const attention_choice *c, attention_job *job) {
+    const heddle_attention *a = p->a;
+    const int64_t rows = a->b * a->h * a->sq;
+    if (p->pass == HEDDLE_FORWARD) {
+        heddle__cuda_add_launch(job, c->fwd, c->blocks);
+        if (c->splits > 1)
+            heddle__cuda_add_plain(p, job, PASS_combine, rows);
+        return;
+    }
+    if (a->features & HEDDLE_WEIGHTS)
+        heddle__cuda_add_plain(p, job, PASS_prep, ceil_div(rows, PLAIN_PREP_ROWS));
+    heddle__cuda_add_prep(p, c, job);
+    heddle__cuda_add_dkdv_and_dq(c, job);
+}
+
+const attention_family heddle__attention_sm80 = {takes, heddle__cuda_tensor_core_time, lay_out, launch, 0};

@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What host and kernels of the family sm90 both count with: shared memory, the order of blocks, the sums of dQ. C and CUDA C. */
+#ifndef HEDDLE_CUDA_ATTENTION_SM90_CONTRACT_H
+#define HEDDLE_CUDA_ATTENTION_SM90_CONTRACT_H
+
+#include "cuda/contract.h"
+
+/* Tiles begin at multiples of so many bytes. */
+#define SM90_TILE_ALIGNMENT 1024
+
+/* Columns of a tile in memory: whole strips of 64. */
+CONTRACT int sm90_columns(int dim) {
+    return (dim + 63) / 64 * 64;
+}
+
+/* ------------------------------------------------------------------------------------------------------ forward */
+
+/* The barriers of each kind of the forward, the most slots that one may have; bytes of what is told of a tile of queries. */
+#define SM90_FORWARD_BARRIERS 7
+#define SM90_MOST_STAGES 4
+#define SM90_JOB_BYTES 64
+
+/* Tiles of K, and of V, that are there or on their way. */
+CONTRACT int sm90_forward_stages(int dim) {
+    return dim > 64 ? 2 : SM90_MOST_STAGES;
+}
+
+/* Tiles of Q: with two, o leaves through the buffer of its own Q. */
+CONTRACT int sm90_forward_q_stages(int dim) {
+    return dim > 128 ? 1 : 2;
+}
+
+/* Q; K and V; of a tile of V a bit for each key; two jobs; barriers. */
+CONTRACT int sm90_forward_layout_bytes(int dim, int own, int block) {
+    const int width = sm90_columns(dim) * 2, stages = sm90_forward_stages(dim);
+    return sm90_forward_q_stages(dim) * own * width + stages * (2 * block * width + 16) + 2 * SM90_JOB_BYTES +
+           8 * SM90_FORWARD_BARRIERS * SM90_MOST_STAGES;
+}
+
+/* Shared memory begins anywhere: what lies before the first tile comes on top. */
+CONTRACT int sm90_forward_bytes(int dim, int own, int block) {
+    return SM90_TILE_ALIGNMENT + sm90_forward_layout_bytes(dim, own, block);
+}
+
+/* Tiles come in pairs: so many of all units (heads of sequences), whose odd tiles in the middle pair with each other, 16 units at a
+ * time. */
+CONTRACT unsigned sm90_forward_pairs(unsigned units, unsigned tiles) {
+    return units / 16 * 8 * tiles + (units % 16 * tiles + 1) / 2;
+}
+
+/* ----------------------------------------------------------------------------------------------------- backward */
+
+/* Rows that a block owns, and rows of a tile of the sums of dQ. */
+#define SM90_OWN_ROWS 128
+#define SM90_SUM_ROWS 64
+
+/* Numbers in a piece of the sums: 64 x 64. */
+#define SM90_PIECE 4096
+
+/* Stages of Q and dO, where dK, dV and dQ are made at once. */
+#define SM90_FUSED_STAGES 3
+
+/* K, V; stages of Q and dO with three numbers a row; dS twice; of long ones two pieces of dQ; marks of keys; barriers: four for each
+ * stage, two of dS, two of K and V, four of the pieces. */
+CONTRACT int sm90_fused_bytes(int dim, int block, int is_long) {
+    const int width = sm90_columns(dim) * 2;
+    return 2 * SM90_OWN_ROWS * width + SM90_FUSED_STAGES * (2 * block * width + 3 * block * 4) +
+           2 * SM90_OWN_ROWS * block * 2 + (is_long ? 2 * SM90_PIECE * 4 : 0) + SM90_OWN_ROWS * 4 +
+           8 * (4 * SM90_FUSED_STAGES + 2 + 2 + 4);
+}
+
+/* Slots for tiles that stream, beside the block's own, where dK and dV, and dQ, have kernels of their own. */
+CONTRACT int sm90_backward_slots(int dim, int block) {
+    return (dim > 128 ? 96 : 128) * 1024 / (block * sm90_columns(dim) * 2);
+}
+
+/* `tensors` of the block's own rows; slots with so many numbers a row; barriers: two for each slot, two of the own. */
+CONTRACT int sm90_backward_bytes(int dim, int block, int tensors, int slots, int numbers) {
+    const int width = sm90_columns(dim) * 2;
+    return tensors * SM90_OWN_ROWS * width + slots * (block * width + numbers * block * 4) + 8 * (2 * slots + 2);
+}
+
+/* Do the sums of dK and dV fit into registers together? Else some blocks make dK, the others dV. */
+CONTRACT int sm90_makes_both(int dim) {
+    return dim <= 128;
+}
+
+/* Of so many blocks, those that make dK where the others make dV: dK takes three products, dV two. */
+CONTRACT unsigned sm90_blocks_of_dk(unsigned blocks, unsigned tiles) {
+    return blocks >= 2 * tiles ? tiles : blocks * 3 / 5;
+}
+
+#endif

@@ -1,0 +1,184 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention in bfloat16 and float16 by Hopper's tensor cores and copy engine. Pure. */
+#include "cuda/attention/family.h"
+#include "cuda/attention/sm90/contract.h"
+#include "mask.h"
+
+/* ------------------------------------------------------------------------------------------------ what it takes */
+
+/* Can the copy engine fetch this tensor? Extents over which a stride is 0 it cannot. */
+static bool is_copyable(heddle_strides s, bool packed, int64_t b, int64_t h, int64_t rows) {
+    const int64_t stride[] = {packed ? 8 : s.b, s.h, s.s}, extent[] = {packed ? 1 : b, h, rows};
+    for (int x = 0; x < 3; x++)
+        if (stride[x] % 8 || stride[x] >= INT64_C(1) << 38 || (extent[x] > 1 && stride[x] <= 0))
+            return false;
+    return true;
+}
+
+/* Can it fetch the tensors, and are the rows of the results whole numbers of 16 bytes? */
+static bool is_for_copies(const heddle_attention *a, bool backward) {
+    const bool packed = a->features & HEDDLE_VARLEN;
+    const int64_t rows_q = packed ? a->total_q : a->sq, rows_k = packed ? a->total_k : a->sk;
+    return a->dv % 8 == 0 && (!backward || a->d % 8 == 0) && is_copyable(a->q_stride, packed, a->b, a->h, rows_q) &&
+           is_copyable(a->k_stride, packed, a->b, a->hk, rows_k) &&
+           is_copyable(a->v_stride, packed, a->b, a->hk, rows_k) &&
+           (!backward || is_copyable(a->do_stride, packed, a->b, a->h, rows_q)) && a->o_stride.b % 8 == 0 &&
+           a->o_stride.h % 8 == 0 && a->o_stride.s % 8 == 0;
+}
+
+static int find(const attention_problem *p, kernel_pass pass) {
+    return heddle__cuda_find_attention(p, pass, VARIANT_lean, FAMILY_sm90);
+}
+
+/* A whole tile for every multiprocessor matters less than its speed, as long as the keys need not be split. */
+static bool takes_forward(const attention_problem *p, attention_choice *c) {
+    const heddle_attention *a = p->a;
+    const int64_t group = a->h / a->hk;
+    c->fwd = find(p, PASS_fwd);
+    if (c->fwd < 0 || group * a->sq <= 16 || (group > 1 && a->sq <= 64))
+        return false;
+    const kernel_row *k = &heddle__cuda_attention_kernels[c->fwd];
+    return ceil_div(a->sq, k->own) * a->h * a->b * 2 >= p->device->multiprocessors || a->sk < 8 * k->block;
+}
+
+/* Queries to a head of keys from which on the copy engine's sums of dQ are the faster ones (docs/kernels/cuda-sm90.md). */
+#define LONG_QUERIES 1024
+
+/* The kernel that makes all three gradients, where their sums need no order; -1: none. */
+static int find_fused(const attention_problem *p) {
+    const heddle_attention *a = p->a;
+    const int x = a->features & HEDDLE_DETERMINISTIC ? -1 : find(p, PASS_bwd);
+    if (x < 0 || heddle__cuda_attention_kernels[x].dim <= 64 || a->h / a->hk * a->sq < LONG_QUERIES)
+        return x;
+    return heddle__cuda_find_attention(p, PASS_bwd, VARIANT_long, FAMILY_sm90);
+}
+
+/* The sums that one kernel clears and another adds to are read by a third: of as many columns. */
+static bool is_consistent(const attention_choice *c) {
+    const int columns = sm90_columns(heddle__cuda_attention_kernels[c->bwd].dim);
+    return sm90_columns(heddle__cuda_attention_kernels[c->light].dim) == columns &&
+           sm90_columns(heddle__cuda_attention_kernels[c->gather].dim) == columns;
+}
+
+static bool takes(const attention_problem *p, attention_choice *c) {
+    const heddle_attention *a = p->a;
+    const bool backward = p->pass == HEDDLE_BACKWARD;
+    if (!p->device->sm90 || a->dtype == HEDDLE_F32 || p->rich || heddle__cuda_is_empty(a) ||
+        !is_for_copies(a, backward))
+        return false;
+    if (!backward)
+        return takes_forward(p, c);
+    c->prep = heddle__cuda_find_attention(p, PASS_prep, VARIANT_full, FAMILY_sm80);
+    c->light = find(p, PASS_light);
+    c->bwd = find_fused(p);
+    c->gather = c->bwd < 0 ? -1 : find(p, PASS_gather);
+    c->dkdv = c->bwd < 0 ? find(p, PASS_dkdv) : -1;
+    c->dq = c->bwd < 0 ? find(p, PASS_dq) : -1;
+    if (c->prep < 0 || c->light < 0)
+        return false;
+    return c->bwd < 0 ? c->dkdv >= 0 && c->dq >= 0 : c->gather >= 0 && is_consistent(c);
+}
+
+/* ------------------------------------------------------------------------------------------------ its workspace */
+
+/* A block for each multiprocessor, which takes tile after tile; but a block for each pair of tiles where the lengths are known to the
+ * device alone, and the device has to see to it that the work is spread. */
+static int64_t persistent_blocks(const attention_problem *p, int64_t tiles) {
+    const int64_t units = p->a->h * p->a->b, pairs = sm90_forward_pairs((unsigned)units, (unsigned)tiles);
+    const bool uneven = p->a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS);
+    return min64(tiles * units, uneven ? max64(p->device->multiprocessors, pairs) : p->device->multiprocessors);
+}
+
+static void lay_out_forward(const attention_problem *p, attention_choice *c) {
+    c->tiles_q = ceil_div(p->a->sq, heddle__cuda_attention_kernels[c->fwd].own);
+    c->blocks = persistent_blocks(p, c->tiles_q);
+}
+
+static void lay_out_fused(const attention_problem *p, attention_choice *c) {
+    const heddle_attention *a = p->a;
+    const kernel_row *k = &heddle__cuda_attention_kernels[c->bwd];
+    const int64_t tiles = a->features & HEDDLE_VARLEN ? packed_tiles64(a->total_q, a->b) : tiles64(a->sq) * a->b;
+    c->sum = c->bytes;
+    c->bytes += (size_t)(tiles * SM90_SUM_ROWS * a->h * sm90_columns(k->dim)) * sizeof(float);
+    c->tiles_q = ceil_div(a->sq, heddle__cuda_attention_kernels[c->gather].own);
+    c->tiles_k = ceil_div(a->sk, k->own);
+    c->blocks = c->tiles_q * a->h * a->b;
+    c->blocks_dkdv = min64(c->tiles_k * a->hk * a->b, p->device->multiprocessors);
+}
+
+/* Tile after tile; where the sums of dK and dV do not fit into registers together, some blocks make one of them. */
+static void lay_out_apart(const attention_problem *p, attention_choice *c) {
+    const heddle_attention *a = p->a;
+    const kernel_row *k = &heddle__cuda_attention_kernels[c->dkdv];
+    c->tiles_q = ceil_div(a->sq, heddle__cuda_attention_kernels[c->dq].own);
+    c->tiles_k = ceil_div(a->sk, k->own);
+    const int64_t tiles = c->tiles_k * a->hk * a->b;
+    c->blocks = min64(c->tiles_q * a->h * a->b, p->device->multiprocessors);
+    c->blocks_dkdv = min64(tiles * (sm90_makes_both(k->dim) ? 1 : 2), p->device->multiprocessors);
+    c->blocks_of_dk = sm90_blocks_of_dk((unsigned)c->blocks_dkdv, (unsigned)tiles);
+}
+
+static void lay_out(const attention_problem *p, attention_choice *c) {
+    if (p->pass == HEDDLE_FORWARD) {
+        lay_out_forward(p, c);
+        return;
+    }
+    c->flags = c->bytes;
+    c->bytes += align64((size_t)(tiles64(p->a->sq) * p->a->h * p->a->b) * sizeof(int32_t));
+    if (c->bwd >= 0)
+        lay_out_fused(p, c);
+    else
+        lay_out_apart(p, c);
+}
+
+/* ------------------------------------------------------------------------------------------------- its launches */
+
+/* Columns, rows, heads, batch. */
+static tensor_shape shape_of(const heddle_attention *a, const void *base, heddle_strides s, int64_t width, bool keys,
+                             uint32_t box) {
+    const bool packed = a->features & HEDDLE_VARLEN;
+    const int64_t rows = keys ? (packed ? a->total_k : a->sk) : packed ? a->total_q : a->sq;
+    tensor_shape r = {
+        .base = base,
+        .extent = {(uint64_t)width, (uint64_t)rows, (uint64_t)(keys ? a->hk : a->h), packed ? 1 : (uint64_t)a->b},
+        .stride = {(uint64_t)s.s * 2, (uint64_t)s.h * 2, packed ? 0 : (uint64_t)s.b * 2},
+        .rows = box};
+    for (int x = 0; x < 3; x++)
+        if (r.extent[x + 1] == 1)
+            r.stride[x] = 16; /* any: it is never taken */
+    return r;
+}
+
+/* Boxes of 64 rows, but of K and V of all that forward works on together where that is no multiple. */
+static void add_maps(const attention_problem *p, const attention_choice *c, attention_job *job) {
+    const heddle_attention *a = p->a;
+    const heddle_attention_data *t = &job->params.p.t;
+    const int block = p->pass == HEDDLE_FORWARD ? heddle__cuda_attention_kernels[c->fwd].block : 64;
+    const uint32_t box = block % 64 ? (uint32_t)block : 64;
+    job->shapes[0] = shape_of(a, t->q, a->q_stride, a->d, false, 64);
+    job->shapes[1] = shape_of(a, t->k, a->k_stride, a->d, true, box);
+    job->shapes[2] = shape_of(a, t->v, a->v_stride, a->dv, true, box);
+    job->shapes[3] = shape_of(a, t->dout, a->do_stride, a->dv, false, 64);
+    job->maps = 4;
+}
+
+static void launch(const attention_problem *p, const attention_choice *c, attention_job *job) {
+    const heddle_attention_data *t = &job->params.p.t;
+    add_maps(p, c, job);
+    if (p->pass == HEDDLE_FORWARD) {
+        heddle__cuda_add_launch(job, c->fwd, c->blocks);
+        return;
+    }
+    heddle__cuda_add_prep(p, c, job);
+    if (c->bwd < 0) {
+        heddle__cuda_add_dkdv_and_dq(c, job);
+        return;
+    }
+    if (t->dk || t->dv || t->dq)
+        heddle__cuda_add_launch(job, c->bwd, c->blocks_dkdv);
+    if (t->dq)
+        heddle__cuda_add_launch(job, c->gather, c->blocks);
+}
+
+const attention_family heddle__attention_sm90 = {takes, heddle__cuda_tensor_core_time, lay_out, launch,
+                                                 NEEDS_ALIGNMENT | NEEDS_DOUT};

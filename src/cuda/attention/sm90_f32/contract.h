@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What host and kernels of the family sm90 in float32 both count with: split tiles, shared memory. C and CUDA C. */
+#ifndef HEDDLE_CUDA_ATTENTION_SM90_F32_CONTRACT_H
+#define HEDDLE_CUDA_ATTENTION_SM90_F32_CONTRACT_H
+
+#include "cuda/attention/params.h"
+#include "cuda/contract.h"
+
+/* Rows of a split tile, of the high and of the low part. */
+#define SPLIT_ROWS 64
+
+CONTRACT int split_tile_bytes(int dim) {
+    return SPLIT_ROWS * dim * 4;
+}
+
+/* Columns of a row that a thread of the splitting kernel has, in chunks of 8. */
+#define SPLIT_CHUNKS 4
+
+CONTRACT int split_threads(int dim) {
+    return SPLIT_ROWS * (dim / 8) / SPLIT_CHUNKS;
+}
+
+/* ------------------------------------------------------------------------------------------------------ forward */
+
+#define FORWARD32_BARRIERS 16
+
+/* Slots for tiles of K and V in turn. */
+CONTRACT int forward32_slots(int dim) {
+    return dim > 64 ? 5 : 8;
+}
+
+/* Q; K and V; what is known of these, twice; of Q's rows six words for each warpgroup; barriers. */
+CONTRACT int forward32_layout_bytes(int dim, int own) {
+    const int groups = own / SPLIT_ROWS, slots = forward32_slots(dim);
+    return (groups + slots) * split_tile_bytes(dim) + 2 * slots * (int)sizeof(split_info) + groups * 6 * 4 +
+           8 * FORWARD32_BARRIERS;
+}
+
+/* Shared memory begins anywhere, tiles at multiples of 1024. */
+CONTRACT int forward32_bytes(int dim, int own) {
+    return 1024 + forward32_layout_bytes(dim, own);
+}
+
+/* ----------------------------------------------------------------------------------------------------- backward */
+
+/* Rows that a block owns. */
+#define BACKWARD32_OWN_ROWS 128
+
+/* Numbers that come with a tile that streams: three a row, and the exponents of two tiles. */
+#define BACKWARD32_NUMBERS (3 * SPLIT_ROWS + 4)
+
+CONTRACT int backward32_slots(int dim) {
+    return dim > 64 ? 3 : 8;
+}
+
+/* `tensors` of the block's own rows; slots with their numbers; barriers: two for each slot, one of the own. */
+CONTRACT int backward32_bytes(int dim, int tensors) {
+    const int slots = backward32_slots(dim);
+    return tensors * BACKWARD32_OWN_ROWS / SPLIT_ROWS * split_tile_bytes(dim) +
+           slots * (split_tile_bytes(dim) + BACKWARD32_NUMBERS * 4) + 8 * (2 * slots + 1);
+}
+
+#endif

@@ -1,0 +1,170 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What a family of norm-linear kernels supplies, and what the files share that list its launches. C only, and pure. */
+#ifndef HEDDLE_CUDA_NORM_LINEAR_FAMILY_H
+#define HEDDLE_CUDA_NORM_LINEAR_FAMILY_H
+
+#include "cuda/norm_linear/norm_linear.h"
+
+/* What the workspace of the products holds, in order: A(type, name, elements), of which there are none where a pass does not need them.
+ * z: xhat (or z) for a product; least, shared: exponents of float32's planes on their way. */
+#define NORM_LINEAR_ARRAYS                                                                                             \
+    A(float, mean, a->m)                                                                                               \
+    A(float, rstd, a->m)                                                                                               \
+    A(uint16_t, z, raw ? 0 : matrix)                                                                                   \
+    A(uint16_t, z_low, two ? matrix : 0)                                                                               \
+    A(uint16_t, w, is->wide || raw ? weights : 0)                                                                      \
+    A(uint16_t, w_low, two ? weights : 0)                                                                              \
+    A(int32_t, w_exponent, is->wide ? a->n : 0)                                                                        \
+    A(float, s, backward ? 0 : a->n)                                                                                   \
+    A(float, t, backward ? 0 : a->n)                                                                                   \
+    A(uint16_t, dy, backward && is->wide ? a->m * is->np : 0)                                                          \
+    A(uint16_t, dy_low, backward &&two ? a->m * is->np : 0)                                                            \
+    A(int32_t, dy_exponent, backward && is->wide ? a->m : 0)                                                           \
+    A(int32_t, least, backward && is->wide ? 2 * prepare_blocks(device, is) : 0)                                       \
+    A(int32_t, shared, backward && is->wide ? 2 : 0)                                                                   \
+    A(float, dgamma_part, backward ? 2 * blocks(a->n, GEMM_TILE) * a->k : 0)                                           \
+    A(float, finish_part, backward && !is->wide && a->k <= SUMMED_ROW ? 2 * finish_blocks(device) * a->k : 0)          \
+    A(float, dbias_part, backward ? parts_of(a->m) * a->n : 0)                                                         \
+    A(float, dbias, backward ? a->n : 0)
+
+typedef struct norm_linear_arrays {
+#define A(type, name, elements) type *name;
+    NORM_LINEAR_ARRAYS
+#undef A
+} norm_linear_arrays;
+
+/* What follows from the description and the device. */
+typedef struct norm_linear_facts {
+    int64_t kp, np;  /* k and n in planes */
+    bool wide, tf32; /* float32; one product */
+    bool raw;        /* forward multiplies x itself */
+    bool sm90;       /* the products are Hopper's, as far as the pointers allow */
+    int dtype;       /* 0 bf16, 1 f16, 2 f32 */
+} norm_linear_facts;
+
+/* The plan, in the part of a norm_linear_plan that is the backend's own. */
+typedef struct __attribute__((may_alias)) norm_linear_choice {
+    void *record, *context; /* the device, for run */
+    int family;             /* its place in the list */
+    norm_linear_facts is;
+    struct {
+#define A(type, name, elements) size_t name;
+        NORM_LINEAR_ARRAYS
+#undef A
+    } at; /* offsets in the workspace of the products */
+} norm_linear_choice;
+
+typedef struct norm_linear_call {
+    const heddle_norm_linear *a;
+    heddle_pass pass;
+    const cuda_facts *device;
+    norm_linear_facts is;
+    const heddle_norm_linear_data *t;
+    void *workspace;
+    norm_linear_arrays at;
+    norm_linear_launch *launches;
+    int count;
+} norm_linear_call;
+
+typedef struct norm_linear_family {
+    bool (*takes)(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device);
+    /* Threads, tiles, the kernel that names the plan, the workspace. */
+    void (*plan)(norm_linear_plan *plan, const cuda_facts *device, norm_linear_choice *c);
+    void (*launch)(const norm_linear_choice *choice, norm_linear_call *c);
+} norm_linear_family;
+
+extern const norm_linear_family heddle__norm_linear_small, heddle__norm_linear_products;
+
+enum { DY_SHARED, W_SHARED }; /* places in arrays.shared, and jobs that find them */
+
+static inline int64_t blocks(int64_t n, int64_t each) {
+    return (n + each - 1) / each;
+}
+
+/* In how many shares the rows of a column sum are taken: by the size alone, so that the bits are always the same. */
+static inline int32_t parts_of(int64_t rows) {
+    int64_t parts = (rows + 63) / 64;
+    return parts < 1 ? 1 : parts > 64 ? 64 : (int32_t)parts;
+}
+
+static inline size_t size_of(const norm_linear_facts *is) {
+    return is->wide ? 4 : 2;
+}
+
+/* The blocks of `prepare` and `finish` stay on their multiprocessors. */
+static inline int64_t prepare_blocks(const cuda_facts *device, const norm_linear_facts *is) {
+    return device->multiprocessors * PREPARE_BLOCKS(size_of(is));
+}
+
+static inline int64_t finish_blocks(const cuda_facts *device) {
+    return device->multiprocessors * FINISH_BLOCKS;
+}
+
+static inline bool aligned16(const void *p, int64_t ld, size_t size) {
+    return (uintptr_t)p % 16 == 0 && (size_t)ld * size % 16 == 0;
+}
+
+/* xhat is at most sqrt(k): with this exponent it stays below 2^15, and every power of two is exact. */
+static inline int32_t xhat_exponent(int64_t k) {
+    int e = 0;
+    while (e < 31 && INT64_C(1) << 2 * e < k)
+        e++;
+    return 14 - e;
+}
+
+/* What a block does at a time: rows of so many columns, of which a team of so many threads has one. */
+static inline int64_t row_units(int64_t rows, int64_t cols, int short_team, int team) {
+    return blocks(rows, ROW_THREADS / (cols <= SHORT_ROW ? short_team : team));
+}
+
+static inline int64_t least_of(int64_t x, int64_t y) {
+    return x < y ? x : y;
+}
+
+/* Columns of a tile on Hopper. */
+enum { WIDTHS = 5 };
+
+/* The kernels of one product. */
+typedef struct gemm_kernels {
+    enum cuda_kernel sm80[3], any[2], tf32, sm90[WIDTHS][2];
+} gemm_kernels;
+
+#define WIDTH_KERNELS(pass, width)                                                                                     \
+    { NORM_LINEAR_##pass##_n##width##_bf16_sm90, NORM_LINEAR_##pass##_n##width##_f16_sm90 }
+#define GEMMS(pass)                                                                                                    \
+    (&(const gemm_kernels){                                                                                            \
+        {NORM_LINEAR_##pass##_bf16_sm80, NORM_LINEAR_##pass##_f16_sm80, NORM_LINEAR_##pass##_f32_sm80},                \
+        {NORM_LINEAR_##pass##_any_bf16_sm80, NORM_LINEAR_##pass##_any_f16_sm80},                                       \
+        NORM_LINEAR_##pass##_tf32_sm80,                                                                                \
+        {WIDTH_KERNELS(pass, 256), WIDTH_KERNELS(pass, 192), WIDTH_KERNELS(pass, 160), WIDTH_KERNELS(pass, 128),       \
+         WIDTH_KERNELS(pass, 96)}})
+
+/* The same kernel of each dtype. */
+#define OF_DTYPE(pass)                                                                                                 \
+    ((const enum cuda_kernel[]){NORM_LINEAR_##pass##_bf16_sm80, NORM_LINEAR_##pass##_f16_sm80,                         \
+                                NORM_LINEAR_##pass##_f32_sm80})
+
+/* A launch, unless it has no blocks. */
+void heddle__cuda_add(norm_linear_call *c, enum cuda_kernel kernel, int64_t grid, uint32_t shared,
+                      const norm_linear_params *params);
+
+/* The job of normalising x, with what differs from one use to the other in p. */
+norm_rows heddle__cuda_rows_of_x(const norm_linear_call *c, norm_rows p);
+
+/* Returns the blocks. */
+int64_t heddle__cuda_add_prepare(norm_linear_call *c, norm_prepare p);
+
+/* Hopper's kernel for a product, and the columns of its tiles. */
+enum cuda_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gemm_kernels *kernels, int64_t rows, int64_t cols,
+                                     int64_t depth, int64_t *width);
+
+/* A product. Returns whether it is Hopper's. */
+bool heddle__cuda_add_gemm(norm_linear_call *c, const gemm_kernels *kernels, const norm_gemm *p, bool a_transposed,
+                           bool b_transposed);
+
+void heddle__cuda_add_totals(norm_linear_call *c, norm_totals p);
+
+/* All launches of a backward pass by products. */
+void heddle__cuda_products_backward(norm_linear_call *c);
+
+#endif

@@ -1,0 +1,152 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Norm-linear by products on the tensor cores: what they take, their workspace, the launches of forward. Pure.
+ *
+ * bfloat16 with many rows multiplies the raw x and applies the norm in the epilogue (docs/design.md, section 4): raw x is exact, xhat
+ * rounded is not, and the 8 bits of the result hide what a large mean costs. With few rows there are fewer bytes in x normalised than in
+ * W∘gamma. float16 and float32 have more bits and normalise first. */
+#include "cuda/norm_linear/family.h"
+
+#include "status.h"
+
+/* The copy engine reads rows that begin at multiples of 16 bytes, and there must be some. */
+static bool takes_sm90(const norm_linear_plan *plan, const cuda_facts *device) {
+    const heddle_norm_linear *a = &plan->a;
+    const bool backward = plan->pass == HEDDLE_BACKWARD;
+    const int64_t strides =
+        backward ? a->w_stride | a->dy_stride | a->dx_stride | a->dw_stride : a->x_stride | a->w_stride | a->y_stride;
+    return device->sm90 && device->shared_bytes >= GEMM90_SHARED && device->multiprocessors > 1 &&
+           a->dtype != HEDDLE_F32 && strides % 8 == 0 && a->m > 0;
+}
+
+static norm_linear_facts facts_of(const norm_linear_plan *plan, const cuda_facts *device) {
+    const heddle_norm_linear *a = &plan->a;
+    return (norm_linear_facts){.raw = a->dtype == HEDDLE_BF16 && 2 * a->n < a->m,
+                               .sm90 = takes_sm90(plan, device),
+                               .kp = (a->k + 7) / 8 * 8,
+                               .np = (a->n + 7) / 8 * 8,
+                               .wide = a->dtype == HEDDLE_F32,
+                               .tf32 = a->dtype == HEDDLE_F32 && (a->features & HEDDLE_TF32),
+                               .dtype = a->dtype == HEDDLE_BF16  ? 0
+                                        : a->dtype == HEDDLE_F16 ? 1
+                                                                 : 2};
+}
+
+static bool takes(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device) {
+    (void)a, (void)pass, (void)device;
+    return true;
+}
+
+/* Every array begins at a multiple of 256 bytes. */
+static size_t lay_out(const norm_linear_plan *plan, const cuda_facts *device, norm_linear_choice *c) {
+    const heddle_norm_linear *a = &plan->a;
+    const norm_linear_facts *is = &c->is;
+    const bool backward = plan->pass == HEDDLE_BACKWARD, two = is->wide && !is->tf32, raw = !backward && is->raw;
+    const int64_t matrix = a->m * is->kp, weights = a->n * is->kp;
+    size_t used = 0;
+#define A(type, name, elements)                                                                                        \
+    c->at.name = used;                                                                                                 \
+    used += ((size_t)(elements) * sizeof(type) + 255) / 256 * 256;
+    NORM_LINEAR_ARRAYS
+#undef A
+    return used;
+}
+
+/* The first product names the plan. */
+static void plan_products(norm_linear_plan *plan, const cuda_facts *device, norm_linear_choice *c) {
+    const heddle_norm_linear *a = &plan->a;
+    const bool forward_pass = plan->pass == HEDDLE_FORWARD;
+    const gemm_kernels *kernels = forward_pass ? GEMMS(fwd) : GEMMS(dx);
+    c->is = facts_of(plan, device);
+    plan->tile_m = plan->tile_n = GEMM_TILE;
+    plan->tile_k = c->is.wide && !c->is.tf32 ? 32 : 64;
+    const norm_linear_call call = {.a = a, .device = device, .is = c->is};
+    const enum cuda_kernel kernel = c->is.sm90   ? heddle__cuda_gemm90(&call, kernels, a->m, forward_pass ? a->n : a->k,
+                                                                     forward_pass ? a->k : a->n, &plan->tile_n)
+                                    : c->is.tf32 ? kernels->tf32
+                                                 : kernels->sm80[c->is.dtype];
+    plan->threads = (int)heddle__cuda_kernels[kernel].threads;
+    plan->workspace = lay_out(plan, device, c);
+    heddle__copy_text(plan->kernel, sizeof plan->kernel, heddle__cuda_kernels[kernel].symbol);
+}
+
+/* ------------------------------------------------------------------------------------------------------ launches */
+
+/* W, made ready for the product. */
+static norm_rows rows_of_w(const norm_linear_call *c) {
+    const heddle_norm_linear *a = c->a;
+    const heddle_norm_linear_data *t = c->t;
+    const norm_linear_arrays *at = &c->at;
+    return (norm_rows){.packs = 1,
+                       .in = t->w,
+                       .ld = a->w_stride,
+                       .rows = a->n,
+                       .cols = (int32_t)a->k,
+                       .gamma = t->gamma,
+                       .beta = t->beta,
+                       .bias = t->bias,
+                       .high = at->w,
+                       .low = c->is.wide && !c->is.tf32 ? at->w_low : NULL,
+                       .ldp = (int32_t)c->is.kp,
+                       .add = at->t};
+}
+
+static void forward(norm_linear_call *c) {
+    const heddle_norm_linear *a = c->a;
+    const heddle_norm_linear_data *t = c->t;
+    norm_linear_arrays *at = &c->at;
+    at->mean = t->mean ? t->mean : at->mean;
+    at->rstd = t->rstd ? t->rstd : at->rstd;
+    norm_rows pack = rows_of_w(c);
+    norm_gemm g = {.rows = a->m,
+                   .cols = a->n,
+                   .depth = a->k,
+                   .a = at->z,
+                   .a_low = at->z_low,
+                   .lda = c->is.kp,
+                   .b = at->w,
+                   .b_low = at->w_low,
+                   .ldb = c->is.kp,
+                   .out = t->y,
+                   .ldo = a->y_stride};
+    if (c->is.raw) {
+        pack.sum = at->s;
+        if (!t->gamma) /* W itself will do */
+            pack.high = NULL;
+        heddle__cuda_add_prepare(c, (norm_prepare){.job = {heddle__cuda_rows_of_x(c, (norm_rows){0}), pack}});
+        g.a = t->x;
+        g.lda = a->x_stride;
+        g.b = t->gamma ? at->w : t->w;
+        g.ldb = t->gamma ? c->is.kp : a->w_stride;
+        g.mean = at->mean;
+        g.rstd = at->rstd;
+        g.col_sum = at->s;
+        g.col_add = at->t;
+    } else if (!c->is.wide) {
+        const norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.high = at->z, .gamma = t->gamma, .beta = t->beta});
+        heddle__cuda_add_prepare(c, (norm_prepare){.job = {x}});
+        g.b = t->w;
+        g.ldb = a->w_stride;
+        g.bias = t->bias;
+    } else {
+        pack.row_exponent = at->w_exponent;
+        heddle__cuda_add_prepare(c,
+                                 (norm_prepare){.job = {heddle__cuda_rows_of_x(c, (norm_rows){.high = at->z}), pack}});
+        g.exponent = xhat_exponent(a->k);
+        g.col_exponent = at->w_exponent;
+        g.col_add = at->t;
+    }
+    heddle__cuda_add_gemm(c, GEMMS(fwd), &g, false, false);
+}
+
+static void launch(const norm_linear_choice *choice, norm_linear_call *c) {
+    unsigned char *const base = c->workspace;
+#define A(type, name, elements) c->at.name = base ? (type *)(void *)(base + choice->at.name) : NULL;
+    NORM_LINEAR_ARRAYS
+#undef A
+    if (c->pass == HEDDLE_BACKWARD)
+        heddle__cuda_products_backward(c);
+    else if (c->a->m > 0)
+        forward(c);
+}
+
+const norm_linear_family heddle__norm_linear_products = {takes, plan_products, launch};
