@@ -110,13 +110,26 @@ static inline int64_t norm_linear_extent(const heddle_norm_linear *a, char lette
     return letter == 'm' ? a->m : letter == 'k' ? a->k : a->n;
 }
 
-/* Scores have a row for each query and a column for each key: they are not packed, and their gradient is summed where its stride is 0. */
+/* A row for each query and a column for each key: never packed, and as an input repeated where its stride is 0. */
 static inline int is_of_scores(const char *shape) {
     return shape[0] == 'b' && shape[1] == 'h' && shape[2] == 'q' && shape[3] == 'k';
 }
 
-static inline int is_written(field_role role, heddle_pass pass) {
-    return role == (pass == HEDDLE_FORWARD ? ROLE_OUTPUT : ROLE_GRADIENT_OUT);
+static inline int is_input(const tensor_field *t) {
+    return t->role == ROLE_INPUT || t->role == ROLE_GRADIENT_IN;
+}
+
+static inline int is_output(const tensor_field *t) {
+    return !is_input(t);
+}
+
+/* The gradient of what may be repeated. */
+static inline int is_summed(const tensor_field *t) {
+    return t->role == ROLE_GRADIENT_OUT && is_of_scores(t->shape);
+}
+
+static inline int is_output_of(const tensor_field *t, heddle_pass pass) {
+    return t->role == (pass == HEDDLE_FORWARD ? ROLE_OUTPUT : ROLE_GRADIENT_OUT);
 }
 
 #endif

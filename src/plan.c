@@ -144,31 +144,26 @@ static heddle_status resolve_tensor(const tensor_rule *t, heddle_strides *stride
     return HEDDLE_OK;
 }
 
-static bool is_output(field_role role) {
-    return role == ROLE_OUTPUT || role == ROLE_GRADIENT_OUT;
-}
-
-/* One of attention_fields.def. All but `a` and `stride` are constants there, of which little is left after inlining. */
-__attribute__((always_inline)) static inline heddle_status resolve_field(const heddle_attention *a, const char *name,
-                                                                         field_role role, const char *shape,
-                                                                         const char *packed, heddle_strides *stride) {
-    const bool is_packed = packed && a->features & HEDDLE_VARLEN;
-    const tensor_rule t = {.name = name,
-                           .written = is_output(role),
-                           .summed = role == ROLE_GRADIENT_OUT && is_of_scores(shape),
-                           .packed = is_packed,
-                           .b = a->b,
-                           .h = attention_extent(a, shape[1]),
-                           .s = attention_extent(a, is_packed ? packed[0] : shape[2]),
-                           .last = attention_extent(a, shape[3])};
-    return resolve_tensor(&t, stride);
+/* `t` is a constant where the list is unrolled, so that little is left of it. */
+__attribute__((always_inline)) static inline heddle_status
+resolve_field(const heddle_attention *a, const tensor_field *t, heddle_strides *stride) {
+    const bool packed = t->packed && a->features & HEDDLE_VARLEN;
+    const tensor_rule rule = {.name = t->stride_name,
+                              .written = is_output(t),
+                              .summed = is_summed(t),
+                              .packed = packed,
+                              .b = a->b,
+                              .h = attention_extent(a, t->shape[1]),
+                              .s = attention_extent(a, packed ? t->packed[0] : t->shape[2]),
+                              .last = attention_extent(a, t->shape[3])};
+    return resolve_tensor(&rule, stride);
 }
 
 /* The tensors of options come last, and mostly there are none. */
 static heddle_status resolve_option_strides(heddle_attention *a) {
 #define STRIDED(id, name, stride, element, shape, packed, role, forward, backward, feature, option)                    \
     if (a->features & (feature))                                                                                       \
-        TRY(resolve_field(a, #stride, ROLE_##role, shape, packed, &a->stride##_stride));
+        TRY(resolve_field(a, &attention_fields[FIELD_##id], &a->stride##_stride));
 #include "attention_fields.def"
     return HEDDLE_OK;
 }
@@ -176,7 +171,7 @@ static heddle_status resolve_option_strides(heddle_attention *a) {
 static heddle_status resolve_all_strides(heddle_attention *a) {
 #define STRIDED(id, name, stride, element, shape, packed, role, forward, backward, feature, option)                    \
     if ((feature) == 0)                                                                                                \
-        TRY(resolve_field(a, #stride, ROLE_##role, shape, packed, &a->stride##_stride));
+        TRY(resolve_field(a, &attention_fields[FIELD_##id], &a->stride##_stride));
 #include "attention_fields.def"
 #define STRIDED(id, name, stride, element, shape, packed, role, forward, backward, feature, option) | (feature)
     const uint64_t options = 0
@@ -299,13 +294,14 @@ heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pas
 
 /* ------------------------------------------------------------------------------------------------ norm-linear */
 
-static heddle_status resolve_row_stride(const char *name, int64_t *stride, int64_t rows, int64_t last,
-                                        field_role role) {
+static heddle_status resolve_row_stride(const heddle_norm_linear *a, const tensor_field *t, int64_t *stride) {
+    const char *name = t->stride_name;
+    const int64_t rows = norm_linear_extent(a, t->shape[0]), last = norm_linear_extent(a, t->shape[1]);
     if (*stride < 0)
         return fail(HEDDLE_BAD_STRIDE, "%s_stride = %lld is negative", name, (long long)*stride);
     if (*stride == 0)
         *stride = last;
-    if (is_output(role) && *stride < last && rows > 1)
+    if (is_output(t) && *stride < last && rows > 1)
         return fail(HEDDLE_BAD_STRIDE, "%s_stride = %lld is less than a row's %lld: %s would overlap itself", name,
                     (long long)*stride, (long long)last, name);
     if (rows > 0 && multiply_add(rows - 1, *stride, last) < 0)
@@ -334,9 +330,8 @@ heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle
         return fail(HEDDLE_BAD_VALUE, "eps = %g is not a finite number >= 0", a->eps);
     if (a->eps == 0)
         a->eps = 1e-5;
-#define STRIDED(id, name, stride, element, shape, packed, role, forward, backward, feature, option)                    \
-    TRY(resolve_row_stride(#stride, &a->stride##_stride, norm_linear_extent(a, (shape)[0]),                            \
-                           norm_linear_extent(a, (shape)[1]), ROLE_##role));
+#define STRIDED(id, name, stride, ...)                                                                                 \
+    TRY(resolve_row_stride(a, &norm_linear_fields[FIELD_N_##id], &a->stride##_stride));
 #include "norm_linear_fields.def"
     const double m = (double)a->m + 64, k = (double)a->k + 64, n = (double)a->n + 64;
     if (m * k > MAX_PRODUCT || m * n > MAX_PRODUCT || n * k > MAX_PRODUCT)

@@ -210,6 +210,16 @@ size_t element_size(int element) {
     }
 }
 
+int element_of(const tensor_field *f, heddle_dtype dtype) {
+    switch (f->element) {
+    case OF_DTYPE: return (int)dtype;
+    case OF_FLOAT: return dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
+    case OF_BOOL: return ELEMENT_U8;
+    case OF_INT32: return ELEMENT_I32;
+    default: return ELEMENT_U64;
+    }
+}
+
 /* A NaN that no arithmetic makes; for integers a value that leads astray. */
 static void poison(int element, void *p) {
     switch (element) {

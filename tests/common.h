@@ -10,6 +10,7 @@
 #ifndef HEDDLE_TESTS_COMMON_H
 #define HEDDLE_TESTS_COMMON_H
 
+#include "fields.h"
 #include "heddle.h"
 
 #include <setjmp.h>
@@ -67,6 +68,8 @@ typedef struct tensor {
 } tensor;
 
 size_t element_size(int element);
+/* Of a field of a problem in `dtype`. */
+int element_of(const tensor_field *f, heddle_dtype dtype);
 /* A poisoned tensor. Strides may be 0 (repeated). `skew` moves the data off the alignment of vectors. */
 tensor tensor_new(heddle_device device, int element, const int64_t dim[4], const int64_t stride[4], bool skew);
 tensor tensor_vector(heddle_device device, int element, int64_t n);
@@ -115,30 +118,11 @@ float round_to(int precision, float x);
 
 /* --------------------------------------------------------------------------------------------------- attention */
 
+/* T_Q, T_K, ...: the tensors of src/attention_fields.def. */
+#define DENSE(id, ...) T_##id,
+#define STRIDED(id, ...) T_##id,
 enum attention_tensor {
-    T_Q,
-    T_K,
-    T_V,
-    T_ALIBI,
-    T_BIAS,
-    T_BOOL_MASK,
-    T_SINKS,
-    T_CU_Q,
-    T_CU_K,
-    T_LEN_Q,
-    T_LEN_K,
-    T_RNG, /* inputs of both */
-    T_O,
-    T_LSE,
-    T_WEIGHTS, /* outputs of forward */
-    T_DOUT,
-    T_DLSE,
-    T_DWEIGHTS, /* inputs of backward */
-    T_DQ,
-    T_DK,
-    T_DV,
-    T_DBIAS,
-    T_DSINKS, /* outputs of backward */
+#include "attention_fields.def"
     T_COUNT
 };
 extern const char *const attention_tensor_name[T_COUNT];
@@ -197,21 +181,10 @@ void plain_attention(attention_problem *p, bool backwards, double natural[T_COUN
 
 /* ------------------------------------------------------------------------------------------------- norm-linear */
 
+#define DENSE(id, ...) N_##id,
+#define STRIDED(id, ...) N_##id,
 enum norm_linear_tensor {
-    N_X,
-    N_GAMMA,
-    N_BETA,
-    N_W,
-    N_C,
-    N_Y,
-    N_MEAN,
-    N_RSTD,
-    N_DY,
-    N_DX,
-    N_DGAMMA,
-    N_DBETA,
-    N_DW,
-    N_DC,
+#include "norm_linear_fields.def"
     N_COUNT
 };
 extern const char *const norm_linear_tensor_name[N_COUNT];

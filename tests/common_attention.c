@@ -8,29 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-const char *const attention_tensor_name[T_COUNT] = {"q",
-                                                    "k",
-                                                    "v",
-                                                    "alibi_slopes",
-                                                    "bias",
-                                                    "bool_mask",
-                                                    "sinks",
-                                                    "cu_seqlens_q",
-                                                    "cu_seqlens_k",
-                                                    "seqlens_q",
-                                                    "seqlens_k",
-                                                    "rng_state",
-                                                    "o",
-                                                    "lse",
-                                                    "weights",
-                                                    "dout",
-                                                    "dlse",
-                                                    "dweights",
-                                                    "dq",
-                                                    "dk",
-                                                    "dv",
-                                                    "dbias",
-                                                    "dsinks"};
+#define DENSE(id, name, ...) #name,
+#define STRIDED(id, name, ...) #name,
+const char *const attention_tensor_name[T_COUNT] = {
+#include "attention_fields.def"
+};
 
 heddle_attention attention_desc(heddle_dtype dtype, int64_t b, int64_t h, int64_t hk, int64_t sq, int64_t sk, int64_t d,
                                 int64_t dv) {
@@ -63,80 +45,41 @@ static void literal(heddle_strides *s, bool packed, int64_t h, int64_t rows, int
         s->s = 0;
 }
 
-/* dbias has one element along what it is summed over, be it nothing. */
-static tensor dbias_tensor(const attention_problem *p, bool skew) {
+/* A tensor of [b, h, s, last], b = 1 if it is packed; lse and dlse have no last dimension. */
+static tensor data_tensor(const attention_problem *p, const tensor_field *f, int element, bool skew) {
     const heddle_attention *a = &p->a;
-    heddle_strides s = a->dbias_stride;
-    literal(&s, false, a->h, a->sq, a->sk);
-    return tensor_new(a->device, (int)a->dtype,
-                      (int64_t[]){a->b || s.b ? a->b : 1, a->h, a->sq || s.s ? a->sq : 1, a->sk},
-                      (int64_t[]){s.b, s.h, s.s, 1}, skew);
-}
-
-static tensor data_tensor(const attention_problem *p, int element, heddle_strides s, bool per_sequence, int64_t h,
-                          int64_t rows, int64_t last, bool skew) {
-    bool packed = (p->a.features & HEDDLE_VARLEN) && !per_sequence;
+    const bool packed = f->packed && a->features & HEDDLE_VARLEN;
+    const int64_t h = attention_extent(a, f->shape[1]), last = f->shape[3] ? attention_extent(a, f->shape[3]) : 1;
+    const int64_t rows = attention_extent(a, !packed ? f->shape[2] : f->shape[3] ? f->packed[0] : f->packed[1]);
+    heddle_strides s = packed ? (heddle_strides){0, rows, 1} : (heddle_strides){h * rows, rows, 1};
+    if (f->stride)
+        memcpy(&s, (const char *)a + f->stride, sizeof s);
     literal(&s, packed, h, rows, last);
-    return tensor_new(p->a.device, element, (int64_t[]){packed ? 1 : p->a.b, h, rows, last},
-                      (int64_t[]){s.b, s.h, s.s, 1}, skew);
+    int64_t dim[4] = {packed ? 1 : a->b, h, rows, last};
+    if (is_summed(f)) { /* one element along what it is summed over, be it nothing */
+        dim[0] = dim[0] || s.b ? dim[0] : 1;
+        dim[2] = dim[2] || s.s ? dim[2] : 1;
+    }
+    return tensor_new(a->device, element, dim, (int64_t[]){s.b, s.h, s.s, 1}, skew);
 }
 
 /* All tensors that the description has, poisoned; `skip` leaves optional ones out. */
 static void make_tensors(attention_problem *p, uint32_t skip, bool skew, bool len_q, bool len_k) {
     const heddle_attention *a = &p->a;
-    heddle_device device = a->device;
-    int type = (int)a->dtype, real = type == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
-    uint64_t f = a->features;
-    int64_t h = a->h, hk = a->hk, rq = f & HEDDLE_VARLEN ? a->total_q : a->sq,
-            rk = f & HEDDLE_VARLEN ? a->total_k : a->sk;
-    heddle_strides contiguous = {0};
-    heddle_strides rows = f & HEDDLE_VARLEN ? (heddle_strides){0, rq, 1} : (heddle_strides){h * rq, rq, 1};
-    tensor *t = p->t;
-    t[T_Q] = data_tensor(p, type, a->q_stride, false, h, rq, a->d, skew);
-    t[T_K] = data_tensor(p, type, a->k_stride, false, hk, rk, a->d, skew);
-    t[T_V] = data_tensor(p, type, a->v_stride, false, hk, rk, a->dv, skew);
-    t[T_O] = data_tensor(p, type, a->o_stride, false, h, rq, a->dv, skew);
-    t[T_DOUT] = data_tensor(p, type, a->do_stride, false, h, rq, a->dv, skew);
-    t[T_DQ] = data_tensor(p, type, a->dq_stride, false, h, rq, a->d, skew);
-    t[T_DK] = data_tensor(p, type, a->dk_stride, false, hk, rk, a->d, skew);
-    t[T_DV] = data_tensor(p, type, a->dv_stride, false, hk, rk, a->dv, skew);
-    t[T_LSE] = data_tensor(p, real, rows, false, h, rq, 1, skew);
-    t[T_DLSE] = data_tensor(p, real, rows, false, h, rq, 1, skew);
-    if (f & HEDDLE_ALIBI)
-        t[T_ALIBI] =
-            tensor_new(device, real, (int64_t[]){a->b, 1, 1, h}, (int64_t[]){a->alibi_stride_b, 0, 0, 1}, skew);
-    if (f & HEDDLE_BIAS) {
-        t[T_BIAS] = data_tensor(p, type, a->bias_stride, true, h, a->sq, a->sk, skew);
-        t[T_DBIAS] = dbias_tensor(p, skew);
+    for (int x = 0; x < T_COUNT; x++) {
+        const tensor_field *f = &attention_fields[x];
+        const int element = element_of(f, a->dtype);
+        if ((f->feature && !(a->features & f->feature)) || skip >> x & 1 || (x == T_LEN_Q && !len_q) ||
+            (x == T_LEN_K && !len_k))
+            continue;
+        if (x == T_ALIBI)
+            p->t[x] = tensor_new(a->device, element, (int64_t[]){a->b, 1, 1, a->h},
+                                 (int64_t[]){a->alibi_stride_b, 0, 0, 1}, skew);
+        else if (!f->shape[1])
+            p->t[x] = tensor_vector(a->device, element, attention_extent(a, f->shape[0]));
+        else
+            p->t[x] = data_tensor(p, f, element, skew);
     }
-    if (f & HEDDLE_BOOL_MASK)
-        t[T_BOOL_MASK] = data_tensor(p, ELEMENT_U8, a->bool_mask_stride, true, h, a->sq, a->sk, skew);
-    if (f & HEDDLE_SINKS) {
-        t[T_SINKS] = tensor_vector(device, real, h);
-        t[T_DSINKS] = tensor_vector(device, real, h);
-    }
-    if (f & HEDDLE_VARLEN) {
-        t[T_CU_Q] = tensor_vector(device, ELEMENT_I32, a->b + 1);
-        t[T_CU_K] = tensor_vector(device, ELEMENT_I32, a->b + 1);
-    }
-    if (len_q)
-        t[T_LEN_Q] = tensor_vector(device, ELEMENT_I32, a->b);
-    if (len_k)
-        t[T_LEN_K] = tensor_vector(device, ELEMENT_I32, a->b);
-    if (f & HEDDLE_RNG_STATE)
-        t[T_RNG] = tensor_vector(device, ELEMENT_U64, 2);
-    if (f & HEDDLE_WEIGHTS) {
-        t[T_WEIGHTS] = data_tensor(p, type, a->weights_stride, true, h, a->sq, a->sk, skew);
-        t[T_DWEIGHTS] = data_tensor(p, type, a->dweights_stride, true, h, a->sq, a->sk, skew);
-    }
-    (void)contiguous;
-    for (int x = 0; x < T_COUNT; x++)
-        if (skip >> x & 1)
-            tensor_free(&t[x]);
-}
-
-static bool is_input(int which) {
-    return which < T_O || (which > T_WEIGHTS && which < T_DQ);
 }
 
 static void fill_vector(tensor *t, const int32_t *values, int64_t n) {
@@ -222,7 +165,7 @@ static void fill_inputs(attention_problem *p, const attention_case *c) {
     tensor *t = p->t;
     for (int x = 0; x < T_COUNT; x++) {
         double magnitude = x == T_Q ? c->q_magnitude : x == T_K ? c->k_magnitude : x == T_V ? c->v_magnitude : 1;
-        if (!t[x].host || !is_input(x))
+        if (!t[x].host || !is_input(&attention_fields[x]))
             continue;
         switch (x) {
         case T_BOOL_MASK: fill_mask(p, c, &r); break;
@@ -283,7 +226,7 @@ attention_problem attention_copy(const attention_problem *p, heddle_dtype dtype,
         skip |= p->t[x].host ? 0 : UINT32_C(1) << x;
     make_tensors(&q, skip, p->t[T_Q].guard != 64, p->t[T_LEN_Q].host != NULL, p->t[T_LEN_K].host != NULL);
     for (int x = 0; x < T_COUNT; x++) {
-        if (!is_input(x) || !p->t[x].host)
+        if (!is_input(&attention_fields[x]) || !p->t[x].host)
             continue;
         if (x == T_RNG)
             memcpy(q.t[x].host, p->t[x].host, (size_t)(q.t[x].span + 2 * q.t[x].guard) * 8);
@@ -300,39 +243,13 @@ void attention_free(attention_problem *p) {
 }
 
 heddle_attention_data attention_data(const attention_problem *p, bool backward) {
-    const tensor *t = p->t;
-    heddle_attention_data data = {.size = sizeof data,
-                                  .q = tensor_pointer(&t[T_Q]),
-                                  .k = tensor_pointer(&t[T_K]),
-                                  .v = tensor_pointer(&t[T_V]),
-                                  .alibi_slopes = tensor_pointer(&t[T_ALIBI]),
-                                  .bias = tensor_pointer(&t[T_BIAS]),
-                                  .bool_mask = tensor_pointer(&t[T_BOOL_MASK]),
-                                  .sinks = tensor_pointer(&t[T_SINKS]),
-                                  .cu_seqlens_q = tensor_pointer(&t[T_CU_Q]),
-                                  .cu_seqlens_k = tensor_pointer(&t[T_CU_K]),
-                                  .seqlens_q = tensor_pointer(&t[T_LEN_Q]),
-                                  .seqlens_k = tensor_pointer(&t[T_LEN_K]),
-                                  .rng_state = tensor_pointer(&t[T_RNG]),
-                                  .o = tensor_pointer(&t[T_O]),
-                                  .lse = tensor_pointer(&t[T_LSE])};
-    if (!backward) {
-        data.weights = tensor_pointer(&t[T_WEIGHTS]);
-        return data;
+    heddle_attention_data data = {.size = sizeof data};
+    for (int x = 0; x < T_COUNT; x++) {
+        void *pointer = tensor_pointer(&p->t[x]);
+        if (attention_fields[x].need[backward] != NEED_UNUSED)
+            memcpy((char *)&data + attention_fields[x].offset, &pointer, sizeof pointer);
     }
-    data.dout = tensor_pointer(&t[T_DOUT]);
-    data.dlse = tensor_pointer(&t[T_DLSE]);
-    data.dweights = tensor_pointer(&t[T_DWEIGHTS]);
-    data.dq = tensor_pointer(&t[T_DQ]);
-    data.dk = tensor_pointer(&t[T_DK]);
-    data.dv = tensor_pointer(&t[T_DV]);
-    data.dbias = tensor_pointer(&t[T_DBIAS]);
-    data.dsinks = tensor_pointer(&t[T_DSINKS]);
     return data;
-}
-
-static bool is_output_of(int which, heddle_pass pass) {
-    return pass == HEDDLE_FORWARD ? which >= T_O && which <= T_WEIGHTS : which >= T_DQ;
 }
 
 /* Prints what went wrong and returns false. */
@@ -359,11 +276,11 @@ static bool run_pass(attention_problem *p, heddle_pass pass) {
     workspace_free(p->a.device, workspace);
     for (int x = 0; x < T_COUNT; x++) {
         tensor_download(&p->t[x]);
-        if (!is_output_of(x, pass) && !tensor_unchanged(&p->t[x])) {
+        if (!is_output_of(&attention_fields[x], pass) && !tensor_unchanged(&p->t[x])) {
             printf("  %s %s: changed %s, which it does not write\n", side, name, attention_tensor_name[x]);
             right = false;
         }
-        if (is_output_of(x, pass) && !tensor_gaps_unchanged(&p->t[x])) {
+        if (is_output_of(&attention_fields[x], pass) && !tensor_gaps_unchanged(&p->t[x])) {
             printf("  %s %s: wrote around %s or between its rows\n", side, name, attention_tensor_name[x]);
             right = false;
         }
@@ -405,8 +322,9 @@ bool attention_is_right(const attention_case *c) {
     plain_attention(&plain, false, natural);
     /* What rounding takes from large scores (ALiBi's, far away) is a relative error of P, in proportion to them. */
     const double condition = c->ill_conditioned ? INFINITY : fmax(1, natural[T_LSE] / 64);
-    for (int x = T_O; right && x < T_COUNT; x++) {
-        if (!is_output_of(x, HEDDLE_FORWARD) && !(backward && is_output_of(x, HEDDLE_BACKWARD)))
+    for (int x = 0; right && x < T_COUNT; x++) {
+        if (!is_output_of(&attention_fields[x], HEDDLE_FORWARD) &&
+            !(backward && is_output_of(&attention_fields[x], HEDDLE_BACKWARD)))
             continue;
         tensor_keep_worse(&plain.t[x], &other.t[x], &ref.t[x]);
         /* D of a row is made from the rounded o: in a sum of D alone that is not small, though it averages out. */
@@ -428,29 +346,32 @@ bool attention_is_right(const attention_case *c) {
 void attention_print(const attention_case *c) {
     static const char *const dtype[] = {"f32", "bf16", "f16", "f64"}, *const mask[] = {"none", "top-left",
                                                                                        "bottom-right"};
-    static const char *const feature[] = {"window",  "alibi",   "bias",      "bool_mask",     "sinks", "varlen",
-                                          "seqlens", "weights", "rng_state", "deterministic", "tf32"};
+    static const struct {
+        const char *name;
+        uint64_t bit;
+    } feature[] = {
+#define FEATURE(name, bit) {#name, bit},
+#include "attention_fields.def"
+    };
     const heddle_attention *a = &c->a;
     printf("  case: %s b %" PRId64 " h %" PRId64 "/%" PRId64 " s %" PRId64 "x%" PRId64 " d %" PRId64 "/%" PRId64
            " mask %s scale %g softcap %g dropout %g seed %" PRIu64 " skip 0x%x",
            dtype[a->dtype & 3], a->b, a->h, a->hk, a->sq, a->sk, a->d, a->dv, mask[a->mask], a->scale, a->softcap,
            a->dropout, c->seed, (unsigned)c->skip);
     for (size_t x = 0; x < COUNT(feature); x++)
-        if (a->features >> x & 1)
-            printf(" %s", feature[x]);
+        if (a->features & feature[x].bit)
+            printf(" %s", feature[x].name);
     if (a->features & HEDDLE_WINDOW)
         printf(" (%" PRId64 ", %" PRId64 ")", a->window_left, a->window_right);
     if (a->features & HEDDLE_VARLEN)
         printf(" total %" PRId64 " %" PRId64, a->total_q, a->total_k);
-    const struct {
-        const char *name;
-        heddle_strides s;
-    } stride[] = {{"q", a->q_stride}, {"k", a->k_stride},       {"v", a->v_stride},
-                  {"o", a->o_stride}, {"bias", a->bias_stride}, {"dbias", a->dbias_stride}};
-    for (size_t x = 0; x < COUNT(stride); x++)
-        if (stride[x].s.b || stride[x].s.h || stride[x].s.s)
-            printf(" %s[%" PRId64 ",%" PRId64 ",%" PRId64 "]", stride[x].name, stride[x].s.b, stride[x].s.h,
-                   stride[x].s.s);
+    for (int x = 0; x < T_COUNT; x++) {
+        heddle_strides s = {0};
+        if (attention_fields[x].stride)
+            memcpy(&s, (const char *)a + attention_fields[x].stride, sizeof s);
+        if (s.b || s.h || s.s)
+            printf(" %s[%" PRId64 ",%" PRId64 ",%" PRId64 "]", attention_tensor_name[x], s.b, s.h, s.s);
+    }
     printf("%s%s\n", c->same_input ? " q=k=v" : "", c->poison_masked ? " poisoned" : "");
 }
 

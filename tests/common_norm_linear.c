@@ -5,9 +5,13 @@
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
+#include <string.h>
 
-const char *const norm_linear_tensor_name[N_COUNT] = {"x",    "gamma", "beta", "w",      "bias",  "y",  "mean",
-                                                      "rstd", "dy",    "dx",   "dgamma", "dbeta", "dw", "dbias"};
+#define DENSE(id, name, ...) #name,
+#define STRIDED(id, name, ...) #name,
+const char *const norm_linear_tensor_name[N_COUNT] = {
+#include "norm_linear_fields.def"
+};
 
 heddle_norm_linear norm_linear_desc(heddle_dtype dtype, heddle_norm norm, int64_t m, int64_t k, int64_t n) {
     return (heddle_norm_linear){.size = sizeof(heddle_norm_linear),
@@ -19,41 +23,26 @@ heddle_norm_linear norm_linear_desc(heddle_dtype dtype, heddle_norm norm, int64_
                                 .n = n};
 }
 
-static bool is_input(int which) {
-    return which < N_Y || which == N_DY;
-}
-
 static void make_tensors(norm_linear_problem *p, uint32_t skip, bool skew) {
-    const heddle_norm_linear *a = &p->a;
-    int type = (int)a->dtype, real = type == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
-    const struct {
-        int which, element;
-        int64_t rows, last, stride;
-    } all[] = {{N_X, type, a->m, a->k, a->x_stride},
-               {N_GAMMA, type, 1, a->k, 0},
-               {N_BETA, type, 1, a->k, 0},
-               {N_W, type, a->n, a->k, a->w_stride},
-               {N_C, type, 1, a->n, 0},
-               {N_Y, type, a->m, a->n, a->y_stride},
-               {N_MEAN, real, 1, a->m, 0},
-               {N_RSTD, real, 1, a->m, 0},
-               {N_DY, type, a->m, a->n, a->dy_stride},
-               {N_DX, type, a->m, a->k, a->dx_stride},
-               {N_DGAMMA, type, 1, a->k, 0},
-               {N_DBETA, type, 1, a->k, 0},
-               {N_DW, type, a->n, a->k, a->dw_stride},
-               {N_DC, type, 1, a->n, 0}};
-    for (size_t x = 0; x < COUNT(all); x++)
-        if (!(skip >> all[x].which & 1))
-            p->t[all[x].which] = tensor_new(a->device, all[x].element, (int64_t[]){1, 1, all[x].rows, all[x].last},
-                                            (int64_t[]){0, 0, all[x].stride ? all[x].stride : all[x].last, 1}, skew);
+    for (int x = 0; x < N_COUNT; x++) {
+        const tensor_field *f = &norm_linear_fields[x];
+        const bool vector = !f->shape[1];
+        const int64_t rows = vector ? 1 : norm_linear_extent(&p->a, f->shape[0]);
+        const int64_t last = norm_linear_extent(&p->a, f->shape[!vector]);
+        int64_t stride = 0;
+        if (f->stride)
+            memcpy(&stride, (const char *)&p->a + f->stride, sizeof stride);
+        if (!(skip >> x & 1))
+            p->t[x] = tensor_new(p->a.device, element_of(f, p->a.dtype), (int64_t[]){1, 1, rows, last},
+                                 (int64_t[]){0, 0, stride ? stride : last, 1}, skew);
+    }
 }
 
 static void fill_inputs(norm_linear_problem *p, const norm_linear_case *c) {
     rng r = {c->seed * 0x9E3779B97F4A7C15u + 29};
     double w = c->w_magnitude > 0 ? c->w_magnitude : 1 / sqrt((double)p->a.k);
     for (int x = 0; x < N_COUNT; x++)
-        if (p->t[x].host && is_input(x))
+        if (p->t[x].host && is_input(&norm_linear_fields[x]))
             tensor_fill_normal(&p->t[x], &r, x == N_W ? w : 1);
     tensor *t = &p->t[N_X];
     for (int64_t e = 0; e < p->a.k; e++) {
@@ -90,7 +79,7 @@ norm_linear_problem norm_linear_copy(const norm_linear_problem *p, heddle_dtype 
         skip |= p->t[x].host ? 0 : UINT32_C(1) << x;
     make_tensors(&q, skip, p->t[N_X].guard != 64);
     for (int x = 0; x < N_COUNT; x++)
-        if (is_input(x) && p->t[x].host)
+        if (is_input(&norm_linear_fields[x]) && p->t[x].host)
             tensor_convert(&q.t[x], &p->t[x]);
     upload_all(&q);
     return q;
@@ -102,31 +91,15 @@ void norm_linear_free(norm_linear_problem *p) {
 }
 
 heddle_norm_linear_data norm_linear_data(const norm_linear_problem *p, bool backward) {
-    const tensor *t = p->t;
-    heddle_norm_linear_data data = {.size = sizeof data,
-                                    .x = tensor_pointer(&t[N_X]),
-                                    .gamma = tensor_pointer(&t[N_GAMMA]),
-                                    .beta = tensor_pointer(&t[N_BETA]),
-                                    .w = tensor_pointer(&t[N_W]),
-                                    .bias = tensor_pointer(&t[N_C]),
-                                    .y = tensor_pointer(&t[N_Y]),
-                                    .mean = tensor_pointer(&t[N_MEAN]),
-                                    .rstd = tensor_pointer(&t[N_RSTD])};
-    if (!backward)
-        return data;
-    if (!data.mean || !data.rstd)
+    heddle_norm_linear_data data = {.size = sizeof data};
+    for (int x = 0; x < N_COUNT; x++) {
+        void *pointer = tensor_pointer(&p->t[x]);
+        if (norm_linear_fields[x].need[backward] != NEED_UNUSED)
+            memcpy((char *)&data + norm_linear_fields[x].offset, &pointer, sizeof pointer);
+    }
+    if (backward && (!data.mean || !data.rstd))
         data.mean = data.rstd = NULL;
-    data.dy = tensor_pointer(&t[N_DY]);
-    data.dx = tensor_pointer(&t[N_DX]);
-    data.dgamma = tensor_pointer(&t[N_DGAMMA]);
-    data.dbeta = tensor_pointer(&t[N_DBETA]);
-    data.dw = tensor_pointer(&t[N_DW]);
-    data.dbias = tensor_pointer(&t[N_DC]);
     return data;
-}
-
-static bool is_output_of(int which, heddle_pass pass) {
-    return pass == HEDDLE_FORWARD ? which >= N_Y && which <= N_RSTD : which >= N_DX;
 }
 
 static bool run_pass(norm_linear_problem *p, heddle_pass pass) {
@@ -152,11 +125,11 @@ static bool run_pass(norm_linear_problem *p, heddle_pass pass) {
     workspace_free(p->a.device, workspace);
     for (int x = 0; x < N_COUNT; x++) {
         tensor_download(&p->t[x]);
-        if (!is_output_of(x, pass) && !tensor_unchanged(&p->t[x])) {
+        if (!is_output_of(&norm_linear_fields[x], pass) && !tensor_unchanged(&p->t[x])) {
             printf("  %s %s: changed %s, which it does not write\n", side, name, norm_linear_tensor_name[x]);
             right = false;
         }
-        if (is_output_of(x, pass) && !tensor_gaps_unchanged(&p->t[x])) {
+        if (is_output_of(&norm_linear_fields[x], pass) && !tensor_gaps_unchanged(&p->t[x])) {
             printf("  %s %s: wrote around %s or between its rows\n", side, name, norm_linear_tensor_name[x]);
             right = false;
         }
@@ -184,7 +157,7 @@ bool norm_linear_is_right(const norm_linear_case *c) {
     plain_norm_linear(&plain, false, natural);
     plain_norm_linear(&other, true, natural);
     for (int x = N_Y; right && x < N_COUNT; x++) {
-        if (is_input(x))
+        if (is_input(&norm_linear_fields[x]))
             continue;
         tensor_keep_worse(&plain.t[x], &other.t[x], &ref.t[x]);
         right = compare_tensor(norm_linear_tensor_name[x], precision_of(p.a.dtype, p.a.features), &p.t[x], &ref.t[x],

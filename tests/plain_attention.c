@@ -385,8 +385,8 @@ static double store_sums(tensor *t, const double *sum, const double *size) {
 
 void plain_attention(attention_problem *p, bool backwards, double natural[T_COUNT]) {
     memset(natural, 0, T_COUNT * sizeof *natural);
-    for (int which = T_O; which < T_COUNT; which++)
-        if (which <= T_WEIGHTS || which >= T_DQ)
+    for (int which = 0; which < T_COUNT; which++)
+        if (is_output(&attention_fields[which]))
             plain_blank(p, which, which == T_DK || which == T_DV, which == T_LSE ? -INFINITY : 0);
     sums s = {.dk = zeros(p->t[T_DK].span, 8),
               .dv = zeros(p->t[T_DV].span, 8),

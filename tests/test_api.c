@@ -273,6 +273,7 @@ static const pointer_fault faults[] = {
     FAULT(dbias, HEDDLE_BIAS, false, false, false),
     FAULT(dsinks, HEDDLE_SINKS, false, false, false),
 };
+_Static_assert(COUNT(faults) == T_COUNT, "a tensor is tested by nobody");
 
 static char *field(heddle_attention_data *data, const pointer_fault *f) {
     char *p;
@@ -553,6 +554,7 @@ static const pointer_fault linear_faults[] = {
     LINEAR_FAULT(dx, false, false),   LINEAR_FAULT(dgamma, false, false), LINEAR_FAULT(dbeta, false, false),
     LINEAR_FAULT(dw, false, false),   LINEAR_FAULT(dbias, false, false),
 };
+_Static_assert(COUNT(linear_faults) == N_COUNT, "a tensor is tested by nobody");
 
 static void test_norm_linear_pointers(void **state) {
     (void)state;

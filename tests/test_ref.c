@@ -194,8 +194,7 @@ static double norm_linear_loss_of(void *problem) {
 }
 
 static void check_norm_linear_gradients(const norm_linear_case *c) {
-    static const int gradients[][2] = {
-        {N_X, N_DX}, {N_GAMMA, N_DGAMMA}, {N_BETA, N_DBETA}, {N_W, N_DW}, {N_C, N_DC}};
+    static const int gradients[][2] = {{N_X, N_DX}, {N_GAMMA, N_DGAMMA}, {N_BETA, N_DBETA}, {N_W, N_DW}, {N_C, N_DC}};
     norm_linear_problem made = norm_linear_new(c), p = norm_linear_copy(&made, HEDDLE_F64, HEDDLE_REF);
     norm_linear_run(&p, HEDDLE_FORWARD);
     norm_linear_run(&p, HEDDLE_BACKWARD);

@@ -139,8 +139,9 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
         a->dk_stride = random_strides(&r, true, b, a->hk, rk, a->d);
         a->dv_stride = random_strides(&r, true, b, a->hk, rk, a->dv);
     }
-    for (int x = T_DOUT; x < T_COUNT; x++)
-        c.skip |= rng_chance(&r, 0.08) ? UINT32_C(1) << x : 0;
+    for (int x = 0; x < T_COUNT; x++)
+        c.skip |=
+            attention_fields[x].need[HEDDLE_FORWARD] == NEED_UNUSED && rng_chance(&r, 0.08) ? UINT32_C(1) << x : 0;
     c.poison_masked = rng_chance(&r, 0.7);
     if (a->features & HEDDLE_BIAS && rng_chance(&r, 0.3))
         c.huge_bias = -INFINITY;

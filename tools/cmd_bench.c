@@ -108,7 +108,7 @@ static bool set_up(job *j, arena *m, bool backward) {
         if (t[f].feature || (!j->linear && f == DLSE) || (!backward && t[f].role >= ROLE_GRADIENT_IN))
             continue;
         j->data[f] = arena_array(m, field_count(j, f), field_bytes(j, f));
-        if (t[f].role == ROLE_INPUT || t[f].role == ROLE_GRADIENT_IN)
+        if (is_input(&t[f]))
             fill(j, f, &r);
     }
     return job_prepare(j, m, backward);

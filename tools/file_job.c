@@ -6,10 +6,6 @@
 #include <stdio.h>
 #include <string.h>
 
-static bool is_input(const tensor_field *t) {
-    return t->role == ROLE_INPUT || t->role == ROLE_GRADIENT_IN;
-}
-
 void file_job_options(const job *j, const struct option *own, struct option out[FILE_JOB_MAX_OPTIONS]) {
     static const struct option shared[] = {
         {"dtype", required_argument, NULL, OPTION_DTYPE},

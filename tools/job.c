@@ -93,7 +93,7 @@ static int64_t strided_count(const job *j, int f) {
     bool packed = shape == job_fields(j)[f].packed;
     int64_t b = packed ? 1 : job_extent(j, shape[0]), h = job_extent(j, shape[1]);
     int64_t rows = job_extent(j, packed ? shape[0] : shape[2]), last = job_extent(j, shape[strlen(shape) - 1]);
-    if (f == DBIAS) { /* a sum is there, though it be of nothing */
+    if (is_summed(&job_fields(j)[f])) { /* a sum is there, though it be of nothing */
         b = s.b ? b : 1;
         h = s.h ? h : 1;
         rows = s.s ? rows : 1;
@@ -201,7 +201,7 @@ static bool enter(const job *j, heddle_pass pass, place *p) {
 static bool fetch(const job *j, heddle_pass pass, const place *p) {
     bool ok = !p->copied || device_memory_wait();
     for (int f = 0; p->copied && ok && job_fields(j)[f].name; f++)
-        if (j->data[f] && is_written(job_fields(j)[f].role, pass))
+        if (j->data[f] && is_output_of(&job_fields(j)[f], pass))
             ok = device_memory_copy(j->data[f], p->data[f], field_size(j, f));
     if (!ok)
         complain("the GPU: %s", device_memory_error());

@@ -283,7 +283,7 @@ static void allocate_outcome(const problem *p, arena *m, outcome *out) {
     for (int f = 0; job_fields(&p->j)[f].name; f++) {
         const tensor_field *t = &job_fields(&p->j)[f];
         bool wanted = !t->feature || (!p->j.linear && (p->j.a.features & t->feature));
-        if ((t->role != ROLE_OUTPUT && t->role != ROLE_GRADIENT_OUT) || !wanted)
+        if (!is_output(t) || !wanted)
             continue;
         int64_t n = field_count(&p->j, f);
         out->x[f] = arena_array(m, n, sizeof(double));

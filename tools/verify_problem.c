@@ -20,10 +20,6 @@ double *problem_input(problem *p, arena *m, int f) {
     return p->x[f] = arena_array(m, field_count(&p->j, f), sizeof(double));
 }
 
-static bool is_output(const tensor_field *t) {
-    return t->role == ROLE_OUTPUT || t->role == ROLE_GRADIENT_OUT;
-}
-
 /* lse and mean pass no gradient of their own to inputs that have none, so every float input is filled. */
 void problem_fill(problem *p, arena *m, random_state *r) {
     const tensor_field *t = job_fields(&p->j);

@@ -18,9 +18,17 @@ BROADCAST = -(2**63)
 FORWARD, BACKWARD = 0, 1
 CPU, REF, CUDA = 0, 1, 2
 F32, BF16, F16, F64 = 0, 1, 2, 3
-WINDOW, ALIBI, BIAS, BOOL_MASK, SINKS, VARLEN, SEQLENS, WEIGHTS, RNG_STATE, DETERMINISTIC, TF32 = (
-    1 << bit for bit in range(11)
-)
+_BITS = _C.features()
+WINDOW, BIAS, SINKS, VARLEN = _BITS["window"], _BITS["bias"], _BITS["sinks"], _BITS["varlen"]
+SEQLENS, WEIGHTS, DETERMINISTIC, TF32 = (_BITS[name] for name in ("seqlens", "weights", "deterministic", "tf32"))
+# What an input of the library is called here, where it is not the same.
+_OPTION_OF = {"bool_mask": "mask"}
+# The inputs of all options but the lengths and dropout, by their names in the library.
+_OPTIONAL = {
+    name: (element, shape, feature, stride)
+    for name, (element, role, shape, feature, stride) in _C.fields().items()
+    if role == "input" and feature not in (0, VARLEN, SEQLENS, _BITS["rng_state"])
+}
 
 # By DLPack's (type code, bits).
 _NAMES = {(2, 32): "float32", (4, 16): "bfloat16", (2, 16): "float16", (2, 64): "float64", (0, 32): "int32"}
@@ -251,13 +259,13 @@ class Problem:
         if not self.packed:
             d |= {"b": q[0], "sq": q[2], "sk": k[2]}
 
-    def _take(self, name: str, dtype: str, shape: Sequence[int] | None = None) -> View | None:
+    def _take(self, name: str, dtype: str, shape: Sequence[int] | None = None, field: str = "") -> View | None:
         value = self.options[name]
         if value is None:
             return None
         view = check(View(value, name), name, dtype, self.q, shape)
         self.kept.append(view)
-        self.addresses["bool_mask" if name == "mask" else name] = view.address
+        self.addresses[field or name] = view.address
         return view
 
     def _lengths(self) -> None:
@@ -275,7 +283,10 @@ class Problem:
             d |= {"total_q": self.q.shape[0], "total_k": self.k.shape[0], "features": d["features"] | VARLEN}
             self._check_packing("cu_seqlens_q", d["total_q"], d["sq"])
             self._check_packing("cu_seqlens_k", d["total_k"], d["sk"])
-            square = ("bias", "mask", "dweights")
+            square = (
+                *(_OPTION_OF.get(name, name) for name, field in _OPTIONAL.items() if field[1] == "bhqk"),
+                "dweights",
+            )
             if not options["return_weights"] and all(options[name] is None for name in square):
                 # No sequence is longer than all rows together, and the kernels' work grows with the limit.
                 d |= {"sq": min(d["sq"], d["total_q"]), "sk": min(d["sk"], d["total_k"])}
@@ -301,11 +312,12 @@ class Problem:
     def _masks(self) -> None:
         d = self.description
         full = [d["b"], d["h"], d["sq"], d["sk"]]
-        for name, dtype, field, feature in (
-            ("bias", self.q.dtype, "bias_stride", BIAS),
-            ("mask", "bool", "bool_mask_stride", BOOL_MASK),
-        ):
-            view = self._take(name, dtype)
+        dtypes = {"dtype": self.q.dtype, "float": _real(self.q), "bool": "bool"}
+        for field, (element, letters, feature, stride) in _OPTIONAL.items():
+            if letters != "bhqk":
+                continue
+            name = _OPTION_OF.get(field, field)
+            view = self._take(name, dtypes[element], field=field)
             if view is None:
                 continue
             shape = list(view.shape)
@@ -319,17 +331,20 @@ class Problem:
                     f"{name} has shape {shape}, but must broadcast to {full} with all of the last dimension"
                 )
             d["features"] |= feature
-            d[field] = _literal(view.shape, view.strides)
+            d[f"{stride}_stride"] = _literal(view.shape, view.strides)
         slopes = self._take("alibi_slopes", _real(self.q))
         if slopes is not None:
             if slopes.shape not in ([d["h"]], [d["b"], d["h"]]):
                 raise ValueError(
                     f"alibi_slopes has shape {slopes.shape}, but must have {[d['h']]} or {[d['b'], d['h']]}"
                 )
-            d["features"] |= ALIBI
+            d["features"] |= _BITS["alibi"]
             d["alibi_stride_b"] = slopes.strides[0] if len(slopes.shape) == 2 else 0
-        if self._take("sinks", _real(self.q), [d["h"]]) is not None:
-            d["features"] |= SINKS
+        for field, (element, letters, feature, _) in _OPTIONAL.items():
+            if field == "alibi_slopes" or letters == "bhqk":
+                continue
+            if self._take(_OPTION_OF.get(field, field), dtypes[element], [d[n] for n in letters], field) is not None:
+                d["features"] |= feature
 
     def _numbers(self) -> None:
         d, options = self.description, self.options

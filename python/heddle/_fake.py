@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heddle import _schema
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -128,7 +130,6 @@ def _attention_fake(
     return _like(q, v.shape[-1]), q.new_empty(rows, dtype=_real(q.dtype)), weights
 
 
-_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "rng_state")
 NEEDS_DQ, NEEDS_DK, NEEDS_DV, NEEDS_DBIAS, NEEDS_DSINKS = 1, 2, 4, 8, 16
 
 
@@ -141,16 +142,14 @@ def _attention_backward_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     *options: Any,
+    **more: Any,
 ) -> tuple[Tensor | None, ...]:
-    _check_devices(q, k=k, v=v, dout=dout, dlse=dlse, dweights=dweights, out=out, lse=lse, bias=bias, mask=mask)
-    lengths = dict(zip(_LENGTHS, options, strict=False))
-    _check_devices(q, alibi_slopes=alibi_slopes, sinks=sinks, **lengths)
-    needs = options[16] if len(options) > 16 else 31
+    names = _schema.names("attention_backward")[8:]
+    given = _schema.defaults("attention_backward") | dict(zip(names, options, strict=False)) | more
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    _check_devices(q, k=k, v=v, dout=dout, dlse=dlse, dweights=dweights, out=out, lse=lse, **tensors)
+    bias, sinks, needs = given["bias"], given["sinks"], given["needs"]
     return (
         _like(q, q.shape[-1]) if needs & NEEDS_DQ else None,
         _like(k, k.shape[-1]) if needs & NEEDS_DK else None,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from heddle import _fake, _plain, _vmap
+from heddle import _C, _fake, _plain, _schema, _vmap
 
 OLDEST_TORCH = (2, 10)
 
@@ -66,10 +66,19 @@ _fake.register()
 _registrations = _library.Library("heddle", "FRAGMENT")
 _below_autograd = torch._C._after_autograd_keyset
 # Where the tensors that can require a gradient end.
-_DIFFERENTIABLE = {"attention": 7, "attention_backward": 12, "norm_linear": 5, "norm_linear_backward": 7}
-_ATTENTION_TENSORS = 12  # q, k, v, bias, mask, alibi_slopes, sinks, cu_seqlens_*, seqlens_*, rng_state
-NUMBER_DEFAULTS = (-1, -1, 0.0, 0.0, 0.0, False, False, False)  # window, scale, softcap, dropout and the three bools
-_OPTION_DEFAULTS = (0, 0, 0, *NUMBER_DEFAULTS)  # all those behind the tensors
+_DIFFERENTIABLE = {
+    name: max(_schema.differentiable(forward, name)) + 1
+    for forward in ("attention", "norm_linear")
+    for name in (forward, f"{forward}_backward")
+}
+_ATTENTION_GRADIENTS = _schema.differentiable("attention", "attention")
+_LINEAR_GRADIENTS = _schema.differentiable("norm_linear", "norm_linear")
+_ATTENTION_TENSORS = _schema.tensors("attention")
+_ALIBI_SLOPES = _schema.names("attention").index("alibi_slopes")
+_DEFAULTS = _schema.defaults("attention")
+_OPTION_DEFAULTS = tuple(_DEFAULTS[name] for name in _schema.names("attention")[_ATTENTION_TENSORS:])
+_LINEAR_NAMES, _LINEAR_DEFAULTS = _schema.names("norm_linear"), _schema.defaults("norm_linear")
+NUMBER_DEFAULTS = _OPTION_DEFAULTS[3:]  # all those behind the two max_seqlens and causal
 
 
 def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
@@ -112,6 +121,12 @@ def _wants(ctx: Any, at: int) -> bool:
     return at + 1 < len(ctx.needs_input_grad) and bool(ctx.needs_input_grad[at + 1])
 
 
+def _in_place(made: Sequence[Tensor | None], places: Sequence[int], arguments: int) -> tuple[Tensor | None, ...]:
+    """The gradients of `redispatch`, which has none, and of an operator's arguments."""
+    given = dict(zip(places, made, strict=True))
+    return None, *(given.get(at) for at in range(arguments))
+
+
 def _last_contiguous(tensor: Tensor | None) -> Tensor | None:
     if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
         return tensor.contiguous()
@@ -121,7 +136,7 @@ def _last_contiguous(tensor: Tensor | None) -> Tensor | None:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, redispatch: Callable[..., Results], *args: Any) -> Results:
-        if _wants(ctx, 5):
+        if _wants(ctx, _ALIBI_SLOPES):
             raise NotImplementedError(
                 "alibi_slopes requires a gradient, but heddle computes none for it: detach it, or give it as a buffer"
             )
@@ -136,7 +151,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dout, dlse, dweights = grads
         out, lse, *tensors = ctx.saved_tensors
-        wanted = [_wants(ctx, at) for at in (0, 1, 2, 3, 6)]
+        wanted = [_wants(ctx, at) for at in _ATTENTION_GRADIENTS]
         needs = sum(1 << at for at, want in enumerate(wanted) if want)
         made = call(
             ops.attention_backward,
@@ -150,8 +165,7 @@ class _Attention(torch.autograd.Function):
             *(*ctx.options, *_OPTION_DEFAULTS[len(ctx.options) :]),
             needs,
         )
-        dq, dk, dv, dbias, dsinks = made
-        return None, dq, dk, dv, dbias, None, None, dsinks, *([None] * 16)
+        return _in_place(made, _ATTENTION_GRADIENTS, len(_schema.names("attention")))
 
 
 class _NormLinear(torch.autograd.Function):
@@ -160,19 +174,19 @@ class _NormLinear(torch.autograd.Function):
         y, mean, rstd = redispatch(*args)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(mean, rstd)
-        x, weight, _, gamma, beta = [*args, None, None, None][:5] if len(args) < 5 else args[:5]
-        ctx.save_for_backward(mean, rstd, x, weight, gamma, beta)
-        ctx.options = [*args[5:], *(1e-5, 0, False)[max(len(args) - 5, 0) :]]
+        given = _LINEAR_DEFAULTS | dict(zip(_LINEAR_NAMES, args, strict=False))
+        ctx.save_for_backward(mean, rstd, *(given[name] for name in ("x", "weight", "gamma", "beta")))
+        ctx.options = given["eps"], given["norm"], given["tf32"]
         return y, mean, rstd
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dy = grads[0]
         if dy is None:
-            return (None,) * 9
+            return (None,) * (1 + len(_LINEAR_NAMES))
         mean, rstd, x, weight, gamma, beta = ctx.saved_tensors
         eps, norm, tf32 = ctx.options
-        wanted = [_wants(ctx, at) for at in range(5)]
+        wanted = [_wants(ctx, at) for at in _LINEAR_GRADIENTS]
         made = call(
             ops.norm_linear_backward,
             dy.contiguous(),
@@ -188,7 +202,7 @@ class _NormLinear(torch.autograd.Function):
             tf32,
             sum(1 << at for at, want in enumerate(wanted) if want),
         )
-        return None, *made, None, None, None
+        return _in_place(made, _LINEAR_GRADIENTS, len(_LINEAR_NAMES))
 
 
 class _Refuse(torch.autograd.Function):
@@ -236,9 +250,10 @@ def _register_autocast(name: str, device: str, cast: Sequence[int]) -> None:
     _registrations.impl(name, kernel, key)
 
 
+_OF_DTYPE = [name for name, (element, role, *_) in _C.fields().items() if (element, role) == ("dtype", "input")]
 for _device in ("cpu", "cuda"):
-    _register_autocast("attention", _device, (0, 1, 2, 3))
-    _register_autocast("norm_linear", _device, (0, 1, 2, 3, 4))
+    _register_autocast("attention", _device, [_schema.names("attention").index(name) for name in _OF_DTYPE])
+    _register_autocast("norm_linear", _device, _LINEAR_GRADIENTS)
 
 _vmap.register(ops)
 
@@ -286,9 +301,9 @@ def call(operator: Callable[..., Any], *args: Any) -> Any:
 def long_backward(dout: Any, dlse: Any, out: Any, lse: Any, *rest: Any) -> tuple[Tensor | None, ...]:
     """The gradients of a plain call, with autograd above them: for lse's, for create_graph, and for compilers."""
     q, k, v, causal, scale, deterministic, needs = rest
-    options = (0, 0, causal, -1, -1, scale, 0.0, 0.0, False, deterministic, False)
+    given = _DEFAULTS | {"causal": causal, "scale": scale, "deterministic": deterministic}
     dout, dlse = _last_contiguous(dout), None if dlse is None else dlse.contiguous()
-    made = call(ops.attention_backward, dout, dlse, None, out, lse, q, k, v, *[None] * 9, *options, needs)
+    made = call(ops.attention_backward, dout, dlse, None, out, lse, q, k, v, *given.values(), needs)
     return tuple(made[:3])
 
 

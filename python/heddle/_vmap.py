@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heddle import _schema
+
 
 def _fold(value: Tensor, dim: int | None, size: int) -> Tensor:
     """[v, b, ...] as [v·b, ...]; a tensor that is not mapped is repeated."""
@@ -27,32 +29,33 @@ def _fold_broadcast(value: Tensor, dim: int | None, size: int, b: int) -> Tensor
 
 
 def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int | None, ...]]:
-    if any(value is not None for value in args[7:9]):
+    names = _schema.names("attention")
+    given = _schema.defaults("attention") | dict(zip(names, args, strict=False))
+    dims = dict.fromkeys(names) | dict(zip(names, in_dims, strict=False))
+    if given["cu_seqlens_q"] is not None or given["cu_seqlens_k"] is not None:
         raise NotImplementedError("vmap over packed sequences (cu_seqlens) is not supported")
-    for at, name in ((5, "alibi_slopes"), (6, "sinks"), (9, "seqlens_q"), (10, "seqlens_k"), (11, "rng_state")):
-        if len(in_dims) > at and in_dims[at] is not None:
+    for name in names[: _schema.tensors("attention")]:
+        if name not in ("q", "k", "v", "bias", "mask") and dims[name] is not None:
             raise NotImplementedError(f"vmap over {name} is not supported")
-    if any(value is not None for value in args[9:12]):
+    if any(given[name] is not None for name in ("seqlens_q", "seqlens_k", "rng_state")):
         raise NotImplementedError("vmap with seqlens or dropout is not supported")
     size = info.batch_size
-    dims = (*in_dims, *([None] * len(args)))
-    folded = list(args)
-    for at in range(3):
-        folded[at] = _fold(args[at], dims[at], size)
-    b = folded[0].shape[0] // size
-    for at in (3, 4):
-        if len(args) > at and args[at] is not None:
-            folded[at] = _fold_broadcast(args[at], dims[at], size, b)
-    if len(args) > 5 and args[5] is not None and args[5].dim() == 2:
-        folded[5] = _fold(args[5], None, size)
-    out, lse, weights = ops.attention(*folded)
+    for name in ("q", "k", "v"):
+        given[name] = _fold(given[name], dims[name], size)
+    b = given["q"].shape[0] // size
+    for name in ("bias", "mask"):
+        if given[name] is not None:
+            given[name] = _fold_broadcast(given[name], dims[name], size, b)
+    if given["alibi_slopes"] is not None and given["alibi_slopes"].dim() == 2:
+        given["alibi_slopes"] = _fold(given["alibi_slopes"], None, size)
+    out, lse, weights = ops.attention(*(given[name] for name in names))
     unfolded = [None if value is None else value.reshape(size, b, *value.shape[1:]) for value in (out, lse, weights)]
     return tuple(unfolded), (0, 0, None if weights is None else 0)
 
 
 def norm_linear(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, int, int]]:
-    for at, name in ((1, "weight"), (2, "bias"), (3, "gamma"), (4, "beta")):
-        if len(in_dims) > at and in_dims[at] is not None:
+    for name, dim in zip(_schema.names("norm_linear"), in_dims, strict=False):
+        if name != "x" and dim is not None:
             raise NotImplementedError(f"vmap over {name} is not supported")
     x = args[0].movedim(in_dims[0], 0).contiguous()
     return ops.norm_linear(x, *args[1:]), (0, 0, 0)

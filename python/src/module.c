@@ -5,6 +5,8 @@
 #include "heddle.h"
 #include "shortcut.h"
 
+#include "../../src/fields.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -41,79 +43,54 @@ typedef struct field {
 
 #define FIELD(type, name, kind)                                                                                        \
     { #name, kind, offsetof(type, name) }
-#define A(name, kind) FIELD(heddle_attention, name, kind)
-#define N(name, kind) FIELD(heddle_norm_linear, name, kind)
-#define AP(name) FIELD(heddle_attention_data, name, POINTER)
-#define NP(name) FIELD(heddle_norm_linear_data, name, POINTER)
 
 _Static_assert(sizeof(heddle_dtype) == 4 && sizeof(heddle_mask) == 4, "enums are written as int32");
 
-static const field attention_fields[] = {A(dtype, INT32),
-                                         A(device, INT32),
-                                         A(b, INT64),
-                                         A(h, INT64),
-                                         A(hk, INT64),
-                                         A(sq, INT64),
-                                         A(sk, INT64),
-                                         A(d, INT64),
-                                         A(dv, INT64),
-                                         A(mask, INT32),
-                                         A(features, UINT64),
-                                         A(window_left, INT64),
-                                         A(window_right, INT64),
-                                         A(scale, DOUBLE),
-                                         A(softcap, DOUBLE),
-                                         A(dropout, DOUBLE),
-                                         A(seed, UINT64),
-                                         A(offset, UINT64),
-                                         A(total_q, INT64),
-                                         A(total_k, INT64),
-                                         A(q_stride, STRIDES),
-                                         A(k_stride, STRIDES),
-                                         A(v_stride, STRIDES),
-                                         A(o_stride, STRIDES),
-                                         A(do_stride, STRIDES),
-                                         A(dq_stride, STRIDES),
-                                         A(dk_stride, STRIDES),
-                                         A(dv_stride, STRIDES),
-                                         A(bias_stride, STRIDES),
-                                         A(bool_mask_stride, STRIDES),
-                                         A(dbias_stride, STRIDES),
-                                         A(weights_stride, STRIDES),
-                                         A(dweights_stride, STRIDES),
-                                         A(alibi_stride_b, INT64),
-                                         {NULL, INT32, 0}};
-static const field attention_pointers[] = {AP(q),
-                                           AP(k),
-                                           AP(v),
-                                           AP(alibi_slopes),
-                                           AP(bias),
-                                           AP(bool_mask),
-                                           AP(sinks),
-                                           AP(cu_seqlens_q),
-                                           AP(cu_seqlens_k),
-                                           AP(seqlens_q),
-                                           AP(seqlens_k),
-                                           AP(rng_state),
-                                           AP(o),
-                                           AP(lse),
-                                           AP(weights),
-                                           AP(dout),
-                                           AP(dlse),
-                                           AP(dweights),
-                                           AP(dq),
-                                           AP(dk),
-                                           AP(dv),
-                                           AP(dbias),
-                                           AP(dsinks),
-                                           {NULL, POINTER, 0}};
-static const field norm_linear_fields[] = {
-    N(dtype, INT32),    N(device, INT32),    N(norm, INT32),      N(features, UINT64), N(m, INT64),
-    N(k, INT64),        N(n, INT64),         N(eps, DOUBLE),      N(x_stride, INT64),  N(w_stride, INT64),
-    N(y_stride, INT64), N(dy_stride, INT64), N(dx_stride, INT64), N(dw_stride, INT64), {NULL, INT32, 0}};
-static const field norm_linear_pointers[] = {NP(x),      NP(gamma), NP(beta), NP(w),     NP(bias),
-                                             NP(y),      NP(mean),  NP(rstd), NP(dy),    NP(dx),
-                                             NP(dgamma), NP(dbeta), NP(dw),   NP(dbias), {NULL, POINTER, 0}};
+#define A(name, kind) FIELD(heddle_attention, name, kind)
+#define STRIDED(id, name, stride, ...) A(stride##_stride, STRIDES),
+static const field attention_description[] = {A(dtype, INT32),
+                                              A(device, INT32),
+                                              A(b, INT64),
+                                              A(h, INT64),
+                                              A(hk, INT64),
+                                              A(sq, INT64),
+                                              A(sk, INT64),
+                                              A(d, INT64),
+                                              A(dv, INT64),
+                                              A(mask, INT32),
+                                              A(features, UINT64),
+                                              A(window_left, INT64),
+                                              A(window_right, INT64),
+                                              A(scale, DOUBLE),
+                                              A(softcap, DOUBLE),
+                                              A(dropout, DOUBLE),
+                                              A(seed, UINT64),
+                                              A(offset, UINT64),
+                                              A(total_q, INT64),
+                                              A(total_k, INT64),
+                                              A(alibi_stride_b, INT64),
+#include "../../src/attention_fields.def"
+                                              {NULL, INT32, 0}};
+#undef A
+
+#define A(name, kind) FIELD(heddle_norm_linear, name, kind)
+#define STRIDED(id, name, stride, ...) A(stride##_stride, INT64),
+static const field norm_linear_description[] = {A(dtype, INT32), A(device, INT32), A(norm, INT32), A(features, UINT64),
+                                                A(m, INT64),     A(k, INT64),      A(n, INT64),    A(eps, DOUBLE),
+#include "../../src/norm_linear_fields.def"
+                                                {NULL, INT32, 0}};
+#undef A
+
+#define DENSE(id, name, ...) FIELD(heddle_attention_data, name, POINTER),
+#define STRIDED(id, name, ...) FIELD(heddle_attention_data, name, POINTER),
+static const field attention_addresses[] = {
+#include "../../src/attention_fields.def"
+    {NULL, POINTER, 0}};
+#define DENSE(id, name, ...) FIELD(heddle_norm_linear_data, name, POINTER),
+#define STRIDED(id, name, ...) FIELD(heddle_norm_linear_data, name, POINTER),
+static const field norm_linear_addresses[] = {
+#include "../../src/norm_linear_fields.def"
+    {NULL, POINTER, 0}};
 
 static int set_strides(int64_t *target, PyObject *value) {
     for (Py_ssize_t x = 0; x < 3; x++) {
@@ -204,7 +181,7 @@ static int describe(const char *operation, PyObject *dict, description *d, int *
         d->attention.size = sizeof d->attention;
     else
         d->norm_linear.size = sizeof d->norm_linear;
-    return set_fields(*attention ? attention_fields : norm_linear_fields, d, dict);
+    return set_fields(*attention ? attention_description : norm_linear_description, d, dict);
 }
 
 static heddle_status query_workspace(const description *d, int attention, heddle_pass pass, size_t *bytes) {
@@ -272,7 +249,7 @@ static PyObject *run(PyObject *self, PyObject *args) {
         t.attention.size = sizeof t.attention;
     else
         t.norm_linear.size = sizeof t.norm_linear;
-    if (set_fields(attention ? attention_pointers : norm_linear_pointers, &t, data) < 0)
+    if (set_fields(attention ? attention_addresses : norm_linear_addresses, &t, data) < 0)
         return NULL;
     void *target = (void *)(uintptr_t)space, *own = NULL;
     size_t bytes = (size_t)given;
@@ -391,6 +368,44 @@ static PyObject *isas(PyObject *self, PyObject *unused) {
     return list ? Py_BuildValue("Ns", list, heddle_cpu_isa()) : NULL;
 }
 
+/* Adds name: value to the dict and takes both over; false with an exception. */
+static int put(PyObject *dict, const char *name, PyObject *value) {
+    const int there = value && PyDict_SetItemString(dict, name, value) == 0;
+    Py_XDECREF(value);
+    return there;
+}
+
+PyDoc_STRVAR(features_doc, "features() -> bit by name of every feature of attention");
+static PyObject *features(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    PyObject *dict = PyDict_New();
+    int there = dict != NULL;
+#define FEATURE(name, bit) there = there && put(dict, #name, PyLong_FromUnsignedLongLong(bit));
+#include "../../src/attention_fields.def"
+    if (!there)
+        Py_CLEAR(dict);
+    return dict;
+}
+
+PyDoc_STRVAR(fields_doc,
+             "fields() -> (element, role, shape, feature, stride or None) by name of each tensor of attention");
+static PyObject *fields(PyObject *self, PyObject *unused) {
+    static const char *const elements[FIELD_ELEMENTS] = {"dtype", "float", "bool", "int32", "uint64"};
+    static const char *const roles[] = {"input", "output", "gradient in", "gradient out"};
+    (void)self;
+    (void)unused;
+    PyObject *dict = PyDict_New();
+    int there = dict != NULL;
+    for (const tensor_field *f = attention_fields; there && f->name; f++)
+        there = put(dict, f->name,
+                    Py_BuildValue("sssKz", elements[f->element], roles[f->role], f->shape,
+                                  (unsigned long long)f->feature, f->stride ? f->stride_name : NULL));
+    if (!there)
+        Py_CLEAR(dict);
+    return dict;
+}
+
 PyDoc_STRVAR(cuda_enter_doc, "cuda_enter(device): its primary context becomes the current one, until cuda_leave()");
 PyDoc_STRVAR(cuda_leave_doc, "cuda_leave(): the context before cuda_enter is current again");
 PyDoc_STRVAR(cuda_wait_doc, "cuda_wait(stream): returns when the stream's work is done");
@@ -407,6 +422,8 @@ static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace
                                 {"device", device, METH_VARARGS, device_doc},
                                 {"version", version, METH_NOARGS, version_doc},
                                 {"isas", isas, METH_NOARGS, isas_doc},
+                                {"features", features, METH_NOARGS, features_doc},
+                                {"fields", fields, METH_NOARGS, fields_doc},
                                 {"cuda_enter", heddle_cuda_enter, METH_VARARGS, cuda_enter_doc},
                                 {"cuda_leave", heddle_cuda_leave, METH_NOARGS, cuda_leave_doc},
                                 {"cuda_wait", heddle_cuda_wait, METH_VARARGS, cuda_wait_doc},

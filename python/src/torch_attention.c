@@ -2,35 +2,42 @@
  * torch.ops.heddle.attention and attention_backward: tensors to a description and back. */
 #include "torch_call.h"
 
+#include "../../src/fields.h"
+
+#include <string.h>
+
 /* Where the arguments that both passes have begin, and their order from there. */
 enum { FORWARD_BASE = 0, BACKWARD_BASE = 5 };
+#define TENSOR(id, name, field) id,
+#define NUMBER(id, schema, letter) id,
 enum {
     Q,
     K,
     V,
-    BIAS,
-    MASK,
-    ALIBI_SLOPES,
-    SINKS,
-    CU_SEQLENS_Q,
-    CU_SEQLENS_K,
-    SEQLENS_Q,
-    SEQLENS_K,
-    RNG_STATE,
-    MAX_SEQLEN_Q,
-    MAX_SEQLEN_K,
-    CAUSAL,
-    WINDOW_LEFT,
-    WINDOW_RIGHT,
-    SCALE,
-    SOFTCAP,
-    DROPOUT,
-    RETURN_WEIGHTS,
-    DETERMINISTIC,
-    TF32,
+#include "attention_arguments.def"
     NEEDS
 };
-#define SHARED_SIGNATURE "TTTOOOOOOOOOIIIIIDDDBBB"
+#define TENSOR(id, name, field) "O"
+#define NUMBER(id, schema, letter) letter
+static const char forward_signature[] = "TTT"
+#include "attention_arguments.def"
+    ;
+#define TENSOR(id, name, field) "O"
+#define NUMBER(id, schema, letter) letter
+static const char backward_signature[] = "OOOTTTTT"
+#include "attention_arguments.def"
+                                         "I";
+
+typedef struct argument {
+    const char *name; /* NULL: no optional tensor */
+    const tensor_field *field;
+} argument;
+
+#define TENSOR(id, name, field) [id] = {#name, &attention_fields[FIELD_##field]},
+static const argument optional[NEEDS] = {
+#include "attention_arguments.def"
+};
+
 enum { NEEDS_DQ = 1, NEEDS_DK = 2, NEEDS_DV = 4, NEEDS_DBIAS = 8, NEEDS_DSINKS = 16 };
 
 typedef struct problem {
@@ -133,7 +140,10 @@ static bool take_sizes(call *c, problem *p, const int64_t *integer) {
     a->total_k = k->size[0];
     /* No sequence is longer than all rows together, and the kernels' work grows with the limit. Only the square tensors
      * have it in their shapes. */
-    if (!p->in[BIAS].handle && !p->in[MASK].handle && !integer[RETURN_WEIGHTS]) {
+    bool square = integer[RETURN_WEIGHTS];
+    for (int x = 0; x < NEEDS; x++)
+        square |= optional[x].name && p->in[x].handle && is_of_scores(optional[x].field->shape);
+    if (!square) {
         a->sq = a->sq < a->total_q ? a->sq : a->total_q;
         a->sk = a->sk < a->total_k ? a->sk : a->total_k;
     }
@@ -163,27 +173,7 @@ static bool check_lengths(call *c, const char *name, const int32_t *lengths, int
     return true;
 }
 
-static bool take_lengths(call *c, problem *p) {
-    heddle_attention *a = &p->a;
-    const char *const names[] = {"seqlens_q", "seqlens_k"};
-    for (int x = 0; x < 2; x++) {
-        const tensor *t = &p->in[SEQLENS_Q + x];
-        if (!t->handle)
-            continue;
-        if (!call_check_shape(c, t, names[x], 1, &a->b) || !call_check(c, t, names[x], aoti_torch_dtype_int32()))
-            return false;
-        a->features |= HEDDLE_SEQLENS;
-        *(x ? &p->t.seqlens_k : &p->t.seqlens_q) = t->data;
-    }
-    if (c->device == HEDDLE_CUDA)
-        return true;
-    if (p->varlen && (!check_packing(c, "q", p->t.cu_seqlens_q, a->b, a->sq, a->total_q) ||
-                      !check_packing(c, "k", p->t.cu_seqlens_k, a->b, a->sk, a->total_k)))
-        return false;
-    return check_lengths(c, "q", p->t.seqlens_q, a->b, a->sq) && check_lengths(c, "k", p->t.seqlens_k, a->b, a->sk);
-}
-
-/* bias and mask: [b or 1, h or 1, sq or 1, sk]. */
+/* What is added to scores, or masks them: [b or 1, h or 1, sq or 1, sk]. */
 static bool check_broadcast(call *c, const problem *p, const tensor *t, const char *name, int32_t dtype) {
     const int64_t full[4] = {p->a.b, p->a.h, p->a.sq, p->a.sk};
     bool fits = t->rank == 4 && t->size[3] == full[3];
@@ -201,39 +191,72 @@ static bool check_broadcast(call *c, const problem *p, const tensor *t, const ch
     return call_check(c, t, name, dtype);
 }
 
+static int32_t dtype_of(const call *c, const tensor_field *f) {
+    switch (f->element) {
+    case OF_DTYPE: return call_dtype(c);
+    case OF_FLOAT: return call_real(c);
+    case OF_BOOL: return aoti_torch_dtype_bool();
+    case OF_INT32: return aoti_torch_dtype_int32();
+    default: return aoti_torch_dtype_int64();
+    }
+}
+
+/* A tensor of the very shape that the list gives it. */
+static bool check_field(call *c, const problem *p, const tensor *t, const char *name, const tensor_field *f) {
+    const char *shape = p->varlen && f->packed ? f->packed : f->shape;
+    int64_t size[4], rank = 0;
+    for (; shape[rank]; rank++)
+        size[rank] = attention_extent(&p->a, shape[rank]);
+    return call_check_shape(c, t, name, rank, size) && call_check(c, t, name, dtype_of(c, f));
+}
+
+static void take_field(problem *p, const tensor *t, const tensor_field *f, const heddle_strides *stride) {
+    p->a.features |= f->feature;
+    memcpy((char *)&p->t + f->offset, &t->data, sizeof t->data);
+    if (f->stride)
+        memcpy((char *)&p->a + f->stride, stride, sizeof *stride);
+}
+
+/* One of the optional tensors, if it is given. */
+static bool take_optional(call *c, problem *p, int at) {
+    const tensor *t = &p->in[at];
+    const argument *x = &optional[at];
+    heddle_strides stride = {0};
+    if (!t->handle)
+        return true;
+    if (is_of_scores(x->field->shape)) {
+        if (!check_broadcast(c, p, t, x->name, dtype_of(c, x->field)))
+            return false;
+        stride = broadcast_strides(t->size, t->stride);
+    } else if (at == ALIBI_SLOPES && t->rank != 1) {
+        const int64_t shape[2] = {p->a.b, p->a.h};
+        if (!call_check_shape(c, t, x->name, 2, shape) || !call_check(c, t, x->name, dtype_of(c, x->field)))
+            return false;
+        p->a.alibi_stride_b = t->stride[0];
+    } else if (!check_field(c, p, t, x->name, x->field)) {
+        return false;
+    }
+    take_field(p, t, x->field, &stride);
+    return true;
+}
+
+static bool take_lengths(call *c, problem *p) {
+    const heddle_attention *a = &p->a;
+    if (!take_optional(c, p, SEQLENS_Q) || !take_optional(c, p, SEQLENS_K))
+        return false;
+    if (c->device == HEDDLE_CUDA)
+        return true;
+    if (p->varlen && (!check_packing(c, "q", p->t.cu_seqlens_q, a->b, a->sq, a->total_q) ||
+                      !check_packing(c, "k", p->t.cu_seqlens_k, a->b, a->sk, a->total_k)))
+        return false;
+    return check_lengths(c, "q", p->t.seqlens_q, a->b, a->sq) && check_lengths(c, "k", p->t.seqlens_k, a->b, a->sk);
+}
+
+/* Those of no other function. */
 static bool take_masks(call *c, problem *p) {
-    heddle_attention *a = &p->a;
-    const tensor *bias = &p->in[BIAS], *mask = &p->in[MASK], *slopes = &p->in[ALIBI_SLOPES], *sinks = &p->in[SINKS];
-    if (bias->handle) {
-        if (!check_broadcast(c, p, bias, "bias", call_dtype(c)))
+    for (int x = BIAS; x < CU_SEQLENS_Q; x++)
+        if (!take_optional(c, p, x))
             return false;
-        a->features |= HEDDLE_BIAS;
-        a->bias_stride = broadcast_strides(bias->size, bias->stride);
-        p->t.bias = bias->data;
-    }
-    if (mask->handle) {
-        if (!check_broadcast(c, p, mask, "mask", aoti_torch_dtype_bool()))
-            return false;
-        a->features |= HEDDLE_BOOL_MASK;
-        a->bool_mask_stride = broadcast_strides(mask->size, mask->stride);
-        p->t.bool_mask = mask->data;
-    }
-    if (slopes->handle) {
-        const int64_t shape[2] = {a->b, a->h};
-        if (!call_check_shape(c, slopes, "alibi_slopes", slopes->rank == 1 ? 1 : 2,
-                              slopes->rank == 1 ? shape + 1 : shape) ||
-            !call_check(c, slopes, "alibi_slopes", call_real(c)))
-            return false;
-        a->features |= HEDDLE_ALIBI;
-        a->alibi_stride_b = slopes->rank == 2 ? slopes->stride[0] : 0;
-        p->t.alibi_slopes = slopes->data;
-    }
-    if (sinks->handle) {
-        if (!call_check_shape(c, sinks, "sinks", 1, &a->h) || !call_check(c, sinks, "sinks", call_real(c)))
-            return false;
-        a->features |= HEDDLE_SINKS;
-        p->t.sinks = sinks->data;
-    }
     return true;
 }
 
@@ -259,12 +282,7 @@ static bool take_numbers(call *c, problem *p, const int64_t *integer, const doub
         return a->dropout == 0 ||
                call_fail(c, "ValueError", "dropout = %g needs rng_state, int64 [2]: {seed, offset}", a->dropout);
     }
-    const int64_t two = 2;
-    if (!call_check_shape(c, rng, "rng_state", 1, &two) || !call_check(c, rng, "rng_state", aoti_torch_dtype_int64()))
-        return false;
-    a->features |= HEDDLE_RNG_STATE;
-    p->t.rng_state = rng->data;
-    return true;
+    return take_optional(c, p, RNG_STATE);
 }
 
 /* All that forward and backward have in common, from argument `base` on. */
@@ -338,7 +356,7 @@ static void forward(call *c, bool lse) {
 
 void heddle_torch_attention(stable_value *stack, uint64_t arguments, uint64_t results) {
     call c;
-    call_begin(&c, stack, arguments, results, SHARED_SIGNATURE);
+    call_begin(&c, stack, arguments, results, forward_signature);
     forward(&c, true);
     call_end(&c, stack);
 }
@@ -358,38 +376,25 @@ void heddle_torch_attention_plain(stable_value *stack, uint64_t arguments, uint6
 enum { DOUT, DLSE, DWEIGHTS, OUT, LSE };
 
 static bool take_gradients(call *c, problem *p) {
-    heddle_attention *a = &p->a;
-    const tensor *in = c->tensor;
-    int64_t shape[4] = {a->b, a->h, a->sq, a->dv}, packed[3] = {a->total_q, a->h, a->dv};
-    const int64_t rows[2] = {a->h, a->total_q}, square[4] = {a->b, a->h, a->sq, a->sk};
-    const int64_t rank = p->varlen ? 3 : 4, *size = p->varlen ? packed : shape;
-    if (!call_check_shape(c, &in[OUT], "out", rank, size) || !call_check(c, &in[OUT], "out", call_dtype(c)) ||
-        !call_check_shape(c, &in[LSE], "lse", rank - 1, p->varlen ? rows : shape) ||
-        !call_check(c, &in[LSE], "lse", call_real(c)))
-        return false;
-    a->o_stride = strides_of(in[OUT].stride, p->varlen);
-    p->t.o = in[OUT].data;
-    p->t.lse = in[LSE].data;
-    if (in[DOUT].handle) {
-        if (!call_check_shape(c, &in[DOUT], "dout", rank, size) || !call_check(c, &in[DOUT], "dout", call_dtype(c)))
-            return false;
-        a->do_stride = strides_of(in[DOUT].stride, p->varlen);
-        p->t.dout = in[DOUT].data;
-    }
-    if (in[DLSE].handle) {
-        if (!call_check_shape(c, &in[DLSE], "dlse", rank - 1, p->varlen ? rows : shape) ||
-            !call_check(c, &in[DLSE], "dlse", call_real(c)))
-            return false;
-        p->t.dlse = in[DLSE].data;
-    }
-    if (in[DWEIGHTS].handle) {
-        if (!(a->features & HEDDLE_WEIGHTS))
+    static const struct {
+        int at;
+        argument is;
+    } all[] = {{OUT, {"out", &attention_fields[FIELD_O]}},
+               {LSE, {"lse", &attention_fields[FIELD_LSE]}},
+               {DOUT, {"dout", &attention_fields[FIELD_DOUT]}},
+               {DLSE, {"dlse", &attention_fields[FIELD_DLSE]}},
+               {DWEIGHTS, {"dweights", &attention_fields[FIELD_DWEIGHTS]}}};
+    for (size_t x = 0; x < sizeof all / sizeof *all; x++) {
+        const tensor *t = &c->tensor[all[x].at];
+        const tensor_field *f = all[x].is.field;
+        if (!t->handle)
+            continue;
+        if (f->feature & ~p->a.features)
             return call_fail(c, "ValueError", "dweights is given, but return_weights is false");
-        if (!call_check_shape(c, &in[DWEIGHTS], "dweights", 4, square) ||
-            !call_check(c, &in[DWEIGHTS], "dweights", call_dtype(c)))
+        if (!check_field(c, p, t, all[x].is.name, f))
             return false;
-        a->dweights_stride = strides_of(in[DWEIGHTS].stride, false);
-        p->t.dweights = in[DWEIGHTS].data;
+        const heddle_strides stride = f->stride ? strides_of(t->stride, p->varlen && f->packed) : (heddle_strides){0};
+        take_field(p, t, f, &stride);
     }
     return true;
 }
@@ -440,7 +445,7 @@ static void backward(call *c) {
 
 void heddle_torch_attention_backward(stable_value *stack, uint64_t arguments, uint64_t results) {
     call c;
-    call_begin(&c, stack, arguments, results, "OOOTT" SHARED_SIGNATURE "I");
+    call_begin(&c, stack, arguments, results, backward_signature);
     backward(&c);
     call_end(&c, stack);
 }

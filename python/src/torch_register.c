@@ -5,17 +5,18 @@
 
 #include <stdio.h>
 
-#define OPTIONS                                                                                                        \
-    "Tensor? bias=None, Tensor? mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "                            \
-    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqlens_q=None, Tensor? seqlens_k=None, "           \
-    "Tensor? rng_state=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, int causal=0, SymInt window_left=-1, "      \
-    "SymInt window_right=-1, float scale=0., float softcap=0., float dropout=0., bool return_weights=False, "          \
-    "bool deterministic=False, bool tf32=False"
-
 static const char *const schemas[] = {
-    "attention(Tensor q, Tensor k, Tensor v, " OPTIONS ") -> (Tensor out, Tensor lse, Tensor weights)",
+    "attention(Tensor q, Tensor k, Tensor v"
+#define TENSOR(id, name, field) ", Tensor? " #name "=None"
+#define NUMBER(id, schema, letter) ", " schema
+#include "attention_arguments.def"
+    ") -> (Tensor out, Tensor lse, Tensor weights)",
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor? dweights, Tensor out, Tensor lse, Tensor q, Tensor k, "
-    "Tensor v, " OPTIONS ", int needs=31) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+    "Tensor v"
+#define TENSOR(id, name, field) ", Tensor? " #name "=None"
+#define NUMBER(id, schema, letter) ", " schema
+#include "attention_arguments.def"
+    ", int needs=31) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
     "attention_plain(Tensor q, Tensor k, Tensor v, int causal, float scale, bool lse) -> (Tensor out, Tensor lse)",
     "attention_backward_plain(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, int causal, "
     "float scale, bool deterministic, int needs) -> (Tensor dq, Tensor dk, Tensor dv)",

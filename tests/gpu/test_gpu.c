@@ -107,7 +107,7 @@ static void test_graph_norm_linear(void **state) {
         linear_both(&p, &s, g.stream);
         graph_end(&g);
         for (int i = 0; i < N_COUNT; i++)
-            if (i < N_Y || i == N_DY) {
+            if (is_input(&norm_linear_fields[i])) {
                 tensor_convert(&p.t[i], &q.t[i]);
                 tensor_upload(&p.t[i]);
             }
@@ -136,7 +136,7 @@ static void test_graph_attention(void **state) {
         attention_both(&p, &s, g.stream);
         graph_end(&g);
         for (int i = 0; i < T_COUNT; i++)
-            if (p.t[i].host && (i < T_O || (i >= T_DOUT && i <= T_DWEIGHTS))) {
+            if (p.t[i].host && is_input(&attention_fields[i])) {
                 tensor_convert(&p.t[i], &q.t[i]);
                 tensor_upload(&p.t[i]);
             }

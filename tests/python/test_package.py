@@ -14,7 +14,11 @@ import pytest
 import torch
 
 import heddle
+import heddle._arrays
+import heddle._fake
 import heddle._ops
+import heddle._schema
+import heddle._torch
 import heddle.compat
 import heddle.hf
 import heddle.nn
@@ -45,6 +49,35 @@ def test_order_of_imports(order):
     assert (
         python(f"import {order}; q = torch.ones(1, 1, 2, 3); print(heddle.attention(q, q, q).sum().item())") == "6.0\n"
     )
+
+
+def test_fake_kernels_have_the_arguments_of_the_schemas():
+    for name in ("attention", "norm_linear", "norm_linear_backward"):
+        fake = inspect.signature(getattr(heddle._fake, f"_{name}_fake")).parameters
+        assert tuple(fake) == heddle._schema.names(name)
+        given = {n: p.default for n, p in fake.items() if p.default is not inspect.Parameter.empty}
+        assert given == heddle._schema.defaults(name)
+
+
+def test_positions_are_those_of_the_schemas():
+    assert heddle._schema.differentiable("attention", "attention") == (0, 1, 2, 3, 6)
+    assert heddle._schema.differentiable("norm_linear", "norm_linear") == (0, 1, 2, 3, 4)
+    assert heddle._ops._DIFFERENTIABLE == {
+        "attention": 7,
+        "attention_backward": 12,
+        "norm_linear": 5,
+        "norm_linear_backward": 7,
+    }
+    assert heddle._ops._OPTION_DEFAULTS == (0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False)
+
+
+def test_tensors_and_arrays_take_the_options_of_attention():
+    def keywords(function):
+        parameters = inspect.signature(function).parameters.values()
+        return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+    assert keywords(heddle._torch.attention) == keywords(heddle.attention)
+    assert heddle._arrays._NO_OPTIONS.keys() - {"dlse", "dweights"} == keywords(heddle.attention)
 
 
 def test_operators_are_registered():

@@ -5,50 +5,13 @@
 #include "cuda/attention/attention.h"
 #include "cuda/host/launch.h"
 #include "cuda/norm_linear/norm_linear.h"
+#include "fields.h"
 #include "status.h"
 
 #include <stdio.h>
 #include <string.h>
 
 /* ---------------------------------------------------------------------------------------------------- pointers */
-
-typedef struct named_pointer {
-    const char *name;
-    size_t at; /* in the struct of the data */
-} named_pointer;
-
-#define P(name)                                                                                                        \
-    { #name, offsetof(heddle_attention_data, name) }
-static const named_pointer attention_pointers[] = {P(q),
-                                                   P(k),
-                                                   P(v),
-                                                   P(o),
-                                                   P(lse),
-                                                   P(dout),
-                                                   P(dq),
-                                                   P(dk),
-                                                   P(dv),
-                                                   P(bias),
-                                                   P(sinks),
-                                                   P(bool_mask),
-                                                   P(alibi_slopes),
-                                                   P(cu_seqlens_q),
-                                                   P(cu_seqlens_k),
-                                                   P(seqlens_q),
-                                                   P(seqlens_k),
-                                                   P(weights),
-                                                   P(rng_state),
-                                                   P(dlse),
-                                                   P(dweights),
-                                                   P(dbias),
-                                                   P(dsinks)};
-#undef P
-
-#define P(name)                                                                                                        \
-    { #name, offsetof(heddle_norm_linear_data, name) }
-static const named_pointer norm_linear_pointers[] = {P(x),    P(gamma), P(beta), P(w),  P(bias),   P(y),     P(mean),
-                                                     P(rstd), P(dy),    P(dx),   P(dw), P(dgamma), P(dbeta), P(dbias)};
-#undef P
 
 static atomic_uint_least64_t *known_block(device_record *r, const void *p, uint64_t *block) {
     *block = ((uint64_t)(uintptr_t)p >> 21) + 1;
@@ -84,12 +47,13 @@ static heddle_status check_pointer(const cuda_driver *cu, device_record *r, cons
     return ask_for_pointer(cu, r, name, p);
 }
 
-static heddle_status check_pointers(const cuda_driver *cu, device_record *r, const named_pointer *list, size_t n,
-                                    const void *data, const void *workspace) {
-    for (size_t x = 0; x < n; x++) {
+/* All that the pass looks at. */
+static heddle_status check_pointers(const cuda_driver *cu, device_record *r, const tensor_field *fields,
+                                    heddle_pass pass, const void *data, const void *workspace) {
+    for (const tensor_field *t = fields; t->name; t++) {
         const void *p;
-        memcpy(&p, (const char *)data + list[x].at, sizeof p);
-        heddle_status status = check_pointer(cu, r, list[x].name, p);
+        memcpy(&p, (const char *)data + t->offset, sizeof p);
+        heddle_status status = t->need[pass] == NEED_UNUSED ? HEDDLE_OK : check_pointer(cu, r, t->name, p);
         if (status != HEDDLE_OK)
             return status;
     }
@@ -172,8 +136,7 @@ static void leave(const cuda_driver *cu, const void *planned) {
 static heddle_status launch_attention(const cuda_driver *cu, device_record *r, cu_context context,
                                       const attention_plan *plan, const heddle_attention_data *data, void *workspace,
                                       void *stream) {
-    heddle_status status = check_pointers(cu, r, attention_pointers,
-                                          sizeof attention_pointers / sizeof *attention_pointers, data, workspace);
+    heddle_status status = check_pointers(cu, r, attention_fields, plan->pass, data, workspace);
     if (status == HEDDLE_OK)
         status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)
@@ -195,8 +158,7 @@ static heddle_status launch_attention(const cuda_driver *cu, device_record *r, c
 static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r, cu_context context,
                                         const norm_linear_plan *plan, const heddle_norm_linear_data *data,
                                         void *workspace, void *stream) {
-    heddle_status status = check_pointers(cu, r, norm_linear_pointers,
-                                          sizeof norm_linear_pointers / sizeof *norm_linear_pointers, data, workspace);
+    heddle_status status = check_pointers(cu, r, norm_linear_fields, plan->pass, data, workspace);
     if (status == HEDDLE_OK)
         status = check_stream(cu, r, context, stream);
     if (status != HEDDLE_OK)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pages say of the tree is so: links, names of files, the commands they show."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+everywhere = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+# A path, or a bare name that ends like a source; <...>, * and {a,b} stand for several.
+FILE = re.compile(
+    r"(?:[\w.<>*{},-]+/)*[\w.<>*{},-]+\.(?:c|h|cu|cuh|def|py|pyi|sh|md|txt|cmake|cmake\.in|toml|jsonl|yml)"
+)
+FOLDER = re.compile(r"(?:[\w.<>*-]+/)+")
+# Made by a build or by a user's own project.
+OTHERS = re.compile(r"^(?:build|venv)(?:/|$)|^CMakeLists\.txt$|^[a-z]\.(?:c|py)$")
+
+
+def tracked() -> list[str]:
+    """Files of the tree; where git is not, those that lie there."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 0 and done.stdout:
+        return done.stdout.splitlines()
+    return [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()]
+
+
+FILES = tracked()
+
+
+def variants(name: str) -> list[str]:
+    """{a,b} written out, and <...> as *."""
+    found = re.search(r"\{([^{}]*)\}", name)
+    if found:
+        return [v for part in found[1].split(",") for v in variants(name[: found.start()] + part + name[found.end() :])]
+    return [re.sub(r"<[^<>]*>", "*", name)]
+
+
+def exists(name: str) -> bool:
+    """As a path from the root, or as the end of one."""
+    if name.endswith("/"):
+        return any(fnmatch.fnmatch(f"/{file}", f"*/{name}*") for file in FILES)
+    return any(fnmatch.fnmatch(f"/{file}", f"*/{name}") for file in FILES)
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading).strip().lower()).replace(" ", "-")
+
+
+@everywhere
+def test_links(page):
+    text = FENCE.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), f"{target}: there is no {other.relative_to(ROOT)}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", FENCE.sub("", other.read_text()), re.MULTILINE)
+            assert anchor in map(slug, headings), f"{target}: {other.name} has no such heading"
+
+
+@everywhere
+def test_names_of_files(page):
+    text = page.read_text()
+    for name in re.findall(r"`([^`\n]+)`", FENCE.sub("", text)):
+        if (FILE.fullmatch(name) or FOLDER.fullmatch(name)) and not OTHERS.match(name):
+            for each in variants(name):
+                assert exists(each), f"`{name}` is not in the tree"
+
+
+def commands(text: str) -> list[str]:
+    """Lines of shell, and what stands in backticks."""
+    shell = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for block in shell for line in block.splitlines()]
+    return lines + re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+
+
+@everywhere
+def test_verbs_of_dev(page):
+    script = (ROOT / "dev").read_text()
+    verbs = set(re.findall(r"^\./dev ([\w-]+)", script, re.MULTILINE))
+    for command in commands(page.read_text()):
+        for verb, rest in re.findall(r"\./dev ([\w-]+)([^#|&;]*)", command):
+            assert verb in verbs, f"{command}: ./dev has no {verb}"
+            for option in re.findall(r"(?<!\S)--[a-z][\w-]*", rest):
+                # bench hands its options to the programs that measure.
+                sources = [
+                    script,
+                    *((ROOT / file).read_text() for file in FILES if file.startswith("bench/") and file[-3:] == ".py"),
+                ]
+                assert any(option in source for source in sources), f"{command}: nobody knows {option}"
+
+
+@everywhere
+def test_commands_of_heddle(page):
+    table = (ROOT / "tools/heddle.c").read_text()
+    subcommands = set(re.findall(r'\{"([a-z-]+)", cmd_\w+', table))
+    assert {"attention", "norm-linear", "verify"} <= subcommands
+    for command in commands(page.read_text()):
+        for name, rest in re.findall(r"(?:^|[;&|(] *|\./build/|^\$ )heddle ([a-z][\w-]*)([^#|&;]*)", command):
+            assert name in subcommands, f"{command}: heddle has no {name}"
+            source = (ROOT / f"tools/cmd_{name.replace('-', '_')}.c").read_text()
+            for option in re.findall(r"(?<!\S)--[a-z][\w-]*", rest):
+                assert option in source, f"{command}: heddle {name} has no {option}"
