@@ -206,10 +206,11 @@ PyObject *heddle_cuda_lend(PyObject *self, PyObject *args) {
     if (!l)
         return b ? PyErr_NoMemory() : NULL;
     int64_t *sizes = l->numbers, *strides = sizes + rank, step = 1;
-    for (Py_ssize_t x = rank; x-- > 0;) {
+    for (Py_ssize_t x = rank; x-- > 0 && !PyErr_Occurred();) {
         sizes[x] = PyLong_AsLongLong(PyTuple_GetItem(shape, x));
         strides[x] = step;
-        step *= sizes[x] > 1 ? sizes[x] : 1;
+        if (!PyErr_Occurred() && (sizes[x] < 0 || __builtin_mul_overflow(step, sizes[x] > 1 ? sizes[x] : 1, &step)))
+            PyErr_Format(PyExc_ValueError, "no tensor has %lld as its dimension %zd here", (long long)sizes[x], x);
     }
     l->managed.tensor = (dl_tensor){.data = (void *)(uintptr_t)b->address,
                                     .device_type = 2,

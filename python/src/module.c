@@ -107,7 +107,10 @@ static int set_field(const field *f, void *record, PyObject *value) {
     char *at = (char *)record + f->offset;
     switch (f->kind) {
     case INT32: {
-        int32_t number = (int32_t)PyLong_AsLong(value);
+        const long given = PyLong_AsLong(value);
+        const int32_t number = (int32_t)given;
+        if (number != given)
+            PyErr_Format(PyExc_OverflowError, "%s = %ld does not fit into 32 bits", f->name, given);
         memcpy(at, &number, sizeof number);
         break;
     }
@@ -316,6 +319,9 @@ static PyObject *view(PyObject *self, PyObject *capsule) {
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "that is no unused DLPack capsule");
     if (t->lanes != 1)
         return PyErr_Format(PyExc_TypeError, "vector types of %d lanes are not known here", (int)t->lanes);
+    if (t->ndim < 0 || (t->ndim > 0 && !t->shape))
+        return PyErr_Format(PyExc_BufferError, "a DLPack tensor of %d dimensions%s", (int)t->ndim,
+                            t->ndim < 0 ? "" : " without a shape");
     PyObject *shape = tuple_of(t->shape, t->ndim);
     PyObject *strides = t->strides ? tuple_of(t->strides, t->ndim) : Py_NewRef(Py_None);
     if (!shape || !strides) {
@@ -323,9 +329,8 @@ static PyObject *view(PyObject *self, PyObject *capsule) {
         Py_XDECREF(strides);
         return NULL;
     }
-    return Py_BuildValue("KiiiiNNi", (unsigned long long)(uintptr_t)((char *)t->data + t->byte_offset),
-                         (int)t->device_type, (int)t->device_id, (int)t->type_code, (int)t->type_bits, shape, strides,
-                         read_only);
+    return Py_BuildValue("KiiiiNNi", (unsigned long long)((uintptr_t)t->data + t->byte_offset), (int)t->device_type,
+                         (int)t->device_id, (int)t->type_code, (int)t->type_bits, shape, strides, read_only);
 }
 
 /* ------------------------------------------------------------------------------------------------------- info */

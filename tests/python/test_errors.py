@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
 import heddle
+import heddle._C
 import heddle._ops
 
 ops = torch.ops.heddle
@@ -308,3 +311,33 @@ def test_mixed_devices():
         heddle.attention(**qkv(k=torch.randn(2, 2, 6, 8, device="cuda")))
     with pytest.raises(ValueError, match="device"):
         heddle.norm_linear(torch.randn(3, 8, device="cuda"), torch.randn(5, 8))
+
+
+def capsule(ndim, shape):
+    """A DLPack capsule with what no library should put there."""
+
+    class Tensor(ctypes.Structure):
+        _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32)]
+        _fields_ += [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+        _fields_ += [("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p), ("byte_offset", ctypes.c_uint64)]
+
+    tensor = Tensor(64, (1, 0), ndim, 2, 32, 1, shape, None, 2)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return tensor, new(ctypes.addressof(tensor), b"dltensor", None)
+
+
+def test_capsules():
+    for ndim, text in ((-1, "of -1 dimensions"), (2, "of 2 dimensions without a shape")):
+        tensor, bad = capsule(ndim, None)
+        with pytest.raises(BufferError, match=text):
+            heddle._C.view(bad)
+        assert tensor.ndim == ndim  # it has to live as long as the capsule
+    tensor, good = capsule(0, None)
+    assert heddle._C.view(good)[0] == tensor.data + tensor.byte_offset
+
+
+def test_numbers_that_fit_nowhere():
+    for name in ("dtype", "device", "mask"):
+        with pytest.raises(OverflowError, match=f"{name} = 4294967296 does not fit"):
+            heddle._C.kernel("attention", 0, {"b": 1, "h": 1, "sq": 1, "sk": 1, "d": 8, name: 2**32})
