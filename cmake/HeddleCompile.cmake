@@ -3,6 +3,10 @@
 
 include(CheckCCompilerFlag)
 
+# All code is looked at, but only the targets have libFuzzer's main.
+if(HEDDLE_FUZZ)
+    set(HEDDLE_SANITIZE fuzzer-no-link,address,undefined)
+endif()
 if(HEDDLE_SANITIZE)
     set(sanitize_flags -fsanitize=${HEDDLE_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
     add_compile_options(${sanitize_flags})

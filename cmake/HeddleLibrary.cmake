@@ -5,6 +5,7 @@ file(GLOB library_sources CONFIGURE_DEPENDS src/*.c src/ref/*.c src/cpu/*.c)
 file(GLOB reference_sources CONFIGURE_DEPENDS src/ref/*.c)
 
 # One file per instruction set, each compiled for it alone; the choice falls at run time.
+# A fuzzer goes through the baseline's code alone: the others are the same source.
 #   isa_row(<file> <macro for src/cpu> <processors> <flags...>)
 set(isa_definitions "")
 set(isas baseline)
@@ -15,7 +16,7 @@ macro(isa_row name macro processors)
         string(REPLACE ";" " " CMAKE_REQUIRED_FLAGS "${isa_flags}")
         check_c_compiler_flag("" HEDDLE_COMPILER_HAS_${macro})
         unset(CMAKE_REQUIRED_FLAGS)
-        if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(${processors})$" AND HEDDLE_COMPILER_HAS_${macro})
+        if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(${processors})$" AND HEDDLE_COMPILER_HAS_${macro} AND NOT HEDDLE_FUZZ)
             set_source_files_properties(${isa_file} PROPERTIES COMPILE_OPTIONS "${isa_flags}")
             list(APPEND isa_definitions HEDDLE_HAVE_${macro}=1)
             list(APPEND isas ${name})

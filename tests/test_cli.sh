@@ -230,6 +230,8 @@ header_bad "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), 'more': 1, }
 header_bad "{'descr': '<f4', 'fortran_order': Maybe, 'shape': (3,), }" "malformed"
 header_bad "{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (3,), }" "records"
 header_bad "{'descr': '<f4" "malformed"
+header_bad "{'descr': '<f4
+rm -rf', 'fortran_order': False, 'shape': (3,), }" "malformed"
 header_bad "" "malformed"
 header_bad "nonsense" "malformed"
 { printf '\x93NUMPY\x02\x00\xff\xff\xff\xff'; cat q.npy; } >bad.npy; bad "malformed" bad.npy

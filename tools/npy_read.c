@@ -90,8 +90,11 @@ static bool parse_string(parser *p, char *text, size_t n) {
         return malformed(p, "a string");
     const char *stop = memchr(p->at + 1, quote, (size_t)(p->end - p->at - 1));
     size_t length = stop ? (size_t)(stop - p->at - 1) : n;
-    if (length >= n || memchr(p->at + 1, '\\', length))
-        return malformed(p, "a short string");
+    bool plain = length < n;
+    for (size_t i = 1; plain && i <= length; i++) /* what a message may repeat in its line */
+        plain = p->at[i] >= ' ' && p->at[i] <= '~' && p->at[i] != '\\';
+    if (!plain)
+        return malformed(p, "a short string of plain letters");
     memcpy(text, p->at + 1, length);
     text[length] = 0;
     p->at = stop + 1;

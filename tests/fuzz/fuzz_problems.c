@@ -1,0 +1,409 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Bytes to a description of attention or norm-linear, sane or absurd; what the library accepts has a workspace and a name in both
+ * passes, and runs, where it is small, in tensors and a workspace without a byte to spare. */
+#define _GNU_SOURCE
+#include "bytes.h"
+#include "heddle.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { MOST_BYTES = 1 << 16, MOST_WORKSPACE = 1 << 23, MOST_BLOCKS = 32 };
+
+int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    (void)argc;
+    (void)argv;
+    return 0;
+}
+
+/* ------------------------------------------------------------------------------------------------- exact memory */
+
+typedef struct memory {
+    void *block[MOST_BLOCKS];
+    int count;
+    bytes *source;
+} memory;
+
+static void *new_block(memory *m, size_t size) {
+    void *p = NULL;
+    MUST(m->count < MOST_BLOCKS && posix_memalign(&p, 64, size ? size : 1) == 0);
+    memset(p, 0xff, size ? size : 1); /* NaN */
+    return m->block[m->count++] = p;
+}
+
+static void free_blocks(memory *m) {
+    while (m->count)
+        free(m->block[--m->count]);
+}
+
+/* Numbers of every kind: mostly tame, some huge, some not finite. */
+static double value_of(uint64_t x) {
+    static const double odd[] = {0, -0.0, 1e30, -1e30, 1e-30, INFINITY, -INFINITY, NAN, 65504, -1e9, 1e10, 1e38};
+    return x % 61 < sizeof odd / sizeof *odd ? odd[x % 61] : (double)(int64_t)(x >> 6 & 1023) / 256 - 2;
+}
+
+static void store(heddle_dtype dtype, void *p, int64_t at, double x) {
+    const float single = (float)x;
+    uint32_t bits;
+    memcpy(&bits, &single, sizeof bits);
+    switch (dtype) {
+    case HEDDLE_F32: ((float *)p)[at] = single; break;
+    case HEDDLE_F64: ((double *)p)[at] = x; break;
+    case HEDDLE_BF16: ((uint16_t *)p)[at] = (uint16_t)(bits >> 16); break;
+    case HEDDLE_F16: ((uint16_t *)p)[at] = (uint16_t)(bits >> 11 ^ bits); break; /* any bits are some number */
+    }
+}
+
+static void *new_floats(memory *m, heddle_dtype dtype, int64_t count) {
+    void *p = new_block(m, (size_t)count * heddle_dtype_size(dtype));
+    uint64_t state = take_number(m->source, 2) | 1;
+    const int tame = !(state & 2);
+    for (int64_t i = 0; i < count; i++) {
+        state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+        store(dtype, p, i, tame ? (double)(int64_t)(state >> 40 & 1023) / 512 - 1 : value_of(state >> 33));
+    }
+    return p;
+}
+
+static int32_t *new_lengths(memory *m, int64_t count, int64_t most) {
+    int32_t *p = new_block(m, (size_t)count * sizeof *p);
+    const int wild = take_bit(m->source);
+    for (int64_t i = 0; i < count; i++)
+        p[i] = wild ? (int32_t)take_number(m->source, 4) : (int32_t)take_between(m->source, 0, most);
+    return p;
+}
+
+/* ---------------------------------------------------------------------------------------------------- attention */
+
+static int64_t any_size(bytes *b) {
+    const uint64_t kind = take_number(b, 1);
+    if (kind < 96)
+        return (int64_t)kind % 6;
+    return kind < 224 ? (INT64_C(1) << kind % 42) + take_between(b, -1, 1) : (int64_t)take_number(b, 8);
+}
+
+/* Elements from the first to the last; 0 where there are none. */
+static int64_t span(heddle_strides s, int64_t b, int64_t h, int64_t rows, int64_t last) {
+    return b && h && rows && last ? (b - 1) * s.b + (h - 1) * s.h + (rows - 1) * s.s + last : 0;
+}
+
+/* As heddle.h says: the default, literal ones with gaps, or repeated. */
+static heddle_strides small_strides(bytes *b, int input, int packed, int64_t h, int64_t rows, int64_t last) {
+    const int64_t gap = take_between(b, 0, 3), wide = last + gap;
+    switch (take_between(b, 0, 4)) {
+    case 1: return packed ? (heddle_strides){0, wide, h * wide} : (heddle_strides){h * rows * wide, rows * wide, wide};
+    case 2: return packed ? (heddle_strides){7, rows * wide, wide} : (heddle_strides){rows * h * wide, wide, h * wide};
+    case 3:
+        if (input)
+            return (heddle_strides){HEDDLE_BROADCAST, take_bit(b) ? wide : HEDDLE_BROADCAST, HEDDLE_BROADCAST};
+        break;
+    default: break;
+    }
+    return (heddle_strides){0, 0, 0};
+}
+
+static heddle_strides literal(heddle_strides s, int packed, int64_t h, int64_t rows, int64_t last) {
+    if (!s.b && !s.h && !s.s)
+        return packed ? (heddle_strides){0, last, h * last} : (heddle_strides){h * rows * last, rows * last, last};
+    return (heddle_strides){s.b < 0 || packed ? 0 : s.b, s.h < 0 ? 0 : s.h, s.s < 0 ? 0 : s.s};
+}
+
+static void options_of_attention(bytes *b, heddle_attention *a) {
+    static const double scales[] = {0, 0.5, -1, 1e-3, 1e30, 1e-40, 1e300};
+    static const double caps[] = {0, 0, 30, 0.5, 1e-30, 1e20, 1e-50, 1e39};
+    a->dtype = (heddle_dtype)take_between(b, 0, 3);
+    a->device = take_between(b, 0, 3) ? HEDDLE_CPU : HEDDLE_REF;
+    a->features = take_number(b, 2) & 0x7ff;
+    a->mask = (heddle_mask)take_between(b, 0, 2);
+    a->scale = scales[take_between(b, 0, 6)];
+    a->softcap = caps[take_between(b, 0, 7)];
+    a->dropout = (double)take_between(b, 0, 3) / 4;
+    a->seed = take_number(b, 1);
+    if (a->features & HEDDLE_WINDOW) {
+        a->window_left = take_between(b, -2, 9);
+        a->window_right = take_between(b, -2, 9);
+    }
+}
+
+static heddle_attention small_attention(bytes *b) {
+    heddle_attention a = {.size = sizeof a};
+    options_of_attention(b, &a);
+    a.b = take_between(b, 0, 3);
+    a.hk = take_between(b, 1, 3);
+    a.h = a.hk * take_between(b, 1, 4);
+    a.sq = take_between(b, 0, take_bit(b) ? 5 : 70);
+    a.sk = take_between(b, 0, take_bit(b) ? 9 : 150);
+    if (a.device == HEDDLE_REF) { /* which is slow, and has no tiles */
+        a.sq %= 16;
+        a.sk %= 16;
+    }
+    a.d = take_between(b, 1, take_bit(b) ? 9 : 40);
+    a.dv = take_between(b, 0, take_bit(b) ? 9 : 40);
+    const int packed = (a.features & HEDDLE_VARLEN) != 0;
+    if (packed) {
+        a.total_q = take_between(b, 0, 80);
+        a.total_k = take_between(b, 0, 160);
+    }
+    const int64_t dv = a.dv ? a.dv : a.d, rows_q = packed ? a.total_q : a.sq, rows_k = packed ? a.total_k : a.sk;
+    a.q_stride = small_strides(b, 1, packed, a.h, rows_q, a.d);
+    a.k_stride = small_strides(b, 1, packed, a.hk, rows_k, a.d);
+    a.v_stride = small_strides(b, 1, packed, a.hk, rows_k, dv);
+    a.do_stride = small_strides(b, 1, packed, a.h, rows_q, dv);
+    a.o_stride = small_strides(b, 0, packed, a.h, rows_q, dv);
+    a.dq_stride = small_strides(b, 0, packed, a.h, rows_q, a.d);
+    a.dk_stride = small_strides(b, 0, packed, a.hk, rows_k, a.d);
+    a.dv_stride = small_strides(b, 0, packed, a.hk, rows_k, dv);
+    a.bias_stride = small_strides(b, 1, 0, a.h, a.sq, a.sk);
+    a.dbias_stride = small_strides(b, 1, 0, a.h, a.sq, a.sk);
+    a.bool_mask_stride = small_strides(b, 1, 0, a.h, a.sq, a.sk);
+    a.weights_stride = small_strides(b, 0, 0, a.h, a.sq, a.sk);
+    a.dweights_stride = small_strides(b, 1, 0, a.h, a.sq, a.sk);
+    if (a.features & HEDDLE_ALIBI)
+        a.alibi_stride_b = take_between(b, 0, 1) * a.h;
+    return a;
+}
+
+static heddle_attention absurd_attention(bytes *b) {
+    heddle_attention a = {.size = sizeof a};
+    options_of_attention(b, &a);
+    int64_t *const size[] = {&a.b, &a.h, &a.hk, &a.sq, &a.sk, &a.total_q, &a.total_k};
+    for (size_t i = 0; i < sizeof size / sizeof *size; i++)
+        *size[i] = any_size(b);
+    if (!(a.features & HEDDLE_VARLEN) && take_bit(b))
+        a.total_q = a.total_k = 0;
+    if (take_bit(b))
+        a.hk = 0;
+    a.d = take_between(b, 0, 513);
+    a.dv = take_between(b, -1, 513);
+    heddle_strides *const strides[] = {&a.q_stride,        &a.k_stride,     &a.v_stride,       &a.o_stride,
+                                       &a.do_stride,       &a.dq_stride,    &a.dk_stride,      &a.dv_stride,
+                                       &a.bias_stride,     &a.dbias_stride, &a.weights_stride, &a.dweights_stride,
+                                       &a.bool_mask_stride};
+    for (size_t i = 0; i < sizeof strides / sizeof *strides; i++) {
+        const uint64_t kind = take_number(b, 1);
+        if (kind < 128)
+            continue;
+        *strides[i] = kind < 192 ? (heddle_strides){HEDDLE_BROADCAST, 0, 0}
+                                 : (heddle_strides){any_size(b), any_size(b), any_size(b)};
+    }
+    if (a.features & HEDDLE_WINDOW) {
+        a.window_left = (int64_t)take_number(b, 8);
+        a.window_right = (int64_t)take_number(b, 8);
+    }
+    if (a.features & HEDDLE_ALIBI)
+        a.alibi_stride_b = any_size(b);
+    return a;
+}
+
+/* Of one of the small tensors; NULL, if it may be, where a bit says so. */
+static void *new_tensor(memory *m, const heddle_attention *a, int per_sequence, heddle_strides s, int64_t h,
+                        int64_t rows, int64_t last, int fills) {
+    const int packed = !per_sequence && (a->features & HEDDLE_VARLEN);
+    const int64_t count = span(literal(s, packed, h, rows, last), packed ? 1 : a->b, h, rows, last);
+    return fills ? new_floats(m, a->dtype, count) : new_block(m, (size_t)count * heddle_dtype_size(a->dtype));
+}
+
+static uint8_t *new_mask(memory *m, const heddle_attention *a) {
+    const int64_t count = span(literal(a->bool_mask_stride, 0, a->h, a->sq, a->sk), a->b, a->h, a->sq, a->sk);
+    uint8_t *p = new_block(m, (size_t)count);
+    uint64_t state = take_number(m->source, 2);
+    for (int64_t i = 0; i < count; i++)
+        p[i] = (uint8_t)((state = state * UINT64_C(6364136223846793005) + 1) >> 33 & 3);
+    return p;
+}
+
+static void *new_dbias(memory *m, const heddle_attention *a) {
+    const heddle_strides s = literal(a->dbias_stride, 0, a->h, a->sq, a->sk);
+    return new_block(m, (size_t)span(s, s.b ? a->b : 1, s.h ? a->h : 1, s.s ? a->sq : 1, a->sk) *
+                            heddle_dtype_size(a->dtype));
+}
+
+/* Whether each tensor of the absurd description would be small, too, as far as the library lets it through. */
+static int is_small(const heddle_attention *a) {
+    const int64_t sizes[] = {a->b, a->h, a->sq, a->sk, a->total_q, a->total_k};
+    const heddle_strides strides[] = {a->q_stride,        a->k_stride,     a->v_stride,       a->o_stride,
+                                      a->do_stride,       a->dq_stride,    a->dk_stride,      a->dv_stride,
+                                      a->bias_stride,     a->dbias_stride, a->weights_stride, a->dweights_stride,
+                                      a->bool_mask_stride};
+    double product = (double)(a->d > a->dv ? a->d : a->dv);
+    for (int i = 0; i < 4; i++)
+        product *= (double)(sizes[i] + 1);
+    for (size_t i = 0; i < sizeof strides / sizeof *strides; i++)
+        if (strides[i].b > 4096 || strides[i].h > 4096 || strides[i].s > 4096)
+            return 0;
+    return product < MOST_BYTES && a->total_q < 256 && a->total_k < 256;
+}
+
+static heddle_attention_data data_of_attention(memory *m, const heddle_attention *a) {
+    const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
+    const uint64_t f = a->features, left_out = take_number(m->source, 2);
+    const int packed = (f & HEDDLE_VARLEN) != 0;
+    const int64_t hk = a->hk ? a->hk : a->h, dv = a->dv ? a->dv : a->d, rows_q = packed ? a->total_q : a->sq,
+                  rows_k = packed ? a->total_k : a->sk, of_rows = a->h * rows_q * (packed ? 1 : a->b);
+    heddle_attention_data t = {.size = sizeof t};
+    t.q = new_tensor(m, a, 0, a->q_stride, a->h, rows_q, a->d, 1);
+    t.k = new_tensor(m, a, 0, a->k_stride, hk, rows_k, a->d, 1);
+    t.v = new_tensor(m, a, 0, a->v_stride, hk, rows_k, dv, 1);
+    t.o = new_tensor(m, a, 0, a->o_stride, a->h, rows_q, dv, 0);
+    t.lse = new_block(m, (size_t)of_rows * heddle_dtype_size(real));
+    if (f & HEDDLE_ALIBI)
+        t.alibi_slopes = new_floats(m, real, a->b ? (a->b - 1) * a->alibi_stride_b + a->h : 0);
+    if (f & HEDDLE_BIAS)
+        t.bias = new_tensor(m, a, 1, a->bias_stride, a->h, a->sq, a->sk, 1);
+    if (f & HEDDLE_BOOL_MASK)
+        t.bool_mask = new_mask(m, a);
+    if (f & HEDDLE_SINKS)
+        t.sinks = new_floats(m, real, a->h);
+    if (packed) {
+        t.cu_seqlens_q = new_lengths(m, a->b + 1, rows_q);
+        t.cu_seqlens_k = new_lengths(m, a->b + 1, rows_k);
+    }
+    if (f & HEDDLE_SEQLENS) {
+        t.seqlens_q = left_out & 1 ? NULL : new_lengths(m, a->b, a->sq);
+        t.seqlens_k = !t.seqlens_q || left_out & 2 ? new_lengths(m, a->b, a->sk) : NULL;
+    }
+    if (f & HEDDLE_RNG_STATE) {
+        uint64_t *state = new_block(m, 16);
+        state[0] = take_number(m->source, 1);
+        state[1] = take_number(m->source, 8);
+        t.rng_state = state;
+    }
+    if (f & HEDDLE_WEIGHTS)
+        t.weights = new_tensor(m, a, 1, a->weights_stride, a->h, a->sq, a->sk, 0);
+    return t;
+}
+
+static void data_of_gradients(memory *m, const heddle_attention *a, heddle_attention_data *t) {
+    const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
+    const uint64_t f = a->features, left_out = take_number(m->source, 2);
+    const int packed = (f & HEDDLE_VARLEN) != 0;
+    const int64_t hk = a->hk ? a->hk : a->h, dv = a->dv ? a->dv : a->d, rows_q = packed ? a->total_q : a->sq,
+                  rows_k = packed ? a->total_k : a->sk, of_rows = a->h * rows_q * (packed ? 1 : a->b);
+    t->weights = NULL;
+    if (!(left_out & 1))
+        t->dout = new_tensor(m, a, 0, a->do_stride, a->h, rows_q, dv, 1);
+    if (left_out & 2)
+        t->dlse = new_floats(m, real, of_rows);
+    if ((f & HEDDLE_WEIGHTS) && !(left_out & 4))
+        t->dweights = new_tensor(m, a, 1, a->dweights_stride, a->h, a->sq, a->sk, 1);
+    if (!(left_out & 8))
+        t->dq = new_tensor(m, a, 0, a->dq_stride, a->h, rows_q, a->d, 0);
+    if (!(left_out & 16))
+        t->dk = new_tensor(m, a, 0, a->dk_stride, hk, rows_k, a->d, 0);
+    if (!(left_out & 32))
+        t->dv = new_tensor(m, a, 0, a->dv_stride, hk, rows_k, dv, 0);
+    if ((f & HEDDLE_BIAS) && !(left_out & 64))
+        t->dbias = new_dbias(m, a);
+    if ((f & HEDDLE_SINKS) && !(left_out & 128))
+        t->dsinks = new_block(m, (size_t)a->h * heddle_dtype_size(real));
+}
+
+/* What both passes need, or that they are refused alike. */
+static int plans(const heddle_attention *a, size_t need[2]) {
+    char why[256], name[128];
+    const heddle_status status = heddle_attention_supported(a, why, sizeof why);
+    for (int pass = 0; pass < 2; pass++) {
+        need[pass] = SIZE_MAX;
+        MUST((heddle_attention_workspace(a, (heddle_pass)pass, &need[pass]) == HEDDLE_OK) == (status == HEDDLE_OK));
+        MUST((heddle_attention_kernel(a, (heddle_pass)pass, name, sizeof name) == HEDDLE_OK) == (status == HEDDLE_OK));
+        MUST(status != HEDDLE_OK || need[pass] < INT64_MAX);
+    }
+    MUST((status == HEDDLE_OK) == (*why == 0));
+    return status == HEDDLE_OK;
+}
+
+static void fuzz_attention(bytes *b) {
+    memory m = {.source = b};
+    size_t need[2];
+    const int absurd = take_bit(b);
+    const heddle_attention a = absurd ? absurd_attention(b) : small_attention(b);
+    if (!plans(&a, need) || (absurd && !is_small(&a)) || need[0] > MOST_WORKSPACE || need[1] > MOST_WORKSPACE)
+        return;
+    heddle_attention_data t = data_of_attention(&m, &a);
+    void *space = new_block(&m, need[0]);
+    MUST(heddle_attention_forward(&a, &t, space, need[0], NULL) == HEDDLE_OK);
+    data_of_gradients(&m, &a, &t);
+    space = new_block(&m, need[1]);
+    MUST(heddle_attention_backward(&a, &t, space, need[1], NULL) == HEDDLE_OK);
+    free_blocks(&m);
+}
+
+/* -------------------------------------------------------------------------------------------------- norm-linear */
+
+static heddle_norm_linear some_norm_linear(bytes *b, int absurd) {
+    heddle_norm_linear a = {.size = sizeof a};
+    a.dtype = (heddle_dtype)take_between(b, 0, 3);
+    a.device = take_between(b, 0, 3) ? HEDDLE_CPU : HEDDLE_REF;
+    a.norm = (heddle_norm)take_bit(b);
+    a.features = take_bit(b) ? HEDDLE_DETERMINISTIC : 0;
+    a.eps = take_bit(b) ? 0 : 1e-3;
+    a.m = absurd ? any_size(b) : take_between(b, 0, 40);
+    a.k = absurd ? any_size(b) : take_between(b, 1, 70);
+    a.n = absurd ? any_size(b) : take_between(b, 1, 70);
+    const int64_t width[] = {a.k, a.k, a.n, a.n, a.k, a.k};
+    int64_t *const stride[] = {&a.x_stride, &a.w_stride, &a.y_stride, &a.dy_stride, &a.dx_stride, &a.dw_stride};
+    for (int i = 0; i < 6; i++)
+        if (take_bit(b))
+            *stride[i] = absurd ? any_size(b) : width[i] + take_between(b, 0, 3);
+    return a;
+}
+
+static int64_t rows_span(int64_t rows, int64_t width, int64_t stride) {
+    return rows ? (rows - 1) * (stride ? stride : width) + width : 0;
+}
+
+static void run_norm_linear(memory *m, const heddle_norm_linear *a, const size_t need[2]) {
+    const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
+    const size_t each = heddle_dtype_size(a->dtype);
+    const uint64_t left_out = take_number(m->source, 2);
+    heddle_norm_linear_data t = {.size = sizeof t};
+    t.x = new_floats(m, a->dtype, rows_span(a->m, a->k, a->x_stride));
+    t.w = new_floats(m, a->dtype, rows_span(a->n, a->k, a->w_stride));
+    t.gamma = left_out & 1 ? NULL : new_floats(m, a->dtype, a->k);
+    t.beta = left_out & 2 ? NULL : new_floats(m, a->dtype, a->k);
+    t.bias = left_out & 4 ? NULL : new_floats(m, a->dtype, a->n);
+    t.y = new_block(m, (size_t)rows_span(a->m, a->n, a->y_stride) * each);
+    t.mean = left_out & 8 ? NULL : new_block(m, (size_t)a->m * heddle_dtype_size(real));
+    t.rstd = left_out & 8 ? NULL : new_block(m, (size_t)a->m * heddle_dtype_size(real));
+    void *space = new_block(m, need[0]);
+    MUST(heddle_norm_linear_forward(a, &t, space, need[0], NULL) == HEDDLE_OK);
+    t.dy = new_floats(m, a->dtype, rows_span(a->m, a->n, a->dy_stride));
+    t.y = left_out & 16 ? NULL : t.y;
+    t.dx = left_out & 32 ? NULL : new_block(m, (size_t)rows_span(a->m, a->k, a->dx_stride) * each);
+    t.dgamma = left_out & 64 ? NULL : new_block(m, (size_t)a->k * each);
+    t.dbeta = left_out & 128 ? NULL : new_block(m, (size_t)a->k * each);
+    t.dw = left_out & 256 ? NULL : new_block(m, (size_t)rows_span(a->n, a->k, a->dw_stride) * each);
+    t.dbias = left_out & 512 ? NULL : new_block(m, (size_t)a->n * each);
+    space = new_block(m, need[1]);
+    MUST(heddle_norm_linear_backward(a, &t, space, need[1], NULL) == HEDDLE_OK);
+    free_blocks(m);
+}
+
+static void fuzz_norm_linear(bytes *b) {
+    memory m = {.source = b};
+    const int absurd = take_bit(b);
+    const heddle_norm_linear a = some_norm_linear(b, absurd);
+    size_t need[2] = {SIZE_MAX, SIZE_MAX};
+    char why[256], name[128];
+    const heddle_status status = heddle_norm_linear_supported(&a, why, sizeof why);
+    for (int pass = 0; pass < 2; pass++) {
+        MUST((heddle_norm_linear_workspace(&a, (heddle_pass)pass, &need[pass]) == HEDDLE_OK) == (status == HEDDLE_OK));
+        MUST((heddle_norm_linear_kernel(&a, (heddle_pass)pass, name, sizeof name) == HEDDLE_OK) ==
+             (status == HEDDLE_OK));
+        MUST(status != HEDDLE_OK || need[pass] < INT64_MAX);
+    }
+    const int64_t strides = a.x_stride | a.w_stride | a.y_stride | a.dy_stride | a.dx_stride | a.dw_stride;
+    if (status != HEDDLE_OK || a.m > 64 || a.k > 128 || a.n > 128 || strides > 4096 || need[0] > MOST_WORKSPACE ||
+        need[1] > MOST_WORKSPACE)
+        return;
+    run_norm_linear(&m, &a, need);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    bytes b = {data, data + size};
+    if (take_between(&b, 0, 3))
+        fuzz_attention(&b);
+    else
+        fuzz_norm_linear(&b);
+    return 0;
+}
