@@ -13,8 +13,8 @@
 #define MAX_SIZE (INT64_C(1) << 40)
 #define MAX_HEAD_DIM 512
 #define MAX_ELEMENTS (INT64_MAX / 8)
-/* Of the products of sizes that backends form, which a few hundred bytes of a workspace may belong to. */
-#define MAX_PRODUCT 0x1p54
+/* Of the products of sizes that backends form, to which up to a thousand bytes of a workspace belong. */
+#define MAX_PRODUCT 0x1p52
 
 static heddle_status check_enums(const char *what, int dtype, int device, int pass) {
     if (dtype < HEDDLE_F32 || dtype > HEDDLE_F64)
@@ -196,7 +196,7 @@ static heddle_status check_products(const heddle_attention *a) {
     const double rows = (double)max64(max64(1, a->sq), a->sk), packed = (double)max64(a->total_q, a->total_k);
     if (heads * rows * width > MAX_PRODUCT || (double)a->h * packed * width > MAX_PRODUCT)
         return fail(HEDDLE_OVERFLOW,
-                    "b = %lld, h = %lld, sq = %lld, sk = %lld, d = %lld, dv = %lld%s: over 2^54 numbers to work on",
+                    "b = %lld, h = %lld, sq = %lld, sk = %lld, d = %lld, dv = %lld%s: over 2^52 numbers to work on",
                     (long long)a->b, (long long)a->h, (long long)a->sq, (long long)a->sk, (long long)a->d,
                     (long long)a->dv, a->features & HEDDLE_VARLEN ? ", packed" : "");
     return HEDDLE_OK;
@@ -335,7 +335,7 @@ heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle
 #include "norm_linear_fields.def"
     const double m = (double)a->m + 64, k = (double)a->k + 64, n = (double)a->n + 64;
     if (m * k > MAX_PRODUCT || m * n > MAX_PRODUCT || n * k > MAX_PRODUCT)
-        return fail(HEDDLE_OVERFLOW, "m = %lld, k = %lld, n = %lld: over 2^54 numbers to work on", (long long)a->m,
+        return fail(HEDDLE_OVERFLOW, "m = %lld, k = %lld, n = %lld: over 2^52 numbers to work on", (long long)a->m,
                     (long long)a->k, (long long)a->n);
     if (a->dtype == HEDDLE_F64 && a->device != HEDDLE_REF)
         return fail(HEDDLE_UNSUPPORTED, "dtype float64 runs on HEDDLE_REF only, not on device %d", (int)a->device);

@@ -97,13 +97,19 @@ void *heddle__cuda_attention_device(const attention_plan *plan, void **context) 
     return planned_choice(plan)->record;
 }
 
+static int64_t dbias_blocks(const heddle_attention *a) {
+    const heddle_strides s = a->dbias_stride;
+    return plain_key_blocks(a->sk) * (s.s ? a->sq : 1) * (s.h ? a->h : 1) * (s.b ? a->b : 1);
+}
+
 static heddle_status check_limits(const heddle_attention *a) {
-    const int64_t most_blocks = INT32_MAX;
+    /* No launch has more blocks than rows, but where there are few: then up to two for K and two for Q. */
+    const int64_t most_blocks = INT32_MAX, rows = max64(4, max64(a->sq, a->sk));
     if (a->sq >= INT64_C(1) << 30 || a->sk >= INT64_C(1) << 30)
         return fail(HEDDLE_UNSUPPORTED, "sq = %lld, sk = %lld: the CUDA kernels count rows up to 2^30",
                     (long long)a->sq, (long long)a->sk);
-    if (a->h > most_blocks || a->b > most_blocks || (a->sq && a->b * a->h > most_blocks / a->sq) ||
-        (a->sk && a->b * a->h > most_blocks / a->sk))
+    if (a->h > most_blocks || a->b > most_blocks || max64(1, a->b) * a->h > most_blocks / rows ||
+        ((a->features & HEDDLE_BIAS) && dbias_blocks(a) > most_blocks))
         return fail(HEDDLE_UNSUPPORTED, "b·h·sq = %lld·%lld·%lld, sk = %lld: over 2^31 blocks", (long long)a->b,
                     (long long)a->h, (long long)a->sq, (long long)a->sk);
     return HEDDLE_OK;
@@ -242,9 +248,7 @@ static void add_the_rest(const attention_problem *p, attention_job *job) {
         return;
     }
     if (t->dbias)
-        heddle__cuda_add_plain(p, job, PASS_dbias,
-                               plain_key_blocks(a->sk) * (a->dbias_stride.s ? a->sq : 1) *
-                                   (a->dbias_stride.h ? a->h : 1) * (a->dbias_stride.b ? a->b : 1));
+        heddle__cuda_add_plain(p, job, PASS_dbias, dbias_blocks(a));
     if (t->dsinks)
         heddle__cuda_add_plain(p, job, PASS_dsinks, a->h);
 }
