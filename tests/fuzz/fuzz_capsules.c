@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Bytes to what Python hands to heddle._C, in an embedded interpreter: DLPack capsules of every shape, type and version, tensors that
- * are lent, and descriptions as dicts. What comes back says what went in, or an exception is set. */
+ * Bytes to what Python hands to heddle._C, in an embedded interpreter: DLPack capsules of every shape, type and version,
+ * tensors that are lent, and descriptions as dicts. What comes back says what went in, or an exception is set. */
 #include "../../python/src/cuda_memory.c"
 
 #include "bytes.h"

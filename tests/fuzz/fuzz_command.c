@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Bytes to a command line of `heddle`, words from its own vocabulary and free ones, run to the end on small files. Everything that it
- * allocates or opens is counted: nothing may be left, but where it ends by exit(), which only memory that is not to be had is a
- * reason for. */
+ * Bytes to a command line of `heddle`, words from its own vocabulary and free ones, run to the end on small files.
+ * Everything that it allocates or opens is counted: nothing may be left, but where it ends by exit(), which only memory
+ * that is not to be had is a reason for. */
 #define _GNU_SOURCE
 #define main heddle_main
 int heddle_main(int argc, char **argv);
@@ -156,7 +156,7 @@ static int left(void) {
     return count;
 }
 
-/* ------------------------------------------------------------------------- what takes long is left out, and so is exec */
+/* ------------------------------------------------------------------- what takes long is left out, and so is exec */
 
 int __wrap_execv(const char *path, char *const argv[]);
 double __wrap_job_seconds(const job *j, heddle_pass pass);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Bytes to a description of attention or norm-linear, sane or absurd; what the library accepts has a workspace and a name in both
- * passes, and runs, where it is small, in tensors and a workspace without a byte to spare. */
+ * Bytes to a description of attention or norm-linear, sane or absurd; what the library accepts has a workspace and a
+ * name in both passes, and runs, where it is small, in tensors and a workspace without a byte to spare. */
 #define _GNU_SOURCE
 #include "bytes.h"
 #include "heddle.h"
@@ -231,7 +231,7 @@ static int is_small(const heddle_attention *a) {
     for (size_t i = 0; i < sizeof strides / sizeof *strides; i++)
         if (strides[i].b > 4096 || strides[i].h > 4096 || strides[i].s > 4096)
             return 0;
-    return product < MOST_BYTES && a->total_q < 256 && a->total_k < 256;
+    return product < MOST_BYTES && a->alibi_stride_b < 4096 && a->total_q < 256 && a->total_k < 256;
 }
 
 static heddle_attention_data data_of_attention(memory *m, const heddle_attention *a) {

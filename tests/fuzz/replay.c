@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A main for the fuzz targets where there is no libFuzzer: each file of the directories that are named once, and then as many
- * inputs of random bytes as --random says. Any compiler builds it, and the sanitizers of the build at hand look on. */
+ * A main for the fuzz targets where there is no libFuzzer: each file of the directories that are named once, and then as
+ * many inputs of random bytes as --random says. Any compiler builds it, and the build's sanitizers look on. */
 #define _GNU_SOURCE
 #include "bytes.h"
 

@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * CUDA's plans of sizes of every magnitude: what is accepted has a workspace that can be true and launches that a grid
+ * holds. Pure: no driver is asked, and none is needed. */
+#include "common.h"
+
+#include "cuda/attention/attention.h"
+#include "cuda/norm_linear/norm_linear.h"
+#include "mask.h"
+#include "plan.h"
+
+#include <string.h>
+
+enum { CASES = 100000 };
+
+static int64_t any_size(rng *r) {
+    return rng_chance(r, 0.3) ? rng_between(r, 0, 4) : (INT64_C(1) << rng_between(r, 0, 40)) - rng_between(r, 0, 1);
+}
+
+static heddle_attention any_attention(rng *r) {
+    heddle_attention a = {.size = sizeof a, .device = HEDDLE_CUDA};
+    a.dtype = (heddle_dtype)rng_between(r, 0, 2);
+    a.b = any_size(r), a.h = any_size(r), a.sq = any_size(r), a.sk = any_size(r);
+    a.d = rng_between(r, 1, 512), a.dv = rng_between(r, 0, 512);
+    a.features = rng_next(r) & 0x7ff;
+    a.mask = (heddle_mask)rng_between(r, 0, 2);
+    if (a.features & HEDDLE_VARLEN)
+        a.total_q = any_size(r), a.total_k = any_size(r);
+    if (rng_chance(r, 0.5))
+        a.bias_stride = a.dbias_stride = a.bool_mask_stride = (heddle_strides){HEDDLE_BROADCAST, 0, 0};
+    return a;
+}
+
+/* Addresses, which nobody looks at. */
+static char *const aligned = (char *)4096, *const skewed = (char *)4104, *const space = (char *)(1 << 20);
+
+static bool check_attention_plan(const heddle_attention *a, heddle_pass pass, const cuda_facts *device) {
+    attention_plan plan = {.threads = 1};
+    static attention_job job;
+    if (heddle__resolve_attention(a, pass, &plan) != HEDDLE_OK ||
+        heddle__cuda_plan_attention(&plan, device) != HEDDLE_OK)
+        return false;
+    const double rows = (double)plan.a.h * (double)(a->features & HEDDLE_VARLEN ? a->total_q : a->b * plan.a.sq);
+    assert_true(plan.workspace < INT64_MAX && (pass == HEDDLE_FORWARD || (double)plan.workspace >= 12 * rows));
+    heddle_attention_data t = {
+        .size = sizeof t, .q = aligned, .k = aligned, .v = aligned, .o = aligned, .lse = aligned};
+    t.dq = t.dk = t.dv = aligned;
+    t.dout = plan.workspace % 128 ? aligned : skewed;
+    t.dbias = a->features & HEDDLE_BIAS ? aligned : NULL;
+    t.dsinks = a->features & HEDDLE_SINKS ? aligned : NULL;
+    t.weights = a->features & HEDDLE_WEIGHTS && pass == HEDDLE_FORWARD ? aligned : NULL;
+    heddle__cuda_attention_job(&plan, device, &t, space, &job);
+    for (int x = 0; x < job.count; x++)
+        assert_true(job.launches[x].grid > 0 && job.launches[x].grid <= INT32_MAX);
+    return true;
+}
+
+static void test_attention(void **state) {
+    (void)state;
+    rng r = {test_seed(3)};
+    int accepted = 0;
+    for (int x = 0; x < CASES; x++) {
+        const cuda_facts device = {"a GPU", x % 3 ? 132 : 1, 232448, x % 2, (int)rng_between(&r, 0, 2)};
+        const heddle_attention a = any_attention(&r);
+        for (int pass = 0; pass < 2; pass++)
+            accepted += check_attention_plan(&a, (heddle_pass)pass, &device);
+    }
+    assert_true(accepted > CASES / 10);
+    /* Many rows of no sequence, and parts of them in each of 256 splits. */
+    heddle_attention a = {.size = sizeof a, .dtype = HEDDLE_F16, .device = HEDDLE_CUDA, .b = 2, .h = 8191};
+    a.sk = 32768, a.d = 66, a.dv = 319, a.total_q = UINT32_MAX, a.total_k = 262143;
+    a.features = HEDDLE_VARLEN | HEDDLE_BIAS;
+    a.bias_stride = a.dbias_stride = (heddle_strides){HEDDLE_BROADCAST, 0, 0};
+    check_attention_plan(&a, HEDDLE_FORWARD, &(cuda_facts){"a GPU", 132, 232448, false, 0});
+}
+
+static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device) {
+    norm_linear_plan plan = {.threads = 1};
+    static norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
+    if (heddle__resolve_norm_linear(a, pass, &plan) != HEDDLE_OK ||
+        heddle__cuda_plan_norm_linear(&plan, device) != HEDDLE_OK)
+        return false;
+    assert_true(plan.workspace < INT64_MAX);
+    const heddle_norm_linear_data t = {.size = sizeof t,
+                                       .x = aligned,
+                                       .w = aligned,
+                                       .gamma = aligned,
+                                       .y = aligned,
+                                       .dy = aligned,
+                                       .dx = aligned,
+                                       .dw = aligned,
+                                       .dgamma = aligned,
+                                       .dbeta = aligned,
+                                       .dbias = aligned};
+    const int n = heddle__cuda_norm_linear_launches(&plan, device, &t, space, launches);
+    for (int x = 0; x < n; x++)
+        assert_true(launches[x].grid > 0 && launches[x].grid <= INT32_MAX);
+    return true;
+}
+
+static void test_norm_linear(void **state) {
+    (void)state;
+    rng r = {test_seed(4)};
+    int accepted = 0;
+    for (int x = 0; x < CASES; x++) {
+        const cuda_facts device = {"a GPU", x % 3 ? 132 : 1, 232448, x % 2, (int)rng_between(&r, 0, 2)};
+        heddle_norm_linear a = {.size = sizeof a, .device = HEDDLE_CUDA, .m = any_size(&r), .k = any_size(&r)};
+        a.n = any_size(&r);
+        a.dtype = (heddle_dtype)rng_between(&r, 0, 2);
+        a.features = rng_chance(&r, 0.5) ? HEDDLE_TF32 : 0;
+        for (int pass = 0; pass < 2; pass++)
+            accepted += check_norm_linear_plan(&a, (heddle_pass)pass, &device);
+    }
+    assert_true(accepted > CASES / 10);
+}
+
+int main(void) {
+    test_begin();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_norm_linear),
+    };
+    return test_end(cmocka_run_group_tests(tests, NULL, NULL));
+}
