@@ -3,19 +3,24 @@
 # linked: where there is no nvcc the backend is left out, where there is no driver the library still loads.
 
 set(HEDDLE_HAVE_CUDA OFF)
-set(HEDDLE_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO (when nvcc is found), ON, OFF")
-set_property(CACHE HEDDLE_CUDA PROPERTY STRINGS AUTO ON OFF)
-if(NOT HEDDLE_CUDA)
+if(DEFINED HEDDLE_CUDA)
+    message(STATUS "heddle: HEDDLE_CUDA is called HEDDLE_BUILD_CUDA now")
+    set(HEDDLE_BUILD_CUDA ${HEDDLE_CUDA} CACHE STRING "" FORCE)
+    unset(HEDDLE_CUDA CACHE)
+endif()
+set(HEDDLE_BUILD_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO (when nvcc is found), ON, OFF")
+set_property(CACHE HEDDLE_BUILD_CUDA PROPERTY STRINGS AUTO ON OFF)
+if(NOT HEDDLE_BUILD_CUDA)
     return()
 endif()
 
 find_program(HEDDLE_NVCC nvcc HINTS ENV CUDACXX ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
 if(NOT HEDDLE_NVCC OR NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_C_COMPILER_ID MATCHES "GNU|Clang")
-    if(HEDDLE_CUDA STREQUAL "AUTO")
+    if(HEDDLE_BUILD_CUDA STREQUAL "AUTO")
         message(STATUS "heddle: no nvcc, the CUDA backend is left out")
         return()
     endif()
-    message(FATAL_ERROR "HEDDLE_CUDA is ON, but nvcc was not found (or this is no Linux with gcc or clang): set HEDDLE_NVCC")
+    message(FATAL_ERROR "HEDDLE_BUILD_CUDA is ON, but nvcc was not found (or this is no Linux with gcc or clang): set HEDDLE_NVCC")
 endif()
 
 # A line of archs.def that begins with a family is for the rooms whose names begin with it; the others are for the rest.

@@ -122,7 +122,7 @@ static void no_gpu(void) {
 }
 
 static void unknown_family(void) {
-    set("HEDDLE_CUDA", "sm12");
+    set("HEDDLE_CUDA_FAMILY", "sm12");
     MUST(run_attention(attention_desc(HEDDLE_F32, 1, 1, 1, 128, 128, 32, 32), HEDDLE_FORWARD, 0, NULL) == HEDDLE_OK);
     MUST(fake_launches("heddle_attention_fwd_f32_d32_full_small") == 1); /* as without it */
 }
@@ -398,7 +398,7 @@ static void decoding_by_an_old_driver(void) {
 }
 
 static void small_left_out(void) {
-    set("HEDDLE_CUDA", "sm90");
+    set("HEDDLE_CUDA_FAMILY", "sm90");
     MUST(!strstr(kernel_of(attention_desc(HEDDLE_F32, 1, 1, 1, 128, 128, 32, 32), HEDDLE_FORWARD), "small"));
 }
 
@@ -528,7 +528,7 @@ static void every_kernel(const char *family, void (*on_a_card)(void), bool *seen
     fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {
-        set("HEDDLE_CUDA", family);
+        set("HEDDLE_CUDA_FAMILY", family);
         on_a_card();
         for (int x = 0; x < KERNELS; x++)
             was[x] = fake_launches(symbol_of(x)) > 0;
@@ -565,7 +565,7 @@ int main(void) {
         puts("skipped: libcuda.so.1 is not the fake one; ctest sets LD_LIBRARY_PATH");
         return 77;
     }
-    unsetenv("HEDDLE_CUDA");
+    unsetenv("HEDDLE_CUDA_FAMILY");
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_no_gpu),
         cmocka_unit_test(test_unknown_family),
