@@ -95,7 +95,7 @@ typedef enum heddle_dtype {
     HEDDLE_F64 = 3 /* on HEDDLE_REF only */
 } heddle_dtype;
 
-/* HEDDLE_CUDA=sm80, sm90 or small in the environment takes this family of attention kernels wherever it can. */
+/* HEDDLE_CUDA_FAMILY=sm80, sm90 or small in the environment takes this family of attention kernels wherever it can. */
 typedef enum heddle_device {
     HEDDLE_CPU = 0,
     HEDDLE_REF = 1, /* the reference: every sum in float64, unblocked, one thread; for tests, not for speed */

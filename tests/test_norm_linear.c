@@ -87,7 +87,7 @@ static void test_few_columns(void **state) {
 
 /* Are small problems, too, to go to the kernels for large ones? */
 static bool tensor_cores_alone(void) {
-    const char *wanted = getenv("HEDDLE_CUDA");
+    const char *wanted = getenv("HEDDLE_CUDA_FAMILY");
     return test_device() == HEDDLE_CUDA && wanted && (!strcmp(wanted, "sm80") || !strcmp(wanted, "sm90"));
 }
 
@@ -208,7 +208,7 @@ static void test_eps(void **state) {
 /* On a Hopper GPU, unless the problem is small, 16-bit tensors whose rows begin at multiples of 16 bytes go to its own kernels. */
 static void expect_family(const norm_linear_case *c, bool aligned) {
     char device[160] = "", name[128] = "";
-    const char *wanted = getenv("HEDDLE_CUDA");
+    const char *wanted = getenv("HEDDLE_CUDA_FAMILY");
     if (test_device() != HEDDLE_CUDA)
         return;
     heddle_device_describe(HEDDLE_CUDA, device, sizeof device);

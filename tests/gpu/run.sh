@@ -90,7 +90,7 @@ families="sm80 small"
 for family in $families; do
     for test in attention attention_options norm_linear sweep order sm90; do
         [ "$test, $family" = "sm90, small" ] || [ ! -x "$programs/test_$test" ] ||
-            start "$test, $family" "$seconds" env HEDDLE_CUDA="$family" "$programs/test_$test"
+            start "$test, $family" "$seconds" env HEDDLE_CUDA_FAMILY="$family" "$programs/test_$test"
     done
 done
 # Small problems of every kind, in a program of their own: the checks cost a hundredfold.
@@ -98,7 +98,7 @@ sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanit
 if [ -n "$sanitizer" ] && [ -x "$programs/test_sanitize" ]; then
     for tool in memcheck racecheck initcheck synccheck; do
         for family in sm90 small; do
-            start "$tool, $family" "$seconds" env HEDDLE_CUDA=$family "$sanitizer" --tool "$tool" --error-exitcode 9 \
+            start "$tool, $family" "$seconds" env HEDDLE_CUDA_FAMILY=$family "$sanitizer" --tool "$tool" --error-exitcode 9 \
                 "$programs/test_sanitize"
         done
     done

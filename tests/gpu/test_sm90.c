@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Attention in the sizes of the kernels for Hopper: several tiles, cut in every way. On another GPU, or with HEDDLE_CUDA=sm80, the
+ * Attention in the sizes of the kernels for Hopper: several tiles, cut in every way. On another GPU, or with HEDDLE_CUDA_FAMILY=sm80, the
  * same problems go to the other kernels. */
 #define _POSIX_C_SOURCE 200809L
 #include "common.h"
@@ -26,7 +26,7 @@ static attention_case make_case(heddle_dtype dtype, int64_t b, int64_t h, int64_
 static void expect_family(const attention_case *c, const char *family) {
     char name[128] = "";
     heddle_attention a = c->a;
-    const char *wanted = getenv("HEDDLE_CUDA");
+    const char *wanted = getenv("HEDDLE_CUDA_FAMILY");
     a.size = sizeof a;
     a.device = HEDDLE_CUDA;
     a.hk = a.hk ? a.hk : a.h;

@@ -29,7 +29,7 @@ static void query_device(const cuda_driver *cu, device_record *r, int ordinal) {
         r->error = cu->cuDeviceGetAttribute(facts[x].value, facts[x].attribute, device);
     if (r->error == CU_SUCCESS)
         r->error = cu->cuDeviceGetName(name, sizeof name, device);
-    const char *wanted = getenv("HEDDLE_CUDA");
+    const char *wanted = getenv("HEDDLE_CUDA_FAMILY");
     if (!wanted)
         wanted = "";
     /* As with HEDDLE_CPU, a name that nobody knows changes nothing. */

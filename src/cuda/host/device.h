@@ -16,8 +16,8 @@ typedef struct device_record {
     atomic_int state; /* 0: nobody has asked, 1: somebody is at it, 2: done */
     char name[96];    /* "NVIDIA H200 (device 0, sm_90)" */
     int ordinal, major, minor, multiprocessors, shared_optin;
-    int sm90;  /* Hopper, and HEDDLE_CUDA does not ask for less */
-    int small; /* SMALL_CHOSEN, or what HEDDLE_CUDA asks for */
+    int sm90;  /* Hopper, and HEDDLE_CUDA_FAMILY does not ask for less */
+    int small; /* SMALL_CHOSEN, or what HEDDLE_CUDA_FAMILY asks for */
     /* A launch may overlap the one in front: it costs the host less, too. Every kernel of Hopper's machine code begins with waiting for
      * the one in front; PTX for older GPUs does not. */
     bool overlaps;

@@ -90,51 +90,70 @@ static norm_rows rows_of_w(const norm_linear_call *c) {
                        .add = at->t};
 }
 
-static void forward(norm_linear_call *c) {
+/* y = x·Wᵀ of what was made ready. */
+static norm_gemm product_of(const norm_linear_call *c) {
     const heddle_norm_linear *a = c->a;
+    return (norm_gemm){.rows = a->m,
+                       .cols = a->n,
+                       .depth = a->k,
+                       .a = c->at.z,
+                       .a_low = c->at.z_low,
+                       .lda = c->is.kp,
+                       .b = c->at.w,
+                       .b_low = c->at.w_low,
+                       .ldb = c->is.kp,
+                       .out = c->t->y,
+                       .ldo = a->y_stride};
+}
+
+/* x as it is; the norm is applied where the product is stored. */
+static norm_gemm prepare_raw(norm_linear_call *c, norm_rows w) {
     const heddle_norm_linear_data *t = c->t;
-    norm_linear_arrays *at = &c->at;
-    at->mean = t->mean ? t->mean : at->mean;
-    at->rstd = t->rstd ? t->rstd : at->rstd;
-    norm_rows pack = rows_of_w(c);
-    norm_gemm g = {.rows = a->m,
-                   .cols = a->n,
-                   .depth = a->k,
-                   .a = at->z,
-                   .a_low = at->z_low,
-                   .lda = c->is.kp,
-                   .b = at->w,
-                   .b_low = at->w_low,
-                   .ldb = c->is.kp,
-                   .out = t->y,
-                   .ldo = a->y_stride};
-    if (c->is.raw) {
-        pack.sum = at->s;
-        if (!t->gamma) /* W itself will do */
-            pack.high = NULL;
-        heddle__cuda_add_prepare(c, (norm_prepare){.job = {heddle__cuda_rows_of_x(c, (norm_rows){0}), pack}});
-        g.a = t->x;
-        g.lda = a->x_stride;
-        g.b = t->gamma ? at->w : t->w;
-        g.ldb = t->gamma ? c->is.kp : a->w_stride;
-        g.mean = at->mean;
-        g.rstd = at->rstd;
-        g.col_sum = at->s;
-        g.col_add = at->t;
-    } else if (!c->is.wide) {
-        const norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.high = at->z, .gamma = t->gamma, .beta = t->beta});
-        heddle__cuda_add_prepare(c, (norm_prepare){.job = {x}});
-        g.b = t->w;
-        g.ldb = a->w_stride;
-        g.bias = t->bias;
-    } else {
-        pack.row_exponent = at->w_exponent;
-        heddle__cuda_add_prepare(c,
-                                 (norm_prepare){.job = {heddle__cuda_rows_of_x(c, (norm_rows){.high = at->z}), pack}});
-        g.exponent = xhat_exponent(a->k);
-        g.col_exponent = at->w_exponent;
-        g.col_add = at->t;
-    }
+    norm_gemm g = product_of(c);
+    w.sum = c->at.s;
+    if (!t->gamma) /* W itself will do */
+        w.high = NULL;
+    heddle__cuda_add_prepare(c, (norm_prepare){.job = {heddle__cuda_rows_of_x(c, (norm_rows){0}), w}});
+    g.a = t->x;
+    g.lda = c->a->x_stride;
+    g.b = t->gamma ? c->at.w : t->w;
+    g.ldb = t->gamma ? c->is.kp : c->a->w_stride;
+    g.mean = c->at.mean;
+    g.rstd = c->at.rstd;
+    g.col_sum = c->at.s;
+    g.col_add = c->at.t;
+    return g;
+}
+
+/* z, and W as it is. */
+static norm_gemm prepare_normalised(norm_linear_call *c) {
+    const heddle_norm_linear_data *t = c->t;
+    norm_gemm g = product_of(c);
+    const norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.high = c->at.z, .gamma = t->gamma, .beta = t->beta});
+    heddle__cuda_add_prepare(c, (norm_prepare){.job = {x}});
+    g.b = t->w;
+    g.ldb = c->a->w_stride;
+    g.bias = t->bias;
+    return g;
+}
+
+/* float32: planes of xhat and of W∘gamma, scaled. */
+static norm_gemm prepare_planes(norm_linear_call *c, norm_rows w) {
+    norm_gemm g = product_of(c);
+    w.row_exponent = c->at.w_exponent;
+    heddle__cuda_add_prepare(c, (norm_prepare){.job = {heddle__cuda_rows_of_x(c, (norm_rows){.high = c->at.z}), w}});
+    g.exponent = xhat_exponent(c->a->k);
+    g.col_exponent = c->at.w_exponent;
+    g.col_add = c->at.t;
+    return g;
+}
+
+static void forward(norm_linear_call *c) {
+    c->at.mean = c->t->mean ? c->t->mean : c->at.mean;
+    c->at.rstd = c->t->rstd ? c->t->rstd : c->at.rstd;
+    const norm_gemm g = c->is.raw    ? prepare_raw(c, rows_of_w(c))
+                        : c->is.wide ? prepare_planes(c, rows_of_w(c))
+                                     : prepare_normalised(c);
     heddle__cuda_add_gemm(c, GEMMS(fwd), &g, false, false);
 }
 
