@@ -74,12 +74,12 @@ static void add_key_sums(const call *c, const unit *u, bool whole, backward_spac
         g->dsum[lse_offset(c, u, l->head[x], l->first + l->index[x])] += sums[x];
 }
 
-/* lse in units of log2 as two floats: one would cost P two roundings of lse. +inf makes P zero for a row that sees nothing.
- * True if even the rounding of lse itself would be seen in P. */
-static bool split_lse(float lse, float *base, float *rest) {
-    double lse2 = lse == -INFINITY ? INFINITY : lse * LOG2E;
-    *base = (float)lse2;
-    *rest = isfinite(*base) ? (float)(lse2 - *base) : 0;
+/* natural_lse() undone: base alone would cost P two roundings of lse. +inf makes P zero for a row that sees nothing. True if even
+ * the rounding of lse itself would be seen in P. */
+static bool split_lse(const call *c, float lse, float *base, float *rest) {
+    const double stored = lse == -INFINITY ? INFINITY : lse / c->unit;
+    *base = (float)stored;
+    *rest = isfinite(*base) ? (float)((stored - *base) * c->factor) : 0;
     return fabsf(lse) > 32 && fabsf(lse) < INFINITY;
 }
 
@@ -102,21 +102,25 @@ static void refine_lse(const call *c, const unit *u, backward_space *w, const ba
                     if (pass == 0)
                         store(top + x, vmax(load(top + x), s));
                     else
-                        store(sum + x, load(sum + x) + vexp2(s * c->factor - load(w->base + x)));
+                        store(sum + x, load(sum + x) + vexp2_times(c->factor, s - load(w->base + x)));
                 }
         }
-        /* Through memory, as probabilities() reads it: the product has to be rounded before it is subtracted. */
-        for (int64_t x = 0; x < LANES; x++)
-            w->base[x] = top[x] * c->factor;
+        memcpy(w->base, top, sizeof top);
     }
     for (int64_t x = 0; x < l->count; x++) {
         int64_t at = lse_offset(c, u, l->head[x], l->first + l->index[x]);
         float base = w->base[x], lse = ((const float *)c->t->lse)[at];
-        double all = (double)sum[x];
-        if (c->a->features & HEDDLE_SINKS)
-            all += exp2((double)((const float *)c->t->sinks)[l->head[x]] * LOG2E - base);
-        double rest = log2(all);
-        if (fabs((base + rest) * LN2 - lse) <= fabs(lse) * 0x1p-20) {
+        double rest = log2((double)sum[x]);
+        if (c->a->features & HEDDLE_SINKS) {
+            const float sink = ((const float *)c->t->sinks)[l->head[x]];
+            if (sink_above(c, sink, base) > 0) { /* the largest of all */
+                base = (float)(sink / c->unit);
+                rest += ((double)w->base[x] - base) * c->factor;
+            }
+            const double other = sink_above(c, sink, base);
+            rest = fmax(rest, other) + log2(1 + exp2(-fabs(rest - other)));
+        }
+        if (fabsf(natural_lse(c, base, rest) - lse) <= fabsf(lse) * 0x1p-20f) {
             g->base[at] = base;
             g->rest[at] = (float)rest;
         }
@@ -139,7 +143,7 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     for (int64_t x = 0; x < w->l.count; x++) {
         int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
         g->dsum[at] = (c->t->dout && !whole ? dot_row(c, o[x], dout[x]) : 0) - dlse_of(c, u, &w->l, x);
-        large |= split_lse(((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
+        large |= split_lse(c, ((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
         if (seen.begin >= seen.end) /* nobody else writes it */
             clear_rows(c, c->t->dq, a->dq_stride, u->n, w->l.head[x], u->s.first_q + w->l.first + w->l.index[x], 1,
                        a->d);

@@ -12,7 +12,7 @@ typedef struct forward_tile {
     lanes l;
     float *qt, *ot;    /* Qᵀ [d][lanes], Oᵀ [dv][lanes]; with few lanes Q [lanes][d_pad], O [lanes][dv_pad] */
     float max[LANES];  /* of the scores as stored */
-    float base[LANES]; /* max·factor, what the exponents are taken from; 0 while max is -inf */
+    float base[LANES]; /* what the exponents are taken from: a maximum of now or of before; 0 while max is -inf */
     float sum[LANES];
 } forward_tile;
 
@@ -84,11 +84,13 @@ static void begin_tile(const call *c, const unit *u, int64_t f0, int64_t count, 
 }
 
 /* What is summed so far, of one vector of lanes, is scaled to a new base, if it needs one: as long as no maximum has grown by more
- * than a factor of 2^4, exponents are taken from the old base and reach up to 4. Returns the base. */
+ * than a factor of 2^4, exponents are taken from the old base and reach up to 4. Returns the base, which is a score as stored: only
+ * what is left of a score without it is multiplied, so that the largest has the exponent 0 however large it is. */
 static vf rescale(forward_tile *t, int v, float factor, int64_t dv) {
     const vf top = load(t->max + v * VL), old_sum = load(t->sum + v * VL), old_base = load(t->base + v * VL);
-    const vf wanted = select_float(top == -INFINITY, splat(0), top * factor);
-    const vi keeps = wanted - old_base < 4, empty = old_sum == 0; /* with nothing summed there is nothing to scale */
+    const vf wanted = select_float(top == -INFINITY, splat(0), top);
+    const vi keeps = (wanted - old_base) * factor < 4,
+             empty = old_sum == 0; /* with nothing summed there is nothing to scale */
     const vf base = select_float(keeps & ~empty, old_base, wanted);
     store(t->base + v * VL, base);
     const vi changed = ~empty & (base != old_base);
@@ -97,7 +99,7 @@ static vf rescale(forward_tile *t, int v, float factor, int64_t dv) {
         any |= changed[x];
     if (!any)
         return base;
-    const vf shrink = select_float(empty, splat(1), vexp2(old_base - base));
+    const vf shrink = select_float(empty, splat(1), vexp2_times(factor, old_base - base));
     store(t->sum + v * VL, old_sum * shrink);
     if (t->l.few) {
         const int64_t pad = (dv + VL - 1) / VL * VL;
@@ -118,13 +120,13 @@ static vf rescale(forward_tile *t, int v, float factor, int64_t dv) {
 #define ROWS_AT_ONCE(vectors) ((vectors) == 1 ? 2 : 1)
 #endif
 
-/* p = exp2(p·factor - base), of `rows` rows of `vectors` vectors. */
-INLINE void weights_of(int rows, int vectors, float factor, const vf *base, vf *sum, float *p) {
+/* p = exp2((p - base)·factor), of `rows` rows of `vectors` vectors; `least` as vexp2_each() has it. */
+INLINE void weights_of(int rows, int vectors, float factor, float least, const vf *base, vf *sum, float *p) {
     vf e[EXP2_MOST];
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++)
-        e[x] = load(p + x * VL) * factor - base[x % vectors];
-    vexp2_each(rows * vectors, e);
+        e[x] = load(p + x * VL) - base[x % vectors];
+    vexp2_each(rows * vectors, factor, least, e);
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++) {
         store(p + x * VL, e[x]);
@@ -132,10 +134,11 @@ INLINE void weights_of(int rows, int vectors, float factor, const vf *base, vf *
     }
 }
 
-/* S -> P = exp2(S·factor - base) in place, with base from the new maximum. */
+/* S -> P = exp2((S - base)·factor) in place, with base from the new maximum. */
 INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {
     const int64_t stride = vectors * VL;
     const int rows = ROWS_AT_ONCE(vectors);
+    const float least = -127 / factor;
     vf top[2 * TILE_VECTORS], base[TILE_VECTORS], sum[TILE_VECTORS];
     for (int v = 0; v < 2 * vectors; v++)
         top[v] = load(t->max + v % vectors * VL);
@@ -153,9 +156,9 @@ INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_
         sum[v] = splat(0);
     }
     for (j = 0; j + rows <= count; j += rows)
-        weights_of(rows, vectors, factor, base, sum, s + j * stride);
+        weights_of(rows, vectors, factor, least, base, sum, s + j * stride);
     for (; j < count; j++)
-        weights_of(1, vectors, factor, base, sum, s + j * stride);
+        weights_of(1, vectors, factor, least, base, sum, s + j * stride);
     for (int v = 0; v < vectors; v++)
         store(t->sum + v * VL, load(t->sum + v * VL) + sum[v]);
 }
@@ -201,6 +204,7 @@ static void forward_block(const call *c, const unit *u, const key_block *b, forw
 /* online_softmax() of scores [lane][key], of which `count` are filled up with -inf to whole vectors. */
 static void few_softmax(forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {
     const int64_t padded = (count + VL - 1) / VL * VL;
+    const float least = -127 / factor;
     for (int64_t x = 0; x < t->l.count; x++) {
         float *p = s + x * FEW_KEYS;
         vf top = splat(t->max[x]);
@@ -216,7 +220,8 @@ static void few_softmax(forward_tile *t, float factor, int64_t dv, int64_t count
         const float base = t->base[x];
         vf sum = splat(0);
         for (float *p = s + x * FEW_KEYS, *end = p + padded; p < end; p += VL) {
-            const vf e = vexp2(load(p) * factor - base);
+            vf e = load(p) - base;
+            vexp2_each(1, factor, least, &e);
             store(p, e);
             sum += e;
         }
@@ -284,49 +289,45 @@ static void write_weights(const call *c, const unit *u, const key_block *b, forw
     for (int64_t j = 0; j < b->count; j++)
         for (int64_t x = 0; x < l->stride; x += VL) {
             float *s = w->s + j * l->stride + x;
-            store(s, vexp2(load(s) * c->factor - load(t->base + x)));
+            store(s, vexp2_times(c->factor, load(s) - load(t->base + x)));
         }
     lane_rows(c, u, l, c->t->weights, c->a->weights_stride, 0, rows);
     unpack_transposed(c->type, w->s, l->stride, l->count, b->count, inverse, false, (void *const *)rows, b->first);
 }
 
-/* One more key, with this score and a value of zero. Returns what the sum and O so far are to be multiplied with. */
-static float add_sink(forward_tile *t, int64_t x, double sink) {
-    double sink2 = sink * LOG2E, top = t->sum[x] > 0 ? t->base[x] : -INFINITY;
-    if (sink2 == -INFINITY)
-        return 1;
-    double base = sink2 > top ? sink2 : top;
-    float shrink = (float)exp2(top - base);
-    t->base[x] = (float)base;
-    t->sum[x] = t->sum[x] * shrink + (float)exp2(sink2 - base);
-    return shrink;
+/* One more key, with this score and a value of zero. False if it leaves nothing to the others: its weight is 1 then, and theirs are
+ * less than 2^-120. */
+static bool add_sink(const call *c, forward_tile *t, int64_t x, float sink) {
+    const double above = t->sum[x] == 0 ? INFINITY : sink_above(c, sink, t->base[x]);
+    if (sink == -INFINITY)
+        return true;
+    if (above > 120)
+        return false;
+    t->sum[x] += (float)exp2(above);
+    return true;
 }
 
-/* o = Oᵀ / sum, lse = ln 2 · (base + log2 sum); inverse[lane] = 1 / sum, 0 for a row that sees nothing. */
+/* o = Oᵀ / sum; inverse[lane] = 1 / sum, 0 where nobody that is seen has a weight. */
 static void end_tile(const call *c, const unit *u, forward_tile *t, float *inverse) {
     const lanes *l = &t->l;
     const void *rows[LANES];
-    float last[LANES];
     for (int64_t x = 0; x < l->stride; x++) {
-        float shrink = 1;
-        if (c->a->features & HEDDLE_SINKS)
-            shrink = add_sink(t, x, (double)((const float *)c->t->sinks)[l->head[x]]);
-        bool dead = t->sum[x] == 0;
-        inverse[x] = dead ? 0 : 1 / t->sum[x];
-        last[x] = shrink * inverse[x];
+        const float sink = c->a->features & HEDDLE_SINKS ? ((const float *)c->t->sinks)[l->head[x]] : -INFINITY;
+        const bool counts = add_sink(c, t, x, sink) && t->sum[x] != 0;
+        inverse[x] = counts ? 1 / t->sum[x] : 0;
         if (c->t->lse && x < l->count)
             ((float *)c->t->lse)[lse_offset(c, u, l->head[x], l->first + l->index[x])] =
-                dead ? -INFINITY : (float)((t->base[x] + log2((double)t->sum[x])) * LN2);
+                counts ? natural_lse(c, t->base[x], log2((double)t->sum[x])) : sink;
     }
     lane_rows(c, u, l, c->t->o, c->a->o_stride, u->s.first_q, rows);
     void *const *out = (void *const *)rows;
     if (l->few)
         for (int64_t x = 0; x < l->count; x++) {
             few_order(c->type, c->a->dv, t->ot + x * c->dv_pad);
-            narrow_row(c->type, t->ot + x * c->dv_pad, c->a->dv, last[x], out[x]);
+            narrow_row(c->type, t->ot + x * c->dv_pad, c->a->dv, inverse[x], out[x]);
         }
     else
-        unpack_transposed(c->type, t->ot, l->stride, l->count, c->a->dv, last, false, out, 0);
+        unpack_transposed(c->type, t->ot, l->stride, l->count, c->a->dv, inverse, false, out, 0);
 }
 
 /* Few queries read their keys themselves. */
@@ -393,12 +394,12 @@ static bool few_join(const call *c, const forward_shared *g, int64_t unit_index,
         float top = -INFINITY, sum = 0;
         for (const float *p = all; p < all + g->splits * g->each; p += g->each)
             top = p[x] > top || p[x] != p[x] ? p[x] : top;
-        t->base[x] = top == -INFINITY ? 0 : top * c->factor;
+        t->base[x] = top == -INFINITY ? 0 : top;
         for (const float *p = all; p < all + g->splits * g->each; p += g->each) {
             const float weight = p[2 * FEW_LANES + x];
             if (weight == 0)
                 continue;
-            const vf shrink = vexp2(splat(p[FEW_LANES + x] - t->base[x]));
+            const vf shrink = vexp2_times(c->factor, splat(p[FEW_LANES + x] - t->base[x]));
             sum += weight * shrink[0];
             const float *from = p + 3 * FEW_LANES + x * c->dv_pad;
             for (int64_t e = 0; e < c->dv_pad; e += VL) {

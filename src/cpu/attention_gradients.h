@@ -11,7 +11,7 @@ typedef struct backward_space {
     float *dqt;                 /* [d][lanes] */
     float *s, *dp, *tanhs, *z, *scratch;
     float *k, *v, *dk, *dv;         /* [chunk][..] */
-    float base[LANES], rest[LANES]; /* log-sum-exp in units of log2, as the sum of two floats */
+    float base[LANES], rest[LANES]; /* the log-sum-exp in units of log2 is base·factor + rest */
     float dsum[LANES];
     bool q_finite, dout_finite;
     bool fresh;  /* dk and dv hold nothing yet, and nothing is masked */
@@ -185,8 +185,8 @@ INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, flo
     vf e[EXP2_MOST];
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++)
-        e[x] = load(s + x * VL) * factor - load(w->base + x % vectors * VL) - load(w->rest + x % vectors * VL);
-    vexp2_each(rows * vectors, e);
+        e[x] = (load(s + x * VL) - load(w->base + x % vectors * VL)) * factor - load(w->rest + x % vectors * VL);
+    vexp2_each(rows * vectors, 1, -127, e);
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++) {
         store(s + x * VL, e[x]);

@@ -8,7 +8,7 @@
 
 #include <stdio.h>
 
-/* dsink[head] = -sum over queries of exp(sink - lse)·D */
+/* dsink[head] = -sum over queries of exp(sink - lse)·D, lse as P had it */
 static void dsink_task(const call *c, int64_t head, const backward_shared *g) {
     const float sink = ((const float *)c->t->sinks)[head];
     double sum = 0;
@@ -16,9 +16,8 @@ static void dsink_task(const call *c, int64_t head, const backward_shared *g) {
         unit u = make_unit(c, n * c->a->hk + head / c->group);
         for (int64_t i = 0; i < u.s.sq; i++) {
             int64_t at = lse_offset(c, &u, head, i);
-            float lse = ((const float *)c->t->lse)[at];
-            if (lse != -INFINITY)
-                sum -= exp((double)sink - (double)lse) * (double)g->dsum[at];
+            if (((const float *)c->t->lse)[at] != -INFINITY)
+                sum -= exp2(sink_above(c, sink, g->base[at]) - (double)g->rest[at]) * (double)g->dsum[at];
         }
     }
     ((float *)c->t->dsinks)[head] = (float)sum;

@@ -25,7 +25,6 @@
 #define TILES_AT_ONCE 8
 #endif
 #define LOG2E 1.44269504088896340736
-#define LN2 0.69314718055994530942
 
 /* What holds for the whole call. */
 typedef struct call {
@@ -37,10 +36,10 @@ typedef struct call {
     int64_t d_pad, dv_pad; /* rounded up to whole vectors */
     bool pairs;            /* bfloat16: products by pairs (attention_pairs.h) */
     bool k_pairs,
-        v_pairs;  /* those that sum along rows of K, of V in backward, too: they need aligned pairs in memory */
-    bool adjusts; /* softcap, ALiBi or bias change the scores */
-    float sign,
-        factor; /* a score as stored (raw product of sign·q and k, or adjusted) times factor is in units of log2 */
+        v_pairs;        /* those that sum along rows of K, of V in backward, too: they need aligned pairs in memory */
+    bool adjusts;       /* softcap, ALiBi or bias change the scores */
+    double unit;        /* a score as stored (raw product of sign·q and k, or adjusted) times unit is S, */
+    float sign, factor; /* and times factor it is in units of log2 */
     bool drops;
     uint32_t drop_below;
     float keep_factor;
@@ -125,7 +124,8 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     c.adjusts = a->softcap > 0 || (a->features & (HEDDLE_ALIBI | HEDDLE_BIAS));
     c.sign =
         !c.adjusts && a->scale < 0 ? -1 : 1; /* so that factor is positive, and the largest score stays the largest */
-    c.factor = c.adjusts ? (float)LOG2E : fmaxf((float)(fabs(a->scale) * LOG2E), 0x1p-126f);
+    c.unit = c.adjusts ? 1 : fabs(a->scale);
+    c.factor = (float)(c.unit * LOG2E);
     c.pairs = pairs_exist(c.type);
     c.k_pairs = c.sign > 0 && by_pairs(c.type, a->d, t->q, a->q_stride, t->k, a->k_stride);
     c.v_pairs = by_pairs(c.type, a->dv, t->dout, a->do_stride, t->v, a->v_stride);
@@ -135,6 +135,16 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     c.seed = a->features & HEDDLE_RNG_STATE ? t->rng_state[0] : a->seed;
     c.offset = a->features & HEDDLE_RNG_STATE ? t->rng_state[1] : a->offset;
     return c;
+}
+
+/* lse from the score as stored that exponents were taken from, and the logarithm of their sum to base 2. */
+INLINE float natural_lse(const call *c, float base, double log2_sum) {
+    return (float)((double)base * c->unit + log2_sum * (c->unit / (double)c->factor));
+}
+
+/* How far a sink is above a score as stored, in units of log2: the factor takes from both alike, so that equal ones are. */
+INLINE double sink_above(const call *c, float sink, float score) {
+    return ((double)sink / c->unit - (double)score) * (double)c->factor;
 }
 
 static unit make_unit(const call *c, int64_t index) {

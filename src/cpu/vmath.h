@@ -9,20 +9,21 @@
 /* The most vectors that vexp2_each() takes. */
 #define EXP2_MOST 8
 
-/* x[i] = 2^x[i] for x <= 127, within 1 ulp above 2^-126; exactly 0 from -127 down, -inf included; NaN stays NaN.
- * x = n + f with n whole and |f| <= 1/2. Adding 1.5·2^23 + 127 rounds to whole and leaves n + 127 in the low bits, which
+/* x[i] = 2^(c·x[i]) for c·x <= 127 and c > 0, within 1 ulp above 2^-126; exactly 0 from -127 down, -inf included; NaN stays NaN.
+ * `least` is -127/c. The product with c is never rounded where there is FMA: it costs nothing, and no x is too large for it.
+ * c·x = n + f with n whole and |f| <= 1/2. Adding 1.5·2^23 + 127 rounds to whole and leaves n + 127 in the low bits, which
  * shifted are the bits of 2^n; 2^f by a polynomial of degree 6 (minimax in the relative error 2.0e-9, coefficients fitted with
- * the constant fixed at 1). At x = -127 the bits of 2^n are 0: an exact zero, so masked scores breed no denormals, which would
+ * the constant fixed at 1). At c·x = -127 the bits of 2^n are 0: an exact zero, so masked scores breed no denormals, which would
  * cost 7 times as much. A product and no sum of bits at the end: it keeps every NaN.
  * The vectors go side by side from step to step: each is a chain of a dozen operations that wait for one another, and a core that
  * is handed one chain after the other has no room for as many of them as its pipes could work on. */
-INLINE void vexp2_each(int count, vf *x) {
+INLINE void vexp2_each(int count, float c, float least, vf *x) {
     const float whole = 0x1.8p23f + 127;
     vf z[EXP2_MOST], p[EXP2_MOST];
 #define EACH _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
-    EACH x[i] = vmax(splat(-127.0f), x[i]);
-    EACH z[i] = x[i] + whole;
-    EACH x[i] -= z[i] - whole;
+    EACH x[i] = vmax(splat(least), x[i]);
+    EACH z[i] = x[i] * c + whole;
+    EACH x[i] = x[i] * c - (z[i] - whole);
     EACH p[i] = 0x1.41fbbcp-13f * x[i] + 0x1.5f3e54p-10f;
     EACH p[i] = p[i] * x[i] + 0x1.3b2d4cp-7f;
     EACH p[i] = p[i] * x[i] + 0x1.c6aee8p-5f;
@@ -42,9 +43,13 @@ INLINE void vexp2_each(int count, vf *x) {
 #undef EACH
 }
 
-INLINE vf vexp2(vf x) {
-    vexp2_each(1, &x);
+INLINE vf vexp2_times(float c, vf x) {
+    vexp2_each(1, c, -127 / c, &x);
     return x;
+}
+
+INLINE vf vexp2(vf x) {
+    return vexp2_times(1, x);
 }
 
 /* tanh x: an odd polynomial below 0.625 (relative error 4.4e-9), 1 - 2/(exp(2x) + 1) above. */

@@ -18,7 +18,7 @@ typedef struct work {
     int64_t loaded;                   /* which one that is: n*hk + y */
     double *q, *o;                    /* [d], [dv]: the row in use */
     double *t, *s, *p, *z;            /* [sk]: T, S, P, Z of the row; s[j] and p[j] for every j */
-    double lse;                       /* of the row */
+    double lse, p_sink;               /* of the row; P of the sink */
     double *dout, *dp, *ds, *dq;      /* [dv], [sk], [sk], [d]: of the row */
     double big_d;                     /* D of the row */
     double *dk, *dv, *dbias, *dsinks; /* [sk, d], [sk, dv], [sk], [h]: sums over rows */
@@ -131,6 +131,7 @@ static void probabilities(work *w, const head *c, int64_t i) {
     fill(w->s, a->sk, -INFINITY);
     fill(w->p, a->sk, 0);
     w->lse = -INFINITY;
+    w->p_sink = 0;
     if (counts)
         load_row(a->dtype, w->data->q, row_at(a->q_stride, c->n, c->x, c->all.first_q + i), a->d, w->q);
     for (int64_t j = 0; counts && j < c->used.sk; j++) {
@@ -145,6 +146,7 @@ static void probabilities(work *w, const head *c, int64_t i) {
         sum += w->p[j] = exp(w->s[j] - max);
     for (int64_t j = 0; j < c->used.sk; j++)
         w->p[j] /= sum;
+    w->p_sink = exp(c->sink - max) / sum; /* not from lse, which is rounded */
     w->lse = max + log(sum);
 }
 
@@ -220,7 +222,7 @@ static void backward_row(work *w, const head *c, int64_t i) {
     const heddle_attention_data *data = w->data;
     row_gradient(w, c, i);
     if (data->sinks && w->lse != -INFINITY)
-        w->dsinks[c->x] -= exp(c->sink - w->lse) * w->big_d;
+        w->dsinks[c->x] -= w->p_sink * w->big_d;
     fill(w->dq, a->d, 0);
     for (int64_t j = 0; j < c->used.sk; j++) {
         if (w->s[j] == -INFINITY)
