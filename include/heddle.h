@@ -195,8 +195,8 @@ typedef struct heddle_attention {
     int32_t reserved0;                 /* 0 */
     uint64_t features;                 /* HEDDLE_WINDOW | ... */
     int64_t window_left, window_right; /* negative: unbounded */
-    double scale;                      /* 0 means 1/sqrt(d) */
-    double softcap;                    /* 0 means none */
+    double scale;                      /* 0 means 1/sqrt(d); else, but in float64, from 2^-100 to 2^100 in magnitude, */
+    double softcap;                    /* and so are softcap and scale/softcap; softcap 0 means none */
     double dropout;                    /* probability that a weight is dropped, 0 <= dropout < 1 */
     uint64_t seed, offset;             /* of dropout */
     int64_t total_q, total_k;          /* HEDDLE_VARLEN: rows of q and of k */

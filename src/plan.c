@@ -221,6 +221,18 @@ static heddle_status check_sizes(heddle_attention *a) {
     return HEDDLE_OK;
 }
 
+/* Factors of float32 scores: within this range they, their products with log2(e) and the reciprocal of softcap are normal numbers. */
+#define LEAST_FACTOR 0x1p-100
+#define MOST_FACTOR 0x1p100
+
+static heddle_status check_factor(const char *name, double value) {
+    if (!(fabs(value) >= LEAST_FACTOR && fabs(value) <= MOST_FACTOR))
+        return fail(HEDDLE_BAD_VALUE,
+                    "%s = %g is not from 2^-100 (%.3g) to 2^100 (%.3g) in magnitude, as float32 scores need", name,
+                    value, LEAST_FACTOR, MOST_FACTOR);
+    return HEDDLE_OK;
+}
+
 static heddle_status check_values(heddle_attention *a) {
     if (!isfinite(a->scale))
         return fail(HEDDLE_BAD_VALUE, "scale = %g is not a finite number", a->scale);
@@ -233,6 +245,13 @@ static heddle_status check_values(heddle_attention *a) {
                     (long long)a->sq, (long long)(a->b * a->h));
     if (a->scale == 0)
         a->scale = 1 / sqrt((double)a->d);
+    if (a->dtype == HEDDLE_F64)
+        return HEDDLE_OK;
+    TRY(check_factor("scale", a->scale));
+    if (a->softcap > 0) {
+        TRY(check_factor("softcap", a->softcap));
+        TRY(check_factor("scale / softcap", a->scale / a->softcap));
+    }
     return HEDDLE_OK;
 }
 

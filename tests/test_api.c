@@ -148,6 +148,12 @@ static void test_values(void **state) {
     REFUSE(a->softcap = -1, HEDDLE_BAD_VALUE, "softcap = -1");
     REFUSE(a->softcap = (double)NAN, HEDDLE_BAD_VALUE, "softcap = ");
     REFUSE(a->softcap = (double)INFINITY, HEDDLE_BAD_VALUE, "softcap = inf");
+    REFUSE(a->scale = 1e-40, HEDDLE_BAD_VALUE, "scale = 1e-40");
+    REFUSE(a->scale = -3.4e38, HEDDLE_BAD_VALUE, "scale = -3.4e+38");
+    REFUSE(a->scale = 0x1.001p100, HEDDLE_BAD_VALUE, "scale = 1.26");
+    REFUSE(a->softcap = 1e-50, HEDDLE_BAD_VALUE, "softcap = 1e-50");
+    REFUSE(a->softcap = 1e39, HEDDLE_BAD_VALUE, "softcap = 1e+39");
+    REFUSE((a->scale = 1e20, a->softcap = 1e-20), HEDDLE_BAD_VALUE, "scale / softcap = 1e+40");
     REFUSE(a->dropout = 1, HEDDLE_BAD_VALUE, "dropout = 1");
     REFUSE(a->dropout = -0.1, HEDDLE_BAD_VALUE, "dropout = -0.1");
     REFUSE(a->dropout = (double)NAN, HEDDLE_BAD_VALUE, "dropout = ");

@@ -301,13 +301,38 @@ static void test_constant_bias(void **state) {
     }
 }
 
+/* The ends of what scale and softcap may be. */
+static void test_factors(void **state) {
+    (void)state;
+    static const struct {
+        double scale, softcap, magnitude;
+    } factors[] = {{0x1p-100, 0, 1},
+                   {0x1p100, 0, 0x1p-50},
+                   {-0x1p100, 0, 0x1p-50},
+                   {-0x1p-100, 0, 0x1p40},
+                   {1e-30, 0, 1e15},
+                   {0, 0x1p-97, 1},
+                   {0, 1e-10, 1},
+                   {0, 1e10, 1},
+                   {0, 0x1p97, 1},
+                   {0x1p50, 0x1p-50, 0x1p-50},
+                   {0x1p-50, 0x1p50, 0x1p25}};
+    for (size_t x = 0; x < COUNT(factors); x++)
+        for (size_t type = 0; type < 2; type++) {
+            attention_case c = attention_case_of(1, 2, 1, 37, 50, 16, 0);
+            c.a.dtype = test_dtypes[type];
+            c.a.scale = factors[x].scale;
+            c.a.softcap = factors[x].softcap;
+            c.q_magnitude = c.k_magnitude = factors[x].magnitude;
+            check_attention(&c);
+        }
+}
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_sizes),
-        cmocka_unit_test(test_options),
-        cmocka_unit_test(test_random),
-        cmocka_unit_test(test_constant_bias),
+        cmocka_unit_test(test_sizes),         cmocka_unit_test(test_options), cmocka_unit_test(test_random),
+        cmocka_unit_test(test_constant_bias), cmocka_unit_test(test_factors),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }
