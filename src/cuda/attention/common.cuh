@@ -13,9 +13,6 @@
 
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
-/* 1 / LOG2E as it is, a float: the sum of both. */
-#define LOG2E_UNIT 0.6931471824645996f
-#define LOG2E_UNIT_LOW 7.3486931e-09f
 #define ALL_LANES 0xffffffffu
 
 /* --------------------------------------------------------------------------------------------------- sequences */
@@ -76,6 +73,120 @@ INLINE float log_of_sum(float base, float sum, float unit, float unit_low) {
 }
 INLINE float natural_log(const attention_params &p, float base, float sum) {
     return log_of_sum(base, sum, p.lse_unit, p.lse_unit_low);
+}
+
+/* Of large scores max·c is too coarse: its own rounding would be the exponent of the largest one. From here on the maximum is
+ * subtracted before the multiplication with c, from scores that then have no base. */
+#define FAR 0x1p24f
+
+INLINE bool is_far(float top, float c) {
+    return fabsf(__fmul_rn(top, c)) >= FAR && top != -CUDART_INF_F;
+}
+
+/* What a sum of exp2(S·c - before·c), as rounded, is to be multiplied with for the maximum `top`, one of them far. */
+INLINE float shrink_far(float before, float top, float c) {
+    float by = (before - top) * c;
+    if (before == top)
+        return 1.0f;
+    if (!is_far(before, c) && before != -CUDART_INF_F)
+        by -= fmaf(before, c, -__fmul_rn(before, c));
+    if (!is_far(top, c))
+        by += fmaf(top, c, -__fmul_rn(top, c));
+    return exp2_approx(by);
+}
+
+INLINE float shrink_of(float before, float top, float c) {
+    return is_far(before, c) || is_far(top, c) ? shrink_far(before, top, c)
+                                               : exp2_approx(__fmul_rn(before, c) - __fmul_rn(top, c));
+}
+
+/* A split's part of a row: its maximum, and the logarithm to base 2 of its sum over exp2((S - maximum)·c). */
+INLINE void store_part(const attention_params &p, int split, int64_t row, float max, float log2) {
+    p.part_max[split * p.rows + row] = max;
+    p.part_log[split * p.rows + row] = log2;
+}
+
+/* lse of a row from the same two. unit: what takes its maximum to natural units. */
+INLINE float natural_lse(const attention_params &p, float max, float c, float unit, float log2) {
+    const float base = __fmul_rn(max, c), high = base * p.lse_unit;
+    if (is_far(max, c))
+        return fmaf(log2, LN2, max * unit);
+    const float low = fmaf(base, p.lse_unit, -high) + base * p.lse_unit_low;
+    return high + fmaf(log2 + fmaf(max, c, -base), LN2, low);
+}
+
+/* S of a row with a new maximum, its base, and what was summed before shrinks by: corrected where they are far. */
+template <int N>
+INLINE void step_far(float before, float top, float c, int half, float (*s)[4], float *base, float *shrink) {
+    if (!is_far(top, c) && !is_far(before, c))
+        return;
+    *shrink = shrink_far(before, top, c);
+    if (!is_far(top, c))
+        return;
+    *base = 0.0f;
+#pragma unroll
+    for (int y = 0; y < N / 8; y++) {
+        s[y][2 * half] -= top;
+        s[y][2 * half + 1] -= top;
+    }
+}
+
+/* The end of a row that is far: the sink joins in. unit: what takes its scores to natural ones. Returns what O shrinks by. */
+INLINE float end_far(float unit, float top, float sink, float *sum, float *lse) {
+    const float above = sink == -CUDART_INF_F ? sink : fmaf(-top, unit, sink) * LOG2E;
+    const float shrink = above > 0.0f ? exp2_approx(-above) : 1.0f;
+    *sum = fmaf(*sum, shrink, above > 0.0f ? 1.0f : exp2_approx(above));
+    *lse = fmaf(log2f(*sum), LN2, above > 0.0f ? sink : top * unit);
+    return shrink;
+}
+
+/* ---------------------------------------------------------------------------------- the log-sum-exp for the backward
+ * P = exp2(S·c - base - rest), where rest is not negative: the rounding of base is a part of it. Of huge scores that would be too large a
+ * part, and their neighbours in float32 have no weight beside them: a negative rest says that S and base are multiplied by a power of two
+ * in place of c, which rounds neither, and P = exp2(S·power_of(c) - base + rest). */
+#define HUGE_BASE 0x1p32f
+
+/* c = power_of(c)·mantissa_of(c), positive and normal. */
+INLINE float power_of(float c) {
+    return __uint_as_float(__float_as_uint(c) & 0x7f800000u);
+}
+INLINE float mantissa_of(float c) {
+    return __uint_as_float((__float_as_uint(c) & 0x7fffffu) | 0x3f800000u);
+}
+
+INLINE float factor_of(float c, float rest) { /* a comparison would take more registers */
+    return __uint_as_float(__float_as_uint(c) & ~((uint32_t)(__float_as_int(rest) >> 31) & 0x7fffffu));
+}
+INLINE float weight_of(float s, float c, float base, float rest) {
+    return exp2_approx(fmaf(s, factor_of(c, rest), -base) - fabsf(rest));
+}
+
+/* From a row's maximum and the logarithm to base 2 of its sum over exp2((S - maximum)·c). */
+INLINE void put_log_sum(float max, float c, float log2, float *base, float *rest) {
+    const float low = __fmul_rd(max, c);
+    const bool huge = fabsf(low) >= HUGE_BASE;
+    *base = huge ? max * power_of(c) : low;
+    *rest = huge ? -fmaxf(log2, 0x1p-100f) : fmaf(max, c, -low) + log2;
+}
+
+/* From lse alone, which is not -inf. */
+INLINE void split_lse(const attention_params &p, float lse, float *base, float *rest) {
+    *base = __fmul_rd(lse, p.lse_factor);
+    *rest = fmaf(lse, p.lse_factor, -*base) + lse * p.lse_factor_low;
+    if (!(fabsf(*base) < HUGE_BASE)) {
+        *base = lse * p.lse_huge;
+        *rest = isfinite(lse) ? -0x1p-100f : 0.0f;
+    } else if (*rest < 0.0f) {
+        const float lower = nextafterf(*base, -CUDART_INF_F);
+        *rest += *base - lower;
+        *base = lower;
+    }
+}
+
+/* A sink joins the sum of a row. */
+INLINE float join_sink(float max, float unit, float log2, float sink) {
+    const float above = fmaf(-max, unit, sink) * LOG2E;
+    return above > 64.0f ? above : log2f(exp2f(log2) + exp2f(above));
 }
 
 /* Is a float32 log-sum-exp too coarse for P = exp(S - lse)? Large ones are. */

@@ -31,23 +31,26 @@ typedef struct attention_params {
     float scale, scale_log2;          /* scale, scale·log2(e) */
     float lse_factor, lse_factor_low; /* what takes lse to units of log2, as the kernels take S: the sum of both */
     float lse_unit, lse_unit_low;     /* and back */
+    float lse_huge;                   /* from lse to units of S·power_of(scale·log2(e)) */
+    float unit;                       /* what takes S, as the kernels take it, to units of lse: scale, or 1 */
     float softcap, inverse_softcap;
     float keep_scale; /* 1/(1 - dropout) */
     uint32_t drop_threshold;
     int32_t drops;
-    int32_t rich;              /* the full kernels: more than the lean ones can is asked for */
-    int32_t tf32;              /* one TF32 product in place of three */
-    int32_t group;             /* query heads per key/value head */
-    int32_t pack;              /* fwd: query heads that share a tile's rows; 1 or group */
-    int32_t tiles_q, tiles_k;  /* per (sequence, head): blocks of fwd and dq; of dkdv */
-    int32_t splits;            /* fwd: blocks that share the keys of a tile of queries */
-    int32_t vectors;           /* VECTOR_Q | ... */
-    int64_t rows;              /* of lse, over all heads */
-    float *part_o, *part_lse;  /* [splits][rows][dv], [splits][rows], when splits > 1; lse in units of log2 */
-    float *dq_sum;             /* bwd for Hopper: sums of dq, tiles of 64 queries (sum_tile); NULL: none */
-    int32_t *flags;            /* for each 64 queries, where rows has been before prep: there is more to do */
-    float *dsum, *base, *rest; /* [rows]: D, and lse·log2(e) as the sum of two floats (+inf: the row sees nothing) */
-    split_tensor split[SPLIT_TENSORS];    /* float32 on Hopper */
+    int32_t rich;                      /* the full kernels: more than the lean ones can is asked for */
+    int32_t tf32;                      /* one TF32 product in place of three */
+    int32_t group;                     /* query heads per key/value head */
+    int32_t pack;                      /* fwd: query heads that share a tile's rows; 1 or group */
+    int32_t tiles_q, tiles_k;          /* per (sequence, head): blocks of fwd and dq; of dkdv */
+    int32_t splits;                    /* fwd: blocks that share the keys of a tile of queries */
+    int32_t vectors;                   /* VECTOR_Q | ... */
+    int64_t rows;                      /* of lse, over all heads */
+    float *part_o;                     /* [splits][rows][dv], when splits > 1 */
+    float *part_max, *part_log;        /* [splits][rows]: store_part */
+    float *dq_sum;                     /* bwd for Hopper: sums of dq, tiles of 64 queries (sum_tile); NULL: none */
+    int32_t *flags;                    /* for each 64 queries, where rows has been before prep: there is more to do */
+    float *dsum, *base, *rest;         /* [rows]: D, and what put_log_sum makes of lse (+inf: the row sees nothing) */
+    split_tensor split[SPLIT_TENSORS]; /* float32 on Hopper */
     int64_t split_tiles_q, split_tiles_k; /* of a head: of one sequence, or of all if they are packed */
     uint32_t blocks_of_dk;                /* dkdv for Hopper: blocks that make dK, where the others make dV */
 } attention_params;

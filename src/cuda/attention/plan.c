@@ -7,6 +7,7 @@
 #include "status.h"
 
 #include <assert.h>
+#include <math.h>
 
 static_assert(sizeof(attention_choice) <= sizeof(plan_own), "it lies in the plan");
 static_assert(_Alignof(attention_choice) <= _Alignof(plan_own), "it lies in the plan");
@@ -146,11 +147,24 @@ static bool is_aligned(const heddle_attention_data *t) {
             15) == 0;
 }
 
+/* The plain kernels' scores are natural ones always. */
+static bool takes_natural_scores(heddle_pass pass, const attention_choice *c) {
+    return pass == HEDDLE_BACKWARD && c->bwd < 0 && c->dkdv >= 0 &&
+           heddle__cuda_attention_kernels[c->dkdv].variant == VARIANT_plain;
+}
+
+/* The power of two in a positive number. */
+static double power_below(double x) {
+    int exponent;
+    frexp(x, &exponent);
+    return ldexp(1, exponent - 1);
+}
+
 /* What the formulas take. */
-static void fill_numbers(const attention_problem *of, attention_params *p) {
+static void fill_numbers(const attention_problem *of, const attention_choice *c, attention_params *p) {
     const heddle_attention *a = of->a;
     const double log2e = 1.4426950408889634;
-    p->rich = of->rich;
+    p->rich = of->rich || takes_natural_scores(of->pass, c);
     p->scale = (float)a->scale;
     p->scale_log2 = (float)(a->scale * log2e);
     /* P = exp2(f·(S - lse)): with the very factor of S, its rounding weighs on the difference alone. */
@@ -159,6 +173,8 @@ static void fill_numbers(const attention_problem *of, attention_params *p) {
     p->lse_factor_low = (float)(factor - (double)p->lse_factor);
     p->lse_unit = (float)(1 / factor);
     p->lse_unit_low = (float)(1 / factor - (double)p->lse_unit);
+    p->unit = p->rich ? 1 : p->scale;
+    p->lse_huge = (float)(power_below(p->rich ? log2e : p->scale_log2) / (p->rich ? 1 : a->scale));
     p->softcap = (float)a->softcap;
     p->inverse_softcap = a->softcap > 0 ? (float)(1 / a->softcap) : 0;
     p->keep_scale = (float)(1 / (1 - a->dropout));
@@ -200,7 +216,8 @@ static void fill_workspace(const attention_problem *of, const attention_choice *
                           ? (split_tensor){NULL, NULL}
                           : (split_tensor){workspace + c->split_tiles[x], (split_info *)(workspace + c->split_info[x])};
     p->part_o = backward ? NULL : (float *)workspace;
-    p->part_lse = at(workspace, c->part_lse);
+    p->part_max = at(workspace, c->part_lse);
+    p->part_log = p->part_max ? p->part_max + c->splits * c->rows : NULL;
     p->dsum = backward ? (float *)workspace : NULL;
     p->base = at(workspace, c->base);
     p->rest = at(workspace, c->rest);
@@ -268,7 +285,7 @@ void heddle__cuda_attention_job(const attention_plan *plan, const cuda_facts *de
     job->count = job->maps = 0;
     job->params.p.a = plan->a;
     job->params.p.t = *data;
-    fill_numbers(&p, &job->params.p);
+    fill_numbers(&p, c, &job->params.p);
     fill_blocks(&p, c, data, &job->params.p);
     fill_workspace(&p, c, workspace, &job->params.p);
     families[c->family]->launch(&p, c, job);

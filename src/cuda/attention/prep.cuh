@@ -69,8 +69,8 @@ template <typename T> INLINE void prepare_rows(const attention_params &p, const 
         const float lse = i < c.sq ? ((const float *)p.t.lse)[at] : -CUDART_INF_F;
         if (lse != -CUDART_INF_F) {
             base = lse * p.lse_factor;
-            rest = fmaf(lse, p.lse_factor, -base) + lse * p.lse_factor_low;
-            rest = isfinite(base) && needs_rest<T>(base) ? rest : 0.0f;
+            if (needs_rest<T>(base))
+                split_lse(p, lse, &base, &rest);
             const T *o = (const T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i);
             const T *dout = (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + i);
             const int dv = p.t.dout ? (int)p.a.dv : 0;
@@ -136,7 +136,7 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
             for (int e = 0; e < 4; e++) {
                 if (s[0][z][e] == -CUDART_INF_F || base[e / 2] == CUDART_INF_F)
                     continue;
-                const float weight = exp2_approx(fmaf(s[0][z][e], factor, -base[e / 2]) - rest[e / 2]);
+                const float weight = weight_of(s[0][z][e], factor, base[e / 2], rest[e / 2]);
                 const int i = query0 + warp_row + e / 2 * 8 + lane / 4, j = j0 + z * 8 + lane % 4 * 2 + e % 2;
                 const float drop = p.drops ? dropout_factor(p, dropout, c.n, x, i, j) : 1.0f;
                 sum[e / 2] = fmaf(weight, drop == 0.0f ? 0.0f : dp[0][z][e] * drop, sum[e / 2]);
@@ -184,29 +184,26 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
             for (int z = 0; z < BLOCK / 8; z++)
                 new_top = fmaxf(new_top, fmaxf(s[0][z][2 * half], s[0][z][2 * half + 1]));
             new_top = quad_max(new_top);
-            const float base = new_top == -CUDART_INF_F ? 0.0f : __fmul_rn(new_top, factor);
-            /* not fused, or the rounding of what is subtracted would come in twice */
-            sum[half] *= exp2_approx(__fmul_rn(top[half], factor) - base);
+            const float base = new_top == -CUDART_INF_F ? 0.0f : new_top;
+            sum[half] *= exp2_approx((top[half] - base) * factor);
             top[half] = new_top;
 #pragma unroll
             for (int z = 0; z < BLOCK / 8; z++)
-                sum[half] += exp2_approx(fmaf(s[0][z][2 * half], factor, -base)) +
-                             exp2_approx(fmaf(s[0][z][2 * half + 1], factor, -base));
+                sum[half] += exp2_approx((s[0][z][2 * half] - base) * factor) +
+                             exp2_approx((s[0][z][2 * half + 1] - base) * factor);
         }
     }
     for (int half = 0; half < 2; half++) {
         const int i = query0 + warp_row + half * 8 + lane / 4;
-        float all = quad_sum(sum[half]);
+        const float all = quad_sum(sum[half]);
         if (!large[half] || top[half] == -CUDART_INF_F || lane % 4)
             continue;
-        const float base = top[half] * factor;
+        float log2 = log2f(all);
         if (p.a.features & HEDDLE_SINKS)
-            all += exp2f(((const float *)p.t.sinks)[x] * LOG2E - base);
-        const float rest = log2f(all), lse = ((const float *)p.t.lse)[lse_at(p, c, x, i)];
-        if (is_same_lse((base + rest) * LN2, lse)) {
-            p.base[lse_at(p, c, x, i)] = base;
-            p.rest[lse_at(p, c, x, i)] = rest;
-        }
+            log2 = join_sink(top[half], p.unit, log2, ((const float *)p.t.sinks)[x]);
+        const int64_t at = lse_at(p, c, x, i);
+        if (is_same_lse(natural_lse(p, top[half], factor, p.unit, log2), ((const float *)p.t.lse)[at]))
+            put_log_sum(top[half], factor, log2, &p.base[at], &p.rest[at]);
     }
 }
 

@@ -32,11 +32,12 @@ INLINE void load_parts(float4 *v, const float *part, int64_t step, int first, in
 /* The share of each part in the sum, and lse, -inf where nothing is seen. */
 INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, float sink, float *weight) {
     __shared__ float scratch[2][COMBINE_WARPS];
-    float top = sink, sum = 0.0f;
+    const float c = p.rich ? LOG2E : p.scale_log2;
+    float top = -CUDART_INF_F, sum = 0.0f;
     const int warp = threadIdx.x / 32;
     for (int s = threadIdx.x; s < p.splits; s += COMBINE_WARPS * 32) {
-        weight[s] = counts ? p.part_lse[s * p.rows + row] : -CUDART_INF_F;
-        top = fmaxf(top, weight[s]);
+        weight[s] = counts ? p.part_log[s * p.rows + row] : -CUDART_INF_F;
+        top = fmaxf(top, weight[s] == -CUDART_INF_F ? weight[s] : p.part_max[s * p.rows + row]);
     }
     for (int step = 16; step; step >>= 1)
         top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
@@ -45,20 +46,27 @@ INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, fl
     for (int x = 0; x < COMBINE_WARPS; x++)
         top = fmaxf(top, scratch[0][x]);
     for (int s = threadIdx.x; s < p.splits; s += COMBINE_WARPS * 32) {
-        weight[s] = weight[s] == -CUDART_INF_F ? 0.0f : exp2_approx(weight[s] - top);
+        const float low = weight[s];
+        weight[s] = low == -CUDART_INF_F ? 0.0f : exp2_approx(fmaf(p.part_max[s * p.rows + row] - top, c, low));
         sum += weight[s];
     }
     sum = warp_sum(sum);
     scratch[1][warp] = sum;
     __syncthreads();
-    sum = sink == -CUDART_INF_F ? 0.0f : exp2_approx(sink - top);
+    sum = 0.0f;
     for (int x = 0; x < COMBINE_WARPS; x++)
         sum += scratch[1][x];
-    const float by = 1.0f / sum;
+    /* The sink joins in: how far it is above the largest score, in units of log2. */
+    const float above = sink == -CUDART_INF_F ? sink : fmaf(-top, p.unit, sink) * LOG2E;
+    const float shrink = above > 0.0f ? exp2_approx(-above) : 1.0f;
+    sum = fmaf(sum, shrink, above > 0.0f ? 1.0f : exp2_approx(above));
+    const float by = shrink / sum;
     for (int s = threadIdx.x; s < p.splits; s += COMBINE_WARPS * 32)
         weight[s] *= by;
     __syncthreads();
-    return natural_log(p, top, sum);
+    return above > 0.0f  ? fmaf(log2f(sum), LN2, sink)
+           : sum == 0.0f ? -CUDART_INF_F
+                         : natural_lse(p, top, c, p.unit, log2f(sum));
 }
 
 /* The warps take parts in turn, a lane four columns; their sums meet in shared memory. The loads of the first parts are under way
@@ -72,7 +80,7 @@ template <typename T> INLINE void combine_row(const attention_params &p, int64_t
     const int64_t row = lse_at(p, c, x, i), step = p.rows * p.a.dv;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, width = (int)p.a.dv;
     const bool counts = i < c.sq, vector = width % 4 == 0;
-    const float sink = counts && (p.a.features & HEDDLE_SINKS) ? ((const float *)p.t.sinks)[x] * LOG2E : -CUDART_INF_F;
+    const float sink = counts && (p.a.features & HEDDLE_SINKS) ? ((const float *)p.t.sinks)[x] : -CUDART_INF_F;
     T *o = (T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i);
     float lse = 0.0f;
     float4 v[COMBINE_AT_ONCE];

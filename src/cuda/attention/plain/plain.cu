@@ -76,14 +76,14 @@ template <typename T> INLINE bool sees(const attention_params &p, const place &c
     return full_score<T>(p, c, r, j, 0.0f, &slack) != -CUDART_INF_F;
 }
 
-/* S in units of log2; -inf where masked. q: the row in float32. */
+/* S; -inf where masked. q: the row in float32. */
 template <typename T>
-INLINE float score2(const attention_params &p, const place &c, const score_row &r, int64_t y, int j, const float *q,
-                    float *slack) {
+INLINE float plain_score(const attention_params &p, const place &c, const score_row &r, int64_t y, int j,
+                         const float *q, float *slack) {
     *slack = 1.0f;
     if (!sees<T>(p, c, r, j))
         return -CUDART_INF_F;
-    return full_score<T>(p, c, r, j, dot_row(q, key_row<T>(p, c, y, j), (int)p.a.d), slack) * LOG2E;
+    return full_score<T>(p, c, r, j, dot_row(q, key_row<T>(p, c, y, j), (int)p.a.d), slack);
 }
 
 INLINE int first_key(const place &c, int i) {
@@ -110,9 +110,9 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
     for (int j0 = first_key(c, at.i); j0 < last_key(c, at.i); j0 += THREADS) {
         const int j = j0 + threadIdx.x;
         __syncthreads();
-        const float s = j < last_key(c, at.i) ? score2<T>(p, c, row, y, j, q, &slack) : -CUDART_INF_F;
+        const float s = j < last_key(c, at.i) ? plain_score<T>(p, c, row, y, j, q, &slack) : -CUDART_INF_F;
         const float new_top = fmaxf(top, block_max(s, scratch)), base = new_top == -CUDART_INF_F ? 0.0f : new_top;
-        const float shrink = exp2_approx(top - base), e = exp2_approx(s - base);
+        const float shrink = exp2_approx((top - base) * LOG2E), e = exp2_approx((s - base) * LOG2E);
         sum = sum * shrink + block_sum(e, scratch);
         top = new_top;
         /* a negative weight stands for "not seen" */
@@ -131,11 +131,11 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
     }
     float shrink = 1.0f;
     if ((p.a.features & HEDDLE_SINKS) && at.i < c.sq) {
-        const float sink = ((const float *)p.t.sinks)[at.x] * LOG2E, base = sum == 0.0f ? -CUDART_INF_F : top;
+        const float sink = ((const float *)p.t.sinks)[at.x], base = sum == 0.0f ? -CUDART_INF_F : top;
         if (sink != -CUDART_INF_F) {
             top = fmaxf(base, sink);
-            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - top);
-            sum = sum * shrink + exp2_approx(sink - top);
+            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx((base - top) * LOG2E);
+            sum = sum * shrink + exp2_approx((sink - top) * LOG2E);
         }
     }
     for (int z = 0; z < MAX_DIM / THREADS; z++) {
@@ -146,7 +146,7 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
     }
     if (p.t.lse && threadIdx.x == 0)
         ((float *)p.t.lse)[lse_at(p, c, at.x, at.i)] =
-            sum == 0.0f ? -CUDART_INF_F : (float)(((double)top + (double)log2f(sum)) / (double)LOG2E);
+            sum == 0.0f ? -CUDART_INF_F : (float)((double)top + (double)log2f(sum) / (double)LOG2E);
 }
 
 template <typename T> INLINE void plain_combine(const attention_params &p) {
@@ -168,23 +168,24 @@ template <typename T> INLINE void plain_weights(const attention_params &p) {
         load_floats(q, query_row<T>(p, c, at.x, at.i), (int)p.a.d);
     __syncthreads();
     for (int j = begin + threadIdx.x; j < end; j += THREADS) {
-        const float s = score2<T>(p, c, row, y, j, q, &slack), new_top = fmaxf(top, s);
+        const float s = plain_score<T>(p, c, row, y, j, q, &slack), new_top = fmaxf(top, s);
         if (s == -CUDART_INF_F)
             continue;
-        sum = sum * (top == -CUDART_INF_F ? 0.0f : exp2_approx(top - new_top)) + exp2_approx(s - new_top);
+        sum = sum * (top == -CUDART_INF_F ? 0.0f : exp2_approx((top - new_top) * LOG2E)) +
+              exp2_approx((s - new_top) * LOG2E);
         top = new_top;
     }
     float all_top = block_max(top, scratch);
     if ((p.a.features & HEDDLE_SINKS) && at.i < c.sq)
-        all_top = fmaxf(all_top, ((const float *)p.t.sinks)[at.x] * LOG2E);
-    sum = block_sum(top == -CUDART_INF_F ? sum : sum * exp2_approx(top - all_top), scratch);
+        all_top = fmaxf(all_top, ((const float *)p.t.sinks)[at.x]);
+    sum = block_sum(top == -CUDART_INF_F ? sum : sum * exp2_approx((top - all_top) * LOG2E), scratch);
     if ((p.a.features & HEDDLE_SINKS) && at.i < c.sq && all_top != -CUDART_INF_F)
-        sum += exp2_approx(((const float *)p.t.sinks)[at.x] * LOG2E - all_top);
+        sum += exp2_approx((((const float *)p.t.sinks)[at.x] - all_top) * LOG2E);
     for (int j = threadIdx.x; j < p.a.sk; j += THREADS) {
         float weight = 0.0f;
         if (j >= begin && j < end) {
-            const float s = score2<T>(p, c, row, y, j, q, &slack);
-            weight = s == -CUDART_INF_F ? 0.0f : exp2_approx(s - all_top) / sum;
+            const float s = plain_score<T>(p, c, row, y, j, q, &slack);
+            weight = s == -CUDART_INF_F ? 0.0f : exp2_approx((s - all_top) * LOG2E) / sum;
         }
         from_float(to + j, weight);
     }
@@ -207,20 +208,18 @@ INLINE void refine_lse(const attention_params &p, const place &c, const row_inde
     const score_row row = make_score_row(p, c, at.x, at.i);
     float top = -CUDART_INF_F, sum = 0.0f, slack;
     for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32)
-        top = fmaxf(top, score2<T>(p, c, row, at.x / p.group, j, q, &slack));
+        top = fmaxf(top, plain_score<T>(p, c, row, at.x / p.group, j, q, &slack));
     top = warp_max(top);
     if (top == -CUDART_INF_F)
         return;
     for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32)
-        sum += exp2_approx(score2<T>(p, c, row, at.x / p.group, j, q, &slack) - top);
+        sum += exp2_approx((plain_score<T>(p, c, row, at.x / p.group, j, q, &slack) - top) * LOG2E);
     sum = warp_sum(sum);
+    float log2 = log2f(sum);
     if (p.a.features & HEDDLE_SINKS)
-        sum += exp2f(((const float *)p.t.sinks)[at.x] * LOG2E - top);
-    const float more = log2f(sum);
-    if (is_same_lse((top + more) * LN2, lse)) {
-        *base = top;
-        *rest = more;
-    }
+        log2 = join_sink(top, 1.0f, log2, ((const float *)p.t.sinks)[at.x]);
+    if (is_same_lse(fmaf(log2, LN2, top), lse))
+        put_log_sum(top, LOG2E, log2, base, rest);
 }
 
 /* dP of element (i, j): Z·(dO·v) + dweights. */
@@ -241,9 +240,9 @@ INLINE float weight_sum(const attention_params &p, const place &c, const row_ind
     const score_row row = make_score_row(p, c, at.x, at.i);
     float sum = 0.0f, slack;
     for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32) {
-        const float s = score2<T>(p, c, row, at.x / p.group, j, q, &slack);
+        const float s = plain_score<T>(p, c, row, at.x / p.group, j, q, &slack);
         if (s != -CUDART_INF_F)
-            sum = fmaf(exp2_approx(s - base - rest), to_float(((const T *)p.t.dweights)[row.dweights + j]), sum);
+            sum = fmaf(weight_of(s, LOG2E, base, rest), to_float(((const T *)p.t.dweights)[row.dweights + j]), sum);
     }
     return sum;
 }
@@ -257,14 +256,14 @@ INLINE float gradient_sum(const attention_params &p, const place &c, const row_i
     const T *dout = dout_row<T>(p, c, at.x, at.i);
     float sum = 0.0f, slack, z;
     for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32) {
-        const float s = score2<T>(p, c, row, at.x / p.group, j, q, &slack);
+        const float s = plain_score<T>(p, c, row, at.x / p.group, j, q, &slack);
         if (s == -CUDART_INF_F)
             continue;
         const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, at.x / p.group, c.first_k + j);
         float dov = 0.0f;
         for (int e = 0; e < p.a.dv; e++)
             dov = fmaf(to_float(dout[e]), to_float(v[e]), dov);
-        sum = fmaf(exp2_approx(s - base - rest), weight_gradient<T>(p, c, row, dropout, at.x, j, dov, &z), sum);
+        sum = fmaf(weight_of(s, LOG2E, base, rest), weight_gradient<T>(p, c, row, dropout, at.x, j, dov, &z), sum);
     }
     return sum;
 }
@@ -284,9 +283,7 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
     const int64_t to = lse_at(p, c, at.x, at.i);
     const float lse = ((const float *)p.t.lse)[to];
     if (lse != -CUDART_INF_F) {
-        const double lse2 = (double)lse * (double)LOG2E; /* S takes the same factor */
-        base = (float)lse2;
-        rest = isfinite(base) ? (float)(lse2 - (double)base) : 0.0f;
+        split_lse(p, lse, &base, &rest);
         const bool few = sizeof(T) == 2 && p.t.dout && c.sk <= FEW_KEYS;
         const bool large = (sizeof(T) == 4 || few) && is_coarse<T>(c, lse);
         if (large || few || p.t.dweights) {
@@ -327,10 +324,10 @@ INLINE bool gradient(const attention_params &p, const place &c, const score_row 
     const int64_t at = lse_at(p, c, x, row.i), y = x / p.group;
     float slack, z;
     *pz = *ds = 0.0f;
-    const float s = score2<T>(p, c, row, y, j, q, &slack);
+    const float s = plain_score<T>(p, c, row, y, j, q, &slack);
     if (s == -CUDART_INF_F || p.base[at] == CUDART_INF_F)
         return false;
-    const float weight = exp2_approx(s - p.base[at] - p.rest[at]);
+    const float weight = weight_of(s, LOG2E, p.base[at], p.rest[at]);
     const float dov = p.t.dout ? dot_row(dout, value_row<T>(p, c, y, j), (int)p.a.dv) : 0.0f;
     const float dp = weight_gradient<T>(p, c, row, dropout, x, j, dov, &z);
     *pz = weight * z;
@@ -408,9 +405,9 @@ template <typename T> INLINE void plain_dkdv(const attention_params &p) {
                 const int64_t number = lse_at(p, c, x, i);
                 if (sees<T>(p, c, row, j) && p.base[number] != CUDART_INF_F) {
                     const float qk = dot_row(k, query_row<T>(p, c, x, i), (int)p.a.d);
-                    const float s = full_score<T>(p, c, row, j, qk, &slack) * LOG2E;
+                    const float s = full_score<T>(p, c, row, j, qk, &slack);
                     const float dov = p.t.dout ? dot_row(v, dout_row<T>(p, c, x, i), (int)p.a.dv) : 0.0f;
-                    const float weight = exp2_approx(s - p.base[number] - p.rest[number]);
+                    const float weight = weight_of(s, LOG2E, p.base[number], p.rest[number]);
                     const float dp = weight_gradient<T>(p, c, row, dropout, x, j, dov, &z);
                     a = weight * z;
                     b = weight * (dp - p.dsum[number]) * slack;
@@ -467,14 +464,18 @@ template <typename T> INLINE void plain_dbias(const attention_params &p) {
 template <typename T> INLINE void plain_dsinks(const attention_params &p) {
     __shared__ float scratch[4];
     const int64_t x = blockIdx.x;
-    const float sink = ((const float *)p.t.sinks)[x] * LOG2E;
+    const float sink = ((const float *)p.t.sinks)[x], c2 = p.rich ? LOG2E : p.scale_log2;
     float sum = 0.0f;
     for (int64_t n = 0; n < p.a.b; n++) {
         const place c = find_place(p, n);
         for (int i = threadIdx.x; i < c.sq; i += THREADS) {
             const int64_t at = lse_at(p, c, x, i);
-            if (p.base[at] != CUDART_INF_F)
-                sum = fmaf(-exp2f(sink - p.base[at] - p.rest[at]), p.dsum[at], sum);
+            const float base = p.base[at], rest = p.rest[at];
+            if (base == CUDART_INF_F)
+                continue;
+            const float above =
+                rest < 0.0f ? fmaf(-base, p.unit / power_of(c2), sink) * LOG2E : fmaf(sink, LOG2E, -base);
+            sum = fmaf(-exp2f(above - fabsf(rest)), p.dsum[at], sum);
         }
     }
     sum = block_sum(sum, scratch);

@@ -22,7 +22,7 @@ INLINE element lean_element(const attention_params &p, bool seen, float qk, floa
                             float dsum) {
     element r;
     r.seen = seen;
-    r.p = exp2_approx(fmaf(qk, p.scale_log2, -base) - rest);
+    r.p = weight_of(qk, p.scale_log2, base, rest);
     r.ds = r.p * (dp - dsum);
     if (!seen)
         r.p = r.ds = 0.0f;
@@ -37,7 +37,7 @@ INLINE element full_element(const attention_params &p, const place &c, const sco
     const float s = full_score<T>(p, c, row, j, qk, &slack);
     if (s == -CUDART_INF_F || base == CUDART_INF_F)
         return r;
-    const float weight = exp2_approx(fmaf(s, LOG2E, -base) - rest);
+    const float weight = weight_of(s, LOG2E, base, rest);
     if (p.drops)
         z = dropout_factor(p, state, c.n, x, row.i, j);
     dp = z == 0.0f ? 0.0f : dp * z;

@@ -94,26 +94,26 @@ template <typename T, int D, int ROWS> INLINE void clean_tile_warp(uint32_t at, 
 
 /* One row of o and lse, or of this share's part of them: four columns from `column` on, and lse where that is 0. */
 template <typename T>
-INLINE void store_decoded(const attention_params &p, const forward_work &w, int row, int column, float4 o, float base,
-                          float sum) {
+INLINE void store_decoded(const attention_params &p, const forward_work &w, int row, int column, float4 o, float max,
+                          float c, float sum) {
     const int i = row / p.pack;
     const int64_t head = w.y * p.pack + row % p.pack, at = lse_at(p, w.c, head, i);
     if (i >= w.c.all_sq)
         return;
-    const row_end end = end_row(p, w, head, i, base, &sum);
+    const row_end end = end_row(p, w, head, i, max, c, &sum);
     if (sum == 0.0f)
         o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const int width = (int)p.a.dv;
     if (p.splits > 1) {
         if (column == 0)
-            p.part_lse[w.split * p.rows + at] = end.lse2;
+            store_part(p, w.split, at, max, end.log2);
         float *to = p.part_o + (w.split * p.rows + at) * p.a.dv;
         const bool aligned = (size_t)to % 8 == 0;
         pair_store<float>::run(to, column, width, o.x * end.by, o.y * end.by, aligned);
         pair_store<float>::run(to, column + 2, width, o.z * end.by, o.w * end.by, aligned);
     } else {
         if (p.t.lse && column == 0)
-            ((float *)p.t.lse)[at] = natural_log(p, end.base, sum);
+            ((float *)p.t.lse)[at] = end.lse;
         T *to = (T *)p.t.o + row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i);
         const bool aligned = (size_t)to % (2 * sizeof(T)) == 0;
         pair_store<T>::run(to, column, width, o.x * end.by, o.y * end.by, aligned);
@@ -135,7 +135,7 @@ INLINE void merge_warps(const attention_params &p, const forward_work &w, float 
         const float sum = quad_sum(state.sum[0][half]);
         if (lane % 4 == 0) {
             sums[warp * 16 + row] = sum;
-            tops[warp * 16 + row] = sum == 0.0f ? -CUDART_INF_F : state.max[0][half] * c;
+            tops[warp * 16 + row] = sum == 0.0f ? -CUDART_INF_F : state.max[0][half];
         }
         if (row < rows)
 #pragma unroll
@@ -153,7 +153,7 @@ INLINE void merge_warps(const attention_params &p, const forward_work &w, float 
             top = fmaxf(top, tops[y * 16 + row]);
 #pragma unroll
         for (int y = 0; y < WARPS; y++) {
-            const float own = tops[y * 16 + row], by = own == -CUDART_INF_F ? 0.0f : exp2_approx(own - top);
+            const float own = tops[y * 16 + row], by = own == -CUDART_INF_F ? 0.0f : shrink_of(own, top, c);
             const float4 part = *(const float4 *)(parts + (y * 16 + row) * PITCH + column);
             sum += sums[y * 16 + row] * by;
             all.x += part.x * by;
@@ -161,14 +161,14 @@ INLINE void merge_warps(const attention_params &p, const forward_work &w, float 
             all.z += part.z * by;
             all.w += part.w * by;
         }
-        store_decoded<T>(p, w, row, column, all, top, sum);
+        store_decoded<T>(p, w, row, column, all, top, c, sum);
     }
 }
 
 /* A share without keys: the combination leaves it out. */
 INLINE void store_nothing(const attention_params &p, const forward_work &w) {
     for (int row = threadIdx.x; row < w.c.all_sq * p.pack; row += blockDim.x)
-        p.part_lse[w.split * p.rows + lse_at(p, w.c, w.y * p.pack + row % p.pack, row / p.pack)] = -CUDART_INF_F;
+        store_part(p, w.split, lse_at(p, w.c, w.y * p.pack + row % p.pack, row / p.pack), -CUDART_INF_F, -CUDART_INF_F);
 }
 
 template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void attention_decode(const attention_params &p) {

@@ -112,6 +112,7 @@ INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOC
             top = quad_max(top);
             base[x][half] = top == -CUDART_INF_F ? 0.0f : __fmul_rn(top, c);
             shrink[x][half] = exp2_approx(__fmul_rn(state->max[x][half], c) - base[x][half]);
+            step_far<BLOCK>(state->max[x][half], top, c, half, s[x], &base[x][half], &shrink[x][half]);
             grows |= top != state->max[x][half];
             state->max[x][half] = top;
         }
@@ -165,26 +166,33 @@ INLINE void drop(const attention_params &p, const forward_work &w, const dropout
         }
 }
 
-/* What a row's sums come to: the factor of O; what the maximum is, the sink's too, and lse, in units of log2. The sink counts where
- * nobody combines; *sum is 0 where nothing is seen. */
+/* What a row's sums come to: the factor of O; lse; for the combination the logarithm to base 2 of the sum over exp2((S - max)·c). The
+ * sink counts where nobody combines; *sum is 0 where nothing is seen. */
 struct row_end {
-    float by, base, lse2;
+    float by, lse, log2;
 };
 
-INLINE row_end end_row(const attention_params &p, const forward_work &w, int64_t head, int i, float base, float *sum) {
-    float shrink = 1.0f;
-    if ((p.a.features & HEDDLE_SINKS) && p.splits == 1 && i < w.c.sq) {
-        const float sink = ((const float *)p.t.sinks)[head] * LOG2E, top = fmaxf(base, sink);
-        if (sink != -CUDART_INF_F) {
-            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - top);
-            *sum = *sum * shrink + exp2_approx(sink - top);
-            base = top;
-        }
-    }
+INLINE row_end end_row(const attention_params &p, const forward_work &w, int64_t head, int i, float max, float c,
+                       float *sum) {
+    const bool far = *sum != 0.0f && is_far(max, c),
+               sinks = (p.a.features & HEDDLE_SINKS) && p.splits == 1 && i < w.c.sq;
+    const float sink = sinks ? ((const float *)p.t.sinks)[head] : -CUDART_INF_F;
+    float base = *sum == 0.0f ? -CUDART_INF_F : __fmul_rn(max, c), shrink = 1.0f, lse;
     if (i >= w.c.sq)
         *sum = 0.0f;
-    return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, base,
-            *sum == 0.0f ? -CUDART_INF_F : base + log2f(*sum)};
+    const float log2 = *sum == 0.0f ? -CUDART_INF_F : log2f(*sum) - (far ? 0.0f : fmaf(max, c, -base));
+    if (far && *sum != 0.0f) {
+        shrink = end_far(p.unit, max, sink, sum, &lse);
+    } else {
+        if (sink != -CUDART_INF_F) {
+            const float top = fmaxf(base, sink * LOG2E);
+            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - top);
+            *sum = *sum * shrink + exp2_approx(sink * LOG2E - top);
+            base = top;
+        }
+        lse = natural_log(p, base, *sum);
+    }
+    return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, lse, log2};
 }
 
 /* o = O / sum and lse; or this split's part of both. A row that saw nothing has o = 0, lse = -inf (or the sink). */
@@ -203,8 +211,7 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
             const int64_t head = w.y * p.pack + row % p.pack;
             if (i >= w.c.all_sq)
                 continue;
-            const float base = sum == 0.0f ? -CUDART_INF_F : __fmul_rn(state.max[x][half], c);
-            const row_end end = end_row(p, w, head, i, base, &sum);
+            const row_end end = end_row(p, w, head, i, state.max[x][half], c, &sum);
             const int64_t at = lse_at(p, w.c, head, i);
 #pragma unroll
             for (int y = 0; y < WIDTH / 8; y++)
@@ -212,11 +219,11 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
                     o[x][y][2 * half] = o[x][y][2 * half + 1] = 0.0f;
             if (p.splits > 1) {
                 if (tells)
-                    p.part_lse[w.split * p.rows + at] = end.lse2;
+                    store_part(p, w.split, at, state.max[x][half], end.log2);
                 store_row<float, WIDTH>(p.part_o + (w.split * p.rows + at) * p.a.dv + first, o[x], half, width, end.by);
             } else {
                 if (p.t.lse && tells)
-                    ((float *)p.t.lse)[at] = natural_log(p, end.base, sum);
+                    ((float *)p.t.lse)[at] = end.lse;
                 store_row<T, WIDTH>((T *)p.t.o + row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i) + first, o[x], half,
                                     width, end.by);
             }

@@ -87,7 +87,7 @@ static void lay_out_forward(const attention_problem *p, attention_choice *c) {
     }
     if (c->splits > 1) {
         c->part_lse = align64((size_t)(c->splits * c->rows * a->dv) * sizeof(float));
-        c->bytes = c->part_lse + align64((size_t)(c->splits * c->rows) * sizeof(float));
+        c->bytes = c->part_lse + align64(2 * (size_t)(c->splits * c->rows) * sizeof(float));
     }
 }
 

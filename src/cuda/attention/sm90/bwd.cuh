@@ -198,8 +198,8 @@ INLINE void key_weights(float scale, const span &w, int row0, int i0, const floa
         const float2 rest = CAREFUL ? *(const float2 *)(numbers + BLOCK + column) : base;
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[y][e] = fmaf(s[y][e], scale, e % 2 ? -base.y : -base.x);
-            s[y][e] = exp2_approx(CAREFUL ? s[y][e] - (e % 2 ? rest.y : rest.x) : s[y][e]);
+            s[y][e] = CAREFUL ? weight_of(s[y][e], scale, e % 2 ? base.y : base.x, e % 2 ? rest.y : rest.x)
+                              : exp2_approx(fmaf(s[y][e], scale, e % 2 ? -base.y : -base.x));
             if (CAREFUL && (y * 8 + e % 2 < first[e / 2] || y * 8 + e % 2 > last[e / 2]))
                 s[y][e] = -0.0f;
         }

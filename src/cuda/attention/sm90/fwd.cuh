@@ -188,6 +188,7 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
         base[half] = state->max[half] == -CUDART_INF_F ? 0.0f : __fmul_rn(state->max[half], c);
         /* not fused, or the rounding of what is subtracted would come in twice */
         shrink[half] = exp2_approx(__fmul_rn(before, c) - base[half]);
+        step_far<N>(before, state->max[half], c, half, s, &base[half], &shrink[half]);
         grows |= more;
         state->sum[half] *= shrink[half];
     }
@@ -207,8 +208,12 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
 /* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
 INLINE float finish_row(const attention_params &p, const forward_target &t, int row, float top, float sum,
                         bool writes) {
-    float base = __fmul_rn(top, p.scale_log2), shrink = 1.0f;
-    if ((p.a.features & HEDDLE_SINKS) && row < t.rows) {
+    float base = __fmul_rn(top, p.scale_log2), shrink = 1.0f, lse;
+    const bool far = sum != 0.0f && is_far(top, p.scale_log2);
+    if (far)
+        shrink = end_far(p.scale, top, p.a.features & HEDDLE_SINKS ? ((const float *)p.t.sinks)[t.x] : -CUDART_INF_F,
+                         &sum, &lse);
+    else if ((p.a.features & HEDDLE_SINKS) && row < t.rows) {
         base = sum == 0.0f ? -CUDART_INF_F : base;
         const float sink = ((const float *)p.t.sinks)[t.x] * LOG2E, most = fmaxf(base, sink);
         if (sink != -CUDART_INF_F) {
@@ -218,7 +223,8 @@ INLINE float finish_row(const attention_params &p, const forward_target &t, int 
         }
     }
     const bool sees = row < t.rows && sum != 0.0f;
-    const float lse = natural_log(p, base, sees ? sum : 0.0f);
+    if (!far || !sees)
+        lse = natural_log(p, base, sees ? sum : 0.0f);
     if (p.t.lse && writes && row < t.all_rows)
         ((float *)p.t.lse)[t.lse + row] = lse;
     return sees ? __fdividef(shrink, sum) : 0.0f;

@@ -23,7 +23,8 @@ template <int D, int WALK> struct state {
     float factor[2];    /* what S and dP are to be multiplied with for the sake of the own tiles */
     int first,
         last[2]; /* positions that this lane's first row sees from, and both see to, less the lane's first column */
-    float base2[2], rest[2], dsum[2]; /* WALK_QUERIES: of the two rows; WALK_SUMS: maximum and sum */
+    float base2[2], rest[2],
+        dsum[2]; /* WALK_QUERIES: of the two rows; WALK_SUMS: maximum, in the units that tiles share, and sum */
     int unit[2], unit2[2];
 };
 
@@ -32,7 +33,14 @@ template <typename S> INLINE bool is_seen(const S &k, int i0, int half, int x) {
     return x >= k.first + half * 8 - i0 && x <= k.last[half] - i0;
 }
 
-/* S -> P; in a cut tile -0 where it is not seen. */
+/* Has one of a tile's rows, or of this warp's own, a huge score? */
+template <int WALK, typename S> INLINE bool has_huge(const S &k, const float *numbers) {
+    const float *rest = numbers + BLOCK + threadIdx.x % 32;
+    return __any_sync(ALL_LANES,
+                      WALK == WALK_KEYS ? fminf(rest[0], rest[32]) < 0.0f : fminf(k.rest[0], k.rest[1]) < 0.0f);
+}
+
+/* S -> P; CUT: in a tile that is cut, -0 where it is not seen; or that has huge scores. */
 template <int WALK, bool CUT, typename S>
 INLINE void make_weights(float factor, const S &k, int i0, const float *numbers, float (*s)[4]) {
     const int column0 = fragment_column();
@@ -50,7 +58,8 @@ INLINE void make_weights(float factor, const S &k, int i0, const float *numbers,
         }
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[y][e] = exp2_approx(fmaf(s[y][e], factor, -base[e]) - rest[e]);
+            s[y][e] = CUT ? weight_of(s[y][e], factor, base[e], rest[e])
+                          : exp2_approx(fmaf(s[y][e], factor, -base[e]) - rest[e]);
             if (CUT && !is_seen(k, i0, e / 2, y * 8 + e % 2))
                 s[y][e] = -0.0f;
         }
@@ -87,6 +96,7 @@ INLINE void add_tile(state<D, WALK> *k, int i0, bool cut, const float *numbers, 
                    at2 = k->base + layout::slots + second * layout::tile_bytes;
     float s[8][4], dp[8][4], dp2[8][4], by[2];
     uint32_t high[4][4], low[4][4];
+    const bool careful = cut || has_huge<WALK>(*k, numbers);
     wgmma_fence();
     tile_scores<D, WALK>(s, NULL, k->own, at);
     wgmma_commit();
@@ -95,7 +105,7 @@ INLINE void add_tile(state<D, WALK> *k, int i0, bool cut, const float *numbers, 
     const float factor = k->factor[0] * power(-exponent[0]), factor2 = k->factor[1] * power(-exponent[1]);
     wgmma_wait<1>();
     pin_all<8>(s);
-    if (cut)
+    if (careful)
         make_weights<WALK, true>(factor, *k, i0, numbers, s);
     else
         make_weights<WALK, false>(factor, *k, i0, numbers, s);
@@ -139,15 +149,15 @@ template <int D> INLINE void add_scores(state<D, WALK_SUMS> *k, int i0, const fl
 #pragma unroll
             for (int e = 0; e < 2; e++)
                 if (is_seen(*k, i0, half, y * 8 + e))
-                    top = fmaxf(top, s[y][2 * half + e] * factor);
+                    top = fmaxf(top, s[y][2 * half + e] * power_of(factor));
         const float base = top == -CUDART_INF_F ? 0.0f : top;
 #pragma unroll
         for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
             for (int e = 0; e < 2; e++)
                 if (is_seen(*k, i0, half, y * 8 + e))
-                    sum += exp2_approx(fmaf(s[y][2 * half + e], factor, -base));
-        k->rest[half] = fmaf(k->rest[half], exp2_approx(k->base2[half] - base), sum);
+                    sum += exp2_approx((s[y][2 * half + e] * power_of(factor) - base) * mantissa_of(factor));
+        k->rest[half] = fmaf(k->rest[half], exp2_approx((k->base2[half] - base) * mantissa_of(factor)), sum);
         k->base2[half] = top;
     }
 }
@@ -210,18 +220,17 @@ INLINE void store_numbers(const attention_params &p, const work &w, int row0, co
     for (int half = 0; half < 2; half++) {
         const int i = row0 + half * 8;
         const float top = quad_max(k->base2[half]), base = top == -CUDART_INF_F ? 0.0f : top;
-        float sum = quad_sum(k->rest[half] * exp2_approx(k->base2[half] - base));
+        const float sum = quad_sum(k->rest[half] * exp2_approx((k->base2[half] - base) * mantissa_of(p.scale_log2)));
         if (i >= w.own_rows || threadIdx.x % 4 || top == -CUDART_INF_F)
             continue;
         const int64_t at = lse_at(p, w.c, w.head, i);
         const float lse = ((const float *)p.t.lse)[at];
+        const float c = mantissa_of(p.scale_log2), unit = p.scale / power_of(p.scale_log2);
+        float log2 = log2f(sum);
         if (p.a.features & HEDDLE_SINKS)
-            sum += exp2f(((const float *)p.t.sinks)[w.head] * LOG2E - base);
-        const float rest = log2f(sum);
-        if (is_coarse<float>(w.c, lse) && is_same_lse((base + rest) * LN2, lse) && !isnan(p.base[at])) {
-            p.base[at] = base;
-            p.rest[at] = rest;
-        }
+            log2 = join_sink(top, unit, log2, ((const float *)p.t.sinks)[w.head]);
+        if (is_coarse<float>(w.c, lse) && is_same_lse(natural_lse(p, top, c, unit, log2), lse) && !isnan(p.base[at]))
+            put_log_sum(top, c, log2, &p.base[at], &p.rest[at]);
     }
 }
 

@@ -182,10 +182,21 @@ INLINE void split_scores(const float (*s)[4], split_weights *a) {
 
 /* -------------------------------------------------------------------------------------------------------- softmax */
 
-/* Of the two rows that a lane has a part of. P = exp2(S·c + offset), where offset = SHIFT - the maximum so far. */
+/* Of the two rows that a lane has a part of. P = exp2(S·c + offset), where offset = SHIFT - the maximum so far, which is held in units
+ * that all tiles share: c is power_of(c)·mantissa_of(c), and the mantissa is that of scale·log2(e). */
 struct softmax_state {
     float max[2], offset[2], sum[2]; /* sum: this lane's part */
 };
+
+/* step_far(), where what P was of before is exp2(S·c + offset). */
+INLINE float shrink_far_offsets(float before, float offset, float top, float new_offset, float mantissa) {
+    if (before == top)
+        return 1.0f;
+    if (is_far(before, mantissa))
+        return exp2_approx(is_far(top, mantissa) ? (before - top) * mantissa
+                                                 : fmaf(before, mantissa, new_offset) - SHIFT);
+    return exp2_approx(SHIFT - fmaf(top, mantissa, offset));
+}
 
 /* S -> P; what was summed before has to be multiplied by shrink, unless false is returned. */
 INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float shrink[2]) {
@@ -196,10 +207,24 @@ INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float s
 #pragma unroll
         for (int y = 1; y < SPLIT_ROWS / 8; y++)
             top = fmaxf(top, fmaxf(s[y][2 * half], s[y][2 * half + 1]));
-        top = fmaxf(state->max[half], quad_max(top) * c);
-        const float offset = top == -CUDART_INF_F ? 0.0f : SHIFT - top;
-        shrink[half] = state->max[half] == -CUDART_INF_F ? 0.0f : exp2_approx(offset - state->offset[half]);
-        grows |= top > state->max[half];
+        const float before = state->max[half], mantissa = mantissa_of(c);
+        top = fmaxf(before, quad_max(top) * power_of(c));
+        float offset = top == -CUDART_INF_F ? 0.0f : SHIFT - __fmul_rn(top, mantissa);
+        shrink[half] = before == -CUDART_INF_F ? 0.0f : exp2_approx(offset - state->offset[half]);
+        if (is_far(top, mantissa) || is_far(before, mantissa)) {
+            if (before != -CUDART_INF_F)
+                shrink[half] = shrink_far_offsets(before, state->offset[half], top, offset, mantissa);
+            if (is_far(top, mantissa)) {
+                const float base = top / power_of(c);
+                offset = SHIFT;
+#pragma unroll
+                for (int y = 0; y < SPLIT_ROWS / 8; y++) {
+                    s[y][2 * half] -= base;
+                    s[y][2 * half + 1] -= base;
+                }
+            }
+        }
+        grows |= top > before;
         state->max[half] = top;
         state->offset[half] = offset;
         state->sum[half] *= shrink[half];
@@ -357,10 +382,14 @@ INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t b
 /* ------------------------------------------------------------------------------------------------------- the result */
 
 /* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
-INLINE float finish_row(const attention_params &p, const forward_work &w, int i, float offset, float sum) {
-    float top = sum == 0.0f ? -CUDART_INF_F : SHIFT - offset, shrink = 1.0f;
+INLINE float finish_row(const attention_params &p, const forward_work &w, int i, float max, float offset, float sum) {
+    const bool far = sum != 0.0f && i < w.c.sq && is_far(max, mantissa_of(p.scale_log2));
+    float top = sum == 0.0f ? -CUDART_INF_F : SHIFT - offset, shrink = 1.0f, lse;
     sum *= power_of_two(-SHIFT);
-    if ((p.a.features & HEDDLE_SINKS) && i < w.c.sq) {
+    if (far)
+        shrink = end_far(p.scale / power_of(p.scale_log2), max,
+                         p.a.features & HEDDLE_SINKS ? ((const float *)p.t.sinks)[w.x] : -CUDART_INF_F, &sum, &lse);
+    else if ((p.a.features & HEDDLE_SINKS) && i < w.c.sq) {
         const float sink = ((const float *)p.t.sinks)[w.x] * LOG2E, most = fmaxf(top, sink);
         if (sink != -CUDART_INF_F) {
             shrink = top == -CUDART_INF_F ? 0.0f : exp2_approx(top - most);
@@ -370,8 +399,10 @@ INLINE float finish_row(const attention_params &p, const forward_work &w, int i,
     }
     if (i >= w.c.sq)
         sum = 0.0f;
+    if (!far)
+        lse = natural_log(p, top, sum);
     if (p.t.lse && threadIdx.x % 4 == 0 && i < w.c.all_sq)
-        ((float *)p.t.lse)[lse_at(p, w.c, w.x, i)] = natural_log(p, top, sum);
+        ((float *)p.t.lse)[lse_at(p, w.c, w.x, i)] = lse;
     return sum == 0.0f ? 0.0f : shrink / sum;
 }
 
@@ -383,7 +414,7 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, int i0,
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = i0 + fragment_row() + half * 8;
-        const float by = finish_row(p, w, i, state.offset[half], quad_sum(state.sum[half]));
+        const float by = finish_row(p, w, i, state.max[half], state.offset[half], quad_sum(state.sum[half]));
         float *to = (float *)p.t.o + row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + i);
         if (i >= w.c.all_sq)
             continue;

@@ -38,6 +38,12 @@ INLINE void refine_row(const attention_params &p, const place &c, int64_t x, int
     }
 }
 
+/* For the plain kernels that come after: dsinks has other units of huge scores where the problem is lean. */
+INLINE void put_small_sum(const attention_params &p, float top, float log2, float *base, float *rest) {
+    const bool other = !p.rich && fabsf(top) * LOG2E >= HUGE_BASE;
+    put_log_sum(other ? top / p.unit : top, other ? p.scale_log2 : LOG2E, log2, base, rest);
+}
+
 /* Where a block stands, and the queries whose numbers it has: its own, or those that it walks over. */
 struct position {
     int own, other; /* first rows */
@@ -181,11 +187,13 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
         const int i = w.own + (int)threadIdx.x;
         if (threadIdx.x < ROWS && i < c.sq && !few) {
             const int64_t to = lse_at(p, c, head, i);
-            const float top = numbers[threadIdx.x], base = top * LOG2E;
-            p.base[to] = base; /* in units of log2, as the plain kernels take it */
-            p.rest[to] = isfinite(base) ? fmaf(numbers[STREAM + threadIdx.x], LOG2E, fmaf(top, LOG2E, -base)) : 0.0f;
+            const float top = numbers[threadIdx.x];
+            p.base[to] = top; /* +inf, or as the plain kernels take it */
+            p.rest[to] = 0.0f;
+            if (top != CUDART_INF_F)
+                put_small_sum(p, top, numbers[STREAM + threadIdx.x] * LOG2E, &p.base[to], &p.rest[to]);
             p.dsum[to] =
-                base == CUDART_INF_F ? 0.0f : numbers[2 * STREAM + threadIdx.x] - numbers[3 * STREAM + threadIdx.x];
+                top == CUDART_INF_F ? 0.0f : numbers[2 * STREAM + threadIdx.x] - numbers[3 * STREAM + threadIdx.x];
         }
     }
 }

@@ -15,7 +15,7 @@ INLINE void grow_tops(const float *maxima, float top[ROWS], float shrink[ROWS]) 
     for (int r = 0; r < ROWS; r++) {
         const float4 m = *(const float4 *)(maxima + r * 4);
         const float more = fmaxf(fmaxf(top[r], fmaxf(m.x, m.y)), fmaxf(m.z, m.w));
-        shrink[r] = exp2_approx(__fmul_rn(top[r], LOG2E) - (more == -CUDART_INF_F ? 0.0f : __fmul_rn(more, LOG2E)));
+        shrink[r] = more == -CUDART_INF_F ? 0.0f : exp2_approx((top[r] - more) * LOG2E);
         top[r] = more;
     }
 }
@@ -30,12 +30,12 @@ INLINE void store_rows(const attention_params &p, const place &c, int64_t x, int
             return;
         const float4 parts = *(const float4 *)(numbers + row * 4);
         float sum = i < c.sq ? (parts.x + parts.y) + (parts.z + parts.w) : 0.0f, shrink = 1.0f;
-        float base = sum == 0.0f ? -CUDART_INF_F : __fmul_rn(numbers[ROWS * 4 + row], LOG2E);
+        float base = sum == 0.0f ? -CUDART_INF_F : numbers[ROWS * 4 + row];
         if ((p.a.features & HEDDLE_SINKS) && i < c.sq) {
-            const float sink = ((const float *)p.t.sinks)[x] * LOG2E, top = fmaxf(base, sink);
+            const float sink = ((const float *)p.t.sinks)[x], top = fmaxf(base, sink);
             if (sink != -CUDART_INF_F) {
-                shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - top);
-                sum = sum * shrink + exp2_approx(sink - top);
+                shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx((base - top) * LOG2E);
+                sum = sum * shrink + exp2_approx((sink - top) * LOG2E);
                 base = top;
             }
         }
@@ -43,7 +43,7 @@ INLINE void store_rows(const attention_params &p, const place &c, int64_t x, int
             from_float((T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i) + e,
                        sum == 0.0f ? 0.0f : take_sum<D>(merge, at) * (shrink / sum));
         if (e == 0 && p.t.lse)
-            ((float *)p.t.lse)[lse_at(p, c, x, i)] = log_of_sum(base, sum, LOG2E_UNIT, LOG2E_UNIT_LOW);
+            ((float *)p.t.lse)[lse_at(p, c, x, i)] = sum == 0.0f ? -CUDART_INF_F : fmaf(log2f(sum), LN2, base);
     }
 }
 
@@ -93,7 +93,7 @@ template <typename T, int D> INLINE void small_fwd(const attention_params &p) {
 #pragma unroll
         for (int r = 0; r < HALF; r++) {
             const float most = half ? top[HALF + r] : top[r];
-            e[r] = exp2_approx(fmaf(s[r], LOG2E, most == -CUDART_INF_F ? 0.0f : -(most * LOG2E)));
+            e[r] = exp2_approx((s[r] - (most == -CUDART_INF_F ? 0.0f : most)) * LOG2E);
             sum[r] = sum[r] * (half ? shrink[HALF + r] : shrink[r]) + e[r];
             if (p.drops)
                 e[r] *= dropout_factor(p, dropout, c.n, x, i0 + half * HALF + r, j0 + at);
