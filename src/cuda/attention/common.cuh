@@ -79,25 +79,34 @@ INLINE float natural_log(const attention_params &p, float base, float sum) {
  * subtracted before the multiplication with c, from scores that then have no base. */
 #define FAR 0x1p24f
 
-INLINE bool is_far(float top, float c) {
-    return fabsf(__fmul_rn(top, c)) >= FAR && top != -CUDART_INF_F;
+INLINE bool is_far(float top, float c, float from = FAR) {
+    return fabsf(__fmul_rn(top, c)) >= from && top != -CUDART_INF_F;
 }
 
-/* What a sum of exp2(S·c - before·c), as rounded, is to be multiplied with for the maximum `top`, one of them far. */
-INLINE float shrink_far(float before, float top, float c) {
-    float by = (before - top) * c;
-    if (before == top)
-        return 1.0f;
-    if (!is_far(before, c) && before != -CUDART_INF_F)
-        by -= fmaf(before, c, -__fmul_rn(before, c));
-    if (!is_far(top, c))
-        by += fmaf(top, c, -__fmul_rn(top, c));
-    return exp2_approx(by);
+/* From here on the neighbours in float32 of a row's largest score have no weight beside it (2^-16 of 16 bits, 2^-32), while the
+ * rounding of max·c is 4 (8) at most and cancels in the quotient of the sums. So P is exp2(S·f - max·f) with any f that rounds
+ * neither product and is large enough: a power of two in place of c, and no instruction more for an element. */
+template <typename T> INLINE constexpr float alone_from(void) {
+    return sizeof(T) == 2 ? 0x1p27f : 0x1p28f;
 }
 
-INLINE float shrink_of(float before, float top, float c) {
-    return is_far(before, c) || is_far(top, c) ? shrink_far(before, top, c)
-                                               : exp2_approx(__fmul_rn(before, c) - __fmul_rn(top, c));
+/* What a row's scores are multiplied with, what is subtracted then, and what was summed before shrinks by. */
+struct row_scale {
+    float factor, base, shrink;
+};
+
+template <typename T> INLINE row_scale scale_row(float before, float top, float c) {
+    const float product = top == -CUDART_INF_F ? 0.0f : __fmul_rn(top, c), old = __fmul_rn(before, c);
+    const bool alone = fabsf(product) >= alone_from<T>();
+    /* 2^31 over top's power of two: its last bit comes to 2^8. */
+    const uint32_t power = min((127u + 127u + 31u << 23) - (__float_as_uint(top) & 0x7f800000u), 0x7f000000u);
+    const float factor = alone ? __uint_as_float(power) : c;
+    /* not fused, or the rounding of what is subtracted would come in twice */
+    const float shrink = exp2_approx(old - product);
+    return {factor, alone ? top * factor : product,
+            !(fmaxf(fabsf(old), fabsf(product)) < alone_from<T>()) && before != -CUDART_INF_F
+                ? (before == top ? 1.0f : 0.0f)
+                : shrink};
 }
 
 /* A split's part of a row: its maximum, and the logarithm to base 2 of its sum over exp2((S - maximum)·c). */
@@ -115,28 +124,26 @@ INLINE float natural_lse(const attention_params &p, float max, float c, float un
     return high + fmaf(log2 + fmaf(max, c, -base), LN2, low);
 }
 
-/* S of a row with a new maximum, its base, and what was summed before shrinks by: corrected where they are far. */
-template <int N>
-INLINE void step_far(float before, float top, float c, int half, float (*s)[4], float *base, float *shrink) {
-    if (!is_far(top, c) && !is_far(before, c))
-        return;
-    *shrink = shrink_far(before, top, c);
-    if (!is_far(top, c))
-        return;
-    *base = 0.0f;
-#pragma unroll
-    for (int y = 0; y < N / 8; y++) {
-        s[y][2 * half] -= top;
-        s[y][2 * half + 1] -= top;
-    }
-}
-
 /* The end of a row that is far: the sink joins in. unit: what takes its scores to natural ones. Returns what O shrinks by. */
 INLINE float end_far(float unit, float top, float sink, float *sum, float *lse) {
     const float above = sink == -CUDART_INF_F ? sink : fmaf(-top, unit, sink) * LOG2E;
     const float shrink = above > 0.0f ? exp2_approx(-above) : 1.0f;
     *sum = fmaf(*sum, shrink, above > 0.0f ? 1.0f : exp2_approx(above));
     *lse = fmaf(log2f(*sum), LN2, above > 0.0f ? sink : top * unit);
+    return shrink;
+}
+
+/* The same of a row whose sum is over exp2(S·c - max·c), max·c rounded. Of that rounding the sink knows nothing. */
+INLINE float end_near(const attention_params &p, float unit, float max, float c, float sink, float *sum, float *lse) {
+    const float base = __fmul_rn(max, c), above = fmaf(fmaf(-max, unit, sink), LOG2E, fmaf(max, c, -base));
+    const bool nothing = *sum == 0.0f;
+    if (sink == -CUDART_INF_F) {
+        *lse = nothing ? -CUDART_INF_F : natural_log(p, base, *sum);
+        return 1.0f;
+    }
+    const float shrink = nothing ? 0.0f : above > 0.0f ? exp2_approx(-above) : 1.0f;
+    *sum = nothing ? 1.0f : fmaf(*sum, shrink, above > 0.0f ? 1.0f : exp2_approx(above));
+    *lse = nothing || above > 0.0f ? fmaf(log2f(*sum), LN2, sink) : natural_log(p, base, *sum);
     return shrink;
 }
 

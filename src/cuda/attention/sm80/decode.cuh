@@ -100,7 +100,7 @@ INLINE void store_decoded(const attention_params &p, const forward_work &w, int 
     const int64_t head = w.y * p.pack + row % p.pack, at = lse_at(p, w.c, head, i);
     if (i >= w.c.all_sq)
         return;
-    const row_end end = end_row(p, w, head, i, max, c, &sum);
+    const row_end end = end_row(p, w, head, i, max, c, alone_from<T>(), &sum);
     if (sum == 0.0f)
         o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const int width = (int)p.a.dv;
@@ -153,7 +153,7 @@ INLINE void merge_warps(const attention_params &p, const forward_work &w, float 
             top = fmaxf(top, tops[y * 16 + row]);
 #pragma unroll
         for (int y = 0; y < WARPS; y++) {
-            const float own = tops[y * 16 + row], by = own == -CUDART_INF_F ? 0.0f : shrink_of(own, top, c);
+            const float own = tops[y * 16 + row], by = own == -CUDART_INF_F ? 0.0f : scale_row<T>(own, top, c).shrink;
             const float4 part = *(const float4 *)(parts + (y * 16 + row) * PITCH + column);
             sum += sums[y * 16 + row] * by;
             all.x += part.x * by;
@@ -251,7 +251,7 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
             else
                 mask_lean<1, BLOCK>(p, w, 0, j0, bad, s);
         }
-        online_softmax<D, 1, BLOCK>(&state, c, s, o);
+        online_softmax<T, D, 1, BLOCK>(&state, c, s, o);
         if (p.drops)
             drop<1, BLOCK>(p, w, dropout, 0, j0, s);
         cp_async_wait<2 * STAGES - 1>();

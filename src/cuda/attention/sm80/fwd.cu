@@ -95,11 +95,10 @@ INLINE void score_full(const attention_params &p, const forward_work &w, int row
         }
 }
 
-/* S -> P = exp2(S·c - max·c); what was summed before is scaled to the new maximum. Both max·c are rounded: a fused
- * multiplication and subtraction would bring in the rounding a second time. */
-template <int WIDTH, int TILES, int BLOCK>
+/* S -> P = exp2(S·c - max·c); what was summed before is scaled to the new maximum. */
+template <typename T, int WIDTH, int TILES, int BLOCK>
 INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOCK / 8][4], float (*o)[WIDTH / 8][4]) {
-    float base[TILES][2], shrink[TILES][2];
+    float base[TILES][2], factor[TILES][2], shrink[TILES][2];
     bool grows = false;
 #pragma unroll
     for (int x = 0; x < TILES; x++)
@@ -110,9 +109,10 @@ INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOC
             for (int y = 0; y < BLOCK / 8; y++)
                 top = fmaxf(top, fmaxf(s[x][y][2 * half], s[x][y][2 * half + 1]));
             top = quad_max(top);
-            base[x][half] = top == -CUDART_INF_F ? 0.0f : __fmul_rn(top, c);
-            shrink[x][half] = exp2_approx(__fmul_rn(state->max[x][half], c) - base[x][half]);
-            step_far<BLOCK>(state->max[x][half], top, c, half, s[x], &base[x][half], &shrink[x][half]);
+            const row_scale row = scale_row<T>(state->max[x][half], top, c);
+            base[x][half] = row.base;
+            factor[x][half] = row.factor;
+            shrink[x][half] = row.shrink;
             grows |= top != state->max[x][half];
             state->max[x][half] = top;
         }
@@ -135,7 +135,7 @@ INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOC
         for (int x = 0; x < TILES; x++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                s[x][y][e] = exp2_approx(fmaf(s[x][y][e], c, -base[x][e / 2]));
+                s[x][y][e] = exp2_approx(fmaf(s[x][y][e], factor[x][e / 2], -base[x][e / 2]));
 #pragma unroll
     for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
@@ -166,32 +166,24 @@ INLINE void drop(const attention_params &p, const forward_work &w, const dropout
         }
 }
 
-/* What a row's sums come to: the factor of O; lse; for the combination the logarithm to base 2 of the sum over exp2((S - max)·c). The
+/* What a row's sums come to, of which the exact maximum was subtracted from far_from on: the factor of O; lse; for the combination the logarithm to base 2 of the sum over exp2((S - max)·c). The
  * sink counts where nobody combines; *sum is 0 where nothing is seen. */
 struct row_end {
     float by, lse, log2;
 };
 
 INLINE row_end end_row(const attention_params &p, const forward_work &w, int64_t head, int i, float max, float c,
-                       float *sum) {
-    const bool far = *sum != 0.0f && is_far(max, c),
+                       float far_from, float *sum) {
+    const bool far = *sum != 0.0f && is_far(max, c, far_from),
                sinks = (p.a.features & HEDDLE_SINKS) && p.splits == 1 && i < w.c.sq;
     const float sink = sinks ? ((const float *)p.t.sinks)[head] : -CUDART_INF_F;
-    float base = *sum == 0.0f ? -CUDART_INF_F : __fmul_rn(max, c), shrink = 1.0f, lse;
     if (i >= w.c.sq)
         *sum = 0.0f;
-    const float log2 = *sum == 0.0f ? -CUDART_INF_F : log2f(*sum) - (far ? 0.0f : fmaf(max, c, -base));
-    if (far && *sum != 0.0f) {
-        shrink = end_far(p.unit, max, sink, sum, &lse);
-    } else {
-        if (sink != -CUDART_INF_F) {
-            const float top = fmaxf(base, sink * LOG2E);
-            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - top);
-            *sum = *sum * shrink + exp2_approx(sink * LOG2E - top);
-            base = top;
-        }
-        lse = natural_log(p, base, *sum);
-    }
+    const float rounding = far ? 0.0f : fmaf(max, c, -__fmul_rn(max, c));
+    const float log2 = *sum == 0.0f ? -CUDART_INF_F : log2f(*sum) - rounding;
+    float lse;
+    const float shrink =
+        far && *sum != 0.0f ? end_far(p.unit, max, sink, sum, &lse) : end_near(p, p.unit, max, c, sink, sum, &lse);
     return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, lse, log2};
 }
 
@@ -211,7 +203,7 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
             const int64_t head = w.y * p.pack + row % p.pack;
             if (i >= w.c.all_sq)
                 continue;
-            const row_end end = end_row(p, w, head, i, state.max[x][half], c, &sum);
+            const row_end end = end_row(p, w, head, i, state.max[x][half], c, alone_from<T>(), &sum);
             const int64_t at = lse_at(p, w.c, head, i);
 #pragma unroll
             for (int y = 0; y < WIDTH / 8; y++)
@@ -305,7 +297,7 @@ INLINE void attention_forward(const attention_params &p) {
             else
                 mask_lean<TILES, BLOCK>(p, w, w.row0 + warp_row, j0, bad + stage * BLOCK, s);
         }
-        online_softmax<WIDTH, TILES, BLOCK>(&state, c, s, o);
+        online_softmax<T, WIDTH, TILES, BLOCK>(&state, c, s, o);
         if (FULL && p.drops)
             drop<TILES, BLOCK>(p, w, dropout, w.row0 + warp_row, j0, s);
         product_columns<T, D, TILES, BLOCK>(o, s, sv, tf32);

@@ -173,7 +173,7 @@ struct softmax_state {
 /* S -> P = exp2(S·c - max·c). The maximum is allowed to be out of date as long as P stays under 2^8: what counts in the end is
  * that all that is summed has the same. What was summed before has to be multiplied by shrink; false: by ones. */
 template <int N> INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float shrink[2]) {
-    float base[2];
+    float base[2], factor[2];
     bool grows = false;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -185,10 +185,10 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
         const float before = state->max[half];
         const bool more = (top - before) * c > 8.0f;
         state->max[half] = more ? top : before;
-        base[half] = state->max[half] == -CUDART_INF_F ? 0.0f : __fmul_rn(state->max[half], c);
-        /* not fused, or the rounding of what is subtracted would come in twice */
-        shrink[half] = exp2_approx(__fmul_rn(before, c) - base[half]);
-        step_far<N>(before, state->max[half], c, half, s, &base[half], &shrink[half]);
+        const row_scale row = scale_row<bf16>(before, state->max[half], c);
+        factor[half] = row.factor;
+        base[half] = row.base;
+        shrink[half] = row.shrink;
         grows |= more;
         state->sum[half] *= shrink[half];
     }
@@ -196,7 +196,7 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
     for (int y = 0; y < N / 8; y++) {
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            s[y][e] = exp2_approx(fmaf(s[y][e], c, -base[e / 2]));
+            s[y][e] = exp2_approx(fmaf(s[y][e], factor[e / 2], -base[e / 2]));
         state->sum[0] += s[y][0] + s[y][1];
         state->sum[1] += s[y][2] + s[y][3];
     }
@@ -208,26 +208,17 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
 /* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
 INLINE float finish_row(const attention_params &p, const forward_target &t, int row, float top, float sum,
                         bool writes) {
-    float base = __fmul_rn(top, p.scale_log2), shrink = 1.0f, lse;
-    const bool far = sum != 0.0f && is_far(top, p.scale_log2);
-    if (far)
-        shrink = end_far(p.scale, top, p.a.features & HEDDLE_SINKS ? ((const float *)p.t.sinks)[t.x] : -CUDART_INF_F,
-                         &sum, &lse);
-    else if ((p.a.features & HEDDLE_SINKS) && row < t.rows) {
-        base = sum == 0.0f ? -CUDART_INF_F : base;
-        const float sink = ((const float *)p.t.sinks)[t.x] * LOG2E, most = fmaxf(base, sink);
-        if (sink != -CUDART_INF_F) {
-            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx(base - most);
-            sum = sum * shrink + exp2_approx(sink - most);
-            base = most;
-        }
-    }
-    const bool sees = row < t.rows && sum != 0.0f;
-    if (!far || !sees)
-        lse = natural_log(p, base, sees ? sum : 0.0f);
+    const bool sinks = (p.a.features & HEDDLE_SINKS) && row < t.rows;
+    const float sink = sinks ? ((const float *)p.t.sinks)[t.x] : -CUDART_INF_F;
+    float lse;
+    if (row >= t.rows)
+        sum = 0.0f;
+    const bool far = sum != 0.0f && is_far(top, p.scale_log2, alone_from<bf16>());
+    const float shrink =
+        far ? end_far(p.scale, top, sink, &sum, &lse) : end_near(p, p.scale, top, p.scale_log2, sink, &sum, &lse);
     if (p.t.lse && writes && row < t.all_rows)
         ((float *)p.t.lse)[t.lse + row] = lse;
-    return sees ? __fdividef(shrink, sum) : 0.0f;
+    return sum != 0.0f ? __fdividef(shrink, sum) : 0.0f;
 }
 
 /* 16 bytes of each of 16 rows from row0 on, as far as they are there: what `load` gives for row and chunk. */
