@@ -19,6 +19,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from heddle import _C
+from heddle._errors import HeddleTypeError
 
 __version__: str = _C.version()
 
@@ -267,7 +268,9 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **
     Source: Dao, "FlashAttention-2", 2023, section 3.
     """
     if _is_torch(q):
-        raise TypeError("attention_backward is for arrays; for torch tensors call backward() on attention's result")
+        raise HeddleTypeError(
+            "attention_backward is for arrays; for torch tensors call backward() on attention's result"
+        )
     from heddle._arrays import attention_backward as run
 
     return run(dout, q, k, v, out, lse, **options)
@@ -335,7 +338,9 @@ def norm_linear_backward(
     Source: as ``norm_linear``.
     """
     if _is_torch(x):
-        raise TypeError("norm_linear_backward is for arrays; for torch tensors call backward() on norm_linear's result")
+        raise HeddleTypeError(
+            "norm_linear_backward is for arrays; for torch tensors call backward() on norm_linear's result"
+        )
     from heddle._arrays_norm_linear import norm_linear_backward as run
 
     return run(dy, x, weight, gamma, beta, eps, norm=norm)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from heddle import _C
+from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._options import causal_of, limit_of, scale_of, window_of
 
 BROADCAST = -(2**63)
@@ -48,10 +49,14 @@ class View:
 
     def __init__(self, value: Any, name: str) -> None:
         if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
-            raise TypeError(f"{name} must be an array that speaks DLPack (__dlpack__), not {type(value).__name__}")
+            raise HeddleTypeError(
+                f"{name} must be an array that speaks DLPack (__dlpack__), not {type(value).__name__}"
+            )
         device_type, self.device_id = value.__dlpack_device__()
         if int(device_type) not in _DEVICES:
-            raise ValueError(f"{name} is on DLPack device type {int(device_type)}; heddle has CPU (1) and CUDA (2)")
+            raise HeddleValueError(
+                f"{name} is on DLPack device type {int(device_type)}; heddle has CPU (1) and CUDA (2)"
+            )
         self.device = _DEVICES[int(device_type)]
         stream = {"stream": _cupy_stream() or 1} if self.device == CUDA else {}
         try:
@@ -60,7 +65,7 @@ class View:
             except TypeError:
                 self.capsule = value.__dlpack__(**stream)
         except BufferError as error:
-            raise TypeError(
+            raise HeddleTypeError(
                 f"{name}: {type(value).__name__} does not give its memory through DLPack: {error}"
             ) from error
         self.address, _, _, code, bits, shape, strides, _ = _C.view(self.capsule)
@@ -84,15 +89,15 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
 
 def check(view: View, name: str, dtype: str, first: View, shape: Sequence[int] | None = None) -> View:
     if view.dtype != dtype:
-        raise TypeError(f"{name} is {view.dtype}, but must be {dtype} here")
+        raise HeddleTypeError(f"{name} is {view.dtype}, but must be {dtype} here")
     if (view.device, view.device_id) != (first.device, first.device_id):
-        raise ValueError(f"{name} is on another device than the first array")
+        raise HeddleValueError(f"{name} is on another device than the first array")
     if shape is not None and view.shape != list(shape):
-        raise ValueError(f"{name} has shape {view.shape}, but must have {list(shape)}")
+        raise HeddleValueError(f"{name} has shape {view.shape}, but must have {list(shape)}")
     if any(stride < 0 for stride in view.strides):
-        raise ValueError(f"{name} has a negative stride: {view.strides}; make it contiguous")
+        raise HeddleValueError(f"{name} has a negative stride: {view.strides}; make it contiguous")
     if view.shape and view.shape[-1] > 1 and view.strides[-1] != 1 and 0 not in view.shape:
-        raise ValueError(f"{name} has stride {view.strides[-1]} in its last dimension, which must be contiguous")
+        raise HeddleValueError(f"{name} has stride {view.strides[-1]} in its last dimension, which must be contiguous")
     return view
 
 
@@ -102,7 +107,7 @@ def _real(first: View) -> str:
 
 def device_of(first: View, name: str) -> int:
     if first.dtype not in DTYPES:
-        raise TypeError(f"{name} is {first.dtype}; it must be float32, bfloat16, float16 or float64")
+        raise HeddleTypeError(f"{name} is {first.dtype}; it must be float32, bfloat16, float16 or float64")
     return REF if first.dtype == "float64" and first.device == CPU else first.device
 
 
@@ -132,7 +137,7 @@ class Maker:
         self.kind = type(like).__module__.partition(".")[0]
         if self.kind not in ("numpy", "cupy", "jax", "jaxlib") and not hasattr(like, "__array_namespace__"):
             kind = f"{type(like).__module__}.{type(like).__qualname__}"
-            raise TypeError(f"{kind} has no __array_namespace__, so that no result of its kind can be made")
+            raise HeddleTypeError(f"{kind} has no __array_namespace__, so that no result of its kind can be made")
         self.like, self.cuda = like, view.device == CUDA
         self.kinds = {view.dtype: like.dtype}
         self.device_id = view.device_id
@@ -239,20 +244,20 @@ class Problem:
         if not self.packed:
             if not 2 <= self.rank <= 4 or any(len(view.shape) != self.rank for view in views.values()):
                 ranks = [len(view.shape) for view in views.values()]
-                raise ValueError(f"q, k and v have {ranks} dimensions: must be the same, 2 to 4")
+                raise HeddleValueError(f"q, k and v have {ranks} dimensions: must be the same, 2 to 4")
             for view in views.values():
                 view.lead(4)
         for name, view in views.items():
             if self.packed and len(view.shape) != 3:
-                raise ValueError(f"{name} has {len(view.shape)} dimensions, but must have 3 ([total, h, d])")
+                raise HeddleValueError(f"{name} has {len(view.shape)} dimensions, but must have 3 ([total, h, d])")
             check(view, name, self.q.dtype, self.q)
         q, k, v = self.q.shape, self.k.shape, self.v.shape
         if q[-1] != k[-1]:
-            raise ValueError(f"q has head dim {q[-1]}, but k has {k[-1]}")
+            raise HeddleValueError(f"q has head dim {q[-1]}, but k has {k[-1]}")
         if k[:-1] != v[:-1] or (not self.packed and q[0] != k[0]):
-            raise ValueError(f"q, k and v have shapes {q}, {k}, {v}: batch sizes, or k's and v's rows, differ")
+            raise HeddleValueError(f"q, k and v have shapes {q}, {k}, {v}: batch sizes, or k's and v's rows, differ")
         if not k[1] or not v[-1]:
-            raise ValueError(f"k and v have shapes {k} and {v}: no heads, or a head dim of 0")
+            raise HeddleValueError(f"k and v have shapes {k} and {v}: no heads, or a head dim of 0")
         d = self.description
         d |= {"dtype": DTYPES[self.q.dtype], "h": q[1], "hk": k[1], "d": q[-1], "dv": v[-1]}
         d |= {f"{name}_stride": _strides(view, self.packed) for name, view in views.items()}
@@ -273,9 +278,9 @@ class Problem:
         if self.packed:
             cu_q, cu_k = self._take("cu_seqlens_q", "int32"), self._take("cu_seqlens_k", "int32")
             if cu_q is None or cu_k is None or len(cu_q.shape) != 1 or cu_q.shape != cu_k.shape or cu_q.shape[0] < 1:
-                raise ValueError("cu_seqlens_q and cu_seqlens_k come together, both of shape [b + 1]")
+                raise HeddleValueError("cu_seqlens_q and cu_seqlens_k come together, both of shape [b + 1]")
             if options["max_seqlen_q"] is None or options["max_seqlen_k"] is None:
-                raise ValueError(
+                raise HeddleValueError(
                     "packed sequences need max_seqlen_q and max_seqlen_k, the upper limits of one sequence"
                 )
             sq, sk = (limit_of(name, options[name]) for name in ("max_seqlen_q", "max_seqlen_k"))
@@ -291,7 +296,7 @@ class Problem:
                 # No sequence is longer than all rows together, and the kernels' work grows with the limit.
                 d |= {"sq": min(d["sq"], d["total_q"]), "sk": min(d["sk"], d["total_k"])}
         elif options["max_seqlen_q"] is not None or options["max_seqlen_k"] is not None:
-            raise ValueError("max_seqlen_q and max_seqlen_k are given without cu_seqlens_q and cu_seqlens_k")
+            raise HeddleValueError("max_seqlen_q and max_seqlen_k are given without cu_seqlens_q and cu_seqlens_k")
         for name, most in (("seqlens_q", d["sq"]), ("seqlens_k", d["sk"])):
             if self._take(name, "int32", [d["b"]]) is None:
                 continue
@@ -299,7 +304,7 @@ class Problem:
             if self.q.device == CPU:
                 lengths = [int(n) for n in options[name]]
                 if any(not 0 <= n <= most for n in lengths):
-                    raise ValueError(f"{name} = {lengths} is not all from 0 to {most}")
+                    raise HeddleValueError(f"{name} = {lengths} is not all from 0 to {most}")
 
     def _check_packing(self, name: str, total: int, longest: int) -> None:
         if self.q.device != CPU:
@@ -307,7 +312,9 @@ class Problem:
         cu = [int(n) for n in self.options[name]]
         steps = [b - a for a, b in zip([0, *cu], cu, strict=False)]
         if min(steps) < 0 or cu[-1] > total or max(steps[1:], default=0) > longest:
-            raise ValueError(f"{name} = {cu} must not fall, exceed the {total} rows, or have a sequence over {longest}")
+            raise HeddleValueError(
+                f"{name} = {cu} must not fall, exceed the {total} rows, or have a sequence over {longest}"
+            )
 
     def _masks(self) -> None:
         d = self.description
@@ -327,7 +334,7 @@ class Problem:
                 or view.shape[3] != full[3]
                 or any(have not in (1, need) for have, need in zip(view.shape, full, strict=True))
             ):
-                raise ValueError(
+                raise HeddleValueError(
                     f"{name} has shape {shape}, but must broadcast to {full} with all of the last dimension"
                 )
             d["features"] |= feature
@@ -335,7 +342,7 @@ class Problem:
         slopes = self._take("alibi_slopes", _real(self.q))
         if slopes is not None:
             if slopes.shape not in ([d["h"]], [d["b"], d["h"]]):
-                raise ValueError(
+                raise HeddleValueError(
                     f"alibi_slopes has shape {slopes.shape}, but must have {[d['h']]} or {[d['b'], d['h']]}"
                 )
             d["features"] |= _BITS["alibi"]
@@ -363,7 +370,7 @@ class Problem:
             try:
                 seed, offset = map(operator.index, given)
             except (TypeError, ValueError):
-                raise TypeError(f"rng_state = {given!r} is not two integers, {{seed, offset}}") from None
+                raise HeddleTypeError(f"rng_state = {given!r} is not two integers, {{seed, offset}}") from None
             d["seed"], d["offset"] = seed % 2**64, offset % 2**64
         elif d["dropout"]:
             import numpy
@@ -419,7 +426,7 @@ _NO_OPTIONS: dict[str, Any] = dict.fromkeys(
 def _options(given: dict[str, Any]) -> dict[str, Any]:
     unknown = sorted(given.keys() - _NO_OPTIONS.keys())
     if unknown:
-        raise TypeError(f"attention has no option {', '.join(unknown)}")
+        raise HeddleTypeError(f"attention has no option {', '.join(unknown)}")
     return _NO_OPTIONS | given
 
 
@@ -451,7 +458,7 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **
     """See heddle.attention_backward, which this is for arrays."""
     options = _options(given)
     if options["dropout"] and options["rng_state"] is None:
-        raise ValueError("dropout's backward needs the rng_state of its forward")
+        raise HeddleValueError("dropout's backward needs the rng_state of its forward")
     p = Problem(q, k, v, options)
     d, rank = p.description, 3 if p.packed else 4
     shape = [*p.q.shape[:-1], d["dv"]]
@@ -472,7 +479,7 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **
             n > 1 and have != need
             for n, have, need in zip(view.shape, view.strides, _contiguous(view.shape), strict=True)
         ):
-            raise ValueError(f"{name} must be contiguous, but has strides {view.strides}")
+            raise HeddleValueError(f"{name} must be contiguous, but has strides {view.strides}")
         p.kept.append(view)
         p.addresses[name] = view.address
     if options["dweights"] is not None:

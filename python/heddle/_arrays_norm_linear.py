@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from heddle._arrays import BACKWARD, DTYPES, FORWARD, TF32, Maker, View, check, device_of, run
+from heddle._errors import HeddleValueError
 from heddle._options import TINY, norm_of
 
 
@@ -20,14 +21,14 @@ class Rows:
         self.maker = Maker(x, self.x)
         device = device_of(self.x, "x")
         if not self.x.shape:
-            raise ValueError("x has 0 dimensions, but must have 1 or more")
+            raise HeddleValueError("x has 0 dimensions, but must have 1 or more")
         if len(self.weight.shape) != 2 or self.weight.shape[1] != self.x.shape[-1]:
-            raise ValueError(f"x has {self.x.shape[-1]} features, but weight is {self.weight.shape}")
+            raise HeddleValueError(f"x has {self.x.shape[-1]} features, but weight is {self.weight.shape}")
         check(self.x, "x", self.x.dtype, self.x)
         check(self.weight, "weight", self.x.dtype, self.x)
         n, k = self.weight.shape
         if not eps >= 0:
-            raise ValueError(f"eps = {eps} is not >= 0")
+            raise HeddleValueError(f"eps = {eps} is not >= 0")
         self.description: dict[str, Any] = {
             "dtype": DTYPES[self.x.dtype],
             "device": device,
@@ -57,12 +58,12 @@ class Rows:
             if size == 1:
                 continue
             if rows > 1 and step != stride * rows:
-                raise ValueError(f"the rows of {name} do not lie at one distance (strides {view.strides})")
+                raise HeddleValueError(f"the rows of {name} do not lie at one distance (strides {view.strides})")
             if rows == 1:
                 stride = step
             rows *= size
         if stride == 0 and rows > 1:
-            raise ValueError(f"the rows of {name} lie on top of each other (strides {view.strides})")
+            raise HeddleValueError(f"the rows of {name} lie on top of each other (strides {view.strides})")
         return stride
 
 

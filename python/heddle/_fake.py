@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from heddle import _schema
+from heddle._errors import HeddleTypeError, HeddleValueError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -39,43 +40,43 @@ def _like(like: Tensor, last: int) -> Tensor:
 
 def _check(tensor: Tensor, name: str, first: Tensor, dtype: torch.dtype) -> None:
     if tensor.dtype != dtype:
-        raise TypeError(f"{name} is {tensor.dtype}, but must be {dtype} here")
+        raise HeddleTypeError(f"{name} is {tensor.dtype}, but must be {dtype} here")
     if tensor.device != first.device:
-        raise ValueError(f"{name} is on {tensor.device}, the first tensor on {first.device}")
+        raise HeddleValueError(f"{name} is on {tensor.device}, the first tensor on {first.device}")
     if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
-        raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension, which must be contiguous")
+        raise HeddleValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension, which must be contiguous")
 
 
 def _check_devices(first: Tensor, **tensors: Tensor | None) -> None:
     """One tensor on "meta" brings a call here, and none of its results may then be taken for computed."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != first.device:
-            raise ValueError(f"{name} is on {tensor.device}, the first tensor on {first.device}")
+            raise HeddleValueError(f"{name} is on {tensor.device}, the first tensor on {first.device}")
 
 
 def _check_attention(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     if q.dtype not in _DTYPES:
-        raise TypeError(f"q is {q.dtype}; it must be float32, bfloat16, float16 or float64")
+        raise HeddleTypeError(f"q is {q.dtype}; it must be float32, bfloat16, float16 or float64")
     rank = 3 if packed else 4
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != rank:
-            raise ValueError(
+            raise HeddleValueError(
                 f"{name} has {tensor.dim()} dimensions, but must have "
                 + ("3 ([total, h, d])" if packed else "4 ([b, h, s, d])")
             )
         _check(tensor, name, q, q.dtype)
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q has head dim {q.shape[-1]}, but k has {k.shape[-1]}")
+        raise HeddleValueError(f"q has head dim {q.shape[-1]}, but k has {k.shape[-1]}")
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
+        raise HeddleValueError(
             f"k has shape {list(k.shape)}, v has {list(v.shape)}: they may differ in the last dimension only"
         )
     if not packed and q.shape[0] != k.shape[0]:
-        raise ValueError(f"q has batch size {q.shape[0]}, but k has {k.shape[0]}")
+        raise HeddleValueError(f"q has batch size {q.shape[0]}, but k has {k.shape[0]}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        raise ValueError(f"hk = {k.shape[1]} does not divide h = {q.shape[1]}")
+        raise HeddleValueError(f"hk = {k.shape[1]} does not divide h = {q.shape[1]}")
     if not (1 <= q.shape[-1] <= 512 and 1 <= v.shape[-1] <= 512):
-        raise ValueError(f"d = {q.shape[-1]} and dv = {v.shape[-1]} must be from 1 to 512")
+        raise HeddleValueError(f"d = {q.shape[-1]} and dv = {v.shape[-1]} must be from 1 to 512")
 
 
 def _attention_fake(
@@ -108,7 +109,7 @@ def _attention_fake(
     _check_devices(q, alibi_slopes=alibi_slopes, sinks=sinks, rng_state=rng_state)
     _check_devices(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_q=seqlens_q, seqlens_k=seqlens_k)
     if packed and (cu_seqlens_q is None or cu_seqlens_k is None):
-        raise ValueError("cu_seqlens_q and cu_seqlens_k come together, but only one is given")
+        raise HeddleValueError("cu_seqlens_q and cu_seqlens_k come together, but only one is given")
     if cu_seqlens_q is not None:
         b, sq, sk = cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k
         rows: tuple[int, ...] = (q.shape[1], q.shape[0])
@@ -125,7 +126,7 @@ def _attention_fake(
             or tensor.shape[3] != sk
             or any(tensor.shape[x] != 1 and tensor.shape[x] != full[x] for x in range(3))
         ):
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, which does not broadcast to {list(full)}")
+            raise HeddleValueError(f"{name} has shape {list(tensor.shape)}, which does not broadcast to {list(full)}")
     weights = q.new_empty((b, q.shape[1], sq, sk)) if return_weights else None
     return _like(q, v.shape[-1]), q.new_empty(rows, dtype=_real(q.dtype)), weights
 
@@ -173,20 +174,20 @@ def _attention_backward_plain_fake(
 
 def _check_norm_linear(x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None) -> None:
     if x.dtype not in _DTYPES:
-        raise TypeError(f"x is {x.dtype}; it must be float32, bfloat16, float16 or float64")
+        raise HeddleTypeError(f"x is {x.dtype}; it must be float32, bfloat16, float16 or float64")
     if x.dim() < 1 or x.dim() > 8:
-        raise ValueError(f"x has {x.dim()} dimensions, but must have 1 to 8")
+        raise HeddleValueError(f"x has {x.dim()} dimensions, but must have 1 to 8")
     if weight.dim() != 2:
-        raise ValueError(f"weight has {weight.dim()} dimensions, but must have 2 ([n, k])")
+        raise HeddleValueError(f"weight has {weight.dim()} dimensions, but must have 2 ([n, k])")
     if weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"x has {x.shape[-1]} features, but weight is {list(weight.shape)}")
+        raise HeddleValueError(f"x has {x.shape[-1]} features, but weight is {list(weight.shape)}")
     _check(x, "x", x, x.dtype)
     _check(weight, "weight", x, x.dtype)
     for name, vector in (("gamma", gamma), ("beta", beta)):
         if vector is not None:
             _check(vector, name, x, x.dtype)
             if vector.dim() != 1 or vector.shape[0] != x.shape[-1]:
-                raise ValueError(f"{name} has shape {list(vector.shape)}, but must have [{x.shape[-1]}]")
+                raise HeddleValueError(f"{name} has shape {list(vector.shape)}, but must have [{x.shape[-1]}]")
 
 
 def _norm_linear_fake(
@@ -203,7 +204,7 @@ def _norm_linear_fake(
     if bias is not None:
         _check(bias, "bias", x, x.dtype)
         if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
-            raise ValueError(f"bias has shape {list(bias.shape)}, but must have [{weight.shape[0]}]")
+            raise HeddleValueError(f"bias has shape {list(bias.shape)}, but must have [{weight.shape[0]}]")
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     return y, x.new_empty(x.shape[:-1], dtype=_real(x.dtype)), x.new_empty(x.shape[:-1], dtype=_real(x.dtype))
 

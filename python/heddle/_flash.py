@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from heddle import attention
+from heddle._errors import HeddleTypeError, HeddleValueError
+from heddle._kinds import need_tensors
+from heddle._options import window_of
 from heddle._torch import new_rng_state
 
 Probs = tuple[Tensor, Tensor, Tensor | None]
@@ -20,7 +23,7 @@ _COMMON = """
         dropout_p: probability that a weight is dropped; 0 in evaluation.
         softmax_scale: default 1/sqrt(d).
         causal: the last query sees the last key (bottom right).
-        window_size: (left, right); -1 is no limit.
+        window_size: (left, right), integers or integer tensors of one element; -1 is no limit.
         softcap: c > 0 replaces a score t by c·tanh(t/c).
         alibi_slopes: float32 [h] or [b, h]; adds -slope·|i + sk - sq - j|.
         deterministic: gradients with the same bits every time.
@@ -43,15 +46,16 @@ def _document(function: Any) -> Any:
     return function
 
 
-def _need_tensor(name: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+def _window(size: Any) -> tuple[int, int] | None:
+    """None where there is no limit, so that the call stays a plain one."""
+    window = window_of(size)
+    return None if window == (-1, -1) else window
 
 
 def _heads_first(name: str, tensor: Tensor) -> Tensor:
-    _need_tensor(name, tensor)
+    need_tensors(**{name: tensor})
     if tensor.dim() != 4:
-        raise ValueError(f"{name} has {tensor.dim()} dimensions, but must have 4: [b, s, h, d]")
+        raise HeddleValueError(f"{name} has {tensor.dim()} dimensions, but must have 4: [b, s, h, d]")
     return tensor.transpose(1, 2)
 
 
@@ -87,7 +91,7 @@ def flash_attn_func(
     heads_q, heads_k, heads_v = _heads_first("q", q), _heads_first("k", k), _heads_first("v", v)
     options: dict[str, Any] = {
         "causal": "bottom_right" if causal else None,
-        "window": None if window_size == (-1, -1) else window_size,
+        "window": _window(window_size),
         "scale": softmax_scale,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
@@ -110,9 +114,9 @@ def flash_attn_func(
 
 
 def _unpack(name: str, tensor: Tensor, parts: int, rank: int) -> tuple[Tensor, ...]:
-    _need_tensor(name, tensor)
+    need_tensors(**{name: tensor})
     if tensor.dim() != rank or tensor.shape[-3] != parts:
-        raise ValueError(
+        raise HeddleValueError(
             f"{name} has shape {list(tensor.shape)}, but must have {rank} dimensions, {parts} in the third last"
         )
     return tensor.unbind(-3)
@@ -202,7 +206,7 @@ def flash_attn_varlen_func(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         causal="bottom_right" if causal else None,
-        window=window_size,
+        window=_window(window_size),
         scale=softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
@@ -265,31 +269,33 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         _heads_first(name, tensor)
         if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
+            raise HeddleValueError(f"{name} is on {tensor.device}, q on {q.device}")
         if tensor.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
-            raise TypeError(f"{name} is {tensor.dtype}, but must be {q.dtype} as q")
+            raise HeddleTypeError(f"{name} is {tensor.dtype}, but must be {q.dtype} as q")
     if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != q.shape[3]:
         shapes = [list(tensor.shape) for tensor in (q, k_cache, v_cache)]
-        raise ValueError(f"q and the caches have shapes {shapes}: head dims of q and k, or rows of k and v, differ")
+        raise HeddleValueError(
+            f"q and the caches have shapes {shapes}: head dims of q and k, or rows of k and v, differ"
+        )
 
 
 def _check_new(name: str, new: Tensor, cache: Tensor, b: int, k: Tensor) -> None:
     _heads_first(name, new)
     must = [b, k.shape[1], *cache.shape[2:]]
     if list(new.shape) != must:
-        raise ValueError(f"{name} has shape {list(new.shape)}, but must have {must}, as its cache")
+        raise HeddleValueError(f"{name} has shape {list(new.shape)}, but must have {must}, as its cache")
     if new.dtype != cache.dtype or new.device != cache.device:
-        raise TypeError(f"{name} is {new.dtype} on {new.device}, its cache {cache.dtype} on {cache.device}")
+        raise HeddleTypeError(f"{name} is {new.dtype} on {new.device}, its cache {cache.dtype} on {cache.device}")
 
 
 def _check_integers(name: str, value: Any, q: Tensor) -> None:
-    _need_tensor(name, value)
+    need_tensors(**{name: value})
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-        raise TypeError(f"{name} is {value.dtype}, but must be integers")
+        raise HeddleTypeError(f"{name} is {value.dtype}, but must be integers")
     if value.shape != q.shape[:1]:
-        raise ValueError(f"{name} has shape {list(value.shape)}, but must have {[q.shape[0]]}")
+        raise HeddleValueError(f"{name} has shape {list(value.shape)}, but must have {[q.shape[0]]}")
     if value.device != q.device:
-        raise ValueError(f"{name} is on {value.device}, q on {q.device}")
+        raise HeddleValueError(f"{name} is on {value.device}, q on {q.device}")
 
 
 def flash_attn_with_kvcache(
@@ -343,7 +349,7 @@ def flash_attn_with_kvcache(
         if value is not None:
             raise NotImplementedError(f"{name} is not supported: it must be None")
     if (k is None) != (v is None):
-        raise ValueError("k and v come together, but only one is given")
+        raise HeddleValueError("k and v come together, but only one is given")
     _check_caches(q, k_cache, v_cache)
     b, room = q.shape[0], k_cache.shape[1]
     if k is not None and v is not None:
@@ -352,18 +358,18 @@ def flash_attn_with_kvcache(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
         raise NotImplementedError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad()")
     if cache_batch_idx is None and k_cache.shape[0] != b:
-        raise ValueError(
+        raise HeddleValueError(
             f"q has batch size {b}, the cache {k_cache.shape[0]}: they differ, and cache_batch_idx is None"
         )
     if cache_seqlens is None:
         if k is not None:
-            raise ValueError("k and v are given, but cache_seqlens does not say where they go")
+            raise HeddleValueError("k and v are given, but cache_seqlens does not say where they go")
         lengths = torch.full((b,), room, dtype=torch.int32, device=q.device)
     elif isinstance(cache_seqlens, Tensor):
         _check_integers("cache_seqlens", cache_seqlens, q)
         lengths = cache_seqlens
     elif not isinstance(cache_seqlens, int) or isinstance(cache_seqlens, bool):
-        raise TypeError(f"cache_seqlens must be an int or a tensor of int32, not {type(cache_seqlens).__name__}")
+        raise HeddleTypeError(f"cache_seqlens must be an int or a tensor of int32, not {type(cache_seqlens).__name__}")
     else:
         lengths = torch.full((b,), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_batch_idx is None:
@@ -374,13 +380,13 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         if lengths.device.type == "cpu" and b:
             if int(lengths.min()) < 0:
-                raise ValueError(f"cache_seqlens has {int(lengths.min())}, but must not be negative")
+                raise HeddleValueError(f"cache_seqlens has {int(lengths.min())}, but must not be negative")
             if int(lengths.max()) + k.shape[1] > room:
-                raise ValueError(
+                raise HeddleValueError(
                     f"the cache has {room} rows: too few for {int(lengths.max())} and {k.shape[1]} new ones"
                 )
             if not 0 <= int(rows.min()) <= int(rows.max()) < k_cache.shape[0]:
-                raise ValueError(f"cache_batch_idx = {rows.tolist()} is not all from 0 to {k_cache.shape[0] - 1}")
+                raise HeddleValueError(f"cache_batch_idx = {rows.tolist()} is not all from 0 to {k_cache.shape[0] - 1}")
         _append(k_cache, k, lengths, rows)
         _append(v_cache, v, lengths, rows)
         lengths = lengths + k.shape[1]
@@ -392,7 +398,7 @@ def flash_attn_with_kvcache(
         v_cache.transpose(1, 2),
         seqlens_k=lengths,
         causal="bottom_right" if causal else None,
-        window=window_size,
+        window=_window(window_size),
         scale=softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,

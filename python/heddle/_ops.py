@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from heddle import _C, _fake, _plain, _schema, _vmap
+from heddle import _C, _fake, _kinds, _plain, _schema, _vmap
+from heddle._errors import HeddleTypeError, HeddleValueError
 
 OLDEST_TORCH = (2, 10)
 
@@ -39,19 +40,19 @@ ops: Any = _torch_ops.heddle
 Results = tuple[Tensor, Tensor, Tensor | None]
 
 _EXCEPTIONS: dict[str, type[Exception]] = {
-    "ValueError": ValueError,
-    "TypeError": TypeError,
+    "ValueError": HeddleValueError,
+    "TypeError": HeddleTypeError,
     "NotImplementedError": NotImplementedError,
 }
 
 
-def fitting(error: RuntimeError) -> Exception:
+def fitting(error: RuntimeError | TypeError) -> Exception:
     """The exception that an operator's RuntimeError stands for: C can throw that type alone, so it names the other."""
     found = re.match(r"(?:.*?)heddle (\w+Error): (.*)", str(error), re.DOTALL)
     if not found:
         # What PyTorch itself says where an argument does not fit the operator's schema.
         wrong = re.match(r"heddle::\w+\(\) (Expected a value of type .*)", str(error))
-        return TypeError(wrong.group(1)) if wrong else error
+        return HeddleTypeError(wrong.group(1)) if wrong else error
     text = found.group(2).split("\nException raised from", 1)[0]
     return _EXCEPTIONS.get(found.group(1), RuntimeError)(text)
 
@@ -288,11 +289,15 @@ def call(operator: Callable[..., Any], *args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return operator(*args)
         return operator(*args)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         fit = fitting(error)
-        if fit is error:
+        if fit is not error:
+            raise fit from None
+        strange = _kinds.that_dispatch(args)
+        if not strange or type(error) not in (RuntimeError, NotImplementedError, TypeError):
             raise
-        raise fit from None
+        # Each class says it in words of its own, and not all say which one they are.
+        raise HeddleTypeError(f"{operator} does not take what it was given ({strange}): {error}") from error
 
 
 # ----------------------------------------------------------------------------------------------------- plain calls

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options of ``attention`` mean, for tensors and arrays alike. Imports nothing."""
+"""What the options of ``attention`` mean, for tensors and arrays alike. Imports neither."""
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any
+
+from heddle._errors import HeddleTypeError, HeddleValueError
 
 CAUSAL = {None: 0, False: 0, "top_left": 1, "bottom_right": 2}
 NORMS = {"layer": 0, "rms": 1}
@@ -18,7 +21,7 @@ def causal_of(causal: Any, sq: Any, sk: Any) -> int:
     """0, 1 or 2 of heddle_mask. True means either corner, so it needs sq = sk."""
     if causal is True:
         if sq != sk:
-            raise ValueError(
+            raise HeddleValueError(
                 f"causal=True is ambiguous when sq = {sq} is not sk = {sk}: say 'top_left' (PyTorch) or "
                 "'bottom_right' (FlashAttention)"
             )
@@ -26,7 +29,7 @@ def causal_of(causal: Any, sq: Any, sk: Any) -> int:
     if causal is None or causal is False:
         return 0
     if not isinstance(causal, str) or causal not in CAUSAL:
-        raise ValueError(f"causal = {causal!r} is none of None, False, True, 'top_left', 'bottom_right'")
+        raise HeddleValueError(f"causal = {causal!r} is none of None, False, True, 'top_left', 'bottom_right'")
     return CAUSAL[causal]
 
 
@@ -34,19 +37,32 @@ def window_of(window: Any) -> tuple[int, int]:
     """(left, right), with -1 for no limit."""
     if window is None:
         return -1, -1
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"window = {window!r} is no pair (left, right)")
-    if any(isinstance(side, (float, str)) for side in window):
-        raise TypeError(f"window = {window!r}: its sides must be integers or None")
-    left, right = (-1 if side is None or side < 0 or side > FARTHEST else side for side in window)
+    if not isinstance(window, (tuple, list)):
+        if getattr(window, "shape", None) != (2,):  # an array or tensor of two
+            raise HeddleValueError(f"window = {window!r} is no pair (left, right)")
+        window = tuple(window)
+    if len(window) != 2:
+        raise HeddleValueError(f"window = {window!r} is no pair (left, right)")
+    left, right = (-1 if side is None else _side_of(side, window) for side in window)
     return left, right
 
 
 def limit_of(name: str, value: Any) -> Any:
     """The upper limit of one sequence's rows, which has to fit into the library's numbers."""
     if isinstance(value, int) and not 0 <= value <= LONGEST:
-        raise ValueError(f"{name} = {value} is outside 0 to {LONGEST}")
+        raise HeddleValueError(f"{name} = {value} is outside 0 to {LONGEST}")
     return value
+
+
+def _side_of(side: Any, window: Any) -> int:
+    if hasattr(side, "dtype"):  # of NumPy or torch: integers alone, and one of them
+        try:
+            side = operator.index(side)
+        except (TypeError, RuntimeError):
+            side = None
+    if side is None or isinstance(side, (float, str)):
+        raise HeddleTypeError(f"window = {window!r}: its sides must be integers or None")
+    return -1 if side < 0 or side > FARTHEST else side
 
 
 def scale_of(scale: Any) -> float:
@@ -56,15 +72,15 @@ def scale_of(scale: Any) -> float:
     if not isinstance(scale, (int, float)):
         # NumPy's numbers too, but no text, and no tensor, whose value may be on a GPU.
         if isinstance(scale, (str, bytes)) or hasattr(scale, "requires_grad") or not hasattr(scale, "__float__"):
-            raise TypeError(f"scale = {scale!r} is not a number")
+            raise HeddleTypeError(f"scale = {scale!r} is not a number")
         scale = float(scale)
     if not -LARGEST <= scale <= LARGEST:
-        raise ValueError(f"scale = {scale!r} is not a finite number")
+        raise HeddleValueError(f"scale = {scale!r} is not a finite number")
     return float(scale) or TINY
 
 
 def norm_of(norm: str) -> int:
     """0 or 1 of heddle_norm."""
     if not isinstance(norm, str) or norm not in NORMS:
-        raise ValueError(f"norm = {norm!r} is neither 'layer' nor 'rms'")
+        raise HeddleValueError(f"norm = {norm!r} is neither 'layer' nor 'rms'")
     return NORMS[norm]

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 import heddle
+from heddle import _nothing
+from heddle._errors import HeddleTypeError, HeddleValueError
+from heddle._kinds import need_tensors
 from heddle._ops import NUMBER_DEFAULTS, call, ops, quick
 from heddle._options import TINY, causal_of, limit_of, norm_of, scale_of, window_of
-
-
-def _need_tensors(**values: Any) -> None:
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor as the first is, not {type(value).__name__}")
 
 
 def _broadcastable(value: Tensor | None, name: str, sk: int) -> Tensor | None:
@@ -24,7 +21,7 @@ def _broadcastable(value: Tensor | None, name: str, sk: int) -> Tensor | None:
     if value is None:
         return None
     if value.dim() > 4:
-        raise ValueError(f"{name} has {value.dim()} dimensions, but at most 4 are allowed")
+        raise HeddleValueError(f"{name} has {value.dim()} dimensions, but at most 4 are allowed")
     while value.dim() < 4:
         value = value.unsqueeze(0)
     if value.shape[3] == 1 and sk != 1:
@@ -37,11 +34,13 @@ def _broadcastable(value: Tensor | None, name: str, sk: int) -> Tensor | None:
 def _lengths(name: str, value: Any, like: Tensor) -> Tensor | None:
     if value is None or (isinstance(value, Tensor) and value.dtype == torch.int32):
         return value
-    if not isinstance(value, Tensor):
+    if isinstance(value, Tensor):
+        need_tensors(**{name: value})
+    else:
         value = torch.as_tensor(value, device=like.device)
     no_integers = value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
     if no_integers and value.numel():  # torch.as_tensor([]) is float32
-        raise TypeError(f"{name} must be integers, not {value.dtype}")
+        raise HeddleTypeError(f"{name} must be integers, not {value.dtype}")
     if value.dtype.itemsize > 2:
         value = value.to(torch.int64).clamp(-(2**31), 2**31 - 1)  # too large stays too large, and is told of
     lengths: Tensor = value.to(torch.int32)
@@ -80,35 +79,65 @@ def attention(
     tf32: bool = False,
 ) -> Any:
     """See heddle.attention, which this is for torch tensors."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        _need_tensors(q=q, k=k, v=v)
+    need_tensors(q=q, k=k, v=v)
     if not (bias is mask is alibi_slopes is sinks is rng_state is None):
         given = {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks, "rng_state": rng_state}
-        _need_tensors(**{name: value for name, value in given.items() if value is not None})
+        need_tensors(**{name: value for name, value in given.items() if value is not None})
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    heads = -2 if packed else -3
+    if _nothing.is_there(q, k, v, heads):
+        options_given: dict[str, Any] = {
+            "causal": causal,
+            "window": window,
+            "scale": scale,
+            "softcap": softcap,
+            "bias": bias,
+            "mask": mask,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "dropout": dropout,
+            "rng_state": rng_state,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k,
+            "seqlens_q": seqlens_q,
+            "seqlens_k": seqlens_k,
+            "return_lse": return_lse,
+            "return_weights": return_weights,
+            "deterministic": deterministic,
+            "tf32": tf32,
+        }
+        return _nothing.attention(attention, heads, q, k, v, options_given)
     missing = 0 if packed else 4 - q.dim()
     if missing > 0:
         if not 2 <= q.dim() == k.dim() == v.dim():
-            raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: must be the same, 2 to 4")
+            raise HeddleValueError(
+                f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: must be the same, 2 to 4"
+            )
         for _ in range(missing):
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     if packed:
         if max_seqlen_q is None or max_seqlen_k is None:
-            raise ValueError("packed sequences need max_seqlen_q and max_seqlen_k, the upper limits of one sequence")
+            raise HeddleValueError(
+                "packed sequences need max_seqlen_q and max_seqlen_k, the upper limits of one sequence"
+            )
         sq, sk = limit_of("max_seqlen_q", max_seqlen_q), limit_of("max_seqlen_k", max_seqlen_k)
     else:
         if q.dim() != 4 or k.dim() != 4:
-            raise ValueError(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: must be the same, 2 to 4")
+            raise HeddleValueError(
+                f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions: must be the same, 2 to 4"
+            )
         if max_seqlen_q is not None or max_seqlen_k is not None:
-            raise ValueError("max_seqlen_q and max_seqlen_k are given without cu_seqlens_q and cu_seqlens_k")
+            raise HeddleValueError("max_seqlen_q and max_seqlen_k are given without cu_seqlens_q and cu_seqlens_k")
         sq, sk = q.shape[2], k.shape[2]
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     if bias is not None and bias.dtype != q.dtype:
         if not bias.is_floating_point():
-            raise TypeError(f"bias is {bias.dtype}; a mask of bools goes into mask")
+            raise HeddleTypeError(f"bias is {bias.dtype}; a mask of bools goes into mask")
         bias = bias.to(q.dtype)
     if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"mask is {mask.dtype}, but must be torch.bool; an additive one goes into bias")
+        raise HeddleTypeError(f"mask is {mask.dtype}, but must be torch.bool; an additive one goes into bias")
     if dropout and rng_state is None:
         rng_state = new_rng_state(q.device)
     tensors = (
@@ -161,7 +190,10 @@ def norm_linear(
     tf32: bool = False,
 ) -> Tensor:
     """See heddle.norm_linear, which this is for torch tensors."""
-    _need_tensors(x=x, weight=weight)
+    need_tensors(x=x, weight=weight)
+    for name, value in (("bias", bias), ("gamma", gamma), ("beta", beta)):
+        if isinstance(value, Tensor):
+            need_tensors(**{name: value})
     if eps == 0:
         eps = TINY  # 0 means the default to the library
     rows = None

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import Dropout, Linear, Module, Parameter, init
 
 from heddle import attention
+from heddle._errors import HeddleValueError
+from heddle._kinds import need_tensors
 from heddle._options import causal_of, norm_of
 from heddle._torch import norm_linear
 
@@ -54,7 +56,7 @@ class NormLinear(Module):
     ) -> None:
         super().__init__()
         if in_features < 1 or out_features < 1:
-            raise ValueError(f"in_features = {in_features} and out_features = {out_features} must be positive")
+            raise HeddleValueError(f"in_features = {in_features} and out_features = {out_features} must be positive")
         norm_of(norm)
         self.in_features, self.out_features, self.norm, self.eps = in_features, out_features, norm, eps
 
@@ -131,13 +133,13 @@ class SelfAttention(Module):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         if dim < 1:
-            raise ValueError(f"dim = {dim} must be positive")
+            raise HeddleValueError(f"dim = {dim} must be positive")
         if heads < 1 or dim % heads:
-            raise ValueError(f"heads = {heads} does not divide dim = {dim}")
+            raise HeddleValueError(f"heads = {heads} does not divide dim = {dim}")
         if kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"kv_heads = {kv_heads} does not divide heads = {heads}")
+            raise HeddleValueError(f"kv_heads = {kv_heads} does not divide heads = {heads}")
         if not 0 <= dropout < 1:
-            raise ValueError(f"dropout = {dropout} is not in [0, 1)")
+            raise HeddleValueError(f"dropout = {dropout} is not in [0, 1)")
         causal_of(causal, 1, 1)
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, dim // heads
         self.causal, self.window, self.softcap, self.dropout = causal, window, softcap, dropout
@@ -151,10 +153,9 @@ class SelfAttention(Module):
 
     def forward(self, x: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """[b, s, dim] to [b, s, dim]; errors as heddle.attention."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a torch.Tensor, not {type(x).__name__}")
+        need_tensors(x=x)
         if x.dim() != 3 or x.shape[2] != self.dim:
-            raise ValueError(f"x has shape {list(x.shape)}, but must have [b, s, {self.dim}]")
+            raise HeddleValueError(f"x has shape {list(x.shape)}, but must have [b, s, {self.dim}]")
         b, s, _ = x.shape
         heads = self.qkv(x).view(b, s, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)

@@ -219,7 +219,10 @@ static PyObject *call_attention(PyObject *parts, PyObject *args) {
         which = corner(parts, qkv, causal);
     if (which)
         return attempt(parts, qkv, which, scale, 1);
-    return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
+        return NULL;
+    PyErr_Clear(); /* a nested tensor has no shape */
+    return Py_NewRef(Py_NotImplemented);
 }
 
 /* ------------------------------------------------------------------------------------------------------- both */

@@ -13,6 +13,7 @@
 
 #ifdef _OPENMP
 #include <omp.h>
+#include <pthread.h>
 #endif
 #ifdef __x86_64__
 #include <cpuid.h>
@@ -133,6 +134,19 @@ static int threads_for(double multiply_adds) {
     return 1;
 #endif
 }
+
+#if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
+/* fork() gives its child one thread, but libgomp there would wait for ever for the others that the forking thread had. So it lets
+ * them go before it forks, and each process starts its own again when it needs them (libomp does so by itself). A child of a
+ * parallel region is still in it, and uses one thread. */
+static void end_threads(void) {
+    (void)omp_pause_resource_all(omp_pause_soft); /* refused in a parallel region */
+}
+
+__attribute__((constructor)) static void prepare_for_forks(void) {
+    (void)pthread_atfork(end_threads, NULL, NULL); /* out of memory: a child may hang, as without it */
+}
+#endif
 
 static const cpu_kernels *kernels_for(heddle_dtype type, bool few) {
     const cpu_kernels *k = kernels();

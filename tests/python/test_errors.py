@@ -341,3 +341,52 @@ def test_numbers_that_fit_nowhere():
     for name in ("dtype", "device", "mask"):
         with pytest.raises(OverflowError, match=f"{name} = 4294967296 does not fit"):
             heddle._C.kernel("attention", 0, {"b": 1, "h": 1, "sq": 1, "sk": 1, "d": 8, name: 2**32})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: heddle.attention(**qkv(k=torch.randn(2, 3, 6, 8), v=torch.randn(2, 3, 6, 3))),  # from C
+        lambda: heddle.attention(**qkv(q=torch.randn(8))),
+        lambda: heddle.attention(**qkv(), causal="left"),
+        lambda: heddle.norm_linear(torch.randn(3, 8), torch.randn(5, 7)),
+        lambda: heddle.scaled_dot_product_attention(torch.randn(8), torch.randn(8), torch.randn(8)),
+        lambda: heddle.flash_attn_func(torch.randn(8), torch.randn(8), torch.randn(8)),
+        lambda: heddle.nn.SelfAttention(8, 3),
+    ],
+)
+def test_a_wrong_value_is_both(call):
+    """ValueError to those who know Python, RuntimeError to those who know PyTorch."""
+    for kind in (ValueError, RuntimeError):
+        with pytest.raises(kind):
+            call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: heddle.attention(**qkv(k=torch.randn(2, 2, 6, 8).half())),  # from C
+        lambda: heddle.attention(**qkv(k=None)),
+        lambda: heddle.norm_linear(torch.randn(3, 8), torch.randn(5, 8), bias=[1.0] * 5),  # from PyTorch
+        lambda: heddle.scaled_dot_product_attention(None, None, None),
+    ],
+)
+def test_a_wrong_type_is_both(call):
+    for kind in (TypeError, RuntimeError):
+        with pytest.raises(kind):
+            call()
+
+
+@pytest.mark.parametrize(
+    "window",
+    [(torch.tensor(1.5), 2), (torch.tensor([1, 2]), 2), (torch.tensor(True), 1.0), (torch.tensor([]), 1)],
+    ids=str,
+)
+def test_windows_of_tensors(window):
+    with pytest.raises(TypeError, match="its sides must be integers"):
+        heddle.attention(**qkv(), window=window)
+    q = torch.randn(1, 5, 2, 8)
+    with pytest.raises(TypeError, match="its sides must be integers"):
+        heddle.flash_attn_func(q, q, q, window_size=window)
+    with pytest.raises(ValueError, match=r"tensor\(3\) is no pair"):
+        heddle.flash_attn_func(q, q, q, window_size=torch.tensor(3))

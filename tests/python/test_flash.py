@@ -154,3 +154,25 @@ def test_kvcache_errors():
         call(q.requires_grad_(), cache, cache)
     with pytest.raises(ValueError, match="3 dimensions"):
         heddle.flash_attn_func(q[0], cache, cache)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda left, right: (torch.tensor(left), torch.tensor(right)),
+        lambda left, right: (torch.tensor([left]), right),
+        lambda left, right: torch.tensor([left, right]),
+        lambda left, right: [torch.tensor(left, dtype=torch.int32), torch.tensor([[right]])],
+    ],
+)
+def test_a_window_of_tensors(make):
+    """FlashAttention takes whatever Python takes for an integer."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 9, 2, 8) for _ in range(3))
+    cu = torch.tensor([0, 9, 18], dtype=torch.int32)
+    for sides in ((2, 1), (-1, 0), (-1, -1)):
+        want = heddle.flash_attn_func(q, k, v, window_size=sides)
+        assert torch.equal(heddle.flash_attn_func(q, k, v, window_size=make(*sides)), want)
+        packed = [t.flatten(0, 1) for t in (q, k, v)]
+        got = heddle.flash_attn_varlen_func(*packed, cu, cu, 9, 9, window_size=make(*sides))
+        assert torch.allclose(got.unflatten(0, (2, 9)), want, atol=1e-6)

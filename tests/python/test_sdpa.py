@@ -102,3 +102,50 @@ def test_errors(changed, kind, text):
     given = {"query": torch.randn(2, 4, 7, 8), "key": torch.randn(2, 4, 9, 8), "value": torch.randn(2, 4, 9, 8)}
     with pytest.raises(kind, match=text):
         heddle.scaled_dot_product_attention(**(given | changed))
+
+
+NOTHING = {
+    "d = 0": ((1, 2, 3, 0), (1, 2, 4, 0), (1, 2, 4, 5)),
+    "dv = 0": ((1, 2, 3, 8), (1, 2, 4, 8), (1, 2, 4, 0)),
+    "h = 0": ((1, 0, 3, 8), (1, 0, 4, 8), (1, 0, 4, 5)),
+    "h = d = dv = 0": ((1, 0, 3, 0), (1, 0, 4, 0), (1, 0, 4, 0)),
+    "d = 0, two dimensions": ((3, 0), (4, 0), (4, 5)),
+    "h = 0, three dimensions": ((0, 3, 5), (0, 4, 5), (0, 4, 6)),
+}
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5}, {"attn_mask": "bool"}], ids=str)
+@pytest.mark.parametrize("name", NOTHING)
+def test_no_heads_and_no_head_dim(name, options, dtype, device):
+    torch.manual_seed(0)
+    shapes = NOTHING[name]
+    if "attn_mask" in options:
+        options = {"attn_mask": torch.rand((*shapes[0][:-1], shapes[1][-2]), device=device) < 0.8}
+    leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+    found = []
+    for sdpa in (heddle.scaled_dot_product_attention, F.scaled_dot_product_attention):
+        out = sdpa(*leaves, **options)
+        found.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+    for got, want in zip(*found, strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        assert torch.allclose(got.float(), want.float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_no_heads_with_all_options():
+    """The shapes of every result, and gradients of what has them."""
+    q, k, v = torch.randn(2, 0, 3, 8), torch.randn(2, 0, 4, 8), torch.randn(2, 0, 4, 5)
+    bias, sinks = torch.randn(2, 0, 3, 4, requires_grad=True), torch.randn(0, requires_grad=True)
+    slopes = torch.randn(0)
+    given = {"bias": bias, "sinks": sinks, "alibi_slopes": slopes, "return_lse": True, "return_weights": True}
+    out, lse, weights = heddle.attention(q, k, v, **given)
+    assert [list(t.shape) for t in (out, lse, weights)] == [[2, 0, 3, 5], [2, 0, 3], [2, 0, 3, 4]]
+    grads = torch.autograd.grad(out.sum() + lse.sum() + weights.sum(), (bias, sinks))
+    assert [grad.shape for grad in grads] == [bias.shape, sinks.shape]
+    cu = torch.tensor([0, 3], dtype=torch.int32)
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 3, "max_seqlen_k": 3, "return_lse": True}
+    none, some = torch.randn(3, 2, 0), torch.randn(3, 2, 5)
+    out, lse = heddle.attention(none, none, some, **packed)
+    assert torch.allclose(out, some.mean(0, keepdim=True).expand(3, -1, -1), atol=1e-6)
+    assert torch.allclose(lse, torch.full((2, 3), 3.0).log())

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from heddle import attention
+from heddle._errors import HeddleTypeError, HeddleValueError
+from heddle._kinds import need_tensors
 from heddle._ops import long_backward
 
 __all__ = ["self_attention", "self_attention_backward"]
@@ -18,25 +20,24 @@ WEIGHTS_TOLERANCE = 1e-3
 
 def _check(first: Tensor | None = None, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+        need_tensors(**{name: tensor})
         first = tensor if first is None else first
         if tensor.dtype != torch.float32:
-            raise TypeError(f"{name} is {tensor.dtype}, but must be torch.float32")
+            raise HeddleTypeError(f"{name} is {tensor.dtype}, but must be torch.float32")
         if tensor.dim() != 2:
-            raise ValueError(f"{name} has {tensor.dim()} dimensions, but must have 2")
+            raise HeddleValueError(f"{name} has {tensor.dim()} dimensions, but must have 2")
         if tensor.device != first.device:
-            raise ValueError(f"{name} is on {tensor.device}, the first tensor on {first.device}")
+            raise HeddleValueError(f"{name} is on {tensor.device}, the first tensor on {first.device}")
 
 
 def _same_shape(name: str, tensor: Tensor, shape: tuple[int, int]) -> None:
     if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}")
+        raise HeddleValueError(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}")
 
 
 def _scale(d: int) -> float:
     if not isinstance(d, int) or d < 1:
-        raise ValueError(f"d = {d!r} is no positive integer")
+        raise HeddleValueError(f"d = {d!r} is no positive integer")
     return 1 / math.sqrt(d)
 
 
@@ -112,7 +113,7 @@ def self_attention_backward(
         out, lse, weights = attention(q, k, v, scale=scale, return_lse=True, return_weights=True)
         off = (weights - attn_weights).abs().max().item() if sq and sk else 0.0
         if not off <= WEIGHTS_TOLERANCE:
-            raise ValueError(f"attn_weights are not softmax(query·keyᵀ/√{d}): they are off by {off:g}")
+            raise HeddleValueError(f"attn_weights are not softmax(query·keyᵀ/√{d}): they are off by {off:g}")
         dout, out, q, k, v = (tensor.expand(1, 1, *tensor.shape) for tensor in (grad_output, out, q, k, v))
         deterministic = torch.are_deterministic_algorithms_enabled()
         grads = long_backward(dout, None, out, lse[None, None], q, k, v, 0, scale, deterministic, 7)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors hold their numbers where a kernel looks for them.
+
+A tensor of a class of its own may mean something else than its storage says. The dispatcher asks classes with
+``__torch_dispatch__`` (DTensor, FakeTensor, MaskedTensor); what it does not ask is found here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+
+from heddle._errors import HeddleTypeError
+
+USUAL = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_c: Any = torch._C
+_NOT_ASKED = (_c._disabled_torch_function_impl, Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+
+
+def is_causal_bias(tensor: Any) -> bool:
+    """A torch.nn.attention.bias.CausalBias, whose storage nobody has filled."""
+    if type(tensor) in USUAL:
+        return False
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(tensor, module.CausalBias)
+
+
+def overrides_functions(tensor: Any) -> bool:
+    """Its class answers PyTorch's functions itself, scaled_dot_product_attention too."""
+    if type(tensor) in USUAL:
+        return False
+    function = type(tensor).__torch_function__
+    return getattr(function, "__func__", function) not in _NOT_ASKED
+
+
+def stranger(name: str, tensor: Tensor) -> str | None:
+    """What is wrong with a tensor's kind; None where nothing is."""
+    if tensor.is_nested:
+        return f"{name} is a nested tensor ({type(tensor).__name__}): give packed sequences, its values and cu_seqlens"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = tensor.dtype if tensor.is_quantized else tensor.layout
+        return f"{name} is {kind}, but must be a dense tensor ({type(tensor).__name__})"
+    if is_causal_bias(tensor):
+        return (
+            f"{name} is a CausalBias, which holds no numbers: say causal='top_left' or 'bottom_right', or give it to "
+            "heddle.scaled_dot_product_attention"
+        )
+    return None
+
+
+def need_tensors(**values: Any) -> None:
+    """An error for what is not a tensor, and for a kind of tensor that heddle does not take."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise HeddleTypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+        wrong = stranger(name, value)
+        if wrong:
+            raise HeddleTypeError(wrong)
+
+
+def _dispatches(tensor: Any) -> bool:
+    """The dispatcher asks its class (DTensor) before any kernel."""
+    return isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def that_dispatch(values: Any) -> str:
+    """The names of such classes among the arguments of an operator."""
+    return ", ".join(sorted({type(value).__qualname__ for value in values if _dispatches(value)}))
+
+
+def answers(tensor: Any) -> bool:
+    """Its class has a __torch_dispatch__ of its own, and is none of those by which PyTorch itself traces."""
+    if not _dispatches(tensor):
+        return False
+    tracing = (sys.modules.get(f"torch._subclasses.{name}") for name in ("fake_tensor", "functional_tensor"))
+    kinds = {getattr(module, name, None) for module in tracing for name in ("FakeTensor", "FunctionalTensor")}
+    return type(tensor) not in kinds
+
+
+def others_take_part(dropout: bool) -> bool:
+    """A function mode that is no default device, a transform of torch.func but vmap, or forward mode."""
+    if forward_ad._current_level >= 0:
+        return True
+    if _c._is_torch_function_mode_enabled():
+        stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if any(not isinstance(mode, DeviceContext) for mode in stack):
+            return True
+    if not _c._are_functorch_transforms_active():
+        return False
+    vmap = _c._functorch.TransformType.Vmap
+    return dropout or any(level.key() != vmap for level in _c._functorch.get_interpreter_stack() or ())
