@@ -77,8 +77,9 @@ def _refusal(kind: type) -> str | None:
 
 def _wants_eager_masks(kind: Any) -> bool:
     """Models whose layers need not say whether they are causal, or that read masks themselves, as eager's."""
-    supports = ("_supports_sdpa", "_supports_flash_attn", "_supports_flash_attn_2")
-    return not any(getattr(kind, name, False) for name in supports) or any(_file(name).asks for name in _files(kind))
+    flash = getattr(kind, "_supports_flash_attn", False) or getattr(kind, "_supports_flash_attn_2", False)
+    relied_on = kind._supports_sdpa or (flash and getattr(kind, "_supports_attention_backend", False))
+    return not relied_on or any(_file(name).asks for name in _files(kind))
 
 
 def has_eager_masks(layer: Any) -> bool:
@@ -241,5 +242,7 @@ def make_mask(*args: Any, config: Any = None, **options: Any) -> Any:
     """transformers' masks for sdpa (boolean, and None where causality alone says it all), for some its eager ones."""
     from transformers import masking_utils
 
+    if getattr(config, "use_bidirectional_attention", None):
+        options["allow_is_causal_skip"] = False  # PaliGemma's layers are not causal, and its masks may be
     make = masking_utils.eager_mask if type(config) in _as_eager else masking_utils.sdpa_mask
     return make(*args, config=config, **options)

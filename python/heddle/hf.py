@@ -120,8 +120,10 @@ def attention_forward(
     if attention_mask is not None and not attention_mask.is_floating_point():
         mask, bias = attention_mask, None
     if is_causal is None:
-        # Where masks are made as for eager, they say it all, and nobody may have cared what the layer says.
-        is_causal = not _hf_models.has_eager_masks(module) and bool(getattr(module, "is_causal", True))
+        # Where masks are made as for eager, they say it all, and nobody may have cared what the layer says. Where
+        # config.is_causal is set to False, masks are made for that, whatever the layer says.
+        both = (module, getattr(module, "config", None))
+        is_causal = all(getattr(each, "is_causal", True) for each in both) and not _hf_models.has_eager_masks(module)
     causal = attention_mask is None and query.shape[2] > 1 and is_causal
     corner: Causal = "top_left" if causal else None
     if attention_mask is not None and attention_mask.shape[-2] == 1 < query.shape[2] and _hides_the_future(module):
