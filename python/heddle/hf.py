@@ -3,12 +3,41 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from heddle import Causal, attention
+from heddle import Causal, _hf_models, attention
+
+# What layers hand on to every implementation and what changes no result of attention, with the reason.
+_NO_MATTER = {
+    "cache_position": "where the keys lie in the cache: the mask has it in it",
+    "position_ids": "already in query and key, or in the mask",
+    "position_embeddings": "already in query and key",
+    "use_cache": "of the model: key and value are what is to be attended to",
+    "past_key_value": "of the model: key and value are what is to be attended to",
+    "past_key_values": "of the model: key and value are what is to be attended to",
+    "output_hidden_states": "of the model",
+    "output_router_logits": "of the model's experts",
+    "return_dict": "of the model",
+    "return_loss": "of the model",
+    "num_items_in_batch": "of the loss",
+    "input_ids": "of the model",
+    "token_type_ids": "of the model: what they hide is in the mask",
+    "mm_token_type_ids": "of the model: what they hide is in the mask",
+    "logits_to_keep": "of the model's head",
+    "seq_idx": "of state-space layers",
+    "layer_idx": "the number of the layer",
+}
+
+
+def _refuse(module: Any, name: str, why: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{type(module).__name__} gives its attention {name!r}, {why}; "
+        "load this model with attn_implementation='eager', or call it without"
+    )
 
 
 def _hides_the_future(module: Any) -> bool:
@@ -16,6 +45,19 @@ def _hides_the_future(module: Any) -> bool:
     triangle = getattr(module, "bias", None)
     inner = isinstance(triangle, Tensor) and triangle.dtype == torch.bool and triangle.dim() == 4
     return inner and not getattr(module, "is_cross_attention", False)
+
+
+def _sequence_of(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Which of the packed sequences each row is of."""
+    return torch.bucketize(torch.arange(length, device=cu_seqlens.device), cu_seqlens[1:].contiguous(), right=True)
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, **options: Any) -> Tensor:
+    """One row of the batch that holds several sequences, as [1, sq, h, dv]."""
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    options |= {"max_seqlen_q": q.shape[0], "max_seqlen_k": k.shape[0]}
+    out: Tensor = attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    return out.unsqueeze(0).contiguous()
 
 
 def attention_forward(
@@ -30,8 +72,16 @@ def attention_forward(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    deterministic: bool | None = None,
+    output_attentions: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
     """What transformers calls for a layer's attention.
 
     Args:
@@ -43,47 +93,79 @@ def attention_forward(
         sliding_window: keys that a query sees, itself included; counts when there is no mask (a mask has it in it).
         is_causal: counts when there is no mask and more than one query.
         s_aux: [h], the sink logits of gpt-oss.
-        unused: what other implementations take, such as position_ids and cache_position.
+        position_bias: broadcasts to [b, h, sq, sk], is added to the scores and has a gradient (T5).
+        indices: integers [b, sq, n], the keys that a query sees at most (DeepSeek-V3.2).
+        deterministic: as heddle.attention.
+        output_attentions: return the weights, too.
+        cu_seq_lens_q, cu_seq_lens_k: [n + 1], where packed sequences begin and end, in a batch of one row.
+        max_length_q, max_length_k: the longest of them; not needed.
+        others: what is None or changes nothing, such as position_ids and use_cache; anything else is refused.
 
     Returns:
-        ([b, sq, h, d] contiguous, None): the weights are not returned; ask for them with "eager".
+        ([b, sq, h, d] contiguous, the weights [b, h, sq, sk] before dropout, or None where nobody asked for them).
 
     Raises:
+        NotImplementedError: an argument that is not known here; the message has its name and the layer's.
         ValueError, TypeError, NotImplementedError: as heddle.attention.
 
     Source: transformers, docs/source/en/attention_interface.md.
     """
+    query, key, value = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (query, key, value))
+    for name, given in others.items():
+        if given is not None and name not in _NO_MATTER:
+            raise _refuse(module, name, "which heddle does not know")
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[-1] > key.shape[-2]:
         attention_mask = attention_mask[..., : key.shape[-2]]  # of a static cache, in older versions
+    mask, bias = None, attention_mask
+    if attention_mask is not None and not attention_mask.is_floating_point():
+        mask, bias = attention_mask, None
     if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True))
+        # Where masks are made as for eager, they say it all, and nobody may have cared what the layer says. Where
+        # config.is_causal is set to False, masks are made for that, whatever the layer says.
+        both = (module, getattr(module, "config", None))
+        is_causal = all(getattr(each, "is_causal", True) for each in both) and not _hf_models.has_eager_masks(module)
     causal = attention_mask is None and query.shape[2] > 1 and is_causal
-    boolean = attention_mask is not None and not attention_mask.is_floating_point()
     corner: Causal = "top_left" if causal else None
     if attention_mask is not None and attention_mask.shape[-2] == 1 < query.shape[2] and _hides_the_future(module):
         corner = "bottom_right"
-    window = None
-    if sliding_window is not None and causal:
-        window = (sliding_window - 1, None)
-    out: Tensor = attention(
-        query,
-        key,
-        value,
-        causal=corner,
-        window=window,
-        scale=scaling,
-        softcap=softcap or 0.0,
-        bias=None if boolean else attention_mask,
-        mask=attention_mask.bool() if boolean and attention_mask is not None else None,
-        sinks=s_aux,
-        dropout=dropout,
-    )
-    return out.transpose(1, 2).contiguous(), None
+    options: dict[str, Any] = {
+        "causal": corner,
+        "window": (operator.index(sliding_window) - 1, None) if sliding_window is not None and causal else None,
+        "scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+        "dropout": dropout,
+        "deterministic": deterministic,
+    }
+    weights_too = bool(output_attentions) or _hf_models.weights_are_asked_for()
+    if position_bias is not None:
+        bias = position_bias if bias is None else position_bias + bias
+    if indices is not None:
+        chosen = indices.new_zeros((*indices.shape[:2], key.shape[2]), dtype=torch.bool)
+        chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+        mask = chosen if mask is None else mask & chosen
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        if cu_seq_lens_q is None or cu_seq_lens_k is None:
+            raise _refuse(module, "cu_seq_lens_q", "but not cu_seq_lens_k, or the other way round")
+        if mask is bias is None and query.shape[0] == 1 and not weights_too:
+            return _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, **options), None
+        if attention_mask is None or query.shape[0] != 1:
+            raise _refuse(module, "cu_seq_lens_q", "with several rows, a bias or output_attentions, but without a mask")
+        rows, columns = _sequence_of(cu_seq_lens_q, query.shape[2]), _sequence_of(cu_seq_lens_k, key.shape[2])
+        same = rows[:, None] == columns[None, :]
+        mask = same if mask is None else mask & same
+    if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries, say
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (t.expand(batch, *t.shape[1:]) for t in (query, key, value))
+    out = attention(query, key, value, bias=bias, mask=mask, return_weights=weights_too, **options)
+    out, weights = out if weights_too else (out, None)
+    return out.transpose(1, 2).contiguous(), weights
 
 
 def register(name: str = "heddle") -> None:
     """Makes ``attn_implementation="heddle"`` known: transformers' attention registry, and its mask registry.
 
+    From then on a model that would not call heddle refuses the name when it is made, loaded or told to use it.
     Works for transformers 4.50 to 5.x; calling it again does no harm.
 
     Args:
@@ -98,14 +180,14 @@ def register(name: str = "heddle") -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     except ImportError as error:
         raise ImportError("heddle.hf needs transformers 4.50 or later") from error
+    _hf_models.watch(name)
     if isinstance(ALL_ATTENTION_FUNCTIONS, dict):  # 4.50
         ALL_ATTENTION_FUNCTIONS[name] = attention_forward
     else:
         ALL_ATTENTION_FUNCTIONS.register(name, attention_forward)
     try:
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+        from transformers.masking_utils import AttentionMaskInterface
     except ImportError:
         return  # before 4.53 the models make their masks themselves
-    # Boolean masks, and None where causality alone says it all. The class's register, not an instance's item: only
-    # what is in the common registry gets a mask at all.
-    AttentionMaskInterface.register(name, sdpa_mask)
+    # The class's register, not an instance's item: only what is in the common registry gets a mask at all.
+    AttentionMaskInterface.register(name, _hf_models.make_mask)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""heddle.hf: small Llama- and GPT-2-shaped models with random weights, against transformers' sdpa."""
+"""heddle.hf: small Llama- and GPT-2-shaped models with random weights, against transformers' sdpa.
+
+What is refused, and the arguments of the adapter, are in test_hf_refusals.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models of transformers call the attention that is registered, and what becomes of those that do not."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_names: set[str] = set()  # that heddle is registered under
+_asking = 0  # calls of models that are under way and want attention's weights
+_lock = threading.Lock()
+_as_eager: set[type] = set()  # classes of configurations; filled when models are made, since torch.compile reads it
+
+
+@dataclass(frozen=True)
+class _File:
+    """What the source of a model's file says."""
+
+    own: bool  # attention of its own, which no registry reaches
+    table: bool  # tables of classes by implementation, with one for sdpa in each
+    asks: bool  # whether the implementation is called sdpa, which takes heddle for one that always has masks
+
+
+@functools.cache
+def _file(name: str) -> _File:
+    module = sys.modules.get(name)
+    try:
+        source = inspect.getsource(module) if module is not None else ""
+    except (OSError, TypeError):
+        source = ""
+    layers = re.search(r"^class \w*(Attention|Attn)\w*\((nn|torch\.nn)\.Module\b", source, re.MULTILINE)
+    tables = list(_tables(module))
+    short = any("sdpa" not in table for table in tables)
+    return _File(
+        own=short or ((layers is not None or not source) and "ALL_ATTENTION_FUNCTIONS" not in source),
+        table=bool(tables) and not short,
+        asks='_attn_implementation == "sdpa"' in source,
+    )
+
+
+def _tables(module: Any) -> Any:
+    """The dictionaries of a module that have a class of layers by the name of the implementation."""
+    for name, value in list(vars(module).items()) if module is not None else ():
+        if name.endswith("ATTENTION_CLASSES") and isinstance(value, dict) and isinstance(value.get("eager"), type):
+            yield value
+
+
+def _files(kind: type) -> list[str]:
+    """The modules that a model's class and its bases are of, transformers' common ones left out."""
+    from transformers import PreTrainedModel
+
+    mine = [c for c in kind.__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel]
+    return [c.__module__ for c in mine]
+
+
+def _refusal(kind: type) -> str | None:
+    """Why a class of models cannot use heddle, or None."""
+    if getattr(kind, "_supports_attention_backend", False):
+        return None
+    if not any(_file(name).own and not _file(name).table for name in _files(kind)):
+        return None
+    return (
+        f"{kind.__name__} computes its attention itself and calls no implementation that is registered, so heddle "
+        "cannot serve it: load it with attn_implementation='eager' (a part of a larger model: with a dict that "
+        "has the names of sub-configs, such as {'text_config': 'heddle', 'vision_config': 'eager'})"
+    )
+
+
+def _wants_eager_masks(kind: Any) -> bool:
+    """Models whose layers need not say whether they are causal, or that read masks themselves, as eager's."""
+    flash = getattr(kind, "_supports_flash_attn", False) or getattr(kind, "_supports_flash_attn_2", False)
+    relied_on = kind._supports_sdpa or (flash and getattr(kind, "_supports_attention_backend", False))
+    return not relied_on or any(_file(name).asks for name in _files(kind))
+
+
+def has_eager_masks(layer: Any) -> bool:
+    """Whether all masks of a layer come as additive ones, made as for eager."""
+    return type(getattr(layer, "config", None)) in _as_eager
+
+
+def _note_masks(model: Any) -> None:
+    if not _wants_eager_masks(type(model)):
+        return
+    _as_eager.add(type(model.config))
+    for name in getattr(model.config, "sub_configs", ()):
+        part = type(getattr(model.config, name, None))
+        if part.__module__ == type(model.config).__module__:  # not a model of its own
+            _as_eager.add(part)
+
+
+def weights_are_asked_for() -> bool:
+    """Whether a model was called with output_attentions=True, which many do not hand on to their layers."""
+    return _asking > 0
+
+
+def _count(change: int) -> None:
+    global _asking
+    if torch.compiler.is_compiling():
+        _asking += change
+        return
+    with _lock:
+        _asking += change
+
+
+def _before(model: Any, args: Any, kwargs: Any) -> None:
+    if kwargs.get("output_attentions"):
+        _count(1)
+
+
+def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
+    if kwargs.get("output_attentions"):
+        _count(-1)
+
+
+def _listen(model: Any) -> None:
+    if not hasattr(model, "_heddle_listens"):
+        model._heddle_listens = True
+        model.register_forward_pre_hook(_before, with_kwargs=True)
+        model.register_forward_hook(_after, with_kwargs=True, always_call=True)
+
+
+class _Sdpa(TorchFunctionMode):
+    """PyTorch's scaled_dot_product_attention is heddle's, in this thread and these calls alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        if weights_are_asked_for():
+            raise NotImplementedError(
+                "output_attentions=True: this model's layers for sdpa give no weights; load it with "
+                "attn_implementation='eager'"
+            )
+        from heddle import scaled_dot_product_attention
+
+        mask, q = kwargs.get("attn_mask"), args[0] if args else kwargs["query"]
+        if mask is not None and mask.dim() == 2 and q.dim() == 4:
+            # DistilBERT gives its layers the padding as it came, [b, sk], unless the implementation is called sdpa.
+            kwargs = {**kwargs, "attn_mask": mask.bool()[:, None, None, :]}
+        return scaled_dot_product_attention(*args, **kwargs)
+
+
+@functools.cache
+def _through_sdpa(kind: Any) -> Any:
+    """A layer's class for sdpa, with heddle in the place of PyTorch's function."""
+
+    class Layer(kind):  # type: ignore[misc]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            own = copy.copy(config)
+            own._attn_implementation_internal = "sdpa"  # some ask for their name once more
+            super().__init__(own, *args, **kwargs)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            with _Sdpa():
+                return super().forward(*args, **kwargs)
+
+    Layer.__name__ = Layer.__qualname__ = f"Heddle{kind.__name__}"
+    return Layer
+
+
+def _admit(kind: type, name: str) -> None:
+    """Raises, or puts a class for the name into the tables that the model chooses from."""
+    why = _refusal(kind)
+    if why is not None:
+        raise ValueError(why)
+    for file in _files(kind):
+        for table in _tables(sys.modules.get(file)):
+            table.setdefault(name, _through_sdpa(table["sdpa"]))
+
+
+def _requests(model: Any, requested: Any) -> Any:
+    """(model, implementation) for a model and its parts, of set_attn_implementation's argument."""
+    from transformers import PreTrainedModel
+
+    by_config: dict[int, Any] = {}
+
+    def enter(config: Any, wanted: Any) -> None:
+        own = wanted.get("", None) if isinstance(wanted, dict) else wanted
+        by_config[id(config)] = own
+        for key in getattr(config, "sub_configs", ()):
+            part = getattr(config, key, None)
+            if part is not None:
+                enter(part, wanted.get(key) if isinstance(wanted, dict) else wanted)
+
+    enter(model.config, requested)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            yield part, by_config.get(id(part.config), by_config[id(model.config)])
+
+
+def watch(name: str) -> None:
+    """From now on every model is asked whether heddle can serve it, where its implementation is set to the name."""
+    import transformers
+
+    PreTrainedModel: Any = transformers.PreTrainedModel
+    _names.add(name)
+    if hasattr(PreTrainedModel, "_heddle_watches"):
+        return
+    PreTrainedModel._heddle_watches = True
+    make, change = PreTrainedModel.__init__, getattr(PreTrainedModel, "set_attn_implementation", None)
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _note_masks(self)
+        if self.config._attn_implementation in _names:  # its layers are made after this
+            _admit(type(self), self.config._attn_implementation)
+            _listen(self)
+
+    PreTrainedModel.__init__ = __init__
+    if change is None:
+        return
+
+    @functools.wraps(change)
+    def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        for part, wanted in _requests(self, attn_implementation):
+            if wanted not in _names or part.config._attn_implementation == wanted:
+                continue
+            _admit(type(part), wanted)
+            if any(_file(name).table for name in _files(type(part))):
+                raise ValueError(
+                    f"{type(part).__name__} chose the classes of its layers when it was made: give it "
+                    f"attn_implementation={wanted!r} to from_pretrained or from_config"
+                )
+            _note_masks(part)
+            _listen(part)
+        return change(self, attn_implementation, *args, **kwargs)
+
+    PreTrainedModel.set_attn_implementation = set_attn_implementation
+
+
+def make_mask(*args: Any, config: Any = None, **options: Any) -> Any:
+    """transformers' masks for sdpa (boolean, and None where causality alone says it all), for some its eager ones."""
+    from transformers import masking_utils
+
+    if getattr(config, "use_bidirectional_attention", None):
+        options["allow_is_causal_skip"] = False  # PaliGemma's layers are not causal, and its masks may be
+    make = masking_utils.eager_mask if type(config) in _as_eager else masking_utils.sdpa_mask
+    return make(*args, config=config, **options)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architectures of transformers, right or refused by name (compatibility.py): a sample, and all with HEDDLE_LONG."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+SCRIPT = Path(__file__).with_name("compatibility.py")
+# Position biases, a model that is refused, one whose layers do not say that they are causal, keys by index, sinks,
+# softcap, windows, a table of classes (4.57), text with pictures, sound.
+SAMPLE = "llama t5 bloom bigbird_pegasus gpt_oss gemma2 mistral bert bart clip qwen2_vl wav2vec2-conformer"
+
+
+def run(*options):
+    done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_sample():
+    text = run("--only", SAMPLE.replace(" ", ","))
+    for name in SAMPLE.split():
+        assert f"{name}: right" in text or f"{name}: refused" in text, text
+    assert "llama: right" in text and "bloom: refused" in text
+
+
+@pytest.mark.skipif(not os.environ.get("HEDDLE_LONG"), reason="./dev test --long")
+def test_every_architecture():
+    run()
