@@ -202,8 +202,8 @@ static key_block load_key_block(const call *c, const unit *u, backward_space *w,
 
 /* s = P, and with `gradients` dp = dS = P∘(dP - D), with exact zeros where masked, and both are added to their sums; `rows` rows of
  * `vectors` vectors. */
-INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, float factor, const backward_space *w,
-                         float *s, float *dp, vf *sum_p, vf *sum_ds) {
+INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, bool sums, float factor,
+                         const backward_space *w, float *s, float *dp, vf *sum_p, vf *sum_ds) {
     vf e[EXP2_MOST];
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++)
@@ -217,12 +217,15 @@ INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, flo
         vf ds = e[x] * (load(dp + x * VL) - load(w->dsum + x % vectors * VL));
         ds = masked ? select_float(e[x] == 0, splat(0), ds) : ds;
         store(dp + x * VL, ds);
+        if (!sums)
+            continue;
         sum_p[x % vectors] += e[x];
         sum_ds[x % vectors] += ds;
     }
 }
 
-INLINE void all_gradients_of(int vectors, bool gradients, bool masked, float factor, int64_t count, backward_space *w) {
+INLINE void all_gradients_of(int vectors, bool gradients, bool masked, bool sums, float factor, int64_t count,
+                             backward_space *w) {
     const int rows = ROWS_AT_ONCE(vectors);
     const int64_t stride = vectors * VL;
     vf sum_p[TILE_VECTORS], sum_ds[TILE_VECTORS];
@@ -230,22 +233,24 @@ INLINE void all_gradients_of(int vectors, bool gradients, bool masked, float fac
         sum_p[v] = sum_ds[v] = splat(0);
     int64_t j = 0;
     for (; j + rows <= count; j += rows)
-        gradients_of(rows, vectors, gradients, masked, factor, w, w->s + j * stride, w->dp + j * stride, sum_p, sum_ds);
+        gradients_of(rows, vectors, gradients, masked, sums, factor, w, w->s + j * stride, w->dp + j * stride, sum_p,
+                     sum_ds);
     for (; j < count; j++)
-        gradients_of(1, vectors, gradients, masked, factor, w, w->s + j * stride, w->dp + j * stride, sum_p, sum_ds);
-    for (int v = 0; v < vectors && gradients; v++) {
+        gradients_of(1, vectors, gradients, masked, sums, factor, w, w->s + j * stride, w->dp + j * stride, sum_p,
+                     sum_ds);
+    for (int v = 0; v < vectors && sums; v++) {
         store(w->sum_p + v * VL, sum_p[v]);
         store(w->sum_ds + v * VL, sum_ds[v]);
     }
 }
 
-INLINE void weigh_scores(bool gradients, bool masked, float factor, int64_t count, backward_space *w) {
+INLINE void weigh_scores(bool gradients, bool masked, bool sums, float factor, int64_t count, backward_space *w) {
     switch (w->l.vectors) {
-    case 1: all_gradients_of(1, gradients, masked, factor, count, w); break;
-    case 2: all_gradients_of(2, gradients, masked, factor, count, w); break;
-    case 3: all_gradients_of(3, gradients, masked, factor, count, w); break;
+    case 1: all_gradients_of(1, gradients, masked, sums, factor, count, w); break;
+    case 2: all_gradients_of(2, gradients, masked, sums, factor, count, w); break;
+    case 3: all_gradients_of(3, gradients, masked, sums, factor, count, w); break;
 #if TILE_VECTORS > 3
-    default: all_gradients_of(4, gradients, masked, factor, count, w); break;
+    default: all_gradients_of(4, gradients, masked, sums, factor, count, w); break;
 #endif
     }
 }
@@ -253,7 +258,7 @@ INLINE void weigh_scores(bool gradients, bool masked, float factor, int64_t coun
 /* s = P; true as scores() is. */
 static bool probabilities(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const bool masked = scores(c, u, &w->l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch, &w->next);
-    weigh_scores(false, false, c->factor, b->count, w);
+    weigh_scores(false, false, false, c->factor, b->count, w);
     return masked;
 }
 
@@ -303,7 +308,7 @@ static void weight_gradients(const call *c, const unit *u, const key_block *b, b
 /* The same where dropout or the gradient of the weights have a part in dP. */
 static void mixed_gradients(const call *c, const unit *u, const key_block *b, bool masked, backward_space *w) {
     const lanes *l = &w->l;
-    weigh_scores(false, false, c->factor, b->count, w);
+    weigh_scores(false, false, false, c->factor, b->count, w);
     if (c->drops)
         dropout_factors(c, u, l, b, w->z);
     if (c->t->dweights)
@@ -332,6 +337,13 @@ static void mixed_gradients(const call *c, const unit *u, const key_block *b, bo
 static bool block_is_all(const unit *u, const lanes *l, const key_block *b) {
     const range seen = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
     return b->first <= seen.begin && seen.end <= b->first + b->count;
+}
+
+/* Whether rows may be settled by this block: in float32 and several blocks those alone of which a mask or a bias may leave few keys; what
+ * large scores leave of a row has been surveyed. */
+static bool may_settle(const call *c, const unit *u, const key_block *b, const backward_space *w) {
+    return !w->surveyed &&
+           (c->type != HEDDLE_F32 || c->adjusts || c->a->features & HEDDLE_BOOL_MASK || block_is_all(u, &w->l, b));
 }
 
 INLINE vf magnitude(vf x) {
@@ -386,14 +398,20 @@ static void settle_rows(const call *c, const unit *u, const key_block *b, bool m
 static bool score_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const lanes *l = &w->l;
     const bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch, &w->next);
+    const bool settles = may_settle(c, u, b, w);
     weight_gradients(c, u, b, w);
     if (c->drops || c->t->dweights)
         mixed_gradients(c, u, b, masked, w);
+    else if (masked && settles)
+        weigh_scores(true, true, true, c->factor, b->count, w);
     else if (masked)
-        weigh_scores(true, true, c->factor, b->count, w);
+        weigh_scores(true, true, false, c->factor, b->count, w);
+    else if (settles)
+        weigh_scores(true, false, true, c->factor, b->count, w);
     else
-        weigh_scores(true, false, c->factor, b->count, w);
-    settle_rows(c, u, b, masked, w);
+        weigh_scores(true, false, false, c->factor, b->count, w);
+    if (settles || w->surveyed)
+        settle_rows(c, u, b, masked, w);
     for (int64_t x = 0; c->drops && x < b->count * l->stride; x += VL)
         store(w->s + x, load(w->s + x) * load(w->z + x));
     return masked;
