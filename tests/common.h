@@ -168,16 +168,30 @@ void check_attention_dtypes(attention_case c);
 /* The same as check_attention, as an answer. */
 bool attention_is_right(const attention_case *c);
 
+/* The systematic part of the rule: over the cases of a bin, the mean of log(error / plain's error), the plain computation's sums
+ * in blocks as BLAS has them. */
+typedef struct attention_bin {
+    double log_ratio[T_COUNT];
+    int count[T_COUNT];
+} attention_bin;
+void attention_count(const attention_case *c, attention_bin *bin);
+/* The (geometric) average of error / plain's error of tensor x. */
+double attention_bin_ratio(const attention_bin *bin, int x);
+
 /* By the formulas of heddle.h, independent of src/: does query i of sequence n, head x see key j? */
 bool attention_sees(const attention_problem *p, int64_t n, int64_t x, int64_t i, int64_t j);
 /* {first_q, sq, first_k, sk} of sequence n. */
 void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4]);
 
+/* The order of the plain computation's sums: from their first term, from their last, from both ends in turn; or, as BLAS does,
+ * blocks of PLAIN_BLOCK terms that are added up. */
+typedef enum plain_order { PLAIN_FORWARD, PLAIN_REVERSED, PLAIN_BLOCKED, PLAIN_ENDS, PLAIN_ORDERS } plain_order;
+enum { PLAIN_BLOCK = 128 };
+
 /* Both passes in the problem's dtype, as PyTorch's math path does them: every intermediate rounded to it. Fills the
- * outputs' host images, and the natural magnitude of each. There are two ways, equally plain: sums from their first
- * term and D from P and dP; or `backwards`, sums from their last term and D from dout and the rounded o, as
- * docs/design.md has it. */
-void plain_attention(attention_problem *p, bool backwards, double natural[T_COUNT]);
+ * outputs' host images, and with PLAIN_FORWARD the natural magnitude of each. The orders are equally plain; PLAIN_BLOCKED keeps P of the forward; PLAIN_REVERSED has D
+ * from dout and the rounded o, as docs/design.md has it, the others from P and dP. */
+void plain_attention(attention_problem *p, plain_order order, double natural[T_COUNT]);
 
 /* ------------------------------------------------------------------------------------------------- norm-linear */
 

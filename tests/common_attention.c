@@ -305,11 +305,45 @@ static bool check_exact_zeros(const attention_problem *p, const attention_proble
     return true;
 }
 
+/* Largest error and largest magnitude of ref, over what is finite and was written. */
+static double error_of(const tensor *x, const tensor *ref, double *magnitude) {
+    double most = 0;
+    *magnitude = 0;
+    for (int64_t at = 0; at < x->span; at++) {
+        const double r = tensor_raw(ref, at);
+        if (tensor_is_poison(ref, at) || !isfinite(r))
+            continue;
+        most = fmax(most, fabs(tensor_raw(x, at) - r));
+        *magnitude = fmax(*magnitude, fabs(r));
+    }
+    return most;
+}
+
+/* The plain computation's error is the largest over the orders of its sums. Two of them are enough for nearly all cases; only where
+ * one of our errors is more than twice theirs the others are asked, too. */
+static void worst_plain(const attention_problem *p, const attention_problem *ref, attention_problem *plain,
+                        double natural[T_COUNT]) {
+    double unused[T_COUNT], magnitude;
+    plain_attention(plain, PLAIN_FORWARD, natural);
+    bool far = true;
+    for (int order = PLAIN_FORWARD + 1; order < PLAIN_ORDERS && far; order++) {
+        attention_problem other = attention_copy(p, p->a.dtype, HEDDLE_REF);
+        plain_attention(&other, (plain_order)order, unused);
+        far = order < PLAIN_REVERSED;
+        for (int x = T_O; x < T_COUNT; x++) {
+            if (!p->t[x].host || (x > T_WEIGHTS && x < T_DQ))
+                continue;
+            tensor_keep_worse(&plain->t[x], &other.t[x], &ref->t[x]);
+            far |= error_of(&p->t[x], &ref->t[x], &magnitude) > 2 * error_of(&plain->t[x], &ref->t[x], &magnitude);
+        }
+        attention_free(&other);
+    }
+}
+
 bool attention_is_right(const attention_case *c) {
     attention_problem p = attention_new(c);
     attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF),
                       plain = attention_copy(&p, p.a.dtype, HEDDLE_REF);
-    attention_problem other = attention_copy(&p, p.a.dtype, HEDDLE_REF);
     double natural[T_COUNT];
     bool backward = !(c->skip >> T_LSE & 1);
     bool right = run_pass(&p, HEDDLE_FORWARD);
@@ -318,15 +352,13 @@ bool attention_is_right(const attention_case *c) {
         right = run_pass(&p, HEDDLE_BACKWARD);
         right = run_pass(&ref, HEDDLE_BACKWARD) && right;
     }
-    plain_attention(&other, true, natural);
-    plain_attention(&plain, false, natural);
+    worst_plain(&p, &ref, &plain, natural);
     /* What rounding takes from large scores (ALiBi's, far away) is a relative error of P, in proportion to them. */
     const double condition = c->ill_conditioned ? INFINITY : fmax(1, natural[T_LSE] / 64);
     for (int x = 0; right && x < T_COUNT; x++) {
         if (!is_output_of(&attention_fields[x], HEDDLE_FORWARD) &&
             !(backward && is_output_of(&attention_fields[x], HEDDLE_BACKWARD)))
             continue;
-        tensor_keep_worse(&plain.t[x], &other.t[x], &ref.t[x]);
         /* D of a row is made from the rounded o: in a sum of D alone that is not small, though it averages out. */
         double rows = (double)(p.a.b * p.a.sq);
         const int precision = precision_of(p.a.dtype, p.a.features);
@@ -339,8 +371,44 @@ bool attention_is_right(const attention_case *c) {
     attention_free(&p);
     attention_free(&ref);
     attention_free(&plain);
-    attention_free(&other);
     return right;
+}
+
+/* Errors of half a rounding to the element's type are the least that either may count as. */
+static double plain_rounding(heddle_dtype dtype, int x) {
+    const bool wide = dtype == HEDDLE_F32 || x == T_LSE || x == T_DSINKS;
+    return wide ? 0x1p-24 : dtype == HEDDLE_BF16 ? 0x1p-10 : 0x1p-13;
+}
+
+void attention_count(const attention_case *c, attention_bin *bin) {
+    attention_problem p = attention_new(c);
+    attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF),
+                      plain = attention_copy(&p, p.a.dtype, HEDDLE_REF);
+    double natural[T_COUNT], unused[T_COUNT];
+    attention_problem *both[] = {&p, &ref};
+    for (size_t x = 0; x < COUNT(both); x++) {
+        attention_run(both[x], HEDDLE_FORWARD);
+        attention_run(both[x], HEDDLE_BACKWARD);
+    }
+    plain_attention(&plain, PLAIN_FORWARD, natural);
+    plain_attention(&plain, PLAIN_BLOCKED, unused);
+    for (int x = T_O; x < T_COUNT; x++) {
+        if (!p.t[x].host || (x > T_WEIGHTS && x < T_DQ))
+            continue;
+        double magnitude;
+        const double ours = error_of(&p.t[x], &ref.t[x], &magnitude), least = plain_rounding(c->a.dtype, x);
+        const double scale = magnitude < 0x1p-16 * natural[x] ? 0x1p-24 * natural[x] : least * magnitude;
+        const double theirs = error_of(&plain.t[x], &ref.t[x], &magnitude);
+        bin->log_ratio[x] += scale > 0 ? log(fmax(ours, scale) / fmax(theirs, scale)) : 0;
+        bin->count[x]++;
+    }
+    attention_free(&p);
+    attention_free(&ref);
+    attention_free(&plain);
+}
+
+double attention_bin_ratio(const attention_bin *bin, int x) {
+    return bin->count[x] ? exp(bin->log_ratio[x] / bin->count[x]) : 0;
 }
 
 void attention_print(const attention_case *c) {

@@ -47,7 +47,7 @@ bool attention_sees(const attention_problem *p, int64_t n, int64_t x, int64_t i,
 /* One query head of one sequence. */
 typedef struct head {
     int64_t n, x, y, first_q, sq, first_k, sk, pack; /* pack: 0 when rows are packed, else n */
-    bool backwards;
+    plain_order order;
     bool *sees;                    /* [sq, sk] */
     float *q, *k, *v, *dout;       /* [s, d] */
     float *p, *z, *pz, *tanh, *dp; /* [sq, sk] */
@@ -88,11 +88,11 @@ static float *rows_of(const attention_problem *problem, int which, int64_t pack,
     return p;
 }
 
-static head head_new(const attention_problem *p, int64_t n, int64_t x, bool backwards) {
+static head head_new(const attention_problem *p, int64_t n, int64_t x, plain_order order) {
     const heddle_attention *a = &p->a;
     int64_t length[4];
     attention_lengths(p, n, length);
-    head h = {.backwards = backwards,
+    head h = {.order = order,
               .n = n,
               .x = x,
               .y = x / (a->h / a->hk),
@@ -126,14 +126,30 @@ static void head_free(head *h) {
         free(all[s]);
 }
 
-static int64_t order(int64_t x, int64_t n, bool backwards) {
-    return backwards ? n - 1 - x : x;
+/* The term that comes at place x of n. */
+static int64_t term_at(int64_t x, int64_t n, plain_order order) {
+    switch (order) {
+    case PLAIN_REVERSED: return n - 1 - x;
+    case PLAIN_ENDS: return x % 2 ? n - 1 - x / 2 : x / 2;
+    default: return x;
+    }
 }
 
-static float dot(const float *a, const float *b, int64_t n, bool backwards) {
-    float sum = 0;
-    for (int64_t e = 0; e < n; e++)
-        sum += a[order(e, n, backwards)] * b[order(e, n, backwards)];
+/* Whether the block that ends with place x is added to the sum. */
+static bool ends_block(int64_t x, int64_t n, plain_order order) {
+    return x + 1 == n || (order == PLAIN_BLOCKED && x % PLAIN_BLOCK == PLAIN_BLOCK - 1);
+}
+
+static float dot(const float *a, const float *b, int64_t n, plain_order order) {
+    float sum = 0, part = 0;
+    for (int64_t x = 0; x < n; x++) {
+        const int64_t e = term_at(x, n, order);
+        part += a[e] * b[e];
+        if (ends_block(x, n, order)) {
+            sum += part;
+            part = 0;
+        }
+    }
     return sum;
 }
 
@@ -145,19 +161,24 @@ typedef struct sum_terms {
     const bool *sees;
 } sum_terms;
 
-static void sum_rows(const sum_terms *t, const float *rows, int64_t width, bool backwards, float *sum, double *most) {
+static void sum_rows(const sum_terms *t, const float *rows, int64_t width, plain_order order, float *sum,
+                     double *most) {
+    float part[512] = {0};
+    assert_true(width <= (int64_t)COUNT(part));
     memset(sum, 0, (size_t)width * sizeof *sum);
     memset(most, 0, (size_t)width * sizeof *most);
     for (int64_t y = 0; y < t->count; y++) {
-        int64_t x = order(y, t->count, backwards), at = x * t->stride;
-        if (!t->sees[at])
-            continue;
+        const int64_t x = term_at(y, t->count, order), at = x * t->stride;
         const float *row = rows + x * width, weight = t->weight[at];
         const double size = t->size ? t->size[at] : fabs((double)weight);
-        for (int64_t e = 0; e < width; e++)
-            sum[e] += weight * row[e];
-        for (int64_t e = 0; e < width && !backwards; e++) /* one of the two runs measures */
+        for (int64_t e = 0; e < width && t->sees[at]; e++)
+            part[e] += weight * row[e];
+        for (int64_t e = 0; e < width && t->sees[at] && order == PLAIN_FORWARD; e++) /* one of the runs measures */
             most[e] += size * fabs((double)row[e]);
+        for (int64_t e = 0; e < width && ends_block(y, t->count, order); e++) {
+            sum[e] += part[e];
+            part[e] = 0;
+        }
     }
 }
 
@@ -178,7 +199,7 @@ static float keep_factor(const attention_problem *p, const head *h, int64_t i, i
 static float score(const attention_problem *p, const head *h, int64_t i, int64_t j, float *tanh_out) {
     const heddle_attention *a = &p->a;
     const int t = precision_of(a->dtype, a->features);
-    float product = dot(h->q + i * a->d, h->k + j * a->d, a->d, h->backwards);
+    float product = dot(h->q + i * a->d, h->k + j * a->d, a->d, h->order);
     float s = round_to(t, (float)a->scale * round_to(t, product));
     if (!isfinite(s)) /* float16 cannot hold it; what follows is float32's */
         s = (float)a->scale * product;
@@ -236,7 +257,7 @@ static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]
         for (int64_t j = 0; j < h->sk && p->t[T_WEIGHTS].host; j++)
             tensor_set(&p->t[T_WEIGHTS], h->n, h->x, i, j, (double)h->p[i * h->sk + j]);
         const sum_terms terms = {h->sk, 1, h->pz + i * h->sk, NULL, h->sees + i * h->sk};
-        sum_rows(&terms, h->v, a->dv, h->backwards, o, most);
+        sum_rows(&terms, h->v, a->dv, h->order, o, most);
         for (int64_t e = 0; e < a->dv; e++) {
             tensor_set(&p->t[T_O], h->pack, h->x, h->first_q + i, e, (double)o[e]);
             natural[T_O] = fmax(natural[T_O], most[e]);
@@ -252,7 +273,8 @@ static void plain_scores_backward(attention_problem *p, head *h, double *size, d
     const heddle_attention *a = &p->a;
     const int t = precision_of(a->dtype, a->features);
     float unused;
-    for (int64_t i = 0; i < h->sq; i++) /* as heddle.h says: P anew, from S and the float32 lse */
+    /* As heddle.h says: P anew, from S and the float32 lse. In blocks all is as PyTorch has it, who keeps P. */
+    for (int64_t i = 0; i < h->sq && h->order != PLAIN_BLOCKED; i++)
         for (int64_t j = 0; j < h->sk; j++)
             if (h->sees[i * h->sk + j]) {
                 float *weight = &h->p[i * h->sk + j];
@@ -267,7 +289,7 @@ static void plain_scores_backward(attention_problem *p, head *h, double *size, d
             if (!h->sees[i * h->sk + j])
                 continue;
             if (p->t[T_DOUT].host) {
-                dp[j] = round_to(t, round_to(t, dot(h->dout + i * a->dv, h->v + j * a->dv, a->dv, h->backwards)) *
+                dp[j] = round_to(t, round_to(t, dot(h->dout + i * a->dv, h->v + j * a->dv, a->dv, h->order)) *
                                         h->z[i * h->sk + j]);
                 most[j] = dout_norm * h->v_norm[j] * (double)h->z[i * h->sk + j];
             }
@@ -283,7 +305,7 @@ static void plain_scores_backward(attention_problem *p, head *h, double *size, d
         }
         float dlse = p->t[T_DLSE].host ? (float)tensor_get(&p->t[T_DLSE], h->pack, h->x, h->first_q + i, 0) : 0;
         total += fabs((double)dlse);
-        if (h->backwards && p->t[T_DOUT].host) {
+        if (h->order == PLAIN_REVERSED && p->t[T_DOUT].host) {
             sum = of_weights;
             for (int64_t e = 0; e < a->dv; e++)
                 sum += h->dout[i * a->dv + e] * (float)tensor_get(&p->t[T_O], h->pack, h->x, h->first_q + i, e);
@@ -322,7 +344,7 @@ static void plain_gradients(attention_problem *p, head *h, const double *size, s
     double *most = zeros(a->d + a->dv, sizeof *most);
     for (int64_t i = 0; i < h->sq; i++) {
         const sum_terms terms = {h->sk, 1, h->dp + i * h->sk, size + i * h->sk, h->sees + i * h->sk};
-        sum_rows(&terms, h->k, a->d, h->backwards, sum, most);
+        sum_rows(&terms, h->k, a->d, h->order, sum, most);
         for (int64_t e = 0; e < a->d; e++) {
             if (dq->host)
                 tensor_set(dq, h->pack, h->x, h->first_q + i, e, (double)((float)a->scale * sum[e]));
@@ -333,7 +355,7 @@ static void plain_gradients(attention_problem *p, head *h, const double *size, s
         sum_terms terms = {h->sq, h->sk, h->dp + j, size + j, h->sees + j};
         int64_t row = h->pack * dk->stride[0] + h->y * dk->stride[1] + (h->first_k + j) * dk->stride[2];
         if (dk->host)
-            sum_rows(&terms, h->q, a->d, h->backwards, sum, most);
+            sum_rows(&terms, h->q, a->d, h->order, sum, most);
         for (int64_t e = 0; e < a->d && dk->host; e++) {
             s->dk[row + e] += (double)round_to(t, (float)a->scale * sum[e]);
             s->natural_dk[row + e] += fabs(a->scale) * most[e];
@@ -342,7 +364,7 @@ static void plain_gradients(attention_problem *p, head *h, const double *size, s
         terms.weight = h->pz + j;
         terms.size = NULL;
         if (dv->host && p->t[T_DOUT].host)
-            sum_rows(&terms, h->dout, a->dv, h->backwards, sum, most);
+            sum_rows(&terms, h->dout, a->dv, h->order, sum, most);
         for (int64_t e = 0; e < a->dv && dv->host && p->t[T_DOUT].host; e++) {
             s->dv[row + e] += (double)round_to(t, sum[e]);
             s->natural_dv[row + e] += most[e];
@@ -383,7 +405,7 @@ static double store_sums(tensor *t, const double *sum, const double *size) {
     return most;
 }
 
-void plain_attention(attention_problem *p, bool backwards, double natural[T_COUNT]) {
+void plain_attention(attention_problem *p, plain_order order, double natural[T_COUNT]) {
     memset(natural, 0, T_COUNT * sizeof *natural);
     for (int which = 0; which < T_COUNT; which++)
         if (is_output(&attention_fields[which]))
@@ -397,7 +419,7 @@ void plain_attention(attention_problem *p, bool backwards, double natural[T_COUN
               .natural_dbias = zeros(p->t[T_DBIAS].span, 8)};
     for (int64_t n = 0; n < p->a.b; n++)
         for (int64_t x = 0; x < p->a.h; x++) {
-            head h = head_new(p, n, x, backwards);
+            head h = head_new(p, n, x, order);
             double *size = zeros(h.sq * h.sk, sizeof *size);
             plain_forward(p, &h, natural);
             plain_scores_backward(p, &h, size, natural);

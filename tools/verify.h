@@ -8,8 +8,10 @@
 typedef struct verify {
     heddle_device device;
     bool verbose; /* the sweep prints every tensor */
+    bool bins;    /* random cases alone, by bins */
     uint64_t seed;
     int64_t random_cases;
+    const char *json; /* the bins go there, too */
     int checked, failed;
 } verify;
 
@@ -43,29 +45,41 @@ void problem_round(problem *p, heddle_dtype dtype);
 
 /* Forward, and backward if it has an incoming gradient, with outputs and workspace full of NaN. */
 bool problem_run(const problem *p, arena *m, heddle_device device, heddle_dtype dtype, outcome *out);
+/* Attention's sums from the first term on, in blocks of 128 as BLAS has them, from the last, from both ends in turn. */
+typedef enum plain_order { PLAIN_FORWARD, PLAIN_BLOCKED, PLAIN_REVERSED, PLAIN_ENDS, PLAIN_ORDERS } plain_order;
+
 /* The textbook computation: whole matrices, sums in float32, every intermediate tensor rounded to dtype. The measure of
  * what error is to be expected. `terms` gets what its noise is made of: see verify_plain.c. */
-void plain_run(const problem *p, arena *m, heddle_dtype dtype, outcome *out, outcome *terms);
+void plain_run(const problem *p, arena *m, heddle_dtype dtype, plain_order order, outcome *out, outcome *terms);
+
+/* How many keys a query of an attention problem sees that sees any, on average. */
+double keys_seen(const problem *p);
 
 difference compare(const double *x, const double *truth, int64_t n);
 
-/* A device's run beside the two that it is measured by. */
+/* A device's run beside those that it is measured by. */
 typedef struct trial {
-    outcome ours, plain, terms, truth;
+    outcome ours, terms, truth;
+    outcome plain
+        [PLAIN_ORDERS]; /* as many as were asked for: the later ones only where the first two do not excuse an error */
+    int orders;
 } trial;
 
 bool trial_run(const problem *p, arena *m, heddle_device device, heddle_dtype dtype, trial *t);
 
 /* One tensor of a trial. */
 typedef struct judgement {
-    difference ours, plain;
-    double allowed; /* relative */
-    double ratio;   /* of our error to what is allowed; 999 if it cannot be told */
-    bool doubtful;  /* the plain computation is too far off to judge by */
+    difference ours, plain; /* plain: the largest over the orders */
+    double allowed;         /* relative */
+    double ratio;           /* of our error to what is allowed; 999 if it cannot be told */
+    bool doubtful;          /* the plain computation is too far off to judge by */
     bool ok;
 } judgement;
 
 judgement judge(const problem *p, int f, heddle_dtype dtype, const trial *t);
+/* What one result of a trial adds to the average of log(our error / plain's error in blocks); errors below one rounding of the
+ * tensor's largest magnitude count as that. */
+double log_ratio(const problem *p, int f, heddle_dtype dtype, const trial *t);
 
 /* Counts a check and gives "ok" or "FAILED" for the report. */
 const char *verdict(verify *v, bool ok);
@@ -93,6 +107,11 @@ bool verify_day55(verify *v);
 bool verify_p22(verify *v);
 bool verify_fa2_warps(verify *v);
 bool verify_sweep(verify *v);
+/* Random cases of attention without a line each, and the averages over them: verify_bins.c. */
+bool verify_bins(verify *v);
+/* The description of a random case, and its problem. */
+heddle_attention random_attention(random_state *r);
+problem make_attention(const heddle_attention *a, arena *m, random_state *r);
 
 /* glibc's rand(), whatever the C library: the additive feedback generator of degree 31. */
 typedef struct glibc_random {

@@ -89,7 +89,7 @@ static bool p22_random(verify *v, double mean) {
         printf(" random dY, gamma, beta and bias; x around %g\n", mean);
         report_tensors(v, &p, HEDDLE_F32, &t, NULL);
         report_bound(v, "dx, largest |sum of a row|; allowed: twice plain's", largest_row_sum(t.ours.x[DX]),
-                     fmax(2 * largest_row_sum(t.plain.x[DX]), 4e-6));
+                     fmax(2 * largest_row_sum(t.plain[PLAIN_FORWARD].x[DX]), 4e-6));
     }
     arena_free(&m);
     return ran;

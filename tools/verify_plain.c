@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Both operations as a textbook has them: whole matrices, sums in float32 from first to last, each intermediate tensor
- * rounded to the type. Its error is what the kernels' error is measured by.
+ * Both operations as a textbook has them: whole matrices, sums in float32, each intermediate tensor rounded to the type. Its
+ * error is what the kernels' error is measured by. Attention's sums come in several orders, since a largest error is a matter of
+ * luck, too.
  *
  * Where the result is small because terms cancel, any order of summation but one loses more than that. So each element
  * also gets `terms`: the root of the sum of the squares of what was added up for it, an estimate of the noise that
@@ -33,8 +34,10 @@ typedef struct head {
     outcome *out, *terms;
     heddle_dtype dtype;
     sequence s;
+    plain_order order;
     int64_t n, x, g; /* batch, query head, key head */
     float scale;
+    float *part, *part_keys; /* of a block: a row of o or dq; rows of dk and dv */
     float *p_matrix, *p_terms, *z, *tanh, *ds, *ds_terms;
 } head;
 
@@ -63,11 +66,39 @@ static int64_t lse_index(const head *h, int64_t i) {
     return a->features & HEDDLE_VARLEN ? h->x * a->total_q + h->s.first_q + i : (h->n * a->h + h->x) * a->sq + i;
 }
 
-static float dot(const double *x, const double *y, int64_t n) {
-    float sum = 0;
-    for (int64_t e = 0; e < n; e++)
-        sum += (float)x[e] * (float)y[e];
+/* The term that comes at place x of n. */
+static int64_t term_at(int64_t x, int64_t n, plain_order order) {
+    switch (order) {
+    case PLAIN_REVERSED: return n - 1 - x;
+    case PLAIN_ENDS: return x % 2 ? n - 1 - x / 2 : x / 2;
+    default: return x;
+    }
+}
+
+/* Whether the block that ends with place x is added to the sum. */
+static bool ends_block(int64_t x, int64_t n, plain_order order) {
+    return x + 1 == n || (order == PLAIN_BLOCKED && x % 128 == 127);
+}
+
+static float dot(const double *x, const double *y, int64_t n, plain_order order) {
+    float sum = 0, part = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t e = term_at(i, n, order);
+        part += (float)x[e] * (float)y[e];
+        if (ends_block(i, n, order)) {
+            sum += part;
+            part = 0;
+        }
+    }
     return sum;
+}
+
+/* Adds what a block has summed up, and begins the next. */
+static void add_block(double *sum, float *part, int64_t n) {
+    for (int64_t e = 0; e < n && sum; e++) {
+        sum[e] = (float)sum[e] + part[e];
+        part[e] = 0;
+    }
 }
 
 /* The header's rules, once more: this is also a check of src/mask.h, which the library's backends share. */
@@ -110,14 +141,19 @@ static double dot_terms(const double *x, const double *y, int64_t n) {
     return sum;
 }
 
+static bool is_hidden(const head *h, int64_t i, int64_t j) {
+    const double *mask = input_row(h, BOOL_MASK, i), *bias = input_row(h, BIAS, i);
+    return !sees(h, i, j) || (mask && mask[j] == 0) || (bias && bias[j] < -0x1p24);
+}
+
 /* The score after all that changes it, or -inf; tanh is kept for backward. */
 static float score(const head *h, int64_t i, int64_t j, float *tanh_out, float *terms) {
     const heddle_attention *a = &h->p->j.a;
-    const double *mask = input_row(h, BOOL_MASK, i), *bias = input_row(h, BIAS, i);
+    const double *bias = input_row(h, BIAS, i);
     *tanh_out = *terms = 0;
-    if (!sees(h, i, j) || (mask && mask[j] == 0) || (bias && bias[j] < -0x1p24))
+    if (is_hidden(h, i, j))
         return -INFINITY;
-    float t = rounded(h->dtype, dot(input_row(h, Q, i), input_row(h, K, j), a->d));
+    float t = rounded(h->dtype, dot(input_row(h, Q, i), input_row(h, K, j), a->d, h->order));
     t = rounded(h->dtype, t * h->scale);
     *terms = h->scale * h->scale * (float)dot_terms(input_row(h, Q, i), input_row(h, K, j), a->d);
     if (a->softcap > 0) {
@@ -172,14 +208,16 @@ static void forward_head(const head *h) {
             weights[j] = j < sk ? p[j] : 0;
             terms_row(h, WEIGHTS, i)[j] = j < sk ? h->p_terms[i * sk + j] : 0;
         }
-        for (int64_t j = 0; j < sk; j++) {
+        for (int64_t place = 0; place < sk; place++) {
+            const int64_t j = term_at(place, sk, h->order);
             const double *v = input_row(h, V, j);
             z[j] = dropout_factor(h, i, j);
             for (int64_t e = 0; e < dv && p[j] != 0; e++) {
-                float term = rounded(h->dtype, p[j] * z[j]) * (float)v[e];
-                o[e] = (float)o[e] + term;
+                h->part[e] += rounded(h->dtype, p[j] * z[j]) * (float)v[e];
                 terms[e] += h->p_terms[i * sk + j] * square(z[j] * v[e]);
             }
+            if (ends_block(place, sk, h->order))
+                add_block(o, h->part, dv);
         }
         for (int64_t e = 0; e < dv; e++)
             o[e] = rounded(h->dtype, o[e]);
@@ -207,7 +245,7 @@ static double weight_gradient(const head *h, int64_t i, float *d) {
         if (p[j] == 0)
             continue;
         if (dout) {
-            ds[j] = rounded(h->dtype, rounded(h->dtype, dot(dout, input_row(h, V, j), dv)) * z[j]);
+            ds[j] = rounded(h->dtype, rounded(h->dtype, dot(dout, input_row(h, V, j), dv, h->order)) * z[j]);
             terms[j] = (float)dot_terms(dout, input_row(h, V, j), dv) * z[j] * z[j];
         }
         if (dweights) {
@@ -248,7 +286,7 @@ static void add_gradients(const head *h, int64_t i, int64_t j) {
     const heddle_attention *a = &h->p->j.a;
     int64_t at = i * h->s.sk + j, dv_extent = job_extent(&h->p->j, 'v');
     const double *q = input_row(h, Q, i), *k = input_row(h, K, j), *dout = input_row(h, DOUT, i);
-    double *dq = output_row(h, DQ, i), *dk = output_row(h, DK, j), *dv = output_row(h, DV, j);
+    float *dq = h->part, *dk = h->part_keys + j * (a->d + dv_extent), *dv = dk + a->d;
     double *dq_terms = terms_row(h, DQ, i), *dk_terms = terms_row(h, DK, j), *dv_terms = terms_row(h, DV, j);
     float slope = a->softcap > 0 ? 1 - h->tanh[at] * h->tanh[at] : 1;
     float dt = rounded(h->dtype, rounded(h->dtype, h->ds[at] * slope) * h->scale);
@@ -256,23 +294,33 @@ static void add_gradients(const head *h, int64_t i, int64_t j) {
     double terms =
         (h->ds_terms[at] * square(slope) + square(h->ds[at] * (1 - slope))) * square(h->scale); /* 1 - tanh² */
     for (int64_t e = 0; e < a->d; e++) {
-        dq[e] = (float)dq[e] + dt * (float)k[e];
-        dk[e] = (float)dk[e] + dt * (float)q[e];
+        dq[e] += dt * (float)k[e];
+        dk[e] += dt * (float)q[e];
         dq_terms[e] += terms * square(k[e]);
         dk_terms[e] += terms * square(q[e]);
     }
     for (int64_t e = 0; e < dv_extent && dout; e++) {
-        dv[e] = (float)dv[e] + pz * (float)dout[e];
+        dv[e] += pz * (float)dout[e];
         dv_terms[e] += h->p_terms[at] * square(h->z[at] * dout[e]);
     }
 }
 
 static void backward_head(const head *h) {
-    for (int64_t i = 0; i < h->s.sq; i++) {
+    const int64_t d = h->p->j.a.d, dv = job_extent(&h->p->j, 'v'), sk = h->s.sk;
+    for (int64_t place = 0; place < h->s.sq; place++) {
+        const int64_t i = term_at(place, h->s.sq, h->order);
         score_gradient(h, i);
-        for (int64_t j = 0; j < h->s.sk; j++)
-            if (h->p_matrix[i * h->s.sk + j] != 0)
+        for (int64_t x = 0; x < sk; x++) {
+            const int64_t j = term_at(x, sk, h->order);
+            if (h->p_matrix[i * sk + j] != 0)
                 add_gradients(h, i, j);
+            if (ends_block(x, sk, h->order))
+                add_block(output_row(h, DQ, i), h->part, d);
+        }
+        for (int64_t j = 0; j < sk && ends_block(place, h->s.sq, h->order); j++) {
+            add_block(output_row(h, DK, j), h->part_keys + j * (d + dv), d);
+            add_block(output_row(h, DV, j), h->part_keys + j * (d + dv) + d, dv);
+        }
     }
 }
 
@@ -292,9 +340,18 @@ static void allocate_outcome(const problem *p, arena *m, outcome *out) {
     }
 }
 
-static void plain_attention(const problem *p, arena *m, heddle_dtype dtype, outcome *out, outcome *terms) {
+static float *zeros(arena *m, int64_t n) {
+    float *p = arena_array(m, n, sizeof *p);
+    for (int64_t i = 0; i < n; i++)
+        p[i] = 0;
+    return p;
+}
+
+static void plain_attention(const problem *p, arena *m, heddle_dtype dtype, plain_order order, outcome *out,
+                            outcome *terms) {
     const heddle_attention *a = &p->j.a;
-    int64_t hk = job_extent(&p->j, 'g');
+    int64_t hk = job_extent(&p->j, 'g'), width = a->d + job_extent(&p->j, 'v');
+    float *part = zeros(m, width), *part_keys = zeros(m, a->sk * width);
     float *matrix[6];
     for (int x = 0; x < 6; x++)
         matrix[x] = arena_array(m, a->sq * a->sk, sizeof(float));
@@ -303,6 +360,7 @@ static void plain_attention(const problem *p, arena *m, heddle_dtype dtype, outc
     for (int64_t n = 0; n < a->b; n++)
         for (int64_t x = 0; x < a->h; x++) {
             head h = {.p = p, .out = out, .terms = terms, .dtype = dtype, .n = n, .x = x, .g = x / (a->h / hk)};
+            h.order = order, h.part = part, h.part_keys = part_keys;
             h.s = sequence_at(p, n);
             h.scale = (float)(a->scale == 0 ? 1 / sqrt((double)a->d) : a->scale);
             h.p_matrix = matrix[0], h.z = matrix[1], h.tanh = matrix[2], h.ds = matrix[3], h.ds_terms = matrix[4],
@@ -313,6 +371,24 @@ static void plain_attention(const problem *p, arena *m, heddle_dtype dtype, outc
     for (int f = DQ; f <= DBIAS; f++)
         for (int64_t i = 0, n = out->x[f] ? field_count(&p->j, f) : 0; i < n; i++)
             out->x[f][i] = rounded(dtype, out->x[f][i]);
+}
+
+double keys_seen(const problem *p) {
+    const heddle_attention *a = &p->j.a;
+    double keys = 0, rows = 0;
+    for (int64_t n = 0; n < a->b; n++)
+        for (int64_t x = 0; x < a->h; x++) {
+            head h = {.p = p, .n = n, .x = x, .g = x / (a->h / job_extent(&p->j, 'g'))};
+            h.s = sequence_at(p, n);
+            for (int64_t i = 0; i < h.s.sq; i++) {
+                int64_t count = 0;
+                for (int64_t j = 0; j < h.s.sk; j++)
+                    count += !is_hidden(&h, i, j);
+                keys += (double)count;
+                rows += count > 0;
+            }
+        }
+    return rows > 0 ? keys / rows : 0;
 }
 
 /* -------------------------------------------------------------------------------------------------- norm-linear */
@@ -434,13 +510,13 @@ static void plain_norm_linear(const problem *p, arena *m, heddle_dtype dtype, ou
             out->x[f][i] = rounded(dtype, out->x[f][i]);
 }
 
-void plain_run(const problem *p, arena *m, heddle_dtype dtype, outcome *out, outcome *terms) {
+void plain_run(const problem *p, arena *m, heddle_dtype dtype, plain_order order, outcome *out, outcome *terms) {
     allocate_outcome(p, m, out);
     allocate_outcome(p, m, terms);
     if (p->j.linear)
         plain_norm_linear(p, m, dtype, out, terms);
     else
-        plain_attention(p, m, dtype, out, terms);
+        plain_attention(p, m, dtype, order, out, terms);
     for (int f = 0; job_fields(&p->j)[f].name; f++)
         for (int64_t i = 0, n = terms->x[f] ? field_count(&p->j, f) : 0; i < n; i++)
             terms->x[f][i] = sqrt(terms->x[f][i]);

@@ -160,7 +160,7 @@ static void fill_lengths(problem *p, arena *m, int f, int64_t longest, random_st
         length[n] = (double)random_between(r, n == 0 ? 0 : 1, longest);
 }
 
-static problem make_attention(const heddle_attention *a, arena *m, random_state *r) {
+problem make_attention(const heddle_attention *a, arena *m, random_state *r) {
     problem p = attention_problem();
     size_t size = p.j.a.size;
     p.j.a = *a;
@@ -294,25 +294,26 @@ static int64_t pick(random_state *r, const int64_t *from, int n) {
     return from[random_between(r, 0, n - 1)];
 }
 
-static heddle_attention random_attention(random_state *r) {
-    static const int64_t lengths[] = {1, 2, 3, 7, 16, 31, 33, 64, 65, 97},
-                         dims[] = {1, 3, 8, 16, 20, 33, 64, 80, 96, 128};
+heddle_attention random_attention(random_state *r) {
+    static const int64_t lengths[] = {1, 2, 3, 7, 16, 31, 33, 64, 65, 97, 140, 300},
+                         dims[] = {1, 3, 8, 16, 20, 33, 64, 80, 96, 128, 192, 256, 512};
     static const int64_t groups[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {6, 3}, {4, 1}};
     static const uint64_t features[] = {HEDDLE_WINDOW,    HEDDLE_ALIBI,   HEDDLE_BIAS,
                                         HEDDLE_BOOL_MASK, HEDDLE_SINKS,   HEDDLE_VARLEN,
                                         HEDDLE_SEQLENS,   HEDDLE_WEIGHTS, HEDDLE_DETERMINISTIC};
     const int64_t *group = groups[random_between(r, 0, 5)];
     heddle_attention a = {.b = random_between(r, 1, 4), .h = group[0], .hk = group[1]};
-    a.sq = pick(r, lengths, 10);
-    a.sk = pick(r, lengths, 10);
-    a.d = pick(r, dims, 10);
+    a.sq = pick(r, lengths, random_between(r, 0, 7) ? 10 : 12); /* long ones and wide ones take long */
+    a.sk = pick(r, lengths, random_between(r, 0, 3) ? 10 : 12);
+    a.d = pick(r, dims, a.sq * a.sk < 10000 ? 13 : 10);
     a.dv = random_between(r, 0, 1) ? a.d : pick(r, dims, 10);
     a.mask = (heddle_mask)random_between(r, 0, 2);
     for (int i = 0; i < 9; i++)
         a.features |= random_between(r, 0, 2) ? 0 : features[i];
     if (a.features & HEDDLE_WINDOW) {
-        a.window_left = random_between(r, -1, 40);
-        a.window_right = random_between(r, -1, 40);
+        const int64_t most = random_between(r, 0, 1) ? 40 : 2;
+        a.window_left = random_between(r, -1, most);
+        a.window_right = random_between(r, -1, most);
     }
     a.softcap = random_between(r, 0, 2) ? 0 : 1 + 4 * random_uniform(r);
     a.scale = random_between(r, 0, 2) ? 0 : 0.05 + 0.5 * random_uniform(r);

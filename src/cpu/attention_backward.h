@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Attention backward (Dao 2023, algorithm 2), the same bits for any number of threads.
  *
- *   prepare   D = rowsum(dO∘O) - dlse (+ rowsum(P∘dweights)), for few queries rowsum(P∘(dP + dweights)) - dlse; dq = 0 where a
- *             tile sees nothing; with one chunk a unit a part of main, so that dO is still near
+ *   prepare   D = rowsum(dO∘O) - dlse (+ rowsum(P∘dweights)), which main improves upon in rows whose weight lies in one block
+ *             (settle_rows), or rowsum(P∘(dP + dweights)) - dlse where that would not do (surveys); dq = 0 where a tile sees
+ *             nothing; with one chunk a unit a part of main, so that dO is still near
  *   main      a task owns a chunk of the keys of one unit: dK and dV of the chunk stay with it while it walks over the queries.
  *             dQ of a tile of queries is added to by several chunks, in the order of the chunks: each waits for its turn.
  *   dsinks, dbias   small sums of their own, each element by one task
@@ -45,20 +46,32 @@ static float dot_row(const call *c, const void *o, const void *dout) {
     return r;
 }
 
-/* Few queries: D is P∘dP here as well (sums_d() says why), up to so many keys, which stay near for what comes next. */
-static bool sums_d_first(const call *c, const unit *u) {
-    return c->type != HEDDLE_F32 && !sums_d(c, u) && c->group * u->s.sq <= FEW_LANES && u->s.sk <= 4 * c->tile_k;
+/* Whether few of a row's `count` keys share its weight: more than their number makes lse large; where a mask or a bias may hide keys, few
+ * make it small. It is of scores of common size that this is true, and of others it costs time alone. */
+static bool is_sharp(const call *c, int64_t count, float lse) {
+    const bool hides = c->adjusts || c->a->features & HEDDLE_BOOL_MASK;
+    return lse > -INFINITY && (lse > logf((float)count) + 5 || (hides && lse < 2.75f)); /* 16 keys of score 0 */
 }
 
-/* D gets sum over all keys of P∘dweights, the scores once more; with `whole` of P∘(Z∘dP + dweights). */
+/* Tiles whose D and lse are found by a pass of their own, where no block settles all rows (settle_rows): rows of few keys on both sides of
+ * a chunk's end; float32, where a row is sharp; 16 bits, few queries and so many keys as stay near for what comes next. */
+static bool surveys(const call *c, const unit *u, const lanes *l, int64_t chunk_k, bool sharp) {
+    const range seen = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    if (seen.end - seen.begin <= c->tile_k)
+        return seen.begin < seen.end && (seen.end - 1) / chunk_k > seen.begin / chunk_k;
+    if (c->type == HEDDLE_F32)
+        return sharp;
+    return c->group * u->s.sq <= FEW_LANES && u->s.sk <= 4 * c->tile_k;
+}
+
+/* D gets sum over all keys of P∘dweights, the scores once more; with `whole` it becomes that of P∘(Z∘dP + dweights), and lse what makes P
+ * sum to 1. */
 static void add_key_sums(const call *c, const unit *u, bool whole, backward_space *w, const backward_shared *g) {
     const lanes *l = &w->l;
     const range keys = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
-    float sums[LANES] = {0};
-    if (whole)
-        load_tile(c, u, w, g);
-    else
-        load_q(c, u, w, g);
+    load_tile(c, u, w, g);
+    memset(w->sum_p, 0, sizeof w->sum_p);
+    memset(w->sum_ds, 0, sizeof w->sum_ds);
     for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
         const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), whole);
         probabilities(c, u, &b, w);
@@ -68,10 +81,23 @@ static void add_key_sums(const call *c, const unit *u, bool whole, backward_spac
             dropout_factors(c, u, l, &b, w->z);
         if (c->t->dweights)
             pack_dweights(c, u, &b, w);
-        add_to_d(c, &b, whole, w, sums);
+        add_row_sums(c, &b, !whole, w);
     }
-    for (int64_t x = 0; x < l->count; x++)
-        g->dsum[lse_offset(c, u, l->head[x], l->first + l->index[x])] += sums[x];
+    for (int64_t x = 0; x < l->stride; x += VL) {
+        const vf sum = load(w->sum_p + x) + load(w->sink + x), lacks = lacks_of(w, x, 1 / sum);
+        const vi right = sums_to_one(c, sum, load(w->base + x), 0x1p-20f);
+        for (int64_t y = x; y < min64(l->count, x + VL); y++) {
+            const int64_t at = lse_offset(c, u, l->head[y], l->first + l->index[y]);
+            const float d = g->dsum[at], more = whole ? lacks[y - x] : w->sum_ds[y];
+            if (whole && !right[y - x])
+                continue;
+            g->dsum[at] = d + more;
+            if (whole && g->dfix)
+                g->dfix[at] = more - (g->dsum[at] - d);
+            if (whole)
+                g->rest[at] += (float)log2((double)sum[y - x]);
+        }
+    }
 }
 
 /* natural_lse() undone: base alone would cost P two roundings of lse. +inf makes P zero for a row that sees nothing. True if even
@@ -135,22 +161,25 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
     const range seen = keys_of_queries(u->m, w->l.first, w->l.last + 1, u->s.sk);
     const void *o[LANES], *dout[LANES];
-    const bool whole = sums_d_first(c, u);
-    bool large = false;
+    bool large = false, sharp = false;
     lane_rows(c, u, &w->l, c->t->o, a->o_stride, u->s.first_q, o);
     if (c->t->dout)
         lane_rows(c, u, &w->l, c->t->dout, a->do_stride, u->s.first_q, dout);
     for (int64_t x = 0; x < w->l.count; x++) {
         int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
-        g->dsum[at] = (c->t->dout && !whole ? dot_row(c, o[x], dout[x]) : 0) - dlse_of(c, u, &w->l, x);
+        g->dsum[at] = (c->t->dout ? dot_row(c, o[x], dout[x]) : 0) - dlse_of(c, u, &w->l, x);
+        if (g->dfix)
+            g->dfix[at] = 0;
         large |= split_lse(c, ((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
+        sharp |= is_sharp(c, seen.end - seen.begin, ((const float *)c->t->lse)[at]);
         if (seen.begin >= seen.end) /* nobody else writes it */
             clear_rows(c, c->t->dq, a->dq_stride, u->n, w->l.head[x], u->s.first_q + w->l.first + w->l.index[x], 1,
                        a->d);
     }
     if (large)
         refine_lse(c, u, w, g);
-    if (whole || (c->t->dweights && !sums_d(c, u)))
+    const bool whole = surveys(c, u, &w->l, g->chunk_k, sharp);
+    if (whole || c->t->dweights)
         add_key_sums(c, u, whole, w, g);
 }
 
@@ -330,7 +359,6 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
     key_block chunk = {.first = chunk_index * chunk_k};
     chunk.count = min64(chunk_k, u->s.sk - chunk.first);
     const bool k_finite = load_chunk(c, u, w, &chunk);
-    w->sums_d = sums_d(c, u);
     w->fresh = tiles == 1 && a->mask == HEDDLE_MASK_NONE &&
                !(a->features & (HEDDLE_WINDOW | HEDDLE_BOOL_MASK | HEDDLE_BIAS)); /* nothing that masks */
     if (!w->fresh) {
@@ -349,8 +377,11 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
         load_tile(c, u, w, g);
         backward_ahead(c, u, now, chunk_k, tile, tiles, chunk.count, w, g);
         backward_tile(c, u, &chunk, k_finite, w);
-        for (int64_t x = 0; x < w->l.count && w->sums_d; x++)
-            g->dsum[lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x])] = w->dsum[x];
+        for (int64_t x = 0; x < w->l.count && g->chunks == 1; x++) { /* for dsinks and dbias */
+            const int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
+            g->dsum[at] = w->dsum[x];
+            g->rest[at] = w->rest[x];
+        }
         if (!c->t->dq)
             continue;
         _Atomic uint32_t *turn = &g->turn[unit_index * g->tiles + tile];
@@ -359,7 +390,6 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
         add_dq(c, u, w, sums, chunk_index == mine.begin, chunk_index == mine.end - 1);
         atomic_store_explicit(turn, (uint32_t)chunk_index + 1, memory_order_release);
     }
-    w->sums_d = false;
     ahead_begin(&w->next);
     write_chunk(c, u, chunk.first, chunk.count, w);
 }

@@ -13,9 +13,12 @@ typedef struct backward_space {
     float *k, *v, *dk, *dv;         /* [chunk][..] */
     float base[LANES], rest[LANES]; /* the log-sum-exp in units of log2 is base·factor + rest */
     float dsum[LANES];
+    float dfix[LANES];                 /* what D has beside dsum, in tiles that have been surveyed */
+    float dlse[LANES], sink[LANES];    /* the gradient of lse; the weight of the sink */
+    float sum_p[LANES], sum_ds[LANES]; /* of a block */
     bool q_finite, dout_finite;
-    bool fresh;  /* dk and dv hold nothing yet, and nothing is masked */
-    bool sums_d; /* D is formed from P and dP, see sums_d() */
+    bool surveyed; /* surveys() */
+    bool fresh;    /* dk and dv hold nothing yet, and nothing is masked */
     parts seen;
     ahead next;
     key_tiles keys;                                      /* of the chunk */
@@ -23,11 +26,12 @@ typedef struct backward_space {
 } backward_space;
 
 typedef struct backward_shared {
-    float *dsum, *base, *rest; /* D and the log-sum-exp in two parts, where lse is */
-    float *dq;                 /* sums of dQ [slot][group·sq][d_pad], for 16-bit types and several chunks */
-    _Atomic uint32_t *turn;    /* [unit][tile]: the chunk that may add to dQ */
-    _Atomic uint32_t *done;    /* [unit]: chunks that are finished, where there are slots */
-    int64_t slots, tiles, chunks;
+    float *dsum, *dfix, *base,
+        *rest;              /* D and the log-sum-exp in two parts each, where lse is; in 16 bits dfix is NULL */
+    float *dq;              /* sums of dQ [slot][group·sq][d_pad], for 16-bit types and several chunks */
+    _Atomic uint32_t *turn; /* [unit][tile]: the chunk that may add to dQ */
+    _Atomic uint32_t *done; /* [unit]: chunks that are finished, where there are slots */
+    int64_t slots, tiles, chunks, chunk_k;
     int64_t per_ticket;      /* pieces */
     int64_t units, together; /* units whose chunks are worked on side by side: at least so many at a time */
 } backward_shared;
@@ -36,7 +40,9 @@ static backward_shared carve_backward_shared(const attention_plan *plan, carver 
     const heddle_attention *a = &plan->a;
     int64_t units = a->b * a->hk, rows = a->h / a->hk * a->sq;
     bool varlen = a->features & HEDDLE_VARLEN;
-    backward_shared g = {.tiles = (rows + LANES - 1) / LANES, .chunks = (a->sk + plan->chunk_k - 1) / plan->chunk_k};
+    backward_shared g = {.tiles = (rows + LANES - 1) / LANES,
+                         .chunks = (a->sk + plan->chunk_k - 1) / plan->chunk_k,
+                         .chunk_k = plan->chunk_k};
     /* With many chunks the threads all fit into one unit, and waiting for its last ones costs little. */
     g.units = units;
     g.together = g.chunks >= 8 * plan->threads ? 1 : plan->threads;
@@ -44,6 +50,7 @@ static backward_shared carve_backward_shared(const attention_plan *plan, carver 
     g.slots = a->dtype == HEDDLE_F32 || g.chunks <= 1 ? 0 : min64(units, 2 * g.together - 1);
     const int64_t all_rows = a->h * (varlen ? a->total_q : a->b * a->sq);
     g.dsum = carve_floats(w, all_rows);
+    g.dfix = a->dtype == HEDDLE_F32 ? carve_floats(w, all_rows) : NULL;
     g.base = carve_floats(w, all_rows);
     g.rest = carve_floats(w, all_rows);
     g.dq = carve_floats(w, g.slots * rows * ((a->d + VL - 1) / VL * VL));
@@ -56,7 +63,7 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     const heddle_attention *a = &plan->a;
     int64_t pad_d = (a->d + VL - 1) / VL * VL, pad_dv = (a->dv + VL - 1) / VL * VL, tile = plan->tile_k * LANES;
     bool widens = a->dtype != HEDDLE_F32;
-    backward_space *p = carve(w, sizeof *p), f = {.sums_d = false};
+    backward_space *p = carve(w, sizeof *p), f = {.fresh = false};
     f.qt = carve_floats(w, pad_d * LANES);   /* or, with few lanes, [lanes][d_pad] */
     f.dot = carve_floats(w, pad_dv * LANES); /* or [lanes][dv_pad] */
     f.q = carve_floats(w, LANES * pad_d);
@@ -95,8 +102,23 @@ static void load_q(const call *c, const unit *u, backward_space *w, const backwa
     }
 }
 
+static float dlse_of(const call *c, const unit *u, const lanes *l, int64_t x) {
+    return c->t->dlse ? ((const float *)c->t->dlse)[lse_offset(c, u, l->head[x], l->first + l->index[x])] : 0;
+}
+
 static void load_tile(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
     load_q(c, u, w, g);
+    w->surveyed = false;
+    for (int64_t x = 0; x < w->l.stride; x++) {
+        const int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
+        w->dfix[x] = g->dfix ? g->dfix[at] : 0;
+        w->surveyed |= w->dfix[x] != 0;
+        w->dlse[x] = dlse_of(c, u, &w->l, x);
+        w->sink[x] = 0;
+        if (c->a->features & HEDDLE_SINKS)
+            w->sink[x] = (float)exp2(sink_above(c, ((const float *)c->t->sinks)[w->l.head[x]], w->base[x]) -
+                                     (double)w->rest[x]);
+    }
     if (c->t->dout && w->l.few)
         pack_few(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, 1, w->dot);
     else if (c->t->dout)
@@ -179,9 +201,10 @@ static key_block load_key_block(const call *c, const unit *u, backward_space *w,
     return b;
 }
 
-/* s = P, and with `gradients` dp = dS = P∘(dP - D), with exact zeros where masked; `rows` rows of `vectors` vectors. */
-INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, float factor, const backward_space *w,
-                         float *s, float *dp) {
+/* s = P, and with `gradients` dp = dS = P∘(dP - D), with exact zeros where masked, and both are added to their sums; `rows` rows of
+ * `vectors` vectors. */
+INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, bool sums, float factor,
+                         const backward_space *w, float *s, float *dp, vf *sum_p, vf *sum_ds) {
     vf e[EXP2_MOST];
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++)
@@ -192,28 +215,43 @@ INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, flo
         store(s + x * VL, e[x]);
         if (!gradients)
             continue;
-        const vf ds = e[x] * (load(dp + x * VL) - load(w->dsum + x % vectors * VL));
-        store(dp + x * VL, masked ? select_float(e[x] == 0, splat(0), ds) : ds);
+        vf ds = e[x] * (load(dp + x * VL) - load(w->dsum + x % vectors * VL));
+        ds = masked ? select_float(e[x] == 0, splat(0), ds) : ds;
+        store(dp + x * VL, ds);
+        if (!sums)
+            continue;
+        sum_p[x % vectors] += e[x];
+        sum_ds[x % vectors] += ds;
     }
 }
 
-INLINE void all_gradients_of(int vectors, bool gradients, bool masked, float factor, int64_t count, backward_space *w) {
+INLINE void all_gradients_of(int vectors, bool gradients, bool masked, bool sums, float factor, int64_t count,
+                             backward_space *w) {
     const int rows = ROWS_AT_ONCE(vectors);
     const int64_t stride = vectors * VL;
+    vf sum_p[TILE_VECTORS], sum_ds[TILE_VECTORS];
+    for (int v = 0; v < vectors; v++)
+        sum_p[v] = sum_ds[v] = splat(0);
     int64_t j = 0;
     for (; j + rows <= count; j += rows)
-        gradients_of(rows, vectors, gradients, masked, factor, w, w->s + j * stride, w->dp + j * stride);
+        gradients_of(rows, vectors, gradients, masked, sums, factor, w, w->s + j * stride, w->dp + j * stride, sum_p,
+                     sum_ds);
     for (; j < count; j++)
-        gradients_of(1, vectors, gradients, masked, factor, w, w->s + j * stride, w->dp + j * stride);
+        gradients_of(1, vectors, gradients, masked, sums, factor, w, w->s + j * stride, w->dp + j * stride, sum_p,
+                     sum_ds);
+    for (int v = 0; v < vectors && sums; v++) {
+        store(w->sum_p + v * VL, sum_p[v]);
+        store(w->sum_ds + v * VL, sum_ds[v]);
+    }
 }
 
-INLINE void weigh_scores(bool gradients, bool masked, float factor, int64_t count, backward_space *w) {
+INLINE void weigh_scores(bool gradients, bool masked, bool sums, float factor, int64_t count, backward_space *w) {
     switch (w->l.vectors) {
-    case 1: all_gradients_of(1, gradients, masked, factor, count, w); break;
-    case 2: all_gradients_of(2, gradients, masked, factor, count, w); break;
-    case 3: all_gradients_of(3, gradients, masked, factor, count, w); break;
+    case 1: all_gradients_of(1, gradients, masked, sums, factor, count, w); break;
+    case 2: all_gradients_of(2, gradients, masked, sums, factor, count, w); break;
+    case 3: all_gradients_of(3, gradients, masked, sums, factor, count, w); break;
 #if TILE_VECTORS > 3
-    default: all_gradients_of(4, gradients, masked, factor, count, w); break;
+    default: all_gradients_of(4, gradients, masked, sums, factor, count, w); break;
 #endif
     }
 }
@@ -221,41 +259,27 @@ INLINE void weigh_scores(bool gradients, bool masked, float factor, int64_t coun
 /* s = P; true as scores() is. */
 static bool probabilities(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const bool masked = scores(c, u, &w->l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch, &w->next);
-    weigh_scores(false, false, c->factor, b->count, w);
+    weigh_scores(false, false, false, c->factor, b->count, w);
     return masked;
 }
 
-/* For 16-bit types, whose o is rounded, D is the sum of P∘dP wherever one block holds all keys, so that it costs next to nothing: the
- * few terms of such rows do not average the rounding out. It takes the place of what prepare_task() found. */
-static bool sums_d(const call *c, const unit *u) {
-    return c->type != HEDDLE_F32 && u->s.sk <= c->tile_k;
-}
-
-/* D += sum over the block's keys of P∘(Z∘dP + dweights); without dP unless `whole`. */
-static void add_to_d(const call *c, const key_block *b, bool whole, const backward_space *w, float *d) {
+/* sum_ds += sum over the block's keys of P∘(Z∘dP + dweights - D), and with `weights` of P∘dweights alone; sum_p += sum of P. */
+static void add_row_sums(const call *c, const key_block *b, bool weights, backward_space *w) {
     for (int64_t x = 0; x < w->l.stride; x += VL) {
-        vf sum = load(d + x);
+        vf sum = load(w->sum_ds + x), sum_p = load(w->sum_p + x);
+        const vf d = weights ? splat(0) : load(w->dsum + x);
         for (int64_t at = x; at < b->count * w->l.stride; at += w->l.stride) {
-            vf p = load(w->s + at), dp = whole ? load(w->dp + at) : splat(0);
-            if (whole && c->drops)
+            vf p = load(w->s + at), dp = weights ? splat(0) : load(w->dp + at);
+            if (!weights && c->drops)
                 dp *= load(w->z + at);
             if (c->t->dweights)
                 dp += load(w->scratch + at);
-            sum += select_float(p == 0, splat(0), p * dp);
+            sum += select_float(p == 0, splat(0), p * (dp - d));
+            sum_p += p;
         }
-        store(d + x, sum);
+        store(w->sum_ds + x, sum);
+        store(w->sum_p + x, sum_p);
     }
-}
-
-static float dlse_of(const call *c, const unit *u, const lanes *l, int64_t x) {
-    return c->t->dlse ? ((const float *)c->t->dlse)[lse_offset(c, u, l->head[x], l->first + l->index[x])] : 0;
-}
-
-static void sum_d(const call *c, const unit *u, const key_block *b, backward_space *w) {
-    memset(w->dsum, 0, sizeof w->dsum);
-    add_to_d(c, b, true, w, w->dsum);
-    for (int64_t x = 0; x < w->l.count; x++)
-        w->dsum[x] -= dlse_of(c, u, &w->l, x);
 }
 
 static void pack_dweights(const call *c, const unit *u, const key_block *b, backward_space *w) {
@@ -282,39 +306,115 @@ static void weight_gradients(const call *c, const unit *u, const key_block *b, b
     few_as_tile(l, t, b->count, w->dp);
 }
 
-/* s = Z∘P, dp = dS = P∘(Z∘(V·dOᵀ) + dweights - D), with exact zeros where masked. True as scores() is. */
-static bool score_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
+/* The same where dropout or the gradient of the weights have a part in dP. */
+static void mixed_gradients(const call *c, const unit *u, const key_block *b, bool masked, backward_space *w) {
     const lanes *l = &w->l;
-    const bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch, &w->next);
-    weight_gradients(c, u, b, w);
-    if (!c->drops && !c->t->dweights && !w->sums_d) {
-        if (masked)
-            weigh_scores(true, true, c->factor, b->count, w);
-        else
-            weigh_scores(true, false, c->factor, b->count, w);
-        return masked;
-    }
-    weigh_scores(false, false, c->factor, b->count, w);
+    weigh_scores(false, false, false, c->factor, b->count, w);
     if (c->drops)
         dropout_factors(c, u, l, b, w->z);
     if (c->t->dweights)
         pack_dweights(c, u, b, w);
-    if (w->sums_d)
-        sum_d(c, u, b, w);
     for (int v = 0; v < l->vectors; v++) {
         const vf dsum = load(w->dsum + v * VL);
+        vf sum_p = splat(0), sum_ds = splat(0);
         for (int64_t x = v * VL; x < b->count * l->stride; x += l->stride) {
             vf p = load(w->s + x), dp = load(w->dp + x);
-            if (c->drops) {
+            if (c->drops)
                 dp *= load(w->z + x);
-                store(w->s + x, p * load(w->z + x));
-            }
             if (c->t->dweights)
                 dp += load(w->scratch + x);
             vf ds = p * (dp - dsum);
-            store(w->dp + x, masked ? select_float(p == 0, splat(0), ds) : ds);
+            ds = masked ? select_float(p == 0, splat(0), ds) : ds;
+            store(w->dp + x, ds);
+            sum_p += p;
+            sum_ds += ds;
         }
+        store(w->sum_p + v * VL, sum_p);
+        store(w->sum_ds + v * VL, sum_ds);
     }
+}
+
+/* Whether the block has all keys that the tile's queries see. */
+static bool block_is_all(const unit *u, const lanes *l, const key_block *b) {
+    const range seen = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    return b->first <= seen.begin && seen.end <= b->first + b->count;
+}
+
+/* Whether rows may be settled by this block: in float32 and several blocks those alone of which a mask or a bias may leave few keys; what
+ * large scores leave of a row has been surveyed. */
+static bool may_settle(const call *c, const unit *u, const key_block *b, const backward_space *w) {
+    return !w->surveyed &&
+           (c->type != HEDDLE_F32 || c->adjusts || c->a->features & HEDDLE_BOOL_MASK || block_is_all(u, &w->l, b));
+}
+
+INLINE vf magnitude(vf x) {
+    return (vf)((vi)x & 0x7fffffff);
+}
+
+/* Lanes whose sum of P and sink's weight is 1 but for `slack` and for what the rounding of a float32 lse does to it. */
+INLINE vi sums_to_one(const call *c, vf sum, vf base, float slack) {
+    const vf size = magnitude(base) * c->factor;
+    return magnitude(1 - sum) <= select_float(size < 64, size, splat(64)) * 0x1p-23f + slack;
+}
+
+/* What D lacks, by the sums of a row, once P is multiplied by `scale`: a row of dS sums to the gradient of lse less the sink's share. */
+INLINE vf lacks_of(const backward_space *w, int64_t at, vf scale) {
+    return (load(w->sum_ds + at) - load(w->sink + at) * load(w->dsum + at)) * scale - load(w->dlse + at);
+}
+
+INLINE void shift_rows(const lanes *l, int64_t at, int64_t count, bool masked, vf scale, vf shift, backward_space *w) {
+    for (int64_t x = at; x < count * l->stride; x += l->stride) {
+        const vf p = load(w->s + x) * scale, ds = load(w->dp + x) * scale - p * shift;
+        store(w->s + x, p);
+        store(w->dp + x, masked ? select_float(p == 0, splat(0), ds) : ds);
+    }
+}
+
+/* Rows whose weight lies in this block but for a rounding of the type get the D that their sums ask for. The one that o gives is off by
+ * the rounding of o, and knows nothing of the rounding of dP, which cancels in dP - D where few keys share a row and little else is
+ * left. And a float32 lse is off by its own rounding: where the block has all keys, float32's P is made to sum to 1. Where the sum
+ * says that lse is of more keys than these (a part of a longer row), everything stays as it is. */
+static void settle_rows(const call *c, const unit *u, const key_block *b, bool masked, backward_space *w) {
+    const lanes *l = &w->l;
+    const bool all = c->type == HEDDLE_F32 && block_is_all(u, l, b);
+    const float slack = all ? 0x1p-20f : c->type == HEDDLE_F32 ? 0x1p-22f : c->type == HEDDLE_BF16 ? 0x1p-9f : 0x1p-12f;
+    for (int64_t at = 0; at < l->stride; at += VL) {
+        if (w->surveyed) {
+            shift_rows(l, at, b->count, masked, splat(1), load(w->dfix + at), w);
+            continue;
+        }
+        const vf sum = load(w->sum_p + at) + load(w->sink + at);
+        const vi whole = sums_to_one(c, sum, load(w->base + at), slack);
+        if (!any_lane(whole))
+            continue;
+        const vf scale = select_float(whole & (all ? -1 : 0), 1 / sum, splat(1));
+        const vf shift = select_float(whole, lacks_of(w, at, scale), splat(0));
+        store(w->dsum + at, load(w->dsum + at) + shift);
+        store(w->rest + at, load(w->rest + at) - (scale - 1) * (float)LOG2E); /* log2(sum) */
+        shift_rows(l, at, b->count, masked, scale, shift, w);
+    }
+}
+
+/* s = Z∘P, dp = dS = P∘(Z∘(V·dOᵀ) + dweights - D), with exact zeros where masked. True as scores() is. */
+static bool score_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const lanes *l = &w->l;
+    const bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch, &w->next);
+    const bool settles = may_settle(c, u, b, w);
+    weight_gradients(c, u, b, w);
+    if (c->drops || c->t->dweights)
+        mixed_gradients(c, u, b, masked, w);
+    else if (masked && settles)
+        weigh_scores(true, true, true, c->factor, b->count, w);
+    else if (masked)
+        weigh_scores(true, true, false, c->factor, b->count, w);
+    else if (settles)
+        weigh_scores(true, false, true, c->factor, b->count, w);
+    else
+        weigh_scores(true, false, false, c->factor, b->count, w);
+    if (settles || w->surveyed)
+        settle_rows(c, u, b, masked, w);
+    for (int64_t x = 0; c->drops && x < b->count * l->stride; x += VL)
+        store(w->s + x, load(w->s + x) * load(w->z + x));
     return masked;
 }
 

@@ -112,7 +112,7 @@ INLINE void tile_product_rows(bool pairs, int block, int vectors, int64_t rows, 
                               float *c, int64_t stride, bool add, gemm_ahead *soon, ahead *next) {
 #define BLOCK_OF(n)                                                                                                    \
     for (; rows >= (n); rows -= (n), a.p += (n)*a.row, c += (n)*stride) {                                              \
-        gemm_block(pairs, n, vectors, count, a, b, stride, c, stride, add, soon);                                      \
+        gemm_chains(pairs, n, vectors, count, a, b, stride, c, stride, add, soon);                                     \
         ahead_step(next);                                                                                              \
     }
     BLOCK_OF(block)

@@ -74,6 +74,25 @@ INLINE void gemm_block(bool pairs, int rows, int vectors, int64_t count, gemm_a 
             store(c + r * c_stride + v * VL, add ? load(c + r * c_stride + v * VL) + sum[r][v] : sum[r][v]);
 }
 
+/* The sum indices of one chain of additions. Its rounding error grows with its length, so longer sums than those of common head dims
+ * are divided evenly, and their parts added up. */
+INLINE int64_t chain_of(bool pairs, int64_t count) {
+    const int64_t chains = pairs || count <= 128 ? 1 : (count + 63) / 64;
+    return (count + chains - 1) / chains;
+}
+
+/* gemm_block() in such chains. */
+INLINE void gemm_chains(bool pairs, int rows, int vectors, int64_t count, gemm_a a, const float *b, int64_t b_stride,
+                        float *c, int64_t c_stride, bool add, gemm_ahead *later) {
+    const int64_t chain = chain_of(pairs, count);
+    do {
+        gemm_block(pairs, rows, vectors, chain < count ? chain : count, a, b, b_stride, c, c_stride, add, later);
+        a.p += chain * a.x;
+        b += chain * b_stride;
+        add = true;
+    } while ((count -= chain) > 0);
+}
+
 INLINE void gemm_rows(bool pairs, int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
                       int64_t b_stride, float *c, int64_t c_stride, bool add, gemm_ahead *later) {
 #define BLOCK_OF(n)                                                                                                    \

@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The systematic part of the rule (docs/design.md, section 4): over the cases of a bin the error is on average at most 1.1 times that of
+ * the plain computation. One case may be off by luck, an average is not. */
+#include "common.h"
+
+#include <math.h>
+#include <stdio.h>
+
+#define MOST 1.1
+
+static bool bin_is_right(const char *name, attention_case c, int cases) {
+    attention_bin bin = {0};
+    bool right = true;
+    for (int x = 0; x < (test_emulated() ? (cases + 3) / 4 : cases); x++) {
+        c.seed = c.seed * 31 + (uint64_t)x + 1;
+        attention_count(&c, &bin);
+    }
+    for (int x = 0; x < T_COUNT; x++) {
+        if (!bin.count[x])
+            continue;
+        const double ratio = attention_bin_ratio(&bin, x);
+        if (ratio > MOST)
+            printf("  %s, %s: %.2f times the plain computation's error on average of %d cases\n", name,
+                   attention_tensor_name[x], ratio, bin.count[x]);
+        right &= ratio <= MOST;
+    }
+    return right;
+}
+
+/* One chain of sums over d loses more and more. */
+static void test_head_dims(void **state) {
+    (void)state;
+    bool right = true;
+    static const int64_t dims[] = {16, 64, 128, 192, 256, 512};
+    for (size_t x = 0; x < COUNT(dims); x++) {
+        char name[32];
+        snprintf(name, sizeof name, "d %d", (int)dims[x]);
+        right &= bin_is_right(name, attention_case_of(1, 2, 0, 33, 45, dims[x], 0), dims[x] <= 128 ? 48 : 16);
+    }
+    right &= bin_is_right("d 256, few queries", attention_case_of(1, 2, 0, 3, 45, 256, 0), 32);
+    assert_true(right);
+}
+
+/* D from o, and P from a rounded lse, are too coarse where few keys share a row: whether the problem has few, or a window, or a mask hides
+ * the others. */
+static void test_few_keys(void **state) {
+    (void)state;
+    bool right = true;
+    attention_case c = attention_case_of(1, 2, 0, 70, 70, 64, 0);
+    c.a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
+    c.a.features = HEDDLE_WINDOW;
+    c.a.window_left = 1;
+    c.a.window_right = 0;
+    right &= bin_is_right("window of two keys", c, 16);
+    c.a.sq = c.a.sk = 300; /* several chunks of keys: rows on both sides of an end */
+    right &= bin_is_right("window of two keys, 300 keys", c, 16);
+    c = attention_case_of(1, 2, 0, 60, 3, 64, 0);
+    right &= bin_is_right("three keys", c, 24);
+    c = attention_case_of(1, 2, 0, 60, 300, 64, 0);
+    c.a.features = HEDDLE_BOOL_MASK;
+    c.mask_density = 0.01;
+    right &= bin_is_right("three of 300 keys", c, 8);
+    assert_true(right);
+}
+
+static void test_large_scores(void **state) {
+    (void)state;
+    bool right = true;
+    attention_case c = attention_case_of(1, 1, 0, 1, 25, 64, 0);
+    c.q_magnitude = c.k_magnitude = 3;
+    right &= bin_is_right("one query, 25 keys, amplitude 3", c, 48);
+    c = attention_case_of(1, 2, 0, 50, 100, 64, 0);
+    c.q_magnitude = c.k_magnitude = 3;
+    right &= bin_is_right("100 keys, amplitude 3", c, 24);
+    c = attention_case_of(1, 1, 0, 50, 300, 64, 0);
+    c.q_magnitude = c.k_magnitude = 3;
+    right &= bin_is_right("300 keys, amplitude 3", c, 12);
+    assert_true(right);
+}
+
+/* More keys than a block has, of which a row sees one or two: what o was rounded by is all that dS then is. */
+static void test_one_of_many(void **state) {
+    (void)state;
+    bool right = true;
+    for (size_t x = 0; x < TEST_DTYPES; x++) {
+        attention_case c = attention_case_of(1, 2, 0, 200, 200, 64, 0);
+        c.a.dtype = test_dtypes[x];
+        c.a.features = HEDDLE_WINDOW | HEDDLE_SINKS;
+        right &= bin_is_right("window of one key and a sink", c, 10);
+        c.a.features = HEDDLE_WINDOW;
+        right &= bin_is_right("window of one key", c, 6);
+        c = attention_case_of(1, 2, 0, 60, 600, 64, 0);
+        c.a.dtype = test_dtypes[x];
+        c.a.features = HEDDLE_BOOL_MASK;
+        c.mask_density = 0.0025;
+        right &= bin_is_right("one of 600 keys", c, 16);
+    }
+    assert_true(right);
+}
+
+/* Where nothing is out of the ordinary. */
+static void test_common(void **state) {
+    (void)state;
+    bool right = true;
+    for (size_t x = 0; x < TEST_DTYPES; x++) {
+        attention_case c = attention_case_of(1, 2, 0, 90, 300, 64, 0);
+        c.a.dtype = test_dtypes[x];
+        right &= bin_is_right("300 keys", c, 24);
+        c.a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
+        c.a.sk = 90;
+        right &= bin_is_right("causal", c, 16);
+    }
+    assert_true(right);
+}
+
+int main(void) {
+    test_begin();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_head_dims),   cmocka_unit_test(test_few_keys), cmocka_unit_test(test_large_scores),
+        cmocka_unit_test(test_one_of_many), cmocka_unit_test(test_common),
+    };
+    return test_end(cmocka_run_group_tests(tests, NULL, NULL));
+}
