@@ -116,8 +116,8 @@ static void load_tile(const call *c, const unit *u, backward_space *w, const bac
         w->dlse[x] = dlse_of(c, u, &w->l, x);
         w->sink[x] = 0;
         if (c->a->features & HEDDLE_SINKS)
-            w->sink[x] = (float)exp2(sink_above(c, ((const float *)c->t->sinks)[w->l.head[x]], w->base[x]) -
-                                     (double)w->rest[x]);
+            w->sink[x] =
+                (float)exp2(sink_above(c, ((const float *)c->t->sinks)[w->l.head[x]], w->base[x]) - (double)w->rest[x]);
     }
     if (c->t->dout && w->l.few)
         pack_few(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, 1, w->dot);

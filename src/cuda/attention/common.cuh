@@ -25,6 +25,11 @@ struct place {
     int lo, hi, off;            /* query i sees key j when i + lo <= j <= i + hi */
 };
 
+/* Does no query see more than FEW_KEYS? */
+INLINE bool sees_few(const place &c) {
+    return c.sk <= FEW_KEYS || (uint32_t)c.hi - (uint32_t)c.lo < FEW_KEYS;
+}
+
 INLINE int clamp_to_int(int64_t x) {
     return (int)clamp64(x, -(INT64_C(1) << 30), INT64_C(1) << 30);
 }
@@ -95,18 +100,22 @@ struct row_scale {
     float factor, base, shrink;
 };
 
-template <typename T> INLINE row_scale scale_row(float before, float top, float c) {
-    const float product = top == -CUDART_INF_F ? 0.0f : __fmul_rn(top, c), old = __fmul_rn(before, c);
-    const bool alone = fabsf(product) >= alone_from<T>();
-    /* 2^31 over top's power of two: its last bit comes to 2^8. */
-    const uint32_t power = min((127u + 127u + 31u << 23) - (__float_as_uint(top) & 0x7f800000u), 0x7f000000u);
-    const float factor = alone ? __uint_as_float(power) : c;
+/* The usual row. What was far below (-1e12, say) shrinks to 0 by itself. */
+INLINE row_scale scale_row(float before, float top, float c) {
+    const float base = top == -CUDART_INF_F ? 0.0f : __fmul_rn(top, c);
     /* not fused, or the rounding of what is subtracted would come in twice */
-    const float shrink = exp2_approx(old - product);
-    return {factor, alone ? top * factor : product,
-            !(fmaxf(fabsf(old), fabsf(product)) < alone_from<T>()) && before != -CUDART_INF_F
-                ? (before == top ? 1.0f : 0.0f)
-                : shrink};
+    return {c, base, exp2_approx(__fmul_rn(before, c) - base)};
+}
+
+template <typename T> INLINE bool is_alone(const row_scale &r) {
+    return !(fabsf(r.base) < alone_from<T>());
+}
+
+/* The same of a row that is_alone. 2^31 over top's power of two: its last bit comes to 2^8. */
+INLINE void scale_alone(float before, float top, row_scale *r) {
+    r->factor = __uint_as_float(min((127u + 127u + 31u << 23) - (__float_as_uint(top) & 0x7f800000u), 0x7f000000u));
+    r->base = top * r->factor;
+    r->shrink = before == top ? 1.0f : 0.0f;
 }
 
 /* A split's part of a row: its maximum, and the logarithm to base 2 of its sum over exp2((S - maximum)·c). */
@@ -133,9 +142,13 @@ INLINE float end_far(float unit, float top, float sink, float *sum, float *lse) 
     return shrink;
 }
 
-/* The same of a row whose sum is over exp2(S·c - max·c), max·c rounded. Of that rounding the sink knows nothing. */
-INLINE float end_near(const attention_params &p, float unit, float max, float c, float sink, float *sum, float *lse) {
-    const float base = __fmul_rn(max, c), above = fmaf(fmaf(-max, unit, sink), LOG2E, fmaf(max, c, -base));
+/* How far a sink is above a row whose sum is over exp2(S·c - base), in units of log2: base is near max·c, which the sink knows exactly. */
+INLINE float sink_above(float sink, float max, float unit, float c, float base) {
+    return fmaf(fmaf(-max, unit, sink), LOG2E, fmaf(max, c, -base));
+}
+
+/* The end of such a row. Returns what O shrinks by. */
+INLINE float end_near(const attention_params &p, float base, float sink, float above, float *sum, float *lse) {
     const bool nothing = *sum == 0.0f;
     if (sink == -CUDART_INF_F) {
         *lse = nothing ? -CUDART_INF_F : natural_log(p, base, *sum);

@@ -104,6 +104,7 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
     const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
     const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k);
     const float factor = p.rich ? LOG2E : p.scale_log2;
+    const int begin = max(0, min(query0 + c.lo, c.sk)), end = max(0, min(min(query0 + ROWS, c.sq) + c.hi, c.sk));
     const dropout_state dropout = make_dropout(p);
     float base[2], rest[2], sum[2] = {0.0f, 0.0f};
     __syncthreads(); /* base and rest are there, shared memory is free */
@@ -118,7 +119,7 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
                                    (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q), p.a.do_stride.s,
                                    query0, 0, c.sq, (int)p.a.dv, p.vectors & VECTOR_DO);
 #pragma unroll 1
-    for (int j0 = 0; j0 < c.sk; j0 += BLOCK) {
+    for (int j0 = begin; j0 < end; j0 += BLOCK) {
         float s[1][BLOCK / 8][4], dp[1][BLOCK / 8][4];
         __syncthreads();
         load_tile<T, D, BLOCK, THREADS>(sk, k, p.a.k_stride.s, j0, 0, c.sk, (int)p.a.d, p.vectors & VECTOR_K);
@@ -224,7 +225,7 @@ INLINE void prepare_tile(const attention_params &p, unsigned id, bool all, uint3
     }
     if (__syncthreads_or(large[0] || large[1]))
         refine_rows<T, D, WARPS, BLOCK>(p, c, x, query0, large, shared);
-    if (sizeof(T) == 2 && c.sk <= FEW_KEYS && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
+    if (sizeof(T) == 2 && sees_few(c) && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
         sum_gradients<T, D, WARPS, BLOCK>(p, c, x, query0, shared);
 }
 
@@ -263,7 +264,7 @@ template <typename T, int COLUMNS> INLINE void attention_light(const attention_p
                 make_float4(0, 0, 0, 0);
     prepare_rows<T>(p, c, x, tile * 64 + (int)threadIdx.x / 32 * 16);
     const bool large = threadIdx.x < 64 && i < c.sq && is_coarse<T>(c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
-    const bool any = __syncthreads_or(large) || c.sk <= FEW_KEYS;
+    const bool any = __syncthreads_or(large) || sees_few(c);
     if (threadIdx.x == 0)
         p.flags[blockIdx.x] = any && tile * 64 < c.sq;
 }

@@ -153,7 +153,11 @@ INLINE void merge_warps(const attention_params &p, const forward_work &w, float 
             top = fmaxf(top, tops[y * 16 + row]);
 #pragma unroll
         for (int y = 0; y < WARPS; y++) {
-            const float own = tops[y * 16 + row], by = own == -CUDART_INF_F ? 0.0f : scale_row<T>(own, top, c).shrink;
+            const float own = tops[y * 16 + row];
+            row_scale r = scale_row(own, top, c);
+            if (is_alone<T>(r))
+                scale_alone(own, top, &r);
+            const float by = own == -CUDART_INF_F ? 0.0f : r.shrink;
             const float4 part = *(const float4 *)(parts + (y * 16 + row) * PITCH + column);
             sum += sums[y * 16 + row] * by;
             all.x += part.x * by;

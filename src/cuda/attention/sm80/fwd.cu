@@ -98,8 +98,9 @@ INLINE void score_full(const attention_params &p, const forward_work &w, int row
 /* S -> P = exp2(S·c - max·c); what was summed before is scaled to the new maximum. */
 template <typename T, int WIDTH, int TILES, int BLOCK>
 INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOCK / 8][4], float (*o)[WIDTH / 8][4]) {
-    float base[TILES][2], factor[TILES][2], shrink[TILES][2];
-    bool grows = false;
+    row_scale row[TILES][2];
+    float before[TILES][2];
+    bool grows = false, alone = false;
 #pragma unroll
     for (int x = 0; x < TILES; x++)
 #pragma unroll
@@ -109,23 +110,29 @@ INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOC
             for (int y = 0; y < BLOCK / 8; y++)
                 top = fmaxf(top, fmaxf(s[x][y][2 * half], s[x][y][2 * half + 1]));
             top = quad_max(top);
-            const row_scale row = scale_row<T>(state->max[x][half], top, c);
-            base[x][half] = row.base;
-            factor[x][half] = row.factor;
-            shrink[x][half] = row.shrink;
-            grows |= top != state->max[x][half];
+            before[x][half] = state->max[x][half];
+            row[x][half] = scale_row(before[x][half], top, c);
+            alone |= is_alone<T>(row[x][half]);
+            grows |= top != before[x][half];
             state->max[x][half] = top;
         }
+    if (__any_sync(ALL_LANES, alone))
+#pragma unroll
+        for (int x = 0; x < TILES; x++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                if (is_alone<T>(row[x][half]))
+                    scale_alone(before[x][half], state->max[x][half], &row[x][half]);
     if (__any_sync(ALL_LANES, grows)) {
 #pragma unroll
         for (int x = 0; x < TILES; x++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                state->sum[x][half] *= shrink[x][half];
+                state->sum[x][half] *= row[x][half].shrink;
 #pragma unroll
                 for (int y = 0; y < WIDTH / 8; y++) {
-                    o[x][y][2 * half] *= shrink[x][half];
-                    o[x][y][2 * half + 1] *= shrink[x][half];
+                    o[x][y][2 * half] *= row[x][half].shrink;
+                    o[x][y][2 * half + 1] *= row[x][half].shrink;
                 }
             }
     }
@@ -135,7 +142,7 @@ INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOC
         for (int x = 0; x < TILES; x++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                s[x][y][e] = exp2_approx(fmaf(s[x][y][e], factor[x][e / 2], -base[x][e / 2]));
+                s[x][y][e] = exp2_approx(fmaf(s[x][y][e], row[x][e / 2].factor, -row[x][e / 2].base));
 #pragma unroll
     for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
@@ -179,11 +186,12 @@ INLINE row_end end_row(const attention_params &p, const forward_work &w, int64_t
     const float sink = sinks ? ((const float *)p.t.sinks)[head] : -CUDART_INF_F;
     if (i >= w.c.sq)
         *sum = 0.0f;
-    const float rounding = far ? 0.0f : fmaf(max, c, -__fmul_rn(max, c));
-    const float log2 = *sum == 0.0f ? -CUDART_INF_F : log2f(*sum) - rounding;
+    const float base = __fmul_rn(max, c);
+    const float log2 = *sum == 0.0f ? -CUDART_INF_F : log2f(*sum) - (far ? 0.0f : fmaf(max, c, -base));
     float lse;
-    const float shrink =
-        far && *sum != 0.0f ? end_far(p.unit, max, sink, sum, &lse) : end_near(p, p.unit, max, c, sink, sum, &lse);
+    const float shrink = far && *sum != 0.0f
+                             ? end_far(p.unit, max, sink, sum, &lse)
+                             : end_near(p, base, sink, sink_above(sink, max, p.unit, c, base), sum, &lse);
     return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, lse, log2};
 }
 

@@ -173,7 +173,8 @@ struct softmax_state {
 /* S -> P = exp2(S·c - max·c). The maximum is allowed to be out of date as long as P stays under 2^8: what counts in the end is
  * that all that is summed has the same. What was summed before has to be multiplied by shrink; false: by ones. */
 template <int N> INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float shrink[2]) {
-    float base[2], factor[2];
+    row_scale row[2];
+    float before[2];
     bool grows = false;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -182,21 +183,27 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
         for (int y = 1; y < N / 8; y++)
             top = fmaxf(top, fmaxf(s[y][2 * half], s[y][2 * half + 1]));
         top = quad_max(top);
-        const float before = state->max[half];
-        const bool more = (top - before) * c > 8.0f;
-        state->max[half] = more ? top : before;
-        const row_scale row = scale_row<bf16>(before, state->max[half], c);
-        factor[half] = row.factor;
-        base[half] = row.base;
-        shrink[half] = row.shrink;
+        before[half] = state->max[half];
+        const bool more = (top - before[half]) * c > 8.0f;
+        state->max[half] = more ? top : before[half];
+        row[half] = scale_row(before[half], state->max[half], c);
         grows |= more;
+    }
+    if (__any_sync(ALL_LANES, is_alone<bf16>(row[0]) || is_alone<bf16>(row[1])))
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (is_alone<bf16>(row[half]))
+                scale_alone(before[half], state->max[half], &row[half]);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        shrink[half] = row[half].shrink;
         state->sum[half] *= shrink[half];
     }
 #pragma unroll
     for (int y = 0; y < N / 8; y++) {
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            s[y][e] = exp2_approx(fmaf(s[y][e], factor[e / 2], -base[e / 2]));
+            s[y][e] = exp2_approx(fmaf(s[y][e], row[e / 2].factor, -row[e / 2].base));
         state->sum[0] += s[y][0] + s[y][1];
         state->sum[1] += s[y][2] + s[y][3];
     }
@@ -214,8 +221,8 @@ INLINE float finish_row(const attention_params &p, const forward_target &t, int 
     if (row >= t.rows)
         sum = 0.0f;
     const bool far = sum != 0.0f && is_far(top, p.scale_log2, alone_from<bf16>());
-    const float shrink =
-        far ? end_far(p.scale, top, sink, &sum, &lse) : end_near(p, p.scale, top, p.scale_log2, sink, &sum, &lse);
+    const float base = __fmul_rn(top, p.scale_log2), above = sink_above(sink, top, p.scale, p.scale_log2, base);
+    const float shrink = far ? end_far(p.scale, top, sink, &sum, &lse) : end_near(p, base, sink, above, &sum, &lse);
     if (p.t.lse && writes && row < t.all_rows)
         ((float *)p.t.lse)[t.lse + row] = lse;
     return sum != 0.0f ? __fdividef(shrink, sum) : 0.0f;

@@ -188,8 +188,7 @@ struct softmax_state {
     float max[2], offset[2], sum[2]; /* sum: this lane's part */
 };
 
-/* step_far(), where what P was of before is exp2(S·c + offset). */
-INLINE float shrink_far_offsets(float before, float offset, float top, float new_offset, float mantissa) {
+INLINE float shrink_far(float before, float offset, float top, float new_offset, float mantissa) {
     if (before == top)
         return 1.0f;
     if (is_far(before, mantissa))
@@ -198,35 +197,51 @@ INLINE float shrink_far_offsets(float before, float offset, float top, float new
     return exp2_approx(SHIFT - fmaf(top, mantissa, offset));
 }
 
+/* Of a row whose maximum is far, or was: the maximum is subtracted from S. */
+INLINE void subtract_far(float before, float old_offset, float top, float mantissa, float power, int half,
+                         float (*s)[4], float *offset, float *shrink) {
+    if (!is_far(top, mantissa) && !is_far(before, mantissa))
+        return;
+    if (before != -CUDART_INF_F)
+        *shrink = shrink_far(before, old_offset, top, *offset, mantissa);
+    if (!is_far(top, mantissa))
+        return;
+    *offset = SHIFT;
+#pragma unroll
+    for (int y = 0; y < SPLIT_ROWS / 8; y++) {
+        s[y][2 * half] -= top / power;
+        s[y][2 * half + 1] -= top / power;
+    }
+}
+
 /* S -> P; what was summed before has to be multiplied by shrink, unless false is returned. */
 INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float shrink[2]) {
-    bool grows = false;
+    bool grows = false, far = false;
+    float before[2], offset[2];
+    const float mantissa = mantissa_of(c);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float top = fmaxf(s[0][2 * half], s[0][2 * half + 1]);
 #pragma unroll
         for (int y = 1; y < SPLIT_ROWS / 8; y++)
             top = fmaxf(top, fmaxf(s[y][2 * half], s[y][2 * half + 1]));
-        const float before = state->max[half], mantissa = mantissa_of(c);
-        top = fmaxf(before, quad_max(top) * power_of(c));
-        float offset = top == -CUDART_INF_F ? 0.0f : SHIFT - __fmul_rn(top, mantissa);
-        shrink[half] = before == -CUDART_INF_F ? 0.0f : exp2_approx(offset - state->offset[half]);
-        if (is_far(top, mantissa) || is_far(before, mantissa)) {
-            if (before != -CUDART_INF_F)
-                shrink[half] = shrink_far_offsets(before, state->offset[half], top, offset, mantissa);
-            if (is_far(top, mantissa)) {
-                const float base = top / power_of(c);
-                offset = SHIFT;
-#pragma unroll
-                for (int y = 0; y < SPLIT_ROWS / 8; y++) {
-                    s[y][2 * half] -= base;
-                    s[y][2 * half + 1] -= base;
-                }
-            }
-        }
-        grows |= top > before;
+        before[half] = state->max[half];
+        top = fmaxf(before[half], quad_max(top) * power_of(c));
+        const float base = __fmul_rn(top, mantissa);
+        offset[half] = top == -CUDART_INF_F ? 0.0f : SHIFT - base;
+        shrink[half] = before[half] == -CUDART_INF_F ? 0.0f : exp2_approx(offset[half] - state->offset[half]);
+        far |= fabsf(offset[half]) >= FAR - SHIFT || state->offset[half] == SHIFT;
+        grows |= top > before[half];
         state->max[half] = top;
-        state->offset[half] = offset;
+    }
+    if (__any_sync(ALL_LANES, far))
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            subtract_far(before[half], state->offset[half], state->max[half], mantissa, power_of(c), half, s,
+                         &offset[half], &shrink[half]);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        state->offset[half] = offset[half];
         state->sum[half] *= shrink[half];
     }
 #pragma unroll
@@ -383,24 +398,15 @@ INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t b
 
 /* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
 INLINE float finish_row(const attention_params &p, const forward_work &w, int i, float max, float offset, float sum) {
-    const bool far = sum != 0.0f && i < w.c.sq && is_far(max, mantissa_of(p.scale_log2));
-    float top = sum == 0.0f ? -CUDART_INF_F : SHIFT - offset, shrink = 1.0f, lse;
-    sum *= power_of_two(-SHIFT);
-    if (far)
-        shrink = end_far(p.scale / power_of(p.scale_log2), max,
-                         p.a.features & HEDDLE_SINKS ? ((const float *)p.t.sinks)[w.x] : -CUDART_INF_F, &sum, &lse);
-    else if ((p.a.features & HEDDLE_SINKS) && i < w.c.sq) {
-        const float sink = ((const float *)p.t.sinks)[w.x] * LOG2E, most = fmaxf(top, sink);
-        if (sink != -CUDART_INF_F) {
-            shrink = top == -CUDART_INF_F ? 0.0f : exp2_approx(top - most);
-            sum = sum * shrink + exp2_approx(sink - most);
-            top = most;
-        }
-    }
-    if (i >= w.c.sq)
-        sum = 0.0f;
-    if (!far)
-        lse = natural_log(p, top, sum);
+    const float mantissa = mantissa_of(p.scale_log2), unit = p.scale / power_of(p.scale_log2);
+    const bool sinks = (p.a.features & HEDDLE_SINKS) && i < w.c.sq;
+    const float sink = sinks ? ((const float *)p.t.sinks)[w.x] : -CUDART_INF_F;
+    float lse;
+    sum = i < w.c.sq ? sum * power_of_two(-SHIFT) : 0.0f;
+    const bool far = sum != 0.0f && is_far(max, mantissa);
+    const float above = fmaf(fmaf(-max, unit, sink), LOG2E, fmaf(max, mantissa, offset) - SHIFT);
+    const float shrink =
+        far ? end_far(unit, max, sink, &sum, &lse) : end_near(p, SHIFT - offset, sink, above, &sum, &lse);
     if (p.t.lse && threadIdx.x % 4 == 0 && i < w.c.all_sq)
         ((float *)p.t.lse)[lse_at(p, w.c, w.x, i)] = lse;
     return sum == 0.0f ? 0.0f : shrink / sum;

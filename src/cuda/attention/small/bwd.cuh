@@ -104,7 +104,7 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
     const matrix<T> k = matrix_k<T>(p, c, y), v = matrix_v<T>(p, c, y);
     matrix<T> q = matrix_q<T>(p, c, w.x), dout = matrix_dout<T>(p, c, w.x), o = matrix_o<T>(p, c, w.x);
     const dropout_state dropout = make_dropout(p);
-    const bool few = sizeof(T) == 2 && c.sk <= FEW_KEYS;
+    const bool few = sizeof(T) == 2 && sees_few(c);
     const int mine = threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
     const int own_row = mine < ROWS ? w.own + mine : KEYS ? c.sk : c.sq;
     const four<T> own_a = fetch_any(KEYS ? k : q, own_row, column), own_b = fetch_any(KEYS ? v : dout, own_row, column);
