@@ -86,14 +86,14 @@ static void test_one_of_many(void **state) {
         attention_case c = attention_case_of(1, 2, 0, 200, 200, 64, 0);
         c.a.dtype = test_dtypes[x];
         c.a.features = HEDDLE_WINDOW | HEDDLE_SINKS;
-        right &= bin_is_right("window of one key and a sink", c, 10);
+        right &= bin_is_right("window of one key and a sink", c, 64);
         c.a.features = HEDDLE_WINDOW;
-        right &= bin_is_right("window of one key", c, 6);
+        right &= bin_is_right("window of one key", c, 24);
         c = attention_case_of(1, 2, 0, 60, 600, 64, 0);
         c.a.dtype = test_dtypes[x];
         c.a.features = HEDDLE_BOOL_MASK;
         c.mask_density = 0.0025;
-        right &= bin_is_right("one of 600 keys", c, 16);
+        right &= bin_is_right("one of 600 keys", c, 48);
     }
     assert_true(right);
 }

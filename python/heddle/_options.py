@@ -12,6 +12,7 @@ from heddle._errors import HeddleTypeError, HeddleValueError
 CAUSAL = {None: 0, False: 0, "top_left": 1, "bottom_right": 2}
 NORMS = {"layer": 0, "rms": 1}
 TINY = 1e-300  # where 0 means the default to the library
+LEAST_SCALE = 2.0**-100  # the least that it takes: scores of nothing
 LARGEST = sys.float_info.max
 FARTHEST = 2**62  # of a window; no sequence is as long
 LONGEST = 2**40  # of a sequence, to the library
@@ -76,7 +77,7 @@ def scale_of(scale: Any) -> float:
         scale = float(scale)
     if not -LARGEST <= scale <= LARGEST:
         raise HeddleValueError(f"scale = {scale!r} is not a finite number")
-    return float(scale) or TINY
+    return float(scale) or LEAST_SCALE
 
 
 def norm_of(norm: str) -> int:

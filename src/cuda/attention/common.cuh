@@ -203,10 +203,14 @@ INLINE void split_lse(const attention_params &p, float lse, float *base, float *
     }
 }
 
-/* A sink joins the sum of a row. */
+/* Is a sink so far above all scores of a row that lse is the sink, and says it better than a base among the scores could? */
+INLINE bool is_ruled_by_sink(float max, float unit, float sink) {
+    return fmaf(-max, unit, sink) * LOG2E > 64.0f;
+}
+
+/* A sink joins the sum of a row that it does not rule. */
 INLINE float join_sink(float max, float unit, float log2, float sink) {
-    const float above = fmaf(-max, unit, sink) * LOG2E;
-    return above > 64.0f ? above : log2f(exp2f(log2) + exp2f(above));
+    return log2f(exp2f(log2) + exp2f(fmaf(-max, unit, sink) * LOG2E));
 }
 
 /* Is a float32 log-sum-exp too coarse for P = exp(S - lse)? Large ones are. */

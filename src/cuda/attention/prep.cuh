@@ -200,8 +200,12 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
         if (!large[half] || top[half] == -CUDART_INF_F || lane % 4)
             continue;
         float log2 = log2f(all);
-        if (p.a.features & HEDDLE_SINKS)
-            log2 = join_sink(top[half], p.unit, log2, ((const float *)p.t.sinks)[x]);
+        if (p.a.features & HEDDLE_SINKS) {
+            const float sink = ((const float *)p.t.sinks)[x];
+            if (is_ruled_by_sink(top[half], p.unit, sink))
+                continue;
+            log2 = join_sink(top[half], p.unit, log2, sink);
+        }
         const int64_t at = lse_at(p, c, x, i);
         if (is_same_lse(natural_lse(p, top[half], factor, p.unit, log2), ((const float *)p.t.lse)[at]))
             put_log_sum(top[half], factor, log2, &p.base[at], &p.rest[at]);

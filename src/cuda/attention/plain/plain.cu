@@ -216,8 +216,12 @@ INLINE void refine_lse(const attention_params &p, const place &c, const row_inde
         sum += exp2_approx((plain_score<T>(p, c, row, at.x / p.group, j, q, &slack) - top) * LOG2E);
     sum = warp_sum(sum);
     float log2 = log2f(sum);
-    if (p.a.features & HEDDLE_SINKS)
-        log2 = join_sink(top, 1.0f, log2, ((const float *)p.t.sinks)[at.x]);
+    if (p.a.features & HEDDLE_SINKS) {
+        const float sink = ((const float *)p.t.sinks)[at.x];
+        if (is_ruled_by_sink(top, 1.0f, sink))
+            return;
+        log2 = join_sink(top, 1.0f, log2, sink);
+    }
     if (is_same_lse(fmaf(log2, LN2, top), lse))
         put_log_sum(top, LOG2E, log2, base, rest);
 }

@@ -227,8 +227,12 @@ INLINE void store_numbers(const attention_params &p, const work &w, int row0, co
         const float lse = ((const float *)p.t.lse)[at];
         const float c = mantissa_of(p.scale_log2), unit = p.scale / power_of(p.scale_log2);
         float log2 = log2f(sum);
-        if (p.a.features & HEDDLE_SINKS)
-            log2 = join_sink(top, unit, log2, ((const float *)p.t.sinks)[w.head]);
+        if (p.a.features & HEDDLE_SINKS) {
+            const float sink = ((const float *)p.t.sinks)[w.head];
+            if (is_ruled_by_sink(top, unit, sink))
+                continue;
+            log2 = join_sink(top, unit, log2, sink);
+        }
         if (is_coarse<float>(w.c, lse) && is_same_lse(natural_lse(p, top, c, unit, log2), lse) && !isnan(p.base[at]))
             put_log_sum(top, c, log2, &p.base[at], &p.rest[at]);
     }
