@@ -9,7 +9,7 @@
 
 /* What a backend has planned, and found out about its device: for its run, and for nobody else. */
 typedef union plan_own {
-    unsigned char bytes[320];
+    unsigned char bytes[512];
     max_align_t aligned;
 } plan_own;
 

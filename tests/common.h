@@ -139,6 +139,7 @@ typedef struct attention_case {
     double mask_density;  /* of the boolean mask; 0 means 0.7 */
     double huge_bias;     /* the bias of some whole rows, and of some keys of the others; 0: of none */
     bool mask_rows;       /* some rows of the boolean mask are empty */
+    int64_t mask_tiles;   /* tiles of so many rows and columns are empty, full or as they were; 0: no tile is */
 } attention_case;
 
 typedef struct attention_problem {

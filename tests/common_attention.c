@@ -109,6 +109,15 @@ static void fill_mask(attention_problem *p, const attention_case *c, rng *r) {
             for (int64_t x = 0; x < t->dim[1]; x++)
                 for (int64_t j = 0; j < t->dim[3]; j++)
                     tensor_set(t, n, x, i, j, 0);
+    for (int64_t n = 0; c->mask_tiles && n < t->dim[0]; n++)
+        for (int64_t x = 0; x < t->dim[1]; x++)
+            for (int64_t i = 0; i < t->dim[2]; i++)
+                for (int64_t j = 0; j < t->dim[3]; j++) {
+                    const int64_t tile = (t->stride[0] ? n : 0) + (t->stride[1] ? 3 * x : 0) +
+                                         (t->stride[2] ? i / c->mask_tiles * 5 : 0) + j / c->mask_tiles * 7;
+                    if (tile % 4 != 2)
+                        tensor_set(t, n, x, i, j, tile % 4 ? 0 : 1);
+                }
     free(reached);
 }
 

@@ -38,6 +38,11 @@ PTX uint4 load_shared16(uint32_t at) {
     return x;
 }
 
+/* The line is wanted in the second-level cache. */
+PTX void prefetch_global(const void *at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+}
+
 /* As one instruction; the compiler would rather store by fours than move registers. */
 PTX void store_global16(void *to, uint4 x) {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
@@ -133,6 +138,47 @@ PTX uint32_t fma2_bf16(uint32_t a, uint32_t b, uint32_t c) {
 PTX uint32_t fma2_f16(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t r;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+/* The smaller ones of two pairs; a NaN loses. */
+PTX uint32_t min2_bf16(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+PTX uint32_t min2_f16(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+/* tanh within 2^-11 of itself. */
+PTX float tanh_approx(float x) {
+    float r;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+/* log2 within 2^-22; of 0 -inf. */
+PTX float log2_approx(float x) {
+    float r;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+/* 1/x within 1 ulp. */
+PTX float reciprocal_approx(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+/* An 8x8 matrix of 16 bits, row l/4 and columns l%4·2 + 0, 1 in lane l, the other way round. */
+PTX uint32_t transpose8x8(uint32_t x) {
+    uint32_t r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
     return r;
 }
 

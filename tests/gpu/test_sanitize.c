@@ -74,9 +74,26 @@ static void test_many_tiles(void **state) {
             }
 }
 
+/* The options that change scores and no others: on Hopper the full kernels, in backward of both kinds. */
+static void test_scores(void **state) {
+    (void)state;
+    static const int64_t dims[] = {64, 128, 256};
+    for (int x = 0; x < 12; x++) {
+        attention_case c = {.a = attention_desc(test_dtypes[1 + x % 2], 2, 2, 1, 200, 390, dims[x % 3], dims[x % 3]),
+                            .seed = 1,
+                            .mask_tiles = 128};
+        c.a.mask = (heddle_mask)(x % 3);
+        c.a.softcap = x < 6 ? 20 : 0;
+        c.a.features = HEDDLE_BOOL_MASK | (x % 4 < 2 ? HEDDLE_BIAS : HEDDLE_ALIBI) | (x % 2 ? HEDDLE_DETERMINISTIC : 0);
+        c.a.dbias_stride = x % 4 == 0 ? (heddle_strides){0, 0, 390} : (heddle_strides){0, 0, 0};
+        run_attention(&c);
+    }
+}
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_wide_tiles),
-                                       cmocka_unit_test(test_attention), cmocka_unit_test(test_many_tiles)};
+                                       cmocka_unit_test(test_attention), cmocka_unit_test(test_many_tiles),
+                                       cmocka_unit_test(test_scores)};
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -191,6 +191,68 @@ static void test_lengths(void **state) {
     }
 }
 
+/* The options that change scores: the full kernels in 16 bits. In float32 they are another family's. */
+static void check_full(attention_case *c) {
+    static int count;
+    if (count++ % 3 == 1)
+        c->a.features |= HEDDLE_DETERMINISTIC;
+    expect_family(c, c->a.dtype == HEDDLE_F32 ? "sm80" : "full_sm90");
+    check_attention(c);
+}
+
+static void test_scores(void **state) {
+    static const int64_t sizes[][4] = {
+        {200, 333, 64, 64}, {333, 200, 128, 128}, {130, 290, 256, 256}, {300, 257, 96, 40}};
+    for (int x = 0; x < 16; x++) {
+        const int64_t *s = sizes[x % 4];
+        attention_case c = make_case(type_of(state, (size_t)(x / 2)), 2, 4, x % 3 ? 4 : 2, s[0], s[1], s[2], s[3]);
+        c.a.mask = (heddle_mask)(x % 3);
+        c.a.softcap = x % 4 == 1 ? 0 : x % 5 ? 20 : 3;
+        c.a.features = (x / 4 % 2 ? HEDDLE_ALIBI : 0) | (x % 7 == 3 ? HEDDLE_SINKS : 0);
+        c.a.alibi_stride_b = x % 8 > 4 && c.a.features & HEDDLE_ALIBI ? 4 : 0;
+        if (c.a.softcap == 0 && !(c.a.features & HEDDLE_ALIBI))
+            c.a.scale = -0.1;
+        check_full(&c);
+    }
+}
+
+/* Of every shape that repeats, in rows that begin at odd places, too; what is masked by a bias may be anything. */
+static void test_biases(void **state) {
+    const int64_t b = 2, h = 4;
+    static const int64_t sizes[][3] = {{200, 333, 64}, {140, 264, 128}, {131, 290, 256}};
+    for (int x = 0; x < 15; x++) {
+        const int64_t sq = sizes[x % 3][0], sk = sizes[x % 3][1], row = x % 2 ? (sk + 7) / 8 * 8 : sk;
+        const heddle_strides shapes[] = {
+            {h * sq * row, sq * row, row}, {0, sq * row, row}, {sq * row, 0, row}, {0, row, 0}, {h * row, row, 0}};
+        attention_case c = make_case(type_of(state, (size_t)(x / 2)), b, h, x % 4 ? 4 : 1, sq, sk, sizes[x % 3][2], 0);
+        c.a.features = HEDDLE_BIAS | (x % 5 == 2 ? HEDDLE_ALIBI : 0);
+        c.a.bias_stride = c.a.dbias_stride = shapes[x % 5];
+        c.a.softcap = x % 4 == 3 ? 10 : 0;
+        c.a.mask = (heddle_mask)(x / 3 % 3);
+        c.huge_bias = x % 2 ? -INFINITY : 0;
+        check_full(&c);
+    }
+}
+
+/* Padding, tiles, single elements; for all queries, heads or batches the same, or not. */
+static void test_bool_masks(void **state) {
+    const int64_t b = 2, h = 4;
+    static const int64_t sizes[][3] = {{300, 520, 64}, {420, 390, 128}, {330, 450, 256}};
+    for (int x = 0; x < 20; x++) {
+        const int64_t sq = sizes[x % 3][0], sk = sizes[x % 3][1], row = x % 2 ? (sk + 15) / 16 * 16 : sk;
+        const heddle_strides shapes[] = {
+            {h * sq * row, sq * row, row}, {0, sq * row, row}, {sq * row, 0, row}, {row, 0, 0}};
+        attention_case c = make_case(type_of(state, (size_t)(x / 2)), b, h, x % 4 ? 4 : 2, sq, sk, sizes[x % 3][2], 0);
+        c.a.features = HEDDLE_BOOL_MASK | (x % 6 == 5 ? HEDDLE_ALIBI : 0);
+        c.a.bool_mask_stride = shapes[x % 4];
+        c.a.mask = (heddle_mask)(x / 4 % 3);
+        c.mask_tiles = x % 5 == 4 ? 0 : x % 5 == 3 ? 50 : 128;
+        c.mask_rows = x % 7 == 3;
+        c.mask_density = x % 7 == 6 ? 1e-9 : 0.9; /* nothing is seen at all, where tiles do not say so */
+        check_full(&c);
+    }
+}
+
 static void test_layouts(void **state) {
     const int64_t b = 2, h = 4, hk = 2, sq = 140, sk = 150, d = 64;
     const char *const other = *state ? "sm90" : "sm80"; /* float32 is split as it lies */
@@ -355,6 +417,9 @@ int main(void) {
         BOTH(test_groups_and_sinks),
         BOTH(test_packed),
         BOTH(test_lengths),
+        BOTH(test_scores),
+        BOTH(test_biases),
+        BOTH(test_bool_masks),
         BOTH(test_layouts),
         BOTH(test_nan_value),
         BOTH(test_nan_gradient),

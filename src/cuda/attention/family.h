@@ -24,6 +24,7 @@ typedef struct __attribute__((may_alias)) attention_choice {
     int prep;            /* none: the plain one */
     int light, gather;   /* before prep, and after bwd, for Hopper */
     int split;           /* float32 on Hopper */
+    int dbias;           /* none: the plain one */
     bool splits_queries; /* Q and dO, too */
     int64_t rows;        /* of lse */
     int64_t pack, splits, tiles_q, tiles_k;
@@ -31,6 +32,8 @@ typedef struct __attribute__((may_alias)) attention_choice {
     int64_t blocks_dkdv;
     uint32_t blocks_of_dk;                          /* of those, where dK and dV have blocks of their own; for Hopper */
     size_t part_lse, base, rest, flags, sum, bytes; /* offsets in the workspace, and its size; 0: there is none */
+    mask_map seen_by_queries, seen_of_keys;         /* for Hopper: shapes; tiles_down 0: there is none */
+    size_t kinds_q, bits_q, kinds_k, bits_k, dirty; /* offsets, likewise */
     int64_t split_tiles_q, split_tiles_k;           /* of a head */
     size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets */
 } attention_choice;

@@ -32,11 +32,15 @@ static const int16_t kernel_index[PASSES][3][VARIANT_plain + 1][FAMILY_small + 1
 /* ------------------------------------------------------------------------------------------------- shared memory */
 
 static int shared_bytes_sm90(const kernel_row *k) {
+    const int slots = sm90_backward_slots(k->dim, k->block),
+              options = k->variant == VARIANT_full ? SM90_BACKWARD_OPTIONS : 0;
     switch (k->pass) {
-    case PASS_fwd: return sm90_forward_bytes(k->dim, k->own, k->block);
-    case PASS_bwd: return sm90_fused_bytes(k->dim, k->block, k->variant == VARIANT_long);
-    case PASS_dkdv: return sm90_backward_bytes(k->dim, k->block, 2, sm90_backward_slots(k->dim, k->block), 3);
-    case PASS_dq: return sm90_backward_bytes(k->dim, k->block, 2, sm90_backward_slots(k->dim, k->block), 1);
+    case PASS_fwd:
+        return sm90_forward_bytes(k->dim, k->own, k->block) + (k->variant == VARIANT_full ? SM90_FORWARD_OPTIONS : 0);
+    case PASS_bwd: return sm90_fused_bytes(k->dim, k->block, k->variant == VARIANT_long) + options;
+    case PASS_dkdv: return sm90_backward_bytes(k->dim, k->block, 2, slots, 3) + options;
+    case PASS_dq: return sm90_backward_bytes(k->dim, k->block, 2, slots, 1) + options;
+    case PASS_dbias: return sm90_dbias_bytes(k->dim, k->block);
     default: return 0;
     }
 }

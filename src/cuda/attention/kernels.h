@@ -18,6 +18,7 @@ typedef enum kernel_pass {
     PASS_split,
     PASS_gather,
     PASS_light,
+    PASS_mask,
     PASSES
 } kernel_pass;
 

@@ -8,8 +8,9 @@
 #include "cuda/attention/contract.h"
 #include "cuda/tensor_map.h"
 
-/* Which tensors may be read 16 bytes at a time: pointer, strides and last dimension are multiples of that. */
-enum { VECTOR_Q = 1, VECTOR_K = 2, VECTOR_V = 4, VECTOR_DO = 8, VECTOR_O = 16 };
+/* Which tensors may be read 16 bytes at a time: pointer, strides and last dimension are multiples of that; of the bias 4 bytes, and
+ * whatever last dimension. */
+enum { VECTOR_Q = 1, VECTOR_K = 2, VECTOR_V = 4, VECTOR_DO = 8, VECTOR_O = 16, VECTOR_BIAS = 32 };
 
 /* A float32 tensor in two float16 parts, as attention/sm90_f32/split.cuh describes it: tiles of 64 rows, and of each tile */
 typedef struct split_info {
@@ -24,6 +25,18 @@ typedef struct split_tensor {
 } split_tensor;
 
 enum { SPLIT_Q, SPLIT_K, SPLIT_V, SPLIT_DO, SPLIT_TENSORS };
+
+/* What the kernels for Hopper read of a boolean mask: of tiles of so many rows and columns the tile_kind, and a bit for each element. Rows
+ * are queries or, for kernels that have keys as rows, keys. A map for each batch and head, as far as they are not alike. */
+typedef struct mask_map {
+    uint8_t *kinds;                   /* [maps][tiles_down][tiles_across]; NULL: there is no map */
+    uint32_t *bits;                   /* [maps][lines][words] */
+    int32_t rows, columns;            /* of a tile */
+    int32_t tiles_down, tiles_across; /* 1: all are alike */
+    int32_t lines, words;             /* lines 1: all rows are alike; a multiple of 4 words */
+    int32_t line_step, word_step;     /* words from row to row, and for 32 columns; 0: alike */
+    int32_t of_b, of_h;               /* maps from batch to batch and from head to head; 0: alike */
+} mask_map;
 
 typedef struct attention_params {
     heddle_attention a;               /* resolved: no default left */
@@ -53,6 +66,10 @@ typedef struct attention_params {
     split_tensor split[SPLIT_TENSORS]; /* float32 on Hopper */
     int64_t split_tiles_q, split_tiles_k; /* of a head: of one sequence, or of all if they are packed */
     uint32_t blocks_of_dk;                /* dkdv for Hopper: blocks that make dK, where the others make dV */
+    /* sm90's full kernels: S = score_out·(softcap: tanh of)(score_in·qk) + what is added */
+    float score_in, score_out;
+    int32_t *dirty;                         /* for each 64 queries: Q or dO is not finite */
+    mask_map seen_by_queries, seen_of_keys; /* rows are queries; rows are keys */
 } attention_params;
 
 /* The one parameter of the kernels for Hopper. dout only in backward. */

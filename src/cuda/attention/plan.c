@@ -52,6 +52,7 @@ static int next_taker(const attention_problem *p, int from, attention_choice *c)
                                 .light = -1,
                                 .gather = -1,
                                 .split = -1,
+                                .dbias = -1,
                                 .pack = 1,
                                 .splits = 1};
         if (!(p->stands_in && families[x]->needs) && families[x]->takes(p, c))
@@ -142,6 +143,11 @@ static bool is_vector(const heddle_attention *a, const void *p, heddle_strides s
     return ((uintptr_t)p | (size_t)s.b * e | (size_t)s.h * e | (size_t)s.s * e | (size_t)last * e) % 16 == 0;
 }
 
+/* Do the rows begin at multiples of two elements of 16 bits? */
+static bool is_paired(const void *p, heddle_strides s) {
+    return ((uintptr_t)p | (size_t)(s.b | s.h | s.s) * 2) % 4 == 0;
+}
+
 static bool is_aligned(const heddle_attention_data *t) {
     return (((uintptr_t)t->q | (uintptr_t)t->k | (uintptr_t)t->v | (uintptr_t)t->o | (uintptr_t)t->dout |
              (uintptr_t)t->dq | (uintptr_t)t->dk | (uintptr_t)t->dv) &
@@ -182,6 +188,10 @@ static void fill_numbers(const attention_problem *of, const attention_choice *c,
     p->drop_threshold = dropout_threshold(a->dropout);
     p->drops = a->dropout > 0;
     p->tf32 = (a->features & HEDDLE_TF32) != 0;
+    p->score_in = a->softcap > 0 ? (float)(a->scale / a->softcap) : 0;
+    p->score_out = (float)(a->softcap > 0 ? a->softcap : a->scale);
+    if (p->rich) /* natural scores */
+        p->scale_log2 = (float)log2e;
 }
 
 /* How the work is divided. */
@@ -198,7 +208,8 @@ static void fill_blocks(const attention_problem *of, const attention_choice *c, 
                  (is_vector(a, data->k, a->k_stride, a->d) ? VECTOR_K : 0) |
                  (is_vector(a, data->v, a->v_stride, a->dv) ? VECTOR_V : 0) |
                  (is_vector(a, data->dout, a->do_stride, a->dv) ? VECTOR_DO : 0) |
-                 (is_vector(a, data->o, a->o_stride, a->dv) ? VECTOR_O : 0);
+                 (is_vector(a, data->o, a->o_stride, a->dv) ? VECTOR_O : 0) |
+                 (is_paired(data->bias, a->bias_stride) ? VECTOR_BIAS : 0);
     p->split_tiles_q = c->split_tiles_q;
     p->split_tiles_k = c->split_tiles_k;
     p->blocks_of_dk = c->blocks_of_dk;
@@ -224,6 +235,13 @@ static void fill_workspace(const attention_problem *of, const attention_choice *
     p->rest = at(workspace, c->rest);
     p->flags = c->light >= 0 ? at(workspace, c->flags) : NULL;
     p->dq_sum = p->t.dq ? at(workspace, c->sum) : NULL;
+    p->dirty = at(workspace, c->dirty);
+    p->seen_by_queries = c->seen_by_queries;
+    p->seen_by_queries.kinds = at(workspace, c->kinds_q);
+    p->seen_by_queries.bits = at(workspace, c->bits_q);
+    p->seen_of_keys = c->seen_of_keys;
+    p->seen_of_keys.kinds = at(workspace, c->kinds_k);
+    p->seen_of_keys.bits = at(workspace, c->bits_k);
 }
 
 /* ---------------------------------------------------------------------------------------------------- launches */
@@ -257,7 +275,7 @@ void heddle__cuda_add_dkdv_and_dq(const attention_choice *c, attention_job *job)
 }
 
 /* What no family has kernels of its own for. */
-static void add_the_rest(const attention_problem *p, attention_job *job) {
+static void add_the_rest(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const heddle_attention *a = p->a;
     const heddle_attention_data *t = &job->params.p.t;
     if (p->pass == HEDDLE_FORWARD) {
@@ -265,7 +283,7 @@ static void add_the_rest(const attention_problem *p, attention_job *job) {
             heddle__cuda_add_plain(p, job, PASS_weights, a->sk ? a->b * a->h * a->sq : 0);
         return;
     }
-    if (t->dbias)
+    if (t->dbias && c->dbias < 0)
         heddle__cuda_add_plain(p, job, PASS_dbias, dbias_blocks(a));
     if (t->dsinks)
         heddle__cuda_add_plain(p, job, PASS_dsinks, a->h);
@@ -290,5 +308,5 @@ void heddle__cuda_attention_job(const attention_plan *plan, const cuda_facts *de
     fill_blocks(&p, c, data, &job->params.p);
     fill_workspace(&p, c, workspace, &job->params.p);
     families[c->family]->launch(&p, c, job);
-    add_the_rest(&p, job);
+    add_the_rest(&p, c, job);
 }

@@ -22,20 +22,20 @@
 
 /* Shared memory: K, V; stages of Q and dO; dS twice; of LONG a piece of dQ for each warpgroup; base, rest and D for each row of a
  * stage; marks of keys. */
-template <int D, int BLOCK, int STAGES, bool LONG> struct layout90 {
+template <int D, int BLOCK, int STAGES, bool LONG, bool FULL> struct layout90 {
     static constexpr int own_bytes = tile90<D, OWN_ROWS>::bytes, slot_bytes = tile90<D, BLOCK>::bytes;
     static constexpr int ds_bytes = OWN_ROWS * BLOCK * 2;
     static constexpr int slots = 2 * own_bytes;
     static constexpr int ds = slots + STAGES * 2 * slot_bytes;
-    static constexpr bool is_long = LONG;
+    static constexpr bool is_long = LONG, is_full = FULL;
     static constexpr int dq = ds + 2 * ds_bytes, numbers = dq + (LONG ? 2 * PIECE * 4 : 0);
     static constexpr int marks = numbers + STAGES * 3 * BLOCK * 4;
     static constexpr int full = marks + OWN_ROWS * 4; /* two for each stage: Q and dO */
     static constexpr int empty = full + STAGES * 16;
     static constexpr int ds_full = empty + STAGES * 16, own_full = ds_full + 16, own_empty = own_full + 8;
     static constexpr int dq_full = own_empty + 8, dq_empty = dq_full + 16;
-    static constexpr int bytes = dq_empty + 16;
-    static_assert(bytes == sm90_fused_bytes(D, BLOCK, LONG), "as the plan counts");
+    static constexpr int steps = dq_empty + 16, bytes = steps + (FULL ? SM90_BACKWARD_OPTIONS : 0);
+    static_assert(bytes == sm90_fused_bytes(D, BLOCK, LONG) + (FULL ? SM90_BACKWARD_OPTIONS : 0), "as the plan counts");
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
@@ -58,16 +58,40 @@ template <typename layout, int STAGES> INLINE void make_barriers(uint32_t base) 
     __syncthreads();
 }
 
+/* Q, dO and the numbers of a step. */
+template <int D, int BLOCK, int STAGES, typename layout>
+INLINE void fetch_step(const attention_params_sm90 &all, const key_work &w, int x, int i0, int64_t at, uint32_t base,
+                       int n, ring *r) {
+    const int lane = threadIdx.x % 32, first_q = (int)w.c.first_q;
+    const uint32_t bar = base + layout::full + r->slot * 16,
+                   to = base + layout::slots + r->slot * 2 * layout::slot_bytes;
+    mbarrier_wait(base + layout::empty + r->slot * 16, r->turn ^ 1);
+    if (lane == 0) {
+        mbarrier_expect(bar, layout::slot_bytes);
+        load_boxes<D, BLOCK>(to, &all.q, bar, first_q + i0, x, n);
+    }
+    fetch_numbers<BLOCK>(all.p, at + i0, w.s.end - i0, base + layout::numbers + r->slot * 3 * BLOCK * 4, bar);
+    mbarrier_wait(base + layout::empty + r->slot * 16 + 8, r->turn ^ 1);
+    if (lane == 0) {
+        mbarrier_expect(bar + 8, layout::slot_bytes);
+        load_boxes<D, BLOCK>(to + layout::slot_bytes, &all.dout, bar + 8, first_q + i0, x, n);
+    }
+    advance<STAGES>(r);
+}
+
 /* One warp fetches all that the others work on. */
 template <typename T, int D, int BLOCK, int STAGES, typename layout>
-INLINE void fetch(const attention_params_sm90 &all, const crew &crew, uint32_t base) {
+INLINE void fetch(const attention_params_sm90 &all, const crew &crew, char *shared) {
     const attention_params &p = all.p;
+    const uint32_t base = shared_address(shared);
+    key_options *const steps = (key_options *)(shared + layout::steps);
     const int lane = threadIdx.x % 32;
     ring r = {0, 0};
     int own_turn = 0;
+    unsigned count = 0;
     key_work w;
-    for (unsigned turn = 0; find_keys<BLOCK>(p, crew, turn, &w); turn++) {
-        const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n, first_q = (int)w.c.first_q;
+    for (unsigned turn = 0; find_keys<BLOCK, layout::is_full>(p, crew, turn, &w); turn++) {
+        const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n;
         if (!w.steps)
             continue;
         if (lane == 0) {
@@ -78,25 +102,20 @@ INLINE void fetch(const attention_params_sm90 &all, const crew &crew, uint32_t b
             load_boxes<D, OWN_ROWS>(base + layout::own_bytes, &all.v, base + layout::own_full, row, w.y, n);
         }
         own_turn ^= 1;
-        for (int x = w.y * p.group; x < (w.y + 1) * p.group; x++) {
+        if (layout::is_full)
+            for (key_walk at = first_seen<BLOCK>(p, w), next; at.x < (w.y + 1) * p.group; at = next, count++) {
+                next = step_after<BLOCK>(p, w, at);
+                mbarrier_wait(base + layout::empty + r.slot * 16, r.turn ^ 1);
+                prefetch_step<T, BLOCK>(p, w, at);
+                if (lane == 0)
+                    steps[count % KEY_STEPS] = tell_step<T, BLOCK>(p, w, at, next);
+                fetch_step<D, BLOCK, STAGES, layout>(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), base, n, &r);
+            }
+        for (int x = w.y * p.group; !layout::is_full && x < (w.y + 1) * p.group; x++) {
             const int64_t at = lse_at(p, w.c, x, 0);
 #pragma unroll 1
-            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK) {
-                const uint32_t bar = base + layout::full + r.slot * 16,
-                               to = base + layout::slots + r.slot * 2 * layout::slot_bytes;
-                mbarrier_wait(base + layout::empty + r.slot * 16, r.turn ^ 1);
-                if (lane == 0) {
-                    mbarrier_expect(bar, layout::slot_bytes);
-                    load_boxes<D, BLOCK>(to, &all.q, bar, first_q + i0, x, n);
-                }
-                fetch_numbers<BLOCK>(p, at + i0, w.s.end - i0, base + layout::numbers + r.slot * 3 * BLOCK * 4, bar);
-                mbarrier_wait(base + layout::empty + r.slot * 16 + 8, r.turn ^ 1);
-                if (lane == 0) {
-                    mbarrier_expect(bar + 8, layout::slot_bytes);
-                    load_boxes<D, BLOCK>(to + layout::slot_bytes, &all.dout, bar + 8, first_q + i0, x, n);
-                }
-                advance<STAGES>(&r);
-            }
+            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK)
+                fetch_step<D, BLOCK, STAGES, layout>(all, w, x, i0, at, base, n, &r);
         }
     }
 }
@@ -130,13 +149,15 @@ INLINE void add_pieces(const attention_params &p, const crew &crew, uint32_t bas
 
 /* What a warpgroup carries through its steps. */
 struct state {
-    uint32_t base, own; /* shared memory; this warpgroup's rows of K there */
-    int group, row0;    /* which warpgroup; this lane's first key */
-    ring r;             /* of stages */
-    int turn;           /* steps so far: which dS, and its parity */
-    bool any_bad;       /* one of the keys is not finite */
-    float *numbers;     /* of stage 0 */
-    float *sum;         /* lean: where query 0 of the head adds, for this thread */
+    uint32_t base, own;             /* shared memory; this warpgroup's rows of K there */
+    int group, row0;                /* which warpgroup; this lane's first key */
+    ring r;                         /* of stages */
+    int turn;                       /* steps so far: which dS, and its parity */
+    bool any_bad;                   /* one of the keys is not finite */
+    float *numbers;                 /* of stage 0 */
+    float *sum;                     /* lean: where query 0 of the head adds, for this thread */
+    const key_options *steps, *now; /* full: of all, and of the one whose weights are made */
+    int x;                          /* full: the head of `sum` */
 };
 
 /* dS·K reads K of rows that a mask may have left out: what is not finite becomes zero, and who sees the key gets NaN. */
@@ -198,21 +219,34 @@ template <typename T, int D, int BLOCK, typename layout>
 INLINE void await_tile(const state &k, int which, bool cut, int second) {
     const uint32_t bar = k.base + layout::full + k.r.slot * 16 + which * 8;
     mbarrier_wait(bar, k.r.turn);
-    if (cut)
+    if (cut && (!layout::is_full || (k.now->step & STEP_DIRTY)))
         clean_slot<T, D, BLOCK>(k.base + layout::slots + (k.r.slot * 2 + which) * layout::slot_bytes,
                                 k.numbers + k.r.slot * 3 * BLOCK, second);
 }
 
+/* Do weights take more than the numbers of a row? */
+template <int BLOCK, typename layout> INLINE bool is_careful(const state &k, bool masked, const float *row) {
+    return (layout::is_full ? (k.now->step & STEP_BAND) != 0 : masked) || has_rest<BLOCK>(row);
+}
+
 /* Sᵀ -> Pᵀ. */
-template <int BLOCK>
-INLINE void weigh(float scale, const span &w, const state &k, int i0, bool careful, const float *row,
+template <typename T, int BLOCK, typename layout>
+INLINE void weigh(const attention_params &p, const span &w, const state &k, int i0, bool careful, const float *row,
                   const float *marks, float (*s)[4]) {
     pin_all<BLOCK / 8>(s);
+    read_ahead<BLOCK> read;
+    if (layout::is_full)
+        read_key_options<BLOCK>(p, *k.now, k.row0, &read);
+    const bool low = layout::is_full && apply_key_options<T, BLOCK>(p, *k.now, k.row0, s);
     if (!careful) {
-        key_weights<false, BLOCK>(scale, w, 0, i0, row, s);
-        return;
+        key_weights<false, BLOCK>(p.scale_log2, w, 0, i0, row, s);
+        if (!layout::is_full)
+            return;
+    } else {
+        key_weights<true, BLOCK>(p.scale_log2, w, k.row0, i0, row, s);
     }
-    key_weights<true, BLOCK>(scale, w, k.row0, i0, row, s);
+    if (layout::is_full)
+        hide_keys<T, BLOCK>(p, *k.now, k.row0, low, read, s);
     if (!k.any_bad)
         return;
     marks += k.group * 64 + fragment_row();
@@ -232,14 +266,16 @@ template <int D, typename layout> INLINE float *find_sum(const state &k, const s
 
 /* From P and dP to the operands of dV, dK and dQ, 16 queries at a time. For dS·K, dS lies in shared memory: rows are keys,
  * in strips of 64 queries. */
-template <typename T, bool MASKED, int BLOCK>
-INLINE void make_fragments(uint32_t to, int group, const float *row, float (*s)[4], float (*dp)[4], uint32_t (*ps)[4],
-                           uint32_t (*ds)[4]) {
-    const int lane = threadIdx.x % 32, key = group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
+template <typename T, bool MASKED, int BLOCK, bool FULL>
+INLINE void make_fragments(const attention_params &p, const state &k, uint32_t to, const float *row, float (*s)[4],
+                           float (*dp)[4], uint32_t (*ps)[4], uint32_t (*ds)[4]) {
+    const int lane = threadIdx.x % 32, key = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
     to += key * 128;
 #pragma unroll
     for (int x = 0; x < BLOCK / 16; x++) {
         key_gradients<MASKED, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
+        if (FULL && p.softcap > 0.0f)
+            cap_key_gradients<T>(p, *k.now, k.row0, x * 16, row + x * 16, row + BLOCK + x * 16, s + 2 * x, dp + 2 * x);
         pack_fragments<T, 16>(ps + x, s + 2 * x);
         pack_fragments<T, 16>(ds + x, dp + 2 * x);
         stmatrix4(to + x / 4 * OWN_ROWS * 128 + (((x % 4 * 2 + lane / 16) ^ (key & 7)) << 4), ds[x]);
@@ -247,14 +283,14 @@ INLINE void make_fragments(uint32_t to, int group, const float *row, float (*s)[
 }
 
 template <typename T, int BLOCK, typename layout>
-INLINE void make_operands(state *k, bool masked, const float *row, float (*s)[4], float (*dp)[4], uint32_t (*ps)[4],
-                          uint32_t (*ds)[4]) {
+INLINE void make_operands(const attention_params &p, state *k, bool masked, const float *row, float (*s)[4],
+                          float (*dp)[4], uint32_t (*ps)[4], uint32_t (*ds)[4]) {
     const uint32_t to = k->base + layout::ds + (k->turn & 1) * layout::ds_bytes;
     pin_all<BLOCK / 8>(dp);
     if (masked)
-        make_fragments<T, true, BLOCK>(to, k->group, row, s, dp, ps, ds);
+        make_fragments<T, true, BLOCK, layout::is_full>(p, *k, to, row, s, dp, ps, ds);
     else
-        make_fragments<T, false, BLOCK>(to, k->group, row, s, dp, ps, ds);
+        make_fragments<T, false, BLOCK, layout::is_full>(p, *k, to, row, s, dp, ps, ds);
     fence_async();
     release(k->base + layout::ds_full + (k->turn & 1) * 8);
 }
@@ -270,6 +306,19 @@ template <typename T, int D, int BLOCK, typename layout> INLINE void issue_dq(co
     wgmma_commit();
 }
 
+/* full: the next step, once its queries are there: its first query, and by how many heads it is further. */
+template <int D, typename layout>
+INLINE int turn_to(const attention_params &p, state *k, unsigned count, bool *masked) {
+    mbarrier_wait(k->base + layout::full + k->r.slot * 16, k->r.turn);
+    k->now = k->steps + count % KEY_STEPS;
+    const int step = k->now->step;
+    if (k->sum)
+        k->sum += (k->now->x - k->x) * sum_tiles(p) * 64 * sm90_columns(D);
+    k->x = k->now->x;
+    *masked = (step & STEP_CUT) || k->any_bad;
+    return step & ~STEP_FLAGS;
+}
+
 /* All steps of a tile of keys. Of two neighbouring steps: while dV of one adds up, Sᵀ of the next is made and turned into
  * weights; LATE, for which fewer registers do: Sᵀ comes after all products of the step before, the weights beside dPᵀ. */
 template <typename T, int D, int BLOCK, int STAGES, bool LATE, typename layout>
@@ -281,30 +330,37 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     bool masked = is_cut(w, i0) || k->any_bad;
     float *row = k->numbers + k->r.slot * 3 * BLOCK, *to;
     uint32_t at = k->base + layout::slots + k->r.slot * 2 * layout::slot_bytes;
+    if (layout::is_full)
+        i0 = turn_to<D, layout>(p, k, k->turn, &masked);
     await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
     await_tile<T, D, BLOCK, layout>(*k, 1, masked, 2 * BLOCK);
-    bool careful = masked || has_rest<BLOCK>(row);
+    bool careful = is_careful<BLOCK, layout>(*k, masked, row);
     wgmma_fence();
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
     wgmma_commit();
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes, at + layout::slot_bytes);
     wgmma_commit();
     wgmma_wait<1>();
-    weigh<BLOCK>(p.scale_log2, w, *k, i0, careful, row, marks, s);
+    weigh<T, BLOCK, layout>(p, w, *k, i0, careful, row, marks, s);
     wgmma_wait<0>();
-    make_operands<T, BLOCK, layout>(k, masked, row, s, dp, ps, ds);
+    make_operands<T, BLOCK, layout>(p, k, masked, row, s, dp, ps, ds);
 #pragma unroll 1
-    while (--steps) {
+    while (layout::is_full ? !(k->now->step & STEP_LAST) : --steps) {
         const uint32_t last = at, done = k->base + layout::empty + k->r.slot * 16;
         to = find_sum<D, layout>(*k, w, i0);
-        if (i0 + BLOCK < w.end) {
-            i0 += BLOCK;
-        } else { /* the next head */
-            i0 = w.begin;
-            k->sum += !layout::is_long && k->sum ? sum_tiles(p) * 64 * sm90_columns(D) : 0;
+        if (layout::is_full) {
+            advance<STAGES>(&k->r);
+            i0 = turn_to<D, layout>(p, k, k->turn + 1, &masked);
+        } else {
+            if (i0 + BLOCK < w.end) {
+                i0 += BLOCK;
+            } else { /* the next head */
+                i0 = w.begin;
+                k->sum += !layout::is_long && k->sum ? sum_tiles(p) * 64 * sm90_columns(D) : 0;
+            }
+            masked = is_cut(w, i0) || k->any_bad;
+            advance<STAGES>(&k->r);
         }
-        masked = is_cut(w, i0) || k->any_bad;
-        advance<STAGES>(&k->r);
         row = k->numbers + k->r.slot * 3 * BLOCK;
         at = k->base + layout::slots + k->r.slot * 2 * layout::slot_bytes;
         if (!LATE) {
@@ -312,14 +368,14 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
             wgmma_fence();
             warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
             wgmma_commit();
-            careful = masked || has_rest<BLOCK>(row);
+            careful = is_careful<BLOCK, layout>(*k, masked, row);
         }
         wgmma_fence();
         warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, last + layout::slot_bytes);
         wgmma_commit();
         if (!LATE) {
             wgmma_wait<1>();
-            weigh<BLOCK>(p.scale_log2, w, *k, i0, careful, row, marks, s);
+            weigh<T, BLOCK, layout>(p, w, *k, i0, careful, row, marks, s);
         }
         issue_dq<T, D, BLOCK, layout>(*k, dq);
         warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, last);
@@ -331,7 +387,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
             wgmma_fence();
             warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
             wgmma_commit();
-            careful = masked || has_rest<BLOCK>(row);
+            careful = is_careful<BLOCK, layout>(*k, masked, row);
             wgmma_wait<2>();
         } else {
             wgmma_wait<1>();
@@ -348,12 +404,12 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
         wgmma_commit();
         wgmma_wait<1>();
         if (LATE)
-            weigh<BLOCK>(p.scale_log2, w, *k, i0, careful, row, marks, s);
+            weigh<T, BLOCK, layout>(p, w, *k, i0, careful, row, marks, s);
         else
             release_each(done);
         wgmma_wait<0>();
         k->turn++;
-        make_operands<T, BLOCK, layout>(k, masked, row, s, dp, ps, ds);
+        make_operands<T, BLOCK, layout>(p, k, masked, row, s, dp, ps, ds);
         hand_over<layout>(*k);
     }
     const uint32_t done = k->base + layout::empty + k->r.slot * 16;
@@ -386,8 +442,9 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
     k.r = {0, 0};
     k.turn = 0;
     int own_turn = 0;
+    k.steps = (const key_options *)(shared + layout::steps);
     key_work w;
-    for (unsigned turn = 0; find_keys<BLOCK>(p, crew, turn, &w); turn++) {
+    for (unsigned turn = 0; find_keys<BLOCK, layout::is_full>(p, crew, turn, &w); turn++) {
         float dk[D / 8][4], dv[D / 8][4];
         zero_all<D / 8>(dk);
         zero_all<D / 8>(dv);
@@ -396,6 +453,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
                                                        k.group * PIECE + threadIdx.x % WARPGROUP * 4
                                                  : NULL;
             k.row0 = w.key0 + k.group * 64 + fragment_row();
+            k.x = w.y * p.group;
             mbarrier_wait(k.base + layout::own_full, own_turn);
             own_turn ^= 1;
             clean_keys<T, D, layout>(shared, &k);
@@ -405,7 +463,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
         pin_all<D / 8>(dk);
         pin_all<D / 8>(dv);
         key_work again; /* or its registers would be kept through the loop */
-        find_keys<BLOCK>(p, crew, opaque(turn), &again);
+        find_keys<BLOCK, layout::is_full>(p, crew, opaque(turn), &again);
         const int row = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16, rows = again.c.all_sk - again.key0;
         const int64_t key0 = again.c.first_k + again.key0;
         store_tile<T, D>(p.t.dv, row_at(p.a.dv_stride, again.c.n, again.y, key0), p.a.dv_stride.s, row, rows,
@@ -415,22 +473,47 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
     }
 }
 
-template <typename T, int D, int BLOCK, int STAGES, bool LONG>
+template <typename T, int D, int BLOCK, int STAGES, bool LONG, bool FULL>
 INLINE void attention_bwd(const attention_params_sm90 &all) {
-    typedef layout90<D, BLOCK, STAGES, LONG> layout;
+    typedef layout90<D, BLOCK, STAGES, LONG, FULL> layout;
     extern __shared__ __align__(1024) char shared[];
     const crew crew = {blockIdx.x, gridDim.x};
     make_barriers<layout, STAGES>(shared_address(shared));
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();
         if (threadIdx.x < 32)
-            fetch<T, D, BLOCK, STAGES, layout>(all, crew, shared_address(shared));
+            fetch<T, D, BLOCK, STAGES, layout>(all, crew, shared);
         else if (LONG && threadIdx.x < 96 && threadIdx.x % 32 == 0)
             add_pieces<T, D, BLOCK, layout>(all.p, crew, shared_address(shared), (int)threadIdx.x / 32 - 1);
     } else {
         registers_more<240>();
         work<T, D, BLOCK, STAGES, layout>(all.p, crew, shared);
     }
+}
+
+/* The same as attention_light; and is Q or dO not finite somewhere? Then a tile that a mask cuts has to be cleaned. */
+template <typename T, int D> INLINE void full_light(const attention_params &p) {
+    const unsigned tiles = (unsigned)((p.a.sq + 63) / 64);
+    const int64_t unit = blockIdx.x / tiles, x = unit % p.a.h;
+    const int row0 = (int)(blockIdx.x % tiles) * 64;
+    const place c = find_place(p, unit / p.a.h);
+    /* of the tensor, as the copy engine sees it */
+    const int count = (int)min64(64, (p.a.features & HEDDLE_VARLEN ? p.a.total_q - c.first_q : p.a.sq) - row0);
+    const T *const q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q + row0);
+    const T *const dout = (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + row0);
+    bool bad = false;
+#pragma unroll
+    for (int z = threadIdx.x; z < 64 * D / 8; z += 128) {
+        const int row = z / (D / 8), column = z % (D / 8) * 8;
+        if (row < count && column < (int)p.a.d)
+            bad |= has_nonfinite(*(const uint4 *)(q + row * p.a.q_stride.s + column), T());
+        if (row < count && column < (int)p.a.dv)
+            bad |= has_nonfinite(*(const uint4 *)(dout + row * p.a.do_stride.s + column), T());
+    }
+    bad = __syncthreads_or(bad);
+    if (threadIdx.x == 0)
+        p.dirty[blockIdx.x] = bad;
+    attention_light<T, D>(p);
 }
 
 /* A block has 64 queries. */
@@ -453,11 +536,14 @@ template <typename T, int D> INLINE void attention_gather(const attention_params
 #define blocks_bwd 1
 #define blocks_gather 5
 #define blocks_light 8
-#define is_lean false
-#define is_long true
+#define is_lean false, false
+#define is_long true, false
+#define is_full false, true
 #define pass_bwd(T, D, BLOCK, variant) attention_bwd<T, D, BLOCK, SM90_FUSED_STAGES, is_##variant>(all)
 #define pass_gather(T, D, BLOCK, variant) attention_gather<T, D>(all.p)
-#define pass_light(T, D, BLOCK, variant) attention_light<T, sm90_columns(D)>(all.p)
+#define pass_light(T, D, BLOCK, variant) light_##variant<T, sm90_columns(D)>(all.p)
+#define light_lean attention_light
+#define light_full full_light
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, blocks_##pass)                                            \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \

@@ -4,7 +4,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_BWD_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_BWD_SM90_CUH
 
-#include "cuda/attention/sm90/sm90.cuh"
+#include "cuda/attention/sm90/options.cuh"
 
 #define OWN_ROWS SM90_OWN_ROWS
 #define CONSUMERS 256
@@ -153,7 +153,8 @@ struct key_work {
 };
 
 /* The first keys of a causal mask are seen most. */
-template <int BLOCK> INLINE bool find_keys(const attention_params &p, const crew &c, unsigned step, key_work *work) {
+template <int BLOCK, bool FULL = false>
+INLINE bool find_keys(const attention_params &p, const crew &c, unsigned step, key_work *work) {
     key_work &w = *work;
     int tile;
     unsigned unit;
@@ -168,10 +169,65 @@ template <int BLOCK> INLINE bool find_keys(const attention_params &p, const crew
     if (w.key0 < key1) {
         w.s.begin = max(0, min(w.key0 - w.c.hi, w.c.sq)) / 64 * 64; /* tiles of the sums of dQ */
         w.s.end = max(w.s.begin, min(key1 - w.c.lo, w.c.sq));
+        if (FULL)
+            w.s.begin = w.s.begin < w.s.end ? w.s.begin / BLOCK * BLOCK : w.s.end; /* and of the mask */
     }
     w.s.whole_to = w.key0 + OWN_ROWS > w.c.sk ? -1 : min(w.s.whole_to, w.s.end - BLOCK);
     w.steps = (w.s.end - w.s.begin + BLOCK - 1) / BLOCK * p.group;
     return true;
+}
+
+/* full: the steps of a tile of keys, in order, without those in which no query sees a key. */
+struct key_walk {
+    int x, i0; /* head, first query; x past the last: there is none */
+};
+
+template <int BLOCK> INLINE key_walk next_seen(const attention_params &p, const key_work &w, key_walk at) {
+    const int last = (w.y + 1) * p.group;
+    while (at.x < last && kind_of_queries<BLOCK>(p, w.c, w.key0 / OWN_ROWS, at.x, at.i0) == TILE_EMPTY) {
+        at.i0 += BLOCK;
+        if (at.i0 >= w.s.end)
+            at = {at.x + 1, w.s.begin};
+    }
+    return at;
+}
+
+/* The first; where nothing is seen, a step says so. */
+template <int BLOCK> INLINE key_walk first_seen(const attention_params &p, const key_work &w) {
+    const key_walk begin = {w.y * p.group, w.s.begin}, at = next_seen<BLOCK>(p, w, begin);
+    return at.x < (w.y + 1) * p.group ? at : begin;
+}
+
+template <int BLOCK> INLINE key_walk step_after(const attention_params &p, const key_work &w, key_walk at) {
+    at.i0 += BLOCK;
+    if (at.i0 >= w.s.end)
+        at = {at.x + 1, w.s.begin};
+    return next_seen<BLOCK>(p, w, at);
+}
+
+/* full: the bias of a step on its way to the second-level cache. */
+template <typename T, int BLOCK> INLINE void prefetch_step(const attention_params &p, const key_work &w, key_walk at) {
+    if (p.a.features & HEDDLE_BIAS)
+        prefetch_bias<T>(p, (const T *)p.t.bias + row_at(p.a.bias_stride, w.c.n, at.x, 0), at.i0, w.c.sq - 1, BLOCK,
+                         w.key0, OWN_ROWS, threadIdx.x % 32, 32);
+}
+
+/* What is to be said of a step. Any element may have a bias that masks it. */
+template <typename T, int BLOCK>
+INLINE key_options tell_step(const attention_params &p, const key_work &w, key_walk at, key_walk next) {
+    const bool bits = kind_of_queries<BLOCK>(p, w.c, w.key0 / OWN_ROWS, at.x, at.i0) != TILE_FULL;
+    const bool band = is_cut(w.s, at.i0), cut = bits || band || (p.a.features & HEDDLE_BIAS);
+    bool dirty = true;
+    if (p.a.features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK)) { /* rows has had a look */
+        const int32_t *flags = p.dirty + (w.c.n * p.a.h + at.x) * ((p.a.sq + 63) / 64) + at.i0 / 64;
+        const bool second =
+            at.i0 + 64 < p.a.sq ? flags[1] != 0 : (p.a.features & HEDDLE_VARLEN) != 0; /* a neighbour's rows */
+        dirty = flags[0] || (BLOCK > 64 && second);
+    }
+    return find_key_options(p, w.c, at.x,
+                            at.i0 | (bits ? STEP_BITS : 0) | (cut ? STEP_CUT : 0) | (dirty ? STEP_DIRTY : 0) |
+                                (band ? STEP_BAND : 0) | (next.x >= (w.y + 1) * p.group ? STEP_LAST : 0),
+                            sizeof(T));
 }
 
 /* Has one of the rows a second part of its log-sum-exp? The same for all warps. */

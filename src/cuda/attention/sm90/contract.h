@@ -90,4 +90,21 @@ CONTRACT unsigned sm90_blocks_of_dk(unsigned blocks, unsigned tiles) {
     return blocks >= 2 * tiles ? tiles : blocks * 3 / 5;
 }
 
+/* ------------------------------------------------------------------------------------------------------ options */
+
+/* What the full kernels keep behind all else: forward; backward. */
+#define SM90_FORWARD_OPTIONS 160
+#define SM90_BACKWARD_OPTIONS 320
+
+/* The gradient of a bias: slots of the block's queries and keys; sums of eight warps, barriers: two for each slot. */
+CONTRACT int sm90_dbias_slot_bytes(int dim, int block) {
+    return (SM90_OWN_ROWS + block) * sm90_columns(dim) * 2;
+}
+CONTRACT int sm90_dbias_slots(int dim, int block) {
+    return 192 * 1024 / sm90_dbias_slot_bytes(dim, block);
+}
+CONTRACT int sm90_dbias_bytes(int dim, int block) {
+    return sm90_dbias_slots(dim, block) * (sm90_dbias_slot_bytes(dim, block) + 2 * 8) + 8 * block * 4;
+}
+
 #endif

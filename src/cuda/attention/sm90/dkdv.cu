@@ -14,17 +14,43 @@
 
 enum { MAKES_DK = 1, MAKES_DV = 2 };
 
+/* Q, dO and the numbers of a step. */
+template <int D, int BLOCK, int SLOTS, typename layout>
+INLINE void fetch_step(const attention_params_sm90 &all, const key_work &w, int x, int i0, int64_t at, uint32_t base,
+                       int n, ring *r) {
+    const int lane = threadIdx.x % 32, first_q = (int)w.c.first_q;
+    const uint32_t bar = base + layout::full + r->slot * 8;
+    mbarrier_wait(base + layout::empty + r->slot * 8, r->turn ^ 1);
+    if (lane == 0) {
+        mbarrier_expect(bar, layout::slot_bytes);
+        load_boxes<D, BLOCK>(base + layout::slots + r->slot * layout::slot_bytes, &all.q, bar, first_q + i0, x, n);
+    }
+    fetch_numbers<BLOCK>(all.p, at + i0, w.s.end - i0, base + layout::numbers + r->slot * 3 * BLOCK * 4, bar);
+    advance<SLOTS>(r);
+    mbarrier_wait(base + layout::empty + r->slot * 8, r->turn ^ 1);
+    if (lane == 0) {
+        mbarrier_expect(base + layout::full + r->slot * 8, layout::slot_bytes);
+        load_boxes<D, BLOCK>(base + layout::slots + r->slot * layout::slot_bytes, &all.dout,
+                             base + layout::full + r->slot * 8, first_q + i0, x, n);
+    }
+    mbarrier_arrive(base + layout::full + r->slot * 8); /* as with Q, every lane */
+    advance<SLOTS>(r);
+}
+
 /* One warp fetches all that the others work on. */
-template <typename T, int D, int BLOCK, int SLOTS, int MAKES>
-INLINE void fetch_dkdv(const attention_params_sm90 &all, const crew &c, uint32_t base) {
+template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool FULL>
+INLINE void fetch_dkdv(const attention_params_sm90 &all, const crew &c, char *shared) {
     typedef backward90<D, BLOCK, MAKES & MAKES_DK ? 2 : 1, SLOTS, 3> layout;
     const attention_params &p = all.p;
+    const uint32_t base = shared_address(shared);
+    key_options *const steps = (key_options *)(shared + layout::options);
     const int lane = threadIdx.x % 32;
     ring r = {0, 0};
     int own_turn = 0;
+    unsigned count = 0;
     key_work w;
-    for (unsigned turn = 0; find_keys<BLOCK>(p, c, turn, &w); turn++) {
-        const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n, first_q = (int)w.c.first_q;
+    for (unsigned turn = 0; find_keys<BLOCK, FULL>(p, c, turn, &w); turn++) {
+        const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n;
         if (!w.steps)
             continue;
         if (lane == 0) {
@@ -36,48 +62,69 @@ INLINE void fetch_dkdv(const attention_params_sm90 &all, const crew &c, uint32_t
                 load_boxes<D, OWN_ROWS>(base + layout::own_bytes, &all.v, base + layout::own_full, row, w.y, n);
         }
         own_turn ^= 1;
-        for (int x = w.y * p.group; x < (w.y + 1) * p.group; x++) {
+        if (FULL)
+            for (key_walk at = first_seen<BLOCK>(p, w), next; at.x < (w.y + 1) * p.group; at = next, count++) {
+                next = step_after<BLOCK>(p, w, at);
+                mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
+                prefetch_step<T, BLOCK>(p, w, at);
+                if (lane == 0)
+                    steps[count % KEY_STEPS] = tell_step<T, BLOCK>(p, w, at, next);
+                fetch_step<D, BLOCK, SLOTS, layout>(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), base, n, &r);
+            }
+        for (int x = w.y * p.group; !FULL && x < (w.y + 1) * p.group; x++) {
             const int64_t at = lse_at(p, w.c, x, 0);
 #pragma unroll 1
-            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK) {
-                const uint32_t bar = base + layout::full + r.slot * 8;
-                mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
-                if (lane == 0) {
-                    mbarrier_expect(bar, layout::slot_bytes);
-                    load_boxes<D, BLOCK>(base + layout::slots + r.slot * layout::slot_bytes, &all.q, bar, first_q + i0,
-                                         x, n);
-                }
-                fetch_numbers<BLOCK>(p, at + i0, w.s.end - i0, base + layout::numbers + r.slot * 3 * BLOCK * 4, bar);
-                advance<SLOTS>(&r);
-                mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
-                if (lane == 0) {
-                    mbarrier_expect(base + layout::full + r.slot * 8, layout::slot_bytes);
-                    load_boxes<D, BLOCK>(base + layout::slots + r.slot * layout::slot_bytes, &all.dout,
-                                         base + layout::full + r.slot * 8, first_q + i0, x, n);
-                }
-                mbarrier_arrive(base + layout::full + r.slot * 8); /* as with Q, every lane */
-                advance<SLOTS>(&r);
-            }
+            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK)
+                fetch_step<D, BLOCK, SLOTS, layout>(all, w, x, i0, at, base, n, &r);
         }
     }
 }
 
+/* full: k·q -> Sᵀ. Does a bias mask? */
+template <typename T, int BLOCK>
+INLINE bool make_scores(const attention_params &p, const key_state &k, read_ahead<BLOCK> *read, float (*s)[4]) {
+    read_key_options<BLOCK>(p, *k.now, k.row0, read);
+    return apply_key_options<T, BLOCK>(p, *k.now, k.row0, s);
+}
+
+/* full: dSᵀ -> dTᵀ. */
+template <typename T, int BLOCK>
+INLINE void cap_gradients(const attention_params &p, const key_state &k, const float *numbers, const float (*s)[4],
+                          float (*dp)[4]) {
+    if (p.softcap > 0.0f)
+#pragma unroll
+        for (int x = 0; x < BLOCK; x += 16)
+            cap_key_gradients<T>(p, *k.now, k.row0, x, numbers + x, numbers + BLOCK + x, s + x / 8, dp + x / 8);
+}
+
+/* full: the next step, once its queries are there: its first query, and whether it is cut. */
+template <typename layout> INLINE int turn_to(key_state *k, bool *cut) {
+    mbarrier_wait(k->base + layout::full + k->r.slot * 8, k->r.turn);
+    k->now = k->steps + k->count++ % KEY_STEPS;
+    *cut = k->now->step & STEP_CUT;
+    return k->now->step & ~STEP_FLAGS;
+}
+
 /* From Sᵀ, under way as the last but one group of products (the last but none if FIRST), to Pᵀ and dSᵀ as operands. The
  * slots of the step before are released once its products, the last group, have ended. */
-template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool FIRST, typename layout>
-INLINE void key_step(float scale, const span &w, key_state *k, int i0, bool cut, float *numbers, int done,
+template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool FIRST, bool FULL, typename layout>
+INLINE void key_step(const attention_params &p, const span &w, key_state *k, int i0, bool cut, float *numbers, int done,
                      float (*s)[4], uint32_t (*ps)[4], uint32_t (*ds)[4]) {
-    const bool careful = cut || has_rest<BLOCK>(numbers);
+    const bool careful = (FULL ? (k->now->step & STEP_BAND) != 0 : cut) || has_rest<BLOCK>(numbers);
     float dp[BLOCK / 8][4];
     if (FIRST)
         wgmma_wait<0>();
     else
         wgmma_wait<1>();
     pin_all<BLOCK / 8>(s);
+    read_ahead<BLOCK> read;
+    const bool low = FULL && make_scores<T, BLOCK>(p, *k, &read, s);
     if (careful)
-        key_weights<true, BLOCK>(scale, w, k->row0, i0, numbers, s);
+        key_weights<true, BLOCK>(p.scale_log2, w, k->row0, i0, numbers, s);
     else
-        key_weights<false, BLOCK>(scale, w, k->row0, i0, numbers, s);
+        key_weights<false, BLOCK>(p.scale_log2, w, k->row0, i0, numbers, s);
+    if (FULL)
+        hide_keys<T, BLOCK>(p, *k->now, k->row0, low, read, s);
     if (!FIRST) {
         wgmma_wait<0>();
         const int next = done + 1 == SLOTS ? 0 : done + 1;
@@ -85,7 +132,7 @@ INLINE void key_step(float scale, const span &w, key_state *k, int i0, bool cut,
         if (MAKES & MAKES_DV)
             release_each(k->base + layout::empty + next * 8);
     }
-    await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, numbers, 2 * BLOCK);
+    await_slot<T, D, BLOCK, layout>(k->base, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)), numbers, 2 * BLOCK);
     if (MAKES & MAKES_DK) {
         wgmma_fence();
         warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes,
@@ -100,6 +147,8 @@ INLINE void key_step(float scale, const span &w, key_state *k, int i0, bool cut,
         key_gradients<true, (MAKES & MAKES_DK) != 0, BLOCK>(numbers, numbers + 2 * BLOCK, s, dp);
     else if (MAKES & MAKES_DK)
         key_gradients<false, true, BLOCK>(numbers, numbers + 2 * BLOCK, s, dp);
+    if (FULL && (MAKES & MAKES_DK))
+        cap_gradients<T, BLOCK>(p, *k, numbers, s, dp);
     if (MAKES & MAKES_DV)
         pack_fragments<T, BLOCK>(ps, s);
     if (MAKES & MAKES_DK)
@@ -117,36 +166,43 @@ INLINE void key_products(uint32_t base, int q_slot, const uint32_t (*ps)[4], con
 }
 
 /* So many steps: while the products of one step add up, Sᵀ of the next is made and turned into weights. */
-template <typename T, int D, int BLOCK, int SLOTS, int MAKES, typename layout>
-INLINE void sum_keys(float scale, const span &w, key_state *k, float *numbers, int steps, float (*dk)[4],
+template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool FULL, typename layout>
+INLINE void sum_keys(const attention_params &p, const span &w, key_state *k, float *numbers, int steps, float (*dk)[4],
                      float (*dv)[4]) {
     int i0 = w.begin;
     float s[BLOCK / 8][4];
     uint32_t ps[BLOCK / 16][4], ds[BLOCK / 16][4];
     int q_slot = k->r.slot;
     bool cut = is_cut(w, i0);
-    await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, numbers + q_slot * 3 * BLOCK, 2 * BLOCK);
+    if (FULL)
+        i0 = turn_to<layout>(k, &cut);
+    await_slot<T, D, BLOCK, layout>(k->base, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)),
+                                    numbers + q_slot * 3 * BLOCK, 2 * BLOCK);
     wgmma_fence();
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + q_slot * layout::slot_bytes);
     wgmma_commit();
     advance<SLOTS>(&k->r);
-    key_step<T, D, BLOCK, SLOTS, MAKES, true, layout>(scale, w, k, i0, cut, numbers + q_slot * 3 * BLOCK, 0, s, ps, ds);
+    key_step<T, D, BLOCK, SLOTS, MAKES, true, FULL, layout>(p, w, k, i0, cut, numbers + q_slot * 3 * BLOCK, 0, s, ps,
+                                                            ds);
     advance<SLOTS>(&k->r);
 #pragma unroll 1
-    while (--steps) {
+    while (FULL ? !(k->now->step & STEP_LAST) : --steps) {
         const int done = q_slot;
         i0 = i0 + BLOCK < w.end ? i0 + BLOCK : w.begin; /* the next head */
         cut = is_cut(w, i0);
+        if (FULL)
+            i0 = turn_to<layout>(k, &cut);
         q_slot = k->r.slot;
-        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, numbers + q_slot * 3 * BLOCK, 2 * BLOCK);
+        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)),
+                                        numbers + q_slot * 3 * BLOCK, 2 * BLOCK);
         wgmma_fence();
         warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + q_slot * layout::slot_bytes);
         wgmma_commit();
         key_products<T, D, BLOCK, SLOTS, MAKES, layout>(k->base, done, ps, ds, dk, dv);
         wgmma_commit();
         advance<SLOTS>(&k->r);
-        key_step<T, D, BLOCK, SLOTS, MAKES, false, layout>(scale, w, k, i0, cut, numbers + q_slot * 3 * BLOCK, done, s,
-                                                           ps, ds);
+        key_step<T, D, BLOCK, SLOTS, MAKES, false, FULL, layout>(p, w, k, i0, cut, numbers + q_slot * 3 * BLOCK, done,
+                                                                 s, ps, ds);
         advance<SLOTS>(&k->r);
     }
     wgmma_fence();
@@ -159,39 +215,49 @@ INLINE void sum_keys(float scale, const span &w, key_state *k, float *numbers, i
 }
 
 /* As sum_keys, step by step, where the registers do not hold what two steps need. */
-template <typename T, int D, int BLOCK, int SLOTS, typename layout>
-INLINE void sum_keys_plainly(float scale, const span &w, key_state *k, float *numbers, int steps, float (*dk)[4],
-                             float (*dv)[4]) {
+template <typename T, int D, int BLOCK, int SLOTS, bool FULL, typename layout>
+INLINE void sum_keys_plainly(const attention_params &p, const span &w, key_state *k, float *numbers, int steps,
+                             float (*dk)[4], float (*dv)[4]) {
     int i0 = w.begin;
 #pragma unroll 1
-    for (; steps; steps--) {
+    for (bool more = true; FULL ? more : steps; steps--) {
         float s[BLOCK / 8][4], dp[BLOCK / 8][4];
         uint32_t ps[BLOCK / 16][4], ds[BLOCK / 16][4];
         const int q_slot = k->r.slot;
-        const bool cut = is_cut(w, i0);
+        bool cut = is_cut(w, i0);
+        if (FULL) {
+            i0 = turn_to<layout>(k, &cut);
+            more = !(k->now->step & STEP_LAST);
+        }
         float *row = numbers + q_slot * 3 * BLOCK;
-        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, row, 2 * BLOCK);
+        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)), row, 2 * BLOCK);
         advance<SLOTS>(&k->r);
-        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, row, 2 * BLOCK);
+        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)), row, 2 * BLOCK);
         wgmma_fence();
         warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + q_slot * layout::slot_bytes);
         wgmma_commit();
         warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes,
                                                      k->base + layout::slots + k->r.slot * layout::slot_bytes);
         wgmma_commit();
-        const bool careful = cut || has_rest<BLOCK>(row);
+        const bool careful = (FULL ? (k->now->step & STEP_BAND) != 0 : cut) || has_rest<BLOCK>(row);
         wgmma_wait<1>();
         pin_all<BLOCK / 8>(s);
+        read_ahead<BLOCK> read;
+        const bool low = FULL && make_scores<T, BLOCK>(p, *k, &read, s);
         if (careful)
-            key_weights<true, BLOCK>(scale, w, k->row0, i0, row, s);
+            key_weights<true, BLOCK>(p.scale_log2, w, k->row0, i0, row, s);
         else
-            key_weights<false, BLOCK>(scale, w, k->row0, i0, row, s);
+            key_weights<false, BLOCK>(p.scale_log2, w, k->row0, i0, row, s);
+        if (FULL)
+            hide_keys<T, BLOCK>(p, *k->now, k->row0, low, read, s);
         wgmma_wait<0>();
         pin_all<BLOCK / 8>(dp);
         if (cut)
             key_gradients<true, true, BLOCK>(row, row + 2 * BLOCK, s, dp);
         else
             key_gradients<false, true, BLOCK>(row, row + 2 * BLOCK, s, dp);
+        if (FULL)
+            cap_gradients<T, BLOCK>(p, *k, row, s, dp);
         pack_fragments<T, BLOCK>(ps, s);
         pack_fragments<T, BLOCK>(ds, dp);
         wgmma_fence();
@@ -205,16 +271,17 @@ INLINE void sum_keys_plainly(float scale, const span &w, key_state *k, float *nu
     }
 }
 
-template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool PLAIN>
+template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool PLAIN, bool FULL>
 INLINE void work_dkdv(const attention_params &p, const crew &c, char *shared) {
     constexpr bool BOTH = MAKES == (MAKES_DK | MAKES_DV);
     typedef backward90<D, BLOCK, MAKES & MAKES_DK ? 2 : 1, SLOTS, 3> layout;
     float *const numbers = (float *)(shared + layout::numbers);
     const int group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP - 1, 0);
     key_state k = {shared_address(shared), shared_address(shared) + group * 64 * 128, 0, {0, 0}};
+    k.steps = (const key_options *)(shared + layout::options);
     int own_turn = 0;
     key_work w;
-    for (unsigned turn = 0; find_keys<BLOCK>(p, c, turn, &w); turn++) {
+    for (unsigned turn = 0; find_keys<BLOCK, FULL>(p, c, turn, &w); turn++) {
         float dk[BOTH || MAKES == MAKES_DK ? D / 8 : 1][4], dv[BOTH || MAKES == MAKES_DV ? D / 8 : 1][4];
         if (MAKES & MAKES_DK)
             zero_all<D / 8>(dk);
@@ -225,9 +292,9 @@ INLINE void work_dkdv(const attention_params &p, const crew &c, char *shared) {
             mbarrier_wait(k.base + layout::own_full, own_turn);
             own_turn ^= 1;
             if (PLAIN)
-                sum_keys_plainly<T, D, BLOCK, SLOTS, layout>(p.scale_log2, w.s, &k, numbers, w.steps, dk, dv);
+                sum_keys_plainly<T, D, BLOCK, SLOTS, FULL, layout>(p, w.s, &k, numbers, w.steps, dk, dv);
             else
-                sum_keys<T, D, BLOCK, SLOTS, MAKES, layout>(p.scale_log2, w.s, &k, numbers, w.steps, dk, dv);
+                sum_keys<T, D, BLOCK, SLOTS, MAKES, FULL, layout>(p, w.s, &k, numbers, w.steps, dk, dv);
             release(k.base + layout::own_empty);
         }
         if (MAKES & MAKES_DK)
@@ -235,7 +302,7 @@ INLINE void work_dkdv(const attention_params &p, const crew &c, char *shared) {
         if (MAKES & MAKES_DV)
             pin_all<D / 8>(dv);
         key_work again; /* or its registers would be kept through the loop */
-        find_keys<BLOCK>(p, c, opaque(turn), &again);
+        find_keys<BLOCK, FULL>(p, c, opaque(turn), &again);
         const int row = group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16, rows = again.c.all_sk - again.key0;
         const int64_t key0 = again.c.first_k + again.key0;
         if (MAKES & MAKES_DV)
@@ -247,39 +314,41 @@ INLINE void work_dkdv(const attention_params &p, const crew &c, char *shared) {
     }
 }
 
-template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool PLAIN>
+template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool PLAIN, bool FULL>
 INLINE void run_dkdv(const attention_params_sm90 &all, const crew &c, char *shared) {
     typedef backward90<D, BLOCK, MAKES & MAKES_DK ? 2 : 1, SLOTS, 3> layout;
     make_barriers<layout, SLOTS>(shared_address(shared));
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();
         if (threadIdx.x < 32)
-            fetch_dkdv<T, D, BLOCK, SLOTS, MAKES>(all, c, shared_address(shared));
+            fetch_dkdv<T, D, BLOCK, SLOTS, MAKES, FULL>(all, c, shared);
     } else {
         registers_more<240>();
-        work_dkdv<T, D, BLOCK, SLOTS, MAKES, PLAIN>(all.p, c, shared);
+        work_dkdv<T, D, BLOCK, SLOTS, MAKES, PLAIN, FULL>(all.p, c, shared);
     }
 }
 
 /* Where dK and dV do not fit into the registers together, the first blocks make dK, the others dV. */
-template <typename T, int D, int BLOCK, int SLOTS, bool PLAIN>
+template <typename T, int D, int BLOCK, int SLOTS, bool PLAIN, bool FULL>
 INLINE void attention_dkdv(const attention_params_sm90 &all) {
     extern __shared__ __align__(1024) char shared[];
     const unsigned first = all.p.blocks_of_dk;
     if (sm90_makes_both(D))
-        run_dkdv<T, D, BLOCK, SLOTS, MAKES_DK | MAKES_DV, PLAIN>(all, {blockIdx.x, gridDim.x}, shared);
+        run_dkdv<T, D, BLOCK, SLOTS, MAKES_DK | MAKES_DV, PLAIN, FULL>(all, {blockIdx.x, gridDim.x}, shared);
     else if (blockIdx.x < first)
-        run_dkdv<T, D, BLOCK, SLOTS, MAKES_DK, false>(all, {blockIdx.x, first}, shared);
+        run_dkdv<T, D, BLOCK, SLOTS, MAKES_DK, false, FULL>(all, {blockIdx.x, first}, shared);
     else
-        run_dkdv<T, D, BLOCK, SLOTS + 1, MAKES_DV, false>(all, {blockIdx.x - first, gridDim.x - first}, shared);
+        run_dkdv<T, D, BLOCK, SLOTS + 1, MAKES_DV, false, FULL>(all, {blockIdx.x - first, gridDim.x - first}, shared);
 }
 
-#define pass_dkdv(T, D, BLOCK) attention_dkdv<T, D, BLOCK, sm90_backward_slots(D, BLOCK), (BLOCK > 64)>(all)
-#define pass_dq(T, D, BLOCK) attention_dq<T, D, BLOCK, sm90_backward_slots(D, BLOCK)>(all)
+#define is_lean false
+#define is_full true
+#define pass_dkdv(T, D, BLOCK, FULL) attention_dkdv<T, D, BLOCK, sm90_backward_slots(D, BLOCK), (BLOCK > 64), FULL>(all)
+#define pass_dq(T, D, BLOCK, FULL) attention_dq<T, D, BLOCK, sm90_backward_slots(D, BLOCK), FULL>(all)
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \
-        pass_##pass(dtype, dim, block);                                                                                \
+        pass_##pass(dtype, dim, block, is_##variant);                                                                  \
     }

@@ -15,7 +15,8 @@ template <int D, int BLOCK, int OWN, int SLOTS, int NUMBERS> struct backward90 {
                          own_empty = own_full + 8;
     static constexpr int bytes = own_empty + 8;
     static_assert(bytes == sm90_backward_bytes(D, BLOCK, OWN, SLOTS, NUMBERS), "as the plan counts");
-    static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
+    static constexpr int options = bytes, steps = options + sizeof(query_options); /* full; steps: dq alone */
+    static_assert(bytes + SM90_BACKWARD_OPTIONS <= 227 * 1024, "more than a multiprocessor has");
 };
 
 /* A slot is filled by the copy engine and the 32 lanes that fetch, and released by every lane. */
@@ -37,6 +38,9 @@ struct key_state {
     uint32_t base, own; /* shared memory; this warpgroup's rows of K there */
     int row0;           /* this lane's first key */
     ring r;
+    /* full: of all steps, and of the one whose weights are made; how many there were */
+    const key_options *steps, *now;
+    unsigned count;
 };
 
 template <typename T, int D, int BLOCK, typename layout>
@@ -54,7 +58,7 @@ struct query_work {
     span s; /* of keys */
 };
 
-template <int BLOCK> INLINE bool find_queries(const attention_params &p, unsigned step, query_work *work) {
+template <int BLOCK, bool FULL> INLINE bool find_queries(const attention_params &p, unsigned step, query_work *work) {
     query_work &w = *work;
     int tile;
     unsigned unit;
@@ -69,37 +73,68 @@ template <int BLOCK> INLINE bool find_queries(const attention_params &p, unsigne
     if (w.query0 < query1) {
         w.s.begin = max(0, min(w.query0 + w.c.lo, w.c.sk));
         w.s.end = max(w.s.begin, min(query1 + w.c.hi, w.c.sk));
+        if (FULL)
+            w.s.begin = w.s.begin < w.s.end ? w.s.begin / BLOCK * BLOCK : w.s.end; /* as tiles of the mask */
     }
     w.s.whole_to = w.query0 + OWN_ROWS > w.c.sq ? -1 : min(w.s.whole_to, w.s.end - BLOCK);
     return true;
 }
 
-template <typename T, int D, int BLOCK, int SLOTS>
-INLINE void fetch_dq(const attention_params_sm90 &all, uint32_t base, float *marks) {
+/* full: the next tile of keys from j0 on of which a key is seen; w.s.end or more: there is none. */
+template <int BLOCK> INLINE int next_keys(const uint8_t *kinds, const span &w, int j0) {
+    while (kinds && j0 < w.end && kinds[j0 / BLOCK] == TILE_EMPTY)
+        j0 += BLOCK;
+    return j0;
+}
+
+/* full: what is said of it. */
+template <int BLOCK>
+INLINE int tell_keys(const attention_params &p, const uint8_t *kinds, const span &w, int j0, int next) {
+    const bool bits = kinds && kinds[j0 / BLOCK] != TILE_FULL;
+    return j0 | (bits ? STEP_BITS : 0) | (next >= w.end ? STEP_LAST : 0) |
+           (bits || is_cut(w, j0) || (p.a.features & HEDDLE_BIAS) ? STEP_CUT : 0);
+}
+
+template <typename T, int D, int BLOCK, int SLOTS, bool FULL>
+INLINE void fetch_dq(const attention_params_sm90 &all, uint32_t base, char *shared) {
     typedef backward90<D, BLOCK, 2, SLOTS, 1> layout;
     const attention_params &p = all.p;
+    float *const marks = (float *)(shared + layout::numbers);
     const int lane = threadIdx.x % 32;
     ring r = {0, 0};
     int own_turn = 0;
+    unsigned count = 0;
     query_work w;
-    for (unsigned turn = 0; find_queries<BLOCK>(p, turn, &w); turn++) {
+    for (unsigned turn = 0; find_queries<BLOCK, FULL>(p, turn, &w); turn++) {
         const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n, y = w.x / p.group, first_k = (int)w.c.first_k;
         if (w.s.begin >= w.s.end)
             continue;
+        const uint8_t *kinds = NULL;
+        int begin = w.s.begin;
+        if (FULL) { /* where nothing is seen, one tile says so */
+            kinds = find_kinds(p.seen_by_queries, w.c.n, w.x, w.query0 / OWN_ROWS);
+            const int seen = next_keys<BLOCK>(kinds, w.s, begin);
+            begin = seen < w.s.end ? seen : begin;
+        }
         if (lane == 0) {
             const int row = (int)w.c.first_q + w.query0;
             mbarrier_wait(base + layout::own_empty, own_turn ^ 1);
+            if (FULL)
+                *(query_options *)(shared + layout::options) = find_options(p, w.c, w.x, w.query0, sizeof(T));
             mbarrier_expect(base + layout::own_full, layout::slots);
             load_boxes<D, OWN_ROWS>(base, &all.q, base + layout::own_full, row, w.x, n);
             load_boxes<D, OWN_ROWS>(base + layout::own_bytes, &all.dout, base + layout::own_full, row, w.x, n);
         }
         own_turn ^= 1;
 #pragma unroll 1
-        for (int j0 = w.s.begin; j0 < w.s.end; j0 += BLOCK)
+        for (int j0 = begin, next; j0 < w.s.end; j0 = FULL ? next : j0 + BLOCK, count++) {
+            next = FULL ? next_keys<BLOCK>(kinds, w.s, j0 + BLOCK) : j0 + BLOCK;
 #pragma unroll
             for (int x = 0; x < 2; x++) {
                 const uint32_t bar = base + layout::full + r.slot * 8;
                 mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
+                if (FULL && x == 0 && lane == 0)
+                    ((int *)(shared + layout::steps))[count % STEPS] = tell_keys<BLOCK>(p, kinds, w.s, j0, next);
                 for (int z = lane; z < BLOCK && x == 0; z += 32)
                     marks[r.slot * BLOCK + z] = 0.0f;
                 mbarrier_arrive(bar);
@@ -110,6 +145,7 @@ INLINE void fetch_dq(const attention_params_sm90 &all, uint32_t base, float *mar
                 }
                 advance<SLOTS>(&r);
             }
+        }
     }
 }
 
@@ -161,20 +197,30 @@ INLINE void query_gradients(const row_numbers &row, const float *marks, const fl
 }
 
 /* From S, under way as key_step has it, to dS as an operand. */
-template <typename T, int D, int BLOCK, int SLOTS, bool FIRST, typename layout>
-INLINE void query_step(float scale, const span &w, key_state *k, int j0, bool cut, const float *marks,
-                       const row_numbers &row, int done, float (*s)[4], uint32_t (*ds)[4]) {
+template <typename T, int D, int BLOCK, int SLOTS, bool FIRST, bool FULL, typename layout>
+INLINE void query_step(const attention_params &p, const query_options &o, int group, int step, const span &w,
+                       key_state *k, int j0, bool cut, const float *marks, const row_numbers &row, int done,
+                       float (*s)[4], uint32_t (*ds)[4]) {
     constexpr bool EARLY = D * BLOCK <= 128 * 64; /* registers for dP beside what the last step's product reads */
+    const float scale = p.scale_log2;
     float dp[BLOCK / 8][4];
+    read_ahead<BLOCK> read;
+    bool low = false;
+    if (FULL)
+        read_options<BLOCK>(p, o, group * 64, step, &read);
     if (FIRST)
         wgmma_wait<0>();
     else
         wgmma_wait<1>();
     pin_all<BLOCK / 8>(s);
+    if (FULL)
+        low = apply_options<T, BLOCK>(p, o, group * 64, step, w.end, s);
     if (cut)
         query_weights<true, BLOCK>(scale, w, k->row0, j0, row, s);
     else
         query_weights<false, BLOCK>(scale, w, k->row0, j0, row, s);
+    if (FULL)
+        hide_queries<T, BLOCK>(p, o, group * 64, step, w.end, low, read, s);
     if (!FIRST && !EARLY) {
         wgmma_wait<0>();
         release_each(k->base + layout::empty + done * 8);
@@ -195,29 +241,43 @@ INLINE void query_step(float scale, const span &w, key_state *k, int j0, bool cu
         query_gradients<true, BLOCK>(row, marks, s, dp);
     else
         query_gradients<false, BLOCK>(row, marks, s, dp);
+    if (FULL && p.softcap > 0.0f)
+        cap_query_gradients<T, BLOCK>(p, o, group * 64, step, w.end, row.base, row.rest, s, dp);
     pack_fragments<T, BLOCK>(ds, dp);
 }
 
 /* dQ over all tiles of keys. */
-template <typename T, int D, int BLOCK, int SLOTS, typename layout>
-INLINE void sum_queries(float scale, const span &w, key_state *k, float *marks, const row_numbers &row,
-                        float (*dq)[4]) {
+template <typename T, int D, int BLOCK, int SLOTS, bool FULL, typename layout>
+INLINE void sum_queries(const attention_params &p, const query_options &o, const int *steps, int group, const span &w,
+                        key_state *k, float *marks, const row_numbers &row, float (*dq)[4]) {
     float s[BLOCK / 8][4];
     uint32_t ds[BLOCK / 16][4];
-    int k_slot = k->r.slot;
+    int k_slot = k->r.slot, step = 0, j0 = w.begin;
     bool cut = is_cut(w, w.begin);
+    if (FULL) {
+        mbarrier_wait(k->base + layout::full + k_slot * 8, k->r.turn);
+        step = steps[k->count++ % STEPS];
+        j0 = step & ~STEP_FLAGS;
+        cut = step & STEP_CUT;
+    }
     await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, marks + k_slot * BLOCK, 0);
     wgmma_fence();
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + k_slot * layout::slot_bytes);
     wgmma_commit();
     advance<SLOTS>(&k->r);
-    query_step<T, D, BLOCK, SLOTS, true, layout>(scale, w, k, w.begin, cut, marks + k_slot * BLOCK, row, 0, s, ds);
+    query_step<T, D, BLOCK, SLOTS, true, FULL, layout>(p, o, group, step, w, k, j0, cut, marks + k_slot * BLOCK, row, 0,
+                                                       s, ds);
     advance<SLOTS>(&k->r);
 #pragma unroll 1
-    for (int j0 = w.begin + BLOCK; j0 < w.end; j0 += BLOCK) {
+    for (j0 += BLOCK; FULL ? !(step & STEP_LAST) : j0 < w.end; j0 += BLOCK) {
         const int done = k_slot;
         k_slot = k->r.slot;
-        cut = is_cut(w, j0);
+        if (FULL) {
+            mbarrier_wait(k->base + layout::full + k_slot * 8, k->r.turn);
+            step = steps[k->count++ % STEPS];
+            j0 = step & ~STEP_FLAGS;
+        }
+        cut = FULL ? step & STEP_CUT : is_cut(w, j0);
         await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, marks + k_slot * BLOCK, 0);
         wgmma_fence();
         warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + k_slot * layout::slot_bytes);
@@ -225,7 +285,8 @@ INLINE void sum_queries(float scale, const span &w, key_state *k, float *marks, 
         warpgroup_columns<T, D, BLOCK, BLOCK>(dq, ds, k->base + layout::slots + done * layout::slot_bytes);
         wgmma_commit();
         advance<SLOTS>(&k->r);
-        query_step<T, D, BLOCK, SLOTS, false, layout>(scale, w, k, j0, cut, marks + k_slot * BLOCK, row, done, s, ds);
+        query_step<T, D, BLOCK, SLOTS, false, FULL, layout>(p, o, group, step, w, k, j0, cut, marks + k_slot * BLOCK,
+                                                            row, done, s, ds);
         advance<SLOTS>(&k->r);
     }
     wgmma_fence();
@@ -235,14 +296,15 @@ INLINE void sum_queries(float scale, const span &w, key_state *k, float *marks, 
     release_each(k->base + layout::empty + k_slot * 8);
 }
 
-template <typename T, int D, int BLOCK, int SLOTS> INLINE void work_dq(const attention_params &p, char *shared) {
+template <typename T, int D, int BLOCK, int SLOTS, bool FULL>
+INLINE void work_dq(const attention_params &p, char *shared) {
     typedef backward90<D, BLOCK, 2, SLOTS, 1> layout;
     float *const marks = (float *)(shared + layout::numbers);
     const int group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP - 1, 0);
     key_state k = {shared_address(shared), shared_address(shared) + group * 64 * 128, 0, {0, 0}};
     int own_turn = 0;
     query_work w;
-    for (unsigned turn = 0; find_queries<BLOCK>(p, turn, &w); turn++) {
+    for (unsigned turn = 0; find_queries<BLOCK, FULL>(p, turn, &w); turn++) {
         float dq[D / 8][4];
         zero_all<D / 8>(dq);
         if (w.s.begin < w.s.end) {
@@ -251,29 +313,32 @@ template <typename T, int D, int BLOCK, int SLOTS> INLINE void work_dq(const att
             load_numbers(p, w, k.row0, &row);
             mbarrier_wait(k.base + layout::own_full, own_turn);
             own_turn ^= 1;
-            sum_queries<T, D, BLOCK, SLOTS, layout>(p.scale_log2, w.s, &k, marks, row, dq);
+            sum_queries<T, D, BLOCK, SLOTS, FULL, layout>(p, *(const query_options *)(shared + layout::options),
+                                                          (const int *)(shared + layout::steps), group, w.s, &k, marks,
+                                                          row, dq);
             release(k.base + layout::own_empty);
         }
         pin_all<D / 8>(dq);
         query_work again;
-        find_queries<BLOCK>(p, opaque(turn), &again);
+        find_queries<BLOCK, FULL>(p, opaque(turn), &again);
         store_tile<T, D>(p.t.dq, row_at(p.a.dq_stride, again.c.n, again.x, again.c.first_q + again.query0),
                          p.a.dq_stride.s, group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16,
                          again.c.all_sq - again.query0, (int)p.a.d, p.scale, dq);
     }
 }
 
-template <typename T, int D, int BLOCK, int SLOTS> INLINE void attention_dq(const attention_params_sm90 &all) {
+template <typename T, int D, int BLOCK, int SLOTS, bool FULL>
+INLINE void attention_dq(const attention_params_sm90 &all) {
     typedef backward90<D, BLOCK, 2, SLOTS, 1> layout;
     extern __shared__ __align__(1024) char shared[];
     make_barriers<layout, SLOTS>(shared_address(shared));
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();
         if (threadIdx.x < 32)
-            fetch_dq<T, D, BLOCK, SLOTS>(all, shared_address(shared), (float *)(shared + layout::numbers));
+            fetch_dq<T, D, BLOCK, SLOTS, FULL>(all, shared_address(shared), shared);
     } else {
         registers_more<240>();
-        work_dq<T, D, BLOCK, SLOTS>(all.p, shared);
+        work_dq<T, D, BLOCK, SLOTS, FULL>(all.p, shared);
     }
 }
 

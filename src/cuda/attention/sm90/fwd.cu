@@ -8,6 +8,14 @@
  * warp sees to the tiles that see no keys. */
 #include "cuda/attention/sm90/fwd.cuh"
 
+/* full: what lies behind the barriers. */
+template <typename layout> INLINE query_options *options_in(const forward_job *jobs) {
+    return (query_options *)((char *)jobs + (layout::options - layout::jobs));
+}
+template <typename layout> INLINE int *steps_in(const forward_job *jobs) {
+    return (int *)((char *)jobs + (layout::steps - layout::jobs));
+}
+
 /* ------------------------------------------------------------------------------------------------ loads, cleaning */
 
 /* The n-th tile of K or V. */
@@ -22,7 +30,7 @@ INLINE void load_keys(uint32_t tiles, uint32_t full, uint32_t empty, const tenso
 }
 
 /* The n-th tile of queries; w NULL: that there is none. */
-template <int D, int GROUPS, int BLOCK>
+template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
 INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w, uint32_t base, forward_job *jobs,
                          unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
@@ -36,12 +44,14 @@ INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w
         return;
     }
     jobs[slot_of<2>(n)] = {target_of(all.p, *w), w->s};
+    if (FULL)
+        options_in<layout>(jobs)[slot_of<2>(n)] = find_options(all.p, w->c, w->x, w->row0, sizeof(T));
     mbarrier_expect(full, layout::q_bytes);
     load_boxes<D, layout::rows>(base + slot * layout::q_bytes, &all.q, full, (int)w->c.first_q + w->row0, w->x, w->n);
 }
 
 /* One thread sends for everything, in the order in which it is used. */
-template <typename T, int D, int GROUPS, int BLOCK>
+template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
 INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t barriers, forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const attention_params &p = all.p;
@@ -51,19 +61,33 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t ba
     while (next_work<layout::rows>(p, &step, &w)) {
         if (w.s.begin == w.s.end)
             continue;
+        if (FULL)
+            w.s.begin = w.s.begin / BLOCK * BLOCK; /* as tiles of the mask */
         if (layout::q_stages > 1)
-            load_queries<D, GROUPS, BLOCK>(all, &w, base, jobs, nq);
-        const int head = w.x / p.group, last = last_tile<BLOCK>(w.s);
+            load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, base, jobs, nq);
+        const int head = w.x / p.group;
+        int last = last_tile<BLOCK>(w.s);
+        const uint8_t *kinds = NULL;
+        if (FULL) { /* where nothing is seen, one tile says so */
+            kinds = find_kinds(p.seen_by_queries, w.c.n, w.x, w.row0 / layout::rows);
+            const int seen = next_seen<BLOCK>(kinds, w.s, last);
+            last = seen < w.s.begin ? last : seen;
+        }
 #pragma unroll 1
-        for (int j0 = last; j0 >= w.s.begin; j0 -= BLOCK, n++) {
+        for (int j0 = last, next; j0 >= w.s.begin; j0 = next, n++) {
             const int row = (int)w.c.first_k + j0;
+            next = FULL ? next_seen<BLOCK>(kinds, w.s, j0 - BLOCK) : j0 - BLOCK;
+            if (FULL) {
+                mbarrier_wait(barriers + K_EMPTY + slot_of<layout::stages>(n) * 8, turn_of<layout::stages>(n) ^ 1);
+                steps_in<layout>(jobs)[n % STEPS] = step_of<BLOCK>(p, kinds, w.s, j0, next);
+            }
             load_keys<D, BLOCK, layout>(base + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head, w.n,
                                         n);
             if (n)
                 load_keys<D, BLOCK, layout>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row,
                                             v_head, v_batch, n - 1);
             if (layout::q_stages == 1 && j0 == last) /* waits for the last scores of the tile before */
-                load_queries<D, GROUPS, BLOCK>(all, &w, base, jobs, nq);
+                load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, base, jobs, nq);
             v_row = row;
             v_head = head;
             v_batch = w.n;
@@ -73,12 +97,12 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t ba
     if (n)
         load_keys<D, BLOCK, layout>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
                                     v_batch, n - 1);
-    load_queries<D, GROUPS, BLOCK>(all, NULL, base, jobs, nq);
+    load_queries<T, D, GROUPS, BLOCK, FULL>(all, NULL, base, jobs, nq);
 }
 
 /* Two warps look at every tile of V that is cut. */
-template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void clean(uint32_t base, uint32_t barriers, uint32_t *bad, const forward_job *jobs) {
+template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
+INLINE void clean(const attention_params &p, uint32_t base, uint32_t barriers, uint32_t *bad, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     constexpr int QS = layout::q_stages;
     const int thread = (int)threadIdx.x % CLEANERS;
@@ -91,11 +115,21 @@ INLINE void clean(uint32_t base, uint32_t barriers, uint32_t *bad, const forward
         __syncwarp();
         if (thread % 32 == 0)
             mbarrier_arrive(barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
+        int step = 0;
 #pragma unroll 1
-        for (int j0 = last_tile<BLOCK>(w); j0 >= w.begin; j0 -= BLOCK, n++) {
+        for (int j0 = last_tile<BLOCK>(w); FULL ? !(step & STEP_LAST) : j0 >= w.begin; j0 -= BLOCK, n++) {
             const unsigned slot = slot_of<layout::stages>(n);
             mbarrier_wait(barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
-            if (is_cut<BLOCK>(w, j0)) {
+            if (FULL) {
+                step = steps_in<layout>(jobs)[n % STEPS];
+                if ((p.a.features & HEDDLE_BIAS) &&
+                    !(step & STEP_LAST)) { /* of the next tile, whose K has been sent for */
+                    const query_options &o = options_in<layout>(jobs)[slot_of<2>(nq)];
+                    prefetch_bias<T>(p, o.bias, 0, o.last, layout::rows,
+                                     steps_in<layout>(jobs)[(n + 1) % STEPS] & ~STEP_FLAGS, BLOCK, thread, CLEANERS);
+                }
+            }
+            if (FULL ? step & STEP_CUT : is_cut<BLOCK>(w, j0)) {
                 clean_rows<T, D, BLOCK, CLEANERS>(base + layout::v + slot * layout::tile_bytes, bad + slot * 4, thread);
                 fence_async();
                 __syncwarp();
@@ -166,9 +200,17 @@ INLINE void issue_cut_sums(uint32_t base, unsigned n, bool cut, unsigned *cuts, 
     wgmma_commit();
 }
 
+/* full: what the options need beside the scores. */
+struct option_view {
+    const attention_params *p;
+    const query_options *o;
+    const int *steps;
+};
+
 /* O is added up: V of a cut tile is free. Rows that see a key whose V was cleaned are to be NaN. The lane that arrives reads the marks. */
-template <int D, int GROUPS, int BLOCK>
-INLINE void receive_marks(const forward_span &w, int group, int j0, uint32_t base, unsigned n, int *bad) {
+template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
+INLINE void receive_marks(const forward_span &w, const option_view &v, int group, int step, uint32_t base, unsigned n,
+                          int *bad) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     uint4 x = make_uint4(0, 0, 0, 0);
     if (threadIdx.x % 32 == 0)
@@ -181,20 +223,27 @@ INLINE void receive_marks(const forward_span &w, int group, int j0, uint32_t bas
     x.w = BLOCK > 64 ? __shfl_sync(ALL_LANES, x.w, 0) : 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int i = group * 64 + fragment_row() + half * 8 - j0;
-        if (has_bit(x, i + w.lo, min(i + w.hi, w.sk - 1 - j0)))
+        const int row = group * 64 + fragment_row() + half * 8, j0 = FULL ? step & ~STEP_FLAGS : step, i = row - j0;
+        const int first = i + w.lo, last = min(i + w.hi, w.sk - 1 - j0);
+        if (has_bit(x, first, last) && (!FULL || sees_marked<T>(*v.p, *v.o, row, step, x, first, last)))
             *bad |= 1 << half;
     }
 }
 
 /* The scores are there: K is free, and a single Q after its last; what is not seen of a cut tile is taken out of them. */
-template <int D, int GROUPS, int BLOCK, bool CUT>
-INLINE void receive_scores(const forward_span &w, int group, int j0, uint32_t base, unsigned n, float (*s)[4]) {
+template <typename T, int D, int GROUPS, int BLOCK, bool CUT, bool FULL>
+INLINE void receive_scores(const forward_span &w, const option_view &v, int group, int step, uint32_t base, unsigned n,
+                           const read_ahead<BLOCK> &read, float (*s)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
+    const int j0 = FULL ? step & ~STEP_FLAGS : step;
     pin_all<BLOCK / 8>(s);
     release(base + layout::barriers + K_EMPTY + slot_of<layout::stages>(n) * 8);
-    if (layout::q_stages == 1 && j0 == w.begin)
+    if (layout::q_stages == 1 && (FULL ? step & STEP_LAST : j0 == w.begin))
         release(base + layout::barriers + Q_EMPTY);
+    if (FULL)
+        apply_options<T, BLOCK, CUT>(*v.p, *v.o, group * 64, step, w.sk, s);
+    if (FULL && CUT && (step & STEP_BITS))
+        apply_bits<BLOCK>(read.bits, -CUDART_INF_F, s);
     if (CUT && (j0 + BLOCK > w.end || j0 + BLOCK - 1 > group * 64 + w.hi))
         mask_above<BLOCK>(w.hi, w.sk, group * 64, j0, s);
     if (CUT && j0 < group * 64 + 63 + w.lo)
@@ -221,19 +270,27 @@ template <int D, int GROUPS, int BLOCK> INLINE void pass_by_values(uint32_t base
 struct group_state {
     unsigned n, cuts;
     softmax_state rows;
+    int step; /* full: what is said of that tile */
 };
 
 /* While P·V of a tile of keys adds up, S of the one before it in memory, from j0 on, is made and turned into P. CUT: one of them may be
  * cut. */
-template <typename T, int D, int GROUPS, int BLOCK, bool CUT>
-INLINE void step(float c, const forward_span &w, bool half, int j0, int group, uint32_t q, uint32_t base,
-                 group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+template <typename T, int D, int GROUPS, int BLOCK, bool CUT, bool FULL>
+INLINE void step(float c, const forward_span &w, const option_view &v, bool half, int j0, int group, uint32_t q,
+                 uint32_t base, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const uint32_t barriers = base + layout::barriers;
     const unsigned n = k->n++;
-    const bool cut = CUT && is_cut<BLOCK>(w, j0 + BLOCK);
+    const int old = FULL ? k->step : j0 + BLOCK;
+    const bool cut = CUT && (FULL ? (old & STEP_CUT) != 0 : is_cut<BLOCK>(w, old));
     float shrink[2];
+    read_ahead<BLOCK> read;
     mbarrier_wait(barriers + K_FULL + slot_of<layout::stages>(n + 1) * 8, turn_of<layout::stages>(n + 1));
+    if (FULL) {
+        j0 = k->step = v.steps[(n + 1) % STEPS];
+        if (CUT)
+            read_options<BLOCK>(*v.p, *v.o, group * 64, j0, &read);
+    }
     take_turn<GROUPS>(group);
     pin_all<BLOCK / 16>(a);
     issue_scores<T, D, GROUPS, BLOCK>(q, base, n + 1, s);
@@ -243,7 +300,7 @@ INLINE void step(float c, const forward_span &w, bool half, int j0, int group, u
         issue_sums<T, D, GROUPS, BLOCK>(base, n, a, o);
     pass_turn<GROUPS>(group);
     wgmma_wait<1>();
-    receive_scores<D, GROUPS, BLOCK, CUT>(w, group, j0, base, n + 1, s);
+    receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, base, n + 1, read, s);
     const bool grows = online_softmax<BLOCK>(&k->rows, c, s, shrink);
     pin_all<BLOCK / 8>(s); /* or the exponentials would be left for after the wait */
     hold_until(k->rows.sum[0] + k->rows.sum[1]);
@@ -251,7 +308,7 @@ INLINE void step(float c, const forward_span &w, bool half, int j0, int group, u
     pin_all<D / 8>(o);
     pin_all<BLOCK / 16>(a);
     if (cut)
-        receive_marks<D, GROUPS, BLOCK>(w, group, j0 + BLOCK, base, n, &k->rows.bad);
+        receive_marks<T, D, GROUPS, BLOCK, FULL>(w, v, group, old, base, n, &k->rows.bad);
     release(barriers + V_EMPTY + slot_of<layout::stages>(n) * 8);
     if (grows) {
 #pragma unroll
@@ -263,17 +320,47 @@ INLINE void step(float c, const forward_span &w, bool half, int j0, int group, u
     pack_fragments<T, BLOCK>(a, s);
 }
 
-/* From the first scores of a tile of queries to its last P. */
+/* full: the rest of a tile of queries, as the thread that sends tells. */
 template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void compute(float c, const forward_span &w, const group_work &g, int group, uint32_t q, uint32_t base,
-                    group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+INLINE void sum_full(float c, const forward_span &w, const option_view &v, const group_work &g, int group, uint32_t q,
+                     uint32_t base, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    while (g.idle && !(k->step & STEP_LAST)) {
+        pass_by_keys<D, GROUPS, BLOCK>(base, k->n + 1);
+        k->cuts += k->step & STEP_CUT ? 1 : 0;
+        k->step = v.steps[(k->n + 1) % STEPS];
+        if (layout::q_stages == 1 && (k->step & STEP_LAST))
+            release(base + layout::barriers + Q_EMPTY);
+        pass_by_values<D, GROUPS, BLOCK>(base, group, k->n++);
+    }
+#pragma unroll 1
+    while (!(k->step & STEP_LAST)) {
+        step<T, D, GROUPS, BLOCK, true, true>(c, w, v, g.half && (k->step & ~STEP_FLAGS) == g.first, 0, group, q, base,
+                                              k, s, a, o);
+#pragma unroll 1
+        while (k->step & STEP_WHOLE)
+            step<T, D, GROUPS, BLOCK, false, true>(c, w, v, false, 0, group, q, base, k, s, a, o);
+    }
+}
+
+/* From the first scores of a tile of queries to its last P. */
+template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
+INLINE void compute(float c, const forward_span &w, const option_view &v, const group_work &g, int group, uint32_t q,
+                    uint32_t base, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     float shrink[2];
-    receive_scores<D, GROUPS, BLOCK, true>(w, group, g.first, base, k->n, s);
+    read_ahead<BLOCK> read;
+    if (FULL)
+        read_options<BLOCK>(*v.p, *v.o, group * 64, k->step, &read);
+    receive_scores<T, D, GROUPS, BLOCK, true, FULL>(w, v, group, FULL ? k->step : g.first, base, k->n, read, s);
     k->rows = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, 0};
     online_softmax<BLOCK>(&k->rows, c, s, shrink);
     pack_fragments<T, BLOCK>(a, s);
     zero_all<D / 8>(o);
+    if (FULL) {
+        sum_full<T, D, GROUPS, BLOCK>(c, w, v, g, group, q, base, k, s, a, o);
+        return;
+    }
     const int whole = max(w.begin, w.last + w.lo); /* tiles before this are cut below */
     int j0 = g.first - BLOCK;
     for (; g.idle && j0 >= w.begin; j0 -= BLOCK, k->n++) {
@@ -286,18 +373,19 @@ INLINE void compute(float c, const forward_span &w, const group_work &g, int gro
 #pragma unroll 1
     while (j0 >= w.begin) {
         if (is_cut<BLOCK>(w, j0 + BLOCK) || j0 < whole) {
-            step<T, D, GROUPS, BLOCK, true>(c, w, g.half && j0 + BLOCK == g.first, j0, group, q, base, k, s, a, o);
+            step<T, D, GROUPS, BLOCK, true, false>(c, w, v, g.half && j0 + BLOCK == g.first, j0, group, q, base, k, s,
+                                                   a, o);
             j0 -= BLOCK;
             continue;
         }
 #pragma unroll 1
         for (; j0 >= whole; j0 -= BLOCK)
-            step<T, D, GROUPS, BLOCK, false>(c, w, false, j0, group, q, base, k, s, a, o);
+            step<T, D, GROUPS, BLOCK, false, false>(c, w, v, false, j0, group, q, base, k, s, a, o);
     }
 }
 
 /* A tile of queries after the other. */
-template <typename T, int D, int GROUPS, int BLOCK>
+template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
 INLINE void consume(const attention_params &p, int group, uint32_t base, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     constexpr int QS = layout::q_stages, KS = layout::stages;
@@ -306,44 +394,52 @@ INLINE void consume(const attention_params &p, int group, uint32_t base, const f
     group_state k = {0, 0};
     float s[BLOCK / 8][4], o[D / 8][4];
     uint32_t a[BLOCK / 16][4];
+    option_view v = {&p, NULL, steps_in<layout>(jobs)};
     if (group == GROUPS - 1)
         pass_turn<GROUPS>(group);
     mbarrier_wait(barriers + Q_FULL, 0);
     forward_span w = jobs[0].s;
     if (!w.end)
         return;
-    group_work g = find_group_work<BLOCK>(w, group * 64);
+    group_work g = find_group_work<BLOCK, FULL>(p, w, group * 64);
     if (g.skips) {
         pass_by_keys<D, GROUPS, BLOCK>(base, 0);
         pass_by_values<D, GROUPS, BLOCK>(base, group, 0);
         k = {1, 1};
     }
     mbarrier_wait(barriers + K_FULL + k.n * 8, 0);
+    if (FULL)
+        k.step = v.steps[k.n];
     issue_scores<T, D, GROUPS, BLOCK>(q0, base, k.n, s);
     wgmma_wait<0>();
     for (; w.end; nq++) {
-        compute<T, D, GROUPS, BLOCK>(p.scale_log2, w, g, group, q0 + slot_of<QS>(nq) * layout::q_bytes, base, &k, s, a,
-                                     o);
+        v.o = options_in<layout>(jobs) + slot_of<2>(nq);
+        compute<T, D, GROUPS, BLOCK, FULL>(p.scale_log2, w, v, g, group, q0 + slot_of<QS>(nq) * layout::q_bytes, base,
+                                           &k, s, a, o);
         const forward_span old = w;
         const unsigned n = k.n;
-        const bool cut = is_cut<BLOCK>(w, w.begin);
+        const int last = FULL ? k.step : w.begin;
+        const bool cut = FULL ? last & STEP_CUT : is_cut<BLOCK>(w, last);
         pin_all<BLOCK / 16>(a);
-        issue_cut_sums<T, D, GROUPS, BLOCK>(base, n, cut, &k.cuts, g.half && g.first == w.begin, a, o);
+        issue_cut_sums<T, D, GROUPS, BLOCK>(base, n, cut, &k.cuts,
+                                            g.half && g.first == (FULL ? last & ~STEP_FLAGS : last), a, o);
         mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq + 1) * 8, turn_of<QS>(nq + 1));
         w = jobs[slot_of<2>(nq + 1)].s;
-        g = find_group_work<BLOCK>(w, group * 64);
+        g = find_group_work<BLOCK, FULL>(p, w, group * 64);
         k.n += 1 + g.skips;
         k.cuts += g.skips; /* what is skipped is cut */
         if (g.skips)
             pass_by_keys<D, GROUPS, BLOCK>(base, n + 1);
         if (w.end)
             mbarrier_wait(barriers + K_FULL + slot_of<KS>(k.n) * 8, turn_of<KS>(k.n));
+        if (FULL)
+            k.step = v.steps[k.n % STEPS];
         /* After the last tile, a product of what lies there, which nobody looks at: a branch would make the compiler wait. */
         issue_scores<T, D, GROUPS, BLOCK>(q0 + slot_of<QS>(nq + 1) * layout::q_bytes, base, k.n, s);
         wgmma_wait<1>();
         pin_all<D / 8>(o);
         if (cut)
-            receive_marks<D, GROUPS, BLOCK>(old, group, old.begin, base, n, &k.rows.bad);
+            receive_marks<T, D, GROUPS, BLOCK, FULL>(old, v, group, last, base, n, &k.rows.bad);
         release(barriers + V_EMPTY + slot_of<KS>(n) * 8);
         if (QS > 1)
             barrier_sync(1 + GROUPS + group, WARPGROUP); /* the other warps, too, have done with Q */
@@ -361,7 +457,8 @@ INLINE void consume(const attention_params &p, int group, uint32_t base, const f
     }
 }
 
-template <typename T, int D, int GROUPS, int BLOCK> INLINE void attention_forward90(const attention_params_sm90 &all) {
+template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
+INLINE void attention_forward90(const attention_params_sm90 &all) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     extern __shared__ char shared[];
     const uint32_t base = align_tiles(shared_address(shared)), barriers = base + layout::barriers;
@@ -387,21 +484,23 @@ template <typename T, int D, int GROUPS, int BLOCK> INLINE void attention_forwar
     if (warp < 4) {
         registers_fewer<GROUPS == 2 ? 56 : 32>();
         if (threadIdx.x == 0)
-            produce<T, D, GROUPS, BLOCK>(all, base, barriers, jobs);
+            produce<T, D, GROUPS, BLOCK, FULL>(all, base, barriers, jobs);
         else if (warp == 1)
             store_nothing<T, D, layout::rows>(all.p);
         else if (warp >= 2)
-            clean<T, D, GROUPS, BLOCK>(base, barriers, bad, jobs);
+            clean<T, D, GROUPS, BLOCK, FULL>(all.p, base, barriers, bad, jobs);
     } else {
         registers_more<GROUPS == 2 ? 224 : 160>();
-        consume<T, D, GROUPS, BLOCK>(all.p, warp / 4 - 1, base, jobs);
+        consume<T, D, GROUPS, BLOCK, FULL>(all.p, warp / 4 - 1, base, jobs);
     }
 }
 
+#define is_lean false
+#define is_full true
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm90(                                                 \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \
-        attention_forward90<dtype, dim, own / 64, block>(all);                                                         \
+        attention_forward90<dtype, dim, own / 64, block, is_##variant>(all);                                           \
     }

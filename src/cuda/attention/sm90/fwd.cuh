@@ -4,7 +4,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_FWD_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_FWD_SM90_CUH
 
-#include "cuda/attention/sm90/sm90.cuh"
+#include "cuda/attention/sm90/options.cuh"
 
 #define CLEANERS 64
 
@@ -21,6 +21,9 @@ template <int D, int GROUPS, int BLOCK> struct forward90 {
     static constexpr int barriers = jobs + 2 * SM90_JOB_BYTES;
     static constexpr int bytes = barriers + 8 * SM90_FORWARD_BARRIERS * SM90_MOST_STAGES;
     static_assert(bytes == sm90_forward_layout_bytes(D, rows, BLOCK), "as the plan counts");
+    /* full: of the tile of queries and the next; what the thread that sends tells of tiles of keys */
+    static constexpr int options = bytes, steps = options + 2 * sizeof(query_options);
+    static_assert(steps + STEPS * 4 - options <= SM90_FORWARD_OPTIONS, "as the plan counts");
 };
 
 /* The barriers, by the place of their first; one for each slot. */
@@ -155,11 +158,30 @@ struct group_work {
     bool skips, half, idle;
 };
 
-template <int BLOCK> INLINE group_work find_group_work(const forward_span &w, int row) {
+template <int BLOCK, bool FULL>
+INLINE group_work find_group_work(const attention_params &p, const forward_span &w, int row) {
+    if (FULL && p.seen_by_queries.kinds) /* the mask decides which tiles there are */
+        return {0, false, false, row > w.last};
     const int top = last_tile<BLOCK>(w), last = min(min(row + 63, w.last) + w.hi, w.end - 1);
     const bool idle = row > w.last, skips = !idle && last < top && last >= w.begin;
     const int first = skips ? top - BLOCK : top;
     return {first, skips, !idle && last < first + BLOCK / 2, idle};
+}
+
+/* Of the tiles of keys from j0 down, the first that somebody sees a key of; under w.begin: there is none. */
+template <int BLOCK> INLINE int next_seen(const uint8_t *kinds, const forward_span &w, int j0) {
+    while (kinds && j0 >= w.begin && kinds[j0 / BLOCK] == TILE_EMPTY)
+        j0 -= BLOCK;
+    return j0;
+}
+
+/* full: what is to be said of the tile from j0 on, if the next is from `next` on. Any element may have a bias that masks it. */
+template <int BLOCK>
+INLINE int step_of(const attention_params &p, const uint8_t *kinds, const forward_span &w, int j0, int next) {
+    const bool bits = kinds && kinds[j0 / BLOCK] != TILE_FULL, last = next < w.begin;
+    const bool cut = bits || is_cut<BLOCK>(w, j0) || (p.a.features & HEDDLE_BIAS);
+    const bool whole = !cut && !last && !is_cut<BLOCK>(w, next) && !(kinds && kinds[next / BLOCK] != TILE_FULL);
+    return j0 | (bits ? STEP_BITS : 0) | (last ? STEP_LAST : 0) | (cut ? STEP_CUT : 0) | (whole ? STEP_WHOLE : 0);
 }
 
 /* -------------------------------------------------------------------------------------------------------- softmax */
@@ -221,8 +243,8 @@ INLINE float finish_row(const attention_params &p, const forward_target &t, int 
     if (row >= t.rows)
         sum = 0.0f;
     const bool far = sum != 0.0f && is_far(top, p.scale_log2, alone_from<bf16>());
-    const float base = __fmul_rn(top, p.scale_log2), above = sink_above(sink, top, p.scale, p.scale_log2, base);
-    const float shrink = far ? end_far(p.scale, top, sink, &sum, &lse) : end_near(p, base, sink, above, &sum, &lse);
+    const float base = __fmul_rn(top, p.scale_log2), above = sink_above(sink, top, p.unit, p.scale_log2, base);
+    const float shrink = far ? end_far(p.unit, top, sink, &sum, &lse) : end_near(p, base, sink, above, &sum, &lse);
     if (p.t.lse && writes && row < t.all_rows)
         ((float *)p.t.lse)[t.lse + row] = lse;
     return sum != 0.0f ? __fdividef(shrink, sum) : 0.0f;

@@ -26,8 +26,19 @@ static bool is_for_copies(const heddle_attention *a, bool backward) {
            a->o_stride.h % 8 == 0 && a->o_stride.s % 8 == 0;
 }
 
+/* What hides elements one by one: whoever streams by has to be looked at before. */
+static bool hides(const heddle_attention *a) {
+    return (a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK)) != 0;
+}
+
 static int find(const attention_problem *p, kernel_pass pass) {
-    return heddle__cuda_find_attention(p, pass, VARIANT_lean, FAMILY_sm90);
+    const bool alike = pass == PASS_gather || (pass == PASS_light && !hides(p->a));
+    return heddle__cuda_find_attention(p, pass, p->rich && !alike ? VARIANT_full : VARIANT_lean, FAMILY_sm90);
+}
+
+/* No more than the full kernels can. */
+static bool takes_options(const attention_problem *p) {
+    return !(p->a->dropout > 0) && (p->pass == HEDDLE_FORWARD || !(p->a->features & HEDDLE_WEIGHTS));
 }
 
 /* A whole tile for every multiprocessor matters less than its speed, as long as the keys need not be split. */
@@ -48,7 +59,7 @@ static bool takes_forward(const attention_problem *p, attention_choice *c) {
 static int find_fused(const attention_problem *p) {
     const heddle_attention *a = p->a;
     const int x = a->features & HEDDLE_DETERMINISTIC ? -1 : find(p, PASS_bwd);
-    if (x < 0 || heddle__cuda_attention_kernels[x].dim <= 64 || a->h / a->hk * a->sq < LONG_QUERIES)
+    if (x < 0 || p->rich || heddle__cuda_attention_kernels[x].dim <= 64 || a->h / a->hk * a->sq < LONG_QUERIES)
         return x;
     return heddle__cuda_find_attention(p, PASS_bwd, VARIANT_long, FAMILY_sm90);
 }
@@ -63,7 +74,7 @@ static bool is_consistent(const attention_choice *c) {
 static bool takes(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     const bool backward = p->pass == HEDDLE_BACKWARD;
-    if (!p->device->sm90 || a->dtype == HEDDLE_F32 || p->rich || heddle__cuda_is_empty(a) ||
+    if (!p->device->sm90 || a->dtype == HEDDLE_F32 || (p->rich && !takes_options(p)) || heddle__cuda_is_empty(a) ||
         !is_for_copies(a, backward))
         return false;
     if (!backward)
@@ -74,6 +85,7 @@ static bool takes(const attention_problem *p, attention_choice *c) {
     c->gather = c->bwd < 0 ? -1 : find(p, PASS_gather);
     c->dkdv = c->bwd < 0 ? find(p, PASS_dkdv) : -1;
     c->dq = c->bwd < 0 ? find(p, PASS_dq) : -1;
+    c->dbias = a->features & HEDDLE_BIAS ? find(p, PASS_dbias) : -1;
     if (c->prep < 0 || c->light < 0)
         return false;
     return c->bwd < 0 ? c->dkdv >= 0 && c->dq >= 0 : c->gather >= 0 && is_consistent(c);
@@ -81,17 +93,51 @@ static bool takes(const attention_problem *p, attention_choice *c) {
 
 /* ------------------------------------------------------------------------------------------------ its workspace */
 
+/* So many maps of a boolean mask differ. */
+static int64_t count_maps(const heddle_attention *a) {
+    return (a->bool_mask_stride.b ? a->b : 1) * (a->bool_mask_stride.h ? a->h : 1);
+}
+
+static mask_map shape_map(const heddle_attention *a, const kernel_row *k, bool keys) {
+    const bool alike = a->bool_mask_stride.s == 0; /* all queries */
+    const int64_t words_k = ceil_div(a->sk, 128) * 4, words_q = alike ? 4 : ceil_div(a->sq, 128) * 4;
+    mask_map m = {.rows = k->own, .columns = k->block};
+    m.tiles_down = (int32_t)(keys ? ceil_div(a->sk, k->own) : alike ? 1 : ceil_div(a->sq, k->own));
+    m.tiles_across = (int32_t)(!keys ? ceil_div(a->sk, k->block) : alike ? 1 : ceil_div(a->sq, k->block));
+    m.lines = (int32_t)(keys ? a->sk : alike ? 1 : a->sq);
+    m.words = (int32_t)(keys ? words_q : words_k);
+    m.line_step = !keys && alike ? 0 : m.words;
+    m.word_step = !(keys && alike);
+    m.of_h = a->bool_mask_stride.h ? 1 : 0;
+    m.of_b = a->bool_mask_stride.b ? (int32_t)(m.of_h ? a->h : 1) : 0;
+    return m;
+}
+
+/* The map that a kernel reads, behind what the workspace has already. */
+static void place_map(const heddle_attention *a, int kernel, bool keys, attention_choice *c) {
+    if (!(a->features & HEDDLE_BOOL_MASK))
+        return;
+    const mask_map m = shape_map(a, &heddle__cuda_attention_kernels[kernel], keys);
+    const size_t kinds = c->bytes ? c->bytes : 64; /* an offset of 0 is none */
+    const size_t bits = kinds + align64((size_t)(count_maps(a) * m.tiles_down * m.tiles_across));
+    c->bytes = bits + align64((size_t)(count_maps(a) * m.lines * m.words) * sizeof(uint32_t));
+    *(keys ? &c->seen_of_keys : &c->seen_by_queries) = m;
+    *(keys ? &c->kinds_k : &c->kinds_q) = kinds;
+    *(keys ? &c->bits_k : &c->bits_q) = bits;
+}
+
 /* A block for each multiprocessor, which takes tile after tile; but a block for each pair of tiles where the lengths are known to the
  * device alone, and the device has to see to it that the work is spread. */
 static int64_t persistent_blocks(const attention_problem *p, int64_t tiles) {
     const int64_t units = p->a->h * p->a->b, pairs = sm90_forward_pairs((unsigned)units, (unsigned)tiles);
-    const bool uneven = p->a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS);
+    const bool uneven = p->a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS | HEDDLE_BOOL_MASK);
     return min64(tiles * units, uneven ? max64(p->device->multiprocessors, pairs) : p->device->multiprocessors);
 }
 
 static void lay_out_forward(const attention_problem *p, attention_choice *c) {
     c->tiles_q = ceil_div(p->a->sq, heddle__cuda_attention_kernels[c->fwd].own);
     c->blocks = persistent_blocks(p, c->tiles_q);
+    place_map(p->a, c->fwd, false, c);
 }
 
 static void lay_out_fused(const attention_problem *p, attention_choice *c) {
@@ -104,6 +150,10 @@ static void lay_out_fused(const attention_problem *p, attention_choice *c) {
     c->tiles_k = ceil_div(a->sk, k->own);
     c->blocks = c->tiles_q * a->h * a->b;
     c->blocks_dkdv = min64(c->tiles_k * a->hk * a->b, p->device->multiprocessors);
+    if (a->features &
+        HEDDLE_BOOL_MASK) /* a block for each pair of tiles: what they cost is known to the device alone */
+        c->blocks_dkdv = max64(c->blocks_dkdv, ceil_div(c->tiles_k, 2) * a->hk * a->b);
+    place_map(a, c->bwd, true, c);
 }
 
 /* Tile after tile; where the sums of dK and dV do not fit into registers together, some blocks make one of them. */
@@ -116,6 +166,8 @@ static void lay_out_apart(const attention_problem *p, attention_choice *c) {
     c->blocks = min64(c->tiles_q * a->h * a->b, p->device->multiprocessors);
     c->blocks_dkdv = min64(tiles * (sm90_makes_both(k->dim) ? 1 : 2), p->device->multiprocessors);
     c->blocks_of_dk = sm90_blocks_of_dk((unsigned)c->blocks_dkdv, (unsigned)tiles);
+    place_map(a, c->dkdv, true, c);
+    place_map(a, c->dq, false, c);
 }
 
 static void lay_out(const attention_problem *p, attention_choice *c) {
@@ -125,6 +177,10 @@ static void lay_out(const attention_problem *p, attention_choice *c) {
     }
     c->flags = c->bytes;
     c->bytes += align64((size_t)(tiles64(p->a->sq) * p->a->h * p->a->b) * sizeof(int32_t));
+    if (p->rich && hides(p->a)) {
+        c->dirty = c->bytes;
+        c->bytes += align64((size_t)(tiles64(p->a->sq) * p->a->h * p->a->b) * sizeof(int32_t));
+    }
     if (c->bwd >= 0)
         lay_out_fused(p, c);
     else
@@ -162,22 +218,42 @@ static void add_maps(const attention_problem *p, const attention_choice *c, atte
     job->maps = 4;
 }
 
+/* A block for each tile of the boolean mask's maps. */
+static void add_mask(const attention_problem *p, const attention_choice *c, attention_job *job) {
+    const int64_t tiles = (int64_t)c->seen_by_queries.tiles_down * c->seen_by_queries.tiles_across +
+                          (int64_t)c->seen_of_keys.tiles_down * c->seen_of_keys.tiles_across;
+    if (tiles)
+        heddle__cuda_add_launch(job, find(p, PASS_mask), tiles * count_maps(p->a));
+}
+
+/* A block for each tile of dbias. */
+static void add_dbias(const attention_problem *p, const attention_choice *c, attention_job *job) {
+    const heddle_strides s = p->a->dbias_stride;
+    const kernel_row *k = &heddle__cuda_attention_kernels[c->dbias];
+    heddle__cuda_add_launch(job, c->dbias,
+                            ceil_div(p->a->sk, k->block) * (s.s ? ceil_div(p->a->sq, k->own) : 1) *
+                                (s.h ? p->a->h : 1) * (s.b ? p->a->b : 1));
+}
+
 static void launch(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const heddle_attention_data *t = &job->params.p.t;
     add_maps(p, c, job);
     if (p->pass == HEDDLE_FORWARD) {
+        add_mask(p, c, job);
         heddle__cuda_add_launch(job, c->fwd, c->blocks);
         return;
     }
     heddle__cuda_add_prep(p, c, job);
-    if (c->bwd < 0) {
-        heddle__cuda_add_dkdv_and_dq(c, job);
-        return;
-    }
     if (t->dk || t->dv || t->dq)
+        add_mask(p, c, job);
+    if (c->bwd < 0)
+        heddle__cuda_add_dkdv_and_dq(c, job);
+    else if (t->dk || t->dv || t->dq)
         heddle__cuda_add_launch(job, c->bwd, c->blocks_dkdv);
-    if (t->dq)
+    if (c->bwd >= 0 && t->dq)
         heddle__cuda_add_launch(job, c->gather, c->blocks);
+    if (t->dbias && c->dbias >= 0)
+        add_dbias(p, c, job);
 }
 
 const attention_family heddle__attention_sm90 = {takes, heddle__cuda_tensor_core_time, lay_out, launch,

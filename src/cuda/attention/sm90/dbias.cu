@@ -1,0 +1,231 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The gradient of a bias for Hopper: dS, summed over what the bias is repeated along.
+ *
+ * A block owns 128 queries and BLOCK keys of a head of a batch, or of all that share their bias, and makes S = Q·Kᵀ and dP = dO·Vᵀ for one
+ * after the other, 64 queries to a warpgroup. The sums stay in registers: no atomics, the same bits every time, no workspace. One thread
+ * fetches; Q and K, dO and V lie in a ring of slots in turn. */
+#include "cuda/attention/sm90/bwd.cuh"
+
+template <int D, int BLOCK> struct layout_dbias {
+    static constexpr int rows_bytes = OWN_ROWS * D * 2, slot_bytes = rows_bytes + BLOCK * D * 2;
+    static constexpr int slots = sm90_dbias_slots(D, BLOCK);
+    static constexpr int sums = slots * slot_bytes; /* of a warp, for each key */
+    static constexpr int full = sums + 8 * BLOCK * 4, empty = full + slots * 8, bytes = empty + slots * 8;
+    static_assert(bytes == sm90_dbias_bytes(D, BLOCK), "as the plan counts");
+    static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
+};
+
+/* What a block owns, and where it is in what it sums over. */
+struct dbias_work {
+    int n, x, row0, key0;                                      /* batch, head, first query, first key */
+    int first_n, first_x, first_row, last_n, last_x, last_row; /* from where to where they go */
+    place c;
+};
+
+template <int BLOCK> INLINE dbias_work find_sums(const attention_params &p) {
+    const heddle_strides &s = p.a.dbias_stride;
+    const unsigned across = (unsigned)((p.a.sk + BLOCK - 1) / BLOCK);
+    const unsigned down = s.s ? (unsigned)((p.a.sq + OWN_ROWS - 1) / OWN_ROWS) : 1, heads = s.h ? (unsigned)p.a.h : 1;
+    const unsigned tile = blockIdx.x / across % down, unit = blockIdx.x / across / down;
+    dbias_work w;
+    w.key0 = (int)(blockIdx.x % across) * BLOCK;
+    w.first_row = s.s ? (int)tile * OWN_ROWS : 0;
+    w.last_row = s.s ? w.first_row + 1 : (int)p.a.sq;
+    w.first_x = s.h ? (int)(unit % heads) : 0;
+    w.last_x = s.h ? w.first_x + 1 : (int)p.a.h;
+    w.first_n = s.b ? (int)(unit / heads) : 0;
+    w.last_n = s.b ? w.first_n + 1 : (int)p.a.b;
+    w.n = w.first_n;
+    w.x = w.first_x;
+    w.row0 = w.first_row;
+    w.c = find_place(p, w.n);
+    return w;
+}
+
+/* Does a query of these see a key of these? */
+template <int BLOCK> INLINE bool is_seen(const dbias_work &w) {
+    const int last = min(w.row0 + OWN_ROWS, w.c.sq) - 1, last_key = min(w.key0 + BLOCK, w.c.sk) - 1;
+    return last >= w.row0 && last_key >= w.key0 && w.key0 <= last + w.c.hi && last_key >= w.row0 + w.c.lo;
+}
+
+/* The next that is not empty, or this one; false: there is none. */
+template <int BLOCK> INLINE bool seek(const attention_params &p, dbias_work *w, bool next) {
+    for (;; next = true) {
+        if (next) {
+            w->row0 += OWN_ROWS;
+            if (w->row0 >= w->last_row) {
+                w->row0 = w->first_row;
+                if (++w->x == w->last_x) {
+                    w->x = w->first_x;
+                    if (++w->n == w->last_n)
+                        return false;
+                    w->c = find_place(p, w->n);
+                }
+            }
+        }
+        if (is_seen<BLOCK>(*w))
+            return true;
+    }
+}
+
+template <int D, int BLOCK> INLINE void fetch_dbias(const attention_params_sm90 &all, uint32_t base) {
+    typedef layout_dbias<D, BLOCK> layout;
+    const attention_params &p = all.p;
+    ring r = {0, 0};
+    dbias_work w = find_sums<BLOCK>(p);
+    for (bool more = seek<BLOCK>(p, &w, false); more; more = seek<BLOCK>(p, &w, true)) {
+        const int n = p.a.features & HEDDLE_VARLEN ? 0 : w.n, row = (int)w.c.first_q + w.row0;
+        const int key = (int)w.c.first_k + w.key0, y = w.x / p.group;
+#pragma unroll
+        for (int part = 0; part < 2; part++) {
+            const uint32_t bar = base + layout::full + r.slot * 8, to = base + r.slot * layout::slot_bytes;
+            mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
+            mbarrier_expect(bar, layout::slot_bytes);
+            load_boxes<D, OWN_ROWS>(to, part ? &all.dout : &all.q, bar, row, w.x, n);
+            load_boxes<D, BLOCK>(to + layout::rows_bytes, part ? &all.v : &all.k, bar, key, y, n);
+            advance<layout::slots>(&r);
+        }
+    }
+}
+
+/* A product of a warpgroup's rows, once its slot is there. */
+template <typename T, int D, int BLOCK>
+INLINE void multiply_slot(uint32_t base, int group, const ring &r, float (*c)[4]) {
+    typedef layout_dbias<D, BLOCK> layout;
+    const uint32_t at = base + r.slot * layout::slot_bytes;
+    mbarrier_wait(base + layout::full + r.slot * 8, r.turn);
+    wgmma_fence();
+    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(c, at + group * 64 * 128, at + layout::rows_bytes);
+    wgmma_commit();
+}
+
+/* sum += dS of what is seen. */
+template <typename T, int BLOCK>
+INLINE void add_gradients(const attention_params &p, const dbias_work &w, int row, const float base[2],
+                          const float rest[2], const float dsum[2], const float (*s)[4], const float (*dp)[4],
+                          float (*sum)[4]) {
+    const int key = w.key0 + fragment_column();
+    int first[2], last[2];
+    const uint8_t *mask[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = row + half * 8;
+        first[half] = i + w.c.lo - key;
+        last[half] = (i < w.c.sq ? min(i + w.c.hi, w.c.sk - 1) : key - 1) - key;
+        mask[half] = p.a.features & HEDDLE_BOOL_MASK
+                         ? p.t.bool_mask + row_at(p.a.bool_mask_stride, w.n, w.x, min(i, w.c.sq - 1)) + key
+                         : NULL;
+    }
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int column = y * 8 + e % 2, half = e / 2;
+            bool seen = column >= first[half] && column <= last[half] && s[y][e] != -CUDART_INF_F;
+            if (seen && mask[half])
+                seen = mask[half][column] != 0;
+            const float weight = weight_of(s[y][e], p.scale_log2, base[half], rest[half]);
+            sum[y][e] += seen ? weight * (dp[y][e] - dsum[half]) : 0.0f;
+        }
+}
+
+template <typename T, int D, int BLOCK>
+INLINE void sum_dbias(const attention_params &p, uint32_t base, int group, float (*sum)[4]) {
+    typedef layout_dbias<D, BLOCK> layout;
+    ring r = {0, 0};
+    dbias_work w = find_sums<BLOCK>(p);
+    for (bool more = seek<BLOCK>(p, &w, false); more; more = seek<BLOCK>(p, &w, true)) {
+        float s[BLOCK / 8][4], dp[BLOCK / 8][4], bases[2], rests[2], dsum[2];
+        const query_options o = find_options(p, w.c, w.x, w.row0, sizeof(T));
+        const int row = w.row0 + group * 64 + fragment_row();
+        multiply_slot<T, D, BLOCK>(base, group, r, s);
+        const uint32_t first = base + layout::empty + r.slot * 8;
+        advance<layout::slots>(&r);
+        multiply_slot<T, D, BLOCK>(base, group, r, dp);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int64_t at = lse_at(p, w.c, w.x, min(row + half * 8, w.c.sq - 1));
+            bases[half] = p.base[at];
+            rests[half] = p.rest[at];
+            dsum[half] = p.dsum[at];
+        }
+        wgmma_wait<1>();
+        pin_all<BLOCK / 8>(s);
+        release(first);
+        apply_options<T, BLOCK>(p, o, group * 64, w.key0, w.c.sk, s);
+        wgmma_wait<0>();
+        pin_all<BLOCK / 8>(dp);
+        release(base + layout::empty + r.slot * 8);
+        advance<layout::slots>(&r);
+        add_gradients<T, BLOCK>(p, w, row, bases, rests, dsum, s, dp, sum);
+    }
+}
+
+/* Each element, or sums over all queries. */
+template <typename T, int BLOCK>
+INLINE void store_dbias(const attention_params &p, int group, float *sums, float (*sum)[4]) {
+    const dbias_work w = find_sums<BLOCK>(p);
+    T *const to = (T *)p.t.dbias + row_at(p.a.dbias_stride, w.first_n, w.first_x, 0) + w.key0;
+    const int keys = (int)p.a.sk - w.key0;
+    if (p.a.dbias_stride.s) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = w.first_row + group * 64 + fragment_row() + half * 8;
+            if (i < p.a.sq)
+                store_row<T, BLOCK>(to + i * p.a.dbias_stride.s, sum, half, keys, 1.0f);
+        }
+        return;
+    }
+    const int warp = (int)threadIdx.x / 32 - 4;
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float x = sum[y][e] + sum[y][e + 2];
+            for (int step = 4; step < 32; step *= 2)
+                x += __shfl_xor_sync(ALL_LANES, x, step);
+            if ((int)threadIdx.x % 32 < 4)
+                sums[warp * BLOCK + y * 8 + fragment_column() + e] = x;
+        }
+    barrier_sync(1, CONSUMERS);
+    const int key = threadIdx.x - WARPGROUP;
+    float x = 0.0f;
+    for (int z = 0; z < 8 && key < BLOCK; z++)
+        x += sums[z * BLOCK + key];
+    if (key < min(BLOCK, keys))
+        from_float(to + key, x);
+}
+
+template <typename T, int D, int BLOCK> INLINE void attention_dbias(const attention_params_sm90 &all) {
+    typedef layout_dbias<D, BLOCK> layout;
+    extern __shared__ __align__(1024) char shared[];
+    const uint32_t base = shared_address(shared);
+    if (threadIdx.x == 0) {
+        for (int x = 0; x < layout::slots; x++) {
+            mbarrier_init(base + layout::full + x * 8, 1);
+            mbarrier_init(base + layout::empty + x * 8, CONSUMERS / 32);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x < WARPGROUP) {
+        registers_fewer<40>();
+        if (threadIdx.x == 0)
+            fetch_dbias<D, BLOCK>(all, base);
+    } else {
+        registers_more<232>();
+        const int group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP - 1, 0);
+        float sum[BLOCK / 8][4];
+        zero_all<BLOCK / 8>(sum);
+        sum_dbias<T, D, BLOCK>(all.p, base, group, sum);
+        store_dbias<T, BLOCK>(all.p, group, (float *)(shared + layout::sums), sum);
+    }
+}
+
+#define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
+    extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
+        heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
+            const __grid_constant__ attention_params_sm90 all) {                                                       \
+        wait_for_earlier_grid();                                                                                       \
+        attention_dbias<dtype, dim, block>(all);                                                                       \
+    }

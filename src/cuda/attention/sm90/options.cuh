@@ -1,0 +1,537 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The options of the full kernels for Hopper, on scores in registers: softcap, ALiBi, bias, boolean mask. Which of them there are is
+ * the same for all threads, and decided once a tile. */
+#ifndef HEDDLE_CUDA_ATTENTION_SM90_OPTIONS_CUH
+#define HEDDLE_CUDA_ATTENTION_SM90_OPTIONS_CUH
+
+#include "cuda/attention/sm90/sm90.cuh"
+
+/* -------------------------------------------------------------------------------------------------- maps of masks */
+
+/* What the thread that fetches tells the others of a step, beside its first row or column, a multiple of 64. */
+enum {
+    STEP_LAST = 1,   /* no other follows for this tile */
+    STEP_CUT = 2,    /* some elements are not seen */
+    STEP_BITS = 4,   /* by what bits of the mask say */
+    STEP_DIRTY = 8,  /* what streams by is not finite somewhere */
+    STEP_WHOLE = 16, /* forward: neither this nor the next is cut */
+    STEP_BAND = 32,  /* backward, rows are keys: by a band or an end */
+    STEP_FLAGS = 63
+};
+#define STEPS 16 /* of them that are remembered */
+
+INLINE int64_t map_of(const mask_map &m, int64_t n, int64_t x) {
+    return n * m.of_b + x * m.of_h;
+}
+
+/* The kinds of the tiles of a row of tiles; NULL: there is no mask. */
+INLINE const uint8_t *find_kinds(const mask_map &m, int64_t n, int64_t x, int tile) {
+    return m.kinds ? m.kinds + (map_of(m, n, x) * m.tiles_down + (m.tiles_down > 1 ? tile : 0)) * m.tiles_across : NULL;
+}
+
+INLINE const uint32_t *find_bits(const mask_map &m, int64_t n, int64_t x) {
+    return m.bits + map_of(m, n, x) * m.lines * m.words;
+}
+
+/* Bits of N columns. */
+template <int N> INLINE void load_bits(const uint32_t *from, uint32_t *bits) {
+    if (N == 128) {
+        const uint4 x = *(const uint4 *)from;
+        bits[0] = x.x;
+        bits[1] = x.y;
+        bits[2 % (N / 32)] = x.z;
+        bits[3 % (N / 32)] = x.w;
+    } else {
+        const uint2 x = *(const uint2 *)from;
+        bits[0] = x.x;
+        bits[1] = x.y;
+    }
+}
+
+/* `away` where the bit says that an element is not seen. */
+template <int N> INLINE void apply_bits(const uint32_t (*bits)[N / 32], float away, float (*s)[4]) {
+    uint32_t mine[2][N / 32];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int z = 0; z < N / 32; z++)
+            mine[half][z] = bits[half][z] >> fragment_column();
+#pragma unroll
+    for (int y = 0; y < N / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] = mine[e / 2][y / 4] & 1u << (y % 4 * 8 + e % 2) ? s[y][e] : away;
+}
+
+/* ----------------------------------------------------------------------------------------------------------- bias */
+
+INLINE float low_float(uint32_t pair, bf16) {
+    return __uint_as_float(pair << 16);
+}
+INLINE float high_float(uint32_t pair, bf16) {
+    return __uint_as_float(pair & 0xffff0000u);
+}
+INLINE float low_float(uint32_t pair, f16) {
+    return f16_to_float((uint16_t)pair);
+}
+INLINE float high_float(uint32_t pair, f16) {
+    return f16_to_float((uint16_t)(pair >> 16));
+}
+INLINE uint32_t min_pair(uint32_t a, uint32_t b, bf16) {
+    return min2_bf16(a, b);
+}
+INLINE uint32_t min_pair(uint32_t a, uint32_t b, f16) {
+    return min2_f16(a, b);
+}
+
+/* Two elements from `from` on, of which `count` are there. */
+template <typename T> INLINE uint32_t load_two(const T *from, int count, bool paired) {
+    if (paired && count >= 2)
+        return *(const uint32_t *)from;
+    const uint32_t low = count > 0 ? from[0].bits : 0, high = count > 1 ? from[1].bits : 0;
+    return low | high << 16;
+}
+
+/* Columns whose bias is read at a time. */
+#define BIAS_COLUMNS 32
+
+/* S = S·by + bias in N columns; -inf where a bias is so low that it masks. Is there such a one? */
+template <typename T, int N> INLINE bool add_bias(const uint32_t (*bias)[2], float by, float (*s)[4]) {
+    uint32_t least = bias[0][0];
+#pragma unroll
+    for (int y = 0; y < N / 8; y++) {
+        least = min_pair(min_pair(least, bias[y][0], T()), bias[y][1], T());
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] = fmaf(s[y][e], by, e % 2 ? high_float(bias[y][e / 2], T()) : low_float(bias[y][e / 2], T()));
+    }
+    if (!__any_sync(ALL_LANES, fminf(low_float(least, T()), high_float(least, T())) < (float)LEAST_BIAS))
+        return false;
+#pragma unroll
+    for (int y = 0; y < N / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float b = e % 2 ? high_float(bias[y][e / 2], T()) : low_float(bias[y][e / 2], T());
+            s[y][e] = b < (float)LEAST_BIAS ? -CUDART_INF_F : s[y][e];
+        }
+    return true;
+}
+
+/* ------------------------------------------------------------------------------------------------ softcap, ALiBi */
+
+/* tanh.approx is right to 2^-11: as the rounding of bfloat16, half of float16's. */
+INLINE float tanh_of(float x, bf16) {
+    return tanh_approx(x);
+}
+INLINE float tanh_of(float x, f16) {
+    return fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(x * (2.0f * LOG2E))), 1.0f);
+}
+
+/* q·k -> tanh(q·k·in). */
+template <typename T, int N> INLINE void cap_scores(float in, float (*s)[4]) {
+#pragma unroll
+    for (int y = 0; y < N / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] = tanh_of(s[y][e] * in, T());
+}
+
+/* S = S·by - slope·|distance|, of which each row has its own from column 0 of this lane on. LEFT: it falls along a row by one from column to
+ * column, 1; it grows, -1; it does what it likes, 0. */
+template <int N> INLINE void add_slopes(float slope, const float distance[2], int left, float by, float (*s)[4]) {
+    if (left) {
+        const float step = left > 0 ? slope : -slope, first[2] = {-step * distance[0], -step * distance[1]};
+#pragma unroll
+        for (int y = 0; y < N / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[y][e] = fmaf(s[y][e], by, fmaf(step, (float)(y * 8 + e % 2), first[e / 2]));
+    } else {
+#pragma unroll
+        for (int y = 0; y < N / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[y][e] = fmaf(s[y][e], by, -slope * fabsf(distance[e / 2] - (float)(y * 8 + e % 2)));
+    }
+}
+
+/* -------------------------------------------------------------------------------------------------- rows are queries */
+
+/* What the options need of a tile of queries, from its first row on, in shared memory. */
+struct query_options {
+    const void *bias;     /* of its first row and key 0 */
+    const uint32_t *bits; /* likewise */
+    float slope;
+    int place, last; /* of the first row: where its diagonal is; the last row that there is */
+};
+
+INLINE query_options find_options(const attention_params &p, const place &c, int64_t x, int row0, int element) {
+    query_options r = {NULL, NULL, 0.0f, row0 + c.off, max(c.sq - 1 - row0, 0)};
+    if (p.a.features & HEDDLE_BIAS)
+        r.bias = (const char *)p.t.bias + row_at(p.a.bias_stride, c.n, x, row0) * element;
+    if (p.seen_by_queries.kinds)
+        r.bits = find_bits(p.seen_by_queries, c.n, x) + (int64_t)row0 * p.seen_by_queries.line_step;
+    if (p.a.features & HEDDLE_ALIBI)
+        r.slope = ((const float *)p.t.alibi_slopes)[c.n * p.a.alibi_stride_b + x];
+    return r;
+}
+
+/* Keys j0 .. of `rows` rows of bias on their way to the second-level cache, by `threads` threads. */
+template <typename T>
+INLINE void prefetch_bias(const attention_params &p, const void *bias, int first, int last, int rows, int j0, int keys,
+                          int thread, int threads) {
+    for (int row = thread; row < rows; row += threads)
+        if (first + row <= last) {
+            const T *from = (const T *)bias + (first + row) * p.a.bias_stride.s + j0;
+            for (int x = 0; x < min(keys, (int)p.a.sk - j0); x += 64) /* lines of 128 bytes */
+                prefetch_global(from + x);
+        }
+}
+
+/* What is read of memory for a tile of N keys before its scores are there. */
+template <int N> struct read_ahead { uint32_t bits[2][N / 32]; };
+
+/* The bias of two rows, which begin at from[], in N columns, of which `count` from this lane's first on are there. */
+template <typename T, int N>
+INLINE void read_bias(const T *const from[2], int count, bool paired, uint32_t (*bias)[2]) {
+    if (paired && count >= N) {
+#pragma unroll
+        for (int y = 0; y < N / 8; y++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                bias[y][half] = *(const uint32_t *)(from[half] + y * 8);
+    } else {
+#pragma unroll
+        for (int y = 0; y < N / 8; y++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                bias[y][half] = load_two(from[half] + y * 8, count - y * 8, paired);
+    }
+}
+
+/* Where the bias of this lane's rows begins, at a column. */
+template <typename T>
+INLINE void find_bias(const attention_params &p, const query_options &o, int row, int column, const T **from) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        from[half] = (const T *)o.bias + min(row + fragment_row() + half * 8, o.last) * p.a.bias_stride.s + column;
+}
+
+/* S = S·by + bias. Rows row .. of a warpgroup, keys from j0 on, of sk. Does a bias mask? */
+template <typename T, int N>
+INLINE bool add_biases(const attention_params &p, const query_options &o, int row, int j0, int sk, float by,
+                       float (*s)[4]) {
+    const T *from[2];
+    uint32_t bias[2][BIAS_COLUMNS / 8][2];
+    const int column = j0 + fragment_column();
+    const bool paired = p.vectors & VECTOR_BIAS;
+    bool low = false;
+    find_bias<T>(p, o, row, column, from);
+    read_bias<T, BIAS_COLUMNS>(from, sk - column, paired, bias[0]);
+#pragma unroll
+    for (int x = 0; x < N; x += BIAS_COLUMNS) {
+        from[0] += BIAS_COLUMNS;
+        from[1] += BIAS_COLUMNS;
+        if (x + BIAS_COLUMNS < N)
+            read_bias<T, BIAS_COLUMNS>(from, sk - column - x - BIAS_COLUMNS, paired, bias[(x / BIAS_COLUMNS + 1) % 2]);
+        low |= add_bias<T, BIAS_COLUMNS>(bias[x / BIAS_COLUMNS % 2], by, s + x / 8);
+    }
+    return low;
+}
+
+/* Rows row .. of a warpgroup, keys as `step` says. */
+template <int N>
+INLINE void read_options(const attention_params &p, const query_options &o, int row, int step, read_ahead<N> *r) {
+    if (step & STEP_BITS)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            load_bits<N>(o.bits + (int64_t)min(row + fragment_row() + half * 8, o.last) * p.seen_by_queries.line_step +
+                             (step & ~STEP_FLAGS) / 32,
+                         r->bits[half]);
+}
+
+/* Where rows row .. of a warpgroup are, from column j0 of this lane on. */
+INLINE float row_distance(const query_options &o, int row, int j0, float distance[2]) {
+    distance[0] = (float)(o.place + row - j0 + fragment_row() - fragment_column());
+    distance[1] = distance[0] + 8.0f;
+    return o.slope;
+}
+
+/* q·k -> S, but for what masks. Does a bias mask? Then there is -inf. BIAS: there may be one. */
+template <typename T, int N, bool BIAS = true>
+INLINE bool apply_options(const attention_params &p, const query_options &o, int row, int step, int sk, float (*s)[4]) {
+    const int j0 = step & ~STEP_FLAGS;
+    float by = p.score_out;
+    bool low = false;
+    if (p.softcap > 0.0f)
+        cap_scores<T, N>(p.score_in, s);
+    if (p.a.features & HEDDLE_ALIBI) {
+        const int first = o.place + row - j0; /* of the warpgroup's first row, to the first key */
+        float distance[2];
+        add_slopes<N>(row_distance(o, row, j0, distance), distance,
+                      first >= N - 1    ? 1
+                      : first + 63 <= 0 ? -1
+                                        : 0,
+                      by, s);
+        by = 1.0f;
+    }
+    if (BIAS && (p.a.features & HEDDLE_BIAS))
+        low = add_biases<T, N>(p, o, row, j0, sk, by, s);
+    else if (by != 1.0f) /* the scale is no positive number */
+#pragma unroll
+        for (int y = 0; y < N / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[y][e] *= by;
+    return low;
+}
+
+/* P: -0 where a bias masks. */
+template <typename T, int N> INLINE void hide_low(const uint32_t (*bias)[2], float (*s)[4]) {
+#pragma unroll
+    for (int y = 0; y < N / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float b = e % 2 ? high_float(bias[y][e / 2], T()) : low_float(bias[y][e / 2], T());
+            s[y][e] = b < (float)LEAST_BIAS ? -0.0f : s[y][e];
+        }
+}
+
+/* P: -0 where a bias or the mask says that a key is not seen. */
+template <typename T, int N>
+INLINE void hide_queries(const attention_params &p, const query_options &o, int row, int step, int sk, bool low,
+                         const read_ahead<N> &r, float (*s)[4]) {
+    if (low) {
+        const int column = (step & ~STEP_FLAGS) + fragment_column();
+#pragma unroll
+        for (int x = 0; x < N; x += BIAS_COLUMNS) {
+            const T *from[2];
+            uint32_t bias[BIAS_COLUMNS / 8][2];
+            find_bias<T>(p, o, row, column + x, from);
+            read_bias<T, BIAS_COLUMNS>(from, sk - column - x, p.vectors & VECTOR_BIAS, bias);
+            hide_low<T, BIAS_COLUMNS>(bias, s + x / 8);
+        }
+    }
+    if (step & STEP_BITS)
+        apply_bits<N>(r.bits, -0.0f, s);
+}
+
+/* S once more, from the logarithm of P and the log-sum-exp, which may be that of a huge one. */
+INLINE float score_of(float log2, float base, float rest) {
+    const float unit = __float_as_int(rest) < 0 ? 1.0f / power_of(LOG2E) : LN2;
+    return fmaf(log2, unit, (base + fabsf(rest)) * unit);
+}
+
+INLINE float slack_of(float tanh) {
+    return fmaxf(fmaf(-tanh, tanh, 1.0f), 0.0f); /* -inf, of P = 0, gives 0 */
+}
+
+/* dS -> dT = dS·(1 - tanh²): tanh comes from P and the log-sum-exp once more, which costs less than to keep it. */
+template <typename T, int N>
+INLINE void cap_query_gradients(const attention_params &p, const query_options &o, int row, int step, int sk,
+                                const float base[2], const float rest[2], const float (*s)[4], float (*ds)[4]) {
+#pragma unroll
+    for (int x = 0; x < N; x += 16) {
+        const int j0 = (step & ~STEP_FLAGS) + x, column = j0 + fragment_column();
+        float t[2][4];
+#pragma unroll
+        for (int y = 0; y < 2; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                t[y][e] = score_of(log2_approx(s[x / 8 + y][e]), base[e / 2], rest[e / 2]);
+        float by = -1.0f, distance[2];
+        if (p.a.features & HEDDLE_ALIBI) { /* -t, as what was added is added to it */
+            add_slopes<16>(row_distance(o, row, j0, distance), distance, 0, by, t);
+            by = 1.0f;
+        }
+        if (p.a.features & HEDDLE_BIAS) {
+            const T *from[2];
+            uint32_t bias[2][2];
+            find_bias<T>(p, o, row, column, from);
+            read_bias<T, 16>(from, sk - column, p.vectors & VECTOR_BIAS, bias);
+            add_bias<T, 16>(bias, by, t);
+        }
+#pragma unroll
+        for (int y = 0; y < 2; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                ds[x / 8 + y][e] *= slack_of(t[y][e] * p.inverse_softcap);
+    }
+}
+
+/* Does row `row` of the tile see one of the marked keys of the 128 from j0 on, first .. last of them in its band? Rarely asked. */
+template <typename T>
+INLINE bool sees_marked(const attention_params &p, const query_options &o, int row, int step, uint4 marks, int first,
+                        int last) {
+    const uint32_t words[4] = {marks.x, marks.y, marks.z, marks.w};
+    const int j0 = step & ~STEP_FLAGS;
+    row = min(row, o.last);
+    bool sees = false;
+#pragma unroll 1
+    for (int j = max(first, 0); j <= min(last, 127); j++) {
+        const uint32_t word = j < 64 ? (j < 32 ? words[0] : words[1]) : j < 96 ? words[2] : words[3];
+        bool seen = word >> j % 32 & 1;
+        if (seen && (step & STEP_BITS))
+            seen = o.bits[(int64_t)row * p.seen_by_queries.line_step + (j0 + j) / 32] >> (j0 + j) % 32 & 1;
+        if (seen && (p.a.features & HEDDLE_BIAS))
+            seen = !(to_float(((const T *)o.bias)[row * p.a.bias_stride.s + j0 + j]) < (float)LEAST_BIAS);
+        sees |= seen;
+    }
+    return sees;
+}
+
+/* ------------------------------------------------------------------------------------------------------ rows are keys */
+
+/* A step of a tile of keys, in shared memory: queries of one head, with what the options need of it. */
+struct key_options {
+    int step, x;          /* first query and flags; head */
+    const void *bias;     /* of query 0 and key 0 */
+    const uint32_t *bits; /* of key 0 and query 0 */
+    float slope;
+    int off, sq, sk;
+};
+#define KEY_STEPS 8 /* of them that are remembered */
+static_assert(KEY_STEPS * sizeof(key_options) == SM90_BACKWARD_OPTIONS, "as the plan counts");
+
+INLINE key_options find_key_options(const attention_params &p, const place &c, int x, int step, int element) {
+    key_options r = {step, x, NULL, NULL, 0.0f, c.off, c.sq, c.sk};
+    if (p.a.features & HEDDLE_BIAS)
+        r.bias = (const char *)p.t.bias + row_at(p.a.bias_stride, c.n, x, 0) * element;
+    if (p.seen_of_keys.kinds)
+        r.bits = find_bits(p.seen_of_keys, c.n, x);
+    if (p.a.features & HEDDLE_ALIBI)
+        r.slope = ((const float *)p.t.alibi_slopes)[c.n * p.a.alibi_stride_b + x];
+    return r;
+}
+
+/* Where a step is in the maps, by its head and first query. */
+template <int BLOCK>
+INLINE tile_kind kind_of_queries(const attention_params &p, const place &c, int tile, int x, int i0) {
+    const mask_map &m = p.seen_of_keys;
+    return m.kinds ? (tile_kind)find_kinds(m, c.n, x, tile)[m.tiles_across > 1 ? i0 / BLOCK : 0] : TILE_FULL;
+}
+
+/* The bias of 16 keys of a warp, from `key` on, and N queries from i0 on, as Sᵀ lies in registers: read with queries as rows, and each 8 x 8 turned. */
+template <typename T, int N>
+INLINE void read_key_bias(const attention_params &p, const key_options &o, int key, int i0, uint32_t (*bias)[2]) {
+    const int lane = threadIdx.x % 32, count = o.sk - key - lane % 4 * 2;
+    const bool paired = p.vectors & VECTOR_BIAS;
+    const T *const from = (const T *)o.bias + key + lane % 4 * 2;
+#pragma unroll
+    for (int y = 0; y < N / 8; y++) {
+        const T *row = from + min(i0 + y * 8 + lane / 4, o.sq - 1) * p.a.bias_stride.s;
+        if (paired && count >= 10) {
+            bias[y][0] = *(const uint32_t *)row;
+            bias[y][1] = *(const uint32_t *)(row + 8);
+        } else {
+            bias[y][0] = load_two(row, count, paired);
+            bias[y][1] = load_two(row + 8, count - 8, paired);
+        }
+    }
+#pragma unroll
+    for (int y = 0; y < N / 8; y++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            bias[y][half] = transpose8x8(bias[y][half]);
+}
+
+/* Columns are queries from i0 on: the distance of this lane's key to them. */
+INLINE void key_distance(const key_options &o, int key, int i0, float distance[2]) {
+    distance[0] = (float)(key - o.off - i0 - fragment_column());
+    distance[1] = distance[0] + 8.0f;
+}
+
+/* k·q -> Sᵀ, but for what masks; key: this lane's first. Does a bias mask? Then there is -inf. */
+template <typename T, int N>
+INLINE bool apply_key_options(const attention_params &p, const key_options &o, int key, float (*s)[4]) {
+    const int i0 = o.step & ~STEP_FLAGS;
+    float by = p.score_out;
+    bool low = false;
+    if (p.softcap > 0.0f)
+        cap_scores<T, N>(p.score_in, s);
+    if (p.a.features & HEDDLE_ALIBI) {
+        const int first = key - fragment_row() - o.off - i0; /* of the warpgroup */
+        float distance[2];
+        key_distance(o, key, i0, distance);
+        add_slopes<N>(o.slope, distance, first >= N - 1 ? 1 : first + 63 <= 0 ? -1 : 0, by, s);
+        by = 1.0f;
+    }
+    if (p.a.features & HEDDLE_BIAS) {
+        const int first = key - (int)threadIdx.x % 32 / 4; /* of the warp */
+#pragma unroll
+        for (int x = 0; x < N; x += BIAS_COLUMNS) {
+            uint32_t bias[BIAS_COLUMNS / 8][2];
+            read_key_bias<T, BIAS_COLUMNS>(p, o, first, i0 + x, bias);
+            low |= add_bias<T, BIAS_COLUMNS>(bias, by, s + x / 8);
+        }
+    } else if (by != 1.0f) {
+#pragma unroll
+        for (int y = 0; y < N / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[y][e] *= by;
+    }
+    return low;
+}
+
+/* The bits of this lane's keys. */
+template <int N>
+INLINE void read_key_options(const attention_params &p, const key_options &o, int key, read_ahead<N> *r) {
+    if (o.step & STEP_BITS)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            load_bits<N>(o.bits + (int64_t)min(key + half * 8, o.sk - 1) * p.seen_of_keys.line_step +
+                             (o.step & ~STEP_FLAGS) / 32 * p.seen_of_keys.word_step,
+                         r->bits[half]);
+}
+
+/* Pᵀ, likewise. */
+template <typename T, int N>
+INLINE void hide_keys(const attention_params &p, const key_options &o, int key, bool low, const read_ahead<N> &r,
+                      float (*s)[4]) {
+    if (low)
+#pragma unroll
+        for (int x = 0; x < N; x += BIAS_COLUMNS) {
+            uint32_t bias[BIAS_COLUMNS / 8][2];
+            read_key_bias<T, BIAS_COLUMNS>(p, o, key - (int)threadIdx.x % 32 / 4, (o.step & ~STEP_FLAGS) + x, bias);
+            hide_low<T, BIAS_COLUMNS>(bias, s + x / 8);
+        }
+    if (o.step & STEP_BITS)
+        apply_bits<N>(r.bits, -0.0f, s);
+}
+
+/* The same as cap_query_gradients, of 16 queries of a step from column x on, whose numbers lie at `bases` and `rests`. */
+template <typename T>
+INLINE void cap_key_gradients(const attention_params &p, const key_options &o, int key, int x, const float *bases,
+                              const float *rests, const float (*s)[4], float (*ds)[4]) {
+    const int column = fragment_column(), i0 = (o.step & ~STEP_FLAGS) + x;
+    float t[2][4];
+#pragma unroll
+    for (int y = 0; y < 2; y++) {
+        const float2 base = *(const float2 *)(bases + y * 8 + column), rest = *(const float2 *)(rests + y * 8 + column);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            t[y][e] = score_of(log2_approx(s[y][e]), e % 2 ? base.y : base.x, e % 2 ? rest.y : rest.x);
+    }
+    {
+        float by = -1.0f;
+        if (p.a.features & HEDDLE_ALIBI) { /* -t + what was taken away with the slope */
+            float distance[2];
+            key_distance(o, key, i0, distance);
+            add_slopes<16>(o.slope, distance, 0, by, t);
+            by = 1.0f;
+        }
+        if (p.a.features & HEDDLE_BIAS) {
+            uint32_t bias[2][2];
+            read_key_bias<T, 16>(p, o, key - (int)threadIdx.x % 32 / 4, i0, bias);
+            add_bias<T, 16>(bias, by, t);
+        }
+    }
+#pragma unroll
+    for (int y = 0; y < 2; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            ds[y][e] *= slack_of(t[y][e] * p.inverse_softcap);
+}
+
+#endif
