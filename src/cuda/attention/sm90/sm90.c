@@ -36,9 +36,16 @@ static int find(const attention_problem *p, kernel_pass pass) {
     return heddle__cuda_find_attention(p, pass, p->rich && !alike ? VARIANT_full : VARIANT_lean, FAMILY_sm90);
 }
 
+/* In backward tanh comes from P and the log-sum-exp, which hold it as long as the cap is not small beside their rounding and nothing has been
+ * added to what was capped. */
+static bool finds_tanh_again(const heddle_attention *a) {
+    return !(a->softcap > 0) || (a->softcap >= 1 && !(a->features & (HEDDLE_ALIBI | HEDDLE_BIAS)));
+}
+
 /* No more than the full kernels can. */
 static bool takes_options(const attention_problem *p) {
-    return !(p->a->dropout > 0) && (p->pass == HEDDLE_FORWARD || !(p->a->features & HEDDLE_WEIGHTS));
+    return !(p->a->dropout > 0) &&
+           (p->pass == HEDDLE_FORWARD || (!(p->a->features & HEDDLE_WEIGHTS) && finds_tanh_again(p->a)));
 }
 
 /* A whole tile for every multiprocessor matters less than its speed, as long as the keys need not be split. */
