@@ -135,16 +135,17 @@ def check_pass(what, eager, exact, ours, given):
     if set(grads) != set(plain_grads):
         odd = sorted(set(grads) ^ set(plain_grads))
         raise Wrong(f"{what}: gradients of {odd[:2]} in one of the two only")
-    largest = max((g.abs().max().item() for g in true_grads.values()), default=0.0)
+    largest = max((g.abs().max().item() for g in true_grads.values() if g.numel()), default=0.0)
     for name, truth_of in true_grads.items():
         both = (truth_of, plain_grads[name], grads[name])
-        if truth_of.abs().max().item() > 1e-3 * largest:
+        if truth_of.numel() and truth_of.abs().max().item() > 1e-3 * largest:
             compare(f"{what}, gradient of {name}", *both)
     return "right"
 
 
 def check_attentions(eager, ours, given):
     def weights_of(model):
+        torch.manual_seed(3)  # some models draw what they see
         output = model(**given, output_attentions=True, return_dict=True)
         found = {}
         for name in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions"):
@@ -153,7 +154,12 @@ def check_attentions(eager, ours, given):
         return found
 
     with torch.no_grad():
-        plain = weights_of(eager)
+        try:
+            plain = weights_of(eager)
+        except TypeError as error:
+            if "output_attentions" in str(error):
+                return "eager gives none"
+            raise
         if not any(plain.values()):
             return "eager gives none"
         got = weights_of(ours)
