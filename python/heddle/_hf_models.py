@@ -62,8 +62,16 @@ def _files(kind: type) -> list[str]:
     return [c.__module__ for c in mine]
 
 
+# Found off without padding by tests/python/compatibility.py, in transformers 4 alone.
+_OFF_BEFORE_5 = ("transformers.models.doge.", "transformers.models.moshi.")
+
+
 def _refusal(kind: type) -> str | None:
     """Why a class of models cannot use heddle, or None."""
+    import transformers
+
+    if int(transformers.__version__.split(".")[0]) < 5 and any(f.startswith(_OFF_BEFORE_5) for f in _files(kind)):
+        return f"{kind.__name__} of transformers {transformers.__version__} is wrong with heddle: load it with 'eager'"
     if getattr(kind, "_supports_attention_backend", False):
         return None
     if not any(_file(name).own and not _file(name).table for name in _files(kind)):

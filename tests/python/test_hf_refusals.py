@@ -213,3 +213,11 @@ def test_tables_of_classes(family):
     assert torch.allclose(results[0][0], results[1][0], atol=1e-4)
     for a, b in zip(results[0][1], results[1][1], strict=True):
         assert torch.allclose(a, b, atol=1e-3 * a.abs().max().item() + 1e-6)
+
+
+@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) >= 5, reason="they are right from transformers 5 on")
+@pytest.mark.parametrize("name", ["Doge", "Moshi"])
+def test_models_that_are_off_before_5(name):
+    config = getattr(transformers, f"{name}Config")()
+    with pytest.raises(ValueError, match=f"{name}.* is wrong with heddle"):
+        getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="heddle")
