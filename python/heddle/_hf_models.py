@@ -71,14 +71,17 @@ def _refusal(kind: type) -> str | None:
     import transformers
 
     if int(transformers.__version__.split(".")[0]) < 5 and any(f.startswith(_OFF_BEFORE_5) for f in _files(kind)):
-        return f"{kind.__name__} of transformers {transformers.__version__} is wrong with heddle: load it with 'eager'"
+        return (
+            f"{kind.__name__} of transformers {transformers.__version__} was found wrong without padding, so "
+            "heddle cannot serve it: load it with attn_implementation='eager', or use transformers 5"
+        )
     if getattr(kind, "_supports_attention_backend", False):
         return None
     if not any(_file(name).own and not _file(name).table for name in _files(kind)):
         return None
     return (
-        f"{kind.__name__} computes its attention itself and calls no implementation that is registered, so heddle "
-        "cannot serve it: load it with attn_implementation='eager' (a part of a larger model: with a dict that "
+        f"{kind.__name__} computes its attention itself and calls no implementation that is registered, so "
+        "heddle cannot serve it: load it with attn_implementation='eager' (a part of a larger model: with a dict that "
         "has the names of sub-configs, such as {'text_config': 'heddle', 'vision_config': 'eager'})"
     )
 

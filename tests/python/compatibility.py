@@ -215,7 +215,7 @@ def small_model(model_type):
                 with torch.device("meta"):
                     model = kind(refused)
             except ValueError as error:
-                if "computes its attention itself" in str(error):
+                if "heddle cannot serve it" in str(error):
                     found.append((kind, own, None, None, str(error)))
                     continue
                 reasons.append(f"{type(error).__name__}: {error}")
@@ -289,7 +289,7 @@ def check(model_type):
     for kind, config, eager, number, refused in found:
         rows = table[kind.__name__] = {}
         if refused:
-            rows["made"] = "refused: its attention calls no registered implementation"
+            rows["made"] = "refused: its attention cannot be served"
             continue
         own = copy.deepcopy(config)
         own._attn_implementation = "heddle"
@@ -412,7 +412,7 @@ def section(done, missing):
     lines += ["", "| architecture | class | right | otherwise |", "|---|---|---|---|"]
     for name in sorted(n for n, word in words.items() if word not in ("refused", "cannot", "part of others")):
         lines += [f"| {name} | {kind} | {good} | {rest} |" for kind, good, rest in told(done[name])]
-    lines += ["", "Refused, since their attention calls no implementation that is registered:", ""]
+    lines += ["", "Refused when they are made, by their class:", ""]
     refused = sorted(n for n, word in words.items() if word == "refused")
     lines += textwrap.wrap(", ".join(refused) + ".", 116, break_on_hyphens=False)
     lines += ["", "Cannot be made here, with random weights and from the configuration alone:", ""]
