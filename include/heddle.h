@@ -247,7 +247,8 @@ typedef struct heddle_attention_data {
 HEDDLE_API heddle_status heddle_attention_supported(const heddle_attention *desc, char *why, size_t n);
 
 /* *bytes = what the pass needs as workspace with the present number of threads; it grows with sq + sk, never with their
- * product, but for HEDDLE_BOOL_MASK on a GPU: a bit for each byte of the mask, of its rows that are not alike. Runs the same plan as the pass itself. The workspace must be aligned to 64 bytes; it may be NULL if *bytes is 0. */
+ * product, but for HEDDLE_BOOL_MASK on a GPU: a bit for each byte of the mask, of its rows that are not alike. Runs the
+ * same plan as the pass itself. The workspace must be aligned to 64 bytes; it may be NULL if *bytes is 0. */
 HEDDLE_API heddle_status heddle_attention_workspace(const heddle_attention *desc, heddle_pass pass, size_t *bytes);
 
 /* The name of the kernel that the plan picks, such as "heddle_attention_fwd_f32_avx512", into name[n]. */

@@ -61,7 +61,7 @@ typedef struct attention_params {
     float *part_o;                     /* [splits][rows][dv], when splits > 1 */
     float *part_max, *part_log;        /* [splits][rows]: store_part */
     float *dq_sum;                     /* bwd for Hopper: sums of dq, tiles of 64 queries (sum_tile); NULL: none */
-    int32_t *flags;                    /* for each 64 queries, where rows has been before prep: there is more to do */
+    int32_t *flags;                    /* for each 64 queries, where light has been before prep: there is more to do */
     float *dsum, *base, *rest;         /* [rows]: D, and what put_log_sum makes of lse (+inf: the row sees nothing) */
     split_tensor split[SPLIT_TENSORS]; /* float32 on Hopper */
     int64_t split_tiles_q, split_tiles_k; /* of a head: of one sequence, or of all if they are packed */
