@@ -462,11 +462,12 @@ def terms_of_attention(case, given, truth):
         dp = z * (dout @ v.transpose(1, 2))
         if given.get("dweights") is not None:
             dp = dp + given["dweights"][n, :, :sq, :sk].double().abs()
-        rows = rows_of(case, n)[0]
+        first = rows_of(case, n)[0][0]
+        own = slice(first, first + sq)
         through = p.new_zeros(h, sq)
         if given.get("dlse") is not None:
             dlse = given["dlse"].double().abs().nan_to_num(0.0)
-            through = dlse[:, rows[0] : rows[0] + sq] if packed else dlse[n, :, :sq]
+            through = dlse[:, own] if packed else dlse[n, :, :sq]
         for tier in (0, 1):
             # Every weight of a row is off by as much as the sum that it is divided by.
             most = scores.amax(-1, keepdim=True) if sk else scores.new_zeros(h, sq, 1)
@@ -490,7 +491,10 @@ def terms_of_attention(case, given, truth):
                 if terms.numel():
                     largest[name][tier] = max(largest[name][tier], terms.max().item())
             dbias[tier, n, :, :sq, :sk] = ds
-            dsinks[tier] += (d * (1 + most[..., 0] if tier else 1)).sum(-1)
+            if given.get("sinks") is not None:
+                sinks = given["sinks"].double()[:, None]
+                its = torch.exp(sinks - (truth["lse"][:, own] if packed else truth["lse"][n, :, :sq]))
+                dsinks[tier] += (its * d * (1 + most[..., 0] + sinks.abs() if tier else 1)).sum(-1)
     largest["dsinks"] = dsinks.amax(-1).tolist()
     return largest | {"dbias": dbias}
 
