@@ -58,11 +58,11 @@ static void check(attention_case *c) {
 }
 
 static void test_masks(void **state) {
-    static const int64_t lengths[][2] = {{200, 333}, {333, 200}, {130, 130}, {193, 257}};
+    static const int64_t lengths[][2] = {{200, 333}, {333, 200}, {130, 130}, {193, 257}}, dims[] = {64, 128, 96, 72};
     for (size_t x = 0; x < COUNT(lengths); x++)
         for (int mask = 0; mask < 3; mask++) {
             attention_case c =
-                make_case(type_of(state, x + (size_t)mask), 1, 2, 2, lengths[x][0], lengths[x][1], x % 2 ? 128 : 64, 0);
+                make_case(type_of(state, x + (size_t)mask), 1, 2, 2, lengths[x][0], lengths[x][1], dims[x], 0);
             c.a.mask = (heddle_mask)mask;
             check(&c);
         }
@@ -166,8 +166,9 @@ static void test_groups_and_sinks(void **state) {
 
 static void test_packed(void **state) {
     static const int32_t cu_q[] = {0, 150, 150, 150, 413, 414, 470}, cu_k[] = {0, 200, 200, 231, 500, 501, 501};
+    static const int64_t dims[] = {64, 96, 128, 128, 256};
     for (int x = 0; x < 5; x++) {
-        attention_case c = make_case(type_of(state, x), 6, 2, 1, 270, 280, x == 4 ? 256 : x / 2 ? 128 : 64, 0);
+        attention_case c = make_case(type_of(state, x), 6, 2, 1, 270, 280, dims[x], 0);
         c.a.features = HEDDLE_VARLEN | (x == 3 ? HEDDLE_WINDOW : 0);
         c.a.total_q = 480; /* rows past the last sequence belong to none */
         c.a.total_k = 510;
@@ -184,12 +185,13 @@ static void test_packed(void **state) {
 
 static void test_lengths(void **state) {
     static const int32_t len_q[] = {0, 170, 211, 1}, len_k[] = {130, 0, 190, 129};
-    for (int x = 0; x < 3; x++) {
-        attention_case c = make_case(type_of(state, x), 4, 2, 1, 211, 190, x % 2 ? 128 : 64, 0);
+    static const int64_t dims[] = {64, 128, 72, 96, 256, 80};
+    for (int x = 0; x < 6; x++) {
+        attention_case c = make_case(type_of(state, x), 4, 2, 1, 211, 190, dims[x], 0);
         c.a.features = HEDDLE_SEQLENS;
-        c.len_q = x == 1 ? NULL : len_q;
-        c.len_k = x == 2 ? NULL : len_k;
-        c.a.mask = (heddle_mask)x;
+        c.len_q = x % 3 == 1 ? NULL : len_q;
+        c.len_k = x % 3 == 2 ? NULL : len_k;
+        c.a.mask = (heddle_mask)(x % 3);
         check(&c);
     }
 }

@@ -197,7 +197,7 @@ template <typename T, int D, int ROWS, int THREADS> INLINE void clean_rows(uint3
         if (thread % 32 == 0) /* by the thread that arrives: racecheck sees no other order */
             bad[row / 32] = all;
 #pragma unroll 1
-        for (int x = 0; found && x < D / 8; x++) {
+        for (int x = 0; found && x < tile90<D, ROWS>::strips * 8; x++) { /* swizzled: of the last strip, too, all */
             const uint32_t chunk = tile + x / 8 * tile90<D, ROWS>::strip + row * 128 + x % 8 * 16;
             if (has_nonfinite(load_shared16(chunk), T()))
                 store_shared16(chunk, make_uint4(0, 0, 0, 0));
