@@ -260,6 +260,13 @@ PTX void tma_load4(uint32_t to, const void *map, uint32_t barrier, int x0, int x
                  : "memory");
 }
 
+/* The same box, on its way to the second-level cache. */
+PTX void tma_prefetch4(const void *map, int x0, int x1, int x2, int x3) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x0), "r"(x1),
+                 "r"(x2), "r"(x3)
+                 : "memory");
+}
+
 /* So many bytes, a multiple of 16, as they lie; completes on an mbarrier. */
 PTX void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

@@ -19,8 +19,8 @@ typedef struct attention_launch {
 /* A pass: launches in order, all with the same parameters, into which the tensor maps are to be made of their shapes first. */
 typedef struct attention_job {
     attention_params_sm90 params;
-    int maps; /* 4 or 0: q, k, v, dout */
-    tensor_shape shapes[4];
+    int maps; /* 5 or 0: q, k, v, dout, bias */
+    tensor_shape shapes[5];
     int count;
     attention_launch launches[ATTENTION_MAX_LAUNCHES];
 } attention_job;

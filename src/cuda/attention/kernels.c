@@ -36,8 +36,11 @@ static int shared_bytes_sm90(const kernel_row *k) {
               options = k->variant == VARIANT_full ? SM90_BACKWARD_OPTIONS : 0;
     switch (k->pass) {
     case PASS_fwd:
-        return sm90_forward_bytes(k->dim, k->own, k->block) + (k->variant == VARIANT_full ? SM90_FORWARD_OPTIONS : 0);
-    case PASS_bwd: return sm90_fused_bytes(k->dim, k->block, k->variant == VARIANT_long) + options;
+        return k->variant == VARIANT_full ? sm90_forward_full_bytes(k->dim, k->own, k->block)
+                                          : sm90_forward_bytes(k->dim, k->own, k->block);
+    case PASS_bwd:
+        return sm90_fused_bytes(k->dim, k->block, k->variant == VARIANT_long) +
+               (k->variant == VARIANT_full ? sm90_fused_options(k->block) : 0);
     case PASS_dkdv: return sm90_backward_bytes(k->dim, k->block, 2, slots, 3) + options;
     case PASS_dq: return sm90_backward_bytes(k->dim, k->block, 2, slots, 1) + options;
     case PASS_dbias: return sm90_dbias_bytes(k->dim, k->block);

@@ -9,8 +9,16 @@
 #include "cuda/tensor_map.h"
 
 /* Which tensors may be read 16 bytes at a time: pointer, strides and last dimension are multiples of that; of the bias 4 bytes, and
- * whatever last dimension. */
-enum { VECTOR_Q = 1, VECTOR_K = 2, VECTOR_V = 4, VECTOR_DO = 8, VECTOR_O = 16, VECTOR_BIAS = 32 };
+ * whatever last dimension; and for Hopper, does the copy engine fetch the bias? */
+enum {
+    VECTOR_Q = 1,
+    VECTOR_K = 2,
+    VECTOR_V = 4,
+    VECTOR_DO = 8,
+    VECTOR_O = 16,
+    VECTOR_BIAS = 32,
+    VECTOR_BIAS_BOXES = 64
+};
 
 /* A float32 tensor in two float16 parts, as attention/sm90_f32/split.cuh describes it: tiles of 64 rows, and of each tile */
 typedef struct split_info {
@@ -72,9 +80,9 @@ typedef struct attention_params {
     mask_map seen_by_queries, seen_of_keys; /* rows are queries; rows are keys */
 } attention_params;
 
-/* The one parameter of the kernels for Hopper. dout only in backward. */
+/* The one parameter of the kernels for Hopper. dout only in backward; bias where VECTOR_BIAS_BOXES says so. */
 typedef struct attention_params_sm90 {
-    tensor_map q, k, v, dout;
+    tensor_map q, k, v, dout, bias;
     attention_params p;
 } attention_params_sm90;
 

@@ -144,7 +144,8 @@ static heddle_status launch_attention(const cuda_driver *cu, device_record *r, c
     const cuda_facts facts = heddle__cuda_facts_of(r);
     attention_job job;
     heddle__cuda_attention_job(plan, &facts, data, workspace, &job);
-    tensor_map *const maps[] = {&job.params.q, &job.params.k, &job.params.v, &job.params.dout};
+    tensor_map *const maps[] = {&job.params.q, &job.params.k, &job.params.v, &job.params.dout,
+                                &job.params.bias};
     if (job.count)
         status = heddle__cuda_encode_maps(cu, r, plan->a.dtype, 4, job.maps, job.shapes, maps);
     for (int x = 0; x < job.count && status == HEDDLE_OK; x++) {

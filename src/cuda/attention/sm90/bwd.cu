@@ -28,14 +28,18 @@ template <int D, int BLOCK, int STAGES, bool LONG, bool FULL> struct layout90 {
     static constexpr int slots = 2 * own_bytes;
     static constexpr int ds = slots + STAGES * 2 * slot_bytes;
     static constexpr bool is_long = LONG, is_full = FULL;
-    static constexpr int dq = ds + 2 * ds_bytes, numbers = dq + (LONG ? 2 * PIECE * 4 : 0);
+    static constexpr bool has_boxes = FULL && BLOCK == 64; /* for a bias, one for each warpgroup */
+    static constexpr int dq = ds + 2 * ds_bytes, boxes = dq + (LONG ? 2 * PIECE * 4 : 0);
+    static constexpr int numbers = boxes + (has_boxes ? 2 * SM90_BIAS_BOX : 0);
     static constexpr int marks = numbers + STAGES * 3 * BLOCK * 4;
     static constexpr int full = marks + OWN_ROWS * 4; /* two for each stage: Q and dO */
     static constexpr int empty = full + STAGES * 16;
     static constexpr int ds_full = empty + STAGES * 16, own_full = ds_full + 16, own_empty = own_full + 8;
     static constexpr int dq_full = own_empty + 8, dq_empty = dq_full + 16;
-    static constexpr int steps = dq_empty + 16, bytes = steps + (FULL ? SM90_BACKWARD_OPTIONS : 0);
-    static_assert(bytes == sm90_fused_bytes(D, BLOCK, LONG) + (FULL ? SM90_BACKWARD_OPTIONS : 0), "as the plan counts");
+    static constexpr int box_full = dq_empty + 16, box_empty = box_full + (has_boxes ? 16 : 0);
+    static constexpr int steps = box_empty + (has_boxes ? 16 : 0), bytes = steps + (FULL ? SM90_BACKWARD_OPTIONS : 0);
+    static_assert(bytes == sm90_fused_bytes(D, BLOCK, LONG) + (FULL ? sm90_fused_options(BLOCK) : 0),
+                  "as the plan counts");
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
@@ -50,6 +54,10 @@ template <typename layout, int STAGES> INLINE void make_barriers(uint32_t base) 
         for (int x = 0; layout::is_long && x < 2; x++) {
             mbarrier_init(base + layout::dq_full + x * 8, WARPGROUP);
             mbarrier_init(base + layout::dq_empty + x * 8, 1);
+        }
+        for (int x = 0; layout::has_boxes && x < 16; x += 8) {
+            mbarrier_init(base + layout::box_full + x, 1);
+            mbarrier_init(base + layout::box_empty + x, WARPGROUP);
         }
         mbarrier_init(base + layout::own_full, 1);
         mbarrier_init(base + layout::own_empty, CONSUMERS / 32);
@@ -79,6 +87,22 @@ INLINE void fetch_step(const attention_params_sm90 &all, const key_work &w, int 
     advance<STAGES>(r);
 }
 
+/* The bias of the count-th step, and of the next as far as the second-level cache. By one thread. */
+template <typename layout>
+INLINE void fetch_boxes(const attention_params_sm90 &all, const key_work &w, key_walk at, key_walk next, uint32_t base,
+                        unsigned count) {
+    for (int group = 0; group < 2; group++) {
+        const uint32_t full = base + layout::box_full + group * 8;
+        const int key = w.key0 + group * 64;
+        const bias_place from = find_box(all.p, key, at.i0, at.x, w.c.n), then = find_box(all.p, key, next.i0, next.x, w.c.n);
+        mbarrier_wait(full + layout::box_empty - layout::box_full, (count & 1) ^ 1);
+        mbarrier_expect(full, SM90_BIAS_BOX);
+        tma_load4(base + layout::boxes + group * SM90_BIAS_BOX, &all.bias, full, from.key, from.row, from.x, from.n);
+        if (next.x < (w.y + 1) * all.p.group)
+            tma_prefetch4(&all.bias, then.key, then.row, then.x, then.n);
+    }
+}
+
 /* One warp fetches all that the others work on. */
 template <typename T, int D, int BLOCK, int STAGES, typename layout>
 INLINE void fetch(const attention_params_sm90 &all, const crew &crew, char *shared) {
@@ -105,11 +129,15 @@ INLINE void fetch(const attention_params_sm90 &all, const crew &crew, char *shar
         if (layout::is_full)
             for (key_walk at = first_seen<BLOCK>(p, w), next; at.x < (w.y + 1) * p.group; at = next, count++) {
                 next = step_after<BLOCK>(p, w, at);
+                const bool boxes = layout::has_boxes && (p.vectors & VECTOR_BIAS_BOXES);
                 mbarrier_wait(base + layout::empty + r.slot * 16, r.turn ^ 1);
-                prefetch_step<T, BLOCK>(p, w, at);
+                if (!boxes)
+                    prefetch_step<T, BLOCK>(p, w, at);
                 if (lane == 0)
                     steps[count % KEY_STEPS] = tell_step<T, BLOCK>(p, w, at, next);
                 fetch_step<D, BLOCK, STAGES, layout>(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), base, n, &r);
+                if (boxes && lane == 0)
+                    fetch_boxes<layout>(all, w, at, next, base, count);
             }
         for (int x = w.y * p.group; !layout::is_full && x < (w.y + 1) * p.group; x++) {
             const int64_t at = lse_at(p, w.c, x, 0);
@@ -229,15 +257,34 @@ template <int BLOCK, typename layout> INLINE bool is_careful(const state &k, boo
     return (layout::is_full ? (k.now->step & STEP_BAND) != 0 : masked) || has_rest<BLOCK>(row);
 }
 
-/* Sᵀ -> Pᵀ. */
+/* The bias of the count-th step is added in. Does it mask? Then it is needed once more. */
 template <typename T, int BLOCK, typename layout>
-INLINE void weigh(const attention_params &p, const span &w, const state &k, int i0, bool careful, const float *row,
-                  const float *marks, float (*s)[4]) {
+INLINE bool apply_boxes(const attention_params &p, const state &k, unsigned count, float (*s)[4]) {
+    const float by = cap_and_slope_keys<T, BLOCK>(p, *k.now, k.row0, s);
+    mbarrier_wait(k.base + layout::box_full + k.group * 8, count & 1);
+    const bool low = add_key_box<T>(k.base + layout::boxes + k.group * SM90_BIAS_BOX, p.a.bias_stride.s == 0, by, s);
+    if (!low)
+        mbarrier_arrive(k.base + layout::box_empty + k.group * 8);
+    return low;
+}
+
+template <typename T, int BLOCK, typename layout>
+INLINE void hide_boxes(const attention_params &p, const state &k, float (*s)[4]) {
+    hide_key_box<T>(k.base + layout::boxes + k.group * SM90_BIAS_BOX, p.a.bias_stride.s == 0, s);
+    mbarrier_arrive(k.base + layout::box_empty + k.group * 8);
+}
+
+/* Sᵀ -> Pᵀ, of the count-th step. */
+template <typename T, int BLOCK, typename layout>
+INLINE void weigh(const attention_params &p, const span &w, const state &k, unsigned count, int i0, bool careful,
+                  const float *row, const float *marks, float (*s)[4]) {
     pin_all<BLOCK / 8>(s);
     read_ahead<BLOCK> read;
     if (layout::is_full)
         read_key_options<BLOCK>(p, *k.now, k.row0, &read);
-    const bool low = layout::is_full && apply_key_options<T, BLOCK>(p, *k.now, k.row0, s);
+    const bool boxes = layout::has_boxes && (p.vectors & VECTOR_BIAS_BOXES);
+    const bool low = layout::is_full && (boxes ? apply_boxes<T, BLOCK, layout>(p, k, count, s)
+                                               : apply_key_options<T, BLOCK>(p, *k.now, k.row0, s));
     if (!careful) {
         key_weights<false, BLOCK>(p.scale_log2, w, 0, i0, row, s);
         if (!layout::is_full)
@@ -245,8 +292,10 @@ INLINE void weigh(const attention_params &p, const span &w, const state &k, int 
     } else {
         key_weights<true, BLOCK>(p.scale_log2, w, k.row0, i0, row, s);
     }
+    if (boxes && low)
+        hide_boxes<T, BLOCK, layout>(p, k, s);
     if (layout::is_full)
-        hide_keys<T, BLOCK>(p, *k.now, k.row0, low, read, s);
+        hide_keys<T, BLOCK>(p, *k.now, k.row0, low && !boxes, read, s);
     if (!k.any_bad)
         return;
     marks += k.group * 64 + fragment_row();
@@ -341,7 +390,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes, at + layout::slot_bytes);
     wgmma_commit();
     wgmma_wait<1>();
-    weigh<T, BLOCK, layout>(p, w, *k, i0, careful, row, marks, s);
+    weigh<T, BLOCK, layout>(p, w, *k, k->turn, i0, careful, row, marks, s);
     wgmma_wait<0>();
     make_operands<T, BLOCK, layout>(p, k, masked, row, s, dp, ps, ds);
 #pragma unroll 1
@@ -375,7 +424,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
         wgmma_commit();
         if (!LATE) {
             wgmma_wait<1>();
-            weigh<T, BLOCK, layout>(p, w, *k, i0, careful, row, marks, s);
+            weigh<T, BLOCK, layout>(p, w, *k, k->turn + 1, i0, careful, row, marks, s);
         }
         issue_dq<T, D, BLOCK, layout>(*k, dq);
         warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, last);
@@ -404,7 +453,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
         wgmma_commit();
         wgmma_wait<1>();
         if (LATE)
-            weigh<T, BLOCK, layout>(p, w, *k, i0, careful, row, marks, s);
+            weigh<T, BLOCK, layout>(p, w, *k, k->turn + 1, i0, careful, row, marks, s);
         else
             release_each(done);
         wgmma_wait<0>();

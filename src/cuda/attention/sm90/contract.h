@@ -92,9 +92,27 @@ CONTRACT unsigned sm90_blocks_of_dk(unsigned blocks, unsigned tiles) {
 
 /* ------------------------------------------------------------------------------------------------------ options */
 
-/* What the full kernels keep behind all else: forward; backward. */
-#define SM90_FORWARD_OPTIONS 160
+/* A bias comes in boxes of 64 x 64, which begin as tiles do. */
+#define SM90_BIAS_BOX (64 * 64 * 2)
+
+CONTRACT int sm90_align(int bytes) {
+    return (bytes + SM90_TILE_ALIGNMENT - 1) / SM90_TILE_ALIGNMENT * SM90_TILE_ALIGNMENT;
+}
+
+/* What the full kernels keep behind all else: forward, with two barriers for the bias of each warpgroup, and behind that the bias of a
+ * tile; backward. */
+#define SM90_FORWARD_OPTIONS (160 + 3 * 16)
 #define SM90_BACKWARD_OPTIONS 320
+
+/* A box of bias for each warpgroup, two barriers for each of them: where a step has 64 queries. */
+CONTRACT int sm90_fused_options(int block) {
+    return SM90_BACKWARD_OPTIONS + (block == 64 ? 2 * (SM90_BIAS_BOX + 16) : 0);
+}
+
+CONTRACT int sm90_forward_full_bytes(int dim, int own, int block) {
+    return SM90_TILE_ALIGNMENT + sm90_align(sm90_forward_layout_bytes(dim, own, block) + SM90_FORWARD_OPTIONS) +
+           own / 64 * (block / 64) * SM90_BIAS_BOX;
+}
 
 /* The gradient of a bias: slots of the block's queries and keys; sums of eight warps, barriers: two for each slot. */
 CONTRACT int sm90_dbias_slot_bytes(int dim, int block) {

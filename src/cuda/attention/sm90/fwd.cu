@@ -50,6 +50,24 @@ INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w
     load_boxes<D, layout::rows>(base + slot * layout::q_bytes, &all.q, full, (int)w->c.first_q + w->row0, w->x, w->n);
 }
 
+/* full: the bias of the n-th tile of keys, for each warpgroup, and of the one after it as far as the second-level cache. */
+template <int GROUPS, int BLOCK, typename layout>
+INLINE void load_bias(const attention_params_sm90 &all, const forward_work &w, int j0, int next, uint32_t base,
+                      unsigned n) {
+#pragma unroll 1
+    for (int group = 0; group < GROUPS; group++) {
+        const uint32_t full = base + layout::bias_full + group * 8, to = base + layout::bias + group * layout::bias_bytes;
+        const bias_place from = find_box(all.p, j0, w.row0 + group * 64, w.x, w.c.n);
+        mbarrier_wait(full + layout::bias_empty - layout::bias_full, turn_of<1>(n) ^ 1);
+        mbarrier_expect(full, layout::bias_bytes);
+        for (int x = 0; x < BLOCK; x += 64) {
+            tma_load4(to + x / 64 * SM90_BIAS_BOX, &all.bias, full, from.key + x, from.row, from.x, from.n);
+            if (next >= w.s.begin)
+                tma_prefetch4(&all.bias, next + x, from.row, from.x, from.n);
+        }
+    }
+}
+
 /* One thread sends for everything, in the order in which it is used. */
 template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
 INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t barriers, forward_job *jobs) {
@@ -88,6 +106,8 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t ba
                                             v_head, v_batch, n - 1);
             if (layout::q_stages == 1 && j0 == last) /* waits for the last scores of the tile before */
                 load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, base, jobs, nq);
+            if (FULL && (p.vectors & VECTOR_BIAS_BOXES))
+                load_bias<GROUPS, BLOCK, layout>(all, w, j0, next, base, n);
             v_row = row;
             v_head = head;
             v_batch = w.n;
@@ -122,7 +142,7 @@ INLINE void clean(const attention_params &p, uint32_t base, uint32_t barriers, u
             mbarrier_wait(barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
             if (FULL) {
                 step = steps_in<layout>(jobs)[n % STEPS];
-                if ((p.a.features & HEDDLE_BIAS) &&
+                if ((p.a.features & HEDDLE_BIAS) && !(p.vectors & VECTOR_BIAS_BOXES) &&
                     !(step & STEP_LAST)) { /* of the next tile, whose K has been sent for */
                     const query_options &o = options_in<layout>(jobs)[slot_of<2>(nq)];
                     prefetch_bias<T>(p, o.bias, 0, o.last, layout::rows,
@@ -230,6 +250,23 @@ INLINE void receive_marks(const forward_span &w, const option_view &v, int group
     }
 }
 
+/* q·k -> S, but for what a band or bits mask. A tile with a bias counts as cut. */
+template <typename T, int BLOCK, bool CUT, typename layout>
+INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_t base, unsigned n, float (*s)[4]) {
+    const attention_params &p = *v.p;
+    const int j0 = step & ~STEP_FLAGS;
+    const float by = cap_and_slope<T, BLOCK>(p, *v.o, group * 64, j0, s);
+    if (CUT && (p.vectors & VECTOR_BIAS_BOXES)) {
+        mbarrier_wait(base + layout::bias_full + group * 8, turn_of<1>(n));
+        add_boxes<T, BLOCK>(base + layout::bias + group * layout::bias_bytes, p.a.bias_stride.s == 0, by, s);
+        mbarrier_arrive(base + layout::bias_empty + group * 8);
+    } else if (CUT && (p.a.features & HEDDLE_BIAS)) {
+        add_biases<T, BLOCK>(p, *v.o, group * 64, j0, sk, by, s);
+    } else {
+        scale_scores<BLOCK>(by, s);
+    }
+}
+
 /* The scores are there: K is free, and a single Q after its last; what is not seen of a cut tile is taken out of them. */
 template <typename T, int D, int GROUPS, int BLOCK, bool CUT, bool FULL>
 INLINE void receive_scores(const forward_span &w, const option_view &v, int group, int step, uint32_t base, unsigned n,
@@ -241,7 +278,7 @@ INLINE void receive_scores(const forward_span &w, const option_view &v, int grou
     if (layout::q_stages == 1 && (FULL ? step & STEP_LAST : j0 == w.begin))
         release(base + layout::barriers + Q_EMPTY);
     if (FULL)
-        apply_options<T, BLOCK, CUT>(*v.p, *v.o, group * 64, step, w.sk, s);
+        apply_all<T, BLOCK, CUT, layout>(v, group, step, w.sk, base, n, s);
     if (FULL && CUT && (step & STEP_BITS))
         apply_bits<BLOCK>(read.bits, -CUDART_INF_F, s);
     if (CUT && (j0 + BLOCK > w.end || j0 + BLOCK - 1 > group * 64 + w.hi))
@@ -250,12 +287,17 @@ INLINE void receive_scores(const forward_span &w, const option_view &v, int grou
         mask_below<BLOCK>(w.lo, group * 64, j0, s);
 }
 
-/* A tile of keys that this warpgroup passes by. */
-template <int D, int GROUPS, int BLOCK> INLINE void pass_by_keys(uint32_t base, unsigned n) {
+/* A tile of keys that this warpgroup passes by, and its bias. */
+template <int D, int GROUPS, int BLOCK, bool FULL>
+INLINE void pass_by_keys(const attention_params &p, uint32_t base, int group, unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const unsigned slot = slot_of<layout::stages>(n);
     mbarrier_wait(base + layout::barriers + K_FULL + slot * 8, turn_of<layout::stages>(n));
     release(base + layout::barriers + K_EMPTY + slot * 8);
+    if (FULL && (p.vectors & VECTOR_BIAS_BOXES)) {
+        mbarrier_wait(base + layout::bias_full + group * 8, turn_of<1>(n));
+        mbarrier_arrive(base + layout::bias_empty + group * 8);
+    }
 }
 template <int D, int GROUPS, int BLOCK> INLINE void pass_by_values(uint32_t base, int group, unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
@@ -326,7 +368,7 @@ INLINE void sum_full(float c, const forward_span &w, const option_view &v, const
                      uint32_t base, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     while (g.idle && !(k->step & STEP_LAST)) {
-        pass_by_keys<D, GROUPS, BLOCK>(base, k->n + 1);
+        pass_by_keys<D, GROUPS, BLOCK, true>(*v.p, base, group, k->n + 1);
         k->cuts += k->step & STEP_CUT ? 1 : 0;
         k->step = v.steps[(k->n + 1) % STEPS];
         if (layout::q_stages == 1 && (k->step & STEP_LAST))
@@ -364,7 +406,7 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
     const int whole = max(w.begin, w.last + w.lo); /* tiles before this are cut below */
     int j0 = g.first - BLOCK;
     for (; g.idle && j0 >= w.begin; j0 -= BLOCK, k->n++) {
-        pass_by_keys<D, GROUPS, BLOCK>(base, k->n + 1);
+        pass_by_keys<D, GROUPS, BLOCK, FULL>(*v.p, base, group, k->n + 1);
         if (layout::q_stages == 1 && j0 == w.begin)
             release(base + layout::barriers + Q_EMPTY);
         pass_by_values<D, GROUPS, BLOCK>(base, group, k->n);
@@ -403,7 +445,7 @@ INLINE void consume(const attention_params &p, int group, uint32_t base, const f
         return;
     group_work g = find_group_work<BLOCK, FULL>(p, w, group * 64);
     if (g.skips) {
-        pass_by_keys<D, GROUPS, BLOCK>(base, 0);
+        pass_by_keys<D, GROUPS, BLOCK, FULL>(p, base, group, 0);
         pass_by_values<D, GROUPS, BLOCK>(base, group, 0);
         k = {1, 1};
     }
@@ -429,7 +471,7 @@ INLINE void consume(const attention_params &p, int group, uint32_t base, const f
         k.n += 1 + g.skips;
         k.cuts += g.skips; /* what is skipped is cut */
         if (g.skips)
-            pass_by_keys<D, GROUPS, BLOCK>(base, n + 1);
+            pass_by_keys<D, GROUPS, BLOCK, FULL>(p, base, group, n + 1);
         if (w.end)
             mbarrier_wait(barriers + K_FULL + slot_of<KS>(k.n) * 8, turn_of<KS>(k.n));
         if (FULL)
@@ -475,6 +517,10 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
             mbarrier_init(barriers + V_FULL + x, 1);
             mbarrier_init(barriers + V_CLEAN + x, CLEANERS / 32);
             mbarrier_init(barriers + V_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
+        }
+        for (int x = 0; FULL && x < GROUPS * 8; x += 8) {
+            mbarrier_init(base + layout::bias_full + x, 1);
+            mbarrier_init(base + layout::bias_empty + x, WARPGROUP);
         }
         mbarrier_init_fence();
     }

@@ -23,7 +23,12 @@ template <int D, int GROUPS, int BLOCK> struct forward90 {
     static_assert(bytes == sm90_forward_layout_bytes(D, rows, BLOCK), "as the plan counts");
     /* full: of the tile of queries and the next; what the thread that sends tells of tiles of keys */
     static constexpr int options = bytes, steps = options + 2 * sizeof(query_options);
-    static_assert(steps + STEPS * 4 - options <= SM90_FORWARD_OPTIONS, "as the plan counts");
+    /* of each warpgroup: its bias is there, and is not needed any more; the bias */
+    static constexpr int bias_full = steps + STEPS * 4, bias_empty = bias_full + GROUPS * 8;
+    static constexpr int bias = (options + SM90_FORWARD_OPTIONS + 1023) / 1024 * 1024;
+    static constexpr int bias_bytes = BLOCK / 64 * SM90_BIAS_BOX; /* of a warpgroup */
+    static_assert(bias_empty + GROUPS * 8 - options <= SM90_FORWARD_OPTIONS, "as the plan counts");
+    static_assert(1024 + bias + GROUPS * bias_bytes == sm90_forward_full_bytes(D, rows, BLOCK), "as the plan counts");
 };
 
 /* The barriers, by the place of their first; one for each slot. */

@@ -117,6 +117,32 @@ template <typename T, int N> INLINE bool add_bias(const uint32_t (*bias)[2], flo
     return true;
 }
 
+/* A box of 64 queries and 64 keys from the first of each on; what is alike has one row, head or batch. */
+struct bias_place {
+    int key, row, x, n;
+};
+
+INLINE bias_place find_box(const attention_params &p, int key, int row, int64_t x, int64_t n) {
+    const heddle_strides &s = p.a.bias_stride;
+    return {key, s.s ? row : 0, s.h ? (int)x : 0, s.b ? (int)n : 0};
+}
+
+/* S = S·by + bias, of the 64 queries and N keys of a warpgroup, in boxes. alike: all rows are the first. Does a bias mask? */
+template <typename T, int N> INLINE bool add_boxes(uint32_t boxes, bool alike, float by, float (*s)[4]) {
+    const int lane = (int)threadIdx.x % 32, row = alike ? 0 : (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
+    bool low = false;
+    boxes += row * 128;
+#pragma unroll
+    for (int x = 0; x < N; x += BIAS_COLUMNS) {
+        uint32_t bias[BIAS_COLUMNS / 8][2];
+#pragma unroll
+        for (int y = 0; y < BIAS_COLUMNS / 8; y += 2)
+            ldmatrix4(&bias[0][0] + 2 * y, boxes + x / 64 * SM90_BIAS_BOX + (((x % 64 / 8 + y + lane / 16) ^ (row & 7)) << 4));
+        low |= add_bias<T, BIAS_COLUMNS>(bias, by, s + x / 8);
+    }
+    return low;
+}
+
 /* ------------------------------------------------------------------------------------------------ softcap, ALiBi */
 
 /* tanh.approx is right to 2^-11: as the rounding of bfloat16, half of float16's. */
@@ -257,12 +283,10 @@ INLINE float row_distance(const query_options &o, int row, int j0, float distanc
     return o.slope;
 }
 
-/* q·k -> S, but for what masks. Does a bias mask? Then there is -inf. BIAS: there may be one. */
-template <typename T, int N, bool BIAS = true>
-INLINE bool apply_options(const attention_params &p, const query_options &o, int row, int step, int sk, float (*s)[4]) {
-    const int j0 = step & ~STEP_FLAGS;
+/* q·k -> S, but for what masks, a bias and a factor, which is returned. */
+template <typename T, int N>
+INLINE float cap_and_slope(const attention_params &p, const query_options &o, int row, int j0, float (*s)[4]) {
     float by = p.score_out;
-    bool low = false;
     if (p.softcap > 0.0f)
         cap_scores<T, N>(p.score_in, s);
     if (p.a.features & HEDDLE_ALIBI) {
@@ -275,15 +299,27 @@ INLINE bool apply_options(const attention_params &p, const query_options &o, int
                       by, s);
         by = 1.0f;
     }
-    if (BIAS && (p.a.features & HEDDLE_BIAS))
-        low = add_biases<T, N>(p, o, row, j0, sk, by, s);
-    else if (by != 1.0f) /* the scale is no positive number */
+    return by;
+}
+
+template <int N> INLINE void scale_scores(float by, float (*s)[4]) {
+    if (by != 1.0f) /* the scale is no positive number */
 #pragma unroll
         for (int y = 0; y < N / 8; y++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 s[y][e] *= by;
-    return low;
+}
+
+/* q·k -> S, but for what masks. Does a bias mask? Then there is -inf. */
+template <typename T, int N>
+INLINE bool apply_options(const attention_params &p, const query_options &o, int row, int step, int sk, float (*s)[4]) {
+    const int j0 = step & ~STEP_FLAGS;
+    const float by = cap_and_slope<T, N>(p, o, row, j0, s);
+    if (p.a.features & HEDDLE_BIAS)
+        return add_biases<T, N>(p, o, row, j0, sk, by, s);
+    scale_scores<N>(by, s);
+    return false;
 }
 
 /* P: -0 where a bias masks. */
@@ -441,12 +477,11 @@ INLINE void key_distance(const key_options &o, int key, int i0, float distance[2
     distance[1] = distance[0] + 8.0f;
 }
 
-/* k·q -> Sᵀ, but for what masks; key: this lane's first. Does a bias mask? Then there is -inf. */
+/* k·q -> Sᵀ, but for what masks, a bias and a factor, which is returned; key: this lane's first. */
 template <typename T, int N>
-INLINE bool apply_key_options(const attention_params &p, const key_options &o, int key, float (*s)[4]) {
+INLINE float cap_and_slope_keys(const attention_params &p, const key_options &o, int key, float (*s)[4]) {
     const int i0 = o.step & ~STEP_FLAGS;
     float by = p.score_out;
-    bool low = false;
     if (p.softcap > 0.0f)
         cap_scores<T, N>(p.score_in, s);
     if (p.a.features & HEDDLE_ALIBI) {
@@ -456,22 +491,58 @@ INLINE bool apply_key_options(const attention_params &p, const key_options &o, i
         add_slopes<N>(o.slope, distance, first >= N - 1 ? 1 : first + 63 <= 0 ? -1 : 0, by, s);
         by = 1.0f;
     }
+    return by;
+}
+
+/* k·q -> Sᵀ, but for what masks. Does a bias mask? Then there is -inf. */
+template <typename T, int N>
+INLINE bool apply_key_options(const attention_params &p, const key_options &o, int key, float (*s)[4]) {
+    const float by = cap_and_slope_keys<T, N>(p, o, key, s);
+    bool low = false;
     if (p.a.features & HEDDLE_BIAS) {
         const int first = key - (int)threadIdx.x % 32 / 4; /* of the warp */
 #pragma unroll
         for (int x = 0; x < N; x += BIAS_COLUMNS) {
             uint32_t bias[BIAS_COLUMNS / 8][2];
-            read_key_bias<T, BIAS_COLUMNS>(p, o, first, i0 + x, bias);
+            read_key_bias<T, BIAS_COLUMNS>(p, o, first, (o.step & ~STEP_FLAGS) + x, bias);
             low |= add_bias<T, BIAS_COLUMNS>(bias, by, s + x / 8);
         }
-    } else if (by != 1.0f) {
-#pragma unroll
-        for (int y = 0; y < N / 8; y++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                s[y][e] *= by;
+    } else {
+        scale_scores<N>(by, s);
     }
     return low;
+}
+
+/* The bias of a warpgroup's 64 keys and 32 of 64 queries, from column x on, as Sᵀ lies in registers; alike: all queries have the first's. */
+INLINE void read_key_box(uint32_t box, bool alike, int x, uint32_t (*bias)[2]) {
+    const int lane = (int)threadIdx.x % 32, chunk = (int)threadIdx.x % WARPGROUP / 32 * 2 + lane / 8 % 2;
+#pragma unroll
+    for (int y = 0; y < BIAS_COLUMNS; y += 16) {
+        const int row = alike ? 0 : x + y + lane / 16 * 8 + lane % 8;
+        ldmatrix4_trans(&bias[0][0] + y / 4, box + row * 128 + ((chunk ^ (row & 7)) << 4));
+    }
+}
+
+/* Sᵀ = Sᵀ·by + bias, of 64 queries. Does a bias mask? */
+template <typename T> INLINE bool add_key_box(uint32_t box, bool alike, float by, float (*s)[4]) {
+    bool low = false;
+#pragma unroll
+    for (int x = 0; x < 64; x += BIAS_COLUMNS) {
+        uint32_t bias[BIAS_COLUMNS / 8][2];
+        read_key_box(box, alike, x, bias);
+        low |= add_bias<T, BIAS_COLUMNS>(bias, by, s + x / 8);
+    }
+    return low;
+}
+
+/* Pᵀ: -0 where that bias masks. */
+template <typename T> INLINE void hide_key_box(uint32_t box, bool alike, float (*s)[4]) {
+#pragma unroll
+    for (int x = 0; x < 64; x += BIAS_COLUMNS) {
+        uint32_t bias[BIAS_COLUMNS / 8][2];
+        read_key_box(box, alike, x, bias);
+        hide_low<T, BIAS_COLUMNS>(bias, s + x / 8);
+    }
 }
 
 /* The bits of this lane's keys. */

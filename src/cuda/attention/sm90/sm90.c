@@ -212,6 +212,23 @@ static tensor_shape shape_of(const heddle_attention *a, const void *base, heddle
     return r;
 }
 
+/* Boxes of 64 x 64, where the copy engine can fetch them; what is alike has one row, head or batch. */
+static tensor_shape shape_of_bias(const heddle_attention *a, const void *base) {
+    const heddle_strides s = a->bias_stride;
+    tensor_shape r = {.base = base,
+                      .extent = {(uint64_t)a->sk, s.s ? (uint64_t)a->sq : 1, s.h ? (uint64_t)a->h : 1,
+                                 s.b ? (uint64_t)a->b : 1},
+                      .stride = {s.s ? (uint64_t)s.s * 2 : 16, s.h ? (uint64_t)s.h * 2 : 16, s.b ? (uint64_t)s.b * 2 : 16},
+                      .rows = 64};
+    const int64_t stride[] = {s.s, s.h, s.b};
+    if (!(a->features & HEDDLE_BIAS) || (uintptr_t)base % 16)
+        r.base = NULL;
+    for (int x = 0; x < 3; x++)
+        if (stride[x] < 0 || stride[x] % 8 || stride[x] >= INT64_C(1) << 38)
+            r.base = NULL;
+    return r;
+}
+
 /* Boxes of 64 rows, but of K and V of all that forward works on together where that is no multiple. */
 static void add_maps(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const heddle_attention *a = p->a;
@@ -222,7 +239,10 @@ static void add_maps(const attention_problem *p, const attention_choice *c, atte
     job->shapes[1] = shape_of(a, t->k, a->k_stride, a->d, true, box);
     job->shapes[2] = shape_of(a, t->v, a->v_stride, a->dv, true, box);
     job->shapes[3] = shape_of(a, t->dout, a->do_stride, a->dv, false, 64);
-    job->maps = 4;
+    job->shapes[4] = shape_of_bias(a, t->bias);
+    if (job->shapes[4].base)
+        job->params.p.vectors |= VECTOR_BIAS_BOXES;
+    job->maps = 5;
 }
 
 /* A block for each tile of the boolean mask's maps. */
