@@ -28,16 +28,20 @@ template <int D, int BLOCK, int STAGES, bool LONG, bool FULL> struct layout90 {
     static constexpr int slots = 2 * own_bytes;
     static constexpr int ds = slots + STAGES * 2 * slot_bytes;
     static constexpr bool is_long = LONG, is_full = FULL;
-    static constexpr bool has_boxes = FULL && BLOCK == 64; /* for a bias, one for each warpgroup */
-    static constexpr int dq = ds + 2 * ds_bytes, boxes = dq + (LONG ? 2 * PIECE * 4 : 0);
-    static constexpr int numbers = boxes + (has_boxes ? 2 * SM90_BIAS_BOX : 0);
+    /* A bias, in boxes: a place for a step's, or those of dS, where a warpgroup's boxes lie where its dS will. */
+    static constexpr bool shares_ds = BLOCK > 64;
+    static constexpr int places = sm90_fused_bias_places(BLOCK), place_bytes = ds_bytes, strip = OWN_ROWS * 128;
+    static constexpr int dq = ds + 2 * ds_bytes, behind = dq + (LONG ? 2 * PIECE * 4 : 0);
+    static constexpr int boxes = shares_ds ? ds : behind;
+    static constexpr int numbers = behind + (FULL && !shares_ds ? 2 * SM90_BIAS_BOX : 0);
     static constexpr int marks = numbers + STAGES * 3 * BLOCK * 4;
     static constexpr int full = marks + OWN_ROWS * 4; /* two for each stage: Q and dO */
     static constexpr int empty = full + STAGES * 16;
     static constexpr int ds_full = empty + STAGES * 16, own_full = ds_full + 16, own_empty = own_full + 8;
     static constexpr int dq_full = own_empty + 8, dq_empty = dq_full + 16;
-    static constexpr int box_full = dq_empty + 16, box_empty = box_full + (has_boxes ? 16 : 0);
-    static constexpr int steps = box_empty + (has_boxes ? 16 : 0), bytes = steps + (FULL ? SM90_BACKWARD_OPTIONS : 0);
+    static constexpr int box_full = dq_empty + 16, box_empty = box_full + (FULL ? 16 * places : 0);
+    static constexpr int steps = box_empty + (FULL ? 16 * places : 0);
+    static constexpr int bytes = steps + (FULL ? SM90_BACKWARD_OPTIONS : 0);
     static_assert(bytes == sm90_fused_bytes(D, BLOCK, LONG) + (FULL ? sm90_fused_options(BLOCK) : 0),
                   "as the plan counts");
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
@@ -55,7 +59,7 @@ template <typename layout, int STAGES> INLINE void make_barriers(uint32_t base) 
             mbarrier_init(base + layout::dq_full + x * 8, WARPGROUP);
             mbarrier_init(base + layout::dq_empty + x * 8, 1);
         }
-        for (int x = 0; layout::has_boxes && x < 16; x += 8) {
+        for (int x = 0; layout::is_full && x < 16 * layout::places; x += 8) {
             mbarrier_init(base + layout::box_full + x, 1);
             mbarrier_init(base + layout::box_empty + x, WARPGROUP);
         }
@@ -87,19 +91,33 @@ INLINE void fetch_step(const attention_params_sm90 &all, const key_work &w, int 
     advance<STAGES>(r);
 }
 
+/* Of the bias of the count-th step: its place; and the parity in which it is there. */
+template <typename layout> INLINE int place_of(unsigned count) {
+    return layout::places > 1 ? (int)count & 1 : 0;
+}
+template <typename layout> INLINE int parity_of(unsigned count) {
+    return (int)(layout::places > 1 ? count >> 1 : count) & 1;
+}
+
 /* The bias of the count-th step, and of the next as far as the second-level cache. By one thread. */
-template <typename layout>
+template <int BLOCK, typename layout>
 INLINE void fetch_boxes(const attention_params_sm90 &all, const key_work &w, key_walk at, key_walk next, uint32_t base,
                         unsigned count) {
+    const int which = place_of<layout>(count), turn = parity_of<layout>(count);
+    const uint32_t full = base + layout::box_full + which * 16;
+    for (int group = 0; group < 2; group++)
+        mbarrier_wait(full + layout::box_empty - layout::box_full + group * 8, turn ^ 1);
     for (int group = 0; group < 2; group++) {
-        const uint32_t full = base + layout::box_full + group * 8;
+        const uint32_t to = base + layout::boxes + which * layout::place_bytes + group * SM90_BIAS_BOX;
         const int key = w.key0 + group * 64;
-        const bias_place from = find_box(all.p, key, at.i0, at.x, w.c.n), then = find_box(all.p, key, next.i0, next.x, w.c.n);
-        mbarrier_wait(full + layout::box_empty - layout::box_full, (count & 1) ^ 1);
-        mbarrier_expect(full, SM90_BIAS_BOX);
-        tma_load4(base + layout::boxes + group * SM90_BIAS_BOX, &all.bias, full, from.key, from.row, from.x, from.n);
-        if (next.x < (w.y + 1) * all.p.group)
-            tma_prefetch4(&all.bias, then.key, then.row, then.x, then.n);
+        mbarrier_expect(full + group * 8, BLOCK / 64 * SM90_BIAS_BOX);
+        for (int y = 0; y < BLOCK; y += 64) {
+            const bias_place from = find_box(all.p, key, at.i0 + y, at.x, w.c.n),
+                             then = find_box(all.p, key, next.i0 + y, next.x, w.c.n);
+            tma_load4(to + y / 64 * layout::strip, &all.bias, full + group * 8, from.key, from.row, from.x, from.n);
+            if (next.x < (w.y + 1) * all.p.group)
+                tma_prefetch4(&all.bias, then.key, then.row, then.x, then.n);
+        }
     }
 }
 
@@ -129,7 +147,7 @@ INLINE void fetch(const attention_params_sm90 &all, const crew &crew, char *shar
         if (layout::is_full)
             for (key_walk at = first_seen<BLOCK>(p, w), next; at.x < (w.y + 1) * p.group; at = next, count++) {
                 next = step_after<BLOCK>(p, w, at);
-                const bool boxes = layout::has_boxes && (p.vectors & VECTOR_BIAS_BOXES);
+                const bool boxes = p.vectors & VECTOR_BIAS_BOXES;
                 mbarrier_wait(base + layout::empty + r.slot * 16, r.turn ^ 1);
                 if (!boxes)
                     prefetch_step<T, BLOCK>(p, w, at);
@@ -137,7 +155,7 @@ INLINE void fetch(const attention_params_sm90 &all, const crew &crew, char *shar
                     steps[count % KEY_STEPS] = tell_step<T, BLOCK>(p, w, at, next);
                 fetch_step<D, BLOCK, STAGES, layout>(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), base, n, &r);
                 if (boxes && lane == 0)
-                    fetch_boxes<layout>(all, w, at, next, base, count);
+                    fetch_boxes<BLOCK, layout>(all, w, at, next, base, count);
             }
         for (int x = w.y * p.group; !layout::is_full && x < (w.y + 1) * p.group; x++) {
             const int64_t at = lse_at(p, w.c, x, 0);
@@ -207,6 +225,8 @@ template <typename T, int D, typename layout> INLINE void clean_keys(char *share
             }
         fence_async();
     }
+    if (layout::is_full) /* V: for the sake of what is hidden */
+        found |= is_bad_part<T, CHUNKS, CONSUMERS>(k->base + layout::own_bytes, thread);
     k->any_bad = barrier_or(1, CONSUMERS, found);
 }
 
@@ -257,21 +277,39 @@ template <int BLOCK, typename layout> INLINE bool is_careful(const state &k, boo
     return (layout::is_full ? (k.now->step & STEP_BAND) != 0 : masked) || has_rest<BLOCK>(row);
 }
 
+/* Where the bias of the count-th step is, for this warpgroup. */
+template <typename layout> INLINE uint32_t boxes_of(const state &k, unsigned count) {
+    return k.base + layout::boxes + place_of<layout>(count) * layout::place_bytes + k.group * SM90_BIAS_BOX;
+}
+
+/* This warpgroup has no more use for the bias of the count-th step, or dS in its place. */
+template <typename layout> INLINE void free_boxes(const state &k, unsigned count) {
+    mbarrier_arrive(k.base + layout::box_empty + place_of<layout>(count) * 16 + k.group * 8);
+}
+
 /* The bias of the count-th step is added in. Does it mask? Then it is needed once more. */
 template <typename T, int BLOCK, typename layout>
 INLINE bool apply_boxes(const attention_params &p, const state &k, unsigned count, float (*s)[4]) {
     const float by = cap_and_slope_keys<T, BLOCK>(p, *k.now, k.row0, s);
-    mbarrier_wait(k.base + layout::box_full + k.group * 8, count & 1);
-    const bool low = add_key_box<T>(k.base + layout::boxes + k.group * SM90_BIAS_BOX, p.a.bias_stride.s == 0, by, s);
-    if (!low)
-        mbarrier_arrive(k.base + layout::box_empty + k.group * 8);
+    bool low = false;
+    mbarrier_wait(k.base + layout::box_full + place_of<layout>(count) * 16 + k.group * 8, parity_of<layout>(count));
+#pragma unroll
+    for (int y = 0; y < BLOCK; y += 64)
+        low |= add_key_box<T>(boxes_of<layout>(k, count) + y / 64 * layout::strip, p.a.bias_stride.s == 0, by, s + y / 8);
     return low;
 }
 
+/* What it masks is hidden; then the place is free, where it is no other's. */
 template <typename T, int BLOCK, typename layout>
-INLINE void hide_boxes(const attention_params &p, const state &k, float (*s)[4]) {
-    hide_key_box<T>(k.base + layout::boxes + k.group * SM90_BIAS_BOX, p.a.bias_stride.s == 0, s);
-    mbarrier_arrive(k.base + layout::box_empty + k.group * 8);
+INLINE void hide_boxes(const attention_params &p, const state &k, unsigned count, bool low, float (*s)[4]) {
+    if (low)
+#pragma unroll
+        for (int y = 0; y < BLOCK; y += 64)
+            hide_key_box<T>(boxes_of<layout>(k, count) + y / 64 * layout::strip, p.a.bias_stride.s == 0, s + y / 8);
+    if (layout::shares_ds)
+        barrier_sync(2 + k.group, WARPGROUP); /* all its warps have read what dS will overwrite */
+    else
+        free_boxes<layout>(k, count);
 }
 
 /* Sᵀ -> Pᵀ, of the count-th step. */
@@ -282,7 +320,7 @@ INLINE void weigh(const attention_params &p, const span &w, const state &k, unsi
     read_ahead<BLOCK> read;
     if (layout::is_full)
         read_key_options<BLOCK>(p, *k.now, k.row0, &read);
-    const bool boxes = layout::has_boxes && (p.vectors & VECTOR_BIAS_BOXES);
+    const bool boxes = layout::is_full && (p.vectors & VECTOR_BIAS_BOXES);
     const bool low = layout::is_full && (boxes ? apply_boxes<T, BLOCK, layout>(p, k, count, s)
                                                : apply_key_options<T, BLOCK>(p, *k.now, k.row0, s));
     if (!careful) {
@@ -292,8 +330,8 @@ INLINE void weigh(const attention_params &p, const span &w, const state &k, unsi
     } else {
         key_weights<true, BLOCK>(p.scale_log2, w, k.row0, i0, row, s);
     }
-    if (boxes && low)
-        hide_boxes<T, BLOCK, layout>(p, k, s);
+    if (boxes)
+        hide_boxes<T, BLOCK, layout>(p, k, count, low, s);
     if (layout::is_full)
         hide_keys<T, BLOCK>(p, *k.now, k.row0, low && !boxes, read, s);
     if (!k.any_bad)
@@ -364,7 +402,8 @@ INLINE int turn_to(const attention_params &p, state *k, unsigned count, bool *ma
     if (k->sum)
         k->sum += (k->now->x - k->x) * sum_tiles(p) * 64 * sm90_columns(D);
     k->x = k->now->x;
-    *masked = (step & STEP_CUT) || k->any_bad;
+    /* What bits or a bias hide has a weight of -0, which is enough where all is finite. */
+    *masked = (step & STEP_BAND) || ((step & STEP_CUT) && (step & STEP_DIRTY)) || k->any_bad;
     return step & ~STEP_FLAGS;
 }
 
@@ -443,6 +482,8 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
             release(done + 8);
         }
         pass_on<layout>(*k, to, dq);
+        if (layout::is_full && layout::shares_ds && (p.vectors & VECTOR_BIAS_BOXES))
+            free_boxes<layout>(*k, k->turn);
         if (LATE) {
             wgmma_wait<1>();
             release_each(done);
@@ -472,6 +513,8 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     wgmma_wait<1>();
     release(done + 8);
     pass_on<layout>(*k, to, dq);
+    if (layout::is_full && layout::shares_ds && (p.vectors & VECTOR_BIAS_BOXES))
+        free_boxes<layout>(*k, k->turn);
     if (layout::is_long)
         fence_async();
     hand_over<layout>(*k);
@@ -540,7 +583,7 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
     }
 }
 
-/* The same as attention_light; and is Q or dO not finite somewhere? Then a tile that a mask cuts has to be cleaned. */
+/* The same as attention_light; and is Q, dO, o or dlse not finite somewhere? Then a tile that a mask cuts has to be cleaned. */
 template <typename T, int D> INLINE void full_light(const attention_params &p) {
     const unsigned tiles = (unsigned)((p.a.sq + 63) / 64);
     const int64_t unit = blockIdx.x / tiles, x = unit % p.a.h;
@@ -550,6 +593,7 @@ template <typename T, int D> INLINE void full_light(const attention_params &p) {
     const int count = (int)min64(64, (p.a.features & HEDDLE_VARLEN ? p.a.total_q - c.first_q : p.a.sq) - row0);
     const T *const q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q + row0);
     const T *const dout = (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + row0);
+    const T *const o = (const T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + row0);
     bool bad = false;
 #pragma unroll
     for (int z = threadIdx.x; z < 64 * D / 8; z += 128) {
@@ -558,7 +602,12 @@ template <typename T, int D> INLINE void full_light(const attention_params &p) {
             bad |= has_nonfinite(*(const uint4 *)(q + row * p.a.q_stride.s + column), T());
         if (row < count && column < (int)p.a.dv)
             bad |= has_nonfinite(*(const uint4 *)(dout + row * p.a.do_stride.s + column), T());
+        if (row0 + row < c.sq && column < (int)p.a.dv)
+            bad |= has_nonfinite(*(const uint4 *)(o + row * p.a.o_stride.s + column), T());
     }
+    const int i = row0 + (int)threadIdx.x;
+    if (p.t.dlse && threadIdx.x < 64 && i < c.sq)
+        bad |= !isfinite(((const float *)p.t.dlse)[lse_at(p, c, x, i)]);
     bad = __syncthreads_or(bad);
     if (threadIdx.x == 0)
         p.dirty[blockIdx.x] = bad;

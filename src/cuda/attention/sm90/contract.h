@@ -104,9 +104,13 @@ CONTRACT int sm90_align(int bytes) {
 #define SM90_FORWARD_OPTIONS (160 + 3 * 16)
 #define SM90_BACKWARD_OPTIONS 320
 
-/* A box of bias for each warpgroup, two barriers for each of them: where a step has 64 queries. */
+/* Of a bias, where dK, dV and dQ are made at once: two barriers for each warpgroup and place; the places. Where a step has more queries
+ * they are those of dS, which is made when the bias has been read. */
+CONTRACT int sm90_fused_bias_places(int block) {
+    return block > 64 ? 2 : 1;
+}
 CONTRACT int sm90_fused_options(int block) {
-    return SM90_BACKWARD_OPTIONS + (block == 64 ? 2 * (SM90_BIAS_BOX + 16) : 0);
+    return SM90_BACKWARD_OPTIONS + 2 * sm90_fused_bias_places(block) * 16 + (block > 64 ? 0 : 2 * SM90_BIAS_BOX);
 }
 
 CONTRACT int sm90_forward_full_bytes(int dim, int own, int block) {
