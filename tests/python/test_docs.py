@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,13 +116,29 @@ def test_commands_of_heddle(page):
                 assert option in source, f"{command}: heddle {name} has no {option}"
 
 
-# Not yet docs/kernels: its notes keep each measurement on a line.
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name != "kernels"], ids=lambda page: str(page.relative_to(ROOT))
-)
+@everywhere
 def test_length_of_lines(page):
     fence = False
     for number, line in enumerate(page.read_text().splitlines(), 1):
         fence ^= line.startswith("```")
-        if not fence and not line.startswith("|"):
+        if not line.startswith("|") and (not fence or page.parent.name == "kernels"):
             assert len(line) <= 120, f"line {number} has {len(line)} characters"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/kernels").glob("*.md")), ids=lambda page: page.name)
+def test_parts_of_kernels(page):
+    text = page.read_text()
+    parts = re.findall(r"^## (.*)$", FENCE.sub("", text), re.MULTILINE)
+    assert parts == ["How it works", "History"]
+    works = text[text.index("## How it works") : text.index("## History")]
+    assert FENCE.search(works), "no drawing of a step"
+    assert re.search(r"^\|(?:---\|)+$", works, re.MULTILINE), "no table"
+
+
+def test_drawings():
+    if shutil.which(os.environ.get("CC", "cc")) is None:
+        pytest.skip("no C compiler")
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs/kernels/draw.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -5,9 +5,9 @@
 #include "dtype.h"
 #include "mask.h"
 
-/* Microseconds, fitted to what an H200 takes (docs/kernels/cuda-small.md). A block of `small` takes `block`, and `step` for
- * every 128 rows that it walks over. The tensor cores take `start` and `row` for every row that a block walks over, up to
- * `rows`, as forward then splits the keys: not less than that, as waves of blocks are left out. */
+/* Microseconds, fitted to what an H200 takes (docs/kernels/cuda-attention-small.md). A block of `small` takes `block`, and
+ * `step` for every 128 rows that it walks over. The tensor cores take `start` and `row` for every row that a block walks
+ * over, up to `rows`, as forward then shares the keys: not less than that, as waves of blocks are left out. */
 typedef struct times {
     double block, step, start, row, rows;
 } times;

@@ -59,7 +59,7 @@ static bool takes_forward(const attention_problem *p, attention_choice *c) {
     return ceil_div(a->sq, k->own) * a->h * a->b * 2 >= p->device->multiprocessors || a->sk < 8 * k->block;
 }
 
-/* Queries to a head of keys from which on the copy engine's sums of dQ are the faster ones (docs/kernels/cuda-sm90.md). */
+/* Queries to a head of keys from which on the copy engine's sums of dQ are faster (docs/kernels/cuda-attention-sm90.md). */
 #define LONG_QUERIES 1024
 
 /* The kernel that makes all three gradients, where their sums need no order; -1: none. */

@@ -6,7 +6,7 @@
 #include "cuda/contract.h"
 
 /* Rows that a block owns; rows of the other operand that it takes at a time, half as many as it has threads. */
-#define SMALL_ROWS 8
+#define SMALL_OWN_ROWS 8
 #define SMALL_BLOCK 128
 
 /* Floats from row to row in shared memory: 16 bytes more, so that eight rows meet no bank conflict. */
@@ -16,7 +16,9 @@ CONTRACT int small_pitch(int dim) {
 
 /* Two tiles of the block's own rows, two that stream, their weights, and four numbers a row that streams; in float32. */
 CONTRACT int small_bytes(int dim) {
-    return (2 * (SMALL_ROWS + SMALL_BLOCK) * small_pitch(dim) + 2 * SMALL_BLOCK * SMALL_ROWS + 4 * SMALL_BLOCK) * 4;
+    return (2 * (SMALL_OWN_ROWS + SMALL_BLOCK) * small_pitch(dim) + 2 * SMALL_BLOCK * SMALL_OWN_ROWS +
+            4 * SMALL_BLOCK) *
+           4;
 }
 
 #endif

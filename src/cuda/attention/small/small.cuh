@@ -8,7 +8,7 @@
 
 #define WARPS 8
 #define THREADS (WARPS * 32)
-#define ROWS SMALL_ROWS
+#define ROWS SMALL_OWN_ROWS
 #define HALF (ROWS / 2)
 #define STREAM SMALL_BLOCK
 
