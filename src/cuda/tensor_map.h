@@ -10,10 +10,10 @@ typedef struct tensor_map {
     uint64_t words[16];
 } __attribute__((aligned(64))) tensor_map;
 
-/* What a map is made of: columns, rows and up to two dimensions more, and bytes from one to the next; rows of a box. base
+/* What a map is made of: columns, rows and up to two dimensions more, and bytes from one to the next; rows of a box. at
  * NULL: there is none. */
 typedef struct tensor_shape {
-    const void *base;
+    const void *at;
     uint64_t extent[4], stride[3];
     uint32_t rows;
 } tensor_shape;

@@ -125,6 +125,16 @@ static void unknown_family(void) {
     set("HEDDLE_CUDA_FAMILY", "sm12");
     MUST(run_attention(attention_desc(HEDDLE_F32, 1, 1, 1, 128, 128, 32, 32), HEDDLE_FORWARD, 0, NULL) == HEDDLE_OK);
     MUST(fake_launches("heddle_attention_fwd_f32_d32_full_small") == 1); /* as without it */
+    char text[256];
+    MUST(heddle_device_describe(HEDDLE_CUDA, text, sizeof text) == HEDDLE_OK);
+    MUST(strstr(text, "; HEDDLE_CUDA_FAMILY=sm12 is no family of kernels"));
+}
+
+static void old_name_of_family(void) {
+    char text[256];
+    set("HEDDLE_CUDA", "sm80");
+    MUST(heddle_device_describe(HEDDLE_CUDA, text, sizeof text) == HEDDLE_OK);
+    MUST(strstr(text, "sm90 and sm80 kernels; HEDDLE_CUDA=sm80 changes nothing, the variable is HEDDLE_CUDA_FAMILY"));
 }
 
 static void old_driver(void) {
@@ -489,6 +499,7 @@ static int child_status(void (*scenario)(void)) {
     }
 SCENARIO(no_gpu)
 SCENARIO(unknown_family)
+SCENARIO(old_name_of_family)
 SCENARIO(old_driver)
 SCENARIO(driver_that_does_not_start)
 SCENARIO(turing)
@@ -569,6 +580,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_no_gpu),
         cmocka_unit_test(test_unknown_family),
+        cmocka_unit_test(test_old_name_of_family),
         cmocka_unit_test(test_old_driver),
         cmocka_unit_test(test_driver_that_does_not_start),
         cmocka_unit_test(test_turing),

@@ -59,7 +59,7 @@ INLINE int64_t row_at(const heddle_strides &s, int64_t n, int64_t head, int64_t 
 /* Which tile of which unit (a head of a sequence, or a part of one) block `id` has. A few units at a time, whose
  * keys stay in the second-level cache, and of these all first tiles first: with the longest tiles in front, blocks
  * end together. */
-INLINE void split_block(int64_t id, int tiles, int64_t units, int *tile, int64_t *unit) {
+INLINE void tile_of_block(int64_t id, int tiles, int64_t units, int *tile, int64_t *unit) {
     const int64_t section = id / (16 * (int64_t)tiles) * 16;
     const int r = (int)(id - section * tiles), count = (int)min64(16, units - section);
     *tile = r / count;
@@ -118,10 +118,10 @@ INLINE void scale_alone(float before, float top, row_scale *r) {
     r->shrink = before == top ? 1.0f : 0.0f;
 }
 
-/* A split's part of a row: its maximum, and the logarithm to base 2 of its sum over exp2((S - maximum)·c). */
-INLINE void store_part(const attention_params &p, int split, int64_t row, float max, float log2) {
-    p.part_max[split * p.rows + row] = max;
-    p.part_log[split * p.rows + row] = log2;
+/* The part of a row that a share of the keys gives: its maximum, and the logarithm to base 2 of its sum over exp2((S - maximum)·c). */
+INLINE void store_part(const attention_params &p, int key_share, int64_t row, float max, float log2) {
+    p.part_max[key_share * p.lse_rows + row] = max;
+    p.part_log[key_share * p.lse_rows + row] = log2;
 }
 
 /* lse of a row from the same two. unit: what takes its maximum to natural units. */

@@ -6,7 +6,7 @@
 #include "cuda/contract.h"
 
 /* The most blocks that share the keys of a tile of queries. */
-#define MAX_SPLITS 256
+#define MAX_KEY_SHARES 256
 
 /* Up to so many keys, D of 16-bit types is rowsum(P∘dP): o is rounded, and few keys do not average that out. */
 #define FEW_KEYS 128

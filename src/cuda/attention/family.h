@@ -26,8 +26,8 @@ typedef struct __attribute__((may_alias)) attention_choice {
     int split;           /* float32 on Hopper */
     int dbias;           /* none: the plain one */
     bool splits_queries; /* Q and dO, too */
-    int64_t rows;        /* of lse */
-    int64_t pack, splits, tiles_q, tiles_k;
+    int64_t lse_rows;    /* over all heads */
+    int64_t pack, key_shares, tiles_q, tiles_k;
     int64_t blocks; /* of fwd or of dq */
     int64_t blocks_dkdv;
     uint32_t blocks_of_dk;                          /* of those, where dK and dV have blocks of their own; for Hopper */

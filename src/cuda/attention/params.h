@@ -63,11 +63,11 @@ typedef struct attention_params {
     int32_t group;                     /* query heads per key/value head */
     int32_t pack;                      /* fwd: query heads that share a tile's rows; 1 or group */
     int32_t tiles_q, tiles_k;          /* per (sequence, head): blocks of fwd and dq; of dkdv */
-    int32_t splits;                    /* fwd: blocks that share the keys of a tile of queries */
+    int32_t key_shares;                /* fwd: blocks that share the keys of a tile of queries */
     int32_t vectors;                   /* VECTOR_Q | ... */
-    int64_t rows;                      /* of lse, over all heads */
-    float *part_o;                     /* [splits][rows][dv], when splits > 1 */
-    float *part_max, *part_log;        /* [splits][rows]: store_part */
+    int64_t lse_rows;                  /* over all heads */
+    float *part_o;                     /* [key_shares][lse_rows][dv], when key_shares > 1 */
+    float *part_max, *part_log;        /* [key_shares][lse_rows]: store_part */
     float *dq_sum;                     /* bwd for Hopper: sums of dq, tiles of 64 queries (sum_tile); NULL: none */
     int32_t *flags;                    /* for each 64 queries, where light has been before prep: there is more to do */
     float *dsum, *base, *rest;         /* [rows]: D, and what put_log_sum makes of lse (+inf: the row sees nothing) */

@@ -54,7 +54,7 @@ static int next_taker(const attention_problem *p, int from, attention_choice *c)
                                 .split = -1,
                                 .dbias = -1,
                                 .pack = 1,
-                                .splits = 1};
+                                .key_shares = 1};
         if (!(p->stands_in && families[x]->needs) && families[x]->takes(p, c))
             return x;
     }
@@ -72,9 +72,9 @@ static void choose(const attention_problem *p, attention_choice *c) {
             *c = other;
         }
     }
-    c->rows = a->h * (a->features & HEDDLE_VARLEN ? a->total_q : a->b * a->sq);
+    c->lse_rows = a->h * (a->features & HEDDLE_VARLEN ? a->total_q : a->b * a->sq);
     if (p->pass == HEDDLE_BACKWARD) { /* D, base and rest first: who stands in finds them there */
-        const size_t each = align64((size_t)c->rows * sizeof(float));
+        const size_t each = align64((size_t)c->lse_rows * sizeof(float));
         c->base = each;
         c->rest = 2 * each;
         c->bytes = 3 * each;
@@ -198,12 +198,12 @@ static void fill_numbers(const attention_problem *of, const attention_choice *c,
 static void fill_blocks(const attention_problem *of, const attention_choice *c, const heddle_attention_data *data,
                         attention_params *p) {
     const heddle_attention *a = of->a;
-    p->rows = c->rows;
+    p->lse_rows = c->lse_rows;
     p->group = (int32_t)(a->h / a->hk);
     p->pack = (int32_t)c->pack;
     p->tiles_q = (int32_t)c->tiles_q;
     p->tiles_k = (int32_t)c->tiles_k;
-    p->splits = (int32_t)c->splits;
+    p->key_shares = (int32_t)c->key_shares;
     p->vectors = (is_vector(a, data->q, a->q_stride, a->d) ? VECTOR_Q : 0) |
                  (is_vector(a, data->k, a->k_stride, a->d) ? VECTOR_K : 0) |
                  (is_vector(a, data->v, a->v_stride, a->dv) ? VECTOR_V : 0) |
@@ -229,7 +229,7 @@ static void fill_workspace(const attention_problem *of, const attention_choice *
                           : (split_tensor){workspace + c->split_tiles[x], (split_info *)(workspace + c->split_info[x])};
     p->part_o = backward ? NULL : (float *)workspace;
     p->part_max = at(workspace, c->part_lse);
-    p->part_log = p->part_max ? p->part_max + c->splits * c->rows : NULL;
+    p->part_log = p->part_max ? p->part_max + c->key_shares * c->lse_rows : NULL;
     p->dsum = backward ? (float *)workspace : NULL;
     p->base = at(workspace, c->base);
     p->rest = at(workspace, c->rest);

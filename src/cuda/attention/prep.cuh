@@ -60,7 +60,7 @@ template <typename T> INLINE bool needs_rest(float base) {
 }
 
 /* D, base and rest of the 16 rows of a warp, eight lanes to a row. */
-template <typename T> INLINE void prepare_rows(const attention_params &p, const place &c, int64_t x, int row0) {
+template <typename T> INLINE void prep_rows(const attention_params &p, const place &c, int64_t x, int row0) {
     const int part = threadIdx.x % 8;
 #pragma unroll 1
     for (int i = row0 + (int)threadIdx.x % 32 / 8; i < row0 + 16; i += 4) {
@@ -214,7 +214,7 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
 
 /* One tile of queries; all: nobody has been at it. With dweights the plain prep has been here, and has seen to D. */
 template <typename T, int D, int WARPS, int BLOCK>
-INLINE void prepare_tile(const attention_params &p, unsigned id, bool all, uint32_t shared) {
+INLINE void prep_tile(const attention_params &p, unsigned id, bool all, uint32_t shared) {
     typedef backward_shared<T, D, WARPS, 1, BLOCK> layout;
     const unsigned tiles = (unsigned)((p.a.sq + layout::rows - 1) / layout::rows);
     const int64_t unit = id / tiles, x = unit % p.a.h;
@@ -222,7 +222,7 @@ INLINE void prepare_tile(const attention_params &p, unsigned id, bool all, uint3
     const place c = find_place(p, unit / p.a.h);
     bool large[2];
     if (all && !share<T, D>::part())
-        prepare_rows<T>(p, c, x, query0 + warp_row);
+        prep_rows<T>(p, c, x, query0 + warp_row);
     for (int half = 0; half < 2; half++) {
         const int i = query0 + warp_row + half * 8 + (int)threadIdx.x % 32 / 4;
         large[half] = i < c.sq && is_coarse<T>(c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
@@ -239,7 +239,7 @@ template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attent
     static_assert(TILES == 1, "a warp has 16 rows");
     extern __shared__ __align__(16) char shared[];
     if (!p.flags) {
-        prepare_tile<T, D, WARPS, BLOCK>(p, blockIdx.x, !(p.a.features & HEDDLE_WEIGHTS), shared_address(shared));
+        prep_tile<T, D, WARPS, BLOCK>(p, blockIdx.x, !(p.a.features & HEDDLE_WEIGHTS), shared_address(shared));
         return;
     }
     const unsigned tiles = (unsigned)((p.a.sq + layout::rows - 1) / layout::rows * p.a.h * p.a.b);
@@ -250,7 +250,7 @@ template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attent
         for (unsigned id = blockIdx.x; id < tiles; id += gridDim.x)
             if (p.flags[id]) {
                 __syncthreads();
-                prepare_tile<T, D, WARPS, BLOCK>(p, id, false, shared_address(shared));
+                prep_tile<T, D, WARPS, BLOCK>(p, id, false, shared_address(shared));
             }
 }
 
@@ -266,7 +266,7 @@ template <typename T, int COLUMNS> INLINE void attention_light(const attention_p
         for (int e = 0; e < 64 * COLUMNS / 4; e += 128)
             ((float4 *)(p.dq_sum + (sum_tile(p, c, x) + tile) * 64 * COLUMNS))[e + threadIdx.x] =
                 make_float4(0, 0, 0, 0);
-    prepare_rows<T>(p, c, x, tile * 64 + (int)threadIdx.x / 32 * 16);
+    prep_rows<T>(p, c, x, tile * 64 + (int)threadIdx.x / 32 * 16);
     const bool large = threadIdx.x < 64 && i < c.sq && is_coarse<T>(c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
     const bool any = __syncthreads_or(large) || sees_few(c);
     if (threadIdx.x == 0)

@@ -40,10 +40,10 @@ template <typename T> INLINE void load_chunk(uint32_t to, const T *row, int chun
     }
 }
 
-/* Rows `first` .. first+ROWS-1 of a tensor whose row 0 is at `base`; rows outside begin .. end-1 are not read, but
+/* Rows `first` .. first+ROWS-1 of a tensor whose row 0 is at `tensor`; rows outside begin .. end-1 are not read, but
  * zero. A thread keeps to one column of chunks. */
 template <typename T, int D, int ROWS, int THREADS>
-INLINE void load_tile(uint32_t to, const T *base, int64_t stride, int first, int begin, int end, int width,
+INLINE void load_tile(uint32_t to, const T *tensor, int64_t stride, int first, int begin, int end, int width,
                       bool vector) {
     typedef tile<T, D> t;
     static_assert(THREADS % t::chunks == 0 && ROWS % (THREADS / t::chunks) == 0, "threads fill whole rows");
@@ -53,17 +53,17 @@ INLINE void load_tile(uint32_t to, const T *base, int64_t stride, int first, int
     const unsigned count = max(end - begin, 0);
     if (vector) {
         const int bytes = chunk * 16 < width * (int)sizeof(T) ? 16 : 0;
-        const T *from = base + (first + row) * stride + chunk * (16 / (int)sizeof(T));
+        const T *from = tensor + (first + row) * stride + chunk * (16 / (int)sizeof(T));
 #pragma unroll
         for (int x = 0; x < ROWS; x += STEP, from += STEP * stride) {
             const bool there = (unsigned)(first + row + x - begin) < count;
-            cp_async16(to + x * t::pitch, there && bytes ? from : base, there ? bytes : 0);
+            cp_async16(to + x * t::pitch, there && bytes ? from : tensor, there ? bytes : 0);
         }
     } else {
 #pragma unroll 1
         for (int x = 0; x < ROWS; x += STEP) {
             const bool there = (unsigned)(first + row + x - begin) < count;
-            const T *from = there ? base + (first + row + x) * stride : base;
+            const T *from = there ? tensor + (first + row + x) * stride : tensor;
             load_chunk(to + x * t::pitch, from, chunk, width, there, false);
         }
     }

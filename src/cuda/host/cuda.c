@@ -88,9 +88,9 @@ static void describe(char *text, size_t n) {
     device_record *r = NULL;
     cu_context context = NULL;
     if (heddle__cuda_current_device(&cu, &r, &context) == HEDDLE_OK)
-        snprintf(text, n, "%s, %d multiprocessors, driver for CUDA %d.%d, %s%s kernels", r->name, r->multiprocessors,
+        snprintf(text, n, "%s, %d multiprocessors, driver for CUDA %d.%d, %s%s kernels%s", r->name, r->multiprocessors,
                  cu->version / 1000, cu->version % 1000 / 10, r->small == SMALL_NEVER ? "" : "small, ",
-                 r->sm90 ? "sm90 and sm80" : "sm80");
+                 r->sm90 ? "sm90 and sm80" : "sm80", r->note);
 }
 
 static heddle_status plan_attention(attention_plan *plan) {

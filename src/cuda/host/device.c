@@ -14,6 +14,16 @@
 
 static device_record records[MAX_DEVICES];
 
+/* What of the environment is not heeded, to go behind a description: a name that nobody knows, as with HEDDLE_CPU; or the name that
+ * the variable once had. */
+static void note_unheeded(const char *wanted, bool known, char *note, size_t n) {
+    const char *old = getenv("HEDDLE_CUDA");
+    if (*wanted && !known)
+        snprintf(note, n, "; HEDDLE_CUDA_FAMILY=%.32s is no family of kernels, and changes nothing", wanted);
+    else if (old)
+        snprintf(note, n, "; HEDDLE_CUDA=%.32s changes nothing, the variable is HEDDLE_CUDA_FAMILY", old);
+}
+
 static void query_device(const cuda_driver *cu, device_record *r, int ordinal) {
     cu_device device;
     char name[64] = "GPU";
@@ -32,8 +42,8 @@ static void query_device(const cuda_driver *cu, device_record *r, int ordinal) {
     const char *wanted = getenv("HEDDLE_CUDA_FAMILY");
     if (!wanted)
         wanted = "";
-    /* As with HEDDLE_CPU, a name that nobody knows changes nothing. */
     const bool sm80 = !strcmp(wanted, "sm80"), sm90 = !strcmp(wanted, "sm90"), small = !strcmp(wanted, "small");
+    note_unheeded(wanted, sm80 || sm90 || small, r->note, sizeof r->note);
     r->sm90 = r->major == 9 && !sm80;
     /* Graphs take such launches since CUDA 12.3. */
     r->overlaps = r->major == 9 && cu->version >= 12030 && !getenv("CUDA_FORCE_PTX_JIT");

@@ -93,7 +93,7 @@ static heddle_status encode_map(const cuda_driver *cu, const device_record *r, h
     const int type = dtype == HEDDLE_BF16 ? CU_TENSOR_MAP_BFLOAT16 : CU_TENSOR_MAP_FLOAT16;
     const uint32_t box[] = {64, shape->rows, 1, 1};
     cu_result error =
-        cu->cuTensorMapEncodeTiled(map, type, rank, (void *)(uintptr_t)shape->base, shape->extent, shape->stride, box,
+        cu->cuTensorMapEncodeTiled(map, type, rank, (void *)(uintptr_t)shape->at, shape->extent, shape->stride, box,
                                    steps, 0, CU_TENSOR_MAP_SWIZZLE_128, CU_TENSOR_MAP_PROMOTE_256, 0);
     return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuTensorMapEncodeTiled", error);
 }
@@ -107,7 +107,7 @@ static bool have_same_shape(const tensor_shape *a, const tensor_shape *b) {
 static heddle_status move_map(const cuda_driver *cu, const device_record *r, const tensor_map *like,
                               const tensor_shape *shape, tensor_map *map) {
     *map = *like;
-    cu_result error = cu->cuTensorMapReplaceAddress(map, (void *)(uintptr_t)shape->base);
+    cu_result error = cu->cuTensorMapReplaceAddress(map, (void *)(uintptr_t)shape->at);
     return error == CU_SUCCESS ? HEDDLE_OK : heddle__cuda_fail(cu, r->name, "cuTensorMapReplaceAddress", error);
 }
 
@@ -116,9 +116,9 @@ heddle_status heddle__cuda_encode_maps(const cuda_driver *cu, const device_recor
     heddle_status status = HEDDLE_OK;
     for (int x = 0; x < count && status == HEDDLE_OK; x++) {
         int like = 0;
-        while (like < x && !(shapes[like].base && have_same_shape(&shapes[like], &shapes[x])))
+        while (like < x && !(shapes[like].at && have_same_shape(&shapes[like], &shapes[x])))
             like++;
-        if (shapes[x].base)
+        if (shapes[x].at)
             status = like < x ? move_map(cu, r, maps[like], &shapes[x], maps[x])
                               : encode_map(cu, r, dtype, rank, &shapes[x], maps[x]);
     }

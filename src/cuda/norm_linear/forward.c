@@ -158,8 +158,8 @@ static void forward(norm_linear_call *c) {
 }
 
 static void launch(const norm_linear_choice *choice, norm_linear_call *c) {
-    unsigned char *const base = c->workspace;
-#define A(type, name, elements) c->at.name = base ? (type *)(void *)(base + choice->at.name) : NULL;
+    unsigned char *const memory = c->workspace;
+#define A(type, name, elements) c->at.name = memory ? (type *)(void *)(memory + choice->at.name) : NULL;
     NORM_LINEAR_ARRAYS
 #undef A
     if (c->pass == HEDDLE_BACKWARD)

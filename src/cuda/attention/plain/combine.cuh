@@ -10,13 +10,13 @@
 #define COMBINE_AT_ONCE 8 /* parts whose loads a warp has under way */
 
 /* Four columns of the parts first, first + COMBINE_WARPS, ... */
-INLINE void load_parts(float4 *v, const float *part, int64_t step, int first, int splits, int left, bool vector) {
+INLINE void load_parts(float4 *v, const float *part, int64_t step, int first, int shares, int left, bool vector) {
 #pragma unroll
     for (int x = 0; x < COMBINE_AT_ONCE; x++) {
         const int s = first + x * COMBINE_WARPS;
         const float *from = part + s * step;
         v[x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (s < splits && left > 0) {
+        if (s < shares && left > 0) {
             if (vector) {
                 v[x] = *(const float4 *)from;
             } else {
@@ -35,9 +35,9 @@ INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, fl
     const float c = p.rich ? LOG2E : p.scale_log2;
     float top = -CUDART_INF_F, sum = 0.0f;
     const int warp = threadIdx.x / 32;
-    for (int s = threadIdx.x; s < p.splits; s += COMBINE_WARPS * 32) {
-        weight[s] = counts ? p.part_log[s * p.rows + row] : -CUDART_INF_F;
-        top = fmaxf(top, weight[s] == -CUDART_INF_F ? weight[s] : p.part_max[s * p.rows + row]);
+    for (int s = threadIdx.x; s < p.key_shares; s += COMBINE_WARPS * 32) {
+        weight[s] = counts ? p.part_log[s * p.lse_rows + row] : -CUDART_INF_F;
+        top = fmaxf(top, weight[s] == -CUDART_INF_F ? weight[s] : p.part_max[s * p.lse_rows + row]);
     }
     for (int step = 16; step; step >>= 1)
         top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
@@ -45,9 +45,9 @@ INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, fl
     __syncthreads();
     for (int x = 0; x < COMBINE_WARPS; x++)
         top = fmaxf(top, scratch[0][x]);
-    for (int s = threadIdx.x; s < p.splits; s += COMBINE_WARPS * 32) {
+    for (int s = threadIdx.x; s < p.key_shares; s += COMBINE_WARPS * 32) {
         const float low = weight[s];
-        weight[s] = low == -CUDART_INF_F ? 0.0f : exp2_approx(fmaf(p.part_max[s * p.rows + row] - top, c, low));
+        weight[s] = low == -CUDART_INF_F ? 0.0f : exp2_approx(fmaf(p.part_max[s * p.lse_rows + row] - top, c, low));
         sum += weight[s];
     }
     sum = warp_sum(sum);
@@ -61,7 +61,7 @@ INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, fl
     const float shrink = above > 0.0f ? exp2_approx(-above) : 1.0f;
     sum = fmaf(sum, shrink, above > 0.0f ? 1.0f : exp2_approx(above));
     const float by = shrink / sum;
-    for (int s = threadIdx.x; s < p.splits; s += COMBINE_WARPS * 32)
+    for (int s = threadIdx.x; s < p.key_shares; s += COMBINE_WARPS * 32)
         weight[s] *= by;
     __syncthreads();
     return above > 0.0f  ? fmaf(log2f(sum), LN2, sink)
@@ -72,12 +72,12 @@ INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, fl
 /* The warps take parts in turn, a lane four columns; their sums meet in shared memory. The loads of the first parts are under way
  * while the weights are made. */
 template <typename T> INLINE void combine_row(const attention_params &p, int64_t n, int64_t x, int i) {
-    __shared__ float weight[MAX_SPLITS];
+    __shared__ float weight[MAX_KEY_SHARES];
     __shared__ float4 sums[COMBINE_WARPS][32];
     const place c = find_place(p, n);
     if (i >= c.all_sq)
         return;
-    const int64_t row = lse_at(p, c, x, i), step = p.rows * p.a.dv;
+    const int64_t row = lse_at(p, c, x, i), step = p.lse_rows * p.a.dv;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, width = (int)p.a.dv;
     const bool counts = i < c.sq, vector = width % 4 == 0;
     const float sink = counts && (p.a.features & HEDDLE_SINKS) ? ((const float *)p.t.sinks)[x] : -CUDART_INF_F;
@@ -87,14 +87,14 @@ template <typename T> INLINE void combine_row(const attention_params &p, int64_t
     for (int column = 4 * lane, first = 1; column - 4 * lane < width; column += 128, first = 0) {
         const float *part = p.part_o + row * width + column;
         float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        load_parts(v, part, step, warp, p.splits, width - column, vector);
+        load_parts(v, part, step, warp, p.key_shares, width - column, vector);
         if (first)
             lse = weigh_parts(p, row, counts, sink, weight);
-        for (int s0 = warp; s0 < p.splits; s0 += COMBINE_WARPS * COMBINE_AT_ONCE) {
+        for (int s0 = warp; s0 < p.key_shares; s0 += COMBINE_WARPS * COMBINE_AT_ONCE) {
 #pragma unroll
             for (int y = 0; y < COMBINE_AT_ONCE; y++) {
                 const int s = s0 + y * COMBINE_WARPS;
-                const float by = s < p.splits ? weight[s] : 0.0f;
+                const float by = s < p.key_shares ? weight[s] : 0.0f;
                 if (by != 0.0f && lse != -CUDART_INF_F) { /* a share without keys has written no o */
                     all.x = fmaf(by, v[y].x, all.x);
                     all.y = fmaf(by, v[y].y, all.y);
@@ -102,7 +102,7 @@ template <typename T> INLINE void combine_row(const attention_params &p, int64_t
                     all.w = fmaf(by, v[y].w, all.w);
                 }
             }
-            load_parts(v, part, step, s0 + COMBINE_WARPS * COMBINE_AT_ONCE, p.splits, width - column, vector);
+            load_parts(v, part, step, s0 + COMBINE_WARPS * COMBINE_AT_ONCE, p.key_shares, width - column, vector);
         }
         sums[warp][lane] = all;
         __syncthreads();

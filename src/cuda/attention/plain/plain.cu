@@ -13,7 +13,7 @@ struct row_index {
     int i;
 };
 
-INLINE row_index split_row(int64_t index, int64_t heads, int64_t rows) {
+INLINE row_index find_row(int64_t index, int64_t heads, int64_t rows) {
     row_index r;
     r.i = (int)(index % rows);
     r.x = index / rows % heads;
@@ -97,7 +97,7 @@ INLINE int last_key(const place &c, int i) { /* one past it */
 
 template <typename T> INLINE void plain_fwd(const attention_params &p) {
     __shared__ float q[MAX_DIM], weight[THREADS], scratch[4];
-    const row_index at = split_row(blockIdx.x, p.a.h, p.a.sq);
+    const row_index at = find_row(blockIdx.x, p.a.h, p.a.sq);
     const place c = find_place(p, at.n);
     if (at.i >= c.all_sq)
         return;
@@ -150,14 +150,14 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
 }
 
 template <typename T> INLINE void plain_combine(const attention_params &p) {
-    const row_index at = split_row(blockIdx.x, p.a.h, p.a.sq);
+    const row_index at = find_row(blockIdx.x, p.a.h, p.a.sq);
     combine_row<T>(p, at.n, at.x, at.i);
 }
 
 /* P of one row; its rows outside the sequence are zeros. */
 template <typename T> INLINE void plain_weights(const attention_params &p) {
     __shared__ float q[MAX_DIM], scratch[4];
-    const row_index at = split_row(blockIdx.x, p.a.h, p.a.sq);
+    const row_index at = find_row(blockIdx.x, p.a.h, p.a.sq);
     const place c = find_place(p, at.n);
     const int64_t y = at.x / p.group;
     T *to = (T *)p.t.weights + row_at(p.a.weights_stride, c.n, at.x, at.i);
@@ -279,7 +279,7 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
     const int64_t index = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     if (index >= p.a.b * p.a.h * p.a.sq)
         return;
-    const row_index at = split_row(index, p.a.h, p.a.sq);
+    const row_index at = find_row(index, p.a.h, p.a.sq);
     const place c = find_place(p, at.n);
     if (at.i >= c.sq)
         return;
@@ -348,7 +348,7 @@ INLINE void load_query(const attention_params &p, const place &c, int64_t x, int
 
 template <typename T> INLINE void plain_dq(const attention_params &p) {
     __shared__ float q[MAX_DIM], dout[MAX_DIM], ds[THREADS];
-    const row_index at = split_row(blockIdx.x, p.a.h, p.a.sq);
+    const row_index at = find_row(blockIdx.x, p.a.h, p.a.sq);
     const place c = find_place(p, at.n);
     if (at.i >= c.all_sq)
         return;
@@ -385,7 +385,7 @@ template <typename T> INLINE void plain_dq(const attention_params &p) {
 /* One key; a thread takes a query. */
 template <typename T> INLINE void plain_dkdv(const attention_params &p) {
     __shared__ float k[MAX_DIM], v[MAX_DIM], pz[THREADS], ds[THREADS];
-    const row_index at = split_row(blockIdx.x, p.a.hk, p.a.sk);
+    const row_index at = find_row(blockIdx.x, p.a.hk, p.a.sk);
     const place c = find_place(p, at.n);
     const int j = at.i;
     if (j >= c.all_sk)
@@ -446,7 +446,7 @@ template <typename T> INLINE void plain_dbias(const attention_params &p) {
     const heddle_strides &stride = p.a.dbias_stride;
     const int64_t key_blocks = plain_key_blocks(p.a.sk), rows = stride.s ? p.a.sq : 1, heads = stride.h ? p.a.h : 1;
     const int j = (int)(blockIdx.x % key_blocks) * THREADS + threadIdx.x;
-    const row_index at = split_row(blockIdx.x / key_blocks, heads, rows);
+    const row_index at = find_row(blockIdx.x / key_blocks, heads, rows);
     const dropout_state dropout = make_dropout(p);
     float sum = 0.0f, pz, ds;
     for (int64_t n = stride.b ? at.n : 0; n < (stride.b ? at.n + 1 : p.a.b); n++) {

@@ -142,7 +142,7 @@ INLINE void attention_dkdv(const attention_params &p) {
     const int64_t id = BOTH ? blockIdx.x : blockIdx.x / 2;
     int key_tile; /* the first keys of a causal mask are seen most */
     int64_t rest;
-    split_block(id, p.tiles_k, p.a.b * p.a.hk, &key_tile, &rest);
+    tile_of_block(id, p.tiles_k, p.a.b * p.a.hk, &key_tile, &rest);
     const int key0 = key_tile * ROWS;
     const int64_t y = rest % p.a.hk;
     const place c = find_place(p, rest / p.a.hk);
@@ -282,7 +282,7 @@ INLINE void attention_dq(const attention_params &p) {
     const uint32_t sq = shared_address(shared), sdo = sq + layout::second;
     int query_tile;
     int64_t unit;
-    split_block(blockIdx.x, p.tiles_q, p.a.b * p.a.h, &query_tile, &unit);
+    tile_of_block(blockIdx.x, p.tiles_q, p.a.b * p.a.h, &query_tile, &unit);
     const int query0 = (p.tiles_q - 1 - query_tile) * ROWS;
     const int64_t x = unit % p.a.h, y = x / p.group;
     const place c = find_place(p, unit / p.a.h);

@@ -28,8 +28,8 @@ INLINE forward_work find_decode_work(const attention_params &p, int block) {
     forward_work w;
     const int64_t units = p.a.h / p.pack, unit = blockIdx.x / units;
     w.y = blockIdx.x % units; /* heads that lie side by side are read at the same time */
-    w.split = (int)(unit % p.splits);
-    w.c = find_place(p, unit / p.splits);
+    w.key_share = (int)(unit % p.key_shares);
+    w.c = find_place(p, unit / p.key_shares);
     w.row0 = 0;
     w.keys_begin = w.keys_end = 0;
     if (w.c.sq > 0) {
@@ -37,15 +37,15 @@ INLINE forward_work find_decode_work(const attention_params &p, int block) {
         w.keys_end = max(0, min(w.c.sq + w.c.hi, w.c.sk));
     }
     const int first = w.keys_begin / block, blocks = max(0, (w.keys_end + block - 1) / block - first);
-    const int64_t each = w.split;
-    w.begin = (first + (int)(blocks * each / p.splits)) * block;
-    w.end = min(w.keys_end, (first + (int)(blocks * (each + 1) / p.splits)) * block);
+    const int64_t each = w.key_share;
+    w.begin = (first + (int)(blocks * each / p.key_shares)) * block;
+    w.end = min(w.keys_end, (first + (int)(blocks * (each + 1) / p.key_shares)) * block);
     return w;
 }
 
 /* Rows first .. first+ROWS-1 of a tensor into a tile, by one warp; rows outside begin .. end-1 are not read, but zero. */
 template <typename T, int D, int ROWS>
-INLINE void load_tile_warp(uint32_t to, const T *base, int64_t stride, int first, int begin, int end, int width,
+INLINE void load_tile_warp(uint32_t to, const T *tensor, int64_t stride, int first, int begin, int end, int width,
                            bool vector) {
     typedef tile<T, D> t;
     constexpr int EACH = 16 / (int)sizeof(T), CHUNKS = t::chunks < 32 ? t::chunks : 32, STEP = 32 / CHUNKS;
@@ -58,17 +58,17 @@ INLINE void load_tile_warp(uint32_t to, const T *base, int64_t stride, int first
         const uint32_t at = to + row * PITCH + (chunk ^ row) * 16; /* row < 8 */
         if (vector) {
             const int bytes = chunk * EACH < width ? 16 : 0;
-            const T *from = base + (first + row) * stride + chunk * EACH;
+            const T *from = tensor + (first + row) * stride + chunk * EACH;
 #pragma unroll
             for (int x = 0; x < ROWS; x += STEP, from += STEP * stride) {
                 const bool there = (unsigned)(first + row + x - begin) < count;
-                cp_async16((at + x * PITCH) ^ x % 8 * 16, there && bytes ? from : base, there ? bytes : 0);
+                cp_async16((at + x * PITCH) ^ x % 8 * 16, there && bytes ? from : tensor, there ? bytes : 0);
             }
         } else {
 #pragma unroll 1
             for (int x = 0; x < ROWS; x += STEP) {
                 const bool there = (unsigned)(first + row + x - begin) < count;
-                const T *from = there ? base + (first + row + x) * stride : base;
+                const T *from = there ? tensor + (first + row + x) * stride : tensor;
                 load_chunk((at + x * PITCH) ^ x % 8 * 16, from, chunk, width, there, false);
             }
         }
@@ -104,10 +104,10 @@ INLINE void store_decoded(const attention_params &p, const forward_work &w, int 
     if (sum == 0.0f)
         o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const int width = (int)p.a.dv;
-    if (p.splits > 1) {
+    if (p.key_shares > 1) {
         if (column == 0)
-            store_part(p, w.split, at, max, end.log2);
-        float *to = p.part_o + (w.split * p.rows + at) * p.a.dv;
+            store_part(p, w.key_share, at, max, end.log2);
+        float *to = p.part_o + (w.key_share * p.lse_rows + at) * p.a.dv;
         const bool aligned = (size_t)to % 8 == 0;
         pair_store<float>::run(to, column, width, o.x * end.by, o.y * end.by, aligned);
         pair_store<float>::run(to, column + 2, width, o.z * end.by, o.w * end.by, aligned);
@@ -172,7 +172,8 @@ INLINE void merge_warps(const attention_params &p, const forward_work &w, float 
 /* A share without keys: the combination leaves it out. */
 INLINE void store_nothing(const attention_params &p, const forward_work &w) {
     for (int row = threadIdx.x; row < w.c.all_sq * p.pack; row += blockDim.x)
-        store_part(p, w.split, lse_at(p, w.c, w.y * p.pack + row % p.pack, row / p.pack), -CUDART_INF_F, -CUDART_INF_F);
+        store_part(p, w.key_share, lse_at(p, w.c, w.y * p.pack + row % p.pack, row / p.pack), -CUDART_INF_F,
+                   -CUDART_INF_F);
 }
 
 template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void attention_decode(const attention_params &p) {
@@ -183,7 +184,7 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
     const int warp = threadIdx.x / 32, rows = min(16, w.c.all_sq * p.pack);
     if (rows == 0)
         return;
-    if (p.splits > 1 && w.begin >= w.end) {
+    if (p.key_shares > 1 && w.begin >= w.end) {
         store_nothing(p, w);
         return;
     }

@@ -21,8 +21,8 @@ template <typename T, int D, int WARPS, int TILES, int BLOCK> struct forward_sha
 /* What a block works on. */
 struct forward_work {
     place c;
-    int64_t y;       /* first head is y·pack */
-    int split, row0; /* of sq·pack rows */
+    int64_t y;           /* first head is y·pack */
+    int key_share, row0; /* of sq·pack rows */
     int keys_begin, keys_end, begin, end;
 };
 
@@ -30,10 +30,10 @@ template <int ROWS, int BLOCK> INLINE forward_work find_work(const attention_par
     forward_work w;
     int tile_index;
     int64_t rest;
-    split_block(blockIdx.x, p.tiles_q, gridDim.x / p.tiles_q, &tile_index, &rest);
+    tile_of_block(blockIdx.x, p.tiles_q, gridDim.x / p.tiles_q, &tile_index, &rest);
     tile_index = p.tiles_q - 1 - tile_index; /* the longest of a causal mask first */
-    w.split = (int)(rest % p.splits);
-    rest /= p.splits;
+    w.key_share = (int)(rest % p.key_shares);
+    rest /= p.key_shares;
     w.y = rest % (p.a.h / p.pack);
     w.c = find_place(p, rest / (p.a.h / p.pack));
     w.row0 = tile_index * ROWS;
@@ -44,8 +44,8 @@ template <int ROWS, int BLOCK> INLINE forward_work find_work(const attention_par
         w.keys_end = max(0, min(i1 + w.c.hi, w.c.sk));
     }
     const int first = w.keys_begin / BLOCK, blocks = max(0, (w.keys_end + BLOCK - 1) / BLOCK - first);
-    const int each = (blocks + p.splits - 1) / p.splits;
-    w.begin = (first + w.split * each) * BLOCK;
+    const int each = (blocks + p.key_shares - 1) / p.key_shares;
+    w.begin = (first + w.key_share * each) * BLOCK;
     w.end = min(w.keys_end, w.begin + each * BLOCK);
     return w;
 }
@@ -182,7 +182,7 @@ struct row_end {
 INLINE row_end end_row(const attention_params &p, const forward_work &w, int64_t head, int i, float max, float c,
                        float far_from, float *sum) {
     const bool far = *sum != 0.0f && is_far(max, c, far_from),
-               sinks = (p.a.features & HEDDLE_SINKS) && p.splits == 1 && i < w.c.sq;
+               sinks = (p.a.features & HEDDLE_SINKS) && p.key_shares == 1 && i < w.c.sq;
     const float sink = sinks ? ((const float *)p.t.sinks)[head] : -CUDART_INF_F;
     if (i >= w.c.sq)
         *sum = 0.0f;
@@ -195,7 +195,7 @@ INLINE row_end end_row(const attention_params &p, const forward_work &w, int64_t
     return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, lse, log2};
 }
 
-/* o = O / sum and lse; or this split's part of both. A row that saw nothing has o = 0, lse = -inf (or the sink). */
+/* o = O / sum and lse; or what this share of the keys gives of both. A row that saw nothing has o = 0, lse = -inf (or the sink). */
 template <typename T, int D, int TILES>
 INLINE void store_rows(const attention_params &p, const forward_work &w, float c, const softmax_state<TILES> &state,
                        float (*o)[share<T, D>::width / 8][4], int row0) {
@@ -217,10 +217,11 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
             for (int y = 0; y < WIDTH / 8; y++)
                 if (sum == 0.0f)
                     o[x][y][2 * half] = o[x][y][2 * half + 1] = 0.0f;
-            if (p.splits > 1) {
+            if (p.key_shares > 1) {
                 if (tells)
-                    store_part(p, w.split, at, state.max[x][half], end.log2);
-                store_row<float, WIDTH>(p.part_o + (w.split * p.rows + at) * p.a.dv + first, o[x], half, width, end.by);
+                    store_part(p, w.key_share, at, state.max[x][half], end.log2);
+                store_row<float, WIDTH>(p.part_o + (w.key_share * p.lse_rows + at) * p.a.dv + first, o[x], half, width,
+                                        end.by);
             } else {
                 if (p.t.lse && tells)
                     ((float *)p.t.lse)[at] = end.lse;

@@ -57,8 +57,8 @@ static void lay_out_decode(const attention_problem *p, const kernel_row *k, atte
     const int64_t slots = p->device->multiprocessors * clamp64(resident, 1, 8), units = max64(1, a->hk * a->b);
     c->pack = a->h / a->hk;
     c->tiles_q = ceil_div(a->sq, k->own);
-    c->splits = clamp64(min64(shares_of(units, slots), a->sk / (k->block * k->warps)), 1, MAX_SPLITS);
-    c->blocks = a->hk * a->b * c->splits;
+    c->key_shares = clamp64(min64(shares_of(units, slots), a->sk / (k->block * k->warps)), 1, MAX_KEY_SHARES);
+    c->blocks = a->hk * a->b * c->key_shares;
 }
 
 /* Rows of a group's heads share a tile where one head has few. Too few blocks for the device: let several share the keys. */
@@ -70,8 +70,8 @@ static void lay_out_tiles(const attention_problem *p, const kernel_row *k, atten
     const int64_t blocks = max64(1, c->tiles_q * (a->h / c->pack) * a->b), key_blocks = ceil_div(a->sk, k->block);
     const int64_t wanted = p->device->multiprocessors * 2;
     if (blocks * 2 <= wanted)
-        c->splits = clamp64(min64(wanted / blocks, key_blocks / 4), 1, MAX_SPLITS);
-    c->blocks = c->tiles_q * (a->h / c->pack) * a->b * c->splits;
+        c->key_shares = clamp64(min64(wanted / blocks, key_blocks / 4), 1, MAX_KEY_SHARES);
+    c->blocks = c->tiles_q * (a->h / c->pack) * a->b * c->key_shares;
 }
 
 static void lay_out_forward(const attention_problem *p, attention_choice *c) {
@@ -85,9 +85,9 @@ static void lay_out_forward(const attention_problem *p, attention_choice *c) {
     } else {
         lay_out_tiles(p, k, c);
     }
-    if (c->splits > 1) {
-        c->part_lse = align64((size_t)(c->splits * c->rows * a->dv) * sizeof(float));
-        c->bytes = c->part_lse + align64(2 * (size_t)(c->splits * c->rows) * sizeof(float));
+    if (c->key_shares > 1) {
+        c->part_lse = align64((size_t)(c->key_shares * c->lse_rows * a->dv) * sizeof(float));
+        c->bytes = c->part_lse + align64(2 * (size_t)(c->key_shares * c->lse_rows) * sizeof(float));
     }
 }
 
@@ -112,7 +112,7 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     const int64_t rows = a->b * a->h * a->sq;
     if (p->pass == HEDDLE_FORWARD) {
         heddle__cuda_add_launch(job, c->fwd, c->blocks);
-        if (c->splits > 1)
+        if (c->key_shares > 1)
             heddle__cuda_add_plain(p, job, PASS_combine, rows);
         return;
     }

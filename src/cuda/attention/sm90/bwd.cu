@@ -47,24 +47,24 @@ template <int D, int BLOCK, int STAGES, bool LONG, bool FULL> struct layout90 {
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
-template <typename layout, int STAGES> INLINE void make_barriers(uint32_t base) {
+template <typename layout, int STAGES> INLINE void make_barriers(uint32_t smem) {
     if (threadIdx.x == 0) {
         for (int x = 0; x < 2 * STAGES; x++) {
-            mbarrier_init(base + layout::full + x * 8, x % 2 ? 1 : 33); /* with Q the numbers of its rows */
-            mbarrier_init(base + layout::empty + x * 8, x % 2 ? CONSUMERS / 32 : CONSUMERS);
+            mbarrier_init(smem + layout::full + x * 8, x % 2 ? 1 : 33); /* with Q the numbers of its rows */
+            mbarrier_init(smem + layout::empty + x * 8, x % 2 ? CONSUMERS / 32 : CONSUMERS);
         }
-        mbarrier_init(base + layout::ds_full, CONSUMERS / 32);
-        mbarrier_init(base + layout::ds_full + 8, CONSUMERS / 32);
+        mbarrier_init(smem + layout::ds_full, CONSUMERS / 32);
+        mbarrier_init(smem + layout::ds_full + 8, CONSUMERS / 32);
         for (int x = 0; layout::is_long && x < 2; x++) {
-            mbarrier_init(base + layout::dq_full + x * 8, WARPGROUP);
-            mbarrier_init(base + layout::dq_empty + x * 8, 1);
+            mbarrier_init(smem + layout::dq_full + x * 8, WARPGROUP);
+            mbarrier_init(smem + layout::dq_empty + x * 8, 1);
         }
         for (int x = 0; layout::is_full && x < 16 * layout::places; x += 8) {
-            mbarrier_init(base + layout::box_full + x, 1);
-            mbarrier_init(base + layout::box_empty + x, WARPGROUP);
+            mbarrier_init(smem + layout::box_full + x, 1);
+            mbarrier_init(smem + layout::box_empty + x, WARPGROUP);
         }
-        mbarrier_init(base + layout::own_full, 1);
-        mbarrier_init(base + layout::own_empty, CONSUMERS / 32);
+        mbarrier_init(smem + layout::own_full, 1);
+        mbarrier_init(smem + layout::own_empty, CONSUMERS / 32);
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -72,18 +72,18 @@ template <typename layout, int STAGES> INLINE void make_barriers(uint32_t base) 
 
 /* Q, dO and the numbers of a step. */
 template <int D, int BLOCK, int STAGES, typename layout>
-INLINE void fetch_step(const attention_params_sm90 &all, const key_work &w, int x, int i0, int64_t at, uint32_t base,
+INLINE void fetch_step(const attention_params_sm90 &all, const key_work &w, int x, int i0, int64_t at, uint32_t smem,
                        int n, ring *r) {
     const int lane = threadIdx.x % 32, first_q = (int)w.c.first_q;
-    const uint32_t bar = base + layout::full + r->slot * 16,
-                   to = base + layout::slots + r->slot * 2 * layout::slot_bytes;
-    mbarrier_wait(base + layout::empty + r->slot * 16, r->turn ^ 1);
+    const uint32_t bar = smem + layout::full + r->slot * 16,
+                   to = smem + layout::slots + r->slot * 2 * layout::slot_bytes;
+    mbarrier_wait(smem + layout::empty + r->slot * 16, r->turn ^ 1);
     if (lane == 0) {
         mbarrier_expect(bar, layout::slot_bytes);
         load_boxes<D, BLOCK>(to, &all.q, bar, first_q + i0, x, n);
     }
-    fetch_numbers<BLOCK>(all.p, at + i0, w.s.end - i0, base + layout::numbers + r->slot * 3 * BLOCK * 4, bar);
-    mbarrier_wait(base + layout::empty + r->slot * 16 + 8, r->turn ^ 1);
+    fetch_numbers<BLOCK>(all.p, at + i0, w.s.end - i0, smem + layout::numbers + r->slot * 3 * BLOCK * 4, bar);
+    mbarrier_wait(smem + layout::empty + r->slot * 16 + 8, r->turn ^ 1);
     if (lane == 0) {
         mbarrier_expect(bar + 8, layout::slot_bytes);
         load_boxes<D, BLOCK>(to + layout::slot_bytes, &all.dout, bar + 8, first_q + i0, x, n);
@@ -101,14 +101,14 @@ template <typename layout> INLINE int parity_of(unsigned count) {
 
 /* The bias of the count-th step, and of the next as far as the second-level cache. By one thread. */
 template <int BLOCK, typename layout>
-INLINE void fetch_boxes(const attention_params_sm90 &all, const key_work &w, key_walk at, key_walk next, uint32_t base,
+INLINE void fetch_boxes(const attention_params_sm90 &all, const key_work &w, key_walk at, key_walk next, uint32_t smem,
                         unsigned count) {
     const int which = place_of<layout>(count), turn = parity_of<layout>(count);
-    const uint32_t full = base + layout::box_full + which * 16;
+    const uint32_t full = smem + layout::box_full + which * 16;
     for (int group = 0; group < 2; group++)
         mbarrier_wait(full + layout::box_empty - layout::box_full + group * 8, turn ^ 1);
     for (int group = 0; group < 2; group++) {
-        const uint32_t to = base + layout::boxes + which * layout::place_bytes + group * SM90_BIAS_BOX;
+        const uint32_t to = smem + layout::boxes + which * layout::place_bytes + group * SM90_BIAS_BOX;
         const int key = w.key0 + group * 64;
         mbarrier_expect(full + group * 8, BLOCK / 64 * SM90_BIAS_BOX);
         for (int y = 0; y < BLOCK; y += 64) {
@@ -125,7 +125,7 @@ INLINE void fetch_boxes(const attention_params_sm90 &all, const key_work &w, key
 template <typename T, int D, int BLOCK, int STAGES, typename layout>
 INLINE void fetch(const attention_params_sm90 &all, const crew &crew, char *shared) {
     const attention_params &p = all.p;
-    const uint32_t base = shared_address(shared);
+    const uint32_t smem = shared_address(shared);
     key_options *const steps = (key_options *)(shared + layout::steps);
     const int lane = threadIdx.x % 32;
     ring r = {0, 0};
@@ -138,38 +138,38 @@ INLINE void fetch(const attention_params_sm90 &all, const crew &crew, char *shar
             continue;
         if (lane == 0) {
             const int row = (int)w.c.first_k + w.key0;
-            mbarrier_wait(base + layout::own_empty, own_turn ^ 1);
-            mbarrier_expect(base + layout::own_full, layout::slots);
-            load_boxes<D, OWN_ROWS>(base, &all.k, base + layout::own_full, row, w.y, n);
-            load_boxes<D, OWN_ROWS>(base + layout::own_bytes, &all.v, base + layout::own_full, row, w.y, n);
+            mbarrier_wait(smem + layout::own_empty, own_turn ^ 1);
+            mbarrier_expect(smem + layout::own_full, layout::slots);
+            load_boxes<D, OWN_ROWS>(smem, &all.k, smem + layout::own_full, row, w.y, n);
+            load_boxes<D, OWN_ROWS>(smem + layout::own_bytes, &all.v, smem + layout::own_full, row, w.y, n);
         }
         own_turn ^= 1;
         if (layout::is_full)
             for (key_walk at = first_seen<BLOCK>(p, w), next; at.x < (w.y + 1) * p.group; at = next, count++) {
                 next = step_after<BLOCK>(p, w, at);
                 const bool boxes = p.vectors & VECTOR_BIAS_BOXES;
-                mbarrier_wait(base + layout::empty + r.slot * 16, r.turn ^ 1);
+                mbarrier_wait(smem + layout::empty + r.slot * 16, r.turn ^ 1);
                 if (!boxes)
                     prefetch_step<T, BLOCK>(p, w, at);
                 if (lane == 0)
                     steps[count % KEY_STEPS] = tell_step<T, BLOCK>(p, w, at, next);
-                fetch_step<D, BLOCK, STAGES, layout>(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), base, n, &r);
+                fetch_step<D, BLOCK, STAGES, layout>(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), smem, n, &r);
                 if (boxes && lane == 0)
-                    fetch_boxes<BLOCK, layout>(all, w, at, next, base, count);
+                    fetch_boxes<BLOCK, layout>(all, w, at, next, smem, count);
             }
         for (int x = w.y * p.group; !layout::is_full && x < (w.y + 1) * p.group; x++) {
             const int64_t at = lse_at(p, w.c, x, 0);
 #pragma unroll 1
             for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK)
-                fetch_step<D, BLOCK, STAGES, layout>(all, w, x, i0, at, base, n, &r);
+                fetch_step<D, BLOCK, STAGES, layout>(all, w, x, i0, at, smem, n, &r);
         }
     }
 }
 
 /* long: one thread for each warpgroup adds that one's pieces of dQ to their sums; they are there when it comes back. */
 template <typename T, int D, int BLOCK, typename layout>
-INLINE void add_pieces(const attention_params &p, const crew &crew, uint32_t base, int group) {
-    const uint32_t full = base + layout::dq_full + group * 8, empty = base + layout::dq_empty + group * 8;
+INLINE void add_pieces(const attention_params &p, const crew &crew, uint32_t smem, int group) {
+    const uint32_t full = smem + layout::dq_full + group * 8, empty = smem + layout::dq_empty + group * 8;
     int parity = 0;
     key_work w;
     for (unsigned turn = 0; find_keys<BLOCK>(p, crew, turn, &w); turn++) {
@@ -182,7 +182,7 @@ INLINE void add_pieces(const attention_params &p, const crew &crew, uint32_t bas
                 mbarrier_wait(full, parity);
                 parity ^= 1;
                 if (p.dq_sum) {
-                    add_bulk(sum + (int64_t)i0 * sm90_columns(D), base + layout::dq + group * PIECE * 4, PIECE * 4);
+                    add_bulk(sum + (int64_t)i0 * sm90_columns(D), smem + layout::dq + group * PIECE * 4, PIECE * 4);
                     bulk_commit();
                     bulk_wait_read();
                 }
@@ -195,7 +195,7 @@ INLINE void add_pieces(const attention_params &p, const crew &crew, uint32_t bas
 
 /* What a warpgroup carries through its steps. */
 struct state {
-    uint32_t base, own;             /* shared memory; this warpgroup's rows of K there */
+    uint32_t smem, own;             /* shared memory; this warpgroup's rows of K there */
     int group, row0;                /* which warpgroup; this lane's first key */
     ring r;                         /* of stages */
     int turn;                       /* steps so far: which dS, and its parity */
@@ -215,18 +215,18 @@ template <typename T, int D, typename layout> INLINE void clean_keys(char *share
         marks[thread] = 0.0f;
     barrier_sync(1, CONSUMERS);
     constexpr int CHUNKS = layout::own_bytes / 16;
-    if (is_bad_part<T, CHUNKS, CONSUMERS>(k->base, thread)) {
+    if (is_bad_part<T, CHUNKS, CONSUMERS>(k->smem, thread)) {
         found = true;
 #pragma unroll 1
         for (int x = thread; x < CHUNKS; x += CONSUMERS)
-            if (has_nonfinite(load_shared16(k->base + x * 16), T())) {
-                store_shared16(k->base + x * 16, make_uint4(0, 0, 0, 0));
+            if (has_nonfinite(load_shared16(k->smem + x * 16), T())) {
+                store_shared16(k->smem + x * 16, make_uint4(0, 0, 0, 0));
                 marks[x / 8 % OWN_ROWS] = CUDART_NAN_F;
             }
         fence_async();
     }
     if (layout::is_full) /* V: for the sake of what is hidden */
-        found |= is_bad_part<T, CHUNKS, CONSUMERS>(k->base + layout::own_bytes, thread);
+        found |= is_bad_part<T, CHUNKS, CONSUMERS>(k->smem + layout::own_bytes, thread);
     k->any_bad = barrier_or(1, CONSUMERS, found);
 }
 
@@ -242,8 +242,8 @@ INLINE void add_piece(float *to, float (*dq)[4]) {
 /* long: a piece of dQ to where another thread adds it from, once the one of the step before has been read. */
 template <typename layout> INLINE void lay_down(const state &k, float (*dq)[4]) {
     pin_all<8>(dq);
-    const uint32_t to = k.base + layout::dq + k.group * PIECE * 4 + threadIdx.x % WARPGROUP * 16;
-    mbarrier_wait(k.base + layout::dq_empty + k.group * 8, (k.turn & 1) ^ 1);
+    const uint32_t to = k.smem + layout::dq + k.group * PIECE * 4 + threadIdx.x % WARPGROUP * 16;
+    mbarrier_wait(k.smem + layout::dq_empty + k.group * 8, (k.turn & 1) ^ 1);
 #pragma unroll
     for (int y = 0; y < 8; y++)
         store_shared16(to + y * WARPGROUP * 16, make_uint4(__float_as_uint(dq[y][0]), __float_as_uint(dq[y][1]),
@@ -253,7 +253,7 @@ template <typename layout> INLINE void lay_down(const state &k, float (*dq)[4]) 
 /* long: which that thread may, after fence_async. */
 template <typename layout> INLINE void hand_over(const state &k) {
     if (layout::is_long)
-        release_each(k.base + layout::dq_full + k.group * 8);
+        release_each(k.smem + layout::dq_full + k.group * 8);
 }
 
 template <typename layout> INLINE void pass_on(const state &k, float *to, float (*dq)[4]) {
@@ -265,10 +265,10 @@ template <typename layout> INLINE void pass_on(const state &k, float *to, float 
 
 template <typename T, int D, int BLOCK, typename layout>
 INLINE void await_tile(const state &k, int which, bool cut, int second) {
-    const uint32_t bar = k.base + layout::full + k.r.slot * 16 + which * 8;
+    const uint32_t bar = k.smem + layout::full + k.r.slot * 16 + which * 8;
     mbarrier_wait(bar, k.r.turn);
     if (cut && (!layout::is_full || (k.now->step & STEP_DIRTY)))
-        clean_slot<T, D, BLOCK>(k.base + layout::slots + (k.r.slot * 2 + which) * layout::slot_bytes,
+        clean_slot<T, D, BLOCK>(k.smem + layout::slots + (k.r.slot * 2 + which) * layout::slot_bytes,
                                 k.numbers + k.r.slot * 3 * BLOCK, second);
 }
 
@@ -279,12 +279,12 @@ template <int BLOCK, typename layout> INLINE bool is_careful(const state &k, boo
 
 /* Where the bias of the count-th step is, for this warpgroup. */
 template <typename layout> INLINE uint32_t boxes_of(const state &k, unsigned count) {
-    return k.base + layout::boxes + place_of<layout>(count) * layout::place_bytes + k.group * SM90_BIAS_BOX;
+    return k.smem + layout::boxes + place_of<layout>(count) * layout::place_bytes + k.group * SM90_BIAS_BOX;
 }
 
 /* This warpgroup has no more use for the bias of the count-th step, or dS in its place. */
 template <typename layout> INLINE void free_boxes(const state &k, unsigned count) {
-    mbarrier_arrive(k.base + layout::box_empty + place_of<layout>(count) * 16 + k.group * 8);
+    mbarrier_arrive(k.smem + layout::box_empty + place_of<layout>(count) * 16 + k.group * 8);
 }
 
 /* The bias of the count-th step is added in. Does it mask? Then it is needed once more. */
@@ -292,7 +292,7 @@ template <typename T, int BLOCK, typename layout>
 INLINE bool apply_boxes(const attention_params &p, const state &k, unsigned count, float (*s)[4]) {
     const float by = cap_and_slope_keys<T, BLOCK>(p, *k.now, k.row0, s);
     bool low = false;
-    mbarrier_wait(k.base + layout::box_full + place_of<layout>(count) * 16 + k.group * 8, parity_of<layout>(count));
+    mbarrier_wait(k.smem + layout::box_full + place_of<layout>(count) * 16 + k.group * 8, parity_of<layout>(count));
 #pragma unroll
     for (int y = 0; y < BLOCK; y += 64)
         low |= add_key_box<T>(boxes_of<layout>(k, count) + y / 64 * layout::strip, p.a.bias_stride.s == 0, by, s + y / 8);
@@ -372,31 +372,31 @@ INLINE void make_fragments(const attention_params &p, const state &k, uint32_t t
 template <typename T, int BLOCK, typename layout>
 INLINE void make_operands(const attention_params &p, state *k, bool masked, const float *row, float (*s)[4],
                           float (*dp)[4], uint32_t (*ps)[4], uint32_t (*ds)[4]) {
-    const uint32_t to = k->base + layout::ds + (k->turn & 1) * layout::ds_bytes;
+    const uint32_t to = k->smem + layout::ds + (k->turn & 1) * layout::ds_bytes;
     pin_all<BLOCK / 8>(dp);
     if (masked)
         make_fragments<T, true, BLOCK, layout::is_full>(p, *k, to, row, s, dp, ps, ds);
     else
         make_fragments<T, false, BLOCK, layout::is_full>(p, *k, to, row, s, dp, ps, ds);
     fence_async();
-    release(k->base + layout::ds_full + (k->turn & 1) * 8);
+    release(k->smem + layout::ds_full + (k->turn & 1) * 8);
 }
 
 template <typename T, int D, int BLOCK, typename layout> INLINE void issue_dq(const state &k, float (*dq)[4]) {
     constexpr int STRIP = OWN_ROWS * 128;
     const int turn = k.turn;
-    mbarrier_wait(k.base + layout::ds_full + (turn & 1) * 8, turn >> 1 & 1);
+    mbarrier_wait(k.smem + layout::ds_full + (turn & 1) * 8, turn >> 1 & 1);
     wgmma_fence();
     warpgroup_both<T, 64, OWN_ROWS, OWN_ROWS>(
-        dq, k.base + layout::ds + (turn & 1) * layout::ds_bytes + (BLOCK > 64 ? k.group * STRIP : 0),
-        k.base + (D > 64 ? k.group * STRIP : 0));
+        dq, k.smem + layout::ds + (turn & 1) * layout::ds_bytes + (BLOCK > 64 ? k.group * STRIP : 0),
+        k.smem + (D > 64 ? k.group * STRIP : 0));
     wgmma_commit();
 }
 
 /* full: the next step, once its queries are there: its first query, and by how many heads it is further. */
 template <int D, typename layout>
 INLINE int turn_to(const attention_params &p, state *k, unsigned count, bool *masked) {
-    mbarrier_wait(k->base + layout::full + k->r.slot * 16, k->r.turn);
+    mbarrier_wait(k->smem + layout::full + k->r.slot * 16, k->r.turn);
     k->now = k->steps + count % KEY_STEPS;
     const int step = k->now->step;
     if (k->sum)
@@ -417,7 +417,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     int i0 = w.begin;
     bool masked = is_cut(w, i0) || k->any_bad;
     float *row = k->numbers + k->r.slot * 3 * BLOCK, *to;
-    uint32_t at = k->base + layout::slots + k->r.slot * 2 * layout::slot_bytes;
+    uint32_t at = k->smem + layout::slots + k->r.slot * 2 * layout::slot_bytes;
     if (layout::is_full)
         i0 = turn_to<D, layout>(p, k, k->turn, &masked);
     await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
@@ -434,7 +434,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     make_operands<T, BLOCK, layout>(p, k, masked, row, s, dp, ps, ds);
 #pragma unroll 1
     while (layout::is_full ? !(k->now->step & STEP_LAST) : --steps) {
-        const uint32_t last = at, done = k->base + layout::empty + k->r.slot * 16;
+        const uint32_t last = at, done = k->smem + layout::empty + k->r.slot * 16;
         to = find_sum<D, layout>(*k, w, i0);
         if (layout::is_full) {
             advance<STAGES>(&k->r);
@@ -450,7 +450,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
             advance<STAGES>(&k->r);
         }
         row = k->numbers + k->r.slot * 3 * BLOCK;
-        at = k->base + layout::slots + k->r.slot * 2 * layout::slot_bytes;
+        at = k->smem + layout::slots + k->r.slot * 2 * layout::slot_bytes;
         if (!LATE) {
             await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
             wgmma_fence();
@@ -502,7 +502,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
         make_operands<T, BLOCK, layout>(p, k, masked, row, s, dp, ps, ds);
         hand_over<layout>(*k);
     }
-    const uint32_t done = k->base + layout::empty + k->r.slot * 16;
+    const uint32_t done = k->smem + layout::empty + k->r.slot * 16;
     to = find_sum<D, layout>(*k, w, i0);
     wgmma_fence();
     warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, at + layout::slot_bytes);
@@ -527,9 +527,9 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
 template <typename T, int D, int BLOCK, int STAGES, typename layout>
 INLINE void work(const attention_params &p, const crew &crew, char *shared) {
     state k;
-    k.base = shared_address(shared);
+    k.smem = shared_address(shared);
     k.group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP - 1, 0);
-    k.own = k.base + k.group * 64 * 128;
+    k.own = k.smem + k.group * 64 * 128;
     k.numbers = (float *)(shared + layout::numbers);
     k.r = {0, 0};
     k.turn = 0;
@@ -546,11 +546,11 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
                                                  : NULL;
             k.row0 = w.key0 + k.group * 64 + fragment_row();
             k.x = w.y * p.group;
-            mbarrier_wait(k.base + layout::own_full, own_turn);
+            mbarrier_wait(k.smem + layout::own_full, own_turn);
             own_turn ^= 1;
             clean_keys<T, D, layout>(shared, &k);
             sum_keys<T, D, BLOCK, STAGES, (D <= 64), layout>(p, w.s, w.steps, &k, dk, dv);
-            release(k.base + layout::own_empty);
+            release(k.smem + layout::own_empty);
         }
         pin_all<D / 8>(dk);
         pin_all<D / 8>(dv);

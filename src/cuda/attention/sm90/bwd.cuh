@@ -218,7 +218,7 @@ INLINE key_options tell_step(const attention_params &p, const key_work &w, key_w
     const bool bits = kind_of_queries<BLOCK>(p, w.c, w.key0 / OWN_ROWS, at.x, at.i0) != TILE_FULL;
     const bool band = is_cut(w.s, at.i0), cut = bits || band || (p.a.features & HEDDLE_BIAS);
     bool dirty = true;
-    if (p.a.features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK)) { /* rows has had a look */
+    if (p.a.features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK)) { /* light has had a look */
         const int32_t *flags = p.dirty + (w.c.n * p.a.h + at.x) * ((p.a.sq + 63) / 64) + at.i0 / 64;
         const bool second =
             at.i0 + 64 < p.a.sq ? flags[1] != 0 : (p.a.features & HEDDLE_VARLEN) != 0; /* a neighbour's rows */

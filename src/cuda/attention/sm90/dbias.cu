@@ -68,7 +68,7 @@ template <int BLOCK> INLINE bool seek(const attention_params &p, dbias_work *w, 
     }
 }
 
-template <int D, int BLOCK> INLINE void fetch_dbias(const attention_params_sm90 &all, uint32_t base) {
+template <int D, int BLOCK> INLINE void fetch_dbias(const attention_params_sm90 &all, uint32_t smem) {
     typedef layout_dbias<D, BLOCK> layout;
     const attention_params &p = all.p;
     ring r = {0, 0};
@@ -78,8 +78,8 @@ template <int D, int BLOCK> INLINE void fetch_dbias(const attention_params_sm90 
         const int key = (int)w.c.first_k + w.key0, y = w.x / p.group;
 #pragma unroll
         for (int part = 0; part < 2; part++) {
-            const uint32_t bar = base + layout::full + r.slot * 8, to = base + r.slot * layout::slot_bytes;
-            mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
+            const uint32_t bar = smem + layout::full + r.slot * 8, to = smem + r.slot * layout::slot_bytes;
+            mbarrier_wait(smem + layout::empty + r.slot * 8, r.turn ^ 1);
             mbarrier_expect(bar, layout::slot_bytes);
             load_boxes<D, OWN_ROWS>(to, part ? &all.dout : &all.q, bar, row, w.x, n);
             load_boxes<D, BLOCK>(to + layout::rows_bytes, part ? &all.v : &all.k, bar, key, y, n);
@@ -90,10 +90,10 @@ template <int D, int BLOCK> INLINE void fetch_dbias(const attention_params_sm90 
 
 /* A product of a warpgroup's rows, once its slot is there. */
 template <typename T, int D, int BLOCK>
-INLINE void multiply_slot(uint32_t base, int group, const ring &r, float (*c)[4]) {
+INLINE void multiply_slot(uint32_t smem, int group, const ring &r, float (*c)[4]) {
     typedef layout_dbias<D, BLOCK> layout;
-    const uint32_t at = base + r.slot * layout::slot_bytes;
-    mbarrier_wait(base + layout::full + r.slot * 8, r.turn);
+    const uint32_t at = smem + r.slot * layout::slot_bytes;
+    mbarrier_wait(smem + layout::full + r.slot * 8, r.turn);
     wgmma_fence();
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(c, at + group * 64 * 128, at + layout::rows_bytes);
     wgmma_commit();
@@ -130,7 +130,7 @@ INLINE void add_gradients(const attention_params &p, const dbias_work &w, int ro
 }
 
 template <typename T, int D, int BLOCK>
-INLINE void sum_dbias(const attention_params &p, uint32_t base, int group, float (*sum)[4]) {
+INLINE void sum_dbias(const attention_params &p, uint32_t smem, int group, float (*sum)[4]) {
     typedef layout_dbias<D, BLOCK> layout;
     ring r = {0, 0};
     dbias_work w = find_sums<BLOCK>(p);
@@ -138,10 +138,10 @@ INLINE void sum_dbias(const attention_params &p, uint32_t base, int group, float
         float s[BLOCK / 8][4], dp[BLOCK / 8][4], bases[2], rests[2], dsum[2];
         const query_options o = find_options(p, w.c, w.x, w.row0, sizeof(T));
         const int row = w.row0 + group * 64 + fragment_row();
-        multiply_slot<T, D, BLOCK>(base, group, r, s);
-        const uint32_t first = base + layout::empty + r.slot * 8;
+        multiply_slot<T, D, BLOCK>(smem, group, r, s);
+        const uint32_t first = smem + layout::empty + r.slot * 8;
         advance<layout::slots>(&r);
-        multiply_slot<T, D, BLOCK>(base, group, r, dp);
+        multiply_slot<T, D, BLOCK>(smem, group, r, dp);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int64_t at = lse_at(p, w.c, w.x, min(row + half * 8, w.c.sq - 1));
@@ -155,7 +155,7 @@ INLINE void sum_dbias(const attention_params &p, uint32_t base, int group, float
         apply_options<T, BLOCK>(p, o, group * 64, w.key0, w.c.sk, s);
         wgmma_wait<0>();
         pin_all<BLOCK / 8>(dp);
-        release(base + layout::empty + r.slot * 8);
+        release(smem + layout::empty + r.slot * 8);
         advance<layout::slots>(&r);
         add_gradients<T, BLOCK>(p, w, row, bases, rests, dsum, s, dp, sum);
     }
@@ -199,11 +199,11 @@ INLINE void store_dbias(const attention_params &p, int group, float *sums, float
 template <typename T, int D, int BLOCK> INLINE void attention_dbias(const attention_params_sm90 &all) {
     typedef layout_dbias<D, BLOCK> layout;
     extern __shared__ __align__(1024) char shared[];
-    const uint32_t base = shared_address(shared);
+    const uint32_t smem = shared_address(shared);
     if (threadIdx.x == 0) {
         for (int x = 0; x < layout::slots; x++) {
-            mbarrier_init(base + layout::full + x * 8, 1);
-            mbarrier_init(base + layout::empty + x * 8, CONSUMERS / 32);
+            mbarrier_init(smem + layout::full + x * 8, 1);
+            mbarrier_init(smem + layout::empty + x * 8, CONSUMERS / 32);
         }
         mbarrier_init_fence();
     }
@@ -211,13 +211,13 @@ template <typename T, int D, int BLOCK> INLINE void attention_dbias(const attent
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<40>();
         if (threadIdx.x == 0)
-            fetch_dbias<D, BLOCK>(all, base);
+            fetch_dbias<D, BLOCK>(all, smem);
     } else {
         registers_more<232>();
         const int group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP - 1, 0);
         float sum[BLOCK / 8][4];
         zero_all<BLOCK / 8>(sum);
-        sum_dbias<T, D, BLOCK>(all.p, base, group, sum);
+        sum_dbias<T, D, BLOCK>(all.p, smem, group, sum);
         store_dbias<T, BLOCK>(all.p, group, (float *)(shared + layout::sums), sum);
     }
 }

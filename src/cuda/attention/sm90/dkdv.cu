@@ -16,24 +16,24 @@ enum { MAKES_DK = 1, MAKES_DV = 2 };
 
 /* Q, dO and the numbers of a step. */
 template <int D, int BLOCK, int SLOTS, typename layout>
-INLINE void fetch_step(const attention_params_sm90 &all, const key_work &w, int x, int i0, int64_t at, uint32_t base,
+INLINE void fetch_step(const attention_params_sm90 &all, const key_work &w, int x, int i0, int64_t at, uint32_t smem,
                        int n, ring *r) {
     const int lane = threadIdx.x % 32, first_q = (int)w.c.first_q;
-    const uint32_t bar = base + layout::full + r->slot * 8;
-    mbarrier_wait(base + layout::empty + r->slot * 8, r->turn ^ 1);
+    const uint32_t bar = smem + layout::full + r->slot * 8;
+    mbarrier_wait(smem + layout::empty + r->slot * 8, r->turn ^ 1);
     if (lane == 0) {
         mbarrier_expect(bar, layout::slot_bytes);
-        load_boxes<D, BLOCK>(base + layout::slots + r->slot * layout::slot_bytes, &all.q, bar, first_q + i0, x, n);
+        load_boxes<D, BLOCK>(smem + layout::slots + r->slot * layout::slot_bytes, &all.q, bar, first_q + i0, x, n);
     }
-    fetch_numbers<BLOCK>(all.p, at + i0, w.s.end - i0, base + layout::numbers + r->slot * 3 * BLOCK * 4, bar);
+    fetch_numbers<BLOCK>(all.p, at + i0, w.s.end - i0, smem + layout::numbers + r->slot * 3 * BLOCK * 4, bar);
     advance<SLOTS>(r);
-    mbarrier_wait(base + layout::empty + r->slot * 8, r->turn ^ 1);
+    mbarrier_wait(smem + layout::empty + r->slot * 8, r->turn ^ 1);
     if (lane == 0) {
-        mbarrier_expect(base + layout::full + r->slot * 8, layout::slot_bytes);
-        load_boxes<D, BLOCK>(base + layout::slots + r->slot * layout::slot_bytes, &all.dout,
-                             base + layout::full + r->slot * 8, first_q + i0, x, n);
+        mbarrier_expect(smem + layout::full + r->slot * 8, layout::slot_bytes);
+        load_boxes<D, BLOCK>(smem + layout::slots + r->slot * layout::slot_bytes, &all.dout,
+                             smem + layout::full + r->slot * 8, first_q + i0, x, n);
     }
-    mbarrier_arrive(base + layout::full + r->slot * 8); /* as with Q, every lane */
+    mbarrier_arrive(smem + layout::full + r->slot * 8); /* as with Q, every lane */
     advance<SLOTS>(r);
 }
 
@@ -42,7 +42,7 @@ template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool FULL>
 INLINE void fetch_dkdv(const attention_params_sm90 &all, const crew &c, char *shared) {
     typedef backward90<D, BLOCK, MAKES & MAKES_DK ? 2 : 1, SLOTS, 3> layout;
     const attention_params &p = all.p;
-    const uint32_t base = shared_address(shared);
+    const uint32_t smem = shared_address(shared);
     key_options *const steps = (key_options *)(shared + layout::options);
     const int lane = threadIdx.x % 32;
     ring r = {0, 0};
@@ -55,27 +55,27 @@ INLINE void fetch_dkdv(const attention_params_sm90 &all, const crew &c, char *sh
             continue;
         if (lane == 0) {
             const int row = (int)w.c.first_k + w.key0;
-            mbarrier_wait(base + layout::own_empty, own_turn ^ 1);
-            mbarrier_expect(base + layout::own_full, layout::slots);
-            load_boxes<D, OWN_ROWS>(base, &all.k, base + layout::own_full, row, w.y, n);
+            mbarrier_wait(smem + layout::own_empty, own_turn ^ 1);
+            mbarrier_expect(smem + layout::own_full, layout::slots);
+            load_boxes<D, OWN_ROWS>(smem, &all.k, smem + layout::own_full, row, w.y, n);
             if (MAKES & MAKES_DK)
-                load_boxes<D, OWN_ROWS>(base + layout::own_bytes, &all.v, base + layout::own_full, row, w.y, n);
+                load_boxes<D, OWN_ROWS>(smem + layout::own_bytes, &all.v, smem + layout::own_full, row, w.y, n);
         }
         own_turn ^= 1;
         if (FULL)
             for (key_walk at = first_seen<BLOCK>(p, w), next; at.x < (w.y + 1) * p.group; at = next, count++) {
                 next = step_after<BLOCK>(p, w, at);
-                mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
+                mbarrier_wait(smem + layout::empty + r.slot * 8, r.turn ^ 1);
                 prefetch_step<T, BLOCK>(p, w, at);
                 if (lane == 0)
                     steps[count % KEY_STEPS] = tell_step<T, BLOCK>(p, w, at, next);
-                fetch_step<D, BLOCK, SLOTS, layout>(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), base, n, &r);
+                fetch_step<D, BLOCK, SLOTS, layout>(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), smem, n, &r);
             }
         for (int x = w.y * p.group; !FULL && x < (w.y + 1) * p.group; x++) {
             const int64_t at = lse_at(p, w.c, x, 0);
 #pragma unroll 1
             for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK)
-                fetch_step<D, BLOCK, SLOTS, layout>(all, w, x, i0, at, base, n, &r);
+                fetch_step<D, BLOCK, SLOTS, layout>(all, w, x, i0, at, smem, n, &r);
         }
     }
 }
@@ -99,7 +99,7 @@ INLINE void cap_gradients(const attention_params &p, const key_state &k, const f
 
 /* full: the next step, once its queries are there: its first query, and whether it is cut. */
 template <typename layout> INLINE int turn_to(key_state *k, bool *cut) {
-    mbarrier_wait(k->base + layout::full + k->r.slot * 8, k->r.turn);
+    mbarrier_wait(k->smem + layout::full + k->r.slot * 8, k->r.turn);
     k->now = k->steps + k->count++ % KEY_STEPS;
     *cut = k->now->step & STEP_CUT;
     return k->now->step & ~STEP_FLAGS;
@@ -128,20 +128,20 @@ INLINE void key_step(const attention_params &p, const span &w, key_state *k, int
     if (!FIRST) {
         wgmma_wait<0>();
         const int next = done + 1 == SLOTS ? 0 : done + 1;
-        release_each(k->base + layout::empty + done * 8);
+        release_each(k->smem + layout::empty + done * 8);
         if (MAKES & MAKES_DV)
-            release_each(k->base + layout::empty + next * 8);
+            release_each(k->smem + layout::empty + next * 8);
     }
-    await_slot<T, D, BLOCK, layout>(k->base, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)), numbers, 2 * BLOCK);
+    await_slot<T, D, BLOCK, layout>(k->smem, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)), numbers, 2 * BLOCK);
     if (MAKES & MAKES_DK) {
         wgmma_fence();
         warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes,
-                                                     k->base + layout::slots + k->r.slot * layout::slot_bytes);
+                                                     k->smem + layout::slots + k->r.slot * layout::slot_bytes);
         wgmma_commit();
         wgmma_wait<0>();
         pin_all<BLOCK / 8>(dp);
         if (!(MAKES & MAKES_DV))
-            release_each(k->base + layout::empty + k->r.slot * 8);
+            release_each(k->smem + layout::empty + k->r.slot * 8);
     }
     if (cut)
         key_gradients<true, (MAKES & MAKES_DK) != 0, BLOCK>(numbers, numbers + 2 * BLOCK, s, dp);
@@ -156,13 +156,13 @@ INLINE void key_step(const attention_params &p, const span &w, key_state *k, int
 }
 
 template <typename T, int D, int BLOCK, int SLOTS, int MAKES, typename layout>
-INLINE void key_products(uint32_t base, int q_slot, const uint32_t (*ps)[4], const uint32_t (*ds)[4], float (*dk)[4],
+INLINE void key_products(uint32_t smem, int q_slot, const uint32_t (*ps)[4], const uint32_t (*ds)[4], float (*dk)[4],
                          float (*dv)[4]) {
     const int do_slot = q_slot + 1 == SLOTS ? 0 : q_slot + 1;
     if (MAKES & MAKES_DV)
-        warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, base + layout::slots + do_slot * layout::slot_bytes);
+        warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, smem + layout::slots + do_slot * layout::slot_bytes);
     if (MAKES & MAKES_DK)
-        warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, base + layout::slots + q_slot * layout::slot_bytes);
+        warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, smem + layout::slots + q_slot * layout::slot_bytes);
 }
 
 /* So many steps: while the products of one step add up, Sᵀ of the next is made and turned into weights. */
@@ -176,10 +176,10 @@ INLINE void sum_keys(const attention_params &p, const span &w, key_state *k, flo
     bool cut = is_cut(w, i0);
     if (FULL)
         i0 = turn_to<layout>(k, &cut);
-    await_slot<T, D, BLOCK, layout>(k->base, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)),
+    await_slot<T, D, BLOCK, layout>(k->smem, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)),
                                     numbers + q_slot * 3 * BLOCK, 2 * BLOCK);
     wgmma_fence();
-    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + q_slot * layout::slot_bytes);
+    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->smem + layout::slots + q_slot * layout::slot_bytes);
     wgmma_commit();
     advance<SLOTS>(&k->r);
     key_step<T, D, BLOCK, SLOTS, MAKES, true, FULL, layout>(p, w, k, i0, cut, numbers + q_slot * 3 * BLOCK, 0, s, ps,
@@ -193,12 +193,12 @@ INLINE void sum_keys(const attention_params &p, const span &w, key_state *k, flo
         if (FULL)
             i0 = turn_to<layout>(k, &cut);
         q_slot = k->r.slot;
-        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)),
+        await_slot<T, D, BLOCK, layout>(k->smem, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)),
                                         numbers + q_slot * 3 * BLOCK, 2 * BLOCK);
         wgmma_fence();
-        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + q_slot * layout::slot_bytes);
+        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->smem + layout::slots + q_slot * layout::slot_bytes);
         wgmma_commit();
-        key_products<T, D, BLOCK, SLOTS, MAKES, layout>(k->base, done, ps, ds, dk, dv);
+        key_products<T, D, BLOCK, SLOTS, MAKES, layout>(k->smem, done, ps, ds, dk, dv);
         wgmma_commit();
         advance<SLOTS>(&k->r);
         key_step<T, D, BLOCK, SLOTS, MAKES, false, FULL, layout>(p, w, k, i0, cut, numbers + q_slot * 3 * BLOCK, done,
@@ -206,12 +206,12 @@ INLINE void sum_keys(const attention_params &p, const span &w, key_state *k, flo
         advance<SLOTS>(&k->r);
     }
     wgmma_fence();
-    key_products<T, D, BLOCK, SLOTS, MAKES, layout>(k->base, q_slot, ps, ds, dk, dv);
+    key_products<T, D, BLOCK, SLOTS, MAKES, layout>(k->smem, q_slot, ps, ds, dk, dv);
     wgmma_commit();
     wgmma_wait<0>();
-    release_each(k->base + layout::empty + q_slot * 8);
+    release_each(k->smem + layout::empty + q_slot * 8);
     if (MAKES & MAKES_DV)
-        release_each(k->base + layout::empty + (q_slot + 1 == SLOTS ? 0 : q_slot + 1) * 8);
+        release_each(k->smem + layout::empty + (q_slot + 1 == SLOTS ? 0 : q_slot + 1) * 8);
 }
 
 /* As sum_keys, step by step, where the registers do not hold what two steps need. */
@@ -230,14 +230,14 @@ INLINE void sum_keys_plainly(const attention_params &p, const span &w, key_state
             more = !(k->now->step & STEP_LAST);
         }
         float *row = numbers + q_slot * 3 * BLOCK;
-        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)), row, 2 * BLOCK);
+        await_slot<T, D, BLOCK, layout>(k->smem, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)), row, 2 * BLOCK);
         advance<SLOTS>(&k->r);
-        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)), row, 2 * BLOCK);
+        await_slot<T, D, BLOCK, layout>(k->smem, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)), row, 2 * BLOCK);
         wgmma_fence();
-        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + q_slot * layout::slot_bytes);
+        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->smem + layout::slots + q_slot * layout::slot_bytes);
         wgmma_commit();
         warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes,
-                                                     k->base + layout::slots + k->r.slot * layout::slot_bytes);
+                                                     k->smem + layout::slots + k->r.slot * layout::slot_bytes);
         wgmma_commit();
         const bool careful = (FULL ? (k->now->step & STEP_BAND) != 0 : cut) || has_rest<BLOCK>(row);
         wgmma_wait<1>();
@@ -261,11 +261,11 @@ INLINE void sum_keys_plainly(const attention_params &p, const span &w, key_state
         pack_fragments<T, BLOCK>(ps, s);
         pack_fragments<T, BLOCK>(ds, dp);
         wgmma_fence();
-        key_products<T, D, BLOCK, SLOTS, MAKES_DK | MAKES_DV, layout>(k->base, q_slot, ps, ds, dk, dv);
+        key_products<T, D, BLOCK, SLOTS, MAKES_DK | MAKES_DV, layout>(k->smem, q_slot, ps, ds, dk, dv);
         wgmma_commit();
         wgmma_wait<0>();
-        release_each(k->base + layout::empty + q_slot * 8);
-        release_each(k->base + layout::empty + k->r.slot * 8);
+        release_each(k->smem + layout::empty + q_slot * 8);
+        release_each(k->smem + layout::empty + k->r.slot * 8);
         advance<SLOTS>(&k->r);
         i0 = i0 + BLOCK < w.end ? i0 + BLOCK : w.begin;
     }
@@ -289,13 +289,13 @@ INLINE void work_dkdv(const attention_params &p, const crew &c, char *shared) {
             zero_all<D / 8>(dv);
         if (w.steps) {
             k.row0 = w.key0 + group * 64 + fragment_row();
-            mbarrier_wait(k.base + layout::own_full, own_turn);
+            mbarrier_wait(k.smem + layout::own_full, own_turn);
             own_turn ^= 1;
             if (PLAIN)
                 sum_keys_plainly<T, D, BLOCK, SLOTS, FULL, layout>(p, w.s, &k, numbers, w.steps, dk, dv);
             else
                 sum_keys<T, D, BLOCK, SLOTS, MAKES, FULL, layout>(p, w.s, &k, numbers, w.steps, dk, dv);
-            release(k.base + layout::own_empty);
+            release(k.smem + layout::own_empty);
         }
         if (MAKES & MAKES_DK)
             pin_all<D / 8>(dk);

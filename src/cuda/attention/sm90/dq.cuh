@@ -20,14 +20,14 @@ template <int D, int BLOCK, int OWN, int SLOTS, int NUMBERS> struct backward90 {
 };
 
 /* A slot is filled by the copy engine and the 32 lanes that fetch, and released by every lane. */
-template <typename layout, int SLOTS> INLINE void make_barriers(uint32_t base) {
+template <typename layout, int SLOTS> INLINE void make_barriers(uint32_t smem) {
     if (threadIdx.x == 0) {
         for (int x = 0; x < SLOTS; x++) {
-            mbarrier_init(base + layout::full + x * 8, 1 + 32);
-            mbarrier_init(base + layout::empty + x * 8, CONSUMERS);
+            mbarrier_init(smem + layout::full + x * 8, 1 + 32);
+            mbarrier_init(smem + layout::empty + x * 8, CONSUMERS);
         }
-        mbarrier_init(base + layout::own_full, 1);
-        mbarrier_init(base + layout::own_empty, CONSUMERS / 32);
+        mbarrier_init(smem + layout::own_full, 1);
+        mbarrier_init(smem + layout::own_empty, CONSUMERS / 32);
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -35,7 +35,7 @@ template <typename layout, int SLOTS> INLINE void make_barriers(uint32_t base) {
 
 /* Where a warpgroup is among its block's tiles of keys and of queries. */
 struct key_state {
-    uint32_t base, own; /* shared memory; this warpgroup's rows of K there */
+    uint32_t smem, own; /* shared memory; this warpgroup's rows of K there */
     int row0;           /* this lane's first key */
     ring r;
     /* full: of all steps, and of the one whose weights are made; how many there were */
@@ -44,10 +44,10 @@ struct key_state {
 };
 
 template <typename T, int D, int BLOCK, typename layout>
-INLINE void await_slot(uint32_t base, const ring &r, bool cut, float *mark, int second) {
-    mbarrier_wait(base + layout::full + r.slot * 8, r.turn);
+INLINE void await_slot(uint32_t smem, const ring &r, bool cut, float *mark, int second) {
+    mbarrier_wait(smem + layout::full + r.slot * 8, r.turn);
     if (cut)
-        clean_slot<T, D, BLOCK>(base + layout::slots + r.slot * layout::slot_bytes, mark, second);
+        clean_slot<T, D, BLOCK>(smem + layout::slots + r.slot * layout::slot_bytes, mark, second);
 }
 
 /* ----------------------------------------------------------------------------------------------------------- dQ */
@@ -96,7 +96,7 @@ INLINE int tell_keys(const attention_params &p, const uint8_t *kinds, const span
 }
 
 template <typename T, int D, int BLOCK, int SLOTS, bool FULL>
-INLINE void fetch_dq(const attention_params_sm90 &all, uint32_t base, char *shared) {
+INLINE void fetch_dq(const attention_params_sm90 &all, uint32_t smem, char *shared) {
     typedef backward90<D, BLOCK, 2, SLOTS, 1> layout;
     const attention_params &p = all.p;
     float *const marks = (float *)(shared + layout::numbers);
@@ -118,12 +118,12 @@ INLINE void fetch_dq(const attention_params_sm90 &all, uint32_t base, char *shar
         }
         if (lane == 0) {
             const int row = (int)w.c.first_q + w.query0;
-            mbarrier_wait(base + layout::own_empty, own_turn ^ 1);
+            mbarrier_wait(smem + layout::own_empty, own_turn ^ 1);
             if (FULL)
                 *(query_options *)(shared + layout::options) = find_options(p, w.c, w.x, w.query0, sizeof(T));
-            mbarrier_expect(base + layout::own_full, layout::slots);
-            load_boxes<D, OWN_ROWS>(base, &all.q, base + layout::own_full, row, w.x, n);
-            load_boxes<D, OWN_ROWS>(base + layout::own_bytes, &all.dout, base + layout::own_full, row, w.x, n);
+            mbarrier_expect(smem + layout::own_full, layout::slots);
+            load_boxes<D, OWN_ROWS>(smem, &all.q, smem + layout::own_full, row, w.x, n);
+            load_boxes<D, OWN_ROWS>(smem + layout::own_bytes, &all.dout, smem + layout::own_full, row, w.x, n);
         }
         own_turn ^= 1;
 #pragma unroll 1
@@ -131,8 +131,8 @@ INLINE void fetch_dq(const attention_params_sm90 &all, uint32_t base, char *shar
             next = FULL ? next_keys<BLOCK>(kinds, w.s, j0 + BLOCK) : j0 + BLOCK;
 #pragma unroll
             for (int x = 0; x < 2; x++) {
-                const uint32_t bar = base + layout::full + r.slot * 8;
-                mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
+                const uint32_t bar = smem + layout::full + r.slot * 8;
+                mbarrier_wait(smem + layout::empty + r.slot * 8, r.turn ^ 1);
                 if (FULL && x == 0 && lane == 0)
                     ((int *)(shared + layout::steps))[count % STEPS] = tell_keys<BLOCK>(p, kinds, w.s, j0, next);
                 for (int z = lane; z < BLOCK && x == 0; z += 32)
@@ -140,7 +140,7 @@ INLINE void fetch_dq(const attention_params_sm90 &all, uint32_t base, char *shar
                 mbarrier_arrive(bar);
                 if (lane == 0) {
                     mbarrier_expect(bar, layout::slot_bytes);
-                    load_boxes<D, BLOCK>(base + layout::slots + r.slot * layout::slot_bytes, x ? &all.v : &all.k, bar,
+                    load_boxes<D, BLOCK>(smem + layout::slots + r.slot * layout::slot_bytes, x ? &all.v : &all.k, bar,
                                          first_k + j0, y, n);
                 }
                 advance<SLOTS>(&r);
@@ -223,20 +223,20 @@ INLINE void query_step(const attention_params &p, const query_options &o, int gr
         hide_queries<T, BLOCK>(p, o, group * 64, step, w.end, low, read, s);
     if (!FIRST && !EARLY) {
         wgmma_wait<0>();
-        release_each(k->base + layout::empty + done * 8);
+        release_each(k->smem + layout::empty + done * 8);
     }
-    mbarrier_wait(k->base + layout::full + k->r.slot * 8, k->r.turn);
+    mbarrier_wait(k->smem + layout::full + k->r.slot * 8, k->r.turn);
     wgmma_fence();
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes,
-                                                 k->base + layout::slots + k->r.slot * layout::slot_bytes);
+                                                 k->smem + layout::slots + k->r.slot * layout::slot_bytes);
     wgmma_commit();
     if (!FIRST && EARLY) {
         wgmma_wait<1>();
-        release_each(k->base + layout::empty + done * 8);
+        release_each(k->smem + layout::empty + done * 8);
     }
     wgmma_wait<0>();
     pin_all<BLOCK / 8>(dp);
-    release_each(k->base + layout::empty + k->r.slot * 8);
+    release_each(k->smem + layout::empty + k->r.slot * 8);
     if (cut)
         query_gradients<true, BLOCK>(row, marks, s, dp);
     else
@@ -255,14 +255,14 @@ INLINE void sum_queries(const attention_params &p, const query_options &o, const
     int k_slot = k->r.slot, step = 0, j0 = w.begin;
     bool cut = is_cut(w, w.begin);
     if (FULL) {
-        mbarrier_wait(k->base + layout::full + k_slot * 8, k->r.turn);
+        mbarrier_wait(k->smem + layout::full + k_slot * 8, k->r.turn);
         step = steps[k->count++ % STEPS];
         j0 = step & ~STEP_FLAGS;
         cut = step & STEP_CUT;
     }
-    await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, marks + k_slot * BLOCK, 0);
+    await_slot<T, D, BLOCK, layout>(k->smem, k->r, cut, marks + k_slot * BLOCK, 0);
     wgmma_fence();
-    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + k_slot * layout::slot_bytes);
+    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->smem + layout::slots + k_slot * layout::slot_bytes);
     wgmma_commit();
     advance<SLOTS>(&k->r);
     query_step<T, D, BLOCK, SLOTS, true, FULL, layout>(p, o, group, step, w, k, j0, cut, marks + k_slot * BLOCK, row, 0,
@@ -273,16 +273,16 @@ INLINE void sum_queries(const attention_params &p, const query_options &o, const
         const int done = k_slot;
         k_slot = k->r.slot;
         if (FULL) {
-            mbarrier_wait(k->base + layout::full + k_slot * 8, k->r.turn);
+            mbarrier_wait(k->smem + layout::full + k_slot * 8, k->r.turn);
             step = steps[k->count++ % STEPS];
             j0 = step & ~STEP_FLAGS;
         }
         cut = FULL ? step & STEP_CUT : is_cut(w, j0);
-        await_slot<T, D, BLOCK, layout>(k->base, k->r, cut, marks + k_slot * BLOCK, 0);
+        await_slot<T, D, BLOCK, layout>(k->smem, k->r, cut, marks + k_slot * BLOCK, 0);
         wgmma_fence();
-        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->base + layout::slots + k_slot * layout::slot_bytes);
+        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->smem + layout::slots + k_slot * layout::slot_bytes);
         wgmma_commit();
-        warpgroup_columns<T, D, BLOCK, BLOCK>(dq, ds, k->base + layout::slots + done * layout::slot_bytes);
+        warpgroup_columns<T, D, BLOCK, BLOCK>(dq, ds, k->smem + layout::slots + done * layout::slot_bytes);
         wgmma_commit();
         advance<SLOTS>(&k->r);
         query_step<T, D, BLOCK, SLOTS, false, FULL, layout>(p, o, group, step, w, k, j0, cut, marks + k_slot * BLOCK,
@@ -290,10 +290,10 @@ INLINE void sum_queries(const attention_params &p, const query_options &o, const
         advance<SLOTS>(&k->r);
     }
     wgmma_fence();
-    warpgroup_columns<T, D, BLOCK, BLOCK>(dq, ds, k->base + layout::slots + k_slot * layout::slot_bytes);
+    warpgroup_columns<T, D, BLOCK, BLOCK>(dq, ds, k->smem + layout::slots + k_slot * layout::slot_bytes);
     wgmma_commit();
     wgmma_wait<0>();
-    release_each(k->base + layout::empty + k_slot * 8);
+    release_each(k->smem + layout::empty + k_slot * 8);
 }
 
 template <typename T, int D, int BLOCK, int SLOTS, bool FULL>
@@ -311,12 +311,12 @@ INLINE void work_dq(const attention_params &p, char *shared) {
             row_numbers row;
             k.row0 = w.query0 + group * 64 + fragment_row();
             load_numbers(p, w, k.row0, &row);
-            mbarrier_wait(k.base + layout::own_full, own_turn);
+            mbarrier_wait(k.smem + layout::own_full, own_turn);
             own_turn ^= 1;
             sum_queries<T, D, BLOCK, SLOTS, FULL, layout>(p, *(const query_options *)(shared + layout::options),
                                                           (const int *)(shared + layout::steps), group, w.s, &k, marks,
                                                           row, dq);
-            release(k.base + layout::own_empty);
+            release(k.smem + layout::own_empty);
         }
         pin_all<D / 8>(dq);
         query_work again;

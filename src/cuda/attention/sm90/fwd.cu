@@ -31,11 +31,11 @@ INLINE void load_keys(uint32_t tiles, uint32_t full, uint32_t empty, const tenso
 
 /* The n-th tile of queries; w NULL: that there is none. */
 template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
-INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w, uint32_t base, forward_job *jobs,
+INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w, uint32_t smem, forward_job *jobs,
                          unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const unsigned slot = slot_of<layout::q_stages>(n);
-    const uint32_t full = base + layout::barriers + Q_FULL + slot * 8;
+    const uint32_t full = smem + layout::barriers + Q_FULL + slot * 8;
     mbarrier_wait(full + Q_EMPTY - Q_FULL, turn_of<layout::q_stages>(n) ^ 1);
     if (!w) {
         /* All of it: a warpgroup looks at what it would skip before it looks at `end`. */
@@ -47,16 +47,17 @@ INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w
     if (FULL)
         options_in<layout>(jobs)[slot_of<2>(n)] = find_options(all.p, w->c, w->x, w->row0, sizeof(T));
     mbarrier_expect(full, layout::q_bytes);
-    load_boxes<D, layout::rows>(base + slot * layout::q_bytes, &all.q, full, (int)w->c.first_q + w->row0, w->x, w->n);
+    load_boxes<D, layout::rows>(smem + slot * layout::q_bytes, &all.q, full, (int)w->c.first_q + w->row0, w->x, w->n);
 }
 
 /* full: the bias of the n-th tile of keys, for each warpgroup, and of the one after it as far as the second-level cache. */
 template <int GROUPS, int BLOCK, typename layout>
-INLINE void load_bias(const attention_params_sm90 &all, const forward_work &w, int j0, int next, uint32_t base,
+INLINE void load_bias(const attention_params_sm90 &all, const forward_work &w, int j0, int next, uint32_t smem,
                       unsigned n) {
 #pragma unroll 1
     for (int group = 0; group < GROUPS; group++) {
-        const uint32_t full = base + layout::bias_full + group * 8, to = base + layout::bias + group * layout::bias_bytes;
+        const uint32_t full = smem + layout::bias_full + group * 8,
+                       to = smem + layout::bias + group * layout::bias_bytes;
         const bias_place from = find_box(all.p, j0, w.row0 + group * 64, w.x, w.c.n);
         mbarrier_wait(full + layout::bias_empty - layout::bias_full, turn_of<1>(n) ^ 1);
         mbarrier_expect(full, layout::bias_bytes);
@@ -70,7 +71,7 @@ INLINE void load_bias(const attention_params_sm90 &all, const forward_work &w, i
 
 /* One thread sends for everything, in the order in which it is used. */
 template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
-INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t barriers, forward_job *jobs) {
+INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t barriers, forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const attention_params &p = all.p;
     unsigned step = 0, nq = 0, n = 0;
@@ -82,7 +83,7 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t ba
         if (FULL)
             w.s.begin = w.s.begin / BLOCK * BLOCK; /* as tiles of the mask */
         if (layout::q_stages > 1)
-            load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, base, jobs, nq);
+            load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, smem, jobs, nq);
         const int head = w.x / p.group;
         int last = last_tile<BLOCK>(w.s);
         const uint8_t *kinds = NULL;
@@ -99,15 +100,15 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t ba
                 mbarrier_wait(barriers + K_EMPTY + slot_of<layout::stages>(n) * 8, turn_of<layout::stages>(n) ^ 1);
                 steps_in<layout>(jobs)[n % STEPS] = step_of<BLOCK>(p, kinds, w.s, j0, next);
             }
-            load_keys<D, BLOCK, layout>(base + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head, w.n,
+            load_keys<D, BLOCK, layout>(smem + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head, w.n,
                                         n);
             if (n)
-                load_keys<D, BLOCK, layout>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row,
+                load_keys<D, BLOCK, layout>(smem + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row,
                                             v_head, v_batch, n - 1);
             if (layout::q_stages == 1 && j0 == last) /* waits for the last scores of the tile before */
-                load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, base, jobs, nq);
+                load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, smem, jobs, nq);
             if (FULL && (p.vectors & VECTOR_BIAS_BOXES))
-                load_bias<GROUPS, BLOCK, layout>(all, w, j0, next, base, n);
+                load_bias<GROUPS, BLOCK, layout>(all, w, j0, next, smem, n);
             v_row = row;
             v_head = head;
             v_batch = w.n;
@@ -115,14 +116,14 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t base, uint32_t ba
         nq++;
     }
     if (n)
-        load_keys<D, BLOCK, layout>(base + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
+        load_keys<D, BLOCK, layout>(smem + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
                                     v_batch, n - 1);
-    load_queries<T, D, GROUPS, BLOCK, FULL>(all, NULL, base, jobs, nq);
+    load_queries<T, D, GROUPS, BLOCK, FULL>(all, NULL, smem, jobs, nq);
 }
 
 /* Two warps look at every tile of V that is cut. */
 template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
-INLINE void clean(const attention_params &p, uint32_t base, uint32_t barriers, uint32_t *bad, const forward_job *jobs) {
+INLINE void clean(const attention_params &p, uint32_t smem, uint32_t barriers, uint32_t *bad, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     constexpr int QS = layout::q_stages;
     const int thread = (int)threadIdx.x % CLEANERS;
@@ -150,7 +151,7 @@ INLINE void clean(const attention_params &p, uint32_t base, uint32_t barriers, u
                 }
             }
             if (FULL ? step & STEP_CUT : is_cut<BLOCK>(w, j0)) {
-                clean_rows<T, D, BLOCK, CLEANERS>(base + layout::v + slot * layout::tile_bytes, bad + slot * 4, thread);
+                clean_rows<T, D, BLOCK, CLEANERS>(smem + layout::v + slot * layout::tile_bytes, bad + slot * 4, thread);
                 fence_async();
                 __syncwarp();
                 if (thread % 32 == 0)
@@ -183,33 +184,33 @@ template <int GROUPS> INLINE void pass_turn(int group) {
 
 /* S = Q·Kᵀ of the n-th tile of keys: issued. */
 template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void issue_scores(uint32_t q, uint32_t base, unsigned n, float (*s)[4]) {
+INLINE void issue_scores(uint32_t q, uint32_t smem, unsigned n, float (*s)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     wgmma_fence();
     warpgroup_rows<T, D, BLOCK, layout::rows, BLOCK>(
-        s, q, base + layout::k + slot_of<layout::stages>(n) * layout::tile_bytes);
+        s, q, smem + layout::k + slot_of<layout::stages>(n) * layout::tile_bytes);
     wgmma_commit();
 }
 
 /* O += P·V: issued, once V is there; of a tile that is cut, once it is clean, with the first half of the keys alone if half. That branch has
  * to be seen to be uniform, or products are taken one by one (C7520). */
 template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void issue_sums(uint32_t base, unsigned n, uint32_t (*a)[4], float (*o)[4]) {
+INLINE void issue_sums(uint32_t smem, unsigned n, uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const unsigned slot = slot_of<layout::stages>(n);
-    mbarrier_wait(base + layout::barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
+    mbarrier_wait(smem + layout::barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
     wgmma_fence();
-    warpgroup_columns<T, D, BLOCK, BLOCK>(o, a, base + layout::v + slot * layout::tile_bytes);
+    warpgroup_columns<T, D, BLOCK, BLOCK>(o, a, smem + layout::v + slot * layout::tile_bytes);
     wgmma_commit();
 }
 
 template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void issue_cut_sums(uint32_t base, unsigned n, bool cut, unsigned *cuts, bool half, uint32_t (*a)[4],
+INLINE void issue_cut_sums(uint32_t smem, unsigned n, bool cut, unsigned *cuts, bool half, uint32_t (*a)[4],
                            float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     constexpr int STAGES = layout::stages;
-    const uint32_t v = base + layout::v + slot_of<STAGES>(n) * layout::tile_bytes;
-    mbarrier_wait(base + layout::barriers +
+    const uint32_t v = smem + layout::v + slot_of<STAGES>(n) * layout::tile_bytes;
+    mbarrier_wait(smem + layout::barriers +
                       (cut ? V_CLEAN + slot_of<STAGES>(*cuts) * 8 : V_FULL + slot_of<STAGES>(n) * 8),
                   turn_of<STAGES>(cut ? *cuts : n));
     *cuts += cut;
@@ -229,12 +230,12 @@ struct option_view {
 
 /* O is added up: V of a cut tile is free. Rows that see a key whose V was cleaned are to be NaN. The lane that arrives reads the marks. */
 template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
-INLINE void receive_marks(const forward_span &w, const option_view &v, int group, int step, uint32_t base, unsigned n,
+INLINE void receive_marks(const forward_span &w, const option_view &v, int group, int step, uint32_t smem, unsigned n,
                           int *bad) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     uint4 x = make_uint4(0, 0, 0, 0);
     if (threadIdx.x % 32 == 0)
-        x = load_shared16(base + layout::bad + slot_of<layout::stages>(n) * 16);
+        x = load_shared16(smem + layout::bad + slot_of<layout::stages>(n) * 16);
     if (!__any_sync(ALL_LANES, (x.x | x.y | (BLOCK > 64 ? x.z | x.w : 0)) != 0))
         return;
     x.x = __shfl_sync(ALL_LANES, x.x, 0);
@@ -252,14 +253,14 @@ INLINE void receive_marks(const forward_span &w, const option_view &v, int group
 
 /* q·k -> S, but for what a band or bits mask. A tile with a bias counts as cut. */
 template <typename T, int BLOCK, bool CUT, typename layout>
-INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_t base, unsigned n, float (*s)[4]) {
+INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_t smem, unsigned n, float (*s)[4]) {
     const attention_params &p = *v.p;
     const int j0 = step & ~STEP_FLAGS;
     const float by = cap_and_slope<T, BLOCK>(p, *v.o, group * 64, j0, s);
     if (CUT && (p.vectors & VECTOR_BIAS_BOXES)) {
-        mbarrier_wait(base + layout::bias_full + group * 8, turn_of<1>(n));
-        add_boxes<T, BLOCK>(base + layout::bias + group * layout::bias_bytes, p.a.bias_stride.s == 0, by, s);
-        mbarrier_arrive(base + layout::bias_empty + group * 8);
+        mbarrier_wait(smem + layout::bias_full + group * 8, turn_of<1>(n));
+        add_boxes<T, BLOCK>(smem + layout::bias + group * layout::bias_bytes, p.a.bias_stride.s == 0, by, s);
+        mbarrier_arrive(smem + layout::bias_empty + group * 8);
     } else if (CUT && (p.a.features & HEDDLE_BIAS)) {
         add_biases<T, BLOCK>(p, *v.o, group * 64, j0, sk, by, s);
     } else {
@@ -269,16 +270,16 @@ INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_
 
 /* The scores are there: K is free, and a single Q after its last; what is not seen of a cut tile is taken out of them. */
 template <typename T, int D, int GROUPS, int BLOCK, bool CUT, bool FULL>
-INLINE void receive_scores(const forward_span &w, const option_view &v, int group, int step, uint32_t base, unsigned n,
+INLINE void receive_scores(const forward_span &w, const option_view &v, int group, int step, uint32_t smem, unsigned n,
                            const read_ahead<BLOCK> &read, float (*s)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const int j0 = FULL ? step & ~STEP_FLAGS : step;
     pin_all<BLOCK / 8>(s);
-    release(base + layout::barriers + K_EMPTY + slot_of<layout::stages>(n) * 8);
+    release(smem + layout::barriers + K_EMPTY + slot_of<layout::stages>(n) * 8);
     if (layout::q_stages == 1 && (FULL ? step & STEP_LAST : j0 == w.begin))
-        release(base + layout::barriers + Q_EMPTY);
+        release(smem + layout::barriers + Q_EMPTY);
     if (FULL)
-        apply_all<T, BLOCK, CUT, layout>(v, group, step, w.sk, base, n, s);
+        apply_all<T, BLOCK, CUT, layout>(v, group, step, w.sk, smem, n, s);
     if (FULL && CUT && (step & STEP_BITS))
         apply_bits<BLOCK>(read.bits, -CUDART_INF_F, s);
     if (CUT && (j0 + BLOCK > w.end || j0 + BLOCK - 1 > group * 64 + w.hi))
@@ -289,23 +290,23 @@ INLINE void receive_scores(const forward_span &w, const option_view &v, int grou
 
 /* A tile of keys that this warpgroup passes by, and its bias. */
 template <int D, int GROUPS, int BLOCK, bool FULL>
-INLINE void pass_by_keys(const attention_params &p, uint32_t base, int group, unsigned n) {
+INLINE void pass_by_keys(const attention_params &p, uint32_t smem, int group, unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const unsigned slot = slot_of<layout::stages>(n);
-    mbarrier_wait(base + layout::barriers + K_FULL + slot * 8, turn_of<layout::stages>(n));
-    release(base + layout::barriers + K_EMPTY + slot * 8);
+    mbarrier_wait(smem + layout::barriers + K_FULL + slot * 8, turn_of<layout::stages>(n));
+    release(smem + layout::barriers + K_EMPTY + slot * 8);
     if (FULL && (p.vectors & VECTOR_BIAS_BOXES)) {
-        mbarrier_wait(base + layout::bias_full + group * 8, turn_of<1>(n));
-        mbarrier_arrive(base + layout::bias_empty + group * 8);
+        mbarrier_wait(smem + layout::bias_full + group * 8, turn_of<1>(n));
+        mbarrier_arrive(smem + layout::bias_empty + group * 8);
     }
 }
-template <int D, int GROUPS, int BLOCK> INLINE void pass_by_values(uint32_t base, int group, unsigned n) {
+template <int D, int GROUPS, int BLOCK> INLINE void pass_by_values(uint32_t smem, int group, unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const unsigned slot = slot_of<layout::stages>(n);
     take_turn<GROUPS>(group);
     pass_turn<GROUPS>(group);
-    mbarrier_wait(base + layout::barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
-    release(base + layout::barriers + V_EMPTY + slot * 8);
+    mbarrier_wait(smem + layout::barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
+    release(smem + layout::barriers + V_EMPTY + slot * 8);
 }
 
 /* Where a warpgroup is: the tile of keys that P is of, how many cut ones there were before it, and of its rows the softmax. */
@@ -319,9 +320,9 @@ struct group_state {
  * cut. */
 template <typename T, int D, int GROUPS, int BLOCK, bool CUT, bool FULL>
 INLINE void step(float c, const forward_span &w, const option_view &v, bool half, int j0, int group, uint32_t q,
-                 uint32_t base, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+                 uint32_t smem, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
-    const uint32_t barriers = base + layout::barriers;
+    const uint32_t barriers = smem + layout::barriers;
     const unsigned n = k->n++;
     const int old = FULL ? k->step : j0 + BLOCK;
     const bool cut = CUT && (FULL ? (old & STEP_CUT) != 0 : is_cut<BLOCK>(w, old));
@@ -335,14 +336,14 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     }
     take_turn<GROUPS>(group);
     pin_all<BLOCK / 16>(a);
-    issue_scores<T, D, GROUPS, BLOCK>(q, base, n + 1, s);
+    issue_scores<T, D, GROUPS, BLOCK>(q, smem, n + 1, s);
     if (CUT)
-        issue_cut_sums<T, D, GROUPS, BLOCK>(base, n, cut, &k->cuts, half, a, o);
+        issue_cut_sums<T, D, GROUPS, BLOCK>(smem, n, cut, &k->cuts, half, a, o);
     else
-        issue_sums<T, D, GROUPS, BLOCK>(base, n, a, o);
+        issue_sums<T, D, GROUPS, BLOCK>(smem, n, a, o);
     pass_turn<GROUPS>(group);
     wgmma_wait<1>();
-    receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, base, n + 1, read, s);
+    receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, s);
     const bool grows = online_softmax<BLOCK>(&k->rows, c, s, shrink);
     pin_all<BLOCK / 8>(s); /* or the exponentials would be left for after the wait */
     hold_until(k->rows.sum[0] + k->rows.sum[1]);
@@ -350,7 +351,7 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     pin_all<D / 8>(o);
     pin_all<BLOCK / 16>(a);
     if (cut)
-        receive_marks<T, D, GROUPS, BLOCK, FULL>(w, v, group, old, base, n, &k->rows.bad);
+        receive_marks<T, D, GROUPS, BLOCK, FULL>(w, v, group, old, smem, n, &k->rows.bad);
     release(barriers + V_EMPTY + slot_of<layout::stages>(n) * 8);
     if (grows) {
 #pragma unroll
@@ -365,73 +366,73 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
 /* full: the rest of a tile of queries, as the thread that sends tells. */
 template <typename T, int D, int GROUPS, int BLOCK>
 INLINE void sum_full(float c, const forward_span &w, const option_view &v, const group_work &g, int group, uint32_t q,
-                     uint32_t base, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+                     uint32_t smem, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     while (g.idle && !(k->step & STEP_LAST)) {
-        pass_by_keys<D, GROUPS, BLOCK, true>(*v.p, base, group, k->n + 1);
+        pass_by_keys<D, GROUPS, BLOCK, true>(*v.p, smem, group, k->n + 1);
         k->cuts += k->step & STEP_CUT ? 1 : 0;
         k->step = v.steps[(k->n + 1) % STEPS];
         if (layout::q_stages == 1 && (k->step & STEP_LAST))
-            release(base + layout::barriers + Q_EMPTY);
-        pass_by_values<D, GROUPS, BLOCK>(base, group, k->n++);
+            release(smem + layout::barriers + Q_EMPTY);
+        pass_by_values<D, GROUPS, BLOCK>(smem, group, k->n++);
     }
 #pragma unroll 1
     while (!(k->step & STEP_LAST)) {
-        step<T, D, GROUPS, BLOCK, true, true>(c, w, v, g.half && (k->step & ~STEP_FLAGS) == g.first, 0, group, q, base,
+        step<T, D, GROUPS, BLOCK, true, true>(c, w, v, g.half && (k->step & ~STEP_FLAGS) == g.first, 0, group, q, smem,
                                               k, s, a, o);
 #pragma unroll 1
         while (k->step & STEP_WHOLE)
-            step<T, D, GROUPS, BLOCK, false, true>(c, w, v, false, 0, group, q, base, k, s, a, o);
+            step<T, D, GROUPS, BLOCK, false, true>(c, w, v, false, 0, group, q, smem, k, s, a, o);
     }
 }
 
 /* From the first scores of a tile of queries to its last P. */
 template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
 INLINE void compute(float c, const forward_span &w, const option_view &v, const group_work &g, int group, uint32_t q,
-                    uint32_t base, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+                    uint32_t smem, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     float shrink[2];
     read_ahead<BLOCK> read;
     if (FULL)
         read_options<BLOCK>(*v.p, *v.o, group * 64, k->step, &read);
-    receive_scores<T, D, GROUPS, BLOCK, true, FULL>(w, v, group, FULL ? k->step : g.first, base, k->n, read, s);
+    receive_scores<T, D, GROUPS, BLOCK, true, FULL>(w, v, group, FULL ? k->step : g.first, smem, k->n, read, s);
     k->rows = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, 0};
     online_softmax<BLOCK>(&k->rows, c, s, shrink);
     pack_fragments<T, BLOCK>(a, s);
     zero_all<D / 8>(o);
     if (FULL) {
-        sum_full<T, D, GROUPS, BLOCK>(c, w, v, g, group, q, base, k, s, a, o);
+        sum_full<T, D, GROUPS, BLOCK>(c, w, v, g, group, q, smem, k, s, a, o);
         return;
     }
     const int whole = max(w.begin, w.last + w.lo); /* tiles before this are cut below */
     int j0 = g.first - BLOCK;
     for (; g.idle && j0 >= w.begin; j0 -= BLOCK, k->n++) {
-        pass_by_keys<D, GROUPS, BLOCK, FULL>(*v.p, base, group, k->n + 1);
+        pass_by_keys<D, GROUPS, BLOCK, FULL>(*v.p, smem, group, k->n + 1);
         if (layout::q_stages == 1 && j0 == w.begin)
-            release(base + layout::barriers + Q_EMPTY);
-        pass_by_values<D, GROUPS, BLOCK>(base, group, k->n);
+            release(smem + layout::barriers + Q_EMPTY);
+        pass_by_values<D, GROUPS, BLOCK>(smem, group, k->n);
         k->cuts += is_cut<BLOCK>(w, j0 + BLOCK);
     }
 #pragma unroll 1
     while (j0 >= w.begin) {
         if (is_cut<BLOCK>(w, j0 + BLOCK) || j0 < whole) {
-            step<T, D, GROUPS, BLOCK, true, false>(c, w, v, g.half && j0 + BLOCK == g.first, j0, group, q, base, k, s,
+            step<T, D, GROUPS, BLOCK, true, false>(c, w, v, g.half && j0 + BLOCK == g.first, j0, group, q, smem, k, s,
                                                    a, o);
             j0 -= BLOCK;
             continue;
         }
 #pragma unroll 1
         for (; j0 >= whole; j0 -= BLOCK)
-            step<T, D, GROUPS, BLOCK, false, false>(c, w, v, false, j0, group, q, base, k, s, a, o);
+            step<T, D, GROUPS, BLOCK, false, false>(c, w, v, false, j0, group, q, smem, k, s, a, o);
     }
 }
 
 /* A tile of queries after the other. */
 template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
-INLINE void consume(const attention_params &p, int group, uint32_t base, const forward_job *jobs) {
+INLINE void consume(const attention_params &p, int group, uint32_t smem, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     constexpr int QS = layout::q_stages, KS = layout::stages;
-    const uint32_t barriers = base + layout::barriers, q0 = base + group * 64 * 128;
+    const uint32_t barriers = smem + layout::barriers, q0 = smem + group * 64 * 128;
     unsigned nq = 0;
     group_state k = {0, 0};
     float s[BLOCK / 8][4], o[D / 8][4];
@@ -445,25 +446,25 @@ INLINE void consume(const attention_params &p, int group, uint32_t base, const f
         return;
     group_work g = find_group_work<BLOCK, FULL>(p, w, group * 64);
     if (g.skips) {
-        pass_by_keys<D, GROUPS, BLOCK, FULL>(p, base, group, 0);
-        pass_by_values<D, GROUPS, BLOCK>(base, group, 0);
+        pass_by_keys<D, GROUPS, BLOCK, FULL>(p, smem, group, 0);
+        pass_by_values<D, GROUPS, BLOCK>(smem, group, 0);
         k = {1, 1};
     }
     mbarrier_wait(barriers + K_FULL + k.n * 8, 0);
     if (FULL)
         k.step = v.steps[k.n];
-    issue_scores<T, D, GROUPS, BLOCK>(q0, base, k.n, s);
+    issue_scores<T, D, GROUPS, BLOCK>(q0, smem, k.n, s);
     wgmma_wait<0>();
     for (; w.end; nq++) {
         v.o = options_in<layout>(jobs) + slot_of<2>(nq);
-        compute<T, D, GROUPS, BLOCK, FULL>(p.scale_log2, w, v, g, group, q0 + slot_of<QS>(nq) * layout::q_bytes, base,
+        compute<T, D, GROUPS, BLOCK, FULL>(p.scale_log2, w, v, g, group, q0 + slot_of<QS>(nq) * layout::q_bytes, smem,
                                            &k, s, a, o);
         const forward_span old = w;
         const unsigned n = k.n;
         const int last = FULL ? k.step : w.begin;
         const bool cut = FULL ? last & STEP_CUT : is_cut<BLOCK>(w, last);
         pin_all<BLOCK / 16>(a);
-        issue_cut_sums<T, D, GROUPS, BLOCK>(base, n, cut, &k.cuts,
+        issue_cut_sums<T, D, GROUPS, BLOCK>(smem, n, cut, &k.cuts,
                                             g.half && g.first == (FULL ? last & ~STEP_FLAGS : last), a, o);
         mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq + 1) * 8, turn_of<QS>(nq + 1));
         w = jobs[slot_of<2>(nq + 1)].s;
@@ -471,23 +472,23 @@ INLINE void consume(const attention_params &p, int group, uint32_t base, const f
         k.n += 1 + g.skips;
         k.cuts += g.skips; /* what is skipped is cut */
         if (g.skips)
-            pass_by_keys<D, GROUPS, BLOCK, FULL>(p, base, group, n + 1);
+            pass_by_keys<D, GROUPS, BLOCK, FULL>(p, smem, group, n + 1);
         if (w.end)
             mbarrier_wait(barriers + K_FULL + slot_of<KS>(k.n) * 8, turn_of<KS>(k.n));
         if (FULL)
             k.step = v.steps[k.n % STEPS];
         /* After the last tile, a product of what lies there, which nobody looks at: a branch would make the compiler wait. */
-        issue_scores<T, D, GROUPS, BLOCK>(q0 + slot_of<QS>(nq + 1) * layout::q_bytes, base, k.n, s);
+        issue_scores<T, D, GROUPS, BLOCK>(q0 + slot_of<QS>(nq + 1) * layout::q_bytes, smem, k.n, s);
         wgmma_wait<1>();
         pin_all<D / 8>(o);
         if (cut)
-            receive_marks<T, D, GROUPS, BLOCK, FULL>(old, v, group, last, base, n, &k.rows.bad);
+            receive_marks<T, D, GROUPS, BLOCK, FULL>(old, v, group, last, smem, n, &k.rows.bad);
         release(barriers + V_EMPTY + slot_of<KS>(n) * 8);
         if (QS > 1)
             barrier_sync(1 + GROUPS + group, WARPGROUP); /* the other warps, too, have done with Q */
-        store_rows<T, D, layout::rows>(p, jobs[slot_of<2>(nq)].t, k.rows, o, base + slot_of<QS>(nq) * layout::q_bytes);
+        store_rows<T, D, layout::rows>(p, jobs[slot_of<2>(nq)].t, k.rows, o, smem + slot_of<QS>(nq) * layout::q_bytes);
         if (g.skips)
-            pass_by_values<D, GROUPS, BLOCK>(base, group, n + 1);
+            pass_by_values<D, GROUPS, BLOCK>(smem, group, n + 1);
         if (QS > 1) {
             fence_async();
             __syncwarp();
@@ -503,8 +504,8 @@ template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
 INLINE void attention_forward90(const attention_params_sm90 &all) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     extern __shared__ char shared[];
-    const uint32_t base = align_tiles(shared_address(shared)), barriers = base + layout::barriers;
-    char *const from = shared + (base - shared_address(shared));
+    const uint32_t smem = align_tiles(shared_address(shared)), barriers = smem + layout::barriers;
+    char *const from = shared + (smem - shared_address(shared));
     uint32_t *bad = (uint32_t *)(from + layout::bad);
     forward_job *jobs = (forward_job *)(from + layout::jobs);
     static_assert(sizeof(forward_job) <= SM90_JOB_BYTES, "two of them fit");
@@ -519,8 +520,8 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
             mbarrier_init(barriers + V_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
         }
         for (int x = 0; FULL && x < GROUPS * 8; x += 8) {
-            mbarrier_init(base + layout::bias_full + x, 1);
-            mbarrier_init(base + layout::bias_empty + x, WARPGROUP);
+            mbarrier_init(smem + layout::bias_full + x, 1);
+            mbarrier_init(smem + layout::bias_empty + x, WARPGROUP);
         }
         mbarrier_init_fence();
     }
@@ -530,14 +531,14 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
     if (warp < 4) {
         registers_fewer<GROUPS == 2 ? 56 : 32>();
         if (threadIdx.x == 0)
-            produce<T, D, GROUPS, BLOCK, FULL>(all, base, barriers, jobs);
+            produce<T, D, GROUPS, BLOCK, FULL>(all, smem, barriers, jobs);
         else if (warp == 1)
             store_nothing<T, D, layout::rows>(all.p);
         else if (warp >= 2)
-            clean<T, D, GROUPS, BLOCK, FULL>(all.p, base, barriers, bad, jobs);
+            clean<T, D, GROUPS, BLOCK, FULL>(all.p, smem, barriers, bad, jobs);
     } else {
         registers_more<GROUPS == 2 ? 224 : 160>();
-        consume<T, D, GROUPS, BLOCK, FULL>(all.p, warp / 4 - 1, base, jobs);
+        consume<T, D, GROUPS, BLOCK, FULL>(all.p, warp / 4 - 1, smem, jobs);
     }
 }
 

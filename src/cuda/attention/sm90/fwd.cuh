@@ -240,8 +240,7 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
 /* ------------------------------------------------------------------------------------------------------- the result */
 
 /* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
-INLINE float finish_row(const attention_params &p, const forward_target &t, int row, float top, float sum,
-                        bool writes) {
+INLINE float end_row(const attention_params &p, const forward_target &t, int row, float top, float sum, bool writes) {
     const bool sinks = (p.a.features & HEDDLE_SINKS) && row < t.rows;
     const float sink = sinks ? ((const float *)p.t.sinks)[t.x] : -CUDART_INF_F;
     float lse;
@@ -304,8 +303,7 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
     float by[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        by[half] =
-            finish_row(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]), lane % 4 == 0);
+        by[half] = end_row(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]), lane % 4 == 0);
         if (state.bad >> half & 1 && by[half] != 0.0f)
             by[half] = CUDART_NAN_F;
     }
@@ -348,7 +346,7 @@ template <typename T, int D, int ROWS> INLINE void store_nothing(const attention
             continue;
         const forward_target t = target_of(p, w);
         for (int row0 = 0; row0 < ROWS; row0 += 16) {
-            finish_row(p, t, row0 + (int)threadIdx.x % 32, -CUDART_INF_F, 0.0f, threadIdx.x % 32 < 16);
+            end_row(p, t, row0 + (int)threadIdx.x % 32, -CUDART_INF_F, 0.0f, threadIdx.x % 32 < 16);
             store_chunks<T, D>(p, t, row0, [](int, int) { return make_uint4(0, 0, 0, 0); });
         }
     }

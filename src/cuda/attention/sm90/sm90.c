@@ -48,7 +48,7 @@ static bool takes_options(const attention_problem *p) {
            (p->pass == HEDDLE_FORWARD || (!(p->a->features & HEDDLE_WEIGHTS) && finds_tanh_again(p->a)));
 }
 
-/* A whole tile for every multiprocessor matters less than its speed, as long as the keys need not be split. */
+/* A whole tile for every multiprocessor matters less than its speed, as long as no blocks have to share the keys. */
 static bool takes_forward(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     const int64_t group = a->h / a->hk;
@@ -197,12 +197,12 @@ static void lay_out(const attention_problem *p, attention_choice *c) {
 /* ------------------------------------------------------------------------------------------------- its launches */
 
 /* Columns, rows, heads, batch. */
-static tensor_shape shape_of(const heddle_attention *a, const void *base, heddle_strides s, int64_t width, bool keys,
+static tensor_shape shape_of(const heddle_attention *a, const void *at, heddle_strides s, int64_t width, bool keys,
                              uint32_t box) {
     const bool packed = a->features & HEDDLE_VARLEN;
     const int64_t rows = keys ? (packed ? a->total_k : a->sk) : packed ? a->total_q : a->sq;
     tensor_shape r = {
-        .base = base,
+        .at = at,
         .extent = {(uint64_t)width, (uint64_t)rows, (uint64_t)(keys ? a->hk : a->h), packed ? 1 : (uint64_t)a->b},
         .stride = {(uint64_t)s.s * 2, (uint64_t)s.h * 2, packed ? 0 : (uint64_t)s.b * 2},
         .rows = box};
@@ -213,19 +213,19 @@ static tensor_shape shape_of(const heddle_attention *a, const void *base, heddle
 }
 
 /* Boxes of 64 x 64, where the copy engine can fetch them; what is alike has one row, head or batch. */
-static tensor_shape shape_of_bias(const heddle_attention *a, const void *base) {
+static tensor_shape shape_of_bias(const heddle_attention *a, const void *at) {
     const heddle_strides s = a->bias_stride;
-    tensor_shape r = {.base = base,
-                      .extent = {(uint64_t)a->sk, s.s ? (uint64_t)a->sq : 1, s.h ? (uint64_t)a->h : 1,
-                                 s.b ? (uint64_t)a->b : 1},
-                      .stride = {s.s ? (uint64_t)s.s * 2 : 16, s.h ? (uint64_t)s.h * 2 : 16, s.b ? (uint64_t)s.b * 2 : 16},
-                      .rows = 64};
+    tensor_shape r = {
+        .at = at,
+        .extent = {(uint64_t)a->sk, s.s ? (uint64_t)a->sq : 1, s.h ? (uint64_t)a->h : 1, s.b ? (uint64_t)a->b : 1},
+        .stride = {s.s ? (uint64_t)s.s * 2 : 16, s.h ? (uint64_t)s.h * 2 : 16, s.b ? (uint64_t)s.b * 2 : 16},
+        .rows = 64};
     const int64_t stride[] = {s.s, s.h, s.b};
-    if (!(a->features & HEDDLE_BIAS) || (uintptr_t)base % 16)
-        r.base = NULL;
+    if (!(a->features & HEDDLE_BIAS) || (uintptr_t)at % 16)
+        r.at = NULL;
     for (int x = 0; x < 3; x++)
         if (stride[x] < 0 || stride[x] % 8 || stride[x] >= INT64_C(1) << 38)
-            r.base = NULL;
+            r.at = NULL;
     return r;
 }
 
@@ -240,7 +240,7 @@ static void add_maps(const attention_problem *p, const attention_choice *c, atte
     job->shapes[2] = shape_of(a, t->v, a->v_stride, a->dv, true, box);
     job->shapes[3] = shape_of(a, t->dout, a->do_stride, a->dv, false, 64);
     job->shapes[4] = shape_of_bias(a, t->bias);
-    if (job->shapes[4].base)
+    if (job->shapes[4].at)
         job->params.p.vectors |= VECTOR_BIAS_BOXES;
     job->maps = 5;
 }

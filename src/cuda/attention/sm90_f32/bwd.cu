@@ -19,11 +19,11 @@
 
 /* What a warpgroup knows of its rows. */
 template <int D, int WALK> struct state {
-    uint32_t base, own; /* shared memory; this warpgroup's first tile there */
+    uint32_t smem, own; /* shared memory; this warpgroup's first tile there */
     float factor[2];    /* what S and dP are to be multiplied with for the sake of the own tiles */
     int first,
         last[2]; /* positions that this lane's first row sees from, and both see to, less the lane's first column */
-    float base2[2], rest[2],
+    float base[2], rest[2],
         dsum[2]; /* WALK_QUERIES: of the two rows; WALK_SUMS: maximum, in the units that tiles share, and sum */
     int unit[2], unit2[2];
 };
@@ -46,7 +46,7 @@ INLINE void make_weights(float factor, const S &k, int i0, const float *numbers,
     const int column0 = fragment_column();
 #pragma unroll
     for (int y = 0; y < BLOCK / 8; y++) {
-        float base[4] = {k.base2[0], k.base2[0], k.base2[1], k.base2[1]},
+        float base[4] = {k.base[0], k.base[0], k.base[1], k.base[1]},
               rest[4] = {k.rest[0], k.rest[0], k.rest[1], k.rest[1]};
         if (WALK == WALK_KEYS) {
             const float2 b = *(const float2 *)(numbers + y * 8 + column0),
@@ -92,8 +92,8 @@ INLINE void add_tile(state<D, WALK> *k, int i0, bool cut, const float *numbers, 
                      float (*c2)[4]) {
     typedef backward32<D, WALK> layout;
     const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
-    const uint32_t at = k->base + layout::slots + first * layout::tile_bytes,
-                   at2 = k->base + layout::slots + second * layout::tile_bytes;
+    const uint32_t at = k->smem + layout::slots + first * layout::tile_bytes,
+                   at2 = k->smem + layout::slots + second * layout::tile_bytes;
     float s[8][4], dp[8][4], dp2[8][4], by[2];
     uint32_t high[4][4], low[4][4];
     const bool careful = cut || has_huge<WALK>(*k, numbers);
@@ -114,7 +114,7 @@ INLINE void add_tile(state<D, WALK> *k, int i0, bool cut, const float *numbers, 
     if (D > 64)
         add_strip(dp, dp2);
     if (WALK == WALK_QUERIES)
-        release(k->base + layout::empty + second * 8);
+        release(k->smem + layout::empty + second * 8);
     if (cut)
         make_gradients<WALK, true>(factor2, *k, numbers, s, dp);
     else
@@ -122,12 +122,12 @@ INLINE void add_tile(state<D, WALK> *k, int i0, bool cut, const float *numbers, 
     fit_units<D>(-exponent[0], k->unit, dp, c, by);
     split_fragments(by, dp, high, low);
     add_product<D>(c, high, low, at);
-    release(k->base + layout::empty + first * 8);
+    release(k->smem + layout::empty + first * 8);
     if (WALK == WALK_KEYS) {
         fit_units<D>(-exponent[1], k->unit2, s, c2, by);
         split_fragments(by, s, high, low);
         add_product<D>(c2, high, low, at2);
-        release(k->base + layout::empty + second * 8);
+        release(k->smem + layout::empty + second * 8);
     }
 }
 
@@ -136,14 +136,14 @@ template <int D> INLINE void add_scores(state<D, WALK_SUMS> *k, int i0, const fl
     typedef backward32<D, WALK_SUMS> layout;
     float s[8][4];
     wgmma_fence();
-    tile_scores<D, WALK_SUMS>(s, NULL, k->own, k->base + layout::slots + slot * layout::tile_bytes);
+    tile_scores<D, WALK_SUMS>(s, NULL, k->own, k->smem + layout::slots + slot * layout::tile_bytes);
     wgmma_commit();
     const float factor = k->factor[0] * power(-((const int *)numbers)[3 * BLOCK]);
     wgmma_wait<0>();
     pin_all<8>(s);
-    release(k->base + layout::empty + slot * 8);
+    release(k->smem + layout::empty + slot * 8);
     for (int half = 0; half < 2; half++) {
-        float top = k->base2[half], sum = 0.0f;
+        float top = k->base[half], sum = 0.0f;
 #pragma unroll
         for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
@@ -157,8 +157,8 @@ template <int D> INLINE void add_scores(state<D, WALK_SUMS> *k, int i0, const fl
             for (int e = 0; e < 2; e++)
                 if (is_seen(*k, i0, half, y * 8 + e))
                     sum += exp2_approx((s[y][2 * half + e] * power_of(factor) - base) * mantissa_of(factor));
-        k->rest[half] = fmaf(k->rest[half], exp2_approx((k->base2[half] - base) * mantissa_of(factor)), sum);
-        k->base2[half] = top;
+        k->rest[half] = fmaf(k->rest[half], exp2_approx((k->base[half] - base) * mantissa_of(factor)), sum);
+        k->base[half] = top;
     }
 }
 
@@ -170,8 +170,8 @@ INLINE state<D, WALK> begin_state(const attention_params &p, const work &w, int 
     typedef backward32<D, WALK> layout;
     state<D, WALK> k;
     const int own0 = w.own0 + group * BLOCK;
-    k.base = shared_address(shared);
-    k.own = k.base + group * layout::tile_bytes;
+    k.smem = shared_address(shared);
+    k.own = k.smem + group * layout::tile_bytes;
     const int row0 = own0 + fragment_row();
     k.first = row0 + w.low - fragment_column();
     const int64_t tile = own0 < w.own_rows ? split_tile(p, w.c, WALK == WALK_KEYS, w.head, own0 / BLOCK) : 0;
@@ -183,11 +183,11 @@ INLINE state<D, WALK> begin_state(const attention_params &p, const work &w, int 
         k.last[half] = (i < w.own_rows ? min(i + w.high, w.rows - 1) : -1) - fragment_column();
         k.unit[half] = k.unit2[half] = -1000;
         if (WALK == WALK_SUMS) {
-            k.base2[half] = -CUDART_INF_F;
+            k.base[half] = -CUDART_INF_F;
             k.rest[half] = 0.0f;
         } else if (WALK == WALK_QUERIES) {
             const int64_t at = i < w.own_rows ? lse_at(p, w.c, w.head, i) : 0;
-            k.base2[half] = i < w.own_rows ? p.base[at] : CUDART_INF_F;
+            k.base[half] = i < w.own_rows ? p.base[at] : CUDART_INF_F;
             k.rest[half] = i < w.own_rows ? p.rest[at] : 0.0f;
             k.dsum[half] = i < w.own_rows ? p.dsum[at] : 0.0f;
         }
@@ -219,8 +219,8 @@ template <int D>
 INLINE void store_numbers(const attention_params &p, const work &w, int row0, const state<D, WALK_SUMS> *k) {
     for (int half = 0; half < 2; half++) {
         const int i = row0 + half * 8;
-        const float top = quad_max(k->base2[half]), base = top == -CUDART_INF_F ? 0.0f : top;
-        const float sum = quad_sum(k->rest[half] * exp2_approx((k->base2[half] - base) * mantissa_of(p.scale_log2)));
+        const float top = quad_max(k->base[half]), base = top == -CUDART_INF_F ? 0.0f : top;
+        const float sum = quad_sum(k->rest[half] * exp2_approx((k->base[half] - base) * mantissa_of(p.scale_log2)));
         if (i >= w.own_rows || threadIdx.x % 4 || top == -CUDART_INF_F)
             continue;
         const int64_t at = lse_at(p, w.c, w.head, i);
@@ -248,7 +248,7 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
     zero_all<WALK == WALK_SUMS ? 1 : D / 8>(c);
     zero_all<WALK == WALK_KEYS ? D / 8 : 1>(c2);
     if (all.begin < all.end)
-        mbarrier_wait(k.base + layout::own_full, turn);
+        mbarrier_wait(k.smem + layout::own_full, turn);
     const int steps = (all.end - all.begin + BLOCK - 1) / BLOCK * (w.head1 - w.head0);
     int i0 = all.begin;
 #pragma unroll 1
@@ -256,16 +256,16 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
         const int a = r->slot, b = layout::streams == 1 || a + 1 < layout::SLOTS ? a + 1 : 0;
         const float *numbers = (const float *)(shared + layout::numbers) + a * NUMBERS;
         const bool seen = i0 + BLOCK > mine.begin && i0 < mine.end, cut = i0 < mine.whole_from || i0 > mine.whole_to;
-        mbarrier_wait(k.base + layout::full + a * 8, r->turn);
+        mbarrier_wait(k.smem + layout::full + a * 8, r->turn);
         advance<layout::SLOTS>(r);
         if (layout::streams == 2) {
-            mbarrier_wait(k.base + layout::full + b * 8, r->turn);
+            mbarrier_wait(k.smem + layout::full + b * 8, r->turn);
             advance<layout::SLOTS>(r);
         }
         if (!seen) {
-            release(k.base + layout::empty + a * 8);
+            release(k.smem + layout::empty + a * 8);
             if (layout::streams == 2)
-                release(k.base + layout::empty + b * 8);
+                release(k.smem + layout::empty + b * 8);
         } else if constexpr (WALK == WALK_SUMS)
             add_scores<D>(&k, i0, numbers, a);
         else
@@ -311,13 +311,13 @@ INLINE uint32_t find_large(const attention_params &p, uint32_t first, uint32_t c
     return bits;
 }
 
-template <typename layout> INLINE void make_barriers(uint32_t base) {
+template <typename layout> INLINE void make_barriers(uint32_t smem) {
     if (threadIdx.x == 0) {
         for (int x = 0; x < layout::SLOTS; x++) {
-            mbarrier_init(base + layout::full + x * 8, 1 + 32);
-            mbarrier_init(base + layout::empty + x * 8, CONSUMERS);
+            mbarrier_init(smem + layout::full + x * 8, 1 + 32);
+            mbarrier_init(smem + layout::empty + x * 8, CONSUMERS);
         }
-        mbarrier_init(base + layout::own_full, 1);
+        mbarrier_init(smem + layout::own_full, 1);
         mbarrier_init_fence();
     }
     __syncthreads();

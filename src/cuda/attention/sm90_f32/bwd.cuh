@@ -50,7 +50,7 @@ template <int WALK> INLINE work find_work(const attention_params &p, uint32_t bl
     const int64_t heads = KEYS ? p.a.hk : p.a.h;
     int tile;
     int64_t unit;
-    split_block(block, tiles, p.a.b * heads, &tile, &unit);
+    tile_of_block(block, tiles, p.a.b * heads, &tile, &unit);
     work w;
     w.c = find_place(p, unit / heads);
     w.head = (int)(unit % heads);
@@ -85,26 +85,26 @@ template <int WALK> INLINE int stream_tensor(int z) {
 
 /* ---------------------------------------------------------------------------------------------------------- fetching */
 
-template <int D, int WALK> INLINE void fetch_own(const attention_params &p, const work &w, uint32_t base) {
+template <int D, int WALK> INLINE void fetch_own(const attention_params &p, const work &w, uint32_t smem) {
     typedef backward32<D, WALK> layout;
     const int count = min(2, (w.own_rows - w.own0 + BLOCK - 1) / BLOCK);
     const int64_t tile = split_tile(p, w.c, WALK == WALK_KEYS, w.head, w.own0 / BLOCK);
-    mbarrier_expect(base + layout::own_full, layout::streams * count * layout::tile_bytes);
+    mbarrier_expect(smem + layout::own_full, layout::streams * count * layout::tile_bytes);
     for (int z = 0; z < layout::streams; z++)
-        copy_bulk(base + 2 * z * layout::tile_bytes,
+        copy_bulk(smem + 2 * z * layout::tile_bytes,
                   (const char *)p.split[own_tensor<WALK>(z)].tiles + tile * layout::tile_bytes,
-                  count * layout::tile_bytes, base + layout::own_full);
+                  count * layout::tile_bytes, smem + layout::own_full);
 }
 
 /* Of dQ the second tile of a step comes first, as it is done with first: with an odd number of slots nobody waits. */
-template <int D, int WALK> INLINE void fetch(const attention_params &p, const work &w, uint32_t base, ring *r) {
+template <int D, int WALK> INLINE void fetch(const attention_params &p, const work &w, uint32_t smem, ring *r) {
     typedef backward32<D, WALK> layout;
     const int lane = threadIdx.x % 32;
     const span s = find_span(w, w.own0, OWN_ROWS);
     if (s.begin >= s.end)
         return;
     if (lane == 0)
-        fetch_own<D, WALK>(p, w, base);
+        fetch_own<D, WALK>(p, w, smem);
     for (int x = w.head0; x < w.head1; x++) {
         int64_t tile = split_tile(p, w.c, WALK != WALK_KEYS, x, s.begin / BLOCK);
         const int64_t at = WALK == WALK_KEYS ? lse_at(p, w.c, x, 0) : 0;
@@ -113,15 +113,15 @@ template <int D, int WALK> INLINE void fetch(const attention_params &p, const wo
 #pragma unroll
             for (int z = 0; z < layout::streams; z++) {
                 const int tensor = stream_tensor<WALK>(WALK == WALK_QUERIES ? 1 - z : z);
-                const uint32_t bar = base + layout::full + r->slot * 8;
-                mbarrier_wait(base + layout::empty + r->slot * 8, r->turn ^ 1);
+                const uint32_t bar = smem + layout::full + r->slot * 8;
+                mbarrier_wait(smem + layout::empty + r->slot * 8, r->turn ^ 1);
                 if (lane == 0) {
                     mbarrier_expect(bar, layout::tile_bytes);
-                    copy_bulk(base + layout::slots + r->slot * layout::tile_bytes,
+                    copy_bulk(smem + layout::slots + r->slot * layout::tile_bytes,
                               (const char *)p.split[tensor].tiles + tile * layout::tile_bytes, layout::tile_bytes, bar);
                 }
                 if (z == 0) {
-                    const uint32_t numbers = base + layout::numbers + r->slot * NUMBERS * 4;
+                    const uint32_t numbers = smem + layout::numbers + r->slot * NUMBERS * 4;
 #pragma unroll
                     for (int row = lane; row < BLOCK && WALK == WALK_KEYS; row += 32) {
                         const int bytes = i0 + row < w.rows ? 4 : 0;

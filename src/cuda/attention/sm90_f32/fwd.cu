@@ -46,7 +46,7 @@ template <int ROWS> INLINE forward_work find_work(const attention_params &p) {
     forward_work w;
     int tile;
     int64_t unit;
-    split_block(blockIdx.x, p.tiles_q, p.a.h * p.a.b, &tile, &unit);
+    tile_of_block(blockIdx.x, p.tiles_q, p.a.h * p.a.b, &tile, &unit);
     w.x = (int)(unit % p.a.h);
     w.c = find_place(p, unit / p.a.h);
     w.row0 = (p.tiles_q - 1 - tile) * ROWS;
@@ -58,13 +58,13 @@ template <int ROWS> INLINE forward_work find_work(const attention_params &p) {
 
 /* Tile n of a tensor, once its slot is empty. */
 template <int D, int GROUPS>
-INLINE void load_tile(const split_tensor &x, int64_t n, uint32_t base, const ring &r, const split_tensor *other) {
+INLINE void load_tile(const split_tensor &x, int64_t n, uint32_t smem, const ring &r, const split_tensor *other) {
     typedef forward32<D, GROUPS> layout;
-    const uint32_t full = base + layout::barriers + FULL + r.slot * 8;
-    const uint32_t info = base + layout::infos + r.slot * 32;
+    const uint32_t full = smem + layout::barriers + FULL + r.slot * 8;
+    const uint32_t info = smem + layout::infos + r.slot * 32;
     mbarrier_wait(full + EMPTY - FULL, r.turn ^ 1);
     mbarrier_expect(full, layout::tile + (other ? 32 : 0));
-    copy_bulk(base + layout::keys + r.slot * layout::tile, (const char *)x.tiles + n * layout::tile, layout::tile,
+    copy_bulk(smem + layout::keys + r.slot * layout::tile, (const char *)x.tiles + n * layout::tile, layout::tile,
               full);
     if (other) {
         copy_bulk(info, &x.info[n], 16, full);
@@ -73,15 +73,15 @@ INLINE void load_tile(const split_tensor &x, int64_t n, uint32_t base, const rin
 }
 
 /* One thread sends for everything, in the order of use. What is known of V's tile comes with that of K. */
-template <int D, int GROUPS> INLINE void produce(const attention_params &p, const forward_work &w, uint32_t base) {
+template <int D, int GROUPS> INLINE void produce(const attention_params &p, const forward_work &w, uint32_t smem) {
     typedef forward32<D, GROUPS> layout;
     const int64_t k = split_tile(p, w.c, true, w.x / p.group, 0);
     ring r = {0, 0};
 #pragma unroll 1
     for (int t = w.t0; t < w.t1; t++) {
-        load_tile<D, GROUPS>(p.split[SPLIT_K], k + t, base, r, &p.split[SPLIT_V]);
+        load_tile<D, GROUPS>(p.split[SPLIT_K], k + t, smem, r, &p.split[SPLIT_V]);
         advance<layout::slots>(&r);
-        load_tile<D, GROUPS>(p.split[SPLIT_V], k + t, base, r, NULL);
+        load_tile<D, GROUPS>(p.split[SPLIT_V], k + t, smem, r, NULL);
         advance<layout::slots>(&r);
     }
 }
@@ -320,13 +320,13 @@ INLINE void receive_scores(const forward_rows &w, int t, uint32_t info, softmax_
 }
 
 /* A tile of K and one of V that this warpgroup does not see. */
-template <int D, int GROUPS> INLINE void pass_by(uint32_t base, ring *r, int tiles, int group) {
+template <int D, int GROUPS> INLINE void pass_by(uint32_t smem, ring *r, int tiles, int group) {
     typedef forward32<D, GROUPS> layout;
     for (int x = 0; x < tiles; x++) {
         take_turn<GROUPS>(group);
         pass_turn<GROUPS>(group);
         for (int y = 0; y < 2; y++) {
-            const uint32_t full = base + layout::barriers + FULL + r->slot * 8;
+            const uint32_t full = smem + layout::barriers + FULL + r->slot * 8;
             mbarrier_wait(full, r->turn);
             release(full + EMPTY - FULL);
             advance<layout::slots>(r);
@@ -336,19 +336,19 @@ template <int D, int GROUPS> INLINE void pass_by(uint32_t base, ring *r, int til
 
 /* Tiles t0 .. t1-1. */
 template <int D, int GROUPS>
-INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t base, ring *r, softmax_state *state,
+INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t smem, ring *r, softmax_state *state,
                     float (*o)[4]) {
     typedef forward32<D, GROUPS> layout;
-    const uint32_t q = base + group * layout::tile, barriers = base + layout::barriers;
+    const uint32_t q = smem + group * layout::tile, barriers = smem + layout::barriers;
     split_weights a;
     float s[SPLIT_ROWS / 8][4], part[D / 8][4], unit;
     mbarrier_wait(barriers + FULL + r->slot * 8, r->turn);
     take_turn<GROUPS>(group);
-    issue_scores<D>(q, base + layout::keys + r->slot * layout::tile, s);
+    issue_scores<D>(q, smem + layout::keys + r->slot * layout::tile, s);
     pass_turn<GROUPS>(group);
     wgmma_wait<0>();
     pin_all<SPLIT_ROWS / 8>(s);
-    receive_scores<D>(w, t0, base + layout::infos + r->slot * 32, state, s, &a, o, &unit);
+    receive_scores<D>(w, t0, smem + layout::infos + r->slot * 32, state, s, &a, o, &unit);
     release(barriers + EMPTY + r->slot * 8);
     advance<layout::slots>(r);
 #pragma unroll 1
@@ -360,8 +360,8 @@ INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t b
         take_turn<GROUPS>(group);
         pin_all<4>(a.high);
         pin_all<4>(a.low);
-        issue_sums<D>(a, base + layout::keys + r->slot * layout::tile, part);
-        issue_scores<D>(q, base + layout::keys + next.slot * layout::tile, s);
+        issue_sums<D>(a, smem + layout::keys + r->slot * layout::tile, part);
+        issue_scores<D>(q, smem + layout::keys + next.slot * layout::tile, s);
         pass_turn<GROUPS>(group);
         wgmma_wait<1>();
         pin_all<D / 8>(part);
@@ -374,7 +374,7 @@ INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t b
         pin_all<D / 8>(o);
         wgmma_wait<0>();
         pin_all<SPLIT_ROWS / 8>(s);
-        receive_scores<D>(w, t, base + layout::infos + next.slot * 32, state, s, &a, o, &unit);
+        receive_scores<D>(w, t, smem + layout::infos + next.slot * 32, state, s, &a, o, &unit);
         release(barriers + EMPTY + next.slot * 8);
         *r = next;
         advance<layout::slots>(r);
@@ -382,7 +382,7 @@ INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t b
     mbarrier_wait(barriers + FULL + r->slot * 8, r->turn);
     pin_all<4>(a.high);
     pin_all<4>(a.low);
-    issue_sums<D>(a, base + layout::keys + r->slot * layout::tile, part);
+    issue_sums<D>(a, smem + layout::keys + r->slot * layout::tile, part);
     wgmma_wait<0>();
     pin_all<D / 8>(part);
     release(barriers + EMPTY + r->slot * 8);
@@ -397,7 +397,7 @@ INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t b
 /* ------------------------------------------------------------------------------------------------------- the result */
 
 /* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
-INLINE float finish_row(const attention_params &p, const forward_work &w, int i, float max, float offset, float sum) {
+INLINE float end_row(const attention_params &p, const forward_work &w, int i, float max, float offset, float sum) {
     const float mantissa = mantissa_of(p.scale_log2), unit = p.scale / power_of(p.scale_log2);
     const bool sinks = (p.a.features & HEDDLE_SINKS) && i < w.c.sq;
     const float sink = sinks ? ((const float *)p.t.sinks)[w.x] : -CUDART_INF_F;
@@ -420,7 +420,7 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, int i0,
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = i0 + fragment_row() + half * 8;
-        const float by = finish_row(p, w, i, state.max[half], state.offset[half], quad_sum(state.sum[half]));
+        const float by = end_row(p, w, i, state.max[half], state.offset[half], quad_sum(state.sum[half]));
         float *to = (float *)p.t.o + row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + i);
         if (i >= w.c.all_sq)
             continue;
@@ -442,7 +442,7 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, int i0,
 }
 
 template <int D, int GROUPS>
-INLINE void consume(const attention_params &p, const forward_work &w, int group, uint32_t base, char *shared) {
+INLINE void consume(const attention_params &p, const forward_work &w, int group, uint32_t smem, char *shared) {
     typedef forward32<D, GROUPS> layout;
     forward_rows rows;
     softmax_state state;
@@ -463,19 +463,19 @@ INLINE void consume(const attention_params &p, const forward_work &w, int group,
         t0 = t1 = w.t1;
     if (t0 < t1)
         rows.c = p.scale_log2 * power_of_two(-split_queries<D, GROUPS>(p, w, rows.i0, group, shared, &rows.marks));
-    pass_by<D, GROUPS>(base, &r, t0 - w.t0, group);
+    pass_by<D, GROUPS>(smem, &r, t0 - w.t0, group);
     if (t0 < t1) {
-        compute<D, GROUPS>(rows, t0, t1, group, base, &r, &state, o);
+        compute<D, GROUPS>(rows, t0, t1, group, smem, &r, &state, o);
     }
-    pass_by<D, GROUPS>(base, &r, w.t1 - t1, group);
+    pass_by<D, GROUPS>(smem, &r, w.t1 - t1, group);
     store_rows<D>(p, w, rows.i0, state, o);
 }
 
 template <int D, int GROUPS> INLINE void attention_forward32(const attention_params &p) {
     typedef forward32<D, GROUPS> layout;
     extern __shared__ char shared[];
-    const uint32_t base = align_tiles(shared_address(shared)), barriers = base + layout::barriers;
-    char *const from = shared + (base - shared_address(shared));
+    const uint32_t smem = align_tiles(shared_address(shared)), barriers = smem + layout::barriers;
+    char *const from = shared + (smem - shared_address(shared));
     const forward_work w = find_work<layout::rows>(p);
     if (w.row0 >= w.c.all_sq)
         return;
@@ -493,10 +493,10 @@ template <int D, int GROUPS> INLINE void attention_forward32(const attention_par
     if (warp < 4) {
         registers_fewer<GROUPS == 2 ? 40 : 32>();
         if (threadIdx.x == 0 && w.t0 < w.t1)
-            produce<D, GROUPS>(p, w, base);
+            produce<D, GROUPS>(p, w, smem);
     } else {
         registers_more<GROUPS == 2 ? 232 : 160>();
-        consume<D, GROUPS>(p, w, warp / 4 - 1, base, from);
+        consume<D, GROUPS>(p, w, warp / 4 - 1, smem, from);
     }
 }
 

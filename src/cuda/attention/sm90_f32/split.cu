@@ -64,8 +64,8 @@ template <int THREADS> INLINE uint32_t block_largest(uint32_t x, uint32_t *slots
 /* With dO, x, come D and the log-sum-exp in units of log2, in two parts, of its rows: from `row` on, every step-th. Zeros of O are left
  * out: a query that sees nothing may hold anything in dO. */
 template <int D>
-INLINE void prepare_rows(const attention_params &p, const place &c, int64_t head, int row, const uint32_t marks[2],
-                         const float (*x)[8]) {
+INLINE void prep_rows(const attention_params &p, const place &c, int64_t head, int row, const uint32_t marks[2],
+                      const float (*x)[8]) {
     typedef split_shape<D> shape;
     const int chunk = (int)threadIdx.x % shape::row_chunks;
 #pragma unroll
@@ -142,7 +142,7 @@ template <int D> INLINE void attention_split(const attention_params &p) {
         *(int4 *)&p.split[w.tensor].info[tile] =
             make_int4(exponent, __float_as_int(sqrtf(longest)), (int)marks[0], (int)marks[1]);
     if (w.tensor == SPLIT_DO)
-        prepare_rows<D>(p, c, w.head, row, marks, x);
+        prep_rows<D>(p, c, w.head, row, marks, x);
 }
 
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \

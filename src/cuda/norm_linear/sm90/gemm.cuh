@@ -78,7 +78,7 @@ template <int WIDTH> INLINE void advance(gemm_ring *r) {
 /* One thread: all tiles of this block, as far ahead as there are slots. Of the columns each block of the cluster brings half for both:
  * of their rows, and so half of the columns, or where B is transposed half of the terms. */
 template <int WIDTH, bool A_TRANSPOSED, bool B_TRANSPOSED>
-INLINE void produce(const norm_gemm_sm90 &all, uint32_t base) {
+INLINE void produce(const norm_gemm_sm90 &all, uint32_t smem) {
     typedef gemm90<WIDTH> layout;
     constexpr int BYTES = layout::a_bytes + (B_TRANSPOSED ? layout::b_boxes * BOX : WIDTH * DEPTH * 2);
     const int depth = (int)all.g.depth, rank = blockIdx.x % 2;
@@ -88,8 +88,8 @@ INLINE void produce(const norm_gemm_sm90 &all, uint32_t base) {
         const int row0 = (int)t.row0, col0 = (int)t.col0;
 #pragma unroll 1
         for (int k = 0; k < depth; k += DEPTH) {
-            const uint32_t full = base + layout::full + r.slot * 8, to = base + r.slot * layout::stage;
-            mbarrier_wait(base + layout::empty + r.slot * 8, r.turn ^ 1);
+            const uint32_t full = smem + layout::full + r.slot * 8, to = smem + r.slot * layout::stage;
+            mbarrier_wait(smem + layout::empty + r.slot * 8, r.turn ^ 1);
             mbarrier_expect(full, BYTES);
 #pragma unroll
             for (int x = 0; x < 2; x++)
@@ -126,18 +126,18 @@ template <int PASS> INLINE float2 row_pair(const norm_gemm &p, int64_t row) {
     return make_float2(PASS == DW && p.row_bias ? p.row_bias[row] : 0, 0);
 }
 
-template <typename T, int WIDTH, int PASS> INLINE void help(const norm_gemm &p, uint32_t base, char *from) {
+template <typename T, int WIDTH, int PASS> INLINE void help(const norm_gemm &p, uint32_t smem, char *from) {
     typedef gemm90<WIDTH> layout;
     const int thread = (int)threadIdx.x % HELPERS;
     gemm_tile t;
     for (uint32_t turn = 0; tile_of_turn<WIDTH>(p, turn, &t); turn++) {
         float2 *columns = (float2 *)(from + layout::vectors + turn % 2 * layout::vector), *rows = columns + WIDTH;
-        mbarrier_wait(base + layout::taken + turn % 2 * 8, (turn / 2 & 1) ^ 1);
+        mbarrier_wait(smem + layout::taken + turn % 2 * 8, (turn / 2 & 1) ^ 1);
         for (int x = thread; x < WIDTH; x += HELPERS)
             columns[x] = column_pair<T, PASS>(p, t.col0 + x);
         for (int x = thread; x < GEMM_TILE; x += HELPERS)
             rows[x] = row_pair<PASS>(p, t.row0 + x);
-        mbarrier_arrive(base + layout::ready + turn % 2 * 8);
+        mbarrier_arrive(smem + layout::ready + turn % 2 * 8);
     }
 }
 
@@ -182,14 +182,14 @@ INLINE void release_slot(uint32_t empty_there, int slot) {
 
 /* acc = A·B of a tile. */
 template <typename T, int WIDTH, bool A_TRANSPOSED, bool B_TRANSPOSED>
-INLINE void product90(int64_t depth, uint32_t base, uint32_t empty_there, int group, gemm_ring *r, float (*acc)[4]) {
+INLINE void product90(int64_t depth, uint32_t smem, uint32_t empty_there, int group, gemm_ring *r, float (*acc)[4]) {
     typedef gemm90<WIDTH> layout;
     int before = 0;
 #pragma unroll 1
     for (int64_t k = 0; k < depth; k += DEPTH) {
-        const uint32_t at = base + r->slot * layout::stage;
+        const uint32_t at = smem + r->slot * layout::stage;
         const uint64_t a = describe_boxes(at + group * BOX), b = describe_boxes(at + layout::a_bytes);
-        mbarrier_wait(base + layout::full + r->slot * 8, r->turn);
+        mbarrier_wait(smem + layout::full + r->slot * 8, r->turn);
         wgmma_fence();
 #pragma unroll
         for (int x = 0; x < DEPTH / 16; x++)
@@ -221,7 +221,7 @@ INLINE uint32_t pack_pair(float low, float high, f16) {
 }
 
 /* Two neighbouring results of one row. c: both columns' pairs. */
-template <int PASS> INLINE void finish_pair(const float4 &c, const float2 &row, float *v0, float *v1) {
+template <int PASS> INLINE void epilogue_pair(const float4 &c, const float2 &row, float *v0, float *v1) {
     if (PASS == FWD) {
         *v0 = row.y * (*v0 - row.x * c.x) + c.y;
         *v1 = row.y * (*v1 - row.x * c.z) + c.w;
@@ -248,8 +248,8 @@ INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const f
             for (int e = 0; e < 2; e++) {
                 float *v = acc[y + 2 * x + e];
                 const float4 c = *(const float4 *)(columns + (y + 2 * x + e) * 8 + lane % 4 * 2);
-                finish_pair<PASS>(c, row[0], v, v + 1);
-                finish_pair<PASS>(c, row[1], v + 2, v + 3);
+                epilogue_pair<PASS>(c, row[0], v, v + 1);
+                epilogue_pair<PASS>(c, row[1], v + 2, v + 3);
                 r[2 * e] = pack_pair(v[0], v[1], T());
                 r[2 * e + 1] = pack_pair(v[2], v[3], T());
             }
@@ -353,41 +353,41 @@ INLINE void sum_columns(const norm_gemm &p, const gemm_tile &t, int row0, char *
     barrier_sync(1, CONSUMERS);
 }
 
-template <typename T, int WIDTH, int PASS> INLINE void consume(const norm_gemm &p, uint32_t base, char *from) {
+template <typename T, int WIDTH, int PASS> INLINE void consume(const norm_gemm &p, uint32_t smem, char *from) {
     typedef gemm90<WIDTH> layout;
     const int warp = (int)threadIdx.x / 32 - 4, lane = threadIdx.x % 32, row0 = warp * 16;
-    const uint32_t empty_there = cluster_address(base + layout::empty, warp % 2);
+    const uint32_t empty_there = cluster_address(smem + layout::empty, warp % 2);
     gemm_ring r = {0, 0};
     gemm_tile t;
     for (uint32_t turn = 0; tile_of_turn<WIDTH>(p, turn, &t); turn++) {
         const float2 *columns = (const float2 *)(from + layout::vectors + turn % 2 * layout::vector);
         float acc[WIDTH / 8][4];
-        product90<T, WIDTH, PASS == DW, PASS != FWD>(p.depth, base, empty_there, warp / 4, &r, acc);
-        mbarrier_wait(base + layout::ready + turn % 2 * 8, turn / 2 & 1);
+        product90<T, WIDTH, PASS == DW, PASS != FWD>(p.depth, smem, empty_there, warp / 4, &r, acc);
+        mbarrier_wait(smem + layout::ready + turn % 2 * 8, turn / 2 & 1);
         const float2 row[2] = {columns[WIDTH + row0 + lane / 4], columns[WIDTH + row0 + lane / 4 + 8]};
         if (PASS == DW && p.part)
             sum_columns<T, WIDTH>(p, t, row0, from, acc);
         if (PASS != DW || p.out)
-            store_tile<T, WIDTH, PASS>(p, t, row0, columns, row, base + layout::staging + warp * STAGING, acc);
-        mbarrier_arrive(base + layout::taken + turn % 2 * 8);
+            store_tile<T, WIDTH, PASS>(p, t, row0, columns, row, smem + layout::staging + warp * STAGING, acc);
+        mbarrier_arrive(smem + layout::taken + turn % 2 * 8);
     }
 }
 
 template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_gemm_sm90 &all) {
     typedef gemm90<WIDTH> layout;
     extern __shared__ char shared[];
-    const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
-    char *const from = shared + (base - shared_address(shared));
+    const uint32_t smem = (shared_address(shared) + 1023) & ~1023u;
+    char *const from = shared + (smem - shared_address(shared));
     if (threadIdx.x == 0) {
         tma_prefetch_map(&all.a);
         tma_prefetch_map(&all.b);
         for (int x = 0; x < layout::stages; x++) {
-            mbarrier_init(base + layout::full + x * 8, 1);
-            mbarrier_init(base + layout::empty + x * 8, 2 * CONSUMERS / WARPGROUP); /* of both blocks */
+            mbarrier_init(smem + layout::full + x * 8, 1);
+            mbarrier_init(smem + layout::empty + x * 8, 2 * CONSUMERS / WARPGROUP); /* of both blocks */
         }
         for (int x = 0; x < 2; x++) {
-            mbarrier_init(base + layout::ready + x * 8, HELPERS);
-            mbarrier_init(base + layout::taken + x * 8, CONSUMERS);
+            mbarrier_init(smem + layout::ready + x * 8, HELPERS);
+            mbarrier_init(smem + layout::taken + x * 8, CONSUMERS);
         }
         mbarrier_init_fence();
     }
@@ -399,13 +399,13 @@ template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_
     if (warp < 4) {
         registers_fewer<56>();
         if (threadIdx.x == 0)
-            produce<WIDTH, PASS == DW, PASS != FWD>(all, base);
+            produce<WIDTH, PASS == DW, PASS != FWD>(all, smem);
         else if (warp >= 2)
-            help<T, WIDTH, PASS>(all.g, base, from);
+            help<T, WIDTH, PASS>(all.g, smem, from);
         __syncwarp();
     } else {
         registers_more<224>();
-        consume<T, WIDTH, PASS>(all.g, base, from);
+        consume<T, WIDTH, PASS>(all.g, smem, from);
     }
     /* Nobody leaves while the other block may still write here. */
     cluster_arrive();
