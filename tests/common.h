@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What the tests share: random numbers, guarded tensors, and the two "problems". A problem is a description with every
- * tensor it needs; check_attention and check_norm_linear run it three times: on the device under test, on HEDDLE_REF in
+ * What the tests share: the two "problems" and what judges them. A problem is a description with every
+ * tensor it needs (tensor.h); check_attention and check_norm_linear run it three times: on the device under test, on HEDDLE_REF in
  * float64 from the very same rounded inputs, and by a plain computation in the same dtype, which sets the tolerance
  * (docs/design.md, section 4).
  *
@@ -10,8 +10,8 @@
 #ifndef HEDDLE_TESTS_COMMON_H
 #define HEDDLE_TESTS_COMMON_H
 
-#include "fields.h"
 #include "heddle.h"
+#include "tensor.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -39,68 +39,6 @@ uint64_t test_seed(uint64_t standard);
 enum { TEST_DTYPES = 3 };
 extern const heddle_dtype test_dtypes[TEST_DTYPES];
 
-/* ---------------------------------------------------------------------------------------------- random numbers */
-
-typedef struct rng {
-    uint64_t state;
-} rng;
-
-uint64_t rng_next(rng *r);
-double rng_uniform(rng *r);                             /* [0, 1) */
-double rng_normal(rng *r);                              /* mean 0, deviation 1 */
-int64_t rng_between(rng *r, int64_t low, int64_t high); /* low .. high */
-bool rng_chance(rng *r, double p);
-
-/* ----------------------------------------------------------------------------------------------------- tensors */
-
-/* Element types beyond heddle_dtype. */
-enum { ELEMENT_U8 = 16, ELEMENT_I32, ELEMENT_U64 };
-
-/* Up to four dimensions with any strides, inside a guarded block whose gaps and guards hold NaN (or garbage).
- * `host` is the image that the accessors use; `block` is where the library sees it. `old` is the image at upload. A
- * tensor of zeros is one that is not there. */
-typedef struct tensor {
-    int element;
-    heddle_device device;
-    int64_t dim[4], stride[4];
-    int64_t guard, span; /* elements before and after, and between */
-    unsigned char *host, *old, *block;
-} tensor;
-
-size_t element_size(int element);
-/* Of a field of a problem in `dtype`. */
-int element_of(const tensor_field *f, heddle_dtype dtype);
-/* A poisoned tensor. Strides may be 0 (repeated). `skew` moves the data off the alignment of vectors. */
-tensor tensor_new(heddle_device device, int element, const int64_t dim[4], const int64_t stride[4], bool skew);
-tensor tensor_vector(heddle_device device, int element, int64_t n);
-void tensor_free(tensor *t);
-double tensor_get(const tensor *t, int64_t i, int64_t j, int64_t k, int64_t l);
-void tensor_set(tensor *t, int64_t i, int64_t j, int64_t k, int64_t l, double x);
-/* Element number `at` of the span, whatever its place in the dimensions. */
-double tensor_raw(const tensor *t, int64_t at);
-void tensor_raw_set(tensor *t, int64_t at, double x);
-bool tensor_is_poison(const tensor *t, int64_t at);
-/* One byte per element of the span: 1 where an index reaches it. The caller frees it. */
-unsigned char *tensor_reached(const tensor *t);
-void tensor_fill_normal(tensor *t, rng *r, double magnitude);
-/* Values of a tensor of the same shape and strides, whatever its element type. */
-void tensor_convert(tensor *to, const tensor *from);
-/* Of x and other, element by element, what is farther from ref. */
-void tensor_keep_worse(tensor *x, const tensor *other, const tensor *ref);
-void *tensor_pointer(const tensor *t); /* what the library is given; NULL for no tensor */
-void tensor_upload(tensor *t);
-void tensor_download(tensor *t);
-/* After a run and tensor_download: an input is as it was; an output's guards and gaps are. */
-bool tensor_unchanged(const tensor *t);
-bool tensor_gaps_unchanged(const tensor *t);
-/* Same reached bytes. */
-bool tensor_equal(const tensor *a, const tensor *b);
-
-/* A workspace full of NaN between guards, and whether the guards have survived. */
-void *workspace_new(heddle_device device, size_t bytes);
-bool workspace_intact(heddle_device device, const void *workspace, size_t bytes);
-void workspace_free(heddle_device device, void *workspace);
-
 /* -------------------------------------------------------------------------------------------------- comparison */
 
 /* `natural` is the magnitude of the terms that cancel in the result (0: unknown); noise of a few float32 roundings
@@ -110,11 +48,10 @@ void workspace_free(heddle_device device, void *workspace);
 bool compare_tensor(const char *name, int precision, const tensor *x, const tensor *ref, const tensor *plain,
                     double natural, double noise, double condition);
 
-/* What the plain computation rounds to: the dtype, or TF32 (HEDDLE_F32 with HEDDLE_TF32, on a GPU). */
-enum { PRECISION_TF32 = 32 };
+/* Largest error of x and largest magnitude of ref, over what is finite in ref and was written. */
+double tensor_error(const tensor *x, const tensor *ref, double *magnitude);
+/* What the plain computation rounds to. */
 int precision_of(heddle_dtype dtype, uint64_t features);
-/* Rounds as a store in that precision and a load do. */
-float round_to(int precision, float x);
 
 /* --------------------------------------------------------------------------------------------------- attention */
 
@@ -179,10 +116,15 @@ void attention_count(const attention_case *c, attention_bin *bin);
 /* The (geometric) average of error / plain's error of tensor x. */
 double attention_bin_ratio(const attention_bin *bin, int x);
 
-/* By the formulas of heddle.h, independent of src/: does query i of sequence n, head x see key j? */
-bool attention_sees(const attention_problem *p, int64_t n, int64_t x, int64_t i, int64_t j);
 /* {first_q, sq, first_k, sk} of sequence n. */
 void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4]);
+/* By the formulas of heddle.h, independent of src/: which keys of sequence n, [sk], does query i of head x see? Those
+ * from seen.from up to seen.to, of which some may be left out; `length` is from attention_lengths. */
+typedef struct seen_keys {
+    int64_t from, to;
+} seen_keys;
+seen_keys attention_sees(const attention_problem *p, const int64_t length[4], int64_t n, int64_t x, int64_t i,
+                         bool *sees);
 
 /* The order of the plain computation's sums: from their first term, from their last, from both ends in turn; or, as BLAS does,
  * blocks of PLAIN_BLOCK terms that are added up. */
@@ -227,7 +169,7 @@ void norm_linear_run(norm_linear_problem *p, heddle_pass pass);
 void norm_linear_print(const norm_linear_case *c);
 void check_norm_linear(const norm_linear_case *c);
 bool norm_linear_is_right(const norm_linear_case *c);
-/* The plain order of operations, each sum from its first or from its last term. */
+/* The plain order of operations, each sum from its first or from its last term; natural may be NULL. */
 void plain_norm_linear(norm_linear_problem *p, bool backwards, double natural[N_COUNT]);
 
 #endif

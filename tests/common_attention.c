@@ -100,9 +100,8 @@ static void fill_huge_bias(attention_problem *p, double huge) {
 static void fill_mask(attention_problem *p, const attention_case *c, rng *r) {
     tensor *t = &p->t[T_BOOL_MASK];
     double density = c->mask_density > 0 ? c->mask_density : 0.7;
-    unsigned char *reached = tensor_reached(t);
     for (int64_t at = 0; at < t->span; at++)
-        if (reached[at])
+        if (t->reached[at])
             tensor_raw_set(t, at, rng_chance(r, density) ? (double)rng_between(r, 1, 255) : 0);
     for (int64_t i = 0; i < t->dim[2] && c->mask_rows; i++)
         for (int64_t n = 0; i % 3 == 1 && n < t->dim[0]; n++)
@@ -118,55 +117,66 @@ static void fill_mask(attention_problem *p, const attention_case *c, rng *r) {
                     if (tile % 4 != 2)
                         tensor_set(t, n, x, i, j, tile % 4 ? 0 : 1);
                 }
-    free(reached);
+}
+
+/* The tensors that poison_unseen knows of. */
+enum { U_Q, U_DOUT, U_DLSE, U_K, U_V, U_BIAS, U_DWEIGHTS, U_COUNT };
+static const int unseen_of[U_COUNT] = {T_Q, T_DOUT, T_DLSE, T_K, T_V, T_BIAS, T_DWEIGHTS};
+
+/* A byte for each element of a row; row i of head x, or the row of scores of one sequence. */
+static void use_row(const attention_problem *p, unsigned char *const used[U_COUNT], int which, int64_t n, int64_t x,
+                    int64_t i) {
+    const tensor *t = &p->t[unseen_of[which]];
+    if (t->host)
+        memset(used[which] + tensor_at(t, n, x, i, 0), 1, (size_t)t->dim[3]);
+}
+
+static void use_head(const attention_problem *p, unsigned char *const used[U_COUNT], int64_t n, int64_t x, bool *sees,
+                     bool *seen) {
+    const heddle_attention *a = &p->a;
+    const int64_t pack = a->features & HEDDLE_VARLEN ? 0 : n, y = x / (a->h / a->hk);
+    const tensor *bias = &p->t[T_BIAS];
+    int64_t length[4];
+    attention_lengths(p, n, length);
+    memset(seen, 0, (size_t)length[3]);
+    for (int64_t i = 0; i < length[1]; i++) {
+        const seen_keys keys = attention_sees(p, length, n, x, i, sees);
+        for (int z = keys.from < keys.to ? U_Q : U_DLSE; z <= U_DLSE; z++) /* dlse still goes to the sinks */
+            use_row(p, used, z, pack, x, length[0] + i);
+        for (int64_t j = keys.from; j < keys.to; j++)
+            seen[j] = seen[j] || sees[j];
+        for (int64_t j = keys.from; j < keys.to && bias->host; j++)
+            if (sees[j])
+                used[U_BIAS][tensor_at(bias, n, x, i, j)] = 1;
+        if (p->t[T_DWEIGHTS].host)
+            memset(used[U_DWEIGHTS] + tensor_at(&p->t[T_DWEIGHTS], n, x, i, 0), 1, (size_t)length[3]);
+    }
+    for (int64_t j = 0; j < length[3]; j++)
+        for (int z = U_K; z <= U_V && seen[j]; z++)
+            use_row(p, used, z, pack, y, length[2] + j);
 }
 
 /* NaN wherever no query looks: keys and values that none sees, queries that see none, rows outside every sequence, bias
  * that is masked out unless it is what masks. */
 static void poison_unseen(attention_problem *p, bool bias_masks) {
-    static const int whole_rows[] = {T_Q, T_DOUT, T_DLSE, T_K, T_V, T_BIAS, T_DWEIGHTS};
     const heddle_attention *a = &p->a;
-    unsigned char *used[COUNT(whole_rows)];
-    for (size_t x = 0; x < COUNT(whole_rows); x++)
-        used[x] = calloc((size_t)p->t[whole_rows[x]].span + 1, 1);
+    unsigned char *used[U_COUNT];
+    bool *sees = malloc(2 * (size_t)a->sk + 2);
+    assert_non_null(sees);
+    for (int z = 0; z < U_COUNT; z++)
+        used[z] = calloc((size_t)p->t[unseen_of[z]].span + 1, 1);
     for (int64_t n = 0; n < a->b; n++)
-        for (int64_t x = 0; x < a->h; x++) {
-            int64_t length[4], pack = a->features & HEDDLE_VARLEN ? 0 : n, y = x / (a->h / a->hk);
-            attention_lengths(p, n, length);
-            for (int64_t i = 0; i < length[1]; i++) {
-                bool sees_any = false;
-                for (int64_t j = 0; j < length[3]; j++)
-                    sees_any = sees_any || attention_sees(p, n, x, i, j);
-                for (int z = sees_any ? 0 : 2; z < 3; z++) { /* dlse still goes to the sinks */
-                    const int64_t *s = p->t[whole_rows[z]].stride;
-                    for (int64_t e = 0; e < p->t[whole_rows[z]].dim[3]; e++)
-                        used[z][pack * s[0] + x * s[1] + (length[0] + i) * s[2] + e] = 1;
-                }
-                for (int64_t j = 0; j < length[3]; j++) {
-                    bool sees = attention_sees(p, n, x, i, j);
-                    for (int z = 3; z < 5 && sees; z++) {
-                        const int64_t *s = p->t[whole_rows[z]].stride;
-                        for (int64_t e = 0; e < p->t[whole_rows[z]].dim[3]; e++)
-                            used[z][pack * s[0] + y * s[1] + (length[2] + j) * s[2] + e] = 1;
-                    }
-                    for (int z = 5; z < 7; z++) {
-                        const tensor *t = &p->t[whole_rows[z]];
-                        if (t->host && (sees || z == 6))
-                            used[z][n * t->stride[0] + x * t->stride[1] + i * t->stride[2] + j] = 1;
-                    }
-                }
-            }
-        }
-    for (size_t x = 0; x < COUNT(whole_rows); x++) {
-        tensor *t = &p->t[whole_rows[x]];
-        unsigned char *reached = t->host ? tensor_reached(t) : NULL;
-        const bool stays = bias_masks && whole_rows[x] == T_BIAS;
+        for (int64_t x = 0; x < a->h; x++)
+            use_head(p, used, n, x, sees, sees + a->sk + 1);
+    for (int z = 0; z < U_COUNT; z++) {
+        tensor *t = &p->t[unseen_of[z]];
+        const bool stays = bias_masks && z == U_BIAS;
         for (int64_t at = 0; t->host && !stays && at < t->span; at++)
-            if (reached[at] && !used[x][at])
-                tensor_raw_set(t, at, NAN);
-        free(reached);
-        free(used[x]);
+            if (t->reached[at] && !used[z][at])
+                tensor_raw_set(t, at, (double)NAN);
+        free(used[z]);
     }
+    free(sees);
 }
 
 static void fill_inputs(attention_problem *p, const attention_case *c) {
@@ -282,7 +292,7 @@ static bool run_pass(attention_problem *p, heddle_pass pass) {
         printf("  %s %s: wrote outside its workspace of %zu bytes\n", side, name, bytes);
         right = false;
     }
-    workspace_free(p->a.device, workspace);
+    workspace_free(p->a.device, workspace, bytes);
     for (int x = 0; x < T_COUNT; x++) {
         tensor_download(&p->t[x]);
         if (!is_output_of(&attention_fields[x], pass) && !tensor_unchanged(&p->t[x])) {
@@ -294,7 +304,9 @@ static bool run_pass(attention_problem *p, heddle_pass pass) {
             right = false;
         }
     }
-    upload_all(p); /* the outputs are the backward's inputs: they are as they should be from now on */
+    for (int x = 0; x < T_COUNT;
+         x++) /* the outputs are the backward's inputs: they are as they should be from now on */
+        tensor_accept(&p->t[x]);
     return right;
 }
 
@@ -304,28 +316,20 @@ void attention_run(attention_problem *p, heddle_pass pass) {
 
 /* Zeros that follow from the masks alone are exact, and so are the rows that nobody writes. */
 static bool check_exact_zeros(const attention_problem *p, const attention_problem *ref) {
-    for (int x = T_O; x <= T_WEIGHTS; x += T_WEIGHTS - T_O)
-        for (int64_t at = 0; p->t[x].host && at < p->t[x].span; at++)
-            if (tensor_raw(&ref->t[x], at) == 0 && tensor_raw(&p->t[x], at) != 0) {
-                printf("  %s: %g at element %" PRId64 " where an exact 0 belongs\n", attention_tensor_name[x],
-                       tensor_raw(&p->t[x], at), at);
-                return false;
-            }
+    double x[256], r[256];
+    for (int t = T_O; t <= T_WEIGHTS; t += T_WEIGHTS - T_O)
+        for (int64_t at = 0, n; p->t[t].host && at < p->t[t].span; at += n) {
+            n = p->t[t].span - at < 256 ? p->t[t].span - at : 256;
+            tensor_read(&p->t[t], at, n, x);
+            tensor_read(&ref->t[t], at, n, r);
+            for (int64_t i = 0; i < n; i++)
+                if (r[i] == 0 && x[i] != 0) {
+                    printf("  %s: %g at element %" PRId64 " where an exact 0 belongs\n", attention_tensor_name[t], x[i],
+                           at + i);
+                    return false;
+                }
+        }
     return true;
-}
-
-/* Largest error and largest magnitude of ref, over what is finite and was written. */
-static double error_of(const tensor *x, const tensor *ref, double *magnitude) {
-    double most = 0;
-    *magnitude = 0;
-    for (int64_t at = 0; at < x->span; at++) {
-        const double r = tensor_raw(ref, at);
-        if (tensor_is_poison(ref, at) || !isfinite(r))
-            continue;
-        most = fmax(most, fabs(tensor_raw(x, at) - r));
-        *magnitude = fmax(*magnitude, fabs(r));
-    }
-    return most;
 }
 
 /* The plain computation's error is the largest over the orders of its sums. Two of them are enough for nearly all cases; only where
@@ -343,7 +347,8 @@ static void worst_plain(const attention_problem *p, const attention_problem *ref
             if (!p->t[x].host || (x > T_WEIGHTS && x < T_DQ))
                 continue;
             tensor_keep_worse(&plain->t[x], &other.t[x], &ref->t[x]);
-            far |= error_of(&p->t[x], &ref->t[x], &magnitude) > 2 * error_of(&plain->t[x], &ref->t[x], &magnitude);
+            far |=
+                tensor_error(&p->t[x], &ref->t[x], &magnitude) > 2 * tensor_error(&plain->t[x], &ref->t[x], &magnitude);
         }
         attention_free(&other);
     }
@@ -405,9 +410,9 @@ void attention_count(const attention_case *c, attention_bin *bin) {
         if (!p.t[x].host || (x > T_WEIGHTS && x < T_DQ))
             continue;
         double magnitude;
-        const double ours = error_of(&p.t[x], &ref.t[x], &magnitude), least = plain_rounding(c->a.dtype, x);
+        const double ours = tensor_error(&p.t[x], &ref.t[x], &magnitude), least = plain_rounding(c->a.dtype, x);
         const double scale = magnitude < 0x1p-16 * natural[x] ? 0x1p-24 * natural[x] : least * magnitude;
-        const double theirs = error_of(&plain.t[x], &ref.t[x], &magnitude);
+        const double theirs = tensor_error(&plain.t[x], &ref.t[x], &magnitude);
         bin->log_ratio[x] += scale > 0 ? log(fmax(ours, scale) / fmax(theirs, scale)) : 0;
         bin->count[x]++;
     }

@@ -122,7 +122,7 @@ static bool run_pass(norm_linear_problem *p, heddle_pass pass) {
         printf("  %s %s: wrote outside its workspace of %zu bytes\n", side, name, bytes);
         right = false;
     }
-    workspace_free(p->a.device, workspace);
+    workspace_free(p->a.device, workspace, bytes);
     for (int x = 0; x < N_COUNT; x++) {
         tensor_download(&p->t[x]);
         if (!is_output_of(&norm_linear_fields[x], pass) && !tensor_unchanged(&p->t[x])) {
@@ -134,7 +134,8 @@ static bool run_pass(norm_linear_problem *p, heddle_pass pass) {
             right = false;
         }
     }
-    upload_all(p);
+    for (int x = 0; x < N_COUNT; x++)
+        tensor_accept(&p->t[x]);
     return right;
 }
 
@@ -154,7 +155,7 @@ bool norm_linear_is_right(const norm_linear_case *c) {
         right = run_pass(&p, HEDDLE_BACKWARD);
         right = run_pass(&ref, HEDDLE_BACKWARD) && right;
     }
-    plain_norm_linear(&plain, false, natural);
+    plain_norm_linear(&plain, false, NULL);
     plain_norm_linear(&other, true, natural);
     for (int x = N_Y; right && x < N_COUNT; x++) {
         if (is_input(&norm_linear_fields[x]))

@@ -24,36 +24,53 @@ void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4])
     memcpy(length, (int64_t[]){first[0], rows[0], first[1], rows[1]}, 4 * sizeof *length);
 }
 
-bool attention_sees(const attention_problem *p, int64_t n, int64_t x, int64_t i, int64_t j) {
+seen_keys attention_sees(const attention_problem *p, const int64_t length[4], int64_t n, int64_t x, int64_t i,
+                         bool *sees) {
     const heddle_attention *a = &p->a;
-    int64_t length[4];
-    attention_lengths(p, n, length);
-    int64_t off = a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : length[3] - length[1];
-    if (i >= length[1] || j >= length[3])
-        return false;
-    if (a->mask != HEDDLE_MASK_NONE && j > i + off)
-        return false;
-    if (a->features & HEDDLE_WINDOW) {
-        if (a->window_left >= 0 && i + off - j > a->window_left)
-            return false;
-        if (a->window_right >= 0 && j - (i + off) > a->window_right)
-            return false;
-    }
-    if ((a->features & HEDDLE_BIAS) && tensor_get(&p->t[T_BIAS], n, x, i, j) < -0x1p24)
-        return false;
-    return !(a->features & HEDDLE_BOOL_MASK) || tensor_get(&p->t[T_BOOL_MASK], n, x, i, j) != 0;
+    const int64_t at = i + (a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : length[3] - length[1]);
+    seen_keys s = {0, i < length[1] ? length[3] : 0};
+    if (a->mask != HEDDLE_MASK_NONE && s.to > at + 1)
+        s.to = at + 1;
+    if (a->features & HEDDLE_WINDOW && a->window_left >= 0 && s.from < at - a->window_left)
+        s.from = at - a->window_left;
+    if (a->features & HEDDLE_WINDOW && a->window_right >= 0 && s.to > at + a->window_right + 1)
+        s.to = at + a->window_right + 1;
+    for (int64_t j = 0; j < length[3]; j++)
+        sees[j] = j >= s.from && j < s.to;
+    for (int64_t j = s.from; j < s.to && a->features & HEDDLE_BIAS; j++)
+        sees[j] = !(tensor_get(&p->t[T_BIAS], n, x, i, j) < -0x1p24);
+    for (int64_t j = s.from; j < s.to && a->features & HEDDLE_BOOL_MASK; j++)
+        sees[j] = sees[j] && tensor_get(&p->t[T_BOOL_MASK], n, x, i, j) != 0;
+    while (s.from < s.to && !sees[s.from])
+        s.from++;
+    while (s.from < s.to && !sees[s.to - 1])
+        s.to--;
+    return s.from < s.to ? s : (seen_keys){0, 0};
 }
 
-/* One query head of one sequence. */
+/* One query head of one sequence, in room that all heads share. Rows of elements are padded with zeros to a multiple of
+ * PAD. Of what has [sq, sk] only the columns of a row's `seen` are there, and there is 0 where sees is false. */
 typedef struct head {
     int64_t n, x, y, first_q, sq, first_k, sk, pack; /* pack: 0 when rows are packed, else n */
+    int64_t d, dv;                                   /* padded */
+    int precision;
     plain_order order;
-    bool *sees;                    /* [sq, sk] */
-    float *q, *k, *v, *dout;       /* [s, d] */
-    float *p, *z, *pz, *tanh, *dp; /* [sq, sk] */
-    float *lse, *sink, *sum;       /* [sq] */
-    double *k_norm, *v_norm;       /* [sk] */
+    seen_keys *seen;                   /* [sq] */
+    bool *sees;                        /* [sq, sk] */
+    float *q, *k, *v, *dout, *kt, *vt; /* [s, d], the last two transposed */
+    float *s, *p, *z, *pz, *tanh, *dp; /* [sq, sk] */
+    float *lse, *sink, *sum;           /* [sq] */
+    float *row, *part;                 /* [max(sk, d, dv)] */
+    double *most;                      /* the same */
+    double *size;                      /* [sq, sk] */
+    double *k_norm, *v_norm;           /* [sk] */
 } head;
+
+enum { PAD = 8 };
+
+static int64_t padded(int64_t n) {
+    return (n + PAD - 1) / PAD * PAD;
+}
 
 static void *zeros(int64_t n, size_t size) {
     void *p = calloc((size_t)n + 1, size);
@@ -68,62 +85,70 @@ static double norm_of(const float *a, int64_t n) {
     return sqrt(sum);
 }
 
-static double *norms_of(const float *rows, int64_t count, int64_t width) {
-    double *norms = zeros(count, sizeof *norms);
-    for (int64_t x = 0; x < count; x++)
-        norms[x] = norm_of(rows + x * width, width);
-    return norms;
+/* Rows as the products take them (in TF32, rounded), into [rows, width]; and transposed. */
+static void read_rows(const head *h, const tensor *t, int64_t x, int64_t first, int64_t rows, int64_t width, float *to,
+                      float *transposed) {
+    if (!t->host)
+        return;
+    for (int64_t i = 0; i < rows; i++)
+        tensor_read_floats(t, tensor_at(t, h->pack, x, first + i, 0), t->dim[3], to + i * width);
+    round_all(h->precision, rows * width, to);
+    for (int64_t e = 0; e < t->dim[3] && transposed; e++)
+        for (int64_t i = 0; i < rows; i++)
+            transposed[e * rows + i] = to[i * width + e];
 }
 
-/* As the products take them: in TF32, rounded. */
-static float *rows_of(const attention_problem *problem, int which, int64_t pack, int64_t x, int64_t first,
-                      int64_t rows) {
-    const tensor *t = &problem->t[which];
-    const int precision = precision_of(problem->a.dtype, problem->a.features);
-    int64_t last = t->dim[3];
-    float *p = zeros(rows * last, sizeof *p);
-    for (int64_t i = 0; i < rows && t->host; i++)
-        for (int64_t e = 0; e < last; e++)
-            p[i * last + e] = round_to(precision, (float)tensor_get(t, pack, x, first + i, e));
-    return p;
-}
-
-static head head_new(const attention_problem *p, int64_t n, int64_t x, plain_order order) {
+static head head_new(const attention_problem *p, plain_order order) {
     const heddle_attention *a = &p->a;
-    int64_t length[4];
-    attention_lengths(p, n, length);
-    head h = {.order = order,
-              .n = n,
-              .x = x,
-              .y = x / (a->h / a->hk),
-              .first_q = length[0],
-              .sq = length[1],
-              .first_k = length[2],
-              .sk = length[3],
-              .pack = a->features & HEDDLE_VARLEN ? 0 : n};
-    h.q = rows_of(p, T_Q, h.pack, x, h.first_q, h.sq);
-    h.k = rows_of(p, T_K, h.pack, h.y, h.first_k, h.sk);
-    h.v = rows_of(p, T_V, h.pack, h.y, h.first_k, h.sk);
-    h.dout = rows_of(p, T_DOUT, h.pack, x, h.first_q, p->t[T_DOUT].host ? h.sq : 0);
-    h.k_norm = norms_of(h.k, h.sk, a->d);
-    h.v_norm = norms_of(h.v, h.sk, a->dv);
-    h.sees = zeros(h.sq * h.sk, sizeof *h.sees);
-    float **square[] = {&h.p, &h.z, &h.pz, &h.tanh, &h.dp}, **row[] = {&h.lse, &h.sink, &h.sum};
-    for (size_t s = 0; s < COUNT(square); s++)
-        *square[s] = zeros(h.sq * h.sk, sizeof(float));
-    for (size_t s = 0; s < COUNT(row); s++)
-        *row[s] = zeros(h.sq, sizeof(float));
-    for (int64_t i = 0; i < h.sq; i++)
-        for (int64_t j = 0; j < h.sk; j++)
-            h.sees[i * h.sk + j] = attention_sees(p, n, x, i, j);
+    const int64_t d = padded(a->d), dv = padded(a->dv), all = a->sq * a->sk;
+    const int64_t longest = a->sk + d + dv;
+    head h = {.order = order, .d = d, .dv = dv, .precision = precision_of(a->dtype, a->features)};
+    float **const floats[] = {&h.q,  &h.k,    &h.v,  &h.dout, &h.kt,   &h.vt,  &h.s,   &h.p,   &h.z,
+                              &h.pz, &h.tanh, &h.dp, &h.lse,  &h.sink, &h.sum, &h.row, &h.part};
+    const int64_t sizes[] = {a->sq * d, a->sk * d, a->sk * dv, a->sq * dv, a->sk * d, a->sk * dv, all,     all,    all,
+                             all,       all,       all,        a->sq,      a->sq,     a->sq,      longest, longest};
+    for (size_t x = 0; x < COUNT(floats); x++)
+        *floats[x] = zeros(sizes[x], sizeof(float));
+    h.seen = zeros(a->sq, sizeof *h.seen);
+    h.sees = zeros(all, sizeof *h.sees);
+    h.most = zeros(longest, sizeof *h.most);
+    h.size = zeros(all, sizeof *h.size);
+    h.k_norm = zeros(a->sk, sizeof *h.k_norm);
+    h.v_norm = zeros(a->sk, sizeof *h.v_norm);
     return h;
 }
 
 static void head_free(head *h) {
-    void *all[] = {h->q,    h->k,  h->v,   h->dout, h->sees, h->p,      h->z,     h->pz,
-                   h->tanh, h->dp, h->lse, h->sink, h->sum,  h->k_norm, h->v_norm};
+    void *all[] = {h->q,    h->k,    h->v,    h->dout, h->kt,   h->vt,     h->s,     h->p,
+                   h->z,    h->pz,   h->tanh, h->dp,   h->lse,  h->sink,   h->sum,   h->row,
+                   h->part, h->seen, h->sees, h->most, h->size, h->k_norm, h->v_norm};
     for (size_t s = 0; s < COUNT(all); s++)
         free(all[s]);
+}
+
+static void head_begin(const attention_problem *p, head *h, int64_t n, int64_t x) {
+    const heddle_attention *a = &p->a;
+    int64_t length[4];
+    attention_lengths(p, n, length);
+    h->n = n;
+    h->x = x;
+    h->y = x / (a->h / a->hk);
+    h->first_q = length[0];
+    h->sq = length[1];
+    h->first_k = length[2];
+    h->sk = length[3];
+    h->pack = a->features & HEDDLE_VARLEN ? 0 : n;
+    assert_true(h->sq <= a->sq && h->sk <= a->sk);
+    read_rows(h, &p->t[T_Q], x, h->first_q, h->sq, h->d, h->q, NULL);
+    read_rows(h, &p->t[T_K], h->y, h->first_k, h->sk, h->d, h->k, h->kt);
+    read_rows(h, &p->t[T_V], h->y, h->first_k, h->sk, h->dv, h->v, h->vt);
+    read_rows(h, &p->t[T_DOUT], x, h->first_q, h->sq, h->dv, h->dout, NULL);
+    for (int64_t j = 0; j < h->sk; j++) {
+        h->k_norm[j] = norm_of(h->k + j * h->d, a->d);
+        h->v_norm[j] = norm_of(h->v + j * h->dv, a->dv);
+    }
+    for (int64_t i = 0; i < h->sq; i++)
+        h->seen[i] = attention_sees(p, length, n, x, i, h->sees + i * h->sk);
 }
 
 /* The term that comes at place x of n. */
@@ -135,245 +160,311 @@ static int64_t term_at(int64_t x, int64_t n, plain_order order) {
     }
 }
 
-/* Whether the block that ends with place x is added to the sum. */
-static bool ends_block(int64_t x, int64_t n, plain_order order) {
-    return x + 1 == n || (order == PLAIN_BLOCKED && x % PLAIN_BLOCK == PLAIN_BLOCK - 1);
-}
-
-static float dot(const float *a, const float *b, int64_t n, plain_order order) {
-    float sum = 0, part = 0;
-    for (int64_t x = 0; x < n; x++) {
-        const int64_t e = term_at(x, n, order);
-        part += a[e] * b[e];
-        if (ends_block(x, n, order)) {
-            sum += part;
-            part = 0;
-        }
-    }
-    return sum;
-}
-
-/* sum over x of weight[x]·rows[x], and of the magnitudes size[x]·|rows[x]| (without sizes: |weight[x]|), where seen. */
+/* The terms weight[x * step]·rows[x, ...] for those x of count whose sees[x * step] is true; NULL: for all. */
 typedef struct sum_terms {
-    int64_t count, stride;
+    int64_t count, step;
     const float *weight;
-    const double *size;
     const bool *sees;
+    const float *rows;
+    int64_t pitch;
 } sum_terms;
 
-static void sum_rows(const sum_terms *t, const float *rows, int64_t width, plain_order order, float *sum,
-                     double *most) {
-    float part[512] = {0};
-    assert_true(width <= (int64_t)COUNT(part));
+/* Their sum, [width], each element of it by itself in the given order. */
+static void sum_rows(const sum_terms *t, int64_t width, plain_order order, float *restrict part, float *restrict sum) {
+    const int64_t block = order == PLAIN_BLOCKED ? PLAIN_BLOCK : t->count;
     memset(sum, 0, (size_t)width * sizeof *sum);
-    memset(most, 0, (size_t)width * sizeof *most);
-    for (int64_t y = 0; y < t->count; y++) {
-        const int64_t x = term_at(y, t->count, order), at = x * t->stride;
-        const float *row = rows + x * width, weight = t->weight[at];
-        const double size = t->size ? t->size[at] : fabs((double)weight);
-        for (int64_t e = 0; e < width && t->sees[at]; e++)
-            part[e] += weight * row[e];
-        for (int64_t e = 0; e < width && t->sees[at] && order == PLAIN_FORWARD; e++) /* one of the runs measures */
-            most[e] += size * fabs((double)row[e]);
-        for (int64_t e = 0; e < width && ends_block(y, t->count, order); e++) {
-            sum[e] += part[e];
-            part[e] = 0;
+    for (int64_t begin = 0; begin < t->count; begin += block) {
+        const int64_t end = begin + block < t->count ? begin + block : t->count;
+        memset(part, 0, (size_t)width * sizeof *part);
+        for (int64_t y = begin; y < end; y++) {
+            const int64_t x = term_at(y, t->count, order);
+            const float *restrict row = t->rows + x * t->pitch, weight = t->weight[x * t->step];
+            if (!t->sees || t->sees[x * t->step])
+                for (int64_t e = 0; e < width; e++)
+                    part[e] += weight * row[e];
         }
+        for (int64_t e = 0; e < width; e++)
+            sum[e] += part[e];
     }
 }
 
-static float keep_factor(const attention_problem *p, const head *h, int64_t i, int64_t j) {
+/* Sums of magnitudes, size[x]·|rows[x]|. */
+static void sum_sizes(const sum_terms *t, const double *size, int64_t width, double *restrict most) {
+    memset(most, 0, (size_t)width * sizeof *most);
+    for (int64_t x = 0; x < t->count; x++) {
+        const float *restrict row = t->rows + x * t->pitch;
+        const double of = size ? size[x * t->step] : fabs((double)t->weight[x * t->step]);
+        if (t->sees[x * t->step])
+            for (int64_t e = 0; e < width; e++)
+                most[e] += of * fabs((double)row[e]);
+    }
+}
+
+static double largest_of(const double *x, int64_t n) {
+    double most = 0;
+    for (int64_t e = 0; e < n; e++)
+        most = x[e] > most ? x[e] : most;
+    return most;
+}
+
+/* Dropout's factor of the keys of row i. */
+static void keep_factors(const attention_problem *p, const head *h, int64_t i, float *z) {
     const heddle_attention *a = &p->a;
-    if (a->dropout == 0)
-        return 1;
+    const float kept = (float)(1 / (1 - a->dropout));
+    const uint32_t least = (uint32_t)floor(a->dropout * 0x1p32);
     uint64_t seed = a->seed, offset = a->offset;
     const tensor *state = &p->t[T_RNG];
+    philox4 words = {0};
     if (state->host) {
         memcpy(&seed, state->host + (size_t)state->guard * 8, sizeof seed);
         memcpy(&offset, state->host + (size_t)(state->guard + 1) * 8, sizeof offset);
     }
-    philox4 words = dropout_words(seed, offset, (uint32_t)(h->n * a->h + h->x), (uint32_t)i, (uint32_t)(j / 4));
-    return words.w[j % 4] >= (uint32_t)floor(a->dropout * 0x1p32) ? (float)(1 / (1 - a->dropout)) : 0;
+    for (int64_t j = h->seen[i].from; j < h->seen[i].to; j++) {
+        if (a->dropout != 0 && (j % 4 == 0 || j == h->seen[i].from))
+            words = dropout_words(seed, offset, (uint32_t)(h->n * a->h + h->x), (uint32_t)i, (uint32_t)(j / 4));
+        z[j] = a->dropout == 0 ? 1 : words.w[j % 4] >= least ? kept : 0;
+    }
 }
 
-static float score(const attention_problem *p, const head *h, int64_t i, int64_t j, float *tanh_out) {
+/* The scores of row i where it may see keys; what they are where it does not is of no account. */
+static void scores(const attention_problem *p, head *h, int64_t i) {
     const heddle_attention *a = &p->a;
-    const int t = precision_of(a->dtype, a->features);
-    float product = dot(h->q + i * a->d, h->k + j * a->d, a->d, h->order);
-    float s = round_to(t, (float)a->scale * round_to(t, product));
-    if (!isfinite(s)) /* float16 cannot hold it; what follows is float32's */
-        s = (float)a->scale * product;
-    *tanh_out = 0;
-    if (a->softcap > 0) {
-        *tanh_out = round_to(t, tanhf(round_to(t, s / (float)a->softcap)));
-        s = round_to(t, (float)a->softcap * *tanh_out);
+    const int t = h->precision;
+    const int64_t from = h->seen[i].from, n = h->seen[i].to - from;
+    const float scale = (float)a->scale, cap = (float)a->softcap;
+    float *s = h->s + i * h->sk + from, *tanh_out = h->tanh + i * h->sk + from, *product = h->row;
+    const sum_terms terms = {a->d, 1, h->q + i * h->d, NULL, h->kt + from, h->sk};
+    sum_rows(&terms, n, h->order, h->part, product);
+    memcpy(s, product, (size_t)n * sizeof *s);
+    round_all(t, n, s);
+    for (int64_t j = 0; j < n; j++)
+        s[j] *= scale;
+    round_all(t, n, s);
+    for (int64_t j = 0; j < n; j++) /* where float16 cannot hold it; what follows is float32's */
+        s[j] = isfinite(s[j]) ? s[j] : scale * product[j];
+    for (int64_t j = 0; j < n && a->softcap > 0; j++) {
+        tanh_out[j] = round_to(t, tanhf(round_to(t, s[j] / cap)));
+        s[j] = round_to(t, cap * tanh_out[j]);
     }
     if (a->features & HEDDLE_ALIBI) {
-        int64_t off = a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : h->sk - h->sq;
-        float slope = (float)tensor_get(&p->t[T_ALIBI], h->n, 0, 0, h->x);
-        s = round_to(t, s - slope * (float)llabs(i + off - j));
+        const int64_t at = i + (a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : h->sk - h->sq) - from;
+        const float slope = (float)tensor_get(&p->t[T_ALIBI], h->n, 0, 0, h->x);
+        for (int64_t j = 0; j < n; j++)
+            s[j] -= slope * (float)llabs(at - j);
+        round_all(t, n, s);
     }
-    if (a->features & HEDDLE_BIAS)
-        s = round_to(t, s + (float)tensor_get(&p->t[T_BIAS], h->n, h->x, i, j));
-    return s;
+    if (a->features & HEDDLE_BIAS) {
+        tensor_read_floats(&p->t[T_BIAS], tensor_at(&p->t[T_BIAS], h->n, h->x, i, from), n, h->row);
+        for (int64_t j = 0; j < n; j++)
+            s[j] += h->row[j];
+        round_all(t, n, s);
+    }
+}
+
+/* P, its dropout's factors and lse of row i. */
+static void probabilities(attention_problem *p, head *h, int64_t i, float sink, double natural[T_COUNT]) {
+    const int64_t from = h->seen[i].from, to = h->seen[i].to;
+    const bool *sees = h->sees + i * h->sk;
+    float *s = h->s + i * h->sk, *weight = h->p + i * h->sk, *z = h->z + i * h->sk, *pz = h->pz + i * h->sk;
+    float top = sink, sum = 0;
+    double largest = 0;
+    const double q_norm = p->a.scale * norm_of(h->q + i * h->d, p->a.d);
+    scores(p, h, i);
+    for (int64_t j = from; j < to; j++) {
+        if (!sees[j])
+            continue;
+        const double size = fabs((double)s[j]) + q_norm * h->k_norm[j];
+        top = s[j] > top ? s[j] : top;
+        largest = size > largest ? size : largest;
+    }
+    for (int64_t j = from; j < to; j++) {
+        weight[j] = sees[j] ? expf(s[j] - top) : 0;
+        sum += weight[j];
+    }
+    h->sink[i] = isinf(sink) ? 0 : expf(sink - top);
+    sum += h->sink[i];
+    for (int64_t j = from; j < to; j++)
+        weight[j] = sees[j] ? weight[j] / sum : 0;
+    round_all(h->precision, to - from, weight + from);
+    keep_factors(p, h, i, z);
+    for (int64_t j = from; j < to; j++)
+        pz[j] = weight[j] * z[j];
+    round_all(h->precision, to - from, pz + from);
+    h->sink[i] = sum > 0 ? round_to(h->precision, h->sink[i] / sum) : 0;
+    h->lse[i] = sum > 0 ? top + logf(sum) : -INFINITY;
+    natural[T_LSE] = fmax(natural[T_LSE], largest + 1);
+    natural[T_WEIGHTS] = 1;
 }
 
 static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]) {
     const heddle_attention *a = &p->a;
-    const int t = precision_of(a->dtype, a->features);
-    float sink = a->features & HEDDLE_SINKS ? (float)tensor_raw(&p->t[T_SINKS], h->x) : -INFINITY;
+    const float sink = a->features & HEDDLE_SINKS ? (float)tensor_raw(&p->t[T_SINKS], h->x) : -INFINITY;
     for (int64_t i = 0; i < h->sq; i++) {
-        float *s = h->p + i * h->sk, top = sink, sum = 0;
-        const bool *sees = h->sees + i * h->sk;
-        double largest = 0;
-        const double q_norm = a->scale * norm_of(h->q + i * a->d, a->d);
-        for (int64_t j = 0; j < h->sk; j++) {
-            if (!sees[j])
-                continue;
-            s[j] = score(p, h, i, j, &h->tanh[i * h->sk + j]);
-            top = fmaxf(top, s[j]);
-            largest = fmax(largest, fabs((double)s[j]) + q_norm * h->k_norm[j]);
-        }
-        for (int64_t j = 0; j < h->sk; j++)
-            sum += sees[j] ? expf(s[j] - top) : 0;
-        h->sink[i] = isinf(sink) ? 0 : expf(sink - top);
-        sum += h->sink[i];
-        for (int64_t j = 0; j < h->sk; j++) {
-            s[j] = sees[j] ? round_to(t, expf(s[j] - top) / sum) : 0;
-            h->z[i * h->sk + j] = keep_factor(p, h, i, j);
-        }
-        h->sink[i] = sum > 0 ? round_to(t, h->sink[i] / sum) : 0;
-        h->lse[i] = sum > 0 ? top + logf(sum) : -INFINITY;
-        natural[T_LSE] = fmax(natural[T_LSE], largest + 1);
-        natural[T_WEIGHTS] = 1;
-    }
-    float *o = zeros(a->dv, sizeof *o);
-    double *most = zeros(a->dv, sizeof *most);
-    for (int64_t i = 0; i < h->sq; i++) {
-        for (int64_t j = 0; j < h->sk; j++)
-            h->pz[i * h->sk + j] = round_to(t, h->p[i * h->sk + j] * h->z[i * h->sk + j]);
+        const int64_t from = h->seen[i].from, n = h->seen[i].to - from, row = i * h->sk;
+        const sum_terms terms = {h->sk, 1, h->pz + row, h->sees + row, h->v, h->dv};
+        probabilities(p, h, i, sink, natural);
         if (p->t[T_LSE].host)
             tensor_set(&p->t[T_LSE], h->pack, h->x, h->first_q + i, 0, (double)h->lse[i]);
-        for (int64_t j = 0; j < h->sk && p->t[T_WEIGHTS].host; j++)
-            tensor_set(&p->t[T_WEIGHTS], h->n, h->x, i, j, (double)h->p[i * h->sk + j]);
-        const sum_terms terms = {h->sk, 1, h->pz + i * h->sk, NULL, h->sees + i * h->sk};
-        sum_rows(&terms, h->v, a->dv, h->order, o, most);
-        for (int64_t e = 0; e < a->dv; e++) {
-            tensor_set(&p->t[T_O], h->pack, h->x, h->first_q + i, e, (double)o[e]);
-            natural[T_O] = fmax(natural[T_O], most[e]);
-        }
+        if (p->t[T_WEIGHTS].host)
+            tensor_write_floats(&p->t[T_WEIGHTS], tensor_at(&p->t[T_WEIGHTS], h->n, h->x, i, from), n,
+                                h->p + row + from);
+        sum_rows(&terms, h->dv, h->order, h->part, h->row);
+        tensor_write_floats(&p->t[T_O], tensor_at(&p->t[T_O], h->pack, h->x, h->first_q + i, 0), a->dv, h->row);
+        if (h->order != PLAIN_FORWARD) /* one of the runs measures */
+            continue;
+        sum_sizes(&terms, NULL, h->dv, h->most);
+        natural[T_O] = fmax(natural[T_O], largest_of(h->most, a->dv));
     }
-    free(o);
-    free(most);
 }
 
-/* dS of one head into h->dp (before the softcap's factor), D into h->sum, and the magnitude of dS's terms into
- * `size`. */
-static void plain_scores_backward(attention_problem *p, head *h, double *size, double natural[T_COUNT]) {
+/* dP of row i into h->dp, and the magnitude of its terms into h->size. */
+static void products_backward(attention_problem *p, head *h, int64_t i) {
     const heddle_attention *a = &p->a;
-    const int t = precision_of(a->dtype, a->features);
-    float unused;
-    /* As heddle.h says: P anew, from S and the float32 lse. In blocks all is as PyTorch has it, who keeps P. */
-    for (int64_t i = 0; i < h->sq && h->order != PLAIN_BLOCKED; i++)
-        for (int64_t j = 0; j < h->sk; j++)
-            if (h->sees[i * h->sk + j]) {
-                float *weight = &h->p[i * h->sk + j];
-                *weight = round_to(t, expf(score(p, h, i, j, &unused) - h->lse[i]));
-                h->pz[i * h->sk + j] = round_to(t, *weight * h->z[i * h->sk + j]);
-            }
+    const int64_t from = h->seen[i].from, n = h->seen[i].to - from, first = i * h->sk + from;
+    float *dp = h->dp + first, *dout = h->dout + i * h->dv;
+    double *most = h->size + first;
+    const double norm = p->t[T_DOUT].host ? norm_of(dout, a->dv) : 0;
+    const sum_terms terms = {a->dv, 1, dout, NULL, h->vt + from, h->sk};
+    memset(dp, 0, (size_t)n * sizeof *dp);
+    memset(most, 0, (size_t)n * sizeof *most);
+    if (p->t[T_DOUT].host) {
+        sum_rows(&terms, n, h->order, h->part, dp);
+        round_all(h->precision, n, dp);
+        for (int64_t j = 0; j < n; j++) {
+            dp[j] *= h->z[first + j];
+            most[j] = norm * h->v_norm[from + j] * (double)h->z[first + j];
+        }
+        round_all(h->precision, n, dp);
+    }
+    if (p->t[T_DWEIGHTS].host) {
+        tensor_read_floats(&p->t[T_DWEIGHTS], tensor_at(&p->t[T_DWEIGHTS], h->n, h->x, i, from), n, h->row);
+        for (int64_t j = 0; j < n; j++) {
+            dp[j] += h->row[j];
+            most[j] += fabs((double)h->row[j]);
+        }
+        round_all(h->precision, n, dp);
+    }
+}
+
+/* dS of row i into h->dp (before the softcap's factor), D into h->sum, and the magnitude of dS's terms into h->size. */
+static void scores_backward(attention_problem *p, head *h, int64_t i, double natural[T_COUNT]) {
+    const heddle_attention *a = &p->a;
+    const int64_t from = h->seen[i].from, n = h->seen[i].to - from, first = i * h->sk + from;
+    const bool *sees = h->sees + first;
+    float *dp = h->dp + first, *weight = h->p + first, sum = 0, of_weights = 0;
+    double *most = h->size + first, total = 0;
+    products_backward(p, h, i); /* which leaves dweights in h->row */
+    for (int64_t j = 0; j < n; j++) {
+        if (!sees[j])
+            continue;
+        if (p->t[T_DWEIGHTS].host)
+            of_weights += weight[j] * h->row[j];
+        most[j] *= (double)weight[j];
+        total += most[j];
+        sum += weight[j] * dp[j];
+    }
+    const float dlse = p->t[T_DLSE].host ? (float)tensor_get(&p->t[T_DLSE], h->pack, h->x, h->first_q + i, 0) : 0;
+    total += fabs((double)dlse);
+    if (h->order == PLAIN_REVERSED && p->t[T_DOUT].host) {
+        tensor_read_floats(&p->t[T_O], tensor_at(&p->t[T_O], h->pack, h->x, h->first_q + i, 0), a->dv, h->row);
+        sum = of_weights;
+        for (int64_t e = 0; e < a->dv; e++)
+            sum += h->dout[i * h->dv + e] * h->row[e];
+    }
+    h->sum[i] = sum - dlse;
+    for (int64_t j = 0; j < n; j++) {
+        dp[j] = sees[j] ? weight[j] * (dp[j] - h->sum[i]) : 0;
+        most[j] = sees[j] ? most[j] + (double)weight[j] * total : 0;
+    }
+    round_all(h->precision, n, dp);
+    natural[T_DSINKS] += (double)h->sink[i] * total;
+}
+
+static void plain_scores_backward(attention_problem *p, head *h, double natural[T_COUNT]) {
     for (int64_t i = 0; i < h->sq; i++) {
-        float *dp = h->dp + i * h->sk, *weight = h->p + i * h->sk, sum = 0, of_weights = 0;
-        double *most = size + i * h->sk, total = 0;
-        const double dout_norm = p->t[T_DOUT].host ? norm_of(h->dout + i * a->dv, a->dv) : 0;
-        for (int64_t j = 0; j < h->sk; j++) {
-            if (!h->sees[i * h->sk + j])
-                continue;
-            if (p->t[T_DOUT].host) {
-                dp[j] = round_to(t, round_to(t, dot(h->dout + i * a->dv, h->v + j * a->dv, a->dv, h->order)) *
-                                        h->z[i * h->sk + j]);
-                most[j] = dout_norm * h->v_norm[j] * (double)h->z[i * h->sk + j];
-            }
-            if (p->t[T_DWEIGHTS].host) {
-                float dw = (float)tensor_get(&p->t[T_DWEIGHTS], h->n, h->x, i, j);
-                dp[j] = round_to(t, dp[j] + dw);
-                of_weights += weight[j] * dw;
-                most[j] += fabs((double)dw);
-            }
-            most[j] *= (double)weight[j];
-            total += most[j];
-            sum += weight[j] * dp[j];
+        const int64_t from = h->seen[i].from, n = h->seen[i].to - from, first = i * h->sk + from;
+        float *weight = h->p + first, *pz = h->pz + first;
+        /* As heddle.h says: P anew, from S and the float32 lse. In blocks all is as PyTorch has it, who keeps P. */
+        if (h->order != PLAIN_BLOCKED) {
+            for (int64_t j = 0; j < n; j++)
+                weight[j] = h->sees[first + j] ? expf(h->s[first + j] - h->lse[i]) : 0;
+            round_all(h->precision, n, weight);
+            for (int64_t j = 0; j < n; j++)
+                pz[j] = weight[j] * h->z[first + j];
+            round_all(h->precision, n, pz);
         }
-        float dlse = p->t[T_DLSE].host ? (float)tensor_get(&p->t[T_DLSE], h->pack, h->x, h->first_q + i, 0) : 0;
-        total += fabs((double)dlse);
-        if (h->order == PLAIN_REVERSED && p->t[T_DOUT].host) {
-            sum = of_weights;
-            for (int64_t e = 0; e < a->dv; e++)
-                sum += h->dout[i * a->dv + e] * (float)tensor_get(&p->t[T_O], h->pack, h->x, h->first_q + i, e);
-        }
-        h->sum[i] = sum - dlse;
-        for (int64_t j = 0; j < h->sk; j++) {
-            dp[j] = h->sees[i * h->sk + j] ? round_to(t, weight[j] * (dp[j] - h->sum[i])) : 0;
-            most[j] += (double)weight[j] * total;
-        }
-        natural[T_DSINKS] += (double)h->sink[i] * total;
+        scores_backward(p, h, i, natural);
     }
 }
 
 typedef struct sums {
-    double *dk, *dv, *dbias, *dsinks;                         /* by place in the span */
-    double *natural_dk, *natural_dv, *natural_dbias, largest; /* the same, of magnitudes */
+    double *dk, *dv, *dbias, *dsinks;                /* by place in the span */
+    double *natural_dk, *natural_dv, *natural_dbias; /* the same, of magnitudes */
 } sums;
 
-/* sum_j ds[i,j] k[j] (or the transposed sum), each head's share rounded to the dtype like a tensor of its own. */
-static void plain_gradients(attention_problem *p, head *h, const double *size, sums *s, double natural[T_COUNT]) {
+/* What row i gives to dbias, and what the softcap leaves of its dS. */
+static void gradients_of_scores(const attention_problem *p, head *h, int64_t i, const sums *s) {
+    const int64_t from = h->seen[i].from, n = h->seen[i].to - from, first = i * h->sk + from;
+    const tensor *db = &p->t[T_DBIAS];
+    float *ds = h->dp + first, *th = h->tanh + first;
+    const int64_t at = db->host ? tensor_at(db, h->n, h->x, i, from) : 0;
+    for (int64_t j = 0; j < n && db->host; j++) {
+        s->dbias[at + j] += (double)ds[j];
+        s->natural_dbias[at + j] += h->size[first + j];
+    }
+    if (p->a.softcap > 0) {
+        for (int64_t j = 0; j < n; j++)
+            ds[j] = h->sees[first + j] ? ds[j] * (1 - th[j] * th[j]) : 0;
+        round_all(h->precision, n, ds);
+    }
+}
+
+/* A head's share of dk or dv, rounded to the dtype like a tensor of its own. */
+static void add_key_sums(const head *h, const sum_terms *terms, const double *size, int64_t width, int64_t padded_width,
+                         double scale, double *sum, double *natural) {
+    sum_rows(terms, padded_width, h->order, h->part, h->row);
+    for (int64_t e = 0; e < width; e++)
+        h->row[e] *= (float)scale;
+    round_all(h->precision, width, h->row);
+    for (int64_t e = 0; e < width; e++)
+        sum[e] += (double)h->row[e];
+    if (h->order != PLAIN_FORWARD)
+        return;
+    sum_sizes(terms, size, padded_width, h->most);
+    for (int64_t e = 0; e < width; e++)
+        natural[e] += fabs(scale) * h->most[e];
+}
+
+static void plain_gradients(attention_problem *p, head *h, sums *s, double natural[T_COUNT]) {
     const heddle_attention *a = &p->a;
-    const int t = precision_of(a->dtype, a->features);
-    tensor *dq = &p->t[T_DQ], *dk = &p->t[T_DK], *dv = &p->t[T_DV], *db = &p->t[T_DBIAS];
-    for (int64_t i = 0; i < h->sq; i++)
-        for (int64_t j = 0; j < h->sk; j++) {
-            float *ds = &h->dp[i * h->sk + j], th = h->tanh[i * h->sk + j];
-            if (db->host) {
-                int64_t at = h->n * db->stride[0] + h->x * db->stride[1] + i * db->stride[2] + j;
-                s->dbias[at] += (double)*ds;
-                s->natural_dbias[at] += size[i * h->sk + j];
-            }
-            if (a->softcap > 0)
-                *ds = round_to(t, *ds * (1 - th * th));
-        }
-    float *sum = zeros(a->d + a->dv, sizeof *sum);
-    double *most = zeros(a->d + a->dv, sizeof *most);
+    tensor *dq = &p->t[T_DQ], *dk = &p->t[T_DK], *dv = &p->t[T_DV];
     for (int64_t i = 0; i < h->sq; i++) {
-        const sum_terms terms = {h->sk, 1, h->dp + i * h->sk, size + i * h->sk, h->sees + i * h->sk};
-        sum_rows(&terms, h->k, a->d, h->order, sum, most);
-        for (int64_t e = 0; e < a->d; e++) {
-            if (dq->host)
-                tensor_set(dq, h->pack, h->x, h->first_q + i, e, (double)((float)a->scale * sum[e]));
-            natural[T_DQ] = fmax(natural[T_DQ], fabs(a->scale) * most[e]);
+        const int64_t row = i * h->sk;
+        const sum_terms terms = {h->sk, 1, h->dp + row, h->sees + row, h->k, h->d};
+        gradients_of_scores(p, h, i, s);
+        if (!dq->host)
+            continue;
+        sum_rows(&terms, h->d, h->order, h->part, h->row);
+        for (int64_t e = 0; e < a->d; e++)
+            h->row[e] *= (float)a->scale;
+        tensor_write_floats(dq, tensor_at(dq, h->pack, h->x, h->first_q + i, 0), a->d, h->row);
+        if (h->order == PLAIN_FORWARD) {
+            sum_sizes(&terms, h->size + row, h->d, h->most);
+            natural[T_DQ] = fmax(natural[T_DQ], fabs(a->scale) * largest_of(h->most, a->d));
         }
     }
     for (int64_t j = 0; j < h->sk; j++) {
-        sum_terms terms = {h->sq, h->sk, h->dp + j, size + j, h->sees + j};
-        int64_t row = h->pack * dk->stride[0] + h->y * dk->stride[1] + (h->first_k + j) * dk->stride[2];
+        const sum_terms of_k = {h->sq, h->sk, h->dp + j, h->sees + j, h->q, h->d};
+        const sum_terms of_v = {h->sq, h->sk, h->pz + j, h->sees + j, h->dout, h->dv};
+        const int64_t at_k = dk->host ? tensor_at(dk, h->pack, h->y, h->first_k + j, 0) : 0;
+        const int64_t at_v = dv->host ? tensor_at(dv, h->pack, h->y, h->first_k + j, 0) : 0;
         if (dk->host)
-            sum_rows(&terms, h->q, a->d, h->order, sum, most);
-        for (int64_t e = 0; e < a->d && dk->host; e++) {
-            s->dk[row + e] += (double)round_to(t, (float)a->scale * sum[e]);
-            s->natural_dk[row + e] += fabs(a->scale) * most[e];
-        }
-        row = h->pack * dv->stride[0] + h->y * dv->stride[1] + (h->first_k + j) * dv->stride[2];
-        terms.weight = h->pz + j;
-        terms.size = NULL;
+            add_key_sums(h, &of_k, h->size + j, a->d, h->d, a->scale, s->dk + at_k, s->natural_dk + at_k);
         if (dv->host && p->t[T_DOUT].host)
-            sum_rows(&terms, h->dout, a->dv, h->order, sum, most);
-        for (int64_t e = 0; e < a->dv && dv->host && p->t[T_DOUT].host; e++) {
-            s->dv[row + e] += (double)round_to(t, sum[e]);
-            s->natural_dv[row + e] += most[e];
-        }
+            add_key_sums(h, &of_v, NULL, a->dv, h->dv, 1, s->dv + at_v, s->natural_dv + at_v);
     }
-    free(sum);
-    free(most);
     for (int64_t i = 0; i < h->sq && p->t[T_DSINKS].host; i++)
-        s->dsinks[h->x] -= (double)round_to(t, h->sink[i] * h->sum[i]);
+        s->dsinks[h->x] -= (double)round_to(h->precision, h->sink[i] * h->sum[i]);
 }
 
 /* What every row of every sequence gets before anything is computed: the values of a row that sees nothing. Of
@@ -390,8 +481,8 @@ static void plain_blank(attention_problem *p, enum attention_tensor which, bool 
         for (int64_t m = 0; m < t->dim[0]; m++)
             for (int64_t x = 0; x < t->dim[1]; x++)
                 for (int64_t i = begin; i < end; i++)
-                    for (int64_t e = 0; e < t->dim[3]; e++)
-                        tensor_set(t, m, x, i, e, value);
+                    for (int64_t e = 0, at = tensor_at(t, m, x, i, 0); e < t->dim[3]; e++)
+                        tensor_raw_set(t, at + e, value);
     }
 }
 
@@ -417,16 +508,15 @@ void plain_attention(attention_problem *p, plain_order order, double natural[T_C
               .natural_dk = zeros(p->t[T_DK].span, 8),
               .natural_dv = zeros(p->t[T_DV].span, 8),
               .natural_dbias = zeros(p->t[T_DBIAS].span, 8)};
+    head h = head_new(p, order);
     for (int64_t n = 0; n < p->a.b; n++)
         for (int64_t x = 0; x < p->a.h; x++) {
-            head h = head_new(p, n, x, order);
-            double *size = zeros(h.sq * h.sk, sizeof *size);
+            head_begin(p, &h, n, x);
             plain_forward(p, &h, natural);
-            plain_scores_backward(p, &h, size, natural);
-            plain_gradients(p, &h, size, &s, natural);
-            free(size);
-            head_free(&h);
+            plain_scores_backward(p, &h, natural);
+            plain_gradients(p, &h, &s, natural);
         }
+    head_free(&h);
     natural[T_DK] = store_sums(&p->t[T_DK], s.dk, s.natural_dk);
     natural[T_DV] = store_sums(&p->t[T_DV], s.dv, s.natural_dv);
     natural[T_DBIAS] = store_sums(&p->t[T_DBIAS], s.dbias, s.natural_dbias);

@@ -23,54 +23,77 @@ static double norm_of(const float *a, int64_t n) {
     return sqrt(sum);
 }
 
-static float element(const tensor *t, int64_t i, int64_t e, float none) {
-    return t->host ? (float)tensor_get(t, 0, 0, i, e) : none;
+/* xhat, z and dz of all rows, and what lies on the way. */
+typedef struct work {
+    int64_t m, k, n;
+    int precision;
+    bool backwards;
+    float *xhat, *z, *dz;        /* [m, k] */
+    float *w, *wt;               /* [n, k], [k, n] */
+    float *dy;                   /* [m, n] */
+    float *ones;                 /* [m] */
+    float *x, *gamma, *beta, *c; /* a row of x; the parameters, or what stands for none */
+    float *sum;                  /* [max(k, n)] */
+    double *sums;                /* [max(k, n)] */
+} work;
+
+/* A row of what may not be there. */
+static void read_row(const tensor *t, int64_t i, int64_t n, float none, float *x) {
+    for (int64_t e = 0; e < n && !t->host; e++)
+        x[e] = none;
+    if (t->host)
+        tensor_read_floats(t, tensor_at(t, 0, 0, i, 0), n, x);
 }
 
-/* Of row i, pairwise, so that a large mean is as exact as PyTorch's. */
-static float pairwise_sum(const norm_linear_problem *p, int64_t i, int64_t begin, int64_t end, bool backwards) {
+/* Pairwise, so that a large mean is as exact as PyTorch's. */
+static float pairwise_sum(const work *o, int64_t begin, int64_t end) {
     float sum = 0;
     if (end - begin > 8) {
         int64_t middle = begin + (end - begin) / 2;
-        return pairwise_sum(p, i, begin, middle, backwards) + pairwise_sum(p, i, middle, end, backwards);
+        return pairwise_sum(o, begin, middle) + pairwise_sum(o, middle, end);
     }
     for (int64_t e = begin; e < end; e++)
-        sum += element(&p->t[N_X], i, order(e, p->a.k, backwards), 0);
+        sum += o->x[order(e, o->k, o->backwards)];
     return sum;
 }
 
-static void row_statistics(const norm_linear_problem *p, int64_t i, bool backwards, float *mean, float *rstd) {
+static void row_statistics(const norm_linear_problem *p, const work *o, float *mean, float *rstd) {
     const heddle_norm_linear *a = &p->a;
     float squares = 0;
-    *mean = a->norm == HEDDLE_RMS_NORM ? 0 : pairwise_sum(p, i, 0, a->k, backwards) / (float)a->k;
+    *mean = a->norm == HEDDLE_RMS_NORM ? 0 : pairwise_sum(o, 0, a->k) / (float)a->k;
     for (int64_t e = 0; e < a->k; e++) {
-        float centred = element(&p->t[N_X], i, order(e, a->k, backwards), 0) - *mean;
+        float centred = o->x[order(e, a->k, o->backwards)] - *mean;
         squares += centred * centred;
     }
     *rstd = 1 / sqrtf(squares / (float)a->k + (float)a->eps);
 }
 
-/* The input's gradient of one row: of the norm from dz, all in float32. */
-static void row_backward(norm_linear_problem *p, int64_t i, const float *xhat, const float *dz, float rstd,
-                         double natural[N_COUNT]) {
+static double larger(double a, double b) {
+    return b > a ? b : a;
+}
+
+/* The input's gradient of row i: of the norm from dz, all in float32. */
+static void row_backward(norm_linear_problem *p, const work *o, int64_t i, float rstd, double natural[N_COUNT]) {
     const heddle_norm_linear *a = &p->a;
-    float mean_g = 0, mean_gx = 0;
+    const float *xhat = o->xhat + i * o->k, *dz = o->dz + i * o->k;
+    float mean_g = 0, mean_gx = 0, *dx = o->sum;
     double most = 0, most_gx = 0;
     for (int64_t e = 0; e < a->k; e++) {
-        float g = dz[e] * element(&p->t[N_GAMMA], 0, e, 1);
+        float g = dz[e] * o->gamma[e];
         mean_g += g / (float)a->k;
         mean_gx += g * xhat[e] / (float)a->k;
-        most = fmax(most, fabs((double)g));
+        most = larger(most, fabs((double)g));
         most_gx += fabs((double)(g * xhat[e])) / (double)a->k;
     }
     if (a->norm == HEDDLE_RMS_NORM)
         mean_g = 0;
     for (int64_t e = 0; e < a->k; e++) {
-        float g = dz[e] * element(&p->t[N_GAMMA], 0, e, 1);
-        if (p->t[N_DX].host)
-            tensor_set(&p->t[N_DX], 0, 0, i, e, (double)(rstd * (g - mean_g - xhat[e] * mean_gx)));
-        natural[N_DX] = fmax(natural[N_DX], (double)rstd * (2 * most + fabs((double)xhat[e]) * most_gx));
+        float g = dz[e] * o->gamma[e];
+        dx[e] = rstd * (g - mean_g - xhat[e] * mean_gx);
+        natural[N_DX] = larger(natural[N_DX], (double)rstd * (2 * most + fabs((double)xhat[e]) * most_gx));
     }
+    if (p->t[N_DX].host)
+        tensor_write_floats(&p->t[N_DX], tensor_at(&p->t[N_DX], 0, 0, i, 0), a->k, dx);
 }
 
 /* sum[e] = sum_x weight[x * step] * rows[x, e] for x in order, each sum by itself as written: the terms of one are added one by one. */
@@ -105,65 +128,55 @@ static double largest_norm(const float *rows, int64_t count, int64_t width) {
     return most;
 }
 
-/* xhat, z and dz of all rows, and what lies on the way. */
-typedef struct work {
-    int64_t m, k, n;
-    bool backwards;
-    float *xhat, *z, *dz; /* [m, k] */
-    float *w, *wt;        /* [n, k], [k, n] */
-    float *dy;            /* [m, n] */
-    float *ones;          /* [m] */
-    float *sum;           /* [max(k, n)] */
-    double *sums;         /* [max(k, n)] */
-} work;
-
 static void forward_row(norm_linear_problem *p, const work *o, int64_t i, double natural[N_COUNT]) {
-    const heddle_norm_linear *a = &p->a;
-    const int t = precision_of(a->dtype, a->features);
-    float mean, rstd, *xhat = o->xhat + i * o->k, *z = o->z + i * o->k;
-    row_statistics(p, i, o->backwards, &mean, &rstd);
+    const int t = o->precision;
+    float mean, rstd, *xhat = o->xhat + i * o->k, *z = o->z + i * o->k, *dy = o->dy + i * o->n, *dz = o->dz + i * o->k;
+    tensor *y = &p->t[N_Y];
+    read_row(&p->t[N_X], i, o->k, 0, o->x);
+    row_statistics(p, o, &mean, &rstd);
     if (p->t[N_MEAN].host)
         tensor_raw_set(&p->t[N_MEAN], i, (double)mean);
     if (p->t[N_RSTD].host)
         tensor_raw_set(&p->t[N_RSTD], i, (double)rstd);
     for (int64_t e = 0; e < o->k; e++) {
-        float x = element(&p->t[N_X], i, e, 0);
-        natural[N_MEAN] = fmax(natural[N_MEAN], a->norm == HEDDLE_RMS_NORM ? 0 : fabs((double)x));
-        xhat[e] = (x - mean) * rstd;
-        z[e] = round_to(t, xhat[e] * element(&p->t[N_GAMMA], 0, e, 1) + element(&p->t[N_BETA], 0, e, 0));
+        natural[N_MEAN] = larger(natural[N_MEAN], p->a.norm == HEDDLE_RMS_NORM ? 0 : fabs((double)o->x[e]));
+        xhat[e] = (o->x[e] - mean) * rstd;
+        z[e] = xhat[e] * o->gamma[e] + o->beta[e];
     }
+    round_all(t, o->k, z);
     sum_rows(z, 1, o->wt, o->k, o->n, o->backwards, o->sum);
-    for (int64_t f = 0; f < o->n; f++) {
-        tensor_set(&p->t[N_Y], 0, 0, i, f, (double)(o->sum[f] + element(&p->t[N_C], 0, f, 0)));
-        o->dy[i * o->n + f] = round_to(t, element(&p->t[N_DY], i, f, 0));
-    }
-    sum_rows(o->dy + i * o->n, 1, o->w, o->n, o->k, o->backwards, o->sum);
-    for (int64_t e = 0; e < o->k; e++)
-        o->dz[i * o->k + e] = round_to(t, o->sum[e]);
-    row_backward(p, i, xhat, o->dz + i * o->k, rstd, natural);
+    for (int64_t f = 0; f < o->n; f++)
+        o->sum[f] += o->c[f];
+    tensor_write_floats(y, tensor_at(y, 0, 0, i, 0), o->n, o->sum);
+    read_row(&p->t[N_DY], i, o->n, 0, dy);
+    round_all(t, o->n, dy);
+    sum_rows(dy, 1, o->w, o->n, o->k, o->backwards, dz);
+    round_all(t, o->k, dz);
+    row_backward(p, o, i, rstd, natural);
 }
 
 /* A sum over the rows, [width], and the largest sum of its terms' magnitudes. */
-static void store_sum(norm_linear_problem *p, int which, const work *o, const float *weight, const float *rows,
-                      int64_t width, double natural[N_COUNT]) {
-    sum_rows(weight, 1, rows, o->m, width, o->backwards, o->sum);
-    for (int64_t e = 0; e < width && p->t[which].host; e++)
-        tensor_raw_set(&p->t[which], e, (double)o->sum[e]);
-    natural[which] = largest_sum(weight, 1, rows, o->m, width, o->sums);
+static void store_sum(norm_linear_problem *p, int which, const work *o, const float *rows, int64_t width,
+                      double natural[N_COUNT]) {
+    sum_rows(o->ones, 1, rows, o->m, width, o->backwards, o->sum);
+    if (p->t[which].host)
+        tensor_write_floats(&p->t[which], 0, width, o->sum);
+    natural[which] = largest_sum(o->ones, 1, rows, o->m, width, o->sums);
 }
 
-static void backward_parameters(norm_linear_problem *p, const work *o, double natural[N_COUNT]) {
+static void backward_parameters(norm_linear_problem *p, const work *o, bool measure, double natural[N_COUNT]) {
     float *products = zeros(o->m * o->k, sizeof *products);
+    tensor *dw = &p->t[N_DW];
     for (int64_t x = 0; x < o->m * o->k; x++)
         products[x] = o->dz[x] * o->xhat[x];
-    store_sum(p, N_DGAMMA, o, o->ones, products, o->k, natural);
-    store_sum(p, N_DBETA, o, o->ones, o->dz, o->k, natural);
-    store_sum(p, N_DC, o, o->ones, o->dy, o->n, natural);
-    for (int64_t f = 0; f < o->n && p->t[N_DW].host; f++) {
+    store_sum(p, N_DGAMMA, o, products, o->k, natural);
+    store_sum(p, N_DBETA, o, o->dz, o->k, natural);
+    store_sum(p, N_DC, o, o->dy, o->n, natural);
+    for (int64_t f = 0; f < o->n && dw->host; f++) {
         sum_rows(o->dy + f, o->n, o->z, o->m, o->k, o->backwards, o->sum);
-        for (int64_t e = 0; e < o->k; e++)
-            tensor_set(&p->t[N_DW], 0, 0, f, e, (double)o->sum[e]);
-        natural[N_DW] = fmax(natural[N_DW], largest_sum(o->dy + f, o->n, o->z, o->m, o->k, o->sums));
+        tensor_write_floats(dw, tensor_at(dw, 0, 0, f, 0), o->k, o->sum);
+        if (measure)
+            natural[N_DW] = larger(natural[N_DW], largest_sum(o->dy + f, o->n, o->z, o->m, o->k, o->sums));
     }
     free(products);
 }
@@ -171,22 +184,29 @@ static void backward_parameters(norm_linear_problem *p, const work *o, double na
 void plain_norm_linear(norm_linear_problem *p, bool backwards, double natural[N_COUNT]) {
     const int64_t m = p->a.m, k = p->a.k, n = p->a.n, longest = k > n ? k : n;
     const int t = precision_of(p->a.dtype, p->a.features);
-    work o = {.m = m, .k = k, .n = n, .backwards = backwards};
-    float **const arrays[] = {&o.xhat, &o.z, &o.dz, &o.w, &o.wt, &o.dy, &o.ones, &o.sum};
-    const int64_t sizes[] = {m * k, m * k, m * k, n * k, n * k, m * n, m, longest};
+    double unused[N_COUNT], *const measured = natural ? natural : unused;
+    work o = {.m = m, .k = k, .n = n, .precision = t, .backwards = backwards};
+    float **const arrays[] = {&o.xhat, &o.z, &o.dz, &o.w, &o.wt, &o.dy, &o.ones, &o.x, &o.gamma, &o.beta, &o.c, &o.sum};
+    const int64_t sizes[] = {m * k, m * k, m * k, n * k, n * k, m * n, m, k, k, k, n, longest};
     for (size_t x = 0; x < COUNT(arrays); x++)
         *arrays[x] = zeros(sizes[x], sizeof(float));
     o.sums = zeros(longest, sizeof *o.sums);
-    memset(natural, 0, N_COUNT * sizeof *natural);
+    memset(measured, 0, N_COUNT * sizeof *measured);
+    read_row(&p->t[N_GAMMA], 0, k, 1, o.gamma);
+    read_row(&p->t[N_BETA], 0, k, 0, o.beta);
+    read_row(&p->t[N_C], 0, n, 0, o.c);
+    for (int64_t f = 0; f < n; f++)
+        read_row(&p->t[N_W], f, k, 0, o.w + f * k);
+    round_all(t, n * k, o.w);
     for (int64_t f = 0; f < n; f++)
         for (int64_t e = 0; e < k; e++)
-            o.w[f * k + e] = o.wt[e * n + f] = round_to(t, element(&p->t[N_W], f, e, 0));
+            o.wt[e * n + f] = o.w[f * k + e];
     for (int64_t i = 0; i < m; i++) {
         o.ones[i] = 1;
-        forward_row(p, &o, i, natural);
+        forward_row(p, &o, i, measured);
     }
-    natural[N_Y] = largest_norm(o.z, m, k) * largest_norm(o.w, n, k);
-    backward_parameters(p, &o, natural);
+    measured[N_Y] = largest_norm(o.z, m, k) * largest_norm(o.w, n, k);
+    backward_parameters(p, &o, natural != NULL, measured);
     for (size_t x = 0; x < COUNT(arrays); x++)
         free(*arrays[x]);
     free(o.sums);

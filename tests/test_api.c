@@ -70,7 +70,7 @@ static void refuse(const heddle_attention *a, heddle_status expected, const char
     assert_non_null(strstr(why, part));
     assert_true(workspace_intact(p.a.device, workspace, 0)); /* untouched at its head, too */
     expect_untouched(&p);
-    workspace_free(p.a.device, workspace);
+    workspace_free(p.a.device, workspace, ENOUGH);
     attention_free(&p);
 }
 
@@ -101,7 +101,7 @@ static void test_descriptor_size(void **state) {
         expect_status(heddle_attention_workspace(&p.a, (heddle_pass)pass, NULL), HEDDLE_NULL_POINTER, "bytes");
     }
     expect_untouched(&p);
-    workspace_free(p.a.device, workspace);
+    workspace_free(p.a.device, workspace, ENOUGH);
     attention_free(&p);
 }
 
@@ -333,7 +333,7 @@ static void test_pointers(void **state) {
         .size = sizeof few, .q = data.q, .k = data.k, .v = data.v, .o = data.o, .cu_seqlens_q = data.cu_seqlens_q};
     expect_status(call(&p, &a, &few, HEDDLE_FORWARD, workspace, ENOUGH), HEDDLE_BAD_COMBINATION, "cu_seqlens_q");
     expect_untouched(&p);
-    workspace_free(p.a.device, workspace);
+    workspace_free(p.a.device, workspace, ENOUGH);
     attention_free(&p);
 }
 
@@ -359,7 +359,7 @@ static void test_workspace(void **state) {
                       "workspace");
     }
     expect_untouched(&p);
-    workspace_free(p.a.device, workspace);
+    workspace_free(p.a.device, workspace, ENOUGH);
     attention_free(&p);
 }
 
@@ -508,7 +508,7 @@ static void refuse_linear(const heddle_norm_linear *a, heddle_status expected, c
     expect_status(heddle_norm_linear_supported(a, why, sizeof why), expected, part);
     assert_non_null(strstr(why, part));
     expect_untouched_linear(&p);
-    workspace_free(p.a.device, workspace);
+    workspace_free(p.a.device, workspace, ENOUGH);
     norm_linear_free(&p);
 }
 
@@ -603,7 +603,7 @@ static void test_norm_linear_pointers(void **state) {
     data.rstd = NULL;
     expect_status(call_linear(&p.a, &data, 1, workspace, ENOUGH), HEDDLE_BAD_COMBINATION, "rstd");
     expect_untouched_linear(&p);
-    workspace_free(p.a.device, workspace);
+    workspace_free(p.a.device, workspace, ENOUGH);
     norm_linear_free(&p);
 }
 
@@ -625,7 +625,7 @@ static void test_the_other_pass(void **state) {
     heddle_norm_linear_data t = norm_linear_data(&n, false);
     t.dy = t.dx = t.dgamma = t.dbeta = t.dw = t.dbias = wrong;
     expect_status(call_linear(&n.a, &t, HEDDLE_FORWARD, workspace, ENOUGH), HEDDLE_OK, "");
-    workspace_free(p.a.device, workspace);
+    workspace_free(p.a.device, workspace, ENOUGH);
     norm_linear_free(&n);
 }
 

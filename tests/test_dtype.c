@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Conversions, bit by bit, and Philox against Random123. */
+ * Conversions, bit by bit, and Philox against Random123; and what the tests themselves convert and draw by the row. */
 #include "common.h"
 
 #include "dtype.h"
@@ -185,13 +185,63 @@ static void test_dropout_words(void **state) {
     assert_int_equal(dropout_threshold(0.1), 429496729);
 }
 
+static bool same_double(double a, double b) {
+    return a == b ? signbit(a) == signbit(b) : isnan(a) && isnan(b);
+}
+
+/* Rows of floats, whatever bits they have, are written, rounded and read as single elements are. */
+static void test_rows(void **state) {
+    (void)state;
+    enum { ROW = 251 };
+    float x[ROW], rounded[ROW], floats[ROW];
+    double doubles[ROW];
+    for (size_t d = 0; d < TEST_DTYPES; d++) {
+        const heddle_dtype dtype = test_dtypes[d];
+        tensor t = tensor_vector(HEDDLE_REF, (int)dtype, ROW);
+        for (uint64_t bits = 0; bits < UINT64_C(1) << 32; bits += UINT64_C(977) * ROW) {
+            for (uint32_t i = 0; i < ROW; i++)
+                x[i] = float_from_bits((uint32_t)bits + 977 * i);
+            memcpy(rounded, x, sizeof x);
+            round_all((int)dtype, ROW, rounded);
+            tensor_write_floats(&t, 0, ROW, x);
+            tensor_read_floats(&t, 0, ROW, floats);
+            tensor_read(&t, 0, ROW, doubles);
+            for (int i = 0; i < ROW; i++) {
+                double bytes; /* room for any element */
+                store_element(dtype, &bytes, 0, (double)x[i]);
+                const double expected = load_element(dtype, &bytes, 0);
+                assert_true(same_double(tensor_raw(&t, i), expected));
+                assert_true(same_double((double)floats[i], expected));
+                assert_true(same_double(doubles[i], expected));
+                assert_true(same_double((double)rounded[i], expected));
+                assert_true(same_double((double)round_to((int)dtype, x[i]), expected));
+            }
+        }
+        tensor_free(&t);
+    }
+}
+
+/* The tests' normal numbers are those of libm's functions, but for the last bits. */
+static void test_normals(void **state) {
+    (void)state;
+    enum { ROW = 100000 };
+    static double x[ROW];
+    rng r = {test_seed(3)}, again = r;
+    rng_normals(&r, ROW, x);
+    for (int i = 0; i < ROW; i++) {
+        const double u = 1 - rng_uniform(&again), v = rng_uniform(&again), radius = sqrt(-2 * log(u));
+        assert_true(fabs(x[i] - radius * cos(6.283185307179586 * v)) <= 0x1p-50 * radius);
+    }
+}
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_patterns),      cmocka_unit_test(test_rounding),
         cmocka_unit_test(test_special),       cmocka_unit_test(test_sizes),
         cmocka_unit_test(test_philox_known),  cmocka_unit_test(test_philox_random123),
-        cmocka_unit_test(test_dropout_words),
+        cmocka_unit_test(test_dropout_words), cmocka_unit_test(test_rows),
+        cmocka_unit_test(test_normals),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

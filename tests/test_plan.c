@@ -231,7 +231,7 @@ static void test_query_agrees(void **state) {
                 tensor_download(&p.t[t]);
                 assert_true(tensor_unchanged(&p.t[t]));
             }
-            workspace_free(p.a.device, workspace);
+            workspace_free(p.a.device, workspace, bytes);
             attention_free(&p);
         }
 }

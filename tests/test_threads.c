@@ -27,7 +27,7 @@ static bool attention_pass(attention_problem *p, heddle_pass pass) {
     heddle_status status = pass == HEDDLE_FORWARD ? heddle_attention_forward(&p->a, &data, workspace, bytes, NULL)
                                                   : heddle_attention_backward(&p->a, &data, workspace, bytes, NULL);
     bool right = status == HEDDLE_OK && workspace_intact(p->a.device, workspace, bytes);
-    workspace_free(p->a.device, workspace);
+    workspace_free(p->a.device, workspace, bytes);
     for (int x = 0; x < T_COUNT; x++)
         tensor_download(&p->t[x]);
     return right;
@@ -47,7 +47,7 @@ static bool norm_linear_both(norm_linear_problem *p) {
         heddle_status status = pass ? heddle_norm_linear_backward(&p->a, &data, workspace, bytes, NULL)
                                     : heddle_norm_linear_forward(&p->a, &data, workspace, bytes, NULL);
         bool right = status == HEDDLE_OK && workspace_intact(p->a.device, workspace, bytes);
-        workspace_free(p->a.device, workspace);
+        workspace_free(p->a.device, workspace, bytes);
         if (!right)
             return false;
     }
@@ -182,7 +182,7 @@ static void test_threads_change(void **state) {
     assert_int_equal(heddle_attention_forward(&q.a, &data, workspace, bytes, NULL), HEDDLE_OK);
     tensor_download(&q.t[T_O]);
     assert_true(tensor_equal(&p.t[T_O], &q.t[T_O]));
-    workspace_free(q.a.device, workspace);
+    workspace_free(q.a.device, workspace, bytes);
     attention_free(&p);
     attention_free(&q);
 }
