@@ -132,9 +132,11 @@ typedef enum plain_order { PLAIN_FORWARD, PLAIN_REVERSED, PLAIN_BLOCKED, PLAIN_E
 enum { PLAIN_BLOCK = 128 };
 
 /* Both passes in the problem's dtype, as PyTorch's math path does them: every intermediate rounded to it. Fills the
- * outputs' host images, and with PLAIN_FORWARD the natural magnitude of each. The orders are equally plain; PLAIN_BLOCKED keeps P of the forward; PLAIN_REVERSED has D
- * from dout and the rounded o, as docs/design.md has it, the others from P and dP. */
-void plain_attention(attention_problem *p, plain_order order, double natural[T_COUNT]);
+ * outputs' host images, and with PLAIN_FORWARD of each the natural magnitude, a sum of magnitudes, and its spread, the root of a sum
+ * of squares of what is rounded before it is summed (P, dS, o in D): what roundings that know nothing of each other go with. The
+ * orders are equally plain; PLAIN_BLOCKED keeps P of the forward; PLAIN_REVERSED has D from dout and the rounded o, as
+ * docs/design.md has it, the others from P and dP. */
+void plain_attention(attention_problem *p, plain_order order, double natural[T_COUNT], double spread[T_COUNT]);
 
 /* ------------------------------------------------------------------------------------------------- norm-linear */
 

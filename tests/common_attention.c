@@ -335,13 +335,13 @@ static bool check_exact_zeros(const attention_problem *p, const attention_proble
 /* The plain computation's error is the largest over the orders of its sums. Two of them are enough for nearly all cases; only where
  * one of our errors is more than twice theirs the others are asked, too. */
 static void worst_plain(const attention_problem *p, const attention_problem *ref, attention_problem *plain,
-                        double natural[T_COUNT]) {
-    double unused[T_COUNT], magnitude;
-    plain_attention(plain, PLAIN_FORWARD, natural);
+                        double natural[T_COUNT], double spread[T_COUNT]) {
+    double unused[2][T_COUNT], magnitude;
+    plain_attention(plain, PLAIN_FORWARD, natural, spread);
     bool far = true;
     for (int order = PLAIN_FORWARD + 1; order < PLAIN_ORDERS && far; order++) {
         attention_problem other = attention_copy(p, p->a.dtype, HEDDLE_REF);
-        plain_attention(&other, (plain_order)order, unused);
+        plain_attention(&other, (plain_order)order, unused[0], unused[1]);
         far = order < PLAIN_REVERSED;
         for (int x = T_O; x < T_COUNT; x++) {
             if (!p->t[x].host || (x > T_WEIGHTS && x < T_DQ))
@@ -358,7 +358,7 @@ bool attention_is_right(const attention_case *c) {
     attention_problem p = attention_new(c);
     attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF),
                       plain = attention_copy(&p, p.a.dtype, HEDDLE_REF);
-    double natural[T_COUNT];
+    double natural[T_COUNT], spread[T_COUNT];
     bool backward = !(c->skip >> T_LSE & 1);
     bool right = run_pass(&p, HEDDLE_FORWARD);
     right = run_pass(&ref, HEDDLE_FORWARD) && right;
@@ -366,7 +366,7 @@ bool attention_is_right(const attention_case *c) {
         right = run_pass(&p, HEDDLE_BACKWARD);
         right = run_pass(&ref, HEDDLE_BACKWARD) && right;
     }
-    worst_plain(&p, &ref, &plain, natural);
+    worst_plain(&p, &ref, &plain, natural, spread);
     /* What rounding takes from large scores (ALiBi's, far away) is a relative error of P, in proportion to them. */
     const double condition = c->ill_conditioned ? INFINITY : fmax(1, natural[T_LSE] / 64);
     for (int x = 0; right && x < T_COUNT; x++) {
@@ -377,7 +377,9 @@ bool attention_is_right(const attention_case *c) {
         double rows = (double)(p.a.b * p.a.sq);
         const int precision = precision_of(p.a.dtype, p.a.features);
         double rounding = precision == HEDDLE_BF16 ? 0x1p-8 : 0x1p-11;
-        double noise = x == T_DSINKS && precision != HEDDLE_F32 ? rounding * natural[x] / sqrt(rows) : 0;
+        double noise = x == T_DSINKS ? rounding * natural[x] / sqrt(rows) : 2 * rounding * spread[x];
+        if (precision == HEDDLE_F32)
+            noise = 0;
         right = compare_tensor(attention_tensor_name[x], precision, &p.t[x], &ref.t[x], &plain.t[x], natural[x], noise,
                                condition);
     }
@@ -398,14 +400,14 @@ void attention_count(const attention_case *c, attention_bin *bin) {
     attention_problem p = attention_new(c);
     attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF),
                       plain = attention_copy(&p, p.a.dtype, HEDDLE_REF);
-    double natural[T_COUNT], unused[T_COUNT];
+    double natural[T_COUNT], unused[2][T_COUNT];
     attention_problem *both[] = {&p, &ref};
     for (size_t x = 0; x < COUNT(both); x++) {
         attention_run(both[x], HEDDLE_FORWARD);
         attention_run(both[x], HEDDLE_BACKWARD);
     }
-    plain_attention(&plain, PLAIN_FORWARD, natural);
-    plain_attention(&plain, PLAIN_BLOCKED, unused);
+    plain_attention(&plain, PLAIN_FORWARD, natural, unused[0]);
+    plain_attention(&plain, PLAIN_BLOCKED, unused[0], unused[1]);
     for (int x = T_O; x < T_COUNT; x++) {
         if (!p.t[x].host || (x > T_WEIGHTS && x < T_DQ))
             continue;

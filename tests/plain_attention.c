@@ -63,6 +63,7 @@ typedef struct head {
     float *row, *part;                 /* [max(sk, d, dv)] */
     double *most;                      /* the same */
     double *size;                      /* [sq, sk] */
+    double *of_ds;                     /* [sq, sk]: what the rounding of dS, and of D, goes with */
     double *k_norm, *v_norm;           /* [sk] */
 } head;
 
@@ -113,15 +114,16 @@ static head head_new(const attention_problem *p, plain_order order) {
     h.sees = zeros(all, sizeof *h.sees);
     h.most = zeros(longest, sizeof *h.most);
     h.size = zeros(all, sizeof *h.size);
+    h.of_ds = zeros(all, sizeof *h.of_ds);
     h.k_norm = zeros(a->sk, sizeof *h.k_norm);
     h.v_norm = zeros(a->sk, sizeof *h.v_norm);
     return h;
 }
 
 static void head_free(head *h) {
-    void *all[] = {h->q,    h->k,    h->v,    h->dout, h->kt,   h->vt,     h->s,     h->p,
-                   h->z,    h->pz,   h->tanh, h->dp,   h->lse,  h->sink,   h->sum,   h->row,
-                   h->part, h->seen, h->sees, h->most, h->size, h->k_norm, h->v_norm};
+    void *all[] = {h->q,    h->k,    h->v,    h->dout, h->kt,   h->vt,     h->s,      h->p,
+                   h->z,    h->pz,   h->tanh, h->dp,   h->lse,  h->sink,   h->sum,    h->row,
+                   h->part, h->seen, h->sees, h->most, h->size, h->k_norm, h->v_norm, h->of_ds};
     for (size_t s = 0; s < COUNT(all); s++)
         free(all[s]);
 }
@@ -197,6 +199,18 @@ static void sum_sizes(const sum_terms *t, const double *size, int64_t width, dou
         if (t->sees[x * t->step])
             for (int64_t e = 0; e < width; e++)
                 most[e] += of * fabs((double)row[e]);
+    }
+}
+
+/* Sums of squares of its terms; of: weights in place of its own. */
+static void sum_squares(const sum_terms *t, const double *of, int64_t width, double *restrict most) {
+    memset(most, 0, (size_t)width * sizeof *most);
+    for (int64_t x = 0; x < t->count; x++) {
+        const float *restrict row = t->rows + x * t->pitch;
+        const double weight = of ? of[x * t->step] : (double)t->weight[x * t->step];
+        if (t->sees[x * t->step])
+            for (int64_t e = 0; e < width; e++)
+                most[e] += weight * weight * (double)row[e] * (double)row[e];
     }
 }
 
@@ -296,7 +310,7 @@ static void probabilities(attention_problem *p, head *h, int64_t i, float sink, 
     natural[T_WEIGHTS] = 1;
 }
 
-static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]) {
+static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT], double spread[T_COUNT]) {
     const heddle_attention *a = &p->a;
     const float sink = a->features & HEDDLE_SINKS ? (float)tensor_raw(&p->t[T_SINKS], h->x) : -INFINITY;
     for (int64_t i = 0; i < h->sq; i++) {
@@ -314,6 +328,8 @@ static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]
             continue;
         sum_sizes(&terms, NULL, h->dv, h->most);
         natural[T_O] = fmax(natural[T_O], largest_of(h->most, a->dv));
+        sum_squares(&terms, NULL, h->dv, h->most);
+        spread[T_O] = fmax(spread[T_O], sqrt(largest_of(h->most, a->dv)));
     }
 }
 
@@ -400,7 +416,23 @@ static void plain_scores_backward(attention_problem *p, head *h, double natural[
 typedef struct sums {
     double *dk, *dv, *dbias, *dsinks;                /* by place in the span */
     double *natural_dk, *natural_dv, *natural_dbias; /* the same, of magnitudes */
+    double *spread_dk, *spread_dv, *spread_dbias;    /* and of squares */
 } sums;
+
+/* Of dS of row i, and of D from a rounded o, the part of each key. */
+static void measure_row(const attention_problem *p, head *h, int64_t i) {
+    const heddle_attention *a = &p->a;
+    const int64_t from = h->seen[i].from, to = h->seen[i].to, row = i * h->sk;
+    double of_d = 0;
+    if (p->t[T_DOUT].host)
+        tensor_read_floats(&p->t[T_O], tensor_at(&p->t[T_O], h->pack, h->x, h->first_q + i, 0), a->dv, h->row);
+    for (int64_t e = 0; e < a->dv && p->t[T_DOUT].host; e++)
+        of_d += pow((double)h->row[e] * (double)h->dout[i * h->dv + e], 2);
+    for (int64_t j = from; j < to; j++) {
+        const double ds = (double)h->dp[row + j], weight = (double)h->p[row + j];
+        h->of_ds[row + j] = h->sees[row + j] ? sqrt(ds * ds + weight * weight * of_d) : 0;
+    }
+}
 
 /* What row i gives to dbias, and what the softcap leaves of its dS. */
 static void gradients_of_scores(const attention_problem *p, head *h, int64_t i, const sums *s) {
@@ -408,9 +440,12 @@ static void gradients_of_scores(const attention_problem *p, head *h, int64_t i, 
     const tensor *db = &p->t[T_DBIAS];
     float *ds = h->dp + first, *th = h->tanh + first;
     const int64_t at = db->host ? tensor_at(db, h->n, h->x, i, from) : 0;
+    if (h->order == PLAIN_FORWARD)
+        measure_row(p, h, i);
     for (int64_t j = 0; j < n && db->host; j++) {
         s->dbias[at + j] += (double)ds[j];
         s->natural_dbias[at + j] += h->size[first + j];
+        s->spread_dbias[at + j] += h->of_ds[first + j] * h->of_ds[first + j];
     }
     if (p->a.softcap > 0) {
         for (int64_t j = 0; j < n; j++)
@@ -420,8 +455,8 @@ static void gradients_of_scores(const attention_problem *p, head *h, int64_t i, 
 }
 
 /* A head's share of dk or dv, rounded to the dtype like a tensor of its own. */
-static void add_key_sums(const head *h, const sum_terms *terms, const double *size, int64_t width, int64_t padded_width,
-                         double scale, double *sum, double *natural) {
+static void add_key_sums(const head *h, const sum_terms *terms, const double *size, const double *of, int64_t width,
+                         int64_t padded_width, double scale, double *sum, double *natural, double *spread) {
     sum_rows(terms, padded_width, h->order, h->part, h->row);
     for (int64_t e = 0; e < width; e++)
         h->row[e] *= (float)scale;
@@ -433,9 +468,12 @@ static void add_key_sums(const head *h, const sum_terms *terms, const double *si
     sum_sizes(terms, size, padded_width, h->most);
     for (int64_t e = 0; e < width; e++)
         natural[e] += fabs(scale) * h->most[e];
+    sum_squares(terms, of, padded_width, h->most);
+    for (int64_t e = 0; e < width; e++)
+        spread[e] += scale * scale * h->most[e];
 }
 
-static void plain_gradients(attention_problem *p, head *h, sums *s, double natural[T_COUNT]) {
+static void plain_gradients(attention_problem *p, head *h, sums *s, double natural[T_COUNT], double spread[T_COUNT]) {
     const heddle_attention *a = &p->a;
     tensor *dq = &p->t[T_DQ], *dk = &p->t[T_DK], *dv = &p->t[T_DV];
     for (int64_t i = 0; i < h->sq; i++) {
@@ -451,6 +489,8 @@ static void plain_gradients(attention_problem *p, head *h, sums *s, double natur
         if (h->order == PLAIN_FORWARD) {
             sum_sizes(&terms, h->size + row, h->d, h->most);
             natural[T_DQ] = fmax(natural[T_DQ], fabs(a->scale) * largest_of(h->most, a->d));
+            sum_squares(&terms, h->of_ds + row, h->d, h->most);
+            spread[T_DQ] = fmax(spread[T_DQ], fabs(a->scale) * sqrt(largest_of(h->most, a->d)));
         }
     }
     for (int64_t j = 0; j < h->sk; j++) {
@@ -459,9 +499,11 @@ static void plain_gradients(attention_problem *p, head *h, sums *s, double natur
         const int64_t at_k = dk->host ? tensor_at(dk, h->pack, h->y, h->first_k + j, 0) : 0;
         const int64_t at_v = dv->host ? tensor_at(dv, h->pack, h->y, h->first_k + j, 0) : 0;
         if (dk->host)
-            add_key_sums(h, &of_k, h->size + j, a->d, h->d, a->scale, s->dk + at_k, s->natural_dk + at_k);
+            add_key_sums(h, &of_k, h->size + j, h->of_ds + j, a->d, h->d, a->scale, s->dk + at_k, s->natural_dk + at_k,
+                         s->spread_dk + at_k);
         if (dv->host && p->t[T_DOUT].host)
-            add_key_sums(h, &of_v, NULL, a->dv, h->dv, 1, s->dv + at_v, s->natural_dv + at_v);
+            add_key_sums(h, &of_v, NULL, NULL, a->dv, h->dv, 1, s->dv + at_v, s->natural_dv + at_v,
+                         s->spread_dv + at_v);
     }
     for (int64_t i = 0; i < h->sq && p->t[T_DSINKS].host; i++)
         s->dsinks[h->x] -= (double)round_to(h->precision, h->sink[i] * h->sum[i]);
@@ -486,18 +528,15 @@ static void plain_blank(attention_problem *p, enum attention_tensor which, bool 
     }
 }
 
-static double store_sums(tensor *t, const double *sum, const double *size) {
-    double most = 0;
-    for (int64_t at = 0; t->host && at < t->span; at++) {
+static void store_sums(tensor *t, const double *sum) {
+    for (int64_t at = 0; t->host && at < t->span; at++)
         if (!tensor_is_poison(t, at))
             tensor_raw_set(t, at, sum[at]);
-        most = fmax(most, size ? size[at] : 0);
-    }
-    return most;
 }
 
-void plain_attention(attention_problem *p, plain_order order, double natural[T_COUNT]) {
+void plain_attention(attention_problem *p, plain_order order, double natural[T_COUNT], double spread[T_COUNT]) {
     memset(natural, 0, T_COUNT * sizeof *natural);
+    memset(spread, 0, T_COUNT * sizeof *spread);
     for (int which = 0; which < T_COUNT; which++)
         if (is_output(&attention_fields[which]))
             plain_blank(p, which, which == T_DK || which == T_DV, which == T_LSE ? -INFINITY : 0);
@@ -507,21 +546,34 @@ void plain_attention(attention_problem *p, plain_order order, double natural[T_C
               .dsinks = zeros(p->a.h, 8),
               .natural_dk = zeros(p->t[T_DK].span, 8),
               .natural_dv = zeros(p->t[T_DV].span, 8),
-              .natural_dbias = zeros(p->t[T_DBIAS].span, 8)};
+              .natural_dbias = zeros(p->t[T_DBIAS].span, 8),
+              .spread_dk = zeros(p->t[T_DK].span, 8),
+              .spread_dv = zeros(p->t[T_DV].span, 8),
+              .spread_dbias = zeros(p->t[T_DBIAS].span, 8)};
     head h = head_new(p, order);
     for (int64_t n = 0; n < p->a.b; n++)
         for (int64_t x = 0; x < p->a.h; x++) {
             head_begin(p, &h, n, x);
-            plain_forward(p, &h, natural);
+            plain_forward(p, &h, natural, spread);
             plain_scores_backward(p, &h, natural);
-            plain_gradients(p, &h, &s, natural);
+            plain_gradients(p, &h, &s, natural, spread);
         }
     head_free(&h);
-    natural[T_DK] = store_sums(&p->t[T_DK], s.dk, s.natural_dk);
-    natural[T_DV] = store_sums(&p->t[T_DV], s.dv, s.natural_dv);
-    natural[T_DBIAS] = store_sums(&p->t[T_DBIAS], s.dbias, s.natural_dbias);
-    store_sums(&p->t[T_DSINKS], s.dsinks, NULL);
-    double *all[] = {s.dk, s.dv, s.dbias, s.dsinks, s.natural_dk, s.natural_dv, s.natural_dbias};
+    const struct {
+        int which;
+        double *sum, *natural, *spread;
+    } stored[] = {{T_DK, s.dk, s.natural_dk, s.spread_dk},
+                  {T_DV, s.dv, s.natural_dv, s.spread_dv},
+                  {T_DBIAS, s.dbias, s.natural_dbias, s.spread_dbias}};
+    for (size_t x = 0; x < COUNT(stored); x++) {
+        const tensor *t = &p->t[stored[x].which];
+        store_sums(&p->t[stored[x].which], stored[x].sum);
+        natural[stored[x].which] = t->host ? largest_of(stored[x].natural, t->span) : 0;
+        spread[stored[x].which] = t->host ? sqrt(largest_of(stored[x].spread, t->span)) : 0;
+    }
+    store_sums(&p->t[T_DSINKS], s.dsinks);
+    double *all[] = {s.dk,         s.dv,        s.dbias,     s.dsinks,       s.natural_dk,
+                     s.natural_dv, s.spread_dk, s.spread_dv, s.spread_dbias, s.natural_dbias};
     for (size_t x = 0; x < COUNT(all); x++)
         free(all[x]);
 }
