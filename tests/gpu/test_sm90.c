@@ -344,11 +344,11 @@ static void check_forward(const attention_case *c) {
     attention_problem p = attention_new(c);
     attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
     attention_problem plain = attention_copy(&p, p.a.dtype, HEDDLE_REF);
-    double natural[T_COUNT];
+    double natural[T_COUNT], unused[T_COUNT];
     expect_family(c, "sm90");
     attention_run(&p, HEDDLE_FORWARD);
     attention_run(&ref, HEDDLE_FORWARD);
-    plain_attention(&plain, false, natural);
+    plain_attention(&plain, PLAIN_FORWARD, natural, unused);
     for (size_t x = 0; x < COUNT(outputs); x++) {
         const int t = outputs[x];
         if (!compare_tensor(attention_tensor_name[t], p.a.dtype, &p.t[t], &ref.t[t], &plain.t[t], natural[t], 0, 1)) {

@@ -39,6 +39,8 @@ static int shared_bytes_sm90(const kernel_row *k) {
         return k->variant == VARIANT_full ? sm90_forward_full_bytes(k->dim, k->own, k->block)
                                           : sm90_forward_bytes(k->dim, k->own, k->block);
     case PASS_bwd:
+        if (k->dim > 128)
+            return sm90_wide_bytes(k->dim);
         return sm90_fused_bytes(k->dim, k->block, k->variant == VARIANT_long) +
                (k->variant == VARIANT_full ? sm90_fused_options(k->block) : 0);
     case PASS_dkdv: return sm90_backward_bytes(k->dim, k->block, 2, slots, 3) + options;

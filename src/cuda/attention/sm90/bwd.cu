@@ -631,9 +631,9 @@ template <typename T, int D> INLINE void attention_gather(const attention_params
 }
 
 /* That run on a multiprocessor at a time. */
-#define blocks_bwd 1
-#define blocks_gather 5
-#define blocks_light 8
+#define blocks_bwd(dim) 1
+#define blocks_gather(dim) (dim > 128 ? 3 : 5)
+#define blocks_light(dim) 8
 #define is_lean false, false
 #define is_long true, false
 #define is_full false, true
@@ -643,7 +643,7 @@ template <typename T, int D> INLINE void attention_gather(const attention_params
 #define light_lean attention_light
 #define light_full full_light
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
-    extern "C" __global__ void __launch_bounds__(warps * 32, blocks_##pass)                                            \
+    extern "C" __global__ void __launch_bounds__(warps * 32, blocks_##pass(dim))                                            \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \

@@ -153,7 +153,7 @@ struct key_work {
 };
 
 /* The first keys of a causal mask are seen most. */
-template <int BLOCK, bool FULL = false>
+template <int BLOCK, bool FULL = false, int OWN = OWN_ROWS>
 INLINE bool find_keys(const attention_params &p, const crew &c, unsigned step, key_work *work) {
     key_work &w = *work;
     int tile;
@@ -161,18 +161,18 @@ INLINE bool find_keys(const attention_params &p, const crew &c, unsigned step, k
     const unsigned hk = (unsigned)p.a.hk;
     if (!take_tile(step, c, (unsigned)p.tiles_k, (unsigned)p.a.b * hk, false, &tile, &unit))
         return false;
-    w.key0 = tile * OWN_ROWS;
+    w.key0 = tile * OWN;
     w.y = (int)(unit % hk);
     w.c = find_place(p, unit / hk);
-    const int key1 = min(w.key0 + OWN_ROWS, w.c.sk);
-    w.s = {0, 0, w.key0 + OWN_ROWS - 1 - w.c.hi, w.key0 - BLOCK + 1 - w.c.lo, -w.c.hi, -w.c.lo, w.c.sk};
+    const int key1 = min(w.key0 + OWN, w.c.sk);
+    w.s = {0, 0, w.key0 + OWN - 1 - w.c.hi, w.key0 - BLOCK + 1 - w.c.lo, -w.c.hi, -w.c.lo, w.c.sk};
     if (w.key0 < key1) {
         w.s.begin = max(0, min(w.key0 - w.c.hi, w.c.sq)) / 64 * 64; /* tiles of the sums of dQ */
         w.s.end = max(w.s.begin, min(key1 - w.c.lo, w.c.sq));
         if (FULL)
             w.s.begin = w.s.begin < w.s.end ? w.s.begin / BLOCK * BLOCK : w.s.end; /* and of the mask */
     }
-    w.s.whole_to = w.key0 + OWN_ROWS > w.c.sk ? -1 : min(w.s.whole_to, w.s.end - BLOCK);
+    w.s.whole_to = w.key0 + OWN > w.c.sk ? -1 : min(w.s.whole_to, w.s.end - BLOCK);
     w.steps = (w.s.end - w.s.begin + BLOCK - 1) / BLOCK * p.group;
     return true;
 }

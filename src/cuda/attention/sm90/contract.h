@@ -69,6 +69,17 @@ CONTRACT int sm90_fused_bytes(int dim, int block, int is_long) {
            8 * (4 * SM90_FUSED_STAGES + 2 + 2 + 4);
 }
 
+/* The same for d over 128, where a block owns 64 keys and a step has 64 queries. */
+#define SM90_WIDE_STAGES 2
+
+/* K, V; stages of Q and dO with three numbers a row; P; dS twice; marks of keys; barriers: four for each stage, two of P, four of dS, two
+ * of K and V. */
+CONTRACT int sm90_wide_bytes(int dim) {
+    const int width = sm90_columns(dim) * 2;
+    return 2 * 64 * width + SM90_WIDE_STAGES * (2 * 64 * width + 3 * 64 * 4) + 64 * 64 * 4 + 2 * 64 * 64 * 2 + 64 * 4 +
+           8 * (4 * SM90_WIDE_STAGES + 2 + 4 + 2);
+}
+
 /* Slots for tiles that stream, beside the block's own, where dK and dV, and dQ, have kernels of their own. */
 CONTRACT int sm90_backward_slots(int dim, int block) {
     return (dim > 128 ? 96 : 128) * 1024 / (block * sm90_columns(dim) * 2);

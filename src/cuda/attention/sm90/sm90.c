@@ -68,7 +68,8 @@ static int find_fused(const attention_problem *p) {
     const int x = a->features & HEDDLE_DETERMINISTIC ? -1 : find(p, PASS_bwd);
     if (x < 0 || p->rich || heddle__cuda_attention_kernels[x].dim <= 64 || a->h / a->hk * a->sq < LONG_QUERIES)
         return x;
-    return heddle__cuda_find_attention(p, PASS_bwd, VARIANT_long, FAMILY_sm90);
+    const int is_long = heddle__cuda_find_attention(p, PASS_bwd, VARIANT_long, FAMILY_sm90);
+    return is_long >= 0 ? is_long : x;
 }
 
 /* The sums that one kernel clears and another adds to are read by a third: of as many columns. */

@@ -1,0 +1,422 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Attention backward for Hopper, d or dv from 129 to 256: five products.
+ *
+ * The sums of dK and dV of 64 keys fill the registers of a warpgroup each. So the first has S, P and dV, the second dP, dS and dK; of dQ
+ * each makes half of the columns. A block owns 64 keys and walks over the queries that see them, 64 at a time, head by head of the
+ * group:
+ *
+ *   first   Sᵀ = K·Qᵀ -> Pᵀ, which goes to the second in float32; dV += Pᵀ·dO; dQ = dS·K, columns 0 to 127
+ *   second  dPᵀ = V·dOᵀ -> dSᵀ = Pᵀ∘(dPᵀ - D), which goes to the first; dK += dSᵀ·Q; dQ = dS·K, columns 128 to 255
+ *
+ * Of two neighbouring steps: while dV and dK of one add up, Sᵀ and dPᵀ of the next are made and turned into Pᵀ and dSᵀ. The sums of dQ lie in
+ * memory as bwd.cu has them, and gather makes dq of them. */
+#include "cuda/attention/sm90/bwd.cuh"
+
+#define OWN 64   /* keys of a block */
+#define BLOCK 64 /* queries of a step */
+#define STAGES SM90_WIDE_STAGES
+
+/* Shared memory: K, V; stages of Q and dO; P; dS twice; base, rest and D for each row of a stage; marks of keys. */
+template <int D> struct layout_wide {
+    static constexpr int slot_bytes = tile90<D, BLOCK>::bytes, own_bytes = tile90<D, OWN>::bytes;
+    static constexpr int slots = 2 * own_bytes, weights = slots + STAGES * 2 * slot_bytes;
+    static constexpr int ds = weights + OWN * BLOCK * 4, ds_bytes = OWN * BLOCK * 2;
+    static constexpr int numbers = ds + 2 * ds_bytes, marks = numbers + STAGES * 3 * BLOCK * 4;
+    static constexpr int full = marks + OWN * 4, empty = full + STAGES * 16; /* two for each stage: Q and dO */
+    static constexpr int weights_full = empty + STAGES * 16, weights_empty = weights_full + 8;
+    static constexpr int ds_full = weights_empty + 8, ds_empty = ds_full + 16;
+    static constexpr int own_full = ds_empty + 16, own_empty = own_full + 8, bytes = own_empty + 8;
+    static_assert(bytes == sm90_wide_bytes(D), "as the plan counts");
+    static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
+};
+
+template <typename layout> INLINE void make_barriers(uint32_t smem) {
+    if (threadIdx.x == 0) {
+        for (int x = 0; x < 2 * STAGES; x++) {
+            mbarrier_init(smem + layout::full + x * 8, x % 2 ? 1 : 33); /* with Q the numbers of its rows */
+            mbarrier_init(smem + layout::empty + x * 8, x % 2 ? CONSUMERS / 32 : CONSUMERS);
+        }
+        mbarrier_init(smem + layout::weights_full, WARPGROUP);
+        mbarrier_init(smem + layout::weights_empty, WARPGROUP);
+        for (int x = 0; x < 16; x += 8) {
+            mbarrier_init(smem + layout::ds_full + x, WARPGROUP / 32);
+            mbarrier_init(smem + layout::ds_empty + x, WARPGROUP / 32);
+        }
+        mbarrier_init(smem + layout::own_full, 1);
+        mbarrier_init(smem + layout::own_empty, CONSUMERS / 32);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+}
+
+/* One warp fetches all that the others work on. */
+template <int D> INLINE void fetch(const attention_params_sm90 &all, const crew &crew, uint32_t smem) {
+    typedef layout_wide<D> layout;
+    const attention_params &p = all.p;
+    const int lane = threadIdx.x % 32;
+    ring r = {0, 0};
+    int own_turn = 0;
+    key_work w;
+    for (unsigned turn = 0; find_keys<BLOCK, false, OWN>(p, crew, turn, &w); turn++) {
+        const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n;
+        if (!w.steps)
+            continue;
+        if (lane == 0) {
+            const int row = (int)w.c.first_k + w.key0;
+            mbarrier_wait(smem + layout::own_empty, own_turn ^ 1);
+            mbarrier_expect(smem + layout::own_full, layout::slots);
+            load_boxes<D, OWN>(smem, &all.k, smem + layout::own_full, row, w.y, n);
+            load_boxes<D, OWN>(smem + layout::own_bytes, &all.v, smem + layout::own_full, row, w.y, n);
+        }
+        own_turn ^= 1;
+        for (int x = w.y * p.group; x < (w.y + 1) * p.group; x++) {
+            const int64_t at = lse_at(p, w.c, x, 0);
+#pragma unroll 1
+            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK) {
+                const int row = (int)w.c.first_q + i0;
+                const uint32_t full = smem + layout::full + r.slot * 16, empty = smem + layout::empty + r.slot * 16;
+                const uint32_t to = smem + layout::slots + r.slot * 2 * layout::slot_bytes;
+                mbarrier_wait(empty, r.turn ^ 1);
+                if (lane == 0) {
+                    mbarrier_expect(full, layout::slot_bytes);
+                    load_boxes<D, BLOCK>(to, &all.q, full, row, x, n);
+                }
+                fetch_numbers<BLOCK>(p, at + i0, w.s.end - i0, smem + layout::numbers + r.slot * 3 * BLOCK * 4, full);
+                mbarrier_wait(empty + 8, r.turn ^ 1);
+                if (lane == 0) {
+                    mbarrier_expect(full + 8, layout::slot_bytes);
+                    load_boxes<D, BLOCK>(to + layout::slot_bytes, &all.dout, full + 8, row, x, n);
+                }
+                advance<STAGES>(&r);
+            }
+        }
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------------ arithmetic */
+
+/* Where a warpgroup is. */
+struct state {
+    uint32_t smem;
+    ring r;        /* of stages */
+    unsigned turn; /* steps so far */
+    int own_turn, row0;
+    bool any_bad; /* one of the keys is not finite */
+    float *numbers, *marks, *sum;
+    int i0, steps; /* of a tile of keys: first query of the step, steps left */
+};
+
+/* dS·K reads K of rows that a mask may have left out: what is not finite becomes zero, and who sees the key gets NaN. */
+template <typename T, int D> INLINE void clean_keys(state *k) {
+    typedef layout_wide<D> layout;
+    const int thread = threadIdx.x - WARPGROUP;
+    constexpr int CHUNKS = layout::own_bytes / 16;
+    bool found = false;
+    if (thread < OWN)
+        k->marks[thread] = 0.0f;
+    barrier_sync(1, CONSUMERS);
+    if (is_bad_part<T, CHUNKS, CONSUMERS>(k->smem, thread)) {
+        found = true;
+#pragma unroll 1
+        for (int x = thread; x < CHUNKS; x += CONSUMERS)
+            if (has_nonfinite(load_shared16(k->smem + x * 16), T())) {
+                store_shared16(k->smem + x * 16, make_uint4(0, 0, 0, 0));
+                k->marks[x / 8 % OWN] = CUDART_NAN_F;
+            }
+        fence_async();
+    }
+    k->any_bad = barrier_or(1, CONSUMERS, found);
+}
+
+template <int D> INLINE uint32_t full_barrier(const state &k, int which) {
+    return k.smem + layout_wide<D>::full + k.r.slot * 16 + which * 8;
+}
+template <int D> INLINE uint32_t empty_barrier(const state &k, int slot, int which) {
+    return k.smem + layout_wide<D>::empty + slot * 16 + which * 8;
+}
+template <int D> INLINE uint32_t stage(const state &k, int slot, int which) {
+    return k.smem + layout_wide<D>::slots + (slot * 2 + which) * layout_wide<D>::slot_bytes;
+}
+INLINE float *row_numbers(const state &k) {
+    return k.numbers + k.r.slot * 3 * BLOCK;
+}
+
+/* Does a mask or an end cut the step, or is a key not finite? Then both warpgroups clean its queries, and all has come. */
+template <typename T, int D> INLINE bool begin_step(const span &w, const state &k) {
+    const bool masked = is_cut(w, k.i0) || k.any_bad;
+    if (masked)
+        for (int which = 0; which < 2; which++) {
+            mbarrier_wait(full_barrier<D>(k, which), k.r.turn);
+            clean_slot<T, D, BLOCK>(stage<D>(k, k.r.slot, which), row_numbers(k), 2 * BLOCK);
+        }
+    return masked;
+}
+
+/* To the next step, and where its sums of dQ are. */
+template <int D> INLINE void next_step(const attention_params &p, const span &w, state *k) {
+    advance<STAGES>(&k->r);
+    k->turn++;
+    k->i0 += BLOCK;
+    if (k->i0 >= w.end) { /* the next head */
+        k->i0 = w.begin;
+        k->sum += k->sum ? sum_tiles(p) * 64 * sm90_columns(D) : 0;
+    }
+}
+
+/* A step's half of dQ: dS, of the keys as rows, times 128 columns of K, 64 at a time; to its sum. */
+template <typename T, int D, int GROUP> INLINE void add_dq(const state &k, unsigned turn, float *to) {
+    typedef layout_wide<D> layout;
+    mbarrier_wait(k.smem + layout::ds_full + (turn & 1) * 8, turn >> 1 & 1);
+#pragma unroll
+    for (int x = GROUP * D / 128; x < (GROUP + 1) * D / 128; x++) {
+        float dq[8][4];
+        wgmma_fence();
+        warpgroup_both<T, 64, OWN, OWN>(dq, k.smem + layout::ds + (turn & 1) * layout::ds_bytes,
+                                        k.smem + x * OWN * 128);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin_all<8>(dq);
+        if (GROUP == 0 && x + 1 == D / 128)
+            release(k.smem + layout::ds_empty + (turn & 1) * 8);
+        if (to)
+#pragma unroll
+            for (int y = 0; y < 8; y++)
+                add_global4(to + x * SM90_PIECE + y * WARPGROUP * 4,
+                            make_float4(dq[y][0], dq[y][1], dq[y][2], dq[y][3]));
+    }
+}
+
+/* ---------------------------------------------------------------------------------------- the first: S, P, dV */
+
+template <typename T, int D> INLINE void issue_scores(const state &k, float (*s)[4]) {
+    mbarrier_wait(full_barrier<D>(k, 0), k.r.turn);
+    wgmma_fence();
+    warpgroup_rows<T, D, BLOCK, OWN, BLOCK>(s, k.smem, stage<D>(k, k.r.slot, 0));
+    wgmma_commit();
+}
+
+/* Sᵀ -> Pᵀ, for the other warpgroup too; this one has done with Q and the numbers of its rows. */
+template <typename T, int D>
+INLINE void weigh(const attention_params &p, const span &w, const state &k, bool masked, float (*s)[4]) {
+    typedef layout_wide<D> layout;
+    const float *row = row_numbers(k);
+    pin_all<BLOCK / 8>(s);
+    if (masked || has_rest<BLOCK>(row))
+        key_weights<true, BLOCK>(p.scale_log2, w, k.row0, k.i0, row, s);
+    else
+        key_weights<false, BLOCK>(p.scale_log2, w, k.row0, k.i0, row, s);
+    if (k.any_bad) {
+        const float *marks = k.marks + fragment_row();
+#pragma unroll
+        for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[y][e] = __float_as_int(s[y][e]) < 0 ? s[y][e] : s[y][e] + marks[e / 2 * 8];
+    }
+    release_each(empty_barrier<D>(k, k.r.slot, 0));
+    const uint32_t to = k.smem + layout::weights + threadIdx.x % WARPGROUP * 16;
+    mbarrier_wait(k.smem + layout::weights_empty, (int)(k.turn & 1) ^ 1);
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+        store_shared16(to + y * WARPGROUP * 16, make_uint4(__float_as_uint(s[y][0]), __float_as_uint(s[y][1]),
+                                                           __float_as_uint(s[y][2]), __float_as_uint(s[y][3])));
+    release_each(k.smem + layout::weights_full);
+}
+
+template <typename T, int D> INLINE void issue_dv(const state &k, int slot, int turn, uint32_t (*ps)[4], float (*dv)[4]) {
+    mbarrier_wait(k.smem + layout_wide<D>::full + slot * 16 + 8, turn);
+    wgmma_fence();
+    warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, stage<D>(k, slot, 1));
+    wgmma_commit();
+}
+
+template <typename T, int D>
+INLINE void sum_values(const attention_params &p, const span &w, state *k, float (*dv)[4]) {
+    float s[BLOCK / 8][4];
+    uint32_t ps[BLOCK / 16][4];
+    bool masked = begin_step<T, D>(w, *k);
+    issue_scores<T, D>(*k, s);
+    wgmma_wait<0>();
+    weigh<T, D>(p, w, *k, masked, s);
+    pack_fragments<T, BLOCK>(ps, s);
+#pragma unroll 1
+    while (--k->steps) {
+        const ring last = k->r;
+        float *to = k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL;
+        next_step<D>(p, w, k);
+        masked = begin_step<T, D>(w, *k);
+        pin_all<BLOCK / 16>(ps);
+        issue_scores<T, D>(*k, s);
+        issue_dv<T, D>(*k, last.slot, last.turn, ps, dv);
+        wgmma_wait<1>();
+        weigh<T, D>(p, w, *k, masked, s);
+        wgmma_wait<0>();
+        pin_all<BLOCK / 16>(ps);
+        release(empty_barrier<D>(*k, last.slot, 1));
+        pack_fragments<T, BLOCK>(ps, s);
+        add_dq<T, D, 0>(*k, k->turn - 1, to);
+    }
+    issue_dv<T, D>(*k, k->r.slot, k->r.turn, ps, dv);
+    wgmma_wait<0>();
+    release(empty_barrier<D>(*k, k->r.slot, 1));
+    add_dq<T, D, 0>(*k, k->turn, k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL);
+}
+
+/* -------------------------------------------------------------------------------------- the second: dP, dS, dK */
+
+template <typename T, int D> INLINE void issue_dp(const state &k, float (*dp)[4]) {
+    mbarrier_wait(full_barrier<D>(k, 1), k.r.turn);
+    wgmma_fence();
+    warpgroup_rows<T, D, BLOCK, OWN, BLOCK>(dp, k.smem + layout_wide<D>::own_bytes, stage<D>(k, k.r.slot, 1));
+    wgmma_commit();
+}
+
+/* dPᵀ -> dSᵀ, 16 queries at a time. */
+template <int D, bool MASKED> INLINE void apply_weights(const state &k, float (*dp)[4]) {
+    const uint32_t from = k.smem + layout_wide<D>::weights + threadIdx.x % WARPGROUP * 16;
+    const float *row = row_numbers(k);
+#pragma unroll
+    for (int x = 0; x < BLOCK / 16; x++) {
+        float s[2][4];
+#pragma unroll
+        for (int y = 0; y < 2; y++) {
+            const uint4 weight = load_shared16(from + (2 * x + y) * WARPGROUP * 16);
+            s[y][0] = __uint_as_float(weight.x);
+            s[y][1] = __uint_as_float(weight.y);
+            s[y][2] = __uint_as_float(weight.z);
+            s[y][3] = __uint_as_float(weight.w);
+        }
+        key_gradients<MASKED, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s, dp + 2 * x);
+    }
+}
+
+template <int D> INLINE void make_gradients(const state &k, bool masked, float (*dp)[4]) {
+    pin_all<BLOCK / 8>(dp);
+    mbarrier_wait(full_barrier<D>(k, 0), k.r.turn); /* D */
+    mbarrier_wait(k.smem + layout_wide<D>::weights_full, (int)(k.turn & 1));
+    if (masked)
+        apply_weights<D, true>(k, dp);
+    else
+        apply_weights<D, false>(k, dp);
+    release_each(k.smem + layout_wide<D>::weights_empty);
+}
+
+/* dS as an operand, and to where both warpgroups read it: rows are keys, a strip of 64 queries. */
+template <typename T, int D> INLINE void put_gradients(const state &k, const float (*dp)[4], uint32_t (*ds)[4]) {
+    typedef layout_wide<D> layout;
+    const int lane = threadIdx.x % 32, key = (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16, which = (int)(k.turn & 1);
+    const uint32_t to = k.smem + layout::ds + which * layout::ds_bytes + key * 128;
+    pack_fragments<T, BLOCK>(ds, dp);
+    mbarrier_wait(k.smem + layout::ds_empty + which * 8, (int)(k.turn >> 1 & 1) ^ 1);
+#pragma unroll
+    for (int x = 0; x < BLOCK / 16; x++)
+        stmatrix4(to + (((x * 2 + lane / 16) ^ (key & 7)) << 4), ds[x]);
+    fence_async();
+    release(k.smem + layout::ds_full + which * 8);
+}
+
+template <typename T, int D> INLINE void issue_dk(const state &k, int slot, uint32_t (*ds)[4], float (*dk)[4]) {
+    wgmma_fence();
+    warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, stage<D>(k, slot, 0));
+    wgmma_commit();
+}
+
+template <typename T, int D> INLINE void sum_keys(const attention_params &p, const span &w, state *k, float (*dk)[4]) {
+    float dp[BLOCK / 8][4];
+    uint32_t ds[BLOCK / 16][4];
+    bool masked = begin_step<T, D>(w, *k);
+    issue_dp<T, D>(*k, dp);
+    wgmma_wait<0>();
+    release(empty_barrier<D>(*k, k->r.slot, 1));
+    make_gradients<D>(*k, masked, dp);
+    put_gradients<T, D>(*k, dp, ds);
+#pragma unroll 1
+    while (--k->steps) {
+        const int last = k->r.slot;
+        float *to = k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL;
+        next_step<D>(p, w, k);
+        masked = begin_step<T, D>(w, *k);
+        pin_all<BLOCK / 16>(ds);
+        issue_dp<T, D>(*k, dp);
+        issue_dk<T, D>(*k, last, ds, dk);
+        wgmma_wait<1>();
+        release(empty_barrier<D>(*k, k->r.slot, 1));
+        make_gradients<D>(*k, masked, dp);
+        pin_all<BLOCK / 8>(dp); /* or dS would be left for after the wait */
+        wgmma_wait<0>();
+        pin_all<BLOCK / 16>(ds);
+        release_each(empty_barrier<D>(*k, last, 0));
+        put_gradients<T, D>(*k, dp, ds);
+        add_dq<T, D, 1>(*k, k->turn - 1, to);
+    }
+    issue_dk<T, D>(*k, k->r.slot, ds, dk);
+    wgmma_wait<0>();
+    release_each(empty_barrier<D>(*k, k->r.slot, 0));
+    add_dq<T, D, 1>(*k, k->turn, k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL);
+}
+
+/* ------------------------------------------------------------------------------------------------------- the kernel */
+
+/* A tile of keys after the other. */
+template <typename T, int D, int GROUP> INLINE void work(const attention_params &p, const crew &crew, char *shared) {
+    typedef layout_wide<D> layout;
+    state k = {shared_address(shared), {0, 0}, 0, 0, 0, false, (float *)(shared + layout::numbers),
+               (float *)(shared + layout::marks), NULL, 0, 0};
+    key_work w;
+    for (unsigned turn = 0; find_keys<BLOCK, false, OWN>(p, crew, turn, &w); turn++) {
+        float sum[D / 8][4];
+        zero_all<D / 8>(sum);
+        if (w.steps) {
+            k.sum = p.dq_sum ? p.dq_sum + sum_tile(p, w.c, w.y * p.group) * 64 * sm90_columns(D) +
+                                   threadIdx.x % WARPGROUP * 4
+                             : NULL;
+            k.row0 = w.key0 + fragment_row();
+            k.i0 = w.s.begin;
+            k.steps = w.steps;
+            mbarrier_wait(k.smem + layout::own_full, k.own_turn);
+            k.own_turn ^= 1;
+            clean_keys<T, D>(&k);
+            if (GROUP == 0)
+                sum_values<T, D>(p, w.s, &k, sum);
+            else
+                sum_keys<T, D>(p, w.s, &k, sum);
+            advance<STAGES>(&k.r);
+            k.turn++;
+            release(k.smem + layout::own_empty);
+        }
+        pin_all<D / 8>(sum);
+        key_work again; /* or its registers would be kept through the loop */
+        find_keys<BLOCK, false, OWN>(p, crew, opaque(turn), &again);
+        const heddle_strides &s = GROUP == 0 ? p.a.dv_stride : p.a.dk_stride;
+        store_tile<T, D>(GROUP == 0 ? p.t.dv : p.t.dk, row_at(s, again.c.n, again.y, again.c.first_k + again.key0), s.s,
+                         (int)threadIdx.x % WARPGROUP / 32 * 16, again.c.all_sk - again.key0,
+                         (int)(GROUP == 0 ? p.a.dv : p.a.d), GROUP == 0 ? 1.0f : p.scale, sum);
+    }
+}
+
+template <typename T, int D> INLINE void attention_wide(const attention_params_sm90 &all) {
+    extern __shared__ __align__(1024) char shared[];
+    const crew crew = {blockIdx.x, gridDim.x};
+    make_barriers<layout_wide<D>>(shared_address(shared));
+    const int group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP, 0);
+    if (group == 0) {
+        registers_fewer<24>();
+        if (threadIdx.x < 32)
+            fetch<D>(all, crew, shared_address(shared));
+    } else {
+        registers_more<240>();
+        if (group == 1)
+            work<T, D, 0>(all.p, crew, shared);
+        else
+            work<T, D, 1>(all.p, crew, shared);
+    }
+}
+
+#define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
+    static_assert(own == OWN && block == BLOCK, "as the list has it");                                                 \
+    extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
+        heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
+            const __grid_constant__ attention_params_sm90 all) {                                                       \
+        wait_for_earlier_grid();                                                                                       \
+        attention_wide<dtype, dim>(all);                                                                               \
+    }
