@@ -32,6 +32,7 @@ CUDA = """
 #include "cuda/attention/small/contract.h"
 #include "cuda/host/device.h"
 #include "cuda/norm_linear/family.h"
+#include "cuda/norm_linear/small/contract.h"
 #define ROW(pass, dtype, dim, variant, family) \\
     heddle__cuda_attention_kernels[ATTENTION_##pass##_##dtype##_d##dim##_##variant##_##family]
 #define BYTES(...) heddle__cuda_shared_bytes(&ROW(__VA_ARGS__))

@@ -108,7 +108,7 @@ static void add_finish(norm_linear_call *c, needs need) {
     if (t->dx) {
         f = finish_of_x(c, need.product);
         f.part = need.sums ? c->at.finish_part : NULL;
-        units = row_units(f.rows, f.cols, 64, ROW_THREADS);
+        units = row_units(f.rows, f.cols, FINISH_SHORT_TEAM, FINISH_TEAM);
     }
     if (need.dbias) {
         f.sums = (norm_sums){.a = t->dy,
@@ -118,7 +118,7 @@ static void add_finish(norm_linear_call *c, needs need) {
                              .part = c->at.dbias_part,
                              .parts = parts_of(a->m),
                              .vector = aligned16(t->dy, a->dy_stride, size_of(&c->is))};
-        units += blocks(a->n, SUM_COLS) * f.sums.parts;
+        units += sum_units(a->n) * f.sums.parts;
         totals.job[0] = (norm_sums){.ld = a->n,
                                     .cols = a->n,
                                     .part = c->at.dbias_part,
@@ -127,7 +127,7 @@ static void add_finish(norm_linear_call *c, needs need) {
                                     .sum = c->at.dbias};
     }
     units = least_of(units, finish_blocks(c->device));
-    heddle__cuda_add(c, OF_DTYPE(finish)[c->is.dtype], units, FINISH_SHARED(size_of(&c->is)),
+    heddle__cuda_add(c, OF_DTYPE(finish)[c->is.dtype], units, (uint32_t)finish_bytes((int)size_of(&c->is)),
                      &(norm_linear_params){.finish = f});
     norm_sums sum = {.ld = 2 * a->k, .cols = a->k, .part = f.part, .parts = (int32_t)units, .out = t->dgamma};
     if (f.part && t->dgamma)
@@ -169,7 +169,7 @@ static int32_t add_dw(norm_linear_call *c, bool dgamma) {
         g.shared_exponent = at->shared + DY_SHARED;
     }
     const bool sm90 = heddle__cuda_add_gemm(c, GEMMS(dw), &g, true, true);
-    return (int32_t)((sm90 ? 1 : 2) * blocks(a->n, GEMM_TILE));
+    return (int32_t)(sm90 ? gemm90_sums(blocks(a->n, GEMM_TILE)) : gemm80_sums(blocks(a->n, GEMM_TILE)));
 }
 
 void heddle__cuda_products_backward(norm_linear_call *c) {

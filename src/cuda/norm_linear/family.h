@@ -4,6 +4,8 @@
 #define HEDDLE_CUDA_NORM_LINEAR_FAMILY_H
 
 #include "cuda/norm_linear/norm_linear.h"
+#include "cuda/norm_linear/sm80/contract.h"
+#include "cuda/norm_linear/sm90/contract.h"
 
 /* What the workspace of the products holds, in order: A(type, name, elements), of which there are none where a pass does not need them.
  * z: xhat (or z) for a product; least, shared: exponents of float32's planes on their way. */
@@ -22,7 +24,7 @@
     A(int32_t, dy_exponent, backward && is->wide ? a->m : 0)                                                           \
     A(int32_t, least, backward && is->wide ? 2 * prepare_blocks(device, is) : 0)                                       \
     A(int32_t, shared, backward && is->wide ? 2 : 0)                                                                   \
-    A(float, dgamma_part, backward ? 2 * blocks(a->n, GEMM_TILE) * a->k : 0)                                           \
+    A(float, dgamma_part, backward ? gemm80_sums(blocks(a->n, GEMM_TILE)) * a->k : 0)                                  \
     A(float, finish_part, backward && !is->wide && a->k <= SUMMED_ROW ? 2 * finish_blocks(device) * a->k : 0)          \
     A(float, dbias_part, backward ? parts_of(a->m) * a->n : 0)                                                         \
     A(float, dbias, backward ? a->n : 0)
@@ -93,11 +95,11 @@ static inline size_t size_of(const norm_linear_facts *is) {
 
 /* The blocks of `prepare` and `finish` stay on their multiprocessors. */
 static inline int64_t prepare_blocks(const cuda_facts *device, const norm_linear_facts *is) {
-    return device->multiprocessors * PREPARE_BLOCKS(size_of(is));
+    return device->multiprocessors * prepare_resident((int)size_of(is));
 }
 
 static inline int64_t finish_blocks(const cuda_facts *device) {
-    return device->multiprocessors * FINISH_BLOCKS;
+    return device->multiprocessors * FINISH_RESIDENT;
 }
 
 static inline bool aligned16(const void *p, int64_t ld, size_t size) {
@@ -112,17 +114,13 @@ static inline int32_t xhat_exponent(int64_t k) {
     return 14 - e;
 }
 
-/* What a block does at a time: rows of so many columns, of which a team of so many threads has one. */
-static inline int64_t row_units(int64_t rows, int64_t cols, int short_team, int team) {
-    return blocks(rows, ROW_THREADS / (cols <= SHORT_ROW ? short_team : team));
-}
-
 static inline int64_t least_of(int64_t x, int64_t y) {
     return x < y ? x : y;
 }
 
-/* Columns of a tile on Hopper. */
-enum { WIDTHS = 5 };
+/* Numbers of columns that a tile may have on Hopper. */
+#define WIDTH_OF(pass, width) width
+enum { WIDTHS = sizeof((int[]){GEMM90_WIDTHS(WIDTH_OF, )}) / sizeof(int) };
 
 /* The kernels of one product. */
 typedef struct gemm_kernels {
@@ -136,8 +134,7 @@ typedef struct gemm_kernels {
         {NORM_LINEAR_##pass##_bf16_sm80, NORM_LINEAR_##pass##_f16_sm80, NORM_LINEAR_##pass##_f32_sm80},                \
         {NORM_LINEAR_##pass##_any_bf16_sm80, NORM_LINEAR_##pass##_any_f16_sm80},                                       \
         NORM_LINEAR_##pass##_tf32_sm80,                                                                                \
-        {WIDTH_KERNELS(pass, 256), WIDTH_KERNELS(pass, 192), WIDTH_KERNELS(pass, 160), WIDTH_KERNELS(pass, 128),       \
-         WIDTH_KERNELS(pass, 96)}})
+        {GEMM90_WIDTHS(WIDTH_KERNELS, pass)}})
 
 /* The same kernel of each dtype. */
 #define OF_DTYPE(pass)                                                                                                 \

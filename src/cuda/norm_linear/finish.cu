@@ -99,9 +99,9 @@ template <int TEAM> INLINE void store_sums(const norm_finish &p, const column_su
 }
 
 template <typename T, int TEAM> INLINE void finish_rows(const norm_finish &p, uint32_t *unit, char *held, meeting *m) {
-    constexpr int STAGE = FINISH_STAGE(sizeof(T)), STAGES = FINISH_STAGES(sizeof(T)),
+    constexpr int STAGE = finish_stage_bytes(sizeof(T)), STAGES = finish_stages(sizeof(T)),
                   HEADS = 2 * row_of<T, FINISH_HELD>::BYTES;
-    static_assert(HEADS + ROW_THREADS * 8 == STAGE, "the plan counts with this");
+    static_assert(HEADS + ROW_THREADS * 8 == STAGE, "as the plan counts");
     char *const own = held + threadIdx.x * 16, *const head = held + HEADS + threadIdx.x * 8;
     int turn = 0;
     column_sums s = {};
@@ -149,7 +149,7 @@ template <typename T> INLINE void add_rows(const T *from, int64_t step, float su
 
 /* A unit is SUM_COLS columns and one share of the rows; the warps take rows in turn. */
 template <typename T> INLINE void partial_sums(const norm_sums &p, uint32_t unit, float sums[][SUM_COLS]) {
-    const uint32_t blocks = (uint32_t)((p.cols + SUM_COLS - 1) / SUM_COLS);
+    const uint32_t blocks = (uint32_t)sum_units(p.cols);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (; unit < blocks * p.parts; unit += gridDim.x) {
         const int64_t part = unit / blocks, col0 = (int64_t)(unit % blocks) * SUM_COLS, col = col0 + lane * 8;
@@ -183,13 +183,13 @@ template <typename T> INLINE void partial_sums(const norm_sums &p, uint32_t unit
 
 template <typename T> INLINE void finish_kernel(const norm_finish &p) {
     extern __shared__ __align__(16) char held[];
-    meeting *const m = (meeting *)(held + FINISH_STAGES(sizeof(T)) * FINISH_STAGE(sizeof(T)));
-    float *const sums = (float *)((char *)m + MEETING);
+    meeting *const m = (meeting *)(held + finish_stages(sizeof(T)) * finish_stage_bytes(sizeof(T)));
+    float *const sums = (float *)((char *)m + MEETING_BYTES);
     uint32_t unit = blockIdx.x;
     if (p.cols <= SHORT_ROW)
-        finish_rows<T, 64>(p, &unit, held, m);
+        finish_rows<T, FINISH_SHORT_TEAM>(p, &unit, held, m);
     else
-        finish_rows<T, ROW_THREADS>(p, &unit, held, m);
+        finish_rows<T, FINISH_TEAM>(p, &unit, held, m);
     partial_sums<T>(p.sums, unit, (float(*)[SUM_COLS])sums);
 }
 
@@ -206,14 +206,14 @@ template <typename E> INLINE float column_sum(const E *from, int64_t ld, const f
 
 /* A block has 32 columns of one of the jobs. */
 template <typename T> INLINE void total_kernel(const norm_totals &all) {
-    __shared__ float sums[TOTAL_WARPS][32];
+    __shared__ float sums[TOTAL_WARPS][TOTAL_COLS];
     uint32_t unit = blockIdx.x, job = 0;
-    while (job < 2 && unit >= (uint32_t)((all.job[job].cols + 31) / 32)) {
-        unit -= (uint32_t)((all.job[job].cols + 31) / 32);
+    while (job < 2 && unit >= (uint32_t)total_units(all.job[job].cols)) {
+        unit -= (uint32_t)total_units(all.job[job].cols);
         job++;
     }
     const norm_sums &p = all.job[job];
-    const int64_t col = (int64_t)unit * 32 + threadIdx.x % 32;
+    const int64_t col = (int64_t)unit * TOTAL_COLS + threadIdx.x % 32;
     float sum = 0;
     if (col < p.cols)
         sum = p.a ? column_sum((const T *)p.a + col, p.ld, p.factor, p.rows)
@@ -236,7 +236,7 @@ template <typename T> INLINE void total_kernel(const norm_totals &all) {
 #define threads_total (TOTAL_WARPS * 32)
 #define parameter_finish norm_finish
 #define parameter_total norm_totals
-#define blocks_finish FINISH_BLOCKS
+#define blocks_finish FINISH_RESIDENT
 #define blocks_total 1
 #define K(pass, dtype, family, threads, module)                                                                        \
     static_assert(threads == threads_##pass, "as the kernel counts");                                                  \

@@ -14,7 +14,7 @@ static bool takes_sm90(const norm_linear_plan *plan, const cuda_facts *device) {
     const bool backward = plan->pass == HEDDLE_BACKWARD;
     const int64_t strides =
         backward ? a->w_stride | a->dy_stride | a->dx_stride | a->dw_stride : a->x_stride | a->w_stride | a->y_stride;
-    return device->sm90 && device->shared_bytes >= GEMM90_SHARED && device->multiprocessors > 1 &&
+    return device->sm90 && device->shared_bytes >= (size_t)gemm90_bytes(GEMM90_WIDEST) && device->multiprocessors > 1 &&
            a->dtype != HEDDLE_F32 && strides % 8 == 0 && a->m > 0;
 }
 
@@ -58,7 +58,7 @@ static void plan_products(norm_linear_plan *plan, const cuda_facts *device, norm
     const gemm_kernels *kernels = forward_pass ? GEMMS(fwd) : GEMMS(dx);
     c->is = facts_of(plan, device);
     plan->tile_m = plan->tile_n = GEMM_TILE;
-    plan->tile_k = c->is.wide && !c->is.tf32 ? 32 : 64;
+    plan->tile_k = gemm80_depth(c->is.wide && !c->is.tf32 ? 2 : 1);
     const norm_linear_call call = {.a = a, .device = device, .is = c->is};
     const enum cuda_kernel kernel = c->is.sm90   ? heddle__cuda_gemm90(&call, kernels, a->m, forward_pass ? a->n : a->k,
                                                                      forward_pass ? a->k : a->n, &plan->tile_n)

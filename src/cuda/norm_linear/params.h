@@ -30,7 +30,7 @@ typedef struct norm_gemm {
     const float *row_bias;    /* dw: dbias [rows], for beta; or NULL */
     const void *w;            /* dw: T [rows, cols], for part */
     int64_t ldx;              /* of w */
-    /* dw: sums over the rows of W∘G, or NULL: [2·row_tiles][cols], sm90: [row_tiles][cols] */
+    /* dw: sums over the rows of W∘G, or NULL: [gemm80_sums or gemm90_sums][cols] */
     float *part;
 } norm_gemm;
 
@@ -117,43 +117,5 @@ typedef union norm_linear_params {
     norm_totals totals;
     norm_small small;
 } norm_linear_params;
-
-enum {
-    GEMM_TILE = 128, /* rows and columns of a block */
-    GEMM_STAGE_BYTES = 32768,
-    GEMM_SHARED = 3 * GEMM_STAGE_BYTES,
-    GEMM90_STAGES = 196608,
-    GEMM90_SHARED = 220672,
-    ROW_THREADS = 256,
-    PREPARE_HELD = 4, /* chunks of eight elements of a row that wait for a thread in shared memory */
-    FINISH_HELD = 2,
-    FINISH_BLOCKS = 2,
-    MEETING = 256,    /* bytes where warps meet */
-    SHORT_ROW = 1024, /* elements of a row that a warp (finish: two) takes; a longer one is four warps' (the block's) */
-    SUMMED_ROW = 4096, /* that stay in the registers of a block */
-    SUM_COLS = 256,    /* columns of a unit of finish's sums */
-    TOTAL_WARPS = 32,
-    SMALL_ROWS = 16, /* of a block of small's forward */
-    SMALL_COLS = 32,
-    SMALL_CHUNK = 128,     /* terms of a sum at a time */
-    SMALL_K = 1024,        /* as far as small goes */
-    SMALL_GRADS = 8,       /* rows of dx of a block */
-    SMALL_SIDE = 32,       /* of a block's part of dw */
-    LARGEST_EXPONENT = 126 /* 2^126 is a normal float */
-};
-
-/* For elements of `size` bytes: blocks of `prepare` on a multiprocessor; bytes of shared memory for a row of each team of a block, or of
- * two tensors, and floats; how many such there are; all of a block. */
-#define PREPARE_BLOCKS(size) ((size) == 2 ? 4 : 3)
-#define PREPARE_STAGE(size) ((PREPARE_HELD * 8 * (int)(size) + 4) * ROW_THREADS)
-#define PREPARE_STAGES(size) ((size) == 2 ? 3 : 2)
-#define PREPARE_SHARED(size) (PREPARE_STAGES(size) * PREPARE_STAGE(size) + MEETING)
-#define FINISH_STAGE(size) ((2 * FINISH_HELD * 8 * (int)(size) + 8) * ROW_THREADS)
-#define FINISH_STAGES(size) ((size) == 2 ? 4 : 2)
-#define FINISH_SHARED(size) (FINISH_STAGES(size) * FINISH_STAGE(size) + MEETING + ROW_THREADS / 32 * SUM_COLS * 4)
-
-/* Of small's forward: floats of a row, bytes of a block. */
-#define SMALL_PADDED(k) (((k) + 3) / 4 * 4)
-#define SMALL_SHARED(k) ((SMALL_ROWS * SMALL_PADDED(k) + SMALL_COLS * (SMALL_CHUNK + 4)) * 4)
 
 #endif

@@ -33,10 +33,10 @@ void *heddle__cuda_norm_linear_device(const norm_linear_plan *plan, void **conte
 
 heddle_status heddle__cuda_plan_norm_linear(norm_linear_plan *plan, const cuda_facts *device) {
     const heddle_norm_linear *a = &plan->a;
-    if (device->shared_bytes < GEMM_SHARED)
+    if (device->shared_bytes < GEMM80_BYTES)
         return fail(HEDDLE_UNSUPPORTED,
                     "%s: norm-linear needs blocks with %d bytes of shared memory, a block can have %zu", device->name,
-                    GEMM_SHARED, device->shared_bytes);
+                    GEMM80_BYTES, device->shared_bytes);
     const int64_t m = blocks(a->m, GEMM_TILE), k = blocks(a->k, GEMM_TILE), n = blocks(a->n, GEMM_TILE);
     if (a->m > GRID_LIMIT || a->k > GRID_LIMIT - 8 || a->n > GRID_LIMIT - 8 || m * n > GRID_LIMIT ||
         m * k > GRID_LIMIT || n * k > GRID_LIMIT)

@@ -3,6 +3,8 @@
 #include "cuda/norm_linear/moments.cuh"
 #include "cuda/norm_linear/rows.cuh"
 
+#define LARGEST_EXPONENT 126 /* 2^126 is a normal float */
+
 /* The c-th chunk, of those that are held and whole. */
 template <typename T, int HELD> INLINE void get_held(const row_of<T, HELD> &r, int c, float v[8]) {
     unpack8((const uint4 *)r.at + c * row_of<T, HELD>::PIECES * ROW_THREADS, v, T());
@@ -238,9 +240,9 @@ INLINE int block_least(const int32_t *of, int count, int least, int *slots) {
 /* The rows of one job. Returns the least exponent of this thread's rows. */
 template <typename T, int TEAM>
 INLINE int prepare_rows(const norm_rows &p, bool packs, uint32_t *unit, int shared, char *held, meeting *m, int *turn) {
-    constexpr int HELD = PREPARE_HELD, STAGE = PREPARE_STAGE(sizeof(T)), STAGES = PREPARE_STAGES(sizeof(T));
+    constexpr int HELD = PREPARE_HELD, STAGE = prepare_stage_bytes(sizeof(T)), STAGES = prepare_stages(sizeof(T));
     constexpr int HEADS = row_of<T, HELD>::BYTES;
-    static_assert(HEADS + ROW_THREADS * 4 == STAGE, "the plan counts with this");
+    static_assert(HEADS + ROW_THREADS * 4 == STAGE, "as the plan counts");
     char *const own = held + threadIdx.x * 16, *const head = held + HEADS + threadIdx.x * 4;
     int least = LARGEST_EXPONENT;
     const auto row_at = [&](int64_t row, int stage) {
@@ -276,9 +278,9 @@ INLINE void prepare_job(const norm_prepare &p, int x, bool packs, uint32_t *unit
             p.shared[x] = shared;
     }
     if (job.cols <= SHORT_ROW)
-        least = prepare_rows<T, 32>(job, packs, unit, shared, held, m, turn);
+        least = prepare_rows<T, PREPARE_SHORT_TEAM>(job, packs, unit, shared, held, m, turn);
     else
-        least = prepare_rows<T, 128>(job, packs, unit, shared, held, m, turn);
+        least = prepare_rows<T, PREPARE_TEAM>(job, packs, unit, shared, held, m, turn);
     if (sizeof(T) == 4 && p.least) {
         least = block_least(NULL, 0, least, m->least);
         if (threadIdx.x == 0)
@@ -288,7 +290,7 @@ INLINE void prepare_job(const norm_prepare &p, int x, bool packs, uint32_t *unit
 
 template <typename T> INLINE void prepare_kernel(const norm_prepare &p) {
     extern __shared__ __align__(16) char held[];
-    meeting *const m = (meeting *)(held + PREPARE_STAGES(sizeof(T)) * PREPARE_STAGE(sizeof(T)));
+    meeting *const m = (meeting *)(held + prepare_stages(sizeof(T)) * prepare_stage_bytes(sizeof(T)));
     int turn = 0;
     uint32_t unit = blockIdx.x;
     prepare_job<T>(p, 0, p.job[0].packs, &unit, held, m, &turn);
@@ -297,4 +299,4 @@ template <typename T> INLINE void prepare_kernel(const norm_prepare &p) {
 
 #define K(pass, dtype, family, threads, module)                                                                        \
     static_assert(threads == ROW_THREADS, "as the kernel counts");                                                     \
-    ROW_KERNEL(pass, dtype, norm_prepare, threads, PREPARE_BLOCKS(sizeof(dtype)))
+    ROW_KERNEL(pass, dtype, norm_prepare, threads, prepare_resident(sizeof(dtype)))

@@ -28,7 +28,7 @@ norm_rows heddle__cuda_rows_of_x(const norm_linear_call *c, norm_rows p) {
 
 /* Columns of a tile on Hopper: those with which all clusters are done soonest, counted in cycles; a step of 64 terms keeps the tensor
  * cores for four cycles a column. */
-static const int64_t widths90[WIDTHS] = {256, 192, 160, 128, 96};
+static const int64_t widths90[WIDTHS] = {GEMM90_WIDTHS(WIDTH_OF, )};
 
 enum cuda_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gemm_kernels *kernels, int64_t rows, int64_t cols,
                                      int64_t depth, int64_t *width) {
@@ -37,7 +37,7 @@ enum cuda_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gemm_kerne
     int best = 0;
     for (int x = 0; x < WIDTHS; x++) {
         const int64_t rounds = blocks(pairs * blocks(cols, widths90[x]), clusters);
-        const int64_t cycles = rounds * (blocks(depth, 64) * (4 * widths90[x] + 60) + 6 * widths90[x] + 600);
+        const int64_t cycles = rounds * (blocks(depth, GEMM90_DEPTH) * (4 * widths90[x] + 60) + 6 * widths90[x] + 600);
         if (cycles < least) {
             least = cycles;
             best = x;
@@ -53,10 +53,10 @@ int64_t heddle__cuda_add_prepare(norm_linear_call *c, norm_prepare p) {
         norm_rows *job = &p.job[x];
         job->vector =
             aligned16(job->in, job->ld, size_of(&c->is)) && aligned16(job->gamma, 0, 2) && aligned16(job->beta, 0, 2);
-        units += row_units(job->rows, job->cols, 32, 128);
+        units += row_units(job->rows, job->cols, PREPARE_SHORT_TEAM, PREPARE_TEAM);
     }
     units = least_of(units, prepare_blocks(c->device, &c->is));
-    heddle__cuda_add(c, OF_DTYPE(prepare)[c->is.dtype], units, PREPARE_SHARED(size_of(&c->is)),
+    heddle__cuda_add(c, OF_DTYPE(prepare)[c->is.dtype], units, (uint32_t)prepare_bytes((int)size_of(&c->is)),
                      &(norm_linear_params){.prepare = p});
     return units;
 }
@@ -73,7 +73,8 @@ static void add_gemm90(norm_linear_call *c, const gemm_kernels *kernels, const n
     const enum cuda_kernel kernel = heddle__cuda_gemm90(c, kernels, p->rows, p->cols, p->depth, &width);
     const int64_t lda = p->lda * 2, ldb = p->ldb * 2;
     norm_linear_launch *l = &c->launches[c->count++];
-    *l = (norm_linear_launch){.kernel = kernel, .shared = GEMM90_SHARED, .sm90 = 1, .params.gemm90.g = *p};
+    *l = (norm_linear_launch){
+        .kernel = kernel, .shared = (uint32_t)gemm90_bytes((int)width), .sm90 = 1, .params.gemm90.g = *p};
     norm_gemm *g = &l->params.gemm90.g;
     g->row_tiles = blocks(p->rows, GEMM_TILE);
     g->col_tiles = blocks(p->cols, width);
@@ -85,7 +86,7 @@ static void add_gemm90(norm_linear_call *c, const gemm_kernels *kernels, const n
     l->shapes[1] = (tensor_shape){p->b,
                                   {b_transposed ? cols : depth, b_transposed ? depth : cols},
                                   {(uint64_t)ldb},
-                                  b_transposed ? 32 : (uint32_t)width / 2};
+                                  (uint32_t)gemm90_b_rows((int)width, b_transposed)};
 }
 
 static void add_gemm80(norm_linear_call *c, const gemm_kernels *kernels, norm_gemm p) {
@@ -96,7 +97,7 @@ static void add_gemm80(norm_linear_call *c, const gemm_kernels *kernels, norm_ge
     const enum cuda_kernel kernel = c->is.tf32              ? kernels->tf32
                                     : aligned || c->is.wide ? kernels->sm80[c->is.dtype]
                                                             : kernels->any[c->is.dtype];
-    heddle__cuda_add(c, kernel, p.row_tiles * p.col_tiles, GEMM_SHARED, &(norm_linear_params){.gemm = p});
+    heddle__cuda_add(c, kernel, p.row_tiles * p.col_tiles, GEMM80_BYTES, &(norm_linear_params){.gemm = p});
 }
 
 bool heddle__cuda_add_gemm(norm_linear_call *c, const gemm_kernels *kernels, const norm_gemm *p, bool a_transposed,
@@ -112,6 +113,6 @@ bool heddle__cuda_add_gemm(norm_linear_call *c, const gemm_kernels *kernels, con
 void heddle__cuda_add_totals(norm_linear_call *c, norm_totals p) {
     int64_t units = 0;
     for (int x = 0; x < 3; x++)
-        units += blocks(p.job[x].cols, 32);
+        units += total_units(p.job[x].cols);
     heddle__cuda_add(c, OF_DTYPE(total)[c->is.dtype], units, 0, &(norm_linear_params){.totals = p});
 }

@@ -5,6 +5,7 @@
 #define HEDDLE_CUDA_NORM_LINEAR_ROWS_CUH
 
 #include "cuda/element.cuh"
+#include "cuda/norm_linear/contract.h"
 #include "cuda/norm_linear/params.h"
 #include "cuda/ptx.cuh"
 
@@ -16,7 +17,7 @@ struct meeting {
     float2 slots[2][ROW_THREADS / 32];
     int least[ROW_THREADS / 32];
 };
-static_assert(sizeof(meeting) <= MEETING, "the plan counts with this");
+static_assert(sizeof(meeting) <= MEETING_BYTES, "as the plan counts");
 
 /* A row of one tensor, and where this thread's chunks of it lie in shared memory. */
 template <typename T, int HELD> struct row_of {

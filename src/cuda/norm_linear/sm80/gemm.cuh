@@ -9,8 +9,9 @@
 
 #include "cuda/element.cuh"
 #include "cuda/norm_linear/params.h"
+#include "cuda/norm_linear/sm80/contract.h"
 
-enum { STAGES = 3, GEMM_THREADS = 128, PANEL = 16 /* row tiles that share the columns in L2 */ };
+enum { STAGES = GEMM80_STAGES, GEMM_THREADS = 128, PANEL = 16 /* row tiles that share the columns in L2 */ };
 
 static __device__ __forceinline__ void mma(float c[4], const uint32_t a[4], const uint32_t b[2], bf16) {
     mma_bf16(c, a, b);
@@ -171,12 +172,12 @@ static __device__ __forceinline__ void tile_of_block(const norm_gemm &p, int64_t
 /* The product of this block's tile. T: of the operands' elements; TERMS: 1, or 3 for two planes each. */
 template <typename T, int TERMS, bool ALIGNED, bool A_TRANSPOSED, bool B_TRANSPOSED>
 static __device__ __forceinline__ void product(const norm_gemm &p, int64_t row0, int64_t col0, float acc[4][8][4]) {
-    constexpr int PLANES = TERMS == 3 ? 2 : 1, DEPTH = 64 / PLANES;
+    constexpr int PLANES = TERMS == 3 ? 2 : 1, DEPTH = gemm80_depth(PLANES);
     typedef operand<A_TRANSPOSED, ALIGNED, DEPTH, GEMM_TILE> A;
     typedef operand<B_TRANSPOSED, ALIGNED, DEPTH, GEMM_TILE> B;
-    static_assert(PLANES * (A::BYTES + B::BYTES) == GEMM_STAGE_BYTES, "the plan counts with this");
+    static_assert(PLANES * (A::BYTES + B::BYTES) == GEMM80_STAGE_BYTES, "as the plan counts");
     extern __shared__ __align__(128) unsigned char shared[];
-    const uint32_t begin = shared_address(shared), end = begin + STAGES * GEMM_STAGE_BYTES;
+    const uint32_t begin = shared_address(shared), end = begin + STAGES * GEMM80_STAGE_BYTES;
     const A a(p.a, p.a_low, p.lda, row0, p.rows, p.depth);
     const B b(p.b, p.b_low, p.ldb, col0, p.cols, p.depth);
     const int warp = threadIdx.x / 32, row = warp / 2 * 64, col = warp % 2 * 64, ahead = STAGES - 1;
@@ -192,14 +193,14 @@ static __device__ __forceinline__ void product(const norm_gemm &p, int64_t row0,
             b.template copy<PLANES>(write + PLANES * A::BYTES, k + ahead * DEPTH);
         }
         cp_async_commit();
-        write = write + GEMM_STAGE_BYTES == end ? begin : write + GEMM_STAGE_BYTES;
+        write = write + GEMM80_STAGE_BYTES == end ? begin : write + GEMM80_STAGE_BYTES;
         if (k < 0)
             continue;
         if (TERMS == 3)
             multiply_planes<A, B, DEPTH>(acc, read, read + PLANES * A::BYTES, row, col);
         else
             multiply<T, A, B, DEPTH>(acc, read, read + PLANES * A::BYTES, row, col);
-        read = read + GEMM_STAGE_BYTES == end ? begin : read + GEMM_STAGE_BYTES;
+        read = read + GEMM80_STAGE_BYTES == end ? begin : read + GEMM80_STAGE_BYTES;
     }
     cp_async_wait<0>();
 }
@@ -396,7 +397,8 @@ static __device__ __forceinline__ void gemm_dw(const norm_gemm &p) {
     product<OPERAND, TERMS, ALIGNED, true, true>(p, row_tile * GEMM_TILE, col_tile * GEMM_TILE, acc);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     epilogue_dw<T, sizeof(T) == 4>(p, row_tile * GEMM_TILE + warp / 2 * 64 + lane / 4,
-                                   col_tile * GEMM_TILE + warp % 2 * 64 + lane % 4 * 2, row_tile * 2 + warp / 2, acc);
+                                   col_tile * GEMM_TILE + warp % 2 * 64 + lane % 4 * 2,
+                                   gemm80_sums(row_tile) + warp / 2, acc);
 }
 
 #define GEMM_KERNEL(pass, name, T, OPERAND, TERMS, ALIGNED)                                                            \

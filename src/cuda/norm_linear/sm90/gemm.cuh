@@ -12,34 +12,35 @@
 
 #include "cuda/element.cuh"
 #include "cuda/norm_linear/params.h"
+#include "cuda/norm_linear/sm90/contract.h"
 #include "cuda/ptx.cuh"
 
 enum {
-    DEPTH = 64, /* of a stage */
-    BOX = 64 * 64 * 2,
+    DEPTH = GEMM90_DEPTH,
+    BOX = GEMM90_BOX_BYTES,
     PANEL = 8, /* pairs of row tiles that share the columns in L2 */
     WARPGROUP = 128,
-    CONSUMERS = 2 * WARPGROUP,
+    CONSUMERS = 32 * GEMM90_WARPS,
     HELPERS = 64,
-    STAGING = 16 * 128 /* of a warp: 16 rows of 64 results */
+    STAGING = GEMM90_STAGING_BYTES
 };
 enum gemm_pass { FWD, DX, DW };
 
 template <int WIDTH> struct gemm90 {
     static constexpr int a_bytes = GEMM_TILE * DEPTH * 2;
-    static constexpr int b_boxes =
-        (WIDTH + 63) / 64; /* beside each other; where B is not transposed, rows of one box */
-    static constexpr int stage = a_bytes + b_boxes * BOX;
-    static constexpr int stages = GEMM90_STAGES / stage;
+    static constexpr int b_boxes = gemm90_b_boxes(WIDTH);
+    static constexpr int stage = gemm90_stage_bytes(WIDTH), stages = gemm90_stages(WIDTH);
     static constexpr int staging = stages * stage;
     static constexpr int vectors = staging + CONSUMERS / 32 * STAGING; /* of two tiles: of the columns, of the rows */
-    static constexpr int vector = (WIDTH + GEMM_TILE) * 8;
+    static constexpr int vector = gemm90_vector_bytes(WIDTH);
     static constexpr int full = vectors + 2 * vector;
     static constexpr int empty = full + 8 * stages;
     static constexpr int ready = empty + 8 * stages;
     static constexpr int taken = ready + 8 * 2;
     static constexpr int bytes = taken + 8 * 2;
-    static_assert(bytes + 1024 <= GEMM90_SHARED, "the plan counts with this");
+    static_assert(bytes == gemm90_layout_bytes(WIDTH) && bytes <= gemm90_layout_bytes(GEMM90_WIDEST),
+                  "as the plan counts");
+    static_assert(stage == a_bytes + b_boxes * BOX, "the operands of a stage");
 };
 
 /* ------------------------------------------------------------------------------------------------- tiles and stages */
@@ -95,12 +96,12 @@ INLINE void produce(const norm_gemm_sm90 &all, uint32_t smem) {
             for (int x = 0; x < 2; x++)
                 tma_load2(to + x * BOX, &all.a, full, A_TRANSPOSED ? row0 + x * 64 : k,
                           A_TRANSPOSED ? k : row0 + x * 64);
-            const uint32_t b = to + layout::a_bytes + rank * (B_TRANSPOSED ? BOX / 2 : WIDTH / 2 * DEPTH * 2);
+            const uint32_t b = to + layout::a_bytes + rank * gemm90_b_rows(WIDTH, B_TRANSPOSED) * 128;
 #pragma unroll
             for (int x = 0; x < layout::b_boxes && B_TRANSPOSED; x++)
-                tma_load2_all(b + x * BOX, &all.b, full, col0 + x * 64, k + rank * (DEPTH / 2), 3);
+                tma_load2_all(b + x * BOX, &all.b, full, col0 + x * 64, k + rank * gemm90_b_rows(WIDTH, true), 3);
             if (!B_TRANSPOSED)
-                tma_load2_all(b, &all.b, full, k, col0 + rank * (WIDTH / 2), 3);
+                tma_load2_all(b, &all.b, full, k, col0 + rank * gemm90_b_rows(WIDTH, false), 3);
             advance<WIDTH>(&r);
         }
     }
@@ -376,7 +377,7 @@ template <typename T, int WIDTH, int PASS> INLINE void consume(const norm_gemm &
 template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_gemm_sm90 &all) {
     typedef gemm90<WIDTH> layout;
     extern __shared__ char shared[];
-    const uint32_t smem = (shared_address(shared) + 1023) & ~1023u;
+    const uint32_t smem = (shared_address(shared) + GEMM90_ALIGNMENT - 1) & ~(GEMM90_ALIGNMENT - 1u);
     char *const from = shared + (smem - shared_address(shared));
     if (threadIdx.x == 0) {
         tma_prefetch_map(&all.a);

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  * When the family small takes a norm-linear, and how. Pure. */
 #include "cuda/norm_linear/family.h"
+#include "cuda/norm_linear/small/contract.h"
 #include "status.h"
 
 static int64_t forward_blocks(const heddle_norm_linear *a) {
-    return blocks(a->m, SMALL_ROWS) * blocks(a->n, SMALL_COLS);
+    return blocks(a->m, SMALL_ROWS) * norm_small_tiles((int)a->n);
 }
 
 /* Whatever is asked for; what is not is not launched. */
@@ -13,7 +14,7 @@ static int64_t row_blocks(const heddle_norm_linear *a) {
 }
 
 static int64_t weight_blocks(const heddle_norm_linear *a) {
-    return blocks(a->k, SMALL_SIDE) * blocks(a->n, SMALL_SIDE);
+    return norm_small_strips((int)a->k) * blocks(a->n, SMALL_SIDE);
 }
 
 /* Forward, in two launches of 6.4 microseconds for the least problem, is not slower than this in one (m 16, k 64, n 64 on an H200: 9.1). Backward
@@ -86,7 +87,7 @@ static norm_small params_of(const norm_linear_call *c) {
 
 static void backward(norm_linear_call *c, norm_small p, float *part) {
     const heddle_norm_linear_data *t = c->t;
-    const int64_t k = c->a->k, strips = t->dw ? blocks(k, SMALL_SIDE) : 1;
+    const int64_t k = c->a->k, strips = t->dw ? norm_small_strips((int)k) : 1;
     const bool sums = t->dgamma || t->dbeta;
     p.row_blocks = t->dx || sums ? (int32_t)row_blocks(c->a) : 0;
     p.part = sums && p.row_blocks > 1 ? part : NULL;
@@ -109,7 +110,7 @@ static void launch(const norm_linear_choice *choice, norm_linear_call *c) {
     if (c->pass == HEDDLE_BACKWARD)
         backward(c, params_of(c), c->workspace);
     else
-        heddle__cuda_add(c, kernel_of(c->a, c->pass), forward_blocks(c->a), (uint32_t)SMALL_SHARED(c->a->k),
+        heddle__cuda_add(c, kernel_of(c->a, c->pass), forward_blocks(c->a), (uint32_t)norm_small_bytes((int)c->a->k),
                          &(norm_linear_params){.small = params_of(c)});
 }
 

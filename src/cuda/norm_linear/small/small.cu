@@ -3,8 +3,9 @@
  * rows, a second for the sums. No tensor cores; float32 throughout, and sums in short chains. */
 #include "cuda/norm_linear/moments.cuh"
 #include "cuda/norm_linear/params.h"
+#include "cuda/norm_linear/small/contract.h"
 
-enum { THREADS = 256, WARPS = THREADS / 32, CHUNK = SMALL_CHUNK, PADDED = CHUNK + 4 };
+enum { THREADS = 256, WARPS = THREADS / 32, CHUNK = SMALL_CHUNK, PADDED = SMALL_PADDED_CHUNK };
 
 INLINE float warp_sum(float x) {
 #pragma unroll
@@ -81,7 +82,7 @@ INLINE void fetch_w(const norm_small &p, int64_t col0, int e0, float v[SMALL_COL
 /* SMALL_ROWS rows and SMALL_COLS columns of y: a lane has a column, a warp two rows. */
 template <typename T> INLINE void fwd_kernel(const norm_small &p) {
     extern __shared__ __align__(16) float z[];
-    const int tiles = (p.n + SMALL_COLS - 1) / SMALL_COLS, padded = SMALL_PADDED(p.k);
+    const int tiles = norm_small_tiles(p.n), padded = norm_small_padded(p.k);
     const int64_t row0 = (int64_t)(blockIdx.x / tiles) * SMALL_ROWS, col0 = (int64_t)(blockIdx.x % tiles) * SMALL_COLS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float *w = z + SMALL_ROWS * padded, next[SMALL_COLS * CHUNK / THREADS], y[2] = {};
@@ -260,7 +261,7 @@ enum { SIDE = SMALL_SIDE, DEPTH = 64, EACH = SIDE / WARPS };
 template <typename T> INLINE void weights_kernel(const norm_small &p, int block) {
     __shared__ float z[DEPTH][SIDE], dy[DEPTH][SIDE];
     __shared__ float2 moments[DEPTH];
-    const int strips = p.dw ? (p.k + SIDE - 1) / SIDE : 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int strips = p.dw ? norm_small_strips(p.k) : 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int col = block % strips * SIDE + lane, row = block / strips * SIDE;
     const float gamma = p.gamma && col < p.k ? to_float(((const T *)p.gamma)[col]) : 1;
     const float beta = p.beta && col < p.k ? to_float(((const T *)p.beta)[col]) : 0;

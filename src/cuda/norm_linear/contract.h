@@ -1,0 +1,89 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What host and kernels of norm-linear both count with: tiles of the products, and what is done to rows before and after them. C and
+ * CUDA C. */
+#ifndef HEDDLE_CUDA_NORM_LINEAR_CONTRACT_H
+#define HEDDLE_CUDA_NORM_LINEAR_CONTRACT_H
+
+#include "cuda/contract.h"
+
+/* Rows of a tile of a product; of sm80 columns, too. */
+#define GEMM_TILE 128
+
+/* Elements of a row that its short team takes; a longer one is the other team's. */
+#define SHORT_ROW 1024
+
+/* Threads of a block of prepare and finish; bytes where their warps meet. */
+#define ROW_THREADS 256
+#define MEETING_BYTES 256
+
+/* What a block of prepare or finish does at a time: rows of so many columns, of which a team of so many threads has one. */
+CONTRACT int row_teams(int64_t cols, int short_team, int team) {
+    return ROW_THREADS / (cols <= SHORT_ROW ? short_team : team);
+}
+CONTRACT int64_t row_units(int64_t rows, int64_t cols, int short_team, int team) {
+    const int teams = row_teams(cols, short_team, team);
+    return (rows + teams - 1) / teams;
+}
+
+/* ------------------------------------------------------------------------------------------------------ prepare */
+
+#define PREPARE_SHORT_TEAM 32
+#define PREPARE_TEAM 128
+
+/* Chunks of eight elements of a row that wait for a thread in shared memory. */
+#define PREPARE_HELD 4
+
+/* For elements of so many bytes: blocks on a multiprocessor; bytes of a row of each team of a block, and a float a thread; how many such
+ * there are; all of a block. */
+CONTRACT int prepare_resident(int element) {
+    return element == 2 ? 4 : 3;
+}
+CONTRACT int prepare_stage_bytes(int element) {
+    return (PREPARE_HELD * 8 * element + 4) * ROW_THREADS;
+}
+CONTRACT int prepare_stages(int element) {
+    return element == 2 ? 3 : 2;
+}
+CONTRACT int prepare_bytes(int element) {
+    return prepare_stages(element) * prepare_stage_bytes(element) + MEETING_BYTES;
+}
+
+/* ------------------------------------------------------------------------------------------------------- finish */
+
+#define FINISH_SHORT_TEAM 64
+#define FINISH_TEAM ROW_THREADS
+#define FINISH_RESIDENT 2
+#define FINISH_HELD 2
+
+/* Columns of rows whose sums of dgamma and dbeta stay in the registers of a block. */
+#define SUMMED_ROW (FINISH_HELD * 8 * FINISH_TEAM)
+
+/* Columns of a unit of the sums of another matrix. */
+#define SUM_COLS 256
+
+CONTRACT int64_t sum_units(int64_t cols) {
+    return (cols + SUM_COLS - 1) / SUM_COLS;
+}
+
+/* As of prepare, but for rows of two tensors and two floats a thread; and the sums of the warps. */
+CONTRACT int finish_stage_bytes(int element) {
+    return (2 * FINISH_HELD * 8 * element + 8) * ROW_THREADS;
+}
+CONTRACT int finish_stages(int element) {
+    return element == 2 ? 4 : 2;
+}
+CONTRACT int finish_bytes(int element) {
+    return finish_stages(element) * finish_stage_bytes(element) + MEETING_BYTES + ROW_THREADS / 32 * SUM_COLS * 4;
+}
+
+/* -------------------------------------------------------------------------------------------------------- total */
+
+/* Warps of a block; columns that it has, a lane a column. */
+#define TOTAL_WARPS 32
+#define TOTAL_COLS 32
+
+CONTRACT int64_t total_units(int64_t cols) {
+    return (cols + TOTAL_COLS - 1) / TOTAL_COLS;
+}
+
+#endif
