@@ -93,117 +93,119 @@ static void describe(char *text, size_t n) {
                  r->sm90 ? "sm90 and sm80" : "sm80", r->note);
 }
 
-static heddle_status plan_attention(attention_plan *plan) {
+/* The current device, and what a plan must know of it. */
+static heddle_status find_device(device_record **r, cu_context *context, cuda_facts *facts) {
     const cuda_driver *cu = NULL;
+    heddle_status status = heddle__cuda_current_device(&cu, r, context);
+    if (status == HEDDLE_OK)
+        *facts = heddle__cuda_facts_of(*r);
+    return status;
+}
+
+static heddle_status plan_attention(attention_plan *plan) {
     device_record *r = NULL;
     cu_context context = NULL;
-    heddle_status status = heddle__cuda_current_device(&cu, &r, &context);
-    if (status != HEDDLE_OK || !r)
+    cuda_facts facts;
+    heddle_status status = find_device(&r, &context, &facts);
+    if (status != HEDDLE_OK)
         return status;
-    const cuda_facts facts = heddle__cuda_facts_of(r);
     status = heddle__cuda_plan_attention(plan, &facts);
     heddle__cuda_set_attention_device(plan, r, context);
     return status;
 }
 
 static heddle_status plan_norm_linear(norm_linear_plan *plan) {
-    const cuda_driver *cu = NULL;
     device_record *r = NULL;
     cu_context context = NULL;
-    heddle_status status = heddle__cuda_current_device(&cu, &r, &context);
-    if (status != HEDDLE_OK || !r)
+    cuda_facts facts;
+    heddle_status status = find_device(&r, &context, &facts);
+    if (status != HEDDLE_OK)
         return status;
-    const cuda_facts facts = heddle__cuda_facts_of(r);
     status = heddle__cuda_plan_norm_linear(plan, &facts);
     heddle__cuda_set_norm_linear_device(plan, r, context);
     return status;
 }
 
-/* Where the caller has no context, the primary one is entered, and left again at the end. */
-static heddle_status enter(const cuda_driver *cu, device_record *r, void *planned, cu_context *context) {
-    *context = planned;
-    if (!cu) /* it was there when the plan was made */
-        return HEDDLE_NO_DEVICE;
-    return planned ? HEDDLE_OK : heddle__cuda_enter_primary(cu, r, context);
-}
-
-static void leave(const cuda_driver *cu, const void *planned) {
+/* What the launches of a pass need beside its plan. */
+typedef struct cuda_call {
+    const cuda_driver *cu;
+    device_record *r;
     cu_context context;
-    if (!planned)
-        cu->cuCtxPopCurrent_v2(&context);
-}
+    const void *data;           /* of the operation, */
+    const tensor_field *fields; /* and what is in it */
+    void *workspace, *stream;
+} cuda_call;
 
-static heddle_status launch_attention(const cuda_driver *cu, device_record *r, cu_context context,
-                                      const attention_plan *plan, const heddle_attention_data *data, void *workspace,
-                                      void *stream) {
-    heddle_status status = check_pointers(cu, r, attention_fields, plan->pass, data, workspace);
-    if (status == HEDDLE_OK)
-        status = check_stream(cu, r, context, stream);
-    if (status != HEDDLE_OK)
-        return status;
-    const cuda_facts facts = heddle__cuda_facts_of(r);
+static heddle_status launch_attention(const cuda_call *c, const void *planned) {
+    const attention_plan *plan = planned;
+    const cuda_facts facts = heddle__cuda_facts_of(c->r);
     attention_job job;
-    heddle__cuda_attention_job(plan, &facts, data, workspace, &job);
-    tensor_map *const maps[] = {&job.params.q, &job.params.k, &job.params.v, &job.params.dout,
-                                &job.params.bias};
+    heddle__cuda_attention_job(plan, &facts, c->data, c->workspace, &job);
+    tensor_map *const maps[] = {&job.params.q, &job.params.k, &job.params.v, &job.params.dout, &job.params.bias};
+    heddle_status status = HEDDLE_OK;
     if (job.count)
-        status = heddle__cuda_encode_maps(cu, r, plan->a.dtype, 4, job.maps, job.shapes, maps);
+        status = heddle__cuda_encode_maps(c->cu, c->r, plan->a.dtype, 4, job.maps, job.shapes, maps);
     for (int x = 0; x < job.count && status == HEDDLE_OK; x++) {
         const attention_launch *l = &job.launches[x];
-        status = heddle__cuda_launch(cu, r, l->kernel, l->grid, l->shared_bytes,
-                                     l->sm90 ? (const void *)&job.params : &job.params.p, stream);
+        status = heddle__cuda_launch(c->cu, c->r, l->kernel, l->grid, l->shared_bytes,
+                                     l->sm90 ? (const void *)&job.params : &job.params.p, c->stream);
     }
     return status;
 }
 
-static heddle_status launch_norm_linear(const cuda_driver *cu, device_record *r, cu_context context,
-                                        const norm_linear_plan *plan, const heddle_norm_linear_data *data,
-                                        void *workspace, void *stream) {
-    heddle_status status = check_pointers(cu, r, norm_linear_fields, plan->pass, data, workspace);
-    if (status == HEDDLE_OK)
-        status = check_stream(cu, r, context, stream);
-    if (status != HEDDLE_OK)
-        return status;
-    const cuda_facts facts = heddle__cuda_facts_of(r);
+static heddle_status launch_norm_linear(const cuda_call *c, const void *planned) {
+    const norm_linear_plan *plan = planned;
+    const cuda_facts facts = heddle__cuda_facts_of(c->r);
     norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
-    int n = heddle__cuda_norm_linear_launches(plan, &facts, data, workspace, launches);
+    int n = heddle__cuda_norm_linear_launches(plan, &facts, c->data, c->workspace, launches);
+    heddle_status status = HEDDLE_OK;
     for (int x = 0; x < n && status == HEDDLE_OK; x++) {
         norm_linear_launch *l = &launches[x];
         tensor_map *const maps[] = {&l->params.gemm90.a, &l->params.gemm90.b};
         if (l->sm90)
-            status = heddle__cuda_encode_maps(cu, r, plan->a.dtype, 2, 2, l->shapes, maps);
+            status = heddle__cuda_encode_maps(c->cu, c->r, plan->a.dtype, 2, 2, l->shapes, maps);
         if (status == HEDDLE_OK)
-            status = heddle__cuda_launch(cu, r, l->kernel, l->grid, l->shared, &l->params, stream);
+            status = heddle__cuda_launch(c->cu, c->r, l->kernel, l->grid, l->shared, &l->params, c->stream);
     }
+    return status;
+}
+
+/* The checks of a call, and its launches. Where the caller has no context, the primary one is entered, and left again at the end. */
+static heddle_status run(cuda_call *c, cu_context planned, heddle_pass pass, const void *plan,
+                         heddle_status (*launch)(const cuda_call *c, const void *plan)) {
+    heddle_status status = HEDDLE_OK;
+    cu_context left;
+    c->context = planned;
+    if (!c->cu) /* it was there when the plan was made */
+        return HEDDLE_NO_DEVICE;
+    if (!planned)
+        status = heddle__cuda_enter_primary(c->cu, c->r, &c->context);
+    if (status != HEDDLE_OK)
+        return status;
+    status = check_pointers(c->cu, c->r, c->fields, pass, c->data, c->workspace);
+    if (status == HEDDLE_OK)
+        status = check_stream(c->cu, c->r, c->context, c->stream);
+    if (status == HEDDLE_OK)
+        status = launch(c, plan);
+    if (!planned)
+        c->cu->cuCtxPopCurrent_v2(&left);
     return status;
 }
 
 static heddle_status run_attention(const attention_plan *plan, const heddle_attention_data *data, void *workspace,
                                    void *stream) {
-    const cuda_driver *cu = heddle__cuda_driver();
-    void *planned = NULL;
-    device_record *r = heddle__cuda_attention_device(plan, &planned);
-    cu_context context;
-    heddle_status status = enter(cu, r, planned, &context);
-    if (status != HEDDLE_OK)
-        return status;
-    status = launch_attention(cu, r, context, plan, data, workspace, stream);
-    leave(cu, planned);
-    return status;
+    cuda_call c = {heddle__cuda_driver(), NULL, NULL, data, attention_fields, workspace, stream};
+    void *context = NULL;
+    c.r = heddle__cuda_attention_device(plan, &context);
+    return run(&c, context, plan->pass, plan, launch_attention);
 }
 
 static heddle_status run_norm_linear(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace,
                                      void *stream) {
-    const cuda_driver *cu = heddle__cuda_driver();
-    void *planned = NULL;
-    device_record *r = heddle__cuda_norm_linear_device(plan, &planned);
-    cu_context context;
-    heddle_status status = enter(cu, r, planned, &context);
-    if (status != HEDDLE_OK)
-        return status;
-    status = launch_norm_linear(cu, r, context, plan, data, workspace, stream);
-    leave(cu, planned);
-    return status;
+    cuda_call c = {heddle__cuda_driver(), NULL, NULL, data, norm_linear_fields, workspace, stream};
+    void *context = NULL;
+    c.r = heddle__cuda_norm_linear_device(plan, &context);
+    return run(&c, context, plan->pass, plan, launch_norm_linear);
 }
 
 const backend heddle_cuda_backend = {available,        describe,      plan_attention,
