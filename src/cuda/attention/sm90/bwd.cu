@@ -14,7 +14,7 @@
  *
  * lean adds to the sums from the registers, whose reading the next products wait for. long lays a piece down in shared memory,
  * and a thread of the first warpgroup has the copy engine add it: better where a tile of keys has many steps. */
-#include "cuda/attention/sm90/bwd.cuh"
+#include "cuda/attention/sm90/fetch.cuh"
 
 #include "cuda/attention/prep.cuh"
 
@@ -121,50 +121,21 @@ INLINE void fetch_boxes(const attention_params_sm90 &all, const key_work &w, key
     }
 }
 
-/* One warp fetches all that the others work on. */
-template <typename T, int D, int BLOCK, int STAGES, typename layout>
-INLINE void fetch(const attention_params_sm90 &all, const crew &crew, char *shared) {
-    const attention_params &p = all.p;
-    const uint32_t smem = shared_address(shared);
-    key_options *const steps = (key_options *)(shared + layout::steps);
-    const int lane = threadIdx.x % 32;
-    ring r = {0, 0};
-    int own_turn = 0;
-    unsigned count = 0;
-    key_work w;
-    for (unsigned turn = 0; find_keys<BLOCK, layout::is_full>(p, crew, turn, &w); turn++) {
-        const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n;
-        if (!w.steps)
-            continue;
-        if (lane == 0) {
-            const int row = (int)w.c.first_k + w.key0;
-            mbarrier_wait(smem + layout::own_empty, own_turn ^ 1);
-            mbarrier_expect(smem + layout::own_full, layout::slots);
-            load_boxes<D, OWN_ROWS>(smem, &all.k, smem + layout::own_full, row, w.y, n);
-            load_boxes<D, OWN_ROWS>(smem + layout::own_bytes, &all.v, smem + layout::own_full, row, w.y, n);
-        }
-        own_turn ^= 1;
-        if (layout::is_full)
-            for (key_walk at = first_seen<BLOCK>(p, w), next; at.x < (w.y + 1) * p.group; at = next, count++) {
-                next = step_after<BLOCK>(p, w, at);
-                const bool boxes = p.vectors & VECTOR_BIAS_BOXES;
-                mbarrier_wait(smem + layout::empty + r.slot * 16, r.turn ^ 1);
-                if (!boxes)
-                    prefetch_step<T, BLOCK>(p, w, at);
-                if (lane == 0)
-                    steps[count % KEY_STEPS] = tell_step<T, BLOCK>(p, w, at, next);
-                fetch_step<D, BLOCK, STAGES, layout>(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), smem, n, &r);
-                if (boxes && lane == 0)
-                    fetch_boxes<BLOCK, layout>(all, w, at, next, smem, count);
-            }
-        for (int x = w.y * p.group; !layout::is_full && x < (w.y + 1) * p.group; x++) {
-            const int64_t at = lse_at(p, w.c, x, 0);
-#pragma unroll 1
-            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK)
-                fetch_step<D, BLOCK, STAGES, layout>(all, w, x, i0, at, smem, n, &r);
-        }
+template <int D, int BLOCK, int STAGES, typename layout> struct fused_places {
+    static constexpr int own = 2;
+    static constexpr bool has_boxes = layout::is_full;
+    static __device__ __forceinline__ uint32_t empty(uint32_t smem, const ring &r) {
+        return smem + layout::empty + r.slot * 16;
     }
-}
+    static __device__ __forceinline__ void step(const attention_params_sm90 &all, const key_work &w, int x, int i0,
+                                                int64_t at, uint32_t smem, int n, ring *r) {
+        fetch_step<D, BLOCK, STAGES, layout>(all, w, x, i0, at, smem, n, r);
+    }
+    static __device__ __forceinline__ void boxes(const attention_params_sm90 &all, const key_work &w, key_walk at,
+                                                 key_walk next, uint32_t smem, unsigned count) {
+        fetch_boxes<BLOCK, layout>(all, w, at, next, smem, count);
+    }
+};
 
 /* long: one thread for each warpgroup adds that one's pieces of dQ to their sums; they are there when it comes back. */
 template <typename T, int D, int BLOCK, typename layout>
@@ -295,7 +266,8 @@ INLINE bool apply_boxes(const attention_params &p, const state &k, unsigned coun
     mbarrier_wait(k.smem + layout::box_full + place_of<layout>(count) * 16 + k.group * 8, parity_of<layout>(count));
 #pragma unroll
     for (int y = 0; y < BLOCK; y += 64)
-        low |= add_key_box<T>(boxes_of<layout>(k, count) + y / 64 * layout::strip, p.a.bias_stride.s == 0, by, s + y / 8);
+        low |=
+            add_key_box<T>(boxes_of<layout>(k, count) + y / 64 * layout::strip, p.a.bias_stride.s == 0, by, s + y / 8);
     return low;
 }
 
@@ -407,8 +379,120 @@ INLINE int turn_to(const attention_params &p, state *k, unsigned count, bool *ma
     return step & ~STEP_FLAGS;
 }
 
-/* All steps of a tile of keys. Of two neighbouring steps: while dV of one adds up, Sᵀ of the next is made and turned into
- * weights; LATE, for which fewer registers do: Sᵀ comes after all products of the step before, the weights beside dPᵀ. */
+/* A step whose P and dS are made, and the one after it, whose are to be made. */
+struct step_pair {
+    uint32_t at, done; /* Q of the first; the barriers that say that its places are free */
+    float *to;         /* lean: where its dQ is added */
+    uint32_t next_at;
+    float *next_row; /* the numbers of the next, */
+    int next_i0;     /* its first query, */
+    bool masked;     /* and whether it is */
+};
+
+/* Sᵀ of the next step: issued, once Q is there. Do its weights take more than the numbers of a row? */
+template <typename T, int D, int BLOCK, typename layout>
+INLINE bool issue_scores(const state &k, const step_pair &w, float (*s)[4]) {
+    await_tile<T, D, BLOCK, layout>(k, 0, w.masked, 2 * BLOCK);
+    wgmma_fence();
+    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k.own, w.next_at);
+    wgmma_commit();
+    return is_careful<BLOCK, layout>(k, w.masked, w.next_row);
+}
+
+/* dPᵀ of the next step likewise. */
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void issue_gradients(const state &k, const step_pair &w, float (*dp)[4]) {
+    await_tile<T, D, BLOCK, layout>(k, 1, w.masked, 2 * BLOCK);
+    wgmma_fence();
+    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k.own + layout::own_bytes, w.next_at + layout::slot_bytes);
+    wgmma_commit();
+}
+
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void issue_dv(const step_pair &w, const uint32_t (*ps)[4], float (*dv)[4]) {
+    wgmma_fence();
+    warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, w.at + layout::slot_bytes);
+    wgmma_commit();
+}
+
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void issue_dq_and_dk(const state &k, const step_pair &w, const uint32_t (*ds)[4], float (*dq)[4],
+                            float (*dk)[4]) {
+    issue_dq<T, D, BLOCK, layout>(k, dq);
+    warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, w.at);
+    wgmma_commit();
+}
+
+/* dQ of a step is there. */
+template <typename layout> INLINE void take_dq(const attention_params &p, const state &k, float *to, float (*dq)[4]) {
+    pass_on<layout>(k, to, dq);
+    if (layout::is_full && layout::shares_ds && (p.vectors & VECTOR_BIAS_BOXES))
+        free_boxes<layout>(k, k.turn);
+}
+
+/* While dV of a step adds up, Sᵀ of the next is made and turned into weights. */
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void turn_early(const attention_params &p, const span &seen, const state &k, const step_pair &w,
+                       const float *marks, float (*s)[4], float (*dp)[4], float (*dq)[4], const uint32_t (*ps)[4],
+                       const uint32_t (*ds)[4], float (*dk)[4], float (*dv)[4]) {
+    const bool careful = issue_scores<T, D, BLOCK, layout>(k, w, s);
+    issue_dv<T, D, BLOCK, layout>(w, ps, dv);
+    wgmma_wait<1>();
+    weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
+    issue_dq_and_dk<T, D, BLOCK, layout>(k, w, ds, dq, dk);
+    wgmma_wait<1>();
+    release(w.done + 8);
+    take_dq<layout>(p, k, w.to, dq);
+    issue_gradients<T, D, BLOCK, layout>(k, w, dp);
+    wgmma_wait<1>();
+    release_each(w.done);
+}
+
+/* For which fewer registers do: Sᵀ comes after all products of the step before, the weights beside dPᵀ. */
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void turn_late(const attention_params &p, const span &seen, const state &k, const step_pair &w,
+                      const float *marks, float (*s)[4], float (*dp)[4], float (*dq)[4], const uint32_t (*ps)[4],
+                      const uint32_t (*ds)[4], float (*dk)[4], float (*dv)[4]) {
+    issue_dv<T, D, BLOCK, layout>(w, ps, dv);
+    issue_dq_and_dk<T, D, BLOCK, layout>(k, w, ds, dq, dk);
+    wgmma_wait<2>();
+    release(w.done + 8);
+    const bool careful = issue_scores<T, D, BLOCK, layout>(k, w, s);
+    wgmma_wait<2>();
+    take_dq<layout>(p, k, w.to, dq);
+    wgmma_wait<1>();
+    release_each(w.done);
+    issue_gradients<T, D, BLOCK, layout>(k, w, dp);
+    wgmma_wait<1>();
+    weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
+}
+
+/* The next step, which the one at `i0` is followed by, and where both lie. */
+template <int D, int BLOCK, int STAGES, typename layout>
+INLINE step_pair next_pair(const attention_params &p, const span &seen, state *k, int i0, uint32_t at) {
+    step_pair w;
+    w.at = at;
+    w.done = k->smem + layout::empty + k->r.slot * 16;
+    w.to = find_sum<D, layout>(*k, seen, i0);
+    if (layout::is_full) {
+        advance<STAGES>(&k->r);
+        w.next_i0 = turn_to<D, layout>(p, k, k->turn + 1, &w.masked);
+    } else {
+        if (i0 + BLOCK < seen.end) {
+            w.next_i0 = i0 + BLOCK;
+        } else { /* the next head */
+            w.next_i0 = seen.begin;
+            k->sum += !layout::is_long && k->sum ? sum_tiles(p) * 64 * sm90_columns(D) : 0;
+        }
+        w.masked = is_cut(seen, w.next_i0) || k->any_bad;
+        advance<STAGES>(&k->r);
+    }
+    w.next_row = k->numbers + k->r.slot * 3 * BLOCK;
+    w.next_at = k->smem + layout::slots + k->r.slot * 2 * layout::slot_bytes;
+    return w;
+}
+
+/* All steps of a tile of keys. */
 template <typename T, int D, int BLOCK, int STAGES, bool LATE, typename layout>
 INLINE void sum_keys(const attention_params &p, const span &w, int steps, state *k, float (*dk)[4], float (*dv)[4]) {
     float s[BLOCK / 8][4], dp[BLOCK / 8][4], dq[8][4];
@@ -416,13 +500,13 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     const float *const marks = k->numbers + (layout::marks - layout::numbers) / 4;
     int i0 = w.begin;
     bool masked = is_cut(w, i0) || k->any_bad;
-    float *row = k->numbers + k->r.slot * 3 * BLOCK, *to;
+    float *row = k->numbers + k->r.slot * 3 * BLOCK;
     uint32_t at = k->smem + layout::slots + k->r.slot * 2 * layout::slot_bytes;
     if (layout::is_full)
         i0 = turn_to<D, layout>(p, k, k->turn, &masked);
     await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
     await_tile<T, D, BLOCK, layout>(*k, 1, masked, 2 * BLOCK);
-    bool careful = is_careful<BLOCK, layout>(*k, masked, row);
+    const bool careful = is_careful<BLOCK, layout>(*k, masked, row);
     wgmma_fence();
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
     wgmma_commit();
@@ -434,92 +518,29 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     make_operands<T, BLOCK, layout>(p, k, masked, row, s, dp, ps, ds);
 #pragma unroll 1
     while (layout::is_full ? !(k->now->step & STEP_LAST) : --steps) {
-        const uint32_t last = at, done = k->smem + layout::empty + k->r.slot * 16;
-        to = find_sum<D, layout>(*k, w, i0);
-        if (layout::is_full) {
-            advance<STAGES>(&k->r);
-            i0 = turn_to<D, layout>(p, k, k->turn + 1, &masked);
-        } else {
-            if (i0 + BLOCK < w.end) {
-                i0 += BLOCK;
-            } else { /* the next head */
-                i0 = w.begin;
-                k->sum += !layout::is_long && k->sum ? sum_tiles(p) * 64 * sm90_columns(D) : 0;
-            }
-            masked = is_cut(w, i0) || k->any_bad;
-            advance<STAGES>(&k->r);
-        }
-        row = k->numbers + k->r.slot * 3 * BLOCK;
-        at = k->smem + layout::slots + k->r.slot * 2 * layout::slot_bytes;
-        if (!LATE) {
-            await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
-            wgmma_fence();
-            warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
-            wgmma_commit();
-            careful = is_careful<BLOCK, layout>(*k, masked, row);
-        }
-        wgmma_fence();
-        warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, last + layout::slot_bytes);
-        wgmma_commit();
-        if (!LATE) {
-            wgmma_wait<1>();
-            weigh<T, BLOCK, layout>(p, w, *k, k->turn + 1, i0, careful, row, marks, s);
-        }
-        issue_dq<T, D, BLOCK, layout>(*k, dq);
-        warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, last);
-        wgmma_commit();
-        if (LATE) {
-            wgmma_wait<2>();
-            release(done + 8);
-            await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
-            wgmma_fence();
-            warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
-            wgmma_commit();
-            careful = is_careful<BLOCK, layout>(*k, masked, row);
-            wgmma_wait<2>();
-        } else {
-            wgmma_wait<1>();
-            release(done + 8);
-        }
-        pass_on<layout>(*k, to, dq);
-        if (layout::is_full && layout::shares_ds && (p.vectors & VECTOR_BIAS_BOXES))
-            free_boxes<layout>(*k, k->turn);
-        if (LATE) {
-            wgmma_wait<1>();
-            release_each(done);
-        }
-        await_tile<T, D, BLOCK, layout>(*k, 1, masked, 2 * BLOCK);
-        wgmma_fence();
-        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes, at + layout::slot_bytes);
-        wgmma_commit();
-        wgmma_wait<1>();
+        const step_pair pair = next_pair<D, BLOCK, STAGES, layout>(p, w, k, i0, at);
         if (LATE)
-            weigh<T, BLOCK, layout>(p, w, *k, k->turn + 1, i0, careful, row, marks, s);
+            turn_late<T, D, BLOCK, layout>(p, w, *k, pair, marks, s, dp, dq, ps, ds, dk, dv);
         else
-            release_each(done);
+            turn_early<T, D, BLOCK, layout>(p, w, *k, pair, marks, s, dp, dq, ps, ds, dk, dv);
         wgmma_wait<0>();
         k->turn++;
-        make_operands<T, BLOCK, layout>(p, k, masked, row, s, dp, ps, ds);
+        make_operands<T, BLOCK, layout>(p, k, pair.masked, pair.next_row, s, dp, ps, ds);
         hand_over<layout>(*k);
+        i0 = pair.next_i0;
+        at = pair.next_at;
     }
-    const uint32_t done = k->smem + layout::empty + k->r.slot * 16;
-    to = find_sum<D, layout>(*k, w, i0);
-    wgmma_fence();
-    warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, at + layout::slot_bytes);
-    wgmma_commit();
-    issue_dq<T, D, BLOCK, layout>(*k, dq);
-    warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, at);
-    wgmma_commit();
+    const step_pair last = {at, k->smem + layout::empty + k->r.slot * 16, find_sum<D, layout>(*k, w, i0)};
+    issue_dv<T, D, BLOCK, layout>(last, ps, dv);
+    issue_dq_and_dk<T, D, BLOCK, layout>(*k, last, ds, dq, dk);
     wgmma_wait<1>();
-    release(done + 8);
-    pass_on<layout>(*k, to, dq);
-    if (layout::is_full && layout::shares_ds && (p.vectors & VECTOR_BIAS_BOXES))
-        free_boxes<layout>(*k, k->turn);
+    release(last.done + 8);
+    take_dq<layout>(p, *k, last.to, dq);
     if (layout::is_long)
         fence_async();
     hand_over<layout>(*k);
     wgmma_wait<0>();
-    release_each(done);
+    release_each(last.done);
     advance<STAGES>(&k->r);
     k->turn++;
 }
@@ -574,7 +595,8 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();
         if (threadIdx.x < 32)
-            fetch<T, D, BLOCK, STAGES, layout>(all, crew, shared);
+            fetch_keys<T, D, BLOCK, FULL, layout, fused_places<D, BLOCK, STAGES, layout>>(
+                all, crew, shared, (key_options *)(shared + layout::steps));
         else if (LONG && threadIdx.x < 96 && threadIdx.x % 32 == 0)
             add_pieces<T, D, BLOCK, layout>(all.p, crew, shared_address(shared), (int)threadIdx.x / 32 - 1);
     } else {

@@ -22,18 +22,6 @@ INLINE void release_each(uint32_t barrier) {
     mbarrier_arrive(barrier);
 }
 
-/* A warp copies what is known of BLOCK rows from `at` on: base, rest and D; zeros after the first `count`. */
-template <int BLOCK>
-INLINE void fetch_numbers(const attention_params &p, int64_t at, int count, uint32_t to, uint32_t barrier) {
-    const float *const from[] = {p.base, p.rest, p.dsum};
-#pragma unroll
-    for (int x = 0; x < 3; x++)
-#pragma unroll
-        for (int z = (int)threadIdx.x % 32; z < BLOCK; z += 32)
-            cp_async4(to + (x * BLOCK + z) * 4, from[x] + (z < count ? at + z : 0), z < count ? 4 : 0);
-    cp_async_arrive(barrier);
-}
-
 /* Of the blocks that share a kind of work, which one this is. */
 struct crew {
     unsigned block, blocks;

@@ -9,6 +9,7 @@
  * P and dS go from the accumulators of one product into the operand of the next without leaving the registers. One warp
  * fetches; tiles that stream lie in a ring of slots, Q and dO (K and V) in turn. */
 #include "cuda/attention/sm90/dq.cuh"
+#include "cuda/attention/sm90/fetch.cuh"
 
 /* ---------------------------------------------------------------------------------------------------- dK and dV */
 
@@ -37,48 +38,20 @@ INLINE void fetch_step(const attention_params_sm90 &all, const key_work &w, int 
     advance<SLOTS>(r);
 }
 
-/* One warp fetches all that the others work on. */
-template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool FULL>
-INLINE void fetch_dkdv(const attention_params_sm90 &all, const crew &c, char *shared) {
-    typedef backward90<D, BLOCK, MAKES & MAKES_DK ? 2 : 1, SLOTS, 3> layout;
-    const attention_params &p = all.p;
-    const uint32_t smem = shared_address(shared);
-    key_options *const steps = (key_options *)(shared + layout::options);
-    const int lane = threadIdx.x % 32;
-    ring r = {0, 0};
-    int own_turn = 0;
-    unsigned count = 0;
-    key_work w;
-    for (unsigned turn = 0; find_keys<BLOCK, FULL>(p, c, turn, &w); turn++) {
-        const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n;
-        if (!w.steps)
-            continue;
-        if (lane == 0) {
-            const int row = (int)w.c.first_k + w.key0;
-            mbarrier_wait(smem + layout::own_empty, own_turn ^ 1);
-            mbarrier_expect(smem + layout::own_full, layout::slots);
-            load_boxes<D, OWN_ROWS>(smem, &all.k, smem + layout::own_full, row, w.y, n);
-            if (MAKES & MAKES_DK)
-                load_boxes<D, OWN_ROWS>(smem + layout::own_bytes, &all.v, smem + layout::own_full, row, w.y, n);
-        }
-        own_turn ^= 1;
-        if (FULL)
-            for (key_walk at = first_seen<BLOCK>(p, w), next; at.x < (w.y + 1) * p.group; at = next, count++) {
-                next = step_after<BLOCK>(p, w, at);
-                mbarrier_wait(smem + layout::empty + r.slot * 8, r.turn ^ 1);
-                prefetch_step<T, BLOCK>(p, w, at);
-                if (lane == 0)
-                    steps[count % KEY_STEPS] = tell_step<T, BLOCK>(p, w, at, next);
-                fetch_step<D, BLOCK, SLOTS, layout>(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), smem, n, &r);
-            }
-        for (int x = w.y * p.group; !FULL && x < (w.y + 1) * p.group; x++) {
-            const int64_t at = lse_at(p, w.c, x, 0);
-#pragma unroll 1
-            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK)
-                fetch_step<D, BLOCK, SLOTS, layout>(all, w, x, i0, at, smem, n, &r);
-        }
+template <int D, int BLOCK, int SLOTS, int MAKES, typename layout> struct dkdv_places {
+    static constexpr int own = MAKES & MAKES_DK ? 2 : 1;
+    static constexpr bool has_boxes = false;
+    static __device__ __forceinline__ uint32_t empty(uint32_t smem, const ring &r) {
+        return smem + layout::empty + r.slot * 8;
     }
-}
+    static __device__ __forceinline__ void step(const attention_params_sm90 &all, const key_work &w, int x, int i0,
+                                                int64_t at, uint32_t smem, int n, ring *r) {
+        fetch_step<D, BLOCK, SLOTS, layout>(all, w, x, i0, at, smem, n, r);
+    }
+    static __device__ __forceinline__ void boxes(const attention_params_sm90 &, const key_work &, key_walk, key_walk,
+                                                 uint32_t, unsigned) {
+    }
+};
 
 /* full: k·q -> Sᵀ. Does a bias mask? */
 template <typename T, int BLOCK>
@@ -321,7 +294,8 @@ INLINE void run_dkdv(const attention_params_sm90 &all, const crew &c, char *shar
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();
         if (threadIdx.x < 32)
-            fetch_dkdv<T, D, BLOCK, SLOTS, MAKES, FULL>(all, c, shared);
+            fetch_keys<T, D, BLOCK, FULL, layout, dkdv_places<D, BLOCK, SLOTS, MAKES, layout>>(
+                all, c, shared, (key_options *)(shared + layout::options));
     } else {
         registers_more<240>();
         work_dkdv<T, D, BLOCK, SLOTS, MAKES, PLAIN, FULL>(all.p, c, shared);

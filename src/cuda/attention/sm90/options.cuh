@@ -137,7 +137,8 @@ template <typename T, int N> INLINE bool add_boxes(uint32_t boxes, bool alike, f
         uint32_t bias[BIAS_COLUMNS / 8][2];
 #pragma unroll
         for (int y = 0; y < BIAS_COLUMNS / 8; y += 2)
-            ldmatrix4(&bias[0][0] + 2 * y, boxes + x / 64 * SM90_BIAS_BOX + (((x % 64 / 8 + y + lane / 16) ^ (row & 7)) << 4));
+            ldmatrix4(&bias[0][0] + 2 * y,
+                      boxes + x / 64 * SM90_BIAS_BOX + (((x % 64 / 8 + y + lane / 16) ^ (row & 7)) << 4));
         low |= add_bias<T, BIAS_COLUMNS>(bias, by, s + x / 8);
     }
     return low;

@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What one warp fetches for the backward kernels for Hopper that own keys: these, and the queries that stream by. */
+#ifndef HEDDLE_CUDA_ATTENTION_FETCH_SM90_CUH
+#define HEDDLE_CUDA_ATTENTION_FETCH_SM90_CUH
+
+#include "cuda/attention/sm90/bwd.cuh"
+
+/* A warp copies what is known of BLOCK rows from `at` on: base, rest and D; zeros after the first `count`. */
+template <int BLOCK>
+INLINE void fetch_numbers(const attention_params &p, int64_t at, int count, uint32_t to, uint32_t barrier) {
+    const float *const from[] = {p.base, p.rest, p.dsum};
+#pragma unroll
+    for (int x = 0; x < 3; x++)
+#pragma unroll
+        for (int z = (int)threadIdx.x % 32; z < BLOCK; z += 32)
+            cp_async4(to + (x * BLOCK + z) * 4, from[x] + (z < count ? at + z : 0), z < count ? 4 : 0);
+    cp_async_arrive(barrier);
+}
+
+/* All that the others work on. `places` is a type that knows the kernel's shared memory: how many tensors of keys lie there (own: K, or K and V),
+ * whether a bias comes in boxes (has_boxes), which barrier says that the next step's first tile has a place (empty), and how Q, dO and the
+ * numbers of a step (step), and its boxes (boxes), are sent for. */
+template <typename T, int D, int BLOCK, bool FULL, typename layout, typename places>
+INLINE void fetch_keys(const attention_params_sm90 &all, const crew &crew, char *shared, key_options *steps) {
+    const attention_params &p = all.p;
+    const uint32_t smem = shared_address(shared);
+    const int lane = threadIdx.x % 32;
+    ring r = {0, 0};
+    int own_turn = 0;
+    unsigned count = 0;
+    key_work w;
+    for (unsigned turn = 0; find_keys<BLOCK, FULL>(p, crew, turn, &w); turn++) {
+        const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n;
+        if (!w.steps)
+            continue;
+        if (lane == 0) {
+            const int row = (int)w.c.first_k + w.key0;
+            mbarrier_wait(smem + layout::own_empty, own_turn ^ 1);
+            mbarrier_expect(smem + layout::own_full, layout::slots);
+            load_boxes<D, OWN_ROWS>(smem, &all.k, smem + layout::own_full, row, w.y, n);
+            if (places::own == 2)
+                load_boxes<D, OWN_ROWS>(smem + layout::own_bytes, &all.v, smem + layout::own_full, row, w.y, n);
+        }
+        own_turn ^= 1;
+        if (FULL)
+            for (key_walk at = first_seen<BLOCK>(p, w), next; at.x < (w.y + 1) * p.group; at = next, count++) {
+                next = step_after<BLOCK>(p, w, at);
+                const bool boxes = places::has_boxes && (p.vectors & VECTOR_BIAS_BOXES);
+                mbarrier_wait(places::empty(smem, r), r.turn ^ 1);
+                if (!boxes)
+                    prefetch_step<T, BLOCK>(p, w, at);
+                if (lane == 0)
+                    steps[count % KEY_STEPS] = tell_step<T, BLOCK>(p, w, at, next);
+                places::step(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), smem, n, &r);
+                if (boxes && lane == 0)
+                    places::boxes(all, w, at, next, smem, count);
+            }
+        for (int x = w.y * p.group; !FULL && x < (w.y + 1) * p.group; x++) {
+            const int64_t at = lse_at(p, w.c, x, 0);
+#pragma unroll 1
+            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK)
+                places::step(all, w, x, i0, at, smem, n, &r);
+        }
+    }
+}
+
+#endif
