@@ -100,6 +100,32 @@ template <typename T> INLINE void store8(T *p, int64_t e, int64_t end, bool vect
             p[e + x] = h[x];
 }
 
+/* Two numbers of 16 bits in one register, the first in the low half; and back. */
+INLINE uint32_t pack_pair(float low, float high, bf16) {
+    return pack_bf16(low, high);
+}
+INLINE uint32_t pack_pair(float low, float high, f16) {
+    return pack_f16(low, high);
+}
+INLINE float low_float(uint32_t pair, bf16) {
+    return __uint_as_float(pair << 16);
+}
+INLINE float high_float(uint32_t pair, bf16) {
+    return __uint_as_float(pair & 0xffff0000u);
+}
+INLINE float low_float(uint32_t pair, f16) {
+    return f16_to_float((uint16_t)pair);
+}
+INLINE float high_float(uint32_t pair, f16) {
+    return f16_to_float((uint16_t)(pair >> 16));
+}
+
+/* Two floats as pairs of float16: what is rounded, and what that leaves. */
+INLINE void split_pair(float x, float y, uint32_t *high, uint32_t *low) {
+    *high = pack_f16(x, y);
+    *low = pack_f16(x - low_float(*high, f16()), y - high_float(*high, f16()));
+}
+
 /* 2^e for |e| <= 126. */
 INLINE float power_of_two(int e) {
     return __int_as_float((127 + e) << 23);

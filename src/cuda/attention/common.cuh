@@ -312,6 +312,12 @@ INLINE float warp_sum(float x) {
     return x;
 }
 
+INLINE float warp_max(float x) {
+    for (int step = 16; step; step >>= 1)
+        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
+    return x;
+}
+
 /* Over the four lanes that hold one row of a fragment. */
 INLINE float quad_sum(float x) {
     x += __shfl_xor_sync(ALL_LANES, x, 1);

@@ -422,13 +422,6 @@ template <typename T> INLINE void store_pair(T *row, int e, int width, float x, 
         from_float(&row[e + 1], y);
 }
 
-INLINE uint32_t pack_pair(float x, float y, bf16) {
-    return pack_bf16(x, y);
-}
-INLINE uint32_t pack_pair(float x, float y, f16) {
-    return pack_f16(x, y);
-}
-
 template <typename T> struct pair_store {
     static __device__ __forceinline__ void run(T *row, int e, int width, float x, float y, bool aligned) {
         if (aligned && e + 1 < width)

@@ -51,12 +51,8 @@ template <int TEAM> INLINE float team_max(float x, meeting *m, int *turn) {
 INLINE void store_planes(const norm_rows &p, int64_t row, int64_t e, const float v[8], float) {
     uint32_t high[4], low[4];
 #pragma unroll
-    for (int x = 0; x < 4; x++) {
-        high[x] = pack_f16(v[2 * x], v[2 * x + 1]);
-        float rest0 = v[2 * x] - f16_to_float((uint16_t)high[x]);
-        float rest1 = v[2 * x + 1] - f16_to_float((uint16_t)(high[x] >> 16));
-        low[x] = pack_f16(rest0, rest1);
-    }
+    for (int x = 0; x < 4; x++)
+        split_pair(v[2 * x], v[2 * x + 1], &high[x], &low[x]);
     *(uint4 *)((uint16_t *)p.high + row * p.ldp + e) = *(uint4 *)high;
     if (p.low)
         *(uint4 *)((uint16_t *)p.low + row * p.ldp + e) = *(uint4 *)low;

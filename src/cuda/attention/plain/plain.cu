@@ -193,12 +193,6 @@ template <typename T> INLINE void plain_weights(const attention_params &p) {
 
 /* ----------------------------------------------------------------------------------------------------- backward */
 
-INLINE float warp_max(float x) {
-    for (int step = 16; step; step >>= 1)
-        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
-    return x;
-}
-
 /* The log-sum-exp anew, for scores so large that a float32 lse is too coarse for P = exp(S - lse): the maximum is
  * subtracted exactly, the rest is the logarithm of the sum. Taken where it agrees with the given lse to its
  * rounding. By one warp. */

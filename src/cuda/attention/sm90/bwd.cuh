@@ -77,7 +77,6 @@ INLINE void store_tile(void *to, int64_t at, int64_t stride, int warp_row, int r
     if (!to)
         return;
     const int lane = threadIdx.x % 32;
-    const bool odd = lane & 1, upper = lane & 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = warp_row + half * 8 + lane / 4;
@@ -90,25 +89,14 @@ INLINE void store_tile(void *to, int64_t at, int64_t stride, int warp_row, int r
         }
 #pragma unroll
         for (int y = 0; y < D / 8; y += 4) { /* of four chunks of 16 bytes, each of four lanes is given one */
-            uint32_t v[4], t;
+            uint32_t v[4];
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 v[e] = pack_pair(c[y + e][2 * half] * by, c[y + e][2 * half + 1] * by, T());
-#pragma unroll
-            for (int e = 0; e < 4; e += 2) {
-                t = __shfl_xor_sync(ALL_LANES, odd ? v[e] : v[e + 1], 1);
-                v[e] = odd ? t : v[e];
-                v[e + 1] = odd ? v[e + 1] : t;
-            }
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                t = __shfl_xor_sync(ALL_LANES, upper ? v[e] : v[e + 2], 2);
-                v[e] = upper ? t : v[e];
-                v[e + 2] = upper ? v[e + 2] : t;
-            }
+            const uint4 chunk = swap_pairs(v);
             const int column = (y + lane % 4) * 8;
             if (there && column < width)
-                store_global16(line + column, make_uint4(v[0], v[1], v[2], v[3]));
+                store_global16(line + column, chunk);
         }
     }
 }

@@ -281,17 +281,9 @@ INLINE void store_directly(const attention_params &p, const forward_target &t, i
 #pragma unroll
             for (int x = 0; x < 4; x++)
                 r[x] = pack_pair(o[y + x][2 * half], o[y + x][2 * half + 1], T());
-#pragma unroll
-            for (int bit = 1; bit < 4; bit *= 2)
-#pragma unroll
-                for (int x = 0; x < 4; x++)
-                    if (!(x & bit)) {
-                        const uint32_t got = __shfl_xor_sync(ALL_LANES, quarter & bit ? r[x] : r[x | bit], bit);
-                        r[x] = quarter & bit ? got : r[x];
-                        r[x | bit] = quarter & bit ? r[x | bit] : got;
-                    }
+            const uint4 chunk = swap_pairs(r);
             if (row + half * 8 < t.all_rows && (y + quarter) * 8 < (int)p.a.dv)
-                store_global16(to + y * 8, make_uint4(r[0], r[1], r[2], r[3]));
+                store_global16(to + y * 8, chunk);
         }
 }
 

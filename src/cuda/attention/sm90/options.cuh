@@ -65,18 +65,6 @@ template <int N> INLINE void apply_bits(const uint32_t (*bits)[N / 32], float aw
 
 /* ----------------------------------------------------------------------------------------------------------- bias */
 
-INLINE float low_float(uint32_t pair, bf16) {
-    return __uint_as_float(pair << 16);
-}
-INLINE float high_float(uint32_t pair, bf16) {
-    return __uint_as_float(pair & 0xffff0000u);
-}
-INLINE float low_float(uint32_t pair, f16) {
-    return f16_to_float((uint16_t)pair);
-}
-INLINE float high_float(uint32_t pair, f16) {
-    return f16_to_float((uint16_t)(pair >> 16));
-}
 INLINE uint32_t min_pair(uint32_t a, uint32_t b, bf16) {
     return min2_bf16(a, b);
 }

@@ -9,8 +9,7 @@
 
 #include "cuda/attention/sm90/contract.h"
 #include "cuda/attention/tile.cuh"
-
-#define WARPGROUP 128
+#include "cuda/wgmma.cuh"
 
 template <int D, int ROWS> struct tile90 {
     static constexpr int strip = ROWS * 128; /* bytes */
@@ -24,13 +23,6 @@ INLINE uint32_t align_tiles(uint32_t at) {
 }
 
 /* ------------------------------------------------------------------------------------------------------- products */
-
-/* The tensor cores' description of an operand in shared memory: address and the two strides, all in units of 16 bytes, and the
- * swizzle of 128 bytes. `leading` is not looked at where the contiguous dimension is the one that is summed over. */
-INLINE uint64_t describe(uint32_t at, int leading, int stride) {
-    return (uint64_t)((at & 0x3ffff) >> 4) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(stride >> 4) << 32 |
-           UINT64_C(1) << 62;
-}
 
 /* Rows of a tile as rows of A or columns of B: the sum runs along them. Step s is 16 columns. */
 INLINE uint64_t describe_rows(uint32_t at) {
@@ -47,29 +39,6 @@ template <int STRIP> INLINE uint64_t describe_columns(uint32_t at) {
 INLINE constexpr uint64_t columns_step(int s) {
     return (uint64_t)(s * 16 * 128 >> 4);
 }
-
-template <typename T, int N, int TRANSPOSED> struct wgmma;
-#define WGMMA(type, N)                                                                                                 \
-    template <int TRANSPOSED> struct wgmma<type, N, TRANSPOSED> {                                                      \
-        template <typename A>                                                                                          \
-        static __device__ __forceinline__ void run(float (*c)[4], const A &a, uint64_t b, int add) {                   \
-            wgmma_##type##_n##N<TRANSPOSED>(c, a, b, add);                                                             \
-        }                                                                                                              \
-        static __device__ __forceinline__ void run_both(float (*c)[4], uint64_t a, uint64_t b, int add) {              \
-            wgmma_##type##_n##N<TRANSPOSED, 1>(c, a, b, add);                                                          \
-        }                                                                                                              \
-    };
-WGMMA(bf16, 64)
-WGMMA(bf16, 80)
-WGMMA(bf16, 96)
-WGMMA(bf16, 128)
-WGMMA(bf16, 256)
-WGMMA(f16, 64)
-WGMMA(f16, 80)
-WGMMA(f16, 96)
-WGMMA(f16, 128)
-WGMMA(f16, 256)
-#undef WGMMA
 
 /* c[N/8] = A·Bᵀ over D columns, issued only: the caller fences before, commits and waits. A: 64 rows of a tile of A_ROWS from
  * address a on (a multiple of 8 rows into it), B: N rows of a tile of B_ROWS. */
@@ -131,20 +100,27 @@ template <int COUNT> INLINE void zero_all(float (*c)[4]) {
         c[y][0] = c[y][1] = c[y][2] = c[y][3] = 0.0f;
 }
 
-/* ---------------------------------------------------------------------------------------------------------- rings */
-
-/* Where one stands in a ring of STAGES tiles: a slot, and how often one has been round. A consumer waits for parity `turn`, a
- * producer, for the slot to be empty, for turn ^ 1 (of which the first is over from the start). */
-struct ring {
-    int slot, turn;
-};
-
-template <int STAGES> INLINE void advance(ring *r) {
-    if (++r->slot == STAGES) {
-        r->slot = 0;
-        r->turn ^= 1;
+/* Of four lanes side by side each has the same pair of four chunks of 16 bytes; it is given the four pairs of one of them. */
+INLINE uint4 swap_pairs(uint32_t v[4]) {
+    const int lane = threadIdx.x % 32;
+    const bool odd = lane & 1, upper = lane & 2;
+    uint32_t t;
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {
+        t = __shfl_xor_sync(ALL_LANES, odd ? v[e] : v[e + 1], 1);
+        v[e] = odd ? t : v[e];
+        v[e + 1] = odd ? v[e + 1] : t;
     }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        t = __shfl_xor_sync(ALL_LANES, upper ? v[e] : v[e + 2], 2);
+        v[e] = upper ? t : v[e];
+        v[e + 2] = upper ? v[e + 2] : t;
+    }
+    return make_uint4(v[0], v[1], v[2], v[3]);
 }
+
+/* ---------------------------------------------------------------------------------------------------------- rings */
 
 /* ROWS x D from row `row` of head `head` of batch `n`: boxes of BOX rows and 64 columns. One thread. Rows and columns that the
  * tensor does not have become zero, and count as copied. */

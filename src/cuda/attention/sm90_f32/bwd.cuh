@@ -228,11 +228,6 @@ template <int D> INLINE void fit_units(int exponent, int unit[2], const float (*
                 c[y][e] *= factor[e / 2];
 }
 
-INLINE void split_pair(float a, float b, uint32_t *high, uint32_t *low) {
-    *high = pack_f16(a, b);
-    *low = pack_f16(a - f16_to_float((uint16_t)*high), b - f16_to_float((uint16_t)(*high >> 16)));
-}
-
 /* Accumulators of 64 columns, times `by`, as A operands. */
 INLINE void split_fragments(const float by[2], const float (*x)[4], uint32_t (*high)[4], uint32_t (*low)[4]) {
 #pragma unroll

@@ -167,11 +167,6 @@ template <int D> INLINE void issue_sums(const split_weights &a, uint32_t v, floa
     wgmma_commit();
 }
 
-INLINE void split_pair(float x, float y, uint32_t *high, uint32_t *low) {
-    *high = pack_f16(x, y);
-    *low = pack_f16(x - f16_to_float((uint16_t)*high), y - f16_to_float((uint16_t)(*high >> 16)));
-}
-
 INLINE void split_scores(const float (*s)[4], split_weights *a) {
 #pragma unroll
     for (int x = 0; x < SPLIT_ROWS / 16; x++)

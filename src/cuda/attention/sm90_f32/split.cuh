@@ -78,8 +78,7 @@ INLINE float store_chunk(char *at, const float x[8], float by) {
     for (int y = 0; y < 4; y++) {
         const float a = x[2 * y] * by, b = x[2 * y + 1] * by;
         sum = fmaf(a, a, fmaf(b, b, sum));
-        high[y] = pack_f16(a, b);
-        low[y] = pack_f16(a - f16_to_float((uint16_t)high[y]), b - f16_to_float((uint16_t)(high[y] >> 16)));
+        split_pair(a, b, &high[y], &low[y]);
     }
     *(uint4 *)at = make_uint4(high[0], high[1], high[2], high[3]);
     *(uint4 *)(at + SPLIT_ROWS * 128) = make_uint4(low[0], low[1], low[2], low[3]);

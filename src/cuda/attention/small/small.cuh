@@ -231,10 +231,4 @@ INLINE void put_half(float *to, int row, const float x[HALF]) {
     *(float4 *)(to + row * ROWS + threadIdx.x / STREAM * HALF) = {x[0], x[1], x[2], x[3]};
 }
 
-INLINE float warp_max(float x) {
-    for (int step = 16; step; step >>= 1)
-        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
-    return x;
-}
-
 #endif

@@ -218,16 +218,8 @@ static __device__ __forceinline__ void store2(float *p, bool pair, bool second, 
         p[1] = v1;
 }
 
-static __device__ __forceinline__ uint32_t pack2(float v0, float v1, bf16) {
-    return pack_bf16(v0, v1);
-}
-
-static __device__ __forceinline__ uint32_t pack2(float v0, float v1, f16) {
-    return pack_f16(v0, v1);
-}
-
 template <typename T> static __device__ __forceinline__ void store2(T *p, bool pair, bool second, float v0, float v1) {
-    uint32_t both = pack2(v0, v1, T());
+    uint32_t both = pack_pair(v0, v1, T());
     if (pair && second) {
         *(uint32_t *)p = both;
         return;

@@ -13,13 +13,12 @@
 #include "cuda/element.cuh"
 #include "cuda/norm_linear/params.h"
 #include "cuda/norm_linear/sm90/contract.h"
-#include "cuda/ptx.cuh"
+#include "cuda/wgmma.cuh"
 
 enum {
     DEPTH = GEMM90_DEPTH,
     BOX = GEMM90_BOX_BYTES,
     PANEL = 8, /* pairs of row tiles that share the columns in L2 */
-    WARPGROUP = 128,
     CONSUMERS = 32 * GEMM90_WARPS,
     HELPERS = 64,
     STAGING = GEMM90_STAGING_BYTES
@@ -63,17 +62,6 @@ template <int WIDTH> INLINE bool tile_of_turn(const norm_gemm &p, uint32_t turn,
     return true;
 }
 
-/* A place in the ring of stages: the slot, and how often one has been round. */
-struct gemm_ring {
-    int slot, turn;
-};
-template <int WIDTH> INLINE void advance(gemm_ring *r) {
-    if (++r->slot == gemm90<WIDTH>::stages) {
-        r->slot = 0;
-        r->turn ^= 1;
-    }
-}
-
 /* ----------------------------------------------------------------------------------------------------------- copies */
 
 /* One thread: all tiles of this block, as far ahead as there are slots. Of the columns each block of the cluster brings half for both:
@@ -83,7 +71,7 @@ INLINE void produce(const norm_gemm_sm90 &all, uint32_t smem) {
     typedef gemm90<WIDTH> layout;
     constexpr int BYTES = layout::a_bytes + (B_TRANSPOSED ? layout::b_boxes * BOX : WIDTH * DEPTH * 2);
     const int depth = (int)all.g.depth, rank = blockIdx.x % 2;
-    gemm_ring r = {0, 0};
+    ring r = {0, 0};
     gemm_tile t;
     for (uint32_t turn = 0; tile_of_turn<WIDTH>(all.g, turn, &t); turn++) {
         const int row0 = (int)t.row0, col0 = (int)t.col0;
@@ -102,7 +90,7 @@ INLINE void produce(const norm_gemm_sm90 &all, uint32_t smem) {
                 tma_load2_all(b + x * BOX, &all.b, full, col0 + x * 64, k + rank * gemm90_b_rows(WIDTH, true), 3);
             if (!B_TRANSPOSED)
                 tma_load2_all(b, &all.b, full, k, col0 + rank * gemm90_b_rows(WIDTH, false), 3);
-            advance<WIDTH>(&r);
+            advance<gemm90<WIDTH>::stages>(&r);
         }
     }
 }
@@ -144,29 +132,10 @@ template <typename T, int WIDTH, int PASS> INLINE void help(const norm_gemm &p, 
 
 /* --------------------------------------------------------------------------------------------------------- products */
 
-template <typename T, int WIDTH, bool A_TRANSPOSED, bool B_TRANSPOSED> struct wgmma90;
-#define WGMMA90(type, N)                                                                                               \
-    template <bool A_TRANSPOSED, bool B_TRANSPOSED> struct wgmma90<type, N, A_TRANSPOSED, B_TRANSPOSED> {              \
-        static __device__ __forceinline__ void run(float (*c)[4], uint64_t a, uint64_t b, int add) {                   \
-            wgmma_##type##_n##N<B_TRANSPOSED, A_TRANSPOSED>(c, a, b, add);                                             \
-        }                                                                                                              \
-    };
-#define WGMMA90_ALL(type)                                                                                              \
-    WGMMA90(type, 96)                                                                                                  \
-    WGMMA90(type, 128)                                                                                                 \
-    WGMMA90(type, 160)                                                                                                 \
-    WGMMA90(type, 192)                                                                                                 \
-    WGMMA90(type, 256)
-WGMMA90_ALL(bf16)
-WGMMA90_ALL(f16)
-#undef WGMMA90_ALL
-#undef WGMMA90
-
-/* The tensor cores' description of boxes from `at` on, in units of 16 bytes: a box from one to the next where their rows lie over
- * the sum (else that is not looked at), 1024 bytes from 8 rows to 8 rows. */
+/* Boxes from `at` on: a box from one to the next where their rows lie over the sum (else that is not looked at), 1024 bytes from 8 rows
+ * to 8 rows. */
 INLINE uint64_t describe_boxes(uint32_t at) {
-    return (uint64_t)((at & 0x3ffff) >> 4) | (uint64_t)(BOX >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
-           UINT64_C(1) << 62;
+    return describe(at, BOX, 1024);
 }
 
 /* Sixteen terms further. */
@@ -183,7 +152,7 @@ INLINE void release_slot(uint32_t empty_there, int slot) {
 
 /* acc = A·B of a tile. */
 template <typename T, int WIDTH, bool A_TRANSPOSED, bool B_TRANSPOSED>
-INLINE void product90(int64_t depth, uint32_t smem, uint32_t empty_there, int group, gemm_ring *r, float (*acc)[4]) {
+INLINE void product90(int64_t depth, uint32_t smem, uint32_t empty_there, int group, ring *r, float (*acc)[4]) {
     typedef gemm90<WIDTH> layout;
     int before = 0;
 #pragma unroll 1
@@ -194,14 +163,18 @@ INLINE void product90(int64_t depth, uint32_t smem, uint32_t empty_there, int gr
         wgmma_fence();
 #pragma unroll
         for (int x = 0; x < DEPTH / 16; x++)
-            wgmma90<T, WIDTH, A_TRANSPOSED, B_TRANSPOSED>::run(acc, a + x * box_step(A_TRANSPOSED),
-                                                               b + x * box_step(B_TRANSPOSED), k + x > 0);
+            if (A_TRANSPOSED)
+                wgmma<T, WIDTH, B_TRANSPOSED>::run_both(acc, a + x * box_step(true), b + x * box_step(B_TRANSPOSED),
+                                                        k + x > 0);
+            else
+                wgmma<T, WIDTH, B_TRANSPOSED>::run(acc, a + x * box_step(false), b + x * box_step(B_TRANSPOSED),
+                                                   k + x > 0);
         wgmma_commit();
         wgmma_wait<1>();
         if (k > 0)
             release_slot(empty_there, before);
         before = r->slot;
-        advance<WIDTH>(r);
+        advance<layout::stages>(r);
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -213,13 +186,6 @@ INLINE void product90(int64_t depth, uint32_t smem, uint32_t empty_there, int gr
 }
 
 /* -------------------------------------------------------------------------------------------------------- epilogues */
-
-INLINE uint32_t pack_pair(float low, float high, bf16) {
-    return pack_bf16(low, high);
-}
-INLINE uint32_t pack_pair(float low, float high, f16) {
-    return pack_f16(low, high);
-}
 
 /* Two neighbouring results of one row. c: both columns' pairs. */
 template <int PASS> INLINE void epilogue_pair(const float4 &c, const float2 &row, float *v0, float *v1) {
@@ -280,13 +246,6 @@ INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const f
     }
 }
 
-INLINE float2 widen(uint32_t two, bf16) {
-    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000));
-}
-INLINE float2 widen(uint32_t two, f16) {
-    return make_float2(f16_to_float((uint16_t)two), f16_to_float((uint16_t)(two >> 16)));
-}
-
 /* The eight sums over the eight lanes that differ in lane/4; this lane gets that of v[lane/4]. */
 INLINE float scatter_sums(float v[8]) {
     const int lane = threadIdx.x % 32;
@@ -336,9 +295,9 @@ INLINE void sum_columns(const norm_gemm &p, const gemm_tile &t, int row0, char *
         float v[8];
 #pragma unroll
         for (int x = 0; x < 4; x++) {
-            const float2 upper = widen(w[now][x][0], T()), lower = widen(w[now][x][1], T());
-            v[2 * x] = upper.x * acc[y + x][0] + lower.x * acc[y + x][2];
-            v[2 * x + 1] = upper.y * acc[y + x][1] + lower.y * acc[y + x][3];
+            const uint32_t upper = w[now][x][0], lower = w[now][x][1];
+            v[2 * x] = low_float(upper, T()) * acc[y + x][0] + low_float(lower, T()) * acc[y + x][2];
+            v[2 * x + 1] = high_float(upper, T()) * acc[y + x][1] + high_float(lower, T()) * acc[y + x][3];
         }
         const int value = lane / 4;
         sums[thread / 32 * OWN + (y + value / 2) * 8 + lane % 4 * 2 + value % 2] = scatter_sums(v);
@@ -358,7 +317,7 @@ template <typename T, int WIDTH, int PASS> INLINE void consume(const norm_gemm &
     typedef gemm90<WIDTH> layout;
     const int warp = (int)threadIdx.x / 32 - 4, lane = threadIdx.x % 32, row0 = warp * 16;
     const uint32_t empty_there = cluster_address(smem + layout::empty, warp % 2);
-    gemm_ring r = {0, 0};
+    ring r = {0, 0};
     gemm_tile t;
     for (uint32_t turn = 0; tile_of_turn<WIDTH>(p, turn, &t); turn++) {
         const float2 *columns = (const float2 *)(from + layout::vectors + turn % 2 * layout::vector);
