@@ -80,8 +80,9 @@ INLINE float natural_log(const attention_params &p, float base, float sum) {
     return log_of_sum(base, sum, p.lse_unit, p.lse_unit_low);
 }
 
-/* Of large scores max·c is too coarse: its own rounding would be the exponent of the largest one. From here on the maximum is
- * subtracted before the multiplication with c, from scores that then have no base. */
+/* Of large scores max·c is too coarse: its own rounding would be the exponent of the largest one. From here on, where that is 1, the
+ * maximum is subtracted before the multiplication with c, from scores that then have no base: where P is held in float16, up to 2^15
+ * (sm90_f32), it would be infinite otherwise. The other forwards have room, and wait for alone_from, which costs nothing for an element. */
 #define FAR 0x1p24f
 
 INLINE bool is_far(float top, float c, float from = FAR) {

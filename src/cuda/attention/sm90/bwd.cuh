@@ -4,7 +4,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_BWD_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_BWD_SM90_CUH
 
-#include "cuda/attention/sm90/options.cuh"
+#include "cuda/attention/sm90/key_options.cuh"
 
 #define OWN_ROWS SM90_OWN_ROWS
 #define CONSUMERS 256

@@ -1,0 +1,56 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What goes before the backward for Hopper, and after it: the light part of prep; the sums of dQ -> dq. */
+#ifndef HEDDLE_CUDA_ATTENTION_LIGHT_SM90_CUH
+#define HEDDLE_CUDA_ATTENTION_LIGHT_SM90_CUH
+
+#include "cuda/attention/prep.cuh"
+#include "cuda/attention/sm90/bwd.cuh"
+
+/* The same as attention_light; and is Q, dO, o or dlse not finite somewhere? Then a tile that a mask cuts has to be cleaned. */
+template <typename T, int D> INLINE void full_light(const attention_params &p) {
+    const unsigned tiles = (unsigned)((p.a.sq + 63) / 64);
+    const int64_t unit = blockIdx.x / tiles, x = unit % p.a.h;
+    const int row0 = (int)(blockIdx.x % tiles) * 64;
+    const place c = find_place(p, unit / p.a.h);
+    /* of the tensor, as the copy engine sees it */
+    const int count = (int)min64(64, (p.a.features & HEDDLE_VARLEN ? p.a.total_q - c.first_q : p.a.sq) - row0);
+    const T *const q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q + row0);
+    const T *const dout = (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + row0);
+    const T *const o = (const T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + row0);
+    bool bad = false;
+#pragma unroll
+    for (int z = threadIdx.x; z < 64 * D / 8; z += 128) {
+        const int row = z / (D / 8), column = z % (D / 8) * 8;
+        if (row < count && column < (int)p.a.d)
+            bad |= has_nonfinite(*(const uint4 *)(q + row * p.a.q_stride.s + column), T());
+        if (row < count && column < (int)p.a.dv)
+            bad |= has_nonfinite(*(const uint4 *)(dout + row * p.a.do_stride.s + column), T());
+        if (row0 + row < c.sq && column < (int)p.a.dv)
+            bad |= has_nonfinite(*(const uint4 *)(o + row * p.a.o_stride.s + column), T());
+    }
+    const int i = row0 + (int)threadIdx.x;
+    if (p.t.dlse && threadIdx.x < 64 && i < c.sq)
+        bad |= !isfinite(((const float *)p.t.dlse)[lse_at(p, c, x, i)]);
+    bad = __syncthreads_or(bad);
+    if (threadIdx.x == 0)
+        p.dirty[blockIdx.x] = bad;
+    attention_light<T, D>(p);
+}
+
+/* A block has 64 queries. */
+template <typename T, int D> INLINE void attention_gather(const attention_params &p) {
+    const unsigned tiles = (unsigned)p.tiles_q, unit = blockIdx.x / tiles;
+    const int x = (int)(unit % (unsigned)p.a.h), tile = (int)(blockIdx.x % tiles);
+    const place c = find_place(p, unit / (unsigned)p.a.h);
+    if (tile * 64 >= c.all_sq)
+        return;
+    const float *from = p.dq_sum + (sum_tile(p, c, x) + tile) * 64 * sm90_columns(D) + threadIdx.x * 4;
+    float dq[D / 8][4];
+#pragma unroll
+    for (int y = 0; y < D / 8; y++)
+        *(float4 *)dq[y] = *(const float4 *)(from + y * WARPGROUP * 4);
+    store_tile<T, D>(p.t.dq, row_at(p.a.dq_stride, c.n, x, c.first_q + tile * 64), p.a.dq_stride.s,
+                     (int)threadIdx.x / 32 * 16, c.all_sq - tile * 64, (int)p.a.d, p.scale, dq);
+}
+
+#endif

@@ -1,0 +1,126 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Of the forward for Hopper in float32: what lies where in shared memory, which tiles a block has, and how they come there. */
+#ifndef HEDDLE_CUDA_ATTENTION_FWD32_SM90_CUH
+#define HEDDLE_CUDA_ATTENTION_FWD32_SM90_CUH
+
+#include "cuda/attention/sm90/sm90.cuh"
+#include "cuda/attention/sm90_f32/split.cuh"
+
+#define PART_BYTES (SPLIT_ROWS * 128) /* from the high to the low part of a strip */
+#define SHIFT 15                      /* P is at most 1, and 2^15 in float16 */
+
+template <int D, int GROUPS> struct forward32 {
+    static constexpr int rows = GROUPS * SPLIT_ROWS;
+    static constexpr int tile = split_tile_bytes(D);
+    static constexpr int slots = forward32_slots(D);
+    static constexpr int keys = GROUPS * tile; /* K and V in turn */
+    static constexpr int infos = keys + slots * tile;
+    static constexpr int marks = infos + 2 * slots * 16;   /* of the queries, two words a warpgroup */
+    static constexpr int largest = marks + GROUPS * 2 * 4; /* a word a warp */
+    static constexpr int barriers = largest + GROUPS * 4 * 4;
+    static constexpr int bytes = barriers + 8 * FORWARD32_BARRIERS;
+    static_assert(bytes == forward32_layout_bytes(D, rows), "as the plan counts");
+};
+
+/* The barriers, by the place of their first, one per slot. */
+enum { FULL = 0, EMPTY = FULL + 8 * 8 };
+
+/* What a block does: tiles t0 .. t1-1 of keys; queries from row0 on. */
+struct forward_work {
+    place c;
+    int x, row0, t0, t1; /* x: head */
+};
+
+/* The tiles of keys that queries i0 .. i1-1 see; none: t0 = t1 = 0. */
+INLINE void find_keys(const place &c, int i0, int i1, int *t0, int *t1) {
+    const int begin = max(0, min(i0 + c.lo, c.sk)), end = i0 < i1 ? max(0, min(i1 + c.hi, c.sk)) : 0;
+    *t0 = begin < end ? begin / SPLIT_ROWS : 0;
+    *t1 = begin < end ? (end + SPLIT_ROWS - 1) / SPLIT_ROWS : 0;
+}
+
+/* The longest tiles of a causal mask, the last ones, first. */
+template <int ROWS> INLINE forward_work find_work(const attention_params &p) {
+    forward_work w;
+    int tile;
+    int64_t unit;
+    tile_of_block(blockIdx.x, p.tiles_q, p.a.h * p.a.b, &tile, &unit);
+    w.x = (int)(unit % p.a.h);
+    w.c = find_place(p, unit / p.a.h);
+    w.row0 = (p.tiles_q - 1 - tile) * ROWS;
+    find_keys(w.c, w.row0, min(w.c.sq, w.row0 + ROWS), &w.t0, &w.t1);
+    return w;
+}
+
+/* ---------------------------------------------------------------------------------------------------------- loads */
+
+/* Tile n of a tensor, once its slot is empty. */
+template <int D, int GROUPS>
+INLINE void load_tile(const split_tensor &x, int64_t n, uint32_t smem, const ring &r, const split_tensor *other) {
+    typedef forward32<D, GROUPS> layout;
+    const uint32_t full = smem + layout::barriers + FULL + r.slot * 8;
+    const uint32_t info = smem + layout::infos + r.slot * 32;
+    mbarrier_wait(full + EMPTY - FULL, r.turn ^ 1);
+    mbarrier_expect(full, layout::tile + (other ? 32 : 0));
+    copy_bulk(smem + layout::keys + r.slot * layout::tile, (const char *)x.tiles + n * layout::tile, layout::tile,
+              full);
+    if (other) {
+        copy_bulk(info, &x.info[n], 16, full);
+        copy_bulk(info + 16, &other->info[n], 16, full);
+    }
+}
+
+/* One thread sends for everything, in the order of use. What is known of V's tile comes with that of K. */
+template <int D, int GROUPS> INLINE void produce(const attention_params &p, const forward_work &w, uint32_t smem) {
+    typedef forward32<D, GROUPS> layout;
+    const int64_t k = split_tile(p, w.c, true, w.x / p.group, 0);
+    ring r = {0, 0};
+#pragma unroll 1
+    for (int t = w.t0; t < w.t1; t++) {
+        load_tile<D, GROUPS>(p.split[SPLIT_K], k + t, smem, r, &p.split[SPLIT_V]);
+        advance<layout::slots>(&r);
+        load_tile<D, GROUPS>(p.split[SPLIT_V], k + t, smem, r, NULL);
+        advance<layout::slots>(&r);
+    }
+}
+
+/* A warpgroup splits its 64 queries from row i0 on; *marks: of this thread's two rows, in bits 0 and 8. Their exponent. */
+template <int D, int GROUPS>
+INLINE int split_queries(const attention_params &p, const forward_work &w, int i0, int group, char *shared,
+                         uint32_t *marks) {
+    typedef forward32<D, GROUPS> layout;
+    constexpr int CHUNKS = SPLIT_ROWS * D / 8 / WARPGROUP, STEP = SPLIT_ROWS / CHUNKS;
+    const int thread = threadIdx.x % WARPGROUP, row = thread / (D / 8), chunk = thread % (D / 8);
+    const float *from = (const float *)p.t.q + row_at(p.a.q_stride, w.c.n, w.x, w.c.first_q + i0 + row);
+    uint32_t *marked = (uint32_t *)(shared + layout::marks) + group * 2;
+    uint32_t *largest = (uint32_t *)(shared + layout::largest) + group * 4, most = 0;
+    char *to = shared + group * layout::tile + chunk / 8 * (2 * PART_BYTES);
+    float x[CHUNKS][8];
+    int begin, end;
+    split_range(w.c, false, &begin, &end);
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++) {
+        const int i = i0 + row + z * STEP;
+        load_chunk(from + z * STEP * p.a.q_stride.s, chunk * 8, (int)p.a.d, p.vectors & VECTOR_Q, i >= begin && i < end,
+                   x[z]);
+    }
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++)
+        if (clean_chunk(x[z], &most))
+            atomicOr(&marked[(row + z * STEP) / 32], 1u << (row + z * STEP) % 32);
+    most = __reduce_max_sync(ALL_LANES, most);
+    if (thread % 32 == 0)
+        largest[thread / 32] = most;
+    barrier_sync(1 + GROUPS + group, WARPGROUP);
+    const int exponent = split_exponent(max(max(largest[0], largest[1]), max(largest[2], largest[3])));
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++) {
+        const int r = row + z * STEP;
+        store_chunk(to + r * 128 + ((chunk ^ r) & 7) * 16, x[z], power_of_two(exponent));
+    }
+    fence_async();
+    barrier_sync(1 + GROUPS + group, WARPGROUP);
+    *marks = marked[fragment_row() / 32] >> fragment_row() % 32;
+    return exponent;
+}
+
+#endif
