@@ -21,7 +21,7 @@ const kernel_row heddle__cuda_attention_kernels[ATTENTION_KERNELS] = {
 /* Where a kernel is in the list, plus one: found without a walk, since every call looks for some. Head dims are multiples of 32. */
 #define WIDTHS 16
 #define WIDTH_OF(dim) (((dim)-1) / 32)
-static const int16_t kernel_index[PASSES][3][VARIANT_plain + 1][FAMILY_small + 1][WIDTHS] = {
+static const int16_t kernel_index[PASSES][3][VARIANTS][KERNEL_FAMILIES][WIDTHS] = {
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     [PASS_##pass][DTYPE_##dtype][VARIANT_##variant][FAMILY_##family][WIDTH_OF(dim)] =                                  \
         ATTENTION_##pass##_##dtype##_d##dim##_##variant##_##family + 1,
@@ -71,11 +71,13 @@ static int shared_bytes_sm80(const kernel_row *k) {
 }
 
 size_t heddle__cuda_shared_bytes(const kernel_row *k) {
-    if (k->family == FAMILY_small)
-        return (size_t)small_bytes(k->dim);
-    if (k->family == FAMILY_sm80)
-        return (size_t)shared_bytes_sm80(k);
-    return (size_t)(k->dtype == HEDDLE_F32 ? shared_bytes_sm90_f32(k) : shared_bytes_sm90(k));
+    switch (k->family) {
+    case FAMILY_sm80: return (size_t)shared_bytes_sm80(k);
+    case FAMILY_sm90: return (size_t)(k->dtype == HEDDLE_F32 ? shared_bytes_sm90_f32(k) : shared_bytes_sm90(k));
+    case FAMILY_small: return (size_t)small_bytes(k->dim);
+    case KERNEL_FAMILIES: break;
+    }
+    return 0;
 }
 
 /* ------------------------------------------------------------------------------------------------------- search */

@@ -22,9 +22,16 @@ typedef enum kernel_pass {
     PASSES
 } kernel_pass;
 
-typedef enum kernel_variant { VARIANT_lean, VARIANT_full, VARIANT_decode, VARIANT_long, VARIANT_plain } kernel_variant;
+typedef enum kernel_variant {
+    VARIANT_lean,
+    VARIANT_full,
+    VARIANT_decode,
+    VARIANT_long,
+    VARIANT_plain,
+    VARIANTS
+} kernel_variant;
 
-typedef enum kernel_family { FAMILY_sm80, FAMILY_sm90, FAMILY_small } kernel_family;
+typedef enum kernel_family { FAMILY_sm80, FAMILY_sm90, FAMILY_small, KERNEL_FAMILIES } kernel_family;
 
 typedef struct kernel_row {
     kernel_pass pass;
