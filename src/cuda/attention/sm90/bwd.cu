@@ -30,30 +30,6 @@ struct state {
     int x;                          /* full: the head of `sum` */
 };
 
-/* dS·K reads K of rows that a mask may have left out: what is not finite becomes zero, and who sees the key gets NaN. */
-template <typename T, int D, typename layout> INLINE void clean_keys(char *shared, state *k) {
-    float *marks = (float *)(shared + layout::marks);
-    const int thread = threadIdx.x - WARPGROUP;
-    bool found = false;
-    if (thread < OWN_ROWS)
-        marks[thread] = 0.0f;
-    barrier_sync(1, CONSUMERS);
-    constexpr int CHUNKS = layout::own_bytes / 16;
-    if (is_bad_part<T, CHUNKS, CONSUMERS>(k->smem, thread)) {
-        found = true;
-#pragma unroll 1
-        for (int x = thread; x < CHUNKS; x += CONSUMERS)
-            if (has_nonfinite(load_shared16(k->smem + x * 16), T())) {
-                store_shared16(k->smem + x * 16, make_uint4(0, 0, 0, 0));
-                marks[x / 8 % OWN_ROWS] = CUDART_NAN_F;
-            }
-        fence_async();
-    }
-    if (layout::is_full) /* V: for the sake of what is hidden */
-        found |= is_bad_part<T, CHUNKS, CONSUMERS>(k->smem + layout::own_bytes, thread);
-    k->any_bad = barrier_or(1, CONSUMERS, found);
-}
-
 /* A piece of dQ to its sum. */
 INLINE void add_piece(float *to, float (*dq)[4]) {
     pin_all<8>(dq);
@@ -422,7 +398,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
             k.x = w.y * p.group;
             mbarrier_wait(k.smem + layout::own_full, own_turn);
             own_turn ^= 1;
-            clean_keys<T, D, layout>(shared, &k);
+            k.any_bad = clean_keys<T, D, OWN_ROWS, layout::is_full>(k.smem, (float *)(shared + layout::marks));
             sum_keys<T, D, BLOCK, STAGES, (D <= 64), layout>(p, w.s, w.steps, &k, dk, dv);
             release(k.smem + layout::own_empty);
         }

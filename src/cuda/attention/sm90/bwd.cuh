@@ -70,6 +70,30 @@ template <typename T, int D, int BLOCK> INLINE void clean_slot(uint32_t tile, fl
     barrier_sync(1, CONSUMERS);
 }
 
+/* dS·K reads K of rows that a mask may have left out: what is not finite becomes zero, and who sees the key gets NaN by its mark. Is
+ * there one? VALUES: or in V, which lies behind K; what is hidden needs to know. */
+template <typename T, int D, int ROWS, bool VALUES> INLINE bool clean_keys(uint32_t keys, float *marks) {
+    const int thread = threadIdx.x - WARPGROUP;
+    constexpr int BYTES = tile90<D, ROWS>::bytes, CHUNKS = BYTES / 16;
+    bool found = false;
+    if (thread < ROWS)
+        marks[thread] = 0.0f;
+    barrier_sync(1, CONSUMERS);
+    if (is_bad_part<T, CHUNKS, CONSUMERS>(keys, thread)) {
+        found = true;
+#pragma unroll 1
+        for (int x = thread; x < CHUNKS; x += CONSUMERS)
+            if (has_nonfinite(load_shared16(keys + x * 16), T())) {
+                store_shared16(keys + x * 16, make_uint4(0, 0, 0, 0));
+                marks[x / 8 % ROWS] = CUDART_NAN_F;
+            }
+        fence_async();
+    }
+    if (VALUES)
+        found |= is_bad_part<T, CHUNKS, CONSUMERS>(keys + BYTES, thread);
+    return barrier_or(1, CONSUMERS, found);
+}
+
 /* The 16 rows of a warp, of which `rows` from the block's first on are there, times `by`. */
 template <typename T, int D>
 INLINE void store_tile(void *to, int64_t at, int64_t stride, int warp_row, int rows, int width, float by,

@@ -58,27 +58,6 @@ template <typename layout, int STAGES> INLINE void make_barriers(uint32_t smem) 
     __syncthreads();
 }
 
-/* Q, dO and the numbers of a step. */
-template <int D, int BLOCK, int STAGES, typename layout>
-INLINE void fetch_step(const attention_params_sm90 &all, const key_work &w, int x, int i0, int64_t at, uint32_t smem,
-                       int n, ring *r) {
-    const int lane = threadIdx.x % 32, first_q = (int)w.c.first_q;
-    const uint32_t bar = smem + layout::full + r->slot * 16,
-                   to = smem + layout::slots + r->slot * 2 * layout::slot_bytes;
-    mbarrier_wait(smem + layout::empty + r->slot * 16, r->turn ^ 1);
-    if (lane == 0) {
-        mbarrier_expect(bar, layout::slot_bytes);
-        load_boxes<D, BLOCK>(to, &all.q, bar, first_q + i0, x, n);
-    }
-    fetch_numbers<BLOCK>(all.p, at + i0, w.s.end - i0, smem + layout::numbers + r->slot * 3 * BLOCK * 4, bar);
-    mbarrier_wait(smem + layout::empty + r->slot * 16 + 8, r->turn ^ 1);
-    if (lane == 0) {
-        mbarrier_expect(bar + 8, layout::slot_bytes);
-        load_boxes<D, BLOCK>(to + layout::slot_bytes, &all.dout, bar + 8, first_q + i0, x, n);
-    }
-    advance<STAGES>(r);
-}
-
 /* Of the bias of the count-th step: its place; and the parity in which it is there. */
 template <typename layout> INLINE int place_of(unsigned count) {
     return layout::places > 1 ? (int)count & 1 : 0;
@@ -110,14 +89,14 @@ INLINE void fetch_boxes(const attention_params_sm90 &all, const key_work &w, key
 }
 
 template <int D, int BLOCK, int STAGES, typename layout> struct fused_places {
-    static constexpr int own = 2;
+    static constexpr int own = 2, rows = OWN_ROWS;
     static constexpr bool has_boxes = layout::is_full;
     static __device__ __forceinline__ uint32_t empty(uint32_t smem, const ring &r) {
         return smem + layout::empty + r.slot * 16;
     }
     static __device__ __forceinline__ void step(const attention_params_sm90 &all, const key_work &w, int x, int i0,
                                                 int64_t at, uint32_t smem, int n, ring *r) {
-        fetch_step<D, BLOCK, STAGES, layout>(all, w, x, i0, at, smem, n, r);
+        fetch_stage<D, BLOCK, STAGES, layout>(all, w, x, i0, at, smem, n, r);
     }
     static __device__ __forceinline__ void boxes(const attention_params_sm90 &all, const key_work &w, key_walk at,
                                                  key_walk next, uint32_t smem, unsigned count) {

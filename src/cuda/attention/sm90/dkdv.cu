@@ -39,7 +39,7 @@ INLINE void fetch_step(const attention_params_sm90 &all, const key_work &w, int 
 }
 
 template <int D, int BLOCK, int SLOTS, int MAKES, typename layout> struct dkdv_places {
-    static constexpr int own = MAKES & MAKES_DK ? 2 : 1;
+    static constexpr int own = MAKES & MAKES_DK ? 2 : 1, rows = OWN_ROWS;
     static constexpr bool has_boxes = false;
     static __device__ __forceinline__ uint32_t empty(uint32_t smem, const ring &r) {
         return smem + layout::empty + r.slot * 8;

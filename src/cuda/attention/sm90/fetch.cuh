@@ -17,7 +17,29 @@ INLINE void fetch_numbers(const attention_params &p, int64_t at, int count, uint
     cp_async_arrive(barrier);
 }
 
-/* All that the others work on. `places` is a type that knows the kernel's shared memory: how many tensors of keys lie there (own: K, or K and V),
+/* Q, dO and the numbers of a step, where Q and dO have a slot and a barrier each in a stage. */
+template <int D, int BLOCK, int STAGES, typename layout>
+INLINE void fetch_stage(const attention_params_sm90 &all, const key_work &w, int x, int i0, int64_t at, uint32_t smem,
+                       int n, ring *r) {
+    const int lane = threadIdx.x % 32, first_q = (int)w.c.first_q;
+    const uint32_t bar = smem + layout::full + r->slot * 16,
+                   to = smem + layout::slots + r->slot * 2 * layout::slot_bytes;
+    mbarrier_wait(smem + layout::empty + r->slot * 16, r->turn ^ 1);
+    if (lane == 0) {
+        mbarrier_expect(bar, layout::slot_bytes);
+        load_boxes<D, BLOCK>(to, &all.q, bar, first_q + i0, x, n);
+    }
+    fetch_numbers<BLOCK>(all.p, at + i0, w.s.end - i0, smem + layout::numbers + r->slot * 3 * BLOCK * 4, bar);
+    mbarrier_wait(smem + layout::empty + r->slot * 16 + 8, r->turn ^ 1);
+    if (lane == 0) {
+        mbarrier_expect(bar + 8, layout::slot_bytes);
+        load_boxes<D, BLOCK>(to + layout::slot_bytes, &all.dout, bar + 8, first_q + i0, x, n);
+    }
+    advance<STAGES>(r);
+}
+
+/* All that the others work on. `places` is a type that knows the kernel's shared memory: how many tensors of keys lie there (own: K, or K and V)
+ * and how many keys a block has (rows),
  * whether a bias comes in boxes (has_boxes), which barrier says that the next step's first tile has a place (empty), and how Q, dO and the
  * numbers of a step (step), and its boxes (boxes), are sent for. */
 template <typename T, int D, int BLOCK, bool FULL, typename layout, typename places>
@@ -29,7 +51,7 @@ INLINE void fetch_keys(const attention_params_sm90 &all, const crew &crew, char 
     int own_turn = 0;
     unsigned count = 0;
     key_work w;
-    for (unsigned turn = 0; find_keys<BLOCK, FULL>(p, crew, turn, &w); turn++) {
+    for (unsigned turn = 0; find_keys<BLOCK, FULL, places::rows>(p, crew, turn, &w); turn++) {
         const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n;
         if (!w.steps)
             continue;
@@ -37,9 +59,9 @@ INLINE void fetch_keys(const attention_params_sm90 &all, const crew &crew, char 
             const int row = (int)w.c.first_k + w.key0;
             mbarrier_wait(smem + layout::own_empty, own_turn ^ 1);
             mbarrier_expect(smem + layout::own_full, layout::slots);
-            load_boxes<D, OWN_ROWS>(smem, &all.k, smem + layout::own_full, row, w.y, n);
+            load_boxes<D, places::rows>(smem, &all.k, smem + layout::own_full, row, w.y, n);
             if (places::own == 2)
-                load_boxes<D, OWN_ROWS>(smem + layout::own_bytes, &all.v, smem + layout::own_full, row, w.y, n);
+                load_boxes<D, places::rows>(smem + layout::own_bytes, &all.v, smem + layout::own_full, row, w.y, n);
         }
         own_turn ^= 1;
         if (FULL)

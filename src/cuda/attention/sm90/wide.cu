@@ -10,7 +10,7 @@
  *
  * Of two neighbouring steps: while dV and dK of one add up, Sᵀ and dPᵀ of the next are made and turned into Pᵀ and dSᵀ. The sums of dQ lie in
  * memory as bwd.cu has them, and gather makes dq of them. */
-#include "cuda/attention/sm90/bwd.cuh"
+#include "cuda/attention/sm90/fetch.cuh"
 
 #define OWN 64   /* keys of a block */
 #define BLOCK 64 /* queries of a step */
@@ -49,49 +49,20 @@ template <typename layout> INLINE void make_barriers(uint32_t smem) {
     __syncthreads();
 }
 
-/* One warp fetches all that the others work on. */
-template <int D> INLINE void fetch(const attention_params_sm90 &all, const crew &crew, uint32_t smem) {
-    typedef layout_wide<D> layout;
-    const attention_params &p = all.p;
-    const int lane = threadIdx.x % 32;
-    ring r = {0, 0};
-    int own_turn = 0;
-    key_work w;
-    for (unsigned turn = 0; find_keys<BLOCK, false, OWN>(p, crew, turn, &w); turn++) {
-        const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n;
-        if (!w.steps)
-            continue;
-        if (lane == 0) {
-            const int row = (int)w.c.first_k + w.key0;
-            mbarrier_wait(smem + layout::own_empty, own_turn ^ 1);
-            mbarrier_expect(smem + layout::own_full, layout::slots);
-            load_boxes<D, OWN>(smem, &all.k, smem + layout::own_full, row, w.y, n);
-            load_boxes<D, OWN>(smem + layout::own_bytes, &all.v, smem + layout::own_full, row, w.y, n);
-        }
-        own_turn ^= 1;
-        for (int x = w.y * p.group; x < (w.y + 1) * p.group; x++) {
-            const int64_t at = lse_at(p, w.c, x, 0);
-#pragma unroll 1
-            for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK) {
-                const int row = (int)w.c.first_q + i0;
-                const uint32_t full = smem + layout::full + r.slot * 16, empty = smem + layout::empty + r.slot * 16;
-                const uint32_t to = smem + layout::slots + r.slot * 2 * layout::slot_bytes;
-                mbarrier_wait(empty, r.turn ^ 1);
-                if (lane == 0) {
-                    mbarrier_expect(full, layout::slot_bytes);
-                    load_boxes<D, BLOCK>(to, &all.q, full, row, x, n);
-                }
-                fetch_numbers<BLOCK>(p, at + i0, w.s.end - i0, smem + layout::numbers + r.slot * 3 * BLOCK * 4, full);
-                mbarrier_wait(empty + 8, r.turn ^ 1);
-                if (lane == 0) {
-                    mbarrier_expect(full + 8, layout::slot_bytes);
-                    load_boxes<D, BLOCK>(to + layout::slot_bytes, &all.dout, full + 8, row, x, n);
-                }
-                advance<STAGES>(&r);
-            }
-        }
+template <int D> struct wide_places {
+    static constexpr int own = 2, rows = OWN;
+    static constexpr bool has_boxes = false;
+    static __device__ __forceinline__ uint32_t empty(uint32_t smem, const ring &r) {
+        return smem + layout_wide<D>::empty + r.slot * 16;
     }
-}
+    static __device__ __forceinline__ void step(const attention_params_sm90 &all, const key_work &w, int x, int i0,
+                                                int64_t at, uint32_t smem, int n, ring *r) {
+        fetch_stage<D, BLOCK, STAGES, layout_wide<D>>(all, w, x, i0, at, smem, n, r);
+    }
+    static __device__ __forceinline__ void boxes(const attention_params_sm90 &, const key_work &, key_walk, key_walk,
+                                                 uint32_t, unsigned) {
+    }
+};
 
 /* ------------------------------------------------------------------------------------------------------ arithmetic */
 
@@ -105,28 +76,6 @@ struct state {
     float *numbers, *marks, *sum;
     int i0, steps; /* of a tile of keys: first query of the step, steps left */
 };
-
-/* dS·K reads K of rows that a mask may have left out: what is not finite becomes zero, and who sees the key gets NaN. */
-template <typename T, int D> INLINE void clean_keys(state *k) {
-    typedef layout_wide<D> layout;
-    const int thread = threadIdx.x - WARPGROUP;
-    constexpr int CHUNKS = layout::own_bytes / 16;
-    bool found = false;
-    if (thread < OWN)
-        k->marks[thread] = 0.0f;
-    barrier_sync(1, CONSUMERS);
-    if (is_bad_part<T, CHUNKS, CONSUMERS>(k->smem, thread)) {
-        found = true;
-#pragma unroll 1
-        for (int x = thread; x < CHUNKS; x += CONSUMERS)
-            if (has_nonfinite(load_shared16(k->smem + x * 16), T())) {
-                store_shared16(k->smem + x * 16, make_uint4(0, 0, 0, 0));
-                k->marks[x / 8 % OWN] = CUDART_NAN_F;
-            }
-        fence_async();
-    }
-    k->any_bad = barrier_or(1, CONSUMERS, found);
-}
 
 template <int D> INLINE uint32_t full_barrier(const state &k, int which) {
     return k.smem + layout_wide<D>::full + k.r.slot * 16 + which * 8;
@@ -375,7 +324,7 @@ template <typename T, int D, int GROUP> INLINE void work(const attention_params 
             k.steps = w.steps;
             mbarrier_wait(k.smem + layout::own_full, k.own_turn);
             k.own_turn ^= 1;
-            clean_keys<T, D>(&k);
+            k.any_bad = clean_keys<T, D, OWN, false>(k.smem, k.marks);
             if (GROUP == 0)
                 sum_values<T, D>(p, w.s, &k, sum);
             else
@@ -402,7 +351,7 @@ template <typename T, int D> INLINE void attention_wide(const attention_params_s
     if (group == 0) {
         registers_fewer<24>();
         if (threadIdx.x < 32)
-            fetch<D>(all, crew, shared_address(shared));
+            fetch_keys<T, D, BLOCK, false, layout_wide<D>, wide_places<D>>(all, crew, shared, NULL);
     } else {
         registers_more<240>();
         if (group == 1)
