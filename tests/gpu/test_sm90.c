@@ -112,7 +112,11 @@ static void test_many_tiles(void **state) {
 /* The same in the backward, whose blocks share the sums of dQ: three or four steps to a tile of keys. The last is one for the kernel
  * that has many queries to a head of keys. */
 static void test_many_tiles_backward(void **state) {
-    static const int64_t sizes[][5] = {{45, 45, 130, 140, 72}, {45, 45, 66, 140, 64}, {12, 12, 1030, 1024, 72}};
+    static const int64_t sizes[][5] = {{45, 45, 130, 140, 72},
+                                       {45, 45, 66, 140, 64},
+                                       {12, 12, 1030, 1024, 72},
+                                       {12, 4, 200, 290, 256},
+                                       {15, 15, 130, 200, 136}};
     for (size_t x = 0; x < COUNT(sizes); x++) {
         const int64_t *s = sizes[x];
         attention_case c = make_case(type_of(state, x), 3, s[0], s[1], s[2], s[3], s[4], 0);
@@ -166,7 +170,7 @@ static void test_groups_and_sinks(void **state) {
 
 static void test_packed(void **state) {
     static const int32_t cu_q[] = {0, 150, 150, 150, 413, 414, 470}, cu_k[] = {0, 200, 200, 231, 500, 501, 501};
-    static const int64_t dims[] = {64, 96, 128, 128, 256};
+    static const int64_t dims[] = {64, 96, 192, 128, 256};
     for (int x = 0; x < 5; x++) {
         attention_case c = make_case(type_of(state, x), 6, 2, 1, 270, 280, dims[x], 0);
         c.a.features = HEDDLE_VARLEN | (x == 3 ? HEDDLE_WINDOW : 0);
@@ -185,7 +189,7 @@ static void test_packed(void **state) {
 
 static void test_lengths(void **state) {
     static const int32_t len_q[] = {0, 170, 211, 1}, len_k[] = {130, 0, 190, 129};
-    static const int64_t dims[] = {64, 128, 72, 96, 256, 80};
+    static const int64_t dims[] = {64, 128, 72, 160, 256, 96};
     for (int x = 0; x < 6; x++) {
         attention_case c = make_case(type_of(state, x), 4, 2, 1, 211, 190, dims[x], 0);
         c.a.features = HEDDLE_SEQLENS;
