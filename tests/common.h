@@ -50,6 +50,20 @@ bool compare_tensor(const char *name, int precision, const tensor *x, const tens
 
 /* Largest error of x and largest magnitude of ref, over what is finite in ref and was written. */
 double tensor_error(const tensor *x, const tensor *ref, double *magnitude);
+/* The largest error over its tolerance of all comparisons until now, and where that was. */
+double worst_comparison(const char **where);
+
+/* The systematic part of the rule: over the cases of a bin, the mean of log(error / plain's error), the plain
+ * computation's sums in blocks as BLAS has them. */
+typedef struct error_bin {
+    double log_ratio;
+    int64_t count;
+} error_bin;
+/* Adds a tensor of one case; `natural` as above. */
+void bin_count(error_bin *bin, const tensor *x, const tensor *ref, const tensor *plain, double natural);
+/* The (geometric) average of error / plain's error. */
+double bin_ratio(const error_bin *bin);
+
 /* What the plain computation rounds to. */
 int precision_of(heddle_dtype dtype, uint64_t features);
 
@@ -93,6 +107,8 @@ attention_case attention_case_of(int64_t b, int64_t h, int64_t hk, int64_t sq, i
 attention_problem attention_new(const attention_case *c);
 /* The same in other types or on another device: inputs converted, outputs poisoned. */
 attention_problem attention_copy(const attention_problem *p, heddle_dtype dtype, heddle_device device);
+/* For the plain computation, on the host alone: p's own inputs, and poisoned outputs. To be freed before p. */
+attention_problem attention_borrow(const attention_problem *p);
 void attention_free(attention_problem *p);
 heddle_attention_data attention_data(const attention_problem *p, bool backward);
 /* Run a pass with a poisoned workspace, download the outputs, fail the test on an error or damage. */
@@ -106,15 +122,11 @@ void check_attention_dtypes(attention_case c);
 /* The same as check_attention, as an answer. */
 bool attention_is_right(const attention_case *c);
 
-/* The systematic part of the rule: over the cases of a bin, the mean of log(error / plain's error), the plain computation's sums
- * in blocks as BLAS has them. */
-typedef struct attention_bin {
-    double log_ratio[T_COUNT];
-    int count[T_COUNT];
-} attention_bin;
-void attention_count(const attention_case *c, attention_bin *bin);
-/* The (geometric) average of error / plain's error of tensor x. */
-double attention_bin_ratio(const attention_bin *bin, int x);
+/* The same, and what the case adds to the averages of its bin (see error_bin). `keys`: how many keys a row that sees any
+ * sees on average. */
+bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *keys);
+/* Only what it adds: for a bin of nothing but such cases. */
+void attention_count(const attention_case *c, error_bin bin[T_COUNT]);
 
 /* {first_q, sq, first_k, sk} of sequence n. */
 void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4]);
@@ -125,6 +137,8 @@ typedef struct seen_keys {
 } seen_keys;
 seen_keys attention_sees(const attention_problem *p, const int64_t length[4], int64_t n, int64_t x, int64_t i,
                          bool *sees);
+/* On average of the rows that see any. */
+double attention_keys_seen(const attention_problem *p);
 
 /* The order of the plain computation's sums: from their first term, from their last, from both ends in turn; or, as BLAS does,
  * blocks of PLAIN_BLOCK terms that are added up. */
@@ -165,12 +179,14 @@ typedef struct norm_linear_problem {
 heddle_norm_linear norm_linear_desc(heddle_dtype dtype, heddle_norm norm, int64_t m, int64_t k, int64_t n);
 norm_linear_problem norm_linear_new(const norm_linear_case *c);
 norm_linear_problem norm_linear_copy(const norm_linear_problem *p, heddle_dtype dtype, heddle_device device);
+norm_linear_problem norm_linear_borrow(const norm_linear_problem *p);
 void norm_linear_free(norm_linear_problem *p);
 heddle_norm_linear_data norm_linear_data(const norm_linear_problem *p, bool backward);
 void norm_linear_run(norm_linear_problem *p, heddle_pass pass);
 void norm_linear_print(const norm_linear_case *c);
 void check_norm_linear(const norm_linear_case *c);
 bool norm_linear_is_right(const norm_linear_case *c);
+bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]);
 /* The plain order of operations, each sum from its first or from its last term; natural may be NULL. */
 void plain_norm_linear(norm_linear_problem *p, bool backwards, double natural[N_COUNT]);
 

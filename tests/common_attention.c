@@ -256,6 +256,18 @@ attention_problem attention_copy(const attention_problem *p, heddle_dtype dtype,
     return q;
 }
 
+attention_problem attention_borrow(const attention_problem *p) {
+    attention_problem q = {.a = p->a};
+    q.a.device = HEDDLE_REF;
+    for (int x = 0; x < T_COUNT; x++) {
+        q.t[x] = p->t[x];
+        q.t[x].borrowed = true;
+        if (is_output(&attention_fields[x]) && p->t[x].host)
+            q.t[x] = tensor_new(HEDDLE_REF, p->t[x].element, p->t[x].dim, p->t[x].stride, p->t[x].guard != 64);
+    }
+    return q;
+}
+
 void attention_free(attention_problem *p) {
     for (int x = 0; x < T_COUNT; x++)
         tensor_free(&p->t[x]);
@@ -304,9 +316,10 @@ static bool run_pass(attention_problem *p, heddle_pass pass) {
             right = false;
         }
     }
-    for (int x = 0; x < T_COUNT;
-         x++) /* the outputs are the backward's inputs: they are as they should be from now on */
-        tensor_accept(&p->t[x]);
+    /* The outputs are the backward's inputs: they are as they should be from now on. */
+    for (int x = 0; x < T_COUNT; x++)
+        if (is_output_of(&attention_fields[x], pass))
+            tensor_accept(&p->t[x]);
     return right;
 }
 
@@ -340,7 +353,7 @@ static void worst_plain(const attention_problem *p, const attention_problem *ref
     plain_attention(plain, PLAIN_FORWARD, natural, spread);
     bool far = true;
     for (int order = PLAIN_FORWARD + 1; order < PLAIN_ORDERS && far; order++) {
-        attention_problem other = attention_copy(p, p->a.dtype, HEDDLE_REF);
+        attention_problem other = attention_borrow(p);
         plain_attention(&other, (plain_order)order, unused[0], unused[1]);
         far = order < PLAIN_REVERSED;
         for (int x = T_O; x < T_COUNT; x++) {
@@ -354,10 +367,21 @@ static void worst_plain(const attention_problem *p, const attention_problem *ref
     }
 }
 
-bool attention_is_right(const attention_case *c) {
+/* Adds the errors of a case to its bin. */
+static void count_errors(const attention_problem *p, const attention_problem *ref, const double natural[T_COUNT],
+                         error_bin bin[T_COUNT]) {
+    double unused[2][T_COUNT];
+    attention_problem plain = attention_borrow(p);
+    plain_attention(&plain, PLAIN_BLOCKED, unused[0], unused[1]);
+    for (int x = T_O; x < T_COUNT; x++)
+        if (p->t[x].host && is_output(&attention_fields[x]))
+            bin_count(&bin[x], &p->t[x], &ref->t[x], &plain.t[x], natural[x]);
+    attention_free(&plain);
+}
+
+bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *keys) {
     attention_problem p = attention_new(c);
-    attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF),
-                      plain = attention_copy(&p, p.a.dtype, HEDDLE_REF);
+    attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF), plain = attention_borrow(&p);
     double natural[T_COUNT], spread[T_COUNT];
     bool backward = !(c->skip >> T_LSE & 1);
     bool right = run_pass(&p, HEDDLE_FORWARD);
@@ -384,47 +408,34 @@ bool attention_is_right(const attention_case *c) {
                                condition);
     }
     right = right && check_exact_zeros(&p, &ref);
-    attention_free(&p);
-    attention_free(&ref);
+    if (bin && right) {
+        count_errors(&p, &ref, natural, bin);
+        *keys = attention_keys_seen(&p);
+    }
     attention_free(&plain);
+    attention_free(&ref);
+    attention_free(&p);
     return right;
 }
 
-/* Errors of half a rounding to the element's type are the least that either may count as. */
-static double plain_rounding(heddle_dtype dtype, int x) {
-    const bool wide = dtype == HEDDLE_F32 || x == T_LSE || x == T_DSINKS;
-    return wide ? 0x1p-24 : dtype == HEDDLE_BF16 ? 0x1p-10 : 0x1p-13;
+bool attention_is_right(const attention_case *c) {
+    return attention_judge(c, NULL, NULL);
 }
 
-void attention_count(const attention_case *c, attention_bin *bin) {
-    attention_problem p = attention_new(c);
-    attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF),
-                      plain = attention_copy(&p, p.a.dtype, HEDDLE_REF);
-    double natural[T_COUNT], unused[2][T_COUNT];
+void attention_count(const attention_case *c, error_bin bin[T_COUNT]) {
+    attention_problem p = attention_new(c), ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
+    double natural[T_COUNT], unused[T_COUNT];
     attention_problem *both[] = {&p, &ref};
     for (size_t x = 0; x < COUNT(both); x++) {
         attention_run(both[x], HEDDLE_FORWARD);
         attention_run(both[x], HEDDLE_BACKWARD);
     }
-    plain_attention(&plain, PLAIN_FORWARD, natural, unused[0]);
-    plain_attention(&plain, PLAIN_BLOCKED, unused[0], unused[1]);
-    for (int x = T_O; x < T_COUNT; x++) {
-        if (!p.t[x].host || (x > T_WEIGHTS && x < T_DQ))
-            continue;
-        double magnitude;
-        const double ours = tensor_error(&p.t[x], &ref.t[x], &magnitude), least = plain_rounding(c->a.dtype, x);
-        const double scale = magnitude < 0x1p-16 * natural[x] ? 0x1p-24 * natural[x] : least * magnitude;
-        const double theirs = tensor_error(&plain.t[x], &ref.t[x], &magnitude);
-        bin->log_ratio[x] += scale > 0 ? log(fmax(ours, scale) / fmax(theirs, scale)) : 0;
-        bin->count[x]++;
-    }
-    attention_free(&p);
-    attention_free(&ref);
+    attention_problem plain = attention_borrow(&p);
+    plain_attention(&plain, PLAIN_FORWARD, natural, unused);
     attention_free(&plain);
-}
-
-double attention_bin_ratio(const attention_bin *bin, int x) {
-    return bin->count[x] ? exp(bin->log_ratio[x] / bin->count[x]) : 0;
+    count_errors(&p, &ref, natural, bin);
+    attention_free(&ref);
+    attention_free(&p);
 }
 
 void attention_print(const attention_case *c) {

@@ -183,6 +183,30 @@ bool compare_tensor(const char *name, int precision, const tensor *x, const tens
     return e.x <= tolerance && !vacuous;
 }
 
+double worst_comparison(const char **where) {
+    *where = worst.where;
+    return worst.ratio;
+}
+
+/* Errors of half a rounding to the element's type are the least that either may count as. */
+static double least_error(int element) {
+    return element == HEDDLE_BF16 ? 0x1p-10 : element == HEDDLE_F16 ? 0x1p-13 : 0x1p-24;
+}
+
+void bin_count(error_bin *bin, const tensor *x, const tensor *ref, const tensor *plain, double natural) {
+    double magnitude;
+    const double ours = tensor_error(x, ref, &magnitude), theirs = tensor_error(plain, ref, &magnitude);
+    const double scale = magnitude < 0x1p-16 * natural ? 0x1p-24 * natural : least_error(x->element) * magnitude;
+    if (!isfinite(theirs)) /* the plain computation overflows: there is nothing to compare with */
+        return;
+    bin->log_ratio += scale > 0 ? log(fmax(ours, scale) / fmax(theirs, scale)) : 0;
+    bin->count++;
+}
+
+double bin_ratio(const error_bin *bin) {
+    return bin->count ? exp(bin->log_ratio / (double)bin->count) : 0;
+}
+
 int test_end(int failed) {
     const tally *most = NULL;
     for (tally *t = worst.all; t < worst.all + COUNT(worst.all) && t->name; t++) {

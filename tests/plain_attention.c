@@ -9,45 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4]) {
-    const heddle_attention *a = &p->a;
-    int64_t first[2] = {0, 0}, rows[2] = {a->sq, a->sk};
-    for (int side = 0; side < 2; side++) {
-        const tensor *cu = &p->t[side ? T_CU_K : T_CU_Q], *len = &p->t[side ? T_LEN_K : T_LEN_Q];
-        if (cu->host) {
-            first[side] = (int64_t)tensor_raw(cu, n);
-            rows[side] = (int64_t)tensor_raw(cu, n + 1) - first[side];
-        }
-        if (len->host && (int64_t)tensor_raw(len, n) < rows[side])
-            rows[side] = (int64_t)tensor_raw(len, n);
-    }
-    memcpy(length, (int64_t[]){first[0], rows[0], first[1], rows[1]}, 4 * sizeof *length);
-}
-
-seen_keys attention_sees(const attention_problem *p, const int64_t length[4], int64_t n, int64_t x, int64_t i,
-                         bool *sees) {
-    const heddle_attention *a = &p->a;
-    const int64_t at = i + (a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : length[3] - length[1]);
-    seen_keys s = {0, i < length[1] ? length[3] : 0};
-    if (a->mask != HEDDLE_MASK_NONE && s.to > at + 1)
-        s.to = at + 1;
-    if (a->features & HEDDLE_WINDOW && a->window_left >= 0 && s.from < at - a->window_left)
-        s.from = at - a->window_left;
-    if (a->features & HEDDLE_WINDOW && a->window_right >= 0 && s.to > at + a->window_right + 1)
-        s.to = at + a->window_right + 1;
-    for (int64_t j = 0; j < length[3]; j++)
-        sees[j] = j >= s.from && j < s.to;
-    for (int64_t j = s.from; j < s.to && a->features & HEDDLE_BIAS; j++)
-        sees[j] = !(tensor_get(&p->t[T_BIAS], n, x, i, j) < -0x1p24);
-    for (int64_t j = s.from; j < s.to && a->features & HEDDLE_BOOL_MASK; j++)
-        sees[j] = sees[j] && tensor_get(&p->t[T_BOOL_MASK], n, x, i, j) != 0;
-    while (s.from < s.to && !sees[s.from])
-        s.from++;
-    while (s.from < s.to && !sees[s.to - 1])
-        s.to--;
-    return s.from < s.to ? s : (seen_keys){0, 0};
-}
-
 /* One query head of one sequence, in room that all heads share. Rows of elements are padded with zeros to a multiple of
  * PAD. Of what has [sq, sk] only the columns of a row's `seen` are there, and there is 0 where sees is false. */
 typedef struct head {
@@ -171,27 +132,57 @@ typedef struct sum_terms {
     int64_t pitch;
 } sum_terms;
 
-/* Their sum, [width], each element of it by itself in the given order. */
-static void sum_rows(const sum_terms *t, int64_t width, plain_order order, float *restrict part, float *restrict sum) {
-    const int64_t block = order == PLAIN_BLOCKED ? PLAIN_BLOCK : t->count;
-    memset(sum, 0, (size_t)width * sizeof *sum);
-    for (int64_t begin = 0; begin < t->count; begin += block) {
-        const int64_t end = begin + block < t->count ? begin + block : t->count;
-        memset(part, 0, (size_t)width * sizeof *part);
-        for (int64_t y = begin; y < end; y++) {
-            const int64_t x = term_at(y, t->count, order);
-            const float *restrict row = t->rows + x * t->pitch, weight = t->weight[x * t->step];
-            if (!t->sees || t->sees[x * t->step])
-                for (int64_t e = 0; e < width; e++)
-                    part[e] += weight * row[e];
+/* sum[e] += weight·row[e], of one or of four rows one after the other: the result is the same, with fewer loads. */
+FOR_WIDE_VECTORS static void add_rows(const float *const row[4], const float weight[4], int count, int64_t width,
+                                      float *restrict sum) {
+    const float *restrict a = row[0], *restrict b = row[1], *restrict c = row[2], *restrict d = row[3];
+    if (count == 4) {
+        for (int64_t e = 0; e < width; e++)
+            sum[e] = (((sum[e] + weight[0] * a[e]) + weight[1] * b[e]) + weight[2] * c[e]) + weight[3] * d[e];
+        return;
+    }
+    for (int x = 0; x < count; x++)
+        for (int64_t e = 0; e < width; e++)
+            sum[e] += weight[x] * row[x][e];
+}
+
+/* The terms from place `begin` to `end`, added to sum. */
+static void add_terms(const sum_terms *t, int64_t begin, int64_t end, int64_t width, plain_order order, float *sum) {
+    const float *row[4] = {0};
+    float weight[4] = {0};
+    int count = 0;
+    for (int64_t y = begin; y < end; y++) {
+        const int64_t x = term_at(y, t->count, order);
+        if (t->sees && !t->sees[x * t->step])
+            continue;
+        row[count] = t->rows + x * t->pitch;
+        weight[count++] = t->weight[x * t->step];
+        if (count == 4) {
+            add_rows(row, weight, 4, width, sum);
+            count = 0;
         }
+    }
+    add_rows(row, weight, count, width, sum);
+}
+
+/* Their sum, [width], each element of it by itself in the given order. */
+static void sum_rows(const sum_terms *t, int64_t width, plain_order order, float *part, float *sum) {
+    memset(sum, 0, (size_t)width * sizeof *sum);
+    if (order != PLAIN_BLOCKED) {
+        add_terms(t, 0, t->count, width, order, sum);
+        return;
+    }
+    for (int64_t begin = 0; begin < t->count; begin += PLAIN_BLOCK) {
+        const int64_t end = begin + PLAIN_BLOCK < t->count ? begin + PLAIN_BLOCK : t->count;
+        memset(part, 0, (size_t)width * sizeof *part);
+        add_terms(t, begin, end, width, order, part);
         for (int64_t e = 0; e < width; e++)
             sum[e] += part[e];
     }
 }
 
 /* Sums of magnitudes, size[x]·|rows[x]|. */
-static void sum_sizes(const sum_terms *t, const double *size, int64_t width, double *restrict most) {
+FOR_WIDE_VECTORS static void sum_sizes(const sum_terms *t, const double *size, int64_t width, double *restrict most) {
     memset(most, 0, (size_t)width * sizeof *most);
     for (int64_t x = 0; x < t->count; x++) {
         const float *restrict row = t->rows + x * t->pitch;
@@ -203,7 +194,7 @@ static void sum_sizes(const sum_terms *t, const double *size, int64_t width, dou
 }
 
 /* Sums of squares of its terms; of: weights in place of its own. */
-static void sum_squares(const sum_terms *t, const double *of, int64_t width, double *restrict most) {
+FOR_WIDE_VECTORS static void sum_squares(const sum_terms *t, const double *of, int64_t width, double *restrict most) {
     memset(most, 0, (size_t)width * sizeof *most);
     for (int64_t x = 0; x < t->count; x++) {
         const float *restrict row = t->rows + x * t->pitch;

@@ -12,6 +12,10 @@ static void *zeros(int64_t n, size_t size) {
     return p;
 }
 
+static double larger(double a, double b) {
+    return b > a ? b : a;
+}
+
 static int64_t order(int64_t x, int64_t n, bool backwards) {
     return backwards ? n - 1 - x : x;
 }
@@ -68,10 +72,6 @@ static void row_statistics(const norm_linear_problem *p, const work *o, float *m
     *rstd = 1 / sqrtf(squares / (float)a->k + (float)a->eps);
 }
 
-static double larger(double a, double b) {
-    return b > a ? b : a;
-}
-
 /* The input's gradient of row i: of the norm from dz, all in float32. */
 static void row_backward(norm_linear_problem *p, const work *o, int64_t i, float rstd, double natural[N_COUNT]) {
     const heddle_norm_linear *a = &p->a;
@@ -96,28 +96,40 @@ static void row_backward(norm_linear_problem *p, const work *o, int64_t i, float
         tensor_write_floats(&p->t[N_DX], tensor_at(&p->t[N_DX], 0, 0, i, 0), a->k, dx);
 }
 
-/* sum[e] = sum_x weight[x * step] * rows[x, e] for x in order, each sum by itself as written: the terms of one are added one by one. */
-static void sum_rows(const float *weight, int64_t step, const float *rows, int64_t count, int64_t width, bool backwards,
-                     float *sum) {
+/* sum[e] = sum_x weight[x * step] * rows[x, e] for x in order, each sum by itself as written: the terms of one are added
+ * one by one. */
+FOR_WIDE_VECTORS static void sum_rows(const float *weight, int64_t step, const float *rows, int64_t count,
+                                      int64_t width, bool backwards, float *restrict sum) {
     memset(sum, 0, (size_t)width * sizeof *sum);
-    for (int64_t y = 0; y < count; y++) {
-        const int64_t x = order(y, count, backwards);
-        const float w = weight[x * step], *row = rows + x * width;
+    int64_t y = 0;
+    for (; y + 4 <= count; y += 4) {
+        const int64_t x = order(y, count, backwards), next = backwards ? -1 : 1;
+        const float *at = weight + x * step, w0 = at[0], w1 = at[next * step], w2 = at[2 * next * step],
+                    w3 = at[3 * next * step];
+        const float *restrict r0 = rows + x * width, *restrict r1 = r0 + next * width, *restrict r2 = r1 + next * width,
+                              *restrict r3 = r2 + next * width;
         for (int64_t e = 0; e < width; e++)
-            sum[e] += w * row[e];
+            sum[e] = (((sum[e] + w0 * r0[e]) + w1 * r1[e]) + w2 * r2[e]) + w3 * r3[e];
+    }
+    for (; y < count; y++) {
+        const int64_t x = order(y, count, backwards);
+        for (int64_t e = 0; e < width; e++)
+            sum[e] += weight[x * step] * rows[x * width + e];
     }
 }
 
 /* The largest sum_x |weight[x * step] * rows[x, e]|. */
-static double largest_sum(const float *weight, int64_t step, const float *rows, int64_t count, int64_t width,
-                          double *sums) {
+FOR_WIDE_VECTORS static double largest_sum(const float *weight, int64_t step, const float *rows, int64_t count,
+                                           int64_t width, double *restrict sums) {
     double most = 0;
     memset(sums, 0, (size_t)width * sizeof *sums);
-    for (int64_t x = 0; x < count; x++)
+    for (int64_t x = 0; x < count; x++) {
+        const float w = weight[x * step];
         for (int64_t e = 0; e < width; e++)
-            sums[e] += (double)fabsf(weight[x * step] * rows[x * width + e]);
+            sums[e] += (double)fabsf(w * rows[x * width + e]);
+    }
     for (int64_t e = 0; e < width; e++)
-        most = fmax(most, sums[e]);
+        most = larger(most, sums[e]);
     return most;
 }
 

@@ -5,14 +5,14 @@
 
 enum { CHUNK = 256 };
 
-static double from_bits(uint64_t u) {
+static inline double from_bits(uint64_t u) {
     double x;
     memcpy(&x, &u, sizeof x);
     return x;
 }
 
 /* log(x) of a normal x: x = 2^e·m with m around 1, and log(m) = 2 atanh((m - 1) / (m + 1)). */
-static double log_of(double x) {
+static inline double log_of(double x) {
     uint64_t u;
     memcpy(&u, &x, sizeof u);
     double e = from_bits(u >> 52 | UINT64_C(0x4330000000000000)) - (0x1p52 + 1023);
@@ -36,7 +36,7 @@ static double log_of(double x) {
 }
 
 /* cos(x), 0 <= x < 7: the distance from a multiple of pi/2, then Taylor's series of the sine or the cosine. */
-static double cos_of(double x) {
+static inline double cos_of(double x) {
     const double quarter = (x * 0.6366197723675814 + 0x1.8p52) - 0x1.8p52;
     const double y = (x - quarter * 0x1.921fb544p+0) - quarter * 0x1.0b4611a626331p-34, z = y * y;
     double c = 1.0 / 20922789888000, s = -1.0 / 1307674368000;
@@ -58,7 +58,7 @@ static double cos_of(double x) {
     return (quarter == 1 || quarter == 2) ? -either : either;
 }
 
-void rng_normals(rng *r, int64_t n, double *x) {
+FOR_WIDE_VECTORS void rng_normals(rng *r, int64_t n, double *x) {
     double u[CHUNK], v[CHUNK];
     for (; n > 0; n -= CHUNK, x += CHUNK) {
         const int count = n < CHUNK ? (int)n : CHUNK;

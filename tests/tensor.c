@@ -165,7 +165,7 @@ static void *image_at(const tensor *t, int64_t at) {
             x[i] = expression;                                                                                         \
     } while (0)
 
-void tensor_read(const tensor *t, int64_t at, int64_t n, double *restrict x) {
+FOR_WIDE_VECTORS void tensor_read(const tensor *t, int64_t at, int64_t n, double *restrict x) {
     switch (t->element) {
     case HEDDLE_F32: EACH(float, (double)p[i]); break;
     case HEDDLE_BF16: EACH(uint16_t, (double)bf16_to_float(p[i])); break;
@@ -177,7 +177,7 @@ void tensor_read(const tensor *t, int64_t at, int64_t n, double *restrict x) {
     }
 }
 
-void tensor_read_floats(const tensor *t, int64_t at, int64_t n, float *restrict x) {
+FOR_WIDE_VECTORS void tensor_read_floats(const tensor *t, int64_t at, int64_t n, float *restrict x) {
     switch (t->element) {
     case HEDDLE_F32: memcpy(x, image_at(t, at), (size_t)n * sizeof *x); break;
     case HEDDLE_BF16: EACH(uint16_t, bf16_to_float(p[i])); break;
@@ -188,7 +188,7 @@ void tensor_read_floats(const tensor *t, int64_t at, int64_t n, float *restrict 
     }
 }
 
-void tensor_write(tensor *t, int64_t at, int64_t n, const double *restrict x) {
+FOR_WIDE_VECTORS void tensor_write(tensor *t, int64_t at, int64_t n, const double *restrict x) {
     void *image = image_at(t, at);
     switch (t->element) {
     case HEDDLE_F32:
@@ -212,7 +212,7 @@ static uint16_t f16_bits(float x) {
     return (uint16_t)(sign | y);
 }
 
-void tensor_write_floats(tensor *t, int64_t at, int64_t n, const float *restrict x) {
+FOR_WIDE_VECTORS void tensor_write_floats(tensor *t, int64_t at, int64_t n, const float *restrict x) {
     uint16_t *half = image_at(t, at);
     switch (t->element) {
     case HEDDLE_F32: memcpy(half, x, (size_t)n * sizeof *x); break;
@@ -230,7 +230,7 @@ void tensor_write_floats(tensor *t, int64_t at, int64_t n, const float *restrict
     }
 }
 
-void round_all(int precision, int64_t n, float *x) {
+FOR_WIDE_VECTORS void round_all(int precision, int64_t n, float *x) {
     switch (precision) {
     case PRECISION_TF32:
         for (int64_t i = 0; i < n; i++)
@@ -279,11 +279,9 @@ tensor tensor_new(heddle_device device, int element, const int64_t dim[4], const
     memcpy(t.stride, stride, sizeof t.stride);
     t.span = empty ? 0 : 1 + tensor_at(&t, dim[0] - 1, dim[1] - 1, dim[2] - 1, dim[3] - 1);
     find_reached(&t);
-    t.host = malloc(tensor_bytes(&t));
-    t.old = malloc(tensor_bytes(&t));
-    t.block = block_new(device, tensor_bytes(&t));
-    assert_non_null(t.host);
-    assert_non_null(t.old);
+    t.host = block_new(HEDDLE_REF, tensor_bytes(&t));
+    t.old = block_new(HEDDLE_REF, tensor_bytes(&t));
+    t.block = device == HEDDLE_CUDA ? block_new(device, tensor_bytes(&t)) : t.host;
     poison_all(element, t.host, tensor_elements(&t));
     return t;
 }
@@ -293,11 +291,12 @@ tensor tensor_vector(heddle_device device, int element, int64_t n) {
 }
 
 void tensor_free(tensor *t) {
-    if (t->host) {
+    if (t->host && !t->borrowed) {
+        if (t->block != t->host)
+            block_free(t->device, t->block, tensor_bytes(t));
         free(t->host);
         free(t->old);
         free(t->reached);
-        block_free(t->device, t->block, tensor_bytes(t));
     }
     *t = (tensor){0};
 }
@@ -362,12 +361,12 @@ void tensor_accept(tensor *t) {
 
 void tensor_upload(tensor *t) {
     tensor_accept(t);
-    if (t->host)
+    if (t->block != t->host)
         block_copy(t->device, t->block, t->host, tensor_bytes(t));
 }
 
 void tensor_download(tensor *t) {
-    if (t->host)
+    if (t->block != t->host)
         block_copy(t->device, t->host, t->block, tensor_bytes(t));
 }
 

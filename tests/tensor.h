@@ -10,6 +10,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Where the compiler can, a function is compiled for AVX2, too, and chosen at run time; without sanitizers, which are not
+ * there yet when that is done. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) &&                           \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define FOR_WIDE_VECTORS __attribute__((target_clones("avx2", "default")))
+#else
+#define FOR_WIDE_VECTORS
+#endif
+
 /* ---------------------------------------------------------------------------------------------- random numbers */
 
 typedef struct rng {
@@ -82,8 +91,8 @@ void round_all(int precision, int64_t n, float *x);
 enum { ELEMENT_U8 = 16, ELEMENT_I32, ELEMENT_U64 };
 
 /* Up to four dimensions with any strides, inside a guarded block whose gaps and guards hold NaN (or garbage).
- * `host` is the image that the accessors use; `block` is where the library sees it. `old` is the image at upload. A
- * tensor of zeros is one that is not there. */
+ * `host` is the image that the accessors use; `block` is where the library sees it, which without a GPU is the same.
+ * `old` is the image at upload. A tensor of zeros is one that is not there. */
 typedef struct tensor {
     int element;
     heddle_device device;
@@ -91,6 +100,7 @@ typedef struct tensor {
     int64_t guard, span;    /* elements before and after, and between */
     unsigned char *reached; /* a byte per element of the span: 1 where an index reaches it */
     bool gaps;              /* some are not reached */
+    bool borrowed;          /* all memory is another tensor's */
     unsigned char *host, *old, *block;
 } tensor;
 

@@ -9,19 +9,19 @@
 #define MOST 1.1
 
 static bool bin_is_right(const char *name, attention_case c, int cases) {
-    attention_bin bin = {0};
+    error_bin bin[T_COUNT] = {0};
     bool right = true;
     for (int x = 0; x < (test_emulated() ? (cases + 3) / 4 : cases); x++) {
         c.seed = c.seed * 31 + (uint64_t)x + 1;
-        attention_count(&c, &bin);
+        attention_count(&c, bin);
     }
     for (int x = 0; x < T_COUNT; x++) {
-        if (!bin.count[x])
+        if (!bin[x].count)
             continue;
-        const double ratio = attention_bin_ratio(&bin, x);
+        const double ratio = bin_ratio(&bin[x]);
         if (ratio > MOST)
             printf("  %s, %s: %.2f times the plain computation's error on average of %d cases\n", name,
-                   attention_tensor_name[x], ratio, bin.count[x]);
+                   attention_tensor_name[x], ratio, (int)bin[x].count);
         right &= ratio <= MOST;
     }
     return right;

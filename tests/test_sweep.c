@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Random problems over all options, types, sizes and layouts. The seed is printed: HEDDLE_SEED=<that of the failing
- * case> with HEDDLE_CASES=1 runs that case alone. HEDDLE_LONG=1 runs twenty times as many. */
+ * Random problems over all options, types, sizes and layouts. A case that fails is printed with its seed and does not
+ * end the run: HEDDLE_SEED=<that> with HEDDLE_CASES=1 runs it alone. HEDDLE_LONG=1 runs twenty times as many cases.
+ * HEDDLE_COUNTS=<file>: what tests/sweep.sh adds up, the numbers of cases and failures and the bins of errors over
+ * those of the plain computation, is written there, anew every now and then. */
 #define _POSIX_C_SOURCE 200809L
 #include "common.h"
 
@@ -174,23 +176,118 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Runs cases until the time is up, but always as many as to be worth it; the seeds are consecutive. */
-static void sweep(bool (*right)(uint64_t seed), void (*print)(uint64_t seed), const char *name) {
-    const char *limit = getenv("HEDDLE_CASES");
-    uint64_t seed = test_seed(20261120), cases = limit ? strtoull(limit, NULL, 0) : UINT64_MAX, done = 0;
-    double end = now() + (test_long() ? LONG_SECONDS : STANDARD_SECONDS);
-    for (; done < cases && (now() < end || done < 50 || limit); done++)
-        if (!right(seed + done)) {
-            print(seed + done);
-            fail_msg("%s: HEDDLE_SEED=%" PRIu64 " HEDDLE_CASES=1 runs this case alone", name, seed + done);
-        }
-    printf("%s: %" PRIu64 " cases from seed %" PRIu64 "\n", name, done, seed);
+/* ------------------------------------------------------------------------------------------------------ the bins */
+
+static const char *const dtype_names[TEST_DTYPES] = {"f32", "bf16", "f16"};
+
+/* By head dim and keys seen; by features in and the mean of x in its deviations. */
+static const double dim_limits[] = {32, 64, 128, INFINITY}, key_limits[] = {2.5, 16, 128, INFINITY},
+                    feature_limits[] = {16, 64, INFINITY}, mean_limits[] = {0, INFINITY};
+#define CLASSES 4
+
+static struct {
+    error_bin attention[TEST_DTYPES][CLASSES][CLASSES][T_COUNT], norm_linear[TEST_DTYPES][CLASSES][CLASSES][N_COUNT];
+} bins;
+
+static int class_of(const double *limits, double x) {
+    int class = 0;
+    while (x > limits[class])
+        class ++;
+    return class;
 }
 
-static bool attention_seed_is_right(uint64_t seed) {
+static void add_bins(error_bin *to, const error_bin *from, int n) {
+    for (int x = 0; x < n; x++) {
+        to[x].log_ratio += from[x].log_ratio;
+        to[x].count += from[x].count;
+    }
+}
+
+static void write_bins(FILE *f, const char *operation, const char *const classes[2], const double *const limits[2],
+                       const error_bin *all, const char *const *names, int n) {
+    for (int t = 0; t < TEST_DTYPES; t++)
+        for (int x = 0; x < CLASSES * CLASSES; x++)
+            for (int y = 0; y < n; y++) {
+                const error_bin *b = all + (t * CLASSES * CLASSES + x) * n + y;
+                if (b->count)
+                    fprintf(f, "bin %s %s %s %g %s %g %s %" PRId64 " %.17g\n", operation, dtype_names[t], classes[0],
+                            limits[0][x / CLASSES], classes[1], limits[1][x % CLASSES], names[y], b->count,
+                            b->log_ratio);
+            }
+}
+
+/* --------------------------------------------------------------------------------------------------------- sweep */
+
+/* An operation: runs the case of a seed, counts it and says whether it is right; prints it. */
+typedef struct operation {
+    const char *name;
+    bool (*right)(uint64_t seed, bool count);
+    void (*print)(uint64_t seed);
+    uint64_t done, failed;
+} operation;
+
+static operation operations[2];
+
+/* The file is replaced in one step, so that it is whole whenever this program ends. */
+static void write_counts(const char *path, uint64_t first) {
+    char name[4096];
+    const char *where;
+    snprintf(name, sizeof name, "%s.new", path);
+    FILE *f = fopen(name, "w");
+    if (!f)
+        fail_msg("%s cannot be written", name);
+    const char *family = getenv("HEDDLE_CUDA_FAMILY");
+    fprintf(f, "device %s %s\n", test_device() == HEDDLE_CUDA ? "cuda" : "cpu",
+            test_device() != HEDDLE_CUDA ? heddle_cpu_isa()
+            : family && *family          ? family
+                                         : "as-planned");
+    for (int x = 0; x < 2; x++)
+        fprintf(f, "cases %s %" PRIu64 " %" PRIu64 " %" PRIu64 "\n", operations[x].name, first, operations[x].done,
+                operations[x].failed);
+    const double worst = worst_comparison(&where);
+    fprintf(f, "worst %.6f %s\n", worst, where);
+    write_bins(f, "attention", (const char *const[]){"d", "keys"}, (const double *const[]){dim_limits, key_limits},
+               &bins.attention[0][0][0][0], attention_tensor_name, T_COUNT);
+    write_bins(f, "norm-linear", (const char *const[]){"k", "mean"},
+               (const double *const[]){feature_limits, mean_limits}, &bins.norm_linear[0][0][0][0],
+               norm_linear_tensor_name, N_COUNT);
+    if (fclose(f) != 0 || rename(name, path) != 0)
+        fail_msg("%s cannot be written", path);
+}
+
+/* Runs cases until the time is up, but always as many as to be worth it; the seeds are consecutive. */
+static void sweep(operation *o) {
+    const char *limit = getenv("HEDDLE_CASES"), *counts = getenv("HEDDLE_COUNTS");
+    const uint64_t seed = test_seed(20261120), cases = limit ? strtoull(limit, NULL, 0) : UINT64_MAX;
+    double end = now() + (test_long() ? LONG_SECONDS : STANDARD_SECONDS), written = now();
+    for (; o->done < cases && (now() < end || o->done < 50 || limit); o->done++) {
+        if (!o->right(seed + o->done, counts != NULL)) {
+            o->print(seed + o->done);
+            printf("%s FAILED: HEDDLE_SEED=%" PRIu64 " HEDDLE_CASES=1 runs this case alone\n", o->name, seed + o->done);
+            o->failed++;
+        }
+        if (counts && now() > written + 10) {
+            write_counts(counts, seed);
+            written = now();
+        }
+    }
+    if (counts)
+        write_counts(counts, seed);
+    printf("%s: %" PRIu64 " cases from seed %" PRIu64 "\n", o->name, o->done, seed);
+    if (o->failed)
+        fail_msg("%s: %" PRIu64 " of %" PRIu64 " cases failed", o->name, o->failed, o->done);
+}
+
+static bool attention_seed_is_right(uint64_t seed, bool count) {
     lengths l = {0};
-    attention_case c = random_attention(seed, &l);
-    return attention_is_right(&c);
+    error_bin bin[T_COUNT] = {0};
+    double keys = 0;
+    const attention_case c = random_attention(seed, &l);
+    const bool right = attention_judge(&c, count ? bin : NULL, &keys);
+    if (right)
+        add_bins(bins.attention[c.a.dtype][class_of(dim_limits, (double)c.a.d)][class_of(key_limits, keys)], bin,
+                 T_COUNT);
+    return right;
 }
 
 static void print_attention_seed(uint64_t seed) {
@@ -199,9 +296,14 @@ static void print_attention_seed(uint64_t seed) {
     attention_print(&c);
 }
 
-static bool norm_linear_seed_is_right(uint64_t seed) {
-    norm_linear_case c = random_norm_linear(seed);
-    return norm_linear_is_right(&c);
+static bool norm_linear_seed_is_right(uint64_t seed, bool count) {
+    error_bin bin[N_COUNT] = {0};
+    const norm_linear_case c = random_norm_linear(seed);
+    const bool right = norm_linear_judge(&c, count ? bin : NULL);
+    if (right)
+        add_bins(bins.norm_linear[c.a.dtype][class_of(feature_limits, (double)c.a.k)][class_of(mean_limits, c.mean)],
+                 bin, N_COUNT);
+    return right;
 }
 
 static void print_norm_linear_seed(uint64_t seed) {
@@ -209,18 +311,24 @@ static void print_norm_linear_seed(uint64_t seed) {
     norm_linear_print(&c);
 }
 
+static operation operations[2] = {
+    {.name = "attention", .right = attention_seed_is_right, .print = print_attention_seed},
+    {.name = "norm-linear", .right = norm_linear_seed_is_right, .print = print_norm_linear_seed},
+};
+
 static void test_attention(void **state) {
     (void)state;
-    sweep(attention_seed_is_right, print_attention_seed, "attention");
+    sweep(&operations[0]);
 }
 
 static void test_norm_linear(void **state) {
     (void)state;
-    sweep(norm_linear_seed_is_right, print_norm_linear_seed, "norm-linear");
+    sweep(&operations[1]);
 }
 
 int main(void) {
     test_begin();
+    device_blocks_keep();
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_attention), cmocka_unit_test(test_norm_linear)};
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Which keys a query sees, by the formulas of heddle.h, independent of src/. */
+#include "common.h"
+
+#include <stdlib.h>
+
+void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4]) {
+    const heddle_attention *a = &p->a;
+    int64_t first[2] = {0, 0}, rows[2] = {a->sq, a->sk};
+    for (int side = 0; side < 2; side++) {
+        const tensor *cu = &p->t[side ? T_CU_K : T_CU_Q], *len = &p->t[side ? T_LEN_K : T_LEN_Q];
+        if (cu->host) {
+            first[side] = (int64_t)tensor_raw(cu, n);
+            rows[side] = (int64_t)tensor_raw(cu, n + 1) - first[side];
+        }
+        if (len->host && (int64_t)tensor_raw(len, n) < rows[side])
+            rows[side] = (int64_t)tensor_raw(len, n);
+    }
+    memcpy(length, (int64_t[]){first[0], rows[0], first[1], rows[1]}, 4 * sizeof *length);
+}
+
+seen_keys attention_sees(const attention_problem *p, const int64_t length[4], int64_t n, int64_t x, int64_t i,
+                         bool *sees) {
+    const heddle_attention *a = &p->a;
+    const int64_t at = i + (a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : length[3] - length[1]);
+    seen_keys s = {0, i < length[1] ? length[3] : 0};
+    if (a->mask != HEDDLE_MASK_NONE && s.to > at + 1)
+        s.to = at + 1;
+    if (a->features & HEDDLE_WINDOW && a->window_left >= 0 && s.from < at - a->window_left)
+        s.from = at - a->window_left;
+    if (a->features & HEDDLE_WINDOW && a->window_right >= 0 && s.to > at + a->window_right + 1)
+        s.to = at + a->window_right + 1;
+    for (int64_t j = 0; j < length[3]; j++)
+        sees[j] = j >= s.from && j < s.to;
+    for (int64_t j = s.from; j < s.to && a->features & HEDDLE_BIAS; j++)
+        sees[j] = !(tensor_get(&p->t[T_BIAS], n, x, i, j) < -0x1p24);
+    for (int64_t j = s.from; j < s.to && a->features & HEDDLE_BOOL_MASK; j++)
+        sees[j] = sees[j] && tensor_get(&p->t[T_BOOL_MASK], n, x, i, j) != 0;
+    while (s.from < s.to && !sees[s.from])
+        s.from++;
+    while (s.from < s.to && !sees[s.to - 1])
+        s.to--;
+    return s.from < s.to ? s : (seen_keys){0, 0};
+}
+
+double attention_keys_seen(const attention_problem *p) {
+    double keys = 0, rows = 0;
+    int64_t length[4];
+    bool *sees = malloc((size_t)p->a.sk + 1);
+    assert_non_null(sees);
+    for (int64_t n = 0; n < p->a.b; n++) {
+        attention_lengths(p, n, length);
+        for (int64_t x = 0; x < p->a.h; x++)
+            for (int64_t i = 0; i < length[1]; i++) {
+                const seen_keys s = attention_sees(p, length, n, x, i, sees);
+                for (int64_t j = s.from; j < s.to; j++)
+                    keys += sees[j];
+                rows += s.from < s.to;
+            }
+    }
+    free(sees);
+    return rows > 0 ? keys / rows : 0;
+}
