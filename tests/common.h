@@ -41,6 +41,11 @@ extern const heddle_dtype test_dtypes[TEST_DTYPES];
 
 /* -------------------------------------------------------------------------------------------------- comparison */
 
+/* The order of the plain computation's sums: from their first term, from their last, from both ends in turn; or, as BLAS does,
+ * blocks of PLAIN_BLOCK terms that are added up. */
+typedef enum plain_order { PLAIN_FORWARD, PLAIN_REVERSED, PLAIN_BLOCKED, PLAIN_ENDS, PLAIN_ORDERS } plain_order;
+enum { PLAIN_BLOCK = 128 };
+
 /* `natural` is the magnitude of the terms that cancel in the result (0: unknown); noise of a few float32 roundings
  * of it is always allowed; so is an error of `noise`. `condition`: how many times more than its own rounding the plain
  * computation may lose before ref is in doubt; INFINITY: anything. Says what is wrong with `name` on stdout and returns
@@ -140,11 +145,6 @@ seen_keys attention_sees(const attention_problem *p, const int64_t length[4], in
 /* On average of the rows that see any. */
 double attention_keys_seen(const attention_problem *p);
 
-/* The order of the plain computation's sums: from their first term, from their last, from both ends in turn; or, as BLAS does,
- * blocks of PLAIN_BLOCK terms that are added up. */
-typedef enum plain_order { PLAIN_FORWARD, PLAIN_REVERSED, PLAIN_BLOCKED, PLAIN_ENDS, PLAIN_ORDERS } plain_order;
-enum { PLAIN_BLOCK = 128 };
-
 /* Both passes in the problem's dtype, as PyTorch's math path does them: every intermediate rounded to it. Fills the
  * outputs' host images, and with PLAIN_FORWARD of each the natural magnitude, a sum of magnitudes, and its spread, the root of a sum
  * of squares of what is rounded before it is summed (P, dS, o in D): what roundings that know nothing of each other go with. The
@@ -187,7 +187,8 @@ void norm_linear_print(const norm_linear_case *c);
 void check_norm_linear(const norm_linear_case *c);
 bool norm_linear_is_right(const norm_linear_case *c);
 bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]);
-/* The plain order of operations, each sum from its first or from its last term; natural may be NULL. */
-void plain_norm_linear(norm_linear_problem *p, bool backwards, double natural[N_COUNT]);
+/* The plain order of operations. `natural` is measured with PLAIN_FORWARD; natural[N_X] is then the largest magnitude of
+ * x in its row's deviations, which is how many times its own rounding x loses where the mean is taken off. */
+void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT]);
 
 #endif

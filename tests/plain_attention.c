@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Plain attention: unblocked loops in float32, every intermediate rounded to the dtype, as PyTorch's math path does
  * it. Its error sets the tolerance of the kernels; and as it is written from heddle.h alone, it checks ref too. */
-#include "common.h"
+#include "plain_sums.h"
 
 #include "philox.h"
 
@@ -34,19 +34,6 @@ static int64_t padded(int64_t n) {
     return (n + PAD - 1) / PAD * PAD;
 }
 
-static void *zeros(int64_t n, size_t size) {
-    void *p = calloc((size_t)n + 1, size);
-    assert_non_null(p);
-    return p;
-}
-
-static double norm_of(const float *a, int64_t n) {
-    double sum = 0;
-    for (int64_t e = 0; e < n; e++)
-        sum += (double)a[e] * (double)a[e];
-    return sqrt(sum);
-}
-
 /* Rows as the products take them (in TF32, rounded), into [rows, width]; and transposed. */
 static void read_rows(const head *h, const tensor *t, int64_t x, int64_t first, int64_t rows, int64_t width, float *to,
                       float *transposed) {
@@ -70,14 +57,14 @@ static head head_new(const attention_problem *p, plain_order order) {
     const int64_t sizes[] = {a->sq * d, a->sk * d, a->sk * dv, a->sq * dv, a->sk * d, a->sk * dv, all,     all,    all,
                              all,       all,       all,        a->sq,      a->sq,     a->sq,      longest, longest};
     for (size_t x = 0; x < COUNT(floats); x++)
-        *floats[x] = zeros(sizes[x], sizeof(float));
-    h.seen = zeros(a->sq, sizeof *h.seen);
-    h.sees = zeros(all, sizeof *h.sees);
-    h.most = zeros(longest, sizeof *h.most);
-    h.size = zeros(all, sizeof *h.size);
-    h.of_ds = zeros(all, sizeof *h.of_ds);
-    h.k_norm = zeros(a->sk, sizeof *h.k_norm);
-    h.v_norm = zeros(a->sk, sizeof *h.v_norm);
+        *floats[x] = plain_zeros(sizes[x], sizeof(float));
+    h.seen = plain_zeros(a->sq, sizeof *h.seen);
+    h.sees = plain_zeros(all, sizeof *h.sees);
+    h.most = plain_zeros(longest, sizeof *h.most);
+    h.size = plain_zeros(all, sizeof *h.size);
+    h.of_ds = plain_zeros(all, sizeof *h.of_ds);
+    h.k_norm = plain_zeros(a->sk, sizeof *h.k_norm);
+    h.v_norm = plain_zeros(a->sk, sizeof *h.v_norm);
     return h;
 }
 
@@ -107,109 +94,11 @@ static void head_begin(const attention_problem *p, head *h, int64_t n, int64_t x
     read_rows(h, &p->t[T_V], h->y, h->first_k, h->sk, h->dv, h->v, h->vt);
     read_rows(h, &p->t[T_DOUT], x, h->first_q, h->sq, h->dv, h->dout, NULL);
     for (int64_t j = 0; j < h->sk; j++) {
-        h->k_norm[j] = norm_of(h->k + j * h->d, a->d);
-        h->v_norm[j] = norm_of(h->v + j * h->dv, a->dv);
+        h->k_norm[j] = plain_norm(h->k + j * h->d, a->d);
+        h->v_norm[j] = plain_norm(h->v + j * h->dv, a->dv);
     }
     for (int64_t i = 0; i < h->sq; i++)
         h->seen[i] = attention_sees(p, length, n, x, i, h->sees + i * h->sk);
-}
-
-/* The term that comes at place x of n. */
-static int64_t term_at(int64_t x, int64_t n, plain_order order) {
-    switch (order) {
-    case PLAIN_REVERSED: return n - 1 - x;
-    case PLAIN_ENDS: return x % 2 ? n - 1 - x / 2 : x / 2;
-    default: return x;
-    }
-}
-
-/* The terms weight[x * step]·rows[x, ...] for those x of count whose sees[x * step] is true; NULL: for all. */
-typedef struct sum_terms {
-    int64_t count, step;
-    const float *weight;
-    const bool *sees;
-    const float *rows;
-    int64_t pitch;
-} sum_terms;
-
-/* sum[e] += weight·row[e], of one or of four rows one after the other: the result is the same, with fewer loads. */
-FOR_WIDE_VECTORS static void add_rows(const float *const row[4], const float weight[4], int count, int64_t width,
-                                      float *restrict sum) {
-    const float *restrict a = row[0], *restrict b = row[1], *restrict c = row[2], *restrict d = row[3];
-    if (count == 4) {
-        for (int64_t e = 0; e < width; e++)
-            sum[e] = (((sum[e] + weight[0] * a[e]) + weight[1] * b[e]) + weight[2] * c[e]) + weight[3] * d[e];
-        return;
-    }
-    for (int x = 0; x < count; x++)
-        for (int64_t e = 0; e < width; e++)
-            sum[e] += weight[x] * row[x][e];
-}
-
-/* The terms from place `begin` to `end`, added to sum. */
-static void add_terms(const sum_terms *t, int64_t begin, int64_t end, int64_t width, plain_order order, float *sum) {
-    const float *row[4] = {0};
-    float weight[4] = {0};
-    int count = 0;
-    for (int64_t y = begin; y < end; y++) {
-        const int64_t x = term_at(y, t->count, order);
-        if (t->sees && !t->sees[x * t->step])
-            continue;
-        row[count] = t->rows + x * t->pitch;
-        weight[count++] = t->weight[x * t->step];
-        if (count == 4) {
-            add_rows(row, weight, 4, width, sum);
-            count = 0;
-        }
-    }
-    add_rows(row, weight, count, width, sum);
-}
-
-/* Their sum, [width], each element of it by itself in the given order. */
-static void sum_rows(const sum_terms *t, int64_t width, plain_order order, float *part, float *sum) {
-    memset(sum, 0, (size_t)width * sizeof *sum);
-    if (order != PLAIN_BLOCKED) {
-        add_terms(t, 0, t->count, width, order, sum);
-        return;
-    }
-    for (int64_t begin = 0; begin < t->count; begin += PLAIN_BLOCK) {
-        const int64_t end = begin + PLAIN_BLOCK < t->count ? begin + PLAIN_BLOCK : t->count;
-        memset(part, 0, (size_t)width * sizeof *part);
-        add_terms(t, begin, end, width, order, part);
-        for (int64_t e = 0; e < width; e++)
-            sum[e] += part[e];
-    }
-}
-
-/* Sums of magnitudes, size[x]·|rows[x]|. */
-FOR_WIDE_VECTORS static void sum_sizes(const sum_terms *t, const double *size, int64_t width, double *restrict most) {
-    memset(most, 0, (size_t)width * sizeof *most);
-    for (int64_t x = 0; x < t->count; x++) {
-        const float *restrict row = t->rows + x * t->pitch;
-        const double of = size ? size[x * t->step] : fabs((double)t->weight[x * t->step]);
-        if (t->sees[x * t->step])
-            for (int64_t e = 0; e < width; e++)
-                most[e] += of * fabs((double)row[e]);
-    }
-}
-
-/* Sums of squares of its terms; of: weights in place of its own. */
-FOR_WIDE_VECTORS static void sum_squares(const sum_terms *t, const double *of, int64_t width, double *restrict most) {
-    memset(most, 0, (size_t)width * sizeof *most);
-    for (int64_t x = 0; x < t->count; x++) {
-        const float *restrict row = t->rows + x * t->pitch;
-        const double weight = of ? of[x * t->step] : (double)t->weight[x * t->step];
-        if (t->sees[x * t->step])
-            for (int64_t e = 0; e < width; e++)
-                most[e] += weight * weight * (double)row[e] * (double)row[e];
-    }
-}
-
-static double largest_of(const double *x, int64_t n) {
-    double most = 0;
-    for (int64_t e = 0; e < n; e++)
-        most = x[e] > most ? x[e] : most;
-    return most;
 }
 
 /* Dropout's factor of the keys of row i. */
@@ -238,8 +127,8 @@ static void scores(const attention_problem *p, head *h, int64_t i) {
     const int64_t from = h->seen[i].from, n = h->seen[i].to - from;
     const float scale = (float)a->scale, cap = (float)a->softcap;
     float *s = h->s + i * h->sk + from, *tanh_out = h->tanh + i * h->sk + from, *product = h->row;
-    const sum_terms terms = {a->d, 1, h->q + i * h->d, NULL, h->kt + from, h->sk};
-    sum_rows(&terms, n, h->order, h->part, product);
+    const plain_terms terms = {a->d, 1, h->q + i * h->d, NULL, h->kt + from, h->sk};
+    plain_sum(&terms, n, h->order, h->part, product);
     memcpy(s, product, (size_t)n * sizeof *s);
     round_all(t, n, s);
     for (int64_t j = 0; j < n; j++)
@@ -273,7 +162,7 @@ static void probabilities(attention_problem *p, head *h, int64_t i, float sink, 
     float *s = h->s + i * h->sk, *weight = h->p + i * h->sk, *z = h->z + i * h->sk, *pz = h->pz + i * h->sk;
     float top = sink, sum = 0;
     double largest = 0;
-    const double q_norm = p->a.scale * norm_of(h->q + i * h->d, p->a.d);
+    const double q_norm = p->a.scale * plain_norm(h->q + i * h->d, p->a.d);
     scores(p, h, i);
     for (int64_t j = from; j < to; j++) {
         if (!sees[j])
@@ -306,21 +195,21 @@ static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]
     const float sink = a->features & HEDDLE_SINKS ? (float)tensor_raw(&p->t[T_SINKS], h->x) : -INFINITY;
     for (int64_t i = 0; i < h->sq; i++) {
         const int64_t from = h->seen[i].from, n = h->seen[i].to - from, row = i * h->sk;
-        const sum_terms terms = {h->sk, 1, h->pz + row, h->sees + row, h->v, h->dv};
+        const plain_terms terms = {h->sk, 1, h->pz + row, h->sees + row, h->v, h->dv};
         probabilities(p, h, i, sink, natural);
         if (p->t[T_LSE].host)
             tensor_set(&p->t[T_LSE], h->pack, h->x, h->first_q + i, 0, (double)h->lse[i]);
         if (p->t[T_WEIGHTS].host)
             tensor_write_floats(&p->t[T_WEIGHTS], tensor_at(&p->t[T_WEIGHTS], h->n, h->x, i, from), n,
                                 h->p + row + from);
-        sum_rows(&terms, h->dv, h->order, h->part, h->row);
+        plain_sum(&terms, h->dv, h->order, h->part, h->row);
         tensor_write_floats(&p->t[T_O], tensor_at(&p->t[T_O], h->pack, h->x, h->first_q + i, 0), a->dv, h->row);
         if (h->order != PLAIN_FORWARD) /* one of the runs measures */
             continue;
-        sum_sizes(&terms, NULL, h->dv, h->most);
-        natural[T_O] = fmax(natural[T_O], largest_of(h->most, a->dv));
-        sum_squares(&terms, NULL, h->dv, h->most);
-        spread[T_O] = fmax(spread[T_O], sqrt(largest_of(h->most, a->dv)));
+        plain_sizes(&terms, NULL, h->dv, h->most);
+        natural[T_O] = fmax(natural[T_O], plain_largest(h->most, a->dv));
+        plain_squares(&terms, NULL, h->dv, h->most);
+        spread[T_O] = fmax(spread[T_O], sqrt(plain_largest(h->most, a->dv)));
     }
 }
 
@@ -330,12 +219,12 @@ static void products_backward(attention_problem *p, head *h, int64_t i) {
     const int64_t from = h->seen[i].from, n = h->seen[i].to - from, first = i * h->sk + from;
     float *dp = h->dp + first, *dout = h->dout + i * h->dv;
     double *most = h->size + first;
-    const double norm = p->t[T_DOUT].host ? norm_of(dout, a->dv) : 0;
-    const sum_terms terms = {a->dv, 1, dout, NULL, h->vt + from, h->sk};
+    const double norm = p->t[T_DOUT].host ? plain_norm(dout, a->dv) : 0;
+    const plain_terms terms = {a->dv, 1, dout, NULL, h->vt + from, h->sk};
     memset(dp, 0, (size_t)n * sizeof *dp);
     memset(most, 0, (size_t)n * sizeof *most);
     if (p->t[T_DOUT].host) {
-        sum_rows(&terms, n, h->order, h->part, dp);
+        plain_sum(&terms, n, h->order, h->part, dp);
         round_all(h->precision, n, dp);
         for (int64_t j = 0; j < n; j++) {
             dp[j] *= h->z[first + j];
@@ -446,9 +335,9 @@ static void gradients_of_scores(const attention_problem *p, head *h, int64_t i, 
 }
 
 /* A head's share of dk or dv, rounded to the dtype like a tensor of its own. */
-static void add_key_sums(const head *h, const sum_terms *terms, const double *size, const double *of, int64_t width,
+static void add_key_sums(const head *h, const plain_terms *terms, const double *size, const double *of, int64_t width,
                          int64_t padded_width, double scale, double *sum, double *natural, double *spread) {
-    sum_rows(terms, padded_width, h->order, h->part, h->row);
+    plain_sum(terms, padded_width, h->order, h->part, h->row);
     for (int64_t e = 0; e < width; e++)
         h->row[e] *= (float)scale;
     round_all(h->precision, width, h->row);
@@ -456,10 +345,10 @@ static void add_key_sums(const head *h, const sum_terms *terms, const double *si
         sum[e] += (double)h->row[e];
     if (h->order != PLAIN_FORWARD)
         return;
-    sum_sizes(terms, size, padded_width, h->most);
+    plain_sizes(terms, size, padded_width, h->most);
     for (int64_t e = 0; e < width; e++)
         natural[e] += fabs(scale) * h->most[e];
-    sum_squares(terms, of, padded_width, h->most);
+    plain_squares(terms, of, padded_width, h->most);
     for (int64_t e = 0; e < width; e++)
         spread[e] += scale * scale * h->most[e];
 }
@@ -469,24 +358,24 @@ static void plain_gradients(attention_problem *p, head *h, sums *s, double natur
     tensor *dq = &p->t[T_DQ], *dk = &p->t[T_DK], *dv = &p->t[T_DV];
     for (int64_t i = 0; i < h->sq; i++) {
         const int64_t row = i * h->sk;
-        const sum_terms terms = {h->sk, 1, h->dp + row, h->sees + row, h->k, h->d};
+        const plain_terms terms = {h->sk, 1, h->dp + row, h->sees + row, h->k, h->d};
         gradients_of_scores(p, h, i, s);
         if (!dq->host)
             continue;
-        sum_rows(&terms, h->d, h->order, h->part, h->row);
+        plain_sum(&terms, h->d, h->order, h->part, h->row);
         for (int64_t e = 0; e < a->d; e++)
             h->row[e] *= (float)a->scale;
         tensor_write_floats(dq, tensor_at(dq, h->pack, h->x, h->first_q + i, 0), a->d, h->row);
         if (h->order == PLAIN_FORWARD) {
-            sum_sizes(&terms, h->size + row, h->d, h->most);
-            natural[T_DQ] = fmax(natural[T_DQ], fabs(a->scale) * largest_of(h->most, a->d));
-            sum_squares(&terms, h->of_ds + row, h->d, h->most);
-            spread[T_DQ] = fmax(spread[T_DQ], fabs(a->scale) * sqrt(largest_of(h->most, a->d)));
+            plain_sizes(&terms, h->size + row, h->d, h->most);
+            natural[T_DQ] = fmax(natural[T_DQ], fabs(a->scale) * plain_largest(h->most, a->d));
+            plain_squares(&terms, h->of_ds + row, h->d, h->most);
+            spread[T_DQ] = fmax(spread[T_DQ], fabs(a->scale) * sqrt(plain_largest(h->most, a->d)));
         }
     }
     for (int64_t j = 0; j < h->sk; j++) {
-        const sum_terms of_k = {h->sq, h->sk, h->dp + j, h->sees + j, h->q, h->d};
-        const sum_terms of_v = {h->sq, h->sk, h->pz + j, h->sees + j, h->dout, h->dv};
+        const plain_terms of_k = {h->sq, h->sk, h->dp + j, h->sees + j, h->q, h->d};
+        const plain_terms of_v = {h->sq, h->sk, h->pz + j, h->sees + j, h->dout, h->dv};
         const int64_t at_k = dk->host ? tensor_at(dk, h->pack, h->y, h->first_k + j, 0) : 0;
         const int64_t at_v = dv->host ? tensor_at(dv, h->pack, h->y, h->first_k + j, 0) : 0;
         if (dk->host)
@@ -531,16 +420,16 @@ void plain_attention(attention_problem *p, plain_order order, double natural[T_C
     for (int which = 0; which < T_COUNT; which++)
         if (is_output(&attention_fields[which]))
             plain_blank(p, which, which == T_DK || which == T_DV, which == T_LSE ? -INFINITY : 0);
-    sums s = {.dk = zeros(p->t[T_DK].span, 8),
-              .dv = zeros(p->t[T_DV].span, 8),
-              .dbias = zeros(p->t[T_DBIAS].span, 8),
-              .dsinks = zeros(p->a.h, 8),
-              .natural_dk = zeros(p->t[T_DK].span, 8),
-              .natural_dv = zeros(p->t[T_DV].span, 8),
-              .natural_dbias = zeros(p->t[T_DBIAS].span, 8),
-              .spread_dk = zeros(p->t[T_DK].span, 8),
-              .spread_dv = zeros(p->t[T_DV].span, 8),
-              .spread_dbias = zeros(p->t[T_DBIAS].span, 8)};
+    sums s = {.dk = plain_zeros(p->t[T_DK].span, 8),
+              .dv = plain_zeros(p->t[T_DV].span, 8),
+              .dbias = plain_zeros(p->t[T_DBIAS].span, 8),
+              .dsinks = plain_zeros(p->a.h, 8),
+              .natural_dk = plain_zeros(p->t[T_DK].span, 8),
+              .natural_dv = plain_zeros(p->t[T_DV].span, 8),
+              .natural_dbias = plain_zeros(p->t[T_DBIAS].span, 8),
+              .spread_dk = plain_zeros(p->t[T_DK].span, 8),
+              .spread_dv = plain_zeros(p->t[T_DV].span, 8),
+              .spread_dbias = plain_zeros(p->t[T_DBIAS].span, 8)};
     head h = head_new(p, order);
     for (int64_t n = 0; n < p->a.b; n++)
         for (int64_t x = 0; x < p->a.h; x++) {
@@ -559,8 +448,8 @@ void plain_attention(attention_problem *p, plain_order order, double natural[T_C
     for (size_t x = 0; x < COUNT(stored); x++) {
         const tensor *t = &p->t[stored[x].which];
         store_sums(&p->t[stored[x].which], stored[x].sum);
-        natural[stored[x].which] = t->host ? largest_of(stored[x].natural, t->span) : 0;
-        spread[stored[x].which] = t->host ? sqrt(largest_of(stored[x].spread, t->span)) : 0;
+        natural[stored[x].which] = t->host ? plain_largest(stored[x].natural, t->span) : 0;
+        spread[stored[x].which] = t->host ? sqrt(plain_largest(stored[x].spread, t->span)) : 0;
     }
     store_sums(&p->t[T_DSINKS], s.dsinks);
     double *all[] = {s.dk,         s.dv,        s.dbias,     s.dsinks,       s.natural_dk,
