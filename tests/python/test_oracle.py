@@ -14,6 +14,8 @@ import ctypes
 import math
 import os
 import random
+import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -481,3 +483,27 @@ def check_norm_linear(seed, device):
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_norm_linear(chunk, device):
     in_chunks(check_norm_linear, chunk, device)
+
+
+# ---------------------------------------------------------------------------------------------------------- the rule
+
+
+def test_zeros_are_refused(monkeypatch):
+    """A bound that is larger than the tensor checks nothing: few may be, where a sum cancels or softmax is one-hot."""
+    asked, refused, judge = Counter(), Counter(), assert_right
+
+    def with_zeros(name, got, truth, plains, terms):
+        if not truth.nan_to_num(0.0).any():
+            return
+        asked[name] += 1
+        try:
+            judge(name, torch.zeros_like(got), truth, plains, terms)
+        except AssertionError:
+            refused[name] += 1
+
+    monkeypatch.setattr(sys.modules[__name__], "assert_right", with_zeros)
+    for seed in range(1, 61):
+        check_attention(seed, "cpu")
+        check_norm_linear(seed, "cpu")
+    passed = {name: f"{asked[name] - refused[name]} of {n}" for name, n in asked.items() if refused[name] < 0.8 * n}
+    assert len(asked) == 15 and not passed, f"zeros pass for {passed}"
