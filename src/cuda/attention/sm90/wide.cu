@@ -112,41 +112,26 @@ template <int D> INLINE void next_step(const attention_params &p, const span &w,
     }
 }
 
-/* 64 columns of dQ, the x-th: dS, with keys as rows, times K; issued. */
-template <typename T, int D> INLINE void issue_dq(const state &k, unsigned turn, int x, float (*dq)[4]) {
+/* A step's half of dQ: dS, of the keys as rows, times 128 columns of K, 64 at a time; to its sum. */
+template <typename T, int D, int GROUP> INLINE void add_dq(const state &k, unsigned turn, float *to) {
     typedef layout_wide<D> layout;
-    wgmma_fence();
-    warpgroup_both<T, 64, OWN, OWN>(dq, k.smem + layout::ds + (turn & 1) * layout::ds_bytes, k.smem + x * OWN * 128);
-    wgmma_commit();
-}
-
-/* They are there, and go to their sum. */
-INLINE void add_dq(float *to, int x, float (*dq)[4]) {
-    pin_all<8>(dq);
-    if (to)
+    mbarrier_wait(k.smem + layout::ds_full + (turn & 1) * 8, turn >> 1 & 1);
 #pragma unroll
-        for (int y = 0; y < 8; y++)
-            add_global4(to + x * SM90_PIECE + y * WARPGROUP * 4, make_float4(dq[y][0], dq[y][1], dq[y][2], dq[y][3]));
-}
-
-template <int D> INLINE void await_ds(const state &k, unsigned turn) {
-    mbarrier_wait(k.smem + layout_wide<D>::ds_full + (turn & 1) * 8, turn >> 1 & 1);
-}
-
-/* The rest of a warpgroup's columns, when the first 64 are there. The last that the first warpgroup reads of dS. */
-template <typename T, int D, int GROUP>
-INLINE void finish_dq(const state &k, unsigned turn, float *to, float (*dq)[4]) {
-    typedef layout_wide<D> layout;
-    constexpr int FIRST = GROUP * D / 128, END = (GROUP + 1) * D / 128;
-#pragma unroll
-    for (int x = FIRST; x < END; x++) {
-        if (x > FIRST) {
-            issue_dq<T, D>(k, turn, x, dq);
-            wgmma_wait<0>();
-        }
-        if (GROUP == 0 && x + 1 == END)
+    for (int x = GROUP * D / 128; x < (GROUP + 1) * D / 128; x++) {
+        float dq[8][4];
+        wgmma_fence();
+        warpgroup_both<T, 64, OWN, OWN>(dq, k.smem + layout::ds + (turn & 1) * layout::ds_bytes,
+                                        k.smem + x * OWN * 128);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin_all<8>(dq);
+        if (GROUP == 0 && x + 1 == D / 128)
             release(k.smem + layout::ds_empty + (turn & 1) * 8);
-        add_dq(to, x, dq);
+        if (to)
+#pragma unroll
+            for (int y = 0; y < 8; y++)
+                add_global4(to + x * SM90_PIECE + y * WARPGROUP * 4,
+                            make_float4(dq[y][0], dq[y][1], dq[y][2], dq[y][3]));
     }
 }
 
@@ -197,7 +182,7 @@ INLINE void issue_dv(const state &k, int slot, int turn, uint32_t (*ps)[4], floa
 
 template <typename T, int D>
 INLINE void sum_values(const attention_params &p, const span &w, state *k, float (*dv)[4]) {
-    float s[BLOCK / 8][4], dq[8][4];
+    float s[BLOCK / 8][4];
     uint32_t ps[BLOCK / 16][4];
     bool masked = begin_step<T, D>(w, *k);
     issue_scores<T, D>(*k, s);
@@ -213,23 +198,18 @@ INLINE void sum_values(const attention_params &p, const span &w, state *k, float
         pin_all<BLOCK / 16>(ps);
         issue_scores<T, D>(*k, s);
         issue_dv<T, D>(*k, last.slot, last.turn, ps, dv);
-        await_ds<D>(*k, k->turn - 1);
-        issue_dq<T, D>(*k, k->turn - 1, 0, dq);
-        wgmma_wait<2>();
+        wgmma_wait<1>();
         weigh<T, D>(p, w, *k, masked, s);
         wgmma_wait<0>();
         pin_all<BLOCK / 16>(ps);
         release(empty_barrier<D>(*k, last.slot, 1));
         pack_fragments<T, BLOCK>(ps, s);
-        pin_all<BLOCK / 16>(ps);
-        finish_dq<T, D, 0>(*k, k->turn - 1, to, dq);
+        add_dq<T, D, 0>(*k, k->turn - 1, to);
     }
     issue_dv<T, D>(*k, k->r.slot, k->r.turn, ps, dv);
-    await_ds<D>(*k, k->turn);
-    issue_dq<T, D>(*k, k->turn, 0, dq);
     wgmma_wait<0>();
     release(empty_barrier<D>(*k, k->r.slot, 1));
-    finish_dq<T, D, 0>(*k, k->turn, k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL, dq);
+    add_dq<T, D, 0>(*k, k->turn, k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL);
 }
 
 /* -------------------------------------------------------------------------------------- the second: dP, dS, dK */
@@ -241,23 +221,33 @@ template <typename T, int D> INLINE void issue_dp(const state &k, float (*dp)[4]
     wgmma_commit();
 }
 
-/* dPᵀ -> dSᵀ; 0 where Pᵀ says that a key is not seen. That is asked of all tiles: a branch between products under way would have ptxas take
- * them one by one (C7520). */
-template <int D> INLINE void make_gradients(const state &k, float (*dp)[4]) {
+/* dPᵀ -> dSᵀ, 16 queries at a time. */
+template <int D, bool MASKED> INLINE void apply_weights(const state &k, float (*dp)[4]) {
     const uint32_t from = k.smem + layout_wide<D>::weights + threadIdx.x % WARPGROUP * 16;
-    const float *dsums = row_numbers(k) + 2 * BLOCK + fragment_column();
+    const float *row = row_numbers(k);
+#pragma unroll
+    for (int x = 0; x < BLOCK / 16; x++) {
+        float s[2][4];
+#pragma unroll
+        for (int y = 0; y < 2; y++) {
+            const uint4 weight = load_shared16(from + (2 * x + y) * WARPGROUP * 16);
+            s[y][0] = __uint_as_float(weight.x);
+            s[y][1] = __uint_as_float(weight.y);
+            s[y][2] = __uint_as_float(weight.z);
+            s[y][3] = __uint_as_float(weight.w);
+        }
+        key_gradients<MASKED, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s, dp + 2 * x);
+    }
+}
+
+template <int D> INLINE void make_gradients(const state &k, bool masked, float (*dp)[4]) {
     pin_all<BLOCK / 8>(dp);
     mbarrier_wait(full_barrier<D>(k, 0), k.r.turn); /* D */
     mbarrier_wait(k.smem + layout_wide<D>::weights_full, (int)(k.turn & 1));
-#pragma unroll
-    for (int y = 0; y < BLOCK / 8; y++) {
-        const uint4 bits = load_shared16(from + y * WARPGROUP * 16);
-        const uint32_t weight[] = {bits.x, bits.y, bits.z, bits.w};
-        const float2 dsum = *(const float2 *)(dsums + y * 8);
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            dp[y][e] = (int)weight[e] >= 0 ? __uint_as_float(weight[e]) * (dp[y][e] - (e % 2 ? dsum.y : dsum.x)) : 0.0f;
-    }
+    if (masked)
+        apply_weights<D, true>(k, dp);
+    else
+        apply_weights<D, false>(k, dp);
     release_each(k.smem + layout_wide<D>::weights_empty);
 }
 
@@ -283,42 +273,37 @@ template <typename T, int D> INLINE void issue_dk(const state &k, int slot, uint
 }
 
 template <typename T, int D> INLINE void sum_keys(const attention_params &p, const span &w, state *k, float (*dk)[4]) {
-    float dp[BLOCK / 8][4], dq[8][4];
+    float dp[BLOCK / 8][4];
     uint32_t ds[BLOCK / 16][4];
-    begin_step<T, D>(w, *k);
+    bool masked = begin_step<T, D>(w, *k);
     issue_dp<T, D>(*k, dp);
     wgmma_wait<0>();
     release(empty_barrier<D>(*k, k->r.slot, 1));
-    make_gradients<D>(*k, dp);
+    make_gradients<D>(*k, masked, dp);
     put_gradients<T, D>(*k, dp, ds);
 #pragma unroll 1
     while (--k->steps) {
         const int last = k->r.slot;
         float *to = k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL;
         next_step<D>(p, w, k);
-        begin_step<T, D>(w, *k);
+        masked = begin_step<T, D>(w, *k);
         pin_all<BLOCK / 16>(ds);
         issue_dp<T, D>(*k, dp);
         issue_dk<T, D>(*k, last, ds, dk);
-        await_ds<D>(*k, k->turn - 1);
-        issue_dq<T, D>(*k, k->turn - 1, D / 128, dq);
-        wgmma_wait<2>();
+        wgmma_wait<1>();
         release(empty_barrier<D>(*k, k->r.slot, 1));
-        make_gradients<D>(*k, dp);
+        make_gradients<D>(*k, masked, dp);
         pin_all<BLOCK / 8>(dp); /* or dS would be left for after the wait */
         wgmma_wait<0>();
         pin_all<BLOCK / 16>(ds);
         release_each(empty_barrier<D>(*k, last, 0));
         put_gradients<T, D>(*k, dp, ds);
-        pin_all<BLOCK / 16>(ds);
-        finish_dq<T, D, 1>(*k, k->turn - 1, to, dq);
+        add_dq<T, D, 1>(*k, k->turn - 1, to);
     }
     issue_dk<T, D>(*k, k->r.slot, ds, dk);
-    await_ds<D>(*k, k->turn);
-    issue_dq<T, D>(*k, k->turn, D / 128, dq);
     wgmma_wait<0>();
     release_each(empty_barrier<D>(*k, k->r.slot, 0));
-    finish_dq<T, D, 1>(*k, k->turn, k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL, dq);
+    add_dq<T, D, 1>(*k, k->turn, k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL);
 }
 
 /* ------------------------------------------------------------------------------------------------------- the kernel */
