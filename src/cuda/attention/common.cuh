@@ -222,8 +222,7 @@ template <typename T> INLINE bool is_large(float lse) {
 /* And all are in float32 where few keys are seen, if another kernel than the forward's makes S: a textbook's computation loses next to
  * nothing there, as the maximum is the log-sum-exp, or nearly so, and S is the same in both passes. */
 template <typename T> INLINE bool is_coarse(const place &c, float lse) {
-    const bool few = sizeof(T) == 4 && (c.sk <= 64 || c.hi < c.lo + 64);
-    return few ? fabsf(lse) < CUDART_INF_F : is_large<T>(lse);
+    return sizeof(T) == 4 && sees_few(c) ? fabsf(lse) < CUDART_INF_F : is_large<T>(lse);
 }
 
 /* Is a log-sum-exp that was found anew the given one, but for roundings? It may be another on purpose. */

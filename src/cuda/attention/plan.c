@@ -36,8 +36,7 @@ bool heddle__cuda_is_empty(const heddle_attention *a) {
 
 bool heddle__cuda_attention_has_few_keys(const heddle_attention *a) {
     const band seen = band_of(a, (sequence){.sq = a->sq, .sk = a->sk});
-    return heddle_dtype_size(a->dtype) == 2 &&
-           (a->sk <= FEW_KEYS || seen.hi - seen.lo < FEW_KEYS || (a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) != 0);
+    return a->sk <= FEW_KEYS || seen.hi - seen.lo < FEW_KEYS || (a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) != 0;
 }
 
 /* The next family from `from` on that takes the problem; the last takes all. */

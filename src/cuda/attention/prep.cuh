@@ -229,7 +229,7 @@ INLINE void prep_tile(const attention_params &p, unsigned id, bool all, uint32_t
     }
     if (__syncthreads_or(large[0] || large[1]))
         refine_rows<T, D, WARPS, BLOCK>(p, c, x, query0, large, shared);
-    if (sizeof(T) == 2 && sees_few(c) && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
+    if (sees_few(c) && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
         sum_gradients<T, D, WARPS, BLOCK>(p, c, x, query0, shared);
 }
 

@@ -282,7 +282,7 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
     const float lse = ((const float *)p.t.lse)[to];
     if (lse != -CUDART_INF_F) {
         split_lse(p, lse, &base, &rest);
-        const bool few = sizeof(T) == 2 && p.t.dout && (sees_few(c) || p.t.dweights);
+        const bool few = p.t.dout && (sees_few(c) || (sizeof(T) == 2 && p.t.dweights));
         const bool large = (sizeof(T) == 4 || few) && is_coarse<T>(c, lse);
         if (large || few || p.t.dweights) {
             for (int e = lane; e < p.a.d; e += 32)

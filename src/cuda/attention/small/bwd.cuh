@@ -10,7 +10,7 @@
 template <typename T>
 INLINE void refine_row(const attention_params &p, const place &c, int64_t x, int i, const float *q, float *numbers) {
     const float lse = ((const float *)p.t.lse)[lse_at(p, c, x, i)];
-    if (!is_large<T>(lse))
+    if (!is_coarse<T>(c, lse))
         return;
     const matrix<T> k = matrix_k<T>(p, c, x / p.group);
     const int end = max(0, min(i + 1 + c.hi, c.sk));
@@ -84,8 +84,8 @@ INLINE void store_gradient(void *to, const heddle_strides &s, const place &c, in
 
 /* KEYS: dK and dV of ROWS keys, over the queries of all heads of the group. Else dQ of ROWS queries, over the keys; and
  * what is known of these queries goes to the workspace, for dbias and dsinks. numbers[4][STREAM] of the queries:
- * the log-sum-exp as the sum of two (+inf: it sees nothing), rowsum(dO∘O), dlse; of 16-bit types with few
- * keys the plain prep has found D, and -D takes the place of dlse. */
+ * the log-sum-exp as the sum of two (+inf: it sees nothing), rowsum(dO∘O), dlse; where there are few keys the plain
+ * prep has found D, and -D takes the place of dlse. */
 template <typename T, int D, bool KEYS> INLINE void small_gradients(const attention_params &p, uint32_t id) {
     typedef small_shared<D> layout;
     extern __shared__ __align__(16) float shared[];
@@ -104,7 +104,7 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
     const matrix<T> k = matrix_k<T>(p, c, y), v = matrix_v<T>(p, c, y);
     matrix<T> q = matrix_q<T>(p, c, w.x), dout = matrix_dout<T>(p, c, w.x), o = matrix_o<T>(p, c, w.x);
     const dropout_state dropout = make_dropout(p);
-    const bool few = sizeof(T) == 2 && sees_few(c);
+    const bool few = sees_few(c);
     const int mine = threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
     const int own_row = mine < ROWS ? w.own + mine : KEYS ? c.sk : c.sq;
     const four<T> own_a = fetch_any(KEYS ? k : q, own_row, column), own_b = fetch_any(KEYS ? v : dout, own_row, column);
@@ -138,7 +138,7 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
             numbers[STREAM + threadIdx.x] = 0.0f;
             numbers[3 * STREAM + threadIdx.x] = dlse;
         }
-        const bool large = is_large<T>(lse);
+        const bool large = is_coarse<T>(c, lse);
         if (__syncthreads_or(odd || large)) {
             odd = __syncthreads_or(odd);
             for (int r = threadIdx.x / 32; r < (KEYS ? STREAM : ROWS) && (KEYS || fresh); r += WARPS) {

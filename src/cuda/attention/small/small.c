@@ -8,14 +8,15 @@
 
 /* It has no backward with dweights; float32's forward follows suit: both passes or none, for the families round float32 scores
  * differently, and where few keys share a row, P = exp(S - lse) with the lse of another family is wrong by more than plain float32 would
- * be. A backward with few keys takes a launch more: nothing is gained. */
+ * be. A backward with few keys takes a launch more: in 16 bits nothing is gained then. */
 static bool takes(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     const bool backward = p->pass == HEDDLE_BACKWARD;
     if (p->device->small == SMALL_NEVER || ((backward || a->dtype == HEDDLE_F32) && (a->features & HEDDLE_WEIGHTS)))
         return false;
-    if (p->device->small == SMALL_CHOSEN && (heddle__cuda_is_empty(a) || a->sq > MOST_ROWS || a->sk > MOST_ROWS ||
-                                             (backward && heddle__cuda_attention_has_few_keys(a))))
+    if (p->device->small == SMALL_CHOSEN &&
+        (heddle__cuda_is_empty(a) || a->sq > MOST_ROWS || a->sk > MOST_ROWS ||
+         (backward && a->dtype != HEDDLE_F32 && heddle__cuda_attention_has_few_keys(a))))
         return false;
     const int kernel = heddle__cuda_find_attention(p, backward ? PASS_bwd : PASS_fwd, VARIANT_full, FAMILY_small);
     *(backward ? &c->bwd : &c->fwd) = kernel;
