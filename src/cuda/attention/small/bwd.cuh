@@ -82,48 +82,115 @@ INLINE void store_gradient(void *to, const heddle_strides &s, const place &c, in
                 from_float((T *)to + row_at(s, c.n, head, first + at / D) + at % D, take_sum<D>(merge, at) * factor);
 }
 
+/* A block's own rows (keys: K and V; queries: Q and dO, with O), and those that it walks over (the others). */
+template <typename T> struct small_work {
+    place c;
+    position w;
+    uint32_t head; /* of keys or of queries */
+    int own_rows, all_own, begin, end;
+    matrix<T> own[2], own_o, other[2], other_o;
+};
+
+/* False: there are no such rows. */
+template <typename T, bool KEYS> INLINE bool find_small_work(const attention_params &p, uint32_t id, small_work<T> *b) {
+    const uint32_t tiles = (uint32_t)(KEYS ? p.tiles_k : p.tiles_q), heads = (uint32_t)(KEYS ? p.a.hk : p.a.h);
+    const uint32_t unit = id / tiles;
+    b->head = unit % heads;
+    b->c = find_place(p, unit / heads);
+    b->w = {(int)(id - unit * tiles) * ROWS, 0, KEYS ? b->head * (uint32_t)p.group : b->head};
+    b->all_own = KEYS ? b->c.all_sk : b->c.all_sq;
+    if (b->w.own >= b->all_own)
+        return false;
+    b->own_rows = KEYS ? b->c.sk : b->c.sq;
+    const int last = min(b->w.own + ROWS, b->own_rows), others = KEYS ? b->c.sq : b->c.sk;
+    b->begin = max(0, min(b->w.own + (KEYS ? -b->c.hi : b->c.lo), others));
+    b->end = b->w.own < last ? max(b->begin, min(last + (KEYS ? -b->c.lo : b->c.hi), others)) : b->begin;
+    const uint32_t y = KEYS ? b->head : b->head / (uint32_t)p.group;
+    const matrix<T> k = matrix_k<T>(p, b->c, y), v = matrix_v<T>(p, b->c, y), q = matrix_q<T>(p, b->c, b->w.x),
+                    dout = matrix_dout<T>(p, b->c, b->w.x), o = matrix_o<T>(p, b->c, b->w.x);
+    b->own[0] = KEYS ? k : q;
+    b->own[1] = KEYS ? v : dout;
+    b->other[0] = KEYS ? q : k;
+    b->other[1] = KEYS ? dout : v;
+    b->own_o = o; /* of queries alone */
+    b->other_o = KEYS ? o : v;
+    b->w.other = b->begin;
+    return true;
+}
+
+/* The next STREAM of the others; after the last of a head the first of the next. */
+template <typename T, bool KEYS> INLINE void walk_on(const attention_params &p, small_work<T> *b) {
+    b->w.other += STREAM;
+    if (b->w.other < b->end)
+        return;
+    b->w.other = b->begin;
+    b->w.x++;
+    if (!KEYS) /* there is no other */
+        return;
+    b->other[0].at += p.a.q_stride.h;
+    if (p.t.dout) {
+        b->other[1].at += p.a.do_stride.h;
+        b->other_o.at += p.a.o_stride.h;
+    }
+}
+
+/* What is known of a query. */
+struct query_numbers {
+    float lse, dlse;
+};
+
+INLINE query_numbers read_numbers(const attention_params &p, const place &c, int64_t x, int i, bool few) {
+    query_numbers r;
+    r.lse = ((const float *)p.t.lse)[lse_at(p, c, x, i)];
+    r.dlse = few ? -p.dsum[lse_at(p, c, x, i)] : p.t.dlse ? ((const float *)p.t.dlse)[lse_at(p, c, x, i)] : 0.0f;
+    return r;
+}
+
+INLINE void put_numbers(float *numbers, query_numbers q) {
+    numbers[threadIdx.x] = q.lse == -CUDART_INF_F ? CUDART_INF_F : q.lse;
+    numbers[STREAM + threadIdx.x] = 0.0f;
+    numbers[3 * STREAM + threadIdx.x] = q.dlse;
+}
+
+/* The block's queries leave what is known of them, for dbias and dsinks. */
+INLINE void leave_numbers(const attention_params &p, const place &c, int64_t x, int i, const float *numbers) {
+    const int64_t to = lse_at(p, c, x, i);
+    const float top = numbers[threadIdx.x];
+    p.base[to] = top; /* +inf, or as the plain kernels take it */
+    p.rest[to] = 0.0f;
+    if (top != CUDART_INF_F)
+        put_small_sum(p, top, numbers[STREAM + threadIdx.x] * LOG2E, &p.base[to], &p.rest[to]);
+    p.dsum[to] = top == CUDART_INF_F ? 0.0f : numbers[2 * STREAM + threadIdx.x] - numbers[3 * STREAM + threadIdx.x];
+}
+
 /* KEYS: dK and dV of ROWS keys, over the queries of all heads of the group. Else dQ of ROWS queries, over the keys; and
  * what is known of these queries goes to the workspace, for dbias and dsinks. numbers[4][STREAM] of the queries:
  * the log-sum-exp as the sum of two (+inf: it sees nothing), rowsum(dO∘O), dlse; where there are few keys the plain
  * prep has found D, and -D takes the place of dlse. */
 template <typename T, int D, bool KEYS> INLINE void small_gradients(const attention_params &p, uint32_t id) {
     typedef small_shared<D> layout;
+    constexpr int QUERIES = KEYS ? STREAM : ROWS; /* whose numbers are there */
     extern __shared__ __align__(16) float shared[];
     float *stream = shared + layout::stream, *weights = shared + layout::weights, *numbers = shared + layout::numbers;
-    const uint32_t tiles = (uint32_t)(KEYS ? p.tiles_k : p.tiles_q), heads = (uint32_t)(KEYS ? p.a.hk : p.a.h);
-    const uint32_t unit = id / tiles, head = unit % heads;
-    const place c = find_place(p, unit / heads);
-    position w = {(int)(id - unit * tiles) * ROWS, 0, KEYS ? head * (uint32_t)p.group : head};
-    if (w.own >= (KEYS ? c.all_sk : c.all_sq))
+    small_work<T> b;
+    if (!find_small_work<T, KEYS>(p, id, &b))
         return;
-    const int at = threadIdx.x % STREAM, half = threadIdx.x / STREAM;
-    const int last = min(w.own + ROWS, KEYS ? c.sk : c.sq), others = KEYS ? c.sq : c.sk;
-    const int begin = max(0, min(w.own + (KEYS ? -c.hi : c.lo), others));
-    const int end = w.own < last ? max(begin, min(last + (KEYS ? -c.lo : c.hi), others)) : begin;
-    const uint32_t y = KEYS ? head : head / (uint32_t)p.group;
-    const matrix<T> k = matrix_k<T>(p, c, y), v = matrix_v<T>(p, c, y);
-    matrix<T> q = matrix_q<T>(p, c, w.x), dout = matrix_dout<T>(p, c, w.x), o = matrix_o<T>(p, c, w.x);
+    const int rows = min(ROWS, b.all_own - b.w.own), at = threadIdx.x % STREAM, half = threadIdx.x / STREAM;
     const dropout_state dropout = make_dropout(p);
-    const bool few = sees_few(c);
+    const bool few = sees_few(b.c);
     const int mine = threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
-    const int own_row = mine < ROWS ? w.own + mine : KEYS ? c.sk : c.sq;
-    const four<T> own_a = fetch_any(KEYS ? k : q, own_row, column), own_b = fetch_any(KEYS ? v : dout, own_row, column);
-    const four<T> own_o = fetch_any(o, KEYS ? o.end : own_row, column);
-    float a[ROWS][D / 32] = {}, b[ROWS][D / 32] = {};
-    w.other = begin;
-    for (bool fresh = true; w.x < (KEYS ? (int64_t)(head + 1) * p.group : head + 1); fresh = false) {
-        /* A thread for each query whose numbers are to be found. */
-        const int i = (KEYS ? w.other : w.own) + (int)threadIdx.x;
-        const bool holds = threadIdx.x < (KEYS ? STREAM : ROWS) && (KEYS || fresh);
-        float lse = -CUDART_INF_F, dlse = 0.0f;
-        if (holds && i < c.sq) {
-            lse = ((const float *)p.t.lse)[lse_at(p, c, w.x, i)];
-            dlse = few        ? -p.dsum[lse_at(p, c, w.x, i)]
-                   : p.t.dlse ? ((const float *)p.t.dlse)[lse_at(p, c, w.x, i)]
-                              : 0.0f;
-        }
-        bool odd =
-            load_stream<T, D, KEYS>(stream, KEYS ? q : k, KEYS ? dout : v, KEYS ? o : v, numbers + 2 * STREAM, w.other);
+    const int own_row = mine < ROWS ? b.w.own + mine : b.own_rows;
+    const four<T> own_a = fetch_any(b.own[0], own_row, column), own_b = fetch_any(b.own[1], own_row, column);
+    const four<T> own_o = fetch_any(b.own_o, KEYS ? b.own_o.end : own_row, column);
+    float sum[ROWS][D / 32] = {}, other_sum[ROWS][D / 32] = {};
+    for (bool fresh = true; b.w.x < (KEYS ? (int64_t)(b.head + 1) * p.group : b.head + 1); fresh = false) {
+        const bool anew = KEYS || fresh; /* the queries are others than before */
+        const int query0 = KEYS ? b.w.other : b.w.own, i = query0 + (int)threadIdx.x;
+        const bool holds = threadIdx.x < QUERIES && anew;
+        query_numbers q = {-CUDART_INF_F, 0.0f};
+        if (holds && i < b.c.sq)
+            q = read_numbers(p, b.c, b.w.x, i, few);
+        bool odd = load_stream<T, D, KEYS>(stream, b.other[0], b.other[1], b.other_o, numbers + 2 * STREAM, b.w.other);
         if (fresh && mine < ROWS) {
             *(float4 *)(shared + mine * layout::pitch + column) = to_floats(own_a);
             *(float4 *)(shared + (ROWS + mine) * layout::pitch + column) = to_floats(own_b);
@@ -133,69 +200,46 @@ template <typename T, int D, bool KEYS> INLINE void small_gradients(const attent
                     numbers[2 * STREAM + mine] = dot;
             }
         }
-        if (holds) {
-            numbers[threadIdx.x] = lse == -CUDART_INF_F ? CUDART_INF_F : lse;
-            numbers[STREAM + threadIdx.x] = 0.0f;
-            numbers[3 * STREAM + threadIdx.x] = dlse;
-        }
-        const bool large = is_coarse<T>(c, lse);
+        if (holds)
+            put_numbers(numbers, q);
+        const bool large = is_coarse<T>(b.c, q.lse);
         if (__syncthreads_or(odd || large)) {
             odd = __syncthreads_or(odd);
-            for (int r = threadIdx.x / 32; r < (KEYS ? STREAM : ROWS) && (KEYS || fresh); r += WARPS) {
-                const int row = (KEYS ? w.other : w.own) + r;
-                if (row < c.sq)
-                    refine_row<T>(p, c, w.x, row, (KEYS ? stream : shared) + r * layout::pitch, numbers + r);
-            }
+            for (int r = threadIdx.x / 32; r < QUERIES && anew; r += WARPS)
+                if (query0 + r < b.c.sq)
+                    refine_row<T>(p, b.c, b.w.x, query0 + r, (KEYS ? stream : shared) + r * layout::pitch, numbers + r);
             __syncthreads();
         }
         float qk[HALF], dov[HALF], pz[HALF], ds[HALF];
         dots<D>(shared + half * HALF * layout::pitch, stream + at * layout::pitch, qk);
         dots<D>(shared + (ROWS + half * HALF) * layout::pitch, stream + (STREAM + at) * layout::pitch, dov);
-        gradients<T, KEYS>(p, c, w, numbers, dropout, at, half, qk, dov, few, pz, ds);
+        gradients<T, KEYS>(p, b.c, b.w, numbers, dropout, at, half, qk, dov, few, pz, ds);
         put_half(weights, at, ds);
         if (KEYS)
             put_half(weights + STREAM * ROWS, at, pz);
         __syncthreads();
-        const int count = min(STREAM, end - w.other);
-        accumulate<D>(a, weights, stream, count, odd, 0.0f);
+        const int count = min(STREAM, b.end - b.w.other);
+        accumulate<D>(sum, weights, stream, count, odd, 0.0f);
         if (KEYS)
-            accumulate<D>(b, weights + STREAM * ROWS, stream + STREAM * layout::pitch, count, odd, 0.0f);
-        w.other += STREAM;
-        if (w.other < end)
-            continue;
-        w.other = begin;
-        w.x++;
-        q.at += p.a.q_stride.h;
-        if (p.t.dout) {
-            dout.at += p.a.do_stride.h;
-            o.at += p.a.o_stride.h;
-        }
+            accumulate<D>(other_sum, weights + STREAM * ROWS, stream + STREAM * layout::pitch, count, odd, 0.0f);
+        walk_on<T, KEYS>(p, &b);
     }
     __syncthreads();
     float *merge = shared + layout::merge;
-    put_sums<D>(merge, a);
+    put_sums<D>(merge, sum);
     if (KEYS)
-        put_sums<D>(merge + WARPS * ROWS * D, b);
+        put_sums<D>(merge + WARPS * ROWS * D, other_sum);
     __syncthreads();
-    const int rows = min(ROWS, (KEYS ? c.all_sk : c.all_sq) - w.own);
     if (KEYS) {
-        store_gradient<T, D>(p.t.dk, p.a.dk_stride, c, head, c.first_k + w.own, rows, p.a.d, merge, p.scale);
-        store_gradient<T, D>(p.t.dv, p.a.dv_stride, c, head, c.first_k + w.own, rows, p.a.dv, merge + WARPS * ROWS * D,
-                             1.0f);
-    } else {
-        store_gradient<T, D>(p.t.dq, p.a.dq_stride, c, head, c.first_q + w.own, rows, p.a.d, merge, p.scale);
-        const int i = w.own + (int)threadIdx.x;
-        if (threadIdx.x < ROWS && i < c.sq && !few) {
-            const int64_t to = lse_at(p, c, head, i);
-            const float top = numbers[threadIdx.x];
-            p.base[to] = top; /* +inf, or as the plain kernels take it */
-            p.rest[to] = 0.0f;
-            if (top != CUDART_INF_F)
-                put_small_sum(p, top, numbers[STREAM + threadIdx.x] * LOG2E, &p.base[to], &p.rest[to]);
-            p.dsum[to] =
-                top == CUDART_INF_F ? 0.0f : numbers[2 * STREAM + threadIdx.x] - numbers[3 * STREAM + threadIdx.x];
-        }
+        const int64_t first = b.c.first_k + b.w.own;
+        store_gradient<T, D>(p.t.dk, p.a.dk_stride, b.c, b.head, first, rows, p.a.d, merge, p.scale);
+        store_gradient<T, D>(p.t.dv, p.a.dv_stride, b.c, b.head, first, rows, p.a.dv, merge + WARPS * ROWS * D, 1.0f);
+        return;
     }
+    store_gradient<T, D>(p.t.dq, p.a.dq_stride, b.c, b.head, b.c.first_q + b.w.own, rows, p.a.d, merge, p.scale);
+    const int i = b.w.own + (int)threadIdx.x;
+    if (threadIdx.x < ROWS && i < b.c.sq && !few)
+        leave_numbers(p, b.c, b.head, i, numbers);
 }
 
 template <typename T, int D> INLINE void small_bwd(const attention_params &p) {
