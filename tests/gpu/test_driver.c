@@ -462,7 +462,8 @@ static void head_dims_on_hopper(void) {
                 {72, 96, "fwd_bf16_d96_lean_sm90", "bwd_bf16_d96_long_sm90", "dkdv_bf16_d128_lean_sm90"},
                 {96, 96, "fwd_bf16_d96_lean_sm90", "bwd_bf16_d96_long_sm90", "dkdv_bf16_d128_lean_sm90"},
                 {96, 104, "fwd_bf16_d128_lean_sm90", "bwd_bf16_d128_long_sm90", "dkdv_bf16_d128_lean_sm90"},
-                {136, 64, "fwd_bf16_d256_lean_sm90", "dkdv_bf16_d256_lean_sm90", "dkdv_bf16_d256_lean_sm90"}};
+                {136, 64, "fwd_bf16_d192_lean_sm90", "bwd_bf16_d192_lean_sm90", "dkdv_bf16_d256_lean_sm90"},
+                {200, 64, "fwd_bf16_d256_lean_sm90", "bwd_bf16_d256_lean_sm90", "dkdv_bf16_d256_lean_sm90"}};
     for (size_t x = 0; x < COUNT(rows); x++) {
         heddle_attention a = attention_desc(HEDDLE_BF16, 2, 16, 16, 4096, 4096, rows[x].d, rows[x].dv);
         a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;

@@ -447,7 +447,7 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
 #define light_lean attention_light
 #define light_full full_light
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
-    extern "C" __global__ void __launch_bounds__(warps * 32, blocks_##pass(dim))                                            \
+    extern "C" __global__ void __launch_bounds__(warps * 32, blocks_##pass(dim))                                       \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \

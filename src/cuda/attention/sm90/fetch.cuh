@@ -20,7 +20,7 @@ INLINE void fetch_numbers(const attention_params &p, int64_t at, int count, uint
 /* Q, dO and the numbers of a step, where Q and dO have a slot and a barrier each in a stage. */
 template <int D, int BLOCK, int STAGES, typename layout>
 INLINE void fetch_stage(const attention_params_sm90 &all, const key_work &w, int x, int i0, int64_t at, uint32_t smem,
-                       int n, ring *r) {
+                        int n, ring *r) {
     const int lane = threadIdx.x % 32, first_q = (int)w.c.first_q;
     const uint32_t bar = smem + layout::full + r->slot * 16,
                    to = smem + layout::slots + r->slot * 2 * layout::slot_bytes;
