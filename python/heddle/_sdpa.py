@@ -164,14 +164,14 @@ def _is_pytorchs(dropout_p: float, *tensors: Any) -> bool:
             return True
     query, _, value, _ = tensors
     if isinstance(query, Tensor) and isinstance(value, Tensor) and query.dim() and value.dim():
-        if query.dtype not in _DTYPES or (query.dtype == torch.float64 and query.device.type == "cuda"):
+        if query.dtype not in _DTYPES:
             return True
         if max(query.shape[-1], value.shape[-1]) > _WIDEST:
             return True
     return not _compiling() and _kinds.others_take_part(dropout_p != 0)
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # float64 is the reference's alone, which is slow
 _WIDEST = 512  # head dim
 
 
@@ -205,7 +205,8 @@ def _patched(
     enable_gqa: bool = False,
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention within heddle.patch(): heddle's, or PyTorch's own."""
-    if attn_mask is None and not dropout_p and not _compiling():
+    double = getattr(query, "dtype", None) is torch.float64
+    if attn_mask is None and not dropout_p and not double and not _compiling():
         out: Tensor = quick(query, key, value, "top_left" if is_causal else None, scale, not enable_gqa)
         if out is not NotImplemented:
             return out
@@ -243,8 +244,9 @@ def patch() -> Iterator[None]:
     PyTorch's C++ fast path of TransformerEncoderLayer in evaluation. Nested use is fine.
 
     PyTorch's own function computes what heddle does not take: nested, sparse and quantised tensors, classes with a
-    ``__torch_function__`` or ``__torch_dispatch__`` of their own (DTensor), other dtypes and devices, head dims over
-    512, calls within torch.func's gradients, forward mode, or a TorchFunctionMode, and what torch.jit.script compiles.
+    ``__torch_function__`` or ``__torch_dispatch__`` of their own (DTensor), float64 (which here is the slow
+    reference's), other dtypes and devices, head dims over 512, calls within torch.func's gradients, forward mode, or a
+    TorchFunctionMode, and what torch.jit.script compiles.
     Calls that heddle refuses are PyTorch's, too, which says in its own words what is wrong with them.
 
     Raises:

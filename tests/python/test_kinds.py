@@ -260,6 +260,18 @@ def test_pytorch_computes_what_heddle_does_not_take():
             assert torch.equal(want, got)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_float64_is_pytorchs_within_patch(masked, monkeypatch):
+    """heddle has it of its reference alone, which is slow."""
+    q, k, v = (t.double() for t in qkv())
+    mask = torch.randn(4, 6, dtype=torch.float64) if masked else None
+    want = F.scaled_dot_product_attention(q, k, v, mask)
+    for name in ("quick", "attention"):
+        monkeypatch.setattr(f"heddle._sdpa.{name}", lambda *_, **__: pytest.fail("heddle was called"))
+    with heddle.patch():
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), want)
+
+
 def test_a_function_mode_is_asked_of_pytorchs_function():
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
