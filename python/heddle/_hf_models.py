@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _names: set[str] = set()  # that heddle is registered under
+_heed = True  # transformers' masks heed config.is_causal; known when a name is registered
 _asking = 0  # calls of models that are under way and want attention's weights
 _lock = threading.Lock()
 _as_eager: set[type] = set()  # classes of configurations; filled when models are made, since torch.compile reads it
@@ -28,6 +29,7 @@ class _File:
     own: bool  # attention of its own, which no registry reaches
     table: bool  # tables of classes by implementation, with one for sdpa in each
     asks: bool  # whether the implementation is called sdpa, which takes heddle for one that always has masks
+    adds: bool  # something of its own to the mask, which therefore has to be there (Doge)
 
 
 @functools.cache
@@ -44,6 +46,7 @@ def _file(name: str) -> _File:
         own=short or ((layers is not None or not source) and "ALL_ATTENTION_FUNCTIONS" not in source),
         table=bool(tables) and not short,
         asks='_attn_implementation == "sdpa"' in source,
+        adds="def prepare_dynamic_mask(" in source,
     )
 
 
@@ -62,19 +65,23 @@ def _files(kind: type) -> list[str]:
     return [c.__module__ for c in mine]
 
 
-# Found off without padding by tests/python/compatibility.py, in transformers 4 alone.
-_OFF_BEFORE_5 = ("transformers.models.doge.", "transformers.models.moshi.")
+# Wrong in transformers itself.
+_BROKEN_BEFORE_5 = {
+    "transformers.models.moshi.": "without an attention_mask its eager layers see the future, and past its sliding "
+    "window the model cuts the masks of a dynamic cache at the wrong end",
+}
 
 
 def _refusal(kind: type) -> str | None:
     """Why a class of models cannot use heddle, or None."""
     import transformers
 
-    if int(transformers.__version__.split(".")[0]) < 5 and any(f.startswith(_OFF_BEFORE_5) for f in _files(kind)):
-        return (
-            f"{kind.__name__} of transformers {transformers.__version__} was found wrong without padding, so "
-            "heddle cannot serve it: load it with attn_implementation='eager', or use transformers 5"
-        )
+    for file, why in _BROKEN_BEFORE_5.items():
+        if int(transformers.__version__.split(".")[0]) < 5 and any(f.startswith(file) for f in _files(kind)):
+            return (
+                f"transformers {transformers.__version__} has {kind.__name__} wrong, so that heddle cannot serve it: "
+                f"{why}. Use transformers 5"
+            )
     if getattr(kind, "_supports_attention_backend", False):
         return None
     if not any(_file(name).own and not _file(name).table for name in _files(kind)):
@@ -90,7 +97,7 @@ def _wants_eager_masks(kind: Any) -> bool:
     """Models whose layers need not say whether they are causal, or that read masks themselves, as eager's."""
     flash = getattr(kind, "_supports_flash_attn", False) or getattr(kind, "_supports_flash_attn_2", False)
     relied_on = kind._supports_sdpa or (flash and getattr(kind, "_supports_attention_backend", False))
-    return not relied_on or any(_file(name).asks for name in _files(kind))
+    return not relied_on or any(_file(name).asks or _file(name).adds for name in _files(kind))
 
 
 def has_eager_masks(layer: Any) -> bool:
@@ -122,13 +129,18 @@ def _count(change: int) -> None:
         _asking += change
 
 
+def _asks(model: Any, kwargs: Any) -> bool:
+    asked = kwargs.get("output_attentions")
+    return bool(getattr(model.config, "output_attentions", False) if asked is None else asked)
+
+
 def _before(model: Any, args: Any, kwargs: Any) -> None:
-    if kwargs.get("output_attentions"):
+    if _asks(model, kwargs):
         _count(1)
 
 
 def _after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
-    if kwargs.get("output_attentions"):
+    if _asks(model, kwargs):
         _count(-1)
 
 
@@ -212,8 +224,10 @@ def watch(name: str) -> None:
     """From now on every model is asked whether heddle can serve it, where its implementation is set to the name."""
     import transformers
 
+    global _heed
     PreTrainedModel: Any = transformers.PreTrainedModel
     _names.add(name)
+    _heed = _do_masks_heed()
     if hasattr(PreTrainedModel, "_heddle_watches"):
         return
     PreTrainedModel._heddle_watches = True
@@ -247,6 +261,19 @@ def watch(name: str) -> None:
         return change(self, attn_implementation, *args, **kwargs)
 
     PreTrainedModel.set_attn_implementation = set_attn_implementation
+
+
+def masks_heed_configurations() -> bool:
+    """Whether transformers makes other masks where config.is_causal is False: to 4.57 nobody asks."""
+    return _heed
+
+
+def _do_masks_heed() -> bool:
+    try:
+        from transformers import masking_utils
+    except ImportError:
+        return False
+    return 'config, "is_causal"' in inspect.getsource(masking_utils)
 
 
 def make_mask(*args: Any, config: Any = None, **options: Any) -> Any:

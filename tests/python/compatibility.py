@@ -36,6 +36,7 @@ import heddle.hf
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 SECONDS = 60
 calls = []
+blind = set()  # rows of the batch that have had a query of one token that sees no key
 
 
 class Wrong(Exception):
@@ -43,10 +44,19 @@ class Wrong(Exception):
 
 
 def count_calls():
-    for place in (heddle.hf, heddle):
-        for name in ("attention",) if place is heddle.hf else ("scaled_dot_product_attention",):
-            inner = getattr(place, name)
-            setattr(place, name, lambda *a, _inner=inner, **k: calls.append(1) or _inner(*a, **k))
+    def counted(inner):
+        def count(*args, **options):
+            calls.append(1)
+            mask = options.get("mask")
+            if mask is not None and mask.dim() == 4 and args[0].shape[2] == 1:
+                blind.update((~mask.any(-1)).flatten(1).any(1).nonzero().flatten().tolist())
+            return inner(*args, **options)
+
+        return count
+
+    for place in (heddle.hf,):
+        place.attention = counted(place.attention)
+    heddle.scaled_dot_product_attention = counted(heddle.scaled_dot_product_attention)
 
 
 def results(output):
@@ -156,10 +166,9 @@ def check_attentions(eager, ours, given):
     with torch.no_grad():
         try:
             plain = weights_of(eager)
-        except TypeError as error:
-            if "output_attentions" in str(error):
-                return "eager gives none"
-            raise
+        except Exception as error:
+            told = "output_attentions" in str(error)
+            return "eager gives none" if told else f"not in eager ({type(error).__name__})"
         if not any(plain.values()):
             return "eager gives none"
         got = weights_of(ours)
@@ -182,6 +191,7 @@ def check_generation(what, eager, ours, given, **options):
     options |= {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "num_beams": 1, "disable_compile": True,
                 "return_dict_in_generate": True, "output_logits": True, "use_cache": True}  # fmt: skip
     outputs = []
+    blind.clear()
     for model in (eager, ours):
         with torch.no_grad():
             try:
@@ -191,10 +201,15 @@ def check_generation(what, eager, ours, given, **options):
                 if model is eager:
                     return f"not in eager ({type(error).__name__})"
                 raise
+    seeing = [row for row in range(len(outputs[0].logits[0])) if row not in blind]
     for step, (want, have) in enumerate(zip(outputs[0].logits, outputs[1].logits, strict=True)):
+        # Of a mask that hides all (T5Gemma cuts a short cache's at the wrong end) eager makes the mean of all values.
+        want, have = want[seeing], have[seeing]
         compare(f"{what}, step {step}", want, want, have)
         if not torch.equal(want.argmax(-1), have.argmax(-1)):
             break  # a tie: what follows is another text
+    if blind:
+        return "right where queries see keys" if seeing else "no query sees keys"
     return "right"
 
 

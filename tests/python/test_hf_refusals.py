@@ -215,9 +215,31 @@ def test_tables_of_classes(family):
         assert torch.allclose(a, b, atol=1e-3 * a.abs().max().item() + 1e-6)
 
 
-@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) >= 5, reason="they are right from transformers 5 on")
-@pytest.mark.parametrize("name", ["Doge", "Moshi"])
-def test_models_that_are_off_before_5(name):
-    config = getattr(transformers, f"{name}Config")()
-    with pytest.raises(ValueError, match=f"{name}.*heddle cannot serve it"):
-        getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="heddle")
+@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) >= 5, reason="it is right from transformers 5 on")
+def test_moshi_before_5():
+    """Its eager layers see the future where there is no mask, and its masks are cut at the wrong end."""
+    with pytest.raises(ValueError, match=r"Moshi.*heddle cannot serve it: without an attention_mask"):
+        transformers.MoshiForCausalLM._from_config(transformers.MoshiConfig(), attn_implementation="heddle")
+
+
+def test_doge_has_its_masks():
+    """Its layers add something of their own to the mask: without one they would see the future."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    ids = torch.randint(3, 97, (2, 9))
+    results = []
+    for name in ("eager", "heddle"):
+        config = transformers.DogeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+        torch.manual_seed(0)
+        model = transformers.DogeForCausalLM._from_config(config, attn_implementation=name).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        results.append(model(ids).logits)
+    assert torch.allclose(*results, atol=1e-4)
+
+
+def test_weights_by_the_configuration():
+    """Asked for by config.output_attentions, as by the argument."""
+    ids = torch.randint(3, 97, (2, 7))
+    want, got = (llama(name, output_attentions=True)(ids) for name in ("eager", "heddle"))
+    assert len(want.attentions) == len(got.attentions) == 2
+    assert torch.allclose(want.attentions[1], got.attentions[1], atol=1e-5)
