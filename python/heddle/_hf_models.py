@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from heddle import _hf_written_out
+
 _names: set[str] = set()  # that heddle is registered under
 _heed = True  # transformers' masks heed config.is_causal; known when a name is registered
 _asking = 0  # calls of models that are under way and want attention's weights
@@ -72,6 +74,27 @@ _BROKEN_BEFORE_5 = {
 }
 
 
+def _written_out(kind: type) -> set[str]:
+    """The names of a model's layers that write their attention out and that heddle knows how to follow."""
+    own = [sys.modules[file] for file in _files(kind) if _file(file).own]
+    return {name for name in _hf_written_out.LAYERS if any(hasattr(module, name) for module in own)}
+
+
+def _layers(model: Any) -> Any:
+    """(layer, its own class) for those of a model."""
+    names = _written_out(type(model))
+    for layer in model.modules() if names else ():
+        own = getattr(type(layer), "_heddle_of", type(layer))
+        if own.__name__ in names:
+            yield layer, own
+
+
+def _follow(model: Any, follow: bool = True) -> None:
+    """Gives such layers classes that heddle computes for, or their own again."""
+    for layer, own in list(_layers(model)):
+        layer.__class__ = _hf_written_out.of(own) if follow else own
+
+
 def _refusal(kind: type) -> str | None:
     """Why a class of models cannot use heddle, or None."""
     import transformers
@@ -82,6 +105,8 @@ def _refusal(kind: type) -> str | None:
                 f"transformers {transformers.__version__} has {kind.__name__} wrong, so that heddle cannot serve it: "
                 f"{why}. Use transformers 5"
             )
+    if _written_out(kind):
+        return None
     if getattr(kind, "_supports_attention_backend", False):
         return None
     if not any(_file(name).own and not _file(name).table for name in _files(kind)):
@@ -97,7 +122,8 @@ def _wants_eager_masks(kind: Any) -> bool:
     """Models whose layers need not say whether they are causal, or that read masks themselves, as eager's."""
     flash = getattr(kind, "_supports_flash_attn", False) or getattr(kind, "_supports_flash_attn_2", False)
     relied_on = kind._supports_sdpa or (flash and getattr(kind, "_supports_attention_backend", False))
-    return not relied_on or any(_file(name).asks or _file(name).adds for name in _files(kind))
+    read = any(_file(name).asks or _file(name).adds for name in _files(kind))
+    return not relied_on or read or bool(_written_out(kind))
 
 
 def has_eager_masks(layer: Any) -> bool:
@@ -197,7 +223,7 @@ def _admit(kind: type, name: str) -> None:
         raise ValueError(why)
     for file in _files(kind):
         for table in _tables(sys.modules.get(file)):
-            table.setdefault(name, _through_sdpa(table["sdpa"]))
+            table.setdefault(name, _through_sdpa(table["sdpa"]) if "sdpa" in table else table["eager"])
 
 
 def _requests(model: Any, requested: Any) -> Any:
@@ -232,6 +258,7 @@ def watch(name: str) -> None:
         return
     PreTrainedModel._heddle_watches = True
     make, change = PreTrainedModel.__init__, getattr(PreTrainedModel, "set_attn_implementation", None)
+    end = PreTrainedModel.post_init
 
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -241,23 +268,39 @@ def watch(name: str) -> None:
             _admit(type(self), self.config._attn_implementation)
             _listen(self)
 
-    PreTrainedModel.__init__ = __init__
+    @functools.wraps(end)
+    def post_init(self: Any) -> None:
+        end(self)
+        if self.config._attn_implementation in _names:
+            _follow(self)
+
+    PreTrainedModel.__init__, PreTrainedModel.post_init = __init__, post_init
     if change is None:
         return
 
     @functools.wraps(change)
     def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        changing = []
         for part, wanted in _requests(self, attn_implementation):
-            if wanted not in _names or part.config._attn_implementation == wanted:
-                continue
-            _admit(type(part), wanted)
-            if any(_file(name).table for name in _files(type(part))):
-                raise ValueError(
-                    f"{type(part).__name__} chose the classes of its layers when it was made: give it "
-                    f"attn_implementation={wanted!r} to from_pretrained or from_config"
-                )
-            _note_masks(part)
-            _listen(part)
+            now = part.config._attn_implementation
+            if wanted in _names and now != wanted:
+                _admit(type(part), wanted)
+                tables = any(_file(name).table for name in _files(type(part)))
+                if tables if not _written_out(type(part)) else not any(_layers(part)):
+                    raise ValueError(
+                        f"{type(part).__name__} chose the classes of its layers when it was made: give it "
+                        f"attn_implementation={wanted!r} to from_pretrained or from_config"
+                    )
+                changing.append((part, wanted))
+            elif now in _names and wanted == "eager":
+                changing.append((part, wanted))
+        for part, wanted in changing:
+            _follow(part, wanted in _names)
+            if wanted in _names:
+                _note_masks(part)
+                _listen(part)
+            if _written_out(type(part)):  # which transformers itself would not switch
+                part.config._attn_implementation_internal = wanted
         return change(self, attn_implementation, *args, **kwargs)
 
     PreTrainedModel.set_attn_implementation = set_attn_implementation

@@ -54,7 +54,7 @@ def count_calls():
 
         return count
 
-    for place in (heddle.hf,):
+    for place in (heddle.hf, heddle.hf._hf_models._hf_written_out):
         place.attention = counted(place.attention)
     heddle.scaled_dot_product_attention = counted(heddle.scaled_dot_product_attention)
 

@@ -46,11 +46,13 @@ SIZES = [
     (r"num_mel_bins|^n_mels$|feature_size$|input_feat_per_channel", 16),
     (r"max_source_positions", 24),
     (r"hidden_size_per_layer_input", 8),
+    (r"^rotary_dim$", 4),
     (r"num_labels$", 3),
 ]
 # Of models that mix attention with something else: of two layers, the second has it.
 MIXED = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-         "attn_layer_indices": [1], "full_attn_idxs": [1], "prediction_length": 4, "index_topk": 4}  # fmt: skip
+         "attn_layer_indices": [1], "full_attn_idxs": [1], "prediction_length": 4, "index_topk": 4,
+         "attention_types": [[["global", "local"], 1]]}  # fmt: skip
 KEEP = re.compile(
     r"feat_extract|conv_|token_id|_id$|index$|version|^_|dropout|eps|ratio|factor|theta|pad|kernel|stride|group_size|codebook"
 )
@@ -128,7 +130,8 @@ def shrunk_rope(value):
 def _drop(fields):
     """Takes away what is derived from other fields, or says nothing about the architecture."""
     for name in ("transformers_version", "architectures", "torch_dtype", "dtype", "id2label", "label2id",
-                 "out_features", "out_indices", "stage_names", "per_layer_config", "num_labels"):  # fmt: skip
+                 "out_features", "out_indices", "stage_names", "per_layer_config", "num_labels",
+                 "attention_layers"):  # fmt: skip
         fields.pop(name, None)
     for value in fields.values():
         if isinstance(value, dict):
