@@ -24,7 +24,7 @@ typedef struct head {
     float *row, *part;                 /* [max(sk, d, dv)] */
     double *most;                      /* the same */
     double *size;                      /* [sq, sk] */
-    double *of_ds;                     /* [sq, sk]: what the rounding of dS, and of D, goes with */
+    double *of_p, *of_ds;              /* [sq, sk]: what the rounding of P goes with; of dS, and of D */
     double *k_norm, *v_norm;           /* [sk] */
 } head;
 
@@ -62,6 +62,7 @@ static head head_new(const attention_problem *p, plain_order order) {
     h.sees = plain_zeros(all, sizeof *h.sees);
     h.most = plain_zeros(longest, sizeof *h.most);
     h.size = plain_zeros(all, sizeof *h.size);
+    h.of_p = plain_zeros(all, sizeof *h.of_p);
     h.of_ds = plain_zeros(all, sizeof *h.of_ds);
     h.k_norm = plain_zeros(a->sk, sizeof *h.k_norm);
     h.v_norm = plain_zeros(a->sk, sizeof *h.v_norm);
@@ -69,9 +70,9 @@ static head head_new(const attention_problem *p, plain_order order) {
 }
 
 static void head_free(head *h) {
-    void *all[] = {h->q,    h->k,    h->v,    h->dout, h->kt,   h->vt,     h->s,      h->p,
-                   h->z,    h->pz,   h->tanh, h->dp,   h->lse,  h->sink,   h->sum,    h->row,
-                   h->part, h->seen, h->sees, h->most, h->size, h->k_norm, h->v_norm, h->of_ds};
+    void *all[] = {h->q,    h->k,    h->v,    h->dout,   h->kt,     h->vt,   h->s,    h->p,    h->z,
+                   h->pz,   h->tanh, h->dp,   h->lse,    h->sink,   h->sum,  h->row,  h->part, h->seen,
+                   h->sees, h->most, h->size, h->k_norm, h->v_norm, h->of_p, h->of_ds};
     for (size_t s = 0; s < COUNT(all); s++)
         free(all[s]);
 }
@@ -190,6 +191,29 @@ static void probabilities(attention_problem *p, head *h, int64_t i, float sink, 
     natural[T_WEIGHTS] = 1;
 }
 
+/* Are the operands of the device's float32 products rounded, to 22 bits in two parts? Then scores are off, too, by their terms. */
+static bool splits_products(const head *h) {
+    return h->precision == HEDDLE_F32 && test_device() == HEDDLE_CUDA;
+}
+
+/* Sum of (x·y)² over n elements. */
+static double squares_of(const float *x, const float *y, int64_t n) {
+    double sum = 0;
+    for (int64_t e = 0; e < n; e++)
+        sum += (double)x[e] * (double)y[e] * (double)x[e] * (double)y[e];
+    return sum;
+}
+
+/* Of the weights of row i. */
+static void measure_weights(const attention_problem *p, head *h, int64_t i) {
+    const int64_t row = i * h->sk;
+    for (int64_t j = h->seen[i].from; j < h->seen[i].to; j++) {
+        const double s =
+            splits_products(h) ? p->a.scale * p->a.scale * squares_of(h->q + i * h->d, h->k + j * h->d, h->d) : 0;
+        h->of_p[row + j] = (double)h->pz[row + j] * sqrt(1 + s);
+    }
+}
+
 static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT], double spread[T_COUNT]) {
     const heddle_attention *a = &p->a;
     const float sink = a->features & HEDDLE_SINKS ? (float)tensor_raw(&p->t[T_SINKS], h->x) : -INFINITY;
@@ -208,7 +232,8 @@ static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]
             continue;
         plain_sizes(&terms, NULL, h->dv, h->most);
         natural[T_O] = fmax(natural[T_O], plain_largest(h->most, a->dv));
-        plain_squares(&terms, NULL, h->dv, h->most);
+        measure_weights(p, h, i);
+        plain_squares(&terms, h->of_p + row, h->dv, h->most);
         spread[T_O] = fmax(spread[T_O], sqrt(plain_largest(h->most, a->dv)));
     }
 }
@@ -310,7 +335,12 @@ static void measure_row(const attention_problem *p, head *h, int64_t i) {
         of_d += pow((double)h->row[e] * (double)h->dout[i * h->dv + e], 2);
     for (int64_t j = from; j < to; j++) {
         const double ds = (double)h->dp[row + j], weight = (double)h->p[row + j];
-        h->of_ds[row + j] = h->sees[row + j] ? sqrt(ds * ds + weight * weight * of_d) : 0;
+        double squares = ds * ds + weight * weight * of_d;
+        if (splits_products(h)) { /* and of the scores, and of dP */
+            squares += ds * ds * a->scale * a->scale * squares_of(h->q + i * h->d, h->k + j * h->d, h->d);
+            squares += weight * weight * squares_of(h->dout + i * h->dv, h->v + j * h->dv, h->dv);
+        }
+        h->of_ds[row + j] = h->sees[row + j] ? sqrt(squares) : 0;
     }
 }
 
@@ -382,7 +412,7 @@ static void plain_gradients(attention_problem *p, head *h, sums *s, double natur
             add_key_sums(h, &of_k, h->size + j, h->of_ds + j, a->d, h->d, a->scale, s->dk + at_k, s->natural_dk + at_k,
                          s->spread_dk + at_k);
         if (dv->host && p->t[T_DOUT].host)
-            add_key_sums(h, &of_v, NULL, NULL, a->dv, h->dv, 1, s->dv + at_v, s->natural_dv + at_v,
+            add_key_sums(h, &of_v, NULL, h->of_p + j, a->dv, h->dv, 1, s->dv + at_v, s->natural_dv + at_v,
                          s->spread_dv + at_v);
     }
     for (int64_t i = 0; i < h->sq && p->t[T_DSINKS].host; i++)
