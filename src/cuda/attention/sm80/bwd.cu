@@ -51,6 +51,32 @@ INLINE element full_element(const attention_params &p, const place &c, const sco
 
 /* -------------------------------------------------------------------------------------------------- dK and dV */
 
+/* A block owns keys key0 .. of a head, and walks over queries begin .. end-1, which see them. */
+struct key_work {
+    place c;
+    int64_t y; /* head */
+    int key0, begin, end;
+};
+
+/* False: there are no such keys. The first keys of a causal mask are seen most. */
+template <int ROWS> INLINE bool find_keys(const attention_params &p, int64_t id, key_work *w) {
+    int tile;
+    int64_t unit;
+    tile_of_block(id, p.tiles_k, p.a.b * p.a.hk, &tile, &unit);
+    w->key0 = tile * ROWS;
+    w->y = unit % p.a.hk;
+    w->c = find_place(p, unit / p.a.hk);
+    if (w->key0 >= w->c.all_sk)
+        return false;
+    const int key1 = min(w->key0 + ROWS, w->c.sk);
+    w->begin = w->end = 0;
+    if (w->key0 < key1) {
+        w->begin = max(0, min(w->key0 - w->c.hi, w->c.sq));
+        w->end = max(0, min(key1 - w->c.lo, w->c.sq));
+    }
+    return true;
+}
+
 /* Q and dO of queries i0 .., and what belongs to their rows, into a stage. */
 template <typename T, int D, int WARPS, int TILES, int BLOCK>
 INLINE void load_queries(const attention_params &p, const place &c, int64_t x, int i0, int begin, int end,
@@ -139,37 +165,20 @@ INLINE void attention_dkdv(const attention_params &p) {
     extern __shared__ __align__(16) char shared[];
     const uint32_t sk = shared_address(shared), sv = sk + layout::second;
     const bool makes_dk = BOTH || blockIdx.x % 2;
-    const int64_t id = BOTH ? blockIdx.x : blockIdx.x / 2;
-    int key_tile; /* the first keys of a causal mask are seen most */
-    int64_t rest;
-    tile_of_block(id, p.tiles_k, p.a.b * p.a.hk, &key_tile, &rest);
-    const int key0 = key_tile * ROWS;
-    const int64_t y = rest % p.a.hk;
-    const place c = find_place(p, rest / p.a.hk);
-    if (key0 >= c.all_sk)
+    key_work w;
+    if (!find_keys<ROWS>(p, BOTH ? blockIdx.x : blockIdx.x / 2, &w))
         return;
-    const int key1 = min(key0 + ROWS, c.sk), warp_row = share<T, D>::group() * TILES * 16;
-    int begin = 0, end = 0;
-    if (key0 < key1) {
-        begin = max(0, min(key0 - c.hi, c.sq));
-        end = max(0, min(key1 - c.lo, c.sq));
-    }
+    const int warp_row = share<T, D>::group() * TILES * 16, key0 = w.key0, begin = w.begin, end = w.end;
+    const int64_t y = w.y;
+    const place &c = w.c;
     const int blocks = begin < end ? (end - begin + BLOCK - 1) / BLOCK : 0, steps = blocks * p.group;
     const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
     const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k);
     const bool tf32 = p.tf32;
     const dropout_state dropout = make_dropout(p);
     float dk[TILES][WIDTH / 8][4], dv[BOTH ? TILES : 1][BOTH ? WIDTH / 8 : 1][4];
-#pragma unroll
-    for (int x = 0; x < TILES; x++)
-#pragma unroll
-        for (int z = 0; z < WIDTH / 8; z++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                dk[x][z][e] = 0.0f;
-                if (BOTH)
-                    dv[x][z][e] = 0.0f;
-            }
+    clear<TILES, WIDTH / 8>(dk);
+    clear<BOTH ? TILES : 1, BOTH ? WIDTH / 8 : 1>(dv);
     if (steps) {
         load_tile<T, D, ROWS, THREADS>(sk, k, p.a.k_stride.s, key0, 0, c.sk, (int)p.a.d, p.vectors & VECTOR_K);
         load_tile<T, D, ROWS, THREADS>(sv, v, p.a.v_stride.s, key0, 0, c.sk, (int)p.a.dv, p.vectors & VECTOR_V);
