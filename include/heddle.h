@@ -164,7 +164,7 @@ typedef enum heddle_mask {
  *     S[i,j] = (softcap > 0 ? softcap * tanh(T / softcap) : T) - slope * |i + off - j| + bias[i,j], or -inf where masked
  *     lse[i] = log(exp(sink) + sum_j exp(S[i,j]))              exp(sink) = 0 without HEDDLE_SINKS; natural logarithm
  *     P[i,j] = exp(S[i,j] - lse[i])
- *     o[i]   = sum_j P[i,j] Z[i,j] v[j]                        Z = 1, or with dropout 0 or 1/(1 - dropout)
+ *     o[i]   = sum_j P[i,j] Z[i,j] v[j]                        Z = 1, or with dropout 0 or 65536/(65536 - t)
  *
  * for every batch b and query head h; query head x uses key/value head x / (h / hk). A query that sees no key has o = 0 and
  * lse = -inf (lse = sink with HEDDLE_SINKS) and passes no gradient to q, k, v and bias. Values that are masked out, by whatever
@@ -179,9 +179,11 @@ typedef enum heddle_mask {
  * With HEDDLE_SEQLENS only the first seqlens_q[n] and seqlens_k[n] rows of batch n count, for off too; outputs of the other
  * rows are zero (lse: -inf).
  *
- * Dropout: element (n, x, i, j) is kept when word j%4 of Philox4x32-10(counter = {j/4, i, n*h + x, offset},
- * key = seed) >= floor(dropout * 2^32) (low words; offset's high 32 bits are exclusive-ored into i's word): the same on every
- * backend. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
+ * Dropout: with t = floor(65536*dropout + 0.5), element (n, x, i, j) is kept when its number, of 16 bits, is not below t:
+ * half j%2 (0: the low one) of word j%8/2 of Philox4x32-7(counter = {j/8, n*h + x, i, offset}, key = seed) (low words;
+ * offset's high 32 bits are exclusive-ored into i's word). The same on every backend. The probability to be kept is
+ * 1 - t/65536, to the last bit; with a dropout under 2^-17 all are, and one that rounds to 1 is refused.
+ * Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
  *
  * Source of the formulas: Dao, "FlashAttention-2", 2023, sections 2 and 3; softcap: Gemma 2, 2024; ALiBi: Press et al., 2021;
  * sinks: "attention sink" logits as in gpt-oss, 2025. */
@@ -197,9 +199,9 @@ typedef struct heddle_attention {
     int64_t window_left, window_right; /* negative: unbounded */
     double scale;                      /* 0 means 1/sqrt(d); else, but in float64, from 2^-100 to 2^100 in magnitude, */
     double softcap;                    /* and so are softcap and scale/softcap; softcap 0 means none */
-    double dropout;                    /* probability that a weight is dropped, 0 <= dropout < 1 */
-    uint64_t seed, offset;             /* of dropout */
-    int64_t total_q, total_k;          /* HEDDLE_VARLEN: rows of q and of k */
+    double dropout; /* probability that a weight is dropped, 0 <= dropout < 1 - 2^-17; rounded to a multiple of 2^-16 */
+    uint64_t seed, offset;    /* of dropout */
+    int64_t total_q, total_k; /* HEDDLE_VARLEN: rows of q and of k */
     heddle_strides q_stride, k_stride, v_stride, o_stride;
     heddle_strides do_stride, dq_stride, dk_stride, dv_stride;
     heddle_strides bias_stride, bool_mask_stride; /* [b, h, sq, sk], repeated where 0 */

@@ -240,9 +240,14 @@ static heddle_status check_values(heddle_attention *a) {
         return fail(HEDDLE_BAD_VALUE, "softcap = %g is not a finite number >= 0", a->softcap);
     if (!(a->dropout >= 0 && a->dropout < 1))
         return fail(HEDDLE_BAD_VALUE, "dropout = %g is not in [0, 1)", a->dropout);
-    if (a->dropout > 0 && (a->sq > UINT32_MAX || a->b * a->h > UINT32_MAX))
-        return fail(HEDDLE_BAD_SIZE, "dropout counts rows and heads with 32 bits: sq = %lld, b·h = %lld",
-                    (long long)a->sq, (long long)(a->b * a->h));
+    if (dropout_threshold(a->dropout) > 65535)
+        return fail(HEDDLE_BAD_VALUE, "dropout = %.9g is 1 when rounded to a multiple of 1/65536", a->dropout);
+    if (dropout_threshold(a->dropout) == 0)
+        a->dropout = 0;
+    if (a->dropout > 0 && (a->sq > UINT32_MAX || a->b * a->h > UINT32_MAX || a->sk / DROPOUT_KEYS > UINT32_MAX))
+        return fail(HEDDLE_BAD_SIZE,
+                    "dropout counts rows, heads and eights of keys with 32 bits: sq = %lld, b·h = %lld, sk = %lld",
+                    (long long)a->sq, (long long)(a->b * a->h), (long long)a->sk);
     if (a->scale == 0)
         a->scale = 1 / sqrt((double)a->d);
     if (a->dtype == HEDDLE_F64)

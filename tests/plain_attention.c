@@ -3,7 +3,7 @@
  * it. Its error sets the tolerance of the kernels; and as it is written from heddle.h alone, it checks ref too. */
 #include "plain_sums.h"
 
-#include "philox.h"
+#include "random123.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -105,19 +105,22 @@ static void head_begin(const attention_problem *p, head *h, int64_t n, int64_t x
 /* Dropout's factor of the keys of row i. */
 static void keep_factors(const attention_problem *p, const head *h, int64_t i, float *z) {
     const heddle_attention *a = &p->a;
-    const float kept = (float)(1 / (1 - a->dropout));
-    const uint32_t least = (uint32_t)floor(a->dropout * 0x1p32);
+    const double dropped = floor(65536 * a->dropout + 0.5);
+    const float kept = (float)(65536 / (65536 - dropped));
     uint64_t seed = a->seed, offset = a->offset;
     const tensor *state = &p->t[T_RNG];
-    philox4 words = {0};
+    philox4x32_ctr_t words = {{0}};
     if (state->host) {
         memcpy(&seed, state->host + (size_t)state->guard * 8, sizeof seed);
         memcpy(&offset, state->host + (size_t)(state->guard + 1) * 8, sizeof offset);
     }
     for (int64_t j = h->seen[i].from; j < h->seen[i].to; j++) {
-        if (a->dropout != 0 && (j % 4 == 0 || j == h->seen[i].from))
-            words = dropout_words(seed, offset, (uint32_t)(h->n * a->h + h->x), (uint32_t)i, (uint32_t)(j / 4));
-        z[j] = a->dropout == 0 ? 1 : words.w[j % 4] >= least ? kept : 0;
+        if (a->dropout != 0 && (j % 8 == 0 || j == h->seen[i].from)) {
+            const philox4x32_ctr_t counter = {{(uint32_t)(j / 8), (uint32_t)(h->n * a->h + h->x),
+                                               (uint32_t)i ^ (uint32_t)(offset >> 32), (uint32_t)offset}};
+            words = philox4x32_R(7, counter, (philox4x32_key_t){{(uint32_t)seed, (uint32_t)(seed >> 32)}});
+        }
+        z[j] = a->dropout == 0 || (words.v[j % 8 / 2] >> j % 2 * 16 & 0xffff) >= dropped ? kept : 0;
     }
 }
 

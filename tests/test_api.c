@@ -157,6 +157,7 @@ static void test_values(void **state) {
     REFUSE(a->dropout = 1, HEDDLE_BAD_VALUE, "dropout = 1");
     REFUSE(a->dropout = -0.1, HEDDLE_BAD_VALUE, "dropout = -0.1");
     REFUSE(a->dropout = (double)NAN, HEDDLE_BAD_VALUE, "dropout = ");
+    REFUSE(a->dropout = 1 - 0x1p-17, HEDDLE_BAD_VALUE, "dropout = 0.999992371 is 1 when rounded");
     REFUSE(a->window_left = 3, HEDDLE_BAD_COMBINATION, "window_left = 3");
     REFUSE(a->window_right = 3, HEDDLE_BAD_COMBINATION, "window_right = 3");
     REFUSE(a->total_q = 3, HEDDLE_BAD_COMBINATION, "total_q = 3");

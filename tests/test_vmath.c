@@ -262,15 +262,15 @@ static void test_dropout_words(void **state) {
     rng r = {test_seed(19)};
     for (int trial = 0; trial < (test_long() ? 100000 : 2000); trial++) {
         uint64_t seed = rng_next(&r), offset = rng_next(&r);
-        uint32_t j4 = (uint32_t)rng_next(&r);
+        uint32_t j8 = (uint32_t)rng_next(&r);
         vu bh, i, words[4];
         for (int l = 0; l < VL; l++) {
             bh[l] = (uint32_t)rng_next(&r);
             i[l] = (uint32_t)rng_next(&r);
         }
-        vdropout_words(seed, offset, bh, i, j4, words);
+        vdropout_words(seed, offset, bh, i, j8, words);
         for (int l = 0; l < VL; l++) {
-            philox4 right = dropout_words(seed, offset, bh[l], i[l], j4);
+            philox4 right = dropout_words(seed, offset, bh[l], i[l], j8);
             for (int w = 0; w < 4; w++)
                 assert_int_equal(words[w][l], right.w[w]);
         }

@@ -174,8 +174,8 @@ static float dropout_factor(const head *h, int64_t i, int64_t j) {
     if (a->dropout == 0)
         return 1;
     philox4 words = dropout_words(rng ? (uint64_t)rng[0] : a->seed, rng ? (uint64_t)rng[1] : a->offset,
-                                  (uint32_t)(h->n * a->h + h->x), (uint32_t)i, (uint32_t)(j / 4));
-    return words.w[j % 4] >= dropout_threshold(a->dropout) ? (float)(1 / (1 - a->dropout)) : 0;
+                                  (uint32_t)(h->n * a->h + h->x), (uint32_t)i, (uint32_t)(j / DROPOUT_KEYS));
+    return dropout_number(words, (uint32_t)j) >= dropout_threshold(a->dropout) ? (float)dropout_scale(a->dropout) : 0;
 }
 
 /* A score that is off by x makes its weight off by P(1 - P)x: p_terms has P's own terms and the score's. */

@@ -188,7 +188,8 @@ def attention(
         mask: bool, broadcasts to [b, h, sq, sk]; False masks out.
         alibi_slopes: float32 [h] or [b, h]; adds -slope·|i + off - j|. Has no gradient.
         sinks: float32 [h]; a logit per head that takes part in the softmax without a value. Has a gradient.
-        dropout: probability in [0, 1) that a weight is dropped (the others grow by 1/(1 - dropout)).
+        dropout: probability in [0, 1) that a weight is dropped, rounded to a multiple t/65536 (one that rounds to 1 is
+            refused, with one that rounds to 0 none is); the others grow by 65536/(65536 - t).
         rng_state: int64 [2], {seed, offset} of dropout. Default: drawn from the generator of torch, or of NumPy.
         cu_seqlens_q, cu_seqlens_k: int32 [b + 1]; rows cu[n] to cu[n+1]-1 are sequence n. With max_seqlen_q and
             max_seqlen_k, the upper limits of one sequence. Rows of no sequence come out as zeros.

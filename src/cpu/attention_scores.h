@@ -301,19 +301,20 @@ static void add_parts(const lanes *l, const parts *r, bool careful, const float 
     }
 }
 
-/* z[j][lane] = what dropout multiplies a weight with: 0 or 1/(1 - p). */
+/* z[j][lane] = what dropout multiplies a weight with: 0 or dropout_scale(p). */
 static void dropout_factors(const call *c, const unit *u, const lanes *l, const key_block *b, float *z) {
     for (int v = 0; v < l->vectors; v++) {
         vu index = (vu)lane_index(l, v) + (uint32_t)l->first, bh;
         for (int x = 0; x < VL; x++)
             bh[x] = (uint32_t)(u->n * c->a->h) + l->head[v * VL + x];
-        for (int64_t j = b->first / 4 * 4; j < b->first + b->count; j += 4) {
+        for (int64_t j = b->first / DROPOUT_KEYS * DROPOUT_KEYS; j < b->first + b->count; j += DROPOUT_KEYS) {
             vu words[4];
-            vdropout_words(c->seed, c->offset, bh, index, (uint32_t)(j / 4), words);
-            for (int x = 0; x < 4; x++)
+            vdropout_words(c->seed, c->offset, bh, index, (uint32_t)(j / DROPOUT_KEYS), words);
+            for (int x = 0; x < DROPOUT_KEYS; x++)
                 if (j + x >= b->first && j + x < b->first + b->count)
                     store(z + (j + x - b->first) * l->stride + v * VL,
-                          select_float((vi)(words[x] < c->drop_below), splat(0), splat(c->keep_factor)));
+                          select_float((vi)((words[x / 2] >> x % 2 * 16 & 0xffff) < c->drop_below), splat(0),
+                                       splat(c->keep_factor)));
         }
     }
 }

@@ -131,7 +131,7 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     c.v_pairs = by_pairs(c.type, a->dv, t->dout, a->do_stride, t->v, a->v_stride);
     c.drops = a->dropout > 0;
     c.drop_below = dropout_threshold(a->dropout);
-    c.keep_factor = (float)(1 / (1 - a->dropout));
+    c.keep_factor = (float)dropout_scale(a->dropout);
     c.seed = a->features & HEDDLE_RNG_STATE ? t->rng_state[0] : a->seed;
     c.offset = a->features & HEDDLE_RNG_STATE ? t->rng_state[1] : a->offset;
     return c;

@@ -71,18 +71,18 @@ INLINE vu high_product(vu a, uint32_t b, vu *low) {
     return __builtin_convertvector(p >> 32, vu);
 }
 
-/* dropout_words() of philox.h for VL rows (bh, i) at once: words[0..3] decide keys 4*j4 .. 4*j4+3. */
-INLINE void vdropout_words(uint64_t seed, uint64_t offset, vu bh, vu i, uint32_t j4, vu words[4]) {
-    vu c0 = j4 - (vu){0}, c1 = i ^ (uint32_t)(offset >> 32), c2 = bh, c3 = (uint32_t)offset - (vu){0};
+/* dropout_words() of philox.h for VL rows (bh, i) at once: keys 8*j8 .. 8*j8+7. */
+INLINE void vdropout_words(uint64_t seed, uint64_t offset, vu bh, vu i, uint32_t j8, vu words[4]) {
+    vu c0 = j8 - (vu){0}, c1 = bh, c2 = i ^ (uint32_t)(offset >> 32), c3 = (uint32_t)offset - (vu){0};
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        vu low0, low1, high0 = high_product(c0, 0xD2511F53u, &low0), high1 = high_product(c2, 0xCD9E8D57u, &low1);
+    for (int round = 0; round < PHILOX_ROUNDS; round++) {
+        vu low0, low1, high0 = high_product(c0, PHILOX_M0, &low0), high1 = high_product(c2, PHILOX_M1, &low1);
         c0 = high1 ^ c1 ^ k0;
         c2 = high0 ^ c3 ^ k1;
         c1 = low1;
         c3 = low0;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+        k0 += PHILOX_W0;
+        k1 += PHILOX_W1;
     }
     words[0] = c0;
     words[1] = c1;

@@ -156,9 +156,9 @@ static void dropout(work *w, const head *c, int64_t i) {
     philox4 words = {{0}};
     fill(w->z, c->used.sk, 1);
     for (int64_t j = 0; a->dropout > 0 && j < c->used.sk; j++) {
-        if (j % 4 == 0)
-            words = dropout_words(w->seed, w->offset, bh, (uint32_t)i, (uint32_t)(j / 4));
-        w->z[j] = words.w[j % 4] >= threshold ? 1 / (1 - a->dropout) : 0;
+        if (j % DROPOUT_KEYS == 0)
+            words = dropout_words(w->seed, w->offset, bh, (uint32_t)i, (uint32_t)(j / DROPOUT_KEYS));
+        w->z[j] = dropout_number(words, (uint32_t)j) >= threshold ? dropout_scale(a->dropout) : 0;
     }
 }
 

@@ -83,7 +83,7 @@ def plain_attention(
     empty = (scores == -math.inf).all(-1, keepdim=True)
     lse = torch.logsumexp(scores.masked_fill(empty, 0.0), -1, keepdim=True).masked_fill(empty, -math.inf)
     weights = torch.exp(t - lse.masked_fill(empty, 0.0))
-    used = weights if keep is None else weights * keep / (1 - dropout)
+    used = weights if keep is None else weights * keep * (65536 / (65536 - math.floor(65536 * dropout + 0.5)))
     return used @ v, lse.squeeze(-1), weights
 
 

@@ -260,11 +260,11 @@ def call(operation, which, desc, data, memory, stream):
 
 
 def philox(counter, key):
-    """Philox4x32-10 of arrays: Salmon et al., SC11. counter: four of uint64 that hold 32 bits, key: two numbers."""
+    """Philox4x32-7 of arrays: Salmon et al., SC11. counter: four of uint64 that hold 32 bits, key: two numbers."""
     low = numpy.uint64(0xFFFFFFFF)
     k0, k1 = numpy.uint64(key & 0xFFFFFFFF), numpy.uint64(key >> 32)
     c0, c1, c2, c3 = counter
-    for _ in range(10):
+    for _ in range(7):
         p0, p1 = c0 * numpy.uint64(0xD2511F53), c2 * numpy.uint64(0xCD9E8D57)
         c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & low, (p0 >> 32) ^ c3 ^ k1, p0 & low
         k0, k1 = (k0 + numpy.uint64(0x9E3779B9)) & low, (k1 + numpy.uint64(0xBB67AE85)) & low
@@ -276,11 +276,12 @@ def kept(case, n, sq, sk):
     x, i, j = numpy.meshgrid(*(numpy.arange(size, dtype=numpy.uint64) for size in (case["h"], sq, sk)), indexing="ij")
     low, high = numpy.uint64(case["offset"] & 0xFFFFFFFF), numpy.uint64(case["offset"] >> 32)
     words = philox(
-        (j // numpy.uint64(4), i ^ high, x + numpy.uint64(n * case["h"]), numpy.full_like(j, low)), case["seed"]
+        (j // numpy.uint64(8), x + numpy.uint64(n * case["h"]), i ^ high, numpy.full_like(j, low)), case["seed"]
     )
-    word = numpy.take_along_axis(words, (j % numpy.uint64(4)).astype(numpy.int64)[..., None], -1)[..., 0]
-    keep = word >= numpy.uint64(math.floor(case["dropout"] * 2**32))
-    return torch.from_numpy(keep).double() / (1 - case["dropout"])
+    word = numpy.take_along_axis(words, (j % numpy.uint64(8) // numpy.uint64(2)).astype(numpy.int64)[..., None], -1)
+    number = word[..., 0] >> j % numpy.uint64(2) * numpy.uint64(16) & numpy.uint64(0xFFFF)
+    dropped = math.floor(65536 * case["dropout"] + 0.5)
+    return torch.from_numpy(number >= numpy.uint64(dropped)).double() * (65536 / (65536 - dropped))
 
 
 def rows_of(case, n):

@@ -57,6 +57,7 @@ ATTENTION = [
     ({"dropout": 1.0}, ValueError, "dropout = 1"),
     ({"dropout": -0.5}, ValueError, "dropout = -0.5"),
     ({"dropout": float("nan")}, ValueError, "dropout = nan"),
+    ({"dropout": 1 - 2**-18}, ValueError, "dropout = 0.999996185 is 1 when rounded to a multiple of 1/65536"),
     ({"dropout": 0.5, "rng_state": torch.zeros(3, dtype=torch.int64)}, ValueError, r"must have \[2\]"),
     ({"dropout": 0.5, "rng_state": torch.zeros(2)}, TypeError, "rng_state is float32, but must be int64"),
     ({"seqlens_k": torch.tensor([1, 7])}, ValueError, r"seqlens_k\[1\] = 7 is outside 0 to 6"),

@@ -297,11 +297,12 @@ INLINE dropout_state make_dropout(const attention_params &p) {
     return s;
 }
 
-/* Z of element (i, j) of head x: 0 or 1/(1 - dropout). */
+/* Z of element (i, j) of head x: 0 or dropout_scale. */
 INLINE float dropout_factor(const attention_params &p, const dropout_state &s, int64_t n, int64_t x, int i, int j) {
-    const philox4 w = dropout_words(s.seed, s.offset, (uint32_t)(n * p.a.h + x), (uint32_t)i, (uint32_t)j / 4u);
-    const uint32_t word = j & 2 ? (j & 1 ? w.w[3] : w.w[2]) : (j & 1 ? w.w[1] : w.w[0]);
-    return word >= p.drop_threshold ? p.keep_scale : 0.0f;
+    const philox4 w =
+        dropout_words(s.seed, s.offset, (uint32_t)(n * p.a.h + x), (uint32_t)i, (uint32_t)j / DROPOUT_KEYS);
+    const uint32_t word = j & 4 ? (j & 2 ? w.w[3] : w.w[2]) : (j & 2 ? w.w[1] : w.w[0]);
+    return (word >> j % 2 * 16 & 0xffffu) >= p.drop_threshold ? p.keep_scale : 0.0f;
 }
 
 /* ------------------------------------------------------------------------------------------------------ shuffles */

@@ -55,7 +55,7 @@ typedef struct attention_params {
     float lse_huge;                   /* from lse to units of S·power_of(scale·log2(e)) */
     float unit;                       /* what takes S, as the kernels take it, to units of lse: scale, or 1 */
     float softcap, inverse_softcap;
-    float keep_scale; /* 1/(1 - dropout) */
+    float keep_scale; /* dropout_scale(dropout) */
     uint32_t drop_threshold;
     int32_t drops;
     int32_t rich;                      /* the full kernels: more than the lean ones can is asked for */

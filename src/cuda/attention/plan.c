@@ -183,7 +183,7 @@ static void fill_numbers(const attention_problem *of, const attention_choice *c,
     p->lse_huge = (float)(power_below(p->rich ? log2e : p->scale_log2) / (p->rich ? 1 : a->scale));
     p->softcap = (float)a->softcap;
     p->inverse_softcap = a->softcap > 0 ? (float)(1 / a->softcap) : 0;
-    p->keep_scale = (float)(1 / (1 - a->dropout));
+    p->keep_scale = (float)dropout_scale(a->dropout);
     p->drop_threshold = dropout_threshold(a->dropout);
     p->drops = a->dropout > 0;
     p->tf32 = (a->features & HEDDLE_TF32) != 0;
