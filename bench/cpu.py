@@ -160,6 +160,41 @@ def attention_avx2(m, report, quick):
                            dtype="f32", isa="avx2", direction=label)
 
 
+def attention_dropout(m, report, quick):
+    """The bits differ from PyTorch's: each is timed, neither compared."""
+    report.section("attention, dropout 0.1", "(x other: the rate over that without dropout)")
+    for isa in (None, "avx2") if "avx2" in m.heddle.isas() else (None,):
+        library = Library(m.build / "libheddle.so", isa) if isa else m.heddle
+        for dtype in (F32,) if quick or isa else (F32, BF16):
+            for d in (64, 128):
+                pair = AttentionPair(m, 1, 8, 1024, d, dtype=dtype, library=library)
+                job = library.attention(pair.q, pair.k, pair.v, pair.job.tensors["dout"], dropout=0.1)
+                leaves = [x.clone().requires_grad_() for x in (pair.q, pair.k, pair.v)]
+
+                def torch_forward(pair=pair):
+                    with torch.no_grad():
+                        return F.scaled_dot_product_attention(pair.q, pair.k, pair.v, dropout_p=0.1)
+
+                def torch_both(leaves=leaves, job=job):
+                    o = F.scaled_dot_product_attention(*leaves, dropout_p=0.1)
+                    return torch.autograd.grad(o, leaves, job.tensors["dout"])
+
+                pair.job.forward()
+                job.forward()
+                t, p = m.time({"hf": job.forward, "of": pair.job.forward, "tf": torch_forward,
+                               "hb": job.backward, "ob": pair.job.backward, "tb": torch_both},
+                              peak=(lambda: m.peak("avx2")) if isa else None)
+                both = [a + b for a, b in zip(t["hf"], t["hb"])]
+                for label, factor, key, theirs in (("forward", 1, "f", ratio(t["tf"], t["hf"])),
+                                                   ("backward", 2.5, "b", ratio(t["tb"], both))):
+                    work, ours = pair.flops * factor, t["h" + key]
+                    report.add("attention dropout", f"{isa + ' ' if isa else ''}{SHORT[dtype]} b1 h8 s1024 d{d} {label}",
+                               ms=1e3 * median(ours), gflops=1e-9 * work / median(ours),
+                               fraction=fraction_of(work, ours, p["h" + key]), over_torch=theirs,
+                               over_other=ratio(t["o" + key], ours), goals=(None, 1.5, .6), b=1, h=8, s=1024, d=d,
+                               causal=False, dtype=SHORT[dtype], isa=isa, direction=label, option="dropout")
+
+
 # ----------------------------------------------------------------------------------------------------- norm-linear
 
 class NormLinearPair:
@@ -384,6 +419,7 @@ def cliffs(m, report, quick):
 
 
 SECTIONS = {"attention": attention_f32, "vit": attention_vit, "16-bit": attention_16, "avx2": attention_avx2,
+            "dropout": attention_dropout,
             "norm-linear": norm_linear, "decode": decode, "two-cores": two_cores, "plain-loops": plain_loops,
             "cliffs": cliffs}
 ONE_THREAD_ONLY = {"avx2", "cliffs"}

@@ -186,15 +186,12 @@ static bool values_finite(const call *c, const unit *u, key_block *b, forward_sp
 }
 
 static void forward_block(const call *c, const unit *u, const key_block *b, forward_tile *t, forward_space *w) {
-    const int64_t stride = t->l.stride, dv = c->a->dv;
+    const int64_t dv = c->a->dv;
     parts seen;
     bool masked = scores(c, u, &t->l, b, t->qt, &seen, w->s, NULL, w->scratch, &w->next);
     online_softmax(t, c->factor, dv, b->count, w->s);
-    if (c->drops) {
-        dropout_factors(c, u, &t->l, b, w->z);
-        for (int64_t x = 0; x < b->count * stride; x += VL)
-            store(w->s + x, load(w->s + x) * load(w->z + x));
-    }
+    if (c->drops)
+        drop_weights(c, u, &t->l, b, w->s);
     key_block rows = *b;
     const bool careful = masked && !values_finite(c, u, &rows, w);
     add_parts(&t->l, &seen, careful, rows.v, rows.v_stride, dv, &b->t, b->t.v_columns, w->weights, b->count, w->s,

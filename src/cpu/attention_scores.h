@@ -301,22 +301,35 @@ static void add_parts(const lanes *l, const parts *r, bool careful, const float 
     }
 }
 
-/* z[j][lane] = what dropout multiplies a weight with: 0 or dropout_scale(p). */
-static void dropout_factors(const call *c, const unit *u, const lanes *l, const key_block *b, float *z) {
+/* What dropout multiplies a weight with, 0 or dropout_scale(p): to[j][lane], or what is there times it. */
+INLINE void dropout_each(const call *c, const unit *u, const lanes *l, const key_block *b, bool multiplies, float *to) {
+    const vi least = splat_int((int32_t)c->drop_below - 1), keep = (vi)splat(c->keep_factor);
+    const int64_t end = b->first + b->count;
     for (int v = 0; v < l->vectors; v++) {
         vu index = (vu)lane_index(l, v) + (uint32_t)l->first, bh;
         for (int x = 0; x < VL; x++)
             bh[x] = (uint32_t)(u->n * c->a->h) + l->head[v * VL + x];
-        for (int64_t j = b->first / DROPOUT_KEYS * DROPOUT_KEYS; j < b->first + b->count; j += DROPOUT_KEYS) {
+        for (int64_t j = b->first / DROPOUT_KEYS * DROPOUT_KEYS; j < end; j += DROPOUT_KEYS) {
             vu words[4];
             vdropout_words(c->seed, c->offset, bh, index, (uint32_t)(j / DROPOUT_KEYS), words);
-            for (int x = 0; x < DROPOUT_KEYS; x++)
-                if (j + x >= b->first && j + x < b->first + b->count)
-                    store(z + (j + x - b->first) * l->stride + v * VL,
-                          select_float((vi)((words[x / 2] >> x % 2 * 16 & 0xffff) < c->drop_below), splat(0),
-                                       splat(c->keep_factor)));
+#pragma GCC unroll 8
+            for (int x = 0; x < DROPOUT_KEYS; x++) {
+                const vi number = (vi)(x % 2 ? words[x / 2] >> 16 : words[x / 2] & 0xffff);
+                const vf factor = (vf)((vi)(number > least) & keep);
+                float *at = to + (j + x - b->first) * l->stride + v * VL;
+                if (j + x >= b->first && j + x < end)
+                    store(at, multiplies ? load(at) * factor : factor);
+            }
         }
     }
+}
+
+static void dropout_factors(const call *c, const unit *u, const lanes *l, const key_block *b, float *z) {
+    dropout_each(c, u, l, b, false, z);
+}
+
+static void drop_weights(const call *c, const unit *u, const lanes *l, const key_block *b, float *s) {
+    dropout_each(c, u, l, b, true, s);
 }
 
 #endif

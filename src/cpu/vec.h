@@ -16,6 +16,7 @@ typedef int32_t vi __attribute__((vector_size(4 * VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 typedef uint16_t vh __attribute__((vector_size(2 * VL)));
 typedef uint64_t vw __attribute__((vector_size(8 * VL)));
+typedef uint64_t vl __attribute__((vector_size(4 * VL))); /* a lane for two of vu */
 
 /* The same, for addresses that are only aligned to an element. */
 typedef vf vf_unaligned __attribute__((aligned(4), may_alias));
@@ -63,6 +64,13 @@ INLINE void end_streams(void) {
 #ifndef HAVE_VMAX
 INLINE vf vmax(vf a, vf b) {
     return select_float(a > b, a, b);
+}
+#endif
+
+/* The whole products of the low halves of lanes with b. */
+#ifndef HAVE_LONG_PRODUCT
+INLINE vl long_product(vl a, uint32_t b) {
+    return (a & 0xffffffff) * (uint64_t)b;
 }
 #endif
 

@@ -4,10 +4,15 @@
 
 #define HAVE_VMAX
 #define HAVE_F16_CONVERT
+#define HAVE_LONG_PRODUCT
 #include "vec.h"
 
 INLINE vf vmax(vf a, vf b) {
     return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+}
+
+INLINE vl long_product(vl a, uint32_t b) {
+    return (vl)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi32((int)b));
 }
 
 INLINE vf f16_widen(vh h) {

@@ -4,12 +4,17 @@
 
 #define HAVE_VMAX
 #define HAVE_F16_CONVERT
+#define HAVE_LONG_PRODUCT
 #define HAVE_PARTIAL
 #define HAVE_STREAM
 #include "vec.h"
 
 INLINE vf vmax(vf a, vf b) {
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+}
+
+INLINE vl long_product(vl a, uint32_t b) {
+    return (vl)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi32((int)b));
 }
 
 INLINE vf f16_widen(vh h) {

@@ -65,29 +65,34 @@ INLINE vf vtanh(vf x) {
     return select_float(a < 0.625f, small, large);
 }
 
-INLINE vu high_product(vu a, uint32_t b, vu *low) {
-    vw p = __builtin_convertvector(a, vw) * (uint64_t)b;
-    *low = __builtin_convertvector(p, vu);
-    return __builtin_convertvector(p >> 32, vu);
+/* Of VL counters of Philox the even or the odd ones, in the low halves of lanes; what the high ones hold is not looked at. */
+typedef struct philox_lanes {
+    vl c[4];
+} philox_lanes;
+
+INLINE philox_lanes philox_rounds(philox_lanes x, uint32_t k0, uint32_t k1) {
+#pragma GCC unroll 7
+    for (int round = 0; round < PHILOX_ROUNDS; round++) {
+        const vl p0 = long_product(x.c[0], PHILOX_M0), p1 = long_product(x.c[2], PHILOX_M1);
+        x.c[0] = p1 >> 32 ^ x.c[1] ^ (uint64_t)k0;
+        x.c[1] = p1;
+        x.c[2] = p0 >> 32 ^ x.c[3] ^ (uint64_t)k1;
+        x.c[3] = p0;
+        k0 += PHILOX_W0;
+        k1 += PHILOX_W1;
+    }
+    return x;
 }
 
 /* dropout_words() of philox.h for VL rows (bh, i) at once: keys 8*j8 .. 8*j8+7. */
 INLINE void vdropout_words(uint64_t seed, uint64_t offset, vu bh, vu i, uint32_t j8, vu words[4]) {
-    vu c0 = j8 - (vu){0}, c1 = bh, c2 = i ^ (uint32_t)(offset >> 32), c3 = (uint32_t)offset - (vu){0};
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < PHILOX_ROUNDS; round++) {
-        vu low0, low1, high0 = high_product(c0, PHILOX_M0, &low0), high1 = high_product(c2, PHILOX_M1, &low1);
-        c0 = high1 ^ c1 ^ k0;
-        c2 = high0 ^ c3 ^ k1;
-        c1 = low1;
-        c3 = low0;
-        k0 += PHILOX_W0;
-        k1 += PHILOX_W1;
-    }
-    words[0] = c0;
-    words[1] = c1;
-    words[2] = c2;
-    words[3] = c3;
+    const vl none = {0}, row = (vl)(i ^ (uint32_t)(offset >> 32));
+    philox_lanes even = {{none + j8, (vl)bh, row, none + (uint32_t)offset}},
+                 odd = {{even.c[0], (vl)bh >> 32, row >> 32, even.c[3]}};
+    even = philox_rounds(even, (uint32_t)seed, (uint32_t)(seed >> 32));
+    odd = philox_rounds(odd, (uint32_t)seed, (uint32_t)(seed >> 32));
+    for (int w = 0; w < 4; w++)
+        words[w] = (vu)((even.c[w] & 0xffffffff) | odd.c[w] << 32);
 }
 
 #endif
