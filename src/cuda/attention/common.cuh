@@ -1,13 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What all attention kernels share: where a sequence lies, scores, dropout. */
+ * What all attention kernels share: where a sequence lies, scores. */
 #ifndef HEDDLE_CUDA_ATTENTION_COMMON_CUH
 #define HEDDLE_CUDA_ATTENTION_COMMON_CUH
 
-#include "cuda/attention/params.h"
-#include "cuda/element.cuh"
+#include "cuda/attention/dropout.cuh"
 
 #include "mask.h"
-#include "philox.h"
 
 #include <math_constants.h>
 
@@ -280,29 +278,6 @@ INLINE float full_score(const attention_params &p, const place &c, const score_r
     if (p.a.features & HEDDLE_ALIBI)
         t -= r.slope * fabsf((float)(r.i + c.off - j));
     return t + bias;
-}
-
-/* ----------------------------------------------------------------------------------------------------- dropout */
-
-struct dropout_state {
-    uint64_t seed, offset;
-};
-
-INLINE dropout_state make_dropout(const attention_params &p) {
-    dropout_state s = {p.a.seed, p.a.offset};
-    if (p.t.rng_state && p.drops) {
-        s.seed = p.t.rng_state[0];
-        s.offset = p.t.rng_state[1];
-    }
-    return s;
-}
-
-/* Z of element (i, j) of head x: 0 or dropout_scale. */
-INLINE float dropout_factor(const attention_params &p, const dropout_state &s, int64_t n, int64_t x, int i, int j) {
-    const philox4 w =
-        dropout_words(s.seed, s.offset, (uint32_t)(n * p.a.h + x), (uint32_t)i, (uint32_t)j / DROPOUT_KEYS);
-    const uint32_t word = j & 4 ? (j & 2 ? w.w[3] : w.w[2]) : (j & 2 ? w.w[1] : w.w[0]);
-    return (word >> j % 2 * 16 & 0xffffu) >= p.drop_threshold ? p.keep_scale : 0.0f;
 }
 
 /* ------------------------------------------------------------------------------------------------------ shuffles */

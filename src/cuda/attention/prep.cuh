@@ -104,7 +104,8 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
     const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
     const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k);
     const float factor = p.rich ? LOG2E : p.scale_log2;
-    const int begin = max(0, min(query0 + c.lo, c.sk)), end = max(0, min(min(query0 + ROWS, c.sq) + c.hi, c.sk));
+    const int begin = max(0, min(query0 + c.lo, c.sk)) / DROPOUT_KEYS * DROPOUT_KEYS;
+    const int end = max(0, min(min(query0 + ROWS, c.sq) + c.hi, c.sk));
     const dropout_state dropout = make_dropout(p);
     float base[2], rest[2], sum[2] = {0.0f, 0.0f};
     __syncthreads(); /* base and rest are there, shared memory is free */
@@ -131,6 +132,10 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
         product_rows<T, D, 1, BLOCK>(dp, shared + layout::second + warp_row * tile<T, D>::pitch, sv, p.tf32,
                                      shared + layout::joins + layout::join_bytes);
         mask_scores<T, 1, BLOCK>(p, c, x, query0 + warp_row, j0, s);
+        if (p.drops)
+            drop_elements(
+                find_kept<false, BLOCK>(p, dropout, dropout_head(p, c.n, x), query0 + warp_row + duty_row(), j0),
+                p.keep_scale, dp[0]);
 #pragma unroll
         for (int z = 0; z < BLOCK / 8; z++)
 #pragma unroll
@@ -138,9 +143,7 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
                 if (s[0][z][e] == -CUDART_INF_F || base[e / 2] == CUDART_INF_F)
                     continue;
                 const float weight = weight_of(s[0][z][e], factor, base[e / 2], rest[e / 2]);
-                const int i = query0 + warp_row + e / 2 * 8 + lane / 4, j = j0 + z * 8 + lane % 4 * 2 + e % 2;
-                const float drop = p.drops ? dropout_factor(p, dropout, c.n, x, i, j) : 1.0f;
-                sum[e / 2] = fmaf(weight, drop == 0.0f ? 0.0f : dp[0][z][e] * drop, sum[e / 2]);
+                sum[e / 2] = fmaf(weight, dp[0][z][e], sum[e / 2]);
             }
     }
     for (int half = 0; half < 2; half++) {

@@ -30,20 +30,18 @@ INLINE element lean_element(const attention_params &p, bool seen, float qk, floa
 }
 
 template <typename T>
-INLINE element full_element(const attention_params &p, const place &c, const score_row &row, const dropout_state &state,
-                            int64_t x, int j, float qk, float dp, float base, float rest, float dsum) {
+INLINE element full_element(const attention_params &p, const place &c, const score_row &row, bool kept, int j, float qk,
+                            float dp, float base, float rest, float dsum) {
     element r = {0.0f, 0.0f, false};
-    float slack, z = 1.0f;
+    float slack;
     const float s = full_score<T>(p, c, row, j, qk, &slack);
     if (s == -CUDART_INF_F || base == CUDART_INF_F)
         return r;
     const float weight = weight_of(s, LOG2E, base, rest);
-    if (p.drops)
-        z = dropout_factor(p, state, c.n, x, row.i, j);
-    dp = z == 0.0f ? 0.0f : dp * z;
+    dp = kept ? dp * p.keep_scale : 0.0f;
     if (p.t.dweights)
         dp += to_float(((const T *)p.t.dweights)[row.dweights + j]);
-    r.p = z == 0.0f ? 0.0f : weight;
+    r.p = kept ? weight : 0.0f;
     r.ds = weight * (dp - dsum) * slack;
     r.seen = true;
     return r;
@@ -107,6 +105,13 @@ INLINE void gradients_of_keys(const attention_params &p, const place &c, const d
                               float (*dp)[BLOCK / 8][4]) {
     const int lane = threadIdx.x % 32;
     const int *bad = (const int *)(numbers + 3 * BLOCK);
+    kept_bits<BLOCK> kept[TILES];
+#pragma unroll
+    for (int z = 0; FULL && CUT && z < TILES; z++) {
+        kept[z] = keep_all<BLOCK>();
+        if (p.drops)
+            kept[z] = find_kept<true, BLOCK>(p, state, dropout_head(p, c.n, x), row0 + z * 16, i0);
+    }
 #pragma unroll
     for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
@@ -127,7 +132,7 @@ INLINE void gradients_of_keys(const attention_params &p, const place &c, const d
                     element r;
                     const bool seen = !CUT || (j >= first && j <= last);
                     if (FULL && CUT && p.rich && seen)
-                        r = full_element<T>(p, c, row, state, x, j, *t, *dt, base, rest, dsum);
+                        r = full_element<T>(p, c, row, is_kept(kept[z], y, 2 * half + e), j, *t, *dt, base, rest, dsum);
                     else
                         r = lean_element(p, seen, *t, *dt, base, rest, dsum);
                     if (CUT && r.seen && bad[column])
@@ -245,7 +250,10 @@ INLINE void gradients_of_queries(const attention_params &p, const place &c, cons
                                  float (*s)[BLOCK / 8][4], float (*dp)[BLOCK / 8][4]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int z = 0; z < TILES; z++)
+    for (int z = 0; z < TILES; z++) {
+        kept_bits<BLOCK> kept = keep_all<BLOCK>();
+        if (FULL && CUT && p.drops)
+            kept = find_kept<false, BLOCK>(p, state, dropout_head(p, c.n, x), row0 + z * 16 + duty_row(), j0);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int i = row0 + z * 16 + half * 8 + lane / 4;
@@ -263,12 +271,14 @@ INLINE void gradients_of_queries(const attention_params &p, const place &c, cons
                     element r;
                     const bool seen = !CUT || (j >= first && j <= last);
                     if (FULL && CUT && p.rich && seen)
-                        r = full_element<T>(p, c, row, state, x, j, s[z][y][2 * half + e], *dt, base, rest, dsum);
+                        r = full_element<T>(p, c, row, is_kept(kept, y, 2 * half + e), j, s[z][y][2 * half + e], *dt,
+                                            base, rest, dsum);
                     else
                         r = lean_element(p, seen, s[z][y][2 * half + e], *dt, base, rest, dsum);
                     *dt = CUT && r.seen && bad[column] ? CUDART_NAN_F : r.ds;
                 }
         }
+    }
 }
 
 template <typename T, int D, int WARPS, int TILES, int BLOCK>
@@ -302,6 +312,7 @@ INLINE void attention_dq(const attention_params &p) {
     int begin = 0, end = 0;
     if (query0 < query1) {
         begin = max(0, min(query0 + c.lo, c.sk));
+        begin -= FULL ? begin % DROPOUT_KEYS : 0;
         end = max(0, min(query1 + c.hi, c.sk));
     }
     const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);

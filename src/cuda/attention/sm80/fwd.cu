@@ -152,25 +152,17 @@ INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOC
                 state->sum[x][half] += s[x][y][2 * half] + s[x][y][2 * half + 1];
 }
 
-/* P -> 0 where dropped. What is kept is multiplied by 1/(1 - dropout) at the end: P rounds to 16 bits better
+/* P -> 0 where dropped. What is kept is multiplied by keep_scale at the end: P rounds to 16 bits better
  * without. */
 template <int TILES, int BLOCK>
 INLINE void drop(const attention_params &p, const forward_work &w, const dropout_state &state, int row0, int j0,
                  float (*s)[BLOCK / 8][4]) {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int x = 0; x < TILES; x++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = row0 + x * 16 + half * 8 + lane / 4;
-#pragma unroll
-            for (int y = 0; y < BLOCK / 8; y++)
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-                    if (dropout_factor(p, state, w.c.n, w.y * p.pack + row % p.pack, row / p.pack,
-                                       j0 + y * 8 + lane % 4 * 2 + e) == 0.0f)
-                        s[x][y][2 * half + e] = 0.0f;
-        }
+    for (int x = 0; x < TILES; x++) {
+        const int row = row0 + x * 16 + duty_row();
+        const uint32_t bh = dropout_head(p, w.c.n, w.y * p.pack + row % p.pack);
+        drop_elements(find_kept<false, BLOCK>(p, state, bh, row / p.pack, j0), 1.0f, s[x]);
+    }
 }
 
 /* What a row's sums come to, of which the exact maximum was subtracted from far_from on: the factor of O; lse; for the combination the logarithm to base 2 of the sum over exp2((S - max)·c). The

@@ -55,6 +55,14 @@ template <typename T, bool KEYS>
 INLINE void gradients(const attention_params &p, const place &c, const position &w, const float *numbers,
                       const dropout_state &dropout, int at, int half, const float qk[HALF], const float dov[HALF],
                       bool few, float pz[HALF], float ds[HALF]) {
+    uint32_t kept = 0xffffffffu;
+    if (p.drops && KEYS)
+        kept = kept_keys(dropout_words(dropout.seed, dropout.offset, dropout_head(p, c.n, w.x),
+                                       (uint32_t)(w.other + at), (uint32_t)w.own / DROPOUT_KEYS),
+                         p.drop_threshold) >>
+               half * HALF;
+    else if (p.drops)
+        kept = kept_rows(p, dropout, dropout_head(p, c.n, w.x), w.own + half * HALF, w.other + at / 32 * 32);
 #pragma unroll
     for (int r = 0; r < HALF; r++) {
         const int mine = half * HALF + r, i = KEYS ? w.other + at : w.own + mine,
@@ -66,9 +74,10 @@ INLINE void gradients(const attention_params &p, const place &c, const position 
         if (s == -CUDART_INF_F || number[0] == CUDART_INF_F)
             continue;
         const float weight = exp2_approx((s - number[0] - number[STREAM]) * LOG2E);
-        const float z = p.drops ? dropout_factor(p, dropout, c.n, w.x, i, j) : 1.0f;
-        pz[r] = weight * z;
-        ds[r] = weight * ((z == 0.0f ? 0.0f : dov[r] * z) - ((few ? 0.0f : number[2 * STREAM]) - number[3 * STREAM])) *
+        const bool stays = kept >> r & 1u;
+        pz[r] = stays ? weight * p.keep_scale : 0.0f;
+        ds[r] = weight *
+                ((stays ? dov[r] * p.keep_scale : 0.0f) - ((few ? 0.0f : number[2 * STREAM]) - number[3 * STREAM])) *
                 slack;
     }
 }
@@ -103,7 +112,7 @@ template <typename T, bool KEYS> INLINE bool find_small_work(const attention_par
         return false;
     b->own_rows = KEYS ? b->c.sk : b->c.sq;
     const int last = min(b->w.own + ROWS, b->own_rows), others = KEYS ? b->c.sq : b->c.sk;
-    b->begin = max(0, min(b->w.own + (KEYS ? -b->c.hi : b->c.lo), others));
+    b->begin = max(0, min(b->w.own + (KEYS ? -b->c.hi : b->c.lo), others)) / DROPOUT_KEYS * DROPOUT_KEYS;
     b->end = b->w.own < last ? max(b->begin, min(last + (KEYS ? -b->c.lo : b->c.hi), others)) : b->begin;
     const uint32_t y = KEYS ? b->head : b->head / (uint32_t)p.group;
     const matrix<T> k = matrix_k<T>(p, b->c, y), v = matrix_v<T>(p, b->c, y), q = matrix_q<T>(p, b->c, b->w.x),

@@ -57,7 +57,7 @@ template <typename T, int D> INLINE void small_fwd(const attention_params &p) {
     if (i0 >= c.all_sq)
         return;
     const int at = threadIdx.x % STREAM, half = threadIdx.x / STREAM, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int i1 = min(i0 + ROWS, c.sq), begin = max(0, min(i0 + c.lo, c.sk));
+    const int i1 = min(i0 + ROWS, c.sq), begin = max(0, min(i0 + c.lo, c.sk)) / DROPOUT_KEYS * DROPOUT_KEYS;
     const int end = i0 < i1 ? max(begin, min(i1 + c.hi, c.sk)) : begin;
     const matrix<T> q = matrix_q<T>(p, c, x), k = matrix_k<T>(p, c, x / (uint32_t)p.group),
                     v = matrix_v<T>(p, c, x / (uint32_t)p.group);
@@ -90,13 +90,16 @@ template <typename T, int D> INLINE void small_fwd(const attention_params &p) {
         }
         __syncthreads();
         grow_tops(numbers, top, shrink);
+        uint32_t kept = 0;
+        if (p.drops)
+            kept = kept_rows(p, dropout, dropout_head(p, c.n, x), i0 + half * HALF, j0 + at - lane);
 #pragma unroll
         for (int r = 0; r < HALF; r++) {
             const float most = half ? top[HALF + r] : top[r];
             e[r] = exp2_approx((s[r] - (most == -CUDART_INF_F ? 0.0f : most)) * LOG2E);
             sum[r] = sum[r] * (half ? shrink[HALF + r] : shrink[r]) + e[r];
             if (p.drops)
-                e[r] *= dropout_factor(p, dropout, c.n, x, i0 + half * HALF + r, j0 + at);
+                e[r] = kept >> r & 1u ? e[r] * p.keep_scale : 0.0f;
             if (odd && s[r] == -CUDART_INF_F)
                 e[r] = -1.0f;
         }

@@ -23,6 +23,21 @@ template <int D> struct small_shared {
     static_assert(2 * WARPS * ROWS * D <= 2 * STREAM * pitch, "the sums fit where the rows were");
 };
 
+/* ------------------------------------------------------------------------------------------------------ dropout */
+
+/* Which of HALF rows from i on, with this lane's key as one of a warp's 32 from `first` on, a multiple of 8, are kept: bit r for row r.
+ * Each lane asks for eight keys of a row. */
+INLINE uint32_t kept_rows(const attention_params &p, const dropout_state &s, uint32_t bh, int i, int first) {
+    const uint32_t lane = threadIdx.x % 32, row = (uint32_t)i + lane % HALF, eight = lane / HALF % 4;
+    const uint32_t mine =
+        kept_keys(dropout_words(s.seed, s.offset, bh, row, (uint32_t)first / DROPOUT_KEYS + eight), p.drop_threshold);
+    uint32_t r = 0;
+#pragma unroll
+    for (int x = 0; x < HALF; x++)
+        r |= (__shfl_sync(ALL_LANES, mine, lane / DROPOUT_KEYS * HALF + x) >> lane % DROPOUT_KEYS & 1u) << x;
+    return r;
+}
+
 /* ------------------------------------------------------------------------------------------------------ loading */
 
 /* The rows of one head of one sequence. */
