@@ -318,7 +318,7 @@ def shape_rows():
 
 
 OPTIONS = ((True, "softcap"), (True, "alibi"), (True, "window 512"), (True, "sinks"), (True, "lse"), (True, "lengths"),
-           (True, "documents"), (True, "dropout"), (False, "lengths"), (False, "padding"), (False, "dense"),
+           (True, "documents"), (True, "dropout"), (False, "dropout"), (False, "lengths"), (False, "padding"), (False, "dense"),
            (False, "blocks"), (False, "bias shared"), (False, "bias"), (False, "dbias shared"), (False, "dbias"))
 
 

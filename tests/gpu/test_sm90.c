@@ -266,6 +266,26 @@ static void test_bool_masks(void **state) {
     }
 }
 
+/* Alone, and with what else changes the scores; the bits themselves are tests/test_dropout.c's. */
+static void test_dropout(void **state) {
+    static const int64_t dims[] = {64, 128, 256, 96, 200};
+    for (size_t x = 0; x < 3 * COUNT(dims); x++) {
+        attention_case c =
+            make_case(type_of(state, x), 2, 4, x % 2 ? 2 : 4, x % 3 ? 333 : 200, 290, dims[x % COUNT(dims)], 0);
+        c.a.dropout = x % 2 ? 0.1 : 0.5;
+        c.a.seed = x;
+        c.a.offset = UINT64_C(1) << x * 4;
+        c.a.mask = (heddle_mask)(x % 3);
+        if (x >= COUNT(dims))
+            c.a.features = x % 3 == 0   ? HEDDLE_ALIBI | HEDDLE_RNG_STATE
+                           : x % 3 == 1 ? HEDDLE_BIAS | HEDDLE_SINKS
+                                        : HEDDLE_BOOL_MASK;
+        if (x >= COUNT(dims) && x % 2 && !(c.a.features & (HEDDLE_ALIBI | HEDDLE_BIAS)))
+            c.a.softcap = 5;
+        check(&c);
+    }
+}
+
 static void test_layouts(void **state) {
     const int64_t b = 2, h = 4, hk = 2, sq = 140, sk = 150, d = 64;
     const char *const other = *state ? "sm90" : "sm80"; /* float32 is split as it lies */
@@ -433,6 +453,7 @@ int main(void) {
         BOTH(test_scores),
         BOTH(test_biases),
         BOTH(test_bool_masks),
+        IN(bits16, test_dropout),
         BOTH(test_layouts),
         BOTH(test_nan_value),
         BOTH(test_nan_gradient),

@@ -155,15 +155,20 @@ template <int D, typename layout> INLINE float *find_sum(const state &k, const s
 /* From P and dP to the operands of dV, dK and dQ, 16 queries at a time. For dS·K, dS lies in shared memory: rows are keys,
  * in strips of 64 queries. */
 template <typename T, bool MASKED, int BLOCK, bool FULL>
-INLINE void make_fragments(const attention_params &p, const state &k, uint32_t to, const float *row, float (*s)[4],
-                           float (*dp)[4], uint32_t (*ps)[4], uint32_t (*ds)[4]) {
+INLINE void make_fragments(const attention_params &p, const state &k, uint32_t to, const float *row,
+                           const kept_bits<BLOCK> &kept, float (*s)[4], float (*dp)[4], uint32_t (*ps)[4],
+                           uint32_t (*ds)[4]) {
     const int lane = threadIdx.x % 32, key = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
     to += key * 128;
 #pragma unroll
     for (int x = 0; x < BLOCK / 16; x++) {
+        if (FULL && p.drops)
+            drop_elements<BLOCK, 2>(kept, p.keep_scale, dp + 2 * x, 2 * x);
         key_gradients<MASKED, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
         if (FULL && p.softcap > 0.0f)
             cap_key_gradients<T>(p, *k.now, k.row0, x * 16, row + x * 16, row + BLOCK + x * 16, s + 2 * x, dp + 2 * x);
+        if (FULL && p.drops)
+            drop_elements<BLOCK, 2>(kept, 1.0f, s + 2 * x, 2 * x);
         pack_fragments<T, 16>(ps + x, s + 2 * x);
         pack_fragments<T, 16>(ds + x, dp + 2 * x);
         stmatrix4(to + x / 4 * OWN_ROWS * 128 + (((x % 4 * 2 + lane / 16) ^ (key & 7)) << 4), ds[x]);
@@ -171,14 +176,15 @@ INLINE void make_fragments(const attention_params &p, const state &k, uint32_t t
 }
 
 template <typename T, int BLOCK, typename layout>
-INLINE void make_operands(const attention_params &p, state *k, bool masked, const float *row, float (*s)[4],
-                          float (*dp)[4], uint32_t (*ps)[4], uint32_t (*ds)[4]) {
+INLINE void make_operands(const attention_params &p, state *k, bool masked, const float *row,
+                          const kept_bits<BLOCK> &kept, float (*s)[4], float (*dp)[4], uint32_t (*ps)[4],
+                          uint32_t (*ds)[4]) {
     const uint32_t to = k->smem + layout::ds + (k->turn & 1) * layout::ds_bytes;
     pin_all<BLOCK / 8>(dp);
     if (masked)
-        make_fragments<T, true, BLOCK, layout::is_full>(p, *k, to, row, s, dp, ps, ds);
+        make_fragments<T, true, BLOCK, layout::is_full>(p, *k, to, row, kept, s, dp, ps, ds);
     else
-        make_fragments<T, false, BLOCK, layout::is_full>(p, *k, to, row, s, dp, ps, ds);
+        make_fragments<T, false, BLOCK, layout::is_full>(p, *k, to, row, kept, s, dp, ps, ds);
     fence_async();
     release(k->smem + layout::ds_full + (k->turn & 1) * 8);
 }
@@ -263,9 +269,11 @@ template <typename layout> INLINE void take_dq(const attention_params &p, const 
 template <typename T, int D, int BLOCK, typename layout>
 INLINE void turn_early(const attention_params &p, const span &seen, const state &k, const step_pair &w,
                        const float *marks, float (*s)[4], float (*dp)[4], float (*dq)[4], const uint32_t (*ps)[4],
-                       const uint32_t (*ds)[4], float (*dk)[4], float (*dv)[4]) {
+                       const uint32_t (*ds)[4], float (*dk)[4], float (*dv)[4], kept_bits<BLOCK> *kept) {
     const bool careful = issue_scores<T, D, BLOCK, layout>(k, w, s);
     issue_dv<T, D, BLOCK, layout>(w, ps, dv);
+    if (layout::is_full)
+        *kept = keep_keys<BLOCK>(p, *k.now, k.steps, k.row0);
     wgmma_wait<1>();
     weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
     issue_dq_and_dk<T, D, BLOCK, layout>(k, w, ds, dq, dk);
@@ -281,7 +289,7 @@ INLINE void turn_early(const attention_params &p, const span &seen, const state 
 template <typename T, int D, int BLOCK, typename layout>
 INLINE void turn_late(const attention_params &p, const span &seen, const state &k, const step_pair &w,
                       const float *marks, float (*s)[4], float (*dp)[4], float (*dq)[4], const uint32_t (*ps)[4],
-                      const uint32_t (*ds)[4], float (*dk)[4], float (*dv)[4]) {
+                      const uint32_t (*ds)[4], float (*dk)[4], float (*dv)[4], kept_bits<BLOCK> *kept) {
     issue_dv<T, D, BLOCK, layout>(w, ps, dv);
     issue_dq_and_dk<T, D, BLOCK, layout>(k, w, ds, dq, dk);
     wgmma_wait<2>();
@@ -292,6 +300,8 @@ INLINE void turn_late(const attention_params &p, const span &seen, const state &
     wgmma_wait<1>();
     release_each(w.done);
     issue_gradients<T, D, BLOCK, layout>(k, w, dp);
+    if (layout::is_full)
+        *kept = keep_keys<BLOCK>(p, *k.now, k.steps, k.row0);
     wgmma_wait<1>();
     weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
 }
@@ -341,20 +351,23 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     wgmma_commit();
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes, at + layout::slot_bytes);
     wgmma_commit();
+    kept_bits<BLOCK> kept;
+    if (layout::is_full)
+        kept = keep_keys<BLOCK>(p, *k->now, k->steps, k->row0);
     wgmma_wait<1>();
     weigh<T, BLOCK, layout>(p, w, *k, k->turn, i0, careful, row, marks, s);
     wgmma_wait<0>();
-    make_operands<T, BLOCK, layout>(p, k, masked, row, s, dp, ps, ds);
+    make_operands<T, BLOCK, layout>(p, k, masked, row, kept, s, dp, ps, ds);
 #pragma unroll 1
     while (layout::is_full ? !(k->now->step & STEP_LAST) : --steps) {
         const step_pair pair = next_pair<D, BLOCK, STAGES, layout>(p, w, k, i0, at);
         if (LATE)
-            turn_late<T, D, BLOCK, layout>(p, w, *k, pair, marks, s, dp, dq, ps, ds, dk, dv);
+            turn_late<T, D, BLOCK, layout>(p, w, *k, pair, marks, s, dp, dq, ps, ds, dk, dv, &kept);
         else
-            turn_early<T, D, BLOCK, layout>(p, w, *k, pair, marks, s, dp, dq, ps, ds, dk, dv);
+            turn_early<T, D, BLOCK, layout>(p, w, *k, pair, marks, s, dp, dq, ps, ds, dk, dv, &kept);
         wgmma_wait<0>();
         k->turn++;
-        make_operands<T, BLOCK, layout>(p, k, pair.masked, pair.next_row, s, dp, ps, ds);
+        make_operands<T, BLOCK, layout>(p, k, pair.masked, pair.next_row, kept, s, dp, ps, ds);
         hand_over<layout>(*k);
         i0 = pair.next_i0;
         at = pair.next_at;
@@ -409,7 +422,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
         const int row = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16, rows = again.c.all_sk - again.key0;
         const int64_t key0 = again.c.first_k + again.key0;
         store_tile<T, D>(p.t.dv, row_at(p.a.dv_stride, again.c.n, again.y, key0), p.a.dv_stride.s, row, rows,
-                         (int)p.a.dv, 1.0f, dv);
+                         (int)p.a.dv, layout::is_full ? p.keep_scale : 1.0f, dv);
         store_tile<T, D>(p.t.dk, row_at(p.a.dk_stride, again.c.n, again.y, key0), p.a.dk_stride.s, row, rows,
                          (int)p.a.d, p.scale, dk);
     }
@@ -420,6 +433,8 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
     typedef layout90<D, BLOCK, STAGES, LONG, FULL> layout;
     extern __shared__ __align__(1024) char shared[];
     const crew crew = {blockIdx.x, gridDim.x};
+    if (FULL)
+        put_dropout(all.p, (key_options *)(shared + layout::steps) + KEY_STEPS);
     make_barriers<layout, STAGES>(shared_address(shared));
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();

@@ -113,7 +113,7 @@ CONTRACT int sm90_align(int bytes) {
 /* What the full kernels keep behind all else: forward, with two barriers for the bias of each warpgroup, and behind that the bias of a
  * tile; backward. */
 #define SM90_FORWARD_OPTIONS (160 + 3 * 16)
-#define SM90_BACKWARD_OPTIONS 320
+#define SM90_BACKWARD_OPTIONS 400
 
 /* Of a bias, where dK, dV and dQ are made at once: two barriers for each warpgroup and place; the places. Where a step has more queries
  * they are those of dS, which is made when the bias has been read. */

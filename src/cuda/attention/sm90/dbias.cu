@@ -157,6 +157,8 @@ INLINE void sum_dbias(const attention_params &p, uint32_t smem, int group, float
         pin_all<BLOCK / 8>(dp);
         release(smem + layout::empty + r.slot * 8);
         advance<layout::slots>(&r);
+        if (p.drops)
+            drop_elements(keep_queries<BLOCK>(p, o, make_dropout(p), group * 64, w.key0), p.keep_scale, dp);
         add_gradients<T, BLOCK>(p, w, row, bases, rests, dsum, s, dp, sum);
     }
 }

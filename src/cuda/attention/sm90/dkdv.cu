@@ -85,6 +85,9 @@ INLINE void key_step(const attention_params &p, const span &w, key_state *k, int
                      float (*s)[4], uint32_t (*ps)[4], uint32_t (*ds)[4]) {
     const bool careful = (FULL ? (k->now->step & STEP_BAND) != 0 : cut) || has_rest<BLOCK>(numbers);
     float dp[BLOCK / 8][4];
+    kept_bits<BLOCK> kept;
+    if (FULL)
+        kept = keep_keys<BLOCK>(p, *k->now, k->steps, k->row0);
     if (FIRST)
         wgmma_wait<0>();
     else
@@ -115,6 +118,8 @@ INLINE void key_step(const attention_params &p, const span &w, key_state *k, int
         pin_all<BLOCK / 8>(dp);
         if (!(MAKES & MAKES_DV))
             release_each(k->smem + layout::empty + k->r.slot * 8);
+        if (FULL && p.drops)
+            drop_elements(kept, p.keep_scale, dp);
     }
     if (cut)
         key_gradients<true, (MAKES & MAKES_DK) != 0, BLOCK>(numbers, numbers + 2 * BLOCK, s, dp);
@@ -122,6 +127,8 @@ INLINE void key_step(const attention_params &p, const span &w, key_state *k, int
         key_gradients<false, true, BLOCK>(numbers, numbers + 2 * BLOCK, s, dp);
     if (FULL && (MAKES & MAKES_DK))
         cap_gradients<T, BLOCK>(p, *k, numbers, s, dp);
+    if (FULL && (MAKES & MAKES_DV) && p.drops)
+        drop_elements(kept, 1.0f, s);
     if (MAKES & MAKES_DV)
         pack_fragments<T, BLOCK>(ps, s);
     if (MAKES & MAKES_DK)
@@ -213,6 +220,9 @@ INLINE void sum_keys_plainly(const attention_params &p, const span &w, key_state
                                                      k->smem + layout::slots + k->r.slot * layout::slot_bytes);
         wgmma_commit();
         const bool careful = (FULL ? (k->now->step & STEP_BAND) != 0 : cut) || has_rest<BLOCK>(row);
+        kept_bits<BLOCK> kept;
+        if (FULL)
+            kept = keep_keys<BLOCK>(p, *k->now, k->steps, k->row0);
         wgmma_wait<1>();
         pin_all<BLOCK / 8>(s);
         read_ahead<BLOCK> read;
@@ -225,12 +235,16 @@ INLINE void sum_keys_plainly(const attention_params &p, const span &w, key_state
             hide_keys<T, BLOCK>(p, *k->now, k->row0, low, read, s);
         wgmma_wait<0>();
         pin_all<BLOCK / 8>(dp);
+        if (FULL && p.drops)
+            drop_elements(kept, p.keep_scale, dp);
         if (cut)
             key_gradients<true, true, BLOCK>(row, row + 2 * BLOCK, s, dp);
         else
             key_gradients<false, true, BLOCK>(row, row + 2 * BLOCK, s, dp);
         if (FULL)
             cap_gradients<T, BLOCK>(p, *k, row, s, dp);
+        if (FULL && p.drops)
+            drop_elements(kept, 1.0f, s);
         pack_fragments<T, BLOCK>(ps, s);
         pack_fragments<T, BLOCK>(ds, dp);
         wgmma_fence();
@@ -280,7 +294,7 @@ INLINE void work_dkdv(const attention_params &p, const crew &c, char *shared) {
         const int64_t key0 = again.c.first_k + again.key0;
         if (MAKES & MAKES_DV)
             store_tile<T, D>(p.t.dv, row_at(p.a.dv_stride, again.c.n, again.y, key0), p.a.dv_stride.s, row, rows,
-                             (int)p.a.dv, 1.0f, dv);
+                             (int)p.a.dv, FULL ? p.keep_scale : 1.0f, dv);
         if (MAKES & MAKES_DK)
             store_tile<T, D>(p.t.dk, row_at(p.a.dk_stride, again.c.n, again.y, key0), p.a.dk_stride.s, row, rows,
                              (int)p.a.d, p.scale, dk);
@@ -290,6 +304,8 @@ INLINE void work_dkdv(const attention_params &p, const crew &c, char *shared) {
 template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool PLAIN, bool FULL>
 INLINE void run_dkdv(const attention_params_sm90 &all, const crew &c, char *shared) {
     typedef backward90<D, BLOCK, MAKES & MAKES_DK ? 2 : 1, SLOTS, 3> layout;
+    if (FULL)
+        put_dropout(all.p, (key_options *)(shared + layout::options) + KEY_STEPS);
     make_barriers<layout, SLOTS>(shared_address(shared));
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();

@@ -198,9 +198,9 @@ INLINE void query_gradients(const row_numbers &row, const float *marks, const fl
 
 /* From S, under way as key_step has it, to dS as an operand. */
 template <typename T, int D, int BLOCK, int SLOTS, bool FIRST, bool FULL, typename layout>
-INLINE void query_step(const attention_params &p, const query_options &o, int group, int step, const span &w,
-                       key_state *k, int j0, bool cut, const float *marks, const row_numbers &row, int done,
-                       float (*s)[4], uint32_t (*ds)[4]) {
+INLINE void query_step(const attention_params &p, const query_options &o, const dropout_state &drop, int group,
+                       int step, const span &w, key_state *k, int j0, bool cut, const float *marks,
+                       const row_numbers &row, int done, float (*s)[4], uint32_t (*ds)[4]) {
     constexpr bool EARLY = D * BLOCK <= 128 * 64; /* registers for dP beside what the last step's product reads */
     const float scale = p.scale_log2;
     float dp[BLOCK / 8][4];
@@ -208,6 +208,9 @@ INLINE void query_step(const attention_params &p, const query_options &o, int gr
     bool low = false;
     if (FULL)
         read_options<BLOCK>(p, o, group * 64, step, &read);
+    kept_bits<BLOCK> kept;
+    if (FULL)
+        kept = keep_queries<BLOCK>(p, o, drop, group * 64, step & ~STEP_FLAGS);
     if (FIRST)
         wgmma_wait<0>();
     else
@@ -237,6 +240,8 @@ INLINE void query_step(const attention_params &p, const query_options &o, int gr
     wgmma_wait<0>();
     pin_all<BLOCK / 8>(dp);
     release_each(k->smem + layout::empty + k->r.slot * 8);
+    if (FULL && p.drops)
+        drop_elements(kept, p.keep_scale, dp);
     if (cut)
         query_gradients<true, BLOCK>(row, marks, s, dp);
     else
@@ -265,8 +270,8 @@ INLINE void sum_queries(const attention_params &p, const query_options &o, const
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->smem + layout::slots + k_slot * layout::slot_bytes);
     wgmma_commit();
     advance<SLOTS>(&k->r);
-    query_step<T, D, BLOCK, SLOTS, true, FULL, layout>(p, o, group, step, w, k, j0, cut, marks + k_slot * BLOCK, row, 0,
-                                                       s, ds);
+    query_step<T, D, BLOCK, SLOTS, true, FULL, layout>(p, o, *(const dropout_state *)(steps + STEPS), group, step, w, k,
+                                                       j0, cut, marks + k_slot * BLOCK, row, 0, s, ds);
     advance<SLOTS>(&k->r);
 #pragma unroll 1
     for (j0 += BLOCK; FULL ? !(step & STEP_LAST) : j0 < w.end; j0 += BLOCK) {
@@ -285,8 +290,8 @@ INLINE void sum_queries(const attention_params &p, const query_options &o, const
         warpgroup_columns<T, D, BLOCK, BLOCK>(dq, ds, k->smem + layout::slots + done * layout::slot_bytes);
         wgmma_commit();
         advance<SLOTS>(&k->r);
-        query_step<T, D, BLOCK, SLOTS, false, FULL, layout>(p, o, group, step, w, k, j0, cut, marks + k_slot * BLOCK,
-                                                            row, done, s, ds);
+        query_step<T, D, BLOCK, SLOTS, false, FULL, layout>(p, o, *(const dropout_state *)(steps + STEPS), group, step,
+                                                            w, k, j0, cut, marks + k_slot * BLOCK, row, done, s, ds);
         advance<SLOTS>(&k->r);
     }
     wgmma_fence();
@@ -331,6 +336,8 @@ template <typename T, int D, int BLOCK, int SLOTS, bool FULL>
 INLINE void attention_dq(const attention_params_sm90 &all) {
     typedef backward90<D, BLOCK, 2, SLOTS, 1> layout;
     extern __shared__ __align__(1024) char shared[];
+    if (FULL)
+        put_dropout(all.p, (int *)(shared + layout::steps) + STEPS);
     make_barriers<layout, SLOTS>(shared_address(shared));
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();

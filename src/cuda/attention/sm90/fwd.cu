@@ -185,9 +185,14 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     else
         issue_sums<T, D, GROUPS, BLOCK>(smem, n, a, o);
     pass_turn<GROUPS>(group);
+    kept_bits<BLOCK> kept;
+    if (FULL)
+        kept = keep_queries<BLOCK>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64, j0 & ~STEP_FLAGS);
     wgmma_wait<1>();
     receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, s);
     const bool grows = online_softmax<BLOCK>(&k->rows, c, s, shrink);
+    if (FULL && v.p->drops)
+        drop_elements(kept, 1.0f, s);
     pin_all<BLOCK / 8>(s); /* or the exponentials would be left for after the wait */
     hold_until(k->rows.sum[0] + k->rows.sum[1]);
     wgmma_wait<0>();
@@ -241,6 +246,10 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
     receive_scores<T, D, GROUPS, BLOCK, true, FULL>(w, v, group, FULL ? k->step : g.first, smem, k->n, read, s);
     k->rows = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, 0};
     online_softmax<BLOCK>(&k->rows, c, s, shrink);
+    if (FULL && v.p->drops)
+        drop_elements(keep_queries<BLOCK>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64,
+                                          k->step & ~STEP_FLAGS),
+                      1.0f, s);
     pack_fragments<T, BLOCK>(a, s);
     zero_all<D / 8>(o);
     if (FULL) {
@@ -329,7 +338,8 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
         release(barriers + V_EMPTY + slot_of<KS>(n) * 8);
         if (QS > 1)
             barrier_sync(1 + GROUPS + group, WARPGROUP); /* the other warps, too, have done with Q */
-        store_rows<T, D, layout::rows>(p, jobs[slot_of<2>(nq)].t, k.rows, o, smem + slot_of<QS>(nq) * layout::q_bytes);
+        store_rows<T, D, layout::rows, FULL>(p, jobs[slot_of<2>(nq)].t, k.rows, o,
+                                             smem + slot_of<QS>(nq) * layout::q_bytes);
         if (g.skips)
             pass_by_values<D, GROUPS, BLOCK>(smem, group, n + 1);
         if (QS > 1) {
@@ -352,6 +362,8 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
     uint32_t *bad = (uint32_t *)(from + layout::bad);
     forward_job *jobs = (forward_job *)(from + layout::jobs);
     static_assert(sizeof(forward_job) <= SM90_JOB_BYTES, "two of them fit");
+    if (FULL)
+        put_dropout(all.p, steps_in<layout>(jobs) + STEPS);
     if (threadIdx.x == 0) {
         for (int x = 0; x < SM90_MOST_STAGES * 8; x += 8) {
             mbarrier_init(barriers + Q_FULL + x, 1);

@@ -24,7 +24,7 @@ template <int D, int GROUPS, int BLOCK> struct forward90 {
     /* full: of the tile of queries and the next; what the thread that sends tells of tiles of keys */
     static constexpr int options = bytes, steps = options + 2 * sizeof(query_options);
     /* of each warpgroup: its bias is there, and is not needed any more; the bias */
-    static constexpr int bias_full = steps + STEPS * 4, bias_empty = bias_full + GROUPS * 8;
+    static constexpr int bias_full = steps + STEPS * 4 + sizeof(dropout_state), bias_empty = bias_full + GROUPS * 8;
     static constexpr int bias = (options + SM90_FORWARD_OPTIONS + 1023) / 1024 * 1024;
     static constexpr int bias_bytes = BLOCK / 64 * SM90_BIAS_BOX; /* of a warpgroup */
     static_assert(bias_empty + GROUPS * 8 - options <= SM90_FORWARD_OPTIONS, "as the plan counts");
@@ -288,7 +288,7 @@ INLINE void store_directly(const attention_params &p, const forward_target &t, i
 }
 
 /* o = O / sum, and lse. A warp's rows go through shared memory, where its rows of Q were, so that whole rows are written. */
-template <typename T, int D, int ROWS>
+template <typename T, int D, int ROWS, bool FULL>
 INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state, float (*o)[4],
                        uint32_t staging) {
     const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
@@ -296,6 +296,7 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         by[half] = end_row(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]), lane % 4 == 0);
+        by[half] *= FULL ? p.keep_scale : 1.0f;
         if (state.bad >> half & 1 && by[half] != 0.0f)
             by[half] = CUDART_NAN_F;
     }

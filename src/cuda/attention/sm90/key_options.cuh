@@ -12,12 +12,13 @@ struct key_options {
     const uint32_t *bits; /* of key 0 and query 0 */
     float slope;
     int off, sq, sk;
+    uint32_t head; /* as dropout counts */
 };
 #define KEY_STEPS 8 /* of them that are remembered */
-static_assert(KEY_STEPS * sizeof(key_options) == SM90_BACKWARD_OPTIONS, "as the plan counts");
+static_assert(KEY_STEPS * sizeof(key_options) + sizeof(dropout_state) == SM90_BACKWARD_OPTIONS, "as the plan counts");
 
 INLINE key_options find_key_options(const attention_params &p, const place &c, int x, int step, int element) {
-    key_options r = {step, x, NULL, NULL, 0.0f, c.off, c.sq, c.sk};
+    key_options r = {step, x, NULL, NULL, 0.0f, c.off, c.sq, c.sk, dropout_head(p, c.n, x)};
     if (p.a.features & HEDDLE_BIAS)
         r.bias = (const char *)p.t.bias + row_at(p.a.bias_stride, c.n, x, 0) * element;
     if (p.seen_of_keys.kinds)
@@ -130,6 +131,14 @@ template <typename T> INLINE void hide_key_box(uint32_t box, bool alike, float (
         read_key_box(box, alike, x, bias);
         hide_low<T, BIAS_COLUMNS>(bias, s + x / 8);
     }
+}
+
+/* What dropout keeps of a warp's keys, of which this lane's first is `key`, and the queries of a step, which is one of `steps`. */
+template <int N>
+INLINE kept_bits<N> keep_keys(const attention_params &p, const key_options &o, const key_options *steps, int key) {
+    const dropout_state &state = *(const dropout_state *)(steps + KEY_STEPS);
+    key -= (int)threadIdx.x % 32 / 4;
+    return p.drops ? find_kept<true, N>(p, state, o.head, key, o.step & ~STEP_FLAGS) : keep_all<N>();
 }
 
 /* The bits of this lane's keys. */

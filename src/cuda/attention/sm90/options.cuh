@@ -20,6 +20,12 @@ enum {
 };
 #define STEPS 16 /* of them that are remembered */
 
+/* Behind them lies what dropout begins with, from the start of the kernel on. */
+template <typename S> INLINE void put_dropout(const attention_params &p, S *behind) {
+    if (threadIdx.x == 0)
+        *(dropout_state *)behind = make_dropout(p);
+}
+
 INLINE int64_t map_of(const mask_map &m, int64_t n, int64_t x) {
     return n * m.of_b + x * m.of_h;
 }
@@ -177,11 +183,12 @@ struct query_options {
     const void *bias;     /* of its first row and key 0 */
     const uint32_t *bits; /* likewise */
     float slope;
-    int place, last; /* of the first row: where its diagonal is; the last row that there is */
+    int first, place, last; /* the first row: its query, where its diagonal is; the last row that there is */
+    uint32_t head;          /* as dropout counts */
 };
 
 INLINE query_options find_options(const attention_params &p, const place &c, int64_t x, int row0, int element) {
-    query_options r = {NULL, NULL, 0.0f, row0 + c.off, max(c.sq - 1 - row0, 0)};
+    query_options r = {NULL, NULL, 0.0f, row0, row0 + c.off, max(c.sq - 1 - row0, 0), dropout_head(p, c.n, x)};
     if (p.a.features & HEDDLE_BIAS)
         r.bias = (const char *)p.t.bias + row_at(p.a.bias_stride, c.n, x, row0) * element;
     if (p.seen_by_queries.kinds)
@@ -382,6 +389,14 @@ INLINE void cap_query_gradients(const attention_params &p, const query_options &
             for (int e = 0; e < 4; e++)
                 ds[x / 8 + y][e] *= slack_of(t[y][e] * p.inverse_softcap);
     }
+}
+
+/* What dropout keeps of rows row .. of a warpgroup and keys from j0 on. */
+template <int N>
+INLINE kept_bits<N> keep_queries(const attention_params &p, const query_options &o, const dropout_state &state, int row,
+                                 int j0) {
+    row += o.first + (int)threadIdx.x % WARPGROUP / 32 * 16 + duty_row();
+    return p.drops ? find_kept<false, N>(p, state, o.head, row, j0) : keep_all<N>();
 }
 
 /* Does row `row` of the tile see one of the marked keys of the 128 from j0 on, first .. last of them in its band? Rarely asked. */

@@ -44,8 +44,7 @@ static bool finds_tanh_again(const heddle_attention *a) {
 
 /* No more than the full kernels can. */
 static bool takes_options(const attention_problem *p) {
-    return !(p->a->dropout > 0) &&
-           (p->pass == HEDDLE_FORWARD || (!(p->a->features & HEDDLE_WEIGHTS) && finds_tanh_again(p->a)));
+    return p->pass == HEDDLE_FORWARD || (!(p->a->features & HEDDLE_WEIGHTS) && finds_tanh_again(p->a));
 }
 
 /* A whole tile for every multiprocessor matters less than its speed, as long as no blocks have to share the keys. */
