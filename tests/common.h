@@ -187,6 +187,7 @@ void norm_linear_print(const norm_linear_case *c);
 void check_norm_linear(const norm_linear_case *c);
 bool norm_linear_is_right(const norm_linear_case *c);
 bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]);
+void norm_linear_count(const norm_linear_case *c, error_bin bin[N_COUNT]);
 /* The plain order of operations. `natural` is measured with PLAIN_FORWARD; natural[N_X] is then the largest magnitude of
  * x in its row's deviations, which is how many times its own rounding x loses where the mean is taken off. */
 void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT]);

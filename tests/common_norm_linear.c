@@ -215,6 +215,22 @@ bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]) {
     return right;
 }
 
+void norm_linear_count(const norm_linear_case *c, error_bin bin[N_COUNT]) {
+    norm_linear_problem p = norm_linear_new(c), ref = norm_linear_copy(&p, HEDDLE_F64, HEDDLE_REF);
+    double natural[N_COUNT];
+    norm_linear_problem *both[] = {&p, &ref};
+    for (size_t x = 0; x < COUNT(both); x++) {
+        norm_linear_run(both[x], HEDDLE_FORWARD);
+        norm_linear_run(both[x], HEDDLE_BACKWARD);
+    }
+    norm_linear_problem plain = norm_linear_borrow(&p);
+    plain_norm_linear(&plain, PLAIN_FORWARD, natural);
+    norm_linear_free(&plain);
+    count_errors(&p, &ref, natural, bin);
+    norm_linear_free(&ref);
+    norm_linear_free(&p);
+}
+
 bool norm_linear_is_right(const norm_linear_case *c) {
     return norm_linear_judge(c, NULL);
 }

@@ -113,11 +113,39 @@ static void test_common(void **state) {
     assert_true(right);
 }
 
+/* One chain of sums over the features, the results or the rows loses more and more, as it does over d. Not the mean, which
+ * the plain computation sums pairwise: sums of 16-bit numbers are then exact. */
+static void test_norm_linear(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{32, 1000, 64}, {24, 64, 1000}, {600, 24, 24}, {150, 150, 150}};
+    bool right = true;
+    for (size_t x = 0; x < COUNT(sizes) + TEST_DTYPES - 1; x++) { /* the last in each type */
+        const int64_t *size = sizes[x < COUNT(sizes) ? x : COUNT(sizes) - 1];
+        const heddle_dtype dtype = x < COUNT(sizes) ? HEDDLE_F32 : test_dtypes[x - COUNT(sizes) + 1];
+        error_bin bin[N_COUNT] = {0};
+        for (uint64_t y = 0; y < 24; y++) {
+            const norm_linear_case c = {.a = norm_linear_desc(dtype, (heddle_norm)(y % 2), size[0], size[1], size[2]),
+                                        .seed = 77 * y + x + 1};
+            norm_linear_count(&c, bin);
+        }
+        for (int t = 0; t < N_COUNT; t++) {
+            const double ratio = bin_ratio(&bin[t]);
+            if (t == N_MEAN || ratio <= MOST)
+                continue;
+            printf("  m %d k %d n %d, dtype %d, %s: %.2f times the plain computation's error on average of %d cases\n",
+                   (int)size[0], (int)size[1], (int)size[2], (int)dtype, norm_linear_tensor_name[t], ratio,
+                   (int)bin[t].count);
+            right = false;
+        }
+    }
+    assert_true(right);
+}
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_head_dims),   cmocka_unit_test(test_few_keys), cmocka_unit_test(test_large_scores),
-        cmocka_unit_test(test_one_of_many), cmocka_unit_test(test_common),
+        cmocka_unit_test(test_one_of_many), cmocka_unit_test(test_common),   cmocka_unit_test(test_norm_linear),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -37,7 +37,7 @@ typedef struct norm_space {
     float *row;
 } norm_space;
 
-#define SHORT_CHAIN 128 /* where there are few results */
+#define SHORT_CHAIN 128 /* where there are few results, and in float32 */
 #define SUM_ROWS 64     /* of a column that are added up one after the other; then such sums are */
 
 INLINE const char *row_of(const void *p, int64_t row, int64_t stride, int type) {
