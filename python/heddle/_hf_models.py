@@ -246,6 +246,17 @@ def _requests(model: Any, requested: Any) -> Any:
             yield part, by_config.get(id(part.config), by_config[id(model.config)])
 
 
+def _and_follow(end: Any) -> Any:
+    @functools.wraps(end)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = end(self, *args, **kwargs)
+        if self.config._attn_implementation in _names:
+            _follow(self)
+        return result
+
+    return method
+
+
 def watch(name: str) -> None:
     """From now on every model is asked whether heddle can serve it, where its implementation is set to the name."""
     import transformers
@@ -258,7 +269,6 @@ def watch(name: str) -> None:
         return
     PreTrainedModel._heddle_watches = True
     make, change = PreTrainedModel.__init__, getattr(PreTrainedModel, "set_attn_implementation", None)
-    end = PreTrainedModel.post_init
 
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -268,13 +278,9 @@ def watch(name: str) -> None:
             _admit(type(self), self.config._attn_implementation)
             _listen(self)
 
-    @functools.wraps(end)
-    def post_init(self: Any) -> None:
-        end(self)
-        if self.config._attn_implementation in _names:
-            _follow(self)
-
-    PreTrainedModel.__init__, PreTrainedModel.post_init = __init__, post_init
+    PreTrainedModel.__init__ = __init__
+    for name_of_end in ("post_init", "init_weights"):  # a model's constructor ends with one or the other
+        setattr(PreTrainedModel, name_of_end, _and_follow(getattr(PreTrainedModel, name_of_end)))
     if change is None:
         return
 

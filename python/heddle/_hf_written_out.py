@@ -145,7 +145,7 @@ class Scores:
         out: Tensor = found[0] if asked else found
         return out.to(value.dtype)
 
-    float = to
+    float = type_as = to
     __add__ = __radd__ = add
     __mul__ = __rmul__ = mul
     __truediv__ = div
