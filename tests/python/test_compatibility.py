@@ -14,8 +14,10 @@ pytest.importorskip("transformers")
 
 SCRIPT = Path(__file__).with_name("compatibility.py")
 # Position biases, a model that is refused, one whose layers do not say that they are causal, keys by index, sinks,
-# softcap, windows, a table of classes (4.57), text with pictures, sound.
-SAMPLE = "llama t5 bloom bigbird_pegasus gpt_oss gemma2 mistral bert bart clip qwen2_vl wav2vec2-conformer"
+# softcap, windows, a table of classes (4.57), text with pictures, sound, layers that write their attention out, and one
+# that adds to its mask.
+SAMPLE = "llama t5 bloom bigbird_pegasus gpt_oss gemma2 mistral bert bart clip qwen2_vl wav2vec2-conformer "
+RIGHT = "gptj gpt_neo mpt electra codegen doge"
 
 
 def run(*options):
@@ -25,9 +27,11 @@ def run(*options):
 
 
 def test_sample():
-    text = run("--only", SAMPLE.replace(" ", ","))
+    text = run("--only", (SAMPLE + RIGHT).replace(" ", ","))
     for name in SAMPLE.split():
         assert f"{name}: right" in text or f"{name}: refused" in text, text
+    for name in RIGHT.split():
+        assert f"{name}: right" in text, text
     assert "llama: right" in text and "bloom: refused" in text
 
 
