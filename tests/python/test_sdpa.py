@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -151,3 +153,27 @@ def test_no_heads_with_all_options():
     out, lse = heddle.attention(none, none, some, **packed)
     assert torch.allclose(out, some.mean(0, keepdim=True).expand(3, -1, -1), atol=1e-6)
     assert torch.allclose(lse, torch.full((2, 3), 3.0).log())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["bool", "bias"])
+@pytest.mark.parametrize("device", devices())
+def test_huge_where_nobody_looks(dtype, d, kind, device):
+    """What a mask leaves out may be so large that products with it overflow: no zero weight may meet them."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, 200, d, dtype=dtype, device=device) for _ in range(4))
+    seen = torch.rand(1, 1, 200, 200, device=device) < 0.9
+    seen[..., [5, 140]] = False
+    mask = seen if kind == "bool" else torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -math.inf)
+
+    def run(there):
+        keys, values = k.clone(), v.clone()
+        keys[:, :, 5], values[:, :, 5], values[:, :, 140] = there, there, -there
+        inputs = [x.detach().clone().requires_grad_() for x in (q, keys, values)]
+        o = heddle.scaled_dot_product_attention(*inputs, attn_mask=mask)
+        o.backward(100 * do)
+        return [o.detach()] + [x.grad for x in inputs]
+
+    for got, wanted in zip(run(torch.finfo(dtype).max), run(0)):
+        torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-3 * wanted.abs().max().item())

@@ -209,8 +209,7 @@ INLINE int turn_to(const attention_params &p, state *k, unsigned count, bool *ma
     if (k->sum)
         k->sum += (k->now->x - k->x) * sum_tiles(p) * 64 * sm90_columns(D);
     k->x = k->now->x;
-    /* What bits or a bias hide has a weight of -0, which is enough where all is finite. */
-    *masked = (step & STEP_BAND) || ((step & STEP_CUT) && (step & STEP_DIRTY)) || k->any_bad;
+    *masked = (step & STEP_CUT) || k->any_bad; /* finite or not: dP of what is hidden may overflow, and -0·inf is NaN */
     return step & ~STEP_FLAGS;
 }
 
@@ -411,7 +410,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
             k.x = w.y * p.group;
             mbarrier_wait(k.smem + layout::own_full, own_turn);
             own_turn ^= 1;
-            k.any_bad = clean_keys<T, D, OWN_ROWS, layout::is_full>(k.smem, (float *)(shared + layout::marks));
+            k.any_bad = clean_keys<T, D, OWN_ROWS>(k.smem, (float *)(shared + layout::marks));
             sum_keys<T, D, BLOCK, STAGES, (D <= 64), layout>(p, w.s, w.steps, &k, dk, dv);
             release(k.smem + layout::own_empty);
         }

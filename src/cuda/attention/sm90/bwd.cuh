@@ -71,10 +71,10 @@ template <typename T, int D, int BLOCK> INLINE void clean_slot(uint32_t tile, fl
 }
 
 /* dS·K reads K of rows that a mask may have left out: what is not finite becomes zero, and who sees the key gets NaN by its mark. Is
- * there one? VALUES: or in V, which lies behind K; what is hidden needs to know. */
-template <typename T, int D, int ROWS, bool VALUES> INLINE bool clean_keys(uint32_t keys, float *marks) {
+ * there one? */
+template <typename T, int D, int ROWS> INLINE bool clean_keys(uint32_t keys, float *marks) {
     const int thread = threadIdx.x - WARPGROUP;
-    constexpr int BYTES = tile90<D, ROWS>::bytes, CHUNKS = BYTES / 16;
+    constexpr int CHUNKS = tile90<D, ROWS>::bytes / 16;
     bool found = false;
     if (thread < ROWS)
         marks[thread] = 0.0f;
@@ -89,8 +89,6 @@ template <typename T, int D, int ROWS, bool VALUES> INLINE bool clean_keys(uint3
             }
         fence_async();
     }
-    if (VALUES)
-        found |= is_bad_part<T, CHUNKS, CONSUMERS>(keys + BYTES, thread);
     return barrier_or(1, CONSUMERS, found);
 }
 

@@ -6,7 +6,7 @@
 #include "cuda/attention/prep.cuh"
 #include "cuda/attention/sm90/bwd.cuh"
 
-/* The same as attention_light; and is Q, dO, o or dlse not finite somewhere? Then a tile that a mask cuts has to be cleaned. */
+/* The same as attention_light; and is Q or dO not finite somewhere? Then a tile that a mask cuts has to be cleaned. */
 template <typename T, int D> INLINE void full_light(const attention_params &p) {
     const unsigned tiles = (unsigned)((p.a.sq + 63) / 64);
     const int64_t unit = blockIdx.x / tiles, x = unit % p.a.h;
@@ -16,7 +16,6 @@ template <typename T, int D> INLINE void full_light(const attention_params &p) {
     const int count = (int)min64(64, (p.a.features & HEDDLE_VARLEN ? p.a.total_q - c.first_q : p.a.sq) - row0);
     const T *const q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q + row0);
     const T *const dout = (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + row0);
-    const T *const o = (const T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + row0);
     bool bad = false;
 #pragma unroll
     for (int z = threadIdx.x; z < 64 * D / 8; z += 128) {
@@ -25,12 +24,7 @@ template <typename T, int D> INLINE void full_light(const attention_params &p) {
             bad |= has_nonfinite(*(const uint4 *)(q + row * p.a.q_stride.s + column), T());
         if (row < count && column < (int)p.a.dv)
             bad |= has_nonfinite(*(const uint4 *)(dout + row * p.a.do_stride.s + column), T());
-        if (row0 + row < c.sq && column < (int)p.a.dv)
-            bad |= has_nonfinite(*(const uint4 *)(o + row * p.a.o_stride.s + column), T());
     }
-    const int i = row0 + (int)threadIdx.x;
-    if (p.t.dlse && threadIdx.x < 64 && i < c.sq)
-        bad |= !isfinite(((const float *)p.t.dlse)[lse_at(p, c, x, i)]);
     bad = __syncthreads_or(bad);
     if (threadIdx.x == 0)
         p.dirty[blockIdx.x] = bad;

@@ -335,7 +335,7 @@ template <typename T, int D, int GROUP> INLINE void work(const attention_params 
             k.steps = w.steps;
             mbarrier_wait(k.smem + layout::own_full, k.own_turn);
             k.own_turn ^= 1;
-            k.any_bad = clean_keys<T, D, OWN, false>(k.smem, k.marks);
+            k.any_bad = clean_keys<T, D, OWN>(k.smem, k.marks);
             if (GROUP == 0)
                 sum_values<T, D>(p, w.s, &k, sum);
             else
