@@ -175,5 +175,5 @@ def test_huge_where_nobody_looks(dtype, d, kind, device):
         o.backward(100 * do)
         return [o.detach()] + [x.grad for x in inputs]
 
-    for got, wanted in zip(run(torch.finfo(dtype).max), run(0)):
+    for got, wanted in zip(run(torch.finfo(dtype).max), run(0), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-3 * wanted.abs().max().item())
