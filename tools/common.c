@@ -101,7 +101,9 @@ bool parse_real(const char *option, const char *text, double *out) {
 int parse_list(const char *option, const char *text, int most, int64_t *out) {
     char *copy = strdup(text), *rest = copy;
     int count = 0;
-    bool ok = copy != NULL;
+    bool ok = true;
+    if (!copy)
+        exit(complain("out of memory"));
     for (char *item; ok && (item = strsep(&rest, ",")); count++) {
         if (count == most) {
             complain("%s: '%s' has more than %d numbers", option, text, most);

@@ -28,15 +28,16 @@ void npy_shape_text(int rank, const int64_t *shape, char *text, size_t n);
 /* Reads all of the file, or complains in one line and returns false. */
 bool npy_read(arena *m, const char *path, npy_array *out);
 
-/* Files that appear together or not at all. Each is written to a temporary file in the directory of its target and
- * takes the target's place in npy_commit; whatever fails, npy_abandon leaves everything as it was, and so do the signals
- * that end a program. Where the path is a symbolic link, the target is what that names, be it there or not. What is not
+/* Files that appear together or not at all. Each is written to a file without a name in the directory of its target and takes
+ * the target's place in npy_commit; whatever fails or ends the program, everything stays as it was. On a file system that knows
+ * only files with names, they have temporary ones, which npy_abandon and the signals that end a program remove. Where the path is a symbolic link, the target is what that names, be it there or not. What is not
  * a regular file (a pipe, /dev/null) is written straight away. */
 #define NPY_MAX_OUTPUTS 16
 typedef struct npy_outputs {
     int count;
     struct npy_output {
         char *target, *temporary, *backup;
+        int unnamed; /* its descriptor while it has no name, else -1 */
     } file[NPY_MAX_OUTPUTS];
 } npy_outputs;
 

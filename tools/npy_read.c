@@ -260,16 +260,20 @@ static bool read_data(FILE *in, const char *path, size_t bytes, arena *m, npy_ar
     return got == bytes && feof(in);
 }
 
+/* Of an empty array the other dimensions have to fit, too: strides are made of them. */
 static bool array_bytes(const char *path, npy_array *a, size_t *bytes) {
     bool empty = false, fits = true;
     a->count = 1;
-    for (int i = 0; i < a->rank; i++)
+    for (int i = 0; i < a->rank; i++) {
         empty |= a->shape[i] == 0;
-    for (int i = 0; i < a->rank && !empty; i++)
-        fits = fits && !__builtin_mul_overflow(a->count, a->shape[i], &a->count);
-    if (empty)
+        fits = fits && !__builtin_mul_overflow(a->count, a->shape[i] ? a->shape[i] : 1, &a->count);
+    }
+    fits = fits && !__builtin_mul_overflow((size_t)a->count, npy_type_size(a->type), bytes) && *bytes <= PTRDIFF_MAX;
+    if (empty) {
         a->count = 0;
-    if (fits && !__builtin_mul_overflow((size_t)a->count, npy_type_size(a->type), bytes) && *bytes <= PTRDIFF_MAX)
+        *bytes = 0;
+    }
+    if (fits)
         return true;
     complain("%s: the array is too large: its size in bytes is over 2^63", path);
     return false;

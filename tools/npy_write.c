@@ -113,6 +113,8 @@ static void release(npy_outputs *all) {
             unlink(f->temporary);
         if (f->backup)
             unlink(f->backup);
+        if (f->unnamed >= 0)
+            close(f->unnamed);
         free(f->temporary);
         free(f->backup);
         free(f->target);
@@ -121,15 +123,30 @@ static void release(npy_outputs *all) {
     atomic_store(&half_written, NULL);
 }
 
-/* A name in the directory of `target` that does not exist yet; made by `make`, which fails with EEXIST if it does. */
-static char *make_beside(const char *target, int (*make)(const char *target, const char *name), int *result) {
-    const char *slash = strrchr(target, '/');
-    int directory = slash ? (int)(slash - target) + 1 : 0;
+/* The first n bytes of a, and b. */
+static char *joined(const char *a, size_t n, const char *b) {
+    char *result = malloc(n + strlen(b) + 1);
+    if (!result)
+        exit(complain("out of memory"));
+    memcpy(result, a, n);
+    strcpy(result + n, b);
+    return result;
+}
+
+/* Of the path's directory, with its slash; 0 if it names none. */
+static int directory_length(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? (int)(slash - path) + 1 : 0;
+}
+
+/* A name in the directory of `target` that does not exist yet; made of `from` by `make`, which fails with EEXIST if it does. */
+static char *make_beside(const char *target, const char *from, int (*make)(const char *from, const char *name),
+                         int *result) {
     char *name = NULL;
     for (int i = 0; i < 1000; i++) {
-        if (asprintf(&name, "%.*s.heddle-%ld-%d", directory, target, (long)getpid(), i) < 0)
+        if (asprintf(&name, "%.*s.heddle-%ld-%d", directory_length(target), target, (long)getpid(), i) < 0)
             exit(complain("out of memory"));
-        *result = make(target, name);
+        *result = make(from, name);
         if (*result >= 0)
             return name;
         int error = errno;
@@ -141,16 +158,51 @@ static char *make_beside(const char *target, int (*make)(const char *target, con
     return NULL;
 }
 
-static int make_file(const char *target, const char *name) {
+static void keep_mode(int fd, const char *target) {
     struct stat st;
-    int fd = open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (fd >= 0 && stat(target, &st) == 0)
         (void)!fchmod(fd, st.st_mode & 0777);
+}
+
+static int make_file(const char *target, const char *name) {
+    int fd = open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    keep_mode(fd, target);
     return fd;
 }
 
-static int make_link(const char *target, const char *name) {
-    return link(target, name);
+static int make_link(const char *from, const char *name) {
+    return linkat(AT_FDCWD, from, AT_FDCWD, name, AT_SYMLINK_FOLLOW);
+}
+
+#define BY_DESCRIPTOR "/proc/self/fd/"
+
+/* A file in the directory of `target` that has no name yet, so that nothing is left of it however the command ends; -1 where the
+ * file system has none. */
+static int open_unnamed(const char *target) {
+    int fd = -1;
+#ifdef O_TMPFILE
+    if (access(BY_DESCRIPTOR, X_OK) == 0) {
+        char *directory = joined(target, (size_t)directory_length(target), "");
+        fd = open(directory, O_TMPFILE | O_WRONLY | O_CLOEXEC, 0666);
+        keep_mode(fd, target);
+        free(directory);
+    }
+#endif
+    return fd;
+}
+
+/* Gives the file without a name its target's name where that is free, else a temporary one. */
+static bool name_output(struct npy_output *f) {
+    char from[sizeof BY_DESCRIPTOR + 12];
+    int linked;
+    snprintf(from, sizeof from, BY_DESCRIPTOR "%d", f->unnamed);
+    if (make_link(from, f->target) != 0) {
+        if (errno != EEXIST || !(f->temporary = make_beside(f->target, from, make_link, &linked)))
+            return false;
+    }
+    close(f->unnamed);
+    f->unnamed = -1;
+    return true;
 }
 
 static bool trouble(const char *path) {
@@ -166,19 +218,9 @@ static bool write_directly(const char *path, const npy_array *array) {
     return (close(fd) == 0 || (ok && trouble(path))) && ok;
 }
 
-/* The first n bytes of a, and b. */
-static char *joined(const char *a, size_t n, const char *b) {
-    char *result = malloc(n + strlen(b) + 1);
-    if (!result)
-        exit(complain("out of memory"));
-    memcpy(result, a, n);
-    strcpy(result + n, b);
-    return result;
-}
-
 /* `name` as it is meant in the directory of `path`, which has a slash. */
 static char *beside(const char *path, const char *name) {
-    return joined(path, *name == '/' ? 0 : (size_t)(strrchr(path, '/') - path) + 1, name);
+    return joined(path, *name == '/' ? 0 : (size_t)directory_length(path), name);
 }
 
 /* What the symbolic link `path` names, in its place; false if it is none. */
@@ -211,21 +253,24 @@ static char *resolve(const char *path) {
     return target;
 }
 
-/* A new entry of the outputs with its temporary file, of which *fd is the descriptor. False after a complaint. */
+/* A new entry of the outputs with its file, of which *fd is the descriptor. False after a complaint. */
 static bool open_output(npy_outputs *all, const char *path, int *fd) {
     char *target = resolve(path);
     if (!target)
         return trouble(path);
     struct npy_output *f = &all->file[all->count++];
-    *f = (struct npy_output){target, NULL, NULL};
+    *f = (struct npy_output){target, NULL, NULL, -1};
     for (int i = 0; i + 1 < all->count; i++)
         if (!strcmp(all->file[i].target, target)) {
             complain("%s: two outputs go to this one file", path);
             return false;
         }
     const bool locked = access(target, F_OK) == 0 && access(target, W_OK) != 0;
-    f->temporary = locked ? NULL : make_beside(target, make_file, fd);
-    return f->temporary || trouble(path);
+    if (!locked)
+        *fd = f->unnamed = open_unnamed(target);
+    if (!locked && f->unnamed < 0)
+        f->temporary = make_beside(target, target, make_file, fd);
+    return f->unnamed >= 0 || f->temporary || trouble(path);
 }
 
 bool npy_stage(npy_outputs *all, const char *path, const npy_array *array) {
@@ -251,6 +296,8 @@ bool npy_stage(npy_outputs *all, const char *path, const npy_array *array) {
         return false;
     bool ok = write_array(fd, array) && (fsync(fd) == 0 || errno == EINVAL || errno == EROFS);
     ok = ok || trouble(path);
+    if (all->file[all->count - 1].unnamed >= 0) /* closed when it has a name */
+        return ok;
     return (close(fd) == 0 || (ok && trouble(path))) && ok;
 }
 
@@ -274,8 +321,9 @@ bool npy_commit(npy_outputs *all) {
         struct npy_output *f = &all->file[i];
         int linked;
         if (all->count > 1 && access(f->target, F_OK) == 0) /* one rename alone cannot be half-done */
-            f->backup = make_beside(f->target, make_link, &linked);
-        ok = rename(f->temporary, f->target) == 0 || trouble(f->target);
+            f->backup = make_beside(f->target, f->target, make_link, &linked);
+        ok = f->unnamed < 0 || name_output(f);
+        ok = (ok && (!f->temporary || rename(f->temporary, f->target) == 0)) || trouble(f->target);
         if (!ok) {
             roll_back(all, i);
             break;
