@@ -88,6 +88,7 @@ set_target_properties(heddle_static PROPERTIES
     LINKER_LANGUAGE C
     ARCHIVE_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR})
 
+target_link_options(heddle PRIVATE ${HEDDLE_HARDENING_LINK})
 foreach(target heddle heddle_static)
     target_include_directories(${target} INTERFACE
         $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
