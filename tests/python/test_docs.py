@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 everywhere = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -142,3 +142,13 @@ def test_drawings():
         [sys.executable, ROOT / "docs/kernels/draw.py", "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_versions():
+    """The header has the version; what cites it and what tells its news must not lag behind."""
+    header = (ROOT / "include/heddle.h").read_text()
+    version = ".".join(
+        re.search(rf"#define HEDDLE_VERSION_{part} +(\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH")
+    )
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^## (\S+?),? ", (ROOT / "NEWS.md").read_text(), re.MULTILINE)[1] == version
