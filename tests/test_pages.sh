@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# What the pages of docs/ show of a program's output is what it prints: test_pages.sh <source tree> <build tree>
+# In a page, <!-- examples/NAME.c KEY --> stands before a block with the section KEY of that output. Sections are divided
+# by empty lines, and their first word is their key, a letter and a number; all of them must be shown, on one page.
+set -eu
+source=$1 build=$2
+output=$(mktemp)
+trap 'rm -f "$output"' EXIT
+failures=0
+
+# check PROGRAM PAGE
+check() {
+    local program=$build/examples/$1
+    if [ ! -x "$program" ]; then
+        echo "left out: $1 is not in this build"
+        return
+    fi
+    "$program" >"$output" || { echo "FAILED: $1 ended with $?"; failures=$((failures + 1)); }
+    awk -v name="examples/$1.c" -v page="docs/$2" '
+        function wrong(text) { print "FAILED: " page ": " text; failed = 1 }
+        NR == FNR && /^$/ { key = ""; next }
+        NR == FNR { if (key == "") key = $1; printed[key] = printed[key] $0 "\n"; next }
+        $1 == "<!--" && $2 == name { wanted = $3; next }
+        wanted != "" && /^```/ && !inside { inside = 1; shown = ""; next }
+        inside && /^```/ {
+            if (!(wanted in printed)) wrong(name " prints no section " wanted)
+            else if (shown != printed[wanted]) wrong("section " wanted " of " name " is now\n" printed[wanted])
+            seen[wanted]++
+            inside = 0; wanted = ""; next
+        }
+        inside { shown = shown $0 "\n" }
+        END {
+            for (key in printed)
+                if (key ~ /^[A-Z][0-9]+$/ && !(key in seen)) wrong("does not show section " key " of " name)
+            for (key in seen) sections++
+            if (!sections) wrong("shows nothing of " name)
+            if (!failed) print "ok: " page " shows " sections " sections of " name
+            exit failed
+        }' "$output" "$source/docs/$2" || failures=$((failures + 1))
+}
+
+check derivation math.md
+exit "$((failures > 0))"
