@@ -211,6 +211,7 @@ static void differences_of(heddle_norm norm, inputs *in, double *x, int64_t n, d
 typedef struct solved {
     outputs formula, folded, differences, heddle;
     double xhat[M * K], s[N];
+    double product, t; /* of row 1 and column 0 */
 } solved;
 
 static inputs make_inputs(void) {
@@ -230,6 +231,12 @@ static solved solve(heddle_norm norm, inputs *in) {
     forward(norm, in, &r.formula, r.xhat, z);
     backward(norm, in, r.xhat, z, &r.formula);
     weigh(norm, in, wg, r.s);
+    r.product = 0;
+    r.t = in->bias[0];
+    for (int e = 0; e < K; e++) {
+        r.product += in->x[K + e] * wg[e];
+        r.t += in->beta[e] * in->w[e];
+    }
     fold(in, wg, r.s, &r.formula, &r.folded);
     run_heddle(norm, in, &r.heddle);
     run_float32(norm, in, &single);
@@ -278,6 +285,11 @@ static void layer_norm(void) {
     number("mean square of row xhat[1,:]", squares);
     number("1 - eps rstd rstd", 1 - EPS * r.formula.rstd[1] * r.formula.rstd[1]);
     section("N2", "y as it is defined, and folded: r (x Wg - mean s) + t");
+    number("x Wg[1,0], the product", r.product);
+    number("mean[1]", r.formula.mean[1]);
+    number("s[0]", r.s[0]);
+    number("rstd[1]", r.formula.rstd[1]);
+    number("t[0]", r.t);
     forms("y[1,0]", r.formula.y[N], r.folded.y[N], r.heddle.y[N]);
     forms("y[2,1]", r.formula.y[2 * N + 1], r.folded.y[2 * N + 1], r.heddle.y[2 * N + 1]);
     section("N3", "gradients of the Linear");

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What the pages of docs/ show of a program's output is what it prints: test_pages.sh <source tree> <build tree>
+# What the pages of docs/ show of a program's output, and draw of it, is what it prints: test_pages.sh <source tree> <build tree>
 # In a page, <!-- examples/NAME.c KEY --> stands before a block with the section KEY of that output. Sections are divided
 # by empty lines, and their first word is their key, a letter and a number; all of them must be shown, on one page.
 set -eu
@@ -41,4 +41,15 @@ check() {
 }
 
 check derivation math.md
+check online_softmax algorithm.md
+
+if ! command -v python3 >/dev/null; then
+    echo "left out: the pictures, without python3"
+elif [ -x "$build/examples/derivation" ]; then
+    if python3 "$source/docs/draw.py" --check "$build"; then
+        echo "ok: the pictures of docs/img"
+    else
+        failures=$((failures + 1))
+    fi
+fi
 exit "$((failures > 0))"

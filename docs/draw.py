@@ -1,0 +1,329 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the pictures of docs/algorithm.md into docs/img, with the numbers that two of the examples print.
+
+    docs/draw.py [--check] [BUILD]
+
+BUILD is the build directory with examples/online_softmax and examples/derivation (default: build). --check changes
+nothing and ends with 1 if a picture is not as it would be drawn.
+"""
+
+import argparse
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+STYLE = """
+text { font: 14px sans-serif; fill: #1f2328; }
+.small { font-size: 12px; }
+.faint { fill: #59636e; }
+.number { font-family: monospace; }
+.title { font-weight: bold; }
+.paper { fill: #ffffff; }
+.box { fill: #f6f8fa; stroke: #818b98; }
+.here { fill: #ddf4ff; stroke: #0969da; }
+.kept { fill: #dafbe1; stroke: #1a7f37; }
+.gone { fill: none; stroke: #818b98; stroke-dasharray: 4 3; }
+.line { fill: none; stroke: #59636e; stroke-width: 1.5; }
+.head { fill: #59636e; }
+@media (prefers-color-scheme: dark) {
+text { fill: #f0f6fc; }
+.faint { fill: #9198a1; }
+.paper { fill: #0d1117; }
+.box { fill: #151b23; stroke: #656c76; }
+.here { fill: #121d2f; stroke: #4493f8; }
+.kept { fill: #12261e; stroke: #3fb950; }
+.gone { stroke: #656c76; }
+.line { stroke: #9198a1; }
+.head { fill: #9198a1; }
+}
+"""
+
+
+def escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+class Picture:
+    """An SVG that is written piece by piece."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" role="img">',
+            "<!-- drawn by docs/draw.py -->",
+            f"<title>{escape(title)}</title>",
+            f"<style>{STYLE}</style>",
+            f'<rect class="paper" width="{width}" height="{height}"/>',
+        ]
+
+    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
+        self.parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>')
+
+    def middle(self, x: float, y: float, text: str, kind: str = "") -> None:
+        self.text(x, y, text, kind, "middle")
+
+    def box(self, x: float, y: float, width: float, height: float, kind: str = "box", round_: int = 4) -> None:
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round_}" class="{kind}"/>'
+        )
+
+    def arrow(self, *points: tuple[float, float]) -> None:
+        """Along axes, with its head at the last point."""
+        (x0, y0), (x, y) = points[-2:]
+        across, down = (x > x0) - (x < x0), (y > y0) - (y < y0)
+        way = " ".join(f"{px:g},{py:g}" for px, py in [*points[:-1], (x - 6 * across, y - 6 * down)])
+        self.parts.append(f'<polyline points="{way}" class="line"/>')
+        left = (x - 9 * across + 4 * down, y - 9 * down - 4 * across)
+        right = (x - 9 * across - 4 * down, y - 9 * down + 4 * across)
+        head = f"{x:g},{y:g} {left[0]:g},{left[1]:g} {right[0]:g},{right[1]:g}"
+        self.parts.append(f'<polygon points="{head}" class="head"/>')
+
+    def svg(self) -> str:
+        return "\n".join([*self.parts, "</svg>", ""])
+
+
+NUMBER = r"-?\d+\.\d+"
+
+
+class Numbers:
+    """What the programs print: matrices, steps, and single numbers by their names."""
+
+    def __init__(self, build: pathlib.Path) -> None:
+        steps = self.run(build / "examples/online_softmax")
+        self.s = self.matrix(steps, "S")
+        self.p = self.matrix(steps, "P")
+        self.lse = self.find(steps, r"    lse +(" + NUMBER + ")")
+        pattern = r"query (\d), keys (\d) and \d:  m (N)  c (N)  L (N)  O (N)  O/L (N)  heddle (N)".replace("N", NUMBER)
+        self.steps = {
+            (int(q), int(k)): dict(zip(["m", "c", "L", "O", "O/L", "heddle"], values, strict=True))
+            for q, k, *values in re.findall(pattern, steps)
+        }
+        pattern = r"key (\d) for query 0:  P (N)  dP (N)  D (N)  dS (N)".replace("N", NUMBER)
+        self.back = [dict(zip(["j", "P", "dP", "D", "dS"], found, strict=True)) for found in re.findall(pattern, steps)]
+        derived = self.run(build / "examples/derivation")
+        section = derived[derived.index("\nN2  ") : derived.index("\nN3  ")]
+        names = {"product": "x Wg[1,0], the product", "mean": "mean[1]", "s": "s[0]", "rstd": "rstd[1]", "t": "t[0]"}
+        self.norm = {key: self.find(section, re.escape(name) + f" +({NUMBER})") for key, name in names.items()}
+        self.norm["y"] = self.find(section, rf"y\[1,0\].*heddle +({NUMBER})")
+
+    @staticmethod
+    def run(program: pathlib.Path) -> str:
+        return subprocess.run([program], check=True, capture_output=True, text=True).stdout
+
+    @staticmethod
+    def find(text: str, pattern: str) -> str:
+        found = re.search(pattern, text)
+        if not found:
+            sys.exit(f"draw.py: nothing printed is like {pattern}")
+        return found[1]
+
+    @staticmethod
+    def matrix(text: str, name: str) -> list[list[str]]:
+        found = re.search(rf"^    {name} +((?:{NUMBER}\s+){{16}})", text, re.MULTILINE)
+        if not found:
+            sys.exit(f"draw.py: no matrix {name} is printed")
+        numbers = found[1].split()
+        return [numbers[i : i + 4] for i in range(0, 16, 4)]
+
+
+def short(number: str, digits: int = 4) -> str:
+    return f"{float(number):.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def tiling(n: Numbers) -> Picture:
+    """The matrix of scores in four tiles, of which one exists."""
+    p = Picture(760, 460, "The scores of four queries and four keys in tiles of two by two")
+    left, top, cell = 210, 130, 78
+    for half in range(2):
+        name = f"keys {2 * half}, {2 * half + 1}"
+        x = left + 2 * cell * half
+        p.box(x + 4, top - 84, 2 * cell - 8, 30, "here" if half == 1 else "box")
+        p.middle(x + cell, top - 64, f"K, {name}")
+        p.box(x + 4, top - 46, 2 * cell - 8, 30, "here" if half == 1 else "box")
+        p.middle(x + cell, top - 26, f"V, {name}")
+        y = top + 2 * cell * half
+        p.box(left - 150, y + 4, 126, 2 * cell - 8, "here" if half == 1 else "box")
+        p.middle(left - 87, y + cell + 5, f"Q, queries {2 * half}, {2 * half + 1}")
+        p.box(left + 4 * cell + 24, y + 4, 126, 2 * cell - 8, "here" if half == 1 else "kept")
+        p.middle(left + 4 * cell + 87, y + cell - 6, "o and lse of")
+        p.middle(left + 4 * cell + 87, y + cell + 14, f"queries {2 * half}, {2 * half + 1}")
+    for i in range(2):
+        for j in range(2):
+            here = i == 1 and j == 1
+            p.box(
+                left + 2 * cell * j + 4, top + 2 * cell * i + 4, 2 * cell - 8, 2 * cell - 8, "here" if here else "gone"
+            )
+    for i in range(4):
+        for j in range(4):
+            x, y = left + cell * (j + 0.5), top + cell * (i + 0.5)
+            here = i > 1 and j > 1
+            p.middle(x, y + 5, short(n.s[i][j], 1) if here else "", "number")
+            if not here:
+                p.middle(x, y + 5, "\N{MIDDLE DOT}", "faint")
+    p.middle(
+        left + 2 * cell, 24, "one tile of scores S exists at a time; the others are gone or still to come", "title"
+    )
+    return p
+
+
+def online_softmax(n: Numbers) -> Picture:
+    """Two queries, step by step."""
+    p = Picture(860, 452, "Online softmax of two queries, two keys at a time")
+    for row, query in enumerate((0, 2)):
+        y = 40 + row * 210
+        p.text(20, y - 14, f"query {query}", "title")
+        p.text(
+            100,
+            y - 14,
+            "the maximum is in the first tile" if query == 0 else "the maximum is in the second tile",
+            "faint",
+        )
+        p.box(20, y, 130, 150)
+        for at, text in enumerate(["at the start", "", "m = \N{MINUS SIGN}\N{INFINITY}", "L = 0", "O = 0"]):
+            p.text(34, y + 26 + 22 * at, text, "number" if at else "faint")
+        x = 230
+        for first in (0, 2):
+            step = n.steps[query, first]
+            scores = ", ".join(short(s, 0) for s in n.s[query][first : first + 2])
+            p.arrow((x - 80, y + 75), (x, y + 75))
+            c = short(step["c"]) if first else "0"
+            p.middle(x - 42, y + 66, f"c = {c}" if first else "c = 0", "small number")
+            p.box(x, y, 190, 150, "here")
+            p.text(x + 14, y + 26, f"keys {first}, {first + 1}: scores {scores}")
+            p.text(x + 14, y + 70, f"m = {short(step['m'], 0)}", "number")
+            p.text(x + 14, y + 92, f"L = {short(step['L'])}", "number")
+            p.text(x + 14, y + 114, f"O = {short(step['O'])}", "number")
+            p.text(x + 14, y + 138, f"O/L = {short(step['O/L'])}", "number faint")
+            x += 270
+        last = n.steps[query, 2]
+        p.arrow((x - 80, y + 75), (x - 50, y + 75))
+        p.box(x - 50, y + 40, 120, 70, "kept")
+        p.middle(x + 10, y + 68, "o = O/L", "number")
+        p.middle(x + 10, y + 92, short(last["heddle"], 6), "number")
+    p.text(20, 440, "c = exp(m before \N{MINUS SIGN} m now): L and O of the tiles before are multiplied by it", "faint")
+    return p
+
+
+def recomputation(n: Numbers) -> Picture:
+    """One tile of the backward pass, with the numbers of query 0 and keys 0 and 1."""
+    p = Picture(860, 400, "The backward pass of one tile: weights from lse, then five products")
+
+    def both(key: str) -> str:
+        return ", ".join(short(each[key]) for each in n.back)
+
+    def item(x: float, y: float, width: float, kind: str, name: str, value: str = "") -> None:
+        p.box(x, y, width, 56 if value else 34, kind)
+        p.middle(x + width / 2, y + 22, name)
+        if value:
+            p.middle(x + width / 2, y + 44, value, "number small")
+
+    item(20, 30, 100, "kept", "q, k")
+    item(20, 100, 100, "kept", "lse", short(n.lse))
+    item(20, 196, 100, "kept", "do, v")
+    item(20, 266, 100, "kept", "do, o")
+    item(190, 19, 170, "here", "S = scale\N{MIDDLE DOT}q\N{MIDDLE DOT}k\u1d40", ", ".join(short(s) for s in n.s[0][:2]))
+    item(430, 62, 170, "here", "P = exp(S \N{MINUS SIGN} lse)", both("P"))
+    item(190, 185, 170, "here", "dP = do\N{MIDDLE DOT}v\u1d40", both("dP"))
+    item(190, 266, 170, "kept", "D = \N{GREEK CAPITAL LETTER SIGMA} do\N{RING OPERATOR}o", short(n.back[0]["D"]))
+    item(430, 196, 170, "here", "dS = P\N{RING OPERATOR}(dP \N{MINUS SIGN} D)", both("dS"))
+    item(680, 73, 160, "kept", "dv += P\u1d40\N{MIDDLE DOT}do")
+    item(680, 176, 160, "kept", "dk += dS\u1d40\N{MIDDLE DOT}q")
+    item(680, 238, 160, "kept", "dq += dS\N{MIDDLE DOT}k")
+    p.arrow((120, 47), (190, 47))
+    p.arrow((120, 128), (400, 128), (400, 100), (430, 100))
+    p.arrow((360, 47), (400, 47), (400, 80), (430, 80))
+    p.arrow((120, 213), (190, 213))
+    p.arrow((120, 294), (190, 294))
+    p.arrow((360, 213), (430, 213))
+    p.arrow((360, 294), (400, 294), (400, 240), (430, 240))
+    p.arrow((515, 118), (515, 196))
+    p.arrow((600, 90), (680, 90))
+    p.arrow((600, 214), (640, 214), (640, 193), (680, 193))
+    p.arrow((600, 234), (640, 234), (640, 255), (680, 255))
+    p.text(
+        20,
+        350,
+        "query 0 and keys 0, 1. Green: in memory for the whole pass. Blue: of this tile alone, and gone after it.",
+    )
+    p.text(
+        20,
+        374,
+        "Five products: S, dP, dv, dk, dq. What forward kept of the scores is one number a query: lse.",
+        "faint",
+    )
+    return p
+
+
+def norm_for_free(n: Numbers) -> Picture:
+    """LayerNorm and Linear as two operations, and as one."""
+    p = Picture(860, 330, "LayerNorm and Linear as they are written, and folded into one product")
+
+    def item(x: float, y: float, width: float, kind: str, *lines: str) -> None:
+        p.box(x, y, width, 20 + 20 * len(lines), kind)
+        for at, text in enumerate(lines):
+            p.middle(x + width / 2, y + 24 + 20 * at, text, "number small" if at else "")
+
+    p.text(20, 28, "as it is written: z goes to memory and comes back", "title")
+    item(20, 46, 90, "kept", "x")
+    item(160, 46, 130, "here", "mean, rstd")
+    item(340, 46, 200, "gone", "z = (x\N{MINUS SIGN}mean)\N{MIDDLE DOT}rstd\N{RING OPERATOR}\u03b3 + \u03b2")
+    item(590, 46, 130, "here", "z\N{MIDDLE DOT}W\u1d40 + c")
+    item(770, 46, 70, "kept", "y")
+    for x, to in ((110, 160), (290, 340), (540, 590), (720, 770)):
+        p.arrow((x, 66), (to, 66))
+    p.text(20, 132, "folded: the raw x goes through the product, and the norm is done to its result", "title")
+    v = {key: short(value) for key, value in n.norm.items()}
+    item(20, 160, 90, "kept", "x")
+    item(160, 150, 170, "here", "a = x\N{MIDDLE DOT}Wg\u1d40", v["product"])
+    item(
+        400,
+        150,
+        260,
+        "here",
+        "y = rstd\N{MIDDLE DOT}(a \N{MINUS SIGN} mean\N{MIDDLE DOT}s) + t",
+        "in registers, before y is stored",
+    )
+    item(740, 150, 100, "kept", "y", v["y"])
+    for x, to in ((110, 160), (330, 400), (660, 740)):
+        p.arrow((x, 180), (to, 180))
+    item(160, 250, 170, "here", "of the row: mean, rstd", f"{v['mean']}, {v['rstd']}")
+    item(400, 250, 260, "box", "of the weights: s, t", f"{v['s']}, {v['t']}")
+    p.arrow((65, 200), (65, 280), (160, 280))
+    p.arrow((330, 280), (366, 280), (366, 200), (400, 200))
+    p.arrow((530, 250), (530, 210))
+    return p
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("build", nargs="?", type=pathlib.Path, default=ROOT / "build")
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if a picture is not as drawn")
+    arguments = parser.parse_args()
+    numbers = Numbers(arguments.build)
+    stale = 0
+    pictures = {
+        "tiling": tiling,
+        "online-softmax": online_softmax,
+        "recomputation": recomputation,
+        "norm-for-free": norm_for_free,
+    }
+    for name, draw in pictures.items():
+        path = ROOT / f"docs/img/{name}.svg"
+        new = draw(numbers).svg()
+        if path.exists() and path.read_text() == new:
+            continue
+        stale += 1
+        if not arguments.check:
+            path.write_text(new)
+        print(
+            f"{path.relative_to(ROOT)}: {'not as the programs print; run docs/draw.py' if arguments.check else 'drawn'}"
+        )
+    return 1 if arguments.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
