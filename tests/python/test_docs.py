@@ -80,6 +80,25 @@ def test_names_of_files(page):
                 assert exists(each), f"`{name}` is not in the tree"
 
 
+WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+def words() -> set[str]:
+    """Every identifier in the sources."""
+    kinds = (".c", ".h", ".cu", ".cuh", ".def", ".py", ".cmake")
+    return {word for file in FILES if file.endswith(kinds) for word in WORD.findall((ROOT / file).read_text())}
+
+
+def test_names_of_functions():
+    """The pages that lead through the sources name what is there."""
+    known = words()
+    for page in ("implementation", "algorithm", "adding", "measuring"):
+        path = ROOT / f"docs/{page}.md"
+        for name in re.findall(r"`([^`\n]+)`", FENCE.sub("", path.read_text()) if path.exists() else ""):
+            if WORD.fullmatch(name.removesuffix("()")) and "_" in name:
+                assert name.removesuffix("()") in known, f"docs/{page}.md: no source has {name}"
+
+
 def commands(text: str) -> list[str]:
     """Lines of shell, and what stands in backticks."""
     shell = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
