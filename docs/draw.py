@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of docs/algorithm.md into docs/img, with the numbers that two of the examples print.
+"""Draws the pictures of docs/algorithm.md into docs/img, with the numbers that two of the examples print, and the
+tables of docs/measuring.md, from bench/results.
 
     docs/draw.py [--check] [BUILD]
 
 BUILD is the build directory with examples/online_softmax and examples/derivation (default: build). --check changes
-nothing and ends with 1 if a picture is not as it would be drawn.
+nothing and ends with 1 if a picture or a table is not as it would be drawn.
 """
 
 import argparse
+import json
 import pathlib
 import re
 import subprocess
@@ -298,6 +300,134 @@ def norm_for_free(n: Numbers) -> Picture:
     return p
 
 
+# ------------------------------------------------------------------------------------------------------ the roofline
+
+# What one H200 does at most: docs/kernels/cuda-attention-sm90.md and cuda-attention-decode.md, under "The floor" and
+# "What limits it". float32 is three products of float16 parts.
+TENSOR, MEMORY = 790e12, 4.66e12
+BEGIN, END = "<!-- drawn by docs/draw.py: {} -->", "<!-- end of the table -->"
+
+
+def latest(rows: list[dict], **wanted: object) -> dict:
+    found = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+    if not found:
+        sys.exit(f"draw.py: bench/results has no row of {wanted}")
+    return found[-1]
+
+
+def plain(x: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{x:.0f}" if x >= 100 else f"{float(f'{x:.3g}'):g}"
+
+
+def bars(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def attention_work(case: str) -> tuple[float, float, float]:
+    """Operations of forward, and bytes that it and backward move at least, of "B4H16/16S4096D128f-bfloat16"."""
+    found = re.fullmatch(r"B(\d+)H(\d+)/(\d+)S(\d+)(?:x(\d+))?D(\d+)([cf])-(\w+)", case)
+    if not found:
+        sys.exit(f"draw.py: {case} is no case")
+    b, h, hk, sq, sk, d = (int(x or found[4]) for x in found.groups()[:6])
+    size = 4 if found[8] == "float32" else 2
+    queries, keys, lse = b * h * sq * d * size, b * hk * sk * d * size, b * h * sq * 4
+    operations = 4.0 * b * h * sq * sk * d / (2 if found[7] == "c" else 1)
+    return operations, 2 * queries + 2 * keys + lse, 4 * queries + 4 * keys + lse
+
+
+def norm_work(case: str) -> tuple[float, float, float]:
+    """The same of "m16384 k1024 n4096 bfloat16"."""
+    m, k, n = (int(x) for x in re.findall(r"[mkn](\d+)", case))
+    size = 4 if "float32" in case else 2
+    forward = (m * k + n * k + m * n) * size
+    return 2.0 * m * k * n, forward, forward + (m * k + n * k) * size
+
+
+def gpu_table() -> str:
+    """Cases of the H200: operations a byte, the roof over them, and what has been reached."""
+    rows = [json.loads(line) for line in (ROOT / "bench/results/h200.jsonl").read_text().splitlines()]
+    wanted = [
+        ("attention", "B4H32/32S4096D64f-bfloat16", "options"),
+        ("attention", "B4H16/16S4096D128f-bfloat16", "options"),
+        ("attention", "B4H16/16S4096D128c-bfloat16", "options"),
+        ("attention", "B4H8/8S4096D256f-bfloat16", "plain"),
+        ("attention", "B4H16/16S4096x4096D128f-float32", None),
+        ("attention", "B32H32/8S1x8192D128f-bfloat16", None),
+        ("attention", "B1H1/1S128x128D32f-float32", None),
+        ("norm-linear", "m16384 k1024 n4096 bfloat16", None),
+        ("norm-linear", "m2048 k768 n3072 bfloat16", None),
+    ]
+    lines = [
+        bars(
+            "case", "pass", "GFLOP", "MB at least", "FLOP a byte", "roof, TFLOP/s", "reached", "of the roof", "commit"
+        ),
+        "|" + "---|" * 9,
+    ]
+    for op, case, table in wanted:
+        row = latest(rows, case=case, table=table) if table else latest(rows, case=case, op=op)
+        forward, bytes_forward, bytes_backward = (attention_work if op == "attention" else norm_work)(case)
+        for name, key, times, moved in (
+            ("forward", "fwd", 1.0, bytes_forward),
+            ("backward", "bwd", 2.5 if op == "attention" else 2.0, bytes_backward),
+        ):
+            work = times * forward
+            if table:
+                rate = row[f"{key}_rest"]["rate"]["heddle"] * 1e12
+            elif row.get(f"{key}_ms"):
+                rate = work / (row[f"{key}_ms"] * 1e-3)
+            else:
+                continue
+            roof = min(TENSOR / (3 if "float32" in case else 1), MEMORY * work / moved)
+            lines.append(
+                bars(
+                    f"{op} {case}",
+                    name,
+                    plain(work / 1e9),
+                    plain(moved / 1e6),
+                    plain(work / moved),
+                    plain(roof / 1e12),
+                    plain(rate / 1e12),
+                    f"{rate / roof:.2f}" if rate > 0.01 * roof else f"{rate / roof:.1g}",
+                    row["commit"],
+                )
+            )
+    return "\n".join(lines)
+
+
+def cpu_table() -> str:
+    """Cases of one thread of the processor that was recorded: rate, and fraction of the peak measured beside it."""
+    text = (ROOT / "bench/results/amd-epyc-family26-model2-2cores.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    wanted = [
+        ("attention f32", "b1 h2 s4096 d64 forward"),
+        ("attention f32", "b1 h2 s4096 d64 forward + backward"),
+        ("attention f32", "b1 h2 s4096 d128 forward"),
+        ("attention 16-bit", "bf16 b1 h8 s1024 d128 forward"),
+        ("attention s197", "b8 h12 s197 d64 forward"),
+        ("off the table", "b64 h8 s17 d64 forward"),
+        ("off the table", "b1 h8 sq4096 sk8 d64 forward"),
+        ("norm-linear", "f32 forward"),
+        ("norm-linear", "bf16 forward"),
+    ]
+    lines = [bars("case", "GFLOP/s", "of the peak of float32", "commit"), "|" + "---|" * 4]
+    for section, name in wanted:
+        row = latest(rows, section=section, name=name, threads=1)
+        commit = row["commit"][:7]
+        lines.append(bars(f"{section.split()[0]} {name}", f"{row['gflops']:.0f}", f"{row['fraction']:.2f}", commit))
+    return "\n".join(lines).replace("| off ", "| attention ")
+
+
+def with_tables(page: str) -> str:
+    for name, table in (("gpu", gpu_table()), ("cpu", cpu_table())):
+        begin = BEGIN.format(name)
+        if page.count(begin) != 1:
+            sys.exit(f"draw.py: docs/measuring.md has no place for the table {name}")
+        before, after = page.split(begin)
+        page = f"{before}{begin}\n\n{table}\n\n{END}{after.split(END, 1)[1]}"
+    return page
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("build", nargs="?", type=pathlib.Path, default=ROOT / "build")
@@ -311,16 +441,17 @@ def main() -> int:
         "recomputation": recomputation,
         "norm-for-free": norm_for_free,
     }
-    for name, draw in pictures.items():
-        path = ROOT / f"docs/img/{name}.svg"
-        new = draw(numbers).svg()
+    drawn = {ROOT / f"docs/img/{name}.svg": draw(numbers).svg() for name, draw in pictures.items()}
+    measuring = ROOT / "docs/measuring.md"
+    drawn[measuring] = with_tables(measuring.read_text())
+    for path, new in drawn.items():
         if path.exists() and path.read_text() == new:
             continue
         stale += 1
         if not arguments.check:
             path.write_text(new)
         print(
-            f"{path.relative_to(ROOT)}: {'not as the programs print; run docs/draw.py' if arguments.check else 'drawn'}"
+            f"{path.relative_to(ROOT)}: {'not as it would be drawn; run docs/draw.py' if arguments.check else 'drawn'}"
         )
     return 1 if arguments.check and stale else 0
 
