@@ -6,7 +6,8 @@
 set -eu
 source=$1 build=$2
 output=$(mktemp)
-trap 'rm -f "$output"' EXIT
+directory=$(mktemp -d)
+trap 'rm -rf "$output" "$directory"' EXIT
 failures=0
 
 # check PROGRAM PAGE
@@ -51,5 +52,50 @@ elif [ -x "$build/examples/derivation" ]; then
     else
         failures=$((failures + 1))
     fi
+fi
+# Blocks of docs/start.md behind <!-- run -->: after "$ " stands a command, and below it what it prints; "..." is anything.
+compare() {
+    local command=$1 expected=$2 printed pattern
+    printed=$(cd "$directory" && bash -c "$command" 2>&1) || true
+    pattern=$(sed 's/[][\\*?]/\\&/g; s/\.\.\./*/g' <<<"$expected")
+    # shellcheck disable=SC2053
+    if [[ $printed == $pattern ]]; then
+        commands=$((commands + 1))
+    else
+        printf 'FAILED: docs/start.md: %s\nprints\n%s\n' "$command" "$printed"
+        failures=$((failures + 1))
+    fi
+}
+
+session() {
+    local line command="" expected="" marked=false inside=false commands=0
+    ln -s "$source/include" "$source/examples" "$directory/"
+    ln -s "$build" "$directory/build"
+    while IFS= read -r line; do
+        case $line in
+        '<!-- run -->') marked=true ;;
+        '```console') inside=$marked ;;
+        '```'*)
+            [ -z "$command" ] || compare "$command" "$expected"
+            command="" expected="" marked=false inside=false
+            ;;
+        '$ '*)
+            $inside || continue
+            [ -z "$command" ] || compare "$command" "$expected"
+            command=${line:2} expected=""
+            ;;
+        *) ! $inside || expected+=${expected:+$'\n'}$line ;;
+        esac
+    done <"$source/docs/start.md"
+    [ "$commands" -gt 5 ] || failures=$((failures + 1))
+    echo "docs/start.md: $commands commands ran as it says"
+}
+
+if [ ! -x "$build/heddle" ] || [ ! -f "$build/libheddle.so" ] || grep -q '^HEDDLE_SANITIZE:[^=]*=.' "$build/CMakeCache.txt"; then
+    echo "left out: docs/start.md, which wants the command and a library without sanitizers"
+elif ! command -v cc >/dev/null || ! python3 -c 'import numpy' 2>/dev/null; then
+    echo "left out: docs/start.md, without cc or NumPy"
+else
+    session
 fi
 exit "$((failures > 0))"

@@ -144,6 +144,18 @@ def test_length_of_lines(page):
             assert len(line) <= 120, f"line {number} has {len(line)} characters"
 
 
+def test_first_steps(capsys):
+    """The programs of start.md print what stands below them."""
+    pytest.importorskip("heddle")
+    pytest.importorskip("numpy")
+    pattern = r"^<!-- run -->\n```python\n(.*?)^```\n\n```\n(.*?)^```"
+    programs = re.findall(pattern, (ROOT / "docs/start.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(programs) == 2
+    for program, printed in programs:
+        exec(compile(program, "docs/start.md", "exec"), {})
+        assert capsys.readouterr().out == printed
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/kernels").glob("*.md")), ids=lambda page: page.name)
 def test_parts_of_kernels(page):
     text = page.read_text()
