@@ -93,10 +93,21 @@ def test_names_of_functions():
     """The pages that lead through the sources name what is there."""
     known = words()
     for page in ("implementation", "algorithm", "adding", "measuring"):
-        path = ROOT / f"docs/{page}.md"
-        for name in re.findall(r"`([^`\n]+)`", FENCE.sub("", path.read_text()) if path.exists() else ""):
+        for name in re.findall(r"`([^`\n]+)`", FENCE.sub("", (ROOT / f"docs/{page}.md").read_text())):
             if WORD.fullmatch(name.removesuffix("()")) and "_" in name:
                 assert name.removesuffix("()") in known, f"docs/{page}.md: no source has {name}"
+
+
+def test_commits():
+    """The commits that adding.md walks through are in the history."""
+    text = (ROOT / "docs/adding.md").read_text()
+    hashes = set(re.findall(r"`([0-9a-f]{7})`", text))
+    assert len(hashes) > 5
+    history = subprocess.run(["git", "log", "--format=%h", "--abbrev=7"], cwd=ROOT, capture_output=True, text=True)
+    known = set(history.stdout.split())
+    if "b8fbf8e" not in known:
+        pytest.skip("not a clone with the whole history")
+    assert hashes <= known, f"the history has no {hashes - known}"
 
 
 def commands(text: str) -> list[str]:
