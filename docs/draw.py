@@ -300,6 +300,40 @@ def norm_for_free(n: Numbers) -> Picture:
     return p
 
 
+def warps(_: Numbers) -> Picture:
+    """A block of sm80's forward, its warps, and the accumulators of one product of 16 x 8."""
+    p = Picture(860, 420, "Which warp owns which rows of a tile of scores, and which lane which of its elements")
+    rows = (ROOT / "src/cuda/attention/attention.def").read_text()
+    found = re.search(r"^K\(fwd, bf16, 128, lean, sm80, (\d+), (\d+), (\d+),", rows, re.MULTILINE)
+    if not found:
+        sys.exit("draw.py: attention.def has no forward of sm80 for d 128")
+    count, own, block = map(int, found.groups())
+    p.text(20, 28, f"a block: {own} queries, {block} keys a step", "title")
+    for warp in range(count):
+        y = 46 + 84 * warp
+        first = own // count * warp
+        p.box(20, y, 120, 76, "kept")
+        p.middle(80, y + 34, f"warp {warp}", "title")
+        p.middle(80, y + 56, f"queries {first} to {first + own // count - 1}", "small")
+        p.box(150, y, 190, 76, "here" if warp == 0 else "gone")
+        p.middle(
+            245, y + 42, f"{own // count} x {block} scores" if warp == 0 else "the same", "" if warp == 0 else "faint"
+        )
+    p.text(400, 28, "16 x 8 scores of one mma: the lane of each", "title")
+    left, top, width, height = 400, 46, 52, 20.5
+    for row in range(16):
+        for column in range(8):
+            lane = row % 8 * 4 + column // 2
+            four = row == 0
+            x, y = left + width * column, top + height * row
+            p.box(x, y, width, height, "here" if four else "box", 0)
+            p.middle(x + width / 2, y + 15, str(lane), "small number")
+    p.arrow((340, 84), (400, 84))
+    p.text(400, 396, "A row is in four lanes: a maximum or a sum takes two shuffles,", "faint")
+    p.text(400, 413, "and no other warp has to be asked.", "faint")
+    return p
+
+
 # ------------------------------------------------------------------------------------------------------ the roofline
 
 # What one H200 does at most: docs/kernels/cuda-attention-sm90.md and cuda-attention-decode.md, under "The floor" and
@@ -439,6 +473,7 @@ def main() -> int:
         "tiling": tiling,
         "online-softmax": online_softmax,
         "recomputation": recomputation,
+        "warps": warps,
         "norm-for-free": norm_for_free,
     }
     drawn = {ROOT / f"docs/img/{name}.svg": draw(numbers).svg() for name, draw in pictures.items()}
