@@ -4,7 +4,7 @@
 # In a page, <!-- examples/NAME.c KEY --> stands before a block with the section KEY of that output. Sections are divided
 # by empty lines, and their first word is their key, a letter and a number; all of them must be shown, on one page.
 set -eu
-source=$1 build=$2
+source=$(cd "$1" && pwd) build=$(cd "$2" && pwd)
 output=$(mktemp)
 directory=$(mktemp -d)
 trap 'rm -rf "$output" "$directory"' EXIT
