@@ -1,139 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Attention by the formulas of docs/math.md, one option after the other: sections A1 and on. */
-#include "derivation.h"
+#include "derivation_attention.h"
 
 #include <math.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-/* Two query heads share one head of keys and values. */
-enum { H = 2, SQ = 3, SK = 4, D = 2, DV = 3, SCORES = H * SQ * SK };
-
-/* All that a gradient is asked of, and the gradients of the outputs. */
-typedef struct inputs {
-    double q[H * SQ * D], k[SK * D], v[SK * DV], bias[SCORES], sinks[H];
-    double slopes[H];
-    double dout[H * SQ * DV], dlse[H * SQ], dweights[SCORES];
-    uint8_t mask[SCORES];
-} inputs;
-
-typedef struct outputs {
-    double o[H * SQ * DV], lse[H * SQ], p[SCORES];
-    double dq[H * SQ * D], dk[SK * D], dv[SK * DV], ds[SCORES], dsinks[H];
-} outputs;
-
-/* Between the two: T, S, Z, dP, and D in its two forms. */
-typedef struct between {
-    double t[SCORES], s[SCORES], z[SCORES], dp[SCORES], d[H * SQ], d_of_o[H * SQ];
-} between;
-
-static bool has(const heddle_attention *a, uint64_t feature) {
-    return (a->features & feature) != 0;
-}
-
-/* ------------------------------------------------------------------------------------------------- the formulas */
-
-/* Of element (x, i, j): Philox4x32-7, half j % 2 of word j % 8 / 2. */
-static double dropout_factor(const heddle_attention *a, uint32_t x, uint32_t i, uint32_t j) {
-    const uint32_t t = (uint32_t)floor(65536 * a->dropout + 0.5);
-    uint32_t c[4] = {j / 8, x, i ^ (uint32_t)(a->offset >> 32), (uint32_t)a->offset};
-    uint32_t key[2] = {(uint32_t)a->seed, (uint32_t)(a->seed >> 32)};
-    for (int round = 0; round < 7; round++) {
-        const uint64_t left = UINT64_C(0xD2511F53) * c[0], right = UINT64_C(0xCD9E8D57) * c[2];
-        const uint32_t next[4] = {(uint32_t)(right >> 32) ^ c[1] ^ key[0], (uint32_t)right,
-                                  (uint32_t)(left >> 32) ^ c[3] ^ key[1], (uint32_t)left};
-        memcpy(c, next, sizeof c);
-        key[0] += 0x9E3779B9u;
-        key[1] += 0xBB67AE85u;
-    }
-    const uint32_t half = c[j % 8 / 2] >> j % 2 * 16 & 0xffff;
-    return half >= t ? 65536.0 / (65536.0 - t) : 0;
-}
-
-static int offset_of(const heddle_attention *a) {
-    return a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : SK - SQ;
-}
-
-static bool sees(const heddle_attention *a, const inputs *in, int x, int i, int j) {
-    const int at = (x * SQ + i) * SK + j, off = offset_of(a);
-    if (a->mask != HEDDLE_MASK_NONE && j > i + off)
-        return false;
-    if (has(a, HEDDLE_WINDOW) && a->window_left >= 0 && j < i + off - a->window_left)
-        return false;
-    if (has(a, HEDDLE_WINDOW) && a->window_right >= 0 && j > i + off + a->window_right)
-        return false;
-    return !has(a, HEDDLE_BOOL_MASK) || in->mask[at];
-}
-
-/* (1) to (6) of the page. */
-static void forward(const heddle_attention *a, const inputs *in, outputs *out, between *b) {
-    memset(out->o, 0, sizeof out->o);
-    for (int x = 0; x < H; x++)
-        for (int i = 0; i < SQ; i++) {
-            const int row = x * SQ + i;
-            double sum = has(a, HEDDLE_SINKS) ? exp(in->sinks[x]) : 0;
-            for (int j = 0; j < SK; j++) {
-                const int at = row * SK + j;
-                double t = 0;
-                for (int e = 0; e < D; e++)
-                    t += in->q[row * D + e] * in->k[j * D + e];
-                t *= a->scale;
-                double s = a->softcap > 0 ? a->softcap * tanh(t / a->softcap) : t;
-                if (has(a, HEDDLE_ALIBI))
-                    s -= in->slopes[x] * abs(i + offset_of(a) - j);
-                if (has(a, HEDDLE_BIAS))
-                    s += in->bias[at];
-                b->t[at] = t;
-                b->s[at] = sees(a, in, x, i, j) ? s : -INFINITY;
-                sum += exp(b->s[at]);
-            }
-            out->lse[row] = log(sum);
-            for (int j = 0; j < SK; j++) {
-                const int at = row * SK + j;
-                const bool seen = b->s[at] != -INFINITY;
-                out->p[at] = seen ? exp(b->s[at] - out->lse[row]) : 0;
-                b->z[at] = a->dropout > 0 ? dropout_factor(a, (uint32_t)x, (uint32_t)i, (uint32_t)j) : 1;
-                for (int e = 0; seen && e < DV; e++)
-                    out->o[row * DV + e] += out->p[at] * b->z[at] * in->v[j * DV + e];
-            }
-        }
-}
-
-/* (7) to (15) of the page. */
-static void backward(const heddle_attention *a, const inputs *in, outputs *out, between *b) {
-    memset(out->dq, 0, sizeof out->dq);
-    memset(out->dk, 0, sizeof out->dk);
-    memset(out->dv, 0, sizeof out->dv);
-    memset(out->dsinks, 0, sizeof out->dsinks);
-    for (int row = 0; row < H * SQ; row++) {
-        b->d[row] = b->d_of_o[row] = -in->dlse[row];
-        for (int e = 0; e < DV; e++)
-            b->d_of_o[row] += in->dout[row * DV + e] * out->o[row * DV + e];
-        for (int j = 0; j < SK; j++) {
-            const int at = row * SK + j;
-            b->dp[at] = has(a, HEDDLE_WEIGHTS) ? in->dweights[at] : 0;
-            for (int e = 0; e < DV; e++) {
-                b->dp[at] += b->z[at] * in->dout[row * DV + e] * in->v[j * DV + e];
-                out->dv[j * DV + e] += b->z[at] * out->p[at] * in->dout[row * DV + e];
-            }
-            b->d[row] += out->p[at] * b->dp[at];
-        }
-        if (has(a, HEDDLE_SINKS))
-            out->dsinks[row / SQ] -= exp(in->sinks[row / SQ] - out->lse[row]) * b->d[row];
-        for (int j = 0; j < SK; j++) {
-            const int at = row * SK + j;
-            const double tanh_t = a->softcap > 0 ? tanh(b->t[at] / a->softcap) : 0;
-            out->ds[at] = out->p[at] * (b->dp[at] - b->d[row]);
-            const double dt = out->ds[at] * (1 - tanh_t * tanh_t);
-            for (int e = 0; e < D; e++) {
-                out->dq[row * D + e] += a->scale * dt * in->k[j * D + e];
-                out->dk[j * D + e] += a->scale * dt * in->q[row * D + e];
-            }
-        }
-    }
-}
 
 /* ------------------------------------------------------------------------------------------------------- heddle */
 
@@ -155,6 +27,9 @@ static void take(const buffer *from, bool wide, double *to, int64_t n) {
     for (int64_t at = 0; at < n; at++)
         to[at] = wide ? from->wide[at] : (double)from->narrow[at];
 }
+
+/* Two sequences, of one and of two queries, and of two keys each. */
+static const int32_t packed_queries[] = {0, 1, SQ}, packed_keys[] = {0, 2, SK};
 
 static void run_heddle(const heddle_attention *described, heddle_device device, const inputs *in, outputs *out,
                        bool both) {
@@ -182,6 +57,8 @@ static void run_heddle(const heddle_attention *described, heddle_device device, 
         t.alibi_slopes = give(&slopes, wide, in->slopes, H);
     if (has(&a, HEDDLE_BOOL_MASK))
         t.bool_mask = in->mask;
+    if (has(&a, HEDDLE_VARLEN))
+        t.cu_seqlens_q = packed_queries, t.cu_seqlens_k = packed_keys;
     if (has(&a, HEDDLE_WEIGHTS))
         t.weights = give(&p, wide, NULL, SCORES), t.dweights = give(&dweights, wide, in->dweights, SCORES);
     run_attention(&a, &t, HEDDLE_FORWARD);
@@ -272,8 +149,8 @@ typedef struct solved {
 static solved solve(const heddle_attention *a, inputs *in) {
     solved r = {.b = {.t = {0}}};
     outputs single = {.o = {0}};
-    forward(a, in, &r.formula, &r.b);
-    backward(a, in, &r.formula, &r.b);
+    formula_forward(a, in, &r.formula, &r.b);
+    formula_backward(a, in, &r.formula, &r.b);
     run_heddle(a, HEDDLE_REF, in, &r.heddle, true);
     run_heddle(a, HEDDLE_CPU, in, &single, true);
     differences_of(a, in, in->q, COUNT(in->q), r.differences.dq);
@@ -375,6 +252,15 @@ static void score_options(void) {
     line("S[1,2,1]", r.b.s[at], NAN, log(r.heddle.p[at]) + r.heddle.lse[row]);
     line("dbias[1,2,1] = dS", r.formula.ds[at], r.differences.ds[at], r.heddle.ds[at]);
 
+    outputs shared = {.o = {0}};
+    double by_head[SQ * SK];
+    a.dbias_stride = (heddle_strides){0, 0, SK}; /* as of a bias that both heads share */
+    run_heddle(&a, HEDDLE_REF, &in, &shared, true);
+    for (int n = 0; n < SQ * SK; n++)
+        by_head[n] = r.formula.ds[n] + r.formula.ds[SQ * SK + n];
+    expect("dbias of both heads", by_head, shared.ds, SQ * SK, ALIKE);
+    line("dbias[2,1] of both heads", by_head[2 * SK + 1], NAN, shared.ds[2 * SK + 1]);
+
     a = make_problem(HEDDLE_WEIGHTS | HEDDLE_ALIBI);
     r = solve(&a, &in);
     section("A8", "ALiBi: slope 0.5, distance |2 + 1 - 1| = 2");
@@ -405,12 +291,38 @@ static void masks(void) {
     }
 }
 
+/* Two sequences in a row are one problem in which nobody sees the other's keys. */
+static void packed(void) {
+    inputs in = make_inputs();
+    heddle_attention a = make_problem(HEDDLE_BOOL_MASK);
+    for (int at = 0; at < SCORES; at++)
+        in.mask[at] = (at / SK % SQ < packed_queries[1]) == (at % SK < packed_keys[1]);
+    const solved r = solve(&a, &in);
+    outputs packed = {.o = {0}};
+    a.features = HEDDLE_VARLEN;
+    a.b = a.sq = a.sk = 2; /* sequences; the most queries and keys of one */
+    a.total_q = SQ;
+    a.total_k = SK;
+    a.q_stride = a.dq_stride = (heddle_strides){0, SQ * D, D};
+    a.o_stride = a.do_stride = (heddle_strides){0, SQ * DV, DV};
+    run_heddle(&a, HEDDLE_REF, &in, &packed, true);
+    section("A10", "packed sequences: formula with a mask of blocks, heddle with cu_seqlens");
+    line("lse[1,2]", r.formula.lse[at_row(1, 2, 1)], NAN, packed.lse[at_row(1, 2, 1)]);
+    line("dq[1,2,0]", r.formula.dq[at_row(1, 2, D)], NAN, packed.dq[at_row(1, 2, D)]);
+    line("dk[3,1]", r.formula.dk[3 * D + 1], NAN, packed.dk[3 * D + 1]);
+    expect("o, packed", r.formula.o, packed.o, COUNT(packed.o), ALIKE);
+    expect("lse, packed", r.formula.lse, packed.lse, COUNT(packed.lse), ALIKE);
+    expect("dq, packed", r.formula.dq, packed.dq, COUNT(packed.dq), ALIKE);
+    expect("dk, packed", r.formula.dk, packed.dk, COUNT(packed.dk), ALIKE);
+    expect("dv, packed", r.formula.dv, packed.dv, COUNT(packed.dv), ALIKE);
+}
+
 static void outer_options(void) {
     inputs in = make_inputs();
     const int row = at_row(1, 2, 1), at = row * SK + 1;
     heddle_attention a = make_problem(HEDDLE_WEIGHTS | HEDDLE_SINKS | HEDDLE_BIAS);
     solved r = solve(&a, &in);
-    section("A10", "sinks of 0.5 and -1");
+    section("A11", "sinks of 0.5 and -1");
     double seen = 0;
     for (int j = 0; j < SK; j++)
         seen += r.heddle.p[row * SK + j];
@@ -422,7 +334,7 @@ static void outer_options(void) {
     fill(in.dlse, COUNT(in.dlse), 7);
     a = make_problem(HEDDLE_BIAS);
     r = solve(&a, &in);
-    section("A11", "the gradient of lse");
+    section("A12", "the gradient of lse");
     double sum = 0;
     for (int j = 0; j < SK; j++)
         sum += r.heddle.ds[row * SK + j];
@@ -432,7 +344,7 @@ static void outer_options(void) {
     in = make_inputs();
     a = make_problem(HEDDLE_WEIGHTS);
     r = solve(&a, &in);
-    section("A12", "the gradient of the weights");
+    section("A13", "the gradient of the weights");
     number("D[1,2] = sum of P dP", r.b.d[row]);
     number("sum of dO O, which is not D here", r.b.d_of_o[row]);
     line("dq[1,2,0]", r.formula.dq[row * D], r.differences.dq[row * D], r.heddle.dq[row * D]);
@@ -446,7 +358,7 @@ static void dropout(void) {
     a.dropout = 0.5;
     a.seed = 2026;
     const solved r = solve(&a, &in);
-    section("A13", "dropout of 0.5, seed 2026");
+    section("A14", "dropout of 0.5, seed 2026");
     printf("    %-26s", "Z[1,2,:]");
     for (int j = 0; j < SK; j++)
         printf(" %g", r.b.z[row * SK + j]);
@@ -469,7 +381,7 @@ static void everything(void) {
     a.seed = 7;
     const solved r = solve(&a, &in);
     const int row = at_row(1, 2, 1), at = row * SK + 3;
-    section("A14", "all of them at once");
+    section("A15", "all of them at once");
     line("o[1,2,0]", r.formula.o[row * DV], NAN, r.heddle.o[row * DV]);
     line("dq[1,2,0]", r.formula.dq[row * D], r.differences.dq[row * D], r.heddle.dq[row * D]);
     line("dk[3,1]", r.formula.dk[3 * D + 1], r.differences.dk[3 * D + 1], r.heddle.dk[3 * D + 1]);
@@ -483,6 +395,7 @@ void derive_attention(void) {
     plain_backward();
     score_options();
     masks();
+    packed();
     outer_options();
     dropout();
     everything();
