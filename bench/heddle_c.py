@@ -33,7 +33,8 @@ class Attention(ctypes.Structure):
                 ("scale", F64), ("softcap", F64), ("dropout", F64), ("seed", U64), ("offset", U64), ("total_q", I64),
                 ("total_k", I64)] + [(s + "_stride", Strides) for s in (
                     "q", "k", "v", "o", "do", "dq", "dk", "dv", "bias", "bool_mask", "dbias", "weights", "dweights")
-                ] + [("alibi_stride_b", I64)]
+                ] + [(number, I64) for number in (
+                    "alibi_stride_b", "q_offset", "k_offset", "h_offset", "whole_sq", "whole_sk", "whole_h")]
 
 
 class AttentionData(ctypes.Structure):

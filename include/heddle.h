@@ -136,8 +136,10 @@ typedef struct heddle_strides {
 } heddle_strides;
 #define HEDDLE_BROADCAST INT64_MIN
 
-/* Which query sees which key. With off = 0 for HEDDLE_CAUSAL_TOP_LEFT and off = sk - sq otherwise, query i sees key j when
- * j <= i + off (both causal masks) and i + off - window_left <= j <= i + off + window_right (with HEDDLE_WINDOW). */
+/* Which query sees which key. With off = q_offset - k_offset for HEDDLE_CAUSAL_TOP_LEFT and otherwise
+ * off = q_offset - k_offset + whole_sk - whole_sq, query i sees key j when j <= i + off (both causal masks) and
+ * i + off - window_left <= j <= i + off + window_right (with HEDDLE_WINDOW). Of what is no part of something larger that
+ * is off = 0 and off = sk - sq. */
 typedef enum heddle_mask {
     HEDDLE_MASK_NONE = 0,
     HEDDLE_CAUSAL_TOP_LEFT = 1,    /* query 0 sees key 0: PyTorch's is_causal */
@@ -181,9 +183,17 @@ typedef enum heddle_mask {
  *
  * Dropout: with t = floor(65536*dropout + 0.5), element (n, x, i, j) is kept when its number, of 16 bits, is not below t:
  * half j%2 (0: the low one) of word j%8/2 of Philox4x32-7(counter = {j/8, n*h + x, i, offset}, key = seed) (low words;
- * offset's high 32 bits are exclusive-ored into i's word). The same on every backend. The probability to be kept is
- * 1 - t/65536, to the last bit; with a dropout under 2^-17 all are, and one that rounds to 1 is refused.
+ * offset's high 32 bits are exclusive-ored into i's word); i, j, x and h are those of the whole (below). The same on every
+ * backend. The probability to be kept is 1 - t/65536, to the last bit; with a dropout under 2^-17 all are, and one that
+ * rounds to 1 is refused.
  * Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
+ *
+ * A problem may be a part of a larger one: some of its queries, keys and heads. Row i is then row q_offset + i of the whole,
+ * which has whole_sq, key j is key k_offset + j of whole_sk, and head x is head h_offset + x of whole_h: that is what masks,
+ * windows, ALiBi and dropout go by, so that S, P and Z are those of the whole. All tensors are the part's own, bias and
+ * slopes too. Where whole_sq or whole_sk is 0, as it must be with HEDDLE_VARLEN and HEDDLE_SEQLENS, the part ends where the
+ * whole (the whole sequence) does: whole_sq = q_offset + sq, whole_sk = k_offset + sk. h_offset needs whole_h; it may count
+ * the heads of batch entries in front of the part, too (n0*whole_h + x0).
  *
  * Source of the formulas: Dao, "FlashAttention-2", 2023, sections 2 and 3; softcap: Gemma 2, 2024; ALiBi: Press et al., 2021;
  * sinks: "attention sink" logits as in gpt-oss, 2025. */
@@ -208,6 +218,9 @@ typedef struct heddle_attention {
     heddle_strides dbias_stride;                  /* default: [b, h, sq, sk] contiguous; summed over where 0 */
     heddle_strides weights_stride, dweights_stride;
     int64_t alibi_stride_b; /* alibi_slopes[n*alibi_stride_b + x]: 0, or h for slopes per batch */
+    /* the part that this is of a larger problem; a structure that ends in front of these is taken, too */
+    int64_t q_offset, k_offset, h_offset; /* rows, keys and heads of the whole in front of the part's first */
+    int64_t whole_sq, whole_sk, whole_h;  /* how many the whole has; 0: it ends with the part */
 } heddle_attention;
 
 /* Where the data of one attention problem lies. Forward does not look at what only backward uses. "float" below is float32, or

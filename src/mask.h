@@ -58,14 +58,20 @@ HEDDLE_SHARED_INLINE sequence sequence_of(const heddle_attention *a, const int32
     return s;
 }
 
-/* The offset of the diagonal: `off` in heddle.h. */
-HEDDLE_SHARED_INLINE int64_t diagonal_offset(heddle_mask mask, sequence s) {
-    return mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : s.sk - s.sq;
+/* The offset of the diagonal: `off` in heddle.h. CUDA's plan refuses parts of a whole, and its kernels do not carry them. */
+HEDDLE_SHARED_INLINE int64_t diagonal_offset(const heddle_attention *a, sequence s) {
+#ifdef __CUDACC__
+    return a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : s.sk - s.sq;
+#else
+    const int64_t whole_sq = a->whole_sq ? a->whole_sq : a->q_offset + s.sq,
+                  whole_sk = a->whole_sk ? a->whole_sk : a->k_offset + s.sk;
+    return a->q_offset - a->k_offset + (a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : whole_sk - whole_sq);
+#endif
 }
 
 HEDDLE_SHARED_INLINE band band_of(const heddle_attention *a, sequence s) {
     band r = {-BAND_INFINITE, BAND_INFINITE};
-    int64_t off = diagonal_offset(a->mask, s);
+    int64_t off = diagonal_offset(a, s);
     if (a->mask != HEDDLE_MASK_NONE)
         r.hi = off;
     if (a->features & HEDDLE_WINDOW) {

@@ -9,6 +9,7 @@
 
 #include <math.h>
 #include <stdbool.h>
+#include <string.h>
 
 #define MAX_SIZE (INT64_C(1) << 40)
 #define MAX_HEAD_DIM 512
@@ -202,6 +203,42 @@ static heddle_status check_products(const heddle_attention *a) {
     return HEDDLE_OK;
 }
 
+static heddle_status check_whole(const char *letter, int64_t whole, int64_t offset, int64_t part) {
+    if (whole && whole - offset < part)
+        return fail(HEDDLE_BAD_SIZE, "whole_s%s = %lld ends before %s_offset + s%s = %lld + %lld", letter,
+                    (long long)whole, letter, letter, (long long)offset, (long long)part);
+    return HEDDLE_OK;
+}
+
+/* What part of a larger problem this is. Afterwards whole_h is a number. */
+static heddle_status check_part(heddle_attention *a) {
+    if (!(a->q_offset | a->k_offset | a->h_offset | a->whole_sq | a->whole_sk | a->whole_h)) {
+        a->whole_h = a->h;
+        return HEDDLE_OK;
+    }
+    TRY(check_size("q_offset", a->q_offset, 0, MAX_SIZE));
+    TRY(check_size("k_offset", a->k_offset, 0, MAX_SIZE));
+    TRY(check_size("h_offset", a->h_offset, 0, MAX_SIZE));
+    TRY(check_size("whole_sq", a->whole_sq, 0, MAX_SIZE));
+    TRY(check_size("whole_sk", a->whole_sk, 0, MAX_SIZE));
+    TRY(check_size("whole_h", a->whole_h, a->whole_h ? a->h : 0, MAX_SIZE));
+    if ((a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) && (a->whole_sq || a->whole_sk))
+        return fail(HEDDLE_BAD_COMBINATION,
+                    "whole_sq = %lld, whole_sk = %lld, but with %s each sequence has its own length",
+                    (long long)a->whole_sq, (long long)a->whole_sk,
+                    a->features & HEDDLE_VARLEN ? "HEDDLE_VARLEN" : "HEDDLE_SEQLENS");
+    TRY(check_whole("q", a->whole_sq, a->q_offset, a->sq));
+    TRY(check_whole("k", a->whole_sk, a->k_offset, a->sk));
+    if (a->h_offset && !a->whole_h)
+        return fail(HEDDLE_BAD_COMBINATION, "h_offset = %lld, but whole_h is not set", (long long)a->h_offset);
+    if (a->whole_h == 0)
+        a->whole_h = a->h;
+    if (multiply_add(a->b, a->whole_h, a->h_offset) < 0)
+        return fail(HEDDLE_OVERFLOW, "b·whole_h + h_offset = %lld·%lld + %lld does not fit", (long long)a->b,
+                    (long long)a->whole_h, (long long)a->h_offset);
+    return HEDDLE_OK;
+}
+
 static heddle_status check_sizes(heddle_attention *a) {
     TRY(check_size("b", a->b, 0, MAX_SIZE));
     TRY(check_size("h", a->h, 1, MAX_SIZE));
@@ -244,10 +281,11 @@ static heddle_status check_values(heddle_attention *a) {
         return fail(HEDDLE_BAD_VALUE, "dropout = %.9g is 1 when rounded to a multiple of 1/65536", a->dropout);
     if (dropout_threshold(a->dropout) == 0)
         a->dropout = 0;
-    if (a->dropout > 0 && (a->sq > UINT32_MAX || a->b * a->h > UINT32_MAX || a->sk / DROPOUT_KEYS > UINT32_MAX))
+    const int64_t rows = a->q_offset + a->sq, keys = a->k_offset + a->sk, heads = a->h_offset + a->b * a->whole_h;
+    if (a->dropout > 0 && (rows > UINT32_MAX || heads > UINT32_MAX || keys / DROPOUT_KEYS > UINT32_MAX))
         return fail(HEDDLE_BAD_SIZE,
                     "dropout counts rows, heads and eights of keys with 32 bits: sq = %lld, b·h = %lld, sk = %lld",
-                    (long long)a->sq, (long long)(a->b * a->h), (long long)a->sk);
+                    (long long)rows, (long long)heads, (long long)keys);
     if (a->scale == 0)
         a->scale = 1 / sqrt((double)a->d);
     if (a->dtype == HEDDLE_F64)
@@ -300,13 +338,23 @@ static heddle_status check_features(heddle_attention *a) {
 }
 
 heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pass pass, attention_plan *plan) {
-    TRY(check_descriptor("heddle_attention", desc, desc ? desc->size : 0, sizeof *desc));
-    plan->a = *desc;
+    /* Programs that were built when it ended in front of these fields. */
+    const size_t before_parts = offsetof(heddle_attention, q_offset);
+    const bool older = desc && desc->size == before_parts;
+    TRY(check_descriptor("heddle_attention", desc, desc ? desc->size : 0, older ? before_parts : sizeof *desc));
+    if (older) {
+        memset(&plan->a, 0, sizeof plan->a);
+        memcpy(&plan->a, desc, before_parts);
+        plan->a.size = sizeof plan->a;
+    } else {
+        plan->a = *desc;
+    }
     plan->pass = pass;
     heddle_attention *a = &plan->a;
     TRY(check_enums("heddle_attention", (int)a->dtype, (int)a->device, (int)pass));
     TRY(check_sizes(a));
     TRY(check_features(a));
+    TRY(check_part(a));
     TRY(resolve_all_strides(a));
     tighten_limits(a);
     TRY(check_values(a));

@@ -19,10 +19,18 @@ void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4])
     memcpy(length, (int64_t[]){first[0], rows[0], first[1], rows[1]}, 4 * sizeof *length);
 }
 
+int64_t attention_diagonal(const heddle_attention *a, int64_t sq, int64_t sk) {
+    if (a->mask == HEDDLE_CAUSAL_TOP_LEFT) /* the corner of the whole, as this part counts */
+        return a->q_offset - a->k_offset;
+    const int64_t behind_q = a->whole_sq ? a->whole_sq - a->q_offset - sq : 0,
+                  behind_k = a->whole_sk ? a->whole_sk - a->k_offset - sk : 0;
+    return sk + behind_k - sq - behind_q;
+}
+
 seen_keys attention_sees(const attention_problem *p, const int64_t length[4], int64_t n, int64_t x, int64_t i,
                          bool *sees) {
     const heddle_attention *a = &p->a;
-    const int64_t at = i + (a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : length[3] - length[1]);
+    const int64_t at = i + attention_diagonal(a, length[1], length[3]);
     seen_keys s = {0, i < length[1] ? length[3] : 0};
     if (a->mask != HEDDLE_MASK_NONE && s.to > at + 1)
         s.to = at + 1;

@@ -135,6 +135,8 @@ void attention_count(const attention_case *c, error_bin bin[T_COUNT]);
 
 /* {first_q, sq, first_k, sk} of sequence n. */
 void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4]);
+/* The key on the diagonal of query 0: `off` of a sequence of so many rows. */
+int64_t attention_diagonal(const heddle_attention *a, int64_t sq, int64_t sk);
 /* By the formulas of heddle.h, independent of src/: which keys of sequence n, [sk], does query i of head x see? Those
  * from seen.from up to seen.to, of which some may be left out; `length` is from attention_lengths. */
 typedef struct seen_keys {

@@ -114,13 +114,16 @@ static void keep_factors(const attention_problem *p, const head *h, int64_t i, f
         memcpy(&seed, state->host + (size_t)state->guard * 8, sizeof seed);
         memcpy(&offset, state->host + (size_t)(state->guard + 1) * 8, sizeof offset);
     }
+    const int64_t heads = a->whole_h ? a->whole_h : a->h;
     for (int64_t j = h->seen[i].from; j < h->seen[i].to; j++) {
-        if (a->dropout != 0 && (j % 8 == 0 || j == h->seen[i].from)) {
-            const philox4x32_ctr_t counter = {{(uint32_t)(j / 8), (uint32_t)(h->n * a->h + h->x),
-                                               (uint32_t)i ^ (uint32_t)(offset >> 32), (uint32_t)offset}};
+        const int64_t key = a->k_offset + j;
+        if (a->dropout != 0 && (key % 8 == 0 || j == h->seen[i].from)) {
+            const philox4x32_ctr_t counter = {{(uint32_t)(key / 8), (uint32_t)(h->n * heads + a->h_offset + h->x),
+                                               (uint32_t)(a->q_offset + i) ^ (uint32_t)(offset >> 32),
+                                               (uint32_t)offset}};
             words = philox4x32_R(7, counter, (philox4x32_key_t){{(uint32_t)seed, (uint32_t)(seed >> 32)}});
         }
-        z[j] = a->dropout == 0 || (words.v[j % 8 / 2] >> j % 2 * 16 & 0xffff) >= dropped ? kept : 0;
+        z[j] = a->dropout == 0 || (words.v[key % 8 / 2] >> key % 2 * 16 & 0xffff) >= dropped ? kept : 0;
     }
 }
 
@@ -145,7 +148,7 @@ static void scores(const attention_problem *p, head *h, int64_t i) {
         s[j] = round_to(t, cap * tanh_out[j]);
     }
     if (a->features & HEDDLE_ALIBI) {
-        const int64_t at = i + (a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : h->sk - h->sq) - from;
+        const int64_t at = i + attention_diagonal(a, h->sq, h->sk) - from;
         const float slope = (float)tensor_get(&p->t[T_ALIBI], h->n, 0, 0, h->x);
         for (int64_t j = 0; j < n; j++)
             s[j] -= slope * (float)llabs(at - j);

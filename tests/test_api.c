@@ -140,6 +140,43 @@ static void test_sizes(void **state) {
     REFUSE((a->features = HEDDLE_VARLEN, a->total_k = -5), HEDDLE_BAD_SIZE, "total_k = -5");
 }
 
+static void test_parts(void **state) {
+    (void)state;
+    REFUSE(a->q_offset = -1, HEDDLE_BAD_SIZE, "q_offset = -1");
+    REFUSE(a->k_offset = (INT64_C(1) << 40) + 1, HEDDLE_BAD_SIZE, "k_offset = 1099511627777");
+    REFUSE(a->q_offset = INT64_MAX, HEDDLE_BAD_SIZE, "q_offset = 9223372036854775807");
+    REFUSE(a->h_offset = INT64_MIN, HEDDLE_BAD_SIZE, "h_offset = -9223372036854775808");
+    REFUSE(a->whole_sk = -7, HEDDLE_BAD_SIZE, "whole_sk = -7");
+    REFUSE((a->q_offset = 3, a->whole_sq = 14), HEDDLE_BAD_SIZE, "whole_sq = 14 ends before q_offset + sq = 3 + 12");
+    REFUSE((a->k_offset = 3, a->whole_sk = 16), HEDDLE_BAD_SIZE, "whole_sk = 16 ends before k_offset + sk = 3 + 14");
+    REFUSE(a->whole_h = 7, HEDDLE_BAD_SIZE, "whole_h = 7");
+    REFUSE(a->h_offset = 8, HEDDLE_BAD_COMBINATION, "h_offset = 8, but whole_h is not set");
+    REFUSE((a->features = HEDDLE_SEQLENS, a->whole_sk = 90), HEDDLE_BAD_COMBINATION, "HEDDLE_SEQLENS");
+    REFUSE((a->features = HEDDLE_VARLEN, a->whole_sq = 90), HEDDLE_BAD_COMBINATION, "HEDDLE_VARLEN");
+    REFUSE((a->b = INT64_C(1) << 30, a->whole_h = INT64_C(1) << 40), HEDDLE_OVERFLOW, "whole_h");
+    REFUSE((a->dropout = 0.5, a->q_offset = INT64_C(1) << 32), HEDDLE_BAD_SIZE, "sq = 4294967308");
+    REFUSE((a->dropout = 0.5, a->h_offset = INT64_C(1) << 32, a->whole_h = 8), HEDDLE_BAD_SIZE, "b·h = 42949673");
+    char why[256];
+    heddle_attention a = simple_case().a;
+    a.q_offset = a.k_offset = INT64_C(1) << 40;
+    expect_status(heddle_attention_supported(&a, why, sizeof why),
+                  a.device == HEDDLE_CUDA ? HEDDLE_UNSUPPORTED : HEDDLE_OK, "");
+}
+
+/* The description of programs that were built when parts had no fields. */
+static void test_older_description(void **state) {
+    (void)state;
+    attention_case c = simple_case();
+    attention_problem p = attention_new(&c), q = attention_copy(&p, p.a.dtype, p.a.device);
+    attention_run(&p, HEDDLE_FORWARD);
+    q.a.size = offsetof(heddle_attention, q_offset);
+    q.a.q_offset = q.a.whole_h = -1; /* nobody looks at them */
+    attention_run(&q, HEDDLE_FORWARD);
+    assert_true(tensor_equal(&p.t[T_O], &q.t[T_O]));
+    attention_free(&p);
+    attention_free(&q);
+}
+
 static void test_values(void **state) {
     (void)state;
     REFUSE(a->scale = (double)NAN, HEDDLE_BAD_VALUE, "scale = ");
@@ -636,6 +673,8 @@ int main(void) {
         cmocka_unit_test(test_descriptor_size),
         cmocka_unit_test(test_enums),
         cmocka_unit_test(test_sizes),
+        cmocka_unit_test(test_parts),
+        cmocka_unit_test(test_older_description),
         cmocka_unit_test(test_values),
         cmocka_unit_test(test_strides),
         cmocka_unit_test(test_overflow),

@@ -108,7 +108,7 @@ works $attention --out o.npy --lse lse.npy --weights p.npy $gradients
     wrong "shapes of the results"
 [ "$(shape dq.npy)$(shape dk.npy)$(shape dv.npy)" = "(1, 2, 33, 16)(1, 1, 45, 16)(1, 1, 45, 24)" ] ||
     wrong "shapes of the gradients"
-works $attention --mask causal-bottom-right --window 20,-1 --softcap 5 --bias bias.npy --bool-mask mask.npy \
+works $attention --mask causal-bottom-right --window 20,-1 --q-offset 7 --whole-sq 99 --softcap 5 --bias bias.npy --bool-mask mask.npy \
     --alibi heads.npy --sinks heads.npy --dropout 0.1 --seed 9 --scale 0.2 --deterministic --out o2.npy $gradients \
     --dbias dbias.npy --dsinks dsinks.npy
 [ "$(shape dbias.npy)$(shape dsinks.npy)" = "(33, 45)(2,)" ] || wrong "shapes of dbias and dsinks"
@@ -169,6 +169,8 @@ refuses "'abc' is not a finite number" $attention --out x.npy --scale abc
 refuses "'nan' is not a finite number" $attention --out x.npy --softcap nan
 refuses "is none of none, causal-top-left, causal-bottom-right" $attention --out x.npy --mask causal
 refuses "not two numbers" $attention --out x.npy --window 3
+refuses "q-offset" $attention --out x.npy --q-offset -3
+refuses "whole_sq = 3 ends before" $attention --out x.npy --q-offset 2 --whole-sq 3
 refuses "is none of f32, bf16, f16, f64" $attention --out x.npy --dtype f8
 refuses "dropout = 1.5" $attention --out x.npy --dropout 1.5
 refuses "has shape [1, 2, 33, 16], but [b, h, sq, dv] = [1, 2, 33, 24] is expected" $attention --dout q.npy --dq y.npy

@@ -35,6 +35,7 @@ static int64_t row_of(const truth *t, int64_t n, int64_t x, int64_t i) {
 static truth truth_of(const attention_problem *p) {
     const heddle_attention *a = &p->a;
     const double dropped = floor(65536 * a->dropout + 0.5);
+    const int64_t heads = a->whole_h ? a->whole_h : a->h;
     const size_t rows = (size_t)(a->b * a->h * a->sq);
     truth t = {.h = a->h,
                .sq = a->sq,
@@ -56,7 +57,8 @@ static truth truth_of(const attention_problem *p) {
                 const seen_keys keys = attention_sees(p, length, n, x, i, t.seen + row * t.sk);
                 for (int64_t j = keys.from; j < keys.to; j++) {
                     const int64_t at = row * t.sk + j;
-                    t.kept[at] = t.seen[at] && number_of(state[0], state[1], n * a->h + x, i, j) >= dropped;
+                    t.kept[at] = t.seen[at] && number_of(state[0], state[1], n * heads + a->h_offset + x,
+                                                         a->q_offset + i, a->k_offset + j) >= dropped;
                     t.row_seen[row] += t.seen[at];
                     t.row_kept[row] += t.kept[at];
                 }
@@ -338,6 +340,27 @@ static void test_masks(void **state) {
     }
 }
 
+/* Parts of a whole have its bits: eights of keys that begin in the middle, rows and heads behind others. */
+static void test_parts(void **state) {
+    (void)state;
+    if (test_device() == HEDDLE_CUDA)
+        skip();
+    static const struct {
+        int64_t sq, q0, k0, h0, whole_h;
+    } parts[] = {
+        {70, 0, 8, 0, 0}, {70, 3, 5, 2, 6}, {1, 1000, 77, 1, 3}, {140, INT64_C(1) << 31, (INT64_C(1) << 33) + 3, 0, 0}};
+    for (size_t y = 0; y < COUNT(parts); y++)
+        for (size_t x = 0; x < TEST_DTYPES; x++) {
+            attention_case c = case_of(x, 2, 2, 1, parts[y].sq, 90, 32);
+            c.a.q_offset = parts[y].q0;
+            c.a.k_offset = parts[y].k0;
+            c.a.h_offset = parts[y].h0;
+            c.a.whole_h = parts[y].whole_h;
+            c.a.mask = y == 1 ? HEDDLE_CAUSAL_TOP_LEFT : HEDDLE_MASK_NONE;
+            check_bits(c);
+        }
+}
+
 /* ------------------------------------------------------------------------------------------------------ statistics */
 
 /* Every kept element of the rule, as 0 or 1, less the probability that heddle.h states. */
@@ -399,10 +422,10 @@ static void test_statistics(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_rates),      cmocka_unit_test(test_edges),   cmocka_unit_test(test_odd_sizes),
-        cmocka_unit_test(test_tiles),      cmocka_unit_test(test_windows), cmocka_unit_test(test_groups),
-        cmocka_unit_test(test_packed),     cmocka_unit_test(test_lengths), cmocka_unit_test(test_masks),
-        cmocka_unit_test(test_statistics),
+        cmocka_unit_test(test_rates),  cmocka_unit_test(test_edges),      cmocka_unit_test(test_odd_sizes),
+        cmocka_unit_test(test_tiles),  cmocka_unit_test(test_windows),    cmocka_unit_test(test_groups),
+        cmocka_unit_test(test_packed), cmocka_unit_test(test_lengths),    cmocka_unit_test(test_masks),
+        cmocka_unit_test(test_parts),  cmocka_unit_test(test_statistics),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

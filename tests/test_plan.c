@@ -78,7 +78,9 @@ static void test_ranges(void **state) {
 
 /* The rule of heddle.h, word by word. */
 static bool rule(const heddle_attention *a, int64_t sq, int64_t sk, int64_t i, int64_t j) {
-    int64_t off = a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : sk - sq;
+    const int64_t whole_sq = a->whole_sq ? a->whole_sq : a->q_offset + sq,
+                  whole_sk = a->whole_sk ? a->whole_sk : a->k_offset + sk;
+    int64_t off = a->q_offset - a->k_offset + (a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : whole_sk - whole_sq);
     if (a->mask != HEDDLE_MASK_NONE && !(j <= i + off))
         return false;
     if (!(a->features & HEDDLE_WINDOW))
@@ -108,6 +110,36 @@ static void test_bands(void **state) {
                                     assert_int_equal(sees(m, i, j), rule(&a, sq, sk, i, j));
                                 }
                         }
+}
+
+/* Every part of a whole sees what the whole sees of it. */
+static void test_bands_of_parts(void **state) {
+    (void)state;
+    enum { WHOLE = 5 };
+    for (int mask = 0; mask < 3; mask++)
+        for (int64_t left = -1; left < 3; left++)
+            for (int64_t sizes = 0; sizes < WHOLE * WHOLE * WHOLE * WHOLE; sizes++) {
+                const int64_t q0 = sizes % WHOLE, k0 = sizes / WHOLE % WHOLE, sq = sizes / WHOLE / WHOLE % WHOLE,
+                              sk = sizes / WHOLE / WHOLE / WHOLE;
+                for (int64_t longer = 0; longer < 3; longer++) {
+                    heddle_attention whole = {
+                        .mask = (heddle_mask)mask, .features = HEDDLE_WINDOW, .window_left = left, .window_right = 1};
+                    const int64_t whole_sq = q0 + sq + longer, whole_sk = k0 + sk + 2 * longer;
+                    heddle_attention a = whole;
+                    a.q_offset = q0;
+                    a.k_offset = k0;
+                    if (longer) { /* else the defaults say it */
+                        a.whole_sq = whole_sq;
+                        a.whole_sk = whole_sk;
+                    }
+                    const band m = band_of(&a, (sequence){0, sq, 0, sk});
+                    for (int64_t i = 0; i < sq; i++)
+                        for (int64_t j = 0; j < sk; j++) {
+                            assert_int_equal(!!band_sees(m, i, j), rule(&whole, whole_sq, whole_sk, q0 + i, k0 + j));
+                            assert_int_equal(!!band_sees(m, i, j), rule(&a, sq, sk, i, j));
+                        }
+                }
+            }
 }
 
 static void test_sequences(void **state) {
@@ -321,6 +353,7 @@ int main(void) {
         cmocka_unit_test(test_tiles),
         cmocka_unit_test(test_ranges),
         cmocka_unit_test(test_bands),
+        cmocka_unit_test(test_bands_of_parts),
         cmocka_unit_test(test_sequences),
         cmocka_unit_test(test_workspace_is_linear),
         cmocka_unit_test(test_norm_linear_workspace),

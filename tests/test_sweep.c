@@ -96,6 +96,23 @@ static void random_masks(rng *r, attention_case *c, lengths *l) {
     }
 }
 
+/* A part of a whole; the CUDA kernels refuse it. */
+static void random_part(rng *r, heddle_attention *a) {
+    if (test_device() == HEDDLE_CUDA || !rng_chance(r, 0.25))
+        return;
+    const int64_t far = rng_chance(r, 0.2) ? INT64_C(1) << 30 : 0, most = rng_chance(r, 0.5) ? 40 : 200;
+    a->q_offset = far + rng_between(r, 0, most);
+    a->k_offset = far + rng_between(r, 0, most);
+    if (rng_chance(r, 0.5) && !(a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS))) {
+        a->whole_sq = rng_chance(r, 0.8) ? a->q_offset + a->sq + rng_between(r, 0, 90) : 0;
+        a->whole_sk = rng_chance(r, 0.8) ? a->k_offset + a->sk + rng_between(r, 0, 90) : 0;
+    }
+    if (rng_chance(r, 0.5)) {
+        a->whole_h = a->h + rng_between(r, 0, 5);
+        a->h_offset = rng_between(r, 0, 20);
+    }
+}
+
 static attention_case random_attention(uint64_t seed, lengths *l) {
     rng r = {seed};
     static const int64_t heads[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {6, 2}, {3, 3}, {8, 1}};
@@ -147,6 +164,7 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
     c.poison_masked = rng_chance(&r, 0.7);
     if (a->features & HEDDLE_BIAS && rng_chance(&r, 0.3))
         c.huge_bias = -INFINITY;
+    random_part(&r, a);
     return c;
 }
 

@@ -23,6 +23,11 @@ static const char usage[] =
     "                        sees the last key)\n"
     "  --window L,R          query i sees keys i-L to i+R, counted along the mask's diagonal (with no mask: the one\n"
     "                        that ends at the last key); -1 is unbounded\n"
+    "  --q-offset N, --k-offset N\n"
+    "                        this is a part of a larger problem, N queries (keys) behind its first: masks, windows,\n"
+    "                        ALiBi and dropout go by the place in the whole\n"
+    "  --whole-sq N, --whole-sk N\n"
+    "                        queries (keys) of the whole; default: it ends with this part\n"
     "  --softcap C           C·tanh(score/C) in place of the score\n"
     "  --alibi FILE          slopes [h] or [b, h]; the score loses slope times the distance\n"
     "  --bias FILE           added to the scores; [b, h, sq, sk], where b, h and sq may be 1 or (from the left) left "
@@ -52,7 +57,18 @@ static const char usage[] =
     "  heddle attention --q q.npy --k k.npy --v v.npy --mask causal-top-left --out o.npy --lse lse.npy\n"
     "  heddle attention --q q.npy --k k.npy --v v.npy --dout dout.npy --dq dq.npy --dk dk.npy --dv dv.npy\n";
 
-enum { OPTION_SCALE = OPTION_OWN, OPTION_MASK, OPTION_WINDOW, OPTION_SOFTCAP, OPTION_DROPOUT, OPTION_SEED };
+enum {
+    OPTION_SCALE = OPTION_OWN,
+    OPTION_MASK,
+    OPTION_WINDOW,
+    OPTION_SOFTCAP,
+    OPTION_DROPOUT,
+    OPTION_SEED,
+    OPTION_Q_OFFSET,
+    OPTION_K_OFFSET,
+    OPTION_WHOLE_SQ,
+    OPTION_WHOLE_SK
+};
 
 static const struct option own_options[] = {
     {"scale", required_argument, NULL, OPTION_SCALE},
@@ -61,6 +77,10 @@ static const struct option own_options[] = {
     {"softcap", required_argument, NULL, OPTION_SOFTCAP},
     {"dropout", required_argument, NULL, OPTION_DROPOUT},
     {"seed", required_argument, NULL, OPTION_SEED},
+    {"q-offset", required_argument, NULL, OPTION_Q_OFFSET},
+    {"k-offset", required_argument, NULL, OPTION_K_OFFSET},
+    {"whole-sq", required_argument, NULL, OPTION_WHOLE_SQ},
+    {"whole-sk", required_argument, NULL, OPTION_WHOLE_SK},
     {0},
 };
 
@@ -99,6 +119,10 @@ static bool set_option(heddle_attention *a, int option, const char *text) {
     case OPTION_SOFTCAP: return parse_real("--softcap", text, &a->softcap);
     case OPTION_DROPOUT: return parse_real("--dropout", text, &a->dropout);
     case OPTION_SEED: return parse_seed("--seed", text, &a->seed);
+    case OPTION_Q_OFFSET: return parse_int("--q-offset", text, 0, INT64_MAX, &a->q_offset);
+    case OPTION_K_OFFSET: return parse_int("--k-offset", text, 0, INT64_MAX, &a->k_offset);
+    case OPTION_WHOLE_SQ: return parse_int("--whole-sq", text, 0, INT64_MAX, &a->whole_sq);
+    case OPTION_WHOLE_SK: return parse_int("--whole-sk", text, 0, INT64_MAX, &a->whole_sk);
     default: return false; /* getopt_long has said why */
     }
 }

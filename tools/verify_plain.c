@@ -103,7 +103,12 @@ static void add_block(double *sum, float *part, int64_t n) {
 
 /* The header's rules, once more: this is also a check of src/mask.h, which the library's backends share. */
 static int64_t diagonal(const head *h) {
-    return h->p->j.a.mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : h->s.sk - h->s.sq;
+    const heddle_attention *a = &h->p->j.a;
+    int64_t corner = 0;
+    if (a->mask != HEDDLE_CAUSAL_TOP_LEFT)
+        corner =
+            (a->whole_sk ? a->whole_sk : a->k_offset + h->s.sk) - (a->whole_sq ? a->whole_sq : a->q_offset + h->s.sq);
+    return corner + a->q_offset - a->k_offset;
 }
 
 static bool sees(const head *h, int64_t i, int64_t j) {
@@ -174,8 +179,11 @@ static float dropout_factor(const head *h, int64_t i, int64_t j) {
     if (a->dropout == 0)
         return 1;
     philox4 words = dropout_words(rng ? (uint64_t)rng[0] : a->seed, rng ? (uint64_t)rng[1] : a->offset,
-                                  (uint32_t)(h->n * a->h + h->x), (uint32_t)i, (uint32_t)(j / DROPOUT_KEYS));
-    return dropout_number(words, (uint32_t)j) >= dropout_threshold(a->dropout) ? (float)dropout_scale(a->dropout) : 0;
+                                  (uint32_t)(h->n * (a->whole_h ? a->whole_h : a->h) + a->h_offset + h->x),
+                                  (uint32_t)(a->q_offset + i), (uint32_t)((a->k_offset + j) / DROPOUT_KEYS));
+    return dropout_number(words, (uint32_t)(a->k_offset + j)) >= dropout_threshold(a->dropout)
+               ? (float)dropout_scale(a->dropout)
+               : 0;
 }
 
 /* A score that is off by x makes its weight off by P(1 - P)x: p_terms has P's own terms and the score's. */

@@ -169,6 +169,12 @@ def attention(
     return_weights: bool = False,
     deterministic: bool | None = None,
     tf32: bool = False,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    h_offset: int = 0,
+    whole_sq: int = 0,
+    whole_sk: int = 0,
+    whole_h: int = 0,
 ) -> Any:
     """softmax(scale·q·kᵀ + bias, masked)·v, exactly, with memory that grows with the lengths, not their product.
 
@@ -198,6 +204,11 @@ def attention(
         return_weights: also return the weights, [b, h, sq, sk], before dropout. Have a gradient.
         deterministic: gradients with the same bits every time. Default: torch.use_deterministic_algorithms' setting.
         tf32: allow float32 products to be rounded to TF32 (GPU).
+        q_offset, k_offset, h_offset: this is a part of a larger problem, behind so many of its queries, keys and heads;
+            causal, window, alibi_slopes and dropout then go by the place in the whole. All tensors are the part's own.
+            Not on CUDA yet.
+        whole_sq, whole_sk, whole_h: how many queries, keys and heads the whole has. 0: it ends with the part. Of use to
+            what counts from the last key ("bottom_right"; window and alibi_slopes without "top_left"), and h_offset.
 
     Returns:
         out, [b, h, sq, dv] of q's dtype, in q's layout; with return_lse or return_weights a tuple (out, lse, weights)
@@ -216,6 +227,7 @@ def attention(
         and window is bias is mask is alibi_slopes is sinks is rng_state is cu_seqlens_q is cu_seqlens_k is None
         and max_seqlen_q is max_seqlen_k is seqlens_q is seqlens_k is deterministic is None
         and not (softcap or dropout or return_lse or return_weights or tf32)
+        and not (q_offset or k_offset or h_offset or whole_sq or whole_sk or whole_h)
     ):
         out = _quick(q, k, v, causal, scale)
         if out is not NotImplemented:
@@ -248,6 +260,12 @@ def attention(
         return_weights=return_weights,
         deterministic=deterministic,
         tf32=tf32,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        h_offset=h_offset,
+        whole_sq=whole_sq,
+        whole_sk=whole_sk,
+        whole_h=whole_h,
     )
 
 

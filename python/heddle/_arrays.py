@@ -13,7 +13,7 @@ from typing import Any
 
 from heddle import _C
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._options import causal_of, limit_of, scale_of, window_of
+from heddle._options import PLACES, causal_of, limit_of, places_of, scale_of, window_of
 
 BROADCAST = -(2**63)
 FORWARD, BACKWARD = 0, 1
@@ -355,7 +355,9 @@ class Problem:
 
     def _numbers(self) -> None:
         d, options = self.description, self.options
-        d["mask"] = causal_of(options["causal"], d["sq"], d["sk"])
+        d |= dict(zip(PLACES, places_of(*(options[name] for name in PLACES)), strict=True))
+        sq, sk = (d[f"whole_s{x}"] or d[f"{x}_offset"] + d[f"s{x}"] for x in "qk")
+        d["mask"] = causal_of(options["causal"], sq, sk)
         left, right = window_of(options["window"])
         if left >= 0 or right >= 0:
             d |= {"features": d["features"] | WINDOW, "window_left": left, "window_right": right}
@@ -421,6 +423,7 @@ _NO_OPTIONS: dict[str, Any] = dict.fromkeys(
         "dweights",
     ]
 ) | {"softcap": 0.0, "dropout": 0.0, "return_lse": False, "return_weights": False, "tf32": False}
+_NO_OPTIONS |= dict.fromkeys(PLACES, 0)
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:

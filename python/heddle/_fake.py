@@ -103,6 +103,12 @@ def _attention_fake(
     return_weights: bool = False,
     deterministic: bool = False,
     tf32: bool = False,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    h_offset: int = 0,
+    whole_sq: int = 0,
+    whole_sk: int = 0,
+    whole_h: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     _check_attention(q, k, v, packed)

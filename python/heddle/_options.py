@@ -55,6 +55,14 @@ def limit_of(name: str, value: Any) -> Any:
     return value
 
 
+PLACES = ("q_offset", "k_offset", "h_offset", "whole_sq", "whole_sk", "whole_h")
+
+
+def places_of(*numbers: Any) -> tuple[Any, ...]:
+    """The numbers of PLACES: where in a larger problem this one lies."""
+    return tuple(map(limit_of, PLACES, numbers))
+
+
 def _side_of(side: Any, window: Any) -> int:
     if hasattr(side, "dtype"):  # of NumPy or torch: integers alone, and one of them
         try:

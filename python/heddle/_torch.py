@@ -13,7 +13,7 @@ from heddle import _nothing
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._ops import NUMBER_DEFAULTS, call, ops, quick
-from heddle._options import TINY, causal_of, limit_of, norm_of, scale_of, window_of
+from heddle._options import TINY, causal_of, limit_of, norm_of, places_of, scale_of, window_of
 
 
 def _broadcastable(value: Tensor | None, name: str, sk: int) -> Tensor | None:
@@ -77,6 +77,12 @@ def attention(
     return_weights: bool = False,
     deterministic: bool | None = None,
     tf32: bool = False,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    h_offset: int = 0,
+    whole_sq: int = 0,
+    whole_sk: int = 0,
+    whole_h: int = 0,
 ) -> Any:
     """See heddle.attention, which this is for torch tensors."""
     need_tensors(q=q, k=k, v=v)
@@ -107,6 +113,12 @@ def attention(
             "return_weights": return_weights,
             "deterministic": deterministic,
             "tf32": tf32,
+            "q_offset": q_offset,
+            "k_offset": k_offset,
+            "h_offset": h_offset,
+            "whole_sq": whole_sq,
+            "whole_sk": whole_sk,
+            "whole_h": whole_h,
         }
         return _nothing.attention(attention, heads, q, k, v, options_given)
     missing = 0 if packed else 4 - q.dim()
@@ -159,8 +171,9 @@ def attention(
         return_weights,
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         tf32,
+        *places_of(q_offset, k_offset, h_offset, whole_sq, whole_sk, whole_h),
     )
-    corner = causal_of(causal, sq, sk)
+    corner = causal_of(causal, whole_sq or q_offset + sq, whole_sk or k_offset + sk)
     # PyTorch fills in trailing defaults faster than it takes them from Python.
     options: tuple[Any, ...] = ()
     if numbers != NUMBER_DEFAULTS:

@@ -69,6 +69,12 @@ static const field attention_description[] = {A(dtype, INT32),
                                               A(total_q, INT64),
                                               A(total_k, INT64),
                                               A(alibi_stride_b, INT64),
+                                              A(q_offset, INT64),
+                                              A(k_offset, INT64),
+                                              A(h_offset, INT64),
+                                              A(whole_sq, INT64),
+                                              A(whole_sk, INT64),
+                                              A(whole_h, INT64),
 #include "../../src/attention_fields.def"
                                               {NULL, INT32, 0}};
 #undef A

@@ -277,6 +277,12 @@ static bool take_numbers(call *c, problem *p, const int64_t *integer, const doub
     a->features |= integer[RETURN_WEIGHTS] ? HEDDLE_WEIGHTS : 0;
     a->features |= integer[DETERMINISTIC] ? HEDDLE_DETERMINISTIC : 0;
     a->features |= integer[TF32] ? HEDDLE_TF32 : 0;
+    a->q_offset = integer[Q_OFFSET];
+    a->k_offset = integer[K_OFFSET];
+    a->h_offset = integer[H_OFFSET];
+    a->whole_sq = integer[WHOLE_SQ];
+    a->whole_sk = integer[WHOLE_SK];
+    a->whole_h = integer[WHOLE_H];
     const tensor *rng = &p->in[RNG_STATE];
     if (!rng->handle) {
         return a->dropout == 0 ||

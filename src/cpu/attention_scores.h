@@ -304,20 +304,21 @@ static void add_parts(const lanes *l, const parts *r, bool careful, const float 
 /* What dropout multiplies a weight with, 0 or dropout_scale(p): to[j][lane], or what is there times it. */
 INLINE void dropout_each(const call *c, const unit *u, const lanes *l, const key_block *b, bool multiplies, float *to) {
     const vi least = splat_int((int32_t)c->drop_below - 1), keep = (vi)splat(c->keep_factor);
-    const int64_t end = b->first + b->count;
+    const heddle_attention *a = c->a;
+    const int64_t first = a->k_offset + b->first, end = first + b->count;
     for (int v = 0; v < l->vectors; v++) {
-        vu index = (vu)lane_index(l, v) + (uint32_t)l->first, bh;
+        vu index = (vu)lane_index(l, v) + (uint32_t)(a->q_offset + l->first), bh;
         for (int x = 0; x < VL; x++)
-            bh[x] = (uint32_t)(u->n * c->a->h) + l->head[v * VL + x];
-        for (int64_t j = b->first / DROPOUT_KEYS * DROPOUT_KEYS; j < end; j += DROPOUT_KEYS) {
+            bh[x] = (uint32_t)(u->n * a->whole_h + a->h_offset) + l->head[v * VL + x];
+        for (int64_t j = first / DROPOUT_KEYS * DROPOUT_KEYS; j < end; j += DROPOUT_KEYS) {
             vu words[4];
             vdropout_words(c->seed, c->offset, bh, index, (uint32_t)(j / DROPOUT_KEYS), words);
 #pragma GCC unroll 8
             for (int x = 0; x < DROPOUT_KEYS; x++) {
                 const vi number = (vi)(x % 2 ? words[x / 2] >> 16 : words[x / 2] & 0xffff);
                 const vf factor = (vf)((vi)(number > least) & keep);
-                float *at = to + (j + x - b->first) * l->stride + v * VL;
-                if (j + x >= b->first && j + x < end)
+                float *at = to + (j + x - first) * l->stride + v * VL;
+                if (j + x >= first && j + x < end)
                     store(at, multiplies ? load(at) * factor : factor);
             }
         }

@@ -153,7 +153,7 @@ static unit make_unit(const call *c, int64_t index) {
     u.first_head = u.hk * c->group;
     u.s = sequence_of(a, c->t->cu_seqlens_q, c->t->cu_seqlens_k, c->t->seqlens_q, c->t->seqlens_k, u.n);
     u.m = band_of(a, u.s);
-    u.off = diagonal_offset(a->mask, u.s);
+    u.off = diagonal_offset(a, u.s);
     return u;
 }
 

@@ -89,7 +89,7 @@ static head load_head(work *w, int64_t n, int64_t x) {
     c.all = sequence_of(a, data->cu_seqlens_q, data->cu_seqlens_k, NULL, NULL, n);
     c.used = sequence_of(a, data->cu_seqlens_q, data->cu_seqlens_k, data->seqlens_q, data->seqlens_k, n);
     c.sees = band_of(a, c.used);
-    c.off = diagonal_offset(a->mask, c.used);
+    c.off = diagonal_offset(a, c.used);
     if (data->alibi_slopes)
         c.slope = load_element(type, data->alibi_slopes, n * a->alibi_stride_b + x);
     if (data->sinks)
@@ -152,13 +152,15 @@ static void probabilities(work *w, const head *c, int64_t i) {
 
 static void dropout(work *w, const head *c, int64_t i) {
     const heddle_attention *a = w->a;
-    uint32_t threshold = dropout_threshold(a->dropout), bh = (uint32_t)(c->n * a->h + c->x);
+    uint32_t threshold = dropout_threshold(a->dropout), bh = (uint32_t)(c->n * a->whole_h + a->h_offset + c->x),
+             row = (uint32_t)(a->q_offset + i);
     philox4 words = {{0}};
     fill(w->z, c->used.sk, 1);
     for (int64_t j = 0; a->dropout > 0 && j < c->used.sk; j++) {
-        if (j % DROPOUT_KEYS == 0)
-            words = dropout_words(w->seed, w->offset, bh, (uint32_t)i, (uint32_t)(j / DROPOUT_KEYS));
-        w->z[j] = dropout_number(words, (uint32_t)j) >= threshold ? dropout_scale(a->dropout) : 0;
+        const int64_t key = a->k_offset + j;
+        if (j == 0 || key % DROPOUT_KEYS == 0)
+            words = dropout_words(w->seed, w->offset, bh, row, (uint32_t)(key / DROPOUT_KEYS));
+        w->z[j] = dropout_number(words, (uint32_t)(key % DROPOUT_KEYS)) >= threshold ? dropout_scale(a->dropout) : 0;
     }
 }
 

@@ -163,10 +163,10 @@ static void fuzz_lend(bytes *b) {
 
 static void fuzz_description(bytes *b) {
     static const char *const names[] = {
-        "dtype",    "device",         "b",      "h",        "hk",          "sq",      "sk",       "d",
-        "dv",       "mask",           "scale",  "features", "window_left", "softcap", "dropout",  "seed",
-        "total_q",  "norm",           "m",      "k",        "n",           "eps",     "x_stride", "q_stride",
-        "o_stride", "alibi_stride_b", "unknown"};
+        "dtype",    "device",         "b",        "h",        "hk",          "sq",      "sk",       "d",
+        "dv",       "mask",           "scale",    "features", "window_left", "softcap", "dropout",  "seed",
+        "total_q",  "norm",           "m",        "k",        "n",           "eps",     "x_stride", "q_stride",
+        "o_stride", "alibi_stride_b", "q_offset", "k_offset", "whole_sk",    "unknown"};
     PyObject *dict = PyDict_New();
     for (int n = (int)take_between(b, 0, 16); n > 0; n--) {
         PyObject *value = read_value(b);

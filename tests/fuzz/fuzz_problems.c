@@ -125,6 +125,18 @@ static void options_of_attention(bytes *b, heddle_attention *a) {
     }
 }
 
+/* A part of a whole, with numbers that `take` makes. */
+static void part_of_attention(bytes *b, heddle_attention *a, int64_t (*take)(bytes *)) {
+    int64_t *const number[] = {&a->q_offset, &a->k_offset, &a->h_offset, &a->whole_sq, &a->whole_sk, &a->whole_h};
+    const uint64_t which = take_number(b, 1);
+    for (size_t i = 0; i < sizeof number / sizeof *number; i++)
+        *number[i] = which >> i & 1 ? take(b) : 0;
+}
+
+static int64_t small_size(bytes *b) {
+    return take_between(b, 0, 200);
+}
+
 static heddle_attention small_attention(bytes *b) {
     heddle_attention a = {.size = sizeof a};
     options_of_attention(b, &a);
@@ -160,6 +172,7 @@ static heddle_attention small_attention(bytes *b) {
     a.dweights_stride = small_strides(b, 1, 0, a.h, a.sq, a.sk);
     if (a.features & HEDDLE_ALIBI)
         a.alibi_stride_b = take_between(b, 0, 1) * a.h;
+    part_of_attention(b, &a, small_size);
     return a;
 }
 
@@ -192,6 +205,7 @@ static heddle_attention absurd_attention(bytes *b) {
     }
     if (a.features & HEDDLE_ALIBI)
         a.alibi_stride_b = any_size(b);
+    part_of_attention(b, &a, any_size);
     return a;
 }
 

@@ -53,6 +53,7 @@ class Attention(ctypes.Structure):
         for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv", "bias", "bool_mask", "dbias", "weights", "dweights")
     ]
     _fields_ += [("alibi_stride_b", c_int64)]
+    _fields_ += [(name, c_int64) for name in ("q_offset", "k_offset", "h_offset", "whole_sq", "whole_sk", "whole_h")]
 
 
 ATTENTION_DATA = [
@@ -275,9 +276,9 @@ def kept(case, n, sq, sk):
     """Z of one sequence, [h, sq, sk]."""
     x, i, j = numpy.meshgrid(*(numpy.arange(size, dtype=numpy.uint64) for size in (case["h"], sq, sk)), indexing="ij")
     low, high = numpy.uint64(case["offset"] & 0xFFFFFFFF), numpy.uint64(case["offset"] >> 32)
-    words = philox(
-        (j // numpy.uint64(8), x + numpy.uint64(n * case["h"]), i ^ high, numpy.full_like(j, low)), case["seed"]
-    )
+    x = x + numpy.uint64(n * (case["whole_h"] or case["h"]) + case["h_offset"])
+    i, j = i + numpy.uint64(case["q_offset"]), j + numpy.uint64(case["k_offset"])
+    words = philox((j // numpy.uint64(8), x, i ^ high, numpy.full_like(j, low)), case["seed"])
     word = numpy.take_along_axis(words, (j % numpy.uint64(8) // numpy.uint64(2)).astype(numpy.int64)[..., None], -1)
     number = word[..., 0] >> j % numpy.uint64(2) * numpy.uint64(16) & numpy.uint64(0xFFFF)
     dropped = math.floor(65536 * case["dropout"] + 0.5)
@@ -296,7 +297,9 @@ def rows_of(case, n):
 
 def seen_of(case, n, sq, sk):
     """[h, sq, sk]: what the masks let through, and i + off - j."""
-    off = 0 if case["mask"] == TOP_LEFT else sk - sq
+    off = case["q_offset"] - case["k_offset"]
+    if case["mask"] != TOP_LEFT:
+        off += (case["whole_sk"] or case["k_offset"] + sk) - (case["whole_sq"] or case["q_offset"] + sq)
     i, j = torch.arange(sq)[:, None] + off, torch.arange(sk)[None, :]
     seen = (j <= i) if case["mask"] != NONE else torch.ones(sq, sk, dtype=torch.bool)
     if case["window"]:

@@ -73,7 +73,9 @@ OPTIONS = [
     "dlse",
     "dweights",
     "layout",
+    "part",
 ]
+PLACES = ("q_offset", "k_offset", "h_offset", "whole_sq", "whole_sk", "whole_h")
 
 
 def random_case(seed, device):
@@ -116,6 +118,15 @@ def random_case(seed, device):
         which = rng.choice((("q",), ("k",), ("q", "k")))
         for name in which:
             case[f"seqlens_{name}"] = [rng.randint(0, case[f"s{name}"]) for _ in range(case["b"])]
+    case |= dict.fromkeys(PLACES, 0)
+    if "part" in chosen and device == "cpu":
+        case["q_offset"], case["k_offset"] = rng.randint(0, 60), rng.randint(0, 60)
+        if not chosen & {"varlen", "seqlens"}:
+            for name in "qk":
+                end = case[f"{name}_offset"] + case[f"s{name}"]
+                case[f"whole_s{name}"] = rng.choice((0, end, end + rng.randint(1, 50)))
+        if rng.random() < 0.5:
+            case["h_offset"], case["whole_h"] = rng.randint(0, 9), case["h"] + rng.randint(0, 3)
     case["wants"] = {
         name for name in chosen if name in ("weights", "dlse", "dweights", "alibi", "bias", "bool_mask", "sinks")
     }
@@ -148,7 +159,7 @@ class Problem:
         self.placed, self.data = {}, AttentionData(size=ctypes.sizeof(AttentionData))
         where = REF if case["dtype"] == F64 else CUDA if device == "cuda" else CPU
         self.desc = Attention(size=ctypes.sizeof(Attention), dtype=case["dtype"], device=where)
-        for name in ("b", "h", "hk", "sq", "sk", "d", "dv", "mask", "scale", "softcap", "dropout"):
+        for name in ("b", "h", "hk", "sq", "sk", "d", "dv", "mask", "scale", "softcap", "dropout", *PLACES):
             setattr(self.desc, name, case[name])
         self.features = 0
         self._lengths()

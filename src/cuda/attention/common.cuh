@@ -46,7 +46,7 @@ INLINE place find_place(const attention_params &p, int64_t n) {
     c.all_sk = (int)all.sk;
     c.lo = clamp_to_int(m.lo);
     c.hi = clamp_to_int(m.hi);
-    c.off = (int)diagonal_offset(p.a.mask, used);
+    c.off = (int)diagonal_offset(&p.a, used);
     return c;
 }
 

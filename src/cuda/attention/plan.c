@@ -107,6 +107,13 @@ static int64_t dbias_blocks(const heddle_attention *a) {
 static heddle_status check_limits(const heddle_attention *a) {
     /* No launch has more blocks than rows, but where there are few: then up to two for K and two for Q. */
     const int64_t most_blocks = INT32_MAX, rows = max64(4, max64(a->sq, a->sk));
+    if (a->q_offset || a->k_offset || a->h_offset || a->whole_sq || a->whole_sk || a->whole_h != a->h)
+        return fail(
+            HEDDLE_UNSUPPORTED,
+            "q_offset = %lld, k_offset = %lld, h_offset = %lld, whole_sq = %lld, whole_sk = %lld, whole_h = %lld: "
+            "the CUDA kernels do not count a part by its place in the whole",
+            (long long)a->q_offset, (long long)a->k_offset, (long long)a->h_offset, (long long)a->whole_sq,
+            (long long)a->whole_sk, (long long)a->whole_h);
     if (a->sq >= INT64_C(1) << 30 || a->sk >= INT64_C(1) << 30)
         return fail(HEDDLE_UNSUPPORTED, "sq = %lld, sk = %lld: the CUDA kernels count rows up to 2^30",
                     (long long)a->sq, (long long)a->sk);
