@@ -159,6 +159,7 @@ typedef enum heddle_mask {
 #define HEDDLE_RNG_STATE (UINT64_C(1) << 8)     /* rng_state in place of seed and offset */
 #define HEDDLE_DETERMINISTIC (UINT64_C(1) << 9) /* backward gives the same bits every time (the CPU always does) */
 #define HEDDLE_TF32 (UINT64_C(1) << 10)         /* float32 products may be rounded to TF32 (GPU) */
+#define HEDDLE_ACCUMULATE (UINT64_C(1) << 11)   /* results are added to what is there, in float */
 
 /* One attention problem.
  *
@@ -180,6 +181,12 @@ typedef enum heddle_mask {
  * are clamped to them.
  * With HEDDLE_SEQLENS only the first seqlens_q[n] and seqlens_k[n] rows of batch n count, for off too; outputs of the other
  * rows are zero (lse: -inf).
+ *
+ * With HEDDLE_ACCUMULATE the keys are some of those that the queries see, and o, dq, dk and dv are float, whatever dtype is.
+ * Forward finds in o and lse (which it needs) the result of other keys, and leaves that of all of them together; where lse is
+ * -inf it does not read o. Backward is given o and lse as all keys have made them, takes D[i] = sum_e dout[i,e] o[i,e] - dlse[i],
+ * and adds to dq, dk and dv; dbias and dsinks it writes as ever, of this part. A sink is one more key: it goes to one part.
+ * Not with HEDDLE_WEIGHTS.
  *
  * Dropout: with t = floor(65536*dropout + 0.5), element (n, x, i, j) is kept when its number, of 16 bits, is not below t:
  * half j%2 (0: the low one) of word j%8/2 of Philox4x32-7(counter = {j/8, n*h + x, i, offset}, key = seed) (low words;
@@ -281,6 +288,22 @@ HEDDLE_API heddle_status heddle_attention_forward(const heddle_attention *desc, 
  */
 HEDDLE_API heddle_status heddle_attention_backward(const heddle_attention *desc, const heddle_attention_data *data,
                                                    void *workspace, size_t workspace_bytes, void *stream);
+
+/* Two results of the same queries and different keys, o and lse as forward writes them. */
+typedef struct heddle_merge {
+    size_t size;        /* sizeof(heddle_merge) */
+    heddle_dtype dtype; /* of other_o */
+    heddle_device device;
+    int64_t b, h, s, dv; /* o is [b, h, s, dv], lse [b, h, s] contiguous; packed: b = 1, s = total_q */
+    heddle_strides o_stride, other_stride;
+} heddle_merge;
+
+/* Makes of o and lse (float) and the other's what all keys together give; where a lse is -inf, its o is not read.
+ *
+ *     all = log(exp(lse) + exp(other_lse))      o = exp(lse - all) o + exp(other_lse - all) other_o      lse = all
+ */
+HEDDLE_API heddle_status heddle_attention_merge(const heddle_merge *desc, void *o, void *lse, const void *other_o,
+                                                const void *other_lse, void *stream);
 
 /* -------------------------------------------------------------------------------------------------- norm-linear */
 

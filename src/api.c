@@ -113,7 +113,7 @@ typedef struct pointer_facts {
 __attribute__((always_inline)) static inline heddle_status check_pointer(const void *pointer, const tensor_field *t,
                                                                          const pointer_facts *f, heddle_pass pass) {
     const bool allowed = !t->feature || (f->features & t->feature);
-    const size_t alignment = f->alignment[t->element];
+    const size_t alignment = f->alignment[element_in(t, f->features)];
     if (t->need[pass] == NEED_UNUSED)
         return HEDDLE_OK;
     if (pointer && !allowed)
@@ -172,6 +172,8 @@ static heddle_status check_attention_data(const attention_plan *plan, const hedd
                    [NEED_SCORES] = any && a->sq > 0 && a->sk > 0,
                    [NEED_LENGTHS] = any && !t->seqlens_q},
     };
+    if (plan->pass == HEDDLE_FORWARD && (a->features & HEDDLE_ACCUMULATE) && !t->lse && facts.needed[NEED_QUERIES])
+        return fail(HEDDLE_NULL_POINTER, "lse is NULL, but HEDDLE_ACCUMULATE goes by it");
     return plan->pass == HEDDLE_FORWARD ? check_attention_pointers(t, &facts, HEDDLE_FORWARD)
                                         : check_attention_pointers(t, &facts, HEDDLE_BACKWARD);
 }
@@ -255,6 +257,34 @@ heddle_status heddle_attention_kernel(const heddle_attention *desc, heddle_pass 
         return report(status, name, n);
     heddle__copy_text(name, n, plan.kernel);
     return HEDDLE_OK;
+}
+
+/* ------------------------------------------------------------------------------------------------------ merge */
+
+static heddle_status check_merged(const char *name, const void *pointer, size_t alignment) {
+    if (!pointer)
+        return fail(HEDDLE_NULL_POINTER, "%s is NULL", name);
+    if ((uintptr_t)pointer % alignment)
+        return fail(HEDDLE_MISALIGNED, "%s = %p is not a multiple of its element's %zu bytes", name, pointer,
+                    alignment);
+    return HEDDLE_OK;
+}
+
+heddle_status heddle_attention_merge(const heddle_merge *desc, void *o, void *lse, const void *other_o,
+                                     const void *other_lse, void *stream) {
+    heddle_merge m;
+    const backend *be = NULL;
+    TRY(heddle__resolve_merge(desc, &m));
+    TRY(find_backend(m.device, &be));
+    TRY(be->available());
+    const size_t real = m.dtype == HEDDLE_F64 ? 8 : 4;
+    if (m.b && m.s) {
+        TRY(check_merged("o", o, real));
+        TRY(check_merged("lse", lse, real));
+        TRY(check_merged("other_o", other_o, heddle_dtype_size(m.dtype)));
+        TRY(check_merged("other_lse", other_lse, real));
+    }
+    return be->merge(&m, o, lse, other_o, other_lse, stream);
 }
 
 /* ------------------------------------------------------------------------------------------------ norm-linear */

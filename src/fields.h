@@ -123,6 +123,13 @@ static inline int is_output(const tensor_field *t) {
     return !is_input(t);
 }
 
+/* What its elements are in a problem with these features: with HEDDLE_ACCUMULATE o, dq, dk and dv are sums. */
+static inline field_element element_in(const tensor_field *t, uint64_t features) {
+    const int sums =
+        (features & HEDDLE_ACCUMULATE) && t->element == OF_DTYPE && is_output(t) && !is_of_scores(t->shape);
+    return sums ? OF_FLOAT : (field_element)t->element;
+}
+
 /* The gradient of what may be repeated. */
 static inline int is_summed(const tensor_field *t) {
     return t->role == ROLE_GRADIENT_OUT && is_of_scores(t->shape);

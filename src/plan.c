@@ -319,6 +319,9 @@ static heddle_status check_features(heddle_attention *a) {
     if (!(a->features & HEDDLE_WINDOW) && (a->window_left || a->window_right))
         return fail(HEDDLE_BAD_COMBINATION, "window_left = %lld, window_right = %lld, but HEDDLE_WINDOW is not set",
                     (long long)a->window_left, (long long)a->window_right);
+    if ((a->features & HEDDLE_ACCUMULATE) && (a->features & HEDDLE_WEIGHTS))
+        return fail(HEDDLE_BAD_COMBINATION,
+                    "HEDDLE_WEIGHTS are of all keys, but with HEDDLE_ACCUMULATE these are a part");
     if (!(a->features & HEDDLE_VARLEN) && (a->total_q || a->total_k))
         return fail(HEDDLE_BAD_COMBINATION, "total_q = %lld, total_k = %lld, but HEDDLE_VARLEN is not set",
                     (long long)a->total_q, (long long)a->total_k);
@@ -361,6 +364,27 @@ heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pas
     TRY(check_products(a));
     if (a->dtype == HEDDLE_F64 && a->device != HEDDLE_REF)
         return fail(HEDDLE_UNSUPPORTED, "dtype float64 runs on HEDDLE_REF only, not on device %d", (int)a->device);
+    return HEDDLE_OK;
+}
+
+heddle_status heddle__resolve_merge(const heddle_merge *desc, heddle_merge *m) {
+    TRY(check_descriptor("heddle_merge", desc, desc ? desc->size : 0, sizeof *desc));
+    *m = *desc;
+    TRY(check_enums("heddle_merge", (int)m->dtype, (int)m->device, HEDDLE_FORWARD));
+    TRY(check_size("b", m->b, 0, MAX_SIZE));
+    TRY(check_size("h", m->h, 1, MAX_SIZE));
+    TRY(check_size("s", m->s, 0, MAX_SIZE));
+    TRY(check_size("dv", m->dv, 1, MAX_HEAD_DIM));
+    tensor_rule rule = {.name = "o", .written = true, .b = m->b, .h = m->h, .s = m->s, .last = m->dv};
+    TRY(resolve_tensor(&rule, &m->o_stride));
+    rule.name = "other";
+    rule.written = false;
+    TRY(resolve_tensor(&rule, &m->other_stride));
+    if ((double)max64(1, m->b) * (double)m->h * (double)m->s * (double)m->dv > MAX_PRODUCT)
+        return fail(HEDDLE_OVERFLOW, "b = %lld, h = %lld, s = %lld, dv = %lld: over 2^52 numbers to work on",
+                    (long long)m->b, (long long)m->h, (long long)m->s, (long long)m->dv);
+    if (m->dtype == HEDDLE_F64 && m->device != HEDDLE_REF)
+        return fail(HEDDLE_UNSUPPORTED, "dtype float64 runs on HEDDLE_REF only, not on device %d", (int)m->device);
     return HEDDLE_OK;
 }
 

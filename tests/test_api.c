@@ -112,7 +112,7 @@ static void test_enums(void **state) {
     REFUSE(a->device = (heddle_device)9, HEDDLE_BAD_ENUM, "device = 9");
     REFUSE(a->mask = (heddle_mask)3, HEDDLE_BAD_ENUM, "mask = 3");
     REFUSE(a->mask = (heddle_mask)-1, HEDDLE_BAD_ENUM, "mask");
-    REFUSE(a->features = UINT64_C(1) << 11, HEDDLE_BAD_ENUM, "0x800");
+    REFUSE(a->features = UINT64_C(1) << 12, HEDDLE_BAD_ENUM, "0x1000");
     REFUSE(a->features = UINT64_C(1) << 63, HEDDLE_BAD_ENUM, "0x8000000000000000");
     REFUSE(a->reserved0 = 1, HEDDLE_BAD_ENUM, "reserved0");
     heddle_attention a = simple_case().a;
@@ -161,6 +161,29 @@ static void test_parts(void **state) {
     a.q_offset = a.k_offset = INT64_C(1) << 40;
     expect_status(heddle_attention_supported(&a, why, sizeof why),
                   a.device == HEDDLE_CUDA ? HEDDLE_UNSUPPORTED : HEDDLE_OK, "");
+}
+
+static void test_accumulate(void **state) {
+    (void)state;
+    REFUSE(a->features = HEDDLE_ACCUMULATE | HEDDLE_WEIGHTS, HEDDLE_BAD_COMBINATION, "HEDDLE_WEIGHTS");
+    attention_case c = simple_case();
+    attention_problem p = attention_new(&c);
+    void *workspace = workspace_new(p.a.device, ENOUGH);
+    heddle_attention a = p.a;
+    heddle_attention_data data = attention_data(&p, false);
+    const bool cuda = a.device == HEDDLE_CUDA;
+    a.features |= HEDDLE_ACCUMULATE;
+    data.lse = NULL;
+    expect_status(call(&p, &a, &data, HEDDLE_FORWARD, workspace, ENOUGH),
+                  cuda ? HEDDLE_UNSUPPORTED : HEDDLE_NULL_POINTER, cuda ? "HEDDLE_ACCUMULATE" : "lse is NULL");
+    a.dtype = HEDDLE_BF16; /* whose o is float now */
+    data = attention_data(&p, false);
+    data.o = (char *)data.o + 2;
+    expect_status(call(&p, &a, &data, HEDDLE_FORWARD, workspace, ENOUGH), cuda ? HEDDLE_UNSUPPORTED : HEDDLE_MISALIGNED,
+                  cuda ? "HEDDLE_ACCUMULATE" : "its element's 4 bytes");
+    expect_untouched(&p);
+    workspace_free(p.a.device, workspace, ENOUGH);
+    attention_free(&p);
 }
 
 /* The description of programs that were built when parts had no fields. */
@@ -675,6 +698,7 @@ int main(void) {
         cmocka_unit_test(test_sizes),
         cmocka_unit_test(test_parts),
         cmocka_unit_test(test_older_description),
+        cmocka_unit_test(test_accumulate),
         cmocka_unit_test(test_values),
         cmocka_unit_test(test_strides),
         cmocka_unit_test(test_overflow),

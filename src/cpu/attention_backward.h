@@ -35,7 +35,8 @@ static float dot_row(const call *c, const void *o, const void *dout) {
             x = load_some(HEDDLE_F32, element_at(o, e, c->type), n);
             y = load_some(HEDDLE_F32, element_at(dout, e, c->type), n);
         } else {
-            x = load_some(c->type, element_at(o, e, c->type), n);
+            x = c->adds ? load_some(HEDDLE_F32, element_at(o, e, HEDDLE_F32), n)
+                        : load_some(c->type, element_at(o, e, c->type), n);
             y = load_some(c->type, element_at(dout, e, c->type), n);
         }
         sum += select_float(x == 0, splat(0), x * y);
@@ -162,7 +163,7 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     const range seen = keys_of_queries(u->m, w->l.first, w->l.last + 1, u->s.sk);
     const void *o[LANES], *dout[LANES];
     bool large = false, sharp = false;
-    lane_rows(c, u, &w->l, c->t->o, a->o_stride, u->s.first_q, o);
+    lane_rows_of(c->out, u, &w->l, c->t->o, a->o_stride, u->s.first_q, o);
     if (c->t->dout)
         lane_rows(c, u, &w->l, c->t->dout, a->do_stride, u->s.first_q, dout);
     for (int64_t x = 0; x < w->l.count; x++) {
@@ -172,7 +173,7 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
             g->dfix[at] = 0;
         large |= split_lse(c, ((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
         sharp |= is_sharp(c, seen.end - seen.begin, ((const float *)c->t->lse)[at]);
-        if (seen.begin >= seen.end) /* nobody else writes it */
+        if (seen.begin >= seen.end && !c->adds) /* nobody else writes it */
             clear_rows(c, c->t->dq, a->dq_stride, u->n, w->l.head[x], u->s.first_q + w->l.first + w->l.index[x], 1,
                        a->d);
     }
@@ -199,10 +200,10 @@ static void add_dq(const call *c, const unit *u, backward_space *w, float *sums,
     float scale[LANES];
     for (int64_t x = 0; x < l->stride; x++)
         scale[x] = (float)c->a->scale;
-    lane_rows(c, u, l, c->t->dq, c->a->dq_stride, u->s.first_q, rows);
+    lane_rows_of(c->out, u, l, c->t->dq, c->a->dq_stride, u->s.first_q, rows);
     void *const *out = (void *const *)rows;
-    if (c->type == HEDDLE_F32 || (first && last)) {
-        unpack_transposed(c->type, w->dqt, l->stride, l->count, c->a->d, scale, !first, out, 0);
+    if (c->out == HEDDLE_F32 || (first && last)) {
+        unpack_transposed(c->out, w->dqt, l->stride, l->count, c->a->d, scale, c->adds || !first, out, 0);
         return;
     }
     void *sum_rows[LANES];
@@ -219,6 +220,15 @@ static void write_chunk(const call *c, const unit *u, int64_t first, int64_t cou
     const heddle_attention *a = c->a;
     for (int64_t j = 0; j < count; j++) {
         int64_t row = u->s.first_k + first + j;
+        if (c->adds) {
+            if (c->t->dk)
+                add_row(w->dk + j * c->d_pad, a->d, (float)a->scale,
+                        (float *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row));
+            if (c->t->dv)
+                add_row(w->dv + j * c->dv_pad, a->dv, 1,
+                        (float *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row));
+            continue;
+        }
         if (c->t->dk)
             narrow_row(c->type, w->dk + j * c->d_pad, a->d, (float)a->scale,
                        (char *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row) * element_size(c->type));
@@ -397,6 +407,8 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
 /* Gradients of the rows that the sequence owns but does not use. */
 static void backward_unused_rows(const call *c, const unit *u) {
     const heddle_attention *a = c->a;
+    if (c->adds)
+        return;
     sequence whole = sequence_of(a, c->t->cu_seqlens_q, c->t->cu_seqlens_k, NULL, NULL, u->n);
     for (int64_t head = u->first_head; head < u->first_head + c->group; head++)
         clear_rows(c, c->t->dq, a->dq_stride, u->n, head, u->s.first_q + u->s.sq, whole.sq - u->s.sq, a->d);

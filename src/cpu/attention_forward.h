@@ -304,27 +304,60 @@ static bool add_sink(const call *c, forward_tile *t, int64_t x, float sink) {
     return true;
 }
 
+/* HEDDLE_ACCUMULATE: what is there of a row is scaled to be a part of all, and its lse becomes that of all. Returns what to multiply
+ * with what has been found, whose log-sum-exp is `found`. */
+static float merge_row(float *lse, float *o, int64_t dv, double found, float inverse) {
+    const double there = (double)*lse;
+    if (there == -INFINITY) {
+        memset(o, 0, sizeof(float) * (size_t)dv);
+        *lse = (float)found;
+        return inverse;
+    }
+    if (found == -INFINITY)
+        return 0;
+    const double top = there > found ? there : found, before = exp(there - top), now = exp(found - top);
+    const float keep = (float)(before / (before + now));
+    for (int64_t e = 0; e < dv; e++)
+        o[e] *= keep;
+    *lse = (float)(top + log(before + now));
+    return inverse * (float)(now / (before + now));
+}
+
+/* o += row·factor */
+static void add_row(const float *row, int64_t n, float factor, float *o) {
+    for (int64_t e = 0; e < n; e++)
+        o[e] += row[e] * factor;
+}
+
 /* o = Oᵀ / sum; inverse[lane] = 1 / sum, 0 where nobody that is seen has a weight. */
 static void end_tile(const call *c, const unit *u, forward_tile *t, float *inverse) {
     const lanes *l = &t->l;
     const void *rows[LANES];
+    lane_rows_of(c->out, u, l, c->t->o, c->a->o_stride, u->s.first_q, rows);
+    void *const *out = (void *const *)rows;
     for (int64_t x = 0; x < l->stride; x++) {
         const float sink = c->a->features & HEDDLE_SINKS ? ((const float *)c->t->sinks)[l->head[x]] : -INFINITY;
         const bool counts = add_sink(c, t, x, sink) && t->sum[x] != 0;
         inverse[x] = counts ? 1 / t->sum[x] : 0;
-        if (c->t->lse && x < l->count)
-            ((float *)c->t->lse)[lse_offset(c, u, l->head[x], l->first + l->index[x])] =
-                counts ? natural_lse(c, t->base[x], log2((double)t->sum[x])) : sink;
+        if (!c->t->lse || x >= l->count)
+            continue;
+        const double found = counts ? exact_lse(c, t->base[x], log2((double)t->sum[x])) : (double)sink;
+        float *lse = (float *)c->t->lse + lse_offset(c, u, l->head[x], l->first + l->index[x]);
+        if (c->adds)
+            inverse[x] = merge_row(lse, out[x], c->a->dv, found, inverse[x]);
+        else
+            *lse = (float)found;
     }
-    lane_rows(c, u, l, c->t->o, c->a->o_stride, u->s.first_q, rows);
-    void *const *out = (void *const *)rows;
     if (l->few)
         for (int64_t x = 0; x < l->count; x++) {
             few_order(c->type, c->a->dv, t->ot + x * c->dv_pad);
-            narrow_row(c->type, t->ot + x * c->dv_pad, c->a->dv, inverse[x], out[x]);
+            if (c->adds)
+                add_row(t->ot + x * c->dv_pad, c->a->dv, inverse[x], out[x]);
+            else
+                narrow_row(c->type, t->ot + x * c->dv_pad, c->a->dv, inverse[x], out[x]);
         }
     else
-        unpack_transposed(c->type, t->ot, l->stride, l->count, c->a->dv, inverse, false, out, 0);
+        unpack_transposed(c->out, t->ot, l->stride, l->count, c->a->dv, inverse, c->adds, out, 0);
 }
 
 /* Few queries read their keys themselves. */
@@ -449,8 +482,10 @@ static void forward_unused_rows(const call *c, const unit *u) {
     sequence whole = sequence_of(a, c->t->cu_seqlens_q, c->t->cu_seqlens_k, NULL, NULL, u->n);
     for (int64_t head = u->first_head; head < u->first_head + c->group; head++) {
         for (int64_t i = u->s.sq; i < whole.sq; i++) {
-            const char *o = element_at(c->t->o, row_offset(a->o_stride, u->n, head, u->s.first_q + i), c->type);
-            memset((char *)(uintptr_t)o, 0, (size_t)(a->dv * element_size(c->type)));
+            if (c->adds && ((const float *)c->t->lse)[lse_offset(c, u, head, i)] != -INFINITY)
+                continue;
+            const char *o = element_at(c->t->o, row_offset(a->o_stride, u->n, head, u->s.first_q + i), c->out);
+            memset((char *)(uintptr_t)o, 0, (size_t)(a->dv * element_size(c->out)));
             if (c->t->lse)
                 ((float *)c->t->lse)[lse_offset(c, u, head, i)] = -INFINITY;
         }

@@ -47,7 +47,9 @@ static backward_shared carve_backward_shared(const attention_plan *plan, carver 
     g.units = units;
     g.together = g.chunks >= 8 * plan->threads ? 1 : plan->threads;
     g.per_ticket = g.chunks == 1 ? units_together(units, plan->threads) : 1;
-    g.slots = a->dtype == HEDDLE_F32 || g.chunks <= 1 ? 0 : min64(units, 2 * g.together - 1);
+    g.slots = a->dtype == HEDDLE_F32 || a->features & HEDDLE_ACCUMULATE || g.chunks <= 1
+                  ? 0
+                  : min64(units, 2 * g.together - 1);
     const int64_t all_rows = a->h * (varlen ? a->total_q : a->b * a->sq);
     g.dsum = carve_floats(w, all_rows);
     g.dfix = a->dtype == HEDDLE_F32 ? carve_floats(w, all_rows) : NULL;

@@ -204,5 +204,13 @@ static heddle_status run_norm_linear(const norm_linear_plan *plan, const heddle_
     return HEDDLE_OK;
 }
 
-const backend heddle_cpu_backend = {available,        describe,      plan_attention,
-                                    plan_norm_linear, run_attention, run_norm_linear};
+static heddle_status merge(const heddle_merge *m, void *o, void *lse, const void *other_o, const void *other_lse,
+                           void *stream) {
+    (void)stream;
+    heddle__cpu_merge(m, o, lse, other_o, other_lse,
+                      threads_for(8 * (double)m->b * (double)m->h * (double)m->s * (double)m->dv));
+    return HEDDLE_OK;
+}
+
+const backend heddle_cpu_backend = {available,     describe,        plan_attention, plan_norm_linear,
+                                    run_attention, run_norm_linear, merge};

@@ -26,6 +26,9 @@ static inline bool few_results(const norm_linear_plan *plan) {
     return (plan->pass == HEDDLE_FORWARD ? plan->a.m * plan->a.n : plan->a.k) < 64;
 }
 
+void heddle__cpu_merge(const heddle_merge *m, void *o, void *lse, const void *other_o, const void *other_lse,
+                       int threads);
+
 extern const cpu_kernels heddle__cpu_baseline, heddle__cpu_avx2, heddle__cpu_avx512, heddle__cpu_avx512bf16,
     heddle__cpu_amx, heddle__cpu_neon;
 

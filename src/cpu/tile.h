@@ -37,6 +37,8 @@ typedef struct call {
     bool pairs;            /* bfloat16: products by pairs (attention_pairs.h) */
     bool k_pairs,
         v_pairs;        /* those that sum along rows of K, of V in backward, too: they need aligned pairs in memory */
+    bool adds;          /* HEDDLE_ACCUMULATE: o, dq, dk and dv are float32 and hold something */
+    int out;            /* the type of those four */
     bool adjusts;       /* softcap, ALiBi or bias change the scores */
     double unit;        /* a score as stored (raw product of sign·q and k, or adjusted) times unit is S, */
     float sign, factor; /* and times factor it is in units of log2 */
@@ -127,6 +129,8 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     c.unit = c.adjusts ? 1 : fabs(a->scale);
     c.factor = (float)(c.unit * LOG2E);
     c.pairs = pairs_exist(c.type);
+    c.adds = a->features & HEDDLE_ACCUMULATE;
+    c.out = c.adds ? HEDDLE_F32 : c.type;
     c.k_pairs = c.sign > 0 && by_pairs(c.type, a->d, t->q, a->q_stride, t->k, a->k_stride);
     c.v_pairs = by_pairs(c.type, a->dv, t->dout, a->do_stride, t->v, a->v_stride);
     c.drops = a->dropout > 0;
@@ -138,8 +142,12 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
 }
 
 /* lse from the score as stored that exponents were taken from, and the logarithm of their sum to base 2. */
+INLINE double exact_lse(const call *c, float base, double log2_sum) {
+    return (double)base * c->unit + log2_sum * (c->unit / (double)c->factor);
+}
+
 INLINE float natural_lse(const call *c, float base, double log2_sum) {
-    return (float)((double)base * c->unit + log2_sum * (c->unit / (double)c->factor));
+    return (float)exact_lse(c, base, log2_sum);
 }
 
 /* How far a sink is above a score as stored, in units of log2: the factor takes from both alike, so that equal ones are. */
@@ -188,11 +196,16 @@ static void make_lanes(const call *c, const unit *u, int64_t head, int64_t f0, i
     }
 }
 
-/* Addresses of the lanes' rows in a tensor of query rows. */
+/* Addresses of the lanes' rows in a tensor of query rows of elements of a type. */
+INLINE void lane_rows_of(int type, const unit *u, const lanes *l, const void *p, heddle_strides stride,
+                         int64_t first_row, const void *rows[LANES]) {
+    for (int64_t x = 0; x < l->count; x++)
+        rows[x] = element_at(p, row_offset(stride, u->n, l->head[x], first_row + l->first + l->index[x]), type);
+}
+
 INLINE void lane_rows(const call *c, const unit *u, const lanes *l, const void *p, heddle_strides stride,
                       int64_t first_row, const void *rows[LANES]) {
-    for (int64_t x = 0; x < l->count; x++)
-        rows[x] = element_at(p, row_offset(stride, u->n, l->head[x], first_row + l->first + l->index[x]), c->type);
+    lane_rows_of(c->type, u, l, p, stride, first_row, rows);
 }
 
 static void pack_lanes(const call *c, const unit *u, const lanes *l, const void *p, heddle_strides stride, int64_t n,

@@ -31,4 +31,5 @@ const backend heddle_ref_backend = {
     .plan_norm_linear = heddle__ref_plan_norm_linear,
     .run_attention = heddle__ref_run_attention,
     .run_norm_linear = heddle__ref_run_norm_linear,
+    .merge = heddle__ref_merge,
 };

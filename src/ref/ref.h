@@ -13,12 +13,28 @@ heddle_status heddle__ref_plan_norm_linear(norm_linear_plan *plan);
 heddle_status heddle__ref_run_norm_linear(const norm_linear_plan *plan, const heddle_norm_linear_data *data,
                                           void *workspace, void *stream);
 
+heddle_status heddle__ref_merge(const heddle_merge *m, void *o, void *lse, const void *other_o, const void *other_lse,
+                                void *stream);
+
 /* "fwd_f32" and so on: the middle of a kernel's name. */
 const char *heddle__ref_variant(heddle_dtype dtype, heddle_pass pass);
 
 /* What heddle.h calls "float": the type of lse, slopes, sinks, mean and rstd. */
 static inline heddle_dtype float_type(heddle_dtype dtype) {
     return dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
+}
+
+/* The log-sum-exp of two parts' keys, and how much of their results is the first one's and the second's. */
+static inline double merged_lse(double x, double y, double share[2]) {
+    const double top = x > y || isnan(x) ? x : y;
+    if (top == -INFINITY) {
+        share[0] = share[1] = 0;
+        return top;
+    }
+    const double all = top + log(exp(x - top) + exp(y - top));
+    share[0] = exp(x - all);
+    share[1] = exp(y - all);
+    return all;
 }
 
 /* The next n doubles of a workspace; with base NULL they are only counted. */

@@ -150,6 +150,31 @@ static void probabilities(work *w, const head *c, int64_t i) {
     w->lse = max + log(sum);
 }
 
+/* Of the type that results have. */
+static heddle_dtype result_type(const heddle_attention *a) {
+    return a->features & HEDDLE_ACCUMULATE ? float_type(a->dtype) : a->dtype;
+}
+
+/* A row of a result, or what is added to it. */
+static void store_result(const heddle_attention *a, void *p, int64_t at, int64_t n, double *row) {
+    const heddle_dtype type = result_type(a);
+    for (int64_t e = 0; e < n && (a->features & HEDDLE_ACCUMULATE); e++)
+        row[e] += load_element(type, p, at + e);
+    store_row(type, p, at, n, row);
+}
+
+/* Backward of a part of the keys: P of the log-sum-exp of all. */
+static void weigh_among_all(work *w, const head *c, int64_t i) {
+    if (w->lse == -INFINITY)
+        return;
+    const double lse = load_element(float_type(w->a->dtype), w->data->lse, lse_at(w->a, c, i));
+    const double share = lse == -INFINITY ? 0 : exp(w->lse - lse);
+    for (int64_t j = 0; j < c->used.sk; j++)
+        w->p[j] *= share;
+    w->p_sink *= share;
+    w->lse = lse;
+}
+
 static void dropout(work *w, const head *c, int64_t i) {
     const heddle_attention *a = w->a;
     uint32_t threshold = dropout_threshold(a->dropout), bh = (uint32_t)(c->n * a->whole_h + a->h_offset + c->x),
@@ -161,6 +186,18 @@ static void dropout(work *w, const head *c, int64_t i) {
         if (j == 0 || key % DROPOUT_KEYS == 0)
             words = dropout_words(w->seed, w->offset, bh, row, (uint32_t)(key / DROPOUT_KEYS));
         w->z[j] = dropout_number(words, (uint32_t)(key % DROPOUT_KEYS)) >= threshold ? dropout_scale(a->dropout) : 0;
+    }
+}
+
+/* What has been found of a row, and what is there, become one. */
+static void merge_row(const work *w, int64_t at, int64_t lse) {
+    const heddle_dtype type = float_type(w->a->dtype);
+    const double there = load_element(type, w->data->lse, lse);
+    double share[2];
+    store_element(type, w->data->lse, lse, merged_lse(there, w->lse, share));
+    for (int64_t e = 0; e < w->a->dv; e++) {
+        const double old = there == -INFINITY ? 0 : share[0] * load_element(type, w->data->o, at + e);
+        store_element(type, w->data->o, at + e, old + share[1] * w->o[e]);
     }
 }
 
@@ -178,7 +215,12 @@ static void forward_row(work *w, const head *c, int64_t i) {
     for (int64_t j = 0; j < c->used.sk; j++)
         if (w->s[j] != -INFINITY)
             add_scaled(w->o, w->p[j] * w->z[j], w->v + j * a->dv, a->dv);
-    store_row(a->dtype, data->o, row_at(a->o_stride, c->n, c->x, c->all.first_q + i), a->dv, w->o);
+    const int64_t at = row_at(a->o_stride, c->n, c->x, c->all.first_q + i);
+    if (a->features & HEDDLE_ACCUMULATE) {
+        merge_row(w, at, lse_at(a, c, i));
+        return;
+    }
+    store_row(a->dtype, data->o, at, a->dv, w->o);
     if (data->lse)
         store_element(float_type(a->dtype), data->lse, lse_at(a, c, i), w->lse);
 }
@@ -197,6 +239,8 @@ static void row_gradient(work *w, const head *c, int64_t i) {
     const heddle_attention *a = w->a;
     const heddle_attention_data *data = w->data;
     probabilities(w, c, i);
+    if (a->features & HEDDLE_ACCUMULATE)
+        weigh_among_all(w, c, i);
     dropout(w, c, i);
     w->big_d = 0;
     fill(w->dout, a->dv, 0);
@@ -204,6 +248,9 @@ static void row_gradient(work *w, const head *c, int64_t i) {
         return;
     if (data->dout)
         load_row(a->dtype, data->dout, row_at(a->do_stride, c->n, c->x, c->all.first_q + i), a->dv, w->dout);
+    for (int64_t e = 0; e < a->dv && (a->features & HEDDLE_ACCUMULATE) && data->dout; e++)
+        w->big_d +=
+            w->dout[e] * load_element(result_type(a), data->o, row_at(a->o_stride, c->n, c->x, c->all.first_q + i) + e);
     if (data->dlse)
         w->big_d -= load_element(float_type(a->dtype), data->dlse, lse_at(a, c, i));
     for (int64_t j = 0; j < c->used.sk; j++) {
@@ -212,7 +259,8 @@ static void row_gradient(work *w, const head *c, int64_t i) {
         w->dp[j] = data->dout ? w->z[j] * dot(w->dout, w->v + j * a->dv, a->dv) : 0;
         if (data->dweights)
             w->dp[j] += load_element(a->dtype, data->dweights, row_at(a->dweights_stride, c->n, c->x, i) + j);
-        w->big_d += w->p[j] * w->dp[j];
+        if (!(a->features & HEDDLE_ACCUMULATE))
+            w->big_d += w->p[j] * w->dp[j];
     }
     for (int64_t j = 0; j < c->used.sk; j++)
         w->ds[j] = w->s[j] == -INFINITY ? 0 : w->p[j] * (w->dp[j] - w->big_d);
@@ -235,7 +283,7 @@ static void backward_row(work *w, const head *c, int64_t i) {
         add_scaled(w->dv + j * a->dv, w->z[j] * w->p[j], w->dout, a->dv);
     }
     if (data->dq)
-        store_row(a->dtype, data->dq, row_at(a->dq_stride, c->n, c->x, c->all.first_q + i), a->d, w->dq);
+        store_result(a, data->dq, row_at(a->dq_stride, c->n, c->x, c->all.first_q + i), a->d, w->dq);
 }
 
 /* dq of a group of query heads, dk and dv of their key/value head y. */
@@ -253,9 +301,9 @@ static void backward_group(work *w, int64_t n, int64_t y) {
     }
     for (int64_t j = 0; j < c.all.sk; j++) {
         if (data->dk)
-            store_row(a->dtype, data->dk, row_at(a->dk_stride, n, y, c.all.first_k + j), a->d, w->dk + j * a->d);
+            store_result(a, data->dk, row_at(a->dk_stride, n, y, c.all.first_k + j), a->d, w->dk + j * a->d);
         if (data->dv)
-            store_row(a->dtype, data->dv, row_at(a->dv_stride, n, y, c.all.first_k + j), a->dv, w->dv + j * a->dv);
+            store_result(a, data->dv, row_at(a->dv_stride, n, y, c.all.first_k + j), a->dv, w->dv + j * a->dv);
     }
 }
 

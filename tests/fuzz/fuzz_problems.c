@@ -113,7 +113,7 @@ static void options_of_attention(bytes *b, heddle_attention *a) {
     static const double caps[] = {0, 0, 30, 0.5, 1e-30, 1e20, 1e-50, 1e39};
     a->dtype = (heddle_dtype)take_between(b, 0, 3);
     a->device = take_between(b, 0, 3) ? HEDDLE_CPU : HEDDLE_REF;
-    a->features = take_number(b, 2) & 0x7ff;
+    a->features = take_number(b, 2) & 0xfff;
     a->mask = (heddle_mask)take_between(b, 0, 2);
     a->scale = scales[take_between(b, 0, 6)];
     a->softcap = caps[take_between(b, 0, 7)];
@@ -248,17 +248,26 @@ static int is_small(const heddle_attention *a) {
     return product < MOST_BYTES && a->alibi_stride_b < 4096 && a->total_q < 256 && a->total_k < 256;
 }
 
+/* With the type of what may be added to. */
+static heddle_attention sums_of(const heddle_attention *a) {
+    heddle_attention s = *a;
+    if (a->features & HEDDLE_ACCUMULATE)
+        s.dtype = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
+    return s;
+}
+
 static heddle_attention_data data_of_attention(memory *m, const heddle_attention *a) {
     const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
     const uint64_t f = a->features, left_out = take_number(m->source, 2);
     const int packed = (f & HEDDLE_VARLEN) != 0;
     const int64_t hk = a->hk ? a->hk : a->h, dv = a->dv ? a->dv : a->d, rows_q = packed ? a->total_q : a->sq,
                   rows_k = packed ? a->total_k : a->sk, of_rows = a->h * rows_q * (packed ? 1 : a->b);
+    const heddle_attention sums = sums_of(a);
     heddle_attention_data t = {.size = sizeof t};
     t.q = new_tensor(m, a, 0, a->q_stride, a->h, rows_q, a->d, 1);
     t.k = new_tensor(m, a, 0, a->k_stride, hk, rows_k, a->d, 1);
     t.v = new_tensor(m, a, 0, a->v_stride, hk, rows_k, dv, 1);
-    t.o = new_tensor(m, a, 0, a->o_stride, a->h, rows_q, dv, 0);
+    t.o = new_tensor(m, &sums, 0, a->o_stride, a->h, rows_q, dv, 0);
     t.lse = new_block(m, (size_t)of_rows * heddle_dtype_size(real));
     if (f & HEDDLE_ALIBI)
         t.alibi_slopes = new_floats(m, real, a->b ? (a->b - 1) * a->alibi_stride_b + a->h : 0);
@@ -288,6 +297,7 @@ static heddle_attention_data data_of_attention(memory *m, const heddle_attention
 }
 
 static void data_of_gradients(memory *m, const heddle_attention *a, heddle_attention_data *t) {
+    const heddle_attention sums = sums_of(a);
     const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
     const uint64_t f = a->features, left_out = take_number(m->source, 2);
     const int packed = (f & HEDDLE_VARLEN) != 0;
@@ -301,11 +311,11 @@ static void data_of_gradients(memory *m, const heddle_attention *a, heddle_atten
     if ((f & HEDDLE_WEIGHTS) && !(left_out & 4))
         t->dweights = new_tensor(m, a, 1, a->dweights_stride, a->h, a->sq, a->sk, 1);
     if (!(left_out & 8))
-        t->dq = new_tensor(m, a, 0, a->dq_stride, a->h, rows_q, a->d, 0);
+        t->dq = new_tensor(m, &sums, 0, a->dq_stride, a->h, rows_q, a->d, 0);
     if (!(left_out & 16))
-        t->dk = new_tensor(m, a, 0, a->dk_stride, hk, rows_k, a->d, 0);
+        t->dk = new_tensor(m, &sums, 0, a->dk_stride, hk, rows_k, a->d, 0);
     if (!(left_out & 32))
-        t->dv = new_tensor(m, a, 0, a->dv_stride, hk, rows_k, dv, 0);
+        t->dv = new_tensor(m, &sums, 0, a->dv_stride, hk, rows_k, dv, 0);
     if ((f & HEDDLE_BIAS) && !(left_out & 64))
         t->dbias = new_dbias(m, a);
     if ((f & HEDDLE_SINKS) && !(left_out & 128))

@@ -114,6 +114,8 @@ static heddle_status check_limits(const heddle_attention *a) {
             "the CUDA kernels do not count a part by its place in the whole",
             (long long)a->q_offset, (long long)a->k_offset, (long long)a->h_offset, (long long)a->whole_sq,
             (long long)a->whole_sk, (long long)a->whole_h);
+    if (a->features & HEDDLE_ACCUMULATE)
+        return fail(HEDDLE_UNSUPPORTED, "HEDDLE_ACCUMULATE: the CUDA kernels do not add to what is there");
     if (a->sq >= INT64_C(1) << 30 || a->sk >= INT64_C(1) << 30)
         return fail(HEDDLE_UNSUPPORTED, "sq = %lld, sk = %lld: the CUDA kernels count rows up to 2^30",
                     (long long)a->sq, (long long)a->sk);

@@ -208,5 +208,11 @@ static heddle_status run_norm_linear(const norm_linear_plan *plan, const heddle_
     return run(&c, context, plan->pass, plan, launch_norm_linear);
 }
 
-const backend heddle_cuda_backend = {available,        describe,      plan_attention,
-                                     plan_norm_linear, run_attention, run_norm_linear};
+static heddle_status merge(const heddle_merge *m, void *o, void *lse, const void *other_o, const void *other_lse,
+                           void *stream) {
+    (void)m, (void)o, (void)lse, (void)other_o, (void)other_lse, (void)stream;
+    return fail(HEDDLE_UNSUPPORTED, "heddle_attention_merge has no CUDA kernel");
+}
+
+const backend heddle_cuda_backend = {available,     describe,        plan_attention, plan_norm_linear,
+                                     run_attention, run_norm_linear, merge};

@@ -1,0 +1,342 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * HEDDLE_ACCUMULATE and heddle_attention_merge: keys in parts, one call after another, against all keys at once in float64; the error
+ * may be twice that of one call in the same type. */
+#include "common.h"
+
+#include "dtype.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* What is added to lies there before: a number that no sum cancels. */
+#define THERE 0.25
+
+/* The sums of a problem, contiguous, in float (float64's double). */
+typedef struct sums {
+    heddle_dtype real;
+    void *o, *lse, *dq, *dk, *dv;
+} sums;
+
+static void *filled(heddle_dtype type, int64_t n, double value) {
+    void *p = malloc((size_t)(n + 1) * heddle_dtype_size(type));
+    assert_non_null(p);
+    for (int64_t x = 0; x < n; x++)
+        store_element(type, p, x, value);
+    return p;
+}
+
+static sums sums_new(const heddle_attention *a) {
+    const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
+    const int64_t rows = a->b * a->h * a->sq, keys = a->b * a->hk * a->sk;
+    return (sums){real,
+                  filled(real, rows * a->dv, (double)NAN),
+                  filled(real, rows, -(double)INFINITY),
+                  filled(real, rows * a->d, THERE),
+                  filled(real, keys * a->d, THERE),
+                  filled(real, keys * a->dv, THERE)};
+}
+
+static void sums_free(sums *s) {
+    void *all[] = {s->o, s->lse, s->dq, s->dk, s->dv};
+    for (size_t x = 0; x < COUNT(all); x++)
+        free(all[x]);
+}
+
+/* The tensors' own strides, literally: those of a part are those of the whole. */
+static void be_literal(const attention_problem *p, heddle_attention *a) {
+    for (int x = 0; x < T_COUNT; x++) {
+        const int64_t *s = p->t[x].stride;
+        const heddle_strides literal =
+            s[0] || s[1] || s[2] ? (heddle_strides){s[0], s[1], s[2]} : (heddle_strides){HEDDLE_BROADCAST, 0, 0};
+        if (attention_fields[x].stride && p->t[x].host)
+            memcpy((char *)a + attention_fields[x].stride, &literal, sizeof literal);
+    }
+    a->o_stride = a->dq_stride = (heddle_strides){0};
+    a->dk_stride = (heddle_strides){p->a.hk * p->a.sk * p->a.d, p->a.sk * p->a.d, p->a.d};
+    a->dv_stride = (heddle_strides){p->a.hk * p->a.sk * p->a.dv, p->a.sk * p->a.dv, p->a.dv};
+}
+
+static const void *behind(const void *p, int64_t elements, size_t size) {
+    return p ? (const char *)p + elements * (int64_t)size : NULL;
+}
+
+/* Keys first .. end-1 of the problem; the sinks go with the keys at 0. */
+static void run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64_t first, int64_t end) {
+    heddle_attention a = p->a;
+    heddle_attention_data t = attention_data(p, pass == HEDDLE_BACKWARD);
+    const size_t size = heddle_dtype_size(a.dtype), real = heddle_dtype_size(s->real);
+    be_literal(p, &a);
+    a.features |= HEDDLE_ACCUMULATE;
+    a.k_offset = first;
+    a.whole_sq = a.features & HEDDLE_SEQLENS ? 0 : a.sq;
+    a.whole_sk = a.features & HEDDLE_SEQLENS ? 0 : a.sk;
+    a.sk = end - first;
+    t.k = behind(t.k, first * p->t[T_K].stride[2], size);
+    t.v = behind(t.v, first * p->t[T_V].stride[2], size);
+    t.bias = behind(t.bias, first, size);
+    t.bool_mask = behind(t.bool_mask, first, 1);
+    t.dbias = (void *)(uintptr_t)behind(t.dbias, first, size);
+    if (first) {
+        a.features &= ~HEDDLE_SINKS;
+        t.sinks = NULL;
+        t.dsinks = NULL;
+    }
+    t.o = s->o;
+    t.lse = s->lse;
+    if (pass == HEDDLE_BACKWARD) {
+        t.dq = s->dq;
+        t.dk = (void *)(uintptr_t)behind(s->dk, first * a.d, real);
+        t.dv = (void *)(uintptr_t)behind(s->dv, first * a.dv, real);
+    }
+    size_t bytes = 0;
+    assert_int_equal(heddle_attention_workspace(&a, pass, &bytes), HEDDLE_OK);
+    void *workspace = workspace_new(a.device, bytes);
+    const heddle_status status =
+        (pass == HEDDLE_FORWARD ? heddle_attention_forward : heddle_attention_backward)(&a, &t, workspace, bytes, NULL);
+    if (status != HEDDLE_OK)
+        fail_msg("%s: %s", heddle_status_string(status), heddle_last_message());
+    assert_true(workspace_intact(a.device, workspace, bytes));
+    workspace_free(a.device, workspace, bytes);
+}
+
+/* The largest error of a result, of sums or of one call, and the largest magnitude of what it should be. */
+static double error_of(const tensor *ref, const tensor *one, heddle_dtype real, const void *sum, double there,
+                       double *magnitude) {
+    double worst = 0;
+    int64_t at = 0;
+    for (int64_t n = 0; n < ref->dim[0]; n++)
+        for (int64_t x = 0; x < ref->dim[1]; x++)
+            for (int64_t i = 0; i < ref->dim[2]; i++)
+                for (int64_t e = 0; e < ref->dim[3]; e++, at++) {
+                    const double right = tensor_get(ref, n, x, i, e);
+                    const double got = one ? tensor_get(one, n, x, i, e) : load_element(real, sum, at) - there;
+                    if (isinf(right)) {
+                        assert_true(got == right);
+                        continue;
+                    }
+                    *magnitude = fmax(*magnitude, fabs(right));
+                    worst = fmax(worst, isnan(got) ? INFINITY : fabs(got - right));
+                }
+    return worst;
+}
+
+static void compare(const char *name, const tensor *ref, const tensor *one, const sums *s, const void *sum,
+                    double there) {
+    double magnitude = 0;
+    const double mine = error_of(ref, NULL, s->real, sum, there, &magnitude);
+    const double its = error_of(ref, one, s->real, NULL, 0, &magnitude);
+    const double unit = s->real == HEDDLE_F64 ? 0x1p-48 : 0x1p-23; /* one call of float64 is the reference itself */
+    if (!(mine <= 2 * its + 4 * unit * (magnitude + there)))
+        fail_msg("%s: error %g, of one call %g, of magnitude %g", name, mine, its, magnitude);
+}
+
+static void check_parts(const attention_case *c, heddle_dtype dtype, heddle_device device, const int64_t *ends) {
+    attention_problem first = attention_new(c), p = attention_copy(&first, dtype, device),
+                      ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
+    attention_problem *const both[] = {&p, &ref};
+    for (size_t x = 0; x < COUNT(both); x++) {
+        attention_run(both[x], HEDDLE_FORWARD);
+        attention_run(both[x], HEDDLE_BACKWARD);
+    }
+    sums s = sums_new(&p.a);
+    for (int pass = 0; pass < 2; pass++)
+        for (int64_t from = 0, x = 0; from < p.a.sk; from = ends[x++])
+            run_part(&p, &s, (heddle_pass)pass, from, ends[x]);
+    compare("o", &ref.t[T_O], &p.t[T_O], &s, s.o, 0);
+    compare("lse", &ref.t[T_LSE], &p.t[T_LSE], &s, s.lse, 0);
+    compare("dq", &ref.t[T_DQ], &p.t[T_DQ], &s, s.dq, THERE);
+    compare("dk", &ref.t[T_DK], &p.t[T_DK], &s, s.dk, THERE);
+    compare("dv", &ref.t[T_DV], &p.t[T_DV], &s, s.dv, THERE);
+    for (int x = T_DBIAS; x <= T_DSINKS; x++) /* the parts have written them over what the one call left */
+        if (p.t[x].host) {
+            double magnitude = 0;
+            tensor_download(&p.t[x]);
+            const double error = tensor_error(&p.t[x], &ref.t[x], &magnitude);
+            const double unit = dtype == HEDDLE_BF16 ? 0x1p-8 : dtype == HEDDLE_F16 ? 0x1p-11 : 0x1p-20;
+            assert_true(error <= 4 * unit * magnitude);
+        }
+    sums_free(&s);
+    attention_free(&ref);
+    attention_free(&p);
+    attention_free(&first);
+}
+
+/* In halves, in odd parts, and key by key at their head. */
+static void check_all(attention_case c) {
+    if (test_device() == HEDDLE_CUDA) /* which refuses it */
+        skip();
+    const int64_t sk = c.a.sk, halves[] = {sk / 2, sk}, odd[] = {1, 2, sk / 3 + 2, sk - 1, sk}, all[] = {sk};
+    for (int x = 0; x < TEST_DTYPES; x++) {
+        check_parts(&c, test_dtypes[x], HEDDLE_CPU, odd);
+        check_parts(&c, test_dtypes[x], HEDDLE_CPU, x == 0 ? halves : all);
+    }
+    check_parts(&c, HEDDLE_F64, HEDDLE_REF, odd);
+    check_parts(&c, HEDDLE_BF16, HEDDLE_REF, halves);
+}
+
+static void test_sizes(void **state) {
+    (void)state;
+    static const int64_t sizes[][7] = {{2, 4, 2, 31, 45, 40, 24},
+                                       {1, 2, 1, 1, 300, 64, 64},
+                                       {1, 1, 1, 130, 700, 16, 16},
+                                       {2, 2, 2, 3, 17, 5, 9},
+                                       {1, 8, 1, 70, 129, 32, 48}};
+    for (size_t x = 0; x < COUNT(sizes); x++) {
+        const int64_t *n = sizes[x];
+        check_all(attention_case_of(n[0], n[1], n[2], n[3], n[4], n[5], n[6]));
+    }
+}
+
+static attention_case usual(void) {
+    return attention_case_of(2, 4, 2, 37, 70, 24, 16);
+}
+
+static void test_masks(void **state) {
+    (void)state;
+    for (int mask = 0; mask < 3; mask++)
+        for (int window = 0; window < 2; window++) {
+            attention_case c = usual();
+            c.a.mask = (heddle_mask)mask;
+            c.a.features = window ? HEDDLE_WINDOW | HEDDLE_ALIBI : 0;
+            c.a.window_left = window ? 11 : 0;
+            c.a.window_right = window ? 4 : 0;
+            c.poison_masked = true; /* parts that nobody sees are NaN altogether */
+            if (mask || window)
+                check_all(c);
+        }
+}
+
+static void test_options(void **state) {
+    (void)state;
+    static const uint64_t features[] = {HEDDLE_SINKS, HEDDLE_BIAS, HEDDLE_BOOL_MASK | HEDDLE_SINKS, HEDDLE_RNG_STATE};
+    for (size_t x = 0; x < COUNT(features); x++) {
+        attention_case c = usual();
+        c.a.features = features[x];
+        c.a.mask = x % 2 ? HEDDLE_CAUSAL_TOP_LEFT : HEDDLE_CAUSAL_BOTTOM_RIGHT;
+        c.a.softcap = x == 1 ? 3 : 0;
+        c.a.dropout = x == 3 ? 0.3 : 0;
+        c.mask_rows = true;
+        check_all(c);
+    }
+}
+
+/* Rows that do not count, in every part. */
+static void test_lengths(void **state) {
+    (void)state;
+    static const int32_t len_q[] = {20, 0};
+    attention_case c = usual();
+    c.a.features = HEDDLE_SEQLENS;
+    c.len_q = len_q;
+    check_all(c);
+}
+
+/* --------------------------------------------------------------------------------------------------------- merge */
+
+static void merge_case(heddle_dtype type, heddle_device device, bool strided) {
+    enum { B = 2, H = 3, S = 5, DV = 11, ROWS = B * H * S };
+    const heddle_dtype real = type == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
+    const int64_t row = strided ? DV + 2 : DV;
+    heddle_merge m = {.size = sizeof m, .dtype = type, .device = device, .b = B, .h = H, .s = S, .dv = DV};
+    if (strided) /* [b, s, h, dv], with gaps */
+        m.o_stride = (heddle_strides){S * H * row, row, H * row};
+    rng r = {test_seed(7)};
+    void *o = filled(real, ROWS * row, 77), *lse = filled(real, ROWS, 0), *other = filled(type, ROWS * DV, 0),
+         *other_lse = filled(real, ROWS, 0);
+    double right[ROWS][DV + 1];
+    for (int64_t x = 0; x < ROWS; x++) {
+        const int64_t at = strided ? (x / S / H * S * H + x % S * H + x / S % H) * row : x * row;
+        const double a = x % 4 == 1 ? -(double)INFINITY : 40 * rng_uniform(&r) - 20,
+                     b = x % 5 == 2 || x % 4 == 1 * (x > 20) ? -(double)INFINITY : 40 * rng_uniform(&r) - 20;
+        store_element(real, lse, x, a);
+        store_element(real, other_lse, x, b);
+        const double la = load_element(real, lse, x), lb = load_element(real, other_lse, x);
+        const double sum = exp(la) + exp(lb);
+        for (int64_t e = 0; e < DV; e++) {
+            store_element(real, o, at + e, la == -(double)INFINITY ? (double)NAN : rng_uniform(&r) - 0.5);
+            store_element(type, other, x * DV + e, lb == -(double)INFINITY ? (double)NAN : rng_uniform(&r) - 0.5);
+            const double va = exp(la) > 0 ? exp(la) * load_element(real, o, at + e) : 0,
+                         vb = exp(lb) > 0 ? exp(lb) * load_element(type, other, x * DV + e) : 0;
+            right[x][e] = sum > 0 ? (va + vb) / sum : 0;
+        }
+        right[x][DV] = log(sum);
+    }
+    assert_int_equal(heddle_attention_merge(&m, o, lse, other, other_lse, NULL), HEDDLE_OK);
+    const double unit = real == HEDDLE_F64 ? 0x1p-50 : 0x1p-21;
+    for (int64_t x = 0; x < ROWS; x++) {
+        const int64_t at = strided ? (x / S / H * S * H + x % S * H + x / S % H) * row : x * row;
+        const double l = load_element(real, lse, x);
+        assert_true(l == right[x][DV] || fabs(l - right[x][DV]) <= unit * fabs(right[x][DV]));
+        for (int64_t e = 0; e < DV; e++)
+            assert_true(fabs(load_element(real, o, at + e) - right[x][e]) <= unit);
+        for (int64_t e = DV; e < row; e++)
+            assert_true(load_element(real, o, at + e) == 77);
+    }
+    free(o);
+    free(lse);
+    free(other);
+    free(other_lse);
+}
+
+static void test_merge(void **state) {
+    (void)state;
+    for (int strided = 0; strided < 2; strided++) {
+        for (int x = 0; x < TEST_DTYPES; x++) {
+            merge_case(test_dtypes[x], HEDDLE_CPU, strided);
+            merge_case(test_dtypes[x], HEDDLE_REF, strided);
+        }
+        merge_case(HEDDLE_F64, HEDDLE_REF, strided);
+    }
+}
+
+static void refuse(const heddle_merge *m, void *const pointers[4], heddle_status status, const char *part) {
+    assert_int_equal(heddle_attention_merge(m, pointers[0], pointers[1], pointers[2], pointers[3], NULL), status);
+    if (!strstr(heddle_last_message(), part))
+        fail_msg("'%s' is not in '%s'", part, heddle_last_message());
+}
+
+static void test_merge_refuses(void **state) {
+    (void)state;
+    float o[32] = {0}, lse[4] = {0}, other[32] = {0}, other_lse[4] = {0};
+    void *p[] = {o, lse, other, other_lse};
+    static const char *const names[] = {"o is NULL", "lse is NULL", "other_o is NULL", "other_lse is NULL"};
+    const heddle_merge m = {.size = sizeof m, .b = 1, .h = 2, .s = 2, .dv = 4};
+    heddle_merge x = m;
+    refuse(NULL, p, HEDDLE_NULL_POINTER, "NULL");
+#define REFUSE(change, status, part)                                                                                   \
+    x = m;                                                                                                             \
+    change;                                                                                                            \
+    refuse(&x, p, status, part)
+    REFUSE(x.size -= 8, HEDDLE_BAD_DESCRIPTOR_SIZE, "size");
+    REFUSE(x.dtype = (heddle_dtype)9, HEDDLE_BAD_ENUM, "dtype = 9");
+    REFUSE(x.device = (heddle_device)9, HEDDLE_BAD_ENUM, "device = 9");
+    REFUSE(x.dtype = HEDDLE_F64, HEDDLE_UNSUPPORTED, "float64");
+    REFUSE(x.b = -1, HEDDLE_BAD_SIZE, "b = -1");
+    REFUSE(x.h = 0, HEDDLE_BAD_SIZE, "h = 0");
+    REFUSE(x.dv = 513, HEDDLE_BAD_SIZE, "dv = 513");
+    REFUSE(x.s = INT64_MAX, HEDDLE_BAD_SIZE, "s = 9223372036854775807");
+    REFUSE((x.b = INT64_C(1) << 39, x.s = INT64_C(1) << 39), HEDDLE_OVERFLOW, "o");
+    REFUSE(x.o_stride = ((heddle_strides){0, 1, 4}), HEDDLE_BAD_STRIDE, "overlaps itself");
+    REFUSE(x.other_stride.s = -4, HEDDLE_BAD_STRIDE, "other_stride.s = -4");
+#undef REFUSE
+    for (int y = 0; y < 4; y++) {
+        void *const kept = p[y];
+        p[y] = NULL;
+        refuse(&m, p, HEDDLE_NULL_POINTER, names[y]);
+        p[y] = (char *)kept + 2;
+        refuse(&m, p, HEDDLE_MISALIGNED, "not a multiple");
+        p[y] = kept;
+    }
+    for (size_t y = 0; y < COUNT(o); y++)
+        assert_true(o[y] == 0);
+}
+
+int main(void) {
+    test_begin();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_sizes),   cmocka_unit_test(test_masks), cmocka_unit_test(test_options),
+        cmocka_unit_test(test_lengths), cmocka_unit_test(test_merge), cmocka_unit_test(test_merge_refuses),
+    };
+    return test_end(cmocka_run_group_tests(tests, NULL, NULL));
+}
