@@ -8,6 +8,7 @@
   first used
 * ``heddle.scaled_dot_product_attention`` and ``heddle.patch`` in place of PyTorch's
 * ``heddle.flash_attn_func`` and its siblings, with FlashAttention's signatures
+* ``heddle.parallel``: sequences divided among processes
 * ``heddle.nn`` modules, ``heddle.hf`` for transformers, ``heddle.compat.gpu_kernels``
 """
 
@@ -39,10 +40,11 @@ _LAZY = {
     "nn": "nn",
     "hf": "hf",
     "compat": "compat",
+    "parallel": "parallel",
 }
 
 if TYPE_CHECKING:
-    from heddle import compat, hf, nn
+    from heddle import compat, hf, nn, parallel
     from heddle._flash import (
         flash_attn_func,
         flash_attn_kvpacked_func,
@@ -72,6 +74,7 @@ __all__ = [
     "norm_linear",
     "norm_linear_backward",
     "ops",
+    "parallel",
     "patch",
     "scaled_dot_product_attention",
 ]

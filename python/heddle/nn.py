@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,22 @@ from heddle._torch import norm_linear
 
 Norm = Literal["layer", "rms"]
 Causal = Literal[False, True, "top_left", "bottom_right"] | None
+
+if TYPE_CHECKING:  # not every torch has torch.distributed
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from heddle.parallel import ContextParallel
+
+Processes: TypeAlias = "ProcessGroup | DeviceMesh | ContextParallel"
+
+
+def _processes(given: Processes | None) -> ContextParallel | None:
+    if given is None:
+        return None
+    from heddle.parallel import ContextParallel
+
+    return given if isinstance(given, ContextParallel) else ContextParallel(given)
 
 
 class NormLinear(Module):
@@ -103,6 +119,8 @@ class SelfAttention(Module):
         causal, window, softcap: as heddle.attention.
         dropout: probability that a weight is dropped, in training.
         eps: of the norm.
+        context_parallel: the processes that sequences are divided among: a heddle.parallel.ContextParallel, or a
+            ProcessGroup or DeviceMesh to make one of. x is then this process's part of them (its `shard`).
         device, dtype: of the parameters.
 
     Shapes:
@@ -127,6 +145,7 @@ class SelfAttention(Module):
         softcap: float = 0.0,
         dropout: float = 0.0,
         eps: float = 1e-5,
+        context_parallel: Processes | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -150,6 +169,7 @@ class SelfAttention(Module):
         else:
             self.qkv = NormLinear(dim, features, bias, norm=norm, eps=eps, device=device, dtype=dtype)
         self.out = Linear(dim, dim, bias, device=device, dtype=dtype)
+        self.processes = _processes(context_parallel)
 
     def forward(self, x: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """[b, s, dim] to [b, s, dim]; errors as heddle.attention."""
@@ -159,17 +179,15 @@ class SelfAttention(Module):
         b, s, _ = x.shape
         heads = self.qkv(x).view(b, s, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
-        o: Tensor = attention(
-            q,
-            k,
-            v,
-            causal=self.causal,
-            window=self.window,
-            softcap=self.softcap,
-            dropout=self.dropout if self.training else 0.0,
-            bias=bias,
-            mask=mask,
-        )
+        options: dict[str, Any] = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+        options["dropout"] = self.dropout if self.training else 0.0
+        o: Tensor
+        if self.processes is None:
+            o = attention(q, k, v, **options, bias=bias, mask=mask)
+        elif bias is not None or mask is not None:
+            raise NotImplementedError("bias and mask are of whole sequences, which context_parallel divides")
+        else:
+            o = self.processes.attention(q, k, v, **options)
         projected: Tensor = self.out(o.transpose(1, 2).reshape(b, s, self.dim))
         return projected
 
@@ -184,7 +202,7 @@ class TransformerBlock(Module):
         dim, heads, kv_heads, norm, causal, window, softcap: as SelfAttention; norm is "layer" or "rms".
         hidden: features inside the MLP. Default: 4·dim.
         dropout: of attention's weights and of what each half adds, in training.
-        bias, eps, device, dtype: as SelfAttention.
+        bias, eps, context_parallel, device, dtype: as SelfAttention.
 
     Shapes:
         [b, s, dim] to [b, s, dim].
@@ -209,6 +227,7 @@ class TransformerBlock(Module):
         softcap: float = 0.0,
         dropout: float = 0.0,
         eps: float = 1e-5,
+        context_parallel: Processes | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -225,6 +244,7 @@ class TransformerBlock(Module):
             softcap=softcap,
             dropout=dropout,
             eps=eps,
+            context_parallel=context_parallel,
             device=device,
             dtype=dtype,
         )

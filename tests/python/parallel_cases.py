@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What test_parallel.py runs: groups of gloo processes, forked from one that has imported torch, run every case and
+compare with the whole in one process. Prints a line of JSON for each process."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import runpy
+import socket
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import heddle
+import heddle.nn
+from heddle.parallel import ContextParallel
+
+LONG = os.environ.get("HEDDLE_LONG", "0") not in ("", "0")
+H, HK, S = 24, 12, 48  # divided by 2, 3 and 4, and zigzag by twice as many
+SLOPES = torch.linspace(0.02, 0.4, H)
+RNG = torch.tensor([77, 2**33 + 1])
+
+# Options, dtype, rows of keys.
+CASES = {
+    "plain": ({}, torch.float64, S),
+    "causal": ({"causal": True}, torch.float64, S),
+    "causal, float32": ({"causal": True}, torch.float32, S),
+    "causal, bfloat16": ({"causal": "top_left"}, torch.bfloat16, S),
+    "more keys, bottom right": ({"causal": "bottom_right"}, torch.float64, 2 * S),
+    "fewer rows seen": ({"causal": "bottom_right", "return_lse": True}, torch.float64, S // 2),
+    "window": ({"window": (5, 3)}, torch.float64, S),
+    "causal, window, alibi": ({"causal": True, "window": (9, None), "alibi_slopes": SLOPES}, torch.float64, S),
+    "softcap, sinks, lse": (
+        {"causal": True, "softcap": 2.0, "sinks": torch.linspace(-2, 2, H), "return_lse": True},
+        torch.float64,
+        S,
+    ),
+    "sinks, no key in sight": ({"sinks": torch.linspace(-2, 2, H), "causal": "bottom_right"}, torch.float64, S // 2),
+    "dropout": ({"dropout": 0.3, "rng_state": RNG}, torch.float64, S),
+    "dropout, causal, lse": ({"dropout": 0.5, "rng_state": RNG, "causal": True, "return_lse": True}, torch.float64, S),
+}
+
+# Those that more than two processes run, too; HEDDLE_LONG: all.
+RICH = [name for name in CASES if "," in name and name not in ("causal, float32", "sinks, no key in sight")] + [
+    "window"
+]
+
+
+def inputs(dtype: torch.dtype, sk: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((2, H, S, 8), (2, HK, sk, 8), (2, HK, sk, 6))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def loss_of(results, weights) -> torch.Tensor:
+    return sum((r.double() * w).sum() for r, w in zip(results, weights, strict=True))
+
+
+def weights_of(results, generator=None) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    return [torch.randn(r.shape, generator=generator, dtype=torch.float64) for r in results]
+
+
+def whole(options, tensors):
+    """Results and gradients of one process."""
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    if "sinks" in options:
+        real = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+        sinks = options["sinks"].to(real).requires_grad_()
+        options, leaves = options | {"sinks": sinks}, [*leaves, sinks]
+    results = heddle.attention(*leaves[:3], **options)
+    results = results if isinstance(results, tuple) else (results,)
+    finite = [r.masked_fill(r == -torch.inf, 0) for r in results]
+    return results, torch.autograd.grad(loss_of(finite, weights_of(results)), leaves)
+
+
+def divided(parallel: ContextParallel, options, tensors):
+    """The same of this process's part, joined again."""
+    leaves = [parallel.shard(t, 2).requires_grad_() for t in tensors]
+    if "sinks" in options:
+        real = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+        sinks = options["sinks"].to(real).requires_grad_()
+        options, leaves = options | {"sinks": sinks}, [*leaves, sinks]
+    results = parallel.attention(*leaves[:3], **options)
+    results = results if isinstance(results, tuple) else (results,)
+    joined = [parallel.unshard(r.detach(), 2) for r in results]
+    weights = [parallel.shard(w, 2) for w in weights_of(joined)]
+    finite = [r.masked_fill(r == -torch.inf, 0) for r in results]
+    grads = list(torch.autograd.grad(loss_of(finite, weights), leaves))
+    if "sinks" in options:
+        dist.all_reduce(grads[3])
+    return joined, [parallel.unshard(g, 2) for g in grads[:3]] + grads[3:]
+
+
+def error_of(x: torch.Tensor, right: torch.Tensor) -> float:
+    assert torch.equal(x == -torch.inf, right == -torch.inf)
+    x, right = (t.detach().double().masked_fill(t == -torch.inf, 0) for t in (x, right))
+    return float((x - right).abs().max() / right.abs().max())
+
+
+def check_case(parallel: ContextParallel, name: str) -> None:
+    options, dtype, sk = CASES[name]
+    tensors = inputs(dtype, sk)
+    mine, its = divided(parallel, options, tensors), whole(options, tensors)
+    right = its if dtype == torch.float64 else whole(options, [t.double() for t in tensors])
+    names = ["out", "lse"][: len(its[0])], ["dq", "dk", "dv", "dsinks"]
+    for kind, of in enumerate(names):
+        for what, x, one, exact in zip(of, mine[kind], its[kind], right[kind], strict=False):
+            assert x.dtype == one.dtype
+            error = error_of(x, exact)
+            # No more than twice one process's, which float64's is compared with itself.
+            limit = 1e-12 if dtype == torch.float64 else 2 * error_of(one, exact) + 1e-6
+            assert error <= limit, f"{what} is off by {error:.2e}, one process's by {limit:.2e}"
+
+
+def check_layout(parallel: ContextParallel) -> None:
+    x = torch.randn(3, S, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    assert torch.equal(parallel.unshard(parallel.shard(x)), x)
+    assert torch.equal(parallel.shard(x), x[:, parallel.positions(S)])
+    assert torch.equal(parallel.unshard(parallel.positions(S), 0), torch.arange(S))
+    for length, call in ((S + 1, parallel.shard), (S - 1, lambda x: parallel.shard(x, 1))):
+        refuses(f"sequence of {length} cannot be divided", lambda length=length, call=call: call(torch.ones(1, length)))
+
+
+def refuses(part: str, call, kind=(ValueError, TypeError, NotImplementedError)) -> None:
+    try:
+        call()
+    except kind as error:
+        assert part in str(error), f"{part!r} is not in {error!r}"
+    else:
+        raise AssertionError(f"nothing was refused: {part}")
+
+
+def check_refusals(parallel: ContextParallel, rank: int) -> None:
+    q = torch.randn(1, 12, 12, 8)
+    # With two groups, who is in neither of the other's hears of it from one that is.
+    one = parallel.ring_group is None or parallel.heads_group is None
+    refuses("the rows of q" if one else "agree", lambda: parallel.attention(q[:, :, : 12 - 6 * (rank == 1)], q, q))
+    refuses("dropout" if one else "agree", lambda: parallel.attention(q, q, q, dropout=0.1 * rank, rng_state=RNG))
+    refuses("seed" if one else "agree", lambda: parallel.attention(q, q, q, dropout=0.1, rng_state=RNG + rank))
+    refuses("have shapes" if rank == 1 else "has refused", lambda: parallel.attention(q, q[..., rank == 1 :], q))
+    refuses("dimensions", lambda: parallel.attention(q[0], q[0], q[0]))
+    refuses("float", lambda: parallel.attention(q.int(), q.int(), q.int()))
+    refuses("softcap", lambda: parallel.attention(q, q, q, softcap=-1.0))
+    refuses("no gradient", lambda: parallel.unshard(q.requires_grad_()))
+    q = q.detach()
+    if parallel.heads > 1:
+        x = q[:, :1]
+        refuses("cannot divide the 1 heads", lambda: parallel.attention(q, x, x))
+    # A state that is drawn is the first process's.
+    torch.manual_seed(rank)
+    out = parallel.attention(q, q, torch.ones_like(q), dropout=0.5, return_lse=True)[0]
+    assert bool((out != 1).any())
+
+
+def check_module(mesh) -> None:
+    torch.manual_seed(9)
+    whole = heddle.nn.TransformerBlock(24, 12, causal=True)
+    parallel = ContextParallel(mesh)
+    mine = heddle.nn.TransformerBlock(24, 12, causal=True, context_parallel=parallel)
+    mine.load_state_dict(whole.state_dict())
+    x = torch.randn(2, S, 24)
+    y = whole(x)
+    torch.testing.assert_close(parallel.unshard(mine(parallel.shard(x)).detach()), y.detach(), rtol=1e-4, atol=1e-5)
+    refuses("bias and mask", lambda: mine(parallel.shard(x), bias=torch.zeros(1)))
+    y.square().sum().backward()
+    mine(parallel.shard(x)).square().sum().backward()
+    for a, b in zip(whole.parameters(), mine.parameters(), strict=True):
+        dist.all_reduce(b.grad)
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-3, atol=1e-4)
+
+
+def check_travel(rank: int, world: int) -> None:
+    """What travels is on its way before anything is computed, and no further than a window sees."""
+    parallel, log = ContextParallel(dist.group.WORLD, zigzag=False), []
+    post, run = dist.batch_isend_irecv, heddle.parallel._C.run
+
+    def logged_post(operations):
+        log.extend((op.op.__name__, op.group_peer) for op in operations)
+        return post(operations)
+
+    def logged_run(*args):
+        log.append(("run", None))
+        return run(*args)
+
+    q = torch.randn(1, 1, 12, 8)
+    dist.batch_isend_irecv, dist_run = logged_post, heddle.parallel._C
+    heddle.parallel._C = type("C", (), {"run": staticmethod(logged_run), "workspace": staticmethod(dist_run.workspace)})
+    try:
+        parallel.attention(q, q, q)
+        assert log[0][0] != "run" and ("run", None) in log
+        assert len([x for x in log if x[0] == "isend"]) == world - 1
+        log.clear()
+        parallel.attention(q, q, q, causal=True, window=(5, 0))
+        sent, got = ([peer for name, peer in log if name == what] for what in ("isend", "irecv"))
+        assert sent == ([rank + 1] if rank + 1 < world else [])
+        assert got == ([rank - 1] if rank else [])
+    finally:
+        dist.batch_isend_irecv, heddle.parallel._C = post, dist_run
+
+
+def run_all(rank: int, world: int) -> list[str]:
+    done = []
+    meshes = {
+        "ring": (dist.group.WORLD, {}),
+        "ring, in order": (DeviceMesh("cpu", list(range(world))), {"zigzag": False}),
+        "heads": (dist.group.WORLD, {"method": "heads"}),
+    }
+    for kind in {2: (), 3: ("ring, in order",), 4: ("ring, in order", "heads")}[world] if not LONG else ():
+        del meshes[kind]  # every method, and every number of processes, but not every pair
+    if world == 4:
+        meshes["both"] = (DeviceMesh("cpu", [[0, 1], [2, 3]]), {})
+        refuses("3 dimensions", lambda: ContextParallel(DeviceMesh("cpu", [[[0, 1], [2, 3]]])))
+    if world == 3:
+        pair = DeviceMesh("cpu", [0, 1])
+        if rank == 2:
+            refuses("is not in the mesh", lambda: ContextParallel(pair))
+    for kind, (mesh, more) in meshes.items():
+        parallel = ContextParallel(mesh, **more)
+        check_layout(parallel)
+        check_refusals(parallel, rank)
+        for name in CASES if LONG or world == 2 else RICH:
+            try:
+                check_case(parallel, name)
+            except Exception as error:
+                raise AssertionError(f"{parallel}, {name}: {error}") from error
+            done.append(f"{kind}: {name}")
+    check_module(meshes["ring"][0])
+    check_travel(rank, world)
+    done.append("module and travel")
+    return done
+
+
+def lose_one(rank: int) -> None:
+    """The last process leaves without a word: an error on the others, no deadlock."""
+    if rank == dist.get_world_size() - 1:
+        os._exit(0)
+    q = torch.randn(1, 1, 12, 8)
+    parallel = ContextParallel(dist.group.WORLD)
+    refuses("", lambda: [parallel.attention(q, q, q) for _ in range(3)], RuntimeError)
+
+
+def child(rank: int, world: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
+    )
+    report = {"world": world, "rank": rank, "done": [], "error": ""}
+    try:
+        report["done"] = run_all(rank, world)
+        dist.barrier()
+        print(json.dumps(report), flush=True)
+        lose_one(rank)
+    except BaseException:
+        report["error"] = traceback.format_exc()
+        print(json.dumps(report), flush=True)
+    os._exit(0)
+
+
+def run_example(rank: int, world: int, port: int) -> None:
+    """What torchrun does for examples/train_long.py."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    sizes = ["--steps", "8", "--length", "48", "--dim", "16", "--layers", "1", "--heads", "2", "--rate", "0.01"]
+    sys.argv = ["train_long.py", *sizes, "--check"]
+    try:
+        runpy.run_path(str(Path(__file__).parents[2] / "examples/train_long.py"), run_name="__main__")
+    except SystemExit as end:
+        sys.stdout.flush()
+        os._exit(int(end.code or 0))
+    finally:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def example(world: int) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            run_example(rank, world, port)
+        children.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    print(f"example: {codes}", flush=True)
+
+
+def main() -> None:
+    example(2)
+    for world in map(int, sys.argv[1:]):
+        with tempfile.TemporaryDirectory() as folder:
+            children = []
+            for rank in range(world):
+                pid = os.fork()
+                if pid == 0:
+                    child(rank, world, f"{folder}/store")
+                children.append(pid)
+            for pid in children:
+                os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()
