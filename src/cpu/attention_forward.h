@@ -27,10 +27,10 @@ typedef struct forward_space {
 /* Few queries against many keys: the keys of a unit are divided among tasks, and the last to end adds up what all have found, in
  * order. How they are divided depends on sk alone. */
 typedef struct forward_shared {
-    int64_t splits, keys;   /* of a task */
-    int64_t each;           /* floats of a split: max, base and sum of the lanes, then O */
-    float *found;           /* [unit][split][each] */
-    _Atomic uint32_t *done; /* [unit]: splits that have ended */
+    int64_t key_shares, keys; /* of a task */
+    int64_t each;             /* floats of a share: max, base and sum of the lanes, then O */
+    float *found;             /* [unit][key_share][each] */
+    _Atomic uint32_t *done;   /* [unit]: shares that have ended */
 } forward_shared;
 
 #define SPLIT_KEYS 1024
@@ -40,13 +40,13 @@ static forward_shared carve_forward_shared(const attention_plan *plan, carver *w
     const heddle_attention *a = &plan->a;
     const int64_t lanes_used = a->h / a->hk * a->sq, units = a->b * a->hk,
                   wanted = min64(a->sk / SPLIT_KEYS, MOST_SPLITS);
-    forward_shared g = {.splits = 1, .keys = a->sk};
+    forward_shared g = {.key_shares = 1, .keys = a->sk};
     if (lanes_used > FEW_LANES || wanted < 2)
         return g;
     g.keys = (a->sk + wanted * FEW_KEYS - 1) / (wanted * FEW_KEYS) * FEW_KEYS;
-    g.splits = (a->sk + g.keys - 1) / g.keys;
+    g.key_shares = (a->sk + g.keys - 1) / g.keys;
     g.each = 3 * FEW_LANES + lanes_used * ((a->dv + VL - 1) / VL * VL);
-    g.found = carve_floats(w, units * g.splits * g.each);
+    g.found = carve_floats(w, units * g.key_shares * g.each);
     g.done = carve(w, sizeof(uint32_t) * (size_t)units);
     return g;
 }
@@ -409,23 +409,23 @@ static void ahead_keys(const call *c, const unit *u, int64_t first, int64_t coun
     ahead_add(a, k.p, k.stride, k.n * element_size(c->type), count, steps);
 }
 
-/* Leaves what a split has found; true for the last one, which then has the sums of all in its tile. */
-static bool few_join(const call *c, const forward_shared *g, int64_t unit_index, int64_t split, forward_tile *t) {
+/* Leaves what a share of the keys has found; true for the last one, which then has the sums of all in its tile. */
+static bool few_join(const call *c, const forward_shared *g, int64_t unit_index, int64_t key_share, forward_tile *t) {
     const size_t lane_bytes = sizeof(float) * FEW_LANES, o_size = (size_t)(t->l.count * c->dv_pad);
-    float *all = g->found + unit_index * g->splits * g->each, *mine = all + split * g->each;
+    float *all = g->found + unit_index * g->key_shares * g->each, *mine = all + key_share * g->each;
     memcpy(mine, t->max, lane_bytes);
     memcpy(mine + FEW_LANES, t->base, lane_bytes);
     memcpy(mine + 2 * FEW_LANES, t->sum, lane_bytes);
     memcpy(mine + 3 * FEW_LANES, t->ot, sizeof(float) * o_size);
-    if (atomic_fetch_add_explicit(&g->done[unit_index], 1, memory_order_acq_rel) + 1 < g->splits)
+    if (atomic_fetch_add_explicit(&g->done[unit_index], 1, memory_order_acq_rel) + 1 < g->key_shares)
         return false;
     memset(t->ot, 0, sizeof(float) * o_size);
     for (int64_t x = 0; x < t->l.count; x++) {
         float top = -INFINITY, sum = 0;
-        for (const float *p = all; p < all + g->splits * g->each; p += g->each)
+        for (const float *p = all; p < all + g->key_shares * g->each; p += g->each)
             top = p[x] > top || p[x] != p[x] ? p[x] : top;
         t->base[x] = top == -INFINITY ? 0 : top;
-        for (const float *p = all; p < all + g->splits * g->each; p += g->each) {
+        for (const float *p = all; p < all + g->key_shares * g->each; p += g->each) {
             const float weight = p[2 * FEW_LANES + x];
             if (weight == 0)
                 continue;
@@ -442,14 +442,14 @@ static bool few_join(const call *c, const forward_shared *g, int64_t unit_index,
     return true;
 }
 
-static void forward_task(const call *c, const unit *u, const forward_shared *g, int64_t unit_index, int64_t split,
+static void forward_task(const call *c, const unit *u, const forward_shared *g, int64_t unit_index, int64_t key_share,
                          int64_t f0, int64_t f1, forward_space *w) {
     int count = 0;
     for (int64_t f = f0; f < f1; f += LANES)
         begin_tile(c, u, f, min64(LANES, f1 - f), &w->tiles[count++]);
     range keys = keys_of_queries(u->m, w->tiles[0].l.first, w->tiles[count - 1].l.last + 1, u->s.sk);
     const bool few = w->tiles[0].l.few;
-    const range mine = {max64(keys.begin, split * g->keys), min64(keys.end, (split + 1) * g->keys)};
+    const range mine = {max64(keys.begin, key_share * g->keys), min64(keys.end, (key_share + 1) * g->keys)};
     for (int64_t j = mine.begin; j < mine.end; j += few ? c->few_k : c->tile_k) {
         key_block b = get_block(c, u, few, mine, j, w);
         for (int x = 0; x < count; x++)
@@ -458,7 +458,7 @@ static void forward_task(const call *c, const unit *u, const forward_shared *g, 
                 (few ? few_block : forward_block)(c, u, &seen, &w->tiles[x], w);
             }
     }
-    if (g->splits > 1 && !few_join(c, g, unit_index, split, &w->tiles[0]))
+    if (g->key_shares > 1 && !few_join(c, g, unit_index, key_share, &w->tiles[0]))
         return;
     for (int x = 0; x < count; x++) {
         forward_tile *t = &w->tiles[x];
@@ -544,14 +544,14 @@ static void forward_ticket(const call *c, const attention_plan *plan, const forw
     const unit u = make_unit(c, task / per_unit);
     ahead_begin(&space->next);
     /* The longest rows of a causal mask first: the last tasks to be taken are then short. */
-    const int64_t split = g->splits > 1 ? task % per_unit : 0;
-    const int64_t f0 = g->splits > 1 ? 0 : (per_unit - 1 - task % per_unit) * plan->tile_q;
+    const int64_t key_share = g->key_shares > 1 ? task % per_unit : 0;
+    const int64_t f0 = g->key_shares > 1 ? 0 : (per_unit - 1 - task % per_unit) * plan->tile_q;
     const int64_t f1 = min64(f0 + plan->tile_q, c->group * u.s.sq);
-    if (f0 < f1 && g->splits == 1)
+    if (f0 < f1 && g->key_shares == 1)
         forward_ahead(c, plan, &u, task, per_unit, f0, f1, space);
     if (f0 < f1)
-        forward_task(c, &u, g, task / per_unit, split, f0, f1, space);
-    if (f0 == 0 && split == 0)
+        forward_task(c, &u, g, task / per_unit, key_share, f0, f1, space);
+    if (f0 == 0 && key_share == 0)
         forward_unused_rows(c, &u);
 }
 
@@ -561,13 +561,13 @@ static void attention_forward(const attention_plan *plan, const heddle_attention
     carver shared = {workspace, 0};
     const forward_shared g = carve_forward_shared(plan, &shared);
     const int64_t units = a->b * a->hk, tiles = max64(1, (c.group * a->sq + plan->tile_q - 1) / plan->tile_q);
-    const int64_t per_unit = tiles * g.splits; /* one of them is 1 */
+    const int64_t per_unit = tiles * g.key_shares; /* one of them is 1 */
     const int64_t per_ticket = takes_units(a, plan->threads) ? per_unit * units_together(units, plan->threads)
                                : plan->threads > 1           ? 1
                                                              : units * per_unit;
     const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads;
     ticket next = {0};
-    for (int64_t x = 0; x < units && g.splits > 1; x++)
+    for (int64_t x = 0; x < units && g.key_shares > 1; x++)
         atomic_init(&g.done[x], 0);
 #pragma omp parallel num_threads(plan->threads) if (plan->threads > 1)
     {

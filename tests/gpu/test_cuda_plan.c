@@ -65,7 +65,7 @@ static void test_attention(void **state) {
             accepted += check_attention_plan(&a, (heddle_pass)pass, &device);
     }
     assert_true(accepted > CASES / 10);
-    /* Many rows of no sequence, and parts of them in each of 256 splits. */
+    /* Many rows of no sequence, and parts of them in each of 256 shares of the keys. */
     heddle_attention a = {.size = sizeof a, .dtype = HEDDLE_F16, .device = HEDDLE_CUDA, .b = 2, .h = 8191};
     a.sk = 32768, a.d = 66, a.dv = 319, a.total_q = UINT32_MAX, a.total_k = 262143;
     a.features = HEDDLE_VARLEN | HEDDLE_BIAS;
