@@ -429,8 +429,7 @@ PTX void pin(uint32_t &x) {
 #define WGMMA_64_80 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define WGMMA_80_96 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define WGMMA_TEXT_64 WGMMA_0_32
-#define WGMMA_TEXT_80 WGMMA_0_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define WGMMA_TEXT_96 WGMMA_TEXT_80 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define WGMMA_TEXT_96 WGMMA_0_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define WGMMA_TEXT_128 WGMMA_0_32 "," WGMMA_32_64
 #define WGMMA_TEXT_160 WGMMA_TEXT_128 "," WGMMA_64_80
 #define WGMMA_TEXT_192 WGMMA_TEXT_160 "," WGMMA_80_96
@@ -438,7 +437,6 @@ PTX void pin(uint32_t &x) {
 #define WGMMA_4(c, y) "+f"((c)[y][0]), "+f"((c)[y][1]), "+f"((c)[y][2]), "+f"((c)[y][3])
 #define WGMMA_16(c, y) WGMMA_4(c, y), WGMMA_4(c, (y) + 1), WGMMA_4(c, (y) + 2), WGMMA_4(c, (y) + 3)
 #define WGMMA_C_64(c, y) WGMMA_16(c, y), WGMMA_16(c, (y) + 4)
-#define WGMMA_C_80(c, y) WGMMA_C_64(c, y), WGMMA_4(c, (y) + 8), WGMMA_4(c, (y) + 9)
 #define WGMMA_C_96(c, y) WGMMA_C_64(c, y), WGMMA_16(c, (y) + 8)
 #define WGMMA_C_128(c, y) WGMMA_C_64(c, y), WGMMA_C_64(c, (y) + 8)
 #define WGMMA_C_160(c, y) WGMMA_C_128(c, y), WGMMA_16(c, (y) + 16)
@@ -462,8 +460,6 @@ PTX void pin(uint32_t &x) {
     }
 WGMMA(bf16, 64, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(f16, 64, 32, 33, 34, 35, 36, 37, 38)
-WGMMA(bf16, 80, 40, 41, 42, 43, 44, 45, 46)
-WGMMA(f16, 80, 40, 41, 42, 43, 44, 45, 46)
 WGMMA(bf16, 96, 48, 49, 50, 51, 52, 53, 54)
 WGMMA(f16, 96, 48, 49, 50, 51, 52, 53, 54)
 WGMMA(bf16, 128, 64, 65, 66, 67, 68, 69, 70)

@@ -13,7 +13,6 @@ template <typename T, int D> struct tile {
     static constexpr int pitch = sm80_pitch(sizeof(T), D); /* bytes from row to row */
     static constexpr int chunks = D * (int)sizeof(T) / 16; /* of 16 bytes in a row */
     static constexpr int steps = D * (int)sizeof(T) / 32;  /* of a product over a row */
-    static constexpr int step_elements = 32 / (int)sizeof(T);
 };
 
 /* ------------------------------------------------------------------------------------------------------- loading */

@@ -20,11 +20,6 @@ INLINE int64_t split_tile(const attention_params &p, const place &c, bool keys, 
     return (c.n * heads + head) * tiles + t;
 }
 
-INLINE split_info load_info(const split_tensor &x, int64_t tile) {
-    const int4 r = *(const int4 *)&x.info[tile];
-    return {r.x, __int_as_float(r.y), {(uint32_t)r.z, (uint32_t)r.w}};
-}
-
 /* Rows that some query sees, or that see some key: begin .. end-1 of the sequence. */
 INLINE void split_range(const place &c, bool keys, int *begin, int *end) {
     *begin = keys ? max(0, c.lo) : max(0, -c.hi);
