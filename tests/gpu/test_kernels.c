@@ -1,0 +1,329 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Which kernels a problem takes: on every kind of GPU only what fits is launched, few rows and head dims have theirs, and every kernel
+ * has a problem that reaches it. Needs no GPU. */
+#define _POSIX_C_SOURCE 200809L
+#include "cuda/attention/attention.h"
+#include "scenario.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+
+/* ------------------------------------------------------------------------------------------- all sizes and options */
+
+static const uint64_t option_sets[] = {0,
+                                       HEDDLE_WINDOW,
+                                       HEDDLE_VARLEN,
+                                       HEDDLE_SEQLENS,
+                                       HEDDLE_SINKS,
+                                       HEDDLE_BIAS,
+                                       HEDDLE_ALIBI,
+                                       HEDDLE_BOOL_MASK,
+                                       HEDDLE_WEIGHTS,
+                                       HEDDLE_RNG_STATE,
+                                       HEDDLE_TF32,
+                                       HEDDLE_DETERMINISTIC | HEDDLE_WINDOW,
+                                       HEDDLE_DETERMINISTIC | HEDDLE_SINKS | HEDDLE_BIAS};
+
+static void sweep_attention(heddle_dtype dtype) {
+    static const int64_t dims[] = {1, 32, 64, 80, 128, 192, 256, 300, 512};
+    static const int64_t lengths[][2] = {{1, 8192}, {3, 70}, {130, 257}, {1024, 1024}, {4096, 4096}};
+    for (size_t d = 0; d < COUNT(dims); d++)
+        for (size_t s = 0; s < COUNT(lengths); s++)
+            for (size_t o = 0; o < COUNT(option_sets); o++)
+                for (int variant = 0; variant < 4; variant++) {
+                    heddle_attention a = attention_desc(dtype, 3, 8, variant % 2 ? 2 : 8, lengths[s][0], lengths[s][1],
+                                                        dims[d], variant / 2 ? dims[d] : 24);
+                    a.features = option_sets[o];
+                    a.dropout = a.features & HEDDLE_RNG_STATE ? 0.25 : 0;
+                    a.window_left = a.features & HEDDLE_WINDOW ? 100 : 0;
+                    if (a.features & HEDDLE_VARLEN) {
+                        a.total_q = 2 * a.sq;
+                        a.total_k = 2 * a.sk;
+                    }
+                    for (int pass = 0; pass < 2; pass++)
+                        for (int skew = 0; skew < 8; skew += 4)
+                            MUST(run_attention(a, (heddle_pass)pass, skew, NULL) == HEDDLE_OK);
+                }
+}
+
+static void sweep_norm_linear(heddle_dtype dtype) {
+    static const int64_t sizes[][3] = {{1, 1, 1},           {7, 33, 65},       {128, 64, 128},     {1000, 512, 768},
+                                       {16384, 1024, 4096}, {2040, 744, 2040}, {2040, 1000, 2040}, {2040, 1272, 2040},
+                                       {2040, 1480, 2040},  {2040, 72, 744},   {2040, 72, 1000},   {2040, 72, 1272},
+                                       {2040, 72, 1480}}; /* from the sixth on: tiles of every width for Hopper */
+    for (size_t x = 0; x < COUNT(sizes); x++)
+        for (int norm = 0; norm < 2; norm++)
+            for (int tf32 = 0; tf32 < 2; tf32++)
+                for (int pass = 0; pass < 2; pass++)
+                    for (int skew = 0; skew < 8; skew += 4) {
+                        heddle_norm_linear a =
+                            norm_linear_desc(dtype, (heddle_norm)norm, sizes[x][0], sizes[x][1], sizes[x][2]);
+                        a.features = tf32 ? HEDDLE_TF32 : 0;
+                        heddle_status status = run_norm_linear(a, (heddle_pass)pass, skew, NULL);
+                        MUST(status == HEDDLE_OK ||
+                             (status == HEDDLE_UNSUPPORTED && strstr(heddle_last_message(), "shared memory") &&
+                              strstr(heddle_last_message(), "Fake GPU")));
+                    }
+}
+
+/* The limits of real cards: a block's shared memory, and multiprocessors. The fake launches nothing that asks for more. */
+static void on_card(const char *cc, const char *shared, const char *multiprocessors) {
+    set("FAKE_CC", cc);
+    set("FAKE_SHARED", shared);
+    set("FAKE_MULTIPROCESSORS", multiprocessors);
+    for (int dtype = HEDDLE_F32; dtype <= HEDDLE_F16; dtype++) {
+        sweep_attention((heddle_dtype)dtype);
+        sweep_norm_linear((heddle_dtype)dtype);
+    }
+    MUST(fake_launches(NULL) > 1000);
+}
+static void on_a100(void) {
+    on_card("80", "166912", "108");
+}
+static void on_rtx3090(void) {
+    on_card("86", "101376", "82");
+}
+static void on_orin(void) {
+    on_card("87", "166912", "16");
+}
+static void on_rtx4090(void) {
+    on_card("89", "101376", "128");
+}
+static void on_blackwell(void) {
+    on_card("120", "101376", "188");
+}
+static void with_little_shared_memory(void) {
+    on_card("86", "49152", "82");
+}
+
+/* On Hopper, where the sm90 family is chosen, without it, and with the small family everywhere, and on a card that has too little shared
+ * memory for the tensor cores' kernels: together they launch every kernel that exists. */
+static void on_h200(void) {
+    on_card("90", "232448", "132");
+}
+
+static const char *kernel_of(heddle_attention a, heddle_pass pass) {
+    static char name[128];
+    a.device = HEDDLE_CUDA;
+    MUST(heddle_attention_kernel(&a, pass, name, sizeof name) == HEDDLE_OK);
+    return name;
+}
+
+/* One launch for the smallest problems; the tensor cores for large ones, and for what the small kernels cannot. */
+static void few_rows(void) {
+    heddle_attention a = attention_desc(HEDDLE_F32, 1, 1, 1, 128, 128, 32, 32);
+    MUST(!strcmp(kernel_of(a, HEDDLE_FORWARD), "heddle_attention_fwd_f32_d32_full_small"));
+    MUST(!strcmp(kernel_of(a, HEDDLE_BACKWARD), "heddle_attention_bwd_f32_d32_full_small"));
+    for (int pass = 0; pass < 2; pass++) {
+        const int before = fake_launches(NULL);
+        MUST(run_attention(a, (heddle_pass)pass, 4, NULL) == HEDDLE_OK);
+        MUST(fake_launches(NULL) == before + 1 + pass); /* D of few keys before the backward */
+    }
+    a.sk = 200;
+    const int more = fake_launches(NULL);
+    MUST(run_attention(a, HEDDLE_BACKWARD, 4, NULL) == HEDDLE_OK);
+    MUST(fake_launches(NULL) == more + 1);
+    a.features = HEDDLE_WEIGHTS;
+    MUST(!strstr(kernel_of(a, HEDDLE_BACKWARD), "small"));
+    a.features = HEDDLE_SINKS | HEDDLE_BIAS; /* dbias and dsinks have launches of their own */
+    const int before = fake_launches(NULL);
+    MUST(run_attention(a, HEDDLE_BACKWARD, 0, NULL) == HEDDLE_OK);
+    MUST(fake_launches(NULL) == before + 3);
+    for (int dtype = HEDDLE_F32; dtype <= HEDDLE_F16; dtype++)
+        for (int pass = 0; pass < 2; pass++) {
+            a = attention_desc((heddle_dtype)dtype, 4, 16, 16, 1024, 1024, 64, 64);
+            MUST(!strstr(kernel_of(a, (heddle_pass)pass), "small"));
+            a.b = 0;
+            MUST(!strstr(kernel_of(a, (heddle_pass)pass), "small"));
+        }
+    /* float32: both passes or none, whatever the size; few queries have kernels of their own. */
+    for (int64_t d = 32; d <= 128; d *= 2)
+        for (int64_t s = 70; s < 3000; s = s * 7 / 5)
+            for (int64_t h = 1; h <= 64; h *= 4) {
+                a = attention_desc(HEDDLE_F32, 2, h, 1, s, s * 2, d, d);
+                MUST(!strstr(kernel_of(a, HEDDLE_FORWARD), "small") == !strstr(kernel_of(a, HEDDLE_BACKWARD), "small"));
+            }
+}
+
+/* Few queries: one launch where there are enough heads, two where blocks share their keys; drivers whose graphs do not know it
+ * are asked for no overlap. */
+static void decoding(void) {
+    heddle_attention a = attention_desc(HEDDLE_BF16, 1, 32, 8, 1, 8192, 128, 128);
+    MUST(!strcmp(kernel_of(a, HEDDLE_FORWARD), "heddle_attention_fwd_bf16_d128_decode_sm80"));
+    int before = fake_launches(NULL);
+    MUST(run_attention(a, HEDDLE_FORWARD, 0, NULL) == HEDDLE_OK);
+    MUST(fake_launches(NULL) == before + 2);
+    a.b = 64;
+    before = fake_launches(NULL);
+    MUST(run_attention(a, HEDDLE_FORWARD, 0, NULL) == HEDDLE_OK);
+    MUST(fake_launches(NULL) == before + 1);
+}
+
+static void decoding_on_blackwell(void) {
+    set("FAKE_CC", "100");
+    decoding();
+}
+
+static void decoding_by_an_old_driver(void) {
+    set("FAKE_VERSION", "12020");
+    decoding();
+}
+
+static void small_left_out(void) {
+    set("HEDDLE_CUDA_FAMILY", "sm90");
+    MUST(!strstr(kernel_of(attention_desc(HEDDLE_F32, 1, 1, 1, 128, 128, 32, 32), HEDDLE_FORWARD), "small"));
+}
+
+/* float32 on Hopper is split first, however it lies; the workspace grows with the length. Not for TF32, wide heads, few queries. */
+static void float32_on_hopper(void) {
+    set("FAKE_CC", "90");
+    set("FAKE_SHARED", "232448");
+    set("FAKE_MULTIPROCESSORS", "132");
+    heddle_attention a = attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 128, 70);
+    size_t bytes[2] = {0, 0};
+    a.k_stride = (heddle_strides){0, 2000 * 131, 131};
+    MUST(run_attention(a, HEDDLE_FORWARD, 4, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_split_f32_d128_lean_sm90") == 1);
+    MUST(fake_launches("heddle_attention_fwd_f32_d128_lean_sm90") == 1 && fake_launches(NULL) == 2);
+    a.device = HEDDLE_CUDA;
+    for (int x = 0; x < 2; x++, a.sq *= 2, a.sk *= 2)
+        MUST(heddle_attention_workspace(&a, HEDDLE_FORWARD, &bytes[x]) == HEDDLE_OK);
+    MUST(bytes[0] >= (size_t)2 * (4 + 4) * 2000 * 128 * 4 && bytes[1] <= 2 * bytes[0]);
+    a = attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 64, 33);
+    a.device = HEDDLE_CUDA;
+    const int before = fake_launches(NULL);
+    MUST(run_attention(a, HEDDLE_BACKWARD, 4, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_split_f32_d64_lean_sm90") == 1);
+    MUST(fake_launches("heddle_attention_prep_f32_d64_lean_sm90") == 1);
+    MUST(fake_launches("heddle_attention_dkdv_f32_d64_lean_sm90") == 1);
+    MUST(fake_launches("heddle_attention_dq_f32_d64_lean_sm90") == 1 && fake_launches(NULL) == before + 4);
+    for (int x = 0; x < 2; x++, a.sq *= 2, a.sk *= 2)
+        MUST(heddle_attention_workspace(&a, HEDDLE_BACKWARD, &bytes[x]) == HEDDLE_OK);
+    MUST(bytes[0] >= (size_t)2 * (16 + 4 + 4 + 16) * 2000 * 64 * 4 && bytes[1] <= 2 * bytes[0]);
+    heddle_attention_data t = attention_pointers(&a, HEDDLE_BACKWARD, 0);
+    t.dout = NULL; /* nothing to split */
+    t.dlse = t.lse;
+    MUST(heddle_attention_backward(&a, &t, address(0, 60, 0), 2 * bytes[1], NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_split_f32_d64_lean_sm90") == 1);
+    a = attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 128, 0);
+    a.features = HEDDLE_TF32;
+    MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "sm80"));
+    MUST(strstr(kernel_of(attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 130, 0), HEDDLE_FORWARD), "sm80"));
+    MUST(strstr(kernel_of(attention_desc(HEDDLE_F32, 2, 16, 4, 4, 20000, 128, 0), HEDDLE_FORWARD), "sm80"));
+}
+
+/* The narrowest kernel that will do, in each pass for itself. */
+static void head_dims_on_hopper(void) {
+    set("FAKE_CC", "90");
+    set("FAKE_SHARED", "232448");
+    set("FAKE_MULTIPROCESSORS", "132");
+    static const struct {
+        int64_t d, dv;
+        const char *forward, *backward, *in_order;
+    } rows[] = {{64, 64, "fwd_bf16_d64_lean_sm90", "bwd_bf16_d64_lean_sm90", "dkdv_bf16_d64_lean_sm90"},
+                {72, 96, "fwd_bf16_d96_lean_sm90", "bwd_bf16_d96_long_sm90", "dkdv_bf16_d128_lean_sm90"},
+                {96, 96, "fwd_bf16_d96_lean_sm90", "bwd_bf16_d96_long_sm90", "dkdv_bf16_d128_lean_sm90"},
+                {96, 104, "fwd_bf16_d128_lean_sm90", "bwd_bf16_d128_long_sm90", "dkdv_bf16_d128_lean_sm90"},
+                {136, 64, "fwd_bf16_d192_lean_sm90", "bwd_bf16_d192_lean_sm90", "dkdv_bf16_d256_lean_sm90"},
+                {200, 64, "fwd_bf16_d256_lean_sm90", "bwd_bf16_d256_lean_sm90", "dkdv_bf16_d256_lean_sm90"}};
+    for (size_t x = 0; x < COUNT(rows); x++) {
+        heddle_attention a = attention_desc(HEDDLE_BF16, 2, 16, 16, 4096, 4096, rows[x].d, rows[x].dv);
+        a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
+        MUST(strstr(kernel_of(a, HEDDLE_FORWARD), rows[x].forward));
+        MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), rows[x].backward));
+        MUST(run_attention(a, HEDDLE_FORWARD, 16, NULL) == HEDDLE_OK);
+        MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
+        a.features = HEDDLE_DETERMINISTIC;
+        MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), rows[x].in_order));
+    }
+    MUST(fake_launches("heddle_attention_bwd_bf16_d96_long_sm90") == 2);
+    MUST(fake_launches("heddle_attention_gather_bf16_d128_lean_sm90") == 3);
+    MUST(strstr(kernel_of(attention_desc(HEDDLE_F16, 2, 64, 64, 1000, 1000, 80, 0), HEDDLE_BACKWARD), "d96_lean_sm90"));
+}
+
+/* --------------------------------------------------------------------------------------------------------- tests */
+
+SCENARIO(on_a100)
+SCENARIO(on_rtx3090)
+SCENARIO(on_orin)
+SCENARIO(on_rtx4090)
+SCENARIO(on_blackwell)
+SCENARIO(with_little_shared_memory)
+SCENARIO(on_h200)
+SCENARIO(few_rows)
+SCENARIO(decoding)
+SCENARIO(decoding_on_blackwell)
+SCENARIO(decoding_by_an_old_driver)
+SCENARIO(small_left_out)
+SCENARIO(float32_on_hopper)
+SCENARIO(head_dims_on_hopper)
+
+enum { KERNELS = CUDA_KERNELS };
+
+static const char *symbol_of(int kernel) {
+    return heddle__cuda_kernels[kernel].symbol;
+}
+
+/* Which kernels were launched, from the child back to the parent. */
+static void every_kernel(const char *family, void (*on_a_card)(void), bool *seen) {
+    int ends[2];
+    unsigned char was[KERNELS];
+    assert_int_equal(pipe(ends), 0);
+    fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        set("HEDDLE_CUDA_FAMILY", family);
+        on_a_card();
+        for (int x = 0; x < KERNELS; x++)
+            was[x] = fake_launches(symbol_of(x)) > 0;
+        _exit(write(ends[1], was, sizeof was) == sizeof was ? 0 : 1);
+    }
+    close(ends[1]);
+    int status = 1;
+    assert_int_equal(read(ends[0], was, sizeof was), sizeof was);
+    assert_true(waitpid(child, &status, 0) == child && status == 0);
+    close(ends[0]);
+    for (int x = 0; x < KERNELS; x++)
+        seen[x] |= was[x];
+}
+
+static void test_no_kernel_is_dead(void **state) {
+    (void)state;
+    bool seen[KERNELS] = {false};
+    every_kernel(NULL, on_h200, seen);
+    every_kernel("sm80", on_h200, seen);
+    every_kernel("small", on_h200, seen);
+    every_kernel(NULL, with_little_shared_memory, seen); /* plain ones */
+    int dead = 0;
+    for (int x = 0; x < KERNELS; x++)
+        if (!seen[x]) {
+            printf("never launched: %s\n", symbol_of(x));
+            dead++;
+        }
+    assert_int_equal(dead, 0);
+}
+
+int main(void) {
+    if (!is_fake_driver())
+        return 77;
+    unsetenv("HEDDLE_CUDA_FAMILY");
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_on_a100),
+        cmocka_unit_test(test_on_rtx3090),
+        cmocka_unit_test(test_on_orin),
+        cmocka_unit_test(test_on_rtx4090),
+        cmocka_unit_test(test_on_blackwell),
+        cmocka_unit_test(test_with_little_shared_memory),
+        cmocka_unit_test(test_on_h200),
+        cmocka_unit_test(test_few_rows),
+        cmocka_unit_test(test_decoding),
+        cmocka_unit_test(test_decoding_on_blackwell),
+        cmocka_unit_test(test_decoding_by_an_old_driver),
+        cmocka_unit_test(test_small_left_out),
+        cmocka_unit_test(test_float32_on_hopper),
+        cmocka_unit_test(test_head_dims_on_hopper),
+        cmocka_unit_test(test_no_kernel_is_dead),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
