@@ -50,7 +50,7 @@ static float dot_row(const call *c, const void *o, const void *dout) {
 /* Whether few of a row's `count` keys share its weight: more than their number makes lse large; where a mask or a bias may hide keys, few
  * make it small. It is of scores of common size that this is true, and of others it costs time alone. */
 static bool is_sharp(const call *c, int64_t count, float lse) {
-    const bool hides = c->adjusts || c->a->features & HEDDLE_BOOL_MASK;
+    const bool hides = c->adjusts || c->masks;
     return lse > -INFINITY && (lse > logf((float)count) + 5 || (hides && lse < 2.75f)); /* 16 keys of score 0 */
 }
 
@@ -369,8 +369,7 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
     key_block chunk = {.first = chunk_index * chunk_k};
     chunk.count = min64(chunk_k, u->s.sk - chunk.first);
     const bool k_finite = load_chunk(c, u, w, &chunk);
-    w->fresh = tiles == 1 && a->mask == HEDDLE_MASK_NONE &&
-               !(a->features & (HEDDLE_WINDOW | HEDDLE_BOOL_MASK | HEDDLE_BIAS)); /* nothing that masks */
+    w->fresh = tiles == 1 && a->mask == HEDDLE_MASK_NONE && !(a->features & HEDDLE_WINDOW) && !c->masks;
     if (!w->fresh) {
         memset(w->dk, 0, sizeof(float) * (size_t)(chunk.count * c->d_pad));
         memset(w->dv, 0, sizeof(float) * (size_t)(chunk.count * c->dv_pad));

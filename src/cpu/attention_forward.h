@@ -258,8 +258,7 @@ static void few_block(const call *c, const unit *u, const key_block *b, forward_
                    next = few_keys(c, u, c->t->k, a->k_stride, a->d, b->first + b->count);
     float s[FEW_LANES * FEW_KEYS];
     bool masked = false;
-    if (c->adjusts || a->features & HEDDLE_BOOL_MASK ||
-        tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) != TILE_FULL)
+    if (c->adjusts || c->masks || tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) != TILE_FULL)
         masked = few_masked_scores(c, u, b, t, w, s);
     else
         few_scores(c, u, l, b, t->qt, s);

@@ -345,8 +345,7 @@ static bool block_is_all(const unit *u, const lanes *l, const key_block *b) {
 /* Whether rows may be settled by this block: in float32 and several blocks those alone of which a mask or a bias may leave few keys; what
  * large scores leave of a row has been surveyed. */
 static bool may_settle(const call *c, const unit *u, const key_block *b, const backward_space *w) {
-    return !w->surveyed &&
-           (c->type != HEDDLE_F32 || c->adjusts || c->a->features & HEDDLE_BOOL_MASK || block_is_all(u, &w->l, b));
+    return !w->surveyed && (c->type != HEDDLE_F32 || c->adjusts || c->masks || block_is_all(u, &w->l, b));
 }
 
 INLINE vf magnitude(vf x) {

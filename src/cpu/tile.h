@@ -40,6 +40,7 @@ typedef struct call {
     bool adds;          /* HEDDLE_ACCUMULATE: o, dq, dk and dv are float32 and hold something */
     int out;            /* the type of those four */
     bool adjusts;       /* softcap, ALiBi or bias change the scores */
+    bool masks;         /* elements may be hidden one by one, whatever the band says */
     double unit;        /* a score as stored (raw product of sign·q and k, or adjusted) times unit is S, */
     float sign, factor; /* and times factor it is in units of log2 */
     bool drops;
@@ -124,6 +125,7 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     c.dv_pad = (a->dv + VL - 1) / VL * VL;
     c.few_k = clamp64(32768 / ((a->d + a->dv) * element_size(c.type)) / VL * VL, VL, FEW_KEYS);
     c.adjusts = a->softcap > 0 || (a->features & (HEDDLE_ALIBI | HEDDLE_BIAS));
+    c.masks = a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK);
     c.sign =
         !c.adjusts && a->scale < 0 ? -1 : 1; /* so that factor is positive, and the largest score stays the largest */
     c.unit = c.adjusts ? 1 : fabs(a->scale);
