@@ -47,6 +47,8 @@ def _cupy_stream() -> int:
 class View:
     """Where an array lies: address, shape and strides in elements. Keeps the memory alive."""
 
+    readable = True  # on the CPU: its numbers, too
+
     def __init__(self, value: Any, name: str) -> None:
         if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
             raise HeddleTypeError(
@@ -225,10 +227,11 @@ def _literal(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, in
 class Problem:
     """One attention problem: heddle_attention as a dict, and the addresses of its inputs."""
 
+    view: type[View] = View
+
     def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
         self.options = options
-        self.q, self.k, self.v = View(q, "q"), View(k, "k"), View(v, "v")
-        self.maker = Maker(q, self.q)
+        self.q, self.k, self.v = self.view(q, "q"), self.view(k, "k"), self.view(v, "v")
         self.kept: list[View] = []
         self.packed = options["cu_seqlens_q"] is not None or options["cu_seqlens_k"] is not None
         self.rank = len(self.q.shape)
@@ -268,7 +271,7 @@ class Problem:
         value = self.options[name]
         if value is None:
             return None
-        view = check(View(value, name), name, dtype, self.q, shape)
+        view = check(self.view(value, name), name, dtype, self.q, shape)
         self.kept.append(view)
         self.addresses[field or name] = view.address
         return view
@@ -301,13 +304,13 @@ class Problem:
             if self._take(name, "int32", [d["b"]]) is None:
                 continue
             d["features"] |= SEQLENS
-            if self.q.device == CPU:
+            if self.q.device == CPU and self.view.readable:
                 lengths = [int(n) for n in options[name]]
                 if any(not 0 <= n <= most for n in lengths):
                     raise HeddleValueError(f"{name} = {lengths} is not all from 0 to {most}")
 
     def _check_packing(self, name: str, total: int, longest: int) -> None:
-        if self.q.device != CPU:
+        if self.q.device != CPU or not self.view.readable:
             return  # on a GPU they are clamped
         cu = [int(n) for n in self.options[name]]
         steps = [b - a for a, b in zip([0, *cu], cu, strict=False)]
@@ -384,17 +387,17 @@ class Problem:
         d = self.description
         return [d["h"], d["total_q"]] if self.packed else [d["b"], d["h"], d["sq"]]
 
-    def result(self, which: str, like: View, last: int) -> tuple[Any, int]:
+    def result(self, maker: Maker, which: str, like: View, last: int) -> tuple[Any, int]:
         """A contiguous result of like's shape but for the last dimension; sets its strides."""
         shape = [*like.shape[:-1], last]
         self.description[f"{which}_stride"] = _literal_result(shape, self.packed)
-        return self.maker.empty(shape, self.q.dtype)
+        return maker.empty(shape, self.q.dtype)
 
-    def own_shape(self, made: Any) -> Any:
+    def own_shape(self, maker: Maker, made: Any) -> Any:
         """Takes off the dimensions that were put in front."""
         if not self.packed:
             made = made.reshape(made.shape[4 - self.rank :])
-        return self.maker.finish(made)
+        return maker.finish(made)
 
 
 def _literal_result(shape: list[int], packed: bool) -> tuple[int, int, int]:
@@ -437,23 +440,24 @@ def attention(q: Any, k: Any, v: Any, **given: Any) -> Any:
     """See heddle.attention, which this is for arrays."""
     options = _options(given)
     p = Problem(q, k, v, options)
+    maker = Maker(q, p.q)
     d = p.description
-    out, p.addresses["o"] = p.result("o", p.q, d["dv"])
-    lse, p.addresses["lse"] = p.maker.empty(p.rows(), _real(p.q))
+    out, p.addresses["o"] = p.result(maker, "o", p.q, d["dv"])
+    lse, p.addresses["lse"] = maker.empty(p.rows(), _real(p.q))
     if p.packed:
-        p.maker.clear(out, lse)  # rows of no sequence are written by nobody
+        maker.clear(out, lse)  # rows of no sequence are written by nobody
     weights = None
     if d["features"] & WEIGHTS:
-        weights, p.addresses["weights"] = p.maker.empty([d["b"], d["h"], d["sq"], d["sk"]], p.q.dtype)
-    run("attention", FORWARD, d, p.addresses, p.maker)
-    out = p.own_shape(out)
+        weights, p.addresses["weights"] = maker.empty([d["b"], d["h"], d["sq"], d["sk"]], p.q.dtype)
+    run("attention", FORWARD, d, p.addresses, maker)
+    out = p.own_shape(maker, out)
     if not p.packed:
         lse = lse.reshape(lse.shape[4 - p.rank :])
     results = [out]
     if options["return_lse"]:
-        results.append(p.maker.finish(lse))
+        results.append(maker.finish(lse))
     if weights is not None:
-        results.append(p.own_shape(weights))
+        results.append(p.own_shape(maker, weights))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -463,6 +467,7 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **
     if options["dropout"] and options["rng_state"] is None:
         raise HeddleValueError("dropout's backward needs the rng_state of its forward")
     p = Problem(q, k, v, options)
+    maker = Maker(q, p.q)
     d, rank = p.description, 3 if p.packed else 4
     shape = [*p.q.shape[:-1], d["dv"]]
     square = [d["b"], d["h"], d["sq"], d["sk"]]
@@ -493,18 +498,18 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **
         p.addresses["dweights"] = view.address
     made = {}
     for name, like in (("dq", p.q), ("dk", p.k), ("dv", p.v)):
-        made[name], p.addresses[name] = p.result(name, like, like.shape[-1])
+        made[name], p.addresses[name] = p.result(maker, name, like, like.shape[-1])
         if p.packed:
-            p.maker.clear(made[name])
+            maker.clear(made[name])
     if d["features"] & BIAS:
         own = View(options["bias"], "bias").shape
-        made["dbias"], p.addresses["dbias"] = p.maker.empty(own, p.q.dtype)
+        made["dbias"], p.addresses["dbias"] = maker.empty(own, p.q.dtype)
         full = [*([1] * (4 - len(own))), *own]
         d["dbias_stride"] = _literal(full, _contiguous(full))
     if d["features"] & SINKS:
-        made["dsinks"], p.addresses["dsinks"] = p.maker.empty([d["h"]], _real(p.q))
-    run("attention", BACKWARD, d, p.addresses, p.maker)
+        made["dsinks"], p.addresses["dsinks"] = maker.empty([d["h"]], _real(p.q))
+    run("attention", BACKWARD, d, p.addresses, maker)
     return {
-        name: p.maker.finish(value) if name in ("dbias", "dsinks") else p.own_shape(value)
+        name: maker.finish(value) if name in ("dbias", "dsinks") else p.own_shape(maker, value)
         for name, value in made.items()
     }

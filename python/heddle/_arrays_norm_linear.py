@@ -14,11 +14,12 @@ from heddle._options import TINY, norm_of
 class Rows:
     """One norm-linear problem, as Problem is for attention."""
 
+    view: type[View] = View
+
     def __init__(
         self, x: Any, weight: Any, gamma: Any, beta: Any, eps: float, norm: str, features: int, bias: Any = None
     ) -> None:
-        self.x, self.weight = View(x, "x"), View(weight, "weight")
-        self.maker = Maker(x, self.x)
+        self.x, self.weight = self.view(x, "x"), self.view(weight, "weight")
         device = device_of(self.x, "x")
         if not self.x.shape:
             raise HeddleValueError("x has 0 dimensions, but must have 1 or more")
@@ -45,7 +46,7 @@ class Rows:
         self.kept = []
         for name, value, size in (("gamma", gamma, k), ("beta", beta, k), ("bias", bias, n)):
             if value is not None:
-                view = check(View(value, name), name, self.x.dtype, self.x, [size])
+                view = check(self.view(value, name), name, self.x.dtype, self.x, [size])
                 self.kept.append(view)
                 self.addresses[name] = view.address
 
@@ -80,9 +81,10 @@ def norm_linear(
 ) -> Any:
     """See heddle.norm_linear, which this is for arrays."""
     p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias)
-    y, p.addresses["y"] = p.maker.empty([*p.x.shape[:-1], p.weight.shape[0]], p.x.dtype)
-    run("norm_linear", FORWARD, p.description, p.addresses, p.maker)
-    return p.maker.finish(y)
+    maker = Maker(x, p.x)
+    y, p.addresses["y"] = maker.empty([*p.x.shape[:-1], p.weight.shape[0]], p.x.dtype)
+    run("norm_linear", FORWARD, p.description, p.addresses, maker)
+    return maker.finish(y)
 
 
 def norm_linear_backward(
@@ -90,6 +92,7 @@ def norm_linear_backward(
 ) -> dict[str, Any]:
     """See heddle.norm_linear_backward, which this is for arrays."""
     p = Rows(x, weight, gamma, beta, eps, norm, 0)
+    maker = Maker(x, p.x)
     n, k = p.weight.shape
     gradient = check(View(dy, "dy"), "dy", p.x.dtype, p.x, [*p.x.shape[:-1], n])
     p.description["dy_stride"] = p.row_stride(gradient, "dy")
@@ -102,6 +105,6 @@ def norm_linear_backward(
         ("dgamma", "dgamma", [k]),
         ("dbeta", "dbeta", [k]),
     ):
-        made[name], p.addresses[field] = p.maker.empty(shape, p.x.dtype)
-    run("norm_linear", BACKWARD, p.description, p.addresses, p.maker)
-    return {name: p.maker.finish(value) for name, value in made.items()}
+        made[name], p.addresses[field] = maker.empty(shape, p.x.dtype)
+    run("norm_linear", BACKWARD, p.description, p.addresses, maker)
+    return {name: maker.finish(value) for name, value in made.items()}
