@@ -10,6 +10,7 @@
 * ``heddle.flash_attn_func`` and its siblings, with FlashAttention's signatures
 * ``heddle.parallel``: sequences divided among processes
 * ``heddle.nn`` modules, ``heddle.hf`` for transformers, ``heddle.compat.gpu_kernels``
+* ``heddle.jax``: both operations within JAX's transformations
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ _LAZY = {
     "hf": "hf",
     "compat": "compat",
     "parallel": "parallel",
+    "jax": "jax",  # not in __all__: `from heddle import *` would hide JAX's own name
 }
 
 if TYPE_CHECKING:
     from heddle import compat, hf, nn, parallel
+    from heddle import jax as jax
     from heddle._flash import (
         flash_attn_func,
         flash_attn_kvpacked_func,
@@ -81,7 +84,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what needs torch when it is first asked for."""
+    """Loads what needs torch or JAX when it is first asked for."""
     if name not in _LAZY:
         raise AttributeError(f"module 'heddle' has no attribute {name!r}")
     module = importlib.import_module(f"heddle.{_LAZY[name]}")

@@ -17,6 +17,7 @@
     X(cuMemAlloc, "cuMemAlloc_v2", (uint64_t *, size_t))                                                               \
     X(cuMemFree, "cuMemFree_v2", (uint64_t))                                                                           \
     X(cuMemsetD8, "cuMemsetD8_v2", (uint64_t, unsigned char, size_t))                                                  \
+    X(cuMemsetD8Async, "cuMemsetD8Async", (uint64_t, unsigned char, size_t, void *))                                   \
     X(cuStreamSynchronize, "cuStreamSynchronize", (void *))                                                            \
     X(cuGetErrorString, "cuGetErrorString", (int, const char **))
 
@@ -168,6 +169,15 @@ PyObject *heddle_cuda_address(PyObject *self, PyObject *memory) {
     (void)self;
     const block *b = PyCapsule_GetPointer(memory, block_name);
     return b ? PyLong_FromUnsignedLongLong(b->address) : NULL;
+}
+
+void heddle_cuda_prepare(void) {
+    if (open_driver() < 0)
+        PyErr_Clear(); /* a machine without a GPU */
+}
+
+int heddle_cuda_clear(uint64_t address, size_t bytes, void *stream) {
+    return cu.cuInit ? cu.cuMemsetD8Async(address, 0, bytes, stream) : -1;
 }
 
 /* ----------------------------------------------------------------------------------------------------- DLPack */

@@ -27,4 +27,10 @@ PyObject *heddle_cuda_memory(PyObject *self, PyObject *args);
 PyObject *heddle_cuda_address(PyObject *self, PyObject *memory);
 PyObject *heddle_cuda_lend(PyObject *self, PyObject *args);
 
+/* For XLA's threads, which do not hold the GIL: opens the driver, if there is one, so that heddle_cuda_clear has it. */
+void heddle_cuda_prepare(void);
+
+/* Zeros, on the stream, in the current context; CUDA's error, or -1 where no driver was opened. */
+int heddle_cuda_clear(uint64_t address, size_t bytes, void *stream);
+
 #endif

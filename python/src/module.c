@@ -3,6 +3,7 @@
  * addresses; memory that speaks DLPack tells its address here. Limited API: one binary for every Python from 3.10 on. */
 #include "cuda_memory.h"
 #include "heddle.h"
+#include "jax_call.h"
 #include "shortcut.h"
 
 #include "../../src/fields.h"
@@ -213,6 +214,20 @@ static PyObject *workspace(PyObject *self, PyObject *args) {
     return status == HEDDLE_OK ? PyLong_FromSize_t(bytes) : raise_status(status);
 }
 
+PyDoc_STRVAR(pack_doc, "pack(operation, description) -> bytes of the structure, for heddle.jax");
+static PyObject *pack(PyObject *self, PyObject *args) {
+    const char *operation;
+    int attention;
+    PyObject *dict;
+    description d;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "sO!:pack", &operation, &PyDict_Type, &dict) ||
+        describe(operation, dict, &d, &attention) < 0)
+        return NULL;
+    return PyBytes_FromStringAndSize((const char *)&d,
+                                     (Py_ssize_t)(attention ? sizeof d.attention : sizeof d.norm_linear));
+}
+
 PyDoc_STRVAR(kernel_doc, "kernel(operation, pass, description) -> name of the kernel that the plan picks");
 static PyObject *kernel(PyObject *self, PyObject *args) {
     const char *operation;
@@ -400,15 +415,19 @@ static PyObject *features(PyObject *self, PyObject *unused) {
 }
 
 PyDoc_STRVAR(fields_doc,
-             "fields() -> (element, role, shape, feature, stride or None) by name of each tensor of attention");
-static PyObject *fields(PyObject *self, PyObject *unused) {
+             "fields(operation=\"attention\") -> (element, role, shape, feature, stride or None) by name of each "
+             "tensor of it, in the list's order");
+static PyObject *fields(PyObject *self, PyObject *args) {
     static const char *const elements[FIELD_ELEMENTS] = {"dtype", "float", "bool", "int32", "uint64"};
     static const char *const roles[] = {"input", "output", "gradient in", "gradient out"};
+    const char *operation = "attention";
     (void)self;
-    (void)unused;
+    if (!PyArg_ParseTuple(args, "|s:fields", &operation))
+        return NULL;
     PyObject *dict = PyDict_New();
     int there = dict != NULL;
-    for (const tensor_field *f = attention_fields; there && f->name; f++)
+    const tensor_field *f = strcmp(operation, "attention") == 0 ? attention_fields : norm_linear_fields;
+    for (; there && f->name; f++)
         there = put(dict, f->name,
                     Py_BuildValue("sssKz", elements[f->element], roles[f->role], f->shape,
                                   (unsigned long long)f->feature, f->stride ? f->stride_name : NULL));
@@ -424,9 +443,11 @@ PyDoc_STRVAR(cuda_memory_doc, "cuda_memory(device, bytes) -> zeros on the GPU, f
 PyDoc_STRVAR(cuda_address_doc, "cuda_address(memory) -> where it lies");
 PyDoc_STRVAR(cuda_lend_doc, "cuda_lend(memory, shape, type code, bits) -> DLPack capsule, a further holder");
 
+PyDoc_STRVAR(jax_handlers_doc, "jax_handlers() -> [(operation, platform, capsule)], for XLA");
 PyDoc_STRVAR(shortcut_doc, "shortcut(parts) -> (torch.ops.heddle.attention, attention) the short way, see shortcut.c");
 
 static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace_doc},
+                                {"pack", pack, METH_VARARGS, pack_doc},
                                 {"kernel", kernel, METH_VARARGS, kernel_doc},
                                 {"run", run, METH_VARARGS, run_doc},
                                 {"view", view, METH_O, view_doc},
@@ -434,13 +455,14 @@ static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace
                                 {"version", version, METH_NOARGS, version_doc},
                                 {"isas", isas, METH_NOARGS, isas_doc},
                                 {"features", features, METH_NOARGS, features_doc},
-                                {"fields", fields, METH_NOARGS, fields_doc},
+                                {"fields", fields, METH_VARARGS, fields_doc},
                                 {"cuda_enter", heddle_cuda_enter, METH_VARARGS, cuda_enter_doc},
                                 {"cuda_leave", heddle_cuda_leave, METH_NOARGS, cuda_leave_doc},
                                 {"cuda_wait", heddle_cuda_wait, METH_VARARGS, cuda_wait_doc},
                                 {"cuda_memory", heddle_cuda_memory, METH_VARARGS, cuda_memory_doc},
                                 {"cuda_address", heddle_cuda_address, METH_O, cuda_address_doc},
                                 {"cuda_lend", heddle_cuda_lend, METH_VARARGS, cuda_lend_doc},
+                                {"jax_handlers", heddle_jax_handlers, METH_NOARGS, jax_handlers_doc},
                                 {"shortcut", heddle_shortcut, METH_O, shortcut_doc},
                                 {NULL, NULL, 0, NULL}};
 

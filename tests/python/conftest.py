@@ -9,6 +9,9 @@ import os
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Of JAX, before anything starts it: two devices on one CPU, and on a GPU no more memory than is used.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 torch = pytest.importorskip("torch")
 
 try:

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``heddle.jax.attention`` and ``heddle.jax.norm_linear``: heddle inside ``jax.jit``, ``grad``, ``vmap`` and
+``shard_map``, on the CPU and on NVIDIA GPUs.
+
+The options and their defaults are those of ``heddle.attention`` and ``heddle.norm_linear``. The work is done by
+handlers in C that XLA calls with its buffers and its stream: nothing is copied, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from heddle import _jax_call
+from heddle._errors import HeddleTypeError, HeddleValueError
+from heddle._jax_call import Attention, NormLinear
+from heddle._options import causal_of, limit_of, norm_of, scale_of, window_of
+
+__all__ = ["attention", "norm_linear"]
+
+_CAUSAL = (None, "top_left", "bottom_right")
+
+
+# --------------------------------------------------------------------------------------------------------- gradients
+
+
+def _outputs(what: Attention) -> list[str]:
+    return ["o", *(["lse"] if what.return_lse else []), *(["weights"] if what.return_weights else [])]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(what: Attention, given: dict[str, Any]) -> tuple[Any, ...]:
+    made = _jax_call.forward(what, given, _outputs(what))
+    return tuple(made.values())
+
+
+def _attention_fwd(what: Attention, given: dict[str, Any]) -> tuple[Any, Any]:
+    wanted = {name: () for name, value in given.items() if value.perturbed}  # in the tree's structure: no arrays
+    if "alibi_slopes" in wanted:
+        raise NotImplementedError(
+            "heddle.jax.attention computes no gradient for alibi_slopes: give them through jax.lax.stop_gradient"
+        )
+    given = {name: value.value for name, value in given.items()}
+    made = _jax_call.forward(what, given, tuple(dict.fromkeys(["o", "lse", *_outputs(what)])))
+    return tuple(made[name] for name in _outputs(what)), (given, made["o"], made["lse"], wanted)
+
+
+def _attention_bwd(what: Attention, kept: Any, cotangents: tuple[Any, ...]) -> tuple[Any]:
+    given, o, lse, wanted = kept
+    come = dict(zip(("d" + name for name in _outputs(what)), cotangents, strict=True))
+    come = {"dout" if name == "do" else name: value for name, value in come.items() if not _is_zero(value)}
+    grads = [f"d{name}" for name in given if name in wanted]
+    if not come or not grads:
+        return (dict.fromkeys(given),)
+    made = _jax_call.backward(what, {**given, "o": o, "lse": lse, **come}, grads)
+    return ({name: made.get(f"d{name}") for name in given},)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm_linear(what: NormLinear, given: dict[str, Any]) -> Any:
+    return _jax_call.forward(what, given, ["y"])["y"]
+
+
+def _norm_linear_fwd(what: NormLinear, given: dict[str, Any]) -> tuple[Any, Any]:
+    wanted = {name: () for name, value in given.items() if value.perturbed}
+    given = {name: value.value for name, value in given.items()}
+    made = _jax_call.forward(what, given, ["y", "mean", "rstd"])
+    return made["y"], (given, made["mean"], made["rstd"], wanted)
+
+
+def _norm_linear_bwd(what: NormLinear, kept: Any, cotangent: Any) -> tuple[Any]:
+    given, mean, rstd, wanted = kept
+    grads = [f"d{name}" for name in given if name in wanted]
+    if _is_zero(cotangent) or not grads:
+        return (dict.fromkeys(given),)
+    needed = {name: value for name, value in given.items() if name != "bias"}
+    made = _jax_call.backward(what, {**needed, "mean": mean, "rstd": rstd, "dy": cotangent}, grads)
+    return ({name: made.get(f"d{name}") for name in given},)
+
+
+_norm_linear.defvjp(_norm_linear_fwd, _norm_linear_bwd, symbolic_zeros=True)
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+
+
+# Calls outside of a jax.jit take its short way.
+_attention_jit = jax.jit(_attention, static_argnums=0, inline=True)
+_norm_linear_jit = jax.jit(_norm_linear, static_argnums=0, inline=True)
+
+
+# --------------------------------------------------------------------------------------------------------- arguments
+
+
+def _array(name: str, value: Any) -> Any:
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return jnp.asarray(value)
+    raise HeddleTypeError(f"{name} must be an array of JAX or NumPy, not {type(value).__name__}")
+
+
+def _same_type(name: str, value: Any, dtype: Any) -> Any:
+    if value is None:
+        return None
+    value = _array(name, value)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise HeddleTypeError(f"{name} is {value.dtype}, but must be {dtype}")
+    return value.astype(dtype)
+
+
+def _of_scores(name: str, value: Any, sk: int) -> Any:
+    """bias or mask as [b or 1, h or 1, sq or 1, sk]."""
+    if value is None:
+        return None
+    if value.ndim > 4:
+        raise HeddleValueError(f"{name} has {value.ndim} dimensions, but at most 4 are allowed")
+    value = value.reshape((1,) * (4 - value.ndim) + value.shape)
+    if value.shape[3] == 1 != sk:
+        value = jnp.broadcast_to(value, (*value.shape[:3], sk))
+    return value
+
+
+def _lengths(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value) if value else np.zeros(0, np.int32)
+    value = _array(name, value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise HeddleTypeError(f"{name} must be integers, not {value.dtype}")
+    if value.dtype.itemsize > 2 and value.dtype != jnp.int32:
+        value = jnp.clip(value, max=2**31 - 1)  # too large stays too large, and is told of
+        value = value if jnp.issubdtype(value.dtype, jnp.unsignedinteger) else jnp.clip(value, min=-(2**31))
+    return value.astype(jnp.int32)
+
+
+def _limit(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        return int(limit_of(name, operator.index(value)))
+    except TypeError:
+        raise HeddleTypeError(f"{name} must be an integer that is known when JAX traces, not {value!r}") from None
+
+
+def _rng_words(given: Any) -> Any:
+    """{seed, offset} as four 32-bit words, the low ones first. A key of jax.random is its own words."""
+    if isinstance(given, jax.Array) and jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
+        given = jax.random.key_data(given)
+    if isinstance(given, (jax.Array, np.ndarray)) and given.dtype == np.uint32 and given.shape in ((2,), (4,)):
+        words = jnp.asarray(given)
+        return words if words.shape == (4,) else jnp.concatenate([words, jnp.zeros_like(words)])
+    if isinstance(given, jax.Array) and given.shape == (2,) and jnp.issubdtype(given.dtype, jnp.integer):
+        if given.dtype.itemsize == 8:
+            return jax.lax.bitcast_convert_type(given, jnp.uint32).reshape(4)
+        high = jnp.where(given < 0, jnp.uint32(2**32 - 1), jnp.uint32(0))
+        return jnp.stack([given.astype(jnp.uint32), high], 1).reshape(4)
+    try:
+        seed, offset = map(operator.index, given)
+    except (TypeError, ValueError):
+        raise HeddleTypeError(
+            f"rng_state = {given!r} is neither a key of jax.random nor two integers, {{seed, offset}}"
+        ) from None
+    return jnp.asarray(np.array([seed % 2**64, offset % 2**64], np.uint64).view(np.uint32))
+
+
+def _deterministic(asked: bool | None) -> bool:
+    """XLA's own switches, where nobody says."""
+    if asked is not None:
+        return bool(asked)
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    names = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+    return any(flag in (name, f"{name}=true") for flag in flags for name in names)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+    causal: Literal[False, True, "top_left", "bottom_right"] | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    rng_state: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqlens_q: Any = None,
+    seqlens_k: Any = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    deterministic: bool | None = None,
+    tf32: bool = False,
+) -> Any:
+    """heddle.attention for JAX: softmax(scale·q·kᵀ + bias, masked)·v, within jit, grad, vmap and shard_map.
+
+    Args:
+        q, k, v: [b, h, sq, d], [b, hk, sk, d], [b, hk, sk, dv], or without b, or without b and h; packed sequences:
+            [total, h, d]. float32, bfloat16 or float16; float64 on the CPU runs on the reference.
+        layout: "bshd": q, k, v and out are [b, s, h, d], as in jax.nn.dot_product_attention. Neither is copied.
+        rng_state: with dropout: a key of jax.random, or {seed, offset}, two integers or an integer array of two. JAX
+            has no generator to draw from, so that there is no default.
+        max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, dropout: known when JAX traces, no arrays.
+        deterministic: gradients with the same bits every time. Default: XLA's --xla_gpu_deterministic_ops.
+        the others: as in heddle.attention. On the CPU lengths that are out of range are an error when the call runs.
+
+    Returns:
+        out, of q's layout and dtype; with return_lse or return_weights a tuple (out, lse, weights) of those asked for.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as heddle.attention, when JAX traces. There is a gradient of the
+            first order in reverse mode; forward mode (jvp) and second derivatives are errors.
+
+    Source: as heddle.attention.
+    """
+    if layout not in ("bhsd", "bshd"):
+        raise HeddleValueError(f"layout = {layout!r} is neither 'bhsd' nor 'bshd'")
+    q, k, v = _array("q", q), _array("k", k), _array("v", v)
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    inside, rank = layout == "bshd" and not packed, q.ndim
+    if not packed and not (2 + inside <= rank == k.ndim == v.ndim <= 4):
+        least = "3 or 4 with layout='bshd'" if inside else "2 to 4"
+        raise HeddleValueError(f"q, k and v have {rank}, {k.ndim} and {v.ndim} dimensions: must be the same, {least}")
+    if not packed:
+        q, k, v = (t.reshape((1,) * (4 - rank) + t.shape) for t in (q, k, v))
+    if packed:
+        sq, sk = _limit("max_seqlen_q", max_seqlen_q), _limit("max_seqlen_k", max_seqlen_k)
+    else:
+        sq, sk = (t.shape[1 if inside else 2] for t in (q, k))
+    real = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    mask = None if mask is None else _array("mask", mask)
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise HeddleTypeError(f"mask is {mask.dtype}, but must be bool; an additive one goes into bias")
+    last = sk if sk is not None else 1
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "bias": _of_scores("bias", _same_type("bias", bias, q.dtype), last),
+        "bool_mask": _of_scores("mask", mask, last),
+        "alibi_slopes": _same_type("alibi_slopes", alibi_slopes, real),
+        "sinks": _same_type("sinks", sinks, real),
+        "cu_seqlens_q": _lengths("cu_seqlens_q", cu_seqlens_q),
+        "cu_seqlens_k": _lengths("cu_seqlens_k", cu_seqlens_k),
+        "seqlens_q": _lengths("seqlens_q", seqlens_q),
+        "seqlens_k": _lengths("seqlens_k", seqlens_k),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    dropout = float(dropout)
+    if dropout and rng_state is None:
+        raise HeddleValueError(f"dropout = {dropout:g} needs rng_state: a key of jax.random, or {{seed, offset}}")
+    if rng_state is not None:
+        words = _rng_words(rng_state)
+        given |= {"rng_state": words} if dropout else {}
+    what = Attention(
+        causal=_CAUSAL[causal_of(causal, sq, sk)],
+        window=window_of(window),
+        scale=None if scale is None else scale_of(scale),
+        softcap=float(softcap),
+        dropout=dropout,
+        max_seqlen_q=_limit("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=_limit("max_seqlen_k", max_seqlen_k),
+        deterministic=_deterministic(deterministic),
+        tf32=bool(tf32),
+        heads_inside=inside,
+        return_lse=bool(return_lse),
+        return_weights=bool(return_weights),
+    )
+    made = _attention_jit(what, _jax_call.alike(given))
+    if not packed:
+        made = tuple(value.reshape(value.shape[4 - rank :]) for value in made)
+    return made[0] if len(made) == 1 else made
+
+
+def norm_linear(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    gamma: Any = None,
+    beta: Any = None,
+    eps: float = 1e-5,
+    *,
+    norm: Literal["layer", "rms"] = "layer",
+    tf32: bool = False,
+) -> Any:
+    """heddle.norm_linear for JAX: norm(x)·weightᵀ + bias in one, within jit, grad, vmap and shard_map.
+
+    Args:
+        x: [..., k], float32, bfloat16 or float16; float64 on the CPU runs on the reference.
+        weight: [n, k], x's dtype: the transpose of Flax's kernel, which is [k, n].
+        bias, gamma, beta, eps, norm, tf32: as in heddle.norm_linear; eps is known when JAX traces.
+
+    Returns:
+        y, [..., n] of x's dtype. All five arrays have gradients.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as heddle.jax.attention.
+
+    Source: as heddle.norm_linear.
+    """
+    x = _array("x", x)
+    if x.ndim == 0:
+        raise HeddleValueError("x has 0 dimensions, but must have 1 or more")
+    norm_of(norm)
+    eps = float(eps)
+    if not eps >= 0:
+        raise HeddleValueError(f"eps = {eps} is not >= 0")
+    given = {"x": x.reshape(-1, x.shape[-1]) if x.shape[-1] else x, "w": _array("weight", weight)}
+    for name, value in (("gamma", gamma), ("beta", beta), ("bias", bias)):
+        if value is not None:
+            given[name] = _array(name, value)
+    what = NormLinear(norm, eps, _deterministic(None), bool(tf32))
+    y = _norm_linear_jit(what, _jax_call.alike(given))
+    return y.reshape(*x.shape[:-1], y.shape[-1])
