@@ -313,12 +313,18 @@ static xla_error *take_stream(call *c) {
 }
 
 /* A call that asks for the version is answered with XLA's own where the structures here are those of that version, else with the
- * newest one known here, and XLA decides. No trait: a workspace comes from XLA's allocator, which no recorded graph may hold on to. */
+ * newest one known here, and XLA decides. To 0.2 such a call has no table of functions, which has the version; 0.1's record is the
+ * shorter. No trait: a workspace comes from XLA's allocator, which no recorded graph may hold on to. */
 static void answer(const xla_frame *frame, xla_metadata *metadata) {
-    const xla_version *theirs = &frame->api->version;
-    const bool known = theirs->major == XLA_MAJOR && theirs->minor >= XLA_OLDEST_MINOR && theirs->minor <= XLA_MINOR;
+    int minor = metadata->size > sizeof *metadata ? 2 : XLA_OLDEST_MINOR;
+    if (frame->api) {
+        const xla_version *theirs = &frame->api->version;
+        const bool known =
+            theirs->major == XLA_MAJOR && theirs->minor >= XLA_OLDEST_MINOR && theirs->minor <= XLA_MINOR;
+        minor = known ? theirs->minor : XLA_MINOR;
+    }
     metadata->version.major = XLA_MAJOR;
-    metadata->version.minor = known ? theirs->minor : XLA_MINOR;
+    metadata->version.minor = minor;
     metadata->traits = 0;
 }
 

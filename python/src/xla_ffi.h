@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What the handlers of jax_call.c see of XLA's C interface for foreign functions (jaxlib's xla/ffi/api/c_api.h, version 0.3): written
- * down here from its layout, so that building needs no jaxlib, and one wheel serves every jaxlib and those that have none. That is
- * sound because the interface is a stable one: a structure begins with its size and grows at its end, its version is asked for when a
- * handler is registered, and all that is here is the same in 0.1, 0.2 and 0.3. tests/python/test_jax_abi.py holds every offset and value to the header
- * that is installed. Names are XLA's without its prefix. */
+ * What the handlers of jax_call.c see of XLA's C interface for foreign functions (jaxlib's xla/ffi/api/c_api.h): written down here
+ * from its layout, so that building needs no jaxlib, and one wheel serves every jaxlib and those that have none. That is sound because
+ * the interface is a stable one: a structure begins with its size and grows at its end, a handler is asked for its version when it is
+ * registered, and all that is here lies the same in versions 0.1 (JAX 0.6) to 0.5 (JAX 0.12), whatever XLA calls it.
+ * tests/python/test_jax_abi.py holds every offset and value to the header that is installed. Names are XLA's without its prefix. */
 #ifndef HEDDLE_XLA_FFI_H
 #define HEDDLE_XLA_FFI_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-enum { XLA_MAJOR = 0, XLA_OLDEST_MINOR = 1, XLA_MINOR = 3 };
+enum { XLA_MAJOR = 0, XLA_OLDEST_MINOR = 1, XLA_MINOR = 5 };
 enum { XLA_PRED = 1, XLA_S32 = 4, XLA_S64 = 5, XLA_U32 = 8, XLA_F16 = 10, XLA_F32 = 11, XLA_F64 = 12, XLA_BF16 = 16 };
 enum {
     XLA_INVALID_ARGUMENT = 3,

@@ -27,6 +27,17 @@ ROOT = Path(__file__).resolve().parents[2]
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    """Where nothing else is said: what is made without a device is not put on a GPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def x64():
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
+
+
 def place(device):
     try:
         return jax.devices("cuda" if device == "cuda" else "cpu")[0]
@@ -158,7 +169,7 @@ def test_dropout(device):
     want = heddle.jax.attention(*arrays, dropout=0.4, rng_state=(7, -3))
     assert np.array_equal(want, run(*arrays, rng_state=jnp.asarray(pair)))
     assert np.array_equal(want, heddle.jax.attention(*arrays, dropout=0.4, rng_state=pair))
-    with jax.enable_x64(True):
+    with x64():
         assert np.array_equal(want, run(*arrays, rng_state=jnp.asarray(pair.astype(np.int64))))
 
 
@@ -211,7 +222,7 @@ def formulas(q, k, v, *, bias=None, mask=None, sinks=None, softcap=0.0, causal=F
 
 def test_float64():
     """Values and gradients of all of them together, to the last digits but two."""
-    with jax.enable_x64(True):
+    with x64():
         draw = np.random.default_rng(7).standard_normal
         shapes = {"q": (2, 4, 5, 6), "k": (2, 2, 7, 6), "v": (2, 2, 7, 3), "bias": (2, 1, 5, 7), "sinks": (4,)}
         given = {name: jnp.asarray(draw(shape)) for name, shape in shapes.items()}

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).resolve().parents[2] / "python/src"
-# Our structure: XLA's, and XLA's names of the fields in our order. The last of ours may be before the last of XLA's.
+# Our structure: XLA's, and XLA's names of the fields in our order, and other names that they have in other versions.
+# The last of ours may be before the last of XLA's.
 STRUCTURES = {
-    "xla_extension": ("Extension_Base", "struct_size type next"),
+    "xla_extension": ("Extension_Base|InternalExtension", "struct_size type next"),
     "xla_version": ("Api_Version", "struct_size extension_start major_version minor_version"),
     "xla_metadata": ("Metadata", "struct_size api_version traits"),
     "xla_metadata_extension": ("Metadata_Extension", "extension_base metadata"),
@@ -25,10 +26,11 @@ STRUCTURES = {
     "xla_memory_free": ("DeviceMemory_Free_Args", "struct_size extension_start ctx size data"),
     "xla_api": (
         "Api",
-        "struct_size extension_start api_version internal_api XLA_FFI_Error_Create XLA_FFI_Error_GetMessage "
-        "XLA_FFI_Error_Destroy XLA_FFI_Handler_Register XLA_FFI_Stream_Get XLA_FFI_Type_Register "
-        "XLA_FFI_ExecutionContext_Get XLA_FFI_State_Set XLA_FFI_State_Get XLA_FFI_DeviceMemory_Allocate "
-        "XLA_FFI_DeviceMemory_Free",
+        "struct_size extension_start api_version internal_api XLA_FFI_Error_Create "
+        "XLA_FFI_Error_GetMessage|XLA_FFI_Error_GetDetails XLA_FFI_Error_Destroy XLA_FFI_Handler_Register "
+        "XLA_FFI_Stream_Get XLA_FFI_Type_Register|XLA_FFI_TypeId_Register "
+        "XLA_FFI_ExecutionContext_Get|XLA_FFI_InvokeContext_Get XLA_FFI_State_Set XLA_FFI_State_Get "
+        "XLA_FFI_DeviceMemory_Allocate XLA_FFI_DeviceMemory_Free",
     ),
     "xla_buffer": ("Buffer", "struct_size extension_start dtype data rank dims"),
     "xla_span": ("ByteSpan", "ptr len"),
@@ -57,7 +59,13 @@ def fields(header, structure):
     return re.findall(r"(\w+)(?=[,;]|\)\()", body)
 
 
-def assertions():
+def assertions(theirs_text):
+    """Each in C, for the header whose text is given."""
+
+    def named(names, prefix=""):
+        (name,) = (n for n in names.split("|") if re.search(rf"\b{prefix}{n}\b", theirs_text))
+        return name
+
     header = (SOURCES / "xla_ffi.h").read_text()
     assert set(re.findall(r"typedef struct (\w+) {", header)) == {*STRUCTURES, "xla_values"}
     structures = {**STRUCTURES, "xla_values": ("Args", "struct_size extension_start size types args")}
@@ -65,8 +73,8 @@ def assertions():
         *structures.items(),
         ("xla_values", ("Rets", "struct_size extension_start size types rets")),
     ]:
-        pairs = list(zip(fields(header, ours), names.split(), strict=True))
-        for mine, name in pairs:
+        theirs = named(theirs, "XLA_FFI_")
+        for mine, name in zip(fields(header, ours), map(named, names.split()), strict=True):
             yield f"offsetof({ours}, {mine}) == offsetof(XLA_FFI_{theirs}, {name})"
             yield f"sizeof((({ours} *)0)->{mine}) <= sizeof(((XLA_FFI_{theirs} *)0)->{name})"
         if ours in WHOLE:
@@ -78,7 +86,10 @@ def assertions():
 
 def compile_assertions(tmp_path, include, change=lambda text: text):
     lines = ['#include "xla_ffi.h"', '#include "xla/ffi/api/c_api.h"']
-    lines += [f'_Static_assert({claim}, "{claim}");' for claim in assertions()]
+    lines += [
+        f'_Static_assert({claim}, "{claim}");'
+        for claim in assertions((Path(include) / "xla/ffi/api/c_api.h").read_text())
+    ]
     source = tmp_path / "abi.c"
     source.write_text("\n".join(lines) + "\n")
     (tmp_path / "xla_ffi.h").write_text(change((SOURCES / "xla_ffi.h").read_text()))
