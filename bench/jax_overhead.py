@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a jitted call of heddle.jax costs the host beside jax.nn.dot_product_attention, for tensors with next to nothing to
-compute, and what JAX itself takes for a program that does nothing. In turn, in one process; the least and the median of many bursts.
+"""What a jitted call of heddle.jax costs the host beside jax.nn.dot_product_attention, for tensors with next to nothing
+to compute, and what JAX itself takes for a program that does nothing. In turn, in one process; the least and the median
+of many bursts.
 
 python bench/jax_overhead.py            # with heddle and JAX importable; OMP_NUM_THREADS=1 leaves the threads out"""
 
