@@ -50,8 +50,8 @@ def main() -> None:
     steps = parser.parse_args().steps
     tokens = jnp.array([ord(letter) for letter in TEXT]).reshape(4, -1)
     model, optimizer = Model(), optax.adam(3e-3)
-    weights = model.init(jax.random.key(0), tokens)
-    state = optimizer.init(weights)
+    weights = jax.jit(model.init)(jax.random.key(0), tokens)
+    state = jax.jit(optimizer.init)(weights)
 
     @jax.jit
     def step(weights, state):  # type: ignore[no-untyped-def]

@@ -256,6 +256,15 @@ def test_float64():
         jax.tree.map(same, *(jax.jit(partial(row_derivatives, f))() for f in (heddle.jax.norm_linear, normed)))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_float64_on_a_gpu():
+    """Nobody knows the device before the call runs."""
+    with x64():
+        q = jax.device_put(np.ones((1, 1, 2, 8)), place("cuda"))
+        with pytest.raises(Exception, match="heddle: "):
+            jax.block_until_ready(heddle.jax.attention(q, q, q))
+
+
 # -------------------------------------------------------------------------------------------------- transformations
 
 
