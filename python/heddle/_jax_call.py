@@ -17,6 +17,7 @@ import numpy as np
 from heddle import _C
 from heddle._arrays import BACKWARD, FORWARD, Problem, View
 from heddle._arrays_norm_linear import Rows
+from heddle._options import PLACES
 
 for _operation, _platform, _handler in _C.jax_handlers():
     jax.ffi.register_ffi_target(f"heddle_{_operation}", _handler, platform=_platform)
@@ -94,6 +95,7 @@ class Attention:
     max_seqlen_k: int | None
     deterministic: bool
     tf32: bool
+    places: tuple[int, ...]  # of heddle._options.PLACES
     heads_inside: bool  # [b, s, h, d]
     return_lse: bool
     return_weights: bool
@@ -105,7 +107,7 @@ class Attention:
     def describe(self, given: Arrays) -> tuple[dict[str, Any], dict[str, tuple[list[int], Any]]]:
         """heddle_attention as a dict, and (shape, dtype) of each array that a pass could write."""
         options = {name: given.get(name) for name in _OPTIONAL}
-        options |= {name: getattr(self, name) for name in _NUMBERS}
+        options |= {name: getattr(self, name) for name in _NUMBERS} | dict(zip(PLACES, self.places, strict=True))
         options |= {"mask": given.get("bool_mask"), "rng_state": (0, 0) if "rng_state" in given else None}
         p = TracedProblem(given["q"], given["k"], given["v"], options, self.heads_inside)
         d = p.description

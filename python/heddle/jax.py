@@ -20,7 +20,7 @@ import numpy as np
 from heddle import _jax_call
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._jax_call import Attention, NormLinear
-from heddle._options import causal_of, limit_of, norm_of, scale_of, window_of
+from heddle._options import PLACES, causal_of, limit_of, norm_of, scale_of, window_of
 
 __all__ = ["attention", "norm_linear"]
 
@@ -208,6 +208,12 @@ def attention(
     return_weights: bool = False,
     deterministic: bool | None = None,
     tf32: bool = False,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    h_offset: int = 0,
+    whole_sq: int = 0,
+    whole_sk: int = 0,
+    whole_h: int = 0,
 ) -> Any:
     """heddle.attention for JAX: softmax(scale·q·kᵀ + bias, masked)·v, within jit, grad, vmap and shard_map.
 
@@ -269,6 +275,12 @@ def attention(
     if rng_state is not None:
         words = _rng_words(rng_state)
         given |= {"rng_state": words} if dropout else {}
+    places = tuple(
+        _limit(name, value) or 0
+        for name, value in zip(PLACES, (q_offset, k_offset, h_offset, whole_sq, whole_sk, whole_h), strict=True)
+    )
+    if causal is True:  # the corners of the whole
+        sq, sk = places[3] or places[0] + (sq or 0), places[4] or places[1] + (sk or 0)
     what = Attention(
         causal=_CAUSAL[causal_of(causal, sq, sk)],
         window=window_of(window),
@@ -279,6 +291,7 @@ def attention(
         max_seqlen_k=_limit("max_seqlen_k", max_seqlen_k),
         deterministic=_deterministic(deterministic),
         tf32=bool(tf32),
+        places=places,
         heads_inside=inside,
         return_lse=bool(return_lse),
         return_weights=bool(return_weights),

@@ -130,6 +130,14 @@ def test_rows_outside_heads(rank, device):
     assert_same(*both_ways(function, run, given, [torch.randn(*q.shape[:-1], 16, device=device)]))
 
 
+def test_a_part_of_a_larger_problem():
+    """q_offset and the others: the last rows on their own."""
+    q, k, v = arrays_of((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8))
+    whole = heddle.jax.attention(q, k, v, causal=True)
+    part = heddle.jax.attention(q[:, :, 4:], k, v, causal="top_left", q_offset=4, whole_sq=6)
+    assert np.allclose(part, whole[:, :, 4:], atol=1e-6)
+
+
 @pytest.mark.parametrize("device", devices())
 def test_packed(device):
     """With rows of no sequence in front, behind, and in no order of lengths: they come out as zeros."""
