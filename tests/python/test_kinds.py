@@ -272,6 +272,31 @@ def test_float64_is_pytorchs_within_patch(masked, monkeypatch):
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), want)
 
 
+@pytest.mark.parametrize("given", [{}, {"dropout_p": 0.25, "is_causal": True, "scale": 0.5, "enable_gqa": True}])
+@pytest.mark.parametrize("masked", [False, True])
+def test_float64_reaches_pytorchs_function_as_it_is(masked, given, monkeypatch):
+    """The very arguments, its very result, and nobody of ours in its place meanwhile: there is nothing to compare."""
+    q, k, v = (t.double() for t in qkv())
+    mask = torch.randn(4, 6, dtype=torch.float64) if masked else None
+    calls, result = [], object()
+
+    def own(*args, **options):
+        assert F.scaled_dot_product_attention is own
+        calls.append((args, options))
+        return result
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", own)
+    with heddle.patch():
+        assert F.scaled_dot_product_attention is not own
+        assert F.scaled_dot_product_attention(q, k, v, mask, **given) is result
+    ((args, options),) = calls
+    default = {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False} | given
+    names = ("query", "key", "value", "attn_mask", *default)
+    got = dict(zip(names, args, strict=False)) | options
+    assert all(got.pop(name) is tensor for name, tensor in zip(names, (q, k, v, mask), strict=False))
+    assert got == default
+
+
 def test_a_function_mode_is_asked_of_pytorchs_function():
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
