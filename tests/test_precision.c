@@ -63,6 +63,15 @@ static void test_few_keys(void **state) {
     assert_true(right);
 }
 
+/* NaN in rows that see nothing: the products that step around it are in chains as the others are. */
+static void test_padding(void **state) {
+    (void)state;
+    attention_case c = attention_case_of(1, 1, 0, 900, 45, 5, 0);
+    c.a.features = HEDDLE_BOOL_MASK;
+    c.mask_rows = c.poison_masked = true;
+    assert_true(bin_is_right("a third of the rows is NaN", c, 16));
+}
+
 static void test_large_scores(void **state) {
     (void)state;
     bool right = true;
@@ -146,6 +155,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_head_dims),   cmocka_unit_test(test_few_keys), cmocka_unit_test(test_large_scores),
         cmocka_unit_test(test_one_of_many), cmocka_unit_test(test_common),   cmocka_unit_test(test_norm_linear),
+        cmocka_unit_test(test_padding),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -157,19 +157,23 @@ static __attribute__((noinline)) void gemm_pairs(int vectors, int64_t rows, int6
 }
 #endif
 
-/* The same for operands that hold infinities or NaN which a mask has cut off: a term whose factor from the masked side (A, or
- * else B) is 0 is left out instead of adding 0·NaN. Rare, so simple. */
+/* The same, added to c, for operands that hold infinities or NaN which a mask has cut off: a term whose factor from the masked side (A,
+ * or else B) is 0 is left out instead of adding 0·NaN. Rare, so simple; but in chains, too, of which none goes on from c. */
 static __attribute__((noinline)) void gemm_careful(bool masked_a, int vectors, int64_t rows, int64_t count, gemm_a a,
                                                    const float *b, int64_t b_stride, float *c, int64_t c_stride) {
+    const int64_t chain = chain_of(false, count);
     for (int64_t r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) {
-            vf sum = load(c + r * c_stride + v * VL);
-            for (int64_t x = 0; x < count; x++) {
-                vf ax = splat(a.p[r * a.row + x * a.x]), bx = load(b + x * b_stride + v * VL);
-                sum += select_float((masked_a ? ax : bx) == 0, splat(0), ax * bx);
+        for (int v = 0; v < vectors; v++)
+            for (int64_t begin = 0; begin < count; begin += chain) {
+                const int64_t end = begin + chain < count ? begin + chain : count;
+                float *p = c + r * c_stride + v * VL;
+                vf sum = splat(0);
+                for (int64_t x = begin; x < end; x++) {
+                    vf ax = splat(a.p[r * a.row + x * a.x]), bx = load(b + x * b_stride + v * VL);
+                    sum += select_float((masked_a ? ax : bx) == 0, splat(0), ax * bx);
+                }
+                store(p, load(p) + sum);
             }
-            store(c + r * c_stride + v * VL, sum);
-        }
 }
 
 /* Rows of `columns` elements; what pads a row to whole vectors is not looked at. */
