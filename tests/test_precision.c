@@ -56,6 +56,8 @@ static void test_few_keys(void **state) {
     right &= bin_is_right("window of two keys, 300 keys", c, 16);
     c = attention_case_of(1, 2, 0, 60, 3, 64, 0);
     right &= bin_is_right("three keys", c, 24);
+    c = attention_case_of(1, 2, 1, 30, 5, 16, 0); /* the two heads share tiles */
+    right &= bin_is_right("five keys, two heads of 30 queries", c, 128);
     c = attention_case_of(1, 2, 0, 60, 300, 64, 0);
     c.a.features = HEDDLE_BOOL_MASK;
     c.mask_density = 0.01;

@@ -444,9 +444,16 @@ static void add_lane_pairs(const lanes *l, const parts *r, const float *weights,
 }
 #endif
 
+/* The lanes of one chain of additions. Where a tile has several heads of few queries, who sums head by head has shorter chains than a
+ * tile is wide. */
+INLINE int64_t lanes_of_chain(const call *c, const unit *u) {
+    return c->type == HEDDLE_F32 && c->group > 1 && u->s.sq < LANES ? 32 : LANES;
+}
+
 /* out[j][e] (+)= sum over lanes of weights[j][lane]·rows[lane][e], in the parts that are seen. */
-static void add_to_keys(const lanes *l, const parts *r, bool careful, const float *weights, int64_t count,
-                        float *scratch, const float *rows, const float *row_tiles, int64_t pad, float *out, bool add) {
+static void add_to_keys(const lanes *l, const parts *r, bool careful, int64_t chain, const float *weights,
+                        int64_t count, float *scratch, const float *rows, const float *row_tiles, int64_t pad,
+                        float *out, bool add) {
 #ifdef HAVE_BF16_TILES
     if (!careful && uses_tiles(l)) {
         tile_weight_rows(weights, count, l->vectors, scratch);
@@ -467,8 +474,9 @@ static void add_to_keys(const lanes *l, const parts *r, bool careful, const floa
         float *dst = out + p->first * pad;
         if (careful)
             gemm_careful(true, (int)(pad / VL), p->count, lanes_used, a, rows + lane * pad, pad, dst, pad);
-        else
-            gemm((int)(pad / VL), p->count, lanes_used, a, rows + lane * pad, pad, dst, pad, add);
+        for (int64_t x = 0; !careful && x < lanes_used; x += chain)
+            gemm((int)(pad / VL), p->count, min64(chain, lanes_used - x), (gemm_a){a.p + x, a.row, a.x},
+                 rows + (lane + x) * pad, pad, dst, pad, add || x > 0);
     }
 }
 
@@ -491,11 +499,12 @@ static void backward_block(const call *c, const unit *u, const key_block *b, boo
     const bool masked = score_gradients(c, u, b, w);
     const bool hides =
         masked || (!w->fresh && partial_step(l, b)); /* with nothing but `fresh`, nobody reads such keys */
-    add_to_keys(l, &w->seen, hides && !w->dout_finite, w->s, b->count, w->weights_a, w->dout, w->dout_tiles, c->dv_pad,
-                dv, !w->fresh);
+    const int64_t chain = lanes_of_chain(c, u);
+    add_to_keys(l, &w->seen, hides && !w->dout_finite, chain, w->s, b->count, w->weights_a, w->dout, w->dout_tiles,
+                c->dv_pad, dv, !w->fresh);
     uncap(c, b, w);
-    add_to_keys(l, &w->seen, hides && !w->q_finite, w->dp, b->count, w->weights_a, w->q, w->q_tiles, c->d_pad, dk,
-                !w->fresh);
+    add_to_keys(l, &w->seen, hides && !w->q_finite, chain, w->dp, b->count, w->weights_a, w->q, w->q_tiles, c->d_pad,
+                dk, !w->fresh);
     add_parts(l, &w->seen, (masked || partial_step(l, b)) && !k_finite, b->k, b->k_stride, c->a->d, &b->t,
               b->t.k_columns, w->weights_b, b->count, w->dp, w->dqt,
               rows_behind(c, u, c->t->k, c->a->k_stride, c->a->d, b->first + b->count, c->pairs), &w->next);
