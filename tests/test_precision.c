@@ -124,8 +124,8 @@ static void test_common(void **state) {
     assert_true(right);
 }
 
-/* One chain of sums over the features, the results or the rows loses more and more, as it does over d. Not the mean, which
- * the plain computation sums pairwise: sums of 16-bit numbers are then exact. */
+/* One chain of sums over the features, the results or the rows loses more and more, as it does over d; and the mean, which the plain
+ * computation sums pairwise, is to have no rounding but its own where 16-bit numbers are summed. */
 static void test_norm_linear(void **state) {
     (void)state;
     static const int64_t sizes[][3] = {{32, 1000, 64}, {24, 64, 1000}, {600, 24, 24}, {150, 150, 150}};
@@ -141,7 +141,7 @@ static void test_norm_linear(void **state) {
         }
         for (int t = 0; t < N_COUNT; t++) {
             const double ratio = bin_ratio(&bin[t]);
-            if (t == N_MEAN || ratio <= MOST)
+            if (ratio <= MOST)
                 continue;
             printf("  m %d k %d n %d, dtype %d, %s: %.2f times the plain computation's error on average of %d cases\n",
                    (int)size[0], (int)size[1], (int)size[2], (int)dtype, norm_linear_tensor_name[t], ratio,

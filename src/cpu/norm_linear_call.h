@@ -81,37 +81,44 @@ INLINE double sum_lanes(vf x) {
     return (r[0] + r[1]) + (r[2] + r[3]);
 }
 
-/* Mean, then the mean square of what is left: nothing cancels. Sums are taken from the row's first element, so that a mean
- * that is large beside the deviation keeps its low bits. */
+/* Half a vector's floats. */
+typedef double vd __attribute__((vector_size(4 * VL)));
+
+INLINE vd doubles_of(vf x, int half) {
+    float floats __attribute__((vector_size(2 * VL)));
+    memcpy(&floats, (const char *)&x + 2 * VL * half, sizeof floats);
+    return __builtin_convertvector(floats, vd);
+}
+
+/* Mean, then the mean square of what is left: nothing cancels. The mean is summed in double, so that it has no rounding but its own. In
+ * float32 a sum of what is left would not do, either: a mean's low bits are lost alike in all x of a power of two. */
 static void row_statistics(const norm_call *c, int64_t row, float *buffer) {
     const int64_t k = c->a->k;
     widen_row(c->type, row_of(c->t->x, row, c->a->x_stride, c->type), k, 1, buffer);
     const double inverse = 1 / (double)k;
-    float mean = 0;
-    double rest = 0;
-    if (c->a->norm == HEDDLE_LAYER_NORM) {
-        vf sum = splat(0);
-        for (int64_t e = 0; e < k; e += VL) {
-            vf x = load(buffer + e) - buffer[0];
-            if (k - e < VL)
-                for (int l = (int)(k - e); l < VL; l++)
-                    x[l] = 0;
-            sum += x;
-        }
-        mean = (float)(buffer[0] + sum_lanes(sum) * inverse);
+    double exact = 0;
+    vd sum = {0};
+    for (int64_t e = 0; e < k && c->a->norm == HEDDLE_LAYER_NORM; e += VL) {
+        vf x = load(buffer + e);
+        if (k - e < VL)
+            for (int l = (int)(k - e); l < VL; l++)
+                x[l] = 0;
+        sum += doubles_of(x, 0) + doubles_of(x, 1);
     }
-    vf squares = splat(0), sum = splat(0);
+    for (int l = 0; l < VL / 2; l++)
+        exact += sum[l];
+    exact *= inverse;
+    const float mean = (float)exact;
+    const double rest = exact - (double)mean;
+    vf squares = splat(0);
     for (int64_t e = 0; e < k; e += VL) {
         vf x = load(buffer + e) - mean;
         if (k - e < VL)
             for (int l = (int)(k - e); l < VL; l++)
                 x[l] = 0;
-        sum += x;
         squares += x * x;
     }
-    if (c->a->norm == HEDDLE_LAYER_NORM)
-        rest = sum_lanes(sum) * inverse; /* what rounding left of the mean */
-    c->mean[row] = (float)(mean + rest);
+    c->mean[row] = mean;
     c->rstd[row] = (float)(1 / sqrt(sum_lanes(squares) * inverse - rest * rest + c->a->eps));
 }
 
