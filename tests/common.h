@@ -149,7 +149,8 @@ double attention_keys_seen(const attention_problem *p);
 
 /* Both passes in the problem's dtype, as PyTorch's math path does them: every intermediate rounded to it. Fills the
  * outputs' host images, and with PLAIN_FORWARD of each the natural magnitude, a sum of magnitudes, and its spread, the root of a sum
- * of squares of what is rounded before it is summed (P, dS, o in D): what roundings that know nothing of each other go with. The
+ * of squares of what is rounded before it is summed (P, dS, o in D; in float32 the scores and dP, too): what roundings that know
+ * nothing of each other go with; NULL: not wanted. The
  * orders are equally plain; PLAIN_BLOCKED keeps P of the forward; PLAIN_REVERSED has D from dout and the rounded o, as
  * docs/design.md has it, the others from P and dP. */
 void plain_attention(attention_problem *p, plain_order order, double natural[T_COUNT], double spread[T_COUNT]);
@@ -191,7 +192,8 @@ bool norm_linear_is_right(const norm_linear_case *c);
 bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]);
 void norm_linear_count(const norm_linear_case *c, error_bin bin[N_COUNT]);
 /* The plain order of operations. `natural` is measured with PLAIN_FORWARD; natural[N_X] is then the largest magnitude of
- * x in its row's deviations, which is how many times its own rounding x loses where the mean is taken off. */
-void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT]);
+ * x in its row's deviations, which is how many times its own rounding x loses where the mean is taken off. `spread` (NULL: not
+ * wanted) is what the roundings of the rows' means come to, as of attention. */
+void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT], double spread[N_COUNT]);
 
 #endif

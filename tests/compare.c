@@ -121,7 +121,10 @@ double tensor_error(const tensor *x, const tensor *ref, double *magnitude) {
         tensor_read(ref, at, n, r);
         tensor_read(x, at, n, y);
         for (int64_t i = 0; i < n; i++) {
-            const double error = isfinite(r[i]) ? fabs(y[i] - r[i]) : 0, size = isfinite(r[i]) ? fabs(r[i]) : 0;
+            const double error = !isfinite(r[i]) ? 0
+                                 : isnan(y[i])   ? INFINITY
+                                                 : fabs(y[i] - r[i]),
+                         size = isfinite(r[i]) ? fabs(r[i]) : 0;
             most = larger(most, error);
             *magnitude = larger(*magnitude, size);
         }

@@ -16,6 +16,7 @@ typedef struct head {
     int64_t d, dv;                                   /* padded */
     int precision;
     plain_order order;
+    bool spreads;                      /* are squares wanted? */
     seen_keys *seen;                   /* [sq] */
     bool *sees;                        /* [sq, sk] */
     float *q, *k, *v, *dout, *kt, *vt; /* [s, d], the last two transposed */
@@ -24,6 +25,7 @@ typedef struct head {
     float *row, *part;                 /* [max(sk, d, dv)] */
     double *most;                      /* the same */
     double *size;                      /* [sq, sk] */
+    double *of_s;                      /* [sq, sk]: squares of what a score is rounded from */
     double *of_p, *of_ds;              /* [sq, sk]: what the rounding of P goes with; of dS, and of D */
     double *k_norm, *v_norm;           /* [sk] */
 } head;
@@ -62,6 +64,7 @@ static head head_new(const attention_problem *p, plain_order order) {
     h.sees = plain_zeros(all, sizeof *h.sees);
     h.most = plain_zeros(longest, sizeof *h.most);
     h.size = plain_zeros(all, sizeof *h.size);
+    h.of_s = plain_zeros(all, sizeof *h.of_s);
     h.of_p = plain_zeros(all, sizeof *h.of_p);
     h.of_ds = plain_zeros(all, sizeof *h.of_ds);
     h.k_norm = plain_zeros(a->sk, sizeof *h.k_norm);
@@ -72,7 +75,7 @@ static head head_new(const attention_problem *p, plain_order order) {
 static void head_free(head *h) {
     void *all[] = {h->q,    h->k,    h->v,    h->dout,   h->kt,     h->vt,   h->s,    h->p,    h->z,
                    h->pz,   h->tanh, h->dp,   h->lse,    h->sink,   h->sum,  h->row,  h->part, h->seen,
-                   h->sees, h->most, h->size, h->k_norm, h->v_norm, h->of_p, h->of_ds};
+                   h->sees, h->most, h->size, h->k_norm, h->v_norm, h->of_s, h->of_p, h->of_ds};
     for (size_t s = 0; s < COUNT(all); s++)
         free(all[s]);
 }
@@ -127,6 +130,23 @@ static void keep_factors(const attention_problem *p, const head *h, int64_t i, f
     }
 }
 
+/* Are the operands of the device's float32 products rounded, to 22 bits in two parts? Then scores are off, too, by their terms. */
+static bool splits_products(const head *h) {
+    return h->precision == HEDDLE_F32 && test_device() == HEDDLE_CUDA;
+}
+
+/* Has nothing fewer bits than float32? */
+static bool exact_products(const head *h) {
+    return h->precision == HEDDLE_F32 && !splits_products(h);
+}
+
+/* A value on the way to a score was rounded, `times` times: P is off by as much of itself. */
+static void count_rounding(head *h, int64_t i, int times) {
+    const int64_t first = i * h->sk + h->seen[i].from, n = h->seen[i].to - h->seen[i].from;
+    for (int64_t j = 0; j < n && h->spreads; j++)
+        h->of_s[first + j] += times * (double)h->s[first + j] * (double)h->s[first + j];
+}
+
 /* The scores of row i where it may see keys; what they are where it does not is of no account. */
 static void scores(const attention_problem *p, head *h, int64_t i) {
     const heddle_attention *a = &p->a;
@@ -143,22 +163,28 @@ static void scores(const attention_problem *p, head *h, int64_t i) {
     round_all(t, n, s);
     for (int64_t j = 0; j < n; j++) /* where float16 cannot hold it; what follows is float32's */
         s[j] = isfinite(s[j]) ? s[j] : scale * product[j];
+    if (h->spreads)
+        memset(h->of_s + i * h->sk + from, 0, (size_t)n * sizeof *h->of_s);
+    count_rounding(h, i, 2);
     for (int64_t j = 0; j < n && a->softcap > 0; j++) {
         tanh_out[j] = round_to(t, tanhf(round_to(t, s[j] / cap)));
         s[j] = round_to(t, cap * tanh_out[j]);
     }
+    count_rounding(h, i, a->softcap > 0 ? 2 : 0);
     if (a->features & HEDDLE_ALIBI) {
         const int64_t at = i + attention_diagonal(a, h->sq, h->sk) - from;
         const float slope = (float)tensor_get(&p->t[T_ALIBI], h->n, 0, 0, h->x);
         for (int64_t j = 0; j < n; j++)
             s[j] -= slope * (float)llabs(at - j);
         round_all(t, n, s);
+        count_rounding(h, i, 1);
     }
     if (a->features & HEDDLE_BIAS) {
         tensor_read_floats(&p->t[T_BIAS], tensor_at(&p->t[T_BIAS], h->n, h->x, i, from), n, h->row);
         for (int64_t j = 0; j < n; j++)
             s[j] += h->row[j];
         round_all(t, n, s);
+        count_rounding(h, i, 1);
     }
 }
 
@@ -197,11 +223,6 @@ static void probabilities(attention_problem *p, head *h, int64_t i, float sink, 
     natural[T_WEIGHTS] = 1;
 }
 
-/* Are the operands of the device's float32 products rounded, to 22 bits in two parts? Then scores are off, too, by their terms. */
-static bool splits_products(const head *h) {
-    return h->precision == HEDDLE_F32 && test_device() == HEDDLE_CUDA;
-}
-
 /* Sum of (x·y)² over n elements. */
 static double squares_of(const float *x, const float *y, int64_t n) {
     double sum = 0;
@@ -210,14 +231,18 @@ static double squares_of(const float *x, const float *y, int64_t n) {
     return sum;
 }
 
+/* The squares of what a score is rounded from, in float32; elsewhere P's own rounding is far larger. */
+static double squares_of_score(const attention_problem *p, const head *h, int64_t i, int64_t j) {
+    if (splits_products(h))
+        return p->a.scale * p->a.scale * squares_of(h->q + i * h->d, h->k + j * h->d, h->d);
+    return exact_products(h) ? h->of_s[i * h->sk + j] : 0;
+}
+
 /* Of the weights of row i. */
 static void measure_weights(const attention_problem *p, head *h, int64_t i) {
     const int64_t row = i * h->sk;
-    for (int64_t j = h->seen[i].from; j < h->seen[i].to; j++) {
-        const double s =
-            splits_products(h) ? p->a.scale * p->a.scale * squares_of(h->q + i * h->d, h->k + j * h->d, h->d) : 0;
-        h->of_p[row + j] = (double)h->pz[row + j] * sqrt(1 + s);
-    }
+    for (int64_t j = h->seen[i].from; j < h->seen[i].to; j++)
+        h->of_p[row + j] = (double)h->pz[row + j] * sqrt(1 + squares_of_score(p, h, i, j));
 }
 
 static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT], double spread[T_COUNT]) {
@@ -234,10 +259,12 @@ static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]
                                 h->p + row + from);
         plain_sum(&terms, h->dv, h->order, h->part, h->row);
         tensor_write_floats(&p->t[T_O], tensor_at(&p->t[T_O], h->pack, h->x, h->first_q + i, 0), a->dv, h->row);
-        if (h->order != PLAIN_FORWARD) /* one of the runs measures */
+        if (h->order == PLAIN_FORWARD) { /* one of the runs measures */
+            plain_sizes(&terms, NULL, h->dv, h->most);
+            natural[T_O] = fmax(natural[T_O], plain_largest(h->most, a->dv));
+        }
+        if (!h->spreads)
             continue;
-        plain_sizes(&terms, NULL, h->dv, h->most);
-        natural[T_O] = fmax(natural[T_O], plain_largest(h->most, a->dv));
         measure_weights(p, h, i);
         plain_squares(&terms, h->of_p + row, h->dv, h->most);
         spread[T_O] = fmax(spread[T_O], sqrt(plain_largest(h->most, a->dv)));
@@ -334,6 +361,7 @@ typedef struct sums {
 static void measure_row(const attention_problem *p, head *h, int64_t i) {
     const heddle_attention *a = &p->a;
     const int64_t from = h->seen[i].from, to = h->seen[i].to, row = i * h->sk;
+    const double lse = exact_products(h) ? (double)h->lse[i] : 0; /* in float32, as backward gets it */
     double of_d = 0;
     if (p->t[T_DOUT].host)
         tensor_read_floats(&p->t[T_O], tensor_at(&p->t[T_O], h->pack, h->x, h->first_q + i, 0), a->dv, h->row);
@@ -341,11 +369,10 @@ static void measure_row(const attention_problem *p, head *h, int64_t i) {
         of_d += pow((double)h->row[e] * (double)h->dout[i * h->dv + e], 2);
     for (int64_t j = from; j < to; j++) {
         const double ds = (double)h->dp[row + j], weight = (double)h->p[row + j];
-        double squares = ds * ds + weight * weight * of_d;
-        if (splits_products(h)) { /* and of the scores, and of dP */
-            squares += ds * ds * a->scale * a->scale * squares_of(h->q + i * h->d, h->k + j * h->d, h->d);
+        double squares = ds * ds * (1 + lse * lse + squares_of_score(p, h, i, j)) + weight * weight * of_d;
+        if (h->precision == HEDDLE_F32) /* and of dP */
             squares += weight * weight * squares_of(h->dout + i * h->dv, h->v + j * h->dv, h->dv);
-        }
+        h->of_p[row + j] = hypot(h->of_p[row + j], lse * (double)h->pz[row + j]);
         h->of_ds[row + j] = h->sees[row + j] ? sqrt(squares) : 0;
     }
 }
@@ -356,17 +383,20 @@ static void gradients_of_scores(const attention_problem *p, head *h, int64_t i, 
     const tensor *db = &p->t[T_DBIAS];
     float *ds = h->dp + first, *th = h->tanh + first;
     const int64_t at = db->host ? tensor_at(db, h->n, h->x, i, from) : 0;
-    if (h->order == PLAIN_FORWARD)
+    if (h->spreads)
         measure_row(p, h, i);
     for (int64_t j = 0; j < n && db->host; j++) {
         s->dbias[at + j] += (double)ds[j];
         s->natural_dbias[at + j] += h->size[first + j];
-        s->spread_dbias[at + j] += h->of_ds[first + j] * h->of_ds[first + j];
     }
+    for (int64_t j = 0; j < n && db->host && h->spreads; j++)
+        s->spread_dbias[at + j] += h->of_ds[first + j] * h->of_ds[first + j];
     if (p->a.softcap > 0) {
         for (int64_t j = 0; j < n; j++)
             ds[j] = h->sees[first + j] ? ds[j] * (1 - th[j] * th[j]) : 0;
         round_all(h->precision, n, ds);
+        for (int64_t j = 0; j < n && h->spreads && exact_products(h); j++)
+            h->of_ds[first + j] *= (double)(1 - th[j] * th[j]);
     }
 }
 
@@ -379,11 +409,13 @@ static void add_key_sums(const head *h, const plain_terms *terms, const double *
     round_all(h->precision, width, h->row);
     for (int64_t e = 0; e < width; e++)
         sum[e] += (double)h->row[e];
-    if (h->order != PLAIN_FORWARD)
+    if (h->order == PLAIN_FORWARD) {
+        plain_sizes(terms, size, padded_width, h->most);
+        for (int64_t e = 0; e < width; e++)
+            natural[e] += fabs(scale) * h->most[e];
+    }
+    if (!h->spreads)
         return;
-    plain_sizes(terms, size, padded_width, h->most);
-    for (int64_t e = 0; e < width; e++)
-        natural[e] += fabs(scale) * h->most[e];
     plain_squares(terms, of, padded_width, h->most);
     for (int64_t e = 0; e < width; e++)
         spread[e] += scale * scale * h->most[e];
@@ -405,6 +437,8 @@ static void plain_gradients(attention_problem *p, head *h, sums *s, double natur
         if (h->order == PLAIN_FORWARD) {
             plain_sizes(&terms, h->size + row, h->d, h->most);
             natural[T_DQ] = fmax(natural[T_DQ], fabs(a->scale) * plain_largest(h->most, a->d));
+        }
+        if (h->spreads) {
             plain_squares(&terms, h->of_ds + row, h->d, h->most);
             spread[T_DQ] = fmax(spread[T_DQ], fabs(a->scale) * sqrt(plain_largest(h->most, a->d)));
         }
@@ -452,7 +486,6 @@ static void store_sums(tensor *t, const double *sum) {
 
 void plain_attention(attention_problem *p, plain_order order, double natural[T_COUNT], double spread[T_COUNT]) {
     memset(natural, 0, T_COUNT * sizeof *natural);
-    memset(spread, 0, T_COUNT * sizeof *spread);
     for (int which = 0; which < T_COUNT; which++)
         if (is_output(&attention_fields[which]))
             plain_blank(p, which, which == T_DK || which == T_DV, which == T_LSE ? -INFINITY : 0);
@@ -467,12 +500,14 @@ void plain_attention(attention_problem *p, plain_order order, double natural[T_C
               .spread_dv = plain_zeros(p->t[T_DV].span, 8),
               .spread_dbias = plain_zeros(p->t[T_DBIAS].span, 8)};
     head h = head_new(p, order);
+    double spread_here[T_COUNT] = {0};
+    h.spreads = spread != NULL;
     for (int64_t n = 0; n < p->a.b; n++)
         for (int64_t x = 0; x < p->a.h; x++) {
             head_begin(p, &h, n, x);
-            plain_forward(p, &h, natural, spread);
+            plain_forward(p, &h, natural, spread_here);
             plain_scores_backward(p, &h, natural);
-            plain_gradients(p, &h, &s, natural, spread);
+            plain_gradients(p, &h, &s, natural, spread_here);
         }
     head_free(&h);
     const struct {
@@ -485,11 +520,13 @@ void plain_attention(attention_problem *p, plain_order order, double natural[T_C
         const tensor *t = &p->t[stored[x].which];
         store_sums(&p->t[stored[x].which], stored[x].sum);
         natural[stored[x].which] = t->host ? plain_largest(stored[x].natural, t->span) : 0;
-        spread[stored[x].which] = t->host ? sqrt(plain_largest(stored[x].spread, t->span)) : 0;
+        spread_here[stored[x].which] = t->host ? sqrt(plain_largest(stored[x].spread, t->span)) : 0;
     }
     store_sums(&p->t[T_DSINKS], s.dsinks);
     double *all[] = {s.dk,         s.dv,        s.dbias,     s.dsinks,       s.natural_dk,
                      s.natural_dv, s.spread_dk, s.spread_dv, s.spread_dbias, s.natural_dbias};
     for (size_t x = 0; x < COUNT(all); x++)
         free(all[x]);
+    if (spread)
+        memcpy(spread, spread_here, sizeof spread_here);
 }

@@ -19,6 +19,7 @@ typedef struct work {
     float *w, *wt;               /* [n, k], [k, n] */
     float *dy;                   /* [m, n] */
     float *ones;                 /* [m] */
+    float *shift;                /* [m]: the mean, in deviations */
     float *x, *gamma, *beta, *c; /* a row of x; the parameters, or what stands for none */
     float *sum, *part;           /* [max(k, n)] */
     double *sums;                /* [max(k, n)] */
@@ -107,6 +108,7 @@ static void forward_row(norm_linear_problem *p, const work *o, int64_t i, double
         tensor_raw_set(&p->t[N_MEAN], i, (double)mean);
     if (p->t[N_RSTD].host)
         tensor_raw_set(&p->t[N_RSTD], i, (double)rstd);
+    o->shift[i] = mean * rstd;
     for (int64_t e = 0; e < o->k; e++) {
         const double size = p->a.norm == HEDDLE_RMS_NORM ? 0 : fabs((double)o->x[e]);
         natural[N_MEAN] = larger(natural[N_MEAN], size);
@@ -149,13 +151,33 @@ static void backward_parameters(norm_linear_problem *p, const work *o, double na
     free(products);
 }
 
-void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT]) {
+/* The rounding of a row's float32 mean shifts all of its xhat alike: to what is summed over rows it is one term a row. */
+static void measure_means(const work *o, double spread[N_COUNT]) {
+    double gamma = 0, of_dw = 0, of_dgamma = 0;
+    for (int64_t e = 0; e < o->k; e++) {
+        double sum = 0;
+        for (int64_t i = 0; i < o->m; i++)
+            sum += pow((double)o->dz[i * o->k + e] * (double)o->shift[i], 2);
+        of_dgamma = larger(of_dgamma, sum);
+        gamma = larger(gamma, fabs((double)o->gamma[e]));
+    }
+    for (int64_t f = 0; f < o->n; f++) {
+        double sum = 0;
+        for (int64_t i = 0; i < o->m; i++)
+            sum += pow((double)o->dy[i * o->n + f] * (double)o->shift[i], 2);
+        of_dw = larger(of_dw, sum);
+    }
+    spread[N_DGAMMA] = sqrt(of_dgamma);
+    spread[N_DW] = gamma * sqrt(of_dw);
+}
+
+void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT], double spread[N_COUNT]) {
     const int64_t m = p->a.m, k = p->a.k, n = p->a.n, longest = k > n ? k : n;
     const int t = precision_of(p->a.dtype, p->a.features);
     work o = {.m = m, .k = k, .n = n, .precision = t, .order = order};
-    float **const arrays[] = {&o.xhat, &o.z,     &o.dz,   &o.w, &o.wt,  &o.dy,  &o.ones,
-                              &o.x,    &o.gamma, &o.beta, &o.c, &o.sum, &o.part};
-    const int64_t sizes[] = {m * k, m * k, m * k, n * k, n * k, m * n, m, k, k, k, n, longest, longest};
+    float **const arrays[] = {&o.xhat, &o.z,     &o.dz,   &o.w, &o.wt,  &o.dy,   &o.ones,
+                              &o.x,    &o.gamma, &o.beta, &o.c, &o.sum, &o.part, &o.shift};
+    const int64_t sizes[] = {m * k, m * k, m * k, n * k, n * k, m * n, m, k, k, k, n, longest, longest, m};
     for (size_t x = 0; x < COUNT(arrays); x++)
         *arrays[x] = plain_zeros(sizes[x], sizeof(float));
     o.sums = plain_zeros(longest, sizeof *o.sums);
@@ -175,6 +197,10 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
     }
     natural[N_Y] = largest_norm(o.z, m, k) * largest_norm(o.w, n, k);
     backward_parameters(p, &o, natural);
+    if (spread) {
+        memset(spread, 0, N_COUNT * sizeof *spread);
+        measure_means(&o, spread);
+    }
     for (size_t x = 0; x < COUNT(arrays); x++)
         free(*arrays[x]);
     free(o.sums);
