@@ -140,6 +140,11 @@ static bool exact_products(const head *h) {
     return h->precision == HEDDLE_F32 && !splits_products(h);
 }
 
+/* Room for sums, where their roundings are not far below those of their terms. */
+static float *rounded_sums(const head *h) {
+    return exact_products(h) ? h->part : NULL;
+}
+
 /* A value on the way to a score was rounded, `times` times: P is off by as much of itself. */
 static void count_rounding(head *h, int64_t i, int times) {
     const int64_t first = i * h->sk + h->seen[i].from, n = h->seen[i].to - h->seen[i].from;
@@ -266,7 +271,7 @@ static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]
         if (!h->spreads)
             continue;
         measure_weights(p, h, i);
-        plain_squares(&terms, h->of_p + row, h->dv, h->most);
+        plain_squares(&terms, h->of_p + row, h->dv, rounded_sums(h), h->most);
         spread[T_O] = fmax(spread[T_O], sqrt(plain_largest(h->most, a->dv)));
     }
 }
@@ -416,7 +421,7 @@ static void add_key_sums(const head *h, const plain_terms *terms, const double *
     }
     if (!h->spreads)
         return;
-    plain_squares(terms, of, padded_width, h->most);
+    plain_squares(terms, of, padded_width, rounded_sums(h), h->most);
     for (int64_t e = 0; e < width; e++)
         spread[e] += scale * scale * h->most[e];
 }
@@ -439,7 +444,7 @@ static void plain_gradients(attention_problem *p, head *h, sums *s, double natur
             natural[T_DQ] = fmax(natural[T_DQ], fabs(a->scale) * plain_largest(h->most, a->d));
         }
         if (h->spreads) {
-            plain_squares(&terms, h->of_ds + row, h->d, h->most);
+            plain_squares(&terms, h->of_ds + row, h->d, rounded_sums(h), h->most);
             spread[T_DQ] = fmax(spread[T_DQ], fabs(a->scale) * sqrt(plain_largest(h->most, a->d)));
         }
     }

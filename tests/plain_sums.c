@@ -84,14 +84,22 @@ FOR_WIDE_VECTORS void plain_sizes(const plain_terms *t, const double *size, int6
     }
 }
 
-FOR_WIDE_VECTORS void plain_squares(const plain_terms *t, const double *of, int64_t width, double *restrict most) {
+FOR_WIDE_VECTORS void plain_squares(const plain_terms *t, const double *of, int64_t width, float *restrict part,
+                                    double *restrict most) {
     memset(most, 0, (size_t)width * sizeof *most);
     for (int64_t x = 0; x < t->count; x++) {
+        if (part && x % PLAIN_BLOCK == 0)
+            memset(part, 0, (size_t)width * sizeof *part);
         const float *restrict row = t->rows + x * t->pitch;
         const double weight = of ? of[x * t->step] : (double)t->weight[x * t->step];
-        if (t->sees[x * t->step])
-            for (int64_t e = 0; e < width; e++)
-                most[e] += weight * weight * (double)row[e] * (double)row[e];
+        if (!t->sees[x * t->step])
+            continue;
+        for (int64_t e = 0; e < width; e++)
+            most[e] += weight * weight * (double)row[e] * (double)row[e];
+        for (int64_t e = 0; e < width && part; e++) {
+            part[e] += t->weight[x * t->step] * row[e];
+            most[e] += (double)part[e] * (double)part[e];
+        }
     }
 }
 
