@@ -193,7 +193,7 @@ bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]);
 void norm_linear_count(const norm_linear_case *c, error_bin bin[N_COUNT]);
 /* The plain order of operations. `natural` is measured with PLAIN_FORWARD; natural[N_X] is then the largest magnitude of
  * x in its row's deviations, which is how many times its own rounding x loses where the mean is taken off. `spread` (NULL: not
- * wanted) is what the roundings of the rows' means come to, as of attention. */
+ * wanted), as of attention, is of dw and dgamma what the roundings of the rows' means come to, of dx those of dz. */
 void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT], double spread[N_COUNT]);
 
 #endif

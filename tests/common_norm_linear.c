@@ -180,7 +180,8 @@ static void worst_plain(const norm_linear_problem *p, const norm_linear_problem 
                         error_bin *bin, double natural[N_COUNT], double spread[N_COUNT]) {
     static const plain_order others[] = {PLAIN_BLOCKED, PLAIN_REVERSED, PLAIN_ENDS};
     double unused[N_COUNT];
-    plain_norm_linear(plain, PLAIN_FORWARD, natural, spread);
+    plain_norm_linear(plain, PLAIN_FORWARD, natural, NULL);
+    memset(spread, 0, N_COUNT * sizeof *spread);
     for (size_t order = 0; order < COUNT(others) && (order == 0 || is_far(p, ref, plain)); order++) {
         norm_linear_problem other = norm_linear_borrow(p);
         plain_norm_linear(&other, others[order], unused, NULL);
@@ -191,6 +192,11 @@ static void worst_plain(const norm_linear_problem *p, const norm_linear_problem 
                 tensor_keep_worse(&plain->t[x], &other.t[x], &ref->t[x]);
         norm_linear_free(&other);
     }
+    if (!is_far(p, ref, plain))
+        return;
+    norm_linear_problem other = norm_linear_borrow(p);
+    plain_norm_linear(&other, PLAIN_FORWARD, unused, spread);
+    norm_linear_free(&other);
 }
 
 bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]) {

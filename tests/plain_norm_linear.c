@@ -19,7 +19,7 @@ typedef struct work {
     float *w, *wt;               /* [n, k], [k, n] */
     float *dy;                   /* [m, n] */
     float *ones;                 /* [m] */
-    float *shift;                /* [m]: the mean, in deviations */
+    float *shift, *rstd;         /* [m]; shift: the mean, in deviations */
     float *x, *gamma, *beta, *c; /* a row of x; the parameters, or what stands for none */
     float *sum, *part;           /* [max(k, n)] */
     double *sums;                /* [max(k, n)] */
@@ -109,6 +109,7 @@ static void forward_row(norm_linear_problem *p, const work *o, int64_t i, double
     if (p->t[N_RSTD].host)
         tensor_raw_set(&p->t[N_RSTD], i, (double)rstd);
     o->shift[i] = mean * rstd;
+    o->rstd[i] = rstd;
     for (int64_t e = 0; e < o->k; e++) {
         const double size = p->a.norm == HEDDLE_RMS_NORM ? 0 : fabs((double)o->x[e]);
         natural[N_MEAN] = larger(natural[N_MEAN], size);
@@ -151,6 +152,40 @@ static void backward_parameters(norm_linear_problem *p, const work *o, double na
     free(products);
 }
 
+/* Of dz of row i, [k]: squares of the terms and of the sums as they grow, times gamma's. */
+static void squares_of_row(const work *o, int64_t i, double *squares) {
+    memset(squares, 0, (size_t)o->k * sizeof *squares);
+    memset(o->part, 0, (size_t)o->k * sizeof *o->part);
+    for (int64_t f = 0; f < o->n; f++)
+        for (int64_t e = 0; e < o->k; e++) {
+            const float term = o->dy[i * o->n + f] * o->w[f * o->k + e];
+            o->part[e] += term;
+            squares[e] += (double)term * (double)term + (double)o->part[e] * (double)o->part[e];
+        }
+    for (int64_t e = 0; e < o->k; e++)
+        squares[e] *= (double)o->gamma[e] * (double)o->gamma[e];
+}
+
+/* What those roundings come to in dx of row i, which is rstd times what g is apart from its mean and from xhat. */
+static double spread_of_dx(const work *o, int64_t i, bool centred, double *squares) {
+    const float *xhat = o->xhat + i * o->k;
+    const double k = (double)o->k, one = centred ? 1 : 0;
+    double none = 0, once = 0, twice = 0, most = 0;
+    squares_of_row(o, i, squares);
+    for (int64_t e = 0; e < o->k; e++) {
+        const double x = (double)xhat[e];
+        none += squares[e];
+        once += squares[e] * x;
+        twice += squares[e] * x * x;
+    }
+    for (int64_t e = 0; e < o->k; e++) {
+        const double x = (double)xhat[e], own = (one + x * x) / k;
+        const double others = (one * none + 2 * one * x * once + x * x * twice) / (k * k) - own * own * squares[e];
+        most = larger(most, others + (1 - own) * (1 - own) * squares[e]);
+    }
+    return (double)o->rstd[i] * sqrt(larger(0, most));
+}
+
 /* The rounding of a row's float32 mean shifts all of its xhat alike: to what is summed over rows it is one term a row. */
 static void measure_means(const work *o, double spread[N_COUNT]) {
     double gamma = 0, of_dw = 0, of_dgamma = 0;
@@ -175,9 +210,9 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
     const int64_t m = p->a.m, k = p->a.k, n = p->a.n, longest = k > n ? k : n;
     const int t = precision_of(p->a.dtype, p->a.features);
     work o = {.m = m, .k = k, .n = n, .precision = t, .order = order};
-    float **const arrays[] = {&o.xhat, &o.z,     &o.dz,   &o.w, &o.wt,  &o.dy,   &o.ones,
-                              &o.x,    &o.gamma, &o.beta, &o.c, &o.sum, &o.part, &o.shift};
-    const int64_t sizes[] = {m * k, m * k, m * k, n * k, n * k, m * n, m, k, k, k, n, longest, longest, m};
+    float **const arrays[] = {&o.xhat,  &o.z,    &o.dz, &o.w,   &o.wt,   &o.dy,    &o.ones, &o.x,
+                              &o.gamma, &o.beta, &o.c,  &o.sum, &o.part, &o.shift, &o.rstd};
+    const int64_t sizes[] = {m * k, m * k, m * k, n * k, n * k, m * n, m, k, k, k, n, longest, longest, m, m};
     for (size_t x = 0; x < COUNT(arrays); x++)
         *arrays[x] = plain_zeros(sizes[x], sizeof(float));
     o.sums = plain_zeros(longest, sizeof *o.sums);
@@ -200,6 +235,8 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
     if (spread) {
         memset(spread, 0, N_COUNT * sizeof *spread);
         measure_means(&o, spread);
+        for (int64_t i = 0; i < m; i++)
+            spread[N_DX] = larger(spread[N_DX], spread_of_dx(&o, i, p->a.norm == HEDDLE_LAYER_NORM, o.sums));
     }
     for (size_t x = 0; x < COUNT(arrays); x++)
         free(*arrays[x]);
