@@ -186,13 +186,16 @@ static double spread_of_dx(const work *o, int64_t i, bool centred, double *squar
     return (double)o->rstd[i] * sqrt(larger(0, most));
 }
 
-/* The rounding of a row's float32 mean shifts all of its xhat alike: to what is summed over rows it is one term a row. */
+/* The rounding of a row's float32 mean shifts all of its xhat alike: to what is summed over rows it is one term a row. In 16 bits it is dz
+ * that is rounded, to dgamma. */
 static void measure_means(const work *o, double spread[N_COUNT]) {
     double gamma = 0, of_dw = 0, of_dgamma = 0;
     for (int64_t e = 0; e < o->k; e++) {
         double sum = 0;
         for (int64_t i = 0; i < o->m; i++)
-            sum += pow((double)o->dz[i * o->k + e] * (double)o->shift[i], 2);
+            sum += pow((double)o->dz[i * o->k + e] *
+                           (double)(o->precision == HEDDLE_F32 ? o->shift[i] : o->xhat[i * o->k + e]),
+                       2);
         of_dgamma = larger(of_dgamma, sum);
         gamma = larger(gamma, fabs((double)o->gamma[e]));
     }
