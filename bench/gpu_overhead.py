@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a call costs the host, and what the smallest problem costs in a CUDA graph; heddle beside PyTorch on one GPU.
+"""What a call costs the host, and what the smallest problem costs in a CUDA graph; heddle beside PyTorch on one GPU, or on
+the CPU.
 
-    PYTHONPATH=build/python python3 bench/gpu_overhead.py [--json FILE]
+    PYTHONPATH=build/python python3 bench/gpu_overhead.py [--device cuda|cpu] [--json FILE]
 
 Host: microseconds a call of b1 h1 s128 d64 bfloat16, from Python, the least of many bursts of 100 calls, short enough
 never to fill the GPU's queue (the GPU is waited for between bursts, outside the clock), PyTorch's FLASH_ATTENTION in
@@ -23,12 +24,22 @@ import heddle
 BURST, ROUNDS = 100, 60
 
 
-def burst(call):
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
+def burst(call, device="cuda"):
+    if device == "cuda":
+        torch.cuda.synchronize()
+    clock = time.perf_counter if device == "cuda" else time.thread_time
+    begin = clock()
     for _ in range(BURST):
         call()
-    return (time.perf_counter() - begin) / BURST * 1e6
+    return (clock() - begin) / BURST * 1e6
+
+
+def in_turn(rows, device="cuda"):
+    times = {name: [] for name in rows}
+    for _ in range(ROUNDS):
+        for name, call in rows.items():
+            times[name].append(burst(call, device))
+    return [{"what": name, "us": min(t), "median_us": statistics.median(t)} for name, t in times.items()]
 
 
 def host_rows():
@@ -86,12 +97,56 @@ def host_rows():
         "PyTorch's layer_norm + linear, no gradient": lambda: torch.nn.functional.linear(
             torch.nn.functional.layer_norm(x, (64,)), w),
     }
-    times = {name: [] for name in rows}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        for _ in range(ROUNDS):
-            for name, call in rows.items():
-                times[name].append(burst(call))
-    return [{"what": name, "us": min(t), "median_us": statistics.median(t)} for name, t in times.items()]
+        return in_turn(rows)
+
+
+def option_rows(device):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v, dout = (torch.randn(1, 1, 1, 8, device=device, dtype=dtype) for _ in range(4))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    mask = torch.ones(1, 1, 1, 1, device=device, dtype=torch.bool)
+    bias = torch.zeros(1, 1, 1, 1, device=device, dtype=dtype)
+    of_two, wanted = mask[0, 0], bias.clone().requires_grad_()
+    one = torch.ones(1, device=device)
+    ours = {
+        "no option": {},
+        "causal": {"causal": True},
+        "mask": {"mask": mask},
+        "mask [sq, sk]": {"mask": of_two},
+        "bias": {"bias": bias},
+        "bias with its gradient": {"bias": wanted},
+        "softcap": {"softcap": 30.0},
+        "dropout": {"dropout": 0.1},
+        "ALiBi": {"alibi_slopes": one},
+        "window": {"window": (1, 1)},
+        "lengths": {"seqlens_k": torch.ones(1, device=device, dtype=torch.int32)},
+        "sinks": {"sinks": one},
+        "lse": {"return_lse": True},
+    }
+    both = {"no option": {}, "mask [sq, sk]": {"attn_mask": of_two}, "bias": {"attn_mask": bias},
+            "bias with its gradient": {"attn_mask": wanted}, "dropout": {"dropout_p": 0.1}}
+    calls = [("heddle.attention", heddle.attention, ours),
+             ("heddle.scaled_dot_product_attention", heddle.scaled_dot_product_attention, both),
+             ("PyTorch's scaled_dot_product_attention", sdpa, both)]
+    rows = {}
+    for name, function, options in calls:
+        for option, given in options.items():
+            def forward(function=function, given=given):
+                with torch.no_grad():
+                    function(q, k, v, **given)
+
+            def backward(function=function, given=given):
+                out = function(*leaves, **given)
+                (out[0] if isinstance(out, tuple) else out).backward(dout)
+                for t in (*leaves, wanted):
+                    t.grad = None
+
+            rows[f"{name}, {option}, no_grad"] = forward
+            rows[f"{name}, {option}, forward and backward"] = backward
+    for call in rows.values():
+        call()
+    return in_turn(rows, device)
 
 
 def graph_of(call, times):
@@ -136,14 +191,18 @@ def graph_rows():
 def main():
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", help="append a line for each row to this file")
+    arguments.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     given = arguments.parse_args()
-    rows = host_rows() + graph_rows()
+    torch.set_num_threads(1)
+    rows = host_rows() + graph_rows() if given.device == "cuda" else []
+    rows += option_rows(given.device)
     for row in rows:
-        print(f"{row['what']:<66} {row['us']:8.2f} us", flush=True)
+        median = f"  median {row['median_us']:8.2f} us" if "median_us" in row else ""
+        print(f"{row['what']:<84} {row['us']:8.2f} us{median}", flush=True)
     if given.json:
         with open(given.json, "a") as file:
             for row in rows:
-                file.write(json.dumps({"bench": "overhead", **row, "torch": torch.__version__}) + "\n")
+                file.write(json.dumps({"bench": "overhead", "device": given.device, **row, "torch": torch.__version__}) + "\n")
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def info() -> str:
     return "\n".join(lines)
 
 
-# heddle._torch replaces these four when it is imported: an import statement in every call would cost half a µs.
+# heddle._torch replaces these five when it is imported: an import statement in every call would cost half a µs.
 # Functions, not None: where torch.compile traces the first call, its guards can take one function for another only.
 
 
@@ -140,7 +140,9 @@ def _norm_linear_of_torch(*args: Any, **options: Any) -> Any:
     return run(*args, **options)
 
 
-_quick: Any = None  # attention of plain tensors of torch, see heddle._plain; read only where _goes_long() is false
+# attention of plain tensors of torch, see heddle._plain; read only where _goes_long() is false
+_quick: Any = None
+_quick_options: Any = None
 
 
 def _is_torch(value: Any) -> bool:
@@ -230,12 +232,39 @@ def attention(
     """
     if (
         not _goes_long()
-        and window is bias is mask is alibi_slopes is sinks is rng_state is cu_seqlens_q is cu_seqlens_k is None
-        and max_seqlen_q is max_seqlen_k is seqlens_q is seqlens_k is deterministic is None
-        and not (softcap or dropout or return_lse or return_weights or tf32)
-        and not (q_offset or k_offset or h_offset or whole_sq or whole_sk or whole_h)
+        and cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
+        and not (return_weights or q_offset or k_offset or h_offset or whole_sq or whole_sk or whole_h)
     ):
-        out = _quick(q, k, v, causal, scale)
+        if (
+            window is bias is mask is alibi_slopes is sinks is rng_state is seqlens_q is seqlens_k is None
+            and deterministic is None
+            and not (softcap or dropout or return_lse or tf32)
+        ):
+            out = _quick(q, k, v, causal, scale)
+        else:
+            out = _quick_options(
+                q,
+                k,
+                v,
+                causal,
+                window,
+                scale,
+                softcap,
+                bias,
+                mask,
+                alibi_slopes,
+                sinks,
+                dropout,
+                rng_state,
+                seqlens_q,
+                seqlens_k,
+                return_lse,
+                deterministic,
+                tf32,
+                False,
+            )
+            if dropout and type(out) is tuple and len(out) == 1:
+                rng_state, out = out[0], NotImplemented  # the state that was drawn before the kernel refused
         if out is not NotImplemented:
             return out
     if _is_torch(q):

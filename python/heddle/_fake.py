@@ -171,6 +171,18 @@ def _attention_plain_fake(q: Tensor, k: Tensor, v: Tensor, causal: int, scale: f
     return out, its_lse if lse else None
 
 
+def _attention_options_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any, **more: Any) -> Any:
+    given = _schema.defaults("attention_options") | dict(
+        zip(_schema.names("attention_options")[3:], options, strict=False), **more
+    )
+    lse = given.pop("lse")
+    for name in ("bias", "mask"):
+        if given[name] is not None and given[name].dim() < 4:
+            given[name] = given[name].expand((1,) * (4 - given[name].dim()) + given[name].shape)
+    out, its_lse, _ = _attention_fake(q, k, v, **given)
+    return out, its_lse if lse else None
+
+
 def _attention_backward_plain_fake(
     dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> tuple[Tensor | None, ...]:
@@ -240,6 +252,7 @@ def register() -> None:
     library.register_fake("heddle::attention", _attention_fake)
     library.register_fake("heddle::attention_backward", _attention_backward_fake)
     library.register_fake("heddle::attention_plain", _attention_plain_fake)
+    library.register_fake("heddle::attention_options", _attention_options_fake)
     library.register_fake("heddle::attention_backward_plain", _attention_backward_plain_fake)
     library.register_fake("heddle::norm_linear", _norm_linear_fake)
     library.register_fake("heddle::norm_linear_backward", _norm_linear_backward_fake)

@@ -15,7 +15,7 @@ from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._options import window_of
-from heddle._torch import new_rng_state
+from heddle._plain import new_rng_state
 
 Probs = tuple[Tensor, Tensor, Tensor | None]
 

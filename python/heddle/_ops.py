@@ -300,7 +300,7 @@ def call(operator: Callable[..., Any], *args: Any) -> Any:
         raise HeddleTypeError(f"{operator} does not take what it was given ({strange}): {error}") from error
 
 
-# ----------------------------------------------------------------------------------------------------- plain calls
+# ----------------------------------------------------------------------------------------------------- short ways
 
 
 def long_backward(dout: Any, dlse: Any, out: Any, lse: Any, *rest: Any) -> tuple[Tensor | None, ...]:
@@ -312,5 +312,11 @@ def long_backward(dout: Any, dlse: Any, out: Any, lse: Any, *rest: Any) -> tuple
     return tuple(made[:3])
 
 
+def long_options_backward(dout: Any, dlse: Any, *rest: Any) -> tuple[Tensor | None, ...]:
+    """The same of a call with options: `rest` is all that attention_backward takes behind dweights."""
+    dout, dlse = _last_contiguous(dout), None if dlse is None else dlse.contiguous()
+    return tuple(call(ops.attention_backward, dout, dlse, None, *rest))
+
+
 _plain.register(_registrations, ops.attention)
-quick = _plain.shorten(ops.attention, long_backward)
+quick, quick_options = _plain.shorten(ops.attention, long_backward, long_options_backward)

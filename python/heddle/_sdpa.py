@@ -15,10 +15,11 @@ from torch import Tensor
 
 from heddle import Causal, _kinds, attention
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._ops import quick
+from heddle._ops import quick, quick_options
 
 _broadcast_shapes: Any = torch.broadcast_shapes
 _compiling = torch.compiler.is_dynamo_compiling
+_BOOL = torch.bool
 
 
 def _as_four(tensor: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
@@ -70,6 +71,44 @@ def _need_usual(**tensors: Any) -> None:
             raise HeddleTypeError(wrong)
 
 
+def _quickly(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+) -> Any:
+    """The result by a short way (heddle._plain), or NotImplemented; a tuple of the state of dropout that was drawn."""
+    corner = "top_left" if is_causal else None
+    if attn_mask is None and not dropout_p:
+        return quick(query, key, value, corner, scale, not enable_gqa)
+    bias, mask = None, None
+    if attn_mask is not None:
+        if is_causal or type(attn_mask) not in _kinds.USUAL:
+            return NotImplemented
+        if attn_mask.dtype is _BOOL:
+            mask = attn_mask
+        else:
+            bias = attn_mask
+    return quick_options(
+        query,
+        key,
+        value,
+        corner,
+        None,
+        scale,
+        0.0,
+        bias,
+        mask,
+        None,
+        None,
+        dropout_p,
+        None,
+        None,
+        None,
+        False,
+        None,
+        False,
+        not enable_gqa,
+    )
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -101,10 +140,29 @@ def scaled_dot_product_attention(
 
     Source: the documentation of PyTorch's function.
     """
-    if attn_mask is None and not dropout_p and not _compiling():
-        out: Tensor = quick(query, key, value, "top_left" if is_causal else None, scale, not enable_gqa)
-        if out is not NotImplemented:
-            return out
+    rng_state = None
+    if not _compiling():
+        out: Any = _quickly(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if type(out) is tuple:
+            rng_state = out[0]
+        elif out is not NotImplemented:
+            result: Tensor = out
+            return result
+    return _at_length(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, rng_state)
+
+
+def _at_length(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    scale: Any,
+    enable_gqa: Any,
+    rng_state: Tensor | None,
+) -> Tensor:
+    """The same for what goes no short way."""
     _need_usual(query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
@@ -142,7 +200,8 @@ def scaled_dot_product_attention(
             mask = attn_mask
         else:
             bias = attn_mask
-    out = attention(q, k, v, causal=corner, scale=scale, bias=bias, mask=mask, dropout=dropout_p)
+    options = {"causal": corner, "scale": scale, "bias": bias, "mask": mask, "dropout": dropout_p}
+    out: Tensor = attention(q, k, v, rng_state=rng_state, **options)
     if query.dim() == key.dim() == value.dim() == 4:
         return out
     return out.reshape(shape[-2:] if query.dim() == key.dim() == value.dim() == 2 else shape)
@@ -206,15 +265,17 @@ def _patched(
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention within heddle.patch(): heddle's, or PyTorch's own."""
     double = getattr(query, "dtype", None) is torch.float64
-    if attn_mask is None and not dropout_p and not double and not _compiling():
-        out: Tensor = quick(query, key, value, "top_left" if is_causal else None, scale, not enable_gqa)
-        if out is not NotImplemented:
-            return out
+    rng_state = None
+    if not double and not _compiling():
+        out: Any = _quickly(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if type(out) is tuple:
+            rng_state = out[0]
+        elif out is not NotImplemented:
+            result: Tensor = out
+            return result
     if not _is_pytorchs(dropout_p, query, key, value, attn_mask):
         try:
-            return scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            return _at_length(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, rng_state)
         except (HeddleValueError, HeddleTypeError):
             pass  # PyTorch takes it, or says in its own words what is wrong
     if _compiling():

@@ -12,8 +12,9 @@ import heddle
 from heddle import _nothing
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
-from heddle._ops import NUMBER_DEFAULTS, call, ops, quick
+from heddle._ops import NUMBER_DEFAULTS, call, ops, quick, quick_options
 from heddle._options import TINY, causal_of, limit_of, norm_of, places_of, scale_of, window_of
+from heddle._plain import new_rng_state
 
 
 def _broadcastable(value: Tensor | None, name: str, sk: int) -> Tensor | None:
@@ -45,11 +46,6 @@ def _lengths(name: str, value: Any, like: Tensor) -> Tensor | None:
         value = value.to(torch.int64).clamp(-(2**31), 2**31 - 1)  # too large stays too large, and is told of
     lengths: Tensor = value.to(torch.int32)
     return lengths
-
-
-def new_rng_state(device: torch.device) -> Tensor:
-    """A seed and an offset from torch's generator: manual_seed, checkpointing and CUDA graphs hold for dropout."""
-    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
 def attention(
@@ -220,5 +216,5 @@ def norm_linear(
     return y if rows is None else y.reshape(*rows, weight.shape[0])
 
 
-heddle._quick, heddle._goes_long = quick, torch.compiler.is_dynamo_compiling
+heddle._quick, heddle._quick_options, heddle._goes_long = quick, quick_options, torch.compiler.is_dynamo_compiling
 heddle._attention_of_torch, heddle._norm_linear_of_torch = attention, norm_linear

@@ -444,7 +444,9 @@ PyDoc_STRVAR(cuda_address_doc, "cuda_address(memory) -> where it lies");
 PyDoc_STRVAR(cuda_lend_doc, "cuda_lend(memory, shape, type code, bits) -> DLPack capsule, a further holder");
 
 PyDoc_STRVAR(jax_handlers_doc, "jax_handlers() -> [(operation, platform, capsule)], for XLA");
-PyDoc_STRVAR(shortcut_doc, "shortcut(parts) -> (torch.ops.heddle.attention, attention) the short way, see shortcut.c");
+PyDoc_STRVAR(
+    shortcut_doc,
+    "shortcut(parts) -> (torch.ops.heddle.attention, attention, attention_options) the short ways, see shortcut.c");
 
 static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace_doc},
                                 {"pack", pack, METH_VARARGS, pack_doc},

@@ -2,7 +2,9 @@
  * A call is plain when q, k and v are tensors of PyTorch's own class, there is no option but the causal corner and the
  * scale, and nobody stands between the caller and the kernel: no mode, no functorch transform, no forward-mode level. Such a
  * call goes to heddle::attention_plain, an operator of few arguments that is below autograd, or, where a gradient is
- * wanted, to the autograd.Function around it. Every other call goes the long way through heddle::attention. */
+ * wanted, to the autograd.Function around it. A call of heddle.attention with options that need no work before the kernel
+ * has them (tensors of PyTorch's own class and of the right dtype; numbers) goes to heddle::attention_options in the same
+ * way. Every other call goes the long way. */
 #include "shortcut.h"
 
 /* What heddle._plain gives, in this order. */
@@ -27,6 +29,15 @@ enum part {
     NDIM,          /* "ndim" */
     NUMBERS,       /* (0, 1, 2) */
     ZERO,          /* 0.0 */
+    FULL,          /* CALL(FULL, ...) is torch.ops.heddle.attention_options(...) */
+    OPTIONS,       /* apply of the autograd.Function that takes options and returns out and lse */
+    OPTIONS_OUT,   /* and of the one that returns out */
+    NEW_RNG,       /* heddle._plain.new_rng_state */
+    DTYPE,         /* "dtype" */
+    DEVICE,        /* "device" */
+    INT32,         /* torch.int32 */
+    REAL,          /* torch.float32 */
+    DTYPES,        /* those of q: three */
     PARTS
 };
 
@@ -41,13 +52,13 @@ static int is_true(PyObject *value) {
     return truth;
 }
 
+static int is_tensor(PyObject *parts, PyObject *value) {
+    PyObject *type = (PyObject *)Py_TYPE(value);
+    return type == part(parts, TENSOR) || type == part(parts, PARAMETER);
+}
+
 static int are_tensors(PyObject *parts, PyObject *const *qkv) {
-    for (int x = 0; x < 3; x++) {
-        PyObject *type = (PyObject *)Py_TYPE(qkv[x]);
-        if (type != part(parts, TENSOR) && type != part(parts, PARAMETER))
-            return 0;
-    }
-    return 1;
+    return is_tensor(parts, qkv[0]) && is_tensor(parts, qkv[1]) && is_tensor(parts, qkv[2]);
 }
 
 /* Nobody between the caller and the kernel. */
@@ -206,26 +217,265 @@ static PyObject *corner(PyObject *parts, PyObject *const *qkv, PyObject *causal)
     return PyUnicode_CompareWithASCIIString(causal, "bottom_right") == 0 ? number(parts, 2) : NULL;
 }
 
+/* The operator's scale; NULL as above. */
+static PyObject *scale_of(PyObject *parts, PyObject *scale) {
+    if (scale == Py_None)
+        return part(parts, ZERO);
+    return PyFloat_CheckExact(scale) && PyFloat_AsDouble(scale) > 0 && PyFloat_AsDouble(scale) < 1e300 ? scale : NULL;
+}
+
+/* NotImplemented, also after an exception that the long way will have in its own words; NULL for what is no error. */
+static PyObject *go_long(void) {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
+        return NULL;
+    PyErr_Clear();
+    return Py_NewRef(Py_NotImplemented);
+}
+
 static PyObject *call_attention(PyObject *parts, PyObject *args) {
     PyObject *qkv[3], *causal, *scale, *same_heads = Py_False, *which = NULL;
     if (!PyArg_UnpackTuple(args, "attention", 5, 6, &qkv[0], &qkv[1], &qkv[2], &causal, &scale, &same_heads))
         return NULL;
-    if (scale == Py_None)
-        scale = part(parts, ZERO);
-    else if (!PyFloat_CheckExact(scale) || !(PyFloat_AsDouble(scale) > 0 && PyFloat_AsDouble(scale) < 1e300))
-        return Py_NewRef(Py_NotImplemented);
-    if (are_tensors(parts, qkv) && has_four(parts, qkv[0]) > 0 &&
+    scale = scale_of(parts, scale);
+    if (scale && are_tensors(parts, qkv) && has_four(parts, qkv[0]) > 0 &&
         (same_heads == Py_False || same_size(parts, qkv[0], qkv[1], 1) > 0))
         which = corner(parts, qkv, causal);
     if (which)
         return attempt(parts, qkv, which, scale, 1);
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
-        return NULL;
-    PyErr_Clear(); /* a nested tensor has no shape */
-    return Py_NewRef(Py_NotImplemented);
+    return go_long(); /* a nested tensor has no shape */
 }
 
-/* ------------------------------------------------------------------------------------------------------- both */
+/* ---------------------------------------------------------------------------------- heddle.attention with options */
+
+/* The operator's arguments behind q, k and v. */
+#define TENSOR(id, name, field) A_##id,
+#define NUMBER(id, schema, letter) A_##id,
+enum {
+#include "attention_arguments.def"
+    ARGUMENTS
+};
+
+/* What call_options() takes, in this order. */
+enum {
+    G_Q,
+    G_K,
+    G_V,
+    G_CAUSAL,
+    G_WINDOW,
+    G_SCALE,
+    G_SOFTCAP,
+    G_BIAS,
+    G_MASK,
+    G_ALIBI_SLOPES,
+    G_SINKS,
+    G_DROPOUT,
+    G_RNG_STATE,
+    G_SEQLENS_Q,
+    G_SEQLENS_K,
+    G_RETURN_LSE,
+    G_DETERMINISTIC,
+    G_TF32,
+    G_SAME_HEADS,
+    GIVEN
+};
+
+/* to[at] = value, which is stolen; false for NULL. */
+static int put(PyObject **to, int at, PyObject *value) {
+    to[at] = value;
+    return value != NULL;
+}
+
+static int put_window(PyObject **to, PyObject *window) {
+    const long long farthest = 1LL << 62;
+    if (window == Py_None)
+        return put(to, A_WINDOW_LEFT, PyLong_FromLong(-1)) && put(to, A_WINDOW_RIGHT, PyLong_FromLong(-1));
+    if (!PyTuple_CheckExact(window) || PyTuple_Size(window) != 2)
+        return 0;
+    for (int x = 0; x < 2; x++) {
+        PyObject *side = PyTuple_GetItem(window, x);
+        int far = 0;
+        long long value = -1;
+        if (side != Py_None && !PyLong_CheckExact(side))
+            return 0;
+        if (side != Py_None)
+            value = PyLong_AsLongLongAndOverflow(side, &far);
+        if (far || value > farthest || !put(to, A_WINDOW_LEFT + x, PyLong_FromLongLong(value < 0 ? -1 : value)))
+            return 0;
+    }
+    return 1;
+}
+
+static int put_float(PyObject **to, int at, PyObject *value) {
+    if (PyFloat_CheckExact(value))
+        return put(to, at, Py_NewRef(value));
+    return PyLong_CheckExact(value) && put(to, at, PyNumber_Float(value));
+}
+
+static int put_bool(PyObject **to, int at, PyObject *value) {
+    return PyBool_Check(value) && put(to, at, Py_NewRef(value));
+}
+
+/* An optional tensor; dtype NULL: the kernel looks at it. */
+static int put_tensor(PyObject *parts, PyObject **to, int at, PyObject *value, PyObject *dtype) {
+    if (value != Py_None) {
+        if (!is_tensor(parts, value))
+            return 0;
+        PyObject *its = dtype ? PyObject_GetAttr(value, part(parts, DTYPE)) : NULL;
+        Py_XDECREF(its);
+        if (its != dtype) /* they are objects that stay */
+            return 0;
+    }
+    return put(to, at, Py_NewRef(value));
+}
+
+/* The operator's arguments behind v, for a q of this dtype; to[] begins as NULLs. */
+static int put_options(PyObject *parts, PyObject *const *given, PyObject *dtype, PyObject **to) {
+    PyObject *scale = scale_of(parts, given[G_SCALE]), *which = corner(parts, given, given[G_CAUSAL]);
+    if (!scale || !which)
+        return 0;
+    for (int x = A_Q_OFFSET; x < ARGUMENTS; x++) /* a whole problem */
+        put(to, x, Py_NewRef(number(parts, 0)));
+    PyObject *deterministic = given[G_DETERMINISTIC] == Py_None ? PyObject_CallNoArgs(part(parts, DETERMINISTIC))
+                                                                : Py_NewRef(given[G_DETERMINISTIC]);
+    const int is_bool = deterministic && put_bool(to, A_DETERMINISTIC, deterministic);
+    Py_XDECREF(deterministic);
+    return is_bool && put(to, A_CAUSAL, Py_NewRef(which)) && put(to, A_SCALE, Py_NewRef(scale)) &&
+           put(to, A_MAX_SEQLEN_Q, Py_NewRef(number(parts, 0))) &&
+           put(to, A_MAX_SEQLEN_K, Py_NewRef(number(parts, 0))) && put_window(to, given[G_WINDOW]) &&
+           put_float(to, A_SOFTCAP, given[G_SOFTCAP]) && put_float(to, A_DROPOUT, given[G_DROPOUT]) &&
+           put(to, A_RETURN_WEIGHTS, Py_NewRef(Py_False)) && put_bool(to, A_TF32, given[G_TF32]) &&
+           put(to, A_CU_SEQLENS_Q, Py_NewRef(Py_None)) && put(to, A_CU_SEQLENS_K, Py_NewRef(Py_None)) &&
+           put_tensor(parts, to, A_ALIBI_SLOPES, given[G_ALIBI_SLOPES], part(parts, REAL)) &&
+           put_tensor(parts, to, A_SINKS, given[G_SINKS], part(parts, REAL)) &&
+           put_tensor(parts, to, A_SEQLENS_Q, given[G_SEQLENS_Q], part(parts, INT32)) &&
+           put_tensor(parts, to, A_SEQLENS_K, given[G_SEQLENS_K], part(parts, INT32)) &&
+           put_tensor(parts, to, A_RNG_STATE, given[G_RNG_STATE], NULL) &&
+           put_tensor(parts, to, A_BIAS, given[G_BIAS], dtype) && put_tensor(parts, to, A_MASK, given[G_MASK], NULL);
+}
+
+/* The dtype of q if it is one of the three of the kernels (borrowed: dtypes stay), else NULL. */
+static PyObject *dtype_of(PyObject *parts, PyObject *q) {
+    PyObject *dtype = PyObject_GetAttr(q, part(parts, DTYPE)), *found = NULL;
+    for (Py_ssize_t x = 0; dtype && x < PyTuple_Size(part(parts, DTYPES)); x++)
+        if (dtype == PyTuple_GetItem(part(parts, DTYPES), x))
+            found = dtype;
+    Py_XDECREF(dtype);
+    return found;
+}
+
+static int requires_gradient(PyObject *parts, PyObject *tensor) {
+    return tensor == Py_None ? 0 : is_true(PyObject_GetAttr(tensor, part(parts, REQUIRES_GRAD)));
+}
+
+/* 1: a gradient is wanted that there is; 0: none; -1: the long way. */
+static int records(PyObject *parts, PyObject *const *given) {
+    static const int from[] = {G_Q, G_K, G_V, G_BIAS, G_SINKS};
+    const int enabled = is_true(PyObject_CallNoArgs(part(parts, GRAD_ENABLED)));
+    if (enabled <= 0)
+        return enabled;
+    if (requires_gradient(parts, given[G_ALIBI_SLOPES]) != 0)
+        return -1; /* there is none: the long way says so */
+    for (size_t x = 0; x < sizeof from / sizeof *from; x++) {
+        const int wanted = requires_gradient(parts, given[from[x]]);
+        if (wanted)
+            return wanted;
+    }
+    return 0;
+}
+
+/* out or (out, lse). */
+static PyObject *call_full(PyObject *parts, PyObject *const *qkv, PyObject *const *to, int lse) {
+    PyObject *args = PyTuple_New(5 + ARGUMENTS);
+    if (!args)
+        return NULL;
+    PyTuple_SetItem(args, 0, Py_NewRef(part(parts, FULL)));
+    for (int x = 0; x < 3 + ARGUMENTS; x++)
+        PyTuple_SetItem(args, 1 + x, Py_NewRef(x < 3 ? qkv[x] : to[x - 3]));
+    PyTuple_SetItem(args, 4 + ARGUMENTS, PyBool_FromLong(lse));
+    PyObject *pair = PyObject_CallObject(part(parts, CALL), args);
+    Py_DECREF(args);
+    if (!pair || lse)
+        return pair;
+    PyObject *out = PyTuple_GetItem(pair, 0);
+    Py_XINCREF(out);
+    Py_DECREF(pair);
+    return out;
+}
+
+/* apply(q, k, v, bias, sinks, options): out, or (out, lse). */
+static PyObject *record_options(PyObject *parts, PyObject *const *given, PyObject **to, int lse) {
+    PyObject *all[6] = {NULL, NULL, NULL, NULL, NULL, NULL}, *result = NULL;
+    int there = 1;
+    for (int x = 0; x < A_MAX_SEQLEN_Q && there; x++)
+        if (to[x] != Py_None) { /* as in record() */
+            PyObject *tensor = PyObject_CallFunctionObjArgs(part(parts, UNWRAP), to[x], NULL);
+            Py_DECREF(to[x]);
+            there = put(to, x, tensor);
+        }
+    for (int x = 0; x < 3 && there; x++)
+        there = put(all, x, PyObject_CallFunctionObjArgs(part(parts, UNWRAP), given[x], NULL));
+    PyObject *options = there ? PyTuple_New(ARGUMENTS) : NULL;
+    if (options) {
+        for (int x = 0; x < ARGUMENTS; x++)
+            PyTuple_SetItem(options, x, Py_NewRef(to[x]));
+        all[3] = Py_NewRef(to[A_BIAS]);
+        all[4] = Py_NewRef(to[A_SINKS]);
+        all[5] = options;
+        result = PyObject_CallFunctionObjArgs(part(parts, lse ? OPTIONS : OPTIONS_OUT), all[0], all[1], all[2], all[3],
+                                              all[4], all[5], NULL);
+    }
+    for (int x = 0; x < 6; x++)
+        Py_XDECREF(all[x]);
+    return result;
+}
+
+/* int64 [2] for dropout without a state of its own. */
+static PyObject *draw_state(PyObject *parts, PyObject *q) {
+    PyObject *device = PyObject_GetAttr(q, part(parts, DEVICE));
+    PyObject *drawn = device ? PyObject_CallFunctionObjArgs(part(parts, NEW_RNG), device, NULL) : NULL;
+    Py_XDECREF(device);
+    return drawn;
+}
+
+/* With dropout and no state of a generator one is drawn here. If the kernel then refuses, the answer is a tuple of that state
+ * alone: the long way must not draw another. */
+static PyObject *attempt_options(PyObject *parts, PyObject *const *given, PyObject **to) {
+    const int lse = given[G_RETURN_LSE] == Py_True;
+    PyObject *dtype = dtype_of(parts, given[G_Q]), *drawn = NULL;
+    if (!dtype || !PyBool_Check(given[G_RETURN_LSE]) || !put_options(parts, given, dtype, to))
+        return go_long();
+    const int recording = records(parts, given);
+    if (recording < 0 || is_true(PyObject_CallNoArgs(part(parts, AUTOCAST))) || is_alone(parts) <= 0)
+        return go_long();
+    if (PyFloat_AsDouble(to[A_DROPOUT]) != 0 && to[A_RNG_STATE] == Py_None) {
+        drawn = draw_state(parts, given[G_Q]);
+        if (!drawn)
+            return go_long();
+        Py_DECREF(to[A_RNG_STATE]);
+        to[A_RNG_STATE] = drawn;
+    }
+    PyObject *result = recording ? record_options(parts, given, to, lse) : call_full(parts, given, to, lse);
+    if (result || !PyErr_ExceptionMatches(recording ? part(parts, NOT_PLAIN) : PyExc_Exception))
+        return result;
+    PyErr_Clear();
+    return drawn ? PyTuple_Pack(1, to[A_RNG_STATE]) : Py_NewRef(Py_NotImplemented);
+}
+
+static PyObject *call_options(PyObject *parts, PyObject *const *given, Py_ssize_t count) {
+    PyObject *to[ARGUMENTS] = {NULL}, *result;
+    if (count != GIVEN)
+        return PyErr_Format(PyExc_TypeError, "%d arguments are wanted", (int)GIVEN);
+    if (are_tensors(parts, given) && has_four(parts, given[G_Q]) > 0 &&
+        (given[G_SAME_HEADS] == Py_False || same_size(parts, given[G_Q], given[G_K], 1) > 0))
+        result = attempt_options(parts, given, to);
+    else
+        result = go_long();
+    for (int x = 0; x < ARGUMENTS; x++)
+        Py_XDECREF(to[x]);
+    return result;
+}
+
+/* -------------------------------------------------------------------------------------------------------- all */
 
 static PyMethodDef operator_method = {
     "attention", (PyCFunction)(void (*)(void))call_operator, METH_VARARGS | METH_KEYWORDS,
@@ -233,6 +483,12 @@ static PyMethodDef operator_method = {
 static PyMethodDef attention_method = {
     "attention", call_attention, METH_VARARGS,
     "attention(q, k, v, causal, scale, same_heads=False) -> out, or NotImplemented where the long way must be gone."};
+static PyMethodDef options_method = {"attention_options", (PyCFunction)(void (*)(void))call_options, METH_FASTCALL,
+                                     "attention_options(q, k, v, causal, window, scale, softcap, bias, mask, "
+                                     "alibi_slopes, sinks, dropout, rng_state, seqlens_q,\n"
+                                     "seqlens_k, return_lse, deterministic, tf32, same_heads) -> out or (out, lse); "
+                                     "NotImplemented where the long way must be\n"
+                                     "gone; (rng_state,) where it must be gone with the state that was drawn."};
 
 PyObject *heddle_shortcut(PyObject *self, PyObject *parts) {
     (void)self;
@@ -240,8 +496,10 @@ PyObject *heddle_shortcut(PyObject *self, PyObject *parts) {
         return PyErr_Format(PyExc_TypeError, "a tuple of %d parts is wanted", (int)PARTS);
     PyObject *operation = PyCFunction_New(&operator_method, parts);
     PyObject *attention = operation ? PyCFunction_New(&attention_method, parts) : NULL;
-    PyObject *both = attention ? PyTuple_Pack(2, operation, attention) : NULL;
+    PyObject *options = attention ? PyCFunction_New(&options_method, parts) : NULL;
+    PyObject *all = options ? PyTuple_Pack(3, operation, attention, options) : NULL;
     Py_XDECREF(operation);
     Py_XDECREF(attention);
-    return both;
+    Py_XDECREF(options);
+    return all;
 }

@@ -24,6 +24,11 @@ static const char forward_signature[] = "TTT"
     ;
 #define TENSOR(id, name, field) "O"
 #define NUMBER(id, schema, letter) letter
+static const char options_signature[] = "TTT"
+#include "attention_arguments.def"
+                                        "B";
+#define TENSOR(id, name, field) "O"
+#define NUMBER(id, schema, letter) letter
 static const char backward_signature[] = "OOOTTTTT"
 #include "attention_arguments.def"
                                          "I";
@@ -373,6 +378,30 @@ void heddle_torch_attention_plain(stable_value *stack, uint64_t arguments, uint6
     call c;
     call_begin_at(&c, stack, arguments, results, "TTTIDB", place);
     c.integer[WINDOW_LEFT] = c.integer[WINDOW_RIGHT] = -1;
+    forward(&c, c.integer[WANTS_LSE]);
+    call_end(&c, stack);
+}
+
+/* Bias or mask with fewer dimensions: seen as four, of which the first are 1. */
+static void see_four(tensor *t, int64_t size[4], int64_t stride[4]) {
+    if (!t->handle || t->rank >= 4)
+        return;
+    for (int64_t x = 0, missing = 4 - t->rank; x < 4; x++) {
+        size[x] = x < missing ? 1 : t->size[x - missing];
+        stride[x] = x < missing ? 0 : t->stride[x - missing];
+    }
+    t->rank = 4;
+    t->size = size;
+    t->stride = stride;
+}
+
+void heddle_torch_attention_options(stable_value *stack, uint64_t arguments, uint64_t results) {
+    enum { WANTS_LSE = NEEDS };
+    int64_t size[2][4], stride[2][4];
+    call c;
+    call_begin(&c, stack, arguments, results, options_signature);
+    see_four(&c.tensor[BIAS], size[0], stride[0]);
+    see_four(&c.tensor[MASK], size[1], stride[1]);
     forward(&c, c.integer[WANTS_LSE]);
     call_end(&c, stack);
 }

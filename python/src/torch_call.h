@@ -83,6 +83,7 @@ void contiguous_strides(int64_t rank, const int64_t *size, int64_t *stride);
 void heddle_torch_attention(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_attention_backward(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_attention_plain(stable_value *stack, uint64_t arguments, uint64_t results);
+void heddle_torch_attention_options(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_attention_backward_plain(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_norm_linear_backward(stable_value *stack, uint64_t arguments, uint64_t results);

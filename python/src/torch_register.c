@@ -18,6 +18,11 @@ static const char *const schemas[] = {
 #include "attention_arguments.def"
     ", int needs=31) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
     "attention_plain(Tensor q, Tensor k, Tensor v, int causal, float scale, bool lse) -> (Tensor out, Tensor lse)",
+    "attention_options(Tensor q, Tensor k, Tensor v"
+#define TENSOR(id, name, field) ", Tensor? " #name "=None"
+#define NUMBER(id, schema, letter) ", " schema
+#include "attention_arguments.def"
+    ", bool lse=True) -> (Tensor out, Tensor lse)",
     "attention_backward_plain(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, int causal, "
     "float scale, bool deterministic, int needs) -> (Tensor dq, Tensor dk, Tensor dv)",
     "norm_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? gamma=None, Tensor? beta=None, float eps=1e-05, "
@@ -42,6 +47,7 @@ static int32_t register_all(void) {
         {"attention", heddle_torch_attention},
         {"attention_backward", heddle_torch_attention_backward},
         {"attention_plain", heddle_torch_attention_plain},
+        {"attention_options", heddle_torch_attention_options},
         {"attention_backward_plain", heddle_torch_attention_backward_plain},
         {"norm_linear", heddle_torch_norm_linear},
         {"norm_linear_backward", heddle_torch_norm_linear_backward},

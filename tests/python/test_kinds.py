@@ -266,7 +266,7 @@ def test_float64_is_pytorchs_within_patch(masked, monkeypatch):
     q, k, v = (t.double() for t in qkv())
     mask = torch.randn(4, 6, dtype=torch.float64) if masked else None
     want = F.scaled_dot_product_attention(q, k, v, mask)
-    for name in ("quick", "attention"):
+    for name in ("quick", "quick_options", "attention"):
         monkeypatch.setattr(f"heddle._sdpa.{name}", lambda *_, **__: pytest.fail("heddle was called"))
     with heddle.patch():
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), want)
@@ -308,7 +308,7 @@ def test_a_function_mode_is_asked_of_pytorchs_function():
         with torch.device("cpu"):  # a mode, too, but it answers for no function of ours
             calls = []
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr("heddle._sdpa.scaled_dot_product_attention", lambda *_, **__: calls.append(1))
+                patched.setattr("heddle._sdpa._at_length", lambda *_, **__: calls.append(1))
                 F.scaled_dot_product_attention(*qkv(), torch.zeros(4, 6))
             assert calls
 

@@ -47,17 +47,18 @@ if os.environ.get(PATCHED):
     def _counted(inner):
         def count(*args, **options):
             global _calls
-            if inner is _quick and _math_is_wanted():
+            if inner in (_quick, _quick_options) and _math_is_wanted():
                 return NotImplemented
             out = inner(*args, **options)
             if not torch.compiler.is_compiling():
-                _calls += out is not NotImplemented
+                _calls += out is not NotImplemented and type(out) is not tuple
             return out
 
         return count
 
-    _quick, _others = _sdpa.quick, _sdpa._is_pytorchs
-    _sdpa.quick, _sdpa.attention = _counted(_quick), _counted(_sdpa.attention)
+    _quick, _quick_options, _others = _sdpa.quick, _sdpa.quick_options, _sdpa._is_pytorchs
+    _sdpa.quick, _sdpa.quick_options = _counted(_quick), _counted(_quick_options)
+    _sdpa.attention = _counted(_sdpa.attention)
     _sdpa._is_pytorchs = lambda *args: _math_is_wanted() or _others(*args)
     # For good, and before the file is imported: it takes the function by its name.
     _patch = _sdpa.patch()
