@@ -17,8 +17,8 @@ import re
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- tables of bench/plot.py -->\n", "<!-- end of the tables -->\n"
-SECTIONS = ["attention f32", "attention 16-bit", "attention s197", "attention AVX2", "norm-linear", "decode", "two cores",
-            "plain loops", "off the table"]
+SECTIONS = ["attention f32", "attention 16-bit", "attention s197", "attention AVX2", "attention dropout", "attention options",
+            "norm-linear", "decode", "two cores", "plain loops", "off the table"]
 HEDDLE, TORCH = "#b3331f", "#4a6a8a"
 
 
@@ -92,6 +92,7 @@ def tables(rows):
         groups[r["threads"], SECTIONS.index(r["section"]), r["section"]].append(r)
     for (threads, _, section), group in sorted(groups.items()):
         last = {"attention 16-bit": "over heddle's float32", "norm-linear": "over heddle's float32",
+                "attention dropout": "of plain", "attention options": "of plain",
                 "two cores": "over one thread", "plain loops": "over plain loops",
                 "off the table": "of the neighbour"}.get(section)
         passes = list(dict.fromkeys(r["name"][len(stem(r)):].strip() for r in group if r.get("direction")))
@@ -122,10 +123,11 @@ def main():
     parser.add_argument("results", nargs="*", type=pathlib.Path, help="default: bench/results/*.jsonl with CPU rows")
     options = parser.parse_args()
     files = options.results or sorted((ROOT / "bench" / "results").glob("*.jsonl"))
-    recorded = [rows for rows in map(read, files) if rows and any(r.get("section") == "attention f32" for r in rows)]
-    if not recorded:
+    recorded = [rows for rows in map(read, files) if any("section" in r for r in rows)]
+    drawn = [rows for rows in recorded if any(r.get("section") == "attention f32" for r in rows)]
+    if not drawn:
         parser.error("nothing is recorded yet; ./dev bench --cpu does it")
-    draw(recorded[0], ROOT / "docs" / "img" / "cpu-attention.png")
+    draw(drawn[0], ROOT / "docs" / "img" / "cpu-attention.png")
     page = ROOT / "docs" / "kernels" / "cpu-measured.md"
     text = page.read_text()
     before, _, rest = text.partition(BEGIN)

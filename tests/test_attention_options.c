@@ -123,6 +123,29 @@ static void test_bool_mask(void **state) {
         }
 }
 
+/* Blocks of keys that a mask hides, or shows, as a whole: what nobody sees may be NaN, and its dbias is zero. */
+static void test_mask_of_tiles(void **state) {
+    (void)state;
+    const int64_t h = 2, sq = 100, sk = 300;
+    const heddle_strides stride[] = {{0, 0, sk}, {0, 0, 0}, {0, sq * sk, sk}, {sk, 0, 0}};
+    const int64_t tiles[] = {128, 50, 64, 33};
+    for (size_t x = 0; x < COUNT(stride); x++) {
+        attention_case c = attention_case_of(2, h, 1, sq, sk, 16, 0);
+        c.a.features = HEDDLE_BOOL_MASK | HEDDLE_BIAS;
+        c.a.bool_mask_stride = stride[x];
+        c.mask_tiles = tiles[x];
+        c.poison_masked = true;
+        check_attention_dtypes(c);
+        c.a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
+        c.a.dtype = test_dtypes[x % 3];
+        check_attention(&c);
+        c.a.features = HEDDLE_BOOL_MASK | HEDDLE_WEIGHTS;
+        c.a.sq = 3; /* few queries */
+        c.a.bool_mask_stride = c.a.bool_mask_stride.h ? (heddle_strides){0, 0, 0} : stride[x];
+        check_attention(&c);
+    }
+}
+
 static void test_masked_out(void **state) {
     (void)state;
     for (int sinks = 0; sinks < 2; sinks++) {
@@ -339,14 +362,23 @@ static void test_everything(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_causal),     cmocka_unit_test(test_window),
-        cmocka_unit_test(test_softcap),    cmocka_unit_test(test_alibi),
-        cmocka_unit_test(test_bias),       cmocka_unit_test(test_huge_bias),
-        cmocka_unit_test(test_bool_mask),  cmocka_unit_test(test_masked_out),
-        cmocka_unit_test(test_nan_key),    cmocka_unit_test(test_nan_key_behind),
-        cmocka_unit_test(test_nan_query),  cmocka_unit_test(test_sinks),
-        cmocka_unit_test(test_dropout),    cmocka_unit_test(test_dropout_statistics),
-        cmocka_unit_test(test_weights),    cmocka_unit_test(test_optional_tensors),
+        cmocka_unit_test(test_causal),
+        cmocka_unit_test(test_window),
+        cmocka_unit_test(test_softcap),
+        cmocka_unit_test(test_alibi),
+        cmocka_unit_test(test_bias),
+        cmocka_unit_test(test_huge_bias),
+        cmocka_unit_test(test_bool_mask),
+        cmocka_unit_test(test_mask_of_tiles),
+        cmocka_unit_test(test_masked_out),
+        cmocka_unit_test(test_nan_key),
+        cmocka_unit_test(test_nan_key_behind),
+        cmocka_unit_test(test_nan_query),
+        cmocka_unit_test(test_sinks),
+        cmocka_unit_test(test_dropout),
+        cmocka_unit_test(test_dropout_statistics),
+        cmocka_unit_test(test_weights),
+        cmocka_unit_test(test_optional_tensors),
         cmocka_unit_test(test_everything),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));

@@ -122,7 +122,7 @@ static void refine_lse(const call *c, const unit *u, backward_space *w, const ba
     for (int pass = 0; pass < 2; pass++) {
         for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
             const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
-            scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, w->scratch, &w->next);
+            scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, &w->next);
             for (int64_t y = 0; y < b.count; y++)
                 for (int64_t x = 0; x < l->stride; x += VL) {
                     vf s = load(w->s + y * l->stride + x);
@@ -266,7 +266,9 @@ static void backward_tile(const call *c, const unit *u, const key_block *chunk, 
         if (chunk->t.k_columns)
             b.t.k_columns += at / 2 * c->d_pad;
 #endif
-        backward_block(c, u, &b, k_finite, w, w->dk + at * c->d_pad, w->dv + at * c->dv_pad);
+        b = mask_cut(c, u, &w->l, &b);
+        if (b.count > 0)
+            backward_block(c, u, &b, k_finite, w, w->dk + at * c->d_pad, w->dv + at * c->dv_pad);
     }
 }
 
@@ -403,11 +405,15 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
     write_chunk(c, u, chunk.first, chunk.count, w);
 }
 
-/* Gradients of the rows that the sequence owns but does not use. */
+/* Gradients of the rows that the sequence owns but does not use, and of a bias where no block may write them. */
 static void backward_unused_rows(const call *c, const unit *u) {
     const heddle_attention *a = c->a;
     if (c->adds)
         return;
+    const bool hides = a->mask != HEDDLE_MASK_NONE ||
+                       a->features & (HEDDLE_WINDOW | HEDDLE_VARLEN | HEDDLE_SEQLENS | HEDDLE_BOOL_MASK);
+    for (int64_t x = 0; x < c->group && hides && writes_dbias(c); x++)
+        clear_rows(c, c->t->dbias, a->dbias_stride, u->n, u->first_head + x, 0, a->sq, a->sk);
     sequence whole = sequence_of(a, c->t->cu_seqlens_q, c->t->cu_seqlens_k, NULL, NULL, u->n);
     for (int64_t head = u->first_head; head < u->first_head + c->group; head++)
         clear_rows(c, c->t->dq, a->dq_stride, u->n, head, u->s.first_q + u->s.sq, whole.sq - u->s.sq, a->d);

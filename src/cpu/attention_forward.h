@@ -18,10 +18,11 @@ typedef struct forward_tile {
 
 typedef struct forward_space {
     forward_tile *tiles;
-    float *s, *z, *scratch, *k, *v;
+    float *s, *z, *k, *v;
     ahead next;
     key_tiles keys;
     float *weights; /* as tiles, or as pairs */
+    int64_t finite; /* so many keys of the block are known to have finite rows of V */
 } forward_space;
 
 /* Few queries against many keys: the keys of a unit are divided among tasks, and the last to end adds up what all have found, in
@@ -64,7 +65,6 @@ static forward_space carve_forward(const attention_plan *plan, carver *w) {
     }
     f.s = carve_floats(w, plan->tile_k * LANES);
     f.z = carve_floats(w, a->dropout > 0 ? plan->tile_k * LANES : 0);
-    f.scratch = carve_floats(w, a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK) ? plan->tile_k * LANES : 0);
     f.k = carve_floats(w, widens ? plan->tile_k * pad_d : 0);
     f.v = carve_floats(w, plan->tile_k * pad_dv);
     f.keys = carve_key_tiles(plan, plan->tile_k, false, false, true, w);
@@ -188,12 +188,16 @@ static bool values_finite(const call *c, const unit *u, key_block *b, forward_sp
 static void forward_block(const call *c, const unit *u, const key_block *b, forward_tile *t, forward_space *w) {
     const int64_t dv = c->a->dv;
     parts seen;
-    bool masked = scores(c, u, &t->l, b, t->qt, &seen, w->s, NULL, w->scratch, &w->next);
+    bool masked = scores(c, u, &t->l, b, t->qt, &seen, w->s, NULL, &w->next);
     online_softmax(t, c->factor, dv, b->count, w->s);
     if (c->drops)
         drop_weights(c, u, &t->l, b, w->s);
     key_block rows = *b;
-    const bool careful = masked && !values_finite(c, u, &rows, w);
+    bool careful = false;
+    if (masked && b->count > w->finite) {
+        careful = !values_finite(c, u, &rows, w);
+        w->finite = careful ? 0 : b->count;
+    }
     add_parts(&t->l, &seen, careful, rows.v, rows.v_stride, dv, &b->t, b->t.v_columns, w->weights, b->count, w->s,
               t->ot, rows_behind(c, u, c->t->v, c->a->v_stride, dv, b->first + b->count, c->pairs), &w->next);
 }
@@ -231,7 +235,7 @@ static bool few_masked_scores(const call *c, const unit *u, const key_block *b, 
                               float *s) {
     const lanes *l = &t->l;
     parts seen;
-    const bool masked = scores(c, u, l, b, t->qt, &seen, w->s, NULL, w->scratch, &w->next);
+    const bool masked = scores(c, u, l, b, t->qt, &seen, w->s, NULL, &w->next);
     for (int64_t x = 0; x < l->count; x++)
         for (int64_t j = 0; j < b->count; j++)
             s[x * FEW_KEYS + j] = w->s[j * l->stride + x];
@@ -258,7 +262,8 @@ static void few_block(const call *c, const unit *u, const key_block *b, forward_
                    next = few_keys(c, u, c->t->k, a->k_stride, a->d, b->first + b->count);
     float s[FEW_LANES * FEW_KEYS];
     bool masked = false;
-    if (c->adjusts || c->masks || tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) != TILE_FULL)
+    if (c->adjusts || mask_kind(c, u, l, b) != TILE_FULL ||
+        tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) != TILE_FULL)
         masked = few_masked_scores(c, u, b, t, w, s);
     else
         few_scores(c, u, l, b, t->qt, s);
@@ -281,7 +286,7 @@ static void write_weights(const call *c, const unit *u, const key_block *b, forw
     const lanes *l = &t->l;
     const void *rows[LANES];
     parts seen;
-    scores(c, u, l, b, t->qt, &seen, w->s, NULL, w->scratch, &w->next);
+    scores(c, u, l, b, t->qt, &seen, w->s, NULL, &w->next);
     for (int64_t j = 0; j < b->count; j++)
         for (int64_t x = 0; x < l->stride; x += VL) {
             float *s = w->s + j * l->stride + x;
@@ -361,6 +366,7 @@ static void end_tile(const call *c, const unit *u, forward_tile *t, float *inver
 
 /* Few queries read their keys themselves. */
 static key_block get_block(const call *c, const unit *u, bool few, range keys, int64_t first, forward_space *w) {
+    w->finite = 0;
     key_block b = {.first = first, .count = min64(few ? c->few_k : c->tile_k, keys.end - first)};
     if (few)
         return b;
@@ -453,8 +459,9 @@ static void forward_task(const call *c, const unit *u, const forward_shared *g, 
         key_block b = get_block(c, u, few, mine, j, w);
         for (int x = 0; x < count; x++)
             if (!tile_is_empty(u, &w->tiles[x].l, &b)) {
-                const key_block seen = cut_block(u, &w->tiles[x].l, &b);
-                (few ? few_block : forward_block)(c, u, &seen, &w->tiles[x], w);
+                const key_block cut = cut_block(u, &w->tiles[x].l, &b), seen = mask_cut(c, u, &w->tiles[x].l, &cut);
+                if (seen.count > 0)
+                    (few ? few_block : forward_block)(c, u, &seen, &w->tiles[x], w);
             }
     }
     if (g->key_shares > 1 && !few_join(c, g, unit_index, key_share, &w->tiles[0]))

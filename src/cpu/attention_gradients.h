@@ -75,7 +75,7 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     f.dp = carve_floats(w, tile);
     f.tanhs = carve_floats(w, a->softcap > 0 ? tile : 0);
     f.z = carve_floats(w, a->dropout > 0 ? tile : 0);
-    f.scratch = carve_floats(w, a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_WEIGHTS) ? tile : 0);
+    f.scratch = carve_floats(w, a->features & HEDDLE_WEIGHTS ? tile : 0);
     f.k = carve_floats(w, widens ? plan->chunk_k * pad_d : 0);
     f.v = carve_floats(w, widens ? plan->chunk_k * pad_dv : 0);
     f.dk = carve_floats(w, plan->chunk_k * pad_d);
@@ -260,7 +260,7 @@ INLINE void weigh_scores(bool gradients, bool masked, bool sums, float factor, i
 
 /* s = P; true as scores() is. */
 static bool probabilities(const call *c, const unit *u, const key_block *b, backward_space *w) {
-    const bool masked = scores(c, u, &w->l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch, &w->next);
+    const bool masked = scores(c, u, &w->l, b, w->qt, &w->seen, w->s, w->tanhs, &w->next);
     weigh_scores(false, false, false, c->factor, b->count, w);
     return masked;
 }
@@ -399,7 +399,7 @@ static void settle_rows(const call *c, const unit *u, const key_block *b, bool m
 /* s = Z∘P, dp = dS = P∘(Z∘(V·dOᵀ) + dweights - D), with exact zeros where masked. True as scores() is. */
 static bool score_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const lanes *l = &w->l;
-    const bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, w->scratch, &w->next);
+    const bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, &w->next);
     const bool settles = may_settle(c, u, b, w);
     weight_gradients(c, u, b, w);
     if (c->drops || c->t->dweights)
@@ -493,6 +493,22 @@ INLINE bool partial_step(const lanes *l, const key_block *b) {
 #endif
 }
 
+/* Whether dbias has an element for each score: then it is written where dS is made, else summed by a pass of its own. */
+static bool writes_dbias(const call *c) {
+    const heddle_attention *a = c->a;
+    const heddle_strides s = a->dbias_stride;
+    return c->t->dbias && !c->adds && (s.b || a->b == 1) && (s.h || a->h == 1) && (s.s || a->sq == 1);
+}
+
+static void write_dbias_block(const call *c, const unit *u, const key_block *b, const backward_space *w) {
+    const void *rows[LANES];
+    float ones[LANES];
+    for (int64_t x = 0; x < LANES; x++)
+        ones[x] = 1;
+    lane_rows(c, u, &w->l, c->t->dbias, c->a->dbias_stride, 0, rows);
+    unpack_transposed(c->type, w->dp, w->l.stride, w->l.count, b->count, ones, false, (void *const *)rows, b->first);
+}
+
 static void backward_block(const call *c, const unit *u, const key_block *b, bool k_finite, backward_space *w,
                            float *dk, float *dv) {
     const lanes *l = &w->l;
@@ -502,6 +518,8 @@ static void backward_block(const call *c, const unit *u, const key_block *b, boo
     const int64_t chain = lanes_of_chain(c, u);
     add_to_keys(l, &w->seen, hides && !w->dout_finite, chain, w->s, b->count, w->weights_a, w->dout, w->dout_tiles,
                 c->dv_pad, dv, !w->fresh);
+    if (writes_dbias(c))
+        write_dbias_block(c, u, b, w);
     uncap(c, b, w);
     add_to_keys(l, &w->seen, hides && !w->q_finite, chain, w->dp, b->count, w->weights_a, w->q, w->q_tiles, c->d_pad,
                 dk, !w->fresh);

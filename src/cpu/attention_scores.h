@@ -5,50 +5,81 @@
 
 #include "tile.h"
 
-/* softcap·tanh(scale·s/softcap) - slope·|i + off - j| + bias; the tanh goes to `tanhs` if that is there. True if a bias masks (mask.h),
- * whatever the score beside it is. */
-static bool adjust_scores(const call *c, const unit *u, const lanes *l, const key_block *b, float *s, float *tanhs,
-                          float *scratch) {
-    const heddle_attention *a = c->a;
-    float slope[LANES] = {0}, index[LANES];
-    for (int64_t x = 0; x < l->stride; x++) {
-        index[x] = (float)l->index[x];
-        if (a->features & HEDDLE_ALIBI)
-            slope[x] = ((const float *)c->t->alibi_slopes)[u->n * a->alibi_stride_b + l->head[x]];
-    }
-    if (a->features & HEDDLE_BIAS) {
-        const void *rows[LANES];
-        lane_rows(c, u, l, c->t->bias, a->bias_stride, 0, rows);
-        pack_transposed(c->type, rows, b->first, l->count, b->count, 1, scratch, l->stride);
-        for (int64_t x = l->count; x < l->stride;
-             x++) /* a key that is NaN and masked must not reach the lanes of nobody */
-            for (int64_t j = 0; j < b->count; j++)
-                scratch[j * l->stride + x] = -INFINITY;
-    }
-    const float cap = (float)a->softcap, scale = (float)(cap > 0 ? a->scale / a->softcap : a->scale);
+/* VL keys of VL lanes of a tensor of scores, from rows[0][first] on, a key a row; `nobody` in lanes that have no row. */
+INLINE void lanes_of_scores(int type, const void *const *rows, int64_t count, int64_t first, int64_t keys, float nobody,
+                            vf *t) {
+    for (int l = 0; l < VL; l++)
+        t[l] = l < count ? load_some(type, element_at(rows[l], first, type), keys) : splat(nobody);
+    transpose(t);
+}
+
+/* What makes a score of the product of a query and a key, beside the scale. */
+typedef struct adjustment {
+    float scale, cap;
+    float slope[LANES], index[LANES]; /* of ALiBi */
+    const void *bias[LANES];
+} adjustment;
+
+/* softcap·tanh(scale·s/softcap) - slope·|i + off - j| + bias of all keys; the tanh goes to `tanhs` if that is there. True if a bias
+ * masks (mask.h), whatever the score beside it is. */
+INLINE bool adjust_each(bool caps, bool slopes, int bias_type, const adjustment *r, const unit *u, const lanes *l,
+                        const key_block *b, float *s, float *tanhs) {
     vi masked = splat_int(0);
-    for (int64_t j = 0; j < b->count; j++) {
-        float distance = (float)(l->first + u->off - b->first - j);
-        for (int64_t x = j * l->stride, y = 0; y < l->stride; x += VL, y += VL) {
-            vf r = load(s + x) * scale;
-            if (cap > 0) {
-                vf th = vtanh(r);
-                if (tanhs)
-                    store(tanhs + x, th);
-                r = cap * th;
+    for (int v = 0; v < l->vectors; v++) {
+        const vf slope = load(r->slope + v * VL), index = load(r->index + v * VL);
+        for (int64_t j0 = 0; j0 < b->count; j0 += VL) {
+            vf bias[VL];
+            if (bias_type >= 0) /* a key that is NaN and masked must not reach the lanes of nobody */
+                lanes_of_scores(bias_type, r->bias + v * VL, l->count - v * VL, b->first + j0, b->count - j0, -INFINITY,
+                                bias);
+            for (int64_t j = j0; j < min64(b->count, j0 + VL); j++) {
+                const int64_t x = j * l->stride + v * VL;
+                vf score = load(s + x) * r->scale;
+                if (caps) {
+                    const vf th = vtanh(score);
+                    if (tanhs)
+                        store(tanhs + x, th);
+                    score = r->cap * th;
+                }
+                if (slopes) {
+                    const vf away = index + (float)(l->first + u->off - b->first - j);
+                    score -= slope * (vf)((vi)away & 0x7fffffff);
+                }
+                if (bias_type >= 0) {
+                    const vi hidden = bias[j - j0] < splat((float)LEAST_BIAS);
+                    score = select_float(hidden, splat(-INFINITY), score + bias[j - j0]);
+                    masked |= hidden;
+                }
+                store(s + x, score);
             }
-            vf away = load(index + y) + distance;
-            r -= load(slope + y) * (vf)((vi)away & 0x7fffffff);
-            if (a->features & HEDDLE_BIAS) {
-                const vf bias = load(scratch + x);
-                const vi hidden = bias < splat((float)LEAST_BIAS);
-                r = select_float(hidden, splat(-INFINITY), r + bias);
-                masked |= hidden;
-            }
-            store(s + x, r);
         }
     }
-    return any_lane(masked);
+    return bias_type >= 0 && any_lane(masked);
+}
+
+static bool adjust_scores(const call *c, const unit *u, const lanes *l, const key_block *b, float *s, float *tanhs) {
+    const heddle_attention *a = c->a;
+    const bool caps = a->softcap > 0, slopes = a->features & HEDDLE_ALIBI;
+    adjustment r = {.scale = (float)(caps ? a->scale / a->softcap : a->scale), .cap = (float)a->softcap};
+    for (int64_t x = 0; slopes && x < l->stride; x++) {
+        r.index[x] = (float)l->index[x];
+        r.slope[x] = ((const float *)c->t->alibi_slopes)[u->n * a->alibi_stride_b + l->head[x]];
+    }
+    if (!(a->features & HEDDLE_BIAS)) {
+        if (caps && slopes)
+            return adjust_each(true, true, -1, &r, u, l, b, s, tanhs);
+        return caps ? adjust_each(true, false, -1, &r, u, l, b, s, tanhs)
+                    : adjust_each(false, true, -1, &r, u, l, b, s, tanhs);
+    }
+    lane_rows(c, u, l, c->t->bias, a->bias_stride, 0, r.bias);
+    switch (2 * c->type + (caps || slopes)) {
+    case 2 * HEDDLE_F32: return adjust_each(false, false, HEDDLE_F32, &r, u, l, b, s, tanhs);
+    case 2 * HEDDLE_BF16: return adjust_each(false, false, HEDDLE_BF16, &r, u, l, b, s, tanhs);
+    case 2 * HEDDLE_F16: return adjust_each(false, false, HEDDLE_F16, &r, u, l, b, s, tanhs);
+    case 2 * HEDDLE_F32 + 1: return adjust_each(caps, slopes, HEDDLE_F32, &r, u, l, b, s, tanhs);
+    case 2 * HEDDLE_BF16 + 1: return adjust_each(caps, slopes, HEDDLE_BF16, &r, u, l, b, s, tanhs);
+    default: return adjust_each(caps, slopes, HEDDLE_F16, &r, u, l, b, s, tanhs);
+    }
 }
 
 INLINE vi lane_index(const lanes *l, int v) {
@@ -98,13 +129,88 @@ static void mask_band(const unit *u, const lanes *l, const key_block *b, float *
         }
 }
 
-static void mask_bool(const call *c, const unit *u, const lanes *l, const key_block *b, float *s, float *scratch) {
-    const void *rows[LANES];
+typedef uint8_t four_vb __attribute__((vector_size(4 * VL)));
+
+static void mask_rows(const call *c, const unit *u, const lanes *l, const void *rows[LANES]) {
     for (int64_t x = 0; x < l->count; x++)
         rows[x] = c->t->bool_mask + row_offset(c->a->bool_mask_stride, u->n, l->head[x], l->first + l->index[x]);
-    pack_transposed(TYPE_MASK, rows, b->first, l->count, b->count, 1, scratch, l->stride);
-    for (int64_t x = 0; x < b->count * l->stride; x += VL)
-        store(s + x, select_float(load(scratch + x) == 0, splat(-INFINITY), load(s + x)));
+}
+
+/* Whether a boolean mask hides all keys of a block from these lanes (TILE_EMPTY), or none. */
+static tile_kind mask_kind(const call *c, const unit *u, const lanes *l, const key_block *b) {
+    if (!(c->a->features & HEDDLE_BOOL_MASK))
+        return TILE_FULL;
+    const void *rows[LANES], *before = NULL;
+    vi some = splat_int(0), none = splat_int(0); /* bytes of keys that are seen, and of keys that are hidden */
+    mask_rows(c, u, l, rows);
+    for (int64_t x = 0; x < l->count; before = rows[x++]) {
+        const uint8_t *p = (const uint8_t *)rows[x] + b->first;
+        int64_t j = 0;
+        if (rows[x] == before)
+            continue;
+        for (; j + (int64_t)sizeof(four_vb) <= b->count; j += (int64_t)sizeof(four_vb)) {
+            four_vb bytes;
+            memcpy(&bytes, p + j, sizeof bytes);
+            some |= (vi)bytes;
+            none |= (vi)(bytes == 0);
+        }
+        for (; j < b->count; j++)
+            some[0] |= p[j], none[0] |= p[j] == 0;
+        if (any_lane(some) && any_lane(none))
+            return TILE_PARTIAL;
+    }
+    return any_lane(some) ? TILE_FULL : TILE_EMPTY;
+}
+
+/* The same block up to the last key that the mask shows to one of these lanes, as cut_block() leaves it. */
+static key_block mask_cut(const call *c, const unit *u, const lanes *l, const key_block *b) {
+    key_block r = *b;
+    if (!(c->a->features & HEDDLE_BOOL_MASK))
+        return r;
+    const void *rows[LANES], *before = NULL;
+    int64_t end = 0; /* keys before it are wanted */
+    mask_rows(c, u, l, rows);
+    for (int64_t x = 0; x < l->count && end < b->count; before = rows[x++]) {
+        const uint8_t *p = (const uint8_t *)rows[x] + b->first;
+        if (rows[x] == before)
+            continue;
+        for (int64_t j = (b->count - 1) / 32 * 32; j >= end; j -= 32) {
+            uint64_t word[4] = {0};
+            memcpy(word, p + j, (size_t)min64(32, b->count - j));
+            if (word[0] | word[1] | word[2] | word[3])
+                end = j + 32;
+        }
+    }
+    r.count = min64(b->count, end);
+    return r;
+}
+
+/* -inf where a boolean mask hides a key. */
+static void mask_bool(const call *c, const unit *u, const lanes *l, const key_block *b, float *s) {
+    const void *rows[LANES];
+    mask_rows(c, u, l, rows);
+    int64_t same = 1;
+    while (same < l->count && rows[same] == rows[0])
+        same++;
+    if (same == l->count) { /* padding: a row for all */
+        const uint8_t *seen = (const uint8_t *)rows[0] + b->first;
+        for (int64_t j = 0; j < b->count; j++)
+            for (int v = 0; v < l->vectors && !seen[j]; v++)
+                store(s + j * l->stride + v * VL, splat(-INFINITY));
+        return;
+    }
+    for (int v = 0; v < l->vectors; v++)
+        for (int64_t j0 = 0; j0 < b->count; j0 += VL) {
+            const int64_t keys = min64(VL, b->count - j0);
+            vb seen[VL] = {{0}}; /* lanes of nobody see nothing */
+            for (int64_t y = 0; y < min64(VL, l->count - v * VL); y++)
+                memcpy(&seen[y], (const uint8_t *)rows[v * VL + y] + b->first + j0, (size_t)keys);
+            transpose_bytes(seen);
+            for (int64_t j = 0; j < keys; j++) {
+                float *p = s + (j0 + j) * l->stride + v * VL;
+                store(p, select_float(__builtin_convertvector(seen[j], vi) == 0, splat(-INFINITY), load(p)));
+            }
+        }
 }
 
 /* gemm() for the lanes of a tile; after each block of registers a little of `next` is asked for. */
@@ -233,7 +339,7 @@ static void few_as_tile(const lanes *l, const float *t, int64_t count, float *s)
 /* s[j][lane] = the score (times call.factor in units of log2), -inf where masked. True if some may be masked: then zeros of P
  * and dS may stand against operands that are not finite. */
 static bool scores(const call *c, const unit *u, const lanes *l, const key_block *b, const float *qt, parts *r,
-                   float *s, float *tanhs, float *scratch, ahead *next) {
+                   float *s, float *tanhs, ahead *next) {
     find_parts(u, l, b, r);
     if (l->few) {
         float t[FEW_LANES * FEW_KEYS];
@@ -245,12 +351,13 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
         multiply_parts(l, r, b->k, b->k_stride, c->a->d, b->t.k, qt, s,
                        rows_behind(c, u, c->t->k, c->a->k_stride, c->a->d, b->first + b->count, false), next);
     }
-    const bool hides = c->adjusts && adjust_scores(c, u, l, b, s, tanhs, scratch);
+    const bool hides = c->adjusts && adjust_scores(c, u, l, b, s, tanhs);
     if (r->partial)
         mask_band(u, l, b, s); /* the parts that were left out, too */
-    if (c->a->features & HEDDLE_BOOL_MASK)
-        mask_bool(c, u, l, b, s, scratch);
-    return hides || r->partial || (c->a->features & HEDDLE_BOOL_MASK);
+    const bool cut = mask_kind(c, u, l, b) != TILE_FULL;
+    if (cut)
+        mask_bool(c, u, l, b, s);
+    return hides || r->partial || cut;
 }
 
 #ifdef HAVE_BF16_DOT

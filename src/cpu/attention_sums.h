@@ -154,7 +154,7 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
         if (data->dsinks)
             for (int64_t head; (head = take_ticket(&sinks)) < a->h;)
                 dsink_task(&c, head, &g);
-        if (data->dbias)
+        if (data->dbias && !writes_dbias(&c))
             for (int64_t task; (task = take_ticket(&bias)) < shape.b * shape.h * shape.key_blocks;)
                 dbias_task(&c, shape, task, space, &g, acc);
         end_attention();

@@ -178,15 +178,20 @@ static __attribute__((noinline)) void gemm_careful(bool masked_a, int vectors, i
 
 /* Rows of `columns` elements; what pads a row to whole vectors is not looked at. */
 static bool all_finite(const float *p, int64_t rows, int64_t stride, int64_t columns) {
-    vf zero = splat(0); /* x·0 is 0, or NaN */
+    vf zero = splat(0), zeros[4] = {splat(0), splat(0), splat(0), splat(0)}; /* x·0 is 0, or NaN */
     float rest = 0;
     for (int64_t r = 0; r < rows; r++, p += stride) {
         int64_t x = 0;
+        for (; x + 4 * VL <= columns; x += 4 * VL) /* four chains: a sum waits for the one before */
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++)
+                zeros[i] += load(p + x + i * VL) * 0;
         for (; x + VL <= columns; x += VL)
             zero += load(p + x) * 0;
         for (; x < columns; x++)
             rest += p[x] * 0;
     }
+    zero += (zeros[0] + zeros[1]) + (zeros[2] + zeros[3]);
     for (int l = 0; l < VL; l++)
         rest += zero[l];
     return rest == 0;

@@ -31,10 +31,9 @@ INLINE vf load_vector(int type, const void *p) {
         return load(p);
     if (type != TYPE_MASK)
         return widen_halves(type, *(const vh_unaligned *)p);
-    vf r;
-    for (int x = 0; x < VL; x++)
-        r[x] = ((const uint8_t *)p)[x] ? 1.0f : 0.0f;
-    return r;
+    vb bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return (vf)((__builtin_convertvector(bytes, vi) != 0) & (vi)splat(1));
 }
 
 INLINE void store_vector(int type, void *p, vf x) {

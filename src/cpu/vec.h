@@ -15,6 +15,7 @@ typedef float vf __attribute__((vector_size(4 * VL)));
 typedef int32_t vi __attribute__((vector_size(4 * VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 typedef uint16_t vh __attribute__((vector_size(2 * VL)));
+typedef uint8_t vb __attribute__((vector_size(VL)));
 typedef uint64_t vw __attribute__((vector_size(8 * VL)));
 typedef uint64_t vl __attribute__((vector_size(4 * VL))); /* a lane for two of vu */
 
@@ -94,18 +95,41 @@ INLINE void zip_round(const vf *in, vf *out) {
     }
 }
 
+INLINE void zip_bytes(const vb *in, vb *out) {
+#pragma GCC unroll 16
+    for (int r = 0; r < VL / 2; r++) {
+        out[2 * r] = __builtin_shufflevector(in[r], in[r + VL / 2], ZIP_LOW);
+        out[2 * r + 1] = __builtin_shufflevector(in[r], in[r + VL / 2], ZIP_HIGH);
+    }
+}
+
+#if VL == 4
+#define ZIP_ALL(round)                                                                                                 \
+    round(rows, other);                                                                                                \
+    round(other, rows)
+#elif VL == 8
+#define ZIP_ALL(round)                                                                                                 \
+    round(rows, other);                                                                                                \
+    round(other, rows);                                                                                                \
+    round(rows, other);                                                                                                \
+    for (int r = 0; r < VL; r++)                                                                                       \
+    rows[r] = other[r]
+#elif VL == 16
+#define ZIP_ALL(round)                                                                                                 \
+    round(rows, other);                                                                                                \
+    round(other, rows);                                                                                                \
+    round(rows, other);                                                                                                \
+    round(other, rows)
+#endif
+
 INLINE void transpose(vf *rows) {
     vf other[VL];
-    zip_round(rows, other);
-    zip_round(other, rows);
-#if VL == 8
-    zip_round(rows, other);
-    for (int r = 0; r < VL; r++)
-        rows[r] = other[r];
-#elif VL == 16
-    zip_round(rows, other);
-    zip_round(other, rows);
-#endif
+    ZIP_ALL(zip_round);
+}
+
+INLINE void transpose_bytes(vb *rows) {
+    vb other[VL];
+    ZIP_ALL(zip_bytes);
 }
 
 /* A list of lane numbers f(l, g), l = 0 .. VL-1, for __builtin_shufflevector. */
