@@ -131,4 +131,4 @@ def measure(m, report, isa, row):
                    gflops=1e-9 * factor * flops / median(mine), fraction=fraction_of(factor * flops, mine, p["h" + key]),
                    over_torch=over_torch, over_other=of_plain, goals=(None, 1.5 if options and goal else None, goal),
                    b=problem.b, h=problem.h, s=problem.s, d=problem.d, causal=name in ("causal", "window"),
-                   dtype=SHORT[problem.dtype], isa=isa, direction=label, option=name)
+                   dtype=SHORT[problem.dtype], isa=isa or m.heddle.isa, direction=label, option=name)

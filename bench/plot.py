@@ -86,7 +86,7 @@ def tables(rows):
     first = rows[-1]
     percent, times = (lambda x: f"{100 * x:.0f}%"), (lambda x: f"{x:.2f}×" if x < 20 else f"{x:.0f}×")
     out = [f"\n### {machine(first)}\n",
-           f"{first['compiler']}, torch {first['torch']}, {first['isa']}. A goal stands in brackets.\n"]
+           f"{first['compiler']}, torch {first['torch']}, {rows[0]['isa']}. A goal stands in brackets.\n"]
     groups = collections.defaultdict(list)
     for r in rows:
         groups[r["threads"], SECTIONS.index(r["section"]), r["section"]].append(r)
