@@ -43,7 +43,7 @@ def causal_mask(s):
 
 
 def rows_of(library, h, s, d, dtype):
-    """name, the option's job, its FLOPs, the plain job with the same tiles visible, its FLOPs, PyTorch's options or None,
+    """name, problem, job, its FLOPs, the plain job with the same tiles visible, its FLOPs, PyTorch's options or None,
     the fraction of plain that is the goal."""
     full = Problem(library, 1, h, s, d, dtype)
     plain, causal = full.job(), full.job(causal=True)
