@@ -68,7 +68,7 @@ def test_positions_are_those_of_the_schemas():
         "norm_linear": 5,
         "norm_linear_backward": 7,
     }
-    assert heddle._ops._OPTION_DEFAULTS == (0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False)
+    assert heddle._ops._OPTION_DEFAULTS == (0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False, 0, 0, 0, 0, 0, 0)
 
 
 def test_tensors_and_arrays_take_the_options_of_attention():
