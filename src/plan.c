@@ -340,18 +340,24 @@ static heddle_status check_features(heddle_attention *a) {
     return HEDDLE_OK;
 }
 
-heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pass pass, attention_plan *plan) {
-    /* Programs that were built when it ended in front of these fields. */
+/* Also of programs that were built when it ended in front of the part's fields, which are 0 then. */
+static heddle_status take_description(const heddle_attention *desc, heddle_attention *a) {
     const size_t before_parts = offsetof(heddle_attention, q_offset);
-    const bool older = desc && desc->size == before_parts;
-    TRY(check_descriptor("heddle_attention", desc, desc ? desc->size : 0, older ? before_parts : sizeof *desc));
-    if (older) {
-        memset(&plan->a, 0, sizeof plan->a);
-        memcpy(&plan->a, desc, before_parts);
-        plan->a.size = sizeof plan->a;
-    } else {
-        plan->a = *desc;
+    if (!desc)
+        return check_descriptor("heddle_attention", desc, 0, sizeof *desc);
+    if (desc->size != before_parts) {
+        TRY(check_descriptor("heddle_attention", desc, desc->size, sizeof *desc));
+        *a = *desc;
+        return HEDDLE_OK;
     }
+    memset(a, 0, sizeof *a);
+    memcpy(a, desc, before_parts);
+    a->size = sizeof *a;
+    return HEDDLE_OK;
+}
+
+heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pass pass, attention_plan *plan) {
+    TRY(take_description(desc, &plan->a));
     plan->pass = pass;
     heddle_attention *a = &plan->a;
     TRY(check_enums("heddle_attention", (int)a->dtype, (int)a->device, (int)pass));
