@@ -20,7 +20,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from heddle import _C
+from heddle import _C, _registry
 from heddle._errors import HeddleTypeError
 
 __version__: str = _C.version()
@@ -400,6 +400,7 @@ def norm_linear_backward(
     return run(dy, x, weight, gamma, beta, eps, norm=norm)
 
 
+_registry.enter()
 if hasattr(sys.modules.get("torch"), "library"):
     # A torch that is too old or broken is told of when it is used; for arrays heddle works all the same.
     with contextlib.suppress(ImportError, OSError):

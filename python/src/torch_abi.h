@@ -26,8 +26,14 @@ int32_t aoti_torch_library_init_impl(const char *name, const char *key, const ch
                                      library_handle *made);
 int32_t aoti_torch_library_def(library_handle library, const char *schema);
 int32_t torch_library_impl(library_handle library, const char *name, stable_kernel kernel, uint64_t version);
+int32_t aoti_torch_delete_library_object(library_handle library);
+/* Takes the arguments from the stack and puts results there; the caller owns them. */
+int32_t aoti_torch_call_dispatcher(const char *name, const char *overload, stable_value *stack);
 
 int32_t aoti_torch_delete_tensor_object(tensor_handle tensor);
+int32_t aoti_torch_new_tensor_handle(tensor_handle tensor, tensor_handle *made);
+int32_t aoti_torch_is_defined(tensor_handle tensor, bool *defined);
+int32_t aoti_torch_tensor_copy_(tensor_handle from, tensor_handle to);
 int32_t aoti_torch_get_data_ptr(tensor_handle tensor, void **data);
 int32_t aoti_torch_get_dim(tensor_handle tensor, int64_t *dim);
 int32_t aoti_torch_get_sizes(tensor_handle tensor, int64_t **sizes);
@@ -53,6 +59,7 @@ int32_t aoti_torch_dtype_uint8(void);
 int32_t aoti_torch_dtype_int32(void);
 int32_t aoti_torch_dtype_int64(void);
 int32_t aoti_torch_dtype_bool(void);
+int32_t aoti_torch_dtype_uint64(void);
 
 /* With cond false it throws a C++ exception, which becomes a RuntimeError: nothing may be left to free. */
 void aoti_torch_check(bool cond, const char *function, const char *file, uint32_t line, const char *message);
@@ -62,6 +69,11 @@ __attribute__((weak)) int32_t torch_delete_stable_ivalue(stable_value *value);
 __attribute__((weak)) const char *torch_exception_get_what_without_backtrace(void);
 /* C++'s operator delete, which frees an optional's box before 2.13. */
 void heddle_cxx_delete(void *pointer) __asm__("_ZdlPv");
+
+/* at::globalContext() and at::Context::deterministicAlgorithms() of C++, for which there is no C symbol. */
+__attribute__((weak)) void *torch_global_context(void) __asm__("_ZN2at13globalContextEv");
+__attribute__((weak)) bool
+torch_deterministic_algorithms(const void *context) __asm__("_ZNK2at7Context23deterministicAlgorithmsEv");
 
 /* Only in builds of torch with CUDA, so it is looked up in libtorch_cuda.so. */
 typedef int32_t (*current_cuda_stream)(int32_t device_index, void **stream);

@@ -1,22 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  * torch.ops.heddle.attention and attention_backward: tensors to a description and back. */
-#include "torch_call.h"
+#include "torch_attention.h"
 
 #include "../../src/fields.h"
 
 #include <string.h>
 
-/* Where the arguments that both passes have begin, and their order from there. */
-enum { FORWARD_BASE = 0, BACKWARD_BASE = 5 };
-#define TENSOR(id, name, field) id,
-#define NUMBER(id, schema, letter) id,
-enum {
-    Q,
-    K,
-    V,
-#include "attention_arguments.def"
-    NEEDS
-};
 #define TENSOR(id, name, field) "O"
 #define NUMBER(id, schema, letter) letter
 static const char forward_signature[] = "TTT"
@@ -45,15 +34,7 @@ static const argument optional[NEEDS] = {
 
 enum { NEEDS_DQ = 1, NEEDS_DK = 2, NEEDS_DV = 4, NEEDS_DBIAS = 8, NEEDS_DSINKS = 16 };
 
-typedef struct problem {
-    heddle_attention a;
-    heddle_attention_data t;
-    bool varlen;
-    const tensor *in; /* the shared arguments */
-} problem;
-
-/* Strides of a [b, h, s, last] or packed [total, h, last] tensor. */
-static heddle_strides strides_of(const int64_t *stride, bool varlen) {
+heddle_strides attention_strides(const int64_t *stride, bool varlen) {
     heddle_strides s = {varlen ? 0 : stride[0], stride[1], varlen ? stride[0] : stride[2]};
     if (s.b == 0 && s.h == 0 && s.s == 0)
         s.b = s.h = s.s = HEDDLE_BROADCAST; /* three zeros would mean contiguous */
@@ -65,7 +46,7 @@ static heddle_strides broadcast_strides(const int64_t *size, const int64_t *stri
     int64_t s[4];
     for (int x = 0; x < 3; x++)
         s[x] = size[x] == 1 ? 0 : stride[x];
-    return strides_of(s, false);
+    return attention_strides(s, false);
 }
 
 /* The layout of a result that follows `like`: heads inside rows ([b, s, h, d] in memory) if `like` has that, else
@@ -296,8 +277,7 @@ static bool take_numbers(call *c, problem *p, const int64_t *integer, const doub
     return take_optional(c, p, RNG_STATE);
 }
 
-/* All that forward and backward have in common, from argument `base` on. */
-static bool describe(call *c, int base, problem *p) {
+bool attention_describe(call *c, int base, problem *p) {
     *p = (problem){.a.size = sizeof p->a, .t.size = sizeof p->t, .in = c->tensor + base};
     if (!call_device(c, base + Q, "q"))
         return false;
@@ -310,7 +290,7 @@ static bool describe(call *c, int base, problem *p) {
     heddle_strides *const strides[] = {&p->a.q_stride, &p->a.k_stride, &p->a.v_stride};
     const void **const data[] = {&p->t.q, &p->t.k, &p->t.v};
     for (int x = 0; x < 3; x++) {
-        *strides[x] = strides_of(p->in[x].stride, p->varlen);
+        *strides[x] = attention_strides(p->in[x].stride, p->varlen);
         *data[x] = p->in[x].data;
     }
     return true;
@@ -320,12 +300,11 @@ static bool describe(call *c, int base, problem *p) {
 static void *make_like(call *c, const problem *p, int x, const tensor *like, int64_t last, heddle_strides *strides) {
     int64_t size[4], stride[4];
     result_layout(like, p->varlen, last, size, stride);
-    *strides = strides_of(stride, p->varlen);
+    *strides = attention_strides(stride, p->varlen);
     return call_make(c, x, like->rank, size, stride, call_dtype(c));
 }
 
-/* Packed rows that belong to no sequence are written by nobody; on a GPU only the device knows if there are any. */
-static bool has_loose_rows(const call *c, const int32_t *cu, int64_t b, int64_t total) {
+bool attention_has_loose_rows(const call *c, const int32_t *cu, int64_t b, int64_t total) {
     return c->device == HEDDLE_CUDA || cu[0] > 0 || cu[b] < total;
 }
 
@@ -348,7 +327,7 @@ static void forward_results(call *c, problem *p, bool lse) {
     } else {
         call_make_none(c, 2);
     }
-    if (p->varlen && !c->message[0] && has_loose_rows(c, p->t.cu_seqlens_q, a->b, a->total_q)) {
+    if (p->varlen && !c->message[0] && attention_has_loose_rows(c, p->t.cu_seqlens_q, a->b, a->total_q)) {
         call_zero(c, 0);
         call_zero(c, 1);
     }
@@ -358,7 +337,7 @@ static void forward(call *c, bool lse) {
     problem p;
     size_t bytes = 0;
     void *workspace;
-    if (!describe(c, FORWARD_BASE, &p) || !call_attention_bytes(c, &p.a, HEDDLE_FORWARD, &bytes))
+    if (!attention_describe(c, FORWARD_BASE, &p) || !call_attention_bytes(c, &p.a, HEDDLE_FORWARD, &bytes))
         return;
     forward_results(c, &p, lse);
     if (call_workspace(c, bytes, &workspace))
@@ -408,9 +387,7 @@ void heddle_torch_attention_options(stable_value *stack, uint64_t arguments, uin
 
 /* --------------------------------------------------------------------------------------------------- backward */
 
-enum { DOUT, DLSE, DWEIGHTS, OUT, LSE };
-
-static bool take_gradients(call *c, problem *p) {
+bool attention_take_gradients(call *c, problem *p) {
     static const struct {
         int at;
         argument is;
@@ -428,7 +405,8 @@ static bool take_gradients(call *c, problem *p) {
             return call_fail(c, "ValueError", "dweights is given, but return_weights is false");
         if (!check_field(c, p, t, all[x].is.name, f))
             return false;
-        const heddle_strides stride = f->stride ? strides_of(t->stride, p->varlen && f->packed) : (heddle_strides){0};
+        const heddle_strides stride =
+            f->stride ? attention_strides(t->stride, p->varlen && f->packed) : (heddle_strides){0};
         take_field(p, t, f, &stride);
     }
     return true;
@@ -458,10 +436,10 @@ static void backward_results(call *c, problem *p, int64_t needs) {
             call_make_none(c, x);
     if (!p->varlen || c->message[0])
         return;
-    if (made[0] && has_loose_rows(c, p->t.cu_seqlens_q, a->b, a->total_q))
+    if (made[0] && attention_has_loose_rows(c, p->t.cu_seqlens_q, a->b, a->total_q))
         call_zero(c, 0);
     for (int x = 1; x < 3; x++)
-        if (made[x] && has_loose_rows(c, p->t.cu_seqlens_k, a->b, a->total_k))
+        if (made[x] && attention_has_loose_rows(c, p->t.cu_seqlens_k, a->b, a->total_k))
             call_zero(c, x);
 }
 
@@ -469,7 +447,7 @@ static void backward(call *c) {
     problem p;
     size_t bytes = 0;
     void *workspace;
-    if (!describe(c, BACKWARD_BASE, &p) || !take_gradients(c, &p) ||
+    if (!attention_describe(c, BACKWARD_BASE, &p) || !attention_take_gradients(c, &p) ||
         !call_check_contiguous(c, &c->tensor[LSE], "lse") || !call_check_contiguous(c, &c->tensor[DLSE], "dlse") ||
         !call_attention_bytes(c, &p.a, HEDDLE_BACKWARD, &bytes))
         return;

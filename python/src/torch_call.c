@@ -76,6 +76,29 @@ static void look_at(call *c, tensor *t, stable_value value) {
     t->stride = stride;
 }
 
+static void look_at_defined(call *c, tensor *t, stable_value value) {
+    tensor_handle handle = (tensor_handle)(uintptr_t)value;
+    bool defined = true;
+    if (aoti_torch_is_defined(handle, &defined) != 0 || defined)
+        look_at(c, t, value);
+    else
+        aoti_torch_delete_tensor_object(handle);
+}
+
+static stable_value unbox(stable_value value) {
+    stable_value *box = (stable_value *)(uintptr_t)value;
+    value = *box;
+    free_box(box);
+    return value;
+}
+
+/* 0 means 1/sqrt(d) to the library, so a real 0 becomes the least that it takes (heddle._options.scale_of). */
+static double scale_of(stable_value value) {
+    double scale;
+    memcpy(&scale, &value, sizeof scale);
+    return scale == 0 ? 0x1p-100 : scale;
+}
+
 void call_begin_at(call *c, stable_value *stack, uint64_t arguments, uint64_t results, const char *signature,
                    const int *place) {
     memset(c, 0, offsetof(call, message) + 1);
@@ -88,14 +111,13 @@ void call_begin_at(call *c, stable_value *stack, uint64_t arguments, uint64_t re
         stack[x] = 0;
         switch (signature[x]) {
         case 'O':
-            if (value) {
-                stable_value *box = (stable_value *)(uintptr_t)value;
-                value = *box;
-                free_box(box);
-                look_at(c, &c->tensor[at], value);
-            }
+            if (value) /* autograd, too, gives an undefined tensor for None */
+                look_at_defined(c, &c->tensor[at], unbox(value));
             break;
         case 'T': look_at(c, &c->tensor[at], value); break;
+        case 'U': look_at_defined(c, &c->tensor[at], value); break;
+        case 'N': c->integer[at] = value ? (int64_t)unbox(value) : -1; break;
+        case 'S': c->number[at] = value ? scale_of(unbox(value)) : 0; break;
         case 'D': memcpy(&c->number[at], &value, sizeof value); break;
         case 'B': c->integer[at] = (value & 0xff) != 0; break;
         default: memcpy(&c->integer[at], &value, sizeof value); break;

@@ -8,7 +8,7 @@
 #include "torch_abi.h"
 
 #define MAX_ARGUMENTS 40
-#define MAX_RESULTS 5
+#define MAX_RESULTS 9
 #define MAX_RANK 8
 
 typedef struct tensor {
@@ -35,7 +35,8 @@ typedef struct call {
     char message[640]; /* "" as long as all is well */
 } call;
 
-/* Takes the arguments: of each, signature has T (tensor), O (optional tensor), I (int or bool) or D (float). */
+/* Takes the arguments: of each, signature has T (tensor), U (tensor that may be undefined: as one not given), O (optional
+ * tensor), I (int), B (bool), D (float), N (optional int: -1 if not given) or S (a scale: an optional float). */
 void call_begin(call *c, stable_value *stack, uint64_t arguments, uint64_t results, const char *signature);
 /* The same, with argument x kept at place[x]. */
 void call_begin_at(call *c, stable_value *stack, uint64_t arguments, uint64_t results, const char *signature,
