@@ -6,9 +6,11 @@
 
 * ``torch.ops.heddle``, registered when heddle is imported after torch, or when ``heddle.ops`` or any part for torch is
   first used
-* ``heddle.scaled_dot_product_attention`` and ``heddle.patch`` in place of PyTorch's
+* ``heddle.scaled_dot_product_attention`` and ``heddle.patch`` in place of PyTorch's; ``heddle`` is also the name of a
+  flash attention for PyTorch's own switch, ``torch.nn.attention.activate_flash_attention_impl``
 * ``heddle.flash_attn_func`` and its siblings, with FlashAttention's signatures
 * ``heddle.parallel``: sequences divided among processes
+* ``heddle.flex_attention``, with the signature of PyTorch's, for its common forms
 * ``heddle.nn`` modules, ``heddle.hf`` for transformers, ``heddle.compat.gpu_kernels``
 * ``heddle.jax``: both operations within JAX's transformations
 """
@@ -29,6 +31,7 @@ Causal = Literal[False, True, "top_left", "bottom_right"] | None
 
 _LAZY = {
     "scaled_dot_product_attention": "_sdpa",
+    "flex_attention": "_flex",
     "patch": "_sdpa",
     "ops": "_ops",
     "flash_attn_func": "_flash",
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
         flash_attn_varlen_qkvpacked_func,
         flash_attn_with_kvcache,
     )
+    from heddle._flex import flex_attention
     from heddle._ops import ops
     from heddle._sdpa import patch, scaled_dot_product_attention
 
@@ -71,6 +75,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "hf",
     "info",
     "nn",

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In the place of torch.nn.attention.flex_attention.flex_attention: its common forms, by heddle's kernels.
+
+What score_mod and mask_mod compute is traced at every call (heddle._flex_trace), so that nothing is taken for what it
+was in an earlier one.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heddle import attention
+from heddle._errors import HeddleTypeError, HeddleValueError
+from heddle._flex_trace import Expression, Score, band, conjuncts, every, refuse, slope, trace
+from heddle._kinds import need_tensors
+
+_broadcast_shapes: Any = torch.broadcast_shapes
+_UNBOUNDED = 1 << 30  # BLOCK_SIZE of a BlockMask that masks nothing
+_STRIP = 1 << 22  # elements of a mask that are computed at a time
+
+
+class _Problem(NamedTuple):
+    b: int
+    h: int
+    sq: int
+    sk: int
+    device: torch.device
+    real: torch.dtype  # of what has more digits than 16 bits
+
+    def indices(self, first: int = 0, last: int | None = None) -> dict[str, Tensor]:
+        """b, h, q_idx and kv_idx so that they broadcast to [b, h, sq, sk]; of the rows first to last."""
+        last = self.sq if last is None else last
+        starts = ((0, self.b), (0, self.h), (first, last), (0, self.sk))
+        shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
+        return {
+            name: torch.arange(*start, device=self.device).view(shape)
+            for name, start, shape in zip(("b", "h", "q_idx", "kv_idx"), starts, shapes, strict=True)
+        }
+
+    def shape(self, uses: frozenset[str]) -> tuple[int, int, int, int]:
+        """Of what depends on `uses` alone."""
+        return (
+            self.b if "b" in uses else 1,
+            self.h if "h" in uses else 1,
+            self.sq if "q_idx" in uses else 1,
+            self.sk if "kv_idx" in uses else 1,
+        )
+
+
+def _real(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+# ----------------------------------------------------------------------------------------------------------- masks
+
+
+class _Masks:
+    """The conditions on scores: a band where they are one, which the kernels skip, and the rest."""
+
+    def __init__(self, conditions: list[Any]) -> None:
+        self.low, self.high = -math.inf, math.inf
+        self.rest: list[Any] = []
+        for condition in conditions:
+            limits = band(condition)
+            if limits is None:
+                self.rest.append(condition)
+            else:
+                self.low, self.high = max(self.low, limits[0]), min(self.high, limits[1])
+
+    def options(self, sq: int, sk: int) -> tuple[dict[str, Any], int, list[Any]]:
+        """heddle's causal and window, the diagonal from which it counts, and the conditions that these leave out."""
+        left, right, causal = None, None, None
+        rest = list(self.rest)
+        if self.high <= 0:
+            causal, off = "top_left", 0
+        elif self.high == sk - sq:
+            causal, off = "bottom_right", sk - sq
+        else:
+            off = sk - sq
+            if self.high >= off and self.high != math.inf:
+                right = int(self.high) - off
+        if self.low <= off and self.low != -math.inf:
+            left = off - int(self.low)
+        if (self.high < 0 and causal) or (self.high < off and not causal):
+            rest.append(_Side(self.high, 1))
+        if self.low > off:
+            rest.append(_Side(self.low, -1))
+        window = None if left is right is None else (left, right)
+        return {"causal": causal, "window": window}, off, rest
+
+
+class _Side(NamedTuple):
+    """kv_idx - q_idx at most (sign 1) or at least (-1) a limit: a band's side that no option of the kernels says."""
+
+    limit: float
+    sign: int
+
+    @property
+    def uses(self) -> frozenset[str]:
+        return frozenset(("q_idx", "kv_idx"))
+
+    def values(self, indices: dict[str, Tensor]) -> Tensor:
+        return self.sign * (indices["kv_idx"] - indices["q_idx"]) <= self.sign * self.limit
+
+    def key(self) -> tuple[Any, ...]:
+        return tuple(self)
+
+
+def _uses(conditions: list[Any]) -> frozenset[str]:
+    return frozenset().union(*(c.uses for c in conditions if isinstance(c, (Expression, _Side))))
+
+
+def _value(condition: Any, indices: dict[str, Tensor], device: torch.device) -> Tensor:
+    value = condition.values(indices) if isinstance(condition, (Expression, _Side)) else condition
+    value = value if isinstance(value, Tensor) else torch.tensor(value, device=device)
+    return value if value.dtype == torch.bool else value != 0
+
+
+def _strips(conditions: list[Any], tiles: _Tiles | None, p: _Problem) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Of some rows at a time: where all conditions hold, and the same as the BlockMask's own tiles have it."""
+    b, h, sq, sk = p.shape(_uses(conditions) | {"kv_idx"})
+    if tiles is not None:
+        b, h, sq = max(b, tiles.kinds.shape[0]), max(h, tiles.kinds.shape[1]), p.sq
+    rows = max(1, _STRIP // max(1, b * h * sk))
+    for first in range(0, sq, rows):
+        last = min(first + rows, sq)
+        indices = p.indices(first, last)
+        values = [_value(condition, indices, p.device) for condition in conditions]
+        seen = every(tuple(values)) if values else torch.ones((), dtype=torch.bool, device=p.device)
+        listed = seen
+        if tiles is not None:
+            kinds = tiles.rows(first, last, p.sk)
+            listed = (kinds == 2) | ((kinds == 1) & seen)
+        yield slice(first, last), seen, listed
+
+
+def _dense(conditions: list[Any], tiles: _Tiles | None, p: _Problem) -> Tensor:
+    """All conditions as a mask, with the BlockMask's own tiles if these are given."""
+    size = p.shape(_uses(conditions) | {"kv_idx"})
+    if tiles is not None:
+        size = (max(size[0], tiles.kinds.shape[0]), max(size[1], tiles.kinds.shape[1]), p.sq, p.sk)
+    mask = torch.empty(size, dtype=torch.bool, device=p.device)
+    with torch.no_grad():
+        for rows, _, listed in _strips(conditions, tiles, p):
+            mask[:, :, rows] = listed
+    return mask
+
+
+class _Tiles:
+    """What a BlockMask's lists say of its tiles: 0 empty, 1 cut, 2 full."""
+
+    def __init__(self, mask: Any, p: _Problem) -> None:
+        self.q_size, self.k_size = mask.BLOCK_SIZE
+        columns = -(-p.sk // self.k_size)
+        self.kinds = _listed(mask.kv_num_blocks, mask.kv_indices, columns, 1)
+        if mask.full_kv_num_blocks is not None:
+            full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, columns, 2)
+            self.kinds = torch.maximum(self.kinds, full)
+
+    def rows(self, first: int, last: int, sk: int) -> Tensor:
+        at = torch.arange(first, last, device=self.kinds.device) // self.q_size
+        return self.kinds[:, :, at].repeat_interleave(self.k_size, -1)[..., :sk]
+
+    def agree(self, conditions: list[Any], p: _Problem) -> bool:
+        """Whether the lists say nothing that mask_mod does not, as create_block_mask's never do. Waits for a GPU."""
+        masks = _Masks(conditions)
+        if not masks.rest:
+            return self._agree_with(masks.low, masks.high, p)
+        with torch.no_grad():
+            return not any(bool((seen != listed).any()) for _, seen, listed in _strips(conditions, self, p))
+
+    def _agree_with(self, low: float, high: float, p: _Problem) -> bool:
+        """The same for a band, tile by tile."""
+        rows, columns = self.kinds.shape[2:]
+        q = torch.arange(rows, device=p.device)[:, None] * self.q_size
+        k = torch.arange(columns, device=p.device)[None, :] * self.k_size
+        q_end, k_end = (q + self.q_size).clamp(max=p.sq) - 1, (k + self.k_size).clamp(max=p.sk) - 1
+        some = (k - q_end <= high) & (k_end - q >= low) & (q < p.sq) & (k < p.sk)
+        whole = (k_end - q <= high) & (k - q_end >= low)
+        wrong = (some & (self.kinds == 0)) | (~whole & (self.kinds == 2) & (q < p.sq) & (k < p.sk))
+        return not bool(wrong.any())
+
+
+def _listed(counts: Tensor, indices: Tensor, columns: int, kind: int) -> Tensor:
+    there = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    at = torch.where(there, indices, columns).long()
+    made = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.int8, device=indices.device)
+    return made.scatter_(-1, at.clamp(max=columns), kind)[..., :columns]
+
+
+class _Known:
+    """What was found out about a BlockMask: its tiles, whether they agree with its mask_mod, and its mask.
+
+    The last two with the key and the conditions they belong to: an id in a key is nobody else's while these live."""
+
+    def __init__(self, mask: Any) -> None:
+        self.of = weakref.ref(mask)
+        self.lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+        self.tiles: dict[_Problem, _Tiles] = {}
+        self.agreed: tuple[Any, list[Any], bool] | None = None
+        self.mask: tuple[Any, list[Any], Tensor] | None = None
+
+
+_known: dict[int, _Known] = {}
+
+
+def _knowledge(mask: Any) -> _Known:
+    known = _known.get(id(mask))
+    lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    if known is None or known.of() is not mask or any(a is not b for a, b in zip(known.lists, lists, strict=True)):
+        known = _known[id(mask)] = _Known(mask)
+        weakref.finalize(mask, _known.pop, id(mask), None)
+    return known
+
+
+def _of_block_mask(mask: Any, like: Tensor, p: _Problem) -> tuple[list[Any], _Known | None, _Tiles | None]:
+    """Its conditions; the tiles, where these say something that mask_mod does not."""
+    if mask is None or min(mask.BLOCK_SIZE) >= _UNBOUNDED:
+        return ([], None, None) if mask is None else (_conditions(mask.mask_mod, like), None, None)
+    if tuple(mask.seq_lengths) != (p.sq, p.sk):
+        raise HeddleValueError(
+            f"block_mask was made for lengths {tuple(mask.seq_lengths)}, but query and key have {(p.sq, p.sk)}"
+        )
+    if mask.kv_num_blocks.device != p.device:
+        raise HeddleValueError(f"block_mask is on {mask.kv_num_blocks.device}, query on {p.device}")
+    for x, (have, want) in enumerate(zip(mask.kv_num_blocks.shape[:2], (p.b, p.h), strict=True)):
+        if have not in (1, want):
+            raise HeddleValueError(f"block_mask has size {have} in dimension {x}, which must be 1 or {want}")
+    if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise HeddleValueError("block_mask was sliced, and has no mask_mod any more: set it from the original")
+    known = _knowledge(mask)
+    conditions = _conditions(mask.mask_mod, like)
+    tiles = known.tiles.get(p)
+    if tiles is None:
+        tiles = known.tiles[p] = _Tiles(mask, p)
+    key = _key(conditions, p)
+    if known.agreed is None or known.agreed[0] != key:
+        known.agreed = key, conditions, tiles.agree(conditions, p)
+    return conditions, known, None if known.agreed[2] else tiles
+
+
+def _key(conditions: list[Any], p: _Problem) -> tuple[Any, ...]:
+    return p, *(
+        c.key() if isinstance(c, (Expression, _Side)) else (id(c), getattr(c, "_version", 0)) for c in conditions
+    )
+
+
+def _conditions(mask_mod: Any, like: Tensor) -> list[Any]:
+    return conjuncts(trace(mask_mod, like, False))
+
+
+# ---------------------------------------------------------------------------------------------------------- scores
+
+
+def _slopes(value: Any, p: _Problem) -> Tensor | None:
+    """[h] or [b, h]; None where a gradient is wanted."""
+    if isinstance(value, Expression):
+        if torch.is_grad_enabled() and any(t.requires_grad for t in value.tensors()):
+            return None
+        value = value.values(p.indices())
+    if not isinstance(value, Tensor):
+        return torch.full((p.h,), float(value), dtype=p.real, device=p.device)
+    value = value.to(p.real)
+    value = value.reshape(value.shape[:2]) if value.dim() == 4 else value.reshape(1, -1)
+    slopes: Tensor = value.expand(-1, p.h).contiguous()
+    return slopes[0] if slopes.shape[0] == 1 else slopes
+
+
+def _added(score: Score, causal: bool, off: int, p: _Problem) -> dict[str, Any]:
+    """alibi_slopes and bias of what is added to a score. `causal`: no query sees a key behind its own place."""
+    slopes, bias = None, None
+    for term in score.added:
+        found = slope(term) if off == 0 else None
+        made = None
+        if found and (found[1] or causal):
+            # heddle adds -slope·|q - kv|, and kv - q is -|q - kv| where that is causal.
+            made = _slopes(-found[0] if found[1] else found[0], p)
+        if made is not None:
+            slopes = made if slopes is None else slopes + made
+            continue
+        value = term.values(p.indices()) if isinstance(term, Expression) else term
+        if not isinstance(value, Tensor):
+            value = torch.full((1, 1, 1, 1), float(value), dtype=p.real, device=p.device)
+        bias = value if bias is None else bias + value
+    if bias is not None:
+        bias = bias if bias.is_floating_point() else bias.to(p.real)
+        bias = bias.expand(_broadcast_shapes(bias.shape, (1, 1, 1, p.sk)))
+    return {"alibi_slopes": slopes, "bias": bias}
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """torch.nn.attention.flex_attention.flex_attention, computed by heddle where score_mod and block_mask allow it.
+
+    What the two functions compute is found out by calling them with symbols, whatever they are called: softcap, ALiBi,
+    anything added that is computed of the indices and of captured tensors (with gradients to these), causal, window,
+    any other condition on the indices, and their compositions in the order cap, add, mask. ALiBi's slopes, causal and
+    window reach the kernels as such; what else is added or masked is formed as a tensor, of size 1 in the dimensions
+    that it does not depend on.
+
+    Args:
+        query: [b, h, sq, d]; float32, bfloat16 or float16 on CPU or CUDA, float64 on the CPU.
+        key, value: [b or 1, hk, sk, d] and [b or 1, hk, sk, dv].
+        score_mod: score_mod(score, b, h, q_idx, kv_idx), or None.
+        block_mask: a torch.nn.attention.flex_attention.BlockMask, or None.
+        scale: default 1/sqrt(d).
+        enable_gqa: let hk be a divisor of h.
+        return_lse: also return the log-sum-exp, [b, h, sq].
+        kernel_options: of PyTorch's kernels. They change no result, so nothing is done with them.
+        return_aux: an AuxRequest; max_scores is refused.
+
+    Returns:
+        out, [b, h, sq, dv]; (out, lse) with return_lse; (out, AuxOutput) with return_aux. All have gradients.
+
+    Raises:
+        NotImplementedError: with the operation of score_mod or mask_mod that heddle does not understand; under
+            torch.compile.
+        TypeError, ValueError: as heddle.attention.
+
+    Source: the documentation of PyTorch's function; Dong et al., "Flex Attention", 2024.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(
+            "heddle.flex_attention calls score_mod and mask_mod with symbols, which torch.compile cannot trace: leave "
+            "it out of the compiled part (torch.compiler.disable), or call heddle.attention there"
+        )
+    need_tensors(query=query, key=key, value=value)
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise HeddleValueError(
+            f"query, key and value have {query.dim()}, {key.dim()} and {value.dim()} dimensions: must be 4"
+        )
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise HeddleValueError(
+            f"query has {query.shape[1]} heads, key {key.shape[1]}: enable_gqa=True lets them differ"
+        )
+    if return_lse and return_aux is not None:
+        raise HeddleValueError("return_lse and return_aux cannot be given together")
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError("heddle.flex_attention has no max_scores")
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        raise HeddleTypeError(f"kernel_options must be a dict, not {type(kernel_options).__name__}")
+    p = _Problem(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device, _real(query))
+    if key.shape[0] == value.shape[0] == 1 != p.b:
+        key, value = (t.expand(p.b, *t.shape[1:]) for t in (key, value))
+    options = _options(query, score_mod, block_mask, scale, p)
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    results = attention(query, key, value, return_lse=wants_lse, **options)
+    if return_aux is None:
+        return results
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    return (results[0], AuxOutput(lse=results[1])) if wants_lse else (results, AuxOutput())
+
+
+def _options(query: Tensor, score_mod: Any, block_mask: Any, scale: float | None, p: _Problem) -> dict[str, Any]:
+    """heddle.attention's options for the two functions."""
+    score = Score(query) if score_mod is None else trace(score_mod, query, True)
+    if not isinstance(score, Score):
+        refuse(f"a score_mod that returns {score!r} whatever the score is")
+    conditions, known, tiles = _of_block_mask(block_mask, query, p)
+    of_score = [part for condition in score.seen for part in conjuncts(condition)]
+    masks = _Masks([*of_score, *(conditions if tiles is None else [])])
+    options, off, rest = masks.options(p.sq, p.sk)
+    options |= _added(score, options["causal"] == "top_left", off, p)
+    options["mask"] = _mask(rest, conditions, known, tiles, p)
+    if score.factor != 1.0:
+        scale = score.factor * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return options | {"scale": scale, "softcap": score.cap}
+
+
+def _mask(rest: list[Any], conditions: list[Any], known: _Known | None, tiles: Any, p: _Problem) -> Tensor | None:
+    """What causal and window leave out. A BlockMask's is kept as long as its tensors are the same."""
+    if tiles is not None:
+        whole = _dense(rest, None, p) if rest else None
+        mask = _kept(conditions, known, tiles, p)
+        return mask if whole is None else mask & whole
+    if not rest:
+        return None
+    return _kept(rest, known, None, p)
+
+
+def _kept(conditions: list[Any], known: _Known | None, tiles: Any, p: _Problem) -> Tensor:
+    if known is None:
+        return _dense(conditions, tiles, p)
+    key = tiles is None, *_key(conditions, p)
+    if known.mask is None or known.mask[0] != key:
+        known.mask = key, conditions, _dense(conditions, tiles, p)
+    return known.mask[2]

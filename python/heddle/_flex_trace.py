@@ -1,0 +1,536 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a score_mod or mask_mod of FlexAttention computes, found out by calling it once with symbols.
+
+An ``Expression`` is anything made of the indices b, h, q_idx and kv_idx, of tensors that the function captured, and of
+numbers: it can be computed for all indices at once, by broadcasting. A ``Score`` is what heddle can make of a score:
+scaled, capped, something added that is an Expression, and masked, in the order in which the kernels do it. Everything
+else is a NotImplementedError that names the operation.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+INDICES = ("b", "h", "q_idx", "kv_idx")
+_BINARY = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "truediv": operator.truediv,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "pow": operator.pow,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+}
+_COMPARE = {
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
+# PyTorch's names of the same.
+_SAME = {
+    "subtract": "sub", "multiply": "mul", "div": "truediv", "true_divide": "truediv", "divide": "truediv",
+    "floor_divide": "floordiv", "remainder": "mod", "less": "lt", "less_equal": "le", "greater": "gt",
+    "greater_equal": "ge", "not_equal": "ne", "negative": "neg", "absolute": "abs", "bitwise_and": "and",
+    "bitwise_or": "or", "bitwise_xor": "xor", "bitwise_not": "invert", "bitwise_left_shift": "lshift",
+    "bitwise_right_shift": "rshift", "float_power": "pow",
+}  # fmt: skip
+# Each element of the result is made of the same element of the arguments.
+_POINTWISE = {
+    "abs", "neg", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "square", "reciprocal",
+    "tanh", "sigmoid", "sin", "cos", "tan", "atan", "erf", "relu", "sign", "sgn", "floor", "ceil", "round", "trunc",
+    "frac", "clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "fmin", "fmax", "fmod", "where",
+    "logical_and", "logical_or", "logical_xor", "logical_not", "isinf", "isneginf", "isposinf", "isnan", "isfinite",
+    "masked_fill", "lerp", "nan_to_num", "to", "type", "float", "double", "half", "bfloat16", "int", "long", "bool",
+    "zeros_like", "ones_like", "full_like", "clone", "contiguous", "pos", "positive",
+}  # fmt: skip
+
+
+def refuse(what: str) -> NoReturn:
+    raise NotImplementedError(f"heddle.flex_attention does not understand {what}; PyTorch's flex_attention may")
+
+
+class _Symbol:
+    """Both kinds. The operators of Python come here, PyTorch's functions through the mode of ``trace``."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    shape = torch.Size(())
+    ndim = 0
+    requires_grad = False
+    is_nested = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return apply(_name_of(func), func, args, kwargs or {})
+
+    def __bool__(self) -> bool:
+        refuse("a branch of Python that depends on an index or a score (say torch.where)")
+
+    def __iter__(self) -> Iterator[Any]:
+        refuse("a loop over an index or a score")
+
+    def __index__(self) -> int:
+        refuse("an index or a score made a number of Python")
+
+    __int__ = __float__ = __index__
+
+    def dim(self) -> int:
+        return 0
+
+    def size(self, dim: Any = None) -> Any:
+        return self.shape
+
+    def item(self) -> Any:
+        refuse("item() of an index or a score")
+
+    def __neg__(self) -> Any:
+        return apply("neg", operator.neg, (self,), {})
+
+    def __abs__(self) -> Any:
+        return apply("abs", torch.abs, (self,), {})
+
+    def __invert__(self) -> Any:
+        return apply("invert", operator.invert, (self,), {})
+
+    def __getitem__(self, index: Any) -> Any:
+        refuse("an index or a score with an index of its own")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("new_"):
+            return _maker(name)
+        function = getattr(torch.Tensor, name, None)
+        if name.startswith("_") or not callable(function):
+            raise AttributeError(f"what stands for an index or a score has no attribute {name!r}")
+        return lambda *args, **kwargs: apply(_name_of(function), function, (self, *args), kwargs)
+
+
+def _operators() -> None:
+    for name, function in (*_BINARY.items(), *_COMPARE.items()):
+
+        def forward(self: Any, other: Any, name: str = name, function: Any = function) -> Any:
+            return apply(name, function, (self, other), {})
+
+        def reverse(self: Any, other: Any, name: str = name, function: Any = function) -> Any:
+            return apply(name, function, (other, self), {})
+
+        setattr(_Symbol, f"__{name}__", forward)
+        if name in _BINARY:
+            setattr(_Symbol, f"__r{name}__", reverse)
+
+
+_operators()
+
+
+class Expression(_Symbol):
+    """function(*args, **kwargs), or an index. uses: the indices it depends on; rest: dimensions without an index."""
+
+    __slots__ = ("args", "function", "kwargs", "name", "rest", "uses")
+
+    def __init__(
+        self,
+        name: str,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        uses: frozenset[str],
+        rest: int = 0,
+    ) -> None:
+        self.name, self.function, self.args, self.kwargs, self.uses, self.rest = (
+            name,
+            function,
+            args,
+            kwargs,
+            uses,
+            rest,
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        return _index(self, index) if self.rest else super().__getitem__(index)
+
+    def tensors(self) -> list[Tensor]:
+        """Those that were captured."""
+        found: list[Tensor] = []
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Expression):
+                found += value.tensors()
+            elif isinstance(value, Tensor):
+                found.append(value)
+        return found
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for what is computed in the same way from the same numbers."""
+        return self.name, *(_key(value) for value in (*self.args, *self.kwargs.items()))
+
+    def values(self, indices: dict[str, Tensor], known: dict[int, Any] | None = None) -> Any:
+        """Computed for all `indices`, which broadcast against each other."""
+        known = {} if known is None else known
+        if id(self) not in known:
+            if not self.args:
+                known[id(self)] = indices[self.name]
+            else:
+                args = [_values(value, indices, known) for value in self.args]
+                kwargs = {name: _values(value, indices, known) for name, value in self.kwargs.items()}
+                known[id(self)] = self.function(*args, **kwargs)
+        return known[id(self)]
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Expression):
+        return value.key()
+    if isinstance(value, Tensor):
+        return id(value), value._version, value.data_ptr()
+    return type(value), value
+
+
+def _values(value: Any, indices: dict[str, Tensor], known: dict[int, Any]) -> Any:
+    return value.values(indices, known) if isinstance(value, Expression) else value
+
+
+class Score(_Symbol):
+    """factor·score, or cap·tanh(factor·score/cap), plus all of `added`, where all of `seen` are true."""
+
+    __slots__ = ("added", "cap", "device", "dtype", "factor", "seen")
+
+    def __init__(
+        self,
+        like: Any,
+        factor: float = 1.0,
+        cap: float = 0.0,
+        added: tuple[Any, ...] = (),
+        seen: tuple[Expression, ...] = (),
+    ) -> None:
+        self.dtype, self.device = like.dtype, like.device
+        self.factor, self.cap, self.added, self.seen = factor, cap, added, seen
+
+    def but(self, **changed: Any) -> Score:
+        fields = {name: getattr(self, name) for name in ("factor", "cap", "added", "seen")}
+        return Score(self, **(fields | changed))
+
+
+# ----------------------------------------------------------------------------------------------------- operations
+
+
+def _name_of(function: Any) -> str:
+    name: str = getattr(function, "__name__", str(function))
+    name = name.strip("_") if name.startswith("__") else name.removesuffix("_") if name[:1] != "_" else name
+    if name[:1] == "r" and name[1:] in _BINARY:
+        return name
+    return _SAME.get(name, name)
+
+
+def _maker(name: str) -> Callable[..., Any]:
+    """new_ones(()) and the like: a number."""
+
+    def make(size: Any = (), *args: Any, **kwargs: Any) -> Any:
+        if tuple(size) != () or name not in ("new_ones", "new_zeros", "new_full", "new_tensor"):
+            refuse(f"{name} of {size}")
+        value = {"new_ones": 1, "new_zeros": 0}.get(name, args[0] if args else kwargs.get("fill_value", 0))
+        return bool(value) if kwargs.get("dtype") == torch.bool else value
+
+    return make
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _index(tensor: Any, index: Any) -> Expression:
+    """tensor[h], tensor[b, h], tensor[b][h] and so on, where each part is a number for every index."""
+    parts = index if isinstance(index, tuple) else (index,)
+    earlier: tuple[Any, ...] = ()
+    if isinstance(tensor, Expression):
+        tensor, *earlier = tensor.args  # type: ignore[assignment]
+    uses: frozenset[str] = frozenset()
+    for part in parts:
+        if isinstance(part, Expression) and not part.rest:
+            uses |= part.uses
+        elif not (isinstance(part, int) or (isinstance(part, Tensor) and part.dim() == 0)):
+            refuse(f"the index {part!r} of a captured tensor")
+    parts = (*earlier, *parts)
+    for part in earlier:
+        uses |= part.uses if isinstance(part, Expression) else frozenset()
+    if len(parts) > tensor.dim():
+        raise IndexError(f"too many indices for a captured tensor of dimension {tensor.dim()}")
+    return Expression("getitem", lambda t, *at: t[at], (tensor, *parts), {}, uses, tensor.dim() - len(parts))
+
+
+def apply(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One operation on symbols."""
+    if name[:1] == "r" and name[1:] in _BINARY:  # Tensor.__rsub__ and its like
+        name, args = name[1:], args[::-1]
+    if name in _BINARY or name in _COMPARE:
+        if kwargs.get("alpha", 1) != 1 or kwargs.get("rounding_mode"):
+            if any(isinstance(a, Score) for a in args):
+                refuse(f"{name} of a score with {kwargs}")
+        else:
+            function, kwargs = (_BINARY | _COMPARE)[name], {}
+    if name in ("getitem", "index") and not isinstance(args[0], Score):
+        return _index(args[0], tuple(args[1]) if name == "index" else args[1])
+    everything = (*args, *kwargs.values())
+    for value in everything:
+        if isinstance(value, Expression) and value.rest:
+            refuse(f"{name} of a captured tensor of which {value.rest} dimensions have no index")
+        if isinstance(value, Tensor) and value.dim():
+            refuse(f"{name} of a captured tensor of shape {list(value.shape)} that has no index")
+    if any(isinstance(value, Score) for value in everything):
+        return _of_score(name, args, kwargs)
+    if name not in _POINTWISE and name not in _BINARY and name not in _COMPARE and name != "invert":
+        refuse(f"the operation {name}")
+    if name in ("and", "or") and any(value is (name == "and") for value in args):
+        return args[1] if args[0] is (name == "and") else args[0]
+    uses: frozenset[str] = frozenset().union(*(value.uses for value in everything if isinstance(value, Expression)))
+    return Expression(name, function, args, kwargs, uses)
+
+
+def _of_score(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if name == "add":
+        return _add(args[0], args[1])
+    if name == "sub":
+        if isinstance(args[1], Score):
+            refuse("something minus a score")
+        return _add(args[0], -args[1])
+    if name == "neg":
+        return _multiply(args[0], -1.0)
+    if name == "mul":
+        score, other = args if isinstance(args[0], Score) else args[::-1]
+        return _multiply(score, other)
+    if name == "truediv" and isinstance(args[0], Score):
+        number = _number(args[1])
+        if number is None:
+            refuse("a score divided by what is no number of Python")
+        return _multiply(args[0], 1 / number)
+    if name == "tanh":
+        score = args[0]
+        if score.cap or score.added or score.seen:
+            refuse("tanh of a score that something was added to, or that is capped or masked (heddle caps first)")
+        return score.but(cap=1.0)
+    if name == "where":
+        return _where(*args)
+    if name == "masked_fill":
+        return _where(args[1], args[2], args[0])
+    if name in ("clone", "contiguous", "pos", "positive") or (name in ("to", "float", "type") and _widens(name, args)):
+        return args[0]
+    refuse(f"the operation {name} of a score")
+
+
+def _widens(name: str, args: tuple[Any, ...]) -> bool:
+    """The score is held in float32 or better anyway."""
+    wanted = torch.float32 if name == "float" else args[1] if len(args) > 1 else None
+    return wanted in (torch.float32, args[0].dtype)
+
+
+def _add(a: Any, b: Any) -> Score:
+    score, other = (a, b) if isinstance(a, Score) else (b, a)
+    if isinstance(other, Score):
+        refuse("a score added to a score")
+    if isinstance(other, float) and math.isinf(other):
+        refuse("an infinite number added to a score")
+    return score.but(added=(*score.added, other))
+
+
+def _multiply(score: Any, other: Any) -> Score:
+    number = _number(other)
+    if number is None or isinstance(score, (int, float)):
+        refuse("a score multiplied with what is no number of Python")
+    if score.seen and number <= 0:
+        refuse("a masked score multiplied with a number that is not positive")
+    added = tuple(each * number for each in score.added)
+    if score.cap:
+        # A sign goes through tanh.
+        score = score.but(cap=score.cap * abs(number))
+    multiplied: Score = score.but(factor=score.factor * number, added=added)
+    return multiplied
+
+
+def _total(added: tuple[Any, ...]) -> Any:
+    total: Any = 0.0
+    for each in added:
+        total = each if isinstance(total, float) and total == 0.0 else total + each
+    return total
+
+
+def every(conditions: tuple[Any, ...]) -> Any:
+    """All of them."""
+    total = conditions[0]
+    for each in conditions[1:]:
+        total = total & each
+    return total
+
+
+def _is_minus_infinity(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == -math.inf
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    if isinstance(condition, Score):
+        refuse("a condition on a score")
+    a, b = (float(v) if isinstance(v, Tensor) and v.device.type == "cpu" and not v.requires_grad else v for v in (a, b))
+    if isinstance(condition, bool):
+        return a if condition else b
+    if not isinstance(condition, Expression):
+        refuse("torch.where with a condition that is no expression of the indices")
+    if _is_minus_infinity(b):
+        return a.but(seen=(*a.seen, condition))
+    if _is_minus_infinity(a):
+        return b.but(seen=(*b.seen, apply("logical_not", torch.logical_not, (condition,), {})))
+    if not (isinstance(a, Score) and isinstance(b, Score)):
+        refuse("torch.where of a score and of something else than -inf")
+    if (a.factor, a.cap) != (b.factor, b.cap):
+        refuse("torch.where of scores that are scaled or capped in two ways")
+    added, seen = a.added, a.seen
+    if not _same(a.added, b.added):
+        sides = (condition, _total(a.added), _total(b.added))
+        added = (apply("where", _where_of_numbers, sides, {}),)
+    if not _same(a.seen, b.seen):
+        seen = tuple(apply("or", operator.or_, (~condition, each), {}) for each in a.seen)
+        seen += tuple(apply("or", operator.or_, (condition, each), {}) for each in b.seen)
+    return a.but(added=added, seen=seen)
+
+
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _where_of_numbers(condition: Tensor, a: Any, b: Any) -> Tensor:
+    return torch.where(condition, a, b)
+
+
+# --------------------------------------------------------------------------------------------------------- tracing
+
+
+class _Mode(TorchFunctionMode):
+    """Captured tensors with a symbol for an index come here, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = [*args, *(kwargs or {}).values()]
+        values += [part for value in values if isinstance(value, (tuple, list)) for part in value]
+        if any(isinstance(value, _Symbol) for value in values):
+            return apply(_name_of(func), func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class Leaf(Expression):
+    """An index."""
+
+    __slots__ = ("device", "dtype")
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        super().__init__(name, None, (), {}, frozenset((name,)))
+        self.dtype, self.device = torch.int64, device
+
+
+def trace(function: Callable[..., Any], like: Tensor, with_score: bool) -> Any:
+    """The result of function(score, b, h, q_idx, kv_idx), or without the score, for symbols."""
+    leaves: list[Any] = [Leaf(name, like.device) for name in INDICES]
+    with _Mode():
+        return function(*([Score(like)] if with_score else []), *leaves)
+
+
+# --------------------------------------------------------------------------------------------------- recognition
+
+
+def linear(value: Any) -> tuple[float, float, float] | None:
+    """(x, y, z), where value is x·q_idx + y·kv_idx + z."""
+    number = _number(value)
+    if number is not None:
+        return 0.0, 0.0, number
+    if not isinstance(value, Expression):
+        return None
+    if isinstance(value, Leaf):
+        places = {"q_idx": (1.0, 0.0, 0.0), "kv_idx": (0.0, 1.0, 0.0)}
+        return places.get(value.name)
+    parts = [linear(arg) for arg in value.args]
+    if value.kwargs or None in parts:
+        return None
+    known: list[Any] = parts
+    if value.name in ("add", "sub"):
+        sign = 1.0 if value.name == "add" else -1.0
+        x, y, z = (a + sign * b for a, b in zip(*known, strict=True))
+        return x, y, z
+    if value.name == "neg":
+        x, y, z = (-a for a in known[0])
+        return x, y, z
+    if value.name == "mul" and any(part[:2] == (0.0, 0.0) for part in known):
+        factor, form = known if known[0][:2] == (0.0, 0.0) else known[::-1]
+        x, y, z = (a * factor[2] for a in form)
+        return x, y, z
+    return None
+
+
+_TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
+
+
+def band(condition: Any) -> tuple[float, float] | None:
+    """(low, high), where the condition is low <= kv_idx - q_idx <= high; None if it is something else."""
+    if not isinstance(condition, Expression) or condition.name not in _TURNED or condition.kwargs:
+        return None
+    left, right = condition.args
+    name = condition.name
+    for inner, bound, turned in ((left, right, name), (right, left, _TURNED[name])):
+        limit = _number(bound)
+        distance = linear(inner.args[0]) if isinstance(inner, Expression) and inner.name == "abs" else None
+        if distance is not None and limit is not None and distance in ((1.0, -1.0, 0.0), (-1.0, 1.0, 0.0)):
+            limit = math.ceil(limit) - 1 if turned == "lt" else math.floor(limit)
+            return (-limit, limit) if turned in ("lt", "le") and limit >= 0 else None
+    forms = linear(left), linear(right)
+    if forms[0] is None or forms[1] is None:
+        return None
+    x, y, z = (a - b for a, b in zip(*forms, strict=True))  # type: ignore[arg-type]
+    if abs(x) != 1.0 or x + y != 0.0:
+        return None
+    if x == 1.0:  # q - kv + z against 0: kv - q - z the other way round
+        name, z = _TURNED[name], -z
+    # kv - q against -z, where both are whole
+    limits = {
+        "le": (-math.inf, math.floor(-z)),
+        "lt": (-math.inf, math.ceil(-z) - 1),
+        "ge": (math.ceil(-z), math.inf),
+        "gt": (math.floor(-z) + 1, math.inf),
+        "eq": (-z, -z),
+    }
+    return limits[name]
+
+
+def conjuncts(condition: Any) -> list[Any]:
+    """The conditions that all have to hold."""
+    if isinstance(condition, Expression) and condition.name in ("and", "logical_and") and not condition.kwargs:
+        return [part for arg in condition.args for part in conjuncts(arg)]
+    return [] if condition is True or (type(condition) is int and condition == 1) else [condition]
+
+
+def slope(term: Any) -> tuple[Any, bool] | None:
+    """(s, distance), where term is s·|q_idx - kv_idx| (distance), or s·(kv_idx - q_idx), and s is of b and h alone."""
+    if not isinstance(term, Expression) or term.kwargs:
+        return None
+    if term.name == "abs":
+        return (1.0, True) if linear(term.args[0]) in ((1.0, -1.0, 0.0), (-1.0, 1.0, 0.0)) else None
+    form = linear(term)
+    if form is not None and form[0] == -form[1] and form[2] == 0:
+        return form[1], False
+    if term.name == "neg":
+        inner = slope(term.args[0])
+        return inner and (-inner[0], inner[1])
+    if term.name == "mul":
+        for factor, other in (term.args, term.args[::-1]):
+            inner = slope(other)
+            if inner and (not isinstance(factor, Expression) or factor.uses <= {"b", "h"}):
+                return inner[0] * factor, inner[1]
+    if term.name == "truediv" and (not isinstance(term.args[1], Expression) or term.args[1].uses <= {"b", "h"}):
+        inner = slope(term.args[0])
+        return inner and (inner[0] / term.args[1], inner[1])
+    return None

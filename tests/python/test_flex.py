@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""heddle.flex_attention: values against PyTorch's own, gradients against the formula, and what heddle is told."""
+
+from __future__ import annotations
+
+import gc
+import math
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import assert_close, devices, natural_size
+
+import heddle
+from heddle import _flex
+
+flex = pytest.importorskip("torch.nn.attention.flex_attention")
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "flex.py"
+B, H, SQ, SK, D = 2, 4, 37, 53, 8
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """PyTorch's function without a compiler."""
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+
+
+@pytest.fixture
+def passed(monkeypatch):
+    """The options with which heddle.attention was called."""
+    calls = []
+
+    def attention(*args, **options):
+        calls.append({name: value for name, value in options.items() if value is not None and value is not False})
+        return heddle.attention(*args, **options)
+
+    monkeypatch.setattr(_flex, "attention", attention)
+    return calls
+
+
+def captured(dtype=torch.float64):
+    """What the functions below read: fresh tensors, the first five with a gradient."""
+    generator = torch.Generator().manual_seed(1)
+
+    def made(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    return {
+        "per_head": made(H),
+        "square": made(H, SQ, SK),
+        "batched": made(B, H, SK),
+        "relative": made(SQ + SK),
+        "buckets": made(32, H),
+        "slopes": torch.exp2(-torch.arange(1.0, H + 1)).to(dtype),
+        "allowed": torch.rand(SQ, SK, generator=generator) > 0.3,
+        "documents": torch.arange(max(SQ, SK)) // 11,
+        "lengths": torch.tensor([13, SK]),
+        "half": torch.tensor(0.5, dtype=dtype),
+    }
+
+
+def t5(distance):
+    """Buckets of distances: exact to 8, then logarithmic."""
+    far = 8 + (torch.log(distance.clamp(min=1).float() / 8) / math.log(16.0) * 8).to(torch.int64)
+    return torch.where(distance < 8, distance, torch.clamp(far, max=15))
+
+
+SCORES = {
+    "identity": lambda c: lambda s, b, h, q, k: s,
+    "softcap": lambda c: lambda s, b, h, q, k: 3.0 * torch.tanh(s / 3.0),
+    "softcap the other way round": lambda c: lambda s, b, h, q, k: torch.tanh(s * 0.5) * 2.0,
+    "softcap and more": lambda c: lambda s, b, h, q, k: -(torch.tanh(-s / 3) * 3) * 0.5 + c["per_head"][h],
+    "scaled": lambda c: lambda s, b, h, q, k: s * 0.5 / 2 + 1,
+    "negative": lambda c: lambda s, b, h, q, k: -s,
+    "alibi": lambda c: lambda s, b, h, q, k: s + c["slopes"][h] * (k - q),
+    "alibi, both sides": lambda c: lambda s, b, h, q, k: s - (q - k).abs() * c["slopes"][h],
+    "alibi of a formula": lambda c: lambda s, b, h, q, k: s + (k - q) * torch.exp2(-((h + 1) * 8.0 / H)),
+    "alibi of numbers": lambda c: lambda s, b, h, q, k: s - 0.25 * abs(k - q),
+    "alibi with a gradient": lambda c: lambda s, b, h, q, k: s + c["per_head"][h] * (k - q),
+    "per head": lambda c: lambda s, b, h, q, k: s + c["per_head"][h],
+    "square": lambda c: lambda s, b, h, q, k: s + c["square"][h, q, k],
+    "square, one index at a time": lambda c: lambda s, b, h, q, k: c["square"][h][q][k] + s,
+    "batched": lambda c: lambda s, b, h, q, k: s - 2 * c["batched"][b, h, k],
+    "relative": lambda c: lambda s, b, h, q, k: s + c["relative"][q - k + SK - 1],
+    "t5": lambda c: lambda s, b, h, q, k: s + c["buckets"][torch.where(k > q, 16, 0) + t5((q - k).abs()), h],
+    "causal": lambda c: lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")),
+    "causal, turned": lambda c: lambda s, b, h, q, k: torch.where(k > q, float("-inf"), s + c["per_head"][h]),
+    "masked_fill": lambda c: lambda s, b, h, q, k: s.masked_fill(~c["allowed"][q, k], -math.inf),
+    "window of tensors": lambda c: (
+        lambda s, b, h, q, k: torch.where((q - k <= 5) & (k - q < 9), s, torch.tensor(-torch.inf))
+    ),
+    "all of them": lambda c: (
+        lambda s, b, h, q, k: torch.where(
+            q + 20 >= k, 5 * torch.tanh(s / 5) + c["square"][h, q, k] - c["slopes"][h] * (q - k).abs(), -math.inf
+        )
+    ),
+    "either of two": lambda c: (
+        lambda s, b, h, q, k: torch.where(
+            h % 2 == 0, s + c["relative"][q], torch.where(c["allowed"][q, k], s - c["per_head"][h] * 2, -math.inf)
+        )
+    ),
+    "captured number": lambda c: lambda s, b, h, q, k: s + c["half"] * k,
+}
+MASKS = {
+    "causal": lambda c: lambda b, h, q, k: q >= k,
+    "bottom right": lambda c: lambda b, h, q, k: q + (SK - SQ) >= k,
+    "window": lambda c: lambda b, h, q, k: (q >= k) & (q - k <= 7),
+    "window of both sides": lambda c: lambda b, h, q, k: (q - k).abs() < 6,
+    "window apart": lambda c: lambda b, h, q, k: (k - q > 2) & (k - q < 30),
+    "strictly before": lambda c: lambda b, h, q, k: k < q,
+    "itself": lambda c: lambda b, h, q, k: k == q,
+    "prefix": lambda c: lambda b, h, q, k: (k < c["lengths"][b]) | (k <= q),
+    "documents": lambda c: flex.and_masks(
+        lambda b, h, q, k: c["documents"][q] == c["documents"][k], lambda b, h, q, k: k <= q
+    ),
+    "lengths": lambda c: lambda b, h, q, k: k < c["lengths"][b],
+    "heads": lambda c: flex.or_masks(lambda b, h, q, k: h == 1, lambda b, h, q, k: (q + k) % 3 == 0),
+    "noop": lambda c: flex.noop_mask,
+    "of a table": lambda c: lambda b, h, q, k: c["allowed"][q, k],
+}
+
+
+def formula(q, k, v, score_mod, mask_mod, scale=None):
+    """(out, lse) as FlexAttention defines them; all of these functions can be called with indices that broadcast."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    sizes = (*q.shape[:3], k.shape[2])
+    index = [torch.arange(n).view([-1 if x == at else 1 for x in range(4)]) for at, n in enumerate(sizes)]
+    scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
+    scores = score_mod(scores, *index) if score_mod else scores
+    if mask_mod:
+        seen = mask_mod(*index)
+        scores = torch.where(seen if seen.shape else seen.expand(sizes), scores, -math.inf)
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    lse = torch.logsumexp(scores.masked_fill(empty, 0), -1, keepdim=True).masked_fill(empty, -math.inf)
+    weights = torch.exp(scores - lse.masked_fill(empty, 0))
+    return weights.to(v.dtype) @ v, lse.squeeze(-1)
+
+
+def problem(dtype, hk=2, sq=SQ, sk=SK):
+    torch.manual_seed(0)
+    return [torch.randn(B, *shape).to(dtype).requires_grad_() for shape in ((H, sq, D), (hk, sk, D), (hk, sk, D))]
+
+
+def block_mask(mask_mod, sq=SQ, sk=SK, size=16):
+    return flex.create_block_mask(mask_mod, B, H, sq, sk, device="cpu", BLOCK_SIZE=size)
+
+
+def check(score, mask, dtype):
+    leaves, used = problem(dtype), captured(dtype)
+    score_mod = SCORES[score](used) if score else None
+    mask_mod = MASKS[mask](used) if mask else None
+    given = block_mask(mask_mod) if mask else None
+    with torch.no_grad():
+        theirs = flex.flex_attention(*(t.detach() for t in leaves), score_mod, given, enable_gqa=True)
+    out, lse = heddle.flex_attention(*leaves, score_mod, given, enable_gqa=True, return_lse=True)
+    assert out.shape == theirs.shape and out.dtype == theirs.dtype and lse.shape == out.shape[:3]
+    truth_leaves, truth_used = problem(torch.float64), captured()
+    truth_leaves = [a.detach().double().requires_grad_() for a in leaves]
+    truth_used = {
+        n: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for n, t in used.items()
+    }
+    same = "square" if score == "square, one index at a time" else score  # which does not broadcast
+    truth, truth_lse = formula(*truth_leaves, score and SCORES[same](truth_used), mask and MASKS[mask](truth_used))
+    plain, plain_lse = formula(*leaves, score and SCORES[same](used), mask_mod)
+    assert_close("out", out, truth, theirs)
+    assert_close("lse", lse, truth_lse, plain_lse, 4.0)
+    dout, dlse = torch.randn_like(truth), torch.randn_like(truth_lse)
+    seen = torch.isfinite(truth_lse)
+    learned = [name for name in used if used[name].requires_grad]
+
+    def gradients(o, its_lse, leaves, used):
+        loss = (o.double() * dout).sum() + (its_lse.double().masked_fill(~seen, 0) * dlse).sum()
+        return torch.autograd.grad(loss, [*leaves, *(used[name] for name in learned)], allow_unused=True)
+
+    grads = gradients(out, lse, leaves, used)
+    truths = gradients(truth, truth_lse, truth_leaves, truth_used)
+    plains = gradients(plain, plain_lse, leaves, used)
+    natural = natural_size(dout, *truth_leaves) + dlse.abs().max().item() * 4
+    for name, a, b, c in zip(["dq", "dk", "dv", *learned], grads, truths, plains, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            terms = 1 if name in ("dq", "dk", "dv") else B * SQ
+            assert_close(name, a, b, c, natural * math.sqrt(terms))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("score", SCORES)
+def test_scores(score, dtype):
+    check(score, None, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask, dtype):
+    check(None, mask, dtype)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "documents", "bottom right"])
+@pytest.mark.parametrize("score", ["alibi", "softcap and more", "all of them", "causal", "alibi with a gradient"])
+def test_both(score, mask):
+    check(score, mask, torch.float64)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits(dtype, device):
+    q, k, v = (t.detach().to(device) for t in problem(dtype, sk=SQ))
+    slopes = captured(torch.float32)["slopes"].to(device)
+    out = heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + slopes[h] * (j - i) + 1, enable_gqa=True)
+    truth, _ = formula(
+        *(t.double().cpu() for t in (q, k, v)), lambda s, b, h, i, j: s + slopes.cpu()[h] * (j - i), None
+    )
+    plain, _ = formula(*(t.cpu() for t in (q, k, v)), lambda s, b, h, i, j: s + slopes.cpu()[h] * (j - i), None)
+    assert_close("out", out, truth, plain)
+
+
+# ------------------------------------------------------------------------------------------- what heddle is told
+
+TOLD = {
+    "causal": (None, MASKS["causal"], {"causal": "top_left"}),
+    "causal in the score": (SCORES["causal"], None, {"causal": "top_left"}),
+    "both say so": (SCORES["causal"], MASKS["causal"], {"causal": "top_left"}),
+    "bottom right": (None, MASKS["bottom right"], {"causal": "bottom_right"}),
+    "window": (None, MASKS["window"], {"causal": "top_left", "window": (7, None)}),
+    "window of both sides": (None, MASKS["window of both sides"], {"window": (21, None), "mask": (1, 1, SQ, SK)}),
+    "softcap": (SCORES["softcap"], None, {"softcap": 3.0}),
+    "alibi": (SCORES["alibi"], MASKS["causal"], {"causal": "top_left", "alibi_slopes": (H,)}),
+    "alibi that looks ahead": (SCORES["alibi"], None, {"bias": (H, SQ, SK)}),
+    "alibi with a gradient": (
+        SCORES["alibi with a gradient"], MASKS["causal"], {"causal": "top_left", "bias": (H, SQ, SK)},
+    ),
+    "per head": (SCORES["per head"], None, {"bias": (1, H, 1, SK)}),
+    "documents": (None, MASKS["documents"], {"causal": "top_left", "mask": (1, 1, SQ, SK)}),
+    "lengths": (None, MASKS["lengths"], {"mask": (B, 1, 1, SK)}),
+    "strictly before": (None, MASKS["strictly before"], {"causal": "top_left", "mask": (1, 1, SQ, SK)}),
+    "noop": (None, MASKS["noop"], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_heddle_is_told(name, passed):
+    score, mask, expected = TOLD[name]
+    used = captured(torch.float32)
+    given = mask and flex.create_block_mask(mask(used), B, None, SQ, SK, device="cpu", BLOCK_SIZE=16)
+    heddle.flex_attention(*problem(torch.float32), score and score(used), given, enable_gqa=True)
+    (told,) = passed
+    for each in ("alibi_slopes", "bias", "mask"):
+        if each in told:
+            shape = tuple(told[each].shape)
+            told[each] = shape[len(shape) - len(expected.get(each, shape)) :]
+    told = {key: value for key, value in told.items() if key != "softcap" or value}
+    assert told == expected
+
+
+def test_window_of_both_sides_where_lengths_agree(passed):
+    q, k, v = problem(torch.float32, sk=SQ)
+    given = flex.create_block_mask(MASKS["window of both sides"](None), None, None, SQ, SQ, device="cpu", BLOCK_SIZE=16)
+    heddle.flex_attention(q, k, v, None, given, enable_gqa=True)
+    assert passed[0].get("window") == (5, 5) and "mask" not in passed[0]
+
+
+# ------------------------------------------------------------------------------------------------- block masks
+
+
+def dense(given):
+    """A BlockMask as PyTorch's kernels read it: full tiles, and cut ones where mask_mod is true."""
+    cut = flex._ordered_to_dense(given.kv_num_blocks, given.kv_indices, given.kv_indices.shape[-1])
+    full = torch.zeros_like(cut)
+    if given.full_kv_num_blocks is not None:
+        full = flex._ordered_to_dense(given.full_kv_num_blocks, given.full_kv_indices, given.full_kv_indices.shape[-1])
+    (rows, columns), (sq, sk) = given.BLOCK_SIZE, given.seq_lengths
+    cut, full = (
+        t.bool().repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., :sq, :sk] for t in (cut, full)
+    )
+    return full | (cut & flex.create_mask(given.mask_mod, *given.kv_num_blocks.shape[:2], sq, sk, device="cpu"))
+
+
+def lists(seed, mask_mod, size=16):
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = -(-SQ // size), -(-SK // size)
+    kinds = torch.randint(0, 3, (B, 1, rows, columns), generator=generator)
+    pairs = []
+    for kind in (1, 2):
+        pairs += flex._dense_to_ordered((kinds == kind).to(torch.int8))
+    return flex.BlockMask.from_kv_blocks(*pairs, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=(SQ, SK))
+
+
+@pytest.mark.parametrize("mask_mod", [None, lambda b, h, q, k: q >= k, lambda b, h, q, k: (q + k) % 2 == 0])
+def test_lists_that_say_something_else_than_mask_mod(mask_mod):
+    q, k, v = (t.detach() for t in problem(torch.float32))
+    given = lists(3, mask_mod)
+    for _ in range(2):  # the second from what is kept
+        out, lse = heddle.flex_attention(q, k, v, None, given, enable_gqa=True, return_lse=True)
+        expected, expected_lse = heddle.attention(q, k, v, mask=dense(given), return_lse=True)
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+
+
+def test_empty_rows():
+    q, k, v = problem(torch.float32)
+    given = block_mask(lambda b, h, i, j: (i % 2 == 0) & (i >= j))
+    out, lse = heddle.flex_attention(q, k, v, None, given, enable_gqa=True, return_lse=True)
+    with torch.no_grad():
+        theirs, aux = flex.flex_attention(
+            q.detach(), k.detach(), v.detach(), None, given, enable_gqa=True, return_aux=flex.AuxRequest(lse=True)
+        )
+    assert torch.allclose(out, theirs, atol=1e-6) and torch.allclose(lse, aux.lse, atol=1e-6)
+    assert not out[:, :, 1::2].any() and (lse[:, :, 1::2] == -math.inf).all()
+    out.sum().backward()
+    assert not q.grad[:, :, 1::2].any() and torch.isfinite(k.grad).all()
+
+
+def test_a_mask_is_kept_until_its_tensors_change():
+    q, k, v = (t.detach() for t in problem(torch.float32))
+    allowed = torch.rand(SQ, SK) > 0.5
+    given = flex.create_block_mask(lambda b, h, i, j: allowed[i, j], None, None, SQ, SK, device="cpu", BLOCK_SIZE=16)
+
+    def run():
+        return heddle.flex_attention(q, k, v, None, given, enable_gqa=True)
+
+    first = run()
+    kept = _flex._known[id(given)].mask[2]
+    assert torch.equal(run(), first) and _flex._known[id(given)].mask[2] is kept
+    allowed.logical_not_()
+    assert torch.equal(run(), heddle.attention(q, k, v, mask=allowed[None, None]))
+    gone = id(given)
+    given = None
+    gc.collect()
+    assert gone not in _flex._known
+
+
+def test_masks_are_computed_in_strips(monkeypatch):
+    monkeypatch.setattr(_flex, "_STRIP", 3 * SK)
+    for name in ("documents", "lengths", "heads", "of a table"):
+        check(None, name, torch.float64)
+    test_lists_that_say_something_else_than_mask_mod(lambda b, h, q, k: (q + k) % 2 == 0)
+
+
+def test_results_as_asked_for():
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=4))
+    out, lse = heddle.attention(q, k, v, scale=0.3, return_lse=True)
+    assert torch.equal(heddle.flex_attention(q, k, v, scale=0.3), out)
+    got, aux = heddle.flex_attention(q, k, v, scale=0.3, return_aux=flex.AuxRequest(lse=True))
+    assert torch.equal(got, out) and torch.equal(aux.lse, lse) and aux.max_scores is None
+    got, aux = heddle.flex_attention(q, k, v, scale=0.3, return_aux=flex.AuxRequest(), kernel_options={"BLOCK_M": 64})
+    assert torch.equal(got, out) and aux.lse is None
+    one = block_mask(lambda b, h, i, j: i >= j)
+    assert torch.equal(
+        heddle.flex_attention(q, k[:1], v[:1], None, one),
+        heddle.attention(q, k[:1].repeat(B, 1, 1, 1), v[:1].repeat(B, 1, 1, 1), causal="top_left"),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+TABLE, NUMBER = torch.randn(H, SQ, SK), torch.tensor(2.0)
+REFUSED = {
+    "sigmoid of a score": lambda s, b, h, q, k: torch.sigmoid(s),
+    "pow of a score": lambda s, b, h, q, k: s**2,
+    "score added to a score": lambda s, b, h, q, k: s + s,
+    "something minus a score": lambda s, b, h, q, k: 1 - s,
+    "tanh of a score that something": lambda s, b, h, q, k: torch.tanh(s + TABLE[h, q, k]),
+    "multiplied with what is no number": lambda s, b, h, q, k: s * NUMBER,
+    "not positive": lambda s, b, h, q, k: -torch.where(q >= k, s, -math.inf),
+    "than -inf": lambda s, b, h, q, k: torch.where(q >= k, s, -1e9),
+    "scaled or capped in two ways": lambda s, b, h, q, k: torch.where(q >= k, s, 2 * s),
+    "condition on a score": lambda s, b, h, q, k: torch.where(s > 0, s, -math.inf),
+    "operation gt of a score": lambda s, b, h, q, k: torch.where(s > 0, s, -math.inf),
+    "branch of Python": lambda s, b, h, q, k: s if q >= k else -math.inf,
+    "made a number of Python": lambda s, b, h, q, k: s + float(q),
+    "has no index": lambda s, b, h, q, k: s + TABLE,
+    "2 dimensions have no index": lambda s, b, h, q, k: s + TABLE[h],
+    "the operation cumsum": lambda s, b, h, q, k: s + torch.cumsum(q, 0),
+    "whatever the score is": lambda s, b, h, q, k: q - k,
+    r"the index slice\(0, 2": lambda s, b, h, q, k: s + TABLE[h, 0:2].sum(),
+    "infinite number added": lambda s, b, h, q, k: s + math.inf,
+}
+
+
+@pytest.mark.parametrize("text", [text for text in REFUSED if text != "condition on a score"])
+def test_what_is_not_understood_is_named(text):
+    with pytest.raises(NotImplementedError, match=f"does not understand .*{text}"):
+        heddle.flex_attention(*problem(torch.float32), REFUSED[text], enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    "changed,kind,text",
+    [
+        ({"query": torch.randn(4, 3, 8)}, ValueError, "3, 4 and 4 dimensions"),
+        ({"key": None}, TypeError, "key must be"),
+        ({"enable_gqa": False}, ValueError, "enable_gqa=True"),
+        ({"return_lse": True, "return_aux": flex.AuxRequest()}, ValueError, "cannot be given together"),
+        ({"return_aux": flex.AuxRequest(max_scores=True)}, NotImplementedError, "max_scores"),
+        ({"kernel_options": 3}, TypeError, "kernel_options must be a dict"),
+        ({"block_mask": block_mask(lambda b, h, q, k: q >= k, SQ + 1)}, ValueError, "made for lengths"),
+        ({"block_mask": block_mask(lambda b, h, q, k: q >= k)[:, :, :1]}, ValueError, "sliced|lengths"),
+    ],
+)
+def test_errors(changed, kind, text):
+    q, k, v = problem(torch.float32)
+    given = {"query": q, "key": k, "value": v, "enable_gqa": True}
+    with pytest.raises(kind, match=text):
+        heddle.flex_attention(**(given | changed))
+
+
+def test_compilers_are_told():
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=4))
+
+    def run(q, k, v):
+        return heddle.flex_attention(q + 1, k, v, lambda s, b, h, i, j: torch.where(i >= j, s, -math.inf)) * 2
+
+    with pytest.raises(Exception, match=r"heddle.flex_attention calls score_mod|torch.compiler.disable"):
+        torch.compile(run, backend="eager", fullgraph=True)(q, k, v)
+
+
+def test_the_example(capsys):
+    runpy.run_path(str(EXAMPLE))
+    assert "gradient of the bias" in capsys.readouterr().out
