@@ -201,10 +201,19 @@ class _Known:
 
     def __init__(self, mask: Any) -> None:
         self.of = weakref.ref(mask)
-        self.lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+        self.lists = _lists(mask)
+        self.last: tuple[list[Any], Any, _Problem, dict[str, Any]] | None = None
         self.tiles: dict[_Problem, _Tiles] = {}
         self.agreed: tuple[Any, list[Any], bool] | None = None
         self.mask: tuple[Any, list[Any], Tensor] | None = None
+
+    def still(self, mask: Any) -> bool:
+        """Whether it is about this BlockMask, as it is."""
+        return self.of() is mask and all(a is b for a, b in zip(self.lists, _lists(mask), strict=True))
+
+
+def _lists(mask: Any) -> tuple[Any, ...]:
+    return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
 
 
 _known: dict[int, _Known] = {}
@@ -212,8 +221,7 @@ _known: dict[int, _Known] = {}
 
 def _knowledge(mask: Any) -> _Known:
     known = _known.get(id(mask))
-    lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-    if known is None or known.of() is not mask or any(a is not b for a, b in zip(known.lists, lists, strict=True)):
+    if known is None or not known.still(mask):
         known = _known[id(mask)] = _Known(mask)
         weakref.finalize(mask, _known.pop, id(mask), None)
     return known
@@ -252,7 +260,8 @@ def _key(conditions: list[Any], p: _Problem) -> tuple[Any, ...]:
 
 
 def _conditions(mask_mod: Any, like: Tensor) -> list[Any]:
-    return conjuncts(trace(mask_mod, like, False))
+    conditions: list[Any] = trace(mask_mod, like, False)
+    return conditions
 
 
 # ---------------------------------------------------------------------------------------------------------- scores
@@ -371,18 +380,51 @@ def flex_attention(
 
 def _options(query: Tensor, score_mod: Any, block_mask: Any, scale: float | None, p: _Problem) -> dict[str, Any]:
     """heddle.attention's options for the two functions."""
-    score = Score(query) if score_mod is None else trace(score_mod, query, True)
-    if not isinstance(score, Score):
+    if score_mod is None is block_mask:
+        return {"scale": scale}
+    score = None if score_mod is None else trace(score_mod, query, True)
+    options = _last(score, block_mask, query, p)
+    if options is None:
+        options = _found(score, block_mask, query, p)
+    factor = 1.0 if score is None else score.factor
+    if factor != 1.0:
+        scale = factor * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return options | {"scale": scale}
+
+
+def _found(score: Any, block_mask: Any, query: Tensor, p: _Problem) -> dict[str, Any]:
+    """All options but the scale."""
+    if score is not None and not isinstance(score, Score):
         refuse(f"a score_mod that returns {score!r} whatever the score is")
     conditions, known, tiles = _of_block_mask(block_mask, query, p)
-    of_score = [part for condition in score.seen for part in conjuncts(condition)]
+    of_score = [] if score is None else [part for condition in score.seen for part in conjuncts(condition)]
     masks = _Masks([*of_score, *(conditions if tiles is None else [])])
     options, off, rest = masks.options(p.sq, p.sk)
-    options |= _added(score, options["causal"] == "top_left", off, p)
+    if score is not None:
+        options |= {"softcap": score.cap}
+        options |= _added(score, options["causal"] == "top_left", off, p)
     options["mask"] = _mask(rest, conditions, known, tiles, p)
-    if score.factor != 1.0:
-        scale = score.factor * (query.shape[-1] ** -0.5 if scale is None else scale)
-    return options | {"scale": scale, "softcap": score.cap}
+    options = {name: value for name, value in options.items() if value is not None}
+    if not any(isinstance(value, Tensor) for value in options.values()):
+        if known is not None:
+            known.last = conditions, score, p, options
+        elif score is not None and block_mask is None:
+            score.last = p, options
+    return options
+
+
+def _last(score: Any, block_mask: Any, query: Tensor, p: _Problem) -> dict[str, Any] | None:
+    """What _found() found in an earlier call of the same, where no tensor is part of it."""
+    if block_mask is None:
+        kept = score.last if isinstance(score, Score) else None
+        return kept[1] if kept is not None and kept[0] == p else None
+    known = _known.get(id(block_mask))
+    if known is None or known.last is None or not known.still(block_mask):
+        return None
+    conditions, its_score, its_p, options = known.last
+    if its_score is not score or its_p != p or _conditions(block_mask.mask_mod, query) is not conditions:
+        return None
+    return options
 
 
 def _mask(rest: list[Any], conditions: list[Any], known: _Known | None, tiles: Any, p: _Problem) -> Tensor | None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import operator
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -204,7 +206,7 @@ def _values(value: Any, indices: dict[str, Tensor], known: dict[int, Any]) -> An
 class Score(_Symbol):
     """factor·score, or cap·tanh(factor·score/cap), plus all of `added`, where all of `seen` are true."""
 
-    __slots__ = ("added", "cap", "device", "dtype", "factor", "seen")
+    __slots__ = ("added", "cap", "device", "dtype", "factor", "last", "seen")
 
     def __init__(
         self,
@@ -216,6 +218,7 @@ class Score(_Symbol):
     ) -> None:
         self.dtype, self.device = like.dtype, like.device
         self.factor, self.cap, self.added, self.seen = factor, cap, added, seen
+        self.last: Any = None  # heddle._flex keeps here what it makes of it
 
     def but(self, **changed: Any) -> Score:
         fields = {name: getattr(self, name) for name in ("factor", "cap", "added", "seen")}
@@ -435,10 +438,93 @@ class Leaf(Expression):
 
 
 def trace(function: Callable[..., Any], like: Tensor, with_score: bool) -> Any:
-    """The result of function(score, b, h, q_idx, kv_idx), or without the score, for symbols."""
+    """The result of function(score, b, h, q_idx, kv_idx), or for a mask the list of its conditions, for symbols.
+
+    The same object as the last time, as long as nothing that the function reads is another one."""
+    known = _traced.get(function) if type(function) is types.FunctionType else None
+    if known is not None and known.like == (like.dtype, like.device, with_score) and known.holds(function):
+        return known.result
     leaves: list[Any] = [Leaf(name, like.device) for name in INDICES]
     with _Mode():
-        return function(*([Score(like)] if with_score else []), *leaves)
+        result = function(*([Score(like)] if with_score else []), *leaves)
+    result = result if with_score else conjuncts(result)
+    if type(function) is types.FunctionType:
+        reads = _Reads((like.dtype, like.device, with_score), result)
+        if reads.all_of(function, outermost=True):
+            _traced[function] = reads
+    return result
+
+
+_CONSTANT = (int, float, str, type(None), torch.dtype, torch.device, types.BuiltinFunctionType)
+_traced: weakref.WeakKeyDictionary[Any, _Reads] = weakref.WeakKeyDictionary()
+
+
+class _Reads:
+    """What a function reads beside its arguments, where all of that can be told from other such things by `is`."""
+
+    def __init__(self, like: tuple[Any, ...], result: Any) -> None:
+        self.like, self.result = like, result
+        self.code: Any = None  # of the outermost function, which must not be kept alive
+        self.defaults: Any = None
+        self.cells: list[tuple[Any, Any]] = []
+        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.functions: list[tuple[Any, Any, Any]] = []
+
+    def holds(self, function: Any) -> bool:
+        if function.__code__ is not self.code or function.__defaults__ is not self.defaults:
+            return False
+        for cell, value in self.cells:
+            if cell.cell_contents is not value:
+                return False
+        for names, name, value in self.names:
+            if names.get(name, names) is not value:
+                return False
+        return all(f.__code__ is code and f.__defaults__ is defaults for f, code, defaults in self.functions)
+
+    def all_of(self, function: Any, outermost: bool = False) -> bool:
+        """Notes what it reads; False if that could change unseen."""
+        if outermost:
+            self.code, self.defaults = function.__code__, function.__defaults__
+        elif any(function is known for known, _, _ in self.functions):
+            return True
+        else:
+            self.functions.append((function, function.__code__, function.__defaults__))
+        if function.__kwdefaults__ or not self._is_told(function.__defaults__ or ()):
+            return False
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not filled yet
+                return False
+            self.cells.append((cell, value))
+            if value is not function and not self._is_told(value):
+                return False
+        names = function.__globals__
+        for name in _names(function.__code__):
+            value = names.get(name, names)  # itself: no such global
+            self.names.append((names, name, value))
+            if value is not names and value is not function and not self._is_told(value):
+                return False
+        return True
+
+    def _is_told(self, value: Any) -> bool:
+        if isinstance(value, types.FunctionType):
+            its_own = (value.__module__ or "").partition(".")[0] == "torch" and not value.__closure__
+            return its_own or self.all_of(value)
+        if isinstance(value, types.ModuleType):
+            return value.__name__.partition(".")[0] in ("torch", "math")
+        if isinstance(value, tuple):
+            return type(value) is tuple and all(map(self._is_told, value))
+        return isinstance(value, _CONSTANT) or type(value) in (Tensor, torch.nn.Parameter)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Those that it, or a function defined in it, may look up."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return names
 
 
 # --------------------------------------------------------------------------------------------------- recognition

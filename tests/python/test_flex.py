@@ -13,7 +13,7 @@ import torch
 from conftest import assert_close, devices, natural_size
 
 import heddle
-from heddle import _flex
+from heddle import _flex, _flex_trace
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "flex.py"
@@ -349,6 +349,62 @@ def test_results_as_asked_for():
         heddle.flex_attention(q, k[:1], v[:1], None, one),
         heddle.attention(q, k[:1].repeat(B, 1, 1, 1), v[:1].repeat(B, 1, 1, 1), causal="top_left"),
     )
+
+
+WIDTH = 3
+
+
+class Settings:
+    width = 3
+
+
+@pytest.mark.parametrize("what", ["global", "cell", "cell of a function", "default", "attribute", "list", "code"])
+def test_nothing_is_taken_for_what_it_was(what, monkeypatch, passed):
+    """A trace is kept, but only as long as what the function reads is the same."""
+    width, settings, few = 3, Settings(), [3]
+
+    def inner(q, k):
+        return q - k <= width
+
+    window = {
+        "global": lambda b, h, q, k: (q >= k) & (q - k <= WIDTH),
+        "cell": lambda b, h, q, k: (q >= k) & (q - k <= width),
+        "cell of a function": lambda b, h, q, k: (q >= k) & inner(q, k),
+        "default": lambda b, h, q, k, limit=3: (q >= k) & (q - k <= limit),
+        "attribute": lambda b, h, q, k: (q >= k) & (q - k <= settings.width),
+        "list": lambda b, h, q, k: (q >= k) & (q - k <= few[0]),
+        "code": lambda b, h, q, k: (q >= k) & (q - k <= 3),
+    }[what]
+    tensors = problem(torch.float32, sk=SQ)
+    one = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    given = flex.BlockMask.from_kv_blocks(*one, BLOCK_SIZE=64, mask_mod=window, seq_lengths=(SQ, SQ))
+
+    def run():
+        return heddle.flex_attention(*(t.detach() for t in tensors), None, given, enable_gqa=True)
+
+    results = [run() for _ in range(3)]
+    assert [each["window"] for each in passed] == [(3, None)] * 3 and torch.equal(results[0], results[2])
+    width, settings.width, few[0] = 5, 5, 5
+    monkeypatch.setitem(globals(), "WIDTH", 5)
+    if what == "default":
+        window.__defaults__ = (5,)
+    if what == "code":
+        window.__code__ = (lambda b, h, q, k: (q >= k) & (q - k <= 5)).__code__
+    assert not torch.equal(run(), results[0]) and passed[-1]["window"] == (5, None)
+
+
+def test_what_is_the_same_is_not_traced_again(monkeypatch):
+    slopes, calls = captured(torch.float32)["slopes"], []
+    q, k, v = (t.detach() for t in problem(torch.float32, sk=SQ))
+    given = block_mask(lambda b, h, i, j: i >= j, sk=SQ)
+    capped, alibi = (lambda s, b, h, i, j: 5 * torch.tanh(s / 5)), (lambda s, b, h, i, j: s + slopes[h] * (j - i))
+    heddle.flex_attention(q, k, v, capped, given, enable_gqa=True)
+    first = heddle.flex_attention(q, k, v, alibi, given, enable_gqa=True)
+    monkeypatch.setattr(_flex_trace, "_Mode", lambda: calls.append(1))
+    heddle.flex_attention(q, k, v, capped, given, enable_gqa=True)
+    slopes.mul_(2)  # the same tensor with other numbers
+    assert not torch.equal(heddle.flex_attention(q, k, v, alibi, given, enable_gqa=True), first)
+    assert not calls
 
 
 # ---------------------------------------------------------------------------------------------------- refusals
