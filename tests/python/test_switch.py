@@ -47,7 +47,10 @@ def own(function, *args, **options):
 def assert_same(got, expected):
     for x, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert a.shape == b.shape and a.dtype == b.dtype, (x, a.shape, b.shape)
-        assert torch.equal(a, b), f"{x}: {(a.double() - b.double()).abs().max()}"
+        if a.is_cuda:  # where gradients are sums in any order, and another layout may have another kernel
+            torch.testing.assert_close(a, b)
+        else:
+            assert torch.equal(a, b), f"{x}: {(a.double() - b.double()).abs().max()}"
 
 
 def plain(b, h, s, d):
