@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """In the place of torch.nn.attention.flex_attention.flex_attention: its common forms, by heddle's kernels.
 
-What score_mod and mask_mod compute is traced at every call (heddle._flex_trace), so that nothing is taken for what it
-was in an earlier one.
+What score_mod and mask_mod compute is found by tracing them (heddle._flex_trace). What that told is kept as long as
+everything it depends on is the same.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import runpy
 from pathlib import Path
@@ -265,15 +266,23 @@ def test_window_of_both_sides_where_lengths_agree(passed):
 
 def dense(given):
     """A BlockMask as PyTorch's kernels read it: full tiles, and cut ones where mask_mod is true."""
-    cut = flex._ordered_to_dense(given.kv_num_blocks, given.kv_indices, given.kv_indices.shape[-1])
-    full = torch.zeros_like(cut)
-    if given.full_kv_num_blocks is not None:
-        full = flex._ordered_to_dense(given.full_kv_num_blocks, given.full_kv_indices, given.full_kv_indices.shape[-1])
     (rows, columns), (sq, sk) = given.BLOCK_SIZE, given.seq_lengths
-    cut, full = (
-        t.bool().repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., :sq, :sk] for t in (cut, full)
-    )
-    return full | (cut & flex.create_mask(given.mask_mod, *given.kv_num_blocks.shape[:2], sq, sk, device="cpu"))
+    b, h, tiles = given.kv_num_blocks.shape
+    inside = flex.create_mask(given.mask_mod, b, h, sq, sk, device="cpu").expand(b, h, sq, sk)
+    seen = torch.zeros(b, h, sq, sk, dtype=torch.bool)
+    for counts, indices, full in (
+        (given.kv_num_blocks, given.kv_indices, False),
+        (given.full_kv_num_blocks, given.full_kv_indices, True),
+    ):
+        for at in itertools.product(range(b), range(h), range(tiles)):
+            for column in indices[at][: counts[at]].tolist():
+                tile = (
+                    *at[:2],
+                    slice(at[2] * rows, at[2] * rows + rows),
+                    slice(column * columns, (column + 1) * columns),
+                )
+                seen[tile] = True if full else inside[tile]
+    return seen
 
 
 def lists(seed, mask_mod, size=16):
