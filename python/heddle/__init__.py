@@ -230,7 +230,7 @@ def attention(
     Raises:
         TypeError: wrong or mixed dtypes; not a tensor.
         ValueError: wrong or mixed shapes, devices, strides or numbers; the message has them.
-        NotImplementedError: what has no kernel or no gradient (alibi_slopes), and double backward.
+        NotImplementedError: what has no kernel or no gradient (alibi_slopes).
         RuntimeError: no such device, or an error of the GPU.
 
     Source: Dao, "FlashAttention-2", 2023; the formulas are in include/heddle.h.

@@ -2,21 +2,23 @@
 """torch.ops.heddle.*: loads the operators written in C and tells PyTorch the rest about them.
 
 The kernels (CPU and CUDA) and the schemas are in ``_torch_ops.so``. Here are their gradients, their autocast rules and
-what calls them; the fake kernels are in ``_fake``, vmap in ``_vmap``. Importing this module imports torch.
+what calls them; second derivatives and forward mode are in ``_derivatives``, the fake kernels in ``_fake``, vmap in
+``_vmap``. Importing this module imports torch.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from heddle import _C, _fake, _kinds, _plain, _schema, _vmap
+from heddle import _C, _derivatives, _fake, _kinds, _plain, _schema, _vmap
 from heddle._errors import HeddleTypeError, HeddleValueError
 
 OLDEST_TORCH = (2, 10)
@@ -25,7 +27,6 @@ OLDEST_TORCH = (2, 10)
 # Not all of torch is typed.
 _library: Any = torch.library
 _torch_ops: Any = torch.ops
-_unpack_dual: Any = forward_ad.unpack_dual
 
 
 def _load() -> None:
@@ -82,37 +83,31 @@ _LINEAR_NAMES, _LINEAR_DEFAULTS = _schema.names("norm_linear"), _schema.defaults
 NUMBER_DEFAULTS = _OPTION_DEFAULTS[3:]  # all those behind the two max_seqlens and causal
 
 
-def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
-    """Forward mode: without this the tangent would be lost, and come out as zero."""
-    for value in args:
-        if isinstance(value, Tensor) and _unpack_dual(value).tangent is not None:
-            raise NotImplementedError(f"heddle.{name} has no forward-mode derivative (jvp): use reverse mode")
-
-
-def _register_autograd(name: str, function: Callable[..., Any]) -> None:
-    """`function(redispatch, *args)` runs where a gradient is wanted; elsewhere the call goes straight through."""
+def _register_autograd(name: str, function: Any) -> None:
+    """`function` is recorded where a gradient is wanted; elsewhere the call goes straight through."""
     redispatch_boxed = getattr(ops, name).default._handle.redispatch_boxed  # OpOverload.redispatch, one call less
     below = torch._C._AutoDispatchBelowAutograd
     enabled, any_requires, last = torch.is_grad_enabled, torch._C._any_requires_grad, _DIFFERENTIABLE[name]
     transforms: Any = torch._C._are_functorch_transforms_active
+    apply, both_modes = function.apply, _derivatives.both_modes(name, function)
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(name, args)
+        transformed = transforms()
+        found = _derivatives.duals(args) if transformed or forward_ad._current_level >= 0 else None
         keyset = keyset & _below_autograd
         if not (enabled() and any_requires(*args[:last])):
+            if found:
+                return _derivatives.forward_mode(name, partial(redispatch_boxed, keyset), *found)
             # No guard: the C kernels call no operator that autograd would record.
             return redispatch_boxed(keyset, *args)
-        if transforms():
-            raise NotImplementedError(
-                f"heddle.{name} has no gradient by torch.func (grad, vjp, jacrev): use torch.autograd; vmap is fine"
-            )
 
         def redispatch(*given: Any) -> Any:
             with below():
                 return redispatch_boxed(keyset, *given)
 
-        return function(redispatch, *args)
+        if found or transformed:
+            return _derivatives.record(both_modes if found else function, redispatch, args)
+        return apply(redispatch, *args)
 
     _registrations.impl(name, kernel, "Autograd", with_keyset=True)
 
@@ -206,24 +201,10 @@ class _NormLinear(torch.autograd.Function):
         return _in_place(made, _LINEAR_GRADIENTS, len(_LINEAR_NAMES))
 
 
-class _Refuse(torch.autograd.Function):
-    """The backward operators: they run, but cannot be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, redispatch: Callable[..., Any], *args: Any) -> Any:
-        return redispatch(*args)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
-        raise NotImplementedError(
-            "heddle's attention_backward and norm_linear_backward have no gradient: there is no double backward"
-        )
-
-
-_register_autograd("attention", _Attention.apply)
-_register_autograd("norm_linear", _NormLinear.apply)
-_register_autograd("attention_backward", _Refuse.apply)
-_register_autograd("norm_linear_backward", _Refuse.apply)
+_register_autograd("attention", _Attention)
+_register_autograd("norm_linear", _NormLinear)
+_register_autograd("attention_backward", _derivatives.AttentionBackward)
+_register_autograd("norm_linear_backward", _derivatives.NormLinearBackward)
 
 # -------------------------------------------------------------------------------------------------------- autocast
 

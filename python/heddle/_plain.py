@@ -112,8 +112,9 @@ class _Parts(NamedTuple):
 
 
 def _somebody() -> bool:
-    """Who may want to see a gradient's operator: a compiler, a second derivative, a mode, a transform."""
-    return bool(_is_compiling() or _grad_enabled() or _function_mode() or _dispatch_modes() or _transforms())
+    """Who may want to see a gradient's operator: a compiler, a second derivative, a tangent, a mode, a transform."""
+    modes = _is_compiling() or _grad_enabled() or _function_mode() or _dispatch_modes() or _transforms()
+    return bool(modes or forward_ad._current_level >= 0)
 
 
 def new_rng_state(device: torch.device) -> Tensor:
@@ -138,13 +139,16 @@ def _recorders(run: Callable[..., Any], operator: Any, long_backward: Callable[.
         except RuntimeError:
             raise NotPlain from None
         ctx.numbers, ctx.bias_shape = options[tensors:], None if bias is None else bias.shape
-        ctx.save_for_backward(out, lse, q, k, v, _of_four(bias), _of_four(options[1]), *options[2:tensors])
+        # bias as it came: here a view of it would be cut off from what second derivatives go to.
+        ctx.save_for_backward(out, lse, q, k, v, bias, _of_four(options[1]), *options[2:tensors])
         return out, lse
 
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         wanted = ctx.needs_input_grad
         needs = wanted[0] + 2 * wanted[1] + 4 * wanted[2] + 8 * wanted[3] + 16 * wanted[4]
-        given = (*ctx.saved_tensors, *ctx.numbers, needs)
+        saved = list(ctx.saved_tensors)
+        saved[5] = _of_four(saved[5])
+        given = (*saved, *ctx.numbers, needs)
         if _somebody() or type(dout) is not Tensor or not (dlse is None or type(dlse) is Tensor):
             made = long_backward(dout, dlse, *given)
         else:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.vmap over the operators, where it is free: the mapped dimension is folded into the batch (or the rows)."""
+"""torch.vmap over the operators, where it is free: the mapped dimension is folded into the batch (or the rows).
+
+Backward operators that sum over what would be folded (gradients of sinks, of weights) are called for each sample."""
 
 from __future__ import annotations
 
@@ -61,8 +63,79 @@ def norm_linear(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any
     return ops.norm_linear(x, *args[1:]), (0, 0, 0)
 
 
+def _given(
+    operator: str, args: tuple[Any, ...], in_dims: tuple[int | None, ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    names = _schema.names(operator)
+    dims = dict.fromkeys(names) | dict(zip(names, in_dims, strict=False))
+    given = _schema.defaults(operator) | dict(zip(names, args, strict=False))
+    return {name: given[name] for name in names}, dims
+
+
+def _each(
+    call: Any, size: int, given: dict[str, Any], dims: dict[str, int | None]
+) -> tuple[Any, tuple[int | None, ...]]:
+    """One call for each sample."""
+
+    def sample(at: int) -> list[Any]:
+        chosen = []
+        for name, value in given.items():
+            dim = dims[name]
+            picked = value if dim is None else value.select(dim, at)
+            # The last dimension may have been another one.
+            chosen.append(picked if dim is None or picked.dim() == 0 or picked.stride(-1) == 1 else picked.contiguous())
+        return chosen
+
+    results = [call(*sample(at)) for at in range(size)]
+    stacked = [None if made[0] is None else torch.stack(made) for made in zip(*results, strict=True)]
+    return tuple(stacked), tuple(None if value is None else 0 for value in stacked)
+
+
+_FOLDED = ("dout", "dlse", "dweights", "out", "lse", "q", "k", "v")
+_KEPT = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "rng_state", "sinks")
+
+
+def attention_backward(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+    (given, dims), size = _given("attention_backward", args, in_dims), info.batch_size
+    slopes = given["alibi_slopes"]
+    if any(given[name] is not None for name in _KEPT) or (slopes is not None and slopes.dim() == 2):
+        return _each(ops.attention_backward, size, given, dims)
+    for name in _FOLDED:
+        if given[name] is not None:
+            folded = _fold(given[name], dims[name], size)
+            given[name] = folded.contiguous() if name in ("lse", "dlse") else folded
+    b = given["q"].shape[0] // size
+    bias = given["bias"]
+    alone = bias is not None and b != 1 and bias.shape[1 if dims["bias"] == 0 else 0] == 1
+    for name in ("bias", "mask"):
+        value = given[name]
+        if value is not None and name == "bias" and dims[name] is None and value.shape[0] == 1:
+            given[name] = value.expand(size * b, *value.shape[1:])  # else its gradient would be a sum of all samples
+        elif value is not None:
+            given[name] = _fold_broadcast(value, dims[name], size, b)
+    made = ops.attention_backward(*given.values())
+    made = [None if value is None else value.reshape(size, b, *value.shape[1:]) for value in made]
+    if alone and made[3] is not None:
+        made[3] = made[3].sum(1, keepdim=True)
+    return tuple(made), tuple(None if value is None else 0 for value in made)
+
+
+def norm_linear_backward(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+    (given, dims), size = _given("norm_linear_backward", args, in_dims), info.batch_size
+    rows = ("dy", "mean", "rstd", "x")
+    if given["needs"] != 1 or any(dim is not None for name, dim in dims.items() if name not in rows):
+        return _each(ops.norm_linear_backward, size, given, dims)
+    for name in rows:
+        if given[name] is not None:
+            value, dim = given[name], dims[name]
+            given[name] = (value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)).contiguous()
+    return ops.norm_linear_backward(*given.values()), (0, None, None, None, None)
+
+
 def register(ops: Any) -> None:
-    """Tells PyTorch of both rules."""
+    """Tells PyTorch of all rules."""
     library: Any = torch.library
     library.register_vmap("heddle::attention", partial(attention, ops))
     library.register_vmap("heddle::norm_linear", partial(norm_linear, ops))
+    library.register_vmap("heddle::attention_backward", partial(attention_backward, ops))
+    library.register_vmap("heddle::norm_linear_backward", partial(norm_linear_backward, ops))

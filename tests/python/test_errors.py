@@ -259,40 +259,6 @@ def test_one_tensor_on_meta_in_backward():
         ops.norm_linear_backward(y, mean, rstd.to("meta"), torch.randn(3, 8), torch.randn(5, 8))
 
 
-def test_double_backward():
-    q = torch.randn(1, 2, 3, 4, requires_grad=True)
-    weight = torch.randn(3, 4, requires_grad=True)
-    for out in (heddle.attention(q, q, q), heddle.norm_linear(q, weight)):
-        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-        with pytest.raises(NotImplementedError, match="double backward"):
-            grad.sum().backward()
-
-
-def test_forward_mode():
-    """Not a tangent of zero."""
-    q, weight = torch.randn(1, 2, 3, 4), torch.randn(3, 4)
-    for run in (lambda t: heddle.attention(t, t, t), lambda t: heddle.norm_linear(t, weight)):
-        with pytest.raises(NotImplementedError, match="forward-mode"):
-            torch.func.jvp(run, (q,), (q,))
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(q, q)
-            with pytest.raises(NotImplementedError, match="forward-mode"):
-                run(dual)
-            assert run(q).shape[:3] == q.shape[:3]
-
-
-def test_functorch_gradients():
-    q, weight = torch.randn(1, 2, 3, 4), torch.randn(3, 4)
-    for run in (
-        lambda t: heddle.attention(t, t, t).sum(),
-        lambda t: heddle.attention(t, t, t, softcap=2.0).sum(),
-        lambda t: heddle.norm_linear(t, weight).sum(),
-    ):
-        for transform in (torch.func.grad, torch.func.jacrev, lambda f: torch.vmap(torch.func.grad(f))):
-            with pytest.raises(NotImplementedError, match=r"no gradient by torch\.func"):
-                transform(run)(q)
-
-
 def test_errors_under_compile():
     torch._dynamo.reset()
     compiled = torch.compile(lambda q, k: heddle.attention(q, k, k), fullgraph=True, backend="eager")

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The derivatives of ``norm_linear`` and its backward pass along a direction; ``_tangents`` says what for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heddle._tangents import Maybe, sum_of, times
+
+
+def norm_linear(
+    given: Mapping[str, Any],
+    direction: Mapping[str, Maybe],
+    wanted: frozenset[str],
+    dy: Maybe = None,
+    dyt: Maybe = None,
+) -> dict[str, Tensor]:
+    """What changes along `direction` of x, weight, bias, gamma and beta, and of dy by dyt.
+
+    given: the arguments of torch.ops.heddle.norm_linear, by name. wanted: y, and x, weight, bias, gamma, beta for the
+    gradients. What is not in the result is zero. With g = (dy·W)∘gamma, z = xhat∘gamma + beta and means over k:
+
+        xhat' = rstd·(x' - mean(x') - xhat·mean(xhat∘x'))        rstd' = -rstd²·mean(xhat∘x')
+        dx' = rstd'/rstd·dx + rstd·(g' - mean(g') - xhat'·mean(g∘xhat) - xhat·mean(g'∘xhat + g∘xhat'))
+
+    and the rule of products for the rest; RMS: without mean(x') and mean(g')."""
+    dtype = given["x"].dtype
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    n = given["weight"].shape[0]
+
+    def taken(x: Maybe, rows: bool = False) -> Maybe:
+        return None if x is None else x.to(real).reshape(-1, x.shape[-1]) if rows else x.to(real)
+
+    x, xt = taken(given["x"], True), taken(direction.get("x"), True)
+    assert x is not None
+    dy, dyt = (None if t is None else t.to(real).reshape(-1, n) for t in (dy, dyt))
+    w, gamma, beta = (taken(given[name]) for name in ("weight", "gamma", "beta"))
+    wt, biast, gammat, betat = (taken(direction.get(name)) for name in ("weight", "bias", "gamma", "beta"))
+    layer = given["norm"] == 0
+
+    def mean(t: Maybe) -> Maybe:
+        return None if t is None else t.mean(-1, keepdim=True)
+
+    def centred(t: Maybe) -> Maybe:
+        return t if t is None or not layer else t - t.mean(-1, keepdim=True)
+
+    def product(a: Maybe, b: Maybe) -> Maybe:
+        return None if a is None or b is None else a @ b
+
+    def turned(a: Maybe) -> Maybe:
+        return None if a is None else a.mT
+
+    def minus(a: Maybe) -> Maybe:
+        return None if a is None else -a
+
+    def over_rows(a: Maybe) -> Maybe:
+        return None if a is None else a.sum(0)
+
+    def scaled(t: Maybe, by: Maybe) -> Maybe:
+        return t if by is None else times(t, by)
+
+    with torch.autocast(x.device.type, enabled=False):
+        shifted = centred(x)
+        assert shifted is not None
+        rstd = torch.rsqrt((shifted * shifted).mean(-1, keepdim=True) + (given["eps"] or 1e-5))
+        xhat = shifted * rstd
+        along = mean(times(xhat, xt))
+        xhatt = times(rstd, sum_of(centred(xt), minus(times(xhat, along))))
+        z = scaled(xhat, gamma) if beta is None else sum_of(scaled(xhat, gamma), beta)
+        zt = sum_of(scaled(xhatt, gamma), times(xhat, gammat), None if betat is None else betat.expand_as(x))
+        results: dict[str, Maybe] = {}
+        if "y" in wanted:
+            results["y"] = sum_of(product(zt, turned(w)), product(z, turned(wt)))
+            if biast is not None:
+                results["y"] = biast.expand(len(x), n) if results["y"] is None else results["y"] + biast
+        dz, dzt = product(dy, w), sum_of(product(dyt, w), product(dy, wt))
+        if "x" in wanted:
+            g, gt = scaled(dz, gamma), sum_of(scaled(dzt, gamma), times(dz, gammat))
+            dots = mean(times(g, xhat))
+            dotst = mean(sum_of(times(gt, xhat), times(g, xhatt)))
+            plain = sum_of(centred(g), minus(times(xhat, dots)))
+            change = sum_of(centred(gt), minus(times(xhatt, dots)), minus(times(xhat, dotst)))
+            results["x"] = sum_of(times(rstd, change), minus(times(times(rstd * rstd, along), plain)))
+        results["weight"] = sum_of(product(turned(dyt), z), product(turned(dy), zt))
+        results["bias"], results["beta"] = over_rows(dyt), over_rows(dzt)
+        results["gamma"] = over_rows(sum_of(times(dzt, xhat), times(dz, xhatt)))
+    shapes = {"y": (*given["x"].shape[:-1], n), "x": given["x"].shape}
+    made = {name: t.to(dtype) for name, t in results.items() if t is not None and name in wanted}
+    return {name: t.reshape(shapes.get(name, t.shape)) for name, t in made.items()}
