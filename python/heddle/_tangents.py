@@ -84,7 +84,7 @@ def _packed(t: Maybe, cu: Tensor, total: int) -> Maybe:
 # ------------------------------------------------------------------------------------------------------- dropout
 
 
-def _kept(rng_state: Tensor, dropout: float, b: int, h: int, rows: range, keys: range) -> Tensor:
+def kept(rng_state: Tensor, dropout: float, b: int, h: int, rows: range, keys: range) -> Tensor:
     """Z of heddle.h for some rows and keys: Philox4x32-7 in 64-bit integers, whose products wrap as they have to."""
     low, device = 0xFFFFFFFF, rng_state.device
     seed, offset = rng_state[0], rng_state[1]
@@ -232,7 +232,7 @@ class _Block:
         z = None
         if dropout:
             assert self.rng_state is not None
-            z = _kept(self.rng_state, dropout, b, h, rows, keys).to(p.dtype)
+            z = kept(self.rng_state, dropout, b, h, rows, keys).to(p.dtype)
         z_p, z_pt = (p, pt) if z is None else (p * z, times(pt, z))
         results: dict[str, Maybe] = {}
         if "out" in self.wanted:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules for torch.nn: NormLinear, SelfAttention, TransformerBlock."""
+"""Modules for torch.nn: NormLinear, SelfAttention, TransformerBlock, LlamaBlock; MultiheadAttention and
+TransformerEncoderLayer in place of PyTorch's."""
 
 from __future__ import annotations
 
@@ -14,8 +15,18 @@ from torch.nn import Dropout, Linear, Module, Parameter, init
 from heddle import attention
 from heddle._errors import HeddleValueError
 from heddle._kinds import need_tensors
+from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer
 from heddle._options import causal_of, norm_of
 from heddle._torch import norm_linear
+
+__all__ = [
+    "LlamaBlock",
+    "MultiheadAttention",
+    "NormLinear",
+    "SelfAttention",
+    "TransformerBlock",
+    "TransformerEncoderLayer",
+]
 
 Norm = Literal["layer", "rms"]
 Causal = Literal[False, True, "top_left", "bottom_right"] | None
@@ -257,3 +268,111 @@ class TransformerBlock(Module):
         x = x + self.drop(self.attention(x, bias=bias, mask=mask))
         result: Tensor = x + self.drop(self.down(F.gelu(self.up(x))))
         return result
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first half of the head dim with the second as pairs, each turned by its angle."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+class LlamaBlock(Module):
+    """A block as Llama has it: x + attention(RMSNorm(x)) with rotary positions, then x + SwiGLU(RMSNorm(x)); both norms
+    are fused with the Linear behind them, which is one for q, k and v, and one for gate and up.
+
+    Args:
+        dim: features in and out.
+        heads, kv_heads: as SelfAttention.
+        hidden: features inside the MLP. Default: 8/3·dim, rounded up to a multiple of 64.
+        head_dim: even. Default: dim/heads.
+        rope_theta: base of the rotary angles: pair i of position p turns by p·rope_theta^(-2i/head_dim).
+        bias: whether q, k, v, gate and up have a bias (Qwen2: q, k and v alone; set the others' to zero).
+        causal, window, eps, device, dtype: as SelfAttention; causal is "bottom_right" if not told otherwise.
+
+    Shapes:
+        [b, s, dim] to [b, s, dim]; positions [s] or [b, s], default 0 to s - 1. float32, bfloat16, float16 on CPU or
+        CUDA. qkv.weight is [(heads + 2·kv_heads)·head_dim, dim], q's rows first; up.weight [2·hidden, dim], gate first.
+
+    Raises:
+        ValueError: as SelfAttention; an odd head_dim.
+
+    Source: Touvron et al., "LLaMA", 2023; Su et al., "RoFormer", 2021; Shazeer, "GLU variants improve transformer",
+    2020.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        hidden: int | None = None,
+        head_dim: int | None = None,
+        rope_theta: float = 10000.0,
+        bias: bool = False,
+        causal: Causal = "bottom_right",
+        window: tuple[int | None, int | None] | None = None,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if dim < 1 or heads < 1 or (head_dim is None and dim % heads):
+            raise HeddleValueError(f"heads = {heads} does not divide dim = {dim}")
+        if kv_heads < 1 or heads % kv_heads:
+            raise HeddleValueError(f"kv_heads = {kv_heads} does not divide heads = {heads}")
+        head_dim = dim // heads if head_dim is None else head_dim
+        if head_dim < 2 or head_dim % 2:
+            raise HeddleValueError(f"head_dim = {head_dim} is not even and positive")
+        causal_of(causal, 1, 1)
+        hidden = -(-8 * dim // 192) * 64 if hidden is None else hidden
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
+        self.rope_theta, self.causal, self.window = rope_theta, causal, window
+        self.qkv = NormLinear(
+            dim, (heads + 2 * kv_heads) * head_dim, bias, norm="rms", eps=eps, device=device, dtype=dtype
+        )
+        self.out = Linear(heads * head_dim, dim, False, device=device, dtype=dtype)
+        self.up = NormLinear(dim, 2 * hidden, bias, norm="rms", eps=eps, device=device, dtype=dtype)
+        self.down = Linear(hidden, dim, False, device=device, dtype=dtype)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angles, float32 [..., s, head_dim/2]."""
+        pairs = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32)
+        angles = positions[..., None].float() * self.rope_theta ** (-pairs / self.head_dim)
+        return angles.cos(), angles.sin()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """[b, s, dim] to [b, s, dim]; mask as heddle.attention's, seqlens as its seqlens_q and seqlens_k."""
+        need_tensors(x=x)
+        if x.dim() != 3 or x.shape[2] != self.dim:
+            raise HeddleValueError(f"x has shape {list(x.shape)}, but must have [b, s, {self.dim}]")
+        positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+        cos, sin = self.rotation(positions)
+        heads = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
+        turned, v = heads[:, :, : -self.kv_heads], heads[:, :, -self.kv_heads :]
+        # Rounded as the model is, as in the usual code.
+        turned = _rotated(turned, cos.unsqueeze(-2).to(turned.dtype), sin.unsqueeze(-2).to(turned.dtype))
+        q, k = turned[:, :, : self.heads], turned[:, :, self.heads :]
+        o: Tensor = attention(
+            *(t.transpose(1, 2) for t in (q, k, v)),
+            causal=self.causal,
+            window=self.window,
+            mask=mask,
+            seqlens_q=seqlens,
+            seqlens_k=seqlens,
+        )
+        x = x + self.out(o.transpose(1, 2).flatten(2))
+        gate, up = self.up(x).chunk(2, -1)
+        result: Tensor = x + self.down(F.silu(gate) * up)
+        return result
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, rope_theta={self.rope_theta}"

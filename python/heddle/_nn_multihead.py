@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's MultiheadAttention and TransformerEncoderLayer on heddle: the same arguments, parameters and state dicts.
+
+They are subclasses that compute differently, so that a module of PyTorch's class becomes one by its class alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heddle import attention
+from heddle._errors import HeddleTypeError, HeddleValueError
+from heddle._kinds import need_tensors
+from heddle._tangents import kept
+from heddle._torch import new_rng_state, norm_linear
+
+Masks = dict[str, Any]
+
+
+def _split(mask: Tensor | None, name: str) -> tuple[Tensor | None, Tensor | None]:
+    """PyTorch's mask, of bools that hide or of numbers that are added, as heddle's two."""
+    if mask is None:
+        return None, None
+    need_tensors(**{name: mask})
+    if mask.dtype == torch.bool:
+        return ~mask, None
+    if not mask.is_floating_point():
+        raise HeddleTypeError(f"{name} is {mask.dtype}, but must be bool or floating point")
+    return None, mask
+
+
+def _both(a: Tensor | None, b: Tensor | None, how: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    return b if a is None else a if b is None else how(a, b)
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention, with the same arguments, parameters, masks and results, on heddle's attention.
+
+    Args:
+        As torch.nn.MultiheadAttention: embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim,
+        batch_first, device, dtype.
+
+    Shapes:
+        As there: query [L, N, E], or [N, L, E] with batch_first, or [L, E]. Dtypes and devices as heddle.attention.
+
+    Raises:
+        TypeError, ValueError: as heddle.attention; masks that are neither bool nor floating point, or of wrong shapes;
+        nested tensors. RuntimeError: is_causal without attn_mask, as there.
+
+    Where a mask hides all keys from a query, its result is that of zeros (PyTorch's with need_weights is NaN), and its
+    weights are zeros. With dropout other weights are dropped than PyTorch's generator drops, with the same probability.
+
+    Source: Vaswani et al., "Attention is all you need", 2017.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(output, weights or None), as torch.nn.MultiheadAttention."""
+        need_tensors(query=query, key=key, value=value)
+        if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
+            raise HeddleValueError(
+                f"query, key and value have {query.dim()}, {key.dim()} and {value.dim()} dimensions: must be the same, "
+                "2 or 3"
+            )
+        if query.shape[-1] != self.embed_dim:
+            raise HeddleValueError(f"query has {query.shape[-1]} features, but embed_dim = {self.embed_dim}")
+        batched, first = query.dim() == 3, self.batch_first
+        alike = key is query and value is query
+        if not batched:
+            first, (query, key, value) = True, (t.unsqueeze(0) for t in (query, key, value))
+        if alike and self._qkv_same_embed_dim:
+            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        else:
+            q, k, v = self._projected(query, key, value)
+        made, weights = self._attend(
+            q, k, v, first, key_padding_mask, attn_mask, is_causal, batched, need_weights, average_attn_weights
+        )
+        return (made, weights) if batched else (made.squeeze(0), None if weights is None else weights.squeeze(0))
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        if self._qkv_same_embed_dim:
+            parts = self.in_proj_weight.chunk(3)
+        else:
+            parts = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return tuple(F.linear(*each) for each in zip((query, key, value), parts, biases, strict=True))
+
+    def _masks(
+        self, padding: Tensor | None, attn: Tensor | None, b: int, sq: int, sk: int, batched: bool, dtype: torch.dtype
+    ) -> Masks:
+        """heddle's mask and bias, [b or 1, h or 1, sq or 1, sk]."""
+        if attn is not None:
+            shapes: tuple[tuple[int, ...], ...] = ((sq, sk), (b * self.num_heads, sq, sk))
+            if tuple(attn.shape) not in shapes:
+                raise HeddleValueError(f"attn_mask has shape {list(attn.shape)}, but must have one of {shapes}")
+            attn = attn[None, None] if attn.dim() == 2 else attn.reshape(b, self.num_heads, sq, sk)
+        if padding is not None:
+            if tuple(padding.shape) != ((b, sk) if batched else (sk,)):
+                raise HeddleValueError(
+                    f"key_padding_mask has shape {list(padding.shape)}, but must have {[b, sk] if batched else [sk]}"
+                )
+            padding = padding.reshape(b, 1, 1, sk)
+        (mask, bias), (hidden, more) = _split(attn, "attn_mask"), _split(padding, "key_padding_mask")
+        mask, bias = _both(mask, hidden, torch.logical_and), _both(bias, more, torch.add)
+        added = (self.bias_k is not None) + self.add_zero_attn
+        if added:
+            mask = None if mask is None else F.pad(mask, (0, added), value=True)
+            bias = None if bias is None else F.pad(bias, (0, added))
+        return {"mask": mask, "bias": None if bias is None else bias.to(dtype)}
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        first: bool,
+        padding: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        batched: bool = True,
+        need_weights: bool = False,
+        average: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What follows the projections; q, k, v are [b, s, embed_dim] if `first`, else [s, b, embed_dim]."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        # The hint says what attn_mask is; with anything beside it the mask itself is used: what is added stands behind
+        # the keys, where the corner would hide it (as PyTorch's own hint does, and its mask does not).
+        causal = (
+            is_causal and padding is None and not need_weights and not (self.add_zero_attn or self.bias_k is not None)
+        )
+        h, (b, sq) = self.num_heads, (q.shape[0], q.shape[1]) if first else (q.shape[1], q.shape[0])
+        sk = k.shape[1 if first else 0]
+        masks = {} if causal else self._masks(padding, attn_mask, b, sq, sk, batched, q.dtype)
+
+        def heads(t: Tensor) -> Tensor:
+            t = t.reshape(*t.shape[:-1], h, self.head_dim)
+            return t.transpose(1, 2) if first else t.permute(1, 2, 0, 3)
+
+        q, k, v = heads(q), heads(k), heads(v)
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = (
+                torch.cat((t, more.reshape(1, h, 1, self.head_dim).expand(b, -1, -1, -1).to(t.dtype)), 2)
+                for t, more in ((k, self.bias_k), (v, self.bias_v))
+            )
+        if self.add_zero_attn:
+            k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+        dropout = self.dropout if self.training else 0.0
+        options = {"causal": "top_left" if causal else None, "dropout": dropout, **masks}
+        weights = None
+        if need_weights:
+            state = new_rng_state(q.device) if dropout else None
+            made, weights = attention(q, k, v, rng_state=state, return_weights=True, **options)
+            if state is not None:  # PyTorch's are as they were used
+                z = kept(state, dropout, b, h, range(sq), range(k.shape[2]))
+                weights = weights * z.to(weights.dtype)
+            weights = weights.mean(1) if average else weights
+        else:
+            made = attention(q, k, v, **options)
+        made = (made.transpose(1, 2) if first else made.permute(2, 0, 1, 3)).flatten(2)
+        return F.linear(made, self.out_proj.weight, self.out_proj.bias), weights
+
+
+class TransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """torch.nn.TransformerEncoderLayer, with the same arguments, parameters and results, on heddle's operations.
+
+    With norm_first both norms are fused with the Linear behind them, forward and backward.
+
+    Args:
+        As torch.nn.TransformerEncoderLayer: d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
+        batch_first, norm_first, bias, device, dtype.
+
+    Shapes:
+        As there: src [S, N, E], or [N, S, E] with batch_first, or [S, E]. Dtypes and devices as heddle.attention.
+
+    Raises:
+        As MultiheadAttention. A nested tensor is a TypeError: torch.nn.TransformerEncoder makes none for these layers.
+
+    Source: Vaswani et al., 2017; Xiong et al., "On layer normalization in the transformer architecture", 2020.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.self_attn.__class__ = MultiheadAttention
+
+    @property
+    def activation_relu_or_gelu(self) -> int:
+        """0: torch.nn.TransformerEncoder takes it for a layer without PyTorch's own fast path, and nests nothing."""
+        return 0
+
+    @activation_relu_or_gelu.setter
+    def activation_relu_or_gelu(self, value: int) -> None:
+        pass
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As torch.nn.TransformerEncoderLayer."""
+        need_tensors(src=src)
+        attn: Any = self.self_attn
+        if src.dim() not in (2, 3) or src.shape[-1] != attn.embed_dim:
+            raise HeddleValueError(
+                f"src has shape {list(src.shape)}, but must have [..., {attn.embed_dim}], 2 or 3 sizes"
+            )
+        batched = src.dim() == 3
+        x = src if batched else src.unsqueeze(0)
+        first = attn.batch_first or not batched
+        activation: Any = self.activation
+
+        def attend(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
+            qkv = _normed(x, attn.in_proj_weight, attn.in_proj_bias, norm)
+            made, _ = attn._attend(*qkv.chunk(3, -1), first, src_key_padding_mask, src_mask, is_causal, batched)
+            dropped: Tensor = self.dropout1(made)
+            return dropped
+
+        def forward(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
+            made = _normed(x, self.linear1.weight, self.linear1.bias, norm)
+            dropped: Tensor = self.dropout2(self.linear2(self.dropout(activation(made))))
+            return dropped
+
+        if self.norm_first:
+            x = x + attend(x, self.norm1)
+            x = x + forward(x, self.norm2)
+        else:
+            x = self.norm1(x + attend(x, None))
+            x = self.norm2(x + forward(x, None))
+        return x if batched else x.squeeze(0)
+
+
+def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm | None) -> Tensor:
+    if norm is None:
+        return F.linear(x, weight, bias)
+    return norm_linear(x, weight, bias, norm.weight, norm.bias, norm.eps)
