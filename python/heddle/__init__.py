@@ -11,6 +11,7 @@
 * ``heddle.flash_attn_func`` and its siblings, with FlashAttention's signatures
 * ``heddle.parallel``: sequences divided among processes
 * ``heddle.flex_attention``, with the signature of PyTorch's, for its common forms
+* ``heddle.replace(model)`` for a model of PyTorch's modules
 * ``heddle.nn`` modules, ``heddle.hf`` for transformers, ``heddle.compat.gpu_kernels``
 * ``heddle.jax``: both operations within JAX's transformations
 """
@@ -34,6 +35,7 @@ _LAZY = {
     "flex_attention": "_flex",
     "patch": "_sdpa",
     "ops": "_ops",
+    "replace": "_replace",
     "flash_attn_func": "_flash",
     "flash_attn_kvpacked_func": "_flash",
     "flash_attn_qkvpacked_func": "_flash",
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     )
     from heddle._flex import flex_attention
     from heddle._ops import ops
+    from heddle._replace import replace
     from heddle._sdpa import patch, scaled_dot_product_attention
 
 __all__ = [
@@ -84,6 +87,7 @@ __all__ = [
     "ops",
     "parallel",
     "patch",
+    "replace",
     "scaled_dot_product_attention",
 ]
 
