@@ -166,7 +166,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             state = new_rng_state(q.device) if dropout else None
             made, weights = attention(q, k, v, rng_state=state, return_weights=True, **options)
             if state is not None:  # PyTorch's are as they were used
-                z = kept(state, dropout, b, h, range(sq), range(k.shape[2]))
+                heads_of = torch.arange(b * h, device=q.device).reshape(b, h)
+                z = kept(state, dropout, heads_of, range(sq), range(k.shape[2]))
                 weights = weights * z.to(weights.dtype)
             weights = weights.mean(1) if average else weights
         else:

@@ -39,6 +39,7 @@ Maybe = Tensor | None
 BLOCK = 2**21  # elements of the scores that are looked at together
 FEWEST = 16  # rows
 HIDDEN = -(2.0**24)  # a bias under this masks
+WHOLE = ("whole_sq", "whole_sk")
 _transforms = torch._C._are_functorch_transforms_active
 
 
@@ -84,8 +85,9 @@ def _packed(t: Maybe, cu: Tensor, total: int) -> Maybe:
 # ------------------------------------------------------------------------------------------------------- dropout
 
 
-def kept(rng_state: Tensor, dropout: float, b: int, h: int, rows: range, keys: range) -> Tensor:
-    """Z of heddle.h for some rows and keys: Philox4x32-7 in 64-bit integers, whose products wrap as they have to."""
+def kept(rng_state: Tensor, dropout: float, heads: Tensor, rows: range, keys: range) -> Tensor:
+    """Z of heddle.h for some rows and keys of the heads [b, h]: Philox4x32-7 in 64-bit integers, whose products wrap as
+    they have to."""
     low, device = 0xFFFFFFFF, rng_state.device
     seed, offset = rng_state[0], rng_state[1]
     first, last = keys.start // 8, -(-keys.stop // 8)
@@ -94,17 +96,17 @@ def kept(rng_state: Tensor, dropout: float, b: int, h: int, rows: range, keys: r
         return torch.arange(of.start, of.stop, device=device).reshape([-1 if x == dim else 1 for x in range(3)])
 
     k0, k1 = seed & low, (seed >> 32) & low
-    c0, c1 = index(range(first, last), 2), index(range(b * h), 0)
+    c0, c1 = index(range(first, last), 2), heads.reshape(-1, 1, 1)
     c2, c3 = index(rows, 1) ^ ((offset >> 32) & low), offset & low
     for _ in range(7):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = ((p1 >> 32) & low) ^ c1 ^ k0, p1 & low, ((p0 >> 32) & low) ^ c3 ^ k1, p0 & low
         k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
-    words = torch.stack([c.expand(b * h, len(rows), last - first) for c in (c0, c1, c2, c3)], -1)
+    words = torch.stack([c.expand(heads.numel(), len(rows), last - first) for c in (c0, c1, c2, c3)], -1)
     halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-3)
     dropped = math.floor(65536 * dropout + 0.5)
-    kept = halves[..., keys.start - 8 * first : keys.stop - 8 * first] >= dropped
-    return kept.reshape(b, h, len(rows), len(keys)) * (65536 / (65536 - dropped))
+    stays = halves[..., keys.start - 8 * first : keys.stop - 8 * first] >= dropped
+    return stays.reshape(*heads.shape, len(rows), len(keys)) * (65536 / (65536 - dropped))
 
 
 # -------------------------------------------------------------------------------------------------------- a block
@@ -136,11 +138,17 @@ class _Block:
         if self.lengths != (None, None):
             return range(sk)
         causal, left, right = (self.numbers[name] for name in ("causal", "window_left", "window_right"))
-        off = 0 if causal == 1 else sk - sq
+        off = self.diagonal(sq, sk)
         right = 0 if causal else right
         first = max(0, rows.start + off - left) if left >= 0 else 0
         last = min(sk, rows.stop + off + right) if right >= 0 else sk
         return range(first, last) if first < last else range(1)
+
+    def diagonal(self, nq: Any, nk: Any) -> Any:
+        """off of heddle.h."""
+        q_offset, k_offset, whole_sq, whole_sk = (self.numbers[name] for name in ("q_offset", "k_offset", *WHOLE))
+        corner = 0 if self.numbers["causal"] == 1 else (whole_sk or k_offset + nk) - (whole_sq or q_offset + nq)
+        return q_offset - k_offset + corner
 
     def _seen(self, t: Mapping[str, Tensor], rows: range, keys: range) -> tuple[Maybe, Maybe, Tensor]:
         """What the masks let through, which rows count, and i + off - j."""
@@ -149,9 +157,9 @@ class _Block:
         i = torch.arange(rows.start, rows.stop, device=device)[:, None]
         j = torch.arange(keys.start, keys.stop, device=device)
         full: tuple[Any, Any] = (sq, sk)
-        nq, nk = (n if x is None else x.reshape(-1, 1, 1, 1) for x, n in zip(self.lengths, full, strict=True))
+        nq, nk = (n if x is None else x.long().reshape(-1, 1, 1, 1) for x, n in zip(self.lengths, full, strict=True))
         causal, left, right = (self.numbers[name] for name in ("causal", "window_left", "window_right"))
-        away = i - j if causal == 1 else i + (nk - nq) - j
+        away = i + self.diagonal(nq, nk) - j
         rules = [None if self.lengths[0] is None else i < nq, None if self.lengths[1] is None else j < nk]
         rules += [away >= 0 if causal else None, away <= left if left >= 0 else None]
         rules += [-away <= right if right >= 0 else None, t.get("mask"), ~(t["bias"] < HIDDEN) if "bias" in t else None]
@@ -232,7 +240,11 @@ class _Block:
         z = None
         if dropout:
             assert self.rng_state is not None
-            z = kept(self.rng_state, dropout, b, h, rows, keys).to(p.dtype)
+            numbers = torch.arange(h, device=scores.device) + self.numbers["h_offset"]
+            numbers = numbers + (self.numbers["whole_h"] or h) * torch.arange(b, device=scores.device)[:, None]
+            i, j = self.numbers["q_offset"], self.numbers["k_offset"]
+            places = range(rows.start + i, rows.stop + i), range(keys.start + j, keys.stop + j)
+            z = kept(self.rng_state, dropout, numbers, *places).to(p.dtype)
         z_p, z_pt = (p, pt) if z is None else (p * z, times(pt, z))
         results: dict[str, Maybe] = {}
         if "out" in self.wanted:
@@ -421,7 +433,7 @@ def _attention(
     if "dlse" in t or "dlse'" in t:
         _clean(t, ("dlse", "dlse'"), "bad_dlse", (b, h, sq))
     _clean(t, ("k", "k'", "v", "v'"), "bad_k", (b, hk, t["k"].shape[2]))
-    numbers = {name: given[name] for name in ("causal", "window_left", "window_right", "scale", "softcap", "dropout")}
+    numbers = {name: value for name, value in given.items() if isinstance(value, (int, float))}
     numbers["scale"] = numbers["scale"] or 1 / math.sqrt(d)
     block = _Block((b, h, hk, sq, t["k"].shape[2]), lengths, numbers, given["alibi_slopes"], given["rng_state"], wanted)
     device = t["q"].device.type
