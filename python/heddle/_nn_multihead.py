@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
+from heddle._plain import new_rng_state
 from heddle._tangents import kept
-from heddle._torch import new_rng_state, norm_linear
+from heddle._torch import norm_linear
 
 Masks = dict[str, Any]
 

@@ -22,7 +22,7 @@ from heddle import _C
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._options import causal_of, scale_of, window_of
-from heddle._torch import new_rng_state
+from heddle._plain import new_rng_state
 
 Causal = Literal[False, True, "top_left", "bottom_right"] | None
 

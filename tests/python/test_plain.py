@@ -463,9 +463,13 @@ def test_options_and_who_stands_between():
         with torch.no_grad():  # the operator itself, too
             pair = ops.attention_options(q, k, v, None, options["mask"], softcap=2.0, lse=False)
         assert low.dtype == torch.bfloat16 and torch.equal(pair[0], low) and pair[1] is None
-    again = torch.autograd.grad(out.sum(), q, create_graph=True)[0]
-    with pytest.raises(NotImplementedError, match="double backward"):
-        again.sum().backward()
+    weigh = torch.rand(out.shape)
+    second = []
+    for it in (out, heddle.attention(q, k, v, return_weights=True, **options)[0]):
+        again = torch.autograd.grad((it * weigh).sum(), q, create_graph=True)[0]
+        second.append(torch.autograd.grad((again * q.detach()).sum(), (q, k, v), retain_graph=True))
+    for short, long in zip(*second, strict=True):
+        assert short.abs().max() > 1e-3 and torch.allclose(short, long, atol=1e-6)
     want = [torch.autograd.grad(out, q, g, retain_graph=True)[0] for g in (out.detach(), 2 * out.detach())]
     got = torch.autograd.grad(out, q, torch.stack([out, 2 * out]).detach(), is_grads_batched=True, retain_graph=True)[0]
     assert torch.allclose(got, torch.stack(want), atol=1e-6)
