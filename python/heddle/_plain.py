@@ -162,30 +162,27 @@ def _recorders(run: Callable[..., Any], operator: Any, long_backward: Callable[.
             dbias = dbias.view(ctx.bias_shape)
         return dq, dk, dv, dbias, dsinks, None
 
-    class AttentionOptions(torch.autograd.Function):
-        """Returns out and lse."""
+    return _functions("AttentionOptions", forward, backward)
 
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Pair:
-            ctx.set_materialize_grads(False)
-            return forward(ctx, *args)
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-            return backward(ctx, grads[0], grads[1])
+def _functions(name: str, forward: Callable[..., Pair], backward: Callable[..., Gradients]) -> tuple[Any, Any]:
+    """The apply of an autograd.Function that returns out and lse, and of one, `name`Out, that returns out alone."""
 
-    class AttentionOptionsOut(torch.autograd.Function):
-        """Returns out alone."""
+    def forward_of_both(ctx: Any, *args: Any) -> Pair:
+        ctx.set_materialize_grads(False)
+        return forward(ctx, *args)
 
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Tensor:
-            return forward(ctx, *args)[0]
+    both = {"forward": forward_of_both, "backward": backward}
+    alone = {
+        "forward": lambda ctx, *args: forward(ctx, *args)[0],
+        "backward": lambda ctx, dout: backward(ctx, dout, None),
+    }
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-            return backward(ctx, grads[0], None)
+    def made(name: str, passes: dict[str, Any]) -> Any:
+        function: Any = torch.autograd.Function
+        return _apply(type(function)(name, (function,), {key: staticmethod(value) for key, value in passes.items()}))
 
-    return _apply(AttentionOptions), _apply(AttentionOptionsOut)
+    return made(name, both), made(f"{name}Out", alone)
 
 
 def _apply(function: Any) -> Any:
@@ -222,31 +219,8 @@ def shorten(
             dout = dout.contiguous()
         return *run_backward(operator_backward, dout, out, lse, q, k, v, *ctx.options, needs), None
 
-    class AttentionPlain(torch.autograd.Function):
-        """Returns out and lse."""
-
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Pair:
-            ctx.set_materialize_grads(False)
-            return forward(ctx, *args)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-            return backward(ctx, grads[0], grads[1])
-
-    class AttentionPlainOut(torch.autograd.Function):
-        """Returns out alone."""
-
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Tensor:
-            return forward(ctx, *args)[0]
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-            return backward(ctx, grads[0], None)
-
     run_full, full = _caller("attention_options")
-    parts = _Parts(packet._op, run, operator, _apply(AttentionPlain), _apply(AttentionPlainOut))
+    parts = _Parts(packet._op, run, operator, *_functions("AttentionPlain", forward, backward))
     options, options_out = _recorders(run_full, full, long_options_backward)
     parts = parts._replace(full=full, options=options, options_out=options_out, new_rng=new_rng_state)
     short, quick, quick_options = _C.shortcut(tuple(parts))

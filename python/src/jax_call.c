@@ -4,6 +4,8 @@
  * pass, then the place in src/<operation>_fields.def of each argument and of each result. Buffers are taken where they lie, row-major. */
 #include "jax_call.h"
 
+#include "status_kind.h"
+
 #include "cuda_memory.h"
 #include "heddle.h"
 #include "xla_ffi.h"
@@ -44,23 +46,12 @@ static xla_error *fail(const call *c, int code, const char *format, ...) {
 }
 
 static xla_error *fail_status(const call *c, heddle_status status) {
-    int code = XLA_INTERNAL;
-    switch (status) {
-    case HEDDLE_OK: return NULL;
-    case HEDDLE_NULL_POINTER:
-    case HEDDLE_BAD_ENUM:
-    case HEDDLE_BAD_SIZE:
-    case HEDDLE_BAD_HEADS:
-    case HEDDLE_BAD_STRIDE:
-    case HEDDLE_OVERFLOW:
-    case HEDDLE_BAD_VALUE:
-    case HEDDLE_MISALIGNED:
-    case HEDDLE_BAD_COMBINATION:
-    case HEDDLE_WRONG_DEVICE: code = XLA_INVALID_ARGUMENT; break;
-    case HEDDLE_UNSUPPORTED: code = XLA_UNIMPLEMENTED; break;
-    case HEDDLE_NO_DEVICE: code = XLA_UNAVAILABLE; break;
-    default: break;
-    }
+    static const int codes[] = {[KIND_RUNTIME_ERROR] = XLA_INTERNAL,
+                                [KIND_VALUE_ERROR] = XLA_INVALID_ARGUMENT,
+                                [KIND_NOT_IMPLEMENTED] = XLA_UNIMPLEMENTED};
+    if (status == HEDDLE_OK)
+        return NULL;
+    const int code = status == HEDDLE_NO_DEVICE ? XLA_UNAVAILABLE : codes[kind_of_status(status)];
     return fail(c, code, "heddle: %s (%s)", heddle_last_message(), heddle_status_string(status));
 }
 

@@ -5,6 +5,7 @@
 #include "heddle.h"
 #include "jax_call.h"
 #include "shortcut.h"
+#include "status_kind.h"
 
 #include "../../src/fields.h"
 
@@ -14,22 +15,10 @@
 /* --------------------------------------------------------------------------------------------------- statuses */
 
 static PyObject *raise_status(heddle_status status) {
-    PyObject *kind = PyExc_RuntimeError;
-    switch (status) {
-    case HEDDLE_NULL_POINTER:
-    case HEDDLE_BAD_ENUM:
-    case HEDDLE_BAD_SIZE:
-    case HEDDLE_BAD_HEADS:
-    case HEDDLE_BAD_STRIDE:
-    case HEDDLE_OVERFLOW:
-    case HEDDLE_BAD_VALUE:
-    case HEDDLE_MISALIGNED:
-    case HEDDLE_BAD_COMBINATION:
-    case HEDDLE_WRONG_DEVICE: kind = PyExc_ValueError; break;
-    case HEDDLE_UNSUPPORTED: kind = PyExc_NotImplementedError; break;
-    default: break;
-    }
-    return PyErr_Format(kind, "%s (%s)", heddle_last_message(), heddle_status_string(status));
+    PyObject *const kinds[] = {[KIND_RUNTIME_ERROR] = PyExc_RuntimeError,
+                               [KIND_VALUE_ERROR] = PyExc_ValueError,
+                               [KIND_NOT_IMPLEMENTED] = PyExc_NotImplementedError};
+    return PyErr_Format(kinds[kind_of_status(status)], "%s (%s)", heddle_last_message(), heddle_status_string(status));
 }
 
 /* ----------------------------------------------------------------------------------------------- descriptions */

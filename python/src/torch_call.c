@@ -3,6 +3,8 @@
 #define _GNU_SOURCE
 #include "torch_call.h"
 
+#include "status_kind.h"
+
 #include <dlfcn.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -25,26 +27,13 @@ bool call_fail(call *c, const char *kind, const char *format, ...) {
     return false;
 }
 
-static const char *kind_of(heddle_status status) {
-    switch (status) {
-    case HEDDLE_BAD_ENUM:
-    case HEDDLE_BAD_SIZE:
-    case HEDDLE_BAD_HEADS:
-    case HEDDLE_BAD_STRIDE:
-    case HEDDLE_OVERFLOW:
-    case HEDDLE_BAD_VALUE:
-    case HEDDLE_MISALIGNED:
-    case HEDDLE_BAD_COMBINATION:
-    case HEDDLE_WRONG_DEVICE: return "ValueError";
-    case HEDDLE_UNSUPPORTED: return "NotImplementedError";
-    default: return "RuntimeError";
-    }
-}
-
 bool call_status(call *c, heddle_status status) {
     if (status == HEDDLE_OK)
         return true;
-    return call_fail(c, kind_of(status), "%s (%s)", heddle_last_message(), heddle_status_string(status));
+    static const char *const kinds[] = {[KIND_RUNTIME_ERROR] = "RuntimeError",
+                                        [KIND_VALUE_ERROR] = "ValueError",
+                                        [KIND_NOT_IMPLEMENTED] = "NotImplementedError"};
+    return call_fail(c, kinds[kind_of_status(status)], "%s (%s)", heddle_last_message(), heddle_status_string(status));
 }
 
 static bool torch_ok(call *c, int32_t code, const char *what) {
