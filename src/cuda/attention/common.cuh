@@ -132,30 +132,33 @@ INLINE float natural_lse(const attention_params &p, float max, float c, float un
     return high + fmaf(log2 + fmaf(max, c, -base), LN2, low);
 }
 
-/* The end of a row that is far: the sink joins in. unit: what takes its scores to natural ones. Returns what O shrinks by. */
-INLINE float end_far(float unit, float top, float sink, float *sum, float *lse) {
-    const float above = sink == -CUDART_INF_F ? sink : fmaf(-top, unit, sink) * LOG2E;
+/* The sink of head x, -inf where there is none or it does not count. */
+INLINE float sink_of(const attention_params &p, int64_t x, bool counts) {
+    return (p.a.features & HEDDLE_SINKS) && counts ? ((const float *)p.t.sinks)[x] : -CUDART_INF_F;
+}
+
+/* How far a sink is above a row's largest score, in units of log2: -inf where there is none, inf where there are no scores. unit: what
+ * takes them to natural units. near: what the sum has beside the maximum, of a rounding. */
+INLINE float sink_above(float sink, float unit, float max, float near) {
+    return sink == -CUDART_INF_F ? sink : fmaf(fmaf(-max, unit, sink), LOG2E, near);
+}
+
+/* It joins the sum. Returns what was summed before shrinks by. */
+INLINE float add_sink(float above, float *sum) {
     const float shrink = above > 0.0f ? exp2_approx(-above) : 1.0f;
     *sum = fmaf(*sum, shrink, above > 0.0f ? 1.0f : exp2_approx(above));
-    *lse = fmaf(log2f(*sum), LN2, above > 0.0f ? sink : top * unit);
     return shrink;
 }
 
-/* How far a sink is above a row whose sum is over exp2(S·c - base), in units of log2: base is near max·c, which the sink knows exactly. */
-INLINE float sink_above(float sink, float max, float unit, float c, float base) {
-    return fmaf(fmaf(-max, unit, sink), LOG2E, fmaf(max, c, -base));
-}
-
-/* The end of such a row. Returns what O shrinks by. */
-INLINE float end_near(const attention_params &p, float base, float sink, float above, float *sum, float *lse) {
-    const bool nothing = *sum == 0.0f;
-    if (sink == -CUDART_INF_F) {
-        *lse = nothing ? -CUDART_INF_F : natural_log(p, base, *sum);
-        return 1.0f;
-    }
-    const float shrink = nothing ? 0.0f : above > 0.0f ? exp2_approx(-above) : 1.0f;
-    *sum = nothing ? 1.0f : fmaf(*sum, shrink, above > 0.0f ? 1.0f : exp2_approx(above));
-    *lse = nothing || above > 0.0f ? fmaf(log2f(*sum), LN2, sink) : natural_log(p, base, *sum);
+/* The end of a row whose sum is over exp2(S·c - base), or where it is far over exp2((S - max)·c): the sink joins in. Returns what O
+ * shrinks by. */
+INLINE float end_row(const attention_params &p, bool far, float unit, float max, float c, float base, float sink,
+                     float *sum, float *lse) {
+    const float above = sink_above(sink, unit, max, far || *sum == 0.0f ? 0.0f : fmaf(max, c, -base));
+    const float shrink = add_sink(above, sum);
+    *lse = above > 0.0f ? fmaf(log2f(*sum), LN2, sink)
+           : far        ? fmaf(log2f(*sum), LN2, max * unit)
+                        : natural_log(p, base, *sum);
     return shrink;
 }
 

@@ -56,11 +56,7 @@ INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, fl
     sum = 0.0f;
     for (int x = 0; x < COMBINE_WARPS; x++)
         sum += scratch[1][x];
-    /* The sink joins in: how far it is above the largest score, in units of log2. */
-    const float above = sink == -CUDART_INF_F ? sink : fmaf(-top, p.unit, sink) * LOG2E;
-    const float shrink = above > 0.0f ? exp2_approx(-above) : 1.0f;
-    sum = fmaf(sum, shrink, above > 0.0f ? 1.0f : exp2_approx(above));
-    const float by = shrink / sum;
+    const float above = sink_above(sink, p.unit, top, 0.0f), shrink = add_sink(above, &sum), by = shrink / sum;
     for (int s = threadIdx.x; s < p.key_shares; s += COMBINE_WARPS * 32)
         weight[s] *= by;
     __syncthreads();
@@ -80,7 +76,7 @@ template <typename T> INLINE void combine_row(const attention_params &p, int64_t
     const int64_t row = lse_at(p, c, x, i), step = p.lse_rows * p.a.dv;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, width = (int)p.a.dv;
     const bool counts = i < c.sq, vector = width % 4 == 0;
-    const float sink = counts && (p.a.features & HEDDLE_SINKS) ? ((const float *)p.t.sinks)[x] : -CUDART_INF_F;
+    const float sink = sink_of(p, x, counts);
     T *o = (T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i);
     float lse = 0.0f;
     float4 v[COMBINE_AT_ONCE];

@@ -130,13 +130,10 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
         }
     }
     float shrink = 1.0f;
-    if ((p.a.features & HEDDLE_SINKS) && at.i < c.sq) {
-        const float sink = ((const float *)p.t.sinks)[at.x], base = sum == 0.0f ? -CUDART_INF_F : top;
-        if (sink != -CUDART_INF_F) {
-            top = fmaxf(base, sink);
-            shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx((base - top) * LOG2E);
-            sum = sum * shrink + exp2_approx((sink - top) * LOG2E);
-        }
+    if (p.a.features & HEDDLE_SINKS) {
+        const float sink = sink_of(p, at.x, at.i < c.sq), above = sink_above(sink, 1.0f, top, 0.0f);
+        shrink = add_sink(above, &sum);
+        top = above > 0.0f ? sink : top;
     }
     for (int z = 0; z < MAX_DIM / THREADS; z++) {
         const int e = z * THREADS + threadIdx.x;

@@ -100,7 +100,7 @@ INLINE void store_decoded(const attention_params &p, const forward_work &w, int 
     const int64_t head = w.y * p.pack + row % p.pack, at = lse_at(p, w.c, head, i);
     if (i >= w.c.all_sq)
         return;
-    const row_end end = end_row(p, w, head, i, max, c, alone_from<T>(), &sum);
+    const row_end end = end_query<T>(p, w, head, i, max, c, &sum);
     if (sum == 0.0f)
         o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const int width = (int)p.a.dv;

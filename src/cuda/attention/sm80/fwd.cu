@@ -165,25 +165,24 @@ INLINE void drop(const attention_params &p, const forward_work &w, const dropout
     }
 }
 
-/* What a row's sums come to, of which the exact maximum was subtracted from far_from on: the factor of O; lse; for the combination the logarithm to base 2 of the sum over exp2((S - max)·c). The
- * sink counts where nobody combines; *sum is 0 where nothing is seen. */
+/* What a row's sums come to: the factor of O; lse; for the combination the logarithm to base 2 of the sum over exp2((S - max)·c). The sink
+ * counts where nobody combines. */
 struct row_end {
     float by, lse, log2;
 };
 
-INLINE row_end end_row(const attention_params &p, const forward_work &w, int64_t head, int i, float max, float c,
-                       float far_from, float *sum) {
-    const bool far = *sum != 0.0f && is_far(max, c, far_from),
-               sinks = (p.a.features & HEDDLE_SINKS) && p.key_shares == 1 && i < w.c.sq;
-    const float sink = sinks ? ((const float *)p.t.sinks)[head] : -CUDART_INF_F;
+/* *sum is 0 where nothing is seen. */
+template <typename T>
+INLINE row_end end_query(const attention_params &p, const forward_work &w, int64_t head, int i, float max, float c,
+                         float *sum) {
+    const bool far = *sum != 0.0f && is_far(max, c, alone_from<T>());
+    const float sink = sink_of(p, head, p.key_shares == 1 && i < w.c.sq);
     if (i >= w.c.sq)
         *sum = 0.0f;
     const float base = __fmul_rn(max, c);
     const float log2 = *sum == 0.0f ? -CUDART_INF_F : log2f(*sum) - (far ? 0.0f : fmaf(max, c, -base));
     float lse;
-    const float shrink = far && *sum != 0.0f
-                             ? end_far(p.unit, max, sink, sum, &lse)
-                             : end_near(p, base, sink, sink_above(sink, max, p.unit, c, base), sum, &lse);
+    const float shrink = end_row(p, far && *sum != 0.0f, p.unit, max, c, base, sink, sum, &lse);
     return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, lse, log2};
 }
 
@@ -203,7 +202,7 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
             const int64_t head = w.y * p.pack + row % p.pack;
             if (i >= w.c.all_sq)
                 continue;
-            const row_end end = end_row(p, w, head, i, state.max[x][half], c, alone_from<T>(), &sum);
+            const row_end end = end_query<T>(p, w, head, i, state.max[x][half], c, &sum);
             const int64_t at = lse_at(p, w.c, head, i);
 #pragma unroll
             for (int y = 0; y < WIDTH / 8; y++)

@@ -240,15 +240,14 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
 /* ------------------------------------------------------------------------------------------------------- the result */
 
 /* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
-INLINE float end_row(const attention_params &p, const forward_target &t, int row, float top, float sum, bool writes) {
-    const bool sinks = (p.a.features & HEDDLE_SINKS) && row < t.rows;
-    const float sink = sinks ? ((const float *)p.t.sinks)[t.x] : -CUDART_INF_F;
+INLINE float end_query(const attention_params &p, const forward_target &t, int row, float top, float sum, bool writes) {
+    const float sink = sink_of(p, t.x, row < t.rows);
     float lse;
     if (row >= t.rows)
         sum = 0.0f;
     const bool far = sum != 0.0f && is_far(top, p.scale_log2, alone_from<bf16>());
-    const float base = __fmul_rn(top, p.scale_log2), above = sink_above(sink, top, p.unit, p.scale_log2, base);
-    const float shrink = far ? end_far(p.unit, top, sink, &sum, &lse) : end_near(p, base, sink, above, &sum, &lse);
+    const float base = __fmul_rn(top, p.scale_log2);
+    const float shrink = end_row(p, far, p.unit, top, p.scale_log2, base, sink, &sum, &lse);
     if (p.t.lse && writes && row < t.all_rows)
         ((float *)p.t.lse)[t.lse + row] = lse;
     return sum != 0.0f ? __fdividef(shrink, sum) : 0.0f;
@@ -295,7 +294,8 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
     float by[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        by[half] = end_row(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]), lane % 4 == 0);
+        by[half] =
+            end_query(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]), lane % 4 == 0);
         by[half] *= FULL ? p.keep_scale : 1.0f;
         if (state.bad >> half & 1 && by[half] != 0.0f)
             by[half] = CUDART_NAN_F;
@@ -339,7 +339,7 @@ template <typename T, int D, int ROWS> INLINE void store_nothing(const attention
             continue;
         const forward_target t = target_of(p, w);
         for (int row0 = 0; row0 < ROWS; row0 += 16) {
-            end_row(p, t, row0 + (int)threadIdx.x % 32, -CUDART_INF_F, 0.0f, threadIdx.x % 32 < 16);
+            end_query(p, t, row0 + (int)threadIdx.x % 32, -CUDART_INF_F, 0.0f, threadIdx.x % 32 < 16);
             store_chunks<T, D>(p, t, row0, [](int, int) { return make_uint4(0, 0, 0, 0); });
         }
     }

@@ -274,16 +274,13 @@ INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t s
 /* ------------------------------------------------------------------------------------------------------- the result */
 
 /* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
-INLINE float end_row(const attention_params &p, const forward_work &w, int i, float max, float offset, float sum) {
+INLINE float end_query(const attention_params &p, const forward_work &w, int i, float max, float offset, float sum) {
     const float mantissa = mantissa_of(p.scale_log2), unit = p.scale / power_of(p.scale_log2);
-    const bool sinks = (p.a.features & HEDDLE_SINKS) && i < w.c.sq;
-    const float sink = sinks ? ((const float *)p.t.sinks)[w.x] : -CUDART_INF_F;
+    const float sink = sink_of(p, w.x, i < w.c.sq);
     float lse;
     sum = i < w.c.sq ? sum * power_of_two(-SHIFT) : 0.0f;
     const bool far = sum != 0.0f && is_far(max, mantissa);
-    const float above = fmaf(fmaf(-max, unit, sink), LOG2E, fmaf(max, mantissa, offset) - SHIFT);
-    const float shrink =
-        far ? end_far(unit, max, sink, &sum, &lse) : end_near(p, SHIFT - offset, sink, above, &sum, &lse);
+    const float shrink = end_row(p, far, unit, max, mantissa, SHIFT - offset, sink, &sum, &lse);
     if (p.t.lse && threadIdx.x % 4 == 0 && i < w.c.all_sq)
         ((float *)p.t.lse)[lse_at(p, w.c, w.x, i)] = lse;
     return sum == 0.0f ? 0.0f : shrink / sum;
@@ -297,7 +294,7 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, int i0,
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = i0 + fragment_row() + half * 8;
-        const float by = end_row(p, w, i, state.max[half], state.offset[half], quad_sum(state.sum[half]));
+        const float by = end_query(p, w, i, state.max[half], state.offset[half], quad_sum(state.sum[half]));
         float *to = (float *)p.t.o + row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + i);
         if (i >= w.c.all_sq)
             continue;

@@ -29,21 +29,14 @@ INLINE void store_rows(const attention_params &p, const place &c, int64_t x, int
         if (i >= c.all_sq)
             return;
         const float4 parts = *(const float4 *)(numbers + row * 4);
-        float sum = i < c.sq ? (parts.x + parts.y) + (parts.z + parts.w) : 0.0f, shrink = 1.0f;
-        float base = sum == 0.0f ? -CUDART_INF_F : numbers[ROWS * 4 + row];
-        if ((p.a.features & HEDDLE_SINKS) && i < c.sq) {
-            const float sink = ((const float *)p.t.sinks)[x], top = fmaxf(base, sink);
-            if (sink != -CUDART_INF_F) {
-                shrink = base == -CUDART_INF_F ? 0.0f : exp2_approx((base - top) * LOG2E);
-                sum = sum * shrink + exp2_approx((sink - top) * LOG2E);
-                base = top;
-            }
-        }
+        float sum = i < c.sq ? (parts.x + parts.y) + (parts.z + parts.w) : 0.0f, lse;
+        const float top = sum == 0.0f ? -CUDART_INF_F : numbers[ROWS * 4 + row];
+        const float shrink = end_row(p, true, 1.0f, top, 0.0f, 0.0f, sink_of(p, x, i < c.sq), &sum, &lse);
         if (e < p.a.dv)
             from_float((T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i) + e,
                        sum == 0.0f ? 0.0f : take_sum<D>(merge, at) * (shrink / sum));
         if (e == 0 && p.t.lse)
-            ((float *)p.t.lse)[lse_at(p, c, x, i)] = sum == 0.0f ? -CUDART_INF_F : fmaf(log2f(sum), LN2, base);
+            ((float *)p.t.lse)[lse_at(p, c, x, i)] = lse;
     }
 }
 
