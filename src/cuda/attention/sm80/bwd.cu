@@ -10,6 +10,49 @@
  * two floats. */
 #include "cuda/attention/prep.cuh"
 
+/* ------------------------------------------------------------------------------------ what both passes are made of */
+
+/* The first rows of a head of keys. */
+template <typename T> INLINE const T *keys_of(const attention_params &p, const place &c, int64_t y) {
+    return (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
+}
+template <typename T> INLINE const T *values_of(const attention_params &p, const place &c, int64_t y) {
+    return (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k);
+}
+
+/* Rows i0 .. i0+ROWS-1 of Q and dO of head x to two tiles; those outside begin .. end-1 are zero, and so is dO where there is none. */
+template <typename T, int D, int ROWS, int THREADS>
+INLINE void load_query_tiles(const attention_params &p, const place &c, int64_t x, int i0, int begin, int end,
+                             uint32_t to_q, uint32_t to_do) {
+    const T *q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q);
+    const T *dout = p.t.dout ? (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q) : q;
+    load_tile<T, D, ROWS, THREADS>(to_q, q, p.a.q_stride.s, i0, begin, end, (int)p.a.d, p.vectors & VECTOR_Q);
+    load_tile<T, D, ROWS, THREADS>(to_do, dout, p.a.do_stride.s, i0, begin, p.t.dout ? end : begin, (int)p.a.dv,
+                                   p.vectors & VECTOR_DO);
+}
+
+/* The same of K and V, whose first row of the head at hand is at k and v. */
+template <typename T, int D, int ROWS, int THREADS>
+INLINE void load_key_tiles(const attention_params &p, const T *k, const T *v, int j0, int begin, int end, uint32_t to_k,
+                           uint32_t to_v) {
+    load_tile<T, D, ROWS, THREADS>(to_k, k, p.a.k_stride.s, j0, begin, end, (int)p.a.d, p.vectors & VECTOR_K);
+    load_tile<T, D, ROWS, THREADS>(to_v, v, p.a.v_stride.s, j0, begin, end, (int)p.a.dv, p.vectors & VECTOR_V);
+}
+
+/* S = Q·Kᵀ and dP = dO·Vᵀ, or both transposed: of a warp's rows of two tiles of the block's own and a stage of two that stream. */
+template <typename T, int D, int WARPS, int TILES, int BLOCK>
+INLINE void form_products(const attention_params &p, uint32_t shared, int warp_row, uint32_t stage, bool makes_dp,
+                          float (*s)[BLOCK / 8][4], float (*dp)[BLOCK / 8][4]) {
+    typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
+    const uint32_t own = shared + warp_row * tile<T, D>::pitch, joins = shared + layout::joins;
+    product_rows<T, D, TILES, BLOCK>(s, own, stage, p.tf32, joins);
+    if (makes_dp)
+        product_rows<T, D, TILES, BLOCK>(dp, own + layout::second, stage + BLOCK * tile<T, D>::pitch, p.tf32,
+                                         joins + layout::join_bytes);
+    else
+        clear<TILES, BLOCK / 8>(dp);
+}
+
 /* ---------------------------------------------------------------------------------------- one element's gradient */
 
 struct element {
@@ -83,11 +126,7 @@ INLINE void load_queries(const attention_params &p, const place &c, int64_t x, i
     constexpr int THREADS = WARPS * 32;
     const uint32_t to = shared + layout::stages + stage * layout::stage_bytes;
     const uint32_t numbers = shared + layout::numbers + stage * 4 * BLOCK * 4;
-    const T *q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q);
-    const T *dout = p.t.dout ? (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q) : q;
-    load_tile<T, D, BLOCK, THREADS>(to, q, p.a.q_stride.s, i0, begin, end, (int)p.a.d, p.vectors & VECTOR_Q);
-    load_tile<T, D, BLOCK, THREADS>(to + BLOCK * tile<T, D>::pitch, dout, p.a.do_stride.s, i0, begin,
-                                    p.t.dout ? end : begin, (int)p.a.dv, p.vectors & VECTOR_DO);
+    load_query_tiles<T, D, BLOCK, THREADS>(p, c, x, i0, begin, end, to, to + layout::stage_bytes / 2);
     const float *const from[3] = {p.base, p.rest, p.dsum};
 #pragma unroll
     for (int y = 0; y < 3; y++)
@@ -143,8 +182,9 @@ INLINE void gradients_of_keys(const attention_params &p, const place &c, const d
         }
 }
 
+/* Rows row0 .. of a gradient, if it is wanted, of which `count` are the sequence's, from row `first` of the tensor on: sums times `by`. */
 template <typename T, int D, int TILES>
-INLINE void store_keys(const attention_params &p, const place &c, void *to, const heddle_strides &stride, int64_t y,
+INLINE void store_sums(void *to, const heddle_strides &stride, int64_t n, int64_t head, int64_t first, int count,
                        int width, float by, int row0, const float (*sum)[share<T, D>::width / 8][4]) {
     if (!to)
         return;
@@ -154,11 +194,23 @@ INLINE void store_keys(const attention_params &p, const place &c, void *to, cons
     for (int x = 0; x < TILES; x++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int j = row0 + x * 16 + half * 8 + (int)threadIdx.x % 32 / 4;
-            if (j < c.all_sk)
-                store_row<T, WIDTH>((T *)to + row_at(stride, c.n, y, c.first_k + j) + from, sum[x], half, width - from,
+            const int i = row0 + x * 16 + half * 8 + (int)threadIdx.x % 32 / 4;
+            if (i < count)
+                store_row<T, WIDTH>((T *)to + row_at(stride, n, head, first + i) + from, sum[x], half, width - from,
                                     by);
         }
+}
+
+/* Does a mask or a window hide one of keys j0 .. j1-1 from one of queries i0 .. i1-1? */
+INLINE bool meets_edge(const place &c, int i0, int i1, int j0, int j1) {
+    return j1 - 1 > i0 + c.hi || j0 < i1 - 1 + c.lo;
+}
+
+/* The marks of a stage that was cut, which is marked again two steps on, with a barrier between. */
+template <int BLOCK, int THREADS> INLINE void clear_marks(int *bad) {
+    __syncthreads();
+    for (int z = threadIdx.x; z < BLOCK; z += THREADS)
+        bad[z] = 0;
 }
 
 /* BOTH: dK and dV together; else (the accumulators of both do not fit) every second block makes dK, the others dV. */
@@ -168,7 +220,7 @@ INLINE void attention_dkdv(const attention_params &p) {
     typedef tile<T, D> t;
     constexpr int THREADS = WARPS * 32, ROWS = layout::rows, WIDTH = share<T, D>::width;
     extern __shared__ __align__(16) char shared[];
-    const uint32_t sk = shared_address(shared), sv = sk + layout::second;
+    const uint32_t sk = shared_address(shared);
     const bool makes_dk = BOTH || blockIdx.x % 2;
     key_work w;
     if (!find_keys<ROWS>(p, BOTH ? blockIdx.x : blockIdx.x / 2, &w))
@@ -177,16 +229,14 @@ INLINE void attention_dkdv(const attention_params &p) {
     const int64_t y = w.y;
     const place &c = w.c;
     const int blocks = begin < end ? (end - begin + BLOCK - 1) / BLOCK : 0, steps = blocks * p.group;
-    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
-    const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k);
     const bool tf32 = p.tf32;
     const dropout_state dropout = make_dropout(p);
     float dk[TILES][WIDTH / 8][4], dv[BOTH ? TILES : 1][BOTH ? WIDTH / 8 : 1][4];
     clear<TILES, WIDTH / 8>(dk);
     clear<BOTH ? TILES : 1, BOTH ? WIDTH / 8 : 1>(dv);
     if (steps) {
-        load_tile<T, D, ROWS, THREADS>(sk, k, p.a.k_stride.s, key0, 0, c.sk, (int)p.a.d, p.vectors & VECTOR_K);
-        load_tile<T, D, ROWS, THREADS>(sv, v, p.a.v_stride.s, key0, 0, c.sk, (int)p.a.dv, p.vectors & VECTOR_V);
+        load_key_tiles<T, D, ROWS, THREADS>(p, keys_of<T>(p, c, y), values_of<T>(p, c, y), key0, 0, c.sk, sk,
+                                            sk + layout::second);
         load_queries<T, D, WARPS, TILES, BLOCK>(p, c, y * p.group, begin, begin, end, sk, 0);
     }
     for (int z = threadIdx.x; z < 2 * BLOCK; z += THREADS)
@@ -197,8 +247,8 @@ INLINE void attention_dkdv(const attention_params &p) {
         const int i0 = begin + step % blocks * BLOCK, stage = step & 1;
         const uint32_t sq = sk + layout::stages + stage * layout::stage_bytes, sdo = sq + BLOCK * t::pitch;
         float *numbers = (float *)(shared + layout::numbers) + stage * 4 * BLOCK;
-        const bool cut = (FULL && p.rich) || i0 + BLOCK > end || key0 + ROWS > c.sk || key0 + ROWS - 1 > i0 + c.hi ||
-                         key0 < min(i0 + BLOCK, c.sq) - 1 + c.lo;
+        const bool cut = (FULL && p.rich) || i0 + BLOCK > end || key0 + ROWS > c.sk ||
+                         meets_edge(c, i0, min(i0 + BLOCK, c.sq), key0, key0 + ROWS);
         cp_async_wait<0>();
         if (cut) {
             clean_tile<T, D, BLOCK, THREADS>(sq, (int *)numbers + 3 * BLOCK);
@@ -209,12 +259,7 @@ INLINE void attention_dkdv(const attention_params &p) {
             load_queries<T, D, WARPS, TILES, BLOCK>(p, c, y * p.group + (step + 1) / blocks,
                                                     begin + (step + 1) % blocks * BLOCK, begin, end, sk, stage ^ 1);
         float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
-        product_rows<T, D, TILES, BLOCK>(s, sk + warp_row * t::pitch, sq, tf32, sk + layout::joins);
-        if (makes_dk)
-            product_rows<T, D, TILES, BLOCK>(dp, sv + warp_row * t::pitch, sdo, tf32,
-                                             sk + layout::joins + layout::join_bytes);
-        else
-            clear<TILES, BLOCK / 8>(dp);
+        form_products<T, D, WARPS, TILES, BLOCK>(p, sk, warp_row, sq, makes_dk, s, dp);
         if (cut)
             gradients_of_keys<T, FULL, true, TILES, BLOCK>(p, c, dropout, x, key0 + warp_row, i0, numbers, s, dp);
         else
@@ -225,20 +270,16 @@ INLINE void attention_dkdv(const attention_params &p) {
             product_columns<T, D, TILES, BLOCK>(dk, dp, sq, tf32);
         else
             product_columns<T, D, TILES, BLOCK>(dk, s, sdo, tf32);
-        if (cut) {
-            __syncthreads();
-            for (int z = threadIdx.x; z < BLOCK; z += THREADS)
-                ((int *)numbers)[3 * BLOCK + z] = 0; /* marked again two steps on, with a barrier between */
-        }
+        if (cut)
+            clear_marks<BLOCK, THREADS>((int *)numbers + 3 * BLOCK);
     }
     cp_async_wait<0>();
     if (BOTH)
-        store_keys<T, D, BOTH ? TILES : 1>(p, c, p.t.dv, p.a.dv_stride, y, (int)p.a.dv, p.keep_scale, key0 + warp_row,
-                                           (float(*)[WIDTH / 8][4]) dv);
-    if (makes_dk)
-        store_keys<T, D, TILES>(p, c, p.t.dk, p.a.dk_stride, y, (int)p.a.d, p.scale, key0 + warp_row, dk);
-    else
-        store_keys<T, D, TILES>(p, c, p.t.dv, p.a.dv_stride, y, (int)p.a.dv, p.keep_scale, key0 + warp_row, dk);
+        store_sums<T, D, BOTH ? TILES : 1>(p.t.dv, p.a.dv_stride, c.n, y, c.first_k, c.all_sk, (int)p.a.dv,
+                                           p.keep_scale, key0 + warp_row, (float(*)[WIDTH / 8][4]) dv);
+    store_sums<T, D, TILES>(makes_dk ? p.t.dk : p.t.dv, makes_dk ? p.a.dk_stride : p.a.dv_stride, c.n, y, c.first_k,
+                            c.all_sk, (int)(makes_dk ? p.a.d : p.a.dv), makes_dk ? p.scale : p.keep_scale,
+                            key0 + warp_row, dk);
 }
 
 /* -------------------------------------------------------------------------------------------------------- dQ */
@@ -281,109 +322,108 @@ INLINE void gradients_of_queries(const attention_params &p, const place &c, cons
     }
 }
 
+/* A block owns queries query0 .. query1-1 of a head, and walks over keys begin .. end-1, which they see. */
+struct query_work {
+    place c;
+    int64_t x, y; /* heads: its own, and that of its keys */
+    int query0, query1, begin, end;
+};
+
+/* False: there are no such queries. The last queries of a causal mask see most. Dropout asks for keys by eights. */
+template <int ROWS, bool FULL> INLINE bool find_queries(const attention_params &p, query_work *w) {
+    int tile;
+    int64_t unit;
+    tile_of_block(blockIdx.x, p.tiles_q, p.a.b * p.a.h, &tile, &unit);
+    w->query0 = (p.tiles_q - 1 - tile) * ROWS;
+    w->x = unit % p.a.h;
+    w->y = w->x / p.group;
+    w->c = find_place(p, unit / p.a.h);
+    if (w->query0 >= w->c.all_sq)
+        return false;
+    w->query1 = min(w->query0 + ROWS, w->c.sq);
+    w->begin = w->end = 0;
+    if (w->query0 < w->query1) {
+        w->begin = max(0, min(w->query0 + w->c.lo, w->c.sk));
+        w->begin -= FULL ? w->begin % DROPOUT_KEYS : 0;
+        w->end = max(0, min(w->query1 + w->c.hi, w->c.sk));
+    }
+    return true;
+}
+
+/* base, rest and D of this thread's rows. */
+template <int TILES>
+INLINE void load_numbers(const attention_params &p, const place &c, int64_t x, int row0, float (*numbers)[2][3]) {
+#pragma unroll
+    for (int z = 0; z < TILES; z++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = row0 + z * 16 + half * 8 + (int)threadIdx.x % 32 / 4;
+            const int64_t at = i < c.sq ? lse_at(p, c, x, i) : 0;
+            numbers[z][half][0] = i < c.sq ? p.base[at] : CUDART_INF_F;
+            numbers[z][half][1] = i < c.sq ? p.rest[at] : 0.0f;
+            numbers[z][half][2] = i < c.sq ? p.dsum[at] : 0.0f;
+        }
+}
+
+/* K and V of keys j0 .. into a stage. */
 template <typename T, int D, int WARPS, int TILES, int BLOCK>
-INLINE void load_keys(const attention_params &p, const T *k, const T *v, int j0, int begin, int end, uint32_t shared,
+INLINE void load_keys(const attention_params &p, const query_work &w, const T *k, const T *v, int j0, uint32_t shared,
                       int stage) {
     typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
     const uint32_t to = shared + layout::stages + stage * layout::stage_bytes;
-    load_tile<T, D, BLOCK, WARPS * 32>(to, k, p.a.k_stride.s, j0, begin, end, (int)p.a.d, p.vectors & VECTOR_K);
-    load_tile<T, D, BLOCK, WARPS * 32>(to + BLOCK * tile<T, D>::pitch, v, p.a.v_stride.s, j0, begin, end, (int)p.a.dv,
-                                       p.vectors & VECTOR_V);
+    load_key_tiles<T, D, BLOCK, WARPS * 32>(p, k, v, j0, w.begin, w.end, to, to + layout::stage_bytes / 2);
     cp_async_commit();
 }
 
 template <typename T, int D, bool FULL, int WARPS, int TILES, int BLOCK>
 INLINE void attention_dq(const attention_params &p) {
     typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
-    typedef tile<T, D> t;
     constexpr int THREADS = WARPS * 32, ROWS = layout::rows, WIDTH = share<T, D>::width;
     extern __shared__ __align__(16) char shared[];
-    const uint32_t sq = shared_address(shared), sdo = sq + layout::second;
-    int query_tile;
-    int64_t unit;
-    tile_of_block(blockIdx.x, p.tiles_q, p.a.b * p.a.h, &query_tile, &unit);
-    const int query0 = (p.tiles_q - 1 - query_tile) * ROWS;
-    const int64_t x = unit % p.a.h, y = x / p.group;
-    const place c = find_place(p, unit / p.a.h);
-    if (query0 >= c.all_sq)
+    const uint32_t sq = shared_address(shared);
+    query_work w;
+    if (!find_queries<ROWS, FULL>(p, &w))
         return;
-    const int query1 = min(query0 + ROWS, c.sq), lane = threadIdx.x % 32;
-    const int warp_row = share<T, D>::group() * TILES * 16, first = share<T, D>::part() * WIDTH;
-    int begin = 0, end = 0;
-    if (query0 < query1) {
-        begin = max(0, min(query0 + c.lo, c.sk));
-        begin -= FULL ? begin % DROPOUT_KEYS : 0;
-        end = max(0, min(query1 + c.hi, c.sk));
-    }
-    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
-    const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k);
-    const T *q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q);
-    const T *dout = p.t.dout ? (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q) : q;
-    const bool tf32 = p.tf32;
+    const int warp_row = share<T, D>::group() * TILES * 16, row0 = w.query0 + warp_row;
+    const place c = w.c;
+    const int64_t x = w.x;
+    const T *k = keys_of<T>(p, c, w.y), *v = values_of<T>(p, c, w.y);
     const dropout_state dropout = make_dropout(p);
     float dq[TILES][WIDTH / 8][4], numbers[TILES][2][3];
-#pragma unroll
-    for (int z = 0; z < TILES; z++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int i = query0 + warp_row + z * 16 + half * 8 + lane / 4;
-            const int64_t at = i < c.sq ? lse_at(p, c, x, i) : 0;
-            numbers[z][half][0] = i < c.sq ? p.base[at] : CUDART_INF_F;
-            numbers[z][half][1] = i < c.sq ? p.rest[at] : 0.0f;
-            numbers[z][half][2] = i < c.sq ? p.dsum[at] : 0.0f;
-        }
-#pragma unroll
-        for (int e = 0; e < WIDTH / 8; e++)
-            dq[z][e][0] = dq[z][e][1] = dq[z][e][2] = dq[z][e][3] = 0.0f;
-    }
+    load_numbers<TILES>(p, c, x, row0, numbers);
+    clear<TILES, WIDTH / 8>(dq);
     int *bad = (int *)(shared + layout::numbers);
     for (int z = threadIdx.x; z < 2 * BLOCK; z += THREADS)
         bad[z] = 0;
-    if (begin < end) {
-        load_tile<T, D, ROWS, THREADS>(sq, q, p.a.q_stride.s, query0, 0, c.sq, (int)p.a.d, p.vectors & VECTOR_Q);
-        load_tile<T, D, ROWS, THREADS>(sdo, dout, p.a.do_stride.s, query0, 0, p.t.dout ? c.sq : 0, (int)p.a.dv,
-                                       p.vectors & VECTOR_DO);
-        load_keys<T, D, WARPS, TILES, BLOCK>(p, k, v, begin, begin, end, sq, 0);
+    if (w.begin < w.end) {
+        load_query_tiles<T, D, ROWS, THREADS>(p, c, x, w.query0, 0, c.sq, sq, sq + layout::second);
+        load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, w.begin, sq, 0);
     }
     __syncthreads();
     int stage = 0;
-    for (int j0 = begin; j0 < end; j0 += BLOCK, stage ^= 1) {
-        const uint32_t sk = sq + layout::stages + stage * layout::stage_bytes, sv = sk + BLOCK * t::pitch;
-        const bool cut = (FULL && p.rich) || j0 + BLOCK > end || query0 + ROWS > c.sq ||
-                         j0 + BLOCK - 1 > query0 + c.hi || j0 < query1 - 1 + c.lo;
+    for (int j0 = w.begin; j0 < w.end; j0 += BLOCK, stage ^= 1) {
+        const uint32_t sk = sq + layout::stages + stage * layout::stage_bytes;
+        int *marks = bad + stage * BLOCK;
+        const bool cut = (FULL && p.rich) || j0 + BLOCK > w.end || w.query0 + ROWS > c.sq ||
+                         meets_edge(c, w.query0, w.query1, j0, j0 + BLOCK);
         cp_async_wait<0>();
         if (cut)
-            clean_tile<T, D, BLOCK, THREADS>(sk, bad + stage * BLOCK);
+            clean_tile<T, D, BLOCK, THREADS>(sk, marks);
         __syncthreads();
-        if (j0 + BLOCK < end)
-            load_keys<T, D, WARPS, TILES, BLOCK>(p, k, v, j0 + BLOCK, begin, end, sq, stage ^ 1);
+        if (j0 + BLOCK < w.end)
+            load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, sq, stage ^ 1);
         float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
-        product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32, sq + layout::joins);
-        product_rows<T, D, TILES, BLOCK>(dp, sdo + warp_row * t::pitch, sv, tf32,
-                                         sq + layout::joins + layout::join_bytes);
+        form_products<T, D, WARPS, TILES, BLOCK>(p, sq, warp_row, sk, true, s, dp);
         if (cut)
-            gradients_of_queries<T, FULL, true, TILES, BLOCK>(p, c, dropout, x, query0 + warp_row, j0, numbers,
-                                                              bad + stage * BLOCK, s, dp);
+            gradients_of_queries<T, FULL, true, TILES, BLOCK>(p, c, dropout, x, row0, j0, numbers, marks, s, dp);
         else
-            gradients_of_queries<T, FULL, false, TILES, BLOCK>(p, c, dropout, x, query0 + warp_row, j0, numbers,
-                                                               bad + stage * BLOCK, s, dp);
-        product_columns<T, D, TILES, BLOCK>(dq, dp, sk, tf32);
-        if (cut) {
-            __syncthreads();
-            for (int z = threadIdx.x; z < BLOCK; z += THREADS)
-                bad[stage * BLOCK + z] = 0; /* as above */
-        }
+            gradients_of_queries<T, FULL, false, TILES, BLOCK>(p, c, dropout, x, row0, j0, numbers, marks, s, dp);
+        product_columns<T, D, TILES, BLOCK>(dq, dp, sk, p.tf32);
+        if (cut)
+            clear_marks<BLOCK, THREADS>(marks);
     }
     cp_async_wait<0>();
-#pragma unroll
-    for (int z = 0; z < TILES; z++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int i = query0 + warp_row + z * 16 + half * 8 + lane / 4;
-            if (i < c.all_sq)
-                store_row<T, WIDTH>((T *)p.t.dq + row_at(p.a.dq_stride, c.n, x, c.first_q + i) + first, dq[z], half,
-                                    (int)p.a.d - first, p.scale);
-        }
+    store_sums<T, D, TILES>(p.t.dq, p.a.dq_stride, c.n, x, c.first_q, c.all_sq, (int)p.a.d, p.scale, row0, dq);
 }
 
 #define pass_prep(T, D, FULL, WARPS, TILES, BLOCK) attention_prep<T, D, WARPS, TILES, BLOCK>(p)
