@@ -85,11 +85,8 @@ INLINE void store8(float *p, int64_t e, int64_t end, bool vector, const float v[
             p[e + x] = v[x];
 }
 
-template <typename T> INLINE void store8(T *p, int64_t e, int64_t end, bool vector, const float v[8]) {
-    T h[8];
-#pragma unroll
-    for (int x = 0; x < 8; x++)
-        h[x] = from_float<T>(v[x]);
+/* As they are. */
+template <typename T> INLINE void store8(T *p, int64_t e, int64_t end, bool vector, const T h[8]) {
     if (vector && e + 8 <= end) {
         *(uint4 *)(p + e) = *(const uint4 *)h;
         return;
@@ -98,6 +95,14 @@ template <typename T> INLINE void store8(T *p, int64_t e, int64_t end, bool vect
     for (int x = 0; x < 8; x++)
         if (e + x < end)
             p[e + x] = h[x];
+}
+
+template <typename T> INLINE void store8(T *p, int64_t e, int64_t end, bool vector, const float v[8]) {
+    T h[8];
+#pragma unroll
+    for (int x = 0; x < 8; x++)
+        h[x] = from_float<T>(v[x]);
+    store8<T>(p, e, end, vector, (const T *)h);
 }
 
 /* Two numbers of 16 bits in one register, the first in the low half; and back. */

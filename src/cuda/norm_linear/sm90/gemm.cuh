@@ -228,19 +228,10 @@ INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const f
         for (int x = 0; x < 4; x++) {
             const int line = x * 4 + lane / 8;
             const int64_t at = t.row0 + row0 + line;
-            const uint4 v = load_shared16(staging + line * 128 + ((chunk ^ line) & 7) * 16);
-            uint16_t *out = (uint16_t *)p.out + at * p.ldo + col;
-            if (chunk >= chunks || at >= p.rows)
-                continue;
-            if (col + 8 <= p.cols) {
-                *(uint4 *)out = v;
-            } else {
-                const uint32_t word[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                for (int e = 0; e < 8; e++)
-                    if (col + e < p.cols)
-                        out[e] = (uint16_t)(word[e / 2] >> e % 2 * 16);
-            }
+            T eight[8];
+            *(uint4 *)eight = load_shared16(staging + line * 128 + ((chunk ^ line) & 7) * 16);
+            if (chunk < chunks && at < p.rows)
+                store8((T *)p.out + at * p.ldo + col, 0, p.cols - col, true, eight);
         }
         __syncwarp();
     }
