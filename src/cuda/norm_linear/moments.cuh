@@ -21,4 +21,10 @@ static __device__ __forceinline__ float inverse_deviation(float squares, float n
     return fmaf(0.5f * r, fmaf(-h, r, 1) - fmaf(v, r, -h) * r - lost * r * r, r);
 }
 
+/* The mean for the caller, of a row of T. Of 16-bit numbers it is rounded once as it is, and what the differences from it sum up to is
+ * their own rounding. */
+template <typename T> static __device__ __forceinline__ float saved_mean(float mean, float residual) {
+    return sizeof(T) == 2 ? mean : mean + residual;
+}
+
 #endif

@@ -64,8 +64,8 @@ template <typename T> INLINE void store_planes(const norm_rows &p, int64_t row, 
 
 typedef float4 row_moments; /* mean, what rounding left in it, rstd */
 
-/* Of a row. The mean, in float32 of what is left after its first element (16-bit numbers need no such care), then the squares around
- * the mean, corrected for what rounding left in it: xhat = (x - mean - residual)·rstd. */
+/* Of a row. The mean, in float32 of what is left after its first element (sums of 16-bit numbers are all but exact, and need no such
+ * care), then the squares around the mean, corrected for what rounding left in it: xhat = (x - mean - residual)·rstd. */
 template <typename T, int TEAM, int HELD>
 INLINE row_moments moments(const norm_rows &p, const row_of<T, HELD> &in, float first, meeting *m, int *turn) {
     float sum = 0, squares = 0, mean = 0;
@@ -76,7 +76,8 @@ INLINE row_moments moments(const norm_rows &p, const row_of<T, HELD> &in, float 
             for (int x = 0; x < 8; x++)
                 sum += sizeof(T) == 2 ? v[x] : x < inside ? v[x] - first : 0;
         });
-        mean = (sizeof(T) == 4 ? first : 0) + team_sum<TEAM>(sum, 0, m, turn).x * p.inverse;
+        sum = team_sum<TEAM>(sum, 0, m, turn).x;
+        mean = sizeof(T) == 4 ? first + sum * p.inverse : sum / n;
         sum = 0;
     }
     each_chunk<TEAM>(in, p.cols, [&](float *v, int e, int inside) {
@@ -104,7 +105,7 @@ INLINE void normalise_row(const norm_rows &p, int64_t row, const row_of<T, HELD>
     } else {
         all = moments<T, TEAM, HELD>(p, in, first, m, turn);
         if (threadIdx.x % TEAM == 0) {
-            p.mean[row] = all.x + all.y;
+            p.mean[row] = saved_mean<T>(all.x, all.y);
             p.rstd[row] = all.z;
         }
     }

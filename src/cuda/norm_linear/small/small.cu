@@ -14,10 +14,10 @@ INLINE float warp_sum(float x) {
     return x;
 }
 
-/* Of a row, by a warp that finds element e at x[e]: its mean, what rounding left in it, and 1/deviation. */
-template <typename T> INLINE float3 row_moments(const norm_small &p, const T *x) {
+/* Of a row of T, by a warp that finds element e at x[e]: its mean, what rounding left in it, and 1/deviation. As in prepare.cu. */
+template <typename T, typename STORED> INLINE float3 row_moments(const norm_small &p, const STORED *x) {
     const int lane = threadIdx.x % 32;
-    const float first = p.rms ? 0 : to_float(x[0]), n = (float)p.k;
+    const float first = p.rms || sizeof(T) == 2 ? 0 : to_float(x[0]), n = (float)p.k;
     float sum = 0, squares = 0, mean = 0;
     if (!p.rms) {
 #pragma unroll 4
@@ -51,7 +51,7 @@ template <typename T> INLINE void normalise(const norm_small &p, int64_t row0, i
     const T *gamma = (const T *)p.gamma, *beta = (const T *)p.beta;
     for (int r = threadIdx.x / 32; r < SMALL_ROWS && row0 + r < p.m; r += WARPS) {
         float *to = z + r * padded;
-        const float3 moments = row_moments(p, to);
+        const float3 moments = row_moments<T>(p, to);
         __syncwarp();
 #pragma unroll 4
         for (int e = lane; e < p.k; e += 32) {
@@ -61,7 +61,7 @@ template <typename T> INLINE void normalise(const norm_small &p, int64_t row0, i
         }
         if (stores && lane == 0) {
             if (p.mean)
-                p.mean[row0 + r] = moments.x + moments.y;
+                p.mean[row0 + r] = saved_mean<T>(moments.x, moments.y);
             if (p.rstd)
                 p.rstd[row0 + r] = moments.z;
         }
@@ -137,7 +137,7 @@ template <typename T> INLINE void find_moments(const norm_small &p, int64_t row0
     for (int r = threadIdx.x / 32; r < count && !p.given; r += WARPS) {
         float3 all = make_float3(0, 0, 0);
         if (row0 + r < p.m)
-            all = row_moments(p, (const T *)p.x + (row0 + r) * p.x_stride);
+            all = row_moments<T>(p, (const T *)p.x + (row0 + r) * p.x_stride);
         if (threadIdx.x % 32 == 0)
             moments[r] = make_float2(all.x + all.y, all.z);
     }
