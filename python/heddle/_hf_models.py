@@ -19,6 +19,7 @@ from heddle import _hf_written_out
 
 _names: set[str] = set()  # that heddle is registered under
 _heed = True  # transformers' masks heed config.is_causal; known when a name is registered
+_masking: Any = None  # transformers.masking_utils; likewise, as torch.compile traces no import
 _asking = 0  # calls of models that are under way and want attention's weights
 _lock = threading.Lock()
 _as_eager: set[type] = set()  # classes of configurations; filled when models are made, since torch.compile reads it
@@ -261,10 +262,15 @@ def watch(name: str) -> None:
     """From now on every model is asked whether heddle can serve it, where its implementation is set to the name."""
     import transformers
 
-    global _heed
+    global _heed, _masking
     PreTrainedModel: Any = transformers.PreTrainedModel
     _names.add(name)
-    _heed = _do_masks_heed()
+    try:
+        from transformers import masking_utils
+    except ImportError:  # before 4.53
+        masking_utils = None
+    _masking = masking_utils
+    _heed = masking_utils is not None and 'config, "is_causal"' in inspect.getsource(masking_utils)
     if hasattr(PreTrainedModel, "_heddle_watches"):
         return
     PreTrainedModel._heddle_watches = True
@@ -317,19 +323,9 @@ def masks_heed_configurations() -> bool:
     return _heed
 
 
-def _do_masks_heed() -> bool:
-    try:
-        from transformers import masking_utils
-    except ImportError:
-        return False
-    return 'config, "is_causal"' in inspect.getsource(masking_utils)
-
-
 def make_mask(*args: Any, config: Any = None, **options: Any) -> Any:
     """transformers' masks for sdpa (boolean, and None where causality alone says it all), for some its eager ones."""
-    from transformers import masking_utils
-
     if getattr(config, "use_bidirectional_attention", None):
         options["allow_is_causal_skip"] = False  # PaliGemma's layers are not causal, and its masks may be
-    make = masking_utils.eager_mask if type(config) in _as_eager else masking_utils.sdpa_mask
+    make = _masking.eager_mask if type(config) in _as_eager else _masking.sdpa_mask
     return make(*args, config=config, **options)
