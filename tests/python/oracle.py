@@ -168,7 +168,8 @@ class Room:
         self.address = address
 
     def pointer(self):
-        return self.bytes.data_ptr() or MARGIN if self.device == "cuda" else self.address
+        # Not that of `bytes`, which is 0 where nothing is in it.
+        return self.all.data_ptr() + MARGIN if self.device == "cuda" else self.address
 
     def margins_are_whole(self):
         if self.device != "cuda":
