@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -19,8 +22,8 @@ if not hasattr(os, "fork"):
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # that there are threads: the point of it
 
 
-@pytest.fixture
-def computed():
+@contextlib.contextmanager
+def several_threads():
     """q and its attention, by several threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -29,6 +32,12 @@ def computed():
     torch.mm(torch.randn(512, 512), torch.randn(512, 512))  # PyTorch's functions use the same threads
     yield q, heddle.attention(q, q, q)
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def computed():
+    with several_threads() as both:
+        yield both
 
 
 def ended(child: int, seconds: float = 30) -> int:
@@ -43,8 +52,7 @@ def ended(child: int, seconds: float = 30) -> int:
     pytest.fail("the child hangs")
 
 
-def test_fork(computed):
-    q, want = computed
+def fork_twice(q, want):
     for _ in range(2):
         child = os.fork()
         if child == 0:
@@ -54,6 +62,11 @@ def test_fork(computed):
             os._exit(0 if same and torch.isfinite(leaf.grad).all() else 1)
         assert ended(child) == 0
         assert torch.equal(heddle.attention(q, q, q), want)
+
+
+def test_fork():
+    """In a process of its own: where autograd has used a GPU, PyTorch refuses to run it in a child."""
+    subprocess.run([sys.executable, __file__], check=True)
 
 
 def _answer(q, answers):
@@ -98,3 +111,8 @@ def test_data_loader(computed):
     assert len(batches) == 2
     for batch in batches:
         assert all(torch.equal(each, want) for each in batch)
+
+
+if __name__ == "__main__":
+    with several_threads() as both:
+        fork_twice(*both)
