@@ -168,8 +168,13 @@ def test_encoder_layer(name, dtype, device):
     ):
         compare(got, want, (x,), tolerance, **masks)
     got.eval(), want.eval()
-    with torch.no_grad():
-        assert_same((got(x),), (want(x),), tolerance)
+    # PyTorch's way of inference takes GELU by tanh on a GPU, 1e-3 off.
+    torch.backends.mha.set_fastpath_enabled(device == "cpu")
+    try:
+        with torch.no_grad():
+            assert_same((got(x),), (want(x),), tolerance)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
     if dtype == torch.float32:
         compare(got, want, (x[:, 0].detach().requires_grad_(),), tolerance)
 
