@@ -308,8 +308,9 @@ template <typename T, int D> INLINE void sum_keys(const attention_params &p, con
 
 /* ------------------------------------------------------------------------------------------------------- the kernel */
 
-/* A tile of keys after the other. */
-template <typename T, int D, int GROUP> INLINE void work(const attention_params &p, const crew &crew, char *shared) {
+/* A tile of keys after the other: dV by the first warpgroup, dK by the second. One copy of what both do, since they meet at a barrier
+ * in clean_keys: two copies of that are right, but synccheck takes them for threads that have parted. */
+template <typename T, int D> INLINE void work(const attention_params &p, const crew &crew, char *shared, int group) {
     typedef layout_wide<D> layout;
     state k = {shared_address(shared),
                {0, 0},
@@ -336,7 +337,7 @@ template <typename T, int D, int GROUP> INLINE void work(const attention_params 
             mbarrier_wait(k.smem + layout::own_full, k.own_turn);
             k.own_turn ^= 1;
             k.any_bad = clean_keys<T, D, OWN>(k.smem, k.marks);
-            if (GROUP == 0)
+            if (group == 0)
                 sum_values<T, D>(p, w.s, &k, sum);
             else
                 sum_keys<T, D>(p, w.s, &k, sum);
@@ -347,10 +348,10 @@ template <typename T, int D, int GROUP> INLINE void work(const attention_params 
         pin_all<D / 8>(sum);
         key_work again; /* or its registers would be kept through the loop */
         find_keys<BLOCK, false, OWN>(p, crew, opaque(turn), &again);
-        const heddle_strides &s = GROUP == 0 ? p.a.dv_stride : p.a.dk_stride;
-        store_tile<T, D>(GROUP == 0 ? p.t.dv : p.t.dk, row_at(s, again.c.n, again.y, again.c.first_k + again.key0), s.s,
+        const heddle_strides &s = group == 0 ? p.a.dv_stride : p.a.dk_stride;
+        store_tile<T, D>(group == 0 ? p.t.dv : p.t.dk, row_at(s, again.c.n, again.y, again.c.first_k + again.key0), s.s,
                          (int)threadIdx.x % WARPGROUP / 32 * 16, again.c.all_sk - again.key0,
-                         (int)(GROUP == 0 ? p.a.dv : p.a.d), GROUP == 0 ? 1.0f : p.scale, sum);
+                         (int)(group == 0 ? p.a.dv : p.a.d), group == 0 ? 1.0f : p.scale, sum);
     }
 }
 
@@ -365,10 +366,7 @@ template <typename T, int D> INLINE void attention_wide(const attention_params_s
             fetch_keys<T, D, BLOCK, false, layout_wide<D>, wide_places<D>>(all, crew, shared, NULL);
     } else {
         registers_more<240>();
-        if (group == 1)
-            work<T, D, 0>(all.p, crew, shared);
-        else
-            work<T, D, 1>(all.p, crew, shared);
+        work<T, D>(all.p, crew, shared, group - 1);
     }
 }
 
