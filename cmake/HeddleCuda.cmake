@@ -23,13 +23,22 @@ if(NOT HEDDLE_NVCC OR NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_C_COMP
     message(FATAL_ERROR "HEDDLE_BUILD_CUDA is ON, but nvcc was not found (or this is no Linux with gcc or clang): set HEDDLE_NVCC")
 endif()
 
+# fatbinary lies where nvcc is, which may be behind a link or a script.
+execute_process(COMMAND ${HEDDLE_NVCC} --dryrun --ptx ${PROJECT_SOURCE_DIR}/src/cuda/norm_linear/finish.cu ERROR_VARIABLE nvcc_dryrun
+    OUTPUT_QUIET)
+string(REGEX MATCH "_HERE_=([^\n]+)" nvcc_dryrun "${nvcc_dryrun}")
+find_program(HEDDLE_FATBINARY fatbinary HINTS ${CMAKE_MATCH_1})
+if(NOT HEDDLE_FATBINARY)
+    message(FATAL_ERROR "heddle: there is no fatbinary beside ${HEDDLE_NVCC}; set HEDDLE_FATBINARY, or build with -DHEDDLE_BUILD_CUDA=OFF")
+endif()
+
 # A line of archs.def that begins with a family is for the rooms whose names begin with it; the others are for the rest.
 file(STRINGS ${PROJECT_SOURCE_DIR}/src/cuda/archs.def archs REGEX "^[a-z0-9 ]*arch=")
 foreach(arch IN LISTS archs)
     string(REGEX MATCH "^([a-z0-9]+ )?arch=" family "${arch}")
     string(STRIP "${CMAKE_MATCH_1}" family)
     string(REGEX REPLACE "^.*arch=" "arch=" arch "${arch}")
-    list(APPEND gencode_${family} -gencode ${arch})
+    list(APPEND codes_${family} ${arch})
 endforeach()
 
 execute_process(COMMAND ${HEDDLE_NVCC} --version OUTPUT_VARIABLE nvcc_version ERROR_QUIET)
@@ -81,14 +90,14 @@ foreach(row IN LISTS modules)
     file(GENERATE OUTPUT ${source} CONTENT "#include \"cuda/${room}.cu\"\n${rows}\n")
     set(fatbin ${image_dir}/${module}.fatbin)
     string(REGEX REPLACE "^.*/([a-z0-9]+)(_[a-z0-9]+)?/[^/]*$" "\\1" family ${room})
-    set(gencode ${gencode_${family}})
-    if(NOT gencode)
-        set(gencode ${gencode_})
+    set(codes ${codes_${family}})
+    if(NOT codes)
+        set(codes ${codes_})
     endif()
     add_custom_command(
         OUTPUT ${fatbin}
-        COMMAND ${CMAKE_COMMAND} -DNVCC=${HEDDLE_NVCC} "-DGENCODE=${gencode}" -DCOMPRESS=${compress} -DSOURCE=${source} -DOUTPUT=${fatbin}
-            -DROOT=${PROJECT_SOURCE_DIR} -DREPORT=${image_dir}/${module}.ptxas
+        COMMAND ${CMAKE_COMMAND} -DNVCC=${HEDDLE_NVCC} -DFATBINARY=${HEDDLE_FATBINARY} "-DCODES=${codes}" -DCOMPRESS=${compress}
+            -DSOURCE=${source} -DOUTPUT=${fatbin} -DROOT=${PROJECT_SOURCE_DIR} -DREPORT=${image_dir}/${module}.ptxas
             -P ${PROJECT_SOURCE_DIR}/cmake/HeddleFatbin.cmake
         DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/HeddleFatbin.cmake ${cuda_dir}/archs.def
         DEPFILE ${fatbin}.d

@@ -1,17 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-# cmake -P: SOURCE to the fatbin OUTPUT, with dependencies in OUTPUT.d and the report of ptxas in REPORT.
-execute_process(
-    COMMAND ${NVCC} --fatbin -O3 -std=c++17 ${COMPRESS} ${GENCODE} -I ${ROOT}/include -I ${ROOT}/src -Xptxas -v -MD -MF ${OUTPUT}.d
-        -o ${OUTPUT} ${SOURCE}
-    RESULT_VARIABLE failed
-    ERROR_VARIABLE report
-    OUTPUT_VARIABLE output)
-file(WRITE ${REPORT} "${report}")
-string(REGEX MATCHALL "[^\n]*(error|warning)[^\n]*" complaints "${output}${report}")
-foreach(complaint IN LISTS complaints)
-    message(NOTICE "${complaint}")
+# cmake -P: SOURCE to the fatbin OUTPUT, with dependencies in OUTPUT.d and the report of ptxas in REPORT. CODES are pairs of a line of
+# archs.def each, arch=compute_A,code=sm_B or code=compute_A.
+#
+# Most of the time goes into PTX, so each compute_A is made once, for all codes of it. What an older GPU lacks lies in it as a comment,
+# "//sm_90 " and the instruction (LATER_GPU of ptx.cuh), which is taken out of the comment for GPUs that have it.
+cmake_policy(VERSION 3.16)
+set(report "")
+function(run)
+    execute_process(COMMAND ${ARGN} RESULT_VARIABLE failed ERROR_VARIABLE errors OUTPUT_VARIABLE output)
+    string(REGEX MATCHALL "[^\n]*(error|warning)[^\n]*" complaints "${output}${errors}")
+    foreach(complaint IN LISTS complaints)
+        message(NOTICE "${complaint}")
+    endforeach()
+    if(failed)
+        file(REMOVE ${OUTPUT})
+        message(FATAL_ERROR "nvcc failed on ${SOURCE}:\n${output}${errors}")
+    endif()
+    set(report "${report}${errors}" PARENT_SCOPE)
+endfunction()
+
+set(made "")
+set(images "")
+set(scraps "")
+foreach(code IN LISTS CODES)
+    if(NOT code MATCHES "^arch=(compute_[0-9]+[af]?),code=((sm|compute)_([0-9]+)([af]?))$")
+        message(FATAL_ERROR "archs.def: ${code} is not arch=compute_A,code=sm_B or compute_A")
+    endif()
+    set(arch ${CMAKE_MATCH_1})
+    set(target ${CMAKE_MATCH_2})
+    set(kind ${CMAKE_MATCH_3})
+    set(number ${CMAKE_MATCH_4})
+    set(image "sm=${CMAKE_MATCH_4}${CMAKE_MATCH_5}")
+    set(ptx ${OUTPUT}.${arch}.ptx)
+    if(NOT arch IN_LIST made)
+        run(${NVCC} --ptx -O3 -std=c++17 -arch=${arch} -I ${ROOT}/include -I ${ROOT}/src -MD -MT ${OUTPUT} -MF ${OUTPUT}.d -o ${ptx}
+            ${SOURCE})
+        list(APPEND made ${arch})
+        list(APPEND scraps ${ptx})
+    endif()
+    if(kind STREQUAL "compute")
+        list(APPEND images "--image3=kind=ptx,${image},file=${ptx}")
+        continue()
+    endif()
+    file(READ ${ptx} text)
+    if(number GREATER_EQUAL 90)
+        string(REPLACE "//sm_90 " "" text "${text}")
+        # As every kernel for Hopper begins (design.md): without it one would read what the kernel in front has yet to write.
+        string(REGEX MATCHALL "\\.entry " kernels "${text}")
+        string(REGEX MATCHALL "\n[\t ]*griddepcontrol\\.wait" waits "${text}")
+        list(LENGTH kernels kernels)
+        list(LENGTH waits waits)
+        if(waits LESS kernels)
+            message(FATAL_ERROR "${SOURCE} for ${target}: ${kernels} kernels, and ${waits} wait for the kernel in front")
+        endif()
+    endif()
+    string(REGEX REPLACE "\n\\.target [^\n]*" "\n.target ${target}" text "${text}")
+    file(WRITE ${OUTPUT}.${target}.ptx "${text}")
+    run(${NVCC} --cubin -arch=${target} -Xptxas -v -o ${OUTPUT}.${target}.cubin ${OUTPUT}.${target}.ptx)
+    list(APPEND images "--image3=kind=elf,${image},file=${OUTPUT}.${target}.cubin")
+    list(APPEND scraps ${OUTPUT}.${target}.ptx ${OUTPUT}.${target}.cubin)
 endforeach()
-if(failed)
-    file(REMOVE ${OUTPUT})
-    message(FATAL_ERROR "nvcc failed on ${SOURCE}:\n${output}${report}")
-endif()
+run(${FATBINARY} --create=${OUTPUT} -64 ${COMPRESS} ${images})
+file(WRITE ${REPORT} "${report}")
+file(REMOVE ${scraps})

@@ -191,18 +191,21 @@ PTX float exp2_approx(float x) {
 
 /* ------------------------------------------------------------------------- Hopper: a kernel behind another one */
 
+/* In PTX that serves older GPUs, too, an instruction of Hopper is a comment; HeddleFatbin.cmake takes it out for sm_90. */
+#if __CUDA_ARCH__ >= 900
+#define LATER_GPU(instruction) instruction
+#else
+#define LATER_GPU(instruction) "//sm_90 " instruction
+#endif
+
 /* All blocks have said this, or have ended: the blocks of a kernel that was launched to overlap may start. */
 PTX void let_next_grid_start(void) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+    asm volatile(LATER_GPU("griddepcontrol.launch_dependents;")::: "memory");
 }
 
 /* The kernel in front has ended, and what it wrote is there. Older GPUs start no kernel before that. */
 PTX void wait_for_earlier_grid(void) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    asm volatile(LATER_GPU("griddepcontrol.wait;")::: "memory");
 }
 
 /* ------------------------------------------------------------------------------------------ Hopper: barriers, copies */
