@@ -44,43 +44,54 @@ INLINE void put_small_sum(const attention_params &p, float top, float log2, floa
     put_log_sum(other ? top / p.unit : top, other ? p.scale_log2 : LOG2E, log2, base, rest);
 }
 
-/* Where a block stands, and the queries whose numbers it has: its own, or those that it walks over. */
+/* K and V of a head, or Q, dO and O. */
+template <typename T> struct operands { matrix<T> a, b, o; };
+
+template <typename T> INLINE operands<T> key_operands(const attention_params &p, const place &c, int64_t y) {
+    const matrix<T> v = matrix_v<T>(p, c, y);
+    return {matrix_k<T>(p, c, y), v, v}; /* nobody asks for their O */
+}
+template <typename T> INLINE operands<T> query_operands(const attention_params &p, const place &c, int64_t x) {
+    return {matrix_q<T>(p, c, x), matrix_dout<T>(p, c, x), matrix_o<T>(p, c, x)};
+}
+
+/* Where a block stands: the first of its own rows and of those that it walks over at the moment, and the query head. */
 struct position {
-    int own, other; /* first rows */
-    int64_t x;      /* query head */
+    int own, other;
+    int64_t x;
 };
 
-/* P·Z and dT of half of the own rows with row `at` of the others. */
-template <typename T, bool KEYS>
-INLINE void gradients(const attention_params &p, const place &c, const position &w, const float *numbers,
-                      const dropout_state &dropout, int at, int half, const float qk[HALF], const float dov[HALF],
-                      bool few, float pz[HALF], float ds[HALF]) {
-    uint32_t kept = 0xffffffffu;
-    if (p.drops && KEYS)
-        kept = kept_keys(dropout_words(dropout.seed, dropout.offset, dropout_head(p, c.n, w.x),
-                                       (uint32_t)(w.other + at), (uint32_t)w.own / DROPOUT_KEYS),
-                         p.drop_threshold) >>
-               half * HALF;
-    else if (p.drops)
-        kept = kept_rows(p, dropout, dropout_head(p, c.n, w.x), w.own + half * HALF, w.other + at / 32 * 32);
-#pragma unroll
-    for (int r = 0; r < HALF; r++) {
-        const int mine = half * HALF + r, i = KEYS ? w.other + at : w.own + mine,
-                  j = KEYS ? w.own + mine : w.other + at;
-        const float *number = numbers + (KEYS ? at : mine);
-        float slack;
-        const float s = score<T>(p, c, w.x, i, j, qk[r], &slack);
-        pz[r] = ds[r] = 0.0f;
-        if (s == -CUDART_INF_F || number[0] == CUDART_INF_F)
-            continue;
-        const float weight = exp2_approx((s - number[0] - number[STREAM]) * LOG2E);
-        const bool stays = kept >> r & 1u;
-        pz[r] = stays ? weight * p.keep_scale : 0.0f;
-        ds[r] = weight *
-                ((stays ? dov[r] * p.keep_scale : 0.0f) - ((few ? 0.0f : number[2 * STREAM]) - number[3 * STREAM])) *
-                slack;
-    }
+template <typename T> struct small_work {
+    place c;
+    position w;
+    uint32_t head;         /* of the block's own rows */
+    int own_rows, all_own; /* that count; that there are */
+    int begin, end;        /* of the others: those that the block's own meet */
+    int64_t last_x;        /* query head */
+    operands<T> own, other;
+};
+
+/* A block's own rows among `heads` heads of `tiles` blocks each, and their sequence. */
+template <typename T>
+INLINE void find_own(const attention_params &p, uint32_t id, uint32_t tiles, uint32_t heads, small_work<T> *b) {
+    const uint32_t unit = id / tiles;
+    b->head = unit % heads;
+    b->c = find_place(p, unit / heads);
+    b->w.own = (int)(id - unit * tiles) * ROWS;
 }
+
+/* Own row r meets rows r+lo .. r+hi of `others`. */
+template <typename T> INLINE void find_others(small_work<T> *b, int lo, int hi, int others) {
+    const int last = min(b->w.own + ROWS, b->own_rows);
+    b->begin = max(0, min(b->w.own + lo, others)) / DROPOUT_KEYS * DROPOUT_KEYS;
+    b->end = b->w.own < last ? max(b->begin, min(last + hi, others)) : b->begin;
+    b->w.other = b->begin;
+}
+
+/* A query, a key, and where the numbers of the query are. */
+struct pair {
+    int i, j, number;
+};
 
 template <typename T, int D>
 INLINE void store_gradient(void *to, const heddle_strides &s, const place &c, int64_t head, int64_t first, int rows,
@@ -91,56 +102,145 @@ INLINE void store_gradient(void *to, const heddle_strides &s, const place &c, in
                 from_float((T *)to + row_at(s, c.n, head, first + at / D) + at % D, take_sum<D>(merge, at) * factor);
 }
 
-/* A block's own rows (keys: K and V; queries: Q and dO, with O), and those that it walks over (the others). */
-template <typename T> struct small_work {
-    place c;
-    position w;
-    uint32_t head; /* of keys or of queries */
-    int own_rows, all_own, begin, end;
-    matrix<T> own[2], own_o, other[2], other_o;
-};
-
-/* False: there are no such rows. */
-template <typename T, bool KEYS> INLINE bool find_small_work(const attention_params &p, uint32_t id, small_work<T> *b) {
-    const uint32_t tiles = (uint32_t)(KEYS ? p.tiles_k : p.tiles_q), heads = (uint32_t)(KEYS ? p.a.hk : p.a.h);
-    const uint32_t unit = id / tiles;
-    b->head = unit % heads;
-    b->c = find_place(p, unit / heads);
-    b->w = {(int)(id - unit * tiles) * ROWS, 0, KEYS ? b->head * (uint32_t)p.group : b->head};
-    b->all_own = KEYS ? b->c.all_sk : b->c.all_sq;
-    if (b->w.own >= b->all_own)
-        return false;
-    b->own_rows = KEYS ? b->c.sk : b->c.sq;
-    const int last = min(b->w.own + ROWS, b->own_rows), others = KEYS ? b->c.sq : b->c.sk;
-    b->begin = max(0, min(b->w.own + (KEYS ? -b->c.hi : b->c.lo), others)) / DROPOUT_KEYS * DROPOUT_KEYS;
-    b->end = b->w.own < last ? max(b->begin, min(last + (KEYS ? -b->c.lo : b->c.hi), others)) : b->begin;
-    const uint32_t y = KEYS ? b->head : b->head / (uint32_t)p.group;
-    const matrix<T> k = matrix_k<T>(p, b->c, y), v = matrix_v<T>(p, b->c, y), q = matrix_q<T>(p, b->c, b->w.x),
-                    dout = matrix_dout<T>(p, b->c, b->w.x), o = matrix_o<T>(p, b->c, b->w.x);
-    b->own[0] = KEYS ? k : q;
-    b->own[1] = KEYS ? v : dout;
-    b->other[0] = KEYS ? q : k;
-    b->other[1] = KEYS ? dout : v;
-    b->own_o = o; /* of queries alone */
-    b->other_o = KEYS ? o : v;
-    b->w.other = b->begin;
-    return true;
+/* The block's queries leave what is known of them, for dbias and dsinks. */
+INLINE void leave_numbers(const attention_params &p, const place &c, int64_t x, int i, const float *numbers) {
+    const int64_t to = lse_at(p, c, x, i);
+    const float top = numbers[threadIdx.x];
+    p.base[to] = top; /* +inf, or as the plain kernels take it */
+    p.rest[to] = 0.0f;
+    if (top != CUDART_INF_F)
+        put_small_sum(p, top, numbers[STREAM + threadIdx.x] * LOG2E, &p.base[to], &p.rest[to]);
+    p.dsum[to] = top == CUDART_INF_F ? 0.0f : numbers[2 * STREAM + threadIdx.x] - numbers[3 * STREAM + threadIdx.x];
 }
 
+/* ------------------------------------------------------------------------------- what keys and queries do otherwise */
+
+/* dK and dV of ROWS keys, over the queries of all heads of the group. */
+struct key_blocks {
+    static constexpr bool walks_queries = true;
+    static constexpr int queries = STREAM; /* whose numbers are there */
+    static constexpr int gradients = 2;
+
+    /* False: there are no such rows. */
+    template <typename T> INLINE bool find(const attention_params &p, uint32_t id, small_work<T> *b) {
+        find_own(p, id, (uint32_t)p.tiles_k, (uint32_t)p.a.hk, b);
+        b->w.x = b->head * (uint32_t)p.group;
+        b->last_x = b->w.x + p.group - 1;
+        b->all_own = b->c.all_sk;
+        if (b->w.own >= b->all_own)
+            return false;
+        b->own_rows = b->c.sk;
+        find_others(b, -b->c.hi, -b->c.lo, b->c.sq);
+        b->own = key_operands<T>(p, b->c, b->head);
+        b->other = query_operands<T>(p, b->c, b->w.x);
+        return true;
+    }
+
+    template <typename T> INLINE void next_head(const attention_params &p, small_work<T> *b) {
+        b->other.a.at += p.a.q_stride.h;
+        if (p.t.dout) {
+            b->other.b.at += p.a.do_stride.h;
+            b->other.o.at += p.a.o_stride.h;
+        }
+    }
+
+    INLINE int first_query(const position &w) {
+        return w.other;
+    }
+    INLINE const float *rows_of_q(const float *, const float *stream) {
+        return stream;
+    }
+    INLINE pair pair_of(const position &w, int own, int other) {
+        return {w.other + other, w.own + own, other};
+    }
+
+    /* Of half of the own rows and row `other`, with bit r for row r. */
+    INLINE uint32_t kept(const attention_params &p, const place &c, const position &w, const dropout_state &s, int half,
+                         int other) {
+        return kept_keys(dropout_words(s.seed, s.offset, dropout_head(p, c.n, w.x), (uint32_t)(w.other + other),
+                                       (uint32_t)w.own / DROPOUT_KEYS),
+                         p.drop_threshold) >>
+               half * HALF;
+    }
+
+    /* rowsum(dO∘O) comes with the rows that stream. */
+    template <typename T, int D> INLINE void put_dots(float *, int, int, const four<T> &, const four<T> &) {
+    }
+
+    template <typename T, int D>
+    INLINE void store(const attention_params &p, const small_work<T> &b, int rows, const float *merge, const float *,
+                      bool) {
+        const int64_t first = b.c.first_k + b.w.own;
+        store_gradient<T, D>(p.t.dk, p.a.dk_stride, b.c, b.head, first, rows, p.a.d, merge, p.scale);
+        store_gradient<T, D>(p.t.dv, p.a.dv_stride, b.c, b.head, first, rows, p.a.dv, merge + WARPS * ROWS * D, 1.0f);
+    }
+};
+
+/* dQ of ROWS queries, over the keys; and what is known of these queries goes to the workspace, for dbias and dsinks. */
+struct query_blocks {
+    static constexpr bool walks_queries = false;
+    static constexpr int queries = ROWS;
+    static constexpr int gradients = 1;
+
+    template <typename T> INLINE bool find(const attention_params &p, uint32_t id, small_work<T> *b) {
+        find_own(p, id, (uint32_t)p.tiles_q, (uint32_t)p.a.h, b);
+        b->w.x = b->last_x = b->head;
+        b->all_own = b->c.all_sq;
+        if (b->w.own >= b->all_own)
+            return false;
+        b->own_rows = b->c.sq;
+        find_others(b, b->c.lo, b->c.hi, b->c.sk);
+        b->own = query_operands<T>(p, b->c, b->head);
+        b->other = key_operands<T>(p, b->c, b->head / (uint32_t)p.group);
+        return true;
+    }
+
+    /* There is none. */
+    template <typename T> INLINE void next_head(const attention_params &, small_work<T> *) {
+    }
+
+    INLINE int first_query(const position &w) {
+        return w.own;
+    }
+    INLINE const float *rows_of_q(const float *own, const float *) {
+        return own;
+    }
+    INLINE pair pair_of(const position &w, int own, int other) {
+        return {w.own + own, w.other + other, own};
+    }
+
+    INLINE uint32_t kept(const attention_params &p, const place &c, const position &w, const dropout_state &s, int half,
+                         int other) {
+        return kept_rows(p, s, dropout_head(p, c.n, w.x), w.own + half * HALF, w.other + other / 32 * 32);
+    }
+
+    template <typename T, int D>
+    INLINE void put_dots(float *dots, int row, int column, const four<T> &dout, const four<T> &o) {
+        const float dot = row_dot<D>(to_floats(o), to_floats(dout));
+        if (column == 0)
+            dots[row] = dot;
+    }
+
+    template <typename T, int D>
+    INLINE void store(const attention_params &p, const small_work<T> &b, int rows, const float *merge,
+                      const float *numbers, bool few) {
+        store_gradient<T, D>(p.t.dq, p.a.dq_stride, b.c, b.head, b.c.first_q + b.w.own, rows, p.a.d, merge, p.scale);
+        const int i = b.w.own + (int)threadIdx.x;
+        if (threadIdx.x < ROWS && i < b.c.sq && !few)
+            leave_numbers(p, b.c, b.head, i, numbers);
+    }
+};
+
+/* -------------------------------------------------------------------------------------------------------- the walk */
+
 /* The next STREAM of the others; after the last of a head the first of the next. */
-template <typename T, bool KEYS> INLINE void walk_on(const attention_params &p, small_work<T> *b) {
+template <typename T, typename blocks> INLINE void walk_on(const attention_params &p, small_work<T> *b) {
     b->w.other += STREAM;
     if (b->w.other < b->end)
         return;
     b->w.other = b->begin;
     b->w.x++;
-    if (!KEYS) /* there is no other */
-        return;
-    b->other[0].at += p.a.q_stride.h;
-    if (p.t.dout) {
-        b->other[1].at += p.a.do_stride.h;
-        b->other_o.at += p.a.o_stride.h;
-    }
+    blocks::next_head(p, b);
 }
 
 /* What is known of a query. */
@@ -161,102 +261,102 @@ INLINE void put_numbers(float *numbers, query_numbers q) {
     numbers[3 * STREAM + threadIdx.x] = q.dlse;
 }
 
-/* The block's queries leave what is known of them, for dbias and dsinks. */
-INLINE void leave_numbers(const attention_params &p, const place &c, int64_t x, int i, const float *numbers) {
-    const int64_t to = lse_at(p, c, x, i);
-    const float top = numbers[threadIdx.x];
-    p.base[to] = top; /* +inf, or as the plain kernels take it */
-    p.rest[to] = 0.0f;
-    if (top != CUDART_INF_F)
-        put_small_sum(p, top, numbers[STREAM + threadIdx.x] * LOG2E, &p.base[to], &p.rest[to]);
-    p.dsum[to] = top == CUDART_INF_F ? 0.0f : numbers[2 * STREAM + threadIdx.x] - numbers[3 * STREAM + threadIdx.x];
+/* dT and P·Z of half of the own rows with row `at` of the others: what the rows of Q (K) and of dO that stream count with. */
+template <typename T, typename blocks>
+INLINE void gradients(const attention_params &p, const place &c, const position &w, const float *numbers,
+                      const dropout_state &dropout, int at, int half, const float qk[HALF], const float dov[HALF],
+                      bool few, float weights[2][HALF]) {
+    const uint32_t kept = p.drops ? blocks::kept(p, c, w, dropout, half, at) : 0xffffffffu;
+#pragma unroll
+    for (int r = 0; r < HALF; r++) {
+        const pair e = blocks::pair_of(w, half * HALF + r, at);
+        const float *number = numbers + e.number;
+        float slack;
+        const float s = score<T>(p, c, w.x, e.i, e.j, qk[r], &slack);
+        weights[0][r] = weights[1][r] = 0.0f;
+        if (s == -CUDART_INF_F || number[0] == CUDART_INF_F)
+            continue;
+        const float weight = exp2_approx((s - number[0] - number[STREAM]) * LOG2E);
+        const bool stays = kept >> r & 1u;
+        weights[1][r] = stays ? weight * p.keep_scale : 0.0f;
+        weights[0][r] =
+            weight *
+            ((stays ? dov[r] * p.keep_scale : 0.0f) - ((few ? 0.0f : number[2 * STREAM]) - number[3 * STREAM])) * slack;
+    }
 }
 
-/* KEYS: dK and dV of ROWS keys, over the queries of all heads of the group. Else dQ of ROWS queries, over the keys; and
- * what is known of these queries goes to the workspace, for dbias and dsinks. numbers[4][STREAM] of the queries:
- * the log-sum-exp as the sum of two (+inf: it sees nothing), rowsum(dO∘O), dlse; where there are few keys the plain
- * prep has found D, and -D takes the place of dlse. */
-template <typename T, int D, bool KEYS> INLINE void small_gradients(const attention_params &p, uint32_t id) {
+/* numbers[4][STREAM] of the queries: the log-sum-exp as the sum of two (+inf: it sees nothing), rowsum(dO∘O), dlse; where there are few
+ * keys the plain prep has found D, and -D takes the place of dlse. */
+template <typename T, int D, typename blocks> INLINE void small_gradients(const attention_params &p, uint32_t id) {
     typedef small_shared<D> layout;
-    constexpr int QUERIES = KEYS ? STREAM : ROWS; /* whose numbers are there */
+    constexpr int QUERIES = blocks::queries, GRADIENTS = blocks::gradients;
     extern __shared__ __align__(16) float shared[];
     float *stream = shared + layout::stream, *weights = shared + layout::weights, *numbers = shared + layout::numbers;
     small_work<T> b;
-    if (!find_small_work<T, KEYS>(p, id, &b))
+    if (!blocks::find(p, id, &b))
         return;
     const int rows = min(ROWS, b.all_own - b.w.own), at = threadIdx.x % STREAM, half = threadIdx.x / STREAM;
     const dropout_state dropout = make_dropout(p);
     const bool few = sees_few(b.c);
     const int mine = threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
     const int own_row = mine < ROWS ? b.w.own + mine : b.own_rows;
-    const four<T> own_a = fetch_any(b.own[0], own_row, column), own_b = fetch_any(b.own[1], own_row, column);
-    const four<T> own_o = fetch_any(b.own_o, KEYS ? b.own_o.end : own_row, column);
-    float sum[ROWS][D / 32] = {}, other_sum[ROWS][D / 32] = {};
-    for (bool fresh = true; b.w.x < (KEYS ? (int64_t)(b.head + 1) * p.group : b.head + 1); fresh = false) {
-        const bool anew = KEYS || fresh; /* the queries are others than before */
-        const int query0 = KEYS ? b.w.other : b.w.own, i = query0 + (int)threadIdx.x;
+    const four<T> own_a = fetch_any(b.own.a, own_row, column), own_b = fetch_any(b.own.b, own_row, column);
+    const four<T> own_o = fetch_any(b.own.o, own_row, column);
+    float sum[GRADIENTS][ROWS][D / 32] = {};
+    for (bool fresh = true; b.w.x <= b.last_x; fresh = false) {
+        const bool anew = blocks::walks_queries || fresh; /* the queries are others than before */
+        const int query0 = blocks::first_query(b.w), i = query0 + (int)threadIdx.x;
         const bool holds = threadIdx.x < QUERIES && anew;
         query_numbers q = {-CUDART_INF_F, 0.0f};
         if (holds && i < b.c.sq)
             q = read_numbers(p, b.c, b.w.x, i, few);
-        bool odd = load_stream<T, D, KEYS>(stream, b.other[0], b.other[1], b.other_o, numbers + 2 * STREAM, b.w.other);
+        bool odd = load_stream<T, D, blocks::walks_queries>(stream, b.other.a, b.other.b, b.other.o,
+                                                            numbers + 2 * STREAM, b.w.other);
         if (fresh && mine < ROWS) {
             *(float4 *)(shared + mine * layout::pitch + column) = to_floats(own_a);
             *(float4 *)(shared + (ROWS + mine) * layout::pitch + column) = to_floats(own_b);
-            if (!KEYS) {
-                const float dot = row_dot<D>(to_floats(own_o), to_floats(own_b));
-                if (column == 0)
-                    numbers[2 * STREAM + mine] = dot;
-            }
+            blocks::template put_dots<T, D>(numbers + 2 * STREAM, mine, column, own_b, own_o);
         }
         if (holds)
             put_numbers(numbers, q);
         const bool large = is_coarse<T>(b.c, q.lse);
         if (__syncthreads_or(odd || large)) {
             odd = __syncthreads_or(odd);
+            const float *rows_of_q = blocks::rows_of_q(shared, stream);
             for (int r = threadIdx.x / 32; r < QUERIES && anew; r += WARPS)
                 if (query0 + r < b.c.sq)
-                    refine_row<T>(p, b.c, b.w.x, query0 + r, (KEYS ? stream : shared) + r * layout::pitch, numbers + r);
+                    refine_row<T>(p, b.c, b.w.x, query0 + r, rows_of_q + r * layout::pitch, numbers + r);
             __syncthreads();
         }
-        float qk[HALF], dov[HALF], pz[HALF], ds[HALF];
+        float qk[HALF], dov[HALF], weight[2][HALF];
         dots<D>(shared + half * HALF * layout::pitch, stream + at * layout::pitch, qk);
         dots<D>(shared + (ROWS + half * HALF) * layout::pitch, stream + (STREAM + at) * layout::pitch, dov);
-        gradients<T, KEYS>(p, b.c, b.w, numbers, dropout, at, half, qk, dov, few, pz, ds);
-        put_half(weights, at, ds);
-        if (KEYS)
-            put_half(weights + STREAM * ROWS, at, pz);
+        gradients<T, blocks>(p, b.c, b.w, numbers, dropout, at, half, qk, dov, few, weight);
+#pragma unroll
+        for (int g = 0; g < GRADIENTS; g++)
+            put_half(weights + g * STREAM * ROWS, at, weight[g]);
         __syncthreads();
-        const int count = min(STREAM, b.end - b.w.other);
-        accumulate<D>(sum, weights, stream, count, odd, 0.0f);
-        if (KEYS)
-            accumulate<D>(other_sum, weights + STREAM * ROWS, stream + STREAM * layout::pitch, count, odd, 0.0f);
-        walk_on<T, KEYS>(p, &b);
+#pragma unroll
+        for (int g = 0; g < GRADIENTS; g++)
+            accumulate<D>(sum[g], weights + g * STREAM * ROWS, stream + g * STREAM * layout::pitch,
+                          min(STREAM, b.end - b.w.other), odd, 0.0f);
+        walk_on<T, blocks>(p, &b);
     }
     __syncthreads();
     float *merge = shared + layout::merge;
-    put_sums<D>(merge, sum);
-    if (KEYS)
-        put_sums<D>(merge + WARPS * ROWS * D, other_sum);
+#pragma unroll
+    for (int g = 0; g < GRADIENTS; g++)
+        put_sums<D>(merge + g * WARPS * ROWS * D, sum[g]);
     __syncthreads();
-    if (KEYS) {
-        const int64_t first = b.c.first_k + b.w.own;
-        store_gradient<T, D>(p.t.dk, p.a.dk_stride, b.c, b.head, first, rows, p.a.d, merge, p.scale);
-        store_gradient<T, D>(p.t.dv, p.a.dv_stride, b.c, b.head, first, rows, p.a.dv, merge + WARPS * ROWS * D, 1.0f);
-        return;
-    }
-    store_gradient<T, D>(p.t.dq, p.a.dq_stride, b.c, b.head, b.c.first_q + b.w.own, rows, p.a.d, merge, p.scale);
-    const int i = b.w.own + (int)threadIdx.x;
-    if (threadIdx.x < ROWS && i < b.c.sq && !few)
-        leave_numbers(p, b.c, b.head, i, numbers);
+    blocks::template store<T, D>(p, b, rows, merge, numbers, few);
 }
 
 template <typename T, int D> INLINE void small_bwd(const attention_params &p) {
     const uint32_t blocks_k = (uint32_t)(p.tiles_k * p.a.hk * p.a.b);
     if (blockIdx.x < blocks_k)
-        small_gradients<T, D, true>(p, blockIdx.x);
+        small_gradients<T, D, key_blocks>(p, blockIdx.x);
     else
-        small_gradients<T, D, false>(p, blockIdx.x - blocks_k);
+        small_gradients<T, D, query_blocks>(p, blockIdx.x - blocks_k);
 }
 
 #endif
