@@ -53,6 +53,13 @@ elif [ -x "$build/examples/derivation" ]; then
         failures=$((failures + 1))
     fi
 fi
+if command -v python3 >/dev/null; then
+    if python3 "$source/docs/figures.py" --check; then
+        echo "ok: what the README and docs/limits.md have of bench/results"
+    else
+        failures=$((failures + 1))
+    fi
+fi
 # Blocks of docs/start.md behind <!-- run -->: after "$ " stands a command, and below it what it prints; "..." is anything.
 compare() {
     local command=$1 expected=$2 printed pattern

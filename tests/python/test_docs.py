@@ -163,6 +163,18 @@ def test_length_of_lines(page):
             assert len(line) <= 120, f"line {number} has {len(line)} characters"
 
 
+def test_five_lines():
+    """The README's program runs, and has five lines."""
+    pytest.importorskip("heddle")
+    pytest.importorskip("torch")
+    text = (ROOT / "README.md").read_text()
+    (program,) = re.findall(r"^<!-- run -->\n```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert program.count("\n") == 5
+    variables: dict[str, object] = {}
+    exec(compile(program, "README.md", "exec"), variables)
+    assert variables["q"].grad.abs().max() > 0
+
+
 def test_first_steps(capsys):
     """The programs of start.md print what stands below them."""
     pytest.importorskip("heddle")

@@ -1,0 +1,334 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the tables of README.md and docs/limits.md, and draws the README's pictures of speed, from bench/results.
+
+    docs/figures.py [--check]
+
+A table stands between the marks <!-- docs/figures.py: NAME --> and <!-- end --> of its page. --check changes nothing
+and ends with 1 if a table or a picture is not as it would be.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+
+from draw import ROOT, Picture, bars
+
+RESULTS = ROOT / "bench/results"
+CPU = "amd-epyc-family26-model2-2cores"
+PASSES = ("fwd", "bwd")
+NONE = "\N{EN DASH}"
+NAMES = {"heddle": "heddle", "cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3"}
+COLORS = """
+.c0 { fill: #b3331f; } .c1 { fill: #4a6a8a; } .c2 { fill: #9aa5b1; } .c3 { fill: #c9a227; }
+@media (prefers-color-scheme: dark) {
+.c0 { fill: #f0694f; } .c1 { fill: #6f9fd0; } .c2 { fill: #7d8590; } .c3 { fill: #d4b44a; }
+}
+"""
+
+Row = dict  # as a line of bench/results has it
+
+
+def read(name: str) -> list[Row]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def latest(rows: list[Row], *keys: str, **wanted: object) -> Row:
+    """The last row with these values and a rate of each of these at rest."""
+    found = [
+        row
+        for row in rows
+        if all(row.get(key) == value for key, value in wanted.items()) and all(rate(row, "fwd", key) for key in keys)
+    ]
+    if not found:
+        sys.exit(f"figures.py: bench/results has no row of {wanted} with {keys}")
+    return found[-1]
+
+
+def rate(row: Row, which: str, name: str, regime: str = "rest") -> float | None:
+    return row.get(f"{which}_{regime}", {}).get("rate", {}).get(name)
+
+
+def pair(row: Row, name: str) -> str:
+    """Forward / backward."""
+    return " / ".join(f"{x:.0f}" if (x := rate(row, which, name)) else NONE for which in PASSES)
+
+
+def mean(factors: list[float]) -> float:
+    return math.exp(sum(map(math.log, factors)) / len(factors))
+
+
+# ------------------------------------------------------------------------------------------------------- the README
+
+H200 = [  # what a row is called, and its case
+    ("4k, d 64", "B4H32/32S4096D64f-bfloat16"),
+    ("4k, d 128", "B4H16/16S4096D128f-bfloat16"),
+    ("4k, d 256", "B4H8/8S4096D256f-bfloat16"),
+    ("4k, causal, d 128", "B4H16/16S4096D128c-bfloat16"),
+    ("512, causal, d 128", "B32H16/16S512D128c-bfloat16"),
+]
+
+
+def h200_rows() -> list[tuple[str, Row, Row | None, Row]]:
+    """Of each case the latest beside cuDNN, the latest beside FlashAttention-2, and that beside FlashAttention-3."""
+    rows, third = read("h200"), read("h200-flash-attention-3")
+    out = []
+    for name, case in H200:
+        second = [row for row in rows if row.get("case") == case and rate(row, "fwd", "fa2")]
+        out.append((name, latest(rows, "cudnn", case=case), second[-1] if second else None, latest(third, case=case)))
+    return out
+
+
+def h200_table() -> str:
+    lines = [
+        bars(
+            "TFLOP/s, forward / backward", "heddle", "cuDNN", "FlashAttention-2", "FlashAttention-3 (heddle beside it)"
+        ),
+        "|" + "---|" * 5,
+    ]
+    for name, row, second, third in h200_rows():
+        lines.append(
+            bars(
+                name,
+                pair(row, "heddle"),
+                pair(row, "cudnn"),
+                pair(second, "fa2") if second else NONE,
+                f"{pair(third, 'fa3')} ({pair(third, 'heddle')})",
+            )
+        )
+    third = read("h200-flash-attention-3")
+    ratios = {
+        (which, peer): mean([rate(row, which, "heddle") / rate(row, which, peer) for row in third])
+        for which in PASSES
+        for peer in ("cudnn", "fa3")
+    }
+    commits = ", ".join(dict.fromkeys(row["commit"] for _, row, *_ in h200_rows()))
+    lines += [
+        "",
+        f"Commits {commits}; FlashAttention-3 of August 2026 beside {third[0]['commit']}. Geometric means over all",
+        f"{len(third)} rows of that run, lengths 512 to 32k: forward {ratios['fwd', 'fa3']:.2f} and backward "
+        f"{ratios['bwd', 'fa3']:.2f} of FlashAttention-3,",
+        f"{ratios['fwd', 'cudnn']:.2f} and {ratios['bwd', 'cudnn']:.2f} of cuDNN.",
+    ]
+    return "\n".join(lines)
+
+
+CPU_ROWS = [
+    ("attention f32", "b1 h2 s4096 d64 {}", "float32, 4k, d 64"),
+    ("attention f32", "b1 h2 s4096 d128 causal {}", "float32, 4k, causal, d 128"),
+    ("attention 16-bit", "bf16 b1 h8 s1024 d128 {}", "bfloat16, 1k, d 128"),
+    ("attention s197", "b8 h12 s197 d64 {}", "float32, 197 tokens, d 64"),
+    ("norm-linear", "f32 {}", "norm-linear, float32"),
+    ("norm-linear", "bf16 {}", "norm-linear, bfloat16"),
+]
+
+
+def cpu_rows() -> list[tuple[str, list[Row]]]:
+    rows = read(CPU)
+    return [
+        (
+            text,
+            [
+                [r for r in rows if (r["section"], r["name"], r["threads"]) == (section, name.format(which), 1)][-1]
+                for which in ("forward", "forward + backward")
+            ],
+        )
+        for section, name, text in CPU_ROWS
+    ]
+
+
+class Chart(Picture):
+    """Groups of bars, one below the other, forward on the left and backward on the right."""
+
+    def __init__(
+        self, title: str, note: str, names: list[str], groups: list, heads: tuple[str, str], form: str
+    ) -> None:
+        count = len(names)
+        each = 16 * count + 14
+        super().__init__(860, 84 + each * len(groups) + 24, title)
+        self.parts.append(f"<style>{COLORS}</style>")
+        self.text(20, 26, title, "title")
+        x = 20.0
+        for at, name in enumerate(names):
+            self.parts.append(f'<rect x="{x:g}" y="38" width="12" height="12" class="c{at}"/>')
+            self.text(x + 17, 49, name, "small")
+            x += 17 + 7.2 * len(name) + 22
+        most = max(v for _, sides in groups for side in sides for v in side if v)
+        for side, head in enumerate(heads):
+            left = 220 + 330 * side
+            self.text(left, 74, head, "small faint")
+            for group, (_, sides) in enumerate(groups):
+                for at, value in enumerate(sides[side]):
+                    if not value:
+                        continue
+                    y, width = 84 + each * group + 16 * at, 250 * value / most
+                    self.parts.append(
+                        f'<rect x="{left}" y="{y}" width="{width:.1f}" height="13" class="c{at}">'
+                        f"<title>{names[at]}: {form.format(value)}</title></rect>"
+                    )
+                    self.text(left + width + 5, y + 11, form.format(value), "small number")
+        for group, (name, _) in enumerate(groups):
+            self.text(208, 84 + each * group + 8 * count + 4, name, "", "end")
+        self.text(20, 84 + each * len(groups) + 12, note, "small faint")
+
+
+def h200_picture() -> str:
+    groups = []
+    for name, row, second, third in h200_rows():
+        sides = [
+            [
+                rate(row, w, "heddle"),
+                rate(row, w, "cudnn"),
+                rate(second, w, "fa2") if second else None,
+                rate(third, w, "fa3"),
+            ]
+            for w in PASSES
+        ]
+        groups.append((name, sides))
+    note = "FlashAttention-3 is of another run than the others: see the table. Device time, medians, cold cache."
+    title = "Attention on one H200, bfloat16, TFLOP/s"
+    return Chart(title, note, list(NAMES.values()), groups, ("forward", "backward"), "{:.0f}").svg()
+
+
+def cpu_picture() -> str:
+    groups = [
+        (text, [[100 * row["fraction"], 100 * row["torch_fraction"]] for row in rows]) for text, rows in cpu_rows()
+    ]
+    first = cpu_rows()[0][1][0]
+    torch = first["torch"].split("+")[0]
+    title = f"One core of an {first['cpu']} (family {first['family']}), % of its peak of float32 multiply-adds"
+    note = "The peak is measured beside each call; bfloat16 by pairs has twice that peak on this processor."
+    return Chart(
+        title, note, ["heddle", f"PyTorch {torch}"], groups, ("forward", "forward + backward"), "{:.0f}%"
+    ).svg()
+
+
+# ------------------------------------------------------------------------------------------------------- the limits
+
+OPTIONS = {
+    "c": ["softcap", "alibi", "window 512", "sinks", "lse", "lengths", "documents", "dropout"],
+    "f": ["lengths", "padding", "dense", "blocks", "bias shared", "bias", "dbias shared", "dbias"],
+}
+WORDS = {
+    "alibi": "ALiBi",
+    "lse": "gradient of lse",
+    "lengths": "lengths of keys",
+    "documents": "packed documents of 500",
+    "padding": "padding, as a boolean mask",
+    "dense": "boolean mask, a tenth hidden",
+    "blocks": "boolean mask, a quarter of the tiles seen",
+    "bias": "bias of [b, h, s, s]",
+    "bias shared": "bias of [h, s, s]",
+    "dbias": "the same with its gradient",
+    "dbias shared": "bias of [h, s, s] with its gradient",
+    "window 512": "window of 512",
+}
+MASKS = {"c": "causal", "f": "full"}
+
+
+def options_table(base: str) -> str:
+    """Each option's rate, as a fraction of the plain row of its commit, and the fastest other in its row."""
+    rows = [row for row in read("h200") if row.get("table") == "options"]
+    lines = [bars("", "mask", "TFLOP/s", "of plain", "the fastest other in the same run", "commit"), "|" + "---|" * 6]
+    for mask, options in OPTIONS.items():
+        for option in ("plain", *options):
+            case = f"{base}{mask}-bfloat16" + ("" if option == "plain" else " " + option)
+            if not (found := [row for row in rows if row["case"] == case]):
+                continue
+            row = found[-1]
+            plain = latest(rows, case=f"{base}{mask}-bfloat16", commit=row["commit"])
+            others = {
+                name: [rate(row, which, name) for which in PASSES]
+                for name in row["fwd_rest"]["rate"]
+                if name != "heddle"
+            }
+            best = max(others, key=lambda name: others[name][0]) if others else None
+            part = " / ".join(f"{rate(row, w, 'heddle') / rate(plain, w, 'heddle'):.2f}" for w in PASSES)
+            cells = [f"{NAMES.get(best, best)} {pair(row, best)}" if best else "", row["commit"]]
+            lines.append(
+                bars(
+                    WORDS.get(option, option),
+                    MASKS[mask],
+                    pair(row, "heddle"),
+                    "" if option == "plain" else part,
+                    *cells,
+                )
+            )
+    return "\n".join(lines)
+
+
+def dims_table() -> str:
+    found: dict[tuple[int, int], Row] = {}
+    for row in read("h200"):
+        case = re.fullmatch(r"B4H(\d+)/\1S4096D(\d+)(?:/(\d+))?c-bfloat16", row.get("case", ""))
+        if case and rate(row, "fwd", "heddle"):
+            found[int(case[2]), int(case[3] or case[2])] = row
+    lines = [bars("head dim", "heddle", "cuDNN", "FlashAttention-2", "efficient", "commit"), "|" + "---|" * 6]
+    for (d, dv), row in sorted(found.items()):
+        name = f"{d}" if d == dv else f"{d}, dv {dv}"
+        peers = [pair(row, p) if rate(row, "fwd", p) else "" for p in ("cudnn", "fa2", "efficient")]
+        lines.append(bars(name, pair(row, "heddle"), *peers, row["commit"]))
+    return "\n".join(lines)
+
+
+def calls_table(op: str, form: str) -> str:
+    """Calls from Python, with the launches in them, and PyTorch's beside."""
+    rows = [row for row in read("h200") if row.get("op") == op and re.search(form, row["case"])]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    lines = [bars("", "heddle, ms", "PyTorch, ms", "over PyTorch", "commit"), "|" + "---|" * 5]
+    for row in rows:
+        torch = [row.get(f"{w}_peer_ms") or row.get(f"torch_{w}_ms") for w in PASSES]
+        times = [[row.get(f"{w}_ms") for w in PASSES], torch]
+        cells = [" / ".join(f"{x:.3g}" if x else NONE for x in each) for each in times]
+        ratio = " / ".join(f"{t / x:.2f}" if t and x else NONE for x, t in zip(*times, strict=True))
+        lines.append(bars(row["case"], *cells, ratio, row["commit"]))
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------- the pages
+
+TABLES = {
+    "README.md": {"h200": h200_table},
+    "docs/limits.md": {
+        "options of d 128": lambda: options_table("B4H16/16S4096D128"),
+        "options of d 64": lambda: options_table("B4H32/32S4096D64"),
+        "head dims": dims_table,
+        "float32": lambda: calls_table("attention", "S4096x4096.*float32"),
+        "norm-linear": lambda: calls_table("norm-linear", ""),
+    },
+}
+PICTURES = {"docs/img/speed-h200.svg": h200_picture, "docs/img/speed-cpu.svg": cpu_picture}
+
+
+def written(page: str, text: str) -> str:
+    marks = re.findall(r"<!-- docs/figures\.py: (.*?) -->", text)
+    if sorted(marks) != sorted(TABLES[page]):
+        sys.exit(f"figures.py: {page} has the places {marks}, and should have {list(TABLES[page])}")
+    for name, table in TABLES[page].items():
+        mark = f"<!-- docs/figures.py: {name} -->"
+        before, after = text.split(mark)
+        text = f"{before}{mark}\n\n{table()}\n\n<!-- end -->{after.split('<!-- end -->', 1)[1]}"
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if a page or a picture is stale")
+    check = parser.parse_args().check
+    new = {ROOT / page: written(page, (ROOT / page).read_text()) for page in TABLES}
+    new |= {ROOT / path: draw() for path, draw in PICTURES.items()}
+    stale = 0
+    for path, text in new.items():
+        if path.exists() and path.read_text() == text:
+            continue
+        stale += 1
+        if not check:
+            path.write_text(text)
+        print(f"{path.relative_to(ROOT)}: {'not as bench/results has it; run docs/figures.py' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
