@@ -74,7 +74,16 @@ refuses "is no command" nonsense
 refuses "unrecognized option" info --nonsense
 refuses "nonsense" bench --op nonsense
 refuses "--seconds" bench --seconds -1
-refuses "times the CPU" bench --device ref
+refuses "never fast" bench --device ref
+refuses "for the page" bench --peers nonsense
+refuses "no row is called" bench --filter nonsense
+refuses "nonsense" bench --html page --peers nonsense
+works bench --op attention --dtype f32 --filter "s64 " --seconds 0 --json --seed 3 --html page.html
+[ "$(grep -c '"error": [0-9]' out)" = 2 ] || wrong "heddle bench tells no errors of two passes"
+grep -q '"name": "attention b1 h1 s64 d64"' page.html || wrong "the page has no rows"
+! grep -q 'src=\|href=\|/\*ROWS\*/' page.html || wrong "the page asks for other files, or has places left empty"
+works bench --op norm-linear --dtype f32 --filter "[1," --seconds 0 --no-error
+grep -q 'norm-linear \[1,768\] -> 3072 .* backward ' out || wrong "heddle bench --no-error prints no row"
 refuses "is not an option" attention nonsense
 if [ -w /dev/full ]; then
     "$heddle" info >/dev/full 2>err

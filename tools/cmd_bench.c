@@ -1,10 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "job.h"
+#define _POSIX_C_SOURCE 200809L
+#include "bench.h"
+#include "device_memory.h"
 #include "peak.h"
 
 #include <getopt.h>
-#include <stdio.h>
+#include <math.h>
+#include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -14,232 +19,323 @@ static const char usage[] =
     "Usage: heddle bench [options]\n"
     "\n"
     "Times attention and norm-linear over a list of shapes, beside what this machine can do at most, measured in\n"
-    "between: the rate of float32 multiply-adds of the instruction set in use, and for decoding that of reading\n"
-    "memory. A line is the median of several calls on outputs that are there already. With one thread, time is the\n"
-    "thread's own, so that other programs disturb less; with more, it is the wall clock's.\n"
+    "between. A line is the median of several calls on outputs that are there already.\n"
+    "On the CPU the most is the rate of float32 multiply-adds of the instruction set in use, and for decoding that of\n"
+    "reading memory. With one thread, time is the thread's own, so that other programs disturb less; with more, it is\n"
+    "the wall clock's.\n"
+    "On a GPU, every head dim, type and option that has kernels, timed by the device's events behind an overwritten\n"
+    "cache; the most is the rate of bfloat16 products on its tensor cores (a third of it for float32, which is three\n"
+    "products), and for decoding that of a copy. The lines at the end name the kernels that no row took.\n"
     "FLOPs are counted as usual: attention 2·(d + dv) a score, halved if causal, backward 2.5 times forward;\n"
-    "norm-linear 2·m·n·k, backward twice.\n"
+    "norm-linear 2·m·n·k, backward twice. The error is the largest of a small problem of the kind, where one takes "
+    "the\n"
+    "same kernel, over that of a textbook computation in the same type: see heddle verify.\n"
     "\n"
     "Options\n"
     "  --op OP               attention, norm-linear, all (default)\n"
-    "  --device cpu          the only one yet; the programs in bench/ time a GPU\n"
+    "  --device DEVICE       cpu (default) or cuda\n"
     "  --dtype TYPE          f32, bf16, f16: only this type\n"
-    "  --seconds S           time for each line; default 0.5\n"
+    "  --filter TEXT         only rows whose name or kernel holds this\n"
+    "  --seconds S           time for each line; default 0.5, on a GPU 0.1\n"
+    "  --seed N              of the random inputs; default 1\n"
+    "  --no-error            times alone\n"
     "  --json                a JSON object a line in place of the table\n"
+    "  --html FILE           one page with everything in it, too: tables to sort, plots, this machine, peers\n"
+    "  --peers FILE          rows of bench/results for that page; may be given several times\n"
     "\n"
-    "HEDDLE_CPU=avx2 forces an instruction set and OMP_NUM_THREADS=n sets the number of threads; see heddle info.\n"
-    "./dev bench --cpu puts PyTorch beside it.\n"
+    "HEDDLE_CPU=avx2 forces an instruction set, HEDDLE_CUDA_FAMILY=sm80 a family of kernels, and OMP_NUM_THREADS=n "
+    "sets\n"
+    "the number of threads; see heddle info. ./dev bench --cpu and --gpu put PyTorch beside it, ./dev report makes "
+    "the\n"
+    "page with the peers that were recorded.\n"
     "\n"
     "Example\n"
     "  OMP_NUM_THREADS=1 heddle bench --op attention --dtype f32\n";
 
-/* A shape of attention, or of norm-linear as m, k, n when h is 0. */
-typedef struct bench_case {
-    heddle_dtype dtype;
-    int64_t b, h, hk, sq, sk, d;
-    heddle_mask mask;
-    int64_t m, k, n;
-    bool forward_only;
-} bench_case;
-
-#define FULL HEDDLE_MASK_NONE
-#define CAUSAL HEDDLE_CAUSAL_TOP_LEFT
-#define SELF(dtype, b, h, s, d, mask)                                                                                  \
-    { dtype, b, h, h, s, s, d, mask, 0, 0, 0, false }
-#define DECODE(dtype, h, hk, sk, d)                                                                                    \
-    { dtype, 1, h, hk, 1, sk, d, FULL, 0, 0, 0, true }
-#define LINEAR(dtype, m, k, n)                                                                                         \
-    { dtype, 0, 0, 0, 0, 0, 0, FULL, m, k, n, false }
-
-static const bench_case cases[] = {
-    SELF(HEDDLE_F32, 1, 8, 1024, 64, FULL),    SELF(HEDDLE_F32, 1, 8, 1024, 64, CAUSAL),
-    SELF(HEDDLE_F32, 1, 8, 1024, 128, FULL),   SELF(HEDDLE_F32, 1, 8, 1024, 128, CAUSAL),
-    SELF(HEDDLE_F32, 1, 1, 8192, 64, FULL),    SELF(HEDDLE_F32, 1, 1, 8192, 64, CAUSAL),
-    SELF(HEDDLE_F32, 8, 12, 197, 64, FULL),    SELF(HEDDLE_F32, 1, 1, 64, 64, FULL),
-    SELF(HEDDLE_F32, 1, 8, 1000, 100, CAUSAL), SELF(HEDDLE_F32, 1, 4, 1024, 256, FULL),
-    SELF(HEDDLE_BF16, 1, 8, 1024, 64, FULL),   SELF(HEDDLE_BF16, 1, 8, 1024, 128, CAUSAL),
-    SELF(HEDDLE_F16, 1, 8, 1024, 64, FULL),    SELF(HEDDLE_F16, 1, 8, 1024, 128, CAUSAL),
-    DECODE(HEDDLE_F32, 32, 8, 8192, 128),      DECODE(HEDDLE_BF16, 32, 8, 8192, 128),
-    DECODE(HEDDLE_F16, 32, 8, 8192, 128),      LINEAR(HEDDLE_F32, 2048, 768, 3072),
-    LINEAR(HEDDLE_BF16, 2048, 768, 3072),      LINEAR(HEDDLE_F16, 2048, 768, 3072),
-    LINEAR(HEDDLE_F32, 1, 768, 3072),
-};
+enum { MOST_PEERS = 8 };
 
 typedef struct request {
-    int op; /* 0 attention, 1 norm-linear, 2 all */
-    heddle_device device;
+    int op;    /* 0 attention, 1 norm-linear, 2 all */
     int dtype; /* negative: all */
     double seconds;
-    bool json;
-    int threads;
+    bool json, error;
+    uint64_t seed;
+    const char *filter, *html;
+    char *peer[MOST_PEERS];
+    int peers;
+    bench_machine machine;
+    gpu_clock clock;
 } request;
 
-typedef struct result {
-    double seconds, peak, fraction; /* of FLOP/s, or of bytes/s when decoding */
-} result;
+/* ------------------------------------------------------------------------------------------------------ one pass */
 
-static job job_of(const bench_case *c, heddle_device device) {
-    job j = {.linear = c->h == 0};
-    j.a =
-        (heddle_attention){.size = sizeof j.a, .b = c->b, .h = c->h, .hk = c->hk, .sq = c->sq, .sk = c->sk, .d = c->d};
-    j.a.mask = c->mask;
-    j.l = (heddle_norm_linear){.size = sizeof j.l, .m = c->m, .k = c->k, .n = c->n};
-    job_set_dtype(&j, c->dtype);
-    job_set_device(&j, device);
-    return j;
-}
-
-/* Numbers as attention and training have them: normal ones. A period of them is enough, and quick to make. */
-static void fill(const job *j, int f, random_state *r) {
-    enum { PERIOD = 8191 };
-    int64_t count = field_count(j, f), bytes = (int64_t)field_bytes(j, f);
-    for (int64_t i = 0; i < count && i < PERIOD; i++)
-        store_value(j, f, j->data[f], i, random_normal(r));
-    for (int64_t i = PERIOD; i < count; i += PERIOD) {
-        int64_t rest = count - i < PERIOD ? count - i : PERIOD;
-        memcpy((char *)j->data[f] + i * bytes, j->data[f], (size_t)(rest * bytes));
-    }
-}
-
-static bool set_up(job *j, arena *m, bool backward) {
-    random_state r = {1};
-    const tensor_field *t = job_fields(j);
-    for (int f = 0; t[f].name; f++) {
-        if (t[f].feature || (!j->linear && f == DLSE) || (!backward && t[f].role >= ROLE_GRADIENT_IN))
-            continue;
-        j->data[f] = arena_array(m, field_count(j, f), field_bytes(j, f));
-        if (is_input(&t[f]))
-            fill(j, f, &r);
-    }
-    return job_prepare(j, m, backward);
-}
-
-/* Bytes of k and v, which is what decoding waits for. */
-static double cache_bytes(const job *j) {
-    return (double)(field_count(j, K) + field_count(j, V)) * (double)field_bytes(j, K);
-}
-
-static double peak_now(const job *j, const request *r, bool decode) {
+static double cpu_peak(const job *j, const request *r, bool decode) {
     if (!decode)
-        return peak_flops(heddle_cpu_isa(), r->threads, 2e-3);
+        return peak_flops(heddle_cpu_isa(), r->machine.threads, 2e-3);
     const void *k = j->data[K];
     const void *v = j->data[V];
     size_t bytes = (size_t)field_count(j, K) * field_bytes(j, K);
-    return 2 / (1 / peak_read(k, bytes, r->threads) + 1 / peak_read(v, bytes, r->threads));
+    return 2 / (1 / peak_read(k, bytes, r->machine.threads) + 1 / peak_read(v, bytes, r->machine.threads));
 }
 
-/* Calls and peaks in turn; each call is compared with the peak measured right after it. Negative seconds: refused. */
-static result time_pass(const job *j, const request *r, heddle_pass pass, bool decode) {
+typedef struct sample {
+    double seconds, peak;
+} sample;
+
+/* A sample outlasts the clock's steps: so many calls. */
+static int calls_for(const job *j, const bench_data *data, heddle_pass pass, double (*clock_of)(void)) {
+    double once = clock_of();
+    if (!job_call(j, pass, data->data, data->workspace))
+        return 0;
+    once = clock_of() - once;
+    return once < 2e-3 ? (int)(2e-3 / (once + 1e-7)) + 1 : 1;
+}
+
+static bool cpu_sample(const job *j, const request *r, const bench_data *data, const bench_row *row, int calls,
+                       sample *out) {
+    double (*clock_of)(void) = r->machine.threads == 1 ? thread_seconds : now;
+    double start = clock_of();
+    for (int i = 0; i < calls; i++)
+        if (!job_call(j, row->pass, data->data, data->workspace))
+            return false;
+    out->seconds = (clock_of() - start) / calls;
+    out->peak = cpu_peak(j, r, row->decode);
+    return true;
+}
+
+static bool gpu_sample(const job *j, const request *r, const bench_data *data, const bench_row *row, sample *out) {
+    const double parts = job_dtype(j) == HEDDLE_F32 && !((j->linear ? j->l.features : j->a.features) & HEDDLE_TF32) ? 3
+                         : job_dtype(j) == HEDDLE_F32                                                               ? 2
+                                                                                                                    : 1;
+    bool ok = gpu_clock_begin(&r->clock);
+    if (ok && !job_call(j, row->pass, data->data, data->workspace))
+        return false;
+    ok = ok && gpu_clock_end(&r->clock, &out->seconds);
+    ok = ok && (row->decode ? gpu_clock_copy(&r->clock, &out->peak) : gpu_clock_products(&r->clock, &out->peak));
+    if (!row->decode)
+        out->peak /= parts;
+    return ok || (complain("the GPU: %s", device_memory_error()), false);
+}
+
+/* Calls and peaks in turn; each call is compared with the peak measured right after it. */
+static bool time_pass(const job *j, const request *r, const bench_data *data, bench_row *row) {
     enum { MOST = 201 };
     double seconds[MOST], peaks[MOST], fractions[MOST];
-    double work = decode ? cache_bytes(j) : job_flops(j, pass);
-    double (*clock_of)(void) = r->threads == 1 ? thread_seconds : now;
-    int n = 0;
-    if (!job_run(j, HEDDLE_FORWARD) || !job_run(j, pass))
-        return (result){-1, 0, 0};
-    double once = clock_of();
-    job_run(j, pass);
-    once = clock_of() - once;
-    int calls = once < 2e-3 ? (int)(2e-3 / (once + 1e-7)) + 1 : 1; /* a sample outlasts the clock's steps */
+    const bool gpu = data->on_gpu;
+    int n = 0, calls = calls_for(j, data, row->pass, r->machine.threads == 1 && !gpu ? thread_seconds : now);
+    if (!calls)
+        return false;
     for (double begin = now(); n < MOST && (n < 3 || now() - begin < r->seconds); n++) {
-        double start = clock_of();
-        for (int i = 0; i < calls; i++)
-            job_run(j, pass);
-        seconds[n] = (clock_of() - start) / calls;
-        peaks[n] = peak_now(j, r, decode);
-        fractions[n] = peaks[n] > 0 ? work / seconds[n] / peaks[n] : 0;
+        sample s = {0, 0};
+        if (!(gpu ? gpu_sample(j, r, data, row, &s) : cpu_sample(j, r, data, row, calls, &s)))
+            return false;
+        seconds[n] = s.seconds;
+        peaks[n] = s.peak;
+        fractions[n] = s.peak > 0 && s.seconds > 0 ? row->work / s.seconds / s.peak : 0;
     }
-    return (result){median(seconds, n), median(peaks, n), median(fractions, n)};
+    row->seconds = median(seconds, n); /* and sorted */
+    row->low = seconds[n / 4];
+    row->high = seconds[n - 1 - n / 4];
+    row->peak = median(peaks, n);
+    row->fraction = median(fractions, n);
+    return true;
 }
 
-static void print_json(const job *j, const request *r, heddle_pass pass, bool decode, const char *kernel, result x) {
-    const char *pass_name = pass == HEDDLE_FORWARD ? "forward" : "backward";
-    printf("{\"op\": \"%s\", \"pass\": \"%s\", \"dtype\": \"%s\", ", j->linear ? "norm-linear" : "attention", pass_name,
-           dtype_name(job_dtype(j)));
-    if (j->linear)
-        printf("\"m\": %lld, \"k\": %lld, \"n\": %lld, ", (long long)j->l.m, (long long)j->l.k, (long long)j->l.n);
-    else
-        printf("\"b\": %lld, \"h\": %lld, \"hk\": %lld, \"sq\": %lld, \"sk\": %lld, \"d\": %lld, \"causal\": %s, ",
-               (long long)j->a.b, (long long)j->a.h, (long long)j->a.hk, (long long)j->a.sq, (long long)j->a.sk,
-               (long long)j->a.d, j->a.mask == FULL ? "false" : "true");
-    printf("\"kernel\": \"%s\", \"isa\": \"%s\", \"threads\": %d, \"ms\": %.6g, \"gflops\": %.5g, ", kernel,
-           heddle_cpu_isa(), r->threads, 1e3 * x.seconds, 1e-9 * job_flops(j, pass) / x.seconds);
-    if (decode)
-        printf("\"gbytes\": %.5g, \"read_gbytes\": %.5g, ", 1e-9 * cache_bytes(j) / x.seconds, 1e-9 * x.peak);
-    else
-        printf("\"peak_gflops\": %.5g, ", 1e-9 * x.peak);
-    printf("\"fraction\": %.4f}\n", x.fraction);
+/* -------------------------------------------------------------------------------------------------------- output */
+
+static void print_head(const request *r) {
+    printf("heddle %s on %s: %s\n", heddle_version_string(), device_name(r->machine.device), r->machine.text);
+    printf("\n%-42s %-4s %-8s %10s %9s %6s %9s %8s %8s\n", "", "type", "pass", "ms", "rate", "", "peak", "of peak",
+           r->error ? "error" : "");
 }
 
-static void print_line(const job *j, heddle_pass pass, bool decode, result x) {
-    char shape[96];
-    if (j->linear)
-        snprintf(shape, sizeof shape, "norm-linear [%lld,%lld] -> %lld", (long long)j->l.m, (long long)j->l.k,
-                 (long long)j->l.n);
-    else if (decode)
-        snprintf(shape, sizeof shape, "decode b%lld h%lld hk%lld sk%lld d%lld", (long long)j->a.b, (long long)j->a.h,
-                 (long long)j->a.hk, (long long)j->a.sk, (long long)j->a.d);
+static void print_line(const bench_row *row) {
+    double rate = row->work / row->seconds;
+    printf("%-42s %-4s %-8s %10.4f %9.1f %6s %9.1f", row->name, dtype_name(row->c->dtype),
+           row->pass ? "backward" : "forward", 1e3 * row->seconds, 1e-9 * rate, row->decode ? "GB/s" : "GF/s",
+           1e-9 * row->peak);
+    if (row->peak > 0)
+        printf(" %7.1f%%", 100 * row->fraction);
     else
-        snprintf(shape, sizeof shape, "attention b%lld h%lld s%lld d%lld%s", (long long)j->a.b, (long long)j->a.h,
-                 (long long)j->a.sq, (long long)j->a.d, j->a.mask == FULL ? "" : " causal");
-    double rate = (decode ? cache_bytes(j) : job_flops(j, pass)) / x.seconds;
-    printf("%-36s %-4s %-8s %10.3f %9.1f %6s %9.1f", shape, dtype_name(job_dtype(j)), pass ? "backward" : "forward",
-           1e3 * x.seconds, 1e-9 * rate, decode ? "GB/s" : "GF/s", 1e-9 * x.peak);
-    if (x.peak > 0)
-        printf(" %7.1f%%\n", 100 * x.fraction);
-    else
-        printf(" %8s\n", "-");
+        printf(" %8s", "-");
+    if (row->error >= 0)
+        printf(" %7.2f×", row->error);
+    putchar('\n');
 }
 
-static bool run_case(const bench_case *c, const request *r) {
+/* On a terminal, which row is running and how long the rest will take at the pace so far. */
+static void progress(int done, int all, double begin) {
+    if (!isatty(STDERR_FILENO))
+        return;
+    const double left = done ? (now() - begin) / done * (all - done) : 0;
+    if (done == all)
+        fputs("\r\033[K", stderr);
+    else if (done)
+        fprintf(stderr, "\r\033[K%d of %d, %d:%02d left", done, all, (int)left / 60, (int)left % 60);
+    else
+        fprintf(stderr, "\r\033[K0 of %d", all);
+    fflush(stderr);
+}
+
+/* ------------------------------------------------------------------------------------------------------ all rows */
+
+static void name_kernels(const job *j, char kernels[2][128]) {
+    for (int p = HEDDLE_FORWARD; p <= HEDDLE_BACKWARD; p++) {
+        kernels[p][0] = 0;
+        if (j->linear)
+            heddle_norm_linear_kernel(&j->l, (heddle_pass)p, kernels[p], 128);
+        else
+            heddle_attention_kernel(&j->a, (heddle_pass)p, kernels[p], 128);
+    }
+}
+
+static bool asked_for(const request *r, const bench_case *c) {
+    const bool linear = c->h == 0;
+    char name[96], kernels[2][128];
+    if ((r->op == 0 && linear) || (r->op == 1 && !linear) || (r->dtype >= 0 && (int)c->dtype != r->dtype))
+        return false;
+    if (!r->filter)
+        return true;
+    bench_name(c, r->machine.device, name, sizeof name);
+    bool found = strstr(name, r->filter);
+    job j = bench_job(c, r->machine.device);
+    name_kernels(&j, kernels);
+    found = found || strstr(kernels[0], r->filter) || strstr(kernels[1], r->filter);
+    return found;
+}
+
+static double work_of(const bench_case *c, const job *j, const bench_row *row) {
+    if (row->decode) /* bytes of k and v, which is what decoding waits for */
+        return (double)(field_count(j, K) + field_count(j, V)) * (double)field_bytes(j, K);
+    return bench_flops(c, j, row->pass);
+}
+
+static void put_row(const request *r, const bench_row *row, FILE *rows) {
+    if (isatty(STDERR_FILENO))
+        fputs("\r\033[K", stderr);
+    if (r->json) {
+        bench_row_json(stdout, row, &r->machine);
+        putchar('\n');
+    } else {
+        print_line(row);
+    }
+    fflush(stdout);
+    if (ftell(rows) > 0)
+        fputs(",\n", rows);
+    bench_row_json(rows, row, &r->machine);
+}
+
+static bool run_case(const bench_case *c, const request *r, FILE *rows) {
     arena m = {0};
-    job j = job_of(c, r->device);
-    bool decode = !j.linear && c->sq == 1, good = set_up(&j, &m, !c->forward_only);
+    job j = bench_job(c, r->machine.device);
+    bench_data data = {0};
+    char kernels[2][128];
+    double errors[2] = {-1, -1};
+    bool good = bench_fill(&j, &m, !c->forward_only, r->seed, &data);
+    name_kernels(&j, kernels);
+    if (good && r->error)
+        bench_errors(c, r->machine.device, kernels, r->seed, errors);
     for (int p = HEDDLE_FORWARD; good && p <= (c->forward_only ? HEDDLE_FORWARD : HEDDLE_BACKWARD); p++) {
-        heddle_pass pass = (heddle_pass)p;
-        char kernel[128] = "";
-        result x = time_pass(&j, r, pass, decode);
-        good = x.seconds > 0;
-        if (!good)
-            break;
-        if (j.linear)
-            heddle_norm_linear_kernel(&j.l, pass, kernel, sizeof kernel);
-        else
-            heddle_attention_kernel(&j.a, pass, kernel, sizeof kernel);
-        if (r->json)
-            print_json(&j, r, pass, decode, kernel, x);
-        else
-            print_line(&j, pass, decode, x);
-        fflush(stdout);
+        bench_row row = {.c = c, .pass = (heddle_pass)p, .decode = !j.linear && c->sq == 1, .error = errors[p]};
+        bench_name(c, r->machine.device, row.name, sizeof row.name);
+        memcpy(row.kernel, kernels[p], sizeof row.kernel);
+        row.work = work_of(c, &j, &row);
+        good = time_pass(&j, r, &data, &row);
+        if (good)
+            put_row(r, &row, rows);
     }
+    bench_release(&j, &data);
     arena_free(&m);
     return good;
 }
 
-static int run(const request *r) {
-    if (!r->json) {
-        char text[256] = "";
-        heddle_device_describe(r->device, text, sizeof text);
-        printf("heddle %s on %s: %s\n\n%-36s %-4s %-8s %10s %9s %6s %9s %8s\n", heddle_version_string(),
-               device_name(r->device), text, "", "type", "pass", "ms", "rate", "", "peak", "of peak");
+static bool run_cases(const request *r, FILE *rows) {
+    static bench_case all[BENCH_MOST_CASES];
+    int n = bench_cases(r->machine.device, all), wanted = 0, done = 0;
+    for (int i = 0; i < n; i++)
+        if (asked_for(r, &all[i]))
+            all[wanted++] = all[i];
+    if (!wanted)
+        return complain("no row is called %s", r->filter ? r->filter : "so"), false;
+    const double begin = now();
+    for (; done < wanted; done++) {
+        progress(done, wanted, begin);
+        if (!run_case(&all[done], r, rows))
+            return false;
     }
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        const bench_case *c = &cases[i];
-        bool linear = c->h == 0;
-        if ((r->op == 0 && linear) || (r->op == 1 && !linear) || (r->dtype >= 0 && (int)c->dtype != r->dtype))
-            continue;
-        if (!run_case(c, r))
-            return EXIT_TROUBLE;
-    }
-    return 0;
+    progress(done, wanted, begin);
+    return true;
 }
 
-static bool set_option(request *r, int option, const char *text) {
+static void describe(bench_machine *machine) {
+    char line[256];
+    time_t t = time(NULL);
+    struct tm utc;
+    FILE *info = fopen("/proc/cpuinfo", "r");
+    while (info && fgets(line, sizeof line, info))
+        if (!strncmp(line, "model name", 10) && strchr(line, ':') && !machine->cpu[0])
+            snprintf(machine->cpu, sizeof machine->cpu, "%.80s", strchr(line, ':') + 2);
+    if (info)
+        fclose(info);
+    machine->cpu[strcspn(machine->cpu, "\n")] = 0;
+    machine->isa = heddle_cpu_isa();
+    heddle_device_describe(machine->device, machine->text, sizeof machine->text);
+    if (gmtime_r(&t, &utc))
+        strftime(machine->date, sizeof machine->date, "%Y-%m-%dT%H:%MZ", &utc);
+}
+
+/* A text that is written like a file. */
+typedef struct memory_file {
+    FILE *file;
+    char *text;
+    size_t n;
+} memory_file;
+
+static bool measure(request *r, memory_file *rows) {
+    bool good = true;
+    if (r->machine.device == HEDDLE_CUDA) {
+        good = gpu_clock_open(&r->clock) && gpu_clock_copy(&r->clock, &r->machine.copy);
+        if (!good)
+            complain("the GPU: %s", device_memory_error());
+    }
+    describe(&r->machine);
+    if (good && !r->json)
+        print_head(r);
+    good = good && run_cases(r, rows->file) && fflush(rows->file) == 0;
+    if (r->machine.device == HEDDLE_CUDA)
+        gpu_clock_close(&r->clock);
+    if (good && r->machine.device == HEDDLE_CUDA && !r->json && !r->filter && r->op == 2 && r->dtype < 0)
+        bench_untaken(rows->text);
+    return good;
+}
+
+static int run(request *r) {
+    memory_file rows = {0}, peers = {0};
+    rows.file = open_memstream(&rows.text, &rows.n);
+    peers.file = open_memstream(&peers.text, &peers.n);
+    bool good = rows.file && peers.file;
+    if (!good)
+        complain("no memory");
+    for (int i = 0; i < r->peers && good; i++) /* first, as what follows takes its time */
+        good = bench_peers(peers.file, r->peer[i]);
+    good = good && fflush(peers.file) == 0 && measure(r, &rows);
+    if (good && r->html)
+        good = bench_report(r->html, &r->machine, rows.text, peers.text);
+    if (rows.file)
+        fclose(rows.file);
+    if (peers.file)
+        fclose(peers.file);
+    free(rows.text);
+    free(peers.text);
+    return good ? 0 : EXIT_TROUBLE;
+}
+
+static bool set_option(request *r, int option, char *text) {
     static const char *const ops[] = {"attention", "norm-linear", "all", NULL};
     static const char *const dtypes[] = {"f32", "bf16", "f16", NULL}; /* in heddle_dtype's order */
     switch (option) {
     case 'o': return parse_choice("--op", text, ops, &r->op);
-    case 'd': return parse_device("--device", text, &r->device);
+    case 'd': return parse_device("--device", text, &r->machine.device);
     case 't': return parse_choice("--dtype", text, dtypes, &r->dtype);
     case 's':
         if (!parse_real("--seconds", text, &r->seconds))
@@ -247,22 +343,31 @@ static bool set_option(request *r, int option, const char *text) {
         if (!(r->seconds >= 0 && r->seconds <= 3600))
             return complain("--seconds: %s is not between 0 and 3600", text), false;
         return true;
+    case 'n': return parse_seed("--seed", text, &r->seed);
+    case 'f': r->filter = text; return true;
+    case 'e': r->error = false; return true;
     case 'j': r->json = true; return true;
+    case 'w': r->html = text; return true;
+    case 'p':
+        if (r->peers == MOST_PEERS)
+            return complain("--peers: at most %d files", MOST_PEERS), false;
+        r->peer[r->peers++] = text;
+        return true;
     default: return false;
     }
 }
 
 int cmd_bench(int argc, char **argv) {
     static const struct option options[] = {
-        {"op", required_argument, NULL, 'o'},
-        {"device", required_argument, NULL, 'd'},
-        {"dtype", required_argument, NULL, 't'},
-        {"seconds", required_argument, NULL, 's'},
-        {"json", no_argument, NULL, 'j'},
-        {"help", no_argument, NULL, 'h'},
-        {0},
+        {"op", required_argument, NULL, 'o'},      {"device", required_argument, NULL, 'd'},
+        {"dtype", required_argument, NULL, 't'},   {"filter", required_argument, NULL, 'f'},
+        {"seconds", required_argument, NULL, 's'}, {"seed", required_argument, NULL, 'n'},
+        {"no-error", no_argument, NULL, 'e'},      {"json", no_argument, NULL, 'j'},
+        {"html", required_argument, NULL, 'w'},    {"peers", required_argument, NULL, 'p'},
+        {"help", no_argument, NULL, 'h'},          {0},
     };
-    request r = {.op = 2, .device = HEDDLE_CPU, .dtype = -1, .seconds = 0.5, .threads = 1};
+    request r = {.op = 2, .dtype = -1, .seconds = -1, .error = true, .seed = 1};
+    r.machine = (bench_machine){.device = HEDDLE_CPU, .threads = 1};
     int option;
     while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
         if (option == 'h') {
@@ -274,10 +379,16 @@ int cmd_bench(int argc, char **argv) {
     }
     if (optind < argc)
         return complain("'%s' is not an option; see heddle bench --help", argv[optind]);
-    if (r.device != HEDDLE_CPU)
-        return complain("--device %s: this command times the CPU; see heddle bench --help", device_name(r.device));
+    if (r.machine.device == HEDDLE_REF)
+        return complain("--device ref: the reference is never fast; this command times cpu and cuda");
+    if (r.peers && !r.html)
+        return complain("--peers is for the page of --html");
+    if (!device_ready(r.machine.device))
+        return EXIT_TROUBLE;
+    if (r.seconds < 0)
+        r.seconds = r.machine.device == HEDDLE_CUDA ? 0.1 : 0.5;
 #ifdef _OPENMP
-    r.threads = omp_get_max_threads();
+    r.machine.threads = omp_get_max_threads();
 #endif
     return run(&r);
 }

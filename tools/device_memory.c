@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "device_memory.h"
+#include "driver_call.h"
 
 #include <dlfcn.h>
 #include <stdint.h>
@@ -14,23 +14,11 @@ void *device_memory_driver(const char *symbol) {
     return library ? dlsym(library, symbol) : NULL;
 }
 
-/* memcpy: C has no conversion from an object pointer to a function pointer. */
-#define CALL(symbol, parameters, arguments)                                                                            \
-    do {                                                                                                               \
-        int(*function) parameters = NULL;                                                                              \
-        void *found = device_memory_driver(symbol);                                                                    \
-        int status = -1;                                                                                               \
-        memcpy(&function, &found, sizeof found);                                                                       \
-        if (function)                                                                                                  \
-            status = function arguments;                                                                               \
-        if (status)                                                                                                    \
-            snprintf(error_text, sizeof error_text, "%s: %s %d", symbol, function ? "CUDA error" : "not in libcuda",   \
-                     status);                                                                                          \
-        if (status)                                                                                                    \
-            return 0;                                                                                                  \
-    } while (0)
+void device_memory_failed(const char *symbol, bool found, int status) {
+    snprintf(error_text, sizeof error_text, "%s: %s %d", symbol, found ? "CUDA error" : "not in libcuda", status);
+}
 
-static bool enter(void) {
+bool device_memory_enter(void) {
     void *context = NULL;
     CALL("cuInit", (unsigned), (0));
     CALL("cuCtxGetCurrent", (void **), (&context));
@@ -43,14 +31,14 @@ static bool enter(void) {
 
 void *device_memory_new(size_t bytes) {
     uint64_t p = 0;
-    if (!enter())
+    if (!device_memory_enter())
         return NULL;
     CALL("cuMemAlloc_v2", (uint64_t *, size_t), (&p, bytes ? bytes : 1));
     return (void *)(uintptr_t)p;
 }
 
 static bool release(void *p) {
-    if (!enter())
+    if (!device_memory_enter())
         return false;
     CALL("cuMemFree_v2", (uint64_t), ((uintptr_t)p));
     return true;
@@ -62,7 +50,7 @@ void device_memory_free(void *p) {
 }
 
 bool device_memory_copy(void *to, const void *from, size_t bytes) {
-    if (!enter())
+    if (!device_memory_enter())
         return false;
     if (bytes)
         CALL("cuMemcpy", (uint64_t, uint64_t, size_t), ((uintptr_t)to, (uintptr_t)from, bytes));
@@ -70,7 +58,7 @@ bool device_memory_copy(void *to, const void *from, size_t bytes) {
 }
 
 bool device_memory_wait(void) {
-    if (!enter())
+    if (!device_memory_enter())
         return false;
     CALL("cuCtxSynchronize", (void), ());
     return true;

@@ -126,7 +126,7 @@ static bool accepted(heddle_status status) {
     return status == HEDDLE_OK;
 }
 
-bool job_prepare(job *j, arena *m, bool backward) {
+bool job_sizes(job *j, bool backward) {
     for (int pass = HEDDLE_FORWARD; pass <= (backward ? HEDDLE_BACKWARD : HEDDLE_FORWARD); pass++) {
         heddle_status status = j->linear
                                    ? heddle_norm_linear_workspace(&j->l, (heddle_pass)pass, &j->workspace_bytes[pass])
@@ -134,13 +134,18 @@ bool job_prepare(job *j, arena *m, bool backward) {
         if (!accepted(status))
             return false;
     }
+    return true;
+}
+
+bool job_prepare(job *j, arena *m, bool backward) {
+    if (!job_sizes(j, backward))
+        return false;
     size_t forward = j->workspace_bytes[HEDDLE_FORWARD], back = j->workspace_bytes[HEDDLE_BACKWARD];
     j->workspace = arena_alloc(m, forward > back ? forward : back);
     return true;
 }
 
-/* The call itself, on data and workspace wherever they are. */
-static bool call(const job *j, heddle_pass pass, void *const data[JOB_FIELDS], void *workspace) {
+bool job_call(const job *j, heddle_pass pass, void *const data[JOB_FIELDS], void *workspace) {
     heddle_attention_data a = {.size = sizeof a};
     heddle_norm_linear_data l = {.size = sizeof l};
     char *base = j->linear ? (char *)&l : (char *)&a;
@@ -212,7 +217,7 @@ bool job_run(const job *j, heddle_pass pass) {
     place p;
     if (!enter(j, pass, &p))
         return false;
-    bool ok = call(j, pass, p.data, p.workspace) && fetch(j, pass, &p);
+    bool ok = job_call(j, pass, p.data, p.workspace) && fetch(j, pass, &p);
     leave(j, &p);
     return ok;
 }
@@ -243,7 +248,7 @@ static bool timed_calls(const job *j, heddle_pass pass, const place *p, double *
     const int calls = p->copied ? 16 : 1;
     double begin = now();
     for (int x = 0; x < calls; x++)
-        if (!call(j, pass, p->data, p->workspace))
+        if (!job_call(j, pass, p->data, p->workspace))
             return false;
     if (p->copied && !device_memory_wait())
         return complain("the GPU: %s", device_memory_error()), false;

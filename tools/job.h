@@ -51,8 +51,12 @@ heddle_strides field_strides(const job *j, int f);
 /* Elements from the first to the last, gaps included. */
 int64_t field_count(const job *j, int f);
 
-/* Asks for the workspaces and allocates the larger one. Complains and returns false if the library refuses the job. */
+/* Asks for the sizes of the workspaces. Complains and returns false if the library refuses the job. */
+bool job_sizes(job *j, bool backward);
+/* The same, and allocates the larger one. Complains and returns false if the library refuses the job. */
 bool job_prepare(job *j, arena *m, bool backward);
+/* The call alone, on data and a workspace of workspace_bytes[pass], wherever they are; a GPU has not ended when it returns. */
+bool job_call(const job *j, heddle_pass pass, void *const data[JOB_FIELDS], void *workspace);
 /* Runs a pass; complains and returns false if the library refuses. */
 bool job_run(const job *j, heddle_pass pass);
 

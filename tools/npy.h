@@ -42,6 +42,8 @@ typedef struct npy_outputs {
 } npy_outputs;
 
 bool npy_stage(npy_outputs *all, const char *path, const npy_array *array);
+/* The same of a file of any other kind. */
+bool npy_stage_bytes(npy_outputs *all, const char *path, const void *bytes, size_t n);
 bool npy_commit(npy_outputs *all);
 void npy_abandon(npy_outputs *all);
 

@@ -210,11 +210,22 @@ static bool trouble(const char *path) {
     return false;
 }
 
-static bool write_directly(const char *path, const npy_array *array) {
+/* What goes into a file: an array, or bytes as they are. */
+typedef struct content {
+    const npy_array *array;
+    const void *bytes;
+    size_t n;
+} content;
+
+static bool write_content(int fd, content what) {
+    return what.array ? write_array(fd, what.array) : write_all(fd, what.bytes, what.n);
+}
+
+static bool write_directly(const char *path, content what) {
     int fd = open(path, O_WRONLY | O_CLOEXEC);
     if (fd < 0)
         return trouble(path);
-    bool ok = write_array(fd, array) || trouble(path);
+    bool ok = write_content(fd, what) || trouble(path);
     return (close(fd) == 0 || (ok && trouble(path))) && ok;
 }
 
@@ -273,7 +284,7 @@ static bool open_output(npy_outputs *all, const char *path, int *fd) {
     return f->unnamed >= 0 || f->temporary || trouble(path);
 }
 
-bool npy_stage(npy_outputs *all, const char *path, const npy_array *array) {
+static bool stage(npy_outputs *all, const char *path, content what) {
     struct stat st;
     int fd = -1;
     catch_signals(all);
@@ -282,7 +293,7 @@ bool npy_stage(npy_outputs *all, const char *path, const npy_array *array) {
         return trouble(path);
     }
     if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
-        return write_directly(path, array);
+        return write_directly(path, what);
     if (path[0] == 0 || path[strlen(path) - 1] == '/') {
         errno = *path ? EISDIR : ENOENT;
         return trouble(path);
@@ -294,11 +305,19 @@ bool npy_stage(npy_outputs *all, const char *path, const npy_array *array) {
     end_use();
     if (!opened)
         return false;
-    bool ok = write_array(fd, array) && (fsync(fd) == 0 || errno == EINVAL || errno == EROFS);
+    bool ok = write_content(fd, what) && (fsync(fd) == 0 || errno == EINVAL || errno == EROFS);
     ok = ok || trouble(path);
     if (all->file[all->count - 1].unnamed >= 0) /* closed when it has a name */
         return ok;
     return (close(fd) == 0 || (ok && trouble(path))) && ok;
+}
+
+bool npy_stage(npy_outputs *all, const char *path, const npy_array *array) {
+    return stage(all, path, (content){.array = array});
+}
+
+bool npy_stage_bytes(npy_outputs *all, const char *path, const void *bytes, size_t n) {
+    return stage(all, path, (content){.bytes = bytes, .n = n});
 }
 
 /* Puts back what the first n renames replaced. */

@@ -5,7 +5,9 @@
  * FAKE_VERSION=13000 FAKE_DEVICES=1 FAKE_CC=90 FAKE_SHARED=232448 FAKE_MULTIPROCESSORS=132 FAKE_CONTEXT=1 (0: none is current)
  * FAKE_OWNER=n (the device of all memory, whatever its address) FAKE_FAIL=cuLaunchKernelEx:700 (that call returns this). Addresses
  * from 2^36·(n + 1) on are memory of device n; all others are the host's. Stream 0x1000 belongs to the current context, 0x2000 to
- * another one, all others are none. */
+ * another one, all others are none. Memory that it gives out is the host's, at such addresses; every event is 1 ms behind the one
+ * before, and modules of a user's own have kernels that do nothing. */
+#define _GNU_SOURCE
 #include "fake_driver.h"
 #include "cuda/host/driver.h"
 
@@ -13,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #define EXPORT __attribute__((visibility("default")))
 #define MAX_KERNELS 1024
@@ -218,4 +221,106 @@ EXPORT int fake_launches(const char *symbol) {
 
 EXPORT int fake_depth(void) {
     return depth;
+}
+
+/* ------------------------------------------------------------------------------- what the command asks for, beside */
+
+#define OTHER(symbol, parameters)                                                                                      \
+    EXPORT cu_result symbol parameters;                                                                                \
+    cu_result symbol parameters
+
+static size_t page_multiple(size_t bytes) {
+    return (bytes + 64 + 4095) / 4096 * 4096;
+}
+
+/* The size lies in a page of its own in front. */
+OTHER(cuMemAlloc_v2, (cu_pointer * p, size_t bytes)) {
+    FAIL_IF_TOLD;
+    static uintptr_t next = (uintptr_t)1 << 36;
+    const size_t all = page_multiple(bytes) + 4096;
+    pthread_mutex_lock(&lock);
+    char *at = mmap((void *)next, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    next += all;
+    if (next > (uintptr_t)3 << 35) /* in device 0's part */
+        next = (uintptr_t)1 << 36;
+    pthread_mutex_unlock(&lock);
+    if (at == MAP_FAILED)
+        return 2;
+    memcpy(at, &all, sizeof all);
+    *p = (uintptr_t)at + 4096;
+    return CU_SUCCESS;
+}
+OTHER(cuMemFree_v2, (cu_pointer p)) {
+    char *at = (char *)(uintptr_t)p - 4096;
+    size_t all = 0;
+    memcpy(&all, at, sizeof all);
+    return munmap(at, all) ? 1 : CU_SUCCESS;
+}
+OTHER(cuMemcpy, (cu_pointer to, cu_pointer from, size_t bytes)) {
+    FAIL_IF_TOLD;
+    memcpy((void *)(uintptr_t)to, (const void *)(uintptr_t)from, bytes);
+    return CU_SUCCESS;
+}
+OTHER(cuMemcpyDtoDAsync_v2, (cu_pointer to, cu_pointer from, size_t bytes, cu_stream stream)) {
+    FAIL_IF_TOLD;
+    (void)to, (void)from, (void)bytes, (void)stream;
+    return CU_SUCCESS;
+}
+OTHER(cuMemsetD32Async, (cu_pointer p, unsigned value, size_t n, cu_stream stream)) {
+    FAIL_IF_TOLD;
+    (void)p, (void)value, (void)n, (void)stream;
+    return CU_SUCCESS;
+}
+OTHER(cuCtxSetCurrent, (cu_context context)) {
+    return context == own_context() ? CU_SUCCESS : CU_ERROR_INVALID_CONTEXT;
+}
+OTHER(cuCtxSynchronize, (void)) {
+    FAIL_IF_TOLD;
+    return CU_SUCCESS;
+}
+OTHER(cuEventCreate, (void **event, unsigned flags)) {
+    FAIL_IF_TOLD;
+    (void)flags;
+    *event = calloc(1, sizeof(long));
+    return *event ? CU_SUCCESS : 2;
+}
+OTHER(cuEventDestroy_v2, (void *event)) {
+    free(event);
+    return CU_SUCCESS;
+}
+OTHER(cuEventRecord, (void *event, cu_stream stream)) {
+    FAIL_IF_TOLD;
+    static long ticks;
+    (void)stream;
+    *(long *)event = ++ticks;
+    return CU_SUCCESS;
+}
+OTHER(cuEventSynchronize, (void *event)) {
+    FAIL_IF_TOLD;
+    (void)event;
+    return CU_SUCCESS;
+}
+OTHER(cuEventElapsedTime, (float *milliseconds, void *begin, void *end)) {
+    *milliseconds = (float)(*(long *)end - *(long *)begin);
+    return CU_SUCCESS;
+}
+OTHER(cuModuleLoadData, (void **module, const void *image)) {
+    FAIL_IF_TOLD;
+    *module = strstr(image, ".entry") ? (void *)(uintptr_t)image : NULL;
+    return *module ? CU_SUCCESS : 218;
+}
+OTHER(cuModuleGetFunction, (void **function, void *module, const char *name)) {
+    char entry[96];
+    snprintf(entry, sizeof entry, ".entry %s(", name);
+    *function = strstr(module, entry) ? module : NULL;
+    return *function ? CU_SUCCESS : CU_ERROR_NOT_FOUND;
+}
+OTHER(cuModuleUnload, (void *module)) {
+    return module ? CU_SUCCESS : 1;
+}
+OTHER(cuLaunchKernel, (void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
+                       unsigned threads_z, unsigned shared, cu_stream stream, void **parameters, void **extra)) {
+    FAIL_IF_TOLD;
+    (void)y, (void)z, (void)threads_y, (void)threads_z, (void)shared, (void)stream, (void)parameters, (void)extra;
+    return function && x > 0 && threads > 0 && threads <= 1024 ? CU_SUCCESS : 1;
 }

@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What `heddle bench` is made of: problems, their data on a device, what one pass took, and a report of it all. */
+#ifndef HEDDLE_TOOLS_BENCH_H
+#define HEDDLE_TOOLS_BENCH_H
+
+#include "gpu_clock.h"
+#include "job.h"
+
+#include <stdio.h>
+
+/* A shape of attention, or of norm-linear as m, k, n when h is 0. */
+typedef struct bench_case {
+    heddle_dtype dtype;
+    int64_t b, h, hk, sq, sk, d;
+    heddle_mask mask;
+    int64_t m, k, n;
+    bool forward_only;
+    const char *option; /* NULL: none; else one of bench_options */
+} bench_case;
+
+/* The problems of a device, bench_count of them; those of the GPU are made of its head dims, types and options. */
+enum { BENCH_MOST_CASES = 160 };
+int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]);
+/* On a GPU as bench/results calls it: "B4H16/16S4096D128c-bfloat16 softcap". */
+void bench_name(const bench_case *c, heddle_device device, char *text, size_t n);
+job bench_job(const bench_case *c, heddle_device device);
+/* By the usual count, with what a window hides left out. */
+double bench_flops(const bench_case *c, const job *j, heddle_pass pass);
+
+/* The inputs and outputs of a job where its device computes. Complains and returns false if there is no memory. */
+typedef struct bench_data {
+    void *data[JOB_FIELDS], *workspace;
+    bool on_gpu;
+} bench_data;
+
+bool bench_fill(job *j, arena *m, bool backward, uint64_t seed, bench_data *out);
+void bench_release(const job *j, bench_data *data);
+
+/* By pass: the largest error of a small problem of this kind over that of the plain computation in the same type, where one
+ * takes the kernel of that pass; negative: none does. */
+void bench_errors(const bench_case *c, heddle_device device, char kernels[2][128], uint64_t seed, double errors[2]);
+
+/* What one pass of a problem gave. */
+typedef struct bench_row {
+    const bench_case *c;
+    heddle_pass pass;
+    bool decode;               /* counted in bytes, not in operations */
+    double seconds, low, high; /* the median, and the quartiles around it */
+    double work;               /* FLOP, or bytes when decoding */
+    double peak, fraction;     /* of FLOP/s, or of bytes/s when decoding */
+    double error;              /* over the plain computation's; negative: not known */
+    char name[96], kernel[128];
+} bench_row;
+
+typedef struct bench_machine {
+    heddle_device device;
+    char text[256], cpu[96], date[32];
+    const char *isa;
+    int threads;
+    double copy; /* bytes/s; 0: not measured */
+} bench_machine;
+
+/* One line of JSON, without its end. */
+void bench_row_json(FILE *to, const bench_row *row, const bench_machine *machine);
+/* Prints which kernels of the lists are in none of these rows. */
+void bench_untaken(const char *rows);
+/* The rows of a file of bench/results, as JSON separated by commas, behind what is there. False after a complaint. */
+bool bench_peers(FILE *to, const char *path);
+/* One page with everything in it: rows and peers as JSON, separated by commas. */
+bool bench_report(const char *path, const bench_machine *machine, const char *rows, const char *peers);
+
+#endif

@@ -1,0 +1,272 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bench.h"
+#include "device_memory.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#define FULL HEDDLE_MASK_NONE
+#define CAUSAL HEDDLE_CAUSAL_TOP_LEFT
+#define SELF(dtype, b, h, s, d, mask)                                                                                  \
+    { dtype, b, h, h, s, s, d, mask, 0, 0, 0, false, NULL }
+#define DECODE(dtype, b, h, hk, sk, d)                                                                                 \
+    { dtype, b, h, hk, 1, sk, d, FULL, 0, 0, 0, true, NULL }
+#define LINEAR(dtype, m, k, n)                                                                                         \
+    { dtype, 0, 0, 0, 0, 0, 0, FULL, m, k, n, false, NULL }
+
+static const bench_case cpu_cases[] = {
+    SELF(HEDDLE_F32, 1, 8, 1024, 64, FULL),    SELF(HEDDLE_F32, 1, 8, 1024, 64, CAUSAL),
+    SELF(HEDDLE_F32, 1, 8, 1024, 128, FULL),   SELF(HEDDLE_F32, 1, 8, 1024, 128, CAUSAL),
+    SELF(HEDDLE_F32, 1, 1, 8192, 64, FULL),    SELF(HEDDLE_F32, 1, 1, 8192, 64, CAUSAL),
+    SELF(HEDDLE_F32, 8, 12, 197, 64, FULL),    SELF(HEDDLE_F32, 1, 1, 64, 64, FULL),
+    SELF(HEDDLE_F32, 1, 8, 1000, 100, CAUSAL), SELF(HEDDLE_F32, 1, 4, 1024, 256, FULL),
+    SELF(HEDDLE_BF16, 1, 8, 1024, 64, FULL),   SELF(HEDDLE_BF16, 1, 8, 1024, 128, CAUSAL),
+    SELF(HEDDLE_F16, 1, 8, 1024, 64, FULL),    SELF(HEDDLE_F16, 1, 8, 1024, 128, CAUSAL),
+    DECODE(HEDDLE_F32, 1, 32, 8, 8192, 128),   DECODE(HEDDLE_BF16, 1, 32, 8, 8192, 128),
+    DECODE(HEDDLE_F16, 1, 32, 8, 8192, 128),   LINEAR(HEDDLE_F32, 2048, 768, 3072),
+    LINEAR(HEDDLE_BF16, 2048, 768, 3072),      LINEAR(HEDDLE_F16, 2048, 768, 3072),
+    LINEAR(HEDDLE_F32, 1, 768, 3072),
+};
+
+/* What an option adds to a problem of the GPU. */
+static const struct option_kind {
+    const char *name;
+    uint64_t features;
+    bool causal, shared; /* shared: one bias for all of the batch */
+} kinds[] = {
+    {"softcap", 0, true, false},
+    {"alibi", HEDDLE_ALIBI, true, false},
+    {"window 512", HEDDLE_WINDOW, true, false},
+    {"sinks", HEDDLE_SINKS, true, false},
+    {"dropout", 0, true, false},
+    {"dense", HEDDLE_BOOL_MASK, false, true},
+    {"bias shared", HEDDLE_BIAS, false, true},
+    {"dbias shared", HEDDLE_BIAS, false, true},
+    {"deterministic", HEDDLE_DETERMINISTIC, true, false},
+    {"tf32", HEDDLE_TF32, true, false},
+};
+enum { KINDS = sizeof kinds / sizeof *kinds };
+
+static const struct option_kind *kind_of(const bench_case *c) {
+    for (int i = 0; i < KINDS && c->option; i++)
+        if (!strcmp(kinds[i].name, c->option))
+            return &kinds[i];
+    return NULL;
+}
+
+/* 16 384 tokens of a width of 2 048, as bench/gpu_attention.py has them. */
+static bench_case gpu_case(heddle_dtype dtype, int64_t s, int64_t d, heddle_mask mask) {
+    static const int64_t heads[][2] = {{32, 64}, {64, 32}, {96, 20}, {128, 16}, {192, 10}, {256, 8}};
+    int64_t h = 4;
+    for (size_t i = 0; i < sizeof heads / sizeof *heads; i++)
+        if (heads[i][0] == d)
+            h = heads[i][1];
+    return (bench_case)SELF(dtype, 16384 / s, h, s, d, mask);
+}
+
+static int gpu_attention(heddle_dtype dtype, bench_case *out) {
+    static const int64_t dims[] = {32, 64, 96, 128, 192, 256, 512};
+    int n = 0;
+    for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
+        out[n++] = gpu_case(dtype, 4096, dims[i], CAUSAL);
+    for (int64_t d = 64; d <= 256; d *= 2) {
+        out[n++] = gpu_case(dtype, 4096, d, FULL);
+        for (int i = 0; i < KINDS; i++) {
+            if ((kinds[i].features == HEDDLE_TF32) != (dtype == HEDDLE_F32) && kinds[i].features == HEDDLE_TF32)
+                continue;
+            if (dtype != HEDDLE_BF16 && d != 128)
+                continue;
+            out[n] = gpu_case(dtype, 4096, d, kinds[i].causal ? CAUSAL : FULL);
+            out[n++].option = kinds[i].name;
+        }
+    }
+    out[n] = gpu_case(dtype, 4096, 128, CAUSAL);
+    out[n].h = 32;
+    out[n++].hk = 8;
+    out[n++] = gpu_case(dtype, 512, 128, CAUSAL);
+    out[n++] = (bench_case)SELF(dtype, 1, 1, 128, 32, FULL);
+    out[n++] = (bench_case)SELF(dtype, 1, 4, 128, 64, CAUSAL);
+    out[n++] = (bench_case)SELF(dtype, 1, 4, 128, 128, CAUSAL);
+    for (int64_t d = 64; d <= 256; d *= 2)
+        out[n++] = (bench_case)DECODE(dtype, 32, 32, 8, 8192, d);
+    return n;
+}
+
+static int gpu_cases(bench_case *out) {
+    static const heddle_dtype dtypes[] = {HEDDLE_BF16, HEDDLE_F16, HEDDLE_F32};
+    static const int64_t sizes[][3] = {{16384, 1024, 4096}, {2048, 768, 3072}, {16, 768, 3072}};
+    int n = 0;
+    for (int i = 0; i < 3; i++)
+        n += gpu_attention(dtypes[i], out + n);
+    for (int i = 0; i < 3; i++)
+        for (int x = 0; x < 3; x++)
+            out[n++] = (bench_case)LINEAR(dtypes[i], sizes[x][0], sizes[x][1], sizes[x][2]);
+    for (int x = 0; x < 2; x++) {
+        out[n] = (bench_case)LINEAR(HEDDLE_F32, sizes[x][0], sizes[x][1], sizes[x][2]);
+        out[n++].option = "tf32";
+    }
+    return n;
+}
+
+int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]) {
+    if (device == HEDDLE_CUDA)
+        return gpu_cases(out);
+    memcpy(out, cpu_cases, sizeof cpu_cases);
+    return (int)(sizeof cpu_cases / sizeof *cpu_cases);
+}
+
+static const char *long_name(heddle_dtype dtype) {
+    return dtype == HEDDLE_BF16 ? "bfloat16" : dtype == HEDDLE_F16 ? "float16" : "float32";
+}
+
+static void gpu_name(const bench_case *c, char *text, size_t n) {
+    char rows[48];
+    if (c->h == 0) {
+        snprintf(text, n, "m%lld k%lld n%lld %s%s%s", (long long)c->m, (long long)c->k, (long long)c->n,
+                 long_name(c->dtype), c->option ? " " : "", c->option ? c->option : "");
+        return;
+    }
+    snprintf(rows, sizeof rows, c->sq == c->sk ? "S%lld" : "S%lldx%lld", (long long)c->sq, (long long)c->sk);
+    snprintf(text, n, "B%lldH%lld/%lld%sD%lld%c-%s%s%s", (long long)c->b, (long long)c->h, (long long)c->hk, rows,
+             (long long)c->d, c->mask == FULL ? 'f' : 'c', long_name(c->dtype), c->option ? " " : "",
+             c->option ? c->option : "");
+}
+
+void bench_name(const bench_case *c, heddle_device device, char *text, size_t n) {
+    char rows[64];
+    if (device == HEDDLE_CUDA) {
+        gpu_name(c, text, n);
+        return;
+    }
+    if (c->h == 0) {
+        snprintf(text, n, "norm-linear [%lld,%lld] -> %lld", (long long)c->m, (long long)c->k, (long long)c->n);
+        return;
+    }
+    snprintf(rows, sizeof rows, c->sq == c->sk ? "s%lld" : "sq%lld sk%lld", (long long)c->sq, (long long)c->sk);
+    if (c->h == c->hk)
+        snprintf(text, n, "attention b%lld h%lld %s d%lld%s", (long long)c->b, (long long)c->h, rows, (long long)c->d,
+                 c->mask == FULL ? "" : " causal");
+    else
+        snprintf(text, n, "attention b%lld h%lld hk%lld %s d%lld%s", (long long)c->b, (long long)c->h, (long long)c->hk,
+                 rows, (long long)c->d, c->mask == FULL ? "" : " causal");
+}
+
+job bench_job(const bench_case *c, heddle_device device) {
+    job j = {.linear = c->h == 0};
+    const struct option_kind *kind = kind_of(c);
+    j.a =
+        (heddle_attention){.size = sizeof j.a, .b = c->b, .h = c->h, .hk = c->hk, .sq = c->sq, .sk = c->sk, .d = c->d};
+    j.a.mask = c->mask;
+    j.l = (heddle_norm_linear){.size = sizeof j.l, .m = c->m, .k = c->k, .n = c->n};
+    job_set_dtype(&j, c->dtype);
+    job_set_device(&j, device);
+    if (!kind)
+        return j;
+    j.a.features = j.l.features = kind->features;
+    j.a.window_left = kind->features & HEDDLE_WINDOW ? 512 : 0;
+    j.a.softcap = !strcmp(kind->name, "softcap") ? 30 : 0;
+    j.a.dropout = !strcmp(kind->name, "dropout") ? 0.1 : 0;
+    if (kind->shared) {
+        const heddle_strides one = {0, c->sq * c->sk, c->sk};
+        if (kind->features & HEDDLE_BOOL_MASK)
+            j.a.bool_mask_stride = (heddle_strides){c->sq * c->sk, 0, c->sk};
+        else
+            j.a.bias_stride = one;
+        if (kind->name[0] == 'd' && kind->features & HEDDLE_BIAS)
+            j.a.dbias_stride = one; /* which says that its gradient is wanted */
+    }
+    return j;
+}
+
+double bench_flops(const bench_case *c, const job *j, heddle_pass pass) {
+    if (j->linear || !(j->a.features & HEDDLE_WINDOW))
+        return job_flops(j, pass);
+    const double s = (double)c->sk, left = fmin(s, (double)j->a.window_left);
+    const double pairs = (double)c->b * (double)c->h * (s * left - left * left / 2);
+    return 4.0 * (double)c->d * pairs * (pass == HEDDLE_BACKWARD ? 2.5 : 1);
+}
+
+/* --------------------------------------------------------------------------------------------------------- data */
+
+enum { PERIOD = 8191 };
+
+/* Numbers as attention and training have them: normal ones. A period of them is enough, and quick to make. */
+static double number(const job *j, int f, int64_t i, random_state *r) {
+    if (!j->linear && f == ALIBI)
+        return exp2(-8.0 * (double)(i + 1) / (double)j->a.h);
+    if (job_fields(j)[f].element == OF_BOOL)
+        return random_uniform(r) > 0.1;
+    return random_normal(r);
+}
+
+static bool repeat(const bench_data *to, int f, size_t first, size_t size) {
+    char *p = to->data[f];
+    for (size_t have = first; have < size;) {
+        size_t n = size - have < have ? size - have : have;
+        if (!to->on_gpu)
+            memcpy(p + have, p, n);
+        else if (!device_memory_copy(p + have, p, n))
+            return false;
+        have += n;
+    }
+    return true;
+}
+
+static bool fill(const job *j, const bench_data *to, int f, random_state *r) {
+    unsigned char period[PERIOD * 8];
+    int64_t count = field_count(j, f), n = count < PERIOD ? count : PERIOD;
+    size_t bytes = field_bytes(j, f) ? field_bytes(j, f) : 1;
+    for (int64_t i = 0; i < n; i++)
+        store_value(j, f, period, i, number(j, f, i, r));
+    if (!to->on_gpu)
+        memcpy(to->data[f], period, (size_t)n * bytes);
+    else if (!device_memory_copy(to->data[f], period, (size_t)n * bytes))
+        return false;
+    return repeat(to, f, (size_t)n * bytes, (size_t)count * bytes);
+}
+
+static bool wanted(const job *j, int f, bool backward) {
+    const tensor_field *t = &job_fields(j)[f];
+    if (t->feature && !(!j->linear && (j->a.features & t->feature)))
+        return false;
+    if (!j->linear && (f == DLSE || (f == DBIAS && !j->a.dbias_stride.s)))
+        return false;
+    return backward || t->role < ROLE_GRADIENT_IN;
+}
+
+static bool get(job *j, arena *m, int f, bench_data *out) {
+    const size_t bytes = field_bytes(j, f);
+    if (!out->on_gpu)
+        j->data[f] = out->data[f] = arena_array(m, field_count(j, f), bytes);
+    else
+        out->data[f] = device_memory_new((size_t)field_count(j, f) * bytes);
+    return out->data[f];
+}
+
+bool bench_fill(job *j, arena *m, bool backward, uint64_t seed, bench_data *out) {
+    const tensor_field *t = job_fields(j);
+    const heddle_device device = j->linear ? j->l.device : j->a.device;
+    random_state r = {seed};
+    *out = (bench_data){.on_gpu = device == HEDDLE_CUDA};
+    if (!job_sizes(j, backward))
+        return false;
+    const size_t forward = j->workspace_bytes[HEDDLE_FORWARD],
+                 back = backward ? j->workspace_bytes[HEDDLE_BACKWARD] : 0;
+    const size_t bytes = forward > back ? forward : back;
+    out->workspace = out->on_gpu ? device_memory_new(bytes) : arena_alloc(m, bytes);
+    bool ok = out->workspace;
+    for (int f = 0; ok && t[f].name; f++)
+        if (wanted(j, f, backward))
+            ok = get(j, m, f, out) && (!is_input(&t[f]) || fill(j, out, f, &r));
+    if (!ok)
+        complain("the GPU's memory: %s", device_memory_error());
+    return ok;
+}
+
+void bench_release(const job *j, bench_data *data) {
+    for (int f = 0; data->on_gpu && job_fields(j)[f].name; f++)
+        device_memory_free(data->data[f]);
+    if (data->on_gpu)
+        device_memory_free(data->workspace);
+}

@@ -1,0 +1,159 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Rows as JSON, and the page: report.html, which is in this object, with the rows put in its marked places. */
+#define _POSIX_C_SOURCE 200809L
+#include "bench.h"
+#include "npy.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+__asm__(".section .rodata\n"
+        "report_html:\n"
+        ".incbin \"" REPORT_HTML "\"\n"
+        ".byte 0\n"
+        ".previous\n");
+extern const char report_html[];
+
+/* A string of JSON that may also stand in a script of a page. */
+static void put_string(FILE *to, const char *text) {
+    putc('"', to);
+    for (const unsigned char *p = (const unsigned char *)text; *p; p++) {
+        if (*p == '"' || *p == '\\')
+            fprintf(to, "\\%c", *p);
+        else if (*p < 0x20 || *p == '<')
+            fprintf(to, "\\u%04x", *p);
+        else
+            putc(*p, to);
+    }
+    putc('"', to);
+}
+
+/* How bench/cpu.py calls the same problem. */
+static void put_key(FILE *to, const bench_row *row) {
+    const bench_case *c = row->c;
+    const char *pass = row->pass == HEDDLE_FORWARD ? "forward" : "backward";
+    char text[96];
+    if (c->h == 0)
+        snprintf(text, sizeof text, c->m == 2048 ? "%s %s" : "other %s %s", dtype_name(c->dtype), pass);
+    else
+        snprintf(text, sizeof text, "%s%sb%lld h%lld s%lld d%lld%s %s",
+                 c->dtype == HEDDLE_F32 ? "" : dtype_name(c->dtype), c->dtype == HEDDLE_F32 ? "" : " ", (long long)c->b,
+                 (long long)c->h, (long long)c->sk, (long long)c->d, c->mask == HEDDLE_MASK_NONE ? "" : " causal",
+                 pass);
+    put_string(to, text);
+}
+
+void bench_row_json(FILE *to, const bench_row *row, const bench_machine *machine) {
+    const bench_case *c = row->c;
+    fprintf(to, "{\"op\": \"%s\", \"pass\": \"%s\", \"dtype\": \"%s\", \"device\": \"%s\", \"name\": ",
+            c->h ? "attention" : "norm-linear", row->pass == HEDDLE_FORWARD ? "forward" : "backward",
+            dtype_name(c->dtype), device_name(machine->device));
+    put_string(to, row->name);
+    fputs(", \"key\": ", to);
+    put_key(to, row);
+    if (c->h == 0)
+        fprintf(to, ", \"m\": %lld, \"k\": %lld, \"n\": %lld", (long long)c->m, (long long)c->k, (long long)c->n);
+    else
+        fprintf(to, ", \"b\": %lld, \"h\": %lld, \"hk\": %lld, \"sq\": %lld, \"sk\": %lld, \"d\": %lld, \"causal\": %s",
+                (long long)c->b, (long long)c->h, (long long)c->hk, (long long)c->sq, (long long)c->sk, (long long)c->d,
+                c->mask == HEDDLE_MASK_NONE ? "false" : "true");
+    fputs(", \"option\": ", to);
+    put_string(to, c->option ? c->option : "");
+    fputs(", \"kernel\": ", to);
+    put_string(to, row->kernel);
+    fprintf(to, ", \"isa\": \"%s\", \"threads\": %d, \"ms\": %.6g, \"ms_low\": %.6g, \"ms_high\": %.6g", machine->isa,
+            machine->threads, 1e3 * row->seconds, 1e3 * row->low, 1e3 * row->high);
+    const double rate = row->seconds > 0 ? 1e-9 * row->work / row->seconds : 0;
+    if (row->decode)
+        fprintf(to, ", \"gbytes\": %.5g, \"read_gbytes\": %.5g", rate, 1e-9 * row->peak);
+    else
+        fprintf(to, ", \"gflops\": %.5g, \"peak_gflops\": %.5g", rate, 1e-9 * row->peak);
+    fprintf(to, ", \"rate\": %.5g, \"unit\": \"%s\", \"fraction\": %.4f, \"error\": ", rate,
+            row->decode ? "GB/s" : "GFLOP/s", row->fraction);
+    if (row->error >= 0 && isfinite(row->error))
+        fprintf(to, "%.4g}", row->error);
+    else
+        fputs("null}", to);
+}
+
+/* -------------------------------------------------------------------------------------------------------- the page */
+
+static void put_machine(FILE *to, const bench_machine *m) {
+    char number[64];
+    fputs("{\"heddle\": ", to);
+    put_string(to, heddle_version_string());
+    fputs(", \"device\": ", to);
+    put_string(to, device_name(m->device));
+    fputs(", \"what it is\": ", to);
+    put_string(to, m->text);
+    fputs(", \"processor\": ", to);
+    put_string(to, m->cpu);
+    snprintf(number, sizeof number, "%s, %d thread%s", m->isa, m->threads, m->threads == 1 ? "" : "s");
+    fputs(", \"instruction set\": ", to);
+    put_string(to, number);
+    if (m->copy > 0) {
+        snprintf(number, sizeof number, "%.2f TB/s, read plus written", 1e-12 * m->copy);
+        fputs(", \"a copy within the device\": ", to);
+        put_string(to, number);
+    }
+    fputs(", \"measured at\": ", to);
+    put_string(to, m->date);
+    fputs("}", to);
+}
+
+/* The lines of a file of bench/results that have a rate of the kind that is compared here. */
+bool bench_peers(FILE *to, const char *path) {
+    char *line = NULL;
+    size_t room = 0;
+    ssize_t n;
+    bool good = true;
+    FILE *from = fopen(path, "r");
+    if (!from)
+        return complain("%s: %s", path, strerror(errno)), false;
+    while (good && (n = getline(&line, &room, from)) > 0) {
+        while (n > 0 && (line[n - 1] == '\n' || line[n - 1] == '\r'))
+            line[--n] = 0;
+        good = n == 0 || (line[0] == '{' && line[n - 1] == '}');
+        if (!good)
+            complain("%s: a line is no row of bench/results", path);
+        if (!good || n == 0 || !(strstr(line, "_rest\"") || strstr(line, "\"section\"")))
+            continue;
+        fputs(ftell(to) > 0 ? ",\n" : "", to);
+        for (const char *at = line; *at; at++) /* which only strings hold, and the script must not */
+            *at == '<' ? fputs("\\u003c", to) : putc(*at, to);
+    }
+    good = good && !ferror(from);
+    fclose(from);
+    free(line);
+    return good;
+}
+
+/* The template up to a mark; what is behind it is next. */
+static const char *put_until(FILE *to, const char *from, const char *mark) {
+    const char *at = strstr(from, mark);
+    fwrite(from, 1, (size_t)(at - from), to);
+    return at + strlen(mark);
+}
+
+bool bench_report(const char *path, const bench_machine *machine, const char *rows, const char *peers) {
+    char *text = NULL;
+    size_t n = 0;
+    FILE *to = open_memstream(&text, &n);
+    if (!to)
+        return complain("no memory"), false;
+    const char *rest = put_until(to, report_html, "/*MACHINE*/ null");
+    put_machine(to, machine);
+    rest = put_until(to, rest, "/*ROWS*/");
+    fputs(rows, to);
+    rest = put_until(to, rest, "/*PEERS*/");
+    fputs(peers, to);
+    fputs(rest, to);
+    bool good = fclose(to) == 0;
+    npy_outputs out = {0};
+    good = good && npy_stage_bytes(&out, path, text, n) && npy_commit(&out);
+    npy_abandon(&out);
+    free(text);
+    return good;
+}
