@@ -58,20 +58,20 @@ HEDDLE_SHARED_INLINE sequence sequence_of(const heddle_attention *a, const int32
     return s;
 }
 
-/* The offset of the diagonal: `off` in heddle.h. CUDA's plan refuses parts of a whole, and its kernels do not carry them. */
+/* The offset of the diagonal: `off` in heddle.h. */
 HEDDLE_SHARED_INLINE int64_t diagonal_offset(const heddle_attention *a, sequence s) {
-#ifdef __CUDACC__
-    return a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : s.sk - s.sq;
-#else
     const int64_t whole_sq = a->whole_sq ? a->whole_sq : a->q_offset + s.sq,
                   whole_sk = a->whole_sk ? a->whole_sk : a->k_offset + s.sk;
     return a->q_offset - a->k_offset + (a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : whole_sk - whole_sq);
-#endif
 }
 
-HEDDLE_SHARED_INLINE band band_of(const heddle_attention *a, sequence s) {
+/* What a sequence's own lengths give of it; the rest, which the place of a part gives, is the same for all of a call's. */
+HEDDLE_SHARED_INLINE int64_t own_offset(const heddle_attention *a, sequence s) {
+    return a->mask == HEDDLE_CAUSAL_TOP_LEFT ? 0 : s.sk - s.sq;
+}
+
+HEDDLE_SHARED_INLINE band band_along(const heddle_attention *a, int64_t off) {
     band r = {-BAND_INFINITE, BAND_INFINITE};
-    int64_t off = diagonal_offset(a, s);
     if (a->mask != HEDDLE_MASK_NONE)
         r.hi = off;
     if (a->features & HEDDLE_WINDOW) {
@@ -81,6 +81,10 @@ HEDDLE_SHARED_INLINE band band_of(const heddle_attention *a, sequence s) {
             r.hi = min64(r.hi, off + a->window_right);
     }
     return r;
+}
+
+HEDDLE_SHARED_INLINE band band_of(const heddle_attention *a, sequence s) {
+    return band_along(a, diagonal_offset(a, s));
 }
 
 HEDDLE_SHARED_INLINE int band_sees(band m, int64_t i, int64_t j) {

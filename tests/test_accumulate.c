@@ -3,6 +3,7 @@
  * may be twice that of one call in the same type. */
 #include "common.h"
 
+#include "../tools/device_memory.h"
 #include "dtype.h"
 
 #include <math.h>
@@ -13,35 +14,66 @@
 /* What is added to lies there before: a number that no sum cancels. */
 #define THERE 0.25
 
+/* Numbers as the test sees them, and where the library does, which without a GPU is the same. */
+typedef struct numbers {
+    heddle_device device;
+    size_t bytes;
+    void *host, *block;
+} numbers;
+
+static void copy(heddle_device device, void *to, const void *from, size_t bytes) {
+    if (device == HEDDLE_CUDA && !device_memory_copy(to, from, bytes))
+        fail_msg("%s", device_memory_error());
+}
+
+static numbers numbers_new(heddle_device device, heddle_dtype type, int64_t n, double value) {
+    const size_t bytes = (size_t)(n + 1) * heddle_dtype_size(type);
+    numbers x = {device, bytes, malloc(bytes), NULL};
+    assert_non_null(x.host);
+    for (int64_t at = 0; at < n; at++)
+        store_element(type, x.host, at, value);
+    x.block = device == HEDDLE_CUDA ? workspace_new(device, bytes) : x.host;
+    copy(device, x.block, x.host, bytes);
+    return x;
+}
+
+static void numbers_free(numbers *x) {
+    if (x->device == HEDDLE_CUDA) {
+        assert_true(workspace_intact(x->device, x->block, x->bytes));
+        workspace_free(x->device, x->block, x->bytes);
+    }
+    free(x->host);
+}
+
+static void upload(const numbers *x) {
+    copy(x->device, x->block, x->host, x->bytes);
+}
+
+static void download(const numbers *x) {
+    copy(x->device, x->host, x->block, x->bytes);
+}
+
 /* The sums of a problem, contiguous, in float (float64's double). */
 typedef struct sums {
     heddle_dtype real;
-    void *o, *lse, *dq, *dk, *dv;
+    numbers o, lse, dq, dk, dv;
 } sums;
-
-static void *filled(heddle_dtype type, int64_t n, double value) {
-    void *p = malloc((size_t)(n + 1) * heddle_dtype_size(type));
-    assert_non_null(p);
-    for (int64_t x = 0; x < n; x++)
-        store_element(type, p, x, value);
-    return p;
-}
 
 static sums sums_new(const heddle_attention *a) {
     const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
     const int64_t rows = a->b * a->h * a->sq, keys = a->b * a->hk * a->sk;
     return (sums){real,
-                  filled(real, rows * a->dv, (double)NAN),
-                  filled(real, rows, -(double)INFINITY),
-                  filled(real, rows * a->d, THERE),
-                  filled(real, keys * a->d, THERE),
-                  filled(real, keys * a->dv, THERE)};
+                  numbers_new(a->device, real, rows * a->dv, (double)NAN),
+                  numbers_new(a->device, real, rows, -(double)INFINITY),
+                  numbers_new(a->device, real, rows * a->d, THERE),
+                  numbers_new(a->device, real, keys * a->d, THERE),
+                  numbers_new(a->device, real, keys * a->dv, THERE)};
 }
 
 static void sums_free(sums *s) {
-    void *all[] = {s->o, s->lse, s->dq, s->dk, s->dv};
+    numbers *all[] = {&s->o, &s->lse, &s->dq, &s->dk, &s->dv};
     for (size_t x = 0; x < COUNT(all); x++)
-        free(all[x]);
+        numbers_free(all[x]);
 }
 
 /* The tensors' own strides, literally: those of a part are those of the whole. */
@@ -83,12 +115,12 @@ static void run_part(const attention_problem *p, const sums *s, heddle_pass pass
         t.sinks = NULL;
         t.dsinks = NULL;
     }
-    t.o = s->o;
-    t.lse = s->lse;
+    t.o = s->o.block;
+    t.lse = s->lse.block;
     if (pass == HEDDLE_BACKWARD) {
-        t.dq = s->dq;
-        t.dk = (void *)(uintptr_t)behind(s->dk, first * a.d, real);
-        t.dv = (void *)(uintptr_t)behind(s->dv, first * a.dv, real);
+        t.dq = s->dq.block;
+        t.dk = (void *)(uintptr_t)behind(s->dk.block, first * a.d, real);
+        t.dv = (void *)(uintptr_t)behind(s->dv.block, first * a.dv, real);
     }
     size_t bytes = 0;
     assert_int_equal(heddle_attention_workspace(&a, pass, &bytes), HEDDLE_OK);
@@ -122,10 +154,11 @@ static double error_of(const tensor *ref, const tensor *one, heddle_dtype real, 
     return worst;
 }
 
-static void compare(const char *name, const tensor *ref, const tensor *one, const sums *s, const void *sum,
+static void compare(const char *name, const tensor *ref, const tensor *one, const sums *s, const numbers *sum,
                     double there) {
     double magnitude = 0;
-    const double mine = error_of(ref, NULL, s->real, sum, there, &magnitude);
+    download(sum);
+    const double mine = error_of(ref, NULL, s->real, sum->host, there, &magnitude);
     const double its = error_of(ref, one, s->real, NULL, 0, &magnitude);
     const double unit = s->real == HEDDLE_F64 ? 0x1p-48 : 0x1p-23; /* one call of float64 is the reference itself */
     if (!(mine <= 2 * its + 4 * unit * (magnitude + there)))
@@ -144,11 +177,11 @@ static void check_parts(const attention_case *c, heddle_dtype dtype, heddle_devi
     for (int pass = 0; pass < 2; pass++)
         for (int64_t from = 0, x = 0; from < p.a.sk; from = ends[x++])
             run_part(&p, &s, (heddle_pass)pass, from, ends[x]);
-    compare("o", &ref.t[T_O], &p.t[T_O], &s, s.o, 0);
-    compare("lse", &ref.t[T_LSE], &p.t[T_LSE], &s, s.lse, 0);
-    compare("dq", &ref.t[T_DQ], &p.t[T_DQ], &s, s.dq, THERE);
-    compare("dk", &ref.t[T_DK], &p.t[T_DK], &s, s.dk, THERE);
-    compare("dv", &ref.t[T_DV], &p.t[T_DV], &s, s.dv, THERE);
+    compare("o", &ref.t[T_O], &p.t[T_O], &s, &s.o, 0);
+    compare("lse", &ref.t[T_LSE], &p.t[T_LSE], &s, &s.lse, 0);
+    compare("dq", &ref.t[T_DQ], &p.t[T_DQ], &s, &s.dq, THERE);
+    compare("dk", &ref.t[T_DK], &p.t[T_DK], &s, &s.dk, THERE);
+    compare("dv", &ref.t[T_DV], &p.t[T_DV], &s, &s.dv, THERE);
     for (int x = T_DBIAS; x <= T_DSINKS; x++) /* the parts have written them over what the one call left */
         if (p.t[x].host) {
             double magnitude = 0;
@@ -165,13 +198,13 @@ static void check_parts(const attention_case *c, heddle_dtype dtype, heddle_devi
 
 /* In halves, in odd parts, and key by key at their head. */
 static void check_all(attention_case c) {
-    if (test_device() == HEDDLE_CUDA) /* which refuses it */
-        skip();
     const int64_t sk = c.a.sk, halves[] = {sk / 2, sk}, odd[] = {1, 2, sk / 3 + 2, sk - 1, sk}, all[] = {sk};
     for (int x = 0; x < TEST_DTYPES; x++) {
-        check_parts(&c, test_dtypes[x], HEDDLE_CPU, odd);
-        check_parts(&c, test_dtypes[x], HEDDLE_CPU, x == 0 ? halves : all);
+        check_parts(&c, test_dtypes[x], test_device(), odd);
+        check_parts(&c, test_dtypes[x], test_device(), x == 0 ? halves : all);
     }
+    if (test_device() == HEDDLE_CUDA)
+        return;
     check_parts(&c, HEDDLE_F64, HEDDLE_REF, odd);
     check_parts(&c, HEDDLE_BF16, HEDDLE_REF, halves);
 }
@@ -187,6 +220,23 @@ static void test_sizes(void **state) {
         const int64_t *n = sizes[x];
         check_all(attention_case_of(n[0], n[1], n[2], n[3], n[4], n[5], n[6]));
     }
+}
+
+/* A head dim for each family of kernels for a GPU's tensor cores, in order and not, and the kernels with all options. */
+static void test_tensor_cores(void **state) {
+    (void)state;
+    if (test_device() != HEDDLE_CUDA)
+        skip();
+    static const int64_t dims[] = {64, 96, 128, 192, 256, 320};
+    static const uint64_t features[] = {0, HEDDLE_DETERMINISTIC, HEDDLE_ALIBI, HEDDLE_ALIBI | HEDDLE_DETERMINISTIC};
+    for (size_t x = 0; x < COUNT(dims); x++)
+        for (size_t y = 0; y < COUNT(features); y++)
+            for (int z = 0; z < TEST_DTYPES; z++) {
+                attention_case c = attention_case_of(1, 2, y % 2 ? 1 : 2, 140, 300, dims[x], dims[x]);
+                c.a.features = features[y];
+                c.a.mask = y > 1 ? HEDDLE_CAUSAL_TOP_LEFT : HEDDLE_MASK_NONE;
+                check_parts(&c, test_dtypes[z], HEDDLE_CUDA, (const int64_t[]){1, 130, 299, 300});
+            }
 }
 
 static attention_case usual(void) {
@@ -234,17 +284,18 @@ static void test_lengths(void **state) {
 
 /* --------------------------------------------------------------------------------------------------------- merge */
 
-static void merge_case(heddle_dtype type, heddle_device device, bool strided) {
-    enum { B = 2, H = 3, S = 5, DV = 11, ROWS = B * H * S };
+static void merge_case(heddle_dtype type, heddle_device device, int64_t dv, bool strided) {
+    enum { B = 2, H = 3, S = 5, ROWS = B * H * S, MOST = 160 };
     const heddle_dtype real = type == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
-    const int64_t row = strided ? DV + 2 : DV;
-    heddle_merge m = {.size = sizeof m, .dtype = type, .device = device, .b = B, .h = H, .s = S, .dv = DV};
+    const int64_t row = strided ? dv + (dv % 4 ? 2 : 4) : dv;
+    heddle_merge m = {.size = sizeof m, .dtype = type, .device = device, .b = B, .h = H, .s = S, .dv = dv};
     if (strided) /* [b, s, h, dv], with gaps */
         m.o_stride = (heddle_strides){S * H * row, row, H * row};
     rng r = {test_seed(7)};
-    void *o = filled(real, ROWS * row, 77), *lse = filled(real, ROWS, 0), *other = filled(type, ROWS * DV, 0),
-         *other_lse = filled(real, ROWS, 0);
-    double right[ROWS][DV + 1];
+    numbers all[] = {numbers_new(device, real, ROWS * row, 77), numbers_new(device, real, ROWS, 0),
+                     numbers_new(device, type, ROWS * dv, 0), numbers_new(device, real, ROWS, 0)};
+    void *o = all[0].host, *lse = all[1].host, *other = all[2].host, *other_lse = all[3].host;
+    static double right[ROWS][MOST + 1];
     for (int64_t x = 0; x < ROWS; x++) {
         const int64_t at = strided ? (x / S / H * S * H + x % S * H + x / S % H) * row : x * row;
         const double a = x % 4 == 1 ? -(double)INFINITY : 40 * rng_uniform(&r) - 20,
@@ -253,40 +304,46 @@ static void merge_case(heddle_dtype type, heddle_device device, bool strided) {
         store_element(real, other_lse, x, b);
         const double la = load_element(real, lse, x), lb = load_element(real, other_lse, x);
         const double sum = exp(la) + exp(lb);
-        for (int64_t e = 0; e < DV; e++) {
+        for (int64_t e = 0; e < dv; e++) {
             store_element(real, o, at + e, la == -(double)INFINITY ? (double)NAN : rng_uniform(&r) - 0.5);
-            store_element(type, other, x * DV + e, lb == -(double)INFINITY ? (double)NAN : rng_uniform(&r) - 0.5);
+            store_element(type, other, x * dv + e, lb == -(double)INFINITY ? (double)NAN : rng_uniform(&r) - 0.5);
             const double va = exp(la) > 0 ? exp(la) * load_element(real, o, at + e) : 0,
-                         vb = exp(lb) > 0 ? exp(lb) * load_element(type, other, x * DV + e) : 0;
+                         vb = exp(lb) > 0 ? exp(lb) * load_element(type, other, x * dv + e) : 0;
             right[x][e] = sum > 0 ? (va + vb) / sum : 0;
         }
-        right[x][DV] = log(sum);
+        right[x][MOST] = log(sum);
     }
-    assert_int_equal(heddle_attention_merge(&m, o, lse, other, other_lse, NULL), HEDDLE_OK);
+    for (size_t x = 0; x < COUNT(all); x++)
+        upload(&all[x]);
+    assert_int_equal(heddle_attention_merge(&m, all[0].block, all[1].block, all[2].block, all[3].block, NULL),
+                     HEDDLE_OK);
+    download(&all[0]);
+    download(&all[1]);
     const double unit = real == HEDDLE_F64 ? 0x1p-50 : 0x1p-21;
     for (int64_t x = 0; x < ROWS; x++) {
         const int64_t at = strided ? (x / S / H * S * H + x % S * H + x / S % H) * row : x * row;
         const double l = load_element(real, lse, x);
-        assert_true(l == right[x][DV] || fabs(l - right[x][DV]) <= unit * fabs(right[x][DV]));
-        for (int64_t e = 0; e < DV; e++)
+        assert_true(l == right[x][MOST] || fabs(l - right[x][MOST]) <= unit * fabs(right[x][MOST]));
+        for (int64_t e = 0; e < dv; e++)
             assert_true(fabs(load_element(real, o, at + e) - right[x][e]) <= unit);
-        for (int64_t e = DV; e < row; e++)
+        for (int64_t e = dv; e < row; e++)
             assert_true(load_element(real, o, at + e) == 77);
     }
-    free(o);
-    free(lse);
-    free(other);
-    free(other_lse);
+    for (size_t x = 0; x < COUNT(all); x++)
+        numbers_free(&all[x]);
 }
 
+/* Rows of whole fours, and not. */
 static void test_merge(void **state) {
     (void)state;
-    for (int strided = 0; strided < 2; strided++) {
+    static const int64_t widths[] = {11, 140};
+    for (int strided = 0; strided < 4; strided++) {
+        const int64_t dv = widths[strided / 2];
         for (int x = 0; x < TEST_DTYPES; x++) {
-            merge_case(test_dtypes[x], HEDDLE_CPU, strided);
-            merge_case(test_dtypes[x], HEDDLE_REF, strided);
+            merge_case(test_dtypes[x], test_device(), dv, strided % 2);
+            merge_case(test_dtypes[x], HEDDLE_REF, dv, strided % 2);
         }
-        merge_case(HEDDLE_F64, HEDDLE_REF, strided);
+        merge_case(HEDDLE_F64, HEDDLE_REF, dv, strided % 2);
     }
 }
 
@@ -335,8 +392,9 @@ static void test_merge_refuses(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_sizes),   cmocka_unit_test(test_masks), cmocka_unit_test(test_options),
-        cmocka_unit_test(test_lengths), cmocka_unit_test(test_merge), cmocka_unit_test(test_merge_refuses),
+        cmocka_unit_test(test_sizes),         cmocka_unit_test(test_tensor_cores), cmocka_unit_test(test_masks),
+        cmocka_unit_test(test_options),       cmocka_unit_test(test_lengths),      cmocka_unit_test(test_merge),
+        cmocka_unit_test(test_merge_refuses),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -343,8 +343,6 @@ static void test_masks(void **state) {
 /* Parts of a whole have its bits: eights of keys that begin in the middle, rows and heads behind others. */
 static void test_parts(void **state) {
     (void)state;
-    if (test_device() == HEDDLE_CUDA)
-        skip();
     static const struct {
         int64_t sq, q0, k0, h0, whole_h;
     } parts[] = {

@@ -102,11 +102,6 @@ static const attention_case attention_cases[] = {
      {.dropout = 0.4, .seed = 5, .q_offset = 1000, .k_offset = 1005, .h_offset = 8, .whole_h = 16, .hk = 2}},
 };
 
-/* Which the CUDA backend refuses. */
-static bool is_part(const heddle_attention *a) {
-    return a->q_offset || a->k_offset || a->h_offset || a->whole_sq || a->whole_sk || a->whole_h;
-}
-
 /* `absent`: bits of inputs that are left out. `mean` is added to x. */
 typedef struct norm_linear_case {
     const char *name;
@@ -347,8 +342,7 @@ bool verify_sweep(verify *v) {
     printf("\nsweep: the largest error of all tensors, as a fraction of what is allowed, and whose it is\n");
     printf("  %-29s %-24s  %-15s  %-15s  %-15s\n", "attention", "b h/hk sq×sk d/dv", "f32", "bf16", "f16");
     for (size_t i = 0; i < sizeof attention_cases / sizeof *attention_cases; i++)
-        if (v->device != HEDDLE_CUDA || !is_part(&attention_cases[i].a))
-            sweep_line(v, (sweep_case){attention_cases[i].name, &attention_cases[i].a, NULL, v->seed + i});
+        sweep_line(v, (sweep_case){attention_cases[i].name, &attention_cases[i].a, NULL, v->seed + i});
     for (int64_t i = 0; i < v->random_cases; i++) {
         char name[64];
         random_state r = {v->seed + (uint64_t)i};

@@ -27,7 +27,7 @@ from heddle._plain import new_rng_state
 Causal = Literal[False, True, "top_left", "bottom_right"] | None
 
 _FORWARD, _BACKWARD = 0, 1
-_CPU, _REF = 0, 1
+_CPU, _REF, _CUDA = 0, 1, 2
 _BROADCAST = -(2**63)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _BITS = _C.features()
@@ -141,11 +141,20 @@ class _Ring:
         strided = {name: t for name, t in tensors.items() if name not in ("lse", "dlse", "alibi_slopes")}
         description = self.description | {"q_offset": q0, "k_offset": k0}
         description |= {f"{'do' if name == 'dout' else name}_stride": _strides(t) for name, t in strided.items()}
-        _C.run("attention", which, description, {name: t.data_ptr() for name, t in tensors.items()})
+        addresses = {name: t.data_ptr() for name, t in tensors.items()}
+        device = tensors["q"].device
+        if device.type != "cuda":
+            _C.run("attention", which, description, addresses)
+            return
+        with torch.cuda.device(device):
+            space = torch.empty(_C.workspace("attention", which, description), dtype=torch.uint8, device=device)
+            stream = torch.cuda.current_stream().cuda_stream
+            _C.run("attention", which, description, addresses, space.data_ptr(), space.numel(), stream)
 
 
 class _Post:
-    """Messages on their way, and the memory that they are in."""
+    """Messages on their way, and the memory that they are in. With NCCL they are on a stream of its own: `wait` makes
+    the current stream wait for them, not the host."""
 
     def __init__(self, ring: _Ring) -> None:
         self.ring = ring
@@ -237,11 +246,11 @@ class _RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         real = _real(q.dtype)
         b, h, s, _ = q.shape
-        o = torch.zeros(b, h, s, v.shape[-1], dtype=real)
+        o = torch.zeros(b, h, s, v.shape[-1], dtype=real, device=q.device)
         rows = (b, h, ring.rows["q"])
         # A sink is a key whose value is 0: with it as what is there, it counts once.
         lses = [
-            torch.full(rows, -math.inf, dtype=real) if sinks is None else sinks[:, None].expand(rows).contiguous()
+            torch.full(rows, -math.inf, dtype=real, device=q.device) if sinks is None else sinks[:, None].expand(rows).contiguous()
             for _ in range(ring.runs)
         ]
         more = {} if slopes is None else {"alibi_slopes": slopes}
@@ -265,7 +274,7 @@ class _RingAttention(torch.autograd.Function):
         dout, dlse = grads
         dout = torch.zeros_like(o, dtype=q.dtype) if dout is None else dout.contiguous()
         real = o.dtype
-        dq, dk, dv = (torch.zeros(t.shape, dtype=real) for t in (q, k, v))
+        dq, dk, dv = (torch.zeros(t.shape, dtype=real, device=t.device) for t in (q, k, v))
         more = {} if slopes is None else {"alibi_slopes": slopes}
         dlses = None if dlse is None else [_queries(ring, dlse[..., None], y).contiguous() for y in range(ring.runs)]
         keys = _Keys(ring, k, v)
@@ -383,6 +392,19 @@ class ContextParallel:
         self.ring, self.ring_rank = self._place(self.ring_group)
         self.heads, self.heads_rank = self._place(self.heads_group)
         self.runs = 2 if zigzag and self.ring > 1 else 1
+        # What the processes agree on is a matter of the hosts: no GPU is waited for.
+        self._talk = {group: self._group_of_hosts(group) for group in groups}
+        self._begun = False
+
+    @staticmethod
+    def _group_of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The same processes, by a backend that takes tensors of the CPU."""
+        if dist.get_backend(group) != "nccl":
+            return group
+        ranks = dist.get_process_group_ranks(group)
+        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        assert made is not None
+        return made
 
     @staticmethod
     def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -472,7 +494,8 @@ class ContextParallel:
         """heddle.attention of sequences that lie divided as `shard` does it: this process's rows of the result.
 
         Args:
-            q, k, v: [b, h, s, d], [b, hk, s, d] and [b, hk, s, dv]: this process's rows of all heads, on the CPU.
+            q, k, v: [b, h, s, d], [b, hk, s, d] and [b, hk, s, dv]: this process's rows of all heads, on the CPU or on
+                its GPU (whose work is queued on the current stream).
             causal, window, scale, softcap, dropout, return_lse, deterministic: as heddle.attention, of whole sequences.
             alibi_slopes, sinks: as heddle.attention, of all heads, the same on all processes. The gradient of sinks is
                 that of this process's rows: it is to be summed over the processes, as every parameter's.
@@ -484,7 +507,7 @@ class ContextParallel:
         Raises:
             TypeError, ValueError: as heddle.attention; heads that the all-to-all cannot divide; rows that are not of
                 the same number, or options that are not the same, on all processes. Nothing has been computed then.
-            NotImplementedError: tensors that are not on the CPU.
+            NotImplementedError: tensors of another kind of device; what the kernels cannot do.
             RuntimeError: what torch.distributed says where another process fails or is late.
         """
         numbers = dict.fromkeys(_AGREED, 0)
@@ -505,8 +528,8 @@ class ContextParallel:
             trouble = error
         seed, offset = self._agree(numbers, trouble)
         real = _real(q.dtype)
-        slopes = None if alibi_slopes is None else alibi_slopes.to(real)
-        sinks = None if sinks is None else sinks.to(real)
+        slopes = None if alibi_slopes is None else alibi_slopes.to(q.device, real)
+        sinks = None if sinks is None else sinks.to(q.device, real)
         h = q.shape[1]
         if self.heads_group is not None:
             q, k, v = (_exchange(t, self.heads_group, self.runs, True) for t in (q, k, v))
@@ -520,7 +543,7 @@ class ContextParallel:
         features |= 0 if slopes is None else _BITS["alibi"]
         description: dict[str, Any] = {
             "dtype": _DTYPES[q.dtype],
-            "device": _REF if q.dtype == torch.float64 else _CPU,
+            "device": _CUDA if q.device.type == "cuda" else _REF if q.dtype == torch.float64 else _CPU,
             "b": q.shape[0],
             "h": q.shape[1],
             "hk": k.shape[1],
@@ -543,7 +566,9 @@ class ContextParallel:
             "h_offset": self.heads_rank * q.shape[1],
             "whole_h": h,
         }
-        _C.workspace("attention", _BACKWARD, description)  # what the library refuses, it refuses here, on all alike
+        with torch.cuda.device(q.device if q.device.type == "cuda" else -1):
+            _C.workspace("attention", _BACKWARD, description)  # what the library refuses it refuses here, on all alike
+        self._begin(q.device)
         off = 0 if corner == 1 else whole["k"] - whole["q"]
         low = off - left if left >= 0 else -math.inf
         high = min(off if corner else math.inf, off + right if right >= 0 else math.inf)
@@ -559,10 +584,10 @@ class ContextParallel:
     def _check(self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
         need_tensors(q=q, k=k, v=v)
         for name, t in (("q", q), ("k", k), ("v", v)):
-            if t.device.type != "cpu":
-                raise NotImplementedError(
-                    f"{name} is on {t.device}: heddle.parallel runs on the CPU only, as the CUDA kernels have no parts"
-                )
+            if t.device.type not in ("cpu", "cuda"):
+                raise NotImplementedError(f"{name} is on {t.device}: heddle.parallel runs on CPUs and CUDA GPUs")
+            if t.device != q.device:
+                raise HeddleValueError(f"{name} is on {t.device}, but q on {q.device}")
             if t.dtype not in _DTYPES or t.dtype != q.dtype:
                 raise HeddleTypeError(f"{name} is {t.dtype}; all must be float32, bfloat16, float16 or float64 alike")
             if t.dim() != 4:
@@ -585,6 +610,14 @@ class ContextParallel:
         if sinks is not None and list(sinks.shape) != [h]:
             raise HeddleValueError(f"sinks has shape {list(sinks.shape)}, but must have {[h]}")
 
+    def _begin(self, device: torch.device) -> None:
+        """NCCL's first message of a group needs all its processes, and in a ring not everybody has one to send."""
+        if self._begun or device.type != "cuda":
+            return
+        for group in self._talk:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        self._begun = True
+
     def _agree(self, mine: dict[str, int], trouble: Exception | None) -> tuple[int, int]:
         """Whether all processes have been given the same; the seed and the offset of the first."""
         # Both groups are asked whatever the first says: so all processes come to the same end.
@@ -594,7 +627,7 @@ class ContextParallel:
                 continue
             numbers = torch.tensor([bool(wrong), *seen.values()])
             all_of_them = [torch.empty_like(numbers) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(all_of_them, numbers, group=group)
+            dist.all_gather(all_of_them, numbers, group=self._talk[group])
             first = all_of_them[0].tolist()
             for rank, other in enumerate(all_of_them):
                 wrong = wrong or _difference(first, other.tolist(), kind, rank)

@@ -21,7 +21,11 @@ static heddle_attention any_attention(rng *r) {
     a.dtype = (heddle_dtype)rng_between(r, 0, 2);
     a.b = any_size(r), a.h = any_size(r), a.sq = any_size(r), a.sk = any_size(r);
     a.d = rng_between(r, 1, 512), a.dv = rng_between(r, 0, 512);
-    a.features = rng_next(r) & 0x7ff;
+    a.features = rng_next(r) & (rng_chance(r, 0.5) ? 0x7ff : 0xf7f); /* weights, or accumulation */
+    if (rng_chance(r, 0.3)) {
+        a.q_offset = any_size(r), a.k_offset = any_size(r);
+        a.dropout = rng_chance(r, 0.3) ? 0.5 : 0;
+    }
     a.mask = (heddle_mask)rng_between(r, 0, 2);
     if (a.features & HEDDLE_VARLEN)
         a.total_q = any_size(r), a.total_k = any_size(r);

@@ -23,7 +23,10 @@ static const uint64_t option_sets[] = {0,
                                        HEDDLE_RNG_STATE,
                                        HEDDLE_TF32,
                                        HEDDLE_DETERMINISTIC | HEDDLE_WINDOW,
-                                       HEDDLE_DETERMINISTIC | HEDDLE_SINKS | HEDDLE_BIAS};
+                                       HEDDLE_DETERMINISTIC | HEDDLE_SINKS | HEDDLE_BIAS,
+                                       HEDDLE_ACCUMULATE,
+                                       HEDDLE_ACCUMULATE | HEDDLE_VARLEN | HEDDLE_SINKS,
+                                       HEDDLE_ACCUMULATE | HEDDLE_DETERMINISTIC | HEDDLE_ALIBI};
 
 static void sweep_attention(heddle_dtype dtype) {
     static const int64_t dims[] = {1, 32, 64, 80, 128, 192, 256, 300, 512};
@@ -67,6 +70,18 @@ static void sweep_norm_linear(heddle_dtype dtype) {
                     }
 }
 
+static heddle_status run_merge(heddle_dtype dtype, int skew, void *stream) {
+    const heddle_merge m = {
+        .size = sizeof m, .dtype = dtype, .device = HEDDLE_CUDA, .b = 3, .h = 8, .s = 130, .dv = 100};
+    return heddle_attention_merge(&m, address(0, 1, skew), address(0, 2, skew), address(0, 3, skew),
+                                  address(0, 4, skew), stream);
+}
+
+static void sweep_merge(heddle_dtype dtype) {
+    for (int skew = 0; skew < 8; skew += 4)
+        MUST(run_merge(dtype, skew, NULL) == HEDDLE_OK);
+}
+
 /* The limits of real cards: a block's shared memory, and multiprocessors. The fake launches nothing that asks for more. */
 static void on_card(const char *cc, const char *shared, const char *multiprocessors) {
     set("FAKE_CC", cc);
@@ -75,6 +90,7 @@ static void on_card(const char *cc, const char *shared, const char *multiprocess
     for (int dtype = HEDDLE_F32; dtype <= HEDDLE_F16; dtype++) {
         sweep_attention((heddle_dtype)dtype);
         sweep_norm_linear((heddle_dtype)dtype);
+        sweep_merge((heddle_dtype)dtype);
     }
     MUST(fake_launches(NULL) > 1000);
 }
@@ -242,6 +258,46 @@ static void head_dims_on_hopper(void) {
     MUST(strstr(kernel_of(attention_desc(HEDDLE_F16, 2, 64, 64, 1000, 1000, 80, 0), HEDDLE_BACKWARD), "d96_lean_sm90"));
 }
 
+/* A part takes the kernels of the whole; with dropout the plain ones, where an eighth key is not the first of the part. What adds to what is
+ * there takes a launch more in forward, and never those of the family small. */
+static void parts(void) {
+    set("FAKE_CC", "90");
+    set("FAKE_SHARED", "232448");
+    set("FAKE_MULTIPROCESSORS", "132");
+    heddle_attention a = attention_desc(HEDDLE_BF16, 2, 16, 16, 4096, 4096, 128, 128);
+    a.mask = HEDDLE_CAUSAL_TOP_LEFT;
+    for (int adds = 0; adds < 2; adds++) {
+        const int before = fake_launches(NULL);
+        a.q_offset = a.k_offset = 5;
+        a.features = adds ? HEDDLE_ACCUMULATE : 0;
+        MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "fwd_bf16_d128_lean_sm90"));
+        MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), "bwd_bf16_d128_long_sm90"));
+        MUST(run_attention(a, HEDDLE_FORWARD, 0, NULL) == HEDDLE_OK);
+        MUST(fake_launches(NULL) == before + 1 + adds);
+        MUST(run_attention(a, HEDDLE_BACKWARD, 0, NULL) == HEDDLE_OK);
+        MUST(fake_launches("heddle_attention_lse_bf16_d512_plain_sm80") == adds);
+    }
+    a.dropout = 0.25;
+    MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "plain") && strstr(kernel_of(a, HEDDLE_BACKWARD), "plain"));
+    a.k_offset = 16;
+    MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "full_sm90") && strstr(kernel_of(a, HEDDLE_BACKWARD), "full_sm90"));
+    a = attention_desc(HEDDLE_F32, 1, 1, 1, 128, 128, 32, 32);
+    a.q_offset = 1000;
+    MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "small") && strstr(kernel_of(a, HEDDLE_BACKWARD), "small"));
+    a.features = HEDDLE_ACCUMULATE;
+    MUST(!strstr(kernel_of(a, HEDDLE_FORWARD), "small") && !strstr(kernel_of(a, HEDDLE_BACKWARD), "small"));
+    MUST(run_merge(HEDDLE_F16, 0, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_merge_f16_d512_plain_sm80") == 1);
+    MUST(run_merge(HEDDLE_F16, 0, (void *)0x2000) == HEDDLE_WRONG_DEVICE);
+    float host[4];
+    const heddle_merge m = {.size = sizeof m, .device = HEDDLE_CUDA, .b = 1, .h = 1, .s = 1, .dv = 4};
+    MUST(heddle_attention_merge(&m, address(0, 1, 0), address(0, 2, 0), host, address(0, 4, 0), NULL) ==
+         HEDDLE_WRONG_DEVICE);
+    MUST(strstr(heddle_last_message(), "other_o = "));
+    set("FAKE_CONTEXT", "0");
+    MUST(run_merge(HEDDLE_F16, 0, NULL) == HEDDLE_OK && fake_depth() == 0);
+}
+
 /* --------------------------------------------------------------------------------------------------------- tests */
 
 SCENARIO(on_a100)
@@ -258,6 +314,7 @@ SCENARIO(decoding_by_an_old_driver)
 SCENARIO(small_left_out)
 SCENARIO(float32_on_hopper)
 SCENARIO(head_dims_on_hopper)
+SCENARIO(parts)
 
 enum { KERNELS = CUDA_KERNELS };
 
@@ -323,6 +380,7 @@ int main(void) {
         cmocka_unit_test(test_small_left_out),
         cmocka_unit_test(test_float32_on_hopper),
         cmocka_unit_test(test_head_dims_on_hopper),
+        cmocka_unit_test(test_parts),
         cmocka_unit_test(test_no_kernel_is_dead),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -23,9 +23,9 @@ struct place {
     int lo, hi, off;            /* query i sees key j when i + lo <= j <= i + hi */
 };
 
-/* Does no query see more than FEW_KEYS? */
-INLINE bool sees_few(const place &c) {
-    return c.sk <= FEW_KEYS || (uint32_t)c.hi - (uint32_t)c.lo < FEW_KEYS;
+/* Does no query see more than FEW_KEYS? Where these keys are some of all nobody knows. */
+INLINE bool sees_few(const attention_params &p, const place &c) {
+    return !p.adds && (c.sk <= FEW_KEYS || (uint32_t)c.hi - (uint32_t)c.lo < FEW_KEYS);
 }
 
 INLINE int clamp_to_int(int64_t x) {
@@ -35,7 +35,8 @@ INLINE int clamp_to_int(int64_t x) {
 INLINE place find_place(const attention_params &p, int64_t n) {
     const sequence all = sequence_of(&p.a, p.t.cu_seqlens_q, p.t.cu_seqlens_k, NULL, NULL, n);
     const sequence used = sequence_of(&p.a, p.t.cu_seqlens_q, p.t.cu_seqlens_k, p.t.seqlens_q, p.t.seqlens_k, n);
-    const band m = band_of(&p.a, used);
+    const int64_t off = p.off + own_offset(&p.a, used);
+    const band m = band_along(&p.a, off);
     place c;
     c.n = n;
     c.first_q = used.first_q;
@@ -46,7 +47,7 @@ INLINE place find_place(const attention_params &p, int64_t n) {
     c.all_sk = (int)all.sk;
     c.lo = clamp_to_int(m.lo);
     c.hi = clamp_to_int(m.hi);
-    c.off = (int)diagonal_offset(&p.a, used);
+    c.off = (int)off;
     return c;
 }
 
@@ -162,6 +163,22 @@ INLINE float end_row(const attention_params &p, bool far, float unit, float max,
     return shrink;
 }
 
+/* HEDDLE_ACCUMULATE: the shares of what is there of a row, and of what was found, in all of it. A negative `keep`: nothing is there, and what
+ * lies there may be NaN. */
+struct row_shares {
+    float keep, take;
+};
+
+/* *lse becomes that of all; at: where the row is. */
+INLINE row_shares join_before(const attention_params &p, int64_t at, float *lse) {
+    const float there = p.before[at], found = *lse, top = fmaxf(there, found);
+    if (there == -CUDART_INF_F)
+        return {-1.0f, 1.0f};
+    const float before = expf(there - top), now = expf(found - top), all = before + now;
+    *lse = top + logf(all);
+    return {before / all, now / all};
+}
+
 /* ---------------------------------------------------------------------------------- the log-sum-exp for the backward
  * P = exp2(S·c - base - rest), where rest is not negative: the rounding of base is a part of it. Of huge scores that would be too large a
  * part, and their neighbours in float32 have no weight beside them: a negative rest says that S and base are multiplied by a power of two
@@ -221,9 +238,10 @@ template <typename T> INLINE bool is_large(float lse) {
 }
 
 /* And all are in float32 where few keys are seen, if another kernel than the forward's makes S: a textbook's computation loses next to
- * nothing there, as the maximum is the log-sum-exp, or nearly so, and S is the same in both passes. */
-template <typename T> INLINE bool is_coarse(const place &c, float lse) {
-    return sizeof(T) == 4 && sees_few(c) ? fabsf(lse) < CUDART_INF_F : is_large<T>(lse);
+ * nothing there, as the maximum is the log-sum-exp, or nearly so, and S is the same in both passes. Where these keys are some of all
+ * there is no better one. */
+template <typename T> INLINE bool is_coarse(const attention_params &p, const place &c, float lse) {
+    return sizeof(T) == 4 && sees_few(p, c) ? fabsf(lse) < CUDART_INF_F : !p.adds && is_large<T>(lse);
 }
 
 /* Is a log-sum-exp that was found anew the given one, but for roundings? It may be another on purpose. */

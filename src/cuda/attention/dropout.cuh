@@ -22,12 +22,14 @@ INLINE dropout_state make_dropout(const attention_params &p) {
 }
 
 INLINE uint32_t dropout_head(const attention_params &p, int64_t n, int64_t x) {
-    return (uint32_t)(n * p.a.h + x);
+    return (uint32_t)(p.a.h_offset + n * p.a.whole_h + x);
 }
 
 /* Z of element (i, j) of head x: 0 or dropout_scale. */
-INLINE float dropout_factor(const attention_params &p, const dropout_state &s, int64_t n, int64_t x, int i, int j) {
-    const philox4 w = dropout_words(s.seed, s.offset, dropout_head(p, n, x), (uint32_t)i, (uint32_t)j / DROPOUT_KEYS);
+INLINE float dropout_factor(const attention_params &p, const dropout_state &s, int64_t n, int64_t x, int i, int key) {
+    const int64_t j = p.a.k_offset + key; /* part of an eight or not */
+    const philox4 w =
+        dropout_words(s.seed, s.offset, dropout_head(p, n, x), p.drop_row + (uint32_t)i, (uint32_t)(j / DROPOUT_KEYS));
     const uint32_t word = j & 4 ? (j & 2 ? w.w[3] : w.w[2]) : (j & 2 ? w.w[1] : w.w[0]);
     return (word >> j % 2 * 16 & 0xffffu) >= p.drop_threshold ? p.keep_scale : 0.0f;
 }
@@ -102,8 +104,8 @@ INLINE kept_bits<N> find_kept(const attention_params &p, const dropout_state &s,
     constexpr int COUNT = kept::calls < BATCH ? kept::calls : BATCH;
     const int lane = threadIdx.x % 32, quarter = lane % 4;
     const uint32_t step = KEYS ? 0 : 2, i_step = KEYS ? 16 : 0, seed[2] = {(uint32_t)s.seed, (uint32_t)(s.seed >> 32)};
-    const uint32_t j8 = KEYS ? (uint32_t)row / 8 + quarter % 2 : (uint32_t)column / 8 + quarter / 2;
-    const uint32_t i = (uint32_t)(KEYS ? column + quarter / 2 * 8 + lane / 4 : row);
+    const uint32_t j8 = p.drop_eight + (KEYS ? (uint32_t)row / 8 + quarter % 2 : (uint32_t)column / 8 + quarter / 2);
+    const uint32_t i = p.drop_row + (uint32_t)(KEYS ? column + quarter / 2 * 8 + lane / 4 : row);
     uint32_t low = 0, high = 0;
     kept r;
 #pragma unroll

@@ -19,6 +19,8 @@ typedef enum kernel_pass {
     PASS_gather,
     PASS_light,
     PASS_mask,
+    PASS_lse,
+    PASS_merge,
     PASSES
 } kernel_pass;
 

@@ -78,6 +78,11 @@ typedef struct attention_params {
     float score_in, score_out;
     int32_t *dirty;                         /* for each 64 queries: Q or dO is not finite */
     mask_map seen_by_queries, seen_of_keys; /* rows are queries; rows are keys */
+    int64_t off;                            /* of the diagonal, beside own_offset: what the place of a part gives */
+    uint32_t drop_row, drop_eight;          /* rows, and eights of keys, that dropout counts in front of the part's */
+    int32_t adds;                           /* HEDDLE_ACCUMULATE: o, dq, dk and dv are float32 and hold something */
+    const float *before; /* fwd that adds: lse of what is there; that of all goes to t.lse, which is the workspace's */
+    float *lse;          /* and from there to this */
 } attention_params;
 
 /* The one parameter of the kernels for Hopper. dout only in backward; bias where VECTOR_BIAS_BOXES says so. */

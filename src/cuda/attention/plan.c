@@ -39,6 +39,11 @@ bool heddle__cuda_attention_has_few_keys(const heddle_attention *a) {
     return a->sk <= FEW_KEYS || seen.hi - seen.lo < FEW_KEYS || (a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) != 0;
 }
 
+/* Eights of keys, which dropout counts, do not begin with the part's: that is for the plain kernels, which ask for each element by itself. */
+static bool counts_askew(const heddle_attention *a) {
+    return a->dropout > 0 && a->k_offset % DROPOUT_KEYS;
+}
+
 /* The next family from `from` on that takes the problem; the last takes all. */
 static int next_taker(const attention_problem *p, int from, attention_choice *c) {
     for (int x = from;; x++) {
@@ -54,6 +59,8 @@ static int next_taker(const attention_problem *p, int from, attention_choice *c)
                                 .dbias = -1,
                                 .pack = 1,
                                 .key_shares = 1};
+        if (x < FAMILIES - 1 && counts_askew(p->a))
+            continue;
         if (!(p->stands_in && families[x]->needs) && families[x]->takes(p, c))
             return x;
     }
@@ -77,6 +84,8 @@ static void choose(const attention_problem *p, attention_choice *c) {
         c->base = each;
         c->rest = 2 * each;
         c->bytes = 3 * each;
+    } else if (a->features & HEDDLE_ACCUMULATE) { /* lse of all, until nobody asks any more for that of what is there */
+        c->part_o = c->bytes = align64((size_t)c->lse_rows * sizeof(float));
     }
     families[x]->lay_out(p, c);
 }
@@ -107,18 +116,14 @@ static int64_t dbias_blocks(const heddle_attention *a) {
 static heddle_status check_limits(const heddle_attention *a) {
     /* No launch has more blocks than rows, but where there are few: then up to two for K and two for Q. */
     const int64_t most_blocks = INT32_MAX, rows = max64(4, max64(a->sq, a->sk));
-    if (a->q_offset || a->k_offset || a->h_offset || a->whole_sq || a->whole_sk || a->whole_h != a->h)
-        return fail(
-            HEDDLE_UNSUPPORTED,
-            "q_offset = %lld, k_offset = %lld, h_offset = %lld, whole_sq = %lld, whole_sk = %lld, whole_h = %lld: "
-            "the CUDA kernels do not count a part by its place in the whole",
-            (long long)a->q_offset, (long long)a->k_offset, (long long)a->h_offset, (long long)a->whole_sq,
-            (long long)a->whole_sk, (long long)a->whole_h);
-    if (a->features & HEDDLE_ACCUMULATE)
-        return fail(HEDDLE_UNSUPPORTED, "HEDDLE_ACCUMULATE: the CUDA kernels do not add to what is there");
+    const int64_t off = diagonal_offset(a, (sequence){.sq = a->sq, .sk = a->sk});
     if (a->sq >= INT64_C(1) << 30 || a->sk >= INT64_C(1) << 30)
         return fail(HEDDLE_UNSUPPORTED, "sq = %lld, sk = %lld: the CUDA kernels count rows up to 2^30",
                     (long long)a->sq, (long long)a->sk);
+    if ((a->features & HEDDLE_ALIBI) && (off >= INT64_C(1) << 30 || off <= -(INT64_C(1) << 30)))
+        return fail(HEDDLE_UNSUPPORTED,
+                    "HEDDLE_ALIBI: the part is %lld keys off the diagonal, the CUDA kernels count up to 2^30",
+                    (long long)off);
     if (a->h > most_blocks || a->b > most_blocks || max64(1, a->b) * a->h > most_blocks / rows ||
         ((a->features & HEDDLE_BIAS) && dbias_blocks(a) > most_blocks))
         return fail(HEDDLE_UNSUPPORTED, "b·h·sq = %lld·%lld·%lld, sk = %lld: over 2^31 blocks", (long long)a->b,
@@ -146,8 +151,8 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const cuda_facts
 
 /* -------------------------------------------------------------------------------------------------- parameters */
 
-static bool is_vector(const heddle_attention *a, const void *p, heddle_strides s, int64_t last) {
-    const size_t e = heddle_dtype_size(a->dtype);
+static bool is_vector(heddle_dtype dtype, const void *p, heddle_strides s, int64_t last) {
+    const size_t e = heddle_dtype_size(dtype);
     return ((uintptr_t)p | (size_t)s.b * e | (size_t)s.h * e | (size_t)s.s * e | (size_t)last * e) % 16 == 0;
 }
 
@@ -195,6 +200,8 @@ static void fill_numbers(const attention_problem *of, const attention_choice *c,
     p->keep_scale = (float)dropout_scale(a->dropout);
     p->drop_threshold = dropout_threshold(a->dropout);
     p->drops = a->dropout > 0;
+    p->drop_row = (uint32_t)a->q_offset;
+    p->drop_eight = (uint32_t)(a->k_offset / DROPOUT_KEYS);
     p->tf32 = (a->features & HEDDLE_TF32) != 0;
     p->score_in = a->softcap > 0 ? (float)(a->scale / a->softcap) : 0;
     p->score_out = (float)(a->softcap > 0 ? a->softcap : a->scale);
@@ -206,21 +213,25 @@ static void fill_numbers(const attention_problem *of, const attention_choice *c,
 static void fill_blocks(const attention_problem *of, const attention_choice *c, const heddle_attention_data *data,
                         attention_params *p) {
     const heddle_attention *a = of->a;
+    const bool adds = a->features & HEDDLE_ACCUMULATE;
     p->lse_rows = c->lse_rows;
     p->group = (int32_t)(a->h / a->hk);
     p->pack = (int32_t)c->pack;
     p->tiles_q = (int32_t)c->tiles_q;
     p->tiles_k = (int32_t)c->tiles_k;
     p->key_shares = (int32_t)c->key_shares;
-    p->vectors = (is_vector(a, data->q, a->q_stride, a->d) ? VECTOR_Q : 0) |
-                 (is_vector(a, data->k, a->k_stride, a->d) ? VECTOR_K : 0) |
-                 (is_vector(a, data->v, a->v_stride, a->dv) ? VECTOR_V : 0) |
-                 (is_vector(a, data->dout, a->do_stride, a->dv) ? VECTOR_DO : 0) |
-                 (is_vector(a, data->o, a->o_stride, a->dv) ? VECTOR_O : 0) |
+    p->vectors = (is_vector(a->dtype, data->q, a->q_stride, a->d) ? VECTOR_Q : 0) |
+                 (is_vector(a->dtype, data->k, a->k_stride, a->d) ? VECTOR_K : 0) |
+                 (is_vector(a->dtype, data->v, a->v_stride, a->dv) ? VECTOR_V : 0) |
+                 (is_vector(a->dtype, data->dout, a->do_stride, a->dv) ? VECTOR_DO : 0) |
+                 (is_vector(adds ? HEDDLE_F32 : a->dtype, data->o, a->o_stride, a->dv) ? VECTOR_O : 0) |
                  (is_paired(data->bias, a->bias_stride) ? VECTOR_BIAS : 0);
     p->split_tiles_q = c->split_tiles_q;
     p->split_tiles_k = c->split_tiles_k;
     p->blocks_of_dk = c->blocks_of_dk;
+    const sequence longest = {.sq = a->sq, .sk = a->sk};
+    p->off = diagonal_offset(a, longest) - own_offset(a, longest);
+    p->adds = adds;
 }
 
 /* What lies there in the workspace; nothing lies at its begin that has an offset. */
@@ -235,9 +246,14 @@ static void fill_workspace(const attention_problem *of, const attention_choice *
         p->split[x] = c->split < 0 || !workspace
                           ? (split_tensor){NULL, NULL}
                           : (split_tensor){workspace + c->split_tiles[x], (split_info *)(workspace + c->split_info[x])};
-    p->part_o = backward ? NULL : (float *)workspace;
+    p->part_o = backward || !workspace ? NULL : (float *)(workspace + c->part_o);
     p->part_max = at(workspace, c->part_lse);
     p->part_log = p->part_max ? p->part_max + c->key_shares * c->lse_rows : NULL;
+    p->before = p->lse = NULL;
+    if (p->adds && !backward) {
+        p->before = p->lse = p->t.lse;
+        p->t.lse = workspace;
+    }
     p->dsum = backward ? (float *)workspace : NULL;
     p->base = at(workspace, c->base);
     p->rest = at(workspace, c->rest);
@@ -289,6 +305,8 @@ static void add_the_rest(const attention_problem *p, const attention_choice *c, 
     if (p->pass == HEDDLE_FORWARD) {
         if (t->weights)
             heddle__cuda_add_plain(p, job, PASS_weights, a->sk ? a->b * a->h * a->sq : 0);
+        if (a->features & HEDDLE_ACCUMULATE)
+            heddle__cuda_add_plain(p, job, PASS_lse, ceil_div(a->b * a->h * a->sq, PLAIN_THREADS));
         return;
     }
     if (t->dbias && c->dbias < 0)

@@ -54,6 +54,26 @@ template <typename T> INLINE float dot_chunk(uint4 o, uint4 dout) {
     return sum;
 }
 
+/* Of float32 sums, dv of them, of which this lane has every eighth chunk. */
+template <typename T> INLINE float dot_sums(const float *o, const T *dout, int dv, int part, bool vector) {
+    float sum = 0.0f;
+    if (vector) {
+#pragma unroll 2
+        for (int e = part * 8; e < dv; e += 64) {
+            const uint4 chunk = *(const uint4 *)(dout + e);
+            const float4 low = *(const float4 *)(o + e), high = *(const float4 *)(o + e + 4);
+            const float x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+            for (int z = 0; z < 8; z++)
+                sum = x[z] != 0.0f ? fmaf(x[z], to_float(((const T *)&chunk)[z]), sum) : sum;
+        }
+    } else {
+        for (int e = part; e < dv; e += 8)
+            sum = o[e] != 0.0f ? fmaf(o[e], to_float(dout[e]), sum) : sum;
+    }
+    return sum;
+}
+
 /* Is the rounding of lse·log2(e) of weight? Of less than 256 it is half a unit of 2^-16: 5e-6 in P. */
 template <typename T> INLINE bool needs_rest(float base) {
     return sizeof(T) == 4 || fabsf(base) >= 256.0f;
@@ -71,10 +91,14 @@ template <typename T> INLINE void prep_rows(const attention_params &p, const pla
             base = lse * p.lse_factor;
             if (needs_rest<T>(base))
                 split_lse(p, lse, &base, &rest);
-            const T *o = (const T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i);
+            const int64_t o_row = row_at(p.a.o_stride, c.n, x, c.first_q + i);
+            const T *o = (const T *)p.t.o + o_row;
             const T *dout = (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + i);
             const int dv = p.t.dout ? (int)p.a.dv : 0;
-            if ((p.vectors & VECTOR_O) && (p.vectors & VECTOR_DO)) {
+            const bool vector = (p.vectors & VECTOR_O) && (p.vectors & VECTOR_DO);
+            if (sizeof(T) == 2 && p.adds) {
+                sum = dot_sums((const float *)p.t.o + o_row, dout, dv, part, vector);
+            } else if (vector) {
 #pragma unroll 4
                 for (int e = part * (16 / (int)sizeof(T)); e < dv; e += 8 * (16 / (int)sizeof(T)))
                     sum += dot_chunk<T>(*(const uint4 *)(o + e), *(const uint4 *)(dout + e));
@@ -228,11 +252,11 @@ INLINE void prep_tile(const attention_params &p, unsigned id, bool all, uint32_t
         prep_rows<T>(p, c, x, query0 + warp_row);
     for (int half = 0; half < 2; half++) {
         const int i = query0 + warp_row + half * 8 + (int)threadIdx.x % 32 / 4;
-        large[half] = i < c.sq && is_coarse<T>(c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
+        large[half] = i < c.sq && is_coarse<T>(p, c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
     }
     if (__syncthreads_or(large[0] || large[1]))
         refine_rows<T, D, WARPS, BLOCK>(p, c, x, query0, large, shared);
-    if (sees_few(c) && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
+    if (sees_few(p, c) && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
         sum_gradients<T, D, WARPS, BLOCK>(p, c, x, query0, shared);
 }
 
@@ -270,8 +294,8 @@ template <typename T, int COLUMNS> INLINE void attention_light(const attention_p
             ((float4 *)(p.dq_sum + (sum_tile(p, c, x) + tile) * 64 * COLUMNS))[e + threadIdx.x] =
                 make_float4(0, 0, 0, 0);
     prep_rows<T>(p, c, x, tile * 64 + (int)threadIdx.x / 32 * 16);
-    const bool large = threadIdx.x < 64 && i < c.sq && is_coarse<T>(c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
-    const bool any = __syncthreads_or(large) || sees_few(c);
+    const bool large = threadIdx.x < 64 && i < c.sq && is_coarse<T>(p, c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
+    const bool any = __syncthreads_or(large) || sees_few(p, c);
     if (threadIdx.x == 0)
         p.flags[blockIdx.x] = any && tile * 64 < c.sq;
 }

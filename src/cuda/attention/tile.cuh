@@ -447,4 +447,23 @@ template <typename T, int N> INLINE void store_row(T *row, const float (*c)[4], 
                            aligned);
 }
 
+/* The same of float32 sums, of which there is something: `keep` of it stays, or if that is negative it is not even read. */
+template <int N> INLINE void add_row(float *row, const float (*c)[4], int half, int width, float by, float keep) {
+    const bool aligned = (size_t)row % 8 == 0;
+#pragma unroll
+    for (int y = 0; y < N / 8; y++) {
+        const int e = y * 8 + (int)threadIdx.x % 4 * 2;
+        float2 sum = make_float2(0.0f, 0.0f);
+        if (aligned && e + 1 < width) {
+            if (keep >= 0.0f)
+                sum = *(const float2 *)(row + e);
+        } else if (keep >= 0.0f) {
+            sum.x = e < width ? row[e] : 0.0f;
+            sum.y = e + 1 < width ? row[e + 1] : 0.0f;
+        }
+        pair_store<float>::run(row, e, width, fmaf(sum.x, keep, c[y][2 * half] * by),
+                               fmaf(sum.y, keep, c[y][2 * half + 1] * by), aligned);
+    }
+}
+
 #endif

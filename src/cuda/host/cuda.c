@@ -3,6 +3,7 @@
  * graphs can capture them. */
 #include "backend.h"
 #include "cuda/attention/attention.h"
+#include "cuda/attention/merge.h"
 #include "cuda/host/launch.h"
 #include "cuda/norm_linear/norm_linear.h"
 #include "fields.h"
@@ -208,10 +209,58 @@ static heddle_status run_norm_linear(const norm_linear_plan *plan, const heddle_
     return run(&c, context, plan->pass, plan, launch_norm_linear);
 }
 
+/* ------------------------------------------------------------------------------------------------------- merge */
+
+/* May a tensor be read four elements of so many bytes at a time? */
+static bool is_in_fours(const void *p, heddle_strides s, int64_t last, size_t size) {
+    return (uintptr_t)p % (4 * size) == 0 && (s.b | s.h | s.s | last) % 4 == 0;
+}
+
+static heddle_status launch_merge(const cuda_driver *cu, device_record *r, const merge_params *p, void *stream) {
+    static const enum cuda_kernel kernels[] = {[HEDDLE_F32] = ATTENTION_merge_f32_d512_plain_sm80,
+                                               [HEDDLE_BF16] = ATTENTION_merge_bf16_d512_plain_sm80,
+                                               [HEDDLE_F16] = ATTENTION_merge_f16_d512_plain_sm80};
+    const void *const pointers[] = {p->o, p->lse, p->other_o, p->other_lse};
+    static const char *const names[] = {"o", "lse", "other_o", "other_lse"};
+    const int64_t each = MERGE_WARPS * MERGE_ROWS, blocks = (p->rows + each - 1) / each;
+    if (blocks > INT32_MAX)
+        return fail(HEDDLE_UNSUPPORTED, "b·h·s = %lld: over 2^31 blocks of %lld rows", (long long)p->rows,
+                    (long long)each);
+    heddle_status status = HEDDLE_OK;
+    for (int x = 0; x < 4 && status == HEDDLE_OK; x++)
+        status = check_pointer(cu, r, names[x], pointers[x]);
+    if (status == HEDDLE_OK)
+        status = heddle__cuda_launch(cu, r, kernels[p->m.dtype], (uint32_t)blocks, 0, p, stream);
+    return status;
+}
+
 static heddle_status merge(const heddle_merge *m, void *o, void *lse, const void *other_o, const void *other_lse,
                            void *stream) {
-    (void)m, (void)o, (void)lse, (void)other_o, (void)other_lse, (void)stream;
-    return fail(HEDDLE_UNSUPPORTED, "heddle_attention_merge has no CUDA kernel");
+    const cuda_driver *cu = NULL;
+    device_record *r = NULL;
+    cu_context found = NULL, context = NULL, left;
+    heddle_status status = heddle__cuda_current_device(&cu, &r, &found);
+    const merge_params p = {*m,
+                            o,
+                            lse,
+                            other_o,
+                            other_lse,
+                            m->b * m->h * m->s,
+                            is_in_fours(o, m->o_stride, m->dv, sizeof(float)) &&
+                                is_in_fours(other_o, m->other_stride, m->dv, heddle_dtype_size(m->dtype))};
+    if (status != HEDDLE_OK || p.rows == 0)
+        return status;
+    context = found;
+    if (!found)
+        status = heddle__cuda_enter_primary(cu, r, &context);
+    if (status != HEDDLE_OK)
+        return status;
+    status = check_stream(cu, r, context, stream);
+    if (status == HEDDLE_OK)
+        status = launch_merge(cu, r, &p, stream);
+    if (!found)
+        cu->cuCtxPopCurrent_v2(&left);
+    return status;
 }
 
 const backend heddle_cuda_backend = {available,     describe,        plan_attention, plan_norm_linear,

@@ -65,6 +65,17 @@ INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, fl
                          : natural_lse(p, top, c, p.unit, log2f(sum));
 }
 
+/* A number of o of a row, whose lse was found; at: where it is. */
+template <typename T> INLINE void store_number(const attention_params &p, int64_t row, float lse, int64_t at, float x) {
+    if (!p.adds) {
+        from_float((T *)p.t.o + at, x);
+        return;
+    }
+    const row_shares s = join_before(p, row, &lse);
+    float *const to = (float *)p.t.o + at;
+    *to = fmaf(s.keep >= 0.0f ? *to : 0.0f, s.keep, x * s.take);
+}
+
 /* The warps take parts in turn, a lane four columns; their sums meet in shared memory. The loads of the first parts are under way
  * while the weights are made. */
 template <typename T> INLINE void combine_row(const attention_params &p, int64_t n, int64_t x, int i) {
@@ -77,7 +88,7 @@ template <typename T> INLINE void combine_row(const attention_params &p, int64_t
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, width = (int)p.a.dv;
     const bool counts = i < c.sq, vector = width % 4 == 0;
     const float sink = sink_of(p, x, counts);
-    T *o = (T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i);
+    const int64_t to = row_at(p.a.o_stride, c.n, x, c.first_q + i);
     float lse = 0.0f;
     float4 v[COMBINE_AT_ONCE];
     for (int column = 4 * lane, first = 1; column - 4 * lane < width; column += 128, first = 0) {
@@ -108,10 +119,12 @@ template <typename T> INLINE void combine_row(const attention_params &p, int64_t
             float o1 = 0.0f;
             for (int y = 0; y < COMBINE_WARPS; y++)
                 o1 += ((const float *)sums[y])[threadIdx.x];
-            from_float(o + mine, o1);
+            store_number<T>(p, row, lse, to + mine, o1);
         }
         __syncthreads();
     }
+    if (p.adds)
+        join_before(p, row, &lse);
     if (p.t.lse && threadIdx.x == 0)
         ((float *)p.t.lse)[row] = lse;
 }

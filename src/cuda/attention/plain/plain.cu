@@ -135,15 +135,29 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
         shrink = add_sink(above, &sum);
         top = above > 0.0f ? sink : top;
     }
+    float lse = sum == 0.0f ? -CUDART_INF_F : (float)((double)top + (double)log2f(sum) / (double)LOG2E);
+    const int64_t lse_row = lse_at(p, c, at.x, at.i);
     for (int z = 0; z < MAX_DIM / THREADS; z++) {
         const int e = z * THREADS + threadIdx.x;
         if (e < p.a.dv)
-            from_float((T *)p.t.o + row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i) + e,
-                       sum == 0.0f ? 0.0f : o[z] * (shrink / sum));
+            store_number<T>(p, lse_row, lse, row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i) + e,
+                            sum == 0.0f ? 0.0f : o[z] * (shrink / sum));
     }
+    if (p.adds)
+        join_before(p, lse_row, &lse);
     if (p.t.lse && threadIdx.x == 0)
-        ((float *)p.t.lse)[lse_at(p, c, at.x, at.i)] =
-            sum == 0.0f ? -CUDART_INF_F : (float)((double)top + (double)log2f(sum) / (double)LOG2E);
+        ((float *)p.t.lse)[lse_row] = lse;
+}
+
+/* HEDDLE_ACCUMULATE: lse of all goes to where that of what was there has been read. A thread a row. */
+template <typename T> INLINE void plain_lse(const attention_params &p) {
+    const int64_t index = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (index >= p.a.b * p.a.h * p.a.sq)
+        return;
+    const row_index at = find_row(index, p.a.h, p.a.sq);
+    const place c = find_place(p, at.n);
+    if (at.i < c.all_sq)
+        p.lse[lse_at(p, c, at.x, at.i)] = ((const float *)p.t.lse)[lse_at(p, c, at.x, at.i)];
 }
 
 template <typename T> INLINE void plain_combine(const attention_params &p) {
@@ -279,8 +293,8 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
     const float lse = ((const float *)p.t.lse)[to];
     if (lse != -CUDART_INF_F) {
         split_lse(p, lse, &base, &rest);
-        const bool few = p.t.dout && (sees_few(c) || (sizeof(T) == 2 && p.t.dweights));
-        const bool large = (sizeof(T) == 4 || few) && is_coarse<T>(c, lse);
+        const bool few = p.t.dout && (sees_few(p, c) || (sizeof(T) == 2 && p.t.dweights));
+        const bool large = (sizeof(T) == 4 || few) && is_coarse<T>(p, c, lse);
         if (large || few || p.t.dweights) {
             for (int e = lane; e < p.a.d; e += 32)
                 q[e] = to_float(query_row<T>(p, c, at.x, at.i)[e]);
@@ -291,10 +305,11 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
         if (few) {
             sum = gradient_sum<T>(p, c, at, q, base, rest);
         } else {
-            const T *o = (const T *)p.t.o + row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i);
+            const int64_t o_row = row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i);
             if (p.t.dout)
                 for (int e = lane; e < p.a.dv; e += 32) {
-                    const float x = to_float(o[e]);
+                    const float x =
+                        p.adds ? ((const float *)p.t.o)[o_row + e] : to_float(((const T *)p.t.o)[o_row + e]);
                     if (x != 0.0f) /* a query that sees nothing may hold anything in dO */
                         sum = fmaf(x, to_float(dout_row<T>(p, c, at.x, at.i)[e]), sum);
                 }
@@ -337,6 +352,14 @@ INLINE void load_query(const attention_params &p, const place &c, int64_t x, int
         load_floats(dout, dout_row<T>(p, c, x, i), (int)p.a.dv);
 }
 
+/* A number of a gradient, or what is added to it. */
+template <typename T> INLINE void store_gradient(const attention_params &p, void *to, int64_t at, float x) {
+    if (p.adds)
+        ((float *)to)[at] += x;
+    else
+        from_float((T *)to + at, x);
+}
+
 template <typename T> INLINE void plain_dq(const attention_params &p) {
     __shared__ float q[MAX_DIM], dout[MAX_DIM], ds[THREADS];
     const row_index at = find_row(blockIdx.x, p.a.h, p.a.sq);
@@ -369,7 +392,7 @@ template <typename T> INLINE void plain_dq(const attention_params &p) {
     for (int z = 0; z < MAX_DIM / THREADS; z++) {
         const int e = z * THREADS + threadIdx.x;
         if (e < p.a.d)
-            from_float((T *)p.t.dq + row_at(p.a.dq_stride, c.n, at.x, c.first_q + at.i) + e, dq[z] * p.scale);
+            store_gradient<T>(p, p.t.dq, row_at(p.a.dq_stride, c.n, at.x, c.first_q + at.i) + e, dq[z] * p.scale);
     }
 }
 
@@ -425,9 +448,9 @@ template <typename T> INLINE void plain_dkdv(const attention_params &p) {
     for (int w = 0; w < MAX_DIM / THREADS; w++) {
         const int e = w * THREADS + threadIdx.x;
         if (p.t.dk && e < p.a.d)
-            from_float((T *)p.t.dk + row_at(p.a.dk_stride, c.n, at.x, c.first_k + j) + e, dk[w] * p.scale);
+            store_gradient<T>(p, p.t.dk, row_at(p.a.dk_stride, c.n, at.x, c.first_k + j) + e, dk[w] * p.scale);
         if (p.t.dv && e < p.a.dv)
-            from_float((T *)p.t.dv + row_at(p.a.dv_stride, c.n, at.x, c.first_k + j) + e, dv[w]);
+            store_gradient<T>(p, p.t.dv, row_at(p.a.dv_stride, c.n, at.x, c.first_k + j) + e, dv[w]);
     }
 }
 

@@ -182,10 +182,11 @@ INLINE void gradients_of_keys(const attention_params &p, const place &c, const d
         }
 }
 
-/* Rows row0 .. of a gradient, if it is wanted, of which `count` are the sequence's, from row `first` of the tensor on: sums times `by`. */
+/* Rows row0 .. of a gradient, if it is wanted, of which `count` are the sequence's, from row `first` of the tensor on: sums times `by`. adds:
+ * to what is there. */
 template <typename T, int D, int TILES>
-INLINE void store_sums(void *to, const heddle_strides &stride, int64_t n, int64_t head, int64_t first, int count,
-                       int width, float by, int row0, const float (*sum)[share<T, D>::width / 8][4]) {
+INLINE void store_sums(bool adds, void *to, const heddle_strides &stride, int64_t n, int64_t head, int64_t first,
+                       int count, int width, float by, int row0, const float (*sum)[share<T, D>::width / 8][4]) {
     if (!to)
         return;
     constexpr int WIDTH = share<T, D>::width;
@@ -195,9 +196,13 @@ INLINE void store_sums(void *to, const heddle_strides &stride, int64_t n, int64_
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int i = row0 + x * 16 + half * 8 + (int)threadIdx.x % 32 / 4;
-            if (i < count)
-                store_row<T, WIDTH>((T *)to + row_at(stride, n, head, first + i) + from, sum[x], half, width - from,
-                                    by);
+            const int64_t at = row_at(stride, n, head, first + i) + from;
+            if (i >= count)
+                continue;
+            if (adds)
+                add_row<WIDTH>((float *)to + at, sum[x], half, width - from, by, 1.0f);
+            else
+                store_row<T, WIDTH>((T *)to + at, sum[x], half, width - from, by);
         }
 }
 
@@ -275,10 +280,10 @@ INLINE void attention_dkdv(const attention_params &p) {
     }
     cp_async_wait<0>();
     if (BOTH)
-        store_sums<T, D, BOTH ? TILES : 1>(p.t.dv, p.a.dv_stride, c.n, y, c.first_k, c.all_sk, (int)p.a.dv,
+        store_sums<T, D, BOTH ? TILES : 1>(p.adds, p.t.dv, p.a.dv_stride, c.n, y, c.first_k, c.all_sk, (int)p.a.dv,
                                            p.keep_scale, key0 + warp_row, (float(*)[WIDTH / 8][4]) dv);
-    store_sums<T, D, TILES>(makes_dk ? p.t.dk : p.t.dv, makes_dk ? p.a.dk_stride : p.a.dv_stride, c.n, y, c.first_k,
-                            c.all_sk, (int)(makes_dk ? p.a.d : p.a.dv), makes_dk ? p.scale : p.keep_scale,
+    store_sums<T, D, TILES>(p.adds, makes_dk ? p.t.dk : p.t.dv, makes_dk ? p.a.dk_stride : p.a.dv_stride, c.n, y,
+                            c.first_k, c.all_sk, (int)(makes_dk ? p.a.d : p.a.dv), makes_dk ? p.scale : p.keep_scale,
                             key0 + warp_row, dk);
 }
 
@@ -423,7 +428,7 @@ INLINE void attention_dq(const attention_params &p) {
             clear_marks<BLOCK, THREADS>(marks);
     }
     cp_async_wait<0>();
-    store_sums<T, D, TILES>(p.t.dq, p.a.dq_stride, c.n, x, c.first_q, c.all_sq, (int)p.a.d, p.scale, row0, dq);
+    store_sums<T, D, TILES>(p.adds, p.t.dq, p.a.dq_stride, c.n, x, c.first_q, c.all_sq, (int)p.a.d, p.scale, row0, dq);
 }
 
 #define pass_prep(T, D, FULL, WARPS, TILES, BLOCK) attention_prep<T, D, WARPS, TILES, BLOCK>(p)

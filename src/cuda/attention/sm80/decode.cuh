@@ -100,7 +100,7 @@ INLINE void store_decoded(const attention_params &p, const forward_work &w, int 
     const int64_t head = w.y * p.pack + row % p.pack, at = lse_at(p, w.c, head, i);
     if (i >= w.c.all_sq)
         return;
-    const row_end end = end_query<T>(p, w, head, i, max, c, &sum);
+    row_end end = end_query<T>(p, w, head, i, max, c, &sum);
     if (sum == 0.0f)
         o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const int width = (int)p.a.dv;
@@ -111,14 +111,23 @@ INLINE void store_decoded(const attention_params &p, const forward_work &w, int 
         const bool aligned = (size_t)to % 8 == 0;
         pair_store<float>::run(to, column, width, o.x * end.by, o.y * end.by, aligned);
         pair_store<float>::run(to, column + 2, width, o.z * end.by, o.w * end.by, aligned);
-    } else {
-        if (p.t.lse && column == 0)
-            ((float *)p.t.lse)[at] = end.lse;
-        T *to = (T *)p.t.o + row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i);
-        const bool aligned = (size_t)to % (2 * sizeof(T)) == 0;
-        pair_store<T>::run(to, column, width, o.x * end.by, o.y * end.by, aligned);
-        pair_store<T>::run(to, column + 2, width, o.z * end.by, o.w * end.by, aligned);
+        return;
     }
+    const int64_t to = row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i);
+    if (p.adds) {
+        const row_shares s = join_before(p, at, &end.lse);
+        const float found[4] = {o.x, o.y, o.z, o.w};
+        float *sum_of = (float *)p.t.o + to + column;
+        for (int e = 0; e < min(4, width - column); e++)
+            sum_of[e] = fmaf(s.keep >= 0.0f ? sum_of[e] : 0.0f, s.keep, found[e] * (end.by * s.take));
+    } else {
+        T *row_of = (T *)p.t.o + to;
+        const bool aligned = (size_t)row_of % (2 * sizeof(T)) == 0;
+        pair_store<T>::run(row_of, column, width, o.x * end.by, o.y * end.by, aligned);
+        pair_store<T>::run(row_of, column + 2, width, o.z * end.by, o.w * end.by, aligned);
+    }
+    if (p.t.lse && column == 0)
+        ((float *)p.t.lse)[at] = end.lse;
 }
 
 /* The warps' sums through shared memory, always in the same order. c: what S takes to units of log2. */

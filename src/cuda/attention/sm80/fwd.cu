@@ -202,8 +202,9 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
             const int64_t head = w.y * p.pack + row % p.pack;
             if (i >= w.c.all_sq)
                 continue;
-            const row_end end = end_query<T>(p, w, head, i, state.max[x][half], c, &sum);
+            row_end end = end_query<T>(p, w, head, i, state.max[x][half], c, &sum);
             const int64_t at = lse_at(p, w.c, head, i);
+            const int64_t to = row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i) + first;
 #pragma unroll
             for (int y = 0; y < WIDTH / 8; y++)
                 if (sum == 0.0f)
@@ -213,12 +214,16 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
                     store_part(p, w.key_share, at, state.max[x][half], end.log2);
                 store_row<float, WIDTH>(p.part_o + (w.key_share * p.lse_rows + at) * p.a.dv + first, o[x], half, width,
                                         end.by);
-            } else {
-                if (p.t.lse && tells)
-                    ((float *)p.t.lse)[at] = end.lse;
-                store_row<T, WIDTH>((T *)p.t.o + row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i) + first, o[x], half,
-                                    width, end.by);
+                continue;
             }
+            if (p.adds) {
+                const row_shares s = join_before(p, at, &end.lse);
+                add_row<WIDTH>((float *)p.t.o + to, o[x], half, width, end.by * s.take, s.keep);
+            } else {
+                store_row<T, WIDTH>((T *)p.t.o + to, o[x], half, width, end.by);
+            }
+            if (p.t.lse && tells)
+                ((float *)p.t.lse)[at] = end.lse;
         }
 }
 

@@ -86,7 +86,7 @@ static void lay_out_forward(const attention_problem *p, attention_choice *c) {
         lay_out_tiles(p, k, c);
     }
     if (c->key_shares > 1) {
-        c->part_lse = align64((size_t)(c->key_shares * c->lse_rows * a->dv) * sizeof(float));
+        c->part_lse = c->part_o + align64((size_t)(c->key_shares * c->lse_rows * a->dv) * sizeof(float));
         c->bytes = c->part_lse + align64(2 * (size_t)(c->key_shares * c->lse_rows) * sizeof(float));
     }
 }

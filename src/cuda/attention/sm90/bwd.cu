@@ -420,9 +420,9 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
         find_keys<BLOCK, layout::is_full>(p, crew, opaque(turn), &again);
         const int row = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16, rows = again.c.all_sk - again.key0;
         const int64_t key0 = again.c.first_k + again.key0;
-        store_tile<T, D>(p.t.dv, row_at(p.a.dv_stride, again.c.n, again.y, key0), p.a.dv_stride.s, row, rows,
+        store_tile<T, D>(p.adds, p.t.dv, row_at(p.a.dv_stride, again.c.n, again.y, key0), p.a.dv_stride.s, row, rows,
                          (int)p.a.dv, layout::is_full ? p.keep_scale : 1.0f, dv);
-        store_tile<T, D>(p.t.dk, row_at(p.a.dk_stride, again.c.n, again.y, key0), p.a.dk_stride.s, row, rows,
+        store_tile<T, D>(p.adds, p.t.dk, row_at(p.a.dk_stride, again.c.n, again.y, key0), p.a.dk_stride.s, row, rows,
                          (int)p.a.d, p.scale, dk);
     }
 }

@@ -92,9 +92,9 @@ template <typename T, int D, int ROWS> INLINE bool clean_keys(uint32_t keys, flo
     return barrier_or(1, CONSUMERS, found);
 }
 
-/* The 16 rows of a warp, of which `rows` from the block's first on are there, times `by`. */
+/* The 16 rows of a warp, of which `rows` from the block's first on are there, times `by`. adds: to what is there. */
 template <typename T, int D>
-INLINE void store_tile(void *to, int64_t at, int64_t stride, int warp_row, int rows, int width, float by,
+INLINE void store_tile(bool adds, void *to, int64_t at, int64_t stride, int warp_row, int rows, int width, float by,
                        const float (*c)[4]) {
     if (!to)
         return;
@@ -103,6 +103,11 @@ INLINE void store_tile(void *to, int64_t at, int64_t stride, int warp_row, int r
     for (int half = 0; half < 2; half++) {
         const int row = warp_row + half * 8 + lane / 4;
         const bool there = row < rows;
+        if (adds) {
+            if (there)
+                add_row<D>((float *)to + at + row * stride, c, half, width, by, 1.0f);
+            continue;
+        }
         T *line = (T *)to + at + row * stride;
         if (!__all_sync(ALL_LANES, ((size_t)line | (size_t)(width * 2)) % 16 == 0)) {
             if (there)

@@ -239,15 +239,21 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
 
 /* ------------------------------------------------------------------------------------------------------- the result */
 
-/* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
-INLINE float end_query(const attention_params &p, const forward_target &t, int row, float top, float sum, bool writes) {
+/* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. *keep: as add_row takes it. */
+INLINE float end_query(const attention_params &p, const forward_target &t, int row, float top, float sum, bool writes,
+                       float *keep) {
     const float sink = sink_of(p, t.x, row < t.rows);
     float lse;
     if (row >= t.rows)
         sum = 0.0f;
     const bool far = sum != 0.0f && is_far(top, p.scale_log2, alone_from<bf16>());
     const float base = __fmul_rn(top, p.scale_log2);
-    const float shrink = end_row(p, far, p.unit, top, p.scale_log2, base, sink, &sum, &lse);
+    float shrink = end_row(p, far, p.unit, top, p.scale_log2, base, sink, &sum, &lse);
+    if (p.adds && row < t.all_rows) {
+        const row_shares s = join_before(p, t.lse + row, &lse);
+        shrink *= s.take;
+        *keep = s.keep;
+    }
     if (p.t.lse && writes && row < t.all_rows)
         ((float *)p.t.lse)[t.lse + row] = lse;
     return sum != 0.0f ? __fdividef(shrink, sum) : 0.0f;
@@ -291,11 +297,11 @@ template <typename T, int D, int ROWS, bool FULL>
 INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state, float (*o)[4],
                        uint32_t staging) {
     const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
-    float by[2];
+    float by[2], keep[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        by[half] =
-            end_query(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]), lane % 4 == 0);
+        by[half] = end_query(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]),
+                             lane % 4 == 0, &keep[half]);
         by[half] *= FULL ? p.keep_scale : 1.0f;
         if (state.bad >> half & 1 && by[half] != 0.0f)
             by[half] = CUDART_NAN_F;
@@ -311,6 +317,15 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
 #pragma unroll
         for (int e = 0; e < 4; e++)
             o[y][e] *= by[e / 2];
+    if (p.adds) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = row0 + half * 8 + lane / 4;
+            if (row < t.all_rows)
+                add_row<D>((float *)p.t.o + t.o + row * p.a.o_stride.s, o, half, (int)p.a.dv, 1.0f, keep[half]);
+        }
+        return;
+    }
     if (D > 128) {
         store_directly<T, D>(p, t, row0 + lane / 4, o);
         return;
@@ -339,7 +354,15 @@ template <typename T, int D, int ROWS> INLINE void store_nothing(const attention
             continue;
         const forward_target t = target_of(p, w);
         for (int row0 = 0; row0 < ROWS; row0 += 16) {
-            end_query(p, t, row0 + (int)threadIdx.x % 32, -CUDART_INF_F, 0.0f, threadIdx.x % 32 < 16);
+            const int row = row0 + (int)threadIdx.x % 32;
+            float keep = 0.0f;
+            end_query(p, t, row, -CUDART_INF_F, 0.0f, threadIdx.x % 32 < 16, &keep);
+            if (p.adds) {
+                if (threadIdx.x % 32 < 16 && keep < 0.0f) /* nor was there anything before */
+                    for (int e = 0; e < p.a.dv; e++)
+                        ((float *)p.t.o)[t.o + row * p.a.o_stride.s + e] = 0.0f;
+                continue;
+            }
             store_chunks<T, D>(p, t, row0, [](int, int) { return make_uint4(0, 0, 0, 0); });
         }
     }

@@ -43,7 +43,7 @@ template <typename T, int D> INLINE void attention_gather(const attention_params
 #pragma unroll
     for (int y = 0; y < D / 8; y++)
         *(float4 *)dq[y] = *(const float4 *)(from + y * WARPGROUP * 4);
-    store_tile<T, D>(p.t.dq, row_at(p.a.dq_stride, c.n, x, c.first_q + tile * 64), p.a.dq_stride.s,
+    store_tile<T, D>(p.adds, p.t.dq, row_at(p.a.dq_stride, c.n, x, c.first_q + tile * 64), p.a.dq_stride.s,
                      (int)threadIdx.x / 32 * 16, c.all_sq - tile * 64, (int)p.a.d, p.scale, dq);
 }
 

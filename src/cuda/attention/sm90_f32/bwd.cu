@@ -195,10 +195,10 @@ INLINE state<D, WALK> begin_state(const attention_params &p, const work &w, int 
     return k;
 }
 
-/* The warp's 16 rows, of which `rows` from own0 on are there. */
+/* The warp's 16 rows, of which `rows` from own0 on are there. adds: to what is there. */
 template <int D>
-INLINE void store_sums(void *to, int64_t at, int64_t stride, int row0, int rows, int width, float by, const int unit[2],
-                       float (*c)[4]) {
+INLINE void store_sums(bool adds, void *to, int64_t at, int64_t stride, int row0, int rows, int width, float by,
+                       const int unit[2], float (*c)[4]) {
     if (!to)
         return;
 #pragma unroll
@@ -208,8 +208,13 @@ INLINE void store_sums(void *to, int64_t at, int64_t stride, int row0, int rows,
         for (int y = 0; y < D / 8; y++)
             for (int e = 2 * half; e < 2 * half + 2; e++)
                 c[y][e] = c[y][e] * one * other;
-        if (row0 + half * 8 < rows)
-            store_row<float, D>((float *)to + at + (row0 + half * 8) * stride, c, half, width, by);
+        float *const row = (float *)to + at + (row0 + half * 8) * stride;
+        if (row0 + half * 8 >= rows)
+            continue;
+        if (adds)
+            add_row<D>(row, c, half, width, by, 1.0f);
+        else
+            store_row<float, D>(row, c, half, width, by);
     }
 }
 
@@ -233,7 +238,7 @@ INLINE void store_numbers(const attention_params &p, const work &w, int row0, co
                 continue;
             log2 = join_sink(top, unit, log2, sink);
         }
-        if (is_coarse<float>(w.c, lse) && is_same_lse(natural_lse(p, top, c, unit, log2), lse) && !isnan(p.base[at]))
+        if (is_coarse<float>(p, w.c, lse) && is_same_lse(natural_lse(p, top, c, unit, log2), lse) && !isnan(p.base[at]))
             put_log_sum(top, c, log2, &p.base[at], &p.rest[at]);
     }
 }
@@ -279,14 +284,14 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
     if constexpr (WALK == WALK_SUMS)
         store_numbers<D>(p, again, again.own0 + row0, &k);
     else if (WALK == WALK_QUERIES)
-        store_sums<D>(p.t.dq, row_at(p.a.dq_stride, o.n, again.head, o.first_q + again.own0), p.a.dq_stride.s, row0,
-                      o.all_sq - again.own0, (int)p.a.d, p.scale, k.unit, c);
+        store_sums<D>(p.adds, p.t.dq, row_at(p.a.dq_stride, o.n, again.head, o.first_q + again.own0), p.a.dq_stride.s,
+                      row0, o.all_sq - again.own0, (int)p.a.d, p.scale, k.unit, c);
     else {
         const int64_t row = o.first_k + again.own0;
-        store_sums<D>(p.t.dk, row_at(p.a.dk_stride, o.n, again.head, row), p.a.dk_stride.s, row0, o.all_sk - again.own0,
-                      (int)p.a.d, p.scale, k.unit, c);
-        store_sums<D>(p.t.dv, row_at(p.a.dv_stride, o.n, again.head, row), p.a.dv_stride.s, row0, o.all_sk - again.own0,
-                      (int)p.a.dv, 1.0f, k.unit2, c2);
+        store_sums<D>(p.adds, p.t.dk, row_at(p.a.dk_stride, o.n, again.head, row), p.a.dk_stride.s, row0,
+                      o.all_sk - again.own0, (int)p.a.d, p.scale, k.unit, c);
+        store_sums<D>(p.adds, p.t.dv, row_at(p.a.dv_stride, o.n, again.head, row), p.a.dv_stride.s, row0,
+                      o.all_sk - again.own0, (int)p.a.dv, 1.0f, k.unit2, c2);
     }
 }
 
@@ -297,7 +302,7 @@ INLINE uint32_t find_large(const attention_params &p, uint32_t first, uint32_t c
     if (warp < count && first + warp < all) {
         const work w = find_work<WALK_SUMS>(p, first + warp);
         for (int i = w.own0 + (int)threadIdx.x % 32; i < min(w.own0 + OWN_ROWS, w.own_rows); i += 32) {
-            large |= is_coarse<float>(w.c, ((const float *)p.t.lse)[lse_at(p, w.c, w.head, i)]);
+            large |= is_coarse<float>(p, w.c, ((const float *)p.t.lse)[lse_at(p, w.c, w.head, i)]);
         }
     }
     large = __any_sync(ALL_LANES, large);

@@ -273,14 +273,20 @@ INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t s
 
 /* ------------------------------------------------------------------------------------------------------- the result */
 
-/* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. */
-INLINE float end_query(const attention_params &p, const forward_work &w, int i, float max, float offset, float sum) {
+/* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. *keep: as add_row takes it. */
+INLINE float end_query(const attention_params &p, const forward_work &w, int i, float max, float offset, float sum,
+                       float *keep) {
     const float mantissa = mantissa_of(p.scale_log2), unit = p.scale / power_of(p.scale_log2);
     const float sink = sink_of(p, w.x, i < w.c.sq);
     float lse;
     sum = i < w.c.sq ? sum * power_of_two(-SHIFT) : 0.0f;
     const bool far = sum != 0.0f && is_far(max, mantissa);
-    const float shrink = end_row(p, far, unit, max, mantissa, SHIFT - offset, sink, &sum, &lse);
+    float shrink = end_row(p, far, unit, max, mantissa, SHIFT - offset, sink, &sum, &lse);
+    if (p.adds && i < w.c.all_sq) {
+        const row_shares s = join_before(p, lse_at(p, w.c, w.x, i), &lse);
+        shrink *= s.take;
+        *keep = s.keep;
+    }
     if (p.t.lse && threadIdx.x % 4 == 0 && i < w.c.all_sq)
         ((float *)p.t.lse)[lse_at(p, w.c, w.x, i)] = lse;
     return sum == 0.0f ? 0.0f : shrink / sum;
@@ -294,14 +300,19 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, int i0,
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = i0 + fragment_row() + half * 8;
-        const float by = end_query(p, w, i, state.max[half], state.offset[half], quad_sum(state.sum[half]));
+        float keep = 0.0f;
+        const float by = end_query(p, w, i, state.max[half], state.offset[half], quad_sum(state.sum[half]), &keep);
         float *to = (float *)p.t.o + row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + i);
         if (i >= w.c.all_sq)
             continue;
 #pragma unroll
         for (int y = 0; y < D / 8; y++) {
             const int e = y * 8 + column;
-            const float x0 = by == 0.0f ? 0.0f : o[y][2 * half] * by, x1 = by == 0.0f ? 0.0f : o[y][2 * half + 1] * by;
+            float x0 = by == 0.0f ? 0.0f : o[y][2 * half] * by, x1 = by == 0.0f ? 0.0f : o[y][2 * half + 1] * by;
+            if (p.adds && keep >= 0.0f) {
+                x0 = e < (int)p.a.dv ? fmaf(to[e], keep, x0) : x0;
+                x1 = e + 1 < (int)p.a.dv ? fmaf(to[e + 1], keep, x1) : x1;
+            }
             if (p.vectors & VECTOR_O) {
                 if (e < (int)p.a.dv)
                     *(float2 *)(to + e) = make_float2(x0, x1);

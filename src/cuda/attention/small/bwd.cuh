@@ -10,7 +10,7 @@
 template <typename T>
 INLINE void refine_row(const attention_params &p, const place &c, int64_t x, int i, const float *q, float *numbers) {
     const float lse = ((const float *)p.t.lse)[lse_at(p, c, x, i)];
-    if (!is_coarse<T>(c, lse))
+    if (!is_coarse<T>(p, c, lse))
         return;
     const matrix<T> k = matrix_k<T>(p, c, x / p.group);
     const int end = max(0, min(i + 1 + c.hi, c.sk));
@@ -157,8 +157,9 @@ struct key_blocks {
     /* Of half of the own rows and row `other`, with bit r for row r. */
     INLINE uint32_t kept(const attention_params &p, const place &c, const position &w, const dropout_state &s, int half,
                          int other) {
-        return kept_keys(dropout_words(s.seed, s.offset, dropout_head(p, c.n, w.x), (uint32_t)(w.other + other),
-                                       (uint32_t)w.own / DROPOUT_KEYS),
+        return kept_keys(dropout_words(s.seed, s.offset, dropout_head(p, c.n, w.x),
+                                       p.drop_row + (uint32_t)(w.other + other),
+                                       p.drop_eight + (uint32_t)w.own / DROPOUT_KEYS),
                          p.drop_threshold) >>
                half * HALF;
     }
@@ -297,7 +298,7 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
         return;
     const int rows = min(ROWS, b.all_own - b.w.own), at = threadIdx.x % STREAM, half = threadIdx.x / STREAM;
     const dropout_state dropout = make_dropout(p);
-    const bool few = sees_few(b.c);
+    const bool few = sees_few(p, b.c);
     const int mine = threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
     const int own_row = mine < ROWS ? b.w.own + mine : b.own_rows;
     const four<T> own_a = fetch_any(b.own.a, own_row, column), own_b = fetch_any(b.own.b, own_row, column);
@@ -319,7 +320,7 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
         }
         if (holds)
             put_numbers(numbers, q);
-        const bool large = is_coarse<T>(b.c, q.lse);
+        const bool large = is_coarse<T>(p, b.c, q.lse);
         if (__syncthreads_or(odd || large)) {
             odd = __syncthreads_or(odd);
             const float *rows_of_q = blocks::rows_of_q(shared, stream);

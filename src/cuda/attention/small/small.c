@@ -6,13 +6,14 @@
 /* Beyond so many rows nobody asks. */
 #define MOST_ROWS 4096
 
-/* It has no backward with dweights; float32's forward follows suit: both passes or none, for the families round float32 scores
+/* It adds to nothing. It has no backward with dweights; float32's forward follows suit: both passes or none, for the families round float32 scores
  * differently, and where few keys share a row, P = exp(S - lse) with the lse of another family is wrong by more than plain float32 would
  * be. A backward with few keys takes a launch more: in 16 bits nothing is gained then. */
 static bool takes(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     const bool backward = p->pass == HEDDLE_BACKWARD;
-    if (p->device->small == SMALL_NEVER || ((backward || a->dtype == HEDDLE_F32) && (a->features & HEDDLE_WEIGHTS)))
+    if (p->device->small == SMALL_NEVER || (a->features & HEDDLE_ACCUMULATE) ||
+        ((backward || a->dtype == HEDDLE_F32) && (a->features & HEDDLE_WEIGHTS)))
         return false;
     if (p->device->small == SMALL_CHOSEN &&
         (heddle__cuda_is_empty(a) || a->sq > MOST_ROWS || a->sk > MOST_ROWS ||

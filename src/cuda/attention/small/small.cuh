@@ -29,8 +29,9 @@ template <int D> struct small_shared {
  * Each lane asks for eight keys of a row. */
 INLINE uint32_t kept_rows(const attention_params &p, const dropout_state &s, uint32_t bh, int i, int first) {
     const uint32_t lane = threadIdx.x % 32, row = (uint32_t)i + lane % HALF, eight = lane / HALF % 4;
-    const uint32_t mine =
-        kept_keys(dropout_words(s.seed, s.offset, bh, row, (uint32_t)first / DROPOUT_KEYS + eight), p.drop_threshold);
+    const uint32_t mine = kept_keys(
+        dropout_words(s.seed, s.offset, bh, p.drop_row + row, p.drop_eight + (uint32_t)first / DROPOUT_KEYS + eight),
+        p.drop_threshold);
     uint32_t r = 0;
 #pragma unroll
     for (int x = 0; x < HALF; x++)
