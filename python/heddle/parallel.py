@@ -250,7 +250,9 @@ class _RingAttention(torch.autograd.Function):
         rows = (b, h, ring.rows["q"])
         # A sink is a key whose value is 0: with it as what is there, it counts once.
         lses = [
-            torch.full(rows, -math.inf, dtype=real, device=q.device) if sinks is None else sinks[:, None].expand(rows).contiguous()
+            torch.full(rows, -math.inf, dtype=real, device=q.device)
+            if sinks is None
+            else sinks[:, None].expand(rows).contiguous()
             for _ in range(ring.runs)
         ]
         more = {} if slopes is None else {"alibi_slopes": slopes}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What test_parallel.py runs: groups of gloo processes, forked from one that has imported torch, run every case and
-compare with the whole in one process. Prints a line of JSON for each process."""
+"""What test_parallel.py runs: groups of processes, forked from one that has imported torch, run every case and compare
+with the whole in one process; by gloo on the CPU, or with HEDDLE_PARALLEL_DEVICE=cuda by NCCL, a GPU each. Prints a
+line of JSON for each process."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ import heddle.nn
 from heddle.parallel import ContextParallel
 
 LONG = os.environ.get("HEDDLE_LONG", "0") not in ("", "0")
+DEVICE = os.environ.get("HEDDLE_PARALLEL_DEVICE", "cpu")
 H, HK, S = 24, 12, 48  # divided by 2, 3 and 4, and zigzag by twice as many
 SLOPES = torch.linspace(0.02, 0.4, H)
 RNG = torch.tensor([77, 2**33 + 1])
@@ -58,7 +60,11 @@ RICH = [name for name in CASES if "," in name and name not in ("causal, float32"
 def inputs(dtype: torch.dtype, sk: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     shapes = ((2, H, S, 8), (2, HK, sk, 8), (2, HK, sk, 6))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype) for shape in shapes]
+
+
+def on(device, options):
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 
 def loss_of(results, weights) -> torch.Tensor:
@@ -67,11 +73,12 @@ def loss_of(results, weights) -> torch.Tensor:
 
 def weights_of(results, generator=None) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(6)
-    return [torch.randn(r.shape, generator=generator, dtype=torch.float64) for r in results]
+    return [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.device) for r in results]
 
 
 def whole(options, tensors):
     """Results and gradients of one process."""
+    options = on(tensors[0].device, options)
     leaves = [t.clone().requires_grad_() for t in tensors]
     if "sinks" in options:
         real = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
@@ -85,6 +92,7 @@ def whole(options, tensors):
 
 def divided(parallel: ContextParallel, options, tensors):
     """The same of this process's part, joined again."""
+    options = on(DEVICE, options)
     leaves = [parallel.shard(t, 2).requires_grad_() for t in tensors]
     if "sinks" in options:
         real = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
@@ -102,6 +110,7 @@ def divided(parallel: ContextParallel, options, tensors):
 
 
 def error_of(x: torch.Tensor, right: torch.Tensor) -> float:
+    x, right = x.cpu(), right.cpu()
     assert torch.equal(x == -torch.inf, right == -torch.inf)
     x, right = (t.detach().double().masked_fill(t == -torch.inf, 0) for t in (x, right))
     return float((x - right).abs().max() / right.abs().max())
@@ -109,9 +118,11 @@ def error_of(x: torch.Tensor, right: torch.Tensor) -> float:
 
 def check_case(parallel: ContextParallel, name: str) -> None:
     options, dtype, sk = CASES[name]
+    if DEVICE == "cuda" and dtype == torch.float64:  # of which the CPU's reference is the judge
+        dtype = torch.float32
     tensors = inputs(dtype, sk)
     mine, its = divided(parallel, options, tensors), whole(options, tensors)
-    right = its if dtype == torch.float64 else whole(options, [t.double() for t in tensors])
+    right = its if dtype == torch.float64 else whole(options, [t.cpu().double() for t in tensors])
     names = ["out", "lse"][: len(its[0])], ["dq", "dk", "dv", "dsinks"]
     for kind, of in enumerate(names):
         for what, x, one, exact in zip(of, mine[kind], its[kind], right[kind], strict=False):
@@ -123,10 +134,10 @@ def check_case(parallel: ContextParallel, name: str) -> None:
 
 
 def check_layout(parallel: ContextParallel) -> None:
-    x = torch.randn(3, S, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    x = torch.randn(3, S, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
     assert torch.equal(parallel.unshard(parallel.shard(x)), x)
     assert torch.equal(parallel.shard(x), x[:, parallel.positions(S)])
-    assert torch.equal(parallel.unshard(parallel.positions(S), 0), torch.arange(S))
+    assert torch.equal(parallel.unshard(parallel.positions(S, DEVICE), 0), torch.arange(S, device=DEVICE))
     for length, call in ((S + 1, parallel.shard), (S - 1, lambda x: parallel.shard(x, 1))):
         refuses(f"sequence of {length} cannot be divided", lambda length=length, call=call: call(torch.ones(1, length)))
 
@@ -141,7 +152,7 @@ def refuses(part: str, call, kind=(ValueError, TypeError, NotImplementedError)) 
 
 
 def check_refusals(parallel: ContextParallel, rank: int) -> None:
-    q = torch.randn(1, 12, 12, 8)
+    q = torch.randn(1, 12, 12, 8, device=DEVICE)
     # With two groups, who is in neither of the other's hears of it from one that is.
     one = parallel.ring_group is None or parallel.heads_group is None
     refuses("the rows of q" if one else "agree", lambda: parallel.attention(q[:, :, : 12 - 6 * (rank == 1)], q, q))
@@ -164,11 +175,11 @@ def check_refusals(parallel: ContextParallel, rank: int) -> None:
 
 def check_module(mesh) -> None:
     torch.manual_seed(9)
-    whole = heddle.nn.TransformerBlock(24, 12, causal=True)
+    whole = heddle.nn.TransformerBlock(24, 12, causal=True).to(DEVICE)
     parallel = ContextParallel(mesh)
-    mine = heddle.nn.TransformerBlock(24, 12, causal=True, context_parallel=parallel)
+    mine = heddle.nn.TransformerBlock(24, 12, causal=True, context_parallel=parallel).to(DEVICE)
     mine.load_state_dict(whole.state_dict())
-    x = torch.randn(2, S, 24)
+    x = torch.randn(2, S, 24, device=DEVICE)
     y = whole(x)
     torch.testing.assert_close(parallel.unshard(mine(parallel.shard(x)).detach()), y.detach(), rtol=1e-4, atol=1e-5)
     refuses("bias and mask", lambda: mine(parallel.shard(x), bias=torch.zeros(1)))
@@ -192,7 +203,7 @@ def check_travel(rank: int, world: int) -> None:
         log.append(("run", None))
         return run(*args)
 
-    q = torch.randn(1, 1, 12, 8)
+    q = torch.randn(1, 1, 12, 8, device=DEVICE)
     dist.batch_isend_irecv, dist_run = logged_post, heddle.parallel._C
     heddle.parallel._C = type("C", (), {"run": staticmethod(logged_run), "workspace": staticmethod(dist_run.workspace)})
     try:
@@ -212,16 +223,16 @@ def run_all(rank: int, world: int) -> list[str]:
     done = []
     meshes = {
         "ring": (dist.group.WORLD, {}),
-        "ring, in order": (DeviceMesh("cpu", list(range(world))), {"zigzag": False}),
+        "ring, in order": (DeviceMesh(DEVICE, list(range(world))), {"zigzag": False}),
         "heads": (dist.group.WORLD, {"method": "heads"}),
     }
     for kind in {2: (), 3: ("ring, in order",), 4: ("ring, in order", "heads")}[world] if not LONG else ():
         del meshes[kind]  # every method, and every number of processes, but not every pair
     if world == 4:
-        meshes["both"] = (DeviceMesh("cpu", [[0, 1], [2, 3]]), {})
-        refuses("3 dimensions", lambda: ContextParallel(DeviceMesh("cpu", [[[0, 1], [2, 3]]])))
+        meshes["both"] = (DeviceMesh(DEVICE, [[0, 1], [2, 3]]), {})
+        refuses("3 dimensions", lambda: ContextParallel(DeviceMesh(DEVICE, [[[0, 1], [2, 3]]])))
     if world == 3:
-        pair = DeviceMesh("cpu", [0, 1])
+        pair = DeviceMesh(DEVICE, [0, 1])
         if rank == 2:
             refuses("is not in the mesh", lambda: ContextParallel(pair))
     for kind, (mesh, more) in meshes.items():
@@ -256,15 +267,19 @@ def tell(report: dict) -> None:
 
 def child(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(
-        "gloo", f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
+        backend, f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
     )
     report = {"world": world, "rank": rank, "done": [], "error": ""}
     try:
         report["done"] = run_all(rank, world)
         dist.barrier()
         tell(report)
-        lose_one(rank)
+        if DEVICE == "cpu":  # NCCL's watchdog would end the others, not tell them
+            lose_one(rank)
     except BaseException:
         report["error"] = traceback.format_exc()
         tell(report)
@@ -303,7 +318,8 @@ def example(world: int) -> None:
 
 
 def main() -> None:
-    example(2)
+    if DEVICE == "cpu":
+        example(2)
     for world in map(int, sys.argv[1:]):
         with tempfile.TemporaryDirectory() as folder:
             children = []

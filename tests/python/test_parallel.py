@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""heddle.parallel with 2, 3 and 4 gloo processes against one process: results, gradients, bits of dropout."""
+"""heddle.parallel with 2, 3 and 4 gloo processes, and with two GPUs by NCCL, against one process: results, gradients,
+bits of dropout."""
 
 from __future__ import annotations
 
@@ -23,21 +24,33 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch.distributed with gloo is not there", allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
-def reports():
+def run_cases(worlds, device):
     """Of each process of each group: torch is imported once for all of them."""
-    command = [sys.executable, str(ROOT / "parallel_cases.py"), *map(str, WORLDS)]
+    command = [sys.executable, str(ROOT / "parallel_cases.py"), *map(str, worlds)]
     paths = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    paths["HEDDLE_PARALLEL_DEVICE"] = device
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=paths, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == sum(WORLDS), done.stdout + done.stderr
+    assert len(lines) == sum(worlds), done.stdout + done.stderr
     return lines, done.stdout
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return run_cases(WORLDS, "cpu")
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_as_one_process(reports, world):
     for report in (r for r in reports[0] if r["world"] == world):
         assert not report["error"], f"process {report['rank']} of {world}:\n{report['error']}"
+        assert len(report["done"]) >= 13
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus():
+    for report in run_cases((2,), "cuda")[0]:
+        assert not report["error"], f"process {report['rank']} of 2:\n{report['error']}"
         assert len(report["done"]) >= 13
 
 
