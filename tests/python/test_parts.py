@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
+from conftest import devices
 from torch.testing import assert_close
 
 import heddle
@@ -28,6 +29,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_queries_of_a_whole(options, device):
     q, k, v = inputs(device=device)
@@ -43,6 +45,7 @@ def test_queries_of_a_whole(options, device):
         assert_close(dpart, dq[:, :, first:end], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", devices())
 def test_keys_and_heads_of_a_whole(device):
     q, k, v = inputs(torch.float64 if device == "cpu" else torch.float32, device=device)
     options = {"causal": "top_left", "dropout": 0.3, "rng_state": RNG.to(device), "return_weights": True}
