@@ -32,17 +32,17 @@ static const int16_t kernel_index[PASSES][3][VARIANTS][KERNEL_FAMILIES][WIDTHS] 
 /* ------------------------------------------------------------------------------------------------- shared memory */
 
 static int shared_bytes_sm90(const kernel_row *k) {
-    const int slots = sm90_backward_slots(k->dim, k->block),
-              options = k->variant == VARIANT_full ? SM90_BACKWARD_OPTIONS : 0;
+    const bool has_options = k->variant != VARIANT_lean && k->variant != VARIANT_long;
+    const int slots = sm90_backward_slots(k->dim, k->block), options = has_options ? SM90_BACKWARD_OPTIONS : 0;
     switch (k->pass) {
     case PASS_fwd:
-        return k->variant == VARIANT_full ? sm90_forward_full_bytes(k->dim, k->own, k->block)
-                                          : sm90_forward_bytes(k->dim, k->own, k->block);
+        return has_options ? sm90_forward_full_bytes(k->dim, k->own, k->block)
+                           : sm90_forward_bytes(k->dim, k->own, k->block);
     case PASS_bwd:
         if (k->dim > 128)
             return sm90_wide_bytes(k->dim);
         return sm90_fused_bytes(k->dim, k->block, k->variant == VARIANT_long) +
-               (k->variant == VARIANT_full ? sm90_fused_options(k->block) : 0);
+               (has_options ? sm90_fused_options(k->block) : 0);
     case PASS_dkdv: return sm90_backward_bytes(k->dim, k->block, 2, slots, 3) + options;
     case PASS_dq: return sm90_backward_bytes(k->dim, k->block, 2, slots, 1) + options;
     case PASS_dbias: return sm90_dbias_bytes(k->dim, k->block);

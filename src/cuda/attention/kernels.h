@@ -30,6 +30,10 @@ typedef enum kernel_variant {
     VARIANT_decode,
     VARIANT_long,
     VARIANT_plain,
+    VARIANT_capped,
+    VARIANT_biased,
+    VARIANT_masked,
+    VARIANT_dropped,
     VARIANTS
 } kernel_variant;
 

@@ -180,21 +180,32 @@ static double power_below(double x) {
     return ldexp(1, exponent - 1);
 }
 
+/* The factor of scores that Hopper's forward leaves to the exponential, where nothing is added to them; 0: none. */
+static double late_factor(const attention_problem *of, const attention_choice *c) {
+    const heddle_attention *a = of->a;
+    const double factor = a->softcap > 0 ? a->softcap : a->scale;
+    const bool late = of->rich && of->pass == HEDDLE_FORWARD && c->fwd >= 0 &&
+                      heddle__cuda_attention_kernels[c->fwd].family == FAMILY_sm90 &&
+                      !(a->features & (HEDDLE_ALIBI | HEDDLE_BIAS));
+    return late && factor > 0 ? factor : 0;
+}
+
 /* What the formulas take. */
 static void fill_numbers(const attention_problem *of, const attention_choice *c, attention_params *p) {
     const heddle_attention *a = of->a;
     const double log2e = 1.4426950408889634;
     p->rich = of->rich || takes_natural_scores(of->pass, c);
+    const double late = late_factor(of, c), unit = late ? late : p->rich ? 1 : a->scale;
     p->scale = (float)a->scale;
-    p->scale_log2 = (float)(a->scale * log2e);
+    p->scale_log2 = (float)((late ? late : a->scale) * log2e);
     /* P = exp2(f·(S - lse)): with the very factor of S, its rounding weighs on the difference alone. */
-    const double factor = p->rich ? (double)(float)log2e : (double)p->scale_log2 / a->scale;
+    const double factor = p->rich && !late ? (double)(float)log2e : (double)p->scale_log2 / unit;
     p->lse_factor = (float)factor;
     p->lse_factor_low = (float)(factor - (double)p->lse_factor);
     p->lse_unit = (float)(1 / factor);
     p->lse_unit_low = (float)(1 / factor - (double)p->lse_unit);
-    p->unit = p->rich ? 1 : p->scale;
-    p->lse_huge = (float)(power_below(p->rich ? log2e : p->scale_log2) / (p->rich ? 1 : a->scale));
+    p->unit = (float)unit;
+    p->lse_huge = (float)(power_below(p->rich && !late ? log2e : p->scale_log2) / unit);
     p->softcap = (float)a->softcap;
     p->inverse_softcap = a->softcap > 0 ? (float)(1 / a->softcap) : 0;
     p->keep_scale = (float)dropout_scale(a->dropout);
@@ -204,8 +215,8 @@ static void fill_numbers(const attention_problem *of, const attention_choice *c,
     p->drop_eight = (uint32_t)(a->k_offset / DROPOUT_KEYS);
     p->tf32 = (a->features & HEDDLE_TF32) != 0;
     p->score_in = a->softcap > 0 ? (float)(a->scale / a->softcap) : 0;
-    p->score_out = (float)(a->softcap > 0 ? a->softcap : a->scale);
-    if (p->rich) /* natural scores */
+    p->score_out = late ? 1 : (float)(a->softcap > 0 ? a->softcap : a->scale);
+    if (p->rich && !late) /* natural scores */
         p->scale_log2 = (float)log2e;
 }
 

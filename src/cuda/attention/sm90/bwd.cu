@@ -90,7 +90,7 @@ template <typename layout> INLINE void free_boxes(const state &k, unsigned count
 /* The bias of the count-th step is added in. Does it mask? Then it is needed once more. */
 template <typename T, int BLOCK, typename layout>
 INLINE bool apply_boxes(const attention_params &p, const state &k, unsigned count, float (*s)[4]) {
-    const float by = cap_and_slope_keys<T, BLOCK>(p, *k.now, k.row0, s);
+    const float by = cap_and_slope_keys<T, BLOCK, layout::with>(p, *k.now, k.row0, s);
     bool low = false;
     mbarrier_wait(k.smem + layout::box_full + place_of<layout>(count) * 16 + k.group * 8, parity_of<layout>(count));
 #pragma unroll
@@ -118,23 +118,30 @@ template <typename T, int BLOCK, typename layout>
 INLINE void weigh(const attention_params &p, const span &w, const state &k, unsigned count, int i0, bool careful,
                   const float *row, const float *marks, float (*s)[4]) {
     pin_all<BLOCK / 8>(s);
+    constexpr int WITH = layout::with;
     read_ahead<BLOCK> read;
     if (layout::is_full)
-        read_key_options<BLOCK>(p, *k.now, k.row0, &read);
-    const bool boxes = layout::is_full && (p.vectors & VECTOR_BIAS_BOXES);
-    const bool low = layout::is_full && (boxes ? apply_boxes<T, BLOCK, layout>(p, k, count, s)
-                                               : apply_key_options<T, BLOCK>(p, *k.now, k.row0, s));
+        read_key_options<BLOCK, WITH>(p, *k.now, k.row0, &read);
+    const bool boxes = has_boxes<WITH>(p);
+    bool low = false;
+    float by = 1.0f; /* is left to be multiplied with */
+    if (boxes)
+        low = apply_boxes<T, BLOCK, layout>(p, k, count, s);
+    else if (has_bias<WITH>(p))
+        low = apply_key_options<T, BLOCK, WITH>(p, *k.now, k.row0, s);
+    else if (layout::is_full)
+        by = cap_and_slope_keys<T, BLOCK, WITH>(p, *k.now, k.row0, s);
     if (!careful) {
-        key_weights<false, BLOCK>(p.scale_log2, w, 0, i0, row, s);
+        key_weights<false, BLOCK>(p.scale_log2, w, 0, i0, row, s, by);
         if (!layout::is_full)
             return;
     } else {
-        key_weights<true, BLOCK>(p.scale_log2, w, k.row0, i0, row, s);
+        key_weights<true, BLOCK>(p.scale_log2, w, k.row0, i0, row, s, by);
     }
     if (boxes)
         hide_boxes<T, BLOCK, layout>(p, k, count, low, s);
     if (layout::is_full)
-        hide_keys<T, BLOCK>(p, *k.now, k.row0, low && !boxes, read, s);
+        hide_keys<T, BLOCK, WITH>(p, *k.now, k.row0, low && !boxes, read, s);
     if (!k.any_bad)
         return;
     marks += k.group * 64 + fragment_row();
@@ -154,7 +161,7 @@ template <int D, typename layout> INLINE float *find_sum(const state &k, const s
 
 /* From P and dP to the operands of dV, dK and dQ, 16 queries at a time. For dS·K, dS lies in shared memory: rows are keys,
  * in strips of 64 queries. */
-template <typename T, bool MASKED, int BLOCK, bool FULL>
+template <typename T, bool MASKED, int BLOCK, int FULL>
 INLINE void make_fragments(const attention_params &p, const state &k, uint32_t to, const float *row,
                            const kept_bits<BLOCK> &kept, float (*s)[4], float (*dp)[4], uint32_t (*ps)[4],
                            uint32_t (*ds)[4]) {
@@ -162,12 +169,13 @@ INLINE void make_fragments(const attention_params &p, const state &k, uint32_t t
     to += key * 128;
 #pragma unroll
     for (int x = 0; x < BLOCK / 16; x++) {
-        if (FULL && p.drops)
+        if (has_dropout<FULL>(p))
             drop_elements<BLOCK, 2>(kept, p.keep_scale, dp + 2 * x, 2 * x);
         key_gradients<MASKED, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
-        if (FULL && p.softcap > 0.0f)
-            cap_key_gradients<T>(p, *k.now, k.row0, x * 16, row + x * 16, row + BLOCK + x * 16, s + 2 * x, dp + 2 * x);
-        if (FULL && p.drops)
+        if (has_cap<FULL>(p))
+            cap_key_gradients<T, FULL>(p, *k.now, k.row0, x * 16, row + x * 16, row + BLOCK + x * 16, s + 2 * x,
+                                       dp + 2 * x);
+        if (has_dropout<FULL>(p))
             drop_elements<BLOCK, 2>(kept, 1.0f, s + 2 * x, 2 * x);
         pack_fragments<T, 16>(ps + x, s + 2 * x);
         pack_fragments<T, 16>(ds + x, dp + 2 * x);
@@ -182,9 +190,9 @@ INLINE void make_operands(const attention_params &p, state *k, bool masked, cons
     const uint32_t to = k->smem + layout::ds + (k->turn & 1) * layout::ds_bytes;
     pin_all<BLOCK / 8>(dp);
     if (masked)
-        make_fragments<T, true, BLOCK, layout::is_full>(p, *k, to, row, kept, s, dp, ps, ds);
+        make_fragments<T, true, BLOCK, layout::with>(p, *k, to, row, kept, s, dp, ps, ds);
     else
-        make_fragments<T, false, BLOCK, layout::is_full>(p, *k, to, row, kept, s, dp, ps, ds);
+        make_fragments<T, false, BLOCK, layout::with>(p, *k, to, row, kept, s, dp, ps, ds);
     fence_async();
     release(k->smem + layout::ds_full + (k->turn & 1) * 8);
 }
@@ -260,7 +268,7 @@ INLINE void issue_dq_and_dk(const state &k, const step_pair &w, const uint32_t (
 /* dQ of a step is there. */
 template <typename layout> INLINE void take_dq(const attention_params &p, const state &k, float *to, float (*dq)[4]) {
     pass_on<layout>(k, to, dq);
-    if (layout::is_full && layout::shares_ds && (p.vectors & VECTOR_BIAS_BOXES))
+    if (layout::shares_ds && has_boxes<layout::with>(p))
         free_boxes<layout>(k, k.turn);
 }
 
@@ -272,7 +280,7 @@ INLINE void turn_early(const attention_params &p, const span &seen, const state 
     const bool careful = issue_scores<T, D, BLOCK, layout>(k, w, s);
     issue_dv<T, D, BLOCK, layout>(w, ps, dv);
     if (layout::is_full)
-        *kept = keep_keys<BLOCK>(p, *k.now, k.steps, k.row0);
+        *kept = keep_keys<BLOCK, layout::with>(p, *k.now, k.steps, k.row0);
     wgmma_wait<1>();
     weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
     issue_dq_and_dk<T, D, BLOCK, layout>(k, w, ds, dq, dk);
@@ -300,7 +308,7 @@ INLINE void turn_late(const attention_params &p, const span &seen, const state &
     release_each(w.done);
     issue_gradients<T, D, BLOCK, layout>(k, w, dp);
     if (layout::is_full)
-        *kept = keep_keys<BLOCK>(p, *k.now, k.steps, k.row0);
+        *kept = keep_keys<BLOCK, layout::with>(p, *k.now, k.steps, k.row0);
     wgmma_wait<1>();
     weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
 }
@@ -352,7 +360,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     wgmma_commit();
     kept_bits<BLOCK> kept;
     if (layout::is_full)
-        kept = keep_keys<BLOCK>(p, *k->now, k->steps, k->row0);
+        kept = keep_keys<BLOCK, layout::with>(p, *k->now, k->steps, k->row0);
     wgmma_wait<1>();
     weigh<T, BLOCK, layout>(p, w, *k, k->turn, i0, careful, row, marks, s);
     wgmma_wait<0>();
@@ -398,7 +406,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
     int own_turn = 0;
     k.steps = (const key_options *)(shared + layout::steps);
     key_work w;
-    for (unsigned turn = 0; find_keys<BLOCK, layout::is_full>(p, crew, turn, &w); turn++) {
+    for (unsigned turn = 0; find_keys<BLOCK, layout::with>(p, crew, turn, &w); turn++) {
         float dk[D / 8][4], dv[D / 8][4];
         zero_all<D / 8>(dk);
         zero_all<D / 8>(dv);
@@ -417,7 +425,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
         pin_all<D / 8>(dk);
         pin_all<D / 8>(dv);
         key_work again; /* or its registers would be kept through the loop */
-        find_keys<BLOCK, layout::is_full>(p, crew, opaque(turn), &again);
+        find_keys<BLOCK, layout::with>(p, crew, opaque(turn), &again);
         const int row = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16, rows = again.c.all_sk - again.key0;
         const int64_t key0 = again.c.first_k + again.key0;
         store_tile<T, D>(p.adds, p.t.dv, row_at(p.a.dv_stride, again.c.n, again.y, key0), p.a.dv_stride.s, row, rows,
@@ -427,7 +435,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
     }
 }
 
-template <typename T, int D, int BLOCK, int STAGES, bool LONG, bool FULL>
+template <typename T, int D, int BLOCK, int STAGES, bool LONG, int FULL>
 INLINE void attention_bwd(const attention_params_sm90 &all) {
     typedef layout90<D, BLOCK, STAGES, LONG, FULL> layout;
     extern __shared__ __align__(1024) char shared[];
@@ -452,9 +460,13 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
 #define blocks_bwd(dim) 1
 #define blocks_gather(dim) (dim > 128 ? 3 : 5)
 #define blocks_light(dim) 8
-#define is_lean false, false
-#define is_long true, false
-#define is_full false, true
+#define is_lean false, 0
+#define is_long true, 0
+#define is_full false, WITH_ALL
+#define is_capped false, (WITH_CAP | WITH_SLOPES)
+#define is_biased false, WITH_BIAS
+#define is_masked false, WITH_MASK
+#define is_dropped false, WITH_DROPOUT
 #define pass_bwd(T, D, BLOCK, variant) attention_bwd<T, D, BLOCK, SM90_FUSED_STAGES, is_##variant>(all)
 #define pass_gather(T, D, BLOCK, variant) attention_gather<T, D>(all.p)
 #define pass_light(T, D, BLOCK, variant) light_##variant<T, sm90_columns(D)>(all.p)

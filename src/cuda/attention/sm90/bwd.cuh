@@ -156,7 +156,7 @@ struct key_work {
 };
 
 /* The first keys of a causal mask are seen most. */
-template <int BLOCK, bool FULL = false, int OWN = OWN_ROWS>
+template <int BLOCK, int FULL = 0, int OWN = OWN_ROWS>
 INLINE bool find_keys(const attention_params &p, const crew &c, unsigned step, key_work *work) {
     key_work &w = *work;
     int tile;
@@ -243,9 +243,10 @@ template <int BLOCK> INLINE bool has_rest(const float *numbers) {
 }
 
 /* Sᵀ -> Pᵀ. Rows are keys from row0, columns queries from i0. CAREFUL: tiles with numbers that have a rest, and cut ones, where
- * keys that are not seen become -0. */
+ * keys that are not seen become -0. Sᵀ lacks the factor `by`: in other tiles no score is so large that the rounding of by·scale is seen. */
 template <bool CAREFUL, int BLOCK>
-INLINE void key_weights(float scale, const span &w, int row0, int i0, const float *numbers, float (*s)[4]) {
+INLINE void key_weights(float scale, const span &w, int row0, int i0, const float *numbers, float (*s)[4],
+                        float by = 1.0f) {
     const int column0 = fragment_column();
     int first[2], last[2];
     for (int half = 0; half < 2; half++)
@@ -257,8 +258,8 @@ INLINE void key_weights(float scale, const span &w, int row0, int i0, const floa
         const float2 rest = CAREFUL ? *(const float2 *)(numbers + BLOCK + column) : base;
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[y][e] = CAREFUL ? weight_of(s[y][e], scale, e % 2 ? base.y : base.x, e % 2 ? rest.y : rest.x)
-                              : exp2_approx(fmaf(s[y][e], scale, e % 2 ? -base.y : -base.x));
+            s[y][e] = CAREFUL ? weight_of(s[y][e] * by, scale, e % 2 ? base.y : base.x, e % 2 ? rest.y : rest.x)
+                              : exp2_approx(fmaf(s[y][e], scale * by, e % 2 ? -base.y : -base.x));
             if (CAREFUL && (y * 8 + e % 2 < first[e / 2] || y * 8 + e % 2 > last[e / 2]))
                 s[y][e] = -0.0f;
         }

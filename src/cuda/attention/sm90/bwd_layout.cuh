@@ -10,12 +10,13 @@
 
 /* Shared memory: K, V; stages of Q and dO; dS twice; of LONG a piece of dQ for each warpgroup; base, rest and D for each row of a
  * stage; marks of keys. */
-template <int D, int BLOCK, int STAGES, bool LONG, bool FULL> struct layout90 {
+template <int D, int BLOCK, int STAGES, bool LONG, int FULL> struct layout90 {
     static constexpr int own_bytes = tile90<D, OWN_ROWS>::bytes, slot_bytes = tile90<D, BLOCK>::bytes;
     static constexpr int ds_bytes = OWN_ROWS * BLOCK * 2;
     static constexpr int slots = 2 * own_bytes;
     static constexpr int ds = slots + STAGES * 2 * slot_bytes;
-    static constexpr bool is_long = LONG, is_full = FULL;
+    static constexpr bool is_long = LONG, is_full = FULL != 0;
+    static constexpr int with = FULL;
     /* A bias, in boxes: a place for a step's, or those of dS, where a warpgroup's boxes lie where its dS will. */
     static constexpr bool shares_ds = BLOCK > 64;
     static constexpr int places = sm90_fused_bias_places(BLOCK), place_bytes = ds_bytes, strip = OWN_ROWS * 128;
@@ -90,7 +91,7 @@ INLINE void fetch_boxes(const attention_params_sm90 &all, const key_work &w, key
 
 template <int D, int BLOCK, int STAGES, typename layout> struct fused_places {
     static constexpr int own = 2, rows = OWN_ROWS;
-    static constexpr bool has_boxes = layout::is_full;
+    static constexpr bool has_boxes = (layout::with & WITH_BIAS) != 0;
     static __device__ __forceinline__ uint32_t empty(uint32_t smem, const ring &r) {
         return smem + layout::empty + r.slot * 16;
     }

@@ -42,7 +42,7 @@ INLINE void fetch_stage(const attention_params_sm90 &all, const key_work &w, int
  * and how many keys a block has (rows),
  * whether a bias comes in boxes (has_boxes), which barrier says that the next step's first tile has a place (empty), and how Q, dO and the
  * numbers of a step (step), and its boxes (boxes), are sent for. */
-template <typename T, int D, int BLOCK, bool FULL, typename layout, typename places>
+template <typename T, int D, int BLOCK, int FULL, typename layout, typename places>
 INLINE void fetch_keys(const attention_params_sm90 &all, const crew &crew, char *shared, key_options *steps) {
     const attention_params &p = all.p;
     const uint32_t smem = shared_address(shared);

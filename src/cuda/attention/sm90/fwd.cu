@@ -35,28 +35,28 @@ INLINE void issue_scores(uint32_t q, uint32_t smem, unsigned n, float (*s)[4]) {
     wgmma_commit();
 }
 
-/* O += P·V: issued, once V is there; of a tile that is cut, once it is clean, with the first half of the keys alone if half. That branch has
- * to be seen to be uniform, or products are taken one by one (C7520). */
-template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void issue_sums(uint32_t smem, unsigned n, uint32_t (*a)[4], float (*o)[4]) {
-    typedef forward90<D, GROUPS, BLOCK> layout;
-    const unsigned slot = slot_of<layout::stages>(n);
-    mbarrier_wait(smem + layout::barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
-    wgmma_fence();
-    warpgroup_columns<T, D, BLOCK, BLOCK>(o, a, smem + layout::v + slot * layout::tile_bytes);
-    wgmma_commit();
-}
-
-template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void issue_cut_sums(uint32_t smem, unsigned n, bool cut, unsigned *cuts, bool half, uint32_t (*a)[4],
-                           float (*o)[4]) {
-    typedef forward90<D, GROUPS, BLOCK> layout;
+/* V of the n-th tile of keys is there; of a tile that is cut, it is clean. */
+template <typename layout> INLINE void await_values(uint32_t smem, unsigned n, bool cut, unsigned *cuts) {
     constexpr int STAGES = layout::stages;
-    const uint32_t v = smem + layout::v + slot_of<STAGES>(n) * layout::tile_bytes;
     mbarrier_wait(smem + layout::barriers +
                       (cut ? V_CLEAN + slot_of<STAGES>(*cuts) * 8 : V_FULL + slot_of<STAGES>(n) * 8),
                   turn_of<STAGES>(cut ? *cuts : n));
     *cuts += cut;
+}
+
+/* O += P·V of the n-th tile, of its first KEYS keys: issued. */
+template <typename T, int D, int BLOCK, int KEYS, typename layout>
+INLINE void issue_sums(uint32_t smem, unsigned n, uint32_t (*a)[4], float (*o)[4]) {
+    wgmma_fence();
+    warpgroup_columns<T, D, KEYS, BLOCK>(o, a, smem + layout::v + slot_of<layout::stages>(n) * layout::tile_bytes);
+    wgmma_commit();
+}
+
+/* The same, of the first half of the keys if half. A branch between products counts as one more of them, for which a wait for what was
+ * issued before waits, too: here there is none. It has to be seen to be uniform, or products are taken one by one (C7520). */
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void issue_last_sums(uint32_t smem, unsigned n, bool half, uint32_t (*a)[4], float (*o)[4]) {
+    const uint32_t v = smem + layout::v + slot_of<layout::stages>(n) * layout::tile_bytes;
     wgmma_fence();
     warpgroup_columns<T, D, BLOCK / 2, BLOCK>(o, a, v);
     if (BLOCK <= 64 || __shfl_sync(ALL_LANES, (int)!half, 0))
@@ -71,8 +71,14 @@ struct option_view {
     const int *steps;
 };
 
+/* full: what is told of the n-th tile of keys. The compiler has to see that all lanes have the same, or what depends on it, such as which
+ * tile comes next, is held in vector registers. */
+INLINE int find_step(const option_view &v, unsigned n) {
+    return __shfl_sync(ALL_LANES, v.steps[n % STEPS], 0);
+}
+
 /* O is added up: V of a cut tile is free. Rows that see a key whose V was cleaned are to be NaN. The lane that arrives reads the marks. */
-template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL>
 INLINE void receive_marks(const forward_span &w, const option_view &v, int group, int step, uint32_t smem, unsigned n,
                           int *bad) {
     typedef forward90<D, GROUPS, BLOCK> layout;
@@ -89,30 +95,30 @@ INLINE void receive_marks(const forward_span &w, const option_view &v, int group
     for (int half = 0; half < 2; half++) {
         const int row = group * 64 + fragment_row() + half * 8, j0 = FULL ? step & ~STEP_FLAGS : step, i = row - j0;
         const int first = i + w.lo, last = min(i + w.hi, w.sk - 1 - j0);
-        if (has_bit(x, first, last) && (!FULL || sees_marked<T>(*v.p, *v.o, row, step, x, first, last)))
+        if (has_bit(x, first, last) && (!FULL || sees_marked<T, FULL>(*v.p, *v.o, row, step, x, first, last)))
             *bad |= 1 << half;
     }
 }
 
 /* q·k -> S, but for what a band or bits mask. A tile with a bias counts as cut. */
-template <typename T, int BLOCK, bool CUT, typename layout>
+template <typename T, int BLOCK, bool CUT, int FULL, typename layout>
 INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_t smem, unsigned n, float (*s)[4]) {
     const attention_params &p = *v.p;
     const int j0 = step & ~STEP_FLAGS;
-    const float by = cap_and_slope<T, BLOCK>(p, *v.o, group * 64, j0, s);
-    if (CUT && (p.vectors & VECTOR_BIAS_BOXES)) {
+    const float by = cap_and_slope<T, BLOCK, FULL>(p, *v.o, group * 64, j0, s);
+    if (CUT && has_boxes<FULL>(p)) {
         mbarrier_wait(smem + layout::bias_full + group * 8, turn_of<1>(n));
         add_boxes<T, BLOCK>(smem + layout::bias + group * layout::bias_bytes, p.a.bias_stride.s == 0, by, s);
         mbarrier_arrive(smem + layout::bias_empty + group * 8);
-    } else if (CUT && (p.a.features & HEDDLE_BIAS)) {
+    } else if (CUT && has_bias<FULL>(p)) {
         add_biases<T, BLOCK>(p, *v.o, group * 64, j0, sk, by, s);
-    } else {
+    } else if (FULL & (WITH_SLOPES | WITH_BIAS)) { /* else the factor is in the exponent */
         scale_scores<BLOCK>(by, s);
     }
 }
 
 /* The scores are there: K is free, and a single Q after its last; what is not seen of a cut tile is taken out of them. */
-template <typename T, int D, int GROUPS, int BLOCK, bool CUT, bool FULL>
+template <typename T, int D, int GROUPS, int BLOCK, bool CUT, int FULL>
 INLINE void receive_scores(const forward_span &w, const option_view &v, int group, int step, uint32_t smem, unsigned n,
                            const read_ahead<BLOCK> &read, float (*s)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
@@ -122,8 +128,8 @@ INLINE void receive_scores(const forward_span &w, const option_view &v, int grou
     if (layout::q_stages == 1 && (FULL ? step & STEP_LAST : j0 == w.begin))
         release(smem + layout::barriers + Q_EMPTY);
     if (FULL)
-        apply_all<T, BLOCK, CUT, layout>(v, group, step, w.sk, smem, n, s);
-    if (FULL && CUT && (step & STEP_BITS))
+        apply_all<T, BLOCK, CUT, FULL, layout>(v, group, step, w.sk, smem, n, s);
+    if (CUT && has_bits<FULL>(step))
         apply_bits<BLOCK>(read.bits, -CUDART_INF_F, s);
     if (CUT && (j0 + BLOCK > w.end || j0 + BLOCK - 1 > group * 64 + w.hi))
         mask_above<BLOCK>(w.hi, w.sk, group * 64, j0, s);
@@ -132,13 +138,13 @@ INLINE void receive_scores(const forward_span &w, const option_view &v, int grou
 }
 
 /* A tile of keys that this warpgroup passes by, and its bias. */
-template <int D, int GROUPS, int BLOCK, bool FULL>
+template <int D, int GROUPS, int BLOCK, int FULL>
 INLINE void pass_by_keys(const attention_params &p, uint32_t smem, int group, unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const unsigned slot = slot_of<layout::stages>(n);
     mbarrier_wait(smem + layout::barriers + K_FULL + slot * 8, turn_of<layout::stages>(n));
     release(smem + layout::barriers + K_EMPTY + slot * 8);
-    if (FULL && (p.vectors & VECTOR_BIAS_BOXES)) {
+    if (has_boxes<FULL>(p)) {
         mbarrier_wait(smem + layout::bias_full + group * 8, turn_of<1>(n));
         mbarrier_arrive(smem + layout::bias_empty + group * 8);
     }
@@ -159,11 +165,11 @@ struct group_state {
     int step; /* full: what is said of that tile */
 };
 
-/* While P·V of a tile of keys adds up, S of the one before it in memory, from j0 on, is made and turned into P. CUT: one of them may be
- * cut. */
-template <typename T, int D, int GROUPS, int BLOCK, bool CUT, bool FULL>
-INLINE void step(float c, const forward_span &w, const option_view &v, bool half, int j0, int group, uint32_t q,
-                 uint32_t smem, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+/* While P·V of a tile of keys, of its first KEYS, adds up, S of the one before it in memory, from j0 on, is made and turned into P. CUT: one
+ * of them may be cut. */
+template <typename T, int D, int GROUPS, int BLOCK, int KEYS, bool CUT, int FULL>
+INLINE void step(float c, const forward_span &w, const option_view &v, int j0, int group, uint32_t q, uint32_t smem,
+                 group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const uint32_t barriers = smem + layout::barriers;
     const unsigned n = k->n++;
@@ -173,25 +179,24 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     read_ahead<BLOCK> read;
     mbarrier_wait(barriers + K_FULL + slot_of<layout::stages>(n + 1) * 8, turn_of<layout::stages>(n + 1));
     if (FULL) {
-        j0 = k->step = v.steps[(n + 1) % STEPS];
+        j0 = k->step = find_step(v, n + 1);
         if (CUT)
-            read_options<BLOCK>(*v.p, *v.o, group * 64, j0, &read);
+            read_options<BLOCK, FULL>(*v.p, *v.o, group * 64, j0, &read);
     }
     take_turn<GROUPS>(group);
     pin_all<BLOCK / 16>(a);
     issue_scores<T, D, GROUPS, BLOCK>(q, smem, n + 1, s);
-    if (CUT)
-        issue_cut_sums<T, D, GROUPS, BLOCK>(smem, n, cut, &k->cuts, half, a, o);
-    else
-        issue_sums<T, D, GROUPS, BLOCK>(smem, n, a, o);
+    await_values<layout>(smem, n, cut, &k->cuts);
+    issue_sums<T, D, BLOCK, KEYS, layout>(smem, n, a, o);
     pass_turn<GROUPS>(group);
     kept_bits<BLOCK> kept;
     if (FULL)
-        kept = keep_queries<BLOCK>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64, j0 & ~STEP_FLAGS);
+        kept = keep_queries<BLOCK, FULL>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64,
+                                         j0 & ~STEP_FLAGS);
     wgmma_wait<1>();
     receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, s);
     const bool grows = online_softmax<BLOCK>(&k->rows, c, s, shrink);
-    if (FULL && v.p->drops)
+    if (has_dropout<FULL>(*v.p))
         drop_elements(kept, 1.0f, s);
     pin_all<BLOCK / 8>(s); /* or the exponentials would be left for after the wait */
     hold_until(k->rows.sum[0] + k->rows.sum[1]);
@@ -212,48 +217,51 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
 }
 
 /* full: the rest of a tile of queries, as the thread that sends tells. */
-template <typename T, int D, int GROUPS, int BLOCK>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL>
 INLINE void sum_full(float c, const forward_span &w, const option_view &v, const group_work &g, int group, uint32_t q,
                      uint32_t smem, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
-    while (g.idle && !(k->step & STEP_LAST)) {
-        pass_by_keys<D, GROUPS, BLOCK, true>(*v.p, smem, group, k->n + 1);
-        k->cuts += k->step & STEP_CUT ? 1 : 0;
-        k->step = v.steps[(k->n + 1) % STEPS];
-        if (layout::q_stages == 1 && (k->step & STEP_LAST))
-            release(smem + layout::barriers + Q_EMPTY);
-        pass_by_values<D, GROUPS, BLOCK>(smem, group, k->n++);
+    if (g.idle) { /* and back: else ptxas holds what the loop below counts with in vector registers */
+#pragma unroll 1
+        while (!(k->step & STEP_LAST)) {
+            pass_by_keys<D, GROUPS, BLOCK, FULL>(*v.p, smem, group, k->n + 1);
+            k->cuts += k->step & STEP_CUT ? 1 : 0;
+            k->step = find_step(v, k->n + 1);
+            if (layout::q_stages == 1 && (k->step & STEP_LAST))
+                release(smem + layout::barriers + Q_EMPTY);
+            pass_by_values<D, GROUPS, BLOCK>(smem, group, k->n++);
+        }
+        return;
     }
 #pragma unroll 1
     while (!(k->step & STEP_LAST)) {
-        step<T, D, GROUPS, BLOCK, true, true>(c, w, v, g.half && (k->step & ~STEP_FLAGS) == g.first, 0, group, q, smem,
-                                              k, s, a, o);
+        step<T, D, GROUPS, BLOCK, BLOCK, true, FULL>(c, w, v, 0, group, q, smem, k, s, a, o);
 #pragma unroll 1
         while (k->step & STEP_WHOLE)
-            step<T, D, GROUPS, BLOCK, false, true>(c, w, v, false, 0, group, q, smem, k, s, a, o);
+            step<T, D, GROUPS, BLOCK, BLOCK, false, FULL>(c, w, v, 0, group, q, smem, k, s, a, o);
     }
 }
 
 /* From the first scores of a tile of queries to its last P. */
-template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL>
 INLINE void compute(float c, const forward_span &w, const option_view &v, const group_work &g, int group, uint32_t q,
                     uint32_t smem, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     float shrink[2];
     read_ahead<BLOCK> read;
     if (FULL)
-        read_options<BLOCK>(*v.p, *v.o, group * 64, k->step, &read);
+        read_options<BLOCK, FULL>(*v.p, *v.o, group * 64, k->step, &read);
     receive_scores<T, D, GROUPS, BLOCK, true, FULL>(w, v, group, FULL ? k->step : g.first, smem, k->n, read, s);
     k->rows = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, 0};
     online_softmax<BLOCK>(&k->rows, c, s, shrink);
-    if (FULL && v.p->drops)
-        drop_elements(keep_queries<BLOCK>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64,
-                                          k->step & ~STEP_FLAGS),
+    if (has_dropout<FULL>(*v.p))
+        drop_elements(keep_queries<BLOCK, FULL>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64,
+                                                k->step & ~STEP_FLAGS),
                       1.0f, s);
     pack_fragments<T, BLOCK>(a, s);
     zero_all<D / 8>(o);
     if (FULL) {
-        sum_full<T, D, GROUPS, BLOCK>(c, w, v, g, group, q, smem, k, s, a, o);
+        sum_full<T, D, GROUPS, BLOCK, FULL>(c, w, v, g, group, q, smem, k, s, a, o);
         return;
     }
     const int whole = max(w.begin, w.last + w.lo); /* tiles before this are cut below */
@@ -268,19 +276,21 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
 #pragma unroll 1
     while (j0 >= w.begin) {
         if (is_cut<BLOCK>(w, j0 + BLOCK) || j0 < whole) {
-            step<T, D, GROUPS, BLOCK, true, false>(c, w, v, g.half && j0 + BLOCK == g.first, j0, group, q, smem, k, s,
-                                                   a, o);
+            if (BLOCK > 64 && __shfl_sync(ALL_LANES, (int)(g.half && j0 + BLOCK == g.first), 0))
+                step<T, D, GROUPS, BLOCK, BLOCK / 2, true, FULL>(c, w, v, j0, group, q, smem, k, s, a, o);
+            else
+                step<T, D, GROUPS, BLOCK, BLOCK, true, FULL>(c, w, v, j0, group, q, smem, k, s, a, o);
             j0 -= BLOCK;
             continue;
         }
 #pragma unroll 1
         for (; j0 >= whole; j0 -= BLOCK)
-            step<T, D, GROUPS, BLOCK, false, false>(c, w, v, false, j0, group, q, smem, k, s, a, o);
+            step<T, D, GROUPS, BLOCK, BLOCK, false, FULL>(c, w, v, j0, group, q, smem, k, s, a, o);
     }
 }
 
 /* A tile of queries after the other. */
-template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL>
 INLINE void consume(const attention_params &p, int group, uint32_t smem, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     constexpr int QS = layout::q_stages, KS = layout::stages;
@@ -304,7 +314,7 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
     }
     mbarrier_wait(barriers + K_FULL + k.n * 8, 0);
     if (FULL)
-        k.step = v.steps[k.n];
+        k.step = find_step(v, k.n);
     issue_scores<T, D, GROUPS, BLOCK>(q0, smem, k.n, s);
     wgmma_wait<0>();
     for (; w.end; nq++) {
@@ -316,8 +326,11 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
         const int last = FULL ? k.step : w.begin;
         const bool cut = FULL ? last & STEP_CUT : is_cut<BLOCK>(w, last);
         pin_all<BLOCK / 16>(a);
-        issue_cut_sums<T, D, GROUPS, BLOCK>(smem, n, cut, &k.cuts,
-                                            g.half && g.first == (FULL ? last & ~STEP_FLAGS : last), a, o);
+        await_values<layout>(smem, n, cut, &k.cuts);
+        if (FULL)
+            issue_sums<T, D, BLOCK, BLOCK, layout>(smem, n, a, o);
+        else
+            issue_last_sums<T, D, BLOCK, layout>(smem, n, g.half && g.first == last, a, o);
         mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq + 1) * 8, turn_of<QS>(nq + 1));
         w = jobs[slot_of<2>(nq + 1)].s;
         g = find_group_work<BLOCK, FULL>(p, w, group * 64);
@@ -328,7 +341,7 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
         if (w.end)
             mbarrier_wait(barriers + K_FULL + slot_of<KS>(k.n) * 8, turn_of<KS>(k.n));
         if (FULL)
-            k.step = v.steps[k.n % STEPS];
+            k.step = find_step(v, k.n);
         /* After the last tile, a product of what lies there, which nobody looks at: a branch would make the compiler wait. */
         issue_scores<T, D, GROUPS, BLOCK>(q0 + slot_of<QS>(nq + 1) * layout::q_bytes, smem, k.n, s);
         wgmma_wait<1>();
@@ -353,7 +366,7 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
     }
 }
 
-template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL>
 INLINE void attention_forward90(const attention_params_sm90 &all) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     extern __shared__ char shared[];
@@ -397,8 +410,12 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
     }
 }
 
-#define is_lean false
-#define is_full true
+#define is_lean 0
+#define is_full WITH_ALL
+#define is_capped (WITH_CAP | WITH_SLOPES)
+#define is_biased WITH_BIAS
+#define is_masked WITH_MASK
+#define is_dropped WITH_DROPOUT
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm90(                                                 \

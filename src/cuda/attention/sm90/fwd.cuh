@@ -163,9 +163,9 @@ struct group_work {
     bool skips, half, idle;
 };
 
-template <int BLOCK, bool FULL>
+template <int BLOCK, int FULL>
 INLINE group_work find_group_work(const attention_params &p, const forward_span &w, int row) {
-    if (FULL && p.seen_by_queries.kinds) /* the mask decides which tiles there are */
+    if ((FULL & WITH_MASK) && p.seen_by_queries.kinds) /* the mask decides which tiles there are */
         return {0, false, false, row > w.last};
     const int top = last_tile<BLOCK>(w), last = min(min(row + 63, w.last) + w.hi, w.end - 1);
     const bool idle = row > w.last, skips = !idle && last < top && last >= w.begin;
@@ -181,10 +181,10 @@ template <int BLOCK> INLINE int next_seen(const uint8_t *kinds, const forward_sp
 }
 
 /* full: what is to be said of the tile from j0 on, if the next is from `next` on. Any element may have a bias that masks it. */
-template <int BLOCK>
+template <int BLOCK, int WITH>
 INLINE int step_of(const attention_params &p, const uint8_t *kinds, const forward_span &w, int j0, int next) {
     const bool bits = kinds && kinds[j0 / BLOCK] != TILE_FULL, last = next < w.begin;
-    const bool cut = bits || is_cut<BLOCK>(w, j0) || (p.a.features & HEDDLE_BIAS);
+    const bool cut = bits || is_cut<BLOCK>(w, j0) || has_bias<WITH>(p);
     const bool whole = !cut && !last && !is_cut<BLOCK>(w, next) && !(kinds && kinds[next / BLOCK] != TILE_FULL);
     return j0 | (bits ? STEP_BITS : 0) | (last ? STEP_LAST : 0) | (cut ? STEP_CUT : 0) | (whole ? STEP_WHOLE : 0);
 }
@@ -293,7 +293,7 @@ INLINE void store_directly(const attention_params &p, const forward_target &t, i
 }
 
 /* o = O / sum, and lse. A warp's rows go through shared memory, where its rows of Q were, so that whole rows are written. */
-template <typename T, int D, int ROWS, bool FULL>
+template <typename T, int D, int ROWS, int FULL>
 INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state, float (*o)[4],
                        uint32_t staging) {
     const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
@@ -302,7 +302,7 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
     for (int half = 0; half < 2; half++) {
         by[half] = end_query(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]),
                              lane % 4 == 0, &keep[half]);
-        by[half] *= FULL ? p.keep_scale : 1.0f;
+        by[half] *= FULL & WITH_DROPOUT ? p.keep_scale : 1.0f;
         if (state.bad >> half & 1 && by[half] != 0.0f)
             by[half] = CUDART_NAN_F;
     }

@@ -27,7 +27,7 @@ INLINE void load_keys(uint32_t tiles, uint32_t full, uint32_t empty, const tenso
 }
 
 /* The n-th tile of queries; w NULL: that there is none. */
-template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL>
 INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w, uint32_t smem, forward_job *jobs,
                          unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
@@ -67,7 +67,7 @@ INLINE void load_bias(const attention_params_sm90 &all, const forward_work &w, i
 }
 
 /* One thread sends for everything, in the order in which it is used. */
-template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL>
 INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t barriers, forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const attention_params &p = all.p;
@@ -85,7 +85,8 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
         int last = last_tile<BLOCK>(w.s);
         const uint8_t *kinds = NULL;
         if (FULL) { /* where nothing is seen, one tile says so */
-            kinds = find_kinds(p.seen_by_queries, w.c.n, w.x, w.row0 / layout::rows);
+            if (FULL & WITH_MASK)
+                kinds = find_kinds(p.seen_by_queries, w.c.n, w.x, w.row0 / layout::rows);
             const int seen = next_seen<BLOCK>(kinds, w.s, last);
             last = seen < w.s.begin ? last : seen;
         }
@@ -95,7 +96,7 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
             next = FULL ? next_seen<BLOCK>(kinds, w.s, j0 - BLOCK) : j0 - BLOCK;
             if (FULL) {
                 mbarrier_wait(barriers + K_EMPTY + slot_of<layout::stages>(n) * 8, turn_of<layout::stages>(n) ^ 1);
-                steps_in<layout>(jobs)[n % STEPS] = step_of<BLOCK>(p, kinds, w.s, j0, next);
+                steps_in<layout>(jobs)[n % STEPS] = step_of<BLOCK, FULL>(p, kinds, w.s, j0, next);
             }
             load_keys<D, BLOCK, layout>(smem + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head, w.n,
                                         n);
@@ -104,7 +105,7 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
                                             v_head, v_batch, n - 1);
             if (layout::q_stages == 1 && j0 == last) /* waits for the last scores of the tile before */
                 load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, smem, jobs, nq);
-            if (FULL && (p.vectors & VECTOR_BIAS_BOXES))
+            if (has_boxes<FULL>(p))
                 load_bias<GROUPS, BLOCK, layout>(all, w, j0, next, smem, n);
             v_row = row;
             v_head = head;
@@ -119,7 +120,7 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
 }
 
 /* Two warps look at every tile of V that is cut. */
-template <typename T, int D, int GROUPS, int BLOCK, bool FULL>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL>
 INLINE void clean(const attention_params &p, uint32_t smem, uint32_t barriers, uint32_t *bad, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     constexpr int QS = layout::q_stages;
@@ -140,7 +141,7 @@ INLINE void clean(const attention_params &p, uint32_t smem, uint32_t barriers, u
             mbarrier_wait(barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
             if (FULL) {
                 step = steps_in<layout>(jobs)[n % STEPS];
-                if ((p.a.features & HEDDLE_BIAS) && !(p.vectors & VECTOR_BIAS_BOXES) &&
+                if (has_bias<FULL>(p) && !has_boxes<FULL>(p) &&
                     !(step & STEP_LAST)) { /* of the next tile, whose K has been sent for */
                     const query_options &o = options_in<layout>(jobs)[slot_of<2>(nq)];
                     prefetch_bias<T>(p, o.bias, 0, o.last, layout::rows,

@@ -66,13 +66,13 @@ INLINE void key_distance(const key_options &o, int key, int i0, float distance[2
 }
 
 /* k·q -> Sᵀ, but for what masks, a bias and a factor, which is returned; key: this lane's first. */
-template <typename T, int N>
+template <typename T, int N, int WITH = WITH_ALL>
 INLINE float cap_and_slope_keys(const attention_params &p, const key_options &o, int key, float (*s)[4]) {
     const int i0 = o.step & ~STEP_FLAGS;
     float by = p.score_out;
-    if (p.softcap > 0.0f)
+    if (has_cap<WITH>(p))
         cap_scores<T, N>(p.score_in, s);
-    if (p.a.features & HEDDLE_ALIBI) {
+    if (has_slopes<WITH>(p)) {
         const int first = key - fragment_row() - o.off - i0; /* of the warpgroup */
         float distance[2];
         key_distance(o, key, i0, distance);
@@ -83,11 +83,11 @@ INLINE float cap_and_slope_keys(const attention_params &p, const key_options &o,
 }
 
 /* k·q -> Sᵀ, but for what masks. Does a bias mask? Then there is -inf. */
-template <typename T, int N>
+template <typename T, int N, int WITH = WITH_ALL>
 INLINE bool apply_key_options(const attention_params &p, const key_options &o, int key, float (*s)[4]) {
-    const float by = cap_and_slope_keys<T, N>(p, o, key, s);
+    const float by = cap_and_slope_keys<T, N, WITH>(p, o, key, s);
     bool low = false;
-    if (p.a.features & HEDDLE_BIAS) {
+    if (has_bias<WITH>(p)) {
         const int first = key - (int)threadIdx.x % 32 / 4; /* of the warp */
 #pragma unroll
         for (int x = 0; x < N; x += BIAS_COLUMNS) {
@@ -134,17 +134,17 @@ template <typename T> INLINE void hide_key_box(uint32_t box, bool alike, float (
 }
 
 /* What dropout keeps of a warp's keys, of which this lane's first is `key`, and the queries of a step, which is one of `steps`. */
-template <int N>
+template <int N, int WITH = WITH_ALL>
 INLINE kept_bits<N> keep_keys(const attention_params &p, const key_options &o, const key_options *steps, int key) {
     const dropout_state &state = *(const dropout_state *)(steps + KEY_STEPS);
     key -= (int)threadIdx.x % 32 / 4;
-    return p.drops ? find_kept<true, N>(p, state, o.head, key, o.step & ~STEP_FLAGS) : keep_all<N>();
+    return has_dropout<WITH>(p) ? find_kept<true, N>(p, state, o.head, key, o.step & ~STEP_FLAGS) : keep_all<N>();
 }
 
 /* The bits of this lane's keys. */
-template <int N>
+template <int N, int WITH = WITH_ALL>
 INLINE void read_key_options(const attention_params &p, const key_options &o, int key, read_ahead<N> *r) {
-    if (o.step & STEP_BITS)
+    if (has_bits<WITH>(o.step))
 #pragma unroll
         for (int half = 0; half < 2; half++)
             load_bits<N>(o.bits + (int64_t)min(key + half * 8, o.sk - 1) * p.seen_of_keys.line_step +
@@ -153,22 +153,22 @@ INLINE void read_key_options(const attention_params &p, const key_options &o, in
 }
 
 /* Pᵀ, likewise. */
-template <typename T, int N>
+template <typename T, int N, int WITH = WITH_ALL>
 INLINE void hide_keys(const attention_params &p, const key_options &o, int key, bool low, const read_ahead<N> &r,
                       float (*s)[4]) {
-    if (low)
+    if ((WITH & WITH_BIAS) && low)
 #pragma unroll
         for (int x = 0; x < N; x += BIAS_COLUMNS) {
             uint32_t bias[BIAS_COLUMNS / 8][2];
             read_key_bias<T, BIAS_COLUMNS>(p, o, key - (int)threadIdx.x % 32 / 4, (o.step & ~STEP_FLAGS) + x, bias);
             hide_low<T, BIAS_COLUMNS>(bias, s + x / 8);
         }
-    if (o.step & STEP_BITS)
+    if (has_bits<WITH>(o.step))
         apply_bits<N>(r.bits, -0.0f, s);
 }
 
 /* The same as cap_query_gradients, of 16 queries of a step from column x on, whose numbers lie at `bases` and `rests`. */
-template <typename T>
+template <typename T, int WITH = WITH_ALL>
 INLINE void cap_key_gradients(const attention_params &p, const key_options &o, int key, int x, const float *bases,
                               const float *rests, const float (*s)[4], float (*ds)[4]) {
     const int column = fragment_column(), i0 = (o.step & ~STEP_FLAGS) + x;
@@ -182,13 +182,13 @@ INLINE void cap_key_gradients(const attention_params &p, const key_options &o, i
     }
     {
         float by = -1.0f;
-        if (p.a.features & HEDDLE_ALIBI) { /* -t + what was taken away with the slope */
+        if (has_slopes<WITH>(p)) { /* -t + what was taken away with the slope */
             float distance[2];
             key_distance(o, key, i0, distance);
             add_slopes<16>(o.slope, distance, 0, by, t);
             by = 1.0f;
         }
-        if (p.a.features & HEDDLE_BIAS) {
+        if (has_bias<WITH>(p)) {
             uint32_t bias[2][2];
             read_key_bias<T, 16>(p, o, key - (int)threadIdx.x % 32 / 4, i0, bias);
             add_bias<T, 16>(bias, by, t);

@@ -20,6 +20,28 @@ enum {
 };
 #define STEPS 16 /* of them that are remembered */
 
+/* What a kernel's code has; the other options it is never asked for. A lean kernel has none, a full one all. */
+enum { WITH_CAP = 1, WITH_SLOPES = 2, WITH_BIAS = 4, WITH_MASK = 8, WITH_DROPOUT = 16, WITH_ALL = 31 };
+
+template <int WITH> INLINE bool has_cap(const attention_params &p) {
+    return (WITH & WITH_CAP) && p.softcap > 0.0f;
+}
+template <int WITH> INLINE bool has_slopes(const attention_params &p) {
+    return (WITH & WITH_SLOPES) && (p.a.features & HEDDLE_ALIBI);
+}
+template <int WITH> INLINE bool has_bias(const attention_params &p) {
+    return (WITH & WITH_BIAS) && (p.a.features & HEDDLE_BIAS);
+}
+template <int WITH> INLINE bool has_boxes(const attention_params &p) {
+    return (WITH & WITH_BIAS) && (p.vectors & VECTOR_BIAS_BOXES);
+}
+template <int WITH> INLINE bool has_bits(int step) {
+    return (WITH & WITH_MASK) && (step & STEP_BITS);
+}
+template <int WITH> INLINE bool has_dropout(const attention_params &p) {
+    return (WITH & WITH_DROPOUT) && p.drops;
+}
+
 /* Behind them lies what dropout begins with, from the start of the kernel on. */
 template <typename S> INLINE void put_dropout(const attention_params &p, S *behind) {
     if (threadIdx.x == 0)
@@ -262,9 +284,9 @@ INLINE bool add_biases(const attention_params &p, const query_options &o, int ro
 }
 
 /* Rows row .. of a warpgroup, keys as `step` says. */
-template <int N>
+template <int N, int WITH = WITH_ALL>
 INLINE void read_options(const attention_params &p, const query_options &o, int row, int step, read_ahead<N> *r) {
-    if (step & STEP_BITS)
+    if (has_bits<WITH>(step))
 #pragma unroll
         for (int half = 0; half < 2; half++)
             load_bits<N>(o.bits + (int64_t)min(row + fragment_row() + half * 8, o.last) * p.seen_by_queries.line_step +
@@ -280,12 +302,12 @@ INLINE float row_distance(const query_options &o, int row, int j0, float distanc
 }
 
 /* q·k -> S, but for what masks, a bias and a factor, which is returned. */
-template <typename T, int N>
+template <typename T, int N, int WITH = WITH_ALL>
 INLINE float cap_and_slope(const attention_params &p, const query_options &o, int row, int j0, float (*s)[4]) {
     float by = p.score_out;
-    if (p.softcap > 0.0f)
+    if (has_cap<WITH>(p))
         cap_scores<T, N>(p.score_in, s);
-    if (p.a.features & HEDDLE_ALIBI) {
+    if (has_slopes<WITH>(p)) {
         const int first = o.place + row - j0; /* of the warpgroup's first row, to the first key */
         float distance[2];
         add_slopes<N>(row_distance(o, row, j0, distance), distance,
@@ -392,15 +414,15 @@ INLINE void cap_query_gradients(const attention_params &p, const query_options &
 }
 
 /* What dropout keeps of rows row .. of a warpgroup and keys from j0 on. */
-template <int N>
+template <int N, int WITH = WITH_ALL>
 INLINE kept_bits<N> keep_queries(const attention_params &p, const query_options &o, const dropout_state &state, int row,
                                  int j0) {
     row += o.first + (int)threadIdx.x % WARPGROUP / 32 * 16 + duty_row();
-    return p.drops ? find_kept<false, N>(p, state, o.head, row, j0) : keep_all<N>();
+    return has_dropout<WITH>(p) ? find_kept<false, N>(p, state, o.head, row, j0) : keep_all<N>();
 }
 
 /* Does row `row` of the tile see one of the marked keys of the 128 from j0 on, first .. last of them in its band? Rarely asked. */
-template <typename T>
+template <typename T, int WITH = WITH_ALL>
 INLINE bool sees_marked(const attention_params &p, const query_options &o, int row, int step, uint4 marks, int first,
                         int last) {
     const uint32_t words[4] = {marks.x, marks.y, marks.z, marks.w};
@@ -411,9 +433,9 @@ INLINE bool sees_marked(const attention_params &p, const query_options &o, int r
     for (int j = max(first, 0); j <= min(last, 127); j++) {
         const uint32_t word = j < 64 ? (j < 32 ? words[0] : words[1]) : j < 96 ? words[2] : words[3];
         bool seen = word >> j % 32 & 1;
-        if (seen && (step & STEP_BITS))
+        if (seen && has_bits<WITH>(step))
             seen = o.bits[(int64_t)row * p.seen_by_queries.line_step + (j0 + j) / 32] >> (j0 + j) % 32 & 1;
-        if (seen && (p.a.features & HEDDLE_BIAS))
+        if (seen && has_bias<WITH>(p))
             seen = !(to_float(((const T *)o.bias)[row * p.a.bias_stride.s + j0 + j]) < (float)LEAST_BIAS);
         sees |= seen;
     }

@@ -36,6 +36,23 @@ static int find(const attention_problem *p, kernel_pass pass) {
     return heddle__cuda_find_attention(p, pass, p->rich && !alike ? VARIANT_full : VARIANT_lean, FAMILY_sm90);
 }
 
+/* The variant that has just what is asked for; full: none. */
+static kernel_variant variant_of(const heddle_attention *a) {
+    const bool capped = a->softcap > 0 || (a->features & HEDDLE_ALIBI), biased = (a->features & HEDDLE_BIAS) != 0,
+               masked = (a->features & HEDDLE_BOOL_MASK) != 0, dropped = a->dropout > 0;
+    if (!(a->scale > 0) || capped + biased + masked + dropped != 1)
+        return VARIANT_full;
+    return capped ? VARIANT_capped : biased ? VARIANT_biased : masked ? VARIANT_masked : VARIANT_dropped;
+}
+
+/* Of these passes there are such variants; a full one does what they do, and others besides. */
+static int find_own(const attention_problem *p, kernel_pass pass) {
+    const int full = find(p, pass),
+              own = p->rich ? heddle__cuda_find_attention(p, pass, variant_of(p->a), FAMILY_sm90) : -1;
+    const kernel_row *k = heddle__cuda_attention_kernels;
+    return own >= 0 && (full < 0 || k[own].dim <= k[full].dim) ? own : full;
+}
+
 /* In backward tanh comes from P and the log-sum-exp, which hold it as long as the cap is not small beside their rounding and nothing has been
  * added to what was capped. */
 static bool finds_tanh_again(const heddle_attention *a) {
@@ -51,7 +68,7 @@ static bool takes_options(const attention_problem *p) {
 static bool takes_forward(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     const int64_t group = a->h / a->hk;
-    c->fwd = find(p, PASS_fwd);
+    c->fwd = find_own(p, PASS_fwd);
     if (c->fwd < 0 || group * a->sq <= 16 || (group > 1 && a->sq <= 64))
         return false;
     const kernel_row *k = &heddle__cuda_attention_kernels[c->fwd];
@@ -64,7 +81,7 @@ static bool takes_forward(const attention_problem *p, attention_choice *c) {
 /* The kernel that makes all three gradients, where their sums need no order; -1: none. */
 static int find_fused(const attention_problem *p) {
     const heddle_attention *a = p->a;
-    const int x = a->features & HEDDLE_DETERMINISTIC ? -1 : find(p, PASS_bwd);
+    const int x = a->features & HEDDLE_DETERMINISTIC ? -1 : find_own(p, PASS_bwd);
     if (x < 0 || p->rich || heddle__cuda_attention_kernels[x].dim <= 64 || a->h / a->hk * a->sq < LONG_QUERIES)
         return x;
     const int is_long = heddle__cuda_find_attention(p, PASS_bwd, VARIANT_long, FAMILY_sm90);
