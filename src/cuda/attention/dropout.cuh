@@ -82,9 +82,10 @@ INLINE uint32_t swap_bytes(uint32_t x) {
     return __byte_perm(x, __shfl_xor_sync(0xffffffffu, x, 2), upper ? 0x3276 : 0x5410);
 }
 
-/* Of a call's words 2x, 2x+1 the bits into the bytes of `bits`, from above: even keys, then odd ones. */
+/* Of a call's words 2x, 2x+1 the bits into the bytes of `bits`, from above: even keys, then odd ones, or in the ORDER of __byte_perm. */
+template <uint32_t ORDER = 0x7351>
 INLINE uint32_t push_bits(uint32_t bits, uint32_t first, uint32_t second, uint32_t threshold) {
-    const uint32_t signs = __byte_perm(keeps(first, threshold), keeps(second, threshold), 0x7351);
+    const uint32_t signs = __byte_perm(keeps(first, threshold), keeps(second, threshold), ORDER);
     return (bits >> 1 & 0x7f7f7f7fu) | (signs & 0x80808080u);
 }
 

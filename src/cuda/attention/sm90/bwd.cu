@@ -163,19 +163,26 @@ template <int D, typename layout> INLINE float *find_sum(const state &k, const s
  * in strips of 64 queries. */
 template <typename T, bool MASKED, int BLOCK, int FULL>
 INLINE void make_fragments(const attention_params &p, const state &k, uint32_t to, const float *row,
-                           const kept_bits<BLOCK> &kept, float (*s)[4], float (*dp)[4], uint32_t (*ps)[4],
-                           uint32_t (*ds)[4]) {
+                           const kept_bits<BLOCK> &kept, const char *ahead, float (*s)[4], float (*dp)[4],
+                           uint32_t (*ps)[4], uint32_t (*ds)[4]) {
     const int lane = threadIdx.x % 32, key = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
     to += key * 128;
 #pragma unroll
     for (int x = 0; x < BLOCK / 16; x++) {
-        if (has_dropout<FULL>(p))
+        uint32_t made = 0;
+        if (makes_ahead<FULL>()) {
+            made = take_kept_columns<BLOCK>(ahead, k.group, x * 16);
+            drop_columns(made, p.keep_scale, dp + 2 * x);
+        } else if (has_dropout<FULL>(p)) {
             drop_elements<BLOCK, 2>(kept, p.keep_scale, dp + 2 * x, 2 * x);
+        }
         key_gradients<MASKED, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
         if (has_cap<FULL>(p))
             cap_key_gradients<T, FULL>(p, *k.now, k.row0, x * 16, row + x * 16, row + BLOCK + x * 16, s + 2 * x,
                                        dp + 2 * x);
-        if (has_dropout<FULL>(p))
+        if (makes_ahead<FULL>())
+            drop_columns(made, 1.0f, s + 2 * x);
+        else if (has_dropout<FULL>(p))
             drop_elements<BLOCK, 2>(kept, 1.0f, s + 2 * x, 2 * x);
         pack_fragments<T, 16>(ps + x, s + 2 * x);
         pack_fragments<T, 16>(ds + x, dp + 2 * x);
@@ -188,11 +195,18 @@ INLINE void make_operands(const attention_params &p, state *k, bool masked, cons
                           const kept_bits<BLOCK> &kept, float (*s)[4], float (*dp)[4], uint32_t (*ps)[4],
                           uint32_t (*ds)[4]) {
     const uint32_t to = k->smem + layout::ds + (k->turn & 1) * layout::ds_bytes;
+    constexpr bool AHEAD = makes_ahead<layout::with>();
+    const int slot = k->turn % KEPT_SLOTS;
+    const char *ahead = (const char *)k->numbers + (layout::kept - layout::numbers) + slot * layout::kept_bytes;
     pin_all<BLOCK / 8>(dp);
+    if (AHEAD)
+        mbarrier_wait(k->smem + layout::kept_full + slot * 8, k->turn / KEPT_SLOTS % 2);
     if (masked)
-        make_fragments<T, true, BLOCK, layout::with>(p, *k, to, row, kept, s, dp, ps, ds);
+        make_fragments<T, true, BLOCK, layout::with>(p, *k, to, row, kept, ahead, s, dp, ps, ds);
     else
-        make_fragments<T, false, BLOCK, layout::with>(p, *k, to, row, kept, s, dp, ps, ds);
+        make_fragments<T, false, BLOCK, layout::with>(p, *k, to, row, kept, ahead, s, dp, ps, ds);
+    if (AHEAD)
+        mbarrier_arrive(k->smem + layout::kept_empty + slot * 8);
     fence_async();
     release(k->smem + layout::ds_full + (k->turn & 1) * 8);
 }
@@ -279,7 +293,7 @@ INLINE void turn_early(const attention_params &p, const span &seen, const state 
                        const uint32_t (*ds)[4], float (*dk)[4], float (*dv)[4], kept_bits<BLOCK> *kept) {
     const bool careful = issue_scores<T, D, BLOCK, layout>(k, w, s);
     issue_dv<T, D, BLOCK, layout>(w, ps, dv);
-    if (layout::is_full)
+    if (layout::is_full && !makes_ahead<layout::with>())
         *kept = keep_keys<BLOCK, layout::with>(p, *k.now, k.steps, k.row0);
     wgmma_wait<1>();
     weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
@@ -307,7 +321,7 @@ INLINE void turn_late(const attention_params &p, const span &seen, const state &
     wgmma_wait<1>();
     release_each(w.done);
     issue_gradients<T, D, BLOCK, layout>(k, w, dp);
-    if (layout::is_full)
+    if (layout::is_full && !makes_ahead<layout::with>())
         *kept = keep_keys<BLOCK, layout::with>(p, *k.now, k.steps, k.row0);
     wgmma_wait<1>();
     weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
@@ -359,7 +373,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes, at + layout::slot_bytes);
     wgmma_commit();
     kept_bits<BLOCK> kept;
-    if (layout::is_full)
+    if (layout::is_full && !makes_ahead<layout::with>())
         kept = keep_keys<BLOCK, layout::with>(p, *k->now, k->steps, k->row0);
     wgmma_wait<1>();
     weigh<T, BLOCK, layout>(p, w, *k, k->turn, i0, careful, row, marks, s);
@@ -450,6 +464,10 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
                 all, crew, shared, (key_options *)(shared + layout::steps));
         else if (LONG && threadIdx.x < 96 && threadIdx.x % 32 == 0)
             add_pieces<T, D, BLOCK, layout>(all.p, crew, shared_address(shared), (int)threadIdx.x / 32 - 1);
+        else if (makes_ahead<FULL>() && threadIdx.x >= 32)
+            make_columns_ahead<BLOCK, layout>(
+                all.p, crew, shared_address(shared), shared + layout::kept,
+                *(const dropout_state *)((const key_options *)(shared + layout::steps) + KEY_STEPS));
     } else {
         registers_more<240>();
         work<T, D, BLOCK, STAGES, layout>(all.p, crew, shared);

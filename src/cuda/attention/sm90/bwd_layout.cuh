@@ -5,8 +5,12 @@
 #define HEDDLE_CUDA_ATTENTION_BWD_LAYOUT_SM90_CUH
 
 #include "cuda/attention/sm90/fetch.cuh"
+#include "cuda/attention/sm90/kept.cuh"
 
 #define PIECE SM90_PIECE
+
+/* Warps that make dropout's bits, beside the one that fetches. */
+#define KEPT_WARPS 3
 
 /* Shared memory: K, V; stages of Q and dO; dS twice; of LONG a piece of dQ for each warpgroup; base, rest and D for each row of a
  * stage; marks of keys. */
@@ -22,17 +26,21 @@ template <int D, int BLOCK, int STAGES, bool LONG, int FULL> struct layout90 {
     static constexpr int places = sm90_fused_bias_places(BLOCK), place_bytes = ds_bytes, strip = OWN_ROWS * 128;
     static constexpr int dq = ds + 2 * ds_bytes, behind = dq + (LONG ? 2 * PIECE * 4 : 0);
     static constexpr int boxes = shares_ds ? ds : behind;
-    static constexpr int numbers = behind + (FULL && !shares_ds ? 2 * SM90_BIAS_BOX : 0);
+    static constexpr int kept_bytes = kept_columns<BLOCK>::bytes; /* dropout alone: the bits of a step */
+    static constexpr int kept = behind;
+    static constexpr int numbers = behind + (!FULL ? 0 : shares_ds ? KEPT_SLOTS * kept_bytes : 2 * SM90_BIAS_BOX);
     static constexpr int marks = numbers + STAGES * 3 * BLOCK * 4;
     static constexpr int full = marks + OWN_ROWS * 4; /* two for each stage: Q and dO */
     static constexpr int empty = full + STAGES * 16;
     static constexpr int ds_full = empty + STAGES * 16, own_full = ds_full + 16, own_empty = own_full + 8;
     static constexpr int dq_full = own_empty + 8, dq_empty = dq_full + 16;
     static constexpr int box_full = dq_empty + 16, box_empty = box_full + (FULL ? 16 * places : 0);
+    static constexpr int kept_full = box_full, kept_empty = box_empty;
     static constexpr int steps = box_empty + (FULL ? 16 * places : 0);
     static constexpr int bytes = steps + (FULL ? SM90_BACKWARD_OPTIONS : 0);
     static_assert(bytes == sm90_fused_bytes(D, BLOCK, LONG) + (FULL ? sm90_fused_options(BLOCK) : 0),
                   "as the plan counts");
+    static_assert(KEPT_SLOTS * kept_bytes <= 2 * SM90_BIAS_BOX, "they fit in the place of a bias");
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
@@ -49,8 +57,9 @@ template <typename layout, int STAGES> INLINE void make_barriers(uint32_t smem) 
             mbarrier_init(smem + layout::dq_empty + x * 8, 1);
         }
         for (int x = 0; layout::is_full && x < 16 * layout::places; x += 8) {
-            mbarrier_init(smem + layout::box_full + x, 1);
-            mbarrier_init(smem + layout::box_empty + x, WARPGROUP);
+            const bool ahead = makes_ahead<layout::with>();
+            mbarrier_init(smem + layout::box_full + x, ahead ? KEPT_WARPS * 32 : 1);
+            mbarrier_init(smem + layout::box_empty + x, ahead ? CONSUMERS : WARPGROUP);
         }
         mbarrier_init(smem + layout::own_full, 1);
         mbarrier_init(smem + layout::own_empty, CONSUMERS / 32);
@@ -104,6 +113,27 @@ template <int D, int BLOCK, int STAGES, typename layout> struct fused_places {
         fetch_boxes<BLOCK, layout>(all, w, at, next, smem, count);
     }
 };
+
+/* dropout alone: the warps beside the one that fetches make the bits of each step, in its order. */
+template <int BLOCK, typename layout>
+INLINE void make_columns_ahead(const attention_params &p, const crew &crew, uint32_t smem, char *kept,
+                               const dropout_state &state) {
+    const int warp = (int)threadIdx.x / 32 - 1;
+    unsigned count = 0;
+    key_work w;
+    for (unsigned turn = 0; find_keys<BLOCK, layout::with>(p, crew, turn, &w); turn++) {
+        if (!w.steps)
+            continue;
+        for (key_walk at = first_seen<BLOCK>(p, w); at.x < (w.y + 1) * p.group;
+             at = step_after<BLOCK>(p, w, at), count++) {
+            const unsigned slot = count % KEPT_SLOTS;
+            mbarrier_wait(smem + layout::kept_empty + slot * 8, count / KEPT_SLOTS % 2 ^ 1);
+            put_kept_columns<BLOCK>(p, state, dropout_head(p, w.c.n, at.x), at.i0, w.key0,
+                                    kept + slot * layout::kept_bytes, warp, KEPT_WARPS);
+            mbarrier_arrive(smem + layout::kept_full + slot * 8);
+        }
+    }
+}
 
 /* long: one thread for each warpgroup adds that one's pieces of dQ to their sums; they are there when it comes back. */
 template <typename T, int D, int BLOCK, typename layout>

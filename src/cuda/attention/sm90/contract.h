@@ -116,12 +116,14 @@ CONTRACT int sm90_align(int bytes) {
 #define SM90_BACKWARD_OPTIONS 400
 
 /* Of a bias, where dK, dV and dQ are made at once: two barriers for each warpgroup and place; the places. Where a step has more queries
- * they are those of dS, which is made when the bias has been read. */
+ * they are those of dS, which is made when the bias has been read. Dropout alone has its bits in their place, a bit for each element of two
+ * steps. */
 CONTRACT int sm90_fused_bias_places(int block) {
     return block > 64 ? 2 : 1;
 }
 CONTRACT int sm90_fused_options(int block) {
-    return SM90_BACKWARD_OPTIONS + 2 * sm90_fused_bias_places(block) * 16 + (block > 64 ? 0 : 2 * SM90_BIAS_BOX);
+    return SM90_BACKWARD_OPTIONS + 2 * sm90_fused_bias_places(block) * 16 +
+           (block > 64 ? 2 * SM90_OWN_ROWS * block / 8 : 2 * SM90_BIAS_BOX);
 }
 
 CONTRACT int sm90_forward_full_bytes(int dim, int own, int block) {

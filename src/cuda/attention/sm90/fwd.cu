@@ -100,6 +100,16 @@ INLINE void receive_marks(const forward_span &w, const option_view &v, int group
     }
 }
 
+/* What dropout keeps of the n-th tile of keys, as the warps have made it that make it ahead; once for each tile. */
+template <typename layout> INLINE kept_pair take_kept(const option_view &v, int group, uint32_t smem, unsigned n) {
+    const unsigned slot = slot_of<KEPT_SLOTS>(n);
+    const char *from = (const char *)v.steps + (layout::kept - layout::steps) + slot * layout::kept_bytes;
+    mbarrier_wait(smem + layout::kept_full + slot * 8, turn_of<KEPT_SLOTS>(n));
+    const kept_pair kept = take_kept_rows<layout::rows, 128>(from, group * 64);
+    mbarrier_arrive(smem + layout::kept_empty + slot * 8);
+    return kept;
+}
+
 /* q·k -> S, but for what a band or bits mask. A tile with a bias counts as cut. */
 template <typename T, int BLOCK, bool CUT, int FULL, typename layout>
 INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_t smem, unsigned n, float (*s)[4]) {
@@ -148,6 +158,10 @@ INLINE void pass_by_keys(const attention_params &p, uint32_t smem, int group, un
         mbarrier_wait(smem + layout::bias_full + group * 8, turn_of<1>(n));
         mbarrier_arrive(smem + layout::bias_empty + group * 8);
     }
+    if (makes_ahead<FULL>()) {
+        mbarrier_wait(smem + layout::kept_full + slot_of<KEPT_SLOTS>(n) * 8, turn_of<KEPT_SLOTS>(n));
+        mbarrier_arrive(smem + layout::kept_empty + slot_of<KEPT_SLOTS>(n) * 8);
+    }
 }
 template <int D, int GROUPS, int BLOCK> INLINE void pass_by_values(uint32_t smem, int group, unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
@@ -190,13 +204,18 @@ INLINE void step(float c, const forward_span &w, const option_view &v, int j0, i
     issue_sums<T, D, BLOCK, KEYS, layout>(smem, n, a, o);
     pass_turn<GROUPS>(group);
     kept_bits<BLOCK> kept;
-    if (FULL)
+    kept_pair ahead;
+    if (makes_ahead<FULL>())
+        ahead = take_kept<layout>(v, group, smem, n + 1);
+    else if (FULL)
         kept = keep_queries<BLOCK, FULL>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64,
                                          j0 & ~STEP_FLAGS);
     wgmma_wait<1>();
     receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, s);
     const bool grows = online_softmax<BLOCK>(&k->rows, c, s, shrink);
-    if (has_dropout<FULL>(*v.p))
+    if (makes_ahead<FULL>())
+        drop_rows<BLOCK>(ahead, s);
+    else if (has_dropout<FULL>(*v.p))
         drop_elements(kept, 1.0f, s);
     pin_all<BLOCK / 8>(s); /* or the exponentials would be left for after the wait */
     hold_until(k->rows.sum[0] + k->rows.sum[1]);
@@ -254,7 +273,9 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
     receive_scores<T, D, GROUPS, BLOCK, true, FULL>(w, v, group, FULL ? k->step : g.first, smem, k->n, read, s);
     k->rows = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, 0};
     online_softmax<BLOCK>(&k->rows, c, s, shrink);
-    if (has_dropout<FULL>(*v.p))
+    if (makes_ahead<FULL>())
+        drop_rows<BLOCK>(take_kept<layout>(v, group, smem, k->n), s);
+    else if (has_dropout<FULL>(*v.p))
         drop_elements(keep_queries<BLOCK, FULL>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64,
                                                 k->step & ~STEP_FLAGS),
                       1.0f, s);
@@ -388,8 +409,8 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
             mbarrier_init(barriers + V_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
         }
         for (int x = 0; FULL && x < GROUPS * 8; x += 8) {
-            mbarrier_init(smem + layout::bias_full + x, 1);
-            mbarrier_init(smem + layout::bias_empty + x, WARPGROUP);
+            mbarrier_init(smem + layout::bias_full + x, makes_ahead<FULL>() ? WARPGROUP : 1);
+            mbarrier_init(smem + layout::bias_empty + x, makes_ahead<FULL>() ? GROUPS * WARPGROUP : WARPGROUP);
         }
         mbarrier_init_fence();
     }
@@ -397,15 +418,19 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
     /* Together no more registers than the block was launched with: 168 or 128 a thread. */
     const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
-        registers_fewer<GROUPS == 2 ? 56 : 32>();
+        registers_fewer<makes_ahead<FULL>() ? 40 : GROUPS == 2 ? 56 : 32>();
         if (threadIdx.x == 0)
             produce<T, D, GROUPS, BLOCK, FULL>(all, smem, barriers, jobs);
         else if (warp == 1)
             store_nothing<T, D, layout::rows>(all.p);
         else if (warp >= 2)
             clean<T, D, GROUPS, BLOCK, FULL>(all.p, smem, barriers, bad, jobs);
+    } else if (makes_ahead<FULL>() && warp / 4 > GROUPS) {
+        registers_fewer<56>();
+        make_rows_ahead<D, GROUPS, BLOCK>(all.p, smem, from + layout::kept,
+                                          *(const dropout_state *)(steps_in<layout>(jobs) + STEPS));
     } else {
-        registers_more<GROUPS == 2 ? 224 : 160>();
+        registers_more<makes_ahead<FULL>() ? 208 : GROUPS == 2 ? 224 : 160>();
         consume<T, D, GROUPS, BLOCK, FULL>(all.p, warp / 4 - 1, smem, jobs);
     }
 }

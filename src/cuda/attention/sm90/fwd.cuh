@@ -4,7 +4,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_FWD_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_FWD_SM90_CUH
 
-#include "cuda/attention/sm90/options.cuh"
+#include "cuda/attention/sm90/kept.cuh"
 
 #define CLEANERS 64
 
@@ -27,6 +27,10 @@ template <int D, int GROUPS, int BLOCK> struct forward90 {
     static constexpr int bias_full = steps + STEPS * 4 + sizeof(dropout_state), bias_empty = bias_full + GROUPS * 8;
     static constexpr int bias = (options + SM90_FORWARD_OPTIONS + 1023) / 1024 * 1024;
     static constexpr int bias_bytes = BLOCK / 64 * SM90_BIAS_BOX; /* of a warpgroup */
+    /* dropout alone: the bits of tiles in its place, and two of these barriers each */
+    static constexpr int kept = bias, kept_full = bias_full, kept_empty = bias_empty;
+    static constexpr int kept_bytes = kept_rows<rows, BLOCK>::bytes;
+    static_assert(GROUPS >= KEPT_SLOTS && KEPT_SLOTS * kept_bytes <= GROUPS * bias_bytes, "they fit");
     static_assert(bias_empty + GROUPS * 8 - options <= SM90_FORWARD_OPTIONS, "as the plan counts");
     static_assert(1024 + bias + GROUPS * bias_bytes == sm90_forward_full_bytes(D, rows, BLOCK), "as the plan counts");
 };

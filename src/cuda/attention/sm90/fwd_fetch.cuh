@@ -119,6 +119,29 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
     load_queries<T, D, GROUPS, BLOCK, FULL>(all, NULL, smem, jobs, nq);
 }
 
+/* dropout alone: a warpgroup makes the bits of each tile, in the order in which the tiles are sent for. */
+template <int D, int GROUPS, int BLOCK>
+INLINE void make_rows_ahead(const attention_params &p, uint32_t smem, char *kept, const dropout_state &state) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    const int warp = (int)threadIdx.x % WARPGROUP / 32;
+    unsigned step = 0, n = 0;
+    forward_work w;
+    while (next_work<layout::rows>(p, &step, &w)) {
+        if (w.s.begin == w.s.end)
+            continue;
+        const uint32_t head = dropout_head(p, w.c.n, w.x);
+        const int begin = w.s.begin / BLOCK * BLOCK;
+        w.s.begin = begin;
+#pragma unroll 1
+        for (int j0 = last_tile<BLOCK>(w.s); j0 >= begin; j0 -= BLOCK, n++) {
+            const unsigned slot = slot_of<KEPT_SLOTS>(n);
+            mbarrier_wait(smem + layout::kept_empty + slot * 8, turn_of<KEPT_SLOTS>(n) ^ 1);
+            put_kept_rows<layout::rows, BLOCK>(p, state, head, w.row0, j0, kept + slot * layout::kept_bytes, warp, 4);
+            mbarrier_arrive(smem + layout::kept_full + slot * 8);
+        }
+    }
+}
+
 /* Two warps look at every tile of V that is cut. */
 template <typename T, int D, int GROUPS, int BLOCK, int FULL>
 INLINE void clean(const attention_params &p, uint32_t smem, uint32_t barriers, uint32_t *bad, const forward_job *jobs) {

@@ -30,7 +30,7 @@ template <int WITH> INLINE bool has_slopes(const attention_params &p) {
     return (WITH & WITH_SLOPES) && (p.a.features & HEDDLE_ALIBI);
 }
 template <int WITH> INLINE bool has_bias(const attention_params &p) {
-    return (WITH & WITH_BIAS) && (p.a.features & HEDDLE_BIAS);
+    return WITH == WITH_BIAS || ((WITH & WITH_BIAS) && (p.a.features & HEDDLE_BIAS));
 }
 template <int WITH> INLINE bool has_boxes(const attention_params &p) {
     return (WITH & WITH_BIAS) && (p.vectors & VECTOR_BIAS_BOXES);
@@ -39,7 +39,7 @@ template <int WITH> INLINE bool has_bits(int step) {
     return (WITH & WITH_MASK) && (step & STEP_BITS);
 }
 template <int WITH> INLINE bool has_dropout(const attention_params &p) {
-    return (WITH & WITH_DROPOUT) && p.drops;
+    return WITH == WITH_DROPOUT || ((WITH & WITH_DROPOUT) && p.drops);
 }
 
 /* Behind them lies what dropout begins with, from the start of the kernel on. */

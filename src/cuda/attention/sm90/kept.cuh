@@ -1,0 +1,120 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Dropout for Hopper where it is the only option: warps that have nothing else to do make the bits of a tile ahead, while those that
+ * compute wait for the tensor cores, and leave them in shared memory. */
+#ifndef HEDDLE_CUDA_ATTENTION_SM90_KEPT_CUH
+#define HEDDLE_CUDA_ATTENTION_SM90_KEPT_CUH
+
+#include "cuda/attention/sm90/options.cuh"
+
+/* Tiles whose bits are there or being made. */
+#define KEPT_SLOTS 2
+
+template <int WITH> INLINE constexpr bool makes_ahead(void) {
+    return WITH == WITH_DROPOUT;
+}
+
+/* Of 64 keys and a query, eights of keys one after the other: byte x of both words: the x-th key of each eight, a bit for each.
+ * BATCH calls at a time. */
+template <int BATCH>
+INLINE uint2 make_kept(const attention_params &p, const dropout_state &s, uint32_t head, int query, int key) {
+    const uint32_t seed[2] = {(uint32_t)s.seed, (uint32_t)(s.seed >> 32)};
+    uint32_t low = 0, high = 0;
+#pragma unroll
+    for (int first = 0; first < 8; first += BATCH) {
+        philox4 w[BATCH];
+#pragma unroll
+        for (int x = 0; x < BATCH; x++)
+            w[x] = dropout_counter(s.offset, head, (uint32_t)query, (uint32_t)key / DROPOUT_KEYS + first + x);
+#pragma unroll
+        for (int round = 0; round < PHILOX_ROUNDS; round++)
+#pragma unroll
+            for (int x = 0; x < BATCH; x++)
+                w[x] = philox_round(w[x], seed[0] + round * PHILOX_W0, seed[1] + round * PHILOX_W1);
+#pragma unroll
+        for (int x = 0; x < BATCH; x++) {
+            low = push_bits<0x7531>(low, w[x].w[0], w[x].w[1], p.drop_threshold);
+            high = push_bits<0x7531>(high, w[x].w[2], w[x].w[3], p.drop_threshold);
+        }
+    }
+    return make_uint2(low, high);
+}
+
+/* -------------------------------------------------------------------------------------------------- rows are queries */
+
+/* The bits of ROWS queries and BLOCK keys: eight bytes for each query, 64 keys after the other. */
+template <int ROWS, int BLOCK> struct kept_rows { static constexpr int bytes = ROWS * BLOCK / 8; };
+
+/* By `warps` warps, of which this is the warp-th. */
+template <int ROWS, int BLOCK>
+INLINE void put_kept_rows(const attention_params &p, const dropout_state &s, uint32_t head, int query, int key,
+                          char *to, int warp, int warps) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int unit = warp; unit < ROWS / 32 * (BLOCK / 64); unit += warps) {
+        const int row = unit % (ROWS / 32) * 32 + lane, part = unit / (ROWS / 32);
+        *(uint2 *)(to + (part * ROWS + row) * 8) = make_kept<4>(p, s, head, query + row, key + part * 64);
+    }
+}
+
+/* Of this lane's two rows: byte 2x + e: of columns e of the eights 8x ..., a bit for each. */
+struct kept_pair {
+    uint32_t bits[2];
+};
+
+template <int ROWS, int BLOCK> INLINE kept_pair take_kept_rows(const char *from, int row) {
+    static_assert(BLOCK == 128, "two halves of a word");
+    kept_pair r;
+    from += (row + fragment_row()) * 8 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        r.bits[half] =
+            *(const uint16_t *)(from + half * 64) | (uint32_t) * (const uint16_t *)(from + half * 64 + ROWS * 8) << 16;
+    return r;
+}
+
+/* What is dropped becomes 0. */
+template <int N> INLINE void drop_rows(const kept_pair &k, float (*s)[4]) {
+#pragma unroll
+    for (int y = 0; y < N / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] = k.bits[e / 2] >> (y / 8 * 16 + e % 2 * 8 + y % 8) & 1u ? s[y][e] : 0.0f;
+}
+
+/* ----------------------------------------------------------------------------------------------------- rows are keys */
+
+/* Of BLOCK queries and 128 keys, as lanes want them: 64 keys, the key of an eight, the quarter of a row of lanes; then a byte for each query
+ * that this lane has, in which a bit for each eight. */
+template <int BLOCK> struct kept_columns { static constexpr int bytes = 128 * BLOCK / 8; };
+
+template <int BLOCK>
+INLINE void put_kept_columns(const attention_params &p, const dropout_state &s, uint32_t head, int query, int key,
+                             char *to, int warp, int warps) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int unit = warp; unit < BLOCK / 32 * 2; unit += warps) {
+        const int row = unit / 2 * 32 + lane, group = unit % 2;
+        const uint2 kept = make_kept<2>(p, s, head, query + row, key + group * 64);
+        char *at = to + group * 8 * BLOCK + row % 8 / 2 * (BLOCK / 4) + row / 8 * 2 + row % 2;
+#pragma unroll
+        for (int x = 0; x < 8; x++)
+            at[x * BLOCK] = (char)((x < 4 ? kept.x : kept.y) >> x % 4 * 8);
+    }
+}
+
+/* Of this lane's keys and its queries among the 16 from column x on: a byte for each query, in which bits 0 and 1. */
+template <int BLOCK> INLINE uint32_t take_kept_columns(const char *from, int group, int x) {
+    const int lane = threadIdx.x % 32;
+    return *(const uint32_t *)(from + (group * 8 + lane / 4) * BLOCK + lane % 4 * (BLOCK / 4) + x / 4) >>
+           threadIdx.x % WARPGROUP / 32 * 2;
+}
+
+INLINE void drop_columns(uint32_t kept, float by, float (*s)[4]) {
+#pragma unroll
+    for (int y = 0; y < 2; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] = kept >> ((y * 2 + e % 2) * 8 + e / 2) & 1u ? s[y][e] * by : 0.0f;
+}
+
+#endif
