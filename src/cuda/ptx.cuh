@@ -350,7 +350,12 @@ PTX void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/* The same, and whether any of the threads has said yes. */
+/* The same for warps that meet from different places of the code, which synccheck takes bar.sync amiss for. */
+PTX void barrier_sync_apart(int id, int threads) {
+    asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* barrier_sync, and whether any of the threads has said yes. */
 PTX bool barrier_or(int id, int threads, bool yes) {
     uint32_t any;
     asm volatile("{\n.reg .pred p, q;\n"

@@ -55,8 +55,9 @@ INLINE unsigned opaque(unsigned x) {
 }
 
 /* 0·NaN would leak through a product with what a mask leaves out: in a cut tile, chunks that are not finite become
- * zero, and their rows' numbers in mark[0] and mark[second] NaN, for those that see them. */
-template <typename T, int D, int BLOCK> INLINE void clean_slot(uint32_t tile, float *mark, int second) {
+ * zero, and their rows' numbers in mark[0] and mark[second] NaN, for those that see them. APART: the warpgroups come from code of their own. */
+template <typename T, int D, int BLOCK, bool APART = false>
+INLINE void clean_slot(uint32_t tile, float *mark, int second) {
     const int thread = threadIdx.x - WARPGROUP;
     constexpr int CHUNKS = tile90<D, BLOCK>::bytes / 16;
     if (is_bad_part<T, CHUNKS, CONSUMERS>(tile, thread))
@@ -67,7 +68,10 @@ template <typename T, int D, int BLOCK> INLINE void clean_slot(uint32_t tile, fl
                 mark[x / 8 % BLOCK] = mark[second + x / 8 % BLOCK] = CUDART_NAN_F;
             }
     fence_async();
-    barrier_sync(1, CONSUMERS);
+    if (APART)
+        barrier_sync_apart(1, CONSUMERS);
+    else
+        barrier_sync(1, CONSUMERS);
 }
 
 /* dS·K reads K of rows that a mask may have left out: what is not finite becomes zero, and who sees the key gets NaN by its mark. Is

@@ -96,7 +96,7 @@ template <typename T, int D> INLINE bool begin_step(const span &w, const state &
     if (masked)
         for (int which = 0; which < 2; which++) {
             mbarrier_wait(full_barrier<D>(k, which), k.r.turn);
-            clean_slot<T, D, BLOCK>(stage<D>(k, k.r.slot, which), row_numbers(k), 2 * BLOCK);
+            clean_slot<T, D, BLOCK, true>(stage<D>(k, k.r.slot, which), row_numbers(k), 2 * BLOCK);
         }
     return masked;
 }
@@ -308,8 +308,7 @@ template <typename T, int D> INLINE void sum_keys(const attention_params &p, con
 
 /* ------------------------------------------------------------------------------------------------------- the kernel */
 
-/* A tile of keys after the other: dV by the first warpgroup, dK by the second. One copy of what both do, since they meet at a barrier
- * in clean_keys: two copies of that are right, but synccheck takes them for threads that have parted. */
+/* A tile of keys after the other: dV by the first warpgroup, dK by the second. One copy of what both do: they meet in clean_keys. */
 template <typename T, int D> INLINE void work(const attention_params &p, const crew &crew, char *shared, int group) {
     typedef layout_wide<D> layout;
     state k = {shared_address(shared),
