@@ -223,7 +223,6 @@ def attention(
         tf32: allow float32 products to be rounded to TF32 (GPU).
         q_offset, k_offset, h_offset: this is a part of a larger problem, behind so many of its queries, keys and heads;
             causal, window, alibi_slopes and dropout then go by the place in the whole. All tensors are the part's own.
-            Not on CUDA yet.
         whole_sq, whole_sk, whole_h: how many queries, keys and heads the whole has. 0: it ends with the part. Of use to
             what counts from the last key ("bottom_right"; window and alibi_slopes without "top_left"), and h_offset.
 

@@ -104,6 +104,17 @@ class _Exchange(torch.autograd.Function):
 # --------------------------------------------------------------------------------------------------------------- ring
 
 
+@dataclass(frozen=True)
+class _Call:
+    """Runs y0 .. y1-1 of this process's queries against runs x0 .. x1-1 of those that it got."""
+
+    y0: int
+    y1: int
+    x0: int
+    x1: int
+    kind: Literal["placed", "full", "causal"]  # each by its place in the whole; all seen; the diagonal from corner on
+
+
 @dataclass
 class _Ring:
     """One call: the problem as heddle.h describes it, and which rows of it every process of the ring has."""
@@ -122,24 +133,66 @@ class _Ring:
         places = (rank, 2 * self.size - 1 - rank)[: self.runs]
         return [place * self.rows[of] for place in places]
 
-    def sees(self, q0: int, k0: int) -> bool:
-        """Does a row of the run of queries at q0 see a key of the run at k0?"""
+    def sees(self, q0: int, k0: int) -> Literal["none", "some", "all"]:
+        """What the rows of the run of queries at q0 see of the keys of the run at k0."""
         last_q, last_k = q0 + self.rows["q"] - 1, k0 + self.rows["k"] - 1
-        return k0 <= last_q + self.high and last_k >= q0 + self.low
+        if k0 > last_q + self.high or last_k < q0 + self.low:
+            return "none"
+        return "all" if last_k <= q0 + self.high and k0 >= last_q + self.low else "some"
 
     def needs(self, of: int, holder: int) -> list[int]:
         """The runs of keys of `holder` that `of` has queries for."""
         queries = self.starts(of, "q")
-        return [x for x, k0 in enumerate(self.starts(holder, "k")) if any(self.sees(q0, k0) for q0 in queries)]
+        return [
+            x for x, k0 in enumerate(self.starts(holder, "k")) if any(self.sees(q0, k0) != "none" for q0 in queries)
+        ]
 
     def at(self, step: int) -> tuple[int, int]:
         """Whom this process serves in a step, and who serves it."""
         return (self.rank + step) % self.size, (self.rank - step) % self.size
 
-    def call(self, which: int, q0: int, k0: int, tensors: dict[str, Tensor]) -> None:
-        """One pass of a run of queries against a run of keys, which adds to what is there."""
+    def calls(self, holder: int) -> list[_Call]:
+        """How this process's queries meet the runs of `holder` that they need, in few calls where no place counts."""
+        places = self.starts(holder, "k")
+        q0s, k0s = self.starts(self.rank, "q"), [places[x] for x in self.needs(self.rank, holder)]
+        seen = [[self.sees(q0, k0) for k0 in k0s] for q0 in q0s]
+        placed = bool(self.description["features"] & _BITS["alibi"]) or self.description["dropout"] > 0
+        if not placed and self._is_diagonal(q0s, k0s, seen):
+            return [_Call(0, len(q0s), 0, len(k0s), "causal")]
+        found: list[_Call] = []
+        for y, row in enumerate(seen):
+            xs = [x for x, what in enumerate(row) if what != "none"]
+            if not placed and xs and all(row[x] == "all" for x in xs) and xs[-1] - xs[0] + 1 == len(xs):
+                last = found[-1] if found else None
+                if last and (last.y1, last.x0, last.x1, last.kind) == (y, xs[0], xs[-1] + 1, "full"):
+                    found[-1] = _Call(last.y0, y + 1, last.x0, last.x1, "full")
+                else:
+                    found.append(_Call(y, y + 1, xs[0], xs[-1] + 1, "full"))
+            else:
+                found += [_Call(y, y + 1, x, x + 1, "placed") for x in xs]
+        return found
+
+    def _is_diagonal(self, q0s: list[int], k0s: list[int], seen: list[list[str]]) -> bool:
+        """Do the runs, side by side, see each other as under a causal mask from their first corner on?"""
+        if self.rows["q"] != self.rows["k"] or len(q0s) != len(k0s) or self.low != -math.inf:
+            return False
+        return all(
+            q0s[y] + self.high == k0s[x] if x == y else what == ("all" if x < y else "none")
+            for y, row in enumerate(seen)
+            for x, what in enumerate(row)
+        )
+
+    def call(self, which: int, c: _Call, holder: int, tensors: dict[str, Tensor]) -> None:
+        """One pass, which adds to what is there."""
         strided = {name: t for name, t in tensors.items() if name not in ("lse", "dlse", "alibi_slopes")}
-        description = self.description | {"q_offset": q0, "k_offset": k0}
+        description = self.description | {f"s{of}": tensors[of].shape[2] for of in ("q", "k")}
+        if c.kind == "placed":
+            k0s = [self.starts(holder, "k")[x] for x in self.needs(self.rank, holder)]
+            description |= {"q_offset": self.starts(self.rank, "q")[c.y0], "k_offset": k0s[c.x0]}
+        else:
+            description |= {"mask": 1 if c.kind == "causal" else 0, "whole_sq": 0, "whole_sk": 0}
+            description |= {"window_left": 0, "window_right": 0}
+            description["features"] &= ~_BITS["window"]
         description |= {f"{'do' if name == 'dout' else name}_stride": _strides(t) for name, t in strided.items()}
         addresses = {name: t.data_ptr() for name, t in tensors.items()}
         device = tensors["q"].device
@@ -184,57 +237,53 @@ class _Keys:
 
     def __init__(self, ring: _Ring, k: Tensor, v: Tensor) -> None:
         self.ring, self.k, self.v = ring, k, v
-        self.packed: dict[int, Tensor] = {}  # own runs that others have asked for
-        self.post, self.got = _Post(ring), dict[int, Tensor]()
-        if ring.size > 1:
-            self._ask(1)
+        self.packed: dict[tuple[int, ...], Tensor] = {}  # own runs that others have asked for
+        self.post = _Post(ring)
+        self.got = self._ask(1) if ring.size > 1 else None
 
-    def run(self, tensor: Tensor, x: int) -> Tensor:
+    def runs(self, tensor: Tensor, runs: list[int]) -> Tensor:
+        """Runs that lie side by side."""
         rows = self.ring.rows["k"]
-        return tensor[:, :, x * rows : (x + 1) * rows]
+        return tensor[:, :, runs[0] * rows : (runs[-1] + 1) * rows] if runs else tensor[:, :, :0]
 
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def unpack(self, flat: Tensor, runs: int) -> tuple[Tensor, Tensor]:
         b, hk, _, d = self.k.shape
-        return (b, hk, self.ring.rows["k"], d), (b, hk, self.ring.rows["k"], self.v.shape[-1])
-
-    def unpack(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = self.shapes()
+        k, v = ((b, hk, runs * self.ring.rows["k"], width) for width in (d, self.v.shape[-1]))
         cut = math.prod(k)
         return flat[:cut].view(k), flat[cut:].view(v)
 
-    def new(self, dtype: torch.dtype) -> Tensor:
-        return self.k.new_empty(sum(map(math.prod, self.shapes())), dtype=dtype)
+    def new(self, runs: int, dtype: torch.dtype) -> Tensor:
+        b, hk, _, d = self.k.shape
+        return self.k.new_empty(b * hk * runs * self.ring.rows["k"] * (d + self.v.shape[-1]), dtype=dtype)
 
-    def _ask(self, step: int) -> None:
+    def _ask(self, step: int) -> Tensor | None:
         ring = self.ring
         served, server = ring.at(step)
-        for x in ring.needs(served, ring.rank):
-            if x not in self.packed:
-                self.packed[x] = torch.cat([self.run(t, x).reshape(-1) for t in (self.k, self.v)])
-            self.post.send(self.packed[x], served, _KEYS_TAG + 2 * step + x)
-        self.got = {
-            x: self.post.receive(self.new(self.k.dtype), server, _KEYS_TAG + 2 * step + x)
-            for x in ring.needs(ring.rank, server)
-        }
+        self.post = _Post(ring)
+        if sent := ring.needs(served, ring.rank):
+            if tuple(sent) not in self.packed:
+                self.packed[tuple(sent)] = torch.cat([self.runs(t, sent).reshape(-1) for t in (self.k, self.v)])
+            self.post.send(self.packed[tuple(sent)], served, _KEYS_TAG + step)
+        needed = ring.needs(ring.rank, server)
+        got = self.post.receive(self.new(len(needed), self.k.dtype), server, _KEYS_TAG + step) if needed else None
         self.post.begin()
+        return got
 
-    def take(self, step: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Of the process that serves this one in a step: its runs by number; and asks for the next."""
+    def take(self, step: int) -> tuple[Tensor, Tensor]:
+        """Of the process that serves this one in a step: what it needs of its runs; and asks for the next."""
         ring = self.ring
+        needed = ring.needs(ring.rank, ring.at(step)[1])
         if step == 0:
-            own = ring.needs(ring.rank, ring.rank)
-            return {x: (self.run(self.k, x), self.run(self.v, x)) for x in own}
+            return self.runs(self.k, needed), self.runs(self.v, needed)
         got, post = self.got, self.post
-        self.post, self.got = _Post(ring), {}
         if step + 1 < ring.size:
-            self._ask(step + 1)
+            self.got = self._ask(step + 1)
         post.wait()
-        return {x: self.unpack(flat) for x, flat in got.items()}
+        return (self.k[:, :, :0], self.v[:, :, :0]) if got is None else self.unpack(got, len(needed))
 
 
-def _queries(ring: _Ring, tensor: Tensor, x: int) -> Tensor:
-    rows = ring.rows["q"]
-    return tensor[:, :, x * rows : (x + 1) * rows]
+def _part(tensor: Tensor, rows: int, first: int, end: int) -> Tensor:
+    return tensor[:, :, first * rows : end * rows]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -246,76 +295,69 @@ class _RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         real = _real(q.dtype)
         b, h, s, _ = q.shape
+        rows, rows_k = ring.rows["q"], ring.rows["k"]
         o = torch.zeros(b, h, s, v.shape[-1], dtype=real, device=q.device)
-        rows = (b, h, ring.rows["q"])
-        # A sink is a key whose value is 0: with it as what is there, it counts once.
-        lses = [
-            torch.full(rows, -math.inf, dtype=real, device=q.device)
-            if sinks is None
-            else sinks[:, None].expand(rows).contiguous()
-            for _ in range(ring.runs)
-        ]
+        lse = torch.full((b, h, s), -math.inf, dtype=real, device=q.device)
+        if sinks is not None:  # a sink is a key whose value is 0: with it as what is there, it counts once
+            lse.copy_(sinks[:, None].expand(b, h, s))
         more = {} if slopes is None else {"alibi_slopes": slopes}
         keys = _Keys(ring, k, v)
         for step in range(ring.size):
-            places = ring.starts(ring.at(step)[1], "k")
-            for x, (its_k, its_v) in keys.take(step).items():
-                for y, q0 in enumerate(ring.starts(ring.rank, "q")):
-                    if ring.sees(q0, places[x]):
-                        part = {"q": _queries(ring, q, y), "k": its_k, "v": its_v, "o": _queries(ring, o, y)}
-                        ring.call(_FORWARD, q0, places[x], part | {"lse": lses[y]} | more)
+            holder = ring.at(step)[1]
+            its_k, its_v = keys.take(step)
+            for c in ring.calls(holder):
+                part = {"q": _part(q, rows, c.y0, c.y1), "o": _part(o, rows, c.y0, c.y1)}
+                part |= {"k": _part(its_k, rows_k, c.x0, c.x1), "v": _part(its_v, rows_k, c.x0, c.x1)}
+                there = _part(lse, rows, c.y0, c.y1)
+                part_lse = there.contiguous()
+                ring.call(_FORWARD, c, holder, part | {"lse": part_lse} | more)
+                if part_lse is not there:
+                    there.copy_(part_lse)
         ctx.ring = ring
-        ctx.save_for_backward(q, k, v, slopes, sinks, o, *lses)
+        ctx.save_for_backward(q, k, v, slopes, sinks, o, lse)
         ctx.set_materialize_grads(False)
-        return o.to(q.dtype, copy=True), torch.cat(lses, 2)
+        return o.to(q.dtype, copy=True), lse.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ring: _Ring = ctx.ring
-        q, k, v, slopes, sinks, o, *lses = ctx.saved_tensors
+        q, k, v, slopes, sinks, o, lse = ctx.saved_tensors
         dout, dlse = grads
         dout = torch.zeros_like(o, dtype=q.dtype) if dout is None else dout.contiguous()
-        real = o.dtype
+        real, rows, rows_k = o.dtype, ring.rows["q"], ring.rows["k"]
         dq, dk, dv = (torch.zeros(t.shape, dtype=real, device=t.device) for t in (q, k, v))
         more = {} if slopes is None else {"alibi_slopes": slopes}
-        dlses = None if dlse is None else [_queries(ring, dlse[..., None], y).contiguous() for y in range(ring.runs)]
         keys = _Keys(ring, k, v)
-        back: tuple[_Post, dict[int, Tensor]] | None = None
+        back: tuple[_Post, Tensor | None, list[int]] | None = None
         for step in range(ring.size):
             served, server = ring.at(step)
-            places, sums = ring.starts(server, "k"), {}
-            for x, (its_k, its_v) in keys.take(step).items():
-                if step == 0:
-                    its_dk, its_dv = keys.run(dk, x), keys.run(dv, x)
-                else:
-                    sums[x] = keys.new(real).zero_()
-                    its_dk, its_dv = keys.unpack(sums[x])
-                for y, q0 in enumerate(ring.starts(ring.rank, "q")):
-                    if not ring.sees(q0, places[x]):
-                        continue
-                    part = {"q": _queries(ring, q, y), "k": its_k, "v": its_v, "o": _queries(ring, o, y)}
-                    part |= {"lse": lses[y], "dout": _queries(ring, dout, y), "dq": _queries(ring, dq, y)}
-                    part |= {"dk": its_dk, "dv": its_dv} | more
-                    if dlses is not None:
-                        part["dlse"] = dlses[y]
-                    ring.call(_BACKWARD, q0, places[x], part)
+            needed = ring.needs(ring.rank, server)
+            its_k, its_v = keys.take(step)
+            sums = None
+            if step == 0:
+                its_dk, its_dv = keys.runs(dk, needed), keys.runs(dv, needed)
+            elif needed:
+                sums = keys.new(len(needed), real).zero_()
+                its_dk, its_dv = keys.unpack(sums, len(needed))
+            for c in ring.calls(server):
+                mine = {"q": q, "o": o, "dout": dout, "dq": dq}
+                part = {name: _part(t, rows, c.y0, c.y1) for name, t in mine.items()}
+                theirs = {"k": its_k, "v": its_v, "dk": its_dk, "dv": its_dv}
+                part |= {name: _part(t, rows_k, c.x0, c.x1) for name, t in theirs.items()}
+                part["lse"] = _part(lse, rows, c.y0, c.y1).contiguous()
+                if dlse is not None:
+                    part["dlse"] = _part(dlse, rows, c.y0, c.y1).contiguous()
+                ring.call(_BACKWARD, c, server, part | more)
             _add(keys, back, dk, dv)  # those of the step before, in the same order every time
             if step:
-                post = _Post(ring)
-                for x, flat in sums.items():
-                    post.send(flat, server, _GRADIENTS_TAG + 2 * step + x)
-                back = (
-                    post,
-                    {
-                        x: post.receive(keys.new(real), served, _GRADIENTS_TAG + 2 * step + x)
-                        for x in ring.needs(served, ring.rank)
-                    },
-                )
-                post.begin()
+                post, own = _Post(ring), ring.needs(served, ring.rank)
+                if sums is not None:
+                    post.send(sums, server, _GRADIENTS_TAG + step)
+                got = post.receive(keys.new(len(own), real), served, _GRADIENTS_TAG + step) if own else None
+                back = (post.begin(), got, own)
         _add(keys, back, dk, dv)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[5]:
-            lse = torch.cat(lses, 2)
             d = (dout.to(real) * o).sum(-1) - (0 if dlse is None else dlse)
             share = torch.where(lse == -math.inf, 0, (sinks[:, None] - lse).exp())
             dsinks = -(share * d).sum((0, 2))
@@ -326,15 +368,15 @@ _exchange: Any = _Exchange.apply
 _ring_attention: Any = _RingAttention.apply
 
 
-def _add(keys: _Keys, back: tuple[_Post, dict[int, Tensor]] | None, dk: Tensor, dv: Tensor) -> None:
+def _add(keys: _Keys, back: tuple[_Post, Tensor | None, list[int]] | None, dk: Tensor, dv: Tensor) -> None:
     if back is None:
         return
-    post, got = back
+    post, got, own = back
     post.wait()
-    for x, flat in got.items():
-        its_dk, its_dv = keys.unpack(flat)
-        keys.run(dk, x).add_(its_dk)
-        keys.run(dv, x).add_(its_dv)
+    if got is not None:
+        its_dk, its_dv = keys.unpack(got, len(own))
+        keys.runs(dk, own).add_(its_dk)
+        keys.runs(dv, own).add_(its_dv)
 
 
 # ---------------------------------------------------------------------------------------------------------- the whole

@@ -215,6 +215,9 @@ def check_travel(rank: int, world: int) -> None:
         sent, got = ([peer for name, peer in log if name == what] for what in ("isend", "irecv"))
         assert sent == ([rank + 1] if rank + 1 < world else [])
         assert got == ([rank - 1] if rank else [])
+        log.clear()
+        ContextParallel(dist.group.WORLD).attention(q, q, q, causal=True)
+        assert log.count(("run", None)) == world  # all that meets in a step at once
     finally:
         dist.batch_isend_irecv, heddle.parallel._C = post, dist_run
 
