@@ -24,7 +24,8 @@ INLINE uint2 make_kept(const attention_params &p, const dropout_state &s, uint32
         philox4 w[BATCH];
 #pragma unroll
         for (int x = 0; x < BATCH; x++)
-            w[x] = dropout_counter(s.offset, head, (uint32_t)query, (uint32_t)key / DROPOUT_KEYS + first + x);
+            w[x] = dropout_counter(s.offset, head, p.drop_row + (uint32_t)query,
+                                   p.drop_eight + (uint32_t)key / DROPOUT_KEYS + first + x);
 #pragma unroll
         for (int round = 0; round < PHILOX_ROUNDS; round++)
 #pragma unroll
