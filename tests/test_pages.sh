@@ -59,6 +59,11 @@ if command -v python3 >/dev/null; then
     else
         failures=$((failures + 1))
     fi
+    if python3 "$source/docs/reference.py" --check; then
+        echo "ok: the pages of the API in C and in Python"
+    else
+        failures=$((failures + 1))
+    fi
 fi
 # Blocks of docs/start.md behind <!-- run -->: after "$ " stands a command, and below it what it prints; "..." is anything.
 compare() {
