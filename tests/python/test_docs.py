@@ -214,3 +214,4 @@ def test_versions():
     )
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert re.search(r"^## (\S+?),? ", (ROOT / "NEWS.md").read_text(), re.MULTILINE)[1] == version
+    assert (ROOT / "debian/changelog").read_text().startswith(f"heddle ({version}) ")

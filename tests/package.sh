@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# What ./dev package makes of this tree works where nothing else of it is: package.sh <folder with the packages> <source tree>
+# The wheel in a virtual environment of its own with NumPy alone, the Debian packages unpacked, not installed.
+set -u
+dist=$(cd "$1" && pwd) source=$(cd "$2" && pwd)
+directory=$(mktemp -d)
+trap 'rm -rf "$directory"' EXIT
+cd "$directory" || exit 1
+failures=0
+
+wrong() {
+    echo "FAILED: $*"
+    failures=$((failures + 1))
+}
+
+version=$(sed -n 's/^#define HEDDLE_VERSION_\(MAJOR\|MINOR\|PATCH\) *//p' "$source/include/heddle.h" | paste -sd .)
+
+if compgen -G "$dist/heddle-*.whl" >/dev/null; then
+    [ "$(find "$dist" -name "heddle-$version-cp310-abi3-*.whl" | wc -l)" = 1 ] || wrong "no wheel of $version, or several"
+    if ! { python3 -m venv --system-site-packages venv && venv/bin/pip install -q --no-deps "$dist"/heddle-*.whl; }; then
+        wrong "the wheel cannot be installed"
+    fi
+    venv/bin/python - "$version" <<'PYTHON' || wrong "the wheel does not work"
+import sys
+import numpy as np
+import heddle
+assert heddle.__version__ == sys.argv[1], heddle.__version__
+assert "venv" in heddle.__file__, heddle.__file__
+x = np.random.default_rng(1).standard_normal((2, 5, 4)).astype("float32")
+s = x @ x.transpose(0, 2, 1) / 2
+p = np.exp(s) / np.exp(s).sum(-1, keepdims=True)
+assert abs(heddle.attention(x, x, x) - p @ x).max() < 1e-5
+PYTHON
+    echo "ok: $(basename "$dist"/heddle-*.whl)"
+fi
+
+if compgen -G "$dist/*.deb" >/dev/null; then
+    for package in libheddle0 libheddle-dev heddle; do
+        [ "$(dpkg-deb -f "$dist/${package}_${version}"_*.deb Version)" = "$version" ] || wrong "no $package of $version"
+        dpkg-deb -x "$dist/${package}_${version}"_*.deb root || wrong "$package cannot be unpacked"
+    done
+    lib=$(dirname "$(find root -name libheddle.so)")
+    PKG_CONFIG_PATH=$lib/pkgconfig
+    export PKG_CONFIG_PATH LD_LIBRARY_PATH=$directory/$lib
+    # Unpacked, not installed: what pkg-config finds lies below this folder, as heddle.pc counts from where it lies itself.
+    # shellcheck disable=SC2046
+    cc "$source/examples/smallest.c" -o smallest $(pkg-config --cflags --libs heddle) || wrong "no program can be built with the package"
+    ./smallest | grep -q '^o\[0\] = -1,' || wrong "a program built with the package is wrong"
+    root/usr/bin/heddle --version | grep -qF "$version" || wrong "the command does not run"
+    root/usr/bin/heddle verify --device cpu --case p22 >/dev/null || wrong "the command is wrong"
+    echo "ok: $(cd "$dist" && echo *.deb)"
+fi
+exit "$((failures > 0))"
