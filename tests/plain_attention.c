@@ -198,7 +198,8 @@ static void probabilities(attention_problem *p, head *h, int64_t i, float sink, 
     const int64_t from = h->seen[i].from, to = h->seen[i].to;
     const bool *sees = h->sees + i * h->sk;
     float *s = h->s + i * h->sk, *weight = h->p + i * h->sk, *z = h->z + i * h->sk, *pz = h->pz + i * h->sk;
-    float top = sink, sum = 0;
+    float top = sink, sum;
+    plain_row total = {0};
     double largest = 0;
     const double q_norm = p->a.scale * plain_norm(h->q + i * h->d, p->a.d);
     scores(p, h, i);
@@ -211,8 +212,9 @@ static void probabilities(attention_problem *p, head *h, int64_t i, float sink, 
     }
     for (int64_t j = from; j < to; j++) {
         weight[j] = sees[j] ? expf(s[j] - top) : 0;
-        sum += weight[j];
+        plain_add(&total, j, weight[j]);
     }
+    sum = plain_total(&total, h->order);
     h->sink[i] = isinf(sink) ? 0 : expf(sink - top);
     sum += h->sink[i];
     for (int64_t j = from; j < to; j++)
@@ -310,8 +312,9 @@ static void scores_backward(attention_problem *p, head *h, int64_t i, double nat
     const heddle_attention *a = &p->a;
     const int64_t from = h->seen[i].from, n = h->seen[i].to - from, first = i * h->sk + from;
     const bool *sees = h->sees + first;
-    float *dp = h->dp + first, *weight = h->p + first, sum = 0, of_weights = 0;
+    float *dp = h->dp + first, *weight = h->p + first, sum, of_weights = 0;
     double *most = h->size + first, total = 0;
+    plain_row of_row = {0};
     products_backward(p, h, i); /* which leaves dweights in h->row */
     for (int64_t j = 0; j < n; j++) {
         if (!sees[j])
@@ -320,8 +323,9 @@ static void scores_backward(attention_problem *p, head *h, int64_t i, double nat
             of_weights += weight[j] * h->row[j];
         most[j] *= (double)weight[j];
         total += most[j];
-        sum += weight[j] * dp[j];
+        plain_add(&of_row, j, weight[j] * dp[j]);
     }
+    sum = plain_total(&of_row, h->order);
     const float dlse = p->t[T_DLSE].host ? (float)tensor_get(&p->t[T_DLSE], h->pack, h->x, h->first_q + i, 0) : 0;
     total += fabs((double)dlse);
     if (h->order == PLAIN_REVERSED && p->t[T_DOUT].host) {

@@ -109,3 +109,17 @@ double plain_largest(const double *x, int64_t n) {
         most = x[e] > most ? x[e] : most;
     return most;
 }
+
+void plain_add(plain_row *r, int64_t at, float x) {
+    r->chain += x;
+    r->lane[at % (int64_t)COUNT(r->lane)] += x;
+}
+
+float plain_total(const plain_row *r, plain_order order) {
+    float lane[COUNT(r->lane)];
+    memcpy(lane, r->lane, sizeof lane);
+    for (size_t half = COUNT(lane) / 2; half > 0; half /= 2)
+        for (size_t x = 0; x < half; x++)
+            lane[x] += lane[x + half];
+    return order == PLAIN_BLOCKED ? lane[0] : r->chain;
+}

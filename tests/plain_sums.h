@@ -32,4 +32,11 @@ double plain_largest(const double *x, int64_t n);
 /* n elements and one, so that there is always something. */
 void *plain_zeros(int64_t n, size_t size);
 
+/* The sum of a row's weights, or of what they are multiplied with: one chain, or, where sums are in blocks, in the lanes of a vector. */
+typedef struct plain_row {
+    float chain, lane[16];
+} plain_row;
+void plain_add(plain_row *r, int64_t at, float x);
+float plain_total(const plain_row *r, plain_order order);
+
 #endif

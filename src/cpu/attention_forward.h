@@ -134,12 +134,22 @@ INLINE void weights_of(int rows, int vectors, float factor, float least, const v
     }
 }
 
+/* Weights of a row that one chain of additions has. What is rounded in adding such chains up, the larger first (Dekker 1971), is kept in
+ * `low`: of all that makes a weight, the row's sum is what all of its o has. */
+#define SUM_KEYS 16
+
+INLINE void add_chain(vf some, vf *sum, vf *low) {
+    const vf all = *sum + some;
+    *low += some - (all - *sum);
+    *sum = all;
+}
+
 /* S -> P = exp2((S - base)·factor) in place, with base from the new maximum. */
 INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {
     const int64_t stride = vectors * VL;
     const int rows = ROWS_AT_ONCE(vectors);
     const float least = -127 / factor;
-    vf top[2 * TILE_VECTORS], base[TILE_VECTORS], sum[TILE_VECTORS];
+    vf top[2 * TILE_VECTORS], base[TILE_VECTORS], sum[TILE_VECTORS], low[TILE_VECTORS];
     for (int v = 0; v < 2 * vectors; v++)
         top[v] = load(t->max + v % vectors * VL);
     int64_t j = 0;
@@ -153,14 +163,22 @@ INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_
             top[v] = vmax(top[v], load(s + j * stride + v * VL));
         store(t->max + v * VL, top[v]);
         base[v] = rescale(t, v, factor, dv);
-        sum[v] = splat(0);
+        sum[v] = low[v] = splat(0);
     }
-    for (j = 0; j + rows <= count; j += rows)
-        weights_of(rows, vectors, factor, least, base, sum, s + j * stride);
-    for (; j < count; j++)
-        weights_of(1, vectors, factor, least, base, sum, s + j * stride);
+    for (int64_t begin = 0; begin < count; begin += SUM_KEYS) { /* short chains: their roundings are o's, too */
+        const int64_t end = min64(count, begin + SUM_KEYS);
+        vf some[TILE_VECTORS];
+        for (int v = 0; v < vectors; v++)
+            some[v] = splat(0);
+        for (j = begin; j + rows <= end; j += rows)
+            weights_of(rows, vectors, factor, least, base, some, s + j * stride);
+        for (; j < end; j++)
+            weights_of(1, vectors, factor, least, base, some, s + j * stride);
+        for (int v = 0; v < vectors; v++)
+            add_chain(some[v], &sum[v], &low[v]);
+    }
     for (int v = 0; v < vectors; v++)
-        store(t->sum + v * VL, load(t->sum + v * VL) + sum[v]);
+        store(t->sum + v * VL, load(t->sum + v * VL) + (sum[v] + low[v]));
 }
 
 static void online_softmax(forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {

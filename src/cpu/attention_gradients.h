@@ -231,18 +231,28 @@ INLINE void all_gradients_of(int vectors, bool gradients, bool masked, bool sums
                              backward_space *w) {
     const int rows = ROWS_AT_ONCE(vectors);
     const int64_t stride = vectors * VL;
-    vf sum_p[TILE_VECTORS], sum_ds[TILE_VECTORS];
+    vf sum_p[TILE_VECTORS], low_p[TILE_VECTORS], sum_ds[TILE_VECTORS];
     for (int v = 0; v < vectors; v++)
-        sum_p[v] = sum_ds[v] = splat(0);
-    int64_t j = 0;
-    for (; j + rows <= count; j += rows)
-        gradients_of(rows, vectors, gradients, masked, sums, factor, w, w->s + j * stride, w->dp + j * stride, sum_p,
-                     sum_ds);
-    for (; j < count; j++)
-        gradients_of(1, vectors, gradients, masked, sums, factor, w, w->s + j * stride, w->dp + j * stride, sum_p,
-                     sum_ds);
+        sum_p[v] = low_p[v] = sum_ds[v] = splat(0);
+    for (int64_t begin = 0; begin < count; begin += SUM_KEYS) {
+        const int64_t end = min64(count, begin + SUM_KEYS);
+        vf some_p[TILE_VECTORS], some_ds[TILE_VECTORS];
+        for (int v = 0; v < vectors; v++)
+            some_p[v] = some_ds[v] = splat(0);
+        int64_t j = begin;
+        for (; j + rows <= end; j += rows)
+            gradients_of(rows, vectors, gradients, masked, sums, factor, w, w->s + j * stride, w->dp + j * stride,
+                         some_p, some_ds);
+        for (; j < end; j++)
+            gradients_of(1, vectors, gradients, masked, sums, factor, w, w->s + j * stride, w->dp + j * stride, some_p,
+                         some_ds);
+        for (int v = 0; v < vectors && sums; v++) {
+            add_chain(some_p[v], &sum_p[v], &low_p[v]);
+            sum_ds[v] += some_ds[v];
+        }
+    }
     for (int v = 0; v < vectors && sums; v++) {
-        store(w->sum_p + v * VL, sum_p[v]);
+        store(w->sum_p + v * VL, sum_p[v] + low_p[v]);
         store(w->sum_ds + v * VL, sum_ds[v]);
     }
 }
