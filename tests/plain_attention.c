@@ -416,8 +416,10 @@ static void add_key_sums(const head *h, const plain_terms *terms, const double *
     for (int64_t e = 0; e < width; e++)
         h->row[e] *= (float)scale;
     round_all(h->precision, width, h->row);
+    /* PyTorch adds the heads' shares up in float32 (or what that is rounded to). */
+    const bool rounds = h->order == PLAIN_BLOCKED && h->precision == HEDDLE_F32;
     for (int64_t e = 0; e < width; e++)
-        sum[e] += (double)h->row[e];
+        sum[e] = rounds ? (double)((float)sum[e] + h->row[e]) : sum[e] + (double)h->row[e];
     if (h->order == PLAIN_FORWARD) {
         plain_sizes(terms, size, padded_width, h->most);
         for (int64_t e = 0; e < width; e++)

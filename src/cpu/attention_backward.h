@@ -216,24 +216,31 @@ static void add_dq(const call *c, const unit *u, backward_space *w, float *sums,
             narrow_row(c->type, sum_rows[x], c->a->d, 1, out[x]);
 }
 
-static void write_chunk(const call *c, const unit *u, int64_t first, int64_t count, backward_space *w) {
+static void fold_chunk(const call *c, int64_t count, backward_space *w) {
+    fold_sums(w->dk_all, w->dk, count * c->d_pad);
+    fold_sums(w->dv_all, w->dv, count * c->dv_pad);
+}
+
+static void write_chunk(const call *c, const unit *u, int64_t first, int64_t count, backward_space *w, bool folded) {
     const heddle_attention *a = c->a;
+    const float *dk = folded ? w->dk_all : w->dk, *dv = folded ? w->dv_all : w->dv;
+    if (folded)
+        fold_chunk(c, count, w);
     for (int64_t j = 0; j < count; j++) {
         int64_t row = u->s.first_k + first + j;
         if (c->adds) {
             if (c->t->dk)
-                add_row(w->dk + j * c->d_pad, a->d, (float)a->scale,
+                add_row(dk + j * c->d_pad, a->d, (float)a->scale,
                         (float *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row));
             if (c->t->dv)
-                add_row(w->dv + j * c->dv_pad, a->dv, 1,
-                        (float *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row));
+                add_row(dv + j * c->dv_pad, a->dv, 1, (float *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row));
             continue;
         }
         if (c->t->dk)
-            narrow_row(c->type, w->dk + j * c->d_pad, a->d, (float)a->scale,
+            narrow_row(c->type, dk + j * c->d_pad, a->d, (float)a->scale,
                        (char *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row) * element_size(c->type));
         if (c->t->dv)
-            narrow_row(c->type, w->dv + j * c->dv_pad, a->dv, 1,
+            narrow_row(c->type, dv + j * c->dv_pad, a->dv, 1,
                        (char *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row) * element_size(c->type));
     }
 }
@@ -372,9 +379,17 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
     chunk.count = min64(chunk_k, u->s.sk - chunk.first);
     const bool k_finite = load_chunk(c, u, w, &chunk);
     w->fresh = tiles == 1 && a->mask == HEDDLE_MASK_NONE && !(a->features & HEDDLE_WINDOW) && !c->masks;
+    const size_t dk_bytes = sizeof(float) * (size_t)(chunk.count * c->d_pad),
+                 dv_bytes = sizeof(float) * (size_t)(chunk.count * c->dv_pad);
     if (!w->fresh) {
-        memset(w->dk, 0, sizeof(float) * (size_t)(chunk.count * c->d_pad));
-        memset(w->dv, 0, sizeof(float) * (size_t)(chunk.count * c->dv_pad));
+        memset(w->dk, 0, dk_bytes);
+        memset(w->dv, 0, dv_bytes);
+    }
+    const int64_t fold = folds(c->type, rows) ? tiles_of_fold(tiles) : tiles;
+    int64_t added = 0;
+    if (fold < tiles) {
+        memset(w->dk_all, 0, dk_bytes);
+        memset(w->dv_all, 0, dv_bytes);
     }
     float *sums = g->slots ? g->dq + unit_index % g->slots * (c->group * a->sq * c->d_pad) : NULL;
     if (g->slots && unit_index >= g->slots) /* who used the slot before must be through */
@@ -388,6 +403,8 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
         load_tile(c, u, w, g);
         backward_ahead(c, u, now, chunk_k, tile, tiles, chunk.count, w, g);
         backward_tile(c, u, &chunk, k_finite, w);
+        if (++added % fold == 0 && fold < tiles)
+            fold_chunk(c, chunk.count, w);
         for (int64_t x = 0; x < w->l.count && g->chunks == 1; x++) { /* for dsinks and dbias */
             const int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
             g->dsum[at] = w->dsum[x];
@@ -402,7 +419,7 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
         atomic_store_explicit(turn, (uint32_t)chunk_index + 1, memory_order_release);
     }
     ahead_begin(&w->next);
-    write_chunk(c, u, chunk.first, chunk.count, w);
+    write_chunk(c, u, chunk.first, chunk.count, w, fold < tiles);
 }
 
 /* Gradients of the rows that the sequence owns but does not use, and of a bias where no block may write them. */

@@ -11,6 +11,7 @@ typedef struct backward_space {
     float *dqt;                 /* [d][lanes] */
     float *s, *dp, *tanhs, *z, *scratch;
     float *k, *v, *dk, *dv;         /* [chunk][..] */
+    float *dk_all, *dv_all;         /* sums of what dk and dv have been (folds), or NULL */
     float base[LANES], rest[LANES]; /* the log-sum-exp in units of log2 is base·factor + rest */
     float dsum[LANES];
     float dfix[LANES];                 /* what D has beside dsum, in tiles that have been surveyed */
@@ -61,6 +62,30 @@ static backward_shared carve_backward_shared(const attention_plan *plan, carver 
     return g;
 }
 
+/* Of so many tiles at least dk and dv are one chain of additions. */
+#define FOLD_TILES 8
+
+/* Whether dk and dv of so many rows of queries are summed in two steps. One chain of additions over the tiles of a long sequence, or of
+ * the many heads of a group, loses more and more; what is rounded to 16 bits does not show it. */
+static bool folds(int type, int64_t rows) {
+    return type == HEDDLE_F32 && rows > 2 * FOLD_TILES * LANES;
+}
+
+/* After how many tiles: rather many, as few of them may add to a key. */
+static int64_t tiles_of_fold(int64_t tiles) {
+    int64_t n = FOLD_TILES;
+    while (n * n < 2 * tiles)
+        n++;
+    return n;
+}
+
+static void fold_sums(float *all, float *now, int64_t n) {
+    for (int64_t x = 0; x < n; x += VL) {
+        store(all + x, load(all + x) + load(now + x));
+        store(now + x, splat(0));
+    }
+}
+
 static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     const heddle_attention *a = &plan->a;
     int64_t pad_d = (a->d + VL - 1) / VL * VL, pad_dv = (a->dv + VL - 1) / VL * VL, tile = plan->tile_k * LANES;
@@ -80,6 +105,10 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     f.v = carve_floats(w, widens ? plan->chunk_k * pad_dv : 0);
     f.dk = carve_floats(w, plan->chunk_k * pad_d);
     f.dv = carve_floats(w, plan->chunk_k * pad_dv);
+    if (folds((int)a->dtype, a->h / a->hk * a->sq)) {
+        f.dk_all = carve_floats(w, plan->chunk_k * pad_d);
+        f.dv_all = carve_floats(w, plan->chunk_k * pad_dv);
+    }
     f.keys = carve_key_tiles(plan, plan->chunk_k, true, true, false, w);
     const bool tiled = f.keys.k_step > 0 || pairs_exist((int)a->dtype);
     f.q_tiles = tiled ? carve_floats(w, pad_d * LANES) : NULL;
