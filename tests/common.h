@@ -42,7 +42,7 @@ extern const heddle_dtype test_dtypes[TEST_DTYPES];
 /* -------------------------------------------------------------------------------------------------- comparison */
 
 /* The order of the plain computation's sums: from their first term, from their last, from both ends in turn; or, as BLAS does,
- * blocks of PLAIN_BLOCK terms that are added up. */
+ * blocks of PLAIN_BLOCK terms that are added up; then sums of a row's weights are in the lanes of a vector, as PyTorch has them. */
 typedef enum plain_order { PLAIN_FORWARD, PLAIN_REVERSED, PLAIN_BLOCKED, PLAIN_ENDS, PLAIN_ORDERS } plain_order;
 enum { PLAIN_BLOCK = 128 };
 

@@ -113,6 +113,16 @@ static void random_part(rng *r, heddle_attention *a) {
     }
 }
 
+/* Rows whose sums are of like weights, which a softcap makes of large scores, or of few of many keys. In float16 the plain computation
+ * has no number for the weight of a sink beside scores that large. */
+static void random_sharpness(rng *r, attention_case *c) {
+    static const double amplitudes[] = {1, 3, 6};
+    if (c->a.softcap > 0 && c->a.dtype != HEDDLE_F16)
+        c->q_magnitude = c->k_magnitude = amplitudes[rng_between(r, 0, 2)];
+    if (c->a.features & HEDDLE_BOOL_MASK && rng_chance(r, 0.3))
+        c->mask_density = fmin(1, (double)rng_between(r, 1, 6) / (double)c->a.sk);
+}
+
 static attention_case random_attention(uint64_t seed, lengths *l) {
     rng r = {seed};
     static const int64_t heads[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {6, 2}, {3, 3}, {8, 1}};
@@ -165,6 +175,7 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
     if (a->features & HEDDLE_BIAS && rng_chance(&r, 0.3))
         c.huge_bias = -INFINITY;
     random_part(&r, a);
+    random_sharpness(&r, &c);
     return c;
 }
 
