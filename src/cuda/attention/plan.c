@@ -274,6 +274,7 @@ static void fill_workspace(const attention_problem *of, const attention_choice *
     p->seen_by_queries = c->seen_by_queries;
     p->seen_by_queries.kinds = at(workspace, c->kinds_q);
     p->seen_by_queries.bits = at(workspace, c->bits_q);
+    p->seen_by_queries.taken = backward ? NULL : at(workspace, c->taken);
     p->seen_of_keys = c->seen_of_keys;
     p->seen_of_keys.kinds = at(workspace, c->kinds_k);
     p->seen_of_keys.bits = at(workspace, c->bits_k);

@@ -77,18 +77,9 @@ INLINE unsigned count_pairs(const attention_params &p) {
     return sm90_forward_pairs((unsigned)(p.a.h * p.a.b), (unsigned)p.tiles_q);
 }
 
-/* id = unit·tiles + tile of one step; false: there is none. */
-INLINE bool tile_of_step(const attention_params &p, unsigned step, unsigned *id) {
-    const unsigned units = (unsigned)(p.a.h * p.a.b), tiles = (unsigned)p.tiles_q, grid = gridDim.x;
-    const unsigned pairs = count_pairs(p);
-    unsigned pair = step / 2 * grid + blockIdx.x, second = step % 2;
-    if (step / 2 * grid + grid > pairs) {
-        const unsigned left = pairs % grid, at = second ? 2 * grid - 1 - blockIdx.x : blockIdx.x;
-        if (at >= 2 * left)
-            return false;
-        second = at >= left;
-        pair = pairs - left + at - second * left;
-    }
+/* id = unit·tiles + tile of the first or the second of a pair; false: there is none. */
+INLINE bool tile_of_pair(const attention_params &p, unsigned pair, unsigned second, unsigned *id) {
+    const unsigned units = (unsigned)(p.a.h * p.a.b), tiles = (unsigned)p.tiles_q;
     const unsigned section = pair / (8 * tiles), j = pair - section * 8 * tiles;
     const unsigned count = min(16u, units - section * 16), half = tiles / 2;
     unsigned unit = j % count, tile = second ? j / count : tiles - 1 - j / count;
@@ -100,6 +91,20 @@ INLINE bool tile_of_step(const attention_params &p, unsigned step, unsigned *id)
     }
     *id = (section * 16 + unit) * tiles + tile;
     return true;
+}
+
+/* Of one step of this block. */
+INLINE bool tile_of_step(const attention_params &p, unsigned step, unsigned *id) {
+    const unsigned pairs = count_pairs(p), grid = gridDim.x;
+    unsigned pair = step / 2 * grid + blockIdx.x, second = step % 2;
+    if (step / 2 * grid + grid > pairs) {
+        const unsigned left = pairs % grid, at = second ? 2 * grid - 1 - blockIdx.x : blockIdx.x;
+        if (at >= 2 * left)
+            return false;
+        second = at >= left;
+        pair = pairs - left + at - second * left;
+    }
+    return tile_of_pair(p, pair, second, id);
 }
 
 /* False: the tile has no rows. */
@@ -132,6 +137,16 @@ template <int ROWS> INLINE bool next_work(const attention_params &p, unsigned *s
         if (there && find_work<ROWS>(p, id, w))
             return true;
     }
+    return false;
+}
+
+/* Where a mask decides what tiles cost: the next that no block has taken, the longest of a causal mask first. */
+template <int ROWS> INLINE bool take_work(const attention_params &p, forward_work *w) {
+    const unsigned pairs = count_pairs(p);
+    unsigned id, x;
+    while ((x = atomicAdd(p.seen_by_queries.taken, 1u)) < 2 * pairs)
+        if (tile_of_pair(p, x < pairs ? x : 2 * pairs - 1 - x, x >= pairs, &id) && find_work<ROWS>(p, id, w))
+            return true;
     return false;
 }
 

@@ -74,7 +74,8 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
     unsigned step = 0, nq = 0, n = 0;
     forward_work w;
     int v_row = 0, v_head = 0, v_batch = 0; /* V follows K of the next step, be that of the next tile */
-    while (next_work<layout::rows>(p, &step, &w)) {
+    const bool takes = (FULL & WITH_MASK) && p.seen_by_queries.taken;
+    while (takes ? take_work<layout::rows>(p, &w) : next_work<layout::rows>(p, &step, &w)) {
         if (w.s.begin == w.s.end)
             continue;
         if (FULL)

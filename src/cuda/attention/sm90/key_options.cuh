@@ -60,9 +60,8 @@ INLINE void read_key_bias(const attention_params &p, const key_options &o, int k
 }
 
 /* Columns are queries from i0 on: the distance of this lane's key to them. */
-INLINE void key_distance(const key_options &o, int key, int i0, float distance[2]) {
-    distance[0] = (float)(key - o.off - i0 - fragment_column());
-    distance[1] = distance[0] + 8.0f;
+INLINE float key_distance(const key_options &o, int key, int i0) {
+    return (float)(key - o.off - i0 - fragment_column());
 }
 
 /* k·q -> Sᵀ, but for what masks, a bias and a factor, which is returned; key: this lane's first. */
@@ -74,9 +73,7 @@ INLINE float cap_and_slope_keys(const attention_params &p, const key_options &o,
         cap_scores<T, N>(p.score_in, s);
     if (has_slopes<WITH>(p)) {
         const int first = key - fragment_row() - o.off - i0; /* of the warpgroup */
-        float distance[2];
-        key_distance(o, key, i0, distance);
-        add_slopes<N>(o.slope, distance, first >= N - 1 ? 1 : first + 63 <= 0 ? -1 : 0, by, s);
+        add_slopes<N>(o.slope, key_distance(o, key, i0), first >= N - 1 ? 1 : first + 63 <= 0 ? -1 : 0, by, s);
         by = 1.0f;
     }
     return by;
@@ -183,9 +180,7 @@ INLINE void cap_key_gradients(const attention_params &p, const key_options &o, i
     {
         float by = -1.0f;
         if (has_slopes<WITH>(p)) { /* -t + what was taken away with the slope */
-            float distance[2];
-            key_distance(o, key, i0, distance);
-            add_slopes<16>(o.slope, distance, 0, by, t);
+            add_slopes<16>(o.slope, key_distance(o, key, i0), 0, by, t);
             by = 1.0f;
         }
         if (has_bias<WITH>(p)) {

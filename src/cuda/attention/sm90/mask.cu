@@ -89,6 +89,8 @@ INLINE unsigned tiles_of(const attention_params &p, const mask_map &m) {
 /* A block has a tile of one of the maps. */
 INLINE void attention_mask(const attention_params &p) {
     const unsigned tiles = tiles_of(p, p.seen_by_queries);
+    if (p.seen_by_queries.taken && blockIdx.x == 0 && threadIdx.x == 0)
+        *p.seen_by_queries.taken = 0;
     if (blockIdx.x < tiles)
         map_tile<false>(p, p.seen_by_queries, blockIdx.x);
     else

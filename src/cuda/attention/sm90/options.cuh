@@ -33,7 +33,7 @@ template <int WITH> INLINE bool has_bias(const attention_params &p) {
     return WITH == WITH_BIAS || ((WITH & WITH_BIAS) && (p.a.features & HEDDLE_BIAS));
 }
 template <int WITH> INLINE bool has_boxes(const attention_params &p) {
-    return (WITH & WITH_BIAS) && (p.vectors & VECTOR_BIAS_BOXES);
+    return WITH == WITH_BIAS || ((WITH & WITH_BIAS) && (p.vectors & VECTOR_BIAS_BOXES));
 }
 template <int WITH> INLINE bool has_bits(int step) {
     return (WITH & WITH_MASK) && (step & STEP_BITS);
@@ -179,22 +179,33 @@ template <typename T, int N> INLINE void cap_scores(float in, float (*s)[4]) {
             s[y][e] = tanh_of(s[y][e] * in, T());
 }
 
-/* S = S·by - slope·|distance|, of which each row has its own from column 0 of this lane on. LEFT: it falls along a row by one from column to
- * column, 1; it grows, -1; it does what it likes, 0. */
-template <int N> INLINE void add_slopes(float slope, const float distance[2], int left, float by, float (*s)[4]) {
+/* S = S·by - slope·|distance|, which is that of the first row from column 0 of this lane on; in the second, 8 below, each column has what
+ * the column 8 before it has in the first. left: it falls along a row by one from column to column, 1; it grows, -1; it does what it likes,
+ * 0. */
+template <int N> INLINE void add_slopes(float slope, float distance, int left, float by, float (*s)[4]) {
+    const float step = left > 0 ? slope : -slope, first = -step * distance;
     if (left) {
-        const float step = left > 0 ? slope : -slope, first[2] = {-step * distance[0], -step * distance[1]};
+        float before[2] = {fmaf(step, -8.0f, first), fmaf(step, -7.0f, first)};
 #pragma unroll
         for (int y = 0; y < N / 8; y++)
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                s[y][e] = fmaf(s[y][e], by, fmaf(step, (float)(y * 8 + e % 2), first[e / 2]));
+            for (int e = 0; e < 2; e++) {
+                const float now = fmaf(step, (float)(y * 8 + e), first);
+                s[y][e] = fmaf(s[y][e], by, now);
+                s[y][2 + e] = fmaf(s[y][2 + e], by, before[e]);
+                before[e] = now;
+            }
     } else {
+        float before[2] = {-slope * fabsf(distance + 8.0f), -slope * fabsf(distance + 7.0f)};
 #pragma unroll
         for (int y = 0; y < N / 8; y++)
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                s[y][e] = fmaf(s[y][e], by, -slope * fabsf(distance[e / 2] - (float)(y * 8 + e % 2)));
+            for (int e = 0; e < 2; e++) {
+                const float now = -slope * fabsf(distance - (float)(y * 8 + e));
+                s[y][e] = fmaf(s[y][e], by, now);
+                s[y][2 + e] = fmaf(s[y][2 + e], by, before[e]);
+                before[e] = now;
+            }
     }
 }
 
@@ -295,10 +306,8 @@ INLINE void read_options(const attention_params &p, const query_options &o, int 
 }
 
 /* Where rows row .. of a warpgroup are, from column j0 of this lane on. */
-INLINE float row_distance(const query_options &o, int row, int j0, float distance[2]) {
-    distance[0] = (float)(o.place + row - j0 + fragment_row() - fragment_column());
-    distance[1] = distance[0] + 8.0f;
-    return o.slope;
+INLINE float row_distance(const query_options &o, int row, int j0) {
+    return (float)(o.place + row - j0 + fragment_row() - fragment_column());
 }
 
 /* q·k -> S, but for what masks, a bias and a factor, which is returned. */
@@ -309,12 +318,7 @@ INLINE float cap_and_slope(const attention_params &p, const query_options &o, in
         cap_scores<T, N>(p.score_in, s);
     if (has_slopes<WITH>(p)) {
         const int first = o.place + row - j0; /* of the warpgroup's first row, to the first key */
-        float distance[2];
-        add_slopes<N>(row_distance(o, row, j0, distance), distance,
-                      first >= N - 1    ? 1
-                      : first + 63 <= 0 ? -1
-                                        : 0,
-                      by, s);
+        add_slopes<N>(o.slope, row_distance(o, row, j0), first >= N - 1 ? 1 : first + 63 <= 0 ? -1 : 0, by, s);
         by = 1.0f;
     }
     return by;
@@ -393,9 +397,9 @@ INLINE void cap_query_gradients(const attention_params &p, const query_options &
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 t[y][e] = score_of(log2_approx(s[x / 8 + y][e]), base[e / 2], rest[e / 2]);
-        float by = -1.0f, distance[2];
+        float by = -1.0f;
         if (p.a.features & HEDDLE_ALIBI) { /* -t, as what was added is added to it */
-            add_slopes<16>(row_distance(o, row, j0, distance), distance, 0, by, t);
+            add_slopes<16>(o.slope, row_distance(o, row, j0), 0, by, t);
             by = 1.0f;
         }
         if (p.a.features & HEDDLE_BIAS) {

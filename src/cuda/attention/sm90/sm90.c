@@ -150,11 +150,19 @@ static void place_map(const heddle_attention *a, int kernel, bool keys, attentio
     *(keys ? &c->bits_k : &c->bits_q) = bits;
 }
 
-/* A block for each multiprocessor, which takes tile after tile; but a block for each pair of tiles where the lengths are known to the
- * device alone, and the device has to see to it that the work is spread. */
+/* The count of tiles that blocks have taken, which the kernel mask clears. */
+static void place_count(const attention_problem *p, attention_choice *c) {
+    if (!(p->a->features & HEDDLE_BOOL_MASK))
+        return;
+    c->taken = c->bytes;
+    c->bytes += align64(sizeof(uint32_t));
+}
+
+/* A block for each multiprocessor, which takes tile after tile, of a boolean mask whichever is the next when it is free; but a block for
+ * each pair of tiles where the lengths are known to the device alone, and the device has to see to it that the work is spread. */
 static int64_t persistent_blocks(const attention_problem *p, int64_t tiles) {
     const int64_t units = p->a->h * p->a->b, pairs = sm90_forward_pairs((unsigned)units, (unsigned)tiles);
-    const bool uneven = p->a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS | HEDDLE_BOOL_MASK);
+    const bool uneven = (p->a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) && !(p->a->features & HEDDLE_BOOL_MASK);
     return min64(tiles * units, uneven ? max64(p->device->multiprocessors, pairs) : p->device->multiprocessors);
 }
 
@@ -162,6 +170,7 @@ static void lay_out_forward(const attention_problem *p, attention_choice *c) {
     c->tiles_q = ceil_div(p->a->sq, heddle__cuda_attention_kernels[c->fwd].own);
     c->blocks = persistent_blocks(p, c->tiles_q);
     place_map(p->a, c->fwd, false, c);
+    place_count(p, c);
 }
 
 static void lay_out_fused(const attention_problem *p, attention_choice *c) {
@@ -279,12 +288,18 @@ static void add_dbias(const attention_problem *p, const attention_choice *c, att
                                 (s.h ? p->a->h : 1) * (s.b ? p->a->b : 1));
 }
 
+/* biased takes boxes alone: what the copy engine cannot fetch is the full kernel's, whose tiles are the same. */
+static int take_boxes(const attention_problem *p, const attention_job *job, int kernel) {
+    const kernel_row *k = &heddle__cuda_attention_kernels[kernel];
+    return k->variant == VARIANT_biased && !(job->params.p.vectors & VECTOR_BIAS_BOXES) ? find(p, k->pass) : kernel;
+}
+
 static void launch(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const heddle_attention_data *t = &job->params.p.t;
     add_maps(p, c, job);
     if (p->pass == HEDDLE_FORWARD) {
         add_mask(p, c, job);
-        heddle__cuda_add_launch(job, c->fwd, c->blocks);
+        heddle__cuda_add_launch(job, take_boxes(p, job, c->fwd), c->blocks);
         return;
     }
     heddle__cuda_add_prep(p, c, job);
@@ -293,7 +308,7 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     if (c->bwd < 0)
         heddle__cuda_add_dkdv_and_dq(c, job);
     else if (t->dk || t->dv || t->dq)
-        heddle__cuda_add_launch(job, c->bwd, c->blocks_dkdv);
+        heddle__cuda_add_launch(job, take_boxes(p, job, c->bwd), c->blocks_dkdv);
     if (c->bwd >= 0 && t->dq)
         heddle__cuda_add_launch(job, c->gather, c->blocks);
     if (t->dbias && c->dbias >= 0)
