@@ -5,6 +5,7 @@
 #include "cuda/attention/attention.h"
 #include "scenario.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -281,7 +282,8 @@ static void parts(void) {
     a.dropout = 0.25;
     MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "plain") && strstr(kernel_of(a, HEDDLE_BACKWARD), "plain"));
     a.k_offset = 16;
-    MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "full_sm90") && strstr(kernel_of(a, HEDDLE_BACKWARD), "full_sm90"));
+    MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "dropped_sm90"));
+    MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), "dropped_sm90"));
     a = attention_desc(HEDDLE_F32, 1, 1, 1, 128, 128, 32, 32);
     a.q_offset = 1000;
     MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "small") && strstr(kernel_of(a, HEDDLE_BACKWARD), "small"));
@@ -297,6 +299,48 @@ static void parts(void) {
     MUST(strstr(heddle_last_message(), "other_o = "));
     set("FAKE_CONTEXT", "0");
     MUST(run_merge(HEDDLE_F16, 0, NULL) == HEDDLE_OK && fake_depth() == 0);
+}
+
+/* One option alone has a kernel of its own, several have the full one; so has a bias that the copy engine cannot fetch. */
+static void options_on_hopper(void) {
+    set("FAKE_CC", "90");
+    set("FAKE_SHARED", "232448");
+    set("FAKE_MULTIPROCESSORS", "132");
+    static const struct {
+        uint64_t features;
+        double softcap, dropout, scale;
+        const char *variant;
+    } rows[] = {{0, 20, 0, 0, "capped"},
+                {HEDDLE_ALIBI, 0, 0, 0, "capped"},
+                {HEDDLE_BIAS, 0, 0, 0, "biased"},
+                {HEDDLE_BOOL_MASK, 0, 0, 0, "masked"},
+                {0, 0, 0.1, 0, "dropped"},
+                {HEDDLE_BOOL_MASK, 0, 0.1, 0, "full"},
+                {HEDDLE_ALIBI | HEDDLE_BIAS, 0, 0, 0, "full"},
+                {HEDDLE_BOOL_MASK, 0, 0, -1, "full"}};
+    for (size_t x = 0; x < COUNT(rows); x++)
+        for (int d = 64; d <= 256; d *= 2) {
+            char name[64];
+            heddle_attention a = attention_desc(HEDDLE_F16, 2, 16, 4, 4096, 4096, d, 0);
+            a.features = rows[x].features;
+            a.softcap = rows[x].softcap;
+            a.dropout = rows[x].dropout;
+            a.scale = rows[x].scale;
+            const char *variant = d > 128 ? "full" : rows[x].variant;
+            snprintf(name, sizeof name, "fwd_f16_d%d_%s_sm90", d, variant);
+            MUST(strstr(kernel_of(a, HEDDLE_FORWARD), name));
+            snprintf(name, sizeof name, d > 128 ? "dkdv_f16_d%d_%s_sm90" : "bwd_f16_d%d_%s_sm90", d, variant);
+            MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), name));
+            MUST(run_attention(a, HEDDLE_FORWARD, 16, NULL) == HEDDLE_OK);
+            MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
+        }
+    MUST(fake_launches("heddle_attention_bwd_f16_d128_biased_sm90") == 1);
+    heddle_attention a = attention_desc(HEDDLE_F16, 2, 16, 16, 1000, 1001, 128, 0); /* odd rows of bias */
+    a.features = HEDDLE_BIAS;
+    for (int pass = 0; pass < 2; pass++)
+        MUST(run_attention(a, (heddle_pass)pass, 16, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_bwd_f16_d128_biased_sm90") == 1);
+    MUST(fake_launches("heddle_attention_fwd_f16_d128_biased_sm90") == 1);
 }
 
 /* --------------------------------------------------------------------------------------------------------- tests */
@@ -316,6 +360,7 @@ SCENARIO(small_left_out)
 SCENARIO(float32_on_hopper)
 SCENARIO(head_dims_on_hopper)
 SCENARIO(parts)
+SCENARIO(options_on_hopper)
 
 enum { KERNELS = CUDA_KERNELS };
 
@@ -382,6 +427,7 @@ int main(void) {
         cmocka_unit_test(test_float32_on_hopper),
         cmocka_unit_test(test_head_dims_on_hopper),
         cmocka_unit_test(test_parts),
+        cmocka_unit_test(test_options_on_hopper),
         cmocka_unit_test(test_no_kernel_is_dead),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
