@@ -401,14 +401,11 @@ static void gradients_of_scores(const attention_problem *p, head *h, int64_t i, 
     for (int64_t j = 0; j < n && db->host && h->spreads; j++)
         s->spread_dbias[at + j] += h->of_ds[first + j] * h->of_ds[first + j];
     if (p->a.softcap > 0) {
-        for (int64_t j = 0; j < n && h->spreads && exact_products(h);
-             j++) { /* 1 - tanh² has the rounding of the tanh */
-            const double square = (double)th[j] * (double)th[j];
-            h->of_ds[first + j] = hypot(h->of_ds[first + j] * (1 - square), 2 * square * (double)ds[j]);
-        }
         for (int64_t j = 0; j < n; j++)
             ds[j] = h->sees[first + j] ? ds[j] * (1 - th[j] * th[j]) : 0;
         round_all(h->precision, n, ds);
+        for (int64_t j = 0; j < n && h->spreads && exact_products(h); j++)
+            h->of_ds[first + j] *= (double)(1 - th[j] * th[j]);
     }
 }
 
