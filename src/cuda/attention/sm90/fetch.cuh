@@ -68,11 +68,13 @@ INLINE void fetch_keys(const attention_params_sm90 &all, const crew &crew, char 
             for (key_walk at = first_seen<BLOCK>(p, w), next; at.x < (w.y + 1) * p.group; at = next, count++) {
                 next = step_after<BLOCK>(p, w, at);
                 const bool boxes = places::has_boxes && (p.vectors & VECTOR_BIAS_BOXES);
+                /* While there is no place for it yet: what memory is asked for here takes a third of a step. Nobody has use any more
+                 * for what was told KEY_STEPS before, as the places are fewer. */
+                if (lane == 0)
+                    steps[count % KEY_STEPS] = tell_step<T, BLOCK>(p, w, at, next);
                 mbarrier_wait(places::empty(smem, r), r.turn ^ 1);
                 if (!boxes)
                     prefetch_step<T, BLOCK>(p, w, at);
-                if (lane == 0)
-                    steps[count % KEY_STEPS] = tell_step<T, BLOCK>(p, w, at, next);
                 places::step(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), smem, n, &r);
                 if (boxes && lane == 0)
                     places::boxes(all, w, at, next, smem, count);

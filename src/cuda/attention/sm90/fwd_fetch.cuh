@@ -95,10 +95,8 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
         for (int j0 = last, next; j0 >= w.s.begin; j0 = next, n++) {
             const int row = (int)w.c.first_k + j0;
             next = FULL ? next_seen<BLOCK>(kinds, w.s, j0 - BLOCK) : j0 - BLOCK;
-            if (FULL) {
-                mbarrier_wait(barriers + K_EMPTY + slot_of<layout::stages>(n) * 8, turn_of<layout::stages>(n) ^ 1);
+            if (FULL) /* nobody has use any more for what was told STEPS before */
                 steps_in<layout>(jobs)[n % STEPS] = step_of<BLOCK, FULL>(p, kinds, w.s, j0, next);
-            }
             load_keys<D, BLOCK, layout>(smem + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head, w.n,
                                         n);
             if (n)
