@@ -200,14 +200,14 @@ static void test_lengths(void **state) {
     }
 }
 
-/* The options that change scores: the full kernels in 16 bits. In float32 they are another family's, and so is the backward where something is
- * added to capped scores. */
+/* The options that change scores: the family's kernels in 16 bits, with one option or all. In float32 they are another family's, and so is the
+ * backward where something is added to capped scores. */
 static void check_full(attention_case *c) {
     static int count;
     if (count++ % 3 == 1)
         c->a.features |= HEDDLE_DETERMINISTIC;
     const bool mixed = c->a.softcap > 0 && c->a.features & (HEDDLE_ALIBI | HEDDLE_BIAS);
-    const char *full = c->a.dtype == HEDDLE_F32 ? "sm80" : "full_sm90";
+    const char *full = c->a.dtype == HEDDLE_F32 ? "sm80" : "sm90";
     expect_family_of(c, HEDDLE_FORWARD, full);
     expect_family_of(c, HEDDLE_BACKWARD, mixed ? "sm80" : full);
     check_attention(c);
