@@ -261,7 +261,7 @@ static void head_dims_on_hopper(void) {
 }
 
 /* A part takes the kernels of the whole; with dropout the plain ones, where an eighth key is not the first of the part. What adds to what is
- * there takes a launch more in forward, and never those of the family small. */
+ * there takes a launch more in forward, and D from a launch of its own in the family small. */
 static void parts(void) {
     set("FAKE_CC", "90");
     set("FAKE_SHARED", "232448");
@@ -288,7 +288,11 @@ static void parts(void) {
     a.q_offset = 1000;
     MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "small") && strstr(kernel_of(a, HEDDLE_BACKWARD), "small"));
     a.features = HEDDLE_ACCUMULATE;
-    MUST(!strstr(kernel_of(a, HEDDLE_FORWARD), "small") && !strstr(kernel_of(a, HEDDLE_BACKWARD), "small"));
+    MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "small") && strstr(kernel_of(a, HEDDLE_BACKWARD), "small"));
+    const int before = fake_launches("heddle_attention_prep_f32_d512_plain_sm80");
+    a.sk = 200; /* not so few that they would need it */
+    MUST(run_attention(a, HEDDLE_BACKWARD, 0, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_prep_f32_d512_plain_sm80") == before + 1);
     MUST(run_merge(HEDDLE_F16, 0, NULL) == HEDDLE_OK);
     MUST(fake_launches("heddle_attention_merge_f16_d512_plain_sm80") == 1);
     MUST(run_merge(HEDDLE_F16, 0, (void *)0x2000) == HEDDLE_WRONG_DEVICE);

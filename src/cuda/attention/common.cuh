@@ -179,6 +179,25 @@ INLINE row_shares join_before(const attention_params &p, int64_t at, float *lse)
     return {before / all, now / all};
 }
 
+/* A number of o of a row, whose lse was found; at: where it is. */
+template <typename T> INLINE void store_number(const attention_params &p, int64_t row, float lse, int64_t at, float x) {
+    if (!p.adds) {
+        from_float((T *)p.t.o + at, x);
+        return;
+    }
+    const row_shares s = join_before(p, row, &lse);
+    float *const to = (float *)p.t.o + at;
+    *to = fmaf(s.keep >= 0.0f ? *to : 0.0f, s.keep, x * s.take);
+}
+
+/* A number of a gradient, or what is added to it. */
+template <typename T> INLINE void add_number(const attention_params &p, void *to, int64_t at, float x) {
+    if (p.adds)
+        ((float *)to)[at] += x;
+    else
+        from_float((T *)to + at, x);
+}
+
 /* ---------------------------------------------------------------------------------- the log-sum-exp for the backward
  * P = exp2(S·c - base - rest), where rest is not negative: the rounding of base is a part of it. Of huge scores that would be too large a
  * part, and their neighbours in float32 have no weight beside them: a negative rest says that S and base are multiplied by a power of two

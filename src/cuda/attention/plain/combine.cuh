@@ -65,17 +65,6 @@ INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, fl
                          : natural_lse(p, top, c, p.unit, log2f(sum));
 }
 
-/* A number of o of a row, whose lse was found; at: where it is. */
-template <typename T> INLINE void store_number(const attention_params &p, int64_t row, float lse, int64_t at, float x) {
-    if (!p.adds) {
-        from_float((T *)p.t.o + at, x);
-        return;
-    }
-    const row_shares s = join_before(p, row, &lse);
-    float *const to = (float *)p.t.o + at;
-    *to = fmaf(s.keep >= 0.0f ? *to : 0.0f, s.keep, x * s.take);
-}
-
 /* The warps take parts in turn, a lane four columns; their sums meet in shared memory. The loads of the first parts are under way
  * while the weights are made. */
 template <typename T> INLINE void combine_row(const attention_params &p, int64_t n, int64_t x, int i) {

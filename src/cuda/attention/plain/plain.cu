@@ -352,14 +352,6 @@ INLINE void load_query(const attention_params &p, const place &c, int64_t x, int
         load_floats(dout, dout_row<T>(p, c, x, i), (int)p.a.dv);
 }
 
-/* A number of a gradient, or what is added to it. */
-template <typename T> INLINE void store_gradient(const attention_params &p, void *to, int64_t at, float x) {
-    if (p.adds)
-        ((float *)to)[at] += x;
-    else
-        from_float((T *)to + at, x);
-}
-
 template <typename T> INLINE void plain_dq(const attention_params &p) {
     __shared__ float q[MAX_DIM], dout[MAX_DIM], ds[THREADS];
     const row_index at = find_row(blockIdx.x, p.a.h, p.a.sq);
@@ -392,7 +384,7 @@ template <typename T> INLINE void plain_dq(const attention_params &p) {
     for (int z = 0; z < MAX_DIM / THREADS; z++) {
         const int e = z * THREADS + threadIdx.x;
         if (e < p.a.d)
-            store_gradient<T>(p, p.t.dq, row_at(p.a.dq_stride, c.n, at.x, c.first_q + at.i) + e, dq[z] * p.scale);
+            add_number<T>(p, p.t.dq, row_at(p.a.dq_stride, c.n, at.x, c.first_q + at.i) + e, dq[z] * p.scale);
     }
 }
 
@@ -448,9 +440,9 @@ template <typename T> INLINE void plain_dkdv(const attention_params &p) {
     for (int w = 0; w < MAX_DIM / THREADS; w++) {
         const int e = w * THREADS + threadIdx.x;
         if (p.t.dk && e < p.a.d)
-            store_gradient<T>(p, p.t.dk, row_at(p.a.dk_stride, c.n, at.x, c.first_k + j) + e, dk[w] * p.scale);
+            add_number<T>(p, p.t.dk, row_at(p.a.dk_stride, c.n, at.x, c.first_k + j) + e, dk[w] * p.scale);
         if (p.t.dv && e < p.a.dv)
-            store_gradient<T>(p, p.t.dv, row_at(p.a.dv_stride, c.n, at.x, c.first_k + j) + e, dv[w]);
+            add_number<T>(p, p.t.dv, row_at(p.a.dv_stride, c.n, at.x, c.first_k + j) + e, dv[w]);
     }
 }
 

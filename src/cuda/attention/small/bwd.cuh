@@ -94,12 +94,12 @@ struct pair {
 };
 
 template <typename T, int D>
-INLINE void store_gradient(void *to, const heddle_strides &s, const place &c, int64_t head, int64_t first, int rows,
-                           int64_t width, const float *merge, float factor) {
+INLINE void store_gradient(const attention_params &p, void *to, const heddle_strides &s, const place &c, int64_t head,
+                           int64_t first, int rows, int64_t width, const float *merge, float factor) {
     if (to)
         for (int at = threadIdx.x; at < rows * D; at += THREADS)
             if (at % D < width)
-                from_float((T *)to + row_at(s, c.n, head, first + at / D) + at % D, take_sum<D>(merge, at) * factor);
+                add_number<T>(p, to, row_at(s, c.n, head, first + at / D) + at % D, take_sum<D>(merge, at) * factor);
 }
 
 /* The block's queries leave what is known of them, for dbias and dsinks. */
@@ -172,8 +172,9 @@ struct key_blocks {
     INLINE void store(const attention_params &p, const small_work<T> &b, int rows, const float *merge, const float *,
                       bool) {
         const int64_t first = b.c.first_k + b.w.own;
-        store_gradient<T, D>(p.t.dk, p.a.dk_stride, b.c, b.head, first, rows, p.a.d, merge, p.scale);
-        store_gradient<T, D>(p.t.dv, p.a.dv_stride, b.c, b.head, first, rows, p.a.dv, merge + WARPS * ROWS * D, 1.0f);
+        store_gradient<T, D>(p, p.t.dk, p.a.dk_stride, b.c, b.head, first, rows, p.a.d, merge, p.scale);
+        store_gradient<T, D>(p, p.t.dv, p.a.dv_stride, b.c, b.head, first, rows, p.a.dv, merge + WARPS * ROWS * D,
+                             1.0f);
     }
 };
 
@@ -225,7 +226,7 @@ struct query_blocks {
     template <typename T, int D>
     INLINE void store(const attention_params &p, const small_work<T> &b, int rows, const float *merge,
                       const float *numbers, bool few) {
-        store_gradient<T, D>(p.t.dq, p.a.dq_stride, b.c, b.head, b.c.first_q + b.w.own, rows, p.a.d, merge, p.scale);
+        store_gradient<T, D>(p, p.t.dq, p.a.dq_stride, b.c, b.head, b.c.first_q + b.w.own, rows, p.a.d, merge, p.scale);
         const int i = b.w.own + (int)threadIdx.x;
         if (threadIdx.x < ROWS && i < b.c.sq && !few)
             leave_numbers(p, b.c, b.head, i, numbers);
@@ -298,7 +299,7 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
         return;
     const int rows = min(ROWS, b.all_own - b.w.own), at = threadIdx.x % STREAM, half = threadIdx.x / STREAM;
     const dropout_state dropout = make_dropout(p);
-    const bool few = sees_few(p, b.c);
+    const bool few = p.adds || sees_few(p, b.c); /* D is there */
     const int mine = threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
     const int own_row = mine < ROWS ? b.w.own + mine : b.own_rows;
     const four<T> own_a = fetch_any(b.own.a, own_row, column), own_b = fetch_any(b.own.b, own_row, column);

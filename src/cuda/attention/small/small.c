@@ -6,18 +6,21 @@
 /* Beyond so many rows nobody asks. */
 #define MOST_ROWS 4096
 
-/* It adds to nothing. It has no backward with dweights; float32's forward follows suit: both passes or none, for the families round float32 scores
+/* Does its backward need D to be there? Of few keys, and of sums in float32. */
+static bool needs_d(const heddle_attention *a) {
+    return (a->features & HEDDLE_ACCUMULATE) || heddle__cuda_attention_has_few_keys(a);
+}
+
+/* It has no backward with dweights; float32's forward follows suit: both passes or none, for the families round float32 scores
  * differently, and where few keys share a row, P = exp(S - lse) with the lse of another family is wrong by more than plain float32 would
  * be. A backward with few keys takes a launch more: in 16 bits nothing is gained then. */
 static bool takes(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     const bool backward = p->pass == HEDDLE_BACKWARD;
-    if (p->device->small == SMALL_NEVER || (a->features & HEDDLE_ACCUMULATE) ||
-        ((backward || a->dtype == HEDDLE_F32) && (a->features & HEDDLE_WEIGHTS)))
+    if (p->device->small == SMALL_NEVER || ((backward || a->dtype == HEDDLE_F32) && (a->features & HEDDLE_WEIGHTS)))
         return false;
-    if (p->device->small == SMALL_CHOSEN &&
-        (heddle__cuda_is_empty(a) || a->sq > MOST_ROWS || a->sk > MOST_ROWS ||
-         (backward && a->dtype != HEDDLE_F32 && heddle__cuda_attention_has_few_keys(a))))
+    if (p->device->small == SMALL_CHOSEN && (heddle__cuda_is_empty(a) || a->sq > MOST_ROWS || a->sk > MOST_ROWS ||
+                                             (backward && a->dtype != HEDDLE_F32 && needs_d(a))))
         return false;
     const int kernel = heddle__cuda_find_attention(p, backward ? PASS_bwd : PASS_fwd, VARIANT_full, FAMILY_small);
     *(backward ? &c->bwd : &c->fwd) = kernel;
@@ -45,7 +48,7 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
         heddle__cuda_add_launch(job, c->fwd, c->blocks);
         return;
     }
-    if (heddle__cuda_attention_has_few_keys(a))
+    if (needs_d(a))
         heddle__cuda_add_plain(p, job, PASS_prep, ceil_div(a->b * a->h * a->sq, PLAIN_PREP_ROWS));
     if (!t->dk && !t->dv)
         job->params.p.tiles_k = 0;

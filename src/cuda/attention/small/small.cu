@@ -33,8 +33,10 @@ INLINE void store_rows(const attention_params &p, const place &c, int64_t x, int
         const float top = sum == 0.0f ? -CUDART_INF_F : numbers[ROWS * 4 + row];
         const float shrink = end_row(p, true, 1.0f, top, 0.0f, 0.0f, sink_of(p, x, i < c.sq), &sum, &lse);
         if (e < p.a.dv)
-            from_float((T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i) + e,
-                       sum == 0.0f ? 0.0f : take_sum<D>(merge, at) * (shrink / sum));
+            store_number<T>(p, lse_at(p, c, x, i), lse, row_at(p.a.o_stride, c.n, x, c.first_q + i) + e,
+                            sum == 0.0f ? 0.0f : take_sum<D>(merge, at) * (shrink / sum));
+        if (e == 0 && p.adds)
+            join_before(p, lse_at(p, c, x, i), &lse);
         if (e == 0 && p.t.lse)
             ((float *)p.t.lse)[lse_at(p, c, x, i)] = lse;
     }
