@@ -277,6 +277,11 @@ PTX void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier) {
                  : "memory");
 }
 
+/* A float32 sum, added to what lies in global memory. */
+PTX void add_global(float *to, float x) {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+
 /* Four float32 sums, added to what lies in global memory. */
 PTX void add_global4(float *to, float4 x) {
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)

@@ -200,7 +200,7 @@ INLINE void store_sums(bool adds, void *to, const heddle_strides &stride, int64_
             if (i >= count)
                 continue;
             if (adds)
-                add_row<WIDTH>((float *)to + at, sum[x], half, width - from, by, 1.0f);
+                add_sums<WIDTH>((float *)to + at, sum[x], half, width - from, by);
             else
                 store_row<T, WIDTH>((T *)to + at, sum[x], half, width - from, by);
         }

@@ -109,7 +109,7 @@ INLINE void store_tile(bool adds, void *to, int64_t at, int64_t stride, int warp
         const bool there = row < rows;
         if (adds) {
             if (there)
-                add_row<D>((float *)to + at + row * stride, c, half, width, by, 1.0f);
+                add_sums<D>((float *)to + at + row * stride, c, half, width, by);
             continue;
         }
         T *line = (T *)to + at + row * stride;

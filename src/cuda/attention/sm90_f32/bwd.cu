@@ -212,7 +212,7 @@ INLINE void store_sums(bool adds, void *to, int64_t at, int64_t stride, int row0
         if (row0 + half * 8 >= rows)
             continue;
         if (adds)
-            add_row<D>(row, c, half, width, by, 1.0f);
+            add_sums<D>(row, c, half, width, by);
         else
             store_row<float, D>(row, c, half, width, by);
     }
