@@ -23,7 +23,6 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 H, D = 16, 128
 LONG = 65536  # tokens a GPU from which on a call is a sample
@@ -84,10 +83,10 @@ def alone(tokens, world, options):
     return rates(lambda q, k, v: heddle.attention(q, k, v, causal=True), *inputs(tokens), tokens, 1, options.samples)
 
 
-def divided(method, tokens, world, options):
+def divided(method, compare, tokens, world, options):
     from heddle.parallel import ContextParallel
 
-    parallel = ContextParallel(dist.group.WORLD, method=method)
+    parallel = ContextParallel(dist.group.WORLD, method=method, compare=compare)
     attend = lambda q, k, v: parallel.attention(q, k, v, causal=True)  # noqa: E731
     return rates(attend, *inputs(tokens), tokens, world, options.samples)
 
@@ -104,7 +103,8 @@ def pytorch(tokens, world, options):
         context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]),
     ):
         shards = [t.detach().clone() for t in buffers]
-        attend = lambda q, k, v: sdpa(q, k, v, is_causal=True)  # noqa: E731
+        # Looked up at each call: what context_parallel puts in its place is that of the module.
+        attend = lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
         return rates(attend, *shards, tokens, world, options.samples)
 
 
@@ -129,7 +129,9 @@ def work(rank, world, port, options):
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(options.json, "w")) if options.json and rank == 0 else None
         for tokens in options.tokens:
-            whats = [("one GPU alone", alone, ())] + [(f"heddle {m}", divided, (m,)) for m in options.method]
+            whats = [("one GPU alone", alone, ())] + [
+                (f"heddle {m}, {c}", divided, (m, c)) for m in options.method for c in options.compare
+            ]
             whats += [] if options.no_peer else [("PyTorch cuDNN", pytorch, ())]
             base = None
             for label, what, more in whats:
@@ -139,7 +141,7 @@ def work(rank, world, port, options):
                     continue
                 parts = [x / y for x, y in zip(found, base, strict=True)]
                 print(
-                    f"{tokens:7} tokens a GPU  {label:16} {found[0]:6.0f} / {found[1]:4.0f} TFLOP/s a GPU"
+                    f"{tokens:7} tokens a GPU  {label:20} {found[0]:6.0f} / {found[1]:4.0f} TFLOP/s a GPU"
                     f"   {parts[0]:.2f} / {parts[1]:.2f} of one GPU  {why}",
                     flush=True,
                 )
@@ -155,6 +157,7 @@ def main():
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--method", nargs="+", choices=["ring", "heads"], default=["ring", "heads"])
+    parser.add_argument("--compare", nargs="+", choices=["once", "always"], default=["once"], help="ContextParallel's")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--no-peer", action="store_true", help="without PyTorch's context_parallel")
     parser.add_argument("--json")

@@ -172,6 +172,13 @@ class _Ring:
                 found += [_Call(y, y + 1, x, x + 1, "placed") for x in xs]
         return found
 
+    def local_calls(self) -> tuple[list[_Call], list[_Call]]:
+        """Those of the process's own keys: the first of them, and what is left for while gradients are on their way."""
+        calls = self.calls(self.rank)
+        if self.size == 1 or self.runs == 1 or calls != [_Call(0, 2, 0, 2, "causal")]:
+            return calls, []
+        return [_Call(1, 2, 0, 1, "full")], [_Call(y, y + 1, y, y + 1, "causal") for y in range(2)]
+
     def _is_diagonal(self, q0s: list[int], k0s: list[int], seen: list[list[str]]) -> bool:
         """Do the runs, side by side, see each other as under a causal mask from their first corner on?"""
         if self.rows["q"] != self.rows["k"] or len(q0s) != len(k0s) or self.low != -math.inf:
@@ -296,7 +303,10 @@ class _RingAttention(torch.autograd.Function):
         real = _real(q.dtype)
         b, h, s, _ = q.shape
         rows, rows_k = ring.rows["q"], ring.rows["k"]
-        o = torch.zeros(b, h, s, v.shape[-1], dtype=real, device=q.device)
+        met = {y for step in range(ring.size) for c in ring.calls(ring.at(step)[1]) for y in range(c.y0, c.y1)}
+        # Where lse is -inf the first call writes o without reading it.
+        made = torch.empty if sinks is None and len(met) == ring.runs else torch.zeros
+        o = made(b, h, s, v.shape[-1], dtype=real, device=q.device)
         lse = torch.full((b, h, s), -math.inf, dtype=real, device=q.device)
         if sinks is not None:  # a sink is a key whose value is 0: with it as what is there, it counts once
             lse.copy_(sinks[:, None].expand(b, h, s))
@@ -329,32 +339,38 @@ class _RingAttention(torch.autograd.Function):
         more = {} if slopes is None else {"alibi_slopes": slopes}
         keys = _Keys(ring, k, v)
         back: tuple[_Post, Tensor | None, list[int]] | None = None
-        for step in range(ring.size):
-            served, server = ring.at(step)
-            needed = ring.needs(ring.rank, server)
-            its_k, its_v = keys.take(step)
-            sums = None
-            if step == 0:
-                its_dk, its_dv = keys.runs(dk, needed), keys.runs(dv, needed)
-            elif needed:
-                sums = keys.new(len(needed), real).zero_()
-                its_dk, its_dv = keys.unpack(sums, len(needed))
-            for c in ring.calls(server):
+
+        def run(calls: list[_Call], holder: int, theirs: dict[str, Tensor]) -> None:
+            for c in calls:
                 mine = {"q": q, "o": o, "dout": dout, "dq": dq}
                 part = {name: _part(t, rows, c.y0, c.y1) for name, t in mine.items()}
-                theirs = {"k": its_k, "v": its_v, "dk": its_dk, "dv": its_dv}
                 part |= {name: _part(t, rows_k, c.x0, c.x1) for name, t in theirs.items()}
                 part["lse"] = _part(lse, rows, c.y0, c.y1).contiguous()
                 if dlse is not None:
                     part["dlse"] = _part(dlse, rows, c.y0, c.y1).contiguous()
-                ring.call(_BACKWARD, c, server, part | more)
+                ring.call(_BACKWARD, c, holder, part | more)
+
+        first, rest = ring.local_calls()
+        needed = ring.needs(ring.rank, ring.rank)
+        own = {"k": k, "v": v, "dk": dk, "dv": dv}
+        own = {name: keys.runs(t, needed) for name, t in own.items()}
+        run(first, ring.rank, own)
+        for step in range(1, ring.size):
+            served, server = ring.at(step)
+            needed = ring.needs(ring.rank, server)
+            its_k, its_v = keys.take(step)
+            sums = None
+            if needed:
+                sums = keys.new(len(needed), real).zero_()
+                its_dk, its_dv = keys.unpack(sums, len(needed))
+                run(ring.calls(server), server, {"k": its_k, "v": its_v, "dk": its_dk, "dv": its_dv})
             _add(keys, back, dk, dv)  # those of the step before, in the same order every time
-            if step:
-                post, own = _Post(ring), ring.needs(served, ring.rank)
-                if sums is not None:
-                    post.send(sums, server, _GRADIENTS_TAG + step)
-                got = post.receive(keys.new(len(own), real), served, _GRADIENTS_TAG + step) if own else None
-                back = (post.begin(), got, own)
+            post, asked = _Post(ring), ring.needs(served, ring.rank)
+            if sums is not None:
+                post.send(sums, server, _GRADIENTS_TAG + step)
+            got = post.receive(keys.new(len(asked), real), served, _GRADIENTS_TAG + step) if asked else None
+            back = (post.begin(), got, asked)
+        run(rest, ring.rank, own)
         _add(keys, back, dk, dv)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[5]:
@@ -396,6 +412,9 @@ class ContextParallel:
             each process has some heads of the whole sequence; Ulysses).
         zigzag: with a ring, each process has a run from the front and one from the end of the sequence, so that all
             have the same work under a causal mask.
+        compare: whether the processes tell each other at every call what they have been given ("always"), or at the
+            first call with such sizes and options ("once"), which saves the hosts a message. With "once" a process
+            that is given something else later becomes an error on the others at the end of the group's timeout.
 
     Raises:
         TypeError: mesh is neither.
@@ -411,9 +430,12 @@ class ContextParallel:
         *,
         method: Literal["ring", "heads"] = "ring",
         zigzag: bool = True,
+        compare: Literal["always", "once"] = "always",
     ) -> None:
         if method not in ("ring", "heads"):
             raise HeddleValueError(f"method = {method!r} is neither 'ring' nor 'heads'")
+        if compare not in ("always", "once"):
+            raise HeddleValueError(f"compare = {compare!r} is neither 'always' nor 'once'")
         groups: list[dist.ProcessGroup]
         if isinstance(mesh, DeviceMesh):
             if mesh.ndim not in (1, 2):
@@ -439,6 +461,8 @@ class ContextParallel:
         # What the processes agree on is a matter of the hosts: no GPU is waited for.
         self._talk = {group: self._group_of_hosts(group) for group in groups}
         self._begun = False
+        self._compare = compare
+        self._agreed: set[tuple[int, ...]] = set()
 
     @staticmethod
     def _group_of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -556,6 +580,7 @@ class ContextParallel:
         """
         numbers = dict.fromkeys(_AGREED, 0)
         trouble: Exception | None = None
+        drawn = False
         try:
             self._check(q, k, v, alibi_slopes, sinks)
             left, right = window_of(window)
@@ -570,7 +595,10 @@ class ContextParallel:
             numbers = dict(zip(_AGREED, map(int, (*own, self.runs, drawn, seed, offset)), strict=True))
         except Exception as error:  # the others are told, and wait for nobody
             trouble = error
-        seed, offset = self._agree(numbers, trouble)
+        given = tuple(numbers.values())
+        if trouble is not None or drawn or self._compare == "always" or given not in self._agreed:
+            seed, offset = self._agree(numbers, trouble)
+            self._agreed.add(given)
         real = _real(q.dtype)
         slopes = None if alibi_slopes is None else alibi_slopes.to(q.device, real)
         sinks = None if sinks is None else sinks.to(q.device, real)
