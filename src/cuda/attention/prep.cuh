@@ -58,7 +58,7 @@ template <typename T> INLINE float dot_chunk(uint4 o, uint4 dout) {
 template <typename T> INLINE float dot_sums(const float *o, const T *dout, int dv, int part, bool vector) {
     float sum = 0.0f;
     if (vector) {
-#pragma unroll 2
+#pragma unroll 1
         for (int e = part * 8; e < dv; e += 64) {
             const uint4 chunk = *(const uint4 *)(dout + e);
             const float4 low = *(const float4 *)(o + e), high = *(const float4 *)(o + e + 4);
