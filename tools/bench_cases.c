@@ -43,7 +43,9 @@ static const struct option_kind {
     {"dense", HEDDLE_BOOL_MASK, false, true},
     {"bias shared", HEDDLE_BIAS, false, true},
     {"dbias shared", HEDDLE_BIAS, false, true},
+    {"softcap alibi", HEDDLE_ALIBI, true, false},
     {"deterministic", HEDDLE_DETERMINISTIC, true, false},
+    {"deterministic softcap alibi", HEDDLE_DETERMINISTIC | HEDDLE_ALIBI, true, false},
     {"tf32", HEDDLE_TF32, true, false},
 };
 enum { KINDS = sizeof kinds / sizeof *kinds };
@@ -75,7 +77,7 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
         for (int i = 0; i < KINDS; i++) {
             if ((kinds[i].features == HEDDLE_TF32) != (dtype == HEDDLE_F32) && kinds[i].features == HEDDLE_TF32)
                 continue;
-            if (dtype != HEDDLE_BF16 && d != 128)
+            if (dtype == HEDDLE_F32 && d != 128)
                 continue;
             out[n] = gpu_case(dtype, 4096, d, kinds[i].causal ? CAUSAL : FULL);
             out[n++].option = kinds[i].name;
@@ -95,12 +97,14 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
 
 static int gpu_cases(bench_case *out) {
     static const heddle_dtype dtypes[] = {HEDDLE_BF16, HEDDLE_F16, HEDDLE_F32};
-    static const int64_t sizes[][3] = {{16384, 1024, 4096}, {2048, 768, 3072}, {16, 768, 3072}};
+    static const int64_t sizes[][3] = {
+        {16384, 1024, 4096}, {2048, 768, 3072}, {2040, 72, 744}, {2040, 72, 1000}, {16, 768, 3072}};
+    enum { SIZES = sizeof sizes / sizeof *sizes };
     int n = 0;
     for (int i = 0; i < 3; i++)
         n += gpu_attention(dtypes[i], out + n);
     for (int i = 0; i < 3; i++)
-        for (int x = 0; x < 3; x++)
+        for (int x = 0; x < SIZES; x++)
             out[n++] = (bench_case)LINEAR(dtypes[i], sizes[x][0], sizes[x][1], sizes[x][2]);
     for (int x = 0; x < 2; x++) {
         out[n] = (bench_case)LINEAR(HEDDLE_F32, sizes[x][0], sizes[x][1], sizes[x][2]);
@@ -165,7 +169,7 @@ job bench_job(const bench_case *c, heddle_device device) {
         return j;
     j.a.features = j.l.features = kind->features;
     j.a.window_left = kind->features & HEDDLE_WINDOW ? 512 : 0;
-    j.a.softcap = !strcmp(kind->name, "softcap") ? 30 : 0;
+    j.a.softcap = strstr(kind->name, "softcap") ? 30 : 0;
     j.a.dropout = !strcmp(kind->name, "dropout") ? 0.1 : 0;
     if (kind->shared) {
         const heddle_strides one = {0, c->sq * c->sk, c->sk};
