@@ -28,6 +28,11 @@ INLINE bool sees_few(const attention_params &p, const place &c) {
     return !p.adds && (c.sk <= FEW_KEYS || (uint32_t)c.hi - (uint32_t)c.lo < FEW_KEYS);
 }
 
+/* In float32: may a mask or a bias hide more keys than the band does, so that few are left? */
+template <typename T> INLINE bool hides(const attention_params &p) {
+    return sizeof(T) == 4 && !p.adds && (p.a.features & (HEDDLE_BOOL_MASK | HEDDLE_BIAS));
+}
+
 INLINE int clamp_to_int(int64_t x) {
     return (int)clamp64(x, -(INT64_C(1) << 30), INT64_C(1) << 30);
 }

@@ -152,9 +152,10 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
         cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();
-        product_rows<T, D, 1, BLOCK>(s, shared + warp_row * tile<T, D>::pitch, sk, p.tf32, shared + layout::joins);
+        product_rows<T, D, 1, BLOCK>(s, shared + warp_row * tile<T, D>::pitch, sk, p.tf32, short_rows<T>(p),
+                                     shared + layout::joins);
         product_rows<T, D, 1, BLOCK>(dp, shared + layout::second + warp_row * tile<T, D>::pitch, sv, p.tf32,
-                                     shared + layout::joins + layout::join_bytes);
+                                     short_rows<T>(p), shared + layout::joins + layout::join_bytes);
         mask_scores<T, 1, BLOCK>(p, c, x, query0 + warp_row, j0, s);
         if (p.drops)
             drop_elements(
@@ -203,7 +204,8 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
         cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();
-        product_rows<T, D, 1, BLOCK>(s, sq + warp_row * tile<T, D>::pitch, sk, p.tf32, shared + layout::joins);
+        product_rows<T, D, 1, BLOCK>(s, sq + warp_row * tile<T, D>::pitch, sk, p.tf32, short_rows<T>(p),
+                                     shared + layout::joins);
         mask_scores<T, 1, BLOCK>(p, c, x, query0 + warp_row, j0, s);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -239,6 +241,19 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
     }
 }
 
+/* In float32: does a mask leave few keys to one of the 16 rows of a warp from row0 on? */
+template <typename T> INLINE bool masks_leave_few(const attention_params &p, const place &c, int64_t x, int row0) {
+    for (int i = row0; i < min(row0 + 16, c.sq); i++) {
+        const score_row row = make_score_row(p, c, x, i);
+        float count = 0.0f, slack;
+        for (int j = max(0, i + c.lo) + (int)threadIdx.x % 32; j <= min(i + c.hi, c.sk - 1); j += 32)
+            count += full_score<T>(p, c, row, j, 0.0f, &slack) != -CUDART_INF_F;
+        if (warp_sum(count) <= FEW_KEYS)
+            return true;
+    }
+    return false;
+}
+
 /* One tile of queries; all: nobody has been at it. With dweights the plain prep has been here, and has seen to D. */
 template <typename T, int D, int WARPS, int BLOCK>
 INLINE void prep_tile(const attention_params &p, unsigned id, bool all, uint32_t shared) {
@@ -248,15 +263,19 @@ INLINE void prep_tile(const attention_params &p, unsigned id, bool all, uint32_t
     const int query0 = (int)(id % tiles) * layout::rows, warp_row = share<T, D>::group() * 16;
     const place c = find_place(p, unit / p.a.h);
     bool large[2];
+    bool few = sees_few(p, c);
     if (all && !share<T, D>::part())
         prep_rows<T>(p, c, x, query0 + warp_row);
+    if (hides<T>(p) && !few)
+        few = __syncthreads_or(masks_leave_few<T>(p, c, x, query0 + warp_row));
     for (int half = 0; half < 2; half++) {
         const int i = query0 + warp_row + half * 8 + (int)threadIdx.x % 32 / 4;
-        large[half] = i < c.sq && is_coarse<T>(p, c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
+        const float lse = i < c.sq ? ((const float *)p.t.lse)[lse_at(p, c, x, i)] : 0.0f;
+        large[half] = i < c.sq && (is_coarse<T>(p, c, lse) || (hides<T>(p) && few && isfinite(lse)));
     }
     if (__syncthreads_or(large[0] || large[1]))
         refine_rows<T, D, WARPS, BLOCK>(p, c, x, query0, large, shared);
-    if (sees_few(p, c) && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
+    if (few && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
         sum_gradients<T, D, WARPS, BLOCK>(p, c, x, query0, shared);
 }
 

@@ -112,12 +112,22 @@ template <typename T> struct b_fragment { uint32_t r[2]; };
 template <> struct a_fragment<float> { uint32_t r[4], low[4]; };
 template <> struct b_fragment<float> { uint32_t r[2], low[2]; };
 
-/* high: x rounded to the 11 bits of TF32 (Dekker 1971), so that a NaN stays one; low: the rest, of which the tensor
- * cores take the first 11 bits: half a unit more rounds it. */
+/* The tensor cores take the first 11 bits of a number and leave the others out. */
+#define TF32_BITS 0xffffe000u
+
+/* high: x rounded to 11 bits, or cut off where that would be infinite (or no longer a NaN); low: the rest, 12 bits, of which the tensor
+ * cores leave the last one out. */
 INLINE void split_tf32(uint32_t bits, uint32_t *high, uint32_t *low) {
-    const float x = __uint_as_float(bits), c = __fmul_rn(x, 8193.0f), h = __fsub_rn(c, __fsub_rn(c, x));
-    *high = __float_as_uint(h);
-    *low = __float_as_uint(__fsub_rn(x, h)) + 0x1000u;
+    const float x = __uint_as_float(bits);
+    *high = (fabsf(x) < 0x1.ffep127f ? bits + 0x1000u : bits) & TF32_BITS;
+    *low = __float_as_uint(__fsub_rn(x, __uint_as_float(*high)));
+}
+
+/* What the tensor cores leave out of the low parts. */
+template <int N> INLINE void last_bits(uint32_t (&rest)[N], const uint32_t (&low)[N]) {
+#pragma unroll
+    for (int x = 0; x < N; x++)
+        rest[x] = __float_as_uint(__fsub_rn(__uint_as_float(low[x]), __uint_as_float(low[x] & TF32_BITS)));
 }
 
 INLINE void complete(a_fragment<bf16> *) {
@@ -152,6 +162,27 @@ INLINE void multiply_parts(float c[4], float low[4], const a_fragment<float> &a,
         mma_tf32(low, a.r, b.low);
     }
     mma_tf32(c, a.r, b.r);
+}
+
+/* c += all of it: what the sum of the large products was cut off by is what it lacks of them. */
+INLINE void multiply_whole(float c[4], const a_fragment<float> &a, const b_fragment<float> &b) {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f}, rest[4];
+    uint32_t of_a[4], of_b[2];
+    last_bits(of_a, a.low);
+    last_bits(of_b, b.low);
+    mma_tf32(sum, a.r, b.r);
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        rest[e] = -sum[e];
+    mma_tf32(rest, a.r, b.r);
+    mma_tf32(rest, of_a, b.r);
+    mma_tf32(rest, a.r, of_b);
+    mma_tf32(rest, a.low, b.low);
+    mma_tf32(rest, a.low, b.r);
+    mma_tf32(rest, a.r, b.low);
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        c[e] += sum[e] + rest[e];
 }
 
 /* A from 16 rows of a tile, at the lane's address (a_lane) of this step. */
@@ -210,6 +241,47 @@ INLINE void a_from_accumulators(a_fragment<float> *a, const float (*c)[4], int x
     complete(a);
 }
 
+/* -------------------------------------------------------------------------------------- float32: when all products
+ * A sum of few terms has nothing to hide the last bit of an operand in: a plain computation rounds but once or twice there. */
+#define FEW_TERMS 16
+
+/* Of rows that long. */
+template <typename T> INLINE bool short_rows(const attention_params &p) {
+    return sizeof(T) == 4 && max64(p.a.d, p.a.dv) <= FEW_TERMS;
+}
+
+/* Does a query of i0 .. i1-1 see few keys? Of a band the first or the last sees the fewest. */
+template <typename T> INLINE bool few_keys(const place &c, int i0, int i1) {
+    const int first = min(i0 + c.hi + 1, c.sk) - max(i0 + c.lo, 0), last = min(i1 + c.hi, c.sk) - max(i1 - 1 + c.lo, 0);
+    return sizeof(T) == 4 && min(first, last) <= FEW_TERMS;
+}
+
+/* Is a key of j0 .. j1-1 seen by few queries of a head? */
+template <typename T> INLINE bool few_queries(const place &c, int j0, int j1) {
+    const int first = min(j0 - c.lo + 1, c.sq) - max(j0 - c.hi, 0), last = min(j1 - c.lo, c.sq) - max(j1 - 1 - c.hi, 0);
+    return sizeof(T) == 4 && min(first, last) <= FEW_TERMS;
+}
+
+/* Has a row of these weights no more than four that are not 0? By a warp. */
+template <typename T, int TILES, int COLUMNS>
+INLINE bool few_are_left(const attention_params &p, const float (*s)[COLUMNS / 8][4]) {
+    if (!hides<T>(p))
+        return false;
+    bool few = false;
+#pragma unroll
+    for (int x = 0; x < TILES; x++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float count = 0.0f;
+#pragma unroll
+            for (int y = 0; y < COLUMNS / 8; y++)
+                count += (s[x][y][2 * half] != 0.0f ? 1.0f : 0.0f) + (s[x][y][2 * half + 1] != 0.0f ? 1.0f : 0.0f);
+            count = quad_sum(count);
+            few |= count > 0.0f && count <= 4.0f;
+        }
+    return __any_sync(ALL_LANES, few);
+}
+
 /* ------------------------------------------------------------------------------------------------------ products */
 
 /* `bytes` (a constant) further along a row of B. SWIZZLED: rows without the 16 bytes more, chunk c of row r at c ^ r%8 of its 128 bytes, as
@@ -250,7 +322,7 @@ template <int ROWS, int COLUMNS> INLINE void add(float (*c)[COLUMNS][4], const f
 
 /* c[TILES][COLUMNS/8] = A·Bᵀ over D: A has 16·TILES rows at a, B has COLUMNS rows at b. */
 template <typename T, int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product {
-    static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool) {
+    static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool, bool) {
         typedef tile<T, D> t;
         clear<TILES, COLUMNS / 8>(c);
 #pragma unroll(D > 128 ? 4 : 8)
@@ -273,14 +345,45 @@ template <typename T, int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_p
     }
 };
 
-/* The tensor cores cut off when they add to an accumulator. In float32 the small products are therefore summed
+/* The tensor cores cut off when they add to an accumulator: so much of itself a sum of so many steps lacks on average, half a unit of its
+ * last place for each of them (of one that grows), where a unit is 0.72 of 2^-23 on average. */
+INLINE constexpr float cut_off(int steps) {
+    return 0.36f * 0x1p-23f * (float)(steps + 1) / 2;
+}
+
+/* In float32 the small products are therefore summed
  * apart, and the large ones from zero over a few steps, to be added by a rounding addition (after Ootomo and Yokota,
  * 2022). */
 template <int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product<float, D, TILES, COLUMNS, SWIZZLED> {
-    static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32) {
+    /* Of rows of FEW_TERMS. */
+    static __device__ __forceinline__ void run_whole(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b) {
+#pragma unroll 1
+        for (int s = 0; s < FEW_TERMS / 8; s++) {
+            a_fragment<float> fa[TILES];
+#pragma unroll
+            for (int x = 0; x < TILES; x++)
+                load_a(&fa[x], a + x * 16 * tile<float, D>::pitch + s * 32);
+#pragma unroll
+            for (int y = 0; y < COLUMNS / 16; y++) {
+                b_fragment<float> fb[2];
+                load_b_rows(fb, along_row<SWIZZLED>(b + y * 16 * b_tile<float, D, SWIZZLED>::pitch, s * 32));
+#pragma unroll
+                for (int x = 0; x < TILES; x++)
+#pragma unroll
+                    for (int z = 0; z < 2; z++)
+                        multiply_whole(c[x][2 * y + z], fa[x], fb[z]);
+            }
+        }
+    }
+    static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32,
+                                               bool whole) {
         typedef tile<float, D> t;
         float part[TILES][COLUMNS / 8][4], low[TILES][COLUMNS / 8][4];
         clear<TILES, COLUMNS / 8>(c);
+        if (whole && !tf32) {
+            run_whole(c, a, b);
+            return;
+        }
         clear<TILES, COLUMNS / 8>(low);
 #pragma unroll 1
         for (int group = 0; group < share<float, D>::steps; group += 4) {
@@ -304,18 +407,24 @@ template <int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product<float
                 }
             }
             add<TILES, COLUMNS / 8>(c, part);
+#pragma unroll
+            for (int x = 0; x < TILES; x++)
+#pragma unroll
+                for (int z = 0; z < COLUMNS / 2; z++)
+                    low[x][z / 4][z % 4] = fmaf(part[x][z / 4][z % 4], cut_off(4), low[x][z / 4][z % 4]);
         }
         add<TILES, COLUMNS / 8>(c, low);
     }
 };
 
-/* joins: where parts are joined, if D is that wide. */
+/* joins: where parts are joined, if D is that wide. whole: in float32, by multiply_whole. */
 template <typename T, int D, int TILES, int COLUMNS, int SWIZZLED = 0>
-INLINE void product_rows(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32, uint32_t joins = 0) {
+INLINE void product_rows(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32, bool whole,
+                         uint32_t joins = 0) {
     const int lane = threadIdx.x % 32, from = share<T, D>::part() * share<T, D>::width * (int)sizeof(T);
     static_assert(!SWIZZLED || share<T, D>::count == 1, "a share begins anywhere in a row");
     rows_product<T, D, TILES, COLUMNS, SWIZZLED>::run(c, a + from + a_lane<T, D>(lane),
-                                                      b + from + b_tile<T, D, SWIZZLED>::rows_lane(lane), tf32);
+                                                      b + from + b_tile<T, D, SWIZZLED>::rows_lane(lane), tf32, whole);
     if (share<T, D>::count > 1)
         join_parts<share<T, D>::count, TILES, COLUMNS>(c, joins);
 }
@@ -347,7 +456,7 @@ template <int D, int SWIZZLED> struct columns<float, D, SWIZZLED> {
 /* c[TILES][D/8] += A·B: A in accumulators of ROWS columns, B has ROWS rows at b. Of a wide D, this warp's share of the columns. */
 template <typename T, int D, int TILES, int ROWS, int SWIZZLED> struct columns_product {
     static __device__ __forceinline__ void run(float (*c)[share<T, D>::width / 8][4], const float (*a)[ROWS / 8][4],
-                                               uint32_t b, bool) {
+                                               uint32_t b, bool, bool) {
 #pragma unroll
         for (int s = 0; s < ROWS / 16; s++) {
             a_fragment<T> fa[TILES];
@@ -370,8 +479,30 @@ template <typename T, int D, int TILES, int ROWS, int SWIZZLED> struct columns_p
 };
 
 template <int D, int TILES, int ROWS, int SWIZZLED> struct columns_product<float, D, TILES, ROWS, SWIZZLED> {
+    static __device__ __forceinline__ void run_whole(float (*c)[share<float, D>::width / 8][4],
+                                                     const float (*a)[ROWS / 8][4], uint32_t b) {
+#pragma unroll
+        for (int y = 0; y < share<float, D>::width / 16; y++)
+#pragma unroll
+            for (int s = 0; s < ROWS / 8; s++) {
+                b_fragment<float> fb[2];
+                columns<float, D, SWIZZLED>::load(
+                    fb, along_row<SWIZZLED>(b + s * 8 * b_tile<float, D, SWIZZLED>::pitch, y * 64));
+#pragma unroll
+                for (int x = 0; x < TILES; x++) {
+                    a_fragment<float> fa;
+                    a_from_accumulators(&fa, a[x], s);
+                    multiply_whole(c[x][2 * y], fa, fb[0]);
+                    multiply_whole(c[x][2 * y + 1], fa, fb[1]);
+                }
+            }
+    }
     static __device__ __forceinline__ void run(float (*c)[share<float, D>::width / 8][4], const float (*a)[ROWS / 8][4],
-                                               uint32_t b, bool tf32) {
+                                               uint32_t b, bool tf32, bool whole) {
+        if (whole && !tf32) {
+            run_whole(c, a, b);
+            return;
+        }
         a_fragment<float> fa[TILES][ROWS / 8];
 #pragma unroll
         for (int x = 0; x < TILES; x++)
@@ -398,17 +529,18 @@ template <int D, int TILES, int ROWS, int SWIZZLED> struct columns_product<float
             for (int x = 0; x < TILES; x++)
 #pragma unroll
                 for (int z = 0; z < 8; z++)
-                    c[x][2 * y + z / 4][z % 4] += part[x][z / 4][z % 4] + low[x][z / 4][z % 4];
+                    c[x][2 * y + z / 4][z % 4] +=
+                        part[x][z / 4][z % 4] + fmaf(part[x][z / 4][z % 4], cut_off(ROWS / 8), low[x][z / 4][z % 4]);
         }
     }
 };
 
 template <typename T, int D, int TILES, int ROWS, int SWIZZLED = 0>
-INLINE void product_columns(float (*c)[share<T, D>::width / 8][4], const float (*a)[ROWS / 8][4], uint32_t b,
-                            bool tf32) {
+INLINE void product_columns(float (*c)[share<T, D>::width / 8][4], const float (*a)[ROWS / 8][4], uint32_t b, bool tf32,
+                            bool whole) {
     const int from = share<T, D>::part() * share<T, D>::width * (int)sizeof(T);
     columns_product<T, D, TILES, ROWS, SWIZZLED>::run(
-        c, a, b + from + columns<T, D, SWIZZLED>::lane_at(threadIdx.x % 32), tf32);
+        c, a, b + from + columns<T, D, SWIZZLED>::lane_at(threadIdx.x % 32), tf32, whole);
 }
 
 /* ------------------------------------------------------------------------------------------------------- storing */

@@ -52,8 +52,8 @@ template <typename T> INLINE float dot_row(const float *x, const T *y, int n) {
 #pragma unroll
         for (int z = 0; z < 4; z++)
             sum[z] = fmaf(x[e + z], to_float(y[e + z]), sum[z]);
-    for (; e < n; e++)
-        sum[0] = fmaf(x[e], to_float(y[e]), sum[0]);
+    for (; e < n; e++) /* in float32 as the family small has it, whose rows end with zeros */
+        sum[sizeof(T) == 4 ? e % 4 : 0] = fmaf(x[e], to_float(y[e]), sum[sizeof(T) == 4 ? e % 4 : 0]);
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
@@ -270,11 +270,23 @@ INLINE float gradient_sum(const attention_params &p, const place &c, const row_i
             continue;
         const T *v = (const T *)p.t.v + row_at(p.a.v_stride, c.n, at.x / p.group, c.first_k + j);
         float dov = 0.0f;
-        for (int e = 0; e < p.a.dv; e++)
-            dov = fmaf(to_float(dout[e]), to_float(v[e]), dov);
+        if constexpr (sizeof(T) == 4) /* the very products that D is taken from */
+            dov = dot_row((const float *)dout, v, (int)p.a.dv);
+        else
+            for (int e = 0; e < p.a.dv; e++)
+                dov = fmaf(to_float(dout[e]), to_float(v[e]), dov);
         sum = fmaf(weight_of(s, LOG2E, base, rest), weight_gradient<T>(p, c, row, dropout, at.x, j, dov, &z), sum);
     }
     return sum;
+}
+
+/* How many keys a row sees, by one warp. */
+template <typename T> INLINE int count_keys(const attention_params &p, const place &c, const row_index &at) {
+    const score_row row = make_score_row(p, c, at.x, at.i);
+    int count = 0;
+    for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32)
+        count += sees<T>(p, c, row, j);
+    return (int)warp_sum((float)count);
 }
 
 /* D, base and rest. A warp per row. */
@@ -293,8 +305,13 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
     const float lse = ((const float *)p.t.lse)[to];
     if (lse != -CUDART_INF_F) {
         split_lse(p, lse, &base, &rest);
-        const bool few = p.t.dout && (sees_few(p, c) || (sizeof(T) == 2 && p.t.dweights));
-        const bool large = (sizeof(T) == 4 || few) && is_coarse<T>(p, c, lse);
+        bool few = p.t.dout && (sees_few(p, c) || (sizeof(T) == 2 && p.t.dweights));
+        bool large = (sizeof(T) == 4 || few) && is_coarse<T>(p, c, lse);
+        if constexpr (sizeof(T) == 4)
+            if (hides<T>(p) && p.t.dout && !few) {
+                few = count_keys<T>(p, c, at) <= FEW_KEYS;
+                large |= few && isfinite(lse);
+            }
         if (large || few || p.t.dweights) {
             for (int e = lane; e < p.a.d; e += 32)
                 q[e] = to_float(query_row<T>(p, c, at.x, at.i)[e]);

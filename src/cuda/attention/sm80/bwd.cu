@@ -45,10 +45,10 @@ INLINE void form_products(const attention_params &p, uint32_t shared, int warp_r
                           float (*s)[BLOCK / 8][4], float (*dp)[BLOCK / 8][4]) {
     typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
     const uint32_t own = shared + warp_row * tile<T, D>::pitch, joins = shared + layout::joins;
-    product_rows<T, D, TILES, BLOCK>(s, own, stage, p.tf32, joins);
+    product_rows<T, D, TILES, BLOCK>(s, own, stage, p.tf32, short_rows<T>(p), joins);
     if (makes_dp)
         product_rows<T, D, TILES, BLOCK>(dp, own + layout::second, stage + BLOCK * tile<T, D>::pitch, p.tf32,
-                                         joins + layout::join_bytes);
+                                         short_rows<T>(p), joins + layout::join_bytes);
     else
         clear<TILES, BLOCK / 8>(dp);
 }
@@ -234,7 +234,7 @@ INLINE void attention_dkdv(const attention_params &p) {
     const int64_t y = w.y;
     const place &c = w.c;
     const int blocks = begin < end ? (end - begin + BLOCK - 1) / BLOCK : 0, steps = blocks * p.group;
-    const bool tf32 = p.tf32;
+    const bool tf32 = p.tf32, few = few_queries<T>(c, key0, min(key0 + ROWS, c.sk));
     const dropout_state dropout = make_dropout(p);
     float dk[TILES][WIDTH / 8][4], dv[BOTH ? TILES : 1][BOTH ? WIDTH / 8 : 1][4];
     clear<TILES, WIDTH / 8>(dk);
@@ -269,12 +269,13 @@ INLINE void attention_dkdv(const attention_params &p) {
             gradients_of_keys<T, FULL, true, TILES, BLOCK>(p, c, dropout, x, key0 + warp_row, i0, numbers, s, dp);
         else
             gradients_of_keys<T, FULL, false, TILES, BLOCK>(p, c, dropout, x, key0 + warp_row, i0, numbers, s, dp);
+        const bool whole = few || (FULL && few_are_left<T, TILES, BLOCK>(p, s));
         if (BOTH)
-            product_columns<T, D, BOTH ? TILES : 1, BLOCK>((float(*)[WIDTH / 8][4]) dv, s, sdo, tf32);
+            product_columns<T, D, BOTH ? TILES : 1, BLOCK>((float(*)[WIDTH / 8][4]) dv, s, sdo, tf32, whole);
         if (makes_dk)
-            product_columns<T, D, TILES, BLOCK>(dk, dp, sq, tf32);
+            product_columns<T, D, TILES, BLOCK>(dk, dp, sq, tf32, whole);
         else
-            product_columns<T, D, TILES, BLOCK>(dk, s, sdo, tf32);
+            product_columns<T, D, TILES, BLOCK>(dk, s, sdo, tf32, whole);
         if (cut)
             clear_marks<BLOCK, THREADS>((int *)numbers + 3 * BLOCK);
     }
@@ -394,6 +395,7 @@ INLINE void attention_dq(const attention_params &p) {
     const int64_t x = w.x;
     const T *k = keys_of<T>(p, c, w.y), *v = values_of<T>(p, c, w.y);
     const dropout_state dropout = make_dropout(p);
+    const bool few = few_keys<T>(c, w.query0, w.query1);
     float dq[TILES][WIDTH / 8][4], numbers[TILES][2][3];
     load_numbers<TILES>(p, c, x, row0, numbers);
     clear<TILES, WIDTH / 8>(dq);
@@ -423,7 +425,7 @@ INLINE void attention_dq(const attention_params &p) {
             gradients_of_queries<T, FULL, true, TILES, BLOCK>(p, c, dropout, x, row0, j0, numbers, marks, s, dp);
         else
             gradients_of_queries<T, FULL, false, TILES, BLOCK>(p, c, dropout, x, row0, j0, numbers, marks, s, dp);
-        product_columns<T, D, TILES, BLOCK>(dq, dp, sk, p.tf32);
+        product_columns<T, D, TILES, BLOCK>(dq, dp, sk, p.tf32, few || (FULL && few_are_left<T, TILES, BLOCK>(p, dp)));
         if (cut)
             clear_marks<BLOCK, THREADS>(marks);
     }

@@ -203,7 +203,7 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
     const T *q = (const T *)p.t.q + row_at(p.a.q_stride, w.c.n, w.y * p.pack, w.c.first_q);
     const uint32_t sq = shared_address(shared), ring = sq + layout::ring + warp * layout::ring_bytes;
     int *bad = (int *)(shared + layout::bad) + warp * BLOCK;
-    const bool tf32 = p.tf32;
+    const bool tf32 = p.tf32, few = few_keys<T>(w.c, 0, w.c.sq);
     auto load_k = [&](int j0, int stage) {
         if (j0 < w.end)
             load_tile_warp<T, D, BLOCK>(ring + 2 * stage * layout::tile_bytes, k, p.a.k_stride.s, j0, w.keys_begin,
@@ -251,7 +251,7 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
         float s[1][BLOCK / 8][4];
         cp_async_wait<2 * STAGES - 1>();
         __syncwarp();
-        product_rows<T, D, 1, BLOCK, 1>(s, sq, sk, tf32);
+        product_rows<T, D, 1, BLOCK, 1>(s, sq, sk, tf32, short_rows<T>(p));
         __syncwarp();
         load_k(next, stage);
         if (cut) {
@@ -270,7 +270,7 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
             drop<1, BLOCK>(p, w, dropout, 0, j0, s);
         cp_async_wait<2 * STAGES - 1>();
         __syncwarp();
-        product_columns<T, D, 1, BLOCK, 1>(o, s, sv, tf32);
+        product_columns<T, D, 1, BLOCK, 1>(o, s, sv, tf32, few || few_are_left<T, 1, BLOCK>(p, s));
         __syncwarp();
         load_v(next, stage);
     }

@@ -254,7 +254,7 @@ INLINE void attention_forward(const attention_params &p) {
     const T *v = (const T *)p.t.v + row_at(p.a.v_stride, w.c.n, head_k, w.c.first_k);
     const T *q = (const T *)p.t.q + row_at(p.a.q_stride, w.c.n, w.y * p.pack, w.c.first_q);
     const int d = (int)p.a.d, warp_row = share<T, D>::group() * TILES * 16;
-    const bool tf32 = p.tf32;
+    const bool tf32 = p.tf32, few = few_keys<T>(w.c, w.row0 / p.pack, min(w.c.sq, (w.row0 + ROWS - 1) / p.pack + 1));
 
     for (int x = threadIdx.x; x < ROWS * t::chunks; x += THREADS) {
         const int row = x / t::chunks, r = w.row0 + row, i = r / p.pack;
@@ -295,7 +295,7 @@ INLINE void attention_forward(const attention_params &p) {
             load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, sq, stage ^ 1);
         cp_async_commit();
         float s[TILES][BLOCK / 8][4];
-        product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32, sq + layout::joins);
+        product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32, short_rows<T>(p), sq + layout::joins);
         if (cut) {
             if (rich)
                 score_full<T, TILES, BLOCK>(p, w, w.row0 + warp_row, j0, bad + stage * BLOCK, s);
@@ -305,7 +305,7 @@ INLINE void attention_forward(const attention_params &p) {
         online_softmax<T, WIDTH, TILES, BLOCK>(&state, c, s, o);
         if (FULL && p.drops)
             drop<TILES, BLOCK>(p, w, dropout, w.row0 + warp_row, j0, s);
-        product_columns<T, D, TILES, BLOCK>(o, s, sv, tf32);
+        product_columns<T, D, TILES, BLOCK>(o, s, sv, tf32, few || (FULL && few_are_left<T, TILES, BLOCK>(p, s)));
         if (cut) {
             __syncthreads();
             for (int x = threadIdx.x; x < BLOCK; x += THREADS)

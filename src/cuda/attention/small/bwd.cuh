@@ -5,20 +5,32 @@
 
 #include "cuda/attention/small/small.cuh"
 
-/* The log-sum-exp of a row anew: the maximum is subtracted exactly, the rest is the logarithm of the sum, of the very scores
+/* Has the plain prep been here, for rows that see few keys or, where gradients are added, some of all? */
+template <typename T> INLINE bool has_prep(const attention_params &p, const place &c) {
+    return p.adds || sees_few(p, c) || hides<T>(p);
+}
+
+/* The log-sum-exp of a row, as weigh() takes it, anew: the maximum is subtracted exactly, the rest is the logarithm of the sum, of the very scores
  * that its gradients come from. Taken where it agrees with the given lse to its rounding. By one warp; q in float32. */
 template <typename T>
 INLINE void refine_row(const attention_params &p, const place &c, int64_t x, int i, const float *q, float *numbers) {
     const float lse = ((const float *)p.t.lse)[lse_at(p, c, x, i)];
-    if (!is_coarse<T>(p, c, lse))
+    if ((sizeof(T) == 4 && has_prep<T>(p, c)) || !is_coarse<T>(p, c, lse))
         return;
     const matrix<T> k = matrix_k<T>(p, c, x / p.group);
     const int end = max(0, min(i + 1 + c.hi, c.sk));
     float top = -CUDART_INF_F, sum = 0.0f;
     for (int j = max(0, min(i + c.lo, c.sk)) + (int)threadIdx.x % 32; j < end; j += 32) {
         float qk = 0.0f, slack;
-        for (int e = 0; e < p.a.d; e += 4)
-            qk = dot_four(*(const float4 *)(q + e), to_floats(fetch_any(k, j, e)), qk);
+        if constexpr (sizeof(T) == 4) {
+            float4 four = {0.0f, 0.0f, 0.0f, 0.0f};
+            for (int e = 0; e < p.a.d; e += 4)
+                four = add_four(*(const float4 *)(q + e), to_floats(fetch_any(k, j, e)), four);
+            qk = join_four(four);
+        } else {
+            for (int e = 0; e < p.a.d; e += 4)
+                qk = dot_four(*(const float4 *)(q + e), to_floats(fetch_any(k, j, e)), qk);
+        }
         const float s = score<T>(p, c, x, i, j, qk, &slack), more = fmaxf(top, s);
         if (s == -CUDART_INF_F)
             continue;
@@ -33,9 +45,21 @@ INLINE void refine_row(const attention_params &p, const place &c, int64_t x, int
         sum += exp2f((((const float *)p.t.sinks)[x] - most) * LOG2E);
     const float rest = log2f(sum) * LN2;
     if (threadIdx.x % 32 == 0 && is_same_lse(most + rest, lse)) {
-        numbers[0] = most;
-        numbers[STREAM] = rest;
+        if constexpr (sizeof(T) == 4) {
+            put_log_sum(most, LOG2E, log2f(sum), &numbers[0], &numbers[STREAM]);
+        } else {
+            numbers[0] = most;
+            numbers[STREAM] = rest;
+        }
     }
+}
+
+/* P from a row's numbers: the log-sum-exp as the sum of two, or in float32 base and rest of units of log2, as prep has them. */
+template <typename T> INLINE float weigh(float s, const float *number) {
+    if constexpr (sizeof(T) == 4)
+        return weight_of(s, LOG2E, number[0], number[STREAM]);
+    else
+        return exp2_approx((s - number[0] - number[STREAM]) * LOG2E);
 }
 
 /* For the plain kernels that come after: dsinks has other units of huge scores where the problem is lean. */
@@ -103,12 +127,17 @@ INLINE void store_gradient(const attention_params &p, void *to, const heddle_str
 }
 
 /* The block's queries leave what is known of them, for dbias and dsinks. */
+template <typename T>
 INLINE void leave_numbers(const attention_params &p, const place &c, int64_t x, int i, const float *numbers) {
     const int64_t to = lse_at(p, c, x, i);
     const float top = numbers[threadIdx.x];
     p.base[to] = top; /* +inf, or as the plain kernels take it */
     p.rest[to] = 0.0f;
-    if (top != CUDART_INF_F)
+    if constexpr (sizeof(T) == 4) {
+        p.rest[to] = numbers[STREAM + threadIdx.x];
+        if (p.rest[to] < 0.0f && !p.rich)
+            p.base[to] = top / p.unit * power_of(p.scale_log2);
+    } else if (top != CUDART_INF_F)
         put_small_sum(p, top, numbers[STREAM + threadIdx.x] * LOG2E, &p.base[to], &p.rest[to]);
     p.dsum[to] = top == CUDART_INF_F ? 0.0f : numbers[2 * STREAM + threadIdx.x] - numbers[3 * STREAM + threadIdx.x];
 }
@@ -229,7 +258,7 @@ struct query_blocks {
         store_gradient<T, D>(p, p.t.dq, p.a.dq_stride, b.c, b.head, b.c.first_q + b.w.own, rows, p.a.d, merge, p.scale);
         const int i = b.w.own + (int)threadIdx.x;
         if (threadIdx.x < ROWS && i < b.c.sq && !few)
-            leave_numbers(p, b.c, b.head, i, numbers);
+            leave_numbers<T>(p, b.c, b.head, i, numbers);
     }
 };
 
@@ -247,19 +276,31 @@ template <typename T, typename blocks> INLINE void walk_on(const attention_param
 
 /* What is known of a query. */
 struct query_numbers {
-    float lse, dlse;
+    float lse, rest, dlse; /* lse and rest as weigh() takes them */
+    bool large;            /* float32: lse is to be found anew */
 };
 
+template <typename T>
 INLINE query_numbers read_numbers(const attention_params &p, const place &c, int64_t x, int i, bool few) {
     query_numbers r;
     r.lse = ((const float *)p.t.lse)[lse_at(p, c, x, i)];
+    if constexpr (sizeof(T) == 4) {
+        r.rest = 0.0f;
+        r.large = !few && is_coarse<T>(p, c, r.lse);
+        if (few && r.lse != -CUDART_INF_F) {
+            r.lse = p.base[lse_at(p, c, x, i)];
+            r.rest = p.rest[lse_at(p, c, x, i)];
+        } else if (r.lse != -CUDART_INF_F) {
+            put_log_sum(r.lse, LOG2E, 0.0f, &r.lse, &r.rest);
+        }
+    }
     r.dlse = few ? -p.dsum[lse_at(p, c, x, i)] : p.t.dlse ? ((const float *)p.t.dlse)[lse_at(p, c, x, i)] : 0.0f;
     return r;
 }
 
-INLINE void put_numbers(float *numbers, query_numbers q) {
+template <typename T> INLINE void put_numbers(float *numbers, query_numbers q) {
     numbers[threadIdx.x] = q.lse == -CUDART_INF_F ? CUDART_INF_F : q.lse;
-    numbers[STREAM + threadIdx.x] = 0.0f;
+    numbers[STREAM + threadIdx.x] = sizeof(T) == 4 ? q.rest : 0.0f;
     numbers[3 * STREAM + threadIdx.x] = q.dlse;
 }
 
@@ -278,7 +319,7 @@ INLINE void gradients(const attention_params &p, const place &c, const position 
         weights[0][r] = weights[1][r] = 0.0f;
         if (s == -CUDART_INF_F || number[0] == CUDART_INF_F)
             continue;
-        const float weight = exp2_approx((s - number[0] - number[STREAM]) * LOG2E);
+        const float weight = weigh<T>(s, number);
         const bool stays = kept >> r & 1u;
         weights[1][r] = stays ? weight * p.keep_scale : 0.0f;
         weights[0][r] =
@@ -287,8 +328,8 @@ INLINE void gradients(const attention_params &p, const place &c, const position 
     }
 }
 
-/* numbers[4][STREAM] of the queries: the log-sum-exp as the sum of two (+inf: it sees nothing), rowsum(dO∘O), dlse; where there are few
- * keys the plain prep has found D, and -D takes the place of dlse. */
+/* numbers[4][STREAM] of the queries: the log-sum-exp as weigh() takes it (+inf: it sees nothing), rowsum(dO∘O), dlse; where there are few
+ * keys the plain prep has found D (in float32 the log-sum-exp, too), and -D takes the place of dlse. */
 template <typename T, int D, typename blocks> INLINE void small_gradients(const attention_params &p, uint32_t id) {
     typedef small_shared<D> layout;
     constexpr int QUERIES = blocks::queries, GRADIENTS = blocks::gradients;
@@ -299,7 +340,7 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
         return;
     const int rows = min(ROWS, b.all_own - b.w.own), at = threadIdx.x % STREAM, half = threadIdx.x / STREAM;
     const dropout_state dropout = make_dropout(p);
-    const bool few = p.adds || sees_few(p, b.c); /* D is there */
+    const bool few = has_prep<T>(p, b.c);
     const int mine = threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
     const int own_row = mine < ROWS ? b.w.own + mine : b.own_rows;
     const four<T> own_a = fetch_any(b.own.a, own_row, column), own_b = fetch_any(b.own.b, own_row, column);
@@ -309,9 +350,9 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
         const bool anew = blocks::walks_queries || fresh; /* the queries are others than before */
         const int query0 = blocks::first_query(b.w), i = query0 + (int)threadIdx.x;
         const bool holds = threadIdx.x < QUERIES && anew;
-        query_numbers q = {-CUDART_INF_F, 0.0f};
+        query_numbers q = {-CUDART_INF_F, 0.0f, 0.0f, false};
         if (holds && i < b.c.sq)
-            q = read_numbers(p, b.c, b.w.x, i, few);
+            q = read_numbers<T>(p, b.c, b.w.x, i, few);
         bool odd = load_stream<T, D, blocks::walks_queries>(stream, b.other.a, b.other.b, b.other.o,
                                                             numbers + 2 * STREAM, b.w.other);
         if (fresh && mine < ROWS) {
@@ -320,8 +361,8 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
             blocks::template put_dots<T, D>(numbers + 2 * STREAM, mine, column, own_b, own_o);
         }
         if (holds)
-            put_numbers(numbers, q);
-        const bool large = is_coarse<T>(p, b.c, q.lse);
+            put_numbers<T>(numbers, q);
+        const bool large = sizeof(T) == 4 ? q.large : is_coarse<T>(p, b.c, q.lse);
         if (__syncthreads_or(odd || large)) {
             odd = __syncthreads_or(odd);
             const float *rows_of_q = blocks::rows_of_q(shared, stream);
@@ -331,8 +372,9 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
             __syncthreads();
         }
         float qk[HALF], dov[HALF], weight[2][HALF];
-        dots<D>(shared + half * HALF * layout::pitch, stream + at * layout::pitch, qk);
-        dots<D>(shared + (ROWS + half * HALF) * layout::pitch, stream + (STREAM + at) * layout::pitch, dov);
+        row_products<T, D>::run(shared + half * HALF * layout::pitch, stream + at * layout::pitch, qk);
+        row_products<T, D>::run(shared + (ROWS + half * HALF) * layout::pitch, stream + (STREAM + at) * layout::pitch,
+                                dov);
         gradients<T, blocks>(p, b.c, b.w, numbers, dropout, at, half, qk, dov, few, weight);
 #pragma unroll
         for (int g = 0; g < GRADIENTS; g++)

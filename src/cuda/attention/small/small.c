@@ -6,9 +6,10 @@
 /* Beyond so many rows nobody asks. */
 #define MOST_ROWS 4096
 
-/* Does its backward need D to be there? Of few keys, and of sums in float32. */
+/* Does its backward need D to be there? Of few keys, which in float32 a mask may leave, too, and of sums in float32. */
 static bool needs_d(const heddle_attention *a) {
-    return (a->features & HEDDLE_ACCUMULATE) || heddle__cuda_attention_has_few_keys(a);
+    return (a->features & HEDDLE_ACCUMULATE) || heddle__cuda_attention_has_few_keys(a) ||
+           (a->dtype == HEDDLE_F32 && (a->features & (HEDDLE_BOOL_MASK | HEDDLE_BIAS)));
 }
 
 /* It has no backward with dweights; float32's forward follows suit: both passes or none, for the families round float32 scores

@@ -75,7 +75,7 @@ template <typename T, int D> INLINE void small_fwd(const attention_params &p) {
             *(float4 *)(shared + mine * layout::pitch + column) = to_floats(own);
         odd = __syncthreads_or(odd);
         float s[HALF], e[HALF], slack;
-        dots<D>(shared + half * HALF * layout::pitch, stream + at * layout::pitch, s);
+        row_products<T, D>::run(shared + half * HALF * layout::pitch, stream + at * layout::pitch, s);
 #pragma unroll
         for (int r = 0; r < HALF; r++) {
             s[r] = score<T>(p, c, x, i0 + half * HALF + r, j0 + at, s[r], &slack);

@@ -183,19 +183,46 @@ INLINE float dot_four(float4 x, float4 y, float sum) {
     return fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, sum))));
 }
 
-/* One row against half of the block's own. Always in this order, so that all who form a score see the same one. */
-template <int D> INLINE void dots(const float *own, const float *row, float sum[HALF]) {
-#pragma unroll
-    for (int r = 0; r < HALF; r++)
-        sum[r] = 0.0f;
-#pragma unroll 8
-    for (int e = 0; e < D; e += 4) {
-        const float4 y = *(const float4 *)(row + e);
+/* Four chains of a sum. */
+INLINE float4 add_four(float4 x, float4 y, float4 sum) {
+    return {fmaf(x.x, y.x, sum.x), fmaf(x.y, y.y, sum.y), fmaf(x.z, y.z, sum.z), fmaf(x.w, y.w, sum.w)};
+}
+
+INLINE float join_four(float4 x) {
+    return (x.x + x.y) + (x.z + x.w);
+}
+
+/* One row against half of the block's own. Always in this order, so that all who form a score see the same one: in float32 in four
+ * chains, as the plain kernels have it, whose prep finds D of these scores. */
+template <typename T, int D> struct row_products {
+    static __device__ __forceinline__ void run(const float *own, const float *row, float sum[HALF]) {
 #pragma unroll
         for (int r = 0; r < HALF; r++)
-            sum[r] = dot_four(*(const float4 *)(own + r * small_shared<D>::pitch + e), y, sum[r]);
+            sum[r] = 0.0f;
+#pragma unroll 8
+        for (int e = 0; e < D; e += 4) {
+            const float4 y = *(const float4 *)(row + e);
+#pragma unroll
+            for (int r = 0; r < HALF; r++)
+                sum[r] = dot_four(*(const float4 *)(own + r * small_shared<D>::pitch + e), y, sum[r]);
+        }
     }
-}
+};
+template <int D> struct row_products<float, D> {
+    static __device__ __forceinline__ void run(const float *own, const float *row, float sum[HALF]) {
+        float4 of[HALF] = {};
+#pragma unroll 8
+        for (int e = 0; e < D; e += 4) {
+            const float4 y = *(const float4 *)(row + e);
+#pragma unroll
+            for (int r = 0; r < HALF; r++)
+                of[r] = add_four(*(const float4 *)(own + r * small_shared<D>::pitch + e), y, of[r]);
+        }
+#pragma unroll
+        for (int r = 0; r < HALF; r++)
+            sum[r] = join_four(of[r]);
+    }
+};
 
 /* sum += the rows times their weights; with ODD, rows of weight `unseen` are left out. */
 template <int D, bool ODD>
