@@ -68,6 +68,9 @@ static inline size_t align64(size_t n) {
 /* Has it no work at all? */
 bool heddle__cuda_is_empty(const heddle_attention *a);
 
+/* Does no query see more than FEW_KEYS? */
+bool heddle__cuda_attention_sees_few(const heddle_attention *a);
+
 /* May D have to come from P and dP, in some sequence? */
 bool heddle__cuda_attention_has_few_keys(const heddle_attention *a);
 

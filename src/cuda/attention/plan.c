@@ -34,9 +34,13 @@ bool heddle__cuda_is_empty(const heddle_attention *a) {
     return !a->b || !a->h || !a->sq || !a->sk || ((a->features & HEDDLE_VARLEN) && (!a->total_q || !a->total_k));
 }
 
-bool heddle__cuda_attention_has_few_keys(const heddle_attention *a) {
+bool heddle__cuda_attention_sees_few(const heddle_attention *a) {
     const band seen = band_of(a, (sequence){.sq = a->sq, .sk = a->sk});
-    return a->sk <= FEW_KEYS || seen.hi - seen.lo < FEW_KEYS || (a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) != 0;
+    return a->sk <= FEW_KEYS || seen.hi - seen.lo < FEW_KEYS;
+}
+
+bool heddle__cuda_attention_has_few_keys(const heddle_attention *a) {
+    return heddle__cuda_attention_sees_few(a) || (a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) != 0;
 }
 
 /* Eights of keys, which dropout counts, do not begin with the part's: that is for the plain kernels, which ask for each element by itself. */

@@ -20,10 +20,11 @@ static bool takes_forward(const attention_problem *p, attention_choice *c) {
     return blocks * 8 >= p->device->multiprocessors || a->sk <= 1024;
 }
 
+/* Where a query sees few keys, 22 bits of an operand and D from o would be seen in the results: sm80 has kernels that mind that. */
 static bool takes(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     if (!p->device->sm90 || a->dtype != HEDDLE_F32 || (a->features & HEDDLE_TF32) || p->rich ||
-        heddle__cuda_is_empty(a))
+        heddle__cuda_is_empty(a) || heddle__cuda_attention_sees_few(a))
         return false;
     c->split = find(p, PASS_split);
     if (c->split < 0)
