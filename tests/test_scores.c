@@ -326,11 +326,29 @@ static void test_factors(void **state) {
         }
 }
 
+/* Usual scores of inputs that are not far from the largest numbers, which a kernel may have to divide into parts. */
+static void test_large_inputs(void **state) {
+    (void)state;
+    static const struct {
+        double q, k, v, scale;
+    } inputs[] = {{1e-6, 1e36, 1, 1e-30}, {2e36, 1e-6, 1, 1e-30}, {1, 1, 1e36, 0}};
+    for (size_t x = 0; x < COUNT(inputs); x++)
+        for (size_t type = 0; type < 2; type++) {
+            attention_case c = attention_case_of(1, 2, 1, 37, 150, 16, 0);
+            c.a.dtype = test_dtypes[type];
+            c.a.scale = inputs[x].scale;
+            c.q_magnitude = inputs[x].q;
+            c.k_magnitude = inputs[x].k;
+            c.v_magnitude = inputs[x].v;
+            check_attention(&c);
+        }
+}
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_sizes),         cmocka_unit_test(test_options), cmocka_unit_test(test_random),
-        cmocka_unit_test(test_constant_bias), cmocka_unit_test(test_factors),
+        cmocka_unit_test(test_constant_bias), cmocka_unit_test(test_factors), cmocka_unit_test(test_large_inputs),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Random problems over all options, types, sizes and layouts. A case that fails is printed with its seed and does not
  * end the run: HEDDLE_SEED=<that> with HEDDLE_CASES=1 runs it alone. HEDDLE_LONG=1 runs twenty times as many cases.
+ * HEDDLE_SECONDS=<n> ends each operation after that time, whatever HEDDLE_CASES says.
  * HEDDLE_COUNTS=<file>: what tests/sweep.sh adds up, the numbers of cases and failures and the bins of errors over
  * those of the plain computation, is written there, anew every now and then. */
 #define _POSIX_C_SOURCE 200809L
@@ -286,10 +287,11 @@ static void write_counts(const char *path, uint64_t first) {
 
 /* Runs cases until the time is up, but always as many as to be worth it; the seeds are consecutive. */
 static void sweep(operation *o) {
-    const char *limit = getenv("HEDDLE_CASES"), *counts = getenv("HEDDLE_COUNTS");
+    const char *limit = getenv("HEDDLE_CASES"), *counts = getenv("HEDDLE_COUNTS"), *seconds = getenv("HEDDLE_SECONDS");
     const uint64_t seed = test_seed(20261120), cases = limit ? strtoull(limit, NULL, 0) : UINT64_MAX;
-    double end = now() + (test_long() ? LONG_SECONDS : STANDARD_SECONDS), written = now();
-    for (; o->done < cases && (now() < end || o->done < 50 || limit); o->done++) {
+    const double allowed = seconds ? strtod(seconds, NULL) : test_long() ? LONG_SECONDS : STANDARD_SECONDS;
+    double end = now() + allowed, written = now();
+    for (; o->done < cases && (now() < end || (!seconds && (o->done < 50 || limit))); o->done++) {
         if (!o->right(seed + o->done, counts != NULL)) {
             o->print(seed + o->done);
             printf("%s FAILED: HEDDLE_SEED=%" PRIu64 " HEDDLE_CASES=1 runs this case alone\n", o->name, seed + o->done);
