@@ -116,9 +116,12 @@ INLINE void hide_boxes(const attention_params &p, const state &k, unsigned count
 /* Sᵀ -> Pᵀ, of the count-th step. */
 template <typename T, int BLOCK, typename layout>
 INLINE void weigh(const attention_params &p, const span &w, const state &k, unsigned count, int i0, bool careful,
-                  const float *row, const float *marks, const read_ahead<BLOCK> &read, float (*s)[4]) {
+                  const float *row, const float *marks, float (*s)[4]) {
     pin_all<BLOCK / 8>(s);
     constexpr int WITH = layout::with;
+    read_ahead<BLOCK> read;
+    if (layout::is_full)
+        read_key_options<BLOCK, WITH>(p, *k.now, k.row0, &read);
     const bool boxes = has_boxes<WITH>(p);
     bool low = false;
     float by = 1.0f; /* is left to be multiplied with */
@@ -158,7 +161,7 @@ template <int D, typename layout> INLINE float *find_sum(const state &k, const s
 
 /* From P and dP to the operands of dV, dK and dQ, 16 queries at a time. For dS·K, dS lies in shared memory: rows are keys,
  * in strips of 64 queries. */
-template <typename T, bool MASKED, bool MARKS, int BLOCK, int FULL>
+template <typename T, bool MASKED, int BLOCK, int FULL>
 INLINE void make_fragments(const attention_params &p, const state &k, uint32_t to, const float *row,
                            const kept_bits<BLOCK> &kept, const char *ahead, float (*s)[4], float (*dp)[4],
                            uint32_t (*ps)[4], uint32_t (*ds)[4]) {
@@ -173,7 +176,7 @@ INLINE void make_fragments(const attention_params &p, const state &k, uint32_t t
         } else if (has_dropout<FULL>(p)) {
             drop_elements<BLOCK, 2>(kept, p.keep_scale, dp + 2 * x, 2 * x);
         }
-        key_gradients<MASKED, true, 16, MARKS>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
+        key_gradients<MASKED, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
         if (has_cap<FULL>(p))
             cap_key_gradients<T, FULL>(p, *k.now, k.row0, x * 16, row + x * 16, row + BLOCK + x * 16, s + 2 * x,
                                        dp + 2 * x);
@@ -192,19 +195,16 @@ INLINE void make_operands(const attention_params &p, state *k, bool masked, cons
                           const kept_bits<BLOCK> &kept, float (*s)[4], float (*dp)[4], uint32_t (*ps)[4],
                           uint32_t (*ds)[4]) {
     const uint32_t to = k->smem + layout::ds + (k->turn & 1) * layout::ds_bytes;
-    constexpr int WITH = layout::with;
-    constexpr bool AHEAD = makes_ahead<WITH>();
+    constexpr bool AHEAD = makes_ahead<layout::with>();
     const int slot = k->turn % KEPT_SLOTS;
     const char *ahead = (const char *)k->numbers + (layout::kept - layout::numbers) + slot * layout::kept_bytes;
     pin_all<BLOCK / 8>(dp);
     if (AHEAD)
         mbarrier_wait(k->smem + layout::kept_full + slot * 8, k->turn / KEPT_SLOTS % 2);
-    if (masked && ((WITH & (WITH_BIAS | WITH_MASK)) != WITH || !WITH || (k->now->step & STEP_DIRTY)))
-        make_fragments<T, true, true, BLOCK, WITH>(p, *k, to, row, kept, ahead, s, dp, ps, ds);
-    else if (masked)
-        make_fragments<T, true, false, BLOCK, WITH>(p, *k, to, row, kept, ahead, s, dp, ps, ds);
+    if (masked)
+        make_fragments<T, true, BLOCK, layout::with>(p, *k, to, row, kept, ahead, s, dp, ps, ds);
     else
-        make_fragments<T, false, false, BLOCK, WITH>(p, *k, to, row, kept, ahead, s, dp, ps, ds);
+        make_fragments<T, false, BLOCK, layout::with>(p, *k, to, row, kept, ahead, s, dp, ps, ds);
     if (AHEAD)
         mbarrier_arrive(k->smem + layout::kept_empty + slot * 8);
     fence_async();
@@ -293,13 +293,10 @@ INLINE void turn_early(const attention_params &p, const span &seen, const state 
                        const uint32_t (*ds)[4], float (*dk)[4], float (*dv)[4], kept_bits<BLOCK> *kept) {
     const bool careful = issue_scores<T, D, BLOCK, layout>(k, w, s);
     issue_dv<T, D, BLOCK, layout>(w, ps, dv);
-    read_ahead<BLOCK> read;
-    if (layout::is_full)
-        read_key_options<BLOCK, layout::with>(p, *k.now, k.row0, &read);
     if (layout::is_full && !makes_ahead<layout::with>())
         *kept = keep_keys<BLOCK, layout::with>(p, *k.now, k.steps, k.row0);
     wgmma_wait<1>();
-    weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, read, s);
+    weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
     issue_dq_and_dk<T, D, BLOCK, layout>(k, w, ds, dq, dk);
     wgmma_wait<1>();
     release(w.done + 8);
@@ -324,13 +321,10 @@ INLINE void turn_late(const attention_params &p, const span &seen, const state &
     wgmma_wait<1>();
     release_each(w.done);
     issue_gradients<T, D, BLOCK, layout>(k, w, dp);
-    read_ahead<BLOCK> read;
-    if (layout::is_full)
-        read_key_options<BLOCK, layout::with>(p, *k.now, k.row0, &read);
     if (layout::is_full && !makes_ahead<layout::with>())
         *kept = keep_keys<BLOCK, layout::with>(p, *k.now, k.steps, k.row0);
     wgmma_wait<1>();
-    weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, read, s);
+    weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
 }
 
 /* The next step, which the one at `i0` is followed by, and where both lie. */
@@ -379,13 +373,10 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes, at + layout::slot_bytes);
     wgmma_commit();
     kept_bits<BLOCK> kept;
-    read_ahead<BLOCK> read;
-    if (layout::is_full)
-        read_key_options<BLOCK, layout::with>(p, *k->now, k->row0, &read);
     if (layout::is_full && !makes_ahead<layout::with>())
         kept = keep_keys<BLOCK, layout::with>(p, *k->now, k->steps, k->row0);
     wgmma_wait<1>();
-    weigh<T, BLOCK, layout>(p, w, *k, k->turn, i0, careful, row, marks, read, s);
+    weigh<T, BLOCK, layout>(p, w, *k, k->turn, i0, careful, row, marks, s);
     wgmma_wait<0>();
     make_operands<T, BLOCK, layout>(p, k, masked, row, kept, s, dp, ps, ds);
 #pragma unroll 1

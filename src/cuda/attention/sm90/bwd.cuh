@@ -225,7 +225,7 @@ INLINE key_options tell_step(const attention_params &p, const key_work &w, key_w
     const bool bits = kind_of_queries<BLOCK>(p, w.c, w.key0 / OWN_ROWS, at.x, at.i0) != TILE_FULL;
     const bool band = is_cut(w.s, at.i0), cut = bits || band || (p.a.features & HEDDLE_BIAS);
     bool dirty = true;
-    if (cut && (p.a.features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK))) { /* light has had a look */
+    if (p.a.features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK)) { /* light has had a look */
         const int32_t *flags = p.dirty + (w.c.n * p.a.h + at.x) * ((p.a.sq + 63) / 64) + at.i0 / 64;
         const bool second =
             at.i0 + 64 < p.a.sq ? flags[1] != 0 : (p.a.features & HEDDLE_VARLEN) != 0; /* a neighbour's rows */
@@ -270,18 +270,18 @@ INLINE void key_weights(float scale, const span &w, int row0, int i0, const floa
     }
 }
 
-/* dPᵀ -> dSᵀ, from Pᵀ; seen rows that were marked get NaN in both, if there are MARKS. */
-template <bool CUT, bool MAKES_DS, int BLOCK, bool MARKS = true>
+/* dPᵀ -> dSᵀ, from Pᵀ; seen rows that were marked get NaN in both. */
+template <bool CUT, bool MAKES_DS, int BLOCK>
 INLINE void key_gradients(const float *bases, const float *dsums, float (*s)[4], float (*dp)[4]) {
     const int column0 = fragment_column();
 #pragma unroll
     for (int y = 0; y < BLOCK / 8; y++) {
         const float2 dsum = *(const float2 *)(dsums + y * 8 + column0);
-        const float2 base = CUT && MARKS ? *(const float2 *)(bases + y * 8 + column0) : dsum;
+        const float2 base = CUT ? *(const float2 *)(bases + y * 8 + column0) : dsum;
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const bool seen = !CUT || __float_as_int(s[y][e]) >= 0;
-            if (CUT && MARKS && seen && isnan(e % 2 ? base.y : base.x))
+            if (CUT && seen && isnan(e % 2 ? base.y : base.x))
                 s[y][e] = CUDART_NAN_F;
             if (MAKES_DS)
                 dp[y][e] = seen ? s[y][e] * (dp[y][e] - (e % 2 ? dsum.y : dsum.x)) : 0.0f;
