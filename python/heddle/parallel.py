@@ -25,6 +25,7 @@ from heddle._options import causal_of, scale_of, window_of
 from heddle._plain import new_rng_state
 
 Causal = Literal[False, True, "top_left", "bottom_right"] | None
+Seen = Literal["none", "some", "all"]
 
 _FORWARD, _BACKWARD = 0, 1
 _CPU, _REF, _CUDA = 0, 1, 2
@@ -133,7 +134,7 @@ class _Ring:
         places = (rank, 2 * self.size - 1 - rank)[: self.runs]
         return [place * self.rows[of] for place in places]
 
-    def sees(self, q0: int, k0: int) -> Literal["none", "some", "all"]:
+    def sees(self, q0: int, k0: int) -> Seen:
         """What the rows of the run of queries at q0 see of the keys of the run at k0."""
         last_q, last_k = q0 + self.rows["q"] - 1, k0 + self.rows["k"] - 1
         if k0 > last_q + self.high or last_k < q0 + self.low:
@@ -179,7 +180,7 @@ class _Ring:
             return calls, []
         return [_Call(1, 2, 0, 1, "full")], [_Call(y, y + 1, y, y + 1, "causal") for y in range(2)]
 
-    def _is_diagonal(self, q0s: list[int], k0s: list[int], seen: list[list[str]]) -> bool:
+    def _is_diagonal(self, q0s: list[int], k0s: list[int], seen: list[list[Seen]]) -> bool:
         """Do the runs, side by side, see each other as under a causal mask from their first corner on?"""
         if self.rows["q"] != self.rows["k"] or len(q0s) != len(k0s) or self.low != -math.inf:
             return False
@@ -201,7 +202,7 @@ class _Ring:
             description |= {"window_left": 0, "window_right": 0}
             description["features"] &= ~_BITS["window"]
         description |= {f"{'do' if name == 'dout' else name}_stride": _strides(t) for name, t in strided.items()}
-        addresses = {name: t.data_ptr() for name, t in tensors.items()}
+        addresses: dict[str, int | None] = {name: t.data_ptr() for name, t in tensors.items()}
         device = tensors["q"].device
         if device.type != "cuda":
             _C.run("attention", which, description, addresses)
@@ -470,8 +471,7 @@ class ContextParallel:
         if dist.get_backend(group) != "nccl":
             return group
         ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        assert made is not None
+        made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         return made
 
     @staticmethod
