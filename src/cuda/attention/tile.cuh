@@ -407,11 +407,6 @@ template <int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product<float
                 }
             }
             add<TILES, COLUMNS / 8>(c, part);
-#pragma unroll
-            for (int x = 0; x < TILES; x++)
-#pragma unroll
-                for (int z = 0; z < COLUMNS / 2; z++)
-                    low[x][z / 4][z % 4] = fmaf(part[x][z / 4][z % 4], cut_off(4), low[x][z / 4][z % 4]);
         }
         add<TILES, COLUMNS / 8>(c, low);
     }
