@@ -273,7 +273,7 @@ static void parts(void) {
         const int before = fake_launches(NULL);
         a.q_offset = a.k_offset = 5;
         a.features = adds ? HEDDLE_ACCUMULATE : 0;
-        MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "fwd_bf16_d128_lean_sm90"));
+        MUST(strstr(kernel_of(a, HEDDLE_FORWARD), adds ? "fwd_bf16_d128_adding_sm90" : "fwd_bf16_d128_lean_sm90"));
         MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), "bwd_bf16_d128_long_sm90"));
         MUST(run_attention(a, HEDDLE_FORWARD, 0, NULL) == HEDDLE_OK);
         MUST(fake_launches(NULL) == before + 1 + adds);

@@ -32,7 +32,7 @@ static const int16_t kernel_index[PASSES][3][VARIANTS][KERNEL_FAMILIES][WIDTHS] 
 /* ------------------------------------------------------------------------------------------------- shared memory */
 
 static int shared_bytes_sm90(const kernel_row *k) {
-    const bool has_options = k->variant != VARIANT_lean && k->variant != VARIANT_long;
+    const bool has_options = k->variant != VARIANT_lean && k->variant != VARIANT_long && k->variant != VARIANT_adding;
     const int slots = sm90_backward_slots(k->dim, k->block), options = has_options ? SM90_BACKWARD_OPTIONS : 0;
     switch (k->pass) {
     case PASS_fwd:

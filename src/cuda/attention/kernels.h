@@ -34,6 +34,7 @@ typedef enum kernel_variant {
     VARIANT_biased,
     VARIANT_masked,
     VARIANT_dropped,
+    VARIANT_adding,
     VARIANTS
 } kernel_variant;
 

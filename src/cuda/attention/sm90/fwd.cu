@@ -44,18 +44,18 @@ template <typename layout> INLINE void await_values(uint32_t smem, unsigned n, b
     *cuts += cut;
 }
 
-/* O += P·V of the n-th tile, of its first KEYS keys: issued. */
-template <typename T, int D, int BLOCK, int KEYS, typename layout>
+/* O += P·V of the n-th tile: issued. */
+template <typename T, int D, int BLOCK, typename layout>
 INLINE void issue_sums(uint32_t smem, unsigned n, uint32_t (*a)[4], float (*o)[4]) {
     wgmma_fence();
-    warpgroup_columns<T, D, KEYS, BLOCK>(o, a, smem + layout::v + slot_of<layout::stages>(n) * layout::tile_bytes);
+    warpgroup_columns<T, D, BLOCK, BLOCK>(o, a, smem + layout::v + slot_of<layout::stages>(n) * layout::tile_bytes);
     wgmma_commit();
 }
 
-/* The same, of the first half of the keys if half. A branch between products counts as one more of them, for which a wait for what was
- * issued before waits, too: here there is none. It has to be seen to be uniform, or products are taken one by one (C7520). */
+/* The same, of the first half of the keys if half. The branch has to be seen to be uniform, or products are taken one by one (C7520), and
+ * between products it counts as one more of them, for which a wait for what was issued before waits, too: full has none. */
 template <typename T, int D, int BLOCK, typename layout>
-INLINE void issue_last_sums(uint32_t smem, unsigned n, bool half, uint32_t (*a)[4], float (*o)[4]) {
+INLINE void issue_half_sums(uint32_t smem, unsigned n, bool half, uint32_t (*a)[4], float (*o)[4]) {
     const uint32_t v = smem + layout::v + slot_of<layout::stages>(n) * layout::tile_bytes;
     wgmma_fence();
     warpgroup_columns<T, D, BLOCK / 2, BLOCK>(o, a, v);
@@ -179,11 +179,11 @@ struct group_state {
     int step; /* full: what is said of that tile */
 };
 
-/* While P·V of a tile of keys, of its first KEYS, adds up, S of the one before it in memory, from j0 on, is made and turned into P. CUT: one
- * of them may be cut. */
-template <typename T, int D, int GROUPS, int BLOCK, int KEYS, bool CUT, int FULL>
-INLINE void step(float c, const forward_span &w, const option_view &v, int j0, int group, uint32_t q, uint32_t smem,
-                 group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
+/* While P·V of a tile of keys adds up, S of the one before it in memory, from j0 on, is made and turned into P. CUT: one of them may be
+ * cut. half: lean, of the first half of the keys alone. */
+template <typename T, int D, int GROUPS, int BLOCK, bool CUT, int FULL>
+INLINE void step(float c, const forward_span &w, const option_view &v, bool half, int j0, int group, uint32_t q,
+                 uint32_t smem, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const uint32_t barriers = smem + layout::barriers;
     const unsigned n = k->n++;
@@ -201,7 +201,10 @@ INLINE void step(float c, const forward_span &w, const option_view &v, int j0, i
     pin_all<BLOCK / 16>(a);
     issue_scores<T, D, GROUPS, BLOCK>(q, smem, n + 1, s);
     await_values<layout>(smem, n, cut, &k->cuts);
-    issue_sums<T, D, BLOCK, KEYS, layout>(smem, n, a, o);
+    if (CUT && !FULL)
+        issue_half_sums<T, D, BLOCK, layout>(smem, n, half, a, o);
+    else
+        issue_sums<T, D, BLOCK, layout>(smem, n, a, o);
     pass_turn<GROUPS>(group);
     kept_bits<BLOCK> kept;
     kept_pair ahead;
@@ -254,10 +257,10 @@ INLINE void sum_full(float c, const forward_span &w, const option_view &v, const
     }
 #pragma unroll 1
     while (!(k->step & STEP_LAST)) {
-        step<T, D, GROUPS, BLOCK, BLOCK, true, FULL>(c, w, v, 0, group, q, smem, k, s, a, o);
+        step<T, D, GROUPS, BLOCK, true, FULL>(c, w, v, false, 0, group, q, smem, k, s, a, o);
 #pragma unroll 1
         while (k->step & STEP_WHOLE)
-            step<T, D, GROUPS, BLOCK, BLOCK, false, FULL>(c, w, v, 0, group, q, smem, k, s, a, o);
+            step<T, D, GROUPS, BLOCK, false, FULL>(c, w, v, false, 0, group, q, smem, k, s, a, o);
     }
 }
 
@@ -297,21 +300,19 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
 #pragma unroll 1
     while (j0 >= w.begin) {
         if (is_cut<BLOCK>(w, j0 + BLOCK) || j0 < whole) {
-            if (BLOCK > 64 && __shfl_sync(ALL_LANES, (int)(g.half && j0 + BLOCK == g.first), 0))
-                step<T, D, GROUPS, BLOCK, BLOCK / 2, true, FULL>(c, w, v, j0, group, q, smem, k, s, a, o);
-            else
-                step<T, D, GROUPS, BLOCK, BLOCK, true, FULL>(c, w, v, j0, group, q, smem, k, s, a, o);
+            step<T, D, GROUPS, BLOCK, true, FULL>(c, w, v, g.half && j0 + BLOCK == g.first, j0, group, q, smem, k, s, a,
+                                                  o);
             j0 -= BLOCK;
             continue;
         }
 #pragma unroll 1
         for (; j0 >= whole; j0 -= BLOCK)
-            step<T, D, GROUPS, BLOCK, BLOCK, false, FULL>(c, w, v, j0, group, q, smem, k, s, a, o);
+            step<T, D, GROUPS, BLOCK, false, FULL>(c, w, v, false, j0, group, q, smem, k, s, a, o);
     }
 }
 
 /* A tile of queries after the other. */
-template <typename T, int D, int GROUPS, int BLOCK, int FULL>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL, bool ADDS>
 INLINE void consume(const attention_params &p, int group, uint32_t smem, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     constexpr int QS = layout::q_stages, KS = layout::stages;
@@ -349,9 +350,9 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
         pin_all<BLOCK / 16>(a);
         await_values<layout>(smem, n, cut, &k.cuts);
         if (FULL)
-            issue_sums<T, D, BLOCK, BLOCK, layout>(smem, n, a, o);
+            issue_sums<T, D, BLOCK, layout>(smem, n, a, o);
         else
-            issue_last_sums<T, D, BLOCK, layout>(smem, n, g.half && g.first == last, a, o);
+            issue_half_sums<T, D, BLOCK, layout>(smem, n, g.half && g.first == last, a, o);
         mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq + 1) * 8, turn_of<QS>(nq + 1));
         w = jobs[slot_of<2>(nq + 1)].s;
         g = find_group_work<BLOCK, FULL>(p, w, group * 64);
@@ -372,8 +373,8 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
         release(barriers + V_EMPTY + slot_of<KS>(n) * 8);
         if (QS > 1)
             barrier_sync(1 + GROUPS + group, WARPGROUP); /* the other warps, too, have done with Q */
-        store_rows<T, D, layout::rows, FULL>(p, jobs[slot_of<2>(nq)].t, k.rows, o,
-                                             smem + slot_of<QS>(nq) * layout::q_bytes);
+        store_rows<T, D, layout::rows, FULL, ADDS>(p, jobs[slot_of<2>(nq)].t, k.rows, o,
+                                                   smem + slot_of<QS>(nq) * layout::q_bytes);
         if (g.skips)
             pass_by_values<D, GROUPS, BLOCK>(smem, group, n + 1);
         if (QS > 1) {
@@ -387,7 +388,7 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
     }
 }
 
-template <typename T, int D, int GROUPS, int BLOCK, int FULL>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL, bool ADDS>
 INLINE void attention_forward90(const attention_params_sm90 &all) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     extern __shared__ char shared[];
@@ -422,7 +423,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
         if (threadIdx.x == 0)
             produce<T, D, GROUPS, BLOCK, FULL>(all, smem, barriers, jobs);
         else if (warp == 1)
-            store_nothing<T, D, layout::rows>(all.p);
+            store_nothing<T, D, layout::rows, ADDS>(all.p);
         else if (warp >= 2)
             clean<T, D, GROUPS, BLOCK, FULL>(all.p, smem, barriers, bad, jobs);
     } else if (makes_ahead<FULL>() && warp / 4 > GROUPS) {
@@ -431,11 +432,20 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
                                           *(const dropout_state *)(steps_in<layout>(jobs) + STEPS));
     } else {
         registers_more<makes_ahead<FULL>() ? 208 : GROUPS == 2 ? 224 : 160>();
-        consume<T, D, GROUPS, BLOCK, FULL>(all.p, warp / 4 - 1, smem, jobs);
+        consume<T, D, GROUPS, BLOCK, FULL, ADDS>(all.p, warp / 4 - 1, smem, jobs);
     }
 }
 
+/* Adding to o takes code that lean would fetch in vain, which short sequences feel. */
+#define adds_lean false
+#define adds_adding true
+#define adds_full true
+#define adds_capped true
+#define adds_biased true
+#define adds_masked true
+#define adds_dropped true
 #define is_lean 0
+#define is_adding 0
 #define is_full WITH_ALL
 #define is_capped (WITH_CAP | WITH_SLOPES)
 #define is_biased WITH_BIAS
@@ -446,5 +456,5 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm90(                                                 \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \
-        attention_forward90<dtype, dim, own / 64, block, is_##variant>(all);                                           \
+        attention_forward90<dtype, dim, own / 64, block, is_##variant, adds_##variant>(all);                           \
     }

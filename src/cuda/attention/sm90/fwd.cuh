@@ -258,7 +258,9 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
 
 /* ------------------------------------------------------------------------------------------------------- the result */
 
-/* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. *keep: as add_row takes it. */
+/* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. ADDS: o may be one that is added to; *keep: as
+ * add_row takes it. */
+template <bool ADDS>
 INLINE float end_query(const attention_params &p, const forward_target &t, int row, float top, float sum, bool writes,
                        float *keep) {
     const float sink = sink_of(p, t.x, row < t.rows);
@@ -268,7 +270,7 @@ INLINE float end_query(const attention_params &p, const forward_target &t, int r
     const bool far = sum != 0.0f && is_far(top, p.scale_log2, alone_from<bf16>());
     const float base = __fmul_rn(top, p.scale_log2);
     float shrink = end_row(p, far, p.unit, top, p.scale_log2, base, sink, &sum, &lse);
-    if (p.adds && row < t.all_rows) {
+    if (ADDS && p.adds && row < t.all_rows) {
         const row_shares s = join_before(p, t.lse + row, &lse);
         shrink *= s.take;
         *keep = s.keep;
@@ -312,15 +314,15 @@ INLINE void store_directly(const attention_params &p, const forward_target &t, i
 }
 
 /* o = O / sum, and lse. A warp's rows go through shared memory, where its rows of Q were, so that whole rows are written. */
-template <typename T, int D, int ROWS, int FULL>
+template <typename T, int D, int ROWS, int FULL, bool ADDS>
 INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state, float (*o)[4],
                        uint32_t staging) {
     const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
     float by[2], keep[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        by[half] = end_query(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]),
-                             lane % 4 == 0, &keep[half]);
+        by[half] = end_query<ADDS>(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]),
+                                   lane % 4 == 0, &keep[half]);
         by[half] *= FULL & WITH_DROPOUT ? p.keep_scale : 1.0f;
         if (state.bad >> half & 1 && by[half] != 0.0f)
             by[half] = CUDART_NAN_F;
@@ -336,7 +338,7 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
 #pragma unroll
         for (int e = 0; e < 4; e++)
             o[y][e] *= by[e / 2];
-    if (p.adds) {
+    if (ADDS && p.adds) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = row0 + half * 8 + lane / 4;
@@ -365,7 +367,7 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
 }
 
 /* One warp: the tiles that see no key at all. */
-template <typename T, int D, int ROWS> INLINE void store_nothing(const attention_params &p) {
+template <typename T, int D, int ROWS, bool ADDS> INLINE void store_nothing(const attention_params &p) {
     unsigned step = 0;
     forward_work w;
     while (next_work<ROWS>(p, &step, &w)) {
@@ -375,8 +377,8 @@ template <typename T, int D, int ROWS> INLINE void store_nothing(const attention
         for (int row0 = 0; row0 < ROWS; row0 += 16) {
             const int row = row0 + (int)threadIdx.x % 32;
             float keep = 0.0f;
-            end_query(p, t, row, -CUDART_INF_F, 0.0f, threadIdx.x % 32 < 16, &keep);
-            if (p.adds) {
+            end_query<ADDS>(p, t, row, -CUDART_INF_F, 0.0f, threadIdx.x % 32 < 16, &keep);
+            if (ADDS && p.adds) {
                 if (threadIdx.x % 32 < 16 && keep < 0.0f) /* nor was there anything before */
                     for (int e = 0; e < p.a.dv; e++)
                         ((float *)p.t.o)[t.o + row * p.a.o_stride.s + e] = 0.0f;

@@ -36,8 +36,11 @@ static int find(const attention_problem *p, kernel_pass pass) {
     return heddle__cuda_find_attention(p, pass, p->rich && !alike ? VARIANT_full : VARIANT_lean, FAMILY_sm90);
 }
 
-/* The variant that has just what is asked for; full: none. */
-static kernel_variant variant_of(const heddle_attention *a) {
+/* The variant that has just what is asked for; full, lean: none. */
+static kernel_variant variant_of(const attention_problem *p, kernel_pass pass) {
+    const heddle_attention *a = p->a;
+    if (!p->rich)
+        return pass == PASS_fwd && (a->features & HEDDLE_ACCUMULATE) ? VARIANT_adding : VARIANT_lean;
     const bool capped = a->softcap > 0 || (a->features & HEDDLE_ALIBI), biased = (a->features & HEDDLE_BIAS) != 0,
                masked = (a->features & HEDDLE_BOOL_MASK) != 0, dropped = a->dropout > 0;
     if (!(a->scale > 0) || capped + biased + masked + dropped != 1)
@@ -47,8 +50,7 @@ static kernel_variant variant_of(const heddle_attention *a) {
 
 /* Of these passes there are such variants; a full one does what they do, and others besides. */
 static int find_own(const attention_problem *p, kernel_pass pass) {
-    const int full = find(p, pass),
-              own = p->rich ? heddle__cuda_find_attention(p, pass, variant_of(p->a), FAMILY_sm90) : -1;
+    const int full = find(p, pass), own = heddle__cuda_find_attention(p, pass, variant_of(p, pass), FAMILY_sm90);
     const kernel_row *k = heddle__cuda_attention_kernels;
     return own >= 0 && (full < 0 || k[own].dim <= k[full].dim) ? own : full;
 }
