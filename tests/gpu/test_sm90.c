@@ -47,13 +47,19 @@ static void expect_family(const attention_case *c, const char *family) {
     expect_family_of(c, HEDDLE_BACKWARD, family);
 }
 
+#define FEW_KEYS 128 /* of a query, up to which float32 is sm80's */
+
 /* Every other problem asks for the same bits every time, which the backward has kernels of their own for. */
 static void check(attention_case *c) {
     static int count;
     if (count++ % 2)
         c->a.features |= HEDDLE_DETERMINISTIC;
-    const bool wide = c->a.dtype == HEDDLE_F32 && (c->a.d > 128 || c->a.dv > 128);
-    expect_family(c, wide ? "sm80" : "sm90");
+    const int64_t right =
+        c->a.mask != HEDDLE_MASK_NONE && (c->a.window_right < 0 || c->a.window_right > 0) ? 0 : c->a.window_right;
+    const bool few = c->a.sk <= FEW_KEYS || ((c->a.features & HEDDLE_WINDOW) && c->a.window_left >= 0 && right >= 0 &&
+                                             c->a.window_left + right < FEW_KEYS);
+    const bool other = c->a.dtype == HEDDLE_F32 && (c->a.d > 128 || c->a.dv > 128 || few);
+    expect_family(c, other ? "sm80" : "sm90");
     check_attention(c);
 }
 
