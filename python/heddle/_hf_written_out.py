@@ -8,7 +8,6 @@ heddle's attention with all of that. What is not known here is refused, so nothi
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -74,8 +73,9 @@ class Scores:
         return known(*args, **(kwargs or {}))
 
     def _with(self, **changes: Any) -> Scores:
-        other = copy.copy(self)
-        vars(other).update(changes)
+        other = Scores(self.query, self.key)  # no copy.copy, which torch.compile of torch 2.11 does not trace
+        for name in ("dtype", "device", "shape", "scale", "p", "bias", "mask", "are_weights", "found"):
+            setattr(other, name, changes.get(name, getattr(self, name)))
         return other
 
     def _before_softmax(self, what: str) -> None:
