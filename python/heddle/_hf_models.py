@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -266,11 +267,10 @@ def watch(name: str) -> None:
     PreTrainedModel: Any = transformers.PreTrainedModel
     _names.add(name)
     try:
-        from transformers import masking_utils
+        _masking = importlib.import_module("transformers.masking_utils")
     except ImportError:  # before 4.53
-        masking_utils = None
-    _masking = masking_utils
-    _heed = masking_utils is not None and 'config, "is_causal"' in inspect.getsource(masking_utils)
+        _masking = None
+    _heed = _masking is not None and 'config, "is_causal"' in inspect.getsource(_masking)
     if hasattr(PreTrainedModel, "_heddle_watches"):
         return
     PreTrainedModel._heddle_watches = True

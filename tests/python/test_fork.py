@@ -65,7 +65,7 @@ def fork_twice(q, want):
 
 
 def test_fork():
-    """In a process of its own, which sees no GPU: where there is one, PyTorch's autograd is not for children of fork()."""
+    """In a process of its own without a GPU: with one, PyTorch's autograd is not for children of fork()."""
     subprocess.run([sys.executable, __file__], check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
 
 

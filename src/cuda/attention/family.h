@@ -32,10 +32,10 @@ typedef struct __attribute__((may_alias)) attention_choice {
     int64_t blocks_dkdv;
     uint32_t blocks_of_dk; /* of those, where dK and dV have blocks of their own; for Hopper */
     size_t part_o, part_lse, base, rest, flags, sum,
-        bytes;                                      /* offsets in the workspace, and its size; 0: there is none */
-    mask_map seen_by_queries, seen_of_keys;         /* for Hopper: shapes; tiles_down 0: there is none */
-    size_t kinds_q, bits_q, kinds_k, bits_k, dirty, taken; /* offsets, likewise */
-    int64_t split_tiles_q, split_tiles_k;           /* of a head */
+        bytes;                              /* offsets in the workspace, and its size; 0: there is none */
+    mask_map seen_by_queries, seen_of_keys; /* for Hopper: shapes; tiles_down 0: there is none */
+    size_t kinds_q, bits_q, kinds_k, bits_k, dirty, taken;        /* offsets, likewise */
+    int64_t split_tiles_q, split_tiles_k;                         /* of a head */
     size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets */
 } attention_choice;
 

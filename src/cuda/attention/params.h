@@ -44,7 +44,7 @@ typedef struct mask_map {
     int32_t lines, words;             /* lines 1: all rows are alike; a multiple of 4 words */
     int32_t line_step, word_step;     /* words from row to row, and for 32 columns; 0: alike */
     int32_t of_b, of_h;               /* maps from batch to batch and from head to head; 0: alike */
-    uint32_t *taken;                  /* of queries, forward: tiles that blocks have taken so far; NULL: nobody counts */
+    uint32_t *taken; /* of queries, forward: tiles that blocks have taken so far; NULL: nobody counts */
 } mask_map;
 
 typedef struct attention_params {
