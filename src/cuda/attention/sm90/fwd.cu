@@ -436,7 +436,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
     }
 }
 
-/* Adding to o takes code that lean would fetch in vain, which short sequences feel. */
+/* May o be added to? In lean it is code for nothing. */
 #define adds_lean false
 #define adds_adding true
 #define adds_full true
