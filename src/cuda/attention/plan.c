@@ -325,8 +325,12 @@ static void add_the_rest(const attention_problem *p, const attention_choice *c, 
             heddle__cuda_add_plain(p, job, PASS_lse, ceil_div(a->b * a->h * a->sq, PLAIN_THREADS));
         return;
     }
-    if (t->dbias && c->dbias < 0)
+    if (t->dbias && c->dbias < 0) {
+        /* In float32 tensor cores have formed other scores: D and the log-sum-exp of those that its kernel forms. */
+        if (a->dtype == HEDDLE_F32 && c->bwd < 0 && heddle__cuda_attention_kernels[c->dkdv].variant != VARIANT_plain)
+            heddle__cuda_add_plain(p, job, PASS_prep, ceil_div(a->b * a->h * a->sq, PLAIN_PREP_ROWS));
         heddle__cuda_add_plain(p, job, PASS_dbias, dbias_blocks(a));
+    }
     if (t->dsinks)
         heddle__cuda_add_plain(p, job, PASS_dsinks, a->h);
 }
