@@ -263,19 +263,24 @@ INLINE void prep_tile(const attention_params &p, unsigned id, bool all, uint32_t
     const int query0 = (int)(id % tiles) * layout::rows, warp_row = share<T, D>::group() * 16;
     const place c = find_place(p, unit / p.a.h);
     bool large[2];
-    bool few = sees_few(p, c);
     if (all && !share<T, D>::part())
         prep_rows<T>(p, c, x, query0 + warp_row);
-    if (hides<T>(p) && !few)
-        few = __syncthreads_or(masks_leave_few<T>(p, c, x, query0 + warp_row));
     for (int half = 0; half < 2; half++) {
         const int i = query0 + warp_row + half * 8 + (int)threadIdx.x % 32 / 4;
-        const float lse = i < c.sq ? ((const float *)p.t.lse)[lse_at(p, c, x, i)] : 0.0f;
-        large[half] = i < c.sq && (is_coarse<T>(p, c, lse) || (hides<T>(p) && few && isfinite(lse)));
+        large[half] = i < c.sq && is_coarse<T>(p, c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
+    }
+    bool left = false; /* by a mask, few keys are */
+    if constexpr (sizeof(T) == 4) {
+        if (hides<T>(p) && !sees_few(p, c))
+            left = __syncthreads_or(masks_leave_few<T>(p, c, x, query0 + warp_row));
+        for (int half = 0; half < 2; half++) {
+            const int i = query0 + warp_row + half * 8 + (int)threadIdx.x % 32 / 4;
+            large[half] |= left && i < c.sq && isfinite(((const float *)p.t.lse)[lse_at(p, c, x, i)]);
+        }
     }
     if (__syncthreads_or(large[0] || large[1]))
         refine_rows<T, D, WARPS, BLOCK>(p, c, x, query0, large, shared);
-    if (few && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
+    if ((left || sees_few(p, c)) && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
         sum_gradients<T, D, WARPS, BLOCK>(p, c, x, query0, shared);
 }
 
