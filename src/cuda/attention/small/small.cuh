@@ -211,7 +211,7 @@ template <typename T, int D> struct row_products {
 template <int D> struct row_products<float, D> {
     static __device__ __forceinline__ void run(const float *own, const float *row, float sum[HALF]) {
         float4 of[HALF] = {};
-#pragma unroll 8
+#pragma unroll 4
         for (int e = 0; e < D; e += 4) {
             const float4 y = *(const float4 *)(row + e);
 #pragma unroll
