@@ -588,22 +588,25 @@ template <int N> INLINE void add_sums(float *row, const float (*c)[4], int half,
     }
 }
 
-/* Stored, where there is something: `keep` of it stays, or if that is negative it is not even read. */
-template <int N> INLINE void add_row(float *row, const float (*c)[4], int half, int width, float by, float keep) {
-    const bool aligned = (size_t)row % 8 == 0;
+/* Stored, where there is something: `keep` of it stays, or if that is negative it is not even read. PAIRS: two numbers at a time, which
+ * then are in their place. */
+template <int N, bool PAIRS>
+INLINE void add_row(float *row, const float (*c)[4], int half, int width, float by, float keep) {
+    row += threadIdx.x % 4 * 2;
+    width -= (int)threadIdx.x % 4 * 2;
 #pragma unroll
     for (int y = 0; y < N / 8; y++) {
-        const int e = y * 8 + (int)threadIdx.x % 4 * 2;
         float2 sum = make_float2(0.0f, 0.0f);
-        if (aligned && e + 1 < width) {
+        if (PAIRS && y * 8 < width) {
             if (keep >= 0.0f)
-                sum = *(const float2 *)(row + e);
-        } else if (keep >= 0.0f) {
-            sum.x = e < width ? row[e] : 0.0f;
-            sum.y = e + 1 < width ? row[e + 1] : 0.0f;
+                sum = *(const float2 *)(row + y * 8);
+            *(float2 *)(row + y * 8) =
+                make_float2(fmaf(sum.x, keep, c[y][2 * half] * by), fmaf(sum.y, keep, c[y][2 * half + 1] * by));
         }
-        pair_store<float>::run(row, e, width, fmaf(sum.x, keep, c[y][2 * half] * by),
-                               fmaf(sum.y, keep, c[y][2 * half + 1] * by), aligned);
+#pragma unroll
+        for (int e = 0; !PAIRS && e < 2; e++)
+            if (y * 8 + e < width)
+                row[y * 8 + e] = fmaf(keep >= 0.0f ? row[y * 8 + e] : 0.0f, keep, c[y][2 * half + e] * by);
     }
 }
 

@@ -218,7 +218,7 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
             }
             if (p.adds) {
                 const row_shares s = join_before(p, at, &end.lse);
-                add_row<WIDTH>((float *)p.t.o + to, o[x], half, width, end.by * s.take, s.keep);
+                add_row<WIDTH, false>((float *)p.t.o + to, o[x], half, width, end.by * s.take, s.keep);
             } else {
                 store_row<T, WIDTH>((T *)p.t.o + to, o[x], half, width, end.by);
             }

@@ -343,7 +343,7 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
         for (int half = 0; half < 2; half++) {
             const int row = row0 + half * 8 + lane / 4;
             if (row < t.all_rows)
-                add_row<D>((float *)p.t.o + t.o + row * p.a.o_stride.s, o, half, (int)p.a.dv, 1.0f, keep[half]);
+                add_row<D, true>((float *)p.t.o + t.o + row * p.a.o_stride.s, o, half, (int)p.a.dv, 1.0f, keep[half]);
         }
         return;
     }
