@@ -300,13 +300,14 @@ static bool run_pass(attention_problem *p, heddle_pass pass) {
     bool right = status == HEDDLE_OK;
     if (!right)
         printf("  %s %s: %s: %s\n", side, name, heddle_status_string(status), heddle_last_message());
+    for (int x = 0; x < T_COUNT; x++)
+        tensor_fetch(&p->t[x]); /* which workspace_intact waits for */
     if (!workspace_intact(p->a.device, workspace, bytes)) {
         printf("  %s %s: wrote outside its workspace of %zu bytes\n", side, name, bytes);
         right = false;
     }
     workspace_free(p->a.device, workspace, bytes);
     for (int x = 0; x < T_COUNT; x++) {
-        tensor_download(&p->t[x]);
         if (!is_output_of(&attention_fields[x], pass) && !tensor_unchanged(&p->t[x])) {
             printf("  %s %s: changed %s, which it does not write\n", side, name, attention_tensor_name[x]);
             right = false;

@@ -67,31 +67,69 @@ static void block_copy(heddle_device device, void *to, const void *from, size_t 
         fail_msg("%s", device_memory_error());
 }
 
+/* What was asked for and has not been waited for: many small copies for the price of one wait. */
+static _Thread_local struct {
+    unsigned char *at;
+    size_t used;
+    int count;
+    struct {
+        void *to;
+        size_t bytes;
+    } copy[128];
+} staging;
+
+enum { STAGING_BYTES = 4 << 20 };
+
+void device_fetched(void) {
+    if (staging.count && !device_memory_wait())
+        fail_msg("%s", device_memory_error());
+    const unsigned char *from = staging.at;
+    for (int x = 0; x < staging.count; x++) {
+        memcpy(staging.copy[x].to, from, staging.copy[x].bytes);
+        from += (staging.copy[x].bytes + 15) / 16 * 16;
+    }
+    staging.count = 0;
+    staging.used = 0;
+}
+
+/* block_copy of a device's memory, complete after device_fetched(). */
+static void block_fetch(heddle_device device, void *to, const void *from, size_t bytes) {
+    if (device != HEDDLE_CUDA || bytes > STAGING_BYTES) {
+        block_copy(device, to, from, bytes);
+        return;
+    }
+    if (staging.used + bytes > STAGING_BYTES || staging.count == COUNT(staging.copy))
+        device_fetched();
+    if (!staging.at && !(staging.at = device_memory_staging(STAGING_BYTES)))
+        fail_msg("no memory: %s", device_memory_error());
+    if (!device_memory_fetch(staging.at + staging.used, from, bytes))
+        fail_msg("%s", device_memory_error());
+    staging.copy[staging.count].to = to;
+    staging.copy[staging.count++].bytes = bytes;
+    staging.used += (bytes + 15) / 16 * 16;
+}
+
 #define WORKSPACE_GUARD 256
 #define WORKSPACE_CANARY 0xff /* NaN in every float type */
 
 void *workspace_new(heddle_device device, size_t bytes) {
     const size_t all = bytes + 2 * WORKSPACE_GUARD;
-    unsigned char *block = block_new(device, all), *image = device == HEDDLE_CUDA ? malloc(all) : block;
-    assert_non_null(image);
-    memset(image, WORKSPACE_CANARY, all);
-    if (image != block) {
-        block_copy(device, block, image, all);
-        free(image);
-    }
+    unsigned char *block = block_new(device, all);
+    if (device != HEDDLE_CUDA)
+        memset(block, WORKSPACE_CANARY, all);
+    else if (!device_memory_fill(block, WORKSPACE_CANARY, all))
+        fail_msg("%s", device_memory_error());
     return block + WORKSPACE_GUARD;
 }
 
 bool workspace_intact(heddle_device device, const void *workspace, size_t bytes) {
-    unsigned char guard[WORKSPACE_GUARD];
-    for (int side = 0; side < 2; side++) {
-        const unsigned char *from =
-            side ? (const unsigned char *)workspace + bytes : (const unsigned char *)workspace - sizeof guard;
-        block_copy(device, guard, from, sizeof guard);
-        for (size_t x = 0; x < sizeof guard; x++)
-            if (guard[x] != WORKSPACE_CANARY)
-                return false;
-    }
+    unsigned char guard[2 * WORKSPACE_GUARD];
+    block_fetch(device, guard, (const unsigned char *)workspace - WORKSPACE_GUARD, WORKSPACE_GUARD);
+    block_fetch(device, guard + WORKSPACE_GUARD, (const unsigned char *)workspace + bytes, WORKSPACE_GUARD);
+    device_fetched();
+    for (size_t x = 0; x < sizeof guard; x++)
+        if (guard[x] != WORKSPACE_CANARY)
+            return false;
     return true;
 }
 
@@ -365,9 +403,14 @@ void tensor_upload(tensor *t) {
         block_copy(t->device, t->block, t->host, tensor_bytes(t));
 }
 
-void tensor_download(tensor *t) {
+void tensor_fetch(tensor *t) {
     if (t->block != t->host)
-        block_copy(t->device, t->host, t->block, tensor_bytes(t));
+        block_fetch(t->device, t->host, t->block, tensor_bytes(t));
+}
+
+void tensor_download(tensor *t) {
+    tensor_fetch(t);
+    device_fetched();
 }
 
 bool tensor_unchanged(const tensor *t) {

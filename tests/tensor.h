@@ -174,6 +174,9 @@ void tensor_keep_worse(tensor *x, const tensor *other, const tensor *ref);
 void *tensor_pointer(const tensor *t); /* what the library is given; NULL for no tensor */
 void tensor_upload(tensor *t);
 void tensor_download(tensor *t);
+/* tensor_download for many: complete after device_fetched() or workspace_intact(). */
+void tensor_fetch(tensor *t);
+void device_fetched(void);
 /* What was downloaded is as it should be from now on. */
 void tensor_accept(tensor *t);
 /* After a run and tensor_download: an input is as it was; an output's guards and gaps are. */

@@ -57,6 +57,30 @@ bool device_memory_copy(void *to, const void *from, size_t bytes) {
     return true;
 }
 
+bool device_memory_fill(void *p, unsigned char byte, size_t bytes) {
+    if (!device_memory_enter())
+        return false;
+    if (bytes)
+        CALL("cuMemsetD8_v2", (uint64_t, unsigned char, size_t), ((uintptr_t)p, byte, bytes));
+    return true;
+}
+
+void *device_memory_staging(size_t bytes) {
+    void *p = NULL;
+    if (!device_memory_enter())
+        return NULL;
+    CALL("cuMemHostAlloc", (void **, size_t, unsigned), (&p, bytes, 0));
+    return p;
+}
+
+bool device_memory_fetch(void *staging, const void *from, size_t bytes) {
+    if (!device_memory_enter())
+        return false;
+    if (bytes)
+        CALL("cuMemcpyDtoHAsync_v2", (void *, uint64_t, size_t, void *), (staging, (uintptr_t)from, bytes, NULL));
+    return true;
+}
+
 bool device_memory_wait(void) {
     if (!device_memory_enter())
         return false;

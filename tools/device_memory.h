@@ -12,6 +12,11 @@ void *device_memory_new(size_t bytes);
 void device_memory_free(void *p);
 /* In any direction; waits for what the default stream was given before. */
 bool device_memory_copy(void *to, const void *from, size_t bytes);
+bool device_memory_fill(void *p, unsigned char byte, size_t bytes);
+/* Memory of the host, never freed, that the device writes to while the host goes on: after device_memory_wait() what was
+ * fetched is there. */
+void *device_memory_staging(size_t bytes);
+bool device_memory_fetch(void *staging, const void *from, size_t bytes);
 /* Waits for all work of the context; an error of a kernel comes out here. */
 bool device_memory_wait(void);
 const char *device_memory_error(void);
