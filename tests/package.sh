@@ -16,9 +16,30 @@ wrong() {
 
 version=$(sed -n 's/^#define HEDDLE_VERSION_\(MAJOR\|MINOR\|PATCH\) *//p' "$source/include/heddle.h" | paste -sd .)
 
-if compgen -G "$dist/heddle-*.whl" >/dev/null; then
-    [ "$(find "$dist" -name "heddle-$version-cp310-abi3-*.whl" | wc -l)" = 1 ] || wrong "no wheel of $version, or several"
-    if ! { python3 -m venv --system-site-packages venv && venv/bin/pip install -q --no-deps "$dist"/heddle-*.whl; }; then
+# The newest version of glibc that the libraries in a wheel ask for.
+newest_glibc() {
+    rm -rf unpacked
+    python3 -m zipfile -e "$1" unpacked
+    find unpacked -name '*.so*' -exec objdump -T {} + | grep -o 'GLIBC_[0-9.]*' | sort -uV | tail -n 1
+}
+
+if compgen -G "$dist/heddle-*_aarch64.whl" >/dev/null; then
+    # No Python for aarch64 is here: what can be seen without running it.
+    wheel=$(echo "$dist"/heddle-"$version"-cp310-abi3-*_aarch64.whl)
+    python3 -m zipfile -e "$wheel" arm
+    for library in arm/heddle/libheddle.so.0 arm/heddle/_C.abi3.so arm/heddle/_torch_ops.so; do
+        readelf -h "$library" | grep -q 'Machine: *AArch64' || wrong "$library is not for aarch64"
+        readelf -V "$library" | grep -oE 'GLIBC_2\.(29|[3-9][0-9])' && wrong "$library needs a newer glibc than 2.28"
+    done
+    echo "ok: $(basename "$wheel")"
+fi
+
+native=$(compgen -G "$dist/heddle-*_$(uname -m).whl")
+if [ -n "$native" ]; then
+    [ "$(find "$dist" -name "heddle-$version-cp310-abi3-*_$(uname -m).whl" | wc -l)" = 1 ] || wrong "no wheel of $version, or several"
+    newest=$(newest_glibc "$native")
+    [ "$(printf '%s\n' "$newest" GLIBC_2.28 | sort -V | tail -n 1)" = GLIBC_2.28 ] || wrong "the wheel asks for $newest"
+    if ! { python3 -m venv --system-site-packages venv && venv/bin/pip install -q --no-deps "$native"; }; then
         wrong "the wheel cannot be installed"
     fi
     venv/bin/python - "$version" <<'PYTHON' || wrong "the wheel does not work"
@@ -32,7 +53,13 @@ s = x @ x.transpose(0, 2, 1) / 2
 p = np.exp(s) / np.exp(s).sum(-1, keepdims=True)
 assert abs(heddle.attention(x, x, x) - p @ x).max() < 1e-5
 PYTHON
-    echo "ok: $(basename "$dist"/heddle-*.whl)"
+    echo "ok: $(basename "$native")"
+fi
+
+# conan create has built a program with it and run it.
+if [ -f "$dist/heddle-conan.tgz" ]; then
+    tar -tzf "$dist/heddle-conan.tgz" | grep -q '/p/lib/libheddle[.]so' || wrong "the Conan package has no library"
+    echo "ok: heddle-conan.tgz"
 fi
 
 if compgen -G "$dist/*.deb" >/dev/null; then
