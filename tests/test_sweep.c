@@ -2,6 +2,7 @@
  * Random problems over all options, types, sizes and layouts. A case that fails is printed with its seed and does not
  * end the run: HEDDLE_SEED=<that> with HEDDLE_CASES=1 runs it alone. HEDDLE_LONG=1 runs twenty times as many cases.
  * HEDDLE_SECONDS=<n> ends each operation after that time, whatever HEDDLE_CASES says.
+ * HEDDLE_MEMORY=<file>: the bytes of the heap that are in use after each case, for tests/soak.sh.
  * HEDDLE_COUNTS=<file>: what tests/sweep.sh adds up, the numbers of cases and failures and the bins of errors over
  * those of the plain computation, is written there, anew every now and then. */
 #define _POSIX_C_SOURCE 200809L
@@ -12,6 +13,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
+
+#if defined(__GLIBC__) && (__GLIBC__ > 2 || __GLIBC_MINOR__ >= 33)
+#include <malloc.h>
+#define HAVE_MALLINFO2
+#endif
 
 #define STANDARD_SECONDS 6
 #define LONG_SECONDS 240
@@ -285,23 +291,39 @@ static void write_counts(const char *path, uint64_t first) {
         fail_msg("%s cannot be written", path);
 }
 
+/* What is free may go back to the system or not, as the sizes have it; what is in use is what may be lost. */
+static void note_memory(FILE *to, const char *name) {
+#ifdef HAVE_MALLINFO2
+    const struct mallinfo2 m = mallinfo2();
+    fprintf(to, "%s %zu\n", name, m.uordblks + m.hblkhd);
+#else
+    (void)to, (void)name;
+    fail_msg("HEDDLE_MEMORY needs glibc 2.33");
+#endif
+}
+
 /* Runs cases until the time is up, but always as many as to be worth it; the seeds are consecutive. */
 static void sweep(operation *o) {
     const char *limit = getenv("HEDDLE_CASES"), *counts = getenv("HEDDLE_COUNTS"), *seconds = getenv("HEDDLE_SECONDS");
     const uint64_t seed = test_seed(20261120), cases = limit ? strtoull(limit, NULL, 0) : UINT64_MAX;
     const double allowed = seconds ? strtod(seconds, NULL) : test_long() ? LONG_SECONDS : STANDARD_SECONDS;
     double end = now() + allowed, written = now();
+    FILE *memory = getenv("HEDDLE_MEMORY") ? fopen(getenv("HEDDLE_MEMORY"), "a") : NULL;
     for (; o->done < cases && (now() < end || (!seconds && (o->done < 50 || limit))); o->done++) {
         if (!o->right(seed + o->done, counts != NULL)) {
             o->print(seed + o->done);
             printf("%s FAILED: HEDDLE_SEED=%" PRIu64 " HEDDLE_CASES=1 runs this case alone\n", o->name, seed + o->done);
             o->failed++;
         }
+        if (memory)
+            note_memory(memory, o->name);
         if (counts && now() > written + 10) {
             write_counts(counts, seed);
             written = now();
         }
     }
+    if (memory)
+        fclose(memory);
     if (counts)
         write_counts(counts, seed);
     printf("%s: %" PRIu64 " cases from seed %" PRIu64 "\n", o->name, o->done, seed);
