@@ -87,10 +87,9 @@ template <typename layout> INLINE void free_boxes(const state &k, unsigned count
     mbarrier_arrive(k.smem + layout::box_empty + place_of<layout>(count) * 16 + k.group * 8);
 }
 
-/* The bias of the count-th step is added in. Does it mask? Then it is needed once more. */
+/* Sᵀ = Sᵀ·by + the bias of the count-th step. Does it mask? Then it is needed once more. */
 template <typename T, int BLOCK, typename layout>
-INLINE bool apply_boxes(const attention_params &p, const state &k, unsigned count, float (*s)[4]) {
-    const float by = cap_and_slope_keys<T, BLOCK, layout::with>(p, *k.now, k.row0, s);
+INLINE bool add_key_boxes(const attention_params &p, const state &k, unsigned count, float by, float (*s)[4]) {
     bool low = false;
     mbarrier_wait(k.smem + layout::box_full + place_of<layout>(count) * 16 + k.group * 8, parity_of<layout>(count));
 #pragma unroll
@@ -125,12 +124,13 @@ INLINE void weigh(const attention_params &p, const span &w, const state &k, unsi
     const bool boxes = has_boxes<WITH>(p);
     bool low = false;
     float by = 1.0f; /* is left to be multiplied with */
-    if (boxes)
-        low = apply_boxes<T, BLOCK, layout>(p, k, count, s);
-    else if (has_bias<WITH>(p))
-        low = apply_key_options<T, BLOCK, WITH>(p, *k.now, k.row0, s);
-    else if (layout::is_full)
+    if (layout::is_full)
         by = cap_and_slope_keys<T, BLOCK, WITH>(p, *k.now, k.row0, s);
+    if (has_bias<WITH>(p)) {
+        low = boxes ? add_key_boxes<T, BLOCK, layout>(p, k, count, by, s)
+                    : add_key_biases<T, BLOCK>(p, *k.now, k.row0, by, s);
+        by = 1.0f;
+    }
     if (!careful) {
         key_weights<false, BLOCK>(p.scale_log2, w, 0, i0, row, s, by);
         if (!layout::is_full)
@@ -161,8 +161,8 @@ template <int D, typename layout> INLINE float *find_sum(const state &k, const s
 
 /* From P and dP to the operands of dV, dK and dQ, 16 queries at a time. For dS·K, dS lies in shared memory: rows are keys,
  * in strips of 64 queries. */
-template <typename T, bool MASKED, int BLOCK, int FULL>
-INLINE void make_fragments(const attention_params &p, const state &k, uint32_t to, const float *row,
+template <typename T, int BLOCK, int FULL>
+INLINE void make_fragments(const attention_params &p, const state &k, bool masked, uint32_t to, const float *row,
                            const kept_bits<BLOCK> &kept, const char *ahead, float (*s)[4], float (*dp)[4],
                            uint32_t (*ps)[4], uint32_t (*ds)[4]) {
     const int lane = threadIdx.x % 32, key = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
@@ -176,7 +176,10 @@ INLINE void make_fragments(const attention_params &p, const state &k, uint32_t t
         } else if (has_dropout<FULL>(p)) {
             drop_elements<BLOCK, 2>(kept, p.keep_scale, dp + 2 * x, 2 * x);
         }
-        key_gradients<MASKED, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
+        if (masked)
+            key_gradients<true, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
+        else
+            key_gradients<false, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
         if (has_cap<FULL>(p))
             cap_key_gradients<T, FULL>(p, *k.now, k.row0, x * 16, row + x * 16, row + BLOCK + x * 16, s + 2 * x,
                                        dp + 2 * x);
@@ -201,10 +204,12 @@ INLINE void make_operands(const attention_params &p, state *k, bool masked, cons
     pin_all<BLOCK / 8>(dp);
     if (AHEAD)
         mbarrier_wait(k->smem + layout::kept_full + slot * 8, k->turn / KEPT_SLOTS % 2);
-    if (masked)
-        make_fragments<T, true, BLOCK, layout::with>(p, *k, to, row, kept, ahead, s, dp, ps, ds);
+    if (layout::with == WITH_ALL) /* so much code that it is there once */
+        make_fragments<T, BLOCK, layout::with>(p, *k, masked, to, row, kept, ahead, s, dp, ps, ds);
+    else if (masked)
+        make_fragments<T, BLOCK, layout::with>(p, *k, true, to, row, kept, ahead, s, dp, ps, ds);
     else
-        make_fragments<T, false, BLOCK, layout::with>(p, *k, to, row, kept, ahead, s, dp, ps, ds);
+        make_fragments<T, BLOCK, layout::with>(p, *k, false, to, row, kept, ahead, s, dp, ps, ds);
     if (AHEAD)
         mbarrier_arrive(k->smem + layout::kept_empty + slot * 8);
     fence_async();

@@ -57,7 +57,11 @@ template <int D, int BLOCK, int SLOTS, int MAKES, typename layout> struct dkdv_p
 template <typename T, int BLOCK>
 INLINE bool make_scores(const attention_params &p, const key_state &k, read_ahead<BLOCK> *read, float (*s)[4]) {
     read_key_options<BLOCK>(p, *k.now, k.row0, read);
-    return apply_key_options<T, BLOCK>(p, *k.now, k.row0, s);
+    const float by = cap_and_slope_keys<T, BLOCK>(p, *k.now, k.row0, s);
+    if (p.a.features & HEDDLE_BIAS)
+        return add_key_biases<T, BLOCK>(p, *k.now, k.row0, by, s);
+    scale_scores<BLOCK>(by, s);
+    return false;
 }
 
 /* full: dSᵀ -> dTᵀ. */

@@ -48,8 +48,8 @@ INLINE void read_key_bias(const attention_params &p, const key_options &o, int k
             bias[y][0] = *(const uint32_t *)row;
             bias[y][1] = *(const uint32_t *)(row + 8);
         } else {
-            bias[y][0] = load_two(row, count, paired);
-            bias[y][1] = load_two(row + 8, count - 8, paired);
+            bias[y][0] = load_two(row, count, false); /* rare, and shorter */
+            bias[y][1] = load_two(row + 8, count - 8, false);
         }
     }
 #pragma unroll
@@ -79,21 +79,16 @@ INLINE float cap_and_slope_keys(const attention_params &p, const key_options &o,
     return by;
 }
 
-/* k·q -> Sᵀ, but for what masks. Does a bias mask? Then there is -inf. */
-template <typename T, int N, int WITH = WITH_ALL>
-INLINE bool apply_key_options(const attention_params &p, const key_options &o, int key, float (*s)[4]) {
-    const float by = cap_and_slope_keys<T, N, WITH>(p, o, key, s);
+/* Sᵀ = Sᵀ·by + bias; -inf where a bias masks. Is there such a one? */
+template <typename T, int N>
+INLINE bool add_key_biases(const attention_params &p, const key_options &o, int key, float by, float (*s)[4]) {
+    const int first = key - (int)threadIdx.x % 32 / 4; /* of the warp */
     bool low = false;
-    if (has_bias<WITH>(p)) {
-        const int first = key - (int)threadIdx.x % 32 / 4; /* of the warp */
 #pragma unroll
-        for (int x = 0; x < N; x += BIAS_COLUMNS) {
-            uint32_t bias[BIAS_COLUMNS / 8][2];
-            read_key_bias<T, BIAS_COLUMNS>(p, o, first, (o.step & ~STEP_FLAGS) + x, bias);
-            low |= add_bias<T, BIAS_COLUMNS>(bias, by, s + x / 8);
-        }
-    } else {
-        scale_scores<N>(by, s);
+    for (int x = 0; x < N; x += BIAS_COLUMNS) {
+        uint32_t bias[BIAS_COLUMNS / 8][2];
+        read_key_bias<T, BIAS_COLUMNS>(p, o, first, (o.step & ~STEP_FLAGS) + x, bias);
+        low |= add_bias<T, BIAS_COLUMNS>(bias, by, s + x / 8);
     }
     return low;
 }
