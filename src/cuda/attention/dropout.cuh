@@ -89,13 +89,34 @@ INLINE uint32_t push_bits(uint32_t bits, uint32_t first, uint32_t second, uint32
     return (bits >> 1 & 0x7f7f7f7fu) | (signs & 0x80808080u);
 }
 
+/* The bits of COUNT calls side by side, which share the keys of the rounds: rows i, i + i_step .., eights of keys j8, j8 + j8_step .. */
+template <int COUNT, uint32_t ORDER = 0x7351>
+INLINE void push_calls(const attention_params &p, const dropout_state &s, uint32_t bh, uint32_t i, uint32_t i_step,
+                       uint32_t j8, uint32_t j8_step, uint32_t *low, uint32_t *high) {
+    const uint32_t seed[2] = {(uint32_t)s.seed, (uint32_t)(s.seed >> 32)};
+    philox4 w[COUNT];
+#pragma unroll
+    for (int x = 0; x < COUNT; x++)
+        w[x] = dropout_counter(s.offset, bh, i + x * i_step, j8 + x * j8_step);
+#pragma unroll
+    for (int round = 0; round < PHILOX_ROUNDS; round++)
+#pragma unroll
+        for (int x = 0; x < COUNT; x++)
+            w[x] = philox_round(w[x], seed[0] + round * PHILOX_W0, seed[1] + round * PHILOX_W1);
+#pragma unroll
+    for (int x = 0; x < COUNT; x++) {
+        *low = push_bits<ORDER>(*low, w[x].w[0], w[x].w[1], p.drop_threshold);
+        *high = push_bits<ORDER>(*high, w[x].w[2], w[x].w[3], p.drop_threshold);
+    }
+}
+
 /* The row of its own for which a lane makes calls, where rows are queries. */
 INLINE int duty_row(void) {
     return (int)(threadIdx.x % 2 * 8 + threadIdx.x % 32 / 4);
 }
 
 /* A call's eight keys lie in the four lanes of a row, two in each: each lane makes the calls of every fourth eight keys of a row, and
- * gives the bits to whom they belong. BATCH of them at a time, which share the keys of the rounds.
+ * gives the bits to whom they belong. BATCH of them at a time.
  * KEYS false: bh, row: of query duty_row(); column: the first key, a multiple of 8.
  * KEYS true: rows are keys. It makes the bits as if they were not, and turns them. row: the warp's first key, a multiple of 8; column:
  * the first query. */
@@ -104,28 +125,14 @@ INLINE kept_bits<N> find_kept(const attention_params &p, const dropout_state &s,
     typedef kept_bits<N> kept;
     constexpr int COUNT = kept::calls < BATCH ? kept::calls : BATCH;
     const int lane = threadIdx.x % 32, quarter = lane % 4;
-    const uint32_t step = KEYS ? 0 : 2, i_step = KEYS ? 16 : 0, seed[2] = {(uint32_t)s.seed, (uint32_t)(s.seed >> 32)};
+    const uint32_t step = KEYS ? 0 : 2, i_step = KEYS ? 16 : 0;
     const uint32_t j8 = p.drop_eight + (KEYS ? (uint32_t)row / 8 + quarter % 2 : (uint32_t)column / 8 + quarter / 2);
     const uint32_t i = p.drop_row + (uint32_t)(KEYS ? column + quarter / 2 * 8 + lane / 4 : row);
     uint32_t low = 0, high = 0;
     kept r;
 #pragma unroll
-    for (int first = 0; first < kept::calls; first += COUNT) {
-        philox4 w[COUNT];
-#pragma unroll
-        for (int x = 0; x < COUNT; x++)
-            w[x] = dropout_counter(s.offset, bh, i + (first + x) * i_step, j8 + (first + x) * step);
-#pragma unroll
-        for (int round = 0; round < PHILOX_ROUNDS; round++)
-#pragma unroll
-            for (int x = 0; x < COUNT; x++)
-                w[x] = philox_round(w[x], seed[0] + round * PHILOX_W0, seed[1] + round * PHILOX_W1);
-#pragma unroll
-        for (int x = 0; x < COUNT; x++) {
-            low = push_bits(low, w[x].w[0], w[x].w[1], p.drop_threshold);
-            high = push_bits(high, w[x].w[2], w[x].w[3], p.drop_threshold);
-        }
-    }
+    for (int first = 0; first < kept::calls; first += COUNT)
+        push_calls<COUNT>(p, s, bh, i + first * i_step, i_step, j8 + first * step, step, &low, &high);
     const uint32_t even = swap_bytes(__byte_perm(low, high, 0x5410)), odd = swap_bytes(__byte_perm(low, high, 0x7632));
     r.bits[0] = __byte_perm(even, odd, 0x5410);
     if (kept::words == 1)

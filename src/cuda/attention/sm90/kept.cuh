@@ -17,26 +17,11 @@ template <int WITH> INLINE constexpr bool makes_ahead(void) {
  * BATCH calls at a time. */
 template <int BATCH>
 INLINE uint2 make_kept(const attention_params &p, const dropout_state &s, uint32_t head, int query, int key) {
-    const uint32_t seed[2] = {(uint32_t)s.seed, (uint32_t)(s.seed >> 32)};
     uint32_t low = 0, high = 0;
 #pragma unroll
-    for (int first = 0; first < 8; first += BATCH) {
-        philox4 w[BATCH];
-#pragma unroll
-        for (int x = 0; x < BATCH; x++)
-            w[x] = dropout_counter(s.offset, head, p.drop_row + (uint32_t)query,
-                                   p.drop_eight + (uint32_t)key / DROPOUT_KEYS + first + x);
-#pragma unroll
-        for (int round = 0; round < PHILOX_ROUNDS; round++)
-#pragma unroll
-            for (int x = 0; x < BATCH; x++)
-                w[x] = philox_round(w[x], seed[0] + round * PHILOX_W0, seed[1] + round * PHILOX_W1);
-#pragma unroll
-        for (int x = 0; x < BATCH; x++) {
-            low = push_bits<0x7531>(low, w[x].w[0], w[x].w[1], p.drop_threshold);
-            high = push_bits<0x7531>(high, w[x].w[2], w[x].w[3], p.drop_threshold);
-        }
-    }
+    for (int first = 0; first < 8; first += BATCH)
+        push_calls<BATCH, 0x7531>(p, s, head, p.drop_row + (uint32_t)query, 0,
+                                  p.drop_eight + (uint32_t)key / DROPOUT_KEYS + first, 1, &low, &high);
     return make_uint2(low, high);
 }
 
