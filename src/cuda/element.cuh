@@ -125,6 +125,29 @@ INLINE float high_float(uint32_t pair, f16) {
     return f16_to_float((uint16_t)(pair >> 16));
 }
 
+/* Is one of 16 bytes' elements infinite or NaN? */
+INLINE bool has_nonfinite(uint4 x, bf16) {
+    const uint32_t w[4] = {x.x, x.y, x.z, x.w};
+    bool bad = false;
+    for (int i = 0; i < 4; i++)
+        bad |= (w[i] & 0x7f80u) == 0x7f80u || (w[i] & 0x7f800000u) == 0x7f800000u;
+    return bad;
+}
+INLINE bool has_nonfinite(uint4 x, f16) {
+    const uint32_t w[4] = {x.x, x.y, x.z, x.w};
+    bool bad = false;
+    for (int i = 0; i < 4; i++)
+        bad |= (w[i] & 0x7c00u) == 0x7c00u || (w[i] & 0x7c000000u) == 0x7c000000u;
+    return bad;
+}
+INLINE bool has_nonfinite(uint4 x, float) {
+    const uint32_t w[4] = {x.x, x.y, x.z, x.w};
+    bool bad = false;
+    for (int i = 0; i < 4; i++)
+        bad |= (w[i] & 0x7f800000u) == 0x7f800000u;
+    return bad;
+}
+
 /* Two floats as pairs of float16: what is rounded, and what that leaves. */
 INLINE void split_pair(float x, float y, uint32_t *high, uint32_t *low) {
     *high = pack_f16(x, y);

@@ -3,7 +3,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_PREP_CUH
 #define HEDDLE_CUDA_ATTENTION_PREP_CUH
 
-#include "cuda/attention/tile.cuh"
+#include "cuda/attention/product.cuh"
 
 /* Shared memory of the kernels of the backward. */
 template <typename T, int D, int WARPS, int TILES, int BLOCK> struct backward_shared {

@@ -9,6 +9,7 @@
  * Both compute P = exp2(S·scale·log2(e) - base - rest) from the log-sum-exp that the prep kernel has laid down in
  * two floats. */
 #include "cuda/attention/prep.cuh"
+#include "cuda/attention/store.cuh"
 
 /* ------------------------------------------------------------------------------------ what both passes are made of */
 

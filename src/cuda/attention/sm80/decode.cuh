@@ -4,11 +4,12 @@
  * A block owns the at most 16 rows of a group of heads (query i of head y·pack + row%pack, i = row/pack) and a share of the keys. Its
  * warps take tiles of BLOCK keys in turn, each through a ring of its own, STAGES tiles of K and of V: nobody waits for anybody until
  * the warps' sums are merged at the end. A slot is filled again as soon as it has been read, so that nearly all of the shared memory
- * is on its way all the time. Rows of the ring are swizzled (along_row in attention/tile.cuh). */
+ * is on its way all the time. Rows of the ring are swizzled (along_row in attention/product.cuh). */
 #ifndef HEDDLE_CUDA_ATTENTION_DECODE_CUH
 #define HEDDLE_CUDA_ATTENTION_DECODE_CUH
 
-#include "cuda/attention/tile.cuh"
+#include "cuda/attention/product.cuh"
+#include "cuda/attention/store.cuh"
 
 template <typename T, int D, int WARPS, int STAGES, int BLOCK> struct decode_shared {
     static constexpr int rows = 16;

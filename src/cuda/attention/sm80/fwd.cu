@@ -3,7 +3,8 @@
  *
  * A block owns WARPS·TILES·16 rows (query i of head y·pack + row%pack, i = row/pack) and walks over the keys that
  * they see, or over its share of them. K and V of the next step are on their way during a step. */
-#include "cuda/attention/tile.cuh"
+#include "cuda/attention/product.cuh"
+#include "cuda/attention/store.cuh"
 
 /* The running softmax of the rows that a lane has a part of. */
 template <int TILES> struct softmax_state { float max[TILES][2], sum[TILES][2]; /* sum: this lane's part */ };

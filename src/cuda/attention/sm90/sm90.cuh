@@ -8,7 +8,7 @@
 #define HEDDLE_CUDA_ATTENTION_SM90_CUH
 
 #include "cuda/attention/sm90/contract.h"
-#include "cuda/attention/tile.cuh"
+#include "cuda/attention/store.cuh"
 #include "cuda/wgmma.cuh"
 
 template <int D, int ROWS> struct tile90 {
