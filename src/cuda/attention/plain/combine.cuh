@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The parts of o and lse that blocks made of a share of the keys each, put together: a block for each row. Part of attention/plain/plain.cu. */
+ * The parts of o and lse that blocks made of a share of the keys each, put together: a block for each row. */
 #ifndef HEDDLE_CUDA_ATTENTION_COMBINE_CUH
 #define HEDDLE_CUDA_ATTENTION_COMBINE_CUH
 

@@ -1,0 +1,98 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Rows of the plain kernels: which is whose, dot products, the score of an element. */
+#ifndef HEDDLE_CUDA_ATTENTION_PLAIN_ROWS_CUH
+#define HEDDLE_CUDA_ATTENTION_PLAIN_ROWS_CUH
+
+#include "cuda/attention/common.cuh"
+#include "cuda/attention/plain/contract.h"
+
+#define THREADS PLAIN_THREADS
+#define MAX_DIM PLAIN_MAX_DIM
+
+/* Row `index` of [b, h, sq] (or [b, hk, sk]): i of head x of sequence n. */
+struct row_index {
+    int64_t n, x;
+    int i;
+};
+
+INLINE row_index find_row(int64_t index, int64_t heads, int64_t rows) {
+    row_index r;
+    r.i = (int)(index % rows);
+    r.x = index / rows % heads;
+    r.n = index / rows / heads;
+    return r;
+}
+
+INLINE float block_sum(float x, float *scratch) {
+    x = warp_sum(x);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0)
+        scratch[threadIdx.x / 32] = x;
+    __syncthreads();
+    return scratch[0] + scratch[1] + scratch[2] + scratch[3];
+}
+
+INLINE float block_max(float x, float *scratch) {
+    for (int step = 16; step; step >>= 1)
+        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
+    __syncthreads();
+    if (threadIdx.x % 32 == 0)
+        scratch[threadIdx.x / 32] = x;
+    __syncthreads();
+    return fmaxf(fmaxf(scratch[0], scratch[1]), fmaxf(scratch[2], scratch[3]));
+}
+
+template <typename T> INLINE void load_floats(float *to, const T *from, int n) {
+    for (int e = threadIdx.x; e < n; e += THREADS)
+        to[e] = to_float(from[e]);
+}
+
+template <typename T> INLINE float dot_row(const float *x, const T *y, int n) {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    int e = 0;
+    for (; e + 4 <= n; e += 4)
+#pragma unroll
+        for (int z = 0; z < 4; z++)
+            sum[z] = fmaf(x[e + z], to_float(y[e + z]), sum[z]);
+    for (; e < n; e++) /* in float32 as the family small has it, whose rows end with zeros */
+        sum[sizeof(T) == 4 ? e % 4 : 0] = fmaf(x[e], to_float(y[e]), sum[sizeof(T) == 4 ? e % 4 : 0]);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+template <typename T> INLINE const T *query_row(const attention_params &p, const place &c, int64_t x, int i) {
+    return (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q + i);
+}
+template <typename T> INLINE const T *dout_row(const attention_params &p, const place &c, int64_t x, int i) {
+    return (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + i);
+}
+template <typename T> INLINE const T *key_row(const attention_params &p, const place &c, int64_t y, int j) {
+    return (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k + j);
+}
+template <typename T> INLINE const T *value_row(const attention_params &p, const place &c, int64_t y, int j) {
+    return (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k + j);
+}
+
+/* Is the element seen, whatever its key holds? */
+template <typename T> INLINE bool sees(const attention_params &p, const place &c, const score_row &r, int j) {
+    float slack;
+    return full_score<T>(p, c, r, j, 0.0f, &slack) != -CUDART_INF_F;
+}
+
+/* S; -inf where masked. q: the row in float32. */
+template <typename T>
+INLINE float plain_score(const attention_params &p, const place &c, const score_row &r, int64_t y, int j,
+                         const float *q, float *slack) {
+    *slack = 1.0f;
+    if (!sees<T>(p, c, r, j))
+        return -CUDART_INF_F;
+    return full_score<T>(p, c, r, j, dot_row(q, key_row<T>(p, c, y, j), (int)p.a.d), slack);
+}
+
+INLINE int first_key(const place &c, int i) {
+    return max(0, min(i + c.lo, c.sk));
+}
+INLINE int last_key(const place &c, int i) { /* one past it */
+    return i < c.sq ? max(0, min(i + 1 + c.hi, c.sk)) : 0;
+}
+
+#endif
