@@ -21,8 +21,8 @@ static void clear_rows(const call *c, void *p, heddle_strides stride, int64_t n,
                        int64_t count, int64_t width) {
     if (p)
         for (int64_t i = first; i < first + count; i++)
-            memset((char *)p + row_offset(stride, n, head, i) * element_size(c->type), 0,
-                   (size_t)(width * element_size(c->type)));
+            memset((char *)p + row_offset(stride, n, head, i) * element_size(TYPE(c)), 0,
+                   (size_t)(width * element_size(TYPE(c))));
 }
 
 /* sum over dO∘O of one row, leaving out zeros of O: the row of a query that sees nothing may hold anything in dO. */
@@ -31,13 +31,13 @@ static float dot_row(const call *c, const void *o, const void *dout) {
     for (int64_t e = 0; e < c->a->dv; e += VL) {
         int64_t n = c->a->dv - e;
         vf x, y;
-        if (c->type == HEDDLE_F32) {
-            x = load_some(HEDDLE_F32, element_at(o, e, c->type), n);
-            y = load_some(HEDDLE_F32, element_at(dout, e, c->type), n);
+        if (TYPE(c) == HEDDLE_F32) {
+            x = load_some(HEDDLE_F32, element_at(o, e, TYPE(c)), n);
+            y = load_some(HEDDLE_F32, element_at(dout, e, TYPE(c)), n);
         } else {
             x = c->adds ? load_some(HEDDLE_F32, element_at(o, e, HEDDLE_F32), n)
-                        : load_some(c->type, element_at(o, e, c->type), n);
-            y = load_some(c->type, element_at(dout, e, c->type), n);
+                        : load_some(TYPE(c), element_at(o, e, TYPE(c)), n);
+            y = load_some(TYPE(c), element_at(dout, e, TYPE(c)), n);
         }
         sum += select_float(x == 0, splat(0), x * y);
     }
@@ -60,7 +60,7 @@ static bool surveys(const call *c, const unit *u, const lanes *l, int64_t chunk_
     const range seen = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
     if (seen.end - seen.begin <= c->tile_k)
         return seen.begin < seen.end && (seen.end - 1) / chunk_k > seen.begin / chunk_k;
-    if (c->type == HEDDLE_F32)
+    if (TYPE(c) == HEDDLE_F32)
         return sharp;
     return c->group * u->s.sq <= FEW_LANES && u->s.sk <= 4 * c->tile_k;
 }
@@ -213,7 +213,7 @@ static void add_dq(const call *c, const unit *u, backward_space *w, float *sums,
     unpack_transposed(HEDDLE_F32, w->dqt, l->stride, l->count, c->a->d, scale, !first, sum_rows, 0);
     if (last)
         for (int64_t x = 0; x < l->count; x++)
-            narrow_row(c->type, sum_rows[x], c->a->d, 1, out[x]);
+            narrow_row(TYPE(c), sum_rows[x], c->a->d, 1, out[x]);
 }
 
 static void fold_chunk(const call *c, int64_t count, backward_space *w) {
@@ -237,11 +237,11 @@ static void write_chunk(const call *c, const unit *u, int64_t first, int64_t cou
             continue;
         }
         if (c->t->dk)
-            narrow_row(c->type, dk + j * c->d_pad, a->d, (float)a->scale,
-                       (char *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row) * element_size(c->type));
+            narrow_row(TYPE(c), dk + j * c->d_pad, a->d, (float)a->scale,
+                       (char *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row) * element_size(TYPE(c)));
         if (c->t->dv)
-            narrow_row(c->type, dv + j * c->dv_pad, a->dv, 1,
-                       (char *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row) * element_size(c->type));
+            narrow_row(TYPE(c), dv + j * c->dv_pad, a->dv, 1,
+                       (char *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row) * element_size(TYPE(c)));
     }
 }
 
@@ -315,9 +315,9 @@ static bool load_chunk(const call *c, const unit *u, backward_space *w, key_bloc
 /* Rows share·n/shares .. (share+1)·n/shares of one of K, V, dK and dV. */
 static void ahead_share(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t width,
                         int64_t first, int64_t n, int64_t share, int64_t shares, int64_t steps, ahead *a) {
-    const int64_t size = element_size(c->type), begin = n * share / shares, count = n * (share + 1) / shares - begin;
+    const int64_t size = element_size(TYPE(c)), begin = n * share / shares, count = n * (share + 1) / shares - begin;
     if (p && count > 0)
-        ahead_add(a, element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first + begin), c->type),
+        ahead_add(a, element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first + begin), TYPE(c)),
                   stride.s * size, width * size, count, steps);
 }
 
@@ -385,7 +385,7 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
         memset(w->dk, 0, dk_bytes);
         memset(w->dv, 0, dv_bytes);
     }
-    const int64_t fold = folds(c->type, rows) ? tiles_of_fold(tiles) : tiles;
+    const int64_t fold = folds(TYPE(c), rows) ? tiles_of_fold(tiles) : tiles;
     int64_t added = 0;
     if (fold < tiles) {
         memset(w->dk_all, 0, dk_bytes);

@@ -264,9 +264,9 @@ static bool few_masked_scores(const call *c, const unit *u, const key_block *b, 
 static void few_add_masked(const call *c, const lanes *l, few_rows v, int64_t count, const float *s, forward_space *w,
                            float *o) {
     for (int64_t j = 0; j < count; j++)
-        few_widen(c->type, v.p + j * v.stride, c->a->dv, 1, w->v + j * c->dv_pad);
+        few_widen(TYPE(c), v.p + j * v.stride, c->a->dv, 1, w->v + j * c->dv_pad);
     if (all_finite(w->v, count, c->dv_pad, c->dv_pad))
-        few_add(c->type, v, count, l->count, s, v, o, c->dv_pad);
+        few_add(TYPE(c), v, count, l->count, s, v, o, c->dv_pad);
     else
         gemm_careful(true, (int)(c->dv_pad / VL), l->count, count, (gemm_a){s, FEW_KEYS, 1}, w->v, c->dv_pad, o,
                      c->dv_pad);
@@ -295,7 +295,7 @@ static void few_block(const call *c, const unit *u, const key_block *b, forward_
     if (masked)
         few_add_masked(c, l, v, b->count, s, w, t->ot);
     else
-        few_add(c->type, v, b->count, l->count, s, next, t->ot, c->dv_pad);
+        few_add(TYPE(c), v, b->count, l->count, s, next, t->ot, c->dv_pad);
 }
 
 /* The normalised weights, written when they are asked for: the scores once more. */
@@ -311,7 +311,7 @@ static void write_weights(const call *c, const unit *u, const key_block *b, forw
             store(s, vexp2_times(c->factor, load(s) - load(t->base + x)));
         }
     lane_rows(c, u, l, c->t->weights, c->a->weights_stride, 0, rows);
-    unpack_transposed(c->type, w->s, l->stride, l->count, b->count, inverse, false, (void *const *)rows, b->first);
+    unpack_transposed(TYPE(c), w->s, l->stride, l->count, b->count, inverse, false, (void *const *)rows, b->first);
 }
 
 /* One more key, with this score and a value of zero. False if it leaves nothing to the others: its weight is 1 then, and theirs are
@@ -372,11 +372,11 @@ static void end_tile(const call *c, const unit *u, forward_tile *t, float *inver
     }
     if (l->few)
         for (int64_t x = 0; x < l->count; x++) {
-            few_order(c->type, c->a->dv, t->ot + x * c->dv_pad);
+            few_order(TYPE(c), c->a->dv, t->ot + x * c->dv_pad);
             if (c->adds)
                 add_row(t->ot + x * c->dv_pad, c->a->dv, inverse[x], out[x]);
             else
-                narrow_row(c->type, t->ot + x * c->dv_pad, c->a->dv, inverse[x], out[x]);
+                narrow_row(TYPE(c), t->ot + x * c->dv_pad, c->a->dv, inverse[x], out[x]);
         }
     else
         unpack_transposed(c->out, t->ot, l->stride, l->count, c->a->dv, inverse, c->adds, out, 0);
@@ -420,16 +420,16 @@ INLINE key_block cut_block(const unit *u, const lanes *l, const key_block *b) {
 /* Weights outside the band and outside the sequence are zero, too. */
 static void clear_weights(const call *c, const unit *u, int64_t head, int64_t i) {
     const heddle_attention *a = c->a;
-    const char *p = element_at(c->t->weights, row_offset(a->weights_stride, u->n, head, i), c->type);
-    memset((char *)(uintptr_t)p, 0, (size_t)(a->sk * element_size(c->type)));
+    const char *p = element_at(c->t->weights, row_offset(a->weights_stride, u->n, head, i), TYPE(c));
+    memset((char *)(uintptr_t)p, 0, (size_t)(a->sk * element_size(TYPE(c))));
 }
 
 /* Asks for rows of K and V. */
 static void ahead_keys(const call *c, const unit *u, int64_t first, int64_t count, int64_t steps, ahead *a) {
     const few_rows k = few_keys(c, u, c->t->k, c->a->k_stride, c->a->d, first),
                    v = few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, first);
-    ahead_add(a, v.p, v.stride, v.n * element_size(c->type), count, steps);
-    ahead_add(a, k.p, k.stride, k.n * element_size(c->type), count, steps);
+    ahead_add(a, v.p, v.stride, v.n * element_size(TYPE(c)), count, steps);
+    ahead_add(a, k.p, k.stride, k.n * element_size(TYPE(c)), count, steps);
 }
 
 /* Leaves what a share of the keys has found; true for the last one, which then has the sums of all in its tile. */
@@ -522,9 +522,9 @@ static void forward_unused_rows(const call *c, const unit *u) {
 /* The rows of one of the tensors of queries that rows f0 .. f1-1 of the unit's group have. */
 static void ahead_queries(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t n, int64_t f0,
                           int64_t f1, int64_t steps, ahead *a) {
-    const int64_t size = element_size(c->type), i0 = f0 / c->group, i1 = (f1 + c->group - 1) / c->group;
+    const int64_t size = element_size(TYPE(c)), i0 = f0 / c->group, i1 = (f1 + c->group - 1) / c->group;
     for (int64_t x = 0; p && x < c->group; x++)
-        ahead_add(a, element_at(p, row_offset(stride, u->n, u->first_head + x, u->s.first_q + i0), c->type),
+        ahead_add(a, element_at(p, row_offset(stride, u->n, u->first_head + x, u->s.first_q + i0), TYPE(c)),
                   stride.s * size, n * size, min64(u->s.sq, i1) - i0, steps);
 }
 

@@ -178,7 +178,7 @@ static void load_row_tiles(const call *c, const unit *u, backward_space *w) {
     lane_rows(c, u, l, c->t->q, a->q_stride, u->s.first_q, rows);
     w->q_finite = make_lane_pairs(rows, l->count, a->d, c->d_pad, w->q_tiles);
     for (int64_t x = 0; x < l->count && !w->q_finite; x++)
-        widen_row(c->type, rows[x], a->d, 1, w->q + x * c->d_pad);
+        widen_row(TYPE(c), rows[x], a->d, 1, w->q + x * c->d_pad);
     w->dout_finite = true;
     if (!c->t->dout) {
         memset(w->dout_tiles, 0, sizeof(float) * (size_t)(c->dv_pad * LANES));
@@ -187,7 +187,7 @@ static void load_row_tiles(const call *c, const unit *u, backward_space *w) {
     lane_rows(c, u, l, c->t->dout, a->do_stride, u->s.first_q, rows);
     w->dout_finite = make_lane_pairs(rows, l->count, a->dv, c->dv_pad, w->dout_tiles);
     for (int64_t x = 0; x < l->count && !w->dout_finite; x++)
-        widen_row(c->type, rows[x], a->dv, 1, w->dout + x * c->dv_pad);
+        widen_row(TYPE(c), rows[x], a->dv, 1, w->dout + x * c->dv_pad);
 }
 #endif
 
@@ -203,11 +203,11 @@ static void load_rows(const call *c, const unit *u, backward_space *w) {
 #endif
     lane_rows(c, u, &w->l, c->t->q, a->q_stride, u->s.first_q, rows);
     for (int64_t x = 0; x < w->l.count; x++)
-        widen_row(c->type, rows[x], a->d, 1, w->q + x * c->d_pad);
+        widen_row(TYPE(c), rows[x], a->d, 1, w->q + x * c->d_pad);
     if (c->t->dout) {
         lane_rows(c, u, &w->l, c->t->dout, a->do_stride, u->s.first_q, rows);
         for (int64_t x = 0; x < w->l.count; x++)
-            widen_row(c->type, rows[x], a->dv, 1, w->dout + x * c->dv_pad);
+            widen_row(TYPE(c), rows[x], a->dv, 1, w->dout + x * c->dv_pad);
     } else {
         memset(w->dout, 0, sizeof(float) * (size_t)(w->l.count * c->dv_pad));
     }
@@ -326,7 +326,7 @@ static void add_row_sums(const call *c, const key_block *b, bool weights, backwa
 static void pack_dweights(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const void *rows[LANES];
     lane_rows(c, u, &w->l, c->t->dweights, c->a->dweights_stride, 0, rows);
-    pack_transposed(c->type, rows, b->first, w->l.count, b->count, 1, w->scratch, w->l.stride);
+    pack_transposed(TYPE(c), rows, b->first, w->l.count, b->count, 1, w->scratch, w->l.stride);
 }
 
 /* dp = V·dOᵀ */
@@ -343,7 +343,7 @@ static void weight_gradients(const call *c, const unit *u, const key_block *b, b
     }
     const few_rows v = few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first);
     float t[FEW_LANES * FEW_KEYS];
-    few_dot(c->type, v, b->count, l->count, w->dot, c->dv_pad, v, t);
+    few_dot(TYPE(c), v, b->count, l->count, w->dot, c->dv_pad, v, t);
     few_as_tile(l, t, b->count, w->dp);
 }
 
@@ -384,7 +384,7 @@ static bool block_is_all(const unit *u, const lanes *l, const key_block *b) {
 /* Whether rows may be settled by this block: in float32 and several blocks those alone of which a mask or a bias may leave few keys; what
  * large scores leave of a row has been surveyed. */
 static bool may_settle(const call *c, const unit *u, const key_block *b, const backward_space *w) {
-    return !w->surveyed && (c->type != HEDDLE_F32 || c->adjusts || c->masks || block_is_all(u, &w->l, b));
+    return !w->surveyed && (TYPE(c) != HEDDLE_F32 || c->adjusts || c->masks || block_is_all(u, &w->l, b));
 }
 
 INLINE vf magnitude(vf x) {
@@ -416,8 +416,8 @@ INLINE void shift_rows(const lanes *l, int64_t at, int64_t count, bool masked, v
  * says that lse is of more keys than these (a part of a longer row), everything stays as it is. */
 static void settle_rows(const call *c, const unit *u, const key_block *b, bool masked, backward_space *w) {
     const lanes *l = &w->l;
-    const bool all = c->type == HEDDLE_F32 && block_is_all(u, l, b);
-    const float slack = all ? 0x1p-20f : c->type == HEDDLE_F32 ? 0x1p-22f : c->type == HEDDLE_BF16 ? 0x1p-9f : 0x1p-12f;
+    const bool all = TYPE(c) == HEDDLE_F32 && block_is_all(u, l, b);
+    const float slack = all ? 0x1p-20f : TYPE(c) == HEDDLE_F32 ? 0x1p-22f : TYPE(c) == HEDDLE_BF16 ? 0x1p-9f : 0x1p-12f;
     for (int64_t at = 0; at < l->stride; at += VL) {
         if (w->surveyed) {
             shift_rows(l, at, b->count, masked, splat(1), load(w->dfix + at), w);
@@ -486,7 +486,7 @@ static void add_lane_pairs(const lanes *l, const parts *r, const float *weights,
 /* The lanes of one chain of additions. Where a tile has several heads of few queries, who sums head by head has shorter chains than a
  * tile is wide. */
 INLINE int64_t lanes_of_chain(const call *c, const unit *u) {
-    return c->type == HEDDLE_F32 && c->group > 1 && u->s.sq < LANES ? 32 : LANES;
+    return TYPE(c) == HEDDLE_F32 && c->group > 1 && u->s.sq < LANES ? 32 : LANES;
 }
 
 /* out[j][e] (+)= sum over lanes of weights[j][lane]·rows[lane][e], in the parts that are seen. */
@@ -545,7 +545,7 @@ static void write_dbias_block(const call *c, const unit *u, const key_block *b, 
     for (int64_t x = 0; x < LANES; x++)
         ones[x] = 1;
     lane_rows(c, u, &w->l, c->t->dbias, c->a->dbias_stride, 0, rows);
-    unpack_transposed(c->type, w->dp, w->l.stride, w->l.count, b->count, ones, false, (void *const *)rows, b->first);
+    unpack_transposed(TYPE(c), w->dp, w->l.stride, w->l.count, b->count, ones, false, (void *const *)rows, b->first);
 }
 
 static void backward_block(const call *c, const unit *u, const key_block *b, bool k_finite, backward_space *w,

@@ -72,7 +72,7 @@ static bool adjust_scores(const call *c, const unit *u, const lanes *l, const ke
                     : adjust_each(false, true, -1, &r, u, l, b, s, tanhs);
     }
     lane_rows(c, u, l, c->t->bias, a->bias_stride, 0, r.bias);
-    switch (2 * c->type + (caps || slopes)) {
+    switch (2 * TYPE(c) + (caps || slopes)) {
     case 2 * HEDDLE_F32: return adjust_each(false, false, HEDDLE_F32, &r, u, l, b, s, tanhs);
     case 2 * HEDDLE_BF16: return adjust_each(false, false, HEDDLE_BF16, &r, u, l, b, s, tanhs);
     case 2 * HEDDLE_F16: return adjust_each(false, false, HEDDLE_F16, &r, u, l, b, s, tanhs);
@@ -271,8 +271,8 @@ INLINE int64_t product_steps(const call *c, int64_t keys, int products, int64_t 
  * every sum index of a product as asks for a block's rows in all. Products by pairs have half as many sum indices. */
 INLINE gemm_ahead rows_behind(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t width,
                               int64_t first, bool pairs) {
-    const char *rows = element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first), c->type);
-    const int64_t step = GEMM_ROWS_3 * element_size(c->type);
+    const char *rows = element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first), TYPE(c));
+    const int64_t step = GEMM_ROWS_3 * element_size(TYPE(c));
     return (gemm_ahead){rows, stride.s != width ? 0 : pairs ? 2 * step : step};
 }
 
@@ -298,7 +298,7 @@ static void multiply_pairs(const call *c, const unit *u, const lanes *l, const p
                            ahead *next) {
 #ifdef HAVE_BF16_DOT
     const int64_t row_stride = stride.s / 2;
-    const float *rows = (const void *)element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + b->first), c->type);
+    const float *rows = (const void *)element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + b->first), TYPE(c));
     for (const part *q = r->p; q < r->p + r->count; q++)
         tile_product_pairs(q->end - q->begin, q->count, depth / 2,
                            (gemm_a){rows + q->first * row_stride, row_stride, 1}, columns + q->begin * VL,
@@ -312,13 +312,13 @@ static void multiply_pairs(const call *c, const unit *u, const lanes *l, const p
 
 /* Rows of K or V of the unit as they lie in memory, for few queries. */
 INLINE few_rows few_keys(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t n, int64_t first) {
-    return (few_rows){element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first), c->type),
-                      stride.s * element_size(c->type), n};
+    return (few_rows){element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first), TYPE(c)),
+                      stride.s * element_size(TYPE(c)), n};
 }
 
 /* s[lane][key], as few.h has it; meanwhile the block's rows of V are asked for. */
 INLINE void few_scores(const call *c, const unit *u, const lanes *l, const key_block *b, const float *q, float *s) {
-    few_dot(c->type, few_keys(c, u, c->t->k, c->a->k_stride, c->a->d, b->first), b->count, l->count, q, c->d_pad,
+    few_dot(TYPE(c), few_keys(c, u, c->t->k, c->a->k_stride, c->a->d, b->first), b->count, l->count, q, c->d_pad,
             few_keys(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first), s);
 }
 

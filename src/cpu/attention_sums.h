@@ -64,8 +64,8 @@ static void write_dbias(const call *c, int64_t n, int64_t head, int64_t i0, int6
     for (int64_t x = 0; x < LANES; x++)
         ones[x] = 1;
     for (int64_t x = 0; x < count; x++)
-        rows[x] = (char *)c->t->dbias + row_offset(c->a->dbias_stride, n, head, i0 + x) * element_size(c->type);
-    unpack_transposed(c->type, acc, LANES, count, keys.end - keys.begin, ones, false, rows, keys.begin);
+        rows[x] = (char *)c->t->dbias + row_offset(c->a->dbias_stride, n, head, i0 + x) * element_size(TYPE(c));
+    unpack_transposed(TYPE(c), acc, LANES, count, keys.end - keys.begin, ones, false, rows, keys.begin);
 }
 
 /* dbias of one block of keys for one kept (batch entry, head): dS summed over the others, in order. */

@@ -85,9 +85,9 @@ static void prepare_norm(const norm_call *c, const norm_space *s, bool given, bo
             c->beta[e] = 0;
         }
         if (c->t->gamma)
-            widen_row(c->type, c->t->gamma, a->k, 1, c->gamma);
+            widen_row(TYPE(c), c->t->gamma, a->k, 1, c->gamma);
         if (c->t->beta)
-            widen_row(c->type, c->t->beta, a->k, 1, c->beta);
+            widen_row(TYPE(c), c->t->beta, a->k, 1, c->beta);
     }
 }
 
@@ -131,10 +131,10 @@ static void multiply_group(const norm_call *c, const product *g, int64_t r, int6
 static void forward_group(const norm_call *c, const norm_space *s, int64_t first, int64_t rows, int64_t p0,
                           int64_t panels) {
     const heddle_norm_linear *a = c->a;
-    const int64_t n0 = p0 * PANEL, columns = min64(panels * PANEL, a->n - n0), bytes = element_size(c->type);
+    const int64_t n0 = p0 * PANEL, columns = min64(panels * PANEL, a->n - n0), bytes = element_size(TYPE(c));
     float bias[GROUP * PANEL] = {0};
     if (c->t->bias)
-        widen_row(c->type, element_at(c->t->bias, n0, c->type), columns, 1, bias);
+        widen_row(TYPE(c), element_at(c->t->bias, n0, TYPE(c)), columns, 1, bias);
     const float *w = c->w + p0 * b_panel(a->k);
     const product g = {s->a, a_panel(a->k), w,    w + panels * b_panel(a->k), b_panel(a->k), PANEL, GROUP * PANEL,
                        a->k, columns,       false};
@@ -202,7 +202,7 @@ static void dx_row(const norm_call *c, int64_t row, float *g, float *xhat) {
     const heddle_norm_linear *a = c->a;
     const float mean = c->mean[row], rstd = c->rstd[row];
     const double inverse = 1 / (double)a->k;
-    widen_row(c->type, row_of(c->t->x, row, a->x_stride, c->type), a->k, 1, xhat);
+    widen_row(TYPE(c), row_of(c->t->x, row, a->x_stride, TYPE(c)), a->k, 1, xhat);
     vf s1 = splat(0), s2 = splat(0);
     for (int64_t e = 0; e < a->k; e += VL) {
         vf x = (load(xhat + e) - mean) * rstd, t = load(g + e) * load(c->gamma + e); /* gamma is 0 in the padding */
@@ -218,7 +218,7 @@ static void dx_row(const norm_call *c, int64_t row, float *g, float *xhat) {
     const float c2 = (float)(sum_lanes(s2) * inverse);
     for (int64_t e = 0; e < a->k; e += VL)
         store(g + e, rstd * (load(g + e) - c1 - load(xhat + e) * c2));
-    narrow_row(c->type, g, a->k, 1, (char *)c->t->dx + row * a->dx_stride * element_size(c->type));
+    narrow_row(TYPE(c), g, a->k, 1, (char *)c->t->dx + row * a->dx_stride * element_size(TYPE(c)));
 }
 
 /* g [rows][k_pad] (+)= dy·W over the columns x .. x+depth-1 of dy. */
@@ -312,7 +312,7 @@ INLINE void flush_sums(column_sums *s) {
 /* dw, dgamma and dbeta of one panel of columns. */
 static void finish_weights(const norm_call *c, int64_t panel) {
     const heddle_norm_linear *a = c->a;
-    const int64_t k0 = panel * PANEL, columns = min64(PANEL, a->k - k0), bytes = element_size(c->type);
+    const int64_t k0 = panel * PANEL, columns = min64(PANEL, a->k - k0), bytes = element_size(TYPE(c));
     column_sums dgamma = {{0}, {0}}, dbeta = {{0}, {0}};
     float dw[PANEL];
     for (int64_t r = 0; r < a->n; r++) {
@@ -326,7 +326,7 @@ static void finish_weights(const norm_call *c, int64_t panel) {
         if (c->t->dw) {
             char *out = (char *)c->t->dw + (r * a->dw_stride + k0) * bytes;
             prefetch_rows(out + 8 * a->dw_stride * bytes, 1, 0, columns * bytes);
-            narrow_row(c->type, dw, columns, 1, out);
+            narrow_row(TYPE(c), dw, columns, 1, out);
         }
         if (r % SUM_ROWS == SUM_ROWS - 1) {
             flush_sums(&dgamma);
@@ -336,9 +336,9 @@ static void finish_weights(const norm_call *c, int64_t panel) {
     flush_sums(&dgamma);
     flush_sums(&dbeta);
     if (c->t->dgamma)
-        narrow_row(c->type, dgamma.all, columns, 1, (char *)c->t->dgamma + k0 * element_size(c->type));
+        narrow_row(TYPE(c), dgamma.all, columns, 1, (char *)c->t->dgamma + k0 * element_size(TYPE(c)));
     if (c->t->dbeta)
-        narrow_row(c->type, dbeta.all, columns, 1, (char *)c->t->dbeta + k0 * element_size(c->type));
+        narrow_row(TYPE(c), dbeta.all, columns, 1, (char *)c->t->dbeta + k0 * element_size(TYPE(c)));
 }
 
 /* Every thread of the team calls it, or the next one. */

@@ -94,7 +94,7 @@ INLINE vd doubles_of(vf x, int half) {
  * float32 a sum of what is left would not do, either: a mean's low bits are lost alike in all x of a power of two. */
 static void row_statistics(const norm_call *c, int64_t row, float *buffer) {
     const int64_t k = c->a->k;
-    widen_row(c->type, row_of(c->t->x, row, c->a->x_stride, c->type), k, 1, buffer);
+    widen_row(TYPE(c), row_of(c->t->x, row, c->a->x_stride, TYPE(c)), k, 1, buffer);
     const double inverse = 1 / (double)k;
     double exact = 0;
     vd sum = {0};

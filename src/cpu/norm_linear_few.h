@@ -117,9 +117,9 @@ INLINE void few_rows_block_as(const norm_call *c, int type, int64_t n0) {
 
 /* All rows of y in the columns n0 .. n0+VL-1. */
 static void few_rows_block(const norm_call *c, int64_t n0) {
-    if (c->type == HEDDLE_F32)
+    if (TYPE(c) == HEDDLE_F32)
         few_rows_block_as(c, HEDDLE_F32, n0);
-    else if (c->type == HEDDLE_BF16)
+    else if (TYPE(c) == HEDDLE_BF16)
         few_rows_block_as(c, HEDDLE_BF16, n0);
     else
         few_rows_block_as(c, HEDDLE_F16, n0);
@@ -129,10 +129,10 @@ static void few_rows_block(const norm_call *c, int64_t n0) {
 static void few_rows_z(const norm_call *c, int64_t row) {
     const int64_t k = c->a->k;
     float *z = c->w + row * c->k_pad;
-    widen_row(c->type, row_of(c->t->x, row, c->a->x_stride, c->type), k, 1, z);
+    widen_row(TYPE(c), row_of(c->t->x, row, c->a->x_stride, TYPE(c)), k, 1, z);
     for (int64_t e = 0; e < k; e += VL)
         store(z + e, (load(z + e) - c->mean[row]) * c->rstd[row] * load(c->gamma + e) + load(c->beta + e));
-    if (!FEW_PAIRS(c->type))
+    if (!FEW_PAIRS(TYPE(c)))
         return;
     narrow_row(HEDDLE_BF16, z, k, 1, z); /* in place: it writes behind where it reads */
     memset((char *)z + k * 2, 0, (size_t)((k + 2 * VL - 1) / (2 * VL) * (2 * VL) - k) * 2);
@@ -175,9 +175,9 @@ INLINE void few_columns_rows(const norm_call *c, int rows, int64_t first, float 
         else
             for (int i = 0; i < rows; i++)
                 sums[i * VL + x] = splat(0);
-    const vf bias = c->t->bias ? load_some(c->type, c->t->bias, a->n) : splat(0);
+    const vf bias = c->t->bias ? load_some(TYPE(c), c->t->bias, a->n) : splat(0);
     for (int i = 0; i < rows; i++)
-        store_some(c->type, (char *)c->t->y + (first + i) * a->y_stride * element_size(c->type),
+        store_some(TYPE(c), (char *)c->t->y + (first + i) * a->y_stride * element_size(TYPE(c)),
                    sum_each(sums + i * VL) + bias, a->n);
 }
 
@@ -186,7 +186,7 @@ static void few_columns_forward(const norm_call *c, float *z) {
     const int64_t m = c->a->m;
 #pragma omp for schedule(static)
     for (int64_t x = 0; x < c->a->n; x++)
-        widen_row(c->type, row_of(c->t->w, x, c->a->w_stride, c->type), c->a->k, 1, c->w + x * c->k_pad);
+        widen_row(TYPE(c), row_of(c->t->w, x, c->a->w_stride, TYPE(c)), c->a->k, 1, c->w + x * c->k_pad);
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < m; first += FEW_Z_ROWS)
         if (m - first >= FEW_Z_ROWS)

@@ -39,7 +39,7 @@ INLINE void end_products(void) {
 /* Where the ISA multiplies pairs of bfloat16 (twice as many a second), panels are turned into pairs of sum indices. */
 #ifdef HAVE_BF16_DOT
 INLINE bool uses_pairs(const norm_call *c) {
-    return c->type == HEDDLE_BF16 && !c->widens;
+    return TYPE(c) == HEDDLE_BF16 && !c->widens;
 }
 #else
 INLINE bool uses_pairs(const norm_call *c) {
@@ -72,7 +72,7 @@ INLINE void pack_pairs_transposed(const void *const *rows, int64_t first, int64_
 static void pack_columns(const norm_call *c, const void *const *rows, int64_t first, int64_t count, int64_t n,
                          float *out, int64_t width) {
     if (!uses_pairs(c)) {
-        pack_transposed(c->type, rows, first, count, n, 1, out, width);
+        pack_transposed(TYPE(c), rows, first, count, n, 1, out, width);
         return;
     }
     for (int64_t l = 0; l < count; l += VL)
@@ -133,9 +133,9 @@ static void store_y(const norm_call *c, void *y, const float *sums, const float 
         store_y_as(HEDDLE_F32, true, y, sums, bias, columns);
         return;
     }
-    if (c->type == HEDDLE_F32)
+    if (TYPE(c) == HEDDLE_F32)
         store_y_as(HEDDLE_F32, false, y, sums, bias, columns);
-    else if (c->type == HEDDLE_BF16)
+    else if (TYPE(c) == HEDDLE_BF16)
         store_y_as(HEDDLE_BF16, false, y, sums, bias, columns);
     else
         store_y_as(HEDDLE_F16, false, y, sums, bias, columns);
@@ -145,7 +145,7 @@ static void pack_w_transposed(const norm_call *c, int64_t panel) {
     const void *rows[PANEL];
     int64_t count = min64(PANEL, c->a->n - panel * PANEL);
     for (int64_t x = 0; x < count; x++)
-        rows[x] = row_of(c->t->w, panel * PANEL + x, c->a->w_stride, c->type);
+        rows[x] = row_of(c->t->w, panel * PANEL + x, c->a->w_stride, TYPE(c));
     pack_columns(c, rows, 0, count, c->a->k, c->w + panel * PANEL * c->a->k, PANEL);
 }
 
@@ -172,8 +172,8 @@ static void pack_z(const norm_call *c, int64_t first, int64_t count, float *out)
         const void *rows[VL];
         int64_t lanes_used = min64(VL, count - p);
         for (int64_t x = 0; x < lanes_used; x++)
-            rows[x] = row_of(c->t->x, first + p + x, c->a->x_stride, c->type);
-        pack_transposed(c->type, rows, 0, lanes_used, k, 1, out, VL);
+            rows[x] = row_of(c->t->x, first + p + x, c->a->x_stride, TYPE(c));
+        pack_transposed(TYPE(c), rows, 0, lanes_used, k, 1, out, VL);
         normalise(c, load(c->mean + first + p), load(c->rstd + first + p), out);
     }
 }
@@ -181,7 +181,7 @@ static void pack_z(const norm_call *c, int64_t first, int64_t count, float *out)
 /* `columns` <= PANEL elements of a row of W as floats; or as pairs with those of the next row, if there is one. */
 INLINE void pack_w_row(const norm_call *c, const char *in, bool two, int64_t columns, float *out) {
     if (!uses_pairs(c)) {
-        widen_row(c->type, in, columns, 1, out);
+        widen_row(TYPE(c), in, columns, 1, out);
         return;
     }
     for (int64_t x = 0; x < columns; x += VL) {
@@ -195,7 +195,7 @@ static void pack_w(const norm_call *c, int64_t panel) {
     const int64_t n = c->a->n, k0 = panel * PANEL, columns = min64(PANEL, c->a->k - k0);
     const int64_t step = uses_pairs(c) ? 2 : 1;
     for (int64_t r = 0; r < n; r += step)
-        pack_w_row(c, element_at(c->t->w, r * c->a->w_stride + k0, c->type), r + 1 < n, columns,
+        pack_w_row(c, element_at(c->t->w, r * c->a->w_stride + k0, TYPE(c)), r + 1 < n, columns,
                    c->w + (panel * n + r / step) * PANEL);
 }
 
@@ -223,7 +223,7 @@ static void pack_dy_slice(const norm_call *c, int64_t first, int64_t rows, int64
         const void *p[VL];
         int64_t count = min64(VL, rows - r);
         for (int64_t y = 0; y < count; y++)
-            p[y] = row_of(c->t->dy, first + r + y, c->a->dy_stride, c->type);
+            p[y] = row_of(c->t->dy, first + r + y, c->a->dy_stride, TYPE(c));
         pack_columns(c, p, x, count, depth, out + r * depth, VL);
     }
 }
@@ -241,18 +241,18 @@ INLINE void pack_xhat_pairs(const norm_call *c, int64_t row, bool two, const cha
 
 /* xhat of a chunk of rows, panels [rows][PANEL] */
 static void pack_xhat(const norm_call *c, int64_t first, int64_t rows, int64_t panel) {
-    const int64_t k0 = panel * PANEL, columns = min64(PANEL, c->a->k - k0), bytes = element_size(c->type);
+    const int64_t k0 = panel * PANEL, columns = min64(PANEL, c->a->k - k0), bytes = element_size(TYPE(c));
     const int64_t step = uses_pairs(c) ? 2 : 1;
     for (int64_t r = 0; r < rows; r += step) {
         float *out = c->x_panels + (panel * rows + r / step) * PANEL;
-        const char *in = element_at(c->t->x, (first + r) * c->a->x_stride + k0, c->type);
+        const char *in = element_at(c->t->x, (first + r) * c->a->x_stride + k0, TYPE(c));
         for (int64_t y = 0; y < step; y++)
             prefetch_ahead(in + y * c->a->x_stride * bytes, c->a->x_stride * bytes, columns * bytes);
         if (uses_pairs(c)) {
             pack_xhat_pairs(c, first + r, r + 1 < rows, in, columns, out);
             continue;
         }
-        widen_row(c->type, in, columns, 1, out);
+        widen_row(TYPE(c), in, columns, 1, out);
         for (int64_t x = 0; x < columns; x += VL)
             store(out + x, (load(out + x) - c->mean[first + r]) * c->rstd[first + r]);
     }
@@ -266,8 +266,8 @@ INLINE vf pack_dy_vector(const norm_call *c, const char *in, int64_t rows_left, 
         store(out, (vf)(even | odd << 16));
         return sum + (vf)(even << 16) + (vf)(odd << 16);
     }
-    const vf x = c->type == HEDDLE_F32    ? load_some(HEDDLE_F32, in, columns)
-                 : c->type == HEDDLE_BF16 ? load_some(HEDDLE_BF16, in, columns)
+    const vf x = TYPE(c) == HEDDLE_F32    ? load_some(HEDDLE_F32, in, columns)
+                 : TYPE(c) == HEDDLE_BF16 ? load_some(HEDDLE_BF16, in, columns)
                                           : load_some(HEDDLE_F16, in, columns);
     store(out, x);
     return sum + x;
@@ -276,14 +276,14 @@ INLINE vf pack_dy_vector(const norm_call *c, const char *in, int64_t rows_left, 
 /* Up to DY_TOGETHER panels [rows][VL] of dy, a chunk of rows; with `sums` their column sums are added to dbias. */
 static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t panel, int64_t panels, bool sums,
                     float *out) {
-    const int64_t n0 = panel * VL, columns = min64(panels * VL, c->a->n - n0), bytes = element_size(c->type);
+    const int64_t n0 = panel * VL, columns = min64(panels * VL, c->a->n - n0), bytes = element_size(TYPE(c));
     const int64_t row_bytes = c->a->dy_stride * bytes, step = uses_pairs(c) ? 2 : 1;
     vf sum[DY_TOGETHER];
     for (int64_t r = 0; r < rows; r += step) {
         if (r % SUM_ROWS == 0)
             for (int64_t x = 0; x < panels; x++)
                 sum[x] = splat(0);
-        const char *in = element_at(c->t->dy, (first + r) * c->a->dy_stride + n0, c->type);
+        const char *in = element_at(c->t->dy, (first + r) * c->a->dy_stride + n0, TYPE(c));
         for (int64_t y = 0; y < step; y++)
             prefetch_ahead(in + y * row_bytes, row_bytes, columns * bytes);
         for (int64_t x = 0; x < panels; x++)

@@ -27,7 +27,7 @@ INLINE int64_t strip_panels(const heddle_norm_linear *a, int64_t threads) {
 
 /* Rows n0 .. n0+rows-1 of W in panels p0 .. p1-1: [panel][STRIP rows, or pairs of them][PANEL]. */
 static void pack_strip(const norm_call *c, int64_t p0, int64_t p1, int64_t n0, int64_t rows, float *out) {
-    const int64_t bytes = element_size(c->type), row_bytes = c->a->w_stride * bytes, step = uses_pairs(c) ? 2 : 1;
+    const int64_t bytes = element_size(TYPE(c)), row_bytes = c->a->w_stride * bytes, step = uses_pairs(c) ? 2 : 1;
     for (int64_t r = 0; r < rows; r += step) {
         const char *in = (const char *)c->t->w + (n0 + r) * row_bytes;
         for (int64_t p = p0; p < p1; p++) {
@@ -68,9 +68,9 @@ INLINE void strip_weights_as(const norm_call *c, int type, int64_t panel, int64_
 
 static void strip_weights(const norm_call *c, int64_t panel, int64_t n0, int64_t rows, const float *w, const float *g,
                           float *dgamma, float *dbeta) {
-    if (c->type == HEDDLE_F32)
+    if (TYPE(c) == HEDDLE_F32)
         strip_weights_as(c, HEDDLE_F32, panel, n0, rows, w, g, dgamma, dbeta);
-    else if (c->type == HEDDLE_BF16)
+    else if (TYPE(c) == HEDDLE_BF16)
         strip_weights_as(c, HEDDLE_BF16, panel, n0, rows, w, g, dgamma, dbeta);
     else
         strip_weights_as(c, HEDDLE_F16, panel, n0, rows, w, g, dgamma, dbeta);
@@ -125,9 +125,9 @@ static void add_strips(const norm_call *c, bool weights, const norm_space *s) {
         for (int64_t n0 = 0; n0 < a->n; n0 += STRIP)
             strip_task(c, p0, p1, n0, weights, s->a, g, dgamma, dbeta);
         if (c->t->dgamma)
-            narrow_row(c->type, dgamma, columns, 1, (char *)c->t->dgamma + k0 * element_size(c->type));
+            narrow_row(TYPE(c), dgamma, columns, 1, (char *)c->t->dgamma + k0 * element_size(TYPE(c)));
         if (c->t->dbeta)
-            narrow_row(c->type, dbeta, columns, 1, (char *)c->t->dbeta + k0 * element_size(c->type));
+            narrow_row(TYPE(c), dbeta, columns, 1, (char *)c->t->dbeta + k0 * element_size(TYPE(c)));
     }
 }
 

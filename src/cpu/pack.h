@@ -10,6 +10,13 @@
 /* Element types inside the CPU backend: the public ones, and the bytes of a boolean mask. */
 enum { TYPE_MASK = 100 };
 
+/* The type of a call's tensors. A table for bfloat16 alone knows it when it is compiled, and has no code for the others. */
+#ifdef ISA_OTHERS
+#define TYPE(call) ((void)(call), (int)HEDDLE_BF16)
+#else
+#define TYPE(call) ((call)->type)
+#endif
+
 INLINE int64_t element_size(int type) {
     return type == HEDDLE_F32 ? 4 : type == TYPE_MASK ? 1 : 2;
 }

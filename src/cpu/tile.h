@@ -207,7 +207,7 @@ INLINE void lane_rows_of(int type, const unit *u, const lanes *l, const void *p,
 
 INLINE void lane_rows(const call *c, const unit *u, const lanes *l, const void *p, heddle_strides stride,
                       int64_t first_row, const void *rows[LANES]) {
-    lane_rows_of(c->type, u, l, p, stride, first_row, rows);
+    lane_rows_of(TYPE(c), u, l, p, stride, first_row, rows);
 }
 
 static void pack_lanes(const call *c, const unit *u, const lanes *l, const void *p, heddle_strides stride, int64_t n,
@@ -225,7 +225,7 @@ static void pack_lanes(const call *c, const unit *u, const lanes *l, const void 
 #ifdef HAVE_BF16_TILES
     tile_lanes(rows, l->count, l->vectors, n, factor, out);
 #else
-    pack_transposed(c->type, rows, 0, l->count, n, factor, out, l->stride);
+    pack_transposed(TYPE(c), rows, 0, l->count, n, factor, out, l->stride);
 #endif
 }
 
@@ -236,7 +236,7 @@ static void pack_few(const call *c, const unit *u, const lanes *l, const void *p
     const void *rows[LANES];
     lane_rows(c, u, l, p, stride, u->s.first_q, rows);
     for (int64_t x = 0; x < l->count; x++)
-        few_widen(c->type, rows[x], n, factor, out + x * pad);
+        few_widen(TYPE(c), rows[x], n, factor, out + x * pad);
     if (l->count % 4 == 3)
         memset(out + l->count * pad, 0, sizeof(float) * (size_t)pad);
 }
@@ -252,12 +252,12 @@ static void pack_q(const call *c, const unit *u, const lanes *l, float *out) {
 /* Rows of K or V as floats: where they are, or widened into `buffer`. */
 static const float *key_rows(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t n,
                              int64_t first, int64_t count, float *buffer, int64_t pad, int64_t *row_stride) {
-    const char *rows = element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first), c->type);
-    if (c->type == HEDDLE_F32) {
+    const char *rows = element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first), TYPE(c));
+    if (TYPE(c) == HEDDLE_F32) {
         *row_stride = stride.s;
         return (const float *)(const void *)rows;
     }
-    widen_rows(c->type, rows, stride.s * element_size(c->type), count, n, buffer, pad);
+    widen_rows(TYPE(c), rows, stride.s * element_size(TYPE(c)), count, n, buffer, pad);
     *row_stride = pad;
     return buffer;
 }
@@ -321,13 +321,13 @@ static void load_key_tiles(const call *c, const unit *u, const key_tiles *t, key
 #ifdef HAVE_BF16_TILES
     const heddle_attention *a = c->a;
     const int64_t row = u->s.first_k + b->first;
-    const char *k = element_at(c->t->k, row_offset(a->k_stride, u->n, u->hk, row), c->type);
+    const char *k = element_at(c->t->k, row_offset(a->k_stride, u->n, u->hk, row), TYPE(c));
     tile_rows(k, a->k_stride.s * 2, b->count, a->d, t->k);
     if (t->k_columns)
         tile_columns(k, a->k_stride.s * 2, b->count, a->d, t->k_columns, t->down);
     if (!t->v && !t->v_columns)
         return;
-    const char *v = element_at(c->t->v, row_offset(a->v_stride, u->n, u->hk, row), c->type);
+    const char *v = element_at(c->t->v, row_offset(a->v_stride, u->n, u->hk, row), TYPE(c));
     if (t->v)
         tile_rows(v, a->v_stride.s * 2, b->count, a->dv, t->v);
     if (t->v_columns)
