@@ -9,14 +9,13 @@ BUILD is the build directory with examples/online_softmax and examples/derivatio
 nothing and ends with 1 if a picture or a table is not as it would be drawn.
 """
 
-import argparse
 import json
 import pathlib
 import re
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from pages import ROOT, arguments_of, finish, replaced
 
 STYLE = """
 text { font: 14px sans-serif; fill: #1f2328; }
@@ -454,21 +453,15 @@ def cpu_table() -> str:
 
 def with_tables(page: str) -> str:
     for name, table in (("gpu", gpu_table()), ("cpu", cpu_table())):
-        begin = BEGIN.format(name)
-        if page.count(begin) != 1:
-            sys.exit(f"draw.py: docs/measuring.md has no place for the table {name}")
-        before, after = page.split(begin)
-        page = f"{before}{begin}\n\n{table}\n\n{END}{after.split(END, 1)[1]}"
+        page = replaced(page, BEGIN.format(name), END, table, "docs/measuring.md")
     return page
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments_of(__doc__)
     parser.add_argument("build", nargs="?", type=pathlib.Path, default=ROOT / "build")
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 if a picture is not as drawn")
     arguments = parser.parse_args()
     numbers = Numbers(arguments.build)
-    stale = 0
     pictures = {
         "tiling": tiling,
         "online-softmax": online_softmax,
@@ -476,19 +469,9 @@ def main() -> int:
         "warps": warps,
         "norm-for-free": norm_for_free,
     }
-    drawn = {ROOT / f"docs/img/{name}.svg": draw(numbers).svg() for name, draw in pictures.items()}
-    measuring = ROOT / "docs/measuring.md"
-    drawn[measuring] = with_tables(measuring.read_text())
-    for path, new in drawn.items():
-        if path.exists() and path.read_text() == new:
-            continue
-        stale += 1
-        if not arguments.check:
-            path.write_text(new)
-        print(
-            f"{path.relative_to(ROOT)}: {'not as it would be drawn; run docs/draw.py' if arguments.check else 'drawn'}"
-        )
-    return 1 if arguments.check and stale else 0
+    made = {f"docs/img/{name}.svg": draw(numbers).svg() for name, draw in pictures.items()}
+    made["docs/measuring.md"] = with_tables((ROOT / "docs/measuring.md").read_text())
+    return finish(made, arguments.check, "docs/draw.py")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ A table stands between the marks <!-- docs/figures.py: NAME --> and <!-- end -->
 and ends with 1 if a table or a picture is not as it would be.
 """
 
-import argparse
 import json
 import math
 import re
 import sys
 
-from draw import ROOT, Picture, bars
+from draw import Picture, bars
+from pages import ROOT, arguments_of, finish, replaced
 
 RESULTS = ROOT / "bench/results"
 CPU = "amd-epyc-family26-model2-2cores"
@@ -307,27 +307,15 @@ def written(page: str, text: str) -> str:
     if sorted(marks) != sorted(TABLES[page]):
         sys.exit(f"figures.py: {page} has the places {marks}, and should have {list(TABLES[page])}")
     for name, table in TABLES[page].items():
-        mark = f"<!-- docs/figures.py: {name} -->"
-        before, after = text.split(mark)
-        text = f"{before}{mark}\n\n{table()}\n\n<!-- end -->{after.split('<!-- end -->', 1)[1]}"
+        text = replaced(text, f"<!-- docs/figures.py: {name} -->", "<!-- end -->", table(), page)
     return text
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 if a page or a picture is stale")
-    check = parser.parse_args().check
-    new = {ROOT / page: written(page, (ROOT / page).read_text()) for page in TABLES}
-    new |= {ROOT / path: draw() for path, draw in PICTURES.items()}
-    stale = 0
-    for path, text in new.items():
-        if path.exists() and path.read_text() == text:
-            continue
-        stale += 1
-        if not check:
-            path.write_text(text)
-        print(f"{path.relative_to(ROOT)}: {'not as bench/results has it; run docs/figures.py' if check else 'written'}")
-    return 1 if check and stale else 0
+    check = arguments_of(__doc__).parse_args().check
+    made = {page: written(page, (ROOT / page).read_text()) for page in TABLES}
+    made |= {path: draw() for path, draw in PICTURES.items()}
+    return finish(made, check, "docs/figures.py")
 
 
 if __name__ == "__main__":

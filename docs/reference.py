@@ -9,14 +9,13 @@ and the declaration itself. Of the package: every public function, class and met
 importing anything. --check changes nothing and ends with 1 if a page is not as it would be.
 """
 
-import argparse
 import ast
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 
-from draw import ROOT
+from pages import ROOT, arguments_of, finish
 
 WIDTH = 118
 MADE = "<!-- made by docs/reference.py: do not change it here -->"
@@ -236,19 +235,8 @@ PAGES = {"docs/api.md": api_page, "docs/python-api.md": python_page}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 if a page is not as it would be")
-    check = parser.parse_args().check
-    stale = 0
-    for name, page in PAGES.items():
-        path, text = ROOT / name, page()
-        if path.exists() and path.read_text() == text:
-            continue
-        stale += 1
-        if not check:
-            path.write_text(text)
-        print(f"{name}: {'not as the sources have it; run docs/reference.py' if check else 'written'}")
-    return 1 if check and stale else 0
+    check = arguments_of(__doc__).parse_args().check
+    return finish({name: page() for name, page in PAGES.items()}, check, "docs/reference.py")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ kernel of attention.def. A drawing replaces what stands between the marks of its
 that would change anything.
 """
 
-import argparse
 import os
 import pathlib
 import re
@@ -20,7 +19,9 @@ import sys
 import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+sys.path.append(str(HERE.parent))
+from pages import ROOT, arguments_of, finish, replaced  # noqa: E402
+
 BEGIN, END = "<!-- drawn by docs/kernels/draw.py -->", "<!-- end of the drawing -->"
 
 CUDA = """
@@ -90,30 +91,18 @@ def fill(text: str, values: dict[str, float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 if a page is not as drawn")
-    check = parser.parse_args().check
-    stale = []
+    check = arguments_of(__doc__).parse_args().check
     drawings = re.split(r"^=== (\S+)\n", (HERE / "drawings.txt").read_text(), flags=re.MULTILINE)[1:]
-    pages = list(zip(drawings[::2], drawings[1::2], strict=True))
+    drawn = list(zip(drawings[::2], drawings[1::2], strict=True))
     values = {}
     for backend in ("cuda", "cpu"):
-        texts = "".join(text for name, text in pages if name.startswith(backend))
+        texts = "".join(text for name, text in drawn if name.startswith(backend))
         values[backend] = evaluate(sorted({place[0] for place in PLACE.findall(texts)}), backend)
-    for name, text in pages:
-        page = HERE / name
-        old = page.read_text()
-        if old.count(BEGIN) != 1 or old.count(END) != 1:
-            sys.exit(f"draw.py: {name} has no place for its drawing")
-        before, after = old.split(BEGIN)[0], old.split(END)[1]
-        new = f"{before}{BEGIN}\n\n{fill(text, values[name.split('-')[0]])}\n\n{END}{after}"
-        if new != old:
-            stale.append(name)
-            if not check:
-                page.write_text(new)
-    for name in stale:
-        print(f"docs/kernels/{name}: {'not as the code counts; run docs/kernels/draw.py' if check else 'drawn'}")
-    return 1 if check and stale else 0
+    made = {}
+    for name, text in drawn:
+        page = f"docs/kernels/{name}"
+        made[page] = replaced((ROOT / page).read_text(), BEGIN, END, fill(text, values[name.split("-")[0]]), page)
+    return finish(made, check, "docs/kernels/draw.py")
 
 
 if __name__ == "__main__":
