@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import heddle
 import heddle.nn
+from heddle import _ring
 from heddle.parallel import ContextParallel
 
 LONG = os.environ.get("HEDDLE_LONG", "0") not in ("", "0")
@@ -193,7 +194,7 @@ def check_module(mesh) -> None:
 def check_travel(rank: int, world: int) -> None:
     """What travels is on its way before anything is computed, and no further than a window sees."""
     parallel, log = ContextParallel(dist.group.WORLD, zigzag=False), []
-    post, run = dist.batch_isend_irecv, heddle.parallel._C.run
+    post, run = dist.batch_isend_irecv, _ring._C.run
 
     def logged_post(operations):
         log.extend((op.op.__name__, op.group_peer) for op in operations)
@@ -204,8 +205,8 @@ def check_travel(rank: int, world: int) -> None:
         return run(*args)
 
     q = torch.randn(1, 1, 12, 8, device=DEVICE)
-    dist.batch_isend_irecv, dist_run = logged_post, heddle.parallel._C
-    heddle.parallel._C = type("C", (), {"run": staticmethod(logged_run), "workspace": staticmethod(dist_run.workspace)})
+    dist.batch_isend_irecv, dist_run = logged_post, _ring._C
+    _ring._C = type("C", (), {"run": staticmethod(logged_run), "workspace": staticmethod(dist_run.workspace)})
     try:
         parallel.attention(q, q, q)
         assert log[0][0] != "run" and ("run", None) in log
@@ -219,7 +220,7 @@ def check_travel(rank: int, world: int) -> None:
         ContextParallel(dist.group.WORLD).attention(q, q, q, causal=True)
         assert log.count(("run", None)) == world  # all that meets in a step at once
     finally:
-        dist.batch_isend_irecv, heddle.parallel._C = post, dist_run
+        dist.batch_isend_irecv, _ring._C = post, dist_run
 
 
 def run_all(rank: int, world: int) -> list[str]:
