@@ -289,20 +289,21 @@ template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attent
     typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
     static_assert(TILES == 1, "a warp has 16 rows");
     extern __shared__ __align__(16) char shared[];
-    if (!p.flags) {
-        prep_tile<T, D, WARPS, BLOCK>(p, blockIdx.x, !(p.a.features & HEDDLE_WEIGHTS), shared_address(shared));
-        return;
-    }
+    const bool flagged = p.flags != NULL;
     const unsigned tiles = (unsigned)((p.a.sq + layout::rows - 1) / layout::rows * p.a.h * p.a.b);
-    bool any = false;
-    for (unsigned id = blockIdx.x + threadIdx.x * gridDim.x; id < tiles; id += gridDim.x * WARPS * 32)
-        any |= p.flags[id] != 0;
-    if (__syncthreads_or(any))
-        for (unsigned id = blockIdx.x; id < tiles; id += gridDim.x)
-            if (p.flags[id]) {
-                __syncthreads();
-                prep_tile<T, D, WARPS, BLOCK>(p, id, false, shared_address(shared));
-            }
+    unsigned id = blockIdx.x;
+    if (flagged) {
+        bool any = false;
+        for (unsigned x = id + threadIdx.x * gridDim.x; x < tiles; x += gridDim.x * WARPS * 32)
+            any |= p.flags[x] != 0;
+        if (!__syncthreads_or(any))
+            return;
+    }
+    for (; id < tiles; id += gridDim.x) /* all of it is there once: it is most of the kernel, and rarely run */
+        if (!flagged || p.flags[id]) {
+            __syncthreads();
+            prep_tile<T, D, WARPS, BLOCK>(p, id, !flagged && !(p.a.features & HEDDLE_WEIGHTS), shared_address(shared));
+        }
 }
 
 /* What prep begins with, for 64 queries, in a kernel that has no shared memory and so has many blocks on a
