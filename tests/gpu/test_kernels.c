@@ -3,6 +3,7 @@
  * has a problem that reaches it. Needs no GPU. */
 #define _POSIX_C_SOURCE 200809L
 #include "cuda/attention/attention.h"
+#include "cuda/attention/kernels.h"
 #include "scenario.h"
 
 #include <stdio.h>
@@ -30,15 +31,22 @@ static const uint64_t option_sets[] = {0,
                                        HEDDLE_ACCUMULATE | HEDDLE_VARLEN | HEDDLE_SINKS,
                                        HEDDLE_ACCUMULATE | HEDDLE_DETERMINISTIC | HEDDLE_ALIBI};
 
+/* Head dims: those of all kernels, the least, and one between two. */
+static bool is_swept(int64_t d) {
+    bool has = d == 1 || d == 300;
+    for (int x = 0; x < ATTENTION_KERNELS; x++)
+        has |= heddle__cuda_attention_kernels[x].dim == d;
+    return has;
+}
+
 static void sweep_attention(heddle_dtype dtype) {
-    static const int64_t dims[] = {1, 32, 64, 80, 128, 192, 256, 300, 512};
     static const int64_t lengths[][2] = {{1, 8192}, {3, 70}, {130, 257}, {1024, 1024}, {4096, 4096}};
-    for (size_t d = 0; d < COUNT(dims); d++)
-        for (size_t s = 0; s < COUNT(lengths); s++)
+    for (int64_t d = 1; d <= 512; d++)
+        for (size_t s = 0; is_swept(d) && s < COUNT(lengths); s++)
             for (size_t o = 0; o < COUNT(option_sets); o++)
                 for (int variant = 0; variant < 4; variant++) {
                     heddle_attention a = attention_desc(dtype, 3, 8, variant % 2 ? 2 : 8, lengths[s][0], lengths[s][1],
-                                                        dims[d], variant / 2 ? dims[d] : 24);
+                                                        d, variant / 2 ? d : 24);
                     a.features = option_sets[o];
                     a.dropout = a.features & HEDDLE_RNG_STATE ? 0.25 : 0;
                     a.window_left = a.features & HEDDLE_WINDOW ? 100 : 0;
