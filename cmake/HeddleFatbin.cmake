@@ -33,8 +33,9 @@ foreach(code IN LISTS CODES)
     set(image "sm=${CMAKE_MATCH_4}${CMAKE_MATCH_5}")
     set(ptx ${OUTPUT}.${arch}.ptx)
     if(NOT arch IN_LIST made)
-        run(${NVCC} --ptx -O3 -std=c++17 -arch=${arch} -I ${ROOT}/include -I ${ROOT}/src -MD -MT ${OUTPUT} -MF ${OUTPUT}.d -o ${ptx}
-            ${SOURCE})
+        # Dependencies by the preprocessor of the compilation: nvcc's own -MD runs another one.
+        run(${NVCC} --ptx -O3 -std=c++17 -arch=${arch} -I ${ROOT}/include -I ${ROOT}/src
+            -Xcompiler -MD,-MT,${OUTPUT},-MF,${OUTPUT}.d -o ${ptx} ${SOURCE})
         list(APPEND made ${arch})
         list(APPEND scraps ${ptx})
     endif()
