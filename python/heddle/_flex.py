@@ -17,7 +17,8 @@ from torch import Tensor
 
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._flex_trace import Expression, Score, band, conjuncts, every, refuse, slope, trace
+from heddle._flex_forms import band, slope
+from heddle._flex_trace import Expression, Score, conjuncts, every, refuse, trace
 from heddle._kinds import need_tensors
 
 _broadcast_shapes: Any = torch.broadcast_shapes

@@ -248,7 +248,7 @@ def _maker(name: str) -> Callable[..., Any]:
     return make
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
@@ -313,7 +313,7 @@ def _of_score(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         score, other = args if isinstance(args[0], Score) else args[::-1]
         return _multiply(score, other)
     if name == "truediv" and isinstance(args[0], Score):
-        number = _number(args[1])
+        number = number_of(args[1])
         if number is None:
             refuse("a score divided by what is no number of Python")
         return _multiply(args[0], 1 / number)
@@ -347,7 +347,7 @@ def _add(a: Any, b: Any) -> Score:
 
 
 def _multiply(score: Any, other: Any) -> Score:
-    number = _number(other)
+    number = number_of(other)
     if number is None or isinstance(score, (int, float)):
         refuse("a score multiplied with what is no number of Python")
     if score.seen and number <= 0:
@@ -459,6 +459,13 @@ _CONSTANT = (int, float, str, type(None), torch.dtype, torch.device, types.Built
 _traced: weakref.WeakKeyDictionary[Any, _Reads] = weakref.WeakKeyDictionary()
 
 
+def conjuncts(condition: Any) -> list[Any]:
+    """The conditions that all have to hold."""
+    if isinstance(condition, Expression) and condition.name in ("and", "logical_and") and not condition.kwargs:
+        return [part for arg in condition.args for part in conjuncts(arg)]
+    return [] if condition is True or (type(condition) is int and condition == 1) else [condition]
+
+
 class _Reads:
     """What a function reads beside its arguments, where all of that can be told from other such things by `is`."""
 
@@ -525,98 +532,3 @@ def _names(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             names |= _names(constant)
     return names
-
-
-# --------------------------------------------------------------------------------------------------- recognition
-
-
-def linear(value: Any) -> tuple[float, float, float] | None:
-    """(x, y, z), where value is x·q_idx + y·kv_idx + z."""
-    number = _number(value)
-    if number is not None:
-        return 0.0, 0.0, number
-    if not isinstance(value, Expression):
-        return None
-    if isinstance(value, Leaf):
-        places = {"q_idx": (1.0, 0.0, 0.0), "kv_idx": (0.0, 1.0, 0.0)}
-        return places.get(value.name)
-    parts = [linear(arg) for arg in value.args]
-    if value.kwargs or None in parts:
-        return None
-    known: list[Any] = parts
-    if value.name in ("add", "sub"):
-        sign = 1.0 if value.name == "add" else -1.0
-        x, y, z = (a + sign * b for a, b in zip(*known, strict=True))
-        return x, y, z
-    if value.name == "neg":
-        x, y, z = (-a for a in known[0])
-        return x, y, z
-    if value.name == "mul" and any(part[:2] == (0.0, 0.0) for part in known):
-        factor, form = known if known[0][:2] == (0.0, 0.0) else known[::-1]
-        x, y, z = (a * factor[2] for a in form)
-        return x, y, z
-    return None
-
-
-_TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
-
-
-def band(condition: Any) -> tuple[float, float] | None:
-    """(low, high), where the condition is low <= kv_idx - q_idx <= high; None if it is something else."""
-    if not isinstance(condition, Expression) or condition.name not in _TURNED or condition.kwargs:
-        return None
-    left, right = condition.args
-    name = condition.name
-    for inner, bound, turned in ((left, right, name), (right, left, _TURNED[name])):
-        limit = _number(bound)
-        distance = linear(inner.args[0]) if isinstance(inner, Expression) and inner.name == "abs" else None
-        if distance is not None and limit is not None and distance in ((1.0, -1.0, 0.0), (-1.0, 1.0, 0.0)):
-            limit = math.ceil(limit) - 1 if turned == "lt" else math.floor(limit)
-            return (-limit, limit) if turned in ("lt", "le") and limit >= 0 else None
-    forms = linear(left), linear(right)
-    if forms[0] is None or forms[1] is None:
-        return None
-    x, y, z = (a - b for a, b in zip(*forms, strict=True))  # type: ignore[arg-type]
-    if abs(x) != 1.0 or x + y != 0.0:
-        return None
-    if x == 1.0:  # q - kv + z against 0: kv - q - z the other way round
-        name, z = _TURNED[name], -z
-    # kv - q against -z, where both are whole
-    limits = {
-        "le": (-math.inf, math.floor(-z)),
-        "lt": (-math.inf, math.ceil(-z) - 1),
-        "ge": (math.ceil(-z), math.inf),
-        "gt": (math.floor(-z) + 1, math.inf),
-        "eq": (-z, -z),
-    }
-    return limits[name]
-
-
-def conjuncts(condition: Any) -> list[Any]:
-    """The conditions that all have to hold."""
-    if isinstance(condition, Expression) and condition.name in ("and", "logical_and") and not condition.kwargs:
-        return [part for arg in condition.args for part in conjuncts(arg)]
-    return [] if condition is True or (type(condition) is int and condition == 1) else [condition]
-
-
-def slope(term: Any) -> tuple[Any, bool] | None:
-    """(s, distance), where term is s·|q_idx - kv_idx| (distance), or s·(kv_idx - q_idx), and s is of b and h alone."""
-    if not isinstance(term, Expression) or term.kwargs:
-        return None
-    if term.name == "abs":
-        return (1.0, True) if linear(term.args[0]) in ((1.0, -1.0, 0.0), (-1.0, 1.0, 0.0)) else None
-    form = linear(term)
-    if form is not None and form[0] == -form[1] and form[2] == 0:
-        return form[1], False
-    if term.name == "neg":
-        inner = slope(term.args[0])
-        return inner and (-inner[0], inner[1])
-    if term.name == "mul":
-        for factor, other in (term.args, term.args[::-1]):
-            inner = slope(other)
-            if inner and (not isinstance(factor, Expression) or factor.uses <= {"b", "h"}):
-                return inner[0] * factor, inner[1]
-    if term.name == "truediv" and (not isinstance(term.args[1], Expression) or term.args[1].uses <= {"b", "h"}):
-        inner = slope(term.args[0])
-        return inner and (inner[0] / term.args[1], inner[1])
-    return None
