@@ -107,7 +107,7 @@ def h200_table() -> str:
     commits = ", ".join(dict.fromkeys(row["commit"] for _, row, *_ in h200_rows()))
     lines += [
         "",
-        f"Commits {commits}; FlashAttention-3 of August 2026 beside {third[0]['commit']}. Geometric means over all",
+        f"Measured at {commits}; FlashAttention-3 of August 2026 beside {third[0]['commit']}. Geometric means over all",
         f"{len(third)} rows of that run, lengths 512 to 32k: forward {ratios['fwd', 'fa3']:.2f} and backward "
         f"{ratios['bwd', 'fa3']:.2f} of FlashAttention-3,",
         f"{ratios['fwd', 'cudnn']:.2f} and {ratios['bwd', 'cudnn']:.2f} of cuDNN.",
