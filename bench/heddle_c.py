@@ -16,7 +16,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 DEVICES = {"cpu": 0, "cuda": 2}
 MASKS = {False: 0, True: 1, "top left": 1, "bottom right": 2}
 FEATURES = {name: 1 << bit for bit, name in enumerate((
-    "window", "alibi", "bias", "bool_mask", "sinks", "varlen", "seqlens", "weights", "rng_state", "deterministic", "tf32"))}
+    "window", "alibi", "bias", "bool_mask", "sinks", "varlen", "seqlens", "weights", "rng_state", "deterministic", "tf32",
+    "accumulate", "pages"))}
 BROADCAST = -1 << 63
 FORWARD, BACKWARD = 0, 1
 I64, F64, U64, PTR = ctypes.c_int64, ctypes.c_double, ctypes.c_uint64, ctypes.c_void_p
@@ -34,14 +35,15 @@ class Attention(ctypes.Structure):
                 ("total_k", I64)] + [(s + "_stride", Strides) for s in (
                     "q", "k", "v", "o", "do", "dq", "dk", "dv", "bias", "bool_mask", "dbias", "weights", "dweights")
                 ] + [(number, I64) for number in (
-                    "alibi_stride_b", "q_offset", "k_offset", "h_offset", "whole_sq", "whole_sk", "whole_h")]
+                    "alibi_stride_b", "q_offset", "k_offset", "h_offset", "whole_sq", "whole_sk", "whole_h", "page",
+                    "pages", "table")]
 
 
 class AttentionData(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t)] + [(p, PTR) for p in (
         "q", "k", "v", "alibi_slopes", "bias", "bool_mask", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q",
         "seqlens_k", "rng_state", "o", "lse", "weights", "dout", "dlse", "dweights", "dq", "dk", "dv", "dbias",
-        "dsinks")]
+        "dsinks", "block_table")]
 
 
 class NormLinear(ctypes.Structure):
@@ -131,9 +133,11 @@ class Library:
                   dropout=0.0, dbias=None, weights=False, deterministic=False, tf32=False, **inputs):
         """q [b, h, sq, d], k and v [b, hk, sk, d], as they lie (or as `strides` says, a Strides for each that does not lie
         as it is). inputs: alibi_slopes, bias, bool_mask, sinks, seqlens_q, seqlens_k, dlse; dbias: the tensor to write, of
-        bias's broadcast shape."""
+        bias's broadcast shape. With block_table k and v are pages, [pages, hk, page, ...]."""
         b, h, sq, d = q.shape
         sk, dv = k.shape[2], v.shape[3]
+        if "block_table" in inputs:
+            sk *= inputs["block_table"].shape[1]
         like_q = out if out is not None else torch.empty(b, h, sq, dv, dtype=q.dtype, device=q.device)
         t = {"q": q, "k": k, "v": v, "o": like_q, "lse": torch.empty(b, h, sq, device=q.device), **inputs}
         if dout is not None:
@@ -148,12 +152,14 @@ class Library:
             t["dweights"] = torch.randn_like(t["weights"])
         flags = {"window": window, "alibi": "alibi_slopes" in t, "bias": "bias" in t, "bool_mask": "bool_mask" in t,
                  "sinks": "sinks" in t, "seqlens": "seqlens_q" in t or "seqlens_k" in t, "weights": weights,
-                 "deterministic": deterministic, "tf32": tf32}
+                 "deterministic": deterministic, "tf32": tf32, "pages": "block_table" in t}
         desc = Attention(size=ctypes.sizeof(Attention), dtype=DTYPES[q.dtype], device=DEVICES[q.device.type], b=b, h=h,
                          hk=k.shape[1], sq=sq, sk=sk, d=d, dv=dv, mask=MASKS[causal], scale=scale, softcap=softcap,
                          dropout=dropout, seed=1, features=sum(FEATURES[n] for n, on in flags.items() if on))
         if window:
             desc.window_left, desc.window_right = window
+        if "block_table" in t:
+            desc.pages, desc.page, desc.table = k.shape[0], k.shape[2], t["block_table"].shape[1]
         if flags["alibi"] and t["alibi_slopes"].dim() == 2:
             desc.alibi_stride_b = h
         lying = {n: strides_of(x) for n, x in t.items() if x.dim() == 4}

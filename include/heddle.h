@@ -160,6 +160,7 @@ typedef enum heddle_mask {
 #define HEDDLE_DETERMINISTIC (UINT64_C(1) << 9) /* backward gives the same bits every time (the CPU always does) */
 #define HEDDLE_TF32 (UINT64_C(1) << 10)         /* float32 products may be rounded to TF32 (GPU) */
 #define HEDDLE_ACCUMULATE (UINT64_C(1) << 11)   /* results are added to what is there, in float */
+#define HEDDLE_PAGES (UINT64_C(1) << 12)        /* block_table: k and v lie in pages; forward alone */
 
 /* One attention problem.
  *
@@ -188,6 +189,13 @@ typedef enum heddle_mask {
  * and adds to dq, dk and dv; dbias and dsinks it writes as ever, of this part. A sink is one more key: it goes to one part.
  * Not with HEDDLE_WEIGHTS.
  *
+ * With HEDDLE_PAGES the keys and values of a sequence lie in pages of `page` rows: k is [pages, hk, page, d], v is
+ * [pages, hk, page, dv], their strides.b go from page to page (rows side by side, as [pages, page, hk, d], by strides), and key
+ * j of sequence n is row j % page of page block_table[n, j / page]. Sequences may share pages. A number that is no page, below 0
+ * or not below `pages`, hides the keys that it stands for, as a mask does; behind the last key of a sequence any number may
+ * stand. sk is the upper limit of a sequence's keys, seqlens_k says how many it has. With HEDDLE_VARLEN only the queries are
+ * packed: total_k is 0 and cu_seqlens_k NULL. The table is read where the work is done. Backward refuses pages.
+ *
  * Dropout: with t = floor(65536*dropout + 0.5), element (n, x, i, j) is kept when its number, of 16 bits, is not below t:
  * half j%2 (0: the low one) of word j%8/2 of Philox4x32-7(counter = {j/8, n*h + x, i, offset}, key = seed) (low words;
  * offset's high 32 bits are exclusive-ored into i's word); i, j, x and h are those of the whole (below). The same on every
@@ -203,7 +211,7 @@ typedef enum heddle_mask {
  * the heads of batch entries in front of the part, too (n0*whole_h + x0).
  *
  * Source of the formulas: Dao, "FlashAttention-2", 2023, sections 2 and 3; softcap: Gemma 2, 2024; ALiBi: Press et al., 2021;
- * sinks: "attention sink" logits as in gpt-oss, 2025. */
+ * sinks: "attention sink" logits as in gpt-oss, 2025; pages: Kwon et al., "PagedAttention", 2023. */
 typedef struct heddle_attention {
     size_t size; /* sizeof(heddle_attention) */
     heddle_dtype dtype;
@@ -228,6 +236,9 @@ typedef struct heddle_attention {
     /* the part that this is of a larger problem; a structure that ends in front of these is taken, too */
     int64_t q_offset, k_offset, h_offset; /* rows, keys and heads of the whole in front of the part's first */
     int64_t whole_sq, whole_sk, whole_h;  /* how many the whole has; 0: it ends with the part */
+    /* HEDDLE_PAGES; a structure that ends in front of these is taken, too */
+    int64_t page, pages; /* rows of a page: 16, 32, 64, 128 or 256; pages that k and v have */
+    int64_t table;       /* numbers in a row of block_table, at least sk / page, rounded up; 0: as many */
 } heddle_attention;
 
 /* Where the data of one attention problem lies. Forward does not look at what only backward uses. "float" below is float32, or
@@ -262,10 +273,12 @@ typedef struct heddle_attention_data {
     void *dv;     /* dtype [b, hk, sk, dv] */
     void *dbias;  /* dtype, shape of dbias_stride; zeros where what it sums over is empty */
     void *dsinks; /* float [h] */
+    /* input of forward; a structure that ends in front of it is taken, too */
+    const int32_t *block_table; /* [b, table] */
 } heddle_attention_data;
 
-/* HEDDLE_OK if both passes of this problem can run here, else what forward would return; the reason goes to why[n] as well as to
- * heddle_last_message(). Looks at the descriptor alone. */
+/* HEDDLE_OK if both passes of this problem can run here (with HEDDLE_PAGES forward, which is all there is), else what forward
+ * would return; the reason goes to why[n] as well as to heddle_last_message(). Looks at the descriptor alone. */
 HEDDLE_API heddle_status heddle_attention_supported(const heddle_attention *desc, char *why, size_t n);
 
 /* *bytes = what the pass needs as workspace with the present number of threads; it grows with sq + sk, never with their

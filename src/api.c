@@ -161,17 +161,20 @@ check_attention_pointers(const heddle_attention_data *t, const pointer_facts *f,
 
 static heddle_status check_attention_data(const attention_plan *plan, const heddle_attention_data *t) {
     const heddle_attention *a = &plan->a;
-    const bool varlen = a->features & HEDDLE_VARLEN, any = a->b > 0;
+    const bool varlen = a->features & HEDDLE_VARLEN, paged = a->features & HEDDLE_PAGES, any = a->b > 0;
     const pointer_facts facts = {
         .features = a->features,
         .alignment = ALIGNMENTS(a->dtype),
         .needed = {[NEED_ALWAYS] = true,
                    [NEED_BATCH] = any,
                    [NEED_QUERIES] = any && (varlen ? a->total_q : a->sq) > 0,
-                   [NEED_KEYS] = any && (varlen ? a->total_k : a->sk) > 0,
+                   [NEED_KEYS] = any && (varlen && !paged ? a->total_k : a->sk) > 0,
                    [NEED_SCORES] = any && a->sq > 0 && a->sk > 0,
-                   [NEED_LENGTHS] = any && !t->seqlens_q},
+                   [NEED_LENGTHS] = any && !t->seqlens_q,
+                   [NEED_PACKED_KEYS] = any && !paged},
     };
+    if (paged && t->cu_seqlens_k)
+        return fail(HEDDLE_BAD_COMBINATION, "cu_seqlens_k is given, but with HEDDLE_PAGES keys are not packed");
     if (plan->pass == HEDDLE_FORWARD && (a->features & HEDDLE_ACCUMULATE) && !t->lse && facts.needed[NEED_QUERIES])
         return fail(HEDDLE_NULL_POINTER, "lse is NULL, but HEDDLE_ACCUMULATE goes by it");
     return plan->pass == HEDDLE_FORWARD ? check_attention_pointers(t, &facts, HEDDLE_FORWARD)
@@ -209,12 +212,27 @@ static heddle_status make_attention_plan(const heddle_attention *desc, heddle_pa
     return (*be)->plan_attention(plan);
 }
 
+/* Also of programs that were built when it ended in front of block_table, which is NULL then. */
+static heddle_status take_data(const heddle_attention_data *data, heddle_attention_data *whole,
+                               const heddle_attention_data **taken) {
+    const size_t before_pages = offsetof(heddle_attention_data, block_table);
+    *taken = data;
+    if (!data || data->size != before_pages)
+        return check_data_size("heddle_attention_data", data, data ? data->size : 0, sizeof *data);
+    memset(whole, 0, sizeof *whole);
+    memcpy(whole, data, before_pages);
+    whole->size = sizeof *whole;
+    *taken = whole;
+    return HEDDLE_OK;
+}
+
 static heddle_status run_attention(const heddle_attention *desc, const heddle_attention_data *data, void *workspace,
                                    size_t workspace_bytes, void *stream, heddle_pass pass) {
     attention_plan plan;
+    heddle_attention_data whole;
     const backend *be = NULL;
     TRY(make_attention_plan(desc, pass, &plan, &be));
-    TRY(check_data_size("heddle_attention_data", data, data ? data->size : 0, sizeof *data));
+    TRY(take_data(data, &whole, &data));
     TRY(check_attention_data(&plan, data));
     TRY(check_workspace(workspace, workspace_bytes, plan.workspace));
     return be->run_attention(&plan, data, workspace, stream);
@@ -234,7 +252,7 @@ heddle_status heddle_attention_supported(const heddle_attention *desc, char *why
     attention_plan plan;
     const backend *be = NULL;
     heddle_status status = make_attention_plan(desc, HEDDLE_FORWARD, &plan, &be);
-    if (status == HEDDLE_OK)
+    if (status == HEDDLE_OK && !(desc->features & HEDDLE_PAGES))
         status = make_attention_plan(desc, HEDDLE_BACKWARD, &plan, &be);
     return report(status, why, n);
 }

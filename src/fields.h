@@ -21,8 +21,9 @@ typedef enum field_need {
     NEED_QUERIES,
     NEED_KEYS,
     NEED_SCORES,
-    NEED_LENGTHS, /* there are sequences, and no seqlens_q */
-    NEED_ROWS,    /* norm-linear: there are rows */
+    NEED_LENGTHS,     /* there are sequences, and no seqlens_q */
+    NEED_PACKED_KEYS, /* there are sequences, and their keys are not in pages */
+    NEED_ROWS,        /* norm-linear: there are rows */
     FIELD_NEEDS
 } field_need;
 
@@ -102,8 +103,18 @@ static inline int64_t attention_extent(const heddle_attention *a, char letter) {
     case 'v': return a->dv ? a->dv : a->d;
     case 'Q': return a->total_q;
     case 'K': return a->total_k;
+    case 'P': return a->pages;
+    case 'p': return a->page;
+    case 't': return a->table ? a->table : a->page ? (a->sk + a->page - 1) / a->page : 0;
     default: return 2;
     }
+}
+
+/* The shape of a tensor in a problem with these features. Whoever asks whether it is packed compares it with t->packed. */
+static inline const char *attention_shape(const tensor_field *t, uint64_t features) {
+    if ((features & HEDDLE_PAGES) && t->role == ROLE_INPUT && t->shape[1] == 'g')
+        return t->shape[3] == 'd' ? "Pgpd" : "Pgpv";
+    return (features & HEDDLE_VARLEN) && t->packed ? t->packed : t->shape;
 }
 
 static inline int64_t norm_linear_extent(const heddle_norm_linear *a, char letter) {

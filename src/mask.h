@@ -47,15 +47,23 @@ HEDDLE_SHARED_INLINE sequence sequence_of(const heddle_attention *a, const int32
     sequence s = {0, a->sq, 0, a->sk};
     if (a->features & HEDDLE_VARLEN) {
         s.first_q = clamp64(cu_q[n], 0, a->total_q);
-        s.first_k = clamp64(cu_k[n], 0, a->total_k);
         s.sq = clamp64(cu_q[n + 1] - s.first_q, 0, min64(a->sq, a->total_q - s.first_q));
-        s.sk = clamp64(cu_k[n + 1] - s.first_k, 0, min64(a->sk, a->total_k - s.first_k));
+        if (!(a->features & HEDDLE_PAGES)) {
+            s.first_k = clamp64(cu_k[n], 0, a->total_k);
+            s.sk = clamp64(cu_k[n + 1] - s.first_k, 0, min64(a->sk, a->total_k - s.first_k));
+        }
     }
     if (len_q)
         s.sq = clamp64(len_q[n], 0, s.sq);
     if (len_k)
         s.sk = clamp64(len_k[n], 0, s.sk);
     return s;
+}
+
+/* HEDDLE_PAGES: the page that has key j of sequence n; -1: there is none, and the key is hidden. */
+HEDDLE_SHARED_INLINE int64_t page_of(const heddle_attention *a, const int32_t *table, int64_t n, int64_t j) {
+    const int64_t page = table[n * a->table + j / a->page];
+    return page < a->pages ? max64(page, -1) : -1;
 }
 
 /* The offset of the diagonal: `off` in heddle.h. */

@@ -63,7 +63,7 @@ int64_t heddle__span(heddle_strides t, int64_t b, int64_t h, int64_t s, int64_t 
 typedef struct tensor_rule {
     const char *name;
     bool written, summed; /* summed where its stride is 0 */
-    bool packed;          /* with HEDDLE_VARLEN its rows are [total, h, last] */
+    bool packed;          /* its rows are [total, h, last] */
     int64_t b, h, s, last;
 } tensor_rule;
 
@@ -148,14 +148,15 @@ static heddle_status resolve_tensor(const tensor_rule *t, heddle_strides *stride
 /* `t` is a constant where the list is unrolled, so that little is left of it. */
 __attribute__((always_inline)) static inline heddle_status
 resolve_field(const heddle_attention *a, const tensor_field *t, heddle_strides *stride) {
-    const bool packed = t->packed && a->features & HEDDLE_VARLEN;
+    const char *shape = attention_shape(t, a->features);
+    const bool packed = shape == t->packed;
     const tensor_rule rule = {.name = t->stride_name,
                               .written = is_output(t),
                               .summed = is_summed(t),
                               .packed = packed,
-                              .b = a->b,
+                              .b = packed ? a->b : attention_extent(a, shape[0]),
                               .h = attention_extent(a, t->shape[1]),
-                              .s = attention_extent(a, packed ? t->packed[0] : t->shape[2]),
+                              .s = attention_extent(a, shape[packed ? 0 : 2]),
                               .last = attention_extent(a, t->shape[3])};
     return resolve_tensor(&rule, stride);
 }
@@ -189,7 +190,8 @@ static void tighten_limits(heddle_attention *a) {
     if (!(a->features & HEDDLE_VARLEN) || (a->features & (HEDDLE_BIAS | HEDDLE_WEIGHTS)))
         return;
     a->sq = min64(a->sq, a->total_q);
-    a->sk = min64(a->sk, a->total_k);
+    if (!(a->features & HEDDLE_PAGES))
+        a->sk = min64(a->sk, a->total_k);
 }
 
 static heddle_status check_products(const heddle_attention *a) {
@@ -236,6 +238,33 @@ static heddle_status check_part(heddle_attention *a) {
     if (multiply_add(a->b, a->whole_h, a->h_offset) < 0)
         return fail(HEDDLE_OVERFLOW, "b·whole_h + h_offset = %lld·%lld + %lld does not fit", (long long)a->b,
                     (long long)a->whole_h, (long long)a->h_offset);
+    return HEDDLE_OK;
+}
+
+/* Afterwards table is a number. */
+static heddle_status check_pages(heddle_attention *a) {
+    if (!(a->features & HEDDLE_PAGES)) {
+        if (a->page | a->pages | a->table)
+            return fail(HEDDLE_BAD_COMBINATION, "page = %lld, pages = %lld, table = %lld, but HEDDLE_PAGES is not set",
+                        (long long)a->page, (long long)a->pages, (long long)a->table);
+        return HEDDLE_OK;
+    }
+    if (a->page < 16 || a->page > 256 || (a->page & (a->page - 1)))
+        return fail(HEDDLE_BAD_SIZE, "page = %lld is not 16, 32, 64, 128 or 256", (long long)a->page);
+    TRY(check_size("pages", a->pages, 0, INT32_MAX));
+    TRY(check_size("table", a->table, 0, MAX_SIZE));
+    const int64_t needed = (a->sk + a->page - 1) / a->page;
+    if (a->table && a->table < needed)
+        return fail(HEDDLE_BAD_SIZE, "table = %lld: sk = %lld keys in pages of %lld need %lld", (long long)a->table,
+                    (long long)a->sk, (long long)a->page, (long long)needed);
+    if (!a->table)
+        a->table = needed;
+    if (multiply_add(a->b, a->table, 0) < 0)
+        return fail(HEDDLE_OVERFLOW, "block_table: b·table = %lld·%lld does not fit", (long long)a->b,
+                    (long long)a->table);
+    if (a->total_k)
+        return fail(HEDDLE_BAD_COMBINATION, "total_k = %lld, but with HEDDLE_PAGES keys are not packed",
+                    (long long)a->total_k);
     return HEDDLE_OK;
 }
 
@@ -340,18 +369,18 @@ static heddle_status check_features(heddle_attention *a) {
     return HEDDLE_OK;
 }
 
-/* Also of programs that were built when it ended in front of the part's fields, which are 0 then. */
+/* Also of programs that were built when it ended earlier: what is behind is 0 then. */
 static heddle_status take_description(const heddle_attention *desc, heddle_attention *a) {
-    const size_t before_parts = offsetof(heddle_attention, q_offset);
+    const size_t before_parts = offsetof(heddle_attention, q_offset), before_pages = offsetof(heddle_attention, page);
     if (!desc)
         return check_descriptor("heddle_attention", desc, 0, sizeof *desc);
-    if (desc->size != before_parts) {
+    if (desc->size != before_parts && desc->size != before_pages) {
         TRY(check_descriptor("heddle_attention", desc, desc->size, sizeof *desc));
         *a = *desc;
         return HEDDLE_OK;
     }
     memset(a, 0, sizeof *a);
-    memcpy(a, desc, before_parts);
+    memcpy(a, desc, desc->size);
     a->size = sizeof *a;
     return HEDDLE_OK;
 }
@@ -363,11 +392,14 @@ heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pas
     TRY(check_enums("heddle_attention", (int)a->dtype, (int)a->device, (int)pass));
     TRY(check_sizes(a));
     TRY(check_features(a));
+    TRY(check_pages(a));
     TRY(check_part(a));
     TRY(resolve_all_strides(a));
     tighten_limits(a);
     TRY(check_values(a));
     TRY(check_products(a));
+    if ((a->features & HEDDLE_PAGES) && pass == HEDDLE_BACKWARD)
+        return fail(HEDDLE_UNSUPPORTED, "HEDDLE_PAGES has no backward");
     if (a->dtype == HEDDLE_F64 && a->device != HEDDLE_REF)
         return fail(HEDDLE_UNSUPPORTED, "dtype float64 runs on HEDDLE_REF only, not on device %d", (int)a->device);
     return HEDDLE_OK;

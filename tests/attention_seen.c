@@ -19,6 +19,11 @@ void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4])
     memcpy(length, (int64_t[]){first[0], rows[0], first[1], rows[1]}, 4 * sizeof *length);
 }
 
+int64_t attention_page(const attention_problem *p, int64_t n, int64_t j) {
+    const double page = tensor_get(&p->t[T_TABLE], n, 0, 0, j / p->a.page);
+    return page >= 0 && page < (double)p->a.pages ? (int64_t)page : -1;
+}
+
 int64_t attention_diagonal(const heddle_attention *a, int64_t sq, int64_t sk) {
     if (a->mask == HEDDLE_CAUSAL_TOP_LEFT) /* the corner of the whole, as this part counts */
         return a->q_offset - a->k_offset;
@@ -44,6 +49,8 @@ seen_keys attention_sees(const attention_problem *p, const int64_t length[4], in
         sees[j] = !(tensor_get(&p->t[T_BIAS], n, x, i, j) < -0x1p24);
     for (int64_t j = s.from; j < s.to && a->features & HEDDLE_BOOL_MASK; j++)
         sees[j] = sees[j] && tensor_get(&p->t[T_BOOL_MASK], n, x, i, j) != 0;
+    for (int64_t j = s.from; j < s.to && a->features & HEDDLE_PAGES; j++)
+        sees[j] = sees[j] && attention_page(p, n, j) >= 0;
     while (s.from < s.to && !sees[s.from])
         s.from++;
     while (s.from < s.to && !sees[s.to - 1])

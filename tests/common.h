@@ -96,6 +96,7 @@ typedef struct attention_case {
     double huge_bias;     /* the bias of some whole rows, and of some keys of the others; 0: of none */
     bool mask_rows;       /* some rows of the boolean mask are empty */
     int64_t mask_tiles;   /* tiles of so many rows and columns are empty, full or as they were; 0: no tile is */
+    double hidden_pages;  /* of the numbers in block_table that are no page */
 } attention_case;
 
 typedef struct attention_problem {
@@ -135,6 +136,8 @@ void attention_count(const attention_case *c, error_bin bin[T_COUNT]);
 
 /* {first_q, sq, first_k, sk} of sequence n. */
 void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4]);
+/* Which page has key j of sequence n; -1: none. */
+int64_t attention_page(const attention_problem *p, int64_t n, int64_t j);
 /* The key on the diagonal of query 0: `off` of a sequence of so many rows. */
 int64_t attention_diagonal(const heddle_attention *a, int64_t sq, int64_t sk);
 /* By the formulas of heddle.h, independent of src/: which keys of sequence n, [sk], does query i of head x see? Those

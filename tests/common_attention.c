@@ -45,17 +45,20 @@ static void literal(heddle_strides *s, bool packed, int64_t h, int64_t rows, int
         s->s = 0;
 }
 
-/* A tensor of [b, h, s, last], b = 1 if it is packed; lse and dlse have no last dimension. */
+/* A tensor of [b, h, s, last], b = 1 if it is packed, of pages in place of b; lse and dlse have no last dimension. */
 static tensor data_tensor(const attention_problem *p, const tensor_field *f, int element, bool skew) {
     const heddle_attention *a = &p->a;
-    const bool packed = f->packed && a->features & HEDDLE_VARLEN;
+    const bool paged = a->features & HEDDLE_PAGES && f->shape[1] == 'g',
+               packed = !paged && f->packed && a->features & HEDDLE_VARLEN;
     const int64_t h = attention_extent(a, f->shape[1]), last = f->shape[3] ? attention_extent(a, f->shape[3]) : 1;
-    const int64_t rows = attention_extent(a, !packed ? f->shape[2] : f->shape[3] ? f->packed[0] : f->packed[1]);
+    const int64_t rows = paged     ? a->page
+                         : !packed ? attention_extent(a, f->shape[2])
+                                   : attention_extent(a, f->shape[3] ? f->packed[0] : f->packed[1]);
     heddle_strides s = packed ? (heddle_strides){0, rows, 1} : (heddle_strides){h * rows, rows, 1};
     if (f->stride)
         memcpy(&s, (const char *)a + f->stride, sizeof s);
     literal(&s, packed, h, rows, last);
-    int64_t dim[4] = {packed ? 1 : a->b, h, rows, last};
+    int64_t dim[4] = {packed ? 1 : paged ? a->pages : a->b, h, rows, last};
     if (is_summed(f)) { /* one element along what it is summed over, be it nothing */
         dim[0] = dim[0] || s.b ? dim[0] : 1;
         dim[2] = dim[2] || s.s ? dim[2] : 1;
@@ -72,9 +75,14 @@ static void make_tensors(attention_problem *p, uint32_t skip, bool skew, bool le
         if ((f->feature && !(a->features & f->feature)) || skip >> x & 1 || (x == T_LEN_Q && !len_q) ||
             (x == T_LEN_K && !len_k))
             continue;
+        if (a->features & HEDDLE_PAGES && (f->need[HEDDLE_FORWARD] == NEED_UNUSED || x == T_CU_K))
+            continue;
         if (x == T_ALIBI)
             p->t[x] = tensor_new(a->device, element, (int64_t[]){a->b, 1, 1, a->h},
                                  (int64_t[]){a->alibi_stride_b, 0, 0, 1}, skew);
+        else if (x == T_TABLE)
+            p->t[x] = tensor_new(a->device, element, (int64_t[]){a->b, 1, 1, attention_extent(a, 't')},
+                                 (int64_t[]){attention_extent(a, 't'), 0, 0, 1}, skew);
         else if (!f->shape[1])
             p->t[x] = tensor_vector(a->device, element, attention_extent(a, f->shape[0]));
         else
@@ -85,6 +93,24 @@ static void make_tensors(attention_problem *p, uint32_t skip, bool skew, bool le
 static void fill_vector(tensor *t, const int32_t *values, int64_t n) {
     for (int64_t x = 0; x < n; x++)
         tensor_raw_set(t, x, values[x]);
+}
+
+/* Pages at random, some of them shared, some hidden; behind the last key of a sequence anything. */
+static void fill_table(attention_problem *p, const attention_case *c, rng *r) {
+    const heddle_attention *a = &p->a;
+    const int32_t none[] = {-1, (int32_t)a->pages, (int32_t)a->pages + 7, INT32_MIN, INT32_MAX};
+    tensor *t = &p->t[T_TABLE];
+    int64_t length[4];
+    for (int64_t n = 0; n < a->b; n++) {
+        attention_lengths(p, n, length);
+        for (int64_t x = 0; x < t->dim[3]; x++) {
+            double page = (double)rng_between(r, INT32_MIN, INT32_MAX);
+            if (x * a->page < length[3])
+                page = a->pages == 0 || rng_chance(r, c->hidden_pages) ? none[rng_between(r, 0, COUNT(none) - 1)]
+                                                                       : (double)rng_between(r, 0, a->pages - 1);
+            tensor_set(t, n, 0, 0, x, page);
+        }
+    }
 }
 
 static void fill_huge_bias(attention_problem *p, double huge) {
@@ -153,7 +179,10 @@ static void use_head(const attention_problem *p, unsigned char *const used[U_COU
     }
     for (int64_t j = 0; j < length[3]; j++)
         for (int z = U_K; z <= U_V && seen[j]; z++)
-            use_row(p, used, z, pack, y, length[2] + j);
+            if (a->features & HEDDLE_PAGES)
+                use_row(p, used, z, attention_page(p, n, j), y, j % a->page);
+            else
+                use_row(p, used, z, pack, y, length[2] + j);
 }
 
 /* NaN wherever no query looks: keys and values that none sees, queries that see none, rows outside every sequence, bias
@@ -192,6 +221,7 @@ static void fill_inputs(attention_problem *p, const attention_case *c) {
         case T_CU_K: fill_vector(&t[x], c->cu_k, p->a.b + 1); break;
         case T_LEN_Q: fill_vector(&t[x], c->len_q, p->a.b); break;
         case T_LEN_K: fill_vector(&t[x], c->len_k, p->a.b); break;
+        case T_TABLE: fill_table(p, c, &r); break;
         case T_RNG:
             for (int64_t y = 0; y < 2; y++)
                 memcpy(t[x].host + (size_t)(t[x].guard + y) * 8, &(uint64_t){rng_next(&r)}, 8);
@@ -397,7 +427,7 @@ bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *ke
     attention_problem p = attention_new(c);
     attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF), plain = attention_borrow(&p);
     double natural[T_COUNT], spread[T_COUNT];
-    bool backward = !(c->skip >> T_LSE & 1);
+    bool backward = !(c->skip >> T_LSE & 1) && !(c->a.features & HEDDLE_PAGES);
     bool right = run_pass(&p, HEDDLE_FORWARD);
     right = run_pass(&ref, HEDDLE_FORWARD) && right;
     if (right && backward) {
@@ -475,6 +505,9 @@ void attention_print(const attention_case *c) {
         printf(" (%" PRId64 ", %" PRId64 ")", a->window_left, a->window_right);
     if (a->features & HEDDLE_VARLEN)
         printf(" total %" PRId64 " %" PRId64, a->total_q, a->total_k);
+    if (a->features & HEDDLE_PAGES)
+        printf(" of %" PRId64 ", %" PRId64 " of them, table %" PRId64 ", hidden %g", a->page, a->pages, a->table,
+               c->hidden_pages);
     if (a->q_offset || a->k_offset || a->whole_sq || a->whole_sk || a->whole_h)
         printf(" part %" PRId64 " of %" PRId64 ", %" PRId64 " of %" PRId64 ", heads %" PRId64 " of %" PRId64,
                a->q_offset, a->whole_sq, a->k_offset, a->whole_sk, a->h_offset, a->whole_h);

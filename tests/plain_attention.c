@@ -36,17 +36,37 @@ static int64_t padded(int64_t n) {
     return (n + PAD - 1) / PAD * PAD;
 }
 
-/* Rows as the products take them (in TF32, rounded), into [rows, width]; and transposed. */
+/* [rows, width], of which n columns count, as the products take them (in TF32, rounded); and transposed. */
+static void take_rows(const head *h, int64_t n, int64_t rows, int64_t width, float *to, float *transposed) {
+    round_all(h->precision, rows * width, to);
+    for (int64_t e = 0; e < n && transposed; e++)
+        for (int64_t i = 0; i < rows; i++)
+            transposed[e * rows + i] = to[i * width + e];
+}
+
 static void read_rows(const head *h, const tensor *t, int64_t x, int64_t first, int64_t rows, int64_t width, float *to,
                       float *transposed) {
     if (!t->host)
         return;
     for (int64_t i = 0; i < rows; i++)
         tensor_read_floats(t, tensor_at(t, h->pack, x, first + i, 0), t->dim[3], to + i * width);
-    round_all(h->precision, rows * width, to);
-    for (int64_t e = 0; e < t->dim[3] && transposed; e++)
-        for (int64_t i = 0; i < rows; i++)
-            transposed[e * rows + i] = to[i * width + e];
+    take_rows(h, t->dim[3], rows, width, to, transposed);
+}
+
+/* Rows of keys or values, from wherever they are; what is hidden is of no account. */
+static void read_keys(const attention_problem *p, const head *h, const tensor *t, int64_t width, float *to,
+                      float *transposed) {
+    if (!(p->a.features & HEDDLE_PAGES)) {
+        read_rows(h, t, h->y, h->first_k, h->sk, width, to, transposed);
+        return;
+    }
+    for (int64_t j = 0; j < h->sk; j++) {
+        const int64_t page = attention_page(p, h->n, j);
+        memset(to + j * width, 0, (size_t)width * sizeof *to);
+        if (page >= 0)
+            tensor_read_floats(t, tensor_at(t, page, h->y, j % p->a.page, 0), t->dim[3], to + j * width);
+    }
+    take_rows(h, t->dim[3], h->sk, width, to, transposed);
 }
 
 static head head_new(const attention_problem *p, plain_order order) {
@@ -94,8 +114,8 @@ static void head_begin(const attention_problem *p, head *h, int64_t n, int64_t x
     h->pack = a->features & HEDDLE_VARLEN ? 0 : n;
     assert_true(h->sq <= a->sq && h->sk <= a->sk);
     read_rows(h, &p->t[T_Q], x, h->first_q, h->sq, h->d, h->q, NULL);
-    read_rows(h, &p->t[T_K], h->y, h->first_k, h->sk, h->d, h->k, h->kt);
-    read_rows(h, &p->t[T_V], h->y, h->first_k, h->sk, h->dv, h->v, h->vt);
+    read_keys(p, h, &p->t[T_K], h->d, h->k, h->kt);
+    read_keys(p, h, &p->t[T_V], h->dv, h->v, h->vt);
     read_rows(h, &p->t[T_DOUT], x, h->first_q, h->sq, h->dv, h->dout, NULL);
     for (int64_t j = 0; j < h->sk; j++) {
         h->k_norm[j] = plain_norm(h->k + j * h->d, a->d);

@@ -103,6 +103,22 @@ static void random_masks(rng *r, attention_case *c, lengths *l) {
     }
 }
 
+/* Forward alone: of keys in pages. */
+static void random_pages(rng *r, attention_case *c) {
+    heddle_attention *a = &c->a;
+    a->features |= HEDDLE_PAGES;
+    a->page = INT64_C(16) << rng_between(r, 0, 4);
+    a->pages = rng_between(r, 1, 2 * a->sk / a->page + 2);
+    a->table = rng_chance(r, 0.5) ? 0 : (a->sk + a->page - 1) / a->page + rng_between(r, 0, 3);
+    a->total_k = 0;
+    c->cu_k = NULL;
+    if (a->k_stride.s)
+        a->k_stride = random_strides(r, false, a->pages, a->hk, a->page, a->d);
+    if (a->v_stride.s)
+        a->v_stride = random_strides(r, false, a->pages, a->hk, a->page, a->dv);
+    c->hidden_pages = rng_chance(r, 0.5) ? 0.2 : 0;
+}
+
 /* A part of a whole. */
 static void random_part(rng *r, heddle_attention *a) {
     if (!rng_chance(r, 0.25))
@@ -182,6 +198,8 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
     if (a->features & HEDDLE_BIAS && rng_chance(&r, 0.3))
         c.huge_bias = -INFINITY;
     random_part(&r, a);
+    if (rng_chance(&r, 0.15))
+        random_pages(&r, &c);
     random_sharpness(&r, &c);
     return c;
 }

@@ -40,6 +40,9 @@ static const char usage[] =
     "                        [total_k, hk, ...], sequences one after another\n"
     "  --seqlens-q FILE, --seqlens-k FILE\n"
     "                        int32 [b]: only the first so many queries or keys of each batch count\n"
+    "  --block-table FILE    int32 [b, n]: k and v lie in pages, [pages, hk, page, ...] with pages of 16 to 256 keys;\n"
+    "                        a row has the numbers of a sequence's pages (one that is none hides its keys); no "
+    "gradients\n"
     "\n"
     "Gradients: any of these, with --dout (or --dlse, --dweights) given\n"
     "  --dout FILE           gradient of out, its shape; --dlse FILE, --dweights FILE: of lse and weights\n"
@@ -151,6 +154,32 @@ static bool check_cu_seqlens(const file_job *w, int f, int64_t total, int64_t *l
     return true;
 }
 
+/* k, v and the table of keys in pages. */
+static bool paged_dimensions(file_job *w) {
+    heddle_attention *a = &w->j.a;
+    const npy_array *k = &w->file[K], *v = &w->file[V], *table = &w->file[TABLE], *cu = &w->file[CU_Q];
+    const int rank = cu->data ? 3 : 4;
+    if (w->file[CU_K].data)
+        return complain("--cu-seqlens-k: with --block-table keys are not packed"), false;
+    if (w->file[Q].rank != rank || k->rank != 4 || v->rank != 4 || table->rank != 2) {
+        complain("with --block-table q is %s, k and v are [pages, heads, page, head dim], and the table has two "
+                 "dimensions",
+                 cu->data ? "[total_q, h, d]" : "[b, h, sq, d]");
+        return false;
+    }
+    const int64_t *q = w->file[Q].shape;
+    a->pages = k->shape[0], a->hk = k->shape[1], a->page = k->shape[2], a->dv = v->shape[3];
+    a->table = table->shape[1];
+    a->sk = a->table < INT32_MAX && a->page < INT32_MAX ? a->table * a->page : INT64_MAX;
+    a->h = q[1], a->d = q[rank - 1];
+    if (!cu->data) {
+        a->b = q[0], a->sq = q[2];
+        return true;
+    }
+    a->b = cu->count - 1, a->total_q = q[0];
+    return check_cu_seqlens(w, CU_Q, a->total_q, &a->sq);
+}
+
 static bool packed_dimensions(file_job *w) {
     heddle_attention *a = &w->j.a;
     if (!w->file[CU_Q].data || !w->file[CU_K].data) {
@@ -191,7 +220,9 @@ static bool batched_dimensions(file_job *w) {
 }
 
 static bool set_dimensions(file_job *w) {
-    if (!(w->file[CU_Q].data || w->file[CU_K].data ? packed_dimensions(w) : batched_dimensions(w)))
+    if (!(w->file[TABLE].data                        ? paged_dimensions(w)
+          : w->file[CU_Q].data || w->file[CU_K].data ? packed_dimensions(w)
+                                                     : batched_dimensions(w)))
         return false;
     if (w->j.a.hk > 0 && w->j.a.dv > 0) /* to the library, 0 would be a default */
         return true;

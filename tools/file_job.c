@@ -125,6 +125,9 @@ static void letters_text(const file_job *w, int f, int main, char *text, size_t 
                            : *c == 'Q' ? "total_q"
                            : *c == 'K' ? "total_k"
                            : *c == 'n' ? "sequences + 1"
+                           : *c == 'P' ? "pages"
+                           : *c == 'p' ? "page"
+                           : *c == 't' ? "pages of a sequence"
                                        : NULL;
         const char one[2] = {*c, 0};
         used += (size_t)snprintf(text + used, n - used, "%s%s", c == letters + skip ? "" : ", ", name ? name : one);

@@ -64,9 +64,9 @@ int64_t job_extent(const job *j, char letter) {
 
 const char *field_shape(const job *j, int f) {
     const tensor_field *t = &job_fields(j)[f];
-    if (!j->linear && j->a.features & HEDDLE_VARLEN && t->packed)
-        return t->packed;
-    return f == ALIBI && !j->linear && j->a.alibi_stride_b ? "bh" : t->shape;
+    if (j->linear)
+        return t->shape;
+    return f == ALIBI && j->a.alibi_stride_b ? "bh" : attention_shape(t, j->a.features);
 }
 
 heddle_strides field_strides(const job *j, int f) {

@@ -41,10 +41,22 @@ typedef struct head {
     float *p_matrix, *p_terms, *z, *tanh, *ds, *ds_terms;
 } head;
 
+/* Of key j; -1: none. */
+static int64_t page(const head *h, int64_t j) {
+    const heddle_attention *a = &h->p->j.a;
+    const double at = h->p->x[TABLE] ? h->p->x[TABLE][h->n * job_extent(&h->p->j, 't') + j / a->page] : 0;
+    return at >= 0 && at < (double)a->pages ? (int64_t)at : -1;
+}
+
 static double *row(const head *h, double *x, int f, int64_t head_index, int64_t i) {
     heddle_strides s = field_strides(&h->p->j, f);
     int64_t first = f == K || f == V || f == DK || f == DV ? h->s.first_k : h->s.first_q;
-    bool packed = field_shape(&h->p->j, f)[0] != 'b';
+    const char first_letter = field_shape(&h->p->j, f)[0];
+    const bool packed = first_letter != 'b';
+    if (first_letter == 'P') {
+        const int64_t at = page(h, i);
+        return at < 0 ? NULL : x + at * s.b + i % h->p->j.a.page * s.s + head_index * s.h;
+    }
     return x ? x + (packed ? (first + i) * s.s : h->n * s.b + i * s.s) + head_index * s.h : NULL;
 }
 
@@ -126,8 +138,9 @@ static sequence sequence_at(const problem *p, int64_t n) {
     const double *cu_q = p->x[CU_Q], *cu_k = p->x[CU_K], *len_q = p->x[LEN_Q], *len_k = p->x[LEN_K];
     sequence s = {0, p->j.a.sq, 0, p->j.a.sk};
     if (cu_q)
-        s = (sequence){(int64_t)cu_q[n], (int64_t)(cu_q[n + 1] - cu_q[n]), (int64_t)cu_k[n],
-                       (int64_t)(cu_k[n + 1] - cu_k[n])};
+        s.first_q = (int64_t)cu_q[n], s.sq = (int64_t)(cu_q[n + 1] - cu_q[n]);
+    if (cu_k)
+        s.first_k = (int64_t)cu_k[n], s.sk = (int64_t)(cu_k[n + 1] - cu_k[n]);
     if (len_q && len_q[n] < (double)s.sq)
         s.sq = (int64_t)len_q[n];
     if (len_k && len_k[n] < (double)s.sk)
@@ -148,7 +161,8 @@ static double dot_terms(const double *x, const double *y, int64_t n) {
 
 static bool is_hidden(const head *h, int64_t i, int64_t j) {
     const double *mask = input_row(h, BOOL_MASK, i), *bias = input_row(h, BIAS, i);
-    return !sees(h, i, j) || (mask && mask[j] == 0) || (bias && bias[j] < -0x1p24);
+    const bool paged = h->p->j.a.features & HEDDLE_PAGES;
+    return !sees(h, i, j) || (mask && mask[j] == 0) || (bias && bias[j] < -0x1p24) || (paged && page(h, j) < 0);
 }
 
 /* The score after all that changes it, or -inf; tanh is kept for backward. */
@@ -374,9 +388,10 @@ static void plain_attention(const problem *p, arena *m, heddle_dtype dtype, plai
             h.p_matrix = matrix[0], h.z = matrix[1], h.tanh = matrix[2], h.ds = matrix[3], h.ds_terms = matrix[4],
             h.p_terms = matrix[5];
             forward_head(&h);
-            backward_head(&h);
+            if (!(a->features & HEDDLE_PAGES))
+                backward_head(&h);
         }
-    for (int f = DQ; f <= DBIAS; f++)
+    for (int f = DQ; f <= DBIAS && !(a->features & HEDDLE_PAGES); f++)
         for (int64_t i = 0, n = out->x[f] ? field_count(&p->j, f) : 0; i < n; i++)
             out->x[f][i] = rounded(dtype, out->x[f][i]);
 }

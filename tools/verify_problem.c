@@ -28,6 +28,8 @@ void problem_fill(problem *p, arena *m, random_state *r) {
         bool number = t[f].element == OF_DTYPE || t[f].element == OF_FLOAT || t[f].element == OF_BOOL;
         if (is_output(&t[f]) || !number || p->x[f] || (t[f].feature && !(features & t[f].feature)))
             continue;
+        if ((features & HEDDLE_PAGES) && t[f].role == ROLE_GRADIENT_IN) /* forward is all there is */
+            continue;
         double *x = problem_input(p, m, f);
         int64_t n = field_count(&p->j, f);
         for (int64_t i = 0; i < n; i++)

@@ -98,6 +98,12 @@ static const attention_case attention_cases[] = {
      {.features = HEDDLE_WINDOW, .window_left = 9, .window_right = 4, .q_offset = 20, .k_offset = 5, .whole_sq = 90}},
     {"part, alibi, bottom-right",
      {.features = HEDDLE_ALIBI, .mask = BOTTOM_RIGHT, .q_offset = 64, .k_offset = 7, .whole_sq = 100, .whole_sk = 81}},
+    {"pages of 16, one in five hidden", {.features = HEDDLE_PAGES, .page = 16}},
+    {"pages of 64, seqlens, gqa, causal",
+     {.features = HEDDLE_PAGES | HEDDLE_SEQLENS, .page = 64, .sk = 203, .hk = 2, .mask = BOTTOM_RIGHT}},
+    {"pages, sq 1 (decoding)", {.features = HEDDLE_PAGES, .page = 32, .sq = 1, .sk = 203, .hk = 1, .d = 64}},
+    {"pages, packed queries",
+     {.features = HEDDLE_PAGES | HEDDLE_VARLEN | HEDDLE_SEQLENS, .page = 16, .b = 5, .hk = 2, .mask = BOTTOM_RIGHT}},
     {"part, dropout",
      {.dropout = 0.4, .seed = 5, .q_offset = 1000, .k_offset = 1005, .h_offset = 8, .whole_h = 16, .hk = 2}},
 };
@@ -168,6 +174,16 @@ static void fill_lengths(problem *p, arena *m, int f, int64_t longest, random_st
         length[n] = (double)random_between(r, n == 0 ? 0 : 1, longest);
 }
 
+/* A table of pages at random, so that some are shared; some numbers are no page. */
+static void fill_pages(problem *p, arena *m, random_state *r) {
+    heddle_attention *a = &p->j.a;
+    a->table = (a->sk + a->page - 1) / a->page + 1;
+    a->pages = a->b * a->table;
+    double *table = problem_input(p, m, TABLE);
+    for (int64_t i = 0; i < a->b * a->table; i++)
+        table[i] = random_between(r, 0, 4) ? (double)random_between(r, 0, a->pages - 1) : i % 2 ? -1 : (double)a->pages;
+}
+
 problem make_attention(const heddle_attention *a, arena *m, random_state *r) {
     problem p = attention_problem();
     size_t size = p.j.a.size;
@@ -180,8 +196,11 @@ problem make_attention(const heddle_attention *a, arena *m, random_state *r) {
     p.j.a.d = size_or(a->d, 40);
     if (a->features & HEDDLE_VARLEN) {
         p.j.a.total_q = pack(&p, m, CU_Q, p.j.a.sq, r);
-        p.j.a.total_k = pack(&p, m, CU_K, p.j.a.sk, r);
+        if (!(a->features & HEDDLE_PAGES))
+            p.j.a.total_k = pack(&p, m, CU_K, p.j.a.sk, r);
     }
+    if (a->features & HEDDLE_PAGES)
+        fill_pages(&p, m, r);
     if (a->features & HEDDLE_SEQLENS) {
         fill_lengths(&p, m, LEN_Q, p.j.a.sq, r);
         fill_lengths(&p, m, LEN_K, p.j.a.sk, r);
@@ -330,6 +349,10 @@ heddle_attention random_attention(random_state *r) {
         a.seed = random_bits(r);
         a.offset = random_bits(r);
         a.features |= random_between(r, 0, 1) ? HEDDLE_RNG_STATE : 0;
+    }
+    if (random_between(r, 0, 7) == 0) {
+        a.features |= HEDDLE_PAGES;
+        a.page = INT64_C(16) << random_between(r, 0, 4);
     }
     if (a.features & HEDDLE_BIAS && random_between(r, 0, 1)) {
         a.bias_stride = (heddle_strides){random_between(r, 0, 1) ? a.sq * a.sk : 0, 0, a.sk};

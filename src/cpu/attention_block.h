@@ -5,6 +5,7 @@
 #define HEDDLE_CPU_ATTENTION_BLOCK_H
 
 #include "attention_scores.h"
+#include "pages.h"
 #include "threads.h"
 
 typedef struct forward_tile {
@@ -22,6 +23,7 @@ typedef struct forward_space {
     key_tiles keys;
     float *weights; /* as tiles, or as pairs */
     int64_t finite; /* so many keys of the block are known to have finite rows of V */
+    paged_call pages;
 } forward_space;
 
 static forward_space carve_forward(const attention_plan *plan, carver *w) {
@@ -41,6 +43,7 @@ static forward_space carve_forward(const attention_plan *plan, carver *w) {
     f.v = carve_floats(w, plan->tile_k * pad_dv);
     f.keys = carve_key_tiles(plan, plan->tile_k, false, false, true, w);
     f.weights = f.keys.k_step || pairs_exist((int)a->dtype) ? carve_floats(w, tile_weights(plan)) : NULL;
+    f.pages = carve_pages(plan, w);
     return f;
 }
 
@@ -252,7 +255,7 @@ static void few_block(const call *c, const unit *u, const key_block *b, forward_
                    next = few_keys(c, u, c->t->k, a->k_stride, a->d, b->first + b->count);
     float s[FEW_LANES * FEW_KEYS];
     bool masked = false;
-    if (c->adjusts || mask_kind(c, u, l, b) != TILE_FULL ||
+    if (c->adjusts || c->hidden || mask_kind(c, u, l, b) != TILE_FULL ||
         tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) != TILE_FULL)
         masked = few_masked_scores(c, u, b, t, w, s);
     else

@@ -38,6 +38,7 @@ static forward_shared carve_forward_shared(const attention_plan *plan, carver *w
 static key_block get_block(const call *c, const unit *u, bool few, range keys, int64_t first, forward_space *w) {
     w->finite = 0;
     key_block b = {.first = first, .count = min64(few ? c->few_k : c->tile_k, keys.end - first)};
+    see_keys(c, u, first, b.count, &w->pages);
     if (few)
         return b;
     load_key_tiles(c, u, &w->keys, &b);
@@ -205,7 +206,7 @@ static void forward_ahead(const call *c, const attention_plan *plan, const unit 
         const unit v = make_unit(c, next / per_unit);
         const int64_t g0 = (per_unit - 1 - next % per_unit) * plan->tile_q;
         ahead_queries(c, &v, c->t->q, a->q_stride, a->d, g0, g0 + plan->tile_q, steps, &w->next);
-        if (unit_next < a->b * a->hk) {
+        if (unit_next < a->b * a->hk && !(a->features & HEDDLE_PAGES)) {
             const int64_t shares = (per_unit + together - 1) / together, share = task % per_unit / together;
             const unit other = next / per_unit > unit_now ? v : make_unit(c, unit_next);
             const int64_t keys = min64(other.s.sk, 2 * c->tile_k), first = keys * share / shares;
@@ -249,10 +250,11 @@ static void attention_forward(const attention_plan *plan, const heddle_attention
     {
         carver w = {(char *)workspace + shared.used + (size_t)thread_index() * each, 0};
         forward_space space = carve_forward(plan, &w);
+        const call *seen = begin_pages(&c, &space.pages);
         begin_attention();
         for (int64_t first; (first = take_ticket(&next) * per_ticket) < units * per_unit;)
             for (int64_t task = first; task < min64(units * per_unit, first + per_ticket); task++)
-                forward_ticket(&c, plan, &g, task, per_unit, &space);
+                forward_ticket(seen, plan, &g, task, per_unit, &space);
         end_attention();
     }
 }

@@ -213,6 +213,14 @@ static void mask_bool(const call *c, const unit *u, const lanes *l, const key_bl
         }
 }
 
+/* -inf of keys that are in no page. */
+static void mask_pages(const call *c, const unit *u, const lanes *l, const key_block *b, float *s) {
+    for (int64_t j = 0; j < b->count; j++)
+        if (page_of(c->a, c->t->block_table, u->n, b->first + j) < 0)
+            for (int v = 0; v < l->vectors; v++)
+                store(s + j * l->stride + v * VL, splat(-INFINITY));
+}
+
 /* gemm() for the lanes of a tile; after each block of registers a little of `next` is asked for. */
 INLINE void tile_product_rows(bool pairs, int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
                               float *c, int64_t stride, bool add, gemm_ahead *soon, ahead *next) {
@@ -357,7 +365,9 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
     const bool cut = mask_kind(c, u, l, b) != TILE_FULL;
     if (cut)
         mask_bool(c, u, l, b, s);
-    return hides || r->partial || cut;
+    if (c->hidden)
+        mask_pages(c, u, l, b, s);
+    return hides || r->partial || cut || c->hidden;
 }
 
 #ifdef HAVE_BF16_DOT

@@ -41,6 +41,7 @@ typedef struct call {
     int out;            /* the type of those four */
     bool adjusts;       /* softcap, ALiBi or bias change the scores */
     bool masks;         /* elements may be hidden one by one, whatever the band says */
+    bool hidden;        /* HEDDLE_PAGES: some keys of the block are in no page */
     double unit;        /* a score as stored (raw product of sign·q and k, or adjusted) times unit is S, */
     float sign, factor; /* and times factor it is in units of log2 */
     bool drops;

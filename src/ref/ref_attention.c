@@ -74,6 +74,15 @@ static int64_t row_at(heddle_strides stride, int64_t n, int64_t x, int64_t i) {
     return n * stride.b + x * stride.h + i * stride.s;
 }
 
+/* Where key j of head y is in k or v; -1: in no page. */
+static int64_t key_at(const work *w, heddle_strides stride, const head *c, int64_t y, int64_t j) {
+    const heddle_attention *a = w->a;
+    if (!(a->features & HEDDLE_PAGES))
+        return row_at(stride, c->n, y, c->all.first_k + j);
+    const int64_t page = page_of(a, w->data->block_table, c->n, j);
+    return page < 0 ? -1 : row_at(stride, page, y, j % a->page);
+}
+
 static int64_t lse_at(const heddle_attention *a, const head *c, int64_t i) {
     if (a->features & HEDDLE_VARLEN)
         return c->x * a->total_q + c->all.first_q + i;
@@ -99,8 +108,10 @@ static head load_head(work *w, int64_t n, int64_t x) {
         return c;
     w->loaded = n * a->hk + y;
     for (int64_t j = 0; j < c.used.sk; j++) {
-        load_row(a->dtype, data->k, row_at(a->k_stride, n, y, c.all.first_k + j), a->d, w->k + j * a->d);
-        load_row(a->dtype, data->v, row_at(a->v_stride, n, y, c.all.first_k + j), a->dv, w->v + j * a->dv);
+        if (key_at(w, a->k_stride, &c, y, j) < 0)
+            continue;
+        load_row(a->dtype, data->k, key_at(w, a->k_stride, &c, y, j), a->d, w->k + j * a->d);
+        load_row(a->dtype, data->v, key_at(w, a->v_stride, &c, y, j), a->dv, w->v + j * a->dv);
     }
     return c;
 }
@@ -110,7 +121,7 @@ static double score(work *w, const head *c, int64_t i, int64_t j) {
     const heddle_attention *a = w->a;
     const heddle_attention_data *data = w->data;
     double bias = 0;
-    if (!band_sees(c->sees, i, j))
+    if (!band_sees(c->sees, i, j) || key_at(w, a->k_stride, c, 0, j) < 0)
         return -INFINITY;
     if (data->bool_mask && !data->bool_mask[row_at(a->bool_mask_stride, c->n, c->x, i) + j])
         return -INFINITY;

@@ -56,6 +56,12 @@ INLINE place find_place(const attention_params &p, int64_t n) {
     return c;
 }
 
+/* HEDDLE_PAGES: the page of key j of sequence n, -1: none. */
+INLINE int page_at(const attention_params &p, int64_t n, int j) {
+    const int page = p.t.block_table[n * p.a.table + (j >> p.page_bits)];
+    return (unsigned)page < (unsigned)p.a.pages ? page : -1;
+}
+
 INLINE int64_t row_at(const heddle_strides &s, int64_t n, int64_t head, int64_t row) {
     return n * s.b + head * s.h + row * s.s;
 }

@@ -51,7 +51,8 @@ typedef struct attention_family {
     void (*lay_out)(const attention_problem *p, attention_choice *c);
     /* The launches up to o and lse, or to dq, dk and dv; the tensor maps that they read. */
     void (*launch)(const attention_problem *p, const attention_choice *c, attention_job *job);
-    int needs; /* of the pointers: NEEDS_... */
+    int needs;  /* of the pointers: NEEDS_... */
+    bool pages; /* can it read keys from pages? The last of the list can */
 } attention_family;
 
 extern const attention_family heddle__attention_small, heddle__attention_sm90, heddle__attention_sm90_f32,

@@ -84,6 +84,7 @@ typedef struct attention_params {
     int32_t adds;                           /* HEDDLE_ACCUMULATE: o, dq, dk and dv are float32 and hold something */
     const float *before; /* fwd that adds: lse of what is there; that of all goes to t.lse, which is the workspace's */
     float *lse;          /* and from there to this */
+    int32_t page_bits;   /* HEDDLE_PAGES: a page has 2^page_bits keys; 0: there are none */
 } attention_params;
 
 /* The one parameter of the kernels for Hopper. dout only in backward; bias where VECTOR_BIAS_BOXES says so. */

@@ -31,7 +31,8 @@ static bool is_rich(const heddle_attention *a, heddle_pass pass) {
 }
 
 bool heddle__cuda_is_empty(const heddle_attention *a) {
-    return !a->b || !a->h || !a->sq || !a->sk || ((a->features & HEDDLE_VARLEN) && (!a->total_q || !a->total_k));
+    const bool packed = a->features & HEDDLE_VARLEN, paged = a->features & HEDDLE_PAGES;
+    return !a->b || !a->h || !a->sq || !a->sk || (packed && (!a->total_q || (!paged && !a->total_k)));
 }
 
 bool heddle__cuda_attention_sees_few(const heddle_attention *a) {
@@ -64,6 +65,8 @@ static int next_taker(const attention_problem *p, int from, attention_choice *c)
                                 .pack = 1,
                                 .key_shares = 1};
         if (x < FAMILIES - 1 && counts_askew(p->a))
+            continue;
+        if ((p->a->features & HEDDLE_PAGES) && !families[x]->pages)
             continue;
         if (!(p->stands_in && families[x]->needs) && families[x]->takes(p, c))
             return x;
@@ -247,6 +250,7 @@ static void fill_blocks(const attention_problem *of, const attention_choice *c, 
     const sequence longest = {.sq = a->sq, .sk = a->sk};
     p->off = diagonal_offset(a, longest) - own_offset(a, longest);
     p->adds = adds;
+    p->page_bits = a->features & HEDDLE_PAGES ? __builtin_ctzll((uint64_t)a->page) : 0;
 }
 
 /* What lies there in the workspace; nothing lies at its begin that has an offset. */

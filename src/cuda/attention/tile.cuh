@@ -66,6 +66,64 @@ INLINE void load_tile(uint32_t to, const T *tensor, int64_t stride, int first, i
     }
 }
 
+/* ------------------------------------------------------------------------------------------------------- pages
+ * HEDDLE_PAGES: a tile of keys in groups of 16 rows, which a page does not divide. Each warp holds the pages of a tile, group x%GROUPS in lane
+ * x; it asks for them a tile ahead. */
+constexpr int PAGE_ROWS = 16;
+
+template <int ROWS> INLINE int find_pages(const attention_params &p, int64_t n, int first, int end) {
+    const int j = first + threadIdx.x % (ROWS / PAGE_ROWS) * PAGE_ROWS;
+    return j < end ? page_at(p, n, j) : -1;
+}
+
+/* Where row `row` of a group begins. */
+template <typename T>
+INLINE const T *row_in_page(const attention_params &p, const T *tensor, const heddle_strides &s, int page, int j) {
+    return tensor + page * s.b + (j & ((1 << p.page_bits) - 1)) * s.s;
+}
+
+/* As load_tile, of keys in pages; tensor: row 0 of the head in page 0. What is in no page is zero. */
+template <typename T, int D, int ROWS, int THREADS>
+INLINE void load_pages(const attention_params &p, uint32_t to, const T *tensor, const heddle_strides &s, int pages,
+                       int first, int begin, int end, int width, bool vector) {
+    typedef tile<T, D> t;
+    constexpr int STEP = THREADS / t::chunks, EACH = 16 / (int)sizeof(T);
+    static_assert(PAGE_ROWS % STEP == 0 && ROWS % PAGE_ROWS == 0, "threads fill whole groups");
+    const int row = threadIdx.x / t::chunks, chunk = threadIdx.x % t::chunks;
+    const int bytes = chunk * EACH < width ? 16 : 0;
+    to += row * t::pitch + chunk * 16;
+    const unsigned count = max(end - begin, 0);
+#pragma unroll
+    for (int g = 0; g < ROWS; g += PAGE_ROWS) {
+        const int page = __shfl_sync(ALL_LANES, pages, g / PAGE_ROWS), j = first + g + row;
+        const T *from = row_in_page(p, tensor, s, page, j);
+        if (vector) {
+#pragma unroll
+            for (int x = 0; x < PAGE_ROWS; x += STEP, from += STEP * s.s) {
+                const bool there = page >= 0 && (unsigned)(j + x - begin) < count;
+                cp_async16(to + (g + x) * t::pitch, there && bytes ? from + chunk * EACH : tensor, there ? bytes : 0);
+            }
+        } else {
+#pragma unroll 1
+            for (int x = 0; x < PAGE_ROWS; x += STEP, from += STEP * s.s) {
+                const bool there = page >= 0 && (unsigned)(j + x - begin) < count;
+                load_chunk(to + (g + x) * t::pitch, there ? from : tensor, chunk, width, there, false);
+            }
+        }
+    }
+}
+
+/* What a mark makes of the score of whoever sees its key; 0: nothing. */
+enum { MARK_NAN = 0x7fffffff, MARK_HIDDEN = (int)0xff800000u };
+
+/* Marks the keys that are in no page, by the first warp (or the only one). */
+template <int ROWS> INLINE void mark_hidden(int pages, int *marks) {
+#pragma unroll
+    for (int g = 0; g < ROWS; g += PAGE_ROWS)
+        if (__shfl_sync(ALL_LANES, pages, g / PAGE_ROWS) < 0 && threadIdx.x % 32 < PAGE_ROWS)
+            marks[g + threadIdx.x % 32] = MARK_HIDDEN;
+}
+
 /* In a tile that a mask cuts, 0·NaN would leak through a product. Each thread looks at what it has loaded itself:
  * chunks that are not finite become zero and their rows are marked; whoever sees a marked row is given a NaN. */
 template <typename T, int D, int ROWS, int THREADS> INLINE void clean_tile(uint32_t at, int *bad) {
@@ -75,7 +133,7 @@ template <typename T, int D, int ROWS, int THREADS> INLINE void clean_tile(uint3
         const uint32_t to = at + row * t::pitch + chunk * 16;
         if (has_nonfinite(load_shared16(to), T())) {
             store_shared16(to, make_uint4(0, 0, 0, 0));
-            bad[row] = 1;
+            bad[row] = MARK_NAN;
         }
     }
 }

@@ -21,7 +21,7 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
     for (int j0 = first_key(c, at.i); j0 < last_key(c, at.i); j0 += THREADS) {
         const int j = j0 + threadIdx.x;
         __syncthreads();
-        const float s = j < last_key(c, at.i) ? plain_score<T>(p, c, row, y, j, q, &slack) : -CUDART_INF_F;
+        const float s = j < last_key(c, at.i) ? plain_score<T, true>(p, c, row, y, j, q, &slack) : -CUDART_INF_F;
         const float new_top = fmaxf(top, block_max(s, scratch)), base = new_top == -CUDART_INF_F ? 0.0f : new_top;
         const float shrink = exp2_approx((top - base) * LOG2E), e = exp2_approx((s - base) * LOG2E);
         sum = sum * shrink + block_sum(e, scratch);
@@ -37,7 +37,7 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
             o[z] *= shrink;
             for (int t = 0; e1 < p.a.dv && t < min(THREADS, last_key(c, at.i) - j0); t++)
                 if (!(weight[t] < 0.0f))
-                    o[z] = fmaf(weight[t], to_float(value_row<T>(p, c, y, j0 + t)[e1]), o[z]);
+                    o[z] = fmaf(weight[t], to_float(value_row<T, true>(p, c, y, j0 + t)[e1]), o[z]);
         }
     }
     float shrink = 1.0f;
@@ -90,7 +90,7 @@ template <typename T> INLINE void plain_weights(const attention_params &p) {
         load_floats(q, query_row<T>(p, c, at.x, at.i), (int)p.a.d);
     __syncthreads();
     for (int j = begin + threadIdx.x; j < end; j += THREADS) {
-        const float s = plain_score<T>(p, c, row, y, j, q, &slack), new_top = fmaxf(top, s);
+        const float s = plain_score<T, true>(p, c, row, y, j, q, &slack), new_top = fmaxf(top, s);
         if (s == -CUDART_INF_F)
             continue;
         sum = sum * (top == -CUDART_INF_F ? 0.0f : exp2_approx((top - new_top) * LOG2E)) +
@@ -106,7 +106,7 @@ template <typename T> INLINE void plain_weights(const attention_params &p) {
     for (int j = threadIdx.x; j < p.a.sk; j += THREADS) {
         float weight = 0.0f;
         if (j >= begin && j < end) {
-            const float s = plain_score<T>(p, c, row, y, j, q, &slack);
+            const float s = plain_score<T, true>(p, c, row, y, j, q, &slack);
             weight = s == -CUDART_INF_F ? 0.0f : exp2_approx((s - all_top) * LOG2E) / sum;
         }
         from_float(to + j, weight);

@@ -65,11 +65,20 @@ template <typename T> INLINE const T *query_row(const attention_params &p, const
 template <typename T> INLINE const T *dout_row(const attention_params &p, const place &c, int64_t x, int i) {
     return (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + i);
 }
-template <typename T> INLINE const T *key_row(const attention_params &p, const place &c, int64_t y, int j) {
-    return (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k + j);
+/* Key j of head y in k or v. FORWARD: it may be in a page, and is in one. */
+template <bool FORWARD>
+INLINE int64_t key_at(const attention_params &p, const heddle_strides &s, const place &c, int64_t y, int j) {
+    if (FORWARD && p.page_bits)
+        return row_at(s, page_at(p, c.n, j), y, j & ((1 << p.page_bits) - 1));
+    return row_at(s, c.n, y, c.first_k + j);
 }
-template <typename T> INLINE const T *value_row(const attention_params &p, const place &c, int64_t y, int j) {
-    return (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k + j);
+template <typename T, bool FORWARD = false>
+INLINE const T *key_row(const attention_params &p, const place &c, int64_t y, int j) {
+    return (const T *)p.t.k + key_at<FORWARD>(p, p.a.k_stride, c, y, j);
+}
+template <typename T, bool FORWARD = false>
+INLINE const T *value_row(const attention_params &p, const place &c, int64_t y, int j) {
+    return (const T *)p.t.v + key_at<FORWARD>(p, p.a.v_stride, c, y, j);
 }
 
 /* Is the element seen, whatever its key holds? */
@@ -79,13 +88,13 @@ template <typename T> INLINE bool sees(const attention_params &p, const place &c
 }
 
 /* S; -inf where masked. q: the row in float32. */
-template <typename T>
+template <typename T, bool FORWARD = false>
 INLINE float plain_score(const attention_params &p, const place &c, const score_row &r, int64_t y, int j,
                          const float *q, float *slack) {
     *slack = 1.0f;
-    if (!sees<T>(p, c, r, j))
+    if (!sees<T>(p, c, r, j) || (FORWARD && p.page_bits && page_at(p, c.n, j) < 0))
         return -CUDART_INF_F;
-    return full_score<T>(p, c, r, j, dot_row(q, key_row<T>(p, c, y, j), (int)p.a.d), slack);
+    return full_score<T>(p, c, r, j, dot_row(q, key_row<T, FORWARD>(p, c, y, j), (int)p.a.d), slack);
 }
 
 INLINE int first_key(const place &c, int i) {

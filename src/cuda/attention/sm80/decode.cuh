@@ -76,6 +76,43 @@ INLINE void load_tile_warp(uint32_t to, const T *tensor, int64_t stride, int fir
     }
 }
 
+/* The same of keys in pages (attention/tile.cuh). */
+template <typename T, int D, int ROWS>
+INLINE void load_pages_warp(const attention_params &p, uint32_t to, const T *tensor, const heddle_strides &s, int pages,
+                            int first, int begin, int end, int width, bool vector) {
+    typedef tile<T, D> t;
+    constexpr int EACH = 16 / (int)sizeof(T), CHUNKS = t::chunks < 32 ? t::chunks : 32, STEP = 32 / CHUNKS;
+    constexpr int PITCH = D * (int)sizeof(T);
+    const int lane = threadIdx.x % 32, row = lane / CHUNKS;
+    const unsigned count = max(end - begin, 0);
+#pragma unroll
+    for (int g = 0; g < ROWS; g += PAGE_ROWS) {
+        const int page = __shfl_sync(ALL_LANES, pages, g / PAGE_ROWS), j = first + g + row;
+        const T *rows = row_in_page(p, tensor, s, page, j);
+#pragma unroll
+        for (int y = 0; y < t::chunks; y += CHUNKS) {
+            const int chunk = y + lane % CHUNKS;
+            const uint32_t at = to + row * PITCH + (chunk ^ row) * 16;
+            const T *from = rows;
+            if (vector) {
+                const int bytes = chunk * EACH < width ? 16 : 0;
+#pragma unroll
+                for (int x = 0; x < PAGE_ROWS; x += STEP, from += STEP * s.s) {
+                    const bool there = page >= 0 && (unsigned)(j + x - begin) < count;
+                    cp_async16((at + (g + x) * PITCH) ^ x % 8 * 16, there && bytes ? from + chunk * EACH : tensor,
+                               there ? bytes : 0);
+                }
+            } else {
+#pragma unroll 1
+                for (int x = 0; x < PAGE_ROWS; x += STEP, from += STEP * s.s) {
+                    const bool there = page >= 0 && (unsigned)(j + x - begin) < count;
+                    load_chunk((at + (g + x) * PITCH) ^ x % 8 * 16, there ? from : tensor, chunk, width, there, false);
+                }
+            }
+        }
+    }
+}
+
 /* As clean_tile, for a warp's tile. */
 template <typename T, int D, int ROWS> INLINE void clean_tile_warp(uint32_t at, int *bad) {
     typedef tile<T, D> t;
@@ -88,7 +125,7 @@ template <typename T, int D, int ROWS> INLINE void clean_tile_warp(uint32_t at, 
         const uint32_t to = at + x * 16;
         if (has_nonfinite(load_shared16(to), T())) {
             store_shared16(to, make_uint4(0, 0, 0, 0));
-            bad[row] = 1;
+            bad[row] = MARK_NAN;
         }
     }
 }
@@ -199,23 +236,26 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
         return;
     }
     const int64_t head_k = w.y * p.pack / p.group;
-    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, w.c.n, head_k, w.c.first_k);
-    const T *v = (const T *)p.t.v + row_at(p.a.v_stride, w.c.n, head_k, w.c.first_k);
+    const bool paged = p.page_bits;
+    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, paged ? 0 : w.c.n, head_k, w.c.first_k);
+    const T *v = (const T *)p.t.v + row_at(p.a.v_stride, paged ? 0 : w.c.n, head_k, w.c.first_k);
     const T *q = (const T *)p.t.q + row_at(p.a.q_stride, w.c.n, w.y * p.pack, w.c.first_q);
     const uint32_t sq = shared_address(shared), ring = sq + layout::ring + warp * layout::ring_bytes;
     int *bad = (int *)(shared + layout::bad) + warp * BLOCK;
     const bool tf32 = p.tf32, few = few_keys<T>(w.c, 0, w.c.sq);
-    auto load_k = [&](int j0, int stage) {
-        if (j0 < w.end)
-            load_tile_warp<T, D, BLOCK>(ring + 2 * stage * layout::tile_bytes, k, p.a.k_stride.s, j0, w.keys_begin,
-                                        w.keys_end, (int)p.a.d, p.vectors & VECTOR_K);
+    auto load = [&](uint32_t to, const T *rows, const heddle_strides &s, int64_t width, bool vector, int j0,
+                    int pages) {
+        if (j0 < w.end && paged)
+            load_pages_warp<T, D, BLOCK>(p, to, rows, s, pages, j0, w.keys_begin, w.keys_end, (int)width, vector);
+        else if (j0 < w.end)
+            load_tile_warp<T, D, BLOCK>(to, rows, s.s, j0, w.keys_begin, w.keys_end, (int)width, vector);
         cp_async_commit();
     };
-    auto load_v = [&](int j0, int stage) {
-        if (j0 < w.end)
-            load_tile_warp<T, D, BLOCK>(ring + (2 * stage + 1) * layout::tile_bytes, v, p.a.v_stride.s, j0,
-                                        w.keys_begin, w.keys_end, (int)p.a.dv, p.vectors & VECTOR_V);
-        cp_async_commit();
+    auto load_k = [&](int j0, int stage, int pages) {
+        load(ring + 2 * stage * layout::tile_bytes, k, p.a.k_stride, p.a.d, p.vectors & VECTOR_K, j0, pages);
+    };
+    auto load_v = [&](int j0, int stage, int pages) {
+        load(ring + (2 * stage + 1) * layout::tile_bytes, v, p.a.v_stride, p.a.dv, p.vectors & VECTOR_V, j0, pages);
     };
 
     for (int x = threadIdx.x; x < 16 * t::chunks; x += WARPS * 32) {
@@ -225,11 +265,14 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
         load_chunk(sq + row * t::pitch + x % t::chunks * 16, from, x % t::chunks, (int)p.a.d, there,
                    p.vectors & VECTOR_Q);
     }
-    int j0 = w.begin + warp * BLOCK;
+    int j0 = w.begin + warp * BLOCK, pages[STAGES]; /* of the tiles under way */
+#pragma unroll
+    for (int x = 0; x < STAGES; x++)
+        pages[x] = paged ? find_pages<BLOCK>(p, w.c.n, j0 + x * WARPS * BLOCK, w.keys_end) : 0;
 #pragma unroll
     for (int x = 0; x < STAGES; x++) {
-        load_k(j0 + x * WARPS * BLOCK, x);
-        load_v(j0 + x * WARPS * BLOCK, x);
+        load_k(j0 + x * WARPS * BLOCK, x, pages[x]);
+        load_v(j0 + x * WARPS * BLOCK, x, pages[x]);
     }
     softmax_state<1> state;
     float o[1][D / 8][4];
@@ -247,19 +290,24 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
     for (; j0 < w.end; j0 += WARPS * BLOCK, stage = stage + 1 == STAGES ? 0 : stage + 1) {
         const uint32_t sk = ring + 2 * stage * layout::tile_bytes, sv = sk + layout::tile_bytes;
         const int next = j0 + STAGES * WARPS * BLOCK;
-        const bool cut =
-            rich || j0 < w.keys_begin || j0 + BLOCK > w.keys_end || j0 + BLOCK - 1 > w.c.hi || j0 < last_row + w.c.lo;
+        const int next_pages = paged ? find_pages<BLOCK>(p, w.c.n, next, w.keys_end) : 0;
+        const bool hidden = paged && __any_sync(ALL_LANES, pages[0] < 0);
+        const bool cut = rich || hidden || j0 < w.keys_begin || j0 + BLOCK > w.keys_end || j0 + BLOCK - 1 > w.c.hi ||
+                         j0 < last_row + w.c.lo;
         float s[1][BLOCK / 8][4];
         cp_async_wait<2 * STAGES - 1>();
         __syncwarp();
         product_rows<T, D, 1, BLOCK, 1>(s, sq, sk, tf32, short_rows<T>(p));
         __syncwarp();
-        load_k(next, stage);
+        load_k(next, stage, next_pages);
         if (cut) {
             /* V is needed before the scores are known */
             cp_async_wait<2 * STAGES - 1>();
             __syncwarp();
             clean_tile_warp<T, D, BLOCK>(sv, bad);
+            __syncwarp();
+            if (hidden)
+                mark_hidden<BLOCK>(pages[0], bad);
             __syncwarp();
             if (rich)
                 score_full<T, 1, BLOCK>(p, w, 0, j0, bad, s);
@@ -273,7 +321,11 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
         __syncwarp();
         product_columns<T, D, 1, BLOCK, 1>(o, s, sv, tf32, few || few_are_left<T, 1, BLOCK>(p, s));
         __syncwarp();
-        load_v(next, stage);
+        load_v(next, stage, next_pages);
+#pragma unroll
+        for (int x = 0; x + 1 < STAGES; x++)
+            pages[x] = pages[x + 1];
+        pages[STAGES - 1] = next_pages;
     }
     cp_async_wait<0>();
     merge_warps<T, D, WARPS>(p, w, c, state, o[0], (float *)(shared + layout::ring),

@@ -51,7 +51,7 @@ template <int ROWS, int BLOCK> INLINE forward_work find_work(const attention_par
     return w;
 }
 
-/* Masks S where the block of keys j0 .. is cut; a visible key whose value is not finite gives NaN. */
+/* Masks S where the block of keys j0 .. is cut; a visible key whose value is not finite gives NaN, one in no page -inf (tile.cuh). */
 template <int TILES, int BLOCK>
 INLINE void mask_lean(const attention_params &p, const forward_work &w, int row0, int j0, const int *bad,
                       float (*s)[BLOCK / 8][4]) {
@@ -68,7 +68,7 @@ INLINE void mask_lean(const attention_params &p, const forward_work &w, int row0
                 for (int e = 0; e < 2; e++) {
                     const int column = y * 8 + lane % 4 * 2 + e, j = j0 + column;
                     float *t = &s[x][y][2 * half + e];
-                    *t = j < first || j > last ? -CUDART_INF_F : bad[column] ? CUDART_NAN_F : *t;
+                    *t = j < first || j > last ? -CUDART_INF_F : bad[column] ? __int_as_float(bad[column]) : *t;
                 }
         }
 }
@@ -91,7 +91,7 @@ INLINE void score_full(const attention_params &p, const forward_work &w, int row
                     float slack, *t = &s[x][y][2 * half + e];
                     *t = full_score<T>(p, w.c, r, j0 + column, *t, &slack);
                     if (*t != -CUDART_INF_F && bad[column])
-                        *t = CUDART_NAN_F;
+                        *t = __int_as_float(bad[column]);
                 }
         }
 }
@@ -228,11 +228,20 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
         }
 }
 
-template <typename T, int D, int WARPS, int TILES, int BLOCK>
-INLINE void load_keys(const attention_params &p, const forward_work &w, const T *k, const T *v, int j0, uint32_t shared,
-                      int stage) {
+/* pages: of these keys, where they are in pages, which FULL kernels know. */
+template <typename T, int D, bool FULL, int WARPS, int TILES, int BLOCK>
+INLINE void load_keys(const attention_params &p, const forward_work &w, const T *k, const T *v, int j0, int pages,
+                      uint32_t shared, int stage) {
     typedef forward_shared<T, D, WARPS, TILES, BLOCK> layout;
     const uint32_t to = shared + layout::keys + stage * layout::stage_bytes;
+    if constexpr (FULL)
+        if (p.page_bits) {
+            load_pages<T, D, BLOCK, WARPS * 32>(p, to, k, p.a.k_stride, pages, j0, w.keys_begin, w.keys_end, (int)p.a.d,
+                                                p.vectors & VECTOR_K);
+            load_pages<T, D, BLOCK, WARPS * 32>(p, to + BLOCK * tile<T, D>::pitch, v, p.a.v_stride, pages, j0,
+                                                w.keys_begin, w.keys_end, (int)p.a.dv, p.vectors & VECTOR_V);
+            return;
+        }
     load_tile<T, D, BLOCK, WARPS * 32>(to, k, p.a.k_stride.s, j0, w.keys_begin, w.keys_end, (int)p.a.d,
                                        p.vectors & VECTOR_K);
     load_tile<T, D, BLOCK, WARPS * 32>(to + BLOCK * tile<T, D>::pitch, v, p.a.v_stride.s, j0, w.keys_begin, w.keys_end,
@@ -251,8 +260,9 @@ INLINE void attention_forward(const attention_params &p) {
     if (w.row0 >= w.c.all_sq * p.pack)
         return;
     const int64_t head_k = w.y * p.pack / p.group;
-    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, w.c.n, head_k, w.c.first_k);
-    const T *v = (const T *)p.t.v + row_at(p.a.v_stride, w.c.n, head_k, w.c.first_k);
+    const bool paged = FULL && p.page_bits;
+    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, paged ? 0 : w.c.n, head_k, w.c.first_k);
+    const T *v = (const T *)p.t.v + row_at(p.a.v_stride, paged ? 0 : w.c.n, head_k, w.c.first_k);
     const T *q = (const T *)p.t.q + row_at(p.a.q_stride, w.c.n, w.y * p.pack, w.c.first_q);
     const int d = (int)p.a.d, warp_row = share<T, D>::group() * TILES * 16;
     const bool tf32 = p.tf32, few = few_keys<T>(w.c, w.row0 / p.pack, min(w.c.sq, (w.row0 + ROWS - 1) / p.pack + 1));
@@ -279,22 +289,34 @@ INLINE void attention_forward(const attention_params &p) {
     const bool rich = FULL && p.rich;
     const float c = rich ? LOG2E : p.scale_log2;
     const int i0 = w.row0 / p.pack, i1 = min(w.c.sq, (w.row0 + ROWS - 1) / p.pack + 1);
+    int pages = 0, next_pages = 0; /* of this step, and of the next */
+    if (paged) {
+        pages = find_pages<BLOCK>(p, w.c.n, w.begin, w.keys_end);
+        next_pages = find_pages<BLOCK>(p, w.c.n, w.begin + BLOCK, w.keys_end);
+    }
     if (w.begin < w.end)
-        load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, w.begin, sq, 0);
+        load_keys<T, D, FULL, WARPS, TILES, BLOCK>(p, w, k, v, w.begin, pages, sq, 0);
     cp_async_commit();
     __syncthreads();
     int stage = 0;
     for (int j0 = w.begin; j0 < w.end; j0 += BLOCK, stage ^= 1) {
         const uint32_t sk = sq + layout::keys + stage * layout::stage_bytes, sv = sk + BLOCK * t::pitch;
-        const bool cut = rich || j0 < w.keys_begin || j0 + BLOCK > w.keys_end || j0 + BLOCK - 1 > i0 + w.c.hi ||
-                         j0 < i1 - 1 + w.c.lo;
+        const bool hidden = paged && __any_sync(ALL_LANES, pages < 0);
+        const bool cut = rich || hidden || j0 < w.keys_begin || j0 + BLOCK > w.keys_end ||
+                         j0 + BLOCK - 1 > i0 + w.c.hi || j0 < i1 - 1 + w.c.lo;
         cp_async_wait<0>();
         if (cut)
             clean_tile<T, D, BLOCK, THREADS>(sv, bad + stage * BLOCK);
+        if (hidden && threadIdx.x < 32)
+            mark_hidden<BLOCK>(pages, bad + stage * BLOCK);
         __syncthreads();
         if (j0 + BLOCK < w.end)
-            load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, sq, stage ^ 1);
+            load_keys<T, D, FULL, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, next_pages, sq, stage ^ 1);
         cp_async_commit();
+        if (paged) {
+            pages = next_pages;
+            next_pages = find_pages<BLOCK>(p, w.c.n, j0 + 2 * BLOCK, w.keys_end);
+        }
         float s[TILES][BLOCK / 8][4];
         product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32, short_rows<T>(p), sq + layout::joins);
         if (cut) {

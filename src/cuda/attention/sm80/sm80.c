@@ -8,9 +8,10 @@
 
 /* ------------------------------------------------------------------------------------------------ what it takes */
 
-/* The lean kernel if that will do, and if its blocks fit into shared memory. */
+/* The lean kernel if that will do, and if its blocks fit into shared memory; it knows nothing of pages. */
 static int find(const attention_problem *p, kernel_pass pass) {
-    const int lean = p->rich ? -1 : heddle__cuda_find_attention(p, pass, VARIANT_lean, FAMILY_sm80);
+    const bool full = p->rich || (p->a->features & HEDDLE_PAGES);
+    const int lean = full ? -1 : heddle__cuda_find_attention(p, pass, VARIANT_lean, FAMILY_sm80);
     return lean >= 0 ? lean : heddle__cuda_find_attention(p, pass, VARIANT_full, FAMILY_sm80);
 }
 
@@ -122,4 +123,4 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     heddle__cuda_add_dkdv_and_dq(c, job);
 }
 
-const attention_family heddle__attention_sm80 = {takes, heddle__cuda_tensor_core_time, lay_out, launch, 0};
+const attention_family heddle__attention_sm80 = {takes, heddle__cuda_tensor_core_time, lay_out, launch, 0, true};

@@ -317,5 +317,5 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
         add_dbias(p, c, job);
 }
 
-const attention_family heddle__attention_sm90 = {takes, heddle__cuda_tensor_core_time, lay_out, launch,
-                                                 NEEDS_ALIGNMENT | NEEDS_DOUT};
+const attention_family heddle__attention_sm90 = {takes,  heddle__cuda_tensor_core_time, lay_out,
+                                                 launch, NEEDS_ALIGNMENT | NEEDS_DOUT,  false};

@@ -82,4 +82,5 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     heddle__cuda_add_dkdv_and_dq(c, job);
 }
 
-const attention_family heddle__attention_sm90_f32 = {takes, heddle__cuda_tensor_core_time, lay_out, launch, NEEDS_DOUT};
+const attention_family heddle__attention_sm90_f32 = {takes, heddle__cuda_tensor_core_time, lay_out, launch, NEEDS_DOUT,
+                                                     false};
