@@ -29,6 +29,12 @@ static heddle_attention any_attention(rng *r) {
     a.mask = (heddle_mask)rng_between(r, 0, 2);
     if (a.features & HEDDLE_VARLEN)
         a.total_q = any_size(r), a.total_k = any_size(r);
+    if (rng_chance(r, 0.1)) {
+        a.features |= HEDDLE_PAGES;
+        a.page = INT64_C(16) << rng_between(r, 0, 4);
+        a.pages = rng_between(r, 0, INT32_MAX);
+        a.total_k = 0;
+    }
     if (rng_chance(r, 0.5))
         a.bias_stride = a.dbias_stride = a.bool_mask_stride = (heddle_strides){HEDDLE_BROADCAST, 0, 0};
     return a;
@@ -77,6 +83,34 @@ static void test_attention(void **state) {
     check_attention_plan(&a, HEDDLE_FORWARD, &(cuda_facts){"a GPU", 132, 232448, false, 0});
 }
 
+/* Keys in pages go to the families that can read them, whichever is asked for. */
+static void test_pages(void **state) {
+    (void)state;
+    static const struct {
+        heddle_dtype dtype;
+        int64_t sq, d;
+        size_t shared;
+        const char *kernel;
+    } cases[] = {{HEDDLE_BF16, 1, 128, 232448, "heddle_attention_fwd_bf16_d128_decode_sm80"},
+                 {HEDDLE_F16, 4, 40, 232448, "heddle_attention_fwd_f16_d64_decode_sm80"},
+                 {HEDDLE_BF16, 512, 128, 232448, "heddle_attention_fwd_bf16_d128_full_sm80"},
+                 {HEDDLE_F32, 512, 64, 232448, "heddle_attention_fwd_f32_d64_full_sm80"},
+                 {HEDDLE_F16, 1, 512, 232448, "heddle_attention_fwd_f16_d512_full_sm80"},
+                 {HEDDLE_BF16, 512, 128, 16384, "heddle_attention_fwd_bf16_d512_plain_sm80"}};
+    for (size_t x = 0; x < COUNT(cases); x++)
+        for (int small = SMALL_NEVER; small <= SMALL_ALWAYS; small++) {
+            heddle_attention a = {.size = sizeof a, .device = HEDDLE_CUDA, .dtype = cases[x].dtype, .b = 8, .h = 8};
+            a.hk = 2, a.sq = cases[x].sq, a.sk = 4096, a.d = cases[x].d;
+            a.features = HEDDLE_PAGES, a.page = 16, a.pages = 4096;
+            attention_plan plan = {.threads = 1};
+            assert_int_equal(heddle__resolve_attention(&a, HEDDLE_FORWARD, &plan), HEDDLE_OK);
+            const cuda_facts device = {"a GPU", 132, cases[x].shared, true, small};
+            assert_int_equal(heddle__cuda_plan_attention(&plan, &device), HEDDLE_OK);
+            assert_string_equal(plan.kernel, cases[x].kernel);
+            assert_int_equal(heddle__resolve_attention(&a, HEDDLE_BACKWARD, &plan), HEDDLE_UNSUPPORTED);
+        }
+}
+
 static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device) {
     norm_linear_plan plan = {.threads = 1};
     static norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
@@ -121,6 +155,7 @@ int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_pages),
         cmocka_unit_test(test_norm_linear),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
