@@ -192,6 +192,7 @@ def attention(
     whole_sq: int = 0,
     whole_sk: int = 0,
     whole_h: int = 0,
+    block_table: Any = None,
 ) -> Any:
     """softmax(scale·q·kᵀ + bias, masked)·v, exactly, with memory that grows with the lengths, not their product.
 
@@ -225,6 +226,10 @@ def attention(
             causal, window, alibi_slopes and dropout then go by the place in the whole. All tensors are the part's own.
         whole_sq, whole_sk, whole_h: how many queries, keys and heads the whole has. 0: it ends with the part. Of use to
             what counts from the last key ("bottom_right"; window and alibi_slopes without "top_left"), and h_offset.
+        block_table: int32 [b, n]: k and v lie in pages of 16, 32, 64, 128 or 256 keys, k [pages, hk, page, d] and v
+            [pages, hk, page, dv] (of [pages, page, hk, d] give the transpose). Key j of sequence n is key j % page of
+            page block_table[n, j // page]; a number that is no page hides its keys. seqlens_k has the lengths,
+            max_seqlen_k may limit them; packed queries have cu_seqlens_q and max_seqlen_q alone. No gradients.
 
     Returns:
         out, [b, h, sq, dv] of q's dtype, in q's layout; with return_lse or return_weights a tuple (out, lse, weights)
@@ -241,6 +246,7 @@ def attention(
     if (
         not _goes_long()
         and cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
+        and block_table is None
         and not (return_weights or q_offset or k_offset or h_offset or whole_sq or whole_sk or whole_h)
     ):
         if (
@@ -309,6 +315,7 @@ def attention(
         whole_sq=whole_sq,
         whole_sk=whole_sk,
         whole_h=whole_h,
+        block_table=block_table,
     )
 
 

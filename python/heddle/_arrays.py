@@ -22,13 +22,14 @@ F32, BF16, F16, F64 = 0, 1, 2, 3
 _BITS = _C.features()
 WINDOW, BIAS, SINKS, VARLEN = _BITS["window"], _BITS["bias"], _BITS["sinks"], _BITS["varlen"]
 SEQLENS, WEIGHTS, DETERMINISTIC, TF32 = (_BITS[name] for name in ("seqlens", "weights", "deterministic", "tf32"))
+PAGES = _BITS["pages"]
 # What an input of the library is called here, where it is not the same.
 _OPTION_OF = {"bool_mask": "mask"}
-# The inputs of all options but the lengths and dropout, by their names in the library.
+# The inputs of all options but the lengths, pages and dropout, by their names in the library.
 _OPTIONAL = {
     name: (element, shape, feature, stride)
     for name, (element, role, shape, feature, stride) in _C.fields().items()
-    if role == "input" and feature not in (0, VARLEN, SEQLENS, _BITS["rng_state"])
+    if role == "input" and feature not in (0, VARLEN, SEQLENS, PAGES, _BITS["rng_state"])
 }
 
 # By DLPack's (type code, bits).
@@ -244,28 +245,40 @@ class Problem:
 
     def _sizes(self) -> None:
         views = {"q": self.q, "k": self.k, "v": self.v}
-        if not self.packed:
+        paged = self.options["block_table"] is not None
+        if paged and (self.rank != (3 if self.packed else 4) or {len(self.k.shape), len(self.v.shape)} != {4}):
+            ranks = [len(view.shape) for view in views.values()]
+            raise HeddleValueError(
+                f"q, k and v have {ranks} dimensions: with block_table q must be [b, h, sq, d] or [total, h, d], and "
+                "k and v [pages, hk, page, d]"
+            )
+        if not self.packed and not paged:
             if not 2 <= self.rank <= 4 or any(len(view.shape) != self.rank for view in views.values()):
                 ranks = [len(view.shape) for view in views.values()]
                 raise HeddleValueError(f"q, k and v have {ranks} dimensions: must be the same, 2 to 4")
             for view in views.values():
                 view.lead(4)
         for name, view in views.items():
-            if self.packed and len(view.shape) != 3:
+            if self.packed and len(view.shape) != 3 and not (paged and name != "q"):
                 raise HeddleValueError(f"{name} has {len(view.shape)} dimensions, but must have 3 ([total, h, d])")
             check(view, name, self.q.dtype, self.q)
         q, k, v = self.q.shape, self.k.shape, self.v.shape
         if q[-1] != k[-1]:
             raise HeddleValueError(f"q has head dim {q[-1]}, but k has {k[-1]}")
-        if k[:-1] != v[:-1] or (not self.packed and q[0] != k[0]):
+        if k[:-1] != v[:-1] or (not self.packed and not paged and q[0] != k[0]):
             raise HeddleValueError(f"q, k and v have shapes {q}, {k}, {v}: batch sizes, or k's and v's rows, differ")
         if not k[1] or not v[-1]:
             raise HeddleValueError(f"k and v have shapes {k} and {v}: no heads, or a head dim of 0")
         d = self.description
         d |= {"dtype": DTYPES[self.q.dtype], "h": q[1], "hk": k[1], "d": q[-1], "dv": v[-1]}
-        d |= {f"{name}_stride": _strides(view, self.packed) for name, view in views.items()}
+        d |= {
+            f"{name}_stride": _strides(view, self.packed and not (paged and name != "q"))
+            for name, view in views.items()
+        }
         if not self.packed:
             d |= {"b": q[0], "sq": q[2], "sk": k[2]}
+        if paged:
+            d |= {"pages": k[0], "page": k[2]}
 
     def _take(self, name: str, dtype: str, shape: Sequence[int] | None = None, field: str = "") -> View | None:
         value = self.options[name]
@@ -278,7 +291,9 @@ class Problem:
 
     def _lengths(self) -> None:
         d, options = self.description, self.options
-        if self.packed:
+        if options["block_table"] is not None:
+            self._pages()
+        elif self.packed:
             cu_q, cu_k = self._take("cu_seqlens_q", "int32"), self._take("cu_seqlens_k", "int32")
             if cu_q is None or cu_k is None or len(cu_q.shape) != 1 or cu_q.shape != cu_k.shape or cu_q.shape[0] < 1:
                 raise HeddleValueError("cu_seqlens_q and cu_seqlens_k come together, both of shape [b + 1]")
@@ -308,6 +323,32 @@ class Problem:
                 lengths = [int(n) for n in options[name]]
                 if any(not 0 <= n <= most for n in lengths):
                     raise HeddleValueError(f"{name} = {lengths} is not all from 0 to {most}")
+
+    def _pages(self) -> None:
+        """Lengths and table of keys in pages."""
+        d, options = self.description, self.options
+        if options["cu_seqlens_k"] is not None:
+            raise HeddleValueError("cu_seqlens_k is given with block_table: keys in pages are not packed")
+        if self.packed:
+            cu_q = self._take("cu_seqlens_q", "int32")
+            if cu_q is None or len(cu_q.shape) != 1 or cu_q.shape[0] < 1 or options["max_seqlen_q"] is None:
+                raise HeddleValueError("packed queries need cu_seqlens_q of shape [b + 1], and max_seqlen_q")
+            d |= {"b": cu_q.shape[0] - 1, "sq": limit_of("max_seqlen_q", options["max_seqlen_q"])}
+            d |= {"total_q": self.q.shape[0], "features": d["features"] | VARLEN}
+            self._check_packing("cu_seqlens_q", d["total_q"], d["sq"])
+        elif options["max_seqlen_q"] is not None:
+            raise HeddleValueError("max_seqlen_q is given without cu_seqlens_q")
+        table = self._take("block_table", "int32")
+        if table is None or len(table.shape) != 2 or table.shape[0] != d["b"]:
+            shape = None if table is None else table.shape
+            raise HeddleValueError(f"block_table has shape {shape}, but must have [{d['b']}, pages of a sequence]")
+        step = table.strides[0] if table.shape[0] > 1 else table.shape[1]
+        if step < table.shape[1]:
+            raise HeddleValueError(f"block_table has stride {step} between rows of {table.shape[1]}: they overlap")
+        d |= {"features": d["features"] | PAGES, "table": step, "sk": table.shape[1] * d["page"]}
+        most = limit_of("max_seqlen_k", options["max_seqlen_k"])
+        if most is not None:
+            d["sk"] = min(most, d["sk"])
 
     def _check_packing(self, name: str, total: int, longest: int) -> None:
         if self.q.device != CPU or not self.view.readable:
@@ -422,6 +463,7 @@ _NO_OPTIONS: dict[str, Any] = dict.fromkeys(
         "seqlens_q",
         "seqlens_k",
         "deterministic",
+        "block_table",
         "dlse",
         "dweights",
     ]
@@ -466,6 +508,8 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **
     options = _options(given)
     if options["dropout"] and options["rng_state"] is None:
         raise HeddleValueError("dropout's backward needs the rng_state of its forward")
+    if options["block_table"] is not None:
+        raise NotImplementedError("keys in pages (block_table) have no gradient")
     p = Problem(q, k, v, options)
     maker = Maker(q, p.q)
     d, rank = p.description, 3 if p.packed else 4

@@ -54,16 +54,14 @@ def _check_devices(first: Tensor, **tensors: Tensor | None) -> None:
             raise HeddleValueError(f"{name} is on {tensor.device}, the first tensor on {first.device}")
 
 
-def _check_attention(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+def _check_attention(q: Tensor, k: Tensor, v: Tensor, packed: bool, paged: bool) -> None:
     if q.dtype not in _DTYPES:
         raise HeddleTypeError(f"q is {q.dtype}; it must be float32, bfloat16, float16 or float64")
-    rank = 3 if packed else 4
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != rank:
-            raise HeddleValueError(
-                f"{name} has {tensor.dim()} dimensions, but must have "
-                + ("3 ([total, h, d])" if packed else "4 ([b, h, s, d])")
-            )
+        pages = paged and name != "q"
+        if tensor.dim() != (3 if packed and not pages else 4):
+            rows = "4 ([pages, hk, page, d])" if pages else "3 ([total, h, d])" if packed else "4 ([b, h, s, d])"
+            raise HeddleValueError(f"{name} has {tensor.dim()} dimensions, but must have {rows}")
         _check(tensor, name, q, q.dtype)
     if q.shape[-1] != k.shape[-1]:
         raise HeddleValueError(f"q has head dim {q.shape[-1]}, but k has {k.shape[-1]}")
@@ -71,7 +69,7 @@ def _check_attention(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         raise HeddleValueError(
             f"k has shape {list(k.shape)}, v has {list(v.shape)}: they may differ in the last dimension only"
         )
-    if not packed and q.shape[0] != k.shape[0]:
+    if not packed and not paged and q.shape[0] != k.shape[0]:
         raise HeddleValueError(f"q has batch size {q.shape[0]}, but k has {k.shape[0]}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise HeddleValueError(f"hk = {k.shape[1]} does not divide h = {q.shape[1]}")
@@ -92,6 +90,7 @@ def _attention_fake(
     seqlens_q: Tensor | None = None,
     seqlens_k: Tensor | None = None,
     rng_state: Tensor | None = None,
+    block_table: Tensor | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
     causal: int = 0,
@@ -111,10 +110,12 @@ def _attention_fake(
     whole_h: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    _check_attention(q, k, v, packed)
-    _check_devices(q, alibi_slopes=alibi_slopes, sinks=sinks, rng_state=rng_state)
+    _check_attention(q, k, v, packed, block_table is not None)
+    _check_devices(q, alibi_slopes=alibi_slopes, sinks=sinks, rng_state=rng_state, block_table=block_table)
     _check_devices(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_q=seqlens_q, seqlens_k=seqlens_k)
-    if packed and (cu_seqlens_q is None or cu_seqlens_k is None):
+    if block_table is not None and cu_seqlens_k is not None:
+        raise HeddleValueError("cu_seqlens_k is given with block_table: keys in pages are not packed")
+    if packed and (cu_seqlens_q is None or (cu_seqlens_k is None and block_table is None)):
         raise HeddleValueError("cu_seqlens_q and cu_seqlens_k come together, but only one is given")
     if cu_seqlens_q is not None:
         b, sq, sk = cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k
@@ -122,6 +123,11 @@ def _attention_fake(
     else:
         b, sq, sk = q.shape[0], q.shape[2], k.shape[2]
         rows = (b, q.shape[1], sq)
+    if block_table is not None:
+        if block_table.dim() != 2 or block_table.shape[0] != b:
+            raise HeddleValueError(f"block_table has shape {list(block_table.shape)}, but must have [{b}, pages]")
+        sk = block_table.shape[1] * k.shape[2]
+        sk = min(sk, max_seqlen_k) if max_seqlen_k else sk
     for name, tensor, dtype in (("bias", bias, q.dtype), ("mask", mask, torch.bool)):
         if tensor is None:
             continue

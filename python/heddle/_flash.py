@@ -256,10 +256,12 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-def _append(cache: Tensor, new: Tensor, lengths: Tensor, rows: Tensor) -> None:
-    """Writes new[n] to cache[rows[n], lengths[n]:...], in place."""
-    positions = lengths.to(torch.int64)[:, None] + torch.arange(new.shape[1], device=cache.device)
-    cache[rows[:, None], positions] = new.to(cache.dtype)
+def _places(count: int, lengths: Tensor, rows: Tensor, table: Tensor | None, page: int) -> tuple[Tensor, Tensor]:
+    """Where in a cache keys lengths[n] to lengths[n] + count - 1 of each n are: of row rows[n], or of pages."""
+    positions = lengths.to(torch.int64)[:, None] + torch.arange(count, device=lengths.device)
+    if table is None:
+        return rows[:, None], positions
+    return table.to(torch.int64).gather(1, positions // page), positions % page
 
 
 # All of these run before anything is written to the cache.
@@ -286,6 +288,18 @@ def _check_new(name: str, new: Tensor, cache: Tensor, b: int, k: Tensor) -> None
         raise HeddleValueError(f"{name} has shape {list(new.shape)}, but must have {must}, as its cache")
     if new.dtype != cache.dtype or new.device != cache.device:
         raise HeddleTypeError(f"{name} is {new.dtype} on {new.device}, its cache {cache.dtype} on {cache.device}")
+
+
+def _check_table(table: Any, q: Tensor, cache_batch_idx: Tensor | None) -> None:
+    need_tensors(block_table=table)
+    if table.dtype != torch.int32:
+        raise HeddleTypeError(f"block_table is {table.dtype}, but must be torch.int32")
+    if table.dim() != 2 or table.shape[0] != q.shape[0]:
+        raise HeddleValueError(f"block_table has shape {list(table.shape)}, but must have [{q.shape[0]}, pages]")
+    if table.device != q.device:
+        raise HeddleValueError(f"block_table is on {table.device}, q on {q.device}")
+    if cache_batch_idx is not None:
+        raise HeddleValueError("cache_batch_idx is given with block_table, which says where each batch's keys are")
 
 
 def _check_integers(name: str, value: Any, q: Tensor) -> None:
@@ -319,17 +333,19 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of new queries over a contiguous cache of keys and values, to which k and v are added in place first.
+    """Attention of new queries over a cache of keys and values, to which k and v are added in place first.
 
     Args:
         q: [b, sq, h, d].
-        k_cache, v_cache: [b_cache, s_cache, hk, d] and [..., dv]. Written to when k and v are given.
+        k_cache, v_cache: [b_cache, s_cache, hk, d] and [..., dv]; with block_table pages, [pages, page, hk, d] and
+            [..., dv], of 16, 32, 64, 128 or 256 keys. Written to when k and v are given.
         k, v: [b, s_new, hk, d]: written behind the cache_seqlens[n] rows of batch n.
         cache_seqlens: int or int32 [b], rows of the cache that count (before k and v are added); default: all.
         cache_batch_idx: int [b], the row of the cache that each batch uses (that part of the cache is then copied).
+        block_table: int32 [b, n], the pages of each batch in order, as in heddle.attention.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as flash_attn_func.
         num_splits: a hint on speed for FlashAttention; the result does not depend on it here.
-        rotary_cos, rotary_sin, cache_leftpad, block_table: must be None; rotary_interleaved is without meaning then.
+        rotary_cos, rotary_sin, cache_leftpad: must be None; rotary_interleaved is without meaning then.
 
     Returns:
         out [b, sq, h, dv], and with return_softmax_lse also the lse, float32 [b, h, sq]. No gradients.
@@ -344,20 +360,22 @@ def flash_attn_with_kvcache(
         ("rotary_cos", rotary_cos),
         ("rotary_sin", rotary_sin),
         ("cache_leftpad", cache_leftpad),
-        ("block_table", block_table),
     ):
         if value is not None:
             raise NotImplementedError(f"{name} is not supported: it must be None")
     if (k is None) != (v is None):
         raise HeddleValueError("k and v come together, but only one is given")
     _check_caches(q, k_cache, v_cache)
-    b, room = q.shape[0], k_cache.shape[1]
+    if block_table is not None:
+        _check_table(block_table, q, cache_batch_idx)
+    b, page = q.shape[0], k_cache.shape[1]
+    room = page if block_table is None else page * block_table.shape[1]
     if k is not None and v is not None:
         _check_new("k", k, k_cache, b, k)
         _check_new("v", v, v_cache, b, k)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
         raise NotImplementedError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad()")
-    if cache_batch_idx is None and k_cache.shape[0] != b:
+    if cache_batch_idx is None and block_table is None and k_cache.shape[0] != b:
         raise HeddleValueError(
             f"q has batch size {b}, the cache {k_cache.shape[0]}: they differ, and cache_batch_idx is None"
         )
@@ -385,10 +403,14 @@ def flash_attn_with_kvcache(
                 raise HeddleValueError(
                     f"the cache has {room} rows: too few for {int(lengths.max())} and {k.shape[1]} new ones"
                 )
-            if not 0 <= int(rows.min()) <= int(rows.max()) < k_cache.shape[0]:
-                raise HeddleValueError(f"cache_batch_idx = {rows.tolist()} is not all from 0 to {k_cache.shape[0] - 1}")
-        _append(k_cache, k, lengths, rows)
-        _append(v_cache, v, lengths, rows)
+        places = _places(k.shape[1], lengths, rows, block_table, page)
+        if lengths.device.type == "cpu" and places[0].numel():
+            least, most, count = int(places[0].min()), int(places[0].max()), k_cache.shape[0]
+            if block_table is not None and not 0 <= least <= most < count:
+                raise HeddleValueError(f"block_table has no page for k and v: {least} to {most} of {count}")
+            if not 0 <= least <= most < count:
+                raise HeddleValueError(f"cache_batch_idx = {rows.tolist()} is not all from 0 to {count - 1}")
+        k_cache[places], v_cache[places] = k.to(k_cache.dtype), v.to(v_cache.dtype)
         lengths = lengths + k.shape[1]
     if cache_batch_idx is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
@@ -403,6 +425,7 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         return_lse=True,
+        block_table=block_table,
     )
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out

@@ -108,7 +108,11 @@ class Attention:
         """heddle_attention as a dict, and (shape, dtype) of each array that a pass could write."""
         options = {name: given.get(name) for name in _OPTIONAL}
         options |= {name: getattr(self, name) for name in _NUMBERS} | dict(zip(PLACES, self.places, strict=True))
-        options |= {"mask": given.get("bool_mask"), "rng_state": (0, 0) if "rng_state" in given else None}
+        options |= {
+            "block_table": None,
+            "mask": given.get("bool_mask"),
+            "rng_state": (0, 0) if "rng_state" in given else None,
+        }
         p = TracedProblem(given["q"], given["k"], given["v"], options, self.heads_inside)
         d = p.description
         d["features"] |= _RNG_STATE if "rng_state" in given else 0

@@ -77,6 +77,7 @@ _ATTENTION_GRADIENTS = _schema.differentiable("attention", "attention")
 _LINEAR_GRADIENTS = _schema.differentiable("norm_linear", "norm_linear")
 _ATTENTION_TENSORS = _schema.tensors("attention")
 _ALIBI_SLOPES = _schema.names("attention").index("alibi_slopes")
+_BLOCK_TABLE = _schema.names("attention").index("block_table")
 _DEFAULTS = _schema.defaults("attention")
 _OPTION_DEFAULTS = tuple(_DEFAULTS[name] for name in _schema.names("attention")[_ATTENTION_TENSORS:])
 _LINEAR_NAMES, _LINEAR_DEFAULTS = _schema.names("norm_linear"), _schema.defaults("norm_linear")
@@ -135,6 +136,11 @@ class _Attention(torch.autograd.Function):
         if _wants(ctx, _ALIBI_SLOPES):
             raise NotImplementedError(
                 "alibi_slopes requires a gradient, but heddle computes none for it: detach it, or give it as a buffer"
+            )
+        if len(args) > _BLOCK_TABLE and args[_BLOCK_TABLE] is not None:
+            raise NotImplementedError(
+                "keys in pages (block_table) have no gradient, and what attends to them neither: call it under "
+                "torch.no_grad(), or detach q, k and v"
             )
         out, lse, weights = redispatch(*args)
         ctx.set_materialize_grads(False)

@@ -386,6 +386,8 @@ def attention(
 
     given: all arguments of torch.ops.heddle.attention, by name. grads: dout, dlse, dweights.
     wanted: out, lse, weights, and q, k, v, bias, sinks for the gradients. What is not in the result is zero."""
+    if given["block_table"] is not None:
+        raise NotImplementedError("keys in pages (block_table) have no derivative")
     dtype = given["q"].dtype
     real = torch.float64 if dtype == torch.float64 else torch.float32
     t = {name: given[name] for name in ("q", "k", "v", "bias", "mask", "sinks") if given[name] is not None}

@@ -48,6 +48,20 @@ def _lengths(name: str, value: Any, like: Tensor) -> Tensor | None:
     return lengths
 
 
+def _table(table: Any, k: Tensor) -> tuple[Tensor, int]:
+    """block_table as the operator takes it, and how many keys a row of it has room for."""
+    numbers = _lengths("block_table", table, k)
+    if numbers is None or numbers.dim() != 2 or k.dim() != 4:
+        shape = None if numbers is None else list(numbers.shape)
+        raise HeddleValueError(
+            f"block_table has shape {shape}, k has {list(k.shape)}: must be [b, pages of a sequence] and "
+            "[pages, hk, page, d]"
+        )
+    if numbers.stride(1) != 1 or numbers.stride(0) < numbers.shape[1]:
+        numbers = numbers.contiguous()
+    return numbers, numbers.shape[1] * k.shape[2]
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -79,6 +93,7 @@ def attention(
     whole_sq: int = 0,
     whole_sk: int = 0,
     whole_h: int = 0,
+    block_table: Tensor | None = None,
 ) -> Any:
     """See heddle.attention, which this is for torch tensors."""
     need_tensors(q=q, k=k, v=v)
@@ -115,9 +130,11 @@ def attention(
             "whole_sq": whole_sq,
             "whole_sk": whole_sk,
             "whole_h": whole_h,
+            "block_table": block_table,
         }
         return _nothing.attention(attention, heads, q, k, v, options_given)
-    missing = 0 if packed else 4 - q.dim()
+    paged = block_table is not None
+    missing = 0 if packed or paged else 4 - q.dim()
     if missing > 0:
         if not 2 <= q.dim() == k.dim() == v.dim():
             raise HeddleValueError(
@@ -126,11 +143,17 @@ def attention(
         for _ in range(missing):
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     if packed:
-        if max_seqlen_q is None or max_seqlen_k is None:
+        if max_seqlen_q is None or (max_seqlen_k is None and not paged):
             raise HeddleValueError(
                 "packed sequences need max_seqlen_q and max_seqlen_k, the upper limits of one sequence"
             )
         sq, sk = limit_of("max_seqlen_q", max_seqlen_q), limit_of("max_seqlen_k", max_seqlen_k)
+    elif paged:
+        if q.dim() != 4:
+            raise HeddleValueError(f"q has {q.dim()} dimensions, but with block_table must have 4 ([b, h, sq, d])")
+        if max_seqlen_q is not None:
+            raise HeddleValueError("max_seqlen_q is given without cu_seqlens_q")
+        sq, sk = q.shape[2], limit_of("max_seqlen_k", max_seqlen_k)
     else:
         if q.dim() != 4 or k.dim() != 4:
             raise HeddleValueError(
@@ -139,6 +162,11 @@ def attention(
         if max_seqlen_q is not None or max_seqlen_k is not None:
             raise HeddleValueError("max_seqlen_q and max_seqlen_k are given without cu_seqlens_q and cu_seqlens_k")
         sq, sk = q.shape[2], k.shape[2]
+    if block_table is not None:
+        block_table, most = _table(block_table, k)
+        sk = most if sk is None else min(sk, most)
+        block_table = block_table if sk else block_table[:, :0]
+        max_seqlen_k = sk or None
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     if bias is not None and bias.dtype != q.dtype:
         if not bias.is_floating_point():
@@ -158,6 +186,7 @@ def attention(
         _lengths("seqlens_q", seqlens_q, q),
         _lengths("seqlens_k", seqlens_k, q),
         rng_state,
+        block_table,
     )
     numbers = (
         *window_of(window),
@@ -174,7 +203,7 @@ def attention(
     options: tuple[Any, ...] = ()
     if numbers != NUMBER_DEFAULTS:
         options = (*tensors, max_seqlen_q or 0, max_seqlen_k or 0, corner, *numbers)
-    elif packed or corner:
+    elif packed or corner or max_seqlen_k:
         options = (*tensors, max_seqlen_q or 0, max_seqlen_k or 0, corner)
     elif any(value is not None for value in tensors):
         options = tensors

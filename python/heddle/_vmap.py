@@ -36,6 +36,8 @@ def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) 
     dims = dict.fromkeys(names) | dict(zip(names, in_dims, strict=False))
     if given["cu_seqlens_q"] is not None or given["cu_seqlens_k"] is not None:
         raise NotImplementedError("vmap over packed sequences (cu_seqlens) is not supported")
+    if given["block_table"] is not None:
+        raise NotImplementedError("vmap over keys in pages (block_table) is not supported")
     for name in names[: _schema.tensors("attention")]:
         if name not in ("q", "k", "v", "bias", "mask") and dims[name] is not None:
             raise NotImplementedError(f"vmap over {name} is not supported")
@@ -92,7 +94,7 @@ def _each(
 
 
 _FOLDED = ("dout", "dlse", "dweights", "out", "lse", "q", "k", "v")
-_KEPT = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "rng_state", "sinks")
+_KEPT = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "rng_state", "block_table", "sinks")
 
 
 def attention_backward(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:

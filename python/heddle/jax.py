@@ -214,6 +214,7 @@ def attention(
     whole_sq: int = 0,
     whole_sk: int = 0,
     whole_h: int = 0,
+    block_table: Any = None,
 ) -> Any:
     """heddle.attention for JAX: softmax(scale·q·kᵀ + bias, masked)·v, within jit, grad, vmap and shard_map.
 
@@ -225,6 +226,7 @@ def attention(
             has no generator to draw from, so that there is no default.
         max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, dropout: known when JAX traces, no arrays.
         deterministic: gradients with the same bits every time. Default: XLA's --xla_gpu_deterministic_ops.
+        block_table: must be None: keys in pages are an error here.
         the others: as in heddle.attention. On the CPU lengths that are out of range are an error when the call runs.
 
     Returns:
@@ -238,6 +240,8 @@ def attention(
     """
     if layout not in ("bhsd", "bshd"):
         raise HeddleValueError(f"layout = {layout!r} is neither 'bhsd' nor 'bshd'")
+    if block_table is not None:
+        raise NotImplementedError("heddle.jax.attention takes no keys in pages: block_table must be None")
     q, k, v = _array("q", q), _array("k", k), _array("v", v)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     inside, rank = layout == "bshd" and not packed, q.ndim

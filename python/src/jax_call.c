@@ -103,8 +103,8 @@ static int64_t plus(int64_t a, int64_t b) {
 /* How many elements from the first one on the library may touch of a tensor, by the description. */
 static int64_t reach(const call *c, const tensor_field *f) {
     const heddle_attention *a = &c->d.attention;
-    const bool packed = c->attention && a->features & HEDDLE_VARLEN && f->packed;
-    const char *letters = packed ? f->packed : f->shape;
+    const char *letters = c->attention ? attention_shape(f, a->features) : f->shape;
+    const bool packed = letters == f->packed;
     int64_t size[4], all = 1, last = 0;
     int rank = 0;
     for (; letters[rank]; rank++) {
@@ -227,6 +227,8 @@ static xla_error *take_lengths(call *c) {
     const heddle_attention_data *t = &c->t.attention;
     const bool packed = a->features & HEDDLE_VARLEN;
     xla_error *error = NULL;
+    if (a->features & HEDDLE_PAGES)
+        return fail(c, XLA_UNIMPLEMENTED, "heddle: keys in pages have no handler");
     if (packed && (!t->cu_seqlens_q || !t->cu_seqlens_k))
         return fail(c, XLA_INVALID_ARGUMENT, "heddle: packed sequences without cu_seqlens_q and cu_seqlens_k");
     if (!c->cuda) {

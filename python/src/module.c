@@ -65,6 +65,9 @@ static const field attention_description[] = {A(dtype, INT32),
                                               A(whole_sq, INT64),
                                               A(whole_sk, INT64),
                                               A(whole_h, INT64),
+                                              A(page, INT64),
+                                              A(pages, INT64),
+                                              A(table, INT64),
 #include "../../src/attention_fields.def"
                                               {NULL, INT32, 0}};
 #undef A

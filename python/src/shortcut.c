@@ -345,6 +345,7 @@ static int put_options(PyObject *parts, PyObject *const *given, PyObject *dtype,
            put_float(to, A_SOFTCAP, given[G_SOFTCAP]) && put_float(to, A_DROPOUT, given[G_DROPOUT]) &&
            put(to, A_RETURN_WEIGHTS, Py_NewRef(Py_False)) && put_bool(to, A_TF32, given[G_TF32]) &&
            put(to, A_CU_SEQLENS_Q, Py_NewRef(Py_None)) && put(to, A_CU_SEQLENS_K, Py_NewRef(Py_None)) &&
+           put(to, A_BLOCK_TABLE, Py_NewRef(Py_None)) &&
            put_tensor(parts, to, A_ALIBI_SLOPES, given[G_ALIBI_SLOPES], part(parts, REAL)) &&
            put_tensor(parts, to, A_SINKS, given[G_SINKS], part(parts, REAL)) &&
            put_tensor(parts, to, A_SEQLENS_Q, given[G_SEQLENS_Q], part(parts, INT32)) &&

@@ -69,23 +69,26 @@ static void result_layout(const tensor *like, bool varlen, int64_t last, int64_t
 static bool check_sizes(call *c, problem *p) {
     const tensor *q = &p->in[Q], *k = &p->in[K], *v = &p->in[V];
     const char *const names[] = {"q", "k", "v"};
-    const int64_t rank = p->varlen ? 3 : 4;
     for (int x = 0; x < 3; x++) {
-        if (p->in[x].rank != rank)
+        const bool pages = p->paged && x != Q, rows = p->varlen && !pages;
+        if (p->in[x].rank != (rows ? 3 : 4))
             return call_fail(c, "ValueError", "%s has %lld dimensions, but must have %s", names[x],
-                             (long long)p->in[x].rank, p->varlen ? "3 ([total, h, d])" : "4 ([b, h, s, d])");
+                             (long long)p->in[x].rank,
+                             pages  ? "4 ([pages, hk, page, d])"
+                             : rows ? "3 ([total, h, d])"
+                                    : "4 ([b, h, s, d])");
         if (!call_check(c, &p->in[x], names[x], call_dtype(c)))
             return false;
     }
-    const int64_t d = rank - 1;
-    if (k->size[d] != q->size[d])
-        return call_fail(c, "ValueError", "q has head dim %lld, but k has %lld", (long long)q->size[d],
+    const int64_t d = k->rank - 1;
+    if (k->size[d] != q->size[q->rank - 1])
+        return call_fail(c, "ValueError", "q has head dim %lld, but k has %lld", (long long)q->size[q->rank - 1],
                          (long long)k->size[d]);
     for (int64_t x = 0; x < d; x++)
         if (k->size[x] != v->size[x])
             return call_fail(c, "ValueError", "k has size %lld in dimension %lld, but v has %lld",
                              (long long)k->size[x], (long long)x, (long long)v->size[x]);
-    if (!p->varlen && k->size[0] != q->size[0])
+    if (!p->varlen && !p->paged && k->size[0] != q->size[0])
         return call_fail(c, "ValueError", "q has batch size %lld, but k has %lld", (long long)q->size[0],
                          (long long)k->size[0]);
     if (k->size[1] == 0 || q->size[1] % k->size[1])
@@ -96,34 +99,80 @@ static bool check_sizes(call *c, problem *p) {
     return true;
 }
 
+/* Keys in pages, once b is known: the limit of a sequence's keys is what its row of the table has room for, or max_seqlen_k. */
+static bool take_pages(call *c, problem *p, int64_t most) {
+    heddle_attention *a = &p->a;
+    const tensor *k = &p->in[K], *table = &p->in[BLOCK_TABLE];
+    if (table->rank != 2 || table->size[0] != a->b)
+        return call_fail(c, "ValueError",
+                         "block_table has %lld dimensions, the first of size %lld, but must have 2 ([%lld, pages of a "
+                         "sequence])",
+                         (long long)table->rank, (long long)(table->rank ? table->size[0] : 0), (long long)a->b);
+    if (!call_check(c, table, "block_table", aoti_torch_dtype_int32()))
+        return false;
+    if (table->size[0] > 1 && table->stride[0] < table->size[1])
+        return call_fail(c, "ValueError", "block_table has stride %lld between rows of %lld: they must not overlap",
+                         (long long)table->stride[0], (long long)table->size[1]);
+    a->pages = k->size[0];
+    a->page = k->size[2];
+    a->table = table->size[0] > 1 ? table->stride[0] : table->size[1];
+    if (__builtin_mul_overflow(table->size[1], a->page, &a->sk))
+        a->sk = INT64_MAX;
+    if (most > 0 && most < a->sk)
+        a->sk = most;
+    a->features |= HEDDLE_PAGES;
+    p->t.block_table = table->data;
+    return true;
+}
+
+/* Packed queries: how many sequences there are, and where they begin. */
+static bool take_packed(call *c, problem *p, const int64_t *integer) {
+    heddle_attention *a = &p->a;
+    const tensor *cu_q = &p->in[CU_SEQLENS_Q], *cu_k = &p->in[CU_SEQLENS_K];
+    if (p->paged && cu_k->handle)
+        return call_fail(c, "ValueError",
+                         "cu_seqlens_k is given with block_table: keys in pages are not packed, seqlens_k has their "
+                         "lengths");
+    if (!cu_q->handle || (!p->paged && !cu_k->handle))
+        return call_fail(c, "ValueError", "cu_seqlens_q and cu_seqlens_k come together, but only one is given");
+    if (cu_q->rank != 1 || cu_q->size[0] < 1)
+        return call_fail(c, "ValueError", "cu_seqlens_q must have one dimension of at least 1");
+    if (!call_check(c, cu_q, "cu_seqlens_q", aoti_torch_dtype_int32()))
+        return false;
+    if (!p->paged && (!call_check_shape(c, cu_k, "cu_seqlens_k", 1, cu_q->size) ||
+                      !call_check(c, cu_k, "cu_seqlens_k", aoti_torch_dtype_int32())))
+        return false;
+    a->b = cu_q->size[0] - 1;
+    a->sq = integer[MAX_SEQLEN_Q];
+    a->total_q = p->in[Q].size[0];
+    a->features |= HEDDLE_VARLEN;
+    p->t.cu_seqlens_q = cu_q->data;
+    p->t.cu_seqlens_k = p->paged ? NULL : cu_k->data;
+    return true;
+}
+
 static bool take_sizes(call *c, problem *p, const int64_t *integer) {
     heddle_attention *a = &p->a;
     const tensor *q = &p->in[Q], *k = &p->in[K];
-    const int64_t d = q->rank - 1;
     a->h = q->size[1];
     a->hk = k->size[1];
-    a->d = q->size[d];
-    a->dv = p->in[V].size[d];
+    a->d = q->size[q->rank - 1];
+    a->dv = p->in[V].size[k->rank - 1];
     if (!p->varlen) {
         a->b = q->size[0];
         a->sq = q->size[2];
         a->sk = k->size[2];
-        return true;
+        return !p->paged || take_pages(c, p, integer[MAX_SEQLEN_K]);
     }
-    const tensor *cu_q = &p->in[CU_SEQLENS_Q], *cu_k = &p->in[CU_SEQLENS_K];
-    if (!cu_q->handle || !cu_k->handle)
-        return call_fail(c, "ValueError", "cu_seqlens_q and cu_seqlens_k come together, but only one is given");
-    if (cu_q->rank != 1 || cu_q->size[0] < 1)
-        return call_fail(c, "ValueError", "cu_seqlens_q must have one dimension of at least 1");
-    if (!call_check_shape(c, cu_k, "cu_seqlens_k", 1, cu_q->size) ||
-        !call_check(c, cu_q, "cu_seqlens_q", aoti_torch_dtype_int32()) ||
-        !call_check(c, cu_k, "cu_seqlens_k", aoti_torch_dtype_int32()))
+    if (!take_packed(c, p, integer))
         return false;
-    a->b = cu_q->size[0] - 1;
-    a->sq = integer[MAX_SEQLEN_Q];
-    a->sk = integer[MAX_SEQLEN_K];
-    a->total_q = q->size[0];
-    a->total_k = k->size[0];
+    if (p->paged) {
+        if (!take_pages(c, p, integer[MAX_SEQLEN_K]))
+            return false;
+    } else {
+        a->sk = integer[MAX_SEQLEN_K];
+        a->total_k = k->size[0];
+    }
     /* No sequence is longer than all rows together, and the kernels' work grows with the limit. Only the square tensors
      * have it in their shapes. */
     bool square = integer[RETURN_WEIGHTS];
@@ -131,11 +180,9 @@ static bool take_sizes(call *c, problem *p, const int64_t *integer) {
         square |= optional[x].name && p->in[x].handle && is_of_scores(optional[x].field->shape);
     if (!square) {
         a->sq = a->sq < a->total_q ? a->sq : a->total_q;
-        a->sk = a->sk < a->total_k ? a->sk : a->total_k;
+        if (!p->paged)
+            a->sk = a->sk < a->total_k ? a->sk : a->total_k;
     }
-    a->features |= HEDDLE_VARLEN;
-    p->t.cu_seqlens_q = cu_q->data;
-    p->t.cu_seqlens_k = cu_k->data;
     return true;
 }
 
@@ -233,7 +280,7 @@ static bool take_lengths(call *c, problem *p) {
     if (c->device == HEDDLE_CUDA)
         return true;
     if (p->varlen && (!check_packing(c, "q", p->t.cu_seqlens_q, a->b, a->sq, a->total_q) ||
-                      !check_packing(c, "k", p->t.cu_seqlens_k, a->b, a->sk, a->total_k)))
+                      (!p->paged && !check_packing(c, "k", p->t.cu_seqlens_k, a->b, a->sk, a->total_k))))
         return false;
     return check_lengths(c, "q", p->t.seqlens_q, a->b, a->sq) && check_lengths(c, "k", p->t.seqlens_k, a->b, a->sk);
 }
@@ -282,6 +329,7 @@ bool attention_describe(call *c, int base, problem *p) {
     if (!call_device(c, base + Q, "q"))
         return false;
     p->varlen = p->in[CU_SEQLENS_Q].handle || p->in[CU_SEQLENS_K].handle;
+    p->paged = p->in[BLOCK_TABLE].handle;
     p->a.dtype = c->dtype;
     p->a.device = c->device;
     if (!check_sizes(c, p) || !take_sizes(c, p, c->integer + base) || !take_lengths(c, p) || !take_masks(c, p) ||
@@ -290,7 +338,7 @@ bool attention_describe(call *c, int base, problem *p) {
     heddle_strides *const strides[] = {&p->a.q_stride, &p->a.k_stride, &p->a.v_stride};
     const void **const data[] = {&p->t.q, &p->t.k, &p->t.v};
     for (int x = 0; x < 3; x++) {
-        *strides[x] = attention_strides(p->in[x].stride, p->varlen);
+        *strides[x] = attention_strides(p->in[x].stride, p->varlen && !(p->paged && x != Q));
         *data[x] = p->in[x].data;
     }
     return true;

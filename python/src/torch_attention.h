@@ -23,7 +23,7 @@ enum { DOUT, DLSE, DWEIGHTS, OUT, LSE };
 typedef struct problem {
     heddle_attention a;
     heddle_attention_data t;
-    bool varlen;
+    bool varlen, paged;
     const tensor *in; /* the shared arguments */
 } problem;
 

@@ -10,7 +10,7 @@
 static const int64_t nothing = 0, one = 1, two = 2;
 
 /* Arguments that heddle's own operators do not have: behind those of forward, and behind those of backward. */
-enum { GIVEN_OUT = NEEDS, DEBUG_MASK, BLOCK_TABLE, NUM_SPLITS, FORWARD_END };
+enum { GIVEN_OUT = NEEDS, DEBUG_MASK, PAGE_TABLE, NUM_SPLITS, FORWARD_END };
 enum { B = BACKWARD_BASE, IGNORED = B + NEEDS, BACKWARD_END };
 _Static_assert((int)FORWARD_END <= MAX_ARGUMENTS && (int)BACKWARD_END <= MAX_ARGUMENTS, "call holds too few arguments");
 
@@ -120,7 +120,7 @@ static bool take_seed(call *c, int base) {
 static bool refuse(call *c) {
     if (c->integer[DEBUG_MASK])
         return call_fail(c, "NotImplementedError", "return_debug_mask=True: heddle has no such tensor");
-    if (c->tensor[BLOCK_TABLE].handle)
+    if (c->tensor[PAGE_TABLE].handle)
         return call_fail(c, "NotImplementedError", "block_table: heddle has no paged keys and values");
     if (c->integer[NUM_SPLITS] == 1)
         return call_fail(c, "NotImplementedError",
@@ -346,7 +346,7 @@ static void aten_sdpa(stable_value *stack, uint64_t arguments, uint64_t results)
 static void aten_forward(stable_value *stack, uint64_t arguments, uint64_t results) {
     static const int place[] = {
         Q,          K,     V,           CU_SEQLENS_Q, CU_SEQLENS_K, MAX_SEQLEN_Q, MAX_SEQLEN_K, DROPOUT,   CAUSAL,
-        DEBUG_MASK, SCALE, WINDOW_LEFT, WINDOW_RIGHT, SEQLENS_K,    ALIBI_SLOPES, BLOCK_TABLE,  NUM_SPLITS};
+        DEBUG_MASK, SCALE, WINDOW_LEFT, WINDOW_RIGHT, SEQLENS_K,    ALIBI_SLOPES, PAGE_TABLE,   NUM_SPLITS};
     static const operation op = {"TTTOOIIDBBSNNOOON", place, .rows_first = true};
     view views[4];
     call c;
@@ -362,7 +362,7 @@ static void aten_forward(stable_value *stack, uint64_t arguments, uint64_t resul
 static void aten_forward_inplace(stable_value *stack, uint64_t arguments, uint64_t results) {
     static const int place[] = {
         GIVEN_OUT, Q,          K,     V,           CU_SEQLENS_Q, CU_SEQLENS_K, MAX_SEQLEN_Q, MAX_SEQLEN_K, DROPOUT,
-        CAUSAL,    DEBUG_MASK, SCALE, WINDOW_LEFT, WINDOW_RIGHT, SEQLENS_K,    ALIBI_SLOPES, BLOCK_TABLE,  NUM_SPLITS};
+        CAUSAL,    DEBUG_MASK, SCALE, WINDOW_LEFT, WINDOW_RIGHT, SEQLENS_K,    ALIBI_SLOPES, PAGE_TABLE,   NUM_SPLITS};
     static const operation op = {"TTTTOOIIDBBSNNOOON", place, .rows_first = true};
     view views[4];
     call c;

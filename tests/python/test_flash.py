@@ -134,12 +134,45 @@ def test_kvcache(indexed, device):
         assert torch.allclose(by_int, plain(q, caches[0][:B, :7], caches[1][:B, :7])[0], atol=1e-5)
 
 
+@pytest.mark.parametrize("device", devices())
+def test_kvcache_in_pages(device):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        q, new_k, new_v = (torch.randn(B, 3, h, D, device=device) for h in (H, HK, HK))
+        caches = [torch.randn(7, 16, HK, D, device=device) for _ in range(2)]
+        table = torch.tensor([[5, 0, 3], [2, 6, -1]], dtype=torch.int32, device=device)
+        lengths = torch.tensor([31, 14], dtype=torch.int32, device=device)
+        whole = [cache[table.long()].flatten(1, 2) for cache in caches]
+        want = heddle.flash_attn_with_kvcache(q, *whole, new_k, new_v, cache_seqlens=lengths, causal=True)
+        got = heddle.flash_attn_with_kvcache(
+            q, *caches, new_k, new_v, cache_seqlens=lengths, block_table=table, causal=True
+        )
+        assert torch.allclose(got, want, atol=1e-6)
+        for cache, new in zip(caches, (new_k, new_v), strict=True):
+            assert torch.equal(cache[0, 15], new[0, 0]) and torch.equal(cache[3, :2], new[0, 1:])
+            assert torch.equal(cache[2, 14:], new[1, :2]) and torch.equal(cache[6, 0], new[1, 2])
+        call = heddle.flash_attn_with_kvcache
+        with pytest.raises(TypeError, match="block_table is torch"):
+            call(q, *caches, block_table=table.long())
+        with pytest.raises(ValueError, match=r"block_table has shape \[1, 3\]"):
+            call(q, *caches, block_table=table[:1])
+        with pytest.raises(ValueError, match="cache_batch_idx is given with"):
+            call(q, *caches, block_table=table, cache_batch_idx=lengths)
+        if device == "cpu":
+            before = caches[0].clone()
+            with pytest.raises(ValueError, match="no page for k and v: -1 to 3 of 7"):
+                call(q, *caches, new_k, new_v, cache_seqlens=32, block_table=table)
+            with pytest.raises(ValueError, match="48 rows: too few for 46 and 3"):
+                call(q, *caches, new_k, new_v, cache_seqlens=46, block_table=table)
+            assert torch.equal(caches[0], before)
+
+
 def test_kvcache_errors():
     q = torch.randn(B, 2, H, D)
     cache = torch.randn(B, 12, HK, D)
     new = torch.randn(B, 2, HK, D)
     call = heddle.flash_attn_with_kvcache
-    for name in ("rotary_cos", "rotary_sin", "cache_leftpad", "block_table"):
+    for name in ("rotary_cos", "rotary_sin", "cache_leftpad"):
         with pytest.raises(NotImplementedError, match=name):
             call(q, cache, cache, **{name: q})
     with pytest.raises(ValueError, match="only one"):

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import heddle
+from heddle import _schema
 
 ops = torch.ops.heddle
 long_way = ops.attention.default  # the overload has no short way
@@ -140,7 +141,7 @@ def test_deterministic_is_honoured():
         with Dispatched():
             torch.autograd.grad(out.sum(), q)
         backward = [args for name, args in seen if name == "heddle.attention_backward.default"]
-        assert backward[-1][26] is wanted
+        assert backward[-1][_schema.names("attention_backward").index("deterministic")] is wanted
 
 
 REFUSED = {
