@@ -113,7 +113,7 @@ static void options_of_attention(bytes *b, heddle_attention *a) {
     static const double caps[] = {0, 0, 30, 0.5, 1e-30, 1e20, 1e-50, 1e39};
     a->dtype = (heddle_dtype)take_between(b, 0, 3);
     a->device = take_between(b, 0, 3) ? HEDDLE_CPU : HEDDLE_REF;
-    a->features = take_number(b, 2) & 0xfff;
+    a->features = take_number(b, 2) & 0x1fff;
     a->mask = (heddle_mask)take_between(b, 0, 2);
     a->scale = scales[take_between(b, 0, 6)];
     a->softcap = caps[take_between(b, 0, 7)];
@@ -151,15 +151,21 @@ static heddle_attention small_attention(bytes *b) {
     }
     a.d = take_between(b, 1, take_bit(b) ? 9 : 40);
     a.dv = take_between(b, 0, take_bit(b) ? 9 : 40);
-    const int packed = (a.features & HEDDLE_VARLEN) != 0;
+    const int packed = (a.features & HEDDLE_VARLEN) != 0, paged = (a.features & HEDDLE_PAGES) != 0;
     if (packed) {
         a.total_q = take_between(b, 0, 80);
-        a.total_k = take_between(b, 0, 160);
+        a.total_k = paged ? 0 : take_between(b, 0, 160);
     }
-    const int64_t dv = a.dv ? a.dv : a.d, rows_q = packed ? a.total_q : a.sq, rows_k = packed ? a.total_k : a.sk;
+    if (paged) {
+        a.page = INT64_C(16) << take_between(b, 0, 4);
+        a.pages = take_between(b, 0, 5);
+        a.table = take_between(b, 0, 1) * take_between(b, 0, 12);
+    }
+    const int64_t dv = a.dv ? a.dv : a.d, rows_q = packed ? a.total_q : a.sq, rows_k = packed ? a.total_k : a.sk,
+                  keys = paged ? a.page : rows_k;
     a.q_stride = small_strides(b, 1, packed, a.h, rows_q, a.d);
-    a.k_stride = small_strides(b, 1, packed, a.hk, rows_k, a.d);
-    a.v_stride = small_strides(b, 1, packed, a.hk, rows_k, dv);
+    a.k_stride = small_strides(b, 1, packed && !paged, a.hk, keys, a.d);
+    a.v_stride = small_strides(b, 1, packed && !paged, a.hk, keys, dv);
     a.do_stride = small_strides(b, 1, packed, a.h, rows_q, dv);
     a.o_stride = small_strides(b, 0, packed, a.h, rows_q, dv);
     a.dq_stride = small_strides(b, 0, packed, a.h, rows_q, a.d);
@@ -205,6 +211,11 @@ static heddle_attention absurd_attention(bytes *b) {
     }
     if (a.features & HEDDLE_ALIBI)
         a.alibi_stride_b = any_size(b);
+    if (a.features & HEDDLE_PAGES) {
+        a.page = take_bit(b) ? any_size(b) : INT64_C(16) << take_between(b, 0, 4);
+        a.pages = any_size(b);
+        a.table = any_size(b);
+    }
     part_of_attention(b, &a, any_size);
     return a;
 }
@@ -215,6 +226,14 @@ static void *new_tensor(memory *m, const heddle_attention *a, int per_sequence, 
     const int packed = !per_sequence && (a->features & HEDDLE_VARLEN);
     const int64_t count = span(literal(s, packed, h, rows, last), packed ? 1 : a->b, h, rows, last);
     return fills ? new_floats(m, a->dtype, count) : new_block(m, (size_t)count * heddle_dtype_size(a->dtype));
+}
+
+/* k or v. */
+static void *new_keys(memory *m, const heddle_attention *a, heddle_strides s, int64_t rows, int64_t last) {
+    const int64_t hk = a->hk ? a->hk : a->h;
+    if (a->features & HEDDLE_PAGES)
+        return new_floats(m, a->dtype, span(literal(s, 0, hk, a->page, last), a->pages, hk, a->page, last));
+    return new_tensor(m, a, 0, s, hk, rows, last, 1);
 }
 
 static uint8_t *new_mask(memory *m, const heddle_attention *a) {
@@ -245,6 +264,8 @@ static int is_small(const heddle_attention *a) {
     for (size_t i = 0; i < sizeof strides / sizeof *strides; i++)
         if (strides[i].b > 4096 || strides[i].h > 4096 || strides[i].s > 4096)
             return 0;
+    if (a->pages > 64 || a->table > 64)
+        return 0;
     return product < MOST_BYTES && a->alibi_stride_b < 4096 && a->total_q < 256 && a->total_k < 256;
 }
 
@@ -260,13 +281,13 @@ static heddle_attention_data data_of_attention(memory *m, const heddle_attention
     const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
     const uint64_t f = a->features, left_out = take_number(m->source, 2);
     const int packed = (f & HEDDLE_VARLEN) != 0;
-    const int64_t hk = a->hk ? a->hk : a->h, dv = a->dv ? a->dv : a->d, rows_q = packed ? a->total_q : a->sq,
-                  rows_k = packed ? a->total_k : a->sk, of_rows = a->h * rows_q * (packed ? 1 : a->b);
+    const int64_t dv = a->dv ? a->dv : a->d, rows_q = packed ? a->total_q : a->sq, rows_k = packed ? a->total_k : a->sk,
+                  of_rows = a->h * rows_q * (packed ? 1 : a->b);
     const heddle_attention sums = sums_of(a);
     heddle_attention_data t = {.size = sizeof t};
     t.q = new_tensor(m, a, 0, a->q_stride, a->h, rows_q, a->d, 1);
-    t.k = new_tensor(m, a, 0, a->k_stride, hk, rows_k, a->d, 1);
-    t.v = new_tensor(m, a, 0, a->v_stride, hk, rows_k, dv, 1);
+    t.k = new_keys(m, a, a->k_stride, rows_k, a->d);
+    t.v = new_keys(m, a, a->v_stride, rows_k, dv);
     t.o = new_tensor(m, &sums, 0, a->o_stride, a->h, rows_q, dv, 0);
     t.lse = new_block(m, (size_t)of_rows * heddle_dtype_size(real));
     if (f & HEDDLE_ALIBI)
@@ -279,7 +300,11 @@ static heddle_attention_data data_of_attention(memory *m, const heddle_attention
         t.sinks = new_floats(m, real, a->h);
     if (packed) {
         t.cu_seqlens_q = new_lengths(m, a->b + 1, rows_q);
-        t.cu_seqlens_k = new_lengths(m, a->b + 1, rows_k);
+        t.cu_seqlens_k = f & HEDDLE_PAGES ? NULL : new_lengths(m, a->b + 1, rows_k);
+    }
+    if (f & HEDDLE_PAGES) {
+        const int64_t row = a->table ? a->table : (a->sk + a->page - 1) / a->page;
+        t.block_table = new_lengths(m, a->b * row, a->pages);
     }
     if (f & HEDDLE_SEQLENS) {
         t.seqlens_q = left_out & 1 ? NULL : new_lengths(m, a->b, a->sq);
@@ -322,15 +347,17 @@ static void data_of_gradients(memory *m, const heddle_attention *a, heddle_atten
         t->dsinks = new_block(m, (size_t)a->h * heddle_dtype_size(real));
 }
 
-/* What both passes need, or that they are refused alike. */
+/* What both passes need, or that they are refused alike; of keys in pages backward is, always. */
 static int plans(const heddle_attention *a, size_t need[2]) {
     char why[256], name[128];
     const heddle_status status = heddle_attention_supported(a, why, sizeof why);
+    const int paged = (a->features & HEDDLE_PAGES) != 0;
     for (int pass = 0; pass < 2; pass++) {
-        need[pass] = SIZE_MAX;
-        MUST((heddle_attention_workspace(a, (heddle_pass)pass, &need[pass]) == HEDDLE_OK) == (status == HEDDLE_OK));
-        MUST((heddle_attention_kernel(a, (heddle_pass)pass, name, sizeof name) == HEDDLE_OK) == (status == HEDDLE_OK));
-        MUST(status != HEDDLE_OK || need[pass] < INT64_MAX);
+        const int taken = status == HEDDLE_OK && !(pass && paged);
+        need[pass] = pass && paged ? 0 : SIZE_MAX;
+        MUST((heddle_attention_workspace(a, (heddle_pass)pass, &need[pass]) == HEDDLE_OK) == taken);
+        MUST((heddle_attention_kernel(a, (heddle_pass)pass, name, sizeof name) == HEDDLE_OK) == taken);
+        MUST(!taken || need[pass] < INT64_MAX);
     }
     MUST((status == HEDDLE_OK) == (*why == 0));
     return status == HEDDLE_OK;
@@ -346,9 +373,11 @@ static void fuzz_attention(bytes *b) {
     heddle_attention_data t = data_of_attention(&m, &a);
     void *space = new_block(&m, need[0]);
     MUST(heddle_attention_forward(&a, &t, space, need[0], NULL) == HEDDLE_OK);
-    data_of_gradients(&m, &a, &t);
-    space = new_block(&m, need[1]);
-    MUST(heddle_attention_backward(&a, &t, space, need[1], NULL) == HEDDLE_OK);
+    if (!(a.features & HEDDLE_PAGES)) {
+        data_of_gradients(&m, &a, &t);
+        space = new_block(&m, need[1]);
+        MUST(heddle_attention_backward(&a, &t, space, need[1], NULL) == HEDDLE_OK);
+    }
     free_blocks(&m);
 }
 
