@@ -61,6 +61,7 @@ NAV = {
         "Python": "docs/python.md",
         "The API in Python": "docs/python-api.md",
         "Many processes": "docs/parallel.md",
+        "Keys in pages": "docs/serving.md",
         "Compatibility": "docs/compatibility.md",
         "Limits": "docs/limits.md",
     },
