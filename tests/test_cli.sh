@@ -58,6 +58,14 @@ int32() {
     for x; do little "$x"; printf '\x00\x00'; done
 }
 
+# The same, a row of them.
+table() {
+    npy 1 "{'descr': '<i4', 'fortran_order': False, 'shape': (1, $#), }"
+    for x; do
+        if [ "$x" -lt 0 ]; then printf '\xff\xff\xff\xff'; else little "$x" && printf '\x00\x00'; fi
+    done
+}
+
 touch out err
 
 # -------------------------------------------------------------------------------------------------- information
@@ -156,6 +164,32 @@ refuses "from 0 to the number of rows, 12" $packed --cu-seqlens-q bad.npy --cu-s
 int32 0 7 5 12 >bad.npy
 refuses "less than the 7 before it" $packed --cu-seqlens-q bad.npy --cu-seqlens-k cu.npy --out x.npy
 refuses "come together" $packed --cu-seqlens-q cu.npy --out x.npy
+
+# keys in pages, in order, are the keys themselves; -1 is no page
+works random --shape 1,2,5,16 --seed 1 --out qp.npy
+works random --shape 2,1,16,16 --seed 2 --out kp.npy
+works random --shape 2,1,16,24 --seed 3 --out vp.npy
+works random --shape 1,1,32,16 --seed 2 --out kr.npy
+works random --shape 1,1,32,24 --seed 3 --out vr.npy
+table 0 1 >table.npy
+paged="attention --q qp.npy --k kp.npy --v vp.npy"
+works $paged --block-table table.npy --mask causal-bottom-right --out o.npy
+works attention --q qp.npy --k kr.npy --v vr.npy --mask causal-bottom-right --out o2.npy
+[ "$(shape o.npy)" = "(1, 2, 5, 24)" ] && cmp -s o.npy o2.npy || wrong "pages in order differ from the keys"
+table -1 1 >hidden.npy
+works $paged --block-table hidden.npy --out o2.npy
+cmp -s o.npy o2.npy && wrong "a page that is none makes no difference"
+works random --shape 4,2,16 --seed 4 --out pq.npy
+int32 0 4 >one.npy
+works attention --q pq.npy --k kp.npy --v vp.npy --cu-seqlens-q one.npy --block-table table.npy --out o.npy
+[ "$(shape o.npy)" = "(4, 2, 24)" ] || wrong "shape of packed queries"
+refuses "keys are not packed" $paged --block-table table.npy --cu-seqlens-k one.npy --out x.npy
+refuses "with --block-table q is [b, h, sq, d]" attention --q pq.npy --k kp.npy --v vp.npy --block-table table.npy --out x.npy
+works random --shape 2,1,8,16 --out k8.npy
+refuses "page = 8 is not 16" attention --q qp.npy --k k8.npy --v k8.npy --block-table table.npy --out x.npy
+refuses "[pages, hk, page, dv] = [1, 1, 32, 16] is expected" attention --q qp.npy --k kr.npy --v kp.npy --block-table table.npy --out x.npy
+works random --shape 1,2,5,24 --out dop.npy
+refuses "HEDDLE_PAGES has no backward" $paged --block-table table.npy --dout dop.npy --dq x.npy
 
 # the result has the type of the input
 for type in f16 f64; do

@@ -93,10 +93,16 @@ bool file_job_choose_dtype(file_job *w, int main) {
     return true;
 }
 
+/* How many dimensions the main array lacks, which the others of batches then lack, too. */
+static int left_out(const file_job *w, const char *letters, int main) {
+    const bool batches = !w->j.linear && !(w->j.a.features & (HEDDLE_VARLEN | HEDDLE_PAGES));
+    return batches && letters[0] == 'b' && letters[1] ? 4 - w->file[main].rank : 0;
+}
+
 int file_job_shape(const file_job *w, int f, int main, int64_t shape[NPY_MAX_RANK]) {
     const npy_array *first = &w->file[main];
     const char *letters = field_shape(&w->j, f);
-    int rank = 0, dropped = letters[0] == 'b' && letters[1] ? 4 - first->rank : 0;
+    int rank = 0, dropped = left_out(w, letters, main);
     if (!w->j.linear && (f == BIAS || f == DBIAS) && w->file[BIAS].data) { /* any shape that broadcasts */
         memcpy(shape, w->file[BIAS].shape, sizeof w->file[BIAS].shape);
         return w->file[BIAS].rank;
@@ -115,7 +121,7 @@ int file_job_shape(const file_job *w, int f, int main, int64_t shape[NPY_MAX_RAN
 static void letters_text(const file_job *w, int f, int main, char *text, size_t n) {
     const char *letters = field_shape(&w->j, f);
     size_t used = (size_t)snprintf(text, n, "[");
-    int skip = !w->j.linear && letters[0] == 'b' && letters[1] ? 4 - w->file[main].rank : 0;
+    int skip = left_out(w, letters, main);
     for (const char *c = letters + skip; *c && used < n; c++) {
         const char *name = w->j.linear ? (*c == 'm' ? "..." : NULL)
                            : *c == 'g' ? "hk"
