@@ -5,6 +5,7 @@
 
 #define MASK_THREADS 256
 #define MOST_ROWS 192 /* of queries in a tile */
+#define MOST_READS 6  /* of 16 keys, of a thread */
 
 /* Bit e: byte e of 16 is not 0. */
 INLINE uint32_t bits_of(uint4 x) {
@@ -16,14 +17,17 @@ INLINE uint32_t bits_of(uint4 x) {
     return bits;
 }
 
-/* Of 16 keys from j on, of which `count` are there. */
-INLINE uint32_t read_bits(const uint8_t *from, int count, bool aligned) {
+/* 16 keys, of which `count` are there; of what is not there zeros. */
+INLINE uint4 read_keys(const uint8_t *from, int count, bool aligned) {
+    if (count <= 0)
+        return make_uint4(0, 0, 0, 0);
     if (aligned && count >= 16)
-        return bits_of(*(const uint4 *)from);
-    uint32_t bits = 0;
-    for (int e = 0; e < min(count, 16); e++)
-        bits |= (uint32_t)(from[e] != 0) << e;
-    return bits;
+        return *(const uint4 *)from;
+    uint32_t w[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int e = 0; e < 16; e++)
+        w[e / 4] |= e < count ? (uint32_t)(from[e] != 0) << e % 4 * 8 : 0;
+    return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
 /* The word of 32 queries of this lane's key, from those of 32 keys of this lane's query. */
@@ -45,18 +49,38 @@ template <bool KEYS> INLINE void map_tile(const attention_params &p, const mask_
     const unsigned map = id / (unsigned)(m.tiles_across * m.tiles_down), heads = m.of_h ? (unsigned)p.a.h : 1;
     const int i0 = (int)(KEYS ? across : down) * (KEYS ? m.columns : m.rows);
     const int j0 = (int)(KEYS ? down : across) * (KEYS ? m.rows : m.columns);
-    const bool alike = p.a.bool_mask_stride.s == 0; /* all queries */
-    const int chunks = (KEYS ? m.rows : m.columns) / 16, rows = alike ? 1 : KEYS ? m.columns : m.rows;
+    const bool alike = p.a.bool_mask_stride.s == 0;                                  /* all queries */
+    const int shift = (KEYS ? m.rows : m.columns) > 64 ? 3 : 2, chunks = 1 << shift; /* of 16 keys: 64 or 128 */
+    const int rows = alike ? 1 : KEYS ? m.columns : m.rows;
     const int there = alike ? 1 : min(rows, (int)p.a.sq - i0), keys = (int)p.a.sk - j0;
     const uint8_t *from = p.t.bool_mask + row_at(p.a.bool_mask_stride, map / heads, map % heads, i0) + j0;
     const bool aligned = ((size_t)from | (size_t)p.a.bool_mask_stride.s) % 16 == 0;
     bool any = false, all = true;
-    for (int x = threadIdx.x; x < rows * chunks; x += MASK_THREADS) {
-        const int row = x / chunks, chunk = x % chunks, count = row < there ? keys - chunk * 16 : 0;
-        const uint32_t bits = read_bits(from + row * p.a.bool_mask_stride.s + chunk * 16, count, aligned);
+    const auto note = [&](int x, uint4 keys_of) {
+        const int row = x >> shift, chunk = x & (chunks - 1), count = row < there ? keys - chunk * 16 : 0;
+        const uint32_t bits = bits_of(keys_of);
         any |= bits != 0;
         all &= (bits | (count >= 16 ? 0 : count <= 0 ? 0xffffu : 0xffffu << count)) % 65536 == 0xffff;
         ((uint16_t *)words[row])[chunk] = (uint16_t)bits;
+    };
+    if (aligned && keys >= chunks * 16 && rows * chunks >= MASK_THREADS) {
+        uint4 keys_of[MOST_READS]; /* all are asked for before one is waited for */
+#pragma unroll
+        for (int z = 0; z < MOST_READS; z++) {
+            const int row = (int)threadIdx.x + z * MASK_THREADS >> shift, chunk = (int)threadIdx.x & (chunks - 1);
+            keys_of[z] = row < there ? *(const uint4 *)(from + row * p.a.bool_mask_stride.s + chunk * 16)
+                                     : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int z = 0; z < MOST_READS; z++)
+            if (z * MASK_THREADS < rows * chunks)
+                note((int)threadIdx.x + z * MASK_THREADS, keys_of[z]);
+    } else {
+        for (int x = threadIdx.x; x < rows * chunks; x += MASK_THREADS) {
+            const int row = x >> shift, chunk = x & (chunks - 1);
+            note(x, read_keys(from + row * p.a.bool_mask_stride.s + chunk * 16, row < there ? keys - chunk * 16 : 0,
+                              aligned));
+        }
     }
     any = __syncthreads_or(any);
     all = __syncthreads_and(all);
@@ -66,9 +90,10 @@ template <bool KEYS> INLINE void map_tile(const attention_params &p, const mask_
         return;
     uint32_t *const to = m.bits + (int64_t)map * m.lines * m.words;
     if (!KEYS) {
-        for (int x = threadIdx.x; x < there * chunks / 2; x += MASK_THREADS)
-            to[(int64_t)(i0 + x / (chunks / 2)) * m.line_step + j0 / 32 + x % (chunks / 2)] =
-                words[x / (chunks / 2)][x % (chunks / 2)];
+        for (int x = threadIdx.x; x < there * chunks / 2; x += MASK_THREADS) {
+            const int row = x >> (shift - 1), word = x & (chunks / 2 - 1);
+            to[(int64_t)(i0 + row) * m.line_step + j0 / 32 + word] = words[row][word];
+        }
         return;
     }
     const int lane = threadIdx.x % 32, across_words = alike ? 4 : rows / 32;
@@ -102,5 +127,6 @@ INLINE void attention_mask(const attention_params &p) {
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \
+        let_next_grid_start();                                                                                         \
         attention_mask(all.p);                                                                                         \
     }
