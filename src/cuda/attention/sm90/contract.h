@@ -18,7 +18,7 @@ CONTRACT int sm90_columns(int dim) {
 /* The barriers of each kind of the forward, the most slots that one may have; bytes of what is told of a tile of queries. */
 #define SM90_FORWARD_BARRIERS 7
 #define SM90_MOST_STAGES 4
-#define SM90_JOB_BYTES 64
+#define SM90_JOB_BYTES 80
 
 /* Tiles of K, and of V, that are there or on their way. */
 CONTRACT int sm90_forward_stages(int dim) {

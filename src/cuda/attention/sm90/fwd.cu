@@ -5,15 +5,10 @@
  * the tiles of K and V, two warps clean those tiles of V that a mask cuts, and GROUPS warpgroups of 64 queries each compute:
  * while the tensor cores add P·V of one tile, the softmax of the next one is on its way, and the warpgroups take turns in
  * giving the tensor cores work. The first scores of a tile of queries are formed while o of the one before is stored. The fourth
- * warp sees to the tiles that see no keys. */
+ * warp sees to the tiles that see no keys, and with a mask it sends for V. */
 #include "cuda/attention/sm90/fwd_fetch.cuh"
 
 /* ------------------------------------------------------------------------------------------------------ arithmetic */
-
-INLINE void release(uint32_t barrier) {
-    if (threadIdx.x % 32 == 0)
-        mbarrier_arrive(barrier);
-}
 
 /* The turns of the warpgroups to issue products. */
 template <int GROUPS> INLINE void take_turn(int group) {
@@ -102,9 +97,9 @@ INLINE void receive_marks(const forward_span &w, const option_view &v, int group
 
 /* What dropout keeps of the n-th tile of keys, as the warps have made it that make it ahead; once for each tile. */
 template <typename layout> INLINE kept_pair take_kept(const option_view &v, int group, uint32_t smem, unsigned n) {
-    const unsigned slot = slot_of<KEPT_SLOTS>(n);
+    const unsigned slot = slot_of<FORWARD_KEPT_SLOTS>(n);
     const char *from = (const char *)v.steps + (layout::kept - layout::steps) + slot * layout::kept_bytes;
-    mbarrier_wait(smem + layout::kept_full + slot * 8, turn_of<KEPT_SLOTS>(n));
+    mbarrier_wait(smem + layout::kept_full + slot * 8, turn_of<FORWARD_KEPT_SLOTS>(n));
     const kept_pair kept = take_kept_rows<layout::rows, 128>(from, group * 64);
     mbarrier_arrive(smem + layout::kept_empty + slot * 8);
     return kept;
@@ -141,10 +136,8 @@ INLINE void receive_scores(const forward_span &w, const option_view &v, int grou
         apply_all<T, BLOCK, CUT, FULL, layout>(v, group, step, w.sk, smem, n, s);
     if (CUT && has_bits<FULL>(step))
         apply_bits<BLOCK>(read.bits, -CUDART_INF_F, s);
-    if (CUT && (j0 + BLOCK > w.end || j0 + BLOCK - 1 > group * 64 + w.hi))
-        mask_above<BLOCK>(w.hi, w.sk, group * 64, j0, s);
-    if (CUT && j0 < group * 64 + 63 + w.lo)
-        mask_below<BLOCK>(w.lo, group * 64, j0, s);
+    if (CUT && (j0 + BLOCK > w.end || j0 + BLOCK - 1 > group * 64 + w.hi || j0 < group * 64 + 63 + w.lo))
+        mask_band<BLOCK>(w, group * 64, j0, s);
 }
 
 /* A tile of keys that this warpgroup passes by, and its bias. */
@@ -159,8 +152,8 @@ INLINE void pass_by_keys(const attention_params &p, uint32_t smem, int group, un
         mbarrier_arrive(smem + layout::bias_empty + group * 8);
     }
     if (makes_ahead<FULL>()) {
-        mbarrier_wait(smem + layout::kept_full + slot_of<KEPT_SLOTS>(n) * 8, turn_of<KEPT_SLOTS>(n));
-        mbarrier_arrive(smem + layout::kept_empty + slot_of<KEPT_SLOTS>(n) * 8);
+        mbarrier_wait(smem + layout::kept_full + slot_of<FORWARD_KEPT_SLOTS>(n) * 8, turn_of<FORWARD_KEPT_SLOTS>(n));
+        mbarrier_arrive(smem + layout::kept_empty + slot_of<FORWARD_KEPT_SLOTS>(n) * 8);
     }
 }
 template <int D, int GROUPS, int BLOCK> INLINE void pass_by_values(uint32_t smem, int group, unsigned n) {
@@ -207,17 +200,14 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
         issue_sums<T, D, BLOCK, layout>(smem, n, a, o);
     pass_turn<GROUPS>(group);
     kept_bits<BLOCK> kept;
-    kept_pair ahead;
-    if (makes_ahead<FULL>())
-        ahead = take_kept<layout>(v, group, smem, n + 1);
-    else if (FULL)
+    if (FULL && !makes_ahead<FULL>())
         kept = keep_queries<BLOCK, FULL>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64,
                                          j0 & ~STEP_FLAGS);
     wgmma_wait<1>();
     receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, s);
     const bool grows = online_softmax<BLOCK>(&k->rows, c, s, shrink);
-    if (makes_ahead<FULL>())
-        drop_rows<BLOCK>(ahead, s);
+    if (makes_ahead<FULL>()) /* as late as they are needed */
+        drop_rows<BLOCK>(take_kept<layout>(v, group, smem, n + 1), s);
     else if (has_dropout<FULL>(*v.p))
         drop_elements(kept, 1.0f, s);
     pin_all<BLOCK / 8>(s); /* or the exponentials would be left for after the wait */
@@ -374,14 +364,10 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
         if (QS > 1)
             barrier_sync(1 + GROUPS + group, WARPGROUP); /* the other warps, too, have done with Q */
         store_rows<T, D, layout::rows, FULL, ADDS>(p, jobs[slot_of<2>(nq)].t, k.rows, o,
-                                                   smem + slot_of<QS>(nq) * layout::q_bytes);
+                                                   smem + slot_of<QS>(nq) * layout::q_bytes,
+                                                   barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
         if (g.skips)
             pass_by_values<D, GROUPS, BLOCK>(smem, group, n + 1);
-        if (QS > 1) {
-            fence_async();
-            __syncwarp();
-            release(barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
-        }
         hold_until(k.rows.sum[0]); /* what is stored is to overlap with the product */
         wgmma_wait<0>();
         pin_all<BLOCK / 8>(s);
@@ -402,16 +388,20 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
     if (threadIdx.x == 0) {
         for (int x = 0; x < SM90_MOST_STAGES * 8; x += 8) {
             mbarrier_init(barriers + Q_FULL + x, 1);
-            mbarrier_init(barriers + Q_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
+            mbarrier_init(barriers + Q_EMPTY + x, GROUPS * 4 + CLEANERS / 32 + sends_apart<FULL>());
             mbarrier_init(barriers + K_FULL + x, 1);
-            mbarrier_init(barriers + K_EMPTY + x, GROUPS * 4);
+            mbarrier_init(barriers + K_EMPTY + x, GROUPS * 4 + sends_apart<FULL>());
             mbarrier_init(barriers + V_FULL + x, 1);
             mbarrier_init(barriers + V_CLEAN + x, CLEANERS / 32);
             mbarrier_init(barriers + V_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
         }
         for (int x = 0; FULL && x < GROUPS * 8; x += 8) {
-            mbarrier_init(smem + layout::bias_full + x, makes_ahead<FULL>() ? WARPGROUP : 1);
-            mbarrier_init(smem + layout::bias_empty + x, makes_ahead<FULL>() ? GROUPS * WARPGROUP : WARPGROUP);
+            mbarrier_init(smem + layout::bias_full + x, 1);
+            mbarrier_init(smem + layout::bias_empty + x, WARPGROUP);
+        }
+        for (int x = 0; makes_ahead<FULL>() && x < FORWARD_KEPT_SLOTS * 8; x += 8) {
+            mbarrier_init(smem + layout::kept_full + x, WARPGROUP);
+            mbarrier_init(smem + layout::kept_empty + x, GROUPS * WARPGROUP);
         }
         mbarrier_init_fence();
     }
@@ -423,7 +413,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
         if (threadIdx.x == 0)
             produce<T, D, GROUPS, BLOCK, FULL>(all, smem, barriers, jobs);
         else if (warp == 1)
-            store_nothing<T, D, layout::rows, ADDS>(all.p);
+            produce_values<T, D, GROUPS, BLOCK, FULL, ADDS>(all, smem, barriers, jobs);
         else if (warp >= 2)
             clean<T, D, GROUPS, BLOCK, FULL>(all.p, smem, barriers, bad, jobs);
     } else if (makes_ahead<FULL>() && warp / 4 > GROUPS) {

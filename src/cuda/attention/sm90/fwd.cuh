@@ -7,6 +7,9 @@
 #include "cuda/attention/sm90/kept.cuh"
 
 #define CLEANERS 64
+/* Tiles of keys whose bits of dropout are there or being made: as many that the warpgroups do not wait for them at once, and then compute
+ * at once. */
+#define FORWARD_KEPT_SLOTS 4
 
 template <int D, int GROUPS, int BLOCK> struct forward90 {
     static constexpr int rows = GROUPS * 64;
@@ -27,10 +30,11 @@ template <int D, int GROUPS, int BLOCK> struct forward90 {
     static constexpr int bias_full = steps + STEPS * 4 + sizeof(dropout_state), bias_empty = bias_full + GROUPS * 8;
     static constexpr int bias = (options + SM90_FORWARD_OPTIONS + 1023) / 1024 * 1024;
     static constexpr int bias_bytes = BLOCK / 64 * SM90_BIAS_BOX; /* of a warpgroup */
-    /* dropout alone: the bits of tiles in its place, and two of these barriers each */
-    static constexpr int kept = bias, kept_full = bias_full, kept_empty = bias_empty;
+    /* dropout alone: the bits of tiles in its place, and two barriers each */
     static constexpr int kept_bytes = kept_rows<rows, BLOCK>::bytes;
-    static_assert(GROUPS >= KEPT_SLOTS && KEPT_SLOTS * kept_bytes <= GROUPS * bias_bytes, "they fit");
+    static constexpr int kept = bias, kept_full = kept + FORWARD_KEPT_SLOTS * kept_bytes,
+                         kept_empty = kept_full + FORWARD_KEPT_SLOTS * 8;
+    static_assert(FORWARD_KEPT_SLOTS * (kept_bytes + 16) <= GROUPS * bias_bytes, "they fit");
     static_assert(bias_empty + GROUPS * 8 - options <= SM90_FORWARD_OPTIONS, "as the plan counts");
     static_assert(1024 + bias + GROUPS * bias_bytes == sm90_forward_full_bytes(D, rows, BLOCK), "as the plan counts");
 };
@@ -58,10 +62,12 @@ struct forward_target {
     int64_t o, lse;
     int x, rows, all_rows; /* head */
 };
-/* What the thread that sends tells the others of a tile, through shared memory. */
+/* What the thread that sends tells the others of a tile, through shared memory. first_k, head_k, n: where its keys are, as the tensor maps
+ * count. */
 struct forward_job {
     forward_target t;
     forward_span s;
+    int first_k, head_k, n;
 };
 /* A tile of queries. */
 struct forward_work {
@@ -77,24 +83,30 @@ INLINE unsigned count_pairs(const attention_params &p) {
     return sm90_forward_pairs((unsigned)(p.a.h * p.a.b), (unsigned)p.tiles_q);
 }
 
-/* id = unit·tiles + tile of the first or the second of a pair; false: there is none. */
-INLINE bool tile_of_pair(const attention_params &p, unsigned pair, unsigned second, unsigned *id) {
+/* Which tile of which unit. */
+struct forward_tile {
+    unsigned unit, tile;
+};
+
+/* The first or the second of a pair; false: there is none. */
+INLINE bool tile_of_pair(const attention_params &p, unsigned pair, unsigned second, forward_tile *at) {
     const unsigned units = (unsigned)(p.a.h * p.a.b), tiles = (unsigned)p.tiles_q;
     const unsigned section = pair / (8 * tiles), j = pair - section * 8 * tiles;
     const unsigned count = min(16u, units - section * 16), half = tiles / 2;
-    unsigned unit = j % count, tile = second ? j / count : tiles - 1 - j / count;
+    const unsigned down = j / count;
+    unsigned unit = j - down * count, tile = second ? down : tiles - 1 - down;
     if (j >= count * half) {
         unit = 2 * (j - count * half) + second;
         tile = half;
         if (unit >= count)
             return false;
     }
-    *id = (section * 16 + unit) * tiles + tile;
+    *at = {section * 16 + unit, tile};
     return true;
 }
 
 /* Of one step of this block. */
-INLINE bool tile_of_step(const attention_params &p, unsigned step, unsigned *id) {
+INLINE bool tile_of_step(const attention_params &p, unsigned step, forward_tile *of) {
     const unsigned pairs = count_pairs(p), grid = gridDim.x;
     unsigned pair = step / 2 * grid + blockIdx.x, second = step % 2;
     if (step / 2 * grid + grid > pairs) {
@@ -104,16 +116,23 @@ INLINE bool tile_of_step(const attention_params &p, unsigned step, unsigned *id)
         second = at >= left;
         pair = pairs - left + at - second * left;
     }
-    return tile_of_pair(p, pair, second, id);
+    return tile_of_pair(p, pair, second, of);
 }
 
-/* False: the tile has no rows. */
-template <int ROWS> INLINE bool find_work(const attention_params &p, unsigned id, forward_work *w) {
-    const unsigned h = (unsigned)p.a.h, unit = id / (unsigned)p.tiles_q;
-    w->x = (int)(unit % h);
-    w->c = find_place(p, unit / h);
+/* Has each sequence a length of its own? Else all lie alike. */
+INLINE bool has_lengths(const attention_params &p) {
+    return (p.a.features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) != 0;
+}
+
+/* False: the tile has no rows. w->c is that of some sequence already. */
+template <int ROWS> INLINE bool find_work(const attention_params &p, const forward_tile &at, forward_work *w) {
+    const unsigned h = (unsigned)p.a.h, n = at.unit / h;
+    w->x = (int)(at.unit - n * h);
+    if (has_lengths(p))
+        w->c = find_place(p, n);
+    w->c.n = n;
     w->n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w->c.n;
-    const int row0 = (int)(id - unit * (unsigned)p.tiles_q) * ROWS, i1 = min(w->c.sq, row0 + ROWS);
+    const int row0 = (int)at.tile * ROWS, i1 = min(w->c.sq, row0 + ROWS);
     w->row0 = row0;
     w->s = {0, 0, row0 + w->c.lo, row0 + w->c.hi, w->c.sk, i1 - 1 - row0};
     if (row0 < i1) {
@@ -131,10 +150,10 @@ INLINE forward_target target_of(const attention_params &p, const forward_work &w
 /* This block's next tile that has rows. */
 template <int ROWS> INLINE bool next_work(const attention_params &p, unsigned *step, forward_work *w) {
     while (*step / 2 * gridDim.x < count_pairs(p)) {
-        unsigned id;
-        const bool there = tile_of_step(p, *step, &id);
+        forward_tile at;
+        const bool there = tile_of_step(p, *step, &at);
         ++*step;
-        if (there && find_work<ROWS>(p, id, w))
+        if (there && find_work<ROWS>(p, at, w))
             return true;
     }
     return false;
@@ -143,9 +162,10 @@ template <int ROWS> INLINE bool next_work(const attention_params &p, unsigned *s
 /* Where a mask decides what tiles cost: the next that no block has taken, the longest of a causal mask first. */
 template <int ROWS> INLINE bool take_work(const attention_params &p, forward_work *w) {
     const unsigned pairs = count_pairs(p);
-    unsigned id, x;
+    forward_tile at;
+    unsigned x;
     while ((x = atomicAdd(p.seen_by_queries.taken, 1u)) < 2 * pairs)
-        if (tile_of_pair(p, x < pairs ? x : 2 * pairs - 1 - x, x >= pairs, &id) && find_work<ROWS>(p, id, w))
+        if (tile_of_pair(p, x < pairs ? x : 2 * pairs - 1 - x, x >= pairs, &at) && find_work<ROWS>(p, at, w))
             return true;
     return false;
 }
@@ -208,6 +228,28 @@ INLINE int step_of(const attention_params &p, const uint8_t *kinds, const forwar
     return j0 | (bits ? STEP_BITS : 0) | (last ? STEP_LAST : 0) | (cut ? STEP_CUT : 0) | (whole ? STEP_WHOLE : 0);
 }
 
+/* Rows i0 + 0 .. 63 and keys from j0 on: what a row does not see becomes -inf. A bit says whether it is seen; eight bits of a byte become
+ * predicates at once. */
+template <int N> INLINE void mask_band(const forward_span &w, int i0, int j0, float (*s)[4]) {
+    static_assert(N <= 128, "two bytes");
+    const int i = i0 + fragment_row(), column0 = j0 + fragment_column();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int last = min(i + half * 8 + w.hi, w.sk - 1) - column0, first = i + half * 8 + w.lo - column0;
+#pragma unroll
+        for (
+            int e = 0; e < 2;
+            e++) { /* columns 8y + e of this lane: as many from the first as are not behind the last; not seen before */
+            const uint32_t to = (1u << min(max((last - e + 8) >> 3, 0), 16)) - 1,
+                           from = (1u << min(max((first - e + 7) >> 3, 0), 16)) - 1, seen = to & ~from;
+#pragma unroll
+            for (int y = 0; y < N / 8; y++)
+                if (!(seen & 1u << y))
+                    s[y][2 * half + e] = -CUDART_INF_F;
+        }
+    }
+}
+
 /* -------------------------------------------------------------------------------------------------------- softmax */
 
 /* The running softmax of the two rows that a lane has a part of. */
@@ -258,40 +300,62 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
 
 /* ------------------------------------------------------------------------------------------------------- the result */
 
-/* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. ADDS: o may be one that is added to; *keep: as
- * add_row takes it. */
+/* This warp has done with what the barrier is for. */
+INLINE void release(uint32_t barrier) {
+    if (threadIdx.x % 32 == 0)
+        mbarrier_arrive(barrier);
+}
+
+/* What the sums of a row are multiplied with; its log-sum-exp. The sink joins in. ADDS: o may be one that is added to; *keep: as add_row
+ * takes it. */
 template <bool ADDS>
-INLINE float end_query(const attention_params &p, const forward_target &t, int row, float top, float sum, bool writes,
+INLINE float end_query(const attention_params &p, const forward_target &t, int row, float top, float sum, float *lse,
                        float *keep) {
     const float sink = sink_of(p, t.x, row < t.rows);
-    float lse;
     if (row >= t.rows)
         sum = 0.0f;
     const bool far = sum != 0.0f && is_far(top, p.scale_log2, alone_from<bf16>());
     const float base = __fmul_rn(top, p.scale_log2);
-    float shrink = end_row(p, far, p.unit, top, p.scale_log2, base, sink, &sum, &lse);
+    float shrink = end_row(p, far, p.unit, top, p.scale_log2, base, sink, &sum, lse);
     if (ADDS && p.adds && row < t.all_rows) {
-        const row_shares s = join_before(p, t.lse + row, &lse);
+        const row_shares s = join_before(p, t.lse + row, lse);
         shrink *= s.take;
         *keep = s.keep;
     }
-    if (p.t.lse && writes && row < t.all_rows)
-        ((float *)p.t.lse)[t.lse + row] = lse;
     return sum != 0.0f ? __fdividef(shrink, sum) : 0.0f;
 }
 
-/* 16 bytes of each of 16 rows from row0 on, as far as they are there: what `load` gives for row and chunk. */
-template <typename T, int D, typename F>
-INLINE void store_chunks(const attention_params &p, const forward_target &t, int row0, const F &load) {
-    constexpr int CHUNKS = sm90_columns(D) / 8;
-    const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
-    T *to = (T *)p.t.o + t.o + row0 * p.a.o_stride.s + chunk * 8;
+/* Where lse of a row goes; NULL: nowhere. */
+INLINE float *lse_of(const attention_params &p, const forward_target &t, int row) {
+    return p.t.lse && row < t.all_rows ? (float *)p.t.lse + t.lse + row : NULL;
+}
+
+/* Of 16 rows, how many has a lane 16 bytes of? */
+template <int D> INLINE constexpr int chunk_rows(void) {
+    return 16 / (32 / (sm90_columns(D) / 8));
+}
+
+/* Where a lane's 16 bytes of each of 16 rows go: of the first `count` of them, ROWS after the other. */
+template <typename T, int D> struct row_chunks {
+    static constexpr int chunks = sm90_columns(D) / 8, rows = 32 / chunks;
+    T *to;
+    int64_t step;
+    int count;
+};
+
+/* 16 rows from row0 on, as far as they are there. */
+template <typename T, int D>
+INLINE row_chunks<T, D> find_chunks(const attention_params &p, const forward_target &t, int row0) {
+    typedef row_chunks<T, D> r;
+    const int lane = threadIdx.x % 32, row = lane / r::chunks, column = lane % r::chunks * 8;
+    return {(T *)p.t.o + t.o + (row0 + row) * p.a.o_stride.s + column, r::rows * p.a.o_stride.s,
+            column < (int)p.a.dv ? min(t.all_rows - row0, 16) - row : 0};
+}
+template <typename T, int D> INLINE void store_chunks(row_chunks<T, D> r, const uint4 (&x)[chunk_rows<D>()]) {
 #pragma unroll
-    for (int row = lane / CHUNKS; row < 16; row += 32 / CHUNKS) {
-        const uint4 x = load(row, chunk);
-        if (row0 + row < t.all_rows && chunk * 8 < (int)p.a.dv)
-            store_global16(to + row * p.a.o_stride.s, x);
-    }
+    for (int z = 0; z < chunk_rows<D>(); z++, r.to += r.step)
+        if (z * r.rows < r.count)
+            store_global16(r.to, x[z]);
 }
 
 /* From registers: the four lanes of a row swap, so that each has 16 bytes in one place. */
@@ -313,20 +377,39 @@ INLINE void store_directly(const attention_params &p, const forward_target &t, i
         }
 }
 
-/* o = O / sum, and lse. A warp's rows go through shared memory, where its rows of Q were, so that whole rows are written. */
+/* The end of a lane's two rows: what O is multiplied with and, where it is added to, what is there. The lanes of a row have all the same
+ * numbers, so that each works on one of the two: the one of its number that is odd or even, of which it has lse. */
+template <int FULL, bool ADDS>
+INLINE float end_rows(const attention_params &p, const forward_target &t, const softmax_state &state, int row0,
+                      float by[2], float keep[2]) {
+    const int odd = threadIdx.x % 2;
+    const float send = odd ? state.sum[0] : state.sum[1];
+    float sum = odd ? state.sum[1] : state.sum[0], lse, mine_keep = 0.0f;
+    sum += __shfl_xor_sync(ALL_LANES, send, 1);
+    sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+    float mine = end_query<ADDS>(p, t, row0 + odd * 8, odd ? state.max[1] : state.max[0], sum, &lse, &mine_keep);
+    mine *= FULL & WITH_DROPOUT ? p.keep_scale : 1.0f;
+    if ((state.bad >> odd & 1) && mine != 0.0f)
+        mine = CUDART_NAN_F;
+    const float other = __shfl_xor_sync(ALL_LANES, mine, 1);
+    by[0] = odd ? other : mine;
+    by[1] = odd ? mine : other;
+    if (ADDS) {
+        const float other_keep = __shfl_xor_sync(ALL_LANES, mine_keep, 1);
+        keep[0] = odd ? other_keep : mine_keep;
+        keep[1] = odd ? mine_keep : other_keep;
+    }
+    return lse;
+}
+
+/* o = O / sum, and lse. A warp's rows go through shared memory, where its rows of Q were, so that whole rows are written; q_empty: says
+ * that Q is free, and t another's. It is said before the stores to memory: the fence would wait for them. */
 template <typename T, int D, int ROWS, int FULL, bool ADDS>
 INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state, float (*o)[4],
-                       uint32_t staging) {
+                       uint32_t staging, uint32_t q_empty) {
     const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
     float by[2], keep[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        by[half] = end_query<ADDS>(p, t, row0 + half * 8 + lane / 4, state.max[half], quad_sum(state.sum[half]),
-                                   lane % 4 == 0, &keep[half]);
-        by[half] *= FULL & WITH_DROPOUT ? p.keep_scale : 1.0f;
-        if (state.bad >> half & 1 && by[half] != 0.0f)
-            by[half] = CUDART_NAN_F;
-    }
+    const float lse = end_rows<FULL, ADDS>(p, t, state, row0 + lane / 4, by, keep);
     if (__any_sync(ALL_LANES, by[0] == 0.0f || by[1] == 0.0f)) /* what was summed there may be anything */
 #pragma unroll
         for (int y = 0; y < D / 8; y++)
@@ -338,6 +421,9 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
 #pragma unroll
         for (int e = 0; e < 4; e++)
             o[y][e] *= by[e / 2];
+    float *const lse_to = lane % 4 < 2 ? lse_of(p, t, row0 + lane / 4 + lane % 2 * 8) : NULL;
+    if ((D > 128 || (ADDS && p.adds)) && lse_to)
+        *lse_to = lse;
     if (ADDS && p.adds) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -345,12 +431,17 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
             if (row < t.all_rows)
                 add_row<D, true>((float *)p.t.o + t.o + row * p.a.o_stride.s, o, half, (int)p.a.dv, 1.0f, keep[half]);
         }
+        __syncwarp();
+        if (D <= 128)
+            release(q_empty);
         return;
     }
     if (D > 128) {
         store_directly<T, D>(p, t, row0 + lane / 4, o);
         return;
     }
+    typedef row_chunks<T, D> chunks;
+    const chunks to = find_chunks<T, D>(p, t, row0);
     staging += row0 * 128;
 #pragma unroll
     for (int s = 0; s < D / 16; s++) {
@@ -361,32 +452,44 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
                   a[0]);
     }
     __syncwarp();
-    store_chunks<T, D>(p, t, row0, [=](int row, int chunk) {
-        return load_shared16(staging + chunk / 8 * tile90<D, ROWS>::strip + row * 128 + ((chunk ^ row) & 7) * 16);
-    });
+    uint4 x[chunk_rows<D>()];
+#pragma unroll
+    for (int z = 0; z < chunk_rows<D>(); z++) {
+        const int row = lane / chunks::chunks + z * chunks::rows, chunk = lane % chunks::chunks;
+        x[z] = load_shared16(staging + chunk / 8 * tile90<D, ROWS>::strip + row * 128 + ((chunk ^ row) & 7) * 16);
+    }
+    fence_async();
+    __syncwarp();
+    release(q_empty);
+    if (lse_to)
+        *lse_to = lse;
+    store_chunks<T, D>(to, x);
 }
 
-/* One warp: the tiles that see no key at all. */
-template <typename T, int D, int ROWS, bool ADDS> INLINE void store_nothing(const attention_params &p) {
-    unsigned step = 0;
-    forward_work w;
-    while (next_work<ROWS>(p, &step, &w)) {
-        if (w.s.begin < w.s.end)
+/* One warp: a tile that sees no key at all. */
+template <typename T, int D, int ROWS, bool ADDS>
+INLINE void store_nothing(const attention_params &p, const forward_work &w) {
+    const forward_target t = target_of(p, w);
+    for (int row0 = 0; row0 < ROWS; row0 += 16) {
+        const int row = row0 + (int)threadIdx.x % 32;
+        float keep = 0.0f, lse, *const lse_to = threadIdx.x % 32 < 16 ? lse_of(p, t, row) : NULL;
+        end_query<ADDS>(p, t, row, -CUDART_INF_F, 0.0f, &lse, &keep);
+        if (lse_to)
+            *lse_to = lse;
+        if (ADDS && p.adds) {
+            if (threadIdx.x % 32 < 16 && keep < 0.0f) /* nor was there anything before */
+                for (int e = 0; e < p.a.dv; e++)
+                    ((float *)p.t.o)[t.o + row * p.a.o_stride.s + e] = 0.0f;
             continue;
-        const forward_target t = target_of(p, w);
-        for (int row0 = 0; row0 < ROWS; row0 += 16) {
-            const int row = row0 + (int)threadIdx.x % 32;
-            float keep = 0.0f;
-            end_query<ADDS>(p, t, row, -CUDART_INF_F, 0.0f, threadIdx.x % 32 < 16, &keep);
-            if (ADDS && p.adds) {
-                if (threadIdx.x % 32 < 16 && keep < 0.0f) /* nor was there anything before */
-                    for (int e = 0; e < p.a.dv; e++)
-                        ((float *)p.t.o)[t.o + row * p.a.o_stride.s + e] = 0.0f;
-                continue;
-            }
-            store_chunks<T, D>(p, t, row0, [](int, int) { return make_uint4(0, 0, 0, 0); });
         }
+        const uint4 nothing[chunk_rows<D>()] = {};
+        store_chunks<T, D>(find_chunks<T, D>(p, t, row0), nothing);
     }
+}
+
+/* May there be such tiles? The first row sees a key if any does, and so does the last. */
+INLINE bool may_see_nothing(const attention_params &p, const place &c) {
+    return has_lengths(p) || c.hi < 0 || c.lo >= c.sk - c.sq + 1 || !c.sk;
 }
 
 #endif

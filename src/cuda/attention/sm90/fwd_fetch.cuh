@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Of the forward for Hopper: the thread that sends for everything, and the warps that clean tiles of V. */
+ * Of the forward for Hopper: the threads that send for everything, and the warps that clean tiles of V. */
 #ifndef HEDDLE_CUDA_ATTENTION_FWD_FETCH_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_FWD_FETCH_SM90_CUH
 
@@ -11,6 +11,12 @@ template <typename layout> INLINE query_options *options_in(const forward_job *j
 }
 template <typename layout> INLINE int *steps_in(const forward_job *jobs) {
     return (int *)((char *)jobs + (layout::steps - layout::jobs));
+}
+
+/* Does a warp of its own send for V? With a mask it takes the thread that sends for K some time to find the next tile. By one thread, V of the
+ * last tile of keys would wait for K of the next tile of queries; else it costs more than it gives. */
+template <int FULL> INLINE constexpr bool sends_apart(void) {
+    return (FULL & WITH_MASK) != 0;
 }
 
 /* ------------------------------------------------------------------------------------------------ loads, cleaning */
@@ -40,7 +46,7 @@ INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w
         mbarrier_arrive(full);
         return;
     }
-    jobs[slot_of<2>(n)] = {target_of(all.p, *w), w->s};
+    jobs[slot_of<2>(n)] = {target_of(all.p, *w), w->s, (int)w->c.first_k, w->x / all.p.group, w->n};
     if (FULL)
         options_in<layout>(jobs)[slot_of<2>(n)] = find_options(all.p, w->c, w->x, w->row0, sizeof(T));
     mbarrier_expect(full, layout::q_bytes);
@@ -66,20 +72,30 @@ INLINE void load_bias(const attention_params_sm90 &all, const forward_work &w, i
     }
 }
 
-/* One thread sends for everything, in the order in which it is used. */
+/* One thread sends for Q, K and a bias, in the order in which they are used; where no other warp does it, for V, too. */
 template <typename T, int D, int GROUPS, int BLOCK, int FULL>
 INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t barriers, forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const attention_params &p = all.p;
     unsigned step = 0, nq = 0, n = 0;
     forward_work w;
+    w.c = find_place(p, 0);
     int v_row = 0, v_head = 0, v_batch = 0; /* V follows K of the next step, be that of the next tile */
+    bool owes = false, alone = false;       /* V is still to be sent for; of a tile of queries with one of keys */
+    const auto load_values = [&]() {
+        if (owes)
+            load_keys<D, BLOCK, layout>(smem + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
+                                        v_batch, n - 1);
+        owes = false;
+    };
     const bool takes = (FULL & WITH_MASK) && p.seen_by_queries.taken;
     while (takes ? take_work<layout::rows>(p, &w) : next_work<layout::rows>(p, &step, &w)) {
         if (w.s.begin == w.s.end)
             continue;
         if (FULL)
             w.s.begin = w.s.begin / BLOCK * BLOCK; /* as tiles of the mask */
+        if (alone)                                 /* or it would wait for o of the tile before */
+            load_values();
         if (layout::q_stages > 1)
             load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, smem, jobs, nq);
         const int head = w.x / p.group;
@@ -99,32 +115,72 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
                 steps_in<layout>(jobs)[n % STEPS] = step_of<BLOCK, FULL>(p, kinds, w.s, j0, next);
             load_keys<D, BLOCK, layout>(smem + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head, w.n,
                                         n);
-            if (n)
-                load_keys<D, BLOCK, layout>(smem + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row,
-                                            v_head, v_batch, n - 1);
+            if (!sends_apart<FULL>()) {
+                load_values();
+                v_row = row;
+                v_head = head;
+                v_batch = w.n;
+                owes = true;
+                alone = j0 == last;
+            }
             if (layout::q_stages == 1 && j0 == last) /* waits for the last scores of the tile before */
                 load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, smem, jobs, nq);
             if (has_boxes<FULL>(p))
                 load_bias<GROUPS, BLOCK, layout>(all, w, j0, next, smem, n);
-            v_row = row;
-            v_head = head;
-            v_batch = w.n;
         }
         nq++;
     }
-    if (n)
-        load_keys<D, BLOCK, layout>(smem + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
-                                    v_batch, n - 1);
+    load_values();
     load_queries<T, D, GROUPS, BLOCK, FULL>(all, NULL, smem, jobs, nq);
+}
+
+/* A warp: V, where another than that of K sends for it: as soon as it is told which tile comes, which is when K is there. Between tiles of
+ * queries, those that see no key at all. */
+template <typename T, int D, int GROUPS, int BLOCK, int FULL, bool ADDS>
+INLINE void produce_values(const attention_params_sm90 &all, uint32_t smem, uint32_t barriers,
+                           const forward_job *jobs) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    constexpr int QS = layout::q_stages, STAGES = layout::stages;
+    unsigned n = 0, nq = 0, step = 0;
+    forward_work w;
+    w.c = find_place(all.p, 0);
+    bool sends = sends_apart<FULL>(), stores = may_see_nothing(all.p, w.c);
+    while (sends || stores) {
+        if (sends) {
+            mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq) * 8, turn_of<QS>(nq));
+            const forward_job job = jobs[slot_of<2>(nq)];
+            __syncwarp();
+            sends = job.s.end != 0;
+            if (sends && threadIdx.x % 32 == 0) {
+                mbarrier_arrive(barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
+                for (int told = 0; !(told & STEP_LAST); n++) {
+                    mbarrier_wait(barriers + K_FULL + slot_of<STAGES>(n) * 8, turn_of<STAGES>(n));
+                    told = steps_in<layout>(jobs)[n % STEPS];
+                    mbarrier_arrive(barriers + K_EMPTY + slot_of<STAGES>(n) * 8);
+                    load_keys<D, BLOCK, layout>(smem + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v,
+                                                job.first_k + (told & ~STEP_FLAGS), job.head_k, job.n, n);
+                }
+            }
+            __syncwarp();
+            nq++;
+        }
+        stores = stores && next_work<layout::rows>(all.p, &step, &w);
+        if (stores && w.s.begin == w.s.end)
+            store_nothing<T, D, layout::rows, ADDS>(all.p, w);
+    }
 }
 
 /* dropout alone: a warpgroup makes the bits of each tile, in the order in which the tiles are sent for. */
 template <int D, int GROUPS, int BLOCK>
-INLINE void make_rows_ahead(const attention_params &p, uint32_t smem, char *kept, const dropout_state &state) {
+INLINE void make_rows_ahead(const attention_params &p, uint32_t smem, char *kept, dropout_state state) {
     typedef forward90<D, GROUPS, BLOCK> layout;
+    state.seed = __shfl_sync(ALL_LANES, state.seed,
+                             0); /* the compiler has to see that all lanes have the same: the keys of the rounds */
+    state.offset = __shfl_sync(ALL_LANES, state.offset, 0);
     const int warp = (int)threadIdx.x % WARPGROUP / 32;
     unsigned step = 0, n = 0;
     forward_work w;
+    w.c = find_place(p, 0);
     while (next_work<layout::rows>(p, &step, &w)) {
         if (w.s.begin == w.s.end)
             continue;
@@ -133,8 +189,8 @@ INLINE void make_rows_ahead(const attention_params &p, uint32_t smem, char *kept
         w.s.begin = begin;
 #pragma unroll 1
         for (int j0 = last_tile<BLOCK>(w.s); j0 >= begin; j0 -= BLOCK, n++) {
-            const unsigned slot = slot_of<KEPT_SLOTS>(n);
-            mbarrier_wait(smem + layout::kept_empty + slot * 8, turn_of<KEPT_SLOTS>(n) ^ 1);
+            const unsigned slot = slot_of<FORWARD_KEPT_SLOTS>(n);
+            mbarrier_wait(smem + layout::kept_empty + slot * 8, turn_of<FORWARD_KEPT_SLOTS>(n) ^ 1);
             put_kept_rows<layout::rows, BLOCK>(p, state, head, w.row0, j0, kept + slot * layout::kept_bytes, warp, 4);
             mbarrier_arrive(smem + layout::kept_full + slot * 8);
         }
@@ -164,10 +220,10 @@ INLINE void clean(const attention_params &p, uint32_t smem, uint32_t barriers, u
             if (FULL) {
                 step = steps_in<layout>(jobs)[n % STEPS];
                 if (has_bias<FULL>(p) && !has_boxes<FULL>(p) &&
-                    !(step & STEP_LAST)) { /* of the next tile, whose K has been sent for */
+                    !(step & STEP_LAST)) { /* of the next tile, if a mask leaves none out */
                     const query_options &o = options_in<layout>(jobs)[slot_of<2>(nq)];
-                    prefetch_bias<T>(p, o.bias, 0, o.last, layout::rows,
-                                     steps_in<layout>(jobs)[(n + 1) % STEPS] & ~STEP_FLAGS, BLOCK, thread, CLEANERS);
+                    prefetch_bias<T>(p, o.bias, 0, o.last, layout::rows, max((step & ~STEP_FLAGS) - BLOCK, 0), BLOCK,
+                                     thread, CLEANERS);
                 }
             }
             if (FULL ? step & STEP_CUT : is_cut<BLOCK>(w, j0)) {

@@ -58,13 +58,18 @@ template <int ROWS, int BLOCK> INLINE kept_pair take_kept_rows(const char *from,
     return r;
 }
 
-/* What is dropped becomes 0. */
+/* What is dropped becomes 0. A byte at a time, which ptxas turns into predicates at once. */
 template <int N> INLINE void drop_rows(const kept_pair &k, float (*s)[4]) {
 #pragma unroll
-    for (int y = 0; y < N / 8; y++)
+    for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            s[y][e] = k.bits[e / 2] >> (y / 8 * 16 + e % 2 * 8 + y % 8) & 1u ? s[y][e] : 0.0f;
+        for (int x = 0; x < N / 8; x += 8)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+#pragma unroll
+                for (int y = 0; y < 8; y++)
+                    if (!(k.bits[half] & 1u << (x * 2 + e * 8 + y)))
+                        s[x + y][2 * half + e] = 0.0f;
 }
 
 /* ----------------------------------------------------------------------------------------------------- rows are keys */
