@@ -33,6 +33,7 @@ typedef enum kernel_variant {
     VARIANT_capped,
     VARIANT_biased,
     VARIANT_masked,
+    VARIANT_narrow,
     VARIANT_dropped,
     VARIANT_adding,
     VARIANTS

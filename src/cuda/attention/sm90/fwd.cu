@@ -433,6 +433,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
 #define adds_capped true
 #define adds_biased true
 #define adds_masked true
+#define adds_narrow true
 #define adds_dropped true
 #define is_lean 0
 #define is_adding 0
@@ -440,6 +441,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
 #define is_capped (WITH_CAP | WITH_SLOPES)
 #define is_biased WITH_BIAS
 #define is_masked WITH_MASK
+#define is_narrow WITH_MASK
 #define is_dropped WITH_DROPOUT
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \

@@ -66,11 +66,21 @@ static bool takes_options(const attention_problem *p) {
     return p->pass == HEDDLE_FORWARD || (!(p->a->features & HEDDLE_WEIGHTS) && finds_tanh_again(p->a));
 }
 
+/* At d 64 a tile has 192 queries. Of masks that differ from query to query more tiles are empty where it has 128: worth more where there are
+ * such than what it costs where there are none. */
+static int find_forward(const attention_problem *p) {
+    const int usual = find_own(p, PASS_fwd),
+              narrow = heddle__cuda_find_attention(p, PASS_fwd, VARIANT_narrow, FAMILY_sm90);
+    const kernel_row *k = heddle__cuda_attention_kernels;
+    const bool differ = usual >= 0 && k[usual].variant == VARIANT_masked && p->a->bool_mask_stride.s != 0;
+    return differ && narrow >= 0 && k[narrow].dim <= k[usual].dim ? narrow : usual;
+}
+
 /* A whole tile for every multiprocessor matters less than its speed, as long as no blocks have to share the keys. */
 static bool takes_forward(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     const int64_t group = a->h / a->hk;
-    c->fwd = find_own(p, PASS_fwd);
+    c->fwd = find_forward(p);
     if (c->fwd < 0 || group * a->sq <= 16 || (group > 1 && a->sq <= 64))
         return false;
     const kernel_row *k = &heddle__cuda_attention_kernels[c->fwd];
