@@ -341,10 +341,11 @@ static void options_on_hopper(void) {
             a.softcap = rows[x].softcap;
             a.dropout = rows[x].dropout;
             a.scale = rows[x].scale;
-            const char *variant = d > 128 ? "full" : rows[x].variant;
+            const char *variant = d > 128 && !strcmp(rows[x].variant, "dropped") ? "full" : rows[x].variant;
             const bool narrow = d == 64 && !strcmp(variant, "masked"); /* queries have masks of their own */
             snprintf(name, sizeof name, "fwd_f16_d%d_%s_sm90", d, narrow ? "narrow" : variant);
             MUST(strstr(kernel_of(a, HEDDLE_FORWARD), name));
+            variant = d > 128 ? "full" : variant;
             snprintf(name, sizeof name, d > 128 ? "dkdv_f16_d%d_%s_sm90" : "bwd_f16_d%d_%s_sm90", d, variant);
             MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), name));
             MUST(run_attention(a, HEDDLE_FORWARD, 16, NULL) == HEDDLE_OK);
