@@ -345,8 +345,9 @@ static void options_on_hopper(void) {
             const bool narrow = d == 64 && !strcmp(variant, "masked"); /* queries have masks of their own */
             snprintf(name, sizeof name, "fwd_f16_d%d_%s_sm90", d, narrow ? "narrow" : variant);
             MUST(strstr(kernel_of(a, HEDDLE_FORWARD), name));
-            variant = d > 128 ? "full" : variant;
-            snprintf(name, sizeof name, d > 128 ? "dkdv_f16_d%d_%s_sm90" : "bwd_f16_d%d_%s_sm90", d, variant);
+            const bool wide = d > 128 && strcmp(rows[x].variant, "capped") && strcmp(rows[x].variant, "masked");
+            snprintf(name, sizeof name, "%s_f16_d%d_%s_sm90", wide ? "dkdv" : "bwd", d,
+                     wide ? "full" : rows[x].variant);
             MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), name));
             MUST(run_attention(a, HEDDLE_FORWARD, 16, NULL) == HEDDLE_OK);
             MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);

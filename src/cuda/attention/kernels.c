@@ -40,7 +40,7 @@ static int shared_bytes_sm90(const kernel_row *k) {
                            : sm90_forward_bytes(k->dim, k->own, k->block);
     case PASS_bwd:
         if (k->dim > 128)
-            return sm90_wide_bytes(k->dim);
+            return sm90_wide_bytes(k->dim) + options;
         return sm90_fused_bytes(k->dim, k->block, k->variant == VARIANT_long) +
                (has_options ? sm90_fused_options(k->block) : 0);
     case PASS_dkdv: return sm90_backward_bytes(k->dim, k->block, 2, slots, 3) + options;

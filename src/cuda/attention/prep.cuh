@@ -79,14 +79,19 @@ template <typename T> INLINE bool needs_rest(float base) {
     return sizeof(T) == 4 || fabsf(base) >= 256.0f;
 }
 
-/* D, base and rest of the 16 rows of a warp, eight lanes to a row. */
-template <typename T> INLINE void prep_rows(const attention_params &p, const place &c, int64_t x, int row0) {
+/* D, base and rest of the 16 rows of a warp, eight lanes to a row. LOOKS: true where it has not seen that all there is of dO, and by the
+ * log-sum-exp of Q, is finite. */
+template <typename T, bool LOOKS = false>
+INLINE bool prep_rows(const attention_params &p, const place &c, int64_t x, int row0) {
     const int part = threadIdx.x % 8;
+    bool open = false;
 #pragma unroll 1
     for (int i = row0 + (int)threadIdx.x % 32 / 8; i < row0 + 16; i += 4) {
         float base = CUDART_INF_F, rest = 0.0f, sum = 0.0f;
         const int64_t at = i < c.sq ? lse_at(p, c, x, i) : 0;
         const float lse = i < c.sq ? ((const float *)p.t.lse)[at] : -CUDART_INF_F;
+        if (LOOKS)
+            open |= i < c.sq && !isfinite(lse);
         if (lse != -CUDART_INF_F) {
             base = lse * p.lse_factor;
             if (needs_rest<T>(base))
@@ -100,8 +105,12 @@ template <typename T> INLINE void prep_rows(const attention_params &p, const pla
                 sum = dot_sums((const float *)p.t.o + o_row, dout, dv, part, vector);
             } else if (vector) {
 #pragma unroll 4
-                for (int e = part * (16 / (int)sizeof(T)); e < dv; e += 8 * (16 / (int)sizeof(T)))
-                    sum += dot_chunk<T>(*(const uint4 *)(o + e), *(const uint4 *)(dout + e));
+                for (int e = part * (16 / (int)sizeof(T)); e < dv; e += 8 * (16 / (int)sizeof(T))) {
+                    const uint4 chunk = *(const uint4 *)(dout + e);
+                    if (LOOKS)
+                        open |= has_nonfinite(chunk, T());
+                    sum += dot_chunk<T>(*(const uint4 *)(o + e), chunk);
+                }
             } else {
                 for (int e = part; e < dv; e += 8)
                     sum = to_float(o[e]) != 0.0f ? fmaf(to_float(o[e]), to_float(dout[e]), sum) : sum;
@@ -115,6 +124,7 @@ template <typename T> INLINE void prep_rows(const attention_params &p, const pla
         p.rest[at] = rest;
         p.dsum[at] = lse == -CUDART_INF_F ? 0.0f : sum - (p.t.dlse ? ((const float *)p.t.dlse)[at] : 0.0f);
     }
+    return open || (LOOKS && (p.adds || !(p.vectors & VECTOR_O) || !(p.vectors & VECTOR_DO)));
 }
 
 /* D = rowsum(P∘dP) of a warp's rows, where there are few keys. */
@@ -307,8 +317,8 @@ template <typename T, int D, int WARPS, int TILES, int BLOCK> INLINE void attent
 }
 
 /* What prep begins with, for 64 queries, in a kernel that has no shared memory and so has many blocks on a
- * multiprocessor; flags of what is left to do; zeros where dq is summed, in tiles of so many columns. */
-template <typename T, int COLUMNS> INLINE void attention_light(const attention_params &p) {
+ * multiprocessor; flags of what is left to do; zeros where dq is summed, in tiles of so many columns. LOOKS: as prep_rows. */
+template <typename T, int COLUMNS, bool LOOKS = false> INLINE bool attention_light(const attention_params &p) {
     const unsigned tiles = (unsigned)((p.a.sq + 63) / 64);
     const int64_t unit = blockIdx.x / tiles, x = unit % p.a.h;
     const int tile = (int)(blockIdx.x % tiles), i = tile * 64 + (int)threadIdx.x;
@@ -318,11 +328,12 @@ template <typename T, int COLUMNS> INLINE void attention_light(const attention_p
         for (int e = 0; e < 64 * COLUMNS / 4; e += 128)
             ((float4 *)(p.dq_sum + (sum_tile(p, c, x) + tile) * 64 * COLUMNS))[e + threadIdx.x] =
                 make_float4(0, 0, 0, 0);
-    prep_rows<T>(p, c, x, tile * 64 + (int)threadIdx.x / 32 * 16);
+    const bool open = prep_rows<T, LOOKS>(p, c, x, tile * 64 + (int)threadIdx.x / 32 * 16);
     const bool large = threadIdx.x < 64 && i < c.sq && is_coarse<T>(p, c, ((const float *)p.t.lse)[lse_at(p, c, x, i)]);
     const bool any = __syncthreads_or(large) || sees_few(p, c);
     if (threadIdx.x == 0)
         p.flags[blockIdx.x] = any && tile * 64 < c.sq;
+    return open;
 }
 
 #endif

@@ -155,9 +155,20 @@ INLINE void find_limits(const span &w, int row, int at, int *first, int *last) {
 /* What a block has to do for one tile of keys. */
 struct key_work {
     place c;
-    int y, key0, steps; /* head; tiles of queries over all heads of the group */
-    span s;             /* of queries */
+    int y, tile, key0, steps; /* head; tile of keys, its first; tiles of queries over all heads of the group */
+    span s;                   /* of queries */
 };
+
+/* Of a boolean mask that is the same for all queries: is a tile of keys hidden from all heads that share them? */
+INLINE bool is_hidden(const attention_params &p, const place &c, int y, int tile) {
+    const mask_map &m = p.seen_of_keys;
+    if (!m.kinds || m.tiles_across > 1)
+        return false;
+    for (int x = y * p.group; x < (m.of_h ? (y + 1) * p.group : y * p.group + 1); x++)
+        if (*find_kinds(m, c.n, x, tile) != TILE_EMPTY)
+            return false;
+    return true;
+}
 
 /* The first keys of a causal mask are seen most. */
 template <int BLOCK, int FULL = 0, int OWN = OWN_ROWS>
@@ -168,6 +179,7 @@ INLINE bool find_keys(const attention_params &p, const crew &c, unsigned step, k
     const unsigned hk = (unsigned)p.a.hk;
     if (!take_tile(step, c, (unsigned)p.tiles_k, (unsigned)p.a.b * hk, false, &tile, &unit))
         return false;
+    w.tile = tile;
     w.key0 = tile * OWN;
     w.y = (int)(unit % hk);
     w.c = find_place(p, unit / hk);
@@ -181,6 +193,8 @@ INLINE bool find_keys(const attention_params &p, const crew &c, unsigned step, k
     }
     w.s.whole_to = w.key0 + OWN > w.c.sk ? -1 : min(w.s.whole_to, w.s.end - BLOCK);
     w.steps = (w.s.end - w.s.begin + BLOCK - 1) / BLOCK * p.group;
+    if ((FULL & WITH_MASK) && w.key0 < key1 && is_hidden(p, w.c, w.y, tile))
+        w.steps = 0;
     return true;
 }
 
@@ -191,7 +205,7 @@ struct key_walk {
 
 template <int BLOCK> INLINE key_walk next_seen(const attention_params &p, const key_work &w, key_walk at) {
     const int last = (w.y + 1) * p.group;
-    while (at.x < last && kind_of_queries<BLOCK>(p, w.c, w.key0 / OWN_ROWS, at.x, at.i0) == TILE_EMPTY) {
+    while (at.x < last && kind_of_queries<BLOCK>(p, w.c, w.tile, at.x, at.i0) == TILE_EMPTY) {
         at.i0 += BLOCK;
         if (at.i0 >= w.s.end)
             at = {at.x + 1, w.s.begin};
@@ -222,7 +236,7 @@ template <typename T, int BLOCK> INLINE void prefetch_step(const attention_param
 /* What is to be said of a step. Any element may have a bias that masks it. */
 template <typename T, int BLOCK>
 INLINE key_options tell_step(const attention_params &p, const key_work &w, key_walk at, key_walk next) {
-    const bool bits = kind_of_queries<BLOCK>(p, w.c, w.key0 / OWN_ROWS, at.x, at.i0) != TILE_FULL;
+    const bool bits = kind_of_queries<BLOCK>(p, w.c, w.tile, at.x, at.i0) != TILE_FULL;
     const bool band = is_cut(w.s, at.i0), cut = bits || band || (p.a.features & HEDDLE_BIAS);
     bool dirty = true;
     if (p.a.features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK)) { /* light has had a look */

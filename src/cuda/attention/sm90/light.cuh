@@ -6,14 +6,9 @@
 #include "cuda/attention/prep.cuh"
 #include "cuda/attention/sm90/bwd.cuh"
 
-/* The same as attention_light; and is Q or dO not finite somewhere? Then a tile that a mask cuts has to be cleaned. */
-template <typename T, int D> INLINE void full_light(const attention_params &p) {
-    const unsigned tiles = (unsigned)((p.a.sq + 63) / 64);
-    const int64_t unit = blockIdx.x / tiles, x = unit % p.a.h;
-    const int row0 = (int)(blockIdx.x % tiles) * 64;
-    const place c = find_place(p, unit / p.a.h);
-    /* of the tensor, as the copy engine sees it */
-    const int count = (int)min64(64, (p.a.features & HEDDLE_VARLEN ? p.a.total_q - c.first_q : p.a.sq) - row0);
+/* Is Q or dO not finite somewhere in 64 rows of the tensor, as the copy engine sees it? */
+template <typename T, int D>
+INLINE bool is_dirty(const attention_params &p, const place &c, int64_t x, int row0, int count) {
     const T *const q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q + row0);
     const T *const dout = (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + row0);
     bool bad = false;
@@ -25,10 +20,22 @@ template <typename T, int D> INLINE void full_light(const attention_params &p) {
         if (row < count && column < (int)p.a.dv)
             bad |= has_nonfinite(*(const uint4 *)(dout + row * p.a.do_stride.s + column), T());
     }
-    bad = __syncthreads_or(bad);
+    return __syncthreads_or(bad);
+}
+
+/* The same as attention_light; and is Q or dO not finite somewhere? Then a tile that a mask cuts has to be cleaned. What has seen a key and
+ * has a finite log-sum-exp is finite, unless a sink or a softcap made it so: Q is read only where that does not tell. */
+template <typename T, int D> INLINE void full_light(const attention_params &p) {
+    const unsigned tiles = (unsigned)((p.a.sq + 63) / 64);
+    const int64_t unit = blockIdx.x / tiles, x = unit % p.a.h;
+    const int row0 = (int)(blockIdx.x % tiles) * 64;
+    const place c = find_place(p, unit / p.a.h);
+    const int count = (int)min64(64, (p.a.features & HEDDLE_VARLEN ? p.a.total_q - c.first_q : p.a.sq) - row0);
+    bool open = attention_light<T, D, true>(p);
+    open |= (p.a.features & HEDDLE_SINKS) || p.softcap > 0.0f || row0 + count > c.sq;
+    const bool dirty = __syncthreads_or(open) && is_dirty<T, D>(p, c, x, row0, count);
     if (threadIdx.x == 0)
-        p.dirty[blockIdx.x] = bad;
-    attention_light<T, D>(p);
+        p.dirty[blockIdx.x] = dirty;
 }
 
 /* A block has 64 queries. */

@@ -119,12 +119,14 @@ static bool takes(const attention_problem *p, attention_choice *c) {
     c->light = find(p, PASS_light);
     c->bwd = find_fused(p);
     c->gather = c->bwd < 0 ? -1 : find(p, PASS_gather);
+    if (c->bwd >= 0 && (c->light < 0 || c->gather < 0 || !is_consistent(c)))
+        c->bwd = c->gather = -1;
     c->dkdv = c->bwd < 0 ? find(p, PASS_dkdv) : -1;
     c->dq = c->bwd < 0 ? find(p, PASS_dq) : -1;
     c->dbias = a->features & HEDDLE_BIAS ? find(p, PASS_dbias) : -1;
     if (c->prep < 0 || c->light < 0)
         return false;
-    return c->bwd < 0 ? c->dkdv >= 0 && c->dq >= 0 : c->gather >= 0 && is_consistent(c);
+    return c->bwd >= 0 || (c->dkdv >= 0 && c->dq >= 0);
 }
 
 /* ------------------------------------------------------------------------------------------------ its workspace */

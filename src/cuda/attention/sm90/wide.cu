@@ -17,16 +17,19 @@
 #define STAGES SM90_WIDE_STAGES
 
 /* Shared memory: K, V; stages of Q and dO; P; dS twice; base, rest and D for each row of a stage; marks of keys. */
-template <int D> struct layout_wide {
-    static constexpr int slot_bytes = tile90<D, BLOCK>::bytes, own_bytes = tile90<D, OWN>::bytes;
+template <int COLUMNS, int WITH> struct layout_wide {
+    static constexpr int dim = COLUMNS, with = WITH;
+    static constexpr bool is_full = WITH != 0;
+    static constexpr int slot_bytes = tile90<dim, BLOCK>::bytes, own_bytes = tile90<dim, OWN>::bytes;
     static constexpr int slots = 2 * own_bytes, weights = slots + STAGES * 2 * slot_bytes;
     static constexpr int ds = weights + OWN * BLOCK * 4, ds_bytes = OWN * BLOCK * 2;
     static constexpr int numbers = ds + 2 * ds_bytes, marks = numbers + STAGES * 3 * BLOCK * 4;
     static constexpr int full = marks + OWN * 4, empty = full + STAGES * 16; /* two for each stage: Q and dO */
     static constexpr int weights_full = empty + STAGES * 16, weights_empty = weights_full + 8;
     static constexpr int ds_full = weights_empty + 8, ds_empty = ds_full + 16;
-    static constexpr int own_full = ds_empty + 16, own_empty = own_full + 8, bytes = own_empty + 8;
-    static_assert(bytes == sm90_wide_bytes(D), "as the plan counts");
+    static constexpr int own_full = ds_empty + 16, own_empty = own_full + 8;
+    static constexpr int steps = own_empty + 8, bytes = steps + (is_full ? SM90_BACKWARD_OPTIONS : 0);
+    static_assert(bytes == sm90_wide_bytes(dim) + (is_full ? SM90_BACKWARD_OPTIONS : 0), "as the plan counts");
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
@@ -49,15 +52,15 @@ template <typename layout> INLINE void make_barriers(uint32_t smem) {
     __syncthreads();
 }
 
-template <int D> struct wide_places {
+template <typename layout> struct wide_places {
     static constexpr int own = 2, rows = OWN;
     static constexpr bool has_boxes = false;
     static __device__ __forceinline__ uint32_t empty(uint32_t smem, const ring &r) {
-        return smem + layout_wide<D>::empty + r.slot * 16;
+        return smem + layout::empty + r.slot * 16;
     }
     static __device__ __forceinline__ void step(const attention_params_sm90 &all, const key_work &w, int x, int i0,
                                                 int64_t at, uint32_t smem, int n, ring *r) {
-        fetch_stage<D, BLOCK, STAGES, layout_wide<D>>(all, w, x, i0, at, smem, n, r);
+        fetch_stage<layout::dim, BLOCK, STAGES, layout>(all, w, x, i0, at, smem, n, r);
     }
     static __device__ __forceinline__ void boxes(const attention_params_sm90 &, const key_work &, key_walk, key_walk,
                                                  uint32_t, unsigned) {
@@ -74,50 +77,74 @@ struct state {
     int own_turn, row0;
     bool any_bad; /* one of the keys is not finite */
     float *numbers, *marks, *sum;
-    int i0, steps; /* of a tile of keys: first query of the step, steps left */
+    int i0, left;                   /* of a tile of keys: first query of the step, steps left */
+    const key_options *steps, *now; /* full: of all, and of this one */
+    int x;                          /* full: the head of `sum` */
 };
 
-template <int D> INLINE uint32_t full_barrier(const state &k, int which) {
-    return k.smem + layout_wide<D>::full + k.r.slot * 16 + which * 8;
+template <typename layout> INLINE uint32_t full_barrier(const state &k, int which) {
+    return k.smem + layout::full + k.r.slot * 16 + which * 8;
 }
-template <int D> INLINE uint32_t empty_barrier(const state &k, int slot, int which) {
-    return k.smem + layout_wide<D>::empty + slot * 16 + which * 8;
+template <typename layout> INLINE uint32_t empty_barrier(const state &k, int slot, int which) {
+    return k.smem + layout::empty + slot * 16 + which * 8;
 }
-template <int D> INLINE uint32_t stage(const state &k, int slot, int which) {
-    return k.smem + layout_wide<D>::slots + (slot * 2 + which) * layout_wide<D>::slot_bytes;
+template <typename layout> INLINE uint32_t stage(const state &k, int slot, int which) {
+    return k.smem + layout::slots + (slot * 2 + which) * layout::slot_bytes;
 }
 INLINE float *row_numbers(const state &k) {
     return k.numbers + k.r.slot * 3 * BLOCK;
 }
 
 /* Does a mask or an end cut the step, or is a key not finite? Then both warpgroups clean its queries, and all has come. */
-template <typename T, int D> INLINE bool begin_step(const span &w, const state &k) {
-    const bool masked = is_cut(w, k.i0) || k.any_bad;
-    if (masked)
+template <typename T, typename layout> INLINE bool begin_step(const attention_params &p, const span &w, state *k) {
+    bool cut;
+    if (layout::is_full) {
+        mbarrier_wait(full_barrier<layout>(*k, 0), k->r.turn);
+        k->now = k->steps + k->turn % KEY_STEPS;
+        k->i0 = k->now->step & ~STEP_FLAGS;
+        k->sum += k->sum ? (k->now->x - k->x) * sum_tiles(p) * 64 * layout::dim : 0;
+        k->x = k->now->x;
+        cut = k->now->step & STEP_CUT;
+    } else {
+        cut = is_cut(w, k->i0);
+    }
+    const bool masked = cut || k->any_bad;
+    if (masked && (!layout::is_full || (k->now->step & STEP_DIRTY)))
         for (int which = 0; which < 2; which++) {
-            mbarrier_wait(full_barrier<D>(k, which), k.r.turn);
-            clean_slot<T, D, BLOCK, true>(stage<D>(k, k.r.slot, which), row_numbers(k), 2 * BLOCK);
+            mbarrier_wait(full_barrier<layout>(*k, which), k->r.turn);
+            clean_slot<T, layout::dim, BLOCK, true>(stage<layout>(*k, k->r.slot, which), row_numbers(*k), 2 * BLOCK);
         }
     return masked;
 }
 
+/* Is there another step? */
+template <typename layout> INLINE bool goes_on(state *k) {
+    return layout::is_full ? !(k->now->step & STEP_LAST) : --k->left != 0;
+}
+
 /* To the next step, and where its sums of dQ are. */
-template <int D> INLINE void next_step(const attention_params &p, const span &w, state *k) {
+template <typename layout> INLINE void next_step(const attention_params &p, const span &w, state *k) {
     advance<STAGES>(&k->r);
     k->turn++;
+    if (layout::is_full)
+        return;
     k->i0 += BLOCK;
     if (k->i0 >= w.end) { /* the next head */
         k->i0 = w.begin;
-        k->sum += k->sum ? sum_tiles(p) * 64 * sm90_columns(D) : 0;
+        k->sum += k->sum ? sum_tiles(p) * 64 * layout::dim : 0;
     }
 }
 
+/* Where this thread adds its part of the step's dQ. */
+template <typename layout> INLINE float *find_sum(const state &k) {
+    return k.sum ? k.sum + (int64_t)k.i0 * layout::dim : NULL;
+}
+
 /* A step's half of dQ: dS, of the keys as rows, times 128 columns of K, 64 at a time; to its sum. */
-template <typename T, int D, int GROUP> INLINE void add_dq(const state &k, unsigned turn, float *to) {
-    typedef layout_wide<D> layout;
+template <typename T, typename layout, int GROUP> INLINE void add_dq(const state &k, unsigned turn, float *to) {
     mbarrier_wait(k.smem + layout::ds_full + (turn & 1) * 8, turn >> 1 & 1);
 #pragma unroll
-    for (int x = GROUP * D / 128; x < (GROUP + 1) * D / 128; x++) {
+    for (int x = GROUP * layout::dim / 128; x < (GROUP + 1) * layout::dim / 128; x++) {
         float dq[8][4];
         wgmma_fence();
         warpgroup_both<T, 64, OWN, OWN>(dq, k.smem + layout::ds + (turn & 1) * layout::ds_bytes,
@@ -125,7 +152,7 @@ template <typename T, int D, int GROUP> INLINE void add_dq(const state &k, unsig
         wgmma_commit();
         wgmma_wait<0>();
         pin_all<8>(dq);
-        if (GROUP == 0 && x + 1 == D / 128)
+        if (GROUP == 0 && x + 1 == layout::dim / 128)
             release(k.smem + layout::ds_empty + (turn & 1) * 8);
         if (to)
 #pragma unroll
@@ -137,23 +164,31 @@ template <typename T, int D, int GROUP> INLINE void add_dq(const state &k, unsig
 
 /* ---------------------------------------------------------------------------------------- the first: S, P, dV */
 
-template <typename T, int D> INLINE void issue_scores(const state &k, float (*s)[4]) {
-    mbarrier_wait(full_barrier<D>(k, 0), k.r.turn);
+template <typename T, typename layout> INLINE void issue_scores(const state &k, float (*s)[4]) {
+    mbarrier_wait(full_barrier<layout>(k, 0), k.r.turn);
     wgmma_fence();
-    warpgroup_rows<T, D, BLOCK, OWN, BLOCK>(s, k.smem, stage<D>(k, k.r.slot, 0));
+    warpgroup_rows<T, layout::dim, BLOCK, OWN, BLOCK>(s, k.smem, stage<layout>(k, k.r.slot, 0));
     wgmma_commit();
 }
 
-/* Sᵀ -> Pᵀ, for the other warpgroup too; this one has done with Q and the numbers of its rows. */
-template <typename T, int D>
+/* Sᵀ -> Pᵀ. */
+template <typename T, typename layout>
 INLINE void weigh(const attention_params &p, const span &w, const state &k, bool masked, float (*s)[4]) {
-    typedef layout_wide<D> layout;
+    constexpr int WITH = layout::with;
     const float *row = row_numbers(k);
+    read_ahead<BLOCK> read;
+    float by = 1.0f;
     pin_all<BLOCK / 8>(s);
-    if (masked || has_rest<BLOCK>(row))
-        key_weights<true, BLOCK>(p.scale_log2, w, k.row0, k.i0, row, s);
+    if (layout::is_full) {
+        read_key_options<BLOCK, WITH>(p, *k.now, k.row0, &read);
+        by = cap_and_slope_keys<T, BLOCK, WITH>(p, *k.now, k.row0, s);
+    }
+    if ((layout::is_full ? (k.now->step & STEP_BAND) != 0 : masked) || has_rest<BLOCK>(row))
+        key_weights<true, BLOCK>(p.scale_log2, w, k.row0, k.i0, row, s, by);
     else
-        key_weights<false, BLOCK>(p.scale_log2, w, k.row0, k.i0, row, s);
+        key_weights<false, BLOCK>(p.scale_log2, w, k.row0, k.i0, row, s, by);
+    if (layout::is_full)
+        hide_keys<T, BLOCK, WITH>(p, *k.now, k.row0, false, read, s);
     if (k.any_bad) {
         const float *marks = k.marks + fragment_row();
 #pragma unroll
@@ -162,7 +197,11 @@ INLINE void weigh(const attention_params &p, const span &w, const state &k, bool
             for (int e = 0; e < 4; e++)
                 s[y][e] = __float_as_int(s[y][e]) < 0 ? s[y][e] : s[y][e] + marks[e / 2 * 8];
     }
-    release_each(empty_barrier<D>(k, k.r.slot, 0));
+}
+
+/* For the other warpgroup, too; this one has done with Q and the numbers of its rows. */
+template <typename layout> INLINE void put_weights(const state &k, const float (*s)[4]) {
+    release_each(empty_barrier<layout>(k, k.r.slot, 0));
     const uint32_t to = k.smem + layout::weights + threadIdx.x % WARPGROUP * 16;
     mbarrier_wait(k.smem + layout::weights_empty, (int)(k.turn & 1) ^ 1);
 #pragma unroll
@@ -172,58 +211,61 @@ INLINE void weigh(const attention_params &p, const span &w, const state &k, bool
     release_each(k.smem + layout::weights_full);
 }
 
-template <typename T, int D>
+template <typename T, typename layout>
 INLINE void issue_dv(const state &k, int slot, int turn, uint32_t (*ps)[4], float (*dv)[4]) {
-    mbarrier_wait(k.smem + layout_wide<D>::full + slot * 16 + 8, turn);
+    mbarrier_wait(k.smem + layout::full + slot * 16 + 8, turn);
     wgmma_fence();
-    warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, stage<D>(k, slot, 1));
+    warpgroup_columns<T, layout::dim, BLOCK, BLOCK>(dv, ps, stage<layout>(k, slot, 1));
     wgmma_commit();
 }
 
-template <typename T, int D>
+template <typename T, typename layout>
 INLINE void sum_values(const attention_params &p, const span &w, state *k, float (*dv)[4]) {
     float s[BLOCK / 8][4];
     uint32_t ps[BLOCK / 16][4];
-    bool masked = begin_step<T, D>(w, *k);
-    issue_scores<T, D>(*k, s);
+    bool masked = begin_step<T, layout>(p, w, k);
+    issue_scores<T, layout>(*k, s);
     wgmma_wait<0>();
-    weigh<T, D>(p, w, *k, masked, s);
+    weigh<T, layout>(p, w, *k, masked, s);
+    put_weights<layout>(*k, s);
     pack_fragments<T, BLOCK>(ps, s);
 #pragma unroll 1
-    while (--k->steps) {
+    while (goes_on<layout>(k)) {
         const ring last = k->r;
-        float *to = k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL;
-        next_step<D>(p, w, k);
-        masked = begin_step<T, D>(w, *k);
+        float *const to = find_sum<layout>(*k);
+        next_step<layout>(p, w, k);
+        masked = begin_step<T, layout>(p, w, k);
         pin_all<BLOCK / 16>(ps);
-        issue_scores<T, D>(*k, s);
-        issue_dv<T, D>(*k, last.slot, last.turn, ps, dv);
+        issue_scores<T, layout>(*k, s);
+        issue_dv<T, layout>(*k, last.slot, last.turn, ps, dv);
         wgmma_wait<1>();
-        weigh<T, D>(p, w, *k, masked, s);
+        weigh<T, layout>(p, w, *k, masked, s);
+        put_weights<layout>(*k, s);
         wgmma_wait<0>();
         pin_all<BLOCK / 16>(ps);
-        release(empty_barrier<D>(*k, last.slot, 1));
+        release(empty_barrier<layout>(*k, last.slot, 1));
         pack_fragments<T, BLOCK>(ps, s);
-        add_dq<T, D, 0>(*k, k->turn - 1, to);
+        add_dq<T, layout, 0>(*k, k->turn - 1, to);
     }
-    issue_dv<T, D>(*k, k->r.slot, k->r.turn, ps, dv);
+    issue_dv<T, layout>(*k, k->r.slot, k->r.turn, ps, dv);
     wgmma_wait<0>();
-    release(empty_barrier<D>(*k, k->r.slot, 1));
-    add_dq<T, D, 0>(*k, k->turn, k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL);
+    release(empty_barrier<layout>(*k, k->r.slot, 1));
+    add_dq<T, layout, 0>(*k, k->turn, find_sum<layout>(*k));
 }
 
 /* -------------------------------------------------------------------------------------- the second: dP, dS, dK */
 
-template <typename T, int D> INLINE void issue_dp(const state &k, float (*dp)[4]) {
-    mbarrier_wait(full_barrier<D>(k, 1), k.r.turn);
+template <typename T, typename layout> INLINE void issue_dp(const state &k, float (*dp)[4]) {
+    mbarrier_wait(full_barrier<layout>(k, 1), k.r.turn);
     wgmma_fence();
-    warpgroup_rows<T, D, BLOCK, OWN, BLOCK>(dp, k.smem + layout_wide<D>::own_bytes, stage<D>(k, k.r.slot, 1));
+    warpgroup_rows<T, layout::dim, BLOCK, OWN, BLOCK>(dp, k.smem + layout::own_bytes, stage<layout>(k, k.r.slot, 1));
     wgmma_commit();
 }
 
 /* dPᵀ -> dSᵀ, 16 queries at a time. */
-template <int D, bool MASKED> INLINE void apply_weights(const state &k, float (*dp)[4]) {
-    const uint32_t from = k.smem + layout_wide<D>::weights + threadIdx.x % WARPGROUP * 16;
+template <typename T, typename layout, bool MASKED>
+INLINE void apply_weights(const attention_params &p, const state &k, float (*dp)[4]) {
+    const uint32_t from = k.smem + layout::weights + threadIdx.x % WARPGROUP * 16;
     const float *row = row_numbers(k);
 #pragma unroll
     for (int x = 0; x < BLOCK / 16; x++) {
@@ -237,23 +279,27 @@ template <int D, bool MASKED> INLINE void apply_weights(const state &k, float (*
             s[y][3] = __uint_as_float(weight.w);
         }
         key_gradients<MASKED, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s, dp + 2 * x);
+        if (has_cap<layout::with>(p))
+            cap_key_gradients<T, layout::with>(p, *k.now, k.row0, x * 16, row + x * 16, row + BLOCK + x * 16, s,
+                                               dp + 2 * x);
     }
 }
 
-template <int D> INLINE void make_gradients(const state &k, bool masked, float (*dp)[4]) {
+template <typename T, typename layout>
+INLINE void make_gradients(const attention_params &p, const state &k, bool masked, float (*dp)[4]) {
     pin_all<BLOCK / 8>(dp);
-    mbarrier_wait(full_barrier<D>(k, 0), k.r.turn); /* D */
-    mbarrier_wait(k.smem + layout_wide<D>::weights_full, (int)(k.turn & 1));
+    mbarrier_wait(full_barrier<layout>(k, 0), k.r.turn); /* D */
+    mbarrier_wait(k.smem + layout::weights_full, (int)(k.turn & 1));
     if (masked)
-        apply_weights<D, true>(k, dp);
+        apply_weights<T, layout, true>(p, k, dp);
     else
-        apply_weights<D, false>(k, dp);
-    release_each(k.smem + layout_wide<D>::weights_empty);
+        apply_weights<T, layout, false>(p, k, dp);
+    release_each(k.smem + layout::weights_empty);
 }
 
 /* dS as an operand, and to where both warpgroups read it: rows are keys, a strip of 64 queries. */
-template <typename T, int D> INLINE void put_gradients(const state &k, const float (*dp)[4], uint32_t (*ds)[4]) {
-    typedef layout_wide<D> layout;
+template <typename T, typename layout>
+INLINE void put_gradients(const state &k, const float (*dp)[4], uint32_t (*ds)[4]) {
     const int lane = threadIdx.x % 32, key = (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16,
               which = (int)(k.turn & 1);
     const uint32_t to = k.smem + layout::ds + which * layout::ds_bytes + key * 128;
@@ -266,87 +312,82 @@ template <typename T, int D> INLINE void put_gradients(const state &k, const flo
     release(k.smem + layout::ds_full + which * 8);
 }
 
-template <typename T, int D> INLINE void issue_dk(const state &k, int slot, uint32_t (*ds)[4], float (*dk)[4]) {
+template <typename T, typename layout>
+INLINE void issue_dk(const state &k, int slot, uint32_t (*ds)[4], float (*dk)[4]) {
     wgmma_fence();
-    warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, stage<D>(k, slot, 0));
+    warpgroup_columns<T, layout::dim, BLOCK, BLOCK>(dk, ds, stage<layout>(k, slot, 0));
     wgmma_commit();
 }
 
-template <typename T, int D> INLINE void sum_keys(const attention_params &p, const span &w, state *k, float (*dk)[4]) {
+template <typename T, typename layout>
+INLINE void sum_keys(const attention_params &p, const span &w, state *k, float (*dk)[4]) {
     float dp[BLOCK / 8][4];
     uint32_t ds[BLOCK / 16][4];
-    bool masked = begin_step<T, D>(w, *k);
-    issue_dp<T, D>(*k, dp);
+    bool masked = begin_step<T, layout>(p, w, k);
+    issue_dp<T, layout>(*k, dp);
     wgmma_wait<0>();
-    release(empty_barrier<D>(*k, k->r.slot, 1));
-    make_gradients<D>(*k, masked, dp);
-    put_gradients<T, D>(*k, dp, ds);
+    release(empty_barrier<layout>(*k, k->r.slot, 1));
+    make_gradients<T, layout>(p, *k, masked, dp);
+    put_gradients<T, layout>(*k, dp, ds);
 #pragma unroll 1
-    while (--k->steps) {
+    while (goes_on<layout>(k)) {
         const int last = k->r.slot;
-        float *to = k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL;
-        next_step<D>(p, w, k);
-        masked = begin_step<T, D>(w, *k);
+        float *const to = find_sum<layout>(*k);
+        next_step<layout>(p, w, k);
+        masked = begin_step<T, layout>(p, w, k);
         pin_all<BLOCK / 16>(ds);
-        issue_dp<T, D>(*k, dp);
-        issue_dk<T, D>(*k, last, ds, dk);
+        issue_dp<T, layout>(*k, dp);
+        issue_dk<T, layout>(*k, last, ds, dk);
         wgmma_wait<1>();
-        release(empty_barrier<D>(*k, k->r.slot, 1));
-        make_gradients<D>(*k, masked, dp);
+        release(empty_barrier<layout>(*k, k->r.slot, 1));
+        make_gradients<T, layout>(p, *k, masked, dp);
         pin_all<BLOCK / 8>(dp); /* or dS would be left for after the wait */
         wgmma_wait<0>();
         pin_all<BLOCK / 16>(ds);
-        release_each(empty_barrier<D>(*k, last, 0));
-        put_gradients<T, D>(*k, dp, ds);
-        add_dq<T, D, 1>(*k, k->turn - 1, to);
+        release_each(empty_barrier<layout>(*k, last, 0));
+        put_gradients<T, layout>(*k, dp, ds);
+        add_dq<T, layout, 1>(*k, k->turn - 1, to);
     }
-    issue_dk<T, D>(*k, k->r.slot, ds, dk);
+    issue_dk<T, layout>(*k, k->r.slot, ds, dk);
     wgmma_wait<0>();
-    release_each(empty_barrier<D>(*k, k->r.slot, 0));
-    add_dq<T, D, 1>(*k, k->turn, k->sum ? k->sum + (int64_t)k->i0 * sm90_columns(D) : NULL);
+    release_each(empty_barrier<layout>(*k, k->r.slot, 0));
+    add_dq<T, layout, 1>(*k, k->turn, find_sum<layout>(*k));
 }
 
 /* ------------------------------------------------------------------------------------------------------- the kernel */
 
 /* A tile of keys after the other: dV by the first warpgroup, dK by the second. One copy of what both do: they meet in clean_keys. */
-template <typename T, int D> INLINE void work(const attention_params &p, const crew &crew, char *shared, int group) {
-    typedef layout_wide<D> layout;
-    state k = {shared_address(shared),
-               {0, 0},
-               0,
-               0,
-               0,
-               false,
-               (float *)(shared + layout::numbers),
-               (float *)(shared + layout::marks),
-               NULL,
-               0,
-               0};
+template <typename T, typename layout>
+INLINE void work(const attention_params &p, const crew &crew, char *shared, int group) {
+    constexpr int D = layout::dim;
+    state k = {shared_address(shared), {0, 0}};
+    k.numbers = (float *)(shared + layout::numbers);
+    k.marks = (float *)(shared + layout::marks);
+    k.steps = (const key_options *)(shared + layout::steps);
     key_work w;
-    for (unsigned turn = 0; find_keys<BLOCK, false, OWN>(p, crew, turn, &w); turn++) {
+    for (unsigned turn = 0; find_keys<BLOCK, layout::with, OWN>(p, crew, turn, &w); turn++) {
         float sum[D / 8][4];
         zero_all<D / 8>(sum);
         if (w.steps) {
-            k.sum = p.dq_sum ? p.dq_sum + sum_tile(p, w.c, w.y * p.group) * 64 * sm90_columns(D) +
-                                   threadIdx.x % WARPGROUP * 4
-                             : NULL;
+            k.sum = p.dq_sum ? p.dq_sum + sum_tile(p, w.c, w.y * p.group) * 64 * D + threadIdx.x % WARPGROUP * 4 : NULL;
+            k.x = w.y * p.group;
             k.row0 = w.key0 + fragment_row();
             k.i0 = w.s.begin;
-            k.steps = w.steps;
+            k.left = w.steps;
             mbarrier_wait(k.smem + layout::own_full, k.own_turn);
             k.own_turn ^= 1;
             k.any_bad = clean_keys<T, D, OWN>(k.smem, k.marks);
             if (group == 0)
-                sum_values<T, D>(p, w.s, &k, sum);
+                sum_values<T, layout>(p, w.s, &k, sum);
             else
-                sum_keys<T, D>(p, w.s, &k, sum);
+                sum_keys<T, layout>(p, w.s, &k, sum);
             advance<STAGES>(&k.r);
             k.turn++;
             release(k.smem + layout::own_empty);
         }
         pin_all<D / 8>(sum);
         key_work again; /* or its registers would be kept through the loop */
-        find_keys<BLOCK, false, OWN>(p, crew, opaque(turn), &again);
+        find_keys<BLOCK, layout::with, OWN>(p, crew, opaque(turn), &again);
         const heddle_strides &s = group == 0 ? p.a.dv_stride : p.a.dk_stride;
         store_tile<T, D>(p.adds, group == 0 ? p.t.dv : p.t.dk,
                          row_at(s, again.c.n, again.y, again.c.first_k + again.key0), s.s,
@@ -355,26 +396,32 @@ template <typename T, int D> INLINE void work(const attention_params &p, const c
     }
 }
 
-template <typename T, int D> INLINE void attention_wide(const attention_params_sm90 &all) {
+template <typename T, int D, int WITH> INLINE void attention_wide(const attention_params_sm90 &all) {
+    typedef layout_wide<D, WITH> layout;
     extern __shared__ __align__(1024) char shared[];
+    key_options *const steps = (key_options *)(shared + layout::steps);
+    const uint32_t smem = shared_address(shared);
     const crew crew = {blockIdx.x, gridDim.x};
-    make_barriers<layout_wide<D>>(shared_address(shared));
+    make_barriers<layout>(smem);
     const int group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP, 0);
     if (group == 0) {
         registers_fewer<24>();
         if (threadIdx.x < 32)
-            fetch_keys<T, D, BLOCK, false, layout_wide<D>, wide_places<D>>(all, crew, shared, NULL);
+            fetch_keys<T, D, BLOCK, WITH, layout, wide_places<layout>>(all, crew, shared, steps);
     } else {
         registers_more<240>();
-        work<T, D>(all.p, crew, shared, group - 1);
+        work<T, layout>(all.p, crew, shared, group - 1);
     }
 }
 
+#define with_lean 0
+#define with_capped (WITH_CAP | WITH_SLOPES)
+#define with_masked WITH_MASK
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     static_assert(own == OWN && block == BLOCK, "as the list has it");                                                 \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \
-        attention_wide<dtype, dim>(all);                                                                               \
+        attention_wide<dtype, dim, with_##variant>(all);                                                               \
     }
