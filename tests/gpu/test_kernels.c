@@ -257,7 +257,7 @@ static void head_dims_on_hopper(void) {
                 {136, 64, "fwd_bf16_d192_lean_sm90", "bwd_bf16_d192_lean_sm90", "dkdv_bf16_d256_lean_sm90"},
                 {200, 64, "fwd_bf16_d256_lean_sm90", "bwd_bf16_d256_lean_sm90", "dkdv_bf16_d256_lean_sm90"}};
     for (size_t x = 0; x < COUNT(rows); x++) {
-        heddle_attention a = attention_desc(HEDDLE_BF16, 2, 16, 16, 4096, 4096, rows[x].d, rows[x].dv);
+        heddle_attention a = attention_desc(HEDDLE_BF16, 2, 16, 16, 8192, 8192, rows[x].d, rows[x].dv);
         a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
         MUST(strstr(kernel_of(a, HEDDLE_FORWARD), rows[x].forward));
         MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), rows[x].backward));
@@ -277,7 +277,7 @@ static void parts(void) {
     set("FAKE_CC", "90");
     set("FAKE_SHARED", "232448");
     set("FAKE_MULTIPROCESSORS", "132");
-    heddle_attention a = attention_desc(HEDDLE_BF16, 2, 16, 16, 4096, 4096, 128, 128);
+    heddle_attention a = attention_desc(HEDDLE_BF16, 2, 16, 16, 8192, 8192, 128, 128);
     a.mask = HEDDLE_CAUSAL_TOP_LEFT;
     for (int adds = 0; adds < 2; adds++) {
         const int before = fake_launches(NULL);

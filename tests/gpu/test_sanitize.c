@@ -65,8 +65,8 @@ static void test_many_tiles(void **state) {
     for (size_t x = 0; x < COUNT(dims); x++)
         for (size_t y = 0; y < TEST_DTYPES; y++)
             for (int z = 0; z < (dims[x] == 128 ? 3 : 2); z++) { /* the third has many queries to a head of keys */
-                attention_case c = {.a = attention_desc(test_dtypes[y], 1, z == 2 ? 6 : 2, 1, 200, z == 2 ? 130 : 700,
-                                                        dims[x], dims[x]),
+                attention_case c = {.a = attention_desc(test_dtypes[y], 1, z == 2 ? 64 : 2, 1, z == 2 ? 128 : 200,
+                                                        z == 2 ? 130 : 700, dims[x], dims[x]),
                                     .seed = x * 3 + y};
                 c.a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
                 c.a.features = z == 1 ? HEDDLE_DETERMINISTIC : 0;

@@ -136,8 +136,8 @@ static void test_same_bits(void **state) {
     }
 }
 
-/* Many tiles in the backward, whose blocks share the sums of dQ: three or four steps to a tile of keys. The last is one for the kernel
- * that has many queries to a head of keys. */
+/* Many tiles in the backward, whose blocks share the sums of dQ: three or four steps to a tile of keys. The third has
+ * many steps to some tiles. */
 static void test_many_tiles_backward(void **state) {
     static const int64_t sizes[][5] = {{45, 45, 130, 140, 72},
                                        {45, 45, 66, 140, 64},
@@ -163,12 +163,12 @@ static void test_many_queries(void **state) {
     static const int32_t cu_q[] = {0, 150, 150, 150, 413, 414, 470}, cu_k[] = {0, 200, 200, 231, 500, 501, 501};
     static const int32_t len_q[] = {0, 170, 211, 1}, len_k[] = {130, 0, 190, 129};
     for (int x = 0; x < 4; x++) {
-        attention_case c = make_case(type_of(state, (size_t)x), 2, 8, 1, 140 + x, 150, x % 3 ? 128 : 80, 0);
+        attention_case c = make_case(type_of(state, (size_t)x), 1, 60, 1, 140 + x, 150, x % 3 ? 128 : 80, 0);
         c.a.mask = (heddle_mask)(x % 3);
         c.skip = x == 3 ? 1u << T_DQ : 0;
         expect_family(&c, "sm90");
         check_attention(&c);
-        c = make_case(type_of(state, (size_t)x), 6, 4, 1, 270, 280, 128, 0);
+        c = make_case(type_of(state, (size_t)x), 6, 31, 1, 270, 280, 128, 0);
         c.a.mask = (heddle_mask)(x % 3);
         c.a.features = HEDDLE_VARLEN;
         c.a.total_q = 480; /* rows past the last sequence belong to none */
@@ -176,7 +176,7 @@ static void test_many_queries(void **state) {
         c.cu_q = cu_q;
         c.cu_k = cu_k;
         check_attention(&c);
-        c = make_case(type_of(state, (size_t)x), 4, 5, 1, 211, 190, 128, 0);
+        c = make_case(type_of(state, (size_t)x), 4, 39, 1, 211, 190, 128, 0);
         c.a.mask = (heddle_mask)(x % 3);
         c.a.features = HEDDLE_SEQLENS;
         c.len_q = x % 3 == 1 ? NULL : len_q;

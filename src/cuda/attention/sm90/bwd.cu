@@ -12,6 +12,9 @@
  * of dQ. The sums lie in memory as the accumulators lie in registers: pieces of 64 x 64, [8][128 threads][4]. One warp
  * fetches; Q and dO have a barrier each.
  *
+ * The warpgroups take turns: one asks for all products between the weights of a step and those of the next while the other computes. dQ is
+ * that of a step before, whose dS both have made by then. With a bias or dropout, or several options, they have no turns yet.
+ *
  * lean adds to the sums from the registers, whose reading the next products wait for. long lays a piece down in shared memory,
  * and a thread of the first warpgroup has the copy engine add it: better where a tile of keys has many steps. */
 #include "cuda/attention/sm90/bwd_layout.cuh"
@@ -40,27 +43,16 @@ INLINE void add_piece(float *to, float (*dq)[4]) {
 }
 
 /* long: a piece of dQ to where another thread adds it from, once the one of the step before has been read. */
-template <typename layout> INLINE void lay_down(const state &k, float (*dq)[4]) {
+template <typename layout> INLINE void lay_down(const state &k, int turn, float (*dq)[4]) {
     pin_all<8>(dq);
     const uint32_t to = k.smem + layout::dq + k.group * PIECE * 4 + threadIdx.x % WARPGROUP * 16;
-    mbarrier_wait(k.smem + layout::dq_empty + k.group * 8, (k.turn & 1) ^ 1);
+    mbarrier_wait(k.smem + layout::dq_empty + k.group * 8, (turn & 1) ^ 1);
 #pragma unroll
     for (int y = 0; y < 8; y++)
         store_shared16(to + y * WARPGROUP * 16, make_uint4(__float_as_uint(dq[y][0]), __float_as_uint(dq[y][1]),
                                                            __float_as_uint(dq[y][2]), __float_as_uint(dq[y][3])));
-}
-
-/* long: which that thread may, after fence_async. */
-template <typename layout> INLINE void hand_over(const state &k) {
-    if (layout::is_long)
-        release_each(k.smem + layout::dq_full + k.group * 8);
-}
-
-template <typename layout> INLINE void pass_on(const state &k, float *to, float (*dq)[4]) {
-    if (layout::is_long)
-        lay_down<layout>(k, dq);
-    else
-        add_piece(to, dq);
+    fence_async();
+    release_each(k.smem + layout::dq_full + k.group * 8);
 }
 
 template <typename T, int D, int BLOCK, typename layout>
@@ -162,34 +154,45 @@ template <int D, typename layout> INLINE float *find_sum(const state &k, const s
 /* From P and dP to the operands of dV, dK and dQ, 16 queries at a time. For dS·K, dS lies in shared memory: rows are keys,
  * in strips of 64 queries. */
 template <typename T, int BLOCK, int FULL>
+INLINE void apply_weights(const attention_params &p, const state &k, bool masked, int x, const float *row,
+                          const kept_bits<BLOCK> &kept, const char *ahead, float (*s)[4], float (*dp)[4]) {
+    uint32_t made = 0;
+    if (makes_ahead<FULL>()) {
+        made = take_kept_columns<BLOCK>(ahead, k.group, x * 16);
+        drop_columns(made, p.keep_scale, dp + 2 * x);
+    } else if (has_dropout<FULL>(p)) {
+        drop_elements<BLOCK, 2>(kept, p.keep_scale, dp + 2 * x, 2 * x);
+    }
+    if (masked)
+        key_gradients<true, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
+    else
+        key_gradients<false, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
+    if (has_cap<FULL>(p))
+        cap_key_gradients<T, FULL>(p, *k.now, k.row0, x * 16, row + x * 16, row + BLOCK + x * 16, s + 2 * x,
+                                   dp + 2 * x);
+    if (makes_ahead<FULL>())
+        drop_columns(made, 1.0f, s + 2 * x);
+    else if (has_dropout<FULL>(p))
+        drop_elements<BLOCK, 2>(kept, 1.0f, s + 2 * x, 2 * x);
+}
+
+template <typename T>
+INLINE void put_operands(const state &k, uint32_t to, int x, const float (*s)[4], const float (*dp)[4],
+                         uint32_t (*ps)[4], uint32_t (*ds)[4]) {
+    const int lane = threadIdx.x % 32, key = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
+    pack_fragments<T, 16>(ps + x, s + 2 * x);
+    pack_fragments<T, 16>(ds + x, dp + 2 * x);
+    stmatrix4(to + key * 128 + x / 4 * OWN_ROWS * 128 + (((x % 4 * 2 + lane / 16) ^ (key & 7)) << 4), ds[x]);
+}
+
+template <typename T, int BLOCK, int FULL>
 INLINE void make_fragments(const attention_params &p, const state &k, bool masked, uint32_t to, const float *row,
                            const kept_bits<BLOCK> &kept, const char *ahead, float (*s)[4], float (*dp)[4],
                            uint32_t (*ps)[4], uint32_t (*ds)[4]) {
-    const int lane = threadIdx.x % 32, key = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
-    to += key * 128;
 #pragma unroll
     for (int x = 0; x < BLOCK / 16; x++) {
-        uint32_t made = 0;
-        if (makes_ahead<FULL>()) {
-            made = take_kept_columns<BLOCK>(ahead, k.group, x * 16);
-            drop_columns(made, p.keep_scale, dp + 2 * x);
-        } else if (has_dropout<FULL>(p)) {
-            drop_elements<BLOCK, 2>(kept, p.keep_scale, dp + 2 * x, 2 * x);
-        }
-        if (masked)
-            key_gradients<true, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
-        else
-            key_gradients<false, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
-        if (has_cap<FULL>(p))
-            cap_key_gradients<T, FULL>(p, *k.now, k.row0, x * 16, row + x * 16, row + BLOCK + x * 16, s + 2 * x,
-                                       dp + 2 * x);
-        if (makes_ahead<FULL>())
-            drop_columns(made, 1.0f, s + 2 * x);
-        else if (has_dropout<FULL>(p))
-            drop_elements<BLOCK, 2>(kept, 1.0f, s + 2 * x, 2 * x);
-        pack_fragments<T, 16>(ps + x, s + 2 * x);
-        pack_fragments<T, 16>(ds + x, dp + 2 * x);
-        stmatrix4(to + x / 4 * OWN_ROWS * 128 + (((x % 4 * 2 + lane / 16) ^ (key & 7)) << 4), ds[x]);
+        apply_weights<T, BLOCK, FULL>(p, k, masked, x, row, kept, ahead, s, dp);
+        put_operands<T>(k, to, x, s, dp, ps, ds);
     }
 }
 
@@ -202,6 +205,8 @@ INLINE void make_operands(const attention_params &p, state *k, bool masked, cons
     const int slot = k->turn % KEPT_SLOTS;
     const char *ahead = (const char *)k->numbers + (layout::kept - layout::numbers) + slot * layout::kept_bytes;
     pin_all<BLOCK / 8>(dp);
+    if (layout::takes_turns)
+        mbarrier_wait(k->smem + layout::ds_empty + (k->turn & 1) * 8, (k->turn >> 1 & 1) ^ 1);
     if (AHEAD)
         mbarrier_wait(k->smem + layout::kept_full + slot * 8, k->turn / KEPT_SLOTS % 2);
     if (layout::with == WITH_ALL) /* so much code that it is there once */
@@ -216,10 +221,11 @@ INLINE void make_operands(const attention_params &p, state *k, bool masked, cons
     release(k->smem + layout::ds_full + (k->turn & 1) * 8);
 }
 
-template <typename T, int D, int BLOCK, typename layout> INLINE void issue_dq(const state &k, float (*dq)[4]) {
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void issue_dq(const state &k, int turn, float (*dq)[4], bool pending = true) {
     constexpr int STRIP = OWN_ROWS * 128;
-    const int turn = k.turn;
-    mbarrier_wait(k.smem + layout::ds_full + (turn & 1) * 8, turn >> 1 & 1);
+    if (pending)
+        mbarrier_wait(k.smem + layout::ds_full + (turn & 1) * 8, turn >> 1 & 1);
     wgmma_fence();
     warpgroup_both<T, 64, OWN_ROWS, OWN_ROWS>(
         dq, k.smem + layout::ds + (turn & 1) * layout::ds_bytes + (BLOCK > 64 ? k.group * STRIP : 0),
@@ -238,6 +244,14 @@ INLINE int turn_to(const attention_params &p, state *k, unsigned count, bool *ma
     k->x = k->now->x;
     *masked = (step & STEP_CUT) || k->any_bad; /* finite or not: dP of what is hidden may overflow, and -0·inf is NaN */
     return step & ~STEP_FLAGS;
+}
+
+/* The warpgroups take turns in asking for products: one computes while the other multiplies. */
+INLINE void await_turn(const state &k) {
+    barrier_sync(4 + k.group, CONSUMERS);
+}
+INLINE void pass_turn(const state &k) {
+    barrier_arrive(5 - k.group, CONSUMERS);
 }
 
 /* A step whose P and dS are made, and the one after it, whose are to be made. */
@@ -279,14 +293,14 @@ INLINE void issue_dv(const step_pair &w, const uint32_t (*ps)[4], float (*dv)[4]
 template <typename T, int D, int BLOCK, typename layout>
 INLINE void issue_dq_and_dk(const state &k, const step_pair &w, const uint32_t (*ds)[4], float (*dq)[4],
                             float (*dk)[4]) {
-    issue_dq<T, D, BLOCK, layout>(k, dq);
+    issue_dq<T, D, BLOCK, layout>(k, k.turn, dq);
     warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, w.at);
     wgmma_commit();
 }
 
 /* dQ of a step is there. */
 template <typename layout> INLINE void take_dq(const attention_params &p, const state &k, float *to, float (*dq)[4]) {
-    pass_on<layout>(k, to, dq);
+    add_piece(to, dq);
     if (layout::shares_ds && has_boxes<layout::with>(p))
         free_boxes<layout>(k, k.turn);
 }
@@ -326,6 +340,52 @@ INLINE void turn_late(const attention_params &p, const span &seen, const state &
     wgmma_wait<1>();
     release_each(w.done);
     issue_gradients<T, D, BLOCK, layout>(k, w, dp);
+    if (layout::is_full && !makes_ahead<layout::with>())
+        *kept = keep_keys<BLOCK, layout::with>(p, *k.now, k.steps, k.row0);
+    wgmma_wait<1>();
+    weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
+}
+
+/* dQ of a step is there: its dS may be overwritten, its sum is passed on. */
+template <typename layout> INLINE void finish_dq(const state &k, int turn, float *to, float (*dq)[4]) {
+    release(k.smem + layout::ds_empty + (turn & 1) * 8);
+    if (layout::is_long)
+        lay_down<layout>(k, turn, dq);
+    else
+        add_piece(to, dq);
+}
+
+/* All products between the weights of one step and those of the next, one behind the other: dQ of the step before, dV and dK of this, S
+ * and dP of the next. */
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void take_turn(const attention_params &p, const span &seen, const state &k, const step_pair &w, bool pending,
+                      float *before, const float *marks, float (*s)[4], float (*dp)[4], float (*dq)[4],
+                      uint32_t (*ps)[4], uint32_t (*ds)[4], float (*dk)[4], float (*dv)[4], kept_bits<BLOCK> *kept) {
+    await_tile<T, D, BLOCK, layout>(k, 0, w.masked, 2 * BLOCK);
+    await_tile<T, D, BLOCK, layout>(k, 1, w.masked, 2 * BLOCK);
+    const bool careful = is_careful<BLOCK, layout>(k, w.masked, w.next_row);
+    await_turn(k);
+    issue_dq<T, D, BLOCK, layout>(k, k.turn - 1, dq, pending); /* of no step: of what lies there, and not looked at */
+    wgmma_fence();
+    warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, w.at + layout::slot_bytes);
+    warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, w.at);
+    wgmma_commit();
+    wgmma_wait<1>();
+    pin_all<8>(dq);
+    if (pending)
+        finish_dq<layout>(k, k.turn - 1, before, dq);
+    if (BLOCK > 64)
+        wgmma_wait<0>(); /* registers are short */
+    wgmma_fence();
+    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k.own, w.next_at);
+    wgmma_commit();
+    wgmma_wait<1>();
+    release(w.done + 8);
+    release_each(w.done);
+    wgmma_fence();
+    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k.own + layout::own_bytes, w.next_at + layout::slot_bytes);
+    wgmma_commit();
+    pass_turn(k);
     if (layout::is_full && !makes_ahead<layout::with>())
         *kept = keep_keys<BLOCK, layout::with>(p, *k.now, k.steps, k.row0);
     wgmma_wait<1>();
@@ -384,9 +444,22 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     weigh<T, BLOCK, layout>(p, w, *k, k->turn, i0, careful, row, marks, s);
     wgmma_wait<0>();
     make_operands<T, BLOCK, layout>(p, k, masked, row, kept, s, dp, ps, ds);
+    bool pending = false;
+    float *before = NULL;
 #pragma unroll 1
     while (layout::is_full ? !(k->now->step & STEP_LAST) : --steps) {
         const step_pair pair = next_pair<D, BLOCK, STAGES, layout>(p, w, k, i0, at);
+        if (layout::takes_turns) {
+            take_turn<T, D, BLOCK, layout>(p, w, *k, pair, pending, before, marks, s, dp, dq, ps, ds, dk, dv, &kept);
+            pending = true;
+            before = pair.to;
+            wgmma_wait<0>();
+            k->turn++;
+            make_operands<T, BLOCK, layout>(p, k, pair.masked, pair.next_row, kept, s, dp, ps, ds);
+            i0 = pair.next_i0;
+            at = pair.next_at;
+            continue;
+        }
         if (LATE)
             turn_late<T, D, BLOCK, layout>(p, w, *k, pair, marks, s, dp, dq, ps, ds, dk, dv, &kept);
         else
@@ -394,19 +467,34 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
         wgmma_wait<0>();
         k->turn++;
         make_operands<T, BLOCK, layout>(p, k, pair.masked, pair.next_row, kept, s, dp, ps, ds);
-        hand_over<layout>(*k);
         i0 = pair.next_i0;
         at = pair.next_at;
     }
     const step_pair last = {at, k->smem + layout::empty + k->r.slot * 16, find_sum<D, layout>(*k, w, i0)};
+    if (layout::takes_turns) {
+        issue_dq<T, D, BLOCK, layout>(*k, k->turn - 1, dq, pending);
+        wgmma_fence();
+        warpgroup_columns<T, D, BLOCK, BLOCK>(dv, ps, at + layout::slot_bytes);
+        warpgroup_columns<T, D, BLOCK, BLOCK>(dk, ds, at);
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin_all<8>(dq);
+        if (pending)
+            finish_dq<layout>(*k, k->turn - 1, before, dq);
+        issue_dq<T, D, BLOCK, layout>(*k, k->turn, dq);
+        wgmma_wait<0>();
+        finish_dq<layout>(*k, k->turn, last.to, dq);
+        release(last.done + 8);
+        release_each(last.done);
+        advance<STAGES>(&k->r);
+        k->turn++;
+        return;
+    }
     issue_dv<T, D, BLOCK, layout>(last, ps, dv);
     issue_dq_and_dk<T, D, BLOCK, layout>(*k, last, ds, dq, dk);
     wgmma_wait<1>();
     release(last.done + 8);
     take_dq<layout>(p, *k, last.to, dq);
-    if (layout::is_long)
-        fence_async();
-    hand_over<layout>(*k);
     wgmma_wait<0>();
     release_each(last.done);
     advance<STAGES>(&k->r);
@@ -423,6 +511,8 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
     k.r = {0, 0};
     k.turn = 0;
     int own_turn = 0;
+    if (layout::takes_turns && k.group == 1)
+        pass_turn(k);
     k.steps = (const key_options *)(shared + layout::steps);
     key_work w;
     for (unsigned turn = 0; find_keys<BLOCK, layout::with>(p, crew, turn, &w); turn++) {
@@ -454,9 +544,9 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
     }
 }
 
-template <typename T, int D, int BLOCK, int STAGES, bool LONG, int FULL>
+template <typename T, int D, int BLOCK, int STAGES, bool LONG, int FULL, bool TURNS>
 INLINE void attention_bwd(const attention_params_sm90 &all) {
-    typedef layout90<D, BLOCK, STAGES, LONG, FULL> layout;
+    typedef layout90<D, BLOCK, STAGES, LONG, FULL, TURNS> layout;
     extern __shared__ __align__(1024) char shared[];
     const crew crew = {blockIdx.x, gridDim.x};
     if (FULL)
@@ -483,13 +573,13 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
 #define blocks_bwd(dim) 1
 #define blocks_gather(dim) (dim > 128 ? 3 : 5)
 #define blocks_light(dim) 8
-#define is_lean false, 0
-#define is_long true, 0
-#define is_full false, WITH_ALL
-#define is_capped false, (WITH_CAP | WITH_SLOPES)
-#define is_biased false, WITH_BIAS
-#define is_masked false, WITH_MASK
-#define is_dropped false, WITH_DROPOUT
+#define is_lean false, 0, true
+#define is_long true, 0, true
+#define is_full false, WITH_ALL, false
+#define is_capped false, (WITH_CAP | WITH_SLOPES), true
+#define is_biased false, WITH_BIAS, false
+#define is_masked false, WITH_MASK, true
+#define is_dropped false, WITH_DROPOUT, false
 #define pass_bwd(T, D, BLOCK, variant) attention_bwd<T, D, BLOCK, SM90_FUSED_STAGES, is_##variant>(all)
 #define pass_gather(T, D, BLOCK, variant) attention_gather<T, D>(all.p)
 #define pass_light(T, D, BLOCK, variant) light_##variant<T, sm90_columns(D)>(all.p)

@@ -14,7 +14,8 @@
 
 /* Shared memory: K, V; stages of Q and dO; dS twice; of LONG a piece of dQ for each warpgroup; base, rest and D for each row of a
  * stage; marks of keys. */
-template <int D, int BLOCK, int STAGES, bool LONG, int FULL> struct layout90 {
+template <int D, int BLOCK, int STAGES, bool LONG, int FULL, bool TURNS> struct layout90 {
+    static constexpr bool takes_turns = TURNS;
     static constexpr int own_bytes = tile90<D, OWN_ROWS>::bytes, slot_bytes = tile90<D, BLOCK>::bytes;
     static constexpr int ds_bytes = OWN_ROWS * BLOCK * 2;
     static constexpr int slots = 2 * own_bytes;
@@ -33,8 +34,8 @@ template <int D, int BLOCK, int STAGES, bool LONG, int FULL> struct layout90 {
     static constexpr int full = marks + OWN_ROWS * 4; /* two for each stage: Q and dO */
     static constexpr int empty = full + STAGES * 16;
     static constexpr int ds_full = empty + STAGES * 16, own_full = ds_full + 16, own_empty = own_full + 8;
-    static constexpr int dq_full = own_empty + 8, dq_empty = dq_full + 16;
-    static constexpr int box_full = dq_empty + 16, box_empty = box_full + (FULL ? 16 * places : 0);
+    static constexpr int dq_full = own_empty + 8, dq_empty = dq_full + 16, ds_empty = dq_empty + 16;
+    static constexpr int box_full = ds_empty + 16, box_empty = box_full + (FULL ? 16 * places : 0);
     static constexpr int kept_full = box_full, kept_empty = box_empty;
     static constexpr int steps = box_empty + (FULL ? 16 * places : 0);
     static constexpr int bytes = steps + (FULL ? SM90_BACKWARD_OPTIONS : 0);
@@ -52,6 +53,8 @@ template <typename layout, int STAGES> INLINE void make_barriers(uint32_t smem) 
         }
         mbarrier_init(smem + layout::ds_full, CONSUMERS / 32);
         mbarrier_init(smem + layout::ds_full + 8, CONSUMERS / 32);
+        mbarrier_init(smem + layout::ds_empty, CONSUMERS / 32);
+        mbarrier_init(smem + layout::ds_empty + 8, CONSUMERS / 32);
         for (int x = 0; layout::is_long && x < 2; x++) {
             mbarrier_init(smem + layout::dq_full + x * 8, WARPGROUP);
             mbarrier_init(smem + layout::dq_empty + x * 8, 1);

@@ -61,12 +61,12 @@ CONTRACT unsigned sm90_forward_pairs(unsigned units, unsigned tiles) {
 #define SM90_FUSED_STAGES 3
 
 /* K, V; stages of Q and dO with three numbers a row; dS twice; of long ones two pieces of dQ; marks of keys; barriers: four for each
- * stage, two of dS, two of K and V, four of the pieces. */
+ * stage, four of dS, two of K and V, four of the pieces. */
 CONTRACT int sm90_fused_bytes(int dim, int block, int is_long) {
     const int width = sm90_columns(dim) * 2;
     return 2 * SM90_OWN_ROWS * width + SM90_FUSED_STAGES * (2 * block * width + 3 * block * 4) +
            2 * SM90_OWN_ROWS * block * 2 + (is_long ? 2 * SM90_PIECE * 4 : 0) + SM90_OWN_ROWS * 4 +
-           8 * (4 * SM90_FUSED_STAGES + 2 + 2 + 4);
+           8 * (4 * SM90_FUSED_STAGES + 4 + 2 + 4);
 }
 
 /* The same for d over 128, where a block owns 64 keys and a step has 64 queries. */

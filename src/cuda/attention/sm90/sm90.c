@@ -88,7 +88,7 @@ static bool takes_forward(const attention_problem *p, attention_choice *c) {
 }
 
 /* Queries to a head of keys from which on the copy engine's sums of dQ are faster (docs/kernels/cuda-attention-sm90.md). */
-#define LONG_QUERIES 1024
+#define LONG_QUERIES 8192
 
 /* The kernel that makes all three gradients, where their sums need no order; -1: none. */
 static int find_fused(const attention_problem *p) {
