@@ -86,8 +86,42 @@ INLINE float log_of_sum(float base, float sum, float unit, float unit_low) {
     const float high = base * unit, low = fmaf(base, unit, -high) + base * unit_low;
     return sum == 0.0f ? -CUDART_INF_F : high + fmaf(log2f(sum), LN2, low);
 }
-INLINE float natural_log(const attention_params &p, float base, float sum) {
-    return log_of_sum(base, sum, p.lse_unit, p.lse_unit_low);
+
+/* log2 of a positive number: a whole one and what is left, from 0 to 1. Of hundreds one float would lack more than a float32 log-sum-exp. */
+struct split_log {
+    float whole, part;
+};
+
+INLINE split_log split_log2(float x) {
+    const int exponent = (__float_as_int(x) >> 23) - 127;
+    const float rest = __int_as_float((__float_as_int(x) & 0x7fffff) | 0x3f800000);
+    return {(float)exponent, log2f(rest) + (x - x)}; /* NaN of what is not finite */
+}
+
+/* a + b, and what the sum was rounded by. */
+INLINE float add_exactly(float a, float b, float *low) {
+    const float sum = __fadd_rn(a, b), part = __fsub_rn(sum, a);
+    *low = __fadd_rn(__fsub_rn(a, __fsub_rn(sum, part)), __fsub_rn(b, part));
+    return sum;
+}
+
+/* In float32 all of the logarithm's bits count. more: what base lacks. */
+template <typename T> INLINE float natural_log(const attention_params &p, float base, float sum, float more = 0.0f) {
+    if (sizeof(T) == 2 || sum == 0.0f)
+        return log_of_sum(base, sum, p.lse_unit, p.lse_unit_low);
+    const split_log log2 = split_log2(sum);
+    float rest;
+    const float all = add_exactly(base, log2.whole, &rest), high = all * p.lse_unit;
+    const float low = fmaf(all, p.lse_unit, -high) + fmaf(all, p.lse_unit_low, rest * p.lse_unit);
+    return high + fmaf(log2.part + more, LN2, low);
+}
+template <typename T> INLINE float add_log(float top, float sum) {
+    if (sizeof(T) == 2 || sum == 0.0f || !isfinite(top))
+        return fmaf(log2f(sum), LN2, top);
+    const split_log log2 = split_log2(sum); /* times the first 16 bits of LN2: exact */
+    float rest;
+    const float all = add_exactly(top, log2.whole * 0x1.62e4p-1f, &rest);
+    return all + fmaf(log2.part, LN2, fmaf(log2.whole, 0x1.7f7d1cp-20f, rest));
 }
 
 /* Of large scores max·c is too coarse: its own rounding would be the exponent of the largest one. From here on, where that is 1, the
@@ -129,19 +163,22 @@ INLINE void scale_alone(float before, float top, row_scale *r) {
     r->shrink = before == top ? 1.0f : 0.0f;
 }
 
-/* The part of a row that a share of the keys gives: its maximum, and the logarithm to base 2 of its sum over exp2((S - maximum)·c). */
-INLINE void store_part(const attention_params &p, int key_share, int64_t row, float max, float log2) {
+/* The part of a row that a share of the keys gives: its maximum, and its sum over exp2((S - maximum)·c), 0 of no keys. */
+INLINE void store_part(const attention_params &p, int key_share, int64_t row, float max, float sum) {
     p.part_max[key_share * p.lse_rows + row] = max;
-    p.part_log[key_share * p.lse_rows + row] = log2;
+    p.part_sum[key_share * p.lse_rows + row] = sum;
 }
 
 /* lse of a row from the same two. unit: what takes its maximum to natural units. */
-INLINE float natural_lse(const attention_params &p, float max, float c, float unit, float log2) {
-    const float base = __fmul_rn(max, c), high = base * p.lse_unit;
+template <typename T> INLINE float natural_lse(const attention_params &p, float max, float c, float unit, float sum) {
+    const float base = __fmul_rn(max, c), more = fmaf(max, c, -base);
     if (is_far(max, c))
-        return fmaf(log2, LN2, max * unit);
+        return add_log<T>(max * unit, sum);
+    if (sizeof(T) == 4)
+        return natural_log<T>(p, base, sum, more);
+    const float high = base * p.lse_unit;
     const float low = fmaf(base, p.lse_unit, -high) + base * p.lse_unit_low;
-    return high + fmaf(log2 + fmaf(max, c, -base), LN2, low);
+    return high + fmaf(log2f(sum) + more, LN2, low);
 }
 
 /* The sink of head x, -inf where there is none or it does not count. */
@@ -164,13 +201,12 @@ INLINE float add_sink(float above, float *sum) {
 
 /* The end of a row whose sum is over exp2(S·c - base), or where it is far over exp2((S - max)·c): the sink joins in. Returns what O
  * shrinks by. */
+template <typename T>
 INLINE float end_row(const attention_params &p, bool far, float unit, float max, float c, float base, float sink,
                      float *sum, float *lse) {
     const float above = sink_above(sink, unit, max, far || *sum == 0.0f ? 0.0f : fmaf(max, c, -base));
     const float shrink = add_sink(above, sum);
-    *lse = above > 0.0f ? fmaf(log2f(*sum), LN2, sink)
-           : far        ? fmaf(log2f(*sum), LN2, max * unit)
-                        : natural_log(p, base, *sum);
+    *lse = above > 0.0f ? add_log<T>(sink, *sum) : far ? add_log<T>(max * unit, *sum) : natural_log<T>(p, base, *sum);
     return shrink;
 }
 
@@ -202,8 +238,8 @@ template <typename T> INLINE void store_number(const attention_params &p, int64_
 }
 
 /* A number of a gradient, or what is added to it. */
-template <typename T> INLINE void add_number(const attention_params &p, void *to, int64_t at, float x) {
-    if (p.adds)
+template <typename T> INLINE void add_number(bool adds, void *to, int64_t at, float x) {
+    if (adds)
         ((float *)to)[at] += x;
     else
         from_float((T *)to + at, x);
@@ -230,12 +266,15 @@ INLINE float weight_of(float s, float c, float base, float rest) {
     return exp2_approx(fmaf(s, factor_of(c, rest), -base) - fabsf(rest));
 }
 
-/* From a row's maximum and the logarithm to base 2 of its sum over exp2((S - maximum)·c). */
-INLINE void put_log_sum(float max, float c, float log2, float *base, float *rest) {
+/* From a row's maximum and the logarithm to base 2 of its sum over exp2((S - maximum)·c). What is whole of it joins the base: rest is to be
+ * small, as its rounding is one of all weights of the row. */
+INLINE void put_log_sum(float max, float c, split_log log2, float *base, float *rest) {
     const float low = __fmul_rd(max, c);
     const bool huge = fabsf(low) >= HUGE_BASE;
-    *base = huge ? max * power_of(c) : low;
-    *rest = huge ? -fmaxf(log2, 0x1p-100f) : fmaf(max, c, -low) + log2;
+    float left;
+    const float all = add_exactly(low, log2.whole, &left), down = left < 0.0f ? nextafterf(all, -CUDART_INF_F) : all;
+    *base = huge ? max * power_of(c) : down;
+    *rest = huge ? -fmaxf(log2.whole + log2.part, 0x1p-100f) : (all - down + left) + fmaf(max, c, -low) + log2.part;
 }
 
 /* From lse alone, which is not -inf. */
@@ -252,31 +291,43 @@ INLINE void split_lse(const attention_params &p, float lse, float *base, float *
     }
 }
 
-/* Is a sink so far above all scores of a row that lse is the sink, and says it better than a base among the scores could? */
-INLINE bool is_ruled_by_sink(float max, float unit, float sink) {
-    return fmaf(-max, unit, sink) * LOG2E > 64.0f;
-}
-
-/* A sink joins the sum of a row that it does not rule. */
-INLINE float join_sink(float max, float unit, float log2, float sink) {
-    return log2f(exp2f(log2) + exp2f(fmaf(-max, unit, sink) * LOG2E));
-}
-
-/* Is a float32 log-sum-exp too coarse for P = exp(S - lse)? Large ones are. */
-template <typename T> INLINE bool is_large(float lse) {
-    return fabsf(lse) > (sizeof(T) == 4 ? 12.0f : 1024.0f) && fabsf(lse) < CUDART_INF_F;
+/* Is a float32 log-sum-exp too coarse for P = exp(S - lse)? Large ones are; and in float32 most are where rows are short, as the products of
+ * these lose less. */
+template <typename T> INLINE bool is_large(const attention_params &p, float lse) {
+    const float most = sizeof(T) == 2 ? 1024.0f : max64(p.a.d, p.a.dv) <= 32 ? 2.0f : 12.0f;
+    return fabsf(lse) > most && fabsf(lse) < CUDART_INF_F;
 }
 
 /* And all are in float32 where few keys are seen, if another kernel than the forward's makes S: a textbook's computation loses next to
  * nothing there, as the maximum is the log-sum-exp, or nearly so, and S is the same in both passes. Where these keys are some of all
  * there is no better one. */
 template <typename T> INLINE bool is_coarse(const attention_params &p, const place &c, float lse) {
-    return sizeof(T) == 4 && sees_few(p, c) ? fabsf(lse) < CUDART_INF_F : !p.adds && is_large<T>(lse);
+    return sizeof(T) == 4 && sees_few(p, c) ? fabsf(lse) < CUDART_INF_F : !p.adds && is_large<T>(p, lse);
 }
 
-/* Is a log-sum-exp that was found anew the given one, but for roundings? It may be another on purpose. */
-INLINE bool is_same_lse(float found, float lse) {
-    return fabsf(found - lse) <= fmaxf(fabsf(lse), 4.0f) * 0x1p-20f;
+/* Is a log-sum-exp that was found anew the given one, but for roundings? It may be another on purpose. noise: what the scores of who gave it
+ * may be off by. */
+INLINE bool is_same_lse(float found, float lse, float noise = 0.0f) {
+    return fabsf(found - lse) <= fmaf(fmaxf(fabsf(lse), 4.0f), 0x1p-20f, noise);
+}
+
+/* The log-sum-exp of a row anew, of its maximum, its sum over exp2((S - maximum)·c) and its sink (-inf: it has none); taken where it is the
+ * given one. The base is the larger of the two: rest would be as large as they are apart, and so would its rounding. unit: what takes the
+ * maximum to natural units. */
+INLINE void put_row_sum(const attention_params &p, float max, float c, float unit, float sum, float sink, float lse,
+                        float noise, float *base, float *rest) {
+    const float above = sink_above(sink, unit, max, 0.0f), rare = exp2f(-fabsf(above));
+    const float all = above > 0.0f ? fmaf(sum, rare, 1.0f) : sum + rare;
+    const float found = above > 0.0f ? add_log<float>(sink, all) : natural_lse<float>(p, max, c, unit, all);
+    if (!is_same_lse(found, lse, noise))
+        return;
+    if (above > 0.0f) {
+        const float log2 = log2f(all);
+        split_lse(p, sink, base, rest);
+        *rest += *rest < 0.0f ? -log2 : log2;
+    } else {
+        put_log_sum(max, c, split_log2(all), base, rest);
+    }
 }
 
 /* Tiles of 64 queries in dq_sum: all of a head, and which is the first of a head of a sequence. */

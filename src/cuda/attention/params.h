@@ -68,7 +68,7 @@ typedef struct attention_params {
     int32_t vectors;                   /* VECTOR_Q | ... */
     int64_t lse_rows;                  /* over all heads */
     float *part_o;                     /* [key_shares][lse_rows][dv], when key_shares > 1 */
-    float *part_max, *part_log;        /* [key_shares][lse_rows]: store_part */
+    float *part_max, *part_sum;        /* [key_shares][lse_rows]: store_part */
     float *dq_sum;                     /* bwd for Hopper: sums of dq, tiles of 64 queries (sum_tile); NULL: none */
     int32_t *flags;                    /* for each 64 queries, where light has been before prep: there is more to do */
     float *dsum, *base, *rest;         /* [rows]: D, and what put_log_sum makes of lse (+inf: the row sees nothing) */

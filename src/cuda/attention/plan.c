@@ -174,8 +174,7 @@ static bool is_aligned(const heddle_attention_data *t) {
             15) == 0;
 }
 
-/* The plain kernels' scores are natural ones always. */
-static bool takes_natural_scores(heddle_pass pass, const attention_choice *c) {
+static bool is_plain(heddle_pass pass, const attention_choice *c) {
     return pass == HEDDLE_BACKWARD && c->bwd < 0 && c->dkdv >= 0 &&
            heddle__cuda_attention_kernels[c->dkdv].variant == VARIANT_plain;
 }
@@ -201,18 +200,19 @@ static double late_factor(const attention_problem *of, const attention_choice *c
 static void fill_numbers(const attention_problem *of, const attention_choice *c, attention_params *p) {
     const heddle_attention *a = of->a;
     const double log2e = 1.4426950408889634;
-    p->rich = of->rich || takes_natural_scores(of->pass, c);
-    const double late = late_factor(of, c), unit = late ? late : p->rich ? 1 : a->scale;
+    p->rich = of->rich || is_plain(of->pass, c);
+    const bool natural = p->rich || families[c->family] == &heddle__attention_small; /* are the kernels' scores */
+    const double late = late_factor(of, c), unit = late ? late : natural ? 1 : a->scale;
     p->scale = (float)a->scale;
     p->scale_log2 = (float)((late ? late : a->scale) * log2e);
     /* P = exp2(f·(S - lse)): with the very factor of S, its rounding weighs on the difference alone. */
-    const double factor = p->rich && !late ? (double)(float)log2e : (double)p->scale_log2 / unit;
+    const double factor = natural && !late ? (double)(float)log2e : (double)p->scale_log2 / unit;
     p->lse_factor = (float)factor;
     p->lse_factor_low = (float)(factor - (double)p->lse_factor);
     p->lse_unit = (float)(1 / factor);
     p->lse_unit_low = (float)(1 / factor - (double)p->lse_unit);
     p->unit = (float)unit;
-    p->lse_huge = (float)(power_below(p->rich && !late ? log2e : p->scale_log2) / unit);
+    p->lse_huge = (float)(power_below(natural && !late ? log2e : p->scale_log2) / unit);
     p->softcap = (float)a->softcap;
     p->inverse_softcap = a->softcap > 0 ? (float)(1 / a->softcap) : 0;
     p->keep_scale = (float)dropout_scale(a->dropout);
@@ -223,7 +223,7 @@ static void fill_numbers(const attention_problem *of, const attention_choice *c,
     p->tf32 = (a->features & HEDDLE_TF32) != 0;
     p->score_in = a->softcap > 0 ? (float)(a->scale / a->softcap) : 0;
     p->score_out = late ? 1 : (float)(a->softcap > 0 ? a->softcap : a->scale);
-    if (p->rich && !late) /* natural scores */
+    if (natural && !late)
         p->scale_log2 = (float)log2e;
 }
 
@@ -267,7 +267,7 @@ static void fill_workspace(const attention_problem *of, const attention_choice *
                           : (split_tensor){workspace + c->split_tiles[x], (split_info *)(workspace + c->split_info[x])};
     p->part_o = backward || !workspace ? NULL : (float *)(workspace + c->part_o);
     p->part_max = at(workspace, c->part_lse);
-    p->part_log = p->part_max ? p->part_max + c->key_shares * c->lse_rows : NULL;
+    p->part_sum = p->part_max ? p->part_max + c->key_shares * c->lse_rows : NULL;
     p->before = p->lse = NULL;
     if (p->adds && !backward) {
         p->before = p->lse = p->t.lse;

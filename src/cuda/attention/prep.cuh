@@ -127,6 +127,21 @@ INLINE bool prep_rows(const attention_params &p, const place &c, int64_t x, int 
     return open || (LOOKS && (p.adds || !(p.vectors & VECTOR_O) || !(p.vectors & VECTOR_DO)));
 }
 
+/* To dP of 16 rows from row0 on and keys from j0 on, where S says that a key is seen. */
+template <typename T, int BLOCK>
+INLINE void add_dweights(const attention_params &p, const place &c, int64_t x, int row0, int j0, const float (*s)[4],
+                         float (*dp)[4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int z = 0; z < BLOCK / 8; z++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int i = row0 + e / 2 * 8 + lane / 4, j = j0 + z * 8 + lane % 4 * 2 + e % 2;
+            if (s[z][e] != -CUDART_INF_F)
+                dp[z][e] += to_float(((const T *)p.t.dweights)[row_at(p.a.dweights_stride, c.n, x, i) + j]);
+        }
+}
+
 /* D = rowsum(P∘dP) of a warp's rows, where there are few keys. */
 template <typename T, int D, int WARPS, int BLOCK>
 INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, int query0, uint32_t shared) {
@@ -162,15 +177,17 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
         cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();
-        product_rows<T, D, 1, BLOCK>(s, shared + warp_row * tile<T, D>::pitch, sk, p.tf32, short_rows<T>(p),
+        product_rows<T, D, 1, BLOCK>(s, shared + warp_row * tile<T, D>::pitch, sk, p.tf32, whole_steps<T, D>(p, c),
                                      shared + layout::joins);
         product_rows<T, D, 1, BLOCK>(dp, shared + layout::second + warp_row * tile<T, D>::pitch, sv, p.tf32,
-                                     short_rows<T>(p), shared + layout::joins + layout::join_bytes);
+                                     whole_steps<T, D>(p, c), shared + layout::joins + layout::join_bytes);
         mask_scores<T, 1, BLOCK>(p, c, x, query0 + warp_row, j0, s);
         if (p.drops)
             drop_elements(
                 find_kept<false, BLOCK>(p, dropout, dropout_head(p, c.n, x), query0 + warp_row + duty_row(), j0),
                 p.keep_scale, dp[0]);
+        if (sizeof(T) == 4 && p.t.dweights)
+            add_dweights<T, BLOCK>(p, c, x, query0 + warp_row, j0, s[0], dp[0]);
 #pragma unroll
         for (int z = 0; z < BLOCK / 8; z++)
 #pragma unroll
@@ -214,7 +231,7 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
         cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();
-        product_rows<T, D, 1, BLOCK>(s, sq + warp_row * tile<T, D>::pitch, sk, p.tf32, short_rows<T>(p),
+        product_rows<T, D, 1, BLOCK>(s, sq + warp_row * tile<T, D>::pitch, sk, p.tf32, whole_steps<T, D>(p, c),
                                      shared + layout::joins);
         mask_scores<T, 1, BLOCK>(p, c, x, query0 + warp_row, j0, s);
 #pragma unroll
@@ -238,16 +255,9 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
         const float all = quad_sum(sum[half]);
         if (!large[half] || top[half] == -CUDART_INF_F || lane % 4)
             continue;
-        float log2 = log2f(all);
-        if (p.a.features & HEDDLE_SINKS) {
-            const float sink = ((const float *)p.t.sinks)[x];
-            if (is_ruled_by_sink(top[half], p.unit, sink))
-                continue;
-            log2 = join_sink(top[half], p.unit, log2, sink);
-        }
         const int64_t at = lse_at(p, c, x, i);
-        if (is_same_lse(natural_lse(p, top[half], factor, p.unit, log2), ((const float *)p.t.lse)[at]))
-            put_log_sum(top[half], factor, log2, &p.base[at], &p.rest[at]);
+        put_row_sum(p, top[half], factor, p.unit, all, sink_of(p, x, true), ((const float *)p.t.lse)[at], 0.0f,
+                    &p.base[at], &p.rest[at]);
     }
 }
 
@@ -264,7 +274,8 @@ template <typename T> INLINE bool masks_leave_few(const attention_params &p, con
     return false;
 }
 
-/* One tile of queries; all: nobody has been at it. With dweights the plain prep has been here, and has seen to D. */
+/* One tile of queries; all: nobody has been at it. With dweights the plain prep has been here, and has seen to D; in float32 where there are
+ * few keys, D is to be of the very products that dS is made of. */
 template <typename T, int D, int WARPS, int BLOCK>
 INLINE void prep_tile(const attention_params &p, unsigned id, bool all, uint32_t shared) {
     typedef backward_shared<T, D, WARPS, 1, BLOCK> layout;
@@ -290,7 +301,7 @@ INLINE void prep_tile(const attention_params &p, unsigned id, bool all, uint32_t
     }
     if (__syncthreads_or(large[0] || large[1]))
         refine_rows<T, D, WARPS, BLOCK>(p, c, x, query0, large, shared);
-    if ((left || sees_few(p, c)) && query0 < c.sq && p.t.dout && !(p.a.features & HEDDLE_WEIGHTS))
+    if ((left || sees_few(p, c)) && query0 < c.sq && p.t.dout && (sizeof(T) == 4 || !(p.a.features & HEDDLE_WEIGHTS)))
         sum_gradients<T, D, WARPS, BLOCK>(p, c, x, query0, shared);
 }
 

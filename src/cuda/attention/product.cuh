@@ -9,9 +9,13 @@
  * A sum of few terms has nothing to hide the last bit of an operand in: a plain computation rounds but once or twice there. */
 #define FEW_TERMS 16
 
-/* Of rows that long. */
-template <typename T> INLINE bool short_rows(const attention_params &p) {
-    return sizeof(T) == 4 && max64(p.a.d, p.a.dv) <= FEW_TERMS;
+/* How many steps of 8 a product of rows then has: of rows that long, and where a row of weights has no more. The same for all tiles of a
+ * sequence, as both passes are to form the same scores; 0 elsewhere. */
+template <typename T, int D> INLINE int whole_steps(const attention_params &p, const place &c) {
+    return sizeof(T) != 4                      ? 0
+           : max64(p.a.d, p.a.dv) <= FEW_TERMS ? FEW_TERMS / 8
+           : c.sk <= FEW_TERMS                 ? share<T, D>::steps
+                                               : 0;
 }
 
 /* Does a query of i0 .. i1-1 see few keys? Of a band the first or the last sees the fewest. */
@@ -86,7 +90,7 @@ template <int ROWS, int COLUMNS> INLINE void add(float (*c)[COLUMNS][4], const f
 
 /* c[TILES][COLUMNS/8] = A·Bᵀ over D: A has 16·TILES rows at a, B has COLUMNS rows at b. */
 template <typename T, int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product {
-    static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool, bool) {
+    static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool, int) {
         typedef tile<T, D> t;
         clear<TILES, COLUMNS / 8>(c);
 #pragma unroll(D > 128 ? 4 : 8)
@@ -119,10 +123,9 @@ INLINE constexpr float cut_off(int steps) {
  * apart, and the large ones from zero over a few steps, to be added by a rounding addition (after Ootomo and Yokota,
  * 2022). */
 template <int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product<float, D, TILES, COLUMNS, SWIZZLED> {
-    /* Of rows of FEW_TERMS. */
-    static __device__ __forceinline__ void run_whole(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b) {
+    static __device__ __forceinline__ void run_whole(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, int steps) {
 #pragma unroll 1
-        for (int s = 0; s < FEW_TERMS / 8; s++) {
+        for (int s = 0; s < steps; s++) {
             a_fragment<float> fa[TILES];
 #pragma unroll
             for (int x = 0; x < TILES; x++)
@@ -140,12 +143,12 @@ template <int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product<float
         }
     }
     static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32,
-                                               bool whole) {
+                                               int whole) {
         typedef tile<float, D> t;
         float part[TILES][COLUMNS / 8][4], low[TILES][COLUMNS / 8][4];
         clear<TILES, COLUMNS / 8>(c);
         if (whole && !tf32) {
-            run_whole(c, a, b);
+            run_whole(c, a, b, whole);
             return;
         }
         clear<TILES, COLUMNS / 8>(low);
@@ -176,10 +179,9 @@ template <int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product<float
     }
 };
 
-/* joins: where parts are joined, if D is that wide. whole: in float32, by multiply_whole. */
+/* joins: where parts are joined, if D is that wide. whole: so many steps (whole_steps) by multiply_whole. */
 template <typename T, int D, int TILES, int COLUMNS, int SWIZZLED = 0>
-INLINE void product_rows(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32, bool whole,
-                         uint32_t joins = 0) {
+INLINE void product_rows(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32, int whole, uint32_t joins = 0) {
     const int lane = threadIdx.x % 32, from = share<T, D>::part() * share<T, D>::width * (int)sizeof(T);
     static_assert(!SWIZZLED || share<T, D>::count == 1, "a share begins anywhere in a row");
     rows_product<T, D, TILES, COLUMNS, SWIZZLED>::run(c, a + from + a_lane<T, D>(lane),

@@ -12,24 +12,25 @@ template <typename T>
 INLINE void refine_lse(const attention_params &p, const place &c, const row_index &at, const float *q, float lse,
                        float *base, float *rest) {
     const score_row row = make_score_row(p, c, at.x, at.i);
-    float top = -CUDART_INF_F, sum = 0.0f, slack;
-    for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32)
-        top = fmaxf(top, plain_score<T>(p, c, row, at.x / p.group, j, q, &slack));
-    top = warp_max(top);
+    const int64_t y = at.x / p.group;
+    float mine = -CUDART_INF_F, sum = 0.0f, noise = 0.0f, slack;
+    int largest = 0;
+    for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32) {
+        const float s = plain_score<T>(p, c, row, y, j, q, &slack);
+        largest = s > mine ? j : largest;
+        mine = fmaxf(mine, s);
+    }
+    const float top = warp_max(mine);
     if (top == -CUDART_INF_F)
         return;
     for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32)
-        sum += exp2_approx((plain_score<T>(p, c, row, at.x / p.group, j, q, &slack) - top) * LOG2E);
+        sum += exp2_approx((plain_score<T>(p, c, row, y, j, q, &slack) - top) * LOG2E);
     sum = warp_sum(sum);
-    float log2 = log2f(sum);
-    if (p.a.features & HEDDLE_SINKS) {
-        const float sink = ((const float *)p.t.sinks)[at.x];
-        if (is_ruled_by_sink(top, 1.0f, sink))
-            return;
-        log2 = join_sink(top, 1.0f, log2, sink);
-    }
-    if (is_same_lse(fmaf(log2, LN2, top), lse))
-        put_log_sum(top, LOG2E, log2, base, rest);
+    largest = (int)warp_max(mine == top ? (float)largest : -1.0f); /* one of them, or one near it */
+    for (int e = threadIdx.x % 32; e < p.a.d && sizeof(T) == 4; e += 32)
+        noise += fabsf(q[e] * to_float(key_row<T>(p, c, y, largest)[e]));
+    noise = warp_sum(noise) * fabsf(p.scale) * 0x1p-22f;
+    put_row_sum(p, top, LOG2E, 1.0f, sum, sink_of(p, at.x, true), lse, noise, base, rest);
 }
 
 /* dP of element (i, j): Z·(dO·v) + dweights. */
@@ -202,7 +203,7 @@ template <typename T> INLINE void plain_dq(const attention_params &p) {
     for (int z = 0; z < MAX_DIM / THREADS; z++) {
         const int e = z * THREADS + threadIdx.x;
         if (e < p.a.d)
-            add_number<T>(p, p.t.dq, row_at(p.a.dq_stride, c.n, at.x, c.first_q + at.i) + e, dq[z] * p.scale);
+            add_number<T>(p.adds, p.t.dq, row_at(p.a.dq_stride, c.n, at.x, c.first_q + at.i) + e, dq[z] * p.scale);
     }
 }
 
@@ -258,9 +259,9 @@ template <typename T> INLINE void plain_dkdv(const attention_params &p) {
     for (int w = 0; w < MAX_DIM / THREADS; w++) {
         const int e = w * THREADS + threadIdx.x;
         if (p.t.dk && e < p.a.d)
-            add_number<T>(p, p.t.dk, row_at(p.a.dk_stride, c.n, at.x, c.first_k + j) + e, dk[w] * p.scale);
+            add_number<T>(p.adds, p.t.dk, row_at(p.a.dk_stride, c.n, at.x, c.first_k + j) + e, dk[w] * p.scale);
         if (p.t.dv && e < p.a.dv)
-            add_number<T>(p, p.t.dv, row_at(p.a.dv_stride, c.n, at.x, c.first_k + j) + e, dv[w]);
+            add_number<T>(p.adds, p.t.dv, row_at(p.a.dv_stride, c.n, at.x, c.first_k + j) + e, dv[w]);
     }
 }
 
@@ -301,9 +302,12 @@ template <typename T> INLINE void plain_dsinks(const attention_params &p) {
             const float base = p.base[at], rest = p.rest[at];
             if (base == CUDART_INF_F)
                 continue;
-            const float above =
-                rest < 0.0f ? fmaf(-base, p.unit / power_of(c2), sink) * LOG2E : fmaf(sink, LOG2E, -base);
-            sum = fmaf(-exp2f(above - fabsf(rest)), p.dsum[at], sum);
+            /* of what is far from 0, as float32 is coarse there; in true units of log2, which float32 has none of */
+            const float huge = fmaf(-base, p.unit / power_of(c2), sink) * LOG2E - fabsf(rest);
+            const double factor = (double)p.lse_factor + (double)p.lse_factor_low;
+            const double above = (sink * factor - base - rest) * (1.4426950408889634 / factor);
+            const float high = rest < 0.0f ? huge : (float)above, weight = exp2f(high);
+            sum = fmaf(-fmaf(weight, rest < 0.0f ? 0.0f : (float)(above - high) * LN2, weight), p.dsum[at], sum);
         }
     }
     sum = block_sum(sum, scratch);

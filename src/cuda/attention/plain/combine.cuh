@@ -30,14 +30,15 @@ INLINE void load_parts(float4 *v, const float *part, int64_t step, int first, in
 }
 
 /* The share of each part in the sum, and lse, -inf where nothing is seen. */
+template <typename T>
 INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, float sink, float *weight) {
     __shared__ float scratch[2][COMBINE_WARPS];
     const float c = p.rich ? LOG2E : p.scale_log2;
     float top = -CUDART_INF_F, sum = 0.0f;
     const int warp = threadIdx.x / 32;
     for (int s = threadIdx.x; s < p.key_shares; s += COMBINE_WARPS * 32) {
-        weight[s] = counts ? p.part_log[s * p.lse_rows + row] : -CUDART_INF_F;
-        top = fmaxf(top, weight[s] == -CUDART_INF_F ? weight[s] : p.part_max[s * p.lse_rows + row]);
+        weight[s] = counts ? p.part_sum[s * p.lse_rows + row] : 0.0f;
+        top = fmaxf(top, weight[s] == 0.0f ? -CUDART_INF_F : p.part_max[s * p.lse_rows + row]);
     }
     for (int step = 16; step; step >>= 1)
         top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
@@ -46,8 +47,8 @@ INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, fl
     for (int x = 0; x < COMBINE_WARPS; x++)
         top = fmaxf(top, scratch[0][x]);
     for (int s = threadIdx.x; s < p.key_shares; s += COMBINE_WARPS * 32) {
-        const float low = weight[s];
-        weight[s] = low == -CUDART_INF_F ? 0.0f : exp2_approx(fmaf(p.part_max[s * p.lse_rows + row] - top, c, low));
+        if (weight[s] != 0.0f)
+            weight[s] *= exp2_approx((p.part_max[s * p.lse_rows + row] - top) * c);
         sum += weight[s];
     }
     sum = warp_sum(sum);
@@ -60,9 +61,7 @@ INLINE float weigh_parts(const attention_params &p, int64_t row, bool counts, fl
     for (int s = threadIdx.x; s < p.key_shares; s += COMBINE_WARPS * 32)
         weight[s] *= by;
     __syncthreads();
-    return above > 0.0f  ? fmaf(log2f(sum), LN2, sink)
-           : sum == 0.0f ? -CUDART_INF_F
-                         : natural_lse(p, top, c, p.unit, log2f(sum));
+    return above > 0.0f ? add_log<T>(sink, sum) : sum == 0.0f ? -CUDART_INF_F : natural_lse<T>(p, top, c, p.unit, sum);
 }
 
 /* The warps take parts in turn, a lane four columns; their sums meet in shared memory. The loads of the first parts are under way
@@ -85,7 +84,7 @@ template <typename T> INLINE void combine_row(const attention_params &p, int64_t
         float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         load_parts(v, part, step, warp, p.key_shares, width - column, vector);
         if (first)
-            lse = weigh_parts(p, row, counts, sink, weight);
+            lse = weigh_parts<T>(p, row, counts, sink, weight);
         for (int s0 = warp; s0 < p.key_shares; s0 += COMBINE_WARPS * COMBINE_AT_ONCE) {
 #pragma unroll
             for (int y = 0; y < COMBINE_AT_ONCE; y++) {

@@ -42,14 +42,14 @@ INLINE void load_key_tiles(const attention_params &p, const T *k, const T *v, in
 
 /* S = Q·Kᵀ and dP = dO·Vᵀ, or both transposed: of a warp's rows of two tiles of the block's own and a stage of two that stream. */
 template <typename T, int D, int WARPS, int TILES, int BLOCK>
-INLINE void form_products(const attention_params &p, uint32_t shared, int warp_row, uint32_t stage, bool makes_dp,
-                          float (*s)[BLOCK / 8][4], float (*dp)[BLOCK / 8][4]) {
+INLINE void form_products(const attention_params &p, const place &c, uint32_t shared, int warp_row, uint32_t stage,
+                          bool makes_dp, float (*s)[BLOCK / 8][4], float (*dp)[BLOCK / 8][4]) {
     typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
     const uint32_t own = shared + warp_row * tile<T, D>::pitch, joins = shared + layout::joins;
-    product_rows<T, D, TILES, BLOCK>(s, own, stage, p.tf32, short_rows<T>(p), joins);
+    product_rows<T, D, TILES, BLOCK>(s, own, stage, p.tf32, whole_steps<T, D>(p, c), joins);
     if (makes_dp)
         product_rows<T, D, TILES, BLOCK>(dp, own + layout::second, stage + BLOCK * tile<T, D>::pitch, p.tf32,
-                                         short_rows<T>(p), joins + layout::join_bytes);
+                                         whole_steps<T, D>(p, c), joins + layout::join_bytes);
     else
         clear<TILES, BLOCK / 8>(dp);
 }
@@ -219,6 +219,24 @@ template <int BLOCK, int THREADS> INLINE void clear_marks(int *bad) {
         bad[z] = 0;
 }
 
+/* In float32 so many steps are summed up at a time: one chain over thousands of queries loses more than it may. */
+#define SUM_STEPS 32
+
+/* dV, where both are made, and dK or dV; adds: to what is there. */
+template <typename T, int D, bool BOTH, int TILES>
+INLINE void store_key_sums(const attention_params &p, const key_work &w, bool adds, bool makes_dk, int warp_row,
+                           const float (*dk)[share<T, D>::width / 8][4],
+                           const float (*dv)[BOTH ? share<T, D>::width / 8 : 1][4]) {
+    constexpr int WIDTH = share<T, D>::width;
+    if (BOTH)
+        store_sums<T, D, BOTH ? TILES : 1>(adds, p.t.dv, p.a.dv_stride, w.c.n, w.y, w.c.first_k, w.c.all_sk,
+                                           (int)p.a.dv, p.keep_scale, w.key0 + warp_row,
+                                           (const float(*)[WIDTH / 8][4]) dv);
+    store_sums<T, D, TILES>(adds, makes_dk ? p.t.dk : p.t.dv, makes_dk ? p.a.dk_stride : p.a.dv_stride, w.c.n, w.y,
+                            w.c.first_k, w.c.all_sk, (int)(makes_dk ? p.a.d : p.a.dv),
+                            makes_dk ? p.scale : p.keep_scale, w.key0 + warp_row, dk);
+}
+
 /* BOTH: dK and dV together; else (the accumulators of both do not fit) every second block makes dK, the others dV. */
 template <typename T, int D, bool FULL, bool BOTH, int WARPS, int TILES, int BLOCK>
 INLINE void attention_dkdv(const attention_params &p) {
@@ -265,7 +283,7 @@ INLINE void attention_dkdv(const attention_params &p) {
             load_queries<T, D, WARPS, TILES, BLOCK>(p, c, y * p.group + (step + 1) / blocks,
                                                     begin + (step + 1) % blocks * BLOCK, begin, end, sk, stage ^ 1);
         float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
-        form_products<T, D, WARPS, TILES, BLOCK>(p, sk, warp_row, sq, makes_dk, s, dp);
+        form_products<T, D, WARPS, TILES, BLOCK>(p, c, sk, warp_row, sq, makes_dk, s, dp);
         if (cut)
             gradients_of_keys<T, FULL, true, TILES, BLOCK>(p, c, dropout, x, key0 + warp_row, i0, numbers, s, dp);
         else
@@ -279,14 +297,15 @@ INLINE void attention_dkdv(const attention_params &p) {
             product_columns<T, D, TILES, BLOCK>(dk, s, sdo, tf32, whole);
         if (cut)
             clear_marks<BLOCK, THREADS>((int *)numbers + 3 * BLOCK);
+        if (sizeof(T) == 4 && step % SUM_STEPS == SUM_STEPS - 1 && step + 1 < steps) {
+            store_key_sums<T, D, BOTH, TILES>(p, w, p.adds || step > SUM_STEPS, makes_dk, warp_row, dk, dv);
+            clear<TILES, WIDTH / 8>(dk);
+            clear<BOTH ? TILES : 1, BOTH ? WIDTH / 8 : 1>(dv);
+        }
     }
     cp_async_wait<0>();
-    if (BOTH)
-        store_sums<T, D, BOTH ? TILES : 1>(p.adds, p.t.dv, p.a.dv_stride, c.n, y, c.first_k, c.all_sk, (int)p.a.dv,
-                                           p.keep_scale, key0 + warp_row, (float(*)[WIDTH / 8][4]) dv);
-    store_sums<T, D, TILES>(p.adds, makes_dk ? p.t.dk : p.t.dv, makes_dk ? p.a.dk_stride : p.a.dv_stride, c.n, y,
-                            c.first_k, c.all_sk, (int)(makes_dk ? p.a.d : p.a.dv), makes_dk ? p.scale : p.keep_scale,
-                            key0 + warp_row, dk);
+    store_key_sums<T, D, BOTH, TILES>(p, w, p.adds || (sizeof(T) == 4 && steps > SUM_STEPS), makes_dk, warp_row, dk,
+                                      dv);
 }
 
 /* -------------------------------------------------------------------------------------------------------- dQ */
@@ -382,6 +401,14 @@ INLINE void load_keys(const attention_params &p, const query_work &w, const T *k
     cp_async_commit();
 }
 
+/* dQ, where it is wanted; adds: to what is there. */
+template <typename T, int D, int TILES>
+INLINE void store_query_sums(const attention_params &p, const query_work &w, bool adds, int row0,
+                             const float (*dq)[share<T, D>::width / 8][4]) {
+    store_sums<T, D, TILES>(adds, p.t.dq, p.a.dq_stride, w.c.n, w.x, w.c.first_q, w.c.all_sq, (int)p.a.d, p.scale, row0,
+                            dq);
+}
+
 template <typename T, int D, bool FULL, int WARPS, int TILES, int BLOCK>
 INLINE void attention_dq(const attention_params &p) {
     typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
@@ -408,7 +435,7 @@ INLINE void attention_dq(const attention_params &p) {
         load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, w.begin, sq, 0);
     }
     __syncthreads();
-    int stage = 0;
+    int stage = 0, step = 0;
     for (int j0 = w.begin; j0 < w.end; j0 += BLOCK, stage ^= 1) {
         const uint32_t sk = sq + layout::stages + stage * layout::stage_bytes;
         int *marks = bad + stage * BLOCK;
@@ -421,7 +448,7 @@ INLINE void attention_dq(const attention_params &p) {
         if (j0 + BLOCK < w.end)
             load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, sq, stage ^ 1);
         float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
-        form_products<T, D, WARPS, TILES, BLOCK>(p, sq, warp_row, sk, true, s, dp);
+        form_products<T, D, WARPS, TILES, BLOCK>(p, c, sq, warp_row, sk, true, s, dp);
         if (cut)
             gradients_of_queries<T, FULL, true, TILES, BLOCK>(p, c, dropout, x, row0, j0, numbers, marks, s, dp);
         else
@@ -429,9 +456,13 @@ INLINE void attention_dq(const attention_params &p) {
         product_columns<T, D, TILES, BLOCK>(dq, dp, sk, p.tf32, few || (FULL && few_are_left<T, TILES, BLOCK>(p, dp)));
         if (cut)
             clear_marks<BLOCK, THREADS>(marks);
+        if (sizeof(T) == 4 && ++step % SUM_STEPS == 0 && j0 + BLOCK < w.end) {
+            store_query_sums<T, D, TILES>(p, w, p.adds || step > SUM_STEPS, row0, dq);
+            clear<TILES, WIDTH / 8>(dq);
+        }
     }
     cp_async_wait<0>();
-    store_sums<T, D, TILES>(p.adds, p.t.dq, p.a.dq_stride, c.n, x, c.first_q, c.all_sq, (int)p.a.d, p.scale, row0, dq);
+    store_query_sums<T, D, TILES>(p, w, p.adds || (sizeof(T) == 4 && step > SUM_STEPS), row0, dq);
 }
 
 #define pass_prep(T, D, FULL, WARPS, TILES, BLOCK) attention_prep<T, D, WARPS, TILES, BLOCK>(p)

@@ -144,7 +144,7 @@ INLINE void store_decoded(const attention_params &p, const forward_work &w, int 
     const int width = (int)p.a.dv;
     if (p.key_shares > 1) {
         if (column == 0)
-            store_part(p, w.key_share, at, max, end.log2);
+            store_part(p, w.key_share, at, max, end.part);
         float *to = p.part_o + (w.key_share * p.lse_rows + at) * p.a.dv;
         const bool aligned = (size_t)to % 8 == 0;
         pair_store<float>::run(to, column, width, o.x * end.by, o.y * end.by, aligned);
@@ -219,8 +219,7 @@ INLINE void merge_warps(const attention_params &p, const forward_work &w, float 
 /* A share without keys: the combination leaves it out. */
 INLINE void store_nothing(const attention_params &p, const forward_work &w) {
     for (int row = threadIdx.x; row < w.c.all_sq * p.pack; row += blockDim.x)
-        store_part(p, w.key_share, lse_at(p, w.c, w.y * p.pack + row % p.pack, row / p.pack), -CUDART_INF_F,
-                   -CUDART_INF_F);
+        store_part(p, w.key_share, lse_at(p, w.c, w.y * p.pack + row % p.pack, row / p.pack), -CUDART_INF_F, 0.0f);
 }
 
 template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void attention_decode(const attention_params &p) {
@@ -297,7 +296,7 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
         float s[1][BLOCK / 8][4];
         cp_async_wait<2 * STAGES - 1>();
         __syncwarp();
-        product_rows<T, D, 1, BLOCK, 1>(s, sq, sk, tf32, short_rows<T>(p));
+        product_rows<T, D, 1, BLOCK, 1>(s, sq, sk, tf32, whole_steps<T, D>(p, w.c));
         __syncwarp();
         load_k(next, stage, next_pages);
         if (cut) {

@@ -144,13 +144,19 @@ INLINE void online_softmax(softmax_state<TILES> *state, float c, float (*s)[BLOC
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 s[x][y][e] = exp2_approx(fmaf(s[x][y][e], row[x][e / 2].factor, -row[x][e / 2].base));
+    float sum[TILES][2] = {}; /* float32: of a step by itself, as a longer chain would be seen in lse */
 #pragma unroll
     for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
         for (int x = 0; x < TILES; x++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                state->sum[x][half] += s[x][y][2 * half] + s[x][y][2 * half + 1];
+                (sizeof(T) == 4 ? sum : state->sum)[x][half] += s[x][y][2 * half] + s[x][y][2 * half + 1];
+#pragma unroll
+    for (int x = 0; x < TILES; x++)
+#pragma unroll
+        for (int half = 0; half < 2 && sizeof(T) == 4; half++)
+            state->sum[x][half] += sum[x][half];
 }
 
 /* P -> 0 where dropped. What is kept is multiplied by keep_scale at the end: P rounds to 16 bits better
@@ -166,10 +172,10 @@ INLINE void drop(const attention_params &p, const forward_work &w, const dropout
     }
 }
 
-/* What a row's sums come to: the factor of O; lse; for the combination the logarithm to base 2 of the sum over exp2((S - max)·c). The sink
- * counts where nobody combines. */
+/* What a row's sums come to: the factor of O; lse; for the combination the sum over exp2((S - max)·c). The sink counts where nobody
+ * combines. */
 struct row_end {
-    float by, lse, log2;
+    float by, lse, part;
 };
 
 /* *sum is 0 where nothing is seen. */
@@ -181,10 +187,11 @@ INLINE row_end end_query(const attention_params &p, const forward_work &w, int64
     if (i >= w.c.sq)
         *sum = 0.0f;
     const float base = __fmul_rn(max, c);
-    const float log2 = *sum == 0.0f ? -CUDART_INF_F : log2f(*sum) - (far ? 0.0f : fmaf(max, c, -base));
+    const float more = far ? 0.0f : -fmaf(max, c, -base); /* mostly next to nothing */
+    const float part = fabsf(more) < 0x1p-10f ? fmaf(*sum, more * LN2, *sum) : *sum * exp2f(more);
     float lse;
-    const float shrink = end_row(p, far && *sum != 0.0f, p.unit, max, c, base, sink, sum, &lse);
-    return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, lse, log2};
+    const float shrink = end_row<T>(p, far && *sum != 0.0f, p.unit, max, c, base, sink, sum, &lse);
+    return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, lse, *sum == 0.0f ? 0.0f : part};
 }
 
 /* o = O / sum and lse; or what this share of the keys gives of both. A row that saw nothing has o = 0, lse = -inf (or the sink). */
@@ -212,7 +219,7 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
                     o[x][y][2 * half] = o[x][y][2 * half + 1] = 0.0f;
             if (p.key_shares > 1) {
                 if (tells)
-                    store_part(p, w.key_share, at, state.max[x][half], end.log2);
+                    store_part(p, w.key_share, at, state.max[x][half], end.part);
                 store_row<float, WIDTH>(p.part_o + (w.key_share * p.lse_rows + at) * p.a.dv + first, o[x], half, width,
                                         end.by);
                 continue;
@@ -318,7 +325,8 @@ INLINE void attention_forward(const attention_params &p) {
             next_pages = find_pages<BLOCK>(p, w.c.n, j0 + 2 * BLOCK, w.keys_end);
         }
         float s[TILES][BLOCK / 8][4];
-        product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32, short_rows<T>(p), sq + layout::joins);
+        product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32, whole_steps<T, D>(p, w.c),
+                                         sq + layout::joins);
         if (cut) {
             if (rich)
                 score_full<T, TILES, BLOCK>(p, w, w.row0 + warp_row, j0, bad + stage * BLOCK, s);

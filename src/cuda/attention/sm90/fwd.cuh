@@ -316,7 +316,7 @@ INLINE float end_query(const attention_params &p, const forward_target &t, int r
         sum = 0.0f;
     const bool far = sum != 0.0f && is_far(top, p.scale_log2, alone_from<bf16>());
     const float base = __fmul_rn(top, p.scale_log2);
-    float shrink = end_row(p, far, p.unit, top, p.scale_log2, base, sink, &sum, lse);
+    float shrink = end_row<bf16>(p, far, p.unit, top, p.scale_log2, base, sink, &sum, lse);
     if (ADDS && p.adds && row < t.all_rows) {
         const row_shares s = join_before(p, t.lse + row, lse);
         shrink *= s.take;

@@ -231,15 +231,8 @@ INLINE void store_numbers(const attention_params &p, const work &w, int row0, co
         const int64_t at = lse_at(p, w.c, w.head, i);
         const float lse = ((const float *)p.t.lse)[at];
         const float c = mantissa_of(p.scale_log2), unit = p.scale / power_of(p.scale_log2);
-        float log2 = log2f(sum);
-        if (p.a.features & HEDDLE_SINKS) {
-            const float sink = ((const float *)p.t.sinks)[w.head];
-            if (is_ruled_by_sink(top, unit, sink))
-                continue;
-            log2 = join_sink(top, unit, log2, sink);
-        }
-        if (is_coarse<float>(p, w.c, lse) && is_same_lse(natural_lse(p, top, c, unit, log2), lse) && !isnan(p.base[at]))
-            put_log_sum(top, c, log2, &p.base[at], &p.rest[at]);
+        if (is_coarse<float>(p, w.c, lse) && !isnan(p.base[at]))
+            put_row_sum(p, top, c, unit, sum, sink_of(p, w.head, true), lse, 0.0f, &p.base[at], &p.rest[at]);
     }
 }
 

@@ -281,7 +281,7 @@ INLINE float end_query(const attention_params &p, const forward_work &w, int i, 
     float lse;
     sum = i < w.c.sq ? sum * power_of_two(-SHIFT) : 0.0f;
     const bool far = sum != 0.0f && is_far(max, mantissa);
-    float shrink = end_row(p, far, unit, max, mantissa, SHIFT - offset, sink, &sum, &lse);
+    float shrink = end_row<float>(p, far, unit, max, mantissa, SHIFT - offset, sink, &sum, &lse);
     if (p.adds && i < w.c.all_sq) {
         const row_shares s = join_before(p, lse_at(p, w.c, w.x, i), &lse);
         shrink *= s.take;

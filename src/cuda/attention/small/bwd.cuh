@@ -41,13 +41,18 @@ INLINE void refine_row(const attention_params &p, const place &c, int64_t x, int
     if (most == -CUDART_INF_F)
         return;
     sum = warp_sum(sum * exp2_approx((top - most) * LOG2E));
-    if (p.a.features & HEDDLE_SINKS)
-        sum += exp2f((((const float *)p.t.sinks)[x] - most) * LOG2E);
-    const float rest = log2f(sum) * LN2;
-    if (threadIdx.x % 32 == 0 && is_same_lse(most + rest, lse)) {
-        if constexpr (sizeof(T) == 4) {
-            put_log_sum(most, LOG2E, log2f(sum), &numbers[0], &numbers[STREAM]);
-        } else {
+    const float sink = sink_of(p, x, true);
+    if constexpr (sizeof(T) == 4) {
+        float base = numbers[0], rest = numbers[STREAM];
+        put_row_sum(p, most, LOG2E, 1.0f, sum, sink, lse, 0.0f, &base, &rest);
+        if (threadIdx.x % 32 == 0) {
+            numbers[0] = base;
+            numbers[STREAM] = rest;
+        }
+    } else {
+        sum += exp2f((sink - most) * LOG2E);
+        const float rest = log2f(sum) * LN2;
+        if (threadIdx.x % 32 == 0 && is_same_lse(most + rest, lse)) {
             numbers[0] = most;
             numbers[STREAM] = rest;
         }
@@ -60,12 +65,6 @@ template <typename T> INLINE float weigh(float s, const float *number) {
         return weight_of(s, LOG2E, number[0], number[STREAM]);
     else
         return exp2_approx((s - number[0] - number[STREAM]) * LOG2E);
-}
-
-/* For the plain kernels that come after: dsinks has other units of huge scores where the problem is lean. */
-INLINE void put_small_sum(const attention_params &p, float top, float log2, float *base, float *rest) {
-    const bool other = !p.rich && fabsf(top) * LOG2E >= HUGE_BASE;
-    put_log_sum(other ? top / p.unit : top, other ? p.scale_log2 : LOG2E, log2, base, rest);
 }
 
 /* K and V of a head, or Q, dO and O. */
@@ -118,12 +117,12 @@ struct pair {
 };
 
 template <typename T, int D>
-INLINE void store_gradient(const attention_params &p, void *to, const heddle_strides &s, const place &c, int64_t head,
-                           int64_t first, int rows, int64_t width, const float *merge, float factor) {
+INLINE void store_gradient(bool adds, void *to, const heddle_strides &s, const place &c, int64_t head, int64_t first,
+                           int rows, int64_t width, const float *merge, float factor) {
     if (to)
         for (int at = threadIdx.x; at < rows * D; at += THREADS)
             if (at % D < width)
-                add_number<T>(p, to, row_at(s, c.n, head, first + at / D) + at % D, take_sum<D>(merge, at) * factor);
+                add_number<T>(adds, to, row_at(s, c.n, head, first + at / D) + at % D, take_sum<D>(merge, at) * factor);
 }
 
 /* The block's queries leave what is known of them, for dbias and dsinks. */
@@ -135,10 +134,8 @@ INLINE void leave_numbers(const attention_params &p, const place &c, int64_t x, 
     p.rest[to] = 0.0f;
     if constexpr (sizeof(T) == 4) {
         p.rest[to] = numbers[STREAM + threadIdx.x];
-        if (p.rest[to] < 0.0f && !p.rich)
-            p.base[to] = top / p.unit * power_of(p.scale_log2);
     } else if (top != CUDART_INF_F)
-        put_small_sum(p, top, numbers[STREAM + threadIdx.x] * LOG2E, &p.base[to], &p.rest[to]);
+        put_log_sum(top, LOG2E, {0.0f, numbers[STREAM + threadIdx.x] * LOG2E}, &p.base[to], &p.rest[to]);
     p.dsum[to] = top == CUDART_INF_F ? 0.0f : numbers[2 * STREAM + threadIdx.x] - numbers[3 * STREAM + threadIdx.x];
 }
 
@@ -198,12 +195,15 @@ struct key_blocks {
     }
 
     template <typename T, int D>
-    INLINE void store(const attention_params &p, const small_work<T> &b, int rows, const float *merge, const float *,
-                      bool) {
+    INLINE void store(const attention_params &p, const small_work<T> &b, bool adds, int rows, const float *merge) {
         const int64_t first = b.c.first_k + b.w.own;
-        store_gradient<T, D>(p, p.t.dk, p.a.dk_stride, b.c, b.head, first, rows, p.a.d, merge, p.scale);
-        store_gradient<T, D>(p, p.t.dv, p.a.dv_stride, b.c, b.head, first, rows, p.a.dv, merge + WARPS * ROWS * D,
+        store_gradient<T, D>(adds, p.t.dk, p.a.dk_stride, b.c, b.head, first, rows, p.a.d, merge, p.scale);
+        store_gradient<T, D>(adds, p.t.dv, p.a.dv_stride, b.c, b.head, first, rows, p.a.dv, merge + WARPS * ROWS * D,
                              1.0f);
+    }
+
+    /* Others leave what is known of queries. */
+    template <typename T> INLINE void end(const attention_params &, const small_work<T> &, const float *, bool) {
     }
 };
 
@@ -253,9 +253,13 @@ struct query_blocks {
     }
 
     template <typename T, int D>
-    INLINE void store(const attention_params &p, const small_work<T> &b, int rows, const float *merge,
-                      const float *numbers, bool few) {
-        store_gradient<T, D>(p, p.t.dq, p.a.dq_stride, b.c, b.head, b.c.first_q + b.w.own, rows, p.a.d, merge, p.scale);
+    INLINE void store(const attention_params &p, const small_work<T> &b, bool adds, int rows, const float *merge) {
+        store_gradient<T, D>(adds, p.t.dq, p.a.dq_stride, b.c, b.head, b.c.first_q + b.w.own, rows, p.a.d, merge,
+                             p.scale);
+    }
+
+    template <typename T>
+    INLINE void end(const attention_params &p, const small_work<T> &b, const float *numbers, bool few) {
         const int i = b.w.own + (int)threadIdx.x;
         if (threadIdx.x < ROWS && i < b.c.sq && !few)
             leave_numbers<T>(p, b.c, b.head, i, numbers);
@@ -291,7 +295,7 @@ INLINE query_numbers read_numbers(const attention_params &p, const place &c, int
             r.lse = p.base[lse_at(p, c, x, i)];
             r.rest = p.rest[lse_at(p, c, x, i)];
         } else if (r.lse != -CUDART_INF_F) {
-            put_log_sum(r.lse, LOG2E, 0.0f, &r.lse, &r.rest);
+            put_log_sum(r.lse, LOG2E, {0.0f, 0.0f}, &r.lse, &r.rest);
         }
     }
     r.dlse = few ? -p.dsum[lse_at(p, c, x, i)] : p.t.dlse ? ((const float *)p.t.dlse)[lse_at(p, c, x, i)] : 0.0f;
@@ -328,6 +332,17 @@ INLINE void gradients(const attention_params &p, const place &c, const position 
     }
 }
 
+/* In float32 so many steps are summed up at a time, 16 rows of each by a warp: one chain over thousands of rows loses more than it may. */
+#define SUM_STEPS 8
+
+template <int D> INLINE void clear_sums(float (*sum)[D / 32]) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int z = 0; z < D / 32; z++)
+            sum[r][z] = 0.0f;
+}
+
 /* numbers[4][STREAM] of the queries: the log-sum-exp as weigh() takes it (+inf: it sees nothing), rowsum(dO∘O), dlse; where there are few
  * keys the plain prep has found D (in float32 the log-sum-exp, too), and -D takes the place of dlse. */
 template <typename T, int D, typename blocks> INLINE void small_gradients(const attention_params &p, uint32_t id) {
@@ -346,6 +361,7 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
     const four<T> own_a = fetch_any(b.own.a, own_row, column), own_b = fetch_any(b.own.b, own_row, column);
     const four<T> own_o = fetch_any(b.own.o, own_row, column);
     float sum[GRADIENTS][ROWS][D / 32] = {};
+    int step = 0;
     for (bool fresh = true; b.w.x <= b.last_x; fresh = false) {
         const bool anew = blocks::walks_queries || fresh; /* the queries are others than before */
         const int query0 = blocks::first_query(b.w), i = query0 + (int)threadIdx.x;
@@ -385,14 +401,20 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
             accumulate<D>(sum[g], weights + g * STREAM * ROWS, stream + g * STREAM * layout::pitch,
                           min(STREAM, b.end - b.w.other), odd, 0.0f);
         walk_on<T, blocks>(p, &b);
-    }
-    __syncthreads();
-    float *merge = shared + layout::merge;
+        step++;
+        if (b.w.x <= b.last_x && (sizeof(T) == 2 || step % SUM_STEPS))
+            continue;
+        __syncthreads();
+        float *merge = shared + layout::merge;
 #pragma unroll
-    for (int g = 0; g < GRADIENTS; g++)
-        put_sums<D>(merge + g * WARPS * ROWS * D, sum[g]);
-    __syncthreads();
-    blocks::template store<T, D>(p, b, rows, merge, numbers, few);
+        for (int g = 0; g < GRADIENTS; g++) {
+            put_sums<D>(merge + g * WARPS * ROWS * D, sum[g]);
+            clear_sums<D>(sum[g]);
+        }
+        __syncthreads();
+        blocks::template store<T, D>(p, b, p.adds || (sizeof(T) == 4 && step > SUM_STEPS), rows, merge);
+    }
+    blocks::template end<T>(p, b, numbers, few);
 }
 
 template <typename T, int D> INLINE void small_bwd(const attention_params &p) {

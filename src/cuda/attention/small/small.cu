@@ -31,7 +31,7 @@ INLINE void store_rows(const attention_params &p, const place &c, int64_t x, int
         const float4 parts = *(const float4 *)(numbers + row * 4);
         float sum = i < c.sq ? (parts.x + parts.y) + (parts.z + parts.w) : 0.0f, lse;
         const float top = sum == 0.0f ? -CUDART_INF_F : numbers[ROWS * 4 + row];
-        const float shrink = end_row(p, true, 1.0f, top, 0.0f, 0.0f, sink_of(p, x, i < c.sq), &sum, &lse);
+        const float shrink = end_row<T>(p, true, 1.0f, top, 0.0f, 0.0f, sink_of(p, x, i < c.sq), &sum, &lse);
         if (e < p.a.dv)
             store_number<T>(p, lse_at(p, c, x, i), lse, row_at(p.a.o_stride, c.n, x, c.first_q + i) + e,
                             sum == 0.0f ? 0.0f : take_sum<D>(merge, at) * (shrink / sum));
@@ -39,6 +39,22 @@ INLINE void store_rows(const attention_params &p, const place &c, int64_t x, int
             join_before(p, lse_at(p, c, x, i), &lse);
         if (e == 0 && p.t.lse)
             ((float *)p.t.lse)[lse_at(p, c, x, i)] = lse;
+    }
+}
+
+/* O += P·V of a step: in float32 summed up by itself first, as a longer chain would lose more than it may. */
+template <typename T, int D>
+INLINE void accumulate_step(float (*o)[D / 32], const float *weights, const float *rows, int count, bool odd) {
+    if constexpr (sizeof(T) == 2) {
+        accumulate<D>(o, weights, rows, count, odd, -1.0f);
+    } else {
+        float part[ROWS][D / 32] = {};
+        accumulate<D>(part, weights, rows, count, odd, -1.0f);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+#pragma unroll
+            for (int z = 0; z < D / 32; z++)
+                o[r][z] += part[r][z];
     }
 }
 
@@ -105,7 +121,7 @@ template <typename T, int D> INLINE void small_fwd(const attention_params &p) {
             for (int z = 0; z < D / 32; z++)
                 o[r][z] *= shrink[r];
         __syncthreads();
-        accumulate<D>(o, weights, stream + STREAM * layout::pitch, min(STREAM, end - j0), odd, -1.0f);
+        accumulate_step<T, D>(o, weights, stream + STREAM * layout::pitch, min(STREAM, end - j0), odd);
     }
     __syncthreads();
     put_sums<D>(shared + layout::merge, o);
