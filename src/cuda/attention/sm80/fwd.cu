@@ -235,13 +235,18 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, float c
         }
 }
 
-/* pages: of these keys, where they are in pages, which FULL kernels know. */
+/* Can a kernel read keys from pages? In float32 that takes registers of which there are no more. */
+template <typename T, bool FULL> INLINE constexpr bool takes_pages(void) {
+    return FULL && sizeof(T) == 2;
+}
+
+/* pages: of these keys, where they are in pages. */
 template <typename T, int D, bool FULL, int WARPS, int TILES, int BLOCK>
 INLINE void load_keys(const attention_params &p, const forward_work &w, const T *k, const T *v, int j0, int pages,
                       uint32_t shared, int stage) {
     typedef forward_shared<T, D, WARPS, TILES, BLOCK> layout;
     const uint32_t to = shared + layout::keys + stage * layout::stage_bytes;
-    if constexpr (FULL)
+    if constexpr (takes_pages<T, FULL>())
         if (p.page_bits) {
             load_pages<T, D, BLOCK, WARPS * 32>(p, to, k, p.a.k_stride, pages, j0, w.keys_begin, w.keys_end, (int)p.a.d,
                                                 p.vectors & VECTOR_K);
@@ -267,7 +272,7 @@ INLINE void attention_forward(const attention_params &p) {
     if (w.row0 >= w.c.all_sq * p.pack)
         return;
     const int64_t head_k = w.y * p.pack / p.group;
-    const bool paged = FULL && p.page_bits;
+    const bool paged = takes_pages<T, FULL>() && p.page_bits;
     const T *k = (const T *)p.t.k + row_at(p.a.k_stride, paged ? 0 : w.c.n, head_k, w.c.first_k);
     const T *v = (const T *)p.t.v + row_at(p.a.v_stride, paged ? 0 : w.c.n, head_k, w.c.first_k);
     const T *q = (const T *)p.t.q + row_at(p.a.q_stride, w.c.n, w.y * p.pack, w.c.first_q);

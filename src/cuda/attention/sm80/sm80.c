@@ -8,7 +8,7 @@
 
 /* ------------------------------------------------------------------------------------------------ what it takes */
 
-/* The lean kernel if that will do, and if its blocks fit into shared memory; it knows nothing of pages. */
+/* The lean kernel if that will do, and if its blocks fit into shared memory; it knows nothing of pages (nor do the full ones of float32). */
 static int find(const attention_problem *p, kernel_pass pass) {
     const bool full = p->rich || (p->a->features & HEDDLE_PAGES);
     const int lean = full ? -1 : heddle__cuda_find_attention(p, pass, VARIANT_lean, FAMILY_sm80);
@@ -20,7 +20,7 @@ static bool takes(const attention_problem *p, attention_choice *c) {
     if (p->pass == HEDDLE_FORWARD) {
         if (a->h / a->hk * a->sq <= 16)
             c->fwd = heddle__cuda_find_attention(p, PASS_fwd, VARIANT_decode, FAMILY_sm80);
-        if (c->fwd < 0)
+        if (c->fwd < 0 && (a->dtype != HEDDLE_F32 || !(a->features & HEDDLE_PAGES)))
             c->fwd = find(p, PASS_fwd);
         return c->fwd >= 0;
     }
