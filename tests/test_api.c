@@ -319,7 +319,7 @@ static const pointer_fault faults[] = {
     FAULT(dv, 0, false, false, false),
     FAULT(dbias, HEDDLE_BIAS, false, false, false),
     FAULT(dsinks, HEDDLE_SINKS, false, false, false),
-    FAULT(block_table, HEDDLE_PAGES, true, false, false), /* by test_pages, since these keys are packed */
+    FAULT(block_table, HEDDLE_PAGES, true, false, false), /* by test_paged_keys, since these keys are packed */
 };
 _Static_assert(COUNT(faults) == T_COUNT, "a tensor is tested by nobody");
 
