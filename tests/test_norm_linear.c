@@ -257,6 +257,27 @@ static void test_widths_of_tiles(void **state) {
     }
 }
 
+/* bfloat16 with more rows than columns and whole steps of 64 features: Hopper's product gathers the rows' moments from x as it multiplies
+ * it. Means of up to a thousand deviations, features that are a thousand times the others, and rows that do not fill a tile. */
+static void test_gathered_moments(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{300, 64, 136}, {257, 192, 40}, {129, 1024, 72}, {700, 128, 8}};
+    static const double means[] = {0, 100, 1000}, spreads[] = {0, 1000};
+    for (size_t x = 0; x < 2 * 3 * 2 * COUNT(sizes) && (test_device() == HEDDLE_CUDA || x < 1); x++) {
+        const int64_t *s = sizes[x % COUNT(sizes)];
+        const size_t y = x / COUNT(sizes);
+        norm_linear_case c = make_case(s[0], s[1], s[2]);
+        c.a.dtype = HEDDLE_BF16;
+        c.a.norm = (heddle_norm)(y % 2);
+        c.mean = means[y / 2 % 3];
+        c.scale_spread = spreads[y / 6];
+        c.skip = y == 1 ? UINT32_C(1) << N_GAMMA : y == 2 ? UINT32_C(1) << N_MEAN | UINT32_C(1) << N_RSTD : 0;
+        c.seed = 3 * x + 1;
+        expect_family(&c, true);
+        check_norm_linear(&c);
+    }
+}
+
 /* A block has tile after tile, each with a short sum: one half of it may be a tile ahead of the other. */
 static void test_many_short_tiles(void **state) {
     (void)state;
@@ -364,6 +385,7 @@ int main(void) {
         cmocka_unit_test(test_no_rows),
         cmocka_unit_test(test_tiles),
         cmocka_unit_test(test_tiles_with_odd_columns),
+        cmocka_unit_test(test_gathered_moments),
         cmocka_unit_test(test_many_short_tiles),
         cmocka_unit_test(test_widths_of_tiles),
     };

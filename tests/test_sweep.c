@@ -221,6 +221,10 @@ static norm_linear_case random_norm_linear(uint64_t seed) {
     const bool aligned = rng_chance(&r, 0.5); /* rows, to 16 bytes */
     for (size_t x = 0; aligned && x < COUNT(strides); x++)
         *strides[x] = (last[x] + 7) / 8 * 8 + 8 * rng_between(&r, 0, 2);
+    if (aligned && rng_chance(&r, 0.3)) { /* whole steps of a product on Hopper */
+        c.a.k = 64 * rng_between(&r, 1, 3);
+        c.a.x_stride = c.a.w_stride = c.a.dx_stride = c.a.dw_stride = c.a.k + 8 * rng_between(&r, 0, 2);
+    }
     return c;
 }
 

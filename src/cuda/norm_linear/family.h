@@ -40,6 +40,7 @@ typedef struct norm_linear_facts {
     int64_t kp, np;  /* k and n in planes */
     bool wide, tf32; /* float32; one product */
     bool raw;        /* forward multiplies x itself */
+    bool gathers;    /* and forms the moments of its rows in the product, as far as the pointers allow */
     bool sm90;       /* the products are Hopper's, as far as the pointers allow */
     int dtype;       /* 0 bf16, 1 f16, 2 f32 */
 } norm_linear_facts;
@@ -158,6 +159,9 @@ enum cuda_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gemm_kerne
 /* A product. Returns whether it is Hopper's. */
 bool heddle__cuda_add_gemm(norm_linear_call *c, const gemm_kernels *kernels, const norm_gemm *p, bool a_transposed,
                            bool b_transposed);
+
+/* Whether it will be, by what is known of it so far. */
+bool heddle__cuda_fits90(const norm_linear_call *c, const norm_gemm *p);
 
 void heddle__cuda_add_totals(norm_linear_call *c, norm_totals p);
 

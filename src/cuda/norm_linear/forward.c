@@ -20,8 +20,10 @@ static bool takes_sm90(const norm_linear_plan *plan, const cuda_facts *device) {
 
 static norm_linear_facts facts_of(const norm_linear_plan *plan, const cuda_facts *device) {
     const heddle_norm_linear *a = &plan->a;
-    return (norm_linear_facts){.raw = a->dtype == HEDDLE_BF16 && 2 * a->n < a->m,
-                               .sm90 = takes_sm90(plan, device),
+    const bool sm90 = takes_sm90(plan, device), gathers = sm90 && a->k % GEMM90_DEPTH == 0;
+    return (norm_linear_facts){.raw = a->dtype == HEDDLE_BF16 && (gathers ? a->n : 2 * a->n) < a->m,
+                               .gathers = gathers,
+                               .sm90 = sm90,
                                .kp = (a->k + 7) / 8 * 8,
                                .np = (a->n + 7) / 8 * 8,
                                .wide = a->dtype == HEDDLE_F32,
@@ -110,18 +112,29 @@ static norm_gemm product_of(const norm_linear_call *c) {
 static norm_gemm prepare_raw(norm_linear_call *c, norm_rows w) {
     const heddle_norm_linear_data *t = c->t;
     norm_gemm g = product_of(c);
+    norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){0});
     w.sum = c->at.s;
     if (!t->gamma) /* W itself will do */
         w.high = NULL;
-    heddle__cuda_add_prepare(c, (norm_prepare){.job = {heddle__cuda_rows_of_x(c, (norm_rows){0}), w}});
     g.a = t->x;
     g.lda = c->a->x_stride;
     g.b = t->gamma ? c->at.w : t->w;
     g.ldb = t->gamma ? c->is.kp : c->a->w_stride;
-    g.mean = c->at.mean;
-    g.rstd = c->at.rstd;
     g.col_sum = c->at.s;
     g.col_add = c->at.t;
+    if (c->is.gathers && heddle__cuda_fits90(c, &g)) {
+        g.gathers = 1;
+        g.saved_mean = t->mean;
+        g.saved_rstd = t->rstd;
+        g.rms = x.rms;
+        g.eps = x.eps;
+        g.inverse = x.inverse;
+        x.rows = 0;
+    } else {
+        g.mean = c->at.mean;
+        g.rstd = c->at.rstd;
+    }
+    heddle__cuda_add_prepare(c, (norm_prepare){.job = {x, w}});
     return g;
 }
 

@@ -21,8 +21,8 @@ typedef struct norm_gemm {
     int32_t pairs;            /* two neighbours of out may be stored at once */
     void *out;                /* T [rows, cols]; dw: NULL if not wanted */
     int64_t ldo;              /* of out */
-    const float *mean, *rstd; /* per row. fwd: NULL when A is normalised already */
-    const float *col_sum;     /* fwd: s */
+    const float *mean, *rstd; /* per row. fwd: NULL when A is normalised already, or where the kernel `gathers` them */
+    const float *col_sum;     /* fwd: s, or NULL when A is normalised already */
     const float *col_add;     /* fwd: t, or NULL; then bias, or NULL */
     const void *bias;         /* fwd: T [cols] */
     const void *gamma;        /* dw: T [cols] or NULL */
@@ -32,6 +32,10 @@ typedef struct norm_gemm {
     int64_t ldx;              /* of w */
     /* dw: sums over the rows of W∘G, or NULL: [gemm80_sums or gemm90_sums][cols] */
     float *part;
+    /* fwd of sm90: mean and rstd of A's rows come from its steps, of which none is cut short; written here, unless NULL. */
+    float *saved_mean, *saved_rstd;
+    int32_t gathers, rms;
+    float eps, inverse; /* 1/depth */
 } norm_gemm;
 
 /* On Hopper A and B come by the copy engine, in boxes of 64 rows. */

@@ -62,7 +62,7 @@ int64_t heddle__cuda_add_prepare(norm_linear_call *c, norm_prepare p) {
 }
 
 /* A product on Hopper: whether it can be, where its operands and its result lie. */
-static bool fits90(const norm_linear_call *c, const norm_gemm *p) {
+bool heddle__cuda_fits90(const norm_linear_call *c, const norm_gemm *p) {
     return c->is.sm90 && aligned16(p->a, p->lda, 2) && aligned16(p->b, p->ldb, 2) && aligned16(p->out, p->ldo, 2) &&
            (uintptr_t)p->w % 4 == 0;
 }
@@ -102,7 +102,7 @@ static void add_gemm80(norm_linear_call *c, const gemm_kernels *kernels, norm_ge
 
 bool heddle__cuda_add_gemm(norm_linear_call *c, const gemm_kernels *kernels, const norm_gemm *p, bool a_transposed,
                            bool b_transposed) {
-    const bool sm90 = fits90(c, p);
+    const bool sm90 = heddle__cuda_fits90(c, p);
     if (sm90)
         add_gemm90(c, kernels, p, a_transposed, b_transposed);
     else

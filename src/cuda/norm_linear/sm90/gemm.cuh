@@ -3,7 +3,8 @@
  *
  * A block stays and takes one tile of 128 rows and WIDTH columns after the other; the two blocks of a cluster have tiles one
  * below the other, and each fetches half of their common columns for both. One thread copies, two warpgroups of 64 rows
- * multiply, and two warps (the helpers) bring what the epilogue needs of every row and column.
+ * multiply, and three warps (the helpers) bring what the epilogue needs of every row and column; where raw x is multiplied,
+ * they gather the rows' moments from the steps of x that pass through shared memory.
  *
  * A tile in shared memory is boxes of 64 x 64 elements, 128 bytes a row, swizzled by the copy engine, one behind the other
  * along its side. As such a box lies, tensor cores take it with its rows along the sum or over it. */
@@ -11,6 +12,7 @@
 #define HEDDLE_CUDA_NORM_LINEAR_GEMM_SM90_CUH
 
 #include "cuda/element.cuh"
+#include "cuda/norm_linear/moments.cuh"
 #include "cuda/norm_linear/params.h"
 #include "cuda/norm_linear/sm90/contract.h"
 #include "cuda/wgmma.cuh"
@@ -20,10 +22,14 @@ enum {
     BOX = GEMM90_BOX_BYTES,
     PANEL = 8, /* pairs of row tiles that share the columns in L2 */
     CONSUMERS = 32 * GEMM90_WARPS,
-    HELPERS = 64,
+    HELPERS = 96,
     STAGING = GEMM90_STAGING_BYTES
 };
 enum gemm_pass { FWD, DX, DW };
+
+/* Raw x is multiplied in bfloat16 alone. */
+template <typename T, int PASS> constexpr bool gathers_moments = false;
+template <> constexpr bool gathers_moments<bf16, FWD> = true;
 
 template <int WIDTH> struct gemm90 {
     static constexpr int a_bytes = GEMM_TILE * DEPTH * 2;
@@ -103,7 +109,7 @@ template <typename T, int PASS> INLINE float2 column_pair(const norm_gemm &p, in
     if (col >= p.cols)
         return make_float2(0, 0);
     if (PASS == FWD)
-        return make_float2(p.mean ? p.col_sum[col] : 0, p.col_add ? p.col_add[col] : bias ? to_float(bias[col]) : 0);
+        return make_float2(p.col_sum ? p.col_sum[col] : 0, p.col_add ? p.col_add[col] : bias ? to_float(bias[col]) : 0);
     return make_float2(gamma ? to_float(gamma[col]) : 1, beta ? to_float(beta[col]) : 0);
 }
 
@@ -115,17 +121,113 @@ template <int PASS> INLINE float2 row_pair(const norm_gemm &p, int64_t row) {
     return make_float2(PASS == DW && p.row_bias ? p.row_bias[row] : 0, 0);
 }
 
+/* Helpers: eight threads have every twelfth row of a tile, each of them eight terms of a step. */
+enum { GATHER_ROWS = HELPERS / 8, GATHER_ROUNDS = (GEMM_TILE + GATHER_ROWS - 1) / GATHER_ROWS };
+
+struct gathered {
+    float shift[GATHER_ROUNDS], sum[GATHER_ROUNDS], squares[GATHER_ROUNDS];
+};
+
+INLINE float sum_of_eight_lanes(float x) {
+#pragma unroll
+    for (int step = 4; step > 0; step /= 2)
+        x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+/* f(y, v): eight terms of the y-th of this thread's rows in the step at `at`, zeros where there is no such row. */
+template <typename T, typename F> INLINE void each_term(uint32_t at, const F &f) {
+    const int thread = (int)threadIdx.x - 32, line = thread / 8;
+    const uint32_t chunk = (thread ^ line) & 7; /* rows that are twelve apart are swizzled by 4 in turn */
+    at += line * 128;
+#pragma unroll
+    for (int y = 0; y < GATHER_ROUNDS; y++) {
+        uint4 held = make_uint4(0, 0, 0, 0);
+        if ((y + 1) * GATHER_ROWS <= GEMM_TILE || line + y * GATHER_ROWS < GEMM_TILE)
+            held = load_shared16(at + y * GATHER_ROWS * 128 + (chunk ^ y % 2 * 4) * 16);
+        const uint32_t pairs[4] = {held.x, held.y, held.z, held.w};
+        float v[8];
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            v[2 * x] = low_float(pairs[x], T());
+            v[2 * x + 1] = high_float(pairs[x], T());
+        }
+        f(y, v);
+    }
+}
+
+INLINE float sum_of_eight(const float v[8]) {
+    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+
+/* All steps of a tile. The squares are those of the distance from the mean of the first step, which a row of many deviations' mean
+ * does not cancel, nor one of whose features a single one is large: at most 1 + k/64 times the squares around the row's own mean. */
+template <typename T, int WIDTH> INLINE void gather(const norm_gemm &p, uint32_t smem, ring *r, gathered *g) {
+    typedef gemm90<WIDTH> layout;
+#pragma unroll
+    for (int y = 0; y < GATHER_ROUNDS; y++)
+        g->shift[y] = g->sum[y] = g->squares[y] = 0;
+#pragma unroll 1
+    for (int64_t k = 0; k < p.depth; k += DEPTH) {
+        const uint32_t at = smem + r->slot * layout::stage;
+        mbarrier_wait(smem + layout::full + r->slot * 8, r->turn);
+        if (k == 0 && !p.rms)
+            each_term<T>(at, [&](int y, const float v[8]) {
+                g->shift[y] = sum_of_eight_lanes(sum_of_eight(v)) * (1.f / DEPTH);
+            });
+        each_term<T>(at, [&](int y, const float v[8]) {
+            g->sum[y] += sum_of_eight(v);
+#pragma unroll
+            for (int x = 0; x < 8; x++) {
+                const float d = v[x] - g->shift[y];
+                g->squares[y] += d * d;
+            }
+        });
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            mbarrier_arrive(smem + layout::empty + r->slot * 8);
+        advance<layout::stages>(r);
+    }
+}
+
+/* The moments, for the epilogue and, from the first tile of a row of tiles, for the caller. The sum of 16-bit numbers is all but exact. */
+INLINE void settle_moments(const norm_gemm &p, const gemm_tile &t, const gathered &g, float2 *rows) {
+    const int thread = (int)threadIdx.x - 32;
+    const float n = (float)p.depth;
+#pragma unroll
+    for (int y = 0; y < GATHER_ROUNDS; y++) {
+        const float sum = sum_of_eight_lanes(g.sum[y]), squares = sum_of_eight_lanes(g.squares[y]);
+        const int row = thread / 8 + y * GATHER_ROWS;
+        if (thread % 8 != y % 8 || row >= GEMM_TILE)
+            continue;
+        const float residual = p.rms ? 0 : fmaf(-n, g.shift[y], sum) * p.inverse, mean = p.rms ? 0 : sum / n;
+        const float rstd = inverse_deviation(squares, n, p.inverse, residual, p.eps);
+        rows[row] = make_float2(mean, rstd);
+        if (t.col0 == 0 && t.row0 + row < p.rows && p.saved_mean)
+            p.saved_mean[t.row0 + row] = mean;
+        if (t.col0 == 0 && t.row0 + row < p.rows && p.saved_rstd)
+            p.saved_rstd[t.row0 + row] = rstd;
+    }
+}
+
 template <typename T, int WIDTH, int PASS> INLINE void help(const norm_gemm &p, uint32_t smem, char *from) {
     typedef gemm90<WIDTH> layout;
-    const int thread = (int)threadIdx.x % HELPERS;
+    const int thread = (int)threadIdx.x - 32;
+    ring r = {0, 0};
     gemm_tile t;
     for (uint32_t turn = 0; tile_of_turn<WIDTH>(p, turn, &t); turn++) {
         float2 *columns = (float2 *)(from + layout::vectors + turn % 2 * layout::vector), *rows = columns + WIDTH;
         mbarrier_wait(smem + layout::taken + turn % 2 * 8, (turn / 2 & 1) ^ 1);
         for (int x = thread; x < WIDTH; x += HELPERS)
             columns[x] = column_pair<T, PASS>(p, t.col0 + x);
-        for (int x = thread; x < GEMM_TILE; x += HELPERS)
-            rows[x] = row_pair<PASS>(p, t.row0 + x);
+        if (gathers_moments<T, PASS> && p.gathers) {
+            gathered g;
+            gather<T, WIDTH>(p, smem, &r, &g);
+            settle_moments(p, t, g, rows);
+        } else {
+            for (int x = thread; x < GEMM_TILE; x += HELPERS)
+                rows[x] = row_pair<PASS>(p, t.row0 + x);
+        }
         mbarrier_arrive(smem + layout::ready + turn % 2 * 8);
     }
 }
@@ -334,7 +436,8 @@ template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_
         tma_prefetch_map(&all.b);
         for (int x = 0; x < layout::stages; x++) {
             mbarrier_init(smem + layout::full + x * 8, 1);
-            mbarrier_init(smem + layout::empty + x * 8, 2 * CONSUMERS / WARPGROUP); /* of both blocks */
+            mbarrier_init(smem + layout::empty + x * 8, /* of both blocks */
+                          2 * CONSUMERS / WARPGROUP + (gathers_moments<T, PASS> && all.g.gathers ? HELPERS / 32 : 0));
         }
         for (int x = 0; x < 2; x++) {
             mbarrier_init(smem + layout::ready + x * 8, HELPERS);
@@ -348,14 +451,14 @@ template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_
     wait_for_earlier_grid();
     const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
-        registers_fewer<56>();
+        registers_fewer<gathers_moments<T, PASS> ? 72 : 56>();
         if (threadIdx.x == 0)
             produce<WIDTH, PASS == DW, PASS != FWD>(all, smem);
-        else if (warp >= 2)
+        else if (warp >= 1)
             help<T, WIDTH, PASS>(all.g, smem, from);
         __syncwarp();
     } else {
-        registers_more<224>();
+        registers_more<gathers_moments<T, PASS> ? 216 : 224>();
         consume<T, WIDTH, PASS>(all.g, smem, from);
     }
     /* Nobody leaves while the other block may still write here. */
