@@ -325,19 +325,34 @@ typedef enum heddle_norm {
     HEDDLE_RMS_NORM = 1    /* mean = 0,            rstd = 1/sqrt(sum_k x² / k + eps) */
 } heddle_norm;
 
-/* One norm-linear problem:  xhat = (x - mean)·rstd,  z = xhat∘gamma + beta,  y = z·Wᵀ + bias,  for every row of x.
- * Source: Ba et al., "Layer normalization", 2016; Zhang and Sennrich, "Root mean square layer normalization", 2019. */
+typedef enum heddle_activation {
+    HEDDLE_NO_ACTIVATION = 0, /* act(u) = u */
+    HEDDLE_GELU = 1,          /* u·(1 + erf(u/sqrt(2)))/2 */
+    HEDDLE_GELU_TANH = 2,     /* u·(1 + tanh(sqrt(2/pi)·(u + 0.044715 u³)))/2 */
+    HEDDLE_SILU = 3           /* u/(1 + exp(-u)) */
+} heddle_activation;
+
+/* A bit of heddle_norm_linear.features: activation counts, and u. */
+#define HEDDLE_ACTIVATION (UINT64_C(1) << 32)
+
+/* One norm-linear problem:  xhat = (x - mean)·rstd,  z = xhat∘gamma + beta,  u = z·Wᵀ + bias,  y = act(u),  for every row of x.
+ * Source: Ba et al., "Layer normalization", 2016; Zhang and Sennrich, "Root mean square layer normalization", 2019;
+ * Hendrycks and Gimpel, "Gaussian error linear units", 2016. */
 typedef struct heddle_norm_linear {
     size_t size; /* sizeof(heddle_norm_linear) */
     heddle_dtype dtype;
     heddle_device device;
     heddle_norm norm;
     int32_t reserved0; /* 0 */
-    uint64_t features; /* 0, HEDDLE_DETERMINISTIC, HEDDLE_TF32 */
+    uint64_t features; /* 0, HEDDLE_DETERMINISTIC, HEDDLE_TF32, HEDDLE_ACTIVATION */
     int64_t m, k, n;   /* rows, features in, features out; m may be 0 */
     double eps;        /* 0 means 1e-5 */
     /* elements from row to row; 0 means contiguous */
     int64_t x_stride, w_stride, y_stride, dy_stride, dx_stride, dw_stride;
+    /* a structure that ends in front of these is taken, too */
+    heddle_activation activation; /* with HEDDLE_ACTIVATION, else 0 */
+    int32_t reserved1;            /* 0 */
+    int64_t u_stride;
 } heddle_norm_linear;
 
 /* Where its data lies. "float" is float32, or float64 when dtype is HEDDLE_F64. */
@@ -361,6 +376,8 @@ typedef struct heddle_norm_linear_data {
     void *dbeta;  /* dtype [k] */
     void *dw;     /* dtype [n, k] */
     void *dbias;  /* dtype [n] */
+    /* output of forward, NULL if not wanted, and input of backward; a structure that ends in front of it is taken, too */
+    void *u; /* dtype [m, n]: what the activation is of */
 } heddle_norm_linear_data;
 
 /* As the functions of attention with these names. */
@@ -369,11 +386,11 @@ HEDDLE_API heddle_status heddle_norm_linear_workspace(const heddle_norm_linear *
 HEDDLE_API heddle_status heddle_norm_linear_kernel(const heddle_norm_linear *desc, heddle_pass pass, char *name,
                                                    size_t n);
 
-/* Writes y, and mean and rstd if they are there. */
+/* Writes y, and mean, rstd and u if they are there. */
 HEDDLE_API heddle_status heddle_norm_linear_forward(const heddle_norm_linear *desc, const heddle_norm_linear_data *data,
                                                     void *workspace, size_t workspace_bytes, void *stream);
 
-/* Given dy, writes the gradients that are wanted.
+/* Given dy, and u where there is an activation, writes the gradients that are wanted. With du = dy∘act'(u) in place of dy:
  *
  *     g = (dy·W)∘gamma       dx = rstd·(g - mean_k(g) - xhat·mean_k(g∘xhat))        RMS: without mean_k(g)
  *     dw = dyᵀ·z      dbias = sum_m dy      dgamma = sum_m (dy·W)∘xhat      dbeta = sum_m dy·W

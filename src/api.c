@@ -192,6 +192,7 @@ check_norm_linear_pointers(const heddle_norm_linear_data *t, const pointer_facts
 static heddle_status check_norm_linear_data(const norm_linear_plan *plan, const heddle_norm_linear_data *t) {
     const heddle_norm_linear *a = &plan->a;
     const pointer_facts facts = {
+        .features = a->features,
         .alignment = ALIGNMENTS(a->dtype),
         .needed = {[NEED_ALWAYS] = true, [NEED_ROWS] = a->m > 0},
     };
@@ -314,15 +315,27 @@ static heddle_status make_norm_linear_plan(const heddle_norm_linear *desc, heddl
     return (*be)->plan_norm_linear(plan);
 }
 
+/* Also of programs that were built when it ended in front of u. */
+static heddle_status take_norm_linear_data(const heddle_norm_linear_data *data, heddle_norm_linear_data *t) {
+    const size_t size = data ? data->size : 0;
+    if (size != offsetof(heddle_norm_linear_data, u))
+        TRY(check_data_size("heddle_norm_linear_data", data, size, sizeof *data));
+    memset(t, 0, sizeof *t);
+    memcpy(t, data, size);
+    t->size = sizeof *t;
+    return HEDDLE_OK;
+}
+
 static heddle_status run_norm_linear(const heddle_norm_linear *desc, const heddle_norm_linear_data *data,
                                      void *workspace, size_t workspace_bytes, void *stream, heddle_pass pass) {
     norm_linear_plan plan;
+    heddle_norm_linear_data t;
     const backend *be = NULL;
     TRY(make_norm_linear_plan(desc, pass, &plan, &be));
-    TRY(check_data_size("heddle_norm_linear_data", data, data ? data->size : 0, sizeof *data));
-    TRY(check_norm_linear_data(&plan, data));
+    TRY(take_norm_linear_data(data, &t));
+    TRY(check_norm_linear_data(&plan, &t));
     TRY(check_workspace(workspace, workspace_bytes, plan.workspace));
-    return be->run_norm_linear(&plan, data, workspace, stream);
+    return be->run_norm_linear(&plan, &t, workspace, stream);
 }
 
 heddle_status heddle_norm_linear_forward(const heddle_norm_linear *desc, const heddle_norm_linear_data *data,

@@ -444,9 +444,30 @@ static heddle_status resolve_row_stride(const heddle_norm_linear *a, const tenso
     return HEDDLE_OK;
 }
 
+/* Also of programs that were built when it ended in front of the activation. */
+static heddle_status take_norm_linear(const heddle_norm_linear *desc, heddle_norm_linear *a) {
+    const size_t before_activation = offsetof(heddle_norm_linear, activation), size = desc ? desc->size : 0;
+    if (size != before_activation)
+        TRY(check_descriptor("heddle_norm_linear", desc, size, sizeof *desc));
+    memset(a, 0, sizeof *a);
+    memcpy(a, desc, size);
+    a->size = sizeof *a;
+    return HEDDLE_OK;
+}
+
+static heddle_status check_activation(const heddle_norm_linear *a) {
+    if ((int)a->activation < HEDDLE_NO_ACTIVATION || a->activation > HEDDLE_SILU)
+        return fail(HEDDLE_BAD_ENUM, "activation = %d is no heddle_activation (0 to 3)", (int)a->activation);
+    if (a->reserved1)
+        return fail(HEDDLE_BAD_ENUM, "reserved1 = %d, but must be 0", a->reserved1);
+    if (!(a->features & HEDDLE_ACTIVATION) != !a->activation)
+        return fail(HEDDLE_BAD_COMBINATION, "activation = %d, but HEDDLE_ACTIVATION is %s", (int)a->activation,
+                    a->activation ? "not set" : "set");
+    return HEDDLE_OK;
+}
+
 heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan) {
-    TRY(check_descriptor("heddle_norm_linear", desc, desc ? desc->size : 0, sizeof *desc));
-    plan->a = *desc;
+    TRY(take_norm_linear(desc, &plan->a));
     plan->pass = pass;
     heddle_norm_linear *a = &plan->a;
     TRY(check_enums("heddle_norm_linear", (int)a->dtype, (int)a->device, (int)pass));
@@ -464,6 +485,7 @@ heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle
         return fail(HEDDLE_BAD_VALUE, "eps = %g is not a finite number >= 0", a->eps);
     if (a->eps == 0)
         a->eps = 1e-5;
+    TRY(check_activation(a));
 #define STRIDED(id, name, stride, ...)                                                                                 \
     TRY(resolve_row_stride(a, &norm_linear_fields[FIELD_N_##id], &a->stride##_stride));
 #include "norm_linear_fields.def"

@@ -32,7 +32,7 @@ static void make_tensors(norm_linear_problem *p, uint32_t skip, bool skew) {
         int64_t stride = 0;
         if (f->stride)
             memcpy(&stride, (const char *)&p->a + f->stride, sizeof stride);
-        if (!(skip >> x & 1))
+        if (!(skip >> x & 1) && (!f->feature || (p->a.features & f->feature)))
             p->t[x] = tensor_new(p->a.device, element_of(f, p->a.dtype), (int64_t[]){1, 1, rows, last},
                                  (int64_t[]){0, 0, stride ? stride : last, 1}, skew);
     }
@@ -218,7 +218,8 @@ bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]) {
         /* A row of features that are nearly equal loses in x - mean what x is larger than that. */
         const int precision = precision_of(p.a.dtype, p.a.features);
         const double of_16 = precision == HEDDLE_BF16 ? 0x1p-8 : precision == HEDDLE_F16 ? 0x1p-11 : 0;
-        const double u = precision == HEDDLE_F32 ? 0x1p-24 : x == N_DGAMMA ? of_16 : 0, noise = 2 * u * spread[x];
+        const bool of_rounded = x == N_DGAMMA || p.a.activation; /* of dz; of du, in every gradient */
+        const double u = precision == HEDDLE_F32 ? 0x1p-24 : of_rounded ? of_16 : 0, noise = 2 * u * spread[x];
         right = compare_tensor(norm_linear_tensor_name[x], precision, &p.t[x], &ref.t[x], &plain.t[x], natural[x],
                                noise, fmax(1, natural[N_X]));
     }
@@ -255,10 +256,11 @@ void norm_linear_print(const norm_linear_case *c) {
     static const char *const dtype[] = {"f32", "bf16", "f16", "f64"};
     const heddle_norm_linear *a = &c->a;
     printf("  case: %s %s m %" PRId64 " k %" PRId64 " n %" PRId64 " strides x %" PRId64 " w %" PRId64 " y %" PRId64
-           " dy %" PRId64 " dx %" PRId64 " dw %" PRId64 " mean %g spread %g eps %g seed %" PRIu64 " skip 0x%x\n",
+           " dy %" PRId64 " dx %" PRId64 " dw %" PRId64 " u %" PRId64 " activation %d features 0x%" PRIx64
+           " mean %g spread %g eps %g seed %" PRIu64 " skip 0x%x\n",
            dtype[a->dtype & 3], a->norm == HEDDLE_RMS_NORM ? "rms" : "layer", a->m, a->k, a->n, a->x_stride,
-           a->w_stride, a->y_stride, a->dy_stride, a->dx_stride, a->dw_stride, c->mean, c->scale_spread, a->eps,
-           c->seed, (unsigned)c->skip);
+           a->w_stride, a->y_stride, a->dy_stride, a->dx_stride, a->dw_stride, a->u_stride, (int)a->activation,
+           a->features, c->mean, c->scale_spread, a->eps, c->seed, (unsigned)c->skip);
 }
 
 void check_norm_linear(const norm_linear_case *c) {

@@ -15,11 +15,12 @@ typedef struct work {
     int64_t m, k, n;
     int precision;
     plain_order order;
-    float *xhat, *z, *dz;        /* [m, k] */
-    float *w, *wt;               /* [n, k], [k, n] */
-    float *dy;                   /* [m, n] */
-    float *ones;                 /* [m] */
-    float *shift, *rstd;         /* [m]; shift: the mean, in deviations */
+    float *xhat, *z, *dz; /* [m, k] */
+    float *w, *wt;        /* [n, k], [k, n] */
+    float *dy;            /* [m, n]: dy, or du */
+    float *du_error;      /* [m, n]: what a rounding of u to 16 bits comes to in du, over the rounding's share of u */
+    float *ones;          /* [m] */
+    float *shift, *rstd;  /* [m]; shift: the mean, in deviations */
     float *x, *gamma, *beta, *c; /* a row of x; the parameters, or what stands for none */
     float *sum, *part;           /* [max(k, n)] */
     double *sums;                /* [max(k, n)] */
@@ -98,6 +99,41 @@ static void sum_rows(const work *o, const float *weight, int64_t step, const flo
     *largest = larger(*largest, plain_largest(o->sums, width));
 }
 
+/* As PyTorch has it: act(u) in float32, its derivative to *slope. */
+static float activated(heddle_activation activation, float u, float *slope) {
+    const float root = 0.79788456f, cube = 0.044715f;
+    if (activation == HEDDLE_GELU) {
+        const float share = 0.5f * (1 + erff(u * 0.70710678f));
+        *slope = share + u * (expf(-0.5f * u * u) * 0.39894228f);
+        return u * share;
+    }
+    if (activation == HEDDLE_GELU_TANH) {
+        const float t = tanhf(root * (u + cube * u * u * u));
+        *slope = 0.5f * (1 + t) + 0.5f * u * (1 - t * t) * root * (1 + 3 * cube * u * u);
+        return 0.5f * u * (1 + t);
+    }
+    const float share = 1 / (1 + expf(-u));
+    *slope = activation == HEDDLE_SILU ? share * (1 + u * (1 - share)) : 1;
+    return activation == HEDDLE_SILU ? u * share : u;
+}
+
+/* u of row i to where it is wanted, dy to du; y = act(u) in place. */
+static void activate_row(norm_linear_problem *p, const work *o, int64_t i, float *u, float *dy) {
+    tensor *to = &p->t[N_U];
+    round_all(o->precision, o->n, u);
+    if (to->host)
+        tensor_write_floats(to, tensor_at(to, 0, 0, i, 0), o->n, u);
+    for (int64_t f = 0; f < o->n; f++) {
+        const float step = 0x1p-8f;
+        float slope, next;
+        activated(p->a.activation, u[f] * (1 + step), &next);
+        u[f] = activated(p->a.activation, u[f], &slope);
+        o->du_error[i * o->n + f] = dy[f] * (next - slope) / step;
+        dy[f] *= slope;
+    }
+    round_all(o->precision, o->n, dy);
+}
+
 static void forward_row(norm_linear_problem *p, const work *o, int64_t i, double natural[N_COUNT]) {
     const int t = o->precision;
     float mean, rstd, *xhat = o->xhat + i * o->k, *z = o->z + i * o->k, *dy = o->dy + i * o->n, *dz = o->dz + i * o->k;
@@ -121,8 +157,11 @@ static void forward_row(norm_linear_problem *p, const work *o, int64_t i, double
     sum_rows(o, z, 1, o->wt, o->k, o->n, o->sum, NULL);
     for (int64_t f = 0; f < o->n; f++)
         o->sum[f] += o->c[f];
-    tensor_write_floats(y, tensor_at(y, 0, 0, i, 0), o->n, o->sum);
     read_row(&p->t[N_DY], i, o->n, 0, dy);
+    round_all(t, o->n, dy);
+    if (p->a.activation)
+        activate_row(p, o, i, o->sum, dy);
+    tensor_write_floats(y, tensor_at(y, 0, 0, i, 0), o->n, o->sum);
     round_all(t, o->n, dy);
     sum_rows(o, dy, 1, o->w, o->n, o->k, dz, NULL);
     round_all(t, o->k, dz);
@@ -162,16 +201,23 @@ static void squares_of_row(const work *o, int64_t i, double *squares) {
             o->part[e] += term;
             squares[e] += (double)term * (double)term + (double)o->part[e] * (double)o->part[e];
         }
-    for (int64_t e = 0; e < o->k; e++)
-        squares[e] *= (double)o->gamma[e] * (double)o->gamma[e];
 }
 
-/* What those roundings come to in dx of row i, which is rstd times what g is apart from its mean and from xhat. */
-static double spread_of_dx(const work *o, int64_t i, bool centred, double *squares) {
+/* The same of the roundings of u and du to 16 bits. */
+static void squares_of_du(const work *o, int64_t i, double *squares) {
+    memset(squares, 0, (size_t)o->k * sizeof *squares);
+    for (int64_t f = 0; f < o->n; f++) {
+        const double du = (double)o->dy[i * o->n + f], error = (double)o->du_error[i * o->n + f];
+        for (int64_t e = 0; e < o->k; e++)
+            squares[e] += (du * du + error * error) * (double)o->w[f * o->k + e] * (double)o->w[f * o->k + e];
+    }
+}
+
+/* What roundings of those squares come to in dx of row i, which is rstd times what g is apart from its mean and from xhat. */
+static double spread_of_dx(const work *o, int64_t i, bool centred, const double *squares) {
     const float *xhat = o->xhat + i * o->k;
     const double k = (double)o->k, one = centred ? 1 : 0;
     double none = 0, once = 0, twice = 0, most = 0;
-    squares_of_row(o, i, squares);
     for (int64_t e = 0; e < o->k; e++) {
         const double x = (double)xhat[e];
         none += squares[e];
@@ -206,7 +252,49 @@ static void measure_means(const work *o, double spread[N_COUNT]) {
         of_dw = larger(of_dw, sum);
     }
     spread[N_DGAMMA] = sqrt(of_dgamma);
-    spread[N_DW] = gamma * sqrt(of_dw);
+    spread[N_DW] = o->precision == HEDDLE_F32 ? gamma * sqrt(of_dw) : 0;
+}
+
+/* Roundings of u and du to 16 bits: of dx, and of what is summed over rows. */
+static void measure_du(const work *o, bool centred, double spread[N_COUNT]) {
+    double *squares = plain_zeros(o->k, sizeof *squares), *dbeta = plain_zeros(o->k, sizeof *dbeta);
+    double *dgamma = plain_zeros(o->k, sizeof *dgamma);
+    for (int64_t i = 0; i < o->m; i++) {
+        squares_of_du(o, i, squares);
+        for (int64_t e = 0; e < o->k; e++) {
+            dbeta[e] += squares[e];
+            dgamma[e] += squares[e] * pow((double)o->xhat[i * o->k + e], 2);
+            squares[e] *= pow((double)o->gamma[e], 2);
+        }
+        spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, centred, squares));
+    }
+    spread[N_DBETA] = sqrt(plain_largest(dbeta, o->k));
+    spread[N_DGAMMA] = hypot(spread[N_DGAMMA], sqrt(plain_largest(dgamma, o->k)));
+    for (int64_t f = 0; f < o->n; f++) {
+        double dbias = 0;
+        memset(squares, 0, (size_t)o->k * sizeof *squares);
+        for (int64_t i = 0; i < o->m; i++) {
+            const double both = pow((double)o->dy[i * o->n + f], 2) + pow((double)o->du_error[i * o->n + f], 2);
+            dbias += both;
+            for (int64_t e = 0; e < o->k; e++)
+                squares[e] += both * (double)o->z[i * o->k + e] * (double)o->z[i * o->k + e];
+        }
+        spread[N_DC] = larger(spread[N_DC], sqrt(dbias));
+        spread[N_DW] = larger(spread[N_DW], sqrt(plain_largest(squares, o->k)));
+    }
+    free(squares);
+    free(dbeta);
+    free(dgamma);
+}
+
+/* float32: roundings of dz's terms and sums, in dx. */
+static void measure_dz(const work *o, bool centred, double spread[N_COUNT]) {
+    for (int64_t i = 0; i < o->m; i++) {
+        squares_of_row(o, i, o->sums);
+        for (int64_t e = 0; e < o->k; e++)
+            o->sums[e] *= (double)o->gamma[e] * (double)o->gamma[e];
+        spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, centred, o->sums));
+    }
 }
 
 void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT], double spread[N_COUNT]) {
@@ -214,8 +302,8 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
     const int t = precision_of(p->a.dtype, p->a.features);
     work o = {.m = m, .k = k, .n = n, .precision = t, .order = order};
     float **const arrays[] = {&o.xhat,  &o.z,    &o.dz, &o.w,   &o.wt,   &o.dy,    &o.ones, &o.x,
-                              &o.gamma, &o.beta, &o.c,  &o.sum, &o.part, &o.shift, &o.rstd};
-    const int64_t sizes[] = {m * k, m * k, m * k, n * k, n * k, m * n, m, k, k, k, n, longest, longest, m, m};
+                              &o.gamma, &o.beta, &o.c,  &o.sum, &o.part, &o.shift, &o.rstd, &o.du_error};
+    const int64_t sizes[] = {m * k, m * k, m * k, n * k, n * k, m * n, m, k, k, k, n, longest, longest, m, m, m * n};
     for (size_t x = 0; x < COUNT(arrays); x++)
         *arrays[x] = plain_zeros(sizes[x], sizeof(float));
     o.sums = plain_zeros(longest, sizeof *o.sums);
@@ -233,13 +321,15 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
         o.ones[i] = 1;
         forward_row(p, &o, i, natural);
     }
-    natural[N_Y] = largest_norm(o.z, m, k) * largest_norm(o.w, n, k);
+    natural[N_Y] = natural[N_U] = largest_norm(o.z, m, k) * largest_norm(o.w, n, k);
     backward_parameters(p, &o, natural);
     if (spread) {
         memset(spread, 0, N_COUNT * sizeof *spread);
         measure_means(&o, spread);
-        for (int64_t i = 0; i < m; i++)
-            spread[N_DX] = larger(spread[N_DX], spread_of_dx(&o, i, p->a.norm == HEDDLE_LAYER_NORM, o.sums));
+        if (t == HEDDLE_F32)
+            measure_dz(&o, p->a.norm == HEDDLE_LAYER_NORM, spread);
+        else if (p->a.activation)
+            measure_du(&o, p->a.norm == HEDDLE_LAYER_NORM, spread);
     }
     for (size_t x = 0; x < COUNT(arrays); x++)
         free(*arrays[x]);

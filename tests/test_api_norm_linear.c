@@ -5,7 +5,10 @@
 #include <math.h>
 
 static norm_linear_case linear_case(void) {
-    return (norm_linear_case){.a = norm_linear_desc(HEDDLE_F32, HEDDLE_LAYER_NORM, 6, 10, 14), .seed = 5};
+    norm_linear_case c = {.a = norm_linear_desc(HEDDLE_F32, HEDDLE_LAYER_NORM, 6, 10, 14), .seed = 5};
+    c.a.features = HEDDLE_ACTIVATION;
+    c.a.activation = HEDDLE_GELU;
+    return c;
 }
 
 static void expect_untouched_linear(norm_linear_problem *p) {
@@ -58,7 +61,13 @@ static void test_norm_linear_descriptor(void **state) {
     REFUSE_LINEAR(a->device = (heddle_device)4, HEDDLE_BAD_ENUM, "device = 4");
     REFUSE_LINEAR(a->norm = (heddle_norm)2, HEDDLE_BAD_ENUM, "norm = 2");
     REFUSE_LINEAR(a->features = HEDDLE_BIAS, HEDDLE_BAD_ENUM, "0x4");
+    REFUSE_LINEAR(a->features = UINT64_C(1) << 33, HEDDLE_BAD_ENUM, "0x200000000");
     REFUSE_LINEAR(a->reserved0 = 7, HEDDLE_BAD_ENUM, "reserved0");
+    REFUSE_LINEAR(a->reserved1 = 7, HEDDLE_BAD_ENUM, "reserved1");
+    REFUSE_LINEAR(a->activation = (heddle_activation)4, HEDDLE_BAD_ENUM, "activation = 4");
+    REFUSE_LINEAR(a->activation = (heddle_activation)-1, HEDDLE_BAD_ENUM, "activation = -1");
+    REFUSE_LINEAR(a->activation = HEDDLE_NO_ACTIVATION, HEDDLE_BAD_COMBINATION, "HEDDLE_ACTIVATION is set");
+    REFUSE_LINEAR(a->features = 0, HEDDLE_BAD_COMBINATION, "HEDDLE_ACTIVATION is not set");
     REFUSE_LINEAR(a->m = -1, HEDDLE_BAD_SIZE, "m = -1");
     REFUSE_LINEAR(a->k = 0, HEDDLE_BAD_SIZE, "k = 0");
     REFUSE_LINEAR(a->n = 0, HEDDLE_BAD_SIZE, "n = 0");
@@ -71,6 +80,7 @@ static void test_norm_linear_descriptor(void **state) {
     REFUSE_LINEAR(a->dy_stride = -1, HEDDLE_BAD_STRIDE, "dy_stride = -1");
     REFUSE_LINEAR(a->y_stride = 13, HEDDLE_BAD_STRIDE, "y_stride = 13");
     REFUSE_LINEAR(a->dx_stride = 9, HEDDLE_BAD_STRIDE, "dx_stride = 9");
+    REFUSE_LINEAR(a->u_stride = 13, HEDDLE_BAD_STRIDE, "u_stride = 13");
     REFUSE_LINEAR(a->dw_stride = 9, HEDDLE_BAD_STRIDE, "dw_stride = 9");
     REFUSE_LINEAR(a->x_stride = INT64_MAX, HEDDLE_OVERFLOW, "x");
     REFUSE_LINEAR(a->dw_stride = INT64_MAX / 4, HEDDLE_OVERFLOW, "dw");
@@ -87,7 +97,7 @@ static const pointer_fault linear_faults[] = {
     LINEAR_FAULT(w, true, true),      LINEAR_FAULT(bias, false, false),   LINEAR_FAULT(y, true, false),
     LINEAR_FAULT(mean, false, false), LINEAR_FAULT(rstd, false, false),   LINEAR_FAULT(dy, false, true),
     LINEAR_FAULT(dx, false, false),   LINEAR_FAULT(dgamma, false, false), LINEAR_FAULT(dbeta, false, false),
-    LINEAR_FAULT(dw, false, false),   LINEAR_FAULT(dbias, false, false),
+    LINEAR_FAULT(dw, false, false),   LINEAR_FAULT(dbias, false, false),  LINEAR_FAULT(u, false, true),
 };
 _Static_assert(COUNT(linear_faults) == N_COUNT, "a tensor is tested by nobody");
 
@@ -133,6 +143,40 @@ static void test_norm_linear_pointers(void **state) {
     norm_linear_free(&p);
 }
 
+/* Programs of an earlier heddle.h: their structures end in front of the activation and of u, and what lies behind them is not read. u
+ * without an activation is refused. */
+static void test_before_activations(void **state) {
+    (void)state;
+    norm_linear_case c = linear_case();
+    c.a.features = 0;
+    c.a.activation = HEDDLE_NO_ACTIVATION;
+    norm_linear_problem now = norm_linear_new(&c), then = norm_linear_new(&c);
+    then.a.size = offsetof(heddle_norm_linear, activation);
+    then.a.activation = (heddle_activation)77;
+    then.a.reserved1 = 5;
+    then.a.u_stride = -1;
+    void *workspace = workspace_new(now.a.device, ENOUGH);
+    for (int pass = 0; pass < 2; pass++) {
+        heddle_norm_linear_data data = norm_linear_data(&now, pass), old = norm_linear_data(&then, pass);
+        old.size = offsetof(heddle_norm_linear_data, u);
+        old.u = old.y;
+        data.u = data.y;
+        expect_status(call_linear(&now.a, &data, pass, workspace, ENOUGH), HEDDLE_BAD_COMBINATION, "HEDDLE_ACTIVATION");
+        data.u = NULL;
+        expect_status(call_linear(&now.a, &data, pass, workspace, ENOUGH), HEDDLE_OK, "");
+        expect_status(call_linear(&then.a, &old, pass, workspace, ENOUGH), HEDDLE_OK, "");
+    }
+    for (int x = N_Y; x < N_COUNT; x++) {
+        tensor_download(&now.t[x]);
+        tensor_download(&then.t[x]);
+        for (int64_t at = 0; now.t[x].host && at < now.t[x].dim[2] * now.t[x].dim[3]; at++)
+            assert_true(tensor_raw(&now.t[x], at) == tensor_raw(&then.t[x], at));
+    }
+    workspace_free(now.a.device, workspace, ENOUGH);
+    norm_linear_free(&now);
+    norm_linear_free(&then);
+}
+
 /* Forward does not look at what only backward uses. */
 static void test_the_other_pass(void **state) {
     (void)state;
@@ -151,6 +195,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_norm_linear_descriptor),
         cmocka_unit_test(test_norm_linear_pointers),
+        cmocka_unit_test(test_before_activations),
         cmocka_unit_test(test_the_other_pass),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));

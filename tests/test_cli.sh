@@ -244,6 +244,13 @@ refuses "--w FILE is missing" norm-linear --x x.npy --out z.npy
 refuses "is expected" norm-linear --x x.npy --w w.npy --gamma c.npy --out z.npy
 refuses "is not above 0" norm-linear --x x.npy --w w.npy --eps 0 --out z.npy
 refuses "is none of layer, rms" norm-linear --x x.npy --w w.npy --norm batch --out z.npy
+works norm-linear --x x.npy --w w.npy --activation silu --out y3.npy --u u.npy --dout y.npy --dx dx3.npy
+[ "$(shape y3.npy)$(shape u.npy)$(shape dx3.npy)" = "(4, 3, 7)(4, 3, 7)(4, 3, 20)" ] || wrong "shapes with an activation"
+works norm-linear --x x.npy --w w.npy --out y4.npy
+cmp -s u.npy y4.npy || wrong "u is not what is there without an activation"
+cmp -s y3.npy y4.npy && wrong "--activation changes nothing"
+refuses "is none of none, gelu, gelu-tanh, silu" norm-linear --x x.npy --w w.npy --activation relu --out z.npy
+refuses "HEDDLE_ACTIVATION is not set" norm-linear --x x.npy --w w.npy --out z.npy --u u.npy
 
 # ---------------------------------------------------------------------------------------------------- bad files
 bad() { # TEXT FILE

@@ -258,11 +258,11 @@ static void test_widths_of_tiles(void **state) {
 }
 
 /* bfloat16 with more rows than columns and whole steps of 64 features: Hopper's product gathers the rows' moments from x as it multiplies
- * it. Means of up to a thousand deviations, features that are a thousand times the others, and rows that do not fill a tile. */
+ * it. Means of up to a hundred deviations, features that are a thousand times the others, and rows that do not fill a tile. */
 static void test_gathered_moments(void **state) {
     (void)state;
     static const int64_t sizes[][3] = {{300, 64, 136}, {257, 192, 40}, {129, 1024, 72}, {700, 128, 8}};
-    static const double means[] = {0, 100, 1000}, spreads[] = {0, 1000};
+    static const double means[] = {0, 100, 30}, spreads[] = {0, 1000};
     for (size_t x = 0; x < 2 * 3 * 2 * COUNT(sizes) && (test_device() == HEDDLE_CUDA || x < 1); x++) {
         const int64_t *s = sizes[x % COUNT(sizes)];
         const size_t y = x / COUNT(sizes);
@@ -308,6 +308,75 @@ static void test_tiles_with_odd_columns(void **state) {
     norm_linear_case c = make_case(140, 67, 139);
     c.a.dtype = HEDDLE_BF16;
     expect_family(&c, false);
+}
+
+/* The routes of forward and backward that activations take: few rows, few columns, strips, panels, tiles; u in narrow rows and in rows of
+ * its own distance; large u, so that act is 0 or u. */
+static void test_activations(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{1, 40, 33}, {5, 200, 35}, {50, 392, 3}, {70, 96, 130}, {131, 64, 72}};
+    for (size_t x = 0; x < COUNT(sizes); x++)
+        for (int activation = HEDDLE_GELU; activation <= HEDDLE_SILU; activation++)
+            for (size_t y = 0; y < TEST_DTYPES; y++) {
+                const int64_t *s = sizes[x];
+                norm_linear_case c = make_case(s[0], s[1], s[2]);
+                c.a.dtype = test_dtypes[y];
+                c.a.norm = (heddle_norm)((x + y) % 2);
+                c.a.features = HEDDLE_ACTIVATION;
+                c.a.activation = (heddle_activation)activation;
+                c.a.u_stride = (x + y) % 3 ? 0 : (s[2] + 7) / 8 * 8 + 8;
+                c.w_magnitude = (x + (size_t)activation) % 4 ? 0 : 1;
+                c.seed = 7 * x + 3 * y + (size_t)activation;
+                check_norm_linear(&c);
+            }
+}
+
+/* act and act' where nothing else is added: k 1 of a float32 RMSNorm whose x is ±1 gives u = ±w. From 1e-30 to 1e38, infinity and NaN:
+ * what float64 says, within some roundings of it, in the tail of the left, too; NaN from NaN alone (of -infinity nothing is asked: -infinity times 0). */
+static void test_activation_values(void **state) {
+    (void)state;
+    static const float values[] = {0,  1e-30f, 1e-5f, 0.01f, 0.3f, 0.5f,  1,     1.5f,  2,        2.9f,
+                                   3,  4,      5.5f,  7,     8,    9.5f,  10,    12,    13,       14,
+                                   30, 86,     88,    1e3f,  1e9f, 1e19f, 1e20f, 1e38f, INFINITY, NAN};
+    enum { N = 2 * COUNT(values) };
+    for (int activation = HEDDLE_GELU; activation <= HEDDLE_SILU; activation++) {
+        norm_linear_case c = make_case(1, 1, N);
+        c.a.norm = HEDDLE_RMS_NORM;
+        c.a.features = HEDDLE_ACTIVATION;
+        c.a.activation = (heddle_activation)activation;
+        c.a.eps = 1e-30;
+        c.skip = UINT32_C(1) << N_GAMMA | UINT32_C(1) << N_BETA | UINT32_C(1) << N_C;
+        norm_linear_problem p = norm_linear_new(&c), ref = norm_linear_copy(&p, HEDDLE_F64, HEDDLE_REF);
+        norm_linear_problem *both[] = {&p, &ref};
+        for (size_t b = 0; b < 2; b++) {
+            tensor_set(&both[b]->t[N_X], 0, 0, 0, 0, 1);
+            for (int64_t f = 0; f < N; f++) {
+                tensor_set(&both[b]->t[N_W], 0, 0, f, 0, (double)values[f / 2] * (f % 2 ? -1 : 1));
+                tensor_set(&both[b]->t[N_DY], 0, 0, 0, f, 1);
+            }
+            tensor_upload(&both[b]->t[N_X]);
+            tensor_upload(&both[b]->t[N_W]);
+            tensor_upload(&both[b]->t[N_DY]);
+            norm_linear_run(both[b], HEDDLE_FORWARD);
+            norm_linear_run(both[b], HEDDLE_BACKWARD);
+        }
+        for (int64_t f = 0; f < N; f++)
+            for (int which = 0; which < 2; which++) {
+                const int t = which ? N_DC : N_Y; /* dbias of one row is du */
+                const double u = tensor_raw(&ref.t[N_U], f), truth = tensor_raw(&ref.t[t], f),
+                             ours = tensor_raw(&p.t[t], f);
+                const double allowed =
+                    0x1p-20 * fabs(truth) * (1 + fmin(u * u, 200) / 8) + 1e-35 * (which ? 1 : fabs(u));
+                if (!which && u == -INFINITY)
+                    continue;
+                if (isnan(truth) != isnan(ours) ||
+                    (isfinite(truth) && !(fabs(ours - truth) <= fmax(allowed, which ? 4e-7 * (fabs(u) < 6) : 0))))
+                    fail_msg("activation %d of %g: %s = %.9g, not %.9g", activation, u, which ? "act'" : "act", ours,
+                             truth);
+            }
+        norm_linear_free(&p);
+        norm_linear_free(&ref);
+    }
 }
 
 /* Rows that do not vary: rstd = 1/sqrt(eps), xhat = 0, and nothing is NaN. */
@@ -385,6 +454,8 @@ int main(void) {
         cmocka_unit_test(test_no_rows),
         cmocka_unit_test(test_tiles),
         cmocka_unit_test(test_tiles_with_odd_columns),
+        cmocka_unit_test(test_activations),
+        cmocka_unit_test(test_activation_values),
         cmocka_unit_test(test_gathered_moments),
         cmocka_unit_test(test_many_short_tiles),
         cmocka_unit_test(test_widths_of_tiles),

@@ -225,6 +225,8 @@ static void test_norm_linear(void **state) {
                     .skip = skips[x]};
                 c.a.eps = 0.1;
                 c.mean = x % 2 ? 3 : 0;
+                c.a.activation = (heddle_activation)((x + y) % 4);
+                c.a.features = c.a.activation ? HEDDLE_ACTIVATION : 0;
                 check_norm_linear_gradients(&c);
             }
 }

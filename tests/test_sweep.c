@@ -225,6 +225,11 @@ static norm_linear_case random_norm_linear(uint64_t seed) {
         c.a.k = 64 * rng_between(&r, 1, 3);
         c.a.x_stride = c.a.w_stride = c.a.dx_stride = c.a.dw_stride = c.a.k + 8 * rng_between(&r, 0, 2);
     }
+    if (rng_chance(&r, 0.4)) {
+        c.a.features = HEDDLE_ACTIVATION;
+        c.a.activation = (heddle_activation)rng_between(&r, HEDDLE_GELU, HEDDLE_SILU);
+        c.a.u_stride = rng_chance(&r, 0.5) ? 0 : aligned ? (n + 7) / 8 * 8 : n + rng_between(&r, 0, 20);
+    }
     return c;
 }
 

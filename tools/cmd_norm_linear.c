@@ -6,7 +6,8 @@
 static const char usage[] =
     "Usage: heddle norm-linear --x FILE --w FILE --out FILE [options]\n"
     "\n"
-    "Computes y = z·Wᵀ + bias, where z = (x - mean)/sqrt(variance + eps)·gamma + beta is the LayerNorm of each row of "
+    "Computes y = act(z·Wᵀ + bias), where z = (x - mean)/sqrt(variance + eps)·gamma + beta is the LayerNorm of each "
+    "row of "
     "x, as one\n"
     "operation; and, given the gradient of y, those of the inputs.\n"
     "The arrays are NumPy files (.npy) of float16, float32 or float64; results have the type of --x.\n"
@@ -19,6 +20,8 @@ static const char usage[] =
     "  --bias FILE           default: zeros\n"
     "  --norm NORM           layer (default), or rms: no mean is subtracted\n"
     "  --eps E               default 1e-5\n"
+    "  --activation NAME     gelu, gelu-tanh or silu, of z·Wᵀ + bias; default: none\n"
+    "  --u FILE              with an activation: write what it is of, z·Wᵀ + bias\n"
     "  --mean FILE --rstd FILE\n"
     "                        write each row's mean and 1/sqrt(variance + eps); float32, or float64 for float64 input\n"
     "\n"
@@ -38,22 +41,30 @@ static const char usage[] =
     "  heddle random --shape 48,64 --seed 2 --std 0.02 --out w.npy\n"
     "  heddle norm-linear --x x.npy --w w.npy --out y.npy --time\n";
 
-enum { OPTION_NORM = OPTION_OWN, OPTION_EPS };
+enum { OPTION_NORM = OPTION_OWN, OPTION_EPS, OPTION_ACTIVATION };
 
 static const struct option own_options[] = {
     {"norm", required_argument, NULL, OPTION_NORM},
     {"eps", required_argument, NULL, OPTION_EPS},
+    {"activation", required_argument, NULL, OPTION_ACTIVATION},
     {0},
 };
 
 static bool set_option(heddle_norm_linear *l, int option, const char *text) {
     static const char *const norms[] = {"layer", "rms", NULL};
-    int norm;
+    static const char *const activations[] = {"none", "gelu", "gelu-tanh", "silu", NULL};
+    int norm, activation;
     switch (option) {
     case OPTION_NORM:
         if (!parse_choice("--norm", text, norms, &norm))
             return false;
         l->norm = (heddle_norm)norm;
+        return true;
+    case OPTION_ACTIVATION:
+        if (!parse_choice("--activation", text, activations, &activation))
+            return false;
+        l->activation = (heddle_activation)activation;
+        l->features = activation ? l->features | HEDDLE_ACTIVATION : l->features & ~HEDDLE_ACTIVATION;
         return true;
     case OPTION_EPS:
         if (!parse_real("--eps", text, &l->eps))

@@ -22,6 +22,10 @@ heddle_dtype job_dtype(const job *j) {
     return j->linear ? j->l.dtype : j->a.dtype;
 }
 
+uint64_t job_features(const job *j) {
+    return j->linear ? j->l.features : j->a.features;
+}
+
 /* ----------------------------------------------------------------------------------------------------- elements */
 
 static heddle_dtype element_dtype(const job *j, int f) {

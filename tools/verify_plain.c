@@ -352,7 +352,7 @@ static void allocate_outcome(const problem *p, arena *m, outcome *out) {
     *out = (outcome){{0}};
     for (int f = 0; job_fields(&p->j)[f].name; f++) {
         const tensor_field *t = &job_fields(&p->j)[f];
-        bool wanted = !t->feature || (!p->j.linear && (p->j.a.features & t->feature));
+        bool wanted = !t->feature || (job_features(&p->j) & t->feature);
         if (!is_output(t) || !wanted)
             continue;
         int64_t n = field_count(&p->j, f);
@@ -431,17 +431,31 @@ static void plain_moments(const heddle_norm_linear *l, const double *x, float *m
     *rstd = 1 / sqrtf(squares / (float)l->k + (float)(l->eps == 0 ? 1e-5 : l->eps));
 }
 
-/* A row of the norm: z = xhat∘gamma + beta. */
+/* A row of the norm: z = xhat∘gamma + beta. du: dy, or its product with the activation's derivative, rounded; du_terms: its squares, with
+ * those of what a rounding of u changes in it. */
 typedef struct norm_row {
     int64_t i;
-    float *xhat, *z, *dz;
-    double *dz_terms;
+    float *xhat, *z, *dz, *du;
+    double *dz_terms, *du_terms;
 } norm_row;
+
+/* act(u) by the formulas of heddle.h, in float32, and its derivative. */
+static float plain_activation(heddle_activation activation, float u, float *slope) {
+    const float inner = sqrtf(2 / 3.14159265f) * (u + 0.044715f * u * u * u), t = tanhf(inner);
+    const float logistic = 1 / (1 + expf(-u)), normal = 0.5f + 0.5f * erff(u / sqrtf(2));
+    switch (activation) {
+    case HEDDLE_GELU: *slope = normal + u * expf(-u * u / 2) / sqrtf(2 * 3.14159265f); return u * normal;
+    case HEDDLE_GELU_TANH:
+        *slope = (1 + t) / 2 + u / 2 * (1 - t * t) * sqrtf(2 / 3.14159265f) * (1 + 3 * 0.044715f * u * u);
+        return u * (1 + t) / 2;
+    case HEDDLE_SILU: *slope = logistic + u * logistic * (1 - logistic); return u * logistic;
+    default: *slope = 1; return u;
+    }
+}
 
 /* What the row adds to the sums over rows. */
 static void add_linear_sums(const problem *p, outcome *out, outcome *terms, const norm_row *r) {
     const heddle_norm_linear *l = &p->j.l;
-    const double *dy = linear_row(p, p->x[DY], l->dy_stride, r->i, 'n');
     for (int64_t e = 0; e < l->k; e++) {
         out->x[DGAMMA][e] = (float)out->x[DGAMMA][e] + r->dz[e] * r->xhat[e];
         out->x[DBETA][e] = (float)out->x[DBETA][e] + r->dz[e];
@@ -451,18 +465,17 @@ static void add_linear_sums(const problem *p, outcome *out, outcome *terms, cons
     for (int64_t o = 0; o < l->n; o++) {
         double *dw = (double *)linear_row(p, out->x[DW], l->dw_stride, o, 'k');
         double *dw_terms = (double *)linear_row(p, terms->x[DW], l->dw_stride, o, 'k');
-        out->x[DC][o] = (float)out->x[DC][o] + (float)dy[o];
-        terms->x[DC][o] += square(dy[o]);
+        out->x[DC][o] = (float)out->x[DC][o] + r->du[o];
+        terms->x[DC][o] += r->du_terms[o];
         for (int64_t e = 0; e < l->k; e++) {
-            dw[e] = (float)dw[e] + (float)dy[o] * r->z[e];
-            dw_terms[e] += square(dy[o] * r->z[e]);
+            dw[e] = (float)dw[e] + r->du[o] * r->z[e];
+            dw_terms[e] += r->du_terms[o] * square(r->z[e]);
         }
     }
 }
 
 static void plain_gradient_row(const problem *p, heddle_dtype dtype, outcome *out, outcome *terms, const norm_row *r) {
     const heddle_norm_linear *l = &p->j.l;
-    const double *dy = linear_row(p, p->x[DY], l->dy_stride, r->i, 'n');
     double *dx = (double *)linear_row(p, out->x[DX], l->dx_stride, r->i, 'k');
     double *dx_terms = (double *)linear_row(p, terms->x[DX], l->dx_stride, r->i, 'k'), mean_terms = 0, mean_x_terms = 0;
     float mean_g = 0, mean_gx = 0, rstd = (float)out->x[RSTD][r->i];
@@ -470,9 +483,9 @@ static void plain_gradient_row(const problem *p, heddle_dtype dtype, outcome *ou
         float dz = 0, gamma = p->x[GAMMA] ? (float)p->x[GAMMA][e] : 1;
         r->dz_terms[e] = 0;
         for (int64_t o = 0; o < l->n; o++) {
-            float term = (float)dy[o] * (float)linear_row(p, p->x[W], l->w_stride, o, 'k')[e];
-            dz += term;
-            r->dz_terms[e] += square(term);
+            const float w = (float)linear_row(p, p->x[W], l->w_stride, o, 'k')[e];
+            dz += r->du[o] * w;
+            r->dz_terms[e] += r->du_terms[o] * square(w);
         }
         r->dz[e] = rounded(dtype, dz);
         dx[e] = r->dz[e] * gamma;
@@ -517,14 +530,38 @@ static void plain_forward_row(const problem *p, heddle_dtype dtype, outcome *out
     }
 }
 
+/* y of the row, which is u as yet, to u and to act(u); dy to du. */
+static void plain_activation_row(const problem *p, heddle_dtype dtype, outcome *out, outcome *terms,
+                                 const norm_row *r) {
+    const heddle_norm_linear *l = &p->j.l;
+    const double *dy = p->x[DY] ? linear_row(p, p->x[DY], l->dy_stride, r->i, 'n') : NULL;
+    double *y = (double *)linear_row(p, out->x[Y], l->y_stride, r->i, 'n');
+    const double *y_terms = linear_row(p, terms->x[Y], l->y_stride, r->i, 'n');
+    for (int64_t o = 0; o < l->n; o++) {
+        const float u = (float)y[o], step = 0x1p-8f;
+        float slope, next;
+        plain_activation(l->activation, u + u * step, &next);
+        y[o] = rounded(dtype, plain_activation(l->activation, u, &slope));
+        r->du[o] = dy ? rounded(dtype, (float)dy[o] * slope) : 0;
+        r->du_terms[o] = dy ? square(dy[o] * slope) + square(dy[o] * (next - slope) / step) : 0;
+        if (l->activation) {
+            ((double *)linear_row(p, out->x[U], l->u_stride, r->i, 'n'))[o] = u;
+            ((double *)linear_row(p, terms->x[U], l->u_stride, r->i, 'n'))[o] = y_terms[o];
+        }
+    }
+}
+
 static void plain_norm_linear(const problem *p, arena *m, heddle_dtype dtype, outcome *out, outcome *terms) {
     const heddle_norm_linear *l = &p->j.l;
     norm_row r = {.xhat = arena_array(m, l->k, sizeof(float)),
                   .z = arena_array(m, l->k, sizeof(float)),
                   .dz = arena_array(m, l->k, sizeof(float)),
-                  .dz_terms = arena_array(m, l->k, sizeof(double))};
+                  .du = arena_array(m, l->n, sizeof(float)),
+                  .dz_terms = arena_array(m, l->k, sizeof(double)),
+                  .du_terms = arena_array(m, l->n, sizeof(double))};
     for (r.i = 0; r.i < l->m; r.i++) {
         plain_forward_row(p, dtype, out, terms, &r);
+        plain_activation_row(p, dtype, out, terms, &r);
         if (p->x[DY])
             plain_gradient_row(p, dtype, out, terms, &r);
     }

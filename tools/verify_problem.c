@@ -23,7 +23,7 @@ double *problem_input(problem *p, arena *m, int f) {
 /* lse and mean pass no gradient of their own to inputs that have none, so every float input is filled. */
 void problem_fill(problem *p, arena *m, random_state *r) {
     const tensor_field *t = job_fields(&p->j);
-    uint64_t features = p->j.linear ? 0 : p->j.a.features;
+    uint64_t features = job_features(&p->j);
     for (int f = 0; t[f].name; f++) {
         bool number = t[f].element == OF_DTYPE || t[f].element == OF_FLOAT || t[f].element == OF_BOOL;
         if (is_output(&t[f]) || !number || p->x[f] || (t[f].feature && !(features & t[f].feature)))
@@ -59,7 +59,7 @@ static bool has_gradient(const problem *p) {
 /* Whether output f is one of this problem. */
 static bool produces(const problem *p, int f, bool backward) {
     const tensor_field *t = &job_fields(&p->j)[f];
-    uint64_t features = p->j.linear ? 0 : p->j.a.features;
+    uint64_t features = job_features(&p->j);
     return (t->role == ROLE_OUTPUT || (t->role == ROLE_GRADIENT_OUT && backward)) &&
            (!t->feature || (features & t->feature));
 }

@@ -144,9 +144,19 @@ static void forward_group(const norm_call *c, const norm_space *s, int64_t first
             prefetch_rows((const char *)c->t->y + ((first + r) * a->y_stride + n0) * bytes, count, a->y_stride * bytes,
                           columns * bytes);
         multiply_group(c, &g, r, rows, panels, s->c);
-        for (int64_t x = 0; x < count; x++)
-            store_y(c, (char *)c->t->y + ((first + r + x) * a->y_stride + n0) * bytes, s->c + x * GROUP * PANEL, bias,
-                    columns);
+        for (int64_t x = 0; x < count; x++) {
+            float *sums = s->c + x * GROUP * PANEL;
+            char *y = (char *)c->t->y + ((first + r + x) * a->y_stride + n0) * bytes;
+            if (a->activation) {
+                static const float none[GROUP * PANEL];
+                for (int64_t e = 0; e < columns; e += VL)
+                    store(sums + e, load(sums + e) + load(bias + e));
+                activate(c, first + r + x, n0, sums, columns);
+                store_y(c, y, sums, none, columns);
+            } else {
+                store_y(c, y, sums, bias, columns);
+            }
+        }
     }
 }
 
@@ -372,7 +382,7 @@ static void strips_backward(const norm_call *c, bool weights, const norm_space *
         dx_row(c, row, c->sums + row * c->k_pad, s->row);
 }
 
-static void norm_linear_backward(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace) {
+static void linear_backward(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace) {
     const heddle_norm_linear *a = &plan->a;
     carver shared = {workspace, 0};
     const norm_call c = carve_norm_call(plan, data, &shared);
@@ -396,6 +406,27 @@ static void norm_linear_backward(const norm_linear_plan *plan, const heddle_norm
     }
     if (data->dbias)
         narrow_row(c.type, c.dbias, a->n, 1, data->dbias);
+}
+
+/* Bytes of du, which then stands for dy. */
+static size_t du_bytes(const heddle_norm_linear *a) {
+    const size_t bytes = (size_t)(a->m * a->n * element_size((int)a->dtype));
+    return a->activation ? (bytes + 63) / 64 * 64 : 0;
+}
+
+static void norm_linear_backward(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace) {
+    norm_linear_plan own = *plan;
+    heddle_norm_linear_data t = *data;
+    const size_t bytes = du_bytes(&plan->a);
+    if (!bytes) {
+        linear_backward(plan, data, workspace);
+        return;
+    }
+    form_du(&plan->a, data, plan->threads, workspace);
+    own.workspace -= bytes;
+    own.a.dy_stride = own.a.n;
+    t.dy = workspace;
+    linear_backward(&own, &t, (char *)workspace + bytes);
 }
 
 /* -------------------------------------------------------------------------------------------------------- plan */
@@ -431,7 +462,7 @@ static void plan_norm_linear(norm_linear_plan *plan) {
     carver shared = {0}, each = {0};
     carve_norm_call(plan, NULL, &shared);
     carve_norm_space(plan, &each);
-    plan->workspace = shared.used + each.used * (size_t)plan->threads;
+    plan->workspace = shared.used + each.used * (size_t)plan->threads + (backward ? du_bytes(a) : 0);
 }
 
 #endif

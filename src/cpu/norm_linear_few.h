@@ -5,7 +5,7 @@
 #ifndef HEDDLE_CPU_NORM_LINEAR_FEW_H
 #define HEDDLE_CPU_NORM_LINEAR_FEW_H
 
-#include "norm_linear_call.h"
+#include "activation.h"
 
 #define FEW_Z 8 /* rows of z and of W whose sums stay in registers, at most */
 #define FEW_W(rows) ((rows) == FEW_Z ? 2 : 4)
@@ -72,6 +72,17 @@ INLINE void few_rows_products(int type, int rows, int ws, const float *z, int64_
             sums[r * VL + x] = s[r][x];
 }
 
+/* Row i of y in the columns n0 .. n0+columns-1, of one vector. */
+INLINE void store_few(const norm_call *c, int type, int64_t i, int64_t n0, vf u, int64_t columns) {
+    if (c->a->activation) {
+        float row[VL];
+        store(row, u);
+        activate(c, i, n0, row, columns);
+        u = load(row);
+    }
+    store_some(type, (char *)c->t->y + (i * c->a->y_stride + n0) * element_size(type), u, columns);
+}
+
 /* Rows r .. r+rows-1 of y in the columns n0 .. n0+VL-1. A row of W that there is not is left out. */
 INLINE void few_rows_columns(const norm_call *c, int type, int rows, const float *z, int64_t r, int64_t n0) {
     const heddle_norm_linear *a = c->a;
@@ -95,8 +106,7 @@ INLINE void few_rows_columns(const norm_call *c, int type, int rows, const float
     }
     const vf bias = c->t->bias ? load_some(type, element_at(c->t->bias, n0, type), columns) : splat(0);
     for (int i = 0; i < rows; i++)
-        store_some(type, (char *)c->t->y + ((r + i) * a->y_stride + n0) * size, sum_each(sums + i * VL) + bias,
-                   columns);
+        store_few(c, type, r + i, n0, sum_each(sums + i * VL) + bias, columns);
 }
 
 INLINE void few_rows_block_as(const norm_call *c, int type, int64_t n0) {
@@ -177,8 +187,7 @@ INLINE void few_columns_rows(const norm_call *c, int rows, int64_t first, float 
                 sums[i * VL + x] = splat(0);
     const vf bias = c->t->bias ? load_some(TYPE(c), c->t->bias, a->n) : splat(0);
     for (int i = 0; i < rows; i++)
-        store_some(TYPE(c), (char *)c->t->y + (first + i) * a->y_stride * element_size(TYPE(c)),
-                   sum_each(sums + i * VL) + bias, a->n);
+        store_few(c, TYPE(c), first + i, 0, sum_each(sums + i * VL) + bias, a->n);
 }
 
 /* Every thread of the team calls it; statistics have not been formed. */

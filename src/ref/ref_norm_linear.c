@@ -7,6 +7,8 @@
 
 enum { ROWS = 16 };
 
+#define PI 3.14159265358979323846
+
 /* One call: what it is given, and its arrays in the workspace. */
 typedef struct work {
     const heddle_norm_linear *a;
@@ -94,6 +96,36 @@ static void scale_and_shift(const work *w, const double *xhat, double *z) {
         z[e] = xhat[e] * w->gamma[e] + w->beta[e];
 }
 
+/* act(u) and its derivative. */
+static double activated(heddle_activation activation, double u, double *slope) {
+    const double root = sqrt(2 / PI), cube = 0.044715;
+    double share = 1, of_share = 0; /* act(u) = u·share */
+    if (activation == HEDDLE_GELU) {
+        share = 0.5 * erfc(-u / sqrt(2));
+        of_share = exp(-0.5 * u * u) / sqrt(2 * PI);
+    } else if (activation == HEDDLE_GELU_TANH) {
+        share = 1 / (1 + exp(-2 * root * (u + cube * u * u * u)));
+        of_share = share * (1 - share);
+        of_share *= of_share == 0 ? 0 : 2 * root * (1 + 3 * cube * u * u);
+    } else if (activation == HEDDLE_SILU) {
+        share = 1 / (1 + exp(-u));
+        of_share = share * (1 - share);
+    }
+    *slope = share + (of_share == 0 ? 0 : u * of_share);
+    return u * share;
+}
+
+/* dy[i, j], or du. */
+static double gradient(const work *w, int64_t i, int64_t j) {
+    const heddle_norm_linear *a = w->a;
+    const double dy = load_element(a->dtype, w->data->dy, i * a->dy_stride + j);
+    double slope;
+    if (!a->activation)
+        return dy;
+    activated(a->activation, load_element(a->dtype, w->data->u, i * a->u_stride + j), &slope);
+    return dy * slope;
+}
+
 static void forward(const work *w) {
     const heddle_norm_linear *a = w->a;
     const heddle_norm_linear_data *data = w->data;
@@ -110,9 +142,12 @@ static void forward(const work *w) {
         for (int64_t j = 0; j < a->n; j++) {
             double bias = data->bias ? load_element(a->dtype, data->bias, j) : 0;
             load_row(a->dtype, data->w, j * a->w_stride, a->k, w->row);
-            for (int64_t r = 0; r < rows; r++)
-                store_element(a->dtype, data->y, (i0 + r) * a->y_stride + j,
-                              dot(w->block + r * a->k, w->row, a->k) + bias);
+            for (int64_t r = 0; r < rows; r++) {
+                double slope, u = dot(w->block + r * a->k, w->row, a->k) + bias;
+                if (data->u)
+                    store_element(a->dtype, data->u, (i0 + r) * a->u_stride + j, u);
+                store_element(a->dtype, data->y, (i0 + r) * a->y_stride + j, activated(a->activation, u, &slope));
+            }
         }
     }
 }
@@ -149,8 +184,7 @@ static void backward_x(const work *w) {
         for (int64_t j = 0; j < a->n; j++) {
             load_row(a->dtype, data->w, j * a->w_stride, a->k, w->row);
             for (int64_t r = 0; r < rows; r++)
-                add_scaled(w->block + r * a->k, load_element(a->dtype, data->dy, (i0 + r) * a->dy_stride + j), w->row,
-                           a->k);
+                add_scaled(w->block + r * a->k, gradient(w, i0 + r, j), w->row, a->k);
         }
         for (int64_t r = 0; r < rows; r++)
             backward_row(w, i0 + r, w->block + r * a->k);
@@ -161,7 +195,7 @@ static void backward_x(const work *w) {
         store_row(a->dtype, data->dbeta, 0, a->k, w->dbeta);
 }
 
-/* dw = dyᵀ·z */
+/* dw = duᵀ·z */
 static void backward_w(const work *w) {
     const heddle_norm_linear *a = w->a;
     const heddle_norm_linear_data *data = w->data;
@@ -173,20 +207,20 @@ static void backward_w(const work *w) {
             normalise(w, HEDDLE_BACKWARD, i, w->xhat);
             scale_and_shift(w, w->xhat, z);
             for (int64_t r = 0; r < rows; r++)
-                add_scaled(w->block + r * a->k, load_element(a->dtype, data->dy, i * a->dy_stride + j0 + r), z, a->k);
+                add_scaled(w->block + r * a->k, gradient(w, i, j0 + r), z, a->k);
         }
         for (int64_t r = 0; r < rows; r++)
             store_row(a->dtype, data->dw, (j0 + r) * a->dw_stride, a->k, w->block + r * a->k);
     }
 }
 
-/* dbias = sum_m dy */
+/* dbias = sum_m du */
 static void backward_bias(const work *w) {
     const heddle_norm_linear *a = w->a;
     for (int64_t j = 0; j < a->n; j++) {
         double sum = 0;
         for (int64_t i = 0; i < a->m; i++)
-            sum += load_element(a->dtype, w->data->dy, i * a->dy_stride + j);
+            sum += gradient(w, i, j);
         store_element(a->dtype, w->data->dbias, j, sum);
     }
 }

@@ -75,6 +75,10 @@ static void sweep_norm_linear(heddle_dtype dtype) {
                         heddle_norm_linear a =
                             norm_linear_desc(dtype, (heddle_norm)norm, sizes[x][0], sizes[x][1], sizes[x][2]);
                         a.features = tf32 ? HEDDLE_TF32 : 0;
+                        if (norm) {
+                            a.features |= HEDDLE_ACTIVATION;
+                            a.activation = HEDDLE_SILU;
+                        }
                         heddle_status status = run_norm_linear(a, (heddle_pass)pass, skew, NULL);
                         MUST(status == HEDDLE_OK ||
                              (status == HEDDLE_UNSUPPORTED && strstr(heddle_last_message(), "shared memory") &&

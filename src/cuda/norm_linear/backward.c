@@ -172,7 +172,7 @@ static int32_t add_dw(norm_linear_call *c, bool dgamma) {
     return (int32_t)(sm90 ? gemm90_sums(blocks(a->n, GEMM_TILE)) : gemm80_sums(blocks(a->n, GEMM_TILE)));
 }
 
-void heddle__cuda_products_backward(norm_linear_call *c) {
+static void linear_backward(norm_linear_call *c) {
     const heddle_norm_linear *a = c->a;
     const heddle_norm_linear_data *t = c->t;
     norm_linear_arrays *at = &c->at;
@@ -201,4 +201,20 @@ void heddle__cuda_products_backward(norm_linear_call *c) {
         last.job[1] =
             (norm_sums){.a = t->w, .ld = a->w_stride, .rows = a->n, .cols = a->k, .factor = at->dbias, .out = t->dbeta};
     heddle__cuda_add_totals(c, last);
+}
+
+/* Where there is an activation, du comes first and takes the place of dy. */
+void heddle__cuda_products_backward(norm_linear_call *c) {
+    heddle_norm_linear own = *c->a;
+    heddle_norm_linear_data t = *c->t;
+    if (own.activation) {
+        const norm_activate p = {t.u, t.dy, c->at.du, own.u_stride, own.dy_stride, c->is.np, 0, 0, 0, 0};
+        if (own.m > 0)
+            heddle__cuda_add_activate(c, p);
+        own.dy_stride = c->is.np;
+        t.dy = c->at.du;
+        c->a = &own;
+        c->t = &t;
+    }
+    linear_backward(c);
 }

@@ -76,6 +76,15 @@ CONTRACT int finish_bytes(int element) {
     return finish_stages(element) * finish_stage_bytes(element) + MEETING_BYTES + ROW_THREADS / 32 * SUM_COLS * 4;
 }
 
+/* ----------------------------------------------------------------------------------------------------- activate */
+
+#define ACTIVATE_THREADS 256
+#define ACTIVATE_RESIDENT 4
+
+CONTRACT int64_t activate_units(int64_t rows, int64_t cols) {
+    return (rows * ((cols + 7) / 8) + ACTIVATE_THREADS - 1) / ACTIVATE_THREADS;
+}
+
 /* -------------------------------------------------------------------------------------------------------- total */
 
 /* Warps of a block; columns that it has, a lane a column. */

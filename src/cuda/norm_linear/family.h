@@ -8,7 +8,7 @@
 #include "cuda/norm_linear/sm90/contract.h"
 
 /* What the workspace of the products holds, in order: A(type, name, elements), of which there are none where a pass does not need them.
- * z: xhat (or z) for a product; least, shared: exponents of float32's planes on their way. */
+ * du: in place of dy, [m, np]; z: xhat (or z) for a product; least, shared: exponents of float32's planes on their way. */
 #define NORM_LINEAR_ARRAYS                                                                                             \
     A(float, mean, a->m)                                                                                               \
     A(float, rstd, a->m)                                                                                               \
@@ -27,7 +27,8 @@
     A(float, dgamma_part, backward ? gemm80_sums(blocks(a->n, GEMM_TILE)) * a->k : 0)                                  \
     A(float, finish_part, backward && !is->wide && a->k <= SUMMED_ROW ? 2 * finish_blocks(device) * a->k : 0)          \
     A(float, dbias_part, backward ? parts_of(a->m) * a->n : 0)                                                         \
-    A(float, dbias, backward ? a->n : 0)
+    A(float, dbias, backward ? a->n : 0)                                                                               \
+    A(char, du, backward && a->activation ? a->m * is->np * (is->wide ? 4 : 2) : 0)
 
 typedef struct norm_linear_arrays {
 #define A(type, name, elements) type *name;
@@ -145,6 +146,9 @@ typedef struct gemm_kernels {
 /* A launch, unless it has no blocks. */
 void heddle__cuda_add(norm_linear_call *c, enum cuda_kernel kernel, int64_t grid, uint32_t shared,
                       const norm_linear_params *params);
+
+/* y = act(u), or, with dy, du. */
+void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p);
 
 /* The job of normalising x, with what differs from one use to the other in p. */
 norm_rows heddle__cuda_rows_of_x(const norm_linear_call *c, norm_rows p);

@@ -12,8 +12,8 @@
 static bool takes_sm90(const norm_linear_plan *plan, const cuda_facts *device) {
     const heddle_norm_linear *a = &plan->a;
     const bool backward = plan->pass == HEDDLE_BACKWARD;
-    const int64_t strides =
-        backward ? a->w_stride | a->dy_stride | a->dx_stride | a->dw_stride : a->x_stride | a->w_stride | a->y_stride;
+    const int64_t strides = backward ? a->w_stride | (a->activation ? 0 : a->dy_stride) | a->dx_stride | a->dw_stride
+                                     : a->x_stride | a->w_stride | a->y_stride;
     return device->sm90 && device->shared_bytes >= (size_t)gemm90_bytes(GEMM90_WIDEST) && device->multiprocessors > 1 &&
            a->dtype != HEDDLE_F32 && strides % 8 == 0 && a->m > 0;
 }
@@ -105,7 +105,24 @@ static norm_gemm product_of(const norm_linear_call *c) {
                        .b_low = c->at.w_low,
                        .ldb = c->is.kp,
                        .out = c->t->y,
-                       .ldo = a->y_stride};
+                       .ldo = a->y_stride,
+                       .activation = (int32_t)a->activation,
+                       .u = c->t->u,
+                       .ldu = a->u_stride};
+}
+
+/* The product; behind one that does not form the activation itself a pass of its own. */
+static void add_product(norm_linear_call *c, norm_gemm g) {
+    const bool apart = g.activation && !heddle__cuda_fits90(c, &g);
+    if (apart) {
+        g.activation = 0;
+        g.ldo = g.u ? g.ldu : g.ldo;
+        g.out = g.u ? g.u : g.out;
+        g.u = NULL;
+    }
+    heddle__cuda_add_gemm(c, GEMMS(fwd), &g, false, false);
+    if (apart)
+        heddle__cuda_add_activate(c, (norm_activate){g.out, NULL, c->t->y, g.ldo, 0, c->a->y_stride, 0, 0, 0, 0});
 }
 
 /* x as it is; the norm is applied where the product is stored. */
@@ -167,7 +184,7 @@ static void forward(norm_linear_call *c) {
     const norm_gemm g = c->is.raw    ? prepare_raw(c, rows_of_w(c))
                         : c->is.wide ? prepare_planes(c, rows_of_w(c))
                                      : prepare_normalised(c);
-    heddle__cuda_add_gemm(c, GEMMS(fwd), &g, false, false);
+    add_product(c, g);
 }
 
 static void launch(const norm_linear_choice *choice, norm_linear_call *c) {

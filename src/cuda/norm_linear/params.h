@@ -36,6 +36,10 @@ typedef struct norm_gemm {
     float *saved_mean, *saved_rstd;
     int32_t gathers, rms;
     float eps, inverse; /* 1/depth */
+    /* fwd of sm90: out = act of what would be there, and that to u [rows, cols], unless NULL. */
+    int32_t activation;
+    void *u; /* T */
+    int64_t ldu;
 } norm_gemm;
 
 /* On Hopper A and B come by the copy engine, in boxes of 64 rows. */
@@ -100,6 +104,17 @@ typedef struct norm_totals {
     norm_sums job[3];
 } norm_totals;
 
+/* activate: out = act(u), or dy∘act'(u) where there is a dy. out may be u, or dy. */
+typedef struct norm_activate {
+    const void *u, *dy; /* T [rows, cols] */
+    void *out;
+    int64_t ldu, ldd, ldo, rows;
+    int32_t cols, activation, vector;
+} norm_activate;
+
+/* heddle_activation, for kernels. */
+enum { HEDDLE_GELU_NUMBER = 1, HEDDLE_GELU_TANH_NUMBER, HEDDLE_SILU_NUMBER };
+
 /* The family `small`: a whole pass. */
 typedef struct norm_small {
     const void *x, *gamma, *beta, *w, *bias, *dy; /* T */
@@ -119,6 +134,7 @@ typedef union norm_linear_params {
     norm_prepare prepare;
     norm_finish finish;
     norm_totals totals;
+    norm_activate activate;
     norm_small small;
 } norm_linear_params;
 

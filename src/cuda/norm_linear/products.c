@@ -61,10 +61,21 @@ int64_t heddle__cuda_add_prepare(norm_linear_call *c, norm_prepare p) {
     return units;
 }
 
+void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p) {
+    const size_t size = size_of(&c->is);
+    p.activation = (int32_t)c->a->activation;
+    p.rows = c->a->m;
+    p.cols = (int32_t)c->a->n;
+    p.vector = aligned16(p.u, p.ldu, size) && aligned16(p.dy, p.ldd, size) && aligned16(p.out, p.ldo, size);
+    heddle__cuda_add(c, OF_DTYPE(activate)[c->is.dtype],
+                     least_of(activate_units(p.rows, p.cols), 2 * ACTIVATE_RESIDENT * c->device->multiprocessors), 0,
+                     &(norm_linear_params){.activate = p});
+}
+
 /* A product on Hopper: whether it can be, where its operands and its result lie. */
 bool heddle__cuda_fits90(const norm_linear_call *c, const norm_gemm *p) {
     return c->is.sm90 && aligned16(p->a, p->lda, 2) && aligned16(p->b, p->ldb, 2) && aligned16(p->out, p->ldo, 2) &&
-           (uintptr_t)p->w % 4 == 0;
+           aligned16(p->u, p->ldu, 2) && (uintptr_t)p->w % 4 == 0;
 }
 
 static void add_gemm90(norm_linear_call *c, const gemm_kernels *kernels, const norm_gemm *p, bool a_transposed,

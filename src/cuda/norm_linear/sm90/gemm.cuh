@@ -12,6 +12,7 @@
 #define HEDDLE_CUDA_NORM_LINEAR_GEMM_SM90_CUH
 
 #include "cuda/element.cuh"
+#include "cuda/norm_linear/activation.cuh"
 #include "cuda/norm_linear/moments.cuh"
 #include "cuda/norm_linear/params.h"
 #include "cuda/norm_linear/sm90/contract.h"
@@ -300,6 +301,28 @@ template <int PASS> INLINE void epilogue_pair(const float4 &c, const float2 &row
     }
 }
 
+/* Rows that are staged as u: those to u, act of them to out. */
+template <typename T>
+INLINE void store_activated(const norm_gemm &p, int64_t row, int64_t col, int chunks, uint32_t staging) {
+    const int lane = threadIdx.x % 32, chunk = lane % 8;
+#pragma unroll 1
+    for (int line = lane / 8; line < 16; line += 4) {
+        const int64_t at = row + line;
+        T eight[8];
+        float v[8];
+        if (chunk >= chunks || at >= p.rows)
+            continue;
+        *(uint4 *)eight = load_shared16(staging + line * 128 + ((chunk ^ line) & 7) * 16);
+        if (p.u)
+            store8<T>((T *)p.u + at * p.ldu + col, 0, p.cols - col, true, (const T *)eight);
+#pragma unroll
+        for (int x = 0; x < 8; x++)
+            v[x] = to_float(eight[x]);
+        activate8<false>(p.activation, v);
+        store8((T *)p.out + at * p.ldo + col, 0, p.cols - col, true, v);
+    }
+}
+
 /* Results of a warp, 16 rows, 64 columns at a time: through shared memory, so that whole rows of 128 bytes are written. */
 template <typename T, int WIDTH, int PASS>
 INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const float2 *columns, const float2 row[2],
@@ -326,6 +349,11 @@ INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const f
         }
         __syncwarp();
         const int64_t col = t.col0 + y * 8 + chunk * 8;
+        if (PASS == FWD && p.activation) {
+            store_activated<T>(p, t.row0 + row0, col, chunks, staging);
+            __syncwarp();
+            continue;
+        }
 #pragma unroll
         for (int x = 0; x < 4; x++) {
             const int line = x * 4 + lane / 8;

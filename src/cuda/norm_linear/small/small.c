@@ -21,7 +21,8 @@ static int64_t weight_blocks(const heddle_norm_linear *a) {
  * takes 10.2 there, in two launches; the tensor cores took 16.8. It grows with the rows of W, 21 with n 256, where they take less. */
 static bool takes(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device) {
     const int64_t together = 2 * (int64_t)device->multiprocessors;
-    if (device->small == SMALL_NEVER || !a->m || a->k > SMALL_K || a->m > 65536 || a->n > 65536)
+    if (device->small == SMALL_NEVER || (pass == HEDDLE_BACKWARD && a->activation) || !a->m || a->k > SMALL_K ||
+        a->m > 65536 || a->n > 65536)
         return false;
     if (device->small == SMALL_ALWAYS)
         return true;
@@ -107,11 +108,20 @@ static void backward(norm_linear_call *c, norm_small p, float *part) {
 
 static void launch(const norm_linear_choice *choice, norm_linear_call *c) {
     (void)choice;
-    if (c->pass == HEDDLE_BACKWARD)
-        backward(c, params_of(c), c->workspace);
-    else
-        heddle__cuda_add(c, kernel_of(c->a, c->pass), forward_blocks(c->a), (uint32_t)norm_small_bytes((int)c->a->k),
-                         &(norm_linear_params){.small = params_of(c)});
+    const heddle_norm_linear *a = c->a;
+    norm_small p = params_of(c);
+    if (c->pass == HEDDLE_BACKWARD) {
+        backward(c, p, c->workspace);
+        return;
+    }
+    if (c->t->u) {
+        p.y = c->t->u;
+        p.y_stride = a->u_stride;
+    }
+    heddle__cuda_add(c, kernel_of(a, c->pass), forward_blocks(a), (uint32_t)norm_small_bytes((int)a->k),
+                     &(norm_linear_params){.small = p});
+    if (a->activation)
+        heddle__cuda_add_activate(c, (norm_activate){p.y, NULL, c->t->y, p.y_stride, 0, a->y_stride, 0, 0, 0, 0});
 }
 
 const norm_linear_family heddle__norm_linear_small = {takes, plan_small, launch};

@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Activations as a pass of their own: y = act(u) behind products that do not form it themselves, and du = dy∘act'(u) before backward. */
+#include "cuda/norm_linear/activation.cuh"
+#include "cuda/norm_linear/contract.h"
+#include "cuda/norm_linear/rows.cuh"
+
+/* A thread has eight elements of a row at a time. */
+template <typename T> INLINE void activate_kernel(const norm_activate &p) {
+    const int64_t chunks = (p.cols + 7) / 8, step = (int64_t)gridDim.x * ACTIVATE_THREADS;
+    for (int64_t at = (int64_t)blockIdx.x * ACTIVATE_THREADS + threadIdx.x; at < p.rows * chunks; at += step) {
+        const int64_t row = at / chunks, col = at % chunks * 8;
+        float v[8];
+        load8((const T *)p.u + row * p.ldu, col, p.cols, p.vector, v);
+        if (p.dy) {
+            float dy[8];
+            load8((const T *)p.dy + row * p.ldd, col, p.cols, p.vector, dy);
+            activate8<true>(p.activation, v);
+#pragma unroll
+            for (int x = 0; x < 8; x++)
+                v[x] *= dy[x];
+        } else {
+            activate8<false>(p.activation, v);
+        }
+        store8((T *)p.out + row * p.ldo, col, p.cols, p.vector, v);
+    }
+}
+
+#define K(pass, dtype, family, threads, module)                                                                        \
+    static_assert(threads == ACTIVATE_THREADS, "as the kernel counts");                                                \
+    ROW_KERNEL(pass, dtype, norm_activate, threads, 4)
