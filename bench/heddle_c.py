@@ -19,6 +19,7 @@ FEATURES = {name: 1 << bit for bit, name in enumerate((
     "window", "alibi", "bias", "bool_mask", "sinks", "varlen", "seqlens", "weights", "rng_state", "deterministic", "tf32",
     "accumulate", "pages"))}
 BROADCAST = -1 << 63
+ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
 FORWARD, BACKWARD = 0, 1
 I64, F64, U64, PTR = ctypes.c_int64, ctypes.c_double, ctypes.c_uint64, ctypes.c_void_p
 
@@ -49,12 +50,13 @@ class AttentionData(ctypes.Structure):
 class NormLinear(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("dtype", ctypes.c_int), ("device", ctypes.c_int), ("norm", ctypes.c_int),
                 ("reserved0", ctypes.c_int32), ("features", U64), ("m", I64), ("k", I64), ("n", I64), ("eps", F64)
-                ] + [(s + "_stride", I64) for s in ("x", "w", "y", "dy", "dx", "dw")]
+                ] + [(s + "_stride", I64) for s in ("x", "w", "y", "dy", "dx", "dw")] + [
+                    ("activation", ctypes.c_int), ("reserved1", ctypes.c_int32), ("u_stride", I64)]
 
 
 class NormLinearData(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t)] + [(p, PTR) for p in (
-        "x", "gamma", "beta", "w", "bias", "y", "mean", "rstd", "dy", "dx", "dgamma", "dbeta", "dw", "dbias")]
+        "x", "gamma", "beta", "w", "bias", "y", "mean", "rstd", "dy", "dx", "dgamma", "dbeta", "dw", "dbias", "u")]
 
 
 class Job:
@@ -182,7 +184,7 @@ class Library:
         data = AttentionData(size=ctypes.sizeof(AttentionData), **{n: x.data_ptr() for n, x in t.items()})
         return Job(self, "attention", desc, data, t, (FORWARD, BACKWARD))
 
-    def norm_linear(self, x, gamma, beta, w, bias, dy=None, tf32=False):
+    def norm_linear(self, x, gamma, beta, w, bias, dy=None, tf32=False, activation=None):
         m, k = x.shape
         numbers = dict(dtype=torch.float32, device=x.device)
         t = {"x": x, "gamma": gamma, "beta": beta, "w": w, "bias": bias, "y": x.new_empty(m, w.shape[0]),
@@ -190,7 +192,10 @@ class Library:
         if dy is not None:
             t["dy"] = dy
             t.update({"d" + n: torch.empty_like(t[n]) for n in ("x", "gamma", "beta", "w", "bias")})
+            if activation:
+                t["u"] = torch.empty_like(t["y"])
         desc = NormLinear(size=ctypes.sizeof(NormLinear), dtype=DTYPES[x.dtype], device=DEVICES[x.device.type], m=m, k=k,
-                          n=w.shape[0], features=FEATURES["tf32"] if tf32 else 0)
+                          n=w.shape[0], activation=ACTIVATIONS[activation],
+                          features=(FEATURES["tf32"] if tf32 else 0) | (1 << 32 if activation else 0))
         data = NormLinearData(size=ctypes.sizeof(NormLinearData), **{n: x.data_ptr() for n, x in t.items()})
         return Job(self, "norm_linear", desc, data, t, (FORWARD, BACKWARD) if dy is not None else (FORWARD,))

@@ -257,7 +257,7 @@ static void test_widths_of_tiles(void **state) {
     }
 }
 
-/* bfloat16 with more rows than columns and whole steps of 64 features: Hopper's product gathers the rows' moments from x as it multiplies
+/* bfloat16 with more rows than columns: Hopper's product forms the rows' moments from x as it multiplies
  * it. Means of up to a hundred deviations, features that are a thousand times the others, and rows that do not fill a tile. */
 static void test_gathered_moments(void **state) {
     (void)state;

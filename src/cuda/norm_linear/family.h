@@ -17,6 +17,7 @@
     A(uint16_t, w, is->wide || raw ? weights : 0)                                                                      \
     A(uint16_t, w_low, two ? weights : 0)                                                                              \
     A(int32_t, w_exponent, is->wide ? a->n : 0)                                                                        \
+    A(int32_t, turns, raw ? 2 * (blocks(a->m, GEMM_TILE) + 1) : 0)                                                     \
     A(float, s, backward ? 0 : a->n)                                                                                   \
     A(float, t, backward ? 0 : a->n)                                                                                   \
     A(uint16_t, dy, backward && is->wide ? a->m * is->np : 0)                                                          \
@@ -41,7 +42,7 @@ typedef struct norm_linear_facts {
     int64_t kp, np;  /* k and n in planes */
     bool wide, tf32; /* float32; one product */
     bool raw;        /* forward multiplies x itself */
-    bool gathers;    /* and forms the moments of its rows in the product, as far as the pointers allow */
+    bool gathers;    /* and forms the moments of its rows beside the product, as far as the pointers allow */
     bool sm90;       /* the products are Hopper's, as far as the pointers allow */
     int dtype;       /* 0 bf16, 1 f16, 2 f32 */
 } norm_linear_facts;

@@ -20,7 +20,7 @@ static bool takes_sm90(const norm_linear_plan *plan, const cuda_facts *device) {
 
 static norm_linear_facts facts_of(const norm_linear_plan *plan, const cuda_facts *device) {
     const heddle_norm_linear *a = &plan->a;
-    const bool sm90 = takes_sm90(plan, device), gathers = sm90 && a->k % GEMM90_DEPTH == 0;
+    const bool sm90 = takes_sm90(plan, device), gathers = sm90 && a->k % 8 == 0;
     return (norm_linear_facts){.raw = a->dtype == HEDDLE_BF16 && (gathers ? a->n : 2 * a->n) < a->m,
                                .gathers = gathers,
                                .sm90 = sm90,
@@ -130,6 +130,7 @@ static norm_gemm prepare_raw(norm_linear_call *c, norm_rows w) {
     const heddle_norm_linear_data *t = c->t;
     norm_gemm g = product_of(c);
     norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){0});
+    norm_prepare p = {0};
     w.sum = c->at.s;
     if (!t->gamma) /* W itself will do */
         w.high = NULL;
@@ -141,8 +142,10 @@ static norm_gemm prepare_raw(norm_linear_call *c, norm_rows w) {
     g.col_add = c->at.t;
     if (c->is.gathers && heddle__cuda_fits90(c, &g)) {
         g.gathers = 1;
-        g.saved_mean = t->mean;
-        g.saved_rstd = t->rstd;
+        g.saved_mean = c->at.mean;
+        g.saved_rstd = c->at.rstd;
+        g.turns = p.clear = c->at.turns;
+        p.zeros = (int32_t)(2 * (blocks(c->a->m, GEMM_TILE) + 1));
         g.rms = x.rms;
         g.eps = x.eps;
         g.inverse = x.inverse;
@@ -151,7 +154,9 @@ static norm_gemm prepare_raw(norm_linear_call *c, norm_rows w) {
         g.mean = c->at.mean;
         g.rstd = c->at.rstd;
     }
-    heddle__cuda_add_prepare(c, (norm_prepare){.job = {x, w}});
+    p.job[0] = x;
+    p.job[1] = w;
+    heddle__cuda_add_prepare(c, p);
     return g;
 }
 

@@ -32,8 +32,10 @@ typedef struct norm_gemm {
     int64_t ldx;              /* of w */
     /* dw: sums over the rows of W∘G, or NULL: [gemm80_sums or gemm90_sums][cols] */
     float *part;
-    /* fwd of sm90: mean and rstd of A's rows come from its steps, of which none is cut short; written here, unless NULL. */
+    /* fwd of sm90 that `gathers`: mean and rstd of A's rows are formed beside the product, and written here; turns[2][row_tiles + 1], zeros at
+     * first, counts their slices. */
     float *saved_mean, *saved_rstd;
+    int32_t *turns;
     int32_t gathers, rms;
     float eps, inverse; /* 1/depth */
     /* fwd of sm90: out = act of what would be there, and that to u [rows, cols], unless NULL. */
@@ -71,7 +73,8 @@ typedef struct norm_prepare {
     norm_rows job[2];
     int32_t *least, *shared;
     const int32_t *of;
-    int32_t of_blocks;
+    int32_t of_blocks, zeros;
+    int32_t *clear; /* [zeros]: becomes 0 */
 } norm_prepare;
 
 /* A sum over rows, of columns. finish: part[p][col] = the sum over the p-th share of the rows of a[row, col].

@@ -290,6 +290,8 @@ template <typename T> INLINE void prepare_kernel(const norm_prepare &p) {
     meeting *const m = (meeting *)(held + prepare_stages(sizeof(T)) * prepare_stage_bytes(sizeof(T)));
     int turn = 0;
     uint32_t unit = blockIdx.x;
+    for (int x = (int)(blockIdx.x * ROW_THREADS + threadIdx.x); x < p.zeros; x += (int)gridDim.x * ROW_THREADS)
+        p.clear[x] = 0;
     prepare_job<T>(p, 0, p.job[0].packs, &unit, held, m, &turn);
     prepare_job<T>(p, 1, true, &unit, held, m, &turn);
 }

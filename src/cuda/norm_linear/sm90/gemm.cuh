@@ -4,7 +4,7 @@
  * A block stays and takes one tile of 128 rows and WIDTH columns after the other; the two blocks of a cluster have tiles one
  * below the other, and each fetches half of their common columns for both. One thread copies, two warpgroups of 64 rows
  * multiply, and three warps (the helpers) bring what the epilogue needs of every row and column; where raw x is multiplied,
- * they gather the rows' moments from the steps of x that pass through shared memory.
+ * they form the rows' moments, too, once for all blocks.
  *
  * A tile in shared memory is boxes of 64 x 64 elements, 128 bytes a row, swizzled by the copy engine, one behind the other
  * along its side. As such a box lies, tensor cores take it with its rows along the sum or over it. */
@@ -118,117 +118,139 @@ template <int PASS> INLINE float2 row_pair(const norm_gemm &p, int64_t row) {
     if (row >= p.rows)
         return make_float2(0, 0);
     if (PASS == FWD)
-        return p.mean ? make_float2(p.mean[row], p.rstd[row]) : make_float2(0, 1);
+        return p.gathers ? make_float2(__ldcg(p.saved_mean + row), __ldcg(p.saved_rstd + row)) /* from another block */
+               : p.mean  ? make_float2(p.mean[row], p.rstd[row])
+                         : make_float2(0, 1);
     return make_float2(PASS == DW && p.row_bias ? p.row_bias[row] : 0, 0);
 }
 
-/* Helpers: eight threads have every twelfth row of a tile, each of them eight terms of a step. */
-enum { GATHER_ROWS = HELPERS / 8, GATHER_ROUNDS = (GEMM_TILE + GATHER_ROWS - 1) / GATHER_ROWS };
-
-struct gathered {
-    float shift[GATHER_ROUNDS], sum[GATHER_ROUNDS], squares[GATHER_ROUNDS];
+/* Rows whose moments a warp forms at a time; such slices of a tile; chunks of eight elements of a row that a lane has on their way. */
+enum {
+    MOMENT_ROWS = 4,
+    MOMENT_SLICES = GEMM_TILE / MOMENT_ROWS,
+    MOMENT_CHUNKS = 4,
+    MOMENT_GROUP = MOMENT_CHUNKS * 256
 };
 
-INLINE float sum_of_eight_lanes(float x) {
+template <typename T> INLINE void load_group(const norm_gemm &p, int64_t row, int group, uint4 held[MOMENT_CHUNKS]) {
+    const int lane = threadIdx.x % 32, depth = row < p.rows ? (int)p.depth : 0;
+    const T *from = (const T *)p.a + row * p.lda;
 #pragma unroll
-    for (int step = 4; step > 0; step /= 2)
+    for (int c = 0; c < MOMENT_CHUNKS; c++) {
+        const int e = group * MOMENT_GROUP + (c * 32 + lane) * 8;
+        held[c] = e < depth ? *(const uint4 *)(from + e) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+INLINE float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
         x += __shfl_xor_sync(~0u, x, step);
     return x;
 }
 
-/* f(y, v): eight terms of the y-th of this thread's rows in the step at `at`, zeros where there is no such row. */
-template <typename T, typename F> INLINE void each_term(uint32_t at, const F &f) {
-    const int thread = (int)threadIdx.x - 32, line = thread / 8;
-    const uint32_t chunk = (thread ^ line) & 7; /* rows that are twelve apart are swizzled by 4 in turn */
-    at += line * 128;
+/* A lane's part of a row: its elements' sum, and the squares of their distance from the mean of its first eight: a shift that neither a large
+ * mean nor a single large feature spoils. */
+struct lane_moments {
+    float shift, sum, squares;
+};
+
+template <typename T> INLINE void add_chunk(lane_moments *m, const uint4 &held, bool first, bool shifted) {
+    const uint32_t pairs[4] = {held.x, held.y, held.z, held.w};
+    float v[8];
 #pragma unroll
-    for (int y = 0; y < GATHER_ROUNDS; y++) {
-        uint4 held = make_uint4(0, 0, 0, 0);
-        if ((y + 1) * GATHER_ROWS <= GEMM_TILE || line + y * GATHER_ROWS < GEMM_TILE)
-            held = load_shared16(at + y * GATHER_ROWS * 128 + (chunk ^ y % 2 * 4) * 16);
-        const uint32_t pairs[4] = {held.x, held.y, held.z, held.w};
-        float v[8];
+    for (int x = 0; x < 4; x++) {
+        v[2 * x] = low_float(pairs[x], T());
+        v[2 * x + 1] = high_float(pairs[x], T());
+    }
+    const float sum = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+    if (first)
+        *m = {shifted ? sum * 0.125f : 0, 0, 0};
+    m->sum += sum;
 #pragma unroll
-        for (int x = 0; x < 4; x++) {
-            v[2 * x] = low_float(pairs[x], T());
-            v[2 * x + 1] = high_float(pairs[x], T());
-        }
-        f(y, v);
+    for (int x = 0; x < 8; x++)
+        m->squares += (v[x] - m->shift) * (v[x] - m->shift);
+}
+
+/* The row's moments from those of its lanes: their squares around their own means, and those of their means around the row's. */
+INLINE void store_moments(const norm_gemm &p, int64_t row, const lane_moments &m) {
+    const int lane = threadIdx.x % 32, chunks = (int)p.depth / 8;
+    const float n = (float)p.depth, own = (float)((chunks - lane + 31) / 32 * 8);
+    const float mean = p.rms ? 0 : warp_sum(m.sum) / n;
+    float squares = m.squares;
+    if (!p.rms && lane < chunks) {
+        const float apart = fmaf(-own, m.shift, m.sum), from = m.sum / own - mean;
+        squares += own * from * from - apart * apart / own;
+    }
+    squares = warp_sum(squares);
+    if (lane == 0 && row < p.rows) {
+        p.saved_mean[row] = mean;
+        p.saved_rstd[row] = inverse_deviation(squares, n, p.inverse, 0, p.eps);
     }
 }
 
-INLINE float sum_of_eight(const float v[8]) {
-    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-}
-
-/* All steps of a tile. The squares are those of the distance from the mean of the first step, which a row of many deviations' mean
- * does not cancel, nor one of whose features a single one is large: at most 1 + k/64 times the squares around the row's own mean. */
-template <typename T, int WIDTH> INLINE void gather(const norm_gemm &p, uint32_t smem, ring *r, gathered *g) {
-    typedef gemm90<WIDTH> layout;
-#pragma unroll
-    for (int y = 0; y < GATHER_ROUNDS; y++)
-        g->shift[y] = g->sum[y] = g->squares[y] = 0;
+/* The next rows, or the next part of this one, are on their way meanwhile. */
+template <typename T> INLINE void slice_moments(const norm_gemm &p, int64_t row0) {
+    const int lane = threadIdx.x % 32, groups = ((int)p.depth + MOMENT_GROUP - 1) / MOMENT_GROUP;
+    uint4 next[MOMENT_CHUNKS];
+    lane_moments m = {0, 0, 0};
+    int row = 0, group = 0;
+    load_group<T>(p, row0, 0, next);
 #pragma unroll 1
-    for (int64_t k = 0; k < p.depth; k += DEPTH) {
-        const uint32_t at = smem + r->slot * layout::stage;
-        mbarrier_wait(smem + layout::full + r->slot * 8, r->turn);
-        if (k == 0 && !p.rms)
-            each_term<T>(at, [&](int y, const float v[8]) {
-                g->shift[y] = sum_of_eight_lanes(sum_of_eight(v)) * (1.f / DEPTH);
-            });
-        each_term<T>(at, [&](int y, const float v[8]) {
-            g->sum[y] += sum_of_eight(v);
+    while (row < MOMENT_ROWS) {
+        uint4 held[MOMENT_CHUNKS];
+        const int e = group * MOMENT_GROUP + lane * 8;
+        const bool first = group == 0;
+        const int64_t now = row0 + row;
 #pragma unroll
-            for (int x = 0; x < 8; x++) {
-                const float d = v[x] - g->shift[y];
-                g->squares[y] += d * d;
-            }
-        });
-        __syncwarp();
-        if (threadIdx.x % 32 == 0)
-            mbarrier_arrive(smem + layout::empty + r->slot * 8);
-        advance<layout::stages>(r);
+        for (int c = 0; c < MOMENT_CHUNKS; c++)
+            held[c] = next[c];
+        group = group + 1 == groups ? 0 : group + 1;
+        row += group == 0;
+        if (row < MOMENT_ROWS)
+            load_group<T>(p, row0 + row, group, next);
+        if (first)
+            m = {0, 0, 0};
+#pragma unroll
+        for (int c = 0; c < MOMENT_CHUNKS; c++)
+            if (e + c * 256 < (int)p.depth)
+                add_chunk<T>(&m, held[c], c == 0 && first, !p.rms);
+        if (group == 0)
+            store_moments(p, now, m);
     }
 }
 
-/* The moments, for the epilogue and, from the first tile of a row of tiles, for the caller. The sum of 16-bit numbers is all but exact. */
-INLINE void settle_moments(const norm_gemm &p, const gemm_tile &t, const gathered &g, float2 *rows) {
-    const int thread = (int)threadIdx.x - 32;
-    const float n = (float)p.depth;
-#pragma unroll
-    for (int y = 0; y < GATHER_ROUNDS; y++) {
-        const float sum = sum_of_eight_lanes(g.sum[y]), squares = sum_of_eight_lanes(g.squares[y]);
-        const int row = thread / 8 + y * GATHER_ROWS;
-        if (thread % 8 != y % 8 || row >= GEMM_TILE)
-            continue;
-        const float residual = p.rms ? 0 : fmaf(-n, g.shift[y], sum) * p.inverse, mean = p.rms ? 0 : sum / n;
-        const float rstd = inverse_deviation(squares, n, p.inverse, residual, p.eps);
-        rows[row] = make_float2(mean, rstd);
-        if (t.col0 == 0 && t.row0 + row < p.rows && p.saved_mean)
-            p.saved_mean[t.row0 + row] = mean;
-        if (t.col0 == 0 && t.row0 + row < p.rows && p.saved_rstd)
-            p.saved_rstd[t.row0 + row] = rstd;
+/* The moments of a tile's rows are there when this returns. All warps of all blocks that come to the tile share the work, a slice at a time, and
+ * then wait for slices that others have: a warp that has one is running, so this ends. */
+template <typename T> INLINE void settle_moments(const norm_gemm &p, int64_t row_tile) {
+    int32_t *begun = p.turns + row_tile, *done = begun + p.row_tiles + 1;
+    const int lane = threadIdx.x % 32;
+    int slice = *(volatile int32_t *)done < MOMENT_SLICES ? 0 : MOMENT_SLICES;
+    while ((slice = __shfl_sync(~0u, lane == 0 && slice < MOMENT_SLICES ? atomicAdd(begun, 1) : slice, 0)) <
+           MOMENT_SLICES) {
+        slice_moments<T>(p, row_tile * GEMM_TILE + slice * MOMENT_ROWS);
+        __threadfence();
+        if (lane == 0)
+            atomicAdd(done, 1);
     }
+    while (*(volatile int32_t *)done < MOMENT_SLICES)
+        __nanosleep(100);
+    __threadfence();
 }
 
 template <typename T, int WIDTH, int PASS> INLINE void help(const norm_gemm &p, uint32_t smem, char *from) {
     typedef gemm90<WIDTH> layout;
     const int thread = (int)threadIdx.x - 32;
-    ring r = {0, 0};
     gemm_tile t;
     for (uint32_t turn = 0; tile_of_turn<WIDTH>(p, turn, &t); turn++) {
         float2 *columns = (float2 *)(from + layout::vectors + turn % 2 * layout::vector), *rows = columns + WIDTH;
+        if (gathers_moments<T, PASS> && p.gathers)
+            settle_moments<T>(p, t.row_tile);
         mbarrier_wait(smem + layout::taken + turn % 2 * 8, (turn / 2 & 1) ^ 1);
         for (int x = thread; x < WIDTH; x += HELPERS)
             columns[x] = column_pair<T, PASS>(p, t.col0 + x);
-        if (gathers_moments<T, PASS> && p.gathers) {
-            gathered g;
-            gather<T, WIDTH>(p, smem, &r, &g);
-            settle_moments(p, t, g, rows);
-        } else {
-            for (int x = thread; x < GEMM_TILE; x += HELPERS)
-                rows[x] = row_pair<PASS>(p, t.row0 + x);
-        }
+        for (int x = thread; x < GEMM_TILE; x += HELPERS)
+            rows[x] = row_pair<PASS>(p, t.row0 + x);
         mbarrier_arrive(smem + layout::ready + turn % 2 * 8);
     }
 }
@@ -464,8 +486,7 @@ template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_
         tma_prefetch_map(&all.b);
         for (int x = 0; x < layout::stages; x++) {
             mbarrier_init(smem + layout::full + x * 8, 1);
-            mbarrier_init(smem + layout::empty + x * 8, /* of both blocks */
-                          2 * CONSUMERS / WARPGROUP + (gathers_moments<T, PASS> && all.g.gathers ? HELPERS / 32 : 0));
+            mbarrier_init(smem + layout::empty + x * 8, 2 * CONSUMERS / WARPGROUP); /* of both blocks */
         }
         for (int x = 0; x < 2; x++) {
             mbarrier_init(smem + layout::ready + x * 8, HELPERS);
