@@ -367,8 +367,8 @@ static void test_activation_values(void **state) {
                              ours = tensor_raw(&p.t[t], f);
                 const double allowed =
                     0x1p-20 * fabs(truth) * (1 + fmin(u * u, 200) / 8) + 1e-35 * (which ? 1 : fabs(u));
-                if (!which && u == -INFINITY)
-                    continue;
+                if (isinf(u) && (isnan(tensor_raw(&p.t[N_U], f)) || (!which && u < 0)))
+                    continue; /* an infinite w in two planes is infinity - infinity */
                 if (isnan(truth) != isnan(ours) ||
                     (isfinite(truth) && !(fabs(ours - truth) <= fmax(allowed, which ? 4e-7 * (fabs(u) < 6) : 0))))
                     fail_msg("activation %d of %g: %s = %.9g, not %.9g", activation, u, which ? "act'" : "act", ours,

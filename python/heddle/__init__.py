@@ -354,9 +354,10 @@ def norm_linear(
     eps: float = 1e-5,
     *,
     norm: Literal["layer", "rms"] = "layer",
+    activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
     tf32: bool = False,
 ) -> Any:
-    """norm(x)·weightᵀ + bias in one, without writing the normalised x to memory.
+    """act(norm(x)·weightᵀ + bias) in one, without writing the normalised x to memory.
 
     Args:
         x: [..., k], float32, bfloat16 or float16 on CPU or CUDA; float64 on the CPU runs on the reference.
@@ -365,6 +366,7 @@ def norm_linear(
         gamma, beta: [k] or None: scale and shift after the normalisation.
         eps: added to the variance.
         norm: "layer", (x - mean)/sqrt(var + eps), or "rms", x/sqrt(mean(x²) + eps).
+        activation: "gelu", "gelu_tanh" (GELU by tanh) or "silu", as in torch.nn.functional, of the sum; None: none.
         tf32: allow float32 products to be rounded to TF32 (GPU).
 
     Returns:
@@ -379,7 +381,7 @@ def norm_linear(
         run = _norm_linear_of_torch
     else:
         from heddle._arrays_norm_linear import norm_linear as run
-    return run(x, weight, bias, gamma, beta, eps, norm=norm, tf32=tf32)
+    return run(x, weight, bias, gamma, beta, eps, norm=norm, activation=activation, tf32=tf32)
 
 
 def norm_linear_backward(
@@ -391,12 +393,15 @@ def norm_linear_backward(
     eps: float = 1e-5,
     *,
     norm: Literal["layer", "rms"] = "layer",
+    activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
+    bias: Any = None,
 ) -> dict[str, Any]:
     """The gradients of ``norm_linear`` for arrays (NumPy, CuPy, JAX); torch tensors have autograd.
 
     Args:
         dy: gradient of y, [..., n].
         x, weight, gamma, beta, eps, norm: as given to ``norm_linear``.
+        activation, bias: the same; without an activation bias is not looked at. With one, forward runs once more.
 
     Returns:
         A dict with dx [..., k], dweight [n, k], dbias [n], dgamma [k] and dbeta [k].
@@ -412,7 +417,7 @@ def norm_linear_backward(
         )
     from heddle._arrays_norm_linear import norm_linear_backward as run
 
-    return run(dy, x, weight, gamma, beta, eps, norm=norm)
+    return run(dy, x, weight, gamma, beta, eps, norm=norm, activation=activation, bias=bias)
 
 
 _registry.enter()

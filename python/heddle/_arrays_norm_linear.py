@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from heddle import _C
 from heddle._arrays import BACKWARD, DTYPES, FORWARD, TF32, Maker, View, check, device_of, run
 from heddle._errors import HeddleValueError
-from heddle._options import TINY, norm_of
+from heddle._options import TINY, activation_of, norm_of
 
 
 class Rows:
@@ -17,7 +18,16 @@ class Rows:
     view: type[View] = View
 
     def __init__(
-        self, x: Any, weight: Any, gamma: Any, beta: Any, eps: float, norm: str, features: int, bias: Any = None
+        self,
+        x: Any,
+        weight: Any,
+        gamma: Any,
+        beta: Any,
+        eps: float,
+        norm: str,
+        features: int,
+        bias: Any = None,
+        activation: str | None = None,
     ) -> None:
         self.x, self.weight = self.view(x, "x"), self.view(weight, "weight")
         device = device_of(self.x, "x")
@@ -34,7 +44,8 @@ class Rows:
             "dtype": DTYPES[self.x.dtype],
             "device": device,
             "norm": norm_of(norm),
-            "features": features,
+            "features": features | (_C.features()["activation"] if activation is not None else 0),
+            "activation": activation_of(activation),
             "m": math.prod(self.x.shape[:-1]),
             "k": k,
             "n": n,
@@ -77,10 +88,11 @@ def norm_linear(
     eps: float = 1e-5,
     *,
     norm: str = "layer",
+    activation: str | None = None,
     tf32: bool = False,
 ) -> Any:
     """See heddle.norm_linear, which this is for arrays."""
-    p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias)
+    p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias, activation)
     maker = Maker(x, p.x)
     y, p.addresses["y"] = maker.empty([*p.x.shape[:-1], p.weight.shape[0]], p.x.dtype)
     run("norm_linear", FORWARD, p.description, p.addresses, maker)
@@ -88,15 +100,28 @@ def norm_linear(
 
 
 def norm_linear_backward(
-    dy: Any, x: Any, weight: Any, gamma: Any = None, beta: Any = None, eps: float = 1e-5, *, norm: str = "layer"
+    dy: Any,
+    x: Any,
+    weight: Any,
+    gamma: Any = None,
+    beta: Any = None,
+    eps: float = 1e-5,
+    *,
+    norm: str = "layer",
+    activation: str | None = None,
+    bias: Any = None,
 ) -> dict[str, Any]:
     """See heddle.norm_linear_backward, which this is for arrays."""
-    p = Rows(x, weight, gamma, beta, eps, norm, 0)
+    p = Rows(x, weight, gamma, beta, eps, norm, 0, None if activation is None else bias, activation)
     maker = Maker(x, p.x)
     n, k = p.weight.shape
     gradient = check(View(dy, "dy"), "dy", p.x.dtype, p.x, [*p.x.shape[:-1], n])
     p.description["dy_stride"] = p.row_stride(gradient, "dy")
     p.addresses["dy"] = gradient.address
+    if activation is not None:
+        _y, p.addresses["y"] = maker.empty(gradient.shape, p.x.dtype)
+        _u, p.addresses["u"] = maker.empty(gradient.shape, p.x.dtype)
+        run("norm_linear", FORWARD, p.description, {k: v for k, v in p.addresses.items() if k != "dy"}, maker)
     made = {}
     for name, field, shape in (
         ("dx", "dx", p.x.shape),

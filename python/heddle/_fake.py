@@ -223,14 +223,19 @@ def _norm_linear_fake(
     eps: float = 1e-5,
     norm: int = 0,
     tf32: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    activation: int = 0,
+    keep_u: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     _check_norm_linear(x, weight, gamma, beta)
+    if not 0 <= activation <= 3:
+        raise HeddleValueError(f"activation = {activation} is none of 0 (none), 1 (gelu), 2 (gelu_tanh), 3 (silu)")
     if bias is not None:
         _check(bias, "bias", x, x.dtype)
         if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
             raise HeddleValueError(f"bias has shape {list(bias.shape)}, but must have [{weight.shape[0]}]")
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    return y, x.new_empty(x.shape[:-1], dtype=_real(x.dtype)), x.new_empty(x.shape[:-1], dtype=_real(x.dtype))
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=_real(x.dtype)) for _ in range(2))
+    return y, mean, rstd, torch.empty_like(y) if activation and keep_u else None
 
 
 def _norm_linear_backward_fake(
@@ -246,8 +251,11 @@ def _norm_linear_backward_fake(
     deterministic: bool = False,
     tf32: bool = False,
     needs: int = 31,
+    activation: int = 0,
+    u: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    _check_devices(x, weight=weight, dy=dy, mean=mean, rstd=rstd, gamma=gamma, beta=beta)
+    _check_devices(x, weight=weight, dy=dy, mean=mean, rstd=rstd, gamma=gamma, beta=beta, u=u)
     shapes = (x.shape, weight.shape, weight.shape[:1], x.shape[-1:], x.shape[-1:])
     return tuple(x.new_empty(shape) if needs >> at & 1 else None for at, shape in enumerate(shapes))
 

@@ -160,6 +160,7 @@ class NormLinear:
     eps: float
     deterministic: bool
     tf32: bool
+    activation: str | None = None
 
     @property
     def operation(self) -> str:
@@ -169,10 +170,11 @@ class NormLinear:
         bits = _C.features()
         features = (bits["deterministic"] if self.deterministic else 0) | (bits["tf32"] if self.tf32 else 0)
         x, w = given["x"], given["w"]
-        p = TracedRows(x, w, given.get("gamma"), given.get("beta"), self.eps, self.norm, features, given.get("bias"))
+        vectors = given.get("gamma"), given.get("beta")
+        p = TracedRows(x, w, *vectors, self.eps, self.norm, features, given.get("bias"), self.activation)
         m, k, n = (p.description[letter] for letter in "mkn")
         real = np.dtype(np.float64 if p.x.dtype == "float64" else np.float32)
-        makes = {"y": ([m, n], x.dtype), "mean": ([m], real), "rstd": ([m], real)}
+        makes = {"y": ([m, n], x.dtype), "mean": ([m], real), "rstd": ([m], real), "u": ([m, n], x.dtype)}
         makes |= {name: ([size], x.dtype) for name, size in (("dgamma", k), ("dbeta", k), ("dbias", n))}
         return p.description, makes | {"dx": ([m, k], x.dtype), "dw": ([n, k], x.dtype)}
 

@@ -172,22 +172,26 @@ class _Attention(torch.autograd.Function):
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, redispatch: Callable[..., Results], *args: Any) -> Results:
-        y, mean, rstd = redispatch(*args)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(mean, rstd)
+    def forward(ctx: Any, redispatch: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         given = _LINEAR_DEFAULTS | dict(zip(_LINEAR_NAMES, args, strict=False))
-        ctx.save_for_backward(mean, rstd, *(given[name] for name in ("x", "weight", "gamma", "beta")))
-        ctx.options = given["eps"], given["norm"], given["tf32"]
-        return y, mean, rstd
+        if given["activation"]:
+            given["keep_u"] = True
+            args = tuple(given[name] for name in _LINEAR_NAMES)
+        y, mean, rstd, u = redispatch(*args)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(mean, rstd, *(() if u is None else (u,)))
+        kept = ("x", "weight", "gamma", "beta", *(() if u is None else ("bias",)))
+        ctx.save_for_backward(mean, rstd, u, *(given[name] for name in kept))
+        ctx.options = given["eps"], given["norm"], given["tf32"], given["activation"]
+        return y, mean, rstd, u
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dy = grads[0]
         if dy is None:
             return (None,) * (1 + len(_LINEAR_NAMES))
-        mean, rstd, x, weight, gamma, beta = ctx.saved_tensors
-        eps, norm, tf32 = ctx.options
+        mean, rstd, u, x, weight, gamma, beta, *bias = ctx.saved_tensors
+        eps, norm, tf32, activation = ctx.options
         wanted = [_wants(ctx, at) for at in _LINEAR_GRADIENTS]
         made = call(
             ops.norm_linear_backward,
@@ -203,6 +207,7 @@ class _NormLinear(torch.autograd.Function):
             torch.are_deterministic_algorithms_enabled(),
             tf32,
             sum(1 << at for at, want in enumerate(wanted) if want),
+            *((activation, u, *bias) if activation else ()),
         )
         return _in_place(made, _LINEAR_GRADIENTS, len(_LINEAR_NAMES))
 

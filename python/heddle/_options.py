@@ -11,6 +11,7 @@ from heddle._errors import HeddleTypeError, HeddleValueError
 
 CAUSAL = {None: 0, False: 0, "top_left": 1, "bottom_right": 2}
 NORMS = {"layer": 0, "rms": 1}
+ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "silu": 3}
 TINY = 1e-300  # where 0 means the default to the library
 LEAST_SCALE = 2.0**-100  # the least that it takes: scores of nothing
 LARGEST = sys.float_info.max
@@ -93,3 +94,12 @@ def norm_of(norm: str) -> int:
     if not isinstance(norm, str) or norm not in NORMS:
         raise HeddleValueError(f"norm = {norm!r} is neither 'layer' nor 'rms'")
     return NORMS[norm]
+
+
+def activation_of(activation: str | None) -> int:
+    """A heddle_activation."""
+    if activation is None:
+        return 0
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise HeddleValueError(f"activation = {activation!r} is none of None, 'gelu', 'gelu_tanh', 'silu'")
+    return ACTIVATIONS[activation]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,20 @@ import torch
 from torch import Tensor
 
 from heddle._tangents import Maybe, sum_of, times
+
+
+def _activation(activation: int, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """act(u) of a heddle_activation, its first and its second derivative."""
+    if activation == 1:
+        share = 0.5 * torch.erfc(-u / math.sqrt(2))
+        normal = torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
+        return u * share, share + u * normal, normal * (2 - u * u)
+    linear, cubic = (1.0, 0.0) if activation == 3 else (math.sqrt(8 / math.pi), 0.044715 * math.sqrt(8 / math.pi))
+    share = torch.sigmoid(u * (linear + cubic * u * u))
+    inner, bent = linear + 3 * cubic * u * u, 6 * cubic * u
+    slope = share * (1 - share)
+    second = slope * (bent + inner * inner * (1 - 2 * share))
+    return u * share, share + u * slope * inner, 2 * slope * inner + u * second
 
 
 def norm_linear(
@@ -27,7 +42,9 @@ def norm_linear(
         xhat' = rstd·(x' - mean(x') - xhat·mean(xhat∘x'))        rstd' = -rstd²·mean(xhat∘x')
         dx' = rstd'/rstd·dx + rstd·(g' - mean(g') - xhat'·mean(g∘xhat) - xhat·mean(g'∘xhat + g∘xhat'))
 
-    and the rule of products for the rest; RMS: without mean(x') and mean(g')."""
+    and the rule of products for the rest; RMS: without mean(x') and mean(g'). With an activation, u = z·Wᵀ + bias:
+
+        y' = act'(u)∘u'        du = dy∘act'(u) in place of dy        du' = dy'∘act'(u) + dy∘act''(u)∘u'"""
     dtype = given["x"].dtype
     real = torch.float64 if dtype == torch.float64 else torch.float32
     n = given["weight"].shape[0]
@@ -73,10 +90,17 @@ def norm_linear(
         z = scaled(xhat, gamma) if beta is None else sum_of(scaled(xhat, gamma), beta)
         zt = sum_of(scaled(xhatt, gamma), times(xhat, gammat), None if betat is None else betat.expand_as(x))
         results: dict[str, Maybe] = {}
-        if "y" in wanted:
+        activation = given["activation"]
+        if "y" in wanted or activation:
             results["y"] = sum_of(product(zt, turned(w)), product(z, turned(wt)))
             if biast is not None:
                 results["y"] = biast.expand(len(x), n) if results["y"] is None else results["y"] + biast
+        if activation:
+            ut, u, bias = results["y"], product(z, turned(w)), taken(given["bias"])
+            assert u is not None
+            _, first, second = _activation(activation, u if bias is None else u + bias)
+            results["y"] = times(first, ut)
+            dy, dyt = times(dy, first), sum_of(times(dyt, first), times(times(dy, second), ut))
         dz, dzt = product(dy, w), sum_of(product(dyt, w), product(dy, wt))
         if "x" in wanted:
             g, gt = scaled(dz, gamma), sum_of(scaled(dzt, gamma), times(dz, gammat))

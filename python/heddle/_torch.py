@@ -13,7 +13,7 @@ from heddle import _nothing
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._ops import NUMBER_DEFAULTS, call, ops, quick, quick_options
-from heddle._options import TINY, causal_of, limit_of, norm_of, places_of, scale_of, window_of
+from heddle._options import TINY, activation_of, causal_of, limit_of, norm_of, places_of, scale_of, window_of
 from heddle._plain import new_rng_state
 
 
@@ -225,6 +225,7 @@ def norm_linear(
     eps: float = 1e-5,
     *,
     norm: str = "layer",
+    activation: str | None = None,
     tf32: bool = False,
 ) -> Tensor:
     """See heddle.norm_linear, which this is for torch tensors."""
@@ -241,7 +242,8 @@ def norm_linear(
         x = x.reshape(-1, x.shape[-1])
         if x.stride(0) < x.shape[1] or (x.shape[1] > 1 and x.stride(1) != 1):
             x = x.contiguous()
-    y: Tensor = call(ops.norm_linear, x, weight, bias, gamma, beta, eps, norm_of(norm), tf32)[0]
+    act = (activation_of(activation),) if activation is not None else ()
+    y: Tensor = call(ops.norm_linear, x, weight, bias, gamma, beta, eps, norm_of(norm), tf32, *act)[0]
     return y if rows is None else y.reshape(*rows, weight.shape[0])
 
 

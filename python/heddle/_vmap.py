@@ -57,12 +57,13 @@ def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) 
     return tuple(unfolded), (0, 0, None if weights is None else 0)
 
 
-def norm_linear(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, int, int]]:
+def norm_linear(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int | None, ...]]:
     for name, dim in zip(_schema.names("norm_linear"), in_dims, strict=False):
         if name != "x" and dim is not None:
             raise NotImplementedError(f"vmap over {name} is not supported")
     x = args[0].movedim(in_dims[0], 0).contiguous()
-    return ops.norm_linear(x, *args[1:]), (0, 0, 0)
+    made = ops.norm_linear(x, *args[1:])
+    return made, tuple(None if value is None else 0 for value in made)
 
 
 def _given(
@@ -124,7 +125,7 @@ def attention_backward(ops: Any, info: Any, in_dims: tuple[int | None, ...], *ar
 
 def norm_linear_backward(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
     (given, dims), size = _given("norm_linear_backward", args, in_dims), info.batch_size
-    rows = ("dy", "mean", "rstd", "x")
+    rows = ("dy", "mean", "rstd", "x", "u")
     if given["needs"] != 1 or any(dim is not None for name, dim in dims.items() if name not in rows):
         return _each(ops.norm_linear_backward, size, given, dims)
     for name in rows:

@@ -20,7 +20,7 @@ import numpy as np
 from heddle import _jax_call
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._jax_call import Attention, NormLinear
-from heddle._options import PLACES, causal_of, limit_of, norm_of, scale_of, window_of
+from heddle._options import PLACES, activation_of, causal_of, limit_of, norm_of, scale_of, window_of
 
 __all__ = ["attention", "norm_linear"]
 
@@ -73,17 +73,18 @@ def _norm_linear(what: NormLinear, given: dict[str, Any]) -> Any:
 def _norm_linear_fwd(what: NormLinear, given: dict[str, Any]) -> tuple[Any, Any]:
     wanted = {name: () for name, value in given.items() if value.perturbed}
     given = {name: value.value for name, value in given.items()}
-    made = _jax_call.forward(what, given, ["y", "mean", "rstd"])
-    return made["y"], (given, made["mean"], made["rstd"], wanted)
+    kept = ["mean", "rstd", *(["u"] if what.activation else [])]
+    made = _jax_call.forward(what, given, ["y", *kept])
+    return made["y"], (given, {name: made[name] for name in kept}, wanted)
 
 
 def _norm_linear_bwd(what: NormLinear, kept: Any, cotangent: Any) -> tuple[Any]:
-    given, mean, rstd, wanted = kept
+    given, made, wanted = kept
     grads = [f"d{name}" for name in given if name in wanted]
     if _is_zero(cotangent) or not grads:
         return (dict.fromkeys(given),)
     needed = {name: value for name, value in given.items() if name != "bias"}
-    made = _jax_call.backward(what, {**needed, "mean": mean, "rstd": rstd, "dy": cotangent}, grads)
+    made = _jax_call.backward(what, {**needed, **made, "dy": cotangent}, grads)
     return ({name: made.get(f"d{name}") for name in given},)
 
 
@@ -315,14 +316,15 @@ def norm_linear(
     eps: float = 1e-5,
     *,
     norm: Literal["layer", "rms"] = "layer",
+    activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
     tf32: bool = False,
 ) -> Any:
-    """heddle.norm_linear for JAX: norm(x)·weightᵀ + bias in one, within jit, grad, vmap and shard_map.
+    """heddle.norm_linear for JAX: act(norm(x)·weightᵀ + bias) in one, within jit, grad, vmap and shard_map.
 
     Args:
         x: [..., k], float32, bfloat16 or float16; float64 on the CPU runs on the reference.
         weight: [n, k], x's dtype: the transpose of Flax's kernel, which is [k, n].
-        bias, gamma, beta, eps, norm, tf32: as in heddle.norm_linear; eps is known when JAX traces.
+        bias, gamma, beta, eps, norm, activation, tf32: as in heddle.norm_linear; eps is known when JAX traces.
 
     Returns:
         y, [..., n] of x's dtype. All five arrays have gradients.
@@ -336,6 +338,7 @@ def norm_linear(
     if x.ndim == 0:
         raise HeddleValueError("x has 0 dimensions, but must have 1 or more")
     norm_of(norm)
+    activation_of(activation)
     eps = float(eps)
     if not eps >= 0:
         raise HeddleValueError(f"eps = {eps} is not >= 0")
@@ -343,6 +346,6 @@ def norm_linear(
     for name, value in (("gamma", gamma), ("beta", beta), ("bias", bias)):
         if value is not None:
             given[name] = _array(name, value)
-    what = NormLinear(norm, eps, _deterministic(None), bool(tf32))
+    what = NormLinear(norm, eps, _deterministic(None), bool(tf32), activation)
     y = _norm_linear_jit(what, _jax_call.alike(given))
     return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -16,7 +16,7 @@ from heddle import attention
 from heddle._errors import HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer
-from heddle._options import causal_of, norm_of
+from heddle._options import activation_of, causal_of, norm_of
 from heddle._torch import norm_linear
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 Norm = Literal["layer", "rms"]
+Activation = Literal["gelu", "gelu_tanh", "silu"] | None
 Causal = Literal[False, True, "top_left", "bottom_right"] | None
 
 if TYPE_CHECKING:  # not every torch has torch.distributed
@@ -49,7 +50,7 @@ def _processes(given: Processes | None) -> ContextParallel | None:
 
 
 class NormLinear(Module):
-    """norm(x)·weightᵀ + bias: LayerNorm (or RMSNorm) and Linear in one, forward and backward.
+    """act(norm(x)·weightᵀ + bias): LayerNorm (or RMSNorm), Linear and activation in one, forward and backward.
 
     Args:
         in_features, out_features: k and n.
@@ -57,6 +58,7 @@ class NormLinear(Module):
         norm: "layer" or "rms"; "rms" has no beta.
         eps: added to the variance.
         affine: whether the norm has gamma (and beta).
+        activation: "gelu", "gelu_tanh", "silu" or None.
         device, dtype: of the parameters.
 
     Shapes:
@@ -64,7 +66,7 @@ class NormLinear(Module):
         float64 on the CPU.
 
     Raises:
-        ValueError: sizes that are not positive, an unknown norm; then as heddle.norm_linear.
+        ValueError: sizes that are not positive, an unknown norm or activation; then as heddle.norm_linear.
 
     Source: see heddle.norm_linear. Initial values as torch.nn.LayerNorm and torch.nn.Linear.
     """
@@ -78,6 +80,7 @@ class NormLinear(Module):
         norm: Norm = "layer",
         eps: float = 1e-5,
         affine: bool = True,
+        activation: Activation = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -85,6 +88,8 @@ class NormLinear(Module):
         if in_features < 1 or out_features < 1:
             raise HeddleValueError(f"in_features = {in_features} and out_features = {out_features} must be positive")
         norm_of(norm)
+        activation_of(activation)
+        self.activation = activation
         self.in_features, self.out_features, self.norm, self.eps = in_features, out_features, norm, eps
 
         def vector(size: int, wanted: bool) -> Parameter | None:
@@ -109,12 +114,15 @@ class NormLinear(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]; errors as heddle.norm_linear."""
-        return norm_linear(x, self.weight, self.bias, self.gamma, self.beta, self.eps, norm=self.norm)
+        return norm_linear(
+            x, self.weight, self.bias, self.gamma, self.beta, self.eps, norm=self.norm, activation=self.activation
+        )
 
     def extra_repr(self) -> str:
         return (
             f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, norm={self.norm!r}, "
             f"eps={self.eps}, affine={self.gamma is not None}"
+            + (f", activation={self.activation!r}" if self.activation else "")
         )
 
 

@@ -74,8 +74,9 @@ static const field attention_description[] = {A(dtype, INT32),
 
 #define A(name, kind) FIELD(heddle_norm_linear, name, kind)
 #define STRIDED(id, name, stride, ...) A(stride##_stride, INT64),
-static const field norm_linear_description[] = {A(dtype, INT32), A(device, INT32), A(norm, INT32), A(features, UINT64),
-                                                A(m, INT64),     A(k, INT64),      A(n, INT64),    A(eps, DOUBLE),
+static const field norm_linear_description[] = {A(dtype, INT32),     A(device, INT32), A(norm, INT32),
+                                                A(features, UINT64), A(m, INT64),      A(k, INT64),
+                                                A(n, INT64),         A(eps, DOUBLE),   A(activation, INT32),
 #include "../../src/norm_linear_fields.def"
                                                 {NULL, INT32, 0}};
 #undef A
@@ -393,7 +394,7 @@ static int put(PyObject *dict, const char *name, PyObject *value) {
     return there;
 }
 
-PyDoc_STRVAR(features_doc, "features() -> bit by name of every feature of attention");
+PyDoc_STRVAR(features_doc, "features() -> bit by name of every feature of both operations");
 static PyObject *features(PyObject *self, PyObject *unused) {
     (void)self;
     (void)unused;
@@ -401,6 +402,8 @@ static PyObject *features(PyObject *self, PyObject *unused) {
     int there = dict != NULL;
 #define FEATURE(name, bit) there = there && put(dict, #name, PyLong_FromUnsignedLongLong(bit));
 #include "../../src/attention_fields.def"
+#define FEATURE(name, bit) there = there && put(dict, #name, PyLong_FromUnsignedLongLong(bit));
+#include "../../src/norm_linear_fields.def"
     if (!there)
         Py_CLEAR(dict);
     return dict;

@@ -84,6 +84,15 @@ static bool take_norm(call *c, problem *p, double eps, int64_t norm) {
     return true;
 }
 
+static bool take_activation(call *c, problem *p, int64_t activation, bool tf32) {
+    if (activation < HEDDLE_NO_ACTIVATION || activation > HEDDLE_SILU)
+        return call_fail(c, "ValueError", "activation = %lld is none of 0 (none), 1 (gelu), 2 (gelu_tanh), 3 (silu)",
+                         (long long)activation);
+    p->a.activation = (heddle_activation)activation;
+    p->a.features = (activation ? HEDDLE_ACTIVATION : 0) | (tf32 ? HEDDLE_TF32 : 0);
+    return true;
+}
+
 /* A contiguous result of x's leading dimensions, and `last` after them unless it is negative. */
 static void *make_rows(call *c, const problem *p, int at, int64_t last, int32_t dtype) {
     int64_t size[MAX_RANK], stride[MAX_RANK], rank = p->x->rank - 1;
@@ -98,19 +107,23 @@ static void *make_rows(call *c, const problem *p, int at, int64_t last, int32_t 
 /* ---------------------------------------------------------------------------------------------------- forward */
 
 void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t results) {
-    enum { X, WEIGHT, BIAS, GAMMA, BETA, EPS, NORM, TF32 };
+    enum { X, WEIGHT, BIAS, GAMMA, BETA, EPS, NORM, TF32, ACTIVATION, KEEP_U };
     call c;
     problem p;
     size_t bytes = 0;
     void *workspace;
-    call_begin(&c, stack, arguments, results, "TTOOODIB");
+    call_begin(&c, stack, arguments, results, "TTOOODIBIB");
     if (describe(&c, &p, X, WEIGHT, GAMMA, BETA) && take_norm(&c, &p, c.number[EPS], c.integer[NORM]) &&
-        check_vector(&c, &c.tensor[BIAS], "bias", p.a.n, call_dtype(&c))) {
-        p.a.features = c.integer[TF32] ? HEDDLE_TF32 : 0;
+        check_vector(&c, &c.tensor[BIAS], "bias", p.a.n, call_dtype(&c)) &&
+        take_activation(&c, &p, c.integer[ACTIVATION], c.integer[TF32])) {
         p.t.bias = c.tensor[BIAS].data;
         p.t.y = make_rows(&c, &p, 0, p.a.n, call_dtype(&c));
         p.t.mean = make_rows(&c, &p, 1, -1, call_real(&c));
         p.t.rstd = make_rows(&c, &p, 2, -1, call_real(&c));
+        if (p.a.activation && c.integer[KEEP_U])
+            p.t.u = make_rows(&c, &p, 3, p.a.n, call_dtype(&c));
+        else
+            call_make_none(&c, 3);
         if (!c.message[0] && call_norm_linear_bytes(&c, &p.a, HEDDLE_FORWARD, &bytes) &&
             call_workspace(&c, bytes, &workspace))
             call_status(&c, heddle_norm_linear_forward(&p.a, &p.t, workspace, bytes, c.stream));
@@ -121,7 +134,23 @@ void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t 
 /* --------------------------------------------------------------------------------------------------- backward */
 
 enum { NEEDS_DX = 1, NEEDS_DWEIGHT = 2, NEEDS_DBIAS = 4, NEEDS_DGAMMA = 8, NEEDS_DBETA = 16 };
-enum { B_DY, B_MEAN, B_RSTD, B_X, B_WEIGHT, B_GAMMA, B_BETA, B_EPS, B_NORM, B_DETERMINISTIC, B_TF32, B_NEEDS };
+enum {
+    B_DY,
+    B_MEAN,
+    B_RSTD,
+    B_X,
+    B_WEIGHT,
+    B_GAMMA,
+    B_BETA,
+    B_EPS,
+    B_NORM,
+    B_DETERMINISTIC,
+    B_TF32,
+    B_NEEDS,
+    B_ACTIVATION,
+    B_U,
+    B_BIAS /* not looked at: it is there for derivatives of this operator, as u goes by it */
+};
 
 static bool take_gradient(call *c, problem *p) {
     const tensor *dy = &c->tensor[B_DY];
@@ -133,6 +162,11 @@ static bool take_gradient(call *c, problem *p) {
         !row_stride(c, dy, "dy", &p->a.dy_stride))
         return false;
     p->t.dy = dy->data;
+    const tensor *u = &c->tensor[B_U];
+    if (u->handle && (!call_check_shape(c, u, "u", p->x->rank, shape) || !call_check(c, u, "u", call_dtype(c)) ||
+                      !row_stride(c, u, "u", &p->a.u_stride)))
+        return false;
+    p->t.u = u->data;
     const char *const names[] = {"mean", "rstd"};
     for (int x = 0; x < 2; x++) {
         const tensor *t = &c->tensor[B_MEAN + x];
@@ -164,10 +198,10 @@ void heddle_torch_norm_linear_backward(stable_value *stack, uint64_t arguments, 
     problem p;
     size_t bytes = 0;
     void *workspace;
-    call_begin(&c, stack, arguments, results, "TOOTTOODIBBI");
+    call_begin(&c, stack, arguments, results, "TOOTTOODIBBIIOO");
     if (describe(&c, &p, B_X, B_WEIGHT, B_GAMMA, B_BETA) && take_norm(&c, &p, c.number[B_EPS], c.integer[B_NORM]) &&
-        take_gradient(&c, &p)) {
-        p.a.features = (c.integer[B_DETERMINISTIC] ? HEDDLE_DETERMINISTIC : 0) | (c.integer[B_TF32] ? HEDDLE_TF32 : 0);
+        take_gradient(&c, &p) && take_activation(&c, &p, c.integer[B_ACTIVATION], c.integer[B_TF32])) {
+        p.a.features |= c.integer[B_DETERMINISTIC] ? HEDDLE_DETERMINISTIC : 0;
         backward_results(&c, &p, c.integer[B_NEEDS]);
         if (!c.message[0] && call_norm_linear_bytes(&c, &p.a, HEDDLE_BACKWARD, &bytes) &&
             call_workspace(&c, bytes, &workspace))

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_close, devices, exact, plain_norm_linear
 
 import heddle
@@ -101,3 +103,98 @@ def test_the_puzzle(device):
     for name, (got, want) in expected.items():
         assert torch.allclose(got.cpu(), torch.tensor(want), atol=2e-6), name
     assert x.grad.sum(-1).abs().max() < 1e-5
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda u: F.gelu(u, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(3, 33), (2, 40, 72)], ids=str)
+def test_activations(shape, activation, dtype, device):
+    torch.manual_seed(1)
+    k, act = shape[-1], ACTIVATIONS[activation]
+    leaves = {
+        "x": (torch.randn(shape, device=device) * 2 + 1).to(dtype),
+        "weight": (torch.randn(24, k, device=device) / k**0.5 * 2).to(dtype),
+        "bias": torch.randn(24, device=device).to(dtype),
+        "gamma": (torch.randn(k, device=device) + 0.5).to(dtype),
+        "beta": torch.randn(k, device=device).to(dtype),
+    }
+    leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+    y = heddle.norm_linear(**leaves, activation=activation)
+    dy = torch.randn_like(y)
+    grads = torch.autograd.grad(y, list(leaves.values()), dy)
+    truth_leaves = {name: exact(t) for name, t in leaves.items()}
+    truth = act(plain_norm_linear(**truth_leaves))
+    truth_grads = torch.autograd.grad(truth, list(truth_leaves.values()), exact(dy))
+    plain = act(plain_norm_linear(**leaves))
+    plain_grads = torch.autograd.grad(plain, list(leaves.values()), dy)
+    assert_close("y", y, truth, plain)
+    for name, a, b, c in zip(leaves, grads, truth_grads, plain_grads, strict=True):
+        assert_close("d" + name, a, b, c)
+    with torch.no_grad():
+        assert torch.equal(heddle.norm_linear(**leaves, activation=activation), y)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_have_all_derivatives(activation):
+    torch.manual_seed(2)
+    given = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 6), (4, 6), (4,), (6,), (6,))]
+
+    def run(*t):
+        return heddle.norm_linear(*t, activation=activation)
+
+    assert torch.autograd.gradcheck(run, given, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(run, given, check_fwd_over_rev=True)
+    batched = torch.func.vmap(lambda x: run(x, *given[1:]))(given[0].detach())
+    assert torch.allclose(batched, run(*given))
+    rows = torch.func.vmap(torch.func.grad(lambda x: run(x, *given[1:]).sum()))(given[0].detach())
+    assert torch.allclose(rows, torch.autograd.grad(run(*given).sum(), given[0])[0])
+
+
+def test_activation_in_a_compiled_graph():
+    torch.manual_seed(3)
+    layer = heddle.nn.NormLinear(12, 20, activation="silu")
+    assert "activation='silu'" in repr(layer)
+    x = torch.randn(5, 12)
+    want = F.silu(plain_norm_linear(x, layer.weight, layer.bias, layer.gamma, layer.beta))
+    compiled = torch.compile(layer, fullgraph=True)
+    assert torch.allclose(compiled(x), want, atol=1e-5)
+    grads = torch.autograd.grad(compiled(x).square().sum(), list(layer.parameters()))
+    for got, expected in zip(grads, torch.autograd.grad(want.square().sum(), list(layer.parameters())), strict=True):
+        assert torch.allclose(got, expected, atol=1e-4)
+    args = (x, layer.weight.detach(), None, None, None, 1e-5, 0, False, 3, True)
+    torch.library.opcheck(torch.ops.heddle.norm_linear.default, args)
+
+
+def test_activations_of_arrays():
+    rng = np.random.default_rng(4)
+    x, weight, bias, dy = (rng.standard_normal(s).astype("f4") for s in ((4, 6), (5, 6), (5,), (4, 5)))
+    leaves = [torch.tensor(t, requires_grad=True) for t in (x, weight, bias)]
+    want = F.gelu(plain_norm_linear(*leaves))
+    assert np.allclose(heddle.norm_linear(x, weight, bias, activation="gelu"), want.detach().numpy(), atol=1e-5)
+    grads = heddle.norm_linear_backward(dy, x, weight, activation="gelu", bias=bias)
+    expected = torch.autograd.grad(want, leaves, torch.tensor(dy))
+    for name, value in zip(("dx", "dweight", "dbias"), expected, strict=True):
+        assert np.allclose(grads[name], value.numpy(), atol=1e-4)
+
+
+def test_unknown_activation():
+    x, weight = torch.randn(2, 4), torch.randn(3, 4)
+    for given in ("relu", 1, ""):
+        with pytest.raises(ValueError, match=r"activation = .* is none of None, 'gelu'"):
+            heddle.norm_linear(x, weight, activation=given)
+        with pytest.raises(ValueError, match="activation"):
+            heddle.nn.NormLinear(4, 3, activation=given)
+    with pytest.raises(RuntimeError, match="activation = 4 is none of"):  # from the operator itself
+        torch.ops.heddle.norm_linear(x, weight, activation=4)
+    y, mean, rstd, u = torch.ops.heddle.norm_linear(x, weight, activation=1)
+    assert u is None
+    with pytest.raises(RuntimeError, match="u is NULL"):
+        torch.ops.heddle.norm_linear_backward(y, mean, rstd, x, weight, activation=1)
