@@ -66,7 +66,7 @@ def test_positions_are_those_of_the_schemas():
         "attention": 7,
         "attention_backward": 12,
         "norm_linear": 5,
-        "norm_linear_backward": 7,
+        "norm_linear_backward": 15,
     }
     assert heddle._ops._OPTION_DEFAULTS == (0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False, 0, 0, 0, 0, 0, 0)
 
