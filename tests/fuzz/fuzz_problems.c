@@ -398,6 +398,11 @@ static heddle_norm_linear some_norm_linear(bytes *b, int absurd) {
     for (int i = 0; i < 6; i++)
         if (take_bit(b))
             *stride[i] = absurd ? any_size(b) : width[i] + take_between(b, 0, 3);
+    if (take_bit(b)) {
+        a.features |= HEDDLE_ACTIVATION;
+        a.activation = (heddle_activation)take_between(b, absurd ? -1 : 1, absurd ? 5 : 3);
+        a.u_stride = take_bit(b) ? 0 : absurd ? any_size(b) : a.n + take_between(b, 0, 3);
+    }
     return a;
 }
 
@@ -418,6 +423,7 @@ static void run_norm_linear(memory *m, const heddle_norm_linear *a, const size_t
     t.y = new_block(m, (size_t)rows_span(a->m, a->n, a->y_stride) * each);
     t.mean = left_out & 8 ? NULL : new_block(m, (size_t)a->m * heddle_dtype_size(real));
     t.rstd = left_out & 8 ? NULL : new_block(m, (size_t)a->m * heddle_dtype_size(real));
+    t.u = a->activation ? new_block(m, (size_t)rows_span(a->m, a->n, a->u_stride) * each) : NULL;
     void *space = new_block(m, need[0]);
     MUST(heddle_norm_linear_forward(a, &t, space, need[0], NULL) == HEDDLE_OK);
     t.dy = new_floats(m, a->dtype, rows_span(a->m, a->n, a->dy_stride));

@@ -640,3 +640,21 @@ def test_flax_example():
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
     assert len(losses) >= 3 and losses[-1] < 0.7 * losses[0], done.stdout
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_activations_of_norm_linear(activation):
+    rng = np.random.default_rng(7)
+    given = [rng.standard_normal(s).astype("f4") for s in ((2, 4, 6), (5, 6), (5,), (6,), (6,))]
+    acts = {"gelu": False, "gelu_tanh": True}
+
+    def plain(x, w, bias, gamma, beta):
+        z = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * gamma + beta
+        u = z @ w.T + bias
+        return jax.nn.silu(u) if activation == "silu" else jax.nn.gelu(u, approximate=acts[activation])
+
+    def of(f):
+        return jax.jit(jax.value_and_grad(lambda *t: (f(*t) ** 2).sum(), argnums=tuple(range(5))))(*given)
+
+    ours = of(partial(heddle.jax.norm_linear, activation=activation))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), ours, of(plain))
