@@ -49,7 +49,7 @@ heddle_status run_norm_linear(heddle_norm_linear a, heddle_pass pass, int skew, 
         return status;
     const bool back = pass == HEDDLE_BACKWARD;
     heddle_norm_linear_data t = {.size = sizeof t};
-    set_pointers(norm_linear_fields, 0, pass, skew, &t);
+    set_pointers(norm_linear_fields, a.features, pass, skew, &t);
     if (back)
         t.bias = NULL, t.y = NULL; /* computed anew */
     void *workspace = address(0, 60, 0);
