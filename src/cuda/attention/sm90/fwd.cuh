@@ -124,13 +124,24 @@ INLINE bool has_lengths(const attention_params &p) {
     return (p.a.features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) != 0;
 }
 
-/* False: the tile has no rows. w->c is that of some sequence already. */
+/* Where all sequences lie alike, their place is found once; but the warps of blocks of three computing warpgroups have no registers to keep
+ * it in. */
+template <int ROWS> INLINE bool finds_each(const attention_params &p) {
+    return ROWS > 128 || has_lengths(p);
+}
+template <int ROWS> INLINE void find_common(const attention_params &p, forward_work *w) {
+    if (!finds_each<ROWS>(p))
+        w->c = find_place(p, 0);
+}
+
+/* False: the tile has no rows. w: after find_common. */
 template <int ROWS> INLINE bool find_work(const attention_params &p, const forward_tile &at, forward_work *w) {
     const unsigned h = (unsigned)p.a.h, n = at.unit / h;
     w->x = (int)(at.unit - n * h);
-    if (has_lengths(p))
+    if (finds_each<ROWS>(p))
         w->c = find_place(p, n);
-    w->c.n = n;
+    else
+        w->c.n = n;
     w->n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w->c.n;
     const int row0 = (int)at.tile * ROWS, i1 = min(w->c.sq, row0 + ROWS);
     w->row0 = row0;
@@ -488,8 +499,11 @@ INLINE void store_nothing(const attention_params &p, const forward_work &w) {
 }
 
 /* May there be such tiles? The first row sees a key if any does, and so does the last. */
-INLINE bool may_see_nothing(const attention_params &p, const place &c) {
-    return has_lengths(p) || c.hi < 0 || c.lo >= c.sk - c.sq + 1 || !c.sk;
+INLINE bool may_see_nothing(const attention_params &p) {
+    if (has_lengths(p))
+        return true;
+    const place c = find_place(p, 0);
+    return c.hi < 0 || c.lo > c.sk - c.sq || !c.sk;
 }
 
 #endif

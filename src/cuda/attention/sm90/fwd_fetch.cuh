@@ -79,7 +79,7 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
     const attention_params &p = all.p;
     unsigned step = 0, nq = 0, n = 0;
     forward_work w;
-    w.c = find_place(p, 0);
+    find_common<layout::rows>(p, &w);
     int v_row = 0, v_head = 0, v_batch = 0; /* V follows K of the next step, be that of the next tile */
     bool owes = false, alone = false;       /* V is still to be sent for; of a tile of queries with one of keys */
     const auto load_values = [&]() {
@@ -143,8 +143,8 @@ INLINE void produce_values(const attention_params_sm90 &all, uint32_t smem, uint
     constexpr int QS = layout::q_stages, STAGES = layout::stages;
     unsigned n = 0, nq = 0, step = 0;
     forward_work w;
-    w.c = find_place(all.p, 0);
-    bool sends = sends_apart<FULL>(), stores = may_see_nothing(all.p, w.c);
+    find_common<layout::rows>(all.p, &w);
+    bool sends = sends_apart<FULL>(), stores = may_see_nothing(all.p);
     while (sends || stores) {
         if (sends) {
             mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq) * 8, turn_of<QS>(nq));
@@ -180,7 +180,7 @@ INLINE void make_rows_ahead(const attention_params &p, uint32_t smem, char *kept
     const int warp = (int)threadIdx.x % WARPGROUP / 32;
     unsigned step = 0, n = 0;
     forward_work w;
-    w.c = find_place(p, 0);
+    find_common<layout::rows>(p, &w);
     while (next_work<layout::rows>(p, &step, &w)) {
         if (w.s.begin == w.s.end)
             continue;
