@@ -413,6 +413,8 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
         }
         __syncthreads();
         blocks::template store<T, D>(p, b, p.adds || (sizeof(T) == 4 && step > SUM_STEPS), rows, merge);
+        if (sizeof(T) == 4) /* what is read here lies where the next steps write */
+            __syncthreads();
     }
     blocks::template end<T>(p, b, numbers, few);
 }
