@@ -3,7 +3,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_FWD_FETCH_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_FWD_FETCH_SM90_CUH
 
-#include "cuda/attention/sm90/fwd.cuh"
+#include "cuda/attention/sm90/fwd_result.cuh"
 
 /* full: what lies behind the barriers. */
 template <typename layout> INLINE query_options *options_in(const forward_job *jobs) {

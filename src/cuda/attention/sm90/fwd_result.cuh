@@ -1,0 +1,203 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The end of a tile of queries in Hopper's forward: the log-sum-exp of its rows, and how O goes to memory. */
+#ifndef HEDDLE_CUDA_ATTENTION_FWD_RESULT_SM90_CUH
+#define HEDDLE_CUDA_ATTENTION_FWD_RESULT_SM90_CUH
+
+#include "cuda/attention/sm90/fwd.cuh"
+
+/* This warp has done with what the barrier is for. */
+INLINE void release(uint32_t barrier) {
+    if (threadIdx.x % 32 == 0)
+        mbarrier_arrive(barrier);
+}
+
+/* What the sums of a row are multiplied with; its log-sum-exp. The sink joins in. ADDS: o may be one that is added to; *keep: as add_row
+ * takes it. */
+template <bool ADDS>
+INLINE float end_query(const attention_params &p, const forward_target &t, int row, float top, float sum, float *lse,
+                       float *keep) {
+    const float sink = sink_of(p, t.x, row < t.rows);
+    if (row >= t.rows)
+        sum = 0.0f;
+    const bool far = sum != 0.0f && is_far(top, p.scale_log2, alone_from<bf16>());
+    const float base = __fmul_rn(top, p.scale_log2);
+    float shrink = end_row<bf16>(p, far, p.unit, top, p.scale_log2, base, sink, &sum, lse);
+    if (ADDS && p.adds && row < t.all_rows) {
+        const row_shares s = join_before(p, t.lse + row, lse);
+        shrink *= s.take;
+        *keep = s.keep;
+    }
+    return sum != 0.0f ? __fdividef(shrink, sum) : 0.0f;
+}
+
+/* Where lse of a row goes; NULL: nowhere. */
+INLINE float *lse_of(const attention_params &p, const forward_target &t, int row) {
+    return p.t.lse && row < t.all_rows ? (float *)p.t.lse + t.lse + row : NULL;
+}
+
+/* Of 16 rows, how many has a lane 16 bytes of? */
+template <int D> INLINE constexpr int chunk_rows(void) {
+    return 16 / (32 / (sm90_columns(D) / 8));
+}
+
+/* Where a lane's 16 bytes of each of 16 rows go: of the first `count` of them, ROWS after the other. */
+template <typename T, int D> struct row_chunks {
+    static constexpr int chunks = sm90_columns(D) / 8, rows = 32 / chunks;
+    T *to;
+    int64_t step;
+    int count;
+};
+
+/* 16 rows from row0 on, as far as they are there. */
+template <typename T, int D>
+INLINE row_chunks<T, D> find_chunks(const attention_params &p, const forward_target &t, int row0) {
+    typedef row_chunks<T, D> r;
+    const int lane = threadIdx.x % 32, row = lane / r::chunks, column = lane % r::chunks * 8;
+    return {(T *)p.t.o + t.o + (row0 + row) * p.a.o_stride.s + column, r::rows * p.a.o_stride.s,
+            column < (int)p.a.dv ? min(t.all_rows - row0, 16) - row : 0};
+}
+template <typename T, int D> INLINE void store_chunks(row_chunks<T, D> r, const uint4 (&x)[chunk_rows<D>()]) {
+#pragma unroll
+    for (int z = 0; z < chunk_rows<D>(); z++, r.to += r.step)
+        if (z * r.rows < r.count)
+            store_global16(r.to, x[z]);
+}
+
+/* From registers: the four lanes of a row swap, so that each has 16 bytes in one place. */
+template <typename T, int D>
+INLINE void store_directly(const attention_params &p, const forward_target &t, int row, const float (*o)[4]) {
+    const int quarter = threadIdx.x % 4;
+    T *to = (T *)p.t.o + t.o + row * p.a.o_stride.s + quarter * 8;
+#pragma unroll
+    for (int half = 0; half < 2; half++, to += 8 * p.a.o_stride.s)
+#pragma unroll
+        for (int y = 0; y < D / 8; y += 4) {
+            uint32_t r[4];
+#pragma unroll
+            for (int x = 0; x < 4; x++)
+                r[x] = pack_pair(o[y + x][2 * half], o[y + x][2 * half + 1], T());
+            const uint4 chunk = swap_pairs(r);
+            if (row + half * 8 < t.all_rows && (y + quarter) * 8 < (int)p.a.dv)
+                store_global16(to + y * 8, chunk);
+        }
+}
+
+/* The end of a lane's two rows: what O is multiplied with and, where it is added to, what is there. The lanes of a row have all the same
+ * numbers, so that each works on one of the two: the one of its number that is odd or even, of which it has lse. */
+template <int FULL, bool ADDS>
+INLINE float end_rows(const attention_params &p, const forward_target &t, const softmax_state &state, int row0,
+                      float by[2], float keep[2]) {
+    const int odd = threadIdx.x % 2;
+    const float send = odd ? state.sum[0] : state.sum[1];
+    float sum = odd ? state.sum[1] : state.sum[0], lse, mine_keep = 0.0f;
+    sum += __shfl_xor_sync(ALL_LANES, send, 1);
+    sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+    float mine = end_query<ADDS>(p, t, row0 + odd * 8, odd ? state.max[1] : state.max[0], sum, &lse, &mine_keep);
+    mine *= FULL & WITH_DROPOUT ? p.keep_scale : 1.0f;
+    if ((state.bad >> odd & 1) && mine != 0.0f)
+        mine = CUDART_NAN_F;
+    const float other = __shfl_xor_sync(ALL_LANES, mine, 1);
+    by[0] = odd ? other : mine;
+    by[1] = odd ? mine : other;
+    if (ADDS) {
+        const float other_keep = __shfl_xor_sync(ALL_LANES, mine_keep, 1);
+        keep[0] = odd ? other_keep : mine_keep;
+        keep[1] = odd ? mine_keep : other_keep;
+    }
+    return lse;
+}
+
+/* o = O / sum, and lse. A warp's rows go through shared memory, where its rows of Q were, so that whole rows are written; q_empty: says
+ * that Q is free, and t another's. It is said before the stores to memory: the fence would wait for them. */
+template <typename T, int D, int ROWS, int FULL, bool ADDS>
+INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state, float (*o)[4],
+                       uint32_t staging, uint32_t q_empty) {
+    const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
+    float by[2], keep[2];
+    const float lse = end_rows<FULL, ADDS>(p, t, state, row0 + lane / 4, by, keep);
+    if (__any_sync(ALL_LANES, by[0] == 0.0f || by[1] == 0.0f)) /* what was summed there may be anything */
+#pragma unroll
+        for (int y = 0; y < D / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                o[y][e] = by[e / 2] == 0.0f ? 0.0f : o[y][e];
+#pragma unroll
+    for (int y = 0; y < D / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            o[y][e] *= by[e / 2];
+    float *const lse_to = lane % 4 < 2 ? lse_of(p, t, row0 + lane / 4 + lane % 2 * 8) : NULL;
+    if ((D > 128 || (ADDS && p.adds)) && lse_to)
+        *lse_to = lse;
+    if (ADDS && p.adds) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = row0 + half * 8 + lane / 4;
+            if (row < t.all_rows)
+                add_row<D, true>((float *)p.t.o + t.o + row * p.a.o_stride.s, o, half, (int)p.a.dv, 1.0f, keep[half]);
+        }
+        __syncwarp();
+        if (D <= 128)
+            release(q_empty);
+        return;
+    }
+    if (D > 128) {
+        store_directly<T, D>(p, t, row0 + lane / 4, o);
+        return;
+    }
+    typedef row_chunks<T, D> chunks;
+    const chunks to = find_chunks<T, D>(p, t, row0);
+    staging += row0 * 128;
+#pragma unroll
+    for (int s = 0; s < D / 16; s++) {
+        uint32_t a[1][4];
+        pack_fragments<T, 16>(a, o + 2 * s);
+        stmatrix4(staging + s / 4 * tile90<D, ROWS>::strip + (lane & 15) * 128 +
+                      ((s % 4 * 2 + (lane >> 4)) ^ (lane & 7)) * 16,
+                  a[0]);
+    }
+    __syncwarp();
+    uint4 x[chunk_rows<D>()];
+#pragma unroll
+    for (int z = 0; z < chunk_rows<D>(); z++) {
+        const int row = lane / chunks::chunks + z * chunks::rows, chunk = lane % chunks::chunks;
+        x[z] = load_shared16(staging + chunk / 8 * tile90<D, ROWS>::strip + row * 128 + ((chunk ^ row) & 7) * 16);
+    }
+    fence_async();
+    __syncwarp();
+    release(q_empty);
+    if (lse_to)
+        *lse_to = lse;
+    store_chunks<T, D>(to, x);
+}
+
+/* One warp: a tile that sees no key at all. */
+template <typename T, int D, int ROWS, bool ADDS>
+INLINE void store_nothing(const attention_params &p, const forward_work &w) {
+    const forward_target t = target_of(p, w);
+    for (int row0 = 0; row0 < ROWS; row0 += 16) {
+        const int row = row0 + (int)threadIdx.x % 32;
+        float keep = 0.0f, lse, *const lse_to = threadIdx.x % 32 < 16 ? lse_of(p, t, row) : NULL;
+        end_query<ADDS>(p, t, row, -CUDART_INF_F, 0.0f, &lse, &keep);
+        if (lse_to)
+            *lse_to = lse;
+        if (ADDS && p.adds) {
+            if (threadIdx.x % 32 < 16 && keep < 0.0f) /* nor was there anything before */
+                for (int e = 0; e < p.a.dv; e++)
+                    ((float *)p.t.o)[t.o + row * p.a.o_stride.s + e] = 0.0f;
+            continue;
+        }
+        const uint4 nothing[chunk_rows<D>()] = {};
+        store_chunks<T, D>(find_chunks<T, D>(p, t, row0), nothing);
+    }
+}
+
+/* May there be such tiles? The first row sees a key if any does, and so does the last. */
+INLINE bool may_see_nothing(const attention_params &p) {
+    if (has_lengths(p))
+        return true;
+    const place c = find_place(p, 0);
+    return c.hi < 0 || c.lo > c.sk - c.sq || !c.sk;
+}
+
+#endif
