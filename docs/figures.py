@@ -229,9 +229,12 @@ MASKS = {"c": "causal", "f": "full"}
 
 
 def options_table(base: str) -> str:
-    """Each option's rate, as a fraction of the plain row of its commit, and the fastest other in its row."""
+    """Rates of options, as fractions of the plain row of their commit; the fastest other of the last run with any."""
     rows = [row for row in read("h200") if row.get("table") == "options"]
-    lines = [bars("", "mask", "TFLOP/s", "of plain", "the fastest other in the same run", "commit"), "|" + "---|" * 6]
+    lines = [
+        bars("", "mask", "TFLOP/s", "of plain", "commit", "the fastest other, beside which commit"),
+        "|" + "---|" * 6,
+    ]
     for mask, options in OPTIONS.items():
         for option in ("plain", *options):
             case = f"{base}{mask}-bfloat16" + ("" if option == "plain" else " " + option)
@@ -239,21 +242,21 @@ def options_table(base: str) -> str:
                 continue
             row = found[-1]
             plain = latest(rows, case=f"{base}{mask}-bfloat16", commit=row["commit"])
-            others = {
-                name: [rate(row, which, name) for which in PASSES]
-                for name in row["fwd_rest"]["rate"]
-                if name != "heddle"
-            }
-            best = max(others, key=lambda name: others[name][0]) if others else None
+            beside = [row for row in found if len(row["fwd_rest"]["rate"]) > 1]
+            best = ""
+            if beside:
+                others = beside[-1]["fwd_rest"]["rate"].keys() - {"heddle"}
+                name = max(sorted(others), key=lambda name: rate(beside[-1], PASSES[0], name))
+                best = f"{NAMES.get(name, name)} {pair(beside[-1], name)}, {beside[-1]['commit']}"
             part = " / ".join(f"{rate(row, w, 'heddle') / rate(plain, w, 'heddle'):.2f}" for w in PASSES)
-            cells = [f"{NAMES.get(best, best)} {pair(row, best)}" if best else "", row["commit"]]
             lines.append(
                 bars(
                     WORDS.get(option, option),
                     MASKS[mask],
                     pair(row, "heddle"),
                     "" if option == "plain" else part,
-                    *cells,
+                    row["commit"],
+                    best,
                 )
             )
     return "\n".join(lines)

@@ -48,7 +48,7 @@ tell() {
         passed=$((passed + 1))
     else
         failed=$((failed + 1))
-        grep -vE '^\[ +(RUN|OK)|average of' "$out" | tail -n 60
+        grep -vE '^\[ +(RUN|OK)|plain.s error [0-9.]+ on average of' "$out" | tail -n 60
     fi
     if [ "$name" = python ]; then
         torch="\"torch\": \"$("$python" -c 'import torch; print(torch.__version__)')\", "
