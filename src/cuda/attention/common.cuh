@@ -255,6 +255,9 @@ template <typename T> INLINE void add_number(bool adds, void *to, int64_t at, fl
 INLINE float power_of(float c) {
     return __uint_as_float(__float_as_uint(c) & 0x7f800000u);
 }
+INLINE int exponent_of(float c) {
+    return (int)(__float_as_uint(c) >> 23 & 0xff) - 127;
+}
 INLINE float mantissa_of(float c) {
     return __uint_as_float((__float_as_uint(c) & 0x7fffffu) | 0x3f800000u);
 }

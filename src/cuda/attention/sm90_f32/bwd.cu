@@ -20,7 +20,9 @@
 /* What a warpgroup knows of its rows. */
 template <int D, int WALK> struct state {
     uint32_t smem, own; /* shared memory; this warpgroup's first tile there */
-    float factor[2];    /* what S and dP are to be multiplied with for the sake of the own tiles */
+    float factor;       /* what dP is to be multiplied with for the sake of the own tile */
+    int exponent;       /* S likewise, with the scale's: by 2^exponent, and by the scale's mantissa. Together they need not be */
+                        /* normal numbers until the other tile's exponent joins in */
     int first,
         last[2]; /* positions that this lane's first row sees from, and both see to, less the lane's first column */
     float base[2], rest[2],
@@ -88,7 +90,7 @@ INLINE void make_gradients(float factor, const S &k, const float *numbers, const
 
 /* One tile of what streams by: `first` and `second` lie in these slots. Releases them. */
 template <int D, int WALK>
-INLINE void add_tile(state<D, WALK> *k, int i0, bool cut, const float *numbers, int first, int second, float (*c)[4],
+INLINE void add_tile(const attention_params &p, state<D, WALK> *k, int i0, bool cut, const float *numbers, int first, int second, float (*c)[4],
                      float (*c2)[4]) {
     typedef backward32<D, WALK> layout;
     const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
@@ -102,7 +104,8 @@ INLINE void add_tile(state<D, WALK> *k, int i0, bool cut, const float *numbers, 
     wgmma_commit();
     tile_scores<D, WALK>(dp, D > 64 ? dp2 : NULL, k->own + 2 * layout::tile_bytes, at2);
     wgmma_commit();
-    const float factor = k->factor[0] * power(-exponent[0]), factor2 = k->factor[1] * power(-exponent[1]);
+    const float factor = mantissa_of(p.scale_log2) * power(k->exponent - exponent[0]),
+                factor2 = k->factor * power(-exponent[1]);
     wgmma_wait<1>();
     pin_all<8>(s);
     if (careful)
@@ -132,13 +135,14 @@ INLINE void add_tile(state<D, WALK> *k, int i0, bool cut, const float *numbers, 
 }
 
 /* Every lane has its own maximum and sum of a row until the end. */
-template <int D> INLINE void add_scores(state<D, WALK_SUMS> *k, int i0, const float *numbers, int slot) {
+template <int D>
+INLINE void add_scores(const attention_params &p, state<D, WALK_SUMS> *k, int i0, const float *numbers, int slot) {
     typedef backward32<D, WALK_SUMS> layout;
     float s[8][4];
     wgmma_fence();
     tile_scores<D, WALK_SUMS>(s, NULL, k->own, k->smem + layout::slots + slot * layout::tile_bytes);
     wgmma_commit();
-    const float factor = k->factor[0] * power(-((const int *)numbers)[3 * BLOCK]);
+    const float factor = mantissa_of(p.scale_log2) * power(k->exponent - ((const int *)numbers)[3 * BLOCK]);
     wgmma_wait<0>();
     pin_all<8>(s);
     release(k->smem + layout::empty + slot * 8);
@@ -175,9 +179,10 @@ INLINE state<D, WALK> begin_state(const attention_params &p, const work &w, int 
     const int row0 = own0 + fragment_row();
     k.first = row0 + w.low - fragment_column();
     const int64_t tile = own0 < w.own_rows ? split_tile(p, w.c, WALK == WALK_KEYS, w.head, own0 / BLOCK) : 0;
-    for (int z = 0; z < layout::streams; z++)
-        k.factor[z] = power(own0 < w.own_rows ? -p.split[own_tensor<WALK>(z)].info[tile].exponent : 0);
-    k.factor[0] *= p.scale_log2;
+    const bool there = own0 < w.own_rows;
+    k.exponent = exponent_of(p.scale_log2) - (there ? p.split[own_tensor<WALK>(0)].info[tile].exponent : 0);
+    if (layout::streams == 2)
+        k.factor = power(there ? -p.split[own_tensor<WALK>(1)].info[tile].exponent : 0);
     for (int half = 0; half < 2; half++) {
         const int i = row0 + half * 8;
         k.last[half] = (i < w.own_rows ? min(i + w.high, w.rows - 1) : -1) - fragment_column();
@@ -265,9 +270,9 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
             if (layout::streams == 2)
                 release(k.smem + layout::empty + b * 8);
         } else if constexpr (WALK == WALK_SUMS)
-            add_scores<D>(&k, i0, numbers, a);
+            add_scores<D>(p, &k, i0, numbers, a);
         else
-            add_tile<D, WALK>(&k, i0, cut, numbers, WALK == WALK_QUERIES ? b : a, WALK == WALK_QUERIES ? a : b, c, c2);
+            add_tile<D, WALK>(p, &k, i0, cut, numbers, WALK == WALK_QUERIES ? b : a, WALK == WALK_QUERIES ? a : b, c, c2);
         i0 = i0 + BLOCK < all.end ? i0 + BLOCK : all.begin; /* the next head */
     }
     pin(block); /* or what is needed from here on would have been kept through the loop */

@@ -167,7 +167,8 @@ template <int GROUPS> INLINE void pass_turn(int group) {
 struct forward_rows {
     int i0, last;   /* first row, and last that there is */
     int lo, hi, sk; /* row i sees keys i+lo .. i+hi of sk */
-    float c;        /* scale·log2(e), divided by Q's power of two */
+    float mantissa; /* of scale·log2(e) */
+    int exponent;   /* the power of two that is left of it, divided by Q's */
     uint32_t marks; /* of the thread's two rows, in bits 0 and 8 */
 };
 
@@ -176,7 +177,7 @@ template <int D>
 INLINE void receive_scores(const forward_rows &w, int t, uint32_t info, softmax_state *state, float (*s)[4],
                            split_weights *a, float (*o)[4], float *unit) {
     const split_info k = read_info(info), v = read_info(info + 16);
-    const float c = fminf(fmaxf(w.c * power_of_two(-k.exponent), 0x1p-126f), 0x1p126f);
+    const float c = w.mantissa * power_of_two(max(-126, min(w.exponent - k.exponent, 125)));
     const uint32_t marks[2] = {k.marks[0] | v.marks[0], k.marks[1] | v.marks[1]};
     const int j0 = t * SPLIT_ROWS;
     float shrink[2];
@@ -346,8 +347,10 @@ INLINE void consume(const attention_params &p, const forward_work &w, int group,
         pass_turn<GROUPS>(group);
     if (t0 == t1)
         t0 = t1 = w.t1;
-    if (t0 < t1)
-        rows.c = p.scale_log2 * power_of_two(-split_queries<D, GROUPS>(p, w, rows.i0, group, shared, &rows.marks));
+    if (t0 < t1) {
+        rows.mantissa = mantissa_of(p.scale_log2);
+        rows.exponent = exponent_of(p.scale_log2) - split_queries<D, GROUPS>(p, w, rows.i0, group, shared, &rows.marks);
+    }
     pass_by<D, GROUPS>(smem, &r, t0 - w.t0, group);
     if (t0 < t1) {
         compute<D, GROUPS>(rows, t0, t1, group, smem, &r, &state, o);
