@@ -43,12 +43,8 @@ INLINE void refine_row(const attention_params &p, const place &c, int64_t x, int
     sum = warp_sum(sum * exp2_approx((top - most) * LOG2E));
     const float sink = sink_of(p, x, true);
     if constexpr (sizeof(T) == 4) {
-        float base = numbers[0], rest = numbers[STREAM];
-        put_row_sum(p, most, LOG2E, 1.0f, sum, sink, lse, 0.0f, &base, &rest);
-        if (threadIdx.x % 32 == 0) {
-            numbers[0] = base;
-            numbers[STREAM] = rest;
-        }
+        if (threadIdx.x % 32 == 0) /* nobody else reads them before all have come to a barrier */
+            put_row_sum(p, most, LOG2E, 1.0f, sum, sink, lse, 0.0f, numbers, numbers + STREAM);
     } else {
         sum += exp2f((sink - most) * LOG2E);
         const float rest = log2f(sum) * LN2;
