@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of sequences that are divided among GPUs: heddle.parallel's ring beside one GPU alone and beside PyTorch.
 
-    python3 bench/parallel.py [--gpus N] [--tokens 8192 32768 131072] [--method ring heads] [--samples 5] [--json FILE]
+    python3 bench/parallel.py [--gpus N] [--tokens 8192 32768 131072] [--method ring heads] [--transport auto messages]
+        [--samples 5] [--json FILE]
 
 Causal, b 1, h 16, d 128, bfloat16. A row: TFLOP/s a GPU, forward and forward with backward, of one GPU that has a sequence of so
 many tokens for itself; of N GPUs with a sequence of N times as many, zigzag; and of PyTorch's context_parallel with cuDNN's
@@ -83,10 +84,10 @@ def alone(tokens, world, options):
     return rates(lambda q, k, v: heddle.attention(q, k, v, causal=True), *inputs(tokens), tokens, 1, options.samples)
 
 
-def divided(method, compare, tokens, world, options):
+def divided(method, compare, transport, tokens, world, options):
     from heddle.parallel import ContextParallel
 
-    parallel = ContextParallel(dist.group.WORLD, method=method, compare=compare)
+    parallel = ContextParallel(dist.group.WORLD, method=method, compare=compare, transport=transport)
     attend = lambda q, k, v: parallel.attention(q, k, v, causal=True)  # noqa: E731
     return rates(attend, *inputs(tokens), tokens, world, options.samples)
 
@@ -130,7 +131,10 @@ def work(rank, world, port, options):
         file = stack.enter_context(open(options.json, "w")) if options.json and rank == 0 else None
         for tokens in options.tokens:
             whats = [("one GPU alone", alone, ())] + [
-                (f"heddle {m}, {c}", divided, (m, c)) for m in options.method for c in options.compare
+                (f"heddle {m}, {c}, {t}", divided, (m, c, t))
+                for m in options.method
+                for c in options.compare
+                for t in options.transport
             ]
             whats += [] if options.no_peer else [("PyTorch cuDNN", pytorch, ())]
             base = None
@@ -141,7 +145,7 @@ def work(rank, world, port, options):
                     continue
                 parts = [x / y for x, y in zip(found, base, strict=True)]
                 print(
-                    f"{tokens:7} tokens a GPU  {label:20} {found[0]:6.0f} / {found[1]:4.0f} TFLOP/s a GPU"
+                    f"{tokens:7} tokens a GPU  {label:27} {found[0]:6.0f} / {found[1]:4.0f} TFLOP/s a GPU"
                     f"   {parts[0]:.2f} / {parts[1]:.2f} of one GPU  {why}",
                     flush=True,
                 )
@@ -158,6 +162,7 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--method", nargs="+", choices=["ring", "heads"], default=["ring", "heads"])
     parser.add_argument("--compare", nargs="+", choices=["once", "always"], default=["once"], help="ContextParallel's")
+    parser.add_argument("--transport", nargs="+", choices=["auto", "messages"], default=["auto"], help="ContextParallel's")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--no-peer", action="store_true", help="without PyTorch's context_parallel")
     parser.add_argument("--json")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heddle import _C
+from heddle._peers import Copy, Peers, aligned
 
 Seen = Literal["none", "some", "all"]
 
@@ -39,39 +40,51 @@ def _strides(tensor: Tensor) -> tuple[int, int, int]:
 # ------------------------------------------------------------------------------------------------ all-to-all of heads
 
 
-def _all_to_all(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(pieces: Tensor, group: dist.ProcessGroup, peers: Peers | None) -> Tensor:
     """[processes, ...]: piece x goes to process x; what comes from process x is piece x of the result."""
-    made = torch.empty_like(pieces)
-    dist.all_to_all_single(bytes_of(made.flatten(1)), bytes_of(pieces.flatten(1)), group=group)
+    made = torch.empty(pieces.shape, dtype=pieces.dtype, device=pieces.device)
+    if peers is None:
+        dist.all_to_all_single(bytes_of(made.flatten(1)), bytes_of(pieces.contiguous().flatten(1)), group=group)
+        return made
+    rank, size = dist.get_rank(group), made[0].numel() * made.element_size()
+    peers.arrive(size * len(made))
+    peers.part(rank, 0, made).view(made.shape).copy_(pieces)
+    peers.meet()
+    flat = made.flatten(1)
+    for copy in [peers.copy(flat[x], peers.part(x, rank * size, flat[x])) for x in range(len(flat))]:
+        copy.wait()
+    peers.leave()
     return made
 
 
-def _to_heads(x: Tensor, group: dist.ProcessGroup, runs: int) -> Tensor:
+def _to_heads(x: Tensor, group: dist.ProcessGroup, runs: int, peers: Peers | None) -> Tensor:
     """[b, h, s, d] of all heads and a piece of each run of rows -> [b, h / n, s * n, d], whole runs of some heads."""
     n = dist.get_world_size(group)
     b, h, s, d = x.shape
-    got = _all_to_all(x.reshape(b, n, h // n, s, d).transpose(0, 1).contiguous(), group)
+    got = _all_to_all(x.reshape(b, n, h // n, s, d).transpose(0, 1), group, peers)
     return got.view(n, b, h // n, runs, s // runs, d).permute(1, 2, 3, 0, 4, 5).reshape(b, h // n, s * n, d)
 
 
-def _to_rows(x: Tensor, group: dist.ProcessGroup, runs: int) -> Tensor:
+def _to_rows(x: Tensor, group: dist.ProcessGroup, runs: int, peers: Peers | None) -> Tensor:
     """The way back of _to_heads."""
     n = dist.get_world_size(group)
     b, h, s, d = x.shape
-    pieces = x.reshape(b, h, runs, n, s // runs // n, d).permute(3, 0, 1, 2, 4, 5).contiguous()
-    got = _all_to_all(pieces.view(n, b, h, s // n, d), group)
-    return got.transpose(0, 1).reshape(b, h * n, s // n, d)
+    pieces = x.reshape(b, h, runs, n, s // runs // n, d).permute(3, 0, 1, 2, 4, 5)
+    got = _all_to_all(pieces, group, peers)
+    return got.reshape(n, b, h, s // n, d).transpose(0, 1).reshape(b, h * n, s // n, d)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, runs: int, to_heads: bool) -> Tensor:
-        ctx.group, ctx.runs, ctx.to_heads = group, runs, to_heads
-        return (_to_heads if to_heads else _to_rows)(x, group, runs)
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, runs: int, to_heads: bool, peers: Peers | None
+    ) -> Tensor:
+        ctx.given, ctx.to_heads = (group, runs, peers), to_heads
+        return (_to_heads if to_heads else _to_rows)(x, *ctx.given)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return (_to_rows if ctx.to_heads else _to_heads)(grads[0], ctx.group, ctx.runs), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return (_to_rows if ctx.to_heads else _to_heads)(grads[0], *ctx.given), None, None, None, None
 
 
 # --------------------------------------------------------------------------------------------------------------- ring
@@ -100,6 +113,7 @@ class Ring:
     description: dict[str, Any]
     low: float
     high: float
+    peers: Peers | None  # None: what travels are messages
 
     def starts(self, rank: int, of: str) -> list[int]:
         """Where in the whole the runs of a process begin."""
@@ -214,19 +228,109 @@ class _Post:
         self.works = []
 
 
+class _Messages:
+    """What travels in a step, by torch.distributed."""
+
+    def __init__(self, ring: Ring, keys: _Keys) -> None:
+        self.ring, self.keys = ring, keys
+        self.packed: dict[tuple[int, ...], Tensor] = {}  # own runs that others have asked for
+
+    def ask(self, step: int) -> tuple[Tensor | None, _Post]:
+        ring, post = self.ring, _Post(self.ring)
+        served, server = ring.at(step)
+        if sent := tuple(ring.needs(served, ring.rank)):
+            if sent not in self.packed:
+                self.packed[sent] = torch.cat([t.reshape(-1) for t in self.keys.own(list(sent))])
+            post.send(self.packed[sent], served, _KEYS_TAG + step)
+        needed = ring.needs(ring.rank, server)
+        got = post.receive(self.keys.new(len(needed)), server, _KEYS_TAG + step) if needed else None
+        return got, post.begin()
+
+    def give(self, step: int, sums: Tensor | None) -> tuple[Tensor | None, _Post]:
+        ring, post = self.ring, _Post(self.ring)
+        served, server = ring.at(step)
+        if sums is not None:
+            post.send(sums, server, _GRADIENTS_TAG + step)
+        asked = ring.needs(served, ring.rank)
+        got = self.keys.new(len(asked), real_of(self.keys.k.dtype)) if asked else None
+        if got is not None:
+            post.receive(got, served, _GRADIENTS_TAG + step)
+        return got, post.begin()
+
+    def end(self) -> None:
+        """The memory is the messages' own."""
+
+
+class _Shared:
+    """The same through memory that all processes reach: first each one's own keys, once for each choice of runs that
+    somebody asks for, then two boxes for gradients from others, of one step and of the next."""
+
+    def __init__(self, ring: Ring, keys: _Keys, peers: Peers, backward: bool) -> None:
+        self.ring, self.keys, self.peers = ring, keys, peers
+        self.places = [self._choices(holder) for holder in range(ring.size)]
+        real = real_of(keys.k.dtype)
+        self.boxes = max(end for _, end in self.places)
+        self.box = aligned(keys.size(ring.runs) * real.itemsize) if backward else 0
+        peers.arrive(self.boxes + 2 * self.box)
+        for runs, first in self.places[ring.rank][0].items():
+            for t in keys.own(list(runs)):
+                peers.part(ring.rank, first, t).view(t.shape).copy_(t)
+                first += t.numel() * t.element_size()
+        peers.meet()
+
+    def _choices(self, holder: int) -> tuple[dict[tuple[int, ...], int], int]:
+        """Where each choice of a process's runs begins, and the end."""
+        ring, end = self.ring, 0
+        found: dict[tuple[int, ...], int] = {}
+        for of in range(ring.size):
+            runs = tuple(ring.needs(of, holder))
+            if of != holder and runs and runs not in found:
+                found[runs] = end
+                end += aligned(self.keys.size(len(runs)) * self.keys.k.element_size())
+        return found, end
+
+    def ask(self, step: int) -> tuple[Tensor | None, Copy]:
+        server = self.ring.at(step)[1]
+        needed = tuple(self.ring.needs(self.ring.rank, server))
+        if not needed:
+            return None, self.peers.nothing()
+        got = self.keys.new(len(needed))
+        return got, self.peers.copy(got, self.peers.part(server, self.places[server][0][needed], got))
+
+    def give(self, step: int, sums: Tensor | None) -> tuple[Tensor | None, Copy]:
+        """Nobody writes into a box before its owner has added what is in it: between the two lie a meeting of the step
+        after that one."""
+        ring, peers = self.ring, self.peers
+        served, server = ring.at(step)
+        box = self.boxes + step % 2 * self.box
+        copy = peers.nothing() if sums is None else peers.copy(peers.part(server, box, sums), sums)
+        copy.meets = True
+        asked = ring.needs(served, ring.rank)
+        real = real_of(self.keys.k.dtype)
+        size = self.keys.size(len(asked)) * real.itemsize
+        return peers.memory[ring.rank][box : box + size].view(real) if asked else None, copy
+
+    def end(self) -> None:
+        self.peers.leave()
+
+
 class _Keys:
     """K and V of all processes, as a process comes to need them: the next step's are on their way during this one's."""
 
-    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor, backward: bool = False) -> None:
         self.ring, self.k, self.v = ring, k, v
-        self.packed: dict[tuple[int, ...], Tensor] = {}  # own runs that others have asked for
-        self.post = _Post(ring)
-        self.got = self._ask(1) if ring.size > 1 else None
+        self.way: _Messages | _Shared
+        peers = ring.peers
+        self.way = _Messages(ring, self) if peers is None else _Shared(ring, self, peers, backward)
+        self.asked: tuple[Tensor | None, _Post | Copy] | None = self.way.ask(1) if ring.size > 1 else None
 
     def runs(self, tensor: Tensor, runs: list[int]) -> Tensor:
         """Runs that lie side by side."""
         rows = self.ring.rows["k"]
         return tensor[:, :, runs[0] * rows : (runs[-1] + 1) * rows] if runs else tensor[:, :, :0]
+
+    def own(self, runs: list[int]) -> tuple[Tensor, Tensor]:
+        return self.runs(self.k, runs), self.runs(self.v, runs)
 
     def unpack(self, flat: Tensor, runs: int) -> tuple[Tensor, Tensor]:
         b, hk, _, d = self.k.shape
@@ -234,34 +338,25 @@ class _Keys:
         cut = math.prod(k)
         return flat[:cut].view(k), flat[cut:].view(v)
 
-    def new(self, runs: int, dtype: torch.dtype) -> Tensor:
+    def size(self, runs: int) -> int:
+        """Numbers of K and V in so many runs."""
         b, hk, _, d = self.k.shape
-        return self.k.new_empty(b * hk * runs * self.ring.rows["k"] * (d + self.v.shape[-1]), dtype=dtype)
+        return int(b * hk * runs * self.ring.rows["k"] * (d + self.v.shape[-1]))
 
-    def _ask(self, step: int) -> Tensor | None:
-        ring = self.ring
-        served, server = ring.at(step)
-        self.post = _Post(ring)
-        if sent := ring.needs(served, ring.rank):
-            if tuple(sent) not in self.packed:
-                self.packed[tuple(sent)] = torch.cat([self.runs(t, sent).reshape(-1) for t in (self.k, self.v)])
-            self.post.send(self.packed[tuple(sent)], served, _KEYS_TAG + step)
-        needed = ring.needs(ring.rank, server)
-        got = self.post.receive(self.new(len(needed), self.k.dtype), server, _KEYS_TAG + step) if needed else None
-        self.post.begin()
-        return got
+    def new(self, runs: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.k.new_empty(self.size(runs), dtype=dtype)
 
     def take(self, step: int) -> tuple[Tensor, Tensor]:
         """Of the process that serves this one in a step: what it needs of its runs; and asks for the next."""
-        ring = self.ring
-        needed = ring.needs(ring.rank, ring.at(step)[1])
+        needed = self.ring.needs(self.ring.rank, self.ring.at(step)[1])
         if step == 0:
-            return self.runs(self.k, needed), self.runs(self.v, needed)
-        got, post = self.got, self.post
-        if step + 1 < ring.size:
-            self.got = self._ask(step + 1)
+            return self.own(needed)
+        assert self.asked is not None
+        got, post = self.asked
+        if step + 1 < self.ring.size:
+            self.asked = self.way.ask(step + 1)
         post.wait()
-        return (self.k[:, :, :0], self.v[:, :, :0]) if got is None else self.unpack(got, len(needed))
+        return self.own([]) if got is None else self.unpack(got, len(needed))
 
 
 def _part(tensor: Tensor, rows: int, first: int, end: int) -> Tensor:
@@ -298,6 +393,7 @@ class _RingAttention(torch.autograd.Function):
                 ring.call(FORWARD, c, holder, part | {"lse": part_lse} | more)
                 if part_lse is not there:
                     there.copy_(part_lse)
+        keys.way.end()
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, slopes, sinks, o, lse)
         ctx.set_materialize_grads(False)
@@ -312,8 +408,8 @@ class _RingAttention(torch.autograd.Function):
         real, rows, rows_k = o.dtype, ring.rows["q"], ring.rows["k"]
         dq, dk, dv = (torch.zeros(t.shape, dtype=real, device=t.device) for t in (q, k, v))
         more = {} if slopes is None else {"alibi_slopes": slopes}
-        keys = _Keys(ring, k, v)
-        back: tuple[_Post, Tensor | None, list[int]] | None = None
+        keys = _Keys(ring, k, v, backward=True)
+        back: tuple[Tensor | None, _Post | Copy, list[int]] | None = None
 
         def run(calls: list[_Call], holder: int, theirs: dict[str, Tensor]) -> None:
             for c in calls:
@@ -340,13 +436,10 @@ class _RingAttention(torch.autograd.Function):
                 its_dk, its_dv = keys.unpack(sums, len(needed))
                 run(ring.calls(server), server, {"k": its_k, "v": its_v, "dk": its_dk, "dv": its_dv})
             _add(keys, back, dk, dv)  # those of the step before, in the same order every time
-            post, asked = _Post(ring), ring.needs(served, ring.rank)
-            if sums is not None:
-                post.send(sums, server, _GRADIENTS_TAG + step)
-            got = post.receive(keys.new(len(asked), real), served, _GRADIENTS_TAG + step) if asked else None
-            back = (post.begin(), got, asked)
+            back = (*keys.way.give(step, sums), ring.needs(served, ring.rank))
         run(rest, ring.rank, own)
         _add(keys, back, dk, dv)
+        keys.way.end()
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[5]:
             d = (dout.to(real) * o).sum(-1) - (0 if dlse is None else dlse)
@@ -359,10 +452,11 @@ exchange: Any = _Exchange.apply
 ring_attention: Any = _RingAttention.apply
 
 
-def _add(keys: _Keys, back: tuple[_Post, Tensor | None, list[int]] | None, dk: Tensor, dv: Tensor) -> None:
+def _add(keys: _Keys, back: tuple[Tensor | None, _Post | Copy, list[int]] | None, dk: Tensor, dv: Tensor) -> None:
+    """What another process has found of this one's gradients, once it is here."""
     if back is None:
         return
-    post, got, own = back
+    got, post, own = back
     post.wait()
     if got is not None:
         its_dk, its_dv = keys.unpack(got, len(own))

@@ -21,6 +21,7 @@ from heddle import _C
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._options import causal_of, scale_of, window_of
+from heddle._peers import Peers
 from heddle._plain import new_rng_state
 from heddle._ring import BACKWARD, BITS, Ring, bytes_of, exchange, real_of, ring_attention
 
@@ -53,6 +54,10 @@ class ContextParallel:
         compare: whether the processes tell each other at every call what they have been given ("always"), or at the
             first call with such sizes and options ("once"), which saves the hosts a message. With "once" a process
             that is given something else later becomes an error on the others at the end of the group's timeout.
+        transport: "auto": GPUs of one host that reach each other's memory leave what travels to their copy engines,
+            through memory that all processes of the group share (PyTorch's symmetric memory; with backward about six
+            times the bytes of this process's k and v, kept for the next call); elsewhere, and with "messages"
+            everywhere, it is messages of torch.distributed. `routes` tells which after the first call.
 
     Raises:
         TypeError: mesh is neither.
@@ -69,11 +74,14 @@ class ContextParallel:
         method: Literal["ring", "heads"] = "ring",
         zigzag: bool = True,
         compare: Literal["always", "once"] = "always",
+        transport: Literal["auto", "messages"] = "auto",
     ) -> None:
         if method not in ("ring", "heads"):
             raise HeddleValueError(f"method = {method!r} is neither 'ring' nor 'heads'")
         if compare not in ("always", "once"):
             raise HeddleValueError(f"compare = {compare!r} is neither 'always' nor 'once'")
+        if transport not in ("auto", "messages"):
+            raise HeddleValueError(f"transport = {transport!r} is neither 'auto' nor 'messages'")
         groups: list[dist.ProcessGroup]
         if isinstance(mesh, DeviceMesh):
             if mesh.ndim not in (1, 2):
@@ -99,6 +107,8 @@ class ContextParallel:
         # What the processes agree on is a matter of the hosts: no GPU is waited for.
         self._talk = {group: self._group_of_hosts(group) for group in groups}
         self._begun = False
+        self._transport = transport
+        self._peers: dict[dist.ProcessGroup, Peers | str] = {}
         self._compare = compare
         self._agreed: set[tuple[int, ...]] = set()
 
@@ -236,12 +246,13 @@ class ContextParallel:
         if trouble is not None or drawn or self._compare == "always" or given not in self._agreed:
             seed, offset = self._agree(numbers, trouble)
             self._agreed.add(given)
+        self._begin(q.device)
         real = real_of(q.dtype)
         slopes = None if alibi_slopes is None else alibi_slopes.to(q.device, real)
         sinks = None if sinks is None else sinks.to(q.device, real)
         h = q.shape[1]
         if self.heads_group is not None:
-            q, k, v = (exchange(t, self.heads_group, self.runs, True) for t in (q, k, v))
+            q, k, v = (self._exchange(t, True) for t in (q, k, v))
             mine = slice(self.heads_rank * h // self.heads, (self.heads_rank + 1) * h // self.heads)
             slopes = None if slopes is None else slopes[..., mine]
             sinks = None if sinks is None else sinks[mine]
@@ -277,17 +288,17 @@ class ContextParallel:
         }
         with torch.cuda.device(q.device if q.device.type == "cuda" else -1):
             _C.workspace("attention", BACKWARD, description)  # what the library refuses it refuses here, on all alike
-        self._begin(q.device)
         off = 0 if corner == 1 else whole["k"] - whole["q"]
         low = off - left if left >= 0 else -math.inf
         high = min(off if corner else math.inf, off + right if right >= 0 else math.inf)
         rows = {"q": description["sq"], "k": description["sk"]}
-        ring = Ring(self.ring_group, self.ring, self.ring_rank, self.runs, rows, description, low, high)
+        peers = self._shared(self.ring_group) if self.ring > 1 else None
+        ring = Ring(self.ring_group, self.ring, self.ring_rank, self.runs, rows, description, low, high, peers)
         out, lse = ring_attention(ring, q, k, v, slopes, sinks)
         if self.heads_group is not None:
-            out = exchange(out, self.heads_group, self.runs, False)
+            out = self._exchange(out, False)
             if return_lse:
-                lse = exchange(lse[..., None], self.heads_group, self.runs, False)[..., 0]
+                lse = self._exchange(lse[..., None], False)[..., 0]
         return (out, lse) if return_lse else out
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
@@ -323,9 +334,31 @@ class ContextParallel:
         """NCCL's first message of a group needs all its processes, and in a ring not everybody has one to send."""
         if self._begun or device.type != "cuda":
             return
-        for group in self._talk:
+        for group, talk in self._talk.items():
             dist.all_reduce(torch.zeros(1, device=device), group=group)
+            if self._transport == "auto":
+                self._peers[group] = Peers.join(group, talk, device)
         self._begun = True
+
+    def _shared(self, group: dist.ProcessGroup | None) -> Peers | None:
+        found = None if group is None else self._peers.get(group)
+        return found if isinstance(found, Peers) else None
+
+    def _exchange(self, tensor: Tensor, to_heads: bool) -> Tensor:
+        exchanged: Tensor = exchange(tensor, self.heads_group, self.runs, to_heads, self._shared(self.heads_group))
+        return exchanged
+
+    @property
+    def routes(self) -> dict[str, str]:
+        """How keys and values travel in the ring, and heads among the processes that divide them: "messages", with why
+        their memory is not shared, or "shared memory". Known after the first call."""
+        found: dict[str, str] = {}
+        for name, group in (("ring", self.ring_group), ("heads", self.heads_group)):
+            if group is not None:
+                how = self._peers.get(group, "")
+                why = "" if isinstance(how, Peers) or not how else f": {how}"
+                found[name] = "shared memory" if isinstance(how, Peers) else f"messages{why}"
+        return found
 
     def _agree(self, mine: dict[str, int], trouble: Exception | None) -> tuple[int, int]:
         """Whether all processes have been given the same; the seed and the offset of the first."""

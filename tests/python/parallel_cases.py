@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import random
 import runpy
 import socket
 import sys
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import heddle
 import heddle.nn
 from heddle import _ring
+from heddle._peers import Copy, Peers
 from heddle.parallel import ContextParallel
 
 LONG = os.environ.get("HEDDLE_LONG", "0") not in ("", "0")
@@ -193,7 +195,8 @@ def check_module(mesh) -> None:
 
 def check_travel(rank: int, world: int) -> None:
     """What travels is on its way before anything is computed, and no further than a window sees."""
-    parallel, log = ContextParallel(dist.group.WORLD, zigzag=False), []
+    messages = {"transport": "messages"}
+    parallel, log = ContextParallel(dist.group.WORLD, zigzag=False, **messages), []
     post, run = dist.batch_isend_irecv, _ring._C.run
 
     def logged_post(operations):
@@ -217,19 +220,106 @@ def check_travel(rank: int, world: int) -> None:
         assert sent == ([rank + 1] if rank + 1 < world else [])
         assert got == ([rank - 1] if rank else [])
         log.clear()
-        ContextParallel(dist.group.WORLD).attention(q, q, q, causal=True)
+        ContextParallel(dist.group.WORLD, **messages).attention(q, q, q, causal=True)
         assert log.count(("run", None)) == world  # all that meets in a step at once
     finally:
         dist.batch_isend_irecv, _ring._C = post, dist_run
 
 
-def run_all(rank: int, world: int) -> list[str]:
+class LateCopy(Copy):
+    """One that is made when somebody waits for it, or at once: so reading or overwriting too early shows."""
+
+    def __init__(self, peers, to=None, source=None) -> None:
+        super().__init__(peers, None, ())
+        self.to, self.source = to, source
+        if random.random() < 0.5:
+            self.make()
+
+    def make(self) -> None:
+        if self.to is not None:
+            self.to.copy_(self.source)
+        self.to = None
+
+    def wait(self) -> None:
+        self.make()
+        super().wait()
+
+
+class FilePeers(Peers):
+    """What GPUs share, as a file that processes of one host have mapped: its orders are those of the real one."""
+
+    def __init__(self, group, folder: Path) -> None:
+        self.group, self.folder, self.size, self.memory, self.left = group, folder, 0, [], None
+
+    def need(self, size: int) -> None:
+        if size <= self.size:
+            return
+        names = [self.folder / f"{rank}-{size}" for rank in range(dist.get_world_size(self.group))]
+        mine = names[dist.get_rank(self.group)]
+        mine.write_bytes(b"\xff" * size)
+        dist.barrier(self.group)
+        self.memory = [torch.from_file(str(name), shared=True, size=size, dtype=torch.uint8) for name in names]
+        dist.barrier(self.group)
+        self.size = size
+        mine.unlink()
+
+    def meet(self) -> None:
+        dist.barrier(self.group)
+
+    def arrive(self, size: int) -> None:
+        self.need(size)
+        self.meet()
+        if not self.left:
+            raise AssertionError("a pass has begun within another")
+        self.left = False
+        self.memory[dist.get_rank(self.group)].fill_(255)  # what nobody has laid down is NaN
+        self.meet()
+
+    def copy(self, to, source) -> Copy:
+        return LateCopy(self, to, source)
+
+    def nothing(self) -> Copy:
+        return LateCopy(self)
+
+    def leave(self) -> None:
+        self.left = True
+
+
+def share_files(parallel: ContextParallel, folder: str) -> ContextParallel:
+    for name, group in (("ring", parallel.ring_group), ("heads", parallel.heads_group)):
+        if group is not None:
+            ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+            place = Path(folder, f"{name}-{ranks}")
+            place.mkdir(exist_ok=True)
+            parallel._peers[group] = FilePeers(group, place)
+            parallel._peers[group].left = True
+    return parallel
+
+
+def run_shared(meshes, rank: int, folder: str) -> list[str]:
+    """Through memory that all reach, in place of messages."""
+    random.seed(rank)
+    done = []
+    for kind, (mesh, more) in meshes.items():
+        parallel = share_files(ContextParallel(mesh, **more), folder)
+        for name in CASES if LONG else RICH[:4]:
+            try:
+                check_case(parallel, name)
+            except Exception as error:
+                raise AssertionError(f"{parallel}, shared memory, {name}: {error}") from error
+            done.append(f"{kind}, shared memory: {name}")
+    return done
+
+
+def run_all(rank: int, world: int, folder: str) -> list[str]:
     done = []
     meshes = {
         "ring": (dist.group.WORLD, {}),
         "ring, in order": (DeviceMesh(DEVICE, list(range(world))), {"zigzag": False}),
         "heads": (dist.group.WORLD, {"method": "heads"}),
     }
+    if DEVICE == "cuda":
+        meshes["ring, messages"] = (dist.group.WORLD, {"transport": "messages"})
     for kind in {2: (), 3: ("ring, in order",), 4: ("ring, in order", "heads")}[world] if not LONG else ():
         del meshes[kind]  # every method, and every number of processes, but not every pair
     if world == 4:
@@ -249,6 +339,9 @@ def run_all(rank: int, world: int) -> list[str]:
             except Exception as error:
                 raise AssertionError(f"{parallel}, {name}: {error}") from error
             done.append(f"{kind}: {name}")
+        if DEVICE == "cuda":
+            done.append(f"{kind}: {parallel.routes}")
+    done += run_shared(meshes, rank, folder) if DEVICE == "cpu" else []
     check_module(meshes["ring"][0])
     check_travel(rank, world)
     done.append("module and travel")
@@ -279,7 +372,7 @@ def child(rank: int, world: int, store: str) -> None:
     )
     report = {"world": world, "rank": rank, "done": [], "error": ""}
     try:
-        report["done"] = run_all(rank, world)
+        report["done"] = run_all(rank, world, str(Path(store).parent))
         dist.barrier()
         tell(report)
         if DEVICE == "cpu":  # NCCL's watchdog would end the others, not tell them
