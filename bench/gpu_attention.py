@@ -8,8 +8,9 @@
 Tables: plain (the rows of every comparison), shapes (short, odd and other head dims), options (every option beside the plain
 row of its size), float32, decode, deterministic. A row: TFLOP/s forward and backward of heddle and of each peer that can
 compute it (decode: TB/s of K and V), and heddle over the best of them. Operations: 4·b·h·d for each query and key that
-see each other, backward 2.5 times as many; under causal masks half of all pairs. An option's rate is also told as a
-fraction of the plain row's with the same mask. Inputs are normal numbers in layout [b, s, h, d]. Peers: cudnn, fa2
+see each other, backward 2.5 times as many; under causal masks half of all pairs. An option is also told as a fraction of
+the plain row with the same mask and the same tiles visible: how many tiles of 128 queries and 128 keys of which anything
+is seen it computes in a second, over how many plain does. Inputs are normal numbers in layout [b, s, h, d]. Peers: cudnn, fa2
 (FlashAttention-2) and efficient of PyTorch's scaled_dot_product_attention, flex (FlexAttention compiled, with --flex: it
 compiles for ten seconds a row). Each result is compared with the first peer's: a difference over 3e-2 is told.
 """
@@ -28,6 +29,7 @@ from heddle_c import Library
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION,
             "efficient": SDPBackend.EFFICIENT_ATTENTION}
+TILE = 128
 TOLERANCE = 3e-2  # only to see that all compute the same thing; the tests judge accuracy
 
 
@@ -69,6 +71,23 @@ class Case:
         if self.option == "blocks":
             return self.sq * s * 0.25
         return self.sq * s * (0.5 if self.causal else 1)
+
+    def tiles(self):
+        """Tiles of which anything is seen, of one head of one sequence, on average."""
+        up = lambda n: -(-n // TILE)  # noqa: E731
+        below = lambda n: up(n) * (up(n) + 1) // 2  # noqa: E731
+        s = up(self.sk)
+        if self.option.startswith("window"):
+            left = up(int(self.option.split()[1]))
+            return sum(min(left, t) + 1 for t in range(s))
+        if self.option in ("padding", "lengths"):
+            ends = lambda n: [n - self.sq + TILE * (t + 1) if self.causal else n for t in range(up(self.sq))]  # noqa: E731
+            return sum(up(max(0, end)) for n in padded_lengths(self) for end in ends(n)) / self.b
+        if self.option == "documents":
+            return sum(below(n) for n in document_lengths(self)) / self.b
+        if self.option == "blocks":
+            return up(self.sq) * s * 0.25
+        return below(self.sk) if self.causal else up(self.sq) * s
 
     def flops(self):
         return 2.0 * self.b * self.h * self.pairs() * (self.d + self.dv)
@@ -271,9 +290,9 @@ def measure(lib, clock, c, wanted, regimes, plain):
             row[f"{label}_{regime}"] = {
                 "us": {name: s * 1e6 for name, s in seconds.items()}, "rate": rates,
                 "over_best": rates["heddle"] / max(others) if others else None,
-                "of_plain": rates["heddle"] / plain[label, regime] if (label, regime) in plain else None}
+                "of_plain": c.tiles() / seconds["heddle"] / plain[label, regime] if (label, regime) in plain else None}
             if c.option == "plain":
-                plain[label, regime] = rates["heddle"]
+                plain[label, regime] = c.tiles() / seconds["heddle"]
     return row
 
 
