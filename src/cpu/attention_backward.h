@@ -70,9 +70,8 @@ static bool surveys(const call *c, const unit *u, const lanes *l, int64_t chunk_
 static void add_key_sums(const call *c, const unit *u, bool whole, backward_space *w, const backward_shared *g) {
     const lanes *l = &w->l;
     const range keys = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    double of_p[LANES] = {0}, of_ds[LANES] = {0};
     load_tile(c, u, w, g);
-    memset(w->sum_p, 0, sizeof w->sum_p);
-    memset(w->sum_ds, 0, sizeof w->sum_ds);
     for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
         const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), whole);
         probabilities(c, u, &b, w);
@@ -83,6 +82,14 @@ static void add_key_sums(const call *c, const unit *u, bool whole, backward_spac
         if (c->t->dweights)
             pack_dweights(c, u, &b, w);
         add_row_sums(c, &b, !whole, w);
+        for (int64_t x = 0; x < l->stride; x++) {
+            of_p[x] += (double)w->sum_p[x];
+            of_ds[x] += (double)w->sum_ds[x];
+        }
+    }
+    for (int64_t x = 0; x < l->stride; x++) {
+        w->sum_p[x] = (float)of_p[x];
+        w->sum_ds[x] = (float)of_ds[x];
     }
     for (int64_t x = 0; x < l->stride; x += VL) {
         const vf sum = load(w->sum_p + x) + load(w->sink + x), lacks = lacks_of(w, x, 1 / sum);
@@ -96,7 +103,7 @@ static void add_key_sums(const call *c, const unit *u, bool whole, backward_spac
             if (whole && g->dfix)
                 g->dfix[at] = more - (g->dsum[at] - d);
             if (whole)
-                g->rest[at] += (float)log2((double)sum[y - x]);
+                g->rest[at] += (float)log2(of_p[y] + (double)w->sink[y]);
         }
     }
 }
@@ -108,6 +115,66 @@ static bool split_lse(const call *c, float lse, float *base, float *rest) {
     *base = (float)stored;
     *rest = isfinite(*base) ? (float)((stored - *base) * c->factor) : 0;
     return fabsf(lse) > 32 && fabsf(lse) < INFINITY;
+}
+
+/* The log-sum-exp of a row, in units of log2 `rest` above a score as stored. Its whole part is a power of two of P, which rounds nothing: as
+ * part of the exponent it would cost all scores of the row the bits that it is larger by. */
+static void set_lse(const backward_shared *g, int64_t at, float base, double rest) {
+    const double whole = fabs(rest) < 64 ? rint(rest) : 0;
+    g->base[at] = base;
+    g->rest[at] = (float)(rest - whole);
+    g->power[at] = (float)exp2(-whole);
+}
+
+/* Whether P of a row of several blocks is to sum to 1: in float32 its lse is off by its own rounding, up to |lse|·2^-24, and all P of the
+ * row with it. Long rows of q and k hide it, whose scores are off by more. */
+static bool renews(const call *c, int64_t count) {
+    return TYPE(c) == HEDDLE_F32 && count > c->tile_k && (c->a->d <= 32 || c->adjusts || c->a->features & HEDDLE_SINKS);
+}
+
+/* The largest score of a row of some keys becomes what its exponents are taken from, if it is larger than those before: most of the row's
+ * weight is near it. What P sums to stays as it is. */
+static void raise_bases(const call *c, const key_block *b, float *top, double *rest, backward_space *w) {
+    const int64_t stride = w->l.stride;
+    for (int64_t x = 0; x < stride; x++) {
+        float most = top[x];
+        for (int64_t y = 0; y < b->count; y++)
+            most = w->s[y * stride + x] > most ? w->s[y * stride + x] : most;
+        const double above = ((double)w->base[x] - (double)most) * (double)c->factor + rest[x];
+        if (most > top[x] && fabs(above) < 64) {
+            top[x] = w->base[x] = most;
+            rest[x] = above;
+            w->rest[x] = (float)(above - rint(above));
+            w->power[x] = (float)exp2(-rint(above));
+        }
+    }
+}
+
+/* lse as it makes P sum to 1. Only where it agrees with the given one to its rounding: that may be of more keys than these. */
+static void renew_lse(const call *c, const unit *u, range keys, backward_space *w, const backward_shared *g) {
+    const lanes *l = &w->l;
+    double sum[LANES] = {0}, rest[LANES];
+    float top[LANES];
+    load_q(c, u, w, g);
+    for (int64_t x = 0; x < l->stride; x++) {
+        top[x] = -INFINITY;
+        rest[x] = (double)w->rest[x];
+    }
+    for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
+        const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
+        scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, &w->next);
+        raise_bases(c, &b, top, rest, w);
+        weigh_scores(false, false, true, c->factor, b.count, w);
+        for (int64_t x = 0; x < l->stride; x++)
+            sum[x] += (double)w->sum_p[x];
+    }
+    for (int64_t x = 0; x < l->count; x++) {
+        const int64_t at = lse_offset(c, u, l->head[x], l->first + l->index[x]);
+        const float lse = ((const float *)c->t->lse)[at];
+        sum[x] += (double)sink_weight(c, w, x);
+        if (fabsf(lse) < INFINITY && fabs(1 - sum[x]) <= fabs((double)lse) * 0x1p-23 + 0x1p-20)
+            set_lse(g, at, w->base[x], rest[x] + log2(sum[x]));
+    }
 }
 
 /* The softmax sums of a tile anew, for scores so large that a float32 lse is too coarse for P = exp(S - lse): the maximum is
@@ -147,10 +214,8 @@ static void refine_lse(const call *c, const unit *u, backward_space *w, const ba
             const double other = sink_above(c, sink, base);
             rest = fmax(rest, other) + log2(1 + exp2(-fabs(rest - other)));
         }
-        if (fabsf(natural_lse(c, base, rest) - lse) <= fabsf(lse) * 0x1p-20f) {
-            g->base[at] = base;
-            g->rest[at] = (float)rest;
-        }
+        if (fabsf(natural_lse(c, base, rest) - lse) <= fabsf(lse) * 0x1p-20f)
+            set_lse(g, at, base, rest);
     }
 }
 
@@ -171,6 +236,7 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
         g->dsum[at] = (c->t->dout ? dot_row(c, o[x], dout[x]) : 0) - dlse_of(c, u, &w->l, x);
         if (g->dfix)
             g->dfix[at] = 0;
+        g->power[at] = 1;
         large |= split_lse(c, ((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
         sharp |= is_sharp(c, seen.end - seen.begin, ((const float *)c->t->lse)[at]);
         if (seen.begin >= seen.end && !c->adds) /* nobody else writes it */
@@ -179,6 +245,8 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     }
     if (large)
         refine_lse(c, u, w, g);
+    else if (renews(c, seen.end - seen.begin))
+        renew_lse(c, u, seen, w, g);
     const bool whole = surveys(c, u, &w->l, g->chunk_k, sharp);
     if (whole || c->t->dweights)
         add_key_sums(c, u, whole, w, g);

@@ -10,9 +10,10 @@ typedef struct backward_space {
     float *qt, *dot, *q, *dout; /* Qᵀ, dOᵀ [..][lanes]; Q, dO [lanes][..] */
     float *dqt;                 /* [d][lanes] */
     float *s, *dp, *tanhs, *z, *scratch;
-    float *k, *v, *dk, *dv;         /* [chunk][..] */
-    float *dk_all, *dv_all;         /* sums of what dk and dv have been (folds), or NULL */
-    float base[LANES], rest[LANES]; /* the log-sum-exp in units of log2 is base·factor + rest */
+    float *k, *v, *dk, *dv; /* [chunk][..] */
+    float *dk_all, *dv_all; /* sums of what dk and dv have been (folds), or NULL */
+    float base[LANES], rest[LANES],
+        power[LANES]; /* the log-sum-exp in units of log2 is base·factor + rest - log2(power) */
     float dsum[LANES];
     float dfix[LANES];                 /* what D has beside dsum, in tiles that have been surveyed */
     float dlse[LANES], sink[LANES];    /* the gradient of lse; the weight of the sink */
@@ -27,11 +28,11 @@ typedef struct backward_space {
 } backward_space;
 
 typedef struct backward_shared {
-    float *dsum, *dfix, *base,
-        *rest;              /* D and the log-sum-exp in two parts each, where lse is; in 16 bits dfix is NULL */
-    float *dq;              /* sums of dQ [slot][group·sq][d_pad], for 16-bit types and several chunks */
-    _Atomic uint32_t *turn; /* [unit][tile]: the chunk that may add to dQ */
-    _Atomic uint32_t *done; /* [unit]: chunks that are finished, where there are slots */
+    float *dsum, *dfix;         /* D in two parts, where lse is; in 16 bits dfix is NULL */
+    float *base, *rest, *power; /* the log-sum-exp in three */
+    float *dq;                  /* sums of dQ [slot][group·sq][d_pad], for 16-bit types and several chunks */
+    _Atomic uint32_t *turn;     /* [unit][tile]: the chunk that may add to dQ */
+    _Atomic uint32_t *done;     /* [unit]: chunks that are finished, where there are slots */
     int64_t slots, tiles, chunks, chunk_k;
     int64_t per_ticket;      /* pieces */
     int64_t units, together; /* units whose chunks are worked on side by side: at least so many at a time */
@@ -56,6 +57,7 @@ static backward_shared carve_backward_shared(const attention_plan *plan, carver 
     g.dfix = a->dtype == HEDDLE_F32 ? carve_floats(w, all_rows) : NULL;
     g.base = carve_floats(w, all_rows);
     g.rest = carve_floats(w, all_rows);
+    g.power = carve_floats(w, all_rows);
     g.dq = carve_floats(w, g.slots * rows * ((a->d + VL - 1) / VL * VL));
     g.turn = carve(w, sizeof(uint32_t) * (size_t)(units * g.tiles));
     g.done = carve(w, sizeof(uint32_t) * (size_t)units);
@@ -129,12 +131,20 @@ static void load_q(const call *c, const unit *u, backward_space *w, const backwa
         int64_t at = lse_offset(c, u, l->head[x], l->first + l->index[x]);
         w->base[x] = x < l->count ? g->base[at] : INFINITY; /* the padding gets P = 0 */
         w->rest[x] = g->rest[at];
+        w->power[x] = g->power[at];
         w->dsum[x] = g->dsum[at];
     }
 }
 
 static float dlse_of(const call *c, const unit *u, const lanes *l, int64_t x) {
     return c->t->dlse ? ((const float *)c->t->dlse)[lse_offset(c, u, l->head[x], l->first + l->index[x])] : 0;
+}
+
+static float sink_weight(const call *c, const backward_space *w, int64_t x) {
+    if (!(c->a->features & HEDDLE_SINKS))
+        return 0;
+    const double above = sink_above(c, ((const float *)c->t->sinks)[w->l.head[x]], w->base[x]);
+    return (float)(exp2(above - (double)w->rest[x]) * (double)w->power[x]);
 }
 
 static void load_tile(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
@@ -145,10 +155,7 @@ static void load_tile(const call *c, const unit *u, backward_space *w, const bac
         w->dfix[x] = g->dfix ? g->dfix[at] : 0;
         w->surveyed |= w->dfix[x] != 0;
         w->dlse[x] = dlse_of(c, u, &w->l, x);
-        w->sink[x] = 0;
-        if (c->a->features & HEDDLE_SINKS)
-            w->sink[x] =
-                (float)exp2(sink_above(c, ((const float *)c->t->sinks)[w->l.head[x]], w->base[x]) - (double)w->rest[x]);
+        w->sink[x] = sink_weight(c, w, x);
     }
     if (c->t->dout && w->l.few)
         pack_few(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, 1, w->dot);
@@ -232,7 +239,7 @@ static key_block load_key_block(const call *c, const unit *u, backward_space *w,
     return b;
 }
 
-/* s = P, and with `gradients` dp = dS = P∘(dP - D), with exact zeros where masked, and both are added to their sums; `rows` rows of
+/* s = P, and with `gradients` dp = dS = P∘(dP - D), with exact zeros where masked; with `sums` they are added to their sums. `rows` rows of
  * `vectors` vectors. */
 INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, bool sums, float factor,
                          const backward_space *w, float *s, float *dp, vf *sum_p, vf *sum_ds) {
@@ -243,16 +250,17 @@ INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, boo
     vexp2_each(rows * vectors, 1, -127, e);
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++) {
+        e[x] *= load(w->power + x % vectors * VL);
         store(s + x * VL, e[x]);
+        if (sums)
+            sum_p[x % vectors] += e[x];
         if (!gradients)
             continue;
         vf ds = e[x] * (load(dp + x * VL) - load(w->dsum + x % vectors * VL));
         ds = masked ? select_float(e[x] == 0, splat(0), ds) : ds;
         store(dp + x * VL, ds);
-        if (!sums)
-            continue;
-        sum_p[x % vectors] += e[x];
-        sum_ds[x % vectors] += ds;
+        if (sums)
+            sum_ds[x % vectors] += ds;
     }
 }
 
@@ -304,22 +312,29 @@ static bool probabilities(const call *c, const unit *u, const key_block *b, back
     return masked;
 }
 
-/* sum_ds += sum over the block's keys of P∘(Z∘dP + dweights - D), and with `weights` of P∘dweights alone; sum_p += sum of P. */
+/* sum_ds = sum over the block's keys of P∘(Z∘dP + dweights - D), with `weights` of P∘dweights alone, and sum_p = sum of P, both in short
+ * chains. */
 static void add_row_sums(const call *c, const key_block *b, bool weights, backward_space *w) {
-    for (int64_t x = 0; x < w->l.stride; x += VL) {
-        vf sum = load(w->sum_ds + x), sum_p = load(w->sum_p + x);
+    const int64_t stride = w->l.stride;
+    for (int64_t x = 0; x < stride; x += VL) {
         const vf d = weights ? splat(0) : load(w->dsum + x);
-        for (int64_t at = x; at < b->count * w->l.stride; at += w->l.stride) {
-            vf p = load(w->s + at), dp = weights ? splat(0) : load(w->dp + at);
-            if (!weights && c->drops)
-                dp *= load(w->z + at);
-            if (c->t->dweights)
-                dp += load(w->scratch + at);
-            sum += select_float(p == 0, splat(0), p * (dp - d));
-            sum_p += p;
+        vf sum = splat(0), sum_p = splat(0), low_p = splat(0);
+        for (int64_t begin = 0; begin < b->count; begin += SUM_KEYS) {
+            vf some = splat(0), some_p = splat(0);
+            for (int64_t at = x + begin * stride; at < min64(b->count, begin + SUM_KEYS) * stride; at += stride) {
+                vf p = load(w->s + at), dp = weights ? splat(0) : load(w->dp + at);
+                if (!weights && c->drops)
+                    dp *= load(w->z + at);
+                if (c->t->dweights)
+                    dp += load(w->scratch + at);
+                some += select_float(p == 0, splat(0), p * (dp - d));
+                some_p += p;
+            }
+            sum += some;
+            add_chain(some_p, &sum_p, &low_p);
         }
         store(w->sum_ds + x, sum);
-        store(w->sum_p + x, sum_p);
+        store(w->sum_p + x, sum_p + low_p);
     }
 }
 

@@ -17,7 +17,8 @@ static void dsink_task(const call *c, int64_t head, const backward_shared *g) {
         for (int64_t i = 0; i < u.s.sq; i++) {
             int64_t at = lse_offset(c, &u, head, i);
             if (((const float *)c->t->lse)[at] != -INFINITY)
-                sum -= exp2(sink_above(c, sink, g->base[at]) - (double)g->rest[at]) * (double)g->dsum[at];
+                sum -= exp2(sink_above(c, sink, g->base[at]) - (double)g->rest[at]) * (double)g->power[at] *
+                       (double)g->dsum[at];
         }
     }
     ((float *)c->t->dsinks)[head] = (float)sum;
