@@ -188,12 +188,17 @@ static void scores(const attention_problem *p, head *h, int64_t i) {
     round_all(t, n, s);
     for (int64_t j = 0; j < n; j++) /* where float16 cannot hold it; what follows is float32's */
         s[j] = isfinite(s[j]) ? s[j] : scale * product[j];
-    if (h->spreads)
-        memset(h->of_s + i * h->sk + from, 0, (size_t)n * sizeof *h->of_s);
+    if (h->spreads && exact_products(h)) { /* the product's terms, and its sums as they grow */
+        plain_squares(&terms, NULL, n, h->part, h->most);
+        for (int64_t j = 0; j < n; j++)
+            h->of_s[i * h->sk + from + j] = a->scale * a->scale * h->most[j];
+    }
     count_rounding(h, i, 2);
     for (int64_t j = 0; j < n && a->softcap > 0; j++) {
         tanh_out[j] = round_to(t, tanhf(round_to(t, s[j] / cap)));
         s[j] = round_to(t, cap * tanh_out[j]);
+        if (h->spreads)
+            h->of_s[i * h->sk + from + j] *= pow(1 - (double)tanh_out[j] * (double)tanh_out[j], 2);
     }
     count_rounding(h, i, a->softcap > 0 ? 2 : 0);
     if (a->features & HEDDLE_ALIBI) {
@@ -233,6 +238,8 @@ static void probabilities(attention_problem *p, head *h, int64_t i, float sink, 
     for (int64_t j = from; j < to; j++) {
         weight[j] = sees[j] ? expf(s[j] - top) : 0;
         plain_add(&total, j, weight[j]);
+        if (h->spreads && sees[j]) /* the exponent is rounded, and the factor that makes it one of 2 */
+            h->of_s[i * h->sk + j] += 2 * pow((double)s[j] - (double)top, 2);
     }
     sum = plain_total(&total, h->order);
     h->sink[i] = isinf(sink) ? 0 : expf(sink - top);
@@ -265,11 +272,16 @@ static double squares_of_score(const attention_problem *p, const head *h, int64_
     return exact_products(h) ? h->of_s[i * h->sk + j] : 0;
 }
 
-/* Of the weights of row i. */
-static void measure_weights(const attention_problem *p, head *h, int64_t i) {
+/* Of the weights of row i; returns the largest, before dropout. */
+static double measure_weights(const attention_problem *p, head *h, int64_t i) {
     const int64_t row = i * h->sk;
-    for (int64_t j = h->seen[i].from; j < h->seen[i].to; j++)
-        h->of_p[row + j] = (double)h->pz[row + j] * sqrt(1 + squares_of_score(p, h, i, j));
+    double most = 0;
+    for (int64_t j = h->seen[i].from; j < h->seen[i].to; j++) {
+        const double of_score = sqrt(1 + squares_of_score(p, h, i, j));
+        h->of_p[row + j] = (double)h->pz[row + j] * of_score;
+        most = fmax(most, (double)h->p[row + j] * of_score);
+    }
+    return most;
 }
 
 static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT], double spread[T_COUNT]) {
@@ -292,7 +304,7 @@ static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]
         }
         if (!h->spreads)
             continue;
-        measure_weights(p, h, i);
+        spread[T_WEIGHTS] = fmax(spread[T_WEIGHTS], measure_weights(p, h, i));
         plain_squares(&terms, h->of_p + row, h->dv, rounded_sums(h), h->most);
         spread[T_O] = fmax(spread[T_O], sqrt(plain_largest(h->most, a->dv)));
     }
@@ -384,26 +396,34 @@ typedef struct sums {
     double *dk, *dv, *dbias, *dsinks;                /* by place in the span */
     double *natural_dk, *natural_dv, *natural_dbias; /* the same, of magnitudes */
     double *spread_dk, *spread_dv, *spread_dbias;    /* and of squares */
+    double *spread_dsinks;
 } sums;
 
-/* Of dS of row i, and of D from a rounded o, the part of each key. */
-static void measure_row(const attention_problem *p, head *h, int64_t i) {
+/* Of dS of row i, and of D from a rounded o, the part of each key; returns that of the sink, whose weight is as far off as the
+ * log-sum-exp, and whose D is a sum over all keys. */
+static double measure_row(const attention_problem *p, head *h, int64_t i) {
     const heddle_attention *a = &p->a;
     const int64_t from = h->seen[i].from, to = h->seen[i].to, row = i * h->sk;
     const double lse = exact_products(h) ? (double)h->lse[i] : 0; /* in float32, as backward gets it */
-    double of_d = 0;
+    double of_d = 0, of_lse = 1 + lse * lse, of_sum = 0;
     if (p->t[T_DOUT].host)
         tensor_read_floats(&p->t[T_O], tensor_at(&p->t[T_O], h->pack, h->x, h->first_q + i, 0), a->dv, h->row);
     for (int64_t e = 0; e < a->dv && p->t[T_DOUT].host; e++)
         of_d += pow((double)h->row[e] * (double)h->dout[i * h->dv + e], 2);
-    for (int64_t j = from; j < to; j++) {
-        const double ds = (double)h->dp[row + j], weight = (double)h->p[row + j];
-        double squares = ds * ds * (1 + lse * lse + squares_of_score(p, h, i, j)) + weight * weight * of_d;
-        if (h->precision == HEDDLE_F32) /* and of dP */
-            squares += weight * weight * squares_of(h->dout + i * h->dv, h->v + j * h->dv, h->dv);
-        h->of_p[row + j] = hypot(h->of_p[row + j], lse * (double)h->pz[row + j]);
-        h->of_ds[row + j] = h->sees[row + j] ? sqrt(squares) : 0;
+    for (int64_t j = row + from; j < row + to; j++) {
+        const double ds = (double)h->dp[j], weight = (double)h->p[j], of_s = squares_of_score(p, h, i, j - row),
+                     of_v =
+                         h->precision == HEDDLE_F32 ? weight * (double)h->z[j] : 0; /* float32's dP is rounded, too */
+        const double of_dp = of_v * of_v * squares_of(h->dout + i * h->dv, h->v + (j - row) * h->dv, h->dv);
+        h->of_p[j] = hypot(h->of_p[j], lse * (double)h->pz[j]);
+        h->of_ds[j] = 0;
+        if (!h->sees[j])
+            continue;
+        h->of_ds[j] = sqrt(ds * ds * (1 + lse * lse + of_s) + weight * weight * of_d + of_dp);
+        of_lse += weight * weight * of_s;
+        of_sum += pow(ds + weight * (double)h->sum[i], 2) * (1 + lse * lse + of_s) + of_dp;
     }
+    return pow((double)h->sink[i], 2) * (pow((double)h->sum[i], 2) * of_lse + of_sum + of_d);
 }
 
 /* What row i gives to dbias, and what the softcap leaves of its dS. */
@@ -413,7 +433,7 @@ static void gradients_of_scores(const attention_problem *p, head *h, int64_t i, 
     float *ds = h->dp + first, *th = h->tanh + first;
     const int64_t at = db->host ? tensor_at(db, h->n, h->x, i, from) : 0;
     if (h->spreads)
-        measure_row(p, h, i);
+        s->spread_dsinks[h->x] += measure_row(p, h, i);
     for (int64_t j = 0; j < n && db->host; j++) {
         s->dbias[at + j] += (double)ds[j];
         s->natural_dbias[at + j] += h->size[first + j];
@@ -529,7 +549,8 @@ void plain_attention(attention_problem *p, plain_order order, double natural[T_C
               .natural_dbias = plain_zeros(p->t[T_DBIAS].span, 8),
               .spread_dk = plain_zeros(p->t[T_DK].span, 8),
               .spread_dv = plain_zeros(p->t[T_DV].span, 8),
-              .spread_dbias = plain_zeros(p->t[T_DBIAS].span, 8)};
+              .spread_dbias = plain_zeros(p->t[T_DBIAS].span, 8),
+              .spread_dsinks = plain_zeros(p->a.h, 8)};
     head h = head_new(p, order);
     double spread_here[T_COUNT] = {0};
     h.spreads = spread != NULL;
@@ -554,8 +575,9 @@ void plain_attention(attention_problem *p, plain_order order, double natural[T_C
         spread_here[stored[x].which] = t->host ? sqrt(plain_largest(stored[x].spread, t->span)) : 0;
     }
     store_sums(&p->t[T_DSINKS], s.dsinks);
-    double *all[] = {s.dk,         s.dv,        s.dbias,     s.dsinks,       s.natural_dk,
-                     s.natural_dv, s.spread_dk, s.spread_dv, s.spread_dbias, s.natural_dbias};
+    spread_here[T_DSINKS] = sqrt(plain_largest(s.spread_dsinks, p->a.h));
+    double *all[] = {s.dk,        s.dv,        s.dbias,        s.dsinks,        s.natural_dk,   s.natural_dv,
+                     s.spread_dk, s.spread_dv, s.spread_dbias, s.spread_dsinks, s.natural_dbias};
     for (size_t x = 0; x < COUNT(all); x++)
         free(all[x]);
     if (spread)

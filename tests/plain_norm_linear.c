@@ -15,12 +15,12 @@ typedef struct work {
     int64_t m, k, n;
     int precision;
     plain_order order;
-    float *xhat, *z, *dz; /* [m, k] */
-    float *w, *wt;        /* [n, k], [k, n] */
-    float *dy;            /* [m, n]: dy, or du */
-    float *du_error;      /* [m, n]: what a rounding of u to 16 bits comes to in du, over the rounding's share of u */
-    float *ones;          /* [m] */
-    float *shift, *rstd;  /* [m]; shift: the mean, in deviations */
+    float *xhat, *z, *dz;        /* [m, k] */
+    float *w, *wt;               /* [n, k], [k, n] */
+    float *dy;                   /* [m, n]: dy, or du */
+    float *du_error;             /* [m, n]: what a rounding of u comes to in du, over the rounding's share of u */
+    float *ones;                 /* [m] */
+    float *shift, *rstd;         /* [m]; shift: the mean, in deviations */
     float *x, *gamma, *beta, *c; /* a row of x; the parameters, or what stands for none */
     float *sum, *part;           /* [max(k, n)] */
     double *sums;                /* [max(k, n)] */
@@ -203,7 +203,7 @@ static void squares_of_row(const work *o, int64_t i, double *squares) {
         }
 }
 
-/* The same of the roundings of u and du to 16 bits. */
+/* The same of the roundings of u and du. */
 static void squares_of_du(const work *o, int64_t i, double *squares) {
     memset(squares, 0, (size_t)o->k * sizeof *squares);
     for (int64_t f = 0; f < o->n; f++) {
@@ -255,7 +255,7 @@ static void measure_means(const work *o, double spread[N_COUNT]) {
     spread[N_DW] = o->precision == HEDDLE_F32 ? gamma * sqrt(of_dw) : 0;
 }
 
-/* Roundings of u and du to 16 bits: of dx, and of what is summed over rows. */
+/* Roundings of u and du: of dx, and of what is summed over rows. */
 static void measure_du(const work *o, bool centred, double spread[N_COUNT]) {
     double *squares = plain_zeros(o->k, sizeof *squares), *dbeta = plain_zeros(o->k, sizeof *dbeta);
     double *dgamma = plain_zeros(o->k, sizeof *dgamma);
@@ -287,14 +287,31 @@ static void measure_du(const work *o, bool centred, double spread[N_COUNT]) {
     free(dgamma);
 }
 
-/* float32: roundings of dz's terms and sums, in dx. */
+/* float32: roundings of dz's terms and sums, in dx and in what is summed over rows; and of those sums, in blocks. */
 static void measure_dz(const work *o, bool centred, double spread[N_COUNT]) {
+    double *dbeta = plain_zeros(o->k, sizeof *dbeta), *dgamma = plain_zeros(o->k, sizeof *dgamma);
+    double *of_beta = plain_zeros(o->k, sizeof *of_beta), *of_gamma = plain_zeros(o->k, sizeof *of_gamma);
     for (int64_t i = 0; i < o->m; i++) {
+        if (i % PLAIN_BLOCK == 0) {
+            memset(of_beta, 0, (size_t)o->k * sizeof *of_beta);
+            memset(of_gamma, 0, (size_t)o->k * sizeof *of_gamma);
+        }
         squares_of_row(o, i, o->sums);
-        for (int64_t e = 0; e < o->k; e++)
+        for (int64_t e = 0; e < o->k; e++) {
+            const double x = (double)o->xhat[i * o->k + e], dz = (double)o->dz[i * o->k + e];
+            of_beta[e] += dz;
+            of_gamma[e] += dz * x;
+            dbeta[e] += o->sums[e] + of_beta[e] * of_beta[e];
+            dgamma[e] += o->sums[e] * x * x + of_gamma[e] * of_gamma[e];
             o->sums[e] *= (double)o->gamma[e] * (double)o->gamma[e];
+        }
         spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, centred, o->sums));
     }
+    spread[N_DBETA] = hypot(spread[N_DBETA], sqrt(plain_largest(dbeta, o->k)));
+    spread[N_DGAMMA] = hypot(spread[N_DGAMMA], sqrt(plain_largest(dgamma, o->k)));
+    double *all[] = {dbeta, dgamma, of_beta, of_gamma};
+    for (size_t x = 0; x < COUNT(all); x++)
+        free(all[x]);
 }
 
 void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT], double spread[N_COUNT]) {
@@ -326,10 +343,10 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
     if (spread) {
         memset(spread, 0, N_COUNT * sizeof *spread);
         measure_means(&o, spread);
+        if (p->a.activation)
+            measure_du(&o, p->a.norm == HEDDLE_LAYER_NORM, spread);
         if (t == HEDDLE_F32)
             measure_dz(&o, p->a.norm == HEDDLE_LAYER_NORM, spread);
-        else if (p->a.activation)
-            measure_du(&o, p->a.norm == HEDDLE_LAYER_NORM, spread);
     }
     for (size_t x = 0; x < COUNT(arrays); x++)
         free(*arrays[x]);

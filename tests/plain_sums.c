@@ -92,7 +92,7 @@ FOR_WIDE_VECTORS void plain_squares(const plain_terms *t, const double *of, int6
             memset(part, 0, (size_t)width * sizeof *part);
         const float *restrict row = t->rows + x * t->pitch;
         const double weight = of ? of[x * t->step] : (double)t->weight[x * t->step];
-        if (!t->sees[x * t->step])
+        if (t->sees && !t->sees[x * t->step])
             continue;
         for (int64_t e = 0; e < width; e++)
             most[e] += weight * weight * (double)row[e] * (double)row[e];
