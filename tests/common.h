@@ -97,6 +97,7 @@ typedef struct attention_case {
     bool mask_rows;       /* some rows of the boolean mask are empty */
     int64_t mask_tiles;   /* tiles of so many rows and columns are empty, full or as they were; 0: no tile is */
     double hidden_pages;  /* of the numbers in block_table that are no page */
+    int64_t first_part;   /* once more with HEDDLE_ACCUMULATE, so many keys first and then the others; 0: not */
 } attention_case;
 
 typedef struct attention_problem {
@@ -133,6 +134,11 @@ bool attention_is_right(const attention_case *c);
 bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *keys);
 /* Only what it adds: for a bin of nothing but such cases. */
 void attention_count(const attention_case *c, error_bin bin[T_COUNT]);
+
+/* HEDDLE_ACCUMULATE: whether a case can be had in two parts; and what both passes of a problem that has been run come to, its first keys
+ * in one call and the others in another, as `to` has its outputs (attention_borrow). Prints what went wrong and returns false. */
+bool attention_fits_parts(const attention_case *c);
+bool attention_in_parts(attention_problem *p, int64_t first, attention_problem *to);
 
 /* {first_q, sq, first_k, sk} of sequence n. */
 void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4]);

@@ -433,6 +433,38 @@ static void worst_plain(const attention_problem *p, const attention_problem *ref
     attention_free(&other);
 }
 
+/* Of tensor x: what roundings are off by that no order of sums changes. */
+static double noise_of(const heddle_attention *a, int x, const double natural[T_COUNT], const double spread[T_COUNT]) {
+    const int precision = precision_of(a->dtype, a->features);
+    const double rounding = precision == HEDDLE_BF16 ? 0x1p-8 : 0x1p-11;
+    if (precision == HEDDLE_F32) /* of which tensor cores have 22 bits */
+        return 2 * (test_device() == HEDDLE_CUDA ? 0x1p-22 : 0x1p-24) * spread[x];
+    /* D of a row is made from the rounded o: in a sum of D alone that is not small, though it averages out. */
+    return x == T_DSINKS ? rounding * natural[x] / sqrt((double)(a->b * a->sq)) : 2 * rounding * spread[x];
+}
+
+/* The same problem in two parts (HEDDLE_ACCUMULATE). Backward has nothing but the float32 lse and o of all keys there: what they are rounded
+ * by, P and D are off by, and nobody settles a row. */
+static bool judge_parts(attention_problem *p, const attention_problem *ref, const attention_problem *plain,
+                        int64_t first, const double natural[T_COUNT], const double spread[T_COUNT], double condition) {
+    static const struct {
+        int which;
+        const char *name;
+    } outputs[] = {{T_O, "o, in parts"},          {T_LSE, "lse, in parts"}, {T_DQ, "dq, in parts"},
+                   {T_DK, "dk, in parts"},        {T_DV, "dv, in parts"},   {T_DBIAS, "dbias, in parts"},
+                   {T_DSINKS, "dsinks, in parts"}};
+    attention_problem sums = attention_borrow(p);
+    bool right = attention_in_parts(p, first, &sums);
+    for (size_t x = 0; right && x < COUNT(outputs); x++) {
+        const int t = outputs[x].which;
+        const double of_parts = t == T_LSE ? 0 : (4 + natural[T_LSE]) * 0x1p-24 * natural[t] + 0x1p-24;
+        right = compare_tensor(outputs[x].name, precision_of(p->a.dtype, p->a.features), &sums.t[t], &ref->t[t],
+                               &plain->t[t], natural[t], noise_of(&p->a, t, natural, spread) + of_parts, condition);
+    }
+    attention_free(&sums);
+    return right;
+}
+
 bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *keys) {
     attention_problem p = attention_new(c);
     attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF), plain = attention_borrow(&p);
@@ -451,17 +483,12 @@ bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *ke
         if (!is_output_of(&attention_fields[x], HEDDLE_FORWARD) &&
             !(backward && is_output_of(&attention_fields[x], HEDDLE_BACKWARD)))
             continue;
-        /* D of a row is made from the rounded o: in a sum of D alone that is not small, though it averages out. */
-        double rows = (double)(p.a.b * p.a.sq);
-        const int precision = precision_of(p.a.dtype, p.a.features);
-        double rounding = precision == HEDDLE_BF16 ? 0x1p-8 : 0x1p-11;
-        double noise = x == T_DSINKS ? rounding * natural[x] / sqrt(rows) : 2 * rounding * spread[x];
-        if (precision == HEDDLE_F32) /* of which tensor cores have 22 bits */
-            noise = 2 * (test_device() == HEDDLE_CUDA ? 0x1p-22 : 0x1p-24) * spread[x];
-        right = compare_tensor(attention_tensor_name[x], precision, &p.t[x], &ref.t[x], &plain.t[x], natural[x], noise,
-                               condition);
+        right = compare_tensor(attention_tensor_name[x], precision_of(p.a.dtype, p.a.features), &p.t[x], &ref.t[x],
+                               &plain.t[x], natural[x], noise_of(&p.a, x, natural, spread), condition);
     }
     right = right && check_exact_zeros(&p, &ref);
+    if (right && c->first_part)
+        right = judge_parts(&p, &ref, &plain, c->first_part, natural, spread, condition);
     if (bin && right)
         *keys = attention_keys_seen(&p);
     attention_free(&plain);
@@ -528,6 +555,8 @@ void attention_print(const attention_case *c) {
         if (s.b || s.h || s.s)
             printf(" %s[%" PRId64 ",%" PRId64 ",%" PRId64 "]", attention_tensor_name[x], s.b, s.h, s.s);
     }
+    if (c->first_part)
+        printf(" in parts, %" PRId64 " keys first", c->first_part);
     printf("%s%s\n", c->same_input ? " q=k=v" : "", c->poison_masked ? " poisoned" : "");
 }
 

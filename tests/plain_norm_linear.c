@@ -15,10 +15,14 @@ typedef struct work {
     int64_t m, k, n;
     int precision;
     plain_order order;
-    float *xhat, *z, *dz;        /* [m, k] */
-    float *w, *wt;               /* [n, k], [k, n] */
-    float *dy;                   /* [m, n]: dy, or du */
-    float *du_error;             /* [m, n]: what a rounding of u comes to in du, over the rounding's share of u */
+    float *xhat, *z, *dz; /* [m, k] */
+    float *w, *wt;        /* [n, k], [k, n] */
+    float *dy;            /* [m, n]: dy, or du */
+    float *
+        du_error; /* [m, n]: what a rounding of u comes to in du, over the rounding's share of u; in float32 its sums, too */
+    float *wg;                   /* [n]: sums over W∘gamma, which is what a row's mean is multiplied with */
+    bool spreads;                /* are squares wanted? */
+    double most_dy;              /* the largest of dy */
     float *ones;                 /* [m] */
     float *shift, *rstd;         /* [m]; shift: the mean, in deviations */
     float *x, *gamma, *beta, *c; /* a row of x; the parameters, or what stands for none */
@@ -118,7 +122,7 @@ static float activated(heddle_activation activation, float u, float *slope) {
 }
 
 /* u of row i to where it is wanted, dy to du; y = act(u) in place. */
-static void activate_row(norm_linear_problem *p, const work *o, int64_t i, float *u, float *dy) {
+static void activate_row(norm_linear_problem *p, work *o, int64_t i, float *u, float *dy) {
     tensor *to = &p->t[N_U];
     round_all(o->precision, o->n, u);
     if (to->host)
@@ -126,15 +130,19 @@ static void activate_row(norm_linear_problem *p, const work *o, int64_t i, float
     for (int64_t f = 0; f < o->n; f++) {
         const float step = 0x1p-8f;
         float slope, next;
+        o->most_dy = larger(o->most_dy, fabs((double)dy[f]));
         activated(p->a.activation, u[f] * (1 + step), &next);
+        const double shift = (double)o->shift[i] * (double)o->wg[f], of_u = (double)u[f];
         u[f] = activated(p->a.activation, u[f], &slope);
         o->du_error[i * o->n + f] = dy[f] * (next - slope) / step;
+        if (o->spreads && o->precision == HEDDLE_F32 && of_u != 0)
+            o->du_error[i * o->n + f] *= (float)sqrt(1 + (o->sums[f] + shift * shift) / (of_u * of_u));
         dy[f] *= slope;
     }
     round_all(o->precision, o->n, dy);
 }
 
-static void forward_row(norm_linear_problem *p, const work *o, int64_t i, double natural[N_COUNT]) {
+static void forward_row(norm_linear_problem *p, work *o, int64_t i, double natural[N_COUNT]) {
     const int t = o->precision;
     float mean, rstd, *xhat = o->xhat + i * o->k, *z = o->z + i * o->k, *dy = o->dy + i * o->n, *dz = o->dz + i * o->k;
     tensor *y = &p->t[N_Y];
@@ -159,6 +167,8 @@ static void forward_row(norm_linear_problem *p, const work *o, int64_t i, double
         o->sum[f] += o->c[f];
     read_row(&p->t[N_DY], i, o->n, 0, dy);
     round_all(t, o->n, dy);
+    if (p->a.activation && o->spreads) /* of u */
+        plain_squares(&(plain_terms){o->k, 1, z, NULL, o->wt, o->n}, NULL, o->n, o->part, o->sums);
     if (p->a.activation)
         activate_row(p, o, i, o->sum, dy);
     tensor_write_floats(y, tensor_at(y, 0, 0, i, 0), o->n, o->sum);
@@ -189,6 +199,17 @@ static void backward_parameters(norm_linear_problem *p, const work *o, double na
         tensor_write_floats(dw, tensor_at(dw, 0, 0, f, 0), o->k, o->sum);
     }
     free(products);
+}
+
+/* An activation's derivative is a difference of numbers about 1, in float32: where it is next to nothing its roundings are what natural
+ * magnitudes are of. `most`: of dy. */
+static void count_slopes(const work *o, double most, double natural[N_COUNT]) {
+    const double of_du = 0x1p-20 * most * (double)o->m,
+                 of_dz = of_du * sqrt((double)o->n) * largest_norm(o->wt, o->k, o->n);
+    natural[N_DC] = larger(natural[N_DC], of_du);
+    natural[N_DW] = larger(natural[N_DW], of_du * largest_norm(o->z, o->m, o->k));
+    natural[N_DBETA] = larger(natural[N_DBETA], of_dz);
+    natural[N_DGAMMA] = larger(natural[N_DGAMMA], of_dz * largest_norm(o->xhat, o->m, o->k));
 }
 
 /* Of dz of row i, [k]: squares of the terms and of the sums as they grow, times gamma's. */
@@ -233,11 +254,14 @@ static double spread_of_dx(const work *o, int64_t i, bool centred, const double 
 }
 
 /* The rounding of a row's float32 mean shifts all of its xhat alike: to what is summed over rows it is one term a row. In 16 bits it is dz
- * that is rounded, to dgamma. */
+ * that is rounded, to dgamma and dbeta. */
 static void measure_means(const work *o, double spread[N_COUNT]) {
-    double gamma = 0, of_dw = 0, of_dgamma = 0;
+    double gamma = 0, of_dw = 0, of_dgamma = 0, of_dbeta = 0;
     for (int64_t e = 0; e < o->k; e++) {
-        double sum = 0;
+        double sum = 0, of_dz = 0;
+        for (int64_t i = 0; i < o->m && o->precision != HEDDLE_F32; i++)
+            of_dz += pow((double)o->dz[i * o->k + e], 2);
+        of_dbeta = larger(of_dbeta, of_dz);
         for (int64_t i = 0; i < o->m; i++)
             sum += pow((double)o->dz[i * o->k + e] *
                            (double)(o->precision == HEDDLE_F32 ? o->shift[i] : o->xhat[i * o->k + e]),
@@ -252,6 +276,7 @@ static void measure_means(const work *o, double spread[N_COUNT]) {
         of_dw = larger(of_dw, sum);
     }
     spread[N_DGAMMA] = sqrt(of_dgamma);
+    spread[N_DBETA] = sqrt(of_dbeta);
     spread[N_DW] = o->precision == HEDDLE_F32 ? gamma * sqrt(of_dw) : 0;
 }
 
@@ -268,7 +293,7 @@ static void measure_du(const work *o, bool centred, double spread[N_COUNT]) {
         }
         spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, centred, squares));
     }
-    spread[N_DBETA] = sqrt(plain_largest(dbeta, o->k));
+    spread[N_DBETA] = hypot(spread[N_DBETA], sqrt(plain_largest(dbeta, o->k)));
     spread[N_DGAMMA] = hypot(spread[N_DGAMMA], sqrt(plain_largest(dgamma, o->k)));
     for (int64_t f = 0; f < o->n; f++) {
         double dbias = 0;
@@ -317,10 +342,10 @@ static void measure_dz(const work *o, bool centred, double spread[N_COUNT]) {
 void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT], double spread[N_COUNT]) {
     const int64_t m = p->a.m, k = p->a.k, n = p->a.n, longest = k > n ? k : n;
     const int t = precision_of(p->a.dtype, p->a.features);
-    work o = {.m = m, .k = k, .n = n, .precision = t, .order = order};
-    float **const arrays[] = {&o.xhat,  &o.z,    &o.dz, &o.w,   &o.wt,   &o.dy,    &o.ones, &o.x,
-                              &o.gamma, &o.beta, &o.c,  &o.sum, &o.part, &o.shift, &o.rstd, &o.du_error};
-    const int64_t sizes[] = {m * k, m * k, m * k, n * k, n * k, m * n, m, k, k, k, n, longest, longest, m, m, m * n};
+    work o = {.m = m, .k = k, .n = n, .precision = t, .order = order, .spreads = spread != NULL};
+    float **const arrays[] = {&o.xhat, &o.z, &o.dz,  &o.w,    &o.wt,    &o.dy,   &o.ones,     &o.x, &o.gamma,
+                              &o.beta, &o.c, &o.sum, &o.part, &o.shift, &o.rstd, &o.du_error, &o.wg};
+    const int64_t sizes[] = {m * k, m * k, m * k, n * k, n * k, m * n, m, k, k, k, n, longest, longest, m, m, m * n, n};
     for (size_t x = 0; x < COUNT(arrays); x++)
         *arrays[x] = plain_zeros(sizes[x], sizeof(float));
     o.sums = plain_zeros(longest, sizeof *o.sums);
@@ -333,13 +358,15 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
     round_all(t, n * k, o.w);
     for (int64_t f = 0; f < n; f++)
         for (int64_t e = 0; e < k; e++)
-            o.wt[e * n + f] = o.w[f * k + e];
+            o.wt[e * n + f] = o.w[f * k + e], o.wg[f] += o.gamma[e] * o.w[f * k + e];
     for (int64_t i = 0; i < m; i++) {
         o.ones[i] = 1;
         forward_row(p, &o, i, natural);
     }
     natural[N_Y] = natural[N_U] = largest_norm(o.z, m, k) * largest_norm(o.w, n, k);
     backward_parameters(p, &o, natural);
+    if (p->a.activation)
+        count_slopes(&o, o.most_dy, natural);
     if (spread) {
         memset(spread, 0, N_COUNT * sizeof *spread);
         measure_means(&o, spread);

@@ -1,137 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  * HEDDLE_ACCUMULATE and heddle_attention_merge: keys in parts, one call after another, against all keys at once in float64; the error
  * may be twice that of one call in the same type. */
-#include "common.h"
+#include "parts.h"
 
-#include "../tools/device_memory.h"
 #include "dtype.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-/* What is added to lies there before: a number that no sum cancels. */
-#define THERE 0.25
-
-/* Numbers as the test sees them, and where the library does, which without a GPU is the same. */
-typedef struct numbers {
-    heddle_device device;
-    size_t bytes;
-    void *host, *block;
-} numbers;
-
-static void copy(heddle_device device, void *to, const void *from, size_t bytes) {
-    if (device == HEDDLE_CUDA && !device_memory_copy(to, from, bytes))
-        fail_msg("%s", device_memory_error());
-}
-
-static numbers numbers_new(heddle_device device, heddle_dtype type, int64_t n, double value) {
-    const size_t bytes = (size_t)(n + 1) * heddle_dtype_size(type);
-    numbers x = {device, bytes, malloc(bytes), NULL};
-    assert_non_null(x.host);
-    for (int64_t at = 0; at < n; at++)
-        store_element(type, x.host, at, value);
-    x.block = device == HEDDLE_CUDA ? workspace_new(device, bytes) : x.host;
-    copy(device, x.block, x.host, bytes);
-    return x;
-}
-
-static void numbers_free(numbers *x) {
-    if (x->device == HEDDLE_CUDA) {
-        assert_true(workspace_intact(x->device, x->block, x->bytes));
-        workspace_free(x->device, x->block, x->bytes);
-    }
-    free(x->host);
-}
-
-static void upload(const numbers *x) {
-    copy(x->device, x->block, x->host, x->bytes);
-}
-
-static void download(const numbers *x) {
-    copy(x->device, x->host, x->block, x->bytes);
-}
-
-/* The sums of a problem, contiguous, in float (float64's double). */
-typedef struct sums {
-    heddle_dtype real;
-    numbers o, lse, dq, dk, dv;
-} sums;
-
-static sums sums_new(const heddle_attention *a) {
-    const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
-    const int64_t rows = a->b * a->h * a->sq, keys = a->b * a->hk * a->sk;
-    return (sums){real,
-                  numbers_new(a->device, real, rows * a->dv, (double)NAN),
-                  numbers_new(a->device, real, rows, -(double)INFINITY),
-                  numbers_new(a->device, real, rows * a->d, THERE),
-                  numbers_new(a->device, real, keys * a->d, THERE),
-                  numbers_new(a->device, real, keys * a->dv, THERE)};
-}
-
-static void sums_free(sums *s) {
-    numbers *all[] = {&s->o, &s->lse, &s->dq, &s->dk, &s->dv};
-    for (size_t x = 0; x < COUNT(all); x++)
-        numbers_free(all[x]);
-}
-
-/* The tensors' own strides, literally: those of a part are those of the whole. */
-static void be_literal(const attention_problem *p, heddle_attention *a) {
-    for (int x = 0; x < T_COUNT; x++) {
-        const int64_t *s = p->t[x].stride;
-        const heddle_strides literal =
-            s[0] || s[1] || s[2] ? (heddle_strides){s[0], s[1], s[2]} : (heddle_strides){HEDDLE_BROADCAST, 0, 0};
-        if (attention_fields[x].stride && p->t[x].host)
-            memcpy((char *)a + attention_fields[x].stride, &literal, sizeof literal);
-    }
-    a->o_stride = a->dq_stride = (heddle_strides){0};
-    a->dk_stride = (heddle_strides){p->a.hk * p->a.sk * p->a.d, p->a.sk * p->a.d, p->a.d};
-    a->dv_stride = (heddle_strides){p->a.hk * p->a.sk * p->a.dv, p->a.sk * p->a.dv, p->a.dv};
-}
-
-static const void *behind(const void *p, int64_t elements, size_t size) {
-    return p ? (const char *)p + elements * (int64_t)size : NULL;
-}
-
-/* Keys first .. end-1 of the problem; the sinks go with the keys at 0. */
-static void run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64_t first, int64_t end) {
-    heddle_attention a = p->a;
-    heddle_attention_data t = attention_data(p, pass == HEDDLE_BACKWARD);
-    const size_t size = heddle_dtype_size(a.dtype), real = heddle_dtype_size(s->real);
-    be_literal(p, &a);
-    a.features |= HEDDLE_ACCUMULATE;
-    a.k_offset = first;
-    a.whole_sq = a.features & HEDDLE_SEQLENS ? 0 : a.sq;
-    a.whole_sk = a.features & HEDDLE_SEQLENS ? 0 : a.sk;
-    a.sk = end - first;
-    t.k = behind(t.k, first * p->t[T_K].stride[2], size);
-    t.v = behind(t.v, first * p->t[T_V].stride[2], size);
-    t.bias = behind(t.bias, first, size);
-    t.bool_mask = behind(t.bool_mask, first, 1);
-    t.dbias = (void *)(uintptr_t)behind(t.dbias, first, size);
-    if (first) {
-        a.features &= ~HEDDLE_SINKS;
-        t.sinks = NULL;
-        t.dsinks = NULL;
-    }
-    t.o = s->o.block;
-    t.lse = s->lse.block;
-    if (pass == HEDDLE_BACKWARD) {
-        t.dq = s->dq.block;
-        t.dk = (void *)(uintptr_t)behind(s->dk.block, first * a.d, real);
-        t.dv = (void *)(uintptr_t)behind(s->dv.block, first * a.dv, real);
-    }
-    size_t bytes = 0;
-    assert_int_equal(heddle_attention_workspace(&a, pass, &bytes), HEDDLE_OK);
-    void *workspace = workspace_new(a.device, bytes);
-    const heddle_status status =
-        (pass == HEDDLE_FORWARD ? heddle_attention_forward : heddle_attention_backward)(&a, &t, workspace, bytes, NULL);
-    if (status != HEDDLE_OK)
-        fail_msg("%s: %s", heddle_status_string(status), heddle_last_message());
-    assert_true(workspace_intact(a.device, workspace, bytes));
-    workspace_free(a.device, workspace, bytes);
-}
 
 /* The largest error of a result, of sums or of one call, and the largest magnitude of what it should be. */
 static double error_of(const tensor *ref, const tensor *one, heddle_dtype real, const void *sum, double there,
@@ -157,7 +34,7 @@ static double error_of(const tensor *ref, const tensor *one, heddle_dtype real, 
 static void compare(const char *name, const tensor *ref, const tensor *one, const sums *s, const numbers *sum,
                     double there) {
     double magnitude = 0;
-    download(sum);
+    numbers_download(sum);
     const double mine = error_of(ref, NULL, s->real, sum->host, there, &magnitude);
     const double its = error_of(ref, one, s->real, NULL, 0, &magnitude);
     const double unit = s->real == HEDDLE_F64 ? 0x1p-48 : 0x1p-23; /* one call of float64 is the reference itself */
@@ -176,7 +53,7 @@ static void check_parts(const attention_case *c, heddle_dtype dtype, heddle_devi
     sums s = sums_new(&p.a);
     for (int pass = 0; pass < 2; pass++)
         for (int64_t from = 0, x = 0; from < p.a.sk; from = ends[x++])
-            run_part(&p, &s, (heddle_pass)pass, from, ends[x]);
+            assert_true(run_part(&p, &s, (heddle_pass)pass, from, ends[x]));
     compare("o", &ref.t[T_O], &p.t[T_O], &s, &s.o, 0);
     compare("lse", &ref.t[T_LSE], &p.t[T_LSE], &s, &s.lse, 0);
     compare("dq", &ref.t[T_DQ], &p.t[T_DQ], &s, &s.dq, THERE);
@@ -314,11 +191,11 @@ static void merge_case(heddle_dtype type, heddle_device device, int64_t dv, bool
         right[x][MOST] = log(sum);
     }
     for (size_t x = 0; x < COUNT(all); x++)
-        upload(&all[x]);
+        numbers_upload(&all[x]);
     assert_int_equal(heddle_attention_merge(&m, all[0].block, all[1].block, all[2].block, all[3].block, NULL),
                      HEDDLE_OK);
-    download(&all[0]);
-    download(&all[1]);
+    numbers_download(&all[0]);
+    numbers_download(&all[1]);
     const double unit = real == HEDDLE_F64 ? 0x1p-50 : 0x1p-21;
     for (int64_t x = 0; x < ROWS; x++) {
         const int64_t at = strided ? (x / S / H * S * H + x % S * H + x / S % H) * row : x * row;

@@ -201,6 +201,8 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
     if (rng_chance(&r, 0.15))
         random_pages(&r, &c);
     random_sharpness(&r, &c);
+    if (attention_fits_parts(&c) && rng_chance(&r, 0.2))
+        c.first_part = rng_between(&r, 1, a->sk);
     return c;
 }
 
