@@ -86,10 +86,14 @@ def _tangents_of(operator: str, values: Sequence[Any], tangents: Sequence[Maybe]
     return [made.get(key) for key in places] + [None] * (len(there) - len(places))
 
 
+def _is_made(operator: str, result: Maybe) -> bool:
+    return result is not None and (operator not in _OPERATIONS or _schema.is_made(result))
+
+
 def forward_mode(operator: str, run: Redispatch, values: Sequence[Any], tangents: Sequence[Maybe]) -> Any:
     """run(*values) with the tangents of its results, where no gradient is wanted."""
     results = run(*values)
-    made = _tangents_of(operator, values, tangents, [value is not None for value in results])
+    made = _tangents_of(operator, values, tangents, [_is_made(operator, value) for value in results])
     pairs = zip(results, made, strict=True)
     return tuple(value if value is None or t is None else _make_dual(value, t, level=LEVEL) for value, t in pairs)
 
@@ -104,7 +108,7 @@ def both_modes(operator: str, function: Any) -> Any:
         @staticmethod
         def forward(ctx: Any, redispatch: Redispatch, *args: Any) -> Any:
             results = function.forward(ctx, redispatch, *args)
-            there = (value is not None and at < differentiable for at, value in enumerate(results))
+            there = (at < differentiable and _is_made(operator, value) for at, value in enumerate(results))
             ctx.dual = (
                 args,
                 [(r.shape, r.dtype) if is_there else None for r, is_there in zip(results, there, strict=True)],

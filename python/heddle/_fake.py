@@ -108,7 +108,7 @@ def _attention_fake(
     whole_sq: int = 0,
     whole_sk: int = 0,
     whole_h: int = 0,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor]:
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     _check_attention(q, k, v, packed, block_table is not None)
     _check_devices(q, alibi_slopes=alibi_slopes, sinks=sinks, rng_state=rng_state, block_table=block_table)
@@ -139,7 +139,7 @@ def _attention_fake(
             or any(tensor.shape[x] != 1 and tensor.shape[x] != full[x] for x in range(3))
         ):
             raise HeddleValueError(f"{name} has shape {list(tensor.shape)}, which does not broadcast to {list(full)}")
-    weights = q.new_empty((b, q.shape[1], sq, sk)) if return_weights else None
+    weights = q.new_empty((b, q.shape[1], sq, sk) if return_weights else (0,))
     return _like(q, v.shape[-1]), q.new_empty(rows, dtype=_real(q.dtype)), weights
 
 
@@ -225,7 +225,7 @@ def _norm_linear_fake(
     tf32: bool = False,
     activation: int = 0,
     keep_u: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_norm_linear(x, weight, gamma, beta)
     if not 0 <= activation <= 3:
         raise HeddleValueError(f"activation = {activation} is none of 0 (none), 1 (gelu), 2 (gelu_tanh), 3 (silu)")
@@ -235,7 +235,7 @@ def _norm_linear_fake(
             raise HeddleValueError(f"bias has shape {list(bias.shape)}, but must have [{weight.shape[0]}]")
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=_real(x.dtype)) for _ in range(2))
-    return y, mean, rstd, torch.empty_like(y) if activation and keep_u else None
+    return y, mean, rstd, y.new_empty(y.shape if activation and keep_u else (0,))
 
 
 def _norm_linear_backward_fake(

@@ -38,7 +38,7 @@ def _load() -> None:
 
 _load()
 ops: Any = _torch_ops.heddle
-Results = tuple[Tensor, Tensor, Tensor | None]
+Results = tuple[Tensor, Tensor, Tensor]
 
 _EXCEPTIONS: dict[str, type[Exception]] = {
     "ValueError": HeddleValueError,
@@ -144,6 +144,8 @@ class _Attention(torch.autograd.Function):
             )
         out, lse, weights = redispatch(*args)
         ctx.set_materialize_grads(False)
+        if not _schema.is_made(weights):
+            ctx.mark_non_differentiable(weights)
         ctx.options = args[_ATTENTION_TENSORS:]
         ctx.tensors = len(args[:_ATTENTION_TENSORS])
         ctx.save_for_backward(out, lse, *args[:_ATTENTION_TENSORS])
@@ -172,16 +174,16 @@ class _Attention(torch.autograd.Function):
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, redispatch: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def forward(ctx: Any, redispatch: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         given = _LINEAR_DEFAULTS | dict(zip(_LINEAR_NAMES, args, strict=False))
         if given["activation"]:
             given["keep_u"] = True
             args = tuple(given[name] for name in _LINEAR_NAMES)
         y, mean, rstd, u = redispatch(*args)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(mean, rstd, *(() if u is None else (u,)))
-        kept = ("x", "weight", "gamma", "beta", *(() if u is None else ("bias",)))
-        ctx.save_for_backward(mean, rstd, u, *(given[name] for name in kept))
+        ctx.mark_non_differentiable(mean, rstd, u)
+        kept = ("x", "weight", "gamma", "beta", *(("bias",) if given["activation"] else ()))
+        ctx.save_for_backward(mean, rstd, u if given["activation"] else None, *(given[name] for name in kept))
         ctx.options = given["eps"], given["norm"], given["tf32"], given["activation"]
         return y, mean, rstd, u
 

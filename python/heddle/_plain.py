@@ -109,6 +109,7 @@ class _Parts(NamedTuple):
     int32: Any = torch.int32
     real: Any = torch.float32
     dtypes: Any = (torch.float32, torch.bfloat16, torch.float16)
+    new_empty: Any = "new_empty"
 
 
 def _somebody() -> bool:

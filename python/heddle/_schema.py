@@ -33,6 +33,11 @@ def tensors(operator: str) -> int:
     return next((at for at, kind in enumerate(kinds) if kind not in ("Tensor", "Optional[Tensor]")), len(kinds))
 
 
+def is_made(result: Any) -> bool:
+    """Of a forward operator: False for the empty tensor in the place of what nobody asked for, weights or u."""
+    return bool(result.shape != (0,))
+
+
 @cache
 def differentiable(forward: str, operator: str) -> tuple[int, ...]:
     """Where `operator` has the arguments of which the backward of `forward` gives gradients, in their order."""

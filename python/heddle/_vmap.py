@@ -53,8 +53,9 @@ def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) 
     if given["alibi_slopes"] is not None and given["alibi_slopes"].dim() == 2:
         given["alibi_slopes"] = _fold(given["alibi_slopes"], None, size)
     out, lse, weights = ops.attention(*(given[name] for name in names))
-    unfolded = [None if value is None else value.reshape(size, b, *value.shape[1:]) for value in (out, lse, weights)]
-    return tuple(unfolded), (0, 0, None if weights is None else 0)
+    made = (out, lse, weights) if given["return_weights"] else (out, lse)
+    unfolded = [value.reshape(size, b, *value.shape[1:]) for value in made]
+    return (*unfolded, weights)[:3], (0, 0, 0 if given["return_weights"] else None)
 
 
 def norm_linear(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int | None, ...]]:
@@ -63,7 +64,7 @@ def norm_linear(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any
             raise NotImplementedError(f"vmap over {name} is not supported")
     x = args[0].movedim(in_dims[0], 0).contiguous()
     made = ops.norm_linear(x, *args[1:])
-    return made, tuple(None if value is None else 0 for value in made)
+    return made, tuple(0 if _schema.is_made(value) else None for value in made)
 
 
 def _given(

@@ -38,11 +38,16 @@ enum part {
     INT32,         /* torch.int32 */
     REAL,          /* torch.float32 */
     DTYPES,        /* those of q: three */
+    NEW_EMPTY,     /* "new_empty" */
     PARTS
 };
 
 static PyObject *part(PyObject *parts, enum part x) {
     return PyTuple_GetItem(parts, x);
+}
+
+static PyObject *number(PyObject *parts, Py_ssize_t x) {
+    return PyTuple_GetItem(part(parts, NUMBERS), x);
 }
 
 /* Like all functions here that return int: 1 yes, 0 no, -1 with an exception. */
@@ -157,6 +162,15 @@ static int take_names(PyObject *names, PyObject **causal, PyObject **scale) {
     return 1;
 }
 
+/* out, lse and, in the place of weights, which are not asked for, a tensor of no elements, as the operator itself has it. */
+static PyObject *with_empty(PyObject *parts, PyObject *pair) {
+    PyObject *out = PyTuple_GetItem(pair, 0);
+    PyObject *empty = PyObject_CallMethodObjArgs(out, part(parts, NEW_EMPTY), number(parts, 0), NULL);
+    PyObject *result = empty ? PyTuple_Pack(3, out, PyTuple_GetItem(pair, 1), empty) : NULL;
+    Py_XDECREF(empty);
+    return result;
+}
+
 static PyObject *call_operator(PyObject *parts, PyObject *args, PyObject *names) {
     PyObject *causal = PyTuple_GetItem(part(parts, NUMBERS), 0), *scale = part(parts, ZERO), *result = NULL;
     if (PyTuple_Size(args) == 3 && (!names || take_names(names, &causal, &scale))) {
@@ -168,7 +182,7 @@ static PyObject *call_operator(PyObject *parts, PyObject *args, PyObject *names)
             if (!pair)
                 return NULL;
             if (pair != Py_NotImplemented)
-                result = PyTuple_Pack(3, PyTuple_GetItem(pair, 0), PyTuple_GetItem(pair, 1), Py_None);
+                result = with_empty(parts, pair);
             Py_DECREF(pair);
             if (pair != Py_NotImplemented)
                 return result;
@@ -178,10 +192,6 @@ static PyObject *call_operator(PyObject *parts, PyObject *args, PyObject *names)
 }
 
 /* ------------------------------------------------------------------------------------------- heddle.attention */
-
-static PyObject *number(PyObject *parts, Py_ssize_t x) {
-    return PyTuple_GetItem(part(parts, NUMBERS), x);
-}
 
 /* Fewer than four dimensions are heddle.attention's own matter. */
 static int has_four(PyObject *parts, PyObject *tensor) {

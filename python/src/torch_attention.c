@@ -373,7 +373,7 @@ static void forward_results(call *c, problem *p, bool lse) {
         contiguous_strides(4, square, stride);
         p->t.weights = call_make(c, 2, 4, square, stride, call_dtype(c));
     } else {
-        call_make_none(c, 2);
+        call_make_empty(c, 2);
     }
     if (p->varlen && !c->message[0] && attention_has_loose_rows(c, p->t.cu_seqlens_q, a->b, a->total_q)) {
         call_zero(c, 0);

@@ -315,6 +315,13 @@ bool call_make_none(call *c, int x) {
     return !c->message[0] && torch_ok(c, aoti_torch_new_uninitialized_tensor(&c->result[x]), "make a result of None");
 }
 
+bool call_make_empty(call *c, int x) {
+    static const int64_t size = 0, stride = 1;
+    if ((uint64_t)x < c->results)
+        call_make(c, x, 1, &size, &stride, call_dtype(c));
+    return !c->message[0];
+}
+
 bool call_zero(call *c, int x) {
     return !c->message[0] && torch_ok(c, aoti_torch_zero_(c->result[x]), "fill a result with zeros");
 }

@@ -68,6 +68,9 @@ int32_t call_real(const call *c);
 void *call_make(call *c, int x, int64_t rank, const int64_t *size, const int64_t *stride, int32_t dtype);
 /* Result x is None, if the operator has that many. */
 bool call_make_none(call *c, int x);
+/* Result x of a forward operator, if it has that many, is not asked for: a tensor of no elements, as what AOTInductor compiles
+ * knows no None. */
+bool call_make_empty(call *c, int x);
 bool call_zero(call *c, int x);
 
 /* Bytes of workspace, or what is wrong with the description. The answer for a description just like the thread's last is

@@ -123,7 +123,7 @@ void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t 
         if (p.a.activation && c.integer[KEEP_U])
             p.t.u = make_rows(&c, &p, 3, p.a.n, call_dtype(&c));
         else
-            call_make_none(&c, 3);
+            call_make_empty(&c, 3);
         if (!c.message[0] && call_norm_linear_bytes(&c, &p.a, HEDDLE_FORWARD, &bytes) &&
             call_workspace(&c, bytes, &workspace))
             call_status(&c, heddle_norm_linear_forward(&p.a, &p.t, workspace, bytes, c.stream));

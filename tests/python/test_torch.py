@@ -143,18 +143,6 @@ def test_compile_with_dynamic_shapes(device):
     assert count.frame_count == 1
 
 
-@everywhere
-def test_export(device):
-    block = heddle.nn.TransformerBlock(16, 4, 2, causal="top_left", device=device).eval()
-    x = torch.randn(2, 7, 16, device=device)
-    exported = torch.export.export(block, (x,), dynamic_shapes={"x": {1: torch.export.Dim("s", min=2, max=64)}})
-    for s in (7, 12):
-        x = torch.randn(2, s, 16, device=device)
-        assert torch.allclose(exported.module()(x), block(x), atol=1e-6)
-    names = {str(node.target) for node in exported.graph.nodes}
-    assert "heddle.attention.default" in names and "heddle.norm_linear.default" in names
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @everywhere
 def test_activation_checkpointing(dropout, device):
@@ -239,15 +227,15 @@ def test_meta_tensors():
     assert heddle.norm_linear(q, torch.empty(3, 8, device="meta")).shape == (2, 4, 5, 3)
 
 
-def test_what_is_not_asked_for_is_none():
+def test_what_is_not_asked_for():
     q, k, v = (t.detach() for t in tensors(*QKV))
     out, lse, weights = ops.attention(q, k, v)
-    assert weights is None and ops.attention(q, k, v, return_weights=True)[2].shape == (2, 4, 5, 6)
+    assert weights.shape == (0,) and ops.attention(q, k, v, return_weights=True)[2].shape == (2, 4, 5, 6)
     grads = ops.attention_backward(out, None, None, out, lse, q, k, v, needs=2)
     assert [grad is None for grad in grads] == [True, False, True, True, True]
     x, weight = q.detach(), torch.randn(3, 8)
     y, mean, rstd, u = ops.norm_linear(x, weight)
-    assert u is None
+    assert u.shape == (0,)
     grads = ops.norm_linear_backward(y, mean, rstd, x, weight, needs=1)
     assert [grad is None for grad in grads] == [False, True, True, True, True]
 

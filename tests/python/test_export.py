@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch.export and AOTInductor make of heddle's operators."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import devices
+
+import heddle
+
+ROOT = Path(__file__).parents[2]
+everywhere = pytest.mark.parametrize("device", devices())
+
+
+def calls(exported, operator):
+    return [node for node in exported.graph.nodes if node.target is getattr(torch.ops.heddle, operator).default]
+
+
+@everywhere
+def test_export(device):
+    block = heddle.nn.TransformerBlock(16, 4, 2, causal="top_left", device=device).eval()
+    x = torch.randn(2, 7, 16, device=device)
+    exported = torch.export.export(block, (x,), dynamic_shapes={"x": {1: torch.export.Dim("s", min=2, max=64)}})
+    for s in (7, 12):
+        x = torch.randn(2, s, 16, device=device)
+        assert torch.allclose(exported.module()(x), block(x), atol=1e-6)
+    assert len(calls(exported, "attention")) == 1 and len(calls(exported, "norm_linear")) == 2
+    for node in (*calls(exported, "attention"), *calls(exported, "norm_linear")):
+        # AOTInductor takes no None.
+        assert all(isinstance(result, torch.Tensor) for result in node.meta["val"])
+
+
+def compile_runner(program):
+    """examples/run_exported.cpp, as its first lines say."""
+    from torch.utils import cpp_extension
+
+    gpu = torch.cuda.is_available()
+    include = [f"-I{path}" for path in cpp_extension.include_paths()]
+    libraries = [part for path in cpp_extension.library_paths() for part in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    names = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", *(["-ltorch_cuda"] if gpu else []), "-lc10"]
+    source = ROOT / "examples/run_exported.cpp"
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run(
+        [compiler, "-std=c++20", *include, source, "-o", program, *libraries, *names, "-ldl"], check=True, timeout=600
+    )
+
+
+@pytest.mark.skipif("HEDDLE_LONG" not in os.environ, reason="HEDDLE_LONG is not set: PyTorch's headers are long")
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
+def test_an_exported_model_runs_without_python(tmp_path):
+    package, program = tmp_path / "model.pt2", tmp_path / "run_exported"
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    made = subprocess.run(
+        [sys.executable, str(ROOT / "examples/export_model.py"), str(package)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert made.returncode == 0, made.stderr
+    compile_runner(program)
+    operators = Path(heddle.__file__).with_name("_torch_ops.so")
+    ran = subprocess.run([program, package, operators], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == made.stdout and ran.stdout.count("sum of squares") == 2
+    assert subprocess.run([program, package], capture_output=True, timeout=60).returncode == 2
