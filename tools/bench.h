@@ -19,7 +19,7 @@ typedef struct bench_case {
 } bench_case;
 
 /* The problems of a device, bench_count of them; those of the GPU are made of its head dims, types and options. */
-enum { BENCH_MOST_CASES = 160 };
+enum { BENCH_MOST_CASES = 240 };
 int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]);
 /* On a GPU as bench/results calls it: "B4H16/16S4096D128c-bfloat16 softcap". */
 void bench_name(const bench_case *c, heddle_device device, char *text, size_t n);
@@ -62,6 +62,8 @@ typedef struct bench_machine {
 
 /* One line of JSON, without its end. */
 void bench_row_json(FILE *to, const bench_row *row, const bench_machine *machine);
+/* The i-th of the kernels that a plan can name, NULL behind the last. */
+const char *bench_kernel(int i);
 /* Prints which kernels of the lists are in none of these rows. */
 void bench_untaken(const char *rows);
 /* The rows of a file of bench/results, as JSON separated by commas, behind what is there. False after a complaint. */

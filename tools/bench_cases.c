@@ -41,14 +41,20 @@ static const struct option_kind {
     {"sinks", HEDDLE_SINKS, true, false},
     {"dropout", 0, true, false},
     {"dense", HEDDLE_BOOL_MASK, false, true},
+    {"padding", HEDDLE_BOOL_MASK, false, false},
     {"bias shared", HEDDLE_BIAS, false, true},
     {"dbias shared", HEDDLE_BIAS, false, true},
     {"softcap alibi", HEDDLE_ALIBI, true, false},
     {"deterministic", HEDDLE_DETERMINISTIC, true, false},
     {"deterministic softcap alibi", HEDDLE_DETERMINISTIC | HEDDLE_ALIBI, true, false},
+    {"dense softcap", HEDDLE_BOOL_MASK, false, true},
+    {"deterministic dense softcap", HEDDLE_DETERMINISTIC | HEDDLE_BOOL_MASK, false, true},
+    {"accumulate", HEDDLE_ACCUMULATE, true, false},
     {"tf32", HEDDLE_TF32, true, false},
+    {"odd part", 0, true,
+     false}, /* with dropout, and no multiple of eight keys in front of it: what none but the plain kernels take */
 };
-enum { KINDS = sizeof kinds / sizeof *kinds };
+enum { KINDS = sizeof kinds / sizeof *kinds, ON_ALL_DIMS = KINDS - 1 };
 
 static const struct option_kind *kind_of(const bench_case *c) {
     for (int i = 0; i < KINDS && c->option; i++)
@@ -74,7 +80,7 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
         out[n++] = gpu_case(dtype, 4096, dims[i], CAUSAL);
     for (int64_t d = 64; d <= 256; d *= 2) {
         out[n++] = gpu_case(dtype, 4096, d, FULL);
-        for (int i = 0; i < KINDS; i++) {
+        for (int i = 0; i < ON_ALL_DIMS; i++) {
             if ((kinds[i].features == HEDDLE_TF32) != (dtype == HEDDLE_F32) && kinds[i].features == HEDDLE_TF32)
                 continue;
             if (dtype == HEDDLE_F32 && d != 128)
@@ -87,6 +93,17 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
     out[n].h = 32;
     out[n++].hk = 8;
     out[n++] = gpu_case(dtype, 512, 128, CAUSAL);
+    out[n++] = gpu_case(dtype, 16384, 96, CAUSAL); /* a kernel of its own for long ones */
+    for (int64_t d = 96; d <= 192 && dtype != HEDDLE_F32; d *= 2) {
+        out[n] = gpu_case(dtype, 4096, d, CAUSAL);
+        out[n++].option = "accumulate";
+    }
+    if (dtype == HEDDLE_F32) {
+        out[n] = gpu_case(dtype, 4096, 64, CAUSAL);
+        out[n++].option = "alibi";
+    }
+    out[n] = (bench_case)SELF(dtype, 1, 16, 512, 128, CAUSAL);
+    out[n++].option = "odd part";
     out[n++] = (bench_case)SELF(dtype, 1, 1, 128, 32, FULL);
     out[n++] = (bench_case)SELF(dtype, 1, 4, 128, 64, CAUSAL);
     out[n++] = (bench_case)SELF(dtype, 1, 4, 128, 128, CAUSAL);
@@ -97,8 +114,11 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
 
 static int gpu_cases(bench_case *out) {
     static const heddle_dtype dtypes[] = {HEDDLE_BF16, HEDDLE_F16, HEDDLE_F32};
-    static const int64_t sizes[][3] = {
-        {16384, 1024, 4096}, {2048, 768, 3072}, {2040, 72, 744}, {2040, 72, 1000}, {16, 768, 3072}};
+    /* Behind the first two: of each width of Hopper's tiles, forward by n and backward by k; rows
+     * that nothing is aligned to; few of them. */
+    static const int64_t sizes[][3] = {{16384, 1024, 4096}, {2048, 768, 3072},  {2040, 72, 744},    {2040, 72, 1000},
+                                       {2040, 72, 1272},    {2040, 1000, 2040}, {2040, 1272, 2040}, {2040, 1480, 2040},
+                                       {2048, 765, 3071},   {16, 768, 3072}};
     enum { SIZES = sizeof sizes / sizeof *sizes };
     int n = 0;
     for (int i = 0; i < 3; i++)
@@ -170,7 +190,10 @@ job bench_job(const bench_case *c, heddle_device device) {
     j.a.features = j.l.features = kind->features;
     j.a.window_left = kind->features & HEDDLE_WINDOW ? 512 : 0;
     j.a.softcap = strstr(kind->name, "softcap") ? 30 : 0;
-    j.a.dropout = !strcmp(kind->name, "dropout") ? 0.1 : 0;
+    j.a.dropout = !strcmp(kind->name, "dropout") || !strcmp(kind->name, "odd part") ? 0.1 : 0;
+    j.a.k_offset = !strcmp(kind->name, "odd part") ? 5 : 0;
+    if ((kind->features & HEDDLE_BOOL_MASK) && !kind->shared)
+        j.a.bool_mask_stride = (heddle_strides){c->sk, 0, 0};
     if (kind->shared) {
         const heddle_strides one = {0, c->sq * c->sk, c->sk};
         if (kind->features & HEDDLE_BOOL_MASK)
@@ -239,6 +262,11 @@ static bool wanted(const job *j, int f, bool backward) {
     return backward || t->role < ROLE_GRADIENT_IN;
 }
 
+/* What is added to has to be there, too. */
+static bool has_contents(const job *j, int f) {
+    return is_input(&job_fields(j)[f]) || (!j->linear && (j->a.features & HEDDLE_ACCUMULATE) && (f == O || f == LSE));
+}
+
 static bool get(job *j, arena *m, int f, bench_data *out) {
     const size_t bytes = field_bytes(j, f);
     if (!out->on_gpu)
@@ -262,7 +290,7 @@ bool bench_fill(job *j, arena *m, bool backward, uint64_t seed, bench_data *out)
     bool ok = out->workspace;
     for (int f = 0; ok && t[f].name; f++)
         if (wanted(j, f, backward))
-            ok = get(j, m, f, out) && (!is_input(&t[f]) || fill(j, out, f, &r));
+            ok = get(j, m, f, out) && (!has_contents(j, f) || fill(j, out, f, &r));
     if (!ok)
         complain("the GPU's memory: %s", device_memory_error());
     return ok;

@@ -30,7 +30,7 @@ uint64_t job_features(const job *j) {
 
 static heddle_dtype element_dtype(const job *j, int f) {
     heddle_dtype dtype = job_dtype(j);
-    return job_fields(j)[f].element == OF_DTYPE || dtype == HEDDLE_F64 ? dtype : HEDDLE_F32;
+    return element_in(&job_fields(j)[f], job_features(j)) == OF_DTYPE || dtype == HEDDLE_F64 ? dtype : HEDDLE_F32;
 }
 
 size_t field_bytes(const job *j, int f) {

@@ -1,0 +1,71 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Every kernel that a plan can name has a row of `heddle bench --device cuda`, on Hopper as it comes or with a family asked for.
+ * Pure: no driver is asked, and none is needed. */
+#include "common.h"
+
+#include "../../tools/bench.h"
+#include "cuda/attention/attention.h"
+#include "cuda/norm_linear/norm_linear.h"
+#include "plan.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* What HEDDLE_CUDA_FAMILY makes of an H200: nothing, sm80, small. */
+static const cuda_facts devices[] = {{"an H200", 132, 232448, true, SMALL_CHOSEN},
+                                     {"sm80", 132, 232448, false, SMALL_NEVER},
+                                     {"small", 132, 232448, false, SMALL_ALWAYS}};
+
+static const char *name_of(const job *j, heddle_pass pass, const cuda_facts *device) {
+    static char name[128];
+    if (j->linear) {
+        norm_linear_plan plan = {.threads = 1};
+        assert_int_equal(heddle__resolve_norm_linear(&j->l, pass, &plan), HEDDLE_OK);
+        assert_int_equal(heddle__cuda_plan_norm_linear(&plan, device), HEDDLE_OK);
+        snprintf(name, sizeof name, "%s", plan.kernel);
+    } else {
+        attention_plan plan = {.threads = 1};
+        assert_int_equal(heddle__resolve_attention(&j->a, pass, &plan), HEDDLE_OK);
+        assert_int_equal(heddle__cuda_plan_attention(&plan, device), HEDDLE_OK);
+        snprintf(name, sizeof name, "%s", plan.kernel);
+    }
+    return name;
+}
+
+enum { MOST_KERNELS = 1000 };
+
+static void test_every_kernel_has_a_row(void **state) {
+    (void)state;
+    static bench_case cases[BENCH_MOST_CASES];
+    static bool taken[MOST_KERNELS];
+    const int n = bench_cases(HEDDLE_CUDA, cases);
+    assert_true(n > 0 && n <= BENCH_MOST_CASES);
+    for (size_t d = 0; d < COUNT(devices); d++)
+        for (int x = 0; x < n; x++) {
+            const job j = bench_job(&cases[x], HEDDLE_CUDA);
+            for (int pass = 0; pass < 2 - cases[x].forward_only; pass++) {
+                const char *name = name_of(&j, (heddle_pass)pass, &devices[d]), *kernel;
+                int i = 0;
+                while ((kernel = bench_kernel(i)) && strcmp(kernel, name) != 0)
+                    i++;
+                if (!kernel)
+                    fail_msg("%s is none of the kernels that a plan can name", name);
+                taken[i] = true;
+            }
+        }
+    int missing = 0, all = 0;
+    for (const char *kernel; (kernel = bench_kernel(all)); all++) {
+        assert_true(all < MOST_KERNELS);
+        if (!taken[all])
+            printf("no row takes %s\n", kernel);
+        missing += !taken[all];
+    }
+    printf("%d rows, %d kernels, %d of them without a row\n", n, all, missing);
+    assert_true(all > 150);
+    assert_int_equal(missing, 0);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_every_kernel_has_a_row)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
