@@ -21,15 +21,20 @@ endif()
 if(NOT HEDDLE_OPENMP)
     list(APPEND HEDDLE_WARNINGS -Wno-unknown-pragmas)
 endif()
+# MinGW's isnan() has a cast to float in it, and its compiler takes a format for Microsoft's.
+if(MINGW AND HEDDLE_WARNINGS)
+    list(APPEND HEDDLE_WARNINGS -Wno-float-conversion -Wno-format)
+endif()
 if(HEDDLE_WERROR)
     list(APPEND HEDDLE_WARNINGS -Werror)
 endif()
 
 # What a distribution builds with: checked calls of the C library, guarded stack frames, nothing writable that the loader is done
-# with. A sanitizer has its own checks, and a kernel no frame that a string could overflow.
+# with. A sanitizer has its own checks, and a kernel no frame that a string could overflow. MinGW has all this in a library of its
+# own, and its linker does by itself what there is of the last.
 set(HEDDLE_HARDENING_COMPILE "")
 set(HEDDLE_HARDENING_LINK "")
-if(HEDDLE_HARDEN AND NOT HEDDLE_SANITIZE)
+if(HEDDLE_HARDEN AND NOT HEDDLE_SANITIZE AND NOT MINGW)
     include(CheckLinkerFlag)
     check_c_compiler_flag(-fstack-protector-strong HEDDLE_COMPILER_HAS_STACK_PROTECTOR)
     if(HEDDLE_COMPILER_HAS_STACK_PROTECTOR)
@@ -51,6 +56,9 @@ function(heddle_compile target)
     set_target_properties(${target} PROPERTIES C_STANDARD 11 C_STANDARD_REQUIRED ON C_EXTENSIONS OFF)
     target_compile_options(${target} PRIVATE ${HEDDLE_WARNINGS} ${HEDDLE_HARDENING_COMPILE})
     get_target_property(type ${target} TYPE)
+    if(MINGW) # C99's printf, not Microsoft's
+        target_compile_definitions(${target} PRIVATE __USE_MINGW_ANSI_STDIO=1)
+    endif()
     if(HEDDLE_OLD_GLIBC)
         target_compile_options(${target} PRIVATE "SHELL:-include ${PROJECT_SOURCE_DIR}/cmake/old_glibc.h")
     endif()

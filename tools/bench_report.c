@@ -9,11 +9,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-__asm__(".section .rodata\n"
-        "report_html:\n"
-        ".incbin \"" REPORT_HTML "\"\n"
-        ".byte 0\n"
-        ".previous\n");
+#ifdef __APPLE__
+#define READ_ONLY ".section __TEXT,__const\n_"
+#define AS_BEFORE ".text\n"
+#else
+#define READ_ONLY ".section .rodata\n"
+#define AS_BEFORE ".previous\n"
+#endif
+__asm__(READ_ONLY "report_html:\n"
+                  ".incbin \"" REPORT_HTML "\"\n"
+                  ".byte 0\n" AS_BEFORE);
 extern const char report_html[];
 
 /* A string of JSON that may also stand in a script of a page. */

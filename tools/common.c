@@ -10,9 +10,19 @@
 #include <string.h>
 #include <time.h>
 
+/* Windows has aligned memory, but of another kind than what free() takes. */
+#ifdef _WIN32
+#include <malloc.h>
+#define aligned_alloc(alignment, bytes) _aligned_malloc(bytes, alignment)
+#define aligned_free _aligned_free
+#else
+#define aligned_free free
+#endif
+
 typedef struct arena_block {
     struct arena_block *next;
     void *p;
+    void (*release)(void *);
 } arena_block;
 
 int complain(const char *format, ...) {
@@ -26,12 +36,16 @@ int complain(const char *format, ...) {
     return EXIT_TROUBLE;
 }
 
-void arena_adopt(arena *m, void *p) {
+static void adopt(arena *m, void *p, void (*release)(void *)) {
     arena_block *block = malloc(sizeof *block);
     if (!block)
         exit(complain("out of memory"));
-    *block = (arena_block){m->blocks, p};
+    *block = (arena_block){m->blocks, p, release};
     m->blocks = block;
+}
+
+void arena_adopt(arena *m, void *p) {
+    adopt(m, p, free);
 }
 
 void *arena_alloc(arena *m, size_t bytes) {
@@ -40,7 +54,7 @@ void *arena_alloc(arena *m, size_t bytes) {
     if (!p)
         exit(complain("out of memory: %zu bytes were asked for", bytes));
     memset(p, 0xff, rounded);
-    arena_adopt(m, p);
+    adopt(m, p, aligned_free);
     return p;
 }
 
@@ -54,7 +68,7 @@ void arena_free(arena *m) {
     while (m->blocks) {
         arena_block *block = m->blocks;
         m->blocks = block->next;
-        free(block->p);
+        block->release(block->p);
         free(block);
     }
 }
@@ -99,18 +113,22 @@ bool parse_real(const char *option, const char *text, double *out) {
 }
 
 int parse_list(const char *option, const char *text, int most, int64_t *out) {
-    char *copy = strdup(text), *rest = copy;
+    char *copy = strdup(text), *item = copy;
     int count = 0;
     bool ok = true;
     if (!copy)
         exit(complain("out of memory"));
-    for (char *item; ok && (item = strsep(&rest, ",")); count++) {
+    for (char *comma = copy; ok && comma; count++) {
+        comma = strchr(item, ',');
+        if (comma)
+            *comma = 0;
         if (count == most) {
             complain("%s: '%s' has more than %d numbers", option, text, most);
             ok = false;
         } else {
             ok = parse_int(option, item, INT64_MIN, INT64_MAX, &out[count]);
         }
+        item = comma ? comma + 1 : item;
     }
     free(copy);
     return ok ? count : 0;

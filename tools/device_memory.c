@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "driver_call.h"
 
+#ifndef _WIN32
 #include <dlfcn.h>
+#endif
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -9,9 +11,14 @@
 static _Thread_local char error_text[160];
 
 void *device_memory_driver(const char *symbol) {
+#ifdef _WIN32
+    (void)symbol; /* there the library is built without CUDA */
+    return NULL;
+#else
     /* dlopen counts its openings and gives the same library every time. */
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     return library ? dlsym(library, symbol) : NULL;
+#endif
 }
 
 void device_memory_failed(const char *symbol, bool found, int status) {

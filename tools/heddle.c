@@ -12,12 +12,14 @@ static const struct {
     const char *what;
 } commands[] = {
     {"info", cmd_info, "the version, the devices that are there (or why not), instruction sets, threads"},
+    {"verify", cmd_verify, "check every kernel on this machine against float64"},
+#ifndef _WIN32 /* outputs without a name until they are whole, and what ends a process, are POSIX's */
     {"attention", cmd_attention, "attention of .npy files, forward and backward"},
     {"norm-linear", cmd_norm_linear, "LayerNorm + Linear of .npy files, forward and backward"},
-    {"verify", cmd_verify, "check every kernel on this machine against float64"},
     {"bench", cmd_bench, "time every kernel, beside what this machine can do at most"},
     {"demo", cmd_demo, "a FlashAttention program's report, then a small transformer trained on real text"},
     {"random", cmd_random, "make a .npy file of random numbers"},
+#endif
 };
 
 static void print_usage(FILE *to) {

@@ -180,6 +180,7 @@ static int make_link(const char *from, const char *name) {
  * file system has none. */
 static int open_unnamed(const char *target) {
     int fd = -1;
+    (void)target;
 #ifdef O_TMPFILE
     if (access(BY_DESCRIPTOR, X_OK) == 0) {
         char *directory = joined(target, (size_t)directory_length(target), "");

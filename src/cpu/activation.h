@@ -64,6 +64,7 @@ INLINE void weigh_as(heddle_activation kind, float *dy, const float *u, int64_t 
 /* du = dy∘act'(u), [m, n] contiguous. */
 static void form_du(const heddle_norm_linear *a, const heddle_norm_linear_data *t, int threads, void *du) {
     const int type = (int)a->dtype;
+    (void)threads; /* without OpenMP */
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < a->m; i++)
         for (int64_t n0 = 0; n0 < a->n; n0 += DU_COLUMNS) {

@@ -13,7 +13,9 @@
 
 #ifdef _OPENMP
 #include <omp.h>
+#ifndef _WIN32
 #include <pthread.h>
+#endif
 #endif
 #ifdef __x86_64__
 #include <cpuid.h>
@@ -135,7 +137,7 @@ static int threads_for(double multiply_adds) {
 #endif
 }
 
-#if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
+#if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__) && !defined(_WIN32)
 /* fork() gives its child one thread, but libgomp there would wait for ever for the others that the forking thread had. So it lets
  * them go before it forks, and each process starts its own again when it needs them (libomp does so by itself). A child of a
  * parallel region is still in it, and uses one thread. */
