@@ -53,7 +53,8 @@ def _window(size: Any) -> tuple[int, int] | None:
 
 
 def _heads_first(name: str, tensor: Tensor) -> Tensor:
-    need_tensors(**{name: tensor})
+    if type(tensor) is not Tensor or tensor.is_nested:  # attention looks at what else it may be
+        need_tensors(**{name: tensor})
     if tensor.dim() != 4:
         raise HeddleValueError(f"{name} has {tensor.dim()} dimensions, but must have 4: [b, s, h, d]")
     return tensor.transpose(1, 2)
