@@ -47,6 +47,21 @@ template <typename T> INLINE void from_float(T *to, float x) {
     *to = from_float<T>(x);
 }
 
+/* a + b, and what the sum was rounded by. */
+INLINE float add_exactly(float a, float b, float *low) {
+    const float sum = __fadd_rn(a, b), part = __fsub_rn(sum, a);
+    *low = __fadd_rn(__fsub_rn(a, __fsub_rn(sum, part)), __fsub_rn(b, part));
+    return sum;
+}
+
+/* a + b, and to *low what the sum was rounded by, beside what was left of both before. */
+INLINE float add_low(float a, float b, float before, float *low) {
+    float rest;
+    const float sum = add_exactly(a, b, &rest);
+    *low = before + rest;
+    return sum;
+}
+
 /* p[e .. e+7], zeros from `end` on; `vector`: p is aligned to 16 bytes. */
 INLINE void load8(const float *p, int64_t e, int64_t end, bool vector, float v[8]) {
     if (vector && e + 8 <= end) {

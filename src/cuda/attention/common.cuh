@@ -98,13 +98,6 @@ INLINE split_log split_log2(float x) {
     return {(float)exponent, log2f(rest) + (x - x)}; /* NaN of what is not finite */
 }
 
-/* a + b, and what the sum was rounded by. */
-INLINE float add_exactly(float a, float b, float *low) {
-    const float sum = __fadd_rn(a, b), part = __fsub_rn(sum, a);
-    *low = __fadd_rn(__fsub_rn(a, __fsub_rn(sum, part)), __fsub_rn(b, part));
-    return sum;
-}
-
 /* In float32 all of the logarithm's bits count. more: what base lacks. */
 template <typename T> INLINE float natural_log(const attention_params &p, float base, float sum, float more = 0.0f) {
     if (sizeof(T) == 2 || sum == 0.0f)

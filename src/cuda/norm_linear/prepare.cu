@@ -65,10 +65,12 @@ template <typename T> INLINE void store_planes(const norm_rows &p, int64_t row, 
 typedef float4 row_moments; /* mean, what rounding left in it, rstd */
 
 /* Of a row. The mean, in float32 of what is left after its first element (sums of 16-bit numbers are all but exact, and need no such
- * care), then the squares around the mean, corrected for what rounding left in it: xhat = (x - mean - residual)·rstd. */
+ * care), then the squares around the mean, corrected for what rounding left in it: xhat = (x - mean - residual)·rstd. That is summed by
+ * eights whose sum loses nothing more: a chain would lose more than the plain computation's tree does. */
 template <typename T, int TEAM, int HELD>
 INLINE row_moments moments(const norm_rows &p, const row_of<T, HELD> &in, float first, meeting *m, int *turn) {
-    float sum = 0, squares = 0, mean = 0;
+    constexpr bool EXACT = sizeof(T) == 4;
+    float sum = 0, low = 0, squares = 0, mean = 0;
     const float n = (float)p.cols;
     if (!p.rms) {
         each_chunk<TEAM>(in, p.cols, [&](float *v, int e, int inside) {
@@ -84,11 +86,16 @@ INLINE row_moments moments(const norm_rows &p, const row_of<T, HELD> &in, float 
 #pragma unroll
         for (int x = 0; x < 8; x++) {
             const float d = x < inside ? v[x] - mean : 0;
-            sum += d;
+            if (EXACT)
+                v[x] = d;
+            else
+                sum += d;
             squares += d * d;
         }
+        if (EXACT && !p.rms)
+            sum = add_low(sum, ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])), low, &low);
     });
-    const float2 both = team_sum<TEAM>(sum, squares, m, turn);
+    const float2 both = team_sum<TEAM, EXACT>(sum, squares, m, turn, low);
     const float residual = p.rms ? 0 : both.x * p.inverse;
     return make_float4(mean, residual, inverse_deviation(both.y, n, p.inverse, residual, p.eps), 0);
 }

@@ -93,13 +93,18 @@ INLINE void each_row(uint32_t *unit, int64_t rows, const FETCH &fetch_row, const
     *unit -= units;
 }
 
-/* The same to every thread of the team. `turn` flips with every call. */
-template <int TEAM> INLINE float2 team_sum(float x, float y, meeting *m, int *turn) {
+/* The same to every thread of the team. `turn` flips with every call. EXACT: x has a low part, and no warp rounds its sum but once. */
+template <int TEAM, bool EXACT = false> INLINE float2 team_sum(float x, float y, meeting *m, int *turn, float low = 0) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
-        x += __shfl_xor_sync(~0u, x, step);
+        const float other = __shfl_xor_sync(~0u, x, step);
+        if (EXACT)
+            x = add_low(x, other, low + __shfl_xor_sync(~0u, low, step), &low);
+        else
+            x += other;
         y += __shfl_xor_sync(~0u, y, step);
     }
+    x += low;
     if constexpr (TEAM > 32) {
         float2 *slots = m->slots[ *turn ^= 1] + threadIdx.x / TEAM * (TEAM / 32);
         if (threadIdx.x % 32 == 0)

@@ -14,11 +14,13 @@ INLINE float warp_sum(float x) {
     return x;
 }
 
-/* Of a row of T, by a warp that finds element e at x[e]: its mean, what rounding left in it, and 1/deviation. As in prepare.cu. */
+/* Of a row of T, by a warp that finds element e at x[e]: its mean, what rounding left in it, and 1/deviation. As in prepare.cu; what is
+ * left is summed by fours in float32, where a lane's chain would lose more than the plain computation's tree does. */
 template <typename T, typename STORED> INLINE float3 row_moments(const norm_small &p, const STORED *x) {
+    constexpr int AT_ONCE = sizeof(T) == 4 ? 4 : 1;
     const int lane = threadIdx.x % 32;
     const float first = p.rms || sizeof(T) == 2 ? 0 : to_float(x[0]), n = (float)p.k;
-    float sum = 0, squares = 0, mean = 0;
+    float sum = 0, low = 0, squares = 0, mean = 0;
     if (!p.rms) {
 #pragma unroll 4
         for (int e = lane; e < p.k; e += 32)
@@ -26,13 +28,26 @@ template <typename T, typename STORED> INLINE float3 row_moments(const norm_smal
         mean = first + warp_sum(sum) / n;
         sum = 0;
     }
-#pragma unroll 4
-    for (int e = lane; e < p.k; e += 32) {
-        const float d = to_float(x[e]) - mean;
-        sum += d;
-        squares += d * d;
+#pragma unroll(4 / AT_ONCE)
+    for (int e = lane; e < p.k; e += 32 * AT_ONCE) {
+        float d[AT_ONCE];
+#pragma unroll
+        for (int z = 0; z < AT_ONCE; z++) {
+            d[z] = e + 32 * z < p.k ? to_float(x[e + 32 * z]) - mean : 0;
+            squares += d[z] * d[z];
+        }
+        if constexpr (AT_ONCE == 4)
+            sum = add_low(sum, (d[0] + d[1]) + (d[2] + d[3]), low, &low);
+        else
+            sum += d[0];
     }
-    const float residual = p.rms ? 0 : warp_sum(sum) / n;
+    if constexpr (AT_ONCE == 4)
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2)
+            sum = add_low(sum, __shfl_xor_sync(~0u, sum, step), low + __shfl_xor_sync(~0u, low, step), &low);
+    else
+        sum = warp_sum(sum);
+    const float residual = p.rms ? 0 : (sum + low) / n;
     return make_float3(mean, residual, inverse_deviation(warp_sum(squares), n, 1 / n, residual, p.eps));
 }
 
