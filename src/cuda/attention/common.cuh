@@ -98,15 +98,16 @@ INLINE split_log split_log2(float x) {
     return {(float)exponent, log2f(rest) + (x - x)}; /* NaN of what is not finite */
 }
 
-/* In float32 all of the logarithm's bits count. more: what base lacks. */
+/* In float32 all of the logarithm's bits count. more: what base lacks. The unit is that of scores, and has their factor's rounding; of the
+ * sum's logarithm no such unit is taken. */
 template <typename T> INLINE float natural_log(const attention_params &p, float base, float sum, float more = 0.0f) {
     if (sizeof(T) == 2 || sum == 0.0f)
         return log_of_sum(base, sum, p.lse_unit, p.lse_unit_low);
-    const split_log log2 = split_log2(sum);
+    const split_log log2 = split_log2(sum); /* times the first 16 bits of LN2: exact */
+    const float high = base * p.lse_unit, low = fmaf(base, p.lse_unit, -high) + base * p.lse_unit_low;
     float rest;
-    const float all = add_exactly(base, log2.whole, &rest), high = all * p.lse_unit;
-    const float low = fmaf(all, p.lse_unit, -high) + fmaf(all, p.lse_unit_low, rest * p.lse_unit);
-    return high + fmaf(log2.part + more, LN2, low);
+    const float all = add_exactly(high, log2.whole * 0x1.62e4p-1f, &rest);
+    return all + fmaf(log2.part + more, LN2, fmaf(log2.whole, 0x1.7f7d1cp-20f, rest + low));
 }
 template <typename T> INLINE float add_log(float top, float sum) {
     if (sizeof(T) == 2 || sum == 0.0f || !isfinite(top))
@@ -241,7 +242,9 @@ template <typename T> INLINE void add_number(bool adds, void *to, int64_t at, fl
 /* ---------------------------------------------------------------------------------- the log-sum-exp for the backward
  * P = exp2(S·c - base - rest), where rest is not negative: the rounding of base is a part of it. Of huge scores that would be too large a
  * part, and their neighbours in float32 have no weight beside them: a negative rest says that S and base are multiplied by a power of two
- * in place of c, which rounds neither, and P = exp2(S·power_of(c) - base + rest). */
+ * in place of c, which rounds neither, and P = exp2(S·power_of(c) - base + rest).
+ * In float32 P = exp2((S - base)·c)·rest, as a textbook has it: base is the largest score, or the average one, and rest 1 over the sum. So
+ * the exponent is small, and what it is rounded by, too; and the weight of who is alone is 1. */
 #define HUGE_BASE 0x1p32f
 
 /* c = power_of(c)·mantissa_of(c), positive and normal. */
@@ -258,12 +261,19 @@ INLINE float mantissa_of(float c) {
 INLINE float factor_of(float c, float rest) { /* a comparison would take more registers */
     return __uint_as_float(__float_as_uint(c) & ~((uint32_t)(__float_as_int(rest) >> 31) & 0x7fffffu));
 }
-INLINE float weight_of(float s, float c, float base, float rest) {
-    return exp2_approx(fmaf(s, factor_of(c, rest), -base) - fabsf(rest));
+template <typename T> INLINE float weight_of(float s, float c, float base, float rest) {
+    return sizeof(T) == 2 ? exp2_approx(fmaf(s, factor_of(c, rest), -base) - fabsf(rest))
+                          : exp2_approx((s - base) * c) * rest;
 }
 
-/* From a row's maximum and the logarithm to base 2 of its sum over exp2((S - maximum)·c). What is whole of it joins the base: rest is to be
- * small, as its rounding is one of all weights of the row. */
+/* 2^-x, where x is mostly next to nothing. */
+INLINE float inverse_power(float x) {
+    const float y = x * LN2;
+    return fabsf(x) < 0x1p-10f ? fmaf(y, fmaf(y, 0.5f, -1.0f), 1.0f) : exp2f(-x);
+}
+
+/* From a row's maximum and the logarithm to base 2 of its sum over exp2((S - maximum)·c), in 16 bits. What is whole of it joins the base:
+ * rest is to be small, as its rounding is one of all weights of the row. */
 INLINE void put_log_sum(float max, float c, split_log log2, float *base, float *rest) {
     const float low = __fmul_rd(max, c);
     const bool huge = fabsf(low) >= HUGE_BASE;
@@ -273,7 +283,7 @@ INLINE void put_log_sum(float max, float c, split_log log2, float *base, float *
     *rest = huge ? -fmaxf(log2.whole + log2.part, 0x1p-100f) : (all - down + left) + fmaf(max, c, -low) + log2.part;
 }
 
-/* From lse alone, which is not -inf. */
+/* From lse alone, which is not -inf, in 16 bits. */
 INLINE void split_lse(const attention_params &p, float lse, float *base, float *rest) {
     *base = __fmul_rd(lse, p.lse_factor);
     *rest = fmaf(lse, p.lse_factor, -*base) + lse * p.lse_factor_low;
@@ -285,6 +295,19 @@ INLINE void split_lse(const attention_params &p, float lse, float *base, float *
         *rest += *base - lower;
         *base = lower;
     }
+}
+
+/* The same in float32; base_log2 is c. Of `keys` equal scores the base is about what they are: the logarithm of the sum is then about that of
+ * their number, whose whole part goes to rest, and has nothing of c's rounding (lse_more), unlike the rest of lse. */
+INLINE void split_lse32(const attention_params &p, float lse, int keys, float *base, float *rest) {
+    const float log2 = lse * p.lse_factor, low = fmaf(lse, p.lse_factor, -log2) + lse * p.lse_factor_low;
+    const bool huge = !(fabsf(log2) < 0x1p23f); /* there is nobody but who is at the base */
+    const float whole = huge ? 0.0f : floorf(fminf(fmaxf(log2, 0.0f), (float)exponent_of((float)(keys | 1))));
+    const float above = log2 - whole; /* exact: it is no larger than log2 */
+    const float score = huge ? lse * p.lse_huge / power_of(p.base_log2) : above / p.base_log2;
+    *base = huge || fabsf(score) < 0x1p126f ? score : 0.0f;
+    const float product = *base * p.base_log2, lost = above - product - fmaf(*base, p.base_log2, -product);
+    *rest = huge ? 1.0f : inverse_power(fmaf(-whole, p.lse_more, lost + low)) * exp2f(-whole);
 }
 
 /* Is a float32 log-sum-exp too coarse for P = exp(S - lse)? Large ones are; and in float32 most are where rows are short, as the products of
@@ -310,6 +333,7 @@ INLINE bool is_same_lse(float found, float lse, float noise = 0.0f) {
 /* The log-sum-exp of a row anew, of its maximum, its sum over exp2((S - maximum)·c) and its sink (-inf: it has none); taken where it is the
  * given one. The base is the larger of the two: rest would be as large as they are apart, and so would its rounding. unit: what takes the
  * maximum to natural units. */
+template <typename T>
 INLINE void put_row_sum(const attention_params &p, float max, float c, float unit, float sum, float sink, float lse,
                         float noise, float *base, float *rest) {
     const float above = sink_above(sink, unit, max, 0.0f), rare = exp2f(-fabsf(above));
@@ -317,7 +341,13 @@ INLINE void put_row_sum(const attention_params &p, float max, float c, float uni
     const float found = above > 0.0f ? add_log<float>(sink, all) : natural_lse<float>(p, max, c, unit, all);
     if (!is_same_lse(found, lse, noise))
         return;
-    if (above > 0.0f) {
+    if (sizeof(T) == 4) {
+        *base = max;
+        *rest = 1.0f;
+        if (above > 0.0f)
+            split_lse32(p, sink, 1, base, rest);
+        *rest /= all;
+    } else if (above > 0.0f) {
         const float log2 = log2f(all);
         split_lse(p, sink, base, rest);
         *rest += *rest < 0.0f ? -log2 : log2;
@@ -369,7 +399,7 @@ INLINE float full_score(const attention_params &p, const place &c, const score_r
         return -CUDART_INF_F;
     float t = qk * p.scale;
     if (p.softcap > 0.0f) {
-        const float th = tanhf(t * p.inverse_softcap);
+        const float th = tanhf(qk * p.score_in);
         *slack = 1.0f - th * th;
         t = p.softcap * th;
     }

@@ -48,10 +48,12 @@ typedef struct mask_map {
 } mask_map;
 
 typedef struct attention_params {
-    heddle_attention a;               /* resolved: no default left */
-    heddle_attention_data t;          /* device pointers */
-    float scale, scale_log2;          /* scale, scale·log2(e) */
+    heddle_attention a;      /* resolved: no default left */
+    heddle_attention_data t; /* device pointers */
+    float scale, scale_log2; /* scale, scale·log2(e) */
+    float base_log2;         /* backward, float32: what scores that base is subtracted from are multiplied with then */
     float lse_factor, lse_factor_low; /* what takes lse to units of log2, as the kernels take S: the sum of both */
+    float lse_more;                   /* so much of itself is lse_factor larger than log2(e) */
     float lse_unit, lse_unit_low;     /* and back */
     float lse_huge;                   /* from lse to units of S·power_of(scale·log2(e)) */
     float unit;                       /* what takes S, as the kernels take it, to units of lse: scale, or 1 */

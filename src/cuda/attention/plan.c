@@ -7,6 +7,7 @@
 #include "status.h"
 
 #include <assert.h>
+#include <float.h>
 #include <math.h>
 
 static_assert(sizeof(attention_choice) <= sizeof(plan_own), "it lies in the plan");
@@ -202,15 +203,18 @@ static void fill_numbers(const attention_problem *of, const attention_choice *c,
     const double log2e = 1.4426950408889634;
     p->rich = of->rich || is_plain(of->pass, c);
     const bool natural = p->rich || families[c->family] == &heddle__attention_small; /* are the kernels' scores */
-    const double late = late_factor(of, c), unit = late ? late : natural ? 1 : a->scale;
+    const double late = late_factor(of, c);
     p->scale = (float)a->scale;
+    p->score_in = a->softcap > 0 ? (float)fmax(fmin(a->scale / a->softcap, FLT_MAX), -FLT_MAX) : 0;
     p->scale_log2 = (float)((late ? late : a->scale) * log2e);
+    const double unit = late ? late : natural ? 1 : a->scale;
     /* P = exp2(f·(S - lse)): with the very factor of S, its rounding weighs on the difference alone. */
     const double factor = natural && !late ? (double)(float)log2e : (double)p->scale_log2 / unit;
     p->lse_factor = (float)factor;
     p->lse_factor_low = (float)(factor - (double)p->lse_factor);
     p->lse_unit = (float)(1 / factor);
     p->lse_unit_low = (float)(1 / factor - (double)p->lse_unit);
+    p->lse_more = (float)(factor / log2e - 1);
     p->unit = (float)unit;
     p->lse_huge = (float)(power_below(natural && !late ? log2e : p->scale_log2) / unit);
     p->softcap = (float)a->softcap;
@@ -221,10 +225,12 @@ static void fill_numbers(const attention_problem *of, const attention_choice *c,
     p->drop_row = (uint32_t)a->q_offset;
     p->drop_eight = (uint32_t)(a->k_offset / DROPOUT_KEYS);
     p->tf32 = (a->features & HEDDLE_TF32) != 0;
-    p->score_in = a->softcap > 0 ? (float)(a->scale / a->softcap) : 0;
     p->score_out = late ? 1 : (float)(a->softcap > 0 ? a->softcap : a->scale);
     if (natural && !late)
         p->scale_log2 = (float)log2e;
+    p->base_log2 = families[c->family] == &heddle__attention_sm90_f32
+                       ? p->scale_log2 / (float)power_below(p->scale_log2)
+                       : p->scale_log2;
 }
 
 /* How the work is divided. */

@@ -76,7 +76,7 @@ template <typename T> INLINE float dot_sums(const float *o, const T *dout, int d
 
 /* Is the rounding of lse·log2(e) of weight? Of less than 256 it is half a unit of 2^-16: 5e-6 in P. */
 template <typename T> INLINE bool needs_rest(float base) {
-    return sizeof(T) == 4 || fabsf(base) >= 256.0f;
+    return fabsf(base) >= 256.0f;
 }
 
 /* D, base and rest of the 16 rows of a warp, eight lanes to a row. LOOKS: true where it has not seen that all there is of dO, and by the
@@ -94,7 +94,9 @@ INLINE bool prep_rows(const attention_params &p, const place &c, int64_t x, int 
             open |= i < c.sq && !isfinite(lse);
         if (lse != -CUDART_INF_F) {
             base = lse * p.lse_factor;
-            if (needs_rest<T>(base))
+            if (sizeof(T) == 4)
+                split_lse32(p, lse, c.sk, &base, &rest);
+            else if (needs_rest<T>(base))
                 split_lse(p, lse, &base, &rest);
             const int64_t o_row = row_at(p.a.o_stride, c.n, x, c.first_q + i);
             const T *o = (const T *)p.t.o + o_row;
@@ -180,7 +182,8 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
         product_rows<T, D, 1, BLOCK>(s, shared + warp_row * tile<T, D>::pitch, sk, p.tf32, whole_steps<T, D>(p, c),
                                      shared + layout::joins);
         product_rows<T, D, 1, BLOCK>(dp, shared + layout::second + warp_row * tile<T, D>::pitch, sv, p.tf32,
-                                     whole_steps<T, D>(p, c), shared + layout::joins + layout::join_bytes);
+                                     whole_steps<T, D>(p, c), shared + layout::joins + layout::join_bytes,
+                                     ROWS_CUT_OFF);
         mask_scores<T, 1, BLOCK>(p, c, x, query0 + warp_row, j0, s);
         if (p.drops)
             drop_elements(
@@ -194,7 +197,7 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
             for (int e = 0; e < 4; e++) {
                 if (s[0][z][e] == -CUDART_INF_F || base[e / 2] == CUDART_INF_F)
                     continue;
-                const float weight = weight_of(s[0][z][e], factor, base[e / 2], rest[e / 2]);
+                const float weight = weight_of<T>(s[0][z][e], factor, base[e / 2], rest[e / 2]);
                 sum[e / 2] = fmaf(weight, dp[0][z][e], sum[e / 2]);
             }
     }
@@ -256,8 +259,8 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
         if (!large[half] || top[half] == -CUDART_INF_F || lane % 4)
             continue;
         const int64_t at = lse_at(p, c, x, i);
-        put_row_sum(p, top[half], factor, p.unit, all, sink_of(p, x, true), ((const float *)p.t.lse)[at], 0.0f,
-                    &p.base[at], &p.rest[at]);
+        put_row_sum<T>(p, top[half], factor, p.unit, all, sink_of(p, x, true), ((const float *)p.t.lse)[at], 0.0f,
+                       &p.base[at], &p.rest[at]);
     }
 }
 

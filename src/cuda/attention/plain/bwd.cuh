@@ -30,7 +30,7 @@ INLINE void refine_lse(const attention_params &p, const place &c, const row_inde
     for (int e = threadIdx.x % 32; e < p.a.d && sizeof(T) == 4; e += 32)
         noise += fabsf(q[e] * to_float(key_row<T>(p, c, y, largest)[e]));
     noise = warp_sum(noise) * fabsf(p.scale) * 0x1p-22f;
-    put_row_sum(p, top, LOG2E, 1.0f, sum, sink_of(p, at.x, true), lse, noise, base, rest);
+    put_row_sum<T>(p, top, LOG2E, 1.0f, sum, sink_of(p, at.x, true), lse, noise, base, rest);
 }
 
 /* dP of element (i, j): Z·(dO·v) + dweights. */
@@ -53,7 +53,7 @@ INLINE float weight_sum(const attention_params &p, const place &c, const row_ind
     for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32) {
         const float s = plain_score<T>(p, c, row, at.x / p.group, j, q, &slack);
         if (s != -CUDART_INF_F)
-            sum = fmaf(weight_of(s, LOG2E, base, rest), to_float(((const T *)p.t.dweights)[row.dweights + j]), sum);
+            sum = fmaf(weight_of<T>(s, LOG2E, base, rest), to_float(((const T *)p.t.dweights)[row.dweights + j]), sum);
     }
     return sum;
 }
@@ -77,7 +77,7 @@ INLINE float gradient_sum(const attention_params &p, const place &c, const row_i
         else
             for (int e = 0; e < p.a.dv; e++)
                 dov = fmaf(to_float(dout[e]), to_float(v[e]), dov);
-        sum = fmaf(weight_of(s, LOG2E, base, rest), weight_gradient<T>(p, c, row, dropout, at.x, j, dov, &z), sum);
+        sum = fmaf(weight_of<T>(s, LOG2E, base, rest), weight_gradient<T>(p, c, row, dropout, at.x, j, dov, &z), sum);
     }
     return sum;
 }
@@ -106,7 +106,10 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
     const int64_t to = lse_at(p, c, at.x, at.i);
     const float lse = ((const float *)p.t.lse)[to];
     if (lse != -CUDART_INF_F) {
-        split_lse(p, lse, &base, &rest);
+        if (sizeof(T) == 4)
+            split_lse32(p, lse, c.sk, &base, &rest);
+        else
+            split_lse(p, lse, &base, &rest);
         bool few = p.t.dout && (sees_few(p, c) || (sizeof(T) == 2 && p.t.dweights));
         bool large = (sizeof(T) == 4 || few) && is_coarse<T>(p, c, lse);
         if constexpr (sizeof(T) == 4)
@@ -156,7 +159,7 @@ INLINE bool gradient(const attention_params &p, const place &c, const score_row 
     const float s = plain_score<T>(p, c, row, y, j, q, &slack);
     if (s == -CUDART_INF_F || p.base[at] == CUDART_INF_F)
         return false;
-    const float weight = weight_of(s, LOG2E, p.base[at], p.rest[at]);
+    const float weight = weight_of<T>(s, LOG2E, p.base[at], p.rest[at]);
     const float dov = p.t.dout ? dot_row(dout, value_row<T>(p, c, y, j), (int)p.a.dv) : 0.0f;
     const float dp = weight_gradient<T>(p, c, row, dropout, x, j, dov, &z);
     *pz = weight * z;
@@ -236,7 +239,7 @@ template <typename T> INLINE void plain_dkdv(const attention_params &p) {
                     const float qk = dot_row(k, query_row<T>(p, c, x, i), (int)p.a.d);
                     const float s = full_score<T>(p, c, row, j, qk, &slack);
                     const float dov = p.t.dout ? dot_row(v, dout_row<T>(p, c, x, i), (int)p.a.dv) : 0.0f;
-                    const float weight = weight_of(s, LOG2E, p.base[number], p.rest[number]);
+                    const float weight = weight_of<T>(s, LOG2E, p.base[number], p.rest[number]);
                     const float dp = weight_gradient<T>(p, c, row, dropout, x, j, dov, &z);
                     a = weight * z;
                     b = weight * (dp - p.dsum[number]) * slack;
@@ -273,7 +276,7 @@ template <typename T> INLINE void plain_dbias(const attention_params &p) {
     const int j = (int)(blockIdx.x % key_blocks) * THREADS + threadIdx.x;
     const row_index at = find_row(blockIdx.x / key_blocks, heads, rows);
     const dropout_state dropout = make_dropout(p);
-    float sum = 0.0f, pz, ds;
+    float sum = 0.0f, low = 0.0f, pz, ds;
     for (int64_t n = stride.b ? at.n : 0; n < (stride.b ? at.n + 1 : p.a.b); n++) {
         const place c = find_place(p, n);
         for (int64_t x = stride.h ? at.x : 0; x < (stride.h ? at.x + 1 : p.a.h); x++)
@@ -282,19 +285,21 @@ template <typename T> INLINE void plain_dbias(const attention_params &p) {
                 load_query<T>(p, c, x, i, q, dout);
                 __syncthreads();
                 if (j < c.sk && gradient<T>(p, c, make_score_row(p, c, x, i), dropout, x, j, q, dout, true, &pz, &ds))
-                    sum += ds;
+                    sum = add_low(sum, ds, low, &low);
             }
     }
     if (j < p.a.sk)
-        from_float((T *)p.t.dbias + row_at(stride, at.n, at.x, at.i) + j, sum);
+        from_float((T *)p.t.dbias + row_at(stride, at.n, at.x, at.i) + j, sum + low);
 }
 
-/* dsink of one head: -sum over its rows of exp(sink - lse)·D. */
+/* dsink of one head: -sum over its rows of exp(sink - lse)·D. In double: so many products are rounded but once, and of what is far from 0
+ * float32 is too coarse. */
 template <typename T> INLINE void plain_dsinks(const attention_params &p) {
-    __shared__ float scratch[4];
+    __shared__ double scratch[THREADS / 32];
     const int64_t x = blockIdx.x;
     const float sink = ((const float *)p.t.sinks)[x], c2 = p.rich ? LOG2E : p.scale_log2;
-    float sum = 0.0f;
+    const double factor = (double)p.lse_factor + (double)p.lse_factor_low, unit = 1.4426950408889634 / factor;
+    double sum = 0;
     for (int64_t n = 0; n < p.a.b; n++) {
         const place c = find_place(p, n);
         for (int i = threadIdx.x; i < c.sq; i += THREADS) {
@@ -302,17 +307,25 @@ template <typename T> INLINE void plain_dsinks(const attention_params &p) {
             const float base = p.base[at], rest = p.rest[at];
             if (base == CUDART_INF_F)
                 continue;
-            /* of what is far from 0, as float32 is coarse there; in true units of log2, which float32 has none of */
-            const float huge = fmaf(-base, p.unit / power_of(c2), sink) * LOG2E - fabsf(rest);
-            const double factor = (double)p.lse_factor + (double)p.lse_factor_low;
-            const double above = (sink * factor - base - rest) * (1.4426950408889634 / factor);
-            const float high = rest < 0.0f ? huge : (float)above, weight = exp2f(high);
-            sum = fmaf(-fmaf(weight, rest < 0.0f ? 0.0f : (float)(above - high) * LN2, weight), p.dsum[at], sum);
+            double weight;
+            if (sizeof(T) == 4) {
+                weight = exp2((sink * factor - (double)base * (double)p.base_log2) * unit) * (double)rest;
+            } else {
+                const bool huge = rest < 0.0f;
+                const double above =
+                    huge ? (double)(fmaf(-base, p.unit / power_of(c2), sink) * LOG2E) : (sink * factor - base) * unit;
+                weight = exp2(above - fabsf(rest) * (huge ? 1.0 : unit));
+            }
+            sum -= weight * (double)p.dsum[at];
         }
     }
-    sum = block_sum(sum, scratch);
+    for (int step = 16; step; step >>= 1)
+        sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    if (threadIdx.x % 32 == 0)
+        scratch[threadIdx.x / 32] = sum;
+    __syncthreads();
     if (threadIdx.x == 0)
-        ((float *)p.t.dsinks)[x] = sum;
+        ((float *)p.t.dsinks)[x] = (float)((scratch[0] + scratch[1]) + (scratch[2] + scratch[3]));
 }
 
 #endif

@@ -6,8 +6,7 @@
  *          dV += Pᵀ·dO and dK += dSᵀ·Q.
  *   dq     a block owns queries of one head and walks over their keys: S = Q·Kᵀ, dP = dO·Vᵀ, dQ += dS·K.
  *
- * Both compute P = exp2(S·scale·log2(e) - base - rest) from the log-sum-exp that the prep kernel has laid down in
- * two floats. */
+ * Both compute P from S and the log-sum-exp that the prep kernel has laid down in two floats, base and rest: weight_of. */
 #include "cuda/attention/prep.cuh"
 #include "cuda/attention/store.cuh"
 
@@ -49,7 +48,7 @@ INLINE void form_products(const attention_params &p, const place &c, uint32_t sh
     product_rows<T, D, TILES, BLOCK>(s, own, stage, p.tf32, whole_steps<T, D>(p, c), joins);
     if (makes_dp)
         product_rows<T, D, TILES, BLOCK>(dp, own + layout::second, stage + BLOCK * tile<T, D>::pitch, p.tf32,
-                                         whole_steps<T, D>(p, c), joins + layout::join_bytes);
+                                         whole_steps<T, D>(p, c), joins + layout::join_bytes, ROWS_CUT_OFF);
     else
         clear<TILES, BLOCK / 8>(dp);
 }
@@ -62,11 +61,12 @@ struct element {
 };
 
 /* From q·k and dO·v of a lean problem. */
+template <typename T>
 INLINE element lean_element(const attention_params &p, bool seen, float qk, float dp, float base, float rest,
                             float dsum) {
     element r;
     r.seen = seen;
-    r.p = weight_of(qk, p.scale_log2, base, rest);
+    r.p = weight_of<T>(qk, p.scale_log2, base, rest);
     r.ds = r.p * (dp - dsum);
     if (!seen)
         r.p = r.ds = 0.0f;
@@ -81,7 +81,7 @@ INLINE element full_element(const attention_params &p, const place &c, const sco
     const float s = full_score<T>(p, c, row, j, qk, &slack);
     if (s == -CUDART_INF_F || base == CUDART_INF_F)
         return r;
-    const float weight = weight_of(s, LOG2E, base, rest);
+    const float weight = weight_of<T>(s, LOG2E, base, rest);
     dp = kept ? dp * p.keep_scale : 0.0f;
     if (p.t.dweights)
         dp += to_float(((const T *)p.t.dweights)[row.dweights + j]);
@@ -174,7 +174,7 @@ INLINE void gradients_of_keys(const attention_params &p, const place &c, const d
                     if (FULL && CUT && p.rich && seen)
                         r = full_element<T>(p, c, row, is_kept(kept[z], y, 2 * half + e), j, *t, *dt, base, rest, dsum);
                     else
-                        r = lean_element(p, seen, *t, *dt, base, rest, dsum);
+                        r = lean_element<T>(p, seen, *t, *dt, base, rest, dsum);
                     if (CUT && r.seen && bad[column])
                         r.p = r.ds = CUDART_NAN_F;
                     *t = r.p;
@@ -341,7 +341,7 @@ INLINE void gradients_of_queries(const attention_params &p, const place &c, cons
                         r = full_element<T>(p, c, row, is_kept(kept, y, 2 * half + e), j, s[z][y][2 * half + e], *dt,
                                             base, rest, dsum);
                     else
-                        r = lean_element(p, seen, s[z][y][2 * half + e], *dt, base, rest, dsum);
+                        r = lean_element<T>(p, seen, s[z][y][2 * half + e], *dt, base, rest, dsum);
                     *dt = CUT && r.seen && bad[column] ? CUDART_NAN_F : r.ds;
                 }
         }

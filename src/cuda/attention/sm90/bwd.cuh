@@ -276,7 +276,7 @@ INLINE void key_weights(float scale, const span &w, int row0, int i0, const floa
         const float2 rest = CAREFUL ? *(const float2 *)(numbers + BLOCK + column) : base;
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[y][e] = CAREFUL ? weight_of(s[y][e] * by, scale, e % 2 ? base.y : base.x, e % 2 ? rest.y : rest.x)
+            s[y][e] = CAREFUL ? weight_of<bf16>(s[y][e] * by, scale, e % 2 ? base.y : base.x, e % 2 ? rest.y : rest.x)
                               : exp2_approx(fmaf(s[y][e], scale * by, e % 2 ? -base.y : -base.x));
             if (CAREFUL && (y * 8 + e % 2 < first[e / 2] || y * 8 + e % 2 > last[e / 2]))
                 s[y][e] = -0.0f;

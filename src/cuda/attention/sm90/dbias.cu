@@ -124,7 +124,7 @@ INLINE void add_gradients(const attention_params &p, const dbias_work &w, int ro
             bool seen = column >= first[half] && column <= last[half] && s[y][e] != -CUDART_INF_F;
             if (seen && mask[half])
                 seen = mask[half][column] != 0;
-            const float weight = weight_of(s[y][e], p.scale_log2, base[half], rest[half]);
+            const float weight = weight_of<bf16>(s[y][e], p.scale_log2, base[half], rest[half]);
             sum[y][e] += seen ? weight * (dp[y][e] - dsum[half]) : 0.0f;
         }
 }

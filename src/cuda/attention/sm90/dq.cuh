@@ -175,7 +175,7 @@ INLINE void query_weights(float scale, const span &w, int row0, int j0, const ro
     for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[y][e] = weight_of(s[y][e], scale, row.base[e / 2], row.rest[e / 2]);
+            s[y][e] = weight_of<bf16>(s[y][e], scale, row.base[e / 2], row.rest[e / 2]);
             if (CUT && (y * 8 + e % 2 < first[e / 2] || y * 8 + e % 2 > last[e / 2]))
                 s[y][e] = -0.0f;
         }

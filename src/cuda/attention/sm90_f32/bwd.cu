@@ -21,8 +21,8 @@
 template <int D, int WALK> struct state {
     uint32_t smem, own; /* shared memory; this warpgroup's first tile there */
     float factor;       /* what dP is to be multiplied with for the sake of the own tile */
-    int exponent;       /* S likewise, with the scale's: by 2^exponent, and by the scale's mantissa. Together they need not be */
-                        /* normal numbers until the other tile's exponent joins in */
+    int exponent; /* S likewise, with the scale's: by 2^exponent, and by the scale's mantissa. Together they need not be */
+                  /* normal numbers until the other tile's exponent joins in */
     int first,
         last[2]; /* positions that this lane's first row sees from, and both see to, less the lane's first column */
     float base[2], rest[2],
@@ -35,17 +35,11 @@ template <typename S> INLINE bool is_seen(const S &k, int i0, int half, int x) {
     return x >= k.first + half * 8 - i0 && x <= k.last[half] - i0;
 }
 
-/* Has one of a tile's rows, or of this warp's own, a huge score? */
-template <int WALK, typename S> INLINE bool has_huge(const S &k, const float *numbers) {
-    const float *rest = numbers + BLOCK + threadIdx.x % 32;
-    return __any_sync(ALL_LANES,
-                      WALK == WALK_KEYS ? fminf(rest[0], rest[32]) < 0.0f : fminf(k.rest[0], k.rest[1]) < 0.0f);
-}
-
-/* S -> P; CUT: in a tile that is cut, -0 where it is not seen; or that has huge scores. */
+/* S -> P; CUT: in a tile that is cut, -0 where it is not seen. factor: its power of two brings S to the units of base. */
 template <int WALK, bool CUT, typename S>
 INLINE void make_weights(float factor, const S &k, int i0, const float *numbers, float (*s)[4]) {
     const int column0 = fragment_column();
+    const float power = power_of(factor), by = mantissa_of(factor);
 #pragma unroll
     for (int y = 0; y < BLOCK / 8; y++) {
         float base[4] = {k.base[0], k.base[0], k.base[1], k.base[1]},
@@ -60,8 +54,7 @@ INLINE void make_weights(float factor, const S &k, int i0, const float *numbers,
         }
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[y][e] = CUT ? weight_of(s[y][e], factor, base[e], rest[e])
-                          : exp2_approx(fmaf(s[y][e], factor, -base[e]) - rest[e]);
+            s[y][e] = exp2_approx(fmaf(s[y][e], power, -base[e]) * by) * rest[e];
             if (CUT && !is_seen(k, i0, e / 2, y * 8 + e % 2))
                 s[y][e] = -0.0f;
         }
@@ -90,15 +83,14 @@ INLINE void make_gradients(float factor, const S &k, const float *numbers, const
 
 /* One tile of what streams by: `first` and `second` lie in these slots. Releases them. */
 template <int D, int WALK>
-INLINE void add_tile(const attention_params &p, state<D, WALK> *k, int i0, bool cut, const float *numbers, int first, int second, float (*c)[4],
-                     float (*c2)[4]) {
+INLINE void add_tile(const attention_params &p, state<D, WALK> *k, int i0, bool cut, const float *numbers, int first,
+                     int second, float (*c)[4], float (*c2)[4]) {
     typedef backward32<D, WALK> layout;
     const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
     const uint32_t at = k->smem + layout::slots + first * layout::tile_bytes,
                    at2 = k->smem + layout::slots + second * layout::tile_bytes;
     float s[8][4], dp[8][4], dp2[8][4], by[2];
     uint32_t high[4][4], low[4][4];
-    const bool careful = cut || has_huge<WALK>(*k, numbers);
     wgmma_fence();
     tile_scores<D, WALK>(s, NULL, k->own, at);
     wgmma_commit();
@@ -108,7 +100,7 @@ INLINE void add_tile(const attention_params &p, state<D, WALK> *k, int i0, bool 
                 factor2 = k->factor * power(-exponent[1]);
     wgmma_wait<1>();
     pin_all<8>(s);
-    if (careful)
+    if (cut)
         make_weights<WALK, true>(factor, *k, i0, numbers, s);
     else
         make_weights<WALK, false>(factor, *k, i0, numbers, s);
@@ -237,7 +229,7 @@ INLINE void store_numbers(const attention_params &p, const work &w, int row0, co
         const float lse = ((const float *)p.t.lse)[at];
         const float c = mantissa_of(p.scale_log2), unit = p.scale / power_of(p.scale_log2);
         if (is_coarse<float>(p, w.c, lse) && !isnan(p.base[at]))
-            put_row_sum(p, top, c, unit, sum, sink_of(p, w.head, true), lse, 0.0f, &p.base[at], &p.rest[at]);
+            put_row_sum<float>(p, top, c, unit, sum, sink_of(p, w.head, true), lse, 0.0f, &p.base[at], &p.rest[at]);
     }
 }
 
@@ -272,7 +264,8 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
         } else if constexpr (WALK == WALK_SUMS)
             add_scores<D>(p, &k, i0, numbers, a);
         else
-            add_tile<D, WALK>(p, &k, i0, cut, numbers, WALK == WALK_QUERIES ? b : a, WALK == WALK_QUERIES ? a : b, c, c2);
+            add_tile<D, WALK>(p, &k, i0, cut, numbers, WALK == WALK_QUERIES ? b : a, WALK == WALK_QUERIES ? a : b, c,
+                              c2);
         i0 = i0 + BLOCK < all.end ? i0 + BLOCK : all.begin; /* the next head */
     }
     pin(block); /* or what is needed from here on would have been kept through the loop */

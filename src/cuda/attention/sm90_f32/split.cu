@@ -85,7 +85,7 @@ INLINE void prep_rows(const attention_params &p, const place &c, int64_t head, i
         const int64_t at = lse_at(p, c, head, i);
         const float lse = ((const float *)p.t.lse)[at];
         if (lse != -CUDART_INF_F) {
-            split_lse(p, lse, &base, &rest);
+            split_lse32(p, lse, c.sk, &base, &rest);
             sum -= p.t.dlse ? ((const float *)p.t.dlse)[at] : 0.0f;
         }
         const bool bad = marks[i % SPLIT_ROWS / 32] >> i % 32 & 1; /* whoever sees the row gets NaN, in dV, too */

@@ -44,7 +44,7 @@ INLINE void refine_row(const attention_params &p, const place &c, int64_t x, int
     const float sink = sink_of(p, x, true);
     if constexpr (sizeof(T) == 4) {
         if (threadIdx.x % 32 == 0) /* nobody else reads them before all have come to a barrier */
-            put_row_sum(p, most, LOG2E, 1.0f, sum, sink, lse, 0.0f, numbers, numbers + STREAM);
+            put_row_sum<T>(p, most, LOG2E, 1.0f, sum, sink, lse, 0.0f, numbers, numbers + STREAM);
     } else {
         sum += exp2f((sink - most) * LOG2E);
         const float rest = log2f(sum) * LN2;
@@ -58,7 +58,7 @@ INLINE void refine_row(const attention_params &p, const place &c, int64_t x, int
 /* P from a row's numbers: the log-sum-exp as the sum of two, or in float32 base and rest of units of log2, as prep has them. */
 template <typename T> INLINE float weigh(float s, const float *number) {
     if constexpr (sizeof(T) == 4)
-        return weight_of(s, LOG2E, number[0], number[STREAM]);
+        return weight_of<T>(s, LOG2E, number[0], number[STREAM]);
     else
         return exp2_approx((s - number[0] - number[STREAM]) * LOG2E);
 }
@@ -291,7 +291,7 @@ INLINE query_numbers read_numbers(const attention_params &p, const place &c, int
             r.lse = p.base[lse_at(p, c, x, i)];
             r.rest = p.rest[lse_at(p, c, x, i)];
         } else if (r.lse != -CUDART_INF_F) {
-            put_log_sum(r.lse, LOG2E, {0.0f, 0.0f}, &r.lse, &r.rest);
+            split_lse32(p, r.lse, c.sk, &r.lse, &r.rest);
         }
     }
     r.dlse = few ? -p.dsum[lse_at(p, c, x, i)] : p.t.dlse ? ((const float *)p.t.dlse)[lse_at(p, c, x, i)] : 0.0f;
