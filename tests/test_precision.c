@@ -187,6 +187,15 @@ static void test_saturated(void **state) {
         c.a.sk = x % 2 ? 1 : 3;
         check_attention(&c);
     }
+    c = attention_case_of(4, 3, 0, 28, 18, 16, 0); /* and of the first rows of a causal mask */
+    c.a.dtype = HEDDLE_BF16;
+    c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
+    c.a.softcap = 6;
+    c.q_magnitude = c.k_magnitude = 3;
+    for (uint64_t x = 0; x < 24; x++) {
+        c.seed = 31 * c.seed + x;
+        check_attention(&c);
+    }
 }
 
 /* More keys than a block has: P is off by the rounding of the log-sum-exp before anything else, where rows are short; and where scores are

@@ -16,6 +16,7 @@ enum {
     STEP_DIRTY = 8,  /* what streams by is not finite somewhere */
     STEP_WHOLE = 16, /* forward: neither this nor the next is cut */
     STEP_BAND = 32,  /* backward, rows are keys: by a band or an end */
+    STEP_FEW = 32,   /* forward: a row may see few keys */
     STEP_FLAGS = 63
 };
 #define STEPS 16 /* of them that are remembered */
@@ -162,21 +163,36 @@ template <typename T, int N> INLINE bool add_boxes(uint32_t boxes, bool alike, f
 
 /* ------------------------------------------------------------------------------------------------ softcap, ALiBi */
 
-/* tanh.approx is right to 2^-11: as the rounding of bfloat16, half of float16's. */
-INLINE float tanh_of(float x, bf16) {
-    return tanh_approx(x);
-}
-INLINE float tanh_of(float x, f16) {
+/* Right to 2^-23. tanh.approx is to 2^-11: as the rounding of bfloat16, half of float16's. */
+INLINE float tanh_of(float x) {
     return fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(x * (2.0f * LOG2E))), 1.0f);
 }
 
-/* q·k -> tanh(q·k·in). */
-template <typename T, int N> INLINE void cap_scores(float in, float (*s)[4]) {
+INLINE constexpr bool is_rough(bf16) {
+    return true;
+}
+INLINE constexpr bool is_rough(f16) {
+    return false;
+}
+
+/* Of no more keys than this the log-sum-exp of a row shows tanh.approx; over many that averages out. */
+#define FEW_SHOWN 16
+
+/* q·k -> tanh(q·k·in). exact: a row may see few keys. */
+template <typename T, int N> INLINE void cap_scores(float in, float (*s)[4], bool exact = false) {
+    const bool rough = is_rough(T()) && !exact;
+    if (rough)
 #pragma unroll
-    for (int y = 0; y < N / 8; y++)
+        for (int y = 0; y < N / 8; y++)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            s[y][e] = tanh_of(s[y][e] * in, T());
+            for (int e = 0; e < 4; e++)
+                s[y][e] = tanh_approx(s[y][e] * in);
+    else
+#pragma unroll
+        for (int y = 0; y < N / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[y][e] = tanh_of(s[y][e] * in);
 }
 
 /* S = S·by - slope·|distance|, which is that of the first row from column 0 of this lane on; in the second, 8 below, each column has what
@@ -312,10 +328,11 @@ INLINE float row_distance(const query_options &o, int row, int j0) {
 
 /* q·k -> S, but for what masks, a bias and a factor, which is returned. */
 template <typename T, int N, int WITH = WITH_ALL>
-INLINE float cap_and_slope(const attention_params &p, const query_options &o, int row, int j0, float (*s)[4]) {
+INLINE float cap_and_slope(const attention_params &p, const query_options &o, int row, int j0, float (*s)[4],
+                           bool exact = false) {
     float by = p.score_out;
     if (has_cap<WITH>(p))
-        cap_scores<T, N>(p.score_in, s);
+        cap_scores<T, N>(p.score_in, s, exact);
     if (has_slopes<WITH>(p)) {
         const int first = o.place + row - j0; /* of the warpgroup's first row, to the first key */
         add_slopes<N>(o.slope, row_distance(o, row, j0), first >= N - 1 ? 1 : first + 63 <= 0 ? -1 : 0, by, s);

@@ -76,18 +76,12 @@ static int find_forward(const attention_problem *p) {
     return differ && narrow >= 0 && k[narrow].dim <= k[usual].dim ? narrow : usual;
 }
 
-/* tanh.approx is off by more than lse may be of a row of few keys; of many it averages out. */
-static bool shows_tanh(const heddle_attention *a) {
-    const band seen = band_of(a, (sequence){.sq = a->sq, .sk = a->sk});
-    return a->softcap > 0 && a->dtype == HEDDLE_BF16 && (a->sk <= 16 || seen.hi - seen.lo < 16);
-}
-
 /* A whole tile for every multiprocessor matters less than its speed, as long as no blocks have to share the keys. */
 static bool takes_forward(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     const int64_t group = a->h / a->hk;
     c->fwd = find_forward(p);
-    if (c->fwd < 0 || shows_tanh(a) || group * a->sq <= 16 || (group > 1 && a->sq <= 64))
+    if (c->fwd < 0 || group * a->sq <= 16 || (group > 1 && a->sq <= 64))
         return false;
     const kernel_row *k = &heddle__cuda_attention_kernels[c->fwd];
     return ceil_div(a->sq, k->own) * a->h * a->b * 2 >= p->device->multiprocessors || a->sk < 8 * k->block;
