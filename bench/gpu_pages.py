@@ -17,7 +17,9 @@ from gpu_timing import REST, Clock
 from heddle_c import Library
 
 ROWS = [("decode", 64, 32, 8, 1, 8192, 128), ("decode", 64, 8, 8, 1, 8192, 128), ("decode", 8, 32, 8, 1, 8192, 128),
-        ("decode", 64, 32, 8, 1, 8192, 64), ("decode", 1, 32, 8, 1, 131072, 128), ("chunk", 8, 32, 8, 512, 8192, 128)]
+        ("decode", 64, 32, 8, 1, 8192, 64), ("decode", 64, 32, 8, 1, 8192, 256), ("decode", 1, 32, 8, 1, 131072, 128),
+        ("decode", 1, 32, 8, 1, 8192, 128), ("chunk", 8, 32, 8, 512, 8192, 64), ("chunk", 8, 32, 8, 512, 8192, 128),
+        ("chunk", 8, 32, 8, 512, 8192, 256)]
 
 
 def paged(x, page, rows):

@@ -26,6 +26,8 @@ heddle_attention_data attention_pointers(const heddle_attention *a, heddle_pass 
     heddle_attention_data t = {.size = sizeof t};
     set_pointers(attention_fields, a->features, pass, skew, &t);
     t.seqlens_q = NULL; /* the keys' alone */
+    if (a->features & HEDDLE_PAGES)
+        t.cu_seqlens_k = NULL;
     return t;
 }
 

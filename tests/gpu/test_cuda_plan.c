@@ -91,10 +91,10 @@ static void test_pages(void **state) {
         int64_t sq, d;
         size_t shared;
         const char *kernel;
-    } cases[] = {{HEDDLE_BF16, 1, 128, 232448, "heddle_attention_fwd_bf16_d128_decode_sm80"},
-                 {HEDDLE_F16, 4, 40, 232448, "heddle_attention_fwd_f16_d64_decode_sm80"},
+    } cases[] = {{HEDDLE_BF16, 1, 128, 232448, "heddle_attention_fwd_bf16_d128_paged_sm80"},
+                 {HEDDLE_F16, 4, 40, 232448, "heddle_attention_fwd_f16_d64_paged_sm80"},
                  {HEDDLE_BF16, 512, 128, 232448, "heddle_attention_fwd_bf16_d128_full_sm80"},
-                 {HEDDLE_F32, 1, 64, 232448, "heddle_attention_fwd_f32_d64_decode_sm80"},
+                 {HEDDLE_F32, 1, 64, 232448, "heddle_attention_fwd_f32_d64_paged_sm80"},
                  {HEDDLE_F32, 512, 64, 232448, "heddle_attention_fwd_f32_d512_plain_sm80"},
                  {HEDDLE_F16, 1, 512, 232448, "heddle_attention_fwd_f16_d512_full_sm80"},
                  {HEDDLE_BF16, 512, 128, 16384, "heddle_attention_fwd_bf16_d512_plain_sm80"}};

@@ -29,7 +29,10 @@ static const uint64_t option_sets[] = {0,
                                        HEDDLE_DETERMINISTIC | HEDDLE_SINKS | HEDDLE_BIAS,
                                        HEDDLE_ACCUMULATE,
                                        HEDDLE_ACCUMULATE | HEDDLE_VARLEN | HEDDLE_SINKS,
-                                       HEDDLE_ACCUMULATE | HEDDLE_DETERMINISTIC | HEDDLE_ALIBI};
+                                       HEDDLE_ACCUMULATE | HEDDLE_DETERMINISTIC | HEDDLE_ALIBI,
+                                       HEDDLE_PAGES,
+                                       HEDDLE_PAGES | HEDDLE_VARLEN | HEDDLE_ALIBI,
+                                       HEDDLE_PAGES | HEDDLE_ACCUMULATE};
 
 /* Head dims: those of all kernels, the least, and one between two. */
 static bool is_swept(int64_t d) {
@@ -54,9 +57,13 @@ static void sweep_attention(heddle_dtype dtype) {
                         a.bool_mask_stride.b = a.features & HEDDLE_BOOL_MASK ? a.sk : 0;
                     if (a.features & HEDDLE_VARLEN) {
                         a.total_q = 2 * a.sq;
-                        a.total_k = 2 * a.sk;
+                        a.total_k = a.features & HEDDLE_PAGES ? 0 : 2 * a.sk;
                     }
-                    for (int pass = 0; pass < 2; pass++)
+                    if (a.features & HEDDLE_PAGES) {
+                        a.page = variant % 2 ? 16 : 256;
+                        a.pages = 1000;
+                    }
+                    for (int pass = 0; pass < (a.features & HEDDLE_PAGES ? 1 : 2); pass++)
                         for (int skew = 0; skew < 8; skew += 4)
                             MUST(run_attention(a, (heddle_pass)pass, skew, NULL) == HEDDLE_OK);
                 }

@@ -56,10 +56,16 @@ INLINE place find_place(const attention_params &p, int64_t n) {
     return c;
 }
 
-/* HEDDLE_PAGES: the page of key j of sequence n, -1: none. */
+/* HEDDLE_PAGES: what the table says of key j of sequence n, and the page that this is, -1: none. Who asks ahead looks at it late, since
+ * that waits for it. */
+INLINE int entry_at(const attention_params &p, int64_t n, int j) {
+    return p.t.block_table[n * p.a.table + (j >> p.page_bits)];
+}
+INLINE int page_of(const attention_params &p, int entry) {
+    return (unsigned)entry < (unsigned)p.a.pages ? entry : -1;
+}
 INLINE int page_at(const attention_params &p, int64_t n, int j) {
-    const int page = p.t.block_table[n * p.a.table + (j >> p.page_bits)];
-    return (unsigned)page < (unsigned)p.a.pages ? page : -1;
+    return page_of(p, entry_at(p, n, j));
 }
 
 INLINE int64_t row_at(const heddle_strides &s, int64_t n, int64_t head, int64_t row) {

@@ -11,6 +11,9 @@
 /* Up to so many keys, D of 16-bit types is rowsum(P∘dP): o is rounded, and few keys do not average that out. */
 #define FEW_KEYS 128
 
+/* HEDDLE_PAGES: a page is a whole number of so many rows. */
+#define PAGE_ROWS 16
+
 /* Tiles of 64 rows: of one sequence; and of all packed ones before the n-th, of which each begins a tile of its own. */
 CONTRACT int64_t tiles64(int64_t rows) {
     return (rows + 63) / 64;

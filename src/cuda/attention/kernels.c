@@ -64,7 +64,7 @@ static int shared_bytes_sm80(const kernel_row *k) {
     const int element = (int)heddle_dtype_size(k->dtype);
     if (k->variant == VARIANT_plain)
         return 0;
-    if (k->variant == VARIANT_decode)
+    if (k->variant == VARIANT_decode || k->variant == VARIANT_paged)
         return sm80_decode_bytes(element, k->dim, k->warps, k->own, k->block);
     return k->pass == PASS_fwd ? sm80_forward_bytes(element, k->dim, k->own, k->block)
                                : sm80_backward_bytes(element, k->dim, k->own, k->block);

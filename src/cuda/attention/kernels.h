@@ -36,6 +36,7 @@ typedef enum kernel_variant {
     VARIANT_narrow,
     VARIANT_dropped,
     VARIANT_adding,
+    VARIANT_paged,
     VARIANTS
 } kernel_variant;
 

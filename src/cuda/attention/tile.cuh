@@ -67,10 +67,8 @@ INLINE void load_tile(uint32_t to, const T *tensor, int64_t stride, int first, i
 }
 
 /* ------------------------------------------------------------------------------------------------------- pages
- * HEDDLE_PAGES: a tile of keys in groups of 16 rows, which a page does not divide. Each warp holds the pages of a tile, group x%GROUPS in lane
+ * HEDDLE_PAGES: a tile of keys in groups of PAGE_ROWS rows, which a page does not divide. Each warp holds the pages of a tile, group x%GROUPS in lane
  * x; it asks for them a tile ahead. */
-constexpr int PAGE_ROWS = 16;
-
 template <int ROWS> INLINE int find_pages(const attention_params &p, int64_t n, int first, int end) {
     const int j = first + threadIdx.x % (ROWS / PAGE_ROWS) * PAGE_ROWS;
     return j < end ? page_at(p, n, j) : -1;

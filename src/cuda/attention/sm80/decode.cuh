@@ -44,71 +44,42 @@ INLINE forward_work find_decode_work(const attention_params &p, int block) {
     return w;
 }
 
-/* Rows first .. first+ROWS-1 of a tensor into a tile, by one warp; rows outside begin .. end-1 are not read, but zero. */
-template <typename T, int D, int ROWS>
-INLINE void load_tile_warp(uint32_t to, const T *tensor, int64_t stride, int first, int begin, int end, int width,
-                           bool vector) {
-    typedef tile<T, D> t;
-    constexpr int EACH = 16 / (int)sizeof(T), CHUNKS = t::chunks < 32 ? t::chunks : 32, STEP = 32 / CHUNKS;
-    constexpr int PITCH = D * (int)sizeof(T);
-    const int lane = threadIdx.x % 32, row = lane / CHUNKS;
-    const unsigned count = max(end - begin, 0);
-#pragma unroll
-    for (int y = 0; y < t::chunks; y += CHUNKS) {
-        const int chunk = y + lane % CHUNKS;
-        const uint32_t at = to + row * PITCH + (chunk ^ row) * 16; /* row < 8 */
-        if (vector) {
-            const int bytes = chunk * EACH < width ? 16 : 0;
-            const T *from = tensor + (first + row) * stride + chunk * EACH;
-#pragma unroll
-            for (int x = 0; x < ROWS; x += STEP, from += STEP * stride) {
-                const bool there = (unsigned)(first + row + x - begin) < count;
-                cp_async16((at + x * PITCH) ^ x % 8 * 16, there && bytes ? from : tensor, there ? bytes : 0);
-            }
-        } else {
-#pragma unroll 1
-            for (int x = 0; x < ROWS; x += STEP) {
-                const bool there = (unsigned)(first + row + x - begin) < count;
-                const T *from = there ? tensor + (first + row + x) * stride : tensor;
-                load_chunk((at + x * PITCH) ^ x % 8 * 16, from, chunk, width, there, false);
-            }
-        }
-    }
+/* A lane's part of tiles of K or V: a column of chunks of PAGE_ROWS rows, which are in one page where keys are in pages. */
+template <typename T, int D, int ROWS> struct lane_rows {
+    static constexpr int chunks = tile<T, D>::chunks < 32 ? tile<T, D>::chunks : 32; /* that a warp has side by side */
+    static_assert(ROWS == PAGE_ROWS * (32 / chunks), "a lane has whole groups of rows");
+    const T *tensor; /* the first row, and the lane's first column */
+    int width;       /* columns from there on */
+};
+
+/* The first of its rows in a tile. */
+template <typename T, int D, int ROWS> INLINE int first_row(void) {
+    return (int)threadIdx.x % 32 / lane_rows<T, D, ROWS>::chunks * PAGE_ROWS;
 }
 
-/* The same of keys in pages (attention/tile.cuh). */
 template <typename T, int D, int ROWS>
-INLINE void load_pages_warp(const attention_params &p, uint32_t to, const T *tensor, const heddle_strides &s, int pages,
-                            int first, int begin, int end, int width, bool vector) {
-    typedef tile<T, D> t;
-    constexpr int EACH = 16 / (int)sizeof(T), CHUNKS = t::chunks < 32 ? t::chunks : 32, STEP = 32 / CHUNKS;
-    constexpr int PITCH = D * (int)sizeof(T);
-    const int lane = threadIdx.x % 32, row = lane / CHUNKS;
-    const unsigned count = max(end - begin, 0);
+INLINE lane_rows<T, D, ROWS> find_rows(const void *tensor, int64_t first, int64_t width) {
+    const int column = (int)threadIdx.x % lane_rows<T, D, ROWS>::chunks * (16 / (int)sizeof(T));
+    return {(const T *)tensor + first + column, (int)width - column};
+}
+
+/* A tile by a warp: of this lane's rows, which begin `at` elements into the tensor, the first `count` are there; the others become zero. */
+template <typename T, int D, int ROWS>
+INLINE void load_rows(uint32_t to, const lane_rows<T, D, ROWS> &r, bool vector, int64_t at, int64_t stride, int count) {
+    constexpr int CHUNKS = lane_rows<T, D, ROWS>::chunks, EACH = 16 / (int)sizeof(T), PITCH = D * (int)sizeof(T);
+    to += first_row<T, D, ROWS>() * PITCH + (int)threadIdx.x % CHUNKS * 16;
 #pragma unroll
-    for (int g = 0; g < ROWS; g += PAGE_ROWS) {
-        const int page = __shfl_sync(ALL_LANES, pages, g / PAGE_ROWS), j = first + g + row;
-        const T *rows = row_in_page(p, tensor, s, page, j);
+    for (int y = 0; y < tile<T, D>::chunks; y += CHUNKS) {
+        const T *from = r.tensor + at + y * EACH;
+        const int width = r.width - y * EACH, rows = width > 0 ? count : 0;
+        if (vector) {
 #pragma unroll
-        for (int y = 0; y < t::chunks; y += CHUNKS) {
-            const int chunk = y + lane % CHUNKS;
-            const uint32_t at = to + row * PITCH + (chunk ^ row) * 16;
-            const T *from = rows;
-            if (vector) {
-                const int bytes = chunk * EACH < width ? 16 : 0;
-#pragma unroll
-                for (int x = 0; x < PAGE_ROWS; x += STEP, from += STEP * s.s) {
-                    const bool there = page >= 0 && (unsigned)(j + x - begin) < count;
-                    cp_async16((at + (g + x) * PITCH) ^ x % 8 * 16, there && bytes ? from + chunk * EACH : tensor,
-                               there ? bytes : 0);
-                }
-            } else {
+            for (int x = 0; x < PAGE_ROWS; x++, from += stride)
+                cp_async16((to ^ x % 8 * 16) + y * 16 + x * PITCH, from, x < rows ? 16 : 0);
+        } else {
 #pragma unroll 1
-                for (int x = 0; x < PAGE_ROWS; x += STEP, from += STEP * s.s) {
-                    const bool there = page >= 0 && (unsigned)(j + x - begin) < count;
-                    load_chunk((at + (g + x) * PITCH) ^ x % 8 * 16, there ? from : tensor, chunk, width, there, false);
-                }
-            }
+            for (int x = 0; x < PAGE_ROWS; x++, from += stride)
+                store_shared16((to ^ x % 8 * 16) + y * 16 + x * PITCH, load_elements(from, x < rows ? width : 0));
         }
     }
 }
@@ -222,7 +193,10 @@ INLINE void store_nothing(const attention_params &p, const forward_work &w) {
         store_part(p, w.key_share, lse_at(p, w.c, w.y * p.pack + row % p.pack, row / p.pack), -CUDART_INF_F, 0.0f);
 }
 
-template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void attention_decode(const attention_params &p) {
+/* PAGED: each lane has the page of its rows of a tile. What the table says of a tile is asked for when the one in front of it is sent for: the
+ * address of a row waits for it. */
+template <typename T, int D, int WARPS, int STAGES, int BLOCK, bool PAGED>
+INLINE void attention_decode(const attention_params &p) {
     typedef decode_shared<T, D, WARPS, STAGES, BLOCK> layout;
     typedef tile<T, D> t;
     extern __shared__ __align__(128) char shared[];
@@ -235,26 +209,33 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
         return;
     }
     const int64_t head_k = w.y * p.pack / p.group;
-    const bool paged = p.page_bits;
-    const T *k = (const T *)p.t.k + row_at(p.a.k_stride, paged ? 0 : w.c.n, head_k, w.c.first_k);
-    const T *v = (const T *)p.t.v + row_at(p.a.v_stride, paged ? 0 : w.c.n, head_k, w.c.first_k);
+    const lane_rows<T, D, BLOCK> k =
+        find_rows<T, D, BLOCK>(p.t.k, row_at(p.a.k_stride, PAGED ? 0 : w.c.n, head_k, PAGED ? 0 : w.c.first_k), p.a.d);
+    const lane_rows<T, D, BLOCK> v =
+        find_rows<T, D, BLOCK>(p.t.v, row_at(p.a.v_stride, PAGED ? 0 : w.c.n, head_k, PAGED ? 0 : w.c.first_k), p.a.dv);
     const T *q = (const T *)p.t.q + row_at(p.a.q_stride, w.c.n, w.y * p.pack, w.c.first_q);
     const uint32_t sq = shared_address(shared), ring = sq + layout::ring + warp * layout::ring_bytes;
     int *bad = (int *)(shared + layout::bad) + warp * BLOCK;
     const bool tf32 = p.tf32, few = few_keys<T>(w.c, 0, w.c.sq);
-    auto load = [&](uint32_t to, const T *rows, const heddle_strides &s, int64_t width, bool vector, int j0,
-                    int pages) {
-        if (j0 < w.end && paged)
-            load_pages_warp<T, D, BLOCK>(p, to, rows, s, pages, j0, w.keys_begin, w.keys_end, (int)width, vector);
+    auto ask = [&](int j0) {
+        const int j = j0 + first_row<T, D, BLOCK>();
+        return PAGED && j < w.keys_end ? entry_at(p, w.c.n, j) : -1;
+    };
+    auto load = [&](uint32_t to, const lane_rows<T, D, BLOCK> &r, bool vector, const heddle_strides &s, int j0,
+                    int entry) {
+        const int j = j0 + first_row<T, D, BLOCK>(), page = page_of(p, entry);
+        if (j0 < w.end && PAGED)
+            load_rows<T, D, BLOCK>(to, r, vector, page * s.b + (j & ((1 << p.page_bits) - 1)) * s.s, s.s,
+                                   page < 0 ? 0 : w.keys_end - j);
         else if (j0 < w.end)
-            load_tile_warp<T, D, BLOCK>(to, rows, s.s, j0, w.keys_begin, w.keys_end, (int)width, vector);
+            load_rows<T, D, BLOCK>(to, r, vector, j * s.s, s.s, w.keys_end - j);
         cp_async_commit();
     };
-    auto load_k = [&](int j0, int stage, int pages) {
-        load(ring + 2 * stage * layout::tile_bytes, k, p.a.k_stride, p.a.d, p.vectors & VECTOR_K, j0, pages);
+    auto load_k = [&](int j0, int stage, int entry, bool vector) {
+        load(ring + 2 * stage * layout::tile_bytes, k, vector || (p.vectors & VECTOR_K), p.a.k_stride, j0, entry);
     };
-    auto load_v = [&](int j0, int stage, int pages) {
-        load(ring + (2 * stage + 1) * layout::tile_bytes, v, p.a.v_stride, p.a.dv, p.vectors & VECTOR_V, j0, pages);
+    auto load_v = [&](int j0, int stage, int entry, bool vector) {
+        load(ring + (2 * stage + 1) * layout::tile_bytes, v, vector || (p.vectors & VECTOR_V), p.a.v_stride, j0, entry);
     };
 
     for (int x = threadIdx.x; x < 16 * t::chunks; x += WARPS * 32) {
@@ -264,14 +245,20 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
         load_chunk(sq + row * t::pitch + x % t::chunks * 16, from, x % t::chunks, (int)p.a.d, there,
                    p.vectors & VECTOR_Q);
     }
-    int j0 = w.begin + warp * BLOCK, pages[STAGES]; /* of the tiles under way */
-#pragma unroll
-    for (int x = 0; x < STAGES; x++)
-        pages[x] = paged ? find_pages<BLOCK>(p, w.c.n, j0 + x * WARPS * BLOCK, w.keys_end) : 0;
-#pragma unroll
+    const int first = w.begin + warp * BLOCK;
+    int entry = ask(first), hides = 0; /* a bit for each tile under way: keys of it are in no page */
+    auto note_hidden = [&](int j0, int entry) {
+        const bool hidden = PAGED && j0 + first_row<T, D, BLOCK>() < w.keys_end && page_of(p, entry) < 0;
+        hides = hides >> 1 | (__any_sync(ALL_LANES, hidden) ? 1 << (STAGES - 1) : 0);
+    };
+#pragma unroll 1
     for (int x = 0; x < STAGES; x++) {
-        load_k(j0 + x * WARPS * BLOCK, x, pages[x]);
-        load_v(j0 + x * WARPS * BLOCK, x, pages[x]);
+        const int j0 = first + x * WARPS * BLOCK, now = entry;
+        entry = ask(j0 + WARPS * BLOCK);
+        load_k(j0, x, now, false);
+        load_v(j0, x, now, false);
+        if (PAGED)
+            note_hidden(j0, now);
     }
     softmax_state<1> state;
     float o[1][D / 8][4];
@@ -285,28 +272,25 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
     let_next_grid_start();
     cp_async_wait<2 * STAGES - 1>(); /* Q and the first K */
     __syncthreads();
-    int stage = 0;
-    for (; j0 < w.end; j0 += WARPS * BLOCK, stage = stage + 1 == STAGES ? 0 : stage + 1) {
+    /* The tile in a stage; the next one takes its place. whole, a constant: all see all of it, and nothing is asked for but that. */
+    auto take = [&](int j0, int stage, bool hidden, bool whole) {
         const uint32_t sk = ring + 2 * stage * layout::tile_bytes, sv = sk + layout::tile_bytes;
-        const int next = j0 + STAGES * WARPS * BLOCK;
-        const int next_pages = paged ? find_pages<BLOCK>(p, w.c.n, next, w.keys_end) : 0;
-        const bool hidden = paged && __any_sync(ALL_LANES, pages[0] < 0);
-        const bool cut = rich || hidden || j0 < w.keys_begin || j0 + BLOCK > w.keys_end || j0 + BLOCK - 1 > w.c.hi ||
-                         j0 < last_row + w.c.lo;
+        const int next = j0 + STAGES * WARPS * BLOCK, next_entry = entry;
+        entry = ask(next + WARPS * BLOCK);
         float s[1][BLOCK / 8][4];
         cp_async_wait<2 * STAGES - 1>();
         __syncwarp();
         product_rows<T, D, 1, BLOCK, 1>(s, sq, sk, tf32, whole_steps<T, D>(p, w.c));
         __syncwarp();
-        load_k(next, stage, next_pages);
-        if (cut) {
+        load_k(next, stage, next_entry, whole);
+        if (!whole) {
             /* V is needed before the scores are known */
             cp_async_wait<2 * STAGES - 1>();
             __syncwarp();
             clean_tile_warp<T, D, BLOCK>(sv, bad);
             __syncwarp();
             if (hidden)
-                mark_hidden<BLOCK>(pages[0], bad);
+                mark_hidden<BLOCK>(find_pages<BLOCK>(p, w.c.n, j0, w.keys_end), bad);
             __syncwarp();
             if (rich)
                 score_full<T, 1, BLOCK>(p, w, 0, j0, bad, s);
@@ -314,17 +298,26 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCK> INLINE void atten
                 mask_lean<1, BLOCK>(p, w, 0, j0, bad, s);
         }
         online_softmax<T, D, 1, BLOCK>(&state, c, s, o);
-        if (p.drops)
+        if (!whole && p.drops)
             drop<1, BLOCK>(p, w, dropout, 0, j0, s);
         cp_async_wait<2 * STAGES - 1>();
         __syncwarp();
-        product_columns<T, D, 1, BLOCK, 1>(o, s, sv, tf32, few || few_are_left<T, 1, BLOCK>(p, s));
+        product_columns<T, D, 1, BLOCK, 1>(o, s, sv, tf32, few || (!whole && few_are_left<T, 1, BLOCK>(p, s)));
         __syncwarp();
-        load_v(next, stage, next_pages);
-#pragma unroll
-        for (int x = 0; x + 1 < STAGES; x++)
-            pages[x] = pages[x + 1];
-        pages[STAGES - 1] = next_pages;
+        load_v(next, stage, next_entry, whole);
+        if (PAGED)
+            note_hidden(next, next_entry);
+    };
+    /* What whole tiles run lies in one piece: a warp alone on its scheduler waits for each jump. Rows over 512 bytes spill as it is. */
+    const bool lean = layout::tile_bytes <= BLOCK * 512 && !rich && (p.vectors & VECTOR_K) && (p.vectors & VECTOR_V);
+    int stage = 0;
+    for (int j0 = first; j0 < w.end; j0 += WARPS * BLOCK, stage = stage + 1 == STAGES ? 0 : stage + 1) {
+        const bool hidden = PAGED && (hides & 1);
+        if (lean && !hidden && j0 >= w.keys_begin && j0 + BLOCK <= w.keys_end && j0 + BLOCK - 1 <= w.c.hi &&
+            j0 >= last_row + w.c.lo)
+            take(j0, stage, false, true);
+        else
+            take(j0, stage, hidden, false);
     }
     cp_async_wait<0>();
     merge_warps<T, D, WARPS>(p, w, c, state, o[0], (float *)(shared + layout::ring),

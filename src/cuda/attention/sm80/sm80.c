@@ -19,7 +19,8 @@ static bool takes(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     if (p->pass == HEDDLE_FORWARD) {
         if (a->h / a->hk * a->sq <= 16)
-            c->fwd = heddle__cuda_find_attention(p, PASS_fwd, VARIANT_decode, FAMILY_sm80);
+            c->fwd = heddle__cuda_find_attention(
+                p, PASS_fwd, a->features & HEDDLE_PAGES ? VARIANT_paged : VARIANT_decode, FAMILY_sm80);
         if (c->fwd < 0 && (a->dtype != HEDDLE_F32 || !(a->features & HEDDLE_PAGES)))
             c->fwd = find(p, PASS_fwd);
         return c->fwd >= 0;
@@ -81,7 +82,7 @@ static void lay_out_forward(const attention_problem *p, attention_choice *c) {
     if (p->stands_in) { /* there is no workspace for shares of keys */
         c->tiles_q = ceil_div(a->sq, k->own);
         c->blocks = c->tiles_q * a->h * a->b;
-    } else if (k->variant == VARIANT_decode) {
+    } else if (k->variant == VARIANT_decode || k->variant == VARIANT_paged) {
         lay_out_decode(p, k, c);
     } else {
         lay_out_tiles(p, k, c);
