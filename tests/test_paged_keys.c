@@ -69,6 +69,25 @@ static void test_prefill(void **state) {
         }
 }
 
+/* More queries, and more keys than two tiles have: what Hopper's own kernels take. Bands that begin and end within a page. */
+static void test_chunks(void **state) {
+    (void)state;
+    static const int32_t len_k[] = {430, 290};
+    static const int64_t dims[] = {64, 128, 200};
+    for (int x = 0; x < 6; x++) {
+        attention_case c = paged_case(INT64_C(16) << x % 5, 2, 2, 1, x % 2 ? 130 : 70, 430, dims[x % 3]);
+        c.a.features |= HEDDLE_SEQLENS | (x == 2 ? HEDDLE_SINKS : 0) | (x > 2 ? HEDDLE_WINDOW : 0);
+        c.a.mask = x == 1 ? HEDDLE_MASK_NONE : HEDDLE_CAUSAL_BOTTOM_RIGHT;
+        c.a.window_left = x > 2 ? 40 + 55 * x : 0;
+        c.a.window_right = x > 2 ? -1 : 0;
+        c.len_k = len_k;
+        c.hidden_pages = x % 2 ? 0.3 : 0;
+        if (x < 3)
+            row_by_row(&c);
+        check_attention_dtypes(c);
+    }
+}
+
 static void test_packed_queries(void **state) {
     (void)state;
     static const int32_t cu_q[] = {1, 8, 8, 70, 71}, len_k[] = {90, 40, 75, 0};
@@ -279,10 +298,10 @@ static void test_pointers(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_decode),         cmocka_unit_test(test_long_decode), cmocka_unit_test(test_prefill),
-        cmocka_unit_test(test_packed_queries), cmocka_unit_test(test_options),     cmocka_unit_test(test_wide),
-        cmocka_unit_test(test_nothing),        cmocka_unit_test(test_bits),        cmocka_unit_test(test_accumulate),
-        cmocka_unit_test(test_refused),        cmocka_unit_test(test_pointers),
+        cmocka_unit_test(test_decode),     cmocka_unit_test(test_long_decode),    cmocka_unit_test(test_prefill),
+        cmocka_unit_test(test_chunks),     cmocka_unit_test(test_packed_queries), cmocka_unit_test(test_options),
+        cmocka_unit_test(test_wide),       cmocka_unit_test(test_nothing),        cmocka_unit_test(test_bits),
+        cmocka_unit_test(test_accumulate), cmocka_unit_test(test_refused),        cmocka_unit_test(test_pointers),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -93,7 +93,9 @@ static void test_pages(void **state) {
         const char *kernel;
     } cases[] = {{HEDDLE_BF16, 1, 128, 232448, "heddle_attention_fwd_bf16_d128_paged_sm80"},
                  {HEDDLE_F16, 4, 40, 232448, "heddle_attention_fwd_f16_d64_paged_sm80"},
-                 {HEDDLE_BF16, 512, 128, 232448, "heddle_attention_fwd_bf16_d128_full_sm80"},
+                 {HEDDLE_BF16, 512, 128, 232448, "heddle_attention_fwd_bf16_d128_paged_sm90"},
+                 {HEDDLE_F16, 512, 96, 232448, "heddle_attention_fwd_f16_d128_paged_sm90"},
+                 {HEDDLE_BF16, 16, 128, 232448, "heddle_attention_fwd_bf16_d128_full_sm80"},
                  {HEDDLE_F32, 1, 64, 232448, "heddle_attention_fwd_f32_d64_paged_sm80"},
                  {HEDDLE_F32, 512, 64, 232448, "heddle_attention_fwd_f32_d512_plain_sm80"},
                  {HEDDLE_F16, 1, 512, 232448, "heddle_attention_fwd_f16_d512_full_sm80"},

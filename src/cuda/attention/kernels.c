@@ -32,10 +32,13 @@ static const int16_t kernel_index[PASSES][3][VARIANTS][KERNEL_FAMILIES][WIDTHS] 
 /* ------------------------------------------------------------------------------------------------- shared memory */
 
 static int shared_bytes_sm90(const kernel_row *k) {
-    const bool has_options = k->variant != VARIANT_lean && k->variant != VARIANT_long && k->variant != VARIANT_adding;
+    const bool has_options = k->variant != VARIANT_lean && k->variant != VARIANT_long && k->variant != VARIANT_adding &&
+                             k->variant != VARIANT_paged;
     const int slots = sm90_backward_slots(k->dim, k->block), options = has_options ? SM90_BACKWARD_OPTIONS : 0;
     switch (k->pass) {
     case PASS_fwd:
+        if (k->variant == VARIANT_paged)
+            return sm90_forward_paged_bytes(k->dim, k->own, k->block);
         return has_options ? sm90_forward_full_bytes(k->dim, k->own, k->block)
                            : sm90_forward_bytes(k->dim, k->own, k->block);
     case PASS_bwd:

@@ -42,6 +42,14 @@ CONTRACT int sm90_forward_bytes(int dim, int own, int block) {
     return SM90_TILE_ALIGNMENT + sm90_forward_layout_bytes(dim, own, block);
 }
 
+/* Of keys in pages: log2 of the rows that are fetched at once; bytes, with a word for each tile of K. */
+CONTRACT int sm90_box_bits(int page_bits) {
+    return page_bits < 6 ? page_bits : 6;
+}
+CONTRACT int sm90_forward_paged_bytes(int dim, int own, int block) {
+    return sm90_forward_bytes(dim, own, block) + sm90_forward_stages(dim) * 4;
+}
+
 /* Tiles come in pairs: so many of all units (heads of sequences), whose odd tiles in the middle pair with each other, 16 units at a
  * time. */
 CONTRACT unsigned sm90_forward_pairs(unsigned units, unsigned tiles) {

@@ -66,6 +66,19 @@ struct option_view {
     const int *steps;
 };
 
+/* paged: the groups of keys of the n-th tile that are in no page. */
+template <bool PAGED, typename layout> INLINE int find_hidden_in(const option_view &v, unsigned n) {
+    return PAGED ? __shfl_sync(ALL_LANES, v.steps[slot_of<layout::stages>(n)], 0) : 0;
+}
+template <int BLOCK> INLINE void hide(int hidden, float (*s)[4]) {
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (hidden >> (y * 8 / PAGE_ROWS) & 1)
+                s[y][e] = -CUDART_INF_F;
+}
+
 /* full: what is told of the n-th tile of keys. The compiler has to see that all lanes have the same, or what depends on it, such as which
  * tile comes next, is held in vector registers. */
 INLINE int find_step(const option_view &v, unsigned n) {
@@ -125,7 +138,7 @@ INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_
 /* The scores are there: K is free, and a single Q after its last; what is not seen of a cut tile is taken out of them. */
 template <typename T, int D, int GROUPS, int BLOCK, bool CUT, int FULL>
 INLINE void receive_scores(const forward_span &w, const option_view &v, int group, int step, uint32_t smem, unsigned n,
-                           const read_ahead<BLOCK> &read, float (*s)[4]) {
+                           const read_ahead<BLOCK> &read, int hidden, float (*s)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const int j0 = FULL ? step & ~STEP_FLAGS : step;
     pin_all<BLOCK / 8>(s);
@@ -138,6 +151,8 @@ INLINE void receive_scores(const forward_span &w, const option_view &v, int grou
         apply_bits<BLOCK>(read.bits, -CUDART_INF_F, s);
     if (CUT && (j0 + BLOCK > w.end || j0 + BLOCK - 1 > group * 64 + w.hi || j0 < group * 64 + 63 + w.lo))
         mask_band<BLOCK>(w, group * 64, j0, s);
+    if (hidden)
+        hide<BLOCK>(hidden, s);
 }
 
 /* A tile of keys that this warpgroup passes by, and its bias. */
@@ -174,7 +189,7 @@ struct group_state {
 
 /* While P·V of a tile of keys adds up, S of the one before it in memory, from j0 on, is made and turned into P. CUT: one of them may be
  * cut. half: lean, of the first half of the keys alone. */
-template <typename T, int D, int GROUPS, int BLOCK, bool CUT, int FULL>
+template <typename T, int D, int GROUPS, int BLOCK, bool CUT, int FULL, bool PAGED>
 INLINE void step(float c, const forward_span &w, const option_view &v, bool half, int j0, int group, uint32_t q,
                  uint32_t smem, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
@@ -203,8 +218,9 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     if (FULL && !makes_ahead<FULL>())
         kept = keep_queries<BLOCK, FULL>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64,
                                          j0 & ~STEP_FLAGS);
+    const int hidden = find_hidden_in<PAGED, layout>(v, n + 1);
     wgmma_wait<1>();
-    receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, s);
+    receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, hidden, s);
     const bool grows = online_softmax<BLOCK>(&k->rows, c, s, shrink);
     if (makes_ahead<FULL>()) /* as late as they are needed */
         drop_rows<BLOCK>(take_kept<layout>(v, group, smem, n + 1), s);
@@ -247,15 +263,15 @@ INLINE void sum_full(float c, const forward_span &w, const option_view &v, const
     }
 #pragma unroll 1
     while (!(k->step & STEP_LAST)) {
-        step<T, D, GROUPS, BLOCK, true, FULL>(c, w, v, false, 0, group, q, smem, k, s, a, o);
+        step<T, D, GROUPS, BLOCK, true, FULL, false>(c, w, v, false, 0, group, q, smem, k, s, a, o);
 #pragma unroll 1
         while (k->step & STEP_WHOLE)
-            step<T, D, GROUPS, BLOCK, false, FULL>(c, w, v, false, 0, group, q, smem, k, s, a, o);
+            step<T, D, GROUPS, BLOCK, false, FULL, false>(c, w, v, false, 0, group, q, smem, k, s, a, o);
     }
 }
 
 /* From the first scores of a tile of queries to its last P. */
-template <typename T, int D, int GROUPS, int BLOCK, int FULL>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL, bool PAGED>
 INLINE void compute(float c, const forward_span &w, const option_view &v, const group_work &g, int group, uint32_t q,
                     uint32_t smem, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
@@ -263,7 +279,8 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
     read_ahead<BLOCK> read;
     if (FULL)
         read_options<BLOCK, FULL>(*v.p, *v.o, group * 64, k->step, &read);
-    receive_scores<T, D, GROUPS, BLOCK, true, FULL>(w, v, group, FULL ? k->step : g.first, smem, k->n, read, s);
+    receive_scores<T, D, GROUPS, BLOCK, true, FULL>(w, v, group, FULL ? k->step : g.first, smem, k->n, read,
+                                                    find_hidden_in<PAGED, layout>(v, k->n), s);
     k->rows = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, 0};
     online_softmax<BLOCK>(&k->rows, c, s, shrink);
     if (makes_ahead<FULL>())
@@ -290,19 +307,19 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
 #pragma unroll 1
     while (j0 >= w.begin) {
         if (is_cut<BLOCK>(w, j0 + BLOCK) || j0 < whole) {
-            step<T, D, GROUPS, BLOCK, true, FULL>(c, w, v, g.half && j0 + BLOCK == g.first, j0, group, q, smem, k, s, a,
-                                                  o);
+            step<T, D, GROUPS, BLOCK, true, FULL, PAGED>(c, w, v, g.half && j0 + BLOCK == g.first, j0, group, q, smem,
+                                                         k, s, a, o);
             j0 -= BLOCK;
             continue;
         }
 #pragma unroll 1
         for (; j0 >= whole; j0 -= BLOCK)
-            step<T, D, GROUPS, BLOCK, false, FULL>(c, w, v, false, j0, group, q, smem, k, s, a, o);
+            step<T, D, GROUPS, BLOCK, false, FULL, PAGED>(c, w, v, false, j0, group, q, smem, k, s, a, o);
     }
 }
 
 /* A tile of queries after the other. */
-template <typename T, int D, int GROUPS, int BLOCK, int FULL, bool ADDS>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL, bool ADDS, bool PAGED>
 INLINE void consume(const attention_params &p, int group, uint32_t smem, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     constexpr int QS = layout::q_stages, KS = layout::stages;
@@ -311,7 +328,7 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
     group_state k = {0, 0};
     float s[BLOCK / 8][4], o[D / 8][4];
     uint32_t a[BLOCK / 16][4];
-    option_view v = {&p, NULL, steps_in<layout>(jobs)};
+    option_view v = {&p, NULL, PAGED ? hidden_in<layout>(jobs) : steps_in<layout>(jobs)};
     if (group == GROUPS - 1)
         pass_turn<GROUPS>(group);
     mbarrier_wait(barriers + Q_FULL, 0);
@@ -331,8 +348,8 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
     wgmma_wait<0>();
     for (; w.end; nq++) {
         v.o = options_in<layout>(jobs) + slot_of<2>(nq);
-        compute<T, D, GROUPS, BLOCK, FULL>(p.scale_log2, w, v, g, group, q0 + slot_of<QS>(nq) * layout::q_bytes, smem,
-                                           &k, s, a, o);
+        compute<T, D, GROUPS, BLOCK, FULL, PAGED>(p.scale_log2, w, v, g, group, q0 + slot_of<QS>(nq) * layout::q_bytes,
+                                                  smem, &k, s, a, o);
         const forward_span old = w;
         const unsigned n = k.n;
         const int last = FULL ? k.step : w.begin;
@@ -374,7 +391,7 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
     }
 }
 
-template <typename T, int D, int GROUPS, int BLOCK, int FULL, bool ADDS>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL, bool ADDS, bool PAGED>
 INLINE void attention_forward90(const attention_params_sm90 &all) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     extern __shared__ char shared[];
@@ -410,8 +427,8 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
     const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
         registers_fewer<makes_ahead<FULL>() ? 40 : GROUPS == 2 ? 56 : 32>();
-        if (threadIdx.x == 0)
-            produce<T, D, GROUPS, BLOCK, FULL>(all, smem, barriers, jobs);
+        if (PAGED ? warp == 0 : threadIdx.x == 0)
+            produce<T, D, GROUPS, BLOCK, FULL, PAGED>(all, smem, barriers, jobs);
         else if (warp == 1)
             produce_values<T, D, GROUPS, BLOCK, FULL, ADDS>(all, smem, barriers, jobs);
         else if (warp >= 2)
@@ -422,13 +439,14 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
                                           *(const dropout_state *)(steps_in<layout>(jobs) + STEPS));
     } else {
         registers_more<makes_ahead<FULL>() ? 208 : GROUPS == 2 ? 224 : 160>();
-        consume<T, D, GROUPS, BLOCK, FULL, ADDS>(all.p, warp / 4 - 1, smem, jobs);
+        consume<T, D, GROUPS, BLOCK, FULL, ADDS, PAGED>(all.p, warp / 4 - 1, smem, jobs);
     }
 }
 
 /* May o be added to? In lean it is code for nothing. */
 #define adds_lean false
 #define adds_adding true
+#define adds_paged false
 #define adds_full true
 #define adds_capped true
 #define adds_biased true
@@ -437,16 +455,27 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
 #define adds_dropped true
 #define is_lean 0
 #define is_adding 0
+#define is_paged 0
 #define is_full WITH_ALL
 #define is_capped (WITH_CAP | WITH_SLOPES)
 #define is_biased WITH_BIAS
 #define is_masked WITH_MASK
 #define is_narrow WITH_MASK
 #define is_dropped WITH_DROPOUT
+/* Are keys in pages? */
+#define pages_lean false
+#define pages_adding false
+#define pages_paged true
+#define pages_full false
+#define pages_capped false
+#define pages_biased false
+#define pages_masked false
+#define pages_narrow false
+#define pages_dropped false
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm90(                                                 \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \
-        attention_forward90<dtype, dim, own / 64, block, is_##variant, adds_##variant>(all);                           \
+        attention_forward90<dtype, dim, own / 64, block, is_##variant, adds_##variant, pages_##variant>(all);          \
     }

@@ -24,6 +24,9 @@ template <int D, int GROUPS, int BLOCK> struct forward90 {
     static constexpr int barriers = jobs + 2 * SM90_JOB_BYTES;
     static constexpr int bytes = barriers + 8 * SM90_FORWARD_BARRIERS * SM90_MOST_STAGES;
     static_assert(bytes == sm90_forward_layout_bytes(D, rows, BLOCK), "as the plan counts");
+    /* paged: of each tile of K, which groups of PAGE_ROWS keys are in no page */
+    static constexpr int hidden = bytes;
+    static_assert(1024 + hidden + stages * 4 == sm90_forward_paged_bytes(D, rows, BLOCK), "as the plan counts");
     /* full: of the tile of queries and the next; what the thread that sends tells of tiles of keys */
     static constexpr int options = bytes, steps = options + 2 * sizeof(query_options);
     /* of each warpgroup: its bias is there, and is not needed any more; the bias */

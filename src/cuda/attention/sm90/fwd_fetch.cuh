@@ -13,6 +13,11 @@ template <typename layout> INLINE int *steps_in(const forward_job *jobs) {
     return (int *)((char *)jobs + (layout::steps - layout::jobs));
 }
 
+/* paged: what lies there in place of it. */
+template <typename layout> INLINE int *hidden_in(const forward_job *jobs) {
+    return (int *)((char *)jobs + (layout::hidden - layout::jobs));
+}
+
 /* Does a warp of its own send for V? With a mask it takes the thread that sends for K some time to find the next tile. By one thread, V of the
  * last tile of keys would wait for K of the next tile of queries; else it costs more than it gives. */
 template <int FULL> INLINE constexpr bool sends_apart(void) {
@@ -30,6 +35,43 @@ INLINE void load_keys(uint32_t tiles, uint32_t full, uint32_t empty, const tenso
     mbarrier_expect(full + slot * 8, tile90<D, BLOCK>::bytes);
     load_boxes<D, BLOCK, BLOCK % 64 ? BLOCK : 64>(tiles + slot * tile90<D, BLOCK>::bytes, map, full + slot * 8, row,
                                                   head, batch);
+}
+
+/* What the table says of the tile of keys from j0 on, up to key `end`: of group x%GROUPS of PAGE_ROWS keys in lane x. */
+template <int BLOCK> INLINE int ask_pages(const attention_params &p, int64_t n, int j0, int end) {
+    const int j = j0 + (int)threadIdx.x % (BLOCK / PAGE_ROWS) * PAGE_ROWS;
+    return j0 >= 0 && j < end ? entry_at(p, n, j) : -1;
+}
+
+/* Of these groups those that are in no page, a bit each. */
+template <int BLOCK> INLINE int find_hidden(const attention_params &p, int entry, int j0, int end) {
+    const int group = (int)threadIdx.x % 32;
+    return (int)__ballot_sync(ALL_LANES,
+                              group < BLOCK / PAGE_ROWS && j0 + group * PAGE_ROWS < end && page_of(p, entry) < 0);
+}
+
+/* The n-th tile of K or V, keys from j0 on, by a warp: each lane sends for a box, which is in one page. Of a number that is no page the copy
+ * engine makes zeros, as of all that a tensor does not have; of K the others are told which those are. */
+template <int D, int BLOCK, typename layout>
+INLINE void load_pages(uint32_t tiles, uint32_t full, uint32_t empty, const tensor_map *map, int j0, int head,
+                       int entry, int page_bits, unsigned n, int *tells = NULL, int hidden = 0) {
+    typedef tile90<D, BLOCK> t;
+    const unsigned slot = slot_of<layout::stages>(n);
+    const int lane = (int)threadIdx.x % 32, bits = sm90_box_bits(page_bits);
+    const int boxes = BLOCK >> bits, x = lane / boxes, y = lane % boxes << bits;
+    const int page = __shfl_sync(ALL_LANES, entry, y / PAGE_ROWS);
+    static_assert(BLOCK % 64 == 0 && t::strips * (BLOCK / PAGE_ROWS) <= 32, "a lane for each box");
+    mbarrier_wait(empty + slot * 8, turn_of<layout::stages>(n) ^ 1);
+    if (lane == 0) {
+        if (tells)
+            tells[slot] = hidden;
+        mbarrier_expect(full + slot * 8, t::bytes);
+    }
+    __syncwarp();
+    if (x < t::strips)
+        tma_load4(tiles + slot * t::bytes + x * t::strip + y * 128, map, full + slot * 8, x * 64,
+                  (j0 + y) & ((1 << page_bits) - 1), head, page);
+    __syncwarp();
 }
 
 /* The n-th tile of queries; w NULL: that there is none. */
@@ -72,18 +114,23 @@ INLINE void load_bias(const attention_params_sm90 &all, const forward_work &w, i
     }
 }
 
-/* One thread sends for Q, K and a bias, in the order in which they are used; where no other warp does it, for V, too. */
-template <typename T, int D, int GROUPS, int BLOCK, int FULL>
+/* One thread sends for Q, K and a bias, in the order in which they are used; where no other warp does it, for V, too. PAGED: a warp, whose
+ * lanes have the pages: what the table says of a tile they ask while the one before it is waited for. */
+template <typename T, int D, int GROUPS, int BLOCK, int FULL, bool PAGED>
 INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t barriers, forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const attention_params &p = all.p;
     unsigned step = 0, nq = 0, n = 0;
     forward_work w;
     find_common<layout::rows>(p, &w);
+    const bool sends = !PAGED || threadIdx.x == 0;
     int v_row = 0, v_head = 0, v_batch = 0; /* V follows K of the next step, be that of the next tile */
     bool owes = false, alone = false;       /* V is still to be sent for; of a tile of queries with one of keys */
     const auto load_values = [&]() {
-        if (owes)
+        if (PAGED && owes)
+            load_pages<D, BLOCK, layout>(smem + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
+                                         v_batch, p.page_bits, n - 1);
+        else if (owes)
             load_keys<D, BLOCK, layout>(smem + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
                                         v_batch, n - 1);
         owes = false;
@@ -92,11 +139,11 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
     while (takes ? take_work<layout::rows>(p, &w) : next_work<layout::rows>(p, &step, &w)) {
         if (w.s.begin == w.s.end)
             continue;
-        if (FULL)
-            w.s.begin = w.s.begin / BLOCK * BLOCK; /* as tiles of the mask */
+        if (FULL || PAGED)
+            w.s.begin = w.s.begin / BLOCK * BLOCK; /* as tiles of the mask, or whole groups of a page */
         if (alone)                                 /* or it would wait for o of the tile before */
             load_values();
-        if (layout::q_stages > 1)
+        if (layout::q_stages > 1 && sends)
             load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, smem, jobs, nq);
         const int head = w.x / p.group;
         int last = last_tile<BLOCK>(w.s);
@@ -107,23 +154,31 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
             const int seen = next_seen<BLOCK>(kinds, w.s, last);
             last = seen < w.s.begin ? last : seen;
         }
+        int ahead = PAGED ? ask_pages<BLOCK>(p, w.c.n, last, w.s.end) : 0;
 #pragma unroll 1
         for (int j0 = last, next; j0 >= w.s.begin; j0 = next, n++) {
-            const int row = (int)w.c.first_k + j0;
+            const int row = PAGED ? j0 : (int)w.c.first_k + j0, batch = PAGED ? ahead : w.n;
             next = FULL ? next_seen<BLOCK>(kinds, w.s, j0 - BLOCK) : j0 - BLOCK;
             if (FULL) /* nobody has use any more for what was told STEPS before */
                 steps_in<layout>(jobs)[n % STEPS] = step_of<BLOCK, FULL>(p, kinds, w.s, j0, next);
-            load_keys<D, BLOCK, layout>(smem + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head, w.n,
-                                        n);
+            if (PAGED) {
+                const int hidden = find_hidden<BLOCK>(p, batch, j0, w.s.end);
+                ahead = ask_pages<BLOCK>(p, w.c.n, next, w.s.end);
+                load_pages<D, BLOCK, layout>(smem + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head,
+                                             batch, p.page_bits, n, hidden_in<layout>(jobs), hidden);
+            } else {
+                load_keys<D, BLOCK, layout>(smem + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head,
+                                            batch, n);
+            }
             if (!sends_apart<FULL>()) {
                 load_values();
                 v_row = row;
                 v_head = head;
-                v_batch = w.n;
+                v_batch = batch;
                 owes = true;
                 alone = j0 == last;
             }
-            if (layout::q_stages == 1 && j0 == last) /* waits for the last scores of the tile before */
+            if (layout::q_stages == 1 && j0 == last && sends) /* waits for the last scores of the tile before */
                 load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, smem, jobs, nq);
             if (has_boxes<FULL>(p))
                 load_bias<GROUPS, BLOCK, layout>(all, w, j0, next, smem, n);
@@ -131,7 +186,8 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
         nq++;
     }
     load_values();
-    load_queries<T, D, GROUPS, BLOCK, FULL>(all, NULL, smem, jobs, nq);
+    if (sends)
+        load_queries<T, D, GROUPS, BLOCK, FULL>(all, NULL, smem, jobs, nq);
 }
 
 /* A warp: V, where another than that of K sends for it: as soon as it is told which tile comes, which is when K is there. Between tiles of

@@ -15,13 +15,20 @@ static bool is_copyable(heddle_strides s, bool packed, int64_t b, int64_t h, int
     return true;
 }
 
+/* K or V. */
+static bool are_keys_copyable(const heddle_attention *a, heddle_strides s) {
+    const bool packed = a->features & HEDDLE_VARLEN;
+    if (a->features & HEDDLE_PAGES)
+        return a->pages > 0 && is_copyable(s, false, a->pages, a->hk, a->page);
+    return is_copyable(s, packed, a->b, a->hk, packed ? a->total_k : a->sk);
+}
+
 /* Can it fetch the tensors, and are the rows of the results whole numbers of 16 bytes? */
 static bool is_for_copies(const heddle_attention *a, bool backward) {
     const bool packed = a->features & HEDDLE_VARLEN;
-    const int64_t rows_q = packed ? a->total_q : a->sq, rows_k = packed ? a->total_k : a->sk;
+    const int64_t rows_q = packed ? a->total_q : a->sq;
     return a->dv % 8 == 0 && (!backward || a->d % 8 == 0) && is_copyable(a->q_stride, packed, a->b, a->h, rows_q) &&
-           is_copyable(a->k_stride, packed, a->b, a->hk, rows_k) &&
-           is_copyable(a->v_stride, packed, a->b, a->hk, rows_k) &&
+           are_keys_copyable(a, a->k_stride) && are_keys_copyable(a, a->v_stride) &&
            (!backward || is_copyable(a->do_stride, packed, a->b, a->h, rows_q)) && a->o_stride.b % 8 == 0 &&
            a->o_stride.h % 8 == 0 && a->o_stride.s % 8 == 0;
 }
@@ -61,14 +68,18 @@ static bool finds_tanh_again(const heddle_attention *a) {
     return !(a->softcap > 0) || (a->softcap >= 1 && !(a->features & (HEDDLE_ALIBI | HEDDLE_BIAS)));
 }
 
-/* No more than the full kernels can. */
+/* No more than the full kernels can, or of keys in pages those that are for them. */
 static bool takes_options(const attention_problem *p) {
-    return p->pass == HEDDLE_FORWARD || (!(p->a->features & HEDDLE_WEIGHTS) && finds_tanh_again(p->a));
+    if (p->a->features & HEDDLE_PAGES)
+        return !p->rich && !(p->a->features & HEDDLE_ACCUMULATE);
+    return !p->rich || p->pass == HEDDLE_FORWARD || (!(p->a->features & HEDDLE_WEIGHTS) && finds_tanh_again(p->a));
 }
 
 /* At d 64 a tile has 192 queries. Of masks that differ from query to query more tiles are empty where it has 128: worth more where there are
  * such than what it costs where there are none. */
 static int find_forward(const attention_problem *p) {
+    if (p->a->features & HEDDLE_PAGES)
+        return heddle__cuda_find_attention(p, PASS_fwd, VARIANT_paged, FAMILY_sm90);
     const int usual = find_own(p, PASS_fwd),
               narrow = heddle__cuda_find_attention(p, PASS_fwd, VARIANT_narrow, FAMILY_sm90);
     const kernel_row *k = heddle__cuda_attention_kernels;
@@ -110,7 +121,7 @@ static bool is_consistent(const attention_choice *c) {
 static bool takes(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     const bool backward = p->pass == HEDDLE_BACKWARD;
-    if (!p->device->sm90 || a->dtype == HEDDLE_F32 || (p->rich && !takes_options(p)) || heddle__cuda_is_empty(a) ||
+    if (!p->device->sm90 || a->dtype == HEDDLE_F32 || !takes_options(p) || heddle__cuda_is_empty(a) ||
         !is_for_copies(a, backward))
         return false;
     if (!backward)
@@ -236,16 +247,16 @@ static void lay_out(const attention_problem *p, attention_choice *c) {
 
 /* ------------------------------------------------------------------------------------------------- its launches */
 
-/* Columns, rows, heads, batch. */
+/* Columns, rows, heads, batch; of keys in pages the page. */
 static tensor_shape shape_of(const heddle_attention *a, const void *at, heddle_strides s, int64_t width, bool keys,
                              uint32_t box) {
-    const bool packed = a->features & HEDDLE_VARLEN;
-    const int64_t rows = keys ? (packed ? a->total_k : a->sk) : packed ? a->total_q : a->sq;
-    tensor_shape r = {
-        .at = at,
-        .extent = {(uint64_t)width, (uint64_t)rows, (uint64_t)(keys ? a->hk : a->h), packed ? 1 : (uint64_t)a->b},
-        .stride = {(uint64_t)s.s * 2, (uint64_t)s.h * 2, packed ? 0 : (uint64_t)s.b * 2},
-        .rows = box};
+    const bool paged = keys && (a->features & HEDDLE_PAGES), packed = (a->features & HEDDLE_VARLEN) && !paged;
+    const int64_t rows = paged ? a->page : keys ? (packed ? a->total_k : a->sk) : packed ? a->total_q : a->sq;
+    tensor_shape r = {.at = at,
+                      .extent = {(uint64_t)width, (uint64_t)rows, (uint64_t)(keys ? a->hk : a->h),
+                                 packed ? 1 : (uint64_t)(paged ? a->pages : a->b)},
+                      .stride = {(uint64_t)s.s * 2, (uint64_t)s.h * 2, packed ? 0 : (uint64_t)s.b * 2},
+                      .rows = box};
     for (int x = 0; x < 3; x++)
         if (r.extent[x + 1] == 1)
             r.stride[x] = 16; /* any: it is never taken */
@@ -269,12 +280,14 @@ static tensor_shape shape_of_bias(const heddle_attention *a, const void *at) {
     return r;
 }
 
-/* Boxes of 64 rows, but of K and V of all that forward works on together where that is no multiple. */
+/* Boxes of 64 rows, but of K and V of all that forward works on together where that is no multiple, and of a smaller page all of it. */
 static void add_maps(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const heddle_attention *a = p->a;
     const heddle_attention_data *t = &job->params.p.t;
     const int block = p->pass == HEDDLE_FORWARD ? heddle__cuda_attention_kernels[c->fwd].block : 64;
-    const uint32_t box = block % 64 ? (uint32_t)block : 64;
+    const uint32_t box = job->params.p.page_bits ? 1u << sm90_box_bits(job->params.p.page_bits)
+                         : block % 64            ? (uint32_t)block
+                                                 : 64;
     job->shapes[0] = shape_of(a, t->q, a->q_stride, a->d, false, 64);
     job->shapes[1] = shape_of(a, t->k, a->k_stride, a->d, true, box);
     job->shapes[2] = shape_of(a, t->v, a->v_stride, a->dv, true, box);
@@ -330,4 +343,4 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
 }
 
 const attention_family heddle__attention_sm90 = {takes,  heddle__cuda_tensor_core_time, lay_out,
-                                                 launch, NEEDS_ALIGNMENT | NEEDS_DOUT,  false};
+                                                 launch, NEEDS_ALIGNMENT | NEEDS_DOUT,  true};
