@@ -157,3 +157,21 @@ def test_training_example(tmp_path):
     losses = re.findall(r"(heddle|torch): loss ([\d.]+) -> ([\d.]+)", done.stdout)
     assert len(losses) == 2 and all(float(last) < float(first) for _, first, last in losses)
     assert abs(float(losses[0][2]) - float(losses[1][2])) < 0.02
+
+
+def test_serving_example(tmp_path):
+    """Tokens as without pages, though prompts share them, come in chunks and start anew for want of them."""
+    page = (ROOT / "docs/serving.md").read_text()
+    options = re.search(r"python examples/serve.py (.*) --check --plot docs/img/serving.svg", page)[1].split()
+    picture = tmp_path / "serve.svg"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/serve.py"), *options, "--check", "--plot", str(picture)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    counts = re.search(r"(\d+) tokens made.*?(\d+) tokens of prompts found.* (\d+) restarts", done.stdout, re.S)
+    made, found, restarts = map(int, counts.groups())
+    assert made > 100 and found > 0 and restarts > 0 and "16 requests" in done.stdout
+    assert picture.read_text() == (ROOT / "docs/img/serving.svg").read_text()
