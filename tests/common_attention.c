@@ -443,8 +443,8 @@ static double noise_of(const heddle_attention *a, int x, const double natural[T_
     return x == T_DSINKS ? rounding * natural[x] / sqrt((double)(a->b * a->sq)) : 2 * rounding * spread[x];
 }
 
-/* The same problem in two parts (HEDDLE_ACCUMULATE). Backward has nothing but the float32 lse and o of all keys there: what they are rounded
- * by, P and D are off by, and nobody settles a row. */
+/* The same problem in two parts (HEDDLE_ACCUMULATE). Backward has nothing but the float32 lse and o of all keys there, and nobody settles a
+ * row. So P is off by the two roundings of lse, that of the first part's and that of all, and by two of the score; D by o's. */
 static bool judge_parts(attention_problem *p, const attention_problem *ref, const attention_problem *plain,
                         int64_t first, const double natural[T_COUNT], const double spread[T_COUNT], double condition) {
     static const struct {
@@ -457,7 +457,7 @@ static bool judge_parts(attention_problem *p, const attention_problem *ref, cons
     bool right = attention_in_parts(p, first, &sums);
     for (size_t x = 0; right && x < COUNT(outputs); x++) {
         const int t = outputs[x].which;
-        const double of_parts = t == T_LSE ? 0 : (4 + natural[T_LSE]) * 0x1p-24 * natural[t] + 0x1p-24;
+        const double of_parts = t == T_LSE ? 0 : (4 + 4 * natural[T_LSE]) * 0x1p-24 * natural[t] + 0x1p-24;
         right = compare_tensor(outputs[x].name, precision_of(p->a.dtype, p->a.features), &sums.t[t], &ref->t[t],
                                &plain->t[t], natural[t], noise_of(&p->a, t, natural, spread) + of_parts, condition);
     }
