@@ -13,7 +13,7 @@
 #ifndef HEDDLE_CPU_ATTENTION_BACKWARD_H
 #define HEDDLE_CPU_ATTENTION_BACKWARD_H
 
-#include "attention_gradients.h"
+#include "attention_products.h"
 
 /* ----------------------------------------------------------------------------------------------------- prepare */
 
