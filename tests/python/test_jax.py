@@ -16,26 +16,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import devices
+from jax_help import arrays_of, formulas, jax, jnp, on_the_cpu, x64  # noqa: F401
 from test_attention import OPTIONS, inputs
 
-jax = pytest.importorskip("jax")
-import heddle  # noqa: E402
-import heddle.jax  # noqa: E402
+import heddle
+import heddle.jax
 
-jnp = jax.numpy
 ROOT = Path(__file__).resolve().parents[2]
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    """Where nothing else is said: what is made without a device is not put on a GPU."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
-def x64():
-    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
 
 
 def place(device):
@@ -210,24 +198,6 @@ def test_norm_linear(norm, full, dtype, device):
 # ------------------------------------------------------------------------------------------------ float64, by jnp alone
 
 
-def formulas(q, k, v, *, bias=None, mask=None, sinks=None, softcap=0.0, causal=False, slopes=None):
-    """(out, lse) in jnp, with jnp's own derivatives."""
-    group = q.shape[1] // k.shape[1]
-    k, v = jnp.repeat(k, group, 1), jnp.repeat(v, group, 1)
-    t = jnp.einsum("bhid,bhjd->bhij", q, k) / q.shape[-1] ** 0.5
-    t = softcap * jnp.tanh(t / softcap) if softcap else t
-    i, j = jnp.arange(q.shape[2])[:, None], jnp.arange(k.shape[2])[None]
-    off = k.shape[2] - q.shape[2]
-    t = t if slopes is None else t - slopes[:, None, None] * jnp.abs(i + off - j)
-    t = t if bias is None else t + bias
-    t = t if mask is None else jnp.where(mask, t, -jnp.inf)
-    t = jnp.where(j <= i + off, t, -jnp.inf) if causal else t
-    if sinks is not None:
-        t = jnp.concatenate([t, jnp.broadcast_to(sinks[:, None, None], (*t.shape[:3], 1))], -1)
-    lse = jax.nn.logsumexp(t, -1)
-    return jnp.exp(t - lse[..., None])[..., : k.shape[2]] @ v, lse
-
-
 def test_float64():
     """Values and gradients of all of them together, to the last digits but two."""
     with x64():
@@ -271,143 +241,6 @@ def test_float64_on_a_gpu():
         q = jax.device_put(np.ones((1, 1, 2, 8)), place("cuda"))
         with pytest.raises(Exception, match="heddle: "):
             jax.block_until_ready(heddle.jax.attention(q, q, q))
-
-
-# -------------------------------------------------------------------------------------------------- transformations
-
-
-def arrays_of(*shapes, seed=0):
-    rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal(shape).astype(np.float32)) for shape in shapes]
-
-
-def one_by_one(function, axes, *args):
-    """What vmap means."""
-    n = next(a.shape[axis] for a, axis in zip(args, axes, strict=True) if axis is not None)
-    args, function = [np.asarray(a) for a in args], jax.jit(function)
-    each = [[a if axis is None else a.take(x, axis) for a, axis in zip(args, axes, strict=True)] for x in range(n)]
-    return jax.tree.map(lambda *made: np.stack(made), *(jax.device_get(function(*these)) for these in each))
-
-
-VMAPS = {
-    "all": ((0, 1, 3, None), {"causal": "bottom_right"}, "folded"),
-    "queries": ((0, None, None, None), {}, "folded"),
-    "own bias": ((0, 0, 0, 0), {"bias": (3, 1, 4, 5, 7)}, "folded"),
-    "same bias": ((0, 0, 0, None), {"bias": (4, 5, 7)}, "folded"),
-    "bias of batches": ((None, 0, None, None), {"bias": (2, 4, 5, 7)}, "folded"),
-    "own slopes": ((0, 0, 0, 0), {"alibi_slopes": (3, 4)}, "folded"),
-    "slopes of batches": ((0, 0, 0, None), {"alibi_slopes": (2, 4)}, "folded"),
-    "same sinks": ((0, 0, 0, None), {"sinks": (4,)}, "folded"),
-    "own sinks": ((0, 0, 0, 0), {"sinks": (3, 4)}, "one by one"),
-    "own lengths": ((0, 0, 0, 0), {"seqlens_k": (3, 2)}, "folded"),
-    "dropout": ((0, 0, 0, None), {"dropout": 0.3, "rng_state": (2,)}, "one by one"),
-}
-
-
-@pytest.mark.parametrize("name", VMAPS)
-def test_vmap(name):
-    axes, options, how = VMAPS[name]
-    shapes = [(2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)]
-    shapes = [s if axis is None else (*s[:axis], 3, *s[axis:]) for s, axis in zip(shapes, axes, strict=False)]
-    q, k, v = arrays_of(*shapes)
-    (extra, shape), *_ = ((n, s) for n, s in {**options, "scale": ()}.items() if isinstance(s, tuple))
-    numbers = {n: s for n, s in options.items() if not isinstance(s, tuple)}
-    (other,) = arrays_of(shape, seed=1)
-    if extra in ("seqlens_k", "rng_state"):
-        other = jnp.abs(4 * other).astype(jnp.uint32 if extra == "rng_state" else jnp.int32) % 7
-
-    def run(q, k, v, other):
-        given = {} if extra == "scale" else {extra: other}
-        return heddle.jax.attention(q, k, v, **given, **numbers, return_lse=True)
-
-    floats = (0, 1, 2) if extra in ("scale", "alibi_slopes", "seqlens_k", "rng_state") else (0, 1, 2, 3)
-    grad = jax.grad(lambda *args: (run(*args)[0] ** 2).sum(), floats)  # for each on its own, shared ones too
-    mapped = jax.vmap(run, axes)
-    back = jax.grad(lambda *args: (mapped(*args)[0] ** 2).sum(), floats)  # shared ones: summed
-    assert ("scan" in str(jax.make_jaxpr(mapped)(q, k, v, other))) == (how == "one by one")
-    made, grads, sums = jax.jit(lambda *args: (mapped(*args), jax.vmap(grad, axes)(*args), back(*args)))(q, k, v, other)
-    alone, alone_grads = one_by_one(lambda *args: (run(*args), grad(*args)), axes, q, k, v, other)
-    for got, want in zip(made, alone, strict=True):
-        assert got.shape == want.shape and np.array_equal(got, want)
-    for got, want in zip(grads, alone_grads, strict=True):
-        assert got.shape == want.shape and np.allclose(got, want, atol=1e-5)
-    for x, (got, want) in enumerate(zip(sums, alone_grads, strict=True)):
-        want = want.sum(0) if axes[x] is None else np.moveaxis(want, 0, axes[x])
-        assert got.shape == want.shape and np.allclose(got, want, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "axes,how", [((0, None, None), "folded"), ((0, 0, 0), "one by one"), ((None, 1, None), "one by one")]
-)
-def test_vmap_of_norm_linear(axes, how):
-    shapes = [(2, 8), (6, 8), (8,)]
-    shapes = [s if axis is None else (*s[:axis], 3, *s[axis:]) for s, axis in zip(shapes, axes, strict=True)]
-    args = arrays_of(*shapes)
-
-    def run(x, weight, gamma):
-        return heddle.jax.norm_linear(x, weight, gamma=gamma)
-
-    grad = jax.grad(lambda *a: (run(*a) ** 2).sum(), (0, 1, 2))
-    for function in (run, jax.grad(lambda *a: (run(*a) ** 2).sum())):
-        text = str(jax.make_jaxpr(jax.vmap(function, axes))(*args))
-        assert ("scan" in text) == (how == "one by one")
-    got = jax.jit(lambda *a: (jax.vmap(run, axes)(*a), jax.vmap(grad, axes)(*a)))(*args)
-    want = one_by_one(lambda *a: (run(*a), grad(*a)), axes, *args)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), got, want)
-
-
-def two_devices():
-    if len(jax.devices("cpu")) < 2:
-        pytest.skip("JAX was started with one device")
-    return jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2], axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def test_shard_map():
-    """Each device has its part; the gradient of what all have is the sum of theirs."""
-    here, everywhere = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec()
-    q, k, v, weight = arrays_of((4, 2, 5, 8), (1, 2, 7, 8), (4, 2, 7, 8), (6, 8))
-
-    def inner(q, k, v, weight, reduce=lambda loss: jax.lax.psum(loss, "x")):
-        k = jnp.broadcast_to(k, v.shape)
-        out = heddle.jax.attention(q, k, v, bias=weight[:5, :7], causal="top_left")
-        return reduce((heddle.jax.norm_linear(out, weight, norm="rms") ** 2).sum())
-
-    specs = (here, everywhere, here, everywhere)
-    parts = jax.shard_map(inner, mesh=two_devices(), in_specs=specs, out_specs=everywhere)
-    got = jax.jit(jax.value_and_grad(parts, (0, 1, 2, 3)))(q, k, v, weight)
-    want = jax.jit(jax.value_and_grad(partial(inner, reduce=lambda loss: loss), (0, 1, 2, 3)))(q, k, v, weight)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
-
-
-def test_sharded_batches_without_shard_map():
-    """XLA cannot divide what it does not know: it gathers, and every device computes all. The result is right."""
-    q, k, v = arrays_of((4, 2, 5, 8), (4, 2, 7, 8), (4, 2, 7, 8))
-    sharding = jax.sharding.NamedSharding(two_devices(), jax.sharding.PartitionSpec("x"))
-    apart = [jax.device_put(t, sharding) for t in (q, k, v)]
-    run = jax.jit(heddle.jax.attention)
-    assert "all-gather" in run.lower(*apart).compile().as_text()
-    assert np.array_equal(run(*apart), heddle.jax.attention(q, k, v))
-
-
-def test_checkpoint_and_scan():
-    x, weights = arrays_of((1, 2, 6, 8), (3, 8, 8))
-
-    def layer(attend, x, weight):
-        return x + attend(heddle_or_jnp(attend)(x, weight), x, x), None
-
-    def heddle_or_jnp(attend):
-        if attend is formulas_out:
-            return lambda x, w: (x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)) @ w.T
-        return partial(heddle.jax.norm_linear, norm="rms")
-
-    def formulas_out(q, k, v):
-        return formulas(q, k, v)[0]
-
-    def loss(attend, weights):
-        return (jax.lax.scan(jax.checkpoint(partial(layer, attend)), x, weights)[0] ** 2).mean()
-
-    got, want = (jax.jit(jax.grad(partial(loss, f)))(weights) for f in (heddle.jax.attention, formulas_out))
-    assert np.allclose(got, want, atol=1e-4) and np.abs(want).max() > 0.1
 
 
 # ----------------------------------------------------------------------------------------------- nothing in between
@@ -466,9 +299,6 @@ def test_rows_that_see_nothing_and_hidden_nan():
     assert np.isfinite(out).all() and not out[0, 0, 1].any() and all(np.isfinite(g).all() for g in grads)
 
 
-# ----------------------------------------------------------------------------------------------------------- errors
-
-
 def test_arguments_are_those_of_heddle():
     for name, own in (("attention", {"layout"}), ("norm_linear", set())):
         theirs = inspect.signature(getattr(heddle, name)).parameters
@@ -477,147 +307,6 @@ def test_arguments_are_those_of_heddle():
         assert [n for n in ours if n not in own] == list(theirs)
         text = getattr(heddle.jax, name).__doc__
         assert all(word in text for word in ("Args:", "Returns:", "Raises:", "Source:", "float32"))
-
-
-ONES = {"q": (2, 4, 5, 8), "k": (2, 2, 7, 8), "v": (2, 2, 7, 8)}
-
-
-@pytest.mark.parametrize(
-    "changed,kind,text",
-    [
-        ({"q": np.ones((2, 3, 5, 8), np.float32)}, ValueError, "hk = 2 does not divide h = 3"),
-        ({"q": np.ones((5, 8), np.float32)}, ValueError, "2, 4 and 4 dimensions"),
-        ({"q": np.ones((2, 4, 5, 9), np.float32)}, ValueError, "head dim 9, but k has 8"),
-        ({"q": np.ones((2, 4, 5, 8), np.int32)}, TypeError, "q is int32"),
-        ({"q": jnp.ones((2, 4, 5, 8), "float8_e4m3fn")}, TypeError, "q is float8_e4m3fn"),
-        ({"q": np.ones((2, 4, 5, 8), np.complex64)}, TypeError, "q is complex64"),
-        ({"k": jnp.ones((2, 2, 7, 8), "bfloat16")}, TypeError, "k is bfloat16, but must be float32"),
-        ({"v": torch.ones(2, 2, 7, 8)}, TypeError, "v must be an array of JAX or NumPy, not Tensor"),
-        ({"q": np.ones((2, 4, 5, 600), np.float32), "k": np.ones((2, 2, 7, 600), np.float32)}, ValueError, "d = 600"),
-        ({"layout": "sbhd"}, ValueError, "layout = 'sbhd'"),
-        ({"causal": True}, ValueError, "ambiguous when sq = 5 is not sk = 7"),
-        ({"mask": np.ones((5, 7), np.float32)}, TypeError, "mask is float32, but must be bool"),
-        ({"bias": np.ones((5, 7), bool)}, TypeError, "bias is bool"),
-        ({"bias": np.ones((5, 6), np.float32)}, ValueError, "bias has shape"),
-        ({"sinks": np.ones(3, np.float32)}, ValueError, r"sinks has shape \[3\]"),
-        ({"alibi_slopes": np.ones((3, 4), np.float32)}, ValueError, "alibi_slopes has shape"),
-        ({"dropout": 0.5}, ValueError, "dropout = 0.5 needs rng_state"),
-        ({"dropout": 1.0, "rng_state": (1, 2)}, ValueError, "dropout = 1"),
-        ({"dropout": 0.5, "rng_state": (1.5, 2)}, TypeError, "neither a key of jax.random"),
-        ({"dropout": 0.5, "rng_state": jnp.ones(3, "uint32")}, TypeError, "neither a key of jax.random"),
-        ({"scale": "0.5"}, TypeError, "scale = '0.5' is not a number"),
-        ({"softcap": -1.0}, ValueError, "softcap = -1"),
-        ({"seqlens_k": np.ones(2, np.float32)}, TypeError, "seqlens_k must be integers"),
-        ({"seqlens_k": [1, 2, 3]}, ValueError, r"seqlens_k has shape \[3\]"),
-        ({"max_seqlen_q": 3}, ValueError, "given without cu_seqlens"),
-        ({"cu_seqlens_q": [0, 5]}, ValueError, "3 .*total, h, d"),
-        ({"max_seqlen_q": 1.5}, TypeError, "max_seqlen_q must be an integer"),
-    ],
-    ids=lambda value: None,
-)
-def test_errors(changed, kind, text):
-    """When JAX traces, within jit too."""
-    given = {name: jnp.ones(shape) for name, shape in ONES.items()} | changed
-    numbers = {n: t for n, t in given.items() if not hasattr(t, "shape") or isinstance(t, torch.Tensor)}
-    for call in (
-        heddle.jax.attention,
-        lambda **arrays: jax.eval_shape(partial(heddle.jax.attention, **numbers), **arrays),
-    ):
-        arrays = given if call is heddle.jax.attention else {n: t for n, t in given.items() if n not in numbers}
-        with pytest.raises(kind, match=text):
-            call(**arrays)
-
-
-def test_errors_of_norm_linear():
-    x, weight = jnp.ones((3, 8)), jnp.ones((5, 8))
-    for args, options, kind, text in (
-        ((x, weight[:, :7]), {}, ValueError, "x has 8 features"),
-        ((x, weight.astype("bfloat16")), {}, TypeError, "weight is bfloat16"),
-        ((jnp.float32(1.0), weight), {}, ValueError, "x has 0 dimensions"),
-        ((x, weight), {"norm": "batch"}, ValueError, "norm = 'batch'"),
-        ((x, weight), {"eps": -1.0}, ValueError, "eps = -1.0"),
-        ((x, weight), {"gamma": jnp.ones(7)}, ValueError, r"gamma has shape \[7\]"),
-    ):
-        with pytest.raises(kind, match=text):
-            heddle.jax.norm_linear(*args, **options)
-
-
-def test_derivatives_that_there_are_not():
-    q, k, v = (jnp.ones(shape) for shape in ONES.values())
-
-    def loss(q):
-        return (heddle.jax.attention(q, k, v) ** 2).sum()
-
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(loss, (q,), (q,))
-    for second in (jax.hessian(loss), jax.jacrev(jax.jacrev(loss)), jax.grad(lambda q: jax.grad(loss)(q).sum())):
-        with pytest.raises(NotImplementedError, match=r"heddle\.jax\.attention has no second derivative"):
-            second(q)
-    with pytest.raises(NotImplementedError, match=r"heddle\.jax\.norm_linear has no second derivative"):
-        jax.hessian(lambda x: heddle.jax.norm_linear(x, jnp.ones((3, 8))).sum())(jnp.ones((1, 8)))
-    slopes = jnp.ones(4)
-    with pytest.raises(NotImplementedError, match="no gradient for alibi_slopes"):
-        jax.grad(lambda s: heddle.jax.attention(q, k, v, alibi_slopes=s).sum())(slopes)
-    stopped = jax.grad(lambda s: heddle.jax.attention(q, k, v, alibi_slopes=jax.lax.stop_gradient(s)).sum())(slopes)
-    assert not stopped.any()
-
-
-@pytest.mark.parametrize(
-    "name,value,text",
-    [
-        ("seqlens_k", [1, 8], r"seqlens_k\[1\] = 8 is outside 0 to 7"),
-        ("seqlens_q", [-1, 3], r"seqlens_q\[0\] = -1 is outside 0 to 5"),
-        ("cu_seqlens_q", [0, 6, 4], r"cu_seqlens_q\[2\] = 4 after 6"),
-        ("cu_seqlens_k", [0, 2, 15], r"cu_seqlens_k\[2\] = 15 after 2"),
-    ],
-)
-def test_lengths_that_are_wrong_on_the_cpu(name, value, text):
-    """Nobody knows them before the call runs."""
-    q, k, v = (jnp.ones(shape) for shape in ONES.values())
-    options = {name: jnp.array(value)}
-    if name.startswith("cu"):
-        q, k, v = (t.swapaxes(1, 2).reshape(-1, *t.shape[1:3:2], 8)[: t.shape[0] * t.shape[2]] for t in (q, k, v))
-        q, k, v = jnp.ones((10, 4, 8)), jnp.ones((14, 2, 8)), jnp.ones((14, 2, 8))
-        both = {"cu_seqlens_q": jnp.array([0, 5, 10]), "cu_seqlens_k": jnp.array([0, 7, 14])}
-        options = both | options | {"max_seqlen_q": 7, "max_seqlen_k": 7}
-    with pytest.raises(Exception, match=text) as caught:
-        jax.block_until_ready(heddle.jax.attention(q, k, v, **options))
-    assert "INVALID_ARGUMENT" in str(caught.value)
-
-
-def test_handlers_believe_nobody():
-    """What reaches XLA by another way than heddle.jax is refused before a byte is touched."""
-    fields = list(heddle._C.fields())
-    places = {name: np.int64(fields.index(name)) for name in fields}
-    description = {"dtype": 0, "b": 2, "h": 4, "hk": 2, "sq": 5, "sk": 7, "d": 8, "dv": 8}
-    packed = np.frombuffer(heddle._C.pack("attention", description), np.int64)
-    q, k, v = (jnp.ones(shape) for shape in ONES.values())
-    right = {"description": packed, "fields": np.array([0, *(places[n] for n in ("q", "k", "v", "o"))])}
-
-    def call(*arrays, result=q.shape, **attributes):
-        made = jax.ffi.ffi_call("heddle_attention", jax.ShapeDtypeStruct(result, jnp.float32))(*arrays, **attributes)
-        return jax.block_until_ready(made)
-
-    assert call(q, k, v, **right).shape == q.shape
-    far = np.frombuffer(heddle._C.pack("attention", description | {"k_stride": (10**6, 10**5, 8)}), np.int64)
-    bad = np.frombuffer(heddle._C.pack("attention", description | {"hk": 3}), np.int64)
-    for arrays, changed, text in (
-        ((q[:1], k, v), {}, "q has 160 elements .* but must have 320"),
-        ((q, k.astype(jnp.bfloat16), v), {}, "k has 224 elements of XLA's type 16, but must have 224 of type 11"),
-        ((q, k, v), {"result": (2, 4, 5, 7)}, "o has 280 elements"),
-        ((q, k, v), {"description": far}, "k has 224 elements .* but must have 1100056"),
-        ((q, k, v), {"description": bad}, "hk = 3 does not divide h = 4"),
-        ((q, k, v), {"description": packed[:1]}, "no description that this version"),
-        ((q, k, v), {"description": packed[:9]}, "no description that this version"),
-        ((q, k, v), {"description": np.concatenate([packed, packed])}, "no description"),
-        ((q, k, v), {"fields": right["fields"][:-1]}, "does not say what its buffers are"),
-        ((q, k, v), {"fields": np.array([0, 0, 1, 99, places["o"]])}, "no tensor number 99"),
-        ((q, k, v), {"fields": np.array([0, 0, 1, places["o"], 2])}, "o is no argument of this pass"),
-        ((q, k, v), {"fields": np.array([1, 0, 1, 2, places["o"]])}, "o is no result of this pass"),
-        ((q, k, v), {"fields": right["fields"].astype(np.int32)}, "does not say what its buffers are"),
-    ):
-        with pytest.raises(Exception, match=text):
-            call(*arrays, **(right | changed))
 
 
 def test_names():
