@@ -5,12 +5,14 @@ Inputs are read where they lie. Results are made by the library that q (or x) co
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import heddle
 from heddle import _C
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._options import PLACES, causal_of, limit_of, places_of, scale_of, window_of
@@ -446,29 +448,12 @@ def _literal_result(shape: list[int], packed: bool) -> tuple[int, int, int]:
     return (0, strides[1], strides[0]) if packed else (strides[0], strides[1], strides[2])
 
 
-_NO_OPTIONS: dict[str, Any] = dict.fromkeys(
-    [
-        "causal",
-        "window",
-        "scale",
-        "bias",
-        "mask",
-        "alibi_slopes",
-        "sinks",
-        "rng_state",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "max_seqlen_q",
-        "max_seqlen_k",
-        "seqlens_q",
-        "seqlens_k",
-        "deterministic",
-        "block_table",
-        "dlse",
-        "dweights",
-    ]
-) | {"softcap": 0.0, "dropout": 0.0, "return_lse": False, "return_weights": False, "tf32": False}
-_NO_OPTIONS |= dict.fromkeys(PLACES, 0)
+# What they are where nothing is said heddle.attention tells; the gradients of its other results are backward's own.
+_NO_OPTIONS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(heddle.attention).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+} | {"dlse": None, "dweights": None}
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:

@@ -82,14 +82,14 @@ class Rows:
 def norm_linear(
     x: Any,
     weight: Any,
-    bias: Any = None,
-    gamma: Any = None,
-    beta: Any = None,
-    eps: float = 1e-5,
+    bias: Any,
+    gamma: Any,
+    beta: Any,
+    eps: float,
     *,
-    norm: str = "layer",
-    activation: str | None = None,
-    tf32: bool = False,
+    norm: str,
+    activation: str | None,
+    tf32: bool,
 ) -> Any:
     """See heddle.norm_linear, which this is for arrays."""
     p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias, activation)
@@ -103,13 +103,13 @@ def norm_linear_backward(
     dy: Any,
     x: Any,
     weight: Any,
-    gamma: Any = None,
-    beta: Any = None,
-    eps: float = 1e-5,
+    gamma: Any,
+    beta: Any,
+    eps: float,
     *,
-    norm: str = "layer",
-    activation: str | None = None,
-    bias: Any = None,
+    norm: str,
+    activation: str | None,
+    bias: Any,
 ) -> dict[str, Any]:
     """See heddle.norm_linear_backward, which this is for arrays."""
     p = Rows(x, weight, gamma, beta, eps, norm, 0, None if activation is None else bias, activation)

@@ -71,13 +71,12 @@ def test_positions_are_those_of_the_schemas():
     assert heddle._ops._OPTION_DEFAULTS == (0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False, 0, 0, 0, 0, 0, 0)
 
 
-def test_tensors_and_arrays_take_the_options_of_attention():
+def test_tensors_take_the_options_of_attention():
     def keywords(function):
         parameters = inspect.signature(function).parameters.values()
         return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
     assert keywords(heddle._torch.attention) == keywords(heddle.attention)
-    assert heddle._arrays._NO_OPTIONS.keys() - {"dlse", "dweights"} == keywords(heddle.attention)
 
 
 def test_operators_are_registered():
