@@ -140,26 +140,24 @@ INLINE float high_float(uint32_t pair, f16) {
     return f16_to_float((uint16_t)(pair >> 16));
 }
 
+/* The exponent's bits, all of which are set where a number is infinite or NaN: of an element that ends a word. */
+INLINE constexpr uint32_t exponent_bits(bf16) {
+    return 0x7f800000u;
+}
+INLINE constexpr uint32_t exponent_bits(f16) {
+    return 0x7c000000u;
+}
+INLINE constexpr uint32_t exponent_bits(float) {
+    return 0x7f800000u;
+}
+
 /* Is one of 16 bytes' elements infinite or NaN? */
-INLINE bool has_nonfinite(uint4 x, bf16) {
+template <typename T> INLINE bool has_nonfinite(uint4 x, T) {
+    constexpr uint32_t last = exponent_bits(T()), first = sizeof(T) == 2 ? last >> 16 : last;
     const uint32_t w[4] = {x.x, x.y, x.z, x.w};
     bool bad = false;
     for (int i = 0; i < 4; i++)
-        bad |= (w[i] & 0x7f80u) == 0x7f80u || (w[i] & 0x7f800000u) == 0x7f800000u;
-    return bad;
-}
-INLINE bool has_nonfinite(uint4 x, f16) {
-    const uint32_t w[4] = {x.x, x.y, x.z, x.w};
-    bool bad = false;
-    for (int i = 0; i < 4; i++)
-        bad |= (w[i] & 0x7c00u) == 0x7c00u || (w[i] & 0x7c000000u) == 0x7c000000u;
-    return bad;
-}
-INLINE bool has_nonfinite(uint4 x, float) {
-    const uint32_t w[4] = {x.x, x.y, x.z, x.w};
-    bool bad = false;
-    for (int i = 0; i < 4; i++)
-        bad |= (w[i] & 0x7f800000u) == 0x7f800000u;
+        bad |= (w[i] & first) == first || (w[i] & last) == last;
     return bad;
 }
 

@@ -176,13 +176,11 @@ INLINE void load_query(const attention_params &p, const place &c, int64_t x, int
 
 template <typename T> INLINE void plain_dq(const attention_params &p) {
     __shared__ float q[MAX_DIM], dout[MAX_DIM], ds[THREADS];
-    const row_index at = find_row(blockIdx.x, p.a.h, p.a.sq);
-    const place c = find_place(p, at.n);
+    const own_row w = find_own_row(p);
+    const row_index &at = w.at;
+    const place &c = w.c;
     if (at.i >= c.all_sq)
         return;
-    const int64_t y = at.x / p.group;
-    const score_row row = make_score_row(p, c, at.x, at.i);
-    const dropout_state dropout = make_dropout(p);
     const int end = last_key(c, at.i);
     float dq[MAX_DIM / THREADS] = {0.0f}, pz;
     if (at.i < c.sq)
@@ -192,7 +190,7 @@ template <typename T> INLINE void plain_dq(const attention_params &p) {
         float x = 0.0f;
         __syncthreads();
         if (j < end)
-            gradient<T>(p, c, row, dropout, at.x, j, q, dout, false, &pz, &x);
+            gradient<T>(p, c, w.row, w.dropout, at.x, j, q, dout, false, &pz, &x);
         ds[threadIdx.x] = x;
         __syncthreads();
 #pragma unroll
@@ -200,7 +198,7 @@ template <typename T> INLINE void plain_dq(const attention_params &p) {
             const int e = z * THREADS + threadIdx.x;
             for (int t = 0; e < p.a.d && t < min(THREADS, end - j0); t++)
                 if (ds[t] != 0.0f)
-                    dq[z] = fmaf(ds[t], to_float(key_row<T>(p, c, y, j0 + t)[e]), dq[z]);
+                    dq[z] = fmaf(ds[t], to_float(key_row<T>(p, c, w.y, j0 + t)[e]), dq[z]);
         }
     }
     for (int z = 0; z < MAX_DIM / THREADS; z++) {

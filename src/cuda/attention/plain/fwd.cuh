@@ -8,27 +8,25 @@
 
 template <typename T> INLINE void plain_fwd(const attention_params &p) {
     __shared__ float q[MAX_DIM], weight[THREADS], scratch[4];
-    const row_index at = find_row(blockIdx.x, p.a.h, p.a.sq);
-    const place c = find_place(p, at.n);
+    const own_row w = find_own_row(p);
+    const row_index &at = w.at;
+    const place &c = w.c;
     if (at.i >= c.all_sq)
         return;
-    const int64_t y = at.x / p.group;
-    const score_row row = make_score_row(p, c, at.x, at.i);
-    const dropout_state dropout = make_dropout(p);
     float o[MAX_DIM / THREADS] = {0.0f}, top = -CUDART_INF_F, sum = 0.0f, slack;
     if (at.i < c.sq)
         load_floats(q, query_row<T>(p, c, at.x, at.i), (int)p.a.d);
     for (int j0 = first_key(c, at.i); j0 < last_key(c, at.i); j0 += THREADS) {
         const int j = j0 + threadIdx.x;
         __syncthreads();
-        const float s = j < last_key(c, at.i) ? plain_score<T, true>(p, c, row, y, j, q, &slack) : -CUDART_INF_F;
+        const float s = j < last_key(c, at.i) ? plain_score<T, true>(p, c, w.row, w.y, j, q, &slack) : -CUDART_INF_F;
         const float new_top = fmaxf(top, block_max(s, scratch)), base = new_top == -CUDART_INF_F ? 0.0f : new_top;
         const float shrink = exp2_approx((top - base) * LOG2E), e = exp2_approx((s - base) * LOG2E);
         sum = sum * shrink + block_sum(e, scratch);
         top = new_top;
         /* a negative weight stands for "not seen" */
         weight[threadIdx.x] = s == -CUDART_INF_F ? -1.0f
-                              : p.drops          ? e * dropout_factor(p, dropout, c.n, at.x, at.i, j)
+                              : p.drops          ? e * dropout_factor(p, w.dropout, c.n, at.x, at.i, j)
                                                  : e;
         __syncthreads();
 #pragma unroll
@@ -37,7 +35,7 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
             o[z] *= shrink;
             for (int t = 0; e1 < p.a.dv && t < min(THREADS, last_key(c, at.i) - j0); t++)
                 if (!(weight[t] < 0.0f))
-                    o[z] = fmaf(weight[t], to_float(value_row<T, true>(p, c, y, j0 + t)[e1]), o[z]);
+                    o[z] = fmaf(weight[t], to_float(value_row<T, true>(p, c, w.y, j0 + t)[e1]), o[z]);
         }
     }
     float shrink = 1.0f;
@@ -79,18 +77,17 @@ template <typename T> INLINE void plain_combine(const attention_params &p) {
 /* P of one row; its rows outside the sequence are zeros. */
 template <typename T> INLINE void plain_weights(const attention_params &p) {
     __shared__ float q[MAX_DIM], scratch[4];
-    const row_index at = find_row(blockIdx.x, p.a.h, p.a.sq);
-    const place c = find_place(p, at.n);
-    const int64_t y = at.x / p.group;
+    const own_row w = find_own_row(p);
+    const row_index &at = w.at;
+    const place &c = w.c;
     T *to = (T *)p.t.weights + row_at(p.a.weights_stride, c.n, at.x, at.i);
-    const score_row row = make_score_row(p, c, at.x, at.i);
     const int begin = first_key(c, at.i), end = last_key(c, at.i);
     float top = -CUDART_INF_F, sum = 0.0f, slack;
     if (at.i < c.sq)
         load_floats(q, query_row<T>(p, c, at.x, at.i), (int)p.a.d);
     __syncthreads();
     for (int j = begin + threadIdx.x; j < end; j += THREADS) {
-        const float s = plain_score<T, true>(p, c, row, y, j, q, &slack), new_top = fmaxf(top, s);
+        const float s = plain_score<T, true>(p, c, w.row, w.y, j, q, &slack), new_top = fmaxf(top, s);
         if (s == -CUDART_INF_F)
             continue;
         sum = sum * (top == -CUDART_INF_F ? 0.0f : exp2_approx((top - new_top) * LOG2E)) +
@@ -106,7 +103,7 @@ template <typename T> INLINE void plain_weights(const attention_params &p) {
     for (int j = threadIdx.x; j < p.a.sk; j += THREADS) {
         float weight = 0.0f;
         if (j >= begin && j < end) {
-            const float s = plain_score<T, true>(p, c, row, y, j, q, &slack);
+            const float s = plain_score<T, true>(p, c, w.row, w.y, j, q, &slack);
             weight = s == -CUDART_INF_F ? 0.0f : exp2_approx((s - all_top) * LOG2E) / sum;
         }
         from_float(to + j, weight);

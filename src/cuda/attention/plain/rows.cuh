@@ -87,10 +87,11 @@ template <typename T> INLINE bool sees(const attention_params &p, const place &c
     return full_score<T>(p, c, r, j, 0.0f, &slack) != -CUDART_INF_F;
 }
 
-/* S; -inf where masked. q: the row in float32. */
+/* S; -inf where masked. q: the row in float32. Nothing here is fast: what is long is there once for all kernels, as it takes its time to
+ * compile. */
 template <typename T, bool FORWARD = false>
-INLINE float plain_score(const attention_params &p, const place &c, const score_row &r, int64_t y, int j,
-                         const float *q, float *slack) {
+__device__ __noinline__ float plain_score(const attention_params &p, const place &c, const score_row &r, int64_t y,
+                                          int j, const float *q, float *slack) {
     *slack = 1.0f;
     if (!sees<T>(p, c, r, j) || (FORWARD && p.page_bits && page_at(p, c.n, j) < 0))
         return -CUDART_INF_F;
@@ -102,6 +103,25 @@ INLINE int first_key(const place &c, int i) {
 }
 INLINE int last_key(const place &c, int i) { /* one past it */
     return i < c.sq ? max(0, min(i + 1 + c.hi, c.sk)) : 0;
+}
+
+/* A block's row of queries, and what its scores depend on. */
+struct own_row {
+    row_index at;
+    place c;
+    int64_t y; /* the head of its keys */
+    score_row row;
+    dropout_state dropout;
+};
+
+INLINE own_row find_own_row(const attention_params &p) {
+    own_row w;
+    w.at = find_row(blockIdx.x, p.a.h, p.a.sq);
+    w.c = find_place(p, w.at.n);
+    w.y = w.at.x / p.group;
+    w.row = make_score_row(p, w.c, w.at.x, w.at.i);
+    w.dropout = make_dropout(p);
+    return w;
 }
 
 #endif
