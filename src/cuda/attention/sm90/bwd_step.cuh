@@ -153,8 +153,7 @@ INLINE void apply_weights(const attention_params &p, const state &k, bool masked
     else
         key_gradients<false, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
     if (has_cap<FULL>(p))
-        cap_key_gradients<T, FULL>(p, *k.now, k.row0, x * 16, row + x * 16, row + BLOCK + x * 16, s + 2 * x,
-                                   dp + 2 * x);
+        cap_key_gradients(p, row + x * 16, row + BLOCK + x * 16, s + 2 * x, dp + 2 * x);
     if (makes_ahead<FULL>())
         drop_columns(made, 1.0f, s + 2 * x);
     else if (has_dropout<FULL>(p))

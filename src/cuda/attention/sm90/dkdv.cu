@@ -65,13 +65,12 @@ INLINE bool make_scores(const attention_params &p, const key_state &k, read_ahea
 }
 
 /* full: dSᵀ -> dTᵀ. */
-template <typename T, int BLOCK>
-INLINE void cap_gradients(const attention_params &p, const key_state &k, const float *numbers, const float (*s)[4],
-                          float (*dp)[4]) {
+template <int BLOCK>
+INLINE void cap_gradients(const attention_params &p, const float *numbers, const float (*s)[4], float (*dp)[4]) {
     if (p.softcap > 0.0f)
 #pragma unroll
         for (int x = 0; x < BLOCK; x += 16)
-            cap_key_gradients<T>(p, *k.now, k.row0, x, numbers + x, numbers + BLOCK + x, s + x / 8, dp + x / 8);
+            cap_key_gradients(p, numbers + x, numbers + BLOCK + x, s + x / 8, dp + x / 8);
 }
 
 /* full: the next step, once its queries are there: its first query, and whether it is cut. */
@@ -130,7 +129,7 @@ INLINE void key_step(const attention_params &p, const span &w, key_state *k, int
     else if (MAKES & MAKES_DK)
         key_gradients<false, true, BLOCK>(numbers, numbers + 2 * BLOCK, s, dp);
     if (FULL && (MAKES & MAKES_DK))
-        cap_gradients<T, BLOCK>(p, *k, numbers, s, dp);
+        cap_gradients<BLOCK>(p, numbers, s, dp);
     if (FULL && (MAKES & MAKES_DV) && p.drops)
         drop_elements(kept, 1.0f, s);
     if (MAKES & MAKES_DV)
@@ -246,7 +245,7 @@ INLINE void sum_keys_plainly(const attention_params &p, const span &w, key_state
         else
             key_gradients<false, true, BLOCK>(row, row + 2 * BLOCK, s, dp);
         if (FULL)
-            cap_gradients<T, BLOCK>(p, *k, row, s, dp);
+            cap_gradients<BLOCK>(p, row, s, dp);
         if (FULL && p.drops)
             drop_elements(kept, 1.0f, s);
         pack_fragments<T, BLOCK>(ps, s);

@@ -247,7 +247,7 @@ INLINE void query_step(const attention_params &p, const query_options &o, const 
     else
         query_gradients<false, BLOCK>(row, marks, s, dp);
     if (FULL && p.softcap > 0.0f)
-        cap_query_gradients<T, BLOCK>(p, o, group * 64, step, w.end, row.base, row.rest, s, dp);
+        cap_query_gradients<BLOCK>(p, row.base, row.rest, s, dp);
     pack_fragments<T, BLOCK>(ds, dp);
 }
 

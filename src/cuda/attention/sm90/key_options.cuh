@@ -159,36 +159,19 @@ INLINE void hide_keys(const attention_params &p, const key_options &o, int key, 
         apply_bits<N>(r.bits, -0.0f, s);
 }
 
-/* The same as cap_query_gradients, of 16 queries of a step from column x on, whose numbers lie at `bases` and `rests`. */
-template <typename T, int WITH = WITH_ALL>
-INLINE void cap_key_gradients(const attention_params &p, const key_options &o, int key, int x, const float *bases,
-                              const float *rests, const float (*s)[4], float (*ds)[4]) {
-    const int column = fragment_column(), i0 = (o.step & ~STEP_FLAGS) + x;
-    float t[2][4];
+/* The same as cap_query_gradients, of 16 queries of a step, whose numbers lie at `bases` and `rests`. */
+INLINE void cap_key_gradients(const attention_params &p, const float *bases, const float *rests, const float (*s)[4],
+                              float (*ds)[4]) {
+    const int column = fragment_column();
 #pragma unroll
     for (int y = 0; y < 2; y++) {
         const float2 base = *(const float2 *)(bases + y * 8 + column), rest = *(const float2 *)(rests + y * 8 + column);
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            t[y][e] = score_of(log2_approx(s[y][e]), e % 2 ? base.y : base.x, e % 2 ? rest.y : rest.x);
-    }
-    {
-        float by = -1.0f;
-        if (has_slopes<WITH>(p)) { /* -t + what was taken away with the slope */
-            add_slopes<16>(o.slope, key_distance(o, key, i0), 0, by, t);
-            by = 1.0f;
-        }
-        if (has_bias<WITH>(p)) {
-            uint32_t bias[2][2];
-            read_key_bias<T, 16>(p, o, key - (int)threadIdx.x % 32 / 4, i0, bias);
-            add_bias<T, 16>(bias, by, t);
+        for (int e = 0; e < 4; e++) {
+            const float t = score_of(log2_approx(s[y][e]), e % 2 ? base.y : base.x, e % 2 ? rest.y : rest.x);
+            ds[y][e] *= slack_of(t * p.inverse_softcap);
         }
     }
-#pragma unroll
-    for (int y = 0; y < 2; y++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            ds[y][e] *= slack_of(t[y][e] * p.inverse_softcap);
 }
 
 #endif

@@ -401,37 +401,18 @@ INLINE float slack_of(float tanh) {
     return fmaxf(fmaf(-tanh, tanh, 1.0f), 0.0f); /* -inf, of P = 0, gives 0 */
 }
 
-/* dS -> dT = dS·(1 - tanh²): tanh comes from P and the log-sum-exp once more, which costs less than to keep it. */
-template <typename T, int N>
-INLINE void cap_query_gradients(const attention_params &p, const query_options &o, int row, int step, int sk,
-                                const float base[2], const float rest[2], const float (*s)[4], float (*ds)[4]) {
+/* dS -> dT = dS·(1 - tanh²): tanh comes from P and the log-sum-exp once more, which costs less than to keep it. So nothing may have been
+ * added to what was capped (finds_tanh_again of sm90.c). */
+template <int N>
+INLINE void cap_query_gradients(const attention_params &p, const float base[2], const float rest[2],
+                                const float (*s)[4], float (*ds)[4]) {
 #pragma unroll
-    for (int x = 0; x < N; x += 16) {
-        const int j0 = (step & ~STEP_FLAGS) + x, column = j0 + fragment_column();
-        float t[2][4];
+    for (int y = 0; y < N / 8; y++)
 #pragma unroll
-        for (int y = 0; y < 2; y++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                t[y][e] = score_of(log2_approx(s[x / 8 + y][e]), base[e / 2], rest[e / 2]);
-        float by = -1.0f;
-        if (p.a.features & HEDDLE_ALIBI) { /* -t, as what was added is added to it */
-            add_slopes<16>(o.slope, row_distance(o, row, j0), 0, by, t);
-            by = 1.0f;
+        for (int e = 0; e < 4; e++) {
+            const float t = score_of(log2_approx(s[y][e]), base[e / 2], rest[e / 2]);
+            ds[y][e] *= slack_of(t * p.inverse_softcap);
         }
-        if (p.a.features & HEDDLE_BIAS) {
-            const T *from[2];
-            uint32_t bias[2][2];
-            find_bias<T>(p, o, row, column, from);
-            read_bias<T, 16>(from, sk - column, p.vectors & VECTOR_BIAS, bias);
-            add_bias<T, 16>(bias, by, t);
-        }
-#pragma unroll
-        for (int y = 0; y < 2; y++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                ds[x / 8 + y][e] *= slack_of(t[y][e] * p.inverse_softcap);
-    }
 }
 
 /* What dropout keeps of rows row .. of a warpgroup and keys from j0 on. */

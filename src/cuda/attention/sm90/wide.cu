@@ -280,8 +280,7 @@ INLINE void apply_weights(const attention_params &p, const state &k, float (*dp)
         }
         key_gradients<MASKED, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s, dp + 2 * x);
         if (has_cap<layout::with>(p))
-            cap_key_gradients<T, layout::with>(p, *k.now, k.row0, x * 16, row + x * 16, row + BLOCK + x * 16, s,
-                                               dp + 2 * x);
+            cap_key_gradients(p, row + x * 16, row + BLOCK + x * 16, s, dp + 2 * x);
     }
 }
 
