@@ -425,6 +425,12 @@ PTX void pin(uint32_t &x) {
     asm volatile("" : "+r"(x)::"memory");
 }
 
+/* The same number, which the compiler takes for another. */
+PTX uint32_t opaque(uint32_t x) {
+    pin(x);
+    return x;
+}
+
 /* wgmma_<type>_n<N>(c, a, b, add): c = a·b (+ c), 64 x N x 16. c[N/8][4] holds, of warp w of the warpgroup, rows 16w + lane/4
  * (elements 0, 1) and 8 more (2, 3), columns 8y + lane%4·2 + 0, 1. b, and a in shared memory, are descriptors; a in registers
  * is what the accumulators' layout gives when pairs are packed. TRANSPOSED: b's columns are contiguous, not its rows;

@@ -120,6 +120,28 @@ INLINE void turn_late(const attention_params &p, const span &seen, const state &
     weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
 }
 
+/* Products and weights one behind the other, so that the first step, which follows none, is the same code: it is so much with all options that
+ * it is there once. The branch has to be seen to be uniform, or products wait for each other (C7520). */
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void step_plainly(const attention_params &p, const span &seen, const state &k, const step_pair &w, bool follows,
+                         const float *marks, float (*s)[4], float (*dp)[4], float (*dq)[4], const uint32_t (*ps)[4],
+                         const uint32_t (*ds)[4], float (*dk)[4], float (*dv)[4], kept_bits<BLOCK> *kept) {
+    if (follows) {
+        issue_dv<T, D, BLOCK, layout>(w, ps, dv);
+        issue_dq_and_dk<T, D, BLOCK, layout>(k, w, ds, dq, dk);
+        wgmma_wait<0>();
+        release(w.done + 8);
+        take_dq<layout>(p, k, w.to, dq);
+        release_each(w.done);
+    }
+    const bool careful = issue_scores<T, D, BLOCK, layout>(k, w, s);
+    issue_gradients<T, D, BLOCK, layout>(k, w, dp);
+    if (layout::is_full && !makes_ahead<layout::with>())
+        *kept = keep_keys<BLOCK, layout::with>(p, *k.now, k.steps, k.row0);
+    wgmma_wait<1>();
+    weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
+}
+
 /* dQ of a step is there: its dS may be overwritten, its sum is passed on. */
 template <typename layout> INLINE void finish_dq(const state &k, int turn, float *to, float (*dq)[4]) {
     release(k.smem + layout::ds_empty + (turn & 1) * 8);
@@ -166,15 +188,16 @@ INLINE void take_turn(const attention_params &p, const span &seen, const state &
     weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
 }
 
-/* The next step, which the one at `i0` is followed by, and where both lie. */
+/* The next step, which the one at `i0` is followed by, and where both lie. follows: there is that one. */
 template <int D, int BLOCK, int STAGES, typename layout>
-INLINE step_pair next_pair(const attention_params &p, const span &seen, state *k, int i0, uint32_t at) {
+INLINE step_pair next_pair(const attention_params &p, const span &seen, state *k, int i0, uint32_t at, bool follows) {
     step_pair w;
     w.at = at;
     w.done = k->smem + layout::empty + k->r.slot * 16;
     w.to = find_sum<D, layout>(*k, seen, i0);
     if (layout::is_full) {
-        advance<STAGES>(&k->r);
+        if (follows)
+            advance<STAGES>(&k->r);
         w.next_i0 = turn_to<D, layout>(p, k, k->turn + 1, &w.masked);
     } else {
         if (i0 + BLOCK < seen.end) {
@@ -201,48 +224,51 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     bool masked = is_cut(w, i0) || k->any_bad;
     float *row = k->numbers + k->r.slot * 3 * BLOCK;
     uint32_t at = k->smem + layout::slots + k->r.slot * 2 * layout::slot_bytes;
-    if (layout::is_full)
-        i0 = turn_to<D, layout>(p, k, k->turn, &masked);
-    await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
-    await_tile<T, D, BLOCK, layout>(*k, 1, masked, 2 * BLOCK);
-    const bool careful = is_careful<BLOCK, layout>(*k, masked, row);
-    wgmma_fence();
-    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
-    wgmma_commit();
-    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes, at + layout::slot_bytes);
-    wgmma_commit();
     kept_bits<BLOCK> kept;
-    if (layout::is_full && !makes_ahead<layout::with>())
-        kept = keep_keys<BLOCK, layout::with>(p, *k->now, k->steps, k->row0);
-    wgmma_wait<1>();
-    weigh<T, BLOCK, layout>(p, w, *k, k->turn, i0, careful, row, marks, s);
-    wgmma_wait<0>();
-    make_operands<T, BLOCK, layout>(p, k, masked, row, kept, s, dp, ps, ds);
+    bool first = true;
+    if (layout::begins_apart) {
+        if (layout::is_full)
+            i0 = turn_to<D, layout>(p, k, k->turn, &masked);
+        await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
+        await_tile<T, D, BLOCK, layout>(*k, 1, masked, 2 * BLOCK);
+        const bool careful = is_careful<BLOCK, layout>(*k, masked, row);
+        wgmma_fence();
+        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, at);
+        wgmma_commit();
+        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes, at + layout::slot_bytes);
+        wgmma_commit();
+        if (layout::is_full && !makes_ahead<layout::with>())
+            kept = keep_keys<BLOCK, layout::with>(p, *k->now, k->steps, k->row0);
+        wgmma_wait<1>();
+        weigh<T, BLOCK, layout>(p, w, *k, k->turn, i0, careful, row, marks, s);
+        wgmma_wait<0>();
+        make_operands<T, BLOCK, layout>(p, k, masked, row, kept, s, dp, ps, ds);
+        first = false;
+    } else {
+        k->turn--;
+    }
     bool pending = false;
     float *before = NULL;
 #pragma unroll 1
-    while (layout::is_full ? !(k->now->step & STEP_LAST) : --steps) {
-        const step_pair pair = next_pair<D, BLOCK, STAGES, layout>(p, w, k, i0, at);
-        if (layout::takes_turns) {
+    while (layout::is_full ? first || !(k->now->step & STEP_LAST) : --steps) {
+        const bool follows = layout::begins_apart || __shfl_sync(ALL_LANES, (int)!first, 0);
+        const step_pair pair = next_pair<D, BLOCK, STAGES, layout>(p, w, k, i0, at, follows);
+        if (!layout::begins_apart)
+            step_plainly<T, D, BLOCK, layout>(p, w, *k, pair, follows, marks, s, dp, dq, ps, ds, dk, dv, &kept);
+        else if (layout::takes_turns)
             take_turn<T, D, BLOCK, layout>(p, w, *k, pair, pending, before, marks, s, dp, dq, ps, ds, dk, dv, &kept);
-            pending = true;
-            before = pair.to;
-            wgmma_wait<0>();
-            k->turn++;
-            make_operands<T, BLOCK, layout>(p, k, pair.masked, pair.next_row, kept, s, dp, ps, ds);
-            i0 = pair.next_i0;
-            at = pair.next_at;
-            continue;
-        }
-        if (LATE)
+        else if (LATE)
             turn_late<T, D, BLOCK, layout>(p, w, *k, pair, marks, s, dp, dq, ps, ds, dk, dv, &kept);
         else
             turn_early<T, D, BLOCK, layout>(p, w, *k, pair, marks, s, dp, dq, ps, ds, dk, dv, &kept);
+        pending = true;
+        before = pair.to;
         wgmma_wait<0>();
         k->turn++;
         make_operands<T, BLOCK, layout>(p, k, pair.masked, pair.next_row, kept, s, dp, ps, ds);
         i0 = pair.next_i0;
         at = pair.next_at;
+        first = false;
     }
     const step_pair last = {at, k->smem + layout::empty + k->r.slot * 16, find_sum<D, layout>(*k, w, i0)};
     if (layout::takes_turns) {

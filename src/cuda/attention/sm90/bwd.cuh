@@ -49,11 +49,6 @@ INLINE bool take_tile(unsigned step, const crew &c, unsigned tiles, unsigned uni
     return true;
 }
 
-INLINE unsigned opaque(unsigned x) {
-    pin(x);
-    return x;
-}
-
 /* 0·NaN would leak through a product with what a mask leaves out: in a cut tile, chunks that are not finite become
  * zero, and their rows' numbers in mark[0] and mark[second] NaN, for those that see them. APART: the warpgroups come from code of their own. */
 template <typename T, int D, int BLOCK, bool APART = false>

@@ -21,6 +21,8 @@ template <int D, int BLOCK, int STAGES, bool LONG, int FULL, bool TURNS> struct 
     static constexpr int slots = 2 * own_bytes;
     static constexpr int ds = slots + STAGES * 2 * slot_bytes;
     static constexpr bool is_long = LONG, is_full = FULL != 0;
+    static constexpr bool begins_apart =
+        FULL != WITH_ALL; /* the first step: else it is in the loop, as it is so much code */
     static constexpr int with = FULL;
     /* A bias, in boxes: a place for a step's, or those of dS, where a warpgroup's boxes lie where its dS will. */
     static constexpr bool shares_ds = BLOCK > 64;

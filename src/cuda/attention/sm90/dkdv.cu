@@ -81,11 +81,11 @@ template <typename layout> INLINE int turn_to(key_state *k, bool *cut) {
     return k->now->step & ~STEP_FLAGS;
 }
 
-/* From Sᵀ, under way as the last but one group of products (the last but none if FIRST), to Pᵀ and dSᵀ as operands. The
+/* From Sᵀ, under way as the last but one group of products (the last but none of the first step), to Pᵀ and dSᵀ as operands. The
  * slots of the step before are released once its products, the last group, have ended. */
 template <typename T, int D, int BLOCK, int SLOTS, int MAKES, bool FIRST, bool FULL, typename layout>
 INLINE void key_step(const attention_params &p, const span &w, key_state *k, int i0, bool cut, float *numbers, int done,
-                     float (*s)[4], uint32_t (*ps)[4], uint32_t (*ds)[4]) {
+                     bool first, float (*s)[4], uint32_t (*ps)[4], uint32_t (*ds)[4]) {
     const bool careful = (FULL ? (k->now->step & STEP_BAND) != 0 : cut) || has_rest<BLOCK>(numbers);
     float dp[BLOCK / 8][4];
     kept_bits<BLOCK> kept;
@@ -104,7 +104,7 @@ INLINE void key_step(const attention_params &p, const span &w, key_state *k, int
         key_weights<false, BLOCK>(p.scale_log2, w, k->row0, i0, numbers, s);
     if (FULL)
         hide_keys<T, BLOCK>(p, *k->now, k->row0, low, read, s);
-    if (!FIRST) {
+    if (!FIRST && !(FULL && first)) {
         wgmma_wait<0>();
         const int next = done + 1 == SLOTS ? 0 : done + 1;
         release_each(k->smem + layout::empty + done * 8);
@@ -156,20 +156,20 @@ INLINE void sum_keys(const attention_params &p, const span &w, key_state *k, flo
     float s[BLOCK / 8][4];
     uint32_t ps[BLOCK / 16][4], ds[BLOCK / 16][4];
     int q_slot = k->r.slot;
-    bool cut = is_cut(w, i0);
-    if (FULL)
-        i0 = turn_to<layout>(k, &cut);
-    await_slot<T, D, BLOCK, layout>(k->smem, k->r, cut && (!FULL || (k->now->step & STEP_DIRTY)),
-                                    numbers + q_slot * 3 * BLOCK, 2 * BLOCK);
-    wgmma_fence();
-    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->smem + layout::slots + q_slot * layout::slot_bytes);
-    wgmma_commit();
-    advance<SLOTS>(&k->r);
-    key_step<T, D, BLOCK, SLOTS, MAKES, true, FULL, layout>(p, w, k, i0, cut, numbers + q_slot * 3 * BLOCK, 0, s, ps,
-                                                            ds);
-    advance<SLOTS>(&k->r);
+    bool cut = is_cut(w, i0), first = true;
+    if (!FULL) { /* by itself; full: so much code that it is there once */
+        await_slot<T, D, BLOCK, layout>(k->smem, k->r, cut, numbers + q_slot * 3 * BLOCK, 2 * BLOCK);
+        wgmma_fence();
+        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->smem + layout::slots + q_slot * layout::slot_bytes);
+        wgmma_commit();
+        advance<SLOTS>(&k->r);
+        key_step<T, D, BLOCK, SLOTS, MAKES, true, FULL, layout>(p, w, k, i0, cut, numbers + q_slot * 3 * BLOCK, 0, true,
+                                                                s, ps, ds);
+        advance<SLOTS>(&k->r);
+        first = false;
+    }
 #pragma unroll 1
-    while (FULL ? !(k->now->step & STEP_LAST) : --steps) {
+    while (FULL ? first || !(k->now->step & STEP_LAST) : --steps) {
         const int done = q_slot;
         i0 = i0 + BLOCK < w.end ? i0 + BLOCK : w.begin; /* the next head */
         cut = is_cut(w, i0);
@@ -181,12 +181,18 @@ INLINE void sum_keys(const attention_params &p, const span &w, key_state *k, flo
         wgmma_fence();
         warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->smem + layout::slots + q_slot * layout::slot_bytes);
         wgmma_commit();
-        key_products<T, D, BLOCK, SLOTS, MAKES, layout>(k->smem, done, ps, ds, dk, dv);
+        if (!FULL ||
+            __shfl_sync(ALL_LANES, (int)!first, 0)) { /* seen to be uniform, or products wait for each other (C7520) */
+            if (FULL)
+                wgmma_fence();
+            key_products<T, D, BLOCK, SLOTS, MAKES, layout>(k->smem, done, ps, ds, dk, dv);
+        }
         wgmma_commit();
         advance<SLOTS>(&k->r);
         key_step<T, D, BLOCK, SLOTS, MAKES, false, FULL, layout>(p, w, k, i0, cut, numbers + q_slot * 3 * BLOCK, done,
-                                                                 s, ps, ds);
+                                                                 first, s, ps, ds);
         advance<SLOTS>(&k->r);
+        first = false;
     }
     wgmma_fence();
     key_products<T, D, BLOCK, SLOTS, MAKES, layout>(k->smem, q_slot, ps, ds, dk, dv);

@@ -200,7 +200,7 @@ INLINE void query_gradients(const row_numbers &row, const float *marks, const fl
 template <typename T, int D, int BLOCK, int SLOTS, bool FIRST, bool FULL, typename layout>
 INLINE void query_step(const attention_params &p, const query_options &o, const dropout_state &drop, int group,
                        int step, const span &w, key_state *k, int j0, bool cut, const float *marks,
-                       const row_numbers &row, int done, float (*s)[4], uint32_t (*ds)[4]) {
+                       const row_numbers &row, int done, bool first, float (*s)[4], uint32_t (*ds)[4]) {
     constexpr bool EARLY = D * BLOCK <= 128 * 64; /* registers for dP beside what the last step's product reads */
     const float scale = p.scale_log2;
     float dp[BLOCK / 8][4];
@@ -224,7 +224,7 @@ INLINE void query_step(const attention_params &p, const query_options &o, const 
         query_weights<false, BLOCK>(scale, w, k->row0, j0, row, s);
     if (FULL)
         hide_queries<T, BLOCK>(p, o, group * 64, step, w.end, low, read, s);
-    if (!FIRST && !EARLY) {
+    if (!FIRST && !(FULL && first) && !EARLY) {
         wgmma_wait<0>();
         release_each(k->smem + layout::empty + done * 8);
     }
@@ -233,7 +233,7 @@ INLINE void query_step(const attention_params &p, const query_options &o, const 
     warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(dp, k->own + layout::own_bytes,
                                                  k->smem + layout::slots + k->r.slot * layout::slot_bytes);
     wgmma_commit();
-    if (!FIRST && EARLY) {
+    if (!FIRST && !(FULL && first) && EARLY) {
         wgmma_wait<1>();
         release_each(k->smem + layout::empty + done * 8);
     }
@@ -255,26 +255,25 @@ INLINE void query_step(const attention_params &p, const query_options &o, const 
 template <typename T, int D, int BLOCK, int SLOTS, bool FULL, typename layout>
 INLINE void sum_queries(const attention_params &p, const query_options &o, const int *steps, int group, const span &w,
                         key_state *k, float *marks, const row_numbers &row, float (*dq)[4]) {
+    const dropout_state &drop = *(const dropout_state *)(steps + STEPS);
     float s[BLOCK / 8][4];
     uint32_t ds[BLOCK / 16][4];
     int k_slot = k->r.slot, step = 0, j0 = w.begin;
-    bool cut = is_cut(w, w.begin);
-    if (FULL) {
-        mbarrier_wait(k->smem + layout::full + k_slot * 8, k->r.turn);
-        step = steps[k->count++ % STEPS];
-        j0 = step & ~STEP_FLAGS;
-        cut = step & STEP_CUT;
+    bool cut = is_cut(w, w.begin), first = true;
+    if (!FULL) { /* by itself; full: so much code that it is there once */
+        await_slot<T, D, BLOCK, layout>(k->smem, k->r, cut, marks + k_slot * BLOCK, 0);
+        wgmma_fence();
+        warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->smem + layout::slots + k_slot * layout::slot_bytes);
+        wgmma_commit();
+        advance<SLOTS>(&k->r);
+        query_step<T, D, BLOCK, SLOTS, true, FULL, layout>(p, o, drop, group, step, w, k, j0, cut,
+                                                           marks + k_slot * BLOCK, row, 0, true, s, ds);
+        advance<SLOTS>(&k->r);
+        j0 += BLOCK;
+        first = false;
     }
-    await_slot<T, D, BLOCK, layout>(k->smem, k->r, cut, marks + k_slot * BLOCK, 0);
-    wgmma_fence();
-    warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->smem + layout::slots + k_slot * layout::slot_bytes);
-    wgmma_commit();
-    advance<SLOTS>(&k->r);
-    query_step<T, D, BLOCK, SLOTS, true, FULL, layout>(p, o, *(const dropout_state *)(steps + STEPS), group, step, w, k,
-                                                       j0, cut, marks + k_slot * BLOCK, row, 0, s, ds);
-    advance<SLOTS>(&k->r);
 #pragma unroll 1
-    for (j0 += BLOCK; FULL ? !(step & STEP_LAST) : j0 < w.end; j0 += BLOCK) {
+    for (; FULL ? first || !(step & STEP_LAST) : j0 < w.end; j0 += BLOCK) {
         const int done = k_slot;
         k_slot = k->r.slot;
         if (FULL) {
@@ -287,12 +286,17 @@ INLINE void sum_queries(const attention_params &p, const query_options &o, const
         wgmma_fence();
         warpgroup_rows<T, D, BLOCK, OWN_ROWS, BLOCK>(s, k->own, k->smem + layout::slots + k_slot * layout::slot_bytes);
         wgmma_commit();
-        warpgroup_columns<T, D, BLOCK, BLOCK>(dq, ds, k->smem + layout::slots + done * layout::slot_bytes);
+        if (!FULL || __shfl_sync(ALL_LANES, (int)!first, 0)) { /* seen to be uniform (C7520) */
+            if (FULL)
+                wgmma_fence();
+            warpgroup_columns<T, D, BLOCK, BLOCK>(dq, ds, k->smem + layout::slots + done * layout::slot_bytes);
+        }
         wgmma_commit();
         advance<SLOTS>(&k->r);
-        query_step<T, D, BLOCK, SLOTS, false, FULL, layout>(p, o, *(const dropout_state *)(steps + STEPS), group, step,
-                                                            w, k, j0, cut, marks + k_slot * BLOCK, row, done, s, ds);
+        query_step<T, D, BLOCK, SLOTS, false, FULL, layout>(p, o, drop, group, step, w, k, j0, cut,
+                                                            marks + k_slot * BLOCK, row, done, first, s, ds);
         advance<SLOTS>(&k->r);
+        first = false;
     }
     wgmma_fence();
     warpgroup_columns<T, D, BLOCK, BLOCK>(dq, ds, k->smem + layout::slots + k_slot * layout::slot_bytes);
