@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from heddle import _C, _registry
 from heddle._errors import HeddleTypeError
+from heddle._options import Causal
 
 __version__: str = _C.version()
 
-Causal = Literal[False, True, "top_left", "bottom_right"] | None
 
 _LAZY = {
     "scaled_dot_product_attention": "_sdpa",

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import operator
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from heddle._errors import HeddleTypeError, HeddleValueError
 
+Causal = Literal[False, True, "top_left", "bottom_right"] | None
 CAUSAL = {None: 0, False: 0, "top_left": 1, "bottom_right": 2}
 NORMS = {"layer": 0, "rms": 1}
 ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "silu": 3}

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional
 from torch import Tensor
 
-from heddle import Causal, _kinds, attention
+from heddle import _kinds, attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._ops import quick, quick_options
+from heddle._options import Causal
 
 _broadcast_shapes: Any = torch.broadcast_shapes
 _compiling = torch.compiler.is_dynamo_compiling

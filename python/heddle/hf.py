@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heddle import Causal, _hf_models, attention
+from heddle import _hf_models, attention
+from heddle._options import Causal
 
 # What layers hand on to every implementation and what changes no result of attention, with the reason.
 _NO_MATTER = {

@@ -20,11 +20,11 @@ import numpy as np
 from heddle import _jax_call
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._jax_call import Attention, NormLinear
-from heddle._options import PLACES, activation_of, causal_of, limit_of, norm_of, scale_of, window_of
+from heddle._options import CAUSAL, PLACES, Causal, activation_of, causal_of, limit_of, norm_of, scale_of, window_of
 
 __all__ = ["attention", "norm_linear"]
 
-_CAUSAL = (None, "top_left", "bottom_right")
+_CAUSAL = {value: str(name) if value else None for name, value in CAUSAL.items()}
 
 
 # --------------------------------------------------------------------------------------------------------- gradients
@@ -189,7 +189,7 @@ def attention(
     v: Any,
     *,
     layout: Literal["bhsd", "bshd"] = "bhsd",
-    causal: Literal[False, True, "top_left", "bottom_right"] | None = None,
+    causal: Causal = None,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float = 0.0,

@@ -16,7 +16,7 @@ from heddle import attention
 from heddle._errors import HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer
-from heddle._options import activation_of, causal_of, norm_of
+from heddle._options import Causal, activation_of, causal_of, norm_of
 from heddle._torch import norm_linear
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
 
 Norm = Literal["layer", "rms"]
 Activation = Literal["gelu", "gelu_tanh", "silu"] | None
-Causal = Literal[False, True, "top_left", "bottom_right"] | None
 
 if TYPE_CHECKING:  # not every torch has torch.distributed
     from torch.distributed import ProcessGroup

@@ -20,12 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from heddle import _C
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
-from heddle._options import causal_of, scale_of, window_of
+from heddle._options import Causal, causal_of, scale_of, window_of
 from heddle._peers import Peers
 from heddle._plain import new_rng_state
 from heddle._ring import BACKWARD, BITS, Ring, bytes_of, exchange, real_of, ring_attention
-
-Causal = Literal[False, True, "top_left", "bottom_right"] | None
 
 _CPU, _REF, _CUDA = 0, 1, 2
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
