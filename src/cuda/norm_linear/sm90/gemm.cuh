@@ -323,25 +323,45 @@ template <int PASS> INLINE void epilogue_pair(const float4 &c, const float2 &row
     }
 }
 
+/* Eight results side by side, of which so many are inside. One instruction: the compiler would rather make four. */
+INLINE void store_eight(void *to, int64_t inside, const uint4 &eight) {
+    const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+    if (inside >= 8) {
+        store_global16(to, eight);
+        return;
+    }
+#pragma unroll
+    for (int x = 0; x < 8; x++)
+        if (x < inside)
+            ((uint16_t *)to)[x] = (uint16_t)(words[x / 2] >> x % 2 * 16);
+}
+
+/* What of a row of a warp's results is another lane's. */
+INLINE uint4 staged_eight(uint32_t staging, int line) {
+    return load_shared16(staging + line * 128 + ((threadIdx.x % 8 ^ line) & 7) * 16);
+}
+
 /* Rows that are staged as u: those to u, act of them to out. */
 template <typename T>
 INLINE void store_activated(const norm_gemm &p, int64_t row, int64_t col, int chunks, uint32_t staging) {
-    const int lane = threadIdx.x % 32, chunk = lane % 8;
+    const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int line = lane / 8; line < 16; line += 4) {
         const int64_t at = row + line;
-        T eight[8];
-        float v[8];
-        if (chunk >= chunks || at >= p.rows)
+        if (lane % 8 >= chunks || at >= p.rows)
             continue;
-        *(uint4 *)eight = load_shared16(staging + line * 128 + ((chunk ^ line) & 7) * 16);
+        const uint4 u = staged_eight(staging, line);
+        const uint32_t words[4] = {u.x, u.y, u.z, u.w};
+        float v[8];
         if (p.u)
-            store8<T>((T *)p.u + at * p.ldu + col, 0, p.cols - col, true, (const T *)eight);
+            store_eight((T *)p.u + at * p.ldu + col, p.cols - col, u);
 #pragma unroll
         for (int x = 0; x < 8; x++)
-            v[x] = to_float(eight[x]);
+            v[x] = x % 2 ? high_float(words[x / 2], T()) : low_float(words[x / 2], T());
         activate8<false>(p.activation, v);
-        store8((T *)p.out + at * p.ldo + col, 0, p.cols - col, true, v);
+        store_eight((T *)p.out + at * p.ldo + col, p.cols - col,
+                    make_uint4(pack_pair(v[0], v[1], T()), pack_pair(v[2], v[3], T()), pack_pair(v[4], v[5], T()),
+                               pack_pair(v[6], v[7], T())));
     }
 }
 
@@ -349,10 +369,17 @@ INLINE void store_activated(const norm_gemm &p, int64_t row, int64_t col, int ch
 template <typename T, int WIDTH, int PASS>
 INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const float2 *columns, const float2 row[2],
                        uint32_t staging, float (*acc)[4]) {
-    const int lane = threadIdx.x % 32, chunk = lane % 8;
+    const int lane = threadIdx.x % 32;
+    const int64_t first = t.row0 + row0 + lane / 8;
+    const bool whole = t.row0 + GEMM_TILE <= p.rows && t.col0 + WIDTH <= p.cols;
 #pragma unroll
     for (int y = 0; y < WIDTH / 8; y += 8) {
         const int chunks = WIDTH / 8 - y < 8 ? WIDTH / 8 - y : 8;
+        float4 c[8] = {};
+#pragma unroll
+        for (int x = 0; x < 8; x++)
+            if (x < chunks && PASS != DX)
+                c[x] = *(const float4 *)(columns + (y + x) * 8 + lane % 4 * 2);
 #pragma unroll
         for (int x = 0; x < 4; x++) {
             if (2 * x >= chunks)
@@ -361,31 +388,34 @@ INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const f
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float *v = acc[y + 2 * x + e];
-                const float4 c = *(const float4 *)(columns + (y + 2 * x + e) * 8 + lane % 4 * 2);
-                epilogue_pair<PASS>(c, row[0], v, v + 1);
-                epilogue_pair<PASS>(c, row[1], v + 2, v + 3);
+                epilogue_pair<PASS>(c[2 * x + e], row[0], v, v + 1);
+                epilogue_pair<PASS>(c[2 * x + e], row[1], v + 2, v + 3);
                 r[2 * e] = pack_pair(v[0], v[1], T());
                 r[2 * e + 1] = pack_pair(v[2], v[3], T());
             }
             stmatrix4(staging + (lane & 15) * 128 + ((2 * x + (lane >> 4)) ^ (lane & 7)) * 16, r);
         }
         __syncwarp();
-        const int64_t col = t.col0 + y * 8 + chunk * 8;
+        const int64_t col = t.col0 + y * 8 + lane % 8 * 8;
         if (PASS == FWD && p.activation) {
             store_activated<T>(p, t.row0 + row0, col, chunks, staging);
             __syncwarp();
             continue;
         }
+        uint4 eight[4];
 #pragma unroll
-        for (int x = 0; x < 4; x++) {
-            const int line = x * 4 + lane / 8;
-            const int64_t at = t.row0 + row0 + line;
-            T eight[8];
-            *(uint4 *)eight = load_shared16(staging + line * 128 + ((chunk ^ line) & 7) * 16);
-            if (chunk < chunks && at < p.rows)
-                store8((T *)p.out + at * p.ldo + col, 0, p.cols - col, true, eight);
-        }
+        for (int x = 0; x < 4; x++)
+            eight[x] = staged_eight(staging, x * 4 + lane / 8);
         __syncwarp();
+        T *const to = (T *)p.out + first * p.ldo + col;
+#pragma unroll
+        for (int x = 0; x < 4; x++)
+            if (whole && lane % 8 < chunks)
+                store_global16(to + x * 4 * p.ldo, eight[x]);
+#pragma unroll
+        for (int x = 0; x < 4; x++)
+            if (!whole && lane % 8 < chunks && first + x * 4 < p.rows)
+                store_eight(to + x * 4 * p.ldo, p.cols - col, eight[x]);
     }
 }
 
