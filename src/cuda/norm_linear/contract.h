@@ -95,4 +95,32 @@ CONTRACT int64_t total_units(int64_t cols) {
     return (cols + TOTAL_COLS - 1) / TOTAL_COLS;
 }
 
+/* ---------------------------------------------------------------------------------------------------------- few */
+
+/* Threads of a block; rows of x that it has, and so many in all; rows of W that it takes at a time; floats from one row's sums to the next. */
+#define FEW_THREADS 512
+#define FEW_ROWS 16
+#define FEW_LIMIT 32
+#define FEW_COLS 16
+#define FEW_PART 20
+
+/* Terms with zeros behind them; how often a warp loads its part of a row of W; tiles of rows of W. */
+CONTRACT int few_padded(int k) {
+    return (k + 63) / 64 * 64;
+}
+CONTRACT int few_groups(int k) {
+    return (k + 64 * 4 * (FEW_THREADS / 32) - 1) / (64 * 4 * (FEW_THREADS / 32));
+}
+CONTRACT int few_tiles(int n) {
+    return (n + FEW_COLS - 1) / FEW_COLS;
+}
+
+/* The rows of x; and two turns of all warps' sums. */
+CONTRACT int64_t few_rows_bytes(int rows, int64_t k) {
+    return (k + 63) / 64 * 64 * rows * 2;
+}
+CONTRACT int64_t few_bytes(int rows, int64_t k) {
+    return few_rows_bytes(rows, k) + 2 * (FEW_THREADS / 32) * rows * FEW_PART * 4;
+}
+
 #endif

@@ -43,6 +43,7 @@ typedef struct norm_linear_facts {
     bool wide, tf32; /* float32; one product */
     bool raw;        /* forward multiplies x itself */
     bool gathers;    /* and forms the moments of its rows beside the product, as far as the pointers allow */
+    bool few;        /* forward is one launch, as far as the pointers allow */
     bool sm90;       /* the products are Hopper's, as far as the pointers allow */
     int dtype;       /* 0 bf16, 1 f16, 2 f32 */
 } norm_linear_facts;

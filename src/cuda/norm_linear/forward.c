@@ -18,11 +18,35 @@ static bool takes_sm90(const norm_linear_plan *plan, const cuda_facts *device) {
            a->dtype != HEDDLE_F32 && strides % 8 == 0 && a->m > 0;
 }
 
+/* A family that somebody asks for takes what it can. */
+static bool asks_for_sm90(const cuda_facts *device) {
+    return device->sm90 && device->small == SMALL_NEVER;
+}
+
+/* Rows of x that the kernel for a few has. */
+static int few_rows(const heddle_norm_linear *a) {
+    return a->m <= FEW_ROWS / 2 ? FEW_ROWS / 2 : FEW_ROWS;
+}
+
+static enum cuda_kernel few_kernel(const heddle_norm_linear *a) {
+    static const enum cuda_kernel kernels[2][2] = {{NORM_LINEAR_few_r8_bf16_sm80, NORM_LINEAR_few_r16_bf16_sm80},
+                                                   {NORM_LINEAR_few_r8_f16_sm80, NORM_LINEAR_few_r16_f16_sm80}};
+    return kernels[a->dtype == HEDDLE_F16][few_rows(a) == FEW_ROWS];
+}
+
+static bool takes_few(const norm_linear_plan *plan, const cuda_facts *device) {
+    const heddle_norm_linear *a = &plan->a;
+    return plan->pass == HEDDLE_FORWARD && !asks_for_sm90(device) && a->dtype != HEDDLE_F32 && a->m > 0 &&
+           a->m <= FEW_LIMIT && a->k % 8 == 0 && device->shared_bytes >= (size_t)few_bytes(few_rows(a), a->k) &&
+           device->multiprocessors >= FEW_LIMIT / FEW_ROWS;
+}
+
 static norm_linear_facts facts_of(const norm_linear_plan *plan, const cuda_facts *device) {
     const heddle_norm_linear *a = &plan->a;
     const bool sm90 = takes_sm90(plan, device), gathers = sm90 && a->k % 8 == 0;
     return (norm_linear_facts){.raw = a->dtype == HEDDLE_BF16 && (gathers ? a->n : 2 * a->n) < a->m,
                                .gathers = gathers,
+                               .few = takes_few(plan, device),
                                .sm90 = sm90,
                                .kp = (a->k + 7) / 8 * 8,
                                .np = (a->n + 7) / 8 * 8,
@@ -62,10 +86,16 @@ static void plan_products(norm_linear_plan *plan, const cuda_facts *device, norm
     plan->tile_m = plan->tile_n = GEMM_TILE;
     plan->tile_k = gemm80_depth(c->is.wide && !c->is.tf32 ? 2 : 1);
     const norm_linear_call call = {.a = a, .device = device, .is = c->is};
-    const enum cuda_kernel kernel = c->is.sm90   ? heddle__cuda_gemm90(&call, kernels, a->m, forward_pass ? a->n : a->k,
-                                                                     forward_pass ? a->k : a->n, &plan->tile_n)
-                                    : c->is.tf32 ? kernels->tf32
-                                                 : kernels->sm80[c->is.dtype];
+    enum cuda_kernel kernel = c->is.sm90   ? heddle__cuda_gemm90(&call, kernels, a->m, forward_pass ? a->n : a->k,
+                                                               forward_pass ? a->k : a->n, &plan->tile_n)
+                              : c->is.tf32 ? kernels->tf32
+                                           : kernels->sm80[c->is.dtype];
+    if (c->is.few) {
+        kernel = few_kernel(a);
+        plan->tile_m = few_rows(a);
+        plan->tile_n = FEW_COLS;
+        plan->tile_k = 64;
+    }
     plan->threads = (int)heddle__cuda_kernels[kernel].threads;
     plan->workspace = lay_out(plan, device, c);
     heddle__copy_text(plan->kernel, sizeof plan->kernel, heddle__cuda_kernels[kernel].symbol);
@@ -123,6 +153,41 @@ static void add_product(norm_linear_call *c, norm_gemm g) {
     heddle__cuda_add_gemm(c, GEMMS(fwd), &g, false, false);
     if (apart)
         heddle__cuda_add_activate(c, (norm_activate){g.out, NULL, c->t->y, g.ldo, 0, c->a->y_stride, 0, 0, 0, 0});
+}
+
+/* All in one launch, where a few rows fit into a block. False: they do not, or the pointers do not allow it. */
+static bool add_few(norm_linear_call *c) {
+    const heddle_norm_linear *a = c->a;
+    const heddle_norm_linear_data *t = c->t;
+    if (!c->is.few || !aligned16(t->x, a->x_stride, 2) || !aligned16(t->w, a->w_stride, 2) ||
+        !aligned16(t->gamma, 0, 2) || !aligned16(t->beta, 0, 2))
+        return false;
+    const norm_few p = {.x = t->x,
+                        .gamma = t->gamma,
+                        .beta = t->beta,
+                        .w = t->w,
+                        .bias = t->bias,
+                        .y = t->y,
+                        .u = t->u,
+                        .mean = t->mean,
+                        .rstd = t->rstd,
+                        .x_stride = a->x_stride,
+                        .w_stride = a->w_stride,
+                        .y_stride = a->y_stride,
+                        .u_stride = a->u_stride,
+                        .m = (int32_t)a->m,
+                        .k = (int32_t)a->k,
+                        .n = (int32_t)a->n,
+                        .rms = a->norm == HEDDLE_RMS_NORM,
+                        .activation = (int32_t)a->activation,
+                        .row_blocks = (int32_t)blocks(a->m, FEW_ROWS),
+                        .vector = aligned16(t->y, a->y_stride, 2) && aligned16(t->u, a->u_stride, 2),
+                        .eps = (float)a->eps,
+                        .inverse = 1 / (float)a->k};
+    heddle__cuda_add(c, few_kernel(a),
+                     p.row_blocks * least_of(few_tiles(p.n), c->device->multiprocessors / p.row_blocks),
+                     (uint32_t)few_bytes(few_rows(a), a->k), &(norm_linear_params){.few = p});
+    return true;
 }
 
 /* x as it is; the norm is applied where the product is stored. */
@@ -186,6 +251,8 @@ static norm_gemm prepare_planes(norm_linear_call *c, norm_rows w) {
 static void forward(norm_linear_call *c) {
     c->at.mean = c->t->mean ? c->t->mean : c->at.mean;
     c->at.rstd = c->t->rstd ? c->t->rstd : c->at.rstd;
+    if (add_few(c))
+        return;
     const norm_gemm g = c->is.raw    ? prepare_raw(c, rows_of_w(c))
                         : c->is.wide ? prepare_planes(c, rows_of_w(c))
                                      : prepare_normalised(c);

@@ -131,6 +131,18 @@ typedef struct norm_small {
     float *part;        /* [row_blocks][2][k]: shares of dgamma and dbeta; NULL: the one block's are all */
 } norm_small;
 
+/* few: a whole forward of up to FEW_ROWS rows. */
+typedef struct norm_few {
+    const void *x, *gamma, *beta, *w, *bias; /* T */
+    void *y, *u;                             /* T [m, n]; u NULL: not wanted */
+    float *mean, *rstd;                      /* [m] or NULL */
+    int64_t x_stride, w_stride, y_stride, u_stride;
+    int32_t m, k, n, rms, activation;
+    int32_t row_blocks; /* divides the blocks: each has some of the rows */
+    int32_t vector;     /* y and u may be written 16 bytes at a time */
+    float eps, inverse;
+} norm_few;
+
 typedef union norm_linear_params {
     norm_gemm gemm;
     norm_gemm_sm90 gemm90;
@@ -139,6 +151,7 @@ typedef union norm_linear_params {
     norm_totals totals;
     norm_activate activate;
     norm_small small;
+    norm_few few;
 } norm_linear_params;
 
 #endif

@@ -13,7 +13,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/norm_linear/activation.cuh"
-#include "cuda/norm_linear/moments.cuh"
+#include "cuda/norm_linear/lanes.cuh"
 #include "cuda/norm_linear/params.h"
 #include "cuda/norm_linear/sm90/contract.h"
 #include "cuda/wgmma.cuh"
@@ -142,50 +142,11 @@ template <typename T> INLINE void load_group(const norm_gemm &p, int64_t row, in
     }
 }
 
-INLINE float warp_sum(float x) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2)
-        x += __shfl_xor_sync(~0u, x, step);
-    return x;
-}
-
-/* A lane's part of a row: its elements' sum, and the squares of their distance from the mean of its first eight: a shift that neither a large
- * mean nor a single large feature spoils. */
-struct lane_moments {
-    float shift, sum, squares;
-};
-
-template <typename T> INLINE void add_chunk(lane_moments *m, const uint4 &held, bool first, bool shifted) {
-    const uint32_t pairs[4] = {held.x, held.y, held.z, held.w};
-    float v[8];
-#pragma unroll
-    for (int x = 0; x < 4; x++) {
-        v[2 * x] = low_float(pairs[x], T());
-        v[2 * x + 1] = high_float(pairs[x], T());
-    }
-    const float sum = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-    if (first)
-        *m = {shifted ? sum * 0.125f : 0, 0, 0};
-    m->sum += sum;
-#pragma unroll
-    for (int x = 0; x < 8; x++)
-        m->squares += (v[x] - m->shift) * (v[x] - m->shift);
-}
-
-/* The row's moments from those of its lanes: their squares around their own means, and those of their means around the row's. */
 INLINE void store_moments(const norm_gemm &p, int64_t row, const lane_moments &m) {
-    const int lane = threadIdx.x % 32, chunks = (int)p.depth / 8;
-    const float n = (float)p.depth, own = (float)((chunks - lane + 31) / 32 * 8);
-    const float mean = p.rms ? 0 : warp_sum(m.sum) / n;
-    float squares = m.squares;
-    if (!p.rms && lane < chunks) {
-        const float apart = fmaf(-own, m.shift, m.sum), from = m.sum / own - mean;
-        squares += own * from * from - apart * apart / own;
-    }
-    squares = warp_sum(squares);
-    if (lane == 0 && row < p.rows) {
-        p.saved_mean[row] = mean;
-        p.saved_rstd[row] = inverse_deviation(squares, n, p.inverse, 0, p.eps);
+    const float2 all = moments_of_lanes(m, (int)p.depth, p.rms, p.inverse, p.eps);
+    if (threadIdx.x % 32 == 0 && row < p.rows) {
+        p.saved_mean[row] = all.x;
+        p.saved_rstd[row] = all.y;
     }
 }
 
