@@ -51,10 +51,11 @@ static const struct option_kind {
     {"deterministic dense softcap", HEDDLE_DETERMINISTIC | HEDDLE_BOOL_MASK, false, true},
     {"accumulate", HEDDLE_ACCUMULATE, true, false},
     {"tf32", HEDDLE_TF32, true, false},
+    {"pages", HEDDLE_PAGES, false, false},
     {"odd part", 0, true,
      false}, /* with dropout, and no multiple of eight keys in front of it: what none but the plain kernels take */
 };
-enum { KINDS = sizeof kinds / sizeof *kinds, ON_ALL_DIMS = KINDS - 1 };
+enum { KINDS = sizeof kinds / sizeof *kinds, ON_ALL_DIMS = KINDS - 2 };
 
 static const struct option_kind *kind_of(const bench_case *c) {
     for (int i = 0; i < KINDS && c->option; i++)
@@ -109,6 +110,12 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
     out[n++] = (bench_case)SELF(dtype, 1, 4, 128, 128, CAUSAL);
     for (int64_t d = 64; d <= 256; d *= 2)
         out[n++] = (bench_case)DECODE(dtype, 32, 32, 8, 8192, d);
+    for (int64_t d = 64; d <= 256; d *= 2)
+        for (int64_t sq = 1; sq <= 512 && (sq == 1 || dtype != HEDDLE_F32); sq += 511) {
+            out[n] = (bench_case)DECODE(dtype, 32, 32, 8, 8192, d);
+            out[n].sq = sq;
+            out[n++].option = "pages";
+        }
     return n;
 }
 
@@ -192,6 +199,10 @@ job bench_job(const bench_case *c, heddle_device device) {
     j.a.softcap = strstr(kind->name, "softcap") ? 30 : 0;
     j.a.dropout = !strcmp(kind->name, "dropout") || !strcmp(kind->name, "odd part") ? 0.1 : 0;
     j.a.k_offset = !strcmp(kind->name, "odd part") ? 5 : 0;
+    if (kind->features & HEDDLE_PAGES) {
+        j.a.page = 64;
+        j.a.pages = c->b * ((c->sk + 63) / 64);
+    }
     if ((kind->features & HEDDLE_BOOL_MASK) && !kind->shared)
         j.a.bool_mask_stride = (heddle_strides){c->sk, 0, 0};
     if (kind->shared) {
@@ -222,6 +233,8 @@ enum { PERIOD = 8191 };
 static double number(const job *j, int f, int64_t i, random_state *r) {
     if (!j->linear && f == ALIBI)
         return exp2(-8.0 * (double)(i + 1) / (double)j->a.h);
+    if (!j->linear && !strcmp(job_fields(j)[f].name, "block_table"))
+        return (double)(i % j->a.pages);
     if (job_fields(j)[f].element == OF_BOOL)
         return random_uniform(r) > 0.1;
     return random_normal(r);
