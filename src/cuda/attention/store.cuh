@@ -75,4 +75,60 @@ INLINE void add_row(float *row, const float (*c)[4], int half, int width, float 
     }
 }
 
+/* Of four lanes side by side each has the same pair of four chunks of 16 bytes; it is given the four pairs of one of them. */
+INLINE uint4 swap_pairs(uint32_t v[4]) {
+    const int lane = threadIdx.x % 32;
+    const bool odd = lane & 1, upper = lane & 2;
+    uint32_t t;
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {
+        t = __shfl_xor_sync(ALL_LANES, odd ? v[e] : v[e + 1], 1);
+        v[e] = odd ? t : v[e];
+        v[e + 1] = odd ? v[e + 1] : t;
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        t = __shfl_xor_sync(ALL_LANES, upper ? v[e] : v[e + 2], 2);
+        v[e] = upper ? t : v[e];
+        v[e + 2] = upper ? v[e + 2] : t;
+    }
+    return make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+/* The 16 rows of a warp, of which `rows` from the block's first on are there, times `by`. adds: to what is there. */
+template <typename T, int D>
+INLINE void store_tile(bool adds, void *to, int64_t at, int64_t stride, int warp_row, int rows, int width, float by,
+                       const float (*c)[4]) {
+    if (!to)
+        return;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = warp_row + half * 8 + lane / 4;
+        const bool there = row < rows;
+        if (adds) {
+            if (there)
+                add_sums<D>((float *)to + at + row * stride, c, half, width, by);
+            continue;
+        }
+        T *line = (T *)to + at + row * stride;
+        if (!__all_sync(ALL_LANES, ((size_t)line | (size_t)(width * 2)) % 16 == 0)) {
+            if (there)
+                store_row<T, D>(line, c, half, width, by);
+            continue;
+        }
+#pragma unroll
+        for (int y = 0; y < D / 8; y += 4) { /* of four chunks of 16 bytes, each of four lanes is given one */
+            uint32_t v[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                v[e] = pack_pair(c[y + e][2 * half] * by, c[y + e][2 * half + 1] * by, T());
+            const uint4 chunk = swap_pairs(v);
+            const int column = (y + lane % 4) * 8;
+            if (there && column < width)
+                store_global16(line + column, chunk);
+        }
+    }
+}
+
 #endif

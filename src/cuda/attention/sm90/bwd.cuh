@@ -91,42 +91,6 @@ template <typename T, int D, int ROWS> INLINE bool clean_keys(uint32_t keys, flo
     return barrier_or(1, CONSUMERS, found);
 }
 
-/* The 16 rows of a warp, of which `rows` from the block's first on are there, times `by`. adds: to what is there. */
-template <typename T, int D>
-INLINE void store_tile(bool adds, void *to, int64_t at, int64_t stride, int warp_row, int rows, int width, float by,
-                       const float (*c)[4]) {
-    if (!to)
-        return;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = warp_row + half * 8 + lane / 4;
-        const bool there = row < rows;
-        if (adds) {
-            if (there)
-                add_sums<D>((float *)to + at + row * stride, c, half, width, by);
-            continue;
-        }
-        T *line = (T *)to + at + row * stride;
-        if (!__all_sync(ALL_LANES, ((size_t)line | (size_t)(width * 2)) % 16 == 0)) {
-            if (there)
-                store_row<T, D>(line, c, half, width, by);
-            continue;
-        }
-#pragma unroll
-        for (int y = 0; y < D / 8; y += 4) { /* of four chunks of 16 bytes, each of four lanes is given one */
-            uint32_t v[4];
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                v[e] = pack_pair(c[y + e][2 * half] * by, c[y + e][2 * half + 1] * by, T());
-            const uint4 chunk = swap_pairs(v);
-            const int column = (y + lane % 4) * 8;
-            if (there && column < width)
-                store_global16(line + column, chunk);
-        }
-    }
-}
-
 /* ------------------------------------------------------------------------------------------------------- masks */
 
 /* What streams by: positions begin .. end-1 count. Tiles that begin before whole_from or after whole_to are cut by a mask

@@ -100,26 +100,6 @@ template <int COUNT> INLINE void zero_all(float (*c)[4]) {
         c[y][0] = c[y][1] = c[y][2] = c[y][3] = 0.0f;
 }
 
-/* Of four lanes side by side each has the same pair of four chunks of 16 bytes; it is given the four pairs of one of them. */
-INLINE uint4 swap_pairs(uint32_t v[4]) {
-    const int lane = threadIdx.x % 32;
-    const bool odd = lane & 1, upper = lane & 2;
-    uint32_t t;
-#pragma unroll
-    for (int e = 0; e < 4; e += 2) {
-        t = __shfl_xor_sync(ALL_LANES, odd ? v[e] : v[e + 1], 1);
-        v[e] = odd ? t : v[e];
-        v[e + 1] = odd ? v[e + 1] : t;
-    }
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-        t = __shfl_xor_sync(ALL_LANES, upper ? v[e] : v[e + 2], 2);
-        v[e] = upper ? t : v[e];
-        v[e + 2] = upper ? v[e + 2] : t;
-    }
-    return make_uint4(v[0], v[1], v[2], v[3]);
-}
-
 /* ---------------------------------------------------------------------------------------------------------- rings */
 
 /* ROWS x D from row `row` of head `head` of batch `n`: boxes of BOX rows and 64 columns. One thread. Rows and columns that the
