@@ -7,37 +7,9 @@
  *   dq     a block owns queries of one head and walks over their keys: S = Q·Kᵀ, dP = dO·Vᵀ, dQ += dS·K.
  *
  * Both compute P from S and the log-sum-exp that the prep kernel has laid down in two floats, base and rest: weight_of. */
-#include "cuda/attention/prep.cuh"
-#include "cuda/attention/store.cuh"
+#include "cuda/attention/sm80/bwd.cuh"
 
 /* ------------------------------------------------------------------------------------ what both passes are made of */
-
-/* The first rows of a head of keys. */
-template <typename T> INLINE const T *keys_of(const attention_params &p, const place &c, int64_t y) {
-    return (const T *)p.t.k + row_at(p.a.k_stride, c.n, y, c.first_k);
-}
-template <typename T> INLINE const T *values_of(const attention_params &p, const place &c, int64_t y) {
-    return (const T *)p.t.v + row_at(p.a.v_stride, c.n, y, c.first_k);
-}
-
-/* Rows i0 .. i0+ROWS-1 of Q and dO of head x to two tiles; those outside begin .. end-1 are zero, and so is dO where there is none. */
-template <typename T, int D, int ROWS, int THREADS>
-INLINE void load_query_tiles(const attention_params &p, const place &c, int64_t x, int i0, int begin, int end,
-                             uint32_t to_q, uint32_t to_do) {
-    const T *q = (const T *)p.t.q + row_at(p.a.q_stride, c.n, x, c.first_q);
-    const T *dout = p.t.dout ? (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q) : q;
-    load_tile<T, D, ROWS, THREADS>(to_q, q, p.a.q_stride.s, i0, begin, end, (int)p.a.d, p.vectors & VECTOR_Q);
-    load_tile<T, D, ROWS, THREADS>(to_do, dout, p.a.do_stride.s, i0, begin, p.t.dout ? end : begin, (int)p.a.dv,
-                                   p.vectors & VECTOR_DO);
-}
-
-/* The same of K and V, whose first row of the head at hand is at k and v. */
-template <typename T, int D, int ROWS, int THREADS>
-INLINE void load_key_tiles(const attention_params &p, const T *k, const T *v, int j0, int begin, int end, uint32_t to_k,
-                           uint32_t to_v) {
-    load_tile<T, D, ROWS, THREADS>(to_k, k, p.a.k_stride.s, j0, begin, end, (int)p.a.d, p.vectors & VECTOR_K);
-    load_tile<T, D, ROWS, THREADS>(to_v, v, p.a.v_stride.s, j0, begin, end, (int)p.a.dv, p.vectors & VECTOR_V);
-}
 
 /* S = Q·Kᵀ and dP = dO·Vᵀ, or both transposed: of a warp's rows of two tiles of the block's own and a stage of two that stream. */
 template <typename T, int D, int WARPS, int TILES, int BLOCK>
@@ -54,24 +26,6 @@ INLINE void form_products(const attention_params &p, const place &c, uint32_t sh
 }
 
 /* ---------------------------------------------------------------------------------------- one element's gradient */
-
-struct element {
-    float p, ds; /* P where it is kept, else 0; dT */
-    bool seen;
-};
-
-/* From q·k and dO·v of a lean problem. */
-template <typename T>
-INLINE element lean_element(const attention_params &p, bool seen, float qk, float dp, float base, float rest,
-                            float dsum) {
-    element r;
-    r.seen = seen;
-    r.p = weight_of<T>(qk, p.scale_log2, base, rest);
-    r.ds = r.p * (dp - dsum);
-    if (!seen)
-        r.p = r.ds = 0.0f;
-    return r;
-}
 
 template <typename T>
 INLINE element full_element(const attention_params &p, const place &c, const score_row &row, bool kept, int j, float qk,
@@ -92,51 +46,6 @@ INLINE element full_element(const attention_params &p, const place &c, const sco
 }
 
 /* -------------------------------------------------------------------------------------------------- dK and dV */
-
-/* A block owns keys key0 .. of a head, and walks over queries begin .. end-1, which see them. */
-struct key_work {
-    place c;
-    int64_t y; /* head */
-    int key0, begin, end;
-};
-
-/* False: there are no such keys. The first keys of a causal mask are seen most. */
-template <int ROWS> INLINE bool find_keys(const attention_params &p, int64_t id, key_work *w) {
-    int tile;
-    int64_t unit;
-    tile_of_block(id, p.tiles_k, p.a.b * p.a.hk, &tile, &unit);
-    w->key0 = tile * ROWS;
-    w->y = unit % p.a.hk;
-    w->c = find_place(p, unit / p.a.hk);
-    if (w->key0 >= w->c.all_sk)
-        return false;
-    const int key1 = min(w->key0 + ROWS, w->c.sk);
-    w->begin = w->end = 0;
-    if (w->key0 < key1) {
-        w->begin = max(0, min(w->key0 - w->c.hi, w->c.sq));
-        w->end = max(0, min(key1 - w->c.lo, w->c.sq));
-    }
-    return true;
-}
-
-/* Q and dO of queries i0 .., and what belongs to their rows, into a stage. */
-template <typename T, int D, int WARPS, int TILES, int BLOCK>
-INLINE void load_queries(const attention_params &p, const place &c, int64_t x, int i0, int begin, int end,
-                         uint32_t shared, int stage) {
-    typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
-    constexpr int THREADS = WARPS * 32;
-    const uint32_t to = shared + layout::stages + stage * layout::stage_bytes;
-    const uint32_t numbers = shared + layout::numbers + stage * 4 * BLOCK * 4;
-    load_query_tiles<T, D, BLOCK, THREADS>(p, c, x, i0, begin, end, to, to + layout::stage_bytes / 2);
-    const float *const from[3] = {p.base, p.rest, p.dsum};
-#pragma unroll
-    for (int y = 0; y < 3; y++)
-        for (int z = threadIdx.x; z < BLOCK; z += THREADS) {
-            const bool there = i0 + z >= begin && i0 + z < end;
-            cp_async4(numbers + (y * BLOCK + z) * 4, from[y] + (there ? lse_at(p, c, x, i0 + z) : 0), there ? 4 : 0);
-        }
-    cp_async_commit();
-}
 
 /* s, dp: Sᵀ, dPᵀ -> Pᵀ where kept, dTᵀ. Rows are keys, columns queries. */
 template <typename T, bool FULL, bool CUT, int TILES, int BLOCK>
@@ -207,18 +116,6 @@ INLINE void store_sums(bool adds, void *to, const heddle_strides &stride, int64_
         }
 }
 
-/* Does a mask or a window hide one of keys j0 .. j1-1 from one of queries i0 .. i1-1? */
-INLINE bool meets_edge(const place &c, int i0, int i1, int j0, int j1) {
-    return j1 - 1 > i0 + c.hi || j0 < i1 - 1 + c.lo;
-}
-
-/* The marks of a stage that was cut, which is marked again two steps on, with a barrier between. */
-template <int BLOCK, int THREADS> INLINE void clear_marks(int *bad) {
-    __syncthreads();
-    for (int z = threadIdx.x; z < BLOCK; z += THREADS)
-        bad[z] = 0;
-}
-
 /* In float32 so many steps are summed up at a time: one chain over thousands of queries loses more than it may. */
 #define SUM_STEPS 32
 
@@ -261,7 +158,7 @@ INLINE void attention_dkdv(const attention_params &p) {
     if (steps) {
         load_key_tiles<T, D, ROWS, THREADS>(p, keys_of<T>(p, c, y), values_of<T>(p, c, y), key0, 0, c.sk, sk,
                                             sk + layout::second);
-        load_queries<T, D, WARPS, TILES, BLOCK>(p, c, y * p.group, begin, begin, end, sk, 0);
+        load_queries<T, D, THREADS, BLOCK, layout>(p, c, y * p.group, begin, begin, end, sk, 0);
     }
     for (int z = threadIdx.x; z < 2 * BLOCK; z += THREADS)
         ((int *)(shared + layout::numbers))[(z / BLOCK * 4 + 3) * BLOCK + z % BLOCK] = 0;
@@ -280,8 +177,8 @@ INLINE void attention_dkdv(const attention_params &p) {
         }
         __syncthreads();
         if (step + 1 < steps)
-            load_queries<T, D, WARPS, TILES, BLOCK>(p, c, y * p.group + (step + 1) / blocks,
-                                                    begin + (step + 1) % blocks * BLOCK, begin, end, sk, stage ^ 1);
+            load_queries<T, D, THREADS, BLOCK, layout>(p, c, y * p.group + (step + 1) / blocks,
+                                                       begin + (step + 1) % blocks * BLOCK, begin, end, sk, stage ^ 1);
         float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
         form_products<T, D, WARPS, TILES, BLOCK>(p, c, sk, warp_row, sq, makes_dk, s, dp);
         if (cut)
