@@ -29,6 +29,10 @@ PTX void store_shared16(uint32_t to, uint4 x) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
+PTX void store_shared4(uint32_t to, uint32_t x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
 PTX uint4 load_shared16(uint32_t at) {
     uint4 x;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -431,6 +431,8 @@ static void test_no_kernel_is_dead(void **state) {
     every_kernel(NULL, on_h200, seen);
     every_kernel("sm80", on_h200, seen);
     every_kernel("small", on_h200, seen);
+    every_kernel("sm80", on_a100, seen);                 /* smaller tiles */
+    every_kernel("sm80", on_rtx4090, seen);              /* the least */
     every_kernel(NULL, with_little_shared_memory, seen); /* plain ones */
     int dead = 0;
     for (int x = 0; x < KERNELS; x++)

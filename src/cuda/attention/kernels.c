@@ -69,6 +69,10 @@ static int shared_bytes_sm80(const kernel_row *k) {
         return 0;
     if (k->variant == VARIANT_decode || k->variant == VARIANT_paged)
         return sm80_decode_bytes(element, k->dim, k->warps, k->own, k->block);
+    if (k->pass == PASS_bwd)
+        return sm80_fused_bytes(element, k->dim, k->warps, k->own, k->block);
+    if (k->pass == PASS_light || k->pass == PASS_gather)
+        return 0;
     return k->pass == PASS_fwd ? sm80_forward_bytes(element, k->dim, k->own, k->block)
                                : sm80_backward_bytes(element, k->dim, k->own, k->block);
 }

@@ -37,6 +37,7 @@ typedef enum kernel_variant {
     VARIANT_dropped,
     VARIANT_adding,
     VARIANT_paged,
+    VARIANT_least,
     VARIANTS
 } kernel_variant;
 

@@ -123,17 +123,21 @@ template <int ROWS> INLINE void mark_hidden(int pages, int *marks) {
 }
 
 /* In a tile that a mask cuts, 0·NaN would leak through a product. Each thread looks at what it has loaded itself:
- * chunks that are not finite become zero and their rows are marked; whoever sees a marked row is given a NaN. */
-template <typename T, int D, int ROWS, int THREADS> INLINE void clean_tile(uint32_t at, int *bad) {
+ * chunks that are not finite become zero and their rows are marked, the marks STEP numbers apart; whoever sees a marked row is given a NaN.
+ * Has this thread found one? */
+template <typename T, int D, int ROWS, int THREADS, int STEP = 1> INLINE bool clean_tile(uint32_t at, int *bad) {
     typedef tile<T, D> t;
+    bool found = false;
     for (int x = threadIdx.x; x < ROWS * t::chunks; x += THREADS) {
         const int row = x / t::chunks, chunk = x % t::chunks;
         const uint32_t to = at + row * t::pitch + chunk * 16;
         if (has_nonfinite(load_shared16(to), T())) {
             store_shared16(to, make_uint4(0, 0, 0, 0));
-            bad[row] = MARK_NAN;
+            bad[row * STEP] = MARK_NAN;
+            found = true;
         }
     }
+    return found;
 }
 
 #endif

@@ -44,6 +44,17 @@ CONTRACT int sm80_makes_both(int dim, int tiles) {
     return dim * tiles <= 128;
 }
 
+/* Backward, all gradients in one kernel: warps that have the same 32 keys. */
+CONTRACT int sm80_fused_share(int warps, int own) {
+    return warps * 32 / own;
+}
+
+/* K and V of the block's own rows; two stages of Q and dO, with four numbers a row; dS twice, and P where warps share keys. */
+CONTRACT int sm80_fused_bytes(int element, int dim, int warps, int own, int block) {
+    return (2 * own + 4 * block) * sm80_pitch(element, dim) +
+           (sm80_fused_share(warps, own) > 1 ? 3 : 2) * own * sm80_pitch(element, block) + 8 * block * 4;
+}
+
 /* Decoding: tiles of K, and of V, that a warp has under way. */
 CONTRACT int sm80_decode_stages(int element, int dim) {
     return element * dim > 512 ? 1 : 2;

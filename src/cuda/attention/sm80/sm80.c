@@ -15,6 +15,42 @@ static int find(const attention_problem *p, kernel_pass pass) {
     return lean >= 0 ? lean : heddle__cuda_find_attention(p, pass, VARIANT_full, FAMILY_sm80);
 }
 
+/* From so many queries of a sequence on, wider steps are worth it where two such blocks fit into a multiprocessor (at head dims up to 64). */
+#define LONG_QUERIES 2048
+
+/* The kernel of this head dim that makes all three gradients, in the largest tiles that fit into shared memory; -1: none. */
+static int find_bwd(const attention_problem *p, int dim) {
+    static const kernel_variant order[] = {VARIANT_long, VARIANT_lean, VARIANT_narrow, VARIANT_least};
+    for (int x = 0; x < 4; x++) {
+        const int bwd = heddle__cuda_find_attention(p, PASS_bwd, order[x], FAMILY_sm80);
+        const kernel_row *k = &heddle__cuda_attention_kernels[bwd < 0 ? 0 : bwd];
+        if (bwd < 0 || k->dim != dim)
+            continue;
+        if (order[x] != VARIANT_long ||
+            (p->a->sq >= LONG_QUERIES && 2 * heddle__cuda_shared_bytes(k) <= p->device->shared_bytes))
+            return bwd;
+    }
+    return -1;
+}
+
+/* All three gradients by one kernel, where their sums need no order; who stands in for another family has no room for them. The sums that
+ * light clears and it adds to are read by gather: of as many columns. */
+static bool takes_fused(const attention_problem *p, attention_choice *c) {
+    const kernel_row *k = heddle__cuda_attention_kernels;
+    const int light = heddle__cuda_find_attention(p, PASS_light, VARIANT_lean, FAMILY_sm80),
+              gather = heddle__cuda_find_attention(p, PASS_gather, VARIANT_lean, FAMILY_sm80);
+    if (p->rich || p->stands_in || (p->a->features & HEDDLE_DETERMINISTIC) || c->prep < 0 || light < 0 || gather < 0 ||
+        k[gather].dim != k[light].dim)
+        return false;
+    const int bwd = find_bwd(p, k[light].dim);
+    if (bwd < 0)
+        return false;
+    c->bwd = bwd;
+    c->light = light;
+    c->gather = gather;
+    return true;
+}
+
 static bool takes(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     if (p->pass == HEDDLE_FORWARD) {
@@ -26,6 +62,8 @@ static bool takes(const attention_problem *p, attention_choice *c) {
         return c->fwd >= 0;
     }
     c->prep = heddle__cuda_find_attention(p, PASS_prep, VARIANT_full, FAMILY_sm80);
+    if (takes_fused(p, c))
+        return true;
     c->dkdv = find(p, PASS_dkdv);
     c->dq = find(p, PASS_dq);
     return c->prep >= 0 && c->dkdv >= 0 && c->dq >= 0;
@@ -93,10 +131,28 @@ static void lay_out_forward(const attention_problem *p, attention_choice *c) {
     }
 }
 
+static void lay_out_fused(const attention_problem *p, attention_choice *c) {
+    const heddle_attention *a = p->a;
+    const kernel_row *k = &heddle__cuda_attention_kernels[c->bwd];
+    const int64_t tiles = a->features & HEDDLE_VARLEN ? packed_tiles64(a->total_q, a->b) : tiles64(a->sq) * a->b;
+    c->flags = c->bytes;
+    c->bytes += align64((size_t)(tiles64(a->sq) * a->h * a->b) * sizeof(int32_t));
+    c->sum = c->bytes;
+    c->bytes += (size_t)(tiles * 64 * a->h * k->dim) * sizeof(float);
+    c->tiles_q = ceil_div(a->sq, heddle__cuda_attention_kernels[c->gather].own);
+    c->tiles_k = ceil_div(a->sk, k->own);
+    c->blocks = c->tiles_q * a->h * a->b;
+    c->blocks_dkdv = c->tiles_k * a->hk * a->b;
+}
+
 static void lay_out(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     if (p->pass == HEDDLE_FORWARD) {
         lay_out_forward(p, c);
+        return;
+    }
+    if (c->bwd >= 0) {
+        lay_out_fused(p, c);
         return;
     }
     const kernel_row *dkdv = &heddle__cuda_attention_kernels[c->dkdv];
@@ -121,7 +177,15 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     if (a->features & HEDDLE_WEIGHTS)
         heddle__cuda_add_plain(p, job, PASS_prep, ceil_div(rows, PLAIN_PREP_ROWS));
     heddle__cuda_add_prep(p, c, job);
-    heddle__cuda_add_dkdv_and_dq(c, job);
+    if (c->bwd < 0) {
+        heddle__cuda_add_dkdv_and_dq(c, job);
+        return;
+    }
+    const heddle_attention_data *t = &job->params.p.t;
+    if (t->dk || t->dv || t->dq)
+        heddle__cuda_add_launch(job, c->bwd, c->blocks_dkdv);
+    if (t->dq)
+        heddle__cuda_add_launch(job, c->gather, c->blocks);
 }
 
 const attention_family heddle__attention_sm80 = {takes, heddle__cuda_tensor_core_time, lay_out, launch, 0, true};
