@@ -90,7 +90,7 @@ typedef struct attention_case {
     uint64_t seed;
     uint32_t skip;        /* bit T_x: that optional tensor is NULL */
     bool same_input;      /* k = v = q */
-    bool poison_masked;   /* NaN in all that no query sees, and in the bias where it is masked out */
+    bool poison_masked;   /* NaN and 1e30 in all that no query sees, and in the bias where it is masked out */
     bool ill_conditioned; /* the plain computation may overflow or be far off */
     double mask_density;  /* of the boolean mask; 0 means 0.7 */
     double huge_bias;     /* the bias of some whole rows, and of some keys of the others; 0: of none */
