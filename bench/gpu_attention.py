@@ -341,6 +341,11 @@ OPTIONS = ((True, "softcap"), (True, "alibi"), (True, "window 512"), (True, "sin
            (False, "blocks"), (False, "bias shared"), (False, "bias"), (False, "dbias shared"), (False, "dbias"))
 
 
+FLOAT32_OPTIONS = ((True, "softcap"), (True, "alibi"), (True, "dropout"), (False, "dropout"), (False, "padding"),
+                   (False, "dense"), (False, "blocks"), (False, "bias shared"), (False, "bias"), (False, "dbias shared"),
+                   (False, "dbias"))
+
+
 def option_rows():
     """A plain row in front of those whose fraction of it is told."""
     for d, h in ((128, 16), (64, 32), (256, 8)):
@@ -360,9 +365,12 @@ def float32_rows():
         for causal in (True, False):
             for s in (4096, 512, 1024, 16384):
                 yield Case(16384 // s, h, h, s, s, d, causal, F32), ["efficient"]
-        for option in ("softcap", "alibi", "bias"):
-            causal = option != "bias"
-            yield Case(4, h, h, 4096, 4096, d, causal, F32, option=option), ["efficient"]
+    for d in (128, 64, 256):
+        for causal in (True, False):
+            yield Case(2, 16, 16, 4096, 4096, d, causal, F32), ["efficient"]
+            for of, option in FLOAT32_OPTIONS:
+                if of == causal:
+                    yield Case(2, 16, 16, 4096, 4096, d, causal, F32, option=option), ["efficient"]
     yield Case(1, 1, 1, 128, 128, 32, False, F32), ["efficient"]
 
 

@@ -78,8 +78,11 @@ static void test_many_tiles(void **state) {
 static void test_scores(void **state) {
     (void)state;
     static const int64_t dims[] = {64, 128, 256};
-    for (int x = 0; x < 12; x++) {
-        attention_case c = {.a = attention_desc(test_dtypes[1 + x % 2], 2, 2, 1, 200, 390, dims[x % 3], dims[x % 3]),
+    static const int options_of_float32[] = {8, 9, 10, 1, 9, 8};
+    for (int z = 0; z < 18; z++) {
+        const int x = z < 12 ? z : options_of_float32[z - 12];
+        const int64_t d = z < 12 ? dims[x % 3] : dims[z % 2];
+        attention_case c = {.a = attention_desc(z < 12 ? test_dtypes[1 + x % 2] : HEDDLE_F32, 2, 2, 1, 200, 390, d, d),
                             .seed = 1,
                             .mask_tiles = 128};
         c.a.mask = (heddle_mask)(x % 3);

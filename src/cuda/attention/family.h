@@ -22,7 +22,7 @@ typedef struct __attribute__((may_alias)) attention_choice {
     int fwd, dkdv, dq;
     int bwd;             /* dkdv and dq in one; small: prep, too */
     int prep;            /* none: the plain one */
-    int light, gather;   /* before prep, and after bwd, for Hopper */
+    int light, gather;   /* before prep, and after bwd */
     int split;           /* float32 on Hopper */
     int dbias;           /* none: the plain one */
     bool splits_queries; /* Q and dO, too */
@@ -96,5 +96,8 @@ void heddle__cuda_add_prep(const attention_problem *p, const attention_choice *c
 
 /* dkdv and dq, as far as they are wanted. */
 void heddle__cuda_add_dkdv_and_dq(const attention_choice *c, attention_job *job);
+
+/* dbias by the kernel that the family has for it. */
+void heddle__cuda_add_dbias(const attention_problem *p, const attention_choice *c, attention_job *job);
 
 #endif

@@ -73,6 +73,10 @@ static int shared_bytes_sm80(const kernel_row *k) {
         return sm80_fused_bytes(element, k->dim, k->warps, k->own, k->block);
     if (k->pass == PASS_light || k->pass == PASS_gather)
         return 0;
+    if (k->pass == PASS_dbias)
+        return sm80_dbias_bytes(element, k->dim, k->own, k->block);
+    if (k->pass == PASS_weights)
+        return sm80_weights_bytes(element, k->dim, k->own, k->block);
     return k->pass == PASS_fwd ? sm80_forward_bytes(element, k->dim, k->own, k->block)
                                : sm80_backward_bytes(element, k->dim, k->own, k->block);
 }

@@ -8,7 +8,7 @@
 #include "cuda/attention/contract.h"
 #include "cuda/tensor_map.h"
 
-/* Which tensors may be read 16 bytes at a time: pointer, strides and last dimension are multiples of that; of the bias 4 bytes, and
+/* Which tensors may be read 16 bytes at a time: pointer, strides and last dimension are multiples of that; of the bias two elements, and
  * whatever last dimension; and for Hopper, does the copy engine fetch the bias? */
 enum {
     VECTOR_Q = 1,

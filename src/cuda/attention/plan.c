@@ -164,9 +164,10 @@ static bool is_vector(heddle_dtype dtype, const void *p, heddle_strides s, int64
     return ((uintptr_t)p | (size_t)s.b * e | (size_t)s.h * e | (size_t)s.s * e | (size_t)last * e) % 16 == 0;
 }
 
-/* Do the rows begin at multiples of two elements of 16 bits? */
-static bool is_paired(const void *p, heddle_strides s) {
-    return ((uintptr_t)p | (size_t)(s.b | s.h | s.s) * 2) % 4 == 0;
+/* Do the rows begin at multiples of two elements? */
+static bool is_paired(heddle_dtype dtype, const void *p, heddle_strides s) {
+    const size_t e = heddle_dtype_size(dtype);
+    return ((uintptr_t)p | (size_t)(s.b | s.h | s.s) * e) % (2 * e) == 0;
 }
 
 static bool is_aligned(const heddle_attention_data *t) {
@@ -249,7 +250,7 @@ static void fill_blocks(const attention_problem *of, const attention_choice *c, 
                  (is_vector(a->dtype, data->v, a->v_stride, a->dv) ? VECTOR_V : 0) |
                  (is_vector(a->dtype, data->dout, a->do_stride, a->dv) ? VECTOR_DO : 0) |
                  (is_vector(adds ? HEDDLE_F32 : a->dtype, data->o, a->o_stride, a->dv) ? VECTOR_O : 0) |
-                 (is_paired(data->bias, a->bias_stride) ? VECTOR_BIAS : 0);
+                 (is_paired(a->dtype, data->bias, a->bias_stride) ? VECTOR_BIAS : 0);
     p->split_tiles_q = c->split_tiles_q;
     p->split_tiles_k = c->split_tiles_k;
     p->blocks_of_dk = c->blocks_of_dk;
@@ -324,13 +325,35 @@ void heddle__cuda_add_dkdv_and_dq(const attention_choice *c, attention_job *job)
         heddle__cuda_add_launch(job, c->dq, c->blocks);
 }
 
+/* A block for each tile. */
+void heddle__cuda_add_dbias(const attention_problem *p, const attention_choice *c, attention_job *job) {
+    const heddle_strides s = p->a->dbias_stride;
+    const kernel_row *k = &heddle__cuda_attention_kernels[c->dbias];
+    heddle__cuda_add_launch(job, c->dbias,
+                            ceil_div(p->a->sk, k->block) * (s.s ? ceil_div(p->a->sq, k->own) : 1) *
+                                (s.h ? p->a->h : 1) * (s.b ? p->a->b : 1));
+}
+
+/* By tensor cores, whichever family has made o; from pages by the plain kernel. */
+static void add_weights(const attention_problem *p, attention_job *job) {
+    const heddle_attention *a = p->a;
+    const int x =
+        a->features & HEDDLE_PAGES ? -1 : heddle__cuda_find_attention(p, PASS_weights, VARIANT_full, FAMILY_sm80);
+    if (!a->sk)
+        return;
+    if (x >= 0)
+        heddle__cuda_add_launch(job, x, ceil_div(a->sq, heddle__cuda_attention_kernels[x].own) * a->h * a->b);
+    else
+        heddle__cuda_add_plain(p, job, PASS_weights, a->b * a->h * a->sq);
+}
+
 /* What no family has kernels of its own for. */
 static void add_the_rest(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const heddle_attention *a = p->a;
     const heddle_attention_data *t = &job->params.p.t;
     if (p->pass == HEDDLE_FORWARD) {
         if (t->weights)
-            heddle__cuda_add_plain(p, job, PASS_weights, a->sk ? a->b * a->h * a->sq : 0);
+            add_weights(p, job);
         if (a->features & HEDDLE_ACCUMULATE)
             heddle__cuda_add_plain(p, job, PASS_lse, ceil_div(a->b * a->h * a->sq, PLAIN_THREADS));
         return;

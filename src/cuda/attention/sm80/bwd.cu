@@ -8,6 +8,7 @@
  *
  * Both compute P from S and the log-sum-exp that the prep kernel has laid down in two floats, base and rest: weight_of. */
 #include "cuda/attention/sm80/bwd.cuh"
+#include "cuda/attention/sm80/full.cuh"
 
 /* ------------------------------------------------------------------------------------ what both passes are made of */
 
@@ -25,42 +26,14 @@ INLINE void form_products(const attention_params &p, const place &c, uint32_t sh
         clear<TILES, BLOCK / 8>(dp);
 }
 
-/* ---------------------------------------------------------------------------------------- one element's gradient */
-
-template <typename T>
-INLINE element full_element(const attention_params &p, const place &c, const score_row &row, bool kept, int j, float qk,
-                            float dp, float base, float rest, float dsum) {
-    element r = {0.0f, 0.0f, false};
-    float slack;
-    const float s = full_score<T>(p, c, row, j, qk, &slack);
-    if (s == -CUDART_INF_F || base == CUDART_INF_F)
-        return r;
-    const float weight = weight_of<T>(s, LOG2E, base, rest);
-    dp = kept ? dp * p.keep_scale : 0.0f;
-    if (p.t.dweights)
-        dp += to_float(((const T *)p.t.dweights)[row.dweights + j]);
-    r.p = kept ? weight : 0.0f;
-    r.ds = weight * (dp - dsum) * slack;
-    r.seen = true;
-    return r;
-}
-
 /* -------------------------------------------------------------------------------------------------- dK and dV */
 
 /* s, dp: Sᵀ, dPᵀ -> Pᵀ where kept, dTᵀ. Rows are keys, columns queries. */
-template <typename T, bool FULL, bool CUT, int TILES, int BLOCK>
-INLINE void gradients_of_keys(const attention_params &p, const place &c, const dropout_state &state, int64_t x,
-                              int row0, int i0, const float *numbers, float (*s)[BLOCK / 8][4],
-                              float (*dp)[BLOCK / 8][4]) {
+template <typename T, bool CUT, int TILES, int BLOCK>
+INLINE void gradients_of_keys(const attention_params &p, const place &c, int row0, int i0, const float *numbers,
+                              float (*s)[BLOCK / 8][4], float (*dp)[BLOCK / 8][4]) {
     const int lane = threadIdx.x % 32;
     const int *bad = (const int *)(numbers + 3 * BLOCK);
-    kept_bits<BLOCK> kept[TILES];
-#pragma unroll
-    for (int z = 0; FULL && CUT && z < TILES; z++) {
-        kept[z] = keep_all<BLOCK>();
-        if (p.drops)
-            kept[z] = find_kept<true, BLOCK>(p, state, dropout_head(p, c.n, x), row0 + z * 16, i0);
-    }
 #pragma unroll
     for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
@@ -69,21 +42,14 @@ INLINE void gradients_of_keys(const attention_params &p, const place &c, const d
             const float base = numbers[column], dsum = numbers[2 * BLOCK + column];
             const float rest = numbers[BLOCK + column];
             const int first = max(i + c.lo, 0), last = i < c.sq ? min(i + c.hi, c.sk - 1) : -1;
-            score_row row;
-            if (FULL && CUT && p.rich)
-                row = make_score_row(p, c, x, min(i, c.sq - 1));
 #pragma unroll
             for (int z = 0; z < TILES; z++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int j = row0 + z * 16 + half * 8 + lane / 4;
                     float *t = &s[z][y][2 * half + e], *dt = &dp[z][y][2 * half + e];
-                    element r;
                     const bool seen = !CUT || (j >= first && j <= last);
-                    if (FULL && CUT && p.rich && seen)
-                        r = full_element<T>(p, c, row, is_kept(kept[z], y, 2 * half + e), j, *t, *dt, base, rest, dsum);
-                    else
-                        r = lean_element<T>(p, seen, *t, *dt, base, rest, dsum);
+                    element r = lean_element<T>(p, seen, *t, *dt, base, rest, dsum);
                     if (CUT && r.seen && bad[column])
                         r.p = r.ds = CUDART_NAN_F;
                     *t = r.p;
@@ -168,8 +134,9 @@ INLINE void attention_dkdv(const attention_params &p) {
         const int i0 = begin + step % blocks * BLOCK, stage = step & 1;
         const uint32_t sq = sk + layout::stages + stage * layout::stage_bytes, sdo = sq + BLOCK * t::pitch;
         float *numbers = (float *)(shared + layout::numbers) + stage * 4 * BLOCK;
-        const bool cut = (FULL && p.rich) || i0 + BLOCK > end || key0 + ROWS > c.sk ||
-                         meets_edge(c, i0, min(i0 + BLOCK, c.sq), key0, key0 + ROWS);
+        const bool at_edge =
+            i0 + BLOCK > end || key0 + ROWS > c.sk || meets_edge(c, i0, min(i0 + BLOCK, c.sq), key0, key0 + ROWS);
+        const bool rich = FULL && p.rich, cut = rich || at_edge;
         cp_async_wait<0>();
         if (cut) {
             clean_tile<T, D, BLOCK, THREADS>(sq, (int *)numbers + 3 * BLOCK);
@@ -181,10 +148,15 @@ INLINE void attention_dkdv(const attention_params &p) {
                                                        begin + (step + 1) % blocks * BLOCK, begin, end, sk, stage ^ 1);
         float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
         form_products<T, D, WARPS, TILES, BLOCK>(p, c, sk, warp_row, sq, makes_dk, s, dp);
-        if (cut)
-            gradients_of_keys<T, FULL, true, TILES, BLOCK>(p, c, dropout, x, key0 + warp_row, i0, numbers, s, dp);
+        if (rich)
+#pragma unroll
+            for (int z = 0; z < TILES; z++)
+                full_gradients_of_keys<T, BLOCK>(p, c, dropout, x, !at_edge, key0 + warp_row + z * 16, i0, numbers,
+                                                 s[z], dp[z]);
+        else if (cut)
+            gradients_of_keys<T, true, TILES, BLOCK>(p, c, key0 + warp_row, i0, numbers, s, dp);
         else
-            gradients_of_keys<T, FULL, false, TILES, BLOCK>(p, c, dropout, x, key0 + warp_row, i0, numbers, s, dp);
+            gradients_of_keys<T, false, TILES, BLOCK>(p, c, key0 + warp_row, i0, numbers, s, dp);
         const bool whole = few || (FULL && few_are_left<T, TILES, BLOCK>(p, s));
         if (BOTH)
             product_columns<T, D, BOTH ? TILES : 1, BLOCK>((float(*)[WIDTH / 8][4]) dv, s, sdo, tf32, whole);
@@ -208,37 +180,26 @@ INLINE void attention_dkdv(const attention_params &p) {
 /* -------------------------------------------------------------------------------------------------------- dQ */
 
 /* s, dp: S, dP -> dp: dT. Rows are queries, columns keys. */
-template <typename T, bool FULL, bool CUT, int TILES, int BLOCK>
-INLINE void gradients_of_queries(const attention_params &p, const place &c, const dropout_state &state, int64_t x,
-                                 int row0, int j0, const float (*numbers)[2][3], const int *bad,
-                                 float (*s)[BLOCK / 8][4], float (*dp)[BLOCK / 8][4]) {
+template <typename T, bool CUT, int TILES, int BLOCK>
+INLINE void gradients_of_queries(const attention_params &p, const place &c, int row0, int j0,
+                                 const float (*numbers)[2][3], const int *bad, float (*s)[BLOCK / 8][4],
+                                 float (*dp)[BLOCK / 8][4]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int z = 0; z < TILES; z++) {
-        kept_bits<BLOCK> kept = keep_all<BLOCK>();
-        if (FULL && CUT && p.drops)
-            kept = find_kept<false, BLOCK>(p, state, dropout_head(p, c.n, x), row0 + z * 16 + duty_row(), j0);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int i = row0 + z * 16 + half * 8 + lane / 4;
             const float base = numbers[z][half][0], rest = numbers[z][half][1], dsum = numbers[z][half][2];
             const int first = max(i + c.lo, 0), last = i < c.sq ? min(i + c.hi, c.sk - 1) : -1;
-            score_row row;
-            if (FULL && CUT && p.rich)
-                row = make_score_row(p, c, x, min(i, c.sq - 1));
 #pragma unroll
             for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const int column = y * 8 + lane % 4 * 2 + e, j = j0 + column;
                     float *dt = &dp[z][y][2 * half + e];
-                    element r;
                     const bool seen = !CUT || (j >= first && j <= last);
-                    if (FULL && CUT && p.rich && seen)
-                        r = full_element<T>(p, c, row, is_kept(kept, y, 2 * half + e), j, s[z][y][2 * half + e], *dt,
-                                            base, rest, dsum);
-                    else
-                        r = lean_element<T>(p, seen, s[z][y][2 * half + e], *dt, base, rest, dsum);
+                    const element r = lean_element<T>(p, seen, s[z][y][2 * half + e], *dt, base, rest, dsum);
                     *dt = CUT && r.seen && bad[column] ? CUDART_NAN_F : r.ds;
                 }
         }
@@ -336,8 +297,9 @@ INLINE void attention_dq(const attention_params &p) {
     for (int j0 = w.begin; j0 < w.end; j0 += BLOCK, stage ^= 1) {
         const uint32_t sk = sq + layout::stages + stage * layout::stage_bytes;
         int *marks = bad + stage * BLOCK;
-        const bool cut = (FULL && p.rich) || j0 + BLOCK > w.end || w.query0 + ROWS > c.sq ||
-                         meets_edge(c, w.query0, w.query1, j0, j0 + BLOCK);
+        const bool at_edge =
+            j0 + BLOCK > w.end || w.query0 + ROWS > c.sq || meets_edge(c, w.query0, w.query1, j0, j0 + BLOCK);
+        const bool rich = FULL && p.rich, cut = rich || at_edge;
         cp_async_wait<0>();
         if (cut)
             clean_tile<T, D, BLOCK, THREADS>(sk, marks);
@@ -346,10 +308,15 @@ INLINE void attention_dq(const attention_params &p) {
             load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, sq, stage ^ 1);
         float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
         form_products<T, D, WARPS, TILES, BLOCK>(p, c, sq, warp_row, sk, true, s, dp);
-        if (cut)
-            gradients_of_queries<T, FULL, true, TILES, BLOCK>(p, c, dropout, x, row0, j0, numbers, marks, s, dp);
+        if (rich)
+#pragma unroll
+            for (int z = 0; z < TILES; z++)
+                full_gradients_of_queries<T, BLOCK>(p, c, dropout, x, !at_edge, row0 + z * 16, j0, numbers[z], marks,
+                                                    s[z], dp[z]);
+        else if (cut)
+            gradients_of_queries<T, true, TILES, BLOCK>(p, c, row0, j0, numbers, marks, s, dp);
         else
-            gradients_of_queries<T, FULL, false, TILES, BLOCK>(p, c, dropout, x, row0, j0, numbers, marks, s, dp);
+            gradients_of_queries<T, false, TILES, BLOCK>(p, c, row0, j0, numbers, marks, s, dp);
         product_columns<T, D, TILES, BLOCK>(dq, dp, sk, p.tf32, few || (FULL && few_are_left<T, TILES, BLOCK>(p, dp)));
         if (cut)
             clear_marks<BLOCK, THREADS>(marks);

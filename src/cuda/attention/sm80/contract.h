@@ -55,6 +55,16 @@ CONTRACT int sm80_fused_bytes(int element, int dim, int warps, int own, int bloc
            (sm80_fused_share(warps, own) > 1 ? 3 : 2) * own * sm80_pitch(element, block) + 8 * block * 4;
 }
 
+/* dbias: queries' rows and keys' rows of two tensors each; what warps add up of two products. */
+CONTRACT int sm80_dbias_bytes(int element, int dim, int own, int block) {
+    return 2 * (own + block) * sm80_pitch(element, dim) + 2 * sm80_join_bytes(element, dim, own, block);
+}
+
+/* weights: Q; K; what warps add up. */
+CONTRACT int sm80_weights_bytes(int element, int dim, int own, int block) {
+    return (own + block) * sm80_pitch(element, dim) + sm80_join_bytes(element, dim, own, block);
+}
+
 /* Decoding: tiles of K, and of V, that a warp has under way. */
 CONTRACT int sm80_decode_stages(int element, int dim) {
     return element * dim > 512 ? 1 : 2;

@@ -4,6 +4,7 @@
  * A block owns WARPS·TILES·16 rows (query i of head y·pack + row%pack, i = row/pack) and walks over the keys that
  * they see, or over its share of them. K and V of the next step are on their way during a step. */
 #include "cuda/attention/product.cuh"
+#include "cuda/attention/scores.cuh"
 #include "cuda/attention/store.cuh"
 
 /* The running softmax of the rows that a lane has a part of. */
@@ -73,27 +74,37 @@ INLINE void mask_lean(const attention_params &p, const forward_work &w, int row0
         }
 }
 
+/* Eights of columns whose bias is asked for together. */
+#define EIGHTS 2
+
+/* q·k -> S by all options. whole: all are seen by the band. */
 template <typename T, int TILES, int BLOCK>
-INLINE void score_full(const attention_params &p, const forward_work &w, int row0, int j0, const int *bad,
+INLINE void score_full(const attention_params &p, const forward_work &w, bool whole, int row0, int j0, const int *bad,
                        float (*s)[BLOCK / 8][4]) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, column = lane % 4 * 2;
 #pragma unroll
-    for (int x = 0; x < TILES; x++)
+    for (int x = 0; x < TILES; x++) {
+        lane_options<T> o[2];
+        int i[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int row = row0 + x * 16 + half * 8 + lane / 4, i = row / p.pack;
-            const score_row r = make_score_row(p, w.c, w.y * p.pack + row % p.pack, min(i, w.c.sq - 1));
-#pragma unroll
-            for (int y = 0; y < BLOCK / 8; y++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int column = y * 8 + lane % 4 * 2 + e;
-                    float slack, *t = &s[x][y][2 * half + e];
-                    *t = full_score<T>(p, w.c, r, j0 + column, *t, &slack);
-                    if (*t != -CUDART_INF_F && bad[column])
-                        *t = __int_as_float(bad[column]);
-                }
+            const int row = row0 + x * 16 + half * 8 + lane / 4;
+            i[half] = row / p.pack;
+            o[half] = find_row_options<T>(p, w.c, w.y * p.pack + row % p.pack, i[half], j0 + column);
         }
+        uint32_t seen = whole ? ALL_LANES : find_seen<BLOCK>(w.c, i[0], i[1], j0 + column);
+        float slack[EIGHTS][4];
+#pragma unroll
+        for (int y = 0; y < BLOCK / 8; y += EIGHTS)
+            make_scores<T, false, EIGHTS>(p, o, front_factor(p), whole, y, &seen, s[x] + y, slack);
+#pragma unroll
+        for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int mark = bad[y * 8 + column + e % 2];
+                s[x][y][e] = !(seen >> (4 * y + e) & 1) ? -CUDART_INF_F : mark ? __int_as_float(mark) : s[x][y][e];
+            }
+    }
 }
 
 /* S -> P = exp2(S·c - max·c); what was summed before is scaled to the new maximum. */
@@ -314,8 +325,9 @@ INLINE void attention_forward(const attention_params &p) {
     for (int j0 = w.begin; j0 < w.end; j0 += BLOCK, stage ^= 1) {
         const uint32_t sk = sq + layout::keys + stage * layout::stage_bytes, sv = sk + BLOCK * t::pitch;
         const bool hidden = paged && __any_sync(ALL_LANES, pages < 0);
-        const bool cut = rich || hidden || j0 < w.keys_begin || j0 + BLOCK > w.keys_end ||
-                         j0 + BLOCK - 1 > i0 + w.c.hi || j0 < i1 - 1 + w.c.lo;
+        const bool at_edge = hidden || j0 < w.keys_begin || j0 + BLOCK > w.keys_end || j0 + BLOCK - 1 > i0 + w.c.hi ||
+                             j0 < i1 - 1 + w.c.lo;
+        const bool cut = rich || at_edge;
         cp_async_wait<0>();
         if (cut)
             clean_tile<T, D, BLOCK, THREADS>(sv, bad + stage * BLOCK);
@@ -334,7 +346,8 @@ INLINE void attention_forward(const attention_params &p) {
                                          sq + layout::joins);
         if (cut) {
             if (rich)
-                score_full<T, TILES, BLOCK>(p, w, w.row0 + warp_row, j0, bad + stage * BLOCK, s);
+                score_full<T, TILES, BLOCK>(p, w, !at_edge && w.row0 + ROWS <= w.c.sq * p.pack, w.row0 + warp_row, j0,
+                                            bad + stage * BLOCK, s);
             else
                 mask_lean<TILES, BLOCK>(p, w, w.row0 + warp_row, j0, bad + stage * BLOCK, s);
         }

@@ -66,6 +66,8 @@ static bool takes(const attention_problem *p, attention_choice *c) {
         return true;
     c->dkdv = find(p, PASS_dkdv);
     c->dq = find(p, PASS_dq);
+    if (a->features & HEDDLE_BIAS)
+        c->dbias = heddle__cuda_find_attention(p, PASS_dbias, VARIANT_full, FAMILY_sm80);
     return c->prep >= 0 && c->dkdv >= 0 && c->dq >= 0;
 }
 
@@ -179,6 +181,8 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     heddle__cuda_add_prep(p, c, job);
     if (c->bwd < 0) {
         heddle__cuda_add_dkdv_and_dq(c, job);
+        if (job->params.p.t.dbias && c->dbias >= 0)
+            heddle__cuda_add_dbias(p, c, job);
         return;
     }
     const heddle_attention_data *t = &job->params.p.t;

@@ -4,6 +4,7 @@
  * A block owns 128 queries and BLOCK keys of a head of a batch, or of all that share their bias, and makes S = Q·Kᵀ and dP = dO·Vᵀ for one
  * after the other, 64 queries to a warpgroup. The sums stay in registers: no atomics, the same bits every time, no workspace. One thread
  * fetches; Q and K, dO and V lie in a ring of slots in turn. */
+#include "cuda/attention/dbias.cuh"
 #include "cuda/attention/sm90/bwd.cuh"
 
 template <int D, int BLOCK> struct layout_dbias {
@@ -15,65 +16,12 @@ template <int D, int BLOCK> struct layout_dbias {
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
-/* What a block owns, and where it is in what it sums over. */
-struct dbias_work {
-    int n, x, row0, key0;                                      /* batch, head, first query, first key */
-    int first_n, first_x, first_row, last_n, last_x, last_row; /* from where to where they go */
-    place c;
-};
-
-template <int BLOCK> INLINE dbias_work find_sums(const attention_params &p) {
-    const heddle_strides &s = p.a.dbias_stride;
-    const unsigned across = (unsigned)((p.a.sk + BLOCK - 1) / BLOCK);
-    const unsigned down = s.s ? (unsigned)((p.a.sq + OWN_ROWS - 1) / OWN_ROWS) : 1, heads = s.h ? (unsigned)p.a.h : 1;
-    const unsigned tile = blockIdx.x / across % down, unit = blockIdx.x / across / down;
-    dbias_work w;
-    w.key0 = (int)(blockIdx.x % across) * BLOCK;
-    w.first_row = s.s ? (int)tile * OWN_ROWS : 0;
-    w.last_row = s.s ? w.first_row + 1 : (int)p.a.sq;
-    w.first_x = s.h ? (int)(unit % heads) : 0;
-    w.last_x = s.h ? w.first_x + 1 : (int)p.a.h;
-    w.first_n = s.b ? (int)(unit / heads) : 0;
-    w.last_n = s.b ? w.first_n + 1 : (int)p.a.b;
-    w.n = w.first_n;
-    w.x = w.first_x;
-    w.row0 = w.first_row;
-    w.c = find_place(p, w.n);
-    return w;
-}
-
-/* Does a query of these see a key of these? */
-template <int BLOCK> INLINE bool is_seen(const dbias_work &w) {
-    const int last = min(w.row0 + OWN_ROWS, w.c.sq) - 1, last_key = min(w.key0 + BLOCK, w.c.sk) - 1;
-    return last >= w.row0 && last_key >= w.key0 && w.key0 <= last + w.c.hi && last_key >= w.row0 + w.c.lo;
-}
-
-/* The next that is not empty, or this one; false: there is none. */
-template <int BLOCK> INLINE bool seek(const attention_params &p, dbias_work *w, bool next) {
-    for (;; next = true) {
-        if (next) {
-            w->row0 += OWN_ROWS;
-            if (w->row0 >= w->last_row) {
-                w->row0 = w->first_row;
-                if (++w->x == w->last_x) {
-                    w->x = w->first_x;
-                    if (++w->n == w->last_n)
-                        return false;
-                    w->c = find_place(p, w->n);
-                }
-            }
-        }
-        if (is_seen<BLOCK>(*w))
-            return true;
-    }
-}
-
 template <int D, int BLOCK> INLINE void fetch_dbias(const attention_params_sm90 &all, uint32_t smem) {
     typedef layout_dbias<D, BLOCK> layout;
     const attention_params &p = all.p;
     ring r = {0, 0};
-    dbias_work w = find_sums<BLOCK>(p);
-    for (bool more = seek<BLOCK>(p, &w, false); more; more = seek<BLOCK>(p, &w, true)) {
+    dbias_work w = find_sums<OWN_ROWS, BLOCK>(p);
+    for (bool more = seek<OWN_ROWS, BLOCK>(p, &w, false); more; more = seek<OWN_ROWS, BLOCK>(p, &w, true)) {
         const int n = p.a.features & HEDDLE_VARLEN ? 0 : w.n, row = (int)w.c.first_q + w.row0;
         const int key = (int)w.c.first_k + w.key0, y = w.x / p.group;
 #pragma unroll
@@ -133,8 +81,8 @@ template <typename T, int D, int BLOCK>
 INLINE void sum_dbias(const attention_params &p, uint32_t smem, int group, float (*sum)[4]) {
     typedef layout_dbias<D, BLOCK> layout;
     ring r = {0, 0};
-    dbias_work w = find_sums<BLOCK>(p);
-    for (bool more = seek<BLOCK>(p, &w, false); more; more = seek<BLOCK>(p, &w, true)) {
+    dbias_work w = find_sums<OWN_ROWS, BLOCK>(p);
+    for (bool more = seek<OWN_ROWS, BLOCK>(p, &w, false); more; more = seek<OWN_ROWS, BLOCK>(p, &w, true)) {
         float s[BLOCK / 8][4], dp[BLOCK / 8][4], bases[2], rests[2], dsum[2];
         const query_options o = find_options(p, w.c, w.x, w.row0, sizeof(T));
         const int row = w.row0 + group * 64 + fragment_row();
@@ -166,7 +114,7 @@ INLINE void sum_dbias(const attention_params &p, uint32_t smem, int group, float
 /* Each element, or sums over all queries. */
 template <typename T, int BLOCK>
 INLINE void store_dbias(const attention_params &p, int group, float *sums, float (*sum)[4]) {
-    const dbias_work w = find_sums<BLOCK>(p);
+    const dbias_work w = find_sums<OWN_ROWS, BLOCK>(p);
     T *const to = (T *)p.t.dbias + row_at(p.a.dbias_stride, w.first_n, w.first_x, 0) + w.key0;
     const int keys = (int)p.a.sk - w.key0;
     if (p.a.dbias_stride.s) {

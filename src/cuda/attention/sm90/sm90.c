@@ -306,15 +306,6 @@ static void add_mask(const attention_problem *p, const attention_choice *c, atte
         heddle__cuda_add_launch(job, find(p, PASS_mask), tiles * count_maps(p->a));
 }
 
-/* A block for each tile of dbias. */
-static void add_dbias(const attention_problem *p, const attention_choice *c, attention_job *job) {
-    const heddle_strides s = p->a->dbias_stride;
-    const kernel_row *k = &heddle__cuda_attention_kernels[c->dbias];
-    heddle__cuda_add_launch(job, c->dbias,
-                            ceil_div(p->a->sk, k->block) * (s.s ? ceil_div(p->a->sq, k->own) : 1) *
-                                (s.h ? p->a->h : 1) * (s.b ? p->a->b : 1));
-}
-
 /* biased takes boxes alone: what the copy engine cannot fetch is the full kernel's, whose tiles are the same. */
 static int take_boxes(const attention_problem *p, const attention_job *job, int kernel) {
     const kernel_row *k = &heddle__cuda_attention_kernels[kernel];
@@ -339,7 +330,7 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     if (c->bwd >= 0 && t->dq)
         heddle__cuda_add_launch(job, c->gather, c->blocks);
     if (t->dbias && c->dbias >= 0)
-        add_dbias(p, c, job);
+        heddle__cuda_add_dbias(p, c, job);
 }
 
 const attention_family heddle__attention_sm90 = {takes,  heddle__cuda_tensor_core_time, lay_out,

@@ -1,0 +1,81 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The gradients of a tile's elements by all options, for the full kernels of the backward. */
+#ifndef HEDDLE_CUDA_ATTENTION_SM80_FULL_CUH
+#define HEDDLE_CUDA_ATTENTION_SM80_FULL_CUH
+
+#include "cuda/attention/scores.cuh"
+
+/* Eights of columns whose bias is asked for together. */
+#define EIGHTS 2
+
+/* Of query i and key j of head x, which sees it. */
+template <typename T> INLINE float dweight_at(const attention_params &p, const place &c, int64_t x, int i, int j) {
+    return to_float(((const T *)p.t.dweights)[row_at(p.a.dweights_stride, c.n, x, i) + j]);
+}
+
+/* s, dp: Sᵀ, dPᵀ of 16 keys from key0 on and queries from i0 on -> Pᵀ where kept, dTᵀ. numbers: of the queries. */
+template <typename T, int BLOCK>
+INLINE void full_gradients_of_keys(const attention_params &p, const place &c, const dropout_state &state, int64_t x,
+                                   bool whole, int key0, int i0, const float *numbers, float (*s)[4], float (*dp)[4]) {
+    const int lane = threadIdx.x % 32, column = lane % 4 * 2, j = key0 + lane / 4;
+    const int *bad = (const int *)(numbers + 3 * BLOCK);
+    kept_bits<BLOCK> kept = keep_all<BLOCK>();
+    if (p.drops)
+        kept = find_kept<true, BLOCK>(p, state, dropout_head(p, c.n, x), key0, i0);
+    lane_options<T> o[2];
+    find_options<T, true>(p, c, x, i0 + column, j, o);
+    uint32_t seen = whole ? ALL_LANES : find_seen_by<BLOCK>(c, j, i0 + column);
+#pragma unroll
+    for (int y0 = 0; y0 < BLOCK / 8; y0 += EIGHTS) {
+        float slack[EIGHTS][4];
+        make_scores<T, true, EIGHTS>(p, o, front_factor(p), whole, y0, &seen, s + y0, slack);
+#pragma unroll
+        for (int y = y0; y < y0 + EIGHTS; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int z = y * 8 + column + e % 2;
+                const float base = numbers[z], weight = weight_of<T>(s[y][e], LOG2E, base, numbers[BLOCK + z]);
+                const bool there = seen >> (4 * y + e) & 1 && base != CUDART_INF_F, stays = is_kept(kept, y, e);
+                float t = stays ? dp[y][e] * p.keep_scale : 0.0f;
+                if (p.t.dweights && there)
+                    t += dweight_at<T>(p, c, x, i0 + z, j + e / 2 * 8);
+                const float ds = weight * (t - numbers[2 * BLOCK + z]) * slack[y - y0][e];
+                s[y][e] = !there ? 0.0f : bad[z] ? CUDART_NAN_F : stays ? weight : 0.0f;
+                dp[y][e] = !there ? 0.0f : bad[z] ? CUDART_NAN_F : ds;
+            }
+    }
+}
+
+/* s, dp: S, dP of 16 queries from i0 on and keys from j0 on -> dp: dT. numbers: base, rest, D of this lane's two. */
+template <typename T, int BLOCK>
+INLINE void full_gradients_of_queries(const attention_params &p, const place &c, const dropout_state &state, int64_t x,
+                                      bool whole, int i0, int j0, const float (*numbers)[3], const int *bad,
+                                      float (*s)[4], float (*dp)[4]) {
+    const int lane = threadIdx.x % 32, column = lane % 4 * 2, i = i0 + lane / 4;
+    kept_bits<BLOCK> kept = keep_all<BLOCK>();
+    if (p.drops)
+        kept = find_kept<false, BLOCK>(p, state, dropout_head(p, c.n, x), i0 + duty_row(), j0);
+    lane_options<T> o[2];
+    find_options<T, false>(p, c, x, i, j0 + column, o);
+    uint32_t seen = whole ? ALL_LANES : find_seen<BLOCK>(c, i, i + 8, j0 + column);
+#pragma unroll
+    for (int y0 = 0; y0 < BLOCK / 8; y0 += EIGHTS) {
+        float slack[EIGHTS][4];
+        make_scores<T, false, EIGHTS>(p, o, front_factor(p), whole, y0, &seen, s + y0, slack);
+#pragma unroll
+        for (int y = y0; y < y0 + EIGHTS; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int z = y * 8 + column + e % 2;
+                const float base = numbers[e / 2][0], weight = weight_of<T>(s[y][e], LOG2E, base, numbers[e / 2][1]);
+                const bool there = seen >> (4 * y + e) & 1 && base != CUDART_INF_F;
+                float t = is_kept(kept, y, e) ? dp[y][e] * p.keep_scale : 0.0f;
+                if (p.t.dweights && there)
+                    t += dweight_at<T>(p, c, x, i + e / 2 * 8, j0 + z);
+                const float ds = weight * (t - numbers[e / 2][2]) * slack[y - y0][e];
+                dp[y][e] = !there ? 0.0f : bad[z] ? CUDART_NAN_F : ds;
+            }
+    }
+}
+
+#endif
