@@ -125,7 +125,7 @@ static int gpu_cases(bench_case *out) {
      * that nothing is aligned to; few of them. */
     static const int64_t sizes[][3] = {{16384, 1024, 4096}, {2048, 768, 3072},  {2040, 72, 744},    {2040, 72, 1000},
                                        {2040, 72, 1272},    {2040, 1000, 2040}, {2040, 1272, 2040}, {2040, 1480, 2040},
-                                       {2048, 765, 3071},   {16, 768, 3072}};
+                                       {2048, 765, 3071},   {16, 768, 3072},    {4, 4096, 4096}};
     enum { SIZES = sizeof sizes / sizeof *sizes };
     int n = 0;
     for (int i = 0; i < 3; i++)

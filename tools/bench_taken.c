@@ -23,8 +23,8 @@ enum { KERNELS = sizeof kernels / sizeof *kernels };
 static bool is_named(const listed *k) {
     if (strstr(k->pass, "_any"))
         return false;
-    return !strncmp(k->pass, "fwd", 3) || !strncmp(k->pass, "dx", 2) || !strcmp(k->pass, "bwd") ||
-           !strcmp(k->pass, "dkdv");
+    return !strncmp(k->pass, "fwd", 3) || !strncmp(k->pass, "few", 3) || !strncmp(k->pass, "dx", 2) ||
+           !strcmp(k->pass, "bwd") || !strcmp(k->pass, "dkdv");
 }
 
 const char *bench_kernel(int i) {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Every kernel that a plan can name has a row of `heddle bench --device cuda`, on Hopper as it comes or with a family asked for.
+ * Every kernel that a plan can name has a row of `heddle bench --device cuda`, on Hopper as it comes or with a family asked for,
+ * or on a card with less shared memory.
  * Pure: no driver is asked, and none is needed. */
 #include "common.h"
 
@@ -11,10 +12,12 @@
 #include <stdio.h>
 #include <string.h>
 
-/* What HEDDLE_CUDA_FAMILY makes of an H200: nothing, sm80, small. */
+/* What HEDDLE_CUDA_FAMILY makes of an H200: nothing, sm80, small; and cards whose shared memory takes smaller tiles. */
 static const cuda_facts devices[] = {{"an H200", 132, 232448, true, SMALL_CHOSEN},
                                      {"sm80", 132, 232448, false, SMALL_NEVER},
-                                     {"small", 132, 232448, false, SMALL_ALWAYS}};
+                                     {"small", 132, 232448, false, SMALL_ALWAYS},
+                                     {"an A100", 108, 166912, false, SMALL_CHOSEN},
+                                     {"an RTX 4090", 128, 101376, false, SMALL_CHOSEN}};
 
 static const char *name_of(const job *j, heddle_pass pass, const cuda_facts *device) {
     static char name[128];
