@@ -229,7 +229,8 @@ MASKS = {"c": "causal", "f": "full"}
 
 
 def options_table(base: str) -> str:
-    """Rates of options, as fractions of the plain row of their commit; the fastest other of the last run with any."""
+    """Rates of options, beside the plain row of their run as bench/gpu_attention.py has it; the fastest other of the
+    last run with any."""
     rows = [row for row in read("h200") if row.get("table") == "options"]
     lines = [
         bars("", "mask", "TFLOP/s", "of plain", "commit", "the fastest other, beside which commit"),
@@ -241,24 +242,40 @@ def options_table(base: str) -> str:
             if not (found := [row for row in rows if row["case"] == case]):
                 continue
             row = found[-1]
-            plain = latest(rows, case=f"{base}{mask}-bfloat16", commit=row["commit"])
             beside = [row for row in found if len(row["fwd_rest"]["rate"]) > 1]
             best = ""
             if beside:
                 others = beside[-1]["fwd_rest"]["rate"].keys() - {"heddle"}
                 name = max(sorted(others), key=lambda name: rate(beside[-1], PASSES[0], name))
                 best = f"{NAMES.get(name, name)} {pair(beside[-1], name)}, {beside[-1]['commit']}"
-            part = " / ".join(f"{rate(row, w, 'heddle') / rate(plain, w, 'heddle'):.2f}" for w in PASSES)
+            part = "" if option == "plain" else " / ".join(f"{row[f'{w}_rest']['of_plain']:.2f}" for w in PASSES)
             lines.append(
                 bars(
                     WORDS.get(option, option),
                     MASKS[mask],
                     pair(row, "heddle"),
-                    "" if option == "plain" else part,
+                    part,
                     row["commit"],
                     best,
                 )
             )
+    return "\n".join(lines)
+
+
+def sm80_table() -> str:
+    """The family for older GPUs on the H200: a plain row beside FlashAttention-2, options beside the plain row."""
+    rows = read("h200-sm80")
+    lines = [bars("", "mask", "TFLOP/s", "of plain", "FlashAttention-2"), "|" + "---|" * 5]
+    for d, base in ((64, "B4H32/32S4096D64"), (128, "B4H16/16S4096D128"), (256, "B4H8/8S4096D256")):
+        for mask in MASKS:
+            row = latest(rows, "fa2", case=f"{base}{mask}-bfloat16")
+            lines.append(bars(f"plain, d {d}", MASKS[mask], pair(row, "heddle"), "", pair(row, "fa2")))
+    for mask, options in OPTIONS.items():
+        for option in options:
+            case = f"B4H16/16S4096D128{mask}-bfloat16 {option}"
+            row = latest(rows, case=case)
+            part = " / ".join(f"{row[f'{w}_rest']['of_plain']:.2f}" for w in PASSES)
+            lines.append(bars(f"{WORDS.get(option, option)}, d 128", MASKS[mask], pair(row, "heddle"), part, ""))
     return "\n".join(lines)
 
 
@@ -297,6 +314,7 @@ TABLES = {
     "docs/limits.md": {
         "options of d 128": lambda: options_table("B4H16/16S4096D128"),
         "options of d 64": lambda: options_table("B4H32/32S4096D64"),
+        "sm80": sm80_table,
         "head dims": dims_table,
         "float32": lambda: calls_table("attention", "S4096x4096.*float32"),
         "norm-linear": lambda: calls_table("norm-linear", ""),
