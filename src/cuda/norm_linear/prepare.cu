@@ -66,7 +66,8 @@ typedef float4 row_moments; /* mean, what rounding left in it, rstd */
 
 /* Of a row. The mean, in float32 of what is left after its first element (sums of 16-bit numbers are all but exact, and need no such
  * care), then the squares around the mean, corrected for what rounding left in it: xhat = (x - mean - residual)·rstd. That is summed by
- * eights whose sum loses nothing more: a chain would lose more than the plain computation's tree does. */
+ * eights whose sum loses nothing more: a chain would lose more than the plain computation's tree does. What x - mean is rounded by is
+ * summed, too: numbers of like size are all rounded alike. */
 template <typename T, int TEAM, int HELD>
 INLINE row_moments moments(const norm_rows &p, const row_of<T, HELD> &in, float first, meeting *m, int *turn) {
     constexpr bool EXACT = sizeof(T) == 4;
@@ -85,11 +86,14 @@ INLINE row_moments moments(const norm_rows &p, const row_of<T, HELD> &in, float 
     each_chunk<TEAM>(in, p.cols, [&](float *v, int e, int inside) {
 #pragma unroll
         for (int x = 0; x < 8; x++) {
-            const float d = x < inside ? v[x] - mean : 0;
-            if (EXACT)
-                v[x] = d;
-            else
+            float d = x < inside ? v[x] - mean : 0;
+            if (EXACT) {
+                float rest;
+                v[x] = d = x < inside ? add_exactly(v[x], -mean, &rest) : 0;
+                low += x < inside ? rest : 0;
+            } else {
                 sum += d;
+            }
             squares += d * d;
         }
         if (EXACT && !p.rms)

@@ -33,7 +33,11 @@ template <typename T, typename STORED> INLINE float3 row_moments(const norm_smal
         float d[AT_ONCE];
 #pragma unroll
         for (int z = 0; z < AT_ONCE; z++) {
-            d[z] = e + 32 * z < p.k ? to_float(x[e + 32 * z]) - mean : 0;
+            float rest = 0;
+            d[z] = e + 32 * z >= p.k ? 0
+                   : sizeof(T) == 4  ? add_exactly(to_float(x[e + 32 * z]), -mean, &rest)
+                                     : to_float(x[e + 32 * z]) - mean;
+            low += rest;
             squares += d[z] * d[z];
         }
         if constexpr (AT_ONCE == 4)
