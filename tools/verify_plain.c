@@ -538,12 +538,14 @@ static void plain_activation_row(const problem *p, heddle_dtype dtype, outcome *
     double *y = (double *)linear_row(p, out->x[Y], l->y_stride, r->i, 'n');
     const double *y_terms = linear_row(p, terms->x[Y], l->y_stride, r->i, 'n');
     for (int64_t o = 0; o < l->n; o++) {
-        const float u = (float)y[o], step = 0x1p-8f;
+        const float u = (float)y[o], step = 0x1p-8f * fmaxf(fabsf(u), 1);
         float slope, next;
-        plain_activation(l->activation, u + u * step, &next);
+        plain_activation(l->activation, u + step, &next);
         y[o] = rounded(dtype, plain_activation(l->activation, u, &slope));
         r->du[o] = dy ? rounded(dtype, (float)dy[o] * slope) : 0;
-        r->du_terms[o] = dy ? square(dy[o] * slope) + square(dy[o] * (next - slope) / step) : 0;
+        r->du_terms[o] = dy ? square(dy[o] * slope) : 0;
+        if (dy && next != slope) /* u, and the sum that it is */
+            r->du_terms[o] += square(dy[o] * (next - slope) / step) * (square(u) + y_terms[o]);
         if (l->activation) {
             ((double *)linear_row(p, out->x[U], l->u_stride, r->i, 'n'))[o] = u;
             ((double *)linear_row(p, terms->x[U], l->u_stride, r->i, 'n'))[o] = y_terms[o];
