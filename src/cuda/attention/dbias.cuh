@@ -59,4 +59,19 @@ template <int ROWS, int BLOCK> INLINE bool seek(const attention_params &p, dbias
     }
 }
 
+/* A warp's 16 rows to one: a number for each key. */
+template <int BLOCK> INLINE void fold_rows(float *to, const float (*sum)[4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float x = sum[y][e] + sum[y][e + 2];
+            for (int step = 4; step < 32; step *= 2)
+                x += __shfl_xor_sync(ALL_LANES, x, step);
+            if (lane < 4)
+                to[y * 8 + lane * 2 + e] = x;
+        }
+}
+
 #endif

@@ -120,18 +120,23 @@ INLINE void make_scores(const attention_params &p, const lane_options<T> o[2], f
         }
 }
 
+/* Of a lane's row, the first or the second, columns first .. last of N are seen. */
+template <int N> INLINE void hide_outside(int first, int last, int half, uint32_t *seen) {
+#pragma unroll
+    for (int y = 0; y < N / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+            if (y * 8 + e < first || y * 8 + e > last)
+                *seen &= ~(1u << (4 * y + 2 * half + e));
+}
+
 /* Which of N columns the band shows, as make_scores takes it; of the lane's two queries, and its first key j. */
 template <int N> INLINE uint32_t find_seen(const place &c, int i0, int i1, int j) {
     uint32_t seen = ALL_LANES;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = half ? i1 : i0, first = i + c.lo - j, last = (i < c.sq ? min(i + c.hi, c.sk - 1) : j - 1) - j;
-#pragma unroll
-        for (int y = 0; y < N / 8; y++)
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-                if (y * 8 + e < first || y * 8 + e > last)
-                    seen &= ~(1u << (4 * y + 2 * half + e));
+        hide_outside<N>(first, last, half, &seen);
     }
     return seen;
 }
@@ -143,12 +148,7 @@ template <int N> INLINE uint32_t find_seen_by(const place &c, int j, int i) {
     for (int half = 0; half < 2; half++) {
         const int key = j + half * 8, first = key - c.hi - i,
                   last = (key < c.sk ? min(key - c.lo, c.sq - 1) : i - 1) - i;
-#pragma unroll
-        for (int y = 0; y < N / 8; y++)
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-                if (y * 8 + e < first || y * 8 + e > last)
-                    seen &= ~(1u << (4 * y + 2 * half + e));
+        hide_outside<N>(first, last, half, &seen);
     }
     return seen;
 }

@@ -113,16 +113,7 @@ INLINE void store_dbias(const attention_params &p, const dbias_work &first, floa
         return;
     }
     __syncthreads();
-#pragma unroll
-    for (int y = 0; y < BLOCK / 8; y++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            float x = sum[y][e] + sum[y][e + 2];
-            for (int step = 4; step < 32; step *= 2)
-                x += __shfl_xor_sync(ALL_LANES, x, step);
-            if (lane < 4)
-                sums[threadIdx.x / 32 * BLOCK + y * 8 + lane * 2 + e] = x;
-        }
+    fold_rows<BLOCK>(sums + threadIdx.x / 32 * BLOCK, sum);
     __syncthreads();
     const int key = threadIdx.x;
     float x = 0.0f;

@@ -43,7 +43,22 @@ template <typename T, int D, int WARPS, int OWN, int BLOCK> struct fused_shared 
 
 /* ------------------------------------------------------------------------------------------------------ products */
 
-/* c += A·B: A from pairs as pack_pairs makes them, B has 16·STEPS rows of D elements, from the lane's address on. */
+/* c += A·B: 32 rows of A, 16 of B with D elements, from the lane's address on. */
+template <typename T, int D, int COLUMNS>
+INLINE void multiply_rows(float (*c)[COLUMNS / 8][4], const a_fragment<T> fa[2], uint32_t b) {
+#pragma unroll
+    for (int y = 0; y < COLUMNS / 16; y++) {
+        b_fragment<T> fb[2];
+        load_b_columns<T, D>(fb, b + y * 32);
+#pragma unroll
+        for (int x = 0; x < 2; x++) {
+            multiply(c[x][2 * y], fa[x], fb[0]);
+            multiply(c[x][2 * y + 1], fa[x], fb[1]);
+        }
+    }
+}
+
+/* The same of 16·STEPS rows of B, A from pairs as pack_pairs makes them. */
 template <typename T, int D, int STEPS, int COLUMNS>
 INLINE void multiply_pairs(float (*c)[COLUMNS / 8][4], const uint32_t (*a)[2 * STEPS][2], uint32_t b) {
 #pragma unroll
@@ -54,16 +69,7 @@ INLINE void multiply_pairs(float (*c)[COLUMNS / 8][4], const uint32_t (*a)[2 * S
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 fa[x].r[e] = a[x][2 * s + e / 2][e % 2];
-#pragma unroll
-        for (int y = 0; y < COLUMNS / 16; y++) {
-            b_fragment<T> fb[2];
-            load_b_columns<T, D>(fb, b + s * 16 * tile<T, D>::pitch + y * 32);
-#pragma unroll
-            for (int x = 0; x < 2; x++) {
-                multiply(c[x][2 * y], fa[x], fb[0]);
-                multiply(c[x][2 * y + 1], fa[x], fb[1]);
-            }
-        }
+        multiply_rows<T, D, COLUMNS>(c, fa, b + s * 16 * tile<T, D>::pitch);
     }
 }
 
@@ -83,16 +89,7 @@ INLINE void multiply_shared(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b) 
                 ldmatrix4_trans(fa[x].r, a + s * 16 * PITCH + x * 32);
             else
                 ldmatrix4(fa[x].r, a + x * 16 * PITCH + s * 32);
-#pragma unroll
-        for (int y = 0; y < COLUMNS / 16; y++) {
-            b_fragment<T> fb[2];
-            load_b_columns<T, D>(fb, b + s * 16 * tile<T, D>::pitch + y * 32);
-#pragma unroll
-            for (int x = 0; x < 2; x++) {
-                multiply(c[x][2 * y], fa[x], fb[0]);
-                multiply(c[x][2 * y + 1], fa[x], fb[1]);
-            }
-        }
+        multiply_rows<T, D, COLUMNS>(c, fa, b + s * 16 * tile<T, D>::pitch);
     }
 }
 
