@@ -54,8 +54,11 @@ static const struct option_kind {
     {"pages", HEDDLE_PAGES, false, false},
     {"odd part", 0, true,
      false}, /* with dropout, and no multiple of eight keys in front of it: what none but the plain kernels take */
+    {"gelu", HEDDLE_ACTIVATION, false, false}, /* of norm-linear, as the next two */
+    {"gelu by tanh", HEDDLE_ACTIVATION, false, false},
+    {"silu", HEDDLE_ACTIVATION, false, false},
 };
-enum { KINDS = sizeof kinds / sizeof *kinds, ON_ALL_DIMS = KINDS - 2 };
+enum { KINDS = sizeof kinds / sizeof *kinds, ACTIVATIONS = 3, ON_ALL_DIMS = KINDS - ACTIVATIONS - 2 };
 
 static const struct option_kind *kind_of(const bench_case *c) {
     for (int i = 0; i < KINDS && c->option; i++)
@@ -137,14 +140,24 @@ static int gpu_cases(bench_case *out) {
         out[n] = (bench_case)LINEAR(HEDDLE_F32, sizes[x][0], sizes[x][1], sizes[x][2]);
         out[n++].option = "tf32";
     }
+    for (int i = 0; i < 3; i++)
+        for (int x = 0; x < ACTIVATIONS; x++) {
+            out[n] = (bench_case)LINEAR(dtypes[i], sizes[0][0], sizes[0][1], sizes[0][2]);
+            out[n++].option = kinds[KINDS - ACTIVATIONS + x].name;
+        }
     return n;
 }
 
 int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]) {
     if (device == HEDDLE_CUDA)
         return gpu_cases(out);
+    int n = (int)(sizeof cpu_cases / sizeof *cpu_cases);
     memcpy(out, cpu_cases, sizeof cpu_cases);
-    return (int)(sizeof cpu_cases / sizeof *cpu_cases);
+    for (int x = 0; x < ACTIVATIONS; x++) {
+        out[n] = (bench_case)LINEAR(HEDDLE_F32, 2048, 768, 3072);
+        out[n++].option = kinds[KINDS - ACTIVATIONS + x].name;
+    }
+    return n;
 }
 
 static const char *long_name(heddle_dtype dtype) {
@@ -171,7 +184,8 @@ void bench_name(const bench_case *c, heddle_device device, char *text, size_t n)
         return;
     }
     if (c->h == 0) {
-        snprintf(text, n, "norm-linear [%lld,%lld] -> %lld", (long long)c->m, (long long)c->k, (long long)c->n);
+        snprintf(text, n, "norm-linear [%lld,%lld] -> %lld%s%s", (long long)c->m, (long long)c->k, (long long)c->n,
+                 c->option ? " " : "", c->option ? c->option : "");
         return;
     }
     snprintf(rows, sizeof rows, c->sq == c->sk ? "s%lld" : "sq%lld sk%lld", (long long)c->sq, (long long)c->sk);
@@ -195,6 +209,8 @@ job bench_job(const bench_case *c, heddle_device device) {
     if (!kind)
         return j;
     j.a.features = j.l.features = kind->features;
+    if (kind->features & HEDDLE_ACTIVATION)
+        j.l.activation = (heddle_activation)(kind - kinds - (KINDS - ACTIVATIONS) + HEDDLE_GELU);
     j.a.window_left = kind->features & HEDDLE_WINDOW ? 512 : 0;
     j.a.softcap = strstr(kind->name, "softcap") ? 30 : 0;
     j.a.dropout = !strcmp(kind->name, "dropout") || !strcmp(kind->name, "odd part") ? 0.1 : 0;
