@@ -279,6 +279,47 @@ def sm80_table() -> str:
     return "\n".join(lines)
 
 
+PAGED = {  # the rows of bench/gpu_pages.py by what they are called
+    "decode B64H32/8S1x8192D128": "decoding, b 64, h 32/8, 8k keys, d 128",
+    "decode B8H32/8S1x8192D128": "decoding, b 8, h 32/8, 8k keys, d 128",
+    "decode B1H32/8S1x131072D128": "decoding, b 1, h 32/8, 128k keys, d 128",
+    "decode B1H32/8S1x8192D128": "decoding, b 1, h 32/8, 8k keys, d 128",
+    "decode B64H32/8S1x8192D64": "decoding, b 64, h 32/8, 8k keys, d 64",
+    "decode B64H32/8S1x8192D256": "decoding, b 64, h 32/8, 8k keys, d 256",
+    "chunk B8H32/8S512x8192D64": "512 queries at the end of 8k keys, b 8, h 32/8, d 64",
+    "chunk B8H32/8S512x8192D128": "512 queries at the end of 8k keys, b 8, h 32/8, d 128",
+    "chunk B8H32/8S512x8192D256": "512 queries at the end of 8k keys, b 8, h 32/8, d 256",
+}
+
+
+def pages_table() -> str:
+    """How fast keys in pages are, rows of a page side by side, beside the same keys without."""
+    rows = [row for row in read("h200") if row.get("table") == "pages"]
+    lines = [bars("", "without pages", "pages of 16", "of 64", "of 256", "commit"), "|" + "---|" * 6]
+    for case, words in PAGED.items():
+        row = [row for row in rows if row["case"] == case][-1]
+        whole = f"{row['tbs']:.2f} TB/s" if case.startswith("decode") else f"{row['us'] * 1e-3:.2f} ms"
+        lines.append(bars(words, whole, *(f"{row[f'{page} rows']:.2f}" for page in (16, 64, 256)), row["commit"]))
+    return "\n".join(lines)
+
+
+def parallel_table() -> str:
+    """The ring on two GPUs beside one alone, and through messages."""
+    rows = [row for row in read("h200") if row.get("table") == "parallel"]
+    lines = [
+        bars("tokens a GPU", "one GPU alone", "ring, shared memory", "of it", "ring, messages", "commit"),
+        "|" + "---|" * 6,
+    ]
+    for tokens in sorted({row["tokens"] for row in rows}):
+        of = {row["case"]: row for row in rows if row["tokens"] == tokens}
+        alone, shared = of["one GPU alone"]["rate"], of["heddle ring, once, auto"]["rate"]
+        both = [" / ".join(f"{x:.0f}" for x in r) for r in (alone, shared, of["heddle ring, once, messages"]["rate"])]
+        part = " / ".join(f"{x / y:.2f}" for x, y in zip(shared, alone, strict=True))
+        commit = of["heddle ring, once, auto"]["commit"]
+        lines.append(bars(f"{tokens // 1024}k", both[0], both[1], part, both[2], commit))
+    return "\n".join(lines)
+
+
 def dims_table() -> str:
     found: dict[tuple[int, int], Row] = {}
     for row in read("h200"):
@@ -311,6 +352,8 @@ def calls_table(op: str, form: str) -> str:
 
 TABLES = {
     "README.md": {"h200": h200_table},
+    "docs/serving.md": {"pages": pages_table},
+    "docs/parallel.md": {"parallel": parallel_table},
     "docs/limits.md": {
         "options of d 128": lambda: options_table("B4H16/16S4096D128"),
         "options of d 64": lambda: options_table("B4H32/32S4096D64"),
