@@ -21,4 +21,4 @@ with torch.no_grad():
     torch._inductor.aoti_compile_and_package(exported, package_path=sys.argv[1])
     for tokens in (100, 37):
         x = torch.linspace(-1, 1, tokens * 64, device=device).reshape(1, tokens, 64)
-        print(f"{tokens} tokens: sum of squares {block(x).double().square().sum().item():.4f}")
+        print(f"{tokens} tokens on {device}: sum of squares {block(x).double().square().sum().item():.4f}")

@@ -18,6 +18,6 @@ int main(int argc, char **argv) {
     for (int tokens : {100, 37}) {
         const at::Tensor x = at::linspace(-1, 1, tokens * 64, device).reshape({1, tokens, 64});
         const double sum = model.run({x})[0].to(at::kDouble).square().sum().item<double>();
-        std::printf("%d tokens: sum of squares %.4f\n", tokens, sum);
+        std::printf("%d tokens on %s: sum of squares %.4f\n", tokens, device.str().c_str(), sum);
     }
 }
