@@ -7,6 +7,7 @@ everything it depends on is the same.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Iterator
@@ -18,12 +19,15 @@ from torch import Tensor
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._flex_forms import band, slope
-from heddle._flex_trace import Expression, Score, conjuncts, every, refuse, trace
+from heddle._flex_kept import Shelf, are_lists_of, capturing, functions, lists_of, prove, stream_of
+from heddle._flex_trace import Expression, Score, conjuncts, every, is_known, refuse, trace
 from heddle._kinds import need_tensors
+from heddle._ops import quick, quick_options
 
 _broadcast_shapes: Any = torch.broadcast_shapes
 _UNBOUNDED = 1 << 30  # BLOCK_SIZE of a BlockMask that masks nothing
 _STRIP = 1 << 22  # elements of a mask that are computed at a time
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 class _Problem(NamedTuple):
@@ -201,20 +205,11 @@ class _Known:
     The last two with the key and the conditions they belong to: an id in a key is nobody else's while these live."""
 
     def __init__(self, mask: Any) -> None:
-        self.of = weakref.ref(mask)
-        self.lists = _lists(mask)
-        self.last: tuple[list[Any], Any, _Problem, dict[str, Any]] | None = None
+        self.lists = lists_of(mask)
+        self.shelf = Shelf()
         self.tiles: dict[_Problem, _Tiles] = {}
         self.agreed: tuple[Any, list[Any], bool] | None = None
         self.mask: tuple[Any, list[Any], Tensor] | None = None
-
-    def still(self, mask: Any) -> bool:
-        """Whether it is about this BlockMask, as it is."""
-        return self.of() is mask and all(a is b for a, b in zip(self.lists, _lists(mask), strict=True))
-
-
-def _lists(mask: Any) -> tuple[Any, ...]:
-    return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
 
 
 _known: dict[int, _Known] = {}
@@ -222,7 +217,7 @@ _known: dict[int, _Known] = {}
 
 def _knowledge(mask: Any) -> _Known:
     known = _known.get(id(mask))
-    if known is None or not known.still(mask):
+    if known is None or not are_lists_of(known.lists, mask):
         known = _known[id(mask)] = _Known(mask)
         weakref.finalize(mask, _known.pop, id(mask), None)
     return known
@@ -346,11 +341,30 @@ def flex_attention(
 
     Source: the documentation of PyTorch's function; Dong et al., "Flex Attention", 2024.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if _compiling():
         raise NotImplementedError(
             "heddle.flex_attention calls score_mod and mask_mod with symbols, which torch.compile cannot trace: leave "
             "it out of the compiled part (torch.compiler.disable), or call heddle.attention there"
         )
+    if kernel_options is return_aux is None:
+        try:
+            shelf = functions if block_mask is None else _known[id(block_mask)].shelf
+            code = None if score_mod is None else id(score_mod.__code__)
+            kept = shelf[code, query.shape, key.shape, query.dtype, query.device, scale, enable_gqa]
+        except (KeyError, AttributeError, TypeError):  # also of what is no tensor, or no function of Python
+            pass
+        else:
+            if prove(kept.proof, score_mod, block_mask) and (kept.always or kept.now()):
+                if kept.plain and not return_lse:
+                    out = quick(query, key, value, kept.rest[0], kept.rest[2])
+                else:
+                    given = kept.rest
+                    out = quick_options(
+                        query, key, value, *given, None, 0.0, None, None, None, return_lse, None, False, False
+                    )
+                if out is not NotImplemented:
+                    return out
+                return attention(query, key, value, return_lse=return_lse, **kept.options)
     need_tensors(query=query, key=key, value=value)
     if not query.dim() == key.dim() == value.dim() == 4:
         raise HeddleValueError(
@@ -367,9 +381,12 @@ def flex_attention(
     if kernel_options is not None and not isinstance(kernel_options, dict):
         raise HeddleTypeError(f"kernel_options must be a dict, not {type(kernel_options).__name__}")
     p = _Problem(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device, _real(query))
+    with _recording():
+        options = _options(query, score_mod, block_mask, scale, p)
     if key.shape[0] == value.shape[0] == 1 != p.b:
         key, value = (t.expand(p.b, *t.shape[1:]) for t in (key, value))
-    options = _options(query, score_mod, block_mask, scale, p)
+    elif type(query) in (Tensor, torch.nn.Parameter) and type(scale) in (float, int, type(None)):
+        _keep(query, key, score_mod, block_mask, scale, enable_gqa, options)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     results = attention(query, key, value, return_lse=wants_lse, **options)
     if return_aux is None:
@@ -379,18 +396,44 @@ def flex_attention(
     return (results[0], AuxOutput(lse=results[1])) if wants_lse else (results, AuxOutput())
 
 
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """In inference mode, too, tensors whose changes are counted, so that what is made of them can be kept."""
+    if not torch.is_inference_mode_enabled():
+        yield
+    else:
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+
+
 def _options(query: Tensor, score_mod: Any, block_mask: Any, scale: float | None, p: _Problem) -> dict[str, Any]:
     """heddle.attention's options for the two functions."""
     if score_mod is None is block_mask:
         return {"scale": scale}
     score = None if score_mod is None else trace(score_mod, query, True)
-    options = _last(score, block_mask, query, p)
-    if options is None:
-        options = _found(score, block_mask, query, p)
+    options = _found(score, block_mask, query, p)
     factor = 1.0 if score is None else score.factor
     if factor != 1.0:
         scale = factor * (query.shape[-1] ** -0.5 if scale is None else scale)
     return options | {"scale": scale}
+
+
+def _keep(
+    query: Tensor, key: Tensor, score_mod: Any, block_mask: Any, scale: Any, enable_gqa: bool, options: dict[str, Any]
+) -> None:
+    """So that the next such call finds its options, where nothing else has changed."""
+    functions_given = [score_mod, None if block_mask is None else block_mask.mask_mod]
+    if not all(function is None or is_known(function) for function in functions_given):
+        return
+    if any(isinstance(value, Tensor) and value.requires_grad for value in options.values()):
+        return
+    if options.get("bias") is not None:
+        options = options | {"bias": options["bias"].to(query.dtype)}
+    known = None if block_mask is None else _knowledge(block_mask)
+    code = getattr(score_mod, "__code__", None)
+    place = code and id(code), query.shape, key.shape, query.dtype, query.device, scale, enable_gqa
+    shelf = functions if known is None else known.shelf
+    shelf.keep(place, score_mod, block_mask, options, known.mask[2] if known and known.mask else None)
 
 
 def _found(score: Any, block_mask: Any, query: Tensor, p: _Problem) -> dict[str, Any]:
@@ -405,27 +448,7 @@ def _found(score: Any, block_mask: Any, query: Tensor, p: _Problem) -> dict[str,
         options |= {"softcap": score.cap}
         options |= _added(score, options["causal"] == "top_left", off, p)
     options["mask"] = _mask(rest, conditions, known, tiles, p)
-    options = {name: value for name, value in options.items() if value is not None}
-    if not any(isinstance(value, Tensor) for value in options.values()):
-        if known is not None:
-            known.last = conditions, score, p, options
-        elif score is not None and block_mask is None:
-            score.last = p, options
-    return options
-
-
-def _last(score: Any, block_mask: Any, query: Tensor, p: _Problem) -> dict[str, Any] | None:
-    """What _found() found in an earlier call of the same, where no tensor is part of it."""
-    if block_mask is None:
-        kept = score.last if isinstance(score, Score) else None
-        return kept[1] if kept is not None and kept[0] == p else None
-    known = _known.get(id(block_mask))
-    if known is None or known.last is None or not known.still(block_mask):
-        return None
-    conditions, its_score, its_p, options = known.last
-    if its_score is not score or its_p != p or _conditions(block_mask.mask_mod, query) is not conditions:
-        return None
-    return options
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _mask(rest: list[Any], conditions: list[Any], known: _Known | None, tiles: Any, p: _Problem) -> Tensor | None:
@@ -440,9 +463,9 @@ def _mask(rest: list[Any], conditions: list[Any], known: _Known | None, tiles: A
 
 
 def _kept(conditions: list[Any], known: _Known | None, tiles: Any, p: _Problem) -> Tensor:
-    if known is None:
+    if known is None or capturing(p.device):  # a graph must not use what may be freed
         return _dense(conditions, tiles, p)
-    key = tiles is None, *_key(conditions, p)
+    key = tiles is None, stream_of(p.device), *_key(conditions, p)
     if known.mask is None or known.mask[0] != key:
         known.mask = key, conditions, _dense(conditions, tiles, p)
     return known.mask[2]

@@ -206,7 +206,7 @@ def _values(value: Any, indices: dict[str, Tensor], known: dict[int, Any]) -> An
 class Score(_Symbol):
     """factor·score, or cap·tanh(factor·score/cap), plus all of `added`, where all of `seen` are true."""
 
-    __slots__ = ("added", "cap", "device", "dtype", "factor", "last", "seen")
+    __slots__ = ("added", "cap", "device", "dtype", "factor", "read", "seen")
 
     def __init__(
         self,
@@ -215,14 +215,15 @@ class Score(_Symbol):
         cap: float = 0.0,
         added: tuple[Any, ...] = (),
         seen: tuple[Expression, ...] = (),
+        read: list[Tensor] | None = None,
     ) -> None:
         self.dtype, self.device = like.dtype, like.device
+        self.read = [] if read is None else read  # tensors whose numbers the trace has gone by
         self.factor, self.cap, self.added, self.seen = factor, cap, added, seen
-        self.last: Any = None  # heddle._flex keeps here what it makes of it
 
     def but(self, **changed: Any) -> Score:
         fields = {name: getattr(self, name) for name in ("factor", "cap", "added", "seen")}
-        return Score(self, **(fields | changed))
+        return Score(self, **(fields | changed), read=self.read)
 
 
 # ----------------------------------------------------------------------------------------------------- operations
@@ -382,7 +383,7 @@ def _is_minus_infinity(value: Any) -> bool:
 def _where(condition: Any, a: Any, b: Any) -> Any:
     if isinstance(condition, Score):
         refuse("a condition on a score")
-    a, b = (float(v) if isinstance(v, Tensor) and v.device.type == "cpu" and not v.requires_grad else v for v in (a, b))
+    a, b = (_number_in(v, b if isinstance(b, Score) else a) for v in (a, b))
     if isinstance(condition, bool):
         return a if condition else b
     if not isinstance(condition, Expression):
@@ -405,6 +406,15 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return a.but(added=added, seen=seen)
 
 
+def _number_in(value: Any, score: Any) -> Any:
+    """The number of a tensor of none but one, such as torch.tensor(-torch.inf)."""
+    if not isinstance(value, Tensor) or value.device.type != "cpu" or value.requires_grad:
+        return value
+    if isinstance(score, Score):
+        score.read.append(value)
+    return float(value)
+
+
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
@@ -419,12 +429,23 @@ def _where_of_numbers(condition: Tensor, a: Any, b: Any) -> Tensor:
 class _Mode(TorchFunctionMode):
     """Captured tensors with a symbol for an index come here, too."""
 
+    def __init__(self, read: list[Tensor]) -> None:
+        super().__init__()
+        self.read = read
+        self.again = False  # what the function computes without a symbol has to be computed anew for every call
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = [*args, *(kwargs or {}).values()]
         values += [part for value in values if isinstance(value, (tuple, list)) for part in value]
         if any(isinstance(value, _Symbol) for value in values):
             return apply(_name_of(func), func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        self.read += tensors
+        result = func(*args, **(kwargs or {}))
+        name = _name_of(func)
+        made = isinstance(result, (Tensor, tuple, list)) and not isinstance(result, torch.Size)
+        self.again |= (made and any(t.requires_grad for t in tensors)) or "rand" in name or name in _RANDOM
+        return result
 
 
 class Leaf(Expression):
@@ -445,16 +466,23 @@ def trace(function: Callable[..., Any], like: Tensor, with_score: bool) -> Any:
     if known is not None and known.like == (like.dtype, like.device, with_score) and known.holds(function):
         return known.result
     leaves: list[Any] = [Leaf(name, like.device) for name in INDICES]
-    with _Mode():
-        result = function(*([Score(like)] if with_score else []), *leaves)
+    read: list[Tensor] = []
+    with _Mode(read) as mode:
+        result = function(*([Score(like, read=read)] if with_score else []), *leaves)
     result = result if with_score else conjuncts(result)
-    if type(function) is types.FunctionType:
-        reads = _Reads((like.dtype, like.device, with_score), result)
+    if type(function) is types.FunctionType and not mode.again and not any(t.is_inference() for t in read):
+        reads = _Reads((like.dtype, like.device, with_score), result, [(t, t._version) for t in read])
         if reads.all_of(function, outermost=True):
             _traced[function] = reads
     return result
 
 
+def is_known(function: Any) -> bool:
+    """Whether what it computes would be the same now, as far as `trace` can tell."""
+    return type(function) is types.FunctionType and function in _traced
+
+
+_RANDOM = ("bernoulli", "normal", "multinomial", "poisson", "dropout")
 _CONSTANT = (int, float, str, type(None), torch.dtype, torch.device, types.BuiltinFunctionType)
 _traced: weakref.WeakKeyDictionary[Any, _Reads] = weakref.WeakKeyDictionary()
 
@@ -469,8 +497,8 @@ def conjuncts(condition: Any) -> list[Any]:
 class _Reads:
     """What a function reads beside its arguments, where all of that can be told from other such things by `is`."""
 
-    def __init__(self, like: tuple[Any, ...], result: Any) -> None:
-        self.like, self.result = like, result
+    def __init__(self, like: tuple[Any, ...], result: Any, tensors: list[tuple[Tensor, int]]) -> None:
+        self.like, self.result, self.tensors = like, result, tensors
         self.code: Any = None  # of the outermost function, which must not be kept alive
         self.defaults: Any = None
         self.cells: list[tuple[Any, Any]] = []
@@ -486,6 +514,8 @@ class _Reads:
         for names, name, value in self.names:
             if names.get(name, names) is not value:
                 return False
+        if any(tensor._version != version for tensor, version in self.tensors):
+            return False
         return all(f.__code__ is code and f.__defaults__ is defaults for f, code, defaults in self.functions)
 
     def all_of(self, function: Any, outermost: bool = False) -> bool:

@@ -4,6 +4,7 @@
 #include "cuda_memory.h"
 #include "heddle.h"
 #include "jax_call.h"
+#include "proof.h"
 #include "shortcut.h"
 #include "status_kind.h"
 
@@ -442,6 +443,7 @@ PyDoc_STRVAR(jax_handlers_doc, "jax_handlers() -> [(operation, platform, capsule
 PyDoc_STRVAR(
     shortcut_doc,
     "shortcut(parts) -> (torch.ops.heddle.attention, attention, attention_options) the short ways, see shortcut.c");
+PyDoc_STRVAR(prover_doc, "prover(names) -> prove(proof, score_mod, block_mask), see proof.c");
 
 static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace_doc},
                                 {"pack", pack, METH_VARARGS, pack_doc},
@@ -461,6 +463,7 @@ static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace
                                 {"cuda_lend", heddle_cuda_lend, METH_VARARGS, cuda_lend_doc},
                                 {"jax_handlers", heddle_jax_handlers, METH_NOARGS, jax_handlers_doc},
                                 {"shortcut", heddle_shortcut, METH_O, shortcut_doc},
+                                {"prover", heddle_prover, METH_O, prover_doc},
                                 {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef definition = {

@@ -14,7 +14,7 @@ import torch
 from conftest import assert_close, devices, natural_size
 
 import heddle
-from heddle import _flex, _flex_trace
+from heddle import _flex, _flex_kept, _flex_trace
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "flex.py"
@@ -37,6 +37,8 @@ def passed(monkeypatch):
         return heddle.attention(*args, **options)
 
     monkeypatch.setattr(_flex, "attention", attention)
+    for name in ("quick", "quick_options"):  # by which what is kept goes past it
+        monkeypatch.setattr(_flex, name, lambda *args: NotImplemented)
     return calls
 
 
@@ -409,11 +411,151 @@ def test_what_is_the_same_is_not_traced_again(monkeypatch):
     capped, alibi = (lambda s, b, h, i, j: 5 * torch.tanh(s / 5)), (lambda s, b, h, i, j: s + slopes[h] * (j - i))
     heddle.flex_attention(q, k, v, capped, given, enable_gqa=True)
     first = heddle.flex_attention(q, k, v, alibi, given, enable_gqa=True)
-    monkeypatch.setattr(_flex_trace, "_Mode", lambda: calls.append(1))
+    monkeypatch.setattr(_flex_trace, "_Mode", lambda read: calls.append(1))
     heddle.flex_attention(q, k, v, capped, given, enable_gqa=True)
     slopes.mul_(2)  # the same tensor with other numbers
     assert not torch.equal(heddle.flex_attention(q, k, v, alibi, given, enable_gqa=True), first)
     assert not calls
+
+
+KEPT = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+
+
+def kept_forms():
+    """score_mod and mask_mod with what heddle.attention is told for them; each reads tensors."""
+    table, allowed, width = torch.randn(H, SQ), torch.rand(SQ, SQ) > 0.3, 7
+    index = torch.arange(SQ)
+    ahead = (index[None, :] > index[:, None])[None, None]
+    alibi = (lambda s, b, h, i, j: s + KEPT[h] * (j - i)), (lambda b, h, i, j: i >= j)
+    near = (lambda s, b, h, i, j: s + table[h, j]), (lambda b, h, i, j: (i >= j) & (i - j <= width) & allowed[i, j])
+    return {
+        "alibi": (*alibi, lambda: {"alibi_slopes": KEPT, "causal": "top_left"}, [KEPT]),
+        "bias and mask": (
+            *near,
+            lambda: {
+                "bias": table[None, :, None, :],
+                "mask": allowed[None, None] & ~ahead & ((index[:, None] - index[None, :]) <= width)[None, None],
+            },
+            [table, allowed],
+        ),
+        "bias alone": (near[0], None, lambda: {"bias": table[None, :, None, :]}, [table]),
+    }
+
+
+@pytest.mark.parametrize("name", kept_forms())
+def test_what_is_kept_is_what_would_be_found(name, monkeypatch):
+    """The second call finds its options ready, and none once a tensor that a function reads has been written to."""
+    score_mod, mask_mod, expected, tensors = kept_forms()[name]
+    q, k, v = (t.detach() for t in problem(torch.float32, sk=SQ, hk=H))
+    given = mask_mod and block_mask(mask_mod, sk=SQ)
+
+    def check():
+        got, lse = heddle.flex_attention(q, k, v, score_mod, given, return_lse=True)
+        truth, its_lse = heddle.attention(q, k, v, return_lse=True, **expected())
+        assert torch.allclose(got, truth, atol=1e-6) and torch.allclose(lse, its_lse, atol=1e-6)
+        assert torch.equal(heddle.flex_attention(q, k, v, score_mod, given), got)
+
+    check()
+    with monkeypatch.context() as patch:
+        patch.setattr(_flex, "_options", None)  # cannot be called
+        check()
+        with torch.inference_mode():
+            check()
+        for tensor in tensors:
+            tensor.copy_(tensor.flip(0))
+            with pytest.raises(TypeError, match="not callable"):
+                heddle.flex_attention(q, k, v, score_mod, given)
+    check()
+    if name != "alibi":  # other memory, and the version as it was
+        tensors[0].data = torch.randn_like(tensors[0])
+        check()
+
+
+def test_functions_made_anew_are_known():
+    """A function of the same code around the same things is the same; around others it is not."""
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    table, other = torch.randn(H, SK), torch.randn(H, SK)
+
+    def attend(table, factor):
+        return heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + factor * table[h, j])
+
+    for it, factor in ((table, 1.0), (other, 1.0), (table, 1.0), (table, 2.0), (table, -0.0), (table, 0.0), (table, 0)):
+        before = {id(each) for each in _flex.functions.values()}
+        for _ in range(2):
+            truth = heddle.attention(q, k, v, bias=factor * it[None, :, None, :])
+            assert torch.allclose(attend(it, factor), truth, atol=1e-6)
+        assert len({id(each) for each in _flex.functions.values()} - before) == 1
+
+
+def test_gradients_are_not_lost_to_what_was_kept():
+    """What was made without gradients is for calls without them, and what wants one is made for each call."""
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    table = torch.randn(H, SK, requires_grad=True)
+    score_mods = [
+        lambda s, b, h, i, j: s + table[h, j],
+        lambda s, b, h, i, j: s + table.exp()[h, j],  # part of it is computed before any index is known
+    ]
+    for score_mod in score_mods:
+        for _ in range(2):
+            with torch.no_grad():
+                assert not heddle.flex_attention(q, k, v, score_mod).requires_grad
+            (grad,) = torch.autograd.grad(heddle.flex_attention(q, k, v, score_mod).square().sum(), table)
+            bias = (table if score_mod is score_mods[0] else table.exp())[None, :, None, :]
+            (truth,) = torch.autograd.grad(heddle.attention(q, k, v, bias=bias).square().sum(), table)
+            assert torch.allclose(grad, truth, atol=1e-5) and truth.abs().max() > 0.01
+    later = torch.randn(H, SK)
+    for _ in range(2):
+        heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + later[h, j])
+    later.requires_grad_()
+    assert heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + later[h, j]).requires_grad
+
+
+def test_numbers_that_a_trace_went_by():
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    shift, limit = torch.tensor([1.0, 2.0]), torch.tensor(-math.inf)
+
+    def shifted(s, b, h, i, j):
+        return s + shift[0] * j
+
+    def limited(s, b, h, i, j):
+        return torch.where(i >= j, s, limit)
+
+    for _ in range(2):
+        truth = heddle.attention(q, k, v, bias=(shift[0] * torch.arange(SK))[None, None, None].expand(1, 1, 1, SK))
+        assert torch.allclose(heddle.flex_attention(q, k, v, shifted), truth, atol=1e-6)
+        shift.add_(1)
+    assert torch.equal(heddle.flex_attention(q, k, v, limited), heddle.attention(q, k, v, causal="top_left"))
+    limit.fill_(-5.0)
+    with pytest.raises(NotImplementedError, match="something else than -inf"):
+        heddle.flex_attention(q, k, v, limited)
+
+
+def test_lists_that_are_written_to():
+    q, k, v = (t.detach() for t in problem(torch.float32))
+    given = lists(3, None)
+    for _ in range(2):
+        first = heddle.flex_attention(q, k, v, None, given, enable_gqa=True)
+    given.kv_num_blocks.zero_()
+    given.full_kv_num_blocks.zero_()
+    assert first.abs().max() > 0 and not heddle.flex_attention(q, k, v, None, given, enable_gqa=True).any()
+
+
+def test_little_is_kept(monkeypatch):
+    """No more than so much of what was last asked for, and nothing that is large."""
+    q, k, v = (torch.randn(1, 1, 8, 4) for _ in range(3))
+    monkeypatch.setattr(_flex_kept, "_MOST", 3)
+    score_mod, table = (lambda s, b, h, i, j: s + table[i, j]), torch.randn(20, 20)
+    _flex.functions.clear()
+    for n in range(1, 9):
+        heddle.flex_attention(q[:, :, :n], k, v, score_mod)
+    assert [key[1][2] for key in _flex.functions] == [6, 7, 8]
+    monkeypatch.setattr(_flex_kept, "_BYTES", 7 * 8 * 4 + 8 * 8 * 4)
+    heddle.flex_attention(q[:, :, :5], k, v, score_mod)
+    assert [key[1][2] for key in _flex.functions] == [8, 5]
+    monkeypatch.setattr(_flex_kept, "_LARGEST", 100)
+    _flex.functions.clear()
+    heddle.flex_attention(q, k, v, score_mod)
+    assert not _flex.functions
 
 
 # ---------------------------------------------------------------------------------------------------- refusals
