@@ -35,6 +35,23 @@ def _split(mask: Tensor | None, name: str) -> tuple[Tensor | None, Tensor | None
     return None, mask
 
 
+_compiling = torch.compiler.is_compiling
+
+
+def own(module: nn.Module, *names: str) -> list[Any]:
+    """Its parameters and modules: what its attributes are, which PyTorch takes up to 2 µs each to look up."""
+    if _compiling():
+        return [getattr(module, name) for name in names]
+    parameters, modules = module._parameters, module._modules
+    found: list[Any] = []
+    for name in names:
+        if name in parameters:
+            found.append(parameters[name])
+        else:
+            found.append(modules[name] if name in modules else getattr(module, name))
+    return found
+
+
 def _both(a: Tensor | None, b: Tensor | None, how: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
     return b if a is None else a if b is None else how(a, b)
 
@@ -84,9 +101,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             first, (query, key, value) = True, (t.unsqueeze(0) for t in (query, key, value))
         if alike and self._qkv_same_embed_dim:
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+            q, k, v = self._three(F.linear(query, *own(self, "in_proj_weight", "in_proj_bias")), first)
         else:
-            q, k, v = self._projected(query, key, value)
+            q, k, v = (self._heads(t, self.num_heads, first) for t in self._projected(query, key, value))
         made, weights = self._attend(
             q, k, v, first, key_padding_mask, attn_mask, is_causal, batched, need_weights, average_attn_weights
         )
@@ -99,6 +116,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             parts = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return tuple(F.linear(*each) for each in zip((query, key, value), parts, biases, strict=True))
+
+    def _heads(self, t: Tensor, h: int, first: bool) -> Tensor:
+        """[b, s, h * head_dim], or [s, b, ...], as [b, h, s, head_dim]."""
+        t = t.view(*t.shape[:2], h, self.head_dim)
+        return t.transpose(1, 2) if first else t.permute(1, 2, 0, 3)
+
+    def _three(self, qkv: Tensor, first: bool) -> tuple[Tensor, ...]:
+        return self._heads(qkv, 3 * self.num_heads, first).split(self.num_heads, 1)
 
     def _masks(
         self, padding: Tensor | None, attn: Tensor | None, b: int, sq: int, sk: int, batched: bool, dtype: torch.dtype
@@ -136,27 +161,19 @@ class MultiheadAttention(nn.MultiheadAttention):
         need_weights: bool = False,
         average: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """What follows the projections; q, k, v are [b, s, embed_dim] if `first`, else [s, b, embed_dim]."""
+        """What follows the projections, of [b, h, s, head_dim]; the output is [s, b, embed_dim] if not `first`."""
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         # The hint says what attn_mask is; with anything beside it the mask itself is used: what is added stands behind
         # the keys, where the corner would hide it (as PyTorch's own hint does, and its mask does not).
-        causal = (
-            is_causal and padding is None and not need_weights and not (self.add_zero_attn or self.bias_k is not None)
-        )
-        h, (b, sq) = self.num_heads, (q.shape[0], q.shape[1]) if first else (q.shape[1], q.shape[0])
-        sk = k.shape[1 if first else 0]
-        masks = {} if causal else self._masks(padding, attn_mask, b, sq, sk, batched, q.dtype)
-
-        def heads(t: Tensor) -> Tensor:
-            t = t.reshape(*t.shape[:-1], h, self.head_dim)
-            return t.transpose(1, 2) if first else t.permute(1, 2, 0, 3)
-
-        q, k, v = heads(q), heads(k), heads(v)
-        if self.bias_k is not None and self.bias_v is not None:
+        bias_k, bias_v = own(self, "bias_k", "bias_v")
+        causal = is_causal and padding is None and not need_weights and not (self.add_zero_attn or bias_k is not None)
+        (b, h, sq, _), sk = q.shape, k.shape[2]
+        masks = {} if causal or padding is attn_mask is None else self._masks(padding, attn_mask, b, sq, sk, batched, q.dtype)
+        if bias_k is not None and bias_v is not None:
             k, v = (
                 torch.cat((t, more.reshape(1, h, 1, self.head_dim).expand(b, -1, -1, -1).to(t.dtype)), 2)
-                for t, more in ((k, self.bias_k), (v, self.bias_v))
+                for t, more in ((k, bias_k), (v, bias_v))
             )
         if self.add_zero_attn:
             k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
@@ -174,7 +191,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         else:
             made = attention(q, k, v, **options)
         made = (made.transpose(1, 2) if first else made.permute(2, 0, 1, 3)).flatten(2)
-        return F.linear(made, self.out_proj.weight, self.out_proj.bias), weights
+        (out,) = own(self, "out_proj")
+        return F.linear(made, *own(out, "weight", "bias")), weights
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -229,7 +247,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
         def attend(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
             qkv = _normed(x, attn.in_proj_weight, attn.in_proj_bias, norm)
-            made, _ = attn._attend(*qkv.chunk(3, -1), first, src_key_padding_mask, src_mask, is_causal, batched)
+            made, _ = attn._attend(*attn._three(qkv, first), first, src_key_padding_mask, src_mask, is_causal, batched)
             dropped: Tensor = self.dropout1(made)
             return dropped
 

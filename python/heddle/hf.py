@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from heddle import _hf_models, attention
+from heddle._ops import quick_options
 from heddle._options import Causal
+
+_compiling = torch.compiler.is_dynamo_compiling
 
 # What layers hand on to every implementation and what changes no result of attention, with the reason.
 _NO_MATTER = {
@@ -43,7 +46,8 @@ def _refuse(module: Any, name: str, why: str) -> NotImplementedError:
 
 def _hides_the_future(module: Any) -> bool:
     """GPT-2 to transformers 4.51 has its causality in a buffer of the layer, and a mask of the padding alone."""
-    triangle = getattr(module, "bias", None)
+    # An attribute that there is not takes PyTorch microseconds.
+    triangle = getattr(module, "bias", None) if _compiling() else getattr(module, "_buffers", {}).get("bias")
     inner = isinstance(triangle, Tensor) and triangle.dtype == torch.bool and triangle.dim() == 4
     return inner and not getattr(module, "is_cross_attention", False)
 
@@ -111,7 +115,6 @@ def attention_forward(
 
     Source: transformers, docs/source/en/attention_interface.md.
     """
-    query, key, value = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (query, key, value))
     for name, given in others.items():
         if given is not None and name not in _NO_MATTER:
             raise _refuse(module, name, "which heddle does not know")
@@ -120,7 +123,7 @@ def attention_forward(
     mask, bias = None, attention_mask
     if attention_mask is not None and not attention_mask.is_floating_point():
         mask, bias = attention_mask, None
-    if is_causal is None:
+    if is_causal is None and attention_mask is None:
         # Where masks are made as for eager, they say it all, and nobody may have cared what the layer says. Where
         # config.is_causal is set to False, masks are made for that, whatever the layer says (from transformers 5 on).
         asked = (module, getattr(module, "config", None))[: 2 if _hf_models.masks_heed_configurations() else 1]
@@ -129,16 +132,25 @@ def attention_forward(
     corner: Causal = "top_left" if causal else None
     if attention_mask is not None and attention_mask.shape[-2] == 1 < query.shape[2] and _hides_the_future(module):
         corner = "bottom_right"
+    window = (operator.index(sliding_window) - 1, None) if sliding_window is not None and causal else None
+    softcap = softcap or 0.0
+    weights_too = bool(output_attentions) or _hf_models.weights_are_asked_for()
+    if position_bias is indices is cu_seq_lens_q is cu_seq_lens_k is None and not (weights_too or dropout or _compiling()):
+        # What needs no work first; NotImplemented where it does, or where heddle has an error to say.
+        short = query, key, value, corner, window, scaling, softcap, bias, mask, None, s_aux, 0.0, None, None, None
+        out = quick_options(*short, False, deterministic, False, False)
+        if out is not NotImplemented:
+            return out.transpose(1, 2).contiguous(), None
+    query, key, value = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (query, key, value))
     options: dict[str, Any] = {
         "causal": corner,
-        "window": (operator.index(sliding_window) - 1, None) if sliding_window is not None and causal else None,
+        "window": window,
         "scale": scaling,
-        "softcap": softcap or 0.0,
+        "softcap": softcap,
         "sinks": s_aux,
         "dropout": dropout,
         "deterministic": deterministic,
     }
-    weights_too = bool(output_attentions) or _hf_models.weights_are_asked_for()
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     if indices is not None:

@@ -15,7 +15,7 @@ from torch.nn import Dropout, Linear, Module, Parameter, init
 from heddle import attention
 from heddle._errors import HeddleValueError
 from heddle._kinds import need_tensors
-from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer
+from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer, own
 from heddle._options import Causal, activation_of, causal_of, norm_of
 from heddle._torch import norm_linear
 
@@ -113,9 +113,8 @@ class NormLinear(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]; errors as heddle.norm_linear."""
-        return norm_linear(
-            x, self.weight, self.bias, self.gamma, self.beta, self.eps, norm=self.norm, activation=self.activation
-        )
+        weight, bias, gamma, beta = own(self, "weight", "bias", "gamma", "beta")
+        return norm_linear(x, weight, bias, gamma, beta, self.eps, norm=self.norm, activation=self.activation)
 
     def extra_repr(self) -> str:
         return (
@@ -195,7 +194,8 @@ class SelfAttention(Module):
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise HeddleValueError(f"x has shape {list(x.shape)}, but must have [b, s, {self.dim}]")
         b, s, _ = x.shape
-        heads = self.qkv(x).view(b, s, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
+        qkv, out = own(self, "qkv", "out")
+        heads = qkv(x).view(b, s, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
         options: dict[str, Any] = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
         options["dropout"] = self.dropout if self.training else 0.0
@@ -206,7 +206,7 @@ class SelfAttention(Module):
             raise NotImplementedError("bias and mask are of whole sequences, which context_parallel divides")
         else:
             o = self.processes.attention(q, k, v, **options)
-        projected: Tensor = self.out(o.transpose(1, 2).reshape(b, s, self.dim))
+        projected: Tensor = out(o.transpose(1, 2).reshape(b, s, self.dim))
         return projected
 
     def extra_repr(self) -> str:
