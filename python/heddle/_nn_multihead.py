@@ -123,7 +123,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return t.transpose(1, 2) if first else t.permute(1, 2, 0, 3)
 
     def _three(self, qkv: Tensor, first: bool) -> tuple[Tensor, ...]:
-        return self._heads(qkv, 3 * self.num_heads, first).split(self.num_heads, 1)
+        return self._heads(qkv, 3 * self.num_heads, first).chunk(3, 1)  # split() is in Python
 
     def _masks(
         self, padding: Tensor | None, attn: Tensor | None, b: int, sq: int, sk: int, batched: bool, dtype: torch.dtype
@@ -169,7 +169,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         bias_k, bias_v = own(self, "bias_k", "bias_v")
         causal = is_causal and padding is None and not need_weights and not (self.add_zero_attn or bias_k is not None)
         (b, h, sq, _), sk = q.shape, k.shape[2]
-        masks = {} if causal or padding is attn_mask is None else self._masks(padding, attn_mask, b, sq, sk, batched, q.dtype)
+        masks = (
+            {}
+            if causal or padding is attn_mask is None
+            else self._masks(padding, attn_mask, b, sq, sk, batched, q.dtype)
+        )
         if bias_k is not None and bias_v is not None:
             k, v = (
                 torch.cat((t, more.reshape(1, h, 1, self.head_dim).expand(b, -1, -1, -1).to(t.dtype)), 2)

@@ -135,7 +135,9 @@ def attention_forward(
     window = (operator.index(sliding_window) - 1, None) if sliding_window is not None and causal else None
     softcap = softcap or 0.0
     weights_too = bool(output_attentions) or _hf_models.weights_are_asked_for()
-    if position_bias is indices is cu_seq_lens_q is cu_seq_lens_k is None and not (weights_too or dropout or _compiling()):
+    if position_bias is indices is cu_seq_lens_q is cu_seq_lens_k is None and not (
+        weights_too or dropout or _compiling()
+    ):
         # What needs no work first; NotImplemented where it does, or where heddle has an error to say.
         short = query, key, value, corner, window, scaling, softcap, bias, mask, None, s_aux, 0.0, None, None, None
         out = quick_options(*short, False, deterministic, False, False)

@@ -196,7 +196,10 @@ class SelfAttention(Module):
         b, s, _ = x.shape
         qkv, out = own(self, "qkv", "out")
         heads = qkv(x).view(b, s, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        if self.heads == self.kv_heads:
+            q, k, v = heads.chunk(3, 1)  # split() is in Python
+        else:
+            q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
         options: dict[str, Any] = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
         options["dropout"] = self.dropout if self.training else 0.0
         o: Tensor
