@@ -36,7 +36,7 @@ def test_export(device):
 
 
 def compile_runner(program):
-    """examples/run_exported.cpp, as its first lines say."""
+    """examples/run_exported.cpp, as its first lines say; the compiler that has begun with it."""
     from torch.utils import cpp_extension
 
     gpu = torch.cuda.is_available()
@@ -45,9 +45,7 @@ def compile_runner(program):
     names = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", *(["-ltorch_cuda"] if gpu else []), "-lc10"]
     source = ROOT / "examples/run_exported.cpp"
     compiler = os.environ.get("CXX", "c++")
-    subprocess.run(
-        [compiler, "-std=c++20", *include, source, "-o", program, *libraries, *names, "-ldl"], check=True, timeout=600
-    )
+    return subprocess.Popen([compiler, "-std=c++20", *include, source, "-o", program, *libraries, *names, "-ldl"])
 
 
 def told(output):
@@ -73,6 +71,7 @@ def cuda_headers():
 def test_an_exported_model_runs_without_python(tmp_path):
     package, program = tmp_path / "model.pt2", tmp_path / "run_exported"
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    compiler = compile_runner(program)
     made = subprocess.run(
         [sys.executable, str(ROOT / "examples/export_model.py"), str(package)],
         env=environment,
@@ -81,7 +80,7 @@ def test_an_exported_model_runs_without_python(tmp_path):
         timeout=600,
     )
     assert made.returncode == 0, made.stderr
-    compile_runner(program)
+    assert compiler.wait(timeout=600) == 0
     operators = Path(heddle.__file__).with_name("_torch_ops.so")
     ran = subprocess.run([program, package, operators], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
