@@ -53,6 +53,10 @@ if(nvcc_help MATCHES "--compress-mode")
     set(compress --compress-mode=size)
 endif()
 
+set(HEDDLE_CUDA_IMAGES "" CACHE PATH "The folder cuda of another build: kernels made from just the same sources are taken from there")
+
+option(HEDDLE_CLOCKS "Hopper's lean forward writes clocks in place of lse, for bench/gpu_clocks.py" OFF)
+
 set(cuda_dir ${PROJECT_SOURCE_DIR}/src/cuda)
 set(kernel_tables ${cuda_dir}/attention/attention.def ${cuda_dir}/norm_linear/norm_linear.def)
 file(GLOB_RECURSE cuda_host_sources CONFIGURE_DEPENDS ${cuda_dir}/*.c)
@@ -87,7 +91,11 @@ foreach(row IN LISTS modules)
     list(REMOVE_ITEM old_reports ${image_dir}/${module}.ptxas)
     list(JOIN rows "\n" rows)
     set(source ${image_dir}/${module}.cu)
-    file(GENERATE OUTPUT ${source} CONTENT "#include \"cuda/${room}.cu\"\n${rows}\n")
+    set(defines "")
+    if(HEDDLE_CLOCKS AND module STREQUAL "attention_sm90_fwd")
+        set(defines "#define HEDDLE_CLOCKS 1\n")
+    endif()
+    file(GENERATE OUTPUT ${source} CONTENT "${defines}#include \"cuda/${room}.cu\"\n${rows}\n")
     set(fatbin ${image_dir}/${module}.fatbin)
     string(REGEX REPLACE "^.*/([a-z0-9]+)(_[a-z0-9]+)?/[^/]*$" "\\1" family ${room})
     set(codes ${codes_${family}})
@@ -98,6 +106,7 @@ foreach(row IN LISTS modules)
         OUTPUT ${fatbin}
         COMMAND ${CMAKE_COMMAND} -DNVCC=${HEDDLE_NVCC} -DFATBINARY=${HEDDLE_FATBINARY} "-DCODES=${codes}" -DCOMPRESS=${compress}
             -DSOURCE=${source} -DOUTPUT=${fatbin} -DROOT=${PROJECT_SOURCE_DIR} -DREPORT=${image_dir}/${module}.ptxas
+            -DVERSION=${HEDDLE_NVCC_VERSION} -DIMAGES=${HEDDLE_CUDA_IMAGES}
             -P ${PROJECT_SOURCE_DIR}/cmake/HeddleFatbin.cmake
         DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/HeddleFatbin.cmake ${cuda_dir}/archs.def
         DEPFILE ${fatbin}.d

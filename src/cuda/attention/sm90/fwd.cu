@@ -199,13 +199,16 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     const bool cut = CUT && (FULL ? (old & STEP_CUT) != 0 : is_cut<BLOCK>(w, old));
     float shrink[2];
     read_ahead<BLOCK> read;
+    note(*v.p, group, n, CLOCK_BEGIN);
     mbarrier_wait(barriers + K_FULL + slot_of<layout::stages>(n + 1) * 8, turn_of<layout::stages>(n + 1));
+    note(*v.p, group, n, CLOCK_KEYS);
     if (FULL) {
         j0 = k->step = find_step(v, n + 1);
         if (CUT)
             read_options<BLOCK, FULL>(*v.p, *v.o, group * 64, j0, &read);
     }
     take_turn<GROUPS>(group);
+    note(*v.p, group, n, CLOCK_TURN);
     pin_all<BLOCK / 16>(a);
     issue_scores<T, D, GROUPS, BLOCK>(q, smem, n + 1, s);
     await_values<layout>(smem, n, cut, &k->cuts);
@@ -213,6 +216,7 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
         issue_half_sums<T, D, BLOCK, layout>(smem, n, half, a, o);
     else
         issue_sums<T, D, BLOCK, layout>(smem, n, a, o);
+    note(*v.p, group, n, CLOCK_ISSUED);
     pass_turn<GROUPS>(group);
     kept_bits<BLOCK> kept;
     if (FULL && !makes_ahead<FULL>())
@@ -220,6 +224,7 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
                                          j0 & ~STEP_FLAGS);
     const int hidden = find_hidden_in<PAGED, layout>(v, n + 1);
     wgmma_wait<1>();
+    note(*v.p, group, n, CLOCK_SCORES);
     receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, hidden, s);
     const bool grows = online_softmax<BLOCK>(&k->rows, c, s, shrink);
     if (makes_ahead<FULL>()) /* as late as they are needed */
@@ -228,7 +233,9 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
         drop_elements(kept, 1.0f, s);
     pin_all<BLOCK / 8>(s); /* or the exponentials would be left for after the wait */
     hold_until(k->rows.sum[0] + k->rows.sum[1]);
+    note(*v.p, group, n, CLOCK_SOFTMAX);
     wgmma_wait<0>();
+    note(*v.p, group, n, CLOCK_SUMS);
     pin_all<D / 8>(o);
     pin_all<BLOCK / 16>(a);
     if (cut)
@@ -242,6 +249,7 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
                 o[y][e] *= shrink[e / 2];
     }
     pack_fragments<T, BLOCK>(a, s);
+    note(*v.p, group, n, CLOCK_END);
 }
 
 /* full: the rest of a tile of queries, as the thread that sends tells. */

@@ -4,7 +4,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_FWD_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_FWD_SM90_CUH
 
-#include "cuda/attention/sm90/kept.cuh"
+#include "cuda/attention/sm90/clocks.cuh"
 
 #define CLEANERS 64
 /* Tiles of keys whose bits of dropout are there or being made: as many that the warpgroups do not wait for them at once, and then compute

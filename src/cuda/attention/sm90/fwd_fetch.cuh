@@ -167,11 +167,14 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
                 load_pages<D, BLOCK, layout>(smem + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head,
                                              batch, p.page_bits, n, hidden_in<layout>(jobs), hidden);
             } else {
+                note(p, GROUPS, n, CLOCK_BEGIN);
                 load_keys<D, BLOCK, layout>(smem + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head,
                                             batch, n);
+                note(p, GROUPS, n, CLOCK_KEYS);
             }
             if (!sends_apart<FULL>()) {
                 load_values();
+                note(p, GROUPS, n, CLOCK_TURN);
                 v_row = row;
                 v_head = head;
                 v_batch = batch;

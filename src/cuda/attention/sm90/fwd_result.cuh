@@ -32,6 +32,9 @@ INLINE float end_query(const attention_params &p, const forward_target &t, int r
 
 /* Where lse of a row goes; NULL: nowhere. */
 INLINE float *lse_of(const attention_params &p, const forward_target &t, int row) {
+#ifdef HEDDLE_CLOCKS
+    return NULL;
+#endif
     return p.t.lse && row < t.all_rows ? (float *)p.t.lse + t.lse + row : NULL;
 }
 
