@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What ./dev package makes of this tree works where nothing else of it is: package.sh <folder with the packages> <source tree>
+# What ./dev package makes of this tree works where nothing else of it is:
+#     package.sh <folder with the packages> <source tree> <with|without: whether kernels for GPUs are in this machine's wheel>
 # The wheel in a virtual environment of its own with NumPy alone, the Debian packages unpacked, not installed.
 set -u
-dist=$(cd "$1" && pwd) source=$(cd "$2" && pwd)
+dist=$(cd "$1" && pwd) source=$(cd "$2" && pwd) kernels=${3:-without}
 directory=$(mktemp -d)
 trap 'rm -rf "$directory"' EXIT
 cd "$directory" || exit 1
@@ -36,13 +37,14 @@ fi
 
 native=$(compgen -G "$dist/heddle-*_$(uname -m).whl")
 if [ -n "$native" ]; then
-    [ "$(find "$dist" -name "heddle-$version-cp310-abi3-*_$(uname -m).whl" | wc -l)" = 1 ] || wrong "no wheel of $version, or several"
+    # Without a network, and so without an old libgomp, it is linux_<arch>.
+    [[ $(basename "$native") =~ ^heddle-$version-cp310-abi3-(manylinux_2_28|linux)_$(uname -m).whl$ ]] || wrong "no wheel of $version, or several"
     newest=$(newest_glibc "$native")
     [ "$(printf '%s\n' "$newest" GLIBC_2.28 | sort -V | tail -n 1)" = GLIBC_2.28 ] || wrong "the wheel asks for $newest"
     if ! { python3 -m venv --system-site-packages venv && venv/bin/pip install -q --no-deps "$native"; }; then
         wrong "the wheel cannot be installed"
     fi
-    venv/bin/python - "$version" <<'PYTHON' || wrong "the wheel does not work"
+    venv/bin/python - "$version" "$kernels" <<'PYTHON' || wrong "the wheel does not work"
 import sys
 import numpy as np
 import heddle
@@ -52,8 +54,15 @@ x = np.random.default_rng(1).standard_normal((2, 5, 4)).astype("float32")
 s = x @ x.transpose(0, 2, 1) / 2
 p = np.exp(s) / np.exp(s).sum(-1, keepdims=True)
 assert abs(heddle.attention(x, x, x) - p @ x).max() < 1e-5
+# Without a driver the backend says so itself; a library without kernels has no backend that could.
+(cuda,) = [line for line in heddle.info().splitlines() if line.startswith("cuda: ")]
+assert ("not in this build" not in cuda) == (sys.argv[2] == "with"), cuda
+print(cuda)
 PYTHON
-    echo "ok: $(basename "$native")"
+    # Nothing of CUDA is linked or carried along: the driver is opened when it is asked for.
+    find unpacked -name '*.so*' -exec objdump -p {} + | grep -iE 'NEEDED.*(cuda|nv)' && wrong "the wheel wants a library of CUDA's"
+    find unpacked -iname '*cuda*.so*' -o -iname '*nvrtc*' | grep . && wrong "the wheel carries a library of CUDA's"
+    echo "ok: $(basename "$native"), $(du -h "$native" | cut -f 1), $kernels kernels for GPUs"
 fi
 
 # conan create has built a program with it and run it.
