@@ -293,13 +293,16 @@ PAGED = {  # the rows of bench/gpu_pages.py by what they are called
 
 
 def pages_table() -> str:
-    """How fast keys in pages are, rows of a page side by side, beside the same keys without."""
+    """How fast keys in pages are beside the same keys without, and how far off the other order of a page is."""
     rows = [row for row in read("h200") if row.get("table") == "pages"]
     lines = [bars("", "without pages", "pages of 16", "of 64", "of 256", "commit"), "|" + "---|" * 6]
+    apart = 0.0
     for case, words in PAGED.items():
         row = [row for row in rows if row["case"] == case][-1]
+        apart = max(apart, *(abs(row[f"{page} rows"] - row[f"{page} heads"]) for page in (16, 64, 256)))
         whole = f"{row['tbs']:.2f} TB/s" if case.startswith("decode") else f"{row['us'] * 1e-3:.2f} ms"
         lines.append(bars(words, whole, *(f"{row[f'{page} rows']:.2f}" for page in (16, 64, 256)), row["commit"]))
+    lines += ["", f"Rows of a page lie side by side; head by head the figures differ by up to {apart:.2f}."]
     return "\n".join(lines)
 
 
