@@ -44,6 +44,7 @@ markdown_extensions:
   - pymdownx.superfences
   - toc: {{permalink: true, slugify: !!python/object/apply:pymdownx.slugs.slugify {{kwds: {{case: lower}}}}}}
 plugins: [search]
+extra_css: [wide.css]
 validation: {{links: {{not_found: warn, anchors: warn, absolute_links: warn, unrecognized_links: warn}}}}
 nav:
 {nav}
@@ -167,6 +168,9 @@ def main() -> int:
     tree = Stage(stage / "pages")
     for page in pages():
         tree.page(page)
+    # A line of code has up to 120 characters.
+    wide = ".md-grid { max-width: 82rem; }\n.md-typeset pre > code { font-size: 0.6rem; }\n"
+    (stage / "pages/wide.css").write_text(wide)
     config = stage / "mkdocs.yml"
     config.write_text(CONFIG.format(stage=stage / "pages", site=options.site.resolve(), nav=navigation()))
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
