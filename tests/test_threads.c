@@ -250,6 +250,63 @@ static void test_concurrent_calls(void **state) {
     free_results(attention, norm_linear);
 }
 
+/* 64 at once, each with a problem of its own: attention in the first ones, norm-linear in the others. */
+enum { MANY = 64, MANY_ATTENTIONS = 44 };
+typedef struct one_of_many {
+    int x;
+    attention_problem attention, attention_alone;
+    norm_linear_problem norm_linear, norm_linear_alone;
+    bool right;
+} one_of_many;
+
+static bool run_one(one_of_many *m, bool alone) {
+    if (m->x < MANY_ATTENTIONS) {
+        attention_case c = attention_number(m->x);
+        attention_problem *p = alone ? &m->attention_alone : &m->attention;
+        *p = attention_new(&c);
+        return attention_both(p);
+    }
+    norm_linear_case c = norm_linear_number(m->x - MANY_ATTENTIONS);
+    norm_linear_problem *p = alone ? &m->norm_linear_alone : &m->norm_linear;
+    *p = norm_linear_new(&c);
+    return norm_linear_both(p);
+}
+
+static void *work_as_one(void *argument) {
+    one_of_many *m = argument;
+    set_threads(1 + m->x % 3);
+    m->right = run_one(m, false);
+    return NULL;
+}
+
+static void test_many_threads(void **state) {
+    (void)state;
+    static one_of_many jobs[MANY];
+    pthread_t threads[MANY];
+    set_threads(1);
+    for (int x = 0; x < MANY; x++) {
+        jobs[x].x = x;
+        assert_true(run_one(&jobs[x], true));
+    }
+    for (int x = 0; x < MANY; x++)
+        assert_int_equal(pthread_create(&threads[x], NULL, work_as_one, &jobs[x]), 0);
+    for (int x = 0; x < MANY; x++)
+        pthread_join(threads[x], NULL);
+    for (int x = 0; x < MANY; x++) {
+        one_of_many *m = &jobs[x];
+        assert_true(m->right);
+        if (x < MANY_ATTENTIONS) {
+            assert_true(attention_same(&m->attention, &m->attention_alone));
+            attention_free(&m->attention);
+            attention_free(&m->attention_alone);
+        } else {
+            assert_true(norm_linear_same(&m->norm_linear, &m->norm_linear_alone));
+            norm_linear_free(&m->norm_linear);
+            norm_linear_free(&m->norm_linear_alone);
+        }
+    }
+}
+
 static void test_inside_parallel_region(void **state) {
     (void)state;
 #ifdef _OPENMP
@@ -274,7 +331,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_attention_thread_counts), cmocka_unit_test(test_norm_linear_thread_counts),
         cmocka_unit_test(test_right_with_threads),      cmocka_unit_test(test_threads_change),
-        cmocka_unit_test(test_concurrent_calls),        cmocka_unit_test(test_inside_parallel_region),
+        cmocka_unit_test(test_concurrent_calls),        cmocka_unit_test(test_many_threads),
+        cmocka_unit_test(test_inside_parallel_region),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }
