@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Preloaded into a program: its HEDDLE_FAIL_AT-th allocation fails, of those that HEDDLE_FAIL_IN (a part of an object's path, if
- * set) asks for; HEDDLE_NO_UNNAMED: no file system has files without a name. HEDDLE_FAIL_COUNT=FILE: how many there were is
- * written there at the end. */
+ * Preloaded into a program: its HEDDLE_FAIL_AT-th allocation fails; where HEDDLE_FAIL_IN is set, of those that an object
+ * with that in its path asks for, itself or by what it calls. HEDDLE_NO_UNNAMED: no file system has files without a name.
+ * HEDDLE_FAIL_COUNT=FILE: how many allocations there were is written there at the end. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <execinfo.h>
 #include <fcntl.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -16,39 +17,52 @@
 extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t),
     *__libc_memalign(size_t, size_t);
 
-static atomic_long allocations;
+extern atomic_long heddle_allocations; /* of those that count: a program may look at it */
+atomic_long heddle_allocations;
 
-static int fails(const void *caller) {
-    const char *at = getenv("HEDDLE_FAIL_AT"), *in = getenv("HEDDLE_FAIL_IN");
-    Dl_info from;
-    if (!at || (in && !(dladdr(caller, &from) && from.dli_fname && strstr(from.dli_fname, in))))
+static int is_below(const char *object) {
+    static __thread int inside; /* backtrace() loads a library when it is first called */
+    void *frames[32];
+    int below = 0;
+    if (inside)
         return 0;
-    if (atomic_fetch_add(&allocations, 1) + 1 != strtol(at, NULL, 10))
+    inside = 1;
+    for (int n = backtrace(frames, 32), i = 0; i < n && !below; i++) {
+        Dl_info from;
+        below = dladdr(frames[i], &from) && from.dli_fname && strstr(from.dli_fname, object);
+    }
+    inside = 0;
+    return below;
+}
+
+static int fails(void) {
+    const char *at = getenv("HEDDLE_FAIL_AT"), *in = getenv("HEDDLE_FAIL_IN");
+    if (!at || (in && !is_below(in)))
+        return 0;
+    if (atomic_fetch_add(&heddle_allocations, 1) + 1 != strtol(at, NULL, 10))
         return 0;
     errno = ENOMEM;
     return 1;
 }
 
-#define CALLER __builtin_return_address(0)
-
 void *malloc(size_t n) {
-    return fails(CALLER) ? NULL : __libc_malloc(n);
+    return fails() ? NULL : __libc_malloc(n);
 }
 
 void *calloc(size_t n, size_t size) {
-    return fails(CALLER) ? NULL : __libc_calloc(n, size);
+    return fails() ? NULL : __libc_calloc(n, size);
 }
 
 void *realloc(void *p, size_t n) {
-    return fails(CALLER) ? NULL : __libc_realloc(p, n);
+    return fails() ? NULL : __libc_realloc(p, n);
 }
 
 void *aligned_alloc(size_t alignment, size_t n) {
-    return fails(CALLER) ? NULL : __libc_memalign(alignment, n);
+    return fails() ? NULL : __libc_memalign(alignment, n);
 }
 
 int posix_memalign(void **p, size_t alignment, size_t n) {
-    void *got = fails(CALLER) ? NULL : __libc_memalign(alignment, n);
+    void *got = fails() ? NULL : __libc_memalign(alignment, n);
     if (!got)
         return ENOMEM;
     *p = got;
@@ -75,7 +89,7 @@ __attribute__((destructor)) static void tell(void) {
     unsetenv("HEDDLE_FAIL_AT");
     FILE *file = path ? fopen(path, "w") : NULL;
     if (file) {
-        fprintf(file, "%ld\n", atomic_load(&allocations));
+        fprintf(file, "%ld\n", atomic_load(&heddle_allocations));
         fclose(file);
     }
 }
