@@ -127,9 +127,24 @@ static void set_lse(const backward_shared *g, int64_t at, float base, double res
 }
 
 /* Whether P of a row of several blocks is to sum to 1: in float32 its lse is off by its own rounding, up to |lse|·2^-24, and all P of the
- * row with it. Long rows of q and k hide it, whose scores are off by more. */
+ * row with it. Long rows of q and k hide it in dk and dv, whose scores are off by more; of dq see measures(). */
 static bool renews(const call *c, int64_t count) {
     return TYPE(c) == HEDDLE_F32 && count > c->tile_k && (c->a->d <= 32 || c->adjusts || c->a->features & HEDDLE_SINKS);
+}
+
+/* Where q and k do not hide it: lse is large, by the number of keys, whose scores are nearly alike, and the queries are too few for their
+ * roundings to even out. */
+static bool is_even(const call *c, const unit *u, int64_t count, float lse) {
+    return TYPE(c) == HEDDLE_F32 && count >= 2048 && c->group * u->s.sq <= 256 && lse < logf((float)count) + 0.25f;
+}
+
+/* In float32, of rows of several blocks: exponents are taken from about their average score. All that are as far from it as lse is would be
+ * rounded by that, and the factor's own rounding would be in all of them alike. */
+static void near_scores(const call *c, const backward_shared *g, int64_t at, int64_t count) {
+    const double lse = (double)((const float *)c->t->lse)[at];
+    const float base = (float)((lse - log((double)count)) / c->unit);
+    if (isfinite(base))
+        set_lse(g, at, base, (lse - (double)base * c->unit) * LOG2E);
 }
 
 /* The largest score of a row of some keys becomes what its exponents are taken from, if it is larger than those before: most of the row's
@@ -158,13 +173,13 @@ static void renew_lse(const call *c, const unit *u, range keys, backward_space *
     load_q(c, u, w, g);
     for (int64_t x = 0; x < l->stride; x++) {
         top[x] = -INFINITY;
-        rest[x] = (double)w->rest[x];
+        rest[x] = (double)w->rest[x] - log2((double)w->power[x]);
     }
     for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
         const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
         scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, &w->next);
         raise_bases(c, &b, top, rest, w);
-        weigh_scores(false, false, true, c->factor, b.count, w);
+        weigh_scores(false, false, SUM_OF_P, c->factor, b.count, w);
         for (int64_t x = 0; x < l->stride; x++)
             sum[x] += (double)w->sum_p[x];
     }
@@ -226,8 +241,10 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
         return;
     make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
     const range seen = keys_of_queries(u->m, w->l.first, w->l.last + 1, u->s.sk);
+    const int64_t count = seen.end - seen.begin;
+    const bool near = TYPE(c) == HEDDLE_F32 && count > c->tile_k && !c->masks;
     const void *o[LANES], *dout[LANES];
-    bool large = false, sharp = false;
+    bool large = false, sharp = false, renewed = renews(c, count);
     lane_rows_of(c->out, u, &w->l, c->t->o, a->o_stride, u->s.first_q, o);
     if (c->t->dout)
         lane_rows(c, u, &w->l, c->t->dout, a->do_stride, u->s.first_q, dout);
@@ -237,15 +254,20 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
         if (g->dfix)
             g->dfix[at] = 0;
         g->power[at] = 1;
+        if (g->sum_p)
+            g->sum_p[at] = 0;
         large |= split_lse(c, ((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
-        sharp |= is_sharp(c, seen.end - seen.begin, ((const float *)c->t->lse)[at]);
+        if (near)
+            near_scores(c, g, at, count);
+        renewed |= is_even(c, u, count, ((const float *)c->t->lse)[at]);
+        sharp |= is_sharp(c, count, ((const float *)c->t->lse)[at]);
         if (seen.begin >= seen.end && !c->adds) /* nobody else writes it */
             clear_rows(c, c->t->dq, a->dq_stride, u->n, w->l.head[x], u->s.first_q + w->l.first + w->l.index[x], 1,
                        a->d);
     }
     if (large)
         refine_lse(c, u, w, g);
-    else if (renews(c, seen.end - seen.begin))
+    else if (renewed)
         renew_lse(c, u, seen, w, g);
     const bool whole = surveys(c, u, &w->l, g->chunk_k, sharp);
     if (whole || c->t->dweights)
@@ -261,17 +283,40 @@ static range chunks_of_tile(const unit *u, const lanes *l, int64_t chunk_k) {
     return r;
 }
 
+/* Whether P of a row is summed while dq is formed: in float32 all of a row is off by the rounding of its lse, and dq, which is a sum over
+ * the row, by as much. dk and dv are of many rows, which are off by themselves. */
+static bool measures(const call *c, int64_t count) {
+    return TYPE(c) == HEDDLE_F32 && !c->adds && count > c->tile_k && !renews(c, count);
+}
+
+/* 1 over what P of a row sums to; 1 where it does not sum to 1 but for the rounding of lse, which may be of more keys than these. */
+static float correction(const call *c, const unit *u, int64_t x, backward_space *w, const backward_shared *g) {
+    const int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
+    const float lse = ((const float *)c->t->lse)[at], sum = g->sum_p[at] + w->row_p[x];
+    g->sum_p[at] = sum;
+    const bool agrees = fabsf(lse) < INFINITY && fabsf(1 - sum) <= fabsf(lse) * 0x1p-23f + 0x1p-20f;
+    return agrees ? 1 / sum : 1;
+}
+
 /* dQ of the tile: added to dq itself (float32), or to the sums in float32, which the last chunk rounds into dq. */
-static void add_dq(const call *c, const unit *u, backward_space *w, float *sums, bool first, bool last) {
+static void add_dq(const call *c, const unit *u, backward_space *w, const backward_shared *g, float *sums, bool first,
+                   bool last) {
     const lanes *l = &w->l;
     const void *rows[LANES];
-    float scale[LANES];
+    float scale[LANES], correct[LANES];
     for (int64_t x = 0; x < l->stride; x++)
         scale[x] = (float)c->a->scale;
+    for (int64_t x = 0; x < l->count && w->measured; x++) {
+        correct[x] = correction(c, u, x, w, g);
+        scale[x] *= first && last ? correct[x] : 1;
+    }
     lane_rows_of(c->out, u, l, c->t->dq, c->a->dq_stride, u->s.first_q, rows);
     void *const *out = (void *const *)rows;
     if (c->out == HEDDLE_F32 || (first && last)) {
         unpack_transposed(c->out, w->dqt, l->stride, l->count, c->a->d, scale, c->adds || !first, out, 0);
+        for (int64_t x = 0; x < l->count && w->measured && last && !first; x++)
+            for (int64_t e = 0; e < c->a->d; e++)
+                ((float *)out[x])[e] *= correct[x];
         return;
     }
     void *sum_rows[LANES];
@@ -318,6 +363,8 @@ static void backward_tile(const call *c, const unit *u, const key_block *chunk, 
     int64_t begin = max64(seen.begin, chunk->first), end = min64(seen.end, chunk->first + chunk->count);
     load_rows(c, u, w);
     memset(w->dqt, 0, sizeof(float) * (size_t)(c->a->d * w->l.stride));
+    memset(w->row_p, 0, sizeof w->row_p);
+    w->measured = c->t->dq && measures(c, seen.end - seen.begin);
     if (uses_tiles(&w->l)) /* whole tiles; what is before `seen` is hidden */
         begin -= (begin - chunk->first) % 32;
     else if (chunk->t.k_columns)
@@ -483,7 +530,7 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
         _Atomic uint32_t *turn = &g->turn[unit_index * g->tiles + tile];
         if (chunk_index > mine.begin)
             wait_for_turn(turn, (uint32_t)chunk_index);
-        add_dq(c, u, w, sums, chunk_index == mine.begin, chunk_index == mine.end - 1);
+        add_dq(c, u, w, g, sums, chunk_index == mine.begin, chunk_index == mine.end - 1);
         atomic_store_explicit(turn, (uint32_t)chunk_index + 1, memory_order_release);
     }
     ahead_begin(&w->next);

@@ -18,8 +18,10 @@ typedef struct backward_space {
     float dfix[LANES];                 /* what D has beside dsum, in tiles that have been surveyed */
     float dlse[LANES], sink[LANES];    /* the gradient of lse; the weight of the sink */
     float sum_p[LANES], sum_ds[LANES]; /* of a block */
+    float row_p[LANES];                /* sum of P over the blocks of a chunk, where a tile is measured */
     bool q_finite, dout_finite;
     bool surveyed; /* surveys() */
+    bool measured; /* measures() */
     bool fresh;    /* dk and dv hold nothing yet, and nothing is masked */
     parts seen;
     ahead next;
@@ -30,6 +32,7 @@ typedef struct backward_space {
 typedef struct backward_shared {
     float *dsum, *dfix;         /* D in two parts, where lse is; in 16 bits dfix is NULL */
     float *base, *rest, *power; /* the log-sum-exp in three */
+    float *sum_p;               /* of rows that are measured, over the chunks until now; in 16 bits NULL */
     float *dq;                  /* sums of dQ [slot][group·sq][d_pad], for 16-bit types and several chunks */
     _Atomic uint32_t *turn;     /* [unit][tile]: the chunk that may add to dQ */
     _Atomic uint32_t *done;     /* [unit]: chunks that are finished, where there are slots */
@@ -58,6 +61,7 @@ static backward_shared carve_backward_shared(const attention_plan *plan, carver 
     g.base = carve_floats(w, all_rows);
     g.rest = carve_floats(w, all_rows);
     g.power = carve_floats(w, all_rows);
+    g.sum_p = a->dtype == HEDDLE_F32 ? carve_floats(w, all_rows) : NULL;
     g.dq = carve_floats(w, g.slots * rows * ((a->d + VL - 1) / VL * VL));
     g.turn = carve(w, sizeof(uint32_t) * (size_t)(units * g.tiles));
     g.done = carve(w, sizeof(uint32_t) * (size_t)units);
@@ -149,7 +153,7 @@ static float sink_weight(const call *c, const backward_space *w, int64_t x) {
 
 static void load_tile(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
     load_q(c, u, w, g);
-    w->surveyed = false;
+    w->surveyed = w->measured = false;
     for (int64_t x = 0; x < w->l.stride; x++) {
         const int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
         w->dfix[x] = g->dfix ? g->dfix[at] : 0;
@@ -239,9 +243,12 @@ static key_block load_key_block(const call *c, const unit *u, backward_space *w,
     return b;
 }
 
-/* s = P, and with `gradients` dp = dS = P∘(dP - D), with exact zeros where masked; with `sums` they are added to their sums. `rows` rows of
- * `vectors` vectors. */
-INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, bool sums, float factor,
+/* What weigh_scores() sums over a block's keys. */
+enum { NO_SUMS, SUM_OF_P, SUMS_OF_BOTH };
+
+/* s = P, and with `gradients` dp = dS = P∘(dP - D), with exact zeros where masked; they are added to the sums that are wanted. `rows` rows
+ * of `vectors` vectors. */
+INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, int sums, float factor,
                          const backward_space *w, float *s, float *dp, vf *sum_p, vf *sum_ds) {
     vf e[EXP2_MOST];
 #pragma GCC unroll 8
@@ -252,19 +259,19 @@ INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, boo
     for (int x = 0; x < rows * vectors; x++) {
         e[x] *= load(w->power + x % vectors * VL);
         store(s + x * VL, e[x]);
-        if (sums)
+        if (sums >= SUM_OF_P)
             sum_p[x % vectors] += e[x];
         if (!gradients)
             continue;
         vf ds = e[x] * (load(dp + x * VL) - load(w->dsum + x % vectors * VL));
         ds = masked ? select_float(e[x] == 0, splat(0), ds) : ds;
         store(dp + x * VL, ds);
-        if (sums)
+        if (sums == SUMS_OF_BOTH)
             sum_ds[x % vectors] += ds;
     }
 }
 
-INLINE void all_gradients_of(int vectors, bool gradients, bool masked, bool sums, float factor, int64_t count,
+INLINE void all_gradients_of(int vectors, bool gradients, bool masked, int sums, float factor, int64_t count,
                              backward_space *w) {
     const int rows = ROWS_AT_ONCE(vectors);
     const int64_t stride = vectors * VL;
@@ -294,7 +301,7 @@ INLINE void all_gradients_of(int vectors, bool gradients, bool masked, bool sums
     }
 }
 
-INLINE void weigh_scores(bool gradients, bool masked, bool sums, float factor, int64_t count, backward_space *w) {
+INLINE void weigh_scores(bool gradients, bool masked, int sums, float factor, int64_t count, backward_space *w) {
     switch (w->l.vectors) {
     case 1: all_gradients_of(1, gradients, masked, sums, factor, count, w); break;
     case 2: all_gradients_of(2, gradients, masked, sums, factor, count, w); break;
@@ -308,7 +315,7 @@ INLINE void weigh_scores(bool gradients, bool masked, bool sums, float factor, i
 /* s = P; true as scores() is. */
 static bool probabilities(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const bool masked = scores(c, u, &w->l, b, w->qt, &w->seen, w->s, w->tanhs, &w->next);
-    weigh_scores(false, false, false, c->factor, b->count, w);
+    weigh_scores(false, false, NO_SUMS, c->factor, b->count, w);
     return masked;
 }
 
@@ -365,7 +372,7 @@ static void weight_gradients(const call *c, const unit *u, const key_block *b, b
 /* The same where dropout or the gradient of the weights have a part in dP. */
 static void mixed_gradients(const call *c, const unit *u, const key_block *b, bool masked, backward_space *w) {
     const lanes *l = &w->l;
-    weigh_scores(false, false, false, c->factor, b->count, w);
+    weigh_scores(false, false, NO_SUMS, c->factor, b->count, w);
     if (c->drops)
         dropout_factors(c, u, l, b, w->z);
     if (c->t->dweights)
@@ -459,13 +466,19 @@ static bool score_gradients(const call *c, const unit *u, const key_block *b, ba
     if (c->drops || c->t->dweights)
         mixed_gradients(c, u, b, masked, w);
     else if (masked && settles)
-        weigh_scores(true, true, true, c->factor, b->count, w);
-    else if (masked)
-        weigh_scores(true, true, false, c->factor, b->count, w);
+        weigh_scores(true, true, SUMS_OF_BOTH, c->factor, b->count, w);
     else if (settles)
-        weigh_scores(true, false, true, c->factor, b->count, w);
+        weigh_scores(true, false, SUMS_OF_BOTH, c->factor, b->count, w);
+    else if (masked && w->measured)
+        weigh_scores(true, true, SUM_OF_P, c->factor, b->count, w);
+    else if (w->measured)
+        weigh_scores(true, false, SUM_OF_P, c->factor, b->count, w);
+    else if (masked)
+        weigh_scores(true, true, NO_SUMS, c->factor, b->count, w);
     else
-        weigh_scores(true, false, false, c->factor, b->count, w);
+        weigh_scores(true, false, NO_SUMS, c->factor, b->count, w);
+    for (int64_t x = 0; w->measured && x < l->stride; x++)
+        w->row_p[x] += w->sum_p[x];
     if (settles || w->surveyed)
         settle_rows(c, u, b, masked, w);
     for (int64_t x = 0; c->drops && x < b->count * l->stride; x += VL)
