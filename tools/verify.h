@@ -19,6 +19,7 @@ typedef struct verify {
 typedef struct problem {
     job j;
     double *x[JOB_FIELDS];
+    int64_t first_part; /* with HEDDLE_ACCUMULATE, so many keys first and then the others; 0: all at once */
 } problem;
 
 /* The tensors of one run, likewise. */
@@ -45,6 +46,9 @@ void problem_round(problem *p, heddle_dtype dtype);
 
 /* Forward, and backward if it has an incoming gradient, with outputs and workspace full of NaN. */
 bool problem_run(const problem *p, arena *m, heddle_device device, heddle_dtype dtype, outcome *out);
+/* Both passes of a job that is ready to run, its keys in two parts (verify_parts.c); whether a problem can be had so. */
+bool run_parts(const job *whole, arena *m, int64_t first, bool backward);
+bool fits_parts(const heddle_attention *a);
 /* Attention's sums from the first term on, in blocks of 128 as BLAS has them, from the last, from both ends in turn. */
 typedef enum plain_order { PLAIN_FORWARD, PLAIN_BLOCKED, PLAIN_REVERSED, PLAIN_ENDS, PLAIN_ORDERS } plain_order;
 

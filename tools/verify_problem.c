@@ -78,7 +78,11 @@ bool problem_run(const problem *p, arena *m, heddle_device device, heddle_dtype 
         for (int64_t i = 0; p->x[f] && i < n; i++)
             store_value(&j, f, j.data[f], i, p->x[f][i]);
     }
-    if (!job_prepare(&j, m, backward) || !job_run(&j, HEDDLE_FORWARD) || (backward && !job_run(&j, HEDDLE_BACKWARD)))
+    const bool parts = p->first_part > 0 && dtype != HEDDLE_F64; /* the truth is of all at once */
+    if (parts && !run_parts(&j, m, p->first_part, backward))
+        return false;
+    if (!parts &&
+        (!job_prepare(&j, m, backward) || !job_run(&j, HEDDLE_FORWARD) || (backward && !job_run(&j, HEDDLE_BACKWARD))))
         return false;
     for (int f = 0; job_fields(&j)[f].name; f++) {
         int64_t n = field_count(&j, f);

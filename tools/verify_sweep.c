@@ -10,7 +10,7 @@
 #define BOTTOM_RIGHT HEDDLE_CAUSAL_BOTTOM_RIGHT
 #define NOWHERE HEDDLE_BROADCAST /* a stride of 0 */
 
-/* Sizes that are left out: b 2, h 4, hk 4, sq 31, sk 45, d 40. */
+/* Sizes that are left out: b 2, h 4, hk 4, sq 31, sk 45, d 40. HEDDLE_ACCUMULATE: the keys come in two parts. */
 typedef struct attention_case {
     const char *name;
     heddle_attention a;
@@ -104,6 +104,9 @@ static const attention_case attention_cases[] = {
     {"pages, sq 1 (decoding)", {.features = HEDDLE_PAGES, .page = 32, .sq = 1, .sk = 203, .hk = 1, .d = 64}},
     {"pages, packed queries",
      {.features = HEDDLE_PAGES | HEDDLE_VARLEN | HEDDLE_SEQLENS, .page = 16, .b = 5, .hk = 2, .mask = BOTTOM_RIGHT}},
+    {"two parts, added up", {.features = HEDDLE_ACCUMULATE}},
+    {"two parts, causal, gqa, sinks",
+     {.features = HEDDLE_ACCUMULATE | HEDDLE_SINKS, .mask = BOTTOM_RIGHT, .hk = 2, .sk = 203}},
     {"part, dropout",
      {.dropout = 0.4, .seed = 5, .q_offset = 1000, .k_offset = 1005, .h_offset = 8, .whole_h = 16, .hk = 2}},
 };
@@ -223,6 +226,10 @@ problem make_attention(const heddle_attention *a, arena *m, random_state *r) {
         state[1] = (double)(UINT64_C(3) << 40 | 17);
     }
     problem_fill(&p, m, r);
+    if (p.j.a.features & HEDDLE_ACCUMULATE) {
+        p.j.a.features &= ~HEDDLE_ACCUMULATE;
+        p.first_part = random_between(r, 1, p.j.a.sk);
+    }
     return p;
 }
 
@@ -370,6 +377,8 @@ heddle_attention random_attention(random_state *r) {
         a.bias_stride = (heddle_strides){random_between(r, 0, 1) ? a.sq * a.sk : 0, 0, a.sk};
         a.dbias_stride = a.bias_stride;
     }
+    if (fits_parts(&a) && random_between(r, 0, 3) == 0)
+        a.features |= HEDDLE_ACCUMULATE;
     return a;
 }
 
@@ -382,7 +391,8 @@ bool verify_sweep(verify *v) {
         char name[64];
         random_state r = {v->seed + (uint64_t)i};
         heddle_attention a = random_attention(&r);
-        snprintf(name, sizeof name, "random, --seed %llu", (unsigned long long)(v->seed + (uint64_t)i));
+        snprintf(name, sizeof name, "random, --seed %llu%s", (unsigned long long)(v->seed + (uint64_t)i),
+                 a.features & HEDDLE_ACCUMULATE ? ", parts" : "");
         sweep_line(v, (sweep_case){name, &a, NULL, v->seed + (uint64_t)i});
     }
     printf("\n  %-29s %-24s  %-15s  %-15s  %-15s\n", "norm-linear", "m k n", "f32", "bf16", "f16");
