@@ -97,7 +97,7 @@ done
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
 if [ -n "$sanitizer" ] && [ -x "$programs/test_sanitize" ]; then
     for tool in memcheck racecheck initcheck synccheck; do
-        for family in sm90 small; do
+        for family in $families; do
             start "$tool, $family" "$seconds" env HEDDLE_CUDA_FAMILY=$family "$sanitizer" --tool "$tool" --error-exitcode 9 \
                 "$programs/test_sanitize"
         done
