@@ -76,12 +76,24 @@ set(image_dir ${PROJECT_BINARY_DIR}/cuda)
 file(MAKE_DIRECTORY ${image_dir})
 file(GLOB old_reports ${image_dir}/*.ptxas)
 set(image_sources "")
+set(of_bf16 "") # the modules that another is a twin of
+foreach(row IN LISTS modules)
+    if(row MATCHES ", ([a-z0-9_]+)\\)$")
+        list(APPEND of_bf16 ${CMAKE_MATCH_1})
+    endif()
+endforeach()
 foreach(row IN LISTS modules)
     if(NOT row MATCHES "^M\\(([a-z0-9_]+), ([a-z0-9_/]+)\\)$")
         message(FATAL_ERROR "modules.def: ${row} is not M(name, source)")
     endif()
     set(module ${CMAKE_MATCH_1})
     set(room ${CMAKE_MATCH_2})
+    set(twin_of "")
+    if(NOT room MATCHES "/")
+        set(twin_of ${room})
+        set(room "${room_of_${twin_of}}")
+    endif()
+    set(room_of_${module} "${room}")
     set(rows ${kernels})
     list(FILTER rows INCLUDE REGEX ", ${module}\\)$")
     if(NOT rows)
@@ -89,29 +101,59 @@ foreach(row IN LISTS modules)
     endif()
     list(FILTER kernels EXCLUDE REGEX ", ${module}\\)$")
     list(REMOVE_ITEM old_reports ${image_dir}/${module}.ptxas)
-    list(JOIN rows "\n" rows)
+    list(SORT rows)
+    set(rows_of_${module} "${rows}")
     set(source ${image_dir}/${module}.cu)
     set(defines "")
     if(HEDDLE_CLOCKS AND module STREQUAL "attention_sm90_fwd")
         set(defines "#define HEDDLE_CLOCKS 1\n")
     endif()
-    file(GENERATE OUTPUT ${source} CONTENT "${defines}#include \"cuda/${room}.cu\"\n${rows}\n")
     set(fatbin ${image_dir}/${module}.fatbin)
     string(REGEX REPLACE "^.*/([a-z0-9]+)(_[a-z0-9]+)?/[^/]*$" "\\1" family ${room})
     set(codes ${codes_${family}})
     if(NOT codes)
         set(codes ${codes_})
     endif()
-    add_custom_command(
-        OUTPUT ${fatbin}
-        COMMAND ${CMAKE_COMMAND} -DNVCC=${HEDDLE_NVCC} -DFATBINARY=${HEDDLE_FATBINARY} "-DCODES=${codes}" -DCOMPRESS=${compress}
-            -DSOURCE=${source} -DOUTPUT=${fatbin} -DROOT=${PROJECT_SOURCE_DIR} -DREPORT=${image_dir}/${module}.ptxas
-            -DVERSION=${HEDDLE_NVCC_VERSION} -DIMAGES=${HEDDLE_CUDA_IMAGES}
-            -P ${PROJECT_SOURCE_DIR}/cmake/HeddleFatbin.cmake
-        DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/HeddleFatbin.cmake ${cuda_dir}/archs.def
-        DEPFILE ${fatbin}.d
-        COMMENT "nvcc ${module}"
-        VERBATIM)
+    set(script ${PROJECT_SOURCE_DIR}/cmake/HeddleFatbin.cmake)
+    set(command ${CMAKE_COMMAND} -DNVCC=${HEDDLE_NVCC} -DFATBINARY=${HEDDLE_FATBINARY} -DCOMPRESS=${compress} -DOUTPUT=${fatbin}
+        -DREPORT=${image_dir}/${module}.ptxas -DROOT=${PROJECT_SOURCE_DIR} -DVERSION=${HEDDLE_NVCC_VERSION}
+        -DIMAGES=${HEDDLE_CUDA_IMAGES})
+    set(ptx "") # that twins share
+    string(REGEX MATCHALL "compute_[0-9]+[af]?" arches "${codes}")
+    list(REMOVE_DUPLICATES arches)
+    foreach(arch IN LISTS arches)
+        list(APPEND ptx ${fatbin}.${arch}.ptx)
+    endforeach()
+    if(twin_of)
+        string(REPLACE ", f16," ", bf16," as_bf16 "${rows}")
+        string(REPLACE ", ${module})" ", ${twin_of})" as_bf16 "${as_bf16}")
+        list(SORT as_bf16)
+        if(NOT as_bf16 STREQUAL "${rows_of_${twin_of}}")
+            message(FATAL_ERROR "modules.def: ${module} has to come after ${twin_of} and to have its kernels in f16, but has:\n${as_bf16}")
+        endif()
+        string(REPLACE "${fatbin}" "${image_dir}/${twin_of}.fatbin" ptx "${ptx}")
+        add_custom_command(
+            OUTPUT ${fatbin}
+            COMMAND ${command} "-DCODES=${codes}" -DTWIN_OF=${image_dir}/${twin_of}.fatbin -P ${script}
+            DEPENDS ${ptx} ${script} ${cuda_dir}/archs.def
+            COMMENT "nvcc ${module}"
+            VERBATIM)
+    else()
+        list(JOIN rows "\n" rows)
+        file(GENERATE OUTPUT ${source} CONTENT "${defines}#include \"cuda/${room}.cu\"\n${rows}\n")
+        set(keep ON)
+        if(NOT module IN_LIST of_bf16)
+            set(keep OFF)
+            set(ptx "")
+        endif()
+        add_custom_command(
+            OUTPUT ${fatbin} ${ptx}
+            COMMAND ${command} "-DCODES=${codes}" -DSOURCE=${source} -DKEEP=${keep} -P ${script}
+            DEPENDS ${source} ${script} ${cuda_dir}/archs.def
+            DEPFILE ${fatbin}.d
+            COMMENT "nvcc ${module}"
+            VERBATIM)
+    endif()
     set(image ${image_dir}/${module}.c)
     file(GENERATE OUTPUT ${image} CONTENT
 "__asm__(\".section .rodata\\n\"

@@ -7,6 +7,8 @@
 
 #define INLINE static __device__ __forceinline__
 
+/* Kernels of attention are compiled for bf16, and their PTX is made into that of float16 (modules.def): so what depends on the type is said
+ * in instructions (ptx.cuh), not in numbers. */
 struct bf16 {
     uint16_t bits;
 };
@@ -22,7 +24,7 @@ INLINE float to_float(float x) {
 }
 
 INLINE float to_float(bf16 x) {
-    return __uint_as_float((uint32_t)x.bits << 16);
+    return bf16_to_float(x.bits);
 }
 
 INLINE float to_float(f16 x) {
@@ -128,10 +130,10 @@ INLINE uint32_t pack_pair(float low, float high, f16) {
     return pack_f16(low, high);
 }
 INLINE float low_float(uint32_t pair, bf16) {
-    return __uint_as_float(pair << 16);
+    return low_bf16_to_float(pair);
 }
 INLINE float high_float(uint32_t pair, bf16) {
-    return __uint_as_float(pair & 0xffff0000u);
+    return high_bf16_to_float(pair);
 }
 INLINE float low_float(uint32_t pair, f16) {
     return f16_to_float((uint16_t)pair);
@@ -140,20 +142,20 @@ INLINE float high_float(uint32_t pair, f16) {
     return f16_to_float((uint16_t)(pair >> 16));
 }
 
-/* The exponent's bits, all of which are set where a number is infinite or NaN: of an element that ends a word. */
-INLINE constexpr uint32_t exponent_bits(bf16) {
-    return 0x7f800000u;
+/* The exponent's bits, all of which are set where a number is infinite or NaN: of an element that begins a word. */
+INLINE uint32_t exponent_bits(bf16) {
+    return exponent_bits_bf16();
 }
-INLINE constexpr uint32_t exponent_bits(f16) {
-    return 0x7c000000u;
+INLINE uint32_t exponent_bits(f16) {
+    return 0x7c00u;
 }
-INLINE constexpr uint32_t exponent_bits(float) {
+INLINE uint32_t exponent_bits(float) {
     return 0x7f800000u;
 }
 
 /* Is one of 16 bytes' elements infinite or NaN? */
 template <typename T> INLINE bool has_nonfinite(uint4 x, T) {
-    constexpr uint32_t last = exponent_bits(T()), first = sizeof(T) == 2 ? last >> 16 : last;
+    const uint32_t first = exponent_bits(T()), last = sizeof(T) == 2 ? first << 16 : first;
     const uint32_t w[4] = {x.x, x.y, x.z, x.w};
     bool bad = false;
     for (int i = 0; i < 4; i++)

@@ -4,6 +4,7 @@
 #define HEDDLE_CUDA_WGMMA_CUH
 
 #include "cuda/element.cuh"
+#include "cuda/ptx90.cuh"
 
 #define WARPGROUP 128
 

@@ -2,9 +2,9 @@
  * Which orders does racecheck follow? One warp fills slots of a ring, another one reads them; every way is right but for the
  * last, in which the reader does not wait. No part of the build or of gpu-test:
  *
- *     nvcc -gencode arch=compute_90a,code=sm_90a -I src/cuda -o racecheck tests/gpu/racecheck.cu
+ *     nvcc -gencode arch=compute_90a,code=sm_90a -I src -o racecheck tests/gpu/racecheck.cu
  *     for way in 0 1 2 3 4 5 6 7 8 9; do compute-sanitizer --tool racecheck ./racecheck $way; done */
-#include "ptx.cuh"
+#include "cuda/ptx90.cuh"
 
 #include <stdio.h>
 #include <stdlib.h>

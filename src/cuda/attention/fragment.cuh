@@ -31,8 +31,6 @@ template <int N> INLINE void last_bits(uint32_t (&rest)[N], const uint32_t (&low
 
 INLINE void complete(a_fragment<bf16> *) {
 }
-INLINE void complete(a_fragment<f16> *) {
-}
 INLINE void complete(a_fragment<float> *a) {
 #pragma unroll
     for (int x = 0; x < 4; x++)
@@ -49,9 +47,6 @@ template <> __device__ __forceinline__ void set_b(b_fragment<float> *b, uint32_t
 
 INLINE void multiply(float c[4], const a_fragment<bf16> &a, const b_fragment<bf16> &b) {
     mma_bf16(c, a.r, b.r);
-}
-INLINE void multiply(float c[4], const a_fragment<f16> &a, const b_fragment<f16> &b) {
-    mma_f16(c, a.r, b.r);
 }
 /* c += the main part of a float32 product, low += the two small ones. */
 INLINE void multiply_parts(float c[4], float low[4], const a_fragment<float> &a, const b_fragment<float> &b,
@@ -125,12 +120,6 @@ INLINE void a_from_accumulators(a_fragment<bf16> *a, const float (*c)[4], int x)
     a->r[1] = pack_bf16(c[2 * x][2], c[2 * x][3]);
     a->r[2] = pack_bf16(c[2 * x + 1][0], c[2 * x + 1][1]);
     a->r[3] = pack_bf16(c[2 * x + 1][2], c[2 * x + 1][3]);
-}
-INLINE void a_from_accumulators(a_fragment<f16> *a, const float (*c)[4], int x) {
-    a->r[0] = pack_f16(c[2 * x][0], c[2 * x][1]);
-    a->r[1] = pack_f16(c[2 * x][2], c[2 * x][3]);
-    a->r[2] = pack_f16(c[2 * x + 1][0], c[2 * x + 1][1]);
-    a->r[3] = pack_f16(c[2 * x + 1][2], c[2 * x + 1][3]);
 }
 INLINE void a_from_accumulators(a_fragment<float> *a, const float (*c)[4], int x) {
     a->r[0] = __float_as_uint(c[x][0]);

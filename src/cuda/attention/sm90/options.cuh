@@ -94,13 +94,6 @@ template <int N> INLINE void apply_bits(const uint32_t (*bits)[N / 32], float aw
 
 /* ----------------------------------------------------------------------------------------------------------- bias */
 
-INLINE uint32_t min_pair(uint32_t a, uint32_t b, bf16) {
-    return min2_bf16(a, b);
-}
-INLINE uint32_t min_pair(uint32_t a, uint32_t b, f16) {
-    return min2_f16(a, b);
-}
-
 /* Two elements from `from` on, of which `count` are there. */
 template <typename T> INLINE uint32_t load_two(const T *from, int count, bool paired) {
     if (paired && count >= 2)
@@ -117,7 +110,7 @@ template <typename T, int N> INLINE bool add_bias(const uint32_t (*bias)[2], flo
     uint32_t least = bias[0][0];
 #pragma unroll
     for (int y = 0; y < N / 8; y++) {
-        least = min_pair(min_pair(least, bias[y][0], T()), bias[y][1], T());
+        least = min2_bf16(min2_bf16(least, bias[y][0]), bias[y][1]);
 #pragma unroll
         for (int e = 0; e < 4; e++)
             s[y][e] = fmaf(s[y][e], by, e % 2 ? high_float(bias[y][e / 2], T()) : low_float(bias[y][e / 2], T()));
@@ -163,16 +156,10 @@ template <typename T, int N> INLINE bool add_boxes(uint32_t boxes, bool alike, f
 
 /* ------------------------------------------------------------------------------------------------ softcap, ALiBi */
 
-/* Right to 2^-23. tanh.approx is to 2^-11: as the rounding of bfloat16, half of float16's. */
+/* Right to 2^-23. tanh.approx is to 2^-11, as the rounding of bfloat16; in float16, for which that is half of its rounding, this is in
+ * its place. */
 INLINE float tanh_of(float x) {
     return fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(x * (2.0f * LOG2E))), 1.0f);
-}
-
-INLINE constexpr bool is_rough(bf16) {
-    return true;
-}
-INLINE constexpr bool is_rough(f16) {
-    return false;
 }
 
 /* Of no more keys than this the log-sum-exp of a row shows tanh.approx; over many that averages out. */
@@ -180,8 +167,7 @@ INLINE constexpr bool is_rough(f16) {
 
 /* q·k -> tanh(q·k·in). exact: a row may see few keys. */
 template <typename T, int N> INLINE void cap_scores(float in, float (*s)[4], bool exact = false) {
-    const bool rough = is_rough(T()) && !exact;
-    if (rough)
+    if (!exact)
 #pragma unroll
         for (int y = 0; y < N / 8; y++)
 #pragma unroll

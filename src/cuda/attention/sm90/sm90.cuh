@@ -114,11 +114,8 @@ INLINE void load_boxes(uint32_t to, const tensor_map *map, uint32_t barrier, int
 }
 
 /* sum + 0·x for eight numbers: 0 as long as all are finite, then NaN. */
-INLINE uint32_t add_zeros(uint32_t sum, uint4 x, bf16) {
+INLINE uint32_t add_zeros(uint32_t sum, uint4 x) {
     return fma2_bf16(x.w, 0, fma2_bf16(x.z, 0, fma2_bf16(x.y, 0, fma2_bf16(x.x, 0, sum))));
-}
-INLINE uint32_t add_zeros(uint32_t sum, uint4 x, f16) {
-    return fma2_f16(x.w, 0, fma2_f16(x.z, 0, fma2_f16(x.y, 0, fma2_f16(x.x, 0, sum))));
 }
 
 /* Is one of the numbers not finite in every THREADS-th of so many chunks of 16 bytes? */
@@ -126,7 +123,7 @@ template <typename T, int CHUNKS, int THREADS> INLINE bool is_bad_part(uint32_t 
     uint32_t sum[2] = {0, 0};
 #pragma unroll
     for (int x = 0; x < CHUNKS / THREADS; x++)
-        sum[x % 2] = add_zeros(sum[x % 2], load_shared16(at + (x * THREADS + thread) * 16), T());
+        sum[x % 2] = add_zeros(sum[x % 2], load_shared16(at + (x * THREADS + thread) * 16));
     return ((sum[0] | sum[1]) & 0x7fff7fffu) != 0;
 }
 
@@ -138,7 +135,7 @@ template <typename T, int D, int ROWS> INLINE bool is_bad_row(uint32_t tile, int
         const uint32_t at = tile + x * tile90<D, ROWS>::strip + row * 128;
 #pragma unroll
         for (int y = 0; y < 8; y++) /* lanes begin in different banks */
-            sum[y % 2] = add_zeros(sum[y % 2], load_shared16(at + (y ^ (row & 7)) * 16), T());
+            sum[y % 2] = add_zeros(sum[y % 2], load_shared16(at + (y ^ (row & 7)) * 16));
     }
     return ((sum[0] | sum[1]) & 0x7fff7fffu) != 0;
 }
