@@ -273,7 +273,7 @@ INLINE void sum_full(float c, const forward_span &w, const option_view &v, const
     while (!(k->step & STEP_LAST)) {
         step<T, D, GROUPS, BLOCK, true, FULL, false>(c, w, v, false, 0, group, q, smem, k, s, a, o);
 #pragma unroll 1
-        while (k->step & STEP_WHOLE)
+        while (FULL != WITH_BIAS && (k->step & STEP_WHOLE)) /* with a bias none is whole */
             step<T, D, GROUPS, BLOCK, false, FULL, false>(c, w, v, false, 0, group, q, smem, k, s, a, o);
     }
 }
