@@ -26,7 +26,8 @@ template <int D, int WALK> struct state {
     int first,
         last[2]; /* positions that this lane's first row sees from, and both see to, less the lane's first column */
     float base[2], rest[2],
-        dsum[2]; /* WALK_QUERIES: of the two rows; WALK_SUMS: maximum, in the units that tiles share, and sum */
+        dsum[2];     /* WALK_QUERIES: of the two rows; WALK_SUMS: maximum, in the units that tiles share, and sum */
+    float weight[2]; /* WALK_QUERIES: this lane's part of the sum of a row's P */
     int unit[2], unit2[2];
 };
 
@@ -59,6 +60,24 @@ INLINE void make_weights(float factor, const S &k, int i0, const float *numbers,
                 s[y][e] = -0.0f;
         }
     }
+}
+
+/* The weights of a tile join their rows' sums. */
+template <typename S> INLINE void add_weights(S *k, const float (*s)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int y = 0; y < BLOCK / 8; y++)
+            sum += s[y][2 * half] + s[y][2 * half + 1];
+        k->weight[half] += sum;
+    }
+}
+
+/* What a row of dQ is multiplied with, by the sum of its weights: what that is off 1 by is a rounding, of the log-sum-exp mostly, that
+ * all of the row has. Of keys that are some of all it may be no rounding: as much is taken for one as would not be seen. */
+INLINE float weights_to_one(const attention_params &p, float sum) {
+    return !p.adds && fabsf(sum - 1.0f) < 0x1p-20f ? 2.0f - sum : 1.0f;
 }
 
 /* dP, times `factor`, and P -> dS. */
@@ -104,6 +123,8 @@ INLINE void add_tile(const attention_params &p, state<D, WALK> *k, int i0, bool 
         make_weights<WALK, true>(factor, *k, i0, numbers, s);
     else
         make_weights<WALK, false>(factor, *k, i0, numbers, s);
+    if (WALK == WALK_QUERIES)
+        add_weights(k, s);
     wgmma_wait<0>();
     pin_all<8>(dp);
     if (D > 64)
@@ -187,20 +208,21 @@ INLINE state<D, WALK> begin_state(const attention_params &p, const work &w, int 
             k.base[half] = i < w.own_rows ? p.base[at] : CUDART_INF_F;
             k.rest[half] = i < w.own_rows ? p.rest[at] : 0.0f;
             k.dsum[half] = i < w.own_rows ? p.dsum[at] : 0.0f;
+            k.weight[half] = 0.0f;
         }
     }
     return k;
 }
 
-/* The warp's 16 rows, of which `rows` from own0 on are there. adds: to what is there. */
+/* The warp's 16 rows, of which `rows` from own0 on are there, times row_by. adds: to what is there. */
 template <int D>
 INLINE void store_sums(bool adds, void *to, int64_t at, int64_t stride, int row0, int rows, int width, float by,
-                       const int unit[2], float (*c)[4]) {
+                       const float row_by[2], const int unit[2], float (*c)[4]) {
     if (!to)
         return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float one = power(unit[half] / 2), other = power(unit[half] - unit[half] / 2);
+        const float one = power(unit[half] / 2) * row_by[half], other = power(unit[half] - unit[half] / 2);
 #pragma unroll
         for (int y = 0; y < D / 8; y++)
             for (int e = 2 * half; e < 2 * half + 2; e++)
@@ -272,17 +294,20 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
     const work again = find_work<WALK>(p, block);
     const place &o = again.c;
     const int row0 = group * BLOCK + fragment_row();
+    float row_by[2] = {1.0f, 1.0f};
+    for (int half = 0; half < 2 && WALK == WALK_QUERIES; half++)
+        row_by[half] = weights_to_one(p, quad_sum(k.weight[half]));
     if constexpr (WALK == WALK_SUMS)
         store_numbers<D>(p, again, again.own0 + row0, &k);
     else if (WALK == WALK_QUERIES)
         store_sums<D>(p.adds, p.t.dq, row_at(p.a.dq_stride, o.n, again.head, o.first_q + again.own0), p.a.dq_stride.s,
-                      row0, o.all_sq - again.own0, (int)p.a.d, p.scale, k.unit, c);
+                      row0, o.all_sq - again.own0, (int)p.a.d, p.scale, row_by, k.unit, c);
     else {
         const int64_t row = o.first_k + again.own0;
         store_sums<D>(p.adds, p.t.dk, row_at(p.a.dk_stride, o.n, again.head, row), p.a.dk_stride.s, row0,
-                      o.all_sk - again.own0, (int)p.a.d, p.scale, k.unit, c);
+                      o.all_sk - again.own0, (int)p.a.d, p.scale, row_by, k.unit, c);
         store_sums<D>(p.adds, p.t.dv, row_at(p.a.dv_stride, o.n, again.head, row), p.a.dv_stride.s, row0,
-                      o.all_sk - again.own0, (int)p.a.dv, 1.0f, k.unit2, c2);
+                      o.all_sk - again.own0, (int)p.a.dv, 1.0f, row_by, k.unit2, c2);
     }
 }
 
