@@ -182,8 +182,7 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
         product_rows<T, D, 1, BLOCK>(s, shared + warp_row * tile<T, D>::pitch, sk, p.tf32, whole_steps<T, D>(p, c),
                                      shared + layout::joins);
         product_rows<T, D, 1, BLOCK>(dp, shared + layout::second + warp_row * tile<T, D>::pitch, sv, p.tf32,
-                                     whole_steps<T, D>(p, c), shared + layout::joins + layout::join_bytes,
-                                     ROWS_CUT_OFF);
+                                     whole_steps<T, D>(p, c), shared + layout::joins + layout::join_bytes);
         mask_scores<T, 1, BLOCK>(p, c, x, query0 + warp_row, j0, s);
         if (p.drops)
             drop_elements(

@@ -90,7 +90,7 @@ template <int ROWS, int COLUMNS> INLINE void add(float (*c)[COLUMNS][4], const f
 
 /* c[TILES][COLUMNS/8] = A·Bᵀ over D: A has 16·TILES rows at a, B has COLUMNS rows at b. */
 template <typename T, int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product {
-    static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool, int, float) {
+    static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool, int) {
         typedef tile<T, D> t;
         clear<TILES, COLUMNS / 8>(c);
 #pragma unroll(D > 128 ? 4 : 8)
@@ -145,8 +145,8 @@ template <int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product<float
             }
         }
     }
-    static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32, int whole,
-                                               float more) {
+    static __device__ __forceinline__ void run(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32,
+                                               int whole) {
         typedef tile<float, D> t;
         float part[TILES][COLUMNS / 8][4], low[TILES][COLUMNS / 8][4];
         clear<TILES, COLUMNS / 8>(c);
@@ -183,20 +183,18 @@ template <int D, int TILES, int COLUMNS, int SWIZZLED> struct rows_product<float
 #pragma unroll
             for (int y = 0; y < COLUMNS / 8; y++)
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    c[x][y][e] += more != 0.0f ? fmaf(c[x][y][e], more, low[x][y][e]) : low[x][y][e];
+                for (int e = 0; e < 4; e++) /* numbers of 11 bits have exact sums, which nothing was cut off */
+                    c[x][y][e] += low[x][y][e] != 0.0f ? fmaf(c[x][y][e], ROWS_CUT_OFF, low[x][y][e]) : 0.0f;
     }
 };
 
-/* joins: where parts are joined, if D is that wide. whole: so many steps (whole_steps) by multiply_whole. more: in float32 the result is to
- * be larger, by so much of itself. */
+/* joins: where parts are joined, if D is that wide. whole: so many steps (whole_steps) by multiply_whole. */
 template <typename T, int D, int TILES, int COLUMNS, int SWIZZLED = 0>
-INLINE void product_rows(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32, int whole, uint32_t joins = 0,
-                         float more = 0.0f) {
+INLINE void product_rows(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b, bool tf32, int whole, uint32_t joins = 0) {
     const int lane = threadIdx.x % 32, from = share<T, D>::part() * share<T, D>::width * (int)sizeof(T);
     static_assert(!SWIZZLED || share<T, D>::count == 1, "a share begins anywhere in a row");
-    rows_product<T, D, TILES, COLUMNS, SWIZZLED>::run(
-        c, a + from + a_lane<T, D>(lane), b + from + b_tile<T, D, SWIZZLED>::rows_lane(lane), tf32, whole, more);
+    rows_product<T, D, TILES, COLUMNS, SWIZZLED>::run(c, a + from + a_lane<T, D>(lane),
+                                                      b + from + b_tile<T, D, SWIZZLED>::rows_lane(lane), tf32, whole);
     if (share<T, D>::count > 1)
         join_parts<share<T, D>::count, TILES, COLUMNS>(c, joins);
 }

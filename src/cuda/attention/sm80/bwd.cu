@@ -21,7 +21,7 @@ INLINE void form_products(const attention_params &p, const place &c, uint32_t sh
     product_rows<T, D, TILES, BLOCK>(s, own, stage, p.tf32, whole_steps<T, D>(p, c), joins);
     if (makes_dp)
         product_rows<T, D, TILES, BLOCK>(dp, own + layout::second, stage + BLOCK * tile<T, D>::pitch, p.tf32,
-                                         whole_steps<T, D>(p, c), joins + layout::join_bytes, ROWS_CUT_OFF);
+                                         whole_steps<T, D>(p, c), joins + layout::join_bytes);
     else
         clear<TILES, BLOCK / 8>(dp);
 }

@@ -66,7 +66,7 @@ INLINE void add_step(const attention_params &p, const dbias_work &w, const dropo
     float s[1][BLOCK / 8][4], dp[1][BLOCK / 8][4], base[2], rest[2], dsum[2];
     product_rows<T, D, 1, BLOCK>(s, own, shared + layout::keys, p.tf32, whole_steps<T, D>(p, c), joins);
     product_rows<T, D, 1, BLOCK>(dp, own + layout::douts, shared + layout::values, p.tf32, whole_steps<T, D>(p, c),
-                                 joins + layout::join_bytes, ROWS_CUT_OFF);
+                                 joins + layout::join_bytes);
     for (int half = 0; half < 2; half++) {
         const int i = row0 + half * 8 + lane / 4;
         const int64_t at = i < c.sq ? lse_at(p, c, w.x, i) : 0;
