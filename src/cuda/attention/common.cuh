@@ -317,9 +317,10 @@ INLINE void split_lse32(const attention_params &p, float lse, int keys, float *b
 }
 
 /* Is a float32 log-sum-exp too coarse for P = exp(S - lse)? Large ones are; and in float32 most are where rows are short, as the products of
- * these lose less. */
+ * these lose less, or a softcap has made scores alike, so that all of a row is off as much and nothing else is. */
 template <typename T> INLINE bool is_large(const attention_params &p, float lse) {
-    const float most = sizeof(T) == 2 ? 1024.0f : max64(p.a.d, p.a.dv) <= 32 ? 2.0f : 12.0f;
+    const bool alike = p.softcap > 0.0f && fabsf(lse) > p.softcap;
+    const float most = sizeof(T) == 2 ? 1024.0f : max64(p.a.d, p.a.dv) <= 32 || alike ? 2.0f : 12.0f;
     return fabsf(lse) > most && fabsf(lse) < CUDART_INF_F;
 }
 
@@ -390,6 +391,25 @@ INLINE score_row make_score_row(const attention_params &p, const place &c, int64
     return r;
 }
 
+/* tanh, and 1 - tanh², its derivative: where tanh is nearly 1 its last bit would be most of that, which float32 shows. */
+template <typename T> INLINE float tanh_with_slack(float x, float *slack) {
+    if (sizeof(T) == 2) {
+        const float th = tanhf(x);
+        *slack = 1.0f - th * th;
+        return th;
+    }
+    const float size = fabsf(x), square = x * x;
+    float near = fmaf(square, -0x1.8257f8p-8f, 0x1.54b88ap-6f); /* to 2^-28, fitted up to 0.6 */
+    near = fmaf(near, square, -0x1.b898dap-5f);
+    near = fmaf(near, square, 0x1.1109aep-3f);
+    near = fmaf(near, square, -0x1.55553ep-2f);
+    near = fmaf(x * square, near, x);
+    const float half = reciprocal_approx(exp2_approx(size * (2.0f * LOG2E)) + 1.0f); /* of 1 - tanh */
+    const float th = size < 0.6f ? near : copysignf(fmaf(half, -2.0f, 1.0f), x), four = 4.0f * half;
+    *slack = size < 0.6f ? fmaf(-th, th, 1.0f) : fmaf(-four, half, four);
+    return th;
+}
+
 /* S from q·k; -inf where masked. *slack = dS/dT. Row and key must be inside the sequence. */
 template <typename T>
 INLINE float full_score(const attention_params &p, const place &c, const score_row &r, int j, float qk, float *slack) {
@@ -404,11 +424,8 @@ INLINE float full_score(const attention_params &p, const place &c, const score_r
     if (bias < (float)LEAST_BIAS)
         return -CUDART_INF_F;
     float t = qk * p.scale;
-    if (p.softcap > 0.0f) {
-        const float th = tanhf(qk * p.score_in);
-        *slack = 1.0f - th * th;
-        t = p.softcap * th;
-    }
+    if (p.softcap > 0.0f)
+        t = p.softcap * tanh_with_slack<T>(__fmul_rn(qk, p.score_in), slack);
     if (p.a.features & HEDDLE_ALIBI)
         t -= r.slope * fabsf((float)(r.i + c.off - j));
     return t + bias;

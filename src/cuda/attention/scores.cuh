@@ -103,9 +103,7 @@ INLINE void make_scores(const attention_params &p, const lane_options<T> o[2], f
             float t = __fmul_rn(s[y][e], by); /* not fused with a bias in one kernel and apart in another */
             slack[y][e] = 1.0f;
             if (p.softcap > 0.0f) {
-                const float th = tanhf(t);
-                slack[y][e] = 1.0f - th * th;
-                t = p.softcap * th;
+                t = p.softcap * tanh_with_slack<T>(t, &slack[y][e]);
             }
             if (p.a.features & HEDDLE_ALIBI) {
                 const float column = (float)((y0 + y) * 8 + e % 2);
