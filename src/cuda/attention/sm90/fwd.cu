@@ -123,7 +123,7 @@ template <typename T, int BLOCK, bool CUT, int FULL, typename layout>
 INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_t smem, unsigned n, float (*s)[4]) {
     const attention_params &p = *v.p;
     const int j0 = step & ~STEP_FLAGS;
-    const float by = cap_and_slope<T, BLOCK, FULL>(p, *v.o, group * 64, j0, s, true);
+    const float by = cap_and_slope<T, BLOCK, FULL>(p, *v.o, group * 64, j0, s, CUT && (step & STEP_FEW));
     if (CUT && has_boxes<FULL>(p)) {
         mbarrier_wait(smem + layout::bias_full + group * 8, turn_of<1>(n));
         add_boxes<T, BLOCK>(smem + layout::bias + group * layout::bias_bytes, p.a.bias_stride.s == 0, by, s);

@@ -233,13 +233,22 @@ template <int BLOCK> INLINE int next_seen(const uint8_t *kinds, const forward_sp
     return j0;
 }
 
+/* By its band, or for the end, one of the queries sees few keys: of these the first or the last sees the fewest. */
+INLINE bool shows_each(const forward_span &w) {
+    const int first = min(w.hi + 1, w.sk) - max(w.lo, 0), last = min(w.last + w.hi + 1, w.sk) - max(w.last + w.lo, 0);
+    return min(first, last) <= FEW_SHOWN;
+}
+
 /* full: what is to be said of the tile from j0 on, if the next is from `next` on. Any element may have a bias that masks it. */
 template <int BLOCK, int WITH>
 INLINE int step_of(const attention_params &p, const uint8_t *kinds, const forward_span &w, int j0, int next) {
     const bool bits = kinds && kinds[j0 / BLOCK] != TILE_FULL, last = next < w.begin;
     const bool cut = bits || is_cut<BLOCK>(w, j0) || has_bias<WITH>(p);
     const bool whole = !cut && !last && !is_cut<BLOCK>(w, next) && !(kinds && kinds[next / BLOCK] != TILE_FULL);
-    return j0 | (bits ? STEP_BITS : 0) | (last ? STEP_LAST : 0) | (cut ? STEP_CUT : 0) | (whole ? STEP_WHOLE : 0);
+    const bool few =
+        has_cap<WITH>(p) && cut && (bits || has_bias<WITH>(p) || shows_each(w)); /* whole tiles leave many */
+    return j0 | (few ? STEP_FEW : 0) | (bits ? STEP_BITS : 0) | (last ? STEP_LAST : 0) | (cut ? STEP_CUT : 0) |
+           (whole ? STEP_WHOLE : 0);
 }
 
 /* Rows i0 + 0 .. 63 and keys from j0 on: what a row does not see becomes -inf. A bit says whether it is seen; eight bits of a byte become

@@ -16,6 +16,7 @@ enum {
     STEP_DIRTY = 8,  /* what streams by is not finite somewhere */
     STEP_WHOLE = 16, /* forward: neither this nor the next is cut */
     STEP_BAND = 32,  /* backward, rows are keys: by a band or an end */
+    STEP_FEW = 32,   /* forward: a row may see few keys */
     STEP_FLAGS = 63
 };
 #define STEPS 16 /* of them that are remembered */
@@ -155,13 +156,16 @@ template <typename T, int N> INLINE bool add_boxes(uint32_t boxes, bool alike, f
 
 /* ------------------------------------------------------------------------------------------------ softcap, ALiBi */
 
-/* Right to 2^-23. tanh.approx is to 2^-11, on an H200 to 2^-17: far below the rounding of P, which is all that a gradient has of it, but not
- * below that of the log-sum-exp, where one key has most of the weight. In float16, whose rounding is less, this is in its place always. */
+/* Right to 2^-23. tanh.approx is to 2^-11, as the rounding of bfloat16; in float16, for which that is half of its rounding, this is in
+ * its place. */
 INLINE float tanh_of(float x) {
     return fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(x * (2.0f * LOG2E))), 1.0f);
 }
 
-/* q·k -> tanh(q·k·in). exact: for the log-sum-exp. */
+/* Of no more keys than this the log-sum-exp of a row shows tanh.approx; over many that averages out. */
+#define FEW_SHOWN 16
+
+/* q·k -> tanh(q·k·in). exact: a row may see few keys. */
 template <typename T, int N> INLINE void cap_scores(float in, float (*s)[4], bool exact = false) {
     if (!exact)
 #pragma unroll
