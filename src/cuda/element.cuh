@@ -142,24 +142,26 @@ INLINE float high_float(uint32_t pair, f16) {
     return f16_to_float((uint16_t)(pair >> 16));
 }
 
-/* The exponent's bits, all of which are set where a number is infinite or NaN: of an element that begins a word. */
+/* The bits of both exponents of a pair, all of which are set where a number is infinite or NaN. */
 INLINE uint32_t exponent_bits(bf16) {
     return exponent_bits_bf16();
 }
 INLINE uint32_t exponent_bits(f16) {
-    return 0x7c00u;
-}
-INLINE uint32_t exponent_bits(float) {
-    return 0x7f800000u;
+    return 0x7c007c00u;
 }
 
-/* Is one of 16 bytes' elements infinite or NaN? */
+/* Is one of 16 bytes' elements infinite or NaN? One more in such an exponent is the sign. */
 template <typename T> INLINE bool has_nonfinite(uint4 x, T) {
-    const uint32_t first = exponent_bits(T()), last = sizeof(T) == 2 ? first << 16 : first;
-    const uint32_t w[4] = {x.x, x.y, x.z, x.w};
+    const uint32_t bits = exponent_bits(T()), one = 0x80008000u - bits;
+    const uint32_t low = ((x.x & bits) + one) | ((x.y & bits) + one),
+                   high = ((x.z & bits) + one) | ((x.w & bits) + one);
+    return ((low | high) & 0x80008000u) != 0;
+}
+INLINE bool has_nonfinite(uint4 x, float) {
+    const uint32_t bits = 0x7f800000u, w[4] = {x.x, x.y, x.z, x.w};
     bool bad = false;
     for (int i = 0; i < 4; i++)
-        bad |= (w[i] & first) == first || (w[i] & last) == last;
+        bad |= (w[i] & bits) == bits;
     return bad;
 }
 

@@ -139,10 +139,10 @@ PTX float high_bf16_to_float(uint32_t pair) {
     return r;
 }
 
-/* The exponent's bits, all of which are set where a number is infinite or NaN. */
+/* The bits of both exponents of a pair. */
 PTX uint32_t exponent_bits_bf16(void) {
     uint32_t r;
-    asm("mov.b32 %0, 0x7f80;" IN_F16("mov.b32 %0, 0x7c00;") : "=r"(r));
+    asm("mov.b32 %0, 0x7f807f80;" IN_F16("mov.b32 %0, 0x7c007c00;") : "=r"(r));
     return r;
 }
 
