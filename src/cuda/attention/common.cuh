@@ -33,6 +33,21 @@ template <typename T> INLINE bool hides(const attention_params &p) {
     return sizeof(T) == 4 && !p.adds && (p.a.features & (HEDDLE_BOOL_MASK | HEDDLE_BIAS));
 }
 
+/* Has sm80 the rows that see head y of keys, in float32 on Hopper? */
+INLINE bool has_few(const attention_params &p, const place &c, int64_t y) {
+    return p.few && p.few[c.n * p.a.hk + y];
+}
+
+/* For sm80 itself: has Hopper them? */
+template <typename T> INLINE bool is_left_out(const attention_params &p, const place &c, int64_t y) {
+    return sizeof(T) == 4 && p.few && !has_few(p, c, y);
+}
+
+/* Its tiles of so many of `all` rows: where Hopper's kernels are launched, too, the plan counts those of theirs. */
+template <typename T, bool FULL, int ROWS> INLINE int own_tiles(const attention_params &p, int64_t all, int planned) {
+    return FULL && sizeof(T) == 4 && p.few ? (int)((all + ROWS - 1) / ROWS) : planned;
+}
+
 INLINE int clamp_to_int(int64_t x) {
     return (int)clamp64(x, -(INT64_C(1) << 30), INT64_C(1) << 30);
 }
@@ -429,6 +444,27 @@ INLINE float full_score(const attention_params &p, const place &c, const score_r
     if (p.a.features & HEDDLE_ALIBI)
         t -= r.slope * fabsf((float)(r.i + c.off - j));
     return t + bias;
+}
+
+/* Do mask and bias show key j to query i of head x, which the band shows? */
+template <typename T> INLINE bool is_shown(const attention_params &p, const place &c, int64_t x, int i, int j) {
+    if ((p.a.features & HEDDLE_BOOL_MASK) && !p.t.bool_mask[row_at(p.a.bool_mask_stride, c.n, x, i) + j])
+        return false;
+    return !(p.a.features & HEDDLE_BIAS) ||
+           !(to_float(((const T *)p.t.bias)[row_at(p.a.bias_stride, c.n, x, i) + j]) < (float)LEAST_BIAS);
+}
+
+/* How many keys query i of head x sees; by a warp, which counts no further than to more than FEW_KEYS. */
+template <typename T> INLINE int count_seen(const attention_params &p, const place &c, int64_t x, int i) {
+    const int lane = threadIdx.x % 32, end = min(i + c.hi, c.sk - 1) + 1;
+    int count = 0;
+    for (int j0 = max(0, i + c.lo); j0 < end && count <= FEW_KEYS; j0 += 128)
+#pragma unroll
+        for (int z = 0; z < 4; z++) {
+            const int j = j0 + z * 32 + lane;
+            count += __popc(__ballot_sync(ALL_LANES, j < end && is_shown<T>(p, c, x, i, j)));
+        }
+    return count;
 }
 
 /* ------------------------------------------------------------------------------------------------------ shuffles */

@@ -20,18 +20,19 @@ typedef struct __attribute__((may_alias)) attention_choice {
     void *record, *context; /* the device, for run */
     int family;             /* its place in the list */
     int fwd, dkdv, dq;
-    int bwd;             /* dkdv and dq in one; small: prep, too */
-    int prep;            /* none: the plain one */
-    int light, gather;   /* before prep, and after bwd */
-    int split;           /* float32 on Hopper */
-    int dbias;           /* none: the plain one */
-    bool splits_queries; /* Q and dO, too */
-    int64_t lse_rows;    /* over all heads */
+    int bwd;                                 /* dkdv and dq in one; small: prep, too */
+    int prep;                                /* none: the plain one */
+    int light, gather;                       /* before prep, and after bwd */
+    int split;                               /* float32 on Hopper */
+    int few_fwd, few_prep, few_dkdv, few_dq; /* and sm80's, beside those, for rows that see few keys */
+    int dbias;                               /* none: the plain one */
+    bool splits_queries;                     /* Q and dO, too */
+    int64_t lse_rows;                        /* over all heads */
     int64_t pack, key_shares, tiles_q, tiles_k;
     int64_t blocks; /* of fwd or of dq */
     int64_t blocks_dkdv;
     uint32_t blocks_of_dk; /* of those, where dK and dV have blocks of their own; for Hopper */
-    size_t part_o, part_lse, base, rest, flags, sum,
+    size_t part_o, part_lse, base, rest, flags, sum, few,
         bytes;                              /* offsets in the workspace, and its size; 0: there is none */
     mask_map seen_by_queries, seen_of_keys; /* for Hopper: shapes; tiles_down 0: there is none */
     size_t kinds_q, bits_q, kinds_k, bits_k, dirty, taken;        /* offsets, likewise */

@@ -87,6 +87,8 @@ typedef struct attention_params {
     const float *before; /* fwd that adds: lse of what is there; that of all goes to t.lse, which is the workspace's */
     float *lse;          /* and from there to this */
     int32_t page_bits;   /* HEDDLE_PAGES: a page has 2^page_bits keys; 0: there are none */
+    int32_t *
+        few; /* float32 on Hopper, [b][hk]: most rows see few keys, and sm80's kernels have them; NULL: nobody looked */
 } attention_params;
 
 /* The one parameter of the kernels for Hopper. dout only in backward; bias where VECTOR_BIAS_BOXES says so. */

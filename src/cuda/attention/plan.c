@@ -62,6 +62,10 @@ static int next_taker(const attention_problem *p, int from, attention_choice *c)
                                 .light = -1,
                                 .gather = -1,
                                 .split = -1,
+                                .few_fwd = -1,
+                                .few_prep = -1,
+                                .few_dkdv = -1,
+                                .few_dq = -1,
                                 .dbias = -1,
                                 .pack = 1,
                                 .key_shares = 1};
@@ -192,7 +196,7 @@ static double power_below(double x) {
 static double late_factor(const attention_problem *of, const attention_choice *c) {
     const heddle_attention *a = of->a;
     const double factor = a->softcap > 0 ? a->softcap : a->scale;
-    const bool late = of->rich && of->pass == HEDDLE_FORWARD && c->fwd >= 0 &&
+    const bool late = of->rich && of->pass == HEDDLE_FORWARD && c->fwd >= 0 && a->dtype != HEDDLE_F32 &&
                       heddle__cuda_attention_kernels[c->fwd].family == FAMILY_sm90 &&
                       !(a->features & (HEDDLE_ALIBI | HEDDLE_BIAS));
     return late && factor > 0 ? factor : 0;
@@ -284,6 +288,7 @@ static void fill_workspace(const attention_problem *of, const attention_choice *
     p->base = at(workspace, c->base);
     p->rest = at(workspace, c->rest);
     p->flags = c->light >= 0 ? at(workspace, c->flags) : NULL;
+    p->few = at(workspace, c->few);
     p->dq_sum = p->t.dq ? at(workspace, c->sum) : NULL;
     p->dirty = at(workspace, c->dirty);
     p->seen_by_queries = c->seen_by_queries;

@@ -285,6 +285,8 @@ INLINE void prep_tile(const attention_params &p, unsigned id, bool all, uint32_t
     const int64_t unit = id / tiles, x = unit % p.a.h;
     const int query0 = (int)(id % tiles) * layout::rows, warp_row = share<T, D>::group() * 16;
     const place c = find_place(p, unit / p.a.h);
+    if (is_left_out<T>(p, c, x / p.group))
+        return;
     bool large[2];
     if (all && !share<T, D>::part())
         prep_rows<T>(p, c, x, query0 + warp_row);

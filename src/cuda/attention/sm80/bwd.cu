@@ -110,7 +110,8 @@ INLINE void attention_dkdv(const attention_params &p) {
     const uint32_t sk = shared_address(shared);
     const bool makes_dk = BOTH || blockIdx.x % 2;
     key_work w;
-    if (!find_keys<ROWS>(p, BOTH ? blockIdx.x : blockIdx.x / 2, &w))
+    if (!find_keys<ROWS>(p, own_tiles<T, FULL, ROWS>(p, p.a.sk, p.tiles_k), BOTH ? blockIdx.x : blockIdx.x / 2, &w) ||
+        (FULL && is_left_out<T>(p, w.c, w.y)))
         return;
     const int warp_row = share<T, D>::group() * TILES * 16, key0 = w.key0, begin = w.begin, end = w.end;
     const int64_t y = w.y;
@@ -214,11 +215,11 @@ struct query_work {
 };
 
 /* False: there are no such queries. The last queries of a causal mask see most. Dropout asks for keys by eights. */
-template <int ROWS, bool FULL> INLINE bool find_queries(const attention_params &p, query_work *w) {
+template <int ROWS, bool FULL> INLINE bool find_queries(const attention_params &p, int tiles, query_work *w) {
     int tile;
     int64_t unit;
-    tile_of_block(blockIdx.x, p.tiles_q, p.a.b * p.a.h, &tile, &unit);
-    w->query0 = (p.tiles_q - 1 - tile) * ROWS;
+    tile_of_block(blockIdx.x, tiles, p.a.b * p.a.h, &tile, &unit);
+    w->query0 = (tiles - 1 - tile) * ROWS;
     w->x = unit % p.a.h;
     w->y = w->x / p.group;
     w->c = find_place(p, unit / p.a.h);
@@ -274,7 +275,8 @@ INLINE void attention_dq(const attention_params &p) {
     extern __shared__ __align__(16) char shared[];
     const uint32_t sq = shared_address(shared);
     query_work w;
-    if (!find_queries<ROWS, FULL>(p, &w))
+    if (!find_queries<ROWS, FULL>(p, own_tiles<T, FULL, ROWS>(p, p.a.sq, p.tiles_q), &w) ||
+        (FULL && is_left_out<T>(p, w.c, w.y)))
         return;
     const int warp_row = share<T, D>::group() * TILES * 16, row0 = w.query0 + warp_row;
     const place c = w.c;

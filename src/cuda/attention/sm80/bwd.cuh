@@ -63,10 +63,10 @@ struct key_work {
 };
 
 /* False: there are no such keys. The first keys of a causal mask are seen most. */
-template <int ROWS> INLINE bool find_keys(const attention_params &p, int64_t id, key_work *w) {
+template <int ROWS> INLINE bool find_keys(const attention_params &p, int tiles, int64_t id, key_work *w) {
     int tile;
     int64_t unit;
-    tile_of_block(id, p.tiles_k, p.a.b * p.a.hk, &tile, &unit);
+    tile_of_block(id, tiles, p.a.b * p.a.hk, &tile, &unit);
     w->key0 = tile * ROWS;
     w->y = unit % p.a.hk;
     w->c = find_place(p, unit / p.a.hk);

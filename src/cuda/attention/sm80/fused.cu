@@ -331,7 +331,7 @@ template <typename T, int D, int WARPS, int OWN, int BLOCK> INLINE void attentio
     const uint32_t own = shared_address(shared);
     int *const marks = (int *)(shared + layout::marks);
     key_work w;
-    if (!find_keys<OWN>(p, blockIdx.x, &w))
+    if (!find_keys<OWN>(p, p.tiles_k, blockIdx.x, &w))
         return;
     const place &c = w.c;
     const int end = w.end, begin = w.begin < end ? w.begin / BLOCK * BLOCK : end; /* tiles of the sums of dQ */

@@ -28,12 +28,12 @@ struct forward_work {
     int keys_begin, keys_end, begin, end;
 };
 
-template <int ROWS, int BLOCK> INLINE forward_work find_work(const attention_params &p) {
+template <int ROWS, int BLOCK> INLINE forward_work find_work(const attention_params &p, int tiles) {
     forward_work w;
     int tile_index;
     int64_t rest;
-    tile_of_block(blockIdx.x, p.tiles_q, gridDim.x / p.tiles_q, &tile_index, &rest);
-    tile_index = p.tiles_q - 1 - tile_index; /* the longest of a causal mask first */
+    tile_of_block(blockIdx.x, tiles, gridDim.x / tiles, &tile_index, &rest);
+    tile_index = tiles - 1 - tile_index; /* the longest of a causal mask first */
     w.key_share = (int)(rest % p.key_shares);
     rest /= p.key_shares;
     w.y = rest % (p.a.h / p.pack);
@@ -279,10 +279,12 @@ INLINE void attention_forward(const attention_params &p) {
     extern __shared__ __align__(128) char shared[];
     const uint32_t sq = shared_address(shared);
     int *bad = (int *)(shared + layout::bad);
-    const forward_work w = find_work<ROWS, BLOCK>(p);
+    const forward_work w = find_work<ROWS, BLOCK>(p, own_tiles<T, FULL, ROWS>(p, p.a.sq, p.tiles_q));
     if (w.row0 >= w.c.all_sq * p.pack)
         return;
     const int64_t head_k = w.y * p.pack / p.group;
+    if (FULL && is_left_out<T>(p, w.c, head_k))
+        return;
     const bool paged = takes_pages<T, FULL>() && p.page_bits;
     const T *k = (const T *)p.t.k + row_at(p.a.k_stride, paged ? 0 : w.c.n, head_k, w.c.first_k);
     const T *v = (const T *)p.t.v + row_at(p.a.v_stride, paged ? 0 : w.c.n, head_k, w.c.first_k);

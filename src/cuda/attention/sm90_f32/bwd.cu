@@ -2,7 +2,8 @@
  * Attention backward for Hopper in float32: no atomics, the same bits every time. Every product is three of float16 parts
  * (attention/sm90_f32/split.cuh).
  *
- *   prep   of large scores: the log-sum-exp anew, as maximum and logarithm of the sum, from the very scores of dkdv and dq
+ *   prep   of large scores: the log-sum-exp anew, as maximum and logarithm of the sum, from the very scores of dkdv and dq; and where
+ *          a mask or a bias leaves few keys to a row, that and D, from the scores and dP that dS will be made of
  *   dkdv   a block owns 128 keys, 64 to a warpgroup, and walks over the queries that see them, head by head of the group:
  *          Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ, dV += Pᵀ·dO, dK += dSᵀ·Q.
  *   dq     a block owns 128 queries of one head, 64 to a warpgroup: S = Q·Kᵀ, dP = dO·Vᵀ, dQ += dS·K.
@@ -14,19 +15,21 @@
  * added to those of the tiles before by rounding additions. P and dS are scaled, row by row, by powers of two that float16 can
  * hold: a row's sums are in units of 2^unit, and the unit grows with what is met. */
 #include "cuda/attention/sm90_f32/bwd.cuh"
+#include "cuda/attention/sm90_f32/options.cuh"
 
 /* ---------------------------------------------------------------------------------------------------------- a step */
 
 /* What a warpgroup knows of its rows. */
 template <int D, int WALK> struct state {
     uint32_t smem, own; /* shared memory; this warpgroup's first tile there */
+    int own0;           /* its first row */
     float factor;       /* what dP is to be multiplied with for the sake of the own tile */
     int exponent; /* S likewise, with the scale's: by 2^exponent, and by the scale's mantissa. Together they need not be */
                   /* normal numbers until the other tile's exponent joins in */
     int first,
         last[2]; /* positions that this lane's first row sees from, and both see to, less the lane's first column */
     float base[2], rest[2],
-        dsum[2];     /* WALK_QUERIES: of the two rows; WALK_SUMS: maximum, in the units that tiles share, and sum */
+        dsum[2];     /* of the two rows; WALK_SUMS, WALK_ROWS: maximum, in the units that tiles share, and sum; D */
     float weight[2]; /* WALK_QUERIES: this lane's part of the sum of a row's P */
     int unit[2], unit2[2];
 };
@@ -100,16 +103,70 @@ INLINE void make_gradients(float factor, const S &k, const float *numbers, const
     }
 }
 
-/* One tile of what streams by: `first` and `second` lie in these slots. Releases them. */
-template <int D, int WALK>
-INLINE void add_tile(const attention_params &p, state<D, WALK> *k, int i0, bool cut, const float *numbers, int first,
-                     int second, float (*c)[4], float (*c2)[4]) {
+/* Which elements of a tile does the band show? As make_scores takes them. */
+template <typename S> INLINE uint32_t find_seen(const S &k, int i0, bool cut) {
+    uint32_t seen = ALL_LANES;
+    if (cut)
+#pragma unroll
+        for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (!is_seen(k, i0, e / 2, y * 8 + e % 2))
+                    seen &= ~(1u << (4 * y + e));
+    return seen;
+}
+
+/* Eights of columns whose bias is asked for together. */
+#define EIGHTS 1
+
+/* q·k, times `by`, and dP, times `factor`, of head x -> P where it is kept, and dS. sums: of a tile's P of the two rows, kept or not. */
+template <int WALK, typename S>
+INLINE void make_all(const attention_params &p, const place &c, int64_t x, float by, float factor, const S &k, int i0,
+                     bool cut, const float *numbers, float (*s)[4], float (*dp)[4], float sums[2]) {
+    constexpr bool KEYS = WALK == WALK_KEYS;
+    const int column0 = fragment_column(), warp_row = k.own0 + (int)threadIdx.x % WARPGROUP / 32 * 16;
+    const int row = k.own0 + fragment_row(), column = i0 + column0;
+    lane_options<float> o[2];
+    find_options<float, KEYS>(p, c, x, KEYS ? column : row, KEYS ? row : column, o);
+    uint32_t seen = find_seen(k, i0, cut);
+    kept_bits<BLOCK> kept = keep_all<BLOCK>();
+    if (p.drops)
+        kept =
+            find_kept<KEYS, BLOCK>(p, make_dropout(p), dropout_head(p, c.n, x), warp_row + (KEYS ? 0 : duty_row()), i0);
+#pragma unroll
+    for (int y0 = 0; y0 < BLOCK / 8; y0 += EIGHTS) {
+        float slack[EIGHTS][4];
+        make_scores<float, KEYS, EIGHTS>(p, o, by, !cut, y0, &seen, s + y0, slack);
+#pragma unroll
+        for (int y = y0; y < y0 + EIGHTS; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float *at = numbers + y * 8 + column0 + e % 2;
+                const float base = KEYS ? at[0] : k.base[e / 2], rest = KEYS ? at[BLOCK] : k.rest[e / 2];
+                const float dsum = KEYS ? at[2 * BLOCK] : k.dsum[e / 2];
+                const float weight = weight_of<float>(s[y][e], LOG2E, base, rest);
+                const bool there = seen >> (4 * y + e) & 1, stays = is_kept(kept, y, e);
+                const float t = stays ? dp[y][e] * factor : 0.0f;
+                dp[y][e] = there ? weight * (t - dsum) * slack[y - y0][e] : 0.0f;
+                if (!KEYS)
+                    sums[e / 2] += there ? weight : 0.0f;
+                s[y][e] = there && stays ? weight : 0.0f;
+            }
+    }
+}
+
+/* One tile of what streams by, of head x: `first` and `second` lie in these slots. Releases them. */
+template <int D, int WALK, bool FULL>
+INLINE void add_tile(const attention_params &p, const place &of, int64_t x, state<D, WALK> *k, int i0, bool cut,
+                     const float *numbers, int first, int second, float (*c)[4], float (*c2)[4]) {
     typedef backward32<D, WALK> layout;
     const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
     const uint32_t at = k->smem + layout::slots + first * layout::tile_bytes,
                    at2 = k->smem + layout::slots + second * layout::tile_bytes;
     float s[8][4], dp[8][4], dp2[8][4], by[2];
     uint32_t high[4][4], low[4][4];
+    if (FULL)
+        prefetch_bias(p, of, x, WALK == WALK_KEYS ? i0 : k->own0, WALK == WALK_KEYS ? k->own0 : i0);
     wgmma_fence();
     tile_scores<D, WALK>(s, NULL, k->own, at);
     wgmma_commit();
@@ -119,19 +176,27 @@ INLINE void add_tile(const attention_params &p, state<D, WALK> *k, int i0, bool 
                 factor2 = k->factor * power(-exponent[1]);
     wgmma_wait<1>();
     pin_all<8>(s);
-    if (cut)
-        make_weights<WALK, true>(factor, *k, i0, numbers, s);
-    else
-        make_weights<WALK, false>(factor, *k, i0, numbers, s);
-    if (WALK == WALK_QUERIES)
-        add_weights(k, s);
+    if (!FULL) {
+        if (cut)
+            make_weights<WALK, true>(factor, *k, i0, numbers, s);
+        else
+            make_weights<WALK, false>(factor, *k, i0, numbers, s);
+        if (WALK == WALK_QUERIES)
+            add_weights(k, s);
+    }
     wgmma_wait<0>();
     pin_all<8>(dp);
     if (D > 64)
         add_strip(dp, dp2);
     if (WALK == WALK_QUERIES)
         release(k->smem + layout::empty + second * 8);
-    if (cut)
+    if (FULL) {
+        float sums[2] = {0.0f, 0.0f};
+        make_all<WALK>(p, of, x, scale_by(front_factor(p), k->exponent - exponent[0]), factor2 * p.keep_scale, *k, i0,
+                       cut, numbers, s, dp, sums);
+        for (int half = 0; half < 2 && WALK == WALK_QUERIES; half++)
+            k->weight[half] += sums[half];
+    } else if (cut)
         make_gradients<WALK, true>(factor2, *k, numbers, s, dp);
     else
         make_gradients<WALK, false>(factor2, *k, numbers, s, dp);
@@ -179,16 +244,79 @@ INLINE void add_scores(const attention_params &p, state<D, WALK_SUMS> *k, int i0
     }
 }
 
+/* A row's maximum and sum over its scores, -inf where hidden. */
+INLINE void add_row(const float (*s)[4], int half, float *base, float *rest) {
+    float top = *base, sum = 0.0f;
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+        top = fmaxf(top, fmaxf(s[y][2 * half], s[y][2 * half + 1]));
+    const float from = top == -CUDART_INF_F ? 0.0f : top;
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+        sum += exp2_approx((s[y][2 * half] - from) * LOG2E) + exp2_approx((s[y][2 * half + 1] - from) * LOG2E);
+    *rest = fmaf(*rest, exp2_approx((*base - from) * LOG2E), sum);
+    *base = top;
+}
+
+/* The same with all options, of head x; or, once the log-sum-exp is there, D, of the very P and dP of dkdv and dq. */
+template <int D>
+INLINE void add_options(const attention_params &p, const place &c, int64_t x, state<D, WALK_ROWS> *k, int i0, bool cut,
+                        bool sums_d, const float *numbers, int first, int second) {
+    typedef backward32<D, WALK_ROWS> layout;
+    const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
+    const int row = k->own0 + fragment_row(), column = i0 + fragment_column();
+    float s[8][4], dp[8][4], dp2[8][4], slack[EIGHTS][4];
+    wgmma_fence();
+    tile_scores<D, WALK_ROWS>(s, NULL, k->own, k->smem + layout::slots + first * layout::tile_bytes);
+    tile_scores<D, WALK_ROWS>(dp, D > 64 ? dp2 : NULL, k->own + 2 * layout::tile_bytes,
+                              k->smem + layout::slots + second * layout::tile_bytes);
+    wgmma_commit();
+    const float by = scale_by(front_factor(p), k->exponent - exponent[0]),
+                factor = k->factor * power(-exponent[1]) * p.keep_scale;
+    wgmma_wait<0>();
+    pin_all<8>(s);
+    pin_all<8>(dp);
+    if (D > 64)
+        add_strip(dp, dp2);
+    release(k->smem + layout::empty + first * 8);
+    release(k->smem + layout::empty + second * 8);
+    lane_options<float> o[2];
+    find_options<float, false>(p, c, x, row, column, o);
+    uint32_t seen = find_seen(*k, i0, cut);
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y += EIGHTS)
+        make_scores<float, false, EIGHTS>(p, o, by, !cut, y, &seen, s + y, slack);
+    hide_scores<BLOCK / 8>(seen, s);
+    if (!sums_d) {
+        for (int half = 0; half < 2; half++)
+            add_row(s, half, &k->base[half], &k->rest[half]);
+        return;
+    }
+    kept_bits<BLOCK> kept = keep_all<BLOCK>();
+    if (p.drops)
+        kept = find_kept<false, BLOCK>(p, make_dropout(p), dropout_head(p, c.n, x),
+                                       k->own0 + (int)threadIdx.x % WARPGROUP / 32 * 16 + duty_row(), i0);
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (s[y][e] != -CUDART_INF_F && is_kept(kept, y, e)) {
+                const float weight = weight_of<float>(s[y][e], LOG2E, k->base[e / 2], k->rest[e / 2]);
+                k->dsum[e / 2] = fmaf(weight, dp[y][e] * factor, k->dsum[e / 2]);
+            }
+}
+
 /* ------------------------------------------------------------------------------------------------------- beginning, end */
 
-/* prep has been here: the rows' numbers, or nothing yet. */
+/* prep has been here: the rows' numbers, or nothing yet. sums_d: the same within prep. */
 template <int D, int WALK>
-INLINE state<D, WALK> begin_state(const attention_params &p, const work &w, int group, char *shared) {
+INLINE state<D, WALK> begin_state(const attention_params &p, const work &w, int group, bool sums_d, char *shared) {
     typedef backward32<D, WALK> layout;
     state<D, WALK> k;
     const int own0 = w.own0 + group * BLOCK;
     k.smem = shared_address(shared);
     k.own = k.smem + group * layout::tile_bytes;
+    k.own0 = own0;
     const int row0 = own0 + fragment_row();
     k.first = row0 + w.low - fragment_column();
     const int64_t tile = own0 < w.own_rows ? split_tile(p, w.c, WALK == WALK_KEYS, w.head, own0 / BLOCK) : 0;
@@ -200,14 +328,14 @@ INLINE state<D, WALK> begin_state(const attention_params &p, const work &w, int 
         const int i = row0 + half * 8;
         k.last[half] = (i < w.own_rows ? min(i + w.high, w.rows - 1) : -1) - fragment_column();
         k.unit[half] = k.unit2[half] = -1000;
-        if (WALK == WALK_SUMS) {
+        if (WALK == WALK_SUMS || (WALK == WALK_ROWS && !sums_d)) {
             k.base[half] = -CUDART_INF_F;
             k.rest[half] = 0.0f;
-        } else if (WALK == WALK_QUERIES) {
+        } else if (WALK != WALK_KEYS) {
             const int64_t at = i < w.own_rows ? lse_at(p, w.c, w.head, i) : 0;
             k.base[half] = i < w.own_rows ? p.base[at] : CUDART_INF_F;
             k.rest[half] = i < w.own_rows ? p.rest[at] : 0.0f;
-            k.dsum[half] = i < w.own_rows ? p.dsum[at] : 0.0f;
+            k.dsum[half] = i < w.own_rows && WALK == WALK_QUERIES ? p.dsum[at] : 0.0f;
             k.weight[half] = 0.0f;
         }
     }
@@ -238,9 +366,9 @@ INLINE void store_sums(bool adds, void *to, int64_t at, int64_t stride, int row0
 }
 
 /* Large log-sum-exps in two parts, where they agree with those that were given. split has made those of rows of dO that are not finite
- * NaN, and so they stay. */
-template <int D>
-INLINE void store_numbers(const attention_params &p, const work &w, int row0, const state<D, WALK_SUMS> *k) {
+ * NaN, and so they stay. few: of all rows, as a mask leaves few keys to some. */
+template <int D, int WALK>
+INLINE void store_numbers(const attention_params &p, const work &w, int row0, bool few, const state<D, WALK> *k) {
     for (int half = 0; half < 2; half++) {
         const int i = row0 + half * 8;
         const float top = quad_max(k->base[half]), base = top == -CUDART_INF_F ? 0.0f : top;
@@ -249,25 +377,42 @@ INLINE void store_numbers(const attention_params &p, const work &w, int row0, co
             continue;
         const int64_t at = lse_at(p, w.c, w.head, i);
         const float lse = ((const float *)p.t.lse)[at];
-        const float c = mantissa_of(p.scale_log2), unit = p.scale / power_of(p.scale_log2);
-        if (is_coarse<float>(p, w.c, lse) && !isnan(p.base[at]))
+        const float c = mantissa_of(p.scale_log2), unit = p.unit / power_of(p.scale_log2);
+        if ((few || is_coarse<float>(p, w.c, lse)) && !isnan(p.base[at]))
             put_row_sum<float>(p, top, c, unit, sum, sink_of(p, w.head, true), lse, 0.0f, &p.base[at], &p.rest[at]);
     }
 }
 
-template <int D, int WALK>
-INLINE void consume(const attention_params &p, const work &w, uint32_t block, char *shared, ring *r, int turn) {
+/* D of the rows that see a key. */
+template <int D>
+INLINE void store_dsums(const attention_params &p, const work &w, int row0, const state<D, WALK_ROWS> *k) {
+    for (int half = 0; half < 2; half++) {
+        const int i = row0 + half * 8;
+        const float sum = quad_sum(k->dsum[half]);
+        if (i >= w.own_rows || threadIdx.x % 4)
+            continue;
+        const int64_t at = lse_at(p, w.c, w.head, i);
+        if (isfinite(((const float *)p.t.lse)[at]) && !isnan(p.base[at]))
+            p.dsum[at] = sum - (p.t.dlse ? ((const float *)p.t.dlse)[at] : 0.0f);
+    }
+}
+
+/* few: of prep, as store_numbers; sums_d: it has been here, and D is left. */
+template <int D, int WALK, bool FULL>
+INLINE void consume(const attention_params &p, const work &w, uint32_t block, char *shared, ring *r, int turn,
+                    bool few = false, bool sums_d = false) {
     typedef backward32<D, WALK> layout;
     const int group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP - 1, 0);
     const span all = find_span(w, w.own0, OWN_ROWS), mine = find_span(w, w.own0 + group * BLOCK, BLOCK);
-    state<D, WALK> k = begin_state<D, WALK>(p, w, group, shared);
-    float c[WALK == WALK_SUMS ? 1 : D / 8][4], c2[WALK == WALK_KEYS ? D / 8 : 1][4];
-    zero_all<WALK == WALK_SUMS ? 1 : D / 8>(c);
+    state<D, WALK> k = begin_state<D, WALK>(p, w, group, sums_d, shared);
+    constexpr bool PREP = WALK == WALK_SUMS || WALK == WALK_ROWS;
+    float c[PREP ? 1 : D / 8][4], c2[WALK == WALK_KEYS ? D / 8 : 1][4];
+    zero_all<PREP ? 1 : D / 8>(c);
     zero_all<WALK == WALK_KEYS ? D / 8 : 1>(c2);
     if (all.begin < all.end)
         mbarrier_wait(k.smem + layout::own_full, turn);
     const int steps = (all.end - all.begin + BLOCK - 1) / BLOCK * (w.head1 - w.head0);
-    int i0 = all.begin;
+    int i0 = all.begin, x = w.head0; /* of what streams by: where it is, and its head */
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         const int a = r->slot, b = layout::streams == 1 || a + 1 < layout::SLOTS ? a + 1 : 0;
@@ -285,20 +430,31 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
                 release(k.smem + layout::empty + b * 8);
         } else if constexpr (WALK == WALK_SUMS)
             add_scores<D>(p, &k, i0, numbers, a);
+        else if constexpr (WALK == WALK_ROWS)
+            add_options<D>(p, w.c, w.head, &k, i0, cut, sums_d, numbers, a, b);
         else
-            add_tile<D, WALK>(p, &k, i0, cut, numbers, WALK == WALK_QUERIES ? b : a, WALK == WALK_QUERIES ? a : b, c,
-                              c2);
-        i0 = i0 + BLOCK < all.end ? i0 + BLOCK : all.begin; /* the next head */
+            add_tile<D, WALK, FULL>(p, w.c, WALK == WALK_KEYS ? x : w.head, &k, i0, cut, numbers,
+                                    WALK == WALK_QUERIES ? b : a, WALK == WALK_QUERIES ? a : b, c, c2);
+        i0 += BLOCK;
+        if (i0 >= all.end) {
+            i0 = all.begin;
+            x++;
+        }
     }
     pin(block); /* or what is needed from here on would have been kept through the loop */
     const work again = find_work<WALK>(p, block);
     const place &o = again.c;
     const int row0 = group * BLOCK + fragment_row();
+    if constexpr (WALK == WALK_ROWS)
+        if (sums_d) {
+            store_dsums<D>(p, again, again.own0 + row0, &k);
+            return;
+        }
     float row_by[2] = {1.0f, 1.0f};
     for (int half = 0; half < 2 && WALK == WALK_QUERIES; half++)
         row_by[half] = weights_to_one(p, quad_sum(k.weight[half]));
-    if constexpr (WALK == WALK_SUMS)
-        store_numbers<D>(p, again, again.own0 + row0, &k);
+    if constexpr (PREP)
+        store_numbers<D, WALK>(p, again, again.own0 + row0, few, &k);
     else if (WALK == WALK_QUERIES)
         store_sums<D>(p.adds, p.t.dq, row_at(p.a.dq_stride, o.n, again.head, o.first_q + again.own0), p.a.dq_stride.s,
                       row0, o.all_sq - again.own0, (int)p.a.d, p.scale, row_by, k.unit, c);
@@ -307,7 +463,7 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
         store_sums<D>(p.adds, p.t.dk, row_at(p.a.dk_stride, o.n, again.head, row), p.a.dk_stride.s, row0,
                       o.all_sk - again.own0, (int)p.a.d, p.scale, row_by, k.unit, c);
         store_sums<D>(p.adds, p.t.dv, row_at(p.a.dv_stride, o.n, again.head, row), p.a.dv_stride.s, row0,
-                      o.all_sk - again.own0, (int)p.a.dv, 1.0f, row_by, k.unit2, c2);
+                      o.all_sk - again.own0, (int)p.a.dv, FULL ? p.keep_scale : 1.0f, row_by, k.unit2, c2);
     }
 }
 
@@ -332,6 +488,18 @@ INLINE uint32_t find_large(const attention_params &p, uint32_t first, uint32_t c
     return bits;
 }
 
+/* Does a mask or a bias leave few keys to a row of the tile, but some? By all threads. */
+INLINE bool leaves_few(const attention_params &p, uint32_t block) {
+    const work w = find_work<WALK_ROWS>(p, block);
+    const int last = min(w.own0 + OWN_ROWS, w.own_rows);
+    bool few = false;
+    for (int i = w.own0 + (int)threadIdx.x / 32; i < last && !few; i += (int)blockDim.x / 32) {
+        const int count = count_seen<float>(p, w.c, w.head, i);
+        few = count > 0 && count <= FEW_KEYS;
+    }
+    return __syncthreads_or(few);
+}
+
 template <typename layout> INLINE void make_barriers(uint32_t smem) {
     if (threadIdx.x == 0) {
         for (int x = 0; x < layout::SLOTS; x++) {
@@ -345,10 +513,12 @@ template <typename layout> INLINE void make_barriers(uint32_t smem) {
 }
 
 /* dkdv, dq: a block a tile. */
-template <int D, int WALK> INLINE void attention_backward(const attention_params &p) {
+template <int D, int WALK, bool FULL> INLINE void attention_backward(const attention_params &p) {
     extern __shared__ __align__(1024) char shared[];
     const work w = find_work<WALK>(p, blockIdx.x);
     ring r = {0, 0};
+    if (FULL && has_few(p, w.c, WALK == WALK_KEYS ? w.head : w.head / p.group))
+        return;
     make_barriers<backward32<D, WALK>>(shared_address(shared));
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();
@@ -356,41 +526,54 @@ template <int D, int WALK> INLINE void attention_backward(const attention_params
             fetch<D, WALK>(p, w, shared_address(shared), &r);
     } else {
         registers_more<240>();
-        consume<D, WALK>(p, w, blockIdx.x, shared, &r, 0);
+        consume<D, WALK, FULL>(p, w, blockIdx.x, shared, &r, 0);
     }
 }
 
 /* prep: a block looks at several tiles, and mostly at nothing more. */
-template <int D> INLINE void attention_sums(const attention_params &p) {
+template <int D, bool FULL> INLINE void attention_sums(const attention_params &p) {
+    constexpr int WALK = FULL ? WALK_ROWS : WALK_SUMS;
     extern __shared__ __align__(1024) char shared[];
     const uint32_t all = (uint32_t)((p.a.sq + OWN_ROWS - 1) / OWN_ROWS * p.a.h * p.a.b);
     const uint32_t each = (all + gridDim.x - 1) / gridDim.x, first = blockIdx.x * each;
-    uint32_t todo = find_large(p, first, each, all, (uint32_t *)(shared + backward32<D, WALK_SUMS>::numbers));
+    uint32_t todo = find_large(p, first, each, all, (uint32_t *)(shared + backward32<D, WALK>::numbers));
+    uint32_t few = 0;
     int turn = 0;
     ring r = {0, 0};
+    if (FULL && hides<float>(p))
+        for (uint32_t x = 0; x < each && first + x < all; x++)
+            few |= (uint32_t)leaves_few(p, first + x) << x;
+    todo |= few;
     if (!todo)
         return;
-    make_barriers<backward32<D, WALK_SUMS>>(shared_address(shared));
-    for (; todo; todo &= todo - 1) {
-        const uint32_t block = first + (uint32_t)__ffs((int)todo) - 1;
-        const work w = find_work<WALK_SUMS>(p, block);
-        if (threadIdx.x < 32)
-            fetch<D, WALK_SUMS>(p, w, shared_address(shared), &r);
-        else if (threadIdx.x >= WARPGROUP)
-            consume<D, WALK_SUMS>(p, w, block, shared, &r, turn);
-        const span s = find_span(w, w.own0, OWN_ROWS);
-        turn ^= s.begin < s.end;
-        __syncthreads(); /* the own tiles are free */
+    make_barriers<backward32<D, WALK>>(shared_address(shared));
+    while (todo) {
+        const int x = __ffs((int)todo) - 1;
+        const bool is_few = few >> x & 1;
+        const work w = find_work<WALK>(p, first + (uint32_t)x);
+#pragma unroll 1
+        for (int again = 0; again <= (int)is_few; again++) { /* the log-sum-exp, and D by that */
+            if (threadIdx.x < 32)
+                fetch<D, WALK>(p, w, shared_address(shared), &r);
+            else if (threadIdx.x >= WARPGROUP)
+                consume<D, WALK, FULL>(p, w, first + (uint32_t)x, shared, &r, turn, is_few, again);
+            const span s = find_span(w, w.own0, OWN_ROWS);
+            turn ^= s.begin < s.end;
+            __syncthreads(); /* the own tiles are free */
+        }
+        todo &= todo - 1;
     }
 }
 
-#define pass_prep(D) attention_sums<D>(p)
-#define pass_dkdv(D) attention_backward<D, WALK_KEYS>(p)
-#define pass_dq(D) attention_backward<D, WALK_QUERIES>(p)
+#define variant_lean false
+#define variant_full true
+#define pass_prep(D, FULL) attention_sums<D, FULL>(p)
+#define pass_dkdv(D, FULL) attention_backward<D, WALK_KEYS, FULL>(p)
+#define pass_dq(D, FULL) attention_backward<D, WALK_QUERIES, FULL>(p)
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
         wait_for_earlier_grid();                                                                                       \
-        pass_##pass(dim);                                                                                              \
+        pass_##pass(dim, variant_##variant);                                                                           \
     }

@@ -12,7 +12,7 @@
 #define LOW_PART (SPLIT_ROWS * 128) /* bytes from a tile's high to its low part */
 #define NUMBERS BACKWARD32_NUMBERS  /* of a step: base, rest and D of queries that stream; the two tiles' exponents */
 
-enum walk { WALK_SUMS, WALK_KEYS, WALK_QUERIES }; /* prep, dkdv, dq */
+enum walk { WALK_SUMS, WALK_ROWS, WALK_KEYS, WALK_QUERIES }; /* prep, lean and full; dkdv, dq */
 
 template <int D, int WALK> struct backward32 {
     static constexpr int streams = WALK == WALK_SUMS ? 1 : 2, SLOTS = backward32_slots(D);

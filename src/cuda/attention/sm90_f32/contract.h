@@ -60,4 +60,12 @@ CONTRACT int backward32_bytes(int dim, int tensors) {
            slots * (split_tile_bytes(dim) + BACKWARD32_NUMBERS * 4) + 8 * (2 * slots + 1);
 }
 
+/* dbias: slots for two tiles of queries and one of keys with what is known of them, barriers: two for each; sums of eight warps. */
+CONTRACT int dbias32_slots(int dim) {
+    return dim > 64 ? 2 : 4;
+}
+CONTRACT int dbias32_bytes(int dim) {
+    return dbias32_slots(dim) * (3 * (split_tile_bytes(dim) + (int)sizeof(split_info)) + 2 * 8) + 8 * SPLIT_ROWS * 4;
+}
+
 #endif

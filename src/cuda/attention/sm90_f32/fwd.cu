@@ -7,6 +7,7 @@
  * while another multiplies. The tensor cores cut off when they add to an accumulator: each tile's P·V begins from zero, and is
  * added to o by a rounding addition, where the tiles' different powers of two cost nothing. */
 #include "cuda/attention/sm90_f32/fwd.cuh"
+#include "cuda/attention/sm90_f32/options.cuh"
 
 /* ------------------------------------------------------------------------------------------------------- products */
 
@@ -172,22 +173,60 @@ struct forward_rows {
     uint32_t marks; /* of the thread's two rows, in bits 0 and 8 */
 };
 
+/* Eights of columns whose bias is asked for together. */
+#define EIGHTS 2
+
+/* q·k -> S by all options, of tile t; what a mark says comes in front of what hides. */
+INLINE void apply_options(const attention_params &p, const forward_work &f, const forward_rows &w, int t, int exponent,
+                          const uint32_t marks[2], float (*s)[4]) {
+    const int j0 = t * SPLIT_ROWS, row = w.i0 + fragment_row(), column = j0 + fragment_column();
+    const bool whole = j0 + SPLIT_ROWS <= w.sk && j0 + SPLIT_ROWS - 1 <= w.i0 + w.hi && j0 >= w.last + w.lo &&
+                       w.i0 + SPLIT_ROWS - 1 == w.last;
+    lane_options<float> o[2];
+    find_options<float, false>(p, f.c, f.x, row, column, o);
+    uint32_t seen = whole ? ALL_LANES : find_seen<SPLIT_ROWS>(f.c, row, row + 8, column);
+    float slack[EIGHTS][4];
+    const float by = scale_by(front_factor(p), w.exponent - exponent);
+#pragma unroll
+    for (int y = 0; y < SPLIT_ROWS / 8; y += EIGHTS)
+        make_scores<float, false, EIGHTS>(p, o, by, whole, y, &seen, s + y, slack);
+    if (w.marks | marks[0] | marks[1])
+        mark_scores(w.marks, marks, s);
+    hide_scores<SPLIT_ROWS / 8>(seen, s);
+}
+
+/* P of tile t -> 0 where it is dropped. */
+INLINE void drop(const attention_params &p, const forward_work &f, const forward_rows &w, int t, float (*s)[4]) {
+    const int warp_row = (int)threadIdx.x % WARPGROUP / 32 * 16;
+    drop_elements(find_kept<false, SPLIT_ROWS>(p, make_dropout(p), dropout_head(p, f.c.n, f.x),
+                                               w.i0 + warp_row + duty_row(), t * SPLIT_ROWS),
+                  1.0f, s);
+}
+
 /* The scores of tile t are there: marks and masks, softmax, the two parts of P. o and *shift: of which power of two V is. */
-template <int D>
-INLINE void receive_scores(const forward_rows &w, int t, uint32_t info, softmax_state *state, float (*s)[4],
-                           split_weights *a, float (*o)[4], float *unit) {
+template <int D, bool FULL>
+INLINE void receive_scores(const attention_params &p, const forward_work &f, const forward_rows &w, int t,
+                           uint32_t info, softmax_state *state, float (*s)[4], split_weights *a, float (*o)[4],
+                           float *unit) {
     const split_info k = read_info(info), v = read_info(info + 16);
-    const float c = w.mantissa * power_of_two(max(-126, min(w.exponent - k.exponent, 125)));
+    const float c = FULL ? LOG2E : w.mantissa * power_of_two(max(-126, min(w.exponent - k.exponent, 125)));
     const uint32_t marks[2] = {k.marks[0] | v.marks[0], k.marks[1] | v.marks[1]};
     const int j0 = t * SPLIT_ROWS;
     float shrink[2];
-    if (w.marks | marks[0] | marks[1])
-        mark_scores(w.marks, marks, s);
-    if (j0 + SPLIT_ROWS > w.sk || j0 + SPLIT_ROWS - 1 > w.i0 + w.hi)
-        mask_above<SPLIT_ROWS>(w.hi, w.sk, w.i0, j0, s);
-    if (j0 < w.last + w.lo)
-        mask_below<SPLIT_ROWS>(w.lo, w.i0, j0, s);
-    if (online_softmax(state, c, s, shrink))
+    if (FULL) {
+        apply_options(p, f, w, t, k.exponent, marks, s);
+    } else {
+        if (w.marks | marks[0] | marks[1])
+            mark_scores(w.marks, marks, s);
+        if (j0 + SPLIT_ROWS > w.sk || j0 + SPLIT_ROWS - 1 > w.i0 + w.hi)
+            mask_above<SPLIT_ROWS>(w.hi, w.sk, w.i0, j0, s);
+        if (j0 < w.last + w.lo)
+            mask_below<SPLIT_ROWS>(w.lo, w.i0, j0, s);
+    }
+    const bool grows = online_softmax(state, c, s, shrink);
+    if (FULL && p.drops)
+        drop(p, f, w, t, s);
+    if (grows)
 #pragma unroll
         for (int y = 0; y < D / 8; y++)
 #pragma unroll
@@ -204,40 +243,44 @@ template <int D, int GROUPS> INLINE void pass_by(uint32_t smem, ring *r, int til
         take_turn<GROUPS>(group);
         pass_turn<GROUPS>(group);
         for (int y = 0; y < 2; y++) {
-            const uint32_t full = smem + layout::barriers + FULL + r->slot * 8;
+            const uint32_t full = smem + layout::barriers + FULL_SLOT + r->slot * 8;
             mbarrier_wait(full, r->turn);
-            release(full + EMPTY - FULL);
+            release(full + EMPTY - FULL_SLOT);
             advance<layout::slots>(r);
         }
     }
 }
 
 /* Tiles t0 .. t1-1. */
-template <int D, int GROUPS>
-INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t smem, ring *r, softmax_state *state,
-                    float (*o)[4]) {
+template <int D, int GROUPS, bool FULL>
+INLINE void compute(const attention_params &p, const forward_work &f, const forward_rows &w, int t0, int t1, int group,
+                    uint32_t smem, ring *r, softmax_state *state, float (*o)[4]) {
     typedef forward32<D, GROUPS> layout;
     const uint32_t q = smem + group * layout::tile, barriers = smem + layout::barriers;
     split_weights a;
     float s[SPLIT_ROWS / 8][4], part[D / 8][4], unit;
-    mbarrier_wait(barriers + FULL + r->slot * 8, r->turn);
+    mbarrier_wait(barriers + FULL_SLOT + r->slot * 8, r->turn);
     take_turn<GROUPS>(group);
+    if (FULL)
+        prefetch_bias(p, f.c, f.x, w.i0, t0 * SPLIT_ROWS);
     issue_scores<D>(q, smem + layout::keys + r->slot * layout::tile, s);
     pass_turn<GROUPS>(group);
     wgmma_wait<0>();
     pin_all<SPLIT_ROWS / 8>(s);
-    receive_scores<D>(w, t0, smem + layout::infos + r->slot * 32, state, s, &a, o, &unit);
+    receive_scores<D, FULL>(p, f, w, t0, smem + layout::infos + r->slot * 32, state, s, &a, o, &unit);
     release(barriers + EMPTY + r->slot * 8);
     advance<layout::slots>(r);
 #pragma unroll 1
     for (int t = t0 + 1; t < t1; t++) {
         ring next = *r;
         advance<layout::slots>(&next);
-        mbarrier_wait(barriers + FULL + r->slot * 8, r->turn);
-        mbarrier_wait(barriers + FULL + next.slot * 8, next.turn);
+        mbarrier_wait(barriers + FULL_SLOT + r->slot * 8, r->turn);
+        mbarrier_wait(barriers + FULL_SLOT + next.slot * 8, next.turn);
         take_turn<GROUPS>(group);
         pin_all<4>(a.high);
         pin_all<4>(a.low);
+        if (FULL)
+            prefetch_bias(p, f.c, f.x, w.i0, t * SPLIT_ROWS);
         issue_sums<D>(a, smem + layout::keys + r->slot * layout::tile, part);
         issue_scores<D>(q, smem + layout::keys + next.slot * layout::tile, s);
         pass_turn<GROUPS>(group);
@@ -252,12 +295,12 @@ INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t s
         pin_all<D / 8>(o);
         wgmma_wait<0>();
         pin_all<SPLIT_ROWS / 8>(s);
-        receive_scores<D>(w, t, smem + layout::infos + next.slot * 32, state, s, &a, o, &unit);
+        receive_scores<D, FULL>(p, f, w, t, smem + layout::infos + next.slot * 32, state, s, &a, o, &unit);
         release(barriers + EMPTY + next.slot * 8);
         *r = next;
         advance<layout::slots>(r);
     }
-    mbarrier_wait(barriers + FULL + r->slot * 8, r->turn);
+    mbarrier_wait(barriers + FULL_SLOT + r->slot * 8, r->turn);
     pin_all<4>(a.high);
     pin_all<4>(a.low);
     issue_sums<D>(a, smem + layout::keys + r->slot * layout::tile, part);
@@ -277,7 +320,7 @@ INLINE void compute(const forward_rows &w, int t0, int t1, int group, uint32_t s
 /* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. *keep: as add_row takes it. */
 INLINE float end_query(const attention_params &p, const forward_work &w, int i, float max, float offset, float sum,
                        float *keep) {
-    const float mantissa = mantissa_of(p.scale_log2), unit = p.scale / power_of(p.scale_log2);
+    const float mantissa = mantissa_of(p.scale_log2), unit = p.unit / power_of(p.scale_log2);
     const float sink = sink_of(p, w.x, i < w.c.sq);
     float lse;
     sum = i < w.c.sq ? sum * power_of_two(-SHIFT) : 0.0f;
@@ -294,7 +337,7 @@ INLINE float end_query(const attention_params &p, const forward_work &w, int i, 
 }
 
 /* o = O / sum, and lse. The four lanes of a row write 32 bytes. */
-template <int D>
+template <int D, bool FULL>
 INLINE void store_rows(const attention_params &p, const forward_work &w, int i0, const softmax_state &state,
                        const float (*o)[4]) {
     const int column = fragment_column();
@@ -302,7 +345,8 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, int i0,
     for (int half = 0; half < 2; half++) {
         const int i = i0 + fragment_row() + half * 8;
         float keep = 0.0f;
-        const float by = end_query(p, w, i, state.max[half], state.offset[half], quad_sum(state.sum[half]), &keep);
+        const float by = end_query(p, w, i, state.max[half], state.offset[half], quad_sum(state.sum[half]), &keep) *
+                         (FULL ? p.keep_scale : 1.0f);
         float *to = (float *)p.t.o + row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + i);
         if (i >= w.c.all_sq)
             continue;
@@ -327,7 +371,7 @@ INLINE void store_rows(const attention_params &p, const forward_work &w, int i0,
     }
 }
 
-template <int D, int GROUPS>
+template <int D, int GROUPS, bool FULL>
 INLINE void consume(const attention_params &p, const forward_work &w, int group, uint32_t smem, char *shared) {
     typedef forward32<D, GROUPS> layout;
     forward_rows rows;
@@ -349,27 +393,28 @@ INLINE void consume(const attention_params &p, const forward_work &w, int group,
         t0 = t1 = w.t1;
     if (t0 < t1) {
         rows.mantissa = mantissa_of(p.scale_log2);
-        rows.exponent = exponent_of(p.scale_log2) - split_queries<D, GROUPS>(p, w, rows.i0, group, shared, &rows.marks);
+        rows.exponent =
+            exponent_of(p.scale_log2) - split_queries<D, GROUPS, FULL>(p, w, rows.i0, group, shared, &rows.marks);
     }
     pass_by<D, GROUPS>(smem, &r, t0 - w.t0, group);
     if (t0 < t1) {
-        compute<D, GROUPS>(rows, t0, t1, group, smem, &r, &state, o);
+        compute<D, GROUPS, FULL>(p, w, rows, t0, t1, group, smem, &r, &state, o);
     }
     pass_by<D, GROUPS>(smem, &r, w.t1 - t1, group);
-    store_rows<D>(p, w, rows.i0, state, o);
+    store_rows<D, FULL>(p, w, rows.i0, state, o);
 }
 
-template <int D, int GROUPS> INLINE void attention_forward32(const attention_params &p) {
+template <int D, int GROUPS, bool FULL> INLINE void attention_forward32(const attention_params &p) {
     typedef forward32<D, GROUPS> layout;
     extern __shared__ char shared[];
     const uint32_t smem = align_tiles(shared_address(shared)), barriers = smem + layout::barriers;
     char *const from = shared + (smem - shared_address(shared));
     const forward_work w = find_work<layout::rows>(p);
-    if (w.row0 >= w.c.all_sq)
+    if (w.row0 >= w.c.all_sq || (FULL && has_few(p, w.c, w.x / p.group)))
         return;
     if (threadIdx.x == 0) {
         for (int x = 0; x < layout::slots; x++) {
-            mbarrier_init(barriers + FULL + x * 8, 1);
+            mbarrier_init(barriers + FULL_SLOT + x * 8, 1);
             mbarrier_init(barriers + EMPTY + x * 8, GROUPS * WARPGROUP);
         }
         mbarrier_init_fence();
@@ -384,14 +429,16 @@ template <int D, int GROUPS> INLINE void attention_forward32(const attention_par
             produce<D, GROUPS>(p, w, smem);
     } else {
         registers_more<GROUPS == 2 ? 232 : 160>();
-        consume<D, GROUPS>(p, w, warp / 4 - 1, smem, from);
+        consume<D, GROUPS, FULL>(p, w, warp / 4 - 1, smem, from);
     }
 }
 
+#define variant_lean false
+#define variant_full true
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
         wait_for_earlier_grid();                                                                                       \
-        attention_forward32<dim, own / SPLIT_ROWS>(p);                                                                 \
+        attention_forward32<dim, own / SPLIT_ROWS, variant_##variant>(p);                                              \
     }

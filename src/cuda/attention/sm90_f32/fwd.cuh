@@ -23,7 +23,7 @@ template <int D, int GROUPS> struct forward32 {
 };
 
 /* The barriers, by the place of their first, one per slot. */
-enum { FULL = 0, EMPTY = FULL + 8 * 8 };
+enum { FULL_SLOT = 0, EMPTY = FULL_SLOT + 8 * 8 };
 
 /* What a block does: tiles t0 .. t1-1 of keys; queries from row0 on. */
 struct forward_work {
@@ -57,9 +57,9 @@ template <int ROWS> INLINE forward_work find_work(const attention_params &p) {
 template <int D, int GROUPS>
 INLINE void load_tile(const split_tensor &x, int64_t n, uint32_t smem, const ring &r, const split_tensor *other) {
     typedef forward32<D, GROUPS> layout;
-    const uint32_t full = smem + layout::barriers + FULL + r.slot * 8;
+    const uint32_t full = smem + layout::barriers + FULL_SLOT + r.slot * 8;
     const uint32_t info = smem + layout::infos + r.slot * 32;
-    mbarrier_wait(full + EMPTY - FULL, r.turn ^ 1);
+    mbarrier_wait(full + EMPTY - FULL_SLOT, r.turn ^ 1);
     mbarrier_expect(full, layout::tile + (other ? 32 : 0));
     copy_bulk(smem + layout::keys + r.slot * layout::tile, (const char *)x.tiles + n * layout::tile, layout::tile,
               full);
@@ -84,7 +84,7 @@ template <int D, int GROUPS> INLINE void produce(const attention_params &p, cons
 }
 
 /* A warpgroup splits its 64 queries from row i0 on; *marks: of this thread's two rows, in bits 0 and 8. Their exponent. */
-template <int D, int GROUPS>
+template <int D, int GROUPS, bool FULL>
 INLINE int split_queries(const attention_params &p, const forward_work &w, int i0, int group, char *shared,
                          uint32_t *marks) {
     typedef forward32<D, GROUPS> layout;
@@ -107,6 +107,12 @@ INLINE int split_queries(const attention_params &p, const forward_work &w, int i
     for (int z = 0; z < CHUNKS; z++)
         if (clean_chunk(x[z], &most))
             atomicOr(&marked[(row + z * STEP) / 32], 1u << (row + z * STEP) % 32);
+    if (FULL && (p.a.features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK))) { /* the tile's own place is free still */
+        float *const tile = (float *)(shared + group * layout::tile);
+        drop_hidden<D, CHUNKS>(p, w.c, false, w.x, i0, row, STEP, thread / 32, WARPGROUP / 32, x, tile, marked,
+                               (uint32_t *)tile + SPLIT_ROWS, [=] { barrier_sync(1 + GROUPS + group, WARPGROUP); });
+        most = largest_of<CHUNKS>(x);
+    }
     most = __reduce_max_sync(ALL_LANES, most);
     if (thread % 32 == 0)
         largest[thread / 32] = most;

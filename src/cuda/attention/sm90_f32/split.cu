@@ -95,12 +95,38 @@ INLINE void prep_rows(const attention_params &p, const place &c, int64_t head, i
     }
 }
 
-template <int D> INLINE void attention_split(const attention_params &p) {
+/* Rows of a head of keys that are looked at. */
+#define SAMPLES 64
+
+/* Do most of the rows that see a key see few, as far as SAMPLES of them tell? Then for all of them sm80's kernels are asked, whose products
+ * lose less (design.md, section 4). counts: two zeros. By all threads. */
+INLINE void find_few(const attention_params &p, const place &c, int64_t y, int *counts) {
+    const int64_t rows = (int64_t)p.group * c.sq, samples = min64(rows, SAMPLES), step = rows / max64(samples, 1);
+    for (int64_t z = threadIdx.x / 32; z < samples; z += blockDim.x / 32) {
+        const int64_t at = z * step + z * 37 % step; /* not in step with what a mask repeats */
+        const int count = count_seen<float>(p, c, y * p.group + at / c.sq, (int)(at % c.sq));
+        if (threadIdx.x % 32 == 0 && count > 0)
+            atomicAdd(&counts[count <= FEW_KEYS], 1);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        p.few[c.n * p.a.hk + y] = counts[1] > counts[0];
+}
+
+template <int D, bool FULL> INLINE void attention_split(const attention_params &p) {
     typedef split_shape<D> shape;
-    __shared__ uint32_t slots[2][shape::threads / 32], marks[2];
+    __shared__ uint32_t slots[2][shape::threads / 32], marks[2], hidden[2];
+    __shared__ float largest[SPLIT_ROWS];
+    __shared__ int counts[2];
     const split_work w = find_split_work(p);
     const place c = find_place(p, w.n);
     const int row0 = w.tile * SPLIT_ROWS;
+    if (FULL && p.few && w.tensor == SPLIT_K && w.tile == 0) {
+        if (threadIdx.x < 2)
+            counts[threadIdx.x] = 0;
+        __syncthreads();
+        find_few(p, c, w.head, counts);
+    }
     if (row0 >= (w.keys ? c.sk : c.sq))
         return;
     int begin, end;
@@ -122,6 +148,11 @@ template <int D> INLINE void attention_split(const attention_params &p) {
         const int r = row - row0 + z * shape::step;
         if (clean_chunk(x[z], &most))
             atomicOr(&marks[r / 32], 1u << r % 32);
+    }
+    if (FULL && (p.a.features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK))) {
+        drop_hidden<D, CHUNKS>(p, c, w.keys, w.head, row0, row - row0, shape::step, (int)threadIdx.x / 32,
+                               shape::threads / 32, x, largest, marks, hidden, [] { __syncthreads(); });
+        most = largest_of<CHUNKS>(x);
     }
     const int exponent = split_exponent(block_largest<shape::threads>(most, slots[0]));
     const float by = power_of_two(exponent);
@@ -145,11 +176,13 @@ template <int D> INLINE void attention_split(const attention_params &p) {
         prep_rows<D>(p, c, w.head, row, marks, x);
 }
 
+#define variant_lean false
+#define variant_full true
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
         wait_for_earlier_grid();                                                                                       \
         static_assert(warps * 32 == split_shape<dim>::threads, "a tile a block");                                      \
-        attention_split<dim>(p);                                                                                       \
+        attention_split<dim, variant_##variant>(p);                                                                    \
     }

@@ -60,6 +60,81 @@ INLINE bool clean_chunk(float x[8], uint32_t *most) {
     return bad;
 }
 
+/* ------------------------------------------------------------------------------------------------------ hidden rows
+ * What a mask or a bias hides from everybody may hold anything, and would take the bits of its neighbours in the tile if it were large. */
+#define OUTLIER 0x1p12f
+
+/* Does nobody see row r of keys, or does row r of queries see nothing? By a warp. */
+INLINE bool is_hidden(const attention_params &p, const place &c, bool keys, int64_t head, int r) {
+    const int64_t x0 = keys ? head * p.group : head, x1 = x0 + (keys ? p.group : 1);
+    const int begin = keys ? max(0, r - c.hi) : max(0, r + c.lo);
+    const int end = keys ? min(c.sq, r - c.lo + 1) : min(c.sk, r + c.hi + 1);
+    for (int64_t x = x0; x < x1; x++)
+        for (int t0 = begin; t0 < end; t0 += 32) {
+            const int t = t0 + (int)threadIdx.x % 32;
+            float slack;
+            const bool seen = t < end && full_score<float>(p, c, make_score_row(p, c, x, keys ? t : r), keys ? r : t,
+                                                           0.0f, &slack) != -CUDART_INF_F;
+            if (__any_sync(ALL_LANES, seen))
+                return false;
+        }
+    return true;
+}
+
+/* Of a tile of 64 rows from row0 on those rows become zero that are much larger than another and that nobody sees; marks of such rows go,
+ * too. A thread has chunks of rows row, row + step ..; one of `warps` warps, all of which meet in sync. largest: of each row; hidden: two
+ * words. */
+template <int D, int CHUNKS, typename SYNC>
+INLINE void drop_hidden(const attention_params &p, const place &c, bool keys, int64_t head, int row0, int row, int step,
+                        int warp, int warps, float (*x)[8], float *largest, uint32_t *marks, uint32_t *hidden,
+                        SYNC sync) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++) {
+        float most = 0.0f;
+#pragma unroll
+        for (int y = 0; y < 8; y++)
+            most = fmaxf(most, fabsf(x[z][y]));
+#pragma unroll
+        for (int other = D / 16; other; other /= 2)
+            most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, other));
+        if (lane % (D / 8) == 0)
+            largest[row + z * step] = most;
+    }
+    if (warp == 0 && lane < 2)
+        hidden[lane] = 0;
+    sync();
+    const float a = largest[lane], b = largest[lane + 32];
+    const float most = warp_max(fmaxf(a, b));
+    const float least = -warp_max(fmaxf(a > 0.0f ? -a : -CUDART_INF_F, b > 0.0f ? -b : -CUDART_INF_F));
+    if (!(most > least * OUTLIER) && !(marks[0] | marks[1]))
+        return;
+    for (int r = warp; r < SPLIT_ROWS; r += warps)
+        if ((largest[r] > least * OUTLIER || marks[r / 32] >> r % 32 & 1) && is_hidden(p, c, keys, head, row0 + r) &&
+            lane == 0)
+            atomicOr(&hidden[r / 32], 1u << r % 32);
+    sync();
+    if (warp == 0 && lane < 2)
+        marks[lane] &= ~hidden[lane];
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++)
+        if (hidden[(row + z * step) / 32] >> (row + z * step) % 32 & 1)
+#pragma unroll
+            for (int y = 0; y < 8; y++)
+                x[z][y] = 0.0f;
+}
+
+/* The largest magnitude of a thread's chunks, as bits. */
+template <int CHUNKS> INLINE uint32_t largest_of(const float (*x)[8]) {
+    float most = 0.0f;
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++)
+#pragma unroll
+        for (int y = 0; y < 8; y++)
+            most = fmaxf(most, fabsf(x[z][y]));
+    return __float_as_uint(most);
+}
+
 /* The e with most·2^e in [2^14, 2^15), but at most 100: what is smaller than 2^-86 loses bits, and no factor overflows. */
 INLINE int split_exponent(uint32_t most) {
     return min(14 + 127 - (int)(most >> 23), 100);
