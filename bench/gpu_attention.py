@@ -422,7 +422,7 @@ def main():
         print(f"-- {table}: TFLOP/s (decode: TB/s), = heddle over the best peer")
         rows, plain = [], {}
         for case, wanted in TABLES[table]():
-            if case.option == "plain" and table == "options":
+            if case.option == "plain":
                 plain = {}
             if a.filter and not any(x in case.name() for x in a.filter) and not (table == "options" and case.option == "plain"):
                 continue
