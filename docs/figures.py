@@ -279,6 +279,26 @@ def sm80_table() -> str:
     return "\n".join(lines)
 
 
+OPTIONS_OF_FLOAT32 = {
+    "c": ["softcap", "alibi", "dropout"],
+    "f": ["dropout", "padding", "dense", "blocks", "bias shared", "bias", "dbias shared", "dbias"],
+}
+
+
+def float32_options_table() -> str:
+    """Options in float32 at head dim 128, beside PyTorch's memory-efficient kernel where it has them."""
+    rows = read("h200")
+    lines = [bars("", "mask", "TFLOP/s", "of plain", "efficient", "commit"), "|" + "---|" * 6]
+    for mask, options in OPTIONS_OF_FLOAT32.items():
+        for option in ("plain", *options):
+            case = f"B2H16/16S4096D128{mask}-float32" + ("" if option == "plain" else " " + option)
+            row = latest(rows, case=case)
+            part = "" if option == "plain" else " / ".join(f"{row[f'{w}_rest']['of_plain']:.2f}" for w in PASSES)
+            peer = pair(row, "efficient") if "efficient" in row["fwd_rest"]["rate"] else ""
+            lines.append(bars(WORDS.get(option, option), MASKS[mask], pair(row, "heddle"), part, peer, row["commit"]))
+    return "\n".join(lines)
+
+
 PAGED = {  # the rows of bench/gpu_pages.py by what they are called
     "decode B64H32/8S1x8192D128": "decoding, b 64, h 32/8, 8k keys, d 128",
     "decode B8H32/8S1x8192D128": "decoding, b 8, h 32/8, 8k keys, d 128",
@@ -363,6 +383,7 @@ TABLES = {
         "sm80": sm80_table,
         "head dims": dims_table,
         "float32": lambda: calls_table("attention", "S4096x4096.*float32"),
+        "float32 options": float32_options_table,
         "norm-linear": lambda: calls_table("norm-linear", ""),
     },
 }
