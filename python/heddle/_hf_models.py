@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from heddle import _hf_written_out
+from heddle import _hf_batches, _hf_written_out
 
 _names: set[str] = set()  # that heddle is registered under
 _heed = True  # transformers' masks heed config.is_causal; known when a name is registered
@@ -228,6 +228,17 @@ def _admit(kind: type, name: str) -> None:
             table.setdefault(name, _through_sdpa(table["sdpa"]) if "sdpa" in table else table["eager"])
 
 
+def _refusal_of_batches(model: Any) -> str | None:
+    """Why a model that uses heddle cannot be batched continuously, or None."""
+    kind = type(model)
+    if not _written_out(kind) and not any(_file(name).table for name in _files(kind)):
+        return None
+    return (
+        f"{kind.__name__} calls no implementation that is registered, so its layers cannot read the cache of "
+        "continuous batching (generate_batch), neither with heddle nor without: use generate"
+    )
+
+
 def _requests(model: Any, requested: Any) -> Any:
     """(model, implementation) for a model and its parts, of set_attn_implementation's argument."""
     from transformers import PreTrainedModel
@@ -271,6 +282,7 @@ def watch(name: str) -> None:
     except ImportError:  # before 4.53
         _masking = None
     _heed = _masking is not None and 'config, "is_causal"' in inspect.getsource(_masking)
+    _hf_batches.watch(_names, _refusal_of_batches)
     if hasattr(PreTrainedModel, "_heddle_watches"):
         return
     PreTrainedModel._heddle_watches = True

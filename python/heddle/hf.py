@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heddle import _hf_models, attention
+from heddle import _hf_batches, _hf_models, attention
 from heddle._ops import quick_options
 from heddle._options import Causal
 
@@ -60,9 +60,30 @@ def _sequence_of(cu_seqlens: Tensor, length: int) -> Tensor:
 def _packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, **options: Any) -> Tensor:
     """One row of the batch that holds several sequences, as [1, sq, h, dv]."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    options |= {"max_seqlen_q": q.shape[0], "max_seqlen_k": k.shape[0]}
+    options = {"max_seqlen_q": q.shape[0], "max_seqlen_k": k.shape[0], **options}
     out: Tensor = attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
     return out.unsqueeze(0).contiguous()
+
+
+def _batched(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: Any,
+    cu_q: Tensor | None,
+    cu_k: Any,
+    sliding_window: int | None,
+    given: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:
+    """A step of continuous batching: requests in one row, of which each sees its own keys in the cache."""
+    if cu_q is None or query.shape[0] != 1:
+        raise _refuse(module, "cache", "a paged one, but not cu_seq_lens_q for a batch of one row")
+    key, value, cu_k = _hf_batches.update(module, key, value, cache, cu_k, given)
+    window = None if sliding_window is None else (operator.index(sliding_window) - 1, None)
+    options |= {"causal": "bottom_right", "window": window}
+    return _packed(query, key, value, cu_q.int(), cu_k.int(), **options)
 
 
 def attention_forward(
@@ -85,6 +106,7 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls for a layer's attention.
@@ -104,6 +126,8 @@ def attention_forward(
         output_attentions: return the weights, too.
         cu_seq_lens_q, cu_seq_lens_k: [n + 1], where packed sequences begin and end, in a batch of one row.
         max_length_q, max_length_k: the longest of them; not needed.
+        cache: the paged cache of continuous batching (generate_batch); the mask is then of no account, as
+            cu_seq_lens_q and the cache say which keys a query sees.
         others: what is None or changes nothing, such as position_ids and use_cache; anything else is refused.
 
     Returns:
@@ -115,8 +139,11 @@ def attention_forward(
 
     Source: transformers, docs/source/en/attention_interface.md.
     """
+    batched = cache is not None and _hf_batches.is_cache(cache)
+    if cache is not None and not batched:
+        others["cache"] = cache
     for name, given in others.items():
-        if given is not None and name not in _NO_MATTER:
+        if given is not None and name not in _NO_MATTER and not (batched and name in _hf_batches.OF_THE_CACHE):
             raise _refuse(module, name, "which heddle does not know")
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[-1] > key.shape[-2]:
         attention_mask = attention_mask[..., : key.shape[-2]]  # of a static cache, in older versions
@@ -135,7 +162,7 @@ def attention_forward(
     window = (operator.index(sliding_window) - 1, None) if sliding_window is not None and causal else None
     softcap = softcap or 0.0
     weights_too = bool(output_attentions) or _hf_models.weights_are_asked_for()
-    if position_bias is indices is cu_seq_lens_q is cu_seq_lens_k is None and not (
+    if position_bias is indices is cu_seq_lens_q is cu_seq_lens_k is cache is None and not (
         weights_too or dropout or _compiling()
     ):
         # What needs no work first; NotImplemented where it does, or where heddle has an error to say.
@@ -153,6 +180,15 @@ def attention_forward(
         "dropout": dropout,
         "deterministic": deterministic,
     }
+    if batched:
+        for name, given in (("position_bias", position_bias), ("indices", indices)):
+            if given is not None:
+                raise _refuse(module, name, "which heddle does not have in continuous batching")
+        if weights_too:
+            raise _refuse(module, "output_attentions", "which continuous batching has no place for")
+        others["max_length_k"] = max_length_k
+        row = (cu_seq_lens_q, cu_seq_lens_k, sliding_window, others, options)
+        return _batched(module, query, key, value, cache, *row), None
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     if indices is not None:

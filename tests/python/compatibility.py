@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every architecture of the transformers that is installed, with heddle against eager: right, or refused by name.
 
-    python tests/python/compatibility.py [--only llama,t5] [--jobs 2] [--json FILE] [--write]
+    python tests/python/compatibility.py [--only llama,t5] [--batches] [--jobs 2] [--json FILE] [--write]
 
---write puts the table of this version into docs/compatibility.md. Each architecture is run in a process of its own."""
+--write puts the table of this version into docs/compatibility.md. Each architecture is run in a process of its own.
+--batches: continuous batching (generate_batch) in place of all else, of a few architectures."""
 
 from __future__ import annotations
 
@@ -213,6 +214,48 @@ def check_generation(what, eager, ours, given, **options):
     return "right"
 
 
+def batches(model_type):
+    """{class: {"batches": outcome}}: the text that continuous batching makes with heddle, and eager by itself."""
+    found, reasons = small_model(model_type)
+    if not found:
+        return {"-": {"batches": f"cannot: {reasons[0]}"[:200]}}
+    small.tell_memory(setattr)
+    table = {}
+    for kind, config, eager, _, refused in found:
+        if refused or not kind.can_generate():
+            table[kind.__name__] = {"batches": "refused" if refused else "no text"}
+            continue
+        own = copy.deepcopy(config)
+        own._attn_implementation = "heddle"
+        ours = kind(own).float().eval()
+        ours.load_state_dict(eager.state_dict())
+        calls.clear()
+        table[kind.__name__] = {"batches": batches_of(eager, ours)}
+    return table
+
+
+def batches_of(eager, ours):
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20]]
+    try:
+        got = small.generate_batch(ours, prompts)
+    except ValueError as error:
+        return "refused by name" if "generate_batch" in str(error) else f"error: {error}"[:200]
+    heddles = len(calls)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    want = []
+    for prompt in prompts:
+        with torch.no_grad():
+            text = eager.generate(torch.tensor([prompt]), **options)
+        want.append(text[0, len(prompt) :].tolist())
+    if got == want:
+        return "right" if heddles else "error: heddle was not called"
+    eager.config._attn_implementation = "eager" if hasattr(transformers, "ContinuousBatchingConfig") else "eager_paged"
+    own = small.generate_batch(eager, prompts)
+    if not any(own):
+        return "not in eager"
+    return "as eager's batches, not as its generate" if got == own else f"WRONG: {got}, eager {want}"[:200]
+
+
 def small_model(model_type):
     """(class, configuration) pairs that can be made and run with eager; else the reasons why not."""
     reasons, found = [], []
@@ -357,7 +400,7 @@ def verdict(table):
     return "right"
 
 
-def child(model_type, pipe):
+def child(model_type, pipe, check):
     try:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of the processor, however busy the machine is
         torch.set_num_threads(1)
@@ -369,7 +412,7 @@ def child(model_type, pipe):
     os._exit(0)
 
 
-def run_all(model_types, jobs):
+def run_all(model_types, jobs, check=check):
     """Yields (model type, table); a process for each, `jobs` at a time."""
     waiting, running = list(model_types), {}
     while waiting or running:
@@ -382,7 +425,7 @@ def run_all(model_types, jobs):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, 1)
                 os.dup2(null, 2)
-                child(name, into)
+                child(name, into, check)
             os.close(into)
             running[out] = (name, pid, [], time.time())
         ready, _, _ = select.select(list(running), [], [], 1.0)
@@ -450,6 +493,49 @@ def write(done, missing):
     PAGE.write_text(f"{before}{first}\n\n{section(done, missing)}\n\n{last}{rest.split(last)[1]}")
 
 
+# Plain decoders, windows, softcap, sinks, and what calls no registered implementation.
+BATCHED = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "cohere2",
+    "gpt2",
+    "gptj",
+    "bloom",
+]
+
+
+def batches_section(done):
+    lines = [f"With transformers {transformers.__version__}:", "", "| architecture | class | text |", "|---|---|---|"]
+    for name, table in done.items():
+        lines += [f"| {name} | {kind} | {rows['batches'].replace('|', '/')[:90]} |" for kind, rows in table.items()]
+    return "\n".join(lines)
+
+
+def write_batches(done):
+    """Puts that table between its two marks."""
+    first, last = (f"<!-- {edge} of continuous batching -->" for edge in ("begin", "end"))
+    before, rest = PAGE.read_text().split(first)
+    PAGE.write_text(f"{before}{first}\n\n{batches_section(done)}\n\n{last}{rest.split(last)[1]}")
+
+
+def run_batches(names, jobs, page):
+    done = {}
+    for name, table, seconds in run_all(names, jobs, batches):
+        done[name] = table
+        print(f"{name}: {', '.join(rows.get('batches', str(rows)) for rows in table.values())} ({seconds:.1f} s)")
+    done = {name: done[name] for name in names}
+    if page:
+        write_batches(done)
+    outcomes = [str(rows) for table in done.values() for rows in table.values()]
+    sys.exit(any("WRONG" in o or "error" in o for o in outcomes))
+
+
 def architectures():
     return sorted(small.auto.CONFIG_MAPPING_NAMES)
 
@@ -460,13 +546,17 @@ def main():
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="keep the results in this file, and do not repeat what is in it")
     parser.add_argument("--no-run", action="store_true", help="only what is in the file of --json")
+    parser.add_argument("--batches", action="store_true", help="continuous batching, of a few architectures")
     parser.add_argument("--write", action="store_true", help="put the table into docs/compatibility.md")
     options = parser.parse_args()
     heddle.hf.register()
     count_calls()
     for name in ("llama", "bert", "bart", "clip", "whisper", "llava"):  # what many share is imported once, here
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    names = [n for n in options.only.split(",") if n] or architectures()
+    names = [n for n in options.only.split(",") if n]
+    if options.batches:
+        run_batches(names or BATCHED, options.jobs, options.write)
+    names = names or architectures()
     done = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     for name, table, seconds in run_all([n for n in names if n not in done and not options.no_run], options.jobs):
         done[name] = table

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -282,3 +283,32 @@ def valid(name, value, given):
     if value.dim() >= 2 and value.shape[:2] == mask.shape:
         return mask.bool().reshape(*mask.shape, *[1] * (value.dim() - 2)).expand_as(value)
     return torch.ones_like(value, dtype=torch.bool)
+
+
+def tell_memory(set_attribute):
+    """Continuous batching asks for the memory that there is, which transformers knows of GPUs alone, or with psutil."""
+    places = ["cache", "cache_manager", "continuous_api", "initialization", "requests", "utils"]
+    for place in places:
+        try:
+            module = importlib.import_module(f"transformers.generation.continuous_batching.{place}")
+        except ImportError:
+            continue
+        if hasattr(module, "get_device_and_memory_breakdown"):
+            told = (torch.device("cpu"), 1 << 30, 0, 0)
+            set_attribute(module, "get_device_and_memory_breakdown", lambda *args, told=told: told)
+
+
+def generate_batch(model, prompts, tokens=6):
+    """The texts that continuous batching makes of prompts, eight tokens a step."""
+    options = {}
+    config = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    if hasattr(transformers, "ContinuousBatchingConfig"):
+        kind = transformers.ContinuousBatchingConfig
+        sizes = {"num_blocks": 16, "max_batch_tokens": 8, "auto_switch_to_flash": False}  # the last not in 5.17
+        known = inspect.signature(kind).parameters
+        options["continuous_batching_config"] = kind(**{k: v for k, v in sizes.items() if k in known})
+    else:  # transformers 4
+        config.num_blocks, config.max_batch_tokens = 16, 8
+    results = model.generate_batch(prompts, generation_config=config, progress_bar=False, **options)
+    of = {tuple(result.prompt_ids): result.generated_tokens for result in results.values()}
+    return [of.get(tuple(prompt), []) for prompt in prompts]

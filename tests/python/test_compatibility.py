@@ -38,3 +38,9 @@ def test_sample():
 @pytest.mark.skipif(not os.environ.get("HEDDLE_LONG"), reason="./dev test --long")
 def test_every_architecture():
     run()
+
+
+@pytest.mark.skipif(not os.environ.get("HEDDLE_LONG"), reason="./dev test --long")
+def test_continuous_batching():
+    text = run("--batches")
+    assert "gemma2: right" in text and "gptj: refused by name" in text
