@@ -6,7 +6,8 @@
                                      [--json FILE]
 
 A row: the time of a forward, and of a backward with all gradients, over PyTorch's `F.linear` alone (its backward: dx, dw and
-dbias), of heddle and of PyTorch's layer_norm + linear (eager). Under 1: faster than the product without any norm.
+dbias), of heddle and of PyTorch's layer_norm + linear (eager). Under 1: faster than the product without any norm. Rows
+"no norm": a Linear alone, of both.
 --errors: of each result the largest error against float64 over the largest magnitude, and that over PyTorch's, with rows whose
 means are 0, 100 and 1000 deviations.
 """
@@ -18,12 +19,13 @@ import torch
 import torch.nn.functional as F
 
 from gpu_timing import POWER, REST, Clock
-from heddle_c import Library
+from heddle_c import LAYER_NORM, NO_NORM, Library
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = ((16384, 1024, 4096), (16384, 4096, 4096), (8192, 4096, 12288), (4096, 4096, 22016), (4096, 2048, 2048),
           (2048, 768, 3072), (1000, 1536, 6144))
 FEW_ROWS = tuple((m, 4096, n) for n in (4096, 12288) for m in (1, 4, 16, 64))
+OPTIONS = {"": {}, "no norm": {"norm": NO_NORM}}  # and what the library is told
 INPUTS, NAMES = ("x", "gamma", "beta", "w", "bias"), ("y", "dx", "dgamma", "dbeta", "dw", "dbias")
 
 
@@ -34,11 +36,16 @@ def tensors(m, k, n, dtype, mean=0.0):
     return {name: x.to(dtype) for name, x in t.items()}
 
 
-def eager(t, dtype=None):
+def in_pytorch(x, gamma, beta, w, bias, norm=LAYER_NORM):
+    z = x if norm == NO_NORM else F.layer_norm(x, (x.shape[1],), gamma, beta)
+    return F.linear(z, w, bias)
+
+
+def eager(t, dtype=None, **options):
     """PyTorch's y and the leaves of its gradients."""
-    leaves = [t[i].detach().to(dtype or t[i].dtype).requires_grad_() for i in INPUTS]
-    x, gamma, beta, w, bias = leaves
-    return F.linear(F.layer_norm(x, (x.shape[1],), gamma, beta), w, bias), leaves
+    leaves = {i: t[i].detach().to(dtype or t[i].dtype).requires_grad_() for i in INPUTS}
+    used = [x for i, x in leaves.items() if options.get("norm") != NO_NORM or i not in ("gamma", "beta")]
+    return in_pytorch(**leaves, **options), used
 
 
 def eager_all(t, dtype):
@@ -62,16 +69,20 @@ def backward_of(y, leaves, dy):
     return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
 
 
-def measure(lib, clock, m, k, n, dtype, tf32, regimes):
-    t = tensors(m, k, n, dtype)
-    job = lib.norm_linear(*(t[i] for i in INPUTS), t["dy"], tf32=tf32)
-    y, leaves = eager(t)
+def name_of(m, k, n, dtype, tf32, option):
+    return f"m{m} k{k} n{n} {str(dtype)[6:]}{' tf32' * tf32}{' ' * bool(option)}{option}"
+
+
+def measure(lib, clock, m, k, n, dtype, tf32, option, regimes):
+    t, options = tensors(m, k, n, dtype), OPTIONS[option]
+    job = lib.norm_linear(*(t[i] for i in INPUTS), t["dy"], tf32=tf32, **options)
+    y, leaves = eager(t, **options)
     x, w, bias = (t[i].detach().requires_grad_() for i in ("x", "w", "bias"))
     line = F.linear(x, w, bias)
 
     def plain():
         with torch.no_grad():
-            F.linear(F.layer_norm(t["x"], (k,), t["gamma"], t["beta"]), t["w"], t["bias"])
+            in_pytorch(*(t[i] for i in INPUTS), **options)
 
     def linear():
         with torch.no_grad():
@@ -79,7 +90,7 @@ def measure(lib, clock, m, k, n, dtype, tf32, regimes):
 
     passes = {"fwd": (job.forward, plain, linear),
               "bwd": (job.backward, backward_of(y, leaves, t["dy"]), backward_of(line, (x, w, bias), t["dy"]))}
-    name = f"m{m} k{k} n{n} {str(dtype)[6:]}{' tf32' if tf32 else ''}"
+    name = name_of(m, k, n, dtype, tf32, option)
     row = {"case": name, "kernels": job.kernels}
     for regime in regimes:
         cells = []
@@ -90,7 +101,7 @@ def measure(lib, clock, m, k, n, dtype, tf32, regimes):
                                         "over_linear": ours / alone, "eager_over_linear": theirs / alone}
             cells.append(f"{label} {ours * 1e6:8.1f} us {rate:4.0f} TFLOP/s, over linear {ours / alone:.2f} "
                          f"(eager {theirs / alone:.2f})")
-        print(f"{name:32s} {regime:5s} {' | '.join(cells)}", flush=True)
+        print(f"{name:40s} {regime:5s} {' | '.join(cells)}", flush=True)
     return row
 
 
@@ -126,10 +137,12 @@ def main():
             for mean in (0, 100, 1000):
                 errors(lib, 2048, 4096, 1024, dtype, tf32, mean)
     host_cost(lib)
-    cases = [(*shape, BF16, False) for shape in SHAPES + FEW_ROWS] + [
-        (*shape, dtype, tf32) for shape in (SHAPES[0], SHAPES[4]) for dtype, tf32 in types[1:]]
+    cases = [(*shape, BF16, False, "") for shape in SHAPES + FEW_ROWS]
+    cases += [(*shape, *kind, "") for shape in (SHAPES[0], SHAPES[4]) for kind in types[1:]]
+    cases += [(*shape, BF16, False, option) for option in list(OPTIONS)[1:] for shape in SHAPES]
+    cases += [(*SHAPES[4], *kind, option) for option in list(OPTIONS)[1:] for kind in types[1:]]
     for case in cases:
-        name = f"m{case[0]} k{case[1]} n{case[2]} {str(case[3])[6:]}{' tf32' if case[4] else ''}"
+        name = name_of(*case)
         if a.filter and not any(x in name for x in a.filter):
             continue
         torch.backends.cuda.matmul.allow_tf32 = case[4]

@@ -15,6 +15,7 @@ import torch
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 DEVICES = {"cpu": 0, "cuda": 2}
 MASKS = {False: 0, True: 1, "top left": 1, "bottom right": 2}
+LAYER_NORM, RMS_NORM, NO_NORM = range(3)
 FEATURES = {name: 1 << bit for bit, name in enumerate((
     "window", "alibi", "bias", "bool_mask", "sinks", "varlen", "seqlens", "weights", "rng_state", "deterministic", "tf32",
     "accumulate", "pages"))}
@@ -184,18 +185,19 @@ class Library:
         data = AttentionData(size=ctypes.sizeof(AttentionData), **{n: x.data_ptr() for n, x in t.items()})
         return Job(self, "attention", desc, data, t, (FORWARD, BACKWARD))
 
-    def norm_linear(self, x, gamma, beta, w, bias, dy=None, tf32=False, activation=None):
+    def norm_linear(self, x, gamma, beta, w, bias, dy=None, tf32=False, activation=None, norm=LAYER_NORM):
         m, k = x.shape
         numbers = dict(dtype=torch.float32, device=x.device)
-        t = {"x": x, "gamma": gamma, "beta": beta, "w": w, "bias": bias, "y": x.new_empty(m, w.shape[0]),
-             "mean": torch.empty(m, **numbers), "rstd": torch.empty(m, **numbers)}
+        t = {"x": x, "w": w, "bias": bias, "y": x.new_empty(m, w.shape[0])}
+        if norm != NO_NORM:
+            t.update(gamma=gamma, beta=beta, mean=torch.empty(m, **numbers), rstd=torch.empty(m, **numbers))
         if dy is not None:
             t["dy"] = dy
-            t.update({"d" + n: torch.empty_like(t[n]) for n in ("x", "gamma", "beta", "w", "bias")})
+            t.update({"d" + n: torch.empty_like(t[n]) for n in ("x", "gamma", "beta", "w", "bias") if n in t})
             if activation:
                 t["u"] = torch.empty_like(t["y"])
-        desc = NormLinear(size=ctypes.sizeof(NormLinear), dtype=DTYPES[x.dtype], device=DEVICES[x.device.type], m=m, k=k,
-                          n=w.shape[0], activation=ACTIVATIONS[activation],
+        desc = NormLinear(size=ctypes.sizeof(NormLinear), dtype=DTYPES[x.dtype], device=DEVICES[x.device.type], norm=norm,
+                          m=m, k=k, n=w.shape[0], activation=ACTIVATIONS[activation],
                           features=(FEATURES["tf32"] if tf32 else 0) | (1 << 32 if activation else 0))
         data = NormLinearData(size=ctypes.sizeof(NormLinearData), **{n: x.data_ptr() for n, x in t.items()})
         return Job(self, "norm_linear", desc, data, t, (FORWARD, BACKWARD) if dy is not None else (FORWARD,))

@@ -322,7 +322,8 @@ HEDDLE_API heddle_status heddle_attention_merge(const heddle_merge *desc, void *
 
 typedef enum heddle_norm {
     HEDDLE_LAYER_NORM = 0, /* mean = sum_k x / k,  rstd = 1/sqrt(sum_k (x - mean)² / k + eps) */
-    HEDDLE_RMS_NORM = 1    /* mean = 0,            rstd = 1/sqrt(sum_k x² / k + eps) */
+    HEDDLE_RMS_NORM = 1,   /* mean = 0,            rstd = 1/sqrt(sum_k x² / k + eps) */
+    HEDDLE_NO_NORM = 2     /* z = x: a Linear alone, without gamma, beta, eps, mean, rstd and their gradients */
 } heddle_norm;
 
 typedef enum heddle_activation {
@@ -346,7 +347,7 @@ typedef struct heddle_norm_linear {
     int32_t reserved0; /* 0 */
     uint64_t features; /* 0, HEDDLE_DETERMINISTIC, HEDDLE_TF32, HEDDLE_ACTIVATION */
     int64_t m, k, n;   /* rows, features in, features out; m may be 0 */
-    double eps;        /* 0 means 1e-5 */
+    double eps;        /* 0 means 1e-5; with HEDDLE_NO_NORM it must be 0 */
     /* elements from row to row; 0 means contiguous */
     int64_t x_stride, w_stride, y_stride, dy_stride, dx_stride, dw_stride;
     /* a structure that ends in front of these is taken, too */
@@ -394,7 +395,8 @@ HEDDLE_API heddle_status heddle_norm_linear_forward(const heddle_norm_linear *de
  *
  *     g = (dy·W)∘gamma       dx = rstd·(g - mean_k(g) - xhat·mean_k(g∘xhat))        RMS: without mean_k(g)
  *     dw = dyᵀ·z      dbias = sum_m dy      dgamma = sum_m (dy·W)∘xhat      dbeta = sum_m dy·W
- */
+ *
+ * HEDDLE_NO_NORM: dx = dy·W. */
 HEDDLE_API heddle_status heddle_norm_linear_backward(const heddle_norm_linear *desc,
                                                      const heddle_norm_linear_data *data, void *workspace,
                                                      size_t workspace_bytes, void *stream);

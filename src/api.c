@@ -189,6 +189,17 @@ check_norm_linear_pointers(const heddle_norm_linear_data *t, const pointer_facts
     return HEDDLE_OK;
 }
 
+/* Without a norm nobody would look at what is one's. */
+static heddle_status check_no_norm(const norm_linear_plan *plan, const heddle_norm_linear_data *t) {
+    for (const tensor_field *f = norm_linear_fields; f->name; f++) {
+        const void *pointer;
+        memcpy(&pointer, (const char *)t + f->offset, sizeof pointer);
+        if (pointer && f->need[plan->pass] != NEED_UNUSED && !norm_linear_has(&plan->a, f))
+            return fail(HEDDLE_BAD_COMBINATION, "%s is given, but norm is HEDDLE_NO_NORM", f->name);
+    }
+    return HEDDLE_OK;
+}
+
 static heddle_status check_norm_linear_data(const norm_linear_plan *plan, const heddle_norm_linear_data *t) {
     const heddle_norm_linear *a = &plan->a;
     const pointer_facts facts = {
@@ -198,6 +209,8 @@ static heddle_status check_norm_linear_data(const norm_linear_plan *plan, const 
     };
     TRY(plan->pass == HEDDLE_FORWARD ? check_norm_linear_pointers(t, &facts, HEDDLE_FORWARD)
                                      : check_norm_linear_pointers(t, &facts, HEDDLE_BACKWARD));
+    if (a->norm == HEDDLE_NO_NORM)
+        TRY(check_no_norm(plan, t));
     if (plan->pass == HEDDLE_BACKWARD && !t->mean != !t->rstd)
         return fail(HEDDLE_BAD_COMBINATION, "%s is given without %s: backward takes both or neither",
                     t->mean ? "mean" : "rstd", t->mean ? "rstd" : "mean");

@@ -121,6 +121,12 @@ static inline int64_t norm_linear_extent(const heddle_norm_linear *a, char lette
     return letter == 'm' ? a->m : letter == 'k' ? a->k : a->n;
 }
 
+/* Whether a problem has the tensor: without a norm there is none of its vectors, over rows or over features in. */
+static inline int norm_linear_has(const heddle_norm_linear *a, const tensor_field *t) {
+    const int of_norm = !t->shape[1] && t->shape[0] != 'n';
+    return (!t->feature || (a->features & t->feature)) && !(of_norm && a->norm == HEDDLE_NO_NORM);
+}
+
 /* A row for each query and a column for each key: never packed, and as an input repeated where its stride is 0. */
 static inline int is_of_scores(const char *shape) {
     return shape[0] == 'b' && shape[1] == 'h' && shape[2] == 'q' && shape[3] == 'k';

@@ -471,8 +471,8 @@ heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle
     plan->pass = pass;
     heddle_norm_linear *a = &plan->a;
     TRY(check_enums("heddle_norm_linear", (int)a->dtype, (int)a->device, (int)pass));
-    if (a->norm != HEDDLE_LAYER_NORM && a->norm != HEDDLE_RMS_NORM)
-        return fail(HEDDLE_BAD_ENUM, "norm = %d is no heddle_norm (0 or 1)", (int)a->norm);
+    if ((int)a->norm < HEDDLE_LAYER_NORM || a->norm > HEDDLE_NO_NORM)
+        return fail(HEDDLE_BAD_ENUM, "norm = %d is no heddle_norm (0 to 2)", (int)a->norm);
     if (a->features & ~norm_linear_features)
         return fail(HEDDLE_BAD_ENUM, "features = 0x%llx has bits 0x%llx that norm-linear does not know",
                     (unsigned long long)a->features, (unsigned long long)(a->features & ~norm_linear_features));
@@ -483,6 +483,8 @@ heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle
     TRY(check_size("n", a->n, 1, MAX_SIZE));
     if (!isfinite(a->eps) || a->eps < 0)
         return fail(HEDDLE_BAD_VALUE, "eps = %g is not a finite number >= 0", a->eps);
+    if (a->eps != 0 && a->norm == HEDDLE_NO_NORM)
+        return fail(HEDDLE_BAD_COMBINATION, "eps = %g, but HEDDLE_NO_NORM has no variance to add it to", a->eps);
     if (a->eps == 0)
         a->eps = 1e-5;
     TRY(check_activation(a));

@@ -32,7 +32,7 @@ static void make_tensors(norm_linear_problem *p, uint32_t skip, bool skew) {
         int64_t stride = 0;
         if (f->stride)
             memcpy(&stride, (const char *)&p->a + f->stride, sizeof stride);
-        if (!(skip >> x & 1) && (!f->feature || (p->a.features & f->feature)))
+        if (!(skip >> x & 1) && norm_linear_has(&p->a, f))
             p->t[x] = tensor_new(p->a.device, element_of(f, p->a.dtype), (int64_t[]){1, 1, rows, last},
                                  (int64_t[]){0, 0, stride ? stride : last, 1}, skew);
     }
@@ -63,7 +63,7 @@ norm_linear_problem norm_linear_new(const norm_linear_case *c) {
     norm_linear_problem p = {.a = c->a};
     p.a.size = sizeof p.a;
     p.a.device = test_device();
-    p.a.eps = p.a.eps > 0 ? p.a.eps : 1e-5;
+    p.a.eps = p.a.eps > 0 || p.a.norm == HEDDLE_NO_NORM ? p.a.eps : 1e-5;
     make_tensors(&p, c->skip, c->seed % 3 == 0);
     fill_inputs(&p, c);
     upload_all(&p);
@@ -253,14 +253,14 @@ bool norm_linear_is_right(const norm_linear_case *c) {
 }
 
 void norm_linear_print(const norm_linear_case *c) {
-    static const char *const dtype[] = {"f32", "bf16", "f16", "f64"};
+    static const char *const dtype[] = {"f32", "bf16", "f16", "f64"}, *const norm[] = {"layer", "rms", "none"};
     const heddle_norm_linear *a = &c->a;
     printf("  case: %s %s m %" PRId64 " k %" PRId64 " n %" PRId64 " strides x %" PRId64 " w %" PRId64 " y %" PRId64
            " dy %" PRId64 " dx %" PRId64 " dw %" PRId64 " u %" PRId64 " activation %d features 0x%" PRIx64
            " mean %g spread %g eps %g seed %" PRIu64 " skip 0x%x\n",
-           dtype[a->dtype & 3], a->norm == HEDDLE_RMS_NORM ? "rms" : "layer", a->m, a->k, a->n, a->x_stride,
-           a->w_stride, a->y_stride, a->dy_stride, a->dx_stride, a->dw_stride, a->u_stride, (int)a->activation,
-           a->features, c->mean, c->scale_spread, a->eps, c->seed, (unsigned)c->skip);
+           dtype[a->dtype & 3], norm[a->norm], a->m, a->k, a->n, a->x_stride, a->w_stride, a->y_stride, a->dy_stride,
+           a->dx_stride, a->dw_stride, a->u_stride, (int)a->activation, a->features, c->mean, c->scale_spread, a->eps,
+           c->seed, (unsigned)c->skip);
 }
 
 void check_norm_linear(const norm_linear_case *c) {

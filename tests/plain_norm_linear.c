@@ -53,7 +53,10 @@ static float pairwise_sum(const work *o, int64_t begin, int64_t end) {
 static void row_statistics(const norm_linear_problem *p, const work *o, float *mean, float *rstd) {
     const heddle_norm_linear *a = &p->a;
     float squares = 0;
-    *mean = a->norm == HEDDLE_RMS_NORM ? 0 : pairwise_sum(o, 0, a->k) / (float)a->k;
+    *mean = a->norm == HEDDLE_LAYER_NORM ? pairwise_sum(o, 0, a->k) / (float)a->k : 0;
+    *rstd = 1;
+    if (a->norm == HEDDLE_NO_NORM)
+        return;
     for (int64_t e = 0; e < a->k; e++) {
         float centred = o->x[plain_term(e, a->k, o->order)] - *mean;
         squares += centred * centred;
@@ -74,8 +77,10 @@ static void row_backward(norm_linear_problem *p, const work *o, int64_t i, float
         most = larger(most, fabs((double)g));
         most_gx += fabs((double)(g * xhat[e])) / (double)a->k;
     }
-    if (a->norm == HEDDLE_RMS_NORM)
+    if (a->norm != HEDDLE_LAYER_NORM)
         mean_g = 0;
+    if (a->norm == HEDDLE_NO_NORM)
+        mean_gx = 0, most_gx = 0;
     for (int64_t e = 0; e < a->k; e++) {
         float g = dz[e] * o->gamma[e];
         dx[e] = rstd * (g - mean_g - xhat[e] * mean_gx);
@@ -155,7 +160,7 @@ static void forward_row(norm_linear_problem *p, work *o, int64_t i, double natur
     o->shift[i] = mean * rstd;
     o->rstd[i] = rstd;
     for (int64_t e = 0; e < o->k; e++) {
-        const double size = p->a.norm == HEDDLE_RMS_NORM ? 0 : fabs((double)o->x[e]);
+        const double size = p->a.norm == HEDDLE_LAYER_NORM ? fabs((double)o->x[e]) : 0;
         natural[N_MEAN] = larger(natural[N_MEAN], size);
         natural[N_X] = larger(natural[N_X], size * (double)rstd);
         xhat[e] = (o->x[e] - mean) * rstd;
@@ -234,11 +239,14 @@ static void squares_of_du(const work *o, int64_t i, double *squares) {
     }
 }
 
-/* What roundings of those squares come to in dx of row i, which is rstd times what g is apart from its mean and from xhat. */
-static double spread_of_dx(const work *o, int64_t i, bool centred, const double *squares) {
+/* What roundings of those squares come to in dx of row i, which is rstd times what g is apart from its mean and from xhat, or without a norm
+ * g. */
+static double spread_of_dx(const work *o, int64_t i, heddle_norm norm, const double *squares) {
     const float *xhat = o->xhat + i * o->k;
-    const double k = (double)o->k, one = centred ? 1 : 0;
+    const double k = (double)o->k, one = norm == HEDDLE_LAYER_NORM ? 1 : 0;
     double none = 0, once = 0, twice = 0, most = 0;
+    if (norm == HEDDLE_NO_NORM)
+        return sqrt(plain_largest(squares, o->k));
     for (int64_t e = 0; e < o->k; e++) {
         const double x = (double)xhat[e];
         none += squares[e];
@@ -281,7 +289,7 @@ static void measure_means(const work *o, double spread[N_COUNT]) {
 }
 
 /* Roundings of u and du: of dx, and of what is summed over rows. */
-static void measure_du(const work *o, bool centred, double spread[N_COUNT]) {
+static void measure_du(const work *o, heddle_norm norm, double spread[N_COUNT]) {
     double *squares = plain_zeros(o->k, sizeof *squares), *dbeta = plain_zeros(o->k, sizeof *dbeta);
     double *dgamma = plain_zeros(o->k, sizeof *dgamma);
     for (int64_t i = 0; i < o->m; i++) {
@@ -291,7 +299,7 @@ static void measure_du(const work *o, bool centred, double spread[N_COUNT]) {
             dgamma[e] += squares[e] * pow((double)o->xhat[i * o->k + e], 2);
             squares[e] *= pow((double)o->gamma[e], 2);
         }
-        spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, centred, squares));
+        spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, norm, squares));
     }
     spread[N_DBETA] = hypot(spread[N_DBETA], sqrt(plain_largest(dbeta, o->k)));
     spread[N_DGAMMA] = hypot(spread[N_DGAMMA], sqrt(plain_largest(dgamma, o->k)));
@@ -313,7 +321,7 @@ static void measure_du(const work *o, bool centred, double spread[N_COUNT]) {
 }
 
 /* float32: roundings of dz's terms and sums, in dx and in what is summed over rows; and of those sums, in blocks. */
-static void measure_dz(const work *o, bool centred, double spread[N_COUNT]) {
+static void measure_dz(const work *o, heddle_norm norm, double spread[N_COUNT]) {
     double *dbeta = plain_zeros(o->k, sizeof *dbeta), *dgamma = plain_zeros(o->k, sizeof *dgamma);
     double *of_beta = plain_zeros(o->k, sizeof *of_beta), *of_gamma = plain_zeros(o->k, sizeof *of_gamma);
     for (int64_t i = 0; i < o->m; i++) {
@@ -330,7 +338,7 @@ static void measure_dz(const work *o, bool centred, double spread[N_COUNT]) {
             dgamma[e] += o->sums[e] * x * x + of_gamma[e] * of_gamma[e];
             o->sums[e] *= (double)o->gamma[e] * (double)o->gamma[e];
         }
-        spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, centred, o->sums));
+        spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, norm, o->sums));
     }
     spread[N_DBETA] = hypot(spread[N_DBETA], sqrt(plain_largest(dbeta, o->k)));
     spread[N_DGAMMA] = hypot(spread[N_DGAMMA], sqrt(plain_largest(dgamma, o->k)));
@@ -371,9 +379,9 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
         memset(spread, 0, N_COUNT * sizeof *spread);
         measure_means(&o, spread);
         if (p->a.activation)
-            measure_du(&o, p->a.norm == HEDDLE_LAYER_NORM, spread);
+            measure_du(&o, p->a.norm, spread);
         if (t == HEDDLE_F32)
-            measure_dz(&o, p->a.norm == HEDDLE_LAYER_NORM, spread);
+            measure_dz(&o, p->a.norm, spread);
     }
     for (size_t x = 0; x < COUNT(arrays); x++)
         free(*arrays[x]);

@@ -59,7 +59,8 @@ static void test_norm_linear_descriptor(void **state) {
     REFUSE_LINEAR(a->size += 8, HEDDLE_BAD_DESCRIPTOR_SIZE, "size");
     REFUSE_LINEAR(a->dtype = (heddle_dtype)4, HEDDLE_BAD_ENUM, "dtype = 4");
     REFUSE_LINEAR(a->device = (heddle_device)4, HEDDLE_BAD_ENUM, "device = 4");
-    REFUSE_LINEAR(a->norm = (heddle_norm)2, HEDDLE_BAD_ENUM, "norm = 2");
+    REFUSE_LINEAR(a->norm = (heddle_norm)3, HEDDLE_BAD_ENUM, "norm = 3");
+    REFUSE_LINEAR((a->norm = HEDDLE_NO_NORM, a->eps = 1e-6), HEDDLE_BAD_COMBINATION, "eps = 1e-06");
     REFUSE_LINEAR(a->features = HEDDLE_BIAS, HEDDLE_BAD_ENUM, "0x4");
     REFUSE_LINEAR(a->features = UINT64_C(1) << 33, HEDDLE_BAD_ENUM, "0x200000000");
     REFUSE_LINEAR(a->reserved0 = 7, HEDDLE_BAD_ENUM, "reserved0");
@@ -177,6 +178,31 @@ static void test_before_activations(void **state) {
     norm_linear_free(&then);
 }
 
+/* Without a norm its tensors are refused by their names, those alone that the pass would look at. */
+static void test_no_norm(void **state) {
+    (void)state;
+    norm_linear_case c = linear_case();
+    c.a.norm = HEDDLE_NO_NORM;
+    norm_linear_problem p = norm_linear_new(&c);
+    void *workspace = workspace_new(p.a.device, ENOUGH);
+    static const int of_norm[] = {N_GAMMA, N_BETA, N_MEAN, N_RSTD, N_DGAMMA, N_DBETA};
+    for (int pass = 0; pass < 2; pass++)
+        for (size_t x = 0; x < COUNT(of_norm); x++) {
+            const tensor_field *f = &norm_linear_fields[of_norm[x]];
+            heddle_norm_linear_data data = norm_linear_data(&p, pass);
+            void *const pointer = tensor_pointer(&p.t[N_X]);
+            assert_null(p.t[of_norm[x]].host);
+            memcpy((char *)&data + f->offset, &pointer, sizeof pointer);
+            if (f->need[pass] == NEED_UNUSED)
+                continue;
+            expect_status(call_linear(&p.a, &data, pass, workspace, ENOUGH), HEDDLE_BAD_COMBINATION, "HEDDLE_NO_NORM");
+            expect_status(call_linear(&p.a, &data, pass, workspace, ENOUGH), HEDDLE_BAD_COMBINATION, f->name);
+        }
+    expect_untouched_linear(&p);
+    workspace_free(p.a.device, workspace, ENOUGH);
+    norm_linear_free(&p);
+}
+
 /* Forward does not look at what only backward uses. */
 static void test_the_other_pass(void **state) {
     (void)state;
@@ -197,6 +223,7 @@ int main(void) {
         cmocka_unit_test(test_norm_linear_pointers),
         cmocka_unit_test(test_before_activations),
         cmocka_unit_test(test_the_other_pass),
+        cmocka_unit_test(test_no_norm),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -28,7 +28,7 @@ static void test_sizes(void **state) {
         for (size_t y = 0; y < COUNT(sizes); y++)
             for (size_t z = 0; z < COUNT(sizes); z++) {
                 norm_linear_case c = make_case(sizes[x], sizes[y], sizes[z]);
-                c.a.norm = (heddle_norm)((x + y + z) % 2);
+                c.a.norm = (heddle_norm)((x + y + z) % 4 % 3);
                 c.a.dtype = test_dtypes[(x + 2 * y + z) % 3];
                 check_norm_linear(&c);
             }
@@ -41,7 +41,7 @@ static void test_larger_sizes(void **state) {
     for (size_t x = 0; x < COUNT(sizes); x++)
         for (size_t y = 0; y < TEST_DTYPES; y++) {
             norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
-            c.a.norm = (heddle_norm)((x + y) % 2);
+            c.a.norm = (heddle_norm)((x + y) % 3);
             c.a.dtype = test_dtypes[y];
             check_norm_linear(&c);
         }
@@ -321,7 +321,7 @@ static void test_tiles_with_odd_columns(void **state) {
         c.a.x_stride = c.a.w_stride = 72;
         c.a.dx_stride = c.a.dw_stride = 80;
         c.a.y_stride = c.a.dy_stride = 144;
-        c.a.norm = (heddle_norm)(bits / 2 % 2);
+        c.a.norm = (heddle_norm)(bits / 2 % 4 % 3);
         c.a.dtype = bits % 2 ? HEDDLE_BF16 : HEDDLE_F16;
         c.seed = 3 * bits + 1;
         expect_family(&c, true);
@@ -396,6 +396,74 @@ static void test_activation_values(void **state) {
                     fail_msg("activation %d of %g: %s = %.9g, not %.9g", activation, u, which ? "act'" : "act", ours,
                              truth);
             }
+        norm_linear_free(&p);
+        norm_linear_free(&ref);
+    }
+}
+
+/* Without a norm, on every route: few rows, few columns, strips, panels, tiles of every alignment; rows apart; x and dy whose rows have sizes
+ * of their own, so that what a row of x is large by its row of dy is small by, and tiny ones. */
+static void test_no_norm(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{1, 40, 33},   {5, 264, 35},  {24, 520, 64},   {50, 392, 3},
+                                       {70, 96, 130}, {131, 64, 72}, {300, 136, 264}, {40, 1031, 19}};
+    static const int results[] = {N_C, N_DX, N_DW, N_DC};
+    for (size_t x = 0; x < COUNT(sizes); x++)
+        for (size_t y = 0; y < TEST_DTYPES; y++) {
+            norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
+            c.a.norm = HEDDLE_NO_NORM;
+            c.a.dtype = test_dtypes[y];
+            c.a.features = HEDDLE_TF32 * ((x + y) % 4 == 3);
+            c.mean = x % 2 ? 100 : 0;
+            c.scale_spread = x % 3 == 2 ? 1000 : 0;
+            c.skip = (x + y) % 5 == 4 ? UINT32_C(1) << results[y] | UINT32_C(1) << results[3] : 0;
+            c.seed = 3 * (x + y) + 1;
+            check_norm_linear(&c);
+            c.a.x_stride = c.a.w_stride = c.a.dx_stride = c.a.k + 3;
+            c.a.dy_stride = c.a.n + 1;
+            check_norm_linear(&c);
+        }
+}
+
+/* Rows of x and of dy of sizes of their own: dw's largest products may be of any of them, and results below 2^-126 are right, too. */
+static void test_no_norm_of_any_size(void **state) {
+    (void)state;
+    static const double of_x[] = {1, 0x1p60, 0x1p-60, 0x1p20, 0x1p-100},
+                        of_dy[] = {1, 0x1p-60, 0x1p60, 0x1p-20, 0x1p-30};
+    for (int spread = 0; spread < 2; spread++) {
+        norm_linear_case c = make_case(45, 24, 17);
+        c.a.norm = HEDDLE_NO_NORM;
+        norm_linear_problem p = norm_linear_new(&c);
+        for (int64_t i = 0; i < 45; i++) {
+            const int64_t at = spread ? i % 4 : 4;
+            for (int64_t e = 0; e < 24; e++)
+                tensor_set(&p.t[N_X], 0, 0, i, e, of_x[at] * tensor_get(&p.t[N_X], 0, 0, i, e));
+            for (int64_t f = 0; f < 17; f++)
+                tensor_set(&p.t[N_DY], 0, 0, i, f, of_dy[at] * tensor_get(&p.t[N_DY], 0, 0, i, f));
+        }
+        tensor_upload(&p.t[N_X]);
+        tensor_upload(&p.t[N_DY]);
+        norm_linear_problem ref = norm_linear_copy(&p, HEDDLE_F64, HEDDLE_REF);
+        for (int pass = HEDDLE_FORWARD; pass <= HEDDLE_BACKWARD; pass++) {
+            norm_linear_run(&p, (heddle_pass)pass);
+            norm_linear_run(&ref, (heddle_pass)pass);
+        }
+        static const int rows[] = {N_Y, N_DX};
+        for (size_t x = 0; x < COUNT(rows); x++)
+            for (int64_t i = 0; i < 45; i++) {
+                const tensor *ours = &p.t[rows[x]], *truth = &ref.t[rows[x]];
+                double most = 0, far = 0;
+                for (int64_t e = 0; e < ours->dim[3]; e++) {
+                    const double t = tensor_get(truth, 0, 0, i, e);
+                    most = fmax(most, fabs(t));
+                    far = fmax(far, fabs(tensor_get(ours, 0, 0, i, e) - t));
+                }
+                assert_true(far <= 2e-6 * most);
+            }
+        double magnitude;
+        const double far = tensor_error(&p.t[N_DW], &ref.t[N_DW], &magnitude);
+        if (!(far <= 4e-6 * magnitude + 0x1p-143))
+            fail_msg("dw: %g of %g", far, magnitude);
         norm_linear_free(&p);
         norm_linear_free(&ref);
     }
@@ -478,6 +546,8 @@ int main(void) {
         cmocka_unit_test(test_tiles_with_odd_columns),
         cmocka_unit_test(test_activations),
         cmocka_unit_test(test_activation_values),
+        cmocka_unit_test(test_no_norm),
+        cmocka_unit_test(test_no_norm_of_any_size),
         cmocka_unit_test(test_gathered_moments),
         cmocka_unit_test(test_one_launch),
         cmocka_unit_test(test_many_short_tiles),

@@ -216,14 +216,14 @@ static void test_norm_linear(void **state) {
                                      1u << N_GAMMA | 1u << N_BETA | 1u << N_C,
                                      1u << N_MEAN | 1u << N_RSTD};
     static const int64_t shape[][3] = {{4, 5, 6}, {1, 1, 1}, {1, 7, 2}, {3, 2, 9}, {5, 9, 1}};
-    for (int norm = 0; norm < 2; norm++)
+    for (int norm = 0; norm < 3; norm++)
         for (size_t x = 0; x < COUNT(skips); x++)
             for (size_t y = 0; y < COUNT(shape); y++) {
                 norm_linear_case c = {
                     .a = norm_linear_desc(HEDDLE_F32, (heddle_norm)norm, shape[y][0], shape[y][1], shape[y][2]),
                     .seed = x * 10 + y,
                     .skip = skips[x]};
-                c.a.eps = 0.1;
+                c.a.eps = norm == HEDDLE_NO_NORM ? 0 : 0.1;
                 c.mean = x % 2 ? 3 : 0;
                 c.a.activation = (heddle_activation)((x + y) % 4);
                 c.a.features = c.a.activation ? HEDDLE_ACTIVATION : 0;

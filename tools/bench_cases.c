@@ -284,7 +284,7 @@ static bool fill(const job *j, const bench_data *to, int f, random_state *r) {
 
 static bool wanted(const job *j, int f, bool backward) {
     const tensor_field *t = &job_fields(j)[f];
-    if (t->feature && !(job_features(j) & t->feature))
+    if (!job_has(j, f))
         return false;
     if (!j->linear && (f == DLSE || (f == DBIAS && !j->a.dbias_stride.s)))
         return false;

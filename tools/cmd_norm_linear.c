@@ -18,7 +18,8 @@ static const char usage[] =
     "  --gamma FILE          default: ones\n"
     "  --beta FILE           default: zeros\n"
     "  --bias FILE           default: zeros\n"
-    "  --norm NORM           layer (default), or rms: no mean is subtracted\n"
+    "  --norm NORM           layer (default), rms: no mean is subtracted, or none: z is x, without gamma, beta and "
+    "eps\n"
     "  --eps E               default 1e-5\n"
     "  --activation NAME     gelu, gelu-tanh or silu, of z·Wᵀ + bias; default: none\n"
     "  --u FILE              with an activation: write what it is of, z·Wᵀ + bias\n"
@@ -51,7 +52,7 @@ static const struct option own_options[] = {
 };
 
 static bool set_option(heddle_norm_linear *l, int option, const char *text) {
-    static const char *const norms[] = {"layer", "rms", NULL};
+    static const char *const norms[] = {"layer", "rms", "none", NULL};
     static const char *const activations[] = {"none", "gelu", "gelu-tanh", "silu", NULL};
     int norm, activation;
     switch (option) {

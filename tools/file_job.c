@@ -221,7 +221,7 @@ static bool compute(file_job *w, bool backward) {
         const tensor_field *t = &job_fields(j)[f];
         if (w->file[f].data)
             j->data[f] = to_compute(w, f);
-        else if (w->path[f] || (t->role == ROLE_OUTPUT && (!t->feature || (job_features(j) & t->feature))))
+        else if (w->path[f] || (t->role == ROLE_OUTPUT && job_has(j, f)))
             j->data[f] = arena_array(&w->m, field_count(j, f), field_bytes(j, f));
     }
     return job_prepare(j, &w->m, backward) && (!w->timed || report_time(w, backward)) && job_run(j, HEDDLE_FORWARD) &&

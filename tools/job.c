@@ -26,6 +26,11 @@ uint64_t job_features(const job *j) {
     return j->linear ? j->l.features : j->a.features;
 }
 
+bool job_has(const job *j, int f) {
+    const tensor_field *t = &job_fields(j)[f];
+    return j->linear ? norm_linear_has(&j->l, t) : !t->feature || (j->a.features & t->feature);
+}
+
 /* ----------------------------------------------------------------------------------------------------- elements */
 
 static heddle_dtype element_dtype(const job *j, int f) {

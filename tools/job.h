@@ -39,6 +39,8 @@ void job_set_device(job *j, heddle_device device);
 heddle_dtype job_dtype(const job *j);
 /* Of the operation that it is. */
 uint64_t job_features(const job *j);
+/* Whether it has tensor f, by its features and its norm. */
+bool job_has(const job *j, int f);
 
 /* The type of one element in memory; OF_BOOL and OF_INT32 fields have none and are moved by store_value and load_value. */
 size_t field_bytes(const job *j, int f);

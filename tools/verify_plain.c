@@ -352,8 +352,7 @@ static void allocate_outcome(const problem *p, arena *m, outcome *out) {
     *out = (outcome){{0}};
     for (int f = 0; job_fields(&p->j)[f].name; f++) {
         const tensor_field *t = &job_fields(&p->j)[f];
-        bool wanted = !t->feature || (job_features(&p->j) & t->feature);
-        if (!is_output(t) || !wanted)
+        if (!is_output(t) || !job_has(&p->j, f))
             continue;
         int64_t n = field_count(&p->j, f);
         out->x[f] = arena_array(m, n, sizeof(double));
@@ -420,9 +419,13 @@ static const double *linear_row(const problem *p, const double *x, int64_t strid
     return x + i * (stride ? stride : job_extent(&p->j, last));
 }
 
-/* Mean and rstd of a row, in two passes. */
+/* Mean and rstd of a row, in two passes; without a norm what changes nothing. */
 static void plain_moments(const heddle_norm_linear *l, const double *x, float *mean, float *rstd) {
     float sum = 0, squares = 0;
+    *mean = 0;
+    *rstd = 1;
+    if (l->norm == HEDDLE_NO_NORM)
+        return;
     for (int64_t i = 0; i < l->k && l->norm == HEDDLE_LAYER_NORM; i++)
         sum += (float)x[i];
     *mean = sum / (float)l->k;
@@ -456,7 +459,7 @@ static float plain_activation(heddle_activation activation, float u, float *slop
 /* What the row adds to the sums over rows. */
 static void add_linear_sums(const problem *p, outcome *out, outcome *terms, const norm_row *r) {
     const heddle_norm_linear *l = &p->j.l;
-    for (int64_t e = 0; e < l->k; e++) {
+    for (int64_t e = 0; e < l->k && out->x[DGAMMA]; e++) {
         out->x[DGAMMA][e] = (float)out->x[DGAMMA][e] + r->dz[e] * r->xhat[e];
         out->x[DBETA][e] = (float)out->x[DBETA][e] + r->dz[e];
         terms->x[DGAMMA][e] += r->dz_terms[e] * square(r->xhat[e]);
@@ -478,7 +481,7 @@ static void plain_gradient_row(const problem *p, heddle_dtype dtype, outcome *ou
     const heddle_norm_linear *l = &p->j.l;
     double *dx = (double *)linear_row(p, out->x[DX], l->dx_stride, r->i, 'k');
     double *dx_terms = (double *)linear_row(p, terms->x[DX], l->dx_stride, r->i, 'k'), mean_terms = 0, mean_x_terms = 0;
-    float mean_g = 0, mean_gx = 0, rstd = (float)out->x[RSTD][r->i];
+    float mean_g = 0, mean_gx = 0, rstd = out->x[RSTD] ? (float)out->x[RSTD][r->i] : 1;
     for (int64_t e = 0; e < l->k; e++) {
         float dz = 0, gamma = p->x[GAMMA] ? (float)p->x[GAMMA][e] : 1;
         r->dz_terms[e] = 0;
@@ -491,9 +494,9 @@ static void plain_gradient_row(const problem *p, heddle_dtype dtype, outcome *ou
         dx[e] = r->dz[e] * gamma;
         dx_terms[e] = r->dz_terms[e] * square(gamma);
         mean_g += l->norm == HEDDLE_LAYER_NORM ? (float)dx[e] / (float)l->k : 0;
-        mean_gx += (float)dx[e] * r->xhat[e] / (float)l->k;
+        mean_gx += l->norm != HEDDLE_NO_NORM ? (float)dx[e] * r->xhat[e] / (float)l->k : 0;
         mean_terms += l->norm == HEDDLE_LAYER_NORM ? dx_terms[e] / square((double)l->k) : 0;
-        mean_x_terms += dx_terms[e] * square(r->xhat[e] / (float)l->k);
+        mean_x_terms += l->norm != HEDDLE_NO_NORM ? dx_terms[e] * square(r->xhat[e] / (float)l->k) : 0;
     }
     for (int64_t e = 0; e < l->k; e++) {
         dx[e] = rounded(dtype, rstd * ((float)dx[e] - mean_g - r->xhat[e] * mean_gx));
@@ -509,11 +512,14 @@ static void plain_forward_row(const problem *p, heddle_dtype dtype, outcome *out
     double *y_terms = (double *)linear_row(p, terms->x[Y], l->y_stride, r->i, 'n');
     float mean, rstd;
     plain_moments(l, x, &mean, &rstd);
-    out->x[MEAN][r->i] = mean;
-    out->x[RSTD][r->i] = rstd;
+    if (out->x[MEAN]) {
+        out->x[MEAN][r->i] = mean;
+        out->x[RSTD][r->i] = rstd;
+    }
     for (int64_t e = 0; e < l->k; e++) { /* a mean may be counted from one element, which is then a term */
         double shift = l->norm == HEDDLE_LAYER_NORM ? square(x[e]) : 0;
-        terms->x[MEAN][r->i] = fmax(terms->x[MEAN][r->i], shift);
+        if (out->x[MEAN])
+            terms->x[MEAN][r->i] = fmax(terms->x[MEAN][r->i], shift);
         r->xhat[e] = ((float)x[e] - mean) * rstd;
         r->z[e] = r->xhat[e] * (p->x[GAMMA] ? (float)p->x[GAMMA][e] : 1) + (p->x[BETA] ? (float)p->x[BETA][e] : 0);
         r->z[e] = rounded(dtype, r->z[e]);
@@ -568,7 +574,7 @@ static void plain_norm_linear(const problem *p, arena *m, heddle_dtype dtype, ou
             plain_gradient_row(p, dtype, out, terms, &r);
     }
     for (int f = DGAMMA; f <= DC; f++)
-        for (int64_t i = 0, n = field_count(&p->j, f); i < n; i++)
+        for (int64_t i = 0, n = out->x[f] ? field_count(&p->j, f) : 0; i < n; i++)
             out->x[f][i] = rounded(dtype, out->x[f][i]);
 }
 

@@ -26,7 +26,7 @@ void problem_fill(problem *p, arena *m, random_state *r) {
     uint64_t features = job_features(&p->j);
     for (int f = 0; t[f].name; f++) {
         bool number = t[f].element == OF_DTYPE || t[f].element == OF_FLOAT || t[f].element == OF_BOOL;
-        if (is_output(&t[f]) || !number || p->x[f] || (t[f].feature && !(features & t[f].feature)))
+        if (is_output(&t[f]) || !number || p->x[f] || !job_has(&p->j, f))
             continue;
         if ((features & HEDDLE_PAGES) && t[f].role == ROLE_GRADIENT_IN) /* forward is all there is */
             continue;
@@ -59,9 +59,7 @@ static bool has_gradient(const problem *p) {
 /* Whether output f is one of this problem. */
 static bool produces(const problem *p, int f, bool backward) {
     const tensor_field *t = &job_fields(&p->j)[f];
-    uint64_t features = job_features(&p->j);
-    return (t->role == ROLE_OUTPUT || (t->role == ROLE_GRADIENT_OUT && backward)) &&
-           (!t->feature || (features & t->feature));
+    return (t->role == ROLE_OUTPUT || (t->role == ROLE_GRADIENT_OUT && backward)) && job_has(&p->j, f);
 }
 
 bool problem_run(const problem *p, arena *m, heddle_device device, heddle_dtype dtype, outcome *out) {

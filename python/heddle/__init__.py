@@ -353,7 +353,7 @@ def norm_linear(
     beta: Any = None,
     eps: float = 1e-5,
     *,
-    norm: Literal["layer", "rms"] = "layer",
+    norm: Literal["layer", "rms", "none"] = "layer",
     activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
     tf32: bool = False,
 ) -> Any:
@@ -365,7 +365,8 @@ def norm_linear(
         bias: [n] or None.
         gamma, beta: [k] or None: scale and shift after the normalisation.
         eps: added to the variance.
-        norm: "layer", (x - mean)/sqrt(var + eps), or "rms", x/sqrt(mean(x²) + eps).
+        norm: "layer", (x - mean)/sqrt(var + eps), "rms", x/sqrt(mean(x²) + eps), or "none": x itself, a Linear alone,
+            without gamma, beta and eps.
         activation: "gelu", "gelu_tanh" (GELU by tanh) or "silu", as in torch.nn.functional, of the sum; None: none.
         tf32: allow float32 products to be rounded to TF32 (GPU).
 
@@ -392,7 +393,7 @@ def norm_linear_backward(
     beta: Any = None,
     eps: float = 1e-5,
     *,
-    norm: Literal["layer", "rms"] = "layer",
+    norm: Literal["layer", "rms", "none"] = "layer",
     activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
     bias: Any = None,
 ) -> dict[str, Any]:
@@ -404,7 +405,7 @@ def norm_linear_backward(
         activation, bias: the same; without an activation bias is not looked at. With one, forward runs once more.
 
     Returns:
-        A dict with dx [..., k], dweight [n, k], dbias [n], dgamma [k] and dbeta [k].
+        A dict with dx [..., k], dweight [n, k], dbias [n], and where there is a norm dgamma [k] and dbeta [k].
 
     Raises:
         As ``norm_linear``; TypeError for torch tensors.

@@ -9,7 +9,7 @@ from typing import Any
 from heddle import _C
 from heddle._arrays import BACKWARD, DTYPES, FORWARD, TF32, Maker, View, check, device_of, run
 from heddle._errors import HeddleValueError
-from heddle._options import TINY, activation_of, norm_of
+from heddle._options import activation_of, eps_of, norm_of
 
 
 class Rows:
@@ -49,7 +49,7 @@ class Rows:
             "m": math.prod(self.x.shape[:-1]),
             "k": k,
             "n": n,
-            "eps": eps or TINY,
+            "eps": eps_of(eps, norm),
             "x_stride": self.row_stride(self.x, "x"),
             "w_stride": self.row_stride(self.weight, "weight"),
         }
@@ -57,6 +57,8 @@ class Rows:
         self.kept = []
         for name, value, size in (("gamma", gamma, k), ("beta", beta, k), ("bias", bias, n)):
             if value is not None:
+                if name != "bias" and norm == "none":
+                    raise HeddleValueError(f"{name} is given, but norm is HEDDLE_NO_NORM")
                 view = check(self.view(value, name), name, self.x.dtype, self.x, [size])
                 self.kept.append(view)
                 self.addresses[name] = view.address
@@ -123,13 +125,8 @@ def norm_linear_backward(
         _u, p.addresses["u"] = maker.empty(gradient.shape, p.x.dtype)
         run("norm_linear", FORWARD, p.description, {k: v for k, v in p.addresses.items() if k != "dy"}, maker)
     made = {}
-    for name, field, shape in (
-        ("dx", "dx", p.x.shape),
-        ("dweight", "dw", [n, k]),
-        ("dbias", "dbias", [n]),
-        ("dgamma", "dgamma", [k]),
-        ("dbeta", "dbeta", [k]),
-    ):
+    of_norm = () if norm == "none" else (("dgamma", "dgamma", [k]), ("dbeta", "dbeta", [k]))
+    for name, field, shape in (("dx", "dx", p.x.shape), ("dweight", "dw", [n, k]), ("dbias", "dbias", [n]), *of_norm):
         made[name], p.addresses[field] = maker.empty(shape, p.x.dtype)
     run("norm_linear", BACKWARD, p.description, p.addresses, maker)
     return {name: maker.finish(value) for name, value in made.items()}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from heddle import _schema
 from heddle._errors import HeddleTypeError, HeddleValueError
+from heddle._options import NO_NORM
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -227,6 +228,8 @@ def _norm_linear_fake(
     keep_u: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_norm_linear(x, weight, gamma, beta)
+    if norm == NO_NORM and not (gamma is beta is None):
+        raise HeddleValueError(f"{'beta' if gamma is None else 'gamma'} is given, but norm is HEDDLE_NO_NORM")
     if not 0 <= activation <= 3:
         raise HeddleValueError(f"activation = {activation} is none of 0 (none), 1 (gelu), 2 (gelu_tanh), 3 (silu)")
     if bias is not None:
@@ -234,7 +237,10 @@ def _norm_linear_fake(
         if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
             raise HeddleValueError(f"bias has shape {list(bias.shape)}, but must have [{weight.shape[0]}]")
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    mean, rstd = (x.new_empty(x.shape[:-1], dtype=_real(x.dtype)) for _ in range(2))
+    if norm == NO_NORM:
+        mean, rstd = (y.new_empty((0,)) for _ in range(2))
+    else:
+        mean, rstd = (x.new_empty(x.shape[:-1], dtype=_real(x.dtype)) for _ in range(2))
     return y, mean, rstd, y.new_empty(y.shape if activation and keep_u else (0,))
 
 

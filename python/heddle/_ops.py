@@ -183,7 +183,8 @@ class _NormLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(mean, rstd, u)
         kept = ("x", "weight", "gamma", "beta", *(("bias",) if given["activation"] else ()))
-        ctx.save_for_backward(mean, rstd, u if given["activation"] else None, *(given[name] for name in kept))
+        made = (t if _schema.is_made(t) else None for t in (mean, rstd, u))
+        ctx.save_for_backward(*made, *(given[name] for name in kept))
         ctx.options = given["eps"], given["norm"], given["tf32"], given["activation"]
         return y, mean, rstd, u
 

@@ -11,7 +11,9 @@ from heddle._errors import HeddleTypeError, HeddleValueError
 
 Causal = Literal[False, True, "top_left", "bottom_right"] | None
 CAUSAL = {None: 0, False: 0, "top_left": 1, "bottom_right": 2}
-NORMS = {"layer": 0, "rms": 1}
+NORMS = {"layer": 0, "rms": 1, "none": 2}
+NO_NORM = NORMS["none"]
+EPS = 1e-5
 ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "silu": 3}
 TINY = 1e-300  # where 0 means the default to the library
 LEAST_SCALE = 2.0**-100  # the least that it takes: scores of nothing
@@ -91,10 +93,19 @@ def scale_of(scale: Any) -> float:
 
 
 def norm_of(norm: str) -> int:
-    """0 or 1 of heddle_norm."""
+    """0, 1 or 2 of heddle_norm."""
     if not isinstance(norm, str) or norm not in NORMS:
-        raise HeddleValueError(f"norm = {norm!r} is neither 'layer' nor 'rms'")
+        raise HeddleValueError(f"norm = {norm!r} is none of 'layer', 'rms', 'none'")
     return NORMS[norm]
+
+
+def eps_of(eps: float, norm: str) -> float:
+    """As the library takes it: 0 means its default, and there is none without a norm."""
+    if norm != "none":
+        return eps or TINY
+    if eps != EPS:
+        raise HeddleValueError(f"eps = {eps}, but norm = 'none' has no variance to add it to")
+    return 0.0
 
 
 def activation_of(activation: str | None) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heddle._options import NO_NORM
 from heddle._tangents import Maybe, sum_of, times
 
 
@@ -42,7 +43,8 @@ def norm_linear(
         xhat' = rstd·(x' - mean(x') - xhat·mean(xhat∘x'))        rstd' = -rstd²·mean(xhat∘x')
         dx' = rstd'/rstd·dx + rstd·(g' - mean(g') - xhat'·mean(g∘xhat) - xhat·mean(g'∘xhat + g∘xhat'))
 
-    and the rule of products for the rest; RMS: without mean(x') and mean(g'). With an activation, u = z·Wᵀ + bias:
+    and the rule of products for the rest; RMS: without mean(x') and mean(g'); no norm: xhat = x and dx' = g'. With an
+    activation, u = z·Wᵀ + bias:
 
         y' = act'(u)∘u'        du = dy∘act'(u) in place of dy        du' = dy'∘act'(u) + dy∘act''(u)∘u'"""
     dtype = given["x"].dtype
@@ -57,7 +59,7 @@ def norm_linear(
     dy, dyt = (None if t is None else t.to(real).reshape(-1, n) for t in (dy, dyt))
     w, gamma, beta = (taken(given[name]) for name in ("weight", "gamma", "beta"))
     wt, biast, gammat, betat = (taken(direction.get(name)) for name in ("weight", "bias", "gamma", "beta"))
-    layer = given["norm"] == 0
+    layer, plain = given["norm"] == 0, given["norm"] == NO_NORM
 
     def mean(t: Maybe) -> Maybe:
         return None if t is None else t.mean(-1, keepdim=True)
@@ -84,9 +86,9 @@ def norm_linear(
         shifted = centred(x)
         assert shifted is not None
         rstd = torch.rsqrt((shifted * shifted).mean(-1, keepdim=True) + (given["eps"] or 1e-5))
-        xhat = shifted * rstd
+        xhat = x if plain else shifted * rstd
         along = mean(times(xhat, xt))
-        xhatt = times(rstd, sum_of(centred(xt), minus(times(xhat, along))))
+        xhatt = xt if plain else times(rstd, sum_of(centred(xt), minus(times(xhat, along))))
         z = scaled(xhat, gamma) if beta is None else sum_of(scaled(xhat, gamma), beta)
         zt = sum_of(scaled(xhatt, gamma), times(xhat, gammat), None if betat is None else betat.expand_as(x))
         results: dict[str, Maybe] = {}
@@ -106,9 +108,11 @@ def norm_linear(
             g, gt = scaled(dz, gamma), sum_of(scaled(dzt, gamma), times(dz, gammat))
             dots = mean(times(g, xhat))
             dotst = mean(sum_of(times(gt, xhat), times(g, xhatt)))
-            plain = sum_of(centred(g), minus(times(xhat, dots)))
+            own = sum_of(centred(g), minus(times(xhat, dots)))
             change = sum_of(centred(gt), minus(times(xhatt, dots)), minus(times(xhat, dotst)))
-            results["x"] = sum_of(times(rstd, change), minus(times(times(rstd * rstd, along), plain)))
+            results["x"] = sum_of(times(rstd, change), minus(times(times(rstd * rstd, along), own)))
+            if plain:
+                results["x"] = gt
         results["weight"] = sum_of(product(turned(dyt), z), product(turned(dy), zt))
         results["bias"], results["beta"] = over_rows(dyt), over_rows(dzt)
         results["gamma"] = over_rows(sum_of(times(dzt, xhat), times(dz, xhatt)))

@@ -13,7 +13,7 @@ from heddle import _nothing
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._ops import NUMBER_DEFAULTS, call, ops, quick, quick_options
-from heddle._options import TINY, activation_of, causal_of, limit_of, norm_of, places_of, scale_of, window_of
+from heddle._options import activation_of, causal_of, eps_of, limit_of, norm_of, places_of, scale_of, window_of
 from heddle._plain import new_rng_state
 
 
@@ -233,8 +233,7 @@ def norm_linear(
     for name, value in (("bias", bias), ("gamma", gamma), ("beta", beta)):
         if isinstance(value, Tensor):
             need_tensors(**{name: value})
-    if eps == 0:
-        eps = TINY  # 0 means the default to the library
+    kind, eps = norm_of(norm), eps_of(eps, norm)
     rows = None
     if not x.is_contiguous() and x.dim() >= 1:
         # Rows at one distance are taken as they lie; others, and rows on top of each other, are copied first.
@@ -243,7 +242,7 @@ def norm_linear(
         if x.stride(0) < x.shape[1] or (x.shape[1] > 1 and x.stride(1) != 1):
             x = x.contiguous()
     act = (activation_of(activation),) if activation is not None else ()
-    y: Tensor = call(ops.norm_linear, x, weight, bias, gamma, beta, eps, norm_of(norm), tf32, *act)[0]
+    y: Tensor = call(ops.norm_linear, x, weight, bias, gamma, beta, eps, kind, tf32, *act)[0]
     return y if rows is None else y.reshape(*rows, weight.shape[0])
 
 

@@ -73,7 +73,7 @@ def _norm_linear(what: NormLinear, given: dict[str, Any]) -> Any:
 def _norm_linear_fwd(what: NormLinear, given: dict[str, Any]) -> tuple[Any, Any]:
     wanted = {name: () for name, value in given.items() if value.perturbed}
     given = {name: value.value for name, value in given.items()}
-    kept = ["mean", "rstd", *(["u"] if what.activation else [])]
+    kept = [*([] if what.norm == "none" else ["mean", "rstd"]), *(["u"] if what.activation else [])]
     made = _jax_call.forward(what, given, ["y", *kept])
     return made["y"], (given, {name: made[name] for name in kept}, wanted)
 
@@ -315,7 +315,7 @@ def norm_linear(
     beta: Any = None,
     eps: float = 1e-5,
     *,
-    norm: Literal["layer", "rms"] = "layer",
+    norm: Literal["layer", "rms", "none"] = "layer",
     activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
     tf32: bool = False,
 ) -> Any:

@@ -16,7 +16,7 @@ from heddle import attention
 from heddle._errors import HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer, own
-from heddle._options import Causal, activation_of, causal_of, norm_of
+from heddle._options import Causal, activation_of, causal_of, eps_of, norm_of
 from heddle._torch import norm_linear
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "TransformerEncoderLayer",
 ]
 
-Norm = Literal["layer", "rms"]
+Norm = Literal["layer", "rms", "none"]
 Activation = Literal["gelu", "gelu_tanh", "silu"] | None
 
 if TYPE_CHECKING:  # not every torch has torch.distributed
@@ -54,7 +54,7 @@ class NormLinear(Module):
     Args:
         in_features, out_features: k and n.
         bias: whether the Linear has a bias.
-        norm: "layer" or "rms"; "rms" has no beta.
+        norm: "layer", "rms" or "none"; "rms" has no beta, and "none", a Linear alone, neither gamma nor eps.
         eps: added to the variance.
         affine: whether the norm has gamma (and beta).
         activation: "gelu", "gelu_tanh", "silu" or None.
@@ -87,6 +87,7 @@ class NormLinear(Module):
         if in_features < 1 or out_features < 1:
             raise HeddleValueError(f"in_features = {in_features} and out_features = {out_features} must be positive")
         norm_of(norm)
+        eps_of(eps, norm)
         activation_of(activation)
         self.activation = activation
         self.in_features, self.out_features, self.norm, self.eps = in_features, out_features, norm, eps
@@ -96,7 +97,7 @@ class NormLinear(Module):
 
         self.weight = Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = vector(out_features, bias)
-        self.gamma = vector(in_features, affine)
+        self.gamma = vector(in_features, affine and norm != "none")
         self.beta = vector(in_features, affine and norm == "layer")
         self.reset_parameters()
 

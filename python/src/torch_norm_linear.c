@@ -75,9 +75,9 @@ static bool describe(call *c, problem *p, int x, int w, int gamma, int beta) {
 }
 
 static bool take_norm(call *c, problem *p, double eps, int64_t norm) {
-    if (norm != 0 && norm != 1)
-        return call_fail(c, "ValueError", "norm = %lld is neither 0 (layer) nor 1 (rms)", (long long)norm);
-    if (!(eps > 0))
+    if (norm < HEDDLE_LAYER_NORM || norm > HEDDLE_NO_NORM)
+        return call_fail(c, "ValueError", "norm = %lld is none of 0 (layer), 1 (rms), 2 (none)", (long long)norm);
+    if (norm != HEDDLE_NO_NORM && !(eps > 0))
         return call_fail(c, "ValueError", "eps = %g is not > 0", eps);
     p->a.norm = (heddle_norm)norm;
     p->a.eps = eps;
@@ -118,8 +118,11 @@ void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t 
         take_activation(&c, &p, c.integer[ACTIVATION], c.integer[TF32])) {
         p.t.bias = c.tensor[BIAS].data;
         p.t.y = make_rows(&c, &p, 0, p.a.n, call_dtype(&c));
-        p.t.mean = make_rows(&c, &p, 1, -1, call_real(&c));
-        p.t.rstd = make_rows(&c, &p, 2, -1, call_real(&c));
+        const bool plain = p.a.norm == HEDDLE_NO_NORM;
+        p.t.mean = plain ? NULL : make_rows(&c, &p, 1, -1, call_real(&c));
+        p.t.rstd = plain ? NULL : make_rows(&c, &p, 2, -1, call_real(&c));
+        for (int x = 1; x < 3 && plain; x++)
+            call_make_empty(&c, x);
         if (p.a.activation && c.integer[KEEP_U])
             p.t.u = make_rows(&c, &p, 3, p.a.n, call_dtype(&c));
         else

@@ -67,14 +67,14 @@ static norm_space carve_norm_space(const norm_linear_plan *plan, carver *w) {
 
 /* ------------------------------------------------------------------------------------------------- statistics */
 
-/* Statistics of all rows (or the caller's; or none yet), gamma and beta as floats. Every thread of the team calls it. */
+/* Statistics of all rows (or the caller's; or none yet; without a norm those that change nothing), gamma and beta as floats. Every thread of the team calls it. */
 static void prepare_norm(const norm_call *c, const norm_space *s, bool given, bool later) {
     const heddle_norm_linear *a = c->a;
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < (later ? 0 : a->m); row++)
         if (given) {
-            c->mean[row] = a->norm == HEDDLE_RMS_NORM ? 0 : ((const float *)c->t->mean)[row];
-            c->rstd[row] = ((const float *)c->t->rstd)[row];
+            c->mean[row] = a->norm == HEDDLE_LAYER_NORM ? ((const float *)c->t->mean)[row] : 0;
+            c->rstd[row] = a->norm == HEDDLE_NO_NORM ? 1 : ((const float *)c->t->rstd)[row];
         } else {
             row_statistics(c, row, s->row);
         }
@@ -187,7 +187,7 @@ static void norm_linear_forward(const norm_linear_plan *plan, const heddle_norm_
         carver w = {(char *)workspace + shared.used + (size_t)thread_index() * each, 0};
         const norm_space s = carve_norm_space(plan, &w);
         begin_products();
-        prepare_norm(&c, &s, false, has_few_columns(a));
+        prepare_norm(&c, &s, a->norm == HEDDLE_NO_NORM, has_few_columns(a));
         if (has_few_rows(a))
             few_rows_forward(&c);
         else if (has_few_columns(a))
@@ -212,6 +212,11 @@ static void dx_row(const norm_call *c, int64_t row, float *g, float *xhat) {
     const heddle_norm_linear *a = c->a;
     const float mean = c->mean[row], rstd = c->rstd[row];
     const double inverse = 1 / (double)a->k;
+    char *dx = (char *)c->t->dx + row * a->dx_stride * element_size(TYPE(c));
+    if (a->norm == HEDDLE_NO_NORM) {
+        narrow_row(TYPE(c), g, a->k, 1, dx);
+        return;
+    }
     widen_row(TYPE(c), row_of(c->t->x, row, a->x_stride, TYPE(c)), a->k, 1, xhat);
     vf s1 = splat(0), s2 = splat(0);
     for (int64_t e = 0; e < a->k; e += VL) {
@@ -228,7 +233,7 @@ static void dx_row(const norm_call *c, int64_t row, float *g, float *xhat) {
     const float c2 = (float)(sum_lanes(s2) * inverse);
     for (int64_t e = 0; e < a->k; e += VL)
         store(g + e, rstd * (load(g + e) - c1 - load(xhat + e) * c2));
-    narrow_row(TYPE(c), g, a->k, 1, (char *)c->t->dx + row * a->dx_stride * element_size(TYPE(c)));
+    narrow_row(TYPE(c), g, a->k, 1, dx);
 }
 
 /* g [rows][k_pad] (+)= dy·W over the columns x .. x+depth-1 of dy. */
@@ -397,7 +402,7 @@ static void linear_backward(const norm_linear_plan *plan, const heddle_norm_line
         carver w = {(char *)workspace + shared.used + (size_t)thread_index() * each, 0};
         const norm_space s = carve_norm_space(plan, &w);
         begin_products();
-        prepare_norm(&c, &s, data->mean, false);
+        prepare_norm(&c, &s, data->mean || a->norm == HEDDLE_NO_NORM, false);
         if (c.strip_panels)
             strips_backward(&c, weights, &s);
         else

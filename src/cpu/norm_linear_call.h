@@ -91,10 +91,16 @@ INLINE vd doubles_of(vf x, int half) {
 }
 
 /* Mean, then the mean square of what is left: nothing cancels. The mean is summed in double, so that it has no rounding but its own. In
- * float32 a sum of what is left would not do, either: a mean's low bits are lost alike in all x of a power of two. */
+ * float32 a sum of what is left would not do, either: a mean's low bits are lost alike in all x of a power of two. The row itself goes to
+ * `buffer`. */
 static void row_statistics(const norm_call *c, int64_t row, float *buffer) {
     const int64_t k = c->a->k;
     widen_row(TYPE(c), row_of(c->t->x, row, c->a->x_stride, TYPE(c)), k, 1, buffer);
+    if (c->a->norm == HEDDLE_NO_NORM) {
+        c->mean[row] = 0;
+        c->rstd[row] = 1;
+        return;
+    }
     const double inverse = 1 / (double)k;
     double exact = 0;
     vd sum = {0};

@@ -62,8 +62,10 @@ typedef struct moments {
     double mean, rstd;
 } moments;
 
-/* Of one row: the mean first, then the squares around it, so that a large mean does not cancel. */
+/* Of one row: the mean first, then the squares around it, so that a large mean does not cancel. Without a norm those that change nothing. */
 static moments moments_of(const heddle_norm_linear *a, const double *x) {
+    if (a->norm == HEDDLE_NO_NORM)
+        return (moments){0, 1};
     double sum = 0, squares = 0;
     for (int64_t e = 0; a->norm == HEDDLE_LAYER_NORM && e < a->k; e++)
         sum += x[e];
@@ -166,10 +168,11 @@ static void backward_row(const work *w, int64_t i, double *dz) {
     }
     if (!w->data->dx)
         return;
-    if (a->norm == HEDDLE_RMS_NORM)
+    if (a->norm != HEDDLE_LAYER_NORM)
         mean_g = 0;
     for (int64_t e = 0; e < a->k; e++)
-        store_element(a->dtype, w->data->dx, i * a->dx_stride + e, s.rstd * (g[e] - mean_g - w->xhat[e] * mean_gx));
+        store_element(a->dtype, w->data->dx, i * a->dx_stride + e,
+                      a->norm == HEDDLE_NO_NORM ? g[e] : s.rstd * (g[e] - mean_g - w->xhat[e] * mean_gx));
 }
 
 /* dx, dgamma and dbeta, by way of dz = dy·W. */

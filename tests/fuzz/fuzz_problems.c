@@ -387,9 +387,9 @@ static heddle_norm_linear some_norm_linear(bytes *b, int absurd) {
     heddle_norm_linear a = {.size = sizeof a};
     a.dtype = (heddle_dtype)take_between(b, 0, 3);
     a.device = take_between(b, 0, 3) ? HEDDLE_CPU : HEDDLE_REF;
-    a.norm = (heddle_norm)take_bit(b);
+    a.norm = (heddle_norm)take_between(b, 0, 2);
     a.features = take_bit(b) ? HEDDLE_DETERMINISTIC : 0;
-    a.eps = take_bit(b) ? 0 : 1e-3;
+    a.eps = take_bit(b) || (a.norm == HEDDLE_NO_NORM && !absurd) ? 0 : 1e-3;
     a.m = absurd ? any_size(b) : take_between(b, 0, 40);
     a.k = absurd ? any_size(b) : take_between(b, 1, 70);
     a.n = absurd ? any_size(b) : take_between(b, 1, 70);
@@ -413,7 +413,7 @@ static int64_t rows_span(int64_t rows, int64_t width, int64_t stride) {
 static void run_norm_linear(memory *m, const heddle_norm_linear *a, const size_t need[2]) {
     const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
     const size_t each = heddle_dtype_size(a->dtype);
-    const uint64_t left_out = take_number(m->source, 2);
+    const uint64_t left_out = take_number(m->source, 2) | (a->norm == HEDDLE_NO_NORM ? 1 | 2 | 8 | 64 | 128 : 0);
     heddle_norm_linear_data t = {.size = sizeof t};
     t.x = new_floats(m, a->dtype, rows_span(a->m, a->k, a->x_stride));
     t.w = new_floats(m, a->dtype, rows_span(a->n, a->k, a->w_stride));

@@ -12,19 +12,21 @@ void *address(int device, int n, int skew) {
     return (void *)(((uintptr_t)(device + 1) << 36) + ((uintptr_t)n << 30) + (uintptr_t)skew); /* NOLINT */
 }
 
-/* Every pointer that the pass looks at and that its features allow, in `data`. Numbers are never skewed off their size. */
-static void set_pointers(const tensor_field *fields, uint64_t features, heddle_pass pass, int skew, void *data) {
+/* Every pointer that the pass looks at and that its features, or its norm, allow, in `data`. Numbers are never skewed off their size. */
+static void set_pointers(const tensor_field *fields, uint64_t features, const heddle_norm_linear *linear,
+                         heddle_pass pass, int skew, void *data) {
     int n = 0;
     for (const tensor_field *t = fields; t->name; t++) {
         void *p = address(0, ++n, t->element == OF_UINT64 ? 0 : skew);
-        if (t->need[pass] != NEED_UNUSED && (!t->feature || features & t->feature))
+        const bool has = linear ? norm_linear_has(linear, t) : !t->feature || features & t->feature;
+        if (t->need[pass] != NEED_UNUSED && has)
             memcpy((char *)data + t->offset, &p, sizeof p);
     }
 }
 
 heddle_attention_data attention_pointers(const heddle_attention *a, heddle_pass pass, int skew) {
     heddle_attention_data t = {.size = sizeof t};
-    set_pointers(attention_fields, a->features, pass, skew, &t);
+    set_pointers(attention_fields, a->features, NULL, pass, skew, &t);
     t.seqlens_q = NULL; /* the keys' alone */
     if (a->features & HEDDLE_PAGES)
         t.cu_seqlens_k = NULL;
@@ -51,7 +53,7 @@ heddle_status run_norm_linear(heddle_norm_linear a, heddle_pass pass, int skew, 
         return status;
     const bool back = pass == HEDDLE_BACKWARD;
     heddle_norm_linear_data t = {.size = sizeof t};
-    set_pointers(norm_linear_fields, a.features, pass, skew, &t);
+    set_pointers(norm_linear_fields, 0, &a, pass, skew, &t);
     if (back)
         t.bias = NULL, t.y = NULL; /* computed anew */
     void *workspace = address(0, 60, 0);

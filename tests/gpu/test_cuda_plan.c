@@ -114,7 +114,21 @@ static void test_pages(void **state) {
         }
 }
 
-static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device) {
+/* What prepare is to write lies in the workspace. */
+static void check_prepared(const norm_linear_launch *l, const norm_linear_plan *plan) {
+    if (l->kernel < NORM_LINEAR_prepare_bf16_sm80 || l->kernel > NORM_LINEAR_prepare_f32_sm80 ||
+        !strstr(heddle__cuda_kernels[l->kernel].symbol, "_prepare_"))
+        return;
+    for (int x = 0; x < 2; x++) {
+        const norm_rows *r = &l->params.prepare.job[x];
+        const char *high = r->high;
+        assert_true(r->rows == 0 || !high || (high >= space && high + r->rows * r->ldp * 2 <= space + plan->workspace));
+    }
+}
+
+static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device,
+                                   bool wants_dx) {
+    void *const of_norm = a->norm == HEDDLE_NO_NORM ? NULL : aligned;
     norm_linear_plan plan = {.threads = 1};
     static norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
     if (heddle__resolve_norm_linear(a, pass, &plan) != HEDDLE_OK ||
@@ -124,17 +138,19 @@ static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass
     const heddle_norm_linear_data t = {.size = sizeof t,
                                        .x = aligned,
                                        .w = aligned,
-                                       .gamma = aligned,
+                                       .gamma = of_norm,
                                        .y = aligned,
                                        .dy = aligned,
-                                       .dx = aligned,
+                                       .dx = wants_dx ? aligned : NULL,
                                        .dw = aligned,
-                                       .dgamma = aligned,
-                                       .dbeta = aligned,
+                                       .dgamma = of_norm,
+                                       .dbeta = of_norm,
                                        .dbias = aligned};
     const int n = heddle__cuda_norm_linear_launches(&plan, device, &t, space, launches);
-    for (int x = 0; x < n; x++)
+    for (int x = 0; x < n; x++) {
         assert_true(launches[x].grid > 0 && launches[x].grid <= INT32_MAX);
+        check_prepared(&launches[x], &plan);
+    }
     return true;
 }
 
@@ -148,8 +164,9 @@ static void test_norm_linear(void **state) {
         a.n = any_size(&r);
         a.dtype = (heddle_dtype)rng_between(&r, 0, 2);
         a.features = rng_chance(&r, 0.5) ? HEDDLE_TF32 : 0;
+        a.norm = (heddle_norm)(x % 5 % 3);
         for (int pass = 0; pass < 2; pass++)
-            accepted += check_norm_linear_plan(&a, (heddle_pass)pass, &device);
+            accepted += check_norm_linear_plan(&a, (heddle_pass)pass, &device, x % 7 % 2);
     }
     assert_true(accepted > CASES / 10);
 }

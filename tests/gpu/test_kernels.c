@@ -76,7 +76,7 @@ static void sweep_norm_linear(heddle_dtype dtype) {
                                        {2040, 72, 1480},    {5, 264, 100},     {25, 264, 100}};
     /* from the sixth on: tiles of every width for Hopper; a few rows */
     for (size_t x = 0; x < COUNT(sizes); x++)
-        for (int norm = 0; norm < 2; norm++)
+        for (int norm = 0; norm < 3; norm++)
             for (int tf32 = 0; tf32 < 2; tf32++)
                 for (int pass = 0; pass < 2; pass++)
                     for (int skew = 0; skew < 8; skew += 4) {

@@ -92,7 +92,7 @@ def plain_attention(
 
 def plain_norm_linear(x, weight, bias=None, gamma=None, beta=None, eps=1e-5, norm="layer"):
     mean = x.mean(-1, keepdim=True) if norm == "layer" else 0
-    z = (x - mean) * torch.rsqrt(((x - mean) ** 2).mean(-1, keepdim=True) + eps)
+    z = x if norm == "none" else (x - mean) * torch.rsqrt(((x - mean) ** 2).mean(-1, keepdim=True) + eps)
     z = z if gamma is None else z * gamma
     z = z if beta is None else z + beta
     y = z @ weight.T

@@ -511,6 +511,8 @@ def norm_linear_by_formula(case, given, dtype, rng=None):
     x, w, gamma, beta = (leaves[name][..., order] for name in ("x", "w", "gamma", "beta"))
     mean = x.mean(-1, keepdim=True) if case["norm"] == 0 else x.new_zeros(case["m"], 1)
     rstd = 1 / torch.sqrt(((x - mean) ** 2).mean(-1, keepdim=True) + case["eps_used"])
+    if case["norm"] == 2:
+        rstd = torch.ones_like(rstd)
     y = ((x - mean) * rstd * gamma + beta) @ w.T + leaves["bias"]
     grads = torch.autograd.grad((y * given["dy"].to(dtype)).sum(), list(leaves.values()))
     found = {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
@@ -529,11 +531,12 @@ def terms_of_norm_linear(case, given, truth):
     def of(each, other):
         z, across = each * t["gamma"] + t["beta"], (g * other).mean(-1, keepdim=True)
         means = g.mean(-1, keepdim=True) if case["norm"] == 0 else 0.0
+        of_dx = rstd * (g + means + each * across) + rstd * other * (g * each).mean(-1, keepdim=True)
         found = {
             "y": z @ t["w"].T + t["bias"],
             "mean": t["x"].mean(-1),
             "rstd": truth["rstd"] * (1 + size.max(-1).values ** 2 / case["k"]),
-            "dx": rstd * (g + means + each * across) + rstd * other * (g * each).mean(-1, keepdim=True),
+            "dx": g if case["norm"] == 2 else of_dx,
             "dw": t["dy"].T @ z,
             "dbias": t["dy"].sum(0),
             "dgamma": ((t["dy"] @ t["w"]) * each).sum(0),

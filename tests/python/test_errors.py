@@ -138,7 +138,9 @@ NORM_LINEAR = [
     ({"eps": -1.0}, ValueError, "eps = -1"),
     ({"eps": float("nan")}, ValueError, "eps = nan"),
     ({"norm": "batch"}, ValueError, "'batch'"),
-    ({"norm": ["layer"]}, ValueError, "neither 'layer' nor 'rms'"),
+    ({"norm": "none", "eps": 0.1}, ValueError, "eps = 0.1, but norm = 'none' has no variance"),
+    ({"norm": "none", "gamma": torch.randn(8)}, ValueError, "gamma is given, but norm is HEDDLE_NO_NORM"),
+    ({"norm": ["layer"]}, ValueError, "none of 'layer', 'rms', 'none'"),
     ({"x": torch.zeros(3, 8, dtype=torch.int64)}, TypeError, "must be float32"),
     ({"x": torch.randn(())}, ValueError, "0 dimensions"),
     ({"weight": "w"}, TypeError, "torch.Tensor"),
@@ -215,8 +217,8 @@ def test_raw_operators_name_the_rule():
         ops.attention(q, q, q, causal=7)
     with pytest.raises(RuntimeError, match="needs rng_state"):
         ops.attention(q, q, q, dropout=0.5)
-    with pytest.raises(RuntimeError, match="norm = 2"):
-        ops.norm_linear(q, torch.randn(3, 8), norm=2)
+    with pytest.raises(RuntimeError, match="norm = 3"):
+        ops.norm_linear(q, torch.randn(3, 8), norm=3)
     with pytest.raises(RuntimeError, match="q has 3 dimensions"):
         ops.attention(q[0], q, q)
 

@@ -171,20 +171,22 @@ def test_dropout(device):
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(
-    "norm,full,dtype", [("layer", True, "float32"), ("rms", False, "float32"), ("layer", True, "bfloat16")]
+    "norm,full,dtype",
+    [("layer", True, "float32"), ("rms", False, "float32"), ("layer", True, "bfloat16"), ("none", False, "float32")],
 )
 def test_norm_linear(norm, full, dtype, device):
     torch.manual_seed(5)
     sizes = {"x": (2, 3, 40), "weight": (24, 40)} | ({"bias": (24,), "gamma": (40,), "beta": (40,)} if full else {})
     given = {n: torch.randn(s, device=device).to(TYPES[dtype]).requires_grad_() for n, s in sizes.items()}
     seed = torch.randn(2, 3, 24, device=device)
+    options = {"norm": norm} | ({} if norm == "none" else {"eps": 1e-3})
     with contextlib.ExitStack() as stack:
         if device == "cuda":
             torch.use_deterministic_algorithms(True)
             stack.callback(torch.use_deterministic_algorithms, False)
         torchs, jaxs = both_ways(
-            partial(heddle.jax.norm_linear, norm=norm, eps=1e-3),
-            partial(heddle.norm_linear, norm=norm, eps=1e-3),
+            partial(heddle.jax.norm_linear, **options),
+            partial(heddle.norm_linear, **options),
             given,
             [seed],
         )

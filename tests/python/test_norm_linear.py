@@ -105,6 +105,71 @@ def test_the_puzzle(device):
     assert x.grad.sum(-1).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("shape", [(33,), (2, 3, 33), (150, 72)], ids=str)
+def test_no_norm(shape, with_bias, dtype, device):
+    torch.manual_seed(0)
+    leaves = {"x": (torch.randn(shape, device=device) * 2 + 3).to(dtype)}
+    leaves["weight"] = (torch.randn(17, shape[-1], device=device) / 6).to(dtype)
+    if with_bias:
+        leaves["bias"] = torch.randn(17, device=device).to(dtype)
+    leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+    y = heddle.norm_linear(**leaves, norm="none")
+    dy = torch.randn_like(y)
+    grads = torch.autograd.grad(y, list(leaves.values()), dy)
+    exacts = {name: exact(t) for name, t in leaves.items()}
+    truth, plain = F.linear(*exacts.values()), F.linear(*leaves.values())
+    truth_grads = torch.autograd.grad(truth, list(exacts.values()), exact(dy))
+    plain_grads = torch.autograd.grad(plain, list(leaves.values()), dy)
+    assert_close("y", y, truth, plain)
+    for name, a, b, c in zip(leaves, grads, truth_grads, plain_grads, strict=True):
+        assert_close("d" + name, a, b, c)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_no_norm_has_all_derivatives(activation):
+    torch.manual_seed(2)
+    given = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 6), (4, 6), (4,))]
+
+    def run(*t):
+        return heddle.norm_linear(*t, norm="none", activation=activation)
+
+    assert torch.autograd.gradcheck(run, given, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(run, given, check_fwd_over_rev=True)
+    batched = torch.func.vmap(lambda x: run(x, *given[1:]))(given[0].detach())
+    assert torch.allclose(batched, run(*given))
+    rows = torch.func.vmap(torch.func.grad(lambda x: run(x, *given[1:]).sum()))(given[0].detach())
+    assert torch.allclose(rows, torch.autograd.grad(run(*given).sum(), given[0])[0])
+
+
+def test_no_norm_elsewhere():
+    torch.manual_seed(3)
+    layer = heddle.nn.NormLinear(12, 20, norm="none", activation="gelu")
+    assert layer.gamma is layer.beta is None
+    x = torch.randn(5, 12, requires_grad=True)
+    want = F.gelu(F.linear(x, layer.weight, layer.bias))
+    compiled, inputs = torch.compile(layer, fullgraph=True), [x, *layer.parameters()]
+    assert torch.allclose(compiled(x), want, atol=1e-5)
+    grads = torch.autograd.grad(compiled(x).square().sum(), inputs)
+    for got, expected in zip(grads, torch.autograd.grad(want.square().sum(), inputs), strict=True):
+        assert torch.allclose(got, expected, atol=1e-4)
+    args = (x.detach(), layer.weight.detach(), None, None, None, 0.0, 2)
+    torch.library.opcheck(torch.ops.heddle.norm_linear.default, args)
+    arrays = [t.detach().numpy() for t in inputs]
+    assert np.allclose(heddle.norm_linear(*arrays, norm="none", activation="gelu"), want.detach().numpy(), atol=1e-5)
+    dy = np.ones((5, 20), "f4")
+    made = heddle.norm_linear_backward(dy, *arrays[:2], norm="none")
+    assert set(made) == {"dx", "dweight", "dbias"}
+    assert np.allclose(made["dx"], dy @ arrays[1], atol=1e-5) and np.allclose(made["dweight"], dy.T @ arrays[0])
+    for vector in ("gamma", "beta"):
+        with pytest.raises(ValueError, match=f"{vector} is given, but norm is HEDDLE_NO_NORM"):
+            heddle.norm_linear(*arrays[:2], norm="none", **{vector: arrays[0][0]})
+    with pytest.raises(ValueError, match="no variance"):
+        heddle.nn.NormLinear(4, 3, norm="none", eps=1e-6)
+
+
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda u: F.gelu(u, approximate="tanh"),

@@ -2,15 +2,25 @@
  * The launches of norm-linear's backward pass. Pure. */
 #include "cuda/norm_linear/family.h"
 
+/* x's rows have scales that are their own, and those of dy's that they meet are taken out of them: the largest product of a row of x and one
+ * of dy decides on what is left. Returns the blocks. */
+static int32_t scale_of_products(norm_linear_call *c, int32_t *least) {
+    norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.packs = 1});
+    x.row_exponent = c->at.x_exponent;
+    x.with = c->at.dy_exponent;
+    return (int32_t)heddle__cuda_add_prepare(c, (norm_prepare){.job = {x}, .least = least});
+}
+
 /* xhat for dw and dgamma, unless dx's last launch can leave it, or the moments alone for dx. In float32 dy and, for dx, W go into
- * planes too: every row of dy has its own scale, which xhat takes out again for dw; W has one for the whole matrix. */
+ * planes too: every row of dy has its own scale, which xhat takes out again for dw; W has one for the whole matrix. Without a norm float32
+ * alone has something to do, and x stands for xhat. */
 static void prepare_backward(norm_linear_call *c, bool product_w, bool given) {
     const heddle_norm_linear *a = c->a;
     const norm_linear_arrays *at = &c->at;
-    const bool xhat = product_w && (c->is.wide || !c->t->dx);
+    const bool xhat = product_w && (c->is.wide || !(c->t->dx || c->is.plain));
     norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.given = given, .high = xhat ? at->z : NULL}), w = {0};
     norm_prepare p = {0};
-    if (!xhat && (given || !c->t->dx))
+    if (!xhat && (given || !c->t->dx || c->is.plain))
         x.rows = 0;
     if (c->is.wide && (product_w || c->t->dx)) {
         norm_rows dy = {.packs = 1,
@@ -30,8 +40,14 @@ static void prepare_backward(norm_linear_call *c, bool product_w, bool given) {
                             .cols = (int32_t)a->k,
                             .ldp = (int32_t)c->is.kp,
                             .row_exponent = at->w_exponent};
-        p.of_blocks = (int32_t)heddle__cuda_add_prepare(c, (norm_prepare){.job = {dy, w}, .least = at->least});
-        p.of = at->least;
+        const int32_t n = (int32_t)heddle__cuda_add_prepare(c, (norm_prepare){.job = {dy, w}, .least = at->least});
+        p.of[0] = at->least;
+        p.of[1] = at->least + n;
+        p.of_blocks[0] = p.of_blocks[1] = n;
+        if (c->is.plain && product_w) {
+            p.of[0] = at->least + 2 * n;
+            p.of_blocks[0] = scale_of_products(c, at->least + 2 * n);
+        }
         p.shared = at->shared;
         w.row_exponent = NULL;
         w.shares = 1;
@@ -105,7 +121,7 @@ static void add_finish(norm_linear_call *c, needs need) {
     norm_finish f = {0};
     norm_totals totals = {0};
     int64_t units = 0;
-    if (t->dx) {
+    if (t->dx && !c->is.plain) {
         f = finish_of_x(c, need.product);
         f.part = need.sums ? c->at.finish_part : NULL;
         units = row_units(f.rows, f.cols, FINISH_SHORT_TEAM, FINISH_TEAM);
@@ -145,27 +161,28 @@ static int32_t add_dw(norm_linear_call *c, bool dgamma) {
     const heddle_norm_linear *a = c->a;
     const heddle_norm_linear_data *t = c->t;
     const norm_linear_arrays *at = &c->at;
+    const bool as_it_lies = c->is.plain && !c->is.wide;
     norm_gemm g = {.rows = a->n,
                    .cols = a->k,
                    .depth = a->m,
                    .a = t->dy,
                    .lda = a->dy_stride,
-                   .b = at->z,
+                   .b = as_it_lies ? t->x : at->z,
                    .b_low = at->z_low,
-                   .ldb = c->is.kp,
+                   .ldb = as_it_lies ? a->x_stride : c->is.kp,
                    .out = t->dw,
                    .ldo = a->dw_stride,
                    .gamma = t->gamma,
                    .beta = t->beta,
                    .row_bias = t->dw && t->beta ? at->dbias : NULL,
-                   .w = t->w,
+                   .w = dgamma ? t->w : NULL,
                    .ldx = a->w_stride,
                    .part = dgamma ? at->dgamma_part : NULL};
     if (c->is.wide) {
         g.a = at->dy;
         g.a_low = at->dy_low;
         g.lda = c->is.np;
-        g.exponent = xhat_exponent(a->k);
+        g.exponent = c->is.plain ? 0 : xhat_exponent(a->k);
         g.shared_exponent = at->shared + DY_SHARED;
     }
     const bool sm90 = heddle__cuda_add_gemm(c, GEMMS(dw), &g, true, true);
@@ -186,7 +203,7 @@ static void linear_backward(norm_linear_call *c) {
     prepare_backward(c, need.product, given);
     if (t->dx)
         add_dx(c);
-    if (t->dx || need.dbias)
+    if ((t->dx && !c->is.plain) || need.dbias)
         add_finish(c, need);
     if (need.product) {
         const bool dgamma = t->dgamma && !need.sums;
@@ -208,7 +225,8 @@ void heddle__cuda_products_backward(norm_linear_call *c) {
     heddle_norm_linear own = *c->a;
     heddle_norm_linear_data t = *c->t;
     if (own.activation) {
-        const norm_activate p = {t.u, t.dy, c->at.du, own.u_stride, own.dy_stride, c->is.np, 0, 0, 0, 0};
+        const norm_activate p = {
+            .u = t.u, .ldu = own.u_stride, .dy = t.dy, .ldd = own.dy_stride, .out = c->at.du, .ldo = c->is.np};
         if (own.m > 0)
             heddle__cuda_add_activate(c, p);
         own.dy_stride = c->is.np;

@@ -8,14 +8,16 @@
 #include "cuda/norm_linear/sm90/contract.h"
 
 /* What the workspace of the products holds, in order: A(type, name, elements), of which there are none where a pass does not need them.
- * du: in place of dy, [m, np]; z: xhat (or z) for a product; least, shared: exponents of float32's planes on their way. */
+ * du: in place of dy, [m, np]; z: xhat (or z) for a product; least, shared: exponents of float32's planes on their way. Without a norm x is
+ * multiplied as it is, in float32 in planes. */
 #define NORM_LINEAR_ARRAYS                                                                                             \
-    A(float, mean, a->m)                                                                                               \
-    A(float, rstd, a->m)                                                                                               \
-    A(uint16_t, z, raw ? 0 : matrix)                                                                                   \
+    A(float, mean, is->plain ? 0 : a->m)                                                                               \
+    A(float, rstd, is->plain ? 0 : a->m)                                                                               \
+    A(uint16_t, z, raw || (is->plain && !is->wide) ? 0 : matrix)                                                       \
     A(uint16_t, z_low, two ? matrix : 0)                                                                               \
     A(uint16_t, w, is->wide || raw ? weights : 0)                                                                      \
     A(uint16_t, w_low, two ? weights : 0)                                                                              \
+    A(int32_t, x_exponent, is->wide && is->plain ? a->m : 0)                                                           \
     A(int32_t, w_exponent, is->wide ? a->n : 0)                                                                        \
     A(int32_t, turns, raw ? 2 * (blocks(a->m, GEMM_TILE) + 1) : 0)                                                     \
     A(float, s, backward ? 0 : a->n)                                                                                   \
@@ -23,10 +25,11 @@
     A(uint16_t, dy, backward && is->wide ? a->m * is->np : 0)                                                          \
     A(uint16_t, dy_low, backward &&two ? a->m * is->np : 0)                                                            \
     A(int32_t, dy_exponent, backward && is->wide ? a->m : 0)                                                           \
-    A(int32_t, least, backward && is->wide ? 2 * prepare_blocks(device, is) : 0)                                       \
+    A(int32_t, least, backward && is->wide ? (is->plain ? 3 : 2) * prepare_blocks(device, is) : 0)                     \
     A(int32_t, shared, backward && is->wide ? 2 : 0)                                                                   \
     A(float, dgamma_part, backward ? gemm80_sums(blocks(a->n, GEMM_TILE)) * a->k : 0)                                  \
-    A(float, finish_part, backward && !is->wide && a->k <= SUMMED_ROW ? 2 * finish_blocks(device) * a->k : 0)          \
+    A(float, finish_part,                                                                                              \
+      backward && !is->wide && !is->plain && a->k <= SUMMED_ROW ? 2 * finish_blocks(device) * a->k : 0)                \
     A(float, dbias_part, backward ? parts_of(a->m) * a->n : 0)                                                         \
     A(float, dbias, backward ? a->n : 0)                                                                               \
     A(char, du, backward && a->activation ? a->m * is->np * (is->wide ? 4 : 2) : 0)
@@ -41,6 +44,7 @@ typedef struct norm_linear_arrays {
 typedef struct norm_linear_facts {
     int64_t kp, np;  /* k and n in planes */
     bool wide, tf32; /* float32; one product */
+    bool plain;      /* no norm */
     bool raw;        /* forward multiplies x itself */
     bool gathers;    /* and forms the moments of its rows beside the product, as far as the pointers allow */
     bool few;        /* forward is one launch, as far as the pointers allow */

@@ -26,11 +26,14 @@ template <typename T, int ROWS> INLINE void normalise_rows(const norm_few &p, in
     for (int row = threadIdx.x / 32; row < ROWS; row += WARPS) {
         const T *const x = (const T *)p.x + (row0 + row) * p.x_stride;
         const int inside = row0 + row < p.m ? p.k : 0;
-        lane_moments m = {0, 0, 0};
+        float2 all = make_float2(0, 1);
+        if (!p.plain) {
+            lane_moments m = {0, 0, 0};
 #pragma unroll 4
-        for (int e = lane * 8; e < inside; e += 256)
-            add_chunk<T>(&m, __ldg((const uint4 *)(x + e)), e < 256, !p.rms);
-        const float2 all = moments_of_lanes(m, p.k, p.rms, p.inverse, p.eps);
+            for (int e = lane * 8; e < inside; e += 256)
+                add_chunk<T>(&m, __ldg((const uint4 *)(x + e)), e < 256, !p.rms);
+            all = moments_of_lanes(m, p.k, p.rms, p.inverse, p.eps);
+        }
         if (lane == 0 && stores && inside) {
             if (p.mean)
                 p.mean[row0 + row] = all.x;

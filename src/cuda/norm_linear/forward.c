@@ -3,7 +3,7 @@
  *
  * bfloat16 with many rows multiplies the raw x and applies the norm in the epilogue (docs/design.md, section 4): raw x is exact, xhat
  * rounded is not, and the 8 bits of the result hide what a large mean costs. With few rows there are fewer bytes in x normalised than in
- * W∘gamma. float16 and float32 have more bits and normalise first. */
+ * W∘gamma. float16 and float32 have more bits and normalise first. Without a norm 16-bit operands are as they lie: one launch. */
 #include "cuda/norm_linear/family.h"
 
 #include "status.h"
@@ -43,8 +43,9 @@ static bool takes_few(const norm_linear_plan *plan, const cuda_facts *device) {
 
 static norm_linear_facts facts_of(const norm_linear_plan *plan, const cuda_facts *device) {
     const heddle_norm_linear *a = &plan->a;
-    const bool sm90 = takes_sm90(plan, device), gathers = sm90 && a->k % 8 == 0;
-    return (norm_linear_facts){.raw = a->dtype == HEDDLE_BF16 && (gathers ? a->n : 2 * a->n) < a->m,
+    const bool sm90 = takes_sm90(plan, device), gathers = sm90 && a->k % 8 == 0, plain = a->norm == HEDDLE_NO_NORM;
+    return (norm_linear_facts){.raw = a->dtype == HEDDLE_BF16 && !plain && (gathers ? a->n : 2 * a->n) < a->m,
+                               .plain = plain,
                                .gathers = gathers,
                                .few = takes_few(plan, device),
                                .sm90 = sm90,
@@ -179,6 +180,7 @@ static bool add_few(norm_linear_call *c) {
                         .k = (int32_t)a->k,
                         .n = (int32_t)a->n,
                         .rms = a->norm == HEDDLE_RMS_NORM,
+                        .plain = c->is.plain,
                         .activation = (int32_t)a->activation,
                         .row_blocks = (int32_t)blocks(a->m, FEW_ROWS),
                         .vector = aligned16(t->y, a->y_stride, 2) && aligned16(t->u, a->u_stride, 2),
@@ -237,12 +239,29 @@ static norm_gemm prepare_normalised(norm_linear_call *c) {
     return g;
 }
 
-/* float32: planes of xhat and of W∘gamma, scaled. */
+/* x and W as they are. */
+static norm_gemm take_plain(const norm_linear_call *c) {
+    norm_gemm g = product_of(c);
+    g.a = c->t->x;
+    g.lda = c->a->x_stride;
+    g.b = c->t->w;
+    g.ldb = c->a->w_stride;
+    g.bias = c->t->bias;
+    return g;
+}
+
+/* float32: planes of xhat, or of x, and of W∘gamma, scaled. */
 static norm_gemm prepare_planes(norm_linear_call *c, norm_rows w) {
     norm_gemm g = product_of(c);
+    norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.high = c->at.z});
     w.row_exponent = c->at.w_exponent;
-    heddle__cuda_add_prepare(c, (norm_prepare){.job = {heddle__cuda_rows_of_x(c, (norm_rows){.high = c->at.z}), w}});
-    g.exponent = xhat_exponent(c->a->k);
+    g.exponent = x.exponent;
+    if (c->is.plain) {
+        x.packs = 1;
+        x.row_exponent = c->at.x_exponent;
+        g.row_exponent = c->at.x_exponent;
+    }
+    heddle__cuda_add_prepare(c, (norm_prepare){.job = {x, w}});
     g.col_exponent = c->at.w_exponent;
     g.col_add = c->at.t;
     return g;
@@ -253,9 +272,10 @@ static void forward(norm_linear_call *c) {
     c->at.rstd = c->t->rstd ? c->t->rstd : c->at.rstd;
     if (add_few(c))
         return;
-    const norm_gemm g = c->is.raw    ? prepare_raw(c, rows_of_w(c))
-                        : c->is.wide ? prepare_planes(c, rows_of_w(c))
-                                     : prepare_normalised(c);
+    const norm_gemm g = c->is.raw     ? prepare_raw(c, rows_of_w(c))
+                        : c->is.wide  ? prepare_planes(c, rows_of_w(c))
+                        : c->is.plain ? take_plain(c)
+                                      : prepare_normalised(c);
     add_product(c, g);
 }
 

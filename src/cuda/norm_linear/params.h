@@ -58,9 +58,10 @@ typedef struct norm_rows {
     const void *gamma, *beta;          /* T [cols] or NULL. rows: out = xhat∘gamma + beta; pack: the sums below */
     const void *bias;                  /* pack: T [rows] or NULL */
     void *high, *low;                  /* [rows, ldp] or NULL */
-    float *mean, *rstd;                /* rows: written, unless `given` */
+    float *mean, *rstd;                /* rows: written, unless `given`; rstd NULL then means ones */
     float *sum, *add;                  /* pack: rowsum of what was rounded; in·beta + bias; each may be NULL */
     int32_t *row_exponent;             /* or NULL. pack: found and written. rows: subtracted */
+    const int32_t *with;               /* pack: another matrix's, added to what the least is of; or NULL */
     int32_t exponent;                  /* rows: added, with the shared one */
     int32_t packs, given, rms, shares; /* pack: scaled by the shared exponent */
     int32_t vector;                    /* in, gamma and beta may be read 16 bytes at a time */
@@ -68,13 +69,14 @@ typedef struct norm_rows {
 } norm_rows;
 
 /* prepare: two jobs in one launch; one of them may have no rows. The least exponents of each job's packed rows go from one launch to
- * the next: to least[2][blocks], and from of[2][of_blocks], where what they come to goes to shared[2], too. Each may be NULL. */
+ * the next: to least[2][blocks], and from of[x][of_blocks[x]], where what they come to goes to shared[2], too. Each may be NULL. */
 typedef struct norm_prepare {
     norm_rows job[2];
     int32_t *least, *shared;
-    const int32_t *of;
-    int32_t of_blocks, zeros;
+    const int32_t *of[2];
+    int32_t of_blocks[2];
     int32_t *clear; /* [zeros]: becomes 0 */
+    int32_t zeros;
 } norm_prepare;
 
 /* A sum over rows, of columns. finish: part[p][col] = the sum over the p-th share of the rows of a[row, col].
@@ -125,7 +127,7 @@ typedef struct norm_small {
     float *mean, *rstd;                           /* forward: written, or NULL; backward: read where `given` */
     int64_t x_stride, w_stride, y_stride, dy_stride, dx_stride, dw_stride;
     int64_t m;
-    int32_t k, n, rms, given;
+    int32_t k, n, rms, given, plain; /* plain: no norm */
     float eps;
     int32_t row_blocks; /* backward: the first blocks have rows of dx, the others parts of dw */
     float *part;        /* [row_blocks][2][k]: shares of dgamma and dbeta; NULL: the one block's are all */
@@ -137,9 +139,9 @@ typedef struct norm_few {
     void *y, *u;                             /* T [m, n]; u NULL: not wanted */
     float *mean, *rstd;                      /* [m] or NULL */
     int64_t x_stride, w_stride, y_stride, u_stride;
-    int32_t m, k, n, rms, activation;
-    int32_t row_blocks; /* divides the blocks: each has some of the rows */
-    int32_t vector;     /* y and u may be written 16 bytes at a time */
+    int32_t m, k, n, rms, plain, activation; /* plain: no norm */
+    int32_t row_blocks;                      /* divides the blocks: each has some of the rows */
+    int32_t vector;                          /* y and u may be written 16 bytes at a time */
     float eps, inverse;
 } norm_few;
 

@@ -112,7 +112,7 @@ INLINE void normalise_row(const norm_rows &p, int64_t row, const row_of<T, HELD>
     row_moments all = make_float4(0, 0, 0, 0);
     if (p.given) {
         all.x = p.rms ? 0 : p.mean[row];
-        all.z = p.rstd[row];
+        all.z = p.rstd ? p.rstd[row] : 1;
     } else {
         all = moments<T, TEAM, HELD>(p, in, first, m, turn);
         if (threadIdx.x % TEAM == 0) {
@@ -174,7 +174,7 @@ template <typename T> INLINE float rounded(float x, T) {
 }
 
 /* in∘gamma to planes, with the sums that the epilogue of forward needs. shared: the exponent of all rows, where p.shares. Returns
- * that of the row, where there is one. */
+ * that of the row, where there is one, and where another matrix's count with it their sum. */
 template <typename T, int TEAM, int HELD>
 INLINE int pack_row(const norm_rows &p, int64_t row, const row_of<T, HELD> &in, int shared, meeting *m, int *turn) {
     const T *gamma = (const T *)p.gamma, *beta = (const T *)p.beta;
@@ -194,7 +194,7 @@ INLINE int pack_row(const norm_rows &p, int64_t row, const row_of<T, HELD> &in, 
             p.row_exponent[row] = exponent;
     }
     if (!p.high && !p.sum && !p.add)
-        return exponent;
+        return exponent + (p.with ? p.with[row] : 0);
     const float scale = power_of_two(exponent);
     float sum = 0, dot = 0;
     each_chunk<TEAM>(in, p.high ? p.ldp : p.cols, [&](float *v, int e, int inside) {
@@ -231,7 +231,7 @@ INLINE int pack_row(const norm_rows &p, int64_t row, const row_of<T, HELD> &in, 
     return exponent;
 }
 
-/* The least of `count` exponents, at most LARGEST_EXPONENT, to every thread of the block. */
+/* The least of `count` exponents, and of each thread's `least`, to every thread of the block. */
 INLINE int block_least(const int32_t *of, int count, int least, int *slots) {
     for (int x = threadIdx.x; x < count; x += ROW_THREADS)
         least = min(least, of[x]);
@@ -252,7 +252,7 @@ INLINE int prepare_rows(const norm_rows &p, bool packs, uint32_t *unit, int shar
     constexpr int HEADS = row_of<T, HELD>::BYTES;
     static_assert(HEADS + ROW_THREADS * 4 == STAGE, "as the plan counts");
     char *const own = held + threadIdx.x * 16, *const head = held + HEADS + threadIdx.x * 4;
-    int least = LARGEST_EXPONENT;
+    int least = 2 * LARGEST_EXPONENT; /* no row has more, nor two together */
     const auto row_at = [&](int64_t row, int stage) {
         return row_of<T, HELD>{(const T *)p.in + row * p.ld, own + stage * STAGE, p.cols, (bool)p.vector};
     };
@@ -280,8 +280,8 @@ template <typename T>
 INLINE void prepare_job(const norm_prepare &p, int x, bool packs, uint32_t *unit, char *held, meeting *m, int *turn) {
     const norm_rows &job = p.job[x];
     int shared = 0, least;
-    if (sizeof(T) == 4 && p.of) {
-        shared = block_least(p.of + x * p.of_blocks, p.of_blocks, LARGEST_EXPONENT, m->least);
+    if (sizeof(T) == 4 && p.of[x]) {
+        shared = block_least(p.of[x], p.of_blocks[x], job.rows > 0 ? 2 * LARGEST_EXPONENT : LARGEST_EXPONENT, m->least);
         if (blockIdx.x == 0 && threadIdx.x == 0)
             p.shared[x] = shared;
     }

@@ -18,9 +18,10 @@ norm_rows heddle__cuda_rows_of_x(const norm_linear_call *c, norm_rows p) {
     p.ldp = (int32_t)c->is.kp;
     p.low = p.high && c->is.wide && !c->is.tf32 ? c->at.z_low : NULL;
     p.mean = c->at.mean;
-    p.rstd = c->at.rstd;
-    p.exponent = c->is.wide ? xhat_exponent(a->k) : 0;
-    p.rms = a->norm == HEDDLE_RMS_NORM;
+    p.rstd = c->is.plain ? NULL : c->at.rstd;
+    p.given |= c->is.plain;
+    p.exponent = c->is.wide && !c->is.plain ? xhat_exponent(a->k) : 0;
+    p.rms = a->norm != HEDDLE_LAYER_NORM;
     p.eps = (float)a->eps;
     p.inverse = 1 / (float)a->k;
     return p;

@@ -83,6 +83,7 @@ static norm_small params_of(const norm_linear_call *c) {
                         .n = (int32_t)a->n,
                         .rms = a->norm == HEDDLE_RMS_NORM,
                         .given = t->mean && t->rstd,
+                        .plain = a->norm == HEDDLE_NO_NORM,
                         .eps = (float)a->eps};
 }
 

@@ -70,7 +70,7 @@ template <typename T> INLINE void normalise(const norm_small &p, int64_t row0, i
     const T *gamma = (const T *)p.gamma, *beta = (const T *)p.beta;
     for (int r = threadIdx.x / 32; r < SMALL_ROWS && row0 + r < p.m; r += WARPS) {
         float *to = z + r * padded;
-        const float3 moments = row_moments<T>(p, to);
+        const float3 moments = p.plain ? make_float3(0, 0, 1) : row_moments<T>(p, to);
         __syncwarp();
 #pragma unroll 4
         for (int e = lane; e < p.k; e += 32) {
@@ -149,13 +149,13 @@ template <typename T> INLINE void fwd_kernel(const norm_small &p) {
 
 /* ---------------------------------------------------------------------------------------------------------- backward */
 
-/* The moments of `count` rows from row0 on: given, or found by the warps, one after the other. */
+/* The moments of `count` rows from row0 on: given, or found by the warps, one after the other; without a norm those that change nothing. */
 template <typename T> INLINE void find_moments(const norm_small &p, int64_t row0, int count, float2 *moments) {
     for (int r = threadIdx.x; r < count && p.given; r += THREADS)
         moments[r] = row0 + r < p.m ? make_float2(p.rms ? 0 : p.mean[row0 + r], p.rstd[row0 + r]) : make_float2(0, 0);
     for (int r = threadIdx.x / 32; r < count && !p.given; r += WARPS) {
-        float3 all = make_float3(0, 0, 0);
-        if (row0 + r < p.m)
+        float3 all = make_float3(0, 0, p.plain);
+        if (row0 + r < p.m && !p.plain)
             all = row_moments<T>(p, (const T *)p.x + (row0 + r) * p.x_stride);
         if (threadIdx.x % 32 == 0)
             moments[r] = make_float2(all.x + all.y, all.z);
@@ -224,8 +224,10 @@ template <typename T> INLINE void rows_kernel(const norm_small &p, int block) {
         for (int c = 0; c < OWN; c++) {
             const int e = (int)threadIdx.x + c * THREADS;
             const bool inside = e < p.k && row0 + r < p.m;
-            xhat[r][c] =
-                inside ? (to_float(((const T *)p.x)[(row0 + r) * p.x_stride + e]) - moments[r].x) * moments[r].y : 0;
+            xhat[r][c] = /* without a norm nothing is taken off */
+                inside && !p.plain
+                    ? (to_float(((const T *)p.x)[(row0 + r) * p.x_stride + e]) - moments[r].x) * moments[r].y
+                    : 0;
             const float g = inside && gamma ? h[r][c] * to_float(gamma[e]) : h[r][c];
             sum += g;
             dot += g * xhat[r][c];
@@ -245,7 +247,7 @@ template <typename T> INLINE void rows_kernel(const norm_small &p, int block) {
             c1 += sums[r][w].x;
             c2 += sums[r][w].y;
         }
-        c1 = p.rms ? 0 : c1 / (float)p.k;
+        c1 = p.rms || p.plain ? 0 : c1 / (float)p.k;
         c2 /= (float)p.k;
 #pragma unroll
         for (int c = 0; c < OWN; c++) {
