@@ -7,7 +7,7 @@
 
 A row: the time of a forward, and of a backward with all gradients, over PyTorch's `F.linear` alone (its backward: dx, dw and
 dbias), of heddle and of PyTorch's layer_norm + linear (eager). Under 1: faster than the product without any norm. Rows
-"no norm": a Linear alone, of both.
+"no norm": a Linear alone, of both; "residual": a tensor added to y, of both, and not of what they are compared with.
 --errors: of each result the largest error against float64 over the largest magnitude, and that over PyTorch's, with rows whose
 means are 0, 100 and 1000 deviations.
 """
@@ -25,7 +25,9 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = ((16384, 1024, 4096), (16384, 4096, 4096), (8192, 4096, 12288), (4096, 4096, 22016), (4096, 2048, 2048),
           (2048, 768, 3072), (1000, 1536, 6144))
 FEW_ROWS = tuple((m, 4096, n) for n in (4096, 12288) for m in (1, 4, 16, 64))
-OPTIONS = {"": {}, "no norm": {"norm": NO_NORM}}  # and what the library is told
+# And what the library is told; a residual is a tensor for each shape.
+OPTIONS = {"": {}, "no norm": {"norm": NO_NORM}, "residual": {"residual": True},
+           "no norm residual": {"norm": NO_NORM, "residual": True}}
 INPUTS, NAMES = ("x", "gamma", "beta", "w", "bias"), ("y", "dx", "dgamma", "dbeta", "dw", "dbias")
 
 
@@ -36,9 +38,10 @@ def tensors(m, k, n, dtype, mean=0.0):
     return {name: x.to(dtype) for name, x in t.items()}
 
 
-def in_pytorch(x, gamma, beta, w, bias, norm=LAYER_NORM):
+def in_pytorch(x, gamma, beta, w, bias, norm=LAYER_NORM, residual=None):
     z = x if norm == NO_NORM else F.layer_norm(x, (x.shape[1],), gamma, beta)
-    return F.linear(z, w, bias)
+    y = F.linear(z, w, bias)
+    return y if residual is None else y + residual
 
 
 def eager(t, dtype=None, **options):
@@ -74,7 +77,9 @@ def name_of(m, k, n, dtype, tf32, option):
 
 
 def measure(lib, clock, m, k, n, dtype, tf32, option, regimes):
-    t, options = tensors(m, k, n, dtype), OPTIONS[option]
+    t, options = tensors(m, k, n, dtype), dict(OPTIONS[option])
+    if "residual" in options:
+        options["residual"] = torch.randn_like(t["dy"])
     job = lib.norm_linear(*(t[i] for i in INPUTS), t["dy"], tf32=tf32, **options)
     y, leaves = eager(t, **options)
     x, w, bias = (t[i].detach().requires_grad_() for i in ("x", "w", "bias"))

@@ -335,8 +335,11 @@ typedef enum heddle_activation {
 
 /* A bit of heddle_norm_linear.features: activation counts, and u. */
 #define HEDDLE_ACTIVATION (UINT64_C(1) << 32)
+/* Another: residual counts. */
+#define HEDDLE_RESIDUAL (UINT64_C(1) << 33)
 
-/* One norm-linear problem:  xhat = (x - mean)·rstd,  z = xhat∘gamma + beta,  u = z·Wᵀ + bias,  y = act(u),  for every row of x.
+/* One norm-linear problem, for every row of x:
+ *     xhat = (x - mean)·rstd      z = xhat∘gamma + beta      u = z·Wᵀ + bias      y = act(u) + residual
  * Source: Ba et al., "Layer normalization", 2016; Zhang and Sennrich, "Root mean square layer normalization", 2019;
  * Hendrycks and Gimpel, "Gaussian error linear units", 2016. */
 typedef struct heddle_norm_linear {
@@ -345,7 +348,7 @@ typedef struct heddle_norm_linear {
     heddle_device device;
     heddle_norm norm;
     int32_t reserved0; /* 0 */
-    uint64_t features; /* 0, HEDDLE_DETERMINISTIC, HEDDLE_TF32, HEDDLE_ACTIVATION */
+    uint64_t features; /* 0, HEDDLE_DETERMINISTIC, HEDDLE_TF32, HEDDLE_ACTIVATION, HEDDLE_RESIDUAL */
     int64_t m, k, n;   /* rows, features in, features out; m may be 0 */
     double eps;        /* 0 means 1e-5; with HEDDLE_NO_NORM it must be 0 */
     /* elements from row to row; 0 means contiguous */
@@ -354,6 +357,7 @@ typedef struct heddle_norm_linear {
     heddle_activation activation; /* with HEDDLE_ACTIVATION, else 0 */
     int32_t reserved1;            /* 0 */
     int64_t u_stride;
+    int64_t residual_stride; /* one that ends in front of it is, too */
 } heddle_norm_linear;
 
 /* Where its data lies. "float" is float32, or float64 when dtype is HEDDLE_F64. */
@@ -379,6 +383,8 @@ typedef struct heddle_norm_linear_data {
     void *dbias;  /* dtype [n] */
     /* output of forward, NULL if not wanted, and input of backward; a structure that ends in front of it is taken, too */
     void *u; /* dtype [m, n]: what the activation is of */
+    /* input of forward, added to y; its gradient is dy. A structure that ends in front of it is taken, too */
+    const void *residual; /* dtype [m, n], no part of y or u */
 } heddle_norm_linear_data;
 
 /* As the functions of attention with these names. */

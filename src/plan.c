@@ -444,10 +444,10 @@ static heddle_status resolve_row_stride(const heddle_norm_linear *a, const tenso
     return HEDDLE_OK;
 }
 
-/* Also of programs that were built when it ended in front of the activation. */
+/* Also of programs that were built when it ended in front of the activation, or of the residual. */
 static heddle_status take_norm_linear(const heddle_norm_linear *desc, heddle_norm_linear *a) {
     const size_t before_activation = offsetof(heddle_norm_linear, activation), size = desc ? desc->size : 0;
-    if (size != before_activation)
+    if (size != before_activation && size != offsetof(heddle_norm_linear, residual_stride))
         TRY(check_descriptor("heddle_norm_linear", desc, size, sizeof *desc));
     memset(a, 0, sizeof *a);
     memcpy(a, desc, size);

@@ -147,6 +147,16 @@ static void activate_row(norm_linear_problem *p, work *o, int64_t i, float *u, f
     round_all(o->precision, o->n, dy);
 }
 
+/* To y of row i, which is rounded, as it is where the sum is another operation. */
+static void add_residual(norm_linear_problem *p, work *o, int64_t i) {
+    if (!p->t[N_RESIDUAL].host)
+        return;
+    round_all(o->precision, o->n, o->sum);
+    read_row(&p->t[N_RESIDUAL], i, o->n, 0, o->part);
+    for (int64_t f = 0; f < o->n; f++)
+        o->sum[f] += o->part[f];
+}
+
 static void forward_row(norm_linear_problem *p, work *o, int64_t i, double natural[N_COUNT]) {
     const int t = o->precision;
     float mean, rstd, *xhat = o->xhat + i * o->k, *z = o->z + i * o->k, *dy = o->dy + i * o->n, *dz = o->dz + i * o->k;
@@ -176,6 +186,7 @@ static void forward_row(norm_linear_problem *p, work *o, int64_t i, double natur
         plain_squares(&(plain_terms){o->k, 1, z, NULL, o->wt, o->n}, NULL, o->n, o->part, o->sums);
     if (p->a.activation)
         activate_row(p, o, i, o->sum, dy);
+    add_residual(p, o, i);
     tensor_write_floats(y, tensor_at(y, 0, 0, i, 0), o->n, o->sum);
     round_all(t, o->n, dy);
     sum_rows(o, dy, 1, o->w, o->n, o->k, dz, NULL);

@@ -6,7 +6,7 @@
 
 static norm_linear_case linear_case(void) {
     norm_linear_case c = {.a = norm_linear_desc(HEDDLE_F32, HEDDLE_LAYER_NORM, 6, 10, 14), .seed = 5};
-    c.a.features = HEDDLE_ACTIVATION;
+    c.a.features = HEDDLE_ACTIVATION | HEDDLE_RESIDUAL;
     c.a.activation = HEDDLE_GELU;
     return c;
 }
@@ -62,7 +62,7 @@ static void test_norm_linear_descriptor(void **state) {
     REFUSE_LINEAR(a->norm = (heddle_norm)3, HEDDLE_BAD_ENUM, "norm = 3");
     REFUSE_LINEAR((a->norm = HEDDLE_NO_NORM, a->eps = 1e-6), HEDDLE_BAD_COMBINATION, "eps = 1e-06");
     REFUSE_LINEAR(a->features = HEDDLE_BIAS, HEDDLE_BAD_ENUM, "0x4");
-    REFUSE_LINEAR(a->features = UINT64_C(1) << 33, HEDDLE_BAD_ENUM, "0x200000000");
+    REFUSE_LINEAR(a->features = UINT64_C(1) << 34, HEDDLE_BAD_ENUM, "0x400000000");
     REFUSE_LINEAR(a->reserved0 = 7, HEDDLE_BAD_ENUM, "reserved0");
     REFUSE_LINEAR(a->reserved1 = 7, HEDDLE_BAD_ENUM, "reserved1");
     REFUSE_LINEAR(a->activation = (heddle_activation)4, HEDDLE_BAD_ENUM, "activation = 4");
@@ -83,6 +83,7 @@ static void test_norm_linear_descriptor(void **state) {
     REFUSE_LINEAR(a->dx_stride = 9, HEDDLE_BAD_STRIDE, "dx_stride = 9");
     REFUSE_LINEAR(a->u_stride = 13, HEDDLE_BAD_STRIDE, "u_stride = 13");
     REFUSE_LINEAR(a->dw_stride = 9, HEDDLE_BAD_STRIDE, "dw_stride = 9");
+    REFUSE_LINEAR(a->residual_stride = -1, HEDDLE_BAD_STRIDE, "residual_stride = -1");
     REFUSE_LINEAR(a->x_stride = INT64_MAX, HEDDLE_OVERFLOW, "x");
     REFUSE_LINEAR(a->dw_stride = INT64_MAX / 4, HEDDLE_OVERFLOW, "dw");
     REFUSE_LINEAR((a->m = INT64_C(1) << 40, a->k = INT64_C(1) << 40), HEDDLE_OVERFLOW, "x");
@@ -94,11 +95,12 @@ static void test_norm_linear_descriptor(void **state) {
 #define LINEAR_FAULT(field, ...)                                                                                       \
     { #field, offsetof(heddle_norm_linear_data, field), 0, __VA_ARGS__, false }
 static const pointer_fault linear_faults[] = {
-    LINEAR_FAULT(x, true, true),      LINEAR_FAULT(gamma, false, false),  LINEAR_FAULT(beta, false, false),
-    LINEAR_FAULT(w, true, true),      LINEAR_FAULT(bias, false, false),   LINEAR_FAULT(y, true, false),
-    LINEAR_FAULT(mean, false, false), LINEAR_FAULT(rstd, false, false),   LINEAR_FAULT(dy, false, true),
-    LINEAR_FAULT(dx, false, false),   LINEAR_FAULT(dgamma, false, false), LINEAR_FAULT(dbeta, false, false),
-    LINEAR_FAULT(dw, false, false),   LINEAR_FAULT(dbias, false, false),  LINEAR_FAULT(u, false, true),
+    LINEAR_FAULT(x, true, true),         LINEAR_FAULT(gamma, false, false),  LINEAR_FAULT(beta, false, false),
+    LINEAR_FAULT(w, true, true),         LINEAR_FAULT(bias, false, false),   LINEAR_FAULT(y, true, false),
+    LINEAR_FAULT(mean, false, false),    LINEAR_FAULT(rstd, false, false),   LINEAR_FAULT(dy, false, true),
+    LINEAR_FAULT(dx, false, false),      LINEAR_FAULT(dgamma, false, false), LINEAR_FAULT(dbeta, false, false),
+    LINEAR_FAULT(dw, false, false),      LINEAR_FAULT(dbias, false, false),  LINEAR_FAULT(u, false, true),
+    LINEAR_FAULT(residual, true, false),
 };
 _Static_assert(COUNT(linear_faults) == N_COUNT, "a tensor is tested by nobody");
 
@@ -164,6 +166,10 @@ static void test_before_activations(void **state) {
         data.u = data.y;
         expect_status(call_linear(&now.a, &data, pass, workspace, ENOUGH), HEDDLE_BAD_COMBINATION, "HEDDLE_ACTIVATION");
         data.u = NULL;
+        data.residual = data.x;
+        expect_status(call_linear(&now.a, &data, pass, workspace, ENOUGH), pass ? HEDDLE_OK : HEDDLE_BAD_COMBINATION,
+                      pass ? "" : "HEDDLE_RESIDUAL");
+        data.residual = NULL;
         expect_status(call_linear(&now.a, &data, pass, workspace, ENOUGH), HEDDLE_OK, "");
         expect_status(call_linear(&then.a, &old, pass, workspace, ENOUGH), HEDDLE_OK, "");
     }
@@ -203,6 +209,33 @@ static void test_no_norm(void **state) {
     norm_linear_free(&p);
 }
 
+/* The same of those that end in front of the residual, with an activation. */
+static void test_before_residuals(void **state) {
+    (void)state;
+    norm_linear_case c = linear_case();
+    c.a.features = HEDDLE_ACTIVATION;
+    norm_linear_problem now = norm_linear_new(&c), then = norm_linear_new(&c);
+    then.a.size = offsetof(heddle_norm_linear, residual_stride);
+    then.a.residual_stride = -1;
+    void *workspace = workspace_new(now.a.device, ENOUGH);
+    for (int pass = 0; pass < 2; pass++) {
+        heddle_norm_linear_data data = norm_linear_data(&now, pass), old = norm_linear_data(&then, pass);
+        old.size = offsetof(heddle_norm_linear_data, residual);
+        old.residual = old.x;
+        expect_status(call_linear(&now.a, &data, pass, workspace, ENOUGH), HEDDLE_OK, "");
+        expect_status(call_linear(&then.a, &old, pass, workspace, ENOUGH), HEDDLE_OK, "");
+        if (pass == HEDDLE_FORWARD)
+            for (int64_t at = 0; at < now.t[N_Y].span; at++) {
+                tensor_download(&now.t[N_Y]);
+                tensor_download(&then.t[N_Y]);
+                assert_true(tensor_raw(&now.t[N_Y], at) == tensor_raw(&then.t[N_Y], at));
+            }
+    }
+    workspace_free(now.a.device, workspace, ENOUGH);
+    norm_linear_free(&now);
+    norm_linear_free(&then);
+}
+
 /* Forward does not look at what only backward uses. */
 static void test_the_other_pass(void **state) {
     (void)state;
@@ -224,6 +257,7 @@ int main(void) {
         cmocka_unit_test(test_before_activations),
         cmocka_unit_test(test_the_other_pass),
         cmocka_unit_test(test_no_norm),
+        cmocka_unit_test(test_before_residuals),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -249,6 +249,9 @@ works norm-linear --x x.npy --w w.npy --activation silu --out y3.npy --u u.npy -
 works norm-linear --x x.npy --w w.npy --out y4.npy
 cmp -s u.npy y4.npy || wrong "u is not what is there without an activation"
 cmp -s y3.npy y4.npy && wrong "--activation changes nothing"
+cp y4.npy residual.npy
+works norm-linear --x x.npy --w w.npy --residual residual.npy --out y5.npy
+cmp -s y5.npy y4.npy && wrong "--residual adds nothing"
 refuses "is none of none, gelu, gelu-tanh, silu" norm-linear --x x.npy --w w.npy --activation relu --out z.npy
 refuses "HEDDLE_ACTIVATION is not set" norm-linear --x x.npy --w w.npy --out z.npy --u u.npy
 

@@ -401,6 +401,43 @@ static void test_activation_values(void **state) {
     }
 }
 
+/* u is not asked for: y is what it is with it. */
+static void check_without_u(const norm_linear_case *with) {
+    norm_linear_case without = *with;
+    without.skip |= UINT32_C(1) << N_U;
+    norm_linear_problem p = norm_linear_new(with), q = norm_linear_new(&without);
+    norm_linear_run(&p, HEDDLE_FORWARD);
+    norm_linear_run(&q, HEDDLE_FORWARD);
+    for (int64_t at = 0; at < p.t[N_Y].span; at++)
+        if (!(tensor_raw(&p.t[N_Y], at) == tensor_raw(&q.t[N_Y], at))) {
+            norm_linear_print(with);
+            fail_msg("y[%d] = %g without u, %g with it", (int)at, tensor_raw(&q.t[N_Y], at), tensor_raw(&p.t[N_Y], at));
+        }
+    norm_linear_free(&p);
+    norm_linear_free(&q);
+}
+
+/* A residual on every route, with and without an activation and a norm, next to y, apart, and of no alignment. */
+static void test_residuals(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{1, 40, 33},   {5, 264, 40},  {24, 520, 64},   {50, 392, 3},
+                                       {70, 96, 130}, {131, 64, 72}, {300, 136, 264}, {129, 392, 520}};
+    for (size_t x = 0; x < COUNT(sizes); x++)
+        for (size_t y = 0; y < TEST_DTYPES; y++)
+            for (int odd = 0; odd < 2; odd++) {
+                norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
+                c.a.dtype = test_dtypes[y];
+                c.a.norm = (heddle_norm)((x + y) % 3);
+                c.a.activation = (heddle_activation)((x + 2 * y + (size_t)odd) % 4);
+                c.a.features = HEDDLE_RESIDUAL | (c.a.activation ? HEDDLE_ACTIVATION : 0);
+                c.a.residual_stride = odd ? c.a.n + 1 + (int64_t)x % 2 : x % 2 ? 0 : (c.a.n + 15) / 8 * 8;
+                c.seed = 3 * (x + y) + (uint64_t)odd;
+                check_norm_linear(&c);
+                if (c.a.activation)
+                    check_without_u(&c);
+            }
+}
+
 /* Without a norm, on every route: few rows, few columns, strips, panels, tiles of every alignment; rows apart; x and dy whose rows have sizes
  * of their own, so that what a row of x is large by its row of dy is small by, and tiny ones. */
 static void test_no_norm(void **state) {
@@ -546,6 +583,7 @@ int main(void) {
         cmocka_unit_test(test_tiles_with_odd_columns),
         cmocka_unit_test(test_activations),
         cmocka_unit_test(test_activation_values),
+        cmocka_unit_test(test_residuals),
         cmocka_unit_test(test_no_norm),
         cmocka_unit_test(test_no_norm_of_any_size),
         cmocka_unit_test(test_gathered_moments),

@@ -226,7 +226,7 @@ static void test_norm_linear(void **state) {
                 c.a.eps = norm == HEDDLE_NO_NORM ? 0 : 0.1;
                 c.mean = x % 2 ? 3 : 0;
                 c.a.activation = (heddle_activation)((x + y) % 4);
-                c.a.features = c.a.activation ? HEDDLE_ACTIVATION : 0;
+                c.a.features = (c.a.activation ? HEDDLE_ACTIVATION : 0) | (y % 2 ? HEDDLE_RESIDUAL : 0);
                 check_norm_linear_gradients(&c);
             }
 }

@@ -234,6 +234,10 @@ static norm_linear_case random_norm_linear(uint64_t seed) {
     }
     if (rng_chance(&r, 0.2))
         c.a.norm = HEDDLE_NO_NORM;
+    if (rng_chance(&r, 0.3)) {
+        c.a.features |= HEDDLE_RESIDUAL;
+        c.a.residual_stride = rng_chance(&r, 0.5) ? 0 : aligned ? (n + 7) / 8 * 8 : n + rng_between(&r, 0, 20);
+    }
     return c;
 }
 

@@ -54,11 +54,14 @@ static const struct option_kind {
     {"pages", HEDDLE_PAGES, false, false},
     {"odd part", 0, true,
      false}, /* with dropout, and no multiple of eight keys in front of it: what none but the plain kernels take */
-    {"gelu", HEDDLE_ACTIVATION, false, false}, /* of norm-linear, as the next two */
+    {"gelu", HEDDLE_ACTIVATION, false, false}, /* of norm-linear, as all that follow */
     {"gelu by tanh", HEDDLE_ACTIVATION, false, false},
     {"silu", HEDDLE_ACTIVATION, false, false},
+    {"residual", HEDDLE_RESIDUAL, false, false},
+    {"no norm", 0, false, false},
+    {"no norm residual", HEDDLE_RESIDUAL, false, false},
 };
-enum { KINDS = sizeof kinds / sizeof *kinds, ACTIVATIONS = 3, ON_ALL_DIMS = KINDS - ACTIVATIONS - 2 };
+enum { KINDS = sizeof kinds / sizeof *kinds, OF_LINEAR = 6, ON_ALL_DIMS = KINDS - OF_LINEAR - 2 };
 
 static const struct option_kind *kind_of(const bench_case *c) {
     for (int i = 0; i < KINDS && c->option; i++)
@@ -141,9 +144,9 @@ static int gpu_cases(bench_case *out) {
         out[n++].option = "tf32";
     }
     for (int i = 0; i < 3; i++)
-        for (int x = 0; x < ACTIVATIONS; x++) {
+        for (int x = 0; x < OF_LINEAR; x++) {
             out[n] = (bench_case)LINEAR(dtypes[i], sizes[0][0], sizes[0][1], sizes[0][2]);
-            out[n++].option = kinds[KINDS - ACTIVATIONS + x].name;
+            out[n++].option = kinds[KINDS - OF_LINEAR + x].name;
         }
     return n;
 }
@@ -153,9 +156,9 @@ int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]) {
         return gpu_cases(out);
     int n = (int)(sizeof cpu_cases / sizeof *cpu_cases);
     memcpy(out, cpu_cases, sizeof cpu_cases);
-    for (int x = 0; x < ACTIVATIONS; x++) {
+    for (int x = 0; x < OF_LINEAR; x++) {
         out[n] = (bench_case)LINEAR(HEDDLE_F32, 2048, 768, 3072);
-        out[n++].option = kinds[KINDS - ACTIVATIONS + x].name;
+        out[n++].option = kinds[KINDS - OF_LINEAR + x].name;
     }
     return n;
 }
@@ -210,7 +213,8 @@ job bench_job(const bench_case *c, heddle_device device) {
         return j;
     j.a.features = j.l.features = kind->features;
     if (kind->features & HEDDLE_ACTIVATION)
-        j.l.activation = (heddle_activation)(kind - kinds - (KINDS - ACTIVATIONS) + HEDDLE_GELU);
+        j.l.activation = (heddle_activation)(kind - kinds - (KINDS - OF_LINEAR) + HEDDLE_GELU);
+    j.l.norm = strstr(kind->name, "no norm") ? HEDDLE_NO_NORM : HEDDLE_LAYER_NORM;
     j.a.window_left = kind->features & HEDDLE_WINDOW ? 512 : 0;
     j.a.softcap = strstr(kind->name, "softcap") ? 30 : 0;
     j.a.dropout = !strcmp(kind->name, "dropout") || !strcmp(kind->name, "odd part") ? 0.1 : 0;

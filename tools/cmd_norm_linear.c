@@ -6,13 +6,15 @@
 static const char usage[] =
     "Usage: heddle norm-linear --x FILE --w FILE --out FILE [options]\n"
     "\n"
-    "Computes y = act(z·Wᵀ + bias), where z = (x - mean)/sqrt(variance + eps)·gamma + beta is the LayerNorm of each "
+    "Computes y = act(z·Wᵀ + bias) + residual, where z = (x - mean)/sqrt(variance + eps)·gamma + beta is the LayerNorm "
+    "of each "
     "row of "
     "x, as one\n"
     "operation; and, given the gradient of y, those of the inputs.\n"
     "The arrays are NumPy files (.npy) of float16, float32 or float64; results have the type of --x.\n"
     "\n"
-    "Shapes: x [..., k], w [n, k] (as PyTorch's Linear keeps it), gamma [k], beta [k], bias [n], out [..., n]\n"
+    "Shapes: x [..., k], w [n, k] (as PyTorch's Linear keeps it), gamma [k], beta [k], bias [n], out and residual "
+    "[..., n]\n"
     "\n"
     "Options\n"
     "  --gamma FILE          default: ones\n"
@@ -22,6 +24,7 @@ static const char usage[] =
     "eps\n"
     "  --eps E               default 1e-5\n"
     "  --activation NAME     gelu, gelu-tanh or silu, of z·Wᵀ + bias; default: none\n"
+    "  --residual FILE       added to out behind the activation; its gradient is --dout's\n"
     "  --u FILE              with an activation: write what it is of, z·Wᵀ + bias\n"
     "  --mean FILE --rstd FILE\n"
     "                        write each row's mean and 1/sqrt(variance + eps); float32, or float64 for float64 input\n"
@@ -98,6 +101,7 @@ static bool set_dimensions(file_job *w) {
 static int run(file_job *w) {
     if (!w->path[X] || !w->path[W])
         return complain("--%s FILE is missing; see heddle norm-linear --help", w->path[X] ? "w" : "x");
+    w->j.l.features |= w->path[RESIDUAL] ? HEDDLE_RESIDUAL : 0;
     if (!file_job_read(w, X) || !set_dimensions(w) || !file_job_check_shapes(w, X, 0) || !file_job_choose_dtype(w, X) ||
         !device_ready(w->device))
         return EXIT_TROUBLE;

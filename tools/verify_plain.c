@@ -548,6 +548,8 @@ static void plain_activation_row(const problem *p, heddle_dtype dtype, outcome *
         float slope, next;
         plain_activation(l->activation, u + step, &next);
         y[o] = rounded(dtype, plain_activation(l->activation, u, &slope));
+        if (p->x[RESIDUAL])
+            y[o] = rounded(dtype, (float)y[o] + (float)linear_row(p, p->x[RESIDUAL], l->residual_stride, r->i, 'n')[o]);
         r->du[o] = dy ? rounded(dtype, (float)dy[o] * slope) : 0;
         r->du_terms[o] = dy ? square(dy[o] * slope) : 0;
         if (dy && next != slope) /* u, and the sum that it is */

@@ -355,9 +355,10 @@ def norm_linear(
     *,
     norm: Literal["layer", "rms", "none"] = "layer",
     activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
+    residual: Any = None,
     tf32: bool = False,
 ) -> Any:
-    """act(norm(x)·weightᵀ + bias) in one, without writing the normalised x to memory.
+    """act(norm(x)·weightᵀ + bias) + residual in one, without writing the normalised x to memory.
 
     Args:
         x: [..., k], float32, bfloat16 or float16 on CPU or CUDA; float64 on the CPU runs on the reference.
@@ -368,10 +369,11 @@ def norm_linear(
         norm: "layer", (x - mean)/sqrt(var + eps), "rms", x/sqrt(mean(x²) + eps), or "none": x itself, a Linear alone,
             without gamma, beta and eps.
         activation: "gelu", "gelu_tanh" (GELU by tanh) or "silu", as in torch.nn.functional, of the sum; None: none.
+        residual: [..., n], x's dtype, or None: added to y behind the activation.
         tf32: allow float32 products to be rounded to TF32 (GPU).
 
     Returns:
-        y, [..., n] of x's dtype, contiguous. With torch all five tensors have gradients.
+        y, [..., n] of x's dtype, contiguous. With torch all six tensors have gradients.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``attention``.
@@ -382,7 +384,7 @@ def norm_linear(
         run = _norm_linear_of_torch
     else:
         from heddle._arrays_norm_linear import norm_linear as run
-    return run(x, weight, bias, gamma, beta, eps, norm=norm, activation=activation, tf32=tf32)
+    return run(x, weight, bias, gamma, beta, eps, norm=norm, activation=activation, residual=residual, tf32=tf32)
 
 
 def norm_linear_backward(

@@ -28,6 +28,7 @@ class Rows:
         features: int,
         bias: Any = None,
         activation: str | None = None,
+        residual: Any = None,
     ) -> None:
         self.x, self.weight = self.view(x, "x"), self.view(weight, "weight")
         device = device_of(self.x, "x")
@@ -62,6 +63,12 @@ class Rows:
                 view = check(self.view(value, name), name, self.x.dtype, self.x, [size])
                 self.kept.append(view)
                 self.addresses[name] = view.address
+        if residual is not None:
+            view = check(self.view(residual, "residual"), "residual", self.x.dtype, self.x, [*self.x.shape[:-1], n])
+            self.kept.append(view)
+            self.description["features"] |= _C.features()["residual"]
+            self.description["residual_stride"] = self.row_stride(view, "residual")
+            self.addresses["residual"] = view.address
 
     @staticmethod
     def row_stride(view: View, name: str) -> int:
@@ -91,10 +98,11 @@ def norm_linear(
     *,
     norm: str,
     activation: str | None,
+    residual: Any,
     tf32: bool,
 ) -> Any:
     """See heddle.norm_linear, which this is for arrays."""
-    p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias, activation)
+    p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias, activation, residual)
     maker = Maker(x, p.x)
     y, p.addresses["y"] = maker.empty([*p.x.shape[:-1], p.weight.shape[0]], p.x.dtype)
     run("norm_linear", FORWARD, p.description, p.addresses, maker)

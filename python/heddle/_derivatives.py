@@ -41,6 +41,7 @@ class _Attention:
         ("q", "k", "v", "bias", "sinks"),
         ("dout", "dlse", "dweights"),
     )
+    added: tuple[str, ...] = ()  # inputs that backward does not take
 
     @staticmethod
     def tangents(
@@ -51,6 +52,7 @@ class _Attention:
 
 class _NormLinear:
     results, inputs, incoming = ("y",), ("x", "weight", "bias", "gamma", "beta"), ("dy",)
+    added = ("residual",)
 
     @staticmethod
     def tangents(
@@ -78,7 +80,7 @@ def _tangents_of(operator: str, values: Sequence[Any], tangents: Sequence[Maybe]
     given, along = _by_name(operator, values), _by_name(operator, tangents)
     if along.get("alibi_slopes") is not None:
         raise NotImplementedError("alibi_slopes has a tangent, but heddle has no derivative by it: give it without one")
-    along = {key: along.get(key) for key in (*operation.inputs, *operation.incoming)}
+    along = {key: along.get(key) for key in (*operation.inputs, *operation.incoming, *operation.added)}
     grads = {key: given[key] for key in operation.incoming} if backward else {}
     places = operation.inputs if backward else operation.results
     wanted = frozenset(key for key, is_there in zip(places, there, strict=False) if is_there)

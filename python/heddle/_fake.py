@@ -226,6 +226,7 @@ def _norm_linear_fake(
     tf32: bool = False,
     activation: int = 0,
     keep_u: bool = False,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_norm_linear(x, weight, gamma, beta)
     if norm == NO_NORM and not (gamma is beta is None):
@@ -237,6 +238,10 @@ def _norm_linear_fake(
         if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
             raise HeddleValueError(f"bias has shape {list(bias.shape)}, but must have [{weight.shape[0]}]")
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    if residual is not None:
+        _check(residual, "residual", x, x.dtype)
+        if residual.shape != y.shape:
+            raise HeddleValueError(f"residual has shape {list(residual.shape)}, but must have {list(y.shape)}")
     if norm == NO_NORM:
         mean, rstd = (y.new_empty((0,)) for _ in range(2))
     else:

@@ -171,7 +171,9 @@ class NormLinear:
         features = (bits["deterministic"] if self.deterministic else 0) | (bits["tf32"] if self.tf32 else 0)
         x, w = given["x"], given["w"]
         vectors = given.get("gamma"), given.get("beta")
-        p = TracedRows(x, w, *vectors, self.eps, self.norm, features, given.get("bias"), self.activation)
+        p = TracedRows(
+            x, w, *vectors, self.eps, self.norm, features, given.get("bias"), self.activation, given.get("residual")
+        )
         m, k, n = (p.description[letter] for letter in "mkn")
         real = np.dtype(np.float64 if p.x.dtype == "float64" else np.float32)
         makes = {"y": ([m, n], x.dtype), "mean": ([m], real), "rstd": ([m], real), "u": ([m, n], x.dtype)}
@@ -180,7 +182,7 @@ class NormLinear:
 
     def fold(self, size: int, mapped: dict[str, bool], given: Arrays, outputs: Sequence[str]) -> Arrays | None:
         """As Attention's, of rows: the other arrays must be the same for all, and have no gradient wanted."""
-        of_rows = ("x", "y", "mean", "rstd", "dy")
+        of_rows = ("x", "y", "mean", "rstd", "dy", "u", "residual")
         if not {*of_rows, "dx"}.issuperset(outputs) or any(mapped[name] for name in given if name not in of_rows):
             return None
         folded = dict(given)

@@ -81,6 +81,9 @@ _BLOCK_TABLE = _schema.names("attention").index("block_table")
 _DEFAULTS = _schema.defaults("attention")
 _OPTION_DEFAULTS = tuple(_DEFAULTS[name] for name in _schema.names("attention")[_ATTENTION_TENSORS:])
 _LINEAR_NAMES, _LINEAR_DEFAULTS = _schema.names("norm_linear"), _schema.defaults("norm_linear")
+_RESIDUAL = _LINEAR_NAMES.index("residual")  # its gradient is dy: the backward operator does not hear of it
+_DIFFERENTIABLE["norm_linear"] = _RESIDUAL + 1
+_LAST_TENSOR = max(_ATTENTION_TENSORS, *_DIFFERENTIABLE.values())  # of all operators
 NUMBER_DEFAULTS = _OPTION_DEFAULTS[3:]  # all those behind the two max_seqlens and causal
 
 
@@ -196,23 +199,26 @@ class _NormLinear(torch.autograd.Function):
         mean, rstd, u, x, weight, gamma, beta, *bias = ctx.saved_tensors
         eps, norm, tf32, activation = ctx.options
         wanted = [_wants(ctx, at) for at in _LINEAR_GRADIENTS]
-        made = call(
-            ops.norm_linear_backward,
-            dy.contiguous(),
-            mean,
-            rstd,
-            x,
-            weight,
-            gamma,
-            beta,
-            eps,
-            norm,
-            torch.are_deterministic_algorithms_enabled(),
-            tf32,
-            sum(1 << at for at, want in enumerate(wanted) if want),
-            *((activation, u, *bias) if activation else ()),
-        )
-        return _in_place(made, _LINEAR_GRADIENTS, len(_LINEAR_NAMES))
+        made: Any = (None,) * len(wanted)
+        if any(wanted):
+            made = call(
+                ops.norm_linear_backward,
+                dy.contiguous(),
+                mean,
+                rstd,
+                x,
+                weight,
+                gamma,
+                beta,
+                eps,
+                norm,
+                torch.are_deterministic_algorithms_enabled(),
+                tf32,
+                sum(1 << at for at, want in enumerate(wanted) if want),
+                *((activation, u, *bias) if activation else ()),
+            )
+        dresidual = dy if _wants(ctx, _RESIDUAL) else None
+        return _in_place((*made, dresidual), (*_LINEAR_GRADIENTS, _RESIDUAL), len(_LINEAR_NAMES))
 
 
 _register_autograd("attention", _Attention)
@@ -249,7 +255,7 @@ def _register_autocast(name: str, device: str, cast: Sequence[int]) -> None:
 _OF_DTYPE = [name for name, (element, role, *_) in _C.fields().items() if (element, role) == ("dtype", "input")]
 for _device in ("cpu", "cuda"):
     _register_autocast("attention", _device, [_schema.names("attention").index(name) for name in _OF_DTYPE])
-    _register_autocast("norm_linear", _device, _LINEAR_GRADIENTS)
+    _register_autocast("norm_linear", _device, (*_LINEAR_GRADIENTS, _RESIDUAL))
 
 _vmap.register(ops)
 
@@ -265,7 +271,7 @@ _transforms: Any = torch._C._are_functorch_transforms_active
 def _nothing_to_record(args: Sequence[Any]) -> bool:
     """No gradient, no tangent, and nobody between the caller and the kernel who might want one."""
     return (
-        not (_grad_enabled() and _any_requires_grad(*args[:_ATTENTION_TENSORS]))
+        not (_grad_enabled() and _any_requires_grad(*args[:_LAST_TENSOR]))
         and forward_ad._current_level < 0
         and not _function_mode()
         and not _dispatch_modes()

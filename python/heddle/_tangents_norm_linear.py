@@ -35,7 +35,7 @@ def norm_linear(
     dy: Maybe = None,
     dyt: Maybe = None,
 ) -> dict[str, Tensor]:
-    """What changes along `direction` of x, weight, bias, gamma and beta, and of dy by dyt.
+    """What changes along `direction` of x, weight, bias, gamma, beta and residual, and of dy by dyt.
 
     given: the arguments of torch.ops.heddle.norm_linear, by name. wanted: y, and x, weight, bias, gamma, beta for the
     gradients. What is not in the result is zero. With g = (dy·W)∘gamma, z = xhat∘gamma + beta and means over k:
@@ -103,6 +103,8 @@ def norm_linear(
             _, first, second = _activation(activation, u if bias is None else u + bias)
             results["y"] = times(first, ut)
             dy, dyt = times(dy, first), sum_of(times(dyt, first), times(times(dy, second), ut))
+        if "y" in wanted:
+            results["y"] = sum_of(results["y"], taken(direction.get("residual"), True))
         dz, dzt = product(dy, w), sum_of(product(dyt, w), product(dy, wt))
         if "x" in wanted:
             g, gt = scaled(dz, gamma), sum_of(scaled(dzt, gamma), times(dz, gammat))

@@ -216,6 +216,12 @@ def attention(
     return (out, *((lse,) if return_lse else ()), *((weights,) if return_weights else ()))
 
 
+def _rows(x: Tensor) -> Tensor:
+    """[rows, last], at one distance."""
+    x = x.reshape(-1, x.shape[-1])
+    return x.contiguous() if x.stride(0) < x.shape[1] or (x.shape[1] > 1 and x.stride(1) != 1) else x
+
+
 def norm_linear(
     x: Tensor,
     weight: Tensor,
@@ -226,11 +232,12 @@ def norm_linear(
     *,
     norm: str = "layer",
     activation: str | None = None,
+    residual: Tensor | None = None,
     tf32: bool = False,
 ) -> Tensor:
     """See heddle.norm_linear, which this is for torch tensors."""
     need_tensors(x=x, weight=weight)
-    for name, value in (("bias", bias), ("gamma", gamma), ("beta", beta)):
+    for name, value in (("bias", bias), ("gamma", gamma), ("beta", beta), ("residual", residual)):
         if isinstance(value, Tensor):
             need_tensors(**{name: value})
     kind, eps = norm_of(norm), eps_of(eps, norm)
@@ -238,10 +245,15 @@ def norm_linear(
     if not x.is_contiguous() and x.dim() >= 1:
         # Rows at one distance are taken as they lie; others, and rows on top of each other, are copied first.
         rows = x.shape[:-1]
-        x = x.reshape(-1, x.shape[-1])
-        if x.stride(0) < x.shape[1] or (x.shape[1] > 1 and x.stride(1) != 1):
-            x = x.contiguous()
-    act = (activation_of(activation),) if activation is not None else ()
+        x = _rows(x)
+    if residual is not None and (rows is not None or not residual.is_contiguous()):
+        shape = (*(x.shape[:-1] if rows is None else rows), weight.shape[0])
+        if residual.shape != shape:
+            raise HeddleValueError(f"residual has shape {list(residual.shape)}, but must have {list(shape)}")
+        residual = residual.contiguous() if rows is None else _rows(residual)
+    act: tuple[Any, ...] = (activation_of(activation),) if activation is not None or residual is not None else ()
+    if residual is not None:
+        act = (*act, False, residual)
     y: Tensor = call(ops.norm_linear, x, weight, bias, gamma, beta, eps, kind, tf32, *act)[0]
     return y if rows is None else y.reshape(*rows, weight.shape[0])
 

@@ -59,11 +59,15 @@ def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) 
 
 
 def norm_linear(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int | None, ...]]:
-    for name, dim in zip(_schema.names("norm_linear"), in_dims, strict=False):
-        if name != "x" and dim is not None:
+    (given, dims), size = _given("norm_linear", args, in_dims), info.batch_size
+    for name, dim in dims.items():
+        if name not in ("x", "residual") and dim is not None:
             raise NotImplementedError(f"vmap over {name} is not supported")
-    x = args[0].movedim(in_dims[0], 0).contiguous()
-    made = ops.norm_linear(x, *args[1:])
+    for name in ("x", "residual"):
+        if given[name] is not None:
+            value, dim = given[name], dims[name]
+            given[name] = (value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)).contiguous()
+    made = ops.norm_linear(*given.values())
     return made, tuple(0 if _schema.is_made(value) else None for value in made)
 
 

@@ -83,8 +83,11 @@ def _norm_linear_bwd(what: NormLinear, kept: Any, cotangent: Any) -> tuple[Any]:
     grads = [f"d{name}" for name in given if name in wanted]
     if _is_zero(cotangent) or not grads:
         return (dict.fromkeys(given),)
-    needed = {name: value for name, value in given.items() if name != "bias"}
-    made = _jax_call.backward(what, {**needed, **made, "dy": cotangent}, grads)
+    needed = {name: value for name, value in given.items() if name not in ("bias", "residual")}
+    grads = [name for name in grads if name != "dresidual"]
+    made = _jax_call.backward(what, {**needed, **made, "dy": cotangent}, grads) if grads else {}
+    if "residual" in wanted:
+        made = {**made, "dresidual": cotangent}
     return ({name: made.get(f"d{name}") for name in given},)
 
 
@@ -307,6 +310,13 @@ def attention(
     return made[0] if len(made) == 1 else made
 
 
+def _rows_like_y(residual: Any, x: Any, w: Any) -> Any:
+    shape = (*x.shape[:-1], w.shape[0] if w.ndim else 0)
+    if residual.shape != shape:
+        raise HeddleValueError(f"residual has shape {list(residual.shape)}, but must have {list(shape)}")
+    return residual.reshape(-1, shape[-1]) if shape[-1] else residual
+
+
 def norm_linear(
     x: Any,
     weight: Any,
@@ -317,17 +327,19 @@ def norm_linear(
     *,
     norm: Literal["layer", "rms", "none"] = "layer",
     activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
+    residual: Any = None,
     tf32: bool = False,
 ) -> Any:
-    """heddle.norm_linear for JAX: act(norm(x)·weightᵀ + bias) in one, within jit, grad, vmap and shard_map.
+    """heddle.norm_linear for JAX: act(norm(x)·weightᵀ + bias) + residual in one, within jit, grad, vmap and shard_map.
 
     Args:
         x: [..., k], float32, bfloat16 or float16; float64 on the CPU runs on the reference.
         weight: [n, k], x's dtype: the transpose of Flax's kernel, which is [k, n].
-        bias, gamma, beta, eps, norm, activation, tf32: as in heddle.norm_linear; eps is known when JAX traces.
+        bias, gamma, beta, eps, norm, activation, residual, tf32: as in heddle.norm_linear; eps is known when JAX
+            traces.
 
     Returns:
-        y, [..., n] of x's dtype. All five arrays have gradients.
+        y, [..., n] of x's dtype. All six arrays have gradients.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as heddle.jax.attention.
@@ -346,6 +358,8 @@ def norm_linear(
     for name, value in (("gamma", gamma), ("beta", beta), ("bias", bias)):
         if value is not None:
             given[name] = _array(name, value)
+    if residual is not None:
+        given["residual"] = _rows_like_y(_array("residual", residual), x, given["w"])
     what = NormLinear(norm, eps, _deterministic(None), bool(tf32), activation)
     y = _norm_linear_jit(what, _jax_call.alike(given))
     return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -112,10 +112,20 @@ class NormLinear(Module):
         if self.beta is not None:
             init.zeros_(self.beta)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]; errors as heddle.norm_linear."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[..., in_features] to [..., out_features], and residual added to it; errors as heddle.norm_linear."""
         weight, bias, gamma, beta = own(self, "weight", "bias", "gamma", "beta")
-        return norm_linear(x, weight, bias, gamma, beta, self.eps, norm=self.norm, activation=self.activation)
+        return norm_linear(
+            x,
+            weight,
+            bias,
+            gamma,
+            beta,
+            self.eps,
+            norm=self.norm,
+            activation=self.activation,
+            residual=residual,
+        )
 
     def extra_repr(self) -> str:
         return (

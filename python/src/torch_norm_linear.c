@@ -106,16 +106,31 @@ static void *make_rows(call *c, const problem *p, int at, int64_t last, int32_t 
 
 /* ---------------------------------------------------------------------------------------------------- forward */
 
+static bool take_residual(call *c, problem *p, const tensor *t) {
+    int64_t shape[MAX_RANK];
+    if (!t->handle)
+        return true;
+    for (int64_t r = 0; r < p->x->rank - 1; r++)
+        shape[r] = p->x->size[r];
+    shape[p->x->rank - 1] = p->a.n;
+    if (!call_check_shape(c, t, "residual", p->x->rank, shape) || !call_check(c, t, "residual", call_dtype(c)) ||
+        !row_stride(c, t, "residual", &p->a.residual_stride))
+        return false;
+    p->a.features |= HEDDLE_RESIDUAL;
+    p->t.residual = t->data;
+    return true;
+}
+
 void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t results) {
-    enum { X, WEIGHT, BIAS, GAMMA, BETA, EPS, NORM, TF32, ACTIVATION, KEEP_U };
+    enum { X, WEIGHT, BIAS, GAMMA, BETA, EPS, NORM, TF32, ACTIVATION, KEEP_U, RESIDUAL };
     call c;
     problem p;
     size_t bytes = 0;
     void *workspace;
-    call_begin(&c, stack, arguments, results, "TTOOODIBIB");
+    call_begin(&c, stack, arguments, results, "TTOOODIBIBO");
     if (describe(&c, &p, X, WEIGHT, GAMMA, BETA) && take_norm(&c, &p, c.number[EPS], c.integer[NORM]) &&
         check_vector(&c, &c.tensor[BIAS], "bias", p.a.n, call_dtype(&c)) &&
-        take_activation(&c, &p, c.integer[ACTIVATION], c.integer[TF32])) {
+        take_activation(&c, &p, c.integer[ACTIVATION], c.integer[TF32]) && take_residual(&c, &p, &c.tensor[RESIDUAL])) {
         p.t.bias = c.tensor[BIAS].data;
         p.t.y = make_rows(&c, &p, 0, p.a.n, call_dtype(&c));
         const bool plain = p.a.norm == HEDDLE_NO_NORM;

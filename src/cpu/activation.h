@@ -50,6 +50,14 @@ static void activate(const norm_call *c, int64_t i, int64_t n0, float *row, int6
     }
 }
 
+/* row[columns] += the residual's, in place; room as above. */
+INLINE void add_residual(const norm_call *c, int64_t i, int64_t n0, float *row, int64_t columns) {
+    const int64_t size = element_size(c->type);
+    const char *from = (const char *)c->t->residual + (i * c->a->residual_stride + n0) * size;
+    for (int64_t x = 0; x < columns; x += VL)
+        store(row + x, load(row + x) + load_some(c->type, from + x * size, columns - x));
+}
+
 /* dy[columns] *= act'(u) */
 INLINE void weigh_as(heddle_activation kind, float *dy, const float *u, int64_t columns) {
     for (int64_t x = 0; x < columns; x += VL) {

@@ -143,15 +143,20 @@ static void forward_group(const norm_call *c, const norm_space *s, int64_t first
         if (GROUP == 1 && !c->streams)
             prefetch_rows((const char *)c->t->y + ((first + r) * a->y_stride + n0) * bytes, count, a->y_stride * bytes,
                           columns * bytes);
+        if (c->t->residual)
+            prefetch_rows((const char *)c->t->residual + ((first + r) * a->residual_stride + n0) * bytes, count,
+                          a->residual_stride * bytes, columns * bytes);
         multiply_group(c, &g, r, rows, panels, s->c);
         for (int64_t x = 0; x < count; x++) {
             float *sums = s->c + x * GROUP * PANEL;
             char *y = (char *)c->t->y + ((first + r + x) * a->y_stride + n0) * bytes;
-            if (a->activation) {
+            if (a->activation || c->t->residual) {
                 static const float none[GROUP * PANEL];
                 for (int64_t e = 0; e < columns; e += VL)
                     store(sums + e, load(sums + e) + load(bias + e));
                 activate(c, first + r + x, n0, sums, columns);
+                if (c->t->residual)
+                    add_residual(c, first + r + x, n0, sums, columns);
                 store_y(c, y, sums, none, columns);
             } else {
                 store_y(c, y, sums, bias, columns);

@@ -74,10 +74,12 @@ INLINE void few_rows_products(int type, int rows, int ws, const float *z, int64_
 
 /* Row i of y in the columns n0 .. n0+columns-1, of one vector. */
 INLINE void store_few(const norm_call *c, int type, int64_t i, int64_t n0, vf u, int64_t columns) {
-    if (c->a->activation) {
+    if (c->a->activation || c->t->residual) {
         float row[VL];
         store(row, u);
         activate(c, i, n0, row, columns);
+        if (c->t->residual)
+            add_residual(c, i, n0, row, columns);
         u = load(row);
     }
     store_some(type, (char *)c->t->y + (i * c->a->y_stride + n0) * element_size(type), u, columns);

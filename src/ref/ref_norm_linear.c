@@ -148,7 +148,10 @@ static void forward(const work *w) {
                 double slope, u = dot(w->block + r * a->k, w->row, a->k) + bias;
                 if (data->u)
                     store_element(a->dtype, data->u, (i0 + r) * a->u_stride + j, u);
-                store_element(a->dtype, data->y, (i0 + r) * a->y_stride + j, activated(a->activation, u, &slope));
+                u = activated(a->activation, u, &slope);
+                if (data->residual)
+                    u += load_element(a->dtype, data->residual, (i0 + r) * a->residual_stride + j);
+                store_element(a->dtype, data->y, (i0 + r) * a->y_stride + j, u);
             }
         }
     }

@@ -403,6 +403,10 @@ static heddle_norm_linear some_norm_linear(bytes *b, int absurd) {
         a.activation = (heddle_activation)take_between(b, absurd ? -1 : 1, absurd ? 5 : 3);
         a.u_stride = take_bit(b) ? 0 : absurd ? any_size(b) : a.n + take_between(b, 0, 3);
     }
+    if (take_bit(b)) {
+        a.features |= HEDDLE_RESIDUAL;
+        a.residual_stride = take_bit(b) ? 0 : absurd ? any_size(b) : a.n + take_between(b, 0, 3);
+    }
     return a;
 }
 
@@ -424,6 +428,8 @@ static void run_norm_linear(memory *m, const heddle_norm_linear *a, const size_t
     t.mean = left_out & 8 ? NULL : new_block(m, (size_t)a->m * heddle_dtype_size(real));
     t.rstd = left_out & 8 ? NULL : new_block(m, (size_t)a->m * heddle_dtype_size(real));
     t.u = a->activation ? new_block(m, (size_t)rows_span(a->m, a->n, a->u_stride) * each) : NULL;
+    if (a->features & HEDDLE_RESIDUAL)
+        t.residual = new_floats(m, a->dtype, rows_span(a->m, a->n, a->residual_stride));
     void *space = new_block(m, need[0]);
     MUST(heddle_norm_linear_forward(a, &t, space, need[0], NULL) == HEDDLE_OK);
     t.dy = new_floats(m, a->dtype, rows_span(a->m, a->n, a->dy_stride));

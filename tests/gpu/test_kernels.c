@@ -87,6 +87,8 @@ static void sweep_norm_linear(heddle_dtype dtype) {
                             a.features |= HEDDLE_ACTIVATION;
                             a.activation = HEDDLE_SILU;
                         }
+                        if ((int)(x % 2) == norm % 2)
+                            a.features |= HEDDLE_RESIDUAL;
                         heddle_status status = run_norm_linear(a, (heddle_pass)pass, skew, NULL);
                         MUST(status == HEDDLE_OK ||
                              (status == HEDDLE_UNSUPPORTED && strstr(heddle_last_message(), "shared memory") &&

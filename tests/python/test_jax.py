@@ -349,3 +349,25 @@ def test_activations_of_norm_linear(activation):
 
     ours = of(partial(heddle.jax.norm_linear, activation=activation))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), ours, of(plain))
+
+
+@pytest.mark.parametrize("norm,activation", [("layer", "silu"), ("none", None)])
+def test_residuals_of_norm_linear(norm, activation):
+    rng = np.random.default_rng(8)
+    given = [rng.standard_normal(s).astype("f4") for s in ((2, 4, 6), (5, 6), (2, 4, 5))]
+
+    def ours(x, w, residual):
+        return heddle.jax.norm_linear(x, w, norm=norm, activation=activation, residual=residual)
+
+    def plain(x, w, residual):
+        return heddle.jax.norm_linear(x, w, norm=norm, activation=activation) + residual
+
+    def of(f, wanted):
+        return jax.jit(jax.value_and_grad(lambda *t: (f(*t) ** 2).sum(), argnums=wanted))(*given)
+
+    for wanted in ((0, 1, 2), (2,), (0,)):
+        close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+        jax.tree.map(close, of(ours, wanted), of(plain, wanted))
+    for dims in ((0, None, 0), (0, None, None), (None, None, 0)):
+        args = [t[0] if dim is None and t.ndim == 3 else t for t, dim in zip(given, dims, strict=True)]
+        np.testing.assert_allclose(jax.vmap(ours, dims)(*args), jax.vmap(plain, dims)(*args), rtol=1e-5, atol=1e-5)

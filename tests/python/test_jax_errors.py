@@ -70,6 +70,15 @@ def test_errors_of_norm_linear():
         ((x, weight), {"norm": "batch"}, ValueError, "norm = 'batch'"),
         ((x, weight), {"eps": -1.0}, ValueError, "eps = -1.0"),
         ((x, weight), {"gamma": jnp.ones(7)}, ValueError, r"gamma has shape \[7\]"),
+        ((x, weight), {"norm": "none", "gamma": jnp.ones(8)}, ValueError, "gamma is given, but norm is HEDDLE_NO_NORM"),
+        ((x, weight), {"norm": "none", "eps": 0.1}, ValueError, "eps = 0.1, but norm = 'none'"),
+        (
+            (x, weight),
+            {"residual": jnp.ones((3, 4))},
+            ValueError,
+            r"residual has shape \[3, 4\], but must have \[3, 5\]",
+        ),
+        ((x, weight), {"residual": jnp.ones((3, 5), "bfloat16")}, TypeError, "residual is bfloat16"),
     ):
         with pytest.raises(kind, match=text):
             heddle.jax.norm_linear(*args, **options)

@@ -223,6 +223,98 @@ def test_activations_have_all_derivatives(activation):
     assert torch.allclose(rows, torch.autograd.grad(run(*given).sum(), given[0])[0])
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm,activation", [("layer", None), ("rms", "silu"), ("none", None), ("none", "gelu")])
+@pytest.mark.parametrize("shape", [(3, 33), (2, 40, 72)], ids=str)
+def test_residuals(shape, norm, activation, dtype, device):
+    torch.manual_seed(1)
+    k, act = shape[-1], ACTIVATIONS.get(activation, lambda u: u)
+    leaves = {
+        "x": (torch.randn(shape, device=device) * 2 + 1).to(dtype),
+        "weight": (torch.randn(24, k, device=device) / k**0.5).to(dtype),
+        "bias": torch.randn(24, device=device).to(dtype),
+        "residual": torch.randn(*shape[:-1], 24, device=device).to(dtype),
+    }
+    leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+
+    def plain(residual, **given):
+        return act(plain_norm_linear(**given, norm=norm)) + residual
+
+    y = heddle.norm_linear(**leaves, norm=norm, activation=activation)
+    dy = torch.randn_like(y)
+    grads = torch.autograd.grad(y, list(leaves.values()), dy)
+    exacts = {name: exact(t) for name, t in leaves.items()}
+    truth, eager = plain(**exacts), plain(**leaves)
+    truth_grads = torch.autograd.grad(truth, list(exacts.values()), exact(dy))
+    eager_grads = torch.autograd.grad(eager, list(leaves.values()), dy)
+    assert_close("y", y, truth, eager)
+    for name, a, b, c in zip(leaves, grads, truth_grads, eager_grads, strict=True):
+        assert_close("d" + name, a, b, c)
+    assert torch.equal(grads[-1], dy)
+    frozen = {name: t.detach() for name, t in leaves.items()} | {"residual": leaves["residual"]}
+    alone = heddle.norm_linear(**frozen, norm=norm, activation=activation)
+    assert torch.equal(alone, y)
+    assert torch.equal(torch.autograd.grad(alone, leaves["residual"], dy)[0], dy)
+
+
+def test_residuals_have_all_derivatives():
+    torch.manual_seed(2)
+    sizes = ((2, 3, 6), (4, 6), (2, 3, 4))
+    given = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes]
+
+    def run(x, weight, residual):
+        return heddle.norm_linear(x, weight, activation="gelu", residual=residual)
+
+    assert torch.autograd.gradcheck(run, given, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(run, given, check_fwd_over_rev=True)
+    x, weight, residual = (t.detach() for t in given)
+    want = run(x, weight, residual)
+    mapped = torch.func.vmap(lambda x, r: run(x, weight, r))
+    assert torch.allclose(mapped(x, residual), want)
+    for at in (x, residual), (x[0], residual), (x, residual[0]):
+        dims = tuple(0 if t.dim() == 3 else None for t in at)
+        each = [
+            run(x[i] if dims[0] == 0 else x[0], weight, residual[i] if dims[1] == 0 else residual[0]) for i in (0, 1)
+        ]
+        assert torch.allclose(torch.func.vmap(lambda x, r: run(x, weight, r), dims)(*at), torch.stack(each))
+
+
+def test_residuals_as_they_lie():
+    torch.manual_seed(3)
+    x, weight = torch.randn(3, 4, 9), torch.randn(5, 9)
+    wide = torch.randn(3, 4, 20)
+    for residual in (wide[..., :5], torch.randn(4, 3, 5).transpose(0, 1), torch.randn(5).expand(3, 4, 5)):
+        want = F.linear(x, weight) + residual
+        assert torch.allclose(heddle.norm_linear(x, weight, norm="none", residual=residual), want, atol=1e-5)
+        across = x.transpose(0, 1).contiguous().transpose(0, 1)
+        assert torch.allclose(heddle.norm_linear(across, weight, norm="none", residual=residual), want, atol=1e-5)
+    arrays = x.numpy(), weight.numpy(), wide[..., :5].numpy()
+    got = heddle.norm_linear(*arrays[:2], norm="none", residual=arrays[2])
+    assert np.allclose(got, (F.linear(x, weight) + wide[..., :5]).numpy(), atol=1e-5)
+    for given in (torch.randn(3, 5), torch.randn(3, 4, 6), torch.randn(12, 5)):
+        with pytest.raises(ValueError, match="residual has"):
+            heddle.norm_linear(x, weight, residual=given)
+        with pytest.raises(ValueError, match="residual"):
+            heddle.norm_linear(*arrays[:2], residual=given.numpy())
+    with pytest.raises(TypeError, match="residual is bfloat16"):
+        heddle.norm_linear(x, weight, residual=torch.zeros(3, 4, 5).bfloat16())
+
+
+def test_residual_in_a_compiled_graph():
+    torch.manual_seed(3)
+    layer = heddle.nn.NormLinear(12, 20, norm="none", activation="silu")
+    x, residual = torch.randn(5, 12), torch.randn(5, 20, requires_grad=True)
+    want = F.silu(F.linear(x, layer.weight, layer.bias)) + residual
+    compiled, inputs = torch.compile(layer, fullgraph=True), [residual, *layer.parameters()]
+    assert torch.allclose(compiled(x, residual), want, atol=1e-5)
+    grads = torch.autograd.grad(compiled(x, residual).square().sum(), inputs)
+    for got, expected in zip(grads, torch.autograd.grad(want.square().sum(), inputs), strict=True):
+        assert torch.allclose(got, expected, atol=1e-4)
+    args = (x, layer.weight.detach(), None, None, None, 1e-5, 0, False, 3, True, residual.detach())
+    torch.library.opcheck(torch.ops.heddle.norm_linear.default, args)
+
+
 def test_activation_in_a_compiled_graph():
     torch.manual_seed(3)
     layer = heddle.nn.NormLinear(12, 20, activation="silu")

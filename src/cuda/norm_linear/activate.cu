@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Activations as a pass of their own: y = act(u) behind products that do not form it themselves, and du = dy∘act'(u) before backward. */
+ * Activations as a pass of their own: y = act(u) + residual behind products that do not form it themselves, and du = dy∘act'(u) before backward. */
 #include "cuda/norm_linear/activation.cuh"
 #include "cuda/norm_linear/contract.h"
 #include "cuda/norm_linear/rows.cuh"
@@ -20,6 +20,13 @@ template <typename T> INLINE void activate_kernel(const norm_activate &p) {
                 v[x] *= dy[x];
         } else {
             activate8<false>(p.activation, v);
+            if (p.residual) {
+                float more[8];
+                load8((const T *)p.residual + row * p.ldr, col, p.cols, p.vector, more);
+#pragma unroll
+                for (int x = 0; x < 8; x++)
+                    v[x] += more[x];
+            }
         }
         store8((T *)p.out + row * p.ldo, col, p.cols, p.vector, v);
     }

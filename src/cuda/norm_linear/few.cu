@@ -136,6 +136,13 @@ template <typename T, int ROWS> INLINE void store_sums(const norm_few &p, int ro
             v[x] = to_float(from_float<T>(v[x]));
         activate8<false>(p.activation, v);
     }
+    if (p.residual) {
+        float more[8];
+        load8((const T *)p.residual + row * p.residual_stride, col, p.n, p.vector, more);
+#pragma unroll
+        for (int x = 0; x < 8; x++)
+            v[x] += more[x];
+    }
     store8((T *)p.y + row * p.y_stride, col, p.n, p.vector, v);
 }
 

@@ -139,7 +139,9 @@ static norm_gemm product_of(const norm_linear_call *c) {
                        .ldo = a->y_stride,
                        .activation = (int32_t)a->activation,
                        .u = c->t->u,
-                       .ldu = a->u_stride};
+                       .ldu = a->u_stride,
+                       .residual = c->t->residual,
+                       .ldr = a->residual_stride};
 }
 
 /* The product; behind one that does not form the activation itself a pass of its own. */
@@ -150,10 +152,16 @@ static void add_product(norm_linear_call *c, norm_gemm g) {
         g.ldo = g.u ? g.ldu : g.ldo;
         g.out = g.u ? g.u : g.out;
         g.u = NULL;
+        g.residual = NULL;
     }
     heddle__cuda_add_gemm(c, GEMMS(fwd), &g, false, false);
     if (apart)
-        heddle__cuda_add_activate(c, (norm_activate){g.out, NULL, c->t->y, g.ldo, 0, c->a->y_stride, 0, 0, 0, 0});
+        heddle__cuda_add_activate(c, (norm_activate){.u = g.out,
+                                                     .ldu = g.ldo,
+                                                     .out = c->t->y,
+                                                     .ldo = c->a->y_stride,
+                                                     .residual = c->t->residual,
+                                                     .ldr = c->a->residual_stride});
 }
 
 /* All in one launch, where a few rows fit into a block. False: they do not, or the pointers do not allow it. */
@@ -170,12 +178,14 @@ static bool add_few(norm_linear_call *c) {
                         .bias = t->bias,
                         .y = t->y,
                         .u = t->u,
+                        .residual = t->residual,
                         .mean = t->mean,
                         .rstd = t->rstd,
                         .x_stride = a->x_stride,
                         .w_stride = a->w_stride,
                         .y_stride = a->y_stride,
                         .u_stride = a->u_stride,
+                        .residual_stride = a->residual_stride,
                         .m = (int32_t)a->m,
                         .k = (int32_t)a->k,
                         .n = (int32_t)a->n,
@@ -183,7 +193,8 @@ static bool add_few(norm_linear_call *c) {
                         .plain = c->is.plain,
                         .activation = (int32_t)a->activation,
                         .row_blocks = (int32_t)blocks(a->m, FEW_ROWS),
-                        .vector = aligned16(t->y, a->y_stride, 2) && aligned16(t->u, a->u_stride, 2),
+                        .vector = aligned16(t->y, a->y_stride, 2) && aligned16(t->u, a->u_stride, 2) &&
+                                  aligned16(t->residual, a->residual_stride, 2),
                         .eps = (float)a->eps,
                         .inverse = 1 / (float)a->k};
     heddle__cuda_add(c, few_kernel(a),

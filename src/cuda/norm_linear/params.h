@@ -40,8 +40,11 @@ typedef struct norm_gemm {
     float eps, inverse; /* 1/depth */
     /* fwd of sm90: out = act of what would be there, and that to u [rows, cols], unless NULL. */
     int32_t activation;
-    void *u; /* T */
+    int32_t residual_pairs; /* sm80: two neighbours of it may be loaded at once */
+    void *u;                /* T */
     int64_t ldu;
+    const void *residual; /* fwd: T [rows, cols], added to out; or NULL */
+    int64_t ldr;
 } norm_gemm;
 
 /* On Hopper A and B come by the copy engine, in boxes of 64 rows. */
@@ -109,11 +112,12 @@ typedef struct norm_totals {
     norm_sums job[3];
 } norm_totals;
 
-/* activate: out = act(u), or dy∘act'(u) where there is a dy. out may be u, or dy. */
+/* activate: out = act(u) + residual, or dy∘act'(u) where there is a dy. out may be u, or dy. */
 typedef struct norm_activate {
     const void *u, *dy; /* T [rows, cols] */
     void *out;
-    int64_t ldu, ldd, ldo, rows;
+    const void *residual; /* NULL: none */
+    int64_t ldu, ldd, ldo, ldr, rows;
     int32_t cols, activation, vector;
 } norm_activate;
 
@@ -123,9 +127,10 @@ enum { HEDDLE_GELU_NUMBER = 1, HEDDLE_GELU_TANH_NUMBER, HEDDLE_SILU_NUMBER };
 /* The family `small`: a whole pass. */
 typedef struct norm_small {
     const void *x, *gamma, *beta, *w, *bias, *dy; /* T */
+    const void *residual;                         /* T; forward: added to y, or NULL */
     void *y, *dx, *dgamma, *dbeta, *dw, *dbias;   /* T; each of the gradients may be NULL */
     float *mean, *rstd;                           /* forward: written, or NULL; backward: read where `given` */
-    int64_t x_stride, w_stride, y_stride, dy_stride, dx_stride, dw_stride;
+    int64_t x_stride, w_stride, y_stride, dy_stride, dx_stride, dw_stride, residual_stride;
     int64_t m;
     int32_t k, n, rms, given, plain; /* plain: no norm */
     float eps;
@@ -136,12 +141,13 @@ typedef struct norm_small {
 /* few: a whole forward of up to FEW_ROWS rows. */
 typedef struct norm_few {
     const void *x, *gamma, *beta, *w, *bias; /* T */
+    const void *residual;                    /* T [m, n], added to y; NULL: none */
     void *y, *u;                             /* T [m, n]; u NULL: not wanted */
     float *mean, *rstd;                      /* [m] or NULL */
-    int64_t x_stride, w_stride, y_stride, u_stride;
+    int64_t x_stride, w_stride, y_stride, u_stride, residual_stride;
     int32_t m, k, n, rms, plain, activation; /* plain: no norm */
     int32_t row_blocks;                      /* divides the blocks: each has some of the rows */
-    int32_t vector;                          /* y and u may be written 16 bytes at a time */
+    int32_t vector;                          /* y, u and residual may be read and written 16 bytes at a time */
     float eps, inverse;
 } norm_few;
 

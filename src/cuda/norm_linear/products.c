@@ -67,7 +67,8 @@ void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p) {
     p.activation = (int32_t)c->a->activation;
     p.rows = c->a->m;
     p.cols = (int32_t)c->a->n;
-    p.vector = aligned16(p.u, p.ldu, size) && aligned16(p.dy, p.ldd, size) && aligned16(p.out, p.ldo, size);
+    p.vector = aligned16(p.u, p.ldu, size) && aligned16(p.dy, p.ldd, size) && aligned16(p.out, p.ldo, size) &&
+               aligned16(p.residual, p.ldr, size);
     heddle__cuda_add(c, OF_DTYPE(activate)[c->is.dtype],
                      least_of(activate_units(p.rows, p.cols), 2 * ACTIVATE_RESIDENT * c->device->multiprocessors), 0,
                      &(norm_linear_params){.activate = p});
@@ -76,7 +77,7 @@ void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p) {
 /* A product on Hopper: whether it can be, where its operands and its result lie. */
 bool heddle__cuda_fits90(const norm_linear_call *c, const norm_gemm *p) {
     return c->is.sm90 && aligned16(p->a, p->lda, 2) && aligned16(p->b, p->ldb, 2) && aligned16(p->out, p->ldo, 2) &&
-           aligned16(p->u, p->ldu, 2) && (uintptr_t)p->w % 4 == 0;
+           aligned16(p->u, p->ldu, 2) && aligned16(p->residual, p->ldr, 2) && (uintptr_t)p->w % 4 == 0;
 }
 
 static void add_gemm90(norm_linear_call *c, const gemm_kernels *kernels, const norm_gemm *p, bool a_transposed,
@@ -106,6 +107,7 @@ static void add_gemm80(norm_linear_call *c, const gemm_kernels *kernels, norm_ge
     p.row_tiles = blocks(p.rows, GEMM_TILE);
     p.col_tiles = blocks(p.cols, GEMM_TILE);
     p.pairs = (uintptr_t)p.out % (2 * size_of(&c->is)) == 0 && p.ldo % 2 == 0;
+    p.residual_pairs = (uintptr_t)p.residual % (2 * size_of(&c->is)) == 0 && p.ldr % 2 == 0;
     const enum cuda_kernel kernel = c->is.tf32              ? kernels->tf32
                                     : aligned || c->is.wide ? kernels->sm80[c->is.dtype]
                                                             : kernels->any[c->is.dtype];

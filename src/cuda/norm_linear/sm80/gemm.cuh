@@ -229,6 +229,21 @@ template <typename T> static __device__ __forceinline__ void store2(T *p, bool p
         p[1].bits = (uint16_t)(both >> 16);
 }
 
+/* Two neighbours of a row; what is not inside is 0. */
+static __device__ __forceinline__ float2 load2(const float *p, bool pair, bool first, bool second) {
+    if (pair && second)
+        return *(const float2 *)p;
+    return make_float2(first ? p[0] : 0, second ? p[1] : 0);
+}
+
+template <typename T> static __device__ __forceinline__ float2 load2(const T *p, bool pair, bool first, bool second) {
+    if (pair && second) {
+        const uint32_t both = *(const uint32_t *)p;
+        return make_float2(low_float(both, T()), high_float(both, T()));
+    }
+    return make_float2(first ? to_float(p[0]) : 0, second ? to_float(p[1]) : 0);
+}
+
 /* value·2^-exponent, in two steps: the exponent may be twice as large as a float's. */
 static __device__ __forceinline__ float unscale(float value, int exponent) {
     int half = exponent / 2;
@@ -250,12 +265,13 @@ struct scaling {
     }
 };
 
-/* y = rstd·(acc - mean·s) + t */
+/* y = rstd·(acc - mean·s) + t + residual, of which AHEAD pairs are on their way at a time */
 template <typename T, bool SCALED>
 static __device__ __forceinline__ void epilogue_fwd(const norm_gemm &p, int64_t row0, int64_t col0,
                                                     float acc[4][8][4]) {
+    constexpr int AHEAD = SCALED ? 4 : 8;
     const scaling unscaled(p);
-    const T *bias = (const T *)p.bias;
+    const T *bias = (const T *)p.bias, *residual = (const T *)p.residual;
     float s[8][2], t[8][2];
 #pragma unroll
     for (int j = 0; j < 8; j++)
@@ -273,10 +289,16 @@ static __device__ __forceinline__ void epilogue_fwd(const norm_gemm &p, int64_t 
             continue;
         float mean = p.mean ? p.mean[row] : 0, rstd = p.mean ? p.rstd[row] : 1;
         T *out = (T *)p.out + row * p.ldo;
+        float2 more[AHEAD] = {};
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             int64_t col = col0 + j * 8;
             float v[2];
+            if (j % AHEAD == 0 && residual)
+#pragma unroll
+                for (int x = 0; x < AHEAD; x++)
+                    more[x] = load2(residual + row * p.ldr + col + x * 8, p.residual_pairs, col + x * 8 < p.cols,
+                                    col + x * 8 + 1 < p.cols);
 #pragma unroll
             for (int x = 0; x < 2; x++) {
                 v[x] = acc[i / 2][j][i % 2 * 2 + x];
@@ -285,7 +307,7 @@ static __device__ __forceinline__ void epilogue_fwd(const norm_gemm &p, int64_t 
                 v[x] = rstd * (v[x] - mean * s[j][x]) + t[j][x];
             }
             if (col < p.cols)
-                store2(out + col, p.pairs, col + 1 < p.cols, v[0], v[1]);
+                store2(out + col, p.pairs, col + 1 < p.cols, v[0] + more[j % AHEAD].x, v[1] + more[j % AHEAD].y);
         }
     }
 }

@@ -31,18 +31,44 @@ INLINE void store_eight(void *to, int64_t inside, const uint4 &eight) {
             ((uint16_t *)to)[x] = (uint16_t)(words[x / 2] >> x % 2 * 16);
 }
 
+/* The same of what is added; what is not inside is 0. */
+INLINE uint4 load_eight(const void *from, int64_t inside) {
+    uint32_t words[4] = {};
+    if (inside >= 8)
+        return *(const uint4 *)from;
+#pragma unroll
+    for (int x = 0; x < 8; x++)
+        if (x < inside)
+            words[x / 2] |= (uint32_t)((const uint16_t *)from)[x] << x % 2 * 16;
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+template <typename T> INLINE uint32_t add_pairs(uint32_t a, uint32_t b, T) {
+    return pack_pair(low_float(a, T()) + low_float(b, T()), high_float(a, T()) + high_float(b, T()), T());
+}
+
+template <typename T> INLINE uint4 add_eight(const uint4 &a, const uint4 &b) {
+    return make_uint4(add_pairs(a.x, b.x, T()), add_pairs(a.y, b.y, T()), add_pairs(a.z, b.z, T()),
+                      add_pairs(a.w, b.w, T()));
+}
+
 /* What of a row of a warp's results is another lane's. */
 INLINE uint4 staged_eight(uint32_t staging, int line) {
     return load_shared16(staging + line * 128 + ((threadIdx.x % 8 ^ line) & 7) * 16);
 }
 
-/* Rows that are staged as u: those to u, act of them to out. */
+/* Rows that are staged as u: those to u, act of them, and the residual's lines if there is one, to out. */
 template <typename T>
-INLINE void store_activated(const norm_gemm &p, int64_t row, int64_t col, int chunks, uint32_t staging) {
+INLINE void store_activated(const norm_gemm &p, int64_t row, int64_t col, int chunks, uint32_t staging,
+                            uint4 residual[4]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int line = lane / 8; line < 16; line += 4) {
         const int64_t at = row + line;
+        const uint4 more = residual[0]; /* a number that the compiler does not know would send them to memory */
+#pragma unroll
+        for (int x = 0; x < 3; x++)
+            residual[x] = residual[x + 1];
         if (lane % 8 >= chunks || at >= p.rows)
             continue;
         const uint4 u = staged_eight(staging, line);
@@ -54,6 +80,12 @@ INLINE void store_activated(const norm_gemm &p, int64_t row, int64_t col, int ch
         for (int x = 0; x < 8; x++)
             v[x] = x % 2 ? high_float(words[x / 2], T()) : low_float(words[x / 2], T());
         activate8<false>(p.activation, v);
+        if (p.residual) {
+            const uint32_t added[4] = {more.x, more.y, more.z, more.w};
+#pragma unroll
+            for (int x = 0; x < 8; x++)
+                v[x] += x % 2 ? high_float(added[x / 2], T()) : low_float(added[x / 2], T());
+        }
         store_eight((T *)p.out + at * p.ldo + col, p.cols - col,
                     make_uint4(pack_pair(v[0], v[1], T()), pack_pair(v[2], v[3], T()), pack_pair(v[4], v[5], T()),
                                pack_pair(v[6], v[7], T())));
@@ -71,6 +103,13 @@ INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const f
 #pragma unroll
     for (int y = 0; y < WIDTH / 8; y += 8) {
         const int chunks = WIDTH / 8 - y < 8 ? WIDTH / 8 - y : 8;
+        const int64_t col = t.col0 + y * 8 + lane % 8 * 8;
+        uint4 residual[4] = {};
+        if (PASS == FWD && p.residual)
+#pragma unroll
+            for (int x = 0; x < 4; x++)
+                if (lane % 8 < chunks && first + x * 4 < p.rows)
+                    residual[x] = load_eight((const T *)p.residual + (first + x * 4) * p.ldr + col, p.cols - col);
         float4 c[8] = {};
 #pragma unroll
         for (int x = 0; x < 8; x++)
@@ -92,9 +131,8 @@ INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const f
             stmatrix4(staging + (lane & 15) * 128 + ((2 * x + (lane >> 4)) ^ (lane & 7)) * 16, r);
         }
         __syncwarp();
-        const int64_t col = t.col0 + y * 8 + lane % 8 * 8;
         if (PASS == FWD && p.activation) {
-            store_activated<T>(p, t.row0 + row0, col, chunks, staging);
+            store_activated<T>(p, t.row0 + row0, col, chunks, staging, residual);
             __syncwarp();
             continue;
         }
@@ -103,6 +141,10 @@ INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const f
         for (int x = 0; x < 4; x++)
             eight[x] = staged_eight(staging, x * 4 + lane / 8);
         __syncwarp();
+        if (PASS == FWD && p.residual)
+#pragma unroll
+            for (int x = 0; x < 4; x++)
+                eight[x] = add_eight<T>(eight[x], residual[x]);
         T *const to = (T *)p.out + first * p.ldo + col;
 #pragma unroll
         for (int x = 0; x < 4; x++)

@@ -103,12 +103,25 @@ template <typename T> INLINE void settle_moments(const norm_gemm &p, int64_t row
     __threadfence();
 }
 
+/* A tile of the residual is asked for while its sums are formed, so that the epilogue finds it in the second-level cache. */
+template <typename T, int WIDTH> INLINE void ask_for_residual(const norm_gemm &p, const gemm_tile &t, int thread) {
+    constexpr int LINES = (WIDTH + 63) / 64; /* of 128 bytes, in a row */
+    const int rows = (int)min(p.rows - t.row0, (int64_t)GEMM_TILE), cols = (int)min(p.cols - t.col0, (int64_t)WIDTH);
+    const T *const from = (const T *)p.residual + t.row0 * p.ldr + t.col0;
+#pragma unroll 1
+    for (int x = thread; x < rows * LINES; x += HELPERS)
+        if (x % LINES * 64 < cols)
+            prefetch_global(from + x / LINES * p.ldr + x % LINES * 64);
+}
+
 template <typename T, int WIDTH, int PASS> INLINE void help(const norm_gemm &p, uint32_t smem, char *from) {
     typedef gemm90<WIDTH> layout;
     const int thread = (int)threadIdx.x - 32;
     gemm_tile t;
     for (uint32_t turn = 0; tile_of_turn<WIDTH>(p, turn, &t); turn++) {
         float2 *columns = (float2 *)(from + layout::vectors + turn % 2 * layout::vector), *rows = columns + WIDTH;
+        if (PASS == FWD && p.residual)
+            ask_for_residual<T, WIDTH>(p, t, thread);
         if (gathers_moments<T, PASS> && p.gathers)
             settle_moments<T>(p, t.row_tile);
         mbarrier_wait(smem + layout::taken + turn % 2 * 8, (turn / 2 & 1) ^ 1);

@@ -64,6 +64,7 @@ static norm_small params_of(const norm_linear_call *c) {
                         .w = t->w,
                         .bias = t->bias,
                         .dy = t->dy,
+                        .residual = a->activation ? NULL : t->residual,
                         .y = t->y,
                         .dx = t->dx,
                         .dgamma = t->dgamma,
@@ -78,6 +79,7 @@ static norm_small params_of(const norm_linear_call *c) {
                         .dy_stride = a->dy_stride,
                         .dx_stride = a->dx_stride,
                         .dw_stride = a->dw_stride,
+                        .residual_stride = a->residual_stride,
                         .m = a->m,
                         .k = (int32_t)a->k,
                         .n = (int32_t)a->n,
@@ -122,7 +124,12 @@ static void launch(const norm_linear_choice *choice, norm_linear_call *c) {
     heddle__cuda_add(c, kernel_of(a, c->pass), forward_blocks(a), (uint32_t)norm_small_bytes((int)a->k),
                      &(norm_linear_params){.small = p});
     if (a->activation)
-        heddle__cuda_add_activate(c, (norm_activate){p.y, NULL, c->t->y, p.y_stride, 0, a->y_stride, 0, 0, 0, 0});
+        heddle__cuda_add_activate(c, (norm_activate){.u = p.y,
+                                                     .ldu = p.y_stride,
+                                                     .out = c->t->y,
+                                                     .ldo = a->y_stride,
+                                                     .residual = c->t->residual,
+                                                     .ldr = a->residual_stride});
 }
 
 const norm_linear_family heddle__norm_linear_small = {takes, plan_small, launch};

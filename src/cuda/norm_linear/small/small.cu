@@ -141,9 +141,11 @@ template <typename T> INLINE void fwd_kernel(const norm_small &p) {
 #pragma unroll
     for (int x = 0; x < 2; x++) {
         const int64_t row = row0 + 2 * warp + x;
-        if (row < p.m && col < p.n)
-            ((T *)p.y)[row * p.y_stride + col] =
-                from_float<T>(y[x] + (p.bias ? to_float(((const T *)p.bias)[col]) : 0));
+        if (row >= p.m || col >= p.n)
+            continue;
+        const float bias = p.bias ? to_float(((const T *)p.bias)[col]) : 0;
+        const float more = p.residual ? to_float(((const T *)p.residual)[row * p.residual_stride + col]) : 0;
+        ((T *)p.y)[row * p.y_stride + col] = from_float<T>(y[x] + bias + more);
     }
 }
 
