@@ -48,8 +48,6 @@ def _document(function: Any) -> Any:
 
 def _window(size: Any) -> tuple[int, int] | None:
     """None where there is no limit, so that the call stays a plain one."""
-    if size == (-1, -1):
-        return None
     window = window_of(size)
     return None if window == (-1, -1) else window
 

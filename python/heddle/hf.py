@@ -150,11 +150,13 @@ def attention_forward(
     mask, bias = None, attention_mask
     if attention_mask is not None and not attention_mask.is_floating_point():
         mask, bias = attention_mask, None
-    if is_causal is None and attention_mask is None:
+    if is_causal is None and attention_mask is None and query.shape[2] > 1:
         # Where masks are made as for eager, they say it all, and nobody may have cared what the layer says. Where
         # config.is_causal is set to False, masks are made for that, whatever the layer says (from transformers 5 on).
-        asked = (module, getattr(module, "config", None))[: 2 if _hf_models.masks_heed_configurations() else 1]
-        is_causal = all(getattr(each, "is_causal", True) for each in asked) and not _hf_models.has_eager_masks(module)
+        is_causal = getattr(module, "is_causal", True)
+        if is_causal and _hf_models.masks_heed_configurations():
+            is_causal = getattr(getattr(module, "config", None), "is_causal", True)
+        is_causal = is_causal and not _hf_models.has_eager_masks(module)
     causal = attention_mask is None and query.shape[2] > 1 and is_causal
     corner: Causal = "top_left" if causal else None
     if attention_mask is not None and attention_mask.shape[-2] == 1 < query.shape[2] and _hides_the_future(module):

@@ -93,26 +93,34 @@ families = pytest.mark.parametrize("family", [llama, gpt2, mistral])
 @families
 @pytest.mark.parametrize("padded", [False, True])
 @everywhere
-def test_training_matches_sdpa(family, padded, device):
+def test_training_matches_sdpa(family, padded, device, monkeypatch):
     expected, model = pair(family, device)
     calls = []
-    original = heddle.hf.attention
-    heddle.hf.attention = lambda *args, **options: calls.append(1) or original(*args, **options)
-    try:
-        ids = torch.randint(3, 97, (2, 11), device=device)
-        mask = torch.ones_like(ids)
-        if padded:
-            mask[0, :4] = 0
-        results = []
-        for each in (expected, model):
-            each.train()
-            # Neither padding nor what is told from padding: a query that sees no key is anybody's choice.
-            labels = ids.masked_fill(mask * mask.roll(1, 1) == 0, -100)
-            got = each(input_ids=ids, attention_mask=mask if padded else None, labels=labels)
-            got.loss.backward()
-            results.append((got.loss.detach(), got.logits.detach()[mask == 1], [p.grad for p in each.parameters()]))
-    finally:
-        heddle.hf.attention = original
+
+    def counted(name):
+        function = getattr(heddle.hf, name)
+
+        def call(*args, **options):
+            result = function(*args, **options)
+            calls.extend([1] * (result is not NotImplemented))
+            return result
+
+        monkeypatch.setattr(heddle.hf, name, call)
+
+    counted("attention")
+    counted("quick_options")
+    ids = torch.randint(3, 97, (2, 11), device=device)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :4] = 0
+    results = []
+    for each in (expected, model):
+        each.train()
+        # Neither padding nor what is told from padding: a query that sees no key is anybody's choice.
+        labels = ids.masked_fill(mask * mask.roll(1, 1) == 0, -100)
+        got = each(input_ids=ids, attention_mask=mask if padded else None, labels=labels)
+        got.loss.backward()
+        results.append((got.loss.detach(), got.logits.detach()[mask == 1], [p.grad for p in each.parameters()]))
     assert len(calls) == 2  # one a layer: it was heddle that ran
     assert torch.allclose(results[0][0], results[1][0], atol=1e-5)
     assert torch.allclose(results[0][1], results[1][1], atol=1e-4)
