@@ -540,6 +540,39 @@ def test_lists_that_are_written_to():
     assert first.abs().max() > 0 and not heddle.flex_attention(q, k, v, None, given, enable_gqa=True).any()
 
 
+@pytest.mark.parametrize("device", [device for device in devices() if device != "cpu"])
+def test_cuda_graphs_and_streams(device):
+    """A graph makes what is added anew at every replay, and another stream does not take what this one made."""
+    q, k, v = (torch.randn(1, H, 64, 32, device=device, dtype=torch.bfloat16) for _ in range(3))
+    table, seen = torch.randn(H, 64, device=device), torch.rand(64, 64, device=device) > 0.3
+    given = flex.create_block_mask(lambda b, h, i, j: seen[i, j], None, None, 64, 64, device=device, BLOCK_SIZE=32)
+
+    def attend():
+        return heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + table[h, j], given)
+
+    def truth():
+        return heddle.attention(q, k, v, bias=table[None, :, None, :], mask=seen[None, None])
+
+    for _ in range(2):
+        assert torch.equal(attend(), truth())
+    (kept,) = _flex._known[id(given)].shelf.values()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        assert not kept.now()
+        assert torch.equal(attend(), truth())
+    torch.cuda.synchronize()
+    assert torch.equal(attend(), truth())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = attend()
+    for _ in range(2):
+        table.copy_(torch.randn_like(table))
+        graph.replay()
+        assert torch.equal(made, truth())
+    assert torch.equal(attend(), truth())
+
+
 def test_little_is_kept(monkeypatch):
     """No more than so much of what was last asked for, and nothing that is large."""
     q, k, v = (torch.randn(1, 1, 8, 4) for _ in range(3))
