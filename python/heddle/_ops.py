@@ -9,6 +9,7 @@ what calls them; second derivatives and forward mode are in ``_derivatives``, th
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.autograd import forward_ad
 from heddle import _C, _derivatives, _fake, _kinds, _plain, _schema, _vmap
 from heddle._errors import HeddleTypeError, HeddleValueError
 
-OLDEST_TORCH = (2, 10)
+OLDEST_TORCH = (2, 13) if sys.platform == "win32" else (2, 10)  # Windows: what frees an optional's box
 
 
 # Not all of torch is typed.
@@ -32,7 +33,8 @@ _torch_ops: Any = torch.ops
 def _load() -> None:
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if found and tuple(map(int, found.groups())) < OLDEST_TORCH:
-        raise ImportError(f"heddle needs torch 2.10 or later, this is torch {torch.__version__}")
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise ImportError(f"heddle needs torch {oldest} or later, this is torch {torch.__version__}")
     _torch_ops.load_library(str(Path(__file__).with_name("_torch_ops.so")))
 
 

@@ -3,7 +3,8 @@
 #define _GNU_SOURCE
 #include "cuda_memory.h"
 
-#include <dlfcn.h>
+#include "system.h"
+
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -39,10 +40,10 @@ static PyObject *raise_cuda(const char *what, int error) {
 static int open_driver(void) {
     if (cu.cuInit)
         return 0;
-    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    void *library = heddle_system_library("libcuda.so.1", false);
     void *symbol;
 #define LOOK(name, text, arguments)                                                                                    \
-    symbol = library ? dlsym(library, text) : NULL;                                                                    \
+    symbol = library ? heddle_system_symbol(library, text) : NULL;                                                     \
     if (!symbol) {                                                                                                     \
         PyErr_Format(PyExc_RuntimeError, "libcuda.so.1 is not here or has no %s", text);                               \
         return -1;                                                                                                     \

@@ -8,6 +8,7 @@
 
 #include "cuda_memory.h"
 #include "heddle.h"
+#include "system.h"
 #include "xla_ffi.h"
 
 #include "../../src/fields.h"
@@ -266,11 +267,11 @@ static heddle_status run_pass(const call *c, void *space, size_t bytes) {
 /* XLA has memory for the time of a call on a GPU alone; for the CPU it says to use the system's. How much is needed depends on the
  * number of threads of the moment, so a result whose size was fixed when the program was compiled would not do. */
 static xla_error *run_on_cpu(const call *c, size_t bytes) {
-    void *space = bytes ? aligned_alloc(64, (bytes + 63) / 64 * 64) : NULL;
+    void *space = bytes ? heddle_system_memory(bytes) : NULL;
     if (bytes && !space)
         return fail(c, XLA_RESOURCE_EXHAUSTED, "heddle: no memory for a workspace of %zu bytes", bytes);
     const heddle_status status = run_pass(c, space, bytes);
-    free(space);
+    heddle_system_free(space);
     return fail_status(c, status);
 }
 

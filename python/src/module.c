@@ -7,6 +7,7 @@
 #include "proof.h"
 #include "shortcut.h"
 #include "status_kind.h"
+#include "system.h"
 
 #include "../../src/fields.h"
 
@@ -276,7 +277,7 @@ static PyObject *run(PyObject *self, PyObject *args) {
     if (!target && device != HEDDLE_CUDA) {
         status = query_workspace(&d, attention, (heddle_pass)pass, &bytes);
         if (status == HEDDLE_OK && bytes) {
-            target = own = aligned_alloc(64, (bytes + 63) / 64 * 64);
+            target = own = heddle_system_memory(bytes);
             if (!own)
                 return PyErr_NoMemory();
         }
@@ -287,7 +288,7 @@ static PyObject *run(PyObject *self, PyObject *args) {
             run_pass(&d, &t, attention, (heddle_pass)pass, target, bytes, (void *)(uintptr_t)stream);
         Py_END_ALLOW_THREADS
     }
-    free(own);
+    heddle_system_free(own);
     if (status != HEDDLE_OK)
         return raise_status(status);
     Py_RETURN_NONE;

@@ -64,16 +64,29 @@ int32_t aoti_torch_dtype_uint64(void);
 /* With cond false it throws a C++ exception, which becomes a RuntimeError: nothing may be left to free. */
 void aoti_torch_check(bool cond, const char *function, const char *file, uint32_t line, const char *message);
 
-/* From 2.13 on; NULL before. */
-__attribute__((weak)) int32_t torch_delete_stable_ivalue(stable_value *value);
-__attribute__((weak)) const char *torch_exception_get_what_without_backtrace(void);
+/* The first two from 2.13 on, NULL before; the others, at::globalContext() and at::Context::deterministicAlgorithms() of C++,
+ * have no C symbols. Windows knows no weak symbols: torch_call.c looks them up. */
+#ifdef _WIN32
+extern int32_t (*torch_delete_stable_ivalue)(stable_value *value);
+extern const char *(*torch_exception_get_what_without_backtrace)(void);
+extern void *(*torch_global_context)(void);
+extern bool (*torch_deterministic_algorithms)(const void *context);
+#else
+#ifdef __APPLE__
+#define TORCH_OPTIONAL __attribute__((weak_import))
+#define TORCH_CXX(name) __asm__("_" name)
+#else
+#define TORCH_OPTIONAL __attribute__((weak))
+#define TORCH_CXX(name) __asm__(name)
+#endif
+TORCH_OPTIONAL int32_t torch_delete_stable_ivalue(stable_value *value);
+TORCH_OPTIONAL const char *torch_exception_get_what_without_backtrace(void);
 /* C++'s operator delete, which frees an optional's box before 2.13. */
-void heddle_cxx_delete(void *pointer) __asm__("_ZdlPv");
-
-/* at::globalContext() and at::Context::deterministicAlgorithms() of C++, for which there is no C symbol. */
-__attribute__((weak)) void *torch_global_context(void) __asm__("_ZN2at13globalContextEv");
-__attribute__((weak)) bool
-torch_deterministic_algorithms(const void *context) __asm__("_ZNK2at7Context23deterministicAlgorithmsEv");
+void heddle_cxx_delete(void *pointer) TORCH_CXX("_ZdlPv");
+TORCH_OPTIONAL void *torch_global_context(void) TORCH_CXX("_ZN2at13globalContextEv");
+TORCH_OPTIONAL bool torch_deterministic_algorithms(const void *context)
+    TORCH_CXX("_ZNK2at7Context23deterministicAlgorithmsEv");
+#endif
 
 /* Only in builds of torch with CUDA, so it is looked up in libtorch_cuda.so. */
 typedef int32_t (*current_cuda_stream)(int32_t device_index, void **stream);

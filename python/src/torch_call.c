@@ -4,8 +4,8 @@
 #include "torch_call.h"
 
 #include "status_kind.h"
+#include "system.h"
 
-#include <dlfcn.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -43,13 +43,35 @@ static bool torch_ok(call *c, int32_t code, const char *what) {
     return call_fail(c, "RuntimeError", "torch could not %s%s%s", what, why ? ": " : "", why ? why : "");
 }
 
+#ifdef _WIN32
+int32_t (*torch_delete_stable_ivalue)(stable_value *value);
+const char *(*torch_exception_get_what_without_backtrace)(void);
+void *(*torch_global_context)(void);
+bool (*torch_deterministic_algorithms)(const void *context);
+
+static void look_up(void *function, const char *name) {
+    void *symbol = heddle_system_symbol(heddle_system_library("torch_cpu.dll", true), name);
+    memcpy(function, &symbol, sizeof symbol);
+}
+
+/* torch_cpu.dll is there: this library could not have been loaded without. */
+__attribute__((constructor)) static void look_all_up(void) {
+    look_up(&torch_delete_stable_ivalue, "torch_delete_stable_ivalue");
+    look_up(&torch_exception_get_what_without_backtrace, "torch_exception_get_what_without_backtrace");
+    look_up(&torch_global_context, "?globalContext@at@@YAAEAVContext@1@XZ");
+    look_up(&torch_deterministic_algorithms, "?deterministicAlgorithms@Context@at@@QEBA_NXZ");
+}
+#endif
+
 /* -------------------------------------------------------------------------------------------------- arguments */
 
 static void free_box(stable_value *box) {
     if (torch_delete_stable_ivalue)
         torch_delete_stable_ivalue(box);
+#ifndef _WIN32 /* there heddle._ops wants a torch that has it */
     else
         heddle_cxx_delete(box);
+#endif
 }
 
 static void look_at(call *c, tensor *t, stable_value value) {
@@ -151,8 +173,8 @@ void call_end(call *c, stable_value *stack) {
 static bool find_stream(call *c) {
     static current_cuda_stream lookup; /* the same for every caller, so a race does no harm */
     if (!lookup) {
-        void *library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-        void *symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : NULL;
+        void *library = heddle_system_library("libtorch_cuda.so", true);
+        void *symbol = library ? heddle_system_symbol(library, "aoti_torch_get_current_cuda_stream") : NULL;
         if (!symbol)
             return call_fail(c, "RuntimeError",
                              "this torch has no CUDA stream: aoti_torch_get_current_cuda_stream is "
