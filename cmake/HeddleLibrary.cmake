@@ -48,6 +48,12 @@ if(CMAKE_C_COMPILER_ID STREQUAL "GNU")
     set(neon -fno-schedule-insns)
 endif()
 isa_row(neon NEON "aarch64|arm64|ARM64" ${neon})
+# Only gcc makes SVE's instructions of vector C; getauxval() is Linux's.
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND CMAKE_C_COMPILER_ID STREQUAL "GNU")
+    isa_row(sve256 SVE256 "aarch64|arm64|ARM64" -march=armv8.2-a+sve -msve-vector-bits=256)
+else()
+    list(FILTER library_sources EXCLUDE REGEX "/isa_sve256\\.c$")
+endif()
 
 add_library(heddle_objects OBJECT ${library_sources})
 heddle_compile(heddle_objects)

@@ -11,5 +11,6 @@ set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
 
 find_program(HEDDLE_QEMU NAMES qemu-aarch64 qemu-aarch64-static)
 if(HEDDLE_QEMU)
-    set(CMAKE_CROSSCOMPILING_EMULATOR ${HEDDLE_QEMU} -L /usr/aarch64-linux-gnu)
+    # With vectors of 256 bits, and of no others, for the kernels that want these.
+    set(CMAKE_CROSSCOMPILING_EMULATOR ${HEDDLE_QEMU} -cpu max,sve256=on -L /usr/aarch64-linux-gnu)
 endif()

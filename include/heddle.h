@@ -116,8 +116,8 @@ HEDDLE_API heddle_status heddle_device_available(heddle_device device, char *why
 HEDDLE_API heddle_status heddle_device_describe(heddle_device device, char *text, size_t n);
 
 /* The instruction set that the CPU backend uses: "baseline", "avx2", "avx512", "avx512bf16", "amx" (both for bfloat16;
- * other types get avx512's), "neon". It is the best that the processor has, or the one named by the environment variable
- * HEDDLE_CPU when the first call is made, if the processor has it. */
+ * other types get avx512's), "neon", "sve256" (SVE whose vectors have 256 bits). It is the best that the processor has, or the
+ * one named by the environment variable HEDDLE_CPU when the first call is made, if the processor has it. */
 HEDDLE_API const char *heddle_cpu_isa(void);
 
 /* The i-th instruction set in this binary that this processor can run, best first; NULL past the last. */

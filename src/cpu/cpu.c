@@ -24,6 +24,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#ifdef HEDDLE_HAVE_SVE256
+#include <sys/auxv.h>
+#include <sys/prctl.h>
+#endif
 
 typedef struct isa {
     const cpu_kernels *kernels;
@@ -75,6 +79,15 @@ static int has_amx(void) {
 }
 #endif
 
+#ifdef HEDDLE_HAVE_SVE256
+/* The kernels are compiled for this length of vectors alone. */
+static int has_sve256(void) {
+    const unsigned long hwcap_sve = 1ul << 22;
+    const int pr_sve_get_vl = 51, length = 0xffff;
+    return (getauxval(AT_HWCAP) & hwcap_sve) && (prctl(pr_sve_get_vl) & length) == 32;
+}
+#endif
+
 /* Best first. By features, never by model names: hypervisors hide those. */
 static const isa isas[] = {
 #ifdef HEDDLE_HAVE_AMX
@@ -88,6 +101,9 @@ static const isa isas[] = {
 #endif
 #ifdef HEDDLE_HAVE_AVX2
     {&heddle__cpu_avx2, has_avx2},
+#endif
+#ifdef HEDDLE_HAVE_SVE256
+    {&heddle__cpu_sve256, has_sve256},
 #endif
 #ifdef HEDDLE_HAVE_NEON
     {&heddle__cpu_neon, always},

@@ -30,6 +30,6 @@ void heddle__cpu_merge(const heddle_merge *m, void *o, void *lse, const void *ot
                        int threads);
 
 extern const cpu_kernels heddle__cpu_baseline, heddle__cpu_avx2, heddle__cpu_avx512, heddle__cpu_avx512bf16,
-    heddle__cpu_amx, heddle__cpu_neon;
+    heddle__cpu_amx, heddle__cpu_neon, heddle__cpu_sve256;
 
 #endif
