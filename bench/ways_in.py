@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What each way into heddle costs the host over the direct call, heddle.attention or heddle.norm_linear of the same tensors
-with the same options, for problems with nothing to compute.
+"""What each way into heddle costs the host over the direct call, heddle.attention or heddle.norm_linear of the same
+tensors with the same options, for problems with nothing to compute.
 
     ./dev bench --cpu ways-in          # builds the package first; python bench/ways_in.py where it is installed
         [--device cpu|cuda] [--rounds N] [--only TEXT] [--json FILE] [--check]
 
-Each way and its direct call run in turn, in bursts of 100; microseconds of the processor a call (on a GPU of the clock), with
-gradients recorded where the name says so. "over" is the difference of
-their lower quartiles. --check ends with 1 where a way that can
-takes more than 2 over its direct call. Ways whose module is not installed are named as left out.
+Each way and its direct call run in turn, in bursts of 100; microseconds of the processor a call (on a GPU of the clock),
+with gradients recorded where the name says so. "over" is the difference of their lower quartiles. --check ends with 1
+where a way that can takes more than 2 over its direct call. Ways whose module is not installed are named as left out.
 """
 import argparse
 import importlib

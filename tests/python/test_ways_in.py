@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for each way into heddle from PyTorch: no copy of a tensor, no waiting for a GPU, no graph break."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import devices
+from torch.profiler import ProfilerActivity, profile
+
+import heddle
+import heddle.hf
+
+B, H, S, D = 2, 4, 33, 16
+COPIES = {"aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy", "Memcpy DtoD (Device -> Device)"}
+
+
+class Layer(torch.nn.Module):
+    """What transformers hands on beside the tensors."""
+
+    is_causal, config = True, None
+
+
+def rows(x):
+    """[b, s, h * d] as [b, h, s, d], as layers of transformers make it."""
+    return x.view(B, S, H, D).transpose(1, 2)
+
+
+def flexed():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    made = {}
+
+    def attend(q, k, v):
+        if q.device not in made:
+            made[q.device] = create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=q.device)
+        return heddle.flex_attention(q, k, v, None, made[q.device])
+
+    return attend
+
+
+def patched(q, k, v):
+    with heddle.patch():
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+FLEXED, LAYER = flexed(), Layer()
+WAYS = {
+    "attention": lambda q, k, v: heddle.attention(rows(q), rows(k), rows(v), causal=True),
+    "scaled_dot_product_attention": lambda q, k, v: heddle.scaled_dot_product_attention(
+        rows(q), rows(k), rows(v), is_causal=True
+    ),
+    "patch": lambda q, k, v: patched(rows(q), rows(k), rows(v)),
+    "switch": lambda q, k, v: F.scaled_dot_product_attention(rows(q), rows(k), rows(v), is_causal=True),
+    "flex_attention": lambda q, k, v: FLEXED(rows(q), rows(k), rows(v)),
+    "flash_attn_func": lambda q, k, v: heddle.flash_attn_func(*(t.view(B, S, H, D) for t in (q, k, v)), causal=True),
+    "transformers": lambda q, k, v: heddle.hf.attention_forward(LAYER, rows(q), rows(k), rows(v), None)[0],
+    "packed": lambda q, k, v: heddle.flash_attn_varlen_func(
+        *(t.view(B * S, H, D) for t in (q, k, v)), *(ENDS[q.device.type],) * 2, S, S, causal=True
+    ),
+}
+ENDS = {device: torch.arange(B + 1, dtype=torch.int32, device=device) * S for device in devices()}
+
+
+@pytest.fixture
+def way(request):
+    if request.param == "switch":
+        flash = pytest.importorskip("torch.nn.attention")
+        if not hasattr(flash, "activate_flash_attention_impl"):
+            pytest.skip("torch has no switch")
+        flash.activate_flash_attention_impl("heddle")
+    yield WAYS[request.param]
+    if request.param == "switch":
+        flash.restore_flash_attention_impl()
+
+
+def tensors(device):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return [torch.randn(B, S, H * D, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_nothing_is_copied_and_nothing_waits(way, device):
+    q, k, v = tensors(device)
+    dout = torch.randn_like(way(q, k, v))  # the first call finds out
+    cuda = [ProfilerActivity.CUDA] if device == "cuda" else []
+    if cuda:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with profile(activities=[ProfilerActivity.CPU, *cuda]) as profiled:
+            torch.autograd.grad(way(q, k, v), (q, k, v), dout)
+    finally:
+        if cuda:
+            torch.cuda.set_sync_debug_mode("default")
+    names = {event.key for event in profiled.key_averages()}
+    assert names and not names & COPIES, names & COPIES
+    assert not [
+        name for name in names if "Synchronize" in name and "cudaDeviceSynchronize" not in name
+    ]  # the profiler's
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if name not in ("flex_attention", "patch")], indirect=True)
+def test_no_graph_breaks(way):
+    """heddle.flex_attention, which calls functions with symbols, is the one that refuses; patch() is around a graph."""
+    q, k, v = tensors("cpu")
+    torch._dynamo.reset()
+    compiled = torch.compile(way, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(q, k, v), way(q, k, v), atol=1e-6)
