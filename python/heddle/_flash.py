@@ -14,9 +14,11 @@ from torch import Tensor
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
+from heddle._ops import quick
 from heddle._options import window_of
 from heddle._plain import new_rng_state
 
+_compiling = torch.compiler.is_dynamo_compiling
 Probs = tuple[Tensor, Tensor, Tensor | None]
 
 _COMMON = """
@@ -90,9 +92,16 @@ def flash_attn_func(
         q: [b, sq, h, d].
         k, v: [b, sk, hk, d] and [b, sk, hk, dv]; hk divides h."""
     heads_q, heads_k, heads_v = _heads_first("q", q), _heads_first("k", k), _heads_first("v", v)
+    window = _window(window_size)
+    more = softcap or dropout_p or deterministic or return_attn_probs
+    if window is None and alibi_slopes is None and not (more or _compiling()):
+        plain = quick(heads_q, heads_k, heads_v, "bottom_right" if causal else None, softmax_scale)
+        if plain is not NotImplemented:
+            turned: Tensor = plain.transpose(1, 2)
+            return turned
     options: dict[str, Any] = {
         "causal": "bottom_right" if causal else None,
-        "window": _window(window_size),
+        "window": window,
         "scale": softmax_scale,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,

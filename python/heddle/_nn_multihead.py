@@ -43,6 +43,10 @@ def own(module: nn.Module, *names: str) -> list[Any]:
     if _compiling():
         return [getattr(module, name) for name in names]
     parameters, modules = module._parameters, module._modules
+    try:
+        return [parameters[name] for name in names]
+    except KeyError:  # others among them, or parametrised ones
+        pass
     found: list[Any] = []
     for name in names:
         if name in parameters:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from heddle import _hf_batches, _hf_models, attention
-from heddle._ops import quick_options
+from heddle._ops import quick, quick_options
 from heddle._options import Causal
 
 _compiling = torch.compiler.is_dynamo_compiling
@@ -168,8 +168,11 @@ def attention_forward(
         weights_too or dropout or _compiling()
     ):
         # What needs no work first; NotImplemented where it does, or where heddle has an error to say.
-        short = query, key, value, corner, window, scaling, softcap, bias, mask, None, s_aux, 0.0, None, None, None
-        out = quick_options(*short, False, deterministic, False, False)
+        if window is None and attention_mask is None and s_aux is None and deterministic is None and not softcap:
+            out = quick(query, key, value, corner, scaling)
+        else:
+            short = query, key, value, corner, window, scaling, softcap, bias, mask, None, s_aux, 0.0, None, None, None
+            out = quick_options(*short, False, deterministic, False, False)
         if out is not NotImplemented:
             return out.transpose(1, 2).contiguous(), None
     query, key, value = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (query, key, value))

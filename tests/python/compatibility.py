@@ -45,15 +45,31 @@ class Wrong(Exception):
 
 
 def count_calls():
+    def note(q, mask):
+        calls.append(1)
+        if mask is not None and mask.dim() == 4 and q.shape[2] == 1:
+            blind.update((~mask.any(-1)).flatten(1).any(1).nonzero().flatten().tolist())
+
     def counted(inner):
         def count(*args, **options):
-            calls.append(1)
-            mask = options.get("mask")
-            if mask is not None and mask.dim() == 4 and args[0].shape[2] == 1:
-                blind.update((~mask.any(-1)).flatten(1).any(1).nonzero().flatten().tolist())
+            note(args[0], options.get("mask"))
             return inner(*args, **options)
 
         return count
+
+    def counted_short(inner, mask=None):
+        """Of the short ways, which may say that they are not gone; `mask`: which argument is the mask."""
+
+        def count(*args):
+            result = inner(*args)
+            if result is not NotImplemented:
+                note(args[0], None if mask is None else args[mask])
+            return result
+
+        return count
+
+    heddle.hf.quick = counted_short(heddle.hf.quick)
+    heddle.hf.quick_options = counted_short(heddle.hf.quick_options, 8)
 
     for place in (heddle.hf, heddle.hf._hf_models._hf_written_out):
         place.attention = counted(place.attention)

@@ -108,6 +108,7 @@ def test_training_matches_sdpa(family, padded, device, monkeypatch):
         monkeypatch.setattr(heddle.hf, name, call)
 
     counted("attention")
+    counted("quick")
     counted("quick_options")
     ids = torch.randint(3, 97, (2, 11), device=device)
     mask = torch.ones_like(ids)
