@@ -310,14 +310,13 @@ INLINE void take_turn(const attention_params &p, const key_work &w, int turn, in
     }
 }
 
-/* dV and dK of a step where warps side by side share its scores. */
+/* dV and dK of a step where warps side by side share its scores, which all of them have laid down. */
 template <typename T, int D, int BLOCK, typename layout>
 INLINE void sum_shared(uint32_t sq, uint32_t ds, uint32_t ps, float (*dk)[layout::width / 8][4],
                        float (*dv)[layout::width / 8][4]) {
     const int lane = threadIdx.x % 32;
     const uint32_t a = layout::group() * 32 * layout::pitch + operand_lane<false>(lane, layout::pitch);
     const uint32_t b = sq + layout::part() * layout::width * (int)sizeof(T) + columns<T, D, 0>::lane_at(lane);
-    barrier_sync(1 + layout::group(), layout::share * 32);
     multiply_shared<T, D, BLOCK / 16, layout::width, layout::pitch, false>(dv, ps + a, b + BLOCK * tile<T, D>::pitch);
     multiply_shared<T, D, BLOCK / 16, layout::width, layout::pitch, false>(dk, ds + a, b);
 }
@@ -402,9 +401,11 @@ template <typename T, int D, int WARPS, int OWN, int BLOCK> INLINE void attentio
         for (int turn = 0; turn < layout::turns; turn++)
             take_turn<T, D, BLOCK, layout>(p, w, turn, here, how, numbers, (const float *)marks, own, sq, ds,
                                            own + layout::ps, dk, dv);
-        if constexpr (layout::share > 1)
+        if constexpr (layout::share > 1) {
+            barrier_sync(1 + layout::group(), layout::share * 32); /* of those that see none, too: racecheck counts */
             if (how == WHOLE || !sees_none<layout>(w, here, BLOCK))
                 sum_shared<T, D, BLOCK, layout>(sq, ds, own + layout::ps, dk, dv);
+        }
         if (!early && before)
             add_query_sums<T, D, OWN, BLOCK, layout>(before, other, own);
         if (bad)
