@@ -11,11 +11,34 @@ static int32_t scale_of_products(norm_linear_call *c, int32_t *least) {
     return (int32_t)heddle__cuda_add_prepare(c, (norm_prepare){.job = {x}, .least = least});
 }
 
+/* In float32: the planes of dy, of which every row has its own scale, and W's, as they are measured. */
+static norm_rows planes_of_dy(const norm_linear_call *c) {
+    const norm_linear_arrays *at = &c->at;
+    return (norm_rows){.packs = 1,
+                       .in = c->t->dy,
+                       .ld = c->a->dy_stride,
+                       .rows = c->a->m,
+                       .cols = (int32_t)c->a->n,
+                       .high = at->dy,
+                       .low = c->is.tf32 ? NULL : at->dy_low,
+                       .ldp = (int32_t)c->is.np,
+                       .row_exponent = at->dy_exponent};
+}
+
+static norm_rows planes_of_w(const norm_linear_call *c) {
+    return (norm_rows){.packs = 1,
+                       .in = c->t->w,
+                       .ld = c->a->w_stride,
+                       .rows = c->a->n,
+                       .cols = (int32_t)c->a->k,
+                       .ldp = (int32_t)c->is.kp,
+                       .row_exponent = c->at.w_exponent};
+}
+
 /* xhat for dw and dgamma, unless dx's last launch can leave it, or the moments alone for dx. In float32 dy and, for dx, W go into
  * planes too: every row of dy has its own scale, which xhat takes out again for dw; W has one for the whole matrix. Without a norm float32
  * alone has something to do, and x stands for xhat. */
 static void prepare_backward(norm_linear_call *c, bool product_w, bool given) {
-    const heddle_norm_linear *a = c->a;
     const norm_linear_arrays *at = &c->at;
     const bool xhat = product_w && (c->is.wide || !(c->t->dx || c->is.plain));
     norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.given = given, .high = xhat ? at->z : NULL}), w = {0};
@@ -23,23 +46,9 @@ static void prepare_backward(norm_linear_call *c, bool product_w, bool given) {
     if (!xhat && (given || !c->t->dx || c->is.plain))
         x.rows = 0;
     if (c->is.wide && (product_w || c->t->dx)) {
-        norm_rows dy = {.packs = 1,
-                        .in = c->t->dy,
-                        .ld = a->dy_stride,
-                        .rows = a->m,
-                        .cols = (int32_t)a->n,
-                        .high = at->dy,
-                        .low = c->is.tf32 ? NULL : at->dy_low,
-                        .ldp = (int32_t)c->is.np,
-                        .row_exponent = at->dy_exponent};
+        const norm_rows dy = planes_of_dy(c);
         if (c->t->dx)
-            w = (norm_rows){.packs = 1,
-                            .in = c->t->w,
-                            .ld = a->w_stride,
-                            .rows = a->n,
-                            .cols = (int32_t)a->k,
-                            .ldp = (int32_t)c->is.kp,
-                            .row_exponent = at->w_exponent};
+            w = planes_of_w(c);
         const int32_t n = (int32_t)heddle__cuda_add_prepare(c, (norm_prepare){.job = {dy, w}, .least = at->least});
         p.of[0] = at->least;
         p.of[1] = at->least + n;
