@@ -457,7 +457,8 @@ static void fuzz_norm_linear(bytes *b) {
              (status == HEDDLE_OK));
         MUST(status != HEDDLE_OK || need[pass] < INT64_MAX);
     }
-    const int64_t strides = a.x_stride | a.w_stride | a.y_stride | a.dy_stride | a.dx_stride | a.dw_stride;
+    const int64_t strides =
+        a.x_stride | a.w_stride | a.y_stride | a.dy_stride | a.dx_stride | a.dw_stride | a.u_stride | a.residual_stride;
     if (status != HEDDLE_OK || a.m > 64 || a.k > 128 || a.n > 128 || strides > 4096 || need[0] > MOST_WORKSPACE ||
         need[1] > MOST_WORKSPACE)
         return;
