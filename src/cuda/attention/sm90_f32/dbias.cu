@@ -146,17 +146,7 @@ INLINE void store_dbias(const attention_params &p, int group, float *sums, float
         }
         return;
     }
-    const int warp = (int)threadIdx.x / 32 - 4;
-#pragma unroll
-    for (int y = 0; y < BLOCK / 8; y++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            float x = sum[y][e] + sum[y][e + 2];
-            for (int step = 4; step < 32; step *= 2)
-                x += __shfl_xor_sync(ALL_LANES, x, step);
-            if ((int)threadIdx.x % 32 < 4)
-                sums[warp * BLOCK + y * 8 + fragment_column() + e] = x;
-        }
+    fold_rows<BLOCK>(sums + ((int)threadIdx.x / 32 - 4) * BLOCK, sum);
     barrier_sync(1, CONSUMERS);
     const int key = threadIdx.x - WARPGROUP;
     float x = 0.0f;
