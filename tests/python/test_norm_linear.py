@@ -12,6 +12,16 @@ from conftest import assert_close, devices, exact, plain_norm_linear
 import heddle
 
 
+def check_derivatives(run, given):
+    """First and second derivatives in both modes, and vmap over the first argument and over its gradient."""
+    assert torch.autograd.gradcheck(run, given, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(run, given, check_fwd_over_rev=True)
+    batched = torch.func.vmap(lambda x: run(x, *given[1:]))(given[0].detach())
+    assert torch.allclose(batched, run(*given))
+    rows = torch.func.vmap(torch.func.grad(lambda x: run(x, *given[1:]).sum()))(given[0].detach())
+    assert torch.allclose(rows, torch.autograd.grad(run(*given).sum(), given[0])[0])
+
+
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -136,12 +146,7 @@ def test_no_norm_has_all_derivatives(activation):
     def run(*t):
         return heddle.norm_linear(*t, norm="none", activation=activation)
 
-    assert torch.autograd.gradcheck(run, given, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(run, given, check_fwd_over_rev=True)
-    batched = torch.func.vmap(lambda x: run(x, *given[1:]))(given[0].detach())
-    assert torch.allclose(batched, run(*given))
-    rows = torch.func.vmap(torch.func.grad(lambda x: run(x, *given[1:]).sum()))(given[0].detach())
-    assert torch.allclose(rows, torch.autograd.grad(run(*given).sum(), given[0])[0])
+    check_derivatives(run, given)
 
 
 def test_no_norm_elsewhere():
@@ -215,12 +220,7 @@ def test_activations_have_all_derivatives(activation):
     def run(*t):
         return heddle.norm_linear(*t, activation=activation)
 
-    assert torch.autograd.gradcheck(run, given, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(run, given, check_fwd_over_rev=True)
-    batched = torch.func.vmap(lambda x: run(x, *given[1:]))(given[0].detach())
-    assert torch.allclose(batched, run(*given))
-    rows = torch.func.vmap(torch.func.grad(lambda x: run(x, *given[1:]).sum()))(given[0].detach())
-    assert torch.allclose(rows, torch.autograd.grad(run(*given).sum(), given[0])[0])
+    check_derivatives(run, given)
 
 
 @pytest.mark.parametrize("device", devices())
