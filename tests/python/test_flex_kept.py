@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What heddle.flex_attention keeps of a call, and what has to be found anew."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import devices
+from flex_help import SK, SQ, H, block_mask, captured, eager, flex, lists, passed, problem  # noqa: F401
+
+import heddle
+from heddle import _flex, _flex_kept, _flex_trace
+
+WIDTH = 3
+
+
+class Settings:
+    width = 3
+
+
+@pytest.mark.parametrize("what", ["global", "cell", "cell of a function", "default", "attribute", "list", "code"])
+def test_nothing_is_taken_for_what_it_was(what, monkeypatch, passed):  # noqa: F811
+    """A trace is kept, but only as long as what the function reads is the same."""
+    width, settings, few = 3, Settings(), [3]
+
+    def inner(q, k):
+        return q - k <= width
+
+    window = {
+        "global": lambda b, h, q, k: (q >= k) & (q - k <= WIDTH),
+        "cell": lambda b, h, q, k: (q >= k) & (q - k <= width),
+        "cell of a function": lambda b, h, q, k: (q >= k) & inner(q, k),
+        "default": lambda b, h, q, k, limit=3: (q >= k) & (q - k <= limit),
+        "attribute": lambda b, h, q, k: (q >= k) & (q - k <= settings.width),
+        "list": lambda b, h, q, k: (q >= k) & (q - k <= few[0]),
+        "code": lambda b, h, q, k: (q >= k) & (q - k <= 3),
+    }[what]
+    tensors = problem(torch.float32, sk=SQ)
+    one = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    given = flex.BlockMask.from_kv_blocks(*one, BLOCK_SIZE=64, mask_mod=window, seq_lengths=(SQ, SQ))
+
+    def run():
+        return heddle.flex_attention(*(t.detach() for t in tensors), None, given, enable_gqa=True)
+
+    results = [run() for _ in range(3)]
+    assert [each["window"] for each in passed] == [(3, None)] * 3 and torch.equal(results[0], results[2])
+    width, settings.width, few[0] = 5, 5, 5
+    monkeypatch.setitem(globals(), "WIDTH", 5)
+    if what == "default":
+        window.__defaults__ = (5,)
+    if what == "code":
+        window.__code__ = (lambda b, h, q, k: (q >= k) & (q - k <= 5)).__code__
+    assert not torch.equal(run(), results[0]) and passed[-1]["window"] == (5, None)
+
+
+def test_what_is_the_same_is_not_traced_again(monkeypatch):
+    slopes, calls = captured(torch.float32)["slopes"], []
+    q, k, v = (t.detach() for t in problem(torch.float32, sk=SQ))
+    given = block_mask(lambda b, h, i, j: i >= j, sk=SQ)
+    capped, alibi = (lambda s, b, h, i, j: 5 * torch.tanh(s / 5)), (lambda s, b, h, i, j: s + slopes[h] * (j - i))
+    heddle.flex_attention(q, k, v, capped, given, enable_gqa=True)
+    first = heddle.flex_attention(q, k, v, alibi, given, enable_gqa=True)
+    monkeypatch.setattr(_flex_trace, "_Mode", lambda read: calls.append(1))
+    heddle.flex_attention(q, k, v, capped, given, enable_gqa=True)
+    slopes.mul_(2)  # the same tensor with other numbers
+    assert not torch.equal(heddle.flex_attention(q, k, v, alibi, given, enable_gqa=True), first)
+    assert not calls
+
+
+KEPT = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+
+
+def kept_forms():
+    """score_mod and mask_mod with what heddle.attention is told for them; each reads tensors."""
+    table, allowed, width = torch.randn(H, SQ), torch.rand(SQ, SQ) > 0.3, 7
+    index = torch.arange(SQ)
+    ahead = (index[None, :] > index[:, None])[None, None]
+    alibi = (lambda s, b, h, i, j: s + KEPT[h] * (j - i)), (lambda b, h, i, j: i >= j)
+    near = (lambda s, b, h, i, j: s + table[h, j]), (lambda b, h, i, j: (i >= j) & (i - j <= width) & allowed[i, j])
+    return {
+        "alibi": (*alibi, lambda: {"alibi_slopes": KEPT, "causal": "top_left"}, [KEPT]),
+        "bias and mask": (
+            *near,
+            lambda: {
+                "bias": table[None, :, None, :],
+                "mask": allowed[None, None] & ~ahead & ((index[:, None] - index[None, :]) <= width)[None, None],
+            },
+            [table, allowed],
+        ),
+        "bias alone": (near[0], None, lambda: {"bias": table[None, :, None, :]}, [table]),
+    }
+
+
+@pytest.mark.parametrize("name", kept_forms())
+def test_what_is_kept_is_what_would_be_found(name, monkeypatch):
+    """The second call finds its options ready, and none once a tensor that a function reads has been written to."""
+    score_mod, mask_mod, expected, tensors = kept_forms()[name]
+    q, k, v = (t.detach() for t in problem(torch.float32, sk=SQ, hk=H))
+    given = mask_mod and block_mask(mask_mod, sk=SQ)
+
+    def check():
+        got, lse = heddle.flex_attention(q, k, v, score_mod, given, return_lse=True)
+        truth, its_lse = heddle.attention(q, k, v, return_lse=True, **expected())
+        assert torch.allclose(got, truth, atol=1e-6) and torch.allclose(lse, its_lse, atol=1e-6)
+        assert torch.equal(heddle.flex_attention(q, k, v, score_mod, given), got)
+
+    check()
+    with monkeypatch.context() as patch:
+        patch.setattr(_flex, "_options", None)  # cannot be called
+        check()
+        with torch.inference_mode():
+            check()
+        for tensor in tensors:
+            tensor.copy_(tensor.flip(0))
+            with pytest.raises(TypeError, match="not callable"):
+                heddle.flex_attention(q, k, v, score_mod, given)
+    check()
+    if name != "alibi":  # other memory, and the version as it was
+        tensors[0].data = torch.randn_like(tensors[0])
+        check()
+
+
+def test_functions_made_anew_are_known():
+    """A function of the same code around the same things is the same; around others it is not."""
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    table, other = torch.randn(H, SK), torch.randn(H, SK)
+
+    def attend(table, factor):
+        return heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + factor * table[h, j])
+
+    for it, factor in ((table, 1.0), (other, 1.0), (table, 1.0), (table, 2.0), (table, -0.0), (table, 0.0), (table, 0)):
+        before = {id(each) for each in _flex.functions.values()}
+        for _ in range(2):
+            truth = heddle.attention(q, k, v, bias=factor * it[None, :, None, :])
+            assert torch.allclose(attend(it, factor), truth, atol=1e-6)
+        assert len({id(each) for each in _flex.functions.values()} - before) == 1
+
+
+def test_gradients_are_not_lost_to_what_was_kept():
+    """What was made without gradients is for calls without them, and what wants one is made for each call."""
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    table = torch.randn(H, SK, requires_grad=True)
+    score_mods = [
+        lambda s, b, h, i, j: s + table[h, j],
+        lambda s, b, h, i, j: s + table.exp()[h, j],  # part of it is computed before any index is known
+    ]
+    for score_mod in score_mods:
+        for _ in range(2):
+            with torch.no_grad():
+                assert not heddle.flex_attention(q, k, v, score_mod).requires_grad
+            (grad,) = torch.autograd.grad(heddle.flex_attention(q, k, v, score_mod).square().sum(), table)
+            bias = (table if score_mod is score_mods[0] else table.exp())[None, :, None, :]
+            (truth,) = torch.autograd.grad(heddle.attention(q, k, v, bias=bias).square().sum(), table)
+            assert torch.allclose(grad, truth, atol=1e-5) and truth.abs().max() > 0.01
+    later = torch.randn(H, SK)
+    for _ in range(2):
+        heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + later[h, j])
+    later.requires_grad_()
+    assert heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + later[h, j]).requires_grad
+
+
+def test_numbers_that_a_trace_went_by():
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    shift, limit = torch.tensor([1.0, 2.0]), torch.tensor(-math.inf)
+
+    def shifted(s, b, h, i, j):
+        return s + shift[0] * j
+
+    def limited(s, b, h, i, j):
+        return torch.where(i >= j, s, limit)
+
+    for _ in range(2):
+        truth = heddle.attention(q, k, v, bias=(shift[0] * torch.arange(SK))[None, None, None].expand(1, 1, 1, SK))
+        assert torch.allclose(heddle.flex_attention(q, k, v, shifted), truth, atol=1e-6)
+        shift.add_(1)
+    assert torch.equal(heddle.flex_attention(q, k, v, limited), heddle.attention(q, k, v, causal="top_left"))
+    limit.fill_(-5.0)
+    with pytest.raises(NotImplementedError, match="something else than -inf"):
+        heddle.flex_attention(q, k, v, limited)
+
+
+def test_lists_that_are_written_to():
+    q, k, v = (t.detach() for t in problem(torch.float32))
+    given = lists(3, None)
+    for _ in range(2):
+        first = heddle.flex_attention(q, k, v, None, given, enable_gqa=True)
+    given.kv_num_blocks.zero_()
+    given.full_kv_num_blocks.zero_()
+    assert first.abs().max() > 0 and not heddle.flex_attention(q, k, v, None, given, enable_gqa=True).any()
+
+
+@pytest.mark.parametrize("device", [device for device in devices() if device != "cpu"])
+def test_cuda_graphs_and_streams(device):
+    """A graph makes what is added anew at every replay, and another stream does not take what this one made."""
+    q, k, v = (torch.randn(1, H, 64, 32, device=device, dtype=torch.bfloat16) for _ in range(3))
+    table, seen = torch.randn(H, 64, device=device), torch.rand(64, 64, device=device) > 0.3
+    given = flex.create_block_mask(lambda b, h, i, j: seen[i, j], None, None, 64, 64, device=device, BLOCK_SIZE=32)
+
+    def attend():
+        return heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + table[h, j], given)
+
+    def truth():
+        return heddle.attention(q, k, v, bias=table[None, :, None, :], mask=seen[None, None])
+
+    for _ in range(2):
+        assert torch.equal(attend(), truth())
+    (kept,) = _flex._known[id(given)].shelf.values()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        assert not kept.now()
+        assert torch.equal(attend(), truth())
+    torch.cuda.synchronize()
+    assert torch.equal(attend(), truth())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = attend()
+    for _ in range(2):
+        table.copy_(torch.randn_like(table))
+        graph.replay()
+        assert torch.equal(made, truth())
+    assert torch.equal(attend(), truth())
+
+
+def test_little_is_kept(monkeypatch):
+    """No more than so much of what was last asked for, and nothing that is large."""
+    q, k, v = (torch.randn(1, 1, 8, 4) for _ in range(3))
+    monkeypatch.setattr(_flex_kept, "_MOST", 3)
+    score_mod, table = (lambda s, b, h, i, j: s + table[i, j]), torch.randn(20, 20)
+    _flex.functions.clear()
+    for n in range(1, 9):
+        heddle.flex_attention(q[:, :, :n], k, v, score_mod)
+    assert [key[1][2] for key in _flex.functions] == [6, 7, 8]
+    monkeypatch.setattr(_flex_kept, "_BYTES", 7 * 8 * 4 + 8 * 8 * 4)
+    heddle.flex_attention(q[:, :, :5], k, v, score_mod)
+    assert [key[1][2] for key in _flex.functions] == [8, 5]
+    monkeypatch.setattr(_flex_kept, "_LARGEST", 100)
+    _flex.functions.clear()
+    heddle.flex_attention(q, k, v, score_mod)
+    assert not _flex.functions
