@@ -378,6 +378,12 @@ INLINE void put_row_sum(const attention_params &p, float max, float c, float uni
     }
 }
 
+/* In float32, what a row of dQ is multiplied with, by the sum of its weights: what that is off 1 by is a rounding, of the log-sum-exp mostly,
+ * that all of the row has. Of keys that are some of all it may be no rounding: as much is taken for one as would not be seen. */
+INLINE float weights_to_one(const attention_params &p, float sum) {
+    return !p.adds && fabsf(sum - 1.0f) < 0x1p-20f ? 2.0f - sum : 1.0f;
+}
+
 /* Tiles of 64 queries in dq_sum: all of a head, and which is the first of a head of a sequence. */
 INLINE int64_t sum_tiles(const attention_params &p) {
     return p.a.features & HEDDLE_VARLEN ? packed_tiles64(p.a.total_q, p.a.b) : p.a.b * tiles64(p.a.sq);

@@ -180,11 +180,11 @@ INLINE void attention_dkdv(const attention_params &p) {
 
 /* -------------------------------------------------------------------------------------------------------- dQ */
 
-/* s, dp: S, dP -> dp: dT. Rows are queries, columns keys. */
+/* s, dp: S, dP -> dp: dT. Rows are queries, columns keys. sums: what a lane has of the step's P, in float32. */
 template <typename T, bool CUT, int TILES, int BLOCK>
 INLINE void gradients_of_queries(const attention_params &p, const place &c, int row0, int j0,
                                  const float (*numbers)[2][3], const int *bad, float (*s)[BLOCK / 8][4],
-                                 float (*dp)[BLOCK / 8][4]) {
+                                 float (*dp)[BLOCK / 8][4], float (*sums)[2]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int z = 0; z < TILES; z++) {
@@ -202,6 +202,8 @@ INLINE void gradients_of_queries(const attention_params &p, const place &c, int 
                     const bool seen = !CUT || (j >= first && j <= last);
                     const element r = lean_element<T>(p, seen, s[z][y][2 * half + e], *dt, base, rest, dsum);
                     *dt = CUT && r.seen && bad[column] ? CUDART_NAN_F : r.ds;
+                    if (sizeof(T) == 4)
+                        sums[z][half] += r.p;
                 }
         }
     }
@@ -268,6 +270,24 @@ INLINE void store_query_sums(const attention_params &p, const query_work &w, boo
                             dq);
 }
 
+/* The last of them, in float32: with what the steps before have left, every row times what makes its weights sum to 1. */
+template <int D, int TILES>
+INLINE void end_query_sums(const attention_params &p, const query_work &w, bool more, int row0,
+                           const float (*weights)[2], const float (*dq)[share<float, D>::width / 8][4]) {
+    constexpr int WIDTH = share<float, D>::width;
+    const int from = share<float, D>::part() * WIDTH;
+#pragma unroll
+    for (int z = 0; z < TILES; z++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float by = weights_to_one(p, quad_sum(weights[z][half]));
+            const int i = row0 + z * 16 + half * 8 + (int)threadIdx.x % 32 / 4;
+            if (p.t.dq && i < w.c.all_sq)
+                add_row<WIDTH, false>((float *)p.t.dq + row_at(p.a.dq_stride, w.c.n, w.x, w.c.first_q + i) + from,
+                                      dq[z], half, (int)p.a.d - from, p.scale * by, more ? by : -1.0f);
+        }
+}
+
 template <typename T, int D, bool FULL, int WARPS, int TILES, int BLOCK>
 INLINE void attention_dq(const attention_params &p) {
     typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
@@ -284,7 +304,7 @@ INLINE void attention_dq(const attention_params &p) {
     const T *k = keys_of<T>(p, c, w.y), *v = values_of<T>(p, c, w.y);
     const dropout_state dropout = make_dropout(p);
     const bool few = few_keys<T>(c, w.query0, w.query1);
-    float dq[TILES][WIDTH / 8][4], numbers[TILES][2][3];
+    float dq[TILES][WIDTH / 8][4], numbers[TILES][2][3], weights[TILES][2] = {};
     load_numbers<TILES>(p, c, x, row0, numbers);
     clear<TILES, WIDTH / 8>(dq);
     int *bad = (int *)(shared + layout::numbers);
@@ -308,17 +328,19 @@ INLINE void attention_dq(const attention_params &p) {
         __syncthreads();
         if (j0 + BLOCK < w.end)
             load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, sq, stage ^ 1);
-        float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
+        float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4], sums[TILES][2] = {};
         form_products<T, D, WARPS, TILES, BLOCK>(p, c, sq, warp_row, sk, true, s, dp);
         if (rich)
 #pragma unroll
             for (int z = 0; z < TILES; z++)
                 full_gradients_of_queries<T, BLOCK>(p, c, dropout, x, !at_edge, row0 + z * 16, j0, numbers[z], marks,
-                                                    s[z], dp[z]);
+                                                    s[z], dp[z], sums[z]);
         else if (cut)
-            gradients_of_queries<T, true, TILES, BLOCK>(p, c, row0, j0, numbers, marks, s, dp);
+            gradients_of_queries<T, true, TILES, BLOCK>(p, c, row0, j0, numbers, marks, s, dp, sums);
         else
-            gradients_of_queries<T, false, TILES, BLOCK>(p, c, row0, j0, numbers, marks, s, dp);
+            gradients_of_queries<T, false, TILES, BLOCK>(p, c, row0, j0, numbers, marks, s, dp, sums);
+        for (int z = 0; z < 2 * TILES; z++)
+            weights[z / 2][z % 2] += sums[z / 2][z % 2];
         product_columns<T, D, TILES, BLOCK>(dq, dp, sk, p.tf32, few || (FULL && few_are_left<T, TILES, BLOCK>(p, dp)));
         if (cut)
             clear_marks<BLOCK, THREADS>(marks);
@@ -328,7 +350,10 @@ INLINE void attention_dq(const attention_params &p) {
         }
     }
     cp_async_wait<0>();
-    store_query_sums<T, D, TILES>(p, w, p.adds || (sizeof(T) == 4 && step > SUM_STEPS), row0, dq);
+    if constexpr (sizeof(T) == 4)
+        end_query_sums<D, TILES>(p, w, p.adds || step > SUM_STEPS, row0, weights, dq);
+    else
+        store_query_sums<T, D, TILES>(p, w, p.adds, row0, dq);
 }
 
 #define pass_prep(T, D, FULL, WARPS, TILES, BLOCK) attention_prep<T, D, WARPS, TILES, BLOCK>(p)

@@ -46,11 +46,12 @@ INLINE void full_gradients_of_keys(const attention_params &p, const place &c, co
     }
 }
 
-/* s, dp: S, dP of 16 queries from i0 on and keys from j0 on -> dp: dT. numbers: base, rest, D of this lane's two. */
+/* s, dp: S, dP of 16 queries from i0 on and keys from j0 on -> dp: dT. numbers: base, rest, D of this lane's two.
+ * sums: what it has of P, kept or not, in float32. */
 template <typename T, int BLOCK>
 INLINE void full_gradients_of_queries(const attention_params &p, const place &c, const dropout_state &state, int64_t x,
                                       bool whole, int i0, int j0, const float (*numbers)[3], const int *bad,
-                                      float (*s)[4], float (*dp)[4]) {
+                                      float (*s)[4], float (*dp)[4], float sums[2]) {
     const int lane = threadIdx.x % 32, column = lane % 4 * 2, i = i0 + lane / 4;
     kept_bits<BLOCK> kept = keep_all<BLOCK>();
     if (p.drops)
@@ -74,6 +75,8 @@ INLINE void full_gradients_of_queries(const attention_params &p, const place &c,
                     t += dweight_at<T>(p, c, x, i + e / 2 * 8, j0 + z);
                 const float ds = weight * (t - numbers[e / 2][2]) * slack[y - y0][e];
                 dp[y][e] = !there ? 0.0f : bad[z] ? CUDART_NAN_F : ds;
+                if (sizeof(T) == 4)
+                    sums[e / 2] += there ? weight : 0.0f;
             }
     }
 }

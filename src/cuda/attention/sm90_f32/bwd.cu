@@ -33,7 +33,7 @@ INLINE state<D, WALK> begin_state(const attention_params &p, const work &w, int 
     const bool there = own0 < w.own_rows;
     k.exponent = exponent_of(p.scale_log2) - (there ? p.split[own_tensor<WALK>(0)].info[tile].exponent : 0);
     if (layout::streams == 2)
-        k.factor = power(there ? -p.split[own_tensor<WALK>(1)].info[tile].exponent : 0);
+        k.factor = WHAT_WAS_CUT_OFF * power(there ? -p.split[own_tensor<WALK>(1)].info[tile].exponent : 0);
     for (int half = 0; half < 2; half++) {
         const int i = row0 + half * 8;
         k.last[half] = (i < w.own_rows ? min(i + w.high, w.rows - 1) : -1) - fragment_column();
@@ -160,9 +160,9 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
             store_dsums<D>(p, again, again.own0 + row0, &k);
             return;
         }
-    float row_by[2] = {1.0f, 1.0f};
+    float row_by[2] = {WHAT_WAS_CUT_OFF, WHAT_WAS_CUT_OFF};
     for (int half = 0; half < 2 && WALK == WALK_QUERIES; half++)
-        row_by[half] = weights_to_one(p, quad_sum(k.weight[half]));
+        row_by[half] *= weights_to_one(p, quad_sum(k.weight[half]));
     if constexpr (PREP)
         store_numbers<D, WALK>(p, again, again.own0 + row0, few, &k);
     else if (WALK == WALK_QUERIES)

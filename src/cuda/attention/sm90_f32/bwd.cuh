@@ -162,6 +162,10 @@ template <int D, int WALK> INLINE void tile_scores(float (*c)[4], float (*rest)[
                                high_b + rows_step<2 * BLOCK>(s), !rest || s != D / 32);
 }
 
+/* What sums of four steps are multiplied with, of dP (before D is taken from it) and of the gradients: so much the tensor cores cut off from
+ * them on average, half a unit of the last place at each step (cut_off of product.cuh). */
+#define WHAT_WAS_CUT_OFF (1.0f + 0x1p-23f)
+
 /* c += t. */
 INLINE void add_strip(float (*c)[4], float (*t)[4]) {
     pin_all<8>(t);

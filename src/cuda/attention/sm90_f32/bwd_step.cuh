@@ -65,12 +65,6 @@ template <typename S> INLINE void add_weights(S *k, const float (*s)[4]) {
     }
 }
 
-/* What a row of dQ is multiplied with, by the sum of its weights: what that is off 1 by is a rounding, of the log-sum-exp mostly, that
- * all of the row has. Of keys that are some of all it may be no rounding: as much is taken for one as would not be seen. */
-INLINE float weights_to_one(const attention_params &p, float sum) {
-    return !p.adds && fabsf(sum - 1.0f) < 0x1p-20f ? 2.0f - sum : 1.0f;
-}
-
 /* dP, times `factor`, and P -> dS. */
 template <int WALK, bool CUT, typename S>
 INLINE void make_gradients(float factor, const S &k, const float *numbers, const float (*s)[4], float (*dp)[4]) {

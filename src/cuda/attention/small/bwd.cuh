@@ -191,7 +191,8 @@ struct key_blocks {
     }
 
     template <typename T, int D>
-    INLINE void store(const attention_params &p, const small_work<T> &b, bool adds, int rows, const float *merge) {
+    INLINE void store(const attention_params &p, const small_work<T> &b, bool adds, int rows, const float *merge,
+                      const float *) {
         const int64_t first = b.c.first_k + b.w.own;
         store_gradient<T, D>(adds, p.t.dk, p.a.dk_stride, b.c, b.head, first, rows, p.a.d, merge, p.scale);
         store_gradient<T, D>(adds, p.t.dv, p.a.dv_stride, b.c, b.head, first, rows, p.a.dv, merge + WARPS * ROWS * D,
@@ -248,10 +249,23 @@ struct query_blocks {
             dots[row] = dot;
     }
 
+    /* of_p: at the end, in float32, sums of each row's P by WARPS/2 warps. */
     template <typename T, int D>
-    INLINE void store(const attention_params &p, const small_work<T> &b, bool adds, int rows, const float *merge) {
-        store_gradient<T, D>(adds, p.t.dq, p.a.dq_stride, b.c, b.head, b.c.first_q + b.w.own, rows, p.a.d, merge,
-                             p.scale);
+    INLINE void store(const attention_params &p, const small_work<T> &b, bool adds, int rows, const float *merge,
+                      const float *of_p) {
+        const int64_t first = b.c.first_q + b.w.own;
+        if (sizeof(T) == 2 || !of_p) {
+            store_gradient<T, D>(adds, p.t.dq, p.a.dq_stride, b.c, b.head, first, rows, p.a.d, merge, p.scale);
+            return;
+        }
+        for (int at = threadIdx.x; p.t.dq && at < rows * D; at += THREADS) {
+            const float *of_row = of_p + at / D / HALF * (WARPS / 2 * HALF) + at / D % HALF;
+            float *to = (float *)p.t.dq + row_at(p.a.dq_stride, b.c.n, b.head, first + at / D) + at % D, sum = 0.0f;
+            for (int w = 0; w < WARPS / 2; w++)
+                sum += of_row[w * HALF];
+            if (at % D < p.a.d)
+                *to = fmaf(take_sum<D>(merge, at), p.scale, adds ? *to : 0.0f) * weights_to_one(p, sum);
+        }
     }
 
     template <typename T>
@@ -304,11 +318,12 @@ template <typename T> INLINE void put_numbers(float *numbers, query_numbers q) {
     numbers[3 * STREAM + threadIdx.x] = q.dlse;
 }
 
-/* dT and P·Z of half of the own rows with row `at` of the others: what the rows of Q (K) and of dO that stream count with. */
+/* dT and P·Z of half of the own rows with row `at` of the others: what the rows of Q (K) and of dO that stream count with. P joins of_p, in
+ * float32, where queries are the block's own. */
 template <typename T, typename blocks>
 INLINE void gradients(const attention_params &p, const place &c, const position &w, const float *numbers,
                       const dropout_state &dropout, int at, int half, const float qk[HALF], const float dov[HALF],
-                      bool few, float weights[2][HALF]) {
+                      bool few, float weights[2][HALF], float of_p[HALF]) {
     const uint32_t kept = p.drops ? blocks::kept(p, c, w, dropout, half, at) : 0xffffffffu;
 #pragma unroll
     for (int r = 0; r < HALF; r++) {
@@ -321,6 +336,8 @@ INLINE void gradients(const attention_params &p, const place &c, const position 
             continue;
         const float weight = weigh<T>(s, number);
         const bool stays = kept >> r & 1u;
+        if (sizeof(T) == 4 && !blocks::walks_queries)
+            of_p[r] += weight;
         weights[1][r] = stays ? weight * p.keep_scale : 0.0f;
         weights[0][r] =
             weight *
@@ -356,7 +373,7 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
     const int own_row = mine < ROWS ? b.w.own + mine : b.own_rows;
     const four<T> own_a = fetch_any(b.own.a, own_row, column), own_b = fetch_any(b.own.b, own_row, column);
     const four<T> own_o = fetch_any(b.own.o, own_row, column);
-    float sum[GRADIENTS][ROWS][D / 32] = {};
+    float sum[GRADIENTS][ROWS][D / 32] = {}, of_p[HALF] = {};
     int step = 0;
     for (bool fresh = true; b.w.x <= b.last_x; fresh = false) {
         const bool anew = blocks::walks_queries || fresh; /* the queries are others than before */
@@ -387,7 +404,7 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
         row_products<T, D>::run(shared + half * HALF * layout::pitch, stream + at * layout::pitch, qk);
         row_products<T, D>::run(shared + (ROWS + half * HALF) * layout::pitch, stream + (STREAM + at) * layout::pitch,
                                 dov);
-        gradients<T, blocks>(p, b.c, b.w, numbers, dropout, at, half, qk, dov, few, weight);
+        gradients<T, blocks>(p, b.c, b.w, numbers, dropout, at, half, qk, dov, few, weight, of_p);
 #pragma unroll
         for (int g = 0; g < GRADIENTS; g++)
             put_half(weights + g * STREAM * ROWS, at, weight[g]);
@@ -407,8 +424,14 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
             put_sums<D>(merge + g * WARPS * ROWS * D, sum[g]);
             clear_sums<D>(sum[g]);
         }
+        float *const sums_p =
+            sizeof(T) == 4 && !blocks::walks_queries && b.w.x > b.last_x ? weights + STREAM * ROWS : NULL;
+        if (sizeof(T) == 4 && !blocks::walks_queries && sums_p)
+#pragma unroll
+            for (int r = 0; r < HALF; r++)
+                sums_p[threadIdx.x / 32 * HALF + r] = warp_sum(of_p[r]);
         __syncthreads();
-        blocks::template store<T, D>(p, b, p.adds || (sizeof(T) == 4 && step > SUM_STEPS), rows, merge);
+        blocks::template store<T, D>(p, b, p.adds || (sizeof(T) == 4 && step > SUM_STEPS), rows, merge, sums_p);
         if (sizeof(T) == 4) /* what is read here lies where the next steps write */
             __syncthreads();
     }
