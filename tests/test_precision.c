@@ -198,6 +198,33 @@ static void test_saturated(void **state) {
     }
 }
 
+/* A softcap of large scores, where one of many keys has most of a row's weight: an error of its tanh is one of the log-sum-exp. And one far
+ * above all scores, of which a tanh that is only right to a rounding of 1 would leave little. */
+static void test_capped(void **state) {
+    (void)state;
+    for (size_t x = 1; x < TEST_DTYPES; x++)
+        for (uint64_t y = 0; y < 12; y++) {
+            attention_case c = attention_case_of(1, 2, 0, 64, y % 2 ? 40 : 300, y % 4 < 2 ? 8 : 64, 0);
+            c.a.dtype = test_dtypes[x];
+            c.a.mask = y % 3 ? HEDDLE_MASK_NONE : HEDDLE_CAUSAL_BOTTOM_RIGHT;
+            c.a.softcap = 50;
+            c.q_magnitude = c.k_magnitude = 3;
+            c.seed = 31 * c.seed + y;
+            check_attention(&c);
+        }
+    static const double caps[] = {5, 30, 1000, 1e6}, magnitudes[] = {0.1, 0.5, 2};
+    for (size_t x = 1; x < TEST_DTYPES; x++)
+        for (uint64_t y = 0; y < COUNT(caps) * COUNT(magnitudes); y++) {
+            attention_case c = attention_case_of(1, 1, 0, 40, y % 2 ? 150 : 300, 64, 0);
+            c.a.dtype = test_dtypes[x];
+            c.a.mask = y % 3 ? HEDDLE_CAUSAL_TOP_LEFT : HEDDLE_MASK_NONE; /* and few keys of many */
+            c.a.softcap = caps[y % COUNT(caps)];
+            c.q_magnitude = c.k_magnitude = magnitudes[y / COUNT(caps)];
+            c.seed = 31 * c.seed + y;
+            check_attention(&c);
+        }
+}
+
 /* More keys than a block has: P is off by the rounding of the log-sum-exp before anything else, where rows are short; and where scores are
  * alike, as a softcap makes those of large ones, by that of exponents that are all as far from it. */
 static void test_short_rows(void **state) {
@@ -280,7 +307,7 @@ int main(void) {
         cmocka_unit_test(test_head_dims),   cmocka_unit_test(test_few_keys),   cmocka_unit_test(test_large_scores),
         cmocka_unit_test(test_one_of_many), cmocka_unit_test(test_common),     cmocka_unit_test(test_norm_linear),
         cmocka_unit_test(test_padding),     cmocka_unit_test(test_row_sums),   cmocka_unit_test(test_many_queries),
-        cmocka_unit_test(test_saturated),   cmocka_unit_test(test_short_rows),
+        cmocka_unit_test(test_saturated),   cmocka_unit_test(test_short_rows), cmocka_unit_test(test_capped),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -245,8 +245,9 @@ INLINE int step_of(const attention_params &p, const uint8_t *kinds, const forwar
     const bool bits = kinds && kinds[j0 / BLOCK] != TILE_FULL, last = next < w.begin;
     const bool cut = bits || is_cut<BLOCK>(w, j0) || has_bias<WITH>(p);
     const bool whole = !cut && !last && !is_cut<BLOCK>(w, next) && !(kinds && kinds[next / BLOCK] != TILE_FULL);
-    const bool few =
-        has_cap<WITH>(p) && cut && (bits || has_bias<WITH>(p) || shows_each(w)); /* whole tiles leave many */
+    const bool few = has_cap<WITH>(p) &&
+                     cut && /* whole tiles leave many; of a negative scale -inf would be the largest */
+                     (bits || has_bias<WITH>(p) || p.score_in < 0.0f || shows_each(w));
     return j0 | (few ? STEP_FEW : 0) | (bits ? STEP_BITS : 0) | (last ? STEP_LAST : 0) | (cut ? STEP_CUT : 0) |
            (whole ? STEP_WHOLE : 0);
 }

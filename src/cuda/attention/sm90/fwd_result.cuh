@@ -11,17 +11,28 @@ INLINE void release(uint32_t barrier) {
         mbarrier_arrive(barrier);
 }
 
+/* What the log-sum-exp lacks of tanh.approx in the largest of a row's scores, that of tanh(x): where that has most of the weight nothing
+ * averages it out. by: 1 over the sum that is over exp2(S·c - base). Where ALiBi is added to what was capped x is anybody's. */
+INLINE float cap_error(const attention_params &p, float x, float base, float by) {
+    float slack;
+    const float capped = tanh_approx(x), error = tanh_with_slack<float>(x, &slack) - capped;
+    const bool knows = x != -CUDART_INF_F && !(p.a.features & (HEDDLE_ALIBI | HEDDLE_BIAS));
+    return knows ? exp2_approx(fmaf(capped, p.scale_log2, -base)) * by * error * p.unit : 0.0f;
+}
+
 /* What the sums of a row are multiplied with; its log-sum-exp. The sink joins in. ADDS: o may be one that is added to; *keep: as add_row
- * takes it. */
-template <bool ADDS>
-INLINE float end_query(const attention_params &p, const forward_target &t, int row, float top, float sum, float *lse,
-                       float *keep) {
+ * takes it. most: as cap_scores, of the row. */
+template <int FULL, bool ADDS>
+INLINE float end_query(const attention_params &p, const forward_target &t, int row, float top, float sum, float most,
+                       float *lse, float *keep) {
     const float sink = sink_of(p, t.x, row < t.rows);
     if (row >= t.rows)
         sum = 0.0f;
     const bool far = sum != 0.0f && is_far(top, p.scale_log2, alone_from<bf16>());
     const float base = __fmul_rn(top, p.scale_log2);
     float shrink = end_row<bf16>(p, far, p.unit, top, p.scale_log2, base, sink, &sum, lse);
+    if (has_cap<FULL>(p) && sum != 0.0f && !far)
+        *lse += cap_error(p, most, base, __fdividef(shrink, sum));
     if (ADDS && p.adds && row < t.all_rows) {
         const row_shares s = join_before(p, t.lse + row, lse);
         shrink *= s.take;
@@ -88,14 +99,19 @@ INLINE void store_directly(const attention_params &p, const forward_target &t, i
 /* The end of a lane's two rows: what O is multiplied with and, where it is added to, what is there. The lanes of a row have all the same
  * numbers, so that each works on one of the two: the one of its number that is odd or even, of which it has lse. */
 template <int FULL, bool ADDS>
-INLINE float end_rows(const attention_params &p, const forward_target &t, const softmax_state &state, int row0,
-                      float by[2], float keep[2]) {
+INLINE float end_rows(const attention_params &p, const forward_target &t, const softmax_state &state,
+                      const float most[2], int row0, float by[2], float keep[2]) {
     const int odd = threadIdx.x % 2;
     const float send = odd ? state.sum[0] : state.sum[1];
-    float sum = odd ? state.sum[1] : state.sum[0], lse, mine_keep = 0.0f;
+    float sum = odd ? state.sum[1] : state.sum[0], lse, mine_keep = 0.0f, largest = -CUDART_INF_F;
     sum += __shfl_xor_sync(ALL_LANES, send, 1);
     sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-    float mine = end_query<ADDS>(p, t, row0 + odd * 8, odd ? state.max[1] : state.max[0], sum, &lse, &mine_keep);
+    if (has_cap<FULL>(p)) {
+        largest = fmaxf(odd ? most[1] : most[0], __shfl_xor_sync(ALL_LANES, odd ? most[0] : most[1], 1));
+        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
+    }
+    float mine =
+        end_query<FULL, ADDS>(p, t, row0 + odd * 8, odd ? state.max[1] : state.max[0], sum, largest, &lse, &mine_keep);
     mine *= FULL & WITH_DROPOUT ? p.keep_scale : 1.0f;
     if ((state.bad >> odd & 1) && mine != 0.0f)
         mine = CUDART_NAN_F;
@@ -113,11 +129,11 @@ INLINE float end_rows(const attention_params &p, const forward_target &t, const 
 /* o = O / sum, and lse. A warp's rows go through shared memory, where its rows of Q were, so that whole rows are written; q_empty: says
  * that Q is free, and t another's. It is said before the stores to memory: the fence would wait for them. */
 template <typename T, int D, int ROWS, int FULL, bool ADDS>
-INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state, float (*o)[4],
-                       uint32_t staging, uint32_t q_empty) {
+INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state,
+                       const float most[2], float (*o)[4], uint32_t staging, uint32_t q_empty) {
     const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
     float by[2], keep[2];
-    const float lse = end_rows<FULL, ADDS>(p, t, state, row0 + lane / 4, by, keep);
+    const float lse = end_rows<FULL, ADDS>(p, t, state, most, row0 + lane / 4, by, keep);
     if (__any_sync(ALL_LANES, by[0] == 0.0f || by[1] == 0.0f)) /* what was summed there may be anything */
 #pragma unroll
         for (int y = 0; y < D / 8; y++)
@@ -181,7 +197,7 @@ INLINE void store_nothing(const attention_params &p, const forward_work &w) {
     for (int row0 = 0; row0 < ROWS; row0 += 16) {
         const int row = row0 + (int)threadIdx.x % 32;
         float keep = 0.0f, lse, *const lse_to = threadIdx.x % 32 < 16 ? lse_of(p, t, row) : NULL;
-        end_query<ADDS>(p, t, row, -CUDART_INF_F, 0.0f, &lse, &keep);
+        end_query<0, ADDS>(p, t, row, -CUDART_INF_F, 0.0f, -CUDART_INF_F, &lse, &keep);
         if (lse_to)
             *lse_to = lse;
         if (ADDS && p.adds) {
