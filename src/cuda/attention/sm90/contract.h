@@ -8,6 +8,9 @@
 /* Tiles begin at multiples of so many bytes. */
 #define SM90_TILE_ALIGNMENT 1024
 
+/* Of a larger softcap tanh_of loses too much of scores far below it. */
+#define SM90_MOST_CAP 64
+
 /* Columns of a tile in memory: whole strips of 64. */
 CONTRACT int sm90_columns(int dim) {
     return (dim + 63) / 64 * 64;

@@ -118,13 +118,12 @@ template <typename layout> INLINE kept_pair take_kept(const option_view &v, int 
     return kept;
 }
 
-/* q·k -> S, but for what a band or bits mask. A tile with a bias counts as cut. most: as cap_scores. */
+/* q·k -> S, but for what a band or bits mask. A tile with a bias counts as cut. */
 template <typename T, int BLOCK, bool CUT, int FULL, typename layout>
-INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_t smem, unsigned n, float (*s)[4],
-                      float most[2]) {
+INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_t smem, unsigned n, float (*s)[4]) {
     const attention_params &p = *v.p;
     const int j0 = step & ~STEP_FLAGS;
-    const float by = cap_and_slope<T, BLOCK, FULL>(p, *v.o, group * 64, j0, s, CUT && (step & STEP_FEW), most);
+    const float by = cap_and_slope<T, BLOCK, FULL>(p, *v.o, group * 64, j0, s, CUT && (step & STEP_FEW));
     if (CUT && has_boxes<FULL>(p)) {
         mbarrier_wait(smem + layout::bias_full + group * 8, turn_of<1>(n));
         add_boxes<T, BLOCK>(smem + layout::bias + group * layout::bias_bytes, p.a.bias_stride.s == 0, by, s);
@@ -136,30 +135,22 @@ INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_
     }
 }
 
-/* mask_band, where a band or an end hides one of these keys from one of 64 rows. */
-template <int BLOCK> INLINE void mask_cut(const forward_span &w, int i0, int j0, float (*s)[4]) {
-    if (j0 + BLOCK > w.end || j0 + BLOCK - 1 > i0 + w.hi || j0 < i0 + 63 + w.lo)
-        mask_band<BLOCK>(w, i0, j0, s);
-}
-
 /* The scores are there: K is free, and a single Q after its last; what is not seen of a cut tile is taken out of them. */
 template <typename T, int D, int GROUPS, int BLOCK, bool CUT, int FULL>
 INLINE void receive_scores(const forward_span &w, const option_view &v, int group, int step, uint32_t smem, unsigned n,
-                           const read_ahead<BLOCK> &read, int hidden, float (*s)[4], float most[2]) {
+                           const read_ahead<BLOCK> &read, int hidden, float (*s)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const int j0 = FULL ? step & ~STEP_FLAGS : step;
     pin_all<BLOCK / 8>(s);
     release(smem + layout::barriers + K_EMPTY + slot_of<layout::stages>(n) * 8);
     if (layout::q_stages == 1 && (FULL ? step & STEP_LAST : j0 == w.begin))
         release(smem + layout::barriers + Q_EMPTY);
-    if (CUT && has_cap<FULL>(*v.p)) /* what is not seen is not to be the largest */
-        mask_cut<BLOCK>(w, group * 64, j0, s);
     if (FULL)
-        apply_all<T, BLOCK, CUT, FULL, layout>(v, group, step, w.sk, smem, n, s, most);
+        apply_all<T, BLOCK, CUT, FULL, layout>(v, group, step, w.sk, smem, n, s);
     if (CUT && has_bits<FULL>(step))
         apply_bits<BLOCK>(read.bits, -CUDART_INF_F, s);
-    if (CUT)
-        mask_cut<BLOCK>(w, group * 64, j0, s);
+    if (CUT && (j0 + BLOCK > w.end || j0 + BLOCK - 1 > group * 64 + w.hi || j0 < group * 64 + 63 + w.lo))
+        mask_band<BLOCK>(w, group * 64, j0, s);
     if (hidden)
         hide<BLOCK>(hidden, s);
 }
@@ -194,8 +185,15 @@ struct group_state {
     unsigned n, cuts;
     softmax_state rows;
     int step;      /* full: what is said of that tile */
-    float most[2]; /* under a softcap: as cap_scores */
+    cap_state cap; /* under a softcap */
 };
+
+/* online_softmax of the tile that k->step is about. */
+template <int BLOCK, bool CUT, int FULL>
+INLINE bool weigh_scores(float c, group_state *k, float (*s)[4], float shrink[2]) {
+    k->cap.counts = !CUT || !(k->step & STEP_FEW);
+    return online_softmax<BLOCK>(&k->rows, c, s, shrink, FULL & WITH_CAP ? &k->cap : NULL);
+}
 
 /* While P·V of a tile of keys adds up, S of the one before it in memory, from j0 on, is made and turned into P. CUT: one of them may be
  * cut. half: lean, of the first half of the keys alone. */
@@ -235,8 +233,8 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     const int hidden = find_hidden_in<PAGED, layout>(v, n + 1);
     wgmma_wait<1>();
     note(*v.p, group, n, CLOCK_SCORES);
-    receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, hidden, s, k->most);
-    const bool grows = online_softmax<BLOCK>(&k->rows, c, s, shrink);
+    receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, hidden, s);
+    const bool grows = weigh_scores<BLOCK, CUT, FULL>(c, k, s, shrink);
     if (makes_ahead<FULL>()) /* as late as they are needed */
         drop_rows<BLOCK>(take_kept<layout>(v, group, smem, n + 1), s);
     else if (has_dropout<FULL>(*v.p))
@@ -297,11 +295,11 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
     read_ahead<BLOCK> read;
     if (FULL)
         read_options<BLOCK, FULL>(*v.p, *v.o, group * 64, k->step, &read);
-    k->most[0] = k->most[1] = -CUDART_INF_F;
     receive_scores<T, D, GROUPS, BLOCK, true, FULL>(w, v, group, FULL ? k->step : g.first, smem, k->n, read,
-                                                    find_hidden_in<PAGED, layout>(v, k->n), s, k->most);
+                                                    find_hidden_in<PAGED, layout>(v, k->n), s);
     k->rows = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, 0};
-    online_softmax<BLOCK>(&k->rows, c, s, shrink);
+    k->cap.most[0] = k->cap.most[1] = -CUDART_INF_F;
+    weigh_scores<BLOCK, true, FULL>(c, k, s, shrink);
     if (makes_ahead<FULL>())
         drop_rows<BLOCK>(take_kept<layout>(v, group, smem, k->n), s);
     else if (has_dropout<FULL>(*v.p))
@@ -399,7 +397,7 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
         release(barriers + V_EMPTY + slot_of<KS>(n) * 8);
         if (QS > 1)
             barrier_sync(1 + GROUPS + group, WARPGROUP); /* the other warps, too, have done with Q */
-        store_rows<T, D, layout::rows, FULL, ADDS>(p, jobs[slot_of<2>(nq)].t, k.rows, k.most, o,
+        store_rows<T, D, layout::rows, FULL, ADDS>(p, jobs[slot_of<2>(nq)].t, k.rows, k.cap, o,
                                                    smem + slot_of<QS>(nq) * layout::q_bytes,
                                                    barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
         if (g.skips)

@@ -245,9 +245,8 @@ INLINE int step_of(const attention_params &p, const uint8_t *kinds, const forwar
     const bool bits = kinds && kinds[j0 / BLOCK] != TILE_FULL, last = next < w.begin;
     const bool cut = bits || is_cut<BLOCK>(w, j0) || has_bias<WITH>(p);
     const bool whole = !cut && !last && !is_cut<BLOCK>(w, next) && !(kinds && kinds[next / BLOCK] != TILE_FULL);
-    const bool few = has_cap<WITH>(p) &&
-                     cut && /* whole tiles leave many; of a negative scale -inf would be the largest */
-                     (bits || has_bias<WITH>(p) || p.score_in < 0.0f || shows_each(w));
+    const bool few =
+        has_cap<WITH>(p) && cut && (bits || has_bias<WITH>(p) || shows_each(w)); /* whole tiles leave many */
     return j0 | (few ? STEP_FEW : 0) | (bits ? STEP_BITS : 0) | (last ? STEP_LAST : 0) | (cut ? STEP_CUT : 0) |
            (whole ? STEP_WHOLE : 0);
 }
@@ -282,9 +281,16 @@ struct softmax_state {
     int bad;              /* bits: the row sees a value that is not finite */
 };
 
+/* The largest score of each row in tiles of keys whose tanh was tanh.approx's. */
+struct cap_state {
+    float most[2];
+    bool counts; /* this tile is one */
+};
+
 /* S -> P = exp2(S·c - max·c). The maximum is allowed to be out of date as long as P stays under 2^8: what counts in the end is
  * that all that is summed has the same. What was summed before has to be multiplied by shrink; false: by ones. */
-template <int N> INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float shrink[2]) {
+template <int N>
+INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float shrink[2], cap_state *cap) {
     row_scale row[2];
     float before[2];
     bool grows = false;
@@ -295,6 +301,8 @@ template <int N> INLINE bool online_softmax(softmax_state *state, float c, float
         for (int y = 1; y < N / 8; y++)
             top = fmaxf(top, fmaxf(s[y][2 * half], s[y][2 * half + 1]));
         top = quad_max(top);
+        if (cap)
+            cap->most[half] = cap->counts ? fmaxf(cap->most[half], top) : cap->most[half];
         before[half] = state->max[half];
         const bool more = (top - before[half]) * c > 8.0f;
         state->max[half] = more ? top : before[half];

@@ -11,17 +11,23 @@ INLINE void release(uint32_t barrier) {
         mbarrier_arrive(barrier);
 }
 
-/* What the log-sum-exp lacks of tanh.approx in the largest of a row's scores, that of tanh(x): where that has most of the weight nothing
- * averages it out. by: 1 over the sum that is over exp2(S·c - base). Where ALiBi is added to what was capped x is anybody's. */
-INLINE float cap_error(const attention_params &p, float x, float base, float by) {
-    float slack;
-    const float capped = tanh_approx(x), error = tanh_with_slack<float>(x, &slack) - capped;
-    const bool knows = x != -CUDART_INF_F && !(p.a.features & (HEDDLE_ALIBI | HEDDLE_BIAS));
-    return knows ? exp2_approx(fmaf(capped, p.scale_log2, -base)) * by * error * p.unit : 0.0f;
+/* 2^-23 of itself. */
+INLINE float atanh_of(float x) {
+    const float y = x * x, near = fmaf(fmaf(fmaf(y, 1.0f / 9, 1.0f / 7), y, 0.2f), y, 1.0f / 3);
+    return y < 0.0625f ? fmaf(x * y, near, x) : log2f((1.0f + x) / (1.0f - x)) * (0.5f * LN2);
+}
+
+/* What the log-sum-exp lacks of tanh.approx in a row's largest score: where that has most of the weight nothing averages it out. So much as
+ * tanh.approx is off where tanh is what it was there, which is next to it. base: of the exponents; by: 1 over their sum. */
+INLINE float cap_error(const attention_params &p, float most, float base, float by) {
+    const bool there =
+        most != -CUDART_INF_F && !(p.a.features & (HEDDLE_ALIBI | HEDDLE_BIAS)); /* which would be added to it */
+    const float error = most - tanh_approx(atanh_of(most));
+    return there ? exp2_approx(fmaf(most, p.scale_log2, -base)) * by * error * p.unit : 0.0f;
 }
 
 /* What the sums of a row are multiplied with; its log-sum-exp. The sink joins in. ADDS: o may be one that is added to; *keep: as add_row
- * takes it. most: as cap_scores, of the row. */
+ * takes it. most: as cap_state, of the row. */
 template <int FULL, bool ADDS>
 INLINE float end_query(const attention_params &p, const forward_target &t, int row, float top, float sum, float most,
                        float *lse, float *keep) {
@@ -100,18 +106,14 @@ INLINE void store_directly(const attention_params &p, const forward_target &t, i
  * numbers, so that each works on one of the two: the one of its number that is odd or even, of which it has lse. */
 template <int FULL, bool ADDS>
 INLINE float end_rows(const attention_params &p, const forward_target &t, const softmax_state &state,
-                      const float most[2], int row0, float by[2], float keep[2]) {
+                      const cap_state &cap, int row0, float by[2], float keep[2]) {
     const int odd = threadIdx.x % 2;
     const float send = odd ? state.sum[0] : state.sum[1];
-    float sum = odd ? state.sum[1] : state.sum[0], lse, mine_keep = 0.0f, largest = -CUDART_INF_F;
+    float sum = odd ? state.sum[1] : state.sum[0], lse, mine_keep = 0.0f;
     sum += __shfl_xor_sync(ALL_LANES, send, 1);
     sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-    if (has_cap<FULL>(p)) {
-        largest = fmaxf(odd ? most[1] : most[0], __shfl_xor_sync(ALL_LANES, odd ? most[0] : most[1], 1));
-        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
-    }
-    float mine =
-        end_query<FULL, ADDS>(p, t, row0 + odd * 8, odd ? state.max[1] : state.max[0], sum, largest, &lse, &mine_keep);
+    float mine = end_query<FULL, ADDS>(p, t, row0 + odd * 8, odd ? state.max[1] : state.max[0], sum,
+                                       odd ? cap.most[1] : cap.most[0], &lse, &mine_keep);
     mine *= FULL & WITH_DROPOUT ? p.keep_scale : 1.0f;
     if ((state.bad >> odd & 1) && mine != 0.0f)
         mine = CUDART_NAN_F;
@@ -130,10 +132,10 @@ INLINE float end_rows(const attention_params &p, const forward_target &t, const 
  * that Q is free, and t another's. It is said before the stores to memory: the fence would wait for them. */
 template <typename T, int D, int ROWS, int FULL, bool ADDS>
 INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state,
-                       const float most[2], float (*o)[4], uint32_t staging, uint32_t q_empty) {
+                       const cap_state &cap, float (*o)[4], uint32_t staging, uint32_t q_empty) {
     const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
     float by[2], keep[2];
-    const float lse = end_rows<FULL, ADDS>(p, t, state, most, row0 + lane / 4, by, keep);
+    const float lse = end_rows<FULL, ADDS>(p, t, state, cap, row0 + lane / 4, by, keep);
     if (__any_sync(ALL_LANES, by[0] == 0.0f || by[1] == 0.0f)) /* what was summed there may be anything */
 #pragma unroll
         for (int y = 0; y < D / 8; y++)

@@ -156,30 +156,35 @@ template <typename T, int N> INLINE bool add_boxes(uint32_t boxes, bool alike, f
 
 /* ------------------------------------------------------------------------------------------------ softcap, ALiBi */
 
-/* Right to 2^-20 of itself: 1 - 2/(1 + e^2x) is to 2^-22 of 1, of which little is left where a softcap is far above the scores, so up to a
- * quarter it is a polynomial, fitted to 2^-21. tanh.approx is to 2^-11, on an H200 to 2^-17, which is enough for P in bfloat16, but not in
- * float16, where this is in its place. */
+/* Right to 2^-22 of 1, of which little is left where a softcap is far above the scores. tanh.approx is to 2^-11 of itself, as the rounding of
+ * bfloat16; in float16, for which that is half of its rounding, this is in its place, up to SM90_MOST_CAP. */
 INLINE float tanh_of(float x) {
+    return fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(x * (2.0f * LOG2E))), 1.0f);
+}
+
+/* Right to 2^-20 of itself: up to a quarter a polynomial, fitted to 2^-21. */
+INLINE float tanh_of_small(float x) {
     const float square = x * x, near = fmaf(square * x, fmaf(square, 0x1.07b578p-3f, -0x1.553e5cp-2f), x);
-    const float far = fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(x * (2.0f * LOG2E))), 1.0f);
-    return square < 0.0625f ? near : far;
+    return square < 0.0625f ? near : tanh_of(x);
 }
 
 /* Of no more keys than this the log-sum-exp of a row shows tanh.approx; over many that averages out. */
 #define FEW_SHOWN 16
 
-/* q·k -> tanh(q·k·in). exact: a row may see few keys; else most: of a lane's two rows the largest q·k·in joins it. */
-template <typename T, int N> INLINE void cap_scores(float in, float (*s)[4], bool exact = false, float *most = NULL) {
+/* q·k -> tanh(q·k·in). exact: a row may see few keys; small: the cap may be far above the scores. */
+template <typename T, int N> INLINE void cap_scores(float in, float (*s)[4], bool exact = false, bool small = false) {
     if (!exact)
 #pragma unroll
         for (int y = 0; y < N / 8; y++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float x = s[y][e] * in;
-                if (most)
-                    most[e / 2] = fmaxf(most[e / 2], x);
-                s[y][e] = tanh_approx(x);
-            }
+            for (int e = 0; e < 4; e++)
+                s[y][e] = tanh_approx(s[y][e] * in);
+    else if (small)
+#pragma unroll
+        for (int y = 0; y < N / 8; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[y][e] = tanh_of_small(s[y][e] * in);
     else
 #pragma unroll
         for (int y = 0; y < N / 8; y++)
@@ -319,13 +324,13 @@ INLINE float row_distance(const query_options &o, int row, int j0) {
     return (float)(o.place + row - j0 + fragment_row() - fragment_column());
 }
 
-/* q·k -> S, but for what masks, a bias and a factor, which is returned. exact, most: as cap_scores. */
+/* q·k -> S, but for what masks, a bias and a factor, which is returned. */
 template <typename T, int N, int WITH = WITH_ALL>
 INLINE float cap_and_slope(const attention_params &p, const query_options &o, int row, int j0, float (*s)[4],
-                           bool exact = false, float *most = NULL) {
+                           bool exact = false) {
     float by = p.score_out;
     if (has_cap<WITH>(p))
-        cap_scores<T, N>(p.score_in, s, exact, most);
+        cap_scores<T, N>(p.score_in, s, exact, p.softcap > SM90_MOST_CAP);
     if (has_slopes<WITH>(p)) {
         const int first = o.place + row - j0; /* of the warpgroup's first row, to the first key */
         add_slopes<N>(o.slope, row_distance(o, row, j0), first >= N - 1 ? 1 : first + 63 <= 0 ? -1 : 0, by, s);

@@ -68,10 +68,12 @@ static bool finds_tanh_again(const heddle_attention *a) {
     return !(a->softcap > 0) || (a->softcap >= 1 && !(a->features & (HEDDLE_ALIBI | HEDDLE_BIAS)));
 }
 
-/* No more than the full kernels can, or of keys in pages those that are for them. */
+/* No more than the full kernels can, or of keys in pages those that are for them. In float16 all elements have tanh_of. */
 static bool takes_options(const attention_problem *p) {
     if (p->a->features & HEDDLE_PAGES)
         return !p->rich && !(p->a->features & HEDDLE_ACCUMULATE);
+    if (p->a->dtype == HEDDLE_F16 && p->a->softcap > SM90_MOST_CAP)
+        return false;
     return !p->rich || p->pass == HEDDLE_FORWARD || (!(p->a->features & HEDDLE_WEIGHTS) && finds_tanh_again(p->a));
 }
 
