@@ -4,9 +4,9 @@
  *
  *   prep   of large scores: the log-sum-exp anew, as maximum and logarithm of the sum, from the very scores of dkdv and dq; and where
  *          a mask or a bias leaves few keys to a row, that and D, from the scores and dP that dS will be made of
- *   dkdv   a block owns 128 keys, 64 to a warpgroup, and walks over the queries that see them, head by head of the group:
+ *   dkdv   a block owns 128 keys, 64 to a warpgroup (over d 128, 64 keys, shared), and walks over the queries that see them, head by head of the group:
  *          Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ, dV += Pᵀ·dO, dK += dSᵀ·Q.
- *   dq     a block owns 128 queries of one head, 64 to a warpgroup: S = Q·Kᵀ, dP = dO·Vᵀ, dQ += dS·K.
+ *   dq     a block owns as many queries of one head: S = Q·Kᵀ, dP = dO·Vᵀ, dQ += dS·K.
  *
  * All are one walk: of what the block owns there is a first (K; Q) and a second (V; dO) tensor, and so there is of what streams
  * by (Q, dO; K, V). S is made of the firsts, dP of the seconds. One warp fetches, into a ring of tiles of 64 rows.
@@ -14,7 +14,7 @@
  * The tensor cores cut off when they add to an accumulator. So the small products come first, sums over a tile begin at zero, and are
  * added to those of the tiles before by rounding additions. P and dS are scaled, row by row, by powers of two that float16 can
  * hold: a row's sums are in units of 2^unit, and the unit grows with what is met. */
-#include "cuda/attention/sm90_f32/bwd_step.cuh"
+#include "cuda/attention/sm90_f32/bwd_wide.cuh"
 
 /* ------------------------------------------------------------------------------------------------------- beginning, end */
 
@@ -23,9 +23,10 @@ template <int D, int WALK>
 INLINE state<D, WALK> begin_state(const attention_params &p, const work &w, int group, bool sums_d, char *shared) {
     typedef backward32<D, WALK> layout;
     state<D, WALK> k;
-    const int own0 = w.own0 + group * BLOCK;
+    const int set = group / layout::parts, own0 = w.own0 + set * BLOCK;
     k.smem = shared_address(shared);
-    k.own = k.smem + group * layout::tile_bytes;
+    k.own = k.smem + set * layout::tile_bytes;
+    k.part = group % layout::parts;
     k.own0 = own0;
     const int row0 = own0 + fragment_row();
     k.first = row0 + w.low - fragment_column();
@@ -33,7 +34,7 @@ INLINE state<D, WALK> begin_state(const attention_params &p, const work &w, int 
     const bool there = own0 < w.own_rows;
     k.exponent = exponent_of(p.scale_log2) - (there ? p.split[own_tensor<WALK>(0)].info[tile].exponent : 0);
     if (layout::streams == 2)
-        k.factor = WHAT_WAS_CUT_OFF * power(there ? -p.split[own_tensor<WALK>(1)].info[tile].exponent : 0);
+        k.factor = dp_factor<D>(p) * power(there ? -p.split[own_tensor<WALK>(1)].info[tile].exponent : 0);
     for (int half = 0; half < 2; half++) {
         const int i = row0 + half * 8;
         k.last[half] = (i < w.own_rows ? min(i + w.high, w.rows - 1) : -1) - fragment_column();
@@ -113,12 +114,14 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
                     bool few = false, bool sums_d = false) {
     typedef backward32<D, WALK> layout;
     const int group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP - 1, 0);
-    const span all = find_span(w, w.own0, OWN_ROWS), mine = find_span(w, w.own0 + group * BLOCK, BLOCK);
+    const span all = find_span(w, w.own0, layout::own);
+    const span mine = find_span(w, w.own0 + group / layout::parts * BLOCK, BLOCK);
     state<D, WALK> k = begin_state<D, WALK>(p, w, group, sums_d, shared);
     constexpr bool PREP = WALK == WALK_SUMS || WALK == WALK_ROWS;
-    float c[PREP ? 1 : D / 8][4], c2[WALK == WALK_KEYS ? D / 8 : 1][4];
-    zero_all<PREP ? 1 : D / 8>(c);
-    zero_all<WALK == WALK_KEYS ? D / 8 : 1>(c2);
+    constexpr int COLUMNS = layout::columns;
+    float c[PREP ? 1 : COLUMNS / 8][4], c2[WALK == WALK_KEYS ? COLUMNS / 8 : 1][4];
+    zero_all<PREP ? 1 : COLUMNS / 8>(c);
+    zero_all<WALK == WALK_KEYS ? COLUMNS / 8 : 1>(c2);
     if (all.begin < all.end)
         mbarrier_wait(k.smem + layout::own_full, turn);
     const int steps = (all.end - all.begin + BLOCK - 1) / BLOCK * (w.head1 - w.head0);
@@ -128,23 +131,28 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
         const int a = r->slot, b = layout::streams == 1 || a + 1 < layout::SLOTS ? a + 1 : 0;
         const float *numbers = (const float *)(shared + layout::numbers) + a * NUMBERS;
         const bool seen = i0 + BLOCK > mine.begin && i0 < mine.end, cut = i0 < mine.whole_from || i0 > mine.whole_to;
-        mbarrier_wait(k.smem + layout::full + a * 8, r->turn);
-        advance<layout::SLOTS>(r);
-        if (layout::streams == 2) {
-            mbarrier_wait(k.smem + layout::full + b * 8, r->turn);
+        if constexpr (layout::parts > 1) { /* of all warpgroups' rows */
+            if constexpr (PREP)
+                add_wide_rows<D, WALK>(p, w.c, w.head, &k, i0, cut, sums_d, numbers, r);
+            else
+                add_wide_tile<D, WALK, FULL>(p, w.c, WALK == WALK_KEYS ? x : w.head, &k, i0, cut, numbers, r, c, c2);
+        } else {
+            mbarrier_wait(k.smem + layout::full + a * 8, r->turn);
             advance<layout::SLOTS>(r);
+            if (layout::streams == 2) {
+                mbarrier_wait(k.smem + layout::full + b * 8, r->turn);
+                advance<layout::SLOTS>(r);
+            }
+            if (!seen) {
+                release(k.smem + layout::empty + a * 8);
+                if (layout::streams == 2)
+                    release(k.smem + layout::empty + b * 8);
+            } else if constexpr (PREP)
+                add_rows<D, WALK>(p, w.c, w.head, &k, i0, cut, sums_d, numbers, a, b);
+            else
+                add_tile<D, WALK, FULL>(p, w.c, WALK == WALK_KEYS ? x : w.head, &k, i0, cut, numbers,
+                                        WALK == WALK_QUERIES ? b : a, WALK == WALK_QUERIES ? a : b, c, c2);
         }
-        if (!seen) {
-            release(k.smem + layout::empty + a * 8);
-            if (layout::streams == 2)
-                release(k.smem + layout::empty + b * 8);
-        } else if constexpr (WALK == WALK_SUMS)
-            add_scores<D>(p, &k, i0, numbers, a);
-        else if constexpr (WALK == WALK_ROWS)
-            add_options<D>(p, w.c, w.head, &k, i0, cut, sums_d, numbers, a, b);
-        else
-            add_tile<D, WALK, FULL>(p, w.c, WALK == WALK_KEYS ? x : w.head, &k, i0, cut, numbers,
-                                    WALK == WALK_QUERIES ? b : a, WALK == WALK_QUERIES ? a : b, c, c2);
         i0 += BLOCK;
         if (i0 >= all.end) {
             i0 = all.begin;
@@ -152,38 +160,43 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
         }
     }
     pin(block); /* or what is needed from here on would have been kept through the loop */
-    const work again = find_work<WALK>(p, block);
+    const work again = find_work<D, WALK>(p, block);
     const place &o = again.c;
-    const int row0 = group * BLOCK + fragment_row();
+    const int row0 = group / layout::parts * BLOCK + fragment_row(), column0 = k.part * COLUMNS;
+    if (PREP && k.part)
+        return;
     if constexpr (WALK == WALK_ROWS)
         if (sums_d) {
             store_dsums<D>(p, again, again.own0 + row0, &k);
             return;
         }
-    float row_by[2] = {WHAT_WAS_CUT_OFF, WHAT_WAS_CUT_OFF};
+    float row_by[2] = {SPLIT_GIVES_BACK, SPLIT_GIVES_BACK};
     for (int half = 0; half < 2 && WALK == WALK_QUERIES; half++)
         row_by[half] *= weights_to_one(p, quad_sum(k.weight[half]));
     if constexpr (PREP)
         store_numbers<D, WALK>(p, again, again.own0 + row0, few, &k);
     else if (WALK == WALK_QUERIES)
-        store_sums<D>(p.adds, p.t.dq, row_at(p.a.dq_stride, o.n, again.head, o.first_q + again.own0), p.a.dq_stride.s,
-                      row0, o.all_sq - again.own0, (int)p.a.d, p.scale, row_by, k.unit, c);
+        store_sums<COLUMNS>(p.adds, p.t.dq, row_at(p.a.dq_stride, o.n, again.head, o.first_q + again.own0) + column0,
+                            p.a.dq_stride.s, row0, o.all_sq - again.own0, (int)p.a.d - column0, p.scale, row_by, k.unit,
+                            c);
     else {
         const int64_t row = o.first_k + again.own0;
-        store_sums<D>(p.adds, p.t.dk, row_at(p.a.dk_stride, o.n, again.head, row), p.a.dk_stride.s, row0,
-                      o.all_sk - again.own0, (int)p.a.d, p.scale, row_by, k.unit, c);
-        store_sums<D>(p.adds, p.t.dv, row_at(p.a.dv_stride, o.n, again.head, row), p.a.dv_stride.s, row0,
-                      o.all_sk - again.own0, (int)p.a.dv, FULL ? p.keep_scale : 1.0f, row_by, k.unit2, c2);
+        store_sums<COLUMNS>(p.adds, p.t.dk, row_at(p.a.dk_stride, o.n, again.head, row) + column0, p.a.dk_stride.s,
+                            row0, o.all_sk - again.own0, (int)p.a.d - column0, p.scale, row_by, k.unit, c);
+        store_sums<COLUMNS>(p.adds, p.t.dv, row_at(p.a.dv_stride, o.n, again.head, row) + column0, p.a.dv_stride.s,
+                            row0, o.all_sk - again.own0, (int)p.a.dv - column0, FULL ? p.keep_scale : 1.0f, row_by,
+                            k.unit2, c2);
     }
 }
 
 /* Of the tiles that a block of prep looks after, a warp each, those with a row whose log-sum-exp is too coarse: a bit each. */
+template <int D>
 INLINE uint32_t find_large(const attention_params &p, uint32_t first, uint32_t count, uint32_t all, uint32_t *flags) {
     const uint32_t warp = threadIdx.x / 32;
     bool large = false;
     if (warp < count && first + warp < all) {
-        const work w = find_work<WALK_SUMS>(p, first + warp);
-        for (int i = w.own0 + (int)threadIdx.x % 32; i < min(w.own0 + OWN_ROWS, w.own_rows); i += 32) {
+        const work w = find_work<D, WALK_SUMS>(p, first + warp);
+        for (int i = w.own0 + (int)threadIdx.x % 32; i < min(w.own0 + backward32_own(D), w.own_rows); i += 32) {
             large |= is_coarse<float>(p, w.c, ((const float *)p.t.lse)[lse_at(p, w.c, w.head, i)]);
         }
     }
@@ -199,9 +212,9 @@ INLINE uint32_t find_large(const attention_params &p, uint32_t first, uint32_t c
 }
 
 /* Does a mask or a bias leave few keys to a row of the tile, but some? By all threads. */
-INLINE bool leaves_few(const attention_params &p, uint32_t block) {
-    const work w = find_work<WALK_ROWS>(p, block);
-    const int last = min(w.own0 + OWN_ROWS, w.own_rows);
+template <int D> INLINE bool leaves_few(const attention_params &p, uint32_t block) {
+    const work w = find_work<D, WALK_ROWS>(p, block);
+    const int last = min(w.own0 + backward32_own(D), w.own_rows);
     bool few = false;
     for (int i = w.own0 + (int)threadIdx.x / 32; i < last && !few; i += (int)blockDim.x / 32) {
         const int count = count_seen<float>(p, w.c, w.head, i);
@@ -225,7 +238,7 @@ template <typename layout> INLINE void make_barriers(uint32_t smem) {
 /* dkdv, dq: a block a tile. */
 template <int D, int WALK, bool FULL> INLINE void attention_backward(const attention_params &p) {
     extern __shared__ __align__(1024) char shared[];
-    const work w = find_work<WALK>(p, blockIdx.x);
+    const work w = find_work<D, WALK>(p, blockIdx.x);
     ring r = {0, 0};
     if (FULL && has_few(p, w.c, WALK == WALK_KEYS ? w.head : w.head / p.group))
         return;
@@ -242,17 +255,17 @@ template <int D, int WALK, bool FULL> INLINE void attention_backward(const atten
 
 /* prep: a block looks at several tiles, and mostly at nothing more. */
 template <int D, bool FULL> INLINE void attention_sums(const attention_params &p) {
-    constexpr int WALK = FULL ? WALK_ROWS : WALK_SUMS;
+    constexpr int WALK = FULL ? WALK_ROWS : WALK_SUMS, OWN = backward32_own(D);
     extern __shared__ __align__(1024) char shared[];
-    const uint32_t all = (uint32_t)((p.a.sq + OWN_ROWS - 1) / OWN_ROWS * p.a.h * p.a.b);
+    const uint32_t all = (uint32_t)((p.a.sq + OWN - 1) / OWN * p.a.h * p.a.b);
     const uint32_t each = (all + gridDim.x - 1) / gridDim.x, first = blockIdx.x * each;
-    uint32_t todo = find_large(p, first, each, all, (uint32_t *)(shared + backward32<D, WALK>::numbers));
+    uint32_t todo = find_large<D>(p, first, each, all, (uint32_t *)(shared + backward32<D, WALK>::numbers));
     uint32_t few = 0;
     int turn = 0;
     ring r = {0, 0};
     if (FULL && hides<float>(p))
         for (uint32_t x = 0; x < each && first + x < all; x++)
-            few |= (uint32_t)leaves_few(p, first + x) << x;
+            few |= (uint32_t)leaves_few<D>(p, first + x) << x;
     todo |= few;
     if (!todo)
         return;
@@ -260,14 +273,14 @@ template <int D, bool FULL> INLINE void attention_sums(const attention_params &p
     while (todo) {
         const int x = __ffs((int)todo) - 1;
         const bool is_few = few >> x & 1;
-        const work w = find_work<WALK>(p, first + (uint32_t)x);
+        const work w = find_work<D, WALK>(p, first + (uint32_t)x);
 #pragma unroll 1
         for (int again = 0; again <= (int)is_few; again++) { /* the log-sum-exp, and D by that */
             if (threadIdx.x < 32)
                 fetch<D, WALK>(p, w, shared_address(shared), &r);
             else if (threadIdx.x >= WARPGROUP)
                 consume<D, WALK, FULL>(p, w, first + (uint32_t)x, shared, &r, turn, is_few, again);
-            const span s = find_span(w, w.own0, OWN_ROWS);
+            const span s = find_span(w, w.own0, OWN);
             turn ^= s.begin < s.end;
             __syncthreads(); /* the own tiles are free */
         }

@@ -6,7 +6,6 @@
 #include "cuda/attention/sm90/sm90.cuh"
 #include "cuda/attention/sm90_f32/split.cuh"
 
-#define OWN_ROWS BACKWARD32_OWN_ROWS
 #define BLOCK SPLIT_ROWS
 #define CONSUMERS 256
 #define LOW_PART (SPLIT_ROWS * 128) /* bytes from a tile's high to its low part */
@@ -16,9 +15,13 @@ enum walk { WALK_SUMS, WALK_ROWS, WALK_KEYS, WALK_QUERIES }; /* prep, lean and f
 
 template <int D, int WALK> struct backward32 {
     static constexpr int streams = WALK == WALK_SUMS ? 1 : 2, SLOTS = backward32_slots(D);
-    static constexpr int tile_bytes = split_tile_bytes(D);
-    static constexpr int slots = 2 * streams * tile_bytes;
-    static constexpr int numbers = slots + SLOTS * tile_bytes;
+    static constexpr int parts = split_parts(D), columns = D / parts; /* of sums, a warpgroup's */
+    static constexpr int own = backward32_own(D), sets = own / SPLIT_ROWS;
+    /* Parts of tiles that come in a step: dkdv has no room for all of a wide one's, and the first comes once more for dK. */
+    static constexpr int loads = parts * (WALK == WALK_KEYS && parts > 1 ? 3 : streams);
+    static constexpr int tile_bytes = split_tile_bytes(D), part_bytes = split_part_bytes(D);
+    static constexpr int seconds = sets * tile_bytes, slots = sets * streams * tile_bytes;
+    static constexpr int numbers = slots + SLOTS * part_bytes;
     static constexpr int full = numbers + SLOTS * NUMBERS * 4, empty = full + SLOTS * 8, own_full = empty + SLOTS * 8;
     static constexpr int bytes = own_full + 8;
     static_assert(bytes == backward32_bytes(D, streams), "as the plan counts");
@@ -44,9 +47,10 @@ struct work {
     int head0, head1; /* that stream by */
 };
 
-template <int WALK> INLINE work find_work(const attention_params &p, uint32_t block) {
+template <int D, int WALK> INLINE work find_work(const attention_params &p, uint32_t block) {
     constexpr bool KEYS = WALK == WALK_KEYS;
-    const int tiles = KEYS ? p.tiles_k : (int)((p.a.sq + OWN_ROWS - 1) / OWN_ROWS);
+    constexpr int OWN = backward32_own(D);
+    const int tiles = KEYS ? p.tiles_k : (int)((p.a.sq + OWN - 1) / OWN);
     const int64_t heads = KEYS ? p.a.hk : p.a.h;
     int tile;
     int64_t unit;
@@ -54,7 +58,7 @@ template <int WALK> INLINE work find_work(const attention_params &p, uint32_t bl
     work w;
     w.c = find_place(p, unit / heads);
     w.head = (int)(unit % heads);
-    w.own0 = (KEYS ? tile : tiles - 1 - tile) * OWN_ROWS; /* the longest of a causal mask first */
+    w.own0 = (KEYS ? tile : tiles - 1 - tile) * OWN; /* the longest of a causal mask first */
     w.own_rows = KEYS ? w.c.sk : w.c.sq;
     w.rows = KEYS ? w.c.sq : w.c.sk;
     w.low = KEYS ? -w.c.hi : w.c.lo;
@@ -87,20 +91,25 @@ template <int WALK> INLINE int stream_tensor(int z) {
 
 template <int D, int WALK> INLINE void fetch_own(const attention_params &p, const work &w, uint32_t smem) {
     typedef backward32<D, WALK> layout;
-    const int count = min(2, (w.own_rows - w.own0 + BLOCK - 1) / BLOCK);
+    const int count = min(layout::sets, (w.own_rows - w.own0 + BLOCK - 1) / BLOCK);
     const int64_t tile = split_tile(p, w.c, WALK == WALK_KEYS, w.head, w.own0 / BLOCK);
     mbarrier_expect(smem + layout::own_full, layout::streams * count * layout::tile_bytes);
     for (int z = 0; z < layout::streams; z++)
-        copy_bulk(smem + 2 * z * layout::tile_bytes,
+        copy_bulk(smem + z * layout::seconds,
                   (const char *)p.split[own_tensor<WALK>(z)].tiles + tile * layout::tile_bytes,
                   count * layout::tile_bytes, smem + layout::own_full);
 }
 
-/* Of dQ the second tile of a step comes first, as it is done with first: with an odd number of slots nobody waits. */
+/* Which tile of a step, first or second, has the part of its load y. Of dQ the second comes first, as it is done with first: with an odd
+ * number of slots nobody waits. */
+template <int D, int WALK> INLINE constexpr int load_stream(int y) {
+    return WALK == WALK_QUERIES ? 1 - y / split_parts(D) : y / split_parts(D) % 2;
+}
+
 template <int D, int WALK> INLINE void fetch(const attention_params &p, const work &w, uint32_t smem, ring *r) {
     typedef backward32<D, WALK> layout;
     const int lane = threadIdx.x % 32;
-    const span s = find_span(w, w.own0, OWN_ROWS);
+    const span s = find_span(w, w.own0, layout::own);
     if (s.begin >= s.end)
         return;
     if (lane == 0)
@@ -111,14 +120,16 @@ template <int D, int WALK> INLINE void fetch(const attention_params &p, const wo
 #pragma unroll 1
         for (int i0 = s.begin; i0 < s.end; i0 += BLOCK, tile++)
 #pragma unroll
-            for (int z = 0; z < layout::streams; z++) {
-                const int tensor = stream_tensor<WALK>(WALK == WALK_QUERIES ? 1 - z : z);
+            for (int z = 0; z < layout::loads; z++) {
+                const int tensor = stream_tensor<WALK>(load_stream<D, WALK>(z)), part = z % layout::parts;
                 const uint32_t bar = smem + layout::full + r->slot * 8;
                 mbarrier_wait(smem + layout::empty + r->slot * 8, r->turn ^ 1);
                 if (lane == 0) {
-                    mbarrier_expect(bar, layout::tile_bytes);
-                    copy_bulk(smem + layout::slots + r->slot * layout::tile_bytes,
-                              (const char *)p.split[tensor].tiles + tile * layout::tile_bytes, layout::tile_bytes, bar);
+                    mbarrier_expect(bar, layout::part_bytes);
+                    copy_bulk(smem + layout::slots + r->slot * layout::part_bytes,
+                              (const char *)p.split[tensor].tiles + tile * layout::tile_bytes +
+                                  part * layout::part_bytes,
+                              layout::part_bytes, bar);
                 }
                 if (z == 0) {
                     const uint32_t numbers = smem + layout::numbers + r->slot * NUMBERS * 4;
@@ -143,28 +154,33 @@ template <int D, int WALK> INLINE void fetch(const attention_params &p, const wo
 
 /* ---------------------------------------------------------------------------------------------------------- products */
 
-/* c[8] = A·Bᵀ of two tiles, over D columns: 64 rows of each. Issued only. The low part of queries comes first, whether they are A or B, as in
- * the forward: all make the same scores. With `rest`, the second half of the large products is summed there: less is cut off. */
-template <int D, int WALK> INLINE void tile_scores(float (*c)[4], float (*rest)[4], uint32_t a, uint32_t b) {
-    const uint64_t high_a = describe_rows(a), low_a = describe_rows(a + LOW_PART);
-    const uint64_t high_b = describe_rows(b), low_b = describe_rows(b + LOW_PART);
+/* c[8] = A·Bᵀ of two tiles, over D columns: 64 rows of each, by the addresses of their parts. Issued only. The low part of queries comes
+ * first, whether they are A or B, as in the forward: all make the same scores. With `rest`, the second half of the large products is summed
+ * there: less is cut off. */
+template <int D, int WALK>
+INLINE void tile_scores(float (*c)[4], float (*rest)[4], const uint32_t (&a)[split_parts(D)],
+                        const uint32_t (&b)[split_parts(D)]) {
+    constexpr int STEPS = D / split_parts(D) / 16; /* of a part */
 #pragma unroll
     for (int x = 0; x < 2; x++) {
         const bool low_first = (WALK == WALK_KEYS) == x;
 #pragma unroll
         for (int s = 0; s < D / 16; s++)
-            wgmma<f16, 64, 0>::run(c, (low_first ? low_a : high_a) + rows_step<2 * BLOCK>(s),
-                                   (low_first ? high_b : low_b) + rows_step<2 * BLOCK>(s), x || s);
+            wgmma<f16, 64, 0>::run(
+                c, describe_rows(a[s / STEPS] + (low_first ? LOW_PART : 0)) + rows_step<2 * BLOCK>(s % STEPS),
+                describe_rows(b[s / STEPS] + (low_first ? 0 : LOW_PART)) + rows_step<2 * BLOCK>(s % STEPS), x || s);
     }
 #pragma unroll
     for (int s = 0; s < D / 16; s++)
-        wgmma<f16, 64, 0>::run(rest && s >= D / 32 ? rest : c, high_a + rows_step<2 * BLOCK>(s),
-                               high_b + rows_step<2 * BLOCK>(s), !rest || s != D / 32);
+        wgmma<f16, 64, 0>::run(rest && s >= D / 32 ? rest : c,
+                               describe_rows(a[s / STEPS]) + rows_step<2 * BLOCK>(s % STEPS),
+                               describe_rows(b[s / STEPS]) + rows_step<2 * BLOCK>(s % STEPS), !rest || s != D / 32);
 }
 
-/* What sums of four steps are multiplied with, of dP (before D is taken from it) and of the gradients: so much the tensor cores cut off from
- * them on average, half a unit of the last place at each step (cut_off of product.cuh). */
-#define WHAT_WAS_CUT_OFF (1.0f + 0x1p-23f)
+/* What dP is multiplied with, before D is taken from it. */
+template <int D> INLINE float dp_factor(const attention_params &p) {
+    return 1.0f + split_cut_off(min((int)p.a.dv, D > 128 ? 128 : 64));
+}
 
 /* c += t. */
 INLINE void add_strip(float (*c)[4], float (*t)[4]) {

@@ -10,6 +10,7 @@
 /* What a warpgroup knows of its rows. */
 template <int D, int WALK> struct state {
     uint32_t smem, own; /* shared memory; this warpgroup's first tile there */
+    int part;           /* whose columns this warpgroup sums */
     int own0;           /* its first row */
     float factor;       /* what dP is to be multiplied with for the sake of the own tile */
     int exponent; /* S likewise, with the scale's: by 2^exponent, and by the scale's mantissa. Together they need not be */
@@ -137,22 +138,48 @@ INLINE void make_all(const attention_params &p, const place &c, int64_t x, float
     }
 }
 
+/* What P and dP of a tile add: dS in the place of dP, and with options, where s is q·k still, P. */
+template <int D, int WALK, bool FULL>
+INLINE void make_sums(const attention_params &p, const place &of, int64_t x, float factor, int exponent,
+                      state<D, WALK> *k, int i0, bool cut, const float *numbers, float (*s)[4], float (*dp)[4]) {
+    if (FULL) {
+        float sums[2] = {0.0f, 0.0f};
+        make_all<WALK>(p, of, x, scale_by(front_factor(p), k->exponent - exponent), factor * p.keep_scale, *k, i0, cut,
+                       numbers, s, dp, sums);
+        for (int half = 0; half < 2 && WALK == WALK_QUERIES; half++)
+            k->weight[half] += sums[half];
+    } else if (cut)
+        make_gradients<WALK, true>(factor, *k, numbers, s, dp);
+    else
+        make_gradients<WALK, false>(factor, *k, numbers, s, dp);
+}
+
+/* The parts of this warpgroup's own tile, first or second. */
+template <int D, int WALK> INLINE void find_own(const state<D, WALK> &k, int z, uint32_t (&at)[split_parts(D)]) {
+    typedef backward32<D, WALK> layout;
+#pragma unroll
+    for (int part = 0; part < layout::parts; part++)
+        at[part] = k.own + z * layout::seconds + part * layout::part_bytes;
+}
+
 /* One tile of what streams by, of head x: `first` and `second` lie in these slots. Releases them. */
 template <int D, int WALK, bool FULL>
 INLINE void add_tile(const attention_params &p, const place &of, int64_t x, state<D, WALK> *k, int i0, bool cut,
                      const float *numbers, int first, int second, float (*c)[4], float (*c2)[4]) {
     typedef backward32<D, WALK> layout;
     const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
-    const uint32_t at = k->smem + layout::slots + first * layout::tile_bytes,
-                   at2 = k->smem + layout::slots + second * layout::tile_bytes;
+    const uint32_t at[] = {k->smem + layout::slots + first * layout::tile_bytes},
+                   at2[] = {k->smem + layout::slots + second * layout::tile_bytes};
     float s[8][4], dp[8][4], dp2[8][4], by[2];
-    uint32_t high[4][4], low[4][4];
+    uint32_t high[4][4], low[4][4], own[1], own2[1];
+    find_own(*k, 0, own);
+    find_own(*k, 1, own2);
     if (FULL)
         prefetch_bias(p, of, x, WALK == WALK_KEYS ? i0 : k->own0, WALK == WALK_KEYS ? k->own0 : i0);
     wgmma_fence();
-    tile_scores<D, WALK>(s, NULL, k->own, at);
+    tile_scores<D, WALK>(s, NULL, own, at);
     wgmma_commit();
-    tile_scores<D, WALK>(dp, D > 64 ? dp2 : NULL, k->own + 2 * layout::tile_bytes, at2);
+    tile_scores<D, WALK>(dp, D > 64 ? dp2 : NULL, own2, at2);
     wgmma_commit();
     const float factor = mantissa_of(p.scale_log2) * power(k->exponent - exponent[0]),
                 factor2 = k->factor * power(-exponent[1]);
@@ -172,40 +199,21 @@ INLINE void add_tile(const attention_params &p, const place &of, int64_t x, stat
         add_strip(dp, dp2);
     if (WALK == WALK_QUERIES)
         release(k->smem + layout::empty + second * 8);
-    if (FULL) {
-        float sums[2] = {0.0f, 0.0f};
-        make_all<WALK>(p, of, x, scale_by(front_factor(p), k->exponent - exponent[0]), factor2 * p.keep_scale, *k, i0,
-                       cut, numbers, s, dp, sums);
-        for (int half = 0; half < 2 && WALK == WALK_QUERIES; half++)
-            k->weight[half] += sums[half];
-    } else if (cut)
-        make_gradients<WALK, true>(factor2, *k, numbers, s, dp);
-    else
-        make_gradients<WALK, false>(factor2, *k, numbers, s, dp);
+    make_sums<D, WALK, FULL>(p, of, x, factor2, exponent[0], k, i0, cut, numbers, s, dp);
     fit_units<D>(-exponent[0], k->unit, dp, c, by);
     split_fragments(by, dp, high, low);
-    add_product<D>(c, high, low, at);
+    add_product<D>(c, high, low, at[0]);
     release(k->smem + layout::empty + first * 8);
     if (WALK == WALK_KEYS) {
         fit_units<D>(-exponent[1], k->unit2, s, c2, by);
         split_fragments(by, s, high, low);
-        add_product<D>(c2, high, low, at2);
+        add_product<D>(c2, high, low, at2[0]);
         release(k->smem + layout::empty + second * 8);
     }
 }
 
 /* Every lane has its own maximum and sum of a row until the end. */
-template <int D>
-INLINE void add_scores(const attention_params &p, state<D, WALK_SUMS> *k, int i0, const float *numbers, int slot) {
-    typedef backward32<D, WALK_SUMS> layout;
-    float s[8][4];
-    wgmma_fence();
-    tile_scores<D, WALK_SUMS>(s, NULL, k->own, k->smem + layout::slots + slot * layout::tile_bytes);
-    wgmma_commit();
-    const float factor = mantissa_of(p.scale_log2) * power(k->exponent - ((const int *)numbers)[3 * BLOCK]);
-    wgmma_wait<0>();
-    pin_all<8>(s);
-    release(k->smem + layout::empty + slot * 8);
+template <typename S> INLINE void add_scores(S *k, int i0, float factor, const float (*s)[4]) {
     for (int half = 0; half < 2; half++) {
         float top = k->base[half], sum = 0.0f;
 #pragma unroll
@@ -241,27 +249,11 @@ INLINE void add_row(const float (*s)[4], int half, float *base, float *rest) {
 }
 
 /* The same with all options, of head x; or, once the log-sum-exp is there, D, of the very P and dP of dkdv and dq. */
-template <int D>
-INLINE void add_options(const attention_params &p, const place &c, int64_t x, state<D, WALK_ROWS> *k, int i0, bool cut,
-                        bool sums_d, const float *numbers, int first, int second) {
-    typedef backward32<D, WALK_ROWS> layout;
-    const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
+template <typename S>
+INLINE void add_options(const attention_params &p, const place &c, int64_t x, S *k, int i0, bool cut, bool sums_d,
+                        float by, float factor, float (*s)[4], const float (*dp)[4]) {
     const int row = k->own0 + fragment_row(), column = i0 + fragment_column();
-    float s[8][4], dp[8][4], dp2[8][4], slack[EIGHTS][4];
-    wgmma_fence();
-    tile_scores<D, WALK_ROWS>(s, NULL, k->own, k->smem + layout::slots + first * layout::tile_bytes);
-    tile_scores<D, WALK_ROWS>(dp, D > 64 ? dp2 : NULL, k->own + 2 * layout::tile_bytes,
-                              k->smem + layout::slots + second * layout::tile_bytes);
-    wgmma_commit();
-    const float by = scale_by(front_factor(p), k->exponent - exponent[0]),
-                factor = k->factor * power(-exponent[1]) * p.keep_scale;
-    wgmma_wait<0>();
-    pin_all<8>(s);
-    pin_all<8>(dp);
-    if (D > 64)
-        add_strip(dp, dp2);
-    release(k->smem + layout::empty + first * 8);
-    release(k->smem + layout::empty + second * 8);
+    float slack[EIGHTS][4];
     lane_options<float> o[2];
     find_options<float, false>(p, c, x, row, column, o);
     uint32_t seen = find_seen(*k, i0, cut);
@@ -286,6 +278,46 @@ INLINE void add_options(const attention_params &p, const place &c, int64_t x, st
                 const float weight = weight_of<float>(s[y][e], LOG2E, k->base[e / 2], k->rest[e / 2]);
                 k->dsum[e / 2] = fmaf(weight, dp[y][e] * factor, k->dsum[e / 2]);
             }
+}
+
+/* prep: what scores, and dP, of a tile are for. */
+template <int D, int WALK>
+INLINE void join_rows(const attention_params &p, const place &c, int64_t x, state<D, WALK> *k, int i0, bool cut,
+                      bool sums_d, const int exponent[2], float (*s)[4], const float (*dp)[4]) {
+    if constexpr (WALK == WALK_SUMS)
+        add_scores(k, i0, mantissa_of(p.scale_log2) * power(k->exponent - exponent[0]), s);
+    else
+        add_options(p, c, x, k, i0, cut, sums_d, scale_by(front_factor(p), k->exponent - exponent[0]),
+                    k->factor * power(-exponent[1]) * p.keep_scale, s, dp);
+}
+
+/* prep: one tile of what streams by, all of it in these slots, which are released; without options only the first is wanted. */
+template <int D, int WALK>
+INLINE void add_rows(const attention_params &p, const place &c, int64_t x, state<D, WALK> *k, int i0, bool cut,
+                     bool sums_d, const float *numbers, int first, int second) {
+    typedef backward32<D, WALK> layout;
+    const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
+    const uint32_t at[] = {k->smem + layout::slots + first * layout::tile_bytes},
+                   at2[] = {k->smem + layout::slots + second * layout::tile_bytes};
+    float s[8][4], dp[8][4], dp2[8][4];
+    uint32_t own[1], own2[1];
+    find_own(*k, 0, own);
+    find_own(*k, 1, own2);
+    wgmma_fence();
+    tile_scores<D, WALK>(s, NULL, own, at);
+    if (WALK == WALK_ROWS)
+        tile_scores<D, WALK>(dp, D > 64 ? dp2 : NULL, own2, at2);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin_all<8>(s);
+    release(k->smem + layout::empty + first * 8);
+    if (WALK == WALK_ROWS) {
+        pin_all<8>(dp);
+        if (D > 64)
+            add_strip(dp, dp2);
+        release(k->smem + layout::empty + second * 8);
+    }
+    join_rows<D, WALK>(p, c, x, k, i0, cut, sums_d, exponent, s, dp);
 }
 
 #endif

@@ -12,8 +12,11 @@
 /* So many steps are summed up by themselves. */
 #define SUM_STEPS 32
 
+#define OWN_ROWS DBIAS32_OWN_ROWS
+
 template <int D> struct layout_dbias {
-    static constexpr int tile_bytes = split_tile_bytes(D), slot_bytes = 3 * tile_bytes, slots = dbias32_slots(D);
+    static constexpr int parts = split_parts(D), tile_bytes = split_tile_bytes(D), part_bytes = split_part_bytes(D);
+    static constexpr int slot_bytes = 3 * part_bytes, slots = dbias32_slots(D);
     static constexpr int infos = slots * slot_bytes; /* of a slot's tiles */
     static constexpr int sums = infos + slots * 3 * (int)sizeof(split_info);
     static constexpr int full = sums + 8 * BLOCK * 4, empty = full + slots * 8, bytes = empty + slots * 8;
@@ -30,15 +33,22 @@ template <int D> INLINE void fetch_dbias(const attention_params &p, uint32_t sme
         const int64_t own = split_tile(p, w.c, false, w.x, w.row0 / BLOCK);
         const int64_t key = split_tile(p, w.c, true, w.x / p.group, w.key0 / BLOCK);
 #pragma unroll
-        for (int part = 0; part < 2; part++) {
-            const split_tensor &a = p.split[part ? SPLIT_DO : SPLIT_Q], &b = p.split[part ? SPLIT_V : SPLIT_K];
+        for (int load = 0; load < 2 * layout::parts; load++) {
+            const bool second = load >= layout::parts;
+            const int64_t column = load % layout::parts * layout::part_bytes;
+            const split_tensor &a = p.split[second ? SPLIT_DO : SPLIT_Q], &b = p.split[second ? SPLIT_V : SPLIT_K];
             const uint32_t bar = smem + layout::full + r.slot * 8, to = smem + r.slot * layout::slot_bytes;
             const uint32_t info = smem + layout::infos + r.slot * 48;
             mbarrier_wait(smem + layout::empty + r.slot * 8, r.turn ^ 1);
-            mbarrier_expect(bar, (count + 1) * (layout::tile_bytes + 16));
-            copy_bulk(to, (const char *)a.tiles + own * layout::tile_bytes, count * layout::tile_bytes, bar);
-            copy_bulk(to + 2 * layout::tile_bytes, (const char *)b.tiles + key * layout::tile_bytes, layout::tile_bytes,
-                      bar);
+            mbarrier_expect(bar, (count + 1) * (layout::part_bytes + 16));
+            if (layout::parts == 1)
+                copy_bulk(to, (const char *)a.tiles + own * layout::tile_bytes, count * layout::tile_bytes, bar);
+            else
+                for (int z = 0; z < count; z++)
+                    copy_bulk(to + z * layout::part_bytes,
+                              (const char *)a.tiles + (own + z) * layout::tile_bytes + column, layout::part_bytes, bar);
+            copy_bulk(to + 2 * layout::part_bytes, (const char *)b.tiles + key * layout::tile_bytes + column,
+                      layout::part_bytes, bar);
             copy_bulk(info, &a.info[own], count * 16, bar);
             copy_bulk(info + 32, &b.info[key], 16, bar);
             advance<layout::slots>(&r);
@@ -46,18 +56,40 @@ template <int D> INLINE void fetch_dbias(const attention_params &p, uint32_t sme
     }
 }
 
-/* A product of a warpgroup's rows, once its slot is there: issued. Returns the exponent of what comes of it. */
-template <int D> INLINE int multiply_slot(uint32_t smem, int group, const ring &r, float (*c)[4], float (*rest)[4]) {
+/* A product of a warpgroup's rows, once the slots of its parts are there, from r on, which goes on: issued. Returns the exponent of what
+ * comes of it. */
+template <int D> INLINE int multiply_slots(uint32_t smem, int group, ring *r, float (*c)[4], float (*rest)[4]) {
     typedef layout_dbias<D> layout;
-    const uint32_t at = smem + r.slot * layout::slot_bytes, info = smem + layout::infos + r.slot * 48;
-    mbarrier_wait(smem + layout::full + r.slot * 8, r.turn);
+    const uint32_t info = smem + layout::infos + r->slot * 48;
+    uint32_t a[layout::parts], b[layout::parts];
+#pragma unroll
+    for (int part = 0; part < layout::parts; part++) {
+        const uint32_t at = smem + r->slot * layout::slot_bytes;
+        a[part] = at + group * layout::part_bytes;
+        b[part] = at + 2 * layout::part_bytes;
+        mbarrier_wait(smem + layout::full + r->slot * 8, r->turn);
+        advance<layout::slots>(r);
+    }
     wgmma_fence();
-    tile_scores<D, WALK_QUERIES>(c, rest, at + group * layout::tile_bytes, at + 2 * layout::tile_bytes);
+    tile_scores<D, WALK_QUERIES>(c, rest, a, b);
     wgmma_commit();
     return -(int)(load_shared4(info + group * 16) + load_shared4(info + 32));
 }
 
+/* The slots of a product's parts, from r on, are done with; there: they were waited for. */
+template <int D> INLINE void release_slots(uint32_t smem, bool there, ring *r) {
+    typedef layout_dbias<D> layout;
+#pragma unroll
+    for (int part = 0; part < layout::parts; part++) {
+        if (!there)
+            mbarrier_wait(smem + layout::full + r->slot * 8, r->turn);
+        release(smem + layout::empty + r->slot * 8);
+        advance<layout::slots>(r);
+    }
+}
+
 /* sum += dS, before a softcap, of what is seen; s, times 2^exponent, is q·k, and dp, times `by`, Z∘dP. */
+template <int D>
 INLINE void add_gradients(const attention_params &p, const dbias_work &w, int row0, int exponent, float by,
                           const float (*numbers)[2], float (*s)[4], const float (*dp)[4], float (*sum)[4]) {
     const int warp_row = row0 + (int)threadIdx.x % WARPGROUP / 32 * 16, row = row0 + fragment_row();
@@ -95,13 +127,11 @@ template <int D> INLINE void sum_dbias(const attention_params &p, uint32_t smem,
     for (bool more = seek<OWN_ROWS, BLOCK>(p, &w, false); more; more = seek<OWN_ROWS, BLOCK>(p, &w, true)) {
         float s[BLOCK / 8][4], dp[BLOCK / 8][4], dp2[BLOCK / 8][4], numbers[3][2];
         const int row0 = w.row0 + group * BLOCK;
-        const uint32_t first = smem + layout::empty + r.slot * 8;
         const bool there = row0 < w.c.sq;
-        ring second = r;
-        advance<layout::slots>(&second);
+        ring next = r;
         if (there) {
             prefetch_bias(p, w.c, w.x, row0, w.key0);
-            const int exponent = multiply_slot<D>(smem, group, r, s, NULL);
+            const int exponent = multiply_slots<D>(smem, group, &next, s, layout::parts > 1 ? dp2 : NULL);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int64_t at = lse_at(p, w.c, w.x, min(row0 + fragment_row() + half * 8, w.c.sq - 1));
@@ -109,21 +139,25 @@ template <int D> INLINE void sum_dbias(const attention_params &p, uint32_t smem,
                 numbers[1][half] = p.rest[at];
                 numbers[2][half] = p.dsum[at];
             }
-            const int exponent2 = multiply_slot<D>(smem, group, second, dp, D > 64 ? dp2 : NULL);
+            if (layout::parts > 1) { /* there are no slots for more than one product */
+                wgmma_wait<0>();
+                pin_all<BLOCK / 8>(s);
+                add_strip(s, dp2);
+                release_slots<D>(smem, true, &r);
+            }
+            const int exponent2 = multiply_slots<D>(smem, group, &next, dp, D > 64 ? dp2 : NULL);
             wgmma_wait<0>();
             pin_all<BLOCK / 8>(s);
             pin_all<BLOCK / 8>(dp);
             if (D > 64)
                 add_strip(dp, dp2);
-            add_gradients(p, w, row0, exponent, scale_by(p.keep_scale, exponent2), numbers, s, dp, part);
-        } else {
-            mbarrier_wait(smem + layout::full + r.slot * 8, r.turn);
-            mbarrier_wait(smem + layout::full + second.slot * 8, second.turn);
-        }
-        release(first);
-        release(smem + layout::empty + second.slot * 8);
-        r = second;
-        advance<layout::slots>(&r);
+            add_gradients<D>(p, w, row0, exponent, scale_by(p.keep_scale * dp_factor<D>(p), exponent2), numbers, s, dp,
+                             part);
+        } else if (layout::parts > 1)
+            release_slots<D>(smem, false, &r);
+        if (layout::parts == 1)
+            release_slots<D>(smem, there, &r);
+        release_slots<D>(smem, there, &r);
         if (++step % SUM_STEPS == 0) {
             add_strip(sum, part);
             zero_all<BLOCK / 8>(part);

@@ -2,7 +2,8 @@
  * Attention forward for Hopper in float32: each product is three of float16 (attention/sm90_f32/split.cuh), high·low + low·high +
  * high·high, so that the error is that of float32.
  *
- * A block has 64·GROUPS queries, a warpgroup for each 64, which splits them itself. One thread sends for the tiles of K and V,
+ * A block has a warpgroup for each 64 queries, which splits them itself; over d 128 two warpgroups share 64, and each has the scores of
+ * all and half of o's columns. One thread sends for the tiles of K and V,
  * which lie ready; the warpgroups take turns in giving the tensor cores work, P·V of one tile and the scores of the next, so that one computes the softmax
  * while another multiplies. The tensor cores cut off when they add to an accumulator: each tile's P·V begins from zero, and is
  * added to o by a rounding addition, where the tiles' different powers of two cost nothing. */
@@ -11,21 +12,25 @@
 
 /* ------------------------------------------------------------------------------------------------------- products */
 
-/* S = Q·Kᵀ, the small parts first: issued. */
-template <int D> INLINE void issue_scores(uint32_t q, uint32_t k, float (*s)[4]) {
+/* S = Q·Kᵀ, the small parts first: issued. K's parts lie in slots of their own; the large products of the second are summed in `rest`, so
+ * that less is cut off. */
+template <int D>
+INLINE void issue_scores(uint32_t q, const uint32_t (&k)[split_parts(D)], float (*s)[4], float (*rest)[4]) {
     const uint64_t q_high = describe_rows(q), q_low = describe_rows(q + PART_BYTES);
-    const uint64_t k_high = describe_rows(k), k_low = describe_rows(k + PART_BYTES);
-    constexpr int ROWS = 2 * SPLIT_ROWS;
+    constexpr int ROWS = 2 * SPLIT_ROWS, STEPS = D / split_parts(D) / 16; /* of a part */
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D / 16; x++)
-        wgmma<f16, 64, 0>::run(s, q_low + rows_step<ROWS>(x), k_high + rows_step<ROWS>(x), x > 0);
+        wgmma<f16, 64, 0>::run(s, q_low + rows_step<ROWS>(x), describe_rows(k[x / STEPS]) + rows_step<ROWS>(x % STEPS),
+                               x > 0);
 #pragma unroll
     for (int x = 0; x < D / 16; x++)
-        wgmma<f16, 64, 0>::run(s, q_high + rows_step<ROWS>(x), k_low + rows_step<ROWS>(x), 1);
+        wgmma<f16, 64, 0>::run(s, q_high + rows_step<ROWS>(x),
+                               describe_rows(k[x / STEPS] + PART_BYTES) + rows_step<ROWS>(x % STEPS), 1);
 #pragma unroll
     for (int x = 0; x < D / 16; x++)
-        wgmma<f16, 64, 0>::run(s, q_high + rows_step<ROWS>(x), k_high + rows_step<ROWS>(x), 1);
+        wgmma<f16, 64, 0>::run(x < STEPS ? s : rest, q_high + rows_step<ROWS>(x),
+                               describe_rows(k[x / STEPS]) + rows_step<ROWS>(x % STEPS), x != STEPS);
     wgmma_commit();
 }
 
@@ -34,7 +39,7 @@ struct split_weights {
     uint32_t high[SPLIT_ROWS / 16][4], low[SPLIT_ROWS / 16][4];
 };
 
-/* part = P·V: issued. */
+/* part = P·V, of D columns: issued. */
 template <int D> INLINE void issue_sums(const split_weights &a, uint32_t v, float (*part)[4]) {
     const uint64_t high = describe_columns<2 * PART_BYTES>(v), low = describe_columns<2 * PART_BYTES>(v + PART_BYTES);
     wgmma_fence();
@@ -203,11 +208,12 @@ INLINE void drop(const attention_params &p, const forward_work &f, const forward
                   1.0f, s);
 }
 
-/* The scores of tile t are there: marks and masks, softmax, the two parts of P. o and *shift: of which power of two V is. */
-template <int D, bool FULL>
+/* The scores of tile t are there: marks and masks, softmax, then `finish` of the tile before, the two parts of P. o and *unit: of which
+ * power of two V is. */
+template <int D, bool FULL, typename F>
 INLINE void receive_scores(const attention_params &p, const forward_work &f, const forward_rows &w, int t,
                            uint32_t info, softmax_state *state, float (*s)[4], split_weights *a, float (*o)[4],
-                           float *unit) {
+                           float *unit, F finish) {
     const split_info k = read_info(info), v = read_info(info + 16);
     const float c = FULL ? LOG2E : w.mantissa * power_of_two(max(-126, min(w.exponent - k.exponent, 125)));
     const uint32_t marks[2] = {k.marks[0] | v.marks[0], k.marks[1] | v.marks[1]};
@@ -226,14 +232,40 @@ INLINE void receive_scores(const attention_params &p, const forward_work &f, con
     const bool grows = online_softmax(state, c, s, shrink);
     if (FULL && p.drops)
         drop(p, f, w, t, s);
+    finish();
     if (grows)
 #pragma unroll
-        for (int y = 0; y < D / 8; y++)
+        for (int y = 0; y < D / split_parts(D) / 8; y++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 o[y][e] *= shrink[e / 2];
     split_scores(s, a);
-    *unit = power_of_two(-SHIFT - v.exponent);
+    *unit = SPLIT_GIVES_BACK * power_of_two(-SHIFT - v.exponent);
+}
+
+/* The tile whose first part is at r: waits for all of it; addresses of its parts. The next tile's place is returned. */
+template <typename layout> INLINE ring await_tile(uint32_t smem, ring r, uint32_t (&at)[layout::parts]) {
+#pragma unroll
+    for (int part = 0; part < layout::parts; part++) {
+        mbarrier_wait(smem + layout::barriers + FULL_SLOT + r.slot * 8, r.turn);
+        at[part] = smem + layout::keys + r.slot * layout::part;
+        advance<layout::slots>(&r);
+    }
+    return r;
+}
+
+/* All of the tile is done with, and r goes on to the next. */
+template <typename layout> INLINE void release_tile(uint32_t smem, ring *r) {
+#pragma unroll
+    for (int part = 0; part < layout::parts; part++) {
+        release(smem + layout::barriers + EMPTY + r->slot * 8);
+        advance<layout::slots>(r);
+    }
+}
+
+/* The part that has a warpgroup's columns. */
+template <typename layout> INLINE uint32_t part_of(const uint32_t (&at)[layout::parts], int group) {
+    return at[layout::parts == 1 || group % layout::parts == 0 ? 0 : layout::parts - 1];
 }
 
 /* A tile of K and one of V that this warpgroup does not see. */
@@ -242,7 +274,7 @@ template <int D, int GROUPS> INLINE void pass_by(uint32_t smem, ring *r, int til
     for (int x = 0; x < tiles; x++) {
         take_turn<GROUPS>(group);
         pass_turn<GROUPS>(group);
-        for (int y = 0; y < 2; y++) {
+        for (int y = 0; y < 2 * layout::parts; y++) {
             const uint32_t full = smem + layout::barriers + FULL_SLOT + r->slot * 8;
             mbarrier_wait(full, r->turn);
             release(full + EMPTY - FULL_SLOT);
@@ -251,75 +283,107 @@ template <int D, int GROUPS> INLINE void pass_by(uint32_t smem, ring *r, int til
     }
 }
 
-/* Tiles t0 .. t1-1. */
+/* o += part·unit. */
+template <int COLUMNS> INLINE void add_sums(const float (*part)[4], float unit, float (*o)[4]) {
+#pragma unroll
+    for (int y = 0; y < COLUMNS / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            o[y][e] = fmaf(part[y][e], unit, o[y][e]);
+    pin_all<COLUMNS / 8>(o);
+}
+
+/* The scores are there, and their rest with them. */
+template <int PARTS> INLINE void join_scores(float (*s)[4], float (*rest)[4]) {
+    pin_all<SPLIT_ROWS / 8>(s);
+    if (PARTS == 1)
+        return;
+    pin_all<SPLIT_ROWS / 8>(rest);
+#pragma unroll
+    for (int y = 0; y < SPLIT_ROWS / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] += rest[y][e];
+}
+
+/* Tiles t0 .. t1-1. The warpgroup's part of V is that of its columns of o. Where scores take twice the registers, P·V is made in two strips
+ * of columns, the second behind the scores of the next tile. */
 template <int D, int GROUPS, bool FULL>
 INLINE void compute(const attention_params &p, const forward_work &f, const forward_rows &w, int t0, int t1, int group,
                     uint32_t smem, ring *r, softmax_state *state, float (*o)[4]) {
     typedef forward32<D, GROUPS> layout;
-    const uint32_t q = smem + group * layout::tile, barriers = smem + layout::barriers;
+    constexpr int PARTS = layout::parts, COLUMNS = layout::columns, STRIP = COLUMNS / PARTS;
+    constexpr int STRIP_BYTES = STRIP / 64 * 2 * PART_BYTES;
+    const uint32_t q = smem + group / PARTS * layout::tile;
     split_weights a;
-    float s[SPLIT_ROWS / 8][4], part[D / 8][4], unit;
-    mbarrier_wait(barriers + FULL_SLOT + r->slot * 8, r->turn);
+    uint32_t k[PARTS], v[PARTS];
+    float s[SPLIT_ROWS / 8][4], rest[SPLIT_ROWS / 8][4], part[STRIP / 8][4], unit;
+    await_tile<layout>(smem, *r, k);
     take_turn<GROUPS>(group);
     if (FULL)
         prefetch_bias(p, f.c, f.x, w.i0, t0 * SPLIT_ROWS);
-    issue_scores<D>(q, smem + layout::keys + r->slot * layout::tile, s);
+    issue_scores<D>(q, k, s, rest);
     pass_turn<GROUPS>(group);
     wgmma_wait<0>();
-    pin_all<SPLIT_ROWS / 8>(s);
-    receive_scores<D, FULL>(p, f, w, t0, smem + layout::infos + r->slot * 32, state, s, &a, o, &unit);
-    release(barriers + EMPTY + r->slot * 8);
-    advance<layout::slots>(r);
+    join_scores<PARTS>(s, rest);
+    receive_scores<D, FULL>(p, f, w, t0, smem + layout::infos + r->slot * 32, state, s, &a, o, &unit, [] {});
+    release_tile<layout>(smem, r);
 #pragma unroll 1
     for (int t = t0 + 1; t < t1; t++) {
-        ring next = *r;
-        advance<layout::slots>(&next);
-        mbarrier_wait(barriers + FULL_SLOT + r->slot * 8, r->turn);
-        mbarrier_wait(barriers + FULL_SLOT + next.slot * 8, next.turn);
+        ring next = await_tile<layout>(smem, *r, v);
+        await_tile<layout>(smem, next, k);
+        const uint32_t mine = part_of<layout>(v, group);
         take_turn<GROUPS>(group);
         pin_all<4>(a.high);
         pin_all<4>(a.low);
         if (FULL)
             prefetch_bias(p, f.c, f.x, w.i0, t * SPLIT_ROWS);
-        issue_sums<D>(a, smem + layout::keys + r->slot * layout::tile, part);
-        issue_scores<D>(q, smem + layout::keys + next.slot * layout::tile, s);
+        issue_sums<STRIP>(a, mine, part);
+        issue_scores<D>(q, k, s, rest);
         pass_turn<GROUPS>(group);
         wgmma_wait<1>();
-        pin_all<D / 8>(part);
-        release(barriers + EMPTY + r->slot * 8);
-#pragma unroll
-        for (int y = 0; y < D / 8; y++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                o[y][e] = fmaf(part[y][e], unit, o[y][e]);
-        pin_all<D / 8>(o);
-        wgmma_wait<0>();
-        pin_all<SPLIT_ROWS / 8>(s);
-        receive_scores<D, FULL>(p, f, w, t, smem + layout::infos + next.slot * 32, state, s, &a, o, &unit);
-        release(barriers + EMPTY + next.slot * 8);
-        *r = next;
-        advance<layout::slots>(r);
+        pin_all<STRIP / 8>(part);
+        if (PARTS == 1)
+            release_tile<layout>(smem, r);
+        add_sums<STRIP>(part, unit, o);
+        if (PARTS > 1) {
+            issue_sums<STRIP>(a, mine + STRIP_BYTES, part);
+            wgmma_wait<1>();
+        } else {
+            wgmma_wait<0>();
+        }
+        join_scores<PARTS>(s, rest);
+        receive_scores<D, FULL>(p, f, w, t, smem + layout::infos + next.slot * 32, state, s, &a, o, &unit, [&] {
+            if (PARTS == 1)
+                return;
+            wgmma_wait<0>();
+            pin_all<STRIP / 8>(part);
+            release_tile<layout>(smem, r);
+            add_sums<STRIP>(part, unit, o + STRIP / 8);
+        });
+        release_tile<layout>(smem, r);
     }
-    mbarrier_wait(barriers + FULL_SLOT + r->slot * 8, r->turn);
+    await_tile<layout>(smem, *r, v);
     pin_all<4>(a.high);
     pin_all<4>(a.low);
-    issue_sums<D>(a, smem + layout::keys + r->slot * layout::tile, part);
-    wgmma_wait<0>();
-    pin_all<D / 8>(part);
-    release(barriers + EMPTY + r->slot * 8);
-    advance<layout::slots>(r);
 #pragma unroll
-    for (int y = 0; y < D / 8; y++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            o[y][e] = fmaf(part[y][e], unit, o[y][e]);
+    for (int strip = 0; strip < PARTS; strip++) {
+        issue_sums<STRIP>(a, part_of<layout>(v, group) + strip * STRIP_BYTES, part);
+        wgmma_wait<0>();
+        pin_all<STRIP / 8>(part);
+        if (strip == PARTS - 1)
+            release_tile<layout>(smem, r);
+        add_sums<STRIP>(part, unit, o + strip * STRIP / 8);
+    }
 }
 
 /* ------------------------------------------------------------------------------------------------------- the result */
 
-/* What the sums of a row are multiplied with; its log-sum-exp is stored. The sink joins in. *keep: as add_row takes it. */
-INLINE float end_query(const attention_params &p, const forward_work &w, int i, float max, float offset, float sum,
-                       float *keep) {
+/* What the sums of a row are multiplied with; its log-sum-exp is stored, by the first of its sharers, when all have read what was there.
+ * The sink joins in. *keep: as add_row takes it. */
+template <typename layout>
+INLINE float end_query(const attention_params &p, const forward_work &w, int group, int i, float max, float offset,
+                       float sum, float *keep) {
     const float mantissa = mantissa_of(p.scale_log2), unit = p.unit / power_of(p.scale_log2);
     const float sink = sink_of(p, w.x, i < w.c.sq);
     float lse;
@@ -331,27 +395,30 @@ INLINE float end_query(const attention_params &p, const forward_work &w, int i, 
         shrink *= s.take;
         *keep = s.keep;
     }
-    if (p.t.lse && threadIdx.x % 4 == 0 && i < w.c.all_sq)
+    if (layout::parts > 1 && p.adds)
+        barrier_sync(1 + layout::sets * layout::parts + group / layout::parts, layout::sharers);
+    if (p.t.lse && threadIdx.x % 4 == 0 && i < w.c.all_sq && group % layout::parts == 0)
         ((float *)p.t.lse)[lse_at(p, w.c, w.x, i)] = lse;
     return sum == 0.0f ? 0.0f : shrink / sum;
 }
 
 /* o = O / sum, and lse. The four lanes of a row write 32 bytes. */
-template <int D, bool FULL>
-INLINE void store_rows(const attention_params &p, const forward_work &w, int i0, const softmax_state &state,
+template <typename layout, bool FULL>
+INLINE void store_rows(const attention_params &p, const forward_work &w, int i0, int group, const softmax_state &state,
                        const float (*o)[4]) {
-    const int column = fragment_column();
+    const int column = group % layout::parts * layout::columns + fragment_column();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = i0 + fragment_row() + half * 8;
         float keep = 0.0f;
-        const float by = end_query(p, w, i, state.max[half], state.offset[half], quad_sum(state.sum[half]), &keep) *
-                         (FULL ? p.keep_scale : 1.0f);
+        const float by =
+            end_query<layout>(p, w, group, i, state.max[half], state.offset[half], quad_sum(state.sum[half]), &keep) *
+            (FULL ? p.keep_scale : 1.0f);
         float *to = (float *)p.t.o + row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + i);
         if (i >= w.c.all_sq)
             continue;
 #pragma unroll
-        for (int y = 0; y < D / 8; y++) {
+        for (int y = 0; y < layout::columns / 8; y++) {
             const int e = y * 8 + column;
             float x0 = by == 0.0f ? 0.0f : o[y][2 * half] * by, x1 = by == 0.0f ? 0.0f : o[y][2 * half + 1] * by;
             if (p.adds && keep >= 0.0f) {
@@ -376,16 +443,17 @@ INLINE void consume(const attention_params &p, const forward_work &w, int group,
     typedef forward32<D, GROUPS> layout;
     forward_rows rows;
     softmax_state state;
-    float o[D / 8][4];
+    float o[layout::columns / 8][4];
     int t0, t1;
     ring r = {0, 0};
-    rows.i0 = w.row0 + group * SPLIT_ROWS;
+    const int set = group / layout::parts;
+    rows.i0 = w.row0 + set * SPLIT_ROWS;
     rows.last = min(w.c.sq, rows.i0 + SPLIT_ROWS) - 1;
     rows.lo = w.c.lo;
     rows.hi = w.c.hi;
     rows.sk = w.c.sk;
     find_keys(w.c, rows.i0, rows.last + 1, &t0, &t1);
-    zero_all<D / 8>(o);
+    zero_all<layout::columns / 8>(o);
     state = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, {0.0f, 0.0f}};
     if (group == GROUPS - 1)
         pass_turn<GROUPS>(group);
@@ -394,14 +462,14 @@ INLINE void consume(const attention_params &p, const forward_work &w, int group,
     if (t0 < t1) {
         rows.mantissa = mantissa_of(p.scale_log2);
         rows.exponent =
-            exponent_of(p.scale_log2) - split_queries<D, GROUPS, FULL>(p, w, rows.i0, group, shared, &rows.marks);
+            exponent_of(p.scale_log2) - split_queries<D, GROUPS, FULL>(p, w, rows.i0, set, shared, &rows.marks);
     }
     pass_by<D, GROUPS>(smem, &r, t0 - w.t0, group);
     if (t0 < t1) {
         compute<D, GROUPS, FULL>(p, w, rows, t0, t1, group, smem, &r, &state, o);
     }
     pass_by<D, GROUPS>(smem, &r, w.t1 - t1, group);
-    store_rows<D, FULL>(p, w, rows.i0, state, o);
+    store_rows<layout, FULL>(p, w, rows.i0, group, state, o);
 }
 
 template <int D, int GROUPS, bool FULL> INLINE void attention_forward32(const attention_params &p) {
@@ -419,7 +487,7 @@ template <int D, int GROUPS, bool FULL> INLINE void attention_forward32(const at
         }
         mbarrier_init_fence();
     }
-    if (threadIdx.x < 2 * GROUPS)
+    if (threadIdx.x < 2 * layout::sets)
         ((uint32_t *)(from + layout::marks))[threadIdx.x] = 0;
     __syncthreads();
     const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
@@ -440,5 +508,5 @@ template <int D, int GROUPS, bool FULL> INLINE void attention_forward32(const at
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params p) {                                                              \
         wait_for_earlier_grid();                                                                                       \
-        attention_forward32<dim, own / SPLIT_ROWS, variant_##variant>(p);                                              \
+        attention_forward32<dim, warps / 4 - 1, variant_##variant>(p);                                                 \
     }

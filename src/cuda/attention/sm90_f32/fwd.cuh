@@ -9,14 +9,17 @@
 #define PART_BYTES (SPLIT_ROWS * 128) /* from the high to the low part of a strip */
 #define SHIFT 15                      /* P is at most 1, and 2^15 in float16 */
 
+/* GROUPS: warpgroups; one for each 64 queries, or as many as a tile has parts. */
 template <int D, int GROUPS> struct forward32 {
-    static constexpr int rows = GROUPS * SPLIT_ROWS;
-    static constexpr int tile = split_tile_bytes(D);
+    static constexpr int parts = split_parts(D), sets = GROUPS / parts, sharers = parts * WARPGROUP;
+    static constexpr int rows = sets * SPLIT_ROWS;
+    static constexpr int columns = D / parts; /* of o that a warpgroup has */
+    static constexpr int tile = split_tile_bytes(D), part = split_part_bytes(D);
     static constexpr int slots = forward32_slots(D);
-    static constexpr int keys = GROUPS * tile; /* K and V in turn */
-    static constexpr int infos = keys + slots * tile;
-    static constexpr int marks = infos + 2 * slots * 16;   /* of the queries, two words a warpgroup */
-    static constexpr int largest = marks + GROUPS * 2 * 4; /* a word a warp */
+    static constexpr int keys = sets * tile; /* K and V in turn */
+    static constexpr int infos = keys + slots * part;
+    static constexpr int marks = infos + 2 * slots * 16; /* of the queries, two words for each 64 */
+    static constexpr int largest = marks + sets * 2 * 4; /* a word a warp */
     static constexpr int barriers = largest + GROUPS * 4 * 4;
     static constexpr int bytes = barriers + 8 * FORWARD32_BARRIERS;
     static_assert(bytes == forward32_layout_bytes(D, rows), "as the plan counts");
@@ -53,47 +56,49 @@ template <int ROWS> INLINE forward_work find_work(const attention_params &p) {
 
 /* ---------------------------------------------------------------------------------------------------------- loads */
 
-/* Tile n of a tensor, once its slot is empty. */
+/* Tile n of a tensor, each part once its slot is empty. */
 template <int D, int GROUPS>
-INLINE void load_tile(const split_tensor &x, int64_t n, uint32_t smem, const ring &r, const split_tensor *other) {
+INLINE void load_tile(const split_tensor &x, int64_t n, uint32_t smem, ring *r, const split_tensor *other) {
     typedef forward32<D, GROUPS> layout;
-    const uint32_t full = smem + layout::barriers + FULL_SLOT + r.slot * 8;
-    const uint32_t info = smem + layout::infos + r.slot * 32;
-    mbarrier_wait(full + EMPTY - FULL_SLOT, r.turn ^ 1);
-    mbarrier_expect(full, layout::tile + (other ? 32 : 0));
-    copy_bulk(smem + layout::keys + r.slot * layout::tile, (const char *)x.tiles + n * layout::tile, layout::tile,
-              full);
-    if (other) {
-        copy_bulk(info, &x.info[n], 16, full);
-        copy_bulk(info + 16, &other->info[n], 16, full);
+#pragma unroll
+    for (int part = 0; part < layout::parts; part++) {
+        const uint32_t full = smem + layout::barriers + FULL_SLOT + r->slot * 8;
+        const uint32_t info = smem + layout::infos + r->slot * 32;
+        const bool knows = other && part == 0;
+        mbarrier_wait(full + EMPTY - FULL_SLOT, r->turn ^ 1);
+        mbarrier_expect(full, layout::part + (knows ? 32 : 0));
+        copy_bulk(smem + layout::keys + r->slot * layout::part,
+                  (const char *)x.tiles + n * layout::tile + part * layout::part, layout::part, full);
+        if (knows) {
+            copy_bulk(info, &x.info[n], 16, full);
+            copy_bulk(info + 16, &other->info[n], 16, full);
+        }
+        advance<layout::slots>(r);
     }
 }
 
 /* One thread sends for everything, in the order of use. What is known of V's tile comes with that of K. */
 template <int D, int GROUPS> INLINE void produce(const attention_params &p, const forward_work &w, uint32_t smem) {
-    typedef forward32<D, GROUPS> layout;
     const int64_t k = split_tile(p, w.c, true, w.x / p.group, 0);
     ring r = {0, 0};
 #pragma unroll 1
     for (int t = w.t0; t < w.t1; t++) {
-        load_tile<D, GROUPS>(p.split[SPLIT_K], k + t, smem, r, &p.split[SPLIT_V]);
-        advance<layout::slots>(&r);
-        load_tile<D, GROUPS>(p.split[SPLIT_V], k + t, smem, r, NULL);
-        advance<layout::slots>(&r);
+        load_tile<D, GROUPS>(p.split[SPLIT_K], k + t, smem, &r, &p.split[SPLIT_V]);
+        load_tile<D, GROUPS>(p.split[SPLIT_V], k + t, smem, &r, NULL);
     }
 }
 
-/* A warpgroup splits its 64 queries from row i0 on; *marks: of this thread's two rows, in bits 0 and 8. Their exponent. */
+/* The sharers of 64 queries split them, those from row i0 on; *marks: of this thread's two rows, in bits 0 and 8. Their exponent. */
 template <int D, int GROUPS, bool FULL>
-INLINE int split_queries(const attention_params &p, const forward_work &w, int i0, int group, char *shared,
+INLINE int split_queries(const attention_params &p, const forward_work &w, int i0, int set, char *shared,
                          uint32_t *marks) {
     typedef forward32<D, GROUPS> layout;
-    constexpr int CHUNKS = SPLIT_ROWS * D / 8 / WARPGROUP, STEP = SPLIT_ROWS / CHUNKS;
-    const int thread = threadIdx.x % WARPGROUP, row = thread / (D / 8), chunk = thread % (D / 8);
+    constexpr int CHUNKS = SPLIT_ROWS * D / 8 / layout::sharers, STEP = SPLIT_ROWS / CHUNKS;
+    const int thread = (threadIdx.x - WARPGROUP) % layout::sharers, row = thread / (D / 8), chunk = thread % (D / 8);
     const float *from = (const float *)p.t.q + row_at(p.a.q_stride, w.c.n, w.x, w.c.first_q + i0 + row);
-    uint32_t *marked = (uint32_t *)(shared + layout::marks) + group * 2;
-    uint32_t *largest = (uint32_t *)(shared + layout::largest) + group * 4, most = 0;
-    char *to = shared + group * layout::tile + chunk / 8 * (2 * PART_BYTES);
+    uint32_t *marked = (uint32_t *)(shared + layout::marks) + set * 2;
+    uint32_t *largest = (uint32_t *)(shared + layout::largest) + set * layout::sharers / 32, most = 0;
+    char *to = shared + set * layout::tile + chunk / 8 * (2 * PART_BYTES);
     float x[CHUNKS][8];
     int begin, end;
     split_range(w.c, false, &begin, &end);
@@ -108,23 +113,26 @@ INLINE int split_queries(const attention_params &p, const forward_work &w, int i
         if (clean_chunk(x[z], &most))
             atomicOr(&marked[(row + z * STEP) / 32], 1u << (row + z * STEP) % 32);
     if (FULL && (p.a.features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK))) { /* the tile's own place is free still */
-        float *const tile = (float *)(shared + group * layout::tile);
-        drop_hidden<D, CHUNKS>(p, w.c, false, w.x, i0, row, STEP, thread / 32, WARPGROUP / 32, x, tile, marked,
-                               (uint32_t *)tile + SPLIT_ROWS, [=] { barrier_sync(1 + GROUPS + group, WARPGROUP); });
+        float *const tile = (float *)(shared + set * layout::tile);
+        drop_hidden<D, CHUNKS>(p, w.c, false, w.x, i0, row, STEP, thread / 32, layout::sharers / 32, x, tile, marked,
+                               (uint32_t *)tile + SPLIT_ROWS, [=] { barrier_sync(1 + GROUPS + set, layout::sharers); });
         most = largest_of<CHUNKS>(x);
     }
     most = __reduce_max_sync(ALL_LANES, most);
     if (thread % 32 == 0)
         largest[thread / 32] = most;
-    barrier_sync(1 + GROUPS + group, WARPGROUP);
-    const int exponent = split_exponent(max(max(largest[0], largest[1]), max(largest[2], largest[3])));
+    barrier_sync(1 + GROUPS + set, layout::sharers);
+#pragma unroll
+    for (int warp = 0; warp < layout::sharers / 32; warp++)
+        most = max(most, largest[warp]);
+    const int exponent = split_exponent(most);
 #pragma unroll
     for (int z = 0; z < CHUNKS; z++) {
         const int r = row + z * STEP;
         store_chunk(to + r * 128 + ((chunk ^ r) & 7) * 16, x[z], power_of_two(exponent));
     }
     fence_async();
-    barrier_sync(1 + GROUPS + group, WARPGROUP);
+    barrier_sync(1 + GROUPS + set, layout::sharers);
     *marks = marked[fragment_row() / 32] >> fragment_row() % 32;
     return exponent;
 }
