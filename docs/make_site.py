@@ -64,6 +64,7 @@ NAV = {
         "Many processes": "docs/parallel.md",
         "Keys in pages": "docs/serving.md",
         "Compatibility": "docs/compatibility.md",
+        "GPUs": "docs/gpus.md",
         "Limits": "docs/limits.md",
     },
     "Understand it": {

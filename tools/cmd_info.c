@@ -10,8 +10,10 @@ static const char usage[] =
     "Prints the library's version, each device that it can compute on (or why it cannot), and the instruction sets of "
     "the CPU,\n"
     "best first. HEDDLE_CPU=avx2 (or any of those) forces one; OMP_NUM_THREADS=n sets the number of threads.\n"
-    "On a GPU HEDDLE_CUDA_FAMILY=sm80, sm90 or small takes that family of kernels wherever it can; behind the device "
-    "stands\nwhat of the environment changes nothing.\n";
+    "On a GPU HEDDLE_CUDA_FAMILY=sm80, sm90 or small takes that family of kernels wherever it can, and\n"
+    "HEDDLE_CUDA_SHARED=99 no more KiB of a block's shared memory, as if the GPU were a smaller one; behind the "
+    "device\n"
+    "stands what of the environment changes nothing.\n";
 
 int cmd_info(int argc, char **argv) {
     static const struct option options[] = {{"help", no_argument, NULL, 'h'}, {0}};

@@ -59,6 +59,34 @@ static void old_name_of_family(void) {
     MUST(strstr(text, "sm90 and sm80 kernels; HEDDLE_CUDA=sm80 changes nothing, the variable is HEDDLE_CUDA_FAMILY"));
 }
 
+/* As many KiB of shared memory as a smaller GPU has: nothing asks for more, and the kernels are that GPU's. */
+static void limited_shared_memory(void) {
+    char text[512];
+    set("HEDDLE_CUDA_FAMILY", "sm80");
+    set("HEDDLE_CUDA_SHARED", "99");
+    MUST(heddle_device_describe(HEDDLE_CUDA, text, sizeof text) == HEDDLE_OK);
+    MUST(strstr(text, "sm80 kernels; HEDDLE_CUDA_SHARED: 99 KiB of shared memory a block"));
+    set("FAKE_SHARED", "101376"); /* what the fake holds launches to */
+    all_run();
+    MUST(fake_launches("heddle_attention_bwd_bf16_d128_least_sm80") == 1);
+}
+
+static void more_shared_memory_than_there_is(void) {
+    char text[512];
+    set("HEDDLE_CUDA_SHARED", "500");
+    MUST(heddle_device_describe(HEDDLE_CUDA, text, sizeof text) == HEDDLE_OK && !strstr(text, "HEDDLE_CUDA_SHARED"));
+    all_run();
+}
+
+static void wrong_limit(void) {
+    char text[512];
+    set("HEDDLE_CUDA_FAMILY", "sm12");
+    set("HEDDLE_CUDA_SHARED", "99k");
+    MUST(heddle_device_describe(HEDDLE_CUDA, text, sizeof text) == HEDDLE_OK);
+    MUST(strstr(text, "HEDDLE_CUDA_FAMILY=sm12 is no family of kernels"));
+    MUST(strstr(text, "; HEDDLE_CUDA_SHARED=99k is no number of KiB from 16 to 1024, and changes nothing"));
+}
+
 static void old_driver(void) {
     set("FAKE_VERSION", "11080");
     all_tell(HEDDLE_NO_DEVICE, "for CUDA 11.8, heddle needs 12.0");
@@ -177,6 +205,9 @@ static void many_threads(void) {
 SCENARIO(no_gpu)
 SCENARIO(unknown_family)
 SCENARIO(old_name_of_family)
+SCENARIO(limited_shared_memory)
+SCENARIO(more_shared_memory_than_there_is)
+SCENARIO(wrong_limit)
 SCENARIO(old_driver)
 SCENARIO(driver_that_does_not_start)
 SCENARIO(turing)
@@ -196,6 +227,9 @@ int main(void) {
         cmocka_unit_test(test_no_gpu),
         cmocka_unit_test(test_unknown_family),
         cmocka_unit_test(test_old_name_of_family),
+        cmocka_unit_test(test_limited_shared_memory),
+        cmocka_unit_test(test_more_shared_memory_than_there_is),
+        cmocka_unit_test(test_wrong_limit),
         cmocka_unit_test(test_old_driver),
         cmocka_unit_test(test_driver_that_does_not_start),
         cmocka_unit_test(test_turing),

@@ -135,6 +135,12 @@ static void on_rtx4090(void) {
 static void on_blackwell(void) {
     on_card("120", "101376", "188");
 }
+static void on_l40s(void) {
+    on_card("89", "101376", "142");
+}
+static void on_b200(void) {
+    on_card("100", "232448", "148");
+}
 static void with_little_shared_memory(void) {
     on_card("86", "49152", "82");
 }
@@ -391,7 +397,9 @@ SCENARIO(on_a100)
 SCENARIO(on_rtx3090)
 SCENARIO(on_orin)
 SCENARIO(on_rtx4090)
+SCENARIO(on_l40s)
 SCENARIO(on_blackwell)
+SCENARIO(on_b200)
 SCENARIO(with_little_shared_memory)
 SCENARIO(on_h200)
 SCENARIO(few_rows)
@@ -460,7 +468,9 @@ int main(void) {
         cmocka_unit_test(test_on_rtx3090),
         cmocka_unit_test(test_on_orin),
         cmocka_unit_test(test_on_rtx4090),
+        cmocka_unit_test(test_on_l40s),
         cmocka_unit_test(test_on_blackwell),
+        cmocka_unit_test(test_on_b200),
         cmocka_unit_test(test_with_little_shared_memory),
         cmocka_unit_test(test_on_h200),
         cmocka_unit_test(test_few_rows),

@@ -14,6 +14,24 @@
 
 static device_record records[MAX_DEVICES];
 
+/* HEDDLE_CUDA_SHARED: so many KiB of a block's shared memory, as a smaller GPU has them, where this one has more. */
+static void limit_shared(device_record *r) {
+    const char *text = getenv("HEDDLE_CUDA_SHARED");
+    char *end = NULL;
+    const long wanted = text ? strtol(text, &end, 10) : 0;
+    if (!text || !*text)
+        return;
+    const size_t used = strlen(r->note);
+    if (*end || wanted < 16 || wanted > 1024)
+        snprintf(r->note + used, sizeof r->note - used,
+                 "; HEDDLE_CUDA_SHARED=%.32s is no number of KiB from 16 to 1024, and changes nothing", text);
+    else if (wanted * 1024 < r->shared_optin) {
+        r->shared_optin = (int)wanted * 1024;
+        snprintf(r->note + used, sizeof r->note - used, "; HEDDLE_CUDA_SHARED: %ld KiB of shared memory a block",
+                 wanted);
+    }
+}
+
 /* What of the environment is not heeded, to go behind a description: a name that nobody knows, as with HEDDLE_CPU; or the name that
  * the variable once had. */
 static void note_unheeded(const char *wanted, bool known, char *note, size_t n) {
@@ -44,6 +62,7 @@ static void query_device(const cuda_driver *cu, device_record *r, int ordinal) {
         wanted = "";
     const bool sm80 = !strcmp(wanted, "sm80"), sm90 = !strcmp(wanted, "sm90"), small = !strcmp(wanted, "small");
     note_unheeded(wanted, sm80 || sm90 || small, r->note, sizeof r->note);
+    limit_shared(r);
     r->sm90 = r->major == 9 && !sm80;
     /* Graphs take such launches since CUDA 12.3. */
     r->overlaps = r->major == 9 && cu->version >= 12030 && !getenv("CUDA_FORCE_PTX_JIT");

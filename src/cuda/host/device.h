@@ -15,7 +15,7 @@
 typedef struct device_record {
     atomic_int state; /* 0: nobody has asked, 1: somebody is at it, 2: done */
     char name[96];    /* "NVIDIA H200 (device 0, sm_90)" */
-    char note[128];   /* what of the environment is not heeded, or nothing */
+    char note[256];   /* what of the environment is not heeded, and its limit of shared memory; or nothing */
     int ordinal, major, minor, multiprocessors, shared_optin;
     int sm90;  /* Hopper, and HEDDLE_CUDA_FAMILY does not ask for less */
     int small; /* SMALL_CHOSEN, or what HEDDLE_CUDA_FAMILY asks for */
