@@ -89,6 +89,7 @@ typedef struct attention_params {
     int32_t page_bits;   /* HEDDLE_PAGES: a page has 2^page_bits keys; 0: there are none */
     int32_t *
         few; /* float32 on Hopper, [b][hk]: most rows see few keys, and sm80's kernels have them; NULL: nobody looked */
+    int32_t lo, hi; /* of a sequence as long as the tensors: as place has them */
 } attention_params;
 
 /* The one parameter of the kernels for Hopper. dout only in backward; bias where VECTOR_BIAS_BOXES says so. */

@@ -260,6 +260,9 @@ static void fill_blocks(const attention_problem *of, const attention_choice *c, 
     p->blocks_of_dk = c->blocks_of_dk;
     const sequence longest = {.sq = a->sq, .sk = a->sk};
     p->off = diagonal_offset(a, longest) - own_offset(a, longest);
+    const band seen = band_along(a, diagonal_offset(a, longest));
+    p->lo = (int32_t)clamp64(seen.lo, -(INT64_C(1) << 30), INT64_C(1) << 30);
+    p->hi = (int32_t)clamp64(seen.hi, -(INT64_C(1) << 30), INT64_C(1) << 30);
     p->adds = adds;
     p->page_bits = a->features & HEDDLE_PAGES ? __builtin_ctzll((uint64_t)a->page) : 0;
 }

@@ -11,8 +11,12 @@ template <typename T, int D, int WARPS, int TILES, int BLOCK> struct backward_sh
     static constexpr int second = rows * tile<T, D>::pitch; /* K, V or Q, dO: the block's own */
     static constexpr int stages = 2 * second;               /* twice two tiles that stream */
     static constexpr int stage_bytes = 2 * BLOCK * tile<T, D>::pitch;
-    static constexpr int numbers = stages + 2 * stage_bytes;  /* per stage: base, rest, D, bad */
-    static constexpr int joins = numbers + 2 * 4 * BLOCK * 4; /* of S, then of dP */
+    /* base, rest, D and the mark of each row of a stage: behind the rows of its first tile, or behind all. */
+    static constexpr bool within = sm80_numbers_within(sizeof(T), D);
+    static constexpr int numbers = stages + (within ? D * (int)sizeof(T) : 2 * stage_bytes);
+    static constexpr int numbers_bytes = within ? stage_bytes : 4 * BLOCK * 4;
+    static constexpr int apart = within ? tile<T, D>::pitch / 4 : 1, number_step = within ? 1 : BLOCK;
+    static constexpr int joins = stages + 2 * stage_bytes + (within ? 0 : 2 * 4 * BLOCK * 4); /* of S, then of dP */
     static constexpr int join_bytes = share<T, D>::bytes(WARPS, TILES, BLOCK);
     static constexpr int bytes = joins + 2 * join_bytes;
     static_assert(bytes == sm80_backward_bytes(sizeof(T), D, rows, BLOCK), "as the plan counts");

@@ -55,7 +55,7 @@ INLINE bool few_are_left(const attention_params &p, const float (*s)[COLUMNS / 8
 /* `bytes` (a constant) further along a row of B. SWIZZLED: rows without the 16 bytes more, chunk c of row r at c ^ r%8 of its 128 bytes, as
  * cp.async likes it: a line of global memory that does not fall on one line of shared memory is fetched in two parts. */
 template <int SWIZZLED> INLINE uint32_t along_row(uint32_t at, int bytes) {
-    return SWIZZLED ? (at + (bytes & ~127)) ^ (bytes & 127) : at + bytes;
+    return SWIZZLED ? (at ^ (bytes & 127)) + (bytes & ~127) : at + bytes; /* what is added last costs nothing */
 }
 
 template <typename T, int D, int SWIZZLED> struct b_tile {

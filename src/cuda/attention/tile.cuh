@@ -115,11 +115,11 @@ INLINE void load_pages(const attention_params &p, uint32_t to, const T *tensor, 
 enum { MARK_NAN = 0x7fffffff, MARK_HIDDEN = (int)0xff800000u };
 
 /* Marks the keys that are in no page, by the first warp (or the only one). */
-template <int ROWS> INLINE void mark_hidden(int pages, int *marks) {
+template <int ROWS, int STEP = 1> INLINE void mark_hidden(int pages, int *marks) {
 #pragma unroll
     for (int g = 0; g < ROWS; g += PAGE_ROWS)
         if (__shfl_sync(ALL_LANES, pages, g / PAGE_ROWS) < 0 && threadIdx.x % 32 < PAGE_ROWS)
-            marks[g + threadIdx.x % 32] = MARK_HIDDEN;
+            marks[(g + threadIdx.x % 32) * STEP] = MARK_HIDDEN;
 }
 
 /* In a tile that a mask cuts, 0·NaN would leak through a product. Each thread looks at what it has loaded itself:

@@ -29,18 +29,17 @@ INLINE void form_products(const attention_params &p, const place &c, uint32_t sh
 /* -------------------------------------------------------------------------------------------------- dK and dV */
 
 /* s, dp: Sᵀ, dPᵀ -> Pᵀ where kept, dTᵀ. Rows are keys, columns queries. */
-template <typename T, bool CUT, int TILES, int BLOCK>
+template <typename T, bool CUT, int TILES, int BLOCK, int APART>
 INLINE void gradients_of_keys(const attention_params &p, const place &c, int row0, int i0, const float *numbers,
                               float (*s)[BLOCK / 8][4], float (*dp)[BLOCK / 8][4]) {
     const int lane = threadIdx.x % 32;
-    const int *bad = (const int *)(numbers + 3 * BLOCK);
 #pragma unroll
     for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int column = y * 8 + lane % 4 * 2 + e, i = i0 + column;
-            const float base = numbers[column], dsum = numbers[2 * BLOCK + column];
-            const float rest = numbers[BLOCK + column];
+            const float4 of = numbers_of<BLOCK, APART>(numbers, column);
+            const float base = of.x, rest = of.y, dsum = of.z;
             const int first = max(i + c.lo, 0), last = i < c.sq ? min(i + c.hi, c.sk - 1) : -1;
 #pragma unroll
             for (int z = 0; z < TILES; z++)
@@ -50,7 +49,7 @@ INLINE void gradients_of_keys(const attention_params &p, const place &c, int row
                     float *t = &s[z][y][2 * half + e], *dt = &dp[z][y][2 * half + e];
                     const bool seen = !CUT || (j >= first && j <= last);
                     element r = lean_element<T>(p, seen, *t, *dt, base, rest, dsum);
-                    if (CUT && r.seen && bad[column])
+                    if (CUT && r.seen && __float_as_int(of.w))
                         r.p = r.ds = CUDART_NAN_F;
                     *t = r.p;
                     *dt = r.ds;
@@ -105,7 +104,8 @@ template <typename T, int D, bool FULL, bool BOTH, int WARPS, int TILES, int BLO
 INLINE void attention_dkdv(const attention_params &p) {
     typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
     typedef tile<T, D> t;
-    constexpr int THREADS = WARPS * 32, ROWS = layout::rows, WIDTH = share<T, D>::width;
+    constexpr int THREADS = WARPS * 32, ROWS = layout::rows, WIDTH = share<T, D>::width, APART = layout::apart,
+                  MARK = 3 * layout::number_step;
     extern __shared__ __align__(16) char shared[];
     const uint32_t sk = shared_address(shared);
     const bool makes_dk = BOTH || blockIdx.x % 2;
@@ -128,20 +128,20 @@ INLINE void attention_dkdv(const attention_params &p) {
         load_queries<T, D, THREADS, BLOCK, layout>(p, c, y * p.group, begin, begin, end, sk, 0);
     }
     for (int z = threadIdx.x; z < 2 * BLOCK; z += THREADS)
-        ((int *)(shared + layout::numbers))[(z / BLOCK * 4 + 3) * BLOCK + z % BLOCK] = 0;
+        ((int *)(shared + layout::numbers + z / BLOCK * layout::numbers_bytes))[z % BLOCK * APART + MARK] = 0;
     __syncthreads();
     for (int step = 0; step < steps; step++) {
         const int64_t x = y * p.group + step / blocks;
         const int i0 = begin + step % blocks * BLOCK, stage = step & 1;
         const uint32_t sq = sk + layout::stages + stage * layout::stage_bytes, sdo = sq + BLOCK * t::pitch;
-        float *numbers = (float *)(shared + layout::numbers) + stage * 4 * BLOCK;
+        float *numbers = (float *)(shared + layout::numbers + stage * layout::numbers_bytes);
         const bool at_edge =
             i0 + BLOCK > end || key0 + ROWS > c.sk || meets_edge(c, i0, min(i0 + BLOCK, c.sq), key0, key0 + ROWS);
         const bool rich = FULL && p.rich, cut = rich || at_edge;
         cp_async_wait<0>();
         if (cut) {
-            clean_tile<T, D, BLOCK, THREADS>(sq, (int *)numbers + 3 * BLOCK);
-            clean_tile<T, D, BLOCK, THREADS>(sdo, (int *)numbers + 3 * BLOCK);
+            clean_tile<T, D, BLOCK, THREADS, APART>(sq, (int *)numbers + MARK);
+            clean_tile<T, D, BLOCK, THREADS, APART>(sdo, (int *)numbers + MARK);
         }
         __syncthreads();
         if (step + 1 < steps)
@@ -152,12 +152,12 @@ INLINE void attention_dkdv(const attention_params &p) {
         if (rich)
 #pragma unroll
             for (int z = 0; z < TILES; z++)
-                full_gradients_of_keys<T, BLOCK>(p, c, dropout, x, !at_edge, key0 + warp_row + z * 16, i0, numbers,
-                                                 s[z], dp[z]);
+                full_gradients_of_keys<T, BLOCK, APART>(p, c, dropout, x, !at_edge, key0 + warp_row + z * 16, i0,
+                                                        numbers, s[z], dp[z]);
         else if (cut)
-            gradients_of_keys<T, true, TILES, BLOCK>(p, c, key0 + warp_row, i0, numbers, s, dp);
+            gradients_of_keys<T, true, TILES, BLOCK, APART>(p, c, key0 + warp_row, i0, numbers, s, dp);
         else
-            gradients_of_keys<T, false, TILES, BLOCK>(p, c, key0 + warp_row, i0, numbers, s, dp);
+            gradients_of_keys<T, false, TILES, BLOCK, APART>(p, c, key0 + warp_row, i0, numbers, s, dp);
         const bool whole = few || (FULL && few_are_left<T, TILES, BLOCK>(p, s));
         if (BOTH)
             product_columns<T, D, BOTH ? TILES : 1, BLOCK>((float(*)[WIDTH / 8][4]) dv, s, sdo, tf32, whole);
@@ -166,7 +166,7 @@ INLINE void attention_dkdv(const attention_params &p) {
         else
             product_columns<T, D, TILES, BLOCK>(dk, s, sdo, tf32, whole);
         if (cut)
-            clear_marks<BLOCK, THREADS>((int *)numbers + 3 * BLOCK);
+            clear_marks<BLOCK, THREADS, APART>((int *)numbers + MARK);
         if (sizeof(T) == 4 && step % SUM_STEPS == SUM_STEPS - 1 && step + 1 < steps) {
             store_key_sums<T, D, BOTH, TILES>(p, w, p.adds || step > SUM_STEPS, makes_dk, warp_row, dk, dv);
             clear<TILES, WIDTH / 8>(dk);
@@ -181,7 +181,7 @@ INLINE void attention_dkdv(const attention_params &p) {
 /* -------------------------------------------------------------------------------------------------------- dQ */
 
 /* s, dp: S, dP -> dp: dT. Rows are queries, columns keys. sums: what a lane has of the step's P, in float32. */
-template <typename T, bool CUT, int TILES, int BLOCK>
+template <typename T, bool CUT, int TILES, int BLOCK, int APART>
 INLINE void gradients_of_queries(const attention_params &p, const place &c, int row0, int j0,
                                  const float (*numbers)[2][3], const int *bad, float (*s)[BLOCK / 8][4],
                                  float (*dp)[BLOCK / 8][4], float (*sums)[2]) {
@@ -201,7 +201,7 @@ INLINE void gradients_of_queries(const attention_params &p, const place &c, int 
                     float *dt = &dp[z][y][2 * half + e];
                     const bool seen = !CUT || (j >= first && j <= last);
                     const element r = lean_element<T>(p, seen, s[z][y][2 * half + e], *dt, base, rest, dsum);
-                    *dt = CUT && r.seen && bad[column] ? CUDART_NAN_F : r.ds;
+                    *dt = CUT && r.seen && bad[column * APART] ? CUDART_NAN_F : r.ds;
                     if (sizeof(T) == 4)
                         sums[z][half] += r.p;
                 }
@@ -291,7 +291,7 @@ INLINE void end_query_sums(const attention_params &p, const query_work &w, bool 
 template <typename T, int D, bool FULL, int WARPS, int TILES, int BLOCK>
 INLINE void attention_dq(const attention_params &p) {
     typedef backward_shared<T, D, WARPS, TILES, BLOCK> layout;
-    constexpr int THREADS = WARPS * 32, ROWS = layout::rows, WIDTH = share<T, D>::width;
+    constexpr int THREADS = WARPS * 32, ROWS = layout::rows, WIDTH = share<T, D>::width, APART = layout::apart;
     extern __shared__ __align__(16) char shared[];
     const uint32_t sq = shared_address(shared);
     query_work w;
@@ -307,9 +307,8 @@ INLINE void attention_dq(const attention_params &p) {
     float dq[TILES][WIDTH / 8][4], numbers[TILES][2][3], weights[TILES][2] = {};
     load_numbers<TILES>(p, c, x, row0, numbers);
     clear<TILES, WIDTH / 8>(dq);
-    int *bad = (int *)(shared + layout::numbers);
     for (int z = threadIdx.x; z < 2 * BLOCK; z += THREADS)
-        bad[z] = 0;
+        ((int *)(shared + layout::numbers + z / BLOCK * layout::numbers_bytes))[z % BLOCK * APART] = 0;
     if (w.begin < w.end) {
         load_query_tiles<T, D, ROWS, THREADS>(p, c, x, w.query0, 0, c.sq, sq, sq + layout::second);
         load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, w.begin, sq, 0);
@@ -318,13 +317,13 @@ INLINE void attention_dq(const attention_params &p) {
     int stage = 0, step = 0;
     for (int j0 = w.begin; j0 < w.end; j0 += BLOCK, stage ^= 1) {
         const uint32_t sk = sq + layout::stages + stage * layout::stage_bytes;
-        int *marks = bad + stage * BLOCK;
+        int *marks = (int *)(shared + layout::numbers + stage * layout::numbers_bytes);
         const bool at_edge =
             j0 + BLOCK > w.end || w.query0 + ROWS > c.sq || meets_edge(c, w.query0, w.query1, j0, j0 + BLOCK);
         const bool rich = FULL && p.rich, cut = rich || at_edge;
         cp_async_wait<0>();
         if (cut)
-            clean_tile<T, D, BLOCK, THREADS>(sk, marks);
+            clean_tile<T, D, BLOCK, THREADS, APART>(sk, marks);
         __syncthreads();
         if (j0 + BLOCK < w.end)
             load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, sq, stage ^ 1);
@@ -333,17 +332,17 @@ INLINE void attention_dq(const attention_params &p) {
         if (rich)
 #pragma unroll
             for (int z = 0; z < TILES; z++)
-                full_gradients_of_queries<T, BLOCK>(p, c, dropout, x, !at_edge, row0 + z * 16, j0, numbers[z], marks,
-                                                    s[z], dp[z], sums[z]);
+                full_gradients_of_queries<T, BLOCK, APART>(p, c, dropout, x, !at_edge, row0 + z * 16, j0, numbers[z],
+                                                           marks, s[z], dp[z], sums[z]);
         else if (cut)
-            gradients_of_queries<T, true, TILES, BLOCK>(p, c, row0, j0, numbers, marks, s, dp, sums);
+            gradients_of_queries<T, true, TILES, BLOCK, APART>(p, c, row0, j0, numbers, marks, s, dp, sums);
         else
-            gradients_of_queries<T, false, TILES, BLOCK>(p, c, row0, j0, numbers, marks, s, dp, sums);
+            gradients_of_queries<T, false, TILES, BLOCK, APART>(p, c, row0, j0, numbers, marks, s, dp, sums);
         for (int z = 0; z < 2 * TILES; z++)
             weights[z / 2][z % 2] += sums[z / 2][z % 2];
         product_columns<T, D, TILES, BLOCK>(dq, dp, sk, p.tf32, few || (FULL && few_are_left<T, TILES, BLOCK>(p, dp)));
         if (cut)
-            clear_marks<BLOCK, THREADS>(marks);
+            clear_marks<BLOCK, THREADS, APART>(marks);
         if (sizeof(T) == 4 && ++step % SUM_STEPS == 0 && j0 + BLOCK < w.end) {
             store_query_sums<T, D, TILES>(p, w, p.adds || step > SUM_STEPS, row0, dq);
             clear<TILES, WIDTH / 8>(dq);

@@ -86,14 +86,15 @@ template <typename T, int D, int THREADS, int BLOCK, typename layout>
 INLINE void load_queries(const attention_params &p, const place &c, int64_t x, int i0, int begin, int end,
                          uint32_t shared, int stage) {
     const uint32_t to = shared + layout::stages + stage * layout::stage_bytes;
-    const uint32_t numbers = shared + layout::numbers + stage * 4 * BLOCK * 4;
+    const uint32_t numbers = shared + layout::numbers + stage * layout::numbers_bytes;
     load_query_tiles<T, D, BLOCK, THREADS>(p, c, x, i0, begin, end, to, to + layout::stage_bytes / 2);
     const float *const from[3] = {p.base, p.rest, p.dsum};
 #pragma unroll
     for (int y = 0; y < 3; y++)
         for (int z = threadIdx.x; z < BLOCK; z += THREADS) {
             const bool there = i0 + z >= begin && i0 + z < end;
-            cp_async4(numbers + (y * BLOCK + z) * 4, from[y] + (there ? lse_at(p, c, x, i0 + z) : 0), there ? 4 : 0);
+            cp_async4(numbers + (z * layout::apart + y * layout::number_step) * 4,
+                      from[y] + (there ? lse_at(p, c, x, i0 + z) : 0), there ? 4 : 0);
         }
     cp_async_commit();
 }
@@ -103,11 +104,18 @@ INLINE bool meets_edge(const place &c, int i0, int i1, int j0, int j1) {
     return j1 - 1 > i0 + c.hi || j0 < i1 - 1 + c.lo;
 }
 
+/* base, rest, D and the mark of a row of a stage. */
+template <int BLOCK, int APART> INLINE float4 numbers_of(const float *numbers, int row) {
+    if (APART > 1)
+        return *(const float4 *)(numbers + row * APART);
+    return make_float4(numbers[row], numbers[BLOCK + row], numbers[2 * BLOCK + row], numbers[3 * BLOCK + row]);
+}
+
 /* The marks of a stage that was cut, which is marked again two steps on, with a barrier between. */
-template <int BLOCK, int THREADS> INLINE void clear_marks(int *bad) {
+template <int BLOCK, int THREADS, int APART = 1> INLINE void clear_marks(int *bad) {
     __syncthreads();
     for (int z = threadIdx.x; z < BLOCK; z += THREADS)
-        bad[z] = 0;
+        bad[z * APART] = 0;
 }
 
 #endif

@@ -5,7 +5,8 @@
 
 #include "cuda/contract.h"
 
-/* Bytes from row to row of a tile in shared memory: 16 more than a row has. */
+/* Bytes from row to row of a tile in shared memory: 16 more than a row has. What belongs to rows, or to keys by their number, lies in
+ * these, so that tiles that fill 99 KiB fit. */
 CONTRACT int sm80_pitch(int element, int dim) {
     return element * dim + 16;
 }
@@ -27,16 +28,30 @@ CONTRACT int sm80_join_bytes(int element, int dim, int own, int columns) {
     return warps > 1 ? warps * own * columns * 4 : 0;
 }
 
-/* Forward: Q; two stages of K and V; of each a mark for every key; what warps add up. */
+/* Forward: Q, with marks of keys behind its rows; K and V twice; what warps add up. */
 CONTRACT int sm80_forward_bytes(int element, int dim, int own, int block) {
-    return (own + 4 * block) * sm80_pitch(element, dim) + 2 * block * 4 + sm80_join_bytes(element, dim, own, block);
+    return (own + 4 * block) * sm80_pitch(element, dim) + sm80_join_bytes(element, dim, own, block);
 }
 
-/* Backward: two tensors of the block's own rows; two stages of two that stream, with four numbers a row; what warps add up of
- * two products. */
+/* Forward of 16 bits without options: bytes from row to row of K and V, which over a head dim of 64 have nothing between them. */
+CONTRACT int sm80_lean_pitch(int dim) {
+    return dim > 64 ? 2 * dim : sm80_pitch(2, dim);
+}
+
+/* Q, with marks of keys behind its rows; so many steps of K and V. */
+CONTRACT int sm80_lean_bytes(int dim, int own, int block, int places) {
+    return own * sm80_pitch(2, dim) + 2 * places * block * sm80_lean_pitch(dim);
+}
+
+/* Backward: do a step's numbers lie behind its rows? That is slower, and tiles of longer rows fill 99 KiB. */
+CONTRACT int sm80_numbers_within(int element, int dim) {
+    return element * dim > 256;
+}
+
+/* Two tensors of the block's own rows; two stages of two that stream, with four numbers for each row; what warps add up of two products. */
 CONTRACT int sm80_backward_bytes(int element, int dim, int own, int block) {
-    return (2 * own + 4 * block) * sm80_pitch(element, dim) + 8 * block * 4 +
-           2 * sm80_join_bytes(element, dim, own, block);
+    return (2 * own + 4 * block) * sm80_pitch(element, dim) +
+           (sm80_numbers_within(element, dim) ? 0 : 2 * 4 * block * 4) + 2 * sm80_join_bytes(element, dim, own, block);
 }
 
 /* Do the sums of dK and dV fit into registers together? Else every second block makes one of them. */

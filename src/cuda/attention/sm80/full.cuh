@@ -14,11 +14,10 @@ template <typename T> INLINE float dweight_at(const attention_params &p, const p
 }
 
 /* s, dp: Sᵀ, dPᵀ of 16 keys from key0 on and queries from i0 on -> Pᵀ where kept, dTᵀ. numbers: of the queries. */
-template <typename T, int BLOCK>
+template <typename T, int BLOCK, int APART>
 INLINE void full_gradients_of_keys(const attention_params &p, const place &c, const dropout_state &state, int64_t x,
                                    bool whole, int key0, int i0, const float *numbers, float (*s)[4], float (*dp)[4]) {
     const int lane = threadIdx.x % 32, column = lane % 4 * 2, j = key0 + lane / 4;
-    const int *bad = (const int *)(numbers + 3 * BLOCK);
     kept_bits<BLOCK> kept = keep_all<BLOCK>();
     if (p.drops)
         kept = find_kept<true, BLOCK>(p, state, dropout_head(p, c.n, x), key0, i0);
@@ -34,21 +33,23 @@ INLINE void full_gradients_of_keys(const attention_params &p, const place &c, co
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int z = y * 8 + column + e % 2;
-                const float base = numbers[z], weight = weight_of<T>(s[y][e], LOG2E, base, numbers[BLOCK + z]);
+                const float4 of = numbers_of<BLOCK, APART>(numbers, z);
+                const float base = of.x, weight = weight_of<T>(s[y][e], LOG2E, base, of.y);
+                const int bad = __float_as_int(of.w);
                 const bool there = seen >> (4 * y + e) & 1 && base != CUDART_INF_F, stays = is_kept(kept, y, e);
                 float t = stays ? dp[y][e] * p.keep_scale : 0.0f;
                 if (p.t.dweights && there)
                     t += dweight_at<T>(p, c, x, i0 + z, j + e / 2 * 8);
-                const float ds = weight * (t - numbers[2 * BLOCK + z]) * slack[y - y0][e];
-                s[y][e] = !there ? 0.0f : bad[z] ? CUDART_NAN_F : stays ? weight : 0.0f;
-                dp[y][e] = !there ? 0.0f : bad[z] ? CUDART_NAN_F : ds;
+                const float ds = weight * (t - of.z) * slack[y - y0][e];
+                s[y][e] = !there ? 0.0f : bad ? CUDART_NAN_F : stays ? weight : 0.0f;
+                dp[y][e] = !there ? 0.0f : bad ? CUDART_NAN_F : ds;
             }
     }
 }
 
 /* s, dp: S, dP of 16 queries from i0 on and keys from j0 on -> dp: dT. numbers: base, rest, D of this lane's two.
  * sums: what it has of P, kept or not, in float32. */
-template <typename T, int BLOCK>
+template <typename T, int BLOCK, int APART>
 INLINE void full_gradients_of_queries(const attention_params &p, const place &c, const dropout_state &state, int64_t x,
                                       bool whole, int i0, int j0, const float (*numbers)[3], const int *bad,
                                       float (*s)[4], float (*dp)[4], float sums[2]) {
@@ -74,7 +75,7 @@ INLINE void full_gradients_of_queries(const attention_params &p, const place &c,
                 if (p.t.dweights && there)
                     t += dweight_at<T>(p, c, x, i + e / 2 * 8, j0 + z);
                 const float ds = weight * (t - numbers[e / 2][2]) * slack[y - y0][e];
-                dp[y][e] = !there ? 0.0f : bad[z] ? CUDART_NAN_F : ds;
+                dp[y][e] = !there ? 0.0f : bad[z * APART] ? CUDART_NAN_F : ds;
                 if (sizeof(T) == 4)
                     sums[e / 2] += there ? weight : 0.0f;
             }

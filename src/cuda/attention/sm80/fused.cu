@@ -27,6 +27,7 @@ template <typename T, int D, int WARPS, int OWN, int BLOCK> struct fused_shared 
     static constexpr int ds = stages + 2 * stage_bytes, ds_bytes = OWN * pitch;
     static constexpr int ps = ds + 2 * ds_bytes;
     static constexpr int numbers = ps + (share > 1 ? ds_bytes : 0); /* per stage: base, rest, D, bad */
+    static constexpr int numbers_bytes = 4 * BLOCK * 4, apart = 1, number_step = BLOCK;
     static constexpr int marks = ds + BLOCK * (int)sizeof(T),
                          mark_step = pitch / 4; /* of keys, beside dS: not finite */
     static_assert(numbers + 2 * 4 * BLOCK * 4 == sm80_fused_bytes(sizeof(T), D, WARPS, OWN, BLOCK),

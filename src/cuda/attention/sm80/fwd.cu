@@ -3,57 +3,11 @@
  *
  * A block owns WARPS·TILES·16 rows (query i of head y·pack + row%pack, i = row/pack) and walks over the keys that
  * they see, or over its share of them. K and V of the next step are on their way during a step. */
-#include "cuda/attention/product.cuh"
 #include "cuda/attention/scores.cuh"
-#include "cuda/attention/store.cuh"
-
-/* The running softmax of the rows that a lane has a part of. */
-template <int TILES> struct softmax_state { float max[TILES][2], sum[TILES][2]; /* sum: this lane's part */ };
-
-template <typename T, int D, int WARPS, int TILES, int BLOCK> struct forward_shared {
-    static constexpr int rows = WARPS / share<T, D>::count * TILES * 16;
-    static constexpr int keys = rows * tile<T, D>::pitch; /* K, V; twice */
-    static constexpr int stage_bytes = 2 * BLOCK * tile<T, D>::pitch;
-    static constexpr int bad = keys + 2 * stage_bytes;
-    static constexpr int joins = bad + 2 * BLOCK * 4;
-    static constexpr int bytes = joins + share<T, D>::bytes(WARPS, TILES, BLOCK);
-    static_assert(bytes == sm80_forward_bytes(sizeof(T), D, rows, BLOCK), "as the plan counts");
-};
-
-/* What a block works on. */
-struct forward_work {
-    place c;
-    int64_t y;           /* first head is y·pack */
-    int key_share, row0; /* of sq·pack rows */
-    int keys_begin, keys_end, begin, end;
-};
-
-template <int ROWS, int BLOCK> INLINE forward_work find_work(const attention_params &p, int tiles) {
-    forward_work w;
-    int tile_index;
-    int64_t rest;
-    tile_of_block(blockIdx.x, tiles, gridDim.x / tiles, &tile_index, &rest);
-    tile_index = tiles - 1 - tile_index; /* the longest of a causal mask first */
-    w.key_share = (int)(rest % p.key_shares);
-    rest /= p.key_shares;
-    w.y = rest % (p.a.h / p.pack);
-    w.c = find_place(p, rest / (p.a.h / p.pack));
-    w.row0 = tile_index * ROWS;
-    const int i0 = w.row0 / p.pack, i1 = min(w.c.sq, (w.row0 + ROWS - 1) / p.pack + 1);
-    w.keys_begin = w.keys_end = 0;
-    if (i0 < i1) {
-        w.keys_begin = max(0, min(i0 + w.c.lo, w.c.sk));
-        w.keys_end = max(0, min(i1 + w.c.hi, w.c.sk));
-    }
-    const int first = w.keys_begin / BLOCK, blocks = max(0, (w.keys_end + BLOCK - 1) / BLOCK - first);
-    const int each = (blocks + p.key_shares - 1) / p.key_shares;
-    w.begin = (first + w.key_share * each) * BLOCK;
-    w.end = min(w.keys_end, w.begin + each * BLOCK);
-    return w;
-}
+#include "cuda/attention/sm80/fwd.cuh"
 
 /* Masks S where the block of keys j0 .. is cut; a visible key whose value is not finite gives NaN, one in no page -inf (tile.cuh). */
-template <int TILES, int BLOCK>
+template <int TILES, int BLOCK, int APART = 1>
 INLINE void mask_lean(const attention_params &p, const forward_work &w, int row0, int j0, const int *bad,
                       float (*s)[BLOCK / 8][4]) {
     const int lane = threadIdx.x % 32;
@@ -67,9 +21,9 @@ INLINE void mask_lean(const attention_params &p, const forward_work &w, int row0
             for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const int column = y * 8 + lane % 4 * 2 + e, j = j0 + column;
+                    const int column = y * 8 + lane % 4 * 2 + e, j = j0 + column, mark = bad[column * APART];
                     float *t = &s[x][y][2 * half + e];
-                    *t = j < first || j > last ? -CUDART_INF_F : bad[column] ? __int_as_float(bad[column]) : *t;
+                    *t = j < first || j > last ? -CUDART_INF_F : mark ? __int_as_float(mark) : *t;
                 }
         }
 }
@@ -78,7 +32,7 @@ INLINE void mask_lean(const attention_params &p, const forward_work &w, int row0
 #define EIGHTS 2
 
 /* q·k -> S by all options. whole: all are seen by the band. */
-template <typename T, int TILES, int BLOCK>
+template <typename T, int TILES, int BLOCK, int APART = 1>
 INLINE void score_full(const attention_params &p, const forward_work &w, bool whole, int row0, int j0, const int *bad,
                        float (*s)[BLOCK / 8][4]) {
     const int lane = threadIdx.x % 32, column = lane % 4 * 2;
@@ -101,7 +55,7 @@ INLINE void score_full(const attention_params &p, const forward_work &w, bool wh
         for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int mark = bad[y * 8 + column + e % 2];
+                const int mark = bad[(y * 8 + column + e % 2) * APART];
                 s[x][y][e] = !(seen >> (4 * y + e) & 1) ? -CUDART_INF_F : mark ? __int_as_float(mark) : s[x][y][e];
             }
     }
@@ -183,69 +137,6 @@ INLINE void drop(const attention_params &p, const forward_work &w, const dropout
     }
 }
 
-/* What a row's sums come to: the factor of O; lse; for the combination the sum over exp2((S - max)·c). The sink counts where nobody
- * combines. */
-struct row_end {
-    float by, lse, part;
-};
-
-/* *sum is 0 where nothing is seen. */
-template <typename T>
-INLINE row_end end_query(const attention_params &p, const forward_work &w, int64_t head, int i, float max, float c,
-                         float *sum) {
-    const bool far = *sum != 0.0f && is_far(max, c, alone_from<T>());
-    const float sink = sink_of(p, head, p.key_shares == 1 && i < w.c.sq);
-    if (i >= w.c.sq)
-        *sum = 0.0f;
-    const float base = __fmul_rn(max, c);
-    const float more = far ? 0.0f : -fmaf(max, c, -base); /* mostly next to nothing */
-    const float part = fabsf(more) < 0x1p-10f ? fmaf(*sum, more * LN2, *sum) : *sum * exp2f(more);
-    float lse;
-    const float shrink = end_row<T>(p, far && *sum != 0.0f, p.unit, max, c, base, sink, sum, &lse);
-    return {*sum == 0.0f ? 0.0f : shrink * p.keep_scale / *sum, lse, *sum == 0.0f ? 0.0f : part};
-}
-
-/* o = O / sum and lse; or what this share of the keys gives of both. A row that saw nothing has o = 0, lse = -inf (or the sink). */
-template <typename T, int D, int TILES>
-INLINE void store_rows(const attention_params &p, const forward_work &w, float c, const softmax_state<TILES> &state,
-                       float (*o)[share<T, D>::width / 8][4], int row0) {
-    constexpr int WIDTH = share<T, D>::width;
-    const int lane = threadIdx.x % 32, first = share<T, D>::part() * WIDTH, width = (int)p.a.dv - first;
-    const bool tells = lane % 4 == 0 && first == 0;
-#pragma unroll
-    for (int x = 0; x < TILES; x++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float sum = quad_sum(state.sum[x][half]);
-            const int row = row0 + x * 16 + half * 8 + lane / 4, i = row / p.pack;
-            const int64_t head = w.y * p.pack + row % p.pack;
-            if (i >= w.c.all_sq)
-                continue;
-            row_end end = end_query<T>(p, w, head, i, state.max[x][half], c, &sum);
-            const int64_t at = lse_at(p, w.c, head, i);
-            const int64_t to = row_at(p.a.o_stride, w.c.n, head, w.c.first_q + i) + first;
-#pragma unroll
-            for (int y = 0; y < WIDTH / 8; y++)
-                if (sum == 0.0f)
-                    o[x][y][2 * half] = o[x][y][2 * half + 1] = 0.0f;
-            if (p.key_shares > 1) {
-                if (tells)
-                    store_part(p, w.key_share, at, state.max[x][half], end.part);
-                store_row<float, WIDTH>(p.part_o + (w.key_share * p.lse_rows + at) * p.a.dv + first, o[x], half, width,
-                                        end.by);
-                continue;
-            }
-            if (p.adds) {
-                const row_shares s = join_before(p, at, &end.lse);
-                add_row<WIDTH, false>((float *)p.t.o + to, o[x], half, width, end.by * s.take, s.keep);
-            } else {
-                store_row<T, WIDTH>((T *)p.t.o + to, o[x], half, width, end.by);
-            }
-            if (p.t.lse && tells)
-                ((float *)p.t.lse)[at] = end.lse;
-        }
-}
-
 /* Can a kernel read keys from pages? In float32 that takes registers of which there are no more. */
 template <typename T, bool FULL> INLINE constexpr bool takes_pages(void) {
     return FULL && sizeof(T) == 2;
@@ -278,7 +169,8 @@ INLINE void attention_forward(const attention_params &p) {
     constexpr int THREADS = WARPS * 32, ROWS = layout::rows, WIDTH = share<T, D>::width;
     extern __shared__ __align__(128) char shared[];
     const uint32_t sq = shared_address(shared);
-    int *bad = (int *)(shared + layout::bad);
+    constexpr int APART = layout::apart;
+    int *bad = (int *)(shared + layout::marks);
     const forward_work w = find_work<ROWS, BLOCK>(p, own_tiles<T, FULL, ROWS>(p, p.a.sq, p.tiles_q));
     if (w.row0 >= w.c.all_sq * p.pack)
         return;
@@ -309,7 +201,7 @@ INLINE void attention_forward(const attention_params &p) {
             o[x][y][0] = o[x][y][1] = o[x][y][2] = o[x][y][3] = 0.0f;
     }
     for (int x = threadIdx.x; x < 2 * BLOCK; x += THREADS)
-        bad[x] = 0;
+        bad[x / 2 * APART + x % 2] = 0;
     const dropout_state dropout = make_dropout(p);
     const bool rich = FULL && p.rich;
     const float c = rich ? LOG2E : p.scale_log2;
@@ -332,9 +224,9 @@ INLINE void attention_forward(const attention_params &p) {
         const bool cut = rich || at_edge;
         cp_async_wait<0>();
         if (cut)
-            clean_tile<T, D, BLOCK, THREADS>(sv, bad + stage * BLOCK);
+            clean_tile<T, D, BLOCK, THREADS, APART>(sv, bad + stage);
         if (hidden && threadIdx.x < 32)
-            mark_hidden<BLOCK>(pages, bad + stage * BLOCK);
+            mark_hidden<BLOCK, APART>(pages, bad + stage);
         __syncthreads();
         if (j0 + BLOCK < w.end)
             load_keys<T, D, FULL, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, next_pages, sq, stage ^ 1);
@@ -348,10 +240,10 @@ INLINE void attention_forward(const attention_params &p) {
                                          sq + layout::joins);
         if (cut) {
             if (rich)
-                score_full<T, TILES, BLOCK>(p, w, !at_edge && w.row0 + ROWS <= w.c.sq * p.pack, w.row0 + warp_row, j0,
-                                            bad + stage * BLOCK, s);
+                score_full<T, TILES, BLOCK, APART>(p, w, !at_edge && w.row0 + ROWS <= w.c.sq * p.pack,
+                                                   w.row0 + warp_row, j0, bad + stage, s);
             else
-                mask_lean<TILES, BLOCK>(p, w, w.row0 + warp_row, j0, bad + stage * BLOCK, s);
+                mask_lean<TILES, BLOCK, APART>(p, w, w.row0 + warp_row, j0, bad + stage, s);
         }
         online_softmax<T, WIDTH, TILES, BLOCK>(&state, c, s, o);
         if (FULL && p.drops)
@@ -360,11 +252,11 @@ INLINE void attention_forward(const attention_params &p) {
         if (cut) {
             __syncthreads();
             for (int x = threadIdx.x; x < BLOCK; x += THREADS)
-                bad[stage * BLOCK + x] = 0; /* marked again two steps on, with a barrier between */
+                bad[x * APART + stage] = 0; /* marked again two steps on, with a barrier between */
         }
     }
     cp_async_wait<0>();
-    store_rows<T, D, TILES>(p, w, c, state, o, w.row0 + warp_row);
+    store_rows<T, WIDTH, TILES>(p, w, c, state, o, w.row0 + warp_row, share<T, D>::part() * WIDTH);
 }
 
 #include "cuda/attention/sm80/decode.cuh"

@@ -8,10 +8,38 @@
 
 /* ------------------------------------------------------------------------------------------------ what it takes */
 
+static bool fits_twice(const attention_problem *p, const kernel_row *k) {
+    return 2 * heddle__cuda_shared_bytes(k) <= p->device->shared_bytes;
+}
+
+/* Up to so many keys of a sequence, steps of twice as many are worth it that have one place each (at head dims up to 64). */
+#define SHORT_KEYS 1024
+
+/* Of two forward kernels of one head dim: is b the better one? It has one place for K and one for V, where a has two. */
+static bool is_better(const attention_problem *p, const kernel_row *a, const kernel_row *b) {
+    if (b->block > a->block)
+        return p->a->sk <= SHORT_KEYS;
+    return b->own == a->own && fits_twice(p, b) && !fits_twice(p, a);
+}
+
+/* The lean kernel of this pass in the largest tiles that fit into shared memory, or in what is better; -1: none. */
+static int find_lean(const attention_problem *p, kernel_pass pass) {
+    static const kernel_variant order[] = {VARIANT_lean, VARIANT_narrow, VARIANT_least};
+    int best = heddle__cuda_find_attention(p, pass, VARIANT_lean, FAMILY_sm80);
+    for (int x = 1; x < 3 && pass == PASS_fwd; x++) {
+        const int other = heddle__cuda_find_attention(p, pass, order[x], FAMILY_sm80);
+        const kernel_row *a = &heddle__cuda_attention_kernels[best < 0 ? 0 : best],
+                         *b = &heddle__cuda_attention_kernels[other < 0 ? 0 : other];
+        if (other >= 0 && (best < 0 || b->dim < a->dim || (b->dim == a->dim && is_better(p, a, b))))
+            best = other;
+    }
+    return best;
+}
+
 /* The lean kernel if that will do, and if its blocks fit into shared memory; it knows nothing of pages (nor do the full ones of float32). */
 static int find(const attention_problem *p, kernel_pass pass) {
     const bool full = p->rich || (p->a->features & HEDDLE_PAGES);
-    const int lean = full ? -1 : heddle__cuda_find_attention(p, pass, VARIANT_lean, FAMILY_sm80);
+    const int lean = full ? -1 : find_lean(p, pass);
     return lean >= 0 ? lean : heddle__cuda_find_attention(p, pass, VARIANT_full, FAMILY_sm80);
 }
 
