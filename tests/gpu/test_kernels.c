@@ -132,8 +132,8 @@ static void on_orin(void) {
 static void on_rtx4090(void) {
     on_card("89", "101376", "128");
 }
-static void on_blackwell(void) {
-    on_card("120", "101376", "188");
+static void on_rtx5090(void) {
+    on_card("120", "101376", "170");
 }
 static void on_l40s(void) {
     on_card("89", "101376", "142");
@@ -398,7 +398,7 @@ SCENARIO(on_rtx3090)
 SCENARIO(on_orin)
 SCENARIO(on_rtx4090)
 SCENARIO(on_l40s)
-SCENARIO(on_blackwell)
+SCENARIO(on_rtx5090)
 SCENARIO(on_b200)
 SCENARIO(with_little_shared_memory)
 SCENARIO(on_h200)
@@ -469,7 +469,7 @@ int main(void) {
         cmocka_unit_test(test_on_orin),
         cmocka_unit_test(test_on_rtx4090),
         cmocka_unit_test(test_on_l40s),
-        cmocka_unit_test(test_on_blackwell),
+        cmocka_unit_test(test_on_rtx5090),
         cmocka_unit_test(test_on_b200),
         cmocka_unit_test(test_with_little_shared_memory),
         cmocka_unit_test(test_on_h200),
