@@ -2,6 +2,8 @@
  * Attention problems: build the tensors that a description asks for, run, compare. */
 #include "common.h"
 
+#include "../tools/device_memory.h"
+
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -324,10 +326,10 @@ static bool run_pass(attention_problem *p, heddle_pass pass) {
         printf("  %s %s: workspace query: %s: %s\n", side, name, heddle_status_string(status), heddle_last_message());
         return false;
     }
-    void *workspace = workspace_new(p->a.device, bytes);
+    void *workspace = workspace_new(p->a.device, bytes), *stream = device_memory_stream();
     heddle_attention_data data = attention_data(p, pass == HEDDLE_BACKWARD);
-    status = pass == HEDDLE_FORWARD ? heddle_attention_forward(&p->a, &data, workspace, bytes, NULL)
-                                    : heddle_attention_backward(&p->a, &data, workspace, bytes, NULL);
+    status = pass == HEDDLE_FORWARD ? heddle_attention_forward(&p->a, &data, workspace, bytes, stream)
+                                    : heddle_attention_backward(&p->a, &data, workspace, bytes, stream);
     bool right = status == HEDDLE_OK;
     if (!right)
         printf("  %s %s: %s: %s\n", side, name, heddle_status_string(status), heddle_last_message());

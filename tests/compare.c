@@ -4,6 +4,7 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -24,10 +25,11 @@ typedef struct tally {
 
 static struct {
     double ratio;
-    char where[64];
+    char where[WORST_NAME];
     long compared;
     tally all[96];
 } worst;
+static pthread_mutex_t worst_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* What one comparison may be off by luck, many may not: kernels lose about what the plain computation does. */
 #define TALLY_LIMIT 1.5
@@ -41,14 +43,27 @@ static const char *dtype_name(heddle_dtype dtype) {
 /* Both errors count as no less than `least`. */
 static void count_ratio(const char *name, heddle_dtype dtype, double error, double plain, double least) {
     tally *t = worst.all;
+    pthread_mutex_lock(&worst_lock);
     while (t < worst.all + COUNT(worst.all) && t->name && (t->name != name || t->dtype != dtype))
         t++;
-    if (t == worst.all + COUNT(worst.all) || !isfinite(plain) || least <= 0)
-        return;
-    t->name = name;
-    t->dtype = dtype;
-    t->count++;
-    t->log_ratio += log(fmax(error, least) / fmax(plain, least));
+    if (t < worst.all + COUNT(worst.all) && isfinite(plain) && least > 0) {
+        t->name = name;
+        t->dtype = dtype;
+        t->count++;
+        t->log_ratio += log(fmax(error, least) / fmax(plain, least));
+    }
+    pthread_mutex_unlock(&worst_lock);
+}
+
+static void count_worst(const char *name, int precision, double ratio) {
+    pthread_mutex_lock(&worst_lock);
+    worst.compared++;
+    if (ratio > worst.ratio) {
+        worst.ratio = ratio;
+        snprintf(worst.where, sizeof worst.where, "%s, %s", name,
+                 precision == PRECISION_TF32 ? "tf32" : dtype_name((heddle_dtype)precision));
+    }
+    pthread_mutex_unlock(&worst_lock);
 }
 
 int precision_of(heddle_dtype dtype, uint64_t features) {
@@ -177,12 +192,7 @@ bool compare_tensor(const char *name, int precision, const tensor *x, const tens
         fmax(fmax(0x1p-10, 4 * unit_roundoff(precision)) * natural, x->element == HEDDLE_F16 ? 0x1p-22 : 0);
     bool vacuous =
         e.ref > fmax(shows, 4 * noise) && tolerance >= 0.5 * e.ref && isfinite(condition) && e.x > 0.25 * e.ref;
-    if (e.x > 0 && tolerance > 0 && e.x / tolerance > worst.ratio) {
-        worst.ratio = e.x / tolerance;
-        snprintf(worst.where, sizeof worst.where, "%s, %s", name,
-                 precision == PRECISION_TF32 ? "tf32" : dtype_name((heddle_dtype)precision));
-    }
-    worst.compared++;
+    count_worst(name, precision, e.x > 0 && tolerance > 0 ? e.x / tolerance : 0);
     if (e.x > tolerance || vacuous)
         printf("  %s: error %.3g of %.3g (element %" PRId64 ": %.9g, ref %.9g), tolerance %.3g, plain %.3g%s\n", name,
                e.x, e.ref, e.at, tensor_raw(x, e.at), tensor_raw(ref, e.at), tolerance, e.plain,
@@ -190,9 +200,12 @@ bool compare_tensor(const char *name, int precision, const tensor *x, const tens
     return e.x <= tolerance && !vacuous;
 }
 
-double worst_comparison(const char **where) {
-    *where = worst.where;
-    return worst.ratio;
+double worst_comparison(char where[WORST_NAME]) {
+    pthread_mutex_lock(&worst_lock);
+    const double ratio = worst.ratio;
+    memcpy(where, worst.where, sizeof worst.where);
+    pthread_mutex_unlock(&worst_lock);
+    return ratio;
 }
 
 /* Errors of half a rounding to the element's type are the least that either may count as. */

@@ -109,8 +109,8 @@ bool run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64
     heddle_status status = heddle_attention_workspace(&a, pass, &bytes);
     void *workspace = workspace_new(a.device, bytes);
     if (status == HEDDLE_OK)
-        status = (pass == HEDDLE_FORWARD ? heddle_attention_forward : heddle_attention_backward)(&a, &t, workspace,
-                                                                                                 bytes, NULL);
+        status = (pass == HEDDLE_FORWARD ? heddle_attention_forward
+                                         : heddle_attention_backward)(&a, &t, workspace, bytes, device_memory_stream());
     if (status != HEDDLE_OK)
         printf("  a part: %s: %s\n", heddle_status_string(status), heddle_last_message());
     const bool intact = workspace_intact(a.device, workspace, bytes);

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # sweep.sh <test_sweep> <cases> [<processes>]: so many random cases of attention and as many of norm-linear, of
-# consecutive seeds from HEDDLE_SEED on, divided among processes; then the record: cases, failures, and for each bin the
-# average of error over that of the plain computation, added to the end of HEDDLE_SWEEP_RECORD (or printed). Device,
-# instruction set and family of kernels are those of HEDDLE_TEST_DEVICE, HEDDLE_CPU and HEDDLE_CUDA_FAMILY. Needs no
-# network and builds nothing.
+# consecutive seeds from HEDDLE_SEED on, divided among processes (on a GPU, which has one process at a time, among as many
+# threads of one); then the record: cases, failures, and for each bin the average of error over that of the plain
+# computation, added to the end of HEDDLE_SWEEP_RECORD (or printed). Device, instruction set and family of kernels are
+# those of HEDDLE_TEST_DEVICE, HEDDLE_CPU and HEDDLE_CUDA_FAMILY. Needs no network and builds nothing.
 # sweep.sh --merge <counts>: the record of what several runs have left in HEDDLE_SWEEP_KEEP (a folder).
 # Exit status 1 when a case failed, a bin of 100 cases has an average above 1.1, or a process did not come to its end.
 set -uo pipefail
@@ -83,6 +83,11 @@ running=()
     echo "sweep.sh: cases, processes and HEDDLE_SEED are numbers" >&2
     exit 2
 }
+export HEDDLE_THREADS=1
+if [ "${HEDDLE_TEST_DEVICE:-cpu}" = cuda ]; then
+    HEDDLE_THREADS=$processes
+    processes=1
+fi
 for ((i = 0; i < processes; i++)); do
     begin=$((cases * i / processes)) end=$((cases * (i + 1) / processes))
     HEDDLE_SEED=$((seed + begin)) HEDDLE_CASES=$((end - begin)) HEDDLE_COUNTS=$work/$i.counts \

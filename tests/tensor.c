@@ -19,7 +19,7 @@ static int64_t smaller(int64_t a, int64_t b) {
 /* ------------------------------------------------------------------------------------------------ device memory */
 
 /* Free blocks of a GPU's memory, by the logarithm of their size. */
-static struct {
+static _Thread_local struct {
     bool keep;
     int count[64];
     void *block[64][32];

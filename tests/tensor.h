@@ -190,7 +190,8 @@ void *workspace_new(heddle_device device, size_t bytes);
 bool workspace_intact(heddle_device device, const void *workspace, size_t bytes);
 void workspace_free(heddle_device device, void *workspace, size_t bytes);
 
-/* Memory of a GPU is kept for the next tensor of its size: quicker, but memcheck then knows less of a tensor's end. */
+/* Memory of a GPU that this thread gives back is kept for its next tensor of that size: quicker, but memcheck then knows
+ * less of a tensor's end. */
 void device_blocks_keep(void);
 
 #endif

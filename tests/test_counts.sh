@@ -44,6 +44,11 @@ holds '"backend": "cpu none"' "the backend"
 holds '"ratio": 0.500, "tensor": "dq, f16"' "the worst comparison"
 holds '^norm-linear: 25 cases, 0 failed' "the last lines"
 
+# A GPU has one process at a time: there they are threads of one.
+program 'printf "device cuda none\ncases attention %s %s 0\n" "$HEDDLE_SEED" "$((HEDDLE_CASES + HEDDLE_THREADS))" >"$HEDDLE_COUNTS"'
+HEDDLE_TEST_DEVICE=cuda HEDDLE_SEED=7 expect 0 "$work/program" 25 3
+holds '"attention": {"cases": 28, "failed": 0, "seeds": \[7, 34\]}' "threads in place of processes"
+
 # Many cases are held to their average, few are not.
 program 'printf "cases attention 0 %s 0\nbin attention f32 d 32 keys 16 o 100 %s\n" "$HEDDLE_CASES" "$AVERAGE" >"$HEDDLE_COUNTS"'
 AVERAGE=9.5 expect 0 "$work/program" 100

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Random problems over all options, types, sizes and layouts. A case that fails is printed with its seed and does not
  * end the run: HEDDLE_SEED=<that> with HEDDLE_CASES=1 runs it alone. HEDDLE_LONG=1 runs twenty times as many cases.
+ * HEDDLE_THREADS=<n> has so many threads at it. A GPU goes by turns from one process to the other, and most of its time
+ * with it; threads of one process have a stream each.
  * HEDDLE_SECONDS=<n> ends each operation after that time, whatever HEDDLE_CASES says.
  * HEDDLE_MEMORY=<file>: the bytes of the heap that are in use after each case, for tests/soak.sh.
  * HEDDLE_COUNTS=<file>: what tests/sweep.sh adds up, the numbers of cases and failures and the bins of errors over
@@ -8,8 +10,11 @@
 #define _POSIX_C_SOURCE 200809L
 #include "common.h"
 
+#include "../tools/device_memory.h"
+
 #include <inttypes.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -291,20 +296,23 @@ static void write_bins(FILE *f, const char *operation, const char *const classes
 
 /* --------------------------------------------------------------------------------------------------------- sweep */
 
-/* An operation: runs the case of a seed, counts it and says whether it is right; prints it. */
+/* An operation: runs the case of a seed and says whether it is right; prints it. */
 typedef struct operation {
     const char *name;
     bool (*right)(uint64_t seed, bool count);
     void (*print)(uint64_t seed);
-    uint64_t done, failed;
+    uint64_t taken, done, failed;
 } operation;
+
+/* What threads share: operations and bins. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static operation operations[2];
 
 /* The file is replaced in one step, so that it is whole whenever this program ends. */
 static void write_counts(const char *path, uint64_t first) {
     char name[4096];
-    const char *where;
+    char where[WORST_NAME];
     snprintf(name, sizeof name, "%s.new", path);
     FILE *f = fopen(name, "w");
     if (!f)
@@ -317,7 +325,7 @@ static void write_counts(const char *path, uint64_t first) {
     for (int x = 0; x < 2; x++)
         fprintf(f, "cases %s %" PRIu64 " %" PRIu64 " %" PRIu64 "\n", operations[x].name, first, operations[x].done,
                 operations[x].failed);
-    const double worst = worst_comparison(&where);
+    const double worst = worst_comparison(where);
     fprintf(f, "worst %.6f %s\n", worst, where);
     write_bins(f, "attention", (const char *const[]){"d", "keys"}, (const double *const[]){dim_limits, key_limits},
                &bins.attention[0][0][0][0], attention_tensor_name, T_COUNT);
@@ -339,31 +347,85 @@ static void note_memory(FILE *to, const char *name) {
 #endif
 }
 
+/* A run of an operation. */
+typedef struct run {
+    operation *of;
+    uint64_t seed, least, most; /* cases: so many whatever the time, and no more than that */
+    double end, written;
+    const char *counts;
+    FILE *memory;
+} run;
+
+/* Takes the next seed; false when there is none or the time is up. */
+static bool next_case(run *r, uint64_t *seed) {
+    operation *o = r->of;
+    pthread_mutex_lock(&lock);
+    const bool any = o->taken < r->most && (o->taken < r->least || now() < r->end);
+    *seed = r->seed + o->taken;
+    o->taken += any;
+    pthread_mutex_unlock(&lock);
+    return any;
+}
+
+static void *run_cases(void *of) {
+    run *r = of;
+    operation *o = r->of;
+    for (uint64_t seed; next_case(r, &seed);) {
+        const bool right = o->right(seed, r->counts != NULL);
+        pthread_mutex_lock(&lock);
+        if (!right) {
+            o->print(seed);
+            printf("%s FAILED: HEDDLE_SEED=%" PRIu64 " HEDDLE_CASES=1 runs this case alone\n", o->name, seed);
+        }
+        o->done++;
+        o->failed += !right;
+        if (r->memory)
+            note_memory(r->memory, o->name);
+        if (r->counts && now() > r->written + 10) {
+            write_counts(r->counts, r->seed);
+            r->written = now();
+        }
+        pthread_mutex_unlock(&lock);
+    }
+    return NULL;
+}
+
+/* One of several, of which cmocka knows nothing: an assertion that fails there ends the program. */
+static void *run_thread(void *of) {
+    device_blocks_keep();
+    if (test_device() == HEDDLE_CUDA && !device_memory_own_stream())
+        fail_msg("%s", device_memory_error());
+    return run_cases(of);
+}
+
+enum { MOST_THREADS = 256 };
+
 /* Runs cases until the time is up, but always as many as to be worth it; the seeds are consecutive. */
 static void sweep(operation *o) {
-    const char *limit = getenv("HEDDLE_CASES"), *counts = getenv("HEDDLE_COUNTS"), *seconds = getenv("HEDDLE_SECONDS");
-    const uint64_t seed = test_seed(20261120), cases = limit ? strtoull(limit, NULL, 0) : UINT64_MAX;
+    const char *limit = getenv("HEDDLE_CASES"), *seconds = getenv("HEDDLE_SECONDS"), *many = getenv("HEDDLE_THREADS");
     const double allowed = seconds ? strtod(seconds, NULL) : test_long() ? LONG_SECONDS : STANDARD_SECONDS;
-    double end = now() + allowed, written = now();
-    FILE *memory = getenv("HEDDLE_MEMORY") ? fopen(getenv("HEDDLE_MEMORY"), "a") : NULL;
-    for (; o->done < cases && (now() < end || (!seconds && (o->done < 50 || limit))); o->done++) {
-        if (!o->right(seed + o->done, counts != NULL)) {
-            o->print(seed + o->done);
-            printf("%s FAILED: HEDDLE_SEED=%" PRIu64 " HEDDLE_CASES=1 runs this case alone\n", o->name, seed + o->done);
-            o->failed++;
-        }
-        if (memory)
-            note_memory(memory, o->name);
-        if (counts && now() > written + 10) {
-            write_counts(counts, seed);
-            written = now();
-        }
-    }
-    if (memory)
-        fclose(memory);
-    if (counts)
-        write_counts(counts, seed);
-    printf("%s: %" PRIu64 " cases from seed %" PRIu64 "\n", o->name, o->done, seed);
+    const int threads = many ? atoi(many) : 1;
+    pthread_t thread[MOST_THREADS];
+    run r = {.of = o,
+             .seed = test_seed(20261120),
+             .most = limit ? strtoull(limit, NULL, 0) : UINT64_MAX,
+             .end = now() + allowed,
+             .written = now(),
+             .counts = getenv("HEDDLE_COUNTS"),
+             .memory = getenv("HEDDLE_MEMORY") ? fopen(getenv("HEDDLE_MEMORY"), "a") : NULL};
+    r.least = seconds ? 0 : limit ? r.most : 50;
+    assert_in_range(threads, 1, MOST_THREADS);
+    for (int x = 0; x < threads && threads > 1; x++)
+        assert_int_equal(pthread_create(&thread[x], NULL, run_thread, &r), 0);
+    for (int x = 0; x < threads && threads > 1; x++)
+        assert_int_equal(pthread_join(thread[x], NULL), 0);
+    if (threads == 1)
+        run_cases(&r);
+    if (r.memory)
+        fclose(r.memory);
+    if (r.counts)
+        write_counts(r.counts, r.seed);
+    printf("%s: %" PRIu64 " cases from seed %" PRIu64 "\n", o->name, o->done, r.seed);
     if (o->failed)
         fail_msg("%s: %" PRIu64 " of %" PRIu64 " cases failed", o->name, o->failed, o->done);
 }
@@ -374,9 +436,11 @@ static bool attention_seed_is_right(uint64_t seed, bool count) {
     double keys = 0;
     const attention_case c = random_attention(seed, &l);
     const bool right = attention_judge(&c, count ? bin : NULL, &keys);
+    pthread_mutex_lock(&lock);
     if (right)
         add_bins(bins.attention[c.a.dtype][class_of(dim_limits, (double)c.a.d)][class_of(key_limits, keys)], bin,
                  T_COUNT);
+    pthread_mutex_unlock(&lock);
     return right;
 }
 
@@ -390,9 +454,11 @@ static bool norm_linear_seed_is_right(uint64_t seed, bool count) {
     error_bin bin[N_COUNT] = {0};
     const norm_linear_case c = random_norm_linear(seed);
     const bool right = norm_linear_judge(&c, count ? bin : NULL);
+    pthread_mutex_lock(&lock);
     if (right)
         add_bins(bins.norm_linear[c.a.dtype][class_of(feature_limits, (double)c.a.k)][class_of(mean_limits, c.mean)],
                  bin, N_COUNT);
+    pthread_mutex_unlock(&lock);
     return right;
 }
 

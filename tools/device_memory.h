@@ -19,6 +19,10 @@ void *device_memory_staging(size_t bytes);
 bool device_memory_fetch(void *staging, const void *from, size_t bytes);
 /* Waits for all work of the context; an error of a kernel comes out here. */
 bool device_memory_wait(void);
+/* A stream of this thread's own, which its copies, fills, fetches and waits are in from now on, so that threads keep out
+ * of each other's way. And the one that they are in; NULL is the default one. */
+void *device_memory_own_stream(void);
+void *device_memory_stream(void);
 const char *device_memory_error(void);
 
 /* A driver function, for what else a test needs; NULL if there is none of that name. */
