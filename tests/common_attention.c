@@ -411,29 +411,40 @@ static void count_errors(const attention_problem *p, const attention_problem *re
             bin_count(&bin[x], &p->t[x], &ref->t[x], &blocked->t[x], natural[x]);
 }
 
-/* The plain computation's error is the largest over the orders of its sums. Two of them are enough for nearly all cases; only where
- * one of our errors is more than twice theirs the others are asked, too, and `spread` measured: elsewhere it is 0. */
-static void worst_plain(const attention_problem *p, const attention_problem *ref, attention_problem *plain,
-                        error_bin *bin, double natural[T_COUNT], double spread[T_COUNT]) {
-    static const plain_order others[] = {PLAIN_BLOCKED, PLAIN_REVERSED, PLAIN_ENDS};
+/* What the plain computation comes to: of each element the worst of several orders, and see plain_attention. */
+typedef struct plain_results {
+    attention_problem worst;
+    int orders; /* asked until now, and, last of all, the spread */
+    double natural[T_COUNT], spread[T_COUNT];
+} plain_results;
+
+static void ask_order(const attention_problem *p, const attention_problem *ref, plain_results *plain, error_bin *bin) {
+    static const plain_order orders[] = {PLAIN_FORWARD, PLAIN_BLOCKED, PLAIN_REVERSED, PLAIN_ENDS, PLAIN_FORWARD};
+    const plain_order order = orders[plain->orders];
+    const bool first = plain->orders == 0, last = plain->orders == PLAIN_ORDERS;
     double unused[T_COUNT];
-    plain_attention(plain, PLAIN_FORWARD, natural, NULL);
-    memset(spread, 0, T_COUNT * sizeof *spread);
-    for (size_t order = 0; order < COUNT(others) && (order == 0 || is_far(p, ref, plain)); order++) {
-        attention_problem other = attention_borrow(p);
-        plain_attention(&other, others[order], unused, NULL);
-        if (bin && others[order] == PLAIN_BLOCKED)
-            count_errors(p, ref, &other, natural, bin);
-        for (int x = T_O; x < T_COUNT; x++)
-            if (p->t[x].host && is_output(&attention_fields[x]))
-                tensor_keep_worse(&plain->t[x], &other.t[x], &ref->t[x]);
-        attention_free(&other);
-    }
-    if (!is_far(p, ref, plain))
-        return;
     attention_problem other = attention_borrow(p);
-    plain_attention(&other, PLAIN_FORWARD, unused, spread);
+    plain_attention(&other, order, first ? plain->natural : unused, last ? plain->spread : NULL);
+    plain->orders++;
+    if (first) {
+        plain->worst = other;
+        return;
+    }
+    if (bin && order == PLAIN_BLOCKED)
+        count_errors(p, ref, &other, plain->natural, bin);
+    for (int x = T_O; x < T_COUNT && !last; x++)
+        if (p->t[x].host && is_output(&attention_fields[x]))
+            tensor_keep_worse(&plain->worst.t[x], &other.t[x], &ref->t[x]);
     attention_free(&other);
+}
+
+/* The plain computation's error is the largest over the orders of its sums. Two of them are enough for nearly all cases; only where
+ * one of the errors of x, which are p's outputs or others in their place, is more than twice theirs the others are asked, too, and the
+ * spread measured: elsewhere it is 0. */
+static void ask_plain(const attention_problem *p, const attention_problem *x, const attention_problem *ref,
+                      plain_results *plain, error_bin *bin) {
+    while (plain->orders < 2 || (plain->orders <= PLAIN_ORDERS && is_far(x, ref, &plain->worst)))
+        ask_order(p, ref, plain, bin);
 }
 
 /* Of tensor x: what roundings are off by that no order of sums changes. */
@@ -448,8 +459,8 @@ static double noise_of(const heddle_attention *a, int x, const double natural[T_
 
 /* The same problem in two parts (HEDDLE_ACCUMULATE). Backward has nothing but the float32 lse and o of all keys there, and nobody settles a
  * row. So P is off by the two roundings of lse, that of the first part's and that of all, and by two of the score; D by o's. */
-static bool judge_parts(attention_problem *p, const attention_problem *ref, const attention_problem *plain,
-                        int64_t first, const double natural[T_COUNT], const double spread[T_COUNT], double condition) {
+static bool judge_parts(attention_problem *p, const attention_problem *ref, plain_results *plain, int64_t first,
+                        double condition) {
     static const struct {
         int which;
         const char *name;
@@ -458,11 +469,14 @@ static bool judge_parts(attention_problem *p, const attention_problem *ref, cons
                    {T_DSINKS, "dsinks, in parts"}};
     attention_problem sums = attention_borrow(p);
     bool right = attention_in_parts(p, first, &sums);
+    ask_plain(p, &sums, ref, plain, NULL);
     for (size_t x = 0; right && x < COUNT(outputs); x++) {
         const int t = outputs[x].which;
-        const double of_parts = t == T_LSE ? 0 : (4 + 4 * natural[T_LSE]) * 0x1p-24 * natural[t] + 0x1p-24;
+        const double natural = plain->natural[t], of_lse = 4 + 4 * plain->natural[T_LSE];
+        const double of_parts = t == T_LSE ? 0 : of_lse * 0x1p-24 * natural + 0x1p-24;
         right = compare_tensor(outputs[x].name, precision_of(p->a.dtype, p->a.features), &sums.t[t], &ref->t[t],
-                               &plain->t[t], natural[t], noise_of(&p->a, t, natural, spread) + of_parts, condition);
+                               &plain->worst.t[t], natural,
+                               noise_of(&p->a, t, plain->natural, plain->spread) + of_parts, condition);
     }
     attention_free(&sums);
     return right;
@@ -470,8 +484,8 @@ static bool judge_parts(attention_problem *p, const attention_problem *ref, cons
 
 bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *keys) {
     attention_problem p = attention_new(c);
-    attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF), plain = attention_borrow(&p);
-    double natural[T_COUNT], spread[T_COUNT];
+    attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
+    plain_results plain = {.orders = 0};
     bool backward = !(c->skip >> T_LSE & 1) && !(c->a.features & HEDDLE_PAGES);
     bool right = run_pass(&p, HEDDLE_FORWARD);
     right = run_pass(&ref, HEDDLE_FORWARD) && right;
@@ -479,22 +493,23 @@ bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *ke
         right = run_pass(&p, HEDDLE_BACKWARD);
         right = run_pass(&ref, HEDDLE_BACKWARD) && right;
     }
-    worst_plain(&p, &ref, &plain, bin, natural, spread);
+    ask_plain(&p, &p, &ref, &plain, bin);
     /* What rounding takes from large scores (ALiBi's, far away) is a relative error of P, in proportion to them. */
-    const double condition = c->ill_conditioned ? INFINITY : fmax(1, natural[T_LSE] / 64);
+    const double condition = c->ill_conditioned ? INFINITY : fmax(1, plain.natural[T_LSE] / 64);
     for (int x = 0; right && x < T_COUNT; x++) {
         if (!is_output_of(&attention_fields[x], HEDDLE_FORWARD) &&
             !(backward && is_output_of(&attention_fields[x], HEDDLE_BACKWARD)))
             continue;
         right = compare_tensor(attention_tensor_name[x], precision_of(p.a.dtype, p.a.features), &p.t[x], &ref.t[x],
-                               &plain.t[x], natural[x], noise_of(&p.a, x, natural, spread), condition);
+                               &plain.worst.t[x], plain.natural[x], noise_of(&p.a, x, plain.natural, plain.spread),
+                               condition);
     }
     right = right && check_exact_zeros(&p, &ref);
     if (right && c->first_part)
-        right = judge_parts(&p, &ref, &plain, c->first_part, natural, spread, condition);
+        right = judge_parts(&p, &ref, &plain, c->first_part, condition);
     if (bin && right)
         *keys = attention_keys_seen(&p);
-    attention_free(&plain);
+    attention_free(&plain.worst);
     attention_free(&ref);
     attention_free(&p);
     return right;

@@ -185,7 +185,8 @@ static void worst_plain(const norm_linear_problem *p, const norm_linear_problem 
     double unused[N_COUNT];
     plain_norm_linear(plain, PLAIN_FORWARD, natural, NULL);
     memset(spread, 0, N_COUNT * sizeof *spread);
-    for (size_t order = 0; order < COUNT(others) && (order == 0 || is_far(p, ref, plain)); order++) {
+    bool far = true;
+    for (size_t order = 0; order < COUNT(others) && far; order++) {
         norm_linear_problem other = norm_linear_borrow(p);
         plain_norm_linear(&other, others[order], unused, NULL);
         if (bin && others[order] == PLAIN_BLOCKED)
@@ -194,8 +195,9 @@ static void worst_plain(const norm_linear_problem *p, const norm_linear_problem 
             if (p->t[x].host && is_output(&norm_linear_fields[x]))
                 tensor_keep_worse(&plain->t[x], &other.t[x], &ref->t[x]);
         norm_linear_free(&other);
+        far = is_far(p, ref, plain);
     }
-    if (!is_far(p, ref, plain))
+    if (!far)
         return;
     norm_linear_problem other = norm_linear_borrow(p);
     plain_norm_linear(&other, PLAIN_FORWARD, unused, spread);

@@ -318,10 +318,13 @@ static void measure_du(const work *o, heddle_norm norm, double spread[N_COUNT]) 
         double dbias = 0;
         memset(squares, 0, (size_t)o->k * sizeof *squares);
         for (int64_t i = 0; i < o->m; i++) {
-            const double both = pow((double)o->dy[i * o->n + f], 2) + pow((double)o->du_error[i * o->n + f], 2);
+            const double du = (double)o->dy[i * o->n + f], both = du * du + pow((double)o->du_error[i * o->n + f], 2);
+            /* In 16 bits what du is multiplied with is rounded, too: xhat, where gamma and beta come after the sum. */
+            const double of_xhat = o->precision == HEDDLE_F32 ? 0 : du * du;
             dbias += both;
             for (int64_t e = 0; e < o->k; e++)
-                squares[e] += both * (double)o->z[i * o->k + e] * (double)o->z[i * o->k + e];
+                squares[e] += both * (double)o->z[i * o->k + e] * (double)o->z[i * o->k + e] +
+                              of_xhat * pow((double)o->xhat[i * o->k + e] * (double)o->gamma[e], 2);
         }
         spread[N_DC] = larger(spread[N_DC], sqrt(dbias));
         spread[N_DW] = larger(spread[N_DW], sqrt(plain_largest(squares, o->k)));
