@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command that a page shows is run: here, by another test that is named here, or there is a reason why not.
+
+The dear ones (a clone, its build, what is installed of it, `pip install .`) run under --long.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What stands in backticks is a command where a program with arguments begins it; a file's name alone is none.
+INLINE = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:\./dev|(?:\./build/)?heddle|cmake|pip|python3?|git|cc|torchrun|conan|perf|ruff|mypy|cuobjdump"
+    r"|(?:tests|docs|bench)/\S+\.(?:sh|py)) \S.*|\./build/examples/\w+"
+)
+long = pytest.mark.skipif(not os.environ.get("HEDDLE_LONG"), reason="only in long runs")
+
+
+def shown(text: str) -> list[str]:
+    """Commands of a page, without their comments, and `heddle` for where it was built."""
+    lines = []
+    for language, block in BLOCK.findall(text):
+        if language in ("sh", "bash"):
+            lines += block.splitlines()
+        elif language == "console":
+            lines += [line[2:] for line in block.splitlines() if line.startswith("$ ")]
+        elif not language:
+            lines += [line for line in block.splitlines() if re.match(r"(?:\./dev|cmake|pip|python3?|git|cc) \S", line)]
+    outside = BLOCK.sub("", text)
+    lines += [line for line in re.findall(r"`([^`\n]+)`", outside) if INLINE.fullmatch(line)]
+    # What a comment names as another way is a command, too.
+    lines += [line for comment in lines for line in re.findall(r"(?:# or: |#.*?`)(\./dev [^`]*)", comment)]
+    commands = [re.sub(r"\s+#.*", "", line).strip().replace("./build/heddle", "heddle") for line in lines]
+    return [command for command in commands if command]
+
+
+SHOWN = {command for page in PAGES for command in shown(page.read_text())}
+
+# Which file has what runs it, and how that is found there.
+ELSEWHERE = {
+    # All of start.md's that have their output below.
+    r"heddle (?:info|(?:random|attention) .*--(?:shape|q) .*|verify --device cpu --case fa2-warps)|cc -Iinclude .*"
+    r"|\./smallest|python3 -c \"import numpy .*": ("tests/test_pages.sh", r"^session\(\)"),
+    r"\./build/examples/(?:derivation|online_softmax)": ("tests/test_pages.sh", r"^check derivation math\.md"),
+    r"heddle (?:COMMAND )?--help|heddle attention --help": ("tests/test_cli.sh", r"works \$command --help"),
+    r"heddle attention --(?:time|lse FILE)": ("tests/test_cli.sh", r"--time"),
+    r"heddle demo": ("tests/install/run.sh", r'bin/heddle" demo'),
+    r"heddle bench --device cuda": ("tests/gpu/bench.sh", r"bench --device cuda"),
+    r"heddle bench --html": ("tests/python/test_browser.py", r'"--html"'),
+    r"heddle verify --random": ("tests/CMakeLists.txt", r"heddle_command verify --random"),
+    r"python examples/serve\.py .*": ("tests/python/test_package.py", r"examples/serve\.py"),
+    r"torchrun --nproc-per-node 2 examples/train_long\.py .*": (
+        "tests/python/parallel_cases.py",
+        r"examples/train_long\.py",
+    ),
+    r"python tests/python/compatibility\.py .*": ("tests/python/test_compatibility.py", r"compatibility\.py"),
+    r"python tests/python/torch_suite\.py .*|HEDDLE_TORCH_SUITE=.* \./dev test --long": (
+        "tests/python/test_torch_suite.py",
+        r"HEDDLE_TORCH_SUITE",
+    ),
+    r"python -m pytest tests/python": ("dev", r"-m pytest -q"),
+    r"ruff format .*|mypy --strict": ("tests/python/test_package.py", r'\["ruff", "format", "--check"\], \["mypy"\]'),
+    r"\./dev test -R neon": ("dev", r"^ +test_neon$"),
+    r"\./dev python": ("dev", r"^ +run_pytest$"),
+    r"\./dev fuzz": ("dev", r"fuzz_all 60 "),
+    r"\./dev format": ("dev", r"elif format_check"),
+    r"\./dev package(?: deb -DHEDDLE_BUILD_CUDA=OFF)?": ("dev", r"if \./dev package"),
+    r"conan create \.": ("dev", r'conan" create \.'),
+    r"cmake -S \. -B build/windows .*": ("dev", r"toolchain cmake/x86_64-w64-mingw32\.cmake"),
+    r"cmake -S \. -B build/macos .*": ("dev", r"toolchain cmake/arm64-macos\.cmake"),
+    r"tests/gpu/compare_code\.py before build": ("tests/python/test_compare_code.py", r"compare_code"),
+}
+
+# What no test runs, and why.
+NOT = {
+    r"\./dev test(?: -R attention| --long)?": "it is what runs this",
+    r"\./dev bench --cpu(?: --only options| overhead| ways-in)?": "minutes of an idle machine; it judges nothing",
+    r"\./dev bench --gpu.*|python3 bench/(?:gpu_norm_linear|parallel)\.py": "wants a GPU, or several",
+    r"\./dev bench --plot": "writes into the tree; that all it writes is so is asked by tests/test_pages.sh",
+    r"\./dev gpu-test": "wants a GPU",
+    r"HEDDLE_TEST_DEVICE=cuda .*": "wants a GPU",
+    r"heddle (?:verify|attention .*) --device cuda.*": "wants a GPU; test_gpu_commands runs them there",
+    r"\./dev (?:lint|valgrind)": "a program over all sources or tests, many minutes, by hand",
+    r"\./dev sanitize(?: thread)?": "the same; the quick tests have sanitizers in ./dev test",
+    r"\./dev fuzz 3600 npy": "takes an hour",
+    r"\./dev report \[bench options\]": "what stands for options; ./dev report itself is run",
+    r"git (?:show HASH|worktree add)": "git's own",
+    r"perf record.*|cuobjdump -sass": "somebody else's program, on a machine that is at rest",
+}
+
+# What the tests below run, word for word or with smaller numbers.
+HERE = {
+    "test_command": (
+        r"heddle info",
+        r"for x in q k v; do .*",
+        r"heddle attention --q q\.npy .*",
+    ),
+    "test_whole_commands": (r"heddle verify(?: --bins)?", r"heddle bench"),
+    "test_sweep": (r"\./dev sweep(?: \d+)?", r"HEDDLE_SWEEP_KEEP=.*", r"tests/sweep\.sh --merge .*"),
+    "test_help": (r"\./dev help",),
+    "test_clone": (
+        r"git clone .*",
+        r"cd heddle",
+        r"\./dev build(?: --time| -DHEDDLE_BUILD_CUDA=OFF)?",
+        r"cmake -B build .*",
+        r"cmake --build build",
+        r"cmake --install build .*",
+        r"\./dev install /usr/local",
+        r"cc my_program\.c .*",
+        r"\./dev demo",
+        r"\./dev report",
+        r"\./dev docs",
+    ),
+    "test_pip": (
+        r"python3 -m venv venv",
+        r"\. venv/bin/activate",
+        r"pip install \.(?: numpy| -C .*)?",
+        r'python -c "import heddle; print\(heddle\.info\(\)\)"',
+    ),
+}
+
+
+def matches(pattern: str, command: str) -> bool:
+    return re.fullmatch(pattern, command) is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_is_run(page):
+    patterns = [*ELSEWHERE, *NOT, *(pattern for group in HERE.values() for pattern in group)]
+    for command in shown(page.read_text()):
+        assert any(matches(pattern, command) for pattern in patterns), f"no test runs what {page.name} shows: {command}"
+
+
+def test_tables_are_true():
+    """What runs elsewhere is found there, and each line of the tables is of a command that some page shows."""
+    for file, found in ELSEWHERE.values():
+        assert re.search(found, (ROOT / file).read_text(), re.MULTILINE), f"{file} has no {found}"
+    for pattern in [*ELSEWHERE, *NOT, *(pattern for group in HERE.values() for pattern in group)]:
+        assert any(matches(pattern, command) for command in SHOWN), f"no page shows {pattern}"
+    assert all(name in globals() for name in HERE)
+
+
+def of_page(page: str, pattern: str) -> str:
+    """The one command of the page that is so."""
+    (command,) = {command for command in shown((ROOT / page).read_text()) if matches(pattern, command)}
+    return command
+
+
+def run(command: str, where: Path, **environment: str) -> str:
+    """In a shell of its own, as somebody would type it."""
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=where,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+# ----------------------------------------------------------------------------------------------- with what is built
+
+
+@pytest.fixture(scope="module")
+def build() -> Path:
+    """The build folder that this Python's package is of, with the command."""
+    named = os.environ.get("HEDDLE_COMMAND")
+    package = importlib.util.find_spec("heddle")
+    found = [Path(named).parent] if named else [Path(package.origin).parents[2]] if package and package.origin else []
+    if not found or not (found[0] / "heddle").is_file():
+        pytest.skip("no command beside the package: it is not of a build folder")
+    return found[0]
+
+
+def with_command(build: Path) -> dict[str, str]:
+    return {"PATH": f"{build}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_command(build, tmp_path):
+    """The README's session."""
+    session = [of_page("README.md", pattern) for pattern in HERE["test_command"]]
+    out = run("\n".join(["n=0", *session]), tmp_path, **with_command(build))
+    assert out.startswith("heddle ")
+    numpy = pytest.importorskip("numpy")
+    q, o = (numpy.load(tmp_path / f"{x}.npy") for x in "qo")
+    assert o.shape == q.shape == (1, 8, 128, 64) and abs(o).max() > 0
+    assert (o[:, :, 0] == numpy.load(tmp_path / "v.npy")[:, :, 0]).all()
+
+
+def test_gpu_commands(build, tmp_path):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    for x in "qkv":
+        run(f"heddle random --shape 1,2,33,16 --out {x}.npy", tmp_path, **with_command(build))
+    run(of_page("docs/start.md", r"heddle attention .* --device cuda .*"), tmp_path, **with_command(build))
+    if os.environ.get("HEDDLE_LONG"):
+        run("heddle verify --device cuda", tmp_path, **with_command(build))
+
+
+@long
+def test_whole_commands(build, tmp_path):
+    """Each kernel of this machine against float64, and how fast it is, at the smallest number of measurements."""
+    assert "overall: ok" in run("heddle verify", tmp_path, **with_command(build))
+    assert "overall: ok" in run("heddle verify --bins --random 50", tmp_path, **with_command(build))
+    assert "GF/s" in run("heddle bench --seconds 0.01", tmp_path, **with_command(build))
+
+
+def test_sweep(build, tmp_path):
+    """CONTRIBUTING's way to a record, with ten cases for a thousand."""
+    if not (build / "tests/test_sweep").is_file():
+        pytest.skip("a build without tests in C")
+    environment = {"HEDDLE_BUILD_DIR": str(build), "HEDDLE_JOBS": "1"}
+    for command in sorted(filter(lambda c: matches(r"\./dev sweep \d+", c), SHOWN)):
+        run(re.sub(r"\d+$", "3", command), ROOT, **environment)
+    counts = of_page("CONTRIBUTING.md", HERE["test_sweep"][1])
+    counts = counts.replace("=counts", f"={shlex.quote(str(tmp_path / 'counts'))}").replace(
+        "HEDDLE_CPU=...", "HEDDLE_CPU=baseline"
+    )
+    run(counts.replace("HEDDLE_SEED=...", "HEDDLE_SEED=7").replace("sweep 1000", "sweep 10"), ROOT, **environment)
+    merge = of_page("CONTRIBUTING.md", HERE["test_sweep"][2]).replace(">tests/sweep.json", "")
+    record = run(merge.replace("counts/*", f"{tmp_path}/counts/*"), ROOT)
+    assert {"attention", "norm-linear"} <= set(json.loads(record))
+
+
+def test_help():
+    assert "./dev test" in run("./dev help", ROOT)
+
+
+# ------------------------------------------------------------------------------------------------- from a fresh clone
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """As start.md says. Kernels for GPUs are left out, whose build the tests have behind them, and so are the tests."""
+    where = tmp_path_factory.mktemp("clone")
+    if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False).returncode:
+        pytest.skip("not a clone")
+    (where / "once.cmake").write_text(
+        'set(HEDDLE_BUILD_CUDA OFF CACHE STRING "")\nset(HEDDLE_BUILD_TESTS OFF CACHE BOOL "")\n'
+    )
+    session = [of_page("docs/start.md", pattern) for pattern in HERE["test_clone"][:2]]
+    session[0] = re.sub(r"<.*>", shlex.quote(str(ROOT)), session[0])
+    run("\n".join([*session, "./dev help"]), where)
+    return where / "heddle", {
+        "CMAKE_TOOLCHAIN_FILE": str(where / "once.cmake"),
+        "CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("HEDDLE_JOBS", str(os.cpu_count())),
+        "HEDDLE_BUILD_DIR": "build",
+    }
+
+
+@long
+def test_clone(clone, tmp_path):
+    """It is built, installed and linked as the pages say, and the demo, the report and the site are made."""
+    tree, environment = clone
+    run("./dev build", tree, **environment)
+    for pattern in HERE["test_clone"][3:5]:
+        run(of_page("docs/install.md", pattern), tree, **environment)
+    run("./dev build --time", tree, **environment)
+    run("./dev build -DHEDDLE_BUILD_CUDA=OFF", tree, **environment)
+    for pattern in HERE["test_clone"][5:7]:
+        install = of_page("docs/install.md", pattern)
+        prefix = tmp_path / install.split()[0].strip("./")
+        run(install.replace("/usr/local", shlex.quote(str(prefix))), tree, **environment)
+        link_as_shown(prefix, tmp_path / f"{prefix.name}-program")
+    assert "validation loss" in run("./dev demo -- --seconds 1 --width 16 --layers 1", tree, **environment)
+    run("./dev report --seconds 0 --no-error --filter s1024", tree, **environment)
+    assert "<html" in (tree / "build/report.html").read_text()
+    if os.environ.get("HEDDLE_DOCS_PYTHON"):
+        run("./dev docs", tree, **environment)
+        assert (tree / "build/site/index.html").is_file()
+
+
+def link_as_shown(prefix: Path, where: Path) -> None:
+    """install.md's project for CMake, and its line for pkg-config."""
+    where.mkdir()
+    shutil.copy(ROOT / "examples/smallest.c", where / "my_program.c")
+    (snippet,) = re.findall(r"^```cmake\n(.*?)^```$", (ROOT / "docs/install.md").read_text(), re.MULTILINE | re.DOTALL)
+    begin = "cmake_minimum_required(VERSION 3.20)\nproject(mine C)\nadd_executable(my_program my_program.c)\n"
+    for kind in ("heddle::heddle", "heddle::heddle_static"):
+        assert kind in snippet
+        text = re.sub(r"PRIVATE \S+?\)", f"PRIVATE {kind})", snippet)
+        (where / "CMakeLists.txt").write_text(begin + text)
+        run(f"rm -rf b && cmake -B b -DCMAKE_PREFIX_PATH={shlex.quote(str(prefix))} && cmake --build b", where)
+        assert run("./b/my_program", where).startswith("o[0] = -1,")
+    if shutil.which("pkg-config") is None:
+        return
+    (found,) = prefix.rglob("heddle.pc")
+    run(of_page("docs/install.md", HERE["test_clone"][7]), where, PKG_CONFIG_PATH=str(found.parent))
+    assert run("./a.out", where, LD_LIBRARY_PATH=str(found.parents[1])).startswith("o[0] = -1,")
+
+
+@long
+def test_pip(clone):
+    """An environment of its own, the package in it each way that a page shows, and start.md's first program with it."""
+    tree, environment = clone
+    begin = [of_page("docs/start.md", pattern) for pattern in HERE["test_pip"][:2]]
+    installs = sorted({command for command in SHOWN if matches(HERE["test_pip"][2], command)})
+    assert len(installs) == 3
+    ask = of_page("docs/python.md", HERE["test_pip"][3])
+    out = run("\n".join([*begin, *installs, ask]), tree, **environment)
+    assert "cpu: " in out
+    program, printed = re.findall(
+        r"^<!-- run -->\n```python\n(.*?)^```\n\n```\n(.*?)^```",
+        (ROOT / "docs/start.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )[0]
+    (tree / "first.py").write_text(program)
+    assert run(f"{begin[1]}\npython first.py", tree, PYTHONPATH="", LD_LIBRARY_PATH="") == printed
