@@ -16,7 +16,7 @@ endif()
 # Warnings are for those who work on heddle, not for those who build it as a part of something else.
 set(HEDDLE_WARNINGS "")
 if(top_level OR HEDDLE_WERROR)
-    set(HEDDLE_WARNINGS -Wall -Wextra -Wpedantic -Wshadow -Wvla -Wconversion -Wno-sign-conversion)
+    set(HEDDLE_WARNINGS -Wall -Wextra -Wpedantic -Wshadow -Wvla -Wdate-time -Wconversion -Wno-sign-conversion)
 endif()
 if(NOT HEDDLE_OPENMP)
     list(APPEND HEDDLE_WARNINGS -Wno-unknown-pragmas)

@@ -152,7 +152,7 @@ static bool find_program(char *path, size_t n) {
 
 /* heddle's own source: as it was installed, the tree that holds this program's directory, or where it was built. */
 static bool find_text(char *path, size_t n) {
-    static const char *const places[] = {TEXT_DIR, ".", "..", "../..", HEDDLE_SOURCE_DIR, NULL};
+    static const char *const places[] = {TEXT_DIR, ".", "..", "../..", SOURCE_DIR, NULL};
     return find_place(places, "src/api.c", R_OK, path, n);
 }
 

@@ -39,7 +39,9 @@ static const char *const schemas[] = {
 static library_handle definitions, kernels[2];
 
 static int32_t register_all(void) {
-    int32_t bad = aoti_torch_library_init_def("heddle", __FILE__, __LINE__, &definitions);
+    static const char file[] =
+        "heddle/torch_register.c"; /* PyTorch keeps the pointer; __FILE__ would tell where this was built */
+    int32_t bad = aoti_torch_library_init_def("heddle", file, __LINE__, &definitions);
     for (size_t x = 0; !bad && x < sizeof schemas / sizeof *schemas; x++)
         bad = aoti_torch_library_def(definitions, schemas[x]);
     const char *const keys[] = {"CPU", "CUDA"};
@@ -56,7 +58,7 @@ static int32_t register_all(void) {
         {"norm_linear_backward", heddle_torch_norm_linear_backward},
     };
     for (int key = 0; !bad && key < 2; key++) {
-        bad = aoti_torch_library_init_impl("heddle", keys[key], __FILE__, __LINE__, &kernels[key]);
+        bad = aoti_torch_library_init_impl("heddle", keys[key], file, __LINE__, &kernels[key]);
         for (size_t x = 0; !bad && x < sizeof all / sizeof *all; x++)
             bad = torch_library_impl(kernels[key], all[x].name, all[x].kernel, TORCH_ABI_2_10);
     }
