@@ -3,6 +3,10 @@
 #include "common.h"
 
 #include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -272,10 +276,22 @@ static bool run_one(one_of_many *m, bool alone) {
     return norm_linear_both(p);
 }
 
+/* The message of a call that fails is the thread's, whatever the others do. */
+static bool refused_by_name(int x) {
+    heddle_attention a = attention_desc(HEDDLE_F32, 1, 7, 1000 + x, 1, 1, 1, 1);
+    return heddle_attention_supported(&a, NULL, 0) == HEDDLE_BAD_HEADS;
+}
+static bool still_says(int x) {
+    char text[64];
+    snprintf(text, sizeof text, "hk = %d does not divide h = 7", 1000 + x);
+    return strcmp(heddle_last_message(), text) == 0;
+}
+
 static void *work_as_one(void *argument) {
     one_of_many *m = argument;
     set_threads(1 + m->x % 3);
-    m->right = run_one(m, false);
+    const bool refused = refused_by_name(m->x);
+    m->right = run_one(m, false) && refused && still_says(m->x);
     return NULL;
 }
 
@@ -307,6 +323,34 @@ static void test_many_threads(void **state) {
     }
 }
 
+/* The first calls of a process: nobody has chosen the kernels yet, and all choose the same. */
+static const char *first_isas[MANY];
+static bool first_calls_made;
+static _Atomic int first_waiting;
+static void *call_first(void *isa) {
+    atomic_fetch_add(&first_waiting, 1);
+    while (atomic_load(&first_waiting) < MANY)
+        sched_yield();
+    *(const char **)isa = heddle_cpu_isa();
+    return NULL;
+}
+static bool call_first_at_once(void) {
+    pthread_t threads[MANY];
+    for (int x = 0; x < MANY; x++)
+        if (pthread_create(&threads[x], NULL, call_first, &first_isas[x]) != 0)
+            return false;
+    for (int x = 0; x < MANY; x++)
+        pthread_join(threads[x], NULL);
+    return true;
+}
+
+static void test_first_calls(void **state) {
+    (void)state;
+    assert_true(first_calls_made);
+    for (int x = 0; x < MANY; x++)
+        assert_string_equal(first_isas[x], heddle_cpu_isa());
+}
+
 static void test_inside_parallel_region(void **state) {
     (void)state;
 #ifdef _OPENMP
@@ -327,11 +371,16 @@ static void test_inside_parallel_region(void **state) {
 }
 
 int main(void) {
+    first_calls_made = call_first_at_once(); /* before anything else has asked */
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_attention_thread_counts), cmocka_unit_test(test_norm_linear_thread_counts),
-        cmocka_unit_test(test_right_with_threads),      cmocka_unit_test(test_threads_change),
-        cmocka_unit_test(test_concurrent_calls),        cmocka_unit_test(test_many_threads),
+        cmocka_unit_test(test_first_calls),
+        cmocka_unit_test(test_attention_thread_counts),
+        cmocka_unit_test(test_norm_linear_thread_counts),
+        cmocka_unit_test(test_right_with_threads),
+        cmocka_unit_test(test_threads_change),
+        cmocka_unit_test(test_concurrent_calls),
+        cmocka_unit_test(test_many_threads),
         cmocka_unit_test(test_inside_parallel_region),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
