@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of README.md and docs/limits.md, and draws the README's pictures of speed, from bench/results.
+"""Writes tables of the README and of pages, and draws pictures of speed and of a step on Hopper, from bench/results.
 
     docs/figures.py [--check]
 
@@ -12,6 +12,7 @@ import json
 import math
 import re
 import sys
+from itertools import pairwise
 
 from draw import Picture, bars
 from pages import ROOT, arguments_of, finish, replaced
@@ -371,10 +372,94 @@ def calls_table(op: str, form: str) -> str:
     return "\n".join(lines)
 
 
+# --------------------------------------------------------------------------------------- a step of Hopper's forward
+
+CLOCK_PARTS = {  # bench/gpu_clocks.py's, with their colours and what a reader is told
+    "waits for K": ("gone", "the barrier of K, which is there already: what asking takes"),
+    "waits for its turn": ("gone", "the other warpgroup has given it long before"),
+    "issues products": ("c1", "S of the next tile and P·V of this one, as the tensor cores have room for them"),
+    "waits for S": ("gone", "what is left of that product"),
+    "softmax": ("c0", "of the next tile, while P·V of this one is added up, and then the other's products"),
+    "waits for P·V": ("gone", "done by then"),
+    "rescales, packs P": ("c3", "o where a maximum grew; P to 16 bits, the operand of the next step"),
+}
+CLOCK_TILES = 32  # of 128 keys each: a tile of queries goes through them all
+CLOCK_PRODUCTS = 4 * 64 * 128 * 128 // 2048  # S and P·V of two warpgroups, at 2048 multiply-adds a cycle
+
+
+def clocks_row() -> Row:
+    return read("clocks-h200")[-1]
+
+
+def clocks_table() -> str:
+    row = clocks_row()
+    lines = [bars("part of a step", "cycles", "what it is"), "|" + "---|" * 3]
+    lines += [bars(name, f"{row['parts'][name]:.0f}", words) for name, (_, words) in CLOCK_PARTS.items()]
+    lines += [
+        bars(
+            "a step of 128 keys", f"{row['step']:.0f}", f"the products of both warpgroups alone take {CLOCK_PRODUCTS}"
+        ),
+        "",
+        f"Medians of 24 steps of each warpgroup in 20 calls, on an H200, at {row['commit']}. With the notes a call",
+        f"takes {row['cost']:.2f} times as long.",
+    ]
+    return "\n".join(lines)
+
+
+def clocks_picture() -> str:
+    """Two steps of both warpgroups, and what is sent for meanwhile; tiles of keys by their numbers."""
+    row = clocks_row()
+    line, first = row["line"], row["first"] % CLOCK_TILES
+    until = line[0][2][3]
+    picture = Picture(860, 262, "Two steps of Hopper's forward, by the multiprocessor's clock")
+    picture.parts.append(f"<style>{COLORS}</style>")
+    picture.text(20, 26, "Two steps of Hopper's forward (d 128, bfloat16), by the multiprocessor's clock", "title")
+
+    def at(cycles: float) -> float:
+        return 130 + 700 * cycles / until
+
+    for y, name in ((62, "a thread sends for"), (102, "warpgroup 0"), (154, "warpgroup 1")):
+        picture.text(20, y, name, "small")
+    for n, sent in enumerate(line[2]):
+        for x, name in ((sent[1], f"K {first + n}"), (sent[2], f"V {first + n - 1}")):
+            if 0 <= x <= until:
+                picture.parts.append(f'<path d="M{at(x):.1f} 48 V72" class="line"/>')
+                picture.text(round(at(x) + 4, 1), 62, name, "small")
+    for group, y in ((0, 84), (1, 136)):
+        for n, step in enumerate(line[group], first):
+            for (name, (kind, _)), (x, end) in zip(CLOCK_PARTS.items(), pairwise(step), strict=True):
+                left, right = max(x, 0), min(end, until)
+                if right <= left:
+                    continue
+                picture.parts.append(
+                    f'<rect x="{at(left):.1f}" y="{y}" width="{at(right) - at(left):.1f}" height="26" class="{kind}">'
+                    f"<title>{name}: {end - x} cycles</title></rect>"
+                )
+                if kind == "c1":
+                    picture.text(round(at(left), 1), y + 39, f"S {n + 1}, P·V {n}", "small")
+                if kind == "c0" and right == end:
+                    picture.text(round(at(left), 1), y + 39, f"P {n + 1}", "small")
+    for cycles in range(0, until, 1000):
+        picture.parts.append(f'<path d="M{at(cycles):.1f} 186 V192" class="line"/>')
+        picture.middle(round(at(cycles), 1), 206, str(cycles), "small faint")
+    picture.text(20, 206, "cycles", "small faint")
+    for left, kind, words in (
+        (130, "c1", "issues products"),
+        (290, "c0", "softmax"),
+        (400, "c3", "rescales, packs P"),
+        (570, "gone", "waits"),
+    ):
+        picture.parts.append(f'<rect x="{left}" y="218" width="12" height="12" class="{kind}"/>')
+        picture.text(left + 17, 229, words, "small")
+    picture.text(20, 252, f"One call of {row['kernel']} on an H200, block 0, at {row['commit']}.", "small faint")
+    return picture.svg()
+
+
 # ------------------------------------------------------------------------------------------------------- the pages
 
 TABLES = {
     "README.md": {"h200": h200_table},
+    "docs/algorithm.md": {"clocks": clocks_table},
     "docs/serving.md": {"pages": pages_table},
     "docs/parallel.md": {"parallel": parallel_table},
     "docs/limits.md": {
@@ -387,7 +472,11 @@ TABLES = {
         "norm-linear": lambda: calls_table("norm-linear", ""),
     },
 }
-PICTURES = {"docs/img/speed-h200.svg": h200_picture, "docs/img/speed-cpu.svg": cpu_picture}
+PICTURES = {
+    "docs/img/speed-h200.svg": h200_picture,
+    "docs/img/speed-cpu.svg": cpu_picture,
+    "docs/img/hopper-step.svg": clocks_picture,
+}
 
 
 def written(page: str, text: str) -> str:
