@@ -6,6 +6,9 @@
 
 #include "heddle.h"
 
+/* The last value of each enum of options: one above is refused, and who draws values or goes through them ends here. */
+enum { LAST_MASK = HEDDLE_CAUSAL_BOTTOM_RIGHT, LAST_NORM = HEDDLE_NO_NORM, LAST_ACTIVATION = HEDDLE_SILU };
+
 /* What a pointer's elements are. FLOAT is float32, or float64 when the dtype is. */
 typedef enum field_element { OF_DTYPE, OF_FLOAT, OF_BOOL, OF_INT32, OF_UINT64, FIELD_ELEMENTS } field_element;
 

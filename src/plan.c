@@ -341,8 +341,8 @@ static heddle_status check_features(heddle_attention *a) {
     if (a->features & ~attention_features)
         return fail(HEDDLE_BAD_ENUM, "features = 0x%llx has unknown bits 0x%llx", (unsigned long long)a->features,
                     (unsigned long long)(a->features & ~attention_features));
-    if (a->mask < HEDDLE_MASK_NONE || a->mask > HEDDLE_CAUSAL_BOTTOM_RIGHT)
-        return fail(HEDDLE_BAD_ENUM, "mask = %d is no heddle_mask (0 to 2)", (int)a->mask);
+    if ((int)a->mask < 0 || (int)a->mask > LAST_MASK)
+        return fail(HEDDLE_BAD_ENUM, "mask = %d is no heddle_mask (0 to %d)", (int)a->mask, LAST_MASK);
     if (a->reserved0)
         return fail(HEDDLE_BAD_ENUM, "reserved0 = %d, but must be 0", a->reserved0);
     if (!(a->features & HEDDLE_WINDOW) && (a->window_left || a->window_right))
@@ -456,8 +456,9 @@ static heddle_status take_norm_linear(const heddle_norm_linear *desc, heddle_nor
 }
 
 static heddle_status check_activation(const heddle_norm_linear *a) {
-    if ((int)a->activation < HEDDLE_NO_ACTIVATION || a->activation > HEDDLE_SILU)
-        return fail(HEDDLE_BAD_ENUM, "activation = %d is no heddle_activation (0 to 3)", (int)a->activation);
+    if ((int)a->activation < 0 || (int)a->activation > LAST_ACTIVATION)
+        return fail(HEDDLE_BAD_ENUM, "activation = %d is no heddle_activation (0 to %d)", (int)a->activation,
+                    LAST_ACTIVATION);
     if (a->reserved1)
         return fail(HEDDLE_BAD_ENUM, "reserved1 = %d, but must be 0", a->reserved1);
     if (!(a->features & HEDDLE_ACTIVATION) != !a->activation)
@@ -471,8 +472,8 @@ heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle
     plan->pass = pass;
     heddle_norm_linear *a = &plan->a;
     TRY(check_enums("heddle_norm_linear", (int)a->dtype, (int)a->device, (int)pass));
-    if ((int)a->norm < HEDDLE_LAYER_NORM || a->norm > HEDDLE_NO_NORM)
-        return fail(HEDDLE_BAD_ENUM, "norm = %d is no heddle_norm (0 to 2)", (int)a->norm);
+    if ((int)a->norm < 0 || (int)a->norm > LAST_NORM)
+        return fail(HEDDLE_BAD_ENUM, "norm = %d is no heddle_norm (0 to %d)", (int)a->norm, LAST_NORM);
     if (a->features & ~norm_linear_features)
         return fail(HEDDLE_BAD_ENUM, "features = 0x%llx has bits 0x%llx that norm-linear does not know",
                     (unsigned long long)a->features, (unsigned long long)(a->features & ~norm_linear_features));

@@ -122,7 +122,7 @@ static attention_case usual(void) {
 
 static void test_masks(void **state) {
     (void)state;
-    for (int mask = 0; mask < 3; mask++)
+    for (int mask = 0; mask <= LAST_MASK; mask++)
         for (int window = 0; window < 2; window++) {
             attention_case c = usual();
             c.a.mask = (heddle_mask)mask;

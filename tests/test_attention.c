@@ -206,7 +206,7 @@ static void test_varlen(void **state) {
                                        {{0, 0, 0, 33, 33, 66, 66}, {0, 3, 40, 73, 73, 74, 74}},
                                        {{3, 9, 20, 30, 40, 41, 80}, {2, 13, 24, 25, 60, 90, 95}}};
     for (size_t x = 0; x < COUNT(cu); x++)
-        for (heddle_mask mask = HEDDLE_MASK_NONE; mask <= HEDDLE_CAUSAL_BOTTOM_RIGHT; mask++) {
+        for (heddle_mask mask = HEDDLE_MASK_NONE; (int)mask <= LAST_MASK; mask++) {
             attention_case c = attention_case_of(6, 4, 2, 41, 45, 16, 8);
             c.a.features = HEDDLE_VARLEN;
             c.a.total_q = 93; /* rows past the last sequence belong to none */
@@ -245,7 +245,7 @@ static void test_seqlens(void **state) {
     (void)state;
     static const int32_t len_q[] = {0, 17, 40, 1}, len_k[] = {30, 0, 51, 7};
     for (int which = 1; which < 4; which++)
-        for (heddle_mask mask = HEDDLE_MASK_NONE; mask <= HEDDLE_CAUSAL_BOTTOM_RIGHT; mask++) {
+        for (heddle_mask mask = HEDDLE_MASK_NONE; (int)mask <= LAST_MASK; mask++) {
             attention_case c = attention_case_of(4, 4, 2, 40, 51, 16, 0);
             c.a.features = HEDDLE_SEQLENS;
             c.len_q = which & 1 ? len_q : NULL;
@@ -287,7 +287,7 @@ static void test_large_values(void **state) {
     c.q_magnitude = 1e-3;
     c.ill_conditioned = false;
     check_attention_dtypes(c);
-    for (int mask = 0; mask < 3; mask++) { /* few keys share a row: both passes must round the scores alike */
+    for (int mask = 0; mask <= LAST_MASK; mask++) { /* few keys share a row: both passes must round the scores alike */
         c = attention_case_of(2, 2, 1, 140, 260, 128, mask == 1 ? 3 : 0);
         c.q_magnitude = c.k_magnitude = 3;
         c.ill_conditioned = true;

@@ -8,7 +8,7 @@ static void test_causal(void **state) {
     (void)state;
     static const int64_t lengths[][2] = {{33, 33}, {5, 64}, {64, 5}, {1, 113}, {113, 1}, {129, 128}, {70, 203}};
     for (size_t x = 0; x < COUNT(lengths); x++)
-        for (heddle_mask mask = HEDDLE_CAUSAL_TOP_LEFT; mask <= HEDDLE_CAUSAL_BOTTOM_RIGHT; mask++) {
+        for (heddle_mask mask = HEDDLE_CAUSAL_TOP_LEFT; (int)mask <= LAST_MASK; mask++) {
             attention_case c = attention_case_of(1, 2, 0, lengths[x][0], lengths[x][1], 16, 0);
             c.a.mask = mask;
             c.poison_masked = true;
@@ -52,7 +52,7 @@ static void test_softcap(void **state) {
 static void test_alibi(void **state) {
     (void)state;
     for (int per_batch = 0; per_batch < 2; per_batch++)
-        for (heddle_mask mask = HEDDLE_MASK_NONE; mask <= HEDDLE_CAUSAL_BOTTOM_RIGHT; mask++) {
+        for (heddle_mask mask = HEDDLE_MASK_NONE; (int)mask <= LAST_MASK; mask++) {
             attention_case c = attention_case_of(3, 4, 2, 37, 50, 16, 0);
             c.a.features = HEDDLE_ALIBI;
             c.a.alibi_stride_b = per_batch ? 4 : 0;
@@ -246,7 +246,7 @@ static void test_nan_query(void **state) {
 
 static void test_sinks(void **state) {
     (void)state;
-    for (heddle_mask mask = HEDDLE_MASK_NONE; mask <= HEDDLE_CAUSAL_BOTTOM_RIGHT; mask++) {
+    for (heddle_mask mask = HEDDLE_MASK_NONE; (int)mask <= LAST_MASK; mask++) {
         attention_case c = attention_case_of(2, 4, 2, 37, 29, 16, 0);
         c.a.features = HEDDLE_SINKS;
         c.a.mask = mask;
@@ -340,7 +340,7 @@ static void test_optional_tensors(void **state) {
 static void test_everything(void **state) {
     (void)state;
     static const int32_t len_q[] = {40, 17}, len_k[] = {50, 51};
-    for (heddle_mask mask = HEDDLE_MASK_NONE; mask <= HEDDLE_CAUSAL_BOTTOM_RIGHT; mask++) {
+    for (heddle_mask mask = HEDDLE_MASK_NONE; (int)mask <= LAST_MASK; mask++) {
         attention_case c = attention_case_of(2, 4, 2, 40, 51, 24, 40);
         c.a.features = HEDDLE_WINDOW | HEDDLE_ALIBI | HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_SINKS | HEDDLE_SEQLENS |
                        HEDDLE_WEIGHTS | HEDDLE_RNG_STATE | HEDDLE_DETERMINISTIC;

@@ -253,7 +253,7 @@ static void test_odd_sizes(void **state) {
     static const int64_t sizes[][3] = {{1, 1, 8},  {1, 200, 64}, {3, 9, 16},    {7, 31, 24},    {16, 64, 64},
                                        {17, 8, 8}, {65, 33, 64}, {130, 70, 64}, {33, 150, 128}, {129, 131, 128}};
     for (size_t x = 0; x < COUNT(sizes); x++)
-        for (int mask = 0; mask < 3; mask += test_emulated() ? 3 : 1) {
+        for (int mask = 0; mask <= LAST_MASK; mask += test_emulated() ? 3 : 1) {
             attention_case c = case_of(x + (size_t)mask, 1, 2, 2, sizes[x][0], sizes[x][1], sizes[x][2]);
             c.a.mask = (heddle_mask)mask;
             if (x % 2)

@@ -338,7 +338,7 @@ static void test_activations(void **state) {
     (void)state;
     static const int64_t sizes[][3] = {{1, 40, 33}, {5, 200, 35}, {50, 392, 3}, {70, 96, 130}, {131, 64, 72}};
     for (size_t x = 0; x < COUNT(sizes); x++)
-        for (int activation = HEDDLE_GELU; activation <= HEDDLE_SILU; activation++)
+        for (int activation = HEDDLE_GELU; activation <= LAST_ACTIVATION; activation++)
             for (size_t y = 0; y < TEST_DTYPES; y++) {
                 const int64_t *s = sizes[x];
                 norm_linear_case c = make_case(s[0], s[1], s[2]);
@@ -361,7 +361,7 @@ static void test_activation_values(void **state) {
                                    3,  4,      5.5f,  7,     8,    9.5f,  10,    12,    13,       14,
                                    30, 86,     88,    1e3f,  1e9f, 1e19f, 1e20f, 1e38f, INFINITY, NAN};
     enum { N = 2 * COUNT(values) };
-    for (int activation = HEDDLE_GELU; activation <= HEDDLE_SILU; activation++) {
+    for (int activation = HEDDLE_GELU; activation <= LAST_ACTIVATION; activation++) {
         norm_linear_case c = make_case(1, 1, N);
         c.a.norm = HEDDLE_RMS_NORM;
         c.a.features = HEDDLE_ACTIVATION;

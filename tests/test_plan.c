@@ -92,7 +92,7 @@ static bool rule(const heddle_attention *a, int64_t sq, int64_t sk, int64_t i, i
 
 static void test_bands(void **state) {
     (void)state;
-    for (int mask = 0; mask < 3; mask++)
+    for (int mask = 0; mask <= LAST_MASK; mask++)
         for (int window = 0; window < 2; window++)
             for (int64_t left = -1; left < N; left++)
                 for (int64_t right = -1; right < N; right++)
@@ -116,7 +116,7 @@ static void test_bands(void **state) {
 static void test_bands_of_parts(void **state) {
     (void)state;
     enum { WHOLE = 5 };
-    for (int mask = 0; mask < 3; mask++)
+    for (int mask = 0; mask <= LAST_MASK; mask++)
         for (int64_t left = -1; left < 3; left++)
             for (int64_t sizes = 0; sizes < WHOLE * WHOLE * WHOLE * WHOLE; sizes++) {
                 const int64_t q0 = sizes % WHOLE, k0 = sizes / WHOLE % WHOLE, sq = sizes / WHOLE / WHOLE % WHOLE,
@@ -177,7 +177,7 @@ static void test_workspace_is_linear(void **state) {
     (void)state;
     for (size_t x = 0; x < TEST_DTYPES; x++)
         for (int pass = 0; pass < 2; pass++)
-            for (int mask = 0; mask < 3; mask++)
+            for (int mask = 0; mask <= LAST_MASK; mask++)
                 for (int grouped = 0; grouped < 2; grouped++) {
                     heddle_attention a = attention_desc(test_dtypes[x], 1, 16, grouped ? 2 : 0, 65536, 65536, 128, 0);
                     a.mask = (heddle_mask)mask;

@@ -160,7 +160,7 @@ static void test_attention_pairs(void **state) {
 
 static void test_attention_all_options(void **state) {
     (void)state;
-    for (int mask = 0; mask < 3; mask++)
+    for (int mask = 0; mask <= LAST_MASK; mask++)
         for (int packed = 0; packed < 2; packed++)
             for (int summed = 0; summed < 2; summed++) {
                 attention_case c = base_case((uint64_t)mask + 40);
@@ -178,7 +178,7 @@ static void test_attention_shapes(void **state) {
     static const int64_t shape[][7] = {
         {1, 1, 1, 1, 1, 1, 1}, {1, 2, 1, 1, 7, 5, 3}, {1, 6, 3, 7, 1, 2, 9}, {2, 2, 2, 9, 4, 1, 1}};
     for (size_t x = 0; x < COUNT(shape); x++)
-        for (int mask = 0; mask < 3; mask++) {
+        for (int mask = 0; mask <= LAST_MASK; mask++) {
             const int64_t *s = shape[x];
             attention_case c = {.a = attention_desc(HEDDLE_F32, s[0], s[1], s[2], s[3], s[4], s[5], s[6]),
                                 .seed = x + 60};

@@ -71,7 +71,7 @@ static heddle_strides random_broadcast(rng *r, int64_t h, int64_t s, int64_t las
 
 static void random_masks(rng *r, attention_case *c, lengths *l) {
     heddle_attention *a = &c->a;
-    a->mask = (heddle_mask)rng_between(r, 0, 2);
+    a->mask = (heddle_mask)rng_between(r, 0, LAST_MASK);
     if (rng_chance(r, 0.3)) {
         a->features |= HEDDLE_WINDOW;
         a->window_left = rng_between(r, -1, rng_chance(r, 0.5) ? 8 : a->sk);
@@ -234,7 +234,7 @@ static norm_linear_case random_norm_linear(uint64_t seed) {
     }
     if (rng_chance(&r, 0.4)) {
         c.a.features = HEDDLE_ACTIVATION;
-        c.a.activation = (heddle_activation)rng_between(&r, HEDDLE_GELU, HEDDLE_SILU);
+        c.a.activation = (heddle_activation)rng_between(&r, HEDDLE_GELU, LAST_ACTIVATION);
         c.a.u_stride = rng_chance(&r, 0.5) ? 0 : aligned ? (n + 7) / 8 * 8 : n + rng_between(&r, 0, 20);
     }
     if (rng_chance(&r, 0.2)) {

@@ -375,7 +375,7 @@ heddle_attention random_attention(random_state *r) {
     a.sk = pick(r, lengths, random_between(r, 0, 3) ? 10 : 12);
     a.d = pick(r, dims, a.sq * a.sk < 10000 ? 13 : 10);
     a.dv = random_between(r, 0, 1) ? a.d : pick(r, dims, 10);
-    a.mask = (heddle_mask)random_between(r, 0, 2);
+    a.mask = (heddle_mask)random_between(r, 0, LAST_MASK);
     for (int i = 0; i < 9; i++)
         a.features |= random_between(r, 0, 2) ? 0 : features[i];
     if (a.features & HEDDLE_WINDOW) {

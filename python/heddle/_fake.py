@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heddle import _schema
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._options import NO_NORM
+from heddle._options import ACTIVATIONS, NO_NORM
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -231,8 +231,8 @@ def _norm_linear_fake(
     _check_norm_linear(x, weight, gamma, beta)
     if norm == NO_NORM and not (gamma is beta is None):
         raise HeddleValueError(f"{'beta' if gamma is None else 'gamma'} is given, but norm is HEDDLE_NO_NORM")
-    if not 0 <= activation <= 3:
-        raise HeddleValueError(f"activation = {activation} is none of 0 (none), 1 (gelu), 2 (gelu_tanh), 3 (silu)")
+    if not 0 <= activation <= len(ACTIVATIONS):
+        raise HeddleValueError(f"activation = {activation} is none of heddle_activation, 0 to {len(ACTIVATIONS)}")
     if bias is not None:
         _check(bias, "bias", x, x.dtype)
         if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:

@@ -296,9 +296,9 @@ static bool take_masks(call *c, problem *p) {
 static bool take_numbers(call *c, problem *p, const int64_t *integer, const double *number) {
     heddle_attention *a = &p->a;
     a->mask = (heddle_mask)integer[CAUSAL];
-    if (integer[CAUSAL] < 0 || integer[CAUSAL] > 2)
-        return call_fail(c, "ValueError", "causal = %lld is none of 0, 1 (top left), 2 (bottom right)",
-                         (long long)integer[CAUSAL]);
+    if (integer[CAUSAL] < 0 || integer[CAUSAL] > LAST_MASK)
+        return call_fail(c, "ValueError", "causal = %lld is none of heddle_mask, 0 to %d", (long long)integer[CAUSAL],
+                         LAST_MASK);
     if (integer[WINDOW_LEFT] >= 0 || integer[WINDOW_RIGHT] >= 0) {
         a->features |= HEDDLE_WINDOW;
         a->window_left = integer[WINDOW_LEFT];

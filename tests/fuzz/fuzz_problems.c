@@ -2,8 +2,8 @@
  * Bytes to a description of attention or norm-linear, sane or absurd; what the library accepts has a workspace and a
  * name in both passes, and runs, where it is small, in tensors and a workspace without a byte to spare. */
 #define _GNU_SOURCE
+#include "../../src/fields.h"
 #include "bytes.h"
-#include "heddle.h"
 
 #include <math.h>
 #include <string.h>
@@ -114,7 +114,7 @@ static void options_of_attention(bytes *b, heddle_attention *a) {
     a->dtype = (heddle_dtype)take_between(b, 0, 3);
     a->device = take_between(b, 0, 3) ? HEDDLE_CPU : HEDDLE_REF;
     a->features = take_number(b, 2) & 0x1fff;
-    a->mask = (heddle_mask)take_between(b, 0, 2);
+    a->mask = (heddle_mask)take_between(b, 0, LAST_MASK);
     a->scale = scales[take_between(b, 0, 6)];
     a->softcap = caps[take_between(b, 0, 7)];
     a->dropout = (double)take_between(b, 0, 3) / 4;
@@ -387,7 +387,7 @@ static heddle_norm_linear some_norm_linear(bytes *b, int absurd) {
     heddle_norm_linear a = {.size = sizeof a};
     a.dtype = (heddle_dtype)take_between(b, 0, 3);
     a.device = take_between(b, 0, 3) ? HEDDLE_CPU : HEDDLE_REF;
-    a.norm = (heddle_norm)take_between(b, 0, 2);
+    a.norm = (heddle_norm)take_between(b, 0, LAST_NORM);
     a.features = take_bit(b) ? HEDDLE_DETERMINISTIC : 0;
     a.eps = take_bit(b) || (a.norm == HEDDLE_NO_NORM && !absurd) ? 0 : 1e-3;
     a.m = absurd ? any_size(b) : take_between(b, 0, 40);
@@ -400,7 +400,7 @@ static heddle_norm_linear some_norm_linear(bytes *b, int absurd) {
             *stride[i] = absurd ? any_size(b) : width[i] + take_between(b, 0, 3);
     if (take_bit(b)) {
         a.features |= HEDDLE_ACTIVATION;
-        a.activation = (heddle_activation)take_between(b, absurd ? -1 : 1, absurd ? 5 : 3);
+        a.activation = (heddle_activation)take_between(b, absurd ? -1 : 1, LAST_ACTIVATION + (absurd ? 2 : 0));
         a.u_stride = take_bit(b) ? 0 : absurd ? any_size(b) : a.n + take_between(b, 0, 3);
     }
     if (take_bit(b)) {

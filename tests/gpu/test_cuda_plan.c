@@ -26,7 +26,7 @@ static heddle_attention any_attention(rng *r) {
         a.q_offset = any_size(r), a.k_offset = any_size(r);
         a.dropout = rng_chance(r, 0.3) ? 0.5 : 0;
     }
-    a.mask = (heddle_mask)rng_between(r, 0, 2);
+    a.mask = (heddle_mask)rng_between(r, 0, LAST_MASK);
     if (a.features & HEDDLE_VARLEN)
         a.total_q = any_size(r), a.total_k = any_size(r);
     if (rng_chance(r, 0.1)) {

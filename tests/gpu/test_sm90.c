@@ -66,7 +66,7 @@ static void check(attention_case *c) {
 static void test_masks(void **state) {
     static const int64_t lengths[][2] = {{200, 333}, {333, 200}, {130, 130}, {193, 257}}, dims[] = {64, 128, 96, 72};
     for (size_t x = 0; x < COUNT(lengths); x++)
-        for (int mask = 0; mask < 3; mask++) {
+        for (int mask = 0; mask <= LAST_MASK; mask++) {
             attention_case c =
                 make_case(type_of(state, x + (size_t)mask), 1, 2, 2, lengths[x][0], lengths[x][1], dims[x], 0);
             c.a.mask = (heddle_mask)mask;
