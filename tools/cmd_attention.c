@@ -108,7 +108,8 @@ static bool set_window(heddle_attention *a, const char *text) {
     return true;
 }
 
-static bool set_option(heddle_attention *a, int option, const char *text) {
+static bool set_option(job *j, int option, const char *text) {
+    heddle_attention *a = &j->a;
     static const char *const masks[] = {"none", "causal-top-left", "causal-bottom-right", NULL};
     int mask;
     switch (option) {
@@ -263,9 +264,7 @@ static bool set_broadcast(const file_job *w, int f, heddle_strides *stride) {
 static bool set_features(file_job *w) {
     heddle_attention *a = &w->j.a;
     const tensor_field *t = job_fields(&w->j);
-    for (int f = 0; t[f].name; f++)
-        if (w->path[f])
-            a->features |= t[f].feature;
+    a->features |= file_job_features(w);
     if (w->path[DBIAS] && !w->path[BIAS])
         return complain("--dbias needs --bias"), false;
     if (w->path[DSINKS] && !w->path[SINKS])
@@ -294,22 +293,7 @@ static int run(file_job *w) {
 }
 
 int cmd_attention(int argc, char **argv) {
+    static const file_command command = {"attention", usage, own_options, set_option, run};
     file_job w = {.j = {.a = {.size = sizeof w.j.a}, .l = {.size = sizeof w.j.l}}};
-    struct option options[FILE_JOB_MAX_OPTIONS];
-    int status = 0, option;
-    file_job_options(&w.j, own_options, options);
-    while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
-        if (option == OPTION_HELP) {
-            fputs(usage, stdout);
-            return 0;
-        }
-        int taken = option == '?' ? 0 : file_job_option(&w, option, optarg);
-        if (taken < 0 || (taken == 0 && !set_option(&w.j.a, option, optarg)))
-            return EXIT_TROUBLE;
-    }
-    if (optind < argc)
-        return complain("'%s' is not an option; see heddle attention --help", argv[optind]);
-    status = run(&w);
-    arena_free(&w.m);
-    return status;
+    return file_job_main(&command, &w, argc, argv);
 }

@@ -54,7 +54,8 @@ static const struct option own_options[] = {
     {0},
 };
 
-static bool set_option(heddle_norm_linear *l, int option, const char *text) {
+static bool set_option(job *j, int option, const char *text) {
+    heddle_norm_linear *l = &j->l;
     static const char *const norms[] = {"layer", "rms", "none", NULL};
     static const char *const activations[] = {"none", "gelu", "gelu-tanh", "silu", NULL};
     int norm, activation;
@@ -101,7 +102,7 @@ static bool set_dimensions(file_job *w) {
 static int run(file_job *w) {
     if (!w->path[X] || !w->path[W])
         return complain("--%s FILE is missing; see heddle norm-linear --help", w->path[X] ? "w" : "x");
-    w->j.l.features |= w->path[RESIDUAL] ? HEDDLE_RESIDUAL : 0;
+    w->j.l.features |= file_job_features(w) & ~HEDDLE_ACTIVATION; /* which goes by --activation */
     if (!file_job_read(w, X) || !set_dimensions(w) || !file_job_check_shapes(w, X, 0) || !file_job_choose_dtype(w, X) ||
         !device_ready(w->device))
         return EXIT_TROUBLE;
@@ -109,22 +110,7 @@ static int run(file_job *w) {
 }
 
 int cmd_norm_linear(int argc, char **argv) {
+    static const file_command command = {"norm-linear", usage, own_options, set_option, run};
     file_job w = {.j = {.linear = true, .a = {.size = sizeof w.j.a}, .l = {.size = sizeof w.j.l}}};
-    struct option options[FILE_JOB_MAX_OPTIONS];
-    int status = 0, option;
-    file_job_options(&w.j, own_options, options);
-    while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
-        if (option == OPTION_HELP) {
-            fputs(usage, stdout);
-            return 0;
-        }
-        int taken = option == '?' ? 0 : file_job_option(&w, option, optarg);
-        if (taken < 0 || (taken == 0 && !set_option(&w.j.l, option, optarg)))
-            return EXIT_TROUBLE;
-    }
-    if (optind < argc)
-        return complain("'%s' is not an option; see heddle norm-linear --help", argv[optind]);
-    status = run(&w);
-    arena_free(&w.m);
-    return status;
+    return file_job_main(&command, &w, argc, argv);
 }

@@ -6,7 +6,9 @@
 #include <stdio.h>
 #include <string.h>
 
-void file_job_options(const job *j, const struct option *own, struct option out[FILE_JOB_MAX_OPTIONS]) {
+#define MAX_OPTIONS 64
+
+static void list_options(const job *j, const struct option *own, struct option out[MAX_OPTIONS]) {
     static const struct option shared[] = {
         {"dtype", required_argument, NULL, OPTION_DTYPE},
         {"device", required_argument, NULL, OPTION_DEVICE},
@@ -26,7 +28,8 @@ void file_job_options(const job *j, const struct option *own, struct option out[
     out[n] = (struct option){0};
 }
 
-int file_job_option(file_job *w, int value, const char *argument) {
+/* One of the shared options: 1 if it was one, 0 if it is the command's own, -1 after a complaint. */
+static int take_option(file_job *w, int value, const char *argument) {
     switch (value) {
     case OPTION_DTYPE: w->dtype_given = true; return parse_dtype("--dtype", argument, &w->dtype) ? 1 : -1;
     case OPTION_DEVICE: return parse_device("--device", argument, &w->device) ? 1 : -1;
@@ -41,6 +44,33 @@ int file_job_option(file_job *w, int value, const char *argument) {
         return 0;
     w->path[value - OPTION_FIELD] = argument;
     return 1;
+}
+
+int file_job_main(const file_command *command, file_job *w, int argc, char **argv) {
+    struct option options[MAX_OPTIONS];
+    int option;
+    list_options(&w->j, command->own, options);
+    while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
+        if (option == OPTION_HELP) {
+            fputs(command->usage, stdout);
+            return 0;
+        }
+        int taken = option == '?' ? 0 : take_option(w, option, optarg);
+        if (taken < 0 || (taken == 0 && !command->set_option(&w->j, option, optarg)))
+            return EXIT_TROUBLE;
+    }
+    if (optind < argc)
+        return complain("'%s' is not an option; see heddle %s --help", argv[optind], command->name);
+    const int status = command->run(w);
+    arena_free(&w->m);
+    return status;
+}
+
+uint64_t file_job_features(const file_job *w) {
+    uint64_t features = 0;
+    for (int f = 0; job_fields(&w->j)[f].name; f++)
+        features |= w->path[f] ? job_fields(&w->j)[f].feature : 0;
+    return features;
 }
 
 /* --------------------------------------------------------------------------------------------------------- input */

@@ -29,13 +29,19 @@ enum {
     OPTION_FIELD = 400
 };
 
-#define FILE_JOB_MAX_OPTIONS 64
+/* What a command has of its own. */
+typedef struct file_command {
+    const char *name, *usage;
+    const struct option *own;                                 /* ends with a name of NULL */
+    bool (*set_option)(job *j, int option, const char *text); /* complains, or getopt_long has */
+    int (*run)(file_job *w);
+} file_command;
 
-/* The options of both commands, the tensors' ones from the table, and then own[], which ends with a name of NULL. */
-void file_job_options(const job *j, const struct option *own, struct option out[FILE_JOB_MAX_OPTIONS]);
+/* The whole command: the shared options, the tensors' ones from the table, its own; then its run. The exit status. */
+int file_job_main(const file_command *command, file_job *w, int argc, char **argv);
 
-/* Takes one of the shared options: 1 if it was one, 0 if it is the command's own, -1 after a complaint. */
-int file_job_option(file_job *w, int value, const char *argument);
+/* The feature bits of all tensors that were named. */
+uint64_t file_job_features(const file_job *w);
 
 /* Reads every input that was named and complains about types: floats, bool masks, int32 lengths; the inputs of the
  * compute type have the type of the first, `main`. */

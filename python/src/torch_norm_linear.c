@@ -2,6 +2,8 @@
  * torch.ops.heddle.norm_linear and norm_linear_backward: tensors to a description and back. */
 #include "torch_call.h"
 
+#include "../../src/fields.h"
+
 typedef struct problem {
     heddle_norm_linear a;
     heddle_norm_linear_data t;
@@ -75,8 +77,8 @@ static bool describe(call *c, problem *p, int x, int w, int gamma, int beta) {
 }
 
 static bool take_norm(call *c, problem *p, double eps, int64_t norm) {
-    if (norm < HEDDLE_LAYER_NORM || norm > HEDDLE_NO_NORM)
-        return call_fail(c, "ValueError", "norm = %lld is none of 0 (layer), 1 (rms), 2 (none)", (long long)norm);
+    if (norm < 0 || norm > LAST_NORM)
+        return call_fail(c, "ValueError", "norm = %lld is none of heddle_norm, 0 to %d", (long long)norm, LAST_NORM);
     if (norm != HEDDLE_NO_NORM && !(eps > 0))
         return call_fail(c, "ValueError", "eps = %g is not > 0", eps);
     p->a.norm = (heddle_norm)norm;
@@ -85,9 +87,9 @@ static bool take_norm(call *c, problem *p, double eps, int64_t norm) {
 }
 
 static bool take_activation(call *c, problem *p, int64_t activation, bool tf32) {
-    if (activation < HEDDLE_NO_ACTIVATION || activation > HEDDLE_SILU)
-        return call_fail(c, "ValueError", "activation = %lld is none of 0 (none), 1 (gelu), 2 (gelu_tanh), 3 (silu)",
-                         (long long)activation);
+    if (activation < 0 || activation > LAST_ACTIVATION)
+        return call_fail(c, "ValueError", "activation = %lld is none of heddle_activation, 0 to %d",
+                         (long long)activation, LAST_ACTIVATION);
     p->a.activation = (heddle_activation)activation;
     p->a.features = (activation ? HEDDLE_ACTIVATION : 0) | (tf32 ? HEDDLE_TF32 : 0);
     return true;
@@ -104,21 +106,24 @@ static void *make_rows(call *c, const problem *p, int at, int64_t last, int32_t 
     return call_make(c, at, rank, size, stride, dtype);
 }
 
-/* ---------------------------------------------------------------------------------------------------- forward */
-
-static bool take_residual(call *c, problem *p, const tensor *t) {
+/* Has an input y's shape and type? Then the distance of its rows. */
+static bool is_like_y(call *c, const problem *p, const tensor *t, const char *name, int64_t *stride) {
     int64_t shape[MAX_RANK];
-    if (!t->handle)
-        return true;
     for (int64_t r = 0; r < p->x->rank - 1; r++)
         shape[r] = p->x->size[r];
     shape[p->x->rank - 1] = p->a.n;
-    if (!call_check_shape(c, t, "residual", p->x->rank, shape) || !call_check(c, t, "residual", call_dtype(c)) ||
-        !row_stride(c, t, "residual", &p->a.residual_stride))
-        return false;
+    return call_check_shape(c, t, name, p->x->rank, shape) && call_check(c, t, name, call_dtype(c)) &&
+           row_stride(c, t, name, stride);
+}
+
+/* ---------------------------------------------------------------------------------------------------- forward */
+
+static bool take_residual(call *c, problem *p, const tensor *t) {
+    if (!t->handle)
+        return true;
     p->a.features |= HEDDLE_RESIDUAL;
     p->t.residual = t->data;
-    return true;
+    return is_like_y(c, p, t, "residual", &p->a.residual_stride);
 }
 
 void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t results) {
@@ -171,19 +176,10 @@ enum {
 };
 
 static bool take_gradient(call *c, problem *p) {
-    const tensor *dy = &c->tensor[B_DY];
-    int64_t shape[MAX_RANK];
-    for (int64_t r = 0; r < p->x->rank - 1; r++)
-        shape[r] = p->x->size[r];
-    shape[p->x->rank - 1] = p->a.n;
-    if (!call_check_shape(c, dy, "dy", p->x->rank, shape) || !call_check(c, dy, "dy", call_dtype(c)) ||
-        !row_stride(c, dy, "dy", &p->a.dy_stride))
+    const tensor *dy = &c->tensor[B_DY], *u = &c->tensor[B_U];
+    if (!is_like_y(c, p, dy, "dy", &p->a.dy_stride) || (u->handle && !is_like_y(c, p, u, "u", &p->a.u_stride)))
         return false;
     p->t.dy = dy->data;
-    const tensor *u = &c->tensor[B_U];
-    if (u->handle && (!call_check_shape(c, u, "u", p->x->rank, shape) || !call_check(c, u, "u", call_dtype(c)) ||
-                      !row_stride(c, u, "u", &p->a.u_stride)))
-        return false;
     p->t.u = u->data;
     const char *const names[] = {"mean", "rstd"};
     for (int x = 0; x < 2; x++) {

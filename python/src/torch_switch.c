@@ -465,45 +465,32 @@ static void aten_for_cpu_backward(stable_value *stack, uint64_t arguments, uint6
     backward(stack, arguments, results, &op);
 }
 
+/* The operators of flash attention: what both take, and the window of the second. */
+static const int flash_backward[] = {DOUT,
+                                     B + Q,
+                                     B + K,
+                                     B + V,
+                                     OUT,
+                                     LSE,
+                                     B + CU_SEQLENS_Q,
+                                     B + CU_SEQLENS_K,
+                                     B + MAX_SEQLEN_Q,
+                                     B + MAX_SEQLEN_K,
+                                     B + DROPOUT,
+                                     B + CAUSAL,
+                                     B + RNG_STATE,
+                                     IGNORED,
+                                     B + SCALE,
+                                     B + WINDOW_LEFT,
+                                     B + WINDOW_RIGHT};
+
 static void aten_sdpa_backward(stable_value *stack, uint64_t arguments, uint64_t results) {
-    static const int place[] = {DOUT,
-                                B + Q,
-                                B + K,
-                                B + V,
-                                OUT,
-                                LSE,
-                                B + CU_SEQLENS_Q,
-                                B + CU_SEQLENS_K,
-                                B + MAX_SEQLEN_Q,
-                                B + MAX_SEQLEN_K,
-                                B + DROPOUT,
-                                B + CAUSAL,
-                                B + RNG_STATE,
-                                IGNORED,
-                                B + SCALE};
-    static const operation op = {"TTTTTTUUIIDBUUS", place, .rows_first = false};
+    static const operation op = {"TTTTTTUUIIDBUUS", flash_backward, .rows_first = false};
     backward(stack, arguments, results, &op);
 }
 
 static void aten_backward(stable_value *stack, uint64_t arguments, uint64_t results) {
-    static const int place[] = {DOUT,
-                                B + Q,
-                                B + K,
-                                B + V,
-                                OUT,
-                                LSE,
-                                B + CU_SEQLENS_Q,
-                                B + CU_SEQLENS_K,
-                                B + MAX_SEQLEN_Q,
-                                B + MAX_SEQLEN_K,
-                                B + DROPOUT,
-                                B + CAUSAL,
-                                B + RNG_STATE,
-                                IGNORED,
-                                B + SCALE,
-                                B + WINDOW_LEFT,
-                                B + WINDOW_RIGHT};
-    static const operation op = {"TTTTTTUUIIDBUUSNN", place, .rows_first = true};
+    static const operation op = {"TTTTTTUUIIDBUUSNN", flash_backward, .rows_first = true};
     backward(stack, arguments, results, &op);
 }
 
