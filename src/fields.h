@@ -126,7 +126,7 @@ static inline int64_t norm_linear_extent(const heddle_norm_linear *a, char lette
 
 /* Whether a problem has the tensor: without a norm there is none of its vectors, over rows or over features in. */
 static inline int norm_linear_has(const heddle_norm_linear *a, const tensor_field *t) {
-    const int of_norm = !t->shape[1] && t->shape[0] != 'n';
+    const int of_norm = !t->feature && !t->shape[1] && t->shape[0] != 'n';
     return (!t->feature || (a->features & t->feature)) && !(of_norm && a->norm == HEDDLE_NO_NORM);
 }
 

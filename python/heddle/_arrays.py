@@ -27,6 +27,8 @@ SEQLENS, WEIGHTS, DETERMINISTIC, TF32 = (_BITS[name] for name in ("seqlens", "we
 PAGES = _BITS["pages"]
 # What an input of the library is called here, where it is not the same.
 _OPTION_OF = {"bool_mask": "mask"}
+# Where an extent is in the description, by the letter of a shape, where it is not the same.
+_EXTENT_OF = {"g": "hk", "q": "sq", "k": "sk", "v": "dv"}
 # The inputs of all options but the lengths, pages and dropout, by their names in the library.
 _OPTIONAL = {
     name: (element, shape, feature, stride)
@@ -396,7 +398,8 @@ class Problem:
         for field, (element, letters, feature, _) in _OPTIONAL.items():
             if field == "alibi_slopes" or letters == "bhqk":
                 continue
-            if self._take(_OPTION_OF.get(field, field), dtypes[element], [d[n] for n in letters], field) is not None:
+            shape = [d[_EXTENT_OF.get(letter, letter)] for letter in letters]
+            if self._take(_OPTION_OF.get(field, field), dtypes[element], shape, field) is not None:
                 d["features"] |= feature
 
     def _numbers(self) -> None:

@@ -78,9 +78,11 @@ def _tangents_of(operator: str, values: Sequence[Any], tangents: Sequence[Maybe]
     name = operator.removesuffix("_backward")
     operation, backward = _OPERATIONS[name], operator != name
     given, along = _by_name(operator, values), _by_name(operator, tangents)
-    if along.get("alibi_slopes") is not None:
-        raise NotImplementedError("alibi_slopes has a tangent, but heddle has no derivative by it: give it without one")
-    along = {key: along.get(key) for key in (*operation.inputs, *operation.incoming, *operation.added)}
+    known = (*operation.inputs, *operation.incoming, *operation.added)
+    for key in _schema.numbers(name):
+        if key not in known and along.get(key) is not None:
+            raise NotImplementedError(f"{key} has a tangent, but heddle has no derivative by it: give it without one")
+    along = {key: along.get(key) for key in known}
     grads = {key: given[key] for key in operation.incoming} if backward else {}
     places = operation.inputs if backward else operation.results
     wanted = frozenset(key for key, is_there in zip(places, there, strict=False) if is_there)

@@ -69,22 +69,24 @@ _fake.register()
 
 _registrations = _library.Library("heddle", "FRAGMENT")
 _below_autograd = torch._C._after_autograd_keyset
-# Where the tensors that can require a gradient end.
-_DIFFERENTIABLE = {
-    name: max(_schema.differentiable(forward, name)) + 1
-    for forward in ("attention", "norm_linear")
-    for name in (forward, f"{forward}_backward")
-}
 _ATTENTION_GRADIENTS = _schema.differentiable("attention", "attention")
 _LINEAR_GRADIENTS = _schema.differentiable("norm_linear", "norm_linear")
 _ATTENTION_TENSORS = _schema.tensors("attention")
-_ALIBI_SLOPES = _schema.names("attention").index("alibi_slopes")
 _BLOCK_TABLE = _schema.names("attention").index("block_table")
 _DEFAULTS = _schema.defaults("attention")
 _OPTION_DEFAULTS = tuple(_DEFAULTS[name] for name in _schema.names("attention")[_ATTENTION_TENSORS:])
 _LINEAR_NAMES, _LINEAR_DEFAULTS = _schema.names("norm_linear"), _schema.defaults("norm_linear")
 _RESIDUAL = _LINEAR_NAMES.index("residual")  # its gradient is dy: the backward operator does not hear of it
-_DIFFERENTIABLE["norm_linear"] = _RESIDUAL + 1
+_GRADIENTS = {"attention": _ATTENTION_GRADIENTS, "norm_linear": (*_LINEAR_GRADIENTS, _RESIDUAL)}
+# Of floating point, but without a gradient.
+_CONSTANTS = {
+    name: tuple(at for at in map(_schema.names(name).index, _schema.numbers(name)) if at not in known)
+    for name, known in _GRADIENTS.items()
+}
+# Where the tensors that can require a gradient end.
+_DIFFERENTIABLE = {name: max(*known, *_CONSTANTS[name]) + 1 for name, known in _GRADIENTS.items()} | {
+    f"{name}_backward": max(_schema.differentiable(name, f"{name}_backward")) + 1 for name in _GRADIENTS
+}
 _LAST_TENSOR = max(_ATTENTION_TENSORS, *_DIFFERENTIABLE.values())  # of all operators
 NUMBER_DEFAULTS = _OPTION_DEFAULTS[3:]  # all those behind the two max_seqlens and causal
 
@@ -123,6 +125,15 @@ def _wants(ctx: Any, at: int) -> bool:
     return at + 1 < len(ctx.needs_input_grad) and bool(ctx.needs_input_grad[at + 1])
 
 
+def _refuse_constants(ctx: Any, name: str) -> None:
+    for at in _CONSTANTS[name]:
+        if _wants(ctx, at):
+            raise NotImplementedError(
+                f"{_schema.names(name)[at]} requires a gradient, but heddle computes none for it: detach it, or give "
+                "it as a buffer"
+            )
+
+
 def _in_place(made: Sequence[Tensor | None], places: Sequence[int], arguments: int) -> tuple[Tensor | None, ...]:
     """The gradients of `redispatch`, which has none, and of an operator's arguments."""
     given = dict(zip(places, made, strict=True))
@@ -138,10 +149,7 @@ def _last_contiguous(tensor: Tensor | None) -> Tensor | None:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, redispatch: Callable[..., Results], *args: Any) -> Results:
-        if _wants(ctx, _ALIBI_SLOPES):
-            raise NotImplementedError(
-                "alibi_slopes requires a gradient, but heddle computes none for it: detach it, or give it as a buffer"
-            )
+        _refuse_constants(ctx, "attention")
         if len(args) > _BLOCK_TABLE and args[_BLOCK_TABLE] is not None:
             raise NotImplementedError(
                 "keys in pages (block_table) have no gradient, and what attends to them neither: call it under "
@@ -180,6 +188,7 @@ class _Attention(torch.autograd.Function):
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, redispatch: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        _refuse_constants(ctx, "norm_linear")
         given = _LINEAR_DEFAULTS | dict(zip(_LINEAR_NAMES, args, strict=False))
         if given["activation"]:
             given["keep_u"] = True

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from heddle import _C
+
 
 def _schema(operator: str) -> Any:
     ops: Any = torch.ops
@@ -31,6 +33,13 @@ def tensors(operator: str) -> int:
     """How many tensors lead, optional ones too."""
     kinds = [str(argument.type) for argument in _schema(operator).arguments]
     return next((at for at, kind in enumerate(kinds) if kind not in ("Tensor", "Optional[Tensor]")), len(kinds))
+
+
+@cache
+def numbers(forward: str) -> tuple[str, ...]:
+    """The arguments of floating point: they could require a gradient, whether or not there is one."""
+    fields = _C.fields(forward)
+    return tuple(name for name in names(forward) if name in fields and fields[name][0] in ("dtype", "float"))
 
 
 def is_made(result: Any) -> bool:

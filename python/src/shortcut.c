@@ -265,6 +265,8 @@ enum {
     ARGUMENTS
 };
 
+_Static_assert(ARGUMENTS - A_MAX_SEQLEN_Q == 17, "put_options() has a value for each number");
+
 /* What call_options() takes, in this order. */
 enum {
     G_Q,
@@ -338,6 +340,14 @@ static int put_tensor(PyObject *parts, PyObject **to, int at, PyObject *value, P
     return put(to, at, Py_NewRef(value));
 }
 
+/* None for the tensors that no call on this way has. */
+static int put_nones(PyObject **to) {
+    for (int x = 0; x < A_MAX_SEQLEN_Q; x++)
+        if (!to[x])
+            put(to, x, Py_NewRef(Py_None));
+    return 1;
+}
+
 /* The operator's arguments behind v, for a q of this dtype; to[] begins as NULLs. */
 static int put_options(PyObject *parts, PyObject *const *given, PyObject *dtype, PyObject **to) {
     PyObject *scale = scale_of(parts, given[G_SCALE]), *which = corner(parts, given, given[G_CAUSAL]);
@@ -354,14 +364,13 @@ static int put_options(PyObject *parts, PyObject *const *given, PyObject *dtype,
            put(to, A_MAX_SEQLEN_K, Py_NewRef(number(parts, 0))) && put_window(to, given[G_WINDOW]) &&
            put_float(to, A_SOFTCAP, given[G_SOFTCAP]) && put_float(to, A_DROPOUT, given[G_DROPOUT]) &&
            put(to, A_RETURN_WEIGHTS, Py_NewRef(Py_False)) && put_bool(to, A_TF32, given[G_TF32]) &&
-           put(to, A_CU_SEQLENS_Q, Py_NewRef(Py_None)) && put(to, A_CU_SEQLENS_K, Py_NewRef(Py_None)) &&
-           put(to, A_BLOCK_TABLE, Py_NewRef(Py_None)) &&
            put_tensor(parts, to, A_ALIBI_SLOPES, given[G_ALIBI_SLOPES], part(parts, REAL)) &&
            put_tensor(parts, to, A_SINKS, given[G_SINKS], part(parts, REAL)) &&
            put_tensor(parts, to, A_SEQLENS_Q, given[G_SEQLENS_Q], part(parts, INT32)) &&
            put_tensor(parts, to, A_SEQLENS_K, given[G_SEQLENS_K], part(parts, INT32)) &&
            put_tensor(parts, to, A_RNG_STATE, given[G_RNG_STATE], NULL) &&
-           put_tensor(parts, to, A_BIAS, given[G_BIAS], dtype) && put_tensor(parts, to, A_MASK, given[G_MASK], NULL);
+           put_tensor(parts, to, A_BIAS, given[G_BIAS], dtype) && put_tensor(parts, to, A_MASK, given[G_MASK], NULL) &&
+           put_nones(to);
 }
 
 /* The dtype of q if it is one of the three of the kernels (borrowed: dtypes stay), else NULL. */

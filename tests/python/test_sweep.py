@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import heddle
+from heddle._options import CAUSAL
 
 sizes = st.integers(0, 40)
 
@@ -40,7 +41,7 @@ def problems(draw):
             made = torch.randn(b, heads, rows, last + 3).to(dtype)[..., :last]
         return made.requires_grad_()
 
-    options = {"causal": draw(st.sampled_from([None, "top_left", "bottom_right"]))}
+    options = {"causal": draw(st.sampled_from([causal for causal in CAUSAL if causal is not False]))}
     if draw(st.booleans()):
         options["window"] = (draw(st.integers(-1, 20)), draw(st.integers(-1, 20)))
     if draw(st.booleans()):
