@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Attention by the tensor cores of any GPU since Ampere: every option, head dims up to 256. Pure. */
+ * Attention by the tensor cores of any GPU since Ampere: every option, head dims up to 512. Pure. */
 #include "cuda/attention/family.h"
 #include "cuda/attention/plain/contract.h"
 #include "cuda/attention/sm80/contract.h"
