@@ -7,7 +7,8 @@
 In drawings.txt {C expression} stands for its value, {expression:FORMAT} for that in a format of Python's, {bytes:bar}
 for a # for every 4 KiB; a tab goes to column 50. The expressions may use what the contract headers of src/cuda and the
 headers of src/cpu define (for 16 lanes, as AVX-512 has them), and ROW(pass, dtype, dim, variant, family), the row of a
-kernel of attention.def. A drawing replaces what stands between the marks of its page; --check tells instead whether
+kernel of attention.def. {DIMS pass variant family} lists the head dims of its rows in bfloat16, or has a dash where
+there is none. A drawing replaces what stands between the marks of its page; --check tells instead whether
 that would change anything.
 """
 
@@ -81,6 +82,20 @@ def shown(value: float, form: str) -> str:
     return format(int(value), form)
 
 
+ROWS = re.compile(r"^K\((\w+), bf16, (\d+), (\w+), (\w+),", re.MULTILINE)
+
+
+def list_dims(text: str) -> str:
+    """A drawing with its lists of head dims."""
+    rows = ROWS.findall((ROOT / "src/cuda/attention/attention.def").read_text())
+
+    def dims(place: re.Match[str]) -> str:
+        found = (int(dim) for which, dim, *of in rows if [which, *of] == place[1].split())
+        return ", ".join(map(str, sorted(found))) or "-"
+
+    return re.sub(r"\{DIMS ([^{}]*)\}", dims, text)
+
+
 PLACE = re.compile(r"\{([^{}]+?)(?::([^{}:]*))?\}")
 
 
@@ -92,7 +107,7 @@ def fill(text: str, values: dict[str, float]) -> str:
 
 def main() -> int:
     check = arguments_of(__doc__).parse_args().check
-    drawings = re.split(r"^=== (\S+)\n", (HERE / "drawings.txt").read_text(), flags=re.MULTILINE)[1:]
+    drawings = re.split(r"^=== (\S+)\n", list_dims((HERE / "drawings.txt").read_text()), flags=re.MULTILINE)[1:]
     drawn = list(zip(drawings[::2], drawings[1::2], strict=True))
     values = {}
     for backend in ("cuda", "cpu"):
