@@ -64,7 +64,7 @@ _fake.register()
 
 # -------------------------------------------------------------------------------------------------------- autograd
 
-# torch.library.register_autograd would do, but spends 200 µs a call on filling in the defaults of 23 arguments. This is
+# torch.library.register_autograd would do, but spends 200 µs a call on filling in the defaults of so many arguments. This is
 # what it makes, without that: a kernel for the Autograd key that records an autograd.Function only when one is needed.
 
 _registrations = _library.Library("heddle", "FRAGMENT")
