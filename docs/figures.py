@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes tables of the README and of pages, and draws pictures of speed and of a step on Hopper, from bench/results.
+"""Writes tables of README.md and of pages in docs/, and draws pictures of speed and of a step on Hopper, from
+bench/results.
 
     docs/figures.py [--check]
 
@@ -372,6 +373,72 @@ def calls_table(op: str, form: str) -> str:
     return "\n".join(lines)
 
 
+DECODED = {  # cases, and what they are called
+    "B1H32/8S1x8192D128": "b 1, 8k keys",
+    "B1H32/8S1x131072D128": "b 1, 128k keys",
+    "B32H32/8S1x8192D128": "b 32, 8k keys",
+    "B64H32/8S1x4096D128": "b 64, 4k keys",
+}
+
+
+def decode_table() -> str:
+    """One query against many keys: the rate of K and V, and what time PyTorch's kernels take, over heddle's in turn."""
+    rows = [row for row in read("h200") if row.get("op") == "attention" and "peer" in row]
+    lines = [bars("h 32/8, d 128", "TB/s", "cuDNN over it", "FlashAttention-2 over it", "commit"), "|" + "---|" * 5]
+    for case, words in DECODED.items():
+        of = {row["peer"]: row for row in rows if row["case"] == f"{case}f-bfloat16"}  # the last of each
+        b, sk = (int(x) for x in re.fullmatch(r"B(\d+)H.*x(\d+)D.*", case).groups())
+        second, cudnn = of["flash_attention"], of["cudnn_attention"]
+        tbs = 2 * b * 8 * sk * 128 * 2 / min(second["fwd_ms"], cudnn["fwd_ms"]) * 1e-9
+        ratios = (f"{row['fwd_ratio']:.2f}" for row in (cudnn, second))
+        lines.append(bars(words, f"{tbs:.2f}", *ratios, cudnn["commit"]))
+    return "\n".join(lines)
+
+
+def overhead_rows() -> dict[str, Row]:
+    """What the last run of bench/gpu_overhead.py has, by what was measured, without the goals."""
+    rows = [row for row in read("h200") if row.get("bench") == "overhead"]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    return {re.sub(r" \(goal .*\)$", "", row["what"]): row for row in rows}
+
+
+def small_table() -> str:
+    """The least problem of all, by itself and behind others."""
+    rows = overhead_rows()
+    lines = [bars("b 1, h 1, s 128, d 32, float32; µs", "one call", "each of 50", "commit"), "|---|---|---|---|"]
+    for which in ("forward", "backward"):
+        one, many = (rows[f"b1 h1 s128 d32 float32 {which}, graph of {n}"] for n in (1, 50))
+        lines.append(bars(which, f"{one['us']:.1f}", f"{many['us']:.1f}", one["commit"]))
+    return "\n".join(lines)
+
+
+OVERHEAD = {  # what is called, and how
+    "torch.ops.heddle.attention": (
+        "no gradient",
+        "no_grad",
+        "inference_mode",
+        "recording a gradient",
+        "forward and backward",
+    ),
+    "heddle.attention": ("no gradient", "recording a gradient", "forward and backward"),
+    "heddle.scaled_dot_product_attention": ("no gradient",),
+    "torch.ops.heddle.norm_linear": ("no gradient",),
+}
+
+
+def overhead_table() -> str:
+    """The host's part of a call from Python, least and median, beside PyTorch's."""
+    rows = overhead_rows()
+    lines = [bars("", "", "heddle", "PyTorch", "commit"), "|" + "---|" * 5]
+    for name, ways in OVERHEAD.items():
+        peer = "PyTorch's layer_norm + linear" if name.endswith("norm_linear") else "PyTorch's SDPA (flash)"
+        for way in ways:
+            both = [rows[f"{who}, {way}"] for who in (name, peer)]
+            cells = (f"{row['us']:.1f} / {row['median_us']:.1f}" for row in both)
+            lines.append(bars(f"`{name}`", way, *cells, both[0]["commit"]))
+    return "\n".join(lines)
+
+
 # --------------------------------------------------------------------------------------- a step of Hopper's forward
 
 CLOCK_PARTS = {  # bench/gpu_clocks.py's, with their colours and what a reader is told
@@ -462,6 +529,9 @@ TABLES = {
     "docs/algorithm.md": {"clocks": clocks_table},
     "docs/serving.md": {"pages": pages_table},
     "docs/parallel.md": {"parallel": parallel_table},
+    "docs/python.md": {"overhead": overhead_table},
+    "docs/kernels/cuda-attention-decode.md": {"decode": decode_table},
+    "docs/kernels/cuda-attention-small.md": {"small": small_table},
     "docs/limits.md": {
         "options of d 128": lambda: options_table("B4H16/16S4096D128"),
         "options of d 64": lambda: options_table("B4H32/32S4096D64"),
