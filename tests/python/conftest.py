@@ -109,6 +109,15 @@ def exact(value):
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float64: 2**-53}
 
 
+def finite_of(name, got, truth):
+    """Where the truth is finite; got has its shape, and is infinite where and as that is."""
+    assert got.shape == truth.shape, f"{name}: {tuple(got.shape)}, not {tuple(truth.shape)}"
+    finite = torch.isfinite(truth)
+    assert torch.equal(torch.isfinite(got), finite), f"{name}: not finite elsewhere than the truth"
+    assert torch.equal(got[~finite], truth[~finite]), f"{name}: other infinities"
+    return finite
+
+
 def assert_close(name, got, truth, plain, natural=0.0, tally=None):
     """The error is at most twice that of the plain computation in the same dtype: the rule of tests/common.c.
 
@@ -117,10 +126,7 @@ def assert_close(name, got, truth, plain, natural=0.0, tally=None):
     rounding = ROUNDING[got.dtype]
     roundings = 2 if got.dtype in (torch.bfloat16, torch.float16) else 16
     got, plain, truth = (t.detach().double().cpu() for t in (got, plain, truth))
-    assert got.shape == truth.shape, f"{name}: {got.shape}, not {truth.shape}"
-    finite = torch.isfinite(truth)
-    assert torch.equal(torch.isfinite(got), finite), f"{name}: not finite elsewhere than the truth"
-    assert torch.equal(got[~finite], truth[~finite]), f"{name}: other infinities"
+    finite = finite_of(name, got, truth)
     if not finite.any():
         return
     largest = truth[finite].abs().max().item()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy
 import torch
+from conftest import ROUNDING, finite_of
 
 import heddle
 
@@ -405,8 +406,6 @@ def all_of_attention(case, given, dtype, real, rng=None):
 
 # ------------------------------------------------------------------------------------------------------------- rule
 
-ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float64: 2**-53}
-
 
 def assert_right(name, got, truth, plains, terms):
     """At most twice the largest error of the plain computation, over some orders of its sums, or a few roundings.
@@ -414,10 +413,7 @@ def assert_right(name, got, truth, plains, terms):
     terms: what roundings are relative to, of the dtype, and of the float32 (or float64) that sums are kept in."""
     rounding = ROUNDING[got.dtype]
     got, truth = got.detach().double().cpu(), truth.double()
-    assert got.shape == truth.shape, f"{name}: {tuple(got.shape)}, not {tuple(truth.shape)}"
-    finite = torch.isfinite(truth)
-    assert torch.equal(torch.isfinite(got), finite), f"{name}: not finite elsewhere than the truth"
-    assert torch.equal(got[~finite], truth[~finite]), f"{name}: other infinities"
+    finite = finite_of(name, got, truth)
     if not finite.any():
         return
     error = (got - truth)[finite].abs().max().item()

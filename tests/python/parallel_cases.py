@@ -79,14 +79,19 @@ def weights_of(results, generator=None) -> list[torch.Tensor]:
     return [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.device) for r in results]
 
 
+def with_sinks(options, leaves):
+    """The options, and the leaves with those of the sinks, if there are any."""
+    if "sinks" not in options:
+        return options, leaves
+    real = torch.float64 if leaves[0].dtype == torch.float64 else torch.float32
+    sinks = options["sinks"].to(real).requires_grad_()
+    return options | {"sinks": sinks}, [*leaves, sinks]
+
+
 def whole(options, tensors):
     """Results and gradients of one process."""
     options = on(tensors[0].device, options)
-    leaves = [t.clone().requires_grad_() for t in tensors]
-    if "sinks" in options:
-        real = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-        sinks = options["sinks"].to(real).requires_grad_()
-        options, leaves = options | {"sinks": sinks}, [*leaves, sinks]
+    options, leaves = with_sinks(options, [t.clone().requires_grad_() for t in tensors])
     results = heddle.attention(*leaves[:3], **options)
     results = results if isinstance(results, tuple) else (results,)
     finite = [r.masked_fill(r == -torch.inf, 0) for r in results]
@@ -96,11 +101,7 @@ def whole(options, tensors):
 def divided(parallel: ContextParallel, options, tensors):
     """The same of this process's part, joined again."""
     options = on(DEVICE, options)
-    leaves = [parallel.shard(t, 2).requires_grad_() for t in tensors]
-    if "sinks" in options:
-        real = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-        sinks = options["sinks"].to(real).requires_grad_()
-        options, leaves = options | {"sinks": sinks}, [*leaves, sinks]
+    options, leaves = with_sinks(options, [parallel.shard(t, 2).requires_grad_() for t in tensors])
     results = parallel.attention(*leaves[:3], **options)
     results = results if isinstance(results, tuple) else (results,)
     joined = [parallel.unshard(r.detach(), 2) for r in results]

@@ -11,6 +11,7 @@ import torch
 import heddle
 import heddle._C
 import heddle._ops
+import heddle._schema
 
 ops = torch.ops.heddle
 
@@ -153,6 +154,16 @@ NORM_LINEAR = [
 def test_norm_linear(changed, kind, text):
     with pytest.raises(kind, match=text):
         heddle.norm_linear(**({"x": torch.randn(3, 8), "weight": torch.randn(5, 8)} | changed))
+
+
+def test_what_has_no_gradient(monkeypatch):
+    """An input of floating point without a gradient is refused by its name, whichever it is: here as if w had none."""
+    x, w = torch.randn(2, 3), torch.randn(4, 3, requires_grad=True)
+    heddle.norm_linear(x, w).sum().backward()
+    assert [heddle._schema.names("attention")[at] for at in heddle._ops._CONSTANTS["attention"]] == ["alibi_slopes"]
+    monkeypatch.setitem(heddle._ops._CONSTANTS, "norm_linear", (heddle._schema.names("norm_linear").index("weight"),))
+    with pytest.raises(NotImplementedError, match="weight requires a gradient"):
+        heddle.norm_linear(x, w)
 
 
 def test_scaled_dot_product_attention():
