@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from train_gpt import GPT, read_text, train
 
@@ -245,7 +244,7 @@ class Server:
                 )
                 parts.append(o.flatten(1))
             x = x + attention.out(torch.cat(parts))
-            x = x + block.down(F.gelu(block.up(x)))
+            x = x + block.down(block.up(x))
         last = [singles + end - 1 for end in starts[1:]]
         logits: Tensor = model.head(x[list(range(singles)) + last])
         return logits

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
+from heddle._nn_linear import activated, activation_name, added, idle, stays
 from heddle._plain import new_rng_state
 from heddle._tangents import kept
 from heddle._torch import norm_linear
@@ -164,8 +165,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         batched: bool = True,
         need_weights: bool = False,
         average: bool = True,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """What follows the projections, of [b, h, s, head_dim]; the output is [s, b, embed_dim] if not `first`."""
+        """What follows the projections, of [b, h, s, head_dim]; the output is [s, b, embed_dim] if not `first`, and
+        residual is added to it."""
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         # The hint says what attn_mask is; with anything beside it the mask itself is used: what is added stands behind
@@ -200,13 +203,18 @@ class MultiheadAttention(nn.MultiheadAttention):
             made = attention(q, k, v, **options)
         made = (made.transpose(1, 2) if first else made.permute(2, 0, 1, 3)).flatten(2)
         (out,) = own(self, "out_proj")
-        return F.linear(made, *own(out, "weight", "bias")), weights
+        weight, bias = own(out, "weight", "bias")  # read, as PyTorch does: out_proj is not called
+        if residual is not None and stays(made, residual):
+            return norm_linear(made, weight, bias, norm="none", residual=residual), weights
+        made = F.linear(made, weight, bias)
+        return made if residual is None else residual + made, weights
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer, with the same arguments, parameters and results, on heddle's operations.
 
-    With norm_first both norms are fused with the Linear behind them, forward and backward.
+    With norm_first both norms are fused with the Linear behind them, GELU and SiLU with linear1, and where nothing is
+    dropped the sums with the Linear that makes what is added; forward and backward.
 
     Args:
         As torch.nn.TransformerEncoderLayer: d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
@@ -254,26 +262,37 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         activation: Any = self.activation
 
         def attend(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
+            """x + attention, of norm(x)"""
             qkv = _normed(x, attn.in_proj_weight, attn.in_proj_bias, norm)
-            made, _ = attn._attend(*attn._three(qkv, first), first, src_key_padding_mask, src_mask, is_causal, batched)
-            dropped: Tensor = self.dropout1(made)
-            return dropped
+            residual = x if idle(self.dropout1) else None
+            heads = attn._three(qkv, first)
+            made, _ = attn._attend(*heads, first, src_key_padding_mask, src_mask, is_causal, batched, residual=residual)
+            result: Tensor = made if residual is not None else x + self.dropout1(made)
+            return result
 
         def forward(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
-            made = _normed(x, self.linear1.weight, self.linear1.bias, norm)
-            dropped: Tensor = self.dropout2(self.linear2(self.dropout(activation(made))))
-            return dropped
+            """x + MLP, of norm(x)"""
+            if norm is None:
+                made = activated(self.linear1, x, activation)
+            else:
+                name = activation_name(activation)
+                made = _normed(x, self.linear1.weight, self.linear1.bias, norm, name)
+                made = activation(made) if name is None else made
+            made = self.dropout(made)
+            return added(self.linear2, made, x) if idle(self.dropout2) else x + self.dropout2(self.linear2(made))
 
         if self.norm_first:
-            x = x + attend(x, self.norm1)
-            x = x + forward(x, self.norm2)
+            x = attend(x, self.norm1)
+            x = forward(x, self.norm2)
         else:
-            x = self.norm1(x + attend(x, None))
-            x = self.norm2(x + forward(x, None))
+            x = self.norm1(attend(x, None))
+            x = self.norm2(forward(x, None))
         return x if batched else x.squeeze(0)
 
 
-def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm | None) -> Tensor:
+def _normed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm | None, activation: str | None = None
+) -> Tensor:
     if norm is None:
         return F.linear(x, weight, bias)
-    return norm_linear(x, weight, bias, norm.weight, norm.bias, norm.eps)
+    return norm_linear(x, weight, bias, norm.weight, norm.bias, norm.eps, activation=activation)

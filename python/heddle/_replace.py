@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 import heddle
 from heddle._errors import HeddleTypeError
+from heddle._nn_linear import hooked
 from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer
 from heddle._torch import norm_linear
 
@@ -73,14 +74,10 @@ class Replaced:
         return "\n".join(lines + [f"left    {name or 'the model'}: {why}" for name, why in self.left.items()])
 
 
-def _hooks(module: nn.Module) -> str | None:
-    """Someone who looks at what goes in or comes out."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "it has hooks" if any(getattr(module, kind, None) for kind in kinds) else None
-
-
 def _own_forward(module: nn.Module) -> str | None:
-    return "its forward was replaced" if "forward" in module.__dict__ else _hooks(module)
+    if "forward" in module.__dict__:
+        return "its forward was replaced"
+    return "it has hooks" if hooked(module) else None
 
 
 # ----------------------------------------------------------------------------------------------------------- tracing

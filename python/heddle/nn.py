@@ -15,6 +15,7 @@ from torch.nn import Dropout, Linear, Module, Parameter, init
 from heddle import attention
 from heddle._errors import HeddleValueError
 from heddle._kinds import need_tensors
+from heddle._nn_linear import added, idle, untouched
 from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer, own
 from heddle._options import Causal, activation_of, causal_of, eps_of, norm_of
 from heddle._torch import norm_linear
@@ -152,7 +153,7 @@ class SelfAttention(Module):
         device, dtype: of the parameters.
 
     Shapes:
-        x [b, s, dim] to [b, s, dim]; bias and mask of forward broadcast to [b, heads, s, s].
+        x [b, s, dim] to [b, s, dim]; bias and mask of forward broadcast to [b, heads, s, s], residual is [b, s, dim].
 
     Raises:
         ValueError: heads that do not divide; then as heddle.attention.
@@ -199,8 +200,10 @@ class SelfAttention(Module):
         self.out = Linear(dim, dim, bias, device=device, dtype=dtype)
         self.processes = _processes(context_parallel)
 
-    def forward(self, x: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """[b, s, dim] to [b, s, dim]; errors as heddle.attention."""
+    def forward(
+        self, x: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """[b, s, dim] to [b, s, dim], and residual added to it; errors as heddle.attention."""
         need_tensors(x=x)
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise HeddleValueError(f"x has shape {list(x.shape)}, but must have [b, s, {self.dim}]")
@@ -220,15 +223,15 @@ class SelfAttention(Module):
             raise NotImplementedError("bias and mask are of whole sequences, which context_parallel divides")
         else:
             o = self.processes.attention(q, k, v, **options)
-        projected: Tensor = out(o.transpose(1, 2).reshape(b, s, self.dim))
-        return projected
+        return added(out, o.transpose(1, 2).reshape(b, s, self.dim), residual)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal!r}"
 
 
 class TransformerBlock(Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): a pre-norm block, both norms fused with the Linear behind them.
+    """x + attention(norm(x)), then x + mlp(norm(x)): a pre-norm block. Both norms are one with the Linear behind them,
+    GELU with the one in front, and where nothing is dropped the sums with the Linear that makes what is added.
 
     Args:
         dim, heads, kv_heads, norm, causal, window, softcap: as SelfAttention; norm is "layer" or "rms".
@@ -280,15 +283,22 @@ class TransformerBlock(Module):
             device=device,
             dtype=dtype,
         )
-        self.up = NormLinear(dim, hidden, bias, norm=norm, eps=eps, device=device, dtype=dtype)
+        self.up = NormLinear(dim, hidden, bias, norm=norm, eps=eps, activation="gelu", device=device, dtype=dtype)
         self.down = Linear(hidden, dim, bias, device=device, dtype=dtype)
         self.drop = Dropout(dropout)
 
     def forward(self, x: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """[b, s, dim] to [b, s, dim]; bias and mask as SelfAttention's."""
-        x = x + self.drop(self.attention(x, bias=bias, mask=mask))
-        result: Tensor = x + self.drop(self.down(F.gelu(self.up(x))))
-        return result
+        attention, up, down, drop = own(self, "attention", "up", "down", "drop")
+        if not idle(drop):
+            x = x + drop(attention(x, bias=bias, mask=mask))
+            result: Tensor = x + drop(down(up(x)))
+            return result
+        if untouched(attention, SelfAttention):
+            x = attention(x, bias=bias, mask=mask, residual=x)
+        else:
+            x = x + attention(x, bias=bias, mask=mask)
+        return added(down, up(x), x)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -299,7 +309,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class LlamaBlock(Module):
     """A block as Llama has it: x + attention(RMSNorm(x)) with rotary positions, then x + SwiGLU(RMSNorm(x)); both norms
-    are fused with the Linear behind them, which is one for q, k and v, and one for gate and up.
+    are fused with the Linear behind them, which is one for q, k and v, and one for gate and up, and the sums with the
+    Linear that makes what is added.
 
     Args:
         dim: features in and out.
@@ -390,10 +401,9 @@ class LlamaBlock(Module):
             seqlens_q=seqlens,
             seqlens_k=seqlens,
         )
-        x = x + self.out(o.transpose(1, 2).flatten(2))
+        x = added(self.out, o.transpose(1, 2).flatten(2), x)
         gate, up = self.up(x).chunk(2, -1)
-        result: Tensor = x + self.down(F.silu(gate) * up)
-        return result
+        return added(self.down, F.silu(gate) * up, x)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, rope_theta={self.rope_theta}"

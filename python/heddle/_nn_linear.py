@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Linear of PyTorch's and what stands around it, a norm, an activation or a residual, as one call of heddle's.
+
+Modules whose parameters are read here are not called themselves. So that nobody is passed over, that is done only with
+those that are PyTorch's own, with nobody who looks at what goes in and comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heddle._torch import norm_linear
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooked(module: Any) -> bool:
+    """Whether somebody looks at what goes in or comes out."""
+    return any(getattr(module, kind, None) for kind in _HOOKS)
+
+
+def untouched(module: Any, kind: type) -> bool:
+    """Whether calling it does what its class does, and nothing else."""
+    return type(module) is kind and "forward" not in vars(module) and not hooked(module)
+
+
+def idle(dropout: Any) -> bool:
+    """Whether a Dropout gives what it is given."""
+    return untouched(dropout, nn.Dropout) and not (dropout.training and dropout.p)
+
+
+def activation_name(activation: Any) -> str | None:
+    """What heddle.norm_linear calls it, if that knows it."""
+    if activation is F.gelu:
+        return "gelu"
+    if activation is F.silu or untouched(activation, nn.SiLU):
+        return "silu"
+    if untouched(activation, nn.GELU):
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
+    return None
+
+
+def stays(x: Tensor, residual: Tensor) -> bool:
+    """Whether a sum of residual and a Linear of x has residual's dtype, also with autocast, which leaves sums alone."""
+    device = residual.device.type
+    return x.dtype == residual.dtype and (
+        not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == residual.dtype
+    )
+
+
+def activated(linear: Any, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """activation(linear(x))"""
+    name = activation_name(activation)
+    if name is not None and untouched(linear, nn.Linear):
+        return norm_linear(x, linear.weight, linear.bias, norm="none", activation=name)
+    return activation(linear(x))
+
+
+def added(linear: Any, x: Tensor, residual: Tensor | None) -> Tensor:
+    """residual + linear(x)"""
+    if residual is not None and untouched(linear, nn.Linear) and stays(x, residual):
+        return norm_linear(x, linear.weight, linear.bias, norm="none", residual=residual)
+    made: Tensor = linear(x)
+    return made if residual is None else residual + made
