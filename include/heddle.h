@@ -337,6 +337,8 @@ typedef enum heddle_activation {
 #define HEDDLE_ACTIVATION (UINT64_C(1) << 32)
 /* Another: residual counts. */
 #define HEDDLE_RESIDUAL (UINT64_C(1) << 33)
+/* Another: z counts, a second result, and dz. Not with HEDDLE_NO_NORM, where z is x. */
+#define HEDDLE_Z (UINT64_C(1) << 34)
 
 /* One norm-linear problem, for every row of x:
  *     xhat = (x - mean)·rstd      z = xhat∘gamma + beta      u = z·Wᵀ + bias      y = act(u) + residual
@@ -348,7 +350,7 @@ typedef struct heddle_norm_linear {
     heddle_device device;
     heddle_norm norm;
     int32_t reserved0; /* 0 */
-    uint64_t features; /* 0, HEDDLE_DETERMINISTIC, HEDDLE_TF32, HEDDLE_ACTIVATION, HEDDLE_RESIDUAL */
+    uint64_t features; /* 0, HEDDLE_DETERMINISTIC, HEDDLE_TF32, HEDDLE_ACTIVATION, HEDDLE_RESIDUAL, HEDDLE_Z */
     int64_t m, k, n;   /* rows, features in, features out; m may be 0 */
     double eps;        /* 0 means 1e-5; with HEDDLE_NO_NORM it must be 0 */
     /* elements from row to row; 0 means contiguous */
@@ -357,7 +359,8 @@ typedef struct heddle_norm_linear {
     heddle_activation activation; /* with HEDDLE_ACTIVATION, else 0 */
     int32_t reserved1;            /* 0 */
     int64_t u_stride;
-    int64_t residual_stride; /* one that ends in front of it is, too */
+    int64_t residual_stride;     /* one that ends in front of it is, too */
+    int64_t z_stride, dz_stride; /* and one that ends in front of these */
 } heddle_norm_linear;
 
 /* Where its data lies. "float" is float32, or float64 when dtype is HEDDLE_F64. */
@@ -385,6 +388,9 @@ typedef struct heddle_norm_linear_data {
     void *u; /* dtype [m, n]: what the activation is of */
     /* input of forward, added to y; its gradient is dy. A structure that ends in front of it is taken, too */
     const void *residual; /* dtype [m, n], no part of y or u */
+    /* output of forward, and input of backward; a structure that ends in front of them is taken, too */
+    void *z;        /* dtype [m, k], no part of x or y */
+    const void *dz; /* dtype [m, k]: what else than y has for z's gradient; NULL means zeros */
 } heddle_norm_linear_data;
 
 /* As the functions of attention with these names. */
@@ -393,14 +399,14 @@ HEDDLE_API heddle_status heddle_norm_linear_workspace(const heddle_norm_linear *
 HEDDLE_API heddle_status heddle_norm_linear_kernel(const heddle_norm_linear *desc, heddle_pass pass, char *name,
                                                    size_t n);
 
-/* Writes y, and mean, rstd and u if they are there. */
+/* Writes y, and mean, rstd, u and z if they are there. */
 HEDDLE_API heddle_status heddle_norm_linear_forward(const heddle_norm_linear *desc, const heddle_norm_linear_data *data,
                                                     void *workspace, size_t workspace_bytes, void *stream);
 
 /* Given dy, and u where there is an activation, writes the gradients that are wanted. With du = dy∘act'(u) in place of dy:
  *
- *     g = (dy·W)∘gamma       dx = rstd·(g - mean_k(g) - xhat·mean_k(g∘xhat))        RMS: without mean_k(g)
- *     dw = dyᵀ·z      dbias = sum_m dy      dgamma = sum_m (dy·W)∘xhat      dbeta = sum_m dy·W
+ *     h = dy·W + dz      g = h∘gamma      dx = rstd·(g - mean_k(g) - xhat·mean_k(g∘xhat))      RMS: without mean_k(g)
+ *     dw = dyᵀ·z      dbias = sum_m dy      dgamma = sum_m h∘xhat      dbeta = sum_m h
  *
  * HEDDLE_NO_NORM: dx = dy·W. */
 HEDDLE_API heddle_status heddle_norm_linear_backward(const heddle_norm_linear *desc,

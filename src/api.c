@@ -328,10 +328,11 @@ static heddle_status make_norm_linear_plan(const heddle_norm_linear *desc, heddl
     return (*be)->plan_norm_linear(plan);
 }
 
-/* Also of programs that were built when it ended in front of u, or of the residual. */
+/* Also of programs that were built when it ended in front of u, of the residual or of z. */
 static heddle_status take_norm_linear_data(const heddle_norm_linear_data *data, heddle_norm_linear_data *t) {
     const size_t size = data ? data->size : 0;
-    if (size != offsetof(heddle_norm_linear_data, u) && size != offsetof(heddle_norm_linear_data, residual))
+    if (size != offsetof(heddle_norm_linear_data, u) && size != offsetof(heddle_norm_linear_data, residual) &&
+        size != offsetof(heddle_norm_linear_data, z))
         TRY(check_data_size("heddle_norm_linear_data", data, size, sizeof *data));
     memset(t, 0, sizeof *t);
     memcpy(t, data, size);

@@ -444,10 +444,11 @@ static heddle_status resolve_row_stride(const heddle_norm_linear *a, const tenso
     return HEDDLE_OK;
 }
 
-/* Also of programs that were built when it ended in front of the activation, or of the residual. */
+/* Also of programs that were built when it ended in front of the activation, of the residual or of z. */
 static heddle_status take_norm_linear(const heddle_norm_linear *desc, heddle_norm_linear *a) {
     const size_t before_activation = offsetof(heddle_norm_linear, activation), size = desc ? desc->size : 0;
-    if (size != before_activation && size != offsetof(heddle_norm_linear, residual_stride))
+    if (size != before_activation && size != offsetof(heddle_norm_linear, residual_stride) &&
+        size != offsetof(heddle_norm_linear, z_stride))
         TRY(check_descriptor("heddle_norm_linear", desc, size, sizeof *desc));
     memset(a, 0, sizeof *a);
     memcpy(a, desc, size);
@@ -486,6 +487,8 @@ heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle
         return fail(HEDDLE_BAD_VALUE, "eps = %g is not a finite number >= 0", a->eps);
     if (a->eps != 0 && a->norm == HEDDLE_NO_NORM)
         return fail(HEDDLE_BAD_COMBINATION, "eps = %g, but HEDDLE_NO_NORM has no variance to add it to", a->eps);
+    if (a->norm == HEDDLE_NO_NORM && (a->features & HEDDLE_Z))
+        return fail(HEDDLE_BAD_COMBINATION, "HEDDLE_Z is set, but with HEDDLE_NO_NORM z is x");
     if (a->eps == 0)
         a->eps = 1e-5;
     TRY(check_activation(a));

@@ -157,6 +157,16 @@ static void add_residual(norm_linear_problem *p, work *o, int64_t i) {
         o->sum[f] += o->part[f];
 }
 
+/* z's other gradient, which is rounded as it is added. */
+static void add_dz(const norm_linear_problem *p, const work *o, int64_t i, float *dz) {
+    if (!p->t[N_DZ].host)
+        return;
+    read_row(&p->t[N_DZ], i, o->k, 0, o->x);
+    for (int64_t e = 0; e < o->k; e++)
+        dz[e] += o->x[e];
+    round_all(o->precision, o->k, dz);
+}
+
 static void forward_row(norm_linear_problem *p, work *o, int64_t i, double natural[N_COUNT]) {
     const int t = o->precision;
     float mean, rstd, *xhat = o->xhat + i * o->k, *z = o->z + i * o->k, *dy = o->dy + i * o->n, *dz = o->dz + i * o->k;
@@ -177,6 +187,8 @@ static void forward_row(norm_linear_problem *p, work *o, int64_t i, double natur
         z[e] = xhat[e] * o->gamma[e] + o->beta[e];
     }
     round_all(t, o->k, z);
+    if (p->t[N_Z].host)
+        tensor_write_floats(&p->t[N_Z], tensor_at(&p->t[N_Z], 0, 0, i, 0), o->k, z);
     sum_rows(o, z, 1, o->wt, o->k, o->n, o->sum, NULL);
     for (int64_t f = 0; f < o->n; f++)
         o->sum[f] += o->c[f];
@@ -191,6 +203,7 @@ static void forward_row(norm_linear_problem *p, work *o, int64_t i, double natur
     round_all(t, o->n, dy);
     sum_rows(o, dy, 1, o->w, o->n, o->k, dz, NULL);
     round_all(t, o->k, dz);
+    add_dz(p, o, i, dz);
     row_backward(p, o, i, rstd, natural);
 }
 

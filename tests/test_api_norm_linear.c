@@ -6,7 +6,7 @@
 
 static norm_linear_case linear_case(void) {
     norm_linear_case c = {.a = norm_linear_desc(HEDDLE_F32, HEDDLE_LAYER_NORM, 6, 10, 14), .seed = 5};
-    c.a.features = HEDDLE_ACTIVATION | HEDDLE_RESIDUAL;
+    c.a.features = HEDDLE_ACTIVATION | HEDDLE_RESIDUAL | HEDDLE_Z;
     c.a.activation = HEDDLE_GELU;
     return c;
 }
@@ -61,8 +61,9 @@ static void test_norm_linear_descriptor(void **state) {
     REFUSE_LINEAR(a->device = (heddle_device)4, HEDDLE_BAD_ENUM, "device = 4");
     REFUSE_LINEAR(a->norm = (heddle_norm)3, HEDDLE_BAD_ENUM, "norm = 3");
     REFUSE_LINEAR((a->norm = HEDDLE_NO_NORM, a->eps = 1e-6), HEDDLE_BAD_COMBINATION, "eps = 1e-06");
+    REFUSE_LINEAR(a->norm = HEDDLE_NO_NORM, HEDDLE_BAD_COMBINATION, "with HEDDLE_NO_NORM z is x");
     REFUSE_LINEAR(a->features = HEDDLE_BIAS, HEDDLE_BAD_ENUM, "0x4");
-    REFUSE_LINEAR(a->features = UINT64_C(1) << 34, HEDDLE_BAD_ENUM, "0x400000000");
+    REFUSE_LINEAR(a->features = UINT64_C(1) << 35, HEDDLE_BAD_ENUM, "0x800000000");
     REFUSE_LINEAR(a->reserved0 = 7, HEDDLE_BAD_ENUM, "reserved0");
     REFUSE_LINEAR(a->reserved1 = 7, HEDDLE_BAD_ENUM, "reserved1");
     REFUSE_LINEAR(a->activation = (heddle_activation)4, HEDDLE_BAD_ENUM, "activation = 4");
@@ -100,7 +101,7 @@ static const pointer_fault linear_faults[] = {
     LINEAR_FAULT(mean, false, false),    LINEAR_FAULT(rstd, false, false),   LINEAR_FAULT(dy, false, true),
     LINEAR_FAULT(dx, false, false),      LINEAR_FAULT(dgamma, false, false), LINEAR_FAULT(dbeta, false, false),
     LINEAR_FAULT(dw, false, false),      LINEAR_FAULT(dbias, false, false),  LINEAR_FAULT(u, false, true),
-    LINEAR_FAULT(residual, true, false),
+    LINEAR_FAULT(residual, true, false), LINEAR_FAULT(z, true, false),       LINEAR_FAULT(dz, false, false),
 };
 _Static_assert(COUNT(linear_faults) == N_COUNT, "a tensor is tested by nobody");
 
@@ -189,6 +190,7 @@ static void test_no_norm(void **state) {
     (void)state;
     norm_linear_case c = linear_case();
     c.a.norm = HEDDLE_NO_NORM;
+    c.a.features &= ~HEDDLE_Z;
     norm_linear_problem p = norm_linear_new(&c);
     void *workspace = workspace_new(p.a.device, ENOUGH);
     static const int of_norm[] = {N_GAMMA, N_BETA, N_MEAN, N_RSTD, N_DGAMMA, N_DBETA};
@@ -209,19 +211,19 @@ static void test_no_norm(void **state) {
     norm_linear_free(&p);
 }
 
-/* The same of those that end in front of the residual, with an activation. */
-static void test_before_residuals(void **state) {
-    (void)state;
+/* The same of those that end in front of the residual, or of z, with all that is in front of it. */
+static void check_before(uint64_t features, size_t described, size_t given) {
     norm_linear_case c = linear_case();
-    c.a.features = HEDDLE_ACTIVATION;
+    c.a.features = features;
     norm_linear_problem now = norm_linear_new(&c), then = norm_linear_new(&c);
-    then.a.size = offsetof(heddle_norm_linear, residual_stride);
-    then.a.residual_stride = -1;
+    then.a.size = described;
+    memset((char *)&then.a + described, 0xff, sizeof then.a - described);
     void *workspace = workspace_new(now.a.device, ENOUGH);
     for (int pass = 0; pass < 2; pass++) {
         heddle_norm_linear_data data = norm_linear_data(&now, pass), old = norm_linear_data(&then, pass);
-        old.size = offsetof(heddle_norm_linear_data, residual);
-        old.residual = old.x;
+        old.size = given;
+        for (size_t at = given; at < sizeof old; at += sizeof old.x)
+            memcpy((char *)&old + at, &old.x, sizeof old.x);
         expect_status(call_linear(&now.a, &data, pass, workspace, ENOUGH), HEDDLE_OK, "");
         expect_status(call_linear(&then.a, &old, pass, workspace, ENOUGH), HEDDLE_OK, "");
         if (pass == HEDDLE_FORWARD)
@@ -234,6 +236,14 @@ static void test_before_residuals(void **state) {
     workspace_free(now.a.device, workspace, ENOUGH);
     norm_linear_free(&now);
     norm_linear_free(&then);
+}
+
+static void test_before_residuals_and_z(void **state) {
+    (void)state;
+    check_before(HEDDLE_ACTIVATION, offsetof(heddle_norm_linear, residual_stride),
+                 offsetof(heddle_norm_linear_data, residual));
+    check_before(HEDDLE_ACTIVATION | HEDDLE_RESIDUAL, offsetof(heddle_norm_linear, z_stride),
+                 offsetof(heddle_norm_linear_data, z));
 }
 
 /* Forward does not look at what only backward uses. */
@@ -257,7 +267,7 @@ int main(void) {
         cmocka_unit_test(test_before_activations),
         cmocka_unit_test(test_the_other_pass),
         cmocka_unit_test(test_no_norm),
-        cmocka_unit_test(test_before_residuals),
+        cmocka_unit_test(test_before_residuals_and_z),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

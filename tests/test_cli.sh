@@ -252,6 +252,13 @@ cmp -s y3.npy y4.npy && wrong "--activation changes nothing"
 cp y4.npy residual.npy
 works norm-linear --x x.npy --w w.npy --residual residual.npy --out y5.npy
 cmp -s y5.npy y4.npy && wrong "--residual adds nothing"
+works norm-linear --x x.npy --w w.npy --out y6.npy --z z.npy
+cmp -s y6.npy y4.npy || wrong "--z changes out"
+cp z.npy dz.npy
+works norm-linear --x x.npy --w w.npy --out y6.npy --dout y4.npy --dx dx6.npy --z z.npy
+works norm-linear --x x.npy --w w.npy --out y6.npy --dout y4.npy --dx dx7.npy --z z.npy --dz dz.npy
+cmp -s dx6.npy dx7.npy && wrong "--dz adds nothing"
+refuses "with HEDDLE_NO_NORM z is x" norm-linear --x x.npy --w w.npy --norm none --out y7.npy --z z7.npy
 refuses "is none of none, gelu, gelu-tanh, silu" norm-linear --x x.npy --w w.npy --activation relu --out z.npy
 refuses "HEDDLE_ACTIVATION is not set" norm-linear --x x.npy --w w.npy --out z.npy --u u.npy
 

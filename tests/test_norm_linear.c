@@ -438,6 +438,31 @@ static void test_residuals(void **state) {
             }
 }
 
+/* z and its gradient on every route: with rows apart and of no alignment, where dx is not asked for, so that dgamma and dbeta are sums of
+ * their own, and where there is no dz. */
+static void test_z(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{1, 40, 33},   {5, 264, 40},  {24, 520, 64},   {50, 392, 3},  {70, 96, 130},
+                                       {131, 64, 72}, {300, 136, 8}, {129, 392, 520}, {9, 5000, 16}, {520, 72, 40}};
+    for (size_t x = 0; x < COUNT(sizes); x++)
+        for (size_t y = 0; y < TEST_DTYPES; y++)
+            for (int odd = 0; odd < 2; odd++) {
+                norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
+                c.a.dtype = test_dtypes[y];
+                c.a.norm = (x + y) % 2 ? HEDDLE_RMS_NORM : HEDDLE_LAYER_NORM;
+                c.a.activation = x % 3 == 2 ? HEDDLE_SILU : HEDDLE_NO_ACTIVATION;
+                c.a.features = HEDDLE_Z | (c.a.activation ? HEDDLE_ACTIVATION : 0);
+                c.a.z_stride = odd ? c.a.k + 1 + (int64_t)x % 2 : x % 2 ? 0 : (c.a.k + 15) / 8 * 8;
+                c.a.dz_stride = odd ? c.a.k + (int64_t)y : 0;
+                c.mean = x % 4 == 1 ? 20 : 0;
+                c.skip = (x + (size_t)odd) % 3 == 1 ? UINT32_C(1) << N_DX : 0;
+                c.skip |= (x + y) % 4 == 3 ? UINT32_C(1) << N_MEAN | UINT32_C(1) << N_RSTD : 0;
+                c.skip |= x == 3 && odd ? UINT32_C(1) << N_DZ : 0;
+                c.seed = 3 * (x + y) + (uint64_t)odd;
+                check_norm_linear(&c);
+            }
+}
+
 /* Without a norm, on every route: few rows, few columns, strips, panels, tiles of every alignment; rows apart; x and dy whose rows have sizes
  * of their own, so that what a row of x is large by its row of dy is small by, and tiny ones. */
 static void test_no_norm(void **state) {
@@ -584,6 +609,7 @@ int main(void) {
         cmocka_unit_test(test_activations),
         cmocka_unit_test(test_activation_values),
         cmocka_unit_test(test_residuals),
+        cmocka_unit_test(test_z),
         cmocka_unit_test(test_no_norm),
         cmocka_unit_test(test_no_norm_of_any_size),
         cmocka_unit_test(test_gathered_moments),

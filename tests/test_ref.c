@@ -190,7 +190,7 @@ static void test_attention_shapes(void **state) {
 static double norm_linear_loss_of(void *problem) {
     norm_linear_problem *p = problem;
     norm_linear_run(p, HEDDLE_FORWARD);
-    return inner(&p->t[N_DY], &p->t[N_Y]);
+    return inner(&p->t[N_DY], &p->t[N_Y]) + (p->t[N_DZ].host ? inner(&p->t[N_DZ], &p->t[N_Z]) : 0);
 }
 
 static void check_norm_linear_gradients(const norm_linear_case *c) {
@@ -227,6 +227,7 @@ static void test_norm_linear(void **state) {
                 c.mean = x % 2 ? 3 : 0;
                 c.a.activation = (heddle_activation)((x + y) % 4);
                 c.a.features = (c.a.activation ? HEDDLE_ACTIVATION : 0) | (y % 2 ? HEDDLE_RESIDUAL : 0);
+                c.a.features |= norm == HEDDLE_NO_NORM || x % 3 == 1 ? 0 : HEDDLE_Z;
                 check_norm_linear_gradients(&c);
             }
 }

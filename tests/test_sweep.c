@@ -245,6 +245,12 @@ static norm_linear_case random_norm_linear(uint64_t seed) {
         c.a.features |= HEDDLE_RESIDUAL;
         c.a.residual_stride = rng_chance(&r, 0.5) ? 0 : aligned ? (n + 7) / 8 * 8 : n + rng_between(&r, 0, 20);
     }
+    if (c.a.norm != HEDDLE_NO_NORM && rng_chance(&r, 0.3)) {
+        c.a.features |= HEDDLE_Z;
+        c.a.z_stride = rng_chance(&r, 0.5) ? 0 : aligned ? (c.a.k + 7) / 8 * 8 : c.a.k + rng_between(&r, 0, 20);
+        c.a.dz_stride = rng_chance(&r, 0.5) ? 0 : aligned ? (c.a.k + 7) / 8 * 8 : c.a.k + rng_between(&r, 0, 20);
+        c.skip |= rng_chance(&r, 0.2) ? UINT32_C(1) << N_DZ : 0;
+    }
     return c;
 }
 

@@ -60,8 +60,9 @@ static const struct option_kind {
     {"residual", HEDDLE_RESIDUAL, false, false},
     {"no norm", 0, false, false},
     {"no norm residual", HEDDLE_RESIDUAL, false, false},
+    {"z", HEDDLE_Z, false, false},
 };
-enum { KINDS = sizeof kinds / sizeof *kinds, OF_LINEAR = 6, ON_ALL_DIMS = KINDS - OF_LINEAR - 2 };
+enum { KINDS = sizeof kinds / sizeof *kinds, OF_LINEAR = 7, ON_ALL_DIMS = KINDS - OF_LINEAR - 2 };
 
 static const struct option_kind *kind_of(const bench_case *c) {
     for (int i = 0; i < KINDS && c->option; i++)

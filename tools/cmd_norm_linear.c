@@ -26,6 +26,8 @@ static const char usage[] =
     "  --activation NAME     gelu, gelu-tanh or silu, of z·Wᵀ + bias; default: none\n"
     "  --residual FILE       added to out behind the activation; its gradient is --dout's\n"
     "  --u FILE              with an activation: write what it is of, z·Wᵀ + bias\n"
+    "  --z FILE              write z, too\n"
+    "  --dz FILE             what else than out has for z's gradient; default: zeros\n"
     "  --mean FILE --rstd FILE\n"
     "                        write each row's mean and 1/sqrt(variance + eps); float32, or float64 for float64 input\n"
     "\n"

@@ -491,6 +491,8 @@ static void plain_gradient_row(const problem *p, heddle_dtype dtype, outcome *ou
             r->dz_terms[e] += r->du_terms[o] * square(w);
         }
         r->dz[e] = rounded(dtype, dz);
+        if (p->x[DZ])
+            r->dz[e] = rounded(dtype, r->dz[e] + (float)linear_row(p, p->x[DZ], l->dz_stride, r->i, 'k')[e]);
         dx[e] = r->dz[e] * gamma;
         dx_terms[e] = r->dz_terms[e] * square(gamma);
         mean_g += l->norm == HEDDLE_LAYER_NORM ? (float)dx[e] / (float)l->k : 0;
@@ -523,6 +525,11 @@ static void plain_forward_row(const problem *p, heddle_dtype dtype, outcome *out
         r->xhat[e] = ((float)x[e] - mean) * rstd;
         r->z[e] = r->xhat[e] * (p->x[GAMMA] ? (float)p->x[GAMMA][e] : 1) + (p->x[BETA] ? (float)p->x[BETA][e] : 0);
         r->z[e] = rounded(dtype, r->z[e]);
+        if (out->x[Z]) {
+            ((double *)linear_row(p, out->x[Z], l->z_stride, r->i, 'k'))[e] = r->z[e];
+            ((double *)linear_row(p, terms->x[Z], l->z_stride, r->i, 'k'))[e] =
+                shift * square(rstd * (p->x[GAMMA] ? (float)p->x[GAMMA][e] : 1));
+        }
     }
     for (int64_t o = 0; o < l->n; o++) {
         const double *w = linear_row(p, p->x[W], l->w_stride, o, 'k');

@@ -165,6 +165,16 @@ static void forward_group(const norm_call *c, const norm_space *s, int64_t first
     }
 }
 
+/* z of one row, for who asked for it: by a pass of its own, which is 1/n of the product's work. */
+static void store_z(const norm_call *c, int64_t row, float *buffer) {
+    const heddle_norm_linear *a = c->a;
+    const float mean = c->mean[row], rstd = c->rstd[row];
+    widen_row(TYPE(c), row_of(c->t->x, row, a->x_stride, TYPE(c)), a->k, 1, buffer);
+    for (int64_t e = 0; e < a->k; e += VL)
+        store(buffer + e, (load(buffer + e) - mean) * rstd * load(c->gamma + e) + load(c->beta + e));
+    narrow_row(TYPE(c), buffer, a->k, 1, (char *)c->t->z + row * a->z_stride * element_size(TYPE(c)));
+}
+
 /* Every thread of the team calls it. */
 static void many_rows_forward(const norm_linear_plan *plan, const norm_call *c, const norm_space *s) {
     const int64_t m = plan->a.m, blocks = (m + plan->tile_m - 1) / plan->tile_m;
@@ -205,6 +215,8 @@ static void norm_linear_forward(const norm_linear_plan *plan, const heddle_norm_
                 ((float *)data->mean)[row] = c.mean[row];
             if (data->rstd)
                 ((float *)data->rstd)[row] = c.rstd[row];
+            if (data->z)
+                store_z(&c, row, s.row);
         }
         end_streams();
         end_products();
@@ -212,6 +224,13 @@ static void norm_linear_forward(const norm_linear_plan *plan, const heddle_norm_
 }
 
 /* ---------------------------------------------------------------------------------------------------- backward */
+
+/* g [k] += dz of a row. */
+static void add_dz(const norm_call *c, int64_t row, float *g, float *buffer) {
+    widen_row(TYPE(c), row_of(c->t->dz, row, c->a->dz_stride, TYPE(c)), c->a->k, 1, buffer);
+    for (int64_t e = 0; e < c->a->k; e += VL)
+        store(g + e, load(g + e) + load(buffer + e));
+}
 
 static void dx_row(const norm_call *c, int64_t row, float *g, float *xhat) {
     const heddle_norm_linear *a = c->a;
@@ -222,6 +241,8 @@ static void dx_row(const norm_call *c, int64_t row, float *g, float *xhat) {
         narrow_row(TYPE(c), g, a->k, 1, dx);
         return;
     }
+    if (c->t->dz)
+        add_dz(c, row, g, xhat);
     widen_row(TYPE(c), row_of(c->t->x, row, a->x_stride, TYPE(c)), a->k, 1, xhat);
     vf s1 = splat(0), s2 = splat(0);
     for (int64_t e = 0; e < a->k; e += VL) {
@@ -317,18 +338,6 @@ static void add_chunk(const norm_call *c, const norm_space *s, int64_t threads, 
     }
 }
 
-/* Two-level sums of one panel's columns: rounding then grows with the square root of the rows at most. */
-typedef struct column_sums {
-    float part[PANEL], all[PANEL];
-} column_sums;
-
-INLINE void flush_sums(column_sums *s) {
-    for (int64_t x = 0; x < PANEL; x += VL) {
-        store(s->all + x, load(s->all + x) + load(s->part + x));
-        store(s->part + x, splat(0));
-    }
-}
-
 /* dw, dgamma and dbeta of one panel of columns. */
 static void finish_weights(const norm_call *c, int64_t panel) {
     const heddle_norm_linear *a = c->a;
@@ -355,6 +364,8 @@ static void finish_weights(const norm_call *c, int64_t panel) {
     }
     flush_sums(&dgamma);
     flush_sums(&dbeta);
+    if (c->t->dz)
+        sum_dz(c, k0, columns, &dgamma, &dbeta);
     if (c->t->dgamma)
         narrow_row(TYPE(c), dgamma.all, columns, 1, (char *)c->t->dgamma + k0 * element_size(TYPE(c)));
     if (c->t->dbeta)

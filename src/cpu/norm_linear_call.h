@@ -128,4 +128,37 @@ static void row_statistics(const norm_call *c, int64_t row, float *buffer) {
     c->rstd[row] = (float)(1 / sqrt(sum_lanes(squares) * inverse - rest * rest + c->a->eps));
 }
 
+/* Two-level sums of one panel's columns: rounding then grows with the square root of the rows at most. */
+typedef struct column_sums {
+    float part[PANEL], all[PANEL];
+} column_sums;
+
+INLINE void flush_sums(column_sums *s) {
+    for (int64_t x = 0; x < PANEL; x += VL) {
+        store(s->all + x, load(s->all + x) + load(s->part + x));
+        store(s->part + x, splat(0));
+    }
+}
+
+/* What dz adds to dgamma and dbeta of up to PANEL columns from k0 on. */
+static void sum_dz(const norm_call *c, int64_t k0, int64_t columns, column_sums *dgamma, column_sums *dbeta) {
+    const int64_t bytes = element_size(TYPE(c));
+    float dz[PANEL] = {0}, xhat[PANEL] = {0};
+    for (int64_t row = 0; row < c->a->m; row++) {
+        widen_row(TYPE(c), row_of(c->t->dz, row, c->a->dz_stride, TYPE(c)) + k0 * bytes, columns, 1, dz);
+        widen_row(TYPE(c), row_of(c->t->x, row, c->a->x_stride, TYPE(c)) + k0 * bytes, columns, 1, xhat);
+        for (int64_t x = 0; x < columns; x += VL) {
+            const vf of_x = (load(xhat + x) - c->mean[row]) * c->rstd[row];
+            store(dgamma->part + x, load(dgamma->part + x) + load(dz + x) * of_x);
+            store(dbeta->part + x, load(dbeta->part + x) + load(dz + x));
+        }
+        if (row % SUM_ROWS == SUM_ROWS - 1) {
+            flush_sums(dgamma);
+            flush_sums(dbeta);
+        }
+    }
+    flush_sums(dgamma);
+    flush_sums(dbeta);
+}
+
 #endif

@@ -102,6 +102,16 @@ static void strip_task(const norm_call *c, int64_t p0, int64_t p1, int64_t n0, b
     }
 }
 
+/* What dz adds to a panel's dgamma and dbeta. */
+static void add_dz_sums(const norm_call *c, int64_t panel, float *dgamma, float *dbeta) {
+    column_sums of_gamma = {{0}, {0}}, of_beta = {{0}, {0}};
+    sum_dz(c, panel * PANEL, min64(PANEL, c->a->k - panel * PANEL), &of_gamma, &of_beta);
+    for (int64_t x = 0; x < PANEL; x += VL) {
+        store(dgamma + x, load(dgamma + x) + load(of_gamma.all + x));
+        store(dbeta + x, load(dbeta + x) + load(of_beta.all + x));
+    }
+}
+
 /* All but dx's norm and dbias. Every thread of the team calls it. */
 static void add_strips(const norm_call *c, bool weights, const norm_space *s) {
     const heddle_norm_linear *a = c->a;
@@ -124,6 +134,8 @@ static void add_strips(const norm_call *c, bool weights, const norm_space *s) {
         float *dgamma = s->c, *dbeta = s->c + per_task * PANEL, *g = dbeta + per_task * PANEL;
         for (int64_t n0 = 0; n0 < a->n; n0 += STRIP)
             strip_task(c, p0, p1, n0, weights, s->a, g, dgamma, dbeta);
+        for (int64_t p = p0; p < p1 && c->t->dz && (c->t->dgamma || c->t->dbeta); p++)
+            add_dz_sums(c, p, dgamma + (p - p0) * PANEL, dbeta + (p - p0) * PANEL);
         if (c->t->dgamma)
             narrow_row(TYPE(c), dgamma, columns, 1, (char *)c->t->dgamma + k0 * element_size(TYPE(c)));
         if (c->t->dbeta)

@@ -136,6 +136,8 @@ static void forward(const work *w) {
         for (int64_t r = 0; r < rows; r++) {
             moments s = normalise(w, HEDDLE_FORWARD, i0 + r, w->xhat);
             scale_and_shift(w, w->xhat, w->block + r * a->k);
+            if (data->z)
+                store_row(a->dtype, data->z, (i0 + r) * a->z_stride, a->k, w->block + r * a->k);
             if (data->mean)
                 store_element(float_type(a->dtype), data->mean, i0 + r, s.mean);
             if (data->rstd)
@@ -157,15 +159,15 @@ static void forward(const work *w) {
     }
 }
 
-/* dx of row i from its dz, and what the row adds to dgamma and dbeta. */
-static void backward_row(const work *w, int64_t i, double *dz) {
+/* dx of row i from its h, and what the row adds to dgamma and dbeta. */
+static void backward_row(const work *w, int64_t i, double *h) {
     const heddle_norm_linear *a = w->a;
-    double mean_g = 0, mean_gx = 0, *g = dz;
+    double mean_g = 0, mean_gx = 0, *g = h;
     moments s = normalise(w, HEDDLE_BACKWARD, i, w->xhat);
     for (int64_t e = 0; e < a->k; e++) {
-        w->dgamma[e] += dz[e] * w->xhat[e];
-        w->dbeta[e] += dz[e];
-        g[e] = dz[e] * w->gamma[e];
+        w->dgamma[e] += h[e] * w->xhat[e];
+        w->dbeta[e] += h[e];
+        g[e] = h[e] * w->gamma[e];
         mean_g += g[e] / (double)a->k;
         mean_gx += g[e] * w->xhat[e] / (double)a->k;
     }
@@ -178,7 +180,7 @@ static void backward_row(const work *w, int64_t i, double *dz) {
                       a->norm == HEDDLE_NO_NORM ? g[e] : s.rstd * (g[e] - mean_g - w->xhat[e] * mean_gx));
 }
 
-/* dx, dgamma and dbeta, by way of dz = dy·W. */
+/* dx, dgamma and dbeta, by way of h = dy·W + dz. */
 static void backward_x(const work *w) {
     const heddle_norm_linear *a = w->a;
     const heddle_norm_linear_data *data = w->data;
@@ -187,6 +189,8 @@ static void backward_x(const work *w) {
     for (int64_t i0 = 0; i0 < a->m; i0 += ROWS) {
         int64_t rows = rows_from(i0, a->m);
         fill(w->block, rows * a->k, 0);
+        for (int64_t r = 0; r < rows && data->dz; r++)
+            load_row(a->dtype, data->dz, (i0 + r) * a->dz_stride, a->k, w->block + r * a->k);
         for (int64_t j = 0; j < a->n; j++) {
             load_row(a->dtype, data->w, j * a->w_stride, a->k, w->row);
             for (int64_t r = 0; r < rows; r++)

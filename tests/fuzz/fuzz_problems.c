@@ -407,6 +407,11 @@ static heddle_norm_linear some_norm_linear(bytes *b, int absurd) {
         a.features |= HEDDLE_RESIDUAL;
         a.residual_stride = take_bit(b) ? 0 : absurd ? any_size(b) : a.n + take_between(b, 0, 3);
     }
+    if (take_bit(b) && (absurd || a.norm != HEDDLE_NO_NORM)) {
+        a.features |= HEDDLE_Z;
+        a.z_stride = take_bit(b) ? 0 : absurd ? any_size(b) : a.k + take_between(b, 0, 3);
+        a.dz_stride = take_bit(b) ? 0 : absurd ? any_size(b) : a.k + take_between(b, 0, 3);
+    }
     return a;
 }
 
@@ -430,6 +435,10 @@ static void run_norm_linear(memory *m, const heddle_norm_linear *a, const size_t
     t.u = a->activation ? new_block(m, (size_t)rows_span(a->m, a->n, a->u_stride) * each) : NULL;
     if (a->features & HEDDLE_RESIDUAL)
         t.residual = new_floats(m, a->dtype, rows_span(a->m, a->n, a->residual_stride));
+    if (a->features & HEDDLE_Z) {
+        t.z = new_block(m, (size_t)rows_span(a->m, a->k, a->z_stride) * each);
+        t.dz = new_floats(m, a->dtype, rows_span(a->m, a->k, a->dz_stride));
+    }
     void *space = new_block(m, need[0]);
     MUST(heddle_norm_linear_forward(a, &t, space, need[0], NULL) == HEDDLE_OK);
     t.dy = new_floats(m, a->dtype, rows_span(a->m, a->n, a->dy_stride));
@@ -457,8 +466,8 @@ static void fuzz_norm_linear(bytes *b) {
              (status == HEDDLE_OK));
         MUST(status != HEDDLE_OK || need[pass] < INT64_MAX);
     }
-    const int64_t strides =
-        a.x_stride | a.w_stride | a.y_stride | a.dy_stride | a.dx_stride | a.dw_stride | a.u_stride | a.residual_stride;
+    const int64_t strides = a.x_stride | a.w_stride | a.y_stride | a.dy_stride | a.dx_stride | a.dw_stride |
+                            a.u_stride | a.residual_stride | a.z_stride | a.dz_stride;
     if (status != HEDDLE_OK || a.m > 64 || a.k > 128 || a.n > 128 || strides > 4096 || need[0] > MOST_WORKSPACE ||
         need[1] > MOST_WORKSPACE)
         return;

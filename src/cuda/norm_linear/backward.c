@@ -89,7 +89,7 @@ static norm_finish finish_of_x(const norm_linear_call *c, bool product_w) {
     return f;
 }
 
-/* h = dy·W, to dx. */
+/* h = dy·W + dz, to dx. */
 static void add_dx(norm_linear_call *c) {
     const heddle_norm_linear *a = c->a;
     const heddle_norm_linear_data *t = c->t;
@@ -114,6 +114,33 @@ static void add_dx(norm_linear_call *c) {
         g.shared_exponent = at->shared + W_SHARED;
     }
     heddle__cuda_add_gemm(c, GEMMS(dx), &g, false, true);
+    if (t->dz)
+        heddle__cuda_add_z(c, (norm_z){.dz = t->dz, .ldz = a->dz_stride, .out = t->dx, .ldo = a->dx_stride});
+}
+
+/* Where dgamma and dbeta are not summed up with dx, the shares that dz has of them, behind so many of dgamma's. Returns how many. */
+static int32_t add_z_sums(norm_linear_call *c, bool dgamma, bool dbeta, int32_t in_front) {
+    const heddle_norm_linear *a = c->a;
+    const heddle_norm_linear_data *t = c->t;
+    if (!t->dz || !(dgamma || dbeta) || a->m == 0)
+        return 0;
+    const norm_z_sums p = {.x = t->x,
+                           .ldx = a->x_stride,
+                           .dz = t->dz,
+                           .ldz = a->dz_stride,
+                           .mean = c->at.mean,
+                           .rstd = c->at.rstd,
+                           .gamma_part = dgamma ? c->at.dgamma_part + in_front * a->k : NULL,
+                           .beta_part = dbeta ? c->at.dbeta_part : NULL,
+                           .rows = a->m,
+                           .cols = a->k,
+                           .parts = parts_of(a->m),
+                           .centred = a->norm == HEDDLE_LAYER_NORM,
+                           .vector = aligned16(t->x, a->x_stride, size_of(&c->is)) &&
+                                     aligned16(t->dz, a->dz_stride, size_of(&c->is))};
+    heddle__cuda_add(c, OF_DTYPE(z_sums)[c->is.dtype], sum_units(a->k) * p.parts, 0,
+                     &(norm_linear_params){.z_sums = p});
+    return p.parts;
 }
 
 /* What backward has to do. */
@@ -214,18 +241,21 @@ static void linear_backward(norm_linear_call *c) {
         add_dx(c);
     if ((t->dx && !c->is.plain) || need.dbias)
         add_finish(c, need);
-    if (need.product) {
-        const bool dgamma = t->dgamma && !need.sums;
-        last.job[0] = (norm_sums){.parts = add_dw(c, dgamma),
-                                  .part = at->dgamma_part,
-                                  .ld = a->k,
-                                  .cols = dgamma ? a->k : 0,
-                                  .out = t->dgamma};
-    }
-    /* dbeta = Wᵀ·dbias */
-    if (t->dbeta && !need.sums)
-        last.job[1] =
-            (norm_sums){.a = t->w, .ld = a->w_stride, .rows = a->n, .cols = a->k, .factor = at->dbias, .out = t->dbeta};
+    const bool dgamma = t->dgamma && !need.sums, dbeta = t->dbeta && !need.sums;
+    const int32_t parts = need.product ? add_dw(c, dgamma) : 0, of_z = add_z_sums(c, dgamma, dbeta, parts);
+    if (dgamma)
+        last.job[0] =
+            (norm_sums){.parts = parts + of_z, .part = at->dgamma_part, .ld = a->k, .cols = a->k, .out = t->dgamma};
+    /* dbeta = Wᵀ·dbias + sum_m dz */
+    if (dbeta)
+        last.job[1] = (norm_sums){.a = t->w,
+                                  .ld = a->w_stride,
+                                  .rows = a->n,
+                                  .cols = a->k,
+                                  .factor = at->dbias,
+                                  .part = of_z ? at->dbeta_part : NULL,
+                                  .parts = of_z,
+                                  .out = t->dbeta};
     heddle__cuda_add_totals(c, last);
 }
 

@@ -85,6 +85,15 @@ CONTRACT int64_t activate_units(int64_t rows, int64_t cols) {
     return (rows * ((cols + 7) / 8) + ACTIVATE_THREADS - 1) / ACTIVATE_THREADS;
 }
 
+/* ------------------------------------------------------------------------------------------------------------ z */
+
+#define Z_THREADS 256
+#define Z_RESIDENT 4
+
+CONTRACT int64_t z_units(int64_t rows, int64_t cols) {
+    return (rows * ((cols + 7) / 8) + Z_THREADS - 1) / Z_THREADS;
+}
+
 /* -------------------------------------------------------------------------------------------------------- total */
 
 /* Warps of a block; columns that it has, a lane a column. */

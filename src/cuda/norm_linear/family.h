@@ -27,7 +27,8 @@
     A(int32_t, dy_exponent, backward && is->wide ? a->m : 0)                                                           \
     A(int32_t, least, backward && is->wide ? (is->plain ? 3 : 2) * prepare_blocks(device, is) : 0)                     \
     A(int32_t, shared, backward && is->wide ? 2 : 0)                                                                   \
-    A(float, dgamma_part, backward ? gemm80_sums(blocks(a->n, GEMM_TILE)) * a->k : 0)                                  \
+    A(float, dgamma_part, backward ? (gemm80_sums(blocks(a->n, GEMM_TILE)) + z_parts(a)) * a->k : 0)                   \
+    A(float, dbeta_part, backward ? z_parts(a) * a->k : 0)                                                             \
     A(float, finish_part,                                                                                              \
       backward && !is->wide && !is->plain && a->k <= SUMMED_ROW ? 2 * finish_blocks(device) * a->k : 0)                \
     A(float, dbias_part, backward ? parts_of(a->m) * a->n : 0)                                                         \
@@ -97,6 +98,11 @@ static inline int32_t parts_of(int64_t rows) {
     return parts < 1 ? 1 : parts > 64 ? 64 : (int32_t)parts;
 }
 
+/* Of them for dz, behind those that dgamma has anyway. */
+static inline int32_t z_parts(const heddle_norm_linear *a) {
+    return a->features & HEDDLE_Z ? parts_of(a->m) : 0;
+}
+
 static inline size_t size_of(const norm_linear_facts *is) {
     return is->wide ? 4 : 2;
 }
@@ -155,6 +161,9 @@ void heddle__cuda_add(norm_linear_call *c, enum cuda_kernel kernel, int64_t grid
 
 /* y = act(u), or, with dy, du. */
 void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p);
+
+/* z itself, or dz added to what is there. */
+void heddle__cuda_add_z(norm_linear_call *c, norm_z p);
 
 /* The job of normalising x, with what differs from one use to the other in p. */
 norm_rows heddle__cuda_rows_of_x(const norm_linear_call *c, norm_rows p);

@@ -215,9 +215,10 @@ template <typename T> INLINE void total_kernel(const norm_totals &all) {
     const norm_sums &p = all.job[job];
     const int64_t col = (int64_t)unit * TOTAL_COLS + threadIdx.x % 32;
     float sum = 0;
-    if (col < p.cols)
-        sum = p.a ? column_sum((const T *)p.a + col, p.ld, p.factor, p.rows)
-                  : column_sum((const float *)p.part + col, p.ld, NULL, p.parts);
+    if (col < p.cols && p.a)
+        sum = column_sum((const T *)p.a + col, p.ld, p.factor, p.rows);
+    if (col < p.cols && p.part)
+        sum += column_sum((const float *)p.part + col, p.a ? p.cols : p.ld, NULL, p.parts);
     sums[threadIdx.x / 32][threadIdx.x % 32] = sum;
     __syncthreads();
     if (threadIdx.x >= 32 || col >= p.cols)

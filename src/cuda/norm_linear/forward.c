@@ -44,10 +44,11 @@ static bool takes_few(const norm_linear_plan *plan, const cuda_facts *device) {
 static norm_linear_facts facts_of(const norm_linear_plan *plan, const cuda_facts *device) {
     const heddle_norm_linear *a = &plan->a;
     const bool sm90 = takes_sm90(plan, device), gathers = sm90 && a->k % 8 == 0, plain = a->norm == HEDDLE_NO_NORM;
-    return (norm_linear_facts){.raw = a->dtype == HEDDLE_BF16 && !plain && (gathers ? a->n : 2 * a->n) < a->m,
+    const bool z = a->features & HEDDLE_Z; /* is there then in any case */
+    return (norm_linear_facts){.raw = a->dtype == HEDDLE_BF16 && !plain && !z && (gathers ? a->n : 2 * a->n) < a->m,
                                .plain = plain,
                                .gathers = gathers,
-                               .few = takes_few(plan, device),
+                               .few = !z && takes_few(plan, device),
                                .sm90 = sm90,
                                .kp = (a->k + 7) / 8 * 8,
                                .np = (a->n + 7) / 8 * 8,
@@ -238,12 +239,19 @@ static norm_gemm prepare_raw(norm_linear_call *c, norm_rows w) {
     return g;
 }
 
+/* Whether the z that is multiplied can be the caller's: without columns behind its own. */
+static bool multiplies_z(const norm_linear_call *c) {
+    return c->t->z && !c->is.wide && c->a->k == c->is.kp && c->a->z_stride == c->a->k && aligned16(c->t->z, c->a->k, 2);
+}
+
 /* z, and W as it is. */
 static norm_gemm prepare_normalised(norm_linear_call *c) {
     const heddle_norm_linear_data *t = c->t;
     norm_gemm g = product_of(c);
-    const norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.high = c->at.z, .gamma = t->gamma, .beta = t->beta});
+    void *const z = multiplies_z(c) ? t->z : c->at.z;
+    const norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.high = z, .gamma = t->gamma, .beta = t->beta});
     heddle__cuda_add_prepare(c, (norm_prepare){.job = {x}});
+    g.a = z;
     g.b = t->w;
     g.ldb = c->a->w_stride;
     g.bias = t->bias;
@@ -287,6 +295,16 @@ static void forward(norm_linear_call *c) {
                         : c->is.wide  ? prepare_planes(c, rows_of_w(c))
                         : c->is.plain ? take_plain(c)
                                       : prepare_normalised(c);
+    if (c->t->z && !multiplies_z(c))
+        heddle__cuda_add_z(c, (norm_z){.x = c->t->x,
+                                       .ldx = c->a->x_stride,
+                                       .gamma = c->t->gamma,
+                                       .beta = c->t->beta,
+                                       .mean = c->at.mean,
+                                       .rstd = c->at.rstd,
+                                       .centred = c->a->norm == HEDDLE_LAYER_NORM,
+                                       .out = c->t->z,
+                                       .ldo = c->a->z_stride});
     add_product(c, g);
 }
 

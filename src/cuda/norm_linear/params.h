@@ -83,7 +83,8 @@ typedef struct norm_prepare {
 } norm_prepare;
 
 /* A sum over rows, of columns. finish: part[p][col] = the sum over the p-th share of the rows of a[row, col].
- * total: out[col] and sum[col] = the sum over p of part[p·ld + col], or, where there is an a, over its rows of a[row, col]·factor[row]. */
+ * total: out[col] and sum[col] = the sum over p of part[p·ld + col]; or, where there is an a, over its rows of a[row, col]·factor[row], and
+ * over p of part[p·cols + col] if there is a part, too. */
 typedef struct norm_sums {
     const void *a; /* T [rows, cols] */
     int64_t ld, rows, cols;
@@ -120,6 +121,24 @@ typedef struct norm_activate {
     int64_t ldu, ldd, ldo, ldr, rows;
     int32_t cols, activation, vector;
 } norm_activate;
+
+/* z: out = (x - mean)·rstd∘gamma + beta; or, where there is a dz, out + dz. */
+typedef struct norm_z {
+    const void *x, *gamma, *beta, *dz; /* T [rows, cols], [cols] or NULL */
+    const float *mean, *rstd;
+    void *out; /* T */
+    int64_t ldx, ldz, ldo, rows;
+    int32_t cols, centred, vector;
+} norm_z;
+
+/* z_sums: gamma_part[p][col] = the sum over the p-th share of the rows of dz∘xhat, beta_part of dz; each may be NULL. */
+typedef struct norm_z_sums {
+    const void *x, *dz; /* T [rows, cols] */
+    const float *mean, *rstd;
+    float *gamma_part, *beta_part;
+    int64_t ldx, ldz, rows, cols;
+    int32_t parts, centred, vector;
+} norm_z_sums;
 
 /* heddle_activation, for kernels. */
 enum { HEDDLE_GELU_NUMBER = 1, HEDDLE_GELU_TANH_NUMBER, HEDDLE_SILU_NUMBER };
@@ -158,6 +177,8 @@ typedef union norm_linear_params {
     norm_finish finish;
     norm_totals totals;
     norm_activate activate;
+    norm_z z;
+    norm_z_sums z_sums;
     norm_small small;
     norm_few few;
 } norm_linear_params;

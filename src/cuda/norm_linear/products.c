@@ -74,6 +74,17 @@ void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p) {
                      &(norm_linear_params){.activate = p});
 }
 
+void heddle__cuda_add_z(norm_linear_call *c, norm_z p) {
+    const size_t size = size_of(&c->is);
+    p.rows = c->a->m;
+    p.cols = (int32_t)c->a->k;
+    p.vector = aligned16(p.x, p.ldx, size) && aligned16(p.gamma, 0, size) && aligned16(p.beta, 0, size) &&
+               aligned16(p.dz, p.ldz, size) && aligned16(p.out, p.ldo, size);
+    heddle__cuda_add(c, OF_DTYPE(z)[c->is.dtype],
+                     least_of(z_units(p.rows, p.cols), 2 * Z_RESIDENT * c->device->multiprocessors), 0,
+                     &(norm_linear_params){.z = p});
+}
+
 /* A product on Hopper: whether it can be, where its operands and its result lie. */
 bool heddle__cuda_fits90(const norm_linear_call *c, const norm_gemm *p) {
     return c->is.sm90 && aligned16(p->a, p->lda, 2) && aligned16(p->b, p->ldb, 2) && aligned16(p->out, p->ldo, 2) &&

@@ -22,7 +22,7 @@ static int64_t weight_blocks(const heddle_norm_linear *a) {
 static bool takes(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device) {
     const int64_t together = 2 * (int64_t)device->multiprocessors;
     if (device->small == SMALL_NEVER || (pass == HEDDLE_BACKWARD && a->activation) || !a->m || a->k > SMALL_K ||
-        a->m > 65536 || a->n > 65536)
+        a->features & HEDDLE_Z || a->m > 65536 || a->n > 65536)
         return false;
     if (device->small == SMALL_ALWAYS)
         return true;
