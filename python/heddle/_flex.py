@@ -8,195 +8,29 @@ everything it depends on is the same.
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._flex_forms import band, slope
+from heddle._flex_forms import slope
 from heddle._flex_kept import Shelf, are_lists_of, capturing, functions, lists_of, prove, stream_of
-from heddle._flex_trace import Expression, Score, conjuncts, every, is_known, refuse, trace
+from heddle._flex_masks import Masks, Problem, Tiles, dense, key_of
+from heddle._flex_trace import Expression, Score, conjuncts, is_known, refuse, trace
 from heddle._kinds import need_tensors
 from heddle._ops import quick, quick_options
 
 _broadcast_shapes: Any = torch.broadcast_shapes
 _UNBOUNDED = 1 << 30  # BLOCK_SIZE of a BlockMask that masks nothing
-_STRIP = 1 << 22  # elements of a mask that are computed at a time
 _compiling = torch.compiler.is_dynamo_compiling
-
-
-class _Problem(NamedTuple):
-    b: int
-    h: int
-    sq: int
-    sk: int
-    device: torch.device
-    real: torch.dtype  # of what has more digits than 16 bits
-
-    def indices(self, first: int = 0, last: int | None = None) -> dict[str, Tensor]:
-        """b, h, q_idx and kv_idx so that they broadcast to [b, h, sq, sk]; of the rows first to last."""
-        last = self.sq if last is None else last
-        starts = ((0, self.b), (0, self.h), (first, last), (0, self.sk))
-        shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
-        return {
-            name: torch.arange(*start, device=self.device).view(shape)
-            for name, start, shape in zip(("b", "h", "q_idx", "kv_idx"), starts, shapes, strict=True)
-        }
-
-    def shape(self, uses: frozenset[str]) -> tuple[int, int, int, int]:
-        """Of what depends on `uses` alone."""
-        return (
-            self.b if "b" in uses else 1,
-            self.h if "h" in uses else 1,
-            self.sq if "q_idx" in uses else 1,
-            self.sk if "kv_idx" in uses else 1,
-        )
 
 
 def _real(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
-# ----------------------------------------------------------------------------------------------------------- masks
-
-
-class _Masks:
-    """The conditions on scores: a band where they are one, which the kernels skip, and the rest."""
-
-    def __init__(self, conditions: list[Any]) -> None:
-        self.low, self.high = -math.inf, math.inf
-        self.rest: list[Any] = []
-        for condition in conditions:
-            limits = band(condition)
-            if limits is None:
-                self.rest.append(condition)
-            else:
-                self.low, self.high = max(self.low, limits[0]), min(self.high, limits[1])
-
-    def options(self, sq: int, sk: int) -> tuple[dict[str, Any], int, list[Any]]:
-        """heddle's causal and window, the diagonal from which it counts, and the conditions that these leave out."""
-        left, right, causal = None, None, None
-        rest = list(self.rest)
-        if self.high <= 0:
-            causal, off = "top_left", 0
-        elif self.high == sk - sq:
-            causal, off = "bottom_right", sk - sq
-        else:
-            off = sk - sq
-            if self.high >= off and self.high != math.inf:
-                right = int(self.high) - off
-        if self.low <= off and self.low != -math.inf:
-            left = off - int(self.low)
-        if (self.high < 0 and causal) or (self.high < off and not causal):
-            rest.append(_Side(self.high, 1))
-        if self.low > off:
-            rest.append(_Side(self.low, -1))
-        window = None if left is right is None else (left, right)
-        return {"causal": causal, "window": window}, off, rest
-
-
-class _Side(NamedTuple):
-    """kv_idx - q_idx at most (sign 1) or at least (-1) a limit: a band's side that no option of the kernels says."""
-
-    limit: float
-    sign: int
-
-    @property
-    def uses(self) -> frozenset[str]:
-        return frozenset(("q_idx", "kv_idx"))
-
-    def values(self, indices: dict[str, Tensor]) -> Tensor:
-        return self.sign * (indices["kv_idx"] - indices["q_idx"]) <= self.sign * self.limit
-
-    def key(self) -> tuple[Any, ...]:
-        return tuple(self)
-
-
-def _uses(conditions: list[Any]) -> frozenset[str]:
-    return frozenset().union(*(c.uses for c in conditions if isinstance(c, (Expression, _Side))))
-
-
-def _value(condition: Any, indices: dict[str, Tensor], device: torch.device) -> Tensor:
-    value = condition.values(indices) if isinstance(condition, (Expression, _Side)) else condition
-    value = value if isinstance(value, Tensor) else torch.tensor(value, device=device)
-    return value if value.dtype == torch.bool else value != 0
-
-
-def _strips(conditions: list[Any], tiles: _Tiles | None, p: _Problem) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Of some rows at a time: where all conditions hold, and the same as the BlockMask's own tiles have it."""
-    b, h, sq, sk = p.shape(_uses(conditions) | {"kv_idx"})
-    if tiles is not None:
-        b, h, sq = max(b, tiles.kinds.shape[0]), max(h, tiles.kinds.shape[1]), p.sq
-    rows = max(1, _STRIP // max(1, b * h * sk))
-    for first in range(0, sq, rows):
-        last = min(first + rows, sq)
-        indices = p.indices(first, last)
-        values = [_value(condition, indices, p.device) for condition in conditions]
-        seen = every(tuple(values)) if values else torch.ones((), dtype=torch.bool, device=p.device)
-        listed = seen
-        if tiles is not None:
-            kinds = tiles.rows(first, last, p.sk)
-            listed = (kinds == 2) | ((kinds == 1) & seen)
-        yield slice(first, last), seen, listed
-
-
-def _dense(conditions: list[Any], tiles: _Tiles | None, p: _Problem) -> Tensor:
-    """All conditions as a mask, with the BlockMask's own tiles if these are given."""
-    size = p.shape(_uses(conditions) | {"kv_idx"})
-    if tiles is not None:
-        size = (max(size[0], tiles.kinds.shape[0]), max(size[1], tiles.kinds.shape[1]), p.sq, p.sk)
-    mask = torch.empty(size, dtype=torch.bool, device=p.device)
-    with torch.no_grad():
-        for rows, _, listed in _strips(conditions, tiles, p):
-            mask[:, :, rows] = listed
-    return mask
-
-
-class _Tiles:
-    """What a BlockMask's lists say of its tiles: 0 empty, 1 cut, 2 full."""
-
-    def __init__(self, mask: Any, p: _Problem) -> None:
-        self.q_size, self.k_size = mask.BLOCK_SIZE
-        columns = -(-p.sk // self.k_size)
-        self.kinds = _listed(mask.kv_num_blocks, mask.kv_indices, columns, 1)
-        if mask.full_kv_num_blocks is not None:
-            full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, columns, 2)
-            self.kinds = torch.maximum(self.kinds, full)
-
-    def rows(self, first: int, last: int, sk: int) -> Tensor:
-        at = torch.arange(first, last, device=self.kinds.device) // self.q_size
-        return self.kinds[:, :, at].repeat_interleave(self.k_size, -1)[..., :sk]
-
-    def agree(self, conditions: list[Any], p: _Problem) -> bool:
-        """Whether the lists say nothing that mask_mod does not, as create_block_mask's never do. Waits for a GPU."""
-        masks = _Masks(conditions)
-        if not masks.rest:
-            return self._agree_with(masks.low, masks.high, p)
-        with torch.no_grad():
-            return not any(bool((seen != listed).any()) for _, seen, listed in _strips(conditions, self, p))
-
-    def _agree_with(self, low: float, high: float, p: _Problem) -> bool:
-        """The same for a band, tile by tile."""
-        rows, columns = self.kinds.shape[2:]
-        q = torch.arange(rows, device=p.device)[:, None] * self.q_size
-        k = torch.arange(columns, device=p.device)[None, :] * self.k_size
-        q_end, k_end = (q + self.q_size).clamp(max=p.sq) - 1, (k + self.k_size).clamp(max=p.sk) - 1
-        some = (k - q_end <= high) & (k_end - q >= low) & (q < p.sq) & (k < p.sk)
-        whole = (k_end - q <= high) & (k - q_end >= low)
-        wrong = (some & (self.kinds == 0)) | (~whole & (self.kinds == 2) & (q < p.sq) & (k < p.sk))
-        return not bool(wrong.any())
-
-
-def _listed(counts: Tensor, indices: Tensor, columns: int, kind: int) -> Tensor:
-    there = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    at = torch.where(there, indices, columns).long()
-    made = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.int8, device=indices.device)
-    return made.scatter_(-1, at.clamp(max=columns), kind)[..., :columns]
 
 
 class _Known:
@@ -207,7 +41,7 @@ class _Known:
     def __init__(self, mask: Any) -> None:
         self.lists = lists_of(mask)
         self.shelf = Shelf()
-        self.tiles: dict[_Problem, _Tiles] = {}
+        self.tiles: dict[Problem, Tiles] = {}
         self.agreed: tuple[Any, list[Any], bool] | None = None
         self.mask: tuple[Any, list[Any], Tensor] | None = None
 
@@ -223,10 +57,12 @@ def _knowledge(mask: Any) -> _Known:
     return known
 
 
-def _of_block_mask(mask: Any, like: Tensor, p: _Problem) -> tuple[list[Any], _Known | None, _Tiles | None]:
-    """Its conditions; the tiles, where these say something that mask_mod does not."""
-    if mask is None or min(mask.BLOCK_SIZE) >= _UNBOUNDED:
-        return ([], None, None) if mask is None else (_conditions(mask.mask_mod, like), None, None)
+def _conditions_of(mask: Any, like: Tensor, p: Problem) -> tuple[list[Any], bool]:
+    """What a BlockMask's mask_mod says; whether it has lists that may say something else."""
+    if mask is None:
+        return [], False
+    if min(mask.BLOCK_SIZE) >= _UNBOUNDED:
+        return trace(mask.mask_mod, like, False), False
     if tuple(mask.seq_lengths) != (p.sq, p.sk):
         raise HeddleValueError(
             f"block_mask was made for lengths {tuple(mask.seq_lengths)}, but query and key have {(p.sq, p.sk)}"
@@ -238,32 +74,25 @@ def _of_block_mask(mask: Any, like: Tensor, p: _Problem) -> tuple[list[Any], _Kn
             raise HeddleValueError(f"block_mask has size {have} in dimension {x}, which must be 1 or {want}")
     if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
         raise HeddleValueError("block_mask was sliced, and has no mask_mod any more: set it from the original")
+    return trace(mask.mask_mod, like, False), True
+
+
+def _compared(mask: Any, conditions: list[Any], p: Problem) -> tuple[_Known, Tiles | None]:
+    """The tiles of a BlockMask where these say something that mask_mod does not."""
     known = _knowledge(mask)
-    conditions = _conditions(mask.mask_mod, like)
     tiles = known.tiles.get(p)
     if tiles is None:
-        tiles = known.tiles[p] = _Tiles(mask, p)
-    key = _key(conditions, p)
+        tiles = known.tiles[p] = Tiles(mask, p)
+    key = key_of(conditions, p)
     if known.agreed is None or known.agreed[0] != key:
         known.agreed = key, conditions, tiles.agree(conditions, p)
-    return conditions, known, None if known.agreed[2] else tiles
-
-
-def _key(conditions: list[Any], p: _Problem) -> tuple[Any, ...]:
-    return p, *(
-        c.key() if isinstance(c, (Expression, _Side)) else (id(c), getattr(c, "_version", 0)) for c in conditions
-    )
-
-
-def _conditions(mask_mod: Any, like: Tensor) -> list[Any]:
-    conditions: list[Any] = trace(mask_mod, like, False)
-    return conditions
+    return known, None if known.agreed[2] else tiles
 
 
 # ---------------------------------------------------------------------------------------------------------- scores
 
 
-def _slopes(value: Any, p: _Problem) -> Tensor | None:
+def _slopes(value: Any, p: Problem) -> Tensor | None:
     """[h] or [b, h]; None where a gradient is wanted."""
     if isinstance(value, Expression):
         if torch.is_grad_enabled() and any(t.requires_grad for t in value.tensors()):
@@ -277,7 +106,7 @@ def _slopes(value: Any, p: _Problem) -> Tensor | None:
     return slopes[0] if slopes.shape[0] == 1 else slopes
 
 
-def _added(score: Score, causal: bool, off: int, p: _Problem) -> dict[str, Any]:
+def _added(score: Score, causal: bool, off: int, p: Problem) -> dict[str, Any]:
     """alibi_slopes and bias of what is added to a score. `causal`: no query sees a key behind its own place."""
     slopes, bias = None, None
     for term in score.added:
@@ -335,18 +164,12 @@ def flex_attention(
         out, [b, h, sq, dv]; (out, lse) with return_lse; (out, AuxOutput) with return_aux. All have gradients.
 
     Raises:
-        NotImplementedError: with the operation of score_mod or mask_mod that heddle does not understand; under
-            torch.compile.
+        NotImplementedError: with the operation of score_mod or mask_mod that heddle does not understand.
         TypeError, ValueError: as heddle.attention.
 
     Source: the documentation of PyTorch's function; Dong et al., "Flex Attention", 2024.
     """
-    if _compiling():
-        raise NotImplementedError(
-            "heddle.flex_attention calls score_mod and mask_mod with symbols, which torch.compile cannot trace: leave "
-            "it out of the compiled part (torch.compiler.disable), or call heddle.attention there"
-        )
-    if kernel_options is return_aux is None:
+    if kernel_options is return_aux is None and not _compiling():
         try:
             shelf = functions if block_mask is None else _known[id(block_mask)].shelf
             code = None if score_mod is None else id(score_mod.__code__)
@@ -380,12 +203,15 @@ def flex_attention(
         raise NotImplementedError("heddle.flex_attention has no max_scores")
     if kernel_options is not None and not isinstance(kernel_options, dict):
         raise HeddleTypeError(f"kernel_options must be a dict, not {type(kernel_options).__name__}")
-    p = _Problem(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device, _real(query))
-    with _recording():
+    p = Problem(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device, _real(query))
+    if _compiling():
         options = _options(query, score_mod, block_mask, scale, p)
+    else:
+        with _recording():
+            options = _options(query, score_mod, block_mask, scale, p)
     if key.shape[0] == value.shape[0] == 1 != p.b:
         key, value = (t.expand(p.b, *t.shape[1:]) for t in (key, value))
-    elif type(query) in (Tensor, torch.nn.Parameter) and type(scale) in (float, int, type(None)):
+    elif not _compiling() and type(query) in (Tensor, torch.nn.Parameter) and type(scale) in (float, int, type(None)):
         _keep(query, key, score_mod, block_mask, scale, enable_gqa, options)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     results = attention(query, key, value, return_lse=wants_lse, **options)
@@ -406,7 +232,7 @@ def _recording() -> Iterator[None]:
             yield
 
 
-def _options(query: Tensor, score_mod: Any, block_mask: Any, scale: float | None, p: _Problem) -> dict[str, Any]:
+def _options(query: Tensor, score_mod: Any, block_mask: Any, scale: float | None, p: Problem) -> dict[str, Any]:
     """heddle.attention's options for the two functions."""
     if score_mod is None is block_mask:
         return {"scale": scale}
@@ -436,13 +262,21 @@ def _keep(
     shelf.keep(place, score_mod, block_mask, options, known.mask[2] if known and known.mask else None)
 
 
-def _found(score: Any, block_mask: Any, query: Tensor, p: _Problem) -> dict[str, Any]:
+def _found(score: Any, block_mask: Any, query: Tensor, p: Problem) -> dict[str, Any]:
     """All options but the scale."""
     if score is not None and not isinstance(score, Score):
         refuse(f"a score_mod that returns {score!r} whatever the score is")
-    conditions, known, tiles = _of_block_mask(block_mask, query, p)
+    conditions, listed = _conditions_of(block_mask, query, p)
+    known, tiles, own = None, None, conditions  # own: the BlockMask's conditions that the kernels may go by
+    if listed and _compiling():
+        from heddle._flex_compiled import split  # imports the compiler
+
+        own, tiles = split(block_mask, conditions, p)
+    elif listed:
+        known, tiles = _compared(block_mask, conditions, p)
+        own = conditions if tiles is None else []
     of_score = [] if score is None else [part for condition in score.seen for part in conjuncts(condition)]
-    masks = _Masks([*of_score, *(conditions if tiles is None else [])])
+    masks = Masks([*of_score, *own])
     options, off, rest = masks.options(p.sq, p.sk)
     if score is not None:
         options |= {"softcap": score.cap}
@@ -451,10 +285,10 @@ def _found(score: Any, block_mask: Any, query: Tensor, p: _Problem) -> dict[str,
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _mask(rest: list[Any], conditions: list[Any], known: _Known | None, tiles: Any, p: _Problem) -> Tensor | None:
+def _mask(rest: list[Any], conditions: list[Any], known: _Known | None, tiles: Any, p: Problem) -> Tensor | None:
     """What causal and window leave out. A BlockMask's is kept as long as its tensors are the same."""
     if tiles is not None:
-        whole = _dense(rest, None, p) if rest else None
+        whole = dense(rest, None, p) if rest else None
         mask = _kept(conditions, known, tiles, p)
         return mask if whole is None else mask & whole
     if not rest:
@@ -462,10 +296,10 @@ def _mask(rest: list[Any], conditions: list[Any], known: _Known | None, tiles: A
     return _kept(rest, known, None, p)
 
 
-def _kept(conditions: list[Any], known: _Known | None, tiles: Any, p: _Problem) -> Tensor:
+def _kept(conditions: list[Any], known: _Known | None, tiles: Any, p: Problem) -> Tensor:
     if known is None or capturing(p.device):  # a graph must not use what may be freed
-        return _dense(conditions, tiles, p)
-    key = tiles is None, stream_of(p.device), *_key(conditions, p)
+        return dense(conditions, tiles, p)
+    key = tiles is None, stream_of(p.device), *key_of(conditions, p)
     if known.mask is None or known.mask[0] != key:
-        known.mask = key, conditions, _dense(conditions, tiles, p)
+        known.mask = key, conditions, dense(conditions, tiles, p)
     return known.mask[2]

@@ -78,7 +78,7 @@ class _Symbol:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return apply(_name_of(func), func, args, kwargs or {})
+        return apply(name_of(func), func, args, kwargs or {})
 
     def __bool__(self) -> bool:
         refuse("a branch of Python that depends on an index or a score (say torch.where)")
@@ -114,11 +114,11 @@ class _Symbol:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("new_"):
-            return _maker(name)
+            return maker(name)
         function = getattr(torch.Tensor, name, None)
         if name.startswith("_") or not callable(function):
             raise AttributeError(f"what stands for an index or a score has no attribute {name!r}")
-        return lambda *args, **kwargs: apply(_name_of(function), function, (self, *args), kwargs)
+        return lambda *args, **kwargs: apply(name_of(function), function, (self, *args), kwargs)
 
 
 def _operators() -> None:
@@ -229,7 +229,7 @@ class Score(_Symbol):
 # ----------------------------------------------------------------------------------------------------- operations
 
 
-def _name_of(function: Any) -> str:
+def name_of(function: Any) -> str:
     name: str = getattr(function, "__name__", str(function))
     name = name.strip("_") if name.startswith("__") else name.removesuffix("_") if name[:1] != "_" else name
     if name[:1] == "r" and name[1:] in _BINARY:
@@ -237,7 +237,11 @@ def _name_of(function: Any) -> str:
     return _SAME.get(name, name)
 
 
-def _maker(name: str) -> Callable[..., Any]:
+# torch.compiler.assume_constant_result, which would import the compiler: a function has the name that it has.
+name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def maker(name: str) -> Callable[..., Any]:
     """new_ones(()) and the like: a number."""
 
     def make(size: Any = (), *args: Any, **kwargs: Any) -> Any:
@@ -262,12 +266,12 @@ def _index(tensor: Any, index: Any) -> Expression:
     uses: frozenset[str] = frozenset()
     for part in parts:
         if isinstance(part, Expression) and not part.rest:
-            uses |= part.uses
+            uses = uses | part.uses  # torch.compile of torch 2.11 knows no |= of these
         elif not (isinstance(part, int) or (isinstance(part, Tensor) and part.dim() == 0)):
             refuse(f"the index {part!r} of a captured tensor")
     parts = (*earlier, *parts)
     for part in earlier:
-        uses |= part.uses if isinstance(part, Expression) else frozenset()
+        uses = uses | part.uses if isinstance(part, Expression) else uses
     if len(parts) > tensor.dim():
         raise IndexError(f"too many indices for a captured tensor of dimension {tensor.dim()}")
     return Expression("getitem", lambda t, *at: t[at], (tensor, *parts), {}, uses, tensor.dim() - len(parts))
@@ -401,7 +405,8 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
         sides = (condition, _total(a.added), _total(b.added))
         added = (apply("where", _where_of_numbers, sides, {}),)
     if not _same(a.seen, b.seen):
-        seen = tuple(apply("or", operator.or_, (~condition, each), {}) for each in a.seen)
+        other = apply("invert", operator.invert, (condition,), {})  # torch.compile knows no ~ of what is no tensor
+        seen = tuple(apply("or", operator.or_, (other, each), {}) for each in a.seen)
         seen += tuple(apply("or", operator.or_, (condition, each), {}) for each in b.seen)
     return a.but(added=added, seen=seen)
 
@@ -438,11 +443,11 @@ class _Mode(TorchFunctionMode):
         values = [*args, *(kwargs or {}).values()]
         values += [part for value in values if isinstance(value, (tuple, list)) for part in value]
         if any(isinstance(value, _Symbol) for value in values):
-            return apply(_name_of(func), func, args, kwargs or {})
+            return apply(name_of(func), func, args, kwargs or {})
         tensors = [value for value in values if isinstance(value, Tensor)]
         self.read += tensors
         result = func(*args, **(kwargs or {}))
-        name = _name_of(func)
+        name = name_of(func)
         made = isinstance(result, (Tensor, tuple, list)) and not isinstance(result, torch.Size)
         self.again |= (made and any(t.requires_grad for t in tensors)) or "rand" in name or name in _RANDOM
         return result
@@ -462,10 +467,15 @@ def trace(function: Callable[..., Any], like: Tensor, with_score: bool) -> Any:
     """The result of function(score, b, h, q_idx, kv_idx), or for a mask the list of its conditions, for symbols.
 
     The same object as the last time, as long as nothing that the function reads is another one."""
+    leaves: list[Any] = [Leaf(name, like.device) for name in INDICES]
+    if torch.compiler.is_dynamo_compiling():
+        from heddle._flex_compiled import call  # imports the compiler
+
+        result = call(function, [Score(like), *leaves] if with_score else leaves, like)
+        return result if with_score else conjuncts(result)
     known = _traced.get(function) if type(function) is types.FunctionType else None
     if known is not None and known.like == (like.dtype, like.device, with_score) and known.holds(function):
         return known.result
-    leaves: list[Any] = [Leaf(name, like.device) for name in INDICES]
     read: list[Tensor] = []
     with _Mode(read) as mode:
         result = function(*([Score(like, read=read)] if with_score else []), *leaves)

@@ -68,7 +68,7 @@ def places_of(*numbers: Any) -> tuple[Any, ...]:
 
 
 def _side_of(side: Any, window: Any) -> int:
-    if hasattr(side, "dtype"):  # of NumPy or torch: integers alone, and one of them
+    if not isinstance(side, int) and hasattr(side, "dtype"):  # of NumPy or torch: integers alone, and one of them
         try:
             side = operator.index(side)
         except (TypeError, RuntimeError):

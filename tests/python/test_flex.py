@@ -31,7 +31,7 @@ from flex_help import (  # noqa: F401
 )
 
 import heddle
-from heddle import _flex
+from heddle import _flex, _flex_masks
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "flex.py"
 
@@ -180,7 +180,7 @@ def test_a_mask_is_kept_until_its_tensors_change():
 
 
 def test_masks_are_computed_in_strips(monkeypatch):
-    monkeypatch.setattr(_flex, "_STRIP", 3 * SK)
+    monkeypatch.setattr(_flex_masks, "_STRIP", 3 * SK)
     for name in ("documents", "lengths", "heads", "of a table"):
         check(None, name, torch.float64)
     test_lists_that_say_something_else_than_mask_mod(lambda b, h, q, k: (q + k) % 2 == 0)
@@ -251,16 +251,6 @@ def test_errors(changed, kind, text):
     given = {"query": q, "key": k, "value": v, "enable_gqa": True}
     with pytest.raises(kind, match=text):
         heddle.flex_attention(**(given | changed))
-
-
-def test_compilers_are_told():
-    q, k, v = (t.detach() for t in problem(torch.float32, hk=4))
-
-    def run(q, k, v):
-        return heddle.flex_attention(q + 1, k, v, lambda s, b, h, i, j: torch.where(i >= j, s, -math.inf)) * 2
-
-    with pytest.raises(Exception, match=r"heddle.flex_attention calls score_mod|torch.compiler.disable"):
-        torch.compile(run, backend="eager", fullgraph=True)(q, k, v)
 
 
 def test_the_example(capsys):

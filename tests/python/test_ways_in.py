@@ -101,9 +101,9 @@ def test_nothing_is_copied_and_nothing_waits(way, device):
     ]  # the profiler's
 
 
-@pytest.mark.parametrize("way", [name for name in WAYS if name not in ("flex_attention", "patch")], indirect=True)
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "patch"], indirect=True)
 def test_no_graph_breaks(way):
-    """heddle.flex_attention, which calls functions with symbols, is the one that refuses; patch() is around a graph."""
+    """patch() is around a graph."""
     q, k, v = tensors("cpu")
     torch._dynamo.reset()
     compiled = torch.compile(way, fullgraph=True, backend="aot_eager")

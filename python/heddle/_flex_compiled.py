@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""heddle.flex_attention within torch.compile.
+
+Dynamo traces score_mod and mask_mod with our symbols as it traces everything else, so that what they read is guarded
+and what they captured is an input of the graph. Only a BlockMask's lists are data, whose shapes alone are known then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.comptime import comptime
+from torch._dynamo.utils import get_real_value
+from torch.overrides import TorchFunctionMode
+
+from heddle._flex_forms import band
+from heddle._flex_masks import Masks, Problem, Tiles
+from heddle._flex_trace import Expression, Leaf, Score, apply, maker, name_of
+
+
+class _Carrier(Tensor):
+    """A symbol, `form`, as a tensor: Dynamo compares a class of Python with a dynamic number by what it is not."""
+
+    form: Any
+    plain: Tensor  # of its dtype and device
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _apply(func, args, kwargs or {})
+
+
+def _carry(form: Any, like: Tensor) -> Any:
+    if not isinstance(form, (Expression, Score)):
+        return form
+    plain = torch.empty((), dtype=form.dtype if isinstance(form, (Leaf, Score)) else like.dtype, device=like.device)
+    carrier = plain.as_subclass(_Carrier)
+    carrier.form, carrier.plain = form, plain
+    return carrier
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, _Carrier):
+        return value.form
+    return tuple([_form(part) for part in value]) if isinstance(value, (tuple, list)) else value
+
+
+def _apply(func: Any, args: Any, kwargs: Any) -> Any:
+    """One operation, of which `args` or the parts of one of these are carriers."""
+    name, plain = name_of(func), None
+    for value in (*args, *kwargs.values()):
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            plain = part.plain if isinstance(part, _Carrier) else plain
+    assert plain is not None
+    if name == "get":  # of an attribute
+        return func(plain)
+    if name.startswith("new_"):
+        return maker(name)(*args[1:], **kwargs)
+    given = {key: _form(value) for key, value in kwargs.items()}
+    return _carry(apply(name, func, tuple([_form(value) for value in args]), given), plain)
+
+
+class _Mode(TorchFunctionMode):
+    """Captured tensors with a symbol among several indices come here."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(part, _Carrier):
+                    return _apply(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def call(function: Any, symbols: list[Any], like: Tensor) -> Any:
+    """function(*symbols) within a graph."""
+    carriers = [_carry(symbol, like) for symbol in symbols]
+    with _Mode():
+        result = function(*carriers)
+    return _form(result)
+
+
+_looked = [False]
+_APART = (
+    "heddle.flex_attention in a compiled part: the lists of block_mask say something else than its mask_mod; call it "
+    "outside of torch.compile, or let the first BlockMask of the compiled part be one of this kind"
+)
+
+
+def _look(context: Any) -> None:
+    """What `wrong` is for the inputs for which the graph is made."""
+    proxy = context.get_local("wrong").as_proxy()
+    try:
+        _looked[0] = bool(get_real_value(proxy.node, proxy.tracer))
+    except Exception:  # lists made within the graph, or dynamic shapes: nobody knows before it runs
+        _looked[0] = False
+
+
+def _was_wrong() -> bool:
+    return _looked[0]
+
+
+_was_wrong._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _are_apart(tiles: Tensor) -> bool:
+    """Whether some of these tiles are true now; where none is, none of the graph's later calls may be."""
+    wrong = tiles.any()
+    comptime(_look)
+    if _was_wrong():
+        return True
+    torch._assert_async(~wrong, _APART)
+    return False
+
+
+def split(mask: Any, conditions: list[Any], p: Problem) -> tuple[list[Any], Tiles | None]:
+    """The conditions of a BlockMask that the kernels may go by, and its tiles where these do not say all of it."""
+    tiles = Tiles(mask, p)
+    bands = [condition for condition in conditions if band(condition) is not None]
+    if not bands:
+        return [], tiles
+    own = Masks(bands)
+    missing, beyond = tiles.apart(own.low, own.high, p)
+    if len(bands) == len(conditions) and not _are_apart(missing | beyond):
+        return bands, None
+    return ([] if _are_apart(beyond) else bands), tiles

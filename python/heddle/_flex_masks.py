@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The masks of heddle.flex_attention: conditions on the indices, as options of the kernels where they are one, and as
+tensors; and what the lists of a BlockMask say of its tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heddle._flex_forms import band
+from heddle._flex_trace import Expression, every
+
+_STRIP = 1 << 22  # elements of a mask that are computed at a time
+
+
+class Problem(NamedTuple):
+    b: int
+    h: int
+    sq: int
+    sk: int
+    device: torch.device
+    real: torch.dtype  # of what has more digits than 16 bits
+
+    def indices(self, first: int = 0, last: int | None = None) -> dict[str, Tensor]:
+        """b, h, q_idx and kv_idx so that they broadcast to [b, h, sq, sk]; of the rows first to last."""
+        last = self.sq if last is None else last
+        starts = ((0, self.b), (0, self.h), (first, last), (0, self.sk))
+        shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
+        return {
+            name: torch.arange(*start, device=self.device).view(shape)
+            for name, start, shape in zip(("b", "h", "q_idx", "kv_idx"), starts, shapes, strict=True)
+        }
+
+    def shape(self, uses: frozenset[str]) -> tuple[int, int, int, int]:
+        """Of what depends on `uses` alone."""
+        return (
+            self.b if "b" in uses else 1,
+            self.h if "h" in uses else 1,
+            self.sq if "q_idx" in uses else 1,
+            self.sk if "kv_idx" in uses else 1,
+        )
+
+
+class Masks:
+    """The conditions on scores: a band where they are one, which the kernels skip, and the rest."""
+
+    def __init__(self, conditions: list[Any]) -> None:
+        self.low, self.high = -math.inf, math.inf
+        self.rest: list[Any] = []
+        for condition in conditions:
+            limits = band(condition)
+            if limits is None:
+                self.rest.append(condition)
+            else:
+                self.low, self.high = max(self.low, limits[0]), min(self.high, limits[1])
+
+    def options(self, sq: int, sk: int) -> tuple[dict[str, Any], int, list[Any]]:
+        """heddle's causal and window, the diagonal from which it counts, and the conditions that these leave out."""
+        left, right, causal = None, None, None
+        rest = list(self.rest)
+        if self.high <= 0:
+            causal, off = "top_left", 0
+        elif self.high == sk - sq:
+            causal, off = "bottom_right", sk - sq
+        else:
+            off = sk - sq
+            if self.high >= off and self.high != math.inf:
+                right = int(self.high) - off
+        if self.low <= off and self.low != -math.inf:
+            left = off - int(self.low)
+        if (self.high < 0 and causal) or (self.high < off and not causal):
+            rest.append(_Side(self.high, 1))
+        if self.low > off:
+            rest.append(_Side(self.low, -1))
+        window = None if left is right is None else (left, right)
+        return {"causal": causal, "window": window}, off, rest
+
+
+class _Side(NamedTuple):
+    """kv_idx - q_idx at most (sign 1) or at least (-1) a limit: a band's side that no option of the kernels says."""
+
+    limit: float
+    sign: int
+
+    @property
+    def uses(self) -> frozenset[str]:
+        return frozenset(("q_idx", "kv_idx"))
+
+    def values(self, indices: dict[str, Tensor]) -> Tensor:
+        return self.sign * (indices["kv_idx"] - indices["q_idx"]) <= self.sign * self.limit
+
+    def key(self) -> tuple[Any, ...]:
+        return tuple(self)
+
+
+def _uses(conditions: list[Any]) -> frozenset[str]:
+    return frozenset().union(*(c.uses for c in conditions if isinstance(c, (Expression, _Side))))
+
+
+def _value(condition: Any, indices: dict[str, Tensor], device: torch.device) -> Tensor:
+    value = condition.values(indices) if isinstance(condition, (Expression, _Side)) else condition
+    value = value if isinstance(value, Tensor) else torch.tensor(value, device=device)
+    return value if value.dtype == torch.bool else value != 0
+
+
+def key_of(conditions: list[Any], p: Problem) -> tuple[Any, ...]:
+    """Equal for conditions that are computed in the same way from the same numbers."""
+    return p, *(
+        c.key() if isinstance(c, (Expression, _Side)) else (id(c), getattr(c, "_version", 0)) for c in conditions
+    )
+
+
+def _part(conditions: list[Any], tiles: Tiles | None, p: Problem, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Of some rows: where all conditions hold, and the same as the BlockMask's own tiles have it."""
+    indices = p.indices(first, last)
+    values = [_value(condition, indices, p.device) for condition in conditions]
+    seen = every(tuple(values)) if values else torch.ones((), dtype=torch.bool, device=p.device)
+    if tiles is None:
+        return seen, seen
+    kinds = tiles.rows(first, last, p.sk)
+    return seen, (kinds == 2) | ((kinds == 1) & seen)
+
+
+def _strips(conditions: list[Any], tiles: Tiles | None, p: Problem) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Of some rows at a time what _part says."""
+    b, h, sq, sk = p.shape(_uses(conditions) | {"kv_idx"})
+    if tiles is not None:
+        b, h, sq = max(b, tiles.kinds.shape[0]), max(h, tiles.kinds.shape[1]), p.sq
+    rows = max(1, _STRIP // max(1, b * h * sk))
+    for first in range(0, sq, rows):
+        last = min(first + rows, sq)
+        yield slice(first, last), *_part(conditions, tiles, p, first, last)
+
+
+def dense(conditions: list[Any], tiles: Tiles | None, p: Problem) -> Tensor:
+    """All conditions as a mask, with the BlockMask's own tiles if these are given."""
+    if torch.compiler.is_dynamo_compiling():  # the compiler makes one loop of it
+        return _part(conditions, tiles, p, 0, p.shape(_uses(conditions))[2] if tiles is None else p.sq)[1]
+    size = p.shape(_uses(conditions) | {"kv_idx"})
+    if tiles is not None:
+        size = (max(size[0], tiles.kinds.shape[0]), max(size[1], tiles.kinds.shape[1]), p.sq, p.sk)
+    mask = torch.empty(size, dtype=torch.bool, device=p.device)
+    with torch.no_grad():
+        for rows, _, listed in _strips(conditions, tiles, p):
+            mask[:, :, rows] = listed
+    return mask
+
+
+class Tiles:
+    """What a BlockMask's lists say of its tiles: 0 empty, 1 cut, 2 full."""
+
+    def __init__(self, mask: Any, p: Problem) -> None:
+        self.q_size, self.k_size = mask.BLOCK_SIZE
+        columns = -(-p.sk // self.k_size)
+        self.kinds = _listed(mask.kv_num_blocks, mask.kv_indices, columns, 1)
+        if mask.full_kv_num_blocks is not None:
+            full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, columns, 2)
+            self.kinds = torch.maximum(self.kinds, full)
+
+    def rows(self, first: int, last: int, sk: int) -> Tensor:
+        at = torch.arange(first, last, device=self.kinds.device) // self.q_size
+        return self.kinds[:, :, at].repeat_interleave(self.k_size, -1)[..., :sk]
+
+    def agree(self, conditions: list[Any], p: Problem) -> bool:
+        """Whether the lists say nothing that mask_mod does not, as create_block_mask's never do. Waits for a GPU."""
+        masks = Masks(conditions)
+        if not masks.rest:
+            missing, beyond = self.apart(masks.low, masks.high, p)
+            return not bool((missing | beyond).any())
+        with torch.no_grad():
+            return not any(bool((seen != listed).any()) for _, seen, listed in _strips(conditions, self, p))
+
+    def apart(self, low: float, high: float, p: Problem) -> tuple[Tensor, Tensor]:
+        """Tiles with keys of a band that are listed as empty, and those that are listed as full and are not."""
+        rows, columns = self.kinds.shape[2:]
+        q = torch.arange(rows, device=p.device)[:, None] * self.q_size
+        k = torch.arange(columns, device=p.device)[None, :] * self.k_size
+        q_end, k_end = (q + self.q_size).clamp(max=p.sq) - 1, (k + self.k_size).clamp(max=p.sk) - 1
+        there = (q < p.sq) & (k < p.sk)
+        some = (k - q_end <= high) & (k_end - q >= low) & there
+        whole = (k_end - q <= high) & (k - q_end >= low)
+        return some & (self.kinds == 0), ~whole & (self.kinds == 2) & there
+
+
+def _listed(counts: Tensor, indices: Tensor, columns: int, kind: int) -> Tensor:
+    there = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    at = torch.where(there, indices, columns).long()
+    made = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.int8, device=indices.device)
+    return made.scatter_(-1, at.clamp(max=columns), kind)[..., :columns]
