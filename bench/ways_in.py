@@ -27,7 +27,6 @@ ALLOWED = 2.0  # microseconds over the direct call
 
 # Ways that do more than to call heddle; docs/python.md says what. They are measured and not held to ALLOWED.
 MORE = {
-    "flex_attention, learned bias": "found out anew for each call, since how it is computed is recorded",
     "PyTorch's switch, varlen_attn": "PyTorch's own custom operator around its flash attention",
     "nn.MultiheadAttention": "its arguments are checked; PyTorch's module takes twice as long",
     "nn.SelfAttention": "the same",

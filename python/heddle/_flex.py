@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._flex_forms import slope
-from heddle._flex_kept import Shelf, are_lists_of, capturing, functions, lists_of, prove, stream_of
+from heddle._flex_kept import Recipe, Shelf, are_lists_of, capturing, functions, lists_of, prove, stream_of
 from heddle._flex_masks import Masks, Problem, Tiles, dense, key_of
 from heddle._flex_trace import Expression, Score, conjuncts, is_known, refuse, trace
 from heddle._kinds import need_tensors
@@ -106,9 +107,10 @@ def _slopes(value: Any, p: Problem) -> Tensor | None:
     return slopes[0] if slopes.shape[0] == 1 else slopes
 
 
-def _added(score: Score, causal: bool, off: int, p: Problem) -> dict[str, Any]:
-    """alibi_slopes and bias of what is added to a score. `causal`: no query sees a key behind its own place."""
+def _added(score: Score, causal: bool, off: int, p: Problem) -> tuple[dict[str, Any], list[Any]]:
+    """alibi_slopes and bias of what is added to a score, and the bias's terms. `causal`: no query sees keys behind."""
     slopes, bias = None, None
+    terms = []
     for term in score.added:
         found = slope(term) if off == 0 else None
         made = None
@@ -118,6 +120,7 @@ def _added(score: Score, causal: bool, off: int, p: Problem) -> dict[str, Any]:
         if made is not None:
             slopes = made if slopes is None else slopes + made
             continue
+        terms.append(term)
         value = term.values(p.indices()) if isinstance(term, Expression) else term
         if not isinstance(value, Tensor):
             value = torch.full((1, 1, 1, 1), float(value), dtype=p.real, device=p.device)
@@ -125,7 +128,7 @@ def _added(score: Score, causal: bool, off: int, p: Problem) -> dict[str, Any]:
     if bias is not None:
         bias = bias if bias.is_floating_point() else bias.to(p.real)
         bias = bias.expand(_broadcast_shapes(bias.shape, (1, 1, 1, p.sk)))
-    return {"alibi_slopes": slopes, "bias": bias}
+    return {"alibi_slopes": slopes, "bias": bias}, terms
 
 
 def flex_attention(
@@ -173,21 +176,24 @@ def flex_attention(
         try:
             shelf = functions if block_mask is None else _known[id(block_mask)].shelf
             code = None if score_mod is None else id(score_mod.__code__)
-            kept = shelf[code, query.shape, key.shape, query.dtype, query.device, scale, enable_gqa]
+            kept: Any = shelf[code, query.shape, key.shape, query.dtype, query.device, scale, enable_gqa]
         except (KeyError, AttributeError, TypeError):  # also of what is no tensor, or no function of Python
             pass
         else:
-            if prove(kept.proof, score_mod, block_mask) and (kept.always or kept.now()):
+            if not kept.always:
+                kept = kept.now()
+            if kept is not None and prove(kept.proof, score_mod, block_mask):
                 if kept.plain and not return_lse:
                     out = quick(query, key, value, kept.rest[0], kept.rest[2])
                 else:
-                    given = kept.rest
+                    given = kept.rest if kept.recipe is None else kept.given()
                     out = quick_options(
                         query, key, value, *given, None, 0.0, None, None, None, return_lse, None, False, False
                     )
                 if out is not NotImplemented:
                     return out
-                return attention(query, key, value, return_lse=return_lse, **kept.options)
+                options = kept.options if kept.recipe is None else kept.options | {"bias": given[4]}
+                return attention(query, key, value, return_lse=return_lse, **options)
     need_tensors(query=query, key=key, value=value)
     if not query.dim() == key.dim() == value.dim() == 4:
         raise HeddleValueError(
@@ -205,14 +211,14 @@ def flex_attention(
         raise HeddleTypeError(f"kernel_options must be a dict, not {type(kernel_options).__name__}")
     p = Problem(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device, _real(query))
     if _compiling():
-        options = _options(query, score_mod, block_mask, scale, p)
+        options, _ = _options(query, score_mod, block_mask, scale, p)
     else:
         with _recording():
-            options = _options(query, score_mod, block_mask, scale, p)
+            options, learned = _options(query, score_mod, block_mask, scale, p)
     if key.shape[0] == value.shape[0] == 1 != p.b:
         key, value = (t.expand(p.b, *t.shape[1:]) for t in (key, value))
     elif not _compiling() and type(query) in (Tensor, torch.nn.Parameter) and type(scale) in (float, int, type(None)):
-        _keep(query, key, score_mod, block_mask, scale, enable_gqa, options)
+        _keep(query, key, score_mod, block_mask, scale, enable_gqa, options, learned, p)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     results = attention(query, key, value, return_lse=wants_lse, **options)
     if return_aux is None:
@@ -232,38 +238,51 @@ def _recording() -> Iterator[None]:
             yield
 
 
-def _options(query: Tensor, score_mod: Any, block_mask: Any, scale: float | None, p: Problem) -> dict[str, Any]:
-    """heddle.attention's options for the two functions."""
+def _options(
+    query: Tensor, score_mod: Any, block_mask: Any, scale: float | None, p: Problem
+) -> tuple[dict[str, Any], list[Any] | None]:
+    """heddle.attention's options for the two functions; the terms of a bias, where it can be computed anew of them."""
     if score_mod is None is block_mask:
-        return {"scale": scale}
+        return {"scale": scale}, None
     score = None if score_mod is None else trace(score_mod, query, True)
-    options = _found(score, block_mask, query, p)
+    options, learned = _found(score, block_mask, query, p)
     factor = 1.0 if score is None else score.factor
     if factor != 1.0:
         scale = factor * (query.shape[-1] ** -0.5 if scale is None else scale)
-    return options | {"scale": scale}
+    return options | {"scale": scale}, learned
 
 
 def _keep(
-    query: Tensor, key: Tensor, score_mod: Any, block_mask: Any, scale: Any, enable_gqa: bool, options: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: Any,
+    enable_gqa: bool,
+    options: dict[str, Any],
+    learned: list[Any] | None,
+    p: Problem,
 ) -> None:
     """So that the next such call finds its options, where nothing else has changed."""
     functions_given = [score_mod, None if block_mask is None else block_mask.mask_mod]
     if not all(function is None or is_known(function) for function in functions_given):
         return
+    recipe = None
     if any(isinstance(value, Tensor) and value.requires_grad for value in options.values()):
-        return
-    if options.get("bias") is not None:
+        if learned is None:
+            return
+        recipe, options = partial(Recipe, learned, p, query.dtype), options | {"bias": None}
+    elif options.get("bias") is not None:
         options = options | {"bias": options["bias"].to(query.dtype)}
     known = None if block_mask is None else _knowledge(block_mask)
     code = getattr(score_mod, "__code__", None)
     place = code and id(code), query.shape, key.shape, query.dtype, query.device, scale, enable_gqa
     shelf = functions if known is None else known.shelf
-    shelf.keep(place, score_mod, block_mask, options, known.mask[2] if known and known.mask else None)
+    shelf.keep(place, score_mod, block_mask, options, known.mask[2] if known and known.mask else None, recipe)
 
 
-def _found(score: Any, block_mask: Any, query: Tensor, p: Problem) -> dict[str, Any]:
-    """All options but the scale."""
+def _found(score: Any, block_mask: Any, query: Tensor, p: Problem) -> tuple[dict[str, Any], list[Any] | None]:
+    """All options but the scale; the terms of a bias."""
     if score is not None and not isinstance(score, Score):
         refuse(f"a score_mod that returns {score!r} whatever the score is")
     conditions, listed = _conditions_of(block_mask, query, p)
@@ -278,11 +297,22 @@ def _found(score: Any, block_mask: Any, query: Tensor, p: Problem) -> dict[str, 
     of_score = [] if score is None else [part for condition in score.seen for part in conjuncts(condition)]
     masks = Masks([*of_score, *own])
     options, off, rest = masks.options(p.sq, p.sk)
+    learned = None
     if score is not None:
         options |= {"softcap": score.cap}
-        options |= _added(score, options["causal"] == "top_left", off, p)
+        added, terms = _added(score, options["causal"] == "top_left", off, p)
+        options |= added
+        # Nothing else may be made of what learns, and the last dimension must be whole.
+        read = [t for each in (*of_score, *conditions) if isinstance(each, Expression) for t in each.tensors()]
+        if terms and not any(t.requires_grad for t in read) and _reaches(terms, p):
+            learned = terms
     options["mask"] = _mask(rest, conditions, known, tiles, p)
-    return {name: value for name, value in options.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}, learned
+
+
+def _reaches(terms: list[Any], p: Problem) -> bool:
+    """Whether the sum of these is as long as a row."""
+    return p.sk == 1 or any(isinstance(term, Expression) and "kv_idx" in term.uses for term in terms)
 
 
 def _mask(rest: list[Any], conditions: list[Any], known: _Known | None, tiles: Any, p: Problem) -> Tensor | None:

@@ -10,6 +10,7 @@ are the same. What reads something that could change unseen, a list or an attrib
 from __future__ import annotations
 
 import dis
+import operator
 import types
 import weakref
 from functools import lru_cache
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from heddle import _C
+from heddle._flex_trace import Expression
 
 _MOST = 64  # on a shelf
 _BYTES = 1 << 26  # of its tensors, where there is more than one
@@ -58,10 +60,10 @@ prove = _C.prover(
 class _States:
     """By which values are known again (python/src/proof.c): tuples, or the values themselves where these cannot change.
 
-    learns: whether a tensor among them wants a gradient."""
+    learns: whether a tensor among them wants a gradient. free: ids of those that are read anew at each call."""
 
-    def __init__(self) -> None:
-        self.learns = False
+    def __init__(self, free: frozenset[int] = frozenset()) -> None:
+        self.learns, self.free = False, free
         self.around: list[Any] = []
 
     def of(self, value: Any) -> Any:
@@ -72,7 +74,8 @@ class _States:
                 raise _Unseen
             self.learns = self.learns or value.requires_grad
             gradient = value.requires_grad if value.is_floating_point() or value.is_complex() else None
-            return 1, weakref.ref(value), value._version, value.data_ptr(), gradient
+            version = None if id(value) in self.free else value._version
+            return 1, weakref.ref(value), version, value.data_ptr(), gradient
         if type(value) in (int, float):
             return 2, value
         if type(value) is tuple:
@@ -124,18 +127,71 @@ def are_lists_of(lists: Any, mask: Any) -> bool:
     return lists is not None and prove((None, lists, mask.mask_mod), None, mask)
 
 
+class Recipe:
+    """What is added to the scores, computed anew of the tensors in it that learn; all else in it is kept."""
+
+    def __init__(self, terms: list[Any], p: Any, dtype: torch.dtype) -> None:
+        self.steps: list[tuple[Any, list[Any], dict[str, Any]]] = []
+        self.leaves: dict[int, weakref.ref[Tensor]] = {}
+        self.constants: list[Tensor] = []
+        self.dtype, self.indices = dtype, p.indices()
+        self.known: dict[int, Any] = {}
+        with torch.no_grad():
+            total, *others = [self._place(term) for term in terms]
+        for place in others:
+            total = self._step(operator.add, [total, place], {})
+        if not isinstance(total, _Step):
+            raise _Unseen
+        del self.indices, self.known
+
+    def _step(self, function: Any, places: list[Any], options: dict[str, Any]) -> Any:
+        self.steps.append((function, places, options))
+        return _Step(len(self.steps) - 1)
+
+    def _place(self, value: Any) -> Any:
+        """A constant, or a _Step: the result of an earlier one."""
+        if isinstance(value, Tensor) and value.requires_grad:
+            if not value.is_leaf:  # another one the next time
+                raise _Unseen
+            self.leaves[id(value)] = reference = weakref.ref(value)
+            return self._step(reference, [], {})
+        if isinstance(value, Expression) and any(t.requires_grad for t in value.tensors()):
+            if any(isinstance(each, Expression) for each in value.kwargs.values()):
+                raise _Unseen
+            return self._step(value.function, [self._place(each) for each in value.args], value.kwargs)
+        value = value.values(self.indices, self.known) if isinstance(value, Expression) else value
+        self.constants += [value] if isinstance(value, Tensor) else []
+        return value
+
+    def __call__(self) -> Tensor:
+        made: list[Any] = []
+        for function, places, options in self.steps:
+            made.append(function(*[made[at] if type(at) is _Step else at for at in places], **options))
+        bias: Tensor = made[-1]
+        return bias if bias.dtype is self.dtype else bias.to(self.dtype)
+
+
+class _Step(int):
+    """Which step's result is meant."""
+
+
 class Kept:
-    """heddle.attention's options for two functions and lengths."""
+    """heddle.attention's options for two functions and lengths.
 
-    __slots__ = ("always", "bytes", "device", "graded", "options", "plain", "proof", "rest", "stream")
+    other: the same for calls with gradients, where this is for calls without, or the other way round."""
 
-    def __init__(self, score_mod: Any, block_mask: Any, options: dict[str, Any], mask: Any) -> None:
-        states = _States()
+    __slots__ = (
+        "always", "bytes", "device", "graded", "options", "other", "plain", "proof", "recipe", "rest", "stream",
+    )  # fmt: skip
+
+    def __init__(self, score_mod: Any, block_mask: Any, options: dict[str, Any], mask: Any, recipe: Any) -> None:
+        states = _States(frozenset() if recipe is None else frozenset(recipe.leaves))
         lists = None if block_mask is None else lists_of(block_mask)
         if block_mask is not None and lists is None:
             raise _Unseen
         self.proof = states.of(score_mod), lists, None if block_mask is None else states.of(block_mask.mask_mod)
         tensors = [value for value in options.values() if isinstance(value, Tensor)]
+        tensors += [] if recipe is None else recipe.constants
         if any(t.is_inference() or t.is_meta for t in tensors):
             raise _Unseen
         sizes = [t.untyped_storage().nbytes() for t in tensors]
@@ -143,21 +199,27 @@ class Kept:
             raise _Unseen
         self.bytes = sum(sizes)
         # None: it is the same whether gradients are recorded or not.
-        self.graded = _grad_enabled() if tensors and states.learns else None
+        self.graded = _grad_enabled() if states.learns and (tensors or recipe is not None) else None
         self.device = tensors[0].device if tensors and tensors[0].is_cuda else None
         self.stream = stream_of(self.device)
         self.always = self.graded is None and self.device is None
-        self.options = options
-        self.plain = options.keys() <= {"causal", "scale"}
+        self.options, self.recipe = options, recipe
+        self.other: Kept | None = None
+        self.plain = recipe is None and options.keys() <= {"causal", "scale"}
         names = ("causal", "window", "scale", "softcap", "bias", "mask", "alibi_slopes")
         self.rest = tuple(options.get(name, 0.0 if name == "softcap" else None) for name in names)
 
-    def now(self) -> bool:
-        """Whether it can be used here and now, where its proof holds."""
+    def now(self) -> Kept | None:
+        """What can be used here and now, where its proof holds."""
         if self.graded is not None and self.graded is not _grad_enabled():
-            return False
+            return None if self.other is None else self.other.now()
         # The GPU has made the tensors before it uses them, and no CUDA graph goes on using what may be freed.
-        return self.device is None or (stream_of(self.device) == self.stream and not capturing(self.device))
+        usable = self.device is None or (stream_of(self.device) == self.stream and not capturing(self.device))
+        return self if usable else None
+
+    def given(self) -> tuple[Any, ...]:
+        """self.rest, with what has to be computed."""
+        return (*self.rest[:4], self.recipe(), *self.rest[5:])
 
 
 def stream_of(device: torch.device | None) -> int:
@@ -176,7 +238,13 @@ class Shelf(dict[tuple[Any, ...], Kept]):
     """The latest, by what a call is asked for."""
 
     def keep(
-        self, key: tuple[Any, ...], score_mod: Any, block_mask: Any, options: dict[str, Any], mask: Any = None
+        self,
+        key: tuple[Any, ...],
+        score_mod: Any,
+        block_mask: Any,
+        options: dict[str, Any],
+        mask: Any = None,
+        recipe: Any = None,
     ) -> None:
         """For calls of the same key. `mask`: the tensor that is kept with the BlockMask anyway."""
         if _dispatcher._len_torch_dispatch_stack() or _dispatcher._are_functorch_transforms_active():
@@ -184,10 +252,13 @@ class Shelf(dict[tuple[Any, ...], Kept]):
         if any(isinstance(value, Tensor) and capturing(value.device) for value in options.values()):
             return
         try:
-            made = Kept(score_mod, block_mask, options, mask)
+            made = Kept(score_mod, block_mask, options, mask, None if recipe is None else recipe())
         except (_Unseen, ValueError):  # also an empty cell
             return
-        self.pop(key, None)
+        before = self.pop(key, None)
+        if before is not None and made.graded is not None and before.graded is (not made.graded):
+            made.other, before.other = before, None
+            made.bytes += before.bytes
         kept = list(self.items())
         self[key] = made
         total = made.bytes + sum(each.bytes for _, each in kept)

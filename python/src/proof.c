@@ -39,11 +39,13 @@ static int attribute(PyObject *parts, PyObject *of, int name, PyObject *expected
     return PyErr_Occurred() ? -1 : is;
 }
 
-/* (kind, weak reference, _version, data_ptr(), requires_grad, or None of what can have no gradient) */
+/* (kind, weak reference, _version or None where its numbers are not kept, data_ptr(), requires_grad or None of what can
+ * have no gradient) */
 static int same_tensor(PyObject *parts, PyObject *state, PyObject *value) {
     if (PyWeakref_GetObject(PyTuple_GetItem(state, 1)) != value)
         return 0;
-    int is = attribute(parts, value, VERSION, PyTuple_GetItem(state, 2), 1);
+    PyObject *version = PyTuple_GetItem(state, 2);
+    int is = version == Py_None ? 1 : attribute(parts, value, VERSION, version, 1);
     if (is > 0 && PyTuple_GetItem(state, 4) != Py_None)
         is = attribute(parts, value, REQUIRES_GRAD, PyTuple_GetItem(state, 4), 0);
     if (is <= 0)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from conftest import devices
-from flex_help import SK, SQ, H, block_mask, captured, eager, flex, lists, passed, problem  # noqa: F401
+from flex_help import SK, SQ, H, block_mask, captured, eager, flex, lists, passed, problem, t5  # noqa: F401
 
 import heddle
 from heddle import _flex, _flex_kept, _flex_trace
@@ -159,6 +159,70 @@ def test_gradients_are_not_lost_to_what_was_kept():
         heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + later[h, j])
     later.requires_grad_()
     assert heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + later[h, j]).requires_grad
+
+
+def learning_forms():
+    """score_mods, each of them with tensors that learn among what it reads."""
+    square, near, buckets = (torch.randn(*shape, requires_grad=True) for shape in ((H, SQ, SK), (H,), (32, H)))
+    fixed = torch.randn(SK)
+    return {
+        "a table": (lambda s, b, h, i, j: s + square[h, i, j], [square]),
+        "buckets": (lambda s, b, h, i, j: s + buckets[torch.where(j > i, 16, 0) + t5((i - j).abs()), h], [buckets]),
+        "slopes": (lambda s, b, h, i, j: s + near[h] * (j - i) + 1, [near]),
+        "several": (
+            lambda s, b, h, i, j: 5 * torch.tanh(s / 5) + fixed[j] - torch.where(i > j, near[h], square[h, i, j] * 2),
+            [square, near],
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", learning_forms())
+def test_what_learns_is_computed_anew(name, monkeypatch):
+    """All else is kept: the second call finds nothing out, with other numbers, too, and gradients are its own."""
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    score_mod, learned = learning_forms()[name]
+    given = block_mask(lambda b, h, i, j: (i >= j) & (i - j <= 7))
+
+    def run():
+        out = heddle.flex_attention(q, k, v, score_mod, given)
+        return out.detach(), torch.autograd.grad(out.square().sum(), learned, allow_unused=True)
+
+    run()
+    assert heddle.flex_attention(q, k, v, score_mod, given).requires_grad
+    for _ in range(3):
+        with torch.no_grad():
+            without = heddle.flex_attention(q, k, v, score_mod, given)
+        with monkeypatch.context() as patch:
+            patch.setattr(_flex, "_options", None)  # cannot be called
+            out, grads = run()
+            with torch.no_grad():
+                assert torch.equal(heddle.flex_attention(q, k, v, score_mod, given), without)
+        _flex_kept.functions.clear()
+        _flex._known.clear()
+        truth, its_grads = run()
+        assert torch.allclose(without, out, atol=1e-4) and torch.allclose(out, truth, atol=1e-6)
+        for a, b in zip(grads, its_grads, strict=True):
+            assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, atol=1e-5))
+        assert any(a is not None and a.abs().max() > 1e-3 for a in grads)
+        with torch.no_grad():
+            for tensor in learned:
+                tensor.mul_(1.5).add_(0.1)
+
+
+def test_what_learns_and_masks():
+    """A mask that is made of what learns is not kept."""
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    table = torch.randn(H, SK, requires_grad=True)
+
+    def score_mod(s, b, h, i, j):
+        return torch.where(table[h, j] > 0, s + table[h, j], -math.inf)
+
+    for _ in range(3):
+        bias, seen = table[None, :, None, :], (table > 0)[None, :, None, :]
+        truth = heddle.attention(q, k, v, bias=bias, mask=seen)
+        assert torch.allclose(heddle.flex_attention(q, k, v, score_mod), truth, atol=1e-6)
+        with torch.no_grad():
+            table.neg_()
 
 
 def test_numbers_that_a_trace_went_by():
