@@ -7,7 +7,8 @@ tensors with the same options, for problems with nothing to compute.
         [--device cpu|cuda] [--rounds N] [--only TEXT] [--json FILE] [--check]
 
 Each way and its direct call run in turn, in bursts of 100; microseconds of the processor a call (on a GPU of the clock),
-with gradients recorded where the name says so. "over" is the difference of their lower quartiles. --check ends with 1
+with gradients recorded where the name says so. "over" is the difference of their lower quartiles,
+"theirs" what PyTorch's or JAX's own takes for the same. --check ends with 1
 where a way that can takes more than 2 over its direct call. Ways whose module is not installed are named as left out.
 """
 import argparse
@@ -28,8 +29,8 @@ ALLOWED = 2.0  # microseconds over the direct call
 # Ways that do more than to call heddle; docs/python.md says what. They are measured and not held to ALLOWED.
 MORE = {
     "PyTorch's switch, varlen_attn": "PyTorch's own custom operator around its flash attention",
-    "nn.MultiheadAttention": "its arguments are checked; PyTorch's module takes twice as long",
-    "nn.SelfAttention": "the same",
+    "nn.MultiheadAttention": "a module and its checks",
+    "nn.SelfAttention": "a module and its checks",
     "jax": "JAX's own dispatch; the direct call is a program that adds 1",
 }
 
@@ -146,6 +147,8 @@ def module_rows(q, k, v, device):
     norm = heddle.nn.NormLinear(width, width, device=device, dtype=q.dtype).requires_grad_(False)
     own = heddle.nn.SelfAttention(width, heads, device=device, dtype=q.dtype).requires_grad_(False)
     many = heddle.nn.MultiheadAttention(width, heads, batch_first=True, device=device, dtype=q.dtype).requires_grad_(False)
+    theirs = torch.nn.MultiheadAttention(width, heads, batch_first=True, device=device, dtype=q.dtype).requires_grad_(False)
+    theirs.eval()  # its fast path
     of_norm = norm.weight, norm.bias, norm.gamma, norm.beta
 
     def written_out(first, last):
@@ -157,13 +160,14 @@ def module_rows(q, k, v, device):
 
     return {
         "nn.NormLinear": (lambda: norm(x), lambda: heddle.norm_linear(x, *of_norm)),
-        "nn.SelfAttention": (lambda: own(x), written_out(own.qkv, own.out)),
+        "nn.SelfAttention": (lambda: own(x), written_out(own.qkv, own.out), lambda: theirs(x, x, x, need_weights=False)),
         "nn.MultiheadAttention": (
             lambda: many(x, x, x, need_weights=False),
             written_out(
                 lambda x, w=many.in_proj_weight, c=many.in_proj_bias: F.linear(x, w, c),
                 lambda x, w=many.out_proj.weight, c=many.out_proj.bias: F.linear(x, w, c),
             ),
+            lambda: theirs(x, x, x, need_weights=False),
         ),
     }
 
@@ -227,19 +231,19 @@ def rows_of(device, only):
             continue
         try:
             importlib.import_module(needs)
-            rows |= {name: pair for name, pair in make(q, k, v, device).items() if only in name}
+            rows |= {name: calls for name, calls in make(q, k, v, device).items() if only in name}
         except ImportError as error:
             print(f"left out: {needs}: {error}")
     return rows
 
 
 def measure(rows, device, rounds):
-    """Of each row the microseconds of both, round by round."""
+    """Of each row the microseconds of its calls, round by round."""
     clock = time.thread_time if device == "cpu" else time.perf_counter
-    took = {name: ([], []) for name in rows}
+    took = {name: [[] for _ in calls] for name, calls in rows.items()}
     for round_ in range(rounds + 1):  # the first one traces and compiles
-        for name, pair in rows.items():
-            for call, times in zip(pair, took[name]):
+        for name, calls in rows.items():
+            for call, times in zip(calls, took[name]):
                 if device == "cuda":
                     torch.cuda.synchronize()
                 us = burst(call, clock)
@@ -258,16 +262,18 @@ def main():
     given = arguments.parse_args()
     torch.set_num_threads(1)
     took = measure(rows_of(given.device, given.only), given.device, given.rounds)
-    print(f"torch {torch.__version__}, {given.device}, microseconds a call\n{'over':>8} {'least':>8} {'direct':>8}")
+    print(f"torch {torch.__version__}, {given.device}, microseconds a call\n{'over':>8} {'least':>8} {'direct':>8} {'theirs':>8}")
     too_much = []
-    for name, (way, direct) in took.items():
+    for name, (way, direct, *theirs) in took.items():
         over = statistics.quantiles(way)[0] - statistics.quantiles(direct)[0]
         why = next((why for start, why in MORE.items() if name.startswith(start)), None)
         too_much += [name] if over > ALLOWED and why is None else []
-        print(f"{over:8.2f} {min(way):8.2f} {min(direct):8.2f}  {name}" + (f" ({why})" if why else ""), flush=True)
+        its = f"{min(theirs[0]):8.2f}" if theirs else " " * 8
+        print(f"{over:8.2f} {min(way):8.2f} {min(direct):8.2f} {its}  {name}" + (f" ({why})" if why else ""), flush=True)
         if given.json:
             row = {"bench": "ways in", "device": given.device, "what": name, "over_us": round(over, 2),
                    "us": round(min(way), 2), "direct_us": round(min(direct), 2), "torch": torch.__version__}
+            row |= {"theirs_us": round(min(theirs[0]), 2)} if theirs else {}
             with open(given.json, "a") as file:
                 file.write(json.dumps(row) + "\n")
     if given.check and too_much:

@@ -17,6 +17,7 @@ from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._nn_linear import activated, activation_name, added, idle, stays
+from heddle._ops import quick
 from heddle._plain import new_rng_state
 from heddle._tangents import kept
 from heddle._torch import norm_linear
@@ -36,12 +37,13 @@ def _split(mask: Tensor | None, name: str) -> tuple[Tensor | None, Tensor | None
     return None, mask
 
 
-_compiling = torch.compiler.is_compiling
+_goes_long = torch.compiler.is_dynamo_compiling
+linear: Any = torch._C._nn.linear  # what F.linear is
 
 
 def own(module: nn.Module, *names: str) -> list[Any]:
     """Its parameters and modules: what its attributes are, which PyTorch takes up to 2 µs each to look up."""
-    if _compiling():
+    if _goes_long():
         return [getattr(module, name) for name in names]
     parameters, modules = module._parameters, module._modules
     try:
@@ -93,6 +95,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """(output, weights or None), as torch.nn.MultiheadAttention."""
+        if (
+            key is query
+            and value is query
+            and key_padding_mask is attn_mask is None
+            and not (need_weights or is_causal)
+        ):
+            made = self._plain(query)
+            if made is not None:
+                return made, None
         need_tensors(query=query, key=key, value=value)
         if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
             raise HeddleValueError(
@@ -113,6 +124,37 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, k, v, first, key_padding_mask, attn_mask, is_causal, batched, need_weights, average_attn_weights
         )
         return (made, weights) if batched else (made.squeeze(0), None if weights is None else weights.squeeze(0))
+
+    def _plain(self, x: Tensor) -> Tensor | None:
+        """Self-attention without masks and weights, step by step, since calls and look-ups are half of a small one.
+
+        None for all that the way of many steps has to look at, also what it refuses."""
+        if type(x) is not Tensor or x.is_nested or _goes_long() or x.dim() != 3 or x.layout is not torch.strided:
+            return None
+        parameters, out = self._parameters, self._modules["out_proj"]
+        try:
+            weight, bias = parameters["in_proj_weight"], parameters["in_proj_bias"]
+            bias_k = parameters["bias_k"] if "bias_k" in parameters else self.__dict__["bias_k"]
+            last: Any = out and (out._parameters["weight"], out._parameters["bias"])
+        except KeyError:  # parametrised
+            return None
+        a, b, features = x.shape
+        if weight is None or bias_k is not None or features != self.embed_dim or self.add_zero_attn:
+            return None
+        heads = linear(x, weight, bias).view(a, b, 3 * self.num_heads, self.head_dim)
+        if self.batch_first:
+            q, k, v = heads.transpose(1, 2).chunk(3, 1)  # split() is in Python
+        else:
+            q, k, v = heads.permute(1, 2, 0, 3).chunk(3, 1)
+        if self.training and self.dropout:
+            made = attention(q, k, v, dropout=self.dropout)
+        else:
+            made = quick(q, k, v, None, None)
+            if made is NotImplemented:
+                made = attention(q, k, v)
+        made = made.transpose(1, 2) if self.batch_first else made.permute(2, 0, 1, 3)
+        projected: Tensor = linear(made.flatten(2), *last)
+        return projected
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if self._qkv_same_embed_dim:

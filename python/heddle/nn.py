@@ -17,6 +17,7 @@ from heddle._errors import HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._nn_linear import added, idle, untouched
 from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer, own
+from heddle._ops import quick
 from heddle._options import Causal, activation_of, causal_of, eps_of, norm_of
 from heddle._torch import norm_linear
 
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 Norm = Literal["layer", "rms", "none"]
+_goes_long = torch.compiler.is_dynamo_compiling
 Activation = Literal["gelu", "gelu_tanh", "silu"] | None
 
 if TYPE_CHECKING:  # not every torch has torch.distributed
@@ -204,26 +206,42 @@ class SelfAttention(Module):
         self, x: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """[b, s, dim] to [b, s, dim], and residual added to it; errors as heddle.attention."""
-        need_tensors(x=x)
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
+            need_tensors(x=x)
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise HeddleValueError(f"x has shape {list(x.shape)}, but must have [b, s, {self.dim}]")
-        b, s, _ = x.shape
-        qkv, out = own(self, "qkv", "out")
+        b, s, dim = x.shape
+        if _goes_long():
+            qkv, out = self.qkv, self.out
+        else:  # attributes of a module take up to 2 µs
+            modules: Any = self._modules
+            qkv, out = modules["qkv"], modules["out"]
         heads = qkv(x).view(b, s, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         if self.heads == self.kv_heads:
             q, k, v = heads.chunk(3, 1)  # split() is in Python
         else:
             q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        o: Any = NotImplemented
+        dropout = self.dropout if self.training else 0.0
+        alone = bias is None and mask is None and self.window is None and self.processes is None
+        if alone and not (self.softcap or dropout or _goes_long()):
+            o = quick(q, k, v, self.causal, None)
+        if o is NotImplemented:
+            o = self._attend(q, k, v, bias, mask, dropout)
+        return added(out, o.transpose(1, 2).reshape(b, s, dim), residual)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, dropout: float
+    ) -> Tensor:
         options: dict[str, Any] = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
-        options["dropout"] = self.dropout if self.training else 0.0
         o: Tensor
         if self.processes is None:
-            o = attention(q, k, v, **options, bias=bias, mask=mask)
+            o = attention(q, k, v, **options, dropout=dropout, bias=bias, mask=mask)
         elif bias is not None or mask is not None:
             raise NotImplementedError("bias and mask are of whole sequences, which context_parallel divides")
         else:
-            o = self.processes.attention(q, k, v, **options)
-        return added(out, o.transpose(1, 2).reshape(b, s, self.dim), residual)
+            o = self.processes.attention(q, k, v, **options, dropout=dropout)
+        return o
 
     def extra_repr(self) -> str:
         return f"{self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal!r}"

@@ -14,6 +14,7 @@ from conftest import devices
 from torch import nn
 
 import heddle.nn
+from heddle import _nn_multihead
 from heddle.nn import LlamaBlock, MultiheadAttention, TransformerEncoderLayer
 
 everywhere = pytest.mark.parametrize("device", devices())
@@ -273,3 +274,37 @@ def test_llama_block():
     short = block(x[:, :4])
     assert torch.allclose(block(x, seqlens=torch.tensor([4, 4, 4]))[:, :4], short, atol=1e-5)
     assert heddle.nn.LlamaBlock is LlamaBlock and "rope_theta" in repr(block)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("first", [True, False])
+def test_the_short_way(first, device, monkeypatch):
+    """Self-attention without masks goes past the checks and look-ups, and comes to the same."""
+    torch.manual_seed(0)
+    module = MultiheadAttention(E, 4, batch_first=first, device=device)
+    x = torch.randn(B, S, E, device=device, requires_grad=True)
+
+    def run(query, key):
+        out, _ = module(query, key, key, need_weights=False)
+        return out, *torch.autograd.grad(out.square().sum(), (x, *module.parameters()))
+
+    expected = run(x, x * 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(_nn_multihead, "own", None)  # cannot be called
+        got = run(x, x)
+        with pytest.raises(TypeError, match="not callable"):
+            run(x, x * 1)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-4) and b.abs().max() > 0.01
+    nn.utils.parametrize.register_parametrization(module, "in_proj_weight", nn.Softsign())
+    weight = module.in_proj_weight
+    plain = MultiheadAttention(E, 4, batch_first=first, device=device)
+    plain.load_state_dict(
+        {name: weight.detach() if name == "in_proj_weight" else getattr(module.out_proj, name[9:], module.in_proj_bias)
+         for name in plain.state_dict()}
+    )  # fmt: skip
+    assert torch.allclose(module(x, x, x, need_weights=False)[0], plain(x, x, x)[0], atol=1e-5)
+    with pytest.raises(ValueError, match="has 5 features"):
+        plain(x[..., :5], x[..., :5], x[..., :5], need_weights=False)
+    with pytest.raises(TypeError, match="sparse"):
+        plain(*[x.detach().to_sparse()] * 3, need_weights=False)
