@@ -49,6 +49,9 @@ static void test_attention(void **state) {
             c.a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
             c.a.features = HEDDLE_DETERMINISTIC;
             run_attention(&c);
+            c.v_magnitude = INFINITY; /* what is not finite is marked, by one thread for all */
+            run_attention(&c);
+            c.v_magnitude = 0;
             c.a.features |= HEDDLE_ALIBI | HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_SINKS | HEDDLE_WEIGHTS;
             c.a.softcap = 8;
             c.a.dropout = 0.2;
