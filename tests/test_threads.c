@@ -131,6 +131,36 @@ static void test_attention_thread_counts(void **state) {
     }
 }
 
+/* Backward in 16 bits has room for dq of a few sequences at once: short ones wait for the long one in front of them. */
+static void test_long_before_short(void **state) {
+    (void)state;
+    static int32_t queries[14] = {0, 600}, keys[14] = {0, 600};
+    for (int x = 2; x < 14; x++) {
+        queries[x] = queries[x - 1] + 3;
+        keys[x] = keys[x - 1] + 300; /* several chunks of them, or nothing would be added up */
+    }
+    attention_case c = {.a = attention_desc(HEDDLE_BF16, 13, 1, 1, 600, 600, 128, 128), .seed = 5};
+    c.a.features = HEDDLE_VARLEN;
+    c.a.total_q = queries[13];
+    c.a.total_k = keys[13];
+    c.cu_q = queries;
+    c.cu_k = keys;
+    attention_problem one = {0};
+    for (int round = 0; round < 9; round++) { /* the first alone; two of three tell of one that does not wait */
+        set_threads(round == 0 ? 1 : 2);
+        attention_problem p = attention_new(&c);
+        attention_run(&p, HEDDLE_FORWARD);
+        attention_run(&p, HEDDLE_BACKWARD);
+        if (round == 0) {
+            one = p;
+            continue;
+        }
+        assert_true(attention_same(&one, &p));
+        attention_free(&p);
+    }
+    attention_free(&one);
+}
+
 static void test_norm_linear_thread_counts(void **state) {
     (void)state;
     for (int x = 0; x < NORM_LINEARS; x++) {
@@ -376,6 +406,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_first_calls),
         cmocka_unit_test(test_attention_thread_counts),
+        cmocka_unit_test(test_long_before_short),
         cmocka_unit_test(test_norm_linear_thread_counts),
         cmocka_unit_test(test_right_with_threads),
         cmocka_unit_test(test_threads_change),
