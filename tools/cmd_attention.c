@@ -127,7 +127,7 @@ static bool set_option(job *j, int option, const char *text) {
     case OPTION_K_OFFSET: return parse_int("--k-offset", text, 0, INT64_MAX, &a->k_offset);
     case OPTION_WHOLE_SQ: return parse_int("--whole-sq", text, 0, INT64_MAX, &a->whole_sq);
     case OPTION_WHOLE_SK: return parse_int("--whole-sk", text, 0, INT64_MAX, &a->whole_sk);
-    default: return false; /* getopt_long has said why */
+    default: return false;
     }
 }
 

@@ -330,7 +330,8 @@ static int run(request *r) {
     return good ? 0 : EXIT_TROUBLE;
 }
 
-static bool set_option(request *r, int option, char *text) {
+static bool set_option(void *to, int option, char *text) {
+    request *r = to;
     static const char *const ops[] = {"attention", "norm-linear", "all", NULL};
     static const char *const dtypes[] = {"f32", "bf16", "f16", NULL}; /* in heddle_dtype's order */
     switch (option) {
@@ -368,17 +369,9 @@ int cmd_bench(int argc, char **argv) {
     };
     request r = {.op = 2, .dtype = -1, .seconds = -1, .error = true, .seed = 1};
     r.machine = (bench_machine){.device = HEDDLE_CPU, .threads = 1};
-    int option;
-    while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
-        if (option == 'h') {
-            fputs(usage, stdout);
-            return 0;
-        }
-        if (!set_option(&r, option, optarg))
-            return EXIT_TROUBLE;
-    }
-    if (optind < argc)
-        return complain("'%s' is not an option; see heddle bench --help", argv[optind]);
+    const int status = read_options("bench", usage, options, argc, argv, set_option, &r);
+    if (status != NEXT)
+        return status;
     if (r.machine.device == HEDDLE_REF)
         return complain("--device ref: the reference is never fast; this command times cpu and cuda");
     if (r.peers && !r.html)

@@ -17,15 +17,9 @@ static const char usage[] =
 
 int cmd_info(int argc, char **argv) {
     static const struct option options[] = {{"help", no_argument, NULL, 'h'}, {0}};
-    int option = getopt_long(argc, argv, "", options, NULL);
-    if (option == 'h') {
-        fputs(usage, stdout);
-        return 0;
-    }
-    if (option != -1)
-        return EXIT_TROUBLE;
-    if (optind < argc)
-        return complain("'%s' is not an option; see heddle info --help", argv[optind]);
+    const int status = read_options("info", usage, options, argc, argv, NULL, NULL);
+    if (status != NEXT)
+        return status;
     printf("heddle %s", heddle_version_string());
     if (heddle_version() != HEDDLE_VERSION)
         printf(" (this command was built for %d.%d.%d)", HEDDLE_VERSION_MAJOR, HEDDLE_VERSION_MINOR,

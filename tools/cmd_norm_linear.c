@@ -79,7 +79,7 @@ static bool set_option(job *j, int option, const char *text) {
         if (l->eps <= 0)
             complain("--eps: %s is not above 0", text);
         return l->eps > 0;
-    default: return false; /* getopt_long has said why */
+    default: return false;
     }
 }
 

@@ -46,7 +46,8 @@ static bool set_shape(npy_array *a, const char *text) {
     return a->rank > 0;
 }
 
-static bool set_option(request *r, int option, const char *text) {
+static bool set_option(void *to, int option, char *text) {
+    request *r = to;
     static const char *const names[] = {"f16", "f32", "f64", "bool", NULL};
     int type;
     switch (option) {
@@ -95,20 +96,12 @@ int cmd_random(int argc, char **argv) {
     };
     request r = {.array = {.type = NPY_F32}, .std = 1, .p = 0.5};
     arena m = {0};
-    int option;
-    while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
-        if (option == 'h') {
-            fputs(usage, stdout);
-            return 0;
-        }
-        if (!set_option(&r, option, optarg))
-            return EXIT_TROUBLE;
-    }
-    if (optind < argc)
-        return complain("'%s' is not an option; see heddle random --help", argv[optind]);
+    int status = read_options("random", usage, options, argc, argv, set_option, &r);
+    if (status != NEXT)
+        return status;
     if (!r.array.rank || !r.path)
         return complain("--%s is missing; see heddle random --help", r.path ? "shape" : "out");
-    int status = run(&r, &m);
+    status = run(&r, &m);
     arena_free(&m);
     return status;
 }

@@ -78,6 +78,29 @@ static int run(verify *v, bool device_given, int chosen) {
     return v->failed ? EXIT_CHECK_FAILED : 0;
 }
 
+typedef struct request {
+    verify v;
+    bool device_given;
+    int chosen;
+} request;
+
+static bool set_option(void *to, int option, char *text) {
+    request *r = to;
+    const char *names[REPORTS + 1] = {NULL};
+    for (int i = 0; i < REPORTS; i++)
+        names[i] = reports[i].name;
+    switch (option) {
+    case 'd': r->device_given = true; return parse_device("--device", text, &r->v.device);
+    case 'c': return parse_choice("--case", text, names, &r->chosen);
+    case 's': return parse_seed("--seed", text, &r->v.seed);
+    case 'r': return parse_int("--random", text, 0, INT32_MAX, &r->v.random_cases);
+    case 'b': return r->v.bins = true;
+    case 'j': r->v.json = text; return true;
+    case 'v': return r->v.verbose = true;
+    default: return false;
+    }
+}
+
 int cmd_verify(int argc, char **argv) {
     static const struct option options[] = {
         {"device", required_argument, NULL, 'd'},
@@ -90,32 +113,13 @@ int cmd_verify(int argc, char **argv) {
         {"help", no_argument, NULL, 'h'},
         {0},
     };
-    const char *names[REPORTS + 1] = {NULL};
-    verify v = {.seed = 1, .random_cases = 24};
-    bool device_given = false, ok = true;
-    int option, chosen = -1;
-    for (int i = 0; i < REPORTS; i++)
-        names[i] = reports[i].name;
-    while (ok && (option = getopt_long(argc, argv, "", options, NULL)) != -1) {
-        switch (option) {
-        case 'd': device_given = ok = parse_device("--device", optarg, &v.device); break;
-        case 'c': ok = parse_choice("--case", optarg, names, &chosen); break;
-        case 's': ok = parse_seed("--seed", optarg, &v.seed); break;
-        case 'r': ok = parse_int("--random", optarg, 0, INT32_MAX, &v.random_cases); break;
-        case 'b': v.bins = true; break;
-        case 'j': v.json = optarg; break;
-        case 'v': v.verbose = true; break;
-        case 'h': fputs(usage, stdout); return 0;
-        default: ok = false;
-        }
-    }
-    if (!ok)
-        return EXIT_TROUBLE;
-    if (optind < argc)
-        return complain("'%s' is not an option; see heddle verify --help", argv[optind]);
-    if (v.json && !v.bins)
+    request r = {.v = {.seed = 1, .random_cases = 24}, .chosen = -1};
+    const int status = read_options("verify", usage, options, argc, argv, set_option, &r);
+    if (status != NEXT)
+        return status;
+    if (r.v.json && !r.v.bins)
         return complain("--json is for --bins");
-    if (v.bins && chosen >= 0)
+    if (r.v.bins && r.chosen >= 0)
         return complain("--bins has its own cases: without --case");
-    return run(&v, device_given, chosen);
+    return run(&r.v, r.device_given, r.chosen);
 }

@@ -3,6 +3,7 @@
 #include "common.h"
 
 #include <errno.h>
+#include <getopt.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -34,6 +35,20 @@ int complain(const char *format, ...) {
     va_end(args);
     fputc('\n', stderr);
     return EXIT_TROUBLE;
+}
+
+int read_options(const char *command, const char *usage, const struct option *options, int argc, char **argv,
+                 take_option *take, void *to) {
+    int option;
+    while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
+        if (option == 'h') {
+            fputs(usage, stdout);
+            return 0;
+        }
+        if (option == '?' || !take(to, option, optarg)) /* of '?' getopt_long has complained */
+            return EXIT_TROUBLE;
+    }
+    return optind < argc ? complain("'%s' is not an option; see heddle %s --help", argv[optind], command) : NEXT;
 }
 
 static void adopt(arena *m, void *p, void (*release)(void *)) {

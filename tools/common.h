@@ -24,6 +24,14 @@ int cmd_demo(int argc, char **argv);
 /* Prints "heddle: ..." as one line on stderr and returns EXIT_TROUBLE. */
 __attribute__((format(printf, 1, 2))) int complain(const char *format, ...);
 
+/* Reads a command's line: each option goes to `take`, which complains and returns false where it is not as it should be; 'h' is for
+ * help, and prints the usage. NEXT: go on; else the command's exit status. */
+enum { NEXT = -1 };
+struct option;
+typedef bool take_option(void *to, int option, char *text);
+int read_options(const char *command, const char *usage, const struct option *options, int argc, char **argv,
+                 take_option *take, void *to);
+
 /* Memory that is freed all at once. */
 typedef struct arena {
     struct arena_block *blocks;

@@ -14,7 +14,7 @@ static void list_options(const job *j, const struct option *own, struct option o
         {"device", required_argument, NULL, OPTION_DEVICE},
         {"deterministic", no_argument, NULL, OPTION_DETERMINISTIC},
         {"time", no_argument, NULL, OPTION_TIME},
-        {"help", no_argument, NULL, OPTION_HELP},
+        {"help", no_argument, NULL, 'h'},
         {0},
     };
     int n = 0;
@@ -29,7 +29,7 @@ static void list_options(const job *j, const struct option *own, struct option o
 }
 
 /* One of the shared options: 1 if it was one, 0 if it is the command's own, -1 after a complaint. */
-static int take_option(file_job *w, int value, const char *argument) {
+static int take_shared(file_job *w, int value, const char *argument) {
     switch (value) {
     case OPTION_DTYPE: w->dtype_given = true; return parse_dtype("--dtype", argument, &w->dtype) ? 1 : -1;
     case OPTION_DEVICE: return parse_device("--device", argument, &w->device) ? 1 : -1;
@@ -46,22 +46,24 @@ static int take_option(file_job *w, int value, const char *argument) {
     return 1;
 }
 
+typedef struct reader {
+    const file_command *command;
+    file_job *w;
+} reader;
+
+static bool take(void *to, int option, char *text) {
+    const reader *r = to;
+    const int taken = take_shared(r->w, option, text);
+    return taken > 0 || (taken == 0 && r->command->set_option(&r->w->j, option, text));
+}
+
 int file_job_main(const file_command *command, file_job *w, int argc, char **argv) {
     struct option options[MAX_OPTIONS];
-    int option;
     list_options(&w->j, command->own, options);
-    while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
-        if (option == OPTION_HELP) {
-            fputs(command->usage, stdout);
-            return 0;
-        }
-        int taken = option == '?' ? 0 : take_option(w, option, optarg);
-        if (taken < 0 || (taken == 0 && !command->set_option(&w->j, option, optarg)))
-            return EXIT_TROUBLE;
-    }
-    if (optind < argc)
-        return complain("'%s' is not an option; see heddle %s --help", argv[optind], command->name);
-    const int status = command->run(w);
+    int status = read_options(command->name, command->usage, options, argc, argv, take, &(reader){command, w});
+    if (status != NEXT)
+        return status;
+    status = command->run(w);
     arena_free(&w->m);
     return status;
 }
