@@ -356,9 +356,10 @@ def norm_linear(
     norm: Literal["layer", "rms", "none"] = "layer",
     activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
     residual: Any = None,
+    return_norm: bool = False,
     tf32: bool = False,
 ) -> Any:
-    """act(norm(x)·weightᵀ + bias) + residual in one, without writing the normalised x to memory.
+    """act(norm(x)·weightᵀ + bias) + residual in one, without writing the normalised x to memory unless it is wanted.
 
     Args:
         x: [..., k], float32, bfloat16 or float16 on CPU or CUDA; float64 on the CPU runs on the reference.
@@ -370,10 +371,12 @@ def norm_linear(
             without gamma, beta and eps.
         activation: "gelu", "gelu_tanh" (GELU by tanh) or "silu", as in torch.nn.functional, of the sum; None: none.
         residual: [..., n], x's dtype, or None: added to y behind the activation.
+        return_norm: also return z = norm(x), with gamma and beta; not with "none".
         tf32: allow float32 products to be rounded to TF32 (GPU).
 
     Returns:
-        y, [..., n] of x's dtype, contiguous. With torch all six tensors have gradients.
+        y, [..., n] of x's dtype, contiguous; with return_norm a tuple (y, z), z like x. With torch all six tensors have
+        gradients, of both results.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``attention``.
@@ -384,7 +387,19 @@ def norm_linear(
         run = _norm_linear_of_torch
     else:
         from heddle._arrays_norm_linear import norm_linear as run
-    return run(x, weight, bias, gamma, beta, eps, norm=norm, activation=activation, residual=residual, tf32=tf32)
+    return run(
+        x,
+        weight,
+        bias,
+        gamma,
+        beta,
+        eps,
+        norm=norm,
+        activation=activation,
+        residual=residual,
+        return_norm=return_norm,
+        tf32=tf32,
+    )
 
 
 def norm_linear_backward(
@@ -398,6 +413,7 @@ def norm_linear_backward(
     norm: Literal["layer", "rms", "none"] = "layer",
     activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
     bias: Any = None,
+    dz: Any = None,
 ) -> dict[str, Any]:
     """The gradients of ``norm_linear`` for arrays (NumPy, CuPy, JAX); torch tensors have autograd.
 
@@ -405,6 +421,7 @@ def norm_linear_backward(
         dy: gradient of y, [..., n].
         x, weight, gamma, beta, eps, norm: as given to ``norm_linear``.
         activation, bias: the same; without an activation bias is not looked at. With one, forward runs once more.
+        dz: gradient of z, like x, where ``norm_linear`` returned it.
 
     Returns:
         A dict with dx [..., k], dweight [n, k], dbias [n], and where there is a norm dgamma [k] and dbeta [k].
@@ -420,7 +437,7 @@ def norm_linear_backward(
         )
     from heddle._arrays_norm_linear import norm_linear_backward as run
 
-    return run(dy, x, weight, gamma, beta, eps, norm=norm, activation=activation, bias=bias)
+    return run(dy, x, weight, gamma, beta, eps, norm=norm, activation=activation, bias=bias, dz=dz)
 
 
 _registry.enter()

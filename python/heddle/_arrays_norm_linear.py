@@ -99,14 +99,20 @@ def norm_linear(
     norm: str,
     activation: str | None,
     residual: Any,
+    return_norm: bool,
     tf32: bool,
 ) -> Any:
     """See heddle.norm_linear, which this is for arrays."""
     p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias, activation, residual)
     maker = Maker(x, p.x)
     y, p.addresses["y"] = maker.empty([*p.x.shape[:-1], p.weight.shape[0]], p.x.dtype)
+    if not return_norm:
+        run("norm_linear", FORWARD, p.description, p.addresses, maker)
+        return maker.finish(y)
+    p.description["features"] |= _C.features()["z"]
+    z, p.addresses["z"] = maker.empty(p.x.shape, p.x.dtype)
     run("norm_linear", FORWARD, p.description, p.addresses, maker)
-    return maker.finish(y)
+    return maker.finish(y), maker.finish(z)
 
 
 def norm_linear_backward(
@@ -120,6 +126,7 @@ def norm_linear_backward(
     norm: str,
     activation: str | None,
     bias: Any,
+    dz: Any,
 ) -> dict[str, Any]:
     """See heddle.norm_linear_backward, which this is for arrays."""
     p = Rows(x, weight, gamma, beta, eps, norm, 0, None if activation is None else bias, activation)
@@ -132,6 +139,11 @@ def norm_linear_backward(
         _y, p.addresses["y"] = maker.empty(gradient.shape, p.x.dtype)
         _u, p.addresses["u"] = maker.empty(gradient.shape, p.x.dtype)
         run("norm_linear", FORWARD, p.description, {k: v for k, v in p.addresses.items() if k != "dy"}, maker)
+    if dz is not None:
+        of_z = check(View(dz, "dz"), "dz", p.x.dtype, p.x, p.x.shape)
+        p.description["features"] |= _C.features()["z"]
+        p.description["dz_stride"] = p.row_stride(of_z, "dz")
+        p.addresses["dz"] = of_z.address
     made = {}
     of_norm = () if norm == "none" else (("dgamma", "dgamma", [k]), ("dbeta", "dbeta", [k]))
     for name, field, shape in (("dx", "dx", p.x.shape), ("dweight", "dw", [n, k]), ("dbias", "dbias", [n]), *of_norm):

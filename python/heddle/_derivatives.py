@@ -51,17 +51,25 @@ class _Attention:
 
 
 class _NormLinear:
-    results, inputs, incoming = ("y",), ("x", "weight", "bias", "gamma", "beta"), ("dy",)
+    results, inputs = ("y", "mean", "rstd", "u", "z"), ("x", "weight", "bias", "gamma", "beta")
+    incoming = ("dy", "dz")  # the other results have no derivative
     added = ("residual",)
 
     @staticmethod
     def tangents(
         given: Mapping[str, Any], along: Mapping[str, Maybe], wanted: frozenset[str], grads: Mapping[str, Maybe]
     ) -> dict[str, Tensor]:
-        return _tangents_norm_linear.norm_linear(given, along, wanted, grads.get("dy"), along.get("dy"))
+        return _tangents_norm_linear.norm_linear(given, along, wanted, grads)
 
 
 _OPERATIONS: dict[str, Any] = {"attention": _Attention, "norm_linear": _NormLinear}
+
+
+def results_of(operation: Any, forward: bool) -> tuple[str, ...]:
+    """By name; a gradient's is that of its input."""
+    names: tuple[str, ...] = operation.results if forward else operation.inputs
+    return names
+
 
 # ------------------------------------------------------------------------------------------------------ forward mode
 
@@ -84,10 +92,10 @@ def _tangents_of(operator: str, values: Sequence[Any], tangents: Sequence[Maybe]
             raise NotImplementedError(f"{key} has a tangent, but heddle has no derivative by it: give it without one")
     along = {key: along.get(key) for key in known}
     grads = {key: given[key] for key in operation.incoming} if backward else {}
-    places = operation.inputs if backward else operation.results
-    wanted = frozenset(key for key, is_there in zip(places, there, strict=False) if is_there)
+    places = results_of(operation, not backward)
+    wanted = frozenset(key for key, is_there in zip(places, there, strict=True) if is_there)
     made = operation.tangents(given, along, wanted, grads)
-    return [made.get(key) for key in places] + [None] * (len(there) - len(places))
+    return [made.get(key) for key in places]
 
 
 def _is_made(operator: str, result: Maybe) -> bool:
@@ -106,13 +114,15 @@ def both_modes(operator: str, function: Any) -> Any:
     """`function` for arguments that have tangents: what it saves has them, and so have its results."""
 
     name = operator.removesuffix("_backward")
-    differentiable = len(_OPERATIONS[name].results if name == operator else _OPERATIONS[name].inputs)
+    operation = _OPERATIONS[name]
+    forward = name == operator
+    differentiable = [not forward or f"d{key}" in operation.incoming for key in results_of(operation, forward)]
 
     class Dual(function):  # type: ignore[misc]
         @staticmethod
         def forward(ctx: Any, redispatch: Redispatch, *args: Any) -> Any:
             results = function.forward(ctx, redispatch, *args)
-            there = (at < differentiable and _is_made(operator, value) for at, value in enumerate(results))
+            there = (d and _is_made(operator, r) for d, r in zip(differentiable, results, strict=True))
             ctx.dual = (
                 args,
                 [(r.shape, r.dtype) if is_there else None for r, is_there in zip(results, there, strict=True)],
@@ -162,9 +172,7 @@ class _Backward(torch.autograd.Function):
         given = _by_name(f"{cls.operator}_backward", args)
         needs = dict(zip(names, ctx.needs_input_grad[1:], strict=False))
         # The gradient of dout is what changes in out along u, and so on. None is for out itself, as said above.
-        found_in = dict(zip(operation.incoming, operation.results, strict=True)) | {
-            key: key for key in operation.inputs
-        }
+        found_in = {key: key[1:] for key in operation.incoming} | {key: key for key in operation.inputs}
         wanted = {key for name, key in found_in.items() if needs.get(name)}
         along = dict(zip(operation.inputs, grads, strict=True))
         made = operation.tangents(given, along, frozenset(wanted), {key: given[key] for key in operation.incoming})

@@ -227,10 +227,13 @@ def _norm_linear_fake(
     activation: int = 0,
     keep_u: bool = False,
     residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return_norm: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_norm_linear(x, weight, gamma, beta)
     if norm == NO_NORM and not (gamma is beta is None):
         raise HeddleValueError(f"{'beta' if gamma is None else 'gamma'} is given, but norm is HEDDLE_NO_NORM")
+    if norm == NO_NORM and return_norm:
+        raise HeddleValueError("HEDDLE_Z is set, but with HEDDLE_NO_NORM z is x")
     if not 0 <= activation <= len(ACTIVATIONS):
         raise HeddleValueError(f"activation = {activation} is none of heddle_activation, 0 to {len(ACTIVATIONS)}")
     if bias is not None:
@@ -246,7 +249,8 @@ def _norm_linear_fake(
         mean, rstd = (y.new_empty((0,)) for _ in range(2))
     else:
         mean, rstd = (x.new_empty(x.shape[:-1], dtype=_real(x.dtype)) for _ in range(2))
-    return y, mean, rstd, y.new_empty(y.shape if activation and keep_u else (0,))
+    u = y.new_empty(y.shape if activation and keep_u else (0,))
+    return y, mean, rstd, u, x.new_empty(x.shape if return_norm else (0,))
 
 
 def _norm_linear_backward_fake(
@@ -265,8 +269,9 @@ def _norm_linear_backward_fake(
     activation: int = 0,
     u: Tensor | None = None,
     bias: Tensor | None = None,
+    dz: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    _check_devices(x, weight=weight, dy=dy, mean=mean, rstd=rstd, gamma=gamma, beta=beta, u=u)
+    _check_devices(x, weight=weight, dy=dy, mean=mean, rstd=rstd, gamma=gamma, beta=beta, u=u, dz=dz)
     shapes = (x.shape, weight.shape, weight.shape[:1], x.shape[-1:], x.shape[-1:])
     return tuple(x.new_empty(shape) if needs >> at & 1 else None for at, shape in enumerate(shapes))
 

@@ -161,14 +161,20 @@ class NormLinear:
     deterministic: bool
     tf32: bool
     activation: str | None = None
+    return_norm: bool = False
 
     @property
     def operation(self) -> str:
         return "norm_linear"
 
+    @property
+    def results(self) -> list[str]:
+        return ["y", "z"] if self.return_norm else ["y"]
+
     def describe(self, given: Arrays) -> tuple[dict[str, Any], dict[str, tuple[list[int], Any]]]:
         bits = _C.features()
         features = (bits["deterministic"] if self.deterministic else 0) | (bits["tf32"] if self.tf32 else 0)
+        features |= bits["z"] if self.return_norm else 0
         x, w = given["x"], given["w"]
         vectors = given.get("gamma"), given.get("beta")
         p = TracedRows(
@@ -178,11 +184,12 @@ class NormLinear:
         real = np.dtype(np.float64 if p.x.dtype == "float64" else np.float32)
         makes = {"y": ([m, n], x.dtype), "mean": ([m], real), "rstd": ([m], real), "u": ([m, n], x.dtype)}
         makes |= {name: ([size], x.dtype) for name, size in (("dgamma", k), ("dbeta", k), ("dbias", n))}
-        return p.description, makes | {"dx": ([m, k], x.dtype), "dw": ([n, k], x.dtype)}
+        makes |= {"z": ([m, k], x.dtype), "dx": ([m, k], x.dtype), "dw": ([n, k], x.dtype)}
+        return p.description, makes
 
     def fold(self, size: int, mapped: dict[str, bool], given: Arrays, outputs: Sequence[str]) -> Arrays | None:
         """As Attention's, of rows: the other arrays must be the same for all, and have no gradient wanted."""
-        of_rows = ("x", "y", "mean", "rstd", "dy", "u", "residual")
+        of_rows = ("x", "y", "mean", "rstd", "dy", "u", "residual", "z", "dz")
         if not {*of_rows, "dx"}.issuperset(outputs) or any(mapped[name] for name in given if name not in of_rows):
             return None
         folded = dict(given)

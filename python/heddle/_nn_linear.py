@@ -57,13 +57,16 @@ def activated(linear: Any, x: Tensor, activation: Callable[[Tensor], Tensor]) ->
     """activation(linear(x))"""
     name = activation_name(activation)
     if name is not None and untouched(linear, nn.Linear):
-        return norm_linear(x, linear.weight, linear.bias, norm="none", activation=name)
+        fused: Tensor = norm_linear(x, linear.weight, linear.bias, norm="none", activation=name)
+        return fused
     return activation(linear(x))
 
 
 def added(linear: Any, x: Tensor, residual: Tensor | None) -> Tensor:
     """residual + linear(x)"""
+    made: Tensor
     if residual is not None and untouched(linear, nn.Linear) and stays(x, residual):
-        return norm_linear(x, linear.weight, linear.bias, norm="none", residual=residual)
-    made: Tensor = linear(x)
+        made = norm_linear(x, linear.weight, linear.bias, norm="none", residual=residual)
+        return made
+    made = linear(x)
     return made if residual is None else residual + made

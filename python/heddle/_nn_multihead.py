@@ -337,4 +337,5 @@ def _normed(
 ) -> Tensor:
     if norm is None:
         return F.linear(x, weight, bias)
-    return norm_linear(x, weight, bias, norm.weight, norm.bias, norm.eps, activation=activation)
+    made: Tensor = norm_linear(x, weight, bias, norm.weight, norm.bias, norm.eps, activation=activation)
+    return made

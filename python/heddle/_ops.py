@@ -87,6 +87,7 @@ _CONSTANTS = {
 _DIFFERENTIABLE = {name: max(*known, *_CONSTANTS[name]) + 1 for name, known in _GRADIENTS.items()} | {
     f"{name}_backward": max(_schema.differentiable(name, f"{name}_backward")) + 1 for name in _GRADIENTS
 }
+_DIFFERENTIABLE["norm_linear_backward"] = len(_schema.names("norm_linear_backward"))  # dz is its last
 _LAST_TENSOR = max(_ATTENTION_TENSORS, *_DIFFERENTIABLE.values())  # of all operators
 NUMBER_DEFAULTS = _OPTION_DEFAULTS[3:]  # all those behind the two max_seqlens and causal
 
@@ -187,27 +188,29 @@ class _Attention(torch.autograd.Function):
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, redispatch: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, redispatch: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
         _refuse_constants(ctx, "norm_linear")
         given = _LINEAR_DEFAULTS | dict(zip(_LINEAR_NAMES, args, strict=False))
         if given["activation"]:
             given["keep_u"] = True
             args = tuple(given[name] for name in _LINEAR_NAMES)
-        y, mean, rstd, u = redispatch(*args)
+        y, mean, rstd, u, z = redispatch(*args)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(mean, rstd, u)
+        ctx.mark_non_differentiable(mean, rstd, u, *(() if _schema.is_made(z) else (z,)))
         kept = ("x", "weight", "gamma", "beta", *(("bias",) if given["activation"] else ()))
         made = (t if _schema.is_made(t) else None for t in (mean, rstd, u))
         ctx.save_for_backward(*made, *(given[name] for name in kept))
         ctx.options = given["eps"], given["norm"], given["tf32"], given["activation"]
-        return y, mean, rstd, u
+        return y, mean, rstd, u, z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dy = grads[0]
-        if dy is None:
+        dy, *_, dz = grads
+        if dy is None and dz is None:
             return (None,) * (1 + len(_LINEAR_NAMES))
         mean, rstd, u, x, weight, gamma, beta, *bias = ctx.saved_tensors
+        if dy is None:
+            dy = x.new_zeros((*x.shape[:-1], weight.shape[0]))
         eps, norm, tf32, activation = ctx.options
         wanted = [_wants(ctx, at) for at in _LINEAR_GRADIENTS]
         made: Any = (None,) * len(wanted)
@@ -226,7 +229,8 @@ class _NormLinear(torch.autograd.Function):
                 torch.are_deterministic_algorithms_enabled(),
                 tf32,
                 sum(1 << at for at, want in enumerate(wanted) if want),
-                *((activation, u, *bias) if activation else ()),
+                *((activation, u, *bias) if activation else (0, None, None) if dz is not None else ()),
+                *(() if dz is None else (dz.contiguous(),)),
             )
         dresidual = dy if _wants(ctx, _RESIDUAL) else None
         return _in_place((*made, dresidual), (*_LINEAR_GRADIENTS, _RESIDUAL), len(_LINEAR_NAMES))

@@ -54,7 +54,8 @@ class NormedLinear(nn.Linear):
         kind: Literal["layer", "rms"] = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
         if eps is None:  # as torch.nn.RMSNorm has it, whose sums are in float32
             eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
-        return norm_linear(input, self.weight, self.bias, norm.weight, beta, eps, norm=kind)
+        made: Tensor = norm_linear(input, self.weight, self.bias, norm.weight, beta, eps, norm=kind)
+        return made
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, norm={type(self.norm_in_front).__name__}"

@@ -32,13 +32,13 @@ def norm_linear(
     given: Mapping[str, Any],
     direction: Mapping[str, Maybe],
     wanted: frozenset[str],
-    dy: Maybe = None,
-    dyt: Maybe = None,
+    grads: Mapping[str, Maybe],
 ) -> dict[str, Tensor]:
-    """What changes along `direction` of x, weight, bias, gamma, beta and residual, and of dy by dyt.
+    """What changes along `direction` of x, weight, bias, gamma, beta and residual, and of dy and dz.
 
-    given: the arguments of torch.ops.heddle.norm_linear, by name. wanted: y, and x, weight, bias, gamma, beta for the
-    gradients. What is not in the result is zero. With g = (dy·W)∘gamma, z = xhat∘gamma + beta and means over k:
+    given: the arguments of torch.ops.heddle.norm_linear, by name. wanted: y and z, and x, weight, bias, gamma, beta for
+    the gradients, of which grads has dy and dz. What is not in the result is zero. With h = dy·W + dz, g = h∘gamma,
+    z = xhat∘gamma + beta and means over k:
 
         xhat' = rstd·(x' - mean(x') - xhat·mean(xhat∘x'))        rstd' = -rstd²·mean(xhat∘x')
         dx' = rstd'/rstd·dx + rstd·(g' - mean(g') - xhat'·mean(g∘xhat) - xhat·mean(g'∘xhat + g∘xhat'))
@@ -56,7 +56,8 @@ def norm_linear(
 
     x, xt = taken(given["x"], True), taken(direction.get("x"), True)
     assert x is not None
-    dy, dyt = (None if t is None else t.to(real).reshape(-1, n) for t in (dy, dyt))
+    dy, dyt = taken(grads.get("dy"), True), taken(direction.get("dy"), True)
+    more, moret = taken(grads.get("dz"), True), taken(direction.get("dz"), True)
     w, gamma, beta = (taken(given[name]) for name in ("weight", "gamma", "beta"))
     wt, biast, gammat, betat = (taken(direction.get(name)) for name in ("weight", "bias", "gamma", "beta"))
     layer, plain = given["norm"] == 0, given["norm"] == NO_NORM
@@ -105,7 +106,9 @@ def norm_linear(
             dy, dyt = times(dy, first), sum_of(times(dyt, first), times(times(dy, second), ut))
         if "y" in wanted:
             results["y"] = sum_of(results["y"], taken(direction.get("residual"), True))
-        dz, dzt = product(dy, w), sum_of(product(dyt, w), product(dy, wt))
+        results["z"] = zt
+        dz = sum_of(product(dy, w), more)
+        dzt = sum_of(product(dyt, w), product(dy, wt), moret)
         if "x" in wanted:
             g, gt = scaled(dz, gamma), sum_of(scaled(dzt, gamma), times(dz, gammat))
             dots = mean(times(g, xhat))
@@ -118,6 +121,6 @@ def norm_linear(
         results["weight"] = sum_of(product(turned(dyt), z), product(turned(dy), zt))
         results["bias"], results["beta"] = over_rows(dyt), over_rows(dzt)
         results["gamma"] = over_rows(sum_of(times(dzt, xhat), times(dz, xhatt)))
-    shapes = {"y": (*given["x"].shape[:-1], n), "x": given["x"].shape}
+    shapes = {"y": (*given["x"].shape[:-1], n), "x": given["x"].shape, "z": given["x"].shape}
     made = {name: t.to(dtype) for name, t in results.items() if t is not None and name in wanted}
     return {name: t.reshape(shapes.get(name, t.shape)) for name, t in made.items()}

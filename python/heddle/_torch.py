@@ -13,7 +13,7 @@ from heddle import _nothing
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._ops import NUMBER_DEFAULTS, call, ops, quick, quick_options
-from heddle._options import activation_of, causal_of, eps_of, limit_of, norm_of, places_of, scale_of, window_of
+from heddle._options import NO_NORM, activation_of, causal_of, eps_of, limit_of, norm_of, places_of, scale_of, window_of
 from heddle._plain import new_rng_state
 
 
@@ -233,14 +233,17 @@ def norm_linear(
     norm: str = "layer",
     activation: str | None = None,
     residual: Tensor | None = None,
+    return_norm: bool = False,
     tf32: bool = False,
-) -> Tensor:
+) -> Any:
     """See heddle.norm_linear, which this is for torch tensors."""
     need_tensors(x=x, weight=weight)
     for name, value in (("bias", bias), ("gamma", gamma), ("beta", beta), ("residual", residual)):
         if isinstance(value, Tensor):
             need_tensors(**{name: value})
     kind, eps = norm_of(norm), eps_of(eps, norm)
+    if return_norm and kind == NO_NORM:
+        raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
     rows = None
     if not x.is_contiguous() and x.dim() >= 1:
         # Rows at one distance are taken as they lie; others, and rows on top of each other, are copied first.
@@ -251,11 +254,17 @@ def norm_linear(
         if residual.shape != shape:
             raise HeddleValueError(f"residual has shape {list(residual.shape)}, but must have {list(shape)}")
         residual = residual.contiguous() if rows is None else _rows(residual)
-    act: tuple[Any, ...] = (activation_of(activation),) if activation is not None or residual is not None else ()
-    if residual is not None:
-        act = (*act, False, residual)
-    y: Tensor = call(ops.norm_linear, x, weight, bias, gamma, beta, eps, kind, tf32, *act)[0]
-    return y if rows is None else y.reshape(*rows, weight.shape[0])
+    act: tuple[Any, ...] = ()
+    if return_norm:
+        act = (activation_of(activation), False, residual, True)
+    elif residual is not None:
+        act = (activation_of(activation), False, residual)
+    elif activation is not None:
+        act = (activation_of(activation),)
+    y, *_, z = call(ops.norm_linear, x, weight, bias, gamma, beta, eps, kind, tf32, *act)
+    if rows is not None:
+        y, z = y.reshape(*rows, weight.shape[0]), z.reshape(*rows, x.shape[-1]) if return_norm else z
+    return (y, z) if return_norm else y
 
 
 heddle._quick, heddle._quick_options, heddle._goes_long = quick, quick_options, torch.compiler.is_dynamo_compiling

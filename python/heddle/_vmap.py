@@ -130,7 +130,7 @@ def attention_backward(ops: Any, info: Any, in_dims: tuple[int | None, ...], *ar
 
 def norm_linear_backward(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
     (given, dims), size = _given("norm_linear_backward", args, in_dims), info.batch_size
-    rows = ("dy", "mean", "rstd", "x", "u")
+    rows = ("dy", "mean", "rstd", "x", "u", "dz")
     if given["needs"] != 1 or any(dim is not None for name, dim in dims.items() if name not in rows):
         return _each(ops.norm_linear_backward, size, given, dims)
     for name in rows:

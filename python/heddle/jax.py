@@ -67,27 +67,31 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm_linear(what: NormLinear, given: dict[str, Any]) -> Any:
-    return _jax_call.forward(what, given, ["y"])["y"]
+    return tuple(_jax_call.forward(what, given, what.results).values())
 
 
 def _norm_linear_fwd(what: NormLinear, given: dict[str, Any]) -> tuple[Any, Any]:
     wanted = {name: () for name, value in given.items() if value.perturbed}
     given = {name: value.value for name, value in given.items()}
     kept = [*([] if what.norm == "none" else ["mean", "rstd"]), *(["u"] if what.activation else [])]
-    made = _jax_call.forward(what, given, ["y", *kept])
-    return made["y"], (given, {name: made[name] for name in kept}, wanted)
+    made = _jax_call.forward(what, given, [*what.results, *kept])
+    return tuple(made[name] for name in what.results), (given, {name: made[name] for name in kept}, wanted)
 
 
-def _norm_linear_bwd(what: NormLinear, kept: Any, cotangent: Any) -> tuple[Any]:
+def _norm_linear_bwd(what: NormLinear, kept: Any, cotangents: Any) -> tuple[Any]:
     given, made, wanted = kept
+    come = dict(zip(("dy", "dz"), cotangents, strict=False))
+    come = {name: value for name, value in come.items() if not _is_zero(value)}
     grads = [f"d{name}" for name in given if name in wanted]
-    if _is_zero(cotangent) or not grads:
+    if not come or not grads:
         return (dict.fromkeys(given),)
+    if "dy" not in come:
+        come["dy"] = jnp.zeros(cotangents[0].shape, cotangents[0].dtype)
     needed = {name: value for name, value in given.items() if name not in ("bias", "residual")}
     grads = [name for name in grads if name != "dresidual"]
-    made = _jax_call.backward(what, {**needed, **made, "dy": cotangent}, grads) if grads else {}
+    made = _jax_call.backward(what, {**needed, **made, **come}, grads) if grads else {}
     if "residual" in wanted:
-        made = {**made, "dresidual": cotangent}
+        made = {**made, "dresidual": come["dy"]}
     return ({name: made.get(f"d{name}") for name in given},)
 
 
@@ -328,6 +332,7 @@ def norm_linear(
     norm: Literal["layer", "rms", "none"] = "layer",
     activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
     residual: Any = None,
+    return_norm: bool = False,
     tf32: bool = False,
 ) -> Any:
     """heddle.norm_linear for JAX: act(norm(x)·weightᵀ + bias) + residual in one, within jit, grad, vmap and shard_map.
@@ -335,11 +340,11 @@ def norm_linear(
     Args:
         x: [..., k], float32, bfloat16 or float16; float64 on the CPU runs on the reference.
         weight: [n, k], x's dtype: the transpose of Flax's kernel, which is [k, n].
-        bias, gamma, beta, eps, norm, activation, residual, tf32: as in heddle.norm_linear; eps is known when JAX
-            traces.
+        bias, gamma, beta, eps, norm, activation, residual, return_norm, tf32: as in heddle.norm_linear; eps is known
+            when JAX traces.
 
     Returns:
-        y, [..., n] of x's dtype. All six arrays have gradients.
+        y, [..., n] of x's dtype; with return_norm a tuple (y, z). All six arrays have gradients.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as heddle.jax.attention.
@@ -360,6 +365,8 @@ def norm_linear(
             given[name] = _array(name, value)
     if residual is not None:
         given["residual"] = _rows_like_y(_array("residual", residual), x, given["w"])
-    what = NormLinear(norm, eps, _deterministic(None), bool(tf32), activation)
-    y = _norm_linear_jit(what, _jax_call.alike(given))
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    if return_norm and norm == "none":
+        raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
+    what = NormLinear(norm, eps, _deterministic(None), bool(tf32), activation, bool(return_norm))
+    made = tuple(t.reshape(*x.shape[:-1], t.shape[-1]) for t in _norm_linear_jit(what, _jax_call.alike(given)))
+    return made if return_norm else made[0]

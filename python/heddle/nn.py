@@ -118,7 +118,7 @@ class NormLinear(Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[..., in_features] to [..., out_features], and residual added to it; errors as heddle.norm_linear."""
         weight, bias, gamma, beta = own(self, "weight", "bias", "gamma", "beta")
-        return norm_linear(
+        made: Tensor = norm_linear(
             x,
             weight,
             bias,
@@ -129,6 +129,7 @@ class NormLinear(Module):
             activation=self.activation,
             residual=residual,
         )
+        return made
 
     def extra_repr(self) -> str:
         return (

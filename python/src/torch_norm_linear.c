@@ -106,6 +106,12 @@ static void *make_rows(call *c, const problem *p, int at, int64_t last, int32_t 
     return call_make(c, at, rank, size, stride, dtype);
 }
 
+/* In the place of a result that there is not. */
+static void *make_none(call *c, int at) {
+    call_make_empty(c, at);
+    return NULL;
+}
+
 /* Has an input y's shape and type? Then the distance of its rows. */
 static bool is_like_y(call *c, const problem *p, const tensor *t, const char *name, int64_t *stride) {
     int64_t shape[MAX_RANK];
@@ -127,26 +133,24 @@ static bool take_residual(call *c, problem *p, const tensor *t) {
 }
 
 void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t results) {
-    enum { X, WEIGHT, BIAS, GAMMA, BETA, EPS, NORM, TF32, ACTIVATION, KEEP_U, RESIDUAL };
+    enum { X, WEIGHT, BIAS, GAMMA, BETA, EPS, NORM, TF32, ACTIVATION, KEEP_U, RESIDUAL, RETURN_NORM };
+    enum { Y, MEAN, RSTD, U, Z };
     call c;
     problem p;
     size_t bytes = 0;
     void *workspace;
-    call_begin(&c, stack, arguments, results, "TTOOODIBIBO");
+    call_begin(&c, stack, arguments, results, "TTOOODIBIBOB");
     if (describe(&c, &p, X, WEIGHT, GAMMA, BETA) && take_norm(&c, &p, c.number[EPS], c.integer[NORM]) &&
         check_vector(&c, &c.tensor[BIAS], "bias", p.a.n, call_dtype(&c)) &&
         take_activation(&c, &p, c.integer[ACTIVATION], c.integer[TF32]) && take_residual(&c, &p, &c.tensor[RESIDUAL])) {
         p.t.bias = c.tensor[BIAS].data;
-        p.t.y = make_rows(&c, &p, 0, p.a.n, call_dtype(&c));
-        const bool plain = p.a.norm == HEDDLE_NO_NORM;
-        p.t.mean = plain ? NULL : make_rows(&c, &p, 1, -1, call_real(&c));
-        p.t.rstd = plain ? NULL : make_rows(&c, &p, 2, -1, call_real(&c));
-        for (int x = 1; x < 3 && plain; x++)
-            call_make_empty(&c, x);
-        if (p.a.activation && c.integer[KEEP_U])
-            p.t.u = make_rows(&c, &p, 3, p.a.n, call_dtype(&c));
-        else
-            call_make_empty(&c, 3);
+        p.a.features |= c.integer[RETURN_NORM] ? HEDDLE_Z : 0;
+        p.t.y = make_rows(&c, &p, Y, p.a.n, call_dtype(&c));
+        const bool plain = p.a.norm == HEDDLE_NO_NORM, keeps_u = p.a.activation && c.integer[KEEP_U];
+        p.t.z = c.integer[RETURN_NORM] ? make_rows(&c, &p, Z, p.a.k, call_dtype(&c)) : make_none(&c, Z);
+        p.t.mean = plain ? make_none(&c, MEAN) : make_rows(&c, &p, MEAN, -1, call_real(&c));
+        p.t.rstd = plain ? make_none(&c, RSTD) : make_rows(&c, &p, RSTD, -1, call_real(&c));
+        p.t.u = keeps_u ? make_rows(&c, &p, U, p.a.n, call_dtype(&c)) : make_none(&c, U);
         if (!c.message[0] && call_norm_linear_bytes(&c, &p.a, HEDDLE_FORWARD, &bytes) &&
             call_workspace(&c, bytes, &workspace))
             call_status(&c, heddle_norm_linear_forward(&p.a, &p.t, workspace, bytes, c.stream));
@@ -172,7 +176,8 @@ enum {
     B_NEEDS,
     B_ACTIVATION,
     B_U,
-    B_BIAS /* not looked at: it is there for derivatives of this operator, as u goes by it */
+    B_BIAS, /* not looked at: it is there for derivatives of this operator, as u goes by it */
+    B_DZ
 };
 
 static bool take_gradient(call *c, problem *p) {
@@ -181,6 +186,11 @@ static bool take_gradient(call *c, problem *p) {
         return false;
     p->t.dy = dy->data;
     p->t.u = u->data;
+    const tensor *dz = &c->tensor[B_DZ];
+    if (dz->handle && (!call_check_shape(c, dz, "dz", p->x->rank, p->x->size) ||
+                       !call_check(c, dz, "dz", call_dtype(c)) || !row_stride(c, dz, "dz", &p->a.dz_stride)))
+        return false;
+    p->t.dz = dz->data;
     const char *const names[] = {"mean", "rstd"};
     for (int x = 0; x < 2; x++) {
         const tensor *t = &c->tensor[B_MEAN + x];
@@ -212,10 +222,10 @@ void heddle_torch_norm_linear_backward(stable_value *stack, uint64_t arguments, 
     problem p;
     size_t bytes = 0;
     void *workspace;
-    call_begin(&c, stack, arguments, results, "TOOTTOODIBBIIOO");
+    call_begin(&c, stack, arguments, results, "TOOTTOODIBBIIOOO");
     if (describe(&c, &p, B_X, B_WEIGHT, B_GAMMA, B_BETA) && take_norm(&c, &p, c.number[B_EPS], c.integer[B_NORM]) &&
         take_gradient(&c, &p) && take_activation(&c, &p, c.integer[B_ACTIVATION], c.integer[B_TF32])) {
-        p.a.features |= c.integer[B_DETERMINISTIC] ? HEDDLE_DETERMINISTIC : 0;
+        p.a.features |= (c.integer[B_DETERMINISTIC] ? HEDDLE_DETERMINISTIC : 0) | (p.t.dz ? HEDDLE_Z : 0);
         backward_results(&c, &p, c.integer[B_NEEDS]);
         if (!c.message[0] && call_norm_linear_bytes(&c, &p.a, HEDDLE_BACKWARD, &bytes) &&
             call_workspace(&c, bytes, &workspace))

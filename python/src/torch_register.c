@@ -26,12 +26,12 @@ static const char *const schemas[] = {
     "attention_backward_plain(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, int causal, "
     "float scale, bool deterministic, int needs) -> (Tensor dq, Tensor dk, Tensor dv)",
     "norm_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? gamma=None, Tensor? beta=None, float eps=1e-05, "
-    "int norm=0, bool tf32=False, int activation=0, bool keep_u=False, Tensor? residual=None) -> (Tensor y, Tensor "
-    "mean, "
-    "Tensor rstd, Tensor u)",
+    "int norm=0, bool tf32=False, int activation=0, bool keep_u=False, Tensor? residual=None, bool return_norm=False) "
+    "-> "
+    "(Tensor y, Tensor mean, Tensor rstd, Tensor u, Tensor z)",
     "norm_linear_backward(Tensor dy, Tensor? mean, Tensor? rstd, Tensor x, Tensor weight, Tensor? gamma=None, "
     "Tensor? beta=None, float eps=1e-05, int norm=0, bool deterministic=False, bool tf32=False, int needs=31, "
-    "int activation=0, Tensor? u=None, Tensor? bias=None) -> "
+    "int activation=0, Tensor? u=None, Tensor? bias=None, Tensor? dz=None) -> "
     "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dgamma, Tensor dbeta)",
 };
 

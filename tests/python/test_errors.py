@@ -267,7 +267,7 @@ def test_one_tensor_on_meta_in_backward():
         args[at] = args[at].to("meta")
         with pytest.raises(ValueError, match=f"{name} is on meta"):
             ops.attention_backward(*args)
-    y, mean, rstd, _ = ops.norm_linear(torch.randn(3, 8), torch.randn(5, 8))
+    y, mean, rstd, *_ = ops.norm_linear(torch.randn(3, 8), torch.randn(5, 8))
     with pytest.raises(ValueError, match="rstd is on meta"):
         ops.norm_linear_backward(y, mean, rstd.to("meta"), torch.randn(3, 8), torch.randn(5, 8))
 

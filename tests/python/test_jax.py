@@ -351,6 +351,36 @@ def test_activations_of_norm_linear(activation):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), ours, of(plain))
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_return_norm_of_norm_linear(activation):
+    rng = np.random.default_rng(9)
+    given = [rng.standard_normal(s).astype("f4") for s in ((2, 4, 6), (5, 6), (6,), (6,))]
+
+    def ours(x, w, gamma, beta):
+        return heddle.jax.norm_linear(x, w, None, gamma, beta, activation=activation, return_norm=True)
+
+    def plain(x, w, gamma, beta):
+        z = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * gamma + beta
+        u = z @ w.T
+        return jax.nn.silu(u) if activation else u, z
+
+    close = partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
+    for weights in ((1, 1), (0, 1), (1, 0)):
+
+        def of(f, weights=weights):
+            def loss(*t):
+                parts = [part for n, part in zip(weights, f(*t), strict=True) if n]
+                return sum((part**2 * (1 + np.arange(part.shape[-1]))).sum() for part in parts)
+
+            return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*given)
+
+        jax.tree.map(close, of(ours), of(plain))
+    mapped = jax.vmap(ours, (0, None, None, None))(*given)
+    jax.tree.map(close, mapped, plain(*given))
+    with pytest.raises(ValueError, match="z is x"):
+        heddle.jax.norm_linear(given[0], given[1], norm="none", return_norm=True)
+
+
 @pytest.mark.parametrize("norm,activation", [("layer", "silu"), ("none", None)])
 def test_residuals_of_norm_linear(norm, activation):
     rng = np.random.default_rng(8)

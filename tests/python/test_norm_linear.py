@@ -258,6 +258,94 @@ def test_residuals(shape, norm, activation, dtype, device):
     assert torch.equal(torch.autograd.grad(alone, leaves["residual"], dy)[0], dy)
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm,activation", [("layer", None), ("rms", "silu")])
+@pytest.mark.parametrize("shape", [(3, 33), (2, 40, 72)], ids=str)
+def test_return_norm(shape, norm, activation, dtype, device):
+    torch.manual_seed(1)
+    k, act = shape[-1], ACTIVATIONS.get(activation, lambda u: u)
+    leaves = {
+        "x": (torch.randn(shape, device=device) * 2 + 1).to(dtype),
+        "weight": (torch.randn(24, k, device=device) / k**0.5).to(dtype),
+        "gamma": (1 + 0.3 * torch.randn(k, device=device)).to(dtype),
+        **({"beta": torch.randn(k, device=device).to(dtype)} if norm == "layer" else {}),
+    }
+    leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+
+    def plain(x, weight, gamma, beta=None):
+        z = F.layer_norm(x, (k,), gamma, beta) if norm == "layer" else F.rms_norm(x, (k,), gamma, 1e-5)
+        return act(F.linear(z, weight)), z
+
+    both = heddle.norm_linear(**leaves, norm=norm, activation=activation, return_norm=True)
+    alone = heddle.norm_linear(**leaves, norm=norm, activation=activation)
+    exacts = {name: exact(t) for name, t in leaves.items()}
+    truth, eager = plain(**exacts), plain(**leaves)
+    for name, *made in zip("yz", both, truth, eager, strict=True):
+        assert made[0].shape == made[1].shape
+        assert_close(name, *made)
+    assert_close("y alone", alone, truth[0], eager[0])
+    directions = [torch.randn_like(t) for t in both]
+    for wanted in (0, 1), (0,), (1,):
+        along = [directions[at] for at in wanted]
+        ours, theirs = ([made[at] for at in wanted] for made in (both, eager))
+        names = [name for name in leaves if wanted != (1,) or name != "weight"]
+        made = [
+            torch.autograd.grad(results, [given[name] for name in names], [d.to(results[0].dtype) for d in along], True)
+            for results, given in ((ours, leaves), ([truth[at] for at in wanted], exacts), (theirs, leaves))
+        ]
+        for name, a, b, c in zip(names, *made, strict=True):
+            assert b.abs().max() > 0
+            assert_close(f"d{name} {wanted}", a, b, c)
+
+
+def test_return_norm_has_all_derivatives():
+    torch.manual_seed(2)
+    given = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 6), (4, 6), (4,), (6,), (6,))]
+
+    def run(*t):
+        return torch.cat(heddle.norm_linear(*t, activation="gelu", return_norm=True), -1)
+
+    check_derivatives(run, given)
+
+
+def test_return_norm_as_it_is_asked_for():
+    torch.manual_seed(3)
+    x, weight, gamma = torch.randn(3, 4, 9), torch.randn(5, 9), torch.randn(9)
+    want = F.layer_norm(x, (9,), gamma)
+    across = x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    y, z = heddle.norm_linear(across, weight, gamma=gamma, return_norm=True)
+    assert torch.allclose(z, want, atol=1e-5) and torch.allclose(y, F.linear(want, weight), atol=1e-5)
+    (dx,) = torch.autograd.grad(z, across, torch.ones_like(z).cumsum(-1))
+    arrays = x.numpy(), weight.numpy(), None, gamma.numpy()
+    of_y, of_z = heddle.norm_linear(*arrays, return_norm=True)
+    assert np.allclose(of_y, y.detach(), atol=1e-5) and np.allclose(of_z, want, atol=1e-5)
+    dz = np.cumsum(np.ones((3, 4, 9), "f4"), -1)
+    got = heddle.norm_linear_backward(np.zeros((3, 4, 5), "f4"), x.numpy(), weight.numpy(), gamma.numpy(), dz=dz)
+    assert np.allclose(got["dx"], dx, atol=1e-5) and np.allclose(got["dbeta"], dz.sum((0, 1)), atol=1e-4)
+    for given in (x, x.numpy()):
+        with pytest.raises(ValueError, match="z is x"):
+            heddle.norm_linear(given, given[0, :, :], norm="none", return_norm=True)
+    with pytest.raises(ValueError, match="dz has"):
+        heddle.norm_linear_backward(np.zeros((3, 4, 5), "f4"), x.numpy(), weight.numpy(), dz=dz[0])
+
+
+def test_return_norm_in_a_compiled_graph():
+    torch.manual_seed(3)
+    x, weight = torch.randn(5, 12, requires_grad=True), torch.randn(7, 12, requires_grad=True)
+
+    def run(x, weight):
+        y, z = heddle.norm_linear(x, weight, norm="rms", return_norm=True)
+        return y.sum() * 2 + (z * z).cumsum(0).sum()
+
+    got, want = torch.compile(run, fullgraph=True)(x, weight), run(x, weight)
+    assert torch.allclose(got, want)
+    for a, b in zip(*(torch.autograd.grad(made, (x, weight)) for made in (got, want)), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    args = (x.detach(), weight.detach(), None, None, None, 1e-5, 1, False, 0, False, None, True)
+    torch.library.opcheck(torch.ops.heddle.norm_linear.default, args)
+
+
 def test_residuals_have_all_derivatives():
     torch.manual_seed(2)
     sizes = ((2, 3, 6), (4, 6), (2, 3, 4))
@@ -351,7 +439,7 @@ def test_unknown_activation():
             heddle.nn.NormLinear(4, 3, activation=given)
     with pytest.raises(RuntimeError, match="activation = 4 is none of"):  # from the operator itself
         torch.ops.heddle.norm_linear(x, weight, activation=4)
-    y, mean, rstd, u = torch.ops.heddle.norm_linear(x, weight, activation=1)
+    y, mean, rstd, u, _ = torch.ops.heddle.norm_linear(x, weight, activation=1)
     assert u.shape == (0,)
     with pytest.raises(RuntimeError, match="u is NULL"):
         torch.ops.heddle.norm_linear_backward(y, mean, rstd, x, weight, activation=1)

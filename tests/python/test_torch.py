@@ -88,7 +88,7 @@ def test_opcheck_norm_linear(norm, full, device):
     vectors = (bias, gamma, beta) if full else (None, None, None)
     torch.library.opcheck(ops.norm_linear.default, (x, weight, *vectors), {"norm": norm})
     with torch.no_grad():
-        y, mean, rstd, _ = ops.norm_linear(x, weight, *vectors, norm=norm)
+        y, mean, rstd, *_ = ops.norm_linear(x, weight, *vectors, norm=norm)
     given = (torch.randn_like(y), mean, rstd, x.detach(), weight.detach())
     torch.library.opcheck(ops.norm_linear_backward.default, given, {"norm": norm})
 
@@ -234,7 +234,7 @@ def test_what_is_not_asked_for():
     grads = ops.attention_backward(out, None, None, out, lse, q, k, v, needs=2)
     assert [grad is None for grad in grads] == [True, False, True, True, True]
     x, weight = q.detach(), torch.randn(3, 8)
-    y, mean, rstd, u = ops.norm_linear(x, weight)
+    y, mean, rstd, u, _ = ops.norm_linear(x, weight)
     assert u.shape == (0,)
     grads = ops.norm_linear_backward(y, mean, rstd, x, weight, needs=1)
     assert [grad is None for grad in grads] == [False, True, True, True, True]
