@@ -7,7 +7,8 @@
 
 A row: the time of a forward, and of a backward with all gradients, over PyTorch's `F.linear` alone (its backward: dx, dw and
 dbias), of heddle and of PyTorch's layer_norm + linear (eager). Under 1: faster than the product without any norm. Rows
-"no norm": a Linear alone, of both; "residual": a tensor added to y, of both, and not of what they are compared with.
+"no norm": a Linear alone, of both; "residual": a tensor added to y, of both, and not of what they are compared with; "z":
+norm(x) is a result, too, and has a gradient of its own.
 --errors: of each result the largest error against float64 over the largest magnitude, and that over PyTorch's, with rows whose
 means are 0, 100 and 1000 deviations.
 """
@@ -27,7 +28,7 @@ SHAPES = ((16384, 1024, 4096), (16384, 4096, 4096), (8192, 4096, 12288), (4096, 
 FEW_ROWS = tuple((m, 4096, n) for n in (4096, 12288) for m in (1, 4, 16, 64))
 # And what the library is told; a residual is a tensor for each shape.
 OPTIONS = {"": {}, "no norm": {"norm": NO_NORM}, "residual": {"residual": True},
-           "no norm residual": {"norm": NO_NORM, "residual": True}}
+           "no norm residual": {"norm": NO_NORM, "residual": True}, "z": {"dz": True}}
 INPUTS, NAMES = ("x", "gamma", "beta", "w", "bias"), ("y", "dx", "dgamma", "dbeta", "dw", "dbias")
 
 
@@ -38,10 +39,10 @@ def tensors(m, k, n, dtype, mean=0.0):
     return {name: x.to(dtype) for name, x in t.items()}
 
 
-def in_pytorch(x, gamma, beta, w, bias, norm=LAYER_NORM, residual=None):
+def in_pytorch(x, gamma, beta, w, bias, norm=LAYER_NORM, residual=None, dz=None):
     z = x if norm == NO_NORM else F.layer_norm(x, (x.shape[1],), gamma, beta)
     y = F.linear(z, w, bias)
-    return y if residual is None else y + residual
+    return (y, z) if dz is not None else y if residual is None else y + residual
 
 
 def eager(t, dtype=None, **options):
@@ -80,6 +81,9 @@ def measure(lib, clock, m, k, n, dtype, tf32, option, regimes):
     t, options = tensors(m, k, n, dtype), dict(OPTIONS[option])
     if "residual" in options:
         options["residual"] = torch.randn_like(t["dy"])
+    if "dz" in options:
+        options["dz"] = torch.randn_like(t["x"])
+    dy = t["dy"] if "dz" not in options else (t["dy"], options["dz"])
     job = lib.norm_linear(*(t[i] for i in INPUTS), t["dy"], tf32=tf32, **options)
     y, leaves = eager(t, **options)
     x, w, bias = (t[i].detach().requires_grad_() for i in ("x", "w", "bias"))
@@ -94,7 +98,7 @@ def measure(lib, clock, m, k, n, dtype, tf32, option, regimes):
             F.linear(t["x"], t["w"], t["bias"])
 
     passes = {"fwd": (job.forward, plain, linear),
-              "bwd": (job.backward, backward_of(y, leaves, t["dy"]), backward_of(line, (x, w, bias), t["dy"]))}
+              "bwd": (job.backward, backward_of(y, leaves, dy), backward_of(line, (x, w, bias), t["dy"]))}
     name = name_of(m, k, n, dtype, tf32, option)
     row = {"case": name, "kernels": job.kernels}
     for regime in regimes:

@@ -52,13 +52,14 @@ class NormLinear(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("dtype", ctypes.c_int), ("device", ctypes.c_int), ("norm", ctypes.c_int),
                 ("reserved0", ctypes.c_int32), ("features", U64), ("m", I64), ("k", I64), ("n", I64), ("eps", F64)
                 ] + [(s + "_stride", I64) for s in ("x", "w", "y", "dy", "dx", "dw")] + [
-                    ("activation", ctypes.c_int), ("reserved1", ctypes.c_int32), ("u_stride", I64), ("residual_stride", I64)]
+                    ("activation", ctypes.c_int), ("reserved1", ctypes.c_int32), ("u_stride", I64), ("residual_stride", I64),
+                    ("z_stride", I64), ("dz_stride", I64)]
 
 
 class NormLinearData(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t)] + [(p, PTR) for p in (
         "x", "gamma", "beta", "w", "bias", "y", "mean", "rstd", "dy", "dx", "dgamma", "dbeta", "dw", "dbias", "u",
-        "residual")]
+        "residual", "z", "dz")]
 
 
 class Job:
@@ -187,12 +188,14 @@ class Library:
         return Job(self, "attention", desc, data, t, (FORWARD, BACKWARD))
 
     def norm_linear(self, x, gamma, beta, w, bias, dy=None, tf32=False, activation=None, norm=LAYER_NORM,
-                    residual=None):
+                    residual=None, dz=None):
         m, k = x.shape
         numbers = dict(dtype=torch.float32, device=x.device)
         t = {"x": x, "w": w, "bias": bias, "y": x.new_empty(m, w.shape[0])}
         if residual is not None:
             t["residual"] = residual
+        if dz is not None:
+            t.update(z=torch.empty_like(x), dz=dz)
         if norm != NO_NORM:
             t.update(gamma=gamma, beta=beta, mean=torch.empty(m, **numbers), rstd=torch.empty(m, **numbers))
         if dy is not None:
@@ -200,12 +203,13 @@ class Library:
             t.update({"d" + n: torch.empty_like(t[n]) for n in ("x", "gamma", "beta", "w", "bias") if n in t})
             if activation:
                 t["u"] = torch.empty_like(t["y"])
-        # A library that is older than residuals takes what ends in front of them, and so does this one.
+        # A library that is older than residuals, or than z, takes what ends in front of them, and so does this one.
         sizes = [(NormLinear.residual_stride.offset, NormLinearData.residual.offset),
-                 (ctypes.sizeof(NormLinear), ctypes.sizeof(NormLinearData))][residual is not None]
+                 (NormLinear.z_stride.offset, NormLinearData.z.offset),
+                 (ctypes.sizeof(NormLinear), ctypes.sizeof(NormLinearData))][2 if dz is not None else residual is not None]
         desc = NormLinear(size=sizes[0], dtype=DTYPES[x.dtype], device=DEVICES[x.device.type], norm=norm,
                           m=m, k=k, n=w.shape[0], activation=ACTIVATIONS[activation],
                           features=(FEATURES["tf32"] if tf32 else 0) | (1 << 32 if activation else 0) |
-                          (1 << 33 if residual is not None else 0))
+                          (1 << 33 if residual is not None else 0) | (1 << 34 if dz is not None else 0))
         data = NormLinearData(size=sizes[1], **{n: x.data_ptr() for n, x in t.items()})
         return Job(self, "norm_linear", desc, data, t, (FORWARD, BACKWARD) if dy is not None else (FORWARD,))
