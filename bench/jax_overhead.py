@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a jitted call of heddle.jax costs the host beside jax.nn.dot_product_attention, for tensors with next to nothing
-to compute, and what JAX itself takes for a program that does nothing. In turn, in one process; the least and the median
+to compute, and what JAX itself takes for a program that does nothing, and for one that calls a handler that does nothing (where there
+is a C compiler, `cc` or CC). In turn, in one process; the least and the median
 of many bursts.
 
 python bench/jax_overhead.py            # with heddle and JAX importable; OMP_NUM_THREADS=1 leaves the threads out"""
@@ -8,15 +9,39 @@ python bench/jax_overhead.py            # with heddle and JAX importable; OMP_NU
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
+import shutil
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import heddle.jax
+
+
+def nothing_of_a_handler(q: Any) -> dict[str, Callable[[], Any]]:
+    """A jitted call of XLA to an empty handler, of heddle's operands and result."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        print("left out without a C compiler: a handler that does nothing")
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "nothing.so"
+        source = Path(__file__).with_name("jax_nothing.c")
+        include = ["-I", jax.ffi.include_dir()]
+        subprocess.run([compiler, "-shared", "-fPIC", "-O2", *include, str(source), "-o", str(library)], check=True)
+        handler = jax.ffi.pycapsule(ctypes.CDLL(str(library)).nothing)
+    platform = "CUDA" if q.device.platform == "gpu" else "cpu"
+    jax.ffi.register_ffi_target("nothing", handler, platform=platform)
+    run = jax.jit(lambda q, k, v: jax.ffi.ffi_call("nothing", jax.ShapeDtypeStruct(q.shape, q.dtype))(q, k, v))
+    return {"a handler that does nothing, in jax.jit": lambda: run(q, q, q)}
 
 
 def ways(q: Any) -> dict[str, Callable[[], Any]]:
@@ -34,6 +59,7 @@ def ways(q: Any) -> dict[str, Callable[[], Any]]:
     nothing = jax.jit(lambda q: q + 1)
     return {
         "a program that adds 1": lambda: nothing(q),
+        **nothing_of_a_handler(q),
         "heddle.jax.attention, in jax.jit": forward(ours),
         "jax.nn.dot_product_attention, in jax.jit": forward(jax.nn.dot_product_attention),
         "heddle.jax.attention, forward and backward in jax.jit": gradients(ours),
