@@ -249,8 +249,8 @@ static void test_short_rows(void **state) {
     c.a.softcap = 0; /* of like scores, and of many keys, it is the same with longer rows */
     c.q_magnitude = c.k_magnitude = 0.03;
     right &= bin_is_right("300 keys, almost alike", c, 24);
-    c = attention_case_of(1, 1, 0, 60, 3000, 64, 0);
-    right &= bin_of_is_right("3000 keys", c, 16, UINT32_C(1) << T_O | UINT32_C(1) << T_LSE | UINT32_C(1) << T_DQ);
+    c = attention_case_of(1, 1, 0, 60, 3000, 64, 0); /* so few queries that all of dk and dv is off by it */
+    right &= bin_is_right("3000 keys", c, 24);
     c.q_magnitude = c.k_magnitude = 0.03;
     right &= bin_is_right("3000 keys, almost alike", c, 8);
     right &= bin_of_is_right("8000 keys", attention_case_of(1, 1, 0, 32, 8000, 16, 0), 6,

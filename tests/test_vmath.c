@@ -38,6 +38,18 @@ static vf call_vexp2(vf x) {
     return vexp2(x);
 }
 
+#define REST 0.3f
+
+static vf call_vexp2_less(vf x) {
+    const vf rest = splat(REST);
+    vexp2_less(1, 1, 1, &rest, &x);
+    return x;
+}
+
+static long double exp2_less(long double x) {
+    return exp2l(x - (long double)REST);
+}
+
 static vf call_vtanh(vf x) {
     return vtanh(x);
 }
@@ -111,6 +123,28 @@ static void test_exp2_zeros(void **state) {
         float y = vexp2(splat(-126 - (float)x * 1e-4f))[0];
         assert_true(y >= 0 && y <= 0x1p-126f);
     }
+}
+
+/* With a rest behind the whole part, which only this function takes away. */
+static void test_exp2_less(void **state) {
+    (void)state;
+    function f = {.name = "vexp2_less", .vector = call_vexp2_less, .exact = exp2_less, .limit = 1};
+    const uint32_t negative = 0x80000000u, stride = stride_of(5557, 557);
+    measure(&f, negative | float_bits(0x1p-30f), negative | float_bits(125.0f), stride);
+    measure(&f, float_bits(0x1p-30f), float_bits(120.0f), stride);
+    report(&f);
+    const float masked[] = {-127, -128, -1e4f, -1e30f, -FLT_MAX, -INFINITY}, rests[] = {-0.5f, 0, 0.5f, 30};
+    for (size_t x = 0; x < COUNT(masked); x++)
+        for (size_t y = 0; y < COUNT(rests); y++)
+            for (int l = 0; l < VL; l++) {
+                vf v = splat(rests[y] + 1), rest = splat(rests[y]);
+                v[l] = masked[x] + rests[y];
+                vexp2_less(1, 1, 1, &rest, &v);
+                for (int other = 0; other < VL; other++)
+                    assert_true(v[other] == (other == l ? 0 : 2));
+            }
+    vf x = splat(NAN);
+    assert_true(isnan(call_vexp2_less(x)[0]));
 }
 
 static const uint32_t payloads[] = {0, 1, 2, 0x80, 0x100, 0x1ff, 0x12345, 0x3fffff};
@@ -378,10 +412,10 @@ static void test_all_finite(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_exp2),   cmocka_unit_test(test_exp2_zeros), cmocka_unit_test(test_nan),
-        cmocka_unit_test(test_max),    cmocka_unit_test(test_tanh),       cmocka_unit_test(test_widen),
-        cmocka_unit_test(test_narrow), cmocka_unit_test(test_transpose),  cmocka_unit_test(test_dropout_words),
-        cmocka_unit_test(test_gemm),   cmocka_unit_test(test_all_finite),
+        cmocka_unit_test(test_exp2),          cmocka_unit_test(test_exp2_zeros), cmocka_unit_test(test_exp2_less),
+        cmocka_unit_test(test_nan),           cmocka_unit_test(test_max),        cmocka_unit_test(test_tanh),
+        cmocka_unit_test(test_widen),         cmocka_unit_test(test_narrow),     cmocka_unit_test(test_transpose),
+        cmocka_unit_test(test_dropout_words), cmocka_unit_test(test_gemm),       cmocka_unit_test(test_all_finite),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -127,22 +127,20 @@ static void set_lse(const backward_shared *g, int64_t at, float base, double res
 }
 
 /* Whether P of a row of several blocks is to sum to 1: in float32 its lse is off by its own rounding, up to |lse|·2^-24, and all P of the
- * row with it. Long rows of q and k hide it in dk and dv, whose scores are off by more; of dq see measures(). */
-static bool renews(const call *c, int64_t count) {
-    return TYPE(c) == HEDDLE_F32 && count > c->tile_k && (c->a->d <= 32 || c->adjusts || c->a->features & HEDDLE_SINKS);
-}
-
-/* Where q and k do not hide it: lse is large, by the number of keys, whose scores are nearly alike, and the queries are too few for their
- * roundings to even out. */
-static bool is_even(const call *c, const unit *u, int64_t count, float lse) {
-    return TYPE(c) == HEDDLE_F32 && count >= 2048 && c->group * u->s.sq <= 256 && lse < logf((float)count) + 0.25f;
+ * row with it. Long rows of q and k hide it in dk and dv, whose scores are off by more, unless so many keys make lse large and the queries
+ * are too few for their roundings to even out; of dq see measures(). */
+static bool renews(const call *c, const unit *u, int64_t count) {
+    const bool shows = c->a->d <= 32 || c->adjusts || c->a->features & HEDDLE_SINKS;
+    const bool few = count >= 2048 && c->group * u->s.sq <= 256;
+    return TYPE(c) == HEDDLE_F32 && count > c->tile_k && (shows || few);
 }
 
 /* In float32, of rows of several blocks: exponents are taken from about their average score. All that are as far from it as lse is would be
- * rounded by that, and the factor's own rounding would be in all of them alike. */
+ * rounded by that, and the factor's own rounding would be in all of them alike. It is a multiple of a step of about 1 in units of log2:
+ * what a score is above a number of few bits is not rounded, and the largest scores have most of the weight. */
 static void near_scores(const call *c, const backward_shared *g, int64_t at, int64_t count) {
-    const double lse = (double)((const float *)c->t->lse)[at];
-    const float base = (float)((lse - log((double)count)) / c->unit);
+    const double lse = (double)((const float *)c->t->lse)[at], step = exp2(-ceil(log2((double)c->factor)));
+    const float base = (float)(rint((lse - log((double)count)) / c->unit / step) * step);
     if (isfinite(base))
         set_lse(g, at, base, (lse - (double)base * c->unit) * LOG2E);
 }
@@ -244,7 +242,7 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     const int64_t count = seen.end - seen.begin;
     const bool near = TYPE(c) == HEDDLE_F32 && count > c->tile_k && !c->masks;
     const void *o[LANES], *dout[LANES];
-    bool large = false, sharp = false, renewed = renews(c, count);
+    bool large = false, sharp = false, renewed = renews(c, u, count);
     lane_rows_of(c->out, u, &w->l, c->t->o, a->o_stride, u->s.first_q, o);
     if (c->t->dout)
         lane_rows(c, u, &w->l, c->t->dout, a->do_stride, u->s.first_q, dout);
@@ -259,7 +257,6 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
         large |= split_lse(c, ((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
         if (near)
             near_scores(c, g, at, count);
-        renewed |= is_even(c, u, count, ((const float *)c->t->lse)[at]);
         sharp |= is_sharp(c, count, ((const float *)c->t->lse)[at]);
         if (seen.begin >= seen.end && !c->adds) /* nobody else writes it */
             clear_rows(c, c->t->dq, a->dq_stride, u->n, w->l.head[x], u->s.first_q + w->l.first + w->l.index[x], 1,
@@ -285,8 +282,8 @@ static range chunks_of_tile(const unit *u, const lanes *l, int64_t chunk_k) {
 
 /* Whether P of a row is summed while dq is formed: in float32 all of a row is off by the rounding of its lse, and dq, which is a sum over
  * the row, by as much. dk and dv are of many rows, which are off by themselves. */
-static bool measures(const call *c, int64_t count) {
-    return TYPE(c) == HEDDLE_F32 && !c->adds && count > c->tile_k && !renews(c, count);
+static bool measures(const call *c, const unit *u, int64_t count) {
+    return TYPE(c) == HEDDLE_F32 && !c->adds && count > c->tile_k && !renews(c, u, count);
 }
 
 /* 1 over what P of a row sums to; 1 where it does not sum to 1 but for the rounding of lse, which may be of more keys than these. */
@@ -364,7 +361,7 @@ static void backward_tile(const call *c, const unit *u, const key_block *chunk, 
     load_rows(c, u, w);
     memset(w->dqt, 0, sizeof(float) * (size_t)(c->a->d * w->l.stride));
     memset(w->row_p, 0, sizeof w->row_p);
-    w->measured = c->t->dq && measures(c, seen.end - seen.begin);
+    w->measured = c->t->dq && measures(c, u, seen.end - seen.begin);
     if (uses_tiles(&w->l)) /* whole tiles; what is before `seen` is hidden */
         begin -= (begin - chunk->first) % 32;
     else if (chunk->t.k_columns)

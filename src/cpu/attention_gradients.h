@@ -250,11 +250,14 @@ enum { NO_SUMS, SUM_OF_P, SUMS_OF_BOTH };
  * of `vectors` vectors. */
 INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, int sums, float factor,
                          const backward_space *w, float *s, float *dp, vf *sum_p, vf *sum_ds) {
-    vf e[EXP2_MOST];
+    vf e[EXP2_MOST], rest[TILE_VECTORS];
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++)
-        e[x] = (load(s + x * VL) - load(w->base + x % vectors * VL)) * factor - load(w->rest + x % vectors * VL);
-    vexp2_each(rows * vectors, 1, -127, e);
+        e[x] = load(s + x * VL) - load(w->base + x % vectors * VL);
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++)
+        rest[v] = load(w->rest + v * VL);
+    vexp2_less(rows * vectors, factor, vectors, rest, e);
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++) {
         e[x] *= load(w->power + x % vectors * VL);

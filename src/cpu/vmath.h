@@ -15,15 +15,22 @@
  * shifted are the bits of 2^n; 2^f by a polynomial of degree 6 (minimax in the relative error 2.0e-9, coefficients fitted with
  * the constant fixed at 1). At c·x = -127 the bits of 2^n are 0: an exact zero, so masked scores breed no denormals, which would
  * cost 7 times as much. A product and no sum of bits at the end: it keeps every NaN.
+ * With `rest`, of vector i rest[i % period], it is 2^(c·x - rest), 0 from -127 down whatever `least` is; what is rounded of the exponent is
+ * what it has behind its whole part.
  * The vectors go side by side from step to step: each is a chain of a dozen operations that wait for one another, and a core that
  * is handed one chain after the other has no room for as many of them as its pipes could work on. */
-INLINE void vexp2_each(int count, float c, float least, vf *x) {
+INLINE void vexp2_of(int count, float c, float least, int period, const vf *rest, vf *x) {
     const float whole = 0x1.8p23f + 127;
     vf z[EXP2_MOST], p[EXP2_MOST];
 #define EACH _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
-    EACH x[i] = vmax(splat(least), x[i]);
-    EACH z[i] = x[i] * c + whole;
-    EACH x[i] = x[i] * c - (z[i] - whole);
+    if (rest) {
+        EACH z[i] = vmax(splat(-127), x[i] * c - rest[i % period]) + whole;
+        EACH x[i] = vmax(splat(-1), (x[i] * c - (z[i] - whole)) - rest[i % period]); /* of what becomes 0 */
+    } else {
+        EACH x[i] = vmax(splat(least), x[i]);
+        EACH z[i] = x[i] * c + whole;
+        EACH x[i] = x[i] * c - (z[i] - whole);
+    }
     EACH p[i] = 0x1.41fbbcp-13f * x[i] + 0x1.5f3e54p-10f;
     EACH p[i] = p[i] * x[i] + 0x1.3b2d4cp-7f;
     EACH p[i] = p[i] * x[i] + 0x1.c6aee8p-5f;
@@ -41,6 +48,14 @@ INLINE void vexp2_each(int count, float c, float least, vf *x) {
 #endif
     EACH x[i] = p[i] * (vf)((vu)z[i] << 23);
 #undef EACH
+}
+
+INLINE void vexp2_each(int count, float c, float least, vf *x) {
+    vexp2_of(count, c, least, 1, NULL, x);
+}
+
+INLINE void vexp2_less(int count, float c, int period, const vf *rest, vf *x) {
+    vexp2_of(count, c, 0, period, rest, x);
 }
 
 INLINE vf vexp2_times(float c, vf x) {
