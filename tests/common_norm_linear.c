@@ -222,7 +222,8 @@ bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]) {
         /* A row of features that are nearly equal loses in x - mean what x is larger than that. */
         const int precision = precision_of(p.a.dtype, p.a.features);
         const double of_16 = precision == HEDDLE_BF16 ? 0x1p-8 : precision == HEDDLE_F16 ? 0x1p-11 : 0;
-        const bool of_rounded = x == N_DGAMMA || x == N_DBETA || p.a.activation; /* of dz; of du, in every gradient */
+        /* Of dz, x̂ and W∘gamma; of du, in every gradient. */
+        const bool of_rounded = x == N_DGAMMA || x == N_DBETA || x == N_DW || x == N_DX || p.a.activation;
         const double u = precision == HEDDLE_F32 ? 0x1p-24 : of_rounded ? of_16 : 0, noise = 2 * u * spread[x];
         right = compare_tensor(norm_linear_tensor_name[x], precision, &p.t[x], &ref.t[x], &plain.t[x], natural[x],
                                noise, fmax(1, natural[N_X]));

@@ -160,9 +160,15 @@ static bool exact_products(const head *h) {
     return h->precision == HEDDLE_F32 && !splits_products(h);
 }
 
-/* Room for sums, where their roundings are not far below those of their terms. */
-static float *rounded_sums(const head *h) {
-    return exact_products(h) ? h->part : NULL;
+/* Squares of what float32 rounds, beside those of what the device's products round: 1 in 24 bits of 1 in 22. */
+static double share_of_float32(const head *h) {
+    return h->precision != HEDDLE_F32 ? 0 : splits_products(h) ? 0x1p-4 : 1;
+}
+
+/* plain_squares(): in float32 the sums' roundings, too; elsewhere those are far below those of their terms. */
+static void squares_of_sums(const head *h, const plain_terms *terms, const double *of, int64_t width) {
+    const double share = share_of_float32(h);
+    plain_squares(terms, of, width, share > 0 ? h->part : NULL, share, h->most);
 }
 
 /* A value on the way to a score was rounded, `times` times: P is off by as much of itself. */
@@ -188,8 +194,8 @@ static void scores(const attention_problem *p, head *h, int64_t i) {
     round_all(t, n, s);
     for (int64_t j = 0; j < n; j++) /* where float16 cannot hold it; what follows is float32's */
         s[j] = isfinite(s[j]) ? s[j] : scale * product[j];
-    if (h->spreads && exact_products(h)) { /* the product's terms, and its sums as they grow */
-        plain_squares(&terms, NULL, n, h->part, h->most);
+    if (h->spreads && h->precision == HEDDLE_F32) { /* the product's terms, and its sums as they grow */
+        plain_squares(&terms, NULL, n, h->part, 1, h->most);
         for (int64_t j = 0; j < n; j++)
             h->of_s[i * h->sk + from + j] = a->scale * a->scale * h->most[j];
     }
@@ -267,9 +273,11 @@ static double squares_of(const float *x, const float *y, int64_t n) {
 
 /* The squares of what a score is rounded from, in float32; elsewhere P's own rounding is far larger. */
 static double squares_of_score(const attention_problem *p, const head *h, int64_t i, int64_t j) {
+    const double of_float32 = share_of_float32(h);
+    double sum = of_float32 > 0 ? of_float32 * h->of_s[i * h->sk + j] : 0;
     if (splits_products(h))
-        return p->a.scale * p->a.scale * squares_of(h->q + i * h->d, h->k + j * h->d, h->d);
-    return exact_products(h) ? h->of_s[i * h->sk + j] : 0;
+        sum += p->a.scale * p->a.scale * squares_of(h->q + i * h->d, h->k + j * h->d, h->d);
+    return sum;
 }
 
 /* Of the weights of row i; returns the largest, before dropout. */
@@ -305,7 +313,7 @@ static void plain_forward(attention_problem *p, head *h, double natural[T_COUNT]
         if (!h->spreads)
             continue;
         spread[T_WEIGHTS] = fmax(spread[T_WEIGHTS], measure_weights(p, h, i));
-        plain_squares(&terms, h->of_p + row, h->dv, rounded_sums(h), h->most);
+        squares_of_sums(h, &terms, h->of_p + row, h->dv);
         spread[T_O] = fmax(spread[T_O], sqrt(plain_largest(h->most, a->dv)));
     }
 }
@@ -404,7 +412,8 @@ typedef struct sums {
 static double measure_row(const attention_problem *p, head *h, int64_t i) {
     const heddle_attention *a = &p->a;
     const int64_t from = h->seen[i].from, to = h->seen[i].to, row = i * h->sk;
-    const double lse = exact_products(h) ? (double)h->lse[i] : 0; /* in float32, as backward gets it */
+    const double share = share_of_float32(h);
+    const double lse = share > 0 ? sqrt(share) * (double)h->lse[i] : 0; /* in float32, as backward gets it */
     double of_d = 0, of_lse = 1 + lse * lse, of_sum = 0;
     if (p->t[T_DOUT].host)
         tensor_read_floats(&p->t[T_O], tensor_at(&p->t[T_O], h->pack, h->x, h->first_q + i, 0), a->dv, h->row);
@@ -467,7 +476,7 @@ static void add_key_sums(const head *h, const plain_terms *terms, const double *
     }
     if (!h->spreads)
         return;
-    plain_squares(terms, of, padded_width, rounded_sums(h), h->most);
+    squares_of_sums(h, terms, of, padded_width);
     for (int64_t e = 0; e < width; e++)
         spread[e] += scale * scale * h->most[e];
 }
@@ -490,7 +499,7 @@ static void plain_gradients(attention_problem *p, head *h, sums *s, double natur
             natural[T_DQ] = fmax(natural[T_DQ], fabs(a->scale) * plain_largest(h->most, a->d));
         }
         if (h->spreads) {
-            plain_squares(&terms, h->of_ds + row, h->d, rounded_sums(h), h->most);
+            squares_of_sums(h, &terms, h->of_ds + row, h->d);
             spread[T_DQ] = fmax(spread[T_DQ], fabs(a->scale) * sqrt(plain_largest(h->most, a->d)));
         }
     }

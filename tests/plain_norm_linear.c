@@ -20,11 +20,14 @@ typedef struct work {
     float *dy;            /* [m, n]: dy, or du */
     float *
         du_error; /* [m, n]: what a rounding of u comes to in du, over the rounding's share of u; in float32 its sums, too */
-    float *wg;                   /* [n]: sums over W∘gamma, which is what a row's mean is multiplied with */
-    bool spreads;                /* are squares wanted? */
-    double most_dy;              /* the largest of dy */
-    float *ones;                 /* [m] */
-    float *shift, *rstd;         /* [m]; shift: the mean, in deviations */
+    float *wg;      /* [n]: sums over W∘gamma, which is what a row's mean is multiplied with */
+    bool spreads;   /* are squares wanted? */
+    bool rounds_du; /* behind an activation: u and du */
+    bool rounds_xhat,
+        rounds_wg;       /* in 16 bits, which kernels do that take gamma and beta out of dw's sum, and gamma into W */
+    double most_dy;      /* the largest of dy */
+    float *ones;         /* [m] */
+    float *shift, *rstd; /* [m]; shift: the mean, in deviations */
     float *x, *gamma, *beta, *c; /* a row of x; the parameters, or what stands for none */
     float *sum, *part;           /* [max(k, n)] */
     double *sums;                /* [max(k, n)] */
@@ -195,7 +198,7 @@ static void forward_row(norm_linear_problem *p, work *o, int64_t i, double natur
     read_row(&p->t[N_DY], i, o->n, 0, dy);
     round_all(t, o->n, dy);
     if (p->a.activation && o->spreads) /* of u */
-        plain_squares(&(plain_terms){o->k, 1, z, NULL, o->wt, o->n}, NULL, o->n, o->part, o->sums);
+        plain_squares(&(plain_terms){o->k, 1, z, NULL, o->wt, o->n}, NULL, o->n, o->part, 1, o->sums);
     if (p->a.activation)
         activate_row(p, o, i, o->sum, dy);
     add_residual(p, o, i);
@@ -253,13 +256,19 @@ static void squares_of_row(const work *o, int64_t i, double *squares) {
         }
 }
 
-/* The same of the roundings of u and du. */
-static void squares_of_du(const work *o, int64_t i, double *squares) {
+/* Of the roundings of u and du. */
+static double square_of_du(const work *o, int64_t i, int64_t f) {
+    const double du = (double)o->dy[i * o->n + f], error = (double)o->du_error[i * o->n + f];
+    return o->rounds_du ? du * du + error * error : 0;
+}
+
+/* Of dz of row i, [k], squares of those; and of those of `products` of du and W. */
+static void squares_of_du(const work *o, int64_t i, bool products, double *squares) {
     memset(squares, 0, (size_t)o->k * sizeof *squares);
     for (int64_t f = 0; f < o->n; f++) {
-        const double du = (double)o->dy[i * o->n + f], error = (double)o->du_error[i * o->n + f];
+        const double du = (double)o->dy[i * o->n + f], both = square_of_du(o, i, f) + (products ? du * du : 0);
         for (int64_t e = 0; e < o->k; e++)
-            squares[e] += (du * du + error * error) * (double)o->w[f * o->k + e] * (double)o->w[f * o->k + e];
+            squares[e] += both * (double)o->w[f * o->k + e] * (double)o->w[f * o->k + e];
     }
 }
 
@@ -312,17 +321,19 @@ static void measure_means(const work *o, double spread[N_COUNT]) {
     spread[N_DW] = o->precision == HEDDLE_F32 ? gamma * sqrt(of_dw) : 0;
 }
 
-/* Roundings of u and du: of dx, and of what is summed over rows. */
+/* Roundings of u and du, and of what kernels round beside them: of dx, and of what is summed over rows. */
 static void measure_du(const work *o, heddle_norm norm, double spread[N_COUNT]) {
     double *squares = plain_zeros(o->k, sizeof *squares), *dbeta = plain_zeros(o->k, sizeof *dbeta);
     double *dgamma = plain_zeros(o->k, sizeof *dgamma);
     for (int64_t i = 0; i < o->m; i++) {
-        squares_of_du(o, i, squares);
+        squares_of_du(o, i, false, squares);
         for (int64_t e = 0; e < o->k; e++) {
             dbeta[e] += squares[e];
             dgamma[e] += squares[e] * pow((double)o->xhat[i * o->k + e], 2);
-            squares[e] *= pow((double)o->gamma[e], 2);
         }
+        squares_of_du(o, i, o->rounds_wg, squares);
+        for (int64_t e = 0; e < o->k; e++)
+            squares[e] *= pow((double)o->gamma[e], 2);
         spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, norm, squares));
     }
     spread[N_DBETA] = hypot(spread[N_DBETA], sqrt(plain_largest(dbeta, o->k)));
@@ -331,9 +342,8 @@ static void measure_du(const work *o, heddle_norm norm, double spread[N_COUNT]) 
         double dbias = 0;
         memset(squares, 0, (size_t)o->k * sizeof *squares);
         for (int64_t i = 0; i < o->m; i++) {
-            const double du = (double)o->dy[i * o->n + f], both = du * du + pow((double)o->du_error[i * o->n + f], 2);
-            /* In 16 bits what du is multiplied with is rounded, too: xhat, where gamma and beta come after the sum. */
-            const double of_xhat = o->precision == HEDDLE_F32 ? 0 : du * du;
+            const double both = square_of_du(o, i, f);
+            const double of_xhat = o->rounds_xhat ? pow((double)o->dy[i * o->n + f], 2) : 0;
             dbias += both;
             for (int64_t e = 0; e < o->k; e++)
                 squares[e] += both * (double)o->z[i * o->k + e] * (double)o->z[i * o->k + e] +
@@ -405,7 +415,10 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
     if (spread) {
         memset(spread, 0, N_COUNT * sizeof *spread);
         measure_means(&o, spread);
-        if (p->a.activation)
+        o.rounds_du = p->a.activation != 0;
+        o.rounds_xhat = t != HEDDLE_F32 && p->a.norm != HEDDLE_NO_NORM;
+        o.rounds_wg = o.rounds_xhat && p->t[N_GAMMA].host;
+        if (o.rounds_du || o.rounds_xhat)
             measure_du(&o, p->a.norm, spread);
         if (t == HEDDLE_F32)
             measure_dz(&o, p->a.norm, spread);

@@ -85,7 +85,7 @@ FOR_WIDE_VECTORS void plain_sizes(const plain_terms *t, const double *size, int6
 }
 
 FOR_WIDE_VECTORS void plain_squares(const plain_terms *t, const double *of, int64_t width, float *restrict part,
-                                    double *restrict most) {
+                                    double share, double *restrict most) {
     memset(most, 0, (size_t)width * sizeof *most);
     for (int64_t x = 0; x < t->count; x++) {
         if (part && x % PLAIN_BLOCK == 0)
@@ -98,7 +98,7 @@ FOR_WIDE_VECTORS void plain_squares(const plain_terms *t, const double *of, int6
             most[e] += weight * weight * (double)row[e] * (double)row[e];
         for (int64_t e = 0; e < width && part; e++) {
             part[e] += t->weight[x * t->step] * row[e];
-            most[e] += (double)part[e] * (double)part[e];
+            most[e] += share * (double)part[e] * (double)part[e];
         }
     }
 }

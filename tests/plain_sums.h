@@ -23,9 +23,9 @@ void plain_sum(const plain_terms *t, int64_t width, plain_order order, float *pa
 /* Sums of magnitudes, size[x * step]·|rows[x]|; without sizes the weights'. */
 void plain_sizes(const plain_terms *t, const double *size, int64_t width, double *most);
 
-/* Sums of squares of the terms, with weights `of` in place of theirs; with room for a row in `part` also of what is rounded in adding
- * them up, in blocks. */
-void plain_squares(const plain_terms *t, const double *of, int64_t width, float *part, double *most);
+/* Sums of squares of the terms, with weights `of` in place of theirs; with room for a row in `part` also `share` of those of what is
+ * rounded in adding them up, in blocks. */
+void plain_squares(const plain_terms *t, const double *of, int64_t width, float *part, double share, double *most);
 
 double plain_norm(const float *a, int64_t n);
 double plain_largest(const double *x, int64_t n);
