@@ -27,6 +27,7 @@ newest_glibc() {
 if compgen -G "$dist/heddle-*_aarch64.whl" >/dev/null; then
     # No Python for aarch64 is here: what can be seen without running it.
     wheel=$(echo "$dist"/heddle-"$version"-cp310-abi3-*_aarch64.whl)
+    [[ $(basename "$wheel") =~ -manylinux_2_(1[0-9]|2[0-8])_aarch64.whl$|-linux_aarch64.whl$ ]] || wrong "no wheel of $version for manylinux_2_28, or several"
     python3 -m zipfile -e "$wheel" arm
     for library in arm/heddle/libheddle.so.0 arm/heddle/_C.abi3.so arm/heddle/_torch_ops.so; do
         readelf -h "$library" | grep -q 'Machine: *AArch64' || wrong "$library is not for aarch64"
