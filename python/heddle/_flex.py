@@ -287,7 +287,7 @@ def _found(score: Any, block_mask: Any, query: Tensor, p: Problem) -> tuple[dict
         refuse(f"a score_mod that returns {score!r} whatever the score is")
     conditions, listed = _conditions_of(block_mask, query, p)
     known, tiles, own = None, None, conditions  # own: the BlockMask's conditions that the kernels may go by
-    if listed and _compiling():
+    if listed and torch.compiler.is_compiling():  # torch.export, too
         from heddle._flex_compiled import split  # imports the compiler
 
         own, tiles = split(block_mask, conditions, p)

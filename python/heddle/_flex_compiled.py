@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""heddle.flex_attention within torch.compile.
+"""heddle.flex_attention within torch.compile and torch.export.
 
 Dynamo traces score_mod and mask_mod with our symbols as it traces everything else, so that what they read is guarded
 and what they captured is an input of the graph. Only a BlockMask's lists are data, whose shapes alone are known then.
@@ -106,9 +106,10 @@ _was_wrong._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _are_apart(tiles: Tensor) -> bool:
     """Whether some of these tiles are true now; where none is, none of the graph's later calls may be."""
     wrong = tiles.any()
-    comptime(_look)
-    if _was_wrong():
-        return True
+    if torch.compiler.is_dynamo_compiling():
+        comptime(_look)
+        if _was_wrong():
+            return True
     torch._assert_async(~wrong, _APART)
     return False
 

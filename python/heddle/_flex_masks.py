@@ -138,7 +138,7 @@ def _strips(conditions: list[Any], tiles: Tiles | None, p: Problem) -> Iterator[
 
 def dense(conditions: list[Any], tiles: Tiles | None, p: Problem) -> Tensor:
     """All conditions as a mask, with the BlockMask's own tiles if these are given."""
-    if torch.compiler.is_dynamo_compiling():  # the compiler makes one loop of it
+    if torch.compiler.is_compiling():  # the compiler makes one loop of it
         return _part(conditions, tiles, p, 0, p.shape(_uses(conditions))[2] if tiles is None else p.sq)[1]
     size = p.shape(_uses(conditions) | {"kv_idx"})
     if tiles is not None:

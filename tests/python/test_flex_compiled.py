@@ -201,6 +201,31 @@ def test_a_block_mask_made_in_the_graph():
     assert torch.equal(compiled(attend, graphs)(q), attend(q)) and graphs[0]["causal"] == 1
 
 
+class Learned(torch.nn.Module):
+    def __init__(self, given):
+        super().__init__()
+        self.given, self.table = given, torch.nn.Parameter(torch.randn(H, SK))
+
+    def forward(self, q, k, v):
+        return heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + self.table[h, j], self.given, enable_gqa=True)
+
+
+def test_export():
+    """What is added is computed of the program's parameter, and causal is the kernels' own."""
+    q, k, v = (t.detach() for t in problem(torch.float32))
+    given = block_mask(lambda b, h, i, j: i >= j)
+    module = Learned(given)
+    program = torch.export.export(module, (q, k, v))
+    assert torch.allclose(program.module()(q, k, v), module(q, k, v), atol=1e-6)
+    changed = program.module()
+    with torch.no_grad():
+        changed.table.mul_(2)
+        module.table.mul_(2)
+    assert torch.allclose(changed(q, k, v), module(q, k, v), atol=1e-6)
+    (call,) = [node for node in program.graph.nodes if "heddle.attention" in str(node.target)]
+    assert call.args[4] is None and 1 in call.args  # no mask, but the corner
+
+
 # ---------------------------------------------------------------------------------------------------- refusals
 
 TABLE = torch.randn(H, SQ, SK)
