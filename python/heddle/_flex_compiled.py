@@ -34,7 +34,10 @@ class _Carrier(Tensor):
 def _carry(form: Any, like: Tensor) -> Any:
     if not isinstance(form, (Expression, Score)):
         return form
-    plain = torch.empty((), dtype=form.dtype if isinstance(form, (Leaf, Score)) else like.dtype, device=like.device)
+    # Of a size that `apply` refuses: what Dynamo computes without asking the class (abs) must not pass for a number.
+    plain = torch.empty(
+        (3, 0, 7), dtype=form.dtype if isinstance(form, (Leaf, Score)) else like.dtype, device=like.device
+    )
     carrier = plain.as_subclass(_Carrier)
     carrier.form, carrier.plain = form, plain
     return carrier
