@@ -291,7 +291,7 @@ def test_return_norm(shape, norm, activation, dtype, device):
         ours, theirs = ([made[at] for at in wanted] for made in (both, eager))
         names = [name for name in leaves if wanted != (1,) or name != "weight"]
         made = [
-            torch.autograd.grad(results, [given[name] for name in names], [d.to(results[0].dtype) for d in along], True)
+            torch.autograd.grad(results, [given[name] for name in names], [d.to(results[0]) for d in along], True)
             for results, given in ((ours, leaves), ([truth[at] for at in wanted], exacts), (theirs, leaves))
         ]
         for name, a, b, c in zip(names, *made, strict=True):
