@@ -378,8 +378,7 @@ INLINE void put_row_sum(const attention_params &p, float max, float c, float uni
     }
 }
 
-/* In float32, what a row of dQ is multiplied with, by the sum of its weights: what that is off 1 by is a rounding, of the log-sum-exp mostly,
- * that all of the row has. Of keys that are some of all it may be no rounding: as much is taken for one as would not be seen. */
+/* What a row of dQ is multiplied with, by what its P sums to: off 1 by a rounding that all of the row has; or, of some of all keys, more. */
 INLINE float weights_to_one(const attention_params &p, float sum) {
     return !p.adds && fabsf(sum - 1.0f) < 0x1p-20f ? 2.0f - sum : 1.0f;
 }
