@@ -57,7 +57,7 @@ ELSEWHERE = {
     r"heddle (?:COMMAND )?--help|heddle attention --help": ("tests/test_cli.sh", r"works \$command --help"),
     r"heddle attention --(?:time|lse FILE)": ("tests/test_cli.sh", r"--time"),
     r"heddle demo": ("tests/install/run.sh", r'bin/heddle" demo'),
-    r"heddle bench --device cuda": ("tests/gpu/bench.sh", r"bench --device cuda"),
+    r"heddle bench --device cuda(?: --json > .*)?": ("tests/gpu/bench.sh", r"bench --device cuda"),
     r"heddle bench --html": ("tests/python/test_browser.py", r'"--html"'),
     r"heddle verify --random": ("tests/CMakeLists.txt", r"heddle_command verify --random"),
     r"python examples/serve\.py .*": ("tests/python/test_package.py", r"examples/serve\.py"),
