@@ -64,8 +64,9 @@ _fake.register()
 
 # -------------------------------------------------------------------------------------------------------- autograd
 
-# torch.library.register_autograd would do, but spends 200 µs a call on filling in the defaults of so many arguments. This is
-# what it makes, without that: a kernel for the Autograd key that records an autograd.Function only when one is needed.
+# torch.library.register_autograd would do, but spends 200 µs a call on filling in the defaults of thirty arguments.
+# This is what it makes, without that: a kernel for the Autograd key that records an autograd.Function only when one is
+# needed.
 
 _registrations = _library.Library("heddle", "FRAGMENT")
 _below_autograd = torch._C._after_autograd_keyset

@@ -2,10 +2,11 @@
 """The short ways: of plain calls (q, k, v, a causal corner and a scale), and of those with options that are ready for
 the kernel, with nobody between the caller and the kernel.
 
-PyTorch's dispatcher takes time for each of the thirty arguments of ``heddle::attention``, twice, since the kernel for its
-Autograd key is in Python. ``heddle::attention_plain`` and ``heddle::attention_backward_plain`` are the same C kernels
-with few arguments, below autograd, and ``heddle::attention_options`` is the same with all of them, where lse can be
-left out and bias and mask may have less than four dimensions. python/src/shortcut.c decides who goes a short way.
+PyTorch's dispatcher takes time for each of the thirty arguments of ``heddle::attention``, twice, since the kernel for
+its Autograd key is in Python. ``heddle::attention_plain`` and ``heddle::attention_backward_plain`` are the same C
+kernels with few arguments, below autograd, and ``heddle::attention_options`` is the same with all of them, where lse
+can be left out and bias and mask may have less than four dimensions. python/src/shortcut.c decides who goes a short
+way.
 """
 
 from __future__ import annotations
