@@ -522,6 +522,17 @@ def clocks_picture() -> str:
     return picture.svg()
 
 
+def ways_table() -> str:
+    """Each way in beside the direct call, on a GPU's host."""
+    rows = [row for row in read("h200") if row.get("bench") == "ways in"]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    lines = [bars("way; µs", "it", "direct", "over it", "commit"), "|" + "---|" * 5]
+    for row in rows:
+        what = row["what"].split(" (")[0]
+        lines.append(bars(what, f"{row['us']:.1f}", f"{row['direct_us']:.1f}", f"{row['over_us']:.1f}", row["commit"]))
+    return "\n".join(lines)
+
+
 # ------------------------------------------------------------------------------------------------------- the pages
 
 TABLES = {
@@ -529,7 +540,7 @@ TABLES = {
     "docs/algorithm.md": {"clocks": clocks_table},
     "docs/serving.md": {"pages": pages_table},
     "docs/parallel.md": {"parallel": parallel_table},
-    "docs/python.md": {"overhead": overhead_table},
+    "docs/python.md": {"overhead": overhead_table, "ways in": ways_table},
     "docs/kernels/cuda-attention-decode.md": {"decode": decode_table},
     "docs/kernels/cuda-attention-small.md": {"small": small_table},
     "docs/limits.md": {

@@ -87,7 +87,7 @@ ELSEWHERE = {
 NOT = {
     r"\./dev test(?: -R attention| --long)?": "it is what runs this",
     r"\./dev bench --cpu(?: --only options| overhead| ways-in)?": "minutes of an idle machine; it judges nothing",
-    r"\./dev bench --gpu.*|python3 bench/(?:gpu_norm_linear|parallel)\.py": "wants a GPU, or several",
+    r"\./dev bench --gpu.*|python3 bench/(?:gpu_norm_linear|parallel|ways_in)\.py.*": "wants a GPU, or several",
     r"\./dev bench --plot": "writes into the tree; that all it writes is so is asked by tests/test_pages.sh",
     r"\./dev gpu-test": "wants a GPU",
     r"HEDDLE_TEST_DEVICE=cuda .*": "wants a GPU",
