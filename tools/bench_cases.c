@@ -106,8 +106,8 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
         out[n] = gpu_case(dtype, 4096, d, CAUSAL);
         out[n++].option = "accumulate";
     }
-    if (dtype == HEDDLE_F32) {
-        out[n] = gpu_case(dtype, 4096, 64, CAUSAL);
+    for (int64_t d = 64; d <= 256 && dtype == HEDDLE_F32; d *= 4) {
+        out[n] = gpu_case(dtype, 4096, d, CAUSAL);
         out[n++].option = "alibi";
     }
     out[n] = (bench_case)SELF(dtype, 1, 16, 512, 128, CAUSAL);

@@ -260,7 +260,11 @@ static void float32_on_hopper(void) {
     a = attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 128, 0);
     a.features = HEDDLE_TF32;
     MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "sm80"));
-    MUST(strstr(kernel_of(attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 130, 0), HEDDLE_FORWARD), "sm80"));
+    MUST(strstr(kernel_of(attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 130, 0), HEDDLE_FORWARD),
+                "f32_d256_lean_sm90"));
+    MUST(strstr(kernel_of(attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 40, 256), HEDDLE_BACKWARD),
+                "f32_d256_lean_sm90"));
+    MUST(strstr(kernel_of(attention_desc(HEDDLE_F32, 2, 16, 4, 2000, 2000, 260, 0), HEDDLE_FORWARD), "sm80"));
     MUST(strstr(kernel_of(attention_desc(HEDDLE_F32, 2, 16, 4, 4, 20000, 128, 0), HEDDLE_FORWARD), "sm80"));
 }
 
