@@ -83,7 +83,7 @@ def names(code: str) -> list[str]:
     found = re.findall(r"^typedef (?:struct|enum) (\w+)", code, re.MULTILINE)
     found += re.findall(r"^HEDDLE_API [^;]*?\b(heddle_\w+)\(", code, re.MULTILINE)
     constants = re.findall(r"^#define (HEDDLE_\w+)", code, re.MULTILINE)
-    return found or [f"{constants[0]} to {constants[-1]}"]
+    return found or [" to ".join(dict.fromkeys((constants[0], constants[-1])))]
 
 
 def api_page() -> str:
