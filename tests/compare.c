@@ -155,6 +155,11 @@ static double unit_roundoff(int element) {
                                                                 : 0x1p-24;
 }
 
+/* The smallest number of a type that is not 0; bfloat16 and float64 are computed in float32. */
+static double least(int element) {
+    return element == HEDDLE_F16 ? 0x1p-24 : 0x1p-149;
+}
+
 bool compare_tensor(const char *name, int precision, const tensor *x, const tensor *ref, const tensor *plain,
                     double natural, double noise, double condition) {
     if (!x->host)
@@ -170,7 +175,7 @@ bool compare_tensor(const char *name, int precision, const tensor *x, const tens
     /* A few roundings, of a result and of the float32 lse that P is made from, are never held against x. */
     double u = unit_roundoff(x->element), scale = fmax(e.ref, natural);
     double floor = fmax((x->element == HEDDLE_F32 ? 16 : 2) * u * e.ref, 4 * 0x1p-24 * scale);
-    floor = fmax(floor, noise) + (x->element == HEDDLE_F16 ? 0x1p-24 : 0);
+    floor = fmax(floor, noise) + least(x->element);
     /* In float32, sums of 16-bit numbers are often exact by luck of the format. */
     if (precision != PRECISION_TF32)
         count_ratio(name, (heddle_dtype)precision, e.x, e.plain, (x->element != precision ? 4 : 0.5) * u * e.ref);
@@ -188,8 +193,7 @@ bool compare_tensor(const char *name, int precision, const tensor *x, const tens
         tolerance = fmin(tolerance, 32 * 0x1p-24 * scale);
     /* No bound may be so wide that zeros pass; who is right to a quarter is no such case. Nor is what terms that are rounded to the type,
      * or the type itself, cannot tell from 0. */
-    const double shows =
-        fmax(fmax(0x1p-10, 4 * unit_roundoff(precision)) * natural, x->element == HEDDLE_F16 ? 0x1p-22 : 0);
+    const double shows = fmax(fmax(0x1p-10, 4 * unit_roundoff(precision)) * natural, 4 * least(x->element));
     bool vacuous =
         e.ref > fmax(shows, 4 * noise) && tolerance >= 0.5 * e.ref && isfinite(condition) && e.x > 0.25 * e.ref;
     count_worst(name, precision, e.x > 0 && tolerance > 0 ? e.x / tolerance : 0);
