@@ -66,6 +66,17 @@ template <typename S> INLINE void add_weights(S *k, const float (*s)[4]) {
     }
 }
 
+/* S -> P of a tile without options, and in dq what its rows sum to. */
+template <int WALK, typename S>
+INLINE void weigh_tile(float factor, S *k, int i0, bool cut, const float *numbers, float (*s)[4]) {
+    if (cut)
+        make_weights<WALK, true>(factor, *k, i0, numbers, s);
+    else
+        make_weights<WALK, false>(factor, *k, i0, numbers, s);
+    if (WALK == WALK_QUERIES)
+        add_weights(k, s);
+}
+
 /* dP, times `factor`, and P -> dS. */
 template <int WALK, bool CUT, typename S>
 INLINE void make_gradients(float factor, const S &k, const float *numbers, const float (*s)[4], float (*dp)[4]) {
@@ -185,14 +196,8 @@ INLINE void add_tile(const attention_params &p, const place &of, int64_t x, stat
                 factor2 = k->factor * power(-exponent[1]);
     wgmma_wait<1>();
     pin_all<8>(s);
-    if (!FULL) {
-        if (cut)
-            make_weights<WALK, true>(factor, *k, i0, numbers, s);
-        else
-            make_weights<WALK, false>(factor, *k, i0, numbers, s);
-        if (WALK == WALK_QUERIES)
-            add_weights(k, s);
-    }
+    if (!FULL)
+        weigh_tile<WALK>(factor, k, i0, cut, numbers, s);
     wgmma_wait<0>();
     pin_all<8>(dp);
     if (D > 64)

@@ -99,14 +99,8 @@ INLINE void add_wide_tile(const attention_params &p, const place &of, int64_t x,
     } else {
         multiply_tile(*k, 1, t, dp, rest);
     }
-    if (!FULL) {
-        if (cut)
-            make_weights<WALK, true>(factor, *k, i0, numbers, s);
-        else
-            make_weights<WALK, false>(factor, *k, i0, numbers, s);
-        if (WALK == WALK_QUERIES)
-            add_weights(k, s);
-    }
+    if (!FULL)
+        weigh_tile<WALK>(factor, k, i0, cut, numbers, s);
     if (WALK == WALK_KEYS) {
         wgmma_wait<0>();
         join(dp, rest);
