@@ -2,18 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole training steps on a GPU: models of heddle.nn's blocks beside PyTorch's own operations, the same parameters.
 
-    PYTHONPATH=build/python python3 bench/gpu_step.py [--filter TEXT] [--layers N] [--rounds N] [--no-compile] [--kernels N]
-                                                      [--json FILE]
+    ./dev bench --gpu step [--filter TEXT] [--layers N] [--rounds N] [--no-compile] [--kernels N] [--json FILE]
 
 A step: embedding, blocks, norm and head, cross entropy, backward, AdamW (fused), in bfloat16, back to back, as in training.
 Four ways take turns: PyTorch's functions (layer_norm or rms_norm, linear, scaled_dot_product_attention) and heddle.nn's
 blocks, each as it is (eager) and through torch.compile. A row has milliseconds a step and PyTorch's over heddle's.
 --kernels: of a step of each eager way the kernels that take longest, with their milliseconds.
+--device cpu: the same steps by the clock on the wall, where there is no GPU; a step takes minutes there.
 """
 import argparse
 import copy
 import json
 import statistics
+import sys
+import time
 
 import torch
 import torch.nn.functional as F
@@ -113,6 +115,12 @@ class Step:
         self.losses.append(loss.detach())
 
     def timed(self, steps):
+        if self.tokens.device.type == "cpu":
+            start = time.perf_counter()
+            for _ in range(steps):
+                self()
+            self.times.append((time.perf_counter() - start) / steps * 1e3)
+            return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(steps):
@@ -139,8 +147,8 @@ def measure(name, a):
     kind, dim, heads, kv_heads, layers, b, s = MODELS[name]
     layers = min(layers, a.layers or layers)
     torch.manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (b, s + 1), device="cuda")
-    ours = Model(kind, dim, heads, kv_heads, layers).to("cuda", torch.bfloat16)
+    tokens = torch.randint(VOCABULARY, (b, s + 1), device=a.device)
+    ours = Model(kind, dim, heads, kv_heads, layers).to(a.device, torch.bfloat16)
     theirs = copy.deepcopy(ours)
     theirs.__class__ = Plain
     ways = {"pytorch eager": Step(theirs, tokens, False), "heddle eager": Step(ours, tokens, False)}
@@ -153,7 +161,7 @@ def measure(name, a):
     for _ in range(a.rounds):
         for step in ways.values():
             step.timed(4)
-    row = {"case": f"{name} layers {layers} b{b}", "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    row = {"case": f"{name} layers {layers} b{b}", "torch": torch.__version__, "gpu": torch.cuda.get_device_name() if a.device == "cuda" else "none"}
     row["ms"] = {way: statistics.median(step.times) for way, step in ways.items()}
     row["losses"] = {way: [step.losses[0].item(), step.losses[-1].item()] for way, step in ways.items()}
     row["over"] = {mode: row["ms"][f"pytorch {mode}"] / row["ms"][f"heddle {mode}"]
@@ -167,19 +175,27 @@ def measure(name, a):
     return row
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--filter", action="append", default=[], help="only models whose name holds one of these")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layers", type=int, help="at most so many")
     parser.add_argument("--rounds", type=int, default=7, help="of four steps each, the ways in turn")
     parser.add_argument("--no-compile", action="store_true", help="the eager ways alone")
     parser.add_argument("--kernels", type=int, default=0, help="how many kernels to tell of")
     parser.add_argument("--json", help="append the results to this file, a line each")
-    a = parser.parse_args()
+    a = parser.parse_args(arguments)
+    names = [name for name in MODELS if not a.filter or any(x in name for x in a.filter)]
+    if not names:
+        parser.error(f"--filter: no model's name holds {' or '.join(a.filter)}; there are {', '.join(MODELS)}")
+    if a.rounds < 1 or (a.layers is not None and a.layers < 1):
+        parser.error("--rounds and --layers are 1 or more")
+    if a.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"gpu_step.py: torch {torch.__version__} sees no GPU; --device cpu measures without one")
+    if a.device == "cpu" and a.kernels:
+        parser.error("--kernels: those of a GPU")
     print(heddle.info())
-    for name in MODELS:
-        if a.filter and not any(x in name for x in a.filter):
-            continue
+    for name in names:
         row = measure(name, a)
         torch._dynamo.reset()
         torch.cuda.empty_cache()

@@ -98,7 +98,7 @@ sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanit
 if [ -n "$sanitizer" ] && [ -x "$programs/test_sanitize" ]; then
     for tool in memcheck racecheck initcheck synccheck; do
         for family in $families; do
-            start "$tool, $family" "$seconds" env HEDDLE_CUDA_FAMILY=$family "$sanitizer" --tool "$tool" --error-exitcode 9 \
+            start "$tool, $family" "$seconds" env HEDDLE_CUDA_FAMILY="$family" "$sanitizer" --tool "$tool" --error-exitcode 9 \
                 "$programs/test_sanitize"
         done
     done
