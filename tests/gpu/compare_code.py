@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the machine code of every kernel what it was? compare_code.py [--all] OLD NEW: two builds with CUDA, or their
-folders of *.fatbin (build/cuda), which lie beside what ptxas reported (*.ptxas); or two libraries, without that.
+"""Is the machine code of every kernel what it was? compare_code.py [--all] OLD NEW [MODULE...]: two builds with CUDA, or
+their folders of *.fatbin (build/cuda), which lie beside what ptxas reported (*.ptxas); or two libraries, without that.
+With modules' names those alone. `./dev code COMMIT` makes the two.
 
 Prints a table of the kernels whose code differs or that are in one build alone, with --all of every kernel: registers,
 bytes of spills and instructions before and after. A line of sums ends it, and the exit status is 1 when a kernel
@@ -104,9 +105,12 @@ def reports(folder: pathlib.Path) -> dict[Name, tuple[int, int]]:
     return found
 
 
-def kernels_of(build: pathlib.Path) -> dict[Name, Kernel]:
+def kernels_of(build: pathlib.Path, modules: list[str]) -> dict[Name, Kernel]:
+    """A module that one of two builds lacks has kernels that are new or gone, all of them: that is no error."""
     folder = build / "cuda" if (build / "cuda").is_dir() else build
     files = sorted(folder.glob("*.fatbin")) if folder.is_dir() else [build]
+    if modules:
+        files = [file for file in files if file.stem in modules]
     told = reports(folder)
     found = {
         (name, arch): Kernel(text, *told.get((name, arch), (None, None)))
@@ -114,7 +118,7 @@ def kernels_of(build: pathlib.Path) -> dict[Name, Kernel]:
         for arch, cubin in images(file.read_bytes())
         for name, text in kernels(cubin)
     }
-    if not found:
+    if not found and not modules:
         sys.exit(f"compare_code.py: {build} has no kernels")
     return found
 
@@ -124,8 +128,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="also the kernels that are equal")
     parser.add_argument("old", type=pathlib.Path)
     parser.add_argument("new", type=pathlib.Path)
+    parser.add_argument("modules", nargs="*", metavar="module", help="of src/cuda/modules.def; default: all")
     options = parser.parse_args(arguments)
-    old, new = kernels_of(options.old), kernels_of(options.new)
+    old, new = (kernels_of(build, options.modules) for build in (options.old, options.new))
+    if not old and not new:
+        sys.exit(f"compare_code.py: neither build has a kernel of {' or '.join(options.modules)}")
     width = max(len(name) for name, _ in old | new)
     names, nothing = "  regs spills instrs", " ".join(["     -"] * 3)
     print(f"{'':{width}} |       | {'before':20} | after")

@@ -80,6 +80,7 @@ ELSEWHERE = {
     r"conan create \.": ("dev", r'conan" create \.'),
     r"cmake -S \. -B build/windows .*": ("dev", r"toolchain cmake/x86_64-w64-mingw32\.cmake"),
     r"cmake -S \. -B build/macos .*": ("dev", r"toolchain cmake/arm64-macos\.cmake"),
+    r"\./dev code (?:HEAD.*|COMMIT)": ("tests/python/test_code.py", r'code\(tree, "HEAD"'),
     r"tests/gpu/compare_code\.py before build": ("tests/python/test_compare_code.py", r"compare_code"),
 }
 
@@ -96,7 +97,7 @@ NOT = {
     r"\./dev sanitize(?: thread)?": "the same; the quick tests have sanitizers in ./dev test",
     r"\./dev fuzz 3600 npy": "takes an hour",
     r"\./dev report \[bench options\]": "what stands for options; ./dev report itself is run",
-    r"git (?:show HASH|worktree add)": "git's own",
+    r"git show HASH": "git's own",
     r"perf record.*|cuobjdump -sass": "somebody else's program, on a machine that is at rest",
 }
 

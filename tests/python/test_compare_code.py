@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import importlib.util
-import struct
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-NOP = bytes.fromhex("18790000000000000000000000c00f00")
+from fake_cuda import NOP, build
 
 
 @pytest.fixture(scope="module")
@@ -23,39 +21,17 @@ def tool() -> ModuleType:
     return module
 
 
-def cubin(kernels: dict[str, bytes]) -> bytes:
-    """An ELF file that has a section for each kernel, and one for their names."""
-    texts = list(kernels.values())
-    names = b"\0" + b"".join(b".text." + name.encode() + b"\0" for name in kernels)
-    header, at, body, sections, place = 64, 64, b"", [struct.pack("<IIQQQQ24x", *[0] * 6)], 1
-    for name, text in zip(kernels, texts, strict=True):
-        sections.append(struct.pack("<IIQQQQ24x", place, 1, 0, 0, at, len(text)))
-        place += len(name) + 7
-        body += text
-        at += len(text)
-    sections.append(struct.pack("<IIQQQQ24x", 0, 3, 0, 0, at, len(names)))
-    body += names
-    start = bytearray(header)
-    start[:4] = b"\x7fELF"
-    struct.pack_into("<Q10xHHH", start, 40, header + len(body), 64, len(sections), len(sections) - 1)
-    return bytes(start) + body + b"".join(sections)
-
-
-def build(folder: Path, kernels: dict[str, bytes], registers: int) -> Path:
-    payload = cubin(kernels)
-    entry = struct.pack("<HHIQ", 2, 0, 64, len(payload)) + struct.pack("<I8xI", 0, 90) + bytes(32)
-    (folder / "cuda").mkdir(parents=True)
-    (folder / "cuda/all.fatbin").write_bytes(
-        struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entry) + len(payload)) + entry + payload
-    )
-    report = "".join(
-        f"ptxas info    : Compiling entry function '{name}' for 'sm_90a'\n"
-        "    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
-        f"ptxas info    : Used {registers} registers, used 1 barriers\n"
-        for name in kernels
-    )
-    (folder / "cuda/all.ptxas").write_text(report)
-    return folder
+def test_named_modules(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those alone; one that a build lacks has kernels that are new."""
+    old, new = (build(tmp_path / name, {"a": bytes([1]) * 16}, 40) for name in ("old", "new"))
+    image = build(tmp_path / "more", {"b": bytes([2]) * 16}, 40) / "cuda/all.fatbin"
+    image.rename(new / "cuda/more.fatbin")
+    assert tool.main([str(old), str(new), "more"]) == 0
+    assert "1 kernels: 0 equal, 0 different, 1 new, 0 gone" in capsys.readouterr().out
+    assert tool.main([str(old), str(new), "all"]) == 0
+    assert "1 kernels: 1 equal, 0 different, 0 new, 0 gone" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="neither build has a kernel of none or other"):
+        tool.main([str(old), str(new), "none", "other"])
 
 
 def test_every_kernel_is_compared(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
