@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,23 @@ def check_derivatives(run, given):
     assert torch.allclose(rows, torch.autograd.grad(run(*given).sum(), given[0])[0])
 
 
+def check_both_passes(ours, plain, leaves):
+    """y of ours and every gradient are as good as plain's; returns y, a random gradient of it, and those of leaves."""
+    y = ours(**leaves)
+    dy = torch.randn_like(y)
+    grads = torch.autograd.grad(y, list(leaves.values()), dy)
+    exacts = {name: exact(t) for name, t in leaves.items()}
+    truth, eager = plain(**exacts), plain(**leaves)
+    truth_grads = torch.autograd.grad(truth, list(exacts.values()), exact(dy))
+    eager_grads = torch.autograd.grad(eager, list(leaves.values()), dy)
+    assert y.dtype == dy.dtype == leaves["x"].dtype and y.is_contiguous()
+    assert_close("y", y, truth, eager)
+    for name, a, b, c in zip(leaves, grads, truth_grads, eager_grads, strict=True):
+        assert a.dtype == y.dtype
+        assert_close("d" + name, a, b, c)
+    return y, dy, grads
+
+
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -34,19 +53,11 @@ def test_both_passes(shape, given, norm, dtype, device):
     for name in given.split():
         size = 17 if name == "bias" else 33
         leaves[name] = (torch.randn(size, device=device) + 0.5).to(dtype).requires_grad_()
-    y = heddle.norm_linear(**leaves, norm=norm, eps=1e-3)
-    dy = torch.randn_like(y)
-    grads = torch.autograd.grad(y, list(leaves.values()), dy)
-    truth_leaves = {name: exact(t) for name, t in leaves.items()}
-    truth = plain_norm_linear(**truth_leaves, norm=norm, eps=1e-3)
-    truth_grads = torch.autograd.grad(truth, list(truth_leaves.values()), exact(dy))
-    plain = plain_norm_linear(**leaves, norm=norm, eps=1e-3)
-    plain_grads = torch.autograd.grad(plain, list(leaves.values()), dy)
-    assert y.dtype == dtype and y.is_contiguous()
-    assert_close("y", y, truth, plain)
-    for name, a, b, c in zip(leaves, grads, truth_grads, plain_grads, strict=True):
-        assert a.dtype == dtype
-        assert_close("d" + name, a, b, c)
+    check_both_passes(
+        functools.partial(heddle.norm_linear, norm=norm, eps=1e-3),
+        functools.partial(plain_norm_linear, norm=norm, eps=1e-3),
+        leaves,
+    )
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -126,16 +137,8 @@ def test_no_norm(shape, with_bias, dtype, device):
     if with_bias:
         leaves["bias"] = torch.randn(17, device=device).to(dtype)
     leaves = {name: t.requires_grad_() for name, t in leaves.items()}
-    y = heddle.norm_linear(**leaves, norm="none")
-    dy = torch.randn_like(y)
-    grads = torch.autograd.grad(y, list(leaves.values()), dy)
-    exacts = {name: exact(t) for name, t in leaves.items()}
-    truth, plain = F.linear(*exacts.values()), F.linear(*leaves.values())
-    truth_grads = torch.autograd.grad(truth, list(exacts.values()), exact(dy))
-    plain_grads = torch.autograd.grad(plain, list(leaves.values()), dy)
-    assert_close("y", y, truth, plain)
-    for name, a, b, c in zip(leaves, grads, truth_grads, plain_grads, strict=True):
-        assert_close("d" + name, a, b, c)
+    plain = functools.partial(plain_norm_linear, norm="none")
+    check_both_passes(functools.partial(heddle.norm_linear, norm="none"), plain, leaves)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -197,19 +200,10 @@ def test_activations(shape, activation, dtype, device):
         "beta": torch.randn(k, device=device).to(dtype),
     }
     leaves = {name: t.requires_grad_() for name, t in leaves.items()}
-    y = heddle.norm_linear(**leaves, activation=activation)
-    dy = torch.randn_like(y)
-    grads = torch.autograd.grad(y, list(leaves.values()), dy)
-    truth_leaves = {name: exact(t) for name, t in leaves.items()}
-    truth = act(plain_norm_linear(**truth_leaves))
-    truth_grads = torch.autograd.grad(truth, list(truth_leaves.values()), exact(dy))
-    plain = act(plain_norm_linear(**leaves))
-    plain_grads = torch.autograd.grad(plain, list(leaves.values()), dy)
-    assert_close("y", y, truth, plain)
-    for name, a, b, c in zip(leaves, grads, truth_grads, plain_grads, strict=True):
-        assert_close("d" + name, a, b, c)
+    ours = functools.partial(heddle.norm_linear, activation=activation)
+    y, *_ = check_both_passes(ours, lambda **given: act(plain_norm_linear(**given)), leaves)
     with torch.no_grad():
-        assert torch.equal(heddle.norm_linear(**leaves, activation=activation), y)
+        assert torch.equal(ours(**leaves), y)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -241,16 +235,9 @@ def test_residuals(shape, norm, activation, dtype, device):
     def plain(residual, **given):
         return act(plain_norm_linear(**given, norm=norm)) + residual
 
-    y = heddle.norm_linear(**leaves, norm=norm, activation=activation)
-    dy = torch.randn_like(y)
-    grads = torch.autograd.grad(y, list(leaves.values()), dy)
-    exacts = {name: exact(t) for name, t in leaves.items()}
-    truth, eager = plain(**exacts), plain(**leaves)
-    truth_grads = torch.autograd.grad(truth, list(exacts.values()), exact(dy))
-    eager_grads = torch.autograd.grad(eager, list(leaves.values()), dy)
-    assert_close("y", y, truth, eager)
-    for name, a, b, c in zip(leaves, grads, truth_grads, eager_grads, strict=True):
-        assert_close("d" + name, a, b, c)
+    y, dy, grads = check_both_passes(
+        functools.partial(heddle.norm_linear, norm=norm, activation=activation), plain, leaves
+    )
     assert torch.equal(grads[-1], dy)
     frozen = {name: t.detach() for name, t in leaves.items()} | {"residual": leaves["residual"]}
     alone = heddle.norm_linear(**frozen, norm=norm, activation=activation)

@@ -1,0 +1,145 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Norm-linear against the reference where a GPU takes tiles and single launches: sizes that end anywhere in them. */
+#include "norm_linear_cases.h"
+
+#include <string.h>
+
+/* On a Hopper GPU, unless the problem is small, 16-bit tensors whose rows begin at multiples of 16 bytes go to its own kernels. */
+static void expect_family(const norm_linear_case *c, bool aligned) {
+    char device[160] = "", name[128] = "";
+    const char *wanted = getenv("HEDDLE_CUDA_FAMILY");
+    if (test_device() != HEDDLE_CUDA)
+        return;
+    heddle_device_describe(HEDDLE_CUDA, device, sizeof device);
+    const bool hopper = strstr(device, "sm_90") && !(wanted && strcmp(wanted, "sm80") == 0);
+    for (int pass = HEDDLE_FORWARD; pass <= HEDDLE_BACKWARD; pass++) {
+        assert_int_equal(heddle_norm_linear_kernel(&c->a, (heddle_pass)pass, name, sizeof name), HEDDLE_OK);
+        if ((strstr(name, "_small") || strstr(name, "_few_")) && !tensor_cores_alone())
+            continue;
+        assert_non_null(strstr(name, hopper && aligned && c->a.dtype != HEDDLE_F32 ? "_sm90" : "_sm80"));
+    }
+}
+
+/* Several tiles of 128 rows and 256 or 128 columns, that end anywhere; seeds that three divides move the tensors off their
+ * alignment. */
+static void test_tiles(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{300, 136, 264}, {257, 200, 136}, {129, 392, 520}, {1, 8, 8}};
+    for (size_t x = 0; x < COUNT(sizes) && !test_emulated(); x++)
+        for (int norm = 0; norm < 2; norm++)
+            for (size_t y = 1; y < TEST_DTYPES; y++) {
+                norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
+                c.a.norm = (heddle_norm)norm;
+                c.a.dtype = test_dtypes[y];
+                /* The tiles are a GPU's; elsewhere once is enough. */
+                const uint64_t end = test_device() == HEDDLE_CUDA || test_long() ? 10 : 8;
+                for (c.seed = 7; c.seed < end; c.seed++) {
+                    expect_family(&c, true);
+                    check_norm_linear(&c);
+                }
+            }
+}
+
+/* Columns for which the plan takes tiles of 96, 128, 160, 192 and 256 of them, where there are 2040 rows: of fwd, dx and dw in turn. */
+static void test_widths_of_tiles(void **state) {
+    (void)state;
+    static const int64_t cols[] = {744, 1000, 1272, 1480, 1992};
+    for (size_t x = 0; x < 2 * 3 * COUNT(cols) && test_device() == HEDDLE_CUDA; x++) {
+        const int64_t c = cols[x % COUNT(cols)], depth = x % 2 ? 24 : 8;
+        const size_t product = x / COUNT(cols) % 3;
+        norm_linear_case p = product == 0   ? make_case(2040, depth, c)
+                             : product == 1 ? make_case(2040, c, depth)
+                                            : make_case(depth, c, 2040);
+        p.a.dtype = test_dtypes[1 + x / (3 * COUNT(cols))];
+        p.seed = 3 * x + 1;
+        check_norm_linear(&p);
+    }
+}
+
+/* bfloat16 with more rows than columns: Hopper's product forms the rows' moments from x as it multiplies
+ * it. Means of up to a hundred deviations, features that are a thousand times the others, and rows that do not fill a tile. */
+static void test_gathered_moments(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{300, 64, 136}, {257, 192, 40}, {129, 1024, 72}, {700, 128, 8}};
+    static const double means[] = {0, 100, 30}, spreads[] = {0, 1000};
+    for (size_t x = 0; x < 2 * 3 * 2 * COUNT(sizes) && (test_device() == HEDDLE_CUDA || x < 1); x++) {
+        const int64_t *s = sizes[x % COUNT(sizes)];
+        const size_t y = x / COUNT(sizes);
+        norm_linear_case c = make_case(s[0], s[1], s[2]);
+        c.a.dtype = HEDDLE_BF16;
+        c.a.norm = (heddle_norm)(y % 2);
+        c.mean = means[y / 2 % 3];
+        c.scale_spread = spreads[y / 6];
+        c.skip = y == 1 ? UINT32_C(1) << N_GAMMA : y == 2 ? UINT32_C(1) << N_MEAN | UINT32_C(1) << N_RSTD : 0;
+        c.seed = 3 * x + 1;
+        expect_family(&c, true);
+        check_norm_linear(&c);
+    }
+}
+
+/* The one launch of a few rows: one block's and two blocks', more terms than its warps load at once, ends of every kind. */
+static void test_one_launch(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{1, 264, 40},   {8, 4104, 24}, {9, 1032, 100},
+                                       {16, 72, 2200}, {17, 520, 64}, {32, 2056, 33}};
+    for (size_t x = 0; x < 12 * COUNT(sizes) && (test_device() == HEDDLE_CUDA || x < 1); x++) {
+        const int64_t *s = sizes[x % COUNT(sizes)];
+        const size_t y = x / COUNT(sizes);
+        norm_linear_case c = make_case(s[0], s[1], s[2]);
+        c.a.dtype = test_dtypes[1 + y % 2];
+        c.a.norm = (heddle_norm)(y / 2 % 2);
+        c.mean = y % 3 ? 0 : 100;
+        c.skip = y == 1 ? UINT32_C(1) << N_GAMMA : y == 2 ? UINT32_C(1) << N_MEAN | UINT32_C(1) << N_RSTD : 0;
+        if (y > 7) {
+            c.a.features = HEDDLE_ACTIVATION;
+            c.a.activation = (heddle_activation)(HEDDLE_GELU + y % 3);
+        }
+        c.seed = 3 * x + 1;
+        check_norm_linear(&c);
+    }
+}
+
+/* A block has tile after tile, each with a short sum: one half of it may be a tile ahead of the other. */
+static void test_many_short_tiles(void **state) {
+    (void)state;
+    norm_linear_case c = make_case(8, 2304, test_emulated() ? 96 : 2304);
+    c.a.dtype = HEDDLE_BF16;
+    c.seed = 1;
+    expect_family(&c, true);
+    check_norm_linear(&c);
+}
+
+/* Odd numbers of columns in aligned rows; every subset of the results. */
+static void test_tiles_with_odd_columns(void **state) {
+    (void)state;
+    static const int results[] = {N_GAMMA, N_BETA, N_DX, N_DGAMMA, N_DBETA, N_DW, N_DC};
+    for (unsigned bits = 0; bits < 1u << COUNT(results); bits += test_emulated() ? 9 : 1) {
+        norm_linear_case c = make_case(140, 67, 139);
+        for (size_t x = 0; x < COUNT(results); x++)
+            c.skip |= (bits >> x & 1) << results[x];
+        c.a.x_stride = c.a.w_stride = 72;
+        c.a.dx_stride = c.a.dw_stride = 80;
+        c.a.y_stride = c.a.dy_stride = 144;
+        c.a.norm = (heddle_norm)(bits / 2 % 4 % 3);
+        c.a.dtype = bits % 2 ? HEDDLE_BF16 : HEDDLE_F16;
+        c.seed = 3 * bits + 1;
+        expect_family(&c, true);
+        check_norm_linear(&c);
+    }
+    norm_linear_case c = make_case(140, 67, 139);
+    c.a.dtype = HEDDLE_BF16;
+    expect_family(&c, false);
+}
+
+int main(void) {
+    test_begin();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_tiles),
+        cmocka_unit_test(test_tiles_with_odd_columns),
+        cmocka_unit_test(test_gathered_moments),
+        cmocka_unit_test(test_one_launch),
+        cmocka_unit_test(test_many_short_tiles),
+        cmocka_unit_test(test_widths_of_tiles),
+    };
+    return test_end(cmocka_run_group_tests(tests, NULL, NULL));
+}
