@@ -42,7 +42,9 @@ if [ -n "$native" ]; then
     [[ $(basename "$native") =~ ^heddle-$version-cp310-abi3-(manylinux_2_28|linux)_$(uname -m).whl$ ]] || wrong "no wheel of $version, or several"
     newest=$(newest_glibc "$native")
     [ "$(printf '%s\n' "$newest" GLIBC_2.28 | sort -V | tail -n 1)" = GLIBC_2.28 ] || wrong "the wheel asks for $newest"
-    if ! { python3 -m venv --system-site-packages venv && venv/bin/pip install -q --no-deps "$native"; }; then
+    # NumPy of the system where it has one: there may be no network.
+    if ! { python3 -m venv --system-site-packages venv && venv/bin/pip install -q --no-deps "$native" &&
+        { venv/bin/python -c 'import numpy' 2>/dev/null || venv/bin/pip install -q numpy; }; }; then
         wrong "the wheel cannot be installed"
     fi
     venv/bin/python - "$version" "$kernels" <<'PYTHON' || wrong "the wheel does not work"
