@@ -89,6 +89,7 @@ refuses "nonsense" bench --html page --peers nonsense
 works bench --op attention --dtype f32 --filter "s64 " --seconds 0 --json --seed 3 --html page.html
 [ "$(grep -c '"error": [0-9]' out)" = 2 ] || wrong "heddle bench tells no errors of two passes"
 grep -q '"name": "attention b1 h1 s64 d64"' page.html || wrong "the page has no rows"
+[ "$(grep -o '"[a-z0-9]*, [0-9]* threads\?"' page.html | wc -l)" = 1 ] || wrong "the page does not tell the instruction set once"
 ! grep -q 'src=\|href=\|/\*ROWS\*/' page.html || wrong "the page asks for other files, or has places left empty"
 works bench --op norm-linear --dtype f32 --filter "[1," --seconds 0 --no-error
 grep -q 'norm-linear \[1,768\] -> 3072 .* backward ' out || wrong "heddle bench --no-error prints no row"

@@ -91,11 +91,13 @@ static void put_machine(FILE *to, const bench_machine *m) {
     put_string(to, heddle_version_string());
     fputs(", \"device\": ", to);
     put_string(to, device_name(m->device));
-    fputs(", \"what it is\": ", to);
-    put_string(to, m->text);
+    snprintf(number, sizeof number, "%s, %d thread%s", m->isa, m->threads, m->threads == 1 ? "" : "s");
+    if (strcmp(m->text, number) != 0) { /* a CPU is told of by these alone */
+        fputs(", \"what it is\": ", to);
+        put_string(to, m->text);
+    }
     fputs(", \"processor\": ", to);
     put_string(to, m->cpu);
-    snprintf(number, sizeof number, "%s, %d thread%s", m->isa, m->threads, m->threads == 1 ? "" : "s");
     fputs(", \"instruction set\": ", to);
     put_string(to, number);
     if (m->copy > 0) {
