@@ -76,6 +76,7 @@ NAV = {
         "Design": "docs/design.md",
         "Working on it": "CONTRIBUTING.md",
         "Adding": "docs/adding.md",
+        "Kernels without a GPU": "docs/emulator.md",
         "Measuring": "docs/measuring.md",
         "News": "NEWS.md",
         "Security": "SECURITY.md",

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  * A libcuda.so.1 without a GPU: devices, failures and limits as the environment has them, and a record of what was launched. It
- * lets the host side of the CUDA backend be tested anywhere (test_driver.c); it computes nothing.
+ * lets the host side of the CUDA backend be tested anywhere (test_driver.c). It computes nothing, unless it is linked with tests/emulator:
+ * then kernels run, and memory is filled and copied.
  *
  * FAKE_VERSION=13000 FAKE_DEVICES=1 FAKE_CC=90 FAKE_SHARED=232448 FAKE_MULTIPROCESSORS=132 FAKE_CONTEXT=1 (0: none is current)
  * FAKE_OWNER=n (the device of all memory, whatever its address) FAKE_FAIL=cuLaunchKernelEx:700 (that call returns this). Addresses
  * from 2^36·(n + 1) on are memory of device n; all others are the host's. Stream 0x1000 belongs to the current context, 0x2000 to
  * another one, all others are none. Memory that it gives out is the host's, at such addresses; every event is 1 ms behind the one
- * before, and modules of a user's own have kernels that do nothing. */
+ * before, and modules of a user's own have kernels that do nothing. A block of memory ends with a page, and none lies behind it. */
 #define _GNU_SOURCE
 #include "fake_driver.h"
 #include "cuda/host/driver.h"
@@ -19,11 +20,13 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define MAX_KERNELS 1024
+#define LAUNCH_FAILED 719
 
 struct cu_kernel_ {
     char name[96];
     int limit; /* of dynamic shared memory */
     int launches;
+    const void *found; /* by the emulator */
 };
 static struct cu_kernel_ kernels[MAX_KERNELS];
 static int depth; /* of contexts pushed */
@@ -152,14 +155,17 @@ cu_result cuLibraryLoadData(cu_library *library, const void *code, void *jit, vo
 }
 cu_result cuLibraryGetKernel(cu_kernel *kernel, cu_library library, const char *name) {
     FAIL_IF_TOLD;
-    (void)library;
+    const void *found = emulator_find ? emulator_find(library, name) : NULL;
     int x = 0;
+    if (emulator_find && !found)
+        return CU_ERROR_NOT_FOUND;
     pthread_mutex_lock(&lock);
     while (x < MAX_KERNELS && kernels[x].name[0] && strcmp(kernels[x].name, name))
         x++;
     if (x < MAX_KERNELS && !kernels[x].name[0]) {
         snprintf(kernels[x].name, sizeof kernels[x].name, "%s", name);
         kernels[x].limit = 48 * 1024;
+        kernels[x].found = found;
     }
     pthread_mutex_unlock(&lock);
     *kernel = x < MAX_KERNELS ? &kernels[x] : NULL;
@@ -179,7 +185,7 @@ cu_result cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *base,
                                  const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
                                  int swizzle, int promotion, int fill) {
     FAIL_IF_TOLD;
-    (void)type, (void)interleave, (void)swizzle, (void)promotion, (void)fill;
+    (void)interleave, (void)promotion, (void)fill;
     if ((uintptr_t)map % 64 || (uintptr_t)base % 16 || rank < 1 || rank > 5)
         return 1;
     /* The driver's own rules. */
@@ -188,11 +194,17 @@ cu_result cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *base,
             (x + 1 < rank && (strides[x] % 16 || strides[x] >= UINT64_C(1) << 40)))
             return 1;
     memset(map, 0, 128);
+    if (emulator_encode)
+        emulator_encode(map, type, rank, base, extents, strides, box, swizzle);
     return CU_SUCCESS;
 }
 cu_result cuTensorMapReplaceAddress(void *map, void *base) {
     FAIL_IF_TOLD;
-    return (uintptr_t)map % 64 || (uintptr_t)base % 16;
+    if ((uintptr_t)map % 64 || (uintptr_t)base % 16)
+        return 1;
+    if (emulator_move)
+        emulator_move(map, base);
+    return CU_SUCCESS;
 }
 cu_result cuLaunchKernelEx(const cu_launch *launch, cu_kernel kernel, void **parameters, void **extra) {
     FAIL_IF_TOLD;
@@ -207,8 +219,9 @@ cu_result cuLaunchKernelEx(const cu_launch *launch, cu_kernel kernel, void **par
                       launch->grid[1] == 1 && launch->grid[2] == 1 && threads > 0 && threads <= 1024 &&
                       (int)launch->shared <= kernel->limit;
     kernel->launches += fits;
+    const bool right = !fits || !emulator_run || emulator_run(kernel->found, launch, parameters[0]);
     pthread_mutex_unlock(&lock);
-    return fits ? CU_SUCCESS : 1;
+    return !fits ? 1 : right ? CU_SUCCESS : LAUNCH_FAILED;
 }
 
 EXPORT int fake_launches(const char *symbol) {
@@ -229,15 +242,13 @@ EXPORT int fake_depth(void) {
     EXPORT cu_result symbol parameters;                                                                                \
     cu_result symbol parameters
 
-static size_t page_multiple(size_t bytes) {
-    return (bytes + 64 + 4095) / 4096 * 4096;
-}
+#define PAGE ((size_t)4096)
 
-/* The size lies in a page of its own in front. */
+/* The size lies in a page of its own in front, and a page that nobody may touch behind. */
 OTHER(cuMemAlloc_v2, (cu_pointer * p, size_t bytes)) {
     FAIL_IF_TOLD;
     static uintptr_t next = (uintptr_t)1 << 36;
-    const size_t all = page_multiple(bytes) + 4096;
+    const size_t used = (bytes + 15) / 16 * 16, all = (used + PAGE - 1) / PAGE * PAGE + 2 * PAGE;
     pthread_mutex_lock(&lock);
     char *at = mmap((void *)next, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     next += all;
@@ -247,11 +258,16 @@ OTHER(cuMemAlloc_v2, (cu_pointer * p, size_t bytes)) {
     if (at == MAP_FAILED)
         return 2;
     memcpy(at, &all, sizeof all);
-    *p = (uintptr_t)at + 4096;
+    char *const begin = at + all - PAGE - used;
+    if (mprotect(at + all - PAGE, PAGE, PROT_NONE))
+        return 1;
+    if (emulator_run)
+        memset(begin, 0xff, used);
+    *p = (uintptr_t)begin;
     return CU_SUCCESS;
 }
 OTHER(cuMemFree_v2, (cu_pointer p)) {
-    char *at = (char *)(uintptr_t)p - 4096;
+    char *at = (char *)(uintptr_t)(p / PAGE * PAGE) - PAGE;
     size_t all = 0;
     memcpy(&all, at, sizeof all);
     return munmap(at, all) ? 1 : CU_SUCCESS;
@@ -263,12 +279,34 @@ OTHER(cuMemcpy, (cu_pointer to, cu_pointer from, size_t bytes)) {
 }
 OTHER(cuMemcpyDtoDAsync_v2, (cu_pointer to, cu_pointer from, size_t bytes, cu_stream stream)) {
     FAIL_IF_TOLD;
-    (void)to, (void)from, (void)bytes, (void)stream;
+    (void)stream;
+    if (emulator_run)
+        memcpy((void *)(uintptr_t)to, (const void *)(uintptr_t)from, bytes);
     return CU_SUCCESS;
 }
 OTHER(cuMemsetD32Async, (cu_pointer p, unsigned value, size_t n, cu_stream stream)) {
     FAIL_IF_TOLD;
-    (void)p, (void)value, (void)n, (void)stream;
+    (void)stream;
+    for (size_t x = 0; emulator_run && x < n; x++)
+        ((unsigned *)(uintptr_t)p)[x] = value;
+    return CU_SUCCESS;
+}
+OTHER(cuMemsetD8_v2, (cu_pointer p, unsigned char value, size_t n)) {
+    FAIL_IF_TOLD;
+    if (emulator_run)
+        memset((void *)(uintptr_t)p, value, n);
+    return CU_SUCCESS;
+}
+OTHER(cuMemHostAlloc, (void **p, size_t bytes, unsigned flags)) {
+    FAIL_IF_TOLD;
+    (void)flags;
+    *p = malloc(bytes);
+    return *p ? CU_SUCCESS : 2;
+}
+OTHER(cuMemcpyDtoHAsync_v2, (void *to, cu_pointer from, size_t bytes, cu_stream stream)) {
+    FAIL_IF_TOLD;
+    (void)stream;
+    memcpy(to, (const void *)(uintptr_t)from, bytes);
     return CU_SUCCESS;
 }
 OTHER(cuCtxSetCurrent, (cu_context context)) {
