@@ -17,6 +17,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(x, y, z) __attribute__((section("emulator_clusters")))
 #define __align__(n) __attribute__((aligned(n)))
 /* The word for memory that is neither a function's own nor declared `static`; a launch has one host thread. */
 #define __shared__ thread_local
@@ -272,6 +273,14 @@ template <typename T> static inline T __reduce_min_sync(unsigned mask, T x) {
 template <typename P> P emulator_parameter(void (*)(P));
 template <auto kernel> static void emulator_call(const void *parameters) {
     kernel(*(const decltype(emulator_parameter(kernel)) *)parameters);
+}
+
+/* Where the linker has put the kernels whose blocks run two and two. */
+extern "C" __attribute__((weak, visibility("hidden"))) const char __start_emulator_clusters[],
+    __stop_emulator_clusters[];
+template <auto kernel> static unsigned emulator_together(void) {
+    const char *at = (const char *)kernel;
+    return __start_emulator_clusters <= at && at < __stop_emulator_clusters ? 2 : 1;
 }
 
 #endif

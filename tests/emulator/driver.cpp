@@ -2,6 +2,7 @@
  * What the fake driver (tests/gpu/fake_driver.c) asks for: images that are libraries, and their kernels. An image's text is the name of its
  * module; the library lies beside this one. */
 #include "gpu/fake_driver.h"
+#include "hopper.h"
 #include "run.h"
 
 #include <dlfcn.h>
@@ -110,11 +111,11 @@ bool emulator_run(const void *kernel, const cu_launch *launch, const void *param
     return right;
 }
 
-void emulator_encode(void *map, int type, unsigned rank, void *base, const uint64_t *extents, const uint64_t *strides,
-                     const uint32_t *box, int swizzle) {
-    (void)map, (void)type, (void)rank, (void)base, (void)extents, (void)strides, (void)box, (void)swizzle;
+void emulator_encode(void *map, unsigned rank, void *base, const uint64_t *extents, const uint64_t *strides,
+                     const uint32_t *box) {
+    hopper_encode(map, rank, base, extents, strides, box);
 }
 
 void emulator_move(void *map, void *base) {
-    (void)map, (void)base;
+    hopper_move(map, base);
 }

@@ -9,6 +9,8 @@
 #define EMULATOR_LANES 32
 #define EMULATOR_BARRIERS 16
 #define EMULATOR_SHARED (228 * 1024) /* of a block, at most */
+#define EMULATOR_CLUSTER 2           /* blocks, at most */
+#define EMULATOR_BLOCK (1u << 24)    /* from the addresses of a block of the cluster to those of the next */
 #define EMULATOR_FIRST_ADDRESS 1024u /* of shared memory; on Hopper, too */
 
 struct emulator_index {
@@ -31,9 +33,23 @@ bool emulator_barrier(int barrier, int threads, bool yes, bool waits = true);
 /* What this thread looks at in a loop may be changed by others alone. */
 void emulator_give_way(void);
 
+/* This thread waits until another one says so; what is not looked at. */
+void emulator_sleep(const void *what);
+void emulator_wake(const void *what);
+
+/* All threads of the cluster. */
+void emulator_cluster_arrive(void);
+void emulator_cluster_wait(void);
+
+/* Which fiber runs, of all of the cluster's; and something that EMULATOR_SEED decides. */
+unsigned emulator_fiber(void);
+unsigned emulator_random(void);
+
 /* Where such an address of shared memory lies, for so many bytes: nobody's, or one that is not aligned, ends the launch. */
 char *emulator_shared(uint32_t address, unsigned bytes);
 uint32_t emulator_address(const void *shared);
+/* The same address of another block of the cluster. */
+uint32_t emulator_address_in(uint32_t address, int block);
 
 /* A copy that nobody sees before the wait for its group: until then the place holds NaN. What is behind `bytes` of `all` becomes 0. */
 void emulator_copy(uint32_t to, const void *from, unsigned bytes, unsigned all);
@@ -50,6 +66,7 @@ void emulator_multiply(emulator_type type, float c[16][8], const uint32_t *a, co
 /* What a module has: a kernel by its symbol, and a function that calls it. */
 struct emulator_kernel {
     const char *symbol;
+    unsigned together; /* blocks of a cluster */
     void (*call)(const void *parameters);
 };
 

@@ -185,7 +185,7 @@ cu_result cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *base,
                                  const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
                                  int swizzle, int promotion, int fill) {
     FAIL_IF_TOLD;
-    (void)interleave, (void)promotion, (void)fill;
+    (void)type, (void)interleave, (void)swizzle, (void)promotion, (void)fill;
     if ((uintptr_t)map % 64 || (uintptr_t)base % 16 || rank < 1 || rank > 5)
         return 1;
     /* The driver's own rules. */
@@ -195,7 +195,7 @@ cu_result cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *base,
             return 1;
     memset(map, 0, 128);
     if (emulator_encode)
-        emulator_encode(map, type, rank, base, extents, strides, box, swizzle);
+        emulator_encode(map, rank, base, extents, strides, box);
     return CU_SUCCESS;
 }
 cu_result cuTensorMapReplaceAddress(void *map, void *base) {

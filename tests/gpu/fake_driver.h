@@ -22,8 +22,8 @@ int fake_depth(void);
 /* A kernel of an image by its symbol; NULL: the image has none of that name. */
 EMULATOR const void *emulator_find(const void *image, const char *symbol);
 EMULATOR bool emulator_run(const void *kernel, const cu_launch *launch, const void *parameters);
-EMULATOR void emulator_encode(void *map, int type, unsigned rank, void *base, const uint64_t *extents,
-                              const uint64_t *strides, const uint32_t *box, int swizzle);
+EMULATOR void emulator_encode(void *map, unsigned rank, void *base, const uint64_t *extents, const uint64_t *strides,
+                              const uint32_t *box);
 EMULATOR void emulator_move(void *map, void *base);
 
 #ifdef __cplusplus
