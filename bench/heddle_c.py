@@ -18,7 +18,7 @@ MASKS = {False: 0, True: 1, "top left": 1, "bottom right": 2}
 LAYER_NORM, RMS_NORM, NO_NORM = range(3)
 FEATURES = {name: 1 << bit for bit, name in enumerate((
     "window", "alibi", "bias", "bool_mask", "sinks", "varlen", "seqlens", "weights", "rng_state", "deterministic", "tf32",
-    "accumulate", "pages"))}
+    "accumulate", "pages", "segments"))}
 BROADCAST = -1 << 63
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
 FORWARD, BACKWARD = 0, 1
@@ -45,7 +45,12 @@ class AttentionData(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t)] + [(p, PTR) for p in (
         "q", "k", "v", "alibi_slopes", "bias", "bool_mask", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q",
         "seqlens_k", "rng_state", "o", "lse", "weights", "dout", "dlse", "dweights", "dq", "dk", "dv", "dbias",
-        "dsinks", "block_table")]
+        "dsinks", "block_table", "q_segments", "k_segments")]
+
+
+def data_size(t):
+    """A library that is older than segments takes what ends in front of them, and so does this one."""
+    return ctypes.sizeof(AttentionData) if "q_segments" in t else AttentionData.q_segments.offset
 
 
 class NormLinear(ctypes.Structure):
@@ -157,7 +162,7 @@ class Library:
             t["dweights"] = torch.randn_like(t["weights"])
         flags = {"window": window, "alibi": "alibi_slopes" in t, "bias": "bias" in t, "bool_mask": "bool_mask" in t,
                  "sinks": "sinks" in t, "seqlens": "seqlens_q" in t or "seqlens_k" in t, "weights": weights,
-                 "deterministic": deterministic, "tf32": tf32, "pages": "block_table" in t}
+                 "deterministic": deterministic, "tf32": tf32, "pages": "block_table" in t, "segments": "q_segments" in t}
         desc = Attention(size=ctypes.sizeof(Attention), dtype=DTYPES[q.dtype], device=DEVICES[q.device.type], b=b, h=h,
                          hk=k.shape[1], sq=sq, sk=sk, d=d, dv=dv, mask=MASKS[causal], scale=scale, softcap=softcap,
                          dropout=dropout, seed=1, features=sum(FEATURES[n] for n, on in flags.items() if on))
@@ -171,7 +176,7 @@ class Library:
         lying["do"] = lying.pop("dout", Strides())
         for field, stride in {**lying, **(strides or {})}.items():
             setattr(desc, field + "_stride", stride)
-        data = AttentionData(size=ctypes.sizeof(AttentionData), **{n: x.data_ptr() for n, x in t.items()})
+        data = AttentionData(size=data_size(t), **{n: x.data_ptr() for n, x in t.items()})
         return Job(self, "attention", desc, data, t, (FORWARD, BACKWARD) if dout is not None else (FORWARD,))
 
     def attention_varlen(self, q, k, v, dout, lengths, causal=False):
@@ -184,7 +189,7 @@ class Library:
         desc = Attention(size=ctypes.sizeof(Attention), dtype=DTYPES[q.dtype], device=DEVICES[q.device.type],
                          b=len(lengths), h=h, hk=k.shape[1], sq=max(lengths), sk=max(lengths), d=d, total_q=total,
                          total_k=total, mask=MASKS[causal], features=FEATURES["varlen"])
-        data = AttentionData(size=ctypes.sizeof(AttentionData), **{n: x.data_ptr() for n, x in t.items()})
+        data = AttentionData(size=data_size(t), **{n: x.data_ptr() for n, x in t.items()})
         return Job(self, "attention", desc, data, t, (FORWARD, BACKWARD))
 
     def norm_linear(self, x, gamma, beta, w, bias, dy=None, tf32=False, activation=None, norm=LAYER_NORM,

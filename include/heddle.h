@@ -161,6 +161,7 @@ typedef enum heddle_mask {
 #define HEDDLE_TF32 (UINT64_C(1) << 10)         /* float32 products may be rounded to TF32 (GPU) */
 #define HEDDLE_ACCUMULATE (UINT64_C(1) << 11)   /* results are added to what is there, in float */
 #define HEDDLE_PAGES (UINT64_C(1) << 12)        /* block_table: k and v lie in pages; forward alone */
+#define HEDDLE_SEGMENTS (UINT64_C(1) << 13)     /* q_segments and k_segments: a query sees keys of its own segment */
 
 /* One attention problem.
  *
@@ -195,6 +196,12 @@ typedef enum heddle_mask {
  * or not below `pages`, hides the keys that it stands for, as a mask does; behind the last key of a sequence any number may
  * stand. sk is the upper limit of a sequence's keys, seqlens_k says how many it has. With HEDDLE_VARLEN only the queries are
  * packed: total_k is 0 and cu_seqlens_k NULL. The table is read where the work is done. Backward refuses pages.
+ *
+ * With HEDDLE_SEGMENTS query i of sequence n sees key j only where q_segments[n, i] = k_segments[n, j] (documents in a row, say), and
+ * where masks, windows and whatever else there is let it. Any number is an id, in any order. Both are int32 and contiguous, [b, sq] and
+ * [b, sk]; with HEDDLE_VARLEN they lie as the rows do, [total_q] and [total_k] (with HEDDLE_PAGES keys are [b, sk]). Of a part they are
+ * the part's own. They are read where the work is done, of the rows that count alone. HEDDLE_CUDA does not take them yet
+ * (HEDDLE_UNSUPPORTED); there a boolean mask says the same.
  *
  * Dropout: with t = floor(65536*dropout + 0.5), element (n, x, i, j) is kept when its number, of 16 bits, is not below t:
  * half j%2 (0: the low one) of word j%8/2 of Philox4x32-7(counter = {j/8, n*h + x, i, offset}, key = seed) (low words;
@@ -275,6 +282,9 @@ typedef struct heddle_attention_data {
     void *dsinks; /* float [h] */
     /* input of forward; a structure that ends in front of it is taken, too */
     const int32_t *block_table; /* [b, table] */
+    /* inputs of both passes; a structure that ends in front of them is taken, too */
+    const int32_t *q_segments; /* [b, sq] */
+    const int32_t *k_segments; /* [b, sk] */
 } heddle_attention_data;
 
 /* HEDDLE_OK if both passes of this problem can run here (with HEDDLE_PAGES forward, which is all there is), else what forward

@@ -117,7 +117,8 @@ static inline int64_t attention_extent(const heddle_attention *a, char letter) {
 static inline const char *attention_shape(const tensor_field *t, uint64_t features) {
     if ((features & HEDDLE_PAGES) && t->role == ROLE_INPUT && t->shape[1] == 'g')
         return t->shape[3] == 'd' ? "Pgpd" : "Pgpv";
-    return (features & HEDDLE_VARLEN) && t->packed ? t->packed : t->shape;
+    const int of_pages = (features & HEDDLE_PAGES) && t->shape[1] == 'k'; /* numbered by sequence, packed or not */
+    return (features & HEDDLE_VARLEN) && t->packed && !of_pages ? t->packed : t->shape;
 }
 
 static inline int64_t norm_linear_extent(const heddle_norm_linear *a, char letter) {

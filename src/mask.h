@@ -66,6 +66,17 @@ HEDDLE_SHARED_INLINE int64_t page_of(const heddle_attention *a, const int32_t *t
     return page < a->pages ? max64(page, -1) : -1;
 }
 
+/* HEDDLE_SEGMENTS: the ids of the queries, or of the keys, of sequence n, from its first on. */
+HEDDLE_SHARED_INLINE const int32_t *query_segments(const heddle_attention *a, const int32_t *ids, sequence s,
+                                                   int64_t n) {
+    return ids ? ids + (a->features & HEDDLE_VARLEN ? s.first_q : n * a->sq) : ids;
+}
+
+HEDDLE_SHARED_INLINE const int32_t *key_segments(const heddle_attention *a, const int32_t *ids, sequence s, int64_t n) {
+    const int packed = (a->features & HEDDLE_VARLEN) && !(a->features & HEDDLE_PAGES);
+    return ids ? ids + (packed ? s.first_k : n * a->sk) : ids;
+}
+
 /* The offset of the diagonal: `off` in heddle.h. */
 HEDDLE_SHARED_INLINE int64_t diagonal_offset(const heddle_attention *a, sequence s) {
     const int64_t whole_sq = a->whole_sq ? a->whole_sq : a->q_offset + s.sq,

@@ -51,6 +51,11 @@ seen_keys attention_sees(const attention_problem *p, const int64_t length[4], in
         sees[j] = sees[j] && tensor_get(&p->t[T_BOOL_MASK], n, x, i, j) != 0;
     for (int64_t j = s.from; j < s.to && a->features & HEDDLE_PAGES; j++)
         sees[j] = sees[j] && attention_page(p, n, j) >= 0;
+    const tensor *own = &p->t[T_Q_SEGMENTS], *other = &p->t[T_K_SEGMENTS];
+    const int64_t first_q = length[0],
+                  first_k = a->features & HEDDLE_PAGES ? 0 : length[2]; /* 0 where rows are not packed */
+    for (int64_t j = s.from; j < s.to && a->features & HEDDLE_SEGMENTS; j++)
+        sees[j] = sees[j] && tensor_get(own, n, 0, 0, first_q + i) == tensor_get(other, n, 0, 0, first_k + j);
     while (s.from < s.to && !sees[s.from])
         s.from++;
     while (s.from < s.to && !sees[s.to - 1])

@@ -68,6 +68,14 @@ static tensor data_tensor(const attention_problem *p, const tensor_field *f, int
     return tensor_new(a->device, element, dim, (int64_t[]){s.b, s.h, s.s, 1}, skew);
 }
 
+/* A row for each sequence, or one of all where rows are packed. */
+static tensor rows_tensor(const heddle_attention *a, const tensor_field *f, int element, bool skew) {
+    const char *shape = attention_shape(f, a->features);
+    const int64_t last = attention_extent(a, shape[strlen(shape) - 1]);
+    return tensor_new(a->device, element, (int64_t[]){shape == f->packed ? 1 : a->b, 1, 1, last},
+                      (int64_t[]){shape == f->packed ? 0 : last, 0, 0, 1}, skew);
+}
+
 /* All tensors that the description has, poisoned; `skip` leaves optional ones out. */
 static void make_tensors(attention_problem *p, uint32_t skip, bool skew, bool len_q, bool len_k) {
     const heddle_attention *a = &p->a;
@@ -82,9 +90,8 @@ static void make_tensors(attention_problem *p, uint32_t skip, bool skew, bool le
         if (x == T_ALIBI)
             p->t[x] = tensor_new(a->device, element, (int64_t[]){a->b, 1, 1, a->h},
                                  (int64_t[]){a->alibi_stride_b, 0, 0, 1}, skew);
-        else if (x == T_TABLE)
-            p->t[x] = tensor_new(a->device, element, (int64_t[]){a->b, 1, 1, attention_extent(a, 't')},
-                                 (int64_t[]){attention_extent(a, 't'), 0, 0, 1}, skew);
+        else if (x == T_TABLE || x == T_Q_SEGMENTS || x == T_K_SEGMENTS)
+            p->t[x] = rows_tensor(a, f, element, skew);
         else if (!f->shape[1])
             p->t[x] = tensor_vector(a->device, element, attention_extent(a, f->shape[0]));
         else
@@ -111,6 +118,21 @@ static void fill_table(attention_problem *p, const attention_case *c, rng *r) {
                 page = a->pages == 0 || rng_chance(r, c->hidden_pages) ? none[rng_between(r, 0, COUNT(none) - 1)]
                                                                        : (double)rng_between(r, 0, a->pages - 1);
             tensor_set(t, n, 0, 0, x, page);
+        }
+    }
+}
+
+static void fill_segments(const attention_case *c, tensor *t, int kind, rng *r) {
+    static const int32_t ids[] = {INT32_MIN, -7, 0, 1, 2, 70000, INT32_MAX};
+    for (int64_t n = 0; n < t->dim[0]; n++) {
+        int64_t document = rng_between(r, -9, 2), id = ids[rng_between(r, 0, COUNT(ids) - 1)];
+        for (int64_t x = 0; x < t->dim[3]; x++) {
+            document += rng_chance(r, 3.0 / (double)c->a.sk) || rng_chance(r, 0.01);
+            if (kind == 2 || (kind == 3 && rng_chance(r, 0.08)))
+                id = ids[rng_between(r, 0, COUNT(ids) - 1)];
+            if (kind == 4)
+                id = rng_chance(r, 0.02) ? INT32_MAX : 3;
+            tensor_set(t, n, 0, 0, x, (double)(kind == 1 ? document : id));
         }
     }
 }
@@ -213,6 +235,7 @@ static void poison_unseen(attention_problem *p, bool bias_masks) {
 
 static void fill_inputs(attention_problem *p, const attention_case *c) {
     rng r = {c->seed * 0x9E3779B97F4A7C15u + 17};
+    const int segments = c->segments ? c->segments : 1 + (int)(c->seed / 3 % 4);
     tensor *t = p->t;
     for (int x = 0; x < T_COUNT; x++) {
         double magnitude = x == T_Q ? c->q_magnitude : x == T_K ? c->k_magnitude : x == T_V ? c->v_magnitude : 1;
@@ -225,6 +248,8 @@ static void fill_inputs(attention_problem *p, const attention_case *c) {
         case T_LEN_Q: fill_vector(&t[x], c->len_q, p->a.b); break;
         case T_LEN_K: fill_vector(&t[x], c->len_k, p->a.b); break;
         case T_TABLE: fill_table(p, c, &r); break;
+        case T_Q_SEGMENTS:
+        case T_K_SEGMENTS: fill_segments(c, &t[x], segments, &r); break;
         case T_RNG:
             for (int64_t y = 0; y < 2; y++)
                 memcpy(t[x].host + (size_t)(t[x].guard + y) * 8, &(uint64_t){rng_next(&r)}, 8);

@@ -77,6 +77,16 @@ static const void *behind(const void *p, int64_t elements, size_t size) {
     return p ? (const char *)p + elements * (int64_t)size : NULL;
 }
 
+/* Ids of the keys first .. end-1 of each sequence; NULL: there are none. */
+static int32_t *part_of_segments(const attention_problem *p, int64_t first, int64_t end) {
+    const tensor *t = &p->t[T_K_SEGMENTS];
+    const int64_t keys = end - first;
+    int32_t *ids = t->host ? malloc((size_t)(p->a.b * keys + 1) * sizeof *ids) : NULL;
+    for (int64_t x = 0; ids && x < p->a.b * keys; x++)
+        ids[x] = (int32_t)tensor_get(t, x / keys, 0, 0, first + x % keys);
+    return ids;
+}
+
 bool run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64_t first, int64_t end) {
     heddle_attention a = p->a;
     heddle_attention_data t = attention_data(p, pass == HEDDLE_BACKWARD);
@@ -92,6 +102,8 @@ bool run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64
     t.v = behind(t.v, first * p->t[T_V].stride[2], size);
     t.bias = behind(t.bias, first, size);
     t.bool_mask = behind(t.bool_mask, first, 1);
+    int32_t *segments = part_of_segments(p, first, end);
+    t.k_segments = segments;
     t.dbias = (void *)(uintptr_t)behind(t.dbias, first, size);
     if (first) {
         a.features &= ~HEDDLE_SINKS;
@@ -117,6 +129,7 @@ bool run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64
     if (!intact)
         printf("  a part wrote outside its workspace of %zu bytes\n", bytes);
     workspace_free(a.device, workspace, bytes);
+    free(segments);
     return status == HEDDLE_OK && intact;
 }
 

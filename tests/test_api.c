@@ -14,7 +14,7 @@ static attention_case full_case(void) {
                         .len_q = lens,
                         .len_k = lens};
     c.a.features = HEDDLE_ALIBI | HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_SINKS | HEDDLE_VARLEN | HEDDLE_SEQLENS |
-                   HEDDLE_WEIGHTS | HEDDLE_RNG_STATE;
+                   HEDDLE_WEIGHTS | HEDDLE_RNG_STATE | HEDDLE_SEGMENTS;
     c.a.total_q = c.a.total_k = 20;
     return c;
 }
@@ -97,7 +97,7 @@ static void test_enums(void **state) {
     REFUSE(a->device = (heddle_device)9, HEDDLE_BAD_ENUM, "device = 9");
     REFUSE(a->mask = (heddle_mask)3, HEDDLE_BAD_ENUM, "mask = 3");
     REFUSE(a->mask = (heddle_mask)-1, HEDDLE_BAD_ENUM, "mask");
-    REFUSE(a->features = UINT64_C(1) << 13, HEDDLE_BAD_ENUM, "0x2000");
+    REFUSE(a->features = UINT64_C(1) << 14, HEDDLE_BAD_ENUM, "0x4000");
     REFUSE(a->features = UINT64_C(1) << 63, HEDDLE_BAD_ENUM, "0x8000000000000000");
     REFUSE(a->reserved0 = 1, HEDDLE_BAD_ENUM, "reserved0");
     heddle_attention a = simple_case().a;
@@ -319,6 +319,8 @@ static const pointer_fault faults[] = {
     FAULT(dv, 0, false, false, false),
     FAULT(dbias, HEDDLE_BIAS, false, false, false),
     FAULT(dsinks, HEDDLE_SINKS, false, false, false),
+    FAULT(q_segments, HEDDLE_SEGMENTS, true, true, false),
+    FAULT(k_segments, HEDDLE_SEGMENTS, true, true, false),
     FAULT(block_table, HEDDLE_PAGES, true, false, false), /* by test_paged_keys, since these keys are packed */
 };
 _Static_assert(COUNT(faults) == T_COUNT, "a tensor is tested by nobody");

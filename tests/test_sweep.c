@@ -83,6 +83,8 @@ static void random_masks(rng *r, attention_case *c, lengths *l) {
         c->mask_density = rng_chance(r, 0.2) ? 0.05 : 0.8;
         c->mask_rows = rng_chance(r, 0.5);
     }
+    if (rng_chance(r, 0.2) && test_device() != HEDDLE_CUDA) /* which refuses them */
+        a->features |= HEDDLE_SEGMENTS;
     if (rng_chance(r, 0.25)) {
         a->features |= HEDDLE_VARLEN;
         l->cu_q[0] = (int32_t)rng_between(r, 0, 4);

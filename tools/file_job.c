@@ -128,7 +128,9 @@ bool file_job_choose_dtype(file_job *w, int main) {
 /* How many dimensions the main array lacks, which the others of batches then lack, too. */
 static int left_out(const file_job *w, const char *letters, int main) {
     const bool batches = !w->j.linear && !(w->j.a.features & (HEDDLE_VARLEN | HEDDLE_PAGES));
-    return batches && letters[0] == 'b' && letters[1] ? 4 - w->file[main].rank : 0;
+    const int leading = letters[0] != 'b' || !letters[1] ? 0 : letters[1] == 'h' || letters[1] == 'g' ? 2 : 1;
+    const int missing = 4 - w->file[main].rank;
+    return batches ? (missing < leading ? missing : leading) : 0;
 }
 
 int file_job_shape(const file_job *w, int f, int main, int64_t shape[NPY_MAX_RANK]) {

@@ -55,11 +55,21 @@ static void skip(job *j, int f, int64_t elements) {
         j->data[f] = (char *)j->data[f] + elements * (int64_t)field_bytes(j, f);
 }
 
+/* Of keys first .. end-1 of each sequence. */
+static void take_segments(job *j, const job *all, arena *m, int64_t first) {
+    const int32_t *from = all->data[K_SEGMENTS];
+    int32_t *to = from ? arena_array(m, j->a.b * j->a.sk, sizeof *to) : NULL;
+    for (int64_t n = 0; to && n < j->a.b; n++)
+        memcpy(to + n * j->a.sk, from + n * all->a.sk + first, (size_t)j->a.sk * sizeof *to);
+    j->data[K_SEGMENTS] = to;
+}
+
 /* Keys first .. end-1 of the problem; the sinks go with the first. */
-static job part_of(const job *all, int64_t first, int64_t end) {
+static job part_of(const job *all, arena *m, int64_t first, int64_t end) {
     job j = *all;
     j.a.k_offset += first;
     j.a.sk = end - first;
+    take_segments(&j, all, m, first);
     skip(&j, K, first * j.a.k_stride.s);
     skip(&j, V, first * j.a.v_stride.s);
     skip(&j, DK, first * j.a.dk_stride.s);
@@ -105,7 +115,7 @@ bool run_parts(const job *whole, arena *m, int64_t first, bool backward) {
         fill(&all, sums[x], THERE);
     for (int pass = HEDDLE_FORWARD; pass <= (backward ? HEDDLE_BACKWARD : HEDDLE_FORWARD); pass++)
         for (int x = 0; x < 2; x++) {
-            job j = part_of(&all, x ? first : 0, x ? all.a.sk : first);
+            job j = part_of(&all, m, x ? first : 0, x ? all.a.sk : first);
             if (j.a.sk > 0 && (!job_prepare(&j, m, backward) || !job_run(&j, (heddle_pass)pass)))
                 return false;
         }

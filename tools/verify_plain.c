@@ -159,9 +159,17 @@ static double dot_terms(const double *x, const double *y, int64_t n) {
     return sum;
 }
 
+/* HEDDLE_SEGMENTS: the id of row i in f, which is packed with the rows or has a row for each sequence. */
+static double segment(const head *h, int f, int64_t first, int64_t i) {
+    const char *shape = field_shape(&h->p->j, f);
+    return h->p->x[f] ? h->p->x[f][shape[0] == 'b' ? h->n * job_extent(&h->p->j, shape[1]) + i : first + i] : 0;
+}
+
 static bool is_hidden(const head *h, int64_t i, int64_t j) {
     const double *mask = input_row(h, BOOL_MASK, i), *bias = input_row(h, BIAS, i);
     const bool paged = h->p->j.a.features & HEDDLE_PAGES;
+    if (segment(h, Q_SEGMENTS, h->s.first_q, i) != segment(h, K_SEGMENTS, h->s.first_k, j))
+        return true;
     return !sees(h, i, j) || (mask && mask[j] == 0) || (bias && bias[j] < -0x1p24) || (paged && page(h, j) < 0);
 }
 

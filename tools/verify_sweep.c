@@ -104,6 +104,18 @@ static const attention_case attention_cases[] = {
     {"pages, sq 1 (decoding)", {.features = HEDDLE_PAGES, .page = 32, .sq = 1, .sk = 203, .hk = 1, .d = 64}},
     {"pages, packed queries",
      {.features = HEDDLE_PAGES | HEDDLE_VARLEN | HEDDLE_SEQLENS, .page = 16, .b = 5, .hk = 2, .mask = BOTTOM_RIGHT}},
+    {"segments", {.features = HEDDLE_SEGMENTS, .sq = 203, .sk = 203}},
+    {"segments, causal, window, gqa",
+     {.features = HEDDLE_SEGMENTS | HEDDLE_WINDOW,
+      .sq = 203,
+      .sk = 203,
+      .hk = 2,
+      .mask = TOP_LEFT,
+      .window_left = 90,
+      .window_right = -1}},
+    {"segments, packed, sinks", {.features = HEDDLE_SEGMENTS | HEDDLE_VARLEN | HEDDLE_SINKS, .b = 5, .sk = 203}},
+    {"segments, two parts", {.features = HEDDLE_SEGMENTS | HEDDLE_ACCUMULATE, .sk = 203}},
+    {"segments, pages", {.features = HEDDLE_SEGMENTS | HEDDLE_PAGES, .page = 16}},
     {"two parts, added up", {.features = HEDDLE_ACCUMULATE}},
     {"two parts, causal, gqa, sinks",
      {.features = HEDDLE_ACCUMULATE | HEDDLE_SINKS, .mask = BOTTOM_RIGHT, .hk = 2, .sk = 203}},
@@ -233,6 +245,13 @@ static void fill_pages(problem *p, arena *m, random_state *r) {
         table[i] = random_between(r, 0, 4) ? (double)random_between(r, 0, a->pages - 1) : i % 2 ? -1 : (double)a->pages;
 }
 
+/* Documents in a row, of some 60 rows each. */
+static void fill_segments(problem *p, arena *m, int f, random_state *r) {
+    double *ids = problem_input(p, m, f);
+    for (int64_t i = 0, id = -2, n = field_count(&p->j, f); i < n; i++)
+        ids[i] = (double)(id += random_between(r, 0, 59) == 0);
+}
+
 problem make_attention(const heddle_attention *a, arena *m, random_state *r) {
     problem p = attention_problem();
     size_t size = p.j.a.size;
@@ -250,6 +269,10 @@ problem make_attention(const heddle_attention *a, arena *m, random_state *r) {
     }
     if (a->features & HEDDLE_PAGES)
         fill_pages(&p, m, r);
+    if (a->features & HEDDLE_SEGMENTS) {
+        fill_segments(&p, m, Q_SEGMENTS, r);
+        fill_segments(&p, m, K_SEGMENTS, r);
+    }
     if (a->features & HEDDLE_SEQLENS) {
         fill_lengths(&p, m, LEN_Q, p.j.a.sq, r);
         fill_lengths(&p, m, LEN_K, p.j.a.sk, r);
@@ -378,9 +401,9 @@ heddle_attention random_attention(random_state *r) {
     static const int64_t lengths[] = {1, 2, 3, 7, 16, 31, 33, 64, 65, 97, 140, 300},
                          dims[] = {1, 3, 8, 16, 20, 33, 64, 80, 96, 128, 192, 256, 512};
     static const int64_t groups[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {6, 3}, {4, 1}};
-    static const uint64_t features[] = {HEDDLE_WINDOW,    HEDDLE_ALIBI,   HEDDLE_BIAS,
-                                        HEDDLE_BOOL_MASK, HEDDLE_SINKS,   HEDDLE_VARLEN,
-                                        HEDDLE_SEQLENS,   HEDDLE_WEIGHTS, HEDDLE_DETERMINISTIC};
+    static const uint64_t features[] = {HEDDLE_WINDOW,        HEDDLE_ALIBI,   HEDDLE_BIAS,    HEDDLE_BOOL_MASK,
+                                        HEDDLE_SINKS,         HEDDLE_VARLEN,  HEDDLE_SEQLENS, HEDDLE_WEIGHTS,
+                                        HEDDLE_DETERMINISTIC, HEDDLE_SEGMENTS};
     const int64_t *group = groups[random_between(r, 0, 5)];
     heddle_attention a = {.b = random_between(r, 1, 4), .h = group[0], .hk = group[1]};
     a.sq = pick(r, lengths, random_between(r, 0, 7) ? 10 : 12); /* long ones and wide ones take long */
@@ -388,7 +411,7 @@ heddle_attention random_attention(random_state *r) {
     a.d = pick(r, dims, a.sq * a.sk < 10000 ? 13 : 10);
     a.dv = random_between(r, 0, 1) ? a.d : pick(r, dims, 10);
     a.mask = (heddle_mask)random_between(r, 0, LAST_MASK);
-    for (int i = 0; i < 9; i++)
+    for (int i = 0; i < 10; i++)
         a.features |= random_between(r, 0, 2) ? 0 : features[i];
     if (a.features & HEDDLE_WINDOW) {
         const int64_t most = random_between(r, 0, 1) ? 40 : 2;

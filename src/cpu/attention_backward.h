@@ -57,7 +57,7 @@ static bool is_sharp(const call *c, int64_t count, float lse) {
 /* Tiles whose D and lse are found by a pass of their own, where no block settles all rows (settle_rows): rows of few keys on both sides of
  * a chunk's end; float32, where a row is sharp; 16 bits, few queries and so many keys as stay near for what comes next. */
 static bool surveys(const call *c, const unit *u, const lanes *l, int64_t chunk_k, bool sharp) {
-    const range seen = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    const range seen = l->keys;
     if (seen.end - seen.begin <= c->tile_k)
         return seen.begin < seen.end && (seen.end - 1) / chunk_k > seen.begin / chunk_k;
     if (TYPE(c) == HEDDLE_F32)
@@ -69,10 +69,12 @@ static bool surveys(const call *c, const unit *u, const lanes *l, int64_t chunk_
  * sum to 1. */
 static void add_key_sums(const call *c, const unit *u, bool whole, backward_space *w, const backward_shared *g) {
     const lanes *l = &w->l;
-    const range keys = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    const range keys = l->keys;
     double of_p[LANES] = {0}, of_ds[LANES] = {0};
     load_tile(c, u, w, g);
     for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
+        if (!sees_some(u, l, j, min64(c->tile_k, keys.end - j)))
+            continue;
         const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), whole);
         probabilities(c, u, &b, w);
         if (whole)
@@ -174,6 +176,8 @@ static void renew_lse(const call *c, const unit *u, range keys, backward_space *
         rest[x] = (double)w->rest[x] - log2((double)w->power[x]);
     }
     for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
+        if (!sees_some(u, l, j, min64(c->tile_k, keys.end - j)))
+            continue;
         const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
         scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, &w->next);
         raise_bases(c, &b, top, rest, w);
@@ -194,13 +198,15 @@ static void renew_lse(const call *c, const unit *u, range keys, backward_space *
  * subtracted exactly, the rest is the logarithm of the sum. Taken only where it agrees with the given lse to its rounding. */
 static void refine_lse(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
     const lanes *l = &w->l;
-    range keys = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    range keys = l->keys;
     float top[LANES], sum[LANES] = {0};
     for (int64_t x = 0; x < LANES; x++)
         top[x] = -INFINITY;
     load_q(c, u, w, g);
     for (int pass = 0; pass < 2; pass++) {
         for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
+            if (!sees_some(u, l, j, min64(c->tile_k, keys.end - j)))
+                continue;
             const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
             scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, &w->next);
             for (int64_t y = 0; y < b.count; y++)
@@ -238,7 +244,7 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     if (tile * LANES >= rows)
         return;
     make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
-    const range seen = keys_of_queries(u->m, w->l.first, w->l.last + 1, u->s.sk);
+    const range seen = w->l.keys;
     const int64_t count = seen.end - seen.begin;
     const bool near = TYPE(c) == HEDDLE_F32 && count > c->tile_k && !c->masks;
     const void *o[LANES], *dout[LANES];
@@ -274,8 +280,8 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
 /* -------------------------------------------------------------------------------------------------------- main */
 
 /* The chunks that tile's queries see keys of: begin .. end-1, all of them adding to its dQ. */
-static range chunks_of_tile(const unit *u, const lanes *l, int64_t chunk_k) {
-    range keys = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+static range chunks_of_tile(const lanes *l, int64_t chunk_k) {
+    range keys = l->keys;
     range r = {keys.begin / chunk_k, keys.begin < keys.end ? (keys.end - 1) / chunk_k + 1 : keys.begin / chunk_k};
     return r;
 }
@@ -356,7 +362,7 @@ static void write_chunk(const call *c, const unit *u, int64_t first, int64_t cou
 }
 
 static void backward_tile(const call *c, const unit *u, const key_block *chunk, bool k_finite, backward_space *w) {
-    const range seen = keys_of_queries(u->m, w->l.first, w->l.last + 1, u->s.sk);
+    const range seen = w->l.keys;
     int64_t begin = max64(seen.begin, chunk->first), end = min64(seen.end, chunk->first + chunk->count);
     load_rows(c, u, w);
     memset(w->dqt, 0, sizeof(float) * (size_t)(c->a->d * w->l.stride));
@@ -386,7 +392,7 @@ static void backward_tile(const call *c, const unit *u, const key_block *chunk, 
             b.t.k_columns += at / 2 * c->d_pad;
 #endif
         b = mask_cut(c, u, &w->l, &b);
-        if (b.count > 0)
+        if (b.count > 0 && sees_some(u, &w->l, b.first, b.count))
             backward_block(c, u, &b, k_finite, w, w->dk + at * c->d_pad, w->dv + at * c->dv_pad);
     }
 }
@@ -509,9 +515,17 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
     /* Downwards: the chunks of a causal mask all begin at the last queries and follow each other closely. */
     for (int64_t tile = tiles - 1; tile >= 0; tile--) {
         make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
-        range mine = chunks_of_tile(u, &w->l, chunk_k);
+        range mine = chunks_of_tile(&w->l, chunk_k);
         if (chunk_index < mine.begin || chunk_index >= mine.end)
             continue;
+        _Atomic uint32_t *turn = &g->turn[unit_index * g->tiles + tile];
+        if (chunk_index > mine.begin && chunk_index < mine.end - 1 && !sees_some(u, &w->l, chunk.first, chunk.count)) {
+            if (c->t->dq) { /* nothing to add, but others wait for their turn */
+                wait_for_turn(turn, (uint32_t)chunk_index);
+                atomic_store_explicit(turn, (uint32_t)chunk_index + 1, memory_order_release);
+            }
+            continue;
+        }
         load_tile(c, u, w, g);
         backward_ahead(c, u, now, chunk_k, tile, tiles, chunk.count, w, g);
         backward_tile(c, u, &chunk, k_finite, w);
@@ -524,7 +538,6 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
         }
         if (!c->t->dq)
             continue;
-        _Atomic uint32_t *turn = &g->turn[unit_index * g->tiles + tile];
         if (chunk_index > mine.begin)
             wait_for_turn(turn, (uint32_t)chunk_index);
         add_dq(c, u, w, g, sums, chunk_index == mine.begin, chunk_index == mine.end - 1);
@@ -539,8 +552,8 @@ static void backward_unused_rows(const call *c, const unit *u) {
     const heddle_attention *a = c->a;
     if (c->adds)
         return;
-    const bool hides = a->mask != HEDDLE_MASK_NONE ||
-                       a->features & (HEDDLE_WINDOW | HEDDLE_VARLEN | HEDDLE_SEQLENS | HEDDLE_BOOL_MASK);
+    const bool hides = a->mask != HEDDLE_MASK_NONE || a->features & (HEDDLE_WINDOW | HEDDLE_VARLEN | HEDDLE_SEQLENS |
+                                                                     HEDDLE_BOOL_MASK | HEDDLE_SEGMENTS);
     for (int64_t x = 0; x < c->group && hides && writes_dbias(c); x++)
         clear_rows(c, c->t->dbias, a->dbias_stride, u->n, u->first_head + x, 0, a->sq, a->sk);
     sequence whole = sequence_of(a, c->t->cu_seqlens_q, c->t->cu_seqlens_k, NULL, NULL, u->n);

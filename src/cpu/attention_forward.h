@@ -59,14 +59,14 @@ static key_block get_block(const call *c, const unit *u, bool few, range keys, i
 }
 
 INLINE bool tile_is_empty(const unit *u, const lanes *l, const key_block *b) {
-    return tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) == TILE_EMPTY;
+    return tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) == TILE_EMPTY ||
+           segment_kind(u, l, b) == TILE_EMPTY;
 }
 
 /* Without the keys behind the last that any of these lanes sees, but for what is left of a step of 32 (AMX takes so many together). */
-INLINE key_block cut_block(const unit *u, const lanes *l, const key_block *b) {
-    const range seen = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+INLINE key_block cut_block(const lanes *l, const key_block *b) {
     key_block r = *b;
-    r.count = min64(b->count, (seen.end - b->first + 31) / 32 * 32);
+    r.count = min64(b->count, (l->keys.end - b->first + 31) / 32 * 32);
     return r;
 }
 
@@ -118,19 +118,43 @@ static bool few_join(const call *c, const forward_shared *g, int64_t unit_index,
     return true;
 }
 
+/* The keys that some of the tiles may see. */
+static range keys_of_tiles(const unit *u, const forward_tile *t, int count) {
+    range r = keys_of_queries(u->m, t[0].l.first, t[count - 1].l.last + 1, u->s.sk);
+    if (!u->k_ids)
+        return r;
+    r = (range){r.end, r.begin};
+    for (int x = 0; x < count; x++)
+        if (t[x].l.keys.begin < t[x].l.keys.end)
+            r = (range){min64(r.begin, t[x].l.keys.begin), max64(r.end, t[x].l.keys.end)};
+    return r;
+}
+
+/* Whether none of the tiles sees so many keys from `first` on: then nobody reads them. */
+static bool is_skipped(const unit *u, const forward_tile *t, int count, int64_t first, int64_t keys) {
+    const key_block b = {.first = first, .count = keys};
+    for (int x = 0; x < count; x++)
+        if (!u->k_ids || !tile_is_empty(u, &t[x].l, &b))
+            return false;
+    return true;
+}
+
 static void forward_task(const call *c, const unit *u, const forward_shared *g, int64_t unit_index, int64_t key_share,
                          int64_t f0, int64_t f1, forward_space *w) {
     int count = 0;
     for (int64_t f = f0; f < f1; f += LANES)
         begin_tile(c, u, f, min64(LANES, f1 - f), &w->tiles[count++]);
-    range keys = keys_of_queries(u->m, w->tiles[0].l.first, w->tiles[count - 1].l.last + 1, u->s.sk);
+    const range keys = keys_of_tiles(u, w->tiles, count);
     const bool few = w->tiles[0].l.few;
+    const int64_t step = few ? c->few_k : c->tile_k;
     const range mine = {max64(keys.begin, key_share * g->keys), min64(keys.end, (key_share + 1) * g->keys)};
-    for (int64_t j = mine.begin; j < mine.end; j += few ? c->few_k : c->tile_k) {
+    for (int64_t j = mine.begin; j < mine.end; j += step) {
+        if (is_skipped(u, w->tiles, count, j, min64(step, mine.end - j)))
+            continue;
         key_block b = get_block(c, u, few, mine, j, w);
         for (int x = 0; x < count; x++)
             if (!tile_is_empty(u, &w->tiles[x].l, &b)) {
-                const key_block cut = cut_block(u, &w->tiles[x].l, &b), seen = mask_cut(c, u, &w->tiles[x].l, &cut);
+                const key_block cut = cut_block(&w->tiles[x].l, &b), seen = mask_cut(c, u, &w->tiles[x].l, &cut);
                 if (seen.count > 0)
                     (few ? few_block : forward_block)(c, u, &seen, &w->tiles[x], w);
             }
@@ -145,7 +169,7 @@ static void forward_task(const call *c, const unit *u, const forward_shared *g, 
             continue;
         for (int64_t y = 0; y < t->l.count; y++)
             clear_weights(c, u, t->l.head[y], t->l.first + t->l.index[y]);
-        for (int64_t j = keys.begin; j < keys.end; j += few ? c->few_k : c->tile_k) {
+        for (int64_t j = keys.begin; j < keys.end; j += step) {
             key_block b = get_block(c, u, few, keys, j, w);
             if (!tile_is_empty(u, &t->l, &b))
                 write_weights(c, u, &b, t, w, inverse);
@@ -234,16 +258,17 @@ static void forward_ticket(const call *c, const attention_plan *plan, const forw
 
 static void attention_forward(const attention_plan *plan, const heddle_attention_data *data, void *workspace) {
     const heddle_attention *a = &plan->a;
-    const call c = make_call(plan, data);
+    call c = make_call(plan, data);
     carver shared = {workspace, 0};
     const forward_shared g = carve_forward_shared(plan, &shared);
+    carve_segments(plan, &c, &shared);
     const int64_t units = a->b * a->hk, tiles = max64(1, (c.group * a->sq + plan->tile_q - 1) / plan->tile_q);
     const int64_t per_unit = tiles * g.key_shares; /* one of them is 1 */
     const int64_t per_ticket = takes_units(a, plan->threads) ? per_unit * units_together(units, plan->threads)
                                : plan->threads > 1           ? 1
                                                              : units * per_unit;
     const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads;
-    ticket next = {0};
+    ticket next = {0}, bounds = {0}, tiles_seen = {0};
     for (int64_t x = 0; x < units && g.key_shares > 1; x++)
         atomic_init(&g.done[x], 0);
 #pragma omp parallel num_threads(plan->threads) if (plan->threads > 1)
@@ -252,6 +277,7 @@ static void attention_forward(const attention_plan *plan, const heddle_attention
         forward_space space = carve_forward(plan, &w);
         const call *seen = begin_pages(&c, &space.pages);
         begin_attention();
+        find_segments(&c, &bounds, &tiles_seen);
         for (int64_t first; (first = take_ticket(&next) * per_ticket) < units * per_unit;)
             for (int64_t task = first; task < min64(units * per_unit, first + per_ticket); task++)
                 forward_ticket(seen, plan, &g, task, per_unit, &space);

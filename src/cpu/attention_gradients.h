@@ -401,15 +401,14 @@ static void mixed_gradients(const call *c, const unit *u, const key_block *b, bo
 }
 
 /* Whether the block has all keys that the tile's queries see. */
-static bool block_is_all(const unit *u, const lanes *l, const key_block *b) {
-    const range seen = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
-    return b->first <= seen.begin && seen.end <= b->first + b->count;
+static bool block_is_all(const lanes *l, const key_block *b) {
+    return b->first <= l->keys.begin && l->keys.end <= b->first + b->count;
 }
 
 /* Whether rows may be settled by this block: in float32 and several blocks those alone of which a mask or a bias may leave few keys; what
  * large scores leave of a row has been surveyed. */
-static bool may_settle(const call *c, const unit *u, const key_block *b, const backward_space *w) {
-    return !w->surveyed && (TYPE(c) != HEDDLE_F32 || c->adjusts || c->masks || block_is_all(u, &w->l, b));
+static bool may_settle(const call *c, const key_block *b, const backward_space *w) {
+    return !w->surveyed && (TYPE(c) != HEDDLE_F32 || c->adjusts || c->masks || block_is_all(&w->l, b));
 }
 
 INLINE vf magnitude(vf x) {
@@ -439,9 +438,9 @@ INLINE void shift_rows(const lanes *l, int64_t at, int64_t count, bool masked, v
  * the rounding of o, and knows nothing of the rounding of dP, which cancels in dP - D where few keys share a row and little else is
  * left. And a float32 lse is off by its own rounding: where the block has all keys, float32's P is made to sum to 1. Where the sum
  * says that lse is of more keys than these (a part of a longer row), everything stays as it is. */
-static void settle_rows(const call *c, const unit *u, const key_block *b, bool masked, backward_space *w) {
+static void settle_rows(const call *c, const key_block *b, bool masked, backward_space *w) {
     const lanes *l = &w->l;
-    const bool all = TYPE(c) == HEDDLE_F32 && block_is_all(u, l, b);
+    const bool all = TYPE(c) == HEDDLE_F32 && block_is_all(l, b);
     const float slack = all ? 0x1p-20f : TYPE(c) == HEDDLE_F32 ? 0x1p-22f : TYPE(c) == HEDDLE_BF16 ? 0x1p-9f : 0x1p-12f;
     for (int64_t at = 0; at < l->stride; at += VL) {
         if (w->surveyed) {
@@ -464,7 +463,7 @@ static void settle_rows(const call *c, const unit *u, const key_block *b, bool m
 static bool score_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const lanes *l = &w->l;
     const bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, &w->next);
-    const bool settles = may_settle(c, u, b, w);
+    const bool settles = may_settle(c, b, w);
     weight_gradients(c, u, b, w);
     if (c->drops || c->t->dweights)
         mixed_gradients(c, u, b, masked, w);
@@ -483,7 +482,7 @@ static bool score_gradients(const call *c, const unit *u, const key_block *b, ba
     for (int64_t x = 0; w->measured && x < l->stride; x++)
         w->row_p[x] += w->sum_p[x];
     if (settles || w->surveyed)
-        settle_rows(c, u, b, masked, w);
+        settle_rows(c, b, masked, w);
     for (int64_t x = 0; c->drops && x < b->count * l->stride; x += VL)
         store(w->s + x, load(w->s + x) * load(w->z + x));
     return masked;

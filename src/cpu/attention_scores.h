@@ -185,6 +185,17 @@ static key_block mask_cut(const call *c, const unit *u, const lanes *l, const ke
     return r;
 }
 
+/* The same of segments. */
+static tile_kind segment_kind(const unit *u, const lanes *l, const key_block *b) {
+    return u->k_ids ? kind_of_ids(l->ids, u->k_ids + b->first, b->count) : TILE_FULL;
+}
+
+/* Whether segments let some of these lanes see some of so many keys from `first` on. */
+static bool sees_some(const unit *u, const lanes *l, int64_t first, int64_t count) {
+    const key_block b = {.first = first, .count = count};
+    return segment_kind(u, l, &b) != TILE_EMPTY;
+}
+
 /* -inf where a boolean mask hides a key. */
 static void mask_bool(const call *c, const unit *u, const lanes *l, const key_block *b, float *s) {
     const void *rows[LANES];
@@ -211,6 +222,20 @@ static void mask_bool(const call *c, const unit *u, const lanes *l, const key_bl
                 store(p, select_float(__builtin_convertvector(seen[j], vi) == 0, splat(-INFINITY), load(p)));
             }
         }
+}
+
+/* -inf where a key is of another segment. */
+static void mask_segments(const unit *u, const lanes *l, const key_block *b, float *s) {
+    const int32_t *keys = u->k_ids + b->first;
+    for (int v = 0; v < l->vectors; v++) {
+        vi own;
+        for (int x = 0; x < VL; x++)
+            own[x] = u->q_ids[l->first + l->index[v * VL + x]];
+        for (int64_t j = 0; j < b->count; j++) {
+            float *p = s + j * l->stride + v * VL;
+            store(p, select_float(own == keys[j], load(p), splat(-INFINITY)));
+        }
+    }
 }
 
 /* -inf of keys that are in no page. */
@@ -365,9 +390,12 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
     const bool cut = mask_kind(c, u, l, b) != TILE_FULL;
     if (cut)
         mask_bool(c, u, l, b, s);
+    const bool divided = segment_kind(u, l, b) != TILE_FULL;
+    if (divided)
+        mask_segments(u, l, b, s);
     if (c->hidden)
         mask_pages(c, u, l, b, s);
-    return hides || r->partial || cut || c->hidden;
+    return hides || r->partial || cut || divided || c->hidden;
 }
 
 #ifdef HAVE_BF16_DOT

@@ -41,13 +41,12 @@ static dbias_shape shape_of_dbias(const call *c) {
 static void add_dbias_tile(const call *c, const unit *u, int64_t head, int64_t i0, int64_t count, range keys,
                            backward_space *w, const backward_shared *g, float *acc, int64_t acc_stride) {
     int64_t queries = min64(count, u->s.sq - i0);
-    range seen = {0, 0};
-    if (queries > 0)
-        seen = keys_of_queries(u->m, i0, i0 + queries, u->s.sk);
-    int64_t begin = max64(seen.begin, keys.begin), end = min64(seen.end, keys.end);
-    if (begin >= end)
+    if (queries <= 0)
         return;
     make_lanes(c, u, head, i0, queries, &w->l);
+    int64_t begin = max64(w->l.keys.begin, keys.begin), end = min64(w->l.keys.end, keys.end);
+    if (begin >= end)
+        return;
     load_tile(c, u, w, g);
     const key_block b = load_key_block(c, u, w, begin, end - begin, true);
     score_gradients(c, u, &b, w);
@@ -110,15 +109,16 @@ static float *carve_dbias(const attention_plan *plan, carver *w) {
 
 static void attention_backward(const attention_plan *plan, const heddle_attention_data *data, void *workspace) {
     const heddle_attention *a = &plan->a;
-    const call c = make_call(plan, data);
+    call c = make_call(plan, data);
     carver shared = {workspace, 0};
     const backward_shared g = carve_backward_shared(plan, &shared);
+    carve_segments(plan, &c, &shared);
     const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads;
     const int64_t units = a->b * a->hk;
     const dbias_shape shape = shape_of_dbias(&c);
     const bool at_once = g.chunks == 1;
     const int64_t pieces = units * g.chunks;
-    ticket prepare = {0}, main = {0}, sinks = {0}, bias = {0};
+    ticket prepare = {0}, main = {0}, sinks = {0}, bias = {0}, bounds = {0}, tiles_seen = {0};
     for (int64_t x = 0; x < units; x++)
         atomic_init(&g.done[x], 0);
     for (int64_t x = 0; x < units * g.tiles; x++)
@@ -129,6 +129,7 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
         backward_space *space = carve_backward(plan, &w);
         float *acc = carve_dbias(plan, &w);
         begin_attention();
+        find_segments(&c, &bounds, &tiles_seen);
         if (!at_once) {
             for (int64_t task; (task = take_ticket(&prepare)) < units * max64(1, g.tiles);) {
                 const unit u = make_unit(&c, task / max64(1, g.tiles));
@@ -191,6 +192,7 @@ static void plan_attention(attention_plan *plan) {
     plan->tile_k = TILE_KEYS;
     choose_pieces(plan);
     carver each = {0}, shared = {0};
+    call unused;
     if (plan->pass == HEDDLE_FORWARD) {
         carve_forward(plan, &each);
         carve_forward_shared(plan, &shared);
@@ -199,6 +201,7 @@ static void plan_attention(attention_plan *plan) {
         carve_dbias(plan, &each);
         carve_backward_shared(plan, &shared);
     }
+    carve_segments(plan, &unused, &shared);
     plan->workspace = shared.used + each.used * (size_t)plan->threads;
 }
 

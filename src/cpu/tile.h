@@ -11,6 +11,7 @@
 #include "few.h"
 #include "gemm.h"
 #include "pack.h"
+#include "segments.h"
 #include "threads.h"
 #include "vmath.h"
 
@@ -48,6 +49,9 @@ typedef struct call {
     uint32_t drop_below;
     float keep_factor;
     uint64_t seed, offset;
+    id_bounds *key_bounds; /* HEDDLE_SEGMENTS: of BOUNDS_KEYS keys, [b][bounds] */
+    range *tile_keys;      /* and the keys that LANES rows of a sequence may see, [b][tiles] */
+    int64_t bounds, tiles;
 } call;
 
 /* One batch entry (or sequence) and one key/value head with the query heads of its group. */
@@ -56,6 +60,7 @@ typedef struct unit {
     sequence s;
     band m;
     int64_t off;
+    const int32_t *q_ids, *k_ids; /* HEDDLE_SEGMENTS; NULL: all are of one */
 } unit;
 
 typedef struct lanes {
@@ -63,6 +68,8 @@ typedef struct lanes {
     int64_t stride, count; /* lanes in use with and without the padding of the last vector */
     bool few;             /* all rows of the unit: few.h forms the scores, and packed q is [lane][d_pad] in its order */
     int64_t first, last;  /* lowest and highest query index */
+    range keys;           /* what they see is among these; empty when begin >= end */
+    id_bounds ids;        /* of their segments */
     int32_t index[LANES]; /* query index - first */
     uint32_t head[LANES]; /* query head */
 } lanes;
@@ -126,7 +133,7 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     c.dv_pad = (a->dv + VL - 1) / VL * VL;
     c.few_k = clamp64(32768 / ((a->d + a->dv) * element_size(c.type)) / VL * VL, VL, FEW_KEYS);
     c.adjusts = a->softcap > 0 || (a->features & (HEDDLE_ALIBI | HEDDLE_BIAS));
-    c.masks = a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK);
+    c.masks = a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_SEGMENTS);
     c.sign =
         !c.adjusts && a->scale < 0 ? -1 : 1; /* so that factor is positive, and the largest score stays the largest */
     c.unit = c.adjusts ? 1 : fabs(a->scale);
@@ -165,6 +172,10 @@ static unit make_unit(const call *c, int64_t index) {
     u.s = sequence_of(a, c->t->cu_seqlens_q, c->t->cu_seqlens_k, c->t->seqlens_q, c->t->seqlens_k, u.n);
     u.m = band_of(a, u.s);
     u.off = diagonal_offset(a, u.s);
+    if (a->features & HEDDLE_SEGMENTS) {
+        u.q_ids = query_segments(a, c->t->q_segments, u.s, u.n);
+        u.k_ids = key_segments(a, c->t->k_segments, u.s, u.n);
+    }
     return u;
 }
 
@@ -179,6 +190,12 @@ INLINE int64_t lse_offset(const call *c, const unit *u, int64_t head, int64_t i)
     return a->features & HEDDLE_VARLEN ? head * a->total_q + u->s.first_q + i : (u->n * a->h + head) * a->sq + i;
 }
 
+/* Queries i0 .. i1-1. */
+static range keys_by_segments(const call *c, const unit *u, int64_t i0, int64_t i1) {
+    return narrow_keys(u->k_ids, c->key_bounds + u->n * c->bounds, bounds_of(u->q_ids + i0, i1 - i0),
+                       keys_of_queries(u->m, i0, i1, u->s.sk));
+}
+
 /* Query rows f0 .. f0+count-1 of the unit's group; or of one head alone when head >= 0. */
 static void make_lanes(const call *c, const unit *u, int64_t head, int64_t f0, int64_t count, lanes *l) {
     int64_t group = head >= 0 ? 1 : c->group, first_head = head >= 0 ? head : u->first_head;
@@ -188,6 +205,14 @@ static void make_lanes(const call *c, const unit *u, int64_t head, int64_t f0, i
     l->few = c->group * u->s.sq <= FEW_LANES;
     l->first = f0 / group;
     l->last = (f0 + count - 1) / group;
+    if (!u->k_ids)
+        l->keys = keys_of_queries(u->m, l->first, l->last + 1, u->s.sk);
+    else if (head < 0)
+        l->keys = c->tile_keys[u->n * c->tiles + f0 / LANES];
+    else
+        l->keys = keys_by_segments(c, u, l->first, l->last + 1);
+    if (u->k_ids)
+        l->ids = bounds_of(u->q_ids + l->first, l->last + 1 - l->first);
     int64_t i = 0, member = f0 % group;
     for (int64_t x = 0; x < l->stride; x++) {
         l->index[x] = (int32_t)i;
@@ -261,6 +286,36 @@ static const float *key_rows(const call *c, const unit *u, const void *p, heddle
     widen_rows(TYPE(c), rows, stride.s * element_size(TYPE(c)), count, n, buffer, pad);
     *row_stride = pad;
     return buffer;
+}
+
+/* HEDDLE_SEGMENTS: what find_segments() finds. Part of what all threads share. */
+static void carve_segments(const attention_plan *plan, call *c, carver *w) {
+    const heddle_attention *a = &plan->a;
+    const bool any = a->features & HEDDLE_SEGMENTS;
+    c->bounds = any ? a->sk / BOUNDS_KEYS + 1 : 0;
+    c->tiles = any ? (a->h / a->hk * a->sq + LANES - 1) / LANES : 0;
+    c->key_bounds = carve(w, sizeof(id_bounds) * (size_t)(a->b * c->bounds));
+    c->tile_keys = carve(w, sizeof(range) * (size_t)(a->b * c->tiles));
+}
+
+/* By all threads together, before anything else; each waits for the others. */
+static void find_segments(const call *c, ticket *of_bounds, ticket *of_tiles) {
+    const int64_t b = c->a->b;
+    if (!c->bounds)
+        return;
+    for (int64_t n; (n = take_ticket(of_bounds)) < b;) {
+        const unit u = make_unit(c, n * c->a->hk);
+        for (int64_t j = 0; u.k_ids && j < u.s.sk; j += BOUNDS_KEYS)
+            c->key_bounds[n * c->bounds + j / BOUNDS_KEYS] = bounds_of(u.k_ids + j, min64(BOUNDS_KEYS, u.s.sk - j));
+    }
+#pragma omp barrier
+    for (int64_t at; (at = take_ticket(of_tiles)) < b * c->tiles;) {
+        const unit u = make_unit(c, at / c->tiles * c->a->hk);
+        const int64_t f0 = at % c->tiles * LANES, f1 = min64(f0 + LANES, c->group * u.s.sq);
+        if (u.k_ids && f0 < f1)
+            c->tile_keys[at] = keys_by_segments(c, &u, f0 / c->group, (f1 - 1) / c->group + 1);
+    }
+#pragma omp barrier
 }
 
 /* Space for the tiles of up to `count` keys: rows of K, and what else a pass needs. Nothing where there are no tiles. */

@@ -31,6 +31,7 @@ typedef struct head {
     band sees;
     int64_t off;
     double slope, sink;
+    const int32_t *q_segments, *k_segments; /* NULL: all are of one */
 } head;
 
 static int64_t lay_out(work *w, const heddle_attention *a, heddle_pass pass, double *base) {
@@ -101,6 +102,10 @@ static head load_head(work *w, int64_t n, int64_t x) {
     c.off = diagonal_offset(a, c.used);
     if (data->alibi_slopes)
         c.slope = load_element(type, data->alibi_slopes, n * a->alibi_stride_b + x);
+    if (a->features & HEDDLE_SEGMENTS) {
+        c.q_segments = query_segments(a, data->q_segments, c.all, n);
+        c.k_segments = key_segments(a, data->k_segments, c.all, n);
+    }
     if (data->sinks)
         c.sink = load_element(type, data->sinks, x);
     int64_t y = x / (a->h / a->hk);
@@ -122,6 +127,8 @@ static double score(work *w, const head *c, int64_t i, int64_t j) {
     const heddle_attention_data *data = w->data;
     double bias = 0;
     if (!band_sees(c->sees, i, j) || key_at(w, a->k_stride, c, 0, j) < 0)
+        return -INFINITY;
+    if (c->k_segments && c->q_segments[i] != c->k_segments[j])
         return -INFINITY;
     if (data->bool_mask && !data->bool_mask[row_at(a->bool_mask_stride, c->n, c->x, i) + j])
         return -INFINITY;

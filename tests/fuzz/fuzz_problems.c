@@ -113,7 +113,7 @@ static void options_of_attention(bytes *b, heddle_attention *a) {
     static const double caps[] = {0, 0, 30, 0.5, 1e-30, 1e20, 1e-50, 1e39};
     a->dtype = (heddle_dtype)take_between(b, 0, 3);
     a->device = take_between(b, 0, 3) ? HEDDLE_CPU : HEDDLE_REF;
-    a->features = take_number(b, 2) & 0x1fff;
+    a->features = take_number(b, 2) & 0x3fff;
     a->mask = (heddle_mask)take_between(b, 0, LAST_MASK);
     a->scale = scales[take_between(b, 0, 6)];
     a->softcap = caps[take_between(b, 0, 7)];
@@ -305,6 +305,10 @@ static heddle_attention_data data_of_attention(memory *m, const heddle_attention
     if (f & HEDDLE_PAGES) {
         const int64_t row = a->table ? a->table : (a->sk + a->page - 1) / a->page;
         t.block_table = new_lengths(m, a->b * row, a->pages);
+    }
+    if (f & HEDDLE_SEGMENTS) {
+        t.q_segments = new_lengths(m, packed ? rows_q : a->b * a->sq, 3);
+        t.k_segments = new_lengths(m, packed && !(f & HEDDLE_PAGES) ? rows_k : a->b * a->sk, 3);
     }
     if (f & HEDDLE_SEQLENS) {
         t.seqlens_q = left_out & 1 ? NULL : new_lengths(m, a->b, a->sq);

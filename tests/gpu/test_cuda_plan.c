@@ -171,10 +171,26 @@ static void test_norm_linear(void **state) {
     assert_true(accepted > CASES / 10);
 }
 
+/* What no kernel can is refused by its name, by both passes. */
+static void test_refused(void **state) {
+    (void)state;
+    const cuda_facts device = {"a GPU", 132, 232448, 1, 0};
+    heddle_attention a = {
+        .size = sizeof a, .dtype = HEDDLE_F16, .device = HEDDLE_CUDA, .b = 1, .h = 2, .sq = 64, .sk = 64, .d = 64};
+    for (int pass = 0; pass < 2; pass++) {
+        attention_plan plan = {.threads = 1};
+        a.features = HEDDLE_SEGMENTS;
+        assert_int_equal(heddle__resolve_attention(&a, (heddle_pass)pass, &plan), HEDDLE_OK);
+        assert_int_equal(heddle__cuda_plan_attention(&plan, &device), HEDDLE_UNSUPPORTED);
+        assert_non_null(strstr(heddle_last_message(), "HEDDLE_SEGMENTS"));
+    }
+}
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_refused),
         cmocka_unit_test(test_pages),
         cmocka_unit_test(test_norm_linear),
     };

@@ -47,9 +47,23 @@ typedef struct mask_map {
     uint32_t *taken; /* of queries, forward: tiles that blocks have taken so far; NULL: nobody counts */
 } mask_map;
 
+/* What kernels know of heddle_attention_data, in its order: a pointer that comes behind leaves their parameters where they are. */
+typedef struct kernel_data {
+    size_t size;
+    const void *q, *k, *v, *alibi_slopes, *bias;
+    const uint8_t *bool_mask;
+    const void *sinks;
+    const int32_t *cu_seqlens_q, *cu_seqlens_k, *seqlens_q, *seqlens_k;
+    const uint64_t *rng_state;
+    void *o, *lse, *weights;
+    const void *dout, *dlse, *dweights;
+    void *dq, *dk, *dv, *dbias, *dsinks;
+    const int32_t *block_table;
+} kernel_data;
+
 typedef struct attention_params {
     heddle_attention a;      /* resolved: no default left */
-    heddle_attention_data t; /* device pointers */
+    kernel_data t;           /* device pointers */
     float scale, scale_log2; /* scale, scale·log2(e) */
     float base_log2;         /* backward, float32: what scores that base is subtracted from are multiplied with then */
     float lse_factor, lse_factor_low; /* what takes lse to units of log2, as the kernels take S: the sum of both */

@@ -9,6 +9,8 @@
 #include <assert.h>
 #include <float.h>
 #include <math.h>
+#include <stddef.h>
+#include <string.h>
 
 static_assert(sizeof(attention_choice) <= sizeof(plan_own), "it lies in the plan");
 static_assert(_Alignof(attention_choice) <= _Alignof(plan_own), "it lies in the plan");
@@ -125,10 +127,15 @@ static int64_t dbias_blocks(const heddle_attention *a) {
     return plain_key_blocks(a->sk) * (s.s ? a->sq : 1) * (s.h ? a->h : 1) * (s.b ? a->b : 1);
 }
 
+_Static_assert(sizeof(kernel_data) == offsetof(heddle_attention_data, q_segments), "kernels know what comes in front");
+
 static heddle_status check_limits(const heddle_attention *a) {
     /* No launch has more blocks than rows, but where there are few: then up to two for K and two for Q. */
     const int64_t most_blocks = INT32_MAX, rows = max64(4, max64(a->sq, a->sk));
     const int64_t off = diagonal_offset(a, (sequence){.sq = a->sq, .sk = a->sk});
+    if (a->features & HEDDLE_SEGMENTS)
+        return fail(HEDDLE_UNSUPPORTED,
+                    "HEDDLE_SEGMENTS: the CUDA kernels take no segments; HEDDLE_BOOL_MASK can say the same");
     if (a->sq >= INT64_C(1) << 30 || a->sk >= INT64_C(1) << 30)
         return fail(HEDDLE_UNSUPPORTED, "sq = %lld, sk = %lld: the CUDA kernels count rows up to 2^30",
                     (long long)a->sq, (long long)a->sk);
@@ -326,7 +333,7 @@ void heddle__cuda_add_prep(const attention_problem *p, const attention_choice *c
 }
 
 void heddle__cuda_add_dkdv_and_dq(const attention_choice *c, attention_job *job) {
-    const heddle_attention_data *t = &job->params.p.t;
+    const kernel_data *t = &job->params.p.t;
     if (t->dk || t->dv)
         heddle__cuda_add_launch(job, c->dkdv, c->blocks_dkdv);
     if (t->dq)
@@ -358,7 +365,7 @@ static void add_weights(const attention_problem *p, attention_job *job) {
 /* What no family has kernels of its own for. */
 static void add_the_rest(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const heddle_attention *a = p->a;
-    const heddle_attention_data *t = &job->params.p.t;
+    const kernel_data *t = &job->params.p.t;
     if (p->pass == HEDDLE_FORWARD) {
         if (t->weights)
             add_weights(p, job);
@@ -390,7 +397,7 @@ void heddle__cuda_attention_job(const attention_plan *plan, const cuda_facts *de
     }
     job->count = job->maps = 0;
     job->params.p.a = plan->a;
-    job->params.p.t = *data;
+    memcpy(&job->params.p.t, data, sizeof job->params.p.t);
     fill_numbers(&p, c, &job->params.p);
     fill_blocks(&p, c, data, &job->params.p);
     fill_workspace(&p, c, workspace, &job->params.p);

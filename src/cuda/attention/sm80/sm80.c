@@ -213,7 +213,7 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
             heddle__cuda_add_dbias(p, c, job);
         return;
     }
-    const heddle_attention_data *t = &job->params.p.t;
+    const kernel_data *t = &job->params.p.t;
     if (t->dk || t->dv || t->dq)
         heddle__cuda_add_launch(job, c->bwd, c->blocks_dkdv);
     if (t->dq)

@@ -285,7 +285,7 @@ static tensor_shape shape_of_bias(const heddle_attention *a, const void *at) {
 /* Boxes of 64 rows, but of K and V of all that forward works on together where that is no multiple, and of a smaller page all of it. */
 static void add_maps(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const heddle_attention *a = p->a;
-    const heddle_attention_data *t = &job->params.p.t;
+    const kernel_data *t = &job->params.p.t;
     const int block = p->pass == HEDDLE_FORWARD ? heddle__cuda_attention_kernels[c->fwd].block : 64;
     const uint32_t box = job->params.p.page_bits ? 1u << sm90_box_bits(job->params.p.page_bits)
                          : block % 64            ? (uint32_t)block
@@ -315,7 +315,7 @@ static int take_boxes(const attention_problem *p, const attention_job *job, int 
 }
 
 static void launch(const attention_problem *p, const attention_choice *c, attention_job *job) {
-    const heddle_attention_data *t = &job->params.p.t;
+    const kernel_data *t = &job->params.p.t;
     add_maps(p, c, job);
     if (p->pass == HEDDLE_FORWARD) {
         add_mask(p, c, job);

@@ -106,7 +106,7 @@ static void add_few(const attention_problem *p, int kernel, int64_t rows, int64_
 
 static void add_few_backward(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const heddle_attention *a = p->a;
-    const heddle_attention_data *t = &job->params.p.t;
+    const kernel_data *t = &job->params.p.t;
     const kernel_row *k = &heddle__cuda_attention_kernels[c->few_dkdv];
     const int tiles = sm80_tiles((int)heddle_dtype_size(a->dtype), k->dim, k->warps, k->own);
     add_few(p, c->few_prep, a->sq, a->h, job);

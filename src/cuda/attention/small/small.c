@@ -44,7 +44,7 @@ static void lay_out(const attention_problem *p, attention_choice *c) {
 /* Backward: blocks for keys, then blocks for queries: those that somebody waits for. Before them, D where there may be few keys. */
 static void launch(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const heddle_attention *a = p->a;
-    const heddle_attention_data *t = &job->params.p.t;
+    const kernel_data *t = &job->params.p.t;
     if (p->pass == HEDDLE_FORWARD) {
         heddle__cuda_add_launch(job, c->fwd, c->blocks);
         return;
