@@ -67,6 +67,12 @@ def rows_of(library, h, s, d, dtype):
     packed = library.attention_varlen(*rows, [s // 2] * 2)
     yield "packed", short, packed, short.flops(), short.job(), short.flops(), None, .85
 
+    ids = torch.arange(s, dtype=torch.int32)[None] // (s // 2)
+    alike = (ids[0][:, None] == ids[0])[None, None]
+    segments = full.job(q_segments=ids, k_segments=ids)
+    pairs = Problem(library, 2, h, s // 2, d, dtype)
+    yield "segments", full, segments, pairs.flops(), pairs.job(), pairs.flops(), {"attn_mask": alike}, .9
+
     sinks = torch.randn(h)
     yield "sinks", full, full.job(sinks=sinks), seen, plain, seen, None, .85
     yield "lse gradient", full, full.job(dlse=torch.randn(1, h, s)), seen, plain, seen, None, .85

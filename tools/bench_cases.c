@@ -54,7 +54,8 @@ static const struct option_kind {
     {"pages", HEDDLE_PAGES, false, false},
     {"odd part", 0, true,
      false}, /* with dropout, and no multiple of eight keys in front of it: what none but the plain kernels take */
-    {"gelu", HEDDLE_ACTIVATION, false, false}, /* of norm-linear, as all that follow */
+    {"segments", HEDDLE_SEGMENTS, false, false}, /* on the CPU alone: documents of 500 */
+    {"gelu", HEDDLE_ACTIVATION, false, false},   /* of norm-linear, as all that follow */
     {"gelu by tanh", HEDDLE_ACTIVATION, false, false},
     {"silu", HEDDLE_ACTIVATION, false, false},
     {"residual", HEDDLE_RESIDUAL, false, false},
@@ -62,7 +63,7 @@ static const struct option_kind {
     {"no norm residual", HEDDLE_RESIDUAL, false, false},
     {"z", HEDDLE_Z, false, false},
 };
-enum { KINDS = sizeof kinds / sizeof *kinds, OF_LINEAR = 7, ON_ALL_DIMS = KINDS - OF_LINEAR - 2 };
+enum { KINDS = sizeof kinds / sizeof *kinds, OF_LINEAR = 7, ON_ALL_DIMS = KINDS - OF_LINEAR - 3 };
 
 static const struct option_kind *kind_of(const bench_case *c) {
     for (int i = 0; i < KINDS && c->option; i++)
@@ -157,6 +158,8 @@ int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]) {
         return gpu_cases(out);
     int n = (int)(sizeof cpu_cases / sizeof *cpu_cases);
     memcpy(out, cpu_cases, sizeof cpu_cases);
+    out[n] = (bench_case)SELF(HEDDLE_F32, 1, 4, 4096, 64, FULL);
+    out[n++].option = "segments";
     for (int x = 0; x < OF_LINEAR; x++) {
         out[n] = (bench_case)LINEAR(HEDDLE_F32, 2048, 768, 3072);
         out[n++].option = kinds[KINDS - OF_LINEAR + x].name;
@@ -194,8 +197,8 @@ void bench_name(const bench_case *c, heddle_device device, char *text, size_t n)
     }
     snprintf(rows, sizeof rows, c->sq == c->sk ? "s%lld" : "sq%lld sk%lld", (long long)c->sq, (long long)c->sk);
     if (c->h == c->hk)
-        snprintf(text, n, "attention b%lld h%lld %s d%lld%s", (long long)c->b, (long long)c->h, rows, (long long)c->d,
-                 c->mask == FULL ? "" : " causal");
+        snprintf(text, n, "attention b%lld h%lld %s d%lld%s%s%s", (long long)c->b, (long long)c->h, rows,
+                 (long long)c->d, c->mask == FULL ? "" : " causal", c->option ? " " : "", c->option ? c->option : "");
     else
         snprintf(text, n, "attention b%lld h%lld hk%lld %s d%lld%s", (long long)c->b, (long long)c->h, (long long)c->hk,
                  rows, (long long)c->d, c->mask == FULL ? "" : " causal");
@@ -238,10 +241,16 @@ job bench_job(const bench_case *c, heddle_device device) {
     return j;
 }
 
+#define DOCUMENT 500.0 /* rows of a segment */
+
 double bench_flops(const bench_case *c, const job *j, heddle_pass pass) {
+    const double s = (double)c->sk, rest = fmod(s, DOCUMENT),
+                 share = (s - rest) / s * (DOCUMENT / s) + rest / s * (rest / s);
+    if (!j->linear && j->a.features & HEDDLE_SEGMENTS)
+        return share * job_flops(j, pass);
     if (j->linear || !(j->a.features & HEDDLE_WINDOW))
         return job_flops(j, pass);
-    const double s = (double)c->sk, left = fmin(s, (double)j->a.window_left);
+    const double left = fmin(s, (double)j->a.window_left);
     const double pairs = (double)c->b * (double)c->h * (s * left - left * left / 2);
     return 4.0 * (double)c->d * pairs * (pass == HEDDLE_BACKWARD ? 2.5 : 1);
 }
@@ -254,6 +263,8 @@ enum { PERIOD = 8191 };
 static double number(const job *j, int f, int64_t i, random_state *r) {
     if (!j->linear && f == ALIBI)
         return exp2(-8.0 * (double)(i + 1) / (double)j->a.h);
+    if (!j->linear && strstr(job_fields(j)[f].name, "_segments"))
+        return floor((double)i / DOCUMENT);
     if (!j->linear && !strcmp(job_fields(j)[f].name, "block_table"))
         return (double)(i % j->a.pages);
     if (job_fields(j)[f].element == OF_BOOL)

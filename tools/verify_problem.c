@@ -25,7 +25,8 @@ void problem_fill(problem *p, arena *m, random_state *r) {
     const tensor_field *t = job_fields(&p->j);
     uint64_t features = job_features(&p->j);
     for (int f = 0; t[f].name; f++) {
-        bool number = t[f].element == OF_DTYPE || t[f].element == OF_FLOAT || t[f].element == OF_BOOL;
+        const bool ids = !p->j.linear && (f == Q_SEGMENTS || f == K_SEGMENTS);
+        bool number = t[f].element == OF_DTYPE || t[f].element == OF_FLOAT || t[f].element == OF_BOOL || ids;
         if (is_output(&t[f]) || !number || p->x[f] || !job_has(&p->j, f))
             continue;
         if ((features & HEDDLE_PAGES) && t[f].role == ROLE_GRADIENT_IN) /* forward is all there is */
@@ -33,7 +34,7 @@ void problem_fill(problem *p, arena *m, random_state *r) {
         double *x = problem_input(p, m, f);
         int64_t n = field_count(&p->j, f);
         for (int64_t i = 0; i < n; i++)
-            x[i] = t[f].element == OF_BOOL ? random_uniform(r) < 0.7 : random_normal(r);
+            x[i] = ids ? (double)(i / 20) : t[f].element == OF_BOOL ? random_uniform(r) < 0.7 : random_normal(r);
         for (int64_t i = 0; i < n && !p->j.linear && f == ALIBI; i++)
             x[i] = fabs(x[i]) / 8;
     }

@@ -193,6 +193,8 @@ def attention(
     whole_sk: int = 0,
     whole_h: int = 0,
     block_table: Any = None,
+    q_segments: Any = None,
+    k_segments: Any = None,
 ) -> Any:
     """softmax(scale·q·kᵀ + bias, masked)·v, exactly, with memory that grows with the lengths, not their product.
 
@@ -230,6 +232,9 @@ def attention(
             [pages, hk, page, dv] (of [pages, page, hk, d] give the transpose). Key j of sequence n is key j % page of
             page block_table[n, j // page]; a number that is no page hides its keys. seqlens_k has the lengths,
             max_seqlen_k may limit them; packed queries have cu_seqlens_q and max_seqlen_q alone. No gradients.
+        q_segments, k_segments: int32 [b, sq] and [b, sk] (torch and JAX: also [sq] and [sk], one for all batches, and
+            no k_segments where they are q_segments; packed rows: [total_q] and [total_k]). A query sees keys of its
+            own number alone, such as those of its document. On CUDA torch makes a boolean mask of them, b·sq·sk bytes.
 
     Returns:
         out, [b, h, sq, dv] of q's dtype, in q's layout; with return_lse or return_weights a tuple (out, lse, weights)
@@ -246,7 +251,7 @@ def attention(
     if (
         not _goes_long()
         and cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
-        and block_table is None
+        and block_table is q_segments is k_segments is None
         and not (return_weights or q_offset or k_offset or h_offset or whole_sq or whole_sk or whole_h)
     ):
         if (
@@ -316,6 +321,8 @@ def attention(
         whole_sk=whole_sk,
         whole_h=whole_h,
         block_table=block_table,
+        q_segments=q_segments,
+        k_segments=k_segments,
     )
 
 

@@ -367,7 +367,7 @@ class Problem:
     def _masks(self) -> None:
         d = self.description
         full = [d["b"], d["h"], d["sq"], d["sk"]]
-        dtypes = {"dtype": self.q.dtype, "float": _real(self.q), "bool": "bool"}
+        dtypes = {"dtype": self.q.dtype, "float": _real(self.q), "bool": "bool", "int32": "int32"}
         for field, (element, letters, feature, stride) in _OPTIONAL.items():
             if letters != "bhqk":
                 continue
@@ -398,8 +398,14 @@ class Problem:
         for field, (element, letters, feature, _) in _OPTIONAL.items():
             if field == "alibi_slopes" or letters == "bhqk":
                 continue
+            paged = self.options["block_table"] is not None
             shape = [d[_EXTENT_OF.get(letter, letter)] for letter in letters]
-            if self._take(_OPTION_OF.get(field, field), dtypes[element], shape, field) is not None:
+            if field.endswith("_segments") and self.packed and not (paged and field[0] == "k"):
+                shape = [d[f"total_{field[0]}"]]
+            view = self._take(_OPTION_OF.get(field, field), dtypes[element], shape, field)
+            if view is not None:
+                if len(shape) == 2 and shape[0] > 1 and view.strides[0] != shape[1]:
+                    raise HeddleValueError(f"{field} has strides {view.strides}, but must be contiguous")
                 d["features"] |= feature
 
     def _numbers(self) -> None:

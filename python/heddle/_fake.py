@@ -92,6 +92,8 @@ def _attention_fake(
     seqlens_k: Tensor | None = None,
     rng_state: Tensor | None = None,
     block_table: Tensor | None = None,
+    q_segments: Tensor | None = None,
+    k_segments: Tensor | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
     causal: int = 0,
@@ -114,6 +116,7 @@ def _attention_fake(
     _check_attention(q, k, v, packed, block_table is not None)
     _check_devices(q, alibi_slopes=alibi_slopes, sinks=sinks, rng_state=rng_state, block_table=block_table)
     _check_devices(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_q=seqlens_q, seqlens_k=seqlens_k)
+    _check_devices(q, q_segments=q_segments, k_segments=k_segments)
     if block_table is not None and cu_seqlens_k is not None:
         raise HeddleValueError("cu_seqlens_k is given with block_table: keys in pages are not packed")
     if packed and (cu_seqlens_q is None or (cu_seqlens_k is None and block_table is None)):
@@ -129,6 +132,15 @@ def _attention_fake(
             raise HeddleValueError(f"block_table has shape {list(block_table.shape)}, but must have [{b}, pages]")
         sk = block_table.shape[1] * k.shape[2]
         sk = min(sk, max_seqlen_k) if max_seqlen_k else sk
+    if (q_segments is None) != (k_segments is None):
+        raise HeddleValueError("q_segments and k_segments come together, but only one is given")
+    if q_segments is not None and k_segments is not None:
+        of_keys = (k.shape[0],) if packed and block_table is None else (b, sk)
+        of_queries = (q.shape[0],) if packed else (b, sq)
+        for name, ids, need in (("q_segments", q_segments, of_queries), ("k_segments", k_segments, of_keys)):
+            _check(ids, name, q, torch.int32)
+            if tuple(ids.shape) != need:
+                raise HeddleValueError(f"{name} has shape {list(ids.shape)}, but must have {list(need)}")
     for name, tensor, dtype in (("bias", bias, q.dtype), ("mask", mask, torch.bool)):
         if tensor is None:
             continue

@@ -79,7 +79,10 @@ _NUMBERS = (
     *("causal", "window", "scale", "softcap", "dropout", "max_seqlen_q", "max_seqlen_k"),
     *("deterministic", "tf32", "return_weights"),
 )
-_OPTIONAL = ("bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "dweights")
+_OPTIONAL = (
+    *("bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "dweights"),
+    *("q_segments", "k_segments"),
+)
 
 
 @dataclass(frozen=True)

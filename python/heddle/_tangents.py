@@ -379,6 +379,20 @@ def _spread(x: Tensor, dim: int, keys: range, sk: int) -> Tensor:
     return x if len(keys) == sk else F.pad(x, pad)
 
 
+def _without_segments(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same with a mask in place of segments."""
+    own, other, cu_q, cu_k = (given[name] for name in ("q_segments", "k_segments", "cu_seqlens_q", "cu_seqlens_k"))
+    if own is None:
+        return given
+    if cu_q is not None:
+        longest = given["max_seqlen_q"], given["max_seqlen_k"]
+        rows = _unpacked(own[:, None], cu_q, longest[0]), _unpacked(other[:, None], cu_k, longest[1])
+        own, other = (x[:, 0] for x in rows if x is not None)
+    alike = own[:, None, :, None] == other[:, None, None, :]
+    mask = alike if given["mask"] is None else alike & given["mask"]
+    return {**given, "mask": mask, "q_segments": None, "k_segments": None}
+
+
 def attention(
     given: Mapping[str, Any], direction: Mapping[str, Maybe], wanted: frozenset[str], grads: Mapping[str, Maybe] = {}
 ) -> dict[str, Tensor]:
@@ -390,6 +404,7 @@ def attention(
         raise NotImplementedError("keys in pages (block_table) have no derivative")
     dtype = given["q"].dtype
     real = torch.float64 if dtype == torch.float64 else torch.float32
+    given = _without_segments(given)
     t = {name: given[name] for name in ("q", "k", "v", "bias", "mask", "sinks") if given[name] is not None}
     t |= {name: x for name, x in grads.items() if x is not None}
     t |= {f"{name}'": x for name, x in direction.items() if x is not None}

@@ -62,6 +62,42 @@ def _table(table: Any, k: Tensor) -> tuple[Tensor, int]:
     return numbers, numbers.shape[1] * k.shape[2]
 
 
+def _segments(
+    q_segments: Any, k_segments: Any, q: Tensor, k: Tensor, sk: int | None, packed: bool, paged: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both as the operator takes them, [b, sq] and [b, sk], of packed rows [total]; one for all batches is repeated."""
+    if q_segments is None and k_segments is None:
+        return None, None
+    if q_segments is None:
+        raise HeddleValueError("k_segments is given without q_segments")
+    if k_segments is None:
+        k_segments = q_segments
+    made = []
+    for name, ids in (("q_segments", q_segments), ("k_segments", k_segments)):
+        need_tensors(**{name: ids})
+        if ids.dtype not in (torch.int32, torch.int16, torch.int8, torch.uint8):
+            raise HeddleTypeError(f"{name} is {ids.dtype}, but must be torch.int32 (or of fewer bits)")
+        of_packed = packed and not (paged and name == "k_segments")
+        rows = (sk if paged else k.shape[2 - of_packed * 2]) if name == "k_segments" else q.shape[2 - of_packed * 2]
+        if of_packed:
+            need: tuple[Any, ...] = (rows,)
+        else:
+            ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
+            need = (q.shape[0], rows)
+        if ids.dim() != len(need) or ids.shape[-1] != need[-1] or ids.shape[0] not in (1, need[0]):
+            raise HeddleValueError(f"{name} has shape {list(ids.shape)}, but must have {list(need)}")
+        made.append(ids.expand(need).to(torch.int32).contiguous())
+    return made[0], made[1]
+
+
+def _as_mask(q_segments: Tensor, k_segments: Tensor, mask: Tensor | None, packed: bool) -> Tensor:
+    """Segments as a boolean mask [b, 1, sq, sk], for CUDA, whose kernels take no segments."""
+    if packed:
+        raise NotImplementedError("q_segments with packed sequences (cu_seqlens_q) run on the CPU alone")
+    alike = q_segments[:, None, :, None] == k_segments[:, None, None, :]
+    return alike if mask is None else alike & mask
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -94,6 +130,8 @@ def attention(
     whole_sk: int = 0,
     whole_h: int = 0,
     block_table: Tensor | None = None,
+    q_segments: Tensor | None = None,
+    k_segments: Tensor | None = None,
 ) -> Any:
     """See heddle.attention, which this is for torch tensors."""
     need_tensors(q=q, k=k, v=v)
@@ -131,6 +169,8 @@ def attention(
             "whole_sk": whole_sk,
             "whole_h": whole_h,
             "block_table": block_table,
+            "q_segments": q_segments,
+            "k_segments": k_segments,
         }
         return _nothing.attention(attention, heads, q, k, v, options_given)
     paged = block_table is not None
@@ -174,6 +214,9 @@ def attention(
         bias = bias.to(q.dtype)
     if mask is not None and mask.dtype != torch.bool:
         raise HeddleTypeError(f"mask is {mask.dtype}, but must be torch.bool; an additive one goes into bias")
+    q_segments, k_segments = _segments(q_segments, k_segments, q, k, sk, packed, paged)
+    if q_segments is not None and k_segments is not None and q.device.type == "cuda":
+        mask, q_segments, k_segments = _as_mask(q_segments, k_segments, mask, packed), None, None
     if dropout and rng_state is None:
         rng_state = new_rng_state(q.device)
     tensors = (
@@ -187,6 +230,8 @@ def attention(
         _lengths("seqlens_k", seqlens_k, q),
         rng_state,
         block_table,
+        q_segments,
+        k_segments,
     )
     numbers = (
         *window_of(window),

@@ -30,6 +30,9 @@ def _fold_broadcast(value: Tensor, dim: int | None, size: int, b: int) -> Tensor
     return _fold(moved.expand(size, b, *moved.shape[2:]), 0, size)
 
 
+_SEGMENTS = ("q_segments", "k_segments")
+
+
 def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int | None, ...]]:
     names = _schema.names("attention")
     given = _schema.defaults("attention") | dict(zip(names, args, strict=False))
@@ -39,7 +42,7 @@ def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) 
     if given["block_table"] is not None:
         raise NotImplementedError("vmap over keys in pages (block_table) is not supported")
     for name in names[: _schema.tensors("attention")]:
-        if name not in ("q", "k", "v", "bias", "mask") and dims[name] is not None:
+        if name not in ("q", "k", "v", "bias", "mask", *_SEGMENTS) and dims[name] is not None:
             raise NotImplementedError(f"vmap over {name} is not supported")
     if any(given[name] is not None for name in ("seqlens_q", "seqlens_k", "rng_state")):
         raise NotImplementedError("vmap with seqlens or dropout is not supported")
@@ -50,6 +53,9 @@ def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) 
     for name in ("bias", "mask"):
         if given[name] is not None:
             given[name] = _fold_broadcast(given[name], dims[name], size, b)
+    for name in _SEGMENTS:
+        if given[name] is not None:
+            given[name] = _fold(given[name], dims[name], size).contiguous()
     if given["alibi_slopes"] is not None and given["alibi_slopes"].dim() == 2:
         given["alibi_slopes"] = _fold(given["alibi_slopes"], None, size)
     out, lse, weights = ops.attention(*(given[name] for name in names))
@@ -112,6 +118,9 @@ def attention_backward(ops: Any, info: Any, in_dims: tuple[int | None, ...], *ar
         if given[name] is not None:
             folded = _fold(given[name], dims[name], size)
             given[name] = folded.contiguous() if name in ("lse", "dlse") else folded
+    for name in _SEGMENTS:
+        if given[name] is not None:
+            given[name] = _fold(given[name], dims[name], size).contiguous()
     b = given["q"].shape[0] // size
     bias = given["bias"]
     alone = bias is not None and b != 1 and bias.shape[1 if dims["bias"] == 0 else 0] == 1

@@ -151,6 +151,18 @@ def _lengths(name: str, value: Any) -> Any:
     return value.astype(jnp.int32)
 
 
+def _ids(name: str, value: Any, b: int | None) -> Any:
+    """Segments as [b, rows], or of packed rows (b is None) as they are; one for all batches is repeated."""
+    if value is None:
+        return None
+    value = _array(name, value)
+    if value.dtype not in (jnp.int32, jnp.int16, jnp.int8, jnp.uint8):
+        raise HeddleTypeError(f"{name} is {value.dtype}, but must be int32 (or of fewer bits)")
+    if b is not None and (value.ndim == 1 or (value.ndim == 2 and value.shape[0] == 1)):
+        value = jnp.broadcast_to(value, (b, value.shape[-1]))
+    return value.astype(jnp.int32)
+
+
 def _limit(name: str, value: Any) -> int | None:
     if value is None:
         return None
@@ -223,6 +235,8 @@ def attention(
     whole_sk: int = 0,
     whole_h: int = 0,
     block_table: Any = None,
+    q_segments: Any = None,
+    k_segments: Any = None,
 ) -> Any:
     """heddle.attention for JAX: softmax(scale·q·kᵀ + bias, masked)·v, within jit, grad, vmap and shard_map.
 
@@ -279,7 +293,11 @@ def attention(
         "cu_seqlens_k": _lengths("cu_seqlens_k", cu_seqlens_k),
         "seqlens_q": _lengths("seqlens_q", seqlens_q),
         "seqlens_k": _lengths("seqlens_k", seqlens_k),
+        "q_segments": _ids("q_segments", q_segments, None if packed else q.shape[0]),
+        "k_segments": _ids("k_segments", k_segments, None if packed else k.shape[0]),
     }
+    if given["k_segments"] is None:
+        given["k_segments"] = given["q_segments"]
     given = {name: value for name, value in given.items() if value is not None}
     dropout = float(dropout)
     if dropout and rng_state is None:

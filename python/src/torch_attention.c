@@ -236,7 +236,7 @@ static int32_t dtype_of(const call *c, const tensor_field *f) {
 
 /* A tensor of the very shape that the list gives it. */
 static bool check_field(call *c, const problem *p, const tensor *t, const char *name, const tensor_field *f) {
-    const char *shape = p->varlen && f->packed ? f->packed : f->shape;
+    const char *shape = attention_shape(f, p->a.features);
     int64_t size[4], rank = 0;
     for (; shape[rank]; rank++)
         size[rank] = attention_extent(&p->a, shape[rank]);
@@ -290,7 +290,11 @@ static bool take_masks(call *c, problem *p) {
     for (int x = BIAS; x < CU_SEQLENS_Q; x++)
         if (!take_optional(c, p, x))
             return false;
-    return true;
+    if (!p->in[Q_SEGMENTS].handle != !p->in[K_SEGMENTS].handle)
+        return call_fail(c, "ValueError", "q_segments and k_segments come together, but only one is given");
+    return take_optional(c, p, Q_SEGMENTS) && take_optional(c, p, K_SEGMENTS) &&
+           call_check_contiguous(c, &p->in[Q_SEGMENTS], "q_segments") &&
+           call_check_contiguous(c, &p->in[K_SEGMENTS], "k_segments");
 }
 
 static bool take_numbers(call *c, problem *p, const int64_t *integer, const double *number) {
