@@ -340,7 +340,12 @@ typedef enum heddle_activation {
     HEDDLE_NO_ACTIVATION = 0, /* act(u) = u */
     HEDDLE_GELU = 1,          /* u·(1 + erf(u/sqrt(2)))/2 */
     HEDDLE_GELU_TANH = 2,     /* u·(1 + tanh(sqrt(2/pi)·(u + 0.044715 u³)))/2 */
-    HEDDLE_SILU = 3           /* u/(1 + exp(-u)) */
+    HEDDLE_SILU = 3,          /* u/(1 + exp(-u)) */
+    /* Of two halves: act(u) = act(gate)∘up with u = [gate, up], so that W [2n, k], bias [2n] and u [m, 2n] have the gate's rows
+     * and columns in front of up's; y stays [m, n]. Not on HEDDLE_CUDA. */
+    HEDDLE_GEGLU = 4,      /* HEDDLE_GELU of the gate */
+    HEDDLE_GEGLU_TANH = 5, /* HEDDLE_GELU_TANH */
+    HEDDLE_SWIGLU = 6      /* HEDDLE_SILU */
 } heddle_activation;
 
 /* A bit of heddle_norm_linear.features: activation counts, and u. */
@@ -353,7 +358,7 @@ typedef enum heddle_activation {
 /* One norm-linear problem, for every row of x:
  *     xhat = (x - mean)·rstd      z = xhat∘gamma + beta      u = z·Wᵀ + bias      y = act(u) + residual
  * Source: Ba et al., "Layer normalization", 2016; Zhang and Sennrich, "Root mean square layer normalization", 2019;
- * Hendrycks and Gimpel, "Gaussian error linear units", 2016. */
+ * Hendrycks and Gimpel, "Gaussian error linear units", 2016; Shazeer, "GLU variants improve transformer", 2020. */
 typedef struct heddle_norm_linear {
     size_t size; /* sizeof(heddle_norm_linear) */
     heddle_dtype dtype;
@@ -361,7 +366,7 @@ typedef struct heddle_norm_linear {
     heddle_norm norm;
     int32_t reserved0; /* 0 */
     uint64_t features; /* 0, HEDDLE_DETERMINISTIC, HEDDLE_TF32, HEDDLE_ACTIVATION, HEDDLE_RESIDUAL, HEDDLE_Z */
-    int64_t m, k, n;   /* rows, features in, features out; m may be 0 */
+    int64_t m, k, n;   /* rows, features in, features out: columns of y; m may be 0 */
     double eps;        /* 0 means 1e-5; with HEDDLE_NO_NORM it must be 0 */
     /* elements from row to row; 0 means contiguous */
     int64_t x_stride, w_stride, y_stride, dy_stride, dx_stride, dw_stride;
@@ -380,7 +385,7 @@ typedef struct heddle_norm_linear_data {
     const void *x;     /* dtype [m, k] */
     const void *gamma; /* dtype [k]; NULL means ones */
     const void *beta;  /* dtype [k]; NULL means zeros */
-    const void *w;     /* dtype [n, k] */
+    const void *w;     /* dtype [n, k]; of an activation of two halves [2n, k], as bias, u, dw and dbias have 2n, too */
     const void *bias;  /* dtype [n]; NULL means zeros */
     /* outputs of forward; backward takes those that it is given and computes the rest anew */
     void *y;    /* dtype [m, n] */
@@ -418,7 +423,7 @@ HEDDLE_API heddle_status heddle_norm_linear_forward(const heddle_norm_linear *de
  *     h = dy·W + dz      g = h∘gamma      dx = rstd·(g - mean_k(g) - xhat·mean_k(g∘xhat))      RMS: without mean_k(g)
  *     dw = dyᵀ·z      dbias = sum_m dy      dgamma = sum_m h∘xhat      dbeta = sum_m h
  *
- * HEDDLE_NO_NORM: dx = dy·W. */
+ * HEDDLE_NO_NORM: dx = dy·W. Of two halves: du = [dy∘up∘act'(gate), dy∘act(gate)]. */
 HEDDLE_API heddle_status heddle_norm_linear_backward(const heddle_norm_linear *desc,
                                                      const heddle_norm_linear_data *data, void *workspace,
                                                      size_t workspace_bytes, void *stream);

@@ -7,7 +7,7 @@
 #include "heddle.h"
 
 /* The last value of each enum of options: one above is refused, and who draws values or goes through them ends here. */
-enum { LAST_MASK = HEDDLE_CAUSAL_BOTTOM_RIGHT, LAST_NORM = HEDDLE_NO_NORM, LAST_ACTIVATION = HEDDLE_SILU };
+enum { LAST_MASK = HEDDLE_CAUSAL_BOTTOM_RIGHT, LAST_NORM = HEDDLE_NO_NORM, LAST_ACTIVATION = HEDDLE_SWIGLU };
 
 /* What a pointer's elements are. FLOAT is float32, or float64 when the dtype is. */
 typedef enum field_element { OF_DTYPE, OF_FLOAT, OF_BOOL, OF_INT32, OF_UINT64, FIELD_ELEMENTS } field_element;
@@ -121,13 +121,23 @@ static inline const char *attention_shape(const tensor_field *t, uint64_t featur
     return (features & HEDDLE_VARLEN) && t->packed && !of_pages ? t->packed : t->shape;
 }
 
+/* Whether an activation is of two halves, gate and up; and what it is of the gate. */
+static inline int is_gated(heddle_activation activation) {
+    return activation >= HEDDLE_GEGLU;
+}
+
+static inline heddle_activation gate_activation(heddle_activation activation) {
+    return is_gated(activation) ? (heddle_activation)(activation - HEDDLE_GEGLU + HEDDLE_GELU) : activation;
+}
+
+/* 'N': features of u, of which 'n' are y's. */
 static inline int64_t norm_linear_extent(const heddle_norm_linear *a, char letter) {
-    return letter == 'm' ? a->m : letter == 'k' ? a->k : a->n;
+    return letter == 'm' ? a->m : letter == 'k' ? a->k : letter == 'N' && is_gated(a->activation) ? 2 * a->n : a->n;
 }
 
 /* Whether a problem has the tensor: without a norm there is none of its vectors, over rows or over features in. */
 static inline int norm_linear_has(const heddle_norm_linear *a, const tensor_field *t) {
-    const int of_norm = !t->feature && !t->shape[1] && t->shape[0] != 'n';
+    const int of_norm = !t->feature && !t->shape[1] && t->shape[0] != 'N';
     return (!t->feature || (a->features & t->feature)) && !(of_norm && a->norm == HEDDLE_NO_NORM);
 }
 

@@ -495,7 +495,7 @@ heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle
 #define STRIDED(id, name, stride, ...)                                                                                 \
     TRY(resolve_row_stride(a, &norm_linear_fields[FIELD_N_##id], &a->stride##_stride));
 #include "norm_linear_fields.def"
-    const double m = (double)a->m + 64, k = (double)a->k + 64, n = (double)a->n + 64;
+    const double m = (double)a->m + 64, k = (double)a->k + 64, n = (double)norm_linear_extent(a, 'N') + 64;
     if (m * k > MAX_PRODUCT || m * n > MAX_PRODUCT || n * k > MAX_PRODUCT)
         return fail(HEDDLE_OVERFLOW, "m = %lld, k = %lld, n = %lld: over 2^52 numbers to work on", (long long)a->m,
                     (long long)a->k, (long long)a->n);

@@ -12,7 +12,8 @@ static double larger(double a, double b) {
 
 /* xhat, z and dz of all rows, and what lies on the way. */
 typedef struct work {
-    int64_t m, k, n;
+    int64_t m, k, n; /* n: rows of W */
+    int64_t of_y;    /* columns of y: half of n where an activation is of two halves */
     int precision;
     plain_order order;
     float *xhat, *z, *dz; /* [m, k] */
@@ -129,22 +130,46 @@ static float activated(heddle_activation activation, float u, float *slope) {
     return activation == HEDDLE_SILU ? u * share : u;
 }
 
+/* By how much more than its own rounding u[f] of row i is uncertain: in float32 by its sum's. */
+static float times_rounding(const work *o, int64_t i, int64_t f, float u) {
+    const double shift = (double)o->shift[i] * (double)o->wg[f], of_u = (double)u;
+    if (!o->spreads || o->precision != HEDDLE_F32 || of_u == 0)
+        return 1;
+    return (float)sqrt(1 + (o->sums[f] + shift * shift) / (of_u * of_u));
+}
+
+/* The same of u and dy at f, where the other half is `up`. `bent`: what act' of the gate changes by for a rounding of it. */
+static float gate_element(work *o, int64_t i, int64_t f, float *u, float *dy, float act, float slope, float bent) {
+    const int64_t other = o->of_y + f;
+    const float gate = u[f], up = u[other], of_gate = times_rounding(o, i, f, gate);
+    const float of_up = times_rounding(o, i, other, up), in = dy[f];
+    o->most_dy = larger(o->most_dy, fabs((double)in * (double)up));
+    o->du_error[i * o->n + f] = hypotf(in * up * bent * of_gate, in * up * slope * of_up);
+    o->du_error[i * o->n + other] = in * slope * gate * of_gate;
+    dy[f] = in * up * slope;
+    dy[other] = in * act;
+    return act * up;
+}
+
 /* u of row i to where it is wanted, dy to du; y = act(u) in place. */
 static void activate_row(norm_linear_problem *p, work *o, int64_t i, float *u, float *dy) {
+    const heddle_activation activation = gate_activation(p->a.activation);
     tensor *to = &p->t[N_U];
     round_all(o->precision, o->n, u);
     if (to->host)
         tensor_write_floats(to, tensor_at(to, 0, 0, i, 0), o->n, u);
-    for (int64_t f = 0; f < o->n; f++) {
+    for (int64_t f = 0; f < o->of_y; f++) {
         const float step = 0x1p-8f;
         float slope, next;
         o->most_dy = larger(o->most_dy, fabs((double)dy[f]));
-        activated(p->a.activation, u[f] * (1 + step), &next);
-        const double shift = (double)o->shift[i] * (double)o->wg[f], of_u = (double)u[f];
-        u[f] = activated(p->a.activation, u[f], &slope);
-        o->du_error[i * o->n + f] = dy[f] * (next - slope) / step;
-        if (o->spreads && o->precision == HEDDLE_F32 && of_u != 0)
-            o->du_error[i * o->n + f] *= (float)sqrt(1 + (o->sums[f] + shift * shift) / (of_u * of_u));
+        activated(activation, u[f] * (1 + step), &next);
+        const float act = activated(activation, u[f], &slope), bent = (next - slope) / step;
+        if (is_gated(p->a.activation)) {
+            u[f] = gate_element(o, i, f, u, dy, act, slope, bent);
+            continue;
+        }
+        o->du_error[i * o->n + f] = dy[f] * bent * times_rounding(o, i, f, u[f]);
+        u[f] = act;
         dy[f] *= slope;
     }
     round_all(o->precision, o->n, dy);
@@ -154,9 +179,9 @@ static void activate_row(norm_linear_problem *p, work *o, int64_t i, float *u, f
 static void add_residual(norm_linear_problem *p, work *o, int64_t i) {
     if (!p->t[N_RESIDUAL].host)
         return;
-    round_all(o->precision, o->n, o->sum);
-    read_row(&p->t[N_RESIDUAL], i, o->n, 0, o->part);
-    for (int64_t f = 0; f < o->n; f++)
+    round_all(o->precision, o->of_y, o->sum);
+    read_row(&p->t[N_RESIDUAL], i, o->of_y, 0, o->part);
+    for (int64_t f = 0; f < o->of_y; f++)
         o->sum[f] += o->part[f];
 }
 
@@ -195,14 +220,14 @@ static void forward_row(norm_linear_problem *p, work *o, int64_t i, double natur
     sum_rows(o, z, 1, o->wt, o->k, o->n, o->sum, NULL);
     for (int64_t f = 0; f < o->n; f++)
         o->sum[f] += o->c[f];
-    read_row(&p->t[N_DY], i, o->n, 0, dy);
-    round_all(t, o->n, dy);
+    read_row(&p->t[N_DY], i, o->of_y, 0, dy);
+    round_all(t, o->of_y, dy);
     if (p->a.activation && o->spreads) /* of u */
         plain_squares(&(plain_terms){o->k, 1, z, NULL, o->wt, o->n}, NULL, o->n, o->part, 1, o->sums);
     if (p->a.activation)
         activate_row(p, o, i, o->sum, dy);
     add_residual(p, o, i);
-    tensor_write_floats(y, tensor_at(y, 0, 0, i, 0), o->n, o->sum);
+    tensor_write_floats(y, tensor_at(y, 0, 0, i, 0), o->of_y, o->sum);
     round_all(t, o->n, dy);
     sum_rows(o, dy, 1, o->w, o->n, o->k, dz, NULL);
     round_all(t, o->k, dz);
@@ -385,9 +410,9 @@ static void measure_dz(const work *o, heddle_norm norm, double spread[N_COUNT]) 
 }
 
 void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT], double spread[N_COUNT]) {
-    const int64_t m = p->a.m, k = p->a.k, n = p->a.n, longest = k > n ? k : n;
+    const int64_t m = p->a.m, k = p->a.k, n = norm_linear_extent(&p->a, 'N'), longest = k > n ? k : n;
     const int t = precision_of(p->a.dtype, p->a.features);
-    work o = {.m = m, .k = k, .n = n, .precision = t, .order = order, .spreads = spread != NULL};
+    work o = {.m = m, .k = k, .n = n, .of_y = p->a.n, .precision = t, .order = order, .spreads = spread != NULL};
     float **const arrays[] = {&o.xhat, &o.z, &o.dz,  &o.w,    &o.wt,    &o.dy,   &o.ones,     &o.x, &o.gamma,
                               &o.beta, &o.c, &o.sum, &o.part, &o.shift, &o.rstd, &o.du_error, &o.wg};
     const int64_t sizes[] = {m * k, m * k, m * k, n * k, n * k, m * n, m, k, k, k, n, longest, longest, m, m, m * n, n};
@@ -409,6 +434,8 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
         forward_row(p, &o, i, natural);
     }
     natural[N_Y] = natural[N_U] = largest_norm(o.z, m, k) * largest_norm(o.w, n, k);
+    if (is_gated(p->a.activation)) /* a product of two of them */
+        natural[N_Y] *= natural[N_Y];
     backward_parameters(p, &o, natural);
     if (p->a.activation)
         count_slopes(&o, o.most_dy, natural);

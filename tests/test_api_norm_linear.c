@@ -66,8 +66,10 @@ static void test_norm_linear_descriptor(void **state) {
     REFUSE_LINEAR(a->features = UINT64_C(1) << 35, HEDDLE_BAD_ENUM, "0x800000000");
     REFUSE_LINEAR(a->reserved0 = 7, HEDDLE_BAD_ENUM, "reserved0");
     REFUSE_LINEAR(a->reserved1 = 7, HEDDLE_BAD_ENUM, "reserved1");
-    REFUSE_LINEAR(a->activation = (heddle_activation)4, HEDDLE_BAD_ENUM, "activation = 4");
+    REFUSE_LINEAR(a->activation = (heddle_activation)7, HEDDLE_BAD_ENUM, "activation = 7");
     REFUSE_LINEAR(a->activation = (heddle_activation)-1, HEDDLE_BAD_ENUM, "activation = -1");
+    REFUSE_LINEAR((a->activation = HEDDLE_SWIGLU, a->u_stride = 27), HEDDLE_BAD_STRIDE, "less than a row's 28");
+    REFUSE_LINEAR((a->activation = HEDDLE_GEGLU, a->features = 0), HEDDLE_BAD_COMBINATION, "activation = 4");
     REFUSE_LINEAR(a->activation = HEDDLE_NO_ACTIVATION, HEDDLE_BAD_COMBINATION, "HEDDLE_ACTIVATION is set");
     REFUSE_LINEAR(a->features = 0, HEDDLE_BAD_COMBINATION, "HEDDLE_ACTIVATION is not set");
     REFUSE_LINEAR(a->m = -1, HEDDLE_BAD_SIZE, "m = -1");

@@ -250,6 +250,15 @@ works norm-linear --x x.npy --w w.npy --activation silu --out y3.npy --u u.npy -
 works norm-linear --x x.npy --w w.npy --out y4.npy
 cmp -s u.npy y4.npy || wrong "u is not what is there without an activation"
 cmp -s y3.npy y4.npy && wrong "--activation changes nothing"
+works random --shape 14,20 --seed 12 --std 0.1 --out w2.npy
+works norm-linear --x x.npy --w w2.npy --activation swiglu --out y8.npy --u u8.npy --dout dy.npy --dx dx8.npy --dw dw8.npy \
+    --dbias dc8.npy
+[ "$(shape y8.npy)$(shape u8.npy)$(shape dx8.npy)$(shape dw8.npy)$(shape dc8.npy)" = \
+    "(4, 3, 7)(4, 3, 14)(4, 3, 20)(14, 20)(14,)" ] || wrong "shapes with a gate"
+works norm-linear --x x.npy --w w2.npy --out y9.npy
+cmp -s u8.npy y9.npy || wrong "u of two halves is not what is there without an activation"
+refuses "has 7 rows, but a gate" norm-linear --x x.npy --w w.npy --activation geglu --out y8.npy
+refuses "is expected" norm-linear --x x.npy --w w2.npy --activation geglu --bias c.npy --out y8.npy
 cp y4.npy residual.npy
 works norm-linear --x x.npy --w w.npy --residual residual.npy --out y5.npy
 cmp -s y5.npy y4.npy && wrong "--residual adds nothing"
@@ -260,7 +269,8 @@ works norm-linear --x x.npy --w w.npy --out y6.npy --dout y4.npy --dx dx6.npy --
 works norm-linear --x x.npy --w w.npy --out y6.npy --dout y4.npy --dx dx7.npy --z z.npy --dz dz.npy
 cmp -s dx6.npy dx7.npy && wrong "--dz adds nothing"
 refuses "with HEDDLE_NO_NORM z is x" norm-linear --x x.npy --w w.npy --norm none --out y7.npy --z z7.npy
-refuses "is none of none, gelu, gelu-tanh, silu" norm-linear --x x.npy --w w.npy --activation relu --out z.npy
+refuses "is none of none, gelu, gelu-tanh, silu, geglu, geglu-tanh, swiglu" norm-linear --x x.npy --w w.npy \
+    --activation relu --out z.npy
 refuses "HEDDLE_ACTIVATION is not set" norm-linear --x x.npy --w w.npy --out z.npy --u u.npy
 
 # ---------------------------------------------------------------------------------------------------- bad files

@@ -105,9 +105,10 @@ static void test_strides(void **state) {
  * its own distance; large u, so that act is 0 or u. */
 static void test_activations(void **state) {
     (void)state;
-    static const int64_t sizes[][3] = {{1, 40, 33}, {5, 200, 35}, {50, 392, 3}, {70, 96, 130}, {131, 64, 72}};
+    static const int64_t sizes[][3] = {{1, 40, 33},   {5, 200, 35},  {50, 392, 3},
+                                       {70, 96, 130}, {131, 64, 72}, {24, 520, 64}};
     for (size_t x = 0; x < COUNT(sizes); x++)
-        for (int activation = HEDDLE_GELU; activation <= LAST_ACTIVATION; activation++)
+        for (int activation = HEDDLE_GELU; activation <= (int)last_activation(); activation++)
             for (size_t y = 0; y < TEST_DTYPES; y++) {
                 const int64_t *s = sizes[x];
                 norm_linear_case c = make_case(s[0], s[1], s[2]);
@@ -115,14 +116,14 @@ static void test_activations(void **state) {
                 c.a.norm = (heddle_norm)((x + y) % 2);
                 c.a.features = HEDDLE_ACTIVATION;
                 c.a.activation = (heddle_activation)activation;
-                c.a.u_stride = (x + y) % 3 ? 0 : (s[2] + 7) / 8 * 8 + 8;
+                c.a.u_stride = (x + y) % 3 ? 0 : (norm_linear_extent(&c.a, 'N') + 7) / 8 * 8 + 8;
                 c.w_magnitude = (x + (size_t)activation) % 4 ? 0 : 1;
                 c.seed = 7 * x + 3 * y + (size_t)activation;
                 check_norm_linear(&c);
             }
 }
 
-/* act and act' where nothing else is added: k 1 of a float32 RMSNorm whose x is ±1 gives u = ±w. From 1e-30 to 1e38, infinity and NaN:
+/* act and act' where nothing else is added (of two halves, up is 1): k 1 of a float32 RMSNorm whose x is ±1 gives u = ±w. From 1e-30 to 1e38, infinity and NaN:
  * what float64 says, within some roundings of it, in the tail of the left, too; NaN from NaN alone (of -infinity nothing is asked: -infinity times 0). */
 static void test_activation_values(void **state) {
     (void)state;
@@ -130,7 +131,7 @@ static void test_activation_values(void **state) {
                                    3,  4,      5.5f,  7,     8,    9.5f,  10,    12,    13,       14,
                                    30, 86,     88,    1e3f,  1e9f, 1e19f, 1e20f, 1e38f, INFINITY, NAN};
     enum { N = 2 * COUNT(values) };
-    for (int activation = HEDDLE_GELU; activation <= LAST_ACTIVATION; activation++) {
+    for (int activation = HEDDLE_GELU; activation <= (int)last_activation(); activation++) {
         norm_linear_case c = make_case(1, 1, N);
         c.a.norm = HEDDLE_RMS_NORM;
         c.a.features = HEDDLE_ACTIVATION;
@@ -145,6 +146,8 @@ static void test_activation_values(void **state) {
                 tensor_set(&both[b]->t[N_W], 0, 0, f, 0, (double)values[f / 2] * (f % 2 ? -1 : 1));
                 tensor_set(&both[b]->t[N_DY], 0, 0, 0, f, 1);
             }
+            for (int64_t f = N; f < norm_linear_extent(&c.a, 'N'); f++)
+                tensor_set(&both[b]->t[N_W], 0, 0, f, 0, 1);
             tensor_upload(&both[b]->t[N_X]);
             tensor_upload(&both[b]->t[N_W]);
             tensor_upload(&both[b]->t[N_DY]);
@@ -197,7 +200,7 @@ static void test_residuals(void **state) {
                 norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
                 c.a.dtype = test_dtypes[y];
                 c.a.norm = (heddle_norm)((x + y) % 3);
-                c.a.activation = (heddle_activation)((x + 2 * y + (size_t)odd) % 4);
+                c.a.activation = (heddle_activation)((x + 2 * y + (size_t)odd) % (1 + (size_t)last_activation()));
                 c.a.features = HEDDLE_RESIDUAL | (c.a.activation ? HEDDLE_ACTIVATION : 0);
                 c.a.residual_stride = odd ? c.a.n + 1 + (int64_t)x % 2 : x % 2 ? 0 : (c.a.n + 15) / 8 * 8;
                 c.seed = 3 * (x + y) + (uint64_t)odd;
@@ -219,7 +222,7 @@ static void test_z(void **state) {
                 norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
                 c.a.dtype = test_dtypes[y];
                 c.a.norm = (x + y) % 2 ? HEDDLE_RMS_NORM : HEDDLE_LAYER_NORM;
-                c.a.activation = x % 3 == 2 ? HEDDLE_SILU : HEDDLE_NO_ACTIVATION;
+                c.a.activation = x % 3 == 2 ? HEDDLE_SILU : x % 6 == 4 ? last_activation() : HEDDLE_NO_ACTIVATION;
                 c.a.features = HEDDLE_Z | (c.a.activation ? HEDDLE_ACTIVATION : 0);
                 c.a.z_stride = odd ? c.a.k + 1 + (int64_t)x % 2 : x % 2 ? 0 : (c.a.k + 15) / 8 * 8;
                 c.a.dz_stride = odd ? c.a.k + (int64_t)y : 0;

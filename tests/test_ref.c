@@ -225,7 +225,7 @@ static void test_norm_linear(void **state) {
                     .skip = skips[x]};
                 c.a.eps = norm == HEDDLE_NO_NORM ? 0 : 0.1;
                 c.mean = x % 2 ? 3 : 0;
-                c.a.activation = (heddle_activation)((x + y) % 4);
+                c.a.activation = (heddle_activation)((x + y) % (LAST_ACTIVATION + 1));
                 c.a.features = (c.a.activation ? HEDDLE_ACTIVATION : 0) | (y % 2 ? HEDDLE_RESIDUAL : 0);
                 c.a.features |= norm == HEDDLE_NO_NORM || x % 3 == 1 ? 0 : HEDDLE_Z;
                 check_norm_linear_gradients(&c);

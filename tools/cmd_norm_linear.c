@@ -23,7 +23,9 @@ static const char usage[] =
     "  --norm NORM           layer (default), rms: no mean is subtracted, or none: z is x, without gamma, beta and "
     "eps\n"
     "  --eps E               default 1e-5\n"
-    "  --activation NAME     gelu, gelu-tanh or silu, of z·Wᵀ + bias; default: none\n"
+    "  --activation NAME     gelu, gelu-tanh or silu, of u = z·Wᵀ + bias; default: none. geglu, geglu-tanh or swiglu: "
+    "that\n"
+    "                        of u's first half, times the second; w is [2n, k], u [..., 2n], bias [2n] (not on cuda)\n"
     "  --residual FILE       added to out behind the activation; its gradient is --dout's\n"
     "  --u FILE              with an activation: write what it is of, z·Wᵀ + bias\n"
     "  --z FILE              write z, too\n"
@@ -59,7 +61,8 @@ static const struct option own_options[] = {
 static bool set_option(job *j, int option, const char *text) {
     heddle_norm_linear *l = &j->l;
     static const char *const norms[] = {"layer", "rms", "none", NULL};
-    static const char *const activations[] = {"none", "gelu", "gelu-tanh", "silu", NULL};
+    static const char *const activations[] = {"none",  "gelu",       "gelu-tanh", "silu",
+                                              "geglu", "geglu-tanh", "swiglu",    NULL};
     int norm, activation;
     switch (option) {
     case OPTION_NORM:
@@ -95,6 +98,14 @@ static bool set_dimensions(file_job *w) {
     }
     w->j.l.k = x->shape[x->rank - 1];
     w->j.l.n = weight->shape[0];
+    if (is_gated(w->j.l.activation)) {
+        w->j.l.n /= 2;
+        if (weight->shape[0] % 2) {
+            complain("--w %s has %lld rows, but a gate and what it gates have as many each", w->path[W],
+                     (long long)weight->shape[0]);
+            return false;
+        }
+    }
     w->j.l.m = 1;
     for (int i = 0; i + 1 < x->rank; i++)
         w->j.l.m *= x->shape[i]; /* fits: the file has no more elements than memory */

@@ -157,7 +157,9 @@ static void letters_text(const file_job *w, int f, int main, char *text, size_t 
     size_t used = (size_t)snprintf(text, n, "[");
     int skip = left_out(w, letters, main);
     for (const char *c = letters + skip; *c && used < n; c++) {
-        const char *name = w->j.linear ? (*c == 'm' ? "..." : NULL)
+        const char *name = w->j.linear ? (*c == 'm'   ? "..."
+                                          : *c == 'N' ? (is_gated(w->j.l.activation) ? "2n" : "n")
+                                                      : NULL)
                            : *c == 'g' ? "hk"
                            : *c == 'q' ? "sq"
                            : *c == 'k' ? "sk"

@@ -247,7 +247,7 @@ static double scores(const job *j) {
 
 double job_flops(const job *j, heddle_pass pass) {
     if (j->linear)
-        return 2.0 * (double)j->l.m * (double)j->l.n * (double)j->l.k * (pass == HEDDLE_BACKWARD ? 2 : 1);
+        return 2.0 * (double)j->l.m * (double)job_extent(j, 'N') * (double)j->l.k * (pass == HEDDLE_BACKWARD ? 2 : 1);
     double flops = 2.0 * (double)(j->a.d + job_extent(j, 'v')) * scores(j);
     return flops * (j->a.mask == HEDDLE_MASK_NONE ? 1 : 0.5) * (pass == HEDDLE_BACKWARD ? 2.5 : 1);
 }

@@ -446,8 +446,8 @@ static void plain_moments(const heddle_norm_linear *l, const double *x, float *m
  * those of what a rounding of u changes in it. */
 typedef struct norm_row {
     int64_t i;
-    float *xhat, *z, *dz, *du;
-    double *dz_terms, *du_terms;
+    float *xhat, *z, *dz, *u, *du; /* of u and du as many as W has rows */
+    double *dz_terms, *u_terms, *du_terms;
 } norm_row;
 
 /* act(u) by the formulas of heddle.h, in float32, and its derivative. */
@@ -473,7 +473,7 @@ static void add_linear_sums(const problem *p, outcome *out, outcome *terms, cons
         terms->x[DGAMMA][e] += r->dz_terms[e] * square(r->xhat[e]);
         terms->x[DBETA][e] += r->dz_terms[e];
     }
-    for (int64_t o = 0; o < l->n; o++) {
+    for (int64_t o = 0; o < job_extent(&p->j, 'N'); o++) {
         double *dw = (double *)linear_row(p, out->x[DW], l->dw_stride, o, 'k');
         double *dw_terms = (double *)linear_row(p, terms->x[DW], l->dw_stride, o, 'k');
         out->x[DC][o] = (float)out->x[DC][o] + r->du[o];
@@ -493,7 +493,7 @@ static void plain_gradient_row(const problem *p, heddle_dtype dtype, outcome *ou
     for (int64_t e = 0; e < l->k; e++) {
         float dz = 0, gamma = p->x[GAMMA] ? (float)p->x[GAMMA][e] : 1;
         r->dz_terms[e] = 0;
-        for (int64_t o = 0; o < l->n; o++) {
+        for (int64_t o = 0; o < job_extent(&p->j, 'N'); o++) {
             const float w = (float)linear_row(p, p->x[W], l->w_stride, o, 'k')[e];
             dz += r->du[o] * w;
             r->dz_terms[e] += r->du_terms[o] * square(w);
@@ -518,8 +518,6 @@ static void plain_gradient_row(const problem *p, heddle_dtype dtype, outcome *ou
 static void plain_forward_row(const problem *p, heddle_dtype dtype, outcome *out, outcome *terms, const norm_row *r) {
     const heddle_norm_linear *l = &p->j.l;
     const double *x = linear_row(p, p->x[X], l->x_stride, r->i, 'k');
-    double *y = (double *)linear_row(p, out->x[Y], l->y_stride, r->i, 'n');
-    double *y_terms = (double *)linear_row(p, terms->x[Y], l->y_stride, r->i, 'n');
     float mean, rstd;
     plain_moments(l, x, &mean, &rstd);
     if (out->x[MEAN]) {
@@ -539,51 +537,81 @@ static void plain_forward_row(const problem *p, heddle_dtype dtype, outcome *out
                 shift * square(rstd * (p->x[GAMMA] ? (float)p->x[GAMMA][e] : 1));
         }
     }
-    for (int64_t o = 0; o < l->n; o++) {
+    for (int64_t o = 0; o < job_extent(&p->j, 'N'); o++) {
         const double *w = linear_row(p, p->x[W], l->w_stride, o, 'k');
         float sum = 0;
-        y_terms[o] = p->x[C] ? square(p->x[C][o]) : 0;
+        r->u_terms[o] = p->x[C] ? square(p->x[C][o]) : 0;
         for (int64_t e = 0; e < l->k; e++) {
             sum += r->z[e] * (float)w[e];
-            y_terms[o] += square(r->z[e] * w[e]);
+            r->u_terms[o] += square(r->z[e] * w[e]);
         }
-        y[o] = rounded(dtype, sum + (p->x[C] ? (float)p->x[C][o] : 0));
+        r->u[o] = rounded(dtype, sum + (p->x[C] ? (float)p->x[C][o] : 0));
     }
 }
 
-/* y of the row, which is u as yet, to u and to act(u); dy to du. */
+/* Element o of a row of two halves, of which act(gate) and its derivative are known, there and at `next`, a step further. */
+typedef struct gated_element {
+    int64_t o;
+    float act, slope, next, step;
+    double dy;
+} gated_element;
+
+/* y, and du of both halves. */
+static float plain_gated(const problem *p, heddle_dtype dtype, const norm_row *r, const gated_element *e,
+                         double *y_terms) {
+    const int64_t o = e->o, other = p->j.l.n + o;
+    const float gate = r->u[o], up = r->u[other];
+    const double of_gate = square(gate) + r->u_terms[o], of_up = square(up) + r->u_terms[other];
+    *y_terms = square(up) * r->u_terms[o] + square(e->act) * r->u_terms[other];
+    r->du[o] = rounded(dtype, (float)e->dy * up * e->slope);
+    r->du[other] = rounded(dtype, (float)e->dy * e->act);
+    r->du_terms[o] = square(e->dy * up * e->slope) + square(e->dy * e->slope) * of_up;
+    if (e->next != e->slope)
+        r->du_terms[o] += square(e->dy * up * (e->next - e->slope) / e->step) * of_gate;
+    r->du_terms[other] = square(e->dy * e->act) + square(e->dy * e->slope) * of_gate;
+    return e->act * up;
+}
+
+/* y of the row from u; dy to du. */
 static void plain_activation_row(const problem *p, heddle_dtype dtype, outcome *out, outcome *terms,
                                  const norm_row *r) {
     const heddle_norm_linear *l = &p->j.l;
     const double *dy = p->x[DY] ? linear_row(p, p->x[DY], l->dy_stride, r->i, 'n') : NULL;
     double *y = (double *)linear_row(p, out->x[Y], l->y_stride, r->i, 'n');
-    const double *y_terms = linear_row(p, terms->x[Y], l->y_stride, r->i, 'n');
+    double *y_terms = (double *)linear_row(p, terms->x[Y], l->y_stride, r->i, 'n');
     for (int64_t o = 0; o < l->n; o++) {
-        const float u = (float)y[o], step = 0x1p-8f * fmaxf(fabsf(u), 1);
+        const float u = r->u[o], step = 0x1p-8f * fmaxf(fabsf(u), 1);
         float slope, next;
-        plain_activation(l->activation, u + step, &next);
-        y[o] = rounded(dtype, plain_activation(l->activation, u, &slope));
-        if (p->x[RESIDUAL])
-            y[o] = rounded(dtype, (float)y[o] + (float)linear_row(p, p->x[RESIDUAL], l->residual_stride, r->i, 'n')[o]);
+        plain_activation(gate_activation(l->activation), u + step, &next);
+        float act = plain_activation(gate_activation(l->activation), u, &slope);
+        y_terms[o] = r->u_terms[o];
         r->du[o] = dy ? rounded(dtype, (float)dy[o] * slope) : 0;
         r->du_terms[o] = dy ? square(dy[o] * slope) : 0;
         if (dy && next != slope) /* u, and the sum that it is */
             r->du_terms[o] += square(dy[o] * (next - slope) / step) * (square(u) + y_terms[o]);
-        if (l->activation) {
-            ((double *)linear_row(p, out->x[U], l->u_stride, r->i, 'n'))[o] = u;
-            ((double *)linear_row(p, terms->x[U], l->u_stride, r->i, 'n'))[o] = y_terms[o];
-        }
+        if (is_gated(l->activation))
+            act = plain_gated(p, dtype, r, &(gated_element){o, act, slope, next, step, dy ? dy[o] : 0}, &y_terms[o]);
+        y[o] = rounded(dtype, act);
+        if (p->x[RESIDUAL])
+            y[o] = rounded(dtype, (float)y[o] + (float)linear_row(p, p->x[RESIDUAL], l->residual_stride, r->i, 'n')[o]);
+    }
+    for (int64_t o = 0; l->activation && o < job_extent(&p->j, 'N'); o++) {
+        ((double *)linear_row(p, out->x[U], l->u_stride, r->i, 'N'))[o] = r->u[o];
+        ((double *)linear_row(p, terms->x[U], l->u_stride, r->i, 'N'))[o] = r->u_terms[o];
     }
 }
 
 static void plain_norm_linear(const problem *p, arena *m, heddle_dtype dtype, outcome *out, outcome *terms) {
     const heddle_norm_linear *l = &p->j.l;
+    const int64_t of_u = job_extent(&p->j, 'N');
     norm_row r = {.xhat = arena_array(m, l->k, sizeof(float)),
                   .z = arena_array(m, l->k, sizeof(float)),
                   .dz = arena_array(m, l->k, sizeof(float)),
-                  .du = arena_array(m, l->n, sizeof(float)),
+                  .u = arena_array(m, of_u, sizeof(float)),
+                  .du = arena_array(m, of_u, sizeof(float)),
                   .dz_terms = arena_array(m, l->k, sizeof(double)),
-                  .du_terms = arena_array(m, l->n, sizeof(double))};
+                  .u_terms = arena_array(m, of_u, sizeof(double)),
+                  .du_terms = arena_array(m, of_u, sizeof(double))};
     for (r.i = 0; r.i < l->m; r.i++) {
         plain_forward_row(p, dtype, out, terms, &r);
         plain_activation_row(p, dtype, out, terms, &r);

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from heddle import _C, _registry
 from heddle._errors import HeddleTypeError
-from heddle._options import Causal
+from heddle._options import Activation, Causal
 
 __version__: str = _C.version()
 
@@ -361,7 +361,7 @@ def norm_linear(
     eps: float = 1e-5,
     *,
     norm: Literal["layer", "rms", "none"] = "layer",
-    activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
+    activation: Activation = None,
     residual: Any = None,
     return_norm: bool = False,
     tf32: bool = False,
@@ -377,6 +377,8 @@ def norm_linear(
         norm: "layer", (x - mean)/sqrt(var + eps), "rms", x/sqrt(mean(x²) + eps), or "none": x itself, a Linear alone,
             without gamma, beta and eps.
         activation: "gelu", "gelu_tanh" (GELU by tanh) or "silu", as in torch.nn.functional, of the sum; None: none.
+            "geglu", "geglu_tanh" or "swiglu": that of the sum's first half, times the second, with weight [2n, k] and
+            bias [2n], the gate's rows first; on CUDA behind the product, by PyTorch (or JAX).
         residual: [..., n], x's dtype, or None: added to y behind the activation.
         return_norm: also return z = norm(x), with gamma and beta; not with "none".
         tf32: allow float32 products to be rounded to TF32 (GPU).
@@ -418,7 +420,7 @@ def norm_linear_backward(
     eps: float = 1e-5,
     *,
     norm: Literal["layer", "rms", "none"] = "layer",
-    activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
+    activation: Activation = None,
     bias: Any = None,
     dz: Any = None,
 ) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from heddle import _C
 from heddle._arrays import BACKWARD, DTYPES, FORWARD, TF32, Maker, View, check, device_of, run
 from heddle._errors import HeddleValueError
-from heddle._options import activation_of, eps_of, norm_of
+from heddle._options import activation_of, eps_of, features_out, norm_of
 
 
 class Rows:
@@ -38,7 +38,8 @@ class Rows:
             raise HeddleValueError(f"x has {self.x.shape[-1]} features, but weight is {self.weight.shape}")
         check(self.x, "x", self.x.dtype, self.x)
         check(self.weight, "weight", self.x.dtype, self.x)
-        n, k = self.weight.shape
+        rows, k = self.weight.shape
+        n = features_out(rows, activation_of(activation))
         if not eps >= 0:
             raise HeddleValueError(f"eps = {eps} is not >= 0")
         self.description: dict[str, Any] = {
@@ -56,7 +57,7 @@ class Rows:
         }
         self.addresses: dict[str, int] = {"x": self.x.address, "w": self.weight.address}
         self.kept = []
-        for name, value, size in (("gamma", gamma, k), ("beta", beta, k), ("bias", bias, n)):
+        for name, value, size in (("gamma", gamma, k), ("beta", beta, k), ("bias", bias, rows)):
             if value is not None:
                 if name != "bias" and norm == "none":
                     raise HeddleValueError(f"{name} is given, but norm is HEDDLE_NO_NORM")
@@ -105,7 +106,7 @@ def norm_linear(
     """See heddle.norm_linear, which this is for arrays."""
     p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias, activation, residual)
     maker = Maker(x, p.x)
-    y, p.addresses["y"] = maker.empty([*p.x.shape[:-1], p.weight.shape[0]], p.x.dtype)
+    y, p.addresses["y"] = maker.empty([*p.x.shape[:-1], p.description["n"]], p.x.dtype)
     if not return_norm:
         run("norm_linear", FORWARD, p.description, p.addresses, maker)
         return maker.finish(y)
@@ -131,13 +132,13 @@ def norm_linear_backward(
     """See heddle.norm_linear_backward, which this is for arrays."""
     p = Rows(x, weight, gamma, beta, eps, norm, 0, None if activation is None else bias, activation)
     maker = Maker(x, p.x)
-    n, k = p.weight.shape
-    gradient = check(View(dy, "dy"), "dy", p.x.dtype, p.x, [*p.x.shape[:-1], n])
+    rows, k = p.weight.shape
+    gradient = check(View(dy, "dy"), "dy", p.x.dtype, p.x, [*p.x.shape[:-1], p.description["n"]])
     p.description["dy_stride"] = p.row_stride(gradient, "dy")
     p.addresses["dy"] = gradient.address
     if activation is not None:
         _y, p.addresses["y"] = maker.empty(gradient.shape, p.x.dtype)
-        _u, p.addresses["u"] = maker.empty(gradient.shape, p.x.dtype)
+        _u, p.addresses["u"] = maker.empty([*p.x.shape[:-1], rows], p.x.dtype)
         run("norm_linear", FORWARD, p.description, {k: v for k, v in p.addresses.items() if k != "dy"}, maker)
     if dz is not None:
         of_z = check(View(dz, "dz"), "dz", p.x.dtype, p.x, p.x.shape)
@@ -146,7 +147,12 @@ def norm_linear_backward(
         p.addresses["dz"] = of_z.address
     made = {}
     of_norm = () if norm == "none" else (("dgamma", "dgamma", [k]), ("dbeta", "dbeta", [k]))
-    for name, field, shape in (("dx", "dx", p.x.shape), ("dweight", "dw", [n, k]), ("dbias", "dbias", [n]), *of_norm):
+    for name, field, shape in (
+        ("dx", "dx", p.x.shape),
+        ("dweight", "dw", [rows, k]),
+        ("dbias", "dbias", [rows]),
+        *of_norm,
+    ):
         made[name], p.addresses[field] = maker.empty(shape, p.x.dtype)
     run("norm_linear", BACKWARD, p.description, p.addresses, maker)
     return {name: maker.finish(value) for name, value in made.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heddle import _schema
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._options import ACTIVATIONS, NO_NORM
+from heddle._options import ACTIVATIONS, NO_NORM, features_out
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -252,7 +252,7 @@ def _norm_linear_fake(
         _check(bias, "bias", x, x.dtype)
         if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
             raise HeddleValueError(f"bias has shape {list(bias.shape)}, but must have [{weight.shape[0]}]")
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    y = x.new_empty((*x.shape[:-1], features_out(weight.shape[0], activation)))
     if residual is not None:
         _check(residual, "residual", x, x.dtype)
         if residual.shape != y.shape:
@@ -261,7 +261,7 @@ def _norm_linear_fake(
         mean, rstd = (y.new_empty((0,)) for _ in range(2))
     else:
         mean, rstd = (x.new_empty(x.shape[:-1], dtype=_real(x.dtype)) for _ in range(2))
-    u = y.new_empty(y.shape if activation and keep_u else (0,))
+    u = y.new_empty((*x.shape[:-1], weight.shape[0]) if activation and keep_u else (0,))
     return y, mean, rstd, u, x.new_empty(x.shape if return_norm else (0,))
 
 

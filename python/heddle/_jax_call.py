@@ -185,9 +185,10 @@ class NormLinear:
         )
         m, k, n = (p.description[letter] for letter in "mkn")
         real = np.dtype(np.float64 if p.x.dtype == "float64" else np.float32)
-        makes = {"y": ([m, n], x.dtype), "mean": ([m], real), "rstd": ([m], real), "u": ([m, n], x.dtype)}
-        makes |= {name: ([size], x.dtype) for name, size in (("dgamma", k), ("dbeta", k), ("dbias", n))}
-        makes |= {"z": ([m, k], x.dtype), "dx": ([m, k], x.dtype), "dw": ([n, k], x.dtype)}
+        rows = w.shape[0]  # n, or 2n behind an activation of two halves
+        makes = {"y": ([m, n], x.dtype), "mean": ([m], real), "rstd": ([m], real), "u": ([m, rows], x.dtype)}
+        makes |= {name: ([size], x.dtype) for name, size in (("dgamma", k), ("dbeta", k), ("dbias", rows))}
+        makes |= {"z": ([m, k], x.dtype), "dx": ([m, k], x.dtype), "dw": ([rows, k], x.dtype)}
         return p.description, makes
 
     def fold(self, size: int, mapped: dict[str, bool], given: Arrays, outputs: Sequence[str]) -> Arrays | None:

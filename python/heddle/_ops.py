@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 from heddle import _C, _derivatives, _fake, _kinds, _plain, _schema, _vmap
 from heddle._errors import HeddleTypeError, HeddleValueError
+from heddle._options import features_out
 
 OLDEST_TORCH = (2, 13) if sys.platform == "win32" else (2, 10)  # Windows: what frees an optional's box
 
@@ -210,9 +211,9 @@ class _NormLinear(torch.autograd.Function):
         if dy is None and dz is None:
             return (None,) * (1 + len(_LINEAR_NAMES))
         mean, rstd, u, x, weight, gamma, beta, *bias = ctx.saved_tensors
-        if dy is None:
-            dy = x.new_zeros((*x.shape[:-1], weight.shape[0]))
         eps, norm, tf32, activation = ctx.options
+        if dy is None:
+            dy = x.new_zeros((*x.shape[:-1], features_out(weight.shape[0], activation)))
         wanted = [_wants(ctx, at) for at in _LINEAR_GRADIENTS]
         made: Any = (None,) * len(wanted)
         if any(wanted):

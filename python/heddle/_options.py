@@ -14,7 +14,9 @@ CAUSAL = {None: 0, False: 0, "top_left": 1, "bottom_right": 2}
 NORMS = {"layer": 0, "rms": 1, "none": 2}
 NO_NORM = NORMS["none"]
 EPS = 1e-5
-ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "silu": 3}
+ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "silu": 3, "geglu": 4, "geglu_tanh": 5, "swiglu": 6}
+Activation = Literal["gelu", "gelu_tanh", "silu", "geglu", "geglu_tanh", "swiglu"] | None
+OF_GATE = ACTIVATIONS["geglu"] - ACTIVATIONS["gelu"]  # from an activation of two halves to that of the gate
 TINY = 1e-300  # where 0 means the default to the library
 LEAST_SCALE = 2.0**-100  # the least that it takes: scores of nothing
 LARGEST = sys.float_info.max
@@ -113,5 +115,19 @@ def activation_of(activation: str | None) -> int:
     if activation is None:
         return 0
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise HeddleValueError(f"activation = {activation!r} is none of None, 'gelu', 'gelu_tanh', 'silu'")
+        raise HeddleValueError(f"activation = {activation!r} is none of None, {', '.join(map(repr, ACTIVATIONS))}")
     return ACTIVATIONS[activation]
+
+
+def is_gated(activation: int) -> bool:
+    """Whether a heddle_activation is of two halves, gate and up."""
+    return activation >= ACTIVATIONS["geglu"]
+
+
+def features_out(rows: Any, activation: int) -> Any:
+    """y's features, of a weight with so many rows."""
+    if not is_gated(activation):
+        return rows
+    if rows % 2:
+        raise HeddleValueError(f"weight has {rows} rows, but a gate and what it gates have as many each")
+    return rows // 2

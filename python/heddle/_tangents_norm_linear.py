@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heddle._options import NO_NORM
+from heddle._options import NO_NORM, OF_GATE, features_out, is_gated
 from heddle._tangents import Maybe, sum_of, times
 
 
@@ -26,6 +26,28 @@ def _activation(activation: int, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     slope = share * (1 - share)
     second = slope * (bent + inner * inner * (1 - 2 * share))
     return u * share, share + u * slope * inner, 2 * slope * inner + u * second
+
+
+def _activated(activation: int, u: Tensor, ut: Maybe, dy: Maybe, dyt: Maybe) -> tuple[Maybe, Maybe, Maybe]:
+    """y', du and du' of u and dy, and of what they change by."""
+    if not is_gated(activation):
+        _, first, second = _activation(activation, u)
+        return times(first, ut), times(dy, first), sum_of(times(dyt, first), times(times(dy, second), ut))
+    gate, up = u.chunk(2, -1)
+    gatet, upt = (None, None) if ut is None else ut.chunk(2, -1)
+    act, first, second = _activation(activation - OF_GATE, gate)
+
+    def both(of_gate: Maybe, of_up: Maybe) -> Maybe:
+        halves = [torch.zeros_like(gate) if half is None else half for half in (of_gate, of_up)]
+        return None if of_gate is None and of_up is None else torch.cat(halves, -1)
+
+    actt = times(first, gatet)
+    dup, dupt = times(dy, up), sum_of(times(dyt, up), times(dy, upt))  # by act(gate)
+    return (
+        sum_of(times(actt, up), times(act, upt)),
+        both(times(dup, first), times(dy, act)),
+        both(sum_of(times(dupt, first), times(times(dup, second), gatet)), sum_of(times(dyt, act), times(dy, actt))),
+    )
 
 
 def norm_linear(
@@ -46,19 +68,21 @@ def norm_linear(
     and the rule of products for the rest; RMS: without mean(x') and mean(g'); no norm: xhat = x and dx' = g'. With an
     activation, u = z·Wᵀ + bias:
 
-        y' = act'(u)∘u'        du = dy∘act'(u) in place of dy        du' = dy'∘act'(u) + dy∘act''(u)∘u'"""
+        y' = act'(u)∘u'        du = dy∘act'(u) in place of dy        du' = dy'∘act'(u) + dy∘act''(u)∘u'
+
+    and of two halves, u = [gate, up], the same of act(gate)∘up."""
     dtype = given["x"].dtype
     real = torch.float64 if dtype == torch.float64 else torch.float32
-    n = given["weight"].shape[0]
+    n = features_out(given["weight"].shape[0], given["activation"])
 
     def taken(x: Maybe, rows: bool = False) -> Maybe:
         return None if x is None else x.to(real).reshape(-1, x.shape[-1]) if rows else x.to(real)
 
     x, xt = taken(given["x"], True), taken(direction.get("x"), True)
-    assert x is not None
     dy, dyt = taken(grads.get("dy"), True), taken(direction.get("dy"), True)
     more, moret = taken(grads.get("dz"), True), taken(direction.get("dz"), True)
     w, gamma, beta = (taken(given[name]) for name in ("weight", "gamma", "beta"))
+    assert x is not None and w is not None
     wt, biast, gammat, betat = (taken(direction.get(name)) for name in ("weight", "bias", "gamma", "beta"))
     layer, plain = given["norm"] == 0, given["norm"] == NO_NORM
 
@@ -97,13 +121,11 @@ def norm_linear(
         if "y" in wanted or activation:
             results["y"] = sum_of(product(zt, turned(w)), product(z, turned(wt)))
             if biast is not None:
-                results["y"] = biast.expand(len(x), n) if results["y"] is None else results["y"] + biast
+                results["y"] = biast.expand(len(x), len(w)) if results["y"] is None else results["y"] + biast
         if activation:
             ut, u, bias = results["y"], product(z, turned(w)), taken(given["bias"])
             assert u is not None
-            _, first, second = _activation(activation, u if bias is None else u + bias)
-            results["y"] = times(first, ut)
-            dy, dyt = times(dy, first), sum_of(times(dyt, first), times(times(dy, second), ut))
+            results["y"], dy, dyt = _activated(activation, u if bias is None else u + bias, ut, dy, dyt)
         if "y" in wanted:
             results["y"] = sum_of(results["y"], taken(direction.get("residual"), True))
         results["z"] = zt

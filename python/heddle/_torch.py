@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import heddle
@@ -13,7 +15,21 @@ from heddle import _nothing
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._ops import NUMBER_DEFAULTS, call, ops, quick, quick_options
-from heddle._options import NO_NORM, activation_of, causal_of, eps_of, limit_of, norm_of, places_of, scale_of, window_of
+from heddle._options import (
+    ACTIVATIONS,
+    EPS,
+    NO_NORM,
+    activation_of,
+    causal_of,
+    eps_of,
+    features_out,
+    is_gated,
+    limit_of,
+    norm_of,
+    places_of,
+    scale_of,
+    window_of,
+)
 from heddle._plain import new_rng_state
 
 
@@ -267,6 +283,40 @@ def _rows(x: Tensor) -> Tensor:
     return x.contiguous() if x.stride(0) < x.shape[1] or (x.shape[1] > 1 and x.stride(1) != 1) else x
 
 
+_OF_GATES: dict[int, Any] = {
+    ACTIVATIONS["geglu"]: F.gelu,
+    ACTIVATIONS["geglu_tanh"]: partial(F.gelu, approximate="tanh"),
+    ACTIVATIONS["swiglu"]: F.silu,
+}
+
+
+def _of_halves(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float,
+    activation: int,
+    residual: Tensor | None,
+    **options: Any,
+) -> Any:
+    """norm_linear with an activation of two halves, of its u: CUDA has no kernel for all of it."""
+    n = features_out(weight.shape[0], activation)
+    eps = EPS if options["norm"] == "none" else eps
+    made = norm_linear(x, weight, bias, gamma, beta, eps, **options)
+    u, z = made if options["return_norm"] else (made, None)
+    gate, up = u.chunk(2, -1)
+    y: Tensor = _OF_GATES[activation](gate) * up
+    if residual is not None:
+        if residual.shape != (*x.shape[:-1], n):
+            raise HeddleValueError(f"residual has shape {list(residual.shape)}, but must have {[*x.shape[:-1], n]}")
+        if residual.dtype != x.dtype and residual.dtype != y.dtype:
+            raise HeddleTypeError(f"residual is {residual.dtype}, but x is {x.dtype}")
+        y = y + residual.to(y.dtype)
+    return (y, z) if options["return_norm"] else y
+
+
 def norm_linear(
     x: Tensor,
     weight: Tensor,
@@ -286,7 +336,11 @@ def norm_linear(
     for name, value in (("bias", bias), ("gamma", gamma), ("beta", beta), ("residual", residual)):
         if isinstance(value, Tensor):
             need_tensors(**{name: value})
-    kind, eps = norm_of(norm), eps_of(eps, norm)
+    kind, eps, of_u = norm_of(norm), eps_of(eps, norm), activation_of(activation)
+    if is_gated(of_u) and x.is_cuda:
+        return _of_halves(
+            x, weight, bias, gamma, beta, eps, of_u, residual, norm=norm, return_norm=return_norm, tf32=tf32
+        )
     if return_norm and kind == NO_NORM:
         raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
     rows = None
@@ -295,20 +349,20 @@ def norm_linear(
         rows = x.shape[:-1]
         x = _rows(x)
     if residual is not None and (rows is not None or not residual.is_contiguous()):
-        shape = (*(x.shape[:-1] if rows is None else rows), weight.shape[0])
+        shape = (*(x.shape[:-1] if rows is None else rows), features_out(weight.shape[0], of_u))
         if residual.shape != shape:
             raise HeddleValueError(f"residual has shape {list(residual.shape)}, but must have {list(shape)}")
         residual = residual.contiguous() if rows is None else _rows(residual)
     act: tuple[Any, ...] = ()
     if return_norm:
-        act = (activation_of(activation), False, residual, True)
+        act = (of_u, False, residual, True)
     elif residual is not None:
-        act = (activation_of(activation), False, residual)
-    elif activation is not None:
-        act = (activation_of(activation),)
+        act = (of_u, False, residual)
+    elif of_u:
+        act = (of_u,)
     y, *_, z = call(ops.norm_linear, x, weight, bias, gamma, beta, eps, kind, tf32, *act)
     if rows is not None:
-        y, z = y.reshape(*rows, weight.shape[0]), z.reshape(*rows, x.shape[-1]) if return_norm else z
+        y, z = y.reshape(*rows, y.shape[-1]), z.reshape(*rows, x.shape[-1]) if return_norm else z
     return (y, z) if return_norm else y
 
 

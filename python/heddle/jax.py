@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -20,7 +21,22 @@ import numpy as np
 from heddle import _jax_call
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._jax_call import Attention, NormLinear
-from heddle._options import CAUSAL, PLACES, Causal, activation_of, causal_of, limit_of, norm_of, scale_of, window_of
+from heddle._options import (
+    ACTIVATIONS,
+    CAUSAL,
+    OF_GATE,
+    PLACES,
+    Activation,
+    Causal,
+    activation_of,
+    causal_of,
+    features_out,
+    is_gated,
+    limit_of,
+    norm_of,
+    scale_of,
+    window_of,
+)
 
 __all__ = ["attention", "norm_linear"]
 
@@ -98,6 +114,24 @@ def _norm_linear_bwd(what: NormLinear, kept: Any, cotangents: Any) -> tuple[Any]
 _norm_linear.defvjp(_norm_linear_fwd, _norm_linear_bwd, symbolic_zeros=True)
 
 
+def _of_halves(what: NormLinear, given: dict[str, Any]) -> Any:
+    """What an activation of two halves is, of its u: where there is no kernel for all of it."""
+    plain = {name: value for name, value in given.items() if name != "residual"}
+    u, *z = _norm_linear(replace(what, activation=None), plain)
+    gate, up = jnp.split(u, 2, -1)
+    name = next(name for name, value in ACTIVATIONS.items() if value == activation_of(what.activation) - OF_GATE)
+    act = jax.nn.silu(gate) if name == "silu" else jax.nn.gelu(gate, approximate=name == "gelu_tanh")
+    y = act * up
+    return (y + given["residual"] if "residual" in given else y, *z)
+
+
+def _gated(what: NormLinear, given: dict[str, Any]) -> Any:
+    """In one on the CPU. What _norm_linear refuses, it refuses here, whatever the platform."""
+    jax.eval_shape(functools.partial(_norm_linear, what), given)
+    ways = {"cpu": functools.partial(_norm_linear, what), "default": functools.partial(_of_halves, what)}
+    return jax.lax.platform_dependent(given, **ways)
+
+
 def _is_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
@@ -105,6 +139,7 @@ def _is_zero(cotangent: Any) -> bool:
 # Calls outside of a jax.jit take its short way.
 _attention_jit = jax.jit(_attention, static_argnums=0, inline=True)
 _norm_linear_jit = jax.jit(_norm_linear, static_argnums=0, inline=True)
+_gated_jit = jax.jit(_gated, static_argnums=0, inline=True)
 
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -332,8 +367,8 @@ def attention(
     return made[0] if len(made) == 1 else made
 
 
-def _rows_like_y(residual: Any, x: Any, w: Any) -> Any:
-    shape = (*x.shape[:-1], w.shape[0] if w.ndim else 0)
+def _rows_like_y(residual: Any, x: Any, w: Any, activation: int) -> Any:
+    shape = (*x.shape[:-1], features_out(w.shape[0], activation) if w.ndim else 0)
     if residual.shape != shape:
         raise HeddleValueError(f"residual has shape {list(residual.shape)}, but must have {list(shape)}")
     return residual.reshape(-1, shape[-1]) if shape[-1] else residual
@@ -348,7 +383,7 @@ def norm_linear(
     eps: float = 1e-5,
     *,
     norm: Literal["layer", "rms", "none"] = "layer",
-    activation: Literal["gelu", "gelu_tanh", "silu"] | None = None,
+    activation: Activation = None,
     residual: Any = None,
     return_norm: bool = False,
     tf32: bool = False,
@@ -373,7 +408,7 @@ def norm_linear(
     if x.ndim == 0:
         raise HeddleValueError("x has 0 dimensions, but must have 1 or more")
     norm_of(norm)
-    activation_of(activation)
+    kind = activation_of(activation)
     eps = float(eps)
     if not eps >= 0:
         raise HeddleValueError(f"eps = {eps} is not >= 0")
@@ -382,9 +417,10 @@ def norm_linear(
         if value is not None:
             given[name] = _array(name, value)
     if residual is not None:
-        given["residual"] = _rows_like_y(_array("residual", residual), x, given["w"])
+        given["residual"] = _rows_like_y(_array("residual", residual), x, given["w"], kind)
     if return_norm and norm == "none":
         raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
     what = NormLinear(norm, eps, _deterministic(None), bool(tf32), activation, bool(return_norm))
-    made = tuple(t.reshape(*x.shape[:-1], t.shape[-1]) for t in _norm_linear_jit(what, _jax_call.alike(given)))
+    run = _gated_jit if is_gated(kind) else _norm_linear_jit
+    made = tuple(t.reshape(*x.shape[:-1], t.shape[-1]) for t in run(what, _jax_call.alike(given)))
     return made if return_norm else made[0]

@@ -8,7 +8,6 @@ import math
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Dropout, Linear, Module, Parameter, init
 
@@ -18,7 +17,7 @@ from heddle._kinds import need_tensors
 from heddle._nn_linear import added, idle, untouched
 from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer, own
 from heddle._ops import quick
-from heddle._options import Causal, activation_of, causal_of, eps_of, norm_of
+from heddle._options import Activation, Causal, activation_of, causal_of, eps_of, is_gated, norm_of
 from heddle._torch import norm_linear
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
 
 Norm = Literal["layer", "rms", "none"]
 _goes_long = torch.compiler.is_dynamo_compiling
-Activation = Literal["gelu", "gelu_tanh", "silu"] | None
 
 if TYPE_CHECKING:  # not every torch has torch.distributed
     from torch.distributed import ProcessGroup
@@ -60,7 +58,8 @@ class NormLinear(Module):
         norm: "layer", "rms" or "none"; "rms" has no beta, and "none", a Linear alone, neither gamma nor eps.
         eps: added to the variance.
         affine: whether the norm has gamma (and beta).
-        activation: "gelu", "gelu_tanh", "silu" or None.
+        activation: "gelu", "gelu_tanh", "silu" or None; "geglu", "geglu_tanh" or "swiglu": of two halves, with 2n rows
+            in weight and bias, the gate's first.
         device, dtype: of the parameters.
 
     Shapes:
@@ -91,15 +90,15 @@ class NormLinear(Module):
             raise HeddleValueError(f"in_features = {in_features} and out_features = {out_features} must be positive")
         norm_of(norm)
         eps_of(eps, norm)
-        activation_of(activation)
+        rows = out_features * (2 if is_gated(activation_of(activation)) else 1)
         self.activation = activation
         self.in_features, self.out_features, self.norm, self.eps = in_features, out_features, norm, eps
 
         def vector(size: int, wanted: bool) -> Parameter | None:
             return Parameter(torch.empty(size, device=device, dtype=dtype)) if wanted else None
 
-        self.weight = Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        self.bias = vector(out_features, bias)
+        self.weight = Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
+        self.bias = vector(rows, bias)
         self.gamma = vector(in_features, affine and norm != "none")
         self.beta = vector(in_features, affine and norm == "layer")
         self.reset_parameters()
@@ -328,8 +327,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class LlamaBlock(Module):
     """A block as Llama has it: x + attention(RMSNorm(x)) with rotary positions, then x + SwiGLU(RMSNorm(x)); both norms
-    are fused with the Linear behind them, which is one for q, k and v, and one for gate and up, and the sums with the
-    Linear that makes what is added.
+    are fused with the Linear behind them, which is one for q, k and v, and one for gate and up, on the CPU with SwiGLU,
+    and the sums with the Linear that makes what is added.
 
     Args:
         dim: features in and out.
@@ -384,7 +383,7 @@ class LlamaBlock(Module):
             dim, (heads + 2 * kv_heads) * head_dim, bias, norm="rms", eps=eps, device=device, dtype=dtype
         )
         self.out = Linear(heads * head_dim, dim, False, device=device, dtype=dtype)
-        self.up = NormLinear(dim, 2 * hidden, bias, norm="rms", eps=eps, device=device, dtype=dtype)
+        self.up = NormLinear(dim, hidden, bias, norm="rms", eps=eps, activation="swiglu", device=device, dtype=dtype)
         self.down = Linear(hidden, dim, False, device=device, dtype=dtype)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -421,8 +420,7 @@ class LlamaBlock(Module):
             seqlens_k=seqlens,
         )
         x = added(self.out, o.transpose(1, 2).flatten(2), x)
-        gate, up = self.up(x).chunk(2, -1)
-        return added(self.down, F.silu(gate) * up, x)
+        return added(self.down, self.up(x), x)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, rope_theta={self.rope_theta}"

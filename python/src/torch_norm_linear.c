@@ -86,11 +86,16 @@ static bool take_norm(call *c, problem *p, double eps, int64_t norm) {
     return true;
 }
 
+/* What the activation takes of the rows of weight, which `describe` has counted, is n's. */
 static bool take_activation(call *c, problem *p, int64_t activation, bool tf32) {
     if (activation < 0 || activation > LAST_ACTIVATION)
         return call_fail(c, "ValueError", "activation = %lld is none of heddle_activation, 0 to %d",
                          (long long)activation, LAST_ACTIVATION);
     p->a.activation = (heddle_activation)activation;
+    if (is_gated(p->a.activation) && p->a.n % 2)
+        return call_fail(c, "ValueError", "weight has %lld rows, but a gate and what it gates have as many each",
+                         (long long)p->a.n);
+    p->a.n /= is_gated(p->a.activation) ? 2 : 1;
     p->a.features = (activation ? HEDDLE_ACTIVATION : 0) | (tf32 ? HEDDLE_TF32 : 0);
     return true;
 }
@@ -112,12 +117,12 @@ static void *make_none(call *c, int at) {
     return NULL;
 }
 
-/* Has an input y's shape and type? Then the distance of its rows. */
-static bool is_like_y(call *c, const problem *p, const tensor *t, const char *name, int64_t *stride) {
+/* Has an input x's rows, `last` elements in each, and its type? Then the distance of its rows. */
+static bool has_rows(call *c, const problem *p, const tensor *t, const char *name, int64_t last, int64_t *stride) {
     int64_t shape[MAX_RANK];
     for (int64_t r = 0; r < p->x->rank - 1; r++)
         shape[r] = p->x->size[r];
-    shape[p->x->rank - 1] = p->a.n;
+    shape[p->x->rank - 1] = last;
     return call_check_shape(c, t, name, p->x->rank, shape) && call_check(c, t, name, call_dtype(c)) &&
            row_stride(c, t, name, stride);
 }
@@ -129,7 +134,7 @@ static bool take_residual(call *c, problem *p, const tensor *t) {
         return true;
     p->a.features |= HEDDLE_RESIDUAL;
     p->t.residual = t->data;
-    return is_like_y(c, p, t, "residual", &p->a.residual_stride);
+    return has_rows(c, p, t, "residual", p->a.n, &p->a.residual_stride);
 }
 
 void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t results) {
@@ -150,7 +155,7 @@ void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t 
         p.t.z = c.integer[RETURN_NORM] ? make_rows(&c, &p, Z, p.a.k, call_dtype(&c)) : make_none(&c, Z);
         p.t.mean = plain ? make_none(&c, MEAN) : make_rows(&c, &p, MEAN, -1, call_real(&c));
         p.t.rstd = plain ? make_none(&c, RSTD) : make_rows(&c, &p, RSTD, -1, call_real(&c));
-        p.t.u = keeps_u ? make_rows(&c, &p, U, p.a.n, call_dtype(&c)) : make_none(&c, U);
+        p.t.u = keeps_u ? make_rows(&c, &p, U, norm_linear_extent(&p.a, 'N'), call_dtype(&c)) : make_none(&c, U);
         if (!c.message[0] && call_norm_linear_bytes(&c, &p.a, HEDDLE_FORWARD, &bytes) &&
             call_workspace(&c, bytes, &workspace))
             call_status(&c, heddle_norm_linear_forward(&p.a, &p.t, workspace, bytes, c.stream));
@@ -182,7 +187,8 @@ enum {
 
 static bool take_gradient(call *c, problem *p) {
     const tensor *dy = &c->tensor[B_DY], *u = &c->tensor[B_U];
-    if (!is_like_y(c, p, dy, "dy", &p->a.dy_stride) || (u->handle && !is_like_y(c, p, u, "u", &p->a.u_stride)))
+    if (!has_rows(c, p, dy, "dy", p->a.n, &p->a.dy_stride) ||
+        (u->handle && !has_rows(c, p, u, "u", norm_linear_extent(&p->a, 'N'), &p->a.u_stride)))
         return false;
     p->t.dy = dy->data;
     p->t.u = u->data;
@@ -205,11 +211,11 @@ static bool take_gradient(call *c, problem *p) {
 }
 
 static void backward_results(call *c, problem *p, int64_t needs) {
-    const int64_t weight[2] = {p->a.n, p->a.k}, weight_stride[2] = {p->a.k, 1}, one = 1;
+    const int64_t weight[2] = {norm_linear_extent(&p->a, 'N'), p->a.k}, weight_stride[2] = {p->a.k, 1}, one = 1;
     const int32_t dtype = call_dtype(c);
     p->t.dx = needs & NEEDS_DX ? make_rows(c, p, 0, p->a.k, dtype) : NULL;
     p->t.dw = needs & NEEDS_DWEIGHT ? call_make(c, 1, 2, weight, weight_stride, dtype) : NULL;
-    p->t.dbias = needs & NEEDS_DBIAS ? call_make(c, 2, 1, &p->a.n, &one, dtype) : NULL;
+    p->t.dbias = needs & NEEDS_DBIAS ? call_make(c, 2, 1, weight, &one, dtype) : NULL;
     p->t.dgamma = needs & NEEDS_DGAMMA ? call_make(c, 3, 1, &p->a.k, &one, dtype) : NULL;
     p->t.dbeta = needs & NEEDS_DBETA ? call_make(c, 4, 1, &p->a.k, &one, dtype) : NULL;
     for (int x = 0; x < 5; x++)
@@ -224,7 +230,7 @@ void heddle_torch_norm_linear_backward(stable_value *stack, uint64_t arguments, 
     void *workspace;
     call_begin(&c, stack, arguments, results, "TOOTTOODIBBIIOOO");
     if (describe(&c, &p, B_X, B_WEIGHT, B_GAMMA, B_BETA) && take_norm(&c, &p, c.number[B_EPS], c.integer[B_NORM]) &&
-        take_gradient(&c, &p) && take_activation(&c, &p, c.integer[B_ACTIVATION], c.integer[B_TF32])) {
+        take_activation(&c, &p, c.integer[B_ACTIVATION], c.integer[B_TF32]) && take_gradient(&c, &p)) {
         p.a.features |= (c.integer[B_DETERMINISTIC] ? HEDDLE_DETERMINISTIC : 0) | (p.t.dz ? HEDDLE_Z : 0);
         backward_results(&c, &p, c.integer[B_NEEDS]);
         if (!c.message[0] && call_norm_linear_bytes(&c, &p.a, HEDDLE_BACKWARD, &bytes) &&

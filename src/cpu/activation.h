@@ -4,6 +4,7 @@
 #define HEDDLE_CPU_ACTIVATION_H
 
 #include "../activation.h"
+#include "../fields.h"
 #include "norm_linear_call.h"
 
 /* act(u), and act'(u) to *slope; `kind` is known to the compiler. NaN stays NaN. */
@@ -27,26 +28,32 @@ INLINE vf vactivate(heddle_activation kind, vf u, vf *slope) {
     return u * share;
 }
 
-/* row[columns] = act of it, in place; u, rounded, to where the caller wants it. There is room for a whole last vector. */
-INLINE void activate_as(heddle_activation kind, const norm_call *c, int64_t i, int64_t n0, float *row,
+/* row[columns] = act of it, in place, times `up` where that is not NULL; u, rounded, to where the caller wants it. There is room for a
+ * whole last vector. */
+INLINE void activate_as(heddle_activation kind, const norm_call *c, int64_t i, int64_t n0, float *row, const float *up,
                         int64_t columns) {
     const int64_t size = element_size(c->type);
     char *u = c->t->u ? (char *)c->t->u + (i * c->a->u_stride + n0) * size : NULL;
     for (int64_t x = 0; x < columns; x += VL) {
         const vf v = load(row + x);
-        vf slope;
+        vf slope, y = vactivate(kind, v, &slope);
         if (u)
             store_some(c->type, u + x * size, v, columns - x);
-        store(row + x, vactivate(kind, v, &slope));
+        if (u && up)
+            store_some(c->type, u + (c->a->n + x) * size, load(up + x), columns - x);
+        store(row + x, up ? y * load(up + x) : y);
     }
 }
 
-static void activate(const norm_call *c, int64_t i, int64_t n0, float *row, int64_t columns) {
+static void activate(const norm_call *c, int64_t i, int64_t n0, float *row, const float *up, int64_t columns) {
     switch (c->a->activation) {
     case HEDDLE_NO_ACTIVATION: break;
-    case HEDDLE_GELU: activate_as(HEDDLE_GELU, c, i, n0, row, columns); break;
-    case HEDDLE_GELU_TANH: activate_as(HEDDLE_GELU_TANH, c, i, n0, row, columns); break;
-    case HEDDLE_SILU: activate_as(HEDDLE_SILU, c, i, n0, row, columns); break;
+    case HEDDLE_GELU: activate_as(HEDDLE_GELU, c, i, n0, row, NULL, columns); break;
+    case HEDDLE_GELU_TANH: activate_as(HEDDLE_GELU_TANH, c, i, n0, row, NULL, columns); break;
+    case HEDDLE_SILU: activate_as(HEDDLE_SILU, c, i, n0, row, NULL, columns); break;
+    case HEDDLE_GEGLU: activate_as(HEDDLE_GELU, c, i, n0, row, up, columns); break;
+    case HEDDLE_GEGLU_TANH: activate_as(HEDDLE_GELU_TANH, c, i, n0, row, up, columns); break;
+    case HEDDLE_SWIGLU: activate_as(HEDDLE_SILU, c, i, n0, row, up, columns); break;
     }
 }
 
@@ -58,37 +65,53 @@ INLINE void add_residual(const norm_call *c, int64_t i, int64_t n0, float *row, 
         store(row + x, load(row + x) + load_some(c->type, from + x * size, columns - x));
 }
 
-/* dy[columns] *= act'(u) */
-INLINE void weigh_as(heddle_activation kind, float *dy, const float *u, int64_t columns) {
+/* dy[columns] *= act'(u); where `up` is not NULL dy *= up∘act'(u), and up = dy∘act(u). */
+INLINE void weigh_as(heddle_activation kind, float *dy, const float *u, float *up, int64_t columns) {
     for (int64_t x = 0; x < columns; x += VL) {
-        vf slope;
-        vactivate(kind, load(u + x), &slope);
-        store(dy + x, load(dy + x) * slope);
+        const vf in = load(dy + x);
+        vf slope, act = vactivate(kind, load(u + x), &slope);
+        if (up) {
+            slope *= load(up + x);
+            store(up + x, in * act);
+        }
+        store(dy + x, in * slope);
     }
 }
 
 #define DU_COLUMNS 256
 
-/* du = dy∘act'(u), [m, n] contiguous. */
-static void form_du(const heddle_norm_linear *a, const heddle_norm_linear_data *t, int threads, void *du) {
+/* du of up to DU_COLUMNS columns of y in row i, from n0 on. */
+static void du_columns(const heddle_norm_linear *a, const heddle_norm_linear_data *t, int64_t i, int64_t n0, void *du) {
     const int type = (int)a->dtype;
+    const int64_t columns = min64(DU_COLUMNS, a->n - n0), size = element_size(type);
+    float dy[DU_COLUMNS + VL] = {0}, u[DU_COLUMNS + VL] = {0}, up[DU_COLUMNS + VL] = {0};
+    const char *from = element_at(t->u, i * a->u_stride + n0, type);
+    char *to = (char *)du + (i * norm_linear_extent(a, 'N') + n0) * size;
+    widen_row(type, element_at(t->dy, i * a->dy_stride + n0, type), columns, 1, dy);
+    widen_row(type, from, columns, 1, u);
+    if (is_gated(a->activation))
+        widen_row(type, from + a->n * size, columns, 1, up);
+    switch (a->activation) {
+    case HEDDLE_NO_ACTIVATION: break;
+    case HEDDLE_GELU: weigh_as(HEDDLE_GELU, dy, u, NULL, columns); break;
+    case HEDDLE_GELU_TANH: weigh_as(HEDDLE_GELU_TANH, dy, u, NULL, columns); break;
+    case HEDDLE_SILU: weigh_as(HEDDLE_SILU, dy, u, NULL, columns); break;
+    case HEDDLE_GEGLU: weigh_as(HEDDLE_GELU, dy, u, up, columns); break;
+    case HEDDLE_GEGLU_TANH: weigh_as(HEDDLE_GELU_TANH, dy, u, up, columns); break;
+    case HEDDLE_SWIGLU: weigh_as(HEDDLE_SILU, dy, u, up, columns); break;
+    }
+    narrow_row(type, dy, columns, 1, to);
+    if (is_gated(a->activation))
+        narrow_row(type, up, columns, 1, to + a->n * size);
+}
+
+/* du, [m, features of u] contiguous. */
+static void form_du(const heddle_norm_linear *a, const heddle_norm_linear_data *t, int threads, void *du) {
     (void)threads; /* without OpenMP */
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < a->m; i++)
-        for (int64_t n0 = 0; n0 < a->n; n0 += DU_COLUMNS) {
-            float dy[DU_COLUMNS + VL], u[DU_COLUMNS + VL];
-            const int64_t columns = min64(DU_COLUMNS, a->n - n0);
-            memset(u, 0, sizeof u);
-            widen_row(type, element_at(t->dy, i * a->dy_stride + n0, type), columns, 1, dy);
-            widen_row(type, element_at(t->u, i * a->u_stride + n0, type), columns, 1, u);
-            switch (a->activation) {
-            case HEDDLE_NO_ACTIVATION: break;
-            case HEDDLE_GELU: weigh_as(HEDDLE_GELU, dy, u, columns); break;
-            case HEDDLE_GELU_TANH: weigh_as(HEDDLE_GELU_TANH, dy, u, columns); break;
-            case HEDDLE_SILU: weigh_as(HEDDLE_SILU, dy, u, columns); break;
-            }
-            narrow_row(type, dy, columns, 1, (char *)du + (i * a->n + n0) * element_size(type));
-        }
+        for (int64_t n0 = 0; n0 < a->n; n0 += DU_COLUMNS)
+            du_columns(a, t, i, n0, du);
 }
 
 #endif

@@ -20,9 +20,12 @@
 
 #include <stdio.h>
 
+#define GROUP_SUMS (BLOCK_ROWS * GROUP * PANEL) /* of a product of forward */
+
 static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm_linear_data *t, carver *w) {
     const heddle_norm_linear *a = &plan->a;
     norm_call c = {.a = a, .t = t, .type = (int)a->dtype, .chain = plan->tile_k};
+    c.halves = is_gated(a->activation) ? 2 : 1;
     c.k_panels = (a->k + PANEL - 1) / PANEL;
     c.n_panels = (a->n + PANEL - 1) / PANEL;
     c.row_panels = (a->n + VL - 1) / VL;
@@ -38,7 +41,7 @@ static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm
                           : backward           ? c.k_panels * b_panel(a->n)
                           : has_few_rows(a)    ? a->m * c.k_pad
                           : has_few_columns(a) ? a->n * c.k_pad
-                                               : c.n_panels * b_panel(a->k));
+                                               : c.halves * c.n_panels * b_panel(a->k));
     c.sums = carve_floats(w, strips ? a->m * c.k_pad : backward ? c.row_panels * VL * c.k_pad : 0);
     c.dbias = carve_floats(w, backward ? c.row_panels * VL : 0);
     c.x_panels = carve_floats(w, backward ? c.k_panels * b_panel(min64(CHUNK_M, a->m)) : 0);
@@ -60,7 +63,9 @@ static norm_space carve_norm_space(const norm_linear_plan *plan, carver *w) {
     const int64_t of_rows = plan->tile_m / VL * a_panel(backward ? min64(plan->a.n, SLICE) : plan->a.k);
     const bool columns = !backward && has_few_columns(&plan->a), few = columns || (!backward && has_few_rows(&plan->a));
     s.a = carve_floats(w, backward ? max64(of_rows, of_dy) : few ? 0 : of_rows);
-    s.c = carve_floats(w, backward ? plan->tile_m * k_pad : few ? 0 : BLOCK_ROWS * GROUP * PANEL);
+    s.c = carve_floats(w, backward ? plan->tile_m * k_pad
+                          : few    ? 0
+                                   : (is_gated(plan->a.activation) ? 2 : 1) * GROUP_SUMS);
     s.row = carve_floats(w, columns ? FEW_Z_ROWS * k_pad : k_pad);
     return s;
 }
@@ -126,18 +131,50 @@ static void multiply_group(const norm_call *c, const product *g, int64_t r, int6
                             next_share(c, g->next + p * g->b_next, g->depth, x, r, rows));
 }
 
-/* y of a block of rows (z in panels of VL of them) and up to GROUP panels of columns; written as soon as each few rows are done, so
- * that the writing hides behind the products. */
+/* Row `row` of y from column n0 on, of its sums in each half of W. */
+static void finish_row(const norm_call *c, int64_t row, int64_t n0, int64_t columns, float *sums, const float *bias) {
+    const heddle_norm_linear *a = c->a;
+    char *y = (char *)c->t->y + (row * a->y_stride + n0) * element_size(TYPE(c));
+    static const float none[GROUP * PANEL];
+    if (!a->activation && !c->t->residual) {
+        store_y(c, y, sums, bias, columns);
+        return;
+    }
+    for (int64_t half = 0; half < c->halves; half++)
+        for (int64_t e = 0; e < columns; e += VL)
+            store(sums + half * GROUP_SUMS + e,
+                  load(sums + half * GROUP_SUMS + e) + load(bias + half * GROUP * PANEL + e));
+    activate(c, row, n0, sums, sums + GROUP_SUMS, columns);
+    if (c->t->residual)
+        add_residual(c, row, n0, sums, columns);
+    store_y(c, y, sums, none, columns);
+}
+
+/* y of a block of rows (z in panels of VL of them) and up to GROUP panels of columns, in each half of W; written as soon as each few rows
+ * are done, so that the writing hides behind the products. */
 static void forward_group(const norm_call *c, const norm_space *s, int64_t first, int64_t rows, int64_t p0,
                           int64_t panels) {
     const heddle_norm_linear *a = c->a;
     const int64_t n0 = p0 * PANEL, columns = min64(panels * PANEL, a->n - n0), bytes = element_size(TYPE(c));
-    float bias[GROUP * PANEL] = {0};
-    if (c->t->bias)
-        widen_row(TYPE(c), element_at(c->t->bias, n0, TYPE(c)), columns, 1, bias);
-    const float *w = c->w + p0 * b_panel(a->k);
-    const product g = {s->a, a_panel(a->k), w,    w + panels * b_panel(a->k), b_panel(a->k), PANEL, GROUP * PANEL,
-                       a->k, columns,       false};
+    const int64_t step = b_panel(a->k);
+    float bias[2 * GROUP * PANEL] = {0};
+    product g[2];
+    for (int64_t half = 0; half < c->halves; half++) {
+        const bool last = half + 1 == c->halves;
+        const float *w = c->w + (half * c->n_panels + p0) * step;
+        if (c->t->bias)
+            widen_row(TYPE(c), element_at(c->t->bias, half * a->n + n0, TYPE(c)), columns, 1,
+                      bias + half * GROUP * PANEL);
+        g[half] = (product){.a = s->a,
+                            .a_next = a_panel(a->k),
+                            .b = w,
+                            .next = last ? c->w + (p0 + panels) * step : w + c->n_panels * step,
+                            .b_next = step,
+                            .c_next = PANEL,
+                            .c_stride = GROUP * PANEL,
+                            .depth = a->k,
+                            .columns = columns};
+    }
     for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
         const int64_t count = min64(BLOCK_ROWS, rows - r);
         if (GROUP == 1 && !c->streams)
@@ -146,22 +183,10 @@ static void forward_group(const norm_call *c, const norm_space *s, int64_t first
         if (c->t->residual)
             prefetch_rows((const char *)c->t->residual + ((first + r) * a->residual_stride + n0) * bytes, count,
                           a->residual_stride * bytes, columns * bytes);
-        multiply_group(c, &g, r, rows, panels, s->c);
-        for (int64_t x = 0; x < count; x++) {
-            float *sums = s->c + x * GROUP * PANEL;
-            char *y = (char *)c->t->y + ((first + r + x) * a->y_stride + n0) * bytes;
-            if (a->activation || c->t->residual) {
-                static const float none[GROUP * PANEL];
-                for (int64_t e = 0; e < columns; e += VL)
-                    store(sums + e, load(sums + e) + load(bias + e));
-                activate(c, first + r + x, n0, sums, columns);
-                if (c->t->residual)
-                    add_residual(c, first + r + x, n0, sums, columns);
-                store_y(c, y, sums, none, columns);
-            } else {
-                store_y(c, y, sums, bias, columns);
-            }
-        }
+        for (int64_t half = 0; half < c->halves; half++)
+            multiply_group(c, &g[half], r, rows, panels, s->c + half * GROUP_SUMS);
+        for (int64_t x = 0; x < count; x++)
+            finish_row(c, first + r + x, n0, columns, s->c + x * GROUP * PANEL, bias);
     }
 }
 
@@ -180,7 +205,7 @@ static void many_rows_forward(const norm_linear_plan *plan, const norm_call *c, 
     const int64_t m = plan->a.m, blocks = (m + plan->tile_m - 1) / plan->tile_m;
     const int64_t groups = (c->n_panels + plan->tile_n - 1) / plan->tile_n;
 #pragma omp for schedule(dynamic)
-    for (int64_t p = 0; p < c->n_panels; p++)
+    for (int64_t p = 0; p < c->halves * c->n_panels; p++)
         pack_w_transposed(c, p);
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < blocks * groups; task++) {
@@ -431,8 +456,16 @@ static void linear_backward(const norm_linear_plan *plan, const heddle_norm_line
 
 /* Bytes of du, which then stands for dy. */
 static size_t du_bytes(const heddle_norm_linear *a) {
-    const size_t bytes = (size_t)(a->m * a->n * element_size((int)a->dtype));
+    const size_t bytes = (size_t)(a->m * norm_linear_extent(a, 'N') * element_size((int)a->dtype));
     return a->activation ? (bytes + 63) / 64 * 64 : 0;
+}
+
+/* The problem that du makes of one with an activation. */
+static heddle_norm_linear before_activation(const heddle_norm_linear *a) {
+    heddle_norm_linear own = *a;
+    own.dy_stride = own.n = norm_linear_extent(a, 'N');
+    own.activation = HEDDLE_NO_ACTIVATION;
+    return own;
 }
 
 static void norm_linear_backward(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace) {
@@ -445,7 +478,7 @@ static void norm_linear_backward(const norm_linear_plan *plan, const heddle_norm
     }
     form_du(&plan->a, data, plan->threads, workspace);
     own.workspace -= bytes;
-    own.a.dy_stride = own.a.n;
+    own.a = before_activation(&plan->a);
     t.dy = workspace;
     linear_backward(&own, &t, (char *)workspace + bytes);
 }
@@ -465,7 +498,7 @@ static int64_t rows_to_share(int64_t m, int64_t most, int64_t threads) {
     return best;
 }
 
-static void plan_norm_linear(norm_linear_plan *plan) {
+static void plan_product(norm_linear_plan *plan) {
     const heddle_norm_linear *a = &plan->a;
     const bool backward = plan->pass == HEDDLE_BACKWARD;
     static const char *const types[] = {"f32", "bf16", "f16", "f64"};
@@ -483,7 +516,19 @@ static void plan_norm_linear(norm_linear_plan *plan) {
     carver shared = {0}, each = {0};
     carve_norm_call(plan, NULL, &shared);
     carve_norm_space(plan, &each);
-    plan->workspace = shared.used + each.used * (size_t)plan->threads + (backward ? du_bytes(a) : 0);
+    plan->workspace = shared.used + each.used * (size_t)plan->threads;
+}
+
+static void plan_norm_linear(norm_linear_plan *plan) {
+    const heddle_norm_linear given = plan->a;
+    if (plan->pass == HEDDLE_FORWARD || !given.activation) {
+        plan_product(plan);
+        return;
+    }
+    plan->a = before_activation(&given);
+    plan_product(plan);
+    plan->a = given;
+    plan->workspace += du_bytes(&given);
 }
 
 #endif

@@ -21,7 +21,8 @@ typedef struct norm_call {
     bool widens;                       /* bfloat16 does not go by pairs */
     bool streams;                      /* y is so large that it goes to memory past the caches */
     int64_t chain;                     /* sum indices whose products are added up one after the other */
-    int64_t k_panels, n_panels, k_pad; /* panels of PANEL columns */
+    int64_t halves;                    /* of W's rows: 2 behind an activation that has a gate */
+    int64_t k_panels, n_panels, k_pad; /* panels of PANEL columns; n_panels of each half */
     int64_t row_panels;                /* of n in panels of VL */
     int64_t strip_panels;              /* backward in strips: k_panels of a task; or 0 */
     float *mean, *rstd, *gamma, *beta; /* float copies; gamma and beta padded with zeros */
@@ -42,6 +43,13 @@ typedef struct norm_space {
 
 INLINE const char *row_of(const void *p, int64_t row, int64_t stride, int type) {
     return element_at(p, row * stride, type);
+}
+
+/* The first of the `*count` rows of W in a panel of its transpose: panels of the second half begin with its first row. */
+INLINE int64_t first_of_panel(const norm_call *c, int64_t panel, int64_t *count) {
+    const int64_t half = panel / c->n_panels, first = (panel - half * c->n_panels) * PANEL;
+    *count = min64(PANEL, c->a->n - first);
+    return half * c->a->n + first;
 }
 
 INLINE int vectors_of(int64_t columns) {

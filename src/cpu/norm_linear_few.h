@@ -72,12 +72,13 @@ INLINE void few_rows_products(int type, int rows, int ws, const float *z, int64_
             sums[r * VL + x] = s[r][x];
 }
 
-/* Row i of y in the columns n0 .. n0+columns-1, of one vector. */
-INLINE void store_few(const norm_call *c, int type, int64_t i, int64_t n0, vf u, int64_t columns) {
+/* Row i of y in the columns n0 .. n0+columns-1, of one vector; and of another, where an activation is of two halves. */
+INLINE void store_few(const norm_call *c, int type, int64_t i, int64_t n0, vf u, vf gated, int64_t columns) {
     if (c->a->activation || c->t->residual) {
-        float row[VL];
+        float row[VL], up[VL];
         store(row, u);
-        activate(c, i, n0, row, columns);
+        store(up, gated);
+        activate(c, i, n0, row, up, columns);
         if (c->t->residual)
             add_residual(c, i, n0, row, columns);
         u = load(row);
@@ -85,10 +86,10 @@ INLINE void store_few(const norm_call *c, int type, int64_t i, int64_t n0, vf u,
     store_some(type, (char *)c->t->y + (i * c->a->y_stride + n0) * element_size(type), u, columns);
 }
 
-/* Rows r .. r+rows-1 of y in the columns n0 .. n0+VL-1. A row of W that there is not is left out. */
-INLINE void few_rows_columns(const norm_call *c, int type, int rows, const float *z, int64_t r, int64_t n0) {
+/* u[rows] = of rows of z their products with up to VL rows of W from n0 on, and the bias. A row of W that there is not is left out. */
+INLINE void few_rows_sums(const norm_call *c, int type, int rows, const float *z, int64_t n0, int64_t columns, vf *u) {
     const heddle_norm_linear *a = c->a;
-    const int64_t columns = min64(VL, a->n - n0), size = element_size(type), w_bytes = a->w_stride * size;
+    const int64_t size = element_size(type), w_bytes = a->w_stride * size;
     const int64_t depth = FEW_DEPTH / (FEW_PAIRS(type) ? 2 : 4);
     const int ws = FEW_W(rows);
     vf sums[FEW_Z * VL];
@@ -108,7 +109,18 @@ INLINE void few_rows_columns(const norm_call *c, int type, int rows, const float
     }
     const vf bias = c->t->bias ? load_some(type, element_at(c->t->bias, n0, type), columns) : splat(0);
     for (int i = 0; i < rows; i++)
-        store_few(c, type, r + i, n0, sum_each(sums + i * VL) + bias, columns);
+        u[i] = sum_each(sums + i * VL) + bias;
+}
+
+/* Rows r .. r+rows-1 of y in the columns n0 .. n0+VL-1. */
+INLINE void few_rows_columns(const norm_call *c, int type, int rows, const float *z, int64_t r, int64_t n0) {
+    const int64_t columns = min64(VL, c->a->n - n0);
+    vf u[FEW_Z], up[FEW_Z];
+    few_rows_sums(c, type, rows, z, n0, columns, u);
+    if (c->halves == 2)
+        few_rows_sums(c, type, rows, z, c->a->n + n0, columns, up);
+    for (int i = 0; i < rows; i++)
+        store_few(c, type, r + i, n0, u[i], c->halves == 2 ? up[i] : splat(0), columns);
 }
 
 INLINE void few_rows_block_as(const norm_call *c, int type, int64_t n0) {
@@ -166,7 +178,8 @@ static void few_rows_forward(const norm_call *c) {
 #define FEW_Z_ROWS 4  /* of z at a time */
 
 INLINE bool has_few_columns(const heddle_norm_linear *a) {
-    return a->n <= FEW_COLUMNS && a->k >= 64 && !has_few_rows(a); /* below, the sums of lanes are dearer than packing */
+    return a->n <= FEW_COLUMNS && !is_gated(a->activation) && a->k >= 64 &&
+           !has_few_rows(a); /* below, the sums of lanes are dearer than packing */
 }
 
 /* A few rows of y: their statistics, z and its products while the rows of x are near. */
@@ -189,7 +202,7 @@ INLINE void few_columns_rows(const norm_call *c, int rows, int64_t first, float 
                 sums[i * VL + x] = splat(0);
     const vf bias = c->t->bias ? load_some(TYPE(c), c->t->bias, a->n) : splat(0);
     for (int i = 0; i < rows; i++)
-        store_few(c, TYPE(c), first + i, 0, sum_each(sums + i * VL) + bias, a->n);
+        store_few(c, TYPE(c), first + i, 0, sum_each(sums + i * VL) + bias, splat(0), a->n);
 }
 
 /* Every thread of the team calls it; statistics have not been formed. */

@@ -143,9 +143,10 @@ static void store_y(const norm_call *c, void *y, const float *sums, const float 
 
 static void pack_w_transposed(const norm_call *c, int64_t panel) {
     const void *rows[PANEL];
-    int64_t count = min64(PANEL, c->a->n - panel * PANEL);
+    int64_t count;
+    const int64_t first = first_of_panel(c, panel, &count);
     for (int64_t x = 0; x < count; x++)
-        rows[x] = row_of(c->t->w, panel * PANEL + x, c->a->w_stride, TYPE(c));
+        rows[x] = row_of(c->t->w, first + x, c->a->w_stride, TYPE(c));
     pack_columns(c, rows, 0, count, c->a->k, c->w + panel * PANEL * c->a->k, PANEL);
 }
 

@@ -3,6 +3,8 @@
  * widened once for all of them. */
 #include "ref.h"
 
+#include "fields.h"
+
 #include <stdio.h>
 
 enum { ROWS = 16 };
@@ -117,15 +119,31 @@ static double activated(heddle_activation activation, double u, double *slope) {
     return u * share;
 }
 
-/* dy[i, j], or du. */
+/* dy[i, j], or du, which of two halves has those of the gate in front. */
 static double gradient(const work *w, int64_t i, int64_t j) {
     const heddle_norm_linear *a = w->a;
-    const double dy = load_element(a->dtype, w->data->dy, i * a->dy_stride + j);
+    const int64_t column = j < a->n ? j : j - a->n;
+    const double dy = load_element(a->dtype, w->data->dy, i * a->dy_stride + column);
     double slope;
     if (!a->activation)
         return dy;
-    activated(a->activation, load_element(a->dtype, w->data->u, i * a->u_stride + j), &slope);
-    return dy * slope;
+    const double act =
+        activated(gate_activation(a->activation), load_element(a->dtype, w->data->u, i * a->u_stride + column), &slope);
+    if (!is_gated(a->activation))
+        return dy * slope;
+    return j < a->n ? dy * load_element(a->dtype, w->data->u, i * a->u_stride + a->n + j) * slope : dy * act;
+}
+
+/* Column j of u: of the rows of z in the block, into u[rows]. */
+static void product(const work *w, int64_t i0, int64_t rows, int64_t j, double *u) {
+    const heddle_norm_linear *a = w->a;
+    const double bias = w->data->bias ? load_element(a->dtype, w->data->bias, j) : 0;
+    load_row(a->dtype, w->data->w, j * a->w_stride, a->k, w->row);
+    for (int64_t r = 0; r < rows; r++) {
+        u[r] = dot(w->block + r * a->k, w->row, a->k) + bias;
+        if (w->data->u)
+            store_element(a->dtype, w->data->u, (i0 + r) * a->u_stride + j, u[r]);
+    }
 }
 
 static void forward(const work *w) {
@@ -144,16 +162,17 @@ static void forward(const work *w) {
                 store_element(float_type(a->dtype), data->rstd, i0 + r, s.rstd);
         }
         for (int64_t j = 0; j < a->n; j++) {
-            double bias = data->bias ? load_element(a->dtype, data->bias, j) : 0;
-            load_row(a->dtype, data->w, j * a->w_stride, a->k, w->row);
+            double u[ROWS], up[ROWS], slope;
+            product(w, i0, rows, j, u);
+            if (is_gated(a->activation))
+                product(w, i0, rows, a->n + j, up);
             for (int64_t r = 0; r < rows; r++) {
-                double slope, u = dot(w->block + r * a->k, w->row, a->k) + bias;
-                if (data->u)
-                    store_element(a->dtype, data->u, (i0 + r) * a->u_stride + j, u);
-                u = activated(a->activation, u, &slope);
+                double y = activated(gate_activation(a->activation), u[r], &slope);
+                if (is_gated(a->activation))
+                    y *= up[r];
                 if (data->residual)
-                    u += load_element(a->dtype, data->residual, (i0 + r) * a->residual_stride + j);
-                store_element(a->dtype, data->y, (i0 + r) * a->y_stride + j, u);
+                    y += load_element(a->dtype, data->residual, (i0 + r) * a->residual_stride + j);
+                store_element(a->dtype, data->y, (i0 + r) * a->y_stride + j, y);
             }
         }
     }
@@ -191,7 +210,7 @@ static void backward_x(const work *w) {
         fill(w->block, rows * a->k, 0);
         for (int64_t r = 0; r < rows && data->dz; r++)
             load_row(a->dtype, data->dz, (i0 + r) * a->dz_stride, a->k, w->block + r * a->k);
-        for (int64_t j = 0; j < a->n; j++) {
+        for (int64_t j = 0; j < norm_linear_extent(a, 'N'); j++) {
             load_row(a->dtype, data->w, j * a->w_stride, a->k, w->row);
             for (int64_t r = 0; r < rows; r++)
                 add_scaled(w->block + r * a->k, gradient(w, i0 + r, j), w->row, a->k);
@@ -210,8 +229,9 @@ static void backward_w(const work *w) {
     const heddle_norm_linear *a = w->a;
     const heddle_norm_linear_data *data = w->data;
     double *z = w->row;
-    for (int64_t j0 = 0; j0 < a->n; j0 += ROWS) {
-        int64_t rows = rows_from(j0, a->n);
+    const int64_t n = norm_linear_extent(a, 'N');
+    for (int64_t j0 = 0; j0 < n; j0 += ROWS) {
+        int64_t rows = rows_from(j0, n);
         fill(w->block, rows * a->k, 0);
         for (int64_t i = 0; i < a->m; i++) {
             normalise(w, HEDDLE_BACKWARD, i, w->xhat);
@@ -227,7 +247,7 @@ static void backward_w(const work *w) {
 /* dbias = sum_m du */
 static void backward_bias(const work *w) {
     const heddle_norm_linear *a = w->a;
-    for (int64_t j = 0; j < a->n; j++) {
+    for (int64_t j = 0; j < norm_linear_extent(a, 'N'); j++) {
         double sum = 0;
         for (int64_t i = 0; i < a->m; i++)
             sum += gradient(w, i, j);

@@ -405,7 +405,7 @@ static heddle_norm_linear some_norm_linear(bytes *b, int absurd) {
     if (take_bit(b)) {
         a.features |= HEDDLE_ACTIVATION;
         a.activation = (heddle_activation)take_between(b, absurd ? -1 : 1, LAST_ACTIVATION + (absurd ? 2 : 0));
-        a.u_stride = take_bit(b) ? 0 : absurd ? any_size(b) : a.n + take_between(b, 0, 3);
+        a.u_stride = take_bit(b) ? 0 : absurd ? any_size(b) : norm_linear_extent(&a, 'N') + take_between(b, 0, 3);
     }
     if (take_bit(b)) {
         a.features |= HEDDLE_RESIDUAL;
@@ -426,17 +426,18 @@ static int64_t rows_span(int64_t rows, int64_t width, int64_t stride) {
 static void run_norm_linear(memory *m, const heddle_norm_linear *a, const size_t need[2]) {
     const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
     const size_t each = heddle_dtype_size(a->dtype);
+    const int64_t of_u = norm_linear_extent(a, 'N');
     const uint64_t left_out = take_number(m->source, 2) | (a->norm == HEDDLE_NO_NORM ? 1 | 2 | 8 | 64 | 128 : 0);
     heddle_norm_linear_data t = {.size = sizeof t};
     t.x = new_floats(m, a->dtype, rows_span(a->m, a->k, a->x_stride));
-    t.w = new_floats(m, a->dtype, rows_span(a->n, a->k, a->w_stride));
+    t.w = new_floats(m, a->dtype, rows_span(of_u, a->k, a->w_stride));
     t.gamma = left_out & 1 ? NULL : new_floats(m, a->dtype, a->k);
     t.beta = left_out & 2 ? NULL : new_floats(m, a->dtype, a->k);
-    t.bias = left_out & 4 ? NULL : new_floats(m, a->dtype, a->n);
+    t.bias = left_out & 4 ? NULL : new_floats(m, a->dtype, of_u);
     t.y = new_block(m, (size_t)rows_span(a->m, a->n, a->y_stride) * each);
     t.mean = left_out & 8 ? NULL : new_block(m, (size_t)a->m * heddle_dtype_size(real));
     t.rstd = left_out & 8 ? NULL : new_block(m, (size_t)a->m * heddle_dtype_size(real));
-    t.u = a->activation ? new_block(m, (size_t)rows_span(a->m, a->n, a->u_stride) * each) : NULL;
+    t.u = a->activation ? new_block(m, (size_t)rows_span(a->m, of_u, a->u_stride) * each) : NULL;
     if (a->features & HEDDLE_RESIDUAL)
         t.residual = new_floats(m, a->dtype, rows_span(a->m, a->n, a->residual_stride));
     if (a->features & HEDDLE_Z) {
@@ -450,8 +451,8 @@ static void run_norm_linear(memory *m, const heddle_norm_linear *a, const size_t
     t.dx = left_out & 32 ? NULL : new_block(m, (size_t)rows_span(a->m, a->k, a->dx_stride) * each);
     t.dgamma = left_out & 64 ? NULL : new_block(m, (size_t)a->k * each);
     t.dbeta = left_out & 128 ? NULL : new_block(m, (size_t)a->k * each);
-    t.dw = left_out & 256 ? NULL : new_block(m, (size_t)rows_span(a->n, a->k, a->dw_stride) * each);
-    t.dbias = left_out & 512 ? NULL : new_block(m, (size_t)a->n * each);
+    t.dw = left_out & 256 ? NULL : new_block(m, (size_t)rows_span(of_u, a->k, a->dw_stride) * each);
+    t.dbias = left_out & 512 ? NULL : new_block(m, (size_t)of_u * each);
     space = new_block(m, need[1]);
     MUST(heddle_norm_linear_backward(a, &t, space, need[1], NULL) == HEDDLE_OK);
     free_blocks(m);

@@ -186,6 +186,30 @@ static void test_refused(void **state) {
     }
 }
 
+/* Activations of two halves have no kernels: refused by name, in both passes. */
+static void test_halves(void **state) {
+    (void)state;
+    const cuda_facts device = {"a GPU", 132, 232448, true, 0};
+    for (int activation = HEDDLE_SILU; activation <= LAST_ACTIVATION; activation++)
+        for (int pass = 0; pass < 2; pass++) {
+            norm_linear_plan plan = {.threads = 1};
+            const heddle_norm_linear a = {.size = sizeof a,
+                                          .device = HEDDLE_CUDA,
+                                          .m = 4,
+                                          .k = 8,
+                                          .n = 6,
+                                          .features = HEDDLE_ACTIVATION,
+                                          .activation = (heddle_activation)activation};
+            assert_int_equal(heddle__resolve_norm_linear(&a, (heddle_pass)pass, &plan), HEDDLE_OK);
+            assert_int_equal(plan.a.w_stride, 8);
+            assert_int_equal(plan.a.u_stride, activation == HEDDLE_SILU ? 6 : 12);
+            const heddle_status status = heddle__cuda_plan_norm_linear(&plan, &device);
+            assert_int_equal(status, activation == HEDDLE_SILU ? HEDDLE_OK : HEDDLE_UNSUPPORTED);
+            if (status != HEDDLE_OK)
+                assert_non_null(strstr(heddle_last_message(), "(a gate and what it gates) has no kernels on CUDA"));
+        }
+}
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
@@ -193,6 +217,7 @@ int main(void) {
         cmocka_unit_test(test_refused),
         cmocka_unit_test(test_pages),
         cmocka_unit_test(test_norm_linear),
+        cmocka_unit_test(test_halves),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -333,22 +333,34 @@ def test_flax_example():
     assert len(losses) >= 3 and losses[-1] < 0.7 * losses[0], done.stdout
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "geglu", "geglu_tanh", "swiglu"])
 def test_activations_of_norm_linear(activation):
     rng = np.random.default_rng(7)
-    given = [rng.standard_normal(s).astype("f4") for s in ((2, 4, 6), (5, 6), (5,), (6,), (6,))]
-    acts = {"gelu": False, "gelu_tanh": True}
+    gated = "glu" in activation
+    rows = 10 if gated else 5
+    given = [rng.standard_normal(s).astype("f4") for s in ((2, 4, 6), (rows, 6), (rows,), (6,), (6,))]
 
     def plain(x, w, bias, gamma, beta):
         z = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * gamma + beta
         u = z @ w.T + bias
-        return jax.nn.silu(u) if activation == "silu" else jax.nn.gelu(u, approximate=acts[activation])
+        u, up = jnp.split(u, 2, -1) if gated else (u, 1)
+        return (jax.nn.gelu(u, approximate="tanh" in activation) if "ge" in activation else jax.nn.silu(u)) * up
 
     def of(f):
         return jax.jit(jax.value_and_grad(lambda *t: (f(*t) ** 2).sum(), argnums=tuple(range(5))))(*given)
 
-    ours = of(partial(heddle.jax.norm_linear, activation=activation))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), ours, of(plain))
+    close = partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
+    ours = partial(heddle.jax.norm_linear, activation=activation)
+    jax.tree.map(close, of(ours), of(plain))
+    close(jax.vmap(ours, (0, None, None, None, None))(*given), plain(*given))
+    close(ours(*given), plain(*given))
+    if gated:
+        what = heddle._jax_call.NormLinear("layer", 1e-5, False, False, activation)
+        names = ("x", "w", "bias", "gamma", "beta")
+        arrays = dict(zip(names, (given[0].reshape(8, 6), *given[1:]), strict=True))
+        close(heddle.jax._of_halves(what, arrays)[0].reshape(2, 4, 5), plain(*given))
+        with pytest.raises(ValueError, match="weight has 9 rows, but a gate"):
+            ours(given[0], given[1][:9])
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from conftest import assert_close, devices, exact, plain_norm_linear
 
 import heddle
+from heddle._options import ACTIVATIONS as ACTIVATION_NUMBERS
 
 
 def check_derivatives(run, given):
@@ -182,6 +183,9 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda u: F.gelu(u, approximate="tanh"),
     "silu": F.silu,
+    "geglu": lambda u: F.gelu(u.chunk(2, -1)[0]) * u.chunk(2, -1)[1],
+    "geglu_tanh": lambda u: F.gelu(u.chunk(2, -1)[0], approximate="tanh") * u.chunk(2, -1)[1],
+    "swiglu": lambda u: F.silu(u.chunk(2, -1)[0]) * u.chunk(2, -1)[1],
 }
 
 
@@ -219,7 +223,9 @@ def test_activations_have_all_derivatives(activation):
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("norm,activation", [("layer", None), ("rms", "silu"), ("none", None), ("none", "gelu")])
+@pytest.mark.parametrize(
+    "norm,activation", [("layer", None), ("rms", "silu"), ("none", None), ("none", "gelu"), ("rms", "swiglu")]
+)
 @pytest.mark.parametrize("shape", [(3, 33), (2, 40, 72)], ids=str)
 def test_residuals(shape, norm, activation, dtype, device):
     torch.manual_seed(1)
@@ -228,7 +234,7 @@ def test_residuals(shape, norm, activation, dtype, device):
         "x": (torch.randn(shape, device=device) * 2 + 1).to(dtype),
         "weight": (torch.randn(24, k, device=device) / k**0.5).to(dtype),
         "bias": torch.randn(24, device=device).to(dtype),
-        "residual": torch.randn(*shape[:-1], 24, device=device).to(dtype),
+        "residual": torch.randn(*shape[:-1], 12 if activation == "swiglu" else 24, device=device).to(dtype),
     }
     leaves = {name: t.requires_grad_() for name, t in leaves.items()}
 
@@ -247,7 +253,7 @@ def test_residuals(shape, norm, activation, dtype, device):
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("norm,activation", [("layer", None), ("rms", "silu")])
+@pytest.mark.parametrize("norm,activation", [("layer", None), ("rms", "silu"), ("layer", "geglu")])
 @pytest.mark.parametrize("shape", [(3, 33), (2, 40, 72)], ids=str)
 def test_return_norm(shape, norm, activation, dtype, device):
     torch.manual_seed(1)
@@ -294,6 +300,57 @@ def test_return_norm_has_all_derivatives():
         return torch.cat(heddle.norm_linear(*t, activation="gelu", return_norm=True), -1)
 
     check_derivatives(run, given)
+
+
+def test_two_halves_with_all_that_there_is_have_all_derivatives():
+    torch.manual_seed(2)
+    given = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 6), (8, 6), (8,), (6,), (6,))]
+    residual = torch.randn(2, 3, 4, dtype=torch.float64)
+
+    def run(x, *t):
+        options = {"activation": "geglu", "residual": residual[: len(x)], "return_norm": True}
+        return torch.cat(heddle.norm_linear(x, *t, **options), -1)
+
+    assert torch.autograd.gradcheck(run, given, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(run, given, check_fwd_over_rev=True)
+
+
+def test_two_halves_elsewhere():
+    """In a compiled graph, of arrays, under autocast, with rows that are apart, and by parts as on CUDA."""
+    torch.manual_seed(3)
+    layer = heddle.nn.NormLinear(12, 20, activation="swiglu")
+    assert layer.weight.shape == (40, 12) and layer.bias.shape == (40,)
+    x, residual = torch.randn(3, 5, 12), torch.randn(3, 5, 20)
+    inputs = [layer.weight, layer.bias, layer.gamma, layer.beta]
+    want = ACTIVATIONS["swiglu"](plain_norm_linear(x, *inputs)) + residual
+    assert torch.allclose(layer(x, residual), want, atol=1e-5)
+    compiled = torch.compile(layer, fullgraph=True)
+    assert torch.allclose(compiled(x, residual), want, atol=1e-5)
+    expected = torch.autograd.grad(want.square().sum(), inputs)
+    for made in layer(x, residual), compiled(x, residual):
+        for got, right in zip(torch.autograd.grad(made.square().sum(), inputs), expected, strict=True):
+            assert torch.allclose(got, right, atol=1e-4, rtol=1e-4)
+    across = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.allclose(layer(across, residual), want, atol=1e-5)
+    parts = heddle._torch._of_halves(
+        x, *inputs, 1e-5, ACTIVATION_NUMBERS["swiglu"], residual, norm="layer", return_norm=False, tf32=False
+    )
+    assert torch.allclose(parts, want, atol=1e-5)
+    arrays = [t.detach().numpy() for t in (x, *inputs)]
+    got = heddle.norm_linear(*arrays, activation="swiglu", residual=residual.numpy())
+    assert np.allclose(got, want.detach(), atol=1e-5)
+    w, b, g, beta = arrays[1:]
+    dy = 2 * got
+    grads = heddle.norm_linear_backward(dy, arrays[0], w, g, beta, activation="swiglu", bias=b)
+    for name, right in zip(("dweight", "dbias", "dgamma", "dbeta"), expected, strict=True):
+        assert np.allclose(grads[name], right, atol=1e-4, rtol=1e-4)
+    with torch.autocast("cpu"):
+        assert layer(x, residual).dtype == torch.bfloat16
+    for given in (residual[..., :5], residual[0]):
+        with pytest.raises(ValueError, match="residual has"):
+            layer(x, given)
+    args = (x, layer.weight.detach(), None, None, None, 1e-5, 0, False, 6, True)
+    torch.library.opcheck(torch.ops.heddle.norm_linear.default, args)
 
 
 def test_return_norm_as_it_is_asked_for():
@@ -424,8 +481,11 @@ def test_unknown_activation():
             heddle.norm_linear(x, weight, activation=given)
         with pytest.raises(ValueError, match="activation"):
             heddle.nn.NormLinear(4, 3, activation=given)
-    with pytest.raises(RuntimeError, match="activation = 4 is none of"):  # from the operator itself
-        torch.ops.heddle.norm_linear(x, weight, activation=4)
+    with pytest.raises(RuntimeError, match="activation = 7 is none of"):  # from the operator itself
+        torch.ops.heddle.norm_linear(x, weight, activation=7)
+    for given in ((x, weight), (x.to("meta"), weight.to("meta")), (x.numpy(), weight.numpy())):
+        with pytest.raises(ValueError, match="weight has 3 rows, but a gate"):
+            heddle.norm_linear(*given, activation="swiglu")
     y, mean, rstd, u, _ = torch.ops.heddle.norm_linear(x, weight, activation=1)
     assert u.shape == (0,)
     with pytest.raises(RuntimeError, match="u is NULL"):
