@@ -60,11 +60,12 @@ class NormLinear(Module):
         affine: whether the norm has gamma (and beta).
         activation: "gelu", "gelu_tanh", "silu" or None; "geglu", "geglu_tanh" or "swiglu": of two halves, with 2n rows
             in weight and bias, the gate's first.
+        return_norm: give (y, norm(x)), with gamma and beta, as blocks need that add the norm's result; not with "none".
         device, dtype: of the parameters.
 
     Shapes:
-        [..., k] to [..., n]. weight [n, k], bias [n], gamma [k], beta [k]. float32, bfloat16 or float16 on CPU or CUDA,
-        float64 on the CPU.
+        [..., k] to [..., n], with return_norm and [..., k]. weight [n, k], bias [n], gamma [k], beta [k]. float32,
+        bfloat16 or float16 on CPU or CUDA, float64 on the CPU.
 
     Raises:
         ValueError: sizes that are not positive, an unknown norm or activation; then as heddle.norm_linear.
@@ -82,6 +83,7 @@ class NormLinear(Module):
         eps: float = 1e-5,
         affine: bool = True,
         activation: Activation = None,
+        return_norm: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -91,7 +93,9 @@ class NormLinear(Module):
         norm_of(norm)
         eps_of(eps, norm)
         rows = out_features * (2 if is_gated(activation_of(activation)) else 1)
-        self.activation = activation
+        if return_norm and norm == "none":
+            raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
+        self.activation, self.return_norm = activation, return_norm
         self.in_features, self.out_features, self.norm, self.eps = in_features, out_features, norm, eps
 
         def vector(size: int, wanted: bool) -> Parameter | None:
@@ -114,10 +118,11 @@ class NormLinear(Module):
         if self.beta is not None:
             init.zeros_(self.beta)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[..., in_features] to [..., out_features], and residual added to it; errors as heddle.norm_linear."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """[..., in_features] to [..., out_features], and residual added to it; with return_norm a tuple of that and
+        norm(x), like x. Errors as heddle.norm_linear."""
         weight, bias, gamma, beta = own(self, "weight", "bias", "gamma", "beta")
-        made: Tensor = norm_linear(
+        return norm_linear(
             x,
             weight,
             bias,
@@ -127,14 +132,15 @@ class NormLinear(Module):
             norm=self.norm,
             activation=self.activation,
             residual=residual,
+            return_norm=self.return_norm,
         )
-        return made
 
     def extra_repr(self) -> str:
         return (
             f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, norm={self.norm!r}, "
             f"eps={self.eps}, affine={self.gamma is not None}"
             + (f", activation={self.activation!r}" if self.activation else "")
+            + (", return_norm=True" if self.return_norm else "")
         )
 
 

@@ -390,6 +390,39 @@ def test_return_norm_in_a_compiled_graph():
     torch.library.opcheck(torch.ops.heddle.norm_linear.default, args)
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_return_norm_of_the_module(norm, device):
+    torch.manual_seed(4)
+    layer = heddle.nn.NormLinear(12, 20, norm=norm, activation="silu", return_norm=True, device=device)
+    assert "return_norm=True" in repr(layer)
+    with torch.no_grad():
+        for p in (layer.gamma, layer.beta):
+            if p is not None:
+                p.add_(torch.randn_like(p))
+    x, residual = torch.randn(2, 5, 12, device=device), torch.randn(2, 5, 20, device=device)
+    x.requires_grad_()
+    if norm == "layer":
+        want = F.layer_norm(x, (12,), layer.gamma, layer.beta)
+    else:
+        want = F.rms_norm(x, (12,), layer.gamma, 1e-5)
+    wanted = F.silu(F.linear(want, layer.weight, layer.bias)) + residual, want
+    inputs = [x, *layer.parameters()]
+    right = torch.autograd.grad(wanted[0].square().sum() + wanted[1].pow(3).sum(), inputs)
+    for call in layer, torch.compile(layer, fullgraph=True):
+        made = call(x, residual)
+        assert isinstance(made, tuple) and all(
+            torch.allclose(a, b, atol=1e-5) for a, b in zip(made, wanted, strict=True)
+        )
+        grads = torch.autograd.grad(made[0].square().sum() + made[1].pow(3).sum(), inputs)
+        assert all(torch.allclose(a, b, atol=1e-3, rtol=1e-4) for a, b in zip(grads, right, strict=True))
+    plain = heddle.nn.NormLinear(12, 20, norm=norm, activation="silu", device=device)
+    plain.load_state_dict(layer.state_dict())
+    assert torch.allclose(plain(x, residual), made[0], atol=1e-6)
+    with pytest.raises(ValueError, match="z is x"):
+        heddle.nn.NormLinear(12, 20, norm="none", return_norm=True)
+
+
 def test_residuals_have_all_derivatives():
     torch.manual_seed(2)
     sizes = ((2, 3, 6), (4, 6), (2, 3, 4))
