@@ -19,6 +19,9 @@ from heddle._torch import norm_linear
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+_TRANSFORMERS = {"NewGELUActivation": "gelu_tanh", "SiLUActivation": "silu"}  # modules without attributes
+
+
 def hooked(module: Any) -> bool:
     """Whether somebody looks at what goes in or comes out."""
     return any(getattr(module, kind, None) for kind in _HOOKS)
@@ -42,6 +45,12 @@ def activation_name(activation: Any) -> str | None:
         return "silu"
     if untouched(activation, nn.GELU):
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
+    kind = type(activation)
+    if kind.__module__ == "transformers.activations" and untouched(activation, kind):
+        inner = getattr(activation, "act", None)  # or GELU in Python
+        if kind.__name__ == "GELUActivation":
+            return "gelu" if inner is F.gelu else None
+        return _TRANSFORMERS.get(kind.__name__)
     return None
 
 

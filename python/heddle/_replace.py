@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``heddle.replace(model)``: norms with the Linear behind them, and attentions, of a module tree that is there already.
+"""``heddle.replace(model)``: norms with the Linear behind them, Linears with what is behind them, and attentions, of a
+module tree that is there already.
 
 Modules change their class and nothing else: parameters, hooks, names and state dicts stay. A norm and a Linear become
 one only where it is proven that the norm's result goes to that Linear alone: side by side in a torch.nn.Sequential, or
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import heddle
+from heddle import _replace_fuse
 from heddle._errors import HeddleTypeError
 from heddle._nn_linear import hooked
 from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer
@@ -42,19 +44,24 @@ class PassedRMSNorm(_Passed, nn.RMSNorm):
     """A RMSNorm that the Linear behind it does in one with itself. Its parameters are still here."""
 
 
-class NormedLinear(nn.Linear):
+class NormedLinear(_replace_fuse.FusedLinear):
     """A Linear with the norm in front of it, whose parameters stay where they were."""
 
     norm_in_front: nn.LayerNorm | nn.RMSNorm
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]; errors as heddle.norm_linear."""
+        return self.run(input)
+
+    def run(self, x: Tensor, activation: Any = None, residual: Tensor | None = None) -> Tensor:
+        """act(forward(x)) + residual"""
         norm, eps = self.norm_in_front, self.norm_in_front.eps
         beta = norm.bias if isinstance(norm, nn.LayerNorm) else None
         kind: Literal["layer", "rms"] = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
         if eps is None:  # as torch.nn.RMSNorm has it, whose sums are in float32
-            eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
-        made: Tensor = norm_linear(input, self.weight, self.bias, norm.weight, beta, eps, norm=kind)
+            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        options: dict[str, Any] = {"norm": kind, "activation": activation, "residual": residual}
+        made: Tensor = norm_linear(x, self.weight, self.bias, norm.weight, beta, eps, **options)
         return made
 
     def extra_repr(self) -> str:
@@ -238,6 +245,27 @@ class _Work:
             found.add(user)
         return (found.pop(), "") if len(found) == 1 else (None, "its result goes to different modules")
 
+    # -------------------------------------------------------------------------------------- activations and sums
+
+    def fusions(self) -> None:
+        """What stands behind a Linear, in Sequentials and in forwards that can be followed."""
+        for module in list(self.model.modules()):
+            kind, made = type(module), _replace_fuse
+            if made.is_made(module) or "forward" in vars(module):
+                continue
+            if isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward:
+                found = made.in_sequential(module)
+                if found:
+                    module.__class__ = made.class_of(kind, made.SEQUENTIAL, made.sequential)
+                    self.done.swapped[self.name(module)] = found
+            elif made.wants(module):
+                other, found = made.rewrite(module)
+                if other is not None:
+                    module.__class__ = other
+                    self.done.swapped[self.name(module)] = f"{found} (its forward, by torch.fx)"
+                elif found:
+                    self.done.left[self.name(module)] = f"activations and sums: {found}"
+
     # ------------------------------------------------------------------------------------------------- attentions
 
     def attentions(self) -> None:
@@ -295,7 +323,9 @@ def replace(model: nn.Module) -> Replaced:
 
     nn.MultiheadAttention and nn.TransformerEncoderLayer become heddle.nn's. A LayerNorm or RMSNorm and the nn.Linear
     behind it run as one, where torch.fx or a torch.nn.Sequential proves that the norm's result goes to that Linear
-    alone. Names and state dicts stay, and so do hooks; copies and torch.compile work as before.
+    alone. GELU or SiLU behind a Linear, and a sum with a Linear's result, run with it: in a torch.nn.Sequential, and in
+    a forward that is straight-line code of its module's parts and of PyTorch's functions, where nothing but they can
+    make a difference. Names and state dicts stay, and so do hooks; copies and torch.compile work as before.
 
     Args:
         model: a torch.nn.Module; it is changed. Parameters of any dtype and device that heddle.attention takes.
@@ -321,4 +351,5 @@ def replace(model: nn.Module) -> Replaced:
     work.trace(model)
     for norm in work.norms(model):
         work.done.left[work.name(norm)] = "torch.fx cannot trace what calls it"
+    work.fusions()
     return work.done
