@@ -7,6 +7,7 @@ and what they captured is an input of the graph. Only a BlockMask's lists are da
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -25,22 +26,65 @@ class _Carrier(Tensor):
 
     form: Any
     plain: Tensor  # of its dtype and device
+    made: list[Any]  # all carriers of this trace
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _apply(func, args, kwargs or {})
 
 
-def _carry(form: Any, like: Tensor) -> Any:
+_SIZE = (3, 0, 7)  # and a carrier's place in `made`: `apply` refuses what has sizes, so that it passes for no number
+
+
+def _carry(form: Any, like: Tensor, made: list[Any]) -> Any:
     if not isinstance(form, (Expression, Score)):
         return form
-    # Of a size that `apply` refuses: what Dynamo computes without asking the class (abs) must not pass for a number.
     plain = torch.empty(
-        (3, 0, 7), dtype=form.dtype if isinstance(form, (Leaf, Score)) else like.dtype, device=like.device
+        (*_SIZE, len(made)), dtype=form.dtype if isinstance(form, (Leaf, Score)) else like.dtype, device=like.device
     )
     carrier = plain.as_subclass(_Carrier)
-    carrier.form, carrier.plain = form, plain
+    carrier.form, carrier.plain, carrier.made = form, plain, made
+    made.append(carrier)
     return carrier
+
+
+_UNARY = {"abs": operator.abs, "neg": operator.neg, "pos": operator.pos, "invert": operator.invert}
+_steps = [""]
+
+
+def _look_at_steps(context: Any) -> None:
+    """By which operations Dynamo has made `value` of a carrier's tensor, the last one first."""
+    node, names = context.get_local("value").as_proxy().node, []
+    while getattr(node.target, "__name__", "") in _UNARY and len(node.args) == 1:
+        names.append(node.target.__name__)
+        (node,) = node.args
+    _steps[0] = " ".join(names) if node.target is torch.empty else ""
+
+
+def _last_steps() -> str:
+    return _steps[0]
+
+
+_last_steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _own(value: Any, made: list[Any]) -> Any:
+    """A carrier in the place of a tensor that Dynamo has computed of one without asking its class, as it does abs()."""
+    if isinstance(value, (tuple, list)):
+        return tuple([_own(part, made) for part in value])
+    if not isinstance(value, Tensor) or isinstance(value, _Carrier) or tuple(value.shape[:3]) != _SIZE:
+        return value
+    if value.dim() != 4 or value.shape[3] >= len(made):
+        return value
+    comptime(_look_at_steps)
+    names = _last_steps()
+    if not names:
+        return value
+    carrier = made[value.shape[3]]
+    form = carrier.form
+    for name in reversed(names.split(" ")):
+        form = apply(name, _UNARY[name], (form,), {})
+    return _carry(form, carrier.plain, made)
 
 
 def _form(value: Any) -> Any:
@@ -51,36 +95,43 @@ def _form(value: Any) -> Any:
 
 def _apply(func: Any, args: Any, kwargs: Any) -> Any:
     """One operation, of which `args` or the parts of one of these are carriers."""
-    name, plain = name_of(func), None
+    name, one = name_of(func), None
     for value in (*args, *kwargs.values()):
         for part in value if isinstance(value, (tuple, list)) else (value,):
-            plain = part.plain if isinstance(part, _Carrier) else plain
-    assert plain is not None
+            one = part if isinstance(part, _Carrier) else one
+    assert one is not None
     if name == "get":  # of an attribute
-        return func(plain)
+        return func(one.plain)
     if name.startswith("new_"):
         return maker(name)(*args[1:], **kwargs)
     given = {key: _form(value) for key, value in kwargs.items()}
-    return _carry(apply(name, func, tuple([_form(value) for value in args]), given), plain)
+    return _carry(apply(name, func, tuple([_form(value) for value in args]), given), one.plain, one.made)
 
 
 class _Mode(TorchFunctionMode):
-    """Captured tensors with a symbol among several indices come here."""
+    """Captured tensors with a symbol among several indices come here, and what Dynamo has made of symbols."""
+
+    def __init__(self, made: list[Any]) -> None:
+        super().__init__()
+        self.made = made
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
+            value = _own(value, self.made)
             for part in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(part, _Carrier):
-                    return _apply(func, args, kwargs or {})
+                    given = {key: _own(each, self.made) for key, each in (kwargs or {}).items()}
+                    return _apply(func, tuple([_own(each, self.made) for each in args]), given)
         return func(*args, **(kwargs or {}))
 
 
 def call(function: Any, symbols: list[Any], like: Tensor) -> Any:
     """function(*symbols) within a graph."""
-    carriers = [_carry(symbol, like) for symbol in symbols]
-    with _Mode():
+    made: list[Any] = []
+    carriers = [_carry(symbol, like, made) for symbol in symbols]
+    with _Mode(made):
         result = function(*carriers)
-    return _form(result)
+    return _form(_own(result, made))
 
 
 _looked = [False]

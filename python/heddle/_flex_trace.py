@@ -103,6 +103,9 @@ class _Symbol:
     def __neg__(self) -> Any:
         return apply("neg", operator.neg, (self,), {})
 
+    def __pos__(self) -> Any:
+        return self
+
     def __abs__(self) -> Any:
         return apply("abs", torch.abs, (self,), {})
 
@@ -318,7 +321,7 @@ def _of_score(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         score, other = args if isinstance(args[0], Score) else args[::-1]
         return _multiply(score, other)
     if name == "truediv" and isinstance(args[0], Score):
-        number = number_of(args[1])
+        number = number_of(_constant_in(args[1], args[0]))
         if number is None:
             refuse("a score divided by what is no number of Python")
         return _multiply(args[0], 1 / number)
@@ -352,7 +355,7 @@ def _add(a: Any, b: Any) -> Score:
 
 
 def _multiply(score: Any, other: Any) -> Score:
-    number = number_of(other)
+    number = number_of(_constant_in(other, score))
     if number is None or isinstance(score, (int, float)):
         refuse("a score multiplied with what is no number of Python")
     if score.seen and number <= 0:
@@ -418,6 +421,11 @@ def _number_in(value: Any, score: Any) -> Any:
     if isinstance(score, Score):
         score.read.append(value)
     return float(value)
+
+
+def _constant_in(value: Any, score: Any) -> Any:
+    """The same, but where a graph is made, in which the tensor may later be another number."""
+    return value if torch.compiler.is_compiling() else _number_in(value, score)
 
 
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

@@ -203,7 +203,7 @@ def test_results_as_asked_for():
 
 # ---------------------------------------------------------------------------------------------------- refusals
 
-TABLE, NUMBER = torch.randn(H, SQ, SK), torch.tensor(2.0)
+TABLE, NUMBER = torch.randn(H, SQ, SK), torch.tensor(2.0, requires_grad=True)
 REFUSED = {
     "sigmoid of a score": lambda s, b, h, q, k: torch.sigmoid(s),
     "pow of a score": lambda s, b, h, q, k: s**2,
