@@ -70,7 +70,7 @@ function(heddle_python_module target)
 endfunction()
 
 add_library(heddle_python MODULE ${PROJECT_SOURCE_DIR}/python/src/module.c ${PROJECT_SOURCE_DIR}/python/src/cuda_memory.c
-    ${PROJECT_SOURCE_DIR}/python/src/shortcut.c ${PROJECT_SOURCE_DIR}/python/src/proof.c ${PROJECT_SOURCE_DIR}/python/src/jax_call.c
+    ${PROJECT_SOURCE_DIR}/python/src/shortcut.c ${PROJECT_SOURCE_DIR}/python/src/proof.c ${PROJECT_SOURCE_DIR}/python/src/recall.c ${PROJECT_SOURCE_DIR}/python/src/jax_call.c
     ${PROJECT_SOURCE_DIR}/python/src/system.c)
 target_include_directories(heddle_python SYSTEM PRIVATE ${Python_INCLUDE_DIRS})
 heddle_python_module(heddle_python)

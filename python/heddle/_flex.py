@@ -19,11 +19,11 @@ from torch import Tensor
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._flex_forms import slope
-from heddle._flex_kept import Recipe, Shelf, are_lists_of, capturing, functions, lists_of, prove, stream_of
+from heddle._flex_kept import Recipe, Shelf, are_lists_of, capturing, functions, latest, lists_of, recaller, stream_of
 from heddle._flex_masks import Masks, Problem, Tiles, dense, key_of
 from heddle._flex_trace import Expression, Score, conjuncts, is_known, refuse, trace
 from heddle._kinds import need_tensors
-from heddle._ops import quick, quick_options
+from heddle._ops import prepare, short
 
 _broadcast_shapes: Any = torch.broadcast_shapes
 _UNBOUNDED = 1 << 30  # BLOCK_SIZE of a BlockMask that masks nothing
@@ -50,11 +50,16 @@ class _Known:
 _known: dict[int, _Known] = {}
 
 
+def _forget(mask: int) -> None:
+    _known.pop(mask, None)
+    latest.pop(mask, None)
+
+
 def _knowledge(mask: Any) -> _Known:
     known = _known.get(id(mask))
     if known is None or not are_lists_of(known.lists, mask):
         known = _known[id(mask)] = _Known(mask)
-        weakref.finalize(mask, _known.pop, id(mask), None)
+        weakref.finalize(mask, _forget, id(mask))
     return known
 
 
@@ -89,6 +94,14 @@ def _compared(mask: Any, conditions: list[Any], p: Problem) -> tuple[_Known, Til
         known.agreed = key, conditions, tiles.agree(conditions, p)
     return known, None if known.agreed[2] else tiles
 
+
+def _refused(kept: Any, query: Tensor, key: Tensor, value: Tensor, bias: Any, return_lse: bool) -> Any:
+    """By heddle.attention itself, which has more ways and says what is wrong."""
+    options = kept.options if kept.recipe is None else kept.options | {"bias": bias}
+    return attention(query, key, value, return_lse=return_lse, **options)
+
+
+_recall = recaller(_known, functions, latest, short, _refused)
 
 # ---------------------------------------------------------------------------------------------------------- scores
 
@@ -173,27 +186,9 @@ def flex_attention(
     Source: the documentation of PyTorch's function; Dong et al., "Flex Attention", 2024.
     """
     if kernel_options is return_aux is None and not _compiling():
-        try:
-            shelf = functions if block_mask is None else _known[id(block_mask)].shelf
-            code = None if score_mod is None else id(score_mod.__code__)
-            kept: Any = shelf[code, query.shape, key.shape, query.dtype, query.device, scale, enable_gqa]
-        except (KeyError, AttributeError, TypeError):  # also of what is no tensor, or no function of Python
-            pass
-        else:
-            if not kept.always:
-                kept = kept.now()
-            if kept is not None and prove(kept.proof, score_mod, block_mask):
-                if kept.plain and not return_lse:
-                    out = quick(query, key, value, kept.rest[0], kept.rest[2])
-                else:
-                    given = kept.rest if kept.recipe is None else kept.given()
-                    out = quick_options(
-                        query, key, value, *given, None, 0.0, None, None, None, return_lse, None, False, False
-                    )
-                if out is not NotImplemented:
-                    return out
-                options = kept.options if kept.recipe is None else kept.options | {"bias": given[4]}
-                return attention(query, key, value, return_lse=return_lse, **options)
+        out = _recall(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        if out is not NotImplemented:
+            return out
     need_tensors(query=query, key=key, value=value)
     if not query.dim() == key.dim() == value.dim() == 4:
         raise HeddleValueError(
@@ -278,7 +273,11 @@ def _keep(
     code = getattr(score_mod, "__code__", None)
     place = code and id(code), query.shape, key.shape, query.dtype, query.device, scale, enable_gqa
     shelf = functions if known is None else known.shelf
-    shelf.keep(place, score_mod, block_mask, options, known.mask[2] if known and known.mask else None, recipe)
+    names = ("causal", "window", "scale", "softcap", "bias", "mask", "alibi_slopes")
+    given = [options.get(name, 0.0 if name == "softcap" else None) for name in names]
+    prepared = prepare(query, key, key, *given, None, 0.0, None, None, None, False, None, False, False)
+    own = known.mask[2] if known and known.mask else None
+    shelf.keep(place, score_mod, block_mask, options, own, recipe, None if prepared is NotImplemented else prepared)
 
 
 def _found(score: Any, block_mask: Any, query: Tensor, p: Problem) -> tuple[dict[str, Any], list[Any] | None]:

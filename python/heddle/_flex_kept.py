@@ -14,7 +14,7 @@ import operator
 import types
 import weakref
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,23 +38,51 @@ class _Unseen(Exception):
     """It could change without being seen."""
 
 
+_function: Any = types.FunctionType
+_base: Any = _dispatcher.TensorBase
 # prove((state, lists, state), score_mod, block_mask): they are what they were.
-prove = _C.prover(
-    (
-        "__code__",
-        "__defaults__",
-        "__closure__",
-        "__globals__",
-        "cell_contents",
-        "_version",
-        "data_ptr",
-        "requires_grad",
-        "mask_mod",
-        *_LISTS,
-        types.FunctionType,
-        _ABSENT,
-    )
+_names = (
+    _function.__code__,
+    _function.__defaults__,
+    _function.__closure__,
+    _function.__globals__,
+    types.CellType.cell_contents,
+    _base._version,
+    _base.requires_grad,
+    "data_ptr",
+    "mask_mod",
+    *_LISTS,
+    types.FunctionType,
+    _ABSENT,
 )
+prove = _C.prover(_names)
+
+
+class _Parts(NamedTuple):
+    """What python/src/recall.c works with, in its order."""
+
+    known: Any  # by a BlockMask's id; each has a Shelf
+    functions: Any
+    latest: Any  # the one that was used last, by a BlockMask's id, or by None
+    short: Any  # what shortcut.c works with; None: nothing takes a short way
+    refused: Any
+    names: Any = _names
+    grad_enabled: Any = _grad_enabled
+    stream: Any = getattr(_dispatcher, "_cuda_getCurrentRawStream", None)
+    capturing: Any = torch.cuda.is_current_stream_capturing
+    shelf: Any = "shelf"
+    code: Any = "__code__"
+    shape: Any = _base.shape
+    dtype: Any = _base.dtype
+    device: Any = _base.device
+    ready: Any = "ready"
+    other: Any = "other"
+
+
+def recaller(*parts: Any) -> Any:
+    """recall(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse): the result by what was kept of
+    an earlier call, or NotImplemented. `refused` is called where the short ways leave that to others."""
+    return _C.recaller(tuple(_Parts(*parts)))
 
 
 class _States:
@@ -180,16 +208,23 @@ class Kept:
 
     other: the same for calls with gradients, where this is for calls without, or the other way round."""
 
-    __slots__ = (
-        "always", "bytes", "device", "graded", "options", "other", "plain", "proof", "recipe", "rest", "stream",
-    )  # fmt: skip
+    __slots__ = ("bytes", "graded", "options", "other", "ready", "recipe")
 
-    def __init__(self, score_mod: Any, block_mask: Any, options: dict[str, Any], mask: Any, recipe: Any) -> None:
+    def __init__(
+        self,
+        score_mod: Any,
+        block_mask: Any,
+        options: dict[str, Any],
+        mask: Any,
+        recipe: Any,
+        place: tuple[Any, ...],
+        prepared: tuple[Any, ...] | None,
+    ) -> None:
         states = _States(frozenset() if recipe is None else frozenset(recipe.leaves))
         lists = None if block_mask is None else lists_of(block_mask)
         if block_mask is not None and lists is None:
             raise _Unseen
-        self.proof = states.of(score_mod), lists, None if block_mask is None else states.of(block_mask.mask_mod)
+        proof = states.of(score_mod), lists, None if block_mask is None else states.of(block_mask.mask_mod)
         tensors = [value for value in options.values() if isinstance(value, Tensor)]
         tensors += [] if recipe is None else recipe.constants
         if any(t.is_inference() or t.is_meta for t in tensors):
@@ -200,26 +235,12 @@ class Kept:
         self.bytes = sum(sizes)
         # None: it is the same whether gradients are recorded or not.
         self.graded = _grad_enabled() if states.learns and (tensors or recipe is not None) else None
-        self.device = tensors[0].device if tensors and tensors[0].is_cuda else None
-        self.stream = stream_of(self.device)
-        self.always = self.graded is None and self.device is None
+        device = tensors[0].device if tensors and tensors[0].is_cuda else None
         self.options, self.recipe = options, recipe
         self.other: Kept | None = None
-        self.plain = recipe is None and options.keys() <= {"causal", "scale"}
-        names = ("causal", "window", "scale", "softcap", "bias", "mask", "alibi_slopes")
-        self.rest = tuple(options.get(name, 0.0 if name == "softcap" else None) for name in names)
-
-    def now(self) -> Kept | None:
-        """What can be used here and now, where its proof holds."""
-        if self.graded is not None and self.graded is not _grad_enabled():
-            return None if self.other is None else self.other.now()
-        # The GPU has made the tensors before it uses them, and no CUDA graph goes on using what may be freed.
-        usable = self.device is None or (stream_of(self.device) == self.stream and not capturing(self.device))
-        return self if usable else None
-
-    def given(self) -> tuple[Any, ...]:
-        """self.rest, with what has to be computed."""
-        return (*self.rest[:4], self.recipe(), *self.rest[5:])
+        plain = recipe is None and options.keys() <= {"causal", "scale"}
+        # python/src/recall.c has the order of these.
+        self.ready = proof, self.graded, device and device.index, stream_of(device), recipe, place, plain, prepared
 
 
 def stream_of(device: torch.device | None) -> int:
@@ -245,14 +266,17 @@ class Shelf(dict[tuple[Any, ...], Kept]):
         options: dict[str, Any],
         mask: Any = None,
         recipe: Any = None,
+        prepared: tuple[Any, ...] | None = None,
     ) -> None:
-        """For calls of the same key. `mask`: the tensor that is kept with the BlockMask anyway."""
+        """For calls of the same key. `mask`: the tensor that is kept with the BlockMask anyway; `prepared`: the options
+        as the short ways want them; None where these are closed."""
+        latest.clear()
         if _dispatcher._len_torch_dispatch_stack() or _dispatcher._are_functorch_transforms_active():
             return
         if any(isinstance(value, Tensor) and capturing(value.device) for value in options.values()):
             return
         try:
-            made = Kept(score_mod, block_mask, options, mask, None if recipe is None else recipe())
+            made = Kept(score_mod, block_mask, options, mask, None if recipe is None else recipe(), key[1:], prepared)
         except (_Unseen, ValueError):  # also an empty cell
             return
         before = self.pop(key, None)
@@ -270,3 +294,4 @@ class Shelf(dict[tuple[Any, ...], Kept]):
 
 
 functions = Shelf()  # of calls without a BlockMask
+latest: dict[int | None, Kept] = {}

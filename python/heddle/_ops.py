@@ -337,4 +337,4 @@ def long_options_backward(dout: Any, dlse: Any, *rest: Any) -> tuple[Tensor | No
 
 
 _plain.register(_registrations, ops.attention)
-quick, quick_options = _plain.shorten(ops.attention, long_backward, long_options_backward)
+quick, quick_options, prepare, short = _plain.shorten(ops.attention, long_backward, long_options_backward)

@@ -195,10 +195,11 @@ def _apply(function: Any) -> Any:
 
 def shorten(
     packet: Any, long_backward: Callable[..., Gradients], long_options_backward: Callable[..., Gradients]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
     """Lets plain calls of torch.ops.heddle.attention go the short way. Returns the same for heddle.attention:
     ``quick(q, k, v, causal, scale, same_heads=False)`` is out, or NotImplemented where the long way must be gone. And
-    with options: ``quick_options`` has its arguments told in python/src/shortcut.c."""
+    with options: ``quick_options`` has its arguments told in python/src/shortcut.c. Then ``prepare``, by which these
+    are made ready once for many calls (python/src/recall.c), and what that file works with."""
     run, operator = _caller("attention_plain")
     run_backward, operator_backward = _caller("attention_backward_plain")
 
@@ -225,8 +226,8 @@ def shorten(
     parts = _Parts(packet._op, run, operator, *_functions("AttentionPlain", forward, backward))
     options, options_out = _recorders(run_full, full, long_options_backward)
     parts = parts._replace(full=full, options=options, options_out=options_out, new_rng=new_rng_state)
-    short, quick, quick_options = _C.shortcut(tuple(parts))
+    short, quick, quick_options, prepare = _C.shortcut(tuple(parts))
     # torch.jit.script knows built-in functions by this table.
     _builtins._register_builtin(short, packet._qualified_op_name)
     packet._op = short
-    return quick, quick_options
+    return quick, quick_options, prepare, tuple(parts)

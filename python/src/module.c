@@ -5,6 +5,7 @@
 #include "heddle.h"
 #include "jax_call.h"
 #include "proof.h"
+#include "recall.h"
 #include "shortcut.h"
 #include "status_kind.h"
 #include "system.h"
@@ -445,6 +446,7 @@ PyDoc_STRVAR(
     shortcut_doc,
     "shortcut(parts) -> (torch.ops.heddle.attention, attention, attention_options) the short ways, see shortcut.c");
 PyDoc_STRVAR(prover_doc, "prover(names) -> prove(proof, score_mod, block_mask), see proof.c");
+PyDoc_STRVAR(recaller_doc, "recaller(parts) -> recall(query, key, value, score_mod, ...), see recall.c");
 
 static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace_doc},
                                 {"pack", pack, METH_VARARGS, pack_doc},
@@ -465,6 +467,7 @@ static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace
                                 {"jax_handlers", heddle_jax_handlers, METH_NOARGS, jax_handlers_doc},
                                 {"shortcut", heddle_shortcut, METH_O, shortcut_doc},
                                 {"prover", heddle_prover, METH_O, prover_doc},
+                                {"recaller", heddle_recaller, METH_O, recaller_doc},
                                 {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef definition = {

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-/* What heddle._flex_kept gives, in this order: names of attributes, then the class of functions. */
+/* What heddle._flex_kept gives, in this order: descriptors of classes, names of attributes, the class of functions. */
 enum part {
     CODE,
     DEFAULTS,
@@ -13,8 +13,8 @@ enum part {
     GLOBALS,
     CONTENTS,
     VERSION,
-    DATA_PTR,
     REQUIRES_GRAD,
+    DATA_PTR, /* "data_ptr" */
     MASK_MOD,
     LISTS, /* the four of a BlockMask */
     FUNCTION = LISTS + 4,
@@ -26,12 +26,17 @@ static PyObject *part(PyObject *parts, int x) {
     return PyTuple_GetItem(parts, x);
 }
 
+PyObject *heddle_get(PyObject *descriptor, PyObject *of) {
+    const descrgetfunc get = (descrgetfunc)PyType_GetSlot(Py_TYPE(descriptor), Py_tp_descr_get);
+    return get(descriptor, of, (PyObject *)Py_TYPE(of));
+}
+
 /* Every function here that returns int: 1 the same, 0 not, -1 with an exception. */
 static int same(PyObject *parts, PyObject *state, PyObject *value);
 
-/* Is the attribute this object? Equal is enough for integers, which `by_value` says. */
+/* Is it this object? Equal is enough for integers, which `by_value` says. */
 static int attribute(PyObject *parts, PyObject *of, int name, PyObject *expected, int by_value) {
-    PyObject *value = PyObject_GetAttr(of, part(parts, name));
+    PyObject *value = heddle_get(part(parts, name), of);
     if (!value)
         return -1;
     const int is = value == expected || (by_value && PyObject_RichCompareBool(value, expected, Py_EQ) > 0);
@@ -77,10 +82,10 @@ static int same_tuple(PyObject *parts, PyObject *state, PyObject *value) {
 }
 
 static int same_cells(PyObject *parts, PyObject *known, PyObject *function) {
-    PyObject *cells = PyObject_GetAttr(function, part(parts, CLOSURE));
+    PyObject *cells = heddle_get(part(parts, CLOSURE), function);
     int is = cells ? PyTuple_CheckExact(cells) && PyTuple_Size(cells) == PyTuple_Size(known) : -1;
     for (Py_ssize_t x = 0; is > 0 && x < PyTuple_Size(known); x++) {
-        PyObject *value = PyObject_GetAttr(PyTuple_GetItem(cells, x), part(parts, CONTENTS));
+        PyObject *value = heddle_get(part(parts, CONTENTS), PyTuple_GetItem(cells, x));
         is = value ? same(parts, PyTuple_GetItem(known, x), value) : -1;
         Py_XDECREF(value);
     }
@@ -108,7 +113,7 @@ static int same_function(PyObject *parts, PyObject *state, PyObject *value) {
         return 0;
     int is = attribute(parts, value, CODE, PyTuple_GetItem(state, 1), 0);
     if (is > 0) {
-        PyObject *defaults = PyObject_GetAttr(value, part(parts, DEFAULTS));
+        PyObject *defaults = heddle_get(part(parts, DEFAULTS), value);
         is = defaults ? same(parts, PyTuple_GetItem(state, 2), defaults) : -1;
         Py_XDECREF(defaults);
     }
@@ -138,29 +143,36 @@ static int same_lists(PyObject *parts, PyObject *state, PyObject *mask) {
     int is = 1;
     for (int x = 0; is > 0 && x < 4; x++) {
         PyObject *tensor = PyTuple_GetItem(PyTuple_GetItem(state, 1), x);
-        is = attribute(parts, mask, LISTS + x, tensor, 0);
+        PyObject *list = PyObject_GetAttr(mask, part(parts, LISTS + x));
+        is = list ? list == tensor : -1;
+        Py_XDECREF(list);
         if (is > 0 && tensor != Py_None)
             is = attribute(parts, tensor, VERSION, PyTuple_GetItem(PyTuple_GetItem(state, 2), x), 1);
     }
     return is;
 }
 
-static PyObject *prove(PyObject *parts, PyObject *const *given, Py_ssize_t count) {
-    if (count != 3 || !PyTuple_Check(given[0]) || PyTuple_Size(given[0]) != 3)
-        return PyErr_Format(PyExc_TypeError, "a proof, a score_mod and a block_mask are wanted");
-    PyObject *score = PyTuple_GetItem(given[0], 0), *lists = PyTuple_GetItem(given[0], 1);
-    int is = same(parts, score, given[1]);
+int heddle_proven(PyObject *parts, PyObject *proof, PyObject *score_mod, PyObject *block_mask) {
+    PyObject *lists = PyTuple_GetItem(proof, 1);
+    int is = same(parts, PyTuple_GetItem(proof, 0), score_mod);
     if (is > 0)
-        is = lists == Py_None ? given[2] == Py_None : same_lists(parts, lists, given[2]);
+        is = lists == Py_None ? block_mask == Py_None : same_lists(parts, lists, block_mask);
     if (is > 0 && lists != Py_None) {
-        PyObject *mod = PyObject_GetAttr(given[2], part(parts, MASK_MOD));
-        is = mod ? same(parts, PyTuple_GetItem(given[0], 2), mod) : -1;
+        PyObject *mod = PyObject_GetAttr(block_mask, part(parts, MASK_MOD));
+        is = mod ? same(parts, PyTuple_GetItem(proof, 2), mod) : -1;
         Py_XDECREF(mod);
     }
     if (is < 0 && !PyErr_ExceptionMatches(PyExc_Exception))
-        return NULL;
+        return -1;
     PyErr_Clear(); /* what cannot be looked at any more is not the same */
-    return PyBool_FromLong(is > 0);
+    return is > 0;
+}
+
+static PyObject *prove(PyObject *parts, PyObject *const *given, Py_ssize_t count) {
+    if (count != 3 || !PyTuple_Check(given[0]) || PyTuple_Size(given[0]) != 3)
+        return PyErr_Format(PyExc_TypeError, "a proof, a score_mod and a block_mask are wanted");
+    const int is = heddle_proven(parts, given[0], given[1], given[2]);
+    return is < 0 ? NULL : PyBool_FromLong(is);
 }
 
 static PyMethodDef prove_method = {"prove", (PyCFunction)(void (*)(void))prove, METH_FASTCALL,

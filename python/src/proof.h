@@ -9,4 +9,10 @@
 
 PyObject *heddle_prover(PyObject *self, PyObject *names);
 
+/* What a descriptor of its class gives: PyObject_GetAttr() without the search. */
+PyObject *heddle_get(PyObject *descriptor, PyObject *of);
+
+/* prove() itself, with the names that heddle_prover() is given: 1, 0, or -1 with what is no Exception of Python. */
+int heddle_proven(PyObject *names, PyObject *proof, PyObject *score_mod, PyObject *block_mask);
+
 #endif

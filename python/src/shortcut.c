@@ -57,13 +57,13 @@ static int is_true(PyObject *value) {
     return truth;
 }
 
-static int is_tensor(PyObject *parts, PyObject *value) {
+int heddle_is_tensor(PyObject *parts, PyObject *value) {
     PyObject *type = (PyObject *)Py_TYPE(value);
     return type == part(parts, TENSOR) || type == part(parts, PARAMETER);
 }
 
 static int are_tensors(PyObject *parts, PyObject *const *qkv) {
-    return is_tensor(parts, qkv[0]) && is_tensor(parts, qkv[1]) && is_tensor(parts, qkv[2]);
+    return heddle_is_tensor(parts, qkv[0]) && heddle_is_tensor(parts, qkv[1]) && heddle_is_tensor(parts, qkv[2]);
 }
 
 /* Nobody between the caller and the kernel. */
@@ -330,7 +330,7 @@ static int put_bool(PyObject **to, int at, PyObject *value) {
 /* An optional tensor; dtype NULL: the kernel looks at it. */
 static int put_tensor(PyObject *parts, PyObject **to, int at, PyObject *value, PyObject *dtype) {
     if (value != Py_None) {
-        if (!is_tensor(parts, value))
+        if (!heddle_is_tensor(parts, value))
             return 0;
         PyObject *its = dtype ? PyObject_GetAttr(value, part(parts, DTYPE)) : NULL;
         Py_XDECREF(its);
@@ -388,15 +388,15 @@ static int requires_gradient(PyObject *parts, PyObject *tensor) {
 }
 
 /* 1: a gradient is wanted that there is; 0: none; -1: the long way. */
-static int records(PyObject *parts, PyObject *const *given) {
-    static const int from[] = {G_Q, G_K, G_V, G_BIAS, G_SINKS};
+static int records(PyObject *parts, PyObject *const *qkv, PyObject *const *to) {
+    PyObject *const from[] = {qkv[0], qkv[1], qkv[2], to[A_BIAS], to[A_SINKS]};
     const int enabled = is_true(PyObject_CallNoArgs(part(parts, GRAD_ENABLED)));
     if (enabled <= 0)
         return enabled;
-    if (requires_gradient(parts, given[G_ALIBI_SLOPES]) != 0)
+    if (requires_gradient(parts, to[A_ALIBI_SLOPES]) != 0)
         return -1; /* there is none: the long way says so */
     for (size_t x = 0; x < sizeof from / sizeof *from; x++) {
-        const int wanted = requires_gradient(parts, given[from[x]]);
+        const int wanted = requires_gradient(parts, from[x]);
         if (wanted)
             return wanted;
     }
@@ -423,7 +423,7 @@ static PyObject *call_full(PyObject *parts, PyObject *const *qkv, PyObject *cons
 }
 
 /* apply(q, k, v, bias, sinks, options): out, or (out, lse). */
-static PyObject *record_options(PyObject *parts, PyObject *const *given, PyObject **to, int lse) {
+static PyObject *record_options(PyObject *parts, PyObject *const *qkv, PyObject **to, int lse) {
     PyObject *all[6] = {NULL, NULL, NULL, NULL, NULL, NULL}, *result = NULL;
     int there = 1;
     for (int x = 0; x < A_MAX_SEQLEN_Q && there; x++)
@@ -433,7 +433,7 @@ static PyObject *record_options(PyObject *parts, PyObject *const *given, PyObjec
             there = put(to, x, tensor);
         }
     for (int x = 0; x < 3 && there; x++)
-        there = put(all, x, PyObject_CallFunctionObjArgs(part(parts, UNWRAP), given[x], NULL));
+        there = put(all, x, PyObject_CallFunctionObjArgs(part(parts, UNWRAP), qkv[x], NULL));
     PyObject *options = there ? PyTuple_New(ARGUMENTS) : NULL;
     if (options) {
         for (int x = 0; x < ARGUMENTS; x++)
@@ -457,6 +457,23 @@ static PyObject *draw_state(PyObject *parts, PyObject *q) {
     return drawn;
 }
 
+/* records(), where nobody else takes part. */
+static int is_ready(PyObject *parts, PyObject *const *qkv, PyObject *const *to) {
+    const int recording = records(parts, qkv, to);
+    if (recording < 0 || is_true(PyObject_CallNoArgs(part(parts, AUTOCAST))) || is_alone(parts) <= 0)
+        return -1;
+    return recording;
+}
+
+/* NotImplemented where the kernel refuses. */
+static PyObject *run(PyObject *parts, PyObject *const *qkv, PyObject **to, int lse, int recording) {
+    PyObject *result = recording ? record_options(parts, qkv, to, lse) : call_full(parts, qkv, to, lse);
+    if (result || !PyErr_ExceptionMatches(recording ? part(parts, NOT_PLAIN) : PyExc_Exception))
+        return result;
+    PyErr_Clear();
+    return Py_NewRef(Py_NotImplemented);
+}
+
 /* With dropout and no state of a generator one is drawn here. If the kernel then refuses, the answer is a tuple of that state
  * alone: the long way must not draw another. */
 static PyObject *attempt_options(PyObject *parts, PyObject *const *given, PyObject **to) {
@@ -464,8 +481,8 @@ static PyObject *attempt_options(PyObject *parts, PyObject *const *given, PyObje
     PyObject *dtype = dtype_of(parts, given[G_Q]), *drawn = NULL;
     if (!dtype || !PyBool_Check(given[G_RETURN_LSE]) || !put_options(parts, given, dtype, to))
         return go_long();
-    const int recording = records(parts, given);
-    if (recording < 0 || is_true(PyObject_CallNoArgs(part(parts, AUTOCAST))) || is_alone(parts) <= 0)
+    const int recording = is_ready(parts, given, to);
+    if (recording < 0)
         return go_long();
     if (PyFloat_AsDouble(to[A_DROPOUT]) != 0 && to[A_RNG_STATE] == Py_None) {
         drawn = draw_state(parts, given[G_Q]);
@@ -474,11 +491,11 @@ static PyObject *attempt_options(PyObject *parts, PyObject *const *given, PyObje
         Py_DECREF(to[A_RNG_STATE]);
         to[A_RNG_STATE] = drawn;
     }
-    PyObject *result = recording ? record_options(parts, given, to, lse) : call_full(parts, given, to, lse);
-    if (result || !PyErr_ExceptionMatches(recording ? part(parts, NOT_PLAIN) : PyExc_Exception))
+    PyObject *result = run(parts, given, to, lse, recording);
+    if (!drawn || result != Py_NotImplemented)
         return result;
-    PyErr_Clear();
-    return drawn ? PyTuple_Pack(1, to[A_RNG_STATE]) : Py_NewRef(Py_NotImplemented);
+    Py_DECREF(result);
+    return PyTuple_Pack(1, to[A_RNG_STATE]);
 }
 
 static PyObject *call_options(PyObject *parts, PyObject *const *given, Py_ssize_t count) {
@@ -490,6 +507,48 @@ static PyObject *call_options(PyObject *parts, PyObject *const *given, Py_ssize_
         result = attempt_options(parts, given, to);
     else
         result = go_long();
+    for (int x = 0; x < ARGUMENTS; x++)
+        Py_XDECREF(to[x]);
+    return result;
+}
+
+/* ------------------------------------------------------------------------- options that are the same many times */
+
+/* The operator's arguments behind v as a tuple. */
+static PyObject *prepare(PyObject *parts, PyObject *const *given, Py_ssize_t count) {
+    PyObject *to[ARGUMENTS] = {NULL}, *prepared = NULL;
+    if (count != GIVEN)
+        return PyErr_Format(PyExc_TypeError, "%d arguments are wanted", (int)GIVEN);
+    PyObject *dtype = are_tensors(parts, given) && has_four(parts, given[G_Q]) > 0 ? dtype_of(parts, given[G_Q]) : NULL;
+    if (dtype && put_options(parts, given, dtype, to))
+        prepared = PyTuple_New(ARGUMENTS);
+    for (int x = 0; prepared && x < ARGUMENTS; x++)
+        PyTuple_SetItem(prepared, x, Py_NewRef(to[x]));
+    for (int x = 0; x < ARGUMENTS; x++)
+        Py_XDECREF(to[x]);
+    return prepared ? prepared : go_long();
+}
+
+static PyObject *attend(PyObject *parts, PyObject *const *qkv, PyObject *prepared, PyObject *bias, PyObject **to,
+                        int lse) {
+    if (bias != Py_None && !heddle_is_tensor(parts, bias))
+        return go_long();
+    for (int x = 0; x < ARGUMENTS; x++)
+        if (x != A_DETERMINISTIC)
+            put(to, x, Py_NewRef(x == A_BIAS && bias != Py_None ? bias : PyTuple_GetItem(prepared, x)));
+    if (!put(to, A_DETERMINISTIC, PyObject_CallNoArgs(part(parts, DETERMINISTIC))))
+        return go_long();
+    const int recording = is_ready(parts, qkv, to);
+    return recording < 0 ? go_long() : run(parts, qkv, to, lse, recording);
+}
+
+PyObject *heddle_attend(PyObject *parts, PyObject *const *qkv, PyObject *prepared, PyObject *bias, int plain, int lse) {
+    if (!are_tensors(parts, qkv))
+        return go_long();
+    if (plain && !lse)
+        return attempt(parts, qkv, PyTuple_GetItem(prepared, A_CAUSAL), PyTuple_GetItem(prepared, A_SCALE), 1);
+    PyObject *to[ARGUMENTS] = {NULL};
+    PyObject *result = attend(parts, qkv, prepared, bias, to, lse);
     for (int x = 0; x < ARGUMENTS; x++)
         Py_XDECREF(to[x]);
     return result;
@@ -510,6 +569,10 @@ static PyMethodDef options_method = {"attention_options", (PyCFunction)(void (*)
                                      "NotImplemented where the long way must be\n"
                                      "gone; (rng_state,) where it must be gone with the state that was drawn."};
 
+static PyMethodDef prepare_method = {"prepare", (PyCFunction)(void (*)(void))prepare, METH_FASTCALL,
+                                     "prepare(what attention_options is given) -> the operator's arguments behind v, "
+                                     "or NotImplemented where the long way must be gone"};
+
 PyObject *heddle_shortcut(PyObject *self, PyObject *parts) {
     (void)self;
     if (!PyTuple_Check(parts) || PyTuple_Size(parts) != PARTS)
@@ -517,9 +580,11 @@ PyObject *heddle_shortcut(PyObject *self, PyObject *parts) {
     PyObject *operation = PyCFunction_New(&operator_method, parts);
     PyObject *attention = operation ? PyCFunction_New(&attention_method, parts) : NULL;
     PyObject *options = attention ? PyCFunction_New(&options_method, parts) : NULL;
-    PyObject *all = options ? PyTuple_Pack(3, operation, attention, options) : NULL;
+    PyObject *preparing = options ? PyCFunction_New(&prepare_method, parts) : NULL;
+    PyObject *all = preparing ? PyTuple_Pack(4, operation, attention, options, preparing) : NULL;
     Py_XDECREF(operation);
     Py_XDECREF(attention);
     Py_XDECREF(options);
+    Py_XDECREF(preparing);
     return all;
 }

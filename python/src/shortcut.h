@@ -9,4 +9,10 @@
 
 PyObject *heddle_shortcut(PyObject *self, PyObject *parts);
 
+int heddle_is_tensor(PyObject *parts, PyObject *value);
+
+/* out, or (out, lse), of options that prepare() made ready for a q of this dtype, with another bias unless it is None; `plain`: of which
+ * only the corner and the scale are not the defaults. NotImplemented where the long way must be gone. */
+PyObject *heddle_attend(PyObject *parts, PyObject *const *qkv, PyObject *prepared, PyObject *bias, int plain, int lse);
+
 #endif

@@ -197,8 +197,8 @@ def test_what_learns_is_computed_anew(name, monkeypatch):
             out, grads = run()
             with torch.no_grad():
                 assert torch.equal(heddle.flex_attention(q, k, v, score_mod, given), without)
-        _flex_kept.functions.clear()
-        _flex._known.clear()
+        for each in (_flex.functions, _flex._known, _flex.latest):
+            each.clear()
         truth, its_grads = run()
         assert torch.allclose(without, out, atol=1e-4) and torch.allclose(out, truth, atol=1e-6)
         for a, b in zip(grads, its_grads, strict=True):
@@ -262,19 +262,21 @@ def test_cuda_graphs_and_streams(device):
     table, seen = torch.randn(H, 64, device=device), torch.rand(64, 64, device=device) > 0.3
     given = flex.create_block_mask(lambda b, h, i, j: seen[i, j], None, None, 64, 64, device=device, BLOCK_SIZE=32)
 
+    def score_mod(s, b, h, i, j):
+        return s + table[h, j]
+
     def attend():
-        return heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + table[h, j], given)
+        return heddle.flex_attention(q, k, v, score_mod, given)
 
     def truth():
         return heddle.attention(q, k, v, bias=table[None, :, None, :], mask=seen[None, None])
 
     for _ in range(2):
         assert torch.equal(attend(), truth())
-    (kept,) = _flex._known[id(given)].shelf.values()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        assert not kept.now()
+        assert _flex._recall(q, k, v, score_mod, given, None, False, False) is NotImplemented
         assert torch.equal(attend(), truth())
     torch.cuda.synchronize()
     assert torch.equal(attend(), truth())
@@ -304,3 +306,57 @@ def test_little_is_kept(monkeypatch):
     _flex.functions.clear()
     heddle.flex_attention(q, k, v, score_mod)
     assert not _flex.functions
+
+
+def test_another_stream_takes_nothing():
+    """Whose tensors are kept: for the stream that made them, while no CUDA graph is captured on it."""
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    table = torch.randn(H, SK)
+
+    def score_mod(s, b, h, i, j):
+        return s + table[h, j]
+
+    truth = heddle.flex_attention(q, k, v, score_mod)
+    kept = next(reversed(_flex.functions.values()))
+    usual = kept.ready
+    # Of the stream that made it, the one of now, whether a graph is captured.
+    for made, now, capturing in ((7, 7, False), (7, 7, True), (7, 8, False), (0, 0, None), (0, 7, False)):
+        kept.ready = (*usual[:2], 0, made, *usual[4:])
+        parts = _flex_kept._Parts(_flex._known, _flex.functions, {}, _flex.short, _flex._refused)
+        asked = {"stream": lambda device, now=now: now + device, "capturing": lambda answer=capturing: {}[answer]}
+        if capturing is not None:  # where nobody needs to ask, asking is an error
+            asked["capturing"] = lambda answer=capturing: answer
+        result = heddle._C.recaller(tuple(parts._replace(**asked)))(q, k, v, score_mod, None, None, False, False)
+        if made == now and not capturing:
+            assert torch.equal(result, truth)
+        else:
+            assert result is NotImplemented
+    kept.ready = usual
+
+
+def test_latest_is_of_its_place():
+    """What was used last is for its sizes, dtype, scale and BlockMask alone."""
+    table = torch.randn(H, SQ, SK)
+    score_mod = lambda s, b, h, i, j: s + table[h, i, j]  # noqa: E731
+    given = [None, block_mask(lambda b, h, i, j: i >= j), block_mask(lambda b, h, i, j: i >= j + 1)]
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    calls = [
+        (q, k, None, None), (q[:, :, :9], k, None, None), (q, k[:, :, :8], None, None), (q[:1], k[:1], None, None),
+        (q.bfloat16(), k.bfloat16(), None, None), (q, k, 0.3, None), (q, k, 1, None), (q, k, 1.0, None),
+        (q, k, None, given[1]), (q, k, None, given[2]), (q, k, 0.3, given[1]),
+    ]  # fmt: skip
+
+    def attend(q, k, scale, mask):
+        its_v = v[: q.shape[0], :, : k.shape[2]].to(q.dtype)
+        return heddle.flex_attention(q, k, its_v, score_mod, mask, scale)
+
+    def found_anew(*call):
+        for each in (_flex.functions, _flex._known, _flex.latest):
+            each.clear()
+        return attend(*call)
+
+    truths = [found_anew(*call) for call in calls]
+    for _ in range(3):
+        for call, truth in zip(calls, truths, strict=True):
+            assert torch.equal(attend(*call), truth)
+            assert torch.equal(attend(*call), truth)
