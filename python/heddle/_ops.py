@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from heddle import _C, _derivatives, _fake, _kinds, _plain, _schema, _vmap
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._options import features_out
+from heddle._options import ACTIVATIONS, EPS, NO_NORM, NORMS, TINY, features_out, is_gated
 
 OLDEST_TORCH = (2, 13) if sys.platform == "win32" else (2, 10)  # Windows: what frees an optional's box
 
@@ -338,3 +338,30 @@ def long_options_backward(dout: Any, dlse: Any, *rest: Any) -> tuple[Tensor | No
 
 _plain.register(_registrations, ops.attention)
 quick, quick_options, prepare, short = _plain.shorten(ops.attention, long_backward, long_options_backward)
+
+_linear, _operator = _plain.caller("norm_linear")
+_below, _tracing, _is_compiling = torch._C._AutoDispatchBelowAutograd, torch._C._is_tracing, torch.compiler.is_compiling
+
+
+def quick_linear(
+    x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, eps: Any, norm: Any, activation: Any, residual: Any
+) -> Any:
+    """y of heddle.norm_linear where nothing is recorded and all lies as the kernel wants it; else NotImplemented, also
+    where that is wrong: the long way says why."""
+    try:
+        tensors = x, weight, bias, gamma, beta
+        if _is_compiling() or not _nothing_to_record((*tensors, residual)) or _tracing() or not x.is_contiguous():
+            return NotImplemented
+        kind, act = NORMS[norm], 0 if activation is None else ACTIVATIONS[activation]
+        if kind == NO_NORM and eps != EPS or is_gated(act) and x.is_cuda:
+            return NotImplemented
+        eps = 0.0 if kind == NO_NORM else eps or TINY
+        # The dispatcher finds no kernel for tensors that are not dense.
+        with _below():
+            if residual is None:
+                return _linear(_operator, *tensors, eps, kind, False, act)[0]
+            if residual.is_contiguous():
+                return _linear(_operator, *tensors, eps, kind, False, act, False, residual)[0]
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        pass
+    return NotImplemented

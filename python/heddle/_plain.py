@@ -71,7 +71,7 @@ def register(registrations: Any, packet: Any) -> None:
         registrations.impl("attention_options", _with_lse(packet.default), key)
 
 
-def _caller(name: str) -> tuple[Callable[..., Any], Any]:
+def caller(name: str) -> tuple[Callable[..., Any], Any]:
     """A function and its first argument: PyTorch's shortest way from Python to the dispatcher."""
     overload = getattr(torch.ops.heddle, name).default
     boxed = getattr(_dispatcher, "_dispatch_call_boxed", None)
@@ -132,7 +132,7 @@ def _of_four(value: Tensor | None) -> Tensor | None:
 def _recorders(run: Callable[..., Any], operator: Any, long_backward: Callable[..., Gradients]) -> tuple[Any, Any]:
     """The apply of two autograd.Functions: (q, k, v, bias, sinks, options), where `options` are all arguments of the
     operator behind v, bias and sinks too."""
-    run_backward, operator_backward = _caller("attention_backward")
+    run_backward, operator_backward = caller("attention_backward")
     tensors = _schema.tensors("attention") - 3  # of the options
 
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Any, options: Any) -> Pair:
@@ -200,8 +200,8 @@ def shorten(
     ``quick(q, k, v, causal, scale, same_heads=False)`` is out, or NotImplemented where the long way must be gone. And
     with options: ``quick_options`` has its arguments told in python/src/shortcut.c. Then ``prepare``, by which these
     are made ready once for many calls (python/src/recall.c), and what that file works with."""
-    run, operator = _caller("attention_plain")
-    run_backward, operator_backward = _caller("attention_backward_plain")
+    run, operator = caller("attention_plain")
+    run_backward, operator_backward = caller("attention_backward_plain")
 
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[int, float, bool]) -> Pair:
         ctx.options = options
@@ -222,7 +222,7 @@ def shorten(
             dout = dout.contiguous()
         return *run_backward(operator_backward, dout, out, lse, q, k, v, *ctx.options, needs), None
 
-    run_full, full = _caller("attention_options")
+    run_full, full = caller("attention_options")
     parts = _Parts(packet._op, run, operator, *_functions("AttentionPlain", forward, backward))
     options, options_out = _recorders(run_full, full, long_options_backward)
     parts = parts._replace(full=full, options=options, options_out=options_out, new_rng=new_rng_state)

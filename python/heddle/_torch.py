@@ -14,7 +14,7 @@ import heddle
 from heddle import _nothing
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
-from heddle._ops import NUMBER_DEFAULTS, call, ops, quick, quick_options
+from heddle._ops import NUMBER_DEFAULTS, call, ops, quick, quick_linear, quick_options
 from heddle._options import (
     ACTIVATIONS,
     EPS,
@@ -332,6 +332,10 @@ def norm_linear(
     tf32: bool = False,
 ) -> Any:
     """See heddle.norm_linear, which this is for torch tensors."""
+    if not (return_norm or tf32):
+        y = quick_linear(x, weight, bias, gamma, beta, eps, norm, activation, residual)
+        if y is not NotImplemented:
+            return y
     need_tensors(x=x, weight=weight)
     for name, value in (("bias", bias), ("gamma", gamma), ("beta", beta), ("residual", residual)):
         if isinstance(value, Tensor):

@@ -121,16 +121,23 @@ class NormLinear(Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """[..., in_features] to [..., out_features], and residual added to it; with return_norm a tuple of that and
         norm(x), like x. Errors as heddle.norm_linear."""
-        weight, bias, gamma, beta = own(self, "weight", "bias", "gamma", "beta")
+        its: dict[str, Any] = {} if _goes_long() else self.__dict__  # attributes of a module take longer
+        try:
+            own_ones = its["_parameters"]
+            weight, bias, gamma, beta = own_ones["weight"], own_ones["bias"], own_ones["gamma"], own_ones["beta"]
+            eps, norm, activation = its["eps"], its["norm"], its["activation"]
+        except KeyError:  # also where some are parametrised
+            weight, bias, gamma, beta = own(self, "weight", "bias", "gamma", "beta")
+            eps, norm, activation = self.eps, self.norm, self.activation
         return norm_linear(
             x,
             weight,
             bias,
             gamma,
             beta,
-            self.eps,
-            norm=self.norm,
-            activation=self.activation,
+            eps,
+            norm=norm,
+            activation=activation,
             residual=residual,
             return_norm=self.return_norm,
         )

@@ -523,3 +523,41 @@ def test_unknown_activation():
     assert u.shape == (0,)
     with pytest.raises(RuntimeError, match="u is NULL"):
         torch.ops.heddle.norm_linear_backward(y, mean, rstd, x, weight, activation=1)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms", "none"])
+@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("device", devices())
+def test_the_short_way_is_the_long_way(norm, activation, added, device, monkeypatch):
+    """Where nothing is recorded and all lies as the kernel wants it, the operator is called with fewer checks."""
+    from heddle import _torch
+
+    x, weight, bias = (torch.randn(*shape, device=device) for shape in ((2, 3, 8), (5, 8), (5,)))
+    gamma = None if norm == "none" else torch.randn(8, device=device)
+    beta = torch.randn(8, device=device) if norm == "layer" else None
+    residual = torch.randn(2, 3, 5, device=device) if added else None
+    options = {"norm": norm, "activation": activation, "residual": residual}
+    layer = heddle.nn.NormLinear(8, 5, norm=norm, activation=activation, device=device)
+    with torch.no_grad():
+        for name, value in (("weight", weight), ("bias", bias), ("gamma", gamma), ("beta", beta)):
+            if value is not None:
+                getattr(layer, name).copy_(value)
+    recorded = heddle.norm_linear(x.clone().requires_grad_(), weight, bias, gamma, beta, **options)
+    assert recorded.requires_grad
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch, "call", None)  # of the long way
+        made = heddle.norm_linear(x, weight, bias, gamma, beta, **options)
+        with torch.no_grad():
+            assert torch.equal(layer(x, residual), made)
+    assert torch.equal(made, recorded) and not made.requires_grad
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)  # has to be copied first
+    assert torch.equal(heddle.norm_linear(turned, weight, bias, gamma, beta, **options), made)
+    with torch.autocast(device, torch.bfloat16):
+        assert (
+            heddle.norm_linear(x, weight, bias, gamma, beta, norm=norm, activation=activation).dtype == torch.bfloat16
+        )
+    doubled = torch.vmap(lambda x: heddle.norm_linear(x, weight, bias, gamma, beta, norm=norm, activation=activation))
+    assert torch.allclose(doubled(x), made - residual if added else made, atol=1e-5)
+    with pytest.raises(ValueError, match="norm = 'none'" if norm == "none" else "norm = 'some'"):
+        heddle.norm_linear(x, weight, eps=1e-3, norm="none" if norm == "none" else "some")

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import heddle
 import heddle._ops
 
 ops = torch.ops.heddle
-
+HERE = Path(__file__).parent
 
 everywhere = pytest.mark.parametrize("device", devices())
 
@@ -70,6 +72,15 @@ def test_opcheck_attention(options, rows_first, device):
     torch.library.opcheck(
         ops.attention_backward.default, (torch.randn_like(out), torch.randn_like(lse), dweights, out, lse, *plain), made
     )
+
+
+def test_every_operator_has_an_opcheck():
+    """Here, in test_norm_linear.py, or, for those of the short ways, in test_plain.py."""
+    names = {each.name.removeprefix("heddle::") for each in torch._C._jit_get_all_schemas() if "heddle::" in each.name}
+    sources = "".join((HERE / f"test_{name}.py").read_text() for name in ("torch", "plain"))
+    for name in names:
+        assert re.search(rf'opcheck\(\s*ops\.{name}\.default|"{name}": \(', sources), name
+    assert {"attention", "attention_backward", "norm_linear", "norm_linear_backward"} < names
 
 
 @everywhere
