@@ -29,6 +29,7 @@ ALLOWED = 2.0  # microseconds over the direct call
 # Ways that do more than to call heddle; docs/python.md says what. They are measured and not held to ALLOWED.
 MORE = {
     "PyTorch's switch, varlen_attn": "PyTorch's own custom operator around its flash attention",
+    "compiled flex_attention": "what Dynamo guards, and the lists of a BlockMask, which are compared at each call",
     "nn.MultiheadAttention": "a module and its checks",
     "nn.SelfAttention": "a module and its checks",
     "jax": "JAX's own dispatch; the direct call is a program that adds 1",
@@ -70,8 +71,17 @@ def flex_rows(q, k, v, device):
     def direct(**options):
         return lambda: heddle.attention(q, k, v, **options)
 
+    def compiled(call):
+        return torch.compile(call, fullgraph=True)
+
     corner = {"causal": "top_left"}
     return {
+        "compiled flex_attention, softcap": (compiled(attend(capped)), compiled(direct(softcap=30.0))),
+        "compiled flex_attention, a function made for each call": (
+            compiled(lambda: heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + slopes[h] * (i - j).abs())),
+            compiled(direct(alibi_slopes=-slopes)),
+        ),
+        "compiled flex_attention, causal": (compiled(attend(None, causal)), compiled(direct(**corner))),
         "flex_attention, causal": (attend(None, causal), direct(**corner)),
         "flex_attention, softcap": (attend(capped), direct(softcap=30.0)),
         "flex_attention, softcap and causal": (attend(capped, causal), direct(softcap=30.0, **corner)),

@@ -145,21 +145,23 @@ def attention_forward(
     for name, given in others.items():
         if given is not None and name not in _NO_MATTER and not (batched and name in _hf_batches.OF_THE_CACHE):
             raise _refuse(module, name, "which heddle does not know")
-    if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[-1] > key.shape[-2]:
-        attention_mask = attention_mask[..., : key.shape[-2]]  # of a static cache, in older versions
-    mask, bias = None, attention_mask
-    if attention_mask is not None and not attention_mask.is_floating_point():
-        mask, bias = attention_mask, None
-    if is_causal is None and attention_mask is None and query.shape[2] > 1:
+    sq = query.shape[2]
+    mask = bias = None
+    if attention_mask is not None:
+        sizes = attention_mask.shape
+        if len(sizes) == 4 and sizes[3] > key.shape[-2]:
+            attention_mask = attention_mask[..., : key.shape[-2]]  # of a static cache, in older versions
+        mask, bias = (None, attention_mask) if attention_mask.is_floating_point() else (attention_mask, None)
+    elif is_causal is None and sq > 1:
         # Where masks are made as for eager, they say it all, and nobody may have cared what the layer says. Where
         # config.is_causal is set to False, masks are made for that, whatever the layer says (from transformers 5 on).
         is_causal = getattr(module, "is_causal", True)
         if is_causal and _hf_models.masks_heed_configurations():
             is_causal = getattr(getattr(module, "config", None), "is_causal", True)
         is_causal = is_causal and not _hf_models.has_eager_masks(module)
-    causal = attention_mask is None and query.shape[2] > 1 and is_causal
+    causal = attention_mask is None and sq > 1 and is_causal
     corner: Causal = "top_left" if causal else None
-    if attention_mask is not None and attention_mask.shape[-2] == 1 < query.shape[2] and _hides_the_future(module):
+    if attention_mask is not None and sizes[-2] == 1 < sq and _hides_the_future(module):
         corner = "bottom_right"
     window = (operator.index(sliding_window) - 1, None) if sliding_window is not None and causal else None
     softcap = softcap or 0.0

@@ -138,7 +138,9 @@ def test_style(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["day19_50.py", "hessian.py", "layernorm_linear_autograd.py", "replace.py"])
+@pytest.mark.parametrize(
+    "name", ["day19_50.py", "hessian.py", "layernorm_linear_autograd.py", "llama.py", "replace.py"]
+)
 def test_examples(name):
     done = subprocess.run([sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for each way into heddle from PyTorch: no copy of a tensor, no waiting for a GPU, no graph break."""
+"""What holds for each way into heddle from PyTorch: no copy of a tensor, no waiting for a GPU, no graph break; and that
+bench/ways_in.py times what it says."""
 
 from __future__ import annotations
+
+import runpy
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,3 +113,34 @@ def test_no_graph_breaks(way):
     torch._dynamo.reset()
     compiled = torch.compile(way, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(q, k, v), way(q, k, v), atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------- the bench
+
+
+BENCH = Path(__file__).resolve().parents[2] / "bench" / "ways_in.py"
+
+
+@pytest.mark.skipif(not BENCH.exists(), reason="not in the source tree")
+@pytest.mark.parametrize("group", ["function_rows", "flex_rows", "module_rows", "transformers_rows", "switch_rows"])
+def test_what_is_timed_gives_what_the_direct_call_gives(group, monkeypatch):
+    """bench/ways_in.py compares calls that compute the same."""
+    pytest.importorskip(
+        {"transformers_rows": "transformers", "switch_rows": "torch.nn.attention.varlen"}.get(group, "torch")
+    )
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.manual_seed(0)
+    rows = 1 if group == "transformers_rows" else 5  # it doubles them, and its mask is of two
+    q, k, v = (torch.randn(1, 2, rows, 8) for _ in range(3))
+    try:
+        rows = runpy.run_path(str(BENCH))[group](q, k, v, "cpu")
+        for name, (way, direct, *_) in rows.items():
+            for _ in range(2):  # found out, and known
+                made, truth = (result[0] if isinstance(result, tuple) else result for result in (way(), direct()))
+                error = (made.float() - truth.float()).abs().max().item()
+                assert made.shape == truth.shape and error < 1e-5 < truth.abs().max(), f"{name}: {error}"
+    finally:
+        if group == "switch_rows":
+            torch.nn.attention.restore_flash_attention_impl()
+    if group == "flex_rows":
+        assert sum(name.startswith("compiled") for name in rows) == 3
