@@ -14,6 +14,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import heddle
+import heddle.nn
 from heddle import _tangents
 
 func = torch.func
@@ -442,3 +443,79 @@ def test_hessian_of_a_small_model():
         for a in given:
             for b in given:
                 assert torch.allclose(got[a][b], want[a][b], atol=1e-10) and want[a][b].abs().max() > 1e-4
+
+
+# ------------------------------------------------------------------------------------- through what is built on top
+
+
+def modules():
+    """Of heddle.nn, small, in float64 and without dropout."""
+    made = {
+        "NormLinear": heddle.nn.NormLinear(6, 4, activation="gelu"),
+        "SelfAttention": heddle.nn.SelfAttention(6, 2, norm="rms", causal=True),
+        "TransformerBlock": heddle.nn.TransformerBlock(6, 2, hidden=8),
+        "LlamaBlock": heddle.nn.LlamaBlock(8, 2, 1, hidden=8),
+        "MultiheadAttention": heddle.nn.MultiheadAttention(6, 2, batch_first=True),
+        "TransformerEncoderLayer": heddle.nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True, norm_first=True),
+    }
+    return {name: module.double() for name, module in made.items()}
+
+
+@pytest.mark.parametrize("name", modules())
+def test_second_derivatives_of_modules(name):
+    """By the input and by every parameter."""
+    torch.manual_seed(0)
+    module = modules()[name]
+    x = torch.randn(2, 3, 8 if name == "LlamaBlock" else 6, dtype=torch.float64, requires_grad=True)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+
+    def run(x, *values):
+        given = (x, x, x) if name == "MultiheadAttention" else (x,)
+        made = func.functional_call(module, dict(zip(names, values, strict=True)), given)
+        return made[0] if isinstance(made, tuple) else made
+
+    gradgradcheck(run, (x, *parameters), fast_mode=True)
+
+
+@pytest.mark.parametrize("mapped", ["queries", "tables"])
+def test_vmap_of_flex_attention(mapped):
+    """Also of the gradient by what was captured."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 5, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
+    tables = torch.randn(3, 4, 5)
+    given = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 5, 5, device="cpu")
+
+    def attend(q, table):
+        return heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s + table[h, j], given)
+
+    if mapped == "queries":
+        for _ in range(2):  # found out, and kept
+            made = torch.vmap(lambda q: attend(q, tables[0]))(q)
+            assert torch.allclose(made, torch.stack([attend(each, tables[0]) for each in q]), atol=1e-6)
+        return
+
+    def loss(q, table):
+        return attend(q, table).square().sum()
+
+    made = torch.vmap(func.grad(loss, 1))(q, tables)
+    truth = torch.stack([func.grad(loss, 1)(each, table) for each, table in zip(q, tables, strict=True)])
+    assert torch.allclose(made, truth, atol=1e-5) and truth.abs().max() > 0.01
+
+
+def test_vmap_of_the_switch():
+    attention = pytest.importorskip("torch.nn.attention")
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        pytest.skip("torch has no switch")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 2, 4, 5, 8) for _ in range(3))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    truth = sdpa(*(t.double() for t in (q, k, v)), is_causal=True)
+    attention.activate_flash_attention_impl("heddle")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch has no rule of its own for its flash operator
+            made = torch.vmap(lambda q, k, v: sdpa(q, k, v, is_causal=True))(q, k, v)
+    finally:
+        attention.restore_flash_attention_impl()
+    assert torch.allclose(made.double(), truth, atol=1e-5)
