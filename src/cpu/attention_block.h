@@ -255,7 +255,9 @@ static void few_block(const call *c, const unit *u, const key_block *b, forward_
                    next = few_keys(c, u, c->t->k, a->k_stride, a->d, b->first + b->count);
     float s[FEW_LANES * FEW_KEYS];
     bool masked = false;
-    if (c->adjusts || c->hidden || mask_kind(c, u, l, b) != TILE_FULL || segment_kind(u, l, b) != TILE_FULL ||
+    parts seen;
+    map_mask(c, u, l, b, &seen);
+    if (c->adjusts || c->hidden || seen.cut || segment_kind(u, l, b) != TILE_FULL ||
         tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) != TILE_FULL)
         masked = few_masked_scores(c, u, b, t, w, s);
     else

@@ -92,16 +92,22 @@ INLINE tile_kind part_kind(const unit *u, const lanes *l, const key_block *b, in
                    b->first + first + count);
 }
 
-/* Divides a block so that products need not be formed where the band hides all: on the diagonal, VL keys at a time. */
+/* Whether nobody in vector v sees any of VL keys of a block, or of all where nothing is hidden. */
+INLINE bool part_hidden(const unit *u, const lanes *l, const key_block *b, const parts *r, const part *p, int v) {
+    return (r->cut && r->kind[p->first / VL][v] == TILE_EMPTY) ||
+           (r->partial && part_kind(u, l, b, v, p->first, p->count) == TILE_EMPTY);
+}
+
+/* Divides a block so that products need not be formed where the band or a mask hides all: VL keys at a time. */
 static void find_parts(const unit *u, const lanes *l, const key_block *b, parts *r) {
     r->partial = tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) != TILE_FULL;
     r->count = 0;
-    const int64_t step = r->partial ? VL : b->count;
+    const int64_t step = r->partial || r->cut ? VL : b->count;
     for (int64_t j = 0; j < b->count; j += step) {
         part p = {j, min64(step, b->count - j), 0, l->vectors};
-        while (p.begin < p.end && part_kind(u, l, b, p.begin, p.first, p.count) == TILE_EMPTY)
+        while (p.begin < p.end && part_hidden(u, l, b, r, &p, p.begin))
             p.begin++;
-        while (p.begin < p.end && part_kind(u, l, b, p.end - 1, p.first, p.count) == TILE_EMPTY)
+        while (p.begin < p.end && part_hidden(u, l, b, r, &p, p.end - 1))
             p.end--;
         part *last = r->count ? &r->p[r->count - 1] : NULL;
         if (last && last->begin == p.begin && last->end == p.end)
@@ -129,37 +135,71 @@ static void mask_band(const unit *u, const lanes *l, const key_block *b, float *
         }
 }
 
-typedef uint8_t four_vb __attribute__((vector_size(4 * VL)));
+#define MASK_BYTES 32
+typedef uint8_t mask_vector __attribute__((vector_size(MASK_BYTES)));
+
+/* The bytes of 32 keys of a row, 0 behind the last. */
+INLINE mask_vector load_mask(const uint8_t *p, int64_t keys) {
+    mask_vector bytes = {0};
+    if (keys >= MASK_BYTES)
+        memcpy(&bytes, p, sizeof bytes);
+    else
+        memcpy(&bytes, p, (size_t)keys);
+    return bytes;
+}
+
+INLINE bool any_word(const uint32_t *words, int count) {
+    uint32_t any = 0;
+    for (int x = 0; x < count; x++)
+        any |= words[x];
+    return any != 0;
+}
 
 static void mask_rows(const call *c, const unit *u, const lanes *l, const void *rows[LANES]) {
     for (int64_t x = 0; x < l->count; x++)
         rows[x] = c->t->bool_mask + row_offset(c->a->bool_mask_stride, u->n, l->head[x], l->first + l->index[x]);
 }
 
-/* Whether a boolean mask hides all keys of a block from these lanes (TILE_EMPTY), or none. */
-static tile_kind mask_kind(const call *c, const unit *u, const lanes *l, const key_block *b) {
-    if (!(c->a->features & HEDDLE_BOOL_MASK))
-        return TILE_FULL;
-    const void *rows[LANES], *before = NULL;
-    vi some = splat_int(0), none = splat_int(0); /* bytes of keys that are seen, and of keys that are hidden */
-    mask_rows(c, u, l, rows);
-    for (int64_t x = 0; x < l->count; before = rows[x++]) {
-        const uint8_t *p = (const uint8_t *)rows[x] + b->first;
-        int64_t j = 0;
-        if (rows[x] == before)
-            continue;
-        for (; j + (int64_t)sizeof(four_vb) <= b->count; j += (int64_t)sizeof(four_vb)) {
-            four_vb bytes;
-            memcpy(&bytes, p + j, sizeof bytes);
-            some |= (vi)bytes;
-            none |= (vi)(bytes == 0);
-        }
-        for (; j < b->count; j++)
-            some[0] |= p[j], none[0] |= p[j] == 0;
-        if (any_lane(some) && any_lane(none))
-            return TILE_PARTIAL;
+/* What a boolean mask shows of up to 32 keys to the lanes of a vector: a byte of `seen`, or of `hidden`, is not 0 where one of them sees
+ * the key, or does not see it. */
+INLINE void gather_mask(const void *const *rows, int64_t count, int64_t first, int64_t keys, mask_vector *seen,
+                        mask_vector *hidden) {
+    mask_vector any = {0}, all = {0};
+    all = ~all;
+    for (int64_t x = 0; x < count; x++) {
+        const mask_vector bytes = load_mask((const uint8_t *)rows[x] + first, keys);
+        any |= bytes;
+        all &= (mask_vector)(bytes != 0);
     }
-    return any_lane(some) ? TILE_FULL : TILE_EMPTY;
+    *seen = any;
+    *hidden = ~all;
+}
+
+/* Which keys of a block a boolean mask hides from all lanes of a vector, from none, or from some: VL keys at a time. */
+static void map_mask(const call *c, const unit *u, const lanes *l, const key_block *b, parts *r) {
+    r->cut = false;
+    if (!(c->a->features & HEDDLE_BOOL_MASK))
+        return;
+    const void *rows[LANES];
+    mask_rows(c, u, l, rows);
+    for (int v = 0; v < l->vectors; v++)
+        for (int64_t j = 0; j < b->count; j += MASK_BYTES) {
+            const int64_t keys = min64(MASK_BYTES, b->count - j), count = min64(VL, l->count - v * VL);
+            uint32_t seen[MASK_BYTES / 4], hidden[MASK_BYTES / 4];
+            mask_vector of_seen, of_hidden;
+            if (keys == MASK_BYTES && count == VL) /* constants, which the compiler unrolls */
+                gather_mask(rows + v * VL, VL, b->first + j, MASK_BYTES, &of_seen, &of_hidden);
+            else
+                gather_mask(rows + v * VL, count, b->first + j, keys, &of_seen, &of_hidden);
+            memcpy(seen, &of_seen, sizeof seen);
+            memcpy(hidden, &of_hidden, sizeof hidden);
+            memset((char *)hidden + keys, 0, sizeof hidden - (size_t)keys);
+            for (int64_t x = 0; x < keys; x += VL) {
+                const bool sees = any_word(seen + x / 4, VL / 4), hides = any_word(hidden + x / 4, VL / 4);
+                r->kind[(j + x) / VL][v] = (uint8_t)(!sees ? TILE_EMPTY : hides ? TILE_PARTIAL : TILE_FULL);
+                r->cut |= hides;
+            }
+        }
 }
 
 /* The same block up to the last key that the mask shows to one of these lanes, as cut_block() leaves it. */
@@ -167,19 +207,18 @@ static key_block mask_cut(const call *c, const unit *u, const lanes *l, const ke
     key_block r = *b;
     if (!(c->a->features & HEDDLE_BOOL_MASK))
         return r;
-    const void *rows[LANES], *before = NULL;
-    int64_t end = 0; /* keys before it are wanted */
+    const void *rows[LANES];
     mask_rows(c, u, l, rows);
-    for (int64_t x = 0; x < l->count && end < b->count; before = rows[x++]) {
-        const uint8_t *p = (const uint8_t *)rows[x] + b->first;
-        if (rows[x] == before)
-            continue;
-        for (int64_t j = (b->count - 1) / 32 * 32; j >= end; j -= 32) {
-            uint64_t word[4] = {0};
-            memcpy(word, p + j, (size_t)min64(32, b->count - j));
-            if (word[0] | word[1] | word[2] | word[3])
-                end = j + 32;
-        }
+    int64_t end = (b->count + MASK_BYTES - 1) / MASK_BYTES * MASK_BYTES;
+    for (; end > 0; end -= MASK_BYTES) {
+        const int64_t first = end - MASK_BYTES, keys = b->count - first;
+        uint32_t words[MASK_BYTES / 4];
+        mask_vector seen = {0};
+        for (int64_t x = 0; x < l->count; x++)
+            seen |= load_mask((const uint8_t *)rows[x] + b->first + first, keys);
+        memcpy(words, &seen, sizeof words);
+        if (any_word(words, MASK_BYTES / 4))
+            break;
     }
     r.count = min64(b->count, end);
     return r;
@@ -196,31 +235,46 @@ static bool sees_some(const unit *u, const lanes *l, int64_t first, int64_t coun
     return segment_kind(u, l, &b) != TILE_EMPTY;
 }
 
-/* -inf where a boolean mask hides a key. */
-static void mask_bool(const call *c, const unit *u, const lanes *l, const key_block *b, float *s) {
+/* -inf where a boolean mask hides one of so many keys from these lanes, four keys of a lane in 32 bits. */
+INLINE void mask_keys(const void *const *rows, int64_t count, int64_t first, int64_t keys, float *s, int64_t stride) {
+    for (int64_t j = 0; j < keys; j += 4) {
+        vi four = splat_int(0); /* lanes of nobody see nothing */
+        const size_t n = (size_t)min64(4, keys - j);
+#pragma GCC unroll 16
+        for (int x = 0; x < VL; x++) {
+            int32_t bytes = 0;
+            if (x < count)
+                memcpy(&bytes, (const uint8_t *)rows[x] + first + j, n);
+            four[x] = bytes;
+        }
+#pragma GCC unroll 4
+        for (size_t y = 0; y < 4; y++) {
+            uint8_t pick[4] = {0};
+            int32_t bits;
+            pick[y] = 255;
+            memcpy(&bits, pick, sizeof bits);
+            float *p = s + (j + (int64_t)y) * stride;
+            if (y < n)
+                store(p, select_float((four & bits) == 0, splat(-INFINITY), load(p)));
+        }
+    }
+}
+
+/* -inf where a boolean mask hides a key, by its map. */
+static void mask_bool(const call *c, const unit *u, const lanes *l, const key_block *b, const parts *r, float *s) {
     const void *rows[LANES];
     mask_rows(c, u, l, rows);
-    int64_t same = 1;
-    while (same < l->count && rows[same] == rows[0])
-        same++;
-    if (same == l->count) { /* padding: a row for all */
-        const uint8_t *seen = (const uint8_t *)rows[0] + b->first;
-        for (int64_t j = 0; j < b->count; j++)
-            for (int v = 0; v < l->vectors && !seen[j]; v++)
-                store(s + j * l->stride + v * VL, splat(-INFINITY));
-        return;
-    }
-    for (int v = 0; v < l->vectors; v++)
-        for (int64_t j0 = 0; j0 < b->count; j0 += VL) {
-            const int64_t keys = min64(VL, b->count - j0);
-            vb seen[VL] = {{0}}; /* lanes of nobody see nothing */
-            for (int64_t y = 0; y < min64(VL, l->count - v * VL); y++)
-                memcpy(&seen[y], (const uint8_t *)rows[v * VL + y] + b->first + j0, (size_t)keys);
-            transpose_bytes(seen);
-            for (int64_t j = 0; j < keys; j++) {
-                float *p = s + (j0 + j) * l->stride + v * VL;
-                store(p, select_float(__builtin_convertvector(seen[j], vi) == 0, splat(-INFINITY), load(p)));
-            }
+    for (int64_t j0 = 0; j0 < b->count; j0 += VL)
+        for (int v = 0; v < l->vectors; v++) {
+            const uint8_t kind = r->kind[j0 / VL][v];
+            const int64_t keys = min64(VL, b->count - j0), count = l->count - v * VL;
+            float *p = s + j0 * l->stride + v * VL;
+            for (int64_t j = 0; j < keys && kind == TILE_EMPTY; j++)
+                store(p + j * l->stride, splat(-INFINITY));
+            if (kind == TILE_PARTIAL && keys == VL && count >= VL) /* constants, which the compiler unrolls */
+                mask_keys(rows + v * VL, VL, b->first + j0, VL, p, l->stride);
+            else if (kind == TILE_PARTIAL)
+                mask_keys(rows + v * VL, min64(VL, count), b->first + j0, keys, p, l->stride);
         }
 }
 
@@ -357,7 +411,7 @@ INLINE void few_scores(const call *c, const unit *u, const lanes *l, const key_b
 
 /* t[lane][key] as a tile [key][lane]. */
 static void few_as_tile(const lanes *l, const float *t, int64_t count, float *s) {
-    _Static_assert(FEW_KEYS >= TILE_KEYS, "a block of few queries is no larger than a tile's");
+    _Static_assert(FEW_KEYS == TILE_KEYS, "a block of few queries is no larger than a tile's, nor is a tile's");
     for (int64_t x = 0; x < l->stride; x += VL)
         for (int64_t j = 0; j < count; j += VL) {
             vf rows[VL];
@@ -369,10 +423,15 @@ static void few_as_tile(const lanes *l, const float *t, int64_t count, float *s)
         }
 }
 
-/* s[j][lane] = the score (times call.factor in units of log2), -inf where masked. True if some may be masked: then zeros of P
- * and dS may stand against operands that are not finite. */
+/* Whether some of a block may be masked: then zeros of P and dS may stand against operands that are not finite. */
+INLINE bool hides_some(const call *c, const parts *r) {
+    return r->hides || r->partial || r->cut || r->divided || c->hidden;
+}
+
+/* s[j][lane] = the score (times call.factor in units of log2), -inf where masked. True as hides_some() is. */
 static bool scores(const call *c, const unit *u, const lanes *l, const key_block *b, const float *qt, parts *r,
                    float *s, float *tanhs, ahead *next) {
+    map_mask(c, u, l, b, r);
     find_parts(u, l, b, r);
     if (l->few) {
         float t[FEW_LANES * FEW_KEYS];
@@ -384,18 +443,17 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
         multiply_parts(l, r, b->k, b->k_stride, c->a->d, b->t.k, qt, s,
                        rows_behind(c, u, c->t->k, c->a->k_stride, c->a->d, b->first + b->count, false), next);
     }
-    const bool hides = c->adjusts && adjust_scores(c, u, l, b, s, tanhs);
+    r->hides = c->adjusts && adjust_scores(c, u, l, b, s, tanhs);
     if (r->partial)
         mask_band(u, l, b, s); /* the parts that were left out, too */
-    const bool cut = mask_kind(c, u, l, b) != TILE_FULL;
-    if (cut)
-        mask_bool(c, u, l, b, s);
-    const bool divided = segment_kind(u, l, b) != TILE_FULL;
-    if (divided)
+    if (r->cut)
+        mask_bool(c, u, l, b, r, s);
+    r->divided = segment_kind(u, l, b) != TILE_FULL;
+    if (r->divided)
         mask_segments(u, l, b, s);
     if (c->hidden)
         mask_pages(c, u, l, b, s);
-    return hides || r->partial || cut || divided || c->hidden;
+    return hides_some(c, r);
 }
 
 #ifdef HAVE_BF16_DOT

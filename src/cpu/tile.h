@@ -85,7 +85,11 @@ typedef struct part {
 
 typedef struct parts {
     int count;
-    bool partial;
+    bool partial; /* the band hides some */
+    bool hides;   /* a bias hides some */
+    bool divided; /* segments hide some */
+    bool cut;     /* a boolean mask hides some: kind[j][v] says for keys j·VL .. j·VL+VL-1 and vector v */
+    uint8_t kind[MAX_PARTS][TILE_VECTORS]; /* tile_kind */
     part p[MAX_PARTS];
 } parts;
 

@@ -95,14 +95,6 @@ INLINE void zip_round(const vf *in, vf *out) {
     }
 }
 
-INLINE void zip_bytes(const vb *in, vb *out) {
-#pragma GCC unroll 16
-    for (int r = 0; r < VL / 2; r++) {
-        out[2 * r] = __builtin_shufflevector(in[r], in[r + VL / 2], ZIP_LOW);
-        out[2 * r + 1] = __builtin_shufflevector(in[r], in[r + VL / 2], ZIP_HIGH);
-    }
-}
-
 #if VL == 4
 #define ZIP_ALL(round)                                                                                                 \
     round(rows, other);                                                                                                \
@@ -125,11 +117,6 @@ INLINE void zip_bytes(const vb *in, vb *out) {
 INLINE void transpose(vf *rows) {
     vf other[VL];
     ZIP_ALL(zip_round);
-}
-
-INLINE void transpose_bytes(vb *rows) {
-    vb other[VL];
-    ZIP_ALL(zip_bytes);
 }
 
 /* A list of lane numbers f(l, g), l = 0 .. VL-1, for __builtin_shufflevector. */
