@@ -76,7 +76,10 @@ static void add_key_sums(const call *c, const unit *u, bool whole, backward_spac
         if (!sees_some(u, l, j, min64(c->tile_k, keys.end - j)))
             continue;
         const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), whole);
-        probabilities(c, u, &b, w);
+        known_scores(c, u, &b, w);
+        if (weighs_nothing(c, &b, w))
+            continue;
+        weigh_scores(false, false, NO_SUMS, c->factor, b.count, w);
         if (whole)
             weight_gradients(c, u, &b, w);
         if (whole && c->drops)
@@ -151,10 +154,15 @@ static void near_scores(const call *c, const backward_shared *g, int64_t at, int
  * weight is near it. What P sums to stays as it is. */
 static void raise_bases(const call *c, const key_block *b, float *top, double *rest, backward_space *w) {
     const int64_t stride = w->l.stride;
-    for (int64_t x = 0; x < stride; x++) {
-        float most = top[x];
+    float largest[LANES];
+    for (int64_t x = 0; x < stride; x += VL) {
+        vf most = load(top + x);
         for (int64_t y = 0; y < b->count; y++)
-            most = w->s[y * stride + x] > most ? w->s[y * stride + x] : most;
+            most = vmax(load(w->s + y * stride + x), most);
+        store(largest + x, most);
+    }
+    for (int64_t x = 0; x < stride; x++) {
+        const float most = largest[x];
         const double above = ((double)w->base[x] - (double)most) * (double)c->factor + rest[x];
         if (most > top[x] && fabs(above) < 64) {
             top[x] = w->base[x] = most;
@@ -179,7 +187,11 @@ static void renew_lse(const call *c, const unit *u, range keys, backward_space *
         if (!sees_some(u, l, j, min64(c->tile_k, keys.end - j)))
             continue;
         const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
-        scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, &w->next);
+        scores(c, u, l, &b, w->qt, &w->seen, w->s, w->kept_tanhs ? w->tanhs : NULL, &w->next);
+        if (w->kept)
+            keep_scores(&b, keys.begin, w);
+        if (weighs_nothing(c, &b, w))
+            continue;
         raise_bases(c, &b, top, rest, w);
         weigh_scores(false, false, SUM_OF_P, c->factor, b.count, w);
         for (int64_t x = 0; x < l->stride; x++)
@@ -192,6 +204,7 @@ static void renew_lse(const call *c, const unit *u, range keys, backward_space *
         if (fabsf(lse) < INFINITY && fabs(1 - sum[x]) <= fabs((double)lse) * 0x1p-23 + 0x1p-20)
             set_lse(g, at, w->base[x], rest[x] + log2(sum[x]));
     }
+    w->kept_first = w->kept ? keys.begin : -1;
 }
 
 /* The softmax sums of a tile anew, for scores so large that a float32 lse is too coarse for P = exp(S - lse): the maximum is
@@ -241,6 +254,7 @@ static void refine_lse(const call *c, const unit *u, backward_space *w, const ba
 static void prepare_task(const call *c, const unit *u, int64_t tile, backward_space *w, const backward_shared *g) {
     const heddle_attention *a = c->a;
     int64_t rows = c->group * u->s.sq;
+    w->kept_first = -1;
     if (tile * LANES >= rows)
         return;
     make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
@@ -491,7 +505,7 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
     const heddle_attention *a = c->a;
     const int64_t unit_index = now.unit, chunk_index = now.chunk;
     const int64_t rows = c->group * u->s.sq, tiles = (rows + LANES - 1) / LANES;
-    for (int64_t tile = 0; g->chunks == 1 && tile < tiles; tile++)
+    for (int64_t tile = 0; g->chunks == 1 && !w->kept && tile < tiles; tile++)
         prepare_task(c, u, tile, w, g);
     key_block chunk = {.first = chunk_index * chunk_k};
     chunk.count = min64(chunk_k, u->s.sk - chunk.first);
@@ -514,6 +528,9 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
         wait_for_turn(&g->done[unit_index - g->slots], (uint32_t)g->chunks);
     /* Downwards: the chunks of a causal mask all begin at the last queries and follow each other closely. */
     for (int64_t tile = tiles - 1; tile >= 0; tile--) {
+        w->kept_first = -1;
+        if (w->kept)
+            prepare_task(c, u, tile, w, g);
         make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
         range mine = chunks_of_tile(&w->l, chunk_k);
         if (chunk_index < mine.begin || chunk_index >= mine.end)

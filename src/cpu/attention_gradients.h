@@ -5,6 +5,15 @@
 
 #include "attention_forward.h"
 
+/* Scores of so many keys at most are kept from one pass over a tile to the next: what stays in the second-level cache. */
+#define KEPT_KEYS 1024
+
+/* Whether they are: where renew_lse() may form all of a unit's, in a task that goes on to use them. */
+static bool keeps(const attention_plan *plan) {
+    const heddle_attention *a = &plan->a;
+    return a->dtype == HEDDLE_F32 && a->sk > plan->tile_k && a->sk <= min64(plan->chunk_k, KEPT_KEYS);
+}
+
 typedef struct backward_space {
     lanes l;
     float *qt, *dot, *q, *dout; /* Qᵀ, dOᵀ [..][lanes]; Q, dO [lanes][..] */
@@ -24,6 +33,10 @@ typedef struct backward_space {
     bool measured; /* measures() */
     bool fresh;    /* dk and dv hold nothing yet, and nothing is masked */
     parts seen;
+    float *kept,
+        *kept_tanhs; /* scores of all keys of a tile, as renew_lse() formed them for the passes that follow; or NULL */
+    int64_t kept_first;                     /* the first of these keys; -1: there are none */
+    bool kept_hides[KEPT_KEYS / TILE_KEYS]; /* parts.hides of their blocks */
     ahead next;
     key_tiles keys;                                      /* of the chunk */
     float *q_tiles, *dout_tiles, *weights_a, *weights_b; /* AMX, and pairs: rows of Q and dO, P and dS */
@@ -107,6 +120,8 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     f.tanhs = carve_floats(w, a->softcap > 0 ? tile : 0);
     f.z = carve_floats(w, a->dropout > 0 ? tile : 0);
     f.scratch = carve_floats(w, a->features & HEDDLE_WEIGHTS ? tile : 0);
+    f.kept = keeps(plan) ? carve_floats(w, a->sk * LANES) : NULL;
+    f.kept_tanhs = keeps(plan) && a->softcap > 0 ? carve_floats(w, a->sk * LANES) : NULL;
     f.k = carve_floats(w, widens ? plan->chunk_k * pad_d : 0);
     f.v = carve_floats(w, widens ? plan->chunk_k * pad_dv : 0);
     f.dk = carve_floats(w, plan->chunk_k * pad_d);
@@ -315,11 +330,48 @@ INLINE void weigh_scores(bool gradients, bool masked, int sums, float factor, in
     }
 }
 
-/* s = P; true as scores() is. */
-static bool probabilities(const call *c, const unit *u, const key_block *b, backward_space *w) {
-    const bool masked = scores(c, u, &w->l, b, w->qt, &w->seen, w->s, w->tanhs, &w->next);
-    weigh_scores(false, false, NO_SUMS, c->factor, b->count, w);
-    return masked;
+/* The scores of a block in s; those that have been kept, or formed anew. True as scores() is. */
+static bool known_scores(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const lanes *l = &w->l;
+    if (w->kept_first < 0)
+        return scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, &w->next);
+    const int64_t key = b->first - w->kept_first;
+    const size_t bytes = sizeof(float) * (size_t)(b->count * l->stride);
+    map_mask(c, u, l, b, &w->seen);
+    find_parts(u, l, b, &w->seen);
+    w->seen.hides = w->kept_hides[key / TILE_KEYS];
+    w->seen.divided = segment_kind(u, l, b) != TILE_FULL;
+    memcpy(w->s, w->kept + key * l->stride, bytes);
+    if (w->kept_tanhs)
+        memcpy(w->tanhs, w->kept_tanhs + key * l->stride, bytes);
+    return hides_some(c, &w->seen);
+}
+
+/* Keeps the scores of a block. */
+static void keep_scores(const key_block *b, int64_t first, backward_space *w) {
+    const int64_t key = b->first - first;
+    const size_t bytes = sizeof(float) * (size_t)(b->count * w->l.stride);
+    w->kept_hides[key / TILE_KEYS] = w->seen.hides;
+    memcpy(w->kept + key * w->l.stride, w->s, bytes);
+    if (w->kept_tanhs)
+        memcpy(w->kept_tanhs + key * w->l.stride, w->tanhs, bytes);
+}
+
+/* Whether P of all of a block's scores is exactly 0, as weigh_scores() would make it: far behind ALiBi's slopes, and where a row is sharp.
+ * Where it is not, the first rows tell as a rule. */
+static bool weighs_nothing(const call *c, const key_block *b, const backward_space *w) {
+    const lanes *l = &w->l;
+    for (int64_t j = 0; j < b->count;) {
+        vi weighs = splat_int(0);
+        for (const int64_t end = min64(b->count, j + 8); j < end; j++)
+            for (int v = 0; v < l->vectors; v++) {
+                const vf above = load(w->s + j * l->stride + v * VL) - load(w->base + v * VL);
+                weighs |= ~(above * c->factor - load(w->rest + v * VL) <= -127);
+            }
+        if (any_lane(weighs))
+            return false;
+    }
+    return true;
 }
 
 /* sum_ds = sum over the block's keys of P∘(Z∘dP + dweights - D), with `weights` of P∘dweights alone, and sum_p = sum of P, both in short
@@ -459,10 +511,10 @@ static void settle_rows(const call *c, const key_block *b, bool masked, backward
     }
 }
 
-/* s = Z∘P, dp = dS = P∘(Z∘(V·dOᵀ) + dweights - D), with exact zeros where masked. True as scores() is. */
-static bool score_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
+/* From scores in s, which are `masked` as scores() says: s = Z∘P, dp = dS = P∘(Z∘(V·dOᵀ) + dweights - D), with exact zeros where
+ * masked. */
+static void score_gradients(const call *c, const unit *u, const key_block *b, bool masked, backward_space *w) {
     const lanes *l = &w->l;
-    const bool masked = scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, &w->next);
     const bool settles = may_settle(c, b, w);
     weight_gradients(c, u, b, w);
     if (c->drops || c->t->dweights)
@@ -485,7 +537,6 @@ static bool score_gradients(const call *c, const unit *u, const key_block *b, ba
         settle_rows(c, b, masked, w);
     for (int64_t x = 0; c->drops && x < b->count * l->stride; x += VL)
         store(w->s + x, load(w->s + x) * load(w->z + x));
-    return masked;
 }
 
 #endif

@@ -95,10 +95,28 @@ static void write_dbias_block(const call *c, const unit *u, const key_block *b, 
     unpack_transposed(TYPE(c), w->dp, w->l.stride, w->l.count, b->count, ones, false, (void *const *)rows, b->first);
 }
 
+/* Whether a block whose weights are all 0 adds nothing: 0 times what is not finite would be NaN. Where V is not at hand as rows of floats
+ * nobody looks. */
+static bool adds_nothing(const call *c, const key_block *b, bool k_finite, const backward_space *w) {
+    const lanes *l = &w->l;
+    if (l->few || uses_tiles(l) || c->v_pairs || c->t->dweights || w->fresh || !weighs_nothing(c, b, w))
+        return false;
+    return k_finite && w->q_finite && w->dout_finite && all_finite(w->dsum, 1, LANES, l->stride) &&
+           all_finite(b->v, b->count, b->v_stride, c->a->dv);
+}
+
 static void backward_block(const call *c, const unit *u, const key_block *b, bool k_finite, backward_space *w,
                            float *dk, float *dv) {
     const lanes *l = &w->l;
-    const bool masked = score_gradients(c, u, b, w);
+    const bool masked = known_scores(c, u, b, w);
+    if (adds_nothing(c, b, k_finite, w)) {
+        if (writes_dbias(c)) {
+            memset(w->dp, 0, sizeof(float) * (size_t)(b->count * l->stride));
+            write_dbias_block(c, u, b, w);
+        }
+        return;
+    }
+    score_gradients(c, u, b, masked, w);
     const bool hides =
         masked || (!w->fresh && partial_step(l, b)); /* with nothing but `fresh`, nobody reads such keys */
     const int64_t chain = lanes_of_chain(c, u);

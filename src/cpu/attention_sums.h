@@ -49,7 +49,8 @@ static void add_dbias_tile(const call *c, const unit *u, int64_t head, int64_t i
         return;
     load_tile(c, u, w, g);
     const key_block b = load_key_block(c, u, w, begin, end - begin, true);
-    score_gradients(c, u, &b, w);
+    const bool masked = scores(c, u, &w->l, &b, w->qt, &w->seen, w->s, w->tanhs, &w->next);
+    score_gradients(c, u, &b, masked, w);
     for (int64_t j = 0; j < b.count; j++)
         for (int64_t x = 0; x < w->l.stride; x += VL) {
             float *p = acc + (begin - keys.begin + j) * acc_stride + x;
