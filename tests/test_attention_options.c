@@ -61,6 +61,37 @@ static void test_alibi(void **state) {
         }
 }
 
+/* Steep slopes over many keys: whole blocks weigh nothing, and are seen all the same where a gradient is not finite. */
+static void test_alibi_far_away(void **state) {
+    (void)state;
+    const int64_t sq = 90, sk = 700;
+    for (int x = 0; x < 4; x++) {
+        attention_case c = attention_case_of(1, 4, 2, sq, sk, x % 2 ? 16 : 64, 0);
+        c.a.features = HEDDLE_ALIBI | (x == 1 ? HEDDLE_BIAS : 0) | (x == 2 ? HEDDLE_WEIGHTS : 0);
+        c.a.dbias_stride = (heddle_strides){0, sq * sk, sk};
+        c.a.softcap = x == 3 ? 5 : 0;
+        c.a.mask = x % 2 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
+        c.seed += (uint64_t)x;
+        check_attention_dtypes(c);
+    }
+    attention_case c = attention_case_of(1, 1, 0, sq, sk, 16, 0);
+    c.a.features = HEDDLE_ALIBI;
+    if (c.a.device == HEDDLE_CUDA)
+        return;
+    attention_problem p = attention_new(&c);
+    tensor_raw_set(&p.t[T_ALIBI], 0, 1);
+    tensor_set(&p.t[T_DOUT], 0, 0, 0, 3, INFINITY);
+    tensor_upload(&p.t[T_ALIBI]);
+    tensor_upload(&p.t[T_DOUT]);
+    attention_run(&p, HEDDLE_FORWARD);
+    attention_run(&p, HEDDLE_BACKWARD);
+    for (int64_t j = 0; j < sk; j++) {
+        assert_false(isfinite(tensor_get(&p.t[T_DV], 0, 0, j, 3)));
+        assert_true(isfinite(tensor_get(&p.t[T_DV], 0, 0, j, 2)));
+    }
+    attention_free(&p);
+}
+
 static void test_bias(void **state) {
     (void)state;
     const int64_t b = 2, h = 2, sq = 35, sk = 67;
@@ -362,23 +393,15 @@ static void test_everything(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_causal),
-        cmocka_unit_test(test_window),
-        cmocka_unit_test(test_softcap),
-        cmocka_unit_test(test_alibi),
-        cmocka_unit_test(test_bias),
-        cmocka_unit_test(test_huge_bias),
-        cmocka_unit_test(test_bool_mask),
-        cmocka_unit_test(test_mask_of_tiles),
-        cmocka_unit_test(test_masked_out),
-        cmocka_unit_test(test_nan_key),
-        cmocka_unit_test(test_nan_key_behind),
-        cmocka_unit_test(test_nan_query),
-        cmocka_unit_test(test_sinks),
-        cmocka_unit_test(test_dropout),
-        cmocka_unit_test(test_dropout_statistics),
-        cmocka_unit_test(test_weights),
-        cmocka_unit_test(test_optional_tensors),
+        cmocka_unit_test(test_causal),         cmocka_unit_test(test_window),
+        cmocka_unit_test(test_softcap),        cmocka_unit_test(test_alibi),
+        cmocka_unit_test(test_alibi_far_away), cmocka_unit_test(test_bias),
+        cmocka_unit_test(test_huge_bias),      cmocka_unit_test(test_bool_mask),
+        cmocka_unit_test(test_mask_of_tiles),  cmocka_unit_test(test_masked_out),
+        cmocka_unit_test(test_nan_key),        cmocka_unit_test(test_nan_key_behind),
+        cmocka_unit_test(test_nan_query),      cmocka_unit_test(test_sinks),
+        cmocka_unit_test(test_dropout),        cmocka_unit_test(test_dropout_statistics),
+        cmocka_unit_test(test_weights),        cmocka_unit_test(test_optional_tensors),
         cmocka_unit_test(test_everything),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
