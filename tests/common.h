@@ -57,9 +57,15 @@ bool compare_tensor(const char *name, int precision, const tensor *x, const tens
 
 /* Largest error of x and largest magnitude of ref, over what is finite in ref and was written. */
 double tensor_error(const tensor *x, const tensor *ref, double *magnitude);
-/* The largest error over its tolerance of all comparisons until now, and where that was. */
+/* Of all comparisons until now: how many, how many of them said nothing (of a tensor that roundings alone make what it is, zeros would
+ * pass), and the largest error over its tolerance, with where that was. */
 enum { WORST_NAME = 64 };
-double worst_comparison(char where[WORST_NAME]);
+typedef struct comparisons {
+    long count, silent;
+    double worst;
+    char where[WORST_NAME];
+} comparisons;
+comparisons all_comparisons(void);
 
 /* The systematic part of the rule: over the cases of a bin, the mean of log(error / plain's error), the plain
  * computation's sums in blocks as BLAS has them. */

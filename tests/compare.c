@@ -26,7 +26,7 @@ typedef struct tally {
 static struct {
     double ratio;
     char where[WORST_NAME];
-    long compared;
+    long compared, silent;
     tally all[96];
 } worst;
 static pthread_mutex_t worst_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -55,9 +55,11 @@ static void count_ratio(const char *name, heddle_dtype dtype, double error, doub
     pthread_mutex_unlock(&worst_lock);
 }
 
-static void count_worst(const char *name, int precision, double ratio) {
+/* `silent`: zeros would pass, and rightly. */
+static void count_worst(const char *name, int precision, double ratio, bool silent) {
     pthread_mutex_lock(&worst_lock);
     worst.compared++;
+    worst.silent += silent;
     if (ratio > worst.ratio) {
         worst.ratio = ratio;
         snprintf(worst.where, sizeof worst.where, "%s, %s", name,
@@ -192,11 +194,11 @@ bool compare_tensor(const char *name, int precision, const tensor *x, const tens
     if (x->element == HEDDLE_F32 && !exact && noise == 0) /* lse, mean, rstd: float32, whatever the dtype */
         tolerance = fmin(tolerance, 32 * 0x1p-24 * scale);
     /* No bound may be so wide that zeros pass; who is right to a quarter is no such case. Nor is what terms that are rounded to the type,
-     * or the type itself, cannot tell from 0. */
+     * or the type itself, cannot tell from 0: such comparisons say nothing, and are counted. */
     const double shows = fmax(fmax(0x1p-10, 4 * unit_roundoff(precision)) * natural, 4 * least(x->element));
-    bool vacuous =
-        e.ref > fmax(shows, 4 * noise) && tolerance >= 0.5 * e.ref && isfinite(condition) && e.x > 0.25 * e.ref;
-    count_worst(name, precision, e.x > 0 && tolerance > 0 ? e.x / tolerance : 0);
+    const bool blind = e.ref > 0 && tolerance >= 0.5 * e.ref && isfinite(condition) && e.x > 0.25 * e.ref;
+    const bool vacuous = blind && e.ref > fmax(shows, 4 * noise);
+    count_worst(name, precision, e.x > 0 && tolerance > 0 ? e.x / tolerance : 0, blind && !vacuous);
     if (e.x > tolerance || vacuous)
         printf("  %s: error %.3g of %.3g (element %" PRId64 ": %.9g, ref %.9g), tolerance %.3g, plain %.3g%s\n", name,
                e.x, e.ref, e.at, tensor_raw(x, e.at), tensor_raw(ref, e.at), tolerance, e.plain,
@@ -204,12 +206,13 @@ bool compare_tensor(const char *name, int precision, const tensor *x, const tens
     return e.x <= tolerance && !vacuous;
 }
 
-double worst_comparison(char where[WORST_NAME]) {
+comparisons all_comparisons(void) {
+    comparisons r;
     pthread_mutex_lock(&worst_lock);
-    const double ratio = worst.ratio;
-    memcpy(where, worst.where, sizeof worst.where);
+    r = (comparisons){.count = worst.compared, .silent = worst.silent, .worst = worst.ratio};
+    memcpy(r.where, worst.where, sizeof worst.where);
     pthread_mutex_unlock(&worst_lock);
-    return ratio;
+    return r;
 }
 
 /* Errors of half a rounding to the element's type are the least that either may count as. */

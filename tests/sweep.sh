@@ -5,7 +5,8 @@
 # threads of one); then the record: cases, failures, and for each bin the average of error over that of the plain
 # computation, added to the end of HEDDLE_SWEEP_RECORD (or printed). Device, instruction set and family of kernels are
 # those of HEDDLE_TEST_DEVICE, HEDDLE_CPU and HEDDLE_CUDA_FAMILY. Needs no network and builds nothing.
-# sweep.sh --merge <counts>: the record of what several runs have left in HEDDLE_SWEEP_KEEP (a folder).
+# sweep.sh --merge <counts>: the record of what several runs have left in HEDDLE_SWEEP_KEEP (a folder). A record that is among them counts
+# with the averages that it has, which are rounded to three digits.
 # Exit status 1 when a case failed, a bin of 100 cases has an average above 1.1, or a process did not come to its end.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -26,19 +27,47 @@ machine() {
 merge() {
     awk -v commit="${HEDDLE_COMMIT:-$(git -C "$here" rev-parse HEAD 2>/dev/null)}" -v date="$(date -u +%Y-%m-%d)" \
         -v machine="$(machine)" -v most="$most" '
-        $1 == "device" && !($0 in devices) { devices[$0] = 1; backend = backend (backend ? ", " : "") $2 " " $3 }
-        $1 == "cases" {
-            cases[$2] += $4; failed[$2] += $5
-            if (!($2 in first) || $3 < first[$2]) first[$2] = $3
-            if (!($2 in last) || $3 + $4 - 1 > last[$2]) last[$2] = $3 + $4 - 1
-        }
-        $1 == "worst" && $2 > worst { worst = $2; where = $3 " " $4 }
-        $1 == "bin" {
-            bin = $2 " " $3 " " $4 "<=" $5 " " $6 "<=" $7
+        function add_bin(bin, tensor, n, log_sum) {
             if (!(bin in tensors)) order[bins++] = bin
-            if (!((bin, $8) in count)) tensors[bin] = tensors[bin] " " $8
-            count[bin, $8] += $9; sum[bin, $8] += $10
+            if (!((bin, tensor) in count)) tensors[bin] = tensors[bin] " " tensor
+            count[bin, tensor] += n; sum[bin, tensor] += log_sum
         }
+        function add_cases(operation, n, wrong, from, to) {
+            cases[operation] += n; failed[operation] += wrong
+            if (!(operation in first) || from < first[operation]) first[operation] = from
+            if (!(operation in last) || to > last[operation]) last[operation] = to
+        }
+        function add_device(name) {
+            if (!(name in devices)) { devices[name] = 1; backend = backend (backend ? ", " : "") name }
+        }
+        /^[{ }]/ { # of a record
+            split($0, part, "\"")
+            if ($0 ~ /^\{"commit"/) {
+                n = split(part[16], names, ", ")
+                for (i = 1; i <= n; i++) add_device(names[i])
+            } else if ($0 ~ /^ "(attention|norm-linear)"/) {
+                n = split($0, x, /[^0-9]+/)
+                add_cases(part[2], x[2], x[3], x[4], x[5])
+            } else if ($0 ~ /^ "comparisons"/) {
+                n = split($0, x, /[^0-9]+/)
+                compared += x[2]; silent += x[3]
+            } else if ($0 ~ /^ "worst/) {
+                split($0, x, /: |,/)
+                if (x[3] + 0 > worst) { worst = x[3] + 0; where = part[8] }
+            } else if ($0 ~ /^  "/) {
+                line = $0
+                while (match(line, /"[a-z]+": \[[0-9]+, [0-9.]+\]/)) {
+                    split(substr(line, RSTART, RLENGTH), x, /[^a-z0-9.]+/)
+                    add_bin(part[2], x[2], x[3], x[3] * log(x[4] > 0 ? x[4] : 0.0004))
+                    line = substr(line, RSTART + RLENGTH)
+                }
+            }
+        }
+        $1 == "device" { add_device($2 " " $3) }
+        $1 == "cases" { add_cases($2, $4, $5, $3, $3 + $4 - 1) }
+        $1 == "compared" { compared += $2; silent += $3 }
+        $1 == "worst" && $2 > worst { worst = $2; where = $3 " " $4 }
+        $1 == "bin" { add_bin($2 " " $3 " " $4 "<=" $5 " " $6 "<=" $7, $8, $9, $10) }
         END {
             printf "{\"commit\": \"%s\", \"date\": \"%s\", \"machine\": \"%s\", \"backend\": \"%s\",\n", commit, date, machine, backend
             n = split("attention norm-linear", operations, " ")
@@ -47,6 +76,7 @@ merge() {
                 printf " \"%s\": {\"cases\": %d, \"failed\": %d, \"seeds\": [%.0f, %.0f]},\n", o, cases[o], failed[o], first[o], last[o]
                 wrong += failed[o]
             }
+            if (compared) printf " \"comparisons\": {\"compared\": %d, \"silent\": %d},\n", compared, silent
             printf " \"worst_error_over_tolerance\": {\"ratio\": %.3f, \"tensor\": \"%s\"},\n \"bins\": {\n", worst, where
             for (i = 0; i < bins; i++) {
                 n = split(tensors[order[i]], names, " ")

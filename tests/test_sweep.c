@@ -324,7 +324,6 @@ static operation operations[2];
 /* The file is replaced in one step, so that it is whole whenever this program ends. */
 static void write_counts(const char *path, uint64_t first) {
     char name[4096];
-    char where[WORST_NAME];
     snprintf(name, sizeof name, "%s.new", path);
     FILE *f = fopen(name, "w");
     if (!f)
@@ -337,8 +336,9 @@ static void write_counts(const char *path, uint64_t first) {
     for (int x = 0; x < 2; x++)
         fprintf(f, "cases %s %" PRIu64 " %" PRIu64 " %" PRIu64 "\n", operations[x].name, first, operations[x].done,
                 operations[x].failed);
-    const double worst = worst_comparison(where);
-    fprintf(f, "worst %.6f %s\n", worst, where);
+    const comparisons all = all_comparisons();
+    fprintf(f, "compared %ld %ld\n", all.count, all.silent);
+    fprintf(f, "worst %.6f %s\n", all.worst, all.where);
     write_bins(f, "attention", (const char *const[]){"d", "keys"}, (const double *const[]){dim_limits, key_limits},
                &bins.attention[0][0][0][0], attention_tensor_name, T_COUNT);
     write_bins(f, "norm-linear", (const char *const[]){"k", "mean"},
@@ -494,13 +494,15 @@ static void test_norm_linear(void **state) {
     sweep(&operations[1]);
 }
 
-/* Cases of longer runs whose roundings were not counted: of an answer in parts, and of x̂ behind an activation. */
+/* Cases of longer runs whose roundings were not counted: of an answer in parts, and of x̂ behind an activation; and of u where GELU has no
+ * slope, which are three times what dgamma is. */
 static void test_found(void **state) {
     (void)state;
     if (getenv("HEDDLE_SEED")) /* others are asked for */
         return;
     assert_true(attention_seed_is_right(45000011806, false));
     assert_true(norm_linear_seed_is_right(45000008199, false));
+    assert_true(norm_linear_seed_is_right(60000020153, false));
 }
 
 int main(void) {
