@@ -418,7 +418,8 @@ static double measure_row(const attention_problem *p, head *h, int64_t i) {
     if (p->t[T_DOUT].host)
         tensor_read_floats(&p->t[T_O], tensor_at(&p->t[T_O], h->pack, h->x, h->first_q + i, 0), a->dv, h->row);
     for (int64_t e = 0; e < a->dv && p->t[T_DOUT].host; e++)
-        of_d += pow((double)h->row[e] * (double)h->dout[i * h->dv + e], 2);
+        if (h->row[e] != 0) /* dO of a row that sees nothing may be NaN */
+            of_d += pow((double)h->row[e] * (double)h->dout[i * h->dv + e], 2);
     for (int64_t j = row + from; j < row + to; j++) {
         const double ds = (double)h->dp[j], weight = (double)h->p[j], of_s = squares_of_score(p, h, i, j - row),
                      of_v =
