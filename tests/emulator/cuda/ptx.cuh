@@ -151,31 +151,36 @@ PTX float reciprocal_approx(float x) {
 
 /* -------------------------------------------------------------------------------------------------------- warps */
 
+/* A lane's row, read when it arrives: what other lanes write is there only behind a __syncwarp() of all. */
 struct emulator_matrix {
-    uint32_t at, *r;
+    uint16_t row[8];
+    uint32_t *r;
 };
 
-/* Lane l gives the address of row l%8 of matrix l/8, and gets two numbers of each: of row l/4, or of column l/4. */
-template <bool TRANSPOSED> PTX void emulator_ldmatrix(void *const *lanes) {
-    for (int matrix = 0; matrix < 4; matrix++) {
-        uint16_t rows[8][8];
-        for (int row = 0; row < 8; row++)
-            memcpy(rows[row], emulator_shared(((const emulator_matrix *)lanes[matrix * 8 + row])->at, 16), 16);
+/* Lane l gives row l%8 of matrix l/8, and gets two numbers of each: of row l/4, or of column l/4. */
+template <bool TRANSPOSED> PTX void emulator_turn(void *const *lanes) {
+    for (int matrix = 0; matrix < 4; matrix++)
         for (int lane = 0; lane < EMULATOR_LANES; lane++) {
-            const int own = lane / 4, other = lane % 4 * 2;
-            const uint32_t low = TRANSPOSED ? rows[other][own] : rows[own][other],
-                           high = TRANSPOSED ? rows[other + 1][own] : rows[own][other + 1];
-            ((const emulator_matrix *)lanes[lane])->r[matrix] = high << 16 | low;
+            uint32_t pair = 0;
+            for (int z = 0; z < 2; z++) {
+                const int own = lane / 4, other = lane % 4 * 2 + z, row = TRANSPOSED ? other : own;
+                const emulator_matrix *from = (const emulator_matrix *)lanes[matrix * 8 + row];
+                pair |= (uint32_t)from->row[TRANSPOSED ? own : other] << z * 16;
+            }
+            ((const emulator_matrix *)lanes[lane])->r[matrix] = pair;
         }
-    }
+}
+template <bool TRANSPOSED> PTX void emulator_ldmatrix(uint32_t r[4], uint32_t at) {
+    emulator_matrix m;
+    memcpy(m.row, emulator_shared(at, 16), 16);
+    m.r = r;
+    emulator_meet(emulator_turn<TRANSPOSED>, &m);
 }
 PTX void ldmatrix4(uint32_t r[4], uint32_t at) {
-    emulator_matrix m = {at, r};
-    emulator_meet(emulator_ldmatrix<false>, &m);
+    emulator_ldmatrix<false>(r, at);
 }
 PTX void ldmatrix4_trans(uint32_t r[4], uint32_t at) {
-    emulator_matrix m = {at, r};
-    emulator_meet(emulator_ldmatrix<true>, &m);
+    emulator_ldmatrix<true>(r, at);
 }
 
 /* Row l/4 and columns l%4·2 + 0, 1 in lane l. */

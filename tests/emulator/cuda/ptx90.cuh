@@ -100,15 +100,20 @@ template <int REGISTERS> PTX void registers_more(void) {
 template <int REGISTERS> PTX void registers_fewer(void) {
 }
 
+struct emulator_stored {
+    char *row;
+    const uint32_t *r;
+};
+
+/* The other way round than ldmatrix4. */
 PTX void stmatrix4(uint32_t to, const uint32_t r[4]) {
-    emulator_matrix m = {to, (uint32_t *)r};
+    emulator_stored m = {emulator_shared(to, 16), r};
     emulator_meet(
         [](void *const *lanes) {
             for (int matrix = 0; matrix < 4; matrix++)
-                for (int lane = 0; lane < EMULATOR_LANES; lane++) {
-                    char *row = emulator_shared(((const emulator_matrix *)lanes[matrix * 8 + lane / 4])->at, 16);
-                    memcpy(row + lane % 4 * 4, &((const emulator_matrix *)lanes[lane])->r[matrix], 4);
-                }
+                for (int lane = 0; lane < EMULATOR_LANES; lane++)
+                    memcpy(((const emulator_stored *)lanes[matrix * 8 + lane / 4])->row + lane % 4 * 4,
+                           &((const emulator_stored *)lanes[lane])->r[matrix], 4);
         },
         &m);
 }
