@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 
 import pytest
 import torch
@@ -360,3 +362,32 @@ def test_latest_is_of_its_place():
         for call, truth in zip(calls, truths, strict=True):
             assert torch.equal(attend(*call), truth)
             assert torch.equal(attend(*call), truth)
+
+
+def test_calls_keep_no_references():
+    """Neither those that are made by what was kept, nor those that are refused."""
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    table, learned = torch.randn(H, SK), torch.randn(H, SK, requires_grad=True)
+    given = block_mask(lambda b, h, i, j: i >= j)
+    mods = [lambda s, b, h, i, j: s + table[h, j], lambda s, b, h, i, j: s + learned[h, j], None]
+    calls = [(score_mod, mask, lse) for score_mod in mods for mask in (None, given) for lse in (False, True)]
+
+    def run():
+        for score_mod, mask, lse in calls:
+            heddle.flex_attention(q, k, v, score_mod, mask, return_lse=lse)
+            heddle.flex_attention(q, k, v, score_mod, mask, 0.5)
+            with pytest.raises(ValueError):
+                heddle.flex_attention(q, k, v[:, :, :-1], score_mod, mask, return_lse=lse)
+
+    run()
+    gc.collect()
+    shelves = [_flex.functions, _flex._known[id(given)].shelf]
+    things = [q, k, v, table, learned, given, None, False, *mods[:2], q.dtype]
+    things += [part for shelf in shelves for kept in shelf.values() for part in (kept, kept.ready, *kept.ready)]
+    before = [sys.getrefcount(thing) for thing in things]
+    for _ in range(20):
+        run()
+    gc.collect()
+    after = [sys.getrefcount(thing) for thing in things]
+    grown = [(type(thing), a, b) for thing, a, b in zip(things, before, after, strict=True) if b - a >= 20]
+    assert not grown
