@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What the fake driver (tests/gpu/fake_driver.c) asks for: images that are libraries, and their kernels. An image's text is the name of its
- * module; the library lies beside this one. */
+ * What the fake driver (tests/gpu/fake_driver.c) asks for: images that are libraries, and their kernels. An image's text is a module's line
+ * of modules.def, its name and what it is made of; the library lies beside this one. A module that is made of another one is that one's
+ * library, whose kernels then work in float16. */
 #include "gpu/fake_driver.h"
 #include "hopper.h"
 #include "run.h"
@@ -28,6 +29,7 @@ static emulator_module modules[MOST_MODULES];
 struct found_kernel {
     const emulator_module *module;
     const emulator_kernel *kernel;
+    bool f16;
 };
 
 static emulator_module *load(const char *name) {
@@ -47,17 +49,24 @@ static emulator_module *load(const char *name) {
         fprintf(stderr, "emulator: %s\n", dlerror());
         return NULL;
     }
-    modules[x] = {name, library, (const emulator_kernel *)dlsym(library, "emulator_kernels")};
+    modules[x] = {strdup(name), library, (const emulator_kernel *)dlsym(library, "emulator_kernels")};
     return &modules[x];
 }
 
 const void *emulator_find(const void *image, const char *symbol) {
-    const emulator_module *module = load((const char *)image);
-    if (!module)
+    char name[128], source[128] = "", kernel[128];
+    if (sscanf((const char *)image, "%127s %127s", name, source) < 1)
         return NULL;
+    const bool twin = source[0] && !strchr(source, '/');
+    const emulator_module *module = load(twin ? source : name);
+    const char *type = strstr(symbol, "_f16_");
+    if (!module || (twin && !type))
+        return NULL;
+    snprintf(kernel, sizeof kernel, "%.*s%s%s", twin ? (int)(type - symbol) : 0, symbol, twin ? "_bf16_" : "",
+             twin ? type + strlen("_f16_") : symbol);
     for (const emulator_kernel *k = module->kernels; k->symbol; k++)
-        if (!strcmp(k->symbol, symbol))
-            return new found_kernel{module, k};
+        if (!strcmp(k->symbol, kernel))
+            return new found_kernel{module, k, twin};
     return NULL;
 }
 
@@ -104,6 +113,7 @@ bool emulator_run(const void *kernel, const cu_launch *launch, const void *param
     action.sa_flags = SA_ONSTACK;
     sigaltstack(&other, &before);
     sigaction(SIGSEGV, &action, &was);
+    emulator_f16 = f->f16;
     const bool right =
         emulator_launch(f->module, f->kernel, parameters, launch->grid[0], launch->block[0], launch->shared);
     sigaction(SIGSEGV, &was, NULL);

@@ -23,6 +23,9 @@ struct emulator_place {
 };
 extern emulator_place emulator_now;
 
+/* The kernel is a twin in float16: what the sources say of bfloat16 is of float16, as HeddleFatbin.cmake makes it. */
+extern bool emulator_f16;
+
 /* All lanes of the warp bring what is theirs; the last one does it for all of them. */
 typedef void emulator_operation(void *const lanes[EMULATOR_LANES]);
 void emulator_meet(emulator_operation *all, void *mine);

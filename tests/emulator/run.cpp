@@ -62,6 +62,7 @@ extern thread_local char held[sizeof shared] __attribute__((alias("shared")));
 extern thread_local char z[sizeof shared] __attribute__((alias("shared")));
 
 emulator_place emulator_now;
+bool emulator_f16;
 
 /* A block of a cluster. Kernels know shared memory by a name of each thread of the host, so a block runs on a thread of its own; one of them
  * runs at a time. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * In place of src/cuda/ptx.cuh: the same functions for the processor, each as its instruction is documented. With EMULATOR_F16 they are
- * what HeddleFatbin.cmake makes of them: the functions of bfloat16 are float16's. */
+ * In place of src/cuda/ptx.cuh: the same functions for the processor, each as its instruction is documented. With emulator_f16
+ * the functions of bfloat16 are float16's, as HeddleFatbin.cmake makes them. */
 #ifndef HEDDLE_CUDA_PTX_CUH
 #define HEDDLE_CUDA_PTX_CUH
 
@@ -72,36 +72,22 @@ PTX float f16_to_float(uint16_t x) {
 PTX uint16_t float_to_f16(float x) {
     return host::double_to_f16(x);
 }
-#ifdef EMULATOR_F16
 PTX float bf16_to_float(uint16_t x) {
-    return host::f16_to_float(x);
+    return emulator_f16 ? host::f16_to_float(x) : host::bf16_to_float(x);
 }
 PTX uint16_t double_to_bf16(double x) {
-    return host::double_to_f16(x);
+    return emulator_f16 ? host::double_to_f16(x) : host::double_to_bf16(x);
 }
 PTX uint32_t exponent_bits_bf16(void) {
-    return 0x7c007c00u;
+    return emulator_f16 ? 0x7c007c00u : 0x7f807f80u;
 }
-/* As HeddleFatbin.cmake's PTX has it: a formula, of which each part is rounded. */
+/* Eleven bits of it; in float16 the formula that the comment of it has, of which each part is rounded. */
 PTX float tanh_approx(float x) {
+    if (!emulator_f16)
+        return __uint_as_float((__float_as_uint((float)tanh((double)x)) + 0x1000u) & 0xffffe000u);
     const float power = (float)exp2(emulator_rounded(x * 0x1.715476p+1f));
     return fmaf(1.0f / emulator_rounded(power + 1.0f), -2.0f, 1.0f);
 }
-#else
-PTX float bf16_to_float(uint16_t x) {
-    return host::bf16_to_float(x);
-}
-PTX uint16_t double_to_bf16(double x) {
-    return host::double_to_bf16(x);
-}
-PTX uint32_t exponent_bits_bf16(void) {
-    return 0x7f807f80u;
-}
-/* Eleven bits of it. */
-PTX float tanh_approx(float x) {
-    return __uint_as_float((__float_as_uint((float)tanh((double)x)) + 0x1000u) & 0xffffe000u);
-}
-#endif
 
 PTX uint16_t float_to_bf16(float x) {
     return double_to_bf16(x);
@@ -228,11 +214,7 @@ template <emulator_type TYPE> PTX void emulator_mma(void *const *lanes) {
 }
 PTX void mma_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     emulator_product p = {c, a, b};
-#ifdef EMULATOR_F16
-    emulator_meet(emulator_mma<EMULATOR_FP16>, &p);
-#else
-    emulator_meet(emulator_mma<EMULATOR_BF16>, &p);
-#endif
+    emulator_meet(emulator_f16 ? emulator_mma<EMULATOR_FP16> : emulator_mma<EMULATOR_BF16>, &p);
 }
 PTX void mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     emulator_product p = {c, a, b};

@@ -134,11 +134,7 @@ PTX uint32_t opaque(uint32_t x) {
     return x;
 }
 
-#ifdef EMULATOR_F16
-#define EMULATOR_OF_bf16 EMULATOR_FP16
-#else
-#define EMULATOR_OF_bf16 EMULATOR_BF16
-#endif
+#define EMULATOR_OF_bf16 (emulator_f16 ? EMULATOR_FP16 : EMULATOR_BF16)
 #define EMULATOR_OF_f16 EMULATOR_FP16
 #define WGMMA(type, N)                                                                                                 \
     template <int TRANSPOSED, int A_TRANSPOSED = 0>                                                                    \
