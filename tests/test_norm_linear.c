@@ -105,8 +105,8 @@ static void test_strides(void **state) {
  * its own distance; large u, so that act is 0 or u. */
 static void test_activations(void **state) {
     (void)state;
-    static const int64_t sizes[][3] = {{1, 40, 33},   {5, 200, 35},  {50, 392, 3},
-                                       {70, 96, 130}, {131, 64, 72}, {24, 520, 64}};
+    static const int64_t sizes[][3] = {{1, 40, 33},   {5, 200, 35},  {50, 392, 3}, {70, 96, 130},
+                                       {131, 64, 72}, {24, 520, 64}, {70, 72, 520}};
     for (size_t x = 0; x < COUNT(sizes); x++)
         for (int activation = HEDDLE_GELU; activation <= (int)last_activation(); activation++)
             for (size_t y = 0; y < TEST_DTYPES; y++) {
@@ -192,8 +192,8 @@ static void check_without_u(const norm_linear_case *with) {
 /* A residual on every route, with and without an activation and a norm, next to y, apart, and of no alignment. */
 static void test_residuals(void **state) {
     (void)state;
-    static const int64_t sizes[][3] = {{1, 40, 33},   {5, 264, 40},  {24, 520, 64},   {50, 392, 3},
-                                       {70, 96, 130}, {131, 64, 72}, {300, 136, 264}, {129, 392, 520}};
+    static const int64_t sizes[][3] = {{1, 40, 33},   {5, 264, 40},    {24, 520, 64},   {50, 392, 3},   {70, 96, 130},
+                                       {131, 64, 72}, {300, 136, 264}, {129, 392, 520}, {20, 400, 1030}};
     for (size_t x = 0; x < COUNT(sizes); x++)
         for (size_t y = 0; y < TEST_DTYPES; y++)
             for (int odd = 0; odd < 2; odd++) {

@@ -86,12 +86,13 @@ static attention_case attention_number(int x) {
 #define ATTENTIONS 33
 
 static norm_linear_case norm_linear_number(int x) {
-    static const int64_t shape[][3] = {{11, 500, 400}, {1100, 40, 50}, {333, 203, 37}, {70, 67, 500}, {7, 7, 5}};
+    static const int64_t shape[][3] = {{11, 500, 400}, {1100, 40, 50}, {333, 203, 37},
+                                       {70, 67, 500},  {7, 7, 5},      {30, 300, 1100}};
     const int64_t *s = shape[x % (int)COUNT(shape)];
     return (norm_linear_case){.a = norm_linear_desc((heddle_dtype)(x % 3), (heddle_norm)(x % 2), s[0], s[1], s[2]),
                               .seed = (uint64_t)x * 3 + 1};
 }
-#define NORM_LINEARS 15
+#define NORM_LINEARS 18
 
 static bool attention_same(const attention_problem *p, const attention_problem *q) {
     for (int x = 0; x < T_COUNT; x++)

@@ -20,6 +20,20 @@
 
 #include <stdio.h>
 
+/* So few rows are one block of forward, where there are panels of W for all threads: each is met once, and packed just before, so that it
+ * does not go to memory. */
+#if defined(__AVX2__) && VL == 8
+#define ONE_BLOCK 192
+#else
+#define ONE_BLOCK 0 /* not measured */
+#endif
+
+INLINE bool is_one_block(const norm_linear_plan *plan) {
+    const heddle_norm_linear *a = &plan->a;
+    return plan->pass == HEDDLE_FORWARD && a->m <= ONE_BLOCK && a->n >= 2 * GROUP * PANEL * plan->threads &&
+           !has_few_rows(a) && !has_few_columns(a);
+}
+
 #define GROUP_SUMS (BLOCK_ROWS * GROUP * PANEL) /* of a product of forward */
 
 static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm_linear_data *t, carver *w) {
@@ -41,6 +55,7 @@ static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm
                           : backward           ? c.k_panels * b_panel(a->n)
                           : has_few_rows(a)    ? a->m * c.k_pad
                           : has_few_columns(a) ? a->n * c.k_pad
+                          : is_one_block(plan) ? 0
                                                : c.halves * c.n_panels * b_panel(a->k));
     c.sums = carve_floats(w, strips ? a->m * c.k_pad : backward ? c.row_panels * VL * c.k_pad : 0);
     c.dbias = carve_floats(w, backward ? c.row_panels * VL : 0);
@@ -66,6 +81,7 @@ static norm_space carve_norm_space(const norm_linear_plan *plan, carver *w) {
     s.c = carve_floats(w, backward ? plan->tile_m * k_pad
                           : few    ? 0
                                    : (is_gated(plan->a.activation) ? 2 : 1) * GROUP_SUMS);
+    s.w = carve_floats(w, is_one_block(plan) ? (is_gated(plan->a.activation) ? 2 : 1) * GROUP * b_panel(plan->a.k) : 0);
     s.row = carve_floats(w, columns ? FEW_Z_ROWS * k_pad : k_pad);
     return s;
 }
@@ -150,25 +166,23 @@ static void finish_row(const norm_call *c, int64_t row, int64_t n0, int64_t colu
     store_y(c, y, sums, none, columns);
 }
 
-/* y of a block of rows (z in panels of VL of them) and up to GROUP panels of columns, in each half of W; written as soon as each few rows
- * are done, so that the writing hides behind the products. */
-static void forward_group(const norm_call *c, const norm_space *s, int64_t first, int64_t rows, int64_t p0,
-                          int64_t panels) {
+/* y of a block of rows (z in panels of VL of them) and up to GROUP panels of columns, in each half of W, which lie in w, `apart` floats
+ * from each other; written as soon as each few rows are done, so that the writing hides behind the products. */
+static void forward_group(const norm_call *c, const norm_space *s, const float *w, int64_t apart, int64_t first,
+                          int64_t rows, int64_t p0, int64_t panels) {
     const heddle_norm_linear *a = c->a;
     const int64_t n0 = p0 * PANEL, columns = min64(panels * PANEL, a->n - n0), bytes = element_size(TYPE(c));
     const int64_t step = b_panel(a->k);
     float bias[2 * GROUP * PANEL] = {0};
     product g[2];
     for (int64_t half = 0; half < c->halves; half++) {
-        const bool last = half + 1 == c->halves;
-        const float *w = c->w + (half * c->n_panels + p0) * step;
         if (c->t->bias)
             widen_row(TYPE(c), element_at(c->t->bias, half * a->n + n0, TYPE(c)), columns, 1,
                       bias + half * GROUP * PANEL);
         g[half] = (product){.a = s->a,
                             .a_next = a_panel(a->k),
-                            .b = w,
-                            .next = last ? c->w + (p0 + panels) * step : w + c->n_panels * step,
+                            .b = w + half * apart,
+                            .next = half + 1 == c->halves ? w + panels * step : w + (half + 1) * apart,
                             .b_next = step,
                             .c_next = PANEL,
                             .c_stride = GROUP * PANEL,
@@ -203,17 +217,34 @@ static void store_z(const norm_call *c, int64_t row, float *buffer) {
 /* Every thread of the team calls it. */
 static void many_rows_forward(const norm_linear_plan *plan, const norm_call *c, const norm_space *s) {
     const int64_t m = plan->a.m, blocks = (m + plan->tile_m - 1) / plan->tile_m;
-    const int64_t groups = (c->n_panels + plan->tile_n - 1) / plan->tile_n;
+    const int64_t groups = (c->n_panels + plan->tile_n - 1) / plan->tile_n, step = b_panel(plan->a.k);
 #pragma omp for schedule(dynamic)
     for (int64_t p = 0; p < c->halves * c->n_panels; p++)
-        pack_w_transposed(c, p);
+        pack_w_transposed(c, p, c->w + p * step);
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < blocks * groups; task++) {
         int64_t first = task / groups * plan->tile_m, rows = min64(plan->tile_m, m - first);
         int64_t p0 = task % groups * plan->tile_n, p1 = min64(c->n_panels, p0 + plan->tile_n);
         pack_z(c, first, rows, s->a);
         for (int64_t p = p0; p < p1; p += GROUP)
-            forward_group(c, s, first, rows, p, min64(GROUP, p1 - p));
+            forward_group(c, s, c->w + p * step, c->n_panels * step, first, rows, p, min64(GROUP, p1 - p));
+    }
+}
+
+/* The same of one block. */
+static void one_block_forward(const norm_call *c, const norm_space *s) {
+    const int64_t step = b_panel(c->a->k);
+    bool packed = false; /* z, which every thread has */
+#pragma omp for schedule(dynamic)
+    for (int64_t p = 0; p < c->n_panels; p += GROUP) {
+        const int64_t panels = min64(GROUP, c->n_panels - p);
+        if (!packed)
+            pack_z(c, 0, c->a->m, s->a);
+        packed = true;
+        for (int64_t half = 0; half < c->halves; half++)
+            for (int64_t x = 0; x < panels; x++)
+                pack_w_transposed(c, half * c->n_panels + p + x, s->w + (half * GROUP + x) * step);
+        forward_group(c, s, s->w, GROUP * step, 0, c->a->m, p, panels);
     }
 }
 
@@ -232,6 +263,8 @@ static void norm_linear_forward(const norm_linear_plan *plan, const heddle_norm_
             few_rows_forward(&c);
         else if (has_few_columns(a))
             few_columns_forward(&c, s.row);
+        else if (is_one_block(plan))
+            one_block_forward(&c, &s);
         else
             many_rows_forward(plan, &c, &s);
 #pragma omp for schedule(static)
@@ -507,6 +540,8 @@ static void plan_product(norm_linear_plan *plan) {
     /* There should be a few blocks for every thread. */
     const int64_t share = a->m / (2 * plan->threads) + 1, fits = max64(rows_that_fit(a->k, backward), VL);
     plan->tile_m = rows_to_share(a->m, min64(fits, share + VL - 1), plan->threads);
+    if (is_one_block(plan))
+        plan->tile_m = (a->m + VL - 1) / VL * VL;
     int64_t blocks = (a->m + plan->tile_m - 1) / plan->tile_m, panels = (a->n + PANEL - 1) / PANEL;
     int64_t groups = clamp64(4 * plan->threads / max64(1, blocks), 1, panels);
     plan->tile_n = (panels + groups - 1) / groups;

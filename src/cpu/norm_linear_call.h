@@ -36,6 +36,7 @@ typedef struct norm_space {
     float *a; /* panels of z or dy; strips of W */
     float *c; /* forward: [BLOCK_ROWS][GROUP·PANEL]; backward: [tile_m][k_pad] */
     float *row;
+    float *w; /* forward of one block of rows: the panels of Wᵀ that it meets next */
 } norm_space;
 
 #define SHORT_CHAIN 128 /* where there are few results, and in float32 */

@@ -17,10 +17,15 @@
 #define FEW_PAIRS(type) false
 #endif
 
-/* More rows are worth the packing, and so are more where sums are short: each ends with the sum of its lanes. */
+/* More rows are worth the packing, and so are more where sums are short: each ends with the sum of its lanes. With AVX2's 16 registers few of
+ * them are, now that a panel is packed just before it is met; float16 is dear to pack. */
 INLINE bool has_few_rows(const heddle_norm_linear *a) {
 #ifdef HAVE_BF16_TILES
     if (a->dtype == HEDDLE_BF16)
+        return a->m <= 8;
+#endif
+#if defined(__AVX2__) && VL == 8
+    if (a->dtype != HEDDLE_F16 && a->n >= 1024)
         return a->m <= 8;
 #endif
     return a->m <= clamp64(a->k / 8, 8, 48);

@@ -141,13 +141,13 @@ static void store_y(const norm_call *c, void *y, const float *sums, const float 
         store_y_as(HEDDLE_F16, false, y, sums, bias, columns);
 }
 
-static void pack_w_transposed(const norm_call *c, int64_t panel) {
+static void pack_w_transposed(const norm_call *c, int64_t panel, float *out) {
     const void *rows[PANEL];
     int64_t count;
     const int64_t first = first_of_panel(c, panel, &count);
     for (int64_t x = 0; x < count; x++)
         rows[x] = row_of(c->t->w, first + x, c->a->w_stride, TYPE(c));
-    pack_columns(c, rows, 0, count, c->a->k, c->w + panel * PANEL * c->a->k, PANEL);
+    pack_columns(c, rows, 0, count, c->a->k, out, PANEL);
 }
 
 INLINE vf z_of(const norm_call *c, vf mean, vf rstd, const float *x, int64_t e) {

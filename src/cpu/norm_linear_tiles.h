@@ -93,10 +93,9 @@ static void store_y(const norm_call *c, void *y, const float *sums, const float 
         store_some(HEDDLE_BF16, (char *)y + x * 2, load(sums + x) + load(bias + x), columns - x);
 }
 
-static void pack_w_transposed(const norm_call *c, int64_t panel) {
+static void pack_w_transposed(const norm_call *c, int64_t panel, float *out) {
     int64_t count;
     const int64_t k = c->a->k, n0 = first_of_panel(c, panel, &count);
-    float *out = c->w + panel * b_panel(k);
     for (int64_t e = 0; e < k; e += TILE_DEPTH)
         for (int64_t l0 = 0; l0 < PANEL; l0 += VL) {
             vf t[VL];
