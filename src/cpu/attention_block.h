@@ -16,13 +16,17 @@ typedef struct forward_tile {
     float sum[LANES];
 } forward_tile;
 
+#define FINITE_BLOCKS 64
+
 typedef struct forward_space {
     forward_tile *tiles;
     float *s, *z, *k, *v;
     ahead next;
     key_tiles keys;
-    float *weights; /* as tiles, or as pairs */
-    int64_t finite; /* so many keys of the block are known to have finite rows of V */
+    float *weights;    /* as tiles, or as pairs */
+    int64_t finite;    /* so many keys of the block are known to have finite rows of V */
+    int64_t finite_of; /* the unit of which finite_keys says the same of its blocks, from one task to the next */
+    uint8_t finite_keys[FINITE_BLOCKS];
     paged_call pages;
 } forward_space;
 
@@ -178,6 +182,15 @@ static bool values_finite(const call *c, const unit *u, key_block *b, forward_sp
     return all_finite(b->v, b->count, b->v_stride, c->a->dv);
 }
 
+/* What is known of the block that begins with key `first`; NULL where nothing is kept of it. */
+static uint8_t *known_finite(const call *c, const unit *u, int64_t first, forward_space *w) {
+    const int64_t of = u->n * c->a->hk + u->hk;
+    if (w->finite_of != of)
+        memset(w->finite_keys, 0, sizeof w->finite_keys);
+    w->finite_of = of;
+    return first % TILE_KEYS == 0 && first / TILE_KEYS < FINITE_BLOCKS ? &w->finite_keys[first / TILE_KEYS] : NULL;
+}
+
 static void forward_block(const call *c, const unit *u, const key_block *b, forward_tile *t, forward_space *w) {
     const int64_t dv = c->a->dv;
     parts seen;
@@ -188,8 +201,11 @@ static void forward_block(const call *c, const unit *u, const key_block *b, forw
     key_block rows = *b;
     bool careful = false;
     if (masked && b->count > w->finite) {
+        uint8_t *known = known_finite(c, u, b->first, w);
         careful = !values_finite(c, u, &rows, w);
         w->finite = careful ? 0 : b->count;
+        if (known)
+            *known = (uint8_t)w->finite;
     }
     add_parts(&t->l, &seen, careful, rows.v, rows.v_stride, dv, &b->t, b->t.v_columns, w->weights, b->count, w->s,
               t->ot, rows_behind(c, u, c->t->v, c->a->v_stride, dv, b->first + b->count, c->pairs), &w->next);

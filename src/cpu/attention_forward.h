@@ -36,7 +36,8 @@ static forward_shared carve_forward_shared(const attention_plan *plan, carver *w
 
 /* Few queries read their keys themselves. */
 static key_block get_block(const call *c, const unit *u, bool few, range keys, int64_t first, forward_space *w) {
-    w->finite = 0;
+    const uint8_t *known = known_finite(c, u, first, w);
+    w->finite = known ? *known : 0;
     key_block b = {.first = first, .count = min64(few ? c->few_k : c->tile_k, keys.end - first)};
     see_keys(c, u, first, b.count, &w->pages);
     if (few)
