@@ -472,12 +472,27 @@ static void ask_plain(const attention_problem *p, const attention_problem *x, co
         ask_order(p, ref, plain, bin);
 }
 
+/* Has that tensor the same rows for all heads? */
+static bool repeats_heads(heddle_strides s) {
+    return s.h == 0 && (s.b != 0 || s.s != 0);
+}
+
+/* Heads of a group that have q and dO in common and nothing of their own have the very same P and dS: what is rounded in one of them is in
+ * all, and adds up in dk and dv. */
+static double alike_heads(const heddle_attention *a, int x) {
+    const uint64_t own =
+        HEDDLE_ALIBI | HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_SINKS | (x == T_DK ? HEDDLE_WEIGHTS : 0);
+    const bool alike =
+        repeats_heads(a->q_stride) && repeats_heads(a->do_stride) && !(a->features & own) && a->dropout == 0;
+    return alike && (x == T_DK || x == T_DV) ? (double)(a->h / a->hk) : 1;
+}
+
 /* Of tensor x: what roundings are off by that no order of sums changes. */
 static double noise_of(const heddle_attention *a, int x, const double natural[T_COUNT], const double spread[T_COUNT]) {
     const int precision = precision_of(a->dtype, a->features);
     const double rounding = precision == HEDDLE_BF16 ? 0x1p-8 : 0x1p-11;
     if (precision == HEDDLE_F32) /* of which tensor cores have 22 bits */
-        return 2 * (test_device() == HEDDLE_CUDA ? 0x1p-22 : 0x1p-24) * spread[x];
+        return 2 * (test_device() == HEDDLE_CUDA ? 0x1p-22 : 0x1p-24) * spread[x] * sqrt(alike_heads(a, x));
     /* D of a row is made from the rounded o: in a sum of D alone that is not small, though it averages out. */
     return x == T_DSINKS ? rounding * natural[x] / sqrt((double)(a->b * a->sq)) : 2 * rounding * spread[x];
 }

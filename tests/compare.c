@@ -175,8 +175,9 @@ bool compare_tensor(const char *name, int precision, const tensor *x, const tens
         return false;
     }
     /* A few roundings, of a result and of the float32 lse that P is made from, are never held against x. */
+    const int few = x->element != HEDDLE_F32 ? 2 : test_device() == HEDDLE_CUDA ? 16 : 4;
     double u = unit_roundoff(x->element), scale = fmax(e.ref, natural);
-    double floor = fmax((x->element == HEDDLE_F32 ? 16 : 2) * u * e.ref, 4 * 0x1p-24 * scale);
+    double floor = fmax(few * u * e.ref, 4 * 0x1p-24 * scale);
     floor = fmax(floor, noise) + least(x->element);
     /* In float32, sums of 16-bit numbers are often exact by luck of the format. */
     if (precision != PRECISION_TF32)
