@@ -133,11 +133,11 @@ static void set_lse(const backward_shared *g, int64_t at, float base, double res
 
 /* Whether P of a row of several blocks is to sum to 1: in float32 its lse is off by its own rounding, up to |lse|·2^-24, and all P of the
  * row with it. Long rows of q and k hide it in dk and dv, whose scores are off by more, unless so many keys make lse large and the queries
- * are too few for their roundings to even out; of dq see measures(). */
+ * are too few for their roundings to even out, or d is short of what hides it then; of dq see measures(). */
 static bool renews(const call *c, const unit *u, int64_t count) {
     const bool shows = c->a->d <= 32 || c->adjusts || c->a->features & HEDDLE_SINKS;
-    const bool few = count >= 2048 && c->group * u->s.sq <= 256;
-    return TYPE(c) == HEDDLE_F32 && count > c->tile_k && (shows || few);
+    const bool large = count >= MANY_KEYS && (c->a->d < 64 || c->group * u->s.sq <= 256);
+    return TYPE(c) == HEDDLE_F32 && count > c->tile_k && (shows || large);
 }
 
 /* In float32, of rows of several blocks: exponents are taken from about their average score. All that are as far from it as lse is would be

@@ -301,11 +301,11 @@ static void mask_pages(const call *c, const unit *u, const lanes *l, const key_b
 }
 
 /* gemm() for the lanes of a tile; after each block of registers a little of `next` is asked for. */
-INLINE void tile_product_rows(bool pairs, int block, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
-                              float *c, int64_t stride, bool add, gemm_ahead *soon, ahead *next) {
+INLINE void tile_product_rows(bool pairs, int block, int vectors, int64_t rows, int64_t count, int64_t chain, gemm_a a,
+                              const float *b, float *c, int64_t stride, bool add, gemm_ahead *soon, ahead *next) {
 #define BLOCK_OF(n)                                                                                                    \
     for (; rows >= (n); rows -= (n), a.p += (n)*a.row, c += (n)*stride) {                                              \
-        gemm_chains(pairs, n, vectors, count, a, b, stride, c, stride, add, soon);                                     \
+        gemm_chains(pairs, n, vectors, count, chain, a, b, stride, c, stride, add, soon);                              \
         ahead_step(next);                                                                                              \
     }
     BLOCK_OF(block)
@@ -316,29 +316,30 @@ INLINE void tile_product_rows(bool pairs, int block, int vectors, int64_t rows, 
 #undef BLOCK_OF
 }
 
-INLINE void tile_product_of(bool pairs, int vectors, int64_t rows, int64_t count, gemm_a a, const float *b, float *c,
-                            int64_t stride, bool add, gemm_ahead *soon, ahead *next) {
+INLINE void tile_product_of(bool pairs, int vectors, int64_t rows, int64_t count, int64_t chain, gemm_a a,
+                            const float *b, float *c, int64_t stride, bool add, gemm_ahead *soon, ahead *next) {
     switch (vectors) {
-    case 1: tile_product_rows(pairs, GEMM_ROWS_1, 1, rows, count, a, b, c, stride, add, soon, next); break;
-    case 2: tile_product_rows(pairs, GEMM_ROWS_2, 2, rows, count, a, b, c, stride, add, soon, next); break;
-    case 3: tile_product_rows(pairs, GEMM_ROWS_3, 3, rows, count, a, b, c, stride, add, soon, next); break;
+    case 1: tile_product_rows(pairs, GEMM_ROWS_1, 1, rows, count, chain, a, b, c, stride, add, soon, next); break;
+    case 2: tile_product_rows(pairs, GEMM_ROWS_2, 2, rows, count, chain, a, b, c, stride, add, soon, next); break;
+    case 3: tile_product_rows(pairs, GEMM_ROWS_3, 3, rows, count, chain, a, b, c, stride, add, soon, next); break;
 #if TILE_VECTORS > 3
-    case 4: tile_product_rows(pairs, GEMM_ROWS_4, 4, rows, count, a, b, c, stride, add, soon, next); break;
+    case 4: tile_product_rows(pairs, GEMM_ROWS_4, 4, rows, count, chain, a, b, c, stride, add, soon, next); break;
 #endif
     default: break; /* a part that nobody sees */
     }
 }
 
-static __attribute__((noinline)) void tile_product(int vectors, int64_t rows, int64_t count, gemm_a a, const float *b,
-                                                   float *c, int64_t stride, bool add, gemm_ahead soon, ahead *next) {
-    tile_product_of(false, vectors, rows, count, a, b, c, stride, add, &soon, next);
+static __attribute__((noinline)) void tile_product(int vectors, int64_t rows, int64_t count, int64_t chain, gemm_a a,
+                                                   const float *b, float *c, int64_t stride, bool add, gemm_ahead soon,
+                                                   ahead *next) {
+    tile_product_of(false, vectors, rows, count, chain, a, b, c, stride, add, &soon, next);
 }
 
 #ifdef HAVE_BF16_DOT
 static __attribute__((noinline, unused)) void tile_product_pairs(int vectors, int64_t rows, int64_t count, gemm_a a,
                                                                  const float *b, float *c, int64_t stride, bool add,
                                                                  gemm_ahead soon, ahead *next) {
-    tile_product_of(true, vectors, rows, count, a, b, c, stride, add, &soon, next);
+    tile_product_of(true, vectors, rows, count, count, a, b, c, stride, add, &soon, next);
 }
 #endif
 
@@ -363,18 +364,19 @@ INLINE gemm_ahead rows_behind(const call *c, const unit *u, const void *p, heddl
     return (gemm_ahead){rows, stride.s != width ? 0 : pairs ? 2 * step : step};
 }
 
-/* out[j][lane] = sum over x of rows[j][x]·columns[x][lane], in the parts that are seen. With AMX, of their tiles instead. */
+/* out[j][lane] = sum over x of rows[j][x]·columns[x][lane], in chains, in the parts that are seen. With AMX, of their tiles instead. */
 static void multiply_parts(const lanes *l, const parts *r, const float *rows, int64_t row_stride, int64_t depth,
-                           const float *row_tiles, const float *columns, float *out, gemm_ahead soon, ahead *next) {
+                           int64_t chain, const float *row_tiles, const float *columns, float *out, gemm_ahead soon,
+                           ahead *next) {
 #ifdef HAVE_BF16_TILES
-    (void)rows, (void)row_stride, (void)soon;
+    (void)rows, (void)row_stride, (void)chain, (void)soon;
     ahead_step(next);
     tile_scores(l, r, row_tiles, depth, columns, out);
     ahead_step(next);
 #else
     (void)row_tiles;
     for (const part *p = r->p; p < r->p + r->count; p++)
-        tile_product(p->end - p->begin, p->count, depth, (gemm_a){rows + p->first * row_stride, row_stride, 1},
+        tile_product(p->end - p->begin, p->count, depth, chain, (gemm_a){rows + p->first * row_stride, row_stride, 1},
                      columns + p->begin * VL, out + p->first * l->stride + p->begin * VL, l->stride, false, soon, next);
 #endif
 }
@@ -440,7 +442,7 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
     } else if (c->k_pairs) {
         multiply_pairs(c, u, l, r, b, c->t->k, c->a->k_stride, c->a->d, qt, s, next);
     } else {
-        multiply_parts(l, r, b->k, b->k_stride, c->a->d, b->t.k, qt, s,
+        multiply_parts(l, r, b->k, b->k_stride, c->a->d, c->chain, b->t.k, qt, s,
                        rows_behind(c, u, c->t->k, c->a->k_stride, c->a->d, b->first + b->count, false), next);
     }
     r->hides = c->adjusts && adjust_scores(c, u, l, b, s, tanhs);
@@ -500,7 +502,8 @@ static void add_parts(const lanes *l, const parts *r, bool careful, const float 
         if (careful)
             gemm_careful(false, p->end - p->begin, width, p->count, a, w, l->stride, out + p->begin * VL, l->stride);
         else
-            tile_product(p->end - p->begin, width, p->count, a, w, out + p->begin * VL, l->stride, true, soon, next);
+            tile_product(p->end - p->begin, width, p->count, chain_of(false, p->count), a, w, out + p->begin * VL,
+                         l->stride, true, soon, next);
     }
 }
 

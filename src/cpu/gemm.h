@@ -74,17 +74,20 @@ INLINE void gemm_block(bool pairs, int rows, int vectors, int64_t count, gemm_a 
             store(c + r * c_stride + v * VL, add ? load(c + r * c_stride + v * VL) + sum[r][v] : sum[r][v]);
 }
 
-/* The sum indices of one chain of additions. Its rounding error grows with its length, so longer sums than those of common head dims
- * are divided evenly, and their parts added up. */
-INLINE int64_t chain_of(bool pairs, int64_t count) {
-    const int64_t chains = pairs || count <= 128 ? 1 : (count + 63) / 64;
+/* The sum indices of one chain of additions, where they are divided evenly into chains of so many at most. */
+INLINE int64_t even_chain(int64_t count, int64_t most) {
+    const int64_t chains = count > most ? (count + most - 1) / most : 1;
     return (count + chains - 1) / chains;
 }
 
-/* gemm_block() in such chains. */
-INLINE void gemm_chains(bool pairs, int rows, int vectors, int64_t count, gemm_a a, const float *b, int64_t b_stride,
-                        float *c, int64_t c_stride, bool add, gemm_ahead *later) {
-    const int64_t chain = chain_of(pairs, count);
+/* A chain's rounding error grows with its length, so longer sums than those of common head dims are divided, and their parts added up. */
+INLINE int64_t chain_of(bool pairs, int64_t count) {
+    return pairs || count <= 128 ? count : even_chain(count, 64);
+}
+
+/* gemm_block() in chains of so many sum indices. */
+INLINE void gemm_chains(bool pairs, int rows, int vectors, int64_t count, int64_t chain, gemm_a a, const float *b,
+                        int64_t b_stride, float *c, int64_t c_stride, bool add, gemm_ahead *later) {
     do {
         gemm_block(pairs, rows, vectors, chain < count ? chain : count, a, b, b_stride, c, c_stride, add, later);
         a.p += chain * a.x;

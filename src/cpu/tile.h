@@ -26,6 +26,9 @@
 #define TILES_AT_ONCE 8
 #endif
 #define LOG2E 1.44269504088896340736
+/* From about so many keys on a log-sum-exp, of scores of deviation 1, is 8: the rounding of one in float32, which is in all P of a row, is
+ * then more than what the sum over d rounds of a score. */
+#define MANY_KEYS (14 * 128)
 
 /* What holds for the whole call. */
 typedef struct call {
@@ -43,6 +46,7 @@ typedef struct call {
     bool adjusts;       /* softcap, ALiBi or bias change the scores */
     bool masks;         /* elements may be hidden one by one, whatever the band says */
     bool hidden;        /* HEDDLE_PAGES: some keys of the block are in no page */
+    int64_t chain;      /* of the sums over d that scores are: so many terms */
     double unit;        /* a score as stored (raw product of sign·q and k, or adjusted) times unit is S, */
     float sign, factor; /* and times factor it is in units of log2 */
     bool drops;
@@ -142,6 +146,8 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
         !c.adjusts && a->scale < 0 ? -1 : 1; /* so that factor is positive, and the largest score stays the largest */
     c.unit = c.adjusts ? 1 : fabs(a->scale);
     c.factor = (float)(c.unit * LOG2E);
+    const bool short_chains = plan->pass == HEDDLE_BACKWARD && c.type == HEDDLE_F32 && a->sk >= MANY_KEYS;
+    c.chain = short_chains ? even_chain(a->d, 32) : chain_of(false, a->d);
     c.pairs = pairs_exist(c.type);
     c.adds = a->features & HEDDLE_ACCUMULATE;
     c.out = c.adds ? HEDDLE_F32 : c.type;
