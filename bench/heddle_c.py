@@ -18,7 +18,7 @@ MASKS = {False: 0, True: 1, "top left": 1, "bottom right": 2}
 LAYER_NORM, RMS_NORM, NO_NORM = range(3)
 FEATURES = {name: 1 << bit for bit, name in enumerate((
     "window", "alibi", "bias", "bool_mask", "sinks", "varlen", "seqlens", "weights", "rng_state", "deterministic", "tf32",
-    "accumulate", "pages", "segments"))}
+    "accumulate", "pages", "segments", "blocks"))}
 BROADCAST = -1 << 63
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
 FORWARD, BACKWARD = 0, 1
@@ -32,7 +32,8 @@ class Strides(ctypes.Structure):
 class Attention(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("dtype", ctypes.c_int), ("device", ctypes.c_int), ("b", I64), ("h", I64),
                 ("hk", I64), ("sq", I64), ("sk", I64), ("d", I64), ("dv", I64), ("mask", ctypes.c_int),
-                ("reserved0", ctypes.c_int32), ("features", U64), ("window_left", I64), ("window_right", I64),
+                ("block_q", ctypes.c_uint8), ("block_k", ctypes.c_uint8), ("blocks_of_b", ctypes.c_uint8),
+                ("blocks_of_h", ctypes.c_uint8), ("features", U64), ("window_left", I64), ("window_right", I64),
                 ("scale", F64), ("softcap", F64), ("dropout", F64), ("seed", U64), ("offset", U64), ("total_q", I64),
                 ("total_k", I64)] + [(s + "_stride", Strides) for s in (
                     "q", "k", "v", "o", "do", "dq", "dk", "dv", "bias", "bool_mask", "dbias", "weights", "dweights")
@@ -45,12 +46,13 @@ class AttentionData(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t)] + [(p, PTR) for p in (
         "q", "k", "v", "alibi_slopes", "bias", "bool_mask", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q",
         "seqlens_k", "rng_state", "o", "lse", "weights", "dout", "dlse", "dweights", "dq", "dk", "dv", "dbias",
-        "dsinks", "block_table", "q_segments", "k_segments")]
+        "dsinks", "block_table", "q_segments", "k_segments", "block_rows", "block_columns")]
 
 
 def data_size(t):
-    """A library that is older than segments takes what ends in front of them, and so does this one."""
-    return ctypes.sizeof(AttentionData) if "q_segments" in t else AttentionData.q_segments.offset
+    """A library that is older than segments and blocks takes what ends in front of them, and so does this one."""
+    newer = "q_segments" in t or "block_rows" in t
+    return ctypes.sizeof(AttentionData) if newer else AttentionData.q_segments.offset
 
 
 class NormLinear(ctypes.Structure):
@@ -140,7 +142,7 @@ class Library:
             raise RuntimeError(f"heddle: status {status}: {self.c.heddle_last_message().decode()}")
 
     def attention(self, q, k, v, dout=None, causal=False, strides=None, out=None, window=None, scale=0.0, softcap=0.0,
-                  dropout=0.0, dbias=None, weights=False, deterministic=False, tf32=False, **inputs):
+                  dropout=0.0, dbias=None, weights=False, deterministic=False, tf32=False, block=None, **inputs):
         """q [b, h, sq, d], k and v [b, hk, sk, d], as they lie (or as `strides` says, a Strides for each that does not lie
         as it is). inputs: alibi_slopes, bias, bool_mask, sinks, seqlens_q, seqlens_k, dlse; dbias: the tensor to write, of
         bias's broadcast shape. With block_table k and v are pages, [pages, hk, page, ...]."""
@@ -162,10 +164,13 @@ class Library:
             t["dweights"] = torch.randn_like(t["weights"])
         flags = {"window": window, "alibi": "alibi_slopes" in t, "bias": "bias" in t, "bool_mask": "bool_mask" in t,
                  "sinks": "sinks" in t, "seqlens": "seqlens_q" in t or "seqlens_k" in t, "weights": weights,
-                 "deterministic": deterministic, "tf32": tf32, "pages": "block_table" in t, "segments": "q_segments" in t}
+                 "deterministic": deterministic, "tf32": tf32, "pages": "block_table" in t, "segments": "q_segments" in t, "blocks": "block_rows" in t}
         desc = Attention(size=ctypes.sizeof(Attention), dtype=DTYPES[q.dtype], device=DEVICES[q.device.type], b=b, h=h,
                          hk=k.shape[1], sq=sq, sk=sk, d=d, dv=dv, mask=MASKS[causal], scale=scale, softcap=softcap,
                          dropout=dropout, seed=1, features=sum(FEATURES[n] for n, on in flags.items() if on))
+        if "block_rows" in t:
+            desc.block_q, desc.block_k = block
+            desc.blocks_of_b, desc.blocks_of_h = (n > 1 for n in t["block_rows"].shape[:2])
         if window:
             desc.window_left, desc.window_right = window
         if "block_table" in t:

@@ -162,6 +162,7 @@ typedef enum heddle_mask {
 #define HEDDLE_ACCUMULATE (UINT64_C(1) << 11)   /* results are added to what is there, in float */
 #define HEDDLE_PAGES (UINT64_C(1) << 12)        /* block_table: k and v lie in pages; forward alone */
 #define HEDDLE_SEGMENTS (UINT64_C(1) << 13)     /* q_segments and k_segments: a query sees keys of its own segment */
+#define HEDDLE_BLOCKS (UINT64_C(1) << 14)       /* block_rows and block_columns: blocks of keys for blocks of queries */
 
 /* One attention problem.
  *
@@ -203,6 +204,14 @@ typedef enum heddle_mask {
  * the part's own. They are read where the work is done, of the rows that count alone. HEDDLE_CUDA does not take them yet
  * (HEDDLE_UNSUPPORTED); there a boolean mask says the same.
  *
+ * With HEDDLE_BLOCKS a list names the blocks of keys that each block of queries sees; what it does not name is masked. A block has
+ * block_q queries, or block_k keys, 64 or 128, the last one as many as are left; both are counted from the first row of the tensors, of
+ * a part's own, and of packed ones from the first of each sequence. There are R = sq / block_q, rounded up, lists for one head (of sq as
+ * described): that of block r names block_columns[block_rows[r]] to block_columns[block_rows[r + 1] - 1], in any order. block_rows has
+ * R + 1 numbers, and behind them those of the next head where blocks_of_h is 1, and of all heads of the next batch where blocks_of_b is
+ * 1; the numbers count in all of block_columns. The last number of all says how many columns there are: others are clamped to 0 and to
+ * it, and a column that is no block of keys names nothing. HEDDLE_CUDA does not take them (HEDDLE_UNSUPPORTED).
+ *
  * Dropout: with t = floor(65536*dropout + 0.5), element (n, x, i, j) is kept when its number, of 16 bits, is not below t:
  * half j%2 (0: the low one) of word j%8/2 of Philox4x32-7(counter = {j/8, n*h + x, i, offset}, key = seed) (low words;
  * offset's high 32 bits are exclusive-ored into i's word); i, j, x and h are those of the whole (below). The same on every
@@ -226,7 +235,8 @@ typedef struct heddle_attention {
     int64_t b, h, hk;      /* hk: 0 means h */
     int64_t sq, sk, d, dv; /* sk: 0 means none; dv: 0 means d; d and dv from 1 to 512 */
     heddle_mask mask;
-    int32_t reserved0;                 /* 0 */
+    uint8_t block_q, block_k;          /* HEDDLE_BLOCKS: 64 or 128; else 0, as both of */
+    uint8_t blocks_of_b, blocks_of_h;  /* 1: lists for each batch, for each head; 0: the same for all */
     uint64_t features;                 /* HEDDLE_WINDOW | ... */
     int64_t window_left, window_right; /* negative: unbounded */
     double scale;                      /* 0 means 1/sqrt(d); else, but in float64, from 2^-100 to 2^100 in magnitude, */
@@ -285,6 +295,9 @@ typedef struct heddle_attention_data {
     /* inputs of both passes; a structure that ends in front of them is taken, too */
     const int32_t *q_segments; /* [b, sq] */
     const int32_t *k_segments; /* [b, sk] */
+    /* inputs of both passes; a structure that ends in front of them is taken, too */
+    const int32_t *block_rows;    /* [b or 1, h or 1, R + 1] */
+    const int32_t *block_columns; /* [the last number of block_rows] */
 } heddle_attention_data;
 
 /* HEDDLE_OK if both passes of this problem can run here (with HEDDLE_PAGES forward, which is all there is), else what forward

@@ -226,13 +226,14 @@ static heddle_status make_attention_plan(const heddle_attention *desc, heddle_pa
     return (*be)->plan_attention(plan);
 }
 
-/* Also of programs that were built when it ended in front of block_table, or of the segments: what is behind is NULL then. */
+/* Also of programs that were built when it ended in front of block_table, or of the segments or of the blocks: what is behind is NULL then. */
 static heddle_status take_data(const heddle_attention_data *data, heddle_attention_data *whole,
                                const heddle_attention_data **taken) {
     const size_t before_pages = offsetof(heddle_attention_data, block_table),
-                 before_segments = offsetof(heddle_attention_data, q_segments);
+                 before_segments = offsetof(heddle_attention_data, q_segments),
+                 before_blocks = offsetof(heddle_attention_data, block_rows);
     *taken = data;
-    if (!data || (data->size != before_pages && data->size != before_segments))
+    if (!data || (data->size != before_pages && data->size != before_segments && data->size != before_blocks))
         return check_data_size("heddle_attention_data", data, data ? data->size : 0, sizeof *data);
     memset(whole, 0, sizeof *whole);
     memcpy(whole, data, data->size);

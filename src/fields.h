@@ -108,6 +108,10 @@ static inline int64_t attention_extent(const heddle_attention *a, char letter) {
     case 'K': return a->total_k;
     case 'P': return a->pages;
     case 'p': return a->page;
+    case 'B': return a->blocks_of_b ? a->b : 1;
+    case 'H': return a->blocks_of_h ? a->h : 1;
+    case 'r': return a->block_q ? (a->sq + a->block_q - 1) / a->block_q + 1 : 0;
+    case 'c': return 0; /* the last number of block_rows */
     case 't': return a->table ? a->table : a->page ? (a->sk + a->page - 1) / a->page : 0;
     default: return 2;
     }

@@ -77,6 +77,18 @@ HEDDLE_SHARED_INLINE const int32_t *key_segments(const heddle_attention *a, cons
     return ids ? ids + (packed ? s.first_k : n * a->sk) : ids;
 }
 
+/* HEDDLE_BLOCKS: the columns first .. end-1 that block r of the queries of batch n and head x has, whatever the numbers are. */
+HEDDLE_SHARED_INLINE range blocks_of(const heddle_attention *a, const int32_t *rows, const int32_t *columns, int64_t n,
+                                     int64_t x, int64_t r) {
+    const int64_t heads = a->blocks_of_h ? a->h : 1, lists = (a->sq + a->block_q - 1) / a->block_q + 1;
+    const int64_t last = (a->blocks_of_b ? a->b : 1) * heads * lists - 1, most = columns ? max64(0, rows[last]) : 0;
+    const int32_t *own = rows + ((a->blocks_of_b ? n : 0) * heads + (a->blocks_of_h ? x : 0)) * lists + r;
+    range s;
+    s.begin = clamp64(own[0], 0, most);
+    s.end = clamp64(own[1], s.begin, most);
+    return s;
+}
+
 /* The offset of the diagonal: `off` in heddle.h. */
 HEDDLE_SHARED_INLINE int64_t diagonal_offset(const heddle_attention *a, sequence s) {
     const int64_t whole_sq = a->whole_sq ? a->whole_sq : a->q_offset + s.sq,

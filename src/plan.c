@@ -185,9 +185,9 @@ static heddle_status resolve_all_strides(heddle_attention *a) {
 /* -------------------------------------------------------------------------------------------------- attention */
 
 /* A sequence has no more rows than there are: a limit above that says nothing, but tiles, grids and workspaces would grow
- * with it. What keeps [b, h, sq, sk] and is written outside of the sequences, too, needs the limits as they are. */
+ * with it. What keeps [b, h, sq, sk] and is written outside of the sequences, too, needs the limits as they are, and so do lists of blocks, which go by them. */
 static void tighten_limits(heddle_attention *a) {
-    if (!(a->features & HEDDLE_VARLEN) || (a->features & (HEDDLE_BIAS | HEDDLE_WEIGHTS)))
+    if (!(a->features & HEDDLE_VARLEN) || (a->features & (HEDDLE_BIAS | HEDDLE_WEIGHTS | HEDDLE_BLOCKS)))
         return;
     a->sq = min64(a->sq, a->total_q);
     if (!(a->features & HEDDLE_PAGES))
@@ -268,6 +268,22 @@ static heddle_status check_pages(heddle_attention *a) {
     return HEDDLE_OK;
 }
 
+static heddle_status check_blocks(const heddle_attention *a) {
+    if (!(a->features & HEDDLE_BLOCKS)) {
+        if (a->block_q | a->block_k | a->blocks_of_b | a->blocks_of_h)
+            return fail(HEDDLE_BAD_COMBINATION,
+                        "block_q = %d, block_k = %d, blocks_of_b = %d, blocks_of_h = %d, but HEDDLE_BLOCKS is not set",
+                        a->block_q, a->block_k, a->blocks_of_b, a->blocks_of_h);
+        return HEDDLE_OK;
+    }
+    if ((a->block_q != 64 && a->block_q != 128) || (a->block_k != 64 && a->block_k != 128))
+        return fail(HEDDLE_BAD_SIZE, "block_q = %d, block_k = %d are not 64 or 128", a->block_q, a->block_k);
+    if (a->blocks_of_b > 1 || a->blocks_of_h > 1)
+        return fail(HEDDLE_BAD_VALUE, "blocks_of_b = %d, blocks_of_h = %d are not 0 or 1", a->blocks_of_b,
+                    a->blocks_of_h);
+    return HEDDLE_OK;
+}
+
 static heddle_status check_sizes(heddle_attention *a) {
     TRY(check_size("b", a->b, 0, MAX_SIZE));
     TRY(check_size("h", a->h, 1, MAX_SIZE));
@@ -343,8 +359,6 @@ static heddle_status check_features(heddle_attention *a) {
                     (unsigned long long)(a->features & ~attention_features));
     if ((int)a->mask < 0 || (int)a->mask > LAST_MASK)
         return fail(HEDDLE_BAD_ENUM, "mask = %d is no heddle_mask (0 to %d)", (int)a->mask, LAST_MASK);
-    if (a->reserved0)
-        return fail(HEDDLE_BAD_ENUM, "reserved0 = %d, but must be 0", a->reserved0);
     if (!(a->features & HEDDLE_WINDOW) && (a->window_left || a->window_right))
         return fail(HEDDLE_BAD_COMBINATION, "window_left = %lld, window_right = %lld, but HEDDLE_WINDOW is not set",
                     (long long)a->window_left, (long long)a->window_right);
@@ -393,6 +407,7 @@ heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pas
     TRY(check_sizes(a));
     TRY(check_features(a));
     TRY(check_pages(a));
+    TRY(check_blocks(a));
     TRY(check_part(a));
     TRY(resolve_all_strides(a));
     tighten_limits(a);

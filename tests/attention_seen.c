@@ -2,6 +2,7 @@
  * Which keys a query sees, by the formulas of heddle.h, independent of src/. */
 #include "common.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 void attention_lengths(const attention_problem *p, int64_t n, int64_t length[4]) {
@@ -32,6 +33,20 @@ int64_t attention_diagonal(const heddle_attention *a, int64_t sq, int64_t sk) {
     return sk + behind_k - sq - behind_q;
 }
 
+/* HEDDLE_BLOCKS, by the words of heddle.h. */
+static bool is_listed(const attention_problem *p, int64_t n, int64_t x, int64_t r, int64_t column) {
+    const heddle_attention *a = &p->a;
+    const tensor *rows = &p->t[T_BLOCK_ROWS], *columns = &p->t[T_BLOCK_COLUMNS];
+    const int64_t lists = (a->sq + a->block_q - 1) / a->block_q, h = a->blocks_of_h ? a->h : 1;
+    const int64_t at = ((a->blocks_of_b ? n * h : 0) + (a->blocks_of_h ? x : 0)) * (lists + 1) + r;
+    const double most = fmax(0, tensor_raw(rows, rows->span - 1));
+    const double begin = fmin(fmax(tensor_raw(rows, at), 0), most), end = fmin(tensor_raw(rows, at + 1), most);
+    for (int64_t y = (int64_t)begin; y < (int64_t)end; y++)
+        if ((int64_t)tensor_raw(columns, y) == column)
+            return true;
+    return false;
+}
+
 seen_keys attention_sees(const attention_problem *p, const int64_t length[4], int64_t n, int64_t x, int64_t i,
                          bool *sees) {
     const heddle_attention *a = &p->a;
@@ -56,6 +71,8 @@ seen_keys attention_sees(const attention_problem *p, const int64_t length[4], in
                   first_k = a->features & HEDDLE_PAGES ? 0 : length[2]; /* 0 where rows are not packed */
     for (int64_t j = s.from; j < s.to && a->features & HEDDLE_SEGMENTS; j++)
         sees[j] = sees[j] && tensor_get(own, n, 0, 0, first_q + i) == tensor_get(other, n, 0, 0, first_k + j);
+    for (int64_t j = s.from; j < s.to && a->features & HEDDLE_BLOCKS; j++)
+        sees[j] = sees[j] && is_listed(p, n, x, i / a->block_q, j / a->block_k);
     while (s.from < s.to && !sees[s.from])
         s.from++;
     while (s.from < s.to && !sees[s.to - 1])

@@ -107,7 +107,8 @@ typedef struct attention_case {
     int64_t mask_tiles;   /* tiles of so many rows and columns are empty, full or as they were; 0: no tile is */
     double hidden_pages;  /* of the numbers in block_table that are no page */
     int segments; /* how ids are drawn: 1 documents in a row, 2 at random, 3 runs in any order, 4 nearly one; 0: one of these */
-    int64_t first_part; /* once more with HEDDLE_ACCUMULATE, so many keys first and then the others; 0: not */
+    double block_density; /* of the lists of HEDDLE_BLOCKS; 0 means 0.5 */
+    int64_t first_part;   /* once more with HEDDLE_ACCUMULATE, so many keys first and then the others; 0: not */
 } attention_case;
 
 typedef struct attention_problem {

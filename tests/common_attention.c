@@ -76,6 +76,15 @@ static tensor rows_tensor(const heddle_attention *a, const tensor_field *f, int 
                       (int64_t[]){shape == f->packed ? 0 : last, 0, 0, 1}, skew);
 }
 
+/* HEDDLE_BLOCKS: how many numbers its tensors have here. */
+static int64_t row_numbers(const heddle_attention *a) {
+    return attention_extent(a, 'B') * attention_extent(a, 'H') * attention_extent(a, 'r');
+}
+
+static int64_t columns_in_all(const heddle_attention *a) {
+    return row_numbers(a) * (2 * ((a->sk + a->block_k - 1) / a->block_k) + 2);
+}
+
 /* All tensors that the description has, poisoned; `skip` leaves optional ones out. */
 static void make_tensors(attention_problem *p, uint32_t skip, bool skew, bool len_q, bool len_k) {
     const heddle_attention *a = &p->a;
@@ -92,6 +101,8 @@ static void make_tensors(attention_problem *p, uint32_t skip, bool skew, bool le
                                  (int64_t[]){a->alibi_stride_b, 0, 0, 1}, skew);
         else if (x == T_TABLE || x == T_Q_SEGMENTS || x == T_K_SEGMENTS)
             p->t[x] = rows_tensor(a, f, element, skew);
+        else if (x == T_BLOCK_ROWS || x == T_BLOCK_COLUMNS)
+            p->t[x] = tensor_vector(a->device, element, x == T_BLOCK_ROWS ? row_numbers(a) : columns_in_all(a));
         else if (!f->shape[1])
             p->t[x] = tensor_vector(a->device, element, attention_extent(a, f->shape[0]));
         else
@@ -135,6 +146,29 @@ static void fill_segments(const attention_case *c, tensor *t, int kind, rng *r) 
             tensor_set(t, n, 0, 0, x, (double)(kind == 1 ? document : id));
         }
     }
+}
+
+/* Lists in no order, with numbers of no block and, now and then, a row's number that is none. */
+static void fill_blocks(attention_problem *p, const attention_case *c, rng *r) {
+    static const int32_t none[] = {-1, INT32_MIN, INT32_MAX, 1 << 20};
+    const heddle_attention *a = &p->a;
+    tensor *rows = &p->t[T_BLOCK_ROWS], *columns = &p->t[T_BLOCK_COLUMNS];
+    const int64_t blocks = (a->sk + a->block_k - 1) / a->block_k, lists = attention_extent(a, 'r');
+    const double density = c->block_density > 0 ? c->block_density : 0.5;
+    int64_t y = 0;
+    for (int64_t at = 0; at < rows->span; at++) {
+        tensor_raw_set(rows, at, (double)y);
+        for (int64_t x = 0; x < blocks && at % lists != lists - 1; x++)
+            if (rng_chance(r, density))
+                tensor_raw_set(columns, y++,
+                               (double)(rng_chance(r, 0.9) ? (at % 2 ? x : blocks - 1 - x)
+                                                           : none[rng_between(r, 0, COUNT(none) - 1)]));
+        if (rng_chance(r, 0.03))
+            tensor_raw_set(rows, at, rng_chance(r, 0.5) ? INT32_MIN : INT32_MAX);
+    }
+    tensor_raw_set(rows, rows->span - 1, (double)columns->span);
+    for (; y < columns->span; y++)
+        tensor_raw_set(columns, y, none[y % COUNT(none)]);
 }
 
 static void fill_huge_bias(attention_problem *p, double huge) {
@@ -248,6 +282,8 @@ static void fill_inputs(attention_problem *p, const attention_case *c) {
         case T_LEN_Q: fill_vector(&t[x], c->len_q, p->a.b); break;
         case T_LEN_K: fill_vector(&t[x], c->len_k, p->a.b); break;
         case T_TABLE: fill_table(p, c, &r); break;
+        case T_BLOCK_ROWS: fill_blocks(p, c, &r);
+        case T_BLOCK_COLUMNS: break;
         case T_Q_SEGMENTS:
         case T_K_SEGMENTS: fill_segments(c, &t[x], segments, &r); break;
         case T_RNG:

@@ -14,7 +14,9 @@ static attention_case full_case(void) {
                         .len_q = lens,
                         .len_k = lens};
     c.a.features = HEDDLE_ALIBI | HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_SINKS | HEDDLE_VARLEN | HEDDLE_SEQLENS |
-                   HEDDLE_WEIGHTS | HEDDLE_RNG_STATE | HEDDLE_SEGMENTS;
+                   HEDDLE_WEIGHTS | HEDDLE_RNG_STATE | HEDDLE_SEGMENTS | HEDDLE_BLOCKS;
+    c.a.block_q = 64;
+    c.a.block_k = 128;
     c.a.total_q = c.a.total_k = 20;
     return c;
 }
@@ -97,9 +99,14 @@ static void test_enums(void **state) {
     REFUSE(a->device = (heddle_device)9, HEDDLE_BAD_ENUM, "device = 9");
     REFUSE(a->mask = (heddle_mask)3, HEDDLE_BAD_ENUM, "mask = 3");
     REFUSE(a->mask = (heddle_mask)-1, HEDDLE_BAD_ENUM, "mask");
-    REFUSE(a->features = UINT64_C(1) << 14, HEDDLE_BAD_ENUM, "0x4000");
+    REFUSE(a->features = UINT64_C(1) << 15, HEDDLE_BAD_ENUM, "0x8000");
     REFUSE(a->features = UINT64_C(1) << 63, HEDDLE_BAD_ENUM, "0x8000000000000000");
-    REFUSE(a->reserved0 = 1, HEDDLE_BAD_ENUM, "reserved0");
+    REFUSE(a->block_q = 64, HEDDLE_BAD_COMBINATION, "block_q = 64");
+    REFUSE(a->blocks_of_h = 1, HEDDLE_BAD_COMBINATION, "blocks_of_h = 1");
+    REFUSE((a->features = HEDDLE_BLOCKS, a->block_q = 64), HEDDLE_BAD_SIZE, "block_k = 0");
+    REFUSE((a->features = HEDDLE_BLOCKS, a->block_q = 32, a->block_k = 64), HEDDLE_BAD_SIZE, "block_q = 32");
+    REFUSE((a->features = HEDDLE_BLOCKS, a->block_q = a->block_k = 128, a->blocks_of_b = 2), HEDDLE_BAD_VALUE,
+           "blocks_of_b = 2");
     heddle_attention a = simple_case().a;
     size_t bytes;
     char name[8];
@@ -319,6 +326,8 @@ static const pointer_fault faults[] = {
     FAULT(dv, 0, false, false, false),
     FAULT(dbias, HEDDLE_BIAS, false, false, false),
     FAULT(dsinks, HEDDLE_SINKS, false, false, false),
+    FAULT(block_rows, HEDDLE_BLOCKS, true, true, false),
+    FAULT(block_columns, HEDDLE_BLOCKS, false, false, false),
     FAULT(q_segments, HEDDLE_SEGMENTS, true, true, false),
     FAULT(k_segments, HEDDLE_SEGMENTS, true, true, false),
     FAULT(block_table, HEDDLE_PAGES, true, false, false), /* by test_paged_keys, since these keys are packed */
@@ -349,6 +358,8 @@ static void test_pointers(void **state) {
             if (f->feature && f->feature != HEDDLE_VARLEN) {
                 heddle_attention a = p.a;
                 a.features &= ~f->feature;
+                if (f->feature == HEDDLE_BLOCKS)
+                    a.block_q = a.block_k = 0;
                 set_pointer(&data, f, pointer);
                 for (size_t y = 0; y < COUNT(faults); y++) /* the feature's other pointers are not to blame */
                     if (y != x && faults[y].feature == f->feature)

@@ -85,6 +85,14 @@ static void random_masks(rng *r, attention_case *c, lengths *l) {
     }
     if (rng_chance(r, 0.2) && test_device() != HEDDLE_CUDA) /* which refuses them */
         a->features |= HEDDLE_SEGMENTS;
+    if (rng_chance(r, 0.15) && test_device() != HEDDLE_CUDA) {
+        a->features |= HEDDLE_BLOCKS;
+        a->block_q = rng_chance(r, 0.5) ? 64 : 128;
+        a->block_k = rng_chance(r, 0.5) ? 64 : 128;
+        a->blocks_of_b = rng_chance(r, 0.5);
+        a->blocks_of_h = rng_chance(r, 0.5);
+        c->block_density = rng_chance(r, 0.5) ? 0.25 : 0.8;
+    }
     if (rng_chance(r, 0.25)) {
         a->features |= HEDDLE_VARLEN;
         l->cu_q[0] = (int32_t)rng_between(r, 0, 4);

@@ -43,6 +43,10 @@ static const char usage[] =
     "  --q-segments FILE --k-segments FILE\n"
     "                        int32 [b, sq] and [b, sk] (packed: [total_q] and [total_k]): a query sees keys of its own "
     "number\n"
+    "  --block-rows FILE --block-columns FILE, --block-size Q,K\n"
+    "                        int32 [b or 1, h or 1, sq/Q + 1] and [numbers]: the blocks of K keys that each block of "
+    "Q\n"
+    "                        queries sees, as CSR; Q and K are 64 or 128 (default 128,128)\n"
     "  --block-table FILE    int32 [b, n]: k and v lie in pages, [pages, hk, page, ...] with pages of 16 to 256 keys;\n"
     "                        a row has the numbers of a sequence's pages (one that is none hides its keys); no "
     "gradients\n"
@@ -73,21 +77,17 @@ enum {
     OPTION_Q_OFFSET,
     OPTION_K_OFFSET,
     OPTION_WHOLE_SQ,
-    OPTION_WHOLE_SK
+    OPTION_WHOLE_SK,
+    OPTION_BLOCK_SIZE
 };
 
 static const struct option own_options[] = {
-    {"scale", required_argument, NULL, OPTION_SCALE},
-    {"mask", required_argument, NULL, OPTION_MASK},
-    {"window", required_argument, NULL, OPTION_WINDOW},
-    {"softcap", required_argument, NULL, OPTION_SOFTCAP},
-    {"dropout", required_argument, NULL, OPTION_DROPOUT},
-    {"seed", required_argument, NULL, OPTION_SEED},
-    {"q-offset", required_argument, NULL, OPTION_Q_OFFSET},
-    {"k-offset", required_argument, NULL, OPTION_K_OFFSET},
-    {"whole-sq", required_argument, NULL, OPTION_WHOLE_SQ},
-    {"whole-sk", required_argument, NULL, OPTION_WHOLE_SK},
-    {0},
+    {"scale", required_argument, NULL, OPTION_SCALE},           {"mask", required_argument, NULL, OPTION_MASK},
+    {"window", required_argument, NULL, OPTION_WINDOW},         {"softcap", required_argument, NULL, OPTION_SOFTCAP},
+    {"dropout", required_argument, NULL, OPTION_DROPOUT},       {"seed", required_argument, NULL, OPTION_SEED},
+    {"q-offset", required_argument, NULL, OPTION_Q_OFFSET},     {"k-offset", required_argument, NULL, OPTION_K_OFFSET},
+    {"whole-sq", required_argument, NULL, OPTION_WHOLE_SQ},     {"whole-sk", required_argument, NULL, OPTION_WHOLE_SK},
+    {"block-size", required_argument, NULL, OPTION_BLOCK_SIZE}, {0},
 };
 
 static bool set_scale(heddle_attention *a, const char *text) {
@@ -111,6 +111,15 @@ static bool set_window(heddle_attention *a, const char *text) {
     return true;
 }
 
+static bool set_blocks(heddle_attention *a, const char *text) {
+    int64_t side[2];
+    if (parse_list("--block-size", text, 2, side) != 2 || side[0] < 1 || side[1] < 1 || side[0] > 255 || side[1] > 255)
+        return complain("--block-size: '%s' is not two numbers Q,K of 64 or 128", text), false;
+    a->block_q = (uint8_t)side[0];
+    a->block_k = (uint8_t)side[1];
+    return true;
+}
+
 static bool set_option(job *j, int option, const char *text) {
     heddle_attention *a = &j->a;
     static const char *const masks[] = {"none", "causal-top-left", "causal-bottom-right", NULL};
@@ -129,6 +138,7 @@ static bool set_option(job *j, int option, const char *text) {
     case OPTION_Q_OFFSET: return parse_int("--q-offset", text, 0, INT64_MAX, &a->q_offset);
     case OPTION_K_OFFSET: return parse_int("--k-offset", text, 0, INT64_MAX, &a->k_offset);
     case OPTION_WHOLE_SQ: return parse_int("--whole-sq", text, 0, INT64_MAX, &a->whole_sq);
+    case OPTION_BLOCK_SIZE: return set_blocks(a, text);
     case OPTION_WHOLE_SK: return parse_int("--whole-sk", text, 0, INT64_MAX, &a->whole_sk);
     default: return false;
     }
@@ -274,6 +284,20 @@ static bool set_features(file_job *w) {
         return complain("--dsinks needs --sinks"), false;
     if (w->file[ALIBI].data && w->file[ALIBI].rank == 2)
         a->alibi_stride_b = a->h;
+    const npy_array *rows = &w->file[BLOCK_ROWS], *columns = &w->file[BLOCK_COLUMNS];
+    if (!rows->data != !columns->data)
+        return complain("--block-rows and --block-columns come together"), false;
+    if (rows->data) {
+        a->block_q = a->block_q ? a->block_q : 128;
+        a->block_k = a->block_k ? a->block_k : 128;
+        a->blocks_of_b = rows->rank == 3 && rows->shape[0] != 1;
+        a->blocks_of_h = rows->rank == 3 && rows->shape[1] != 1;
+        w->j.columns = columns->count;
+        if (rows->count < 1 || ((const int32_t *)rows->data)[rows->count - 1] != columns->count)
+            return complain("--block-rows %s: the last number must be that of all columns, %lld", w->path[BLOCK_ROWS],
+                            (long long)columns->count),
+                   false;
+    }
     for (int f = 0; t[f].name; f++)
         if (takes_broadcast(&t[f]) && w->file[f].data &&
             !set_broadcast(w, f, (heddle_strides *)(void *)((char *)a + t[f].stride)))

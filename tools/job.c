@@ -68,6 +68,8 @@ double load_value(const job *j, int f, const void *p, int64_t i) {
 /* ------------------------------------------------------------------------------------------------------- shapes */
 
 int64_t job_extent(const job *j, char letter) {
+    if (!j->linear && letter == 'c')
+        return j->columns;
     return j->linear ? norm_linear_extent(&j->l, letter) : attention_extent(&j->a, letter);
 }
 

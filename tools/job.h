@@ -23,7 +23,8 @@ enum {
 #define JOB_FIELDS ATTENTION_FIELDS
 
 typedef struct job {
-    bool linear; /* norm-linear, else attention */
+    bool linear;     /* norm-linear, else attention */
+    int64_t columns; /* of HEDDLE_BLOCKS's lists in all */
     heddle_attention a;
     heddle_norm_linear l;
     void *data[JOB_FIELDS]; /* NULL: absent */

@@ -165,7 +165,22 @@ static double segment(const head *h, int f, int64_t first, int64_t i) {
     return h->p->x[f] ? h->p->x[f][shape[0] == 'b' ? h->n * job_extent(&h->p->j, shape[1]) + i : first + i] : 0;
 }
 
+/* HEDDLE_BLOCKS: whether the list of block r of the queries has a block of keys. */
+static bool lists(const head *h, int64_t r, int64_t column) {
+    const job *j = &h->p->j;
+    const double *rows = h->p->x[BLOCK_ROWS], *columns = h->p->x[BLOCK_COLUMNS];
+    const int64_t heads = job_extent(j, 'H'), each = job_extent(j, 'r');
+    const int64_t at = ((j->a.blocks_of_b ? h->n : 0) * heads + (j->a.blocks_of_h ? h->x : 0)) * each + r;
+    for (int64_t y = (int64_t)rows[at]; y < (int64_t)rows[at + 1]; y++)
+        if ((int64_t)columns[y] == column)
+            return true;
+    return false;
+}
+
 static bool is_hidden(const head *h, int64_t i, int64_t j) {
+    const heddle_attention *a = &h->p->j.a;
+    if (a->features & HEDDLE_BLOCKS && !lists(h, i / a->block_q, j / a->block_k))
+        return true;
     const double *mask = input_row(h, BOOL_MASK, i), *bias = input_row(h, BIAS, i);
     const bool paged = h->p->j.a.features & HEDDLE_PAGES;
     if (segment(h, Q_SEGMENTS, h->s.first_q, i) != segment(h, K_SEGMENTS, h->s.first_k, j))

@@ -115,6 +115,17 @@ static const attention_case attention_cases[] = {
       .window_right = -1}},
     {"segments, packed, sinks", {.features = HEDDLE_SEGMENTS | HEDDLE_VARLEN | HEDDLE_SINKS, .b = 5, .sk = 203}},
     {"segments, two parts", {.features = HEDDLE_SEGMENTS | HEDDLE_ACCUMULATE, .sk = 203}},
+    {"blocks of 64", {.features = HEDDLE_BLOCKS, .block_q = 64, .block_k = 64, .sq = 203, .sk = 300}},
+    {"blocks of 128, of each head, causal",
+     {.features = HEDDLE_BLOCKS,
+      .block_q = 128,
+      .block_k = 128,
+      .blocks_of_b = 1,
+      .blocks_of_h = 1,
+      .hk = 2,
+      .mask = TOP_LEFT,
+      .sq = 300,
+      .sk = 300}},
     {"segments, pages", {.features = HEDDLE_SEGMENTS | HEDDLE_PAGES, .page = 16}},
     {"two parts, added up", {.features = HEDDLE_ACCUMULATE}},
     {"two parts, causal, gqa, sinks",
@@ -267,6 +278,23 @@ static void fill_segments(problem *p, arena *m, int f, random_state *r) {
         ids[i] = (double)(id += random_between(r, 0, 59) == 0);
 }
 
+/* Half of the blocks of keys for each block of queries. */
+static void fill_blocks(problem *p, arena *m, random_state *r) {
+    const int64_t numbers = field_count(&p->j, BLOCK_ROWS), each = job_extent(&p->j, 'r'),
+                  blocks = (p->j.a.sk + p->j.a.block_k - 1) / p->j.a.block_k;
+    double *rows = problem_input(p, m, BLOCK_ROWS);
+    p->j.columns = numbers * blocks;
+    double *columns = problem_input(p, m, BLOCK_COLUMNS);
+    int64_t y = 0;
+    for (int64_t at = 0; at < numbers; at++) {
+        rows[at] = (double)y;
+        for (int64_t x = 0; x < blocks && at % each != each - 1; x++)
+            if (random_between(r, 0, 1))
+                columns[y++] = (double)x;
+    }
+    p->j.columns = y;
+}
+
 problem make_attention(const heddle_attention *a, arena *m, random_state *r) {
     problem p = attention_problem();
     size_t size = p.j.a.size;
@@ -284,6 +312,8 @@ problem make_attention(const heddle_attention *a, arena *m, random_state *r) {
     }
     if (a->features & HEDDLE_PAGES)
         fill_pages(&p, m, r);
+    if (a->features & HEDDLE_BLOCKS)
+        fill_blocks(&p, m, r);
     if (a->features & HEDDLE_SEGMENTS) {
         fill_segments(&p, m, Q_SEGMENTS, r);
         fill_segments(&p, m, K_SEGMENTS, r);
@@ -416,9 +446,9 @@ heddle_attention random_attention(random_state *r) {
     static const int64_t lengths[] = {1, 2, 3, 7, 16, 31, 33, 64, 65, 97, 140, 300},
                          dims[] = {1, 3, 8, 16, 20, 33, 64, 80, 96, 128, 192, 256, 512};
     static const int64_t groups[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {6, 3}, {4, 1}};
-    static const uint64_t features[] = {HEDDLE_WINDOW,        HEDDLE_ALIBI,   HEDDLE_BIAS,    HEDDLE_BOOL_MASK,
-                                        HEDDLE_SINKS,         HEDDLE_VARLEN,  HEDDLE_SEQLENS, HEDDLE_WEIGHTS,
-                                        HEDDLE_DETERMINISTIC, HEDDLE_SEGMENTS};
+    static const uint64_t features[] = {HEDDLE_WINDOW,        HEDDLE_ALIBI,    HEDDLE_BIAS,    HEDDLE_BOOL_MASK,
+                                        HEDDLE_SINKS,         HEDDLE_VARLEN,   HEDDLE_SEQLENS, HEDDLE_WEIGHTS,
+                                        HEDDLE_DETERMINISTIC, HEDDLE_SEGMENTS, HEDDLE_BLOCKS};
     const int64_t *group = groups[random_between(r, 0, 5)];
     heddle_attention a = {.b = random_between(r, 1, 4), .h = group[0], .hk = group[1]};
     a.sq = pick(r, lengths, random_between(r, 0, 7) ? 10 : 12); /* long ones and wide ones take long */
@@ -426,7 +456,7 @@ heddle_attention random_attention(random_state *r) {
     a.d = pick(r, dims, a.sq * a.sk < 10000 ? 13 : 10);
     a.dv = random_between(r, 0, 1) ? a.d : pick(r, dims, 10);
     a.mask = (heddle_mask)random_between(r, 0, LAST_MASK);
-    for (int i = 0; i < 10; i++)
+    for (int i = 0; i < 11; i++)
         a.features |= random_between(r, 0, 2) ? 0 : features[i];
     if (a.features & HEDDLE_WINDOW) {
         const int64_t most = random_between(r, 0, 1) ? 40 : 2;
@@ -440,6 +470,12 @@ heddle_attention random_attention(random_state *r) {
         a.seed = random_bits(r);
         a.offset = random_bits(r);
         a.features |= random_between(r, 0, 1) ? HEDDLE_RNG_STATE : 0;
+    }
+    if (a.features & HEDDLE_BLOCKS) {
+        a.block_q = (uint8_t)(64 << random_between(r, 0, 1));
+        a.block_k = (uint8_t)(64 << random_between(r, 0, 1));
+        a.blocks_of_b = (uint8_t)random_between(r, 0, 1);
+        a.blocks_of_h = (uint8_t)random_between(r, 0, 1);
     }
     if (random_between(r, 0, 7) == 0) {
         a.features |= HEDDLE_PAGES;

@@ -29,11 +29,11 @@ PAGES = _BITS["pages"]
 _OPTION_OF = {"bool_mask": "mask"}
 # Where an extent is in the description, by the letter of a shape, where it is not the same.
 _EXTENT_OF = {"g": "hk", "q": "sq", "k": "sk", "v": "dv"}
-# The inputs of all options but the lengths, pages and dropout, by their names in the library.
+# The inputs of all options but the lengths, pages, lists of blocks and dropout, by their names in the library.
 _OPTIONAL = {
     name: (element, shape, feature, stride)
     for name, (element, role, shape, feature, stride) in _C.fields().items()
-    if role == "input" and feature not in (0, VARLEN, SEQLENS, PAGES, _BITS["rng_state"])
+    if role == "input" and feature not in (0, VARLEN, SEQLENS, PAGES, _BITS["rng_state"], _BITS["blocks"])
 }
 
 # By DLPack's (type code, bits).

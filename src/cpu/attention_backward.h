@@ -73,7 +73,7 @@ static void add_key_sums(const call *c, const unit *u, bool whole, backward_spac
     double of_p[LANES] = {0}, of_ds[LANES] = {0};
     load_tile(c, u, w, g);
     for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-        if (!sees_some(u, l, j, min64(c->tile_k, keys.end - j)))
+        if (!sees_some(c, u, l, j, min64(c->tile_k, keys.end - j)))
             continue;
         const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), whole);
         known_scores(c, u, &b, w);
@@ -184,7 +184,7 @@ static void renew_lse(const call *c, const unit *u, range keys, backward_space *
         rest[x] = (double)w->rest[x] - log2((double)w->power[x]);
     }
     for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-        if (!sees_some(u, l, j, min64(c->tile_k, keys.end - j)))
+        if (!sees_some(c, u, l, j, min64(c->tile_k, keys.end - j)))
             continue;
         const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
         scores(c, u, l, &b, w->qt, &w->seen, w->s, w->kept_tanhs ? w->tanhs : NULL, &w->next);
@@ -218,7 +218,7 @@ static void refine_lse(const call *c, const unit *u, backward_space *w, const ba
     load_q(c, u, w, g);
     for (int pass = 0; pass < 2; pass++) {
         for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-            if (!sees_some(u, l, j, min64(c->tile_k, keys.end - j)))
+            if (!sees_some(c, u, l, j, min64(c->tile_k, keys.end - j)))
                 continue;
             const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
             scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, &w->next);
@@ -382,7 +382,9 @@ static void backward_tile(const call *c, const unit *u, const key_block *chunk, 
     memset(w->dqt, 0, sizeof(float) * (size_t)(c->a->d * w->l.stride));
     memset(w->row_p, 0, sizeof w->row_p);
     w->measured = c->t->dq && measures(c, u, seen.end - seen.begin);
-    if (uses_tiles(&w->l)) /* whole tiles; what is before `seen` is hidden */
+    if (c->a->features & HEDDLE_BLOCKS) /* whole blocks of the lists; what is before `seen` is hidden */
+        begin -= (begin - chunk->first) % c->tile_k;
+    else if (uses_tiles(&w->l)) /* whole tiles */
         begin -= (begin - chunk->first) % 32;
     else if (chunk->t.k_columns)
         begin -= (begin - chunk->first) % 2;
@@ -406,7 +408,7 @@ static void backward_tile(const call *c, const unit *u, const key_block *chunk, 
             b.t.k_columns += at / 2 * c->d_pad;
 #endif
         b = mask_cut(c, u, &w->l, &b);
-        if (b.count > 0 && sees_some(u, &w->l, b.first, b.count))
+        if (b.count > 0 && sees_some(c, u, &w->l, b.first, b.count))
             backward_block(c, u, &b, k_finite, w, w->dk + at * c->d_pad, w->dv + at * c->dv_pad);
     }
 }
@@ -536,7 +538,8 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
         if (chunk_index < mine.begin || chunk_index >= mine.end)
             continue;
         _Atomic uint32_t *turn = &g->turn[unit_index * g->tiles + tile];
-        if (chunk_index > mine.begin && chunk_index < mine.end - 1 && !sees_some(u, &w->l, chunk.first, chunk.count)) {
+        if (chunk_index > mine.begin && chunk_index < mine.end - 1 &&
+            !sees_some(c, u, &w->l, chunk.first, chunk.count)) {
             if (c->t->dq) { /* nothing to add, but others wait for their turn */
                 wait_for_turn(turn, (uint32_t)chunk_index);
                 atomic_store_explicit(turn, (uint32_t)chunk_index + 1, memory_order_release);
@@ -569,8 +572,9 @@ static void backward_unused_rows(const call *c, const unit *u) {
     const heddle_attention *a = c->a;
     if (c->adds)
         return;
-    const bool hides = a->mask != HEDDLE_MASK_NONE || a->features & (HEDDLE_WINDOW | HEDDLE_VARLEN | HEDDLE_SEQLENS |
-                                                                     HEDDLE_BOOL_MASK | HEDDLE_SEGMENTS);
+    const bool hides =
+        a->mask != HEDDLE_MASK_NONE || a->features & (HEDDLE_WINDOW | HEDDLE_VARLEN | HEDDLE_SEQLENS |
+                                                      HEDDLE_BOOL_MASK | HEDDLE_SEGMENTS | HEDDLE_BLOCKS);
     for (int64_t x = 0; x < c->group && hides && writes_dbias(c); x++)
         clear_rows(c, c->t->dbias, a->dbias_stride, u->n, u->first_head + x, 0, a->sq, a->sk);
     sequence whole = sequence_of(a, c->t->cu_seqlens_q, c->t->cu_seqlens_k, NULL, NULL, u->n);

@@ -273,7 +273,7 @@ static void few_block(const call *c, const unit *u, const key_block *b, forward_
     bool masked = false;
     parts seen;
     map_mask(c, u, l, b, &seen);
-    if (c->adjusts || c->hidden || seen.cut || segment_kind(u, l, b) != TILE_FULL ||
+    if (c->adjusts || c->hidden || seen.cut || is_divided(c, u, l, b) ||
         tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) != TILE_FULL)
         masked = few_masked_scores(c, u, b, t, w, s);
     else

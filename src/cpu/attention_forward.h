@@ -59,9 +59,9 @@ static key_block get_block(const call *c, const unit *u, bool few, range keys, i
     return b;
 }
 
-INLINE bool tile_is_empty(const unit *u, const lanes *l, const key_block *b) {
+INLINE bool tile_is_empty(const call *c, const unit *u, const lanes *l, const key_block *b) {
     return tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) == TILE_EMPTY ||
-           segment_kind(u, l, b) == TILE_EMPTY;
+           !sees_some(c, u, l, b->first, b->count);
 }
 
 /* Without the keys behind the last that any of these lanes sees, but for what is left of a step of 32 (AMX takes so many together). */
@@ -120,22 +120,24 @@ static bool few_join(const call *c, const forward_shared *g, int64_t unit_index,
 }
 
 /* The keys that some of the tiles may see. */
-static range keys_of_tiles(const unit *u, const forward_tile *t, int count) {
+static range keys_of_tiles(const call *c, const unit *u, const forward_tile *t, int count) {
     range r = keys_of_queries(u->m, t[0].l.first, t[count - 1].l.last + 1, u->s.sk);
-    if (!u->k_ids)
+    if (!c->divides)
         return r;
     r = (range){r.end, r.begin};
     for (int x = 0; x < count; x++)
         if (t[x].l.keys.begin < t[x].l.keys.end)
             r = (range){min64(r.begin, t[x].l.keys.begin), max64(r.end, t[x].l.keys.end)};
+    if (c->a->features & HEDDLE_BLOCKS) /* whole blocks of the lists */
+        r.begin -= r.begin % c->tile_k;
     return r;
 }
 
 /* Whether none of the tiles sees so many keys from `first` on: then nobody reads them. */
-static bool is_skipped(const unit *u, const forward_tile *t, int count, int64_t first, int64_t keys) {
+static bool is_skipped(const call *c, const unit *u, const forward_tile *t, int count, int64_t first, int64_t keys) {
     const key_block b = {.first = first, .count = keys};
     for (int x = 0; x < count; x++)
-        if (!u->k_ids || !tile_is_empty(u, &t[x].l, &b))
+        if (!c->divides || !tile_is_empty(c, u, &t[x].l, &b))
             return false;
     return true;
 }
@@ -145,16 +147,16 @@ static void forward_task(const call *c, const unit *u, const forward_shared *g, 
     int count = 0;
     for (int64_t f = f0; f < f1; f += LANES)
         begin_tile(c, u, f, min64(LANES, f1 - f), &w->tiles[count++]);
-    const range keys = keys_of_tiles(u, w->tiles, count);
+    const range keys = keys_of_tiles(c, u, w->tiles, count);
     const bool few = w->tiles[0].l.few;
     const int64_t step = few ? c->few_k : c->tile_k;
     const range mine = {max64(keys.begin, key_share * g->keys), min64(keys.end, (key_share + 1) * g->keys)};
     for (int64_t j = mine.begin; j < mine.end; j += step) {
-        if (is_skipped(u, w->tiles, count, j, min64(step, mine.end - j)))
+        if (is_skipped(c, u, w->tiles, count, j, min64(step, mine.end - j)))
             continue;
         key_block b = get_block(c, u, few, mine, j, w);
         for (int x = 0; x < count; x++)
-            if (!tile_is_empty(u, &w->tiles[x].l, &b)) {
+            if (!tile_is_empty(c, u, &w->tiles[x].l, &b)) {
                 const key_block cut = cut_block(&w->tiles[x].l, &b), seen = mask_cut(c, u, &w->tiles[x].l, &cut);
                 if (seen.count > 0)
                     (few ? few_block : forward_block)(c, u, &seen, &w->tiles[x], w);
@@ -172,7 +174,7 @@ static void forward_task(const call *c, const unit *u, const forward_shared *g, 
             clear_weights(c, u, t->l.head[y], t->l.first + t->l.index[y]);
         for (int64_t j = keys.begin; j < keys.end; j += step) {
             key_block b = get_block(c, u, few, keys, j, w);
-            if (!tile_is_empty(u, &t->l, &b))
+            if (!tile_is_empty(c, u, &t->l, &b))
                 write_weights(c, u, &b, t, w, inverse);
         }
     }

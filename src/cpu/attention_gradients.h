@@ -340,7 +340,7 @@ static bool known_scores(const call *c, const unit *u, const key_block *b, backw
     map_mask(c, u, l, b, &w->seen);
     find_parts(u, l, b, &w->seen);
     w->seen.hides = w->kept_hides[key / TILE_KEYS];
-    w->seen.divided = segment_kind(u, l, b) != TILE_FULL;
+    w->seen.divided = is_divided(c, u, l, b);
     memcpy(w->s, w->kept + key * l->stride, bytes);
     if (w->kept_tanhs)
         memcpy(w->tanhs, w->kept_tanhs + key * l->stride, bytes);

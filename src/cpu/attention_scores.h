@@ -229,10 +229,37 @@ static tile_kind segment_kind(const unit *u, const lanes *l, const key_block *b)
     return u->k_ids ? kind_of_ids(l->ids, u->k_ids + b->first, b->count) : TILE_FULL;
 }
 
-/* Whether segments let some of these lanes see some of so many keys from `first` on. */
-static bool sees_some(const unit *u, const lanes *l, int64_t first, int64_t count) {
+/* And of lists of blocks. */
+static tile_kind block_kind(const call *c, const unit *u, const lanes *l, const key_block *b) {
+    const heddle_attention *a = c->a;
+    if (!(a->features & HEDDLE_BLOCKS))
+        return TILE_FULL;
+    const int64_t from = b->first / a->block_k, all = (b->first + b->count - 1) / a->block_k + 1 - from;
+    tile_kind kind = TILE_EMPTY;
+    for (int64_t at = 0; at < all && kind != TILE_PARTIAL; at += 32) {
+        const int64_t n = min64(32, all - at);
+        uint32_t some = 0, each = UINT32_MAX;
+        for (int64_t head = l->head0; head < l->head0 + l->heads; head++)
+            for (int64_t r = l->first / a->block_q; r <= l->last / a->block_q; r++) {
+                const uint32_t bits = listed_bits(c, u, head, r, from + at, n);
+                some |= bits;
+                each &= bits;
+            }
+        const tile_kind now = !some ? TILE_EMPTY : each == UINT32_MAX >> (32 - n) ? TILE_FULL : TILE_PARTIAL;
+        kind = at == 0 || now == kind ? now : TILE_PARTIAL;
+    }
+    return kind;
+}
+
+/* Whether segments or lists of blocks hide some of a block. */
+static bool is_divided(const call *c, const unit *u, const lanes *l, const key_block *b) {
+    return c->divides && (segment_kind(u, l, b) != TILE_FULL || block_kind(c, u, l, b) != TILE_FULL);
+}
+
+/* Whether segments and lists of blocks let some of these lanes see some of so many keys from `first` on. */
+static bool sees_some(const call *c, const unit *u, const lanes *l, int64_t first, int64_t count) {
     const key_block b = {.first = first, .count = count};
-    return segment_kind(u, l, &b) != TILE_EMPTY;
+    return !c->divides || (segment_kind(u, l, &b) != TILE_EMPTY && block_kind(c, u, l, &b) != TILE_EMPTY);
 }
 
 /* -inf where a boolean mask hides one of so many keys from these lanes, four keys of a lane in 32 bits. */
@@ -288,6 +315,25 @@ static void mask_segments(const unit *u, const lanes *l, const key_block *b, flo
         for (int64_t j = 0; j < b->count; j++) {
             float *p = s + j * l->stride + v * VL;
             store(p, select_float(own == keys[j], load(p), splat(-INFINITY)));
+        }
+    }
+}
+
+/* -inf where no list of a lane's query names the key's block. */
+static void mask_blocks(const call *c, const unit *u, const lanes *l, const key_block *b, float *s) {
+    const heddle_attention *a = c->a;
+    const int64_t from = b->first / a->block_k, n = (b->first + b->count - 1) / a->block_k + 1 - from;
+    for (int v = 0; v < l->vectors; v++) {
+        vi bits = splat_int(0);
+        for (int x = 0; x < VL; x++) {
+            const int64_t lane = v * VL + x, r = (l->first + l->index[lane]) / a->block_q;
+            const bool again = x && l->heads == 1 && r == (l->first + l->index[lane - 1]) / a->block_q;
+            bits[x] = again ? bits[x - 1] : (int32_t)listed_bits(c, u, l->head[lane], r, from, n);
+        }
+        for (int64_t j = 0; j < b->count; j++) {
+            float *p = s + j * l->stride + v * VL;
+            const int32_t bit = (int32_t)(UINT32_C(1) << ((b->first + j) / a->block_k - from));
+            store(p, select_float((bits & bit) == 0, splat(-INFINITY), load(p)));
         }
     }
 }
@@ -450,9 +496,11 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
         mask_band(u, l, b, s); /* the parts that were left out, too */
     if (r->cut)
         mask_bool(c, u, l, b, r, s);
-    r->divided = segment_kind(u, l, b) != TILE_FULL;
-    if (r->divided)
+    r->divided = is_divided(c, u, l, b);
+    if (r->divided && u->k_ids)
         mask_segments(u, l, b, s);
+    if (r->divided && block_kind(c, u, l, b) != TILE_FULL)
+        mask_blocks(c, u, l, b, s);
     if (c->hidden)
         mask_pages(c, u, l, b, s);
     return hides_some(c, r);

@@ -44,6 +44,7 @@ typedef struct call {
     bool adds;          /* HEDDLE_ACCUMULATE: o, dq, dk and dv are float32 and hold something */
     int out;            /* the type of those four */
     bool adjusts;       /* softcap, ALiBi or bias change the scores */
+    bool divides;       /* HEDDLE_SEGMENTS or HEDDLE_BLOCKS: whole blocks of keys are seen by nobody */
     bool masks;         /* elements may be hidden one by one, whatever the band says */
     bool hidden;        /* HEDDLE_PAGES: some keys of the block are in no page */
     int64_t chain;      /* of the sums over d that scores are: so many terms */
@@ -74,6 +75,7 @@ typedef struct lanes {
     int64_t first, last;  /* lowest and highest query index */
     range keys;           /* what they see is among these; empty when begin >= end */
     id_bounds ids;        /* of their segments */
+    int64_t head0, heads; /* HEDDLE_BLOCKS: whose lists they have */
     int32_t index[LANES]; /* query index - first */
     uint32_t head[LANES]; /* query head */
 } lanes;
@@ -91,7 +93,7 @@ typedef struct parts {
     int count;
     bool partial; /* the band hides some */
     bool hides;   /* a bias hides some */
-    bool divided; /* segments hide some */
+    bool divided; /* segments or lists of blocks hide some */
     bool cut;     /* a boolean mask hides some: kind[j][v] says for keys j·VL .. j·VL+VL-1 and vector v */
     uint8_t kind[MAX_PARTS][TILE_VECTORS]; /* tile_kind */
     part p[MAX_PARTS];
@@ -141,7 +143,10 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     c.dv_pad = (a->dv + VL - 1) / VL * VL;
     c.few_k = clamp64(32768 / ((a->d + a->dv) * element_size(c.type)) / VL * VL, VL, FEW_KEYS);
     c.adjusts = a->softcap > 0 || (a->features & (HEDDLE_ALIBI | HEDDLE_BIAS));
-    c.masks = a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_SEGMENTS);
+    c.masks = a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_SEGMENTS | HEDDLE_BLOCKS);
+    c.divides = a->features & (HEDDLE_SEGMENTS | HEDDLE_BLOCKS);
+    if (a->features & HEDDLE_BLOCKS)
+        c.tile_k = a->block_k;
     c.sign =
         !c.adjusts && a->scale < 0 ? -1 : 1; /* so that factor is positive, and the largest score stays the largest */
     c.unit = c.adjusts ? 1 : fabs(a->scale);
@@ -206,6 +211,33 @@ static range keys_by_segments(const call *c, const unit *u, int64_t i0, int64_t 
                        keys_of_queries(u->m, i0, i1, u->s.sk));
 }
 
+/* HEDDLE_BLOCKS: which of n <= 32 blocks of keys from `from` on a list names. */
+static uint32_t listed_bits(const call *c, const unit *u, int64_t head, int64_t r, int64_t from, int64_t n) {
+    const int32_t *columns = c->t->block_columns;
+    const range list = blocks_of(c->a, c->t->block_rows, columns, u->n, head, r);
+    uint32_t bits = 0;
+    for (int64_t x = list.begin; x < list.end; x++)
+        if ((uint64_t)(columns[x] - from) < (uint64_t)n)
+            bits |= UINT32_C(1) << (columns[x] - from);
+    return bits;
+}
+
+/* `keys` without what is in front of the first block that a list of these lanes names, and behind the last. */
+static range keys_by_blocks(const call *c, const unit *u, const lanes *l, range keys) {
+    const heddle_attention *a = c->a;
+    const int32_t *columns = c->t->block_columns;
+    const int64_t most = (u->s.sk + a->block_k - 1) / a->block_k;
+    range seen = {most, 0};
+    for (int64_t head = l->head0; head < l->head0 + l->heads; head++)
+        for (int64_t r = l->first / a->block_q; r <= l->last / a->block_q; r++) {
+            const range list = blocks_of(a, c->t->block_rows, columns, u->n, head, r);
+            for (int64_t x = list.begin; x < list.end; x++)
+                if (columns[x] >= 0 && columns[x] < most)
+                    seen = (range){min64(seen.begin, columns[x]), max64(seen.end, columns[x] + 1)};
+        }
+    return (range){max64(keys.begin, seen.begin * a->block_k), min64(keys.end, seen.end * a->block_k)};
+}
+
 /* Query rows f0 .. f0+count-1 of the unit's group; or of one head alone when head >= 0. */
 static void make_lanes(const call *c, const unit *u, int64_t head, int64_t f0, int64_t count, lanes *l) {
     int64_t group = head >= 0 ? 1 : c->group, first_head = head >= 0 ? head : u->first_head;
@@ -223,6 +255,10 @@ static void make_lanes(const call *c, const unit *u, int64_t head, int64_t f0, i
         l->keys = keys_by_segments(c, u, l->first, l->last + 1);
     if (u->k_ids)
         l->ids = bounds_of(u->q_ids + l->first, l->last + 1 - l->first);
+    l->head0 = first_head;
+    l->heads = c->a->blocks_of_h ? group : 1;
+    if (c->a->features & HEDDLE_BLOCKS && c->t->block_rows)
+        l->keys = keys_by_blocks(c, u, l, l->keys);
     int64_t i = 0, member = f0 % group;
     for (int64_t x = 0; x < l->stride; x++) {
         l->index[x] = (int32_t)i;

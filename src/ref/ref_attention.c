@@ -121,12 +121,23 @@ static head load_head(work *w, int64_t n, int64_t x) {
     return c;
 }
 
+/* Whether a block of queries sees a block of keys. */
+static int is_listed(const work *w, const head *c, int64_t of_queries, int64_t of_keys) {
+    const range list = blocks_of(w->a, w->data->block_rows, w->data->block_columns, c->n, c->x, of_queries);
+    for (int64_t y = list.begin; y < list.end; y++)
+        if (w->data->block_columns[y] == of_keys)
+            return 1;
+    return 0;
+}
+
 /* S[i,j], and T[i,j] in w->t[j], for the query in w->q. */
 static double score(work *w, const head *c, int64_t i, int64_t j) {
     const heddle_attention *a = w->a;
     const heddle_attention_data *data = w->data;
     double bias = 0;
     if (!band_sees(c->sees, i, j) || key_at(w, a->k_stride, c, 0, j) < 0)
+        return -INFINITY;
+    if ((a->features & HEDDLE_BLOCKS) && !is_listed(w, c, i / a->block_q, j / a->block_k))
         return -INFINITY;
     if (c->k_segments && c->q_segments[i] != c->k_segments[j])
         return -INFINITY;

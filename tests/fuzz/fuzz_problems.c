@@ -113,12 +113,18 @@ static void options_of_attention(bytes *b, heddle_attention *a) {
     static const double caps[] = {0, 0, 30, 0.5, 1e-30, 1e20, 1e-50, 1e39};
     a->dtype = (heddle_dtype)take_between(b, 0, 3);
     a->device = take_between(b, 0, 3) ? HEDDLE_CPU : HEDDLE_REF;
-    a->features = take_number(b, 2) & 0x3fff;
+    a->features = take_number(b, 2) & 0x7fff;
     a->mask = (heddle_mask)take_between(b, 0, LAST_MASK);
     a->scale = scales[take_between(b, 0, 6)];
     a->softcap = caps[take_between(b, 0, 7)];
     a->dropout = (double)take_between(b, 0, 3) / 4;
     a->seed = take_number(b, 1);
+    if (a->features & HEDDLE_BLOCKS) {
+        a->block_q = (uint8_t)(64 << take_between(b, 0, 1));
+        a->block_k = (uint8_t)(64 << take_between(b, 0, 1));
+        a->blocks_of_b = (uint8_t)take_between(b, 0, 1);
+        a->blocks_of_h = (uint8_t)take_between(b, 0, 1);
+    }
     if (a->features & HEDDLE_WINDOW) {
         a->window_left = take_between(b, -2, 9);
         a->window_right = take_between(b, -2, 9);
@@ -305,6 +311,16 @@ static heddle_attention_data data_of_attention(memory *m, const heddle_attention
     if (f & HEDDLE_PAGES) {
         const int64_t row = a->table ? a->table : (a->sk + a->page - 1) / a->page;
         t.block_table = new_lengths(m, a->b * row, a->pages);
+    }
+    if (f & HEDDLE_BLOCKS) {
+        const int64_t numbers = (a->blocks_of_b ? a->b : 1) * (a->blocks_of_h ? a->h : 1) *
+                                ((a->sq + a->block_q - 1) / a->block_q + 1),
+                      columns = take_between(m->source, 0, 40);
+        int32_t *rows = new_lengths(m, numbers, columns);
+        if (numbers > 0)
+            rows[numbers - 1] = (int32_t)columns;
+        t.block_rows = rows;
+        t.block_columns = new_lengths(m, columns, 5);
     }
     if (f & HEDDLE_SEGMENTS) {
         t.q_segments = new_lengths(m, packed ? rows_q : a->b * a->sq, 3);

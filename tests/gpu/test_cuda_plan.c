@@ -179,10 +179,16 @@ static void test_refused(void **state) {
         .size = sizeof a, .dtype = HEDDLE_F16, .device = HEDDLE_CUDA, .b = 1, .h = 2, .sq = 64, .sk = 64, .d = 64};
     for (int pass = 0; pass < 2; pass++) {
         attention_plan plan = {.threads = 1};
+        a.block_q = a.block_k = 0;
         a.features = HEDDLE_SEGMENTS;
         assert_int_equal(heddle__resolve_attention(&a, (heddle_pass)pass, &plan), HEDDLE_OK);
         assert_int_equal(heddle__cuda_plan_attention(&plan, &device), HEDDLE_UNSUPPORTED);
         assert_non_null(strstr(heddle_last_message(), "HEDDLE_SEGMENTS"));
+        a.features = HEDDLE_BLOCKS;
+        a.block_q = a.block_k = 64;
+        assert_int_equal(heddle__resolve_attention(&a, (heddle_pass)pass, &plan), HEDDLE_OK);
+        assert_int_equal(heddle__cuda_plan_attention(&plan, &device), HEDDLE_UNSUPPORTED);
+        assert_non_null(strstr(heddle_last_message(), "HEDDLE_BLOCKS"));
     }
 }
 

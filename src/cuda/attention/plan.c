@@ -133,9 +133,10 @@ static heddle_status check_limits(const heddle_attention *a) {
     /* No launch has more blocks than rows, but where there are few: then up to two for K and two for Q. */
     const int64_t most_blocks = INT32_MAX, rows = max64(4, max64(a->sq, a->sk));
     const int64_t off = diagonal_offset(a, (sequence){.sq = a->sq, .sk = a->sk});
-    if (a->features & HEDDLE_SEGMENTS)
-        return fail(HEDDLE_UNSUPPORTED,
-                    "HEDDLE_SEGMENTS: the CUDA kernels take no segments; HEDDLE_BOOL_MASK can say the same");
+    if (a->features & (HEDDLE_SEGMENTS | HEDDLE_BLOCKS))
+        return fail(HEDDLE_UNSUPPORTED, "%s: the CUDA kernels take no %s; HEDDLE_BOOL_MASK can say the same",
+                    a->features & HEDDLE_SEGMENTS ? "HEDDLE_SEGMENTS" : "HEDDLE_BLOCKS",
+                    a->features & HEDDLE_SEGMENTS ? "segments" : "lists of blocks");
     if (a->sq >= INT64_C(1) << 30 || a->sk >= INT64_C(1) << 30)
         return fail(HEDDLE_UNSUPPORTED, "sq = %lld, sk = %lld: the CUDA kernels count rows up to 2^30",
                     (long long)a->sq, (long long)a->sk);
