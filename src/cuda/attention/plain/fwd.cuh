@@ -6,6 +6,9 @@
 #include "cuda/attention/plain/combine.cuh"
 #include "cuda/attention/plain/rows.cuh"
 
+/* Keys whose values are summed by themselves: one chain over all of a row's would be wrong by as many roundings. */
+enum { TOGETHER = 16 };
+
 template <typename T> INLINE void plain_fwd(const attention_params &p) {
     __shared__ float q[MAX_DIM], weight[THREADS], scratch[4];
     const own_row w = find_own_row(p);
@@ -33,9 +36,16 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
         for (int z = 0; z < MAX_DIM / THREADS; z++) {
             const int e1 = z * THREADS + threadIdx.x;
             o[z] *= shrink;
-            for (int t = 0; e1 < p.a.dv && t < min(THREADS, last_key(c, at.i) - j0); t++)
+            float part = 0.0f;
+            for (int t = 0; e1 < p.a.dv && t < min(THREADS, last_key(c, at.i) - j0); t++) {
                 if (!(weight[t] < 0.0f))
-                    o[z] = fmaf(weight[t], to_float(value_row<T, true>(p, c, w.y, j0 + t)[e1]), o[z]);
+                    part = fmaf(weight[t], to_float(value_row<T, true>(p, c, w.y, j0 + t)[e1]), part);
+                if (t % TOGETHER == TOGETHER - 1) {
+                    o[z] += part;
+                    part = 0.0f;
+                }
+            }
+            o[z] += part;
         }
     }
     float shrink = 1.0f;
