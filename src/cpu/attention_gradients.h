@@ -8,10 +8,12 @@
 /* Scores of so many keys at most are kept from one pass over a tile to the next: what stays in the second-level cache. */
 #define KEPT_KEYS 1024
 
-/* Whether they are: where renew_lse() may form all of a unit's, in a task that goes on to use them. */
+/* Whether they are: where renew_lse() may form all of a unit's, in a task that goes on to use them. Lists of blocks have steps of their own
+ * in that. */
 static bool keeps(const attention_plan *plan) {
     const heddle_attention *a = &plan->a;
-    return a->dtype == HEDDLE_F32 && a->sk > plan->tile_k && a->sk <= min64(plan->chunk_k, KEPT_KEYS);
+    return a->dtype == HEDDLE_F32 && a->sk > plan->tile_k && a->sk <= min64(plan->chunk_k, KEPT_KEYS) &&
+           !(a->features & HEDDLE_BLOCKS);
 }
 
 typedef struct backward_space {
