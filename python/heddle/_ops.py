@@ -353,7 +353,7 @@ def quick_linear(
         if _is_compiling() or not _nothing_to_record((*tensors, residual)) or _tracing() or not x.is_contiguous():
             return NotImplemented
         kind, act = NORMS[norm], 0 if activation is None else ACTIVATIONS[activation]
-        if kind == NO_NORM and eps != EPS or is_gated(act) and x.is_cuda:
+        if (kind == NO_NORM and eps != EPS) or (is_gated(act) and x.is_cuda):
             return NotImplemented
         eps = 0.0 if kind == NO_NORM else eps or TINY
         # The dispatcher finds no kernel for tensors that are not dense.

@@ -219,11 +219,8 @@ static void test_halves(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_attention),
-        cmocka_unit_test(test_refused),
-        cmocka_unit_test(test_pages),
-        cmocka_unit_test(test_norm_linear),
-        cmocka_unit_test(test_halves),
+        cmocka_unit_test(test_attention),   cmocka_unit_test(test_refused), cmocka_unit_test(test_pages),
+        cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_halves),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }
