@@ -180,6 +180,7 @@ static void test_older_structure(void **state) {
 }
 
 int main(void) {
+    test_begin();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_ids_in_any_order), cmocka_unit_test(test_few_queries),
         cmocka_unit_test(test_many_keys),        cmocka_unit_test(test_with_options),
@@ -187,5 +188,5 @@ int main(void) {
         cmocka_unit_test(test_nothing),          cmocka_unit_test(test_like_packed),
         cmocka_unit_test(test_older_structure),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }
