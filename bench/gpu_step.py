@@ -161,7 +161,8 @@ def measure(name, a):
     for _ in range(a.rounds):
         for step in ways.values():
             step.timed(4)
-    row = {"case": f"{name} layers {layers} b{b}", "torch": torch.__version__, "gpu": torch.cuda.get_device_name() if a.device == "cuda" else "none"}
+    row = {"case": f"{name} layers {layers} b{b}", "torch": torch.__version__,
+           "gpu": torch.cuda.get_device_name() if a.device == "cuda" else "none"}
     row["ms"] = {way: statistics.median(step.times) for way, step in ways.items()}
     row["losses"] = {way: [step.losses[0].item(), step.losses[-1].item()] for way, step in ways.items()}
     row["over"] = {mode: row["ms"][f"pytorch {mode}"] / row["ms"][f"heddle {mode}"]

@@ -164,7 +164,8 @@ class Library:
             t["dweights"] = torch.randn_like(t["weights"])
         flags = {"window": window, "alibi": "alibi_slopes" in t, "bias": "bias" in t, "bool_mask": "bool_mask" in t,
                  "sinks": "sinks" in t, "seqlens": "seqlens_q" in t or "seqlens_k" in t, "weights": weights,
-                 "deterministic": deterministic, "tf32": tf32, "pages": "block_table" in t, "segments": "q_segments" in t, "blocks": "block_rows" in t}
+                 "deterministic": deterministic, "tf32": tf32, "pages": "block_table" in t,
+                 "segments": "q_segments" in t, "blocks": "block_rows" in t}
         desc = Attention(size=ctypes.sizeof(Attention), dtype=DTYPES[q.dtype], device=DEVICES[q.device.type], b=b, h=h,
                          hk=k.shape[1], sq=sq, sk=sk, d=d, dv=dv, mask=MASKS[causal], scale=scale, softcap=softcap,
                          dropout=dropout, seed=1, features=sum(FEATURES[n] for n, on in flags.items() if on))

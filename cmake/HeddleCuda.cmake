@@ -60,16 +60,9 @@ set(HEDDLE_CUDA_IMAGES "" CACHE PATH "The folder cuda of another build: kernels 
 
 option(HEDDLE_CLOCKS "Hopper's lean forward writes clocks in place of lse, for bench/gpu_clocks.py" OFF)
 
-set(cuda_dir ${PROJECT_SOURCE_DIR}/src/cuda)
-set(kernel_tables ${cuda_dir}/attention/attention.def ${cuda_dir}/norm_linear/norm_linear.def)
+include(HeddleKernels)
 file(GLOB_RECURSE cuda_host_sources CONFIGURE_DEPENDS ${cuda_dir}/*.c)
-file(STRINGS ${cuda_dir}/modules.def modules REGEX "^M\\(")
-set(kernels "")
-foreach(table IN LISTS kernel_tables)
-    file(STRINGS ${table} rows REGEX "^K\\(")
-    list(APPEND kernels ${rows})
-endforeach()
-set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${cuda_dir}/archs.def ${cuda_dir}/modules.def ${kernel_tables})
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${cuda_dir}/archs.def)
 
 set(HEDDLE_HAVE_CUDA ON)
 

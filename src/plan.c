@@ -185,7 +185,8 @@ static heddle_status resolve_all_strides(heddle_attention *a) {
 /* -------------------------------------------------------------------------------------------------- attention */
 
 /* A sequence has no more rows than there are: a limit above that says nothing, but tiles, grids and workspaces would grow
- * with it. What keeps [b, h, sq, sk] and is written outside of the sequences, too, needs the limits as they are, and so do lists of blocks, which go by them. */
+ * with it. What keeps [b, h, sq, sk] and is written outside of the sequences, too, needs the limits as they are, and so do
+ * lists of blocks, which go by them. */
 static void tighten_limits(heddle_attention *a) {
     if (!(a->features & HEDDLE_VARLEN) || (a->features & (HEDDLE_BIAS | HEDDLE_WEIGHTS | HEDDLE_BLOCKS)))
         return;

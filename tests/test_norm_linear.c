@@ -123,8 +123,8 @@ static void test_activations(void **state) {
             }
 }
 
-/* act and act' where nothing else is added (of two halves, up is 1): k 1 of a float32 RMSNorm whose x is ±1 gives u = ±w. From 1e-30 to 1e38, infinity and NaN:
- * what float64 says, within some roundings of it, in the tail of the left, too; NaN from NaN alone (of -infinity nothing is asked: -infinity times 0). */
+/* act and act' where nothing else is added (of two halves, up is 1): k 1 of a float32 RMSNorm whose x is ±1 gives u = ±w. From 1e-30 to
+ * 1e38, infinity and NaN: what float64 says, within some roundings of it, in the tail of the left, too; NaN from NaN alone (of -infinity nothing is asked: -infinity times 0). */
 static void test_activation_values(void **state) {
     (void)state;
     static const float values[] = {0,  1e-30f, 1e-5f, 0.01f, 0.3f, 0.5f,  1,     1.5f,  2,        2.9f,

@@ -62,8 +62,9 @@ static const struct option_kind {
     {"no norm", 0, false, false},
     {"no norm residual", HEDDLE_RESIDUAL, false, false},
     {"z", HEDDLE_Z, false, false},
+    {"swiglu", HEDDLE_ACTIVATION, false, false}, /* on the CPU alone */
 };
-enum { KINDS = sizeof kinds / sizeof *kinds, OF_LINEAR = 7, ON_ALL_DIMS = KINDS - OF_LINEAR - 3 };
+enum { KINDS = sizeof kinds / sizeof *kinds, OF_LINEAR = 8, ON_ALL_DIMS = KINDS - OF_LINEAR - 3 };
 
 static const struct option_kind *kind_of(const bench_case *c) {
     for (int i = 0; i < KINDS && c->option; i++)
@@ -146,7 +147,7 @@ static int gpu_cases(bench_case *out) {
         out[n++].option = "tf32";
     }
     for (int i = 0; i < 3; i++)
-        for (int x = 0; x < OF_LINEAR; x++) {
+        for (int x = 0; x < OF_LINEAR - 1; x++) {
             out[n] = (bench_case)LINEAR(dtypes[i], sizes[0][0], sizes[0][1], sizes[0][2]);
             out[n++].option = kinds[KINDS - OF_LINEAR + x].name;
         }
@@ -217,7 +218,9 @@ job bench_job(const bench_case *c, heddle_device device) {
         return j;
     j.a.features = j.l.features = kind->features;
     if (kind->features & HEDDLE_ACTIVATION)
-        j.l.activation = (heddle_activation)(kind - kinds - (KINDS - OF_LINEAR) + HEDDLE_GELU);
+        j.l.activation = !strcmp(kind->name, "swiglu")
+                             ? HEDDLE_SWIGLU
+                             : (heddle_activation)(kind - kinds - (KINDS - OF_LINEAR) + HEDDLE_GELU);
     j.l.norm = strstr(kind->name, "no norm") ? HEDDLE_NO_NORM : HEDDLE_LAYER_NORM;
     j.a.window_left = kind->features & HEDDLE_WINDOW ? 512 : 0;
     j.a.softcap = strstr(kind->name, "softcap") ? 30 : 0;

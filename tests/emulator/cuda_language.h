@@ -275,6 +275,12 @@ template <auto kernel> static void emulator_call(const void *parameters) {
     kernel(*(const decltype(emulator_parameter(kernel)) *)parameters);
 }
 
+/* A row of a module's list, whose last is EMULATOR_LAST. */
+#define EMULATOR_KERNEL(symbol, function)                                                                              \
+    { symbol, emulator_together<function>(), emulator_call<function> }
+#define EMULATOR_LAST                                                                                                  \
+    { nullptr, 0, nullptr }
+
 /* Where the linker has put the kernels whose blocks run two and two. */
 extern "C" __attribute__((weak, visibility("hidden"))) const char __start_emulator_clusters[],
     __stop_emulator_clusters[];

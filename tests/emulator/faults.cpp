@@ -66,7 +66,7 @@ FAULTS
 #undef F
 
 extern "C" __attribute__((visibility("default"))) const emulator_kernel emulator_kernels[] = {
-#define F(name) {#name, emulator_together<name##_kernel>(), emulator_call<name##_kernel>},
+#define F(name) EMULATOR_KERNEL(#name, name##_kernel),
     FAULTS
 #undef F
-    {nullptr, 0, nullptr}};
+        EMULATOR_LAST};

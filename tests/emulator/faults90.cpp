@@ -51,7 +51,7 @@ FAULTS
 #undef F
 
 extern "C" __attribute__((visibility("default"))) const emulator_kernel emulator_kernels[] = {
-#define F(name) {#name "_90", emulator_together<name##_kernel>(), emulator_call<name##_kernel>},
+#define F(name) EMULATOR_KERNEL(#name "_90", name##_kernel),
     FAULTS
 #undef F
-    {nullptr, 0, nullptr}};
+        EMULATOR_LAST};
