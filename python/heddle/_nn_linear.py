@@ -45,6 +45,8 @@ def activation_name(activation: Any) -> str | None:
         return "silu"
     if untouched(activation, nn.GELU):
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
+    if not isinstance(activation, nn.Module):  # of a function's type torch 2.11 cannot compile the question
+        return None
     kind = type(activation)
     if kind.__module__ == "transformers.activations" and untouched(activation, kind):
         inner = getattr(activation, "act", None)  # or GELU in Python

@@ -389,5 +389,6 @@ def test_calls_keep_no_references():
         run()
     gc.collect()
     after = [sys.getrefcount(thing) for thing in things]
-    grown = [(type(thing), a, b) for thing, a, b in zip(things, before, after, strict=True) if b - a >= 20]
+    # From Python 3.12 on None and False are immortal, and what modules of the stable ABI add to their counts stays.
+    grown = [(type(x), a, b) for x, a, b in zip(things, before, after, strict=True) if b - a >= 20 and a < 2**30]
     assert not grown
