@@ -74,12 +74,15 @@ works --help
 for command in info attention norm-linear random verify bench demo; do
     works $command --help
     grep -q "^Usage: heddle $command" out || wrong "heddle $command --help does not begin with its usage"
+    ! LC_ALL=C.UTF-8 grep -q '.\{121\}' out || wrong "heddle $command --help has lines of more than 120 characters"
 done
 works info
 grep -q 'in use: ' out || wrong "heddle info does not name an instruction set"
+HEDDLE_CPU=nonsense works info
+grep -q 'in use: .* (HEDDLE_CPU=nonsense changes nothing)$' out || wrong "heddle info keeps quiet about HEDDLE_CPU"
 grep -q '^  cpu ' out || wrong "heddle info does not list the cpu"
 refuses "is no command" nonsense
-refuses "unrecognized option" info --nonsense
+refuses "heddle: unrecognized option" info --nonsense
 refuses "nonsense" bench --op nonsense
 refuses "--seconds" bench --seconds -1
 refuses "never fast" bench --device ref

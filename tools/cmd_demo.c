@@ -9,21 +9,21 @@
 #include <string.h>
 #include <unistd.h>
 
-static const char usage[] = "Usage: heddle demo [options] [-- options of train_gpt]\n"
-                            "\n"
-                            "First the report of a FlashAttention program (N = 128, d = 32): its matrices, what it "
-                            "once printed, the right values and\n"
-                            "ours, its latencies and ours. Then the real job: the program train_gpt trains a small "
-                            "character-level transformer on text,\n"
-                            "every attention and norm-linear of it through heddle, for about a minute.\n"
-                            "\n"
-                            "Options\n"
-                            "  --device DEVICE       cpu (default), cuda, or ref (slow)\n"
-                            "  --text DIR            the text to train on; default: heddle's own source\n"
-                            "  --quick               the report alone, without the training\n"
-                            "\n"
-                            "Example: the report, then a check of the transformer's gradients\n"
-                            "  heddle demo -- --check\n";
+static const char usage[] =
+    "Usage: heddle demo [options] [-- options of train_gpt]\n"
+    "\n"
+    "First the report of a FlashAttention program (N = 128, d = 32): its matrices, what it once printed, the right\n"
+    "values and heddle's, its latencies and heddle's. Then the real job: the program train_gpt trains a small\n"
+    "transformer on text, character by character, for about a minute, with every attention and norm-linear of it\n"
+    "by heddle.\n"
+    "\n"
+    "Options\n"
+    "  --device DEVICE       cpu (default), cuda, or ref (slow)\n"
+    "  --text DIR            the text to train on; default: heddle's own source\n"
+    "  --quick               the report alone, without the training\n"
+    "\n"
+    "Example: the report, then a check of the transformer's gradients\n"
+    "  heddle demo -- --check\n";
 
 /* ------------------------------------------------------------------------------------------------------- report */
 

@@ -3,17 +3,19 @@
 
 #include <getopt.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 static const char usage[] =
     "Usage: heddle info\n"
     "\n"
-    "Prints the library's version, each device that it can compute on (or why it cannot), and the instruction sets of "
-    "the CPU,\n"
-    "best first. HEDDLE_CPU=avx2 (or any of those) forces one; OMP_NUM_THREADS=n sets the number of threads.\n"
-    "On a GPU HEDDLE_CUDA_FAMILY=sm80, sm90 or small takes that family of kernels wherever it can, and\n"
-    "HEDDLE_CUDA_SHARED=99 no more KiB of a block's shared memory, as if the GPU were a smaller one; behind the "
-    "device\n"
-    "stands what of the environment changes nothing.\n";
+    "Prints the library's version, each device that it can compute on (or why it cannot), and the instruction sets of\n"
+    "the processor, best first. The environment has a say, and of the last three lines it is told what changes\n"
+    "nothing:\n"
+    "  OMP_NUM_THREADS=n            so many threads\n"
+    "  HEDDLE_CPU=avx2              this instruction set, or another that is listed\n"
+    "  HEDDLE_CUDA_FAMILY=sm80      on a GPU this family of kernels (sm80, sm90 or small) wherever it can\n"
+    "  HEDDLE_CUDA_SHARED=99        on a GPU no more KiB of a block's shared memory, as if it were a smaller one\n";
 
 int cmd_info(int argc, char **argv) {
     static const struct option options[] = {{"help", no_argument, NULL, 'h'}, {0}};
@@ -35,6 +37,10 @@ int cmd_info(int argc, char **argv) {
     printf("\ncpu instruction sets\n");
     for (int i = 0; heddle_cpu_isa_available(i); i++)
         printf("  %s\n", heddle_cpu_isa_available(i));
-    printf("  in use: %s\n", heddle_cpu_isa());
+    const char *wanted = getenv("HEDDLE_CPU");
+    printf("  in use: %s", heddle_cpu_isa());
+    if (wanted && *wanted && strcmp(wanted, heddle_cpu_isa()) != 0)
+        printf(" (HEDDLE_CPU=%s changes nothing)", wanted);
+    putchar('\n');
     return 0;
 }

@@ -6,11 +6,8 @@
 static const char usage[] =
     "Usage: heddle norm-linear --x FILE --w FILE --out FILE [options]\n"
     "\n"
-    "Computes y = act(z·Wᵀ + bias) + residual, where z = (x - mean)/sqrt(variance + eps)·gamma + beta is the LayerNorm "
-    "of each "
-    "row of "
-    "x, as one\n"
-    "operation; and, given the gradient of y, those of the inputs.\n"
+    "Computes y = act(z·Wᵀ + bias) + residual as one operation, where each row of z is the LayerNorm of a row of x,\n"
+    "z = (x - mean)/sqrt(variance + eps)·gamma + beta; and, given the gradient of y, those of the inputs.\n"
     "The arrays are NumPy files (.npy) of float16, float32 or float64; results have the type of --x.\n"
     "\n"
     "Shapes: x [..., k], w [n, k] (as PyTorch's Linear keeps it), gamma [k], beta [k], bias [n], out and residual "

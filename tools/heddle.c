@@ -54,7 +54,8 @@ static int run(int argc, char **argv) {
     }
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
         if (!strcmp(argv[1], commands[i].name)) {
-            argv[1] = argv[0]; /* getopt_long begins its messages with it */
+            static char name[] = "heddle"; /* getopt_long begins its messages with it, as complain does */
+            argv[1] = name;
             return commands[i].run(argc - 1, argv + 1);
         }
     return complain("'%s' is no command; see heddle --help", argv[1]);

@@ -141,6 +141,17 @@ def test_verbs_of_dev(page):
                 assert any(option in source for source in sources), f"{command}: nobody knows {option}"
 
 
+def test_help_of_dev():
+    """`./dev help` has a place for every verb that ./dev takes, and no line that a window cuts."""
+    done = subprocess.run([ROOT / "dev", "help"], capture_output=True, text=True, check=True)
+    described = re.findall(r"^\./dev ([\w-]+)", done.stdout, re.MULTILINE)
+    script = (ROOT / "dev").read_text()
+    cases = script[script.rindex("case $verb in") :]
+    taken = {verb.strip() for arm in re.findall(r"^([\w| -]+)\)", cases, re.MULTILINE) for verb in arm.split("|")}
+    assert set(described) == taken - {"-h", "--help"}
+    assert [line for line in done.stdout.splitlines() if len(line) > 120] == []
+
+
 @everywhere
 def test_commands_of_heddle(page):
     table = (ROOT / "tools/heddle.c").read_text()
