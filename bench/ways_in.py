@@ -26,7 +26,7 @@ import heddle
 BURST = 100
 ALLOWED = 2.0  # microseconds over the direct call
 
-# Ways that do more than to call heddle; docs/python.md says what. They are measured and not held to ALLOWED.
+# Ways that do more than to call heddle; docs/python-cost.md says what. They are measured and not held to ALLOWED.
 MORE = {
     "PyTorch's switch, varlen_attn": "PyTorch's own custom operator around its flash attention",
     "compiled flex_attention": "what Dynamo guards, and the lists of a BlockMask, which are compared at each call",

@@ -540,7 +540,7 @@ TABLES = {
     "docs/algorithm.md": {"clocks": clocks_table},
     "docs/serving.md": {"pages": pages_table},
     "docs/parallel.md": {"parallel": parallel_table},
-    "docs/python.md": {"overhead": overhead_table, "ways in": ways_table},
+    "docs/python-cost.md": {"overhead": overhead_table, "ways in": ways_table},
     "docs/kernels/cuda-attention-decode.md": {"decode": decode_table},
     "docs/kernels/cuda-attention-small.md": {"small": small_table},
     "docs/limits.md": {

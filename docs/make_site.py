@@ -61,6 +61,7 @@ NAV = {
         "The API in C": "docs/api.md",
         "Python": "docs/python.md",
         "The API in Python": "docs/python-api.md",
+        "What a call from Python costs": "docs/python-cost.md",
         "Many processes": "docs/parallel.md",
         "Keys in pages": "docs/serving.md",
         "Compatibility": "docs/compatibility.md",
