@@ -86,17 +86,36 @@ def names(code: str) -> list[str]:
     return found or [" to ".join(dict.fromkeys((constants[0], constants[-1])))]
 
 
+def contents(out: list[str]) -> list[str]:
+    """A list of the page's parts, each with links to what is in it."""
+    lines: list[str] = []
+    for line in out:
+        mark, _, title = line.partition(" ")
+        link = f"[{title}](#{re.sub(r'[^a-z0-9_ -]', '', title.lower()).replace(' ', '-')})"
+        if mark == "##":
+            lines.append(f"* {link}")
+        elif mark == "###":
+            lines[-1] += f"{':' if lines[-1].count('](') == 1 else ','} {link}"
+    wrapped = [textwrap.fill(x, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for x in lines]
+    return ["**On this page**", "", *wrapped, ""]
+
+
 def api_page() -> str:
     header = (ROOT / "include/heddle.h").read_text()
-    begin = header.index("#ifndef HEDDLE_H")
+    guard = header.index("#ifndef HEDDLE_H")
     inside = header[
         header.index('extern "C" {\n#endif') + len('extern "C" {\n#endif') : header.index("#ifdef __cplusplus\n}")
     ]
-    head = comment_text(header[:begin].strip().removeprefix("/* SPDX-License-Identifier: Apache-2.0"))
+    head = comment_text(header[:guard].strip().removeprefix("/* SPDX-License-Identifier: Apache-2.0"))
     version = re.findall(r"^#define HEDDLE_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+)", header, re.MULTILINE)
     head, _, manners = head.partition("Conventions that hold for every function")
-    out = ["# The API in C", "", MADE, "", f"Version {'.'.join(version)}, from [heddle.h](../include/heddle.h).", ""]
-    out += [*prose(head), "## Conventions that hold for every function", ""]
+    begin = ["# The API in C", "", MADE, ""]
+    line = (
+        f"Version {'.'.join(version)}, from [heddle.h](../include/heddle.h); programs to start from are "
+        "[smallest.c](../examples/smallest.c) and [train_gpt.c](../examples/train_gpt.c)."
+    )
+    begin += [textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False), "", *prose(head)]
+    out = ["## Conventions that hold for every function", ""]
     for name, words in re.findall(r"^  (\w+) +(.*?)(?=^  \w|\Z)", manners, re.MULTILINE | re.DOTALL):
         line = f"* **{name}**: {marked(words)}"
         out.append(textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
@@ -114,7 +133,7 @@ def api_page() -> str:
             found = names(text)
             out += [f"### {', '.join(found)}", "", *prose(comment), "```c", text, "```", ""]
             comment = ""
-    return "\n".join(out).rstrip() + "\n"
+    return "\n".join([*begin, *contents(out), *out]).rstrip() + "\n"
 
 
 # ---------------------------------------------------------------------------------------------------------- the package
@@ -191,7 +210,8 @@ def functions(body: list[ast.stmt]) -> list[ast.FunctionDef]:
 
 
 def python_page() -> str:
-    out = ["# The API in Python", "", MADE, "", "From the docstrings; [python.md](python.md) leads through it.", ""]
+    begin = ["# The API in Python", "", MADE, "", "From the docstrings; [python.md](python.md) leads through it.", ""]
+    out: list[str] = []
     exported = {
         prefix: listed(ast.parse((ROOT / f"python/heddle/{path}.py").read_text()))
         for prefix, path in (("heddle", "__init__"), ("heddle.nn", "nn"))
@@ -228,7 +248,7 @@ def python_page() -> str:
                     "",
                 ]
                 out += described(ast.get_docstring(method))
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).rstrip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join([*begin, *contents(out), *out])).rstrip() + "\n"
 
 
 PAGES = {"docs/api.md": api_page, "docs/python-api.md": python_page}

@@ -363,9 +363,9 @@ typedef enum heddle_activation {
 
 /* A bit of heddle_norm_linear.features: activation counts, and u. */
 #define HEDDLE_ACTIVATION (UINT64_C(1) << 32)
-/* Another: residual counts. */
+/* A bit there, too: residual counts, a tensor that is added to y. */
 #define HEDDLE_RESIDUAL (UINT64_C(1) << 33)
-/* Another: z counts, a second result, and dz. Not with HEDDLE_NO_NORM, where z is x. */
+/* A bit there, too: z counts, a second result, and dz, its gradient. Not with HEDDLE_NO_NORM, where z is x. */
 #define HEDDLE_Z (UINT64_C(1) << 34)
 
 /* One norm-linear problem, for every row of x:
