@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
 import re
 import shutil
@@ -81,33 +82,122 @@ def test_names_of_files(page):
 
 
 WORD = re.compile(r"[A-Za-z_]\w*")
+SOURCE = (
+    ".c",
+    ".h",
+    ".cu",
+    ".cuh",
+    ".def",
+    ".py",
+    ".pyi",
+    ".cpp",
+    ".cmake",
+    ".sh",
+    "CMakeLists.txt",
+    "budget.txt",
+    "dev",
+)
+# Names with an underscore that are other programs', or none: of transformers, of PyTorch and of its tests.
+ELSEWHERE = {
+    "lower_snake_case",
+    "mask_vs_math",
+    "test_transformerencoderlayer_subclass",
+    "get_seq_length",
+    "tie_weights_keys",
+    "run_decompositions",
+    "check_vma",
+    "aoti_torch_cuda_caching_allocator_raw_alloc",
+}
 
 
-def words() -> set[str]:
-    """Every identifier in the sources."""
-    kinds = (".c", ".h", ".cu", ".cuh", ".def", ".py", ".cmake")
-    return {word for file in FILES if file.endswith(kinds) for word in WORD.findall((ROOT / file).read_text())}
+@functools.cache
+def words_of(file: str) -> frozenset[str]:
+    return frozenset(WORD.findall((ROOT / file).read_text()))
 
 
-def test_names_of_functions():
-    """The pages that lead through the sources name what is there."""
-    known = words()
-    for page in ("implementation", "algorithm", "adding", "measuring"):
-        for name in re.findall(r"`([^`\n]+)`", FENCE.sub("", (ROOT / f"docs/{page}.md").read_text())):
-            if WORD.fullmatch(name.removesuffix("()")) and "_" in name:
-                assert name.removesuffix("()") in known, f"docs/{page}.md: no source has {name}"
+@functools.cache
+def words() -> frozenset[str]:
+    """Every identifier in the sources, and the files' own names."""
+    found = [words_of(file) for file in FILES if file.endswith(SOURCE) and file != "tests/python/test_docs.py"]
+    return frozenset().union(*found, (Path(file).stem for file in FILES))
 
 
-def test_commits():
-    """The commits that adding.md walks through are in the history."""
-    text = (ROOT / "docs/adding.md").read_text()
-    hashes = set(re.findall(r"`([0-9a-f]{7})`", text))
-    assert len(hashes) > 5
-    history = subprocess.run(["git", "log", "--format=%H"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+@everywhere
+def test_names_of_functions(page):
+    """A name with an underscore that stands in backticks is one of the sources', and so is every HEDDLE_ name."""
+    text = page.read_text()
+    for name in re.findall(r"`([^`\n]+)`", FENCE.sub("", text)):
+        name = name.removesuffix("()")
+        if WORD.fullmatch(name) and "_" in name and not name.endswith("_"):  # one that ends so is a prefix
+            assert name in words() or name in ELSEWHERE, f"no source has {name}"
+    for name in re.findall(r"\bHEDDLE_[A-Z0-9_]*[A-Z0-9]\b", text):
+        assert name in words(), f"no source has {name}"
+
+
+NAMED = r"`[\w.]+(?:\(\))?`"
+NAME_OF_FILE = re.compile(rf"((?:{NAMED}(?:, | and |, and )?)+) of `([\w./*{{}},-]+\.\w+|heddle\.\w+)`")
+
+
+@everywhere
+def test_names_in_files(page):
+    """`name` of `file`: the file has it, also where the file is a module of the package."""
+    text = re.sub(r"\s+", " ", FENCE.sub("", page.read_text()))
+    for names, named in NAME_OF_FILE.findall(text):
+        module = f"python/{named.replace('.', '/')}"
+        file = next((f for f in (f"{module}.py", f"{module}/__init__.py") if f in FILES), named)
+        if not FILE.fullmatch(file):
+            continue  # a keyword of a function, not a name in a file
+        files = [f for each in variants(file) for f in FILES if fnmatch.fnmatch(f"/{f}", f"*/{each}")]
+        for name in re.findall(r"`([\w.]+)(?:\(\))?`", names):
+            if not FILE.fullmatch(name) and not name.startswith("heddle."):
+                assert any(name.split(".")[-1] in words_of(f) for f in files), f"{named} has no {name}"
+
+
+@everywhere
+def test_commits(page):
+    """A commit that a page names is in the history, or bench/results has what was recorded at it."""
+    hashes = set(re.findall(r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7,12}\b", FENCE.sub("", page.read_text())))
+    hashes -= {"ab84f925", "0000ffff"}  # of another repository, and a number
+    done = subprocess.run(["git", "log", "--format=%H"], cwd=ROOT, capture_output=True, text=True)
+    history = done.stdout.split() if done.returncode == 0 else []
     if not any(commit.startswith("b8fbf8e") for commit in history):
         pytest.skip("not a clone with the whole history")
+    known = history + [
+        commit
+        for file in FILES
+        if file.startswith("bench/results/") and file.endswith(".jsonl")
+        for commit in set(re.findall(r'"commit": "([0-9a-f]+)', (ROOT / file).read_text()))
+    ]
     for each in hashes:
-        assert any(commit.startswith(each) for commit in history), f"the history has no {each}"
+        assert any(commit.startswith(each) or each.startswith(commit) for commit in known), f"nobody knows {each}"
+    assert page.name != "adding.md" or len(hashes) > 5
+
+
+def test_options_of_the_build():
+    """install.md has every option of CMake that is heddle's, and no other."""
+    build = "".join((ROOT / file).read_text() for file in FILES if file.endswith((".cmake", "CMakeLists.txt")))
+    options = set(re.findall(r"^ *option\((HEDDLE_\w+)", build, re.MULTILINE))
+    options |= set(re.findall(r"^set\((HEDDLE_\w+) .*CACHE", build, re.MULTILINE))
+    table = set(re.findall(r"^\| `(HEDDLE_\w+)` \|", (ROOT / "docs/install.md").read_text(), re.MULTILINE))
+    assert table == options
+
+
+def test_tree_of_design():
+    """What begins a line of design.md's tree is there."""
+    (tree,) = re.findall(r"^## 1\..*?^```\n(.*?)^```", (ROOT / "docs/design.md").read_text(), re.MULTILINE | re.DOTALL)
+    for line in tree.splitlines():
+        if not line.startswith(" "):
+            for name in re.split(r",? +", line.partition("  ")[0]):
+                for each in variants(name):
+                    assert exists(each), f"{each} is not in the tree"
+
+
+@everywhere
+def test_no_notes(page):
+    """Notes to ourselves, and how work is organised, are not what a reader came for."""
+    text = FENCE.sub("", page.read_text())
+    found = re.findall(r"\b(?:TODO|FIXME|XXX|TBD)\b|\bthe issue's\b|\bthis session\b", text)
+    assert found == []
 
 
 def test_index():
