@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import json
 import os
 import re
 import shutil
@@ -190,6 +191,25 @@ def test_tree_of_design():
             for name in re.split(r",? +", line.partition("  ")[0]):
                 for each in variants(name):
                     assert exists(each), f"{each} is not in the tree"
+
+
+def test_records_of_sweeps():
+    """CONTRIBUTING's table of random cases is what the records say."""
+    records = [
+        json.loads((ROOT / "tests/sweep.json").read_text()),
+        *json.loads((ROOT / "tests/sweep-gpu.json").read_text()),
+    ]
+    rows = []
+    for r in records:
+        worst = r["worst_error_over_tolerance"]
+        averages = [average for tensors in r["bins"].values() for n, average in tensors.values() if n >= 100]
+        rows.append(
+            f"| {r['backend']} | {r['commit'][:7]} | {r['attention']['cases']}, {r['norm-linear']['cases']} "
+            f"| {r['attention']['failed']}, {r['norm-linear']['failed']} | {worst['ratio']:.2f}: {worst['tensor']} "
+            f"| {max(averages):.2f} |"
+        )
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [row for row in rows if row not in text] == []
 
 
 @everywhere
