@@ -7,7 +7,7 @@
  *     heddle_attention_data t = {.size = sizeof t, .q = q, .k = k, .v = v, .o = o, .lse = lse};
  *     size_t bytes;
  *     heddle_attention_workspace(&a, HEDDLE_FORWARD, &bytes);
- *     void *workspace = malloc(bytes);
+ *     void *workspace = aligned_alloc(64, (bytes + 63) / 64 * 64);
  *     if (heddle_attention_forward(&a, &t, workspace, bytes, NULL) != HEDDLE_OK)
  *         fprintf(stderr, "%s\n", heddle_last_message());
  *

@@ -203,6 +203,32 @@ def test_command(build, tmp_path):
     assert (o[:, :, 0] == numpy.load(tmp_path / "v.npy")[:, :, 0]).all()
 
 
+def test_program_of_the_header(build, tmp_path):
+    """What heddle.h begins with compiles, runs, and finds nothing to say."""
+    cc = shutil.which(os.environ.get("CC", "cc"))
+    if cc is None:
+        pytest.skip("no C compiler")
+    header = (ROOT / "include/heddle.h").read_text().partition("Conventions that hold")[0]
+    program = re.findall(r"^ \*     (.*)$", header, re.MULTILINE)
+    assert any("heddle_attention_forward" in line for line in program)
+    arrays = ", ".join(f"{x}[8 * 1024 * 64]" for x in ("q", "k", "v", "o"))
+    (tmp_path / "begin.c").write_text(
+        f"#include <heddle.h>\n#include <stdio.h>\n#include <stdlib.h>\nstatic float {arrays}, lse[8 * 1024];\n"
+        "int main(void) {\n" + "\n".join(program) + "\nfree(workspace);\nreturn 0;\n}\n"
+    )
+    where = shlex.quote(str(build))
+    run(f"{shlex.quote(cc)} -I{shlex.quote(str(ROOT))}/include begin.c -o begin -L{where} -lheddle", tmp_path)
+    done = subprocess.run(
+        ["./begin"],
+        cwd=tmp_path,
+        env={**os.environ, "LD_LIBRARY_PATH": str(build)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout + done.stderr == ""
+
+
 def test_gpu_commands(build, tmp_path):
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
