@@ -65,6 +65,7 @@ NAV = {
         "Many processes": "docs/parallel.md",
         "Keys in pages": "docs/serving.md",
         "Compatibility": "docs/compatibility.md",
+        "Architectures of transformers": "docs/architectures.md",
         "GPUs": "docs/gpus.md",
         "Limits": "docs/limits.md",
     },

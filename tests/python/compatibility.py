@@ -3,7 +3,8 @@
 
     python tests/python/compatibility.py [--only llama,t5] [--batches] [--jobs 2] [--json FILE] [--write]
 
---write puts the table of this version into docs/compatibility.md. Each architecture is run in a process of its own.
+--write puts the table of this version into docs/architectures.md, with --batches into docs/compatibility.md.
+Each architecture is run in a process of its own.
 --batches: continuous batching (generate_batch) in place of all else, of a few architectures."""
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ import transformers
 
 import heddle.hf
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
+BATCHES = PAGE.with_name("compatibility.md")
 SECONDS = 60
 calls = []
 blind = set()  # rows of the batch that have had a query of one token that sees no key
@@ -536,8 +538,8 @@ def batches_section(done):
 def write_batches(done):
     """Puts that table between its two marks."""
     first, last = (f"<!-- {edge} of continuous batching -->" for edge in ("begin", "end"))
-    before, rest = PAGE.read_text().split(first)
-    PAGE.write_text(f"{before}{first}\n\n{batches_section(done)}\n\n{last}{rest.split(last)[1]}")
+    before, rest = BATCHES.read_text().split(first)
+    BATCHES.write_text(f"{before}{first}\n\n{batches_section(done)}\n\n{last}{rest.split(last)[1]}")
 
 
 def run_batches(names, jobs, page):
@@ -563,7 +565,7 @@ def main():
     parser.add_argument("--json", type=Path, help="keep the results in this file, and do not repeat what is in it")
     parser.add_argument("--no-run", action="store_true", help="only what is in the file of --json")
     parser.add_argument("--batches", action="store_true", help="continuous batching, of a few architectures")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/compatibility.md")
+    parser.add_argument("--write", action="store_true", help="put the table into its page")
     options = parser.parse_args()
     heddle.hf.register()
     count_calls()

@@ -212,6 +212,18 @@ def test_records_of_sweeps():
     assert [row for row in rows if row not in text] == []
 
 
+def test_numbers_of_architectures():
+    """compatibility.md counts them as architectures.md does."""
+    listed = (ROOT / "docs/architectures.md").read_text()
+    counts = [
+        dict(re.findall(r"^\| ([a-z, ]+) \| (\d+) \|$", part, re.MULTILINE))
+        for part in re.findall(r"^### transformers .*?(?=^\| architecture)", listed, re.MULTILINE | re.DOTALL)
+    ]
+    page = (ROOT / "docs/compatibility.md").read_text()
+    table = re.findall(r"^\| ([a-z, ]+) \| (\d*) *\| (\d*) *\| [^|]+ \|$", page, re.MULTILINE)
+    assert [{row[0]: row[1 + n] for row in table if row[1 + n]} for n in (0, 1)] == counts
+
+
 @everywhere
 def test_no_notes(page):
     """Notes to ourselves, and how work is organised, are not what a reader came for."""
