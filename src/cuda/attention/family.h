@@ -34,7 +34,7 @@ typedef struct __attribute__((may_alias)) attention_choice {
     uint32_t blocks_of_dk; /* of those, where dK and dV have blocks of their own; for Hopper */
     size_t part_o, part_lse, base, rest, flags, sum, few,
         bytes;                              /* offsets in the workspace, and its size; 0: there is none */
-    mask_map seen_by_queries, seen_of_keys; /* for Hopper: shapes; tiles_down 0: there is none */
+    mask_map seen_by_queries, seen_of_keys; /* shapes; tiles_down 0: there is none */
     size_t kinds_q, bits_q, kinds_k, bits_k, dirty, taken;        /* offsets, likewise */
     int64_t split_tiles_q, split_tiles_k;                         /* of a head */
     size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets */
@@ -83,6 +83,14 @@ int heddle__cuda_find_attention(const attention_problem *p, kernel_pass pass, ke
 /* Predicted microseconds on the family small, and on the tensor cores, whichever family has them. */
 double heddle__cuda_small_time(const attention_problem *p);
 double heddle__cuda_tensor_core_time(const attention_problem *p);
+
+/* -------------------------------------------------------------------------------------- the map of a boolean mask */
+
+/* Behind what the workspace has already: the map in tiles of so many rows and columns, of which rows are queries or keys. */
+void heddle__cuda_place_map(const attention_problem *p, int rows, int columns, bool keys, attention_choice *c);
+
+/* The launch that makes the maps that have been placed. */
+void heddle__cuda_add_mask(const attention_problem *p, const attention_choice *c, attention_job *job);
 
 /* ---------------------------------------------------------------------------------------------------- launches */
 

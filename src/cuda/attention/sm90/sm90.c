@@ -144,37 +144,10 @@ static bool takes(const attention_problem *p, attention_choice *c) {
 
 /* ------------------------------------------------------------------------------------------------ its workspace */
 
-/* So many maps of a boolean mask differ. */
-static int64_t count_maps(const heddle_attention *a) {
-    return (a->bool_mask_stride.b ? a->b : 1) * (a->bool_mask_stride.h ? a->h : 1);
-}
-
-static mask_map shape_map(const heddle_attention *a, const kernel_row *k, bool keys) {
-    const bool alike = a->bool_mask_stride.s == 0; /* all queries */
-    const int64_t words_k = ceil_div(a->sk, 128) * 4, words_q = alike ? 4 : ceil_div(a->sq, 128) * 4;
-    mask_map m = {.rows = k->own, .columns = k->block};
-    m.tiles_down = (int32_t)(keys ? ceil_div(a->sk, k->own) : alike ? 1 : ceil_div(a->sq, k->own));
-    m.tiles_across = (int32_t)(!keys ? ceil_div(a->sk, k->block) : alike ? 1 : ceil_div(a->sq, k->block));
-    m.lines = (int32_t)(keys ? a->sk : alike ? 1 : a->sq);
-    m.words = (int32_t)(keys ? words_q : words_k);
-    m.line_step = !keys && alike ? 0 : m.words;
-    m.word_step = !(keys && alike);
-    m.of_h = a->bool_mask_stride.h ? 1 : 0;
-    m.of_b = a->bool_mask_stride.b ? (int32_t)(m.of_h ? a->h : 1) : 0;
-    return m;
-}
-
-/* The map that a kernel reads, behind what the workspace has already. */
-static void place_map(const heddle_attention *a, int kernel, bool keys, attention_choice *c) {
-    if (!(a->features & HEDDLE_BOOL_MASK))
-        return;
-    const mask_map m = shape_map(a, &heddle__cuda_attention_kernels[kernel], keys);
-    const size_t kinds = c->bytes ? c->bytes : 64; /* an offset of 0 is none */
-    const size_t bits = kinds + align64((size_t)(count_maps(a) * m.tiles_down * m.tiles_across));
-    c->bytes = bits + align64((size_t)(count_maps(a) * m.lines * m.words) * sizeof(uint32_t));
-    *(keys ? &c->seen_of_keys : &c->seen_by_queries) = m;
-    *(keys ? &c->kinds_k : &c->kinds_q) = kinds;
-    *(keys ? &c->bits_k : &c->bits_q) = bits;
+/* The map of a boolean mask that a kernel reads. */
+static void place_map_of(const attention_problem *p, int kernel, bool keys, attention_choice *c) {
+    const kernel_row *k = &heddle__cuda_attention_kernels[kernel];
+    heddle__cuda_place_map(p, k->own, k->block, keys, c);
 }
 
 /* The count of tiles that blocks have taken, which the kernel mask clears. */
@@ -196,7 +169,7 @@ static int64_t persistent_blocks(const attention_problem *p, int64_t tiles) {
 static void lay_out_forward(const attention_problem *p, attention_choice *c) {
     c->tiles_q = ceil_div(p->a->sq, heddle__cuda_attention_kernels[c->fwd].own);
     c->blocks = persistent_blocks(p, c->tiles_q);
-    place_map(p->a, c->fwd, false, c);
+    place_map_of(p, c->fwd, false, c);
     place_count(p, c);
 }
 
@@ -213,7 +186,7 @@ static void lay_out_fused(const attention_problem *p, attention_choice *c) {
     if (a->features &
         HEDDLE_BOOL_MASK) /* a block for each pair of tiles: what they cost is known to the device alone */
         c->blocks_dkdv = max64(c->blocks_dkdv, ceil_div(c->tiles_k, 2) * a->hk * a->b);
-    place_map(a, c->bwd, true, c);
+    place_map_of(p, c->bwd, true, c);
 }
 
 /* Tile after tile; where the sums of dK and dV do not fit into registers together, some blocks make one of them. */
@@ -226,8 +199,8 @@ static void lay_out_apart(const attention_problem *p, attention_choice *c) {
     c->blocks = min64(c->tiles_q * a->h * a->b, p->device->multiprocessors);
     c->blocks_dkdv = min64(tiles * (sm90_makes_both(k->dim) ? 1 : 2), p->device->multiprocessors);
     c->blocks_of_dk = sm90_blocks_of_dk((unsigned)c->blocks_dkdv, (unsigned)tiles);
-    place_map(a, c->dkdv, true, c);
-    place_map(a, c->dq, false, c);
+    place_map_of(p, c->dkdv, true, c);
+    place_map_of(p, c->dq, false, c);
 }
 
 static void lay_out(const attention_problem *p, attention_choice *c) {
@@ -300,14 +273,6 @@ static void add_maps(const attention_problem *p, const attention_choice *c, atte
     job->maps = 5;
 }
 
-/* A block for each tile of the boolean mask's maps. */
-static void add_mask(const attention_problem *p, const attention_choice *c, attention_job *job) {
-    const int64_t tiles = (int64_t)c->seen_by_queries.tiles_down * c->seen_by_queries.tiles_across +
-                          (int64_t)c->seen_of_keys.tiles_down * c->seen_of_keys.tiles_across;
-    if (tiles)
-        heddle__cuda_add_launch(job, find(p, PASS_mask), tiles * count_maps(p->a));
-}
-
 /* biased takes boxes alone: what the copy engine cannot fetch is the full kernel's, whose tiles are the same. */
 static int take_boxes(const attention_problem *p, const attention_job *job, int kernel) {
     const kernel_row *k = &heddle__cuda_attention_kernels[kernel];
@@ -318,13 +283,13 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     const kernel_data *t = &job->params.p.t;
     add_maps(p, c, job);
     if (p->pass == HEDDLE_FORWARD) {
-        add_mask(p, c, job);
+        heddle__cuda_add_mask(p, c, job);
         heddle__cuda_add_launch(job, take_boxes(p, job, c->fwd), c->blocks);
         return;
     }
     heddle__cuda_add_prep(p, c, job);
     if (t->dk || t->dv || t->dq)
-        add_mask(p, c, job);
+        heddle__cuda_add_mask(p, c, job);
     if (c->bwd < 0)
         heddle__cuda_add_dkdv_and_dq(c, job);
     else if (t->dk || t->dv || t->dq)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A boolean mask -> what the kernels for Hopper read of it: of each tile whether it is empty, full or cut, and a bit for each element.
- * At the speed of memory, once a pass; a mask that is repeated over heads, batches or queries is read once. */
-#include "cuda/attention/sm90/sm90.cuh"
+ * A boolean mask -> what kernels read of it: of each tile whether it is empty, full or cut, and a bit for each element. At the speed of
+ * memory, once a pass; a mask that is repeated over heads, batches or queries is read once. */
+#include "cuda/attention/common.cuh"
 
 #define MASK_THREADS 256
 #define MOST_ROWS 192 /* of queries in a tile */
@@ -125,8 +125,8 @@ INLINE void attention_mask(const attention_params &p) {
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
-            const __grid_constant__ attention_params_sm90 all) {                                                       \
+            const __grid_constant__ attention_params p) {                                                              \
         wait_for_earlier_grid();                                                                                       \
         let_next_grid_start();                                                                                         \
-        attention_mask(all.p);                                                                                         \
+        attention_mask(p);                                                                                             \
     }
