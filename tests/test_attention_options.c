@@ -177,6 +177,38 @@ static void test_mask_of_tiles(void **state) {
     }
 }
 
+/* Tiles that are empty, full or cut, alone and beside options that look at elements; lengths that end within a tile, heads that share keys,
+ * every broadcast. On a GPU there are enough tiles for the mask to get a map. */
+static void test_map_of_mask(void **state) {
+    (void)state;
+    const int64_t b = 2, h = 4, sq = 139, sk = 331;
+    const heddle_strides stride[] = {
+        {0, 0, sk}, {0, 0, 0}, {sk, 0, 0}, {0, sq * (sk + 5), sk + 5}, {h * sq * sk, sq * sk, sk}, {0, sk, 0}};
+    static const int64_t tiles[] = {64, 128, 192, 50, 64, 100}, dims[] = {64, 16, 64, 120, 40, 64};
+    static const int32_t len_q[] = {139, 70}, len_k[] = {300, 331};
+    for (size_t x = 0; x < COUNT(stride); x++) {
+        attention_case c = attention_case_of(b, h, x % 2 ? 2 : 1, sq, sk, dims[x], 0);
+        c.a.features = HEDDLE_BOOL_MASK;
+        c.a.bool_mask_stride = stride[x];
+        c.mask_tiles = tiles[x];
+        c.poison_masked = true;
+        check_attention_dtypes(c);
+        c.a.dtype = test_dtypes[x % 3];
+        c.a.mask = x % 2 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_CAUSAL_TOP_LEFT;
+        c.a.softcap = x % 2 ? 0 : 20;
+        c.a.dropout = x % 2 ? 0.2 : 0;
+        check_attention(&c);
+        c.a.features |= HEDDLE_WINDOW | HEDDLE_SEQLENS | HEDDLE_DETERMINISTIC;
+        c.a.window_left = 150;
+        c.a.window_right = 90;
+        c.a.mask = HEDDLE_MASK_NONE;
+        c.len_q = len_q;
+        c.len_k = len_k;
+        c.a.dtype = test_dtypes[(x + 1) % 3];
+        check_attention(&c);
+    }
+}
+
 static void test_masked_out(void **state) {
     (void)state;
     for (int sinks = 0; sinks < 2; sinks++) {
@@ -393,15 +425,25 @@ static void test_everything(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_causal),         cmocka_unit_test(test_window),
-        cmocka_unit_test(test_softcap),        cmocka_unit_test(test_alibi),
-        cmocka_unit_test(test_alibi_far_away), cmocka_unit_test(test_bias),
-        cmocka_unit_test(test_huge_bias),      cmocka_unit_test(test_bool_mask),
-        cmocka_unit_test(test_mask_of_tiles),  cmocka_unit_test(test_masked_out),
-        cmocka_unit_test(test_nan_key),        cmocka_unit_test(test_nan_key_behind),
-        cmocka_unit_test(test_nan_query),      cmocka_unit_test(test_sinks),
-        cmocka_unit_test(test_dropout),        cmocka_unit_test(test_dropout_statistics),
-        cmocka_unit_test(test_weights),        cmocka_unit_test(test_optional_tensors),
+        cmocka_unit_test(test_causal),
+        cmocka_unit_test(test_window),
+        cmocka_unit_test(test_softcap),
+        cmocka_unit_test(test_alibi),
+        cmocka_unit_test(test_alibi_far_away),
+        cmocka_unit_test(test_bias),
+        cmocka_unit_test(test_huge_bias),
+        cmocka_unit_test(test_bool_mask),
+        cmocka_unit_test(test_mask_of_tiles),
+        cmocka_unit_test(test_map_of_mask),
+        cmocka_unit_test(test_masked_out),
+        cmocka_unit_test(test_nan_key),
+        cmocka_unit_test(test_nan_key_behind),
+        cmocka_unit_test(test_nan_query),
+        cmocka_unit_test(test_sinks),
+        cmocka_unit_test(test_dropout),
+        cmocka_unit_test(test_dropout_statistics),
+        cmocka_unit_test(test_weights),
+        cmocka_unit_test(test_optional_tensors),
         cmocka_unit_test(test_everything),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));

@@ -218,6 +218,9 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
     random_sharpness(&r, &c);
     if (attention_fits_parts(&c) && rng_chance(&r, 0.2))
         c.first_part = rng_between(&r, 1, a->sk);
+    rng q = {seed ^ 0x711e}; /* of its own, so that a seed's other numbers stay */
+    if (a->features & HEDDLE_BOOL_MASK && rng_chance(&q, 0.5))
+        c.mask_tiles = rng_chance(&q, 0.5) ? 64 : rng_between(&q, 10, 150);
     return c;
 }
 

@@ -14,6 +14,9 @@
 /* HEDDLE_PAGES: a page is a whole number of so many rows. */
 #define PAGE_ROWS 16
 
+/* Rows and columns of a tile of a boolean mask's map for kernels whose tiles are parts of one, or it. */
+#define MASK_TILE 64
+
 /* Tiles of 64 rows: of one sequence; and of all packed ones before the n-th, of which each begins a tile of its own. */
 CONTRACT int64_t tiles64(int64_t rows) {
     return (rows + 63) / 64;

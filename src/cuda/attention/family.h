@@ -86,6 +86,9 @@ double heddle__cuda_tensor_core_time(const attention_problem *p);
 
 /* -------------------------------------------------------------------------------------- the map of a boolean mask */
 
+/* Is a pass for the map less work than what it saves? For families whose kernels read the mask's bytes where there is none. */
+bool heddle__cuda_map_pays(const attention_problem *p);
+
 /* Behind what the workspace has already: the map in tiles of so many rows and columns, of which rows are queries or keys. */
 void heddle__cuda_place_map(const attention_problem *p, int rows, int columns, bool keys, attention_choice *c);
 

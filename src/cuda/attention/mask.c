@@ -7,6 +7,17 @@ static int64_t count_maps(const heddle_attention *a) {
     return (a->bool_mask_stride.b ? a->b : 1) * (a->bool_mask_stride.h ? a->h : 1);
 }
 
+/* By its bytes a tile takes about four times as long as without a mask (limits.md), some microseconds; the pass takes a launch, and reads each
+ * byte once. So it pays where each multiprocessor has a tile. Who stands in for another family has no room; and keys in pages are fetched
+ * further ahead than the map is read. */
+bool heddle__cuda_map_pays(const attention_problem *p) {
+    const heddle_attention *a = p->a;
+    if (!(a->features & HEDDLE_BOOL_MASK) || (a->features & HEDDLE_PAGES) || p->stands_in)
+        return false;
+    const int64_t tiles = ceil_div(a->sq, MASK_TILE) * ceil_div(a->sk, MASK_TILE) * a->h * a->b;
+    return tiles >= p->device->multiprocessors && tiles <= INT32_MAX / 2; /* a grid holds both maps */
+}
+
 static mask_map shape_map(const heddle_attention *a, int rows, int columns, bool keys) {
     const bool alike = a->bool_mask_stride.s == 0; /* all queries */
     const int64_t words_k = ceil_div(a->sk, 128) * 4, words_q = alike ? 4 : ceil_div(a->sq, 128) * 4;

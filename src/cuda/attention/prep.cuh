@@ -3,6 +3,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_PREP_CUH
 #define HEDDLE_CUDA_ATTENTION_PREP_CUH
 
+#include "cuda/attention/mask.cuh"
 #include "cuda/attention/product.cuh"
 
 /* Shared memory of the kernels of the backward. */
@@ -269,14 +270,12 @@ INLINE void refine_rows(const attention_params &p, const place &c, int64_t x, in
 
 /* In float32: does a mask leave few keys to one of the 16 rows of a warp from row0 on? */
 template <typename T> INLINE bool masks_leave_few(const attention_params &p, const place &c, int64_t x, int row0) {
-    for (int i = row0; i < min(row0 + 16, c.sq); i++) {
-        const score_row row = make_score_row(p, c, x, i);
-        float count = 0.0f, slack;
-        for (int j = max(0, i + c.lo) + (int)threadIdx.x % 32; j <= min(i + c.hi, c.sk - 1); j += 32)
-            count += full_score<T>(p, c, row, j, 0.0f, &slack) != -CUDART_INF_F;
-        if (warp_sum(count) <= FEW_KEYS)
+    const int last = min(row0 + 16, c.sq);
+    if (map_shows_many(p, c, x, row0, last))
+        return false;
+    for (int i = row0; i < last; i++)
+        if (count_seen<T>(p, c, x, i) <= FEW_KEYS)
             return true;
-    }
     return false;
 }
 

@@ -62,10 +62,11 @@ template <typename T> INLINE void load_two(const T *from, float to[2]) {
 }
 
 /* seen: a bit for each element of a lane, the e-th of the y-th eight columns at 4·y + e. Of COUNT eights from the y0-th on: s, times `by`,
- * becomes S; of what is hidden anything, and its bits are cleared. slack: dS/dT. whole: all are seen by the band. */
+ * becomes S; of what is hidden anything, and its bits are cleared. slack: dS/dT. whole: all are seen by the band. bytes: the boolean mask's
+ * are read, as it has no map. */
 template <typename T, bool KEYS, int COUNT>
 INLINE void make_scores(const attention_params &p, const lane_options<T> o[2], float by, bool whole, int y0,
-                        uint32_t *seen, float (*s)[4], float (*slack)[4]) {
+                        uint32_t *seen, float (*s)[4], float (*slack)[4], bool bytes = true) {
     float bias[COUNT][4];
     if (p.a.features & HEDDLE_BIAS) {
         if (!KEYS && whole && (p.vectors & VECTOR_BIAS)) {
@@ -84,7 +85,7 @@ INLINE void make_scores(const attention_params &p, const lane_options<T> o[2], f
                                      : 0.0f;
         }
     }
-    if (p.a.features & HEDDLE_BOOL_MASK) {
+    if (bytes && (p.a.features & HEDDLE_BOOL_MASK)) {
         uint32_t shown = 0;
 #pragma unroll
         for (int y = 0; y < COUNT; y++)

@@ -99,6 +99,21 @@ INLINE void store_key_sums(const attention_params &p, const key_work &w, bool ad
                             makes_dk ? p.scale : p.keep_scale, w.key0 + warp_row, dk);
 }
 
+/* What the map says of the tile of a step, of which there are so many for each head; without one all is seen. */
+template <int BLOCK> INLINE int kind_of_step(const attention_params &p, const key_work &w, int blocks, int step) {
+    const mask_map &m = p.seen_of_keys;
+    const uint8_t *kinds = find_kinds(m, w.c.n, w.y * p.group + step / blocks, w.key0 / MASK_TILE);
+    return kinds ? kinds[m.tiles_across > 1 ? (w.begin + step % blocks * BLOCK) / MASK_TILE : 0] : TILE_FULL;
+}
+
+/* The first step from `step` on that the mask does not empty; at least `steps`: none. */
+template <bool FULL, int BLOCK>
+INLINE int seek_step(const attention_params &p, const key_work &w, int blocks, int step, int steps) {
+    while (FULL && p.seen_of_keys.kinds && step < steps && kind_of_step<BLOCK>(p, w, blocks, step) == TILE_EMPTY)
+        step++;
+    return step;
+}
+
 /* BOTH: dK and dV together; else (the accumulators of both do not fit) every second block makes dK, the others dV. */
 template <typename T, int D, bool FULL, bool BOTH, int WARPS, int TILES, int BLOCK>
 INLINE void attention_dkdv(const attention_params &p) {
@@ -113,52 +128,66 @@ INLINE void attention_dkdv(const attention_params &p) {
     if (!find_keys<ROWS>(p, own_tiles<T, FULL, ROWS>(p, p.a.sk, p.tiles_k), BOTH ? blockIdx.x : blockIdx.x / 2, &w) ||
         (FULL && is_left_out<T>(p, w.c, w.y)))
         return;
+    if (FULL && p.seen_of_keys.kinds)
+        w.begin -= w.begin % BLOCK;
     const int warp_row = share<T, D>::group() * TILES * 16, key0 = w.key0, begin = w.begin, end = w.end;
     const int64_t y = w.y;
     const place &c = w.c;
     const int blocks = begin < end ? (end - begin + BLOCK - 1) / BLOCK : 0, steps = blocks * p.group;
+    const int first = seek_step<FULL, BLOCK>(p, w, blocks, 0, steps);
+    const bool rich = FULL && p.rich, hides_some = rich && hides_elements(p, p.seen_of_keys);
     const bool tf32 = p.tf32, few = few_queries<T>(c, key0, min(key0 + ROWS, c.sk));
     const dropout_state dropout = make_dropout(p);
     float dk[TILES][WIDTH / 8][4], dv[BOTH ? TILES : 1][BOTH ? WIDTH / 8 : 1][4];
     clear<TILES, WIDTH / 8>(dk);
     clear<BOTH ? TILES : 1, BOTH ? WIDTH / 8 : 1>(dv);
-    if (steps) {
+    if (first < steps) {
         load_key_tiles<T, D, ROWS, THREADS>(p, keys_of<T>(p, c, y), values_of<T>(p, c, y), key0, 0, c.sk, sk,
                                             sk + layout::second);
-        load_queries<T, D, THREADS, BLOCK, layout>(p, c, y * p.group, begin, begin, end, sk, 0);
+        load_queries<T, D, THREADS, BLOCK, layout>(p, c, y * p.group + (FULL ? first / blocks : 0),
+                                                   begin + (FULL ? first % blocks * BLOCK : 0), begin, end, sk, 0);
     }
     for (int z = threadIdx.x; z < 2 * BLOCK; z += THREADS)
         ((int *)(shared + layout::numbers + z / BLOCK * layout::numbers_bytes))[z % BLOCK * APART + MARK] = 0;
     __syncthreads();
-    for (int step = 0; step < steps; step++) {
+    int done = 0, next;
+    for (int step = first; step < steps; step = next, done++) {
+        next = seek_step<FULL, BLOCK>(p, w, blocks, step + 1, steps);
         const int64_t x = y * p.group + step / blocks;
-        const int i0 = begin + step % blocks * BLOCK, stage = step & 1;
+        const int i0 = begin + step % blocks * BLOCK, past = FULL ? done : step, stage = past & 1;
         const uint32_t sq = sk + layout::stages + stage * layout::stage_bytes, sdo = sq + BLOCK * t::pitch;
         float *numbers = (float *)(shared + layout::numbers + stage * layout::numbers_bytes);
         const bool at_edge =
             i0 + BLOCK > end || key0 + ROWS > c.sk || meets_edge(c, i0, min(i0 + BLOCK, c.sq), key0, key0 + ROWS);
-        const bool rich = FULL && p.rich, cut = rich || at_edge;
+        const bool partial = FULL && p.seen_of_keys.kinds && kind_of_step<BLOCK>(p, w, blocks, step) != TILE_FULL;
+        const bool cut = hides_some || partial || at_edge;
+        uint32_t shown[TILES];
+#pragma unroll
+        for (int z = 0; z < TILES && FULL; z++)
+            shown[z] = partial ? find_shown<BLOCK>(p.seen_of_keys, find_bits(p.seen_of_keys, c.n, x),
+                                                   key0 + warp_row + z * 16 + (int)threadIdx.x % 32 / 4, c.sk - 1, i0)
+                               : ALL_LANES;
         cp_async_wait<0>();
         if (cut) {
             clean_tile<T, D, BLOCK, THREADS, APART>(sq, (int *)numbers + MARK);
             clean_tile<T, D, BLOCK, THREADS, APART>(sdo, (int *)numbers + MARK);
         }
         __syncthreads();
-        if (step + 1 < steps)
-            load_queries<T, D, THREADS, BLOCK, layout>(p, c, y * p.group + (step + 1) / blocks,
-                                                       begin + (step + 1) % blocks * BLOCK, begin, end, sk, stage ^ 1);
+        if (next < steps)
+            load_queries<T, D, THREADS, BLOCK, layout>(p, c, y * p.group + next / blocks, begin + next % blocks * BLOCK,
+                                                       begin, end, sk, stage ^ 1);
         float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4];
         form_products<T, D, WARPS, TILES, BLOCK>(p, c, sk, warp_row, sq, makes_dk, s, dp);
         if (rich)
 #pragma unroll
             for (int z = 0; z < TILES; z++)
-                full_gradients_of_keys<T, BLOCK, APART>(p, c, dropout, x, !at_edge, key0 + warp_row + z * 16, i0,
-                                                        numbers, s[z], dp[z]);
+                full_gradients_of_keys<T, BLOCK, APART>(p, c, dropout, x, !at_edge, cut, shown[z],
+                                                        key0 + warp_row + z * 16, i0, numbers, s[z], dp[z]);
         else if (cut)
             gradients_of_keys<T, true, TILES, BLOCK, APART>(p, c, key0 + warp_row, i0, numbers, s, dp);
         else
             gradients_of_keys<T, false, TILES, BLOCK, APART>(p, c, key0 + warp_row, i0, numbers, s, dp);
-        const bool whole = few || (FULL && few_are_left<T, TILES, BLOCK>(p, s));
+        const bool whole = few || (FULL && cut && few_are_left<T, TILES, BLOCK>(p, s));
         if (BOTH)
             product_columns<T, D, BOTH ? TILES : 1, BLOCK>((float(*)[WIDTH / 8][4]) dv, s, sdo, tf32, whole);
         if (makes_dk)
@@ -167,15 +196,15 @@ INLINE void attention_dkdv(const attention_params &p) {
             product_columns<T, D, TILES, BLOCK>(dk, s, sdo, tf32, whole);
         if (cut)
             clear_marks<BLOCK, THREADS, APART>((int *)numbers + MARK);
-        if (sizeof(T) == 4 && step % SUM_STEPS == SUM_STEPS - 1 && step + 1 < steps) {
-            store_key_sums<T, D, BOTH, TILES>(p, w, p.adds || step > SUM_STEPS, makes_dk, warp_row, dk, dv);
+        if (sizeof(T) == 4 && past % SUM_STEPS == SUM_STEPS - 1 && next < steps) {
+            store_key_sums<T, D, BOTH, TILES>(p, w, p.adds || past > SUM_STEPS, makes_dk, warp_row, dk, dv);
             clear<TILES, WIDTH / 8>(dk);
             clear<BOTH ? TILES : 1, BOTH ? WIDTH / 8 : 1>(dv);
         }
     }
     cp_async_wait<0>();
-    store_key_sums<T, D, BOTH, TILES>(p, w, p.adds || (sizeof(T) == 4 && steps > SUM_STEPS), makes_dk, warp_row, dk,
-                                      dv);
+    store_key_sums<T, D, BOTH, TILES>(p, w, p.adds || (sizeof(T) == 4 && (FULL ? done : steps) > SUM_STEPS), makes_dk,
+                                      warp_row, dk, dv);
 }
 
 /* -------------------------------------------------------------------------------------------------------- dQ */
@@ -231,7 +260,7 @@ template <int ROWS, bool FULL> INLINE bool find_queries(const attention_params &
     w->begin = w->end = 0;
     if (w->query0 < w->query1) {
         w->begin = max(0, min(w->query0 + w->c.lo, w->c.sk));
-        w->begin -= FULL ? w->begin % DROPOUT_KEYS : 0;
+        w->begin -= FULL ? w->begin % (p.seen_by_queries.kinds ? MASK_TILE : DROPOUT_KEYS) : 0;
         w->end = max(0, min(w->query1 + w->c.hi, w->c.sk));
     }
     return true;
@@ -304,46 +333,57 @@ INLINE void attention_dq(const attention_params &p) {
     const T *k = keys_of<T>(p, c, w.y), *v = values_of<T>(p, c, w.y);
     const dropout_state dropout = make_dropout(p);
     const bool few = few_keys<T>(c, w.query0, w.query1);
+    const uint8_t *const kinds = FULL ? find_kinds(p.seen_by_queries, c.n, x, w.query0 / MASK_TILE) : NULL;
+    const bool rich = FULL && p.rich, hides_some = rich && hides_elements(p, p.seen_by_queries);
+    const int first = seek_column(kinds, w.begin, w.end);
     float dq[TILES][WIDTH / 8][4], numbers[TILES][2][3], weights[TILES][2] = {};
     load_numbers<TILES>(p, c, x, row0, numbers);
     clear<TILES, WIDTH / 8>(dq);
     for (int z = threadIdx.x; z < 2 * BLOCK; z += THREADS)
         ((int *)(shared + layout::numbers + z / BLOCK * layout::numbers_bytes))[z % BLOCK * APART] = 0;
-    if (w.begin < w.end) {
+    if (first < w.end) {
         load_query_tiles<T, D, ROWS, THREADS>(p, c, x, w.query0, 0, c.sq, sq, sq + layout::second);
-        load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, w.begin, sq, 0);
+        load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, first, sq, 0);
     }
     __syncthreads();
-    int stage = 0, step = 0;
-    for (int j0 = w.begin; j0 < w.end; j0 += BLOCK, stage ^= 1) {
+    int stage = 0, step = 0, next;
+    for (int j0 = first; j0 < w.end; j0 = next, stage ^= 1) {
+        next = seek_column(kinds, j0 + BLOCK, w.end);
         const uint32_t sk = sq + layout::stages + stage * layout::stage_bytes;
         int *marks = (int *)(shared + layout::numbers + stage * layout::numbers_bytes);
         const bool at_edge =
             j0 + BLOCK > w.end || w.query0 + ROWS > c.sq || meets_edge(c, w.query0, w.query1, j0, j0 + BLOCK);
-        const bool rich = FULL && p.rich, cut = rich || at_edge;
+        const bool partial = kinds && kinds[j0 / MASK_TILE] != TILE_FULL, cut = hides_some || partial || at_edge;
+        uint32_t shown[TILES];
+#pragma unroll
+        for (int z = 0; z < TILES && FULL; z++)
+            shown[z] = partial ? find_shown<BLOCK>(p.seen_by_queries, find_bits(p.seen_by_queries, c.n, x),
+                                                   row0 + z * 16 + (int)threadIdx.x % 32 / 4, c.sq - 1, j0)
+                               : ALL_LANES;
         cp_async_wait<0>();
         if (cut)
             clean_tile<T, D, BLOCK, THREADS, APART>(sk, marks);
         __syncthreads();
-        if (j0 + BLOCK < w.end)
-            load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, sq, stage ^ 1);
+        if (next < w.end)
+            load_keys<T, D, WARPS, TILES, BLOCK>(p, w, k, v, next, sq, stage ^ 1);
         float s[TILES][BLOCK / 8][4], dp[TILES][BLOCK / 8][4], sums[TILES][2] = {};
         form_products<T, D, WARPS, TILES, BLOCK>(p, c, sq, warp_row, sk, true, s, dp);
         if (rich)
 #pragma unroll
             for (int z = 0; z < TILES; z++)
-                full_gradients_of_queries<T, BLOCK, APART>(p, c, dropout, x, !at_edge, row0 + z * 16, j0, numbers[z],
-                                                           marks, s[z], dp[z], sums[z]);
+                full_gradients_of_queries<T, BLOCK, APART>(p, c, dropout, x, !at_edge, cut, shown[z], row0 + z * 16, j0,
+                                                           numbers[z], marks, s[z], dp[z], sums[z]);
         else if (cut)
             gradients_of_queries<T, true, TILES, BLOCK, APART>(p, c, row0, j0, numbers, marks, s, dp, sums);
         else
             gradients_of_queries<T, false, TILES, BLOCK, APART>(p, c, row0, j0, numbers, marks, s, dp, sums);
         for (int z = 0; z < 2 * TILES; z++)
             weights[z / 2][z % 2] += sums[z / 2][z % 2];
-        product_columns<T, D, TILES, BLOCK>(dq, dp, sk, p.tf32, few || (FULL && few_are_left<T, TILES, BLOCK>(p, dp)));
+        product_columns<T, D, TILES, BLOCK>(dq, dp, sk, p.tf32,
+                                            few || (FULL && cut && few_are_left<T, TILES, BLOCK>(p, dp)));
         if (cut)
             clear_marks<BLOCK, THREADS, APART>(marks);
-        if (sizeof(T) == 4 && ++step % SUM_STEPS == 0 && j0 + BLOCK < w.end) {
+        if (sizeof(T) == 4 && ++step % SUM_STEPS == 0 && next < w.end) {
             store_query_sums<T, D, TILES>(p, w, p.adds || step > SUM_STEPS, row0, dq);
             clear<TILES, WIDTH / 8>(dq);
         }

@@ -3,6 +3,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_SM80_BWD_CUH
 #define HEDDLE_CUDA_ATTENTION_SM80_BWD_CUH
 
+#include "cuda/attention/mask.cuh"
 #include "cuda/attention/prep.cuh"
 #include "cuda/attention/store.cuh"
 

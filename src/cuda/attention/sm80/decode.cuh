@@ -292,8 +292,9 @@ INLINE void attention_decode(const attention_params &p) {
             if (hidden)
                 mark_hidden<BLOCK>(find_pages<BLOCK>(p, w.c.n, j0, w.keys_end), bad);
             __syncwarp();
+            const uint32_t all[1] = {ALL_LANES}; /* a mask has no map here */
             if (rich)
-                score_full<T, 1, BLOCK>(p, w, false, 0, j0, bad, s);
+                score_full<T, 1, BLOCK>(p, w, false, true, all, 0, j0, bad, s);
             else
                 mask_lean<1, BLOCK>(p, w, 0, j0, bad, s);
         }

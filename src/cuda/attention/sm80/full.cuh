@@ -13,10 +13,12 @@ template <typename T> INLINE float dweight_at(const attention_params &p, const p
     return to_float(((const T *)p.t.dweights)[row_at(p.a.dweights_stride, c.n, x, i) + j]);
 }
 
-/* s, dp: Sᵀ, dPᵀ of 16 keys from key0 on and queries from i0 on -> Pᵀ where kept, dTᵀ. numbers: of the queries. */
+/* s, dp: Sᵀ, dPᵀ of 16 keys from key0 on and queries from i0 on -> Pᵀ where kept, dTᵀ. numbers: of the queries. whole: all are seen by the
+ * band; cut: some may not be seen, or are marked; shown: by the map of the mask. */
 template <typename T, int BLOCK, int APART>
 INLINE void full_gradients_of_keys(const attention_params &p, const place &c, const dropout_state &state, int64_t x,
-                                   bool whole, int key0, int i0, const float *numbers, float (*s)[4], float (*dp)[4]) {
+                                   bool whole, bool cut, uint32_t shown, int key0, int i0, const float *numbers,
+                                   float (*s)[4], float (*dp)[4]) {
     const int lane = threadIdx.x % 32, column = lane % 4 * 2, j = key0 + lane / 4;
     kept_bits<BLOCK> kept = keep_all<BLOCK>();
     if (p.drops)
@@ -24,10 +26,11 @@ INLINE void full_gradients_of_keys(const attention_params &p, const place &c, co
     lane_options<T> o[2];
     find_options<T, true>(p, c, x, i0 + column, j, o);
     uint32_t seen = whole ? ALL_LANES : find_seen_by<BLOCK>(c, j, i0 + column);
+    seen &= shown;
 #pragma unroll
     for (int y0 = 0; y0 < BLOCK / 8; y0 += EIGHTS) {
         float slack[EIGHTS][4];
-        make_scores<T, true, EIGHTS>(p, o, front_factor(p), whole, y0, &seen, s + y0, slack);
+        make_scores<T, true, EIGHTS>(p, o, front_factor(p), whole, y0, &seen, s + y0, slack, !p.seen_of_keys.kinds);
 #pragma unroll
         for (int y = y0; y < y0 + EIGHTS; y++)
 #pragma unroll
@@ -36,23 +39,24 @@ INLINE void full_gradients_of_keys(const attention_params &p, const place &c, co
                 const float4 of = numbers_of<BLOCK, APART>(numbers, z);
                 const float base = of.x, weight = weight_of<T>(s[y][e], LOG2E, base, of.y);
                 const int bad = __float_as_int(of.w);
-                const bool there = seen >> (4 * y + e) & 1 && base != CUDART_INF_F, stays = is_kept(kept, y, e);
+                const bool there = !cut || (seen >> (4 * y + e) & 1 && base != CUDART_INF_F),
+                           stays = is_kept(kept, y, e);
                 float t = stays ? dp[y][e] * p.keep_scale : 0.0f;
                 if (p.t.dweights && there)
                     t += dweight_at<T>(p, c, x, i0 + z, j + e / 2 * 8);
                 const float ds = weight * (t - of.z) * slack[y - y0][e];
-                s[y][e] = !there ? 0.0f : bad ? CUDART_NAN_F : stays ? weight : 0.0f;
-                dp[y][e] = !there ? 0.0f : bad ? CUDART_NAN_F : ds;
+                s[y][e] = !there ? 0.0f : cut && bad ? CUDART_NAN_F : stays ? weight : 0.0f;
+                dp[y][e] = !there ? 0.0f : cut && bad ? CUDART_NAN_F : ds;
             }
     }
 }
 
 /* s, dp: S, dP of 16 queries from i0 on and keys from j0 on -> dp: dT. numbers: base, rest, D of this lane's two.
- * sums: what it has of P, kept or not, in float32. */
+ * sums: what it has of P, kept or not, in float32. whole, cut, shown: as above. */
 template <typename T, int BLOCK, int APART>
 INLINE void full_gradients_of_queries(const attention_params &p, const place &c, const dropout_state &state, int64_t x,
-                                      bool whole, int i0, int j0, const float (*numbers)[3], const int *bad,
-                                      float (*s)[4], float (*dp)[4], float sums[2]) {
+                                      bool whole, bool cut, uint32_t shown, int i0, int j0, const float (*numbers)[3],
+                                      const int *bad, float (*s)[4], float (*dp)[4], float sums[2]) {
     const int lane = threadIdx.x % 32, column = lane % 4 * 2, i = i0 + lane / 4;
     kept_bits<BLOCK> kept = keep_all<BLOCK>();
     if (p.drops)
@@ -60,22 +64,23 @@ INLINE void full_gradients_of_queries(const attention_params &p, const place &c,
     lane_options<T> o[2];
     find_options<T, false>(p, c, x, i, j0 + column, o);
     uint32_t seen = whole ? ALL_LANES : find_seen<BLOCK>(c, i, i + 8, j0 + column);
+    seen &= shown;
 #pragma unroll
     for (int y0 = 0; y0 < BLOCK / 8; y0 += EIGHTS) {
         float slack[EIGHTS][4];
-        make_scores<T, false, EIGHTS>(p, o, front_factor(p), whole, y0, &seen, s + y0, slack);
+        make_scores<T, false, EIGHTS>(p, o, front_factor(p), whole, y0, &seen, s + y0, slack, !p.seen_by_queries.kinds);
 #pragma unroll
         for (int y = y0; y < y0 + EIGHTS; y++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int z = y * 8 + column + e % 2;
                 const float base = numbers[e / 2][0], weight = weight_of<T>(s[y][e], LOG2E, base, numbers[e / 2][1]);
-                const bool there = seen >> (4 * y + e) & 1 && base != CUDART_INF_F;
+                const bool there = !cut || (seen >> (4 * y + e) & 1 && base != CUDART_INF_F);
                 float t = is_kept(kept, y, e) ? dp[y][e] * p.keep_scale : 0.0f;
                 if (p.t.dweights && there)
                     t += dweight_at<T>(p, c, x, i + e / 2 * 8, j0 + z);
                 const float ds = weight * (t - numbers[e / 2][2]) * slack[y - y0][e];
-                dp[y][e] = !there ? 0.0f : bad[z * APART] ? CUDART_NAN_F : ds;
+                dp[y][e] = !there ? 0.0f : cut && bad[z * APART] ? CUDART_NAN_F : ds;
                 if (sizeof(T) == 4)
                     sums[e / 2] += there ? weight : 0.0f;
             }

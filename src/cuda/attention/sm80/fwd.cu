@@ -3,6 +3,7 @@
  *
  * A block owns WARPS·TILES·16 rows (query i of head y·pack + row%pack, i = row/pack) and walks over the keys that
  * they see, or over its share of them. K and V of the next step are on their way during a step. */
+#include "cuda/attention/mask.cuh"
 #include "cuda/attention/scores.cuh"
 #include "cuda/attention/sm80/fwd.cuh"
 
@@ -31,10 +32,10 @@ INLINE void mask_lean(const attention_params &p, const forward_work &w, int row0
 /* Eights of columns whose bias is asked for together. */
 #define EIGHTS 2
 
-/* q·k -> S by all options. whole: all are seen by the band. */
+/* q·k -> S by all options. whole: all are seen by the band; cut: some may not be seen, or are marked; shown: by the map of the mask. */
 template <typename T, int TILES, int BLOCK, int APART = 1>
-INLINE void score_full(const attention_params &p, const forward_work &w, bool whole, int row0, int j0, const int *bad,
-                       float (*s)[BLOCK / 8][4]) {
+INLINE void score_full(const attention_params &p, const forward_work &w, bool whole, bool cut, const uint32_t *shown,
+                       int row0, int j0, const int *bad, float (*s)[BLOCK / 8][4]) {
     const int lane = threadIdx.x % 32, column = lane % 4 * 2;
 #pragma unroll
     for (int x = 0; x < TILES; x++) {
@@ -47,18 +48,32 @@ INLINE void score_full(const attention_params &p, const forward_work &w, bool wh
             o[half] = find_row_options<T>(p, w.c, w.y * p.pack + row % p.pack, i[half], j0 + column);
         }
         uint32_t seen = whole ? ALL_LANES : find_seen<BLOCK>(w.c, i[0], i[1], j0 + column);
+        seen &= shown[x];
         float slack[EIGHTS][4];
 #pragma unroll
         for (int y = 0; y < BLOCK / 8; y += EIGHTS)
-            make_scores<T, false, EIGHTS>(p, o, front_factor(p), whole, y, &seen, s[x] + y, slack);
+            make_scores<T, false, EIGHTS>(p, o, front_factor(p), whole, y, &seen, s[x] + y, slack,
+                                          !p.seen_by_queries.kinds);
+        if (cut)
 #pragma unroll
-        for (int y = 0; y < BLOCK / 8; y++)
+            for (int y = 0; y < BLOCK / 8; y++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int mark = bad[(y * 8 + column + e % 2) * APART];
-                s[x][y][e] = !(seen >> (4 * y + e) & 1) ? -CUDART_INF_F : mark ? __int_as_float(mark) : s[x][y][e];
-            }
+                for (int e = 0; e < 4; e++) {
+                    const int mark = bad[(y * 8 + column + e % 2) * APART];
+                    s[x][y][e] = !(seen >> (4 * y + e) & 1) ? -CUDART_INF_F : mark ? __int_as_float(mark) : s[x][y][e];
+                }
     }
+}
+
+/* What the map shows of a step, with which it is asked for before its scores are made; all where `partial` is false. */
+template <int TILES, int BLOCK>
+INLINE void find_shown_rows(const attention_params &p, const forward_work &w, bool partial, int row0, int j0,
+                            uint32_t *shown) {
+#pragma unroll
+    for (int x = 0; x < TILES; x++)
+        shown[x] = partial ? find_shown<BLOCK>(p.seen_by_queries, find_bits(p.seen_by_queries, w.c.n, w.y),
+                                               row0 + x * 16 + (int)threadIdx.x % 32 / 4, w.c.sq - 1, j0)
+                           : ALL_LANES;
 }
 
 /* S -> P = exp2(S·c - max·c); what was summed before is scaled to the new maximum. */
@@ -205,31 +220,38 @@ INLINE void attention_forward(const attention_params &p) {
     const dropout_state dropout = make_dropout(p);
     const bool rich = FULL && p.rich;
     const float c = rich ? LOG2E : p.scale_log2;
+    const uint8_t *const kinds = FULL ? find_kinds(p.seen_by_queries, w.c.n, w.y, w.row0 / MASK_TILE) : NULL;
+    const bool hides_some = rich && hides_elements(p, p.seen_by_queries);
     const int i0 = w.row0 / p.pack, i1 = min(w.c.sq, (w.row0 + ROWS - 1) / p.pack + 1);
     int pages = 0, next_pages = 0; /* of this step, and of the next */
     if (paged) {
         pages = find_pages<BLOCK>(p, w.c.n, w.begin, w.keys_end);
         next_pages = find_pages<BLOCK>(p, w.c.n, w.begin + BLOCK, w.keys_end);
     }
-    if (w.begin < w.end)
-        load_keys<T, D, FULL, WARPS, TILES, BLOCK>(p, w, k, v, w.begin, pages, sq, 0);
+    const int first = seek_column(kinds, w.begin, w.end);
+    if (first < w.end)
+        load_keys<T, D, FULL, WARPS, TILES, BLOCK>(p, w, k, v, first, pages, sq, 0);
     cp_async_commit();
     __syncthreads();
-    int stage = 0;
-    for (int j0 = w.begin; j0 < w.end; j0 += BLOCK, stage ^= 1) {
+    int stage = 0, next;
+    for (int j0 = first; j0 < w.end; j0 = next, stage ^= 1) {
+        next = seek_column(kinds, j0 + BLOCK, w.end);
         const uint32_t sk = sq + layout::keys + stage * layout::stage_bytes, sv = sk + BLOCK * t::pitch;
         const bool hidden = paged && __any_sync(ALL_LANES, pages < 0);
         const bool at_edge = hidden || j0 < w.keys_begin || j0 + BLOCK > w.keys_end || j0 + BLOCK - 1 > i0 + w.c.hi ||
                              j0 < i1 - 1 + w.c.lo;
-        const bool cut = rich || at_edge;
+        const bool partial = kinds && kinds[j0 / MASK_TILE] != TILE_FULL, cut = hides_some || partial || at_edge;
+        uint32_t shown[TILES];
+        if (FULL)
+            find_shown_rows<TILES, BLOCK>(p, w, partial, w.row0 + warp_row, j0, shown);
         cp_async_wait<0>();
         if (cut)
             clean_tile<T, D, BLOCK, THREADS, APART>(sv, bad + stage);
         if (hidden && threadIdx.x < 32)
             mark_hidden<BLOCK, APART>(pages, bad + stage);
         __syncthreads();
-        if (j0 + BLOCK < w.end)
-            load_keys<T, D, FULL, WARPS, TILES, BLOCK>(p, w, k, v, j0 + BLOCK, next_pages, sq, stage ^ 1);
+        if (next < w.end)
+            load_keys<T, D, FULL, WARPS, TILES, BLOCK>(p, w, k, v, next, next_pages, sq, stage ^ 1);
         cp_async_commit();
         if (paged) {
             pages = next_pages;
@@ -238,17 +260,16 @@ INLINE void attention_forward(const attention_params &p) {
         float s[TILES][BLOCK / 8][4];
         product_rows<T, D, TILES, BLOCK>(s, sq + warp_row * t::pitch, sk, tf32, whole_steps<T, D>(p, w.c),
                                          sq + layout::joins);
-        if (cut) {
-            if (rich)
-                score_full<T, TILES, BLOCK, APART>(p, w, !at_edge && w.row0 + ROWS <= w.c.sq * p.pack,
-                                                   w.row0 + warp_row, j0, bad + stage, s);
-            else
-                mask_lean<TILES, BLOCK, APART>(p, w, w.row0 + warp_row, j0, bad + stage, s);
-        }
+        if (rich)
+            score_full<T, TILES, BLOCK, APART>(p, w, !at_edge && w.row0 + ROWS <= w.c.sq * p.pack, cut, shown,
+                                               w.row0 + warp_row, j0, bad + stage, s);
+        else if (cut)
+            mask_lean<TILES, BLOCK, APART>(p, w, w.row0 + warp_row, j0, bad + stage, s);
         online_softmax<T, WIDTH, TILES, BLOCK>(&state, c, s, o);
         if (FULL && p.drops)
             drop<TILES, BLOCK>(p, w, dropout, w.row0 + warp_row, j0, s);
-        product_columns<T, D, TILES, BLOCK>(o, s, sv, tf32, few || (FULL && few_are_left<T, TILES, BLOCK>(p, s)));
+        product_columns<T, D, TILES, BLOCK>(o, s, sv, tf32,
+                                            few || (FULL && cut && few_are_left<T, TILES, BLOCK>(p, s)));
         if (cut) {
             __syncthreads();
             for (int x = threadIdx.x; x < BLOCK; x += THREADS)

@@ -159,6 +159,8 @@ static void lay_out_forward(const attention_problem *p, attention_choice *c) {
         c->part_lse = c->part_o + align64((size_t)(c->key_shares * c->lse_rows * a->dv) * sizeof(float));
         c->bytes = c->part_lse + align64(2 * (size_t)(c->key_shares * c->lse_rows) * sizeof(float));
     }
+    if (k->variant == VARIANT_full && c->pack == 1 && heddle__cuda_map_pays(p)) /* a tile has rows of one head */
+        heddle__cuda_place_map(p, MASK_TILE, MASK_TILE, false, c);
 }
 
 static void lay_out_fused(const attention_problem *p, attention_choice *c) {
@@ -191,6 +193,10 @@ static void lay_out(const attention_problem *p, attention_choice *c) {
     const int tiles = sm80_tiles((int)heddle_dtype_size(a->dtype), dkdv->dim, dkdv->warps, dkdv->own);
     c->blocks = c->tiles_q * a->h * a->b;
     c->blocks_dkdv = c->tiles_k * a->hk * a->b * (sm80_makes_both(dkdv->dim, tiles) ? 1 : 2);
+    if (heddle__cuda_map_pays(p)) {
+        heddle__cuda_place_map(p, MASK_TILE, MASK_TILE, true, c);
+        heddle__cuda_place_map(p, MASK_TILE, MASK_TILE, false, c);
+    }
 }
 
 /* ------------------------------------------------------------------------------------------------- its launches */
@@ -198,6 +204,7 @@ static void lay_out(const attention_problem *p, attention_choice *c) {
 static void launch(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const heddle_attention *a = p->a;
     const int64_t rows = a->b * a->h * a->sq;
+    heddle__cuda_add_mask(p, c, job);
     if (p->pass == HEDDLE_FORWARD) {
         heddle__cuda_add_launch(job, c->fwd, c->blocks);
         if (c->key_shares > 1)
