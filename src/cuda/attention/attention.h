@@ -14,7 +14,7 @@ typedef struct attention_launch {
     bool sm90;                   /* the parameter is attention_params_sm90 */
 } attention_launch;
 
-#define ATTENTION_MAX_LAUNCHES 9
+#define ATTENTION_MAX_LAUNCHES 10
 
 /* A pass: launches in order, all with the same parameters, into which the tensor maps are to be made of their shapes first. */
 typedef struct attention_job {

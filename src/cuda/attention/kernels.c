@@ -55,7 +55,7 @@ static int shared_bytes_sm90(const kernel_row *k) {
 
 static int shared_bytes_sm90_f32(const kernel_row *k) {
     switch (k->pass) {
-    case PASS_fwd: return forward32_bytes(k->dim, k->own);
+    case PASS_fwd: return forward32_bytes(k->dim, k->own, k->variant == VARIANT_full);
     case PASS_prep: return backward32_bytes(k->dim, k->variant == VARIANT_full ? 2 : 1);
     case PASS_dkdv:
     case PASS_dq: return backward32_bytes(k->dim, 2);

@@ -126,16 +126,28 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
         mbarrier_wait(k.smem + layout::own_full, turn);
     const int steps = (all.end - all.begin + BLOCK - 1) / BLOCK * (w.head1 - w.head0);
     int i0 = all.begin, x = w.head0; /* of what streams by: where it is, and its head */
+    bool last = steps == 0;
 #pragma unroll 1
-    for (int step = 0; step < steps; step++) {
+    for (int step = 0; FULL ? !last : step < steps; step++) {
         const int a = r->slot, b = layout::streams == 1 || a + 1 < layout::SLOTS ? a + 1 : 0;
         const float *numbers = (const float *)(shared + layout::numbers) + a * NUMBERS;
-        const bool seen = i0 + BLOCK > mine.begin && i0 < mine.end, cut = i0 < mine.whole_from || i0 > mine.whole_to;
+        int kind = TILE_FULL;
+        if (FULL) {
+            mbarrier_wait(k.smem + layout::full + a * 8, r->turn);
+            const uint32_t *const told = (const uint32_t *)numbers + 3 * BLOCK + 2, now = told[0];
+            i0 = tile_in(now) * BLOCK;
+            x = (int)told[1];
+            kind = kind_in(now, group / layout::parts);
+            last = now & STEP_LAST;
+        }
+        const bool seen = FULL ? kind != TILE_EMPTY : i0 + BLOCK > mine.begin && i0 < mine.end,
+                   cut = i0 < mine.whole_from || i0 > mine.whole_to;
         if constexpr (layout::parts > 1) { /* of all warpgroups' rows */
             if constexpr (PREP)
-                add_wide_rows<D, WALK>(p, w.c, w.head, &k, i0, cut, sums_d, numbers, r);
+                add_wide_rows<D, WALK>(p, w.c, w.head, &k, i0, cut, kind, sums_d, numbers, r);
             else
-                add_wide_tile<D, WALK, FULL>(p, w.c, WALK == WALK_KEYS ? x : w.head, &k, i0, cut, numbers, r, c, c2);
+                add_wide_tile<D, WALK, FULL>(p, w.c, WALK == WALK_KEYS ? x : w.head, &k, i0, cut, kind, numbers, r, c,
+                                             c2);
         } else {
             mbarrier_wait(k.smem + layout::full + a * 8, r->turn);
             advance<layout::SLOTS>(r);
@@ -148,9 +160,9 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
                 if (layout::streams == 2)
                     release(k.smem + layout::empty + b * 8);
             } else if constexpr (PREP)
-                add_rows<D, WALK>(p, w.c, w.head, &k, i0, cut, sums_d, numbers, a, b);
+                add_rows<D, WALK>(p, w.c, w.head, &k, i0, cut, kind, sums_d, numbers, a, b);
             else
-                add_tile<D, WALK, FULL>(p, w.c, WALK == WALK_KEYS ? x : w.head, &k, i0, cut, numbers,
+                add_tile<D, WALK, FULL>(p, w.c, WALK == WALK_KEYS ? x : w.head, &k, i0, cut, kind, numbers,
                                         WALK == WALK_QUERIES ? b : a, WALK == WALK_QUERIES ? a : b, c, c2);
         }
         i0 += BLOCK;
@@ -216,6 +228,8 @@ template <int D> INLINE bool leaves_few(const attention_params &p, uint32_t bloc
     const work w = find_work<D, WALK_ROWS>(p, block);
     const int last = min(w.own0 + backward32_own(D), w.own_rows);
     bool few = false;
+    if (map_shows_many(p, w.c, w.head, w.own0, last))
+        return false;
     for (int i = w.own0 + (int)threadIdx.x / 32; i < last && !few; i += (int)blockDim.x / 32) {
         const int count = count_seen<float>(p, w.c, w.head, i);
         few = count > 0 && count <= FEW_KEYS;
@@ -246,7 +260,7 @@ template <int D, int WALK, bool FULL> INLINE void attention_backward(const atten
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();
         if (threadIdx.x < 32)
-            fetch<D, WALK>(p, w, shared_address(shared), &r);
+            fetch<D, WALK, FULL>(p, w, shared, &r);
     } else {
         registers_more<240>();
         consume<D, WALK, FULL>(p, w, blockIdx.x, shared, &r, 0);
@@ -277,7 +291,7 @@ template <int D, bool FULL> INLINE void attention_sums(const attention_params &p
 #pragma unroll 1
         for (int again = 0; again <= (int)is_few; again++) { /* the log-sum-exp, and D by that */
             if (threadIdx.x < 32)
-                fetch<D, WALK>(p, w, shared_address(shared), &r);
+                fetch<D, WALK, FULL>(p, w, shared, &r);
             else if (threadIdx.x >= WARPGROUP)
                 consume<D, WALK, FULL>(p, w, first + (uint32_t)x, shared, &r, turn, is_few, again);
             const span s = find_span(w, w.own0, OWN);

@@ -3,7 +3,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_BWD32_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_BWD32_SM90_CUH
 
-#include "cuda/attention/sm90/sm90.cuh"
+#include "cuda/attention/sm90_f32/options.cuh"
 #include "cuda/attention/sm90_f32/split.cuh"
 
 #define BLOCK SPLIT_ROWS
@@ -106,49 +106,121 @@ template <int D, int WALK> INLINE constexpr int load_stream(int y) {
     return WALK == WALK_QUERIES ? 1 - y / split_parts(D) : y / split_parts(D) % 2;
 }
 
-template <int D, int WALK> INLINE void fetch(const attention_params &p, const work &w, uint32_t smem, ring *r) {
+/* A step's tiles, from row i0 on of head x, tile number `tile`, at: where the head's numbers begin. With options it is told to the others. */
+template <int D, int WALK, bool FULL>
+INLINE void fetch_step(const attention_params &p, const work &w, int x, int i0, int64_t tile, int64_t at, uint32_t step,
+                       char *shared, uint32_t smem, ring *r) {
     typedef backward32<D, WALK> layout;
     const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int z = 0; z < layout::loads; z++) {
+        const int tensor = stream_tensor<WALK>(load_stream<D, WALK>(z)), part = z % layout::parts;
+        const uint32_t bar = smem + layout::full + r->slot * 8;
+        mbarrier_wait(smem + layout::empty + r->slot * 8, r->turn ^ 1);
+        if (FULL && z == 0 && lane == 0) {
+            uint32_t *const told = (uint32_t *)(shared + layout::numbers) + r->slot * NUMBERS + 3 * BLOCK + 2;
+            told[0] = step;
+            told[1] = (uint32_t)x;
+        }
+        if (lane == 0) {
+            mbarrier_expect(bar, layout::part_bytes);
+            copy_bulk(smem + layout::slots + r->slot * layout::part_bytes,
+                      (const char *)p.split[tensor].tiles + tile * layout::tile_bytes + part * layout::part_bytes,
+                      layout::part_bytes, bar);
+        }
+        if (z == 0) {
+            const uint32_t numbers = smem + layout::numbers + r->slot * NUMBERS * 4;
+#pragma unroll
+            for (int row = lane; row < BLOCK && WALK == WALK_KEYS; row += 32) {
+                const int bytes = i0 + row < w.rows ? 4 : 0;
+                const int64_t from = bytes ? at + i0 + row : 0;
+                cp_async4(numbers + row * 4, p.base + from, bytes);
+                cp_async4(numbers + (BLOCK + row) * 4, p.rest + from, bytes);
+                cp_async4(numbers + (2 * BLOCK + row) * 4, p.dsum + from, bytes);
+            }
+            if (lane < layout::streams)
+                cp_async4(numbers + (3 * BLOCK + lane) * 4,
+                          &p.split[lane ? stream_tensor<WALK>(1) : stream_tensor<WALK>(0)].info[tile].exponent, 4);
+        }
+        cp_async_arrive(bar);
+        advance<layout::SLOTS>(r);
+    }
+}
+
+/* What the sets of a block see of what streams by from row i0 on of head x. */
+template <int D, int WALK> INLINE uint32_t step_of(const attention_params &p, const work &w, int x, int i0) {
+    const mask_map &m = WALK == WALK_KEYS ? p.seen_of_keys : p.seen_by_queries;
+    uint32_t step = (uint32_t)(i0 / BLOCK) << STEP_TILE;
+#pragma unroll
+    for (int set = 0; set < backward32<D, WALK>::sets; set++) {
+        const int own0 = w.own0 + set * BLOCK;
+        const uint8_t *const kinds = find_kinds(m, w.c.n, WALK == WALK_KEYS ? x : w.head, own0 / MASK_TILE);
+        const span s = find_span(w, own0, BLOCK);
+        if (i0 + BLOCK > s.begin && i0 < s.end)
+            step = with_kind(step, set, kinds ? kinds[m.tiles_across > 1 ? i0 / MASK_TILE : 0] : TILE_FULL);
+    }
+    return step;
+}
+
+/* From row *i0 on of head *x the next that a set sees, and what; 0: none. */
+template <int D, int WALK>
+INLINE uint32_t seek_step(const attention_params &p, const work &w, const span &s, int *x, int *i0) {
+    while (*x < w.head1) {
+        const uint32_t step = step_of<D, WALK>(p, w, *x, *i0);
+        if (step & STEP_SEEN)
+            return step;
+        *i0 += BLOCK;
+        if (*i0 >= s.end) {
+            *i0 = s.begin;
+            ++*x;
+        }
+    }
+    return 0;
+}
+
+/* With options. */
+template <int D, int WALK>
+INLINE void fetch_seen(const attention_params &p, const work &w, const span &s, char *shared, uint32_t smem, ring *r) {
+    int x = w.head0, i0 = s.begin;
+    uint32_t step = seek_step<D, WALK>(p, w, s, &x, &i0);
+    if (!step) {
+        x = w.head0;
+        i0 = s.begin;
+        step = (uint32_t)(i0 / BLOCK) << STEP_TILE;
+    }
+#pragma unroll 1
+    for (bool last = false; !last;) {
+        const bool wraps = i0 + BLOCK >= s.end;
+        int next_x = wraps ? x + 1 : x, next_i0 = wraps ? s.begin : i0 + BLOCK;
+        const uint32_t next = seek_step<D, WALK>(p, w, s, &next_x, &next_i0);
+        last = !next || !(step & STEP_SEEN);
+        fetch_step<D, WALK, true>(p, w, x, i0, split_tile(p, w.c, WALK != WALK_KEYS, x, i0 / BLOCK),
+                                  WALK == WALK_KEYS ? lse_at(p, w.c, x, 0) : 0, step | last, shared, smem, r);
+        x = next_x;
+        i0 = next_i0;
+        step = next;
+    }
+}
+
+template <int D, int WALK, bool FULL>
+INLINE void fetch(const attention_params &p, const work &w, char *shared, ring *r) {
+    typedef backward32<D, WALK> layout;
+    const uint32_t smem = shared_address(shared);
     const span s = find_span(w, w.own0, layout::own);
     if (s.begin >= s.end)
         return;
-    if (lane == 0)
+    if (threadIdx.x % 32 == 0)
         fetch_own<D, WALK>(p, w, smem);
+    if constexpr (FULL) {
+        fetch_seen<D, WALK>(p, w, s, shared, smem, r);
+        return;
+    }
     for (int x = w.head0; x < w.head1; x++) {
         int64_t tile = split_tile(p, w.c, WALK != WALK_KEYS, x, s.begin / BLOCK);
         const int64_t at = WALK == WALK_KEYS ? lse_at(p, w.c, x, 0) : 0;
 #pragma unroll 1
         for (int i0 = s.begin; i0 < s.end; i0 += BLOCK, tile++)
-#pragma unroll
-            for (int z = 0; z < layout::loads; z++) {
-                const int tensor = stream_tensor<WALK>(load_stream<D, WALK>(z)), part = z % layout::parts;
-                const uint32_t bar = smem + layout::full + r->slot * 8;
-                mbarrier_wait(smem + layout::empty + r->slot * 8, r->turn ^ 1);
-                if (lane == 0) {
-                    mbarrier_expect(bar, layout::part_bytes);
-                    copy_bulk(smem + layout::slots + r->slot * layout::part_bytes,
-                              (const char *)p.split[tensor].tiles + tile * layout::tile_bytes +
-                                  part * layout::part_bytes,
-                              layout::part_bytes, bar);
-                }
-                if (z == 0) {
-                    const uint32_t numbers = smem + layout::numbers + r->slot * NUMBERS * 4;
-#pragma unroll
-                    for (int row = lane; row < BLOCK && WALK == WALK_KEYS; row += 32) {
-                        const int bytes = i0 + row < w.rows ? 4 : 0;
-                        const int64_t from = bytes ? at + i0 + row : 0;
-                        cp_async4(numbers + row * 4, p.base + from, bytes);
-                        cp_async4(numbers + (BLOCK + row) * 4, p.rest + from, bytes);
-                        cp_async4(numbers + (2 * BLOCK + row) * 4, p.dsum + from, bytes);
-                    }
-                    if (lane < layout::streams)
-                        cp_async4(numbers + (3 * BLOCK + lane) * 4,
-                                  &p.split[lane ? stream_tensor<WALK>(1) : stream_tensor<WALK>(0)].info[tile].exponent,
-                                  4);
-                }
-                cp_async_arrive(bar);
-                advance<layout::SLOTS>(r);
-            }
+            fetch_step<D, WALK, false>(p, w, x, i0, tile, at, 0, shared, smem, r);
     }
 }
 

@@ -113,16 +113,26 @@ template <typename S> INLINE uint32_t find_seen(const S &k, int i0, bool cut) {
 /* Eights of columns whose bias is asked for together. */
 #define EIGHTS 1
 
+/* What the map shows of this lane's rows and the tile at i0 of head x; all where that is not cut. */
+template <int WALK, typename S>
+INLINE uint32_t find_shown_rows(const attention_params &p, const place &c, int64_t x, const S &k, int i0, int kind) {
+    const mask_map &m = WALK == WALK_KEYS ? p.seen_of_keys : p.seen_by_queries;
+    if (kind == TILE_FULL || !m.kinds)
+        return ALL_LANES;
+    return find_shown<BLOCK>(m, find_bits(m, c.n, x), k.own0 + fragment_row(), (WALK == WALK_KEYS ? c.sk : c.sq) - 1,
+                             i0);
+}
+
 /* q·k, times `by`, and dP, times `factor`, of head x -> P where it is kept, and dS. sums: of a tile's P of the two rows, kept or not. */
 template <int WALK, typename S>
 INLINE void make_all(const attention_params &p, const place &c, int64_t x, float by, float factor, const S &k, int i0,
-                     bool cut, const float *numbers, float (*s)[4], float (*dp)[4], float sums[2]) {
+                     bool cut, uint32_t shown, const float *numbers, float (*s)[4], float (*dp)[4], float sums[2]) {
     constexpr bool KEYS = WALK == WALK_KEYS;
     const int column0 = fragment_column(), warp_row = k.own0 + (int)threadIdx.x % WARPGROUP / 32 * 16;
     const int row = k.own0 + fragment_row(), column = i0 + column0;
     lane_options<float> o[2];
     find_options<float, KEYS>(p, c, x, KEYS ? column : row, KEYS ? row : column, o);
-    uint32_t seen = find_seen(k, i0, cut);
+    uint32_t seen = find_seen(k, i0, cut) & shown;
     kept_bits<BLOCK> kept = keep_all<BLOCK>();
     if (p.drops)
         kept =
@@ -130,7 +140,8 @@ INLINE void make_all(const attention_params &p, const place &c, int64_t x, float
 #pragma unroll
     for (int y0 = 0; y0 < BLOCK / 8; y0 += EIGHTS) {
         float slack[EIGHTS][4];
-        make_scores<float, KEYS, EIGHTS>(p, o, by, !cut, y0, &seen, s + y0, slack);
+        make_scores<float, KEYS, EIGHTS>(p, o, by, !cut, y0, &seen, s + y0, slack,
+                                         !(KEYS ? p.seen_of_keys : p.seen_by_queries).kinds);
 #pragma unroll
         for (int y = y0; y < y0 + EIGHTS; y++)
 #pragma unroll
@@ -152,11 +163,12 @@ INLINE void make_all(const attention_params &p, const place &c, int64_t x, float
 /* What P and dP of a tile add: dS in the place of dP, and with options, where s is q·k still, P. */
 template <int D, int WALK, bool FULL>
 INLINE void make_sums(const attention_params &p, const place &of, int64_t x, float factor, int exponent,
-                      state<D, WALK> *k, int i0, bool cut, const float *numbers, float (*s)[4], float (*dp)[4]) {
+                      state<D, WALK> *k, int i0, bool cut, uint32_t shown, const float *numbers, float (*s)[4],
+                      float (*dp)[4]) {
     if (FULL) {
         float sums[2] = {0.0f, 0.0f};
         make_all<WALK>(p, of, x, scale_by(front_factor(p), k->exponent - exponent), factor * p.keep_scale, *k, i0, cut,
-                       numbers, s, dp, sums);
+                       shown, numbers, s, dp, sums);
         for (int half = 0; half < 2 && WALK == WALK_QUERIES; half++)
             k->weight[half] += sums[half];
     } else if (cut)
@@ -176,7 +188,7 @@ template <int D, int WALK> INLINE void find_own(const state<D, WALK> &k, int z, 
 /* One tile of what streams by, of head x: `first` and `second` lie in these slots. Releases them. */
 template <int D, int WALK, bool FULL>
 INLINE void add_tile(const attention_params &p, const place &of, int64_t x, state<D, WALK> *k, int i0, bool cut,
-                     const float *numbers, int first, int second, float (*c)[4], float (*c2)[4]) {
+                     int kind, const float *numbers, int first, int second, float (*c)[4], float (*c2)[4]) {
     typedef backward32<D, WALK> layout;
     const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
     const uint32_t at[] = {k->smem + layout::slots + first * layout::tile_bytes},
@@ -194,6 +206,7 @@ INLINE void add_tile(const attention_params &p, const place &of, int64_t x, stat
     wgmma_commit();
     const float factor = mantissa_of(p.scale_log2) * power(k->exponent - exponent[0]),
                 factor2 = k->factor * power(-exponent[1]);
+    const uint32_t shown = FULL ? find_shown_rows<WALK>(p, of, x, *k, i0, kind) : ALL_LANES;
     wgmma_wait<1>();
     pin_all<8>(s);
     if (!FULL)
@@ -204,7 +217,7 @@ INLINE void add_tile(const attention_params &p, const place &of, int64_t x, stat
         add_strip(dp, dp2);
     if (WALK == WALK_QUERIES)
         release(k->smem + layout::empty + second * 8);
-    make_sums<D, WALK, FULL>(p, of, x, factor2, exponent[0], k, i0, cut, numbers, s, dp);
+    make_sums<D, WALK, FULL>(p, of, x, factor2, exponent[0], k, i0, cut, shown, numbers, s, dp);
     fit_units<D>(-exponent[0], k->unit, dp, c, by);
     split_fragments(by, dp, high, low);
     add_product<D>(c, high, low, at[0]);
@@ -255,16 +268,16 @@ INLINE void add_row(const float (*s)[4], int half, float *base, float *rest) {
 
 /* The same with all options, of head x; or, once the log-sum-exp is there, D, of the very P and dP of dkdv and dq. */
 template <typename S>
-INLINE void add_options(const attention_params &p, const place &c, int64_t x, S *k, int i0, bool cut, bool sums_d,
-                        float by, float factor, float (*s)[4], const float (*dp)[4]) {
+INLINE void add_options(const attention_params &p, const place &c, int64_t x, S *k, int i0, bool cut, int kind,
+                        bool sums_d, float by, float factor, float (*s)[4], const float (*dp)[4]) {
     const int row = k->own0 + fragment_row(), column = i0 + fragment_column();
     float slack[EIGHTS][4];
     lane_options<float> o[2];
     find_options<float, false>(p, c, x, row, column, o);
-    uint32_t seen = find_seen(*k, i0, cut);
+    uint32_t seen = find_seen(*k, i0, cut) & find_shown_rows<WALK_ROWS>(p, c, x, *k, i0, kind);
 #pragma unroll
     for (int y = 0; y < BLOCK / 8; y += EIGHTS)
-        make_scores<float, false, EIGHTS>(p, o, by, !cut, y, &seen, s + y, slack);
+        make_scores<float, false, EIGHTS>(p, o, by, !cut, y, &seen, s + y, slack, !p.seen_by_queries.kinds);
     hide_scores<BLOCK / 8>(seen, s);
     if (!sums_d) {
         for (int half = 0; half < 2; half++)
@@ -288,18 +301,18 @@ INLINE void add_options(const attention_params &p, const place &c, int64_t x, S 
 /* prep: what scores, and dP, of a tile are for. */
 template <int D, int WALK>
 INLINE void join_rows(const attention_params &p, const place &c, int64_t x, state<D, WALK> *k, int i0, bool cut,
-                      bool sums_d, const int exponent[2], float (*s)[4], const float (*dp)[4]) {
+                      int kind, bool sums_d, const int exponent[2], float (*s)[4], const float (*dp)[4]) {
     if constexpr (WALK == WALK_SUMS)
         add_scores(k, i0, mantissa_of(p.scale_log2) * power(k->exponent - exponent[0]), s);
     else
-        add_options(p, c, x, k, i0, cut, sums_d, scale_by(front_factor(p), k->exponent - exponent[0]),
+        add_options(p, c, x, k, i0, cut, kind, sums_d, scale_by(front_factor(p), k->exponent - exponent[0]),
                     k->factor * power(-exponent[1]) * p.keep_scale, s, dp);
 }
 
 /* prep: one tile of what streams by, all of it in these slots, which are released; without options only the first is wanted. */
 template <int D, int WALK>
 INLINE void add_rows(const attention_params &p, const place &c, int64_t x, state<D, WALK> *k, int i0, bool cut,
-                     bool sums_d, const float *numbers, int first, int second) {
+                     int kind, bool sums_d, const float *numbers, int first, int second) {
     typedef backward32<D, WALK> layout;
     const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
     const uint32_t at[] = {k->smem + layout::slots + first * layout::tile_bytes},
@@ -322,7 +335,7 @@ INLINE void add_rows(const attention_params &p, const place &c, int64_t x, state
             add_strip(dp, dp2);
         release(k->smem + layout::empty + second * 8);
     }
-    join_rows<D, WALK>(p, c, x, k, i0, cut, sums_d, exponent, s, dp);
+    join_rows<D, WALK>(p, c, x, k, i0, cut, kind, sums_d, exponent, s, dp);
 }
 
 #endif

@@ -75,7 +75,7 @@ INLINE void add_part(const state<D, WALK> &k, const passing_tile<backward32<D, W
 /* As add_tile. dkdv has dO in shared memory when it has P, and Q comes a second time for dK. */
 template <int D, int WALK, bool FULL>
 INLINE void add_wide_tile(const attention_params &p, const place &of, int64_t x, state<D, WALK> *k, int i0, bool cut,
-                          const float *numbers, ring *r, float (*c)[4], float (*c2)[4]) {
+                          int kind, const float *numbers, ring *r, float (*c)[4], float (*c2)[4]) {
     typedef backward32<D, WALK> layout;
     passing_tile<layout> t = next_tile<layout>(r);
     float s[8][4], dp[8][4], rest[8][4];
@@ -88,6 +88,7 @@ INLINE void add_wide_tile(const attention_params &p, const place &of, int64_t x,
     const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
     const float factor = mantissa_of(p.scale_log2) * power(k->exponent - exponent[0]),
                 factor2 = k->factor * power(-exponent[1]);
+    const uint32_t shown = FULL ? find_shown_rows<WALK>(p, of, x, *k, i0, kind) : ALL_LANES;
     wgmma_wait<0>();
     join(WALK == WALK_QUERIES ? dp : s, rest);
     release_tile<layout>(k->smem, t);
@@ -105,7 +106,7 @@ INLINE void add_wide_tile(const attention_params &p, const place &of, int64_t x,
         wgmma_wait<0>();
         join(dp, rest);
     }
-    make_sums<D, WALK, FULL>(p, of, x, factor2, exponent[0], k, i0, cut, numbers, s, dp);
+    make_sums<D, WALK, FULL>(p, of, x, factor2, exponent[0], k, i0, cut, shown, numbers, s, dp);
     if (WALK == WALK_KEYS) {
         add_part(*k, t, -exponent[1], k->unit2, s, c2);
         release_tile<layout>(k->smem, t); /* numbers are done with, too */
@@ -119,7 +120,7 @@ INLINE void add_wide_tile(const attention_params &p, const place &of, int64_t x,
 /* As add_rows. */
 template <int D, int WALK>
 INLINE void add_wide_rows(const attention_params &p, const place &c, int64_t x, state<D, WALK> *k, int i0, bool cut,
-                          bool sums_d, const float *numbers, ring *r) {
+                          int kind, bool sums_d, const float *numbers, ring *r) {
     typedef backward32<D, WALK> layout;
     passing_tile<layout> t = next_tile<layout>(r);
     float s[8][4], dp[8][4], rest[8][4];
@@ -135,7 +136,7 @@ INLINE void add_wide_rows(const attention_params &p, const place &c, int64_t x, 
         join(dp, rest);
         release_tile<layout>(k->smem, t);
     }
-    join_rows<D, WALK>(p, c, x, k, i0, cut, sums_d, exponent, s, dp);
+    join_rows<D, WALK>(p, c, x, k, i0, cut, kind, sums_d, exponent, s, dp);
 }
 
 #endif

@@ -45,9 +45,9 @@ CONTRACT int forward32_layout_bytes(int dim, int own) {
            sets * (2 + 4 * split_parts(dim)) * 4 + 8 * FORWARD32_BARRIERS;
 }
 
-/* Shared memory begins anywhere, tiles at multiples of 1024. */
-CONTRACT int forward32_bytes(int dim, int own) {
-    return 1024 + forward32_layout_bytes(dim, own);
+/* Shared memory begins anywhere, tiles at multiples of 1024; with options a word for each slot. */
+CONTRACT int forward32_bytes(int dim, int own, int full) {
+    return 1024 + forward32_layout_bytes(dim, own) + (full ? forward32_slots(dim) * 4 : 0);
 }
 
 /* ----------------------------------------------------------------------------------------------------- backward */
@@ -57,7 +57,7 @@ CONTRACT int backward32_own(int dim) {
     return 2 / split_parts(dim) * SPLIT_ROWS;
 }
 
-/* Numbers that come with a tile that streams: three a row, and the exponents of two tiles. */
+/* Numbers that come with a tile that streams: three a row, the exponents of two tiles, and with options which tile it is. */
 #define BACKWARD32_NUMBERS (3 * SPLIT_ROWS + 4)
 
 CONTRACT int backward32_slots(int dim) {

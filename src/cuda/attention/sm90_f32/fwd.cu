@@ -94,23 +94,34 @@ struct forward_rows {
 /* Eights of columns whose bias is asked for together. */
 #define EIGHTS 2
 
-/* q·k -> S by all options, of tile t; what a mark says comes in front of what hides. */
-INLINE void apply_options(const attention_params &p, const forward_work &f, const forward_rows &w, int t, int exponent,
-                          const uint32_t marks[2], float (*s)[4]) {
+/* What the map shows of this lane's rows in tile t; all where that is not cut. */
+INLINE uint32_t find_shown_rows(const attention_params &p, const forward_work &f, const forward_rows &w, int t,
+                                bool partial) {
+    if (!partial || !p.seen_by_queries.kinds)
+        return ALL_LANES;
+    return find_shown<SPLIT_ROWS>(p.seen_by_queries, find_bits(p.seen_by_queries, f.c.n, f.x), w.i0 + fragment_row(),
+                                  f.c.sq - 1, t * SPLIT_ROWS);
+}
+
+/* q·k -> S by all options, of tile t, of which the map shows what is `shown`; what a mark says comes in front of what hides. */
+INLINE void apply_options(const attention_params &p, const forward_work &f, const forward_rows &w, int t, bool partial,
+                          uint32_t shown, int exponent, const uint32_t marks[2], float (*s)[4]) {
     const int j0 = t * SPLIT_ROWS, row = w.i0 + fragment_row(), column = j0 + fragment_column();
     const bool whole = j0 + SPLIT_ROWS <= w.sk && j0 + SPLIT_ROWS - 1 <= w.i0 + w.hi && j0 >= w.last + w.lo &&
                        w.i0 + SPLIT_ROWS - 1 == w.last;
     lane_options<float> o[2];
     find_options<float, false>(p, f.c, f.x, row, column, o);
     uint32_t seen = whole ? ALL_LANES : find_seen<SPLIT_ROWS>(f.c, row, row + 8, column);
+    seen &= shown;
     float slack[EIGHTS][4];
     const float by = scale_by(front_factor(p), w.exponent - exponent);
 #pragma unroll
     for (int y = 0; y < SPLIT_ROWS / 8; y += EIGHTS)
-        make_scores<float, false, EIGHTS>(p, o, by, whole, y, &seen, s + y, slack);
+        make_scores<float, false, EIGHTS>(p, o, by, whole, y, &seen, s + y, slack, !p.seen_by_queries.kinds);
     if (w.marks | marks[0] | marks[1])
         mark_scores(w.marks, marks, s);
-    hide_scores<SPLIT_ROWS / 8>(seen, s);
+    if (!whole || partial || hides_elements(p, p.seen_by_queries))
+        hide_scores<SPLIT_ROWS / 8>(seen, s);
 }
 
 /* P of tile t -> 0 where it is dropped. */
@@ -124,16 +135,16 @@ INLINE void drop(const attention_params &p, const forward_work &f, const forward
 /* The scores of tile t are there: marks and masks, softmax, then `finish` of the tile before, the two parts of P. o and *unit: of which
  * power of two V is. */
 template <int D, bool FULL, typename F>
-INLINE void receive_scores(const attention_params &p, const forward_work &f, const forward_rows &w, int t,
-                           uint32_t info, softmax_state *state, float (*s)[4], split_weights *a, float (*o)[4],
-                           float *unit, F finish) {
+INLINE void receive_scores(const attention_params &p, const forward_work &f, const forward_rows &w, int t, bool partial,
+                           uint32_t shown, uint32_t info, softmax_state *state, float (*s)[4], split_weights *a,
+                           float (*o)[4], float *unit, F finish) {
     const split_info k = read_info(info), v = read_info(info + 16);
     const float c = FULL ? LOG2E : w.mantissa * power_of_two(max(-126, min(w.exponent - k.exponent, 125)));
     const uint32_t marks[2] = {k.marks[0] | v.marks[0], k.marks[1] | v.marks[1]};
     const int j0 = t * SPLIT_ROWS;
     float shrink[2];
     if (FULL) {
-        apply_options(p, f, w, t, k.exponent, marks, s);
+        apply_options(p, f, w, t, partial, shown, k.exponent, marks, s);
     } else {
         if (w.marks | marks[0] | marks[1])
             mark_scores(w.marks, marks, s);
@@ -220,10 +231,11 @@ template <int PARTS> INLINE void join_scores(float (*s)[4], float (*rest)[4]) {
 }
 
 /* Tiles t0 .. t1-1. The warpgroup's part of V is that of its columns of o. Where scores take twice the registers, P·V is made in two strips
- * of columns, the second behind the scores of the next tile. */
+ * of columns, the second behind the scores of the next tile. With options tiles as `steps` has them, up to the last or one that this
+ * warpgroup does not see; what the last of them was is returned. */
 template <int D, int GROUPS, bool FULL>
-INLINE void compute(const attention_params &p, const forward_work &f, const forward_rows &w, int t0, int t1, int group,
-                    uint32_t smem, ring *r, softmax_state *state, float (*o)[4]) {
+INLINE uint32_t compute(const attention_params &p, const forward_work &f, const forward_rows &w, int t0, int t1,
+                        int group, uint32_t smem, const uint32_t *steps, ring *r, softmax_state *state, float (*o)[4]) {
     typedef forward32<D, GROUPS> layout;
     constexpr int PARTS = layout::parts, COLUMNS = layout::columns, STRIP = COLUMNS / PARTS;
     constexpr int STRIP_BYTES = STRIP / 64 * 2 * PART_BYTES;
@@ -232,19 +244,34 @@ INLINE void compute(const attention_params &p, const forward_work &f, const forw
     uint32_t k[PARTS], v[PARTS];
     float s[SPLIT_ROWS / 8][4], rest[SPLIT_ROWS / 8][4], part[STRIP / 8][4], unit;
     await_tile<layout>(smem, *r, k);
+    uint32_t step = FULL ? steps[r->slot] : 0, shown = ALL_LANES;
+    bool partial = FULL && kind_in(step, group / PARTS) == TILE_PARTIAL;
+    if (FULL)
+        t0 = tile_in(step);
     take_turn<GROUPS>(group);
     if (FULL)
         prefetch_bias(p, f.c, f.x, w.i0, t0 * SPLIT_ROWS);
     issue_scores<D>(q, k, s, rest);
     pass_turn<GROUPS>(group);
+    if (FULL)
+        shown = find_shown_rows(p, f, w, t0, partial);
     wgmma_wait<0>();
     join_scores<PARTS>(s, rest);
-    receive_scores<D, FULL>(p, f, w, t0, smem + layout::infos + r->slot * 32, state, s, &a, o, &unit, [] {});
+    receive_scores<D, FULL>(p, f, w, t0, partial, shown, smem + layout::infos + r->slot * 32, state, s, &a, o, &unit,
+                            [] {});
     release_tile<layout>(smem, r);
 #pragma unroll 1
-    for (int t = t0 + 1; t < t1; t++) {
+    for (int t = t0 + 1; FULL ? !(step & STEP_LAST) : t < t1; t++) {
         ring next = await_tile<layout>(smem, *r, v);
         await_tile<layout>(smem, next, k);
+        if (FULL) {
+            const uint32_t next_step = steps[next.slot];
+            if (kind_in(next_step, group / PARTS) == TILE_EMPTY)
+                break;
+            step = next_step;
+            t = tile_in(step);
+            partial = kind_in(step, group / PARTS) == TILE_PARTIAL;
+        }
         const uint32_t mine = part_of<layout>(v, group);
         take_turn<GROUPS>(group);
         pin_all<4>(a.high);
@@ -254,6 +281,8 @@ INLINE void compute(const attention_params &p, const forward_work &f, const forw
         issue_sums<STRIP>(a, mine, part);
         issue_scores<D>(q, k, s, rest);
         pass_turn<GROUPS>(group);
+        if (FULL)
+            shown = find_shown_rows(p, f, w, t, partial);
         wgmma_wait<1>();
         pin_all<STRIP / 8>(part);
         if (PARTS == 1)
@@ -266,14 +295,15 @@ INLINE void compute(const attention_params &p, const forward_work &f, const forw
             wgmma_wait<0>();
         }
         join_scores<PARTS>(s, rest);
-        receive_scores<D, FULL>(p, f, w, t, smem + layout::infos + next.slot * 32, state, s, &a, o, &unit, [&] {
-            if (PARTS == 1)
-                return;
-            wgmma_wait<0>();
-            pin_all<STRIP / 8>(part);
-            release_tile<layout>(smem, r);
-            add_sums<STRIP>(part, unit, o + STRIP / 8);
-        });
+        receive_scores<D, FULL>(p, f, w, t, partial, shown, smem + layout::infos + next.slot * 32, state, s, &a, o,
+                                &unit, [&] {
+                                    if (PARTS == 1)
+                                        return;
+                                    wgmma_wait<0>();
+                                    pin_all<STRIP / 8>(part);
+                                    release_tile<layout>(smem, r);
+                                    add_sums<STRIP>(part, unit, o + STRIP / 8);
+                                });
         release_tile<layout>(smem, r);
     }
     await_tile<layout>(smem, *r, v);
@@ -288,6 +318,7 @@ INLINE void compute(const attention_params &p, const forward_work &f, const forw
             release_tile<layout>(smem, r);
         add_sums<STRIP>(part, unit, o + strip * STRIP / 8);
     }
+    return step;
 }
 
 /* ------------------------------------------------------------------------------------------------------- the result */
@@ -377,11 +408,25 @@ INLINE void consume(const attention_params &p, const forward_work &w, int group,
         rows.exponent =
             exponent_of(p.scale_log2) - split_queries<D, GROUPS, FULL>(p, w, rows.i0, set, shared, &rows.marks);
     }
-    pass_by<D, GROUPS>(smem, &r, t0 - w.t0, group);
-    if (t0 < t1) {
-        compute<D, GROUPS, FULL>(p, w, rows, t0, t1, group, smem, &r, &state, o);
+    if constexpr (FULL) {
+        const uint32_t *const steps = (const uint32_t *)(shared + layout::steps);
+        uint32_t step = w.t0 < w.t1 ? 0 : STEP_LAST;
+#pragma unroll 1
+        while (!(step & STEP_LAST)) {
+            mbarrier_wait(smem + layout::barriers + FULL_SLOT + r.slot * 8, r.turn);
+            step = steps[r.slot];
+            if (kind_in(step, set) == TILE_EMPTY)
+                pass_by<D, GROUPS>(smem, &r, 1, group);
+            else
+                step = compute<D, GROUPS, FULL>(p, w, rows, 0, 0, group, smem, steps, &r, &state, o);
+        }
+    } else {
+        pass_by<D, GROUPS>(smem, &r, t0 - w.t0, group);
+        if (t0 < t1) {
+            compute<D, GROUPS, FULL>(p, w, rows, t0, t1, group, smem, NULL, &r, &state, o);
+        }
+        pass_by<D, GROUPS>(smem, &r, w.t1 - t1, group);
     }
-    pass_by<D, GROUPS>(smem, &r, w.t1 - t1, group);
     store_rows<layout, FULL>(p, w, rows.i0, group, state, o);
 }
 
@@ -406,8 +451,12 @@ template <int D, int GROUPS, bool FULL> INLINE void attention_forward32(const at
     const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
         registers_fewer<GROUPS == 2 ? 40 : 32>();
-        if (threadIdx.x == 0 && w.t0 < w.t1)
-            produce<D, GROUPS>(p, w, smem);
+        if (threadIdx.x == 0 && w.t0 < w.t1) {
+            if constexpr (FULL)
+                produce_seen<D, GROUPS>(p, w, smem, from);
+            else
+                produce<D, GROUPS>(p, w, smem);
+        }
     } else {
         registers_more<GROUPS == 2 ? 232 : 160>();
         consume<D, GROUPS, FULL>(p, w, warp / 4 - 1, smem, from);

@@ -3,7 +3,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_FWD32_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_FWD32_SM90_CUH
 
-#include "cuda/attention/sm90/sm90.cuh"
+#include "cuda/attention/sm90_f32/options.cuh"
 #include "cuda/attention/sm90_f32/split.cuh"
 
 #define PART_BYTES (SPLIT_ROWS * 128) /* from the high to the low part of a strip */
@@ -21,7 +21,7 @@ template <int D, int GROUPS> struct forward32 {
     static constexpr int marks = infos + 2 * slots * 16; /* of the queries, two words for each 64 */
     static constexpr int largest = marks + sets * 2 * 4; /* a word a warp */
     static constexpr int barriers = largest + GROUPS * 4 * 4;
-    static constexpr int bytes = barriers + 8 * FORWARD32_BARRIERS;
+    static constexpr int bytes = barriers + 8 * FORWARD32_BARRIERS, steps = bytes; /* with options */
     static_assert(bytes == forward32_layout_bytes(D, rows), "as the plan counts");
 };
 
@@ -56,9 +56,10 @@ template <int ROWS> INLINE forward_work find_work(const attention_params &p) {
 
 /* ---------------------------------------------------------------------------------------------------------- loads */
 
-/* Tile n of a tensor, each part once its slot is empty. */
+/* Tile n of a tensor, each part once its slot is empty. steps: where to tell that it is `step`; NULL: nowhere. */
 template <int D, int GROUPS>
-INLINE void load_tile(const split_tensor &x, int64_t n, uint32_t smem, ring *r, const split_tensor *other) {
+INLINE void load_tile(const split_tensor &x, int64_t n, uint32_t smem, ring *r, const split_tensor *other,
+                      uint32_t *steps = NULL, uint32_t step = 0) {
     typedef forward32<D, GROUPS> layout;
 #pragma unroll
     for (int part = 0; part < layout::parts; part++) {
@@ -66,6 +67,8 @@ INLINE void load_tile(const split_tensor &x, int64_t n, uint32_t smem, ring *r, 
         const uint32_t info = smem + layout::infos + r->slot * 32;
         const bool knows = other && part == 0;
         mbarrier_wait(full + EMPTY - FULL_SLOT, r->turn ^ 1);
+        if (steps && part == 0)
+            steps[r->slot] = step;
         mbarrier_expect(full, layout::part + (knows ? 32 : 0));
         copy_bulk(smem + layout::keys + r->slot * layout::part,
                   (const char *)x.tiles + n * layout::tile + part * layout::part, layout::part, full);
@@ -85,6 +88,52 @@ template <int D, int GROUPS> INLINE void produce(const attention_params &p, cons
     for (int t = w.t0; t < w.t1; t++) {
         load_tile<D, GROUPS>(p.split[SPLIT_K], k + t, smem, &r, &p.split[SPLIT_V]);
         load_tile<D, GROUPS>(p.split[SPLIT_V], k + t, smem, &r, NULL);
+    }
+}
+
+/* What the sets of a block see of tile t of keys. */
+template <int SETS> INLINE uint32_t step_of(const attention_params &p, const forward_work &w, int t) {
+    uint32_t step = (uint32_t)t << STEP_TILE;
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+        const int i0 = w.row0 + set * SPLIT_ROWS;
+        const uint8_t *const kinds = find_kinds(p.seen_by_queries, w.c.n, w.x, i0 / MASK_TILE);
+        int t0, t1;
+        find_keys(w.c, i0, min(w.c.sq, i0 + SPLIT_ROWS), &t0, &t1);
+        if (t >= t0 && t < t1)
+            step = with_kind(step, set, kinds ? kinds[t] : TILE_FULL);
+    }
+    return step;
+}
+
+/* Of the first tile from t on that a set sees; without a kind: none. */
+template <int SETS> INLINE uint32_t seek_tile(const attention_params &p, const forward_work &w, int t) {
+    for (; t < w.t1; t++) {
+        const uint32_t step = step_of<SETS>(p, w, t);
+        if (step & STEP_SEEN)
+            return step;
+    }
+    return 0;
+}
+
+/* As produce, with options. */
+template <int D, int GROUPS>
+INLINE void produce_seen(const attention_params &p, const forward_work &w, uint32_t smem, char *shared) {
+    typedef forward32<D, GROUPS> layout;
+    const int64_t k = split_tile(p, w.c, true, w.x / p.group, 0);
+    uint32_t *const steps = (uint32_t *)(shared + layout::steps);
+    ring r = {0, 0};
+    uint32_t step = seek_tile<layout::sets>(p, w, w.t0);
+    if (!step)
+        step = (uint32_t)w.t0 << STEP_TILE;
+#pragma unroll 1
+    for (bool last = false; !last;) {
+        const uint32_t next = seek_tile<layout::sets>(p, w, tile_in(step) + 1);
+        const int t = tile_in(step);
+        last = !next || !(step & STEP_SEEN);
+        load_tile<D, GROUPS>(p.split[SPLIT_K], k + t, smem, &r, &p.split[SPLIT_V], steps, step | last);
+        load_tile<D, GROUPS>(p.split[SPLIT_V], k + t, smem, &r, NULL);
+        step = next;
     }
 }
 

@@ -93,6 +93,11 @@ static void lay_out(const attention_problem *p, attention_choice *c) {
     c->blocks = c->tiles_q * a->h * a->b;
     c->blocks_dkdv = c->tiles_k * a->hk * a->b;
     place_splits(p, c);
+    if (heddle__cuda_map_pays(p)) {
+        heddle__cuda_place_map(p, MASK_TILE, MASK_TILE, false, c);
+        if (backward)
+            heddle__cuda_place_map(p, MASK_TILE, MASK_TILE, true, c);
+    }
     if (may_leave_few(a)) {
         c->few = align64(c->bytes);
         c->bytes = c->few + align64((size_t)(a->b * a->hk) * sizeof(int32_t));
@@ -121,6 +126,7 @@ static void add_few_backward(const attention_problem *p, const attention_choice 
 static void launch(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const heddle_attention *a = p->a;
     const int64_t tiles_q = c->splits_queries ? tiles64(a->sq) * a->h : 0, tiles_k = tiles64(a->sk) * a->hk;
+    heddle__cuda_add_mask(p, c, job);
     heddle__cuda_add_launch(job, c->split, 2 * (tiles_k + tiles_q) * a->b);
     if (p->pass == HEDDLE_FORWARD) {
         heddle__cuda_add_launch(job, c->fwd, c->blocks);
