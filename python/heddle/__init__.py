@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 __all__ = [
     "attention",
     "attention_backward",
+    "block_lists",
     "compat",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -195,6 +196,9 @@ def attention(
     block_table: Any = None,
     q_segments: Any = None,
     k_segments: Any = None,
+    block_rows: Any = None,
+    block_columns: Any = None,
+    block_size: int | tuple[int, int] | None = None,
 ) -> Any:
     """softmax(scale·q·kᵀ + bias, masked)·v, exactly, with memory that grows with the lengths, not their product.
 
@@ -232,9 +236,16 @@ def attention(
             [pages, hk, page, dv] (of [pages, page, hk, d] give the transpose). Key j of sequence n is key j % page of
             page block_table[n, j // page]; a number that is no page hides its keys. seqlens_k has the lengths,
             max_seqlen_k may limit them; packed queries have cu_seqlens_q and max_seqlen_q alone. No gradients.
-        q_segments, k_segments: int32 [b, sq] and [b, sk] (torch and JAX: also [sq] and [sk], one for all batches, and
-            no k_segments where they are q_segments; packed rows: [total_q] and [total_k]). A query sees keys of its
-            own number alone, such as those of its document. On CUDA torch makes a boolean mask of them, b·sq·sk bytes.
+        q_segments, k_segments: int32 [b, sq] and [b, sk], or [sq] and [sk], one for all batches, and no k_segments
+            where they are q_segments; packed rows: [total_q] and [total_k]. A query sees keys of its own number alone,
+            such as those of its document. On CUDA torch makes a boolean mask of them, b·sq·sk bytes.
+        block_rows, block_columns: int32 lists of the blocks of keys that each block of queries sees, of which no others
+            cost anything, as CSR has its rows: block r of the queries sees the blocks block_columns[block_rows[r]] to
+            block_columns[block_rows[r + 1] - 1] of the keys, in any order. [lists + 1], or [b or 1, h or 1, lists + 1]
+            whose numbers all count in the one block_columns; ``block_lists`` makes both. Packed rows: lists of
+            max_seqlen_q rows, from the first of each sequence on. On the CPU numbers out of order or range are errors;
+            on CUDA they are clamped, and a column that is no block names nothing.
+        block_size: 64 or 128, or two of these, (queries, keys); default 128.
 
     Returns:
         out, [b, h, sq, dv] of q's dtype, in q's layout; with return_lse or return_weights a tuple (out, lse, weights)
@@ -251,7 +262,7 @@ def attention(
     if (
         not _goes_long()
         and cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
-        and block_table is q_segments is k_segments is None
+        and block_table is q_segments is k_segments is block_rows is block_columns is block_size is None
         and not (return_weights or q_offset or k_offset or h_offset or whole_sq or whole_sk or whole_h)
     ):
         if (
@@ -323,7 +334,31 @@ def attention(
         block_table=block_table,
         q_segments=q_segments,
         k_segments=k_segments,
+        block_rows=block_rows,
+        block_columns=block_columns,
+        block_size=block_size,
     )
+
+
+def block_lists(shown: Any) -> tuple[Any, Any]:
+    """block_rows and block_columns of ``attention``, of a boolean tensor of blocks.
+
+    Args:
+        shown: bool [lists, blocks], whether each block of queries sees each block of keys, or
+            [h or 1, lists, blocks] or [b or 1, h or 1, lists, blocks]; of torch, NumPy, CuPy or JAX (also within jit).
+
+    Returns:
+        block_rows, int32 [b or 1, h or 1, lists + 1], and block_columns, int32, of shown's library and device. There
+        are as many columns as blocks; those behind the last number of block_rows count for nothing.
+
+    Raises:
+        TypeError: shown is not bool, or has another number of dimensions.
+    """
+    if _is_torch(shown):
+        from heddle._torch import block_lists as make
+    else:
+        from heddle._block_lists import block_lists as make
+    return make(shown)
 
 
 def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> dict[str, Any]:

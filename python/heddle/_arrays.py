@@ -14,8 +14,9 @@ from typing import Any
 
 import heddle
 from heddle import _C
+from heddle._block_lists import library_of
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._options import PLACES, causal_of, limit_of, places_of, scale_of, window_of
+from heddle._options import PLACES, block_of, causal_of, limit_of, places_of, scale_of, window_of
 
 BROADCAST = -(2**63)
 FORWARD, BACKWARD = 0, 1
@@ -24,7 +25,7 @@ F32, BF16, F16, F64 = 0, 1, 2, 3
 _BITS = _C.features()
 WINDOW, BIAS, SINKS, VARLEN = _BITS["window"], _BITS["bias"], _BITS["sinks"], _BITS["varlen"]
 SEQLENS, WEIGHTS, DETERMINISTIC, TF32 = (_BITS[name] for name in ("seqlens", "weights", "deterministic", "tf32"))
-PAGES = _BITS["pages"]
+PAGES, BLOCKS = _BITS["pages"], _BITS["blocks"]
 # What an input of the library is called here, where it is not the same.
 _OPTION_OF = {"bool_mask": "mask"}
 # Where an extent is in the description, by the letter of a shape, where it is not the same.
@@ -33,12 +34,12 @@ _EXTENT_OF = {"g": "hk", "q": "sq", "k": "sk", "v": "dv"}
 _OPTIONAL = {
     name: (element, shape, feature, stride)
     for name, (element, role, shape, feature, stride) in _C.fields().items()
-    if role == "input" and feature not in (0, VARLEN, SEQLENS, PAGES, _BITS["rng_state"], _BITS["blocks"])
+    if role == "input" and feature not in (0, VARLEN, SEQLENS, PAGES, _BITS["rng_state"], BLOCKS)
 }
 
 # By DLPack's (type code, bits).
 _NAMES = {(2, 32): "float32", (4, 16): "bfloat16", (2, 16): "float16", (2, 64): "float64", (0, 32): "int32"}
-_NAMES |= {(0, 64): "int64", (6, 8): "bool", (1, 8): "uint8", (1, 64): "uint64"}
+_NAMES |= {(0, 16): "int16", (0, 8): "int8", (0, 64): "int64", (6, 8): "bool", (1, 8): "uint8", (1, 64): "uint64"}
 DTYPES = {"float32": F32, "bfloat16": BF16, "float16": F16, "float64": F64}
 _DEVICES = {1: CPU, 3: CPU, 2: CUDA, 13: CUDA}
 
@@ -245,6 +246,7 @@ class Problem:
         self._sizes()
         self._lengths()
         self._masks()
+        self._blocks()
         self._numbers()
 
     def _sizes(self) -> None:
@@ -311,6 +313,7 @@ class Problem:
             self._check_packing("cu_seqlens_q", d["total_q"], d["sq"])
             self._check_packing("cu_seqlens_k", d["total_k"], d["sk"])
             square = (
+                "block_rows",
                 *(_OPTION_OF.get(name, name) for name, field in _OPTIONAL.items() if field[1] == "bhqk"),
                 "dweights",
             )
@@ -400,13 +403,66 @@ class Problem:
                 continue
             paged = self.options["block_table"] is not None
             shape = [d[_EXTENT_OF.get(letter, letter)] for letter in letters]
-            if field.endswith("_segments") and self.packed and not (paged and field[0] == "k"):
-                shape = [d[f"total_{field[0]}"]]
+            if field.endswith("_segments"):
+                rows = self.packed and not (paged and field[0] == "k")
+                shape = [d[f"total_{field[0]}"]] if rows else shape
+                self.options[field] = self._ids(field, None if rows else shape)
             view = self._take(_OPTION_OF.get(field, field), dtypes[element], shape, field)
             if view is not None:
                 if len(shape) == 2 and shape[0] > 1 and view.strides[0] != shape[1]:
                     raise HeddleValueError(f"{field} has strides {view.strides}, but must be contiguous")
                 d["features"] |= feature
+
+    def _ids(self, name: str, shape: list[int] | None) -> Any:
+        """Segments as the library has them. Where `shape` is given, one for all batches is repeated."""
+        ids = self.options[name]
+        if name == "k_segments" and ids is None:
+            ids = self.options["q_segments"]
+        if name == "q_segments" and ids is None and self.options["k_segments"] is not None:
+            raise HeddleValueError("k_segments is given without q_segments")
+        if ids is None or not self.view.readable:
+            return ids
+        view = View(ids, name)
+        if view.dtype not in ("int32", "int16", "int8", "uint8"):
+            raise HeddleTypeError(f"{name} is {view.dtype}, but must be int32 (or of fewer bits)")
+        if shape is not None and len(view.shape) == 1:
+            ids = library_of(ids).stack([ids] * shape[0]) if shape[0] else ids.reshape(0, *view.shape)
+        elif shape is not None and len(view.shape) == 2 and view.shape[0] == 1 < shape[0]:
+            ids = library_of(ids).concatenate([ids] * shape[0])
+        return ids if view.dtype == "int32" else ids.astype("int32")
+
+    def _blocks(self) -> None:
+        """Lists of blocks. On the CPU a wrong number is an error; on a GPU none may lead behind the last column."""
+        d, options = self.description, self.options
+        rows, columns = options["block_rows"], options["block_columns"]
+        sizes = block_of(options["block_size"], not rows is columns is None)
+        if rows is columns is None:
+            return
+        if rows is None or columns is None:
+            raise HeddleValueError("block_rows and block_columns come together, but only one is given")
+        named = self._take("block_columns", "int32")
+        assert named is not None
+        if self.q.device == CUDA:
+            options["block_rows"] = rows.clip(0, named.shape[0])
+        lists = self._take("block_rows", "int32")
+        assert lists is not None
+        shape = list(lists.shape)
+        lists.lead(3)
+        need = [d["b"], d["h"], -(-d["sq"] // sizes[0]) + 1]
+        fits = len(lists.shape) == 3 and lists.shape[2] == need[2]
+        if not fits or any(have not in (1, full) for have, full in zip(lists.shape, need[:2], strict=False)):
+            raise HeddleValueError(f"block_rows has shape {shape}, but must broadcast to {need} with all of the last")
+        if len(named.shape) != 1:
+            raise HeddleValueError(f"block_columns has {len(named.shape)} dimensions, but must have 1")
+        steps = _contiguous(lists.shape)
+        if any(n > 1 and have != step for n, have, step in zip(lists.shape, lists.strides, steps, strict=True)):
+            raise HeddleValueError(f"block_rows has strides {lists.strides}, but must be contiguous")
+        d |= {"features": d["features"] | BLOCKS, "block_q": sizes[0], "block_k": sizes[1]}
+        d |= {"blocks_of_b": int(lists.shape[0] != 1), "blocks_of_h": int(lists.shape[1] != 1)}
+        if self.q.device == CPU and self.view.readable:
+            wrong = _C.wrong_list(d, lists.address, named.address, named.shape[0])
+            if wrong:
+                raise HeddleValueError(wrong)
 
     def _numbers(self) -> None:
         d, options = self.description, self.options

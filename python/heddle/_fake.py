@@ -78,6 +78,25 @@ def _check_attention(q: Tensor, k: Tensor, v: Tensor, packed: bool, paged: bool)
         raise HeddleValueError(f"d = {q.shape[-1]} and dv = {v.shape[-1]} must be from 1 to 512")
 
 
+def _check_blocks(
+    q: Tensor, rows: Tensor | None, columns: Tensor | None, extents: tuple[Any, Any, Any], sizes: tuple[int, int]
+) -> None:
+    if (rows is None) != (columns is None):
+        raise HeddleValueError("block_rows and block_columns come together, but only one is given")
+    if any((size not in (64, 128)) if rows is not None else size != 0 for size in sizes):
+        raise HeddleValueError(f"block_q, block_k = {sizes}: with block_rows they must be 64 or 128, else 0")
+    if rows is None or columns is None:
+        return
+    for name, tensor, rank in (("block_rows", rows, 3), ("block_columns", columns, 1)):
+        _check(tensor, name, q, torch.int32)
+        if tensor.dim() != rank:
+            raise HeddleValueError(f"{name} has {tensor.dim()} dimensions, but must have {rank}")
+    b, h, sq = extents
+    need = (b, h, (sq + sizes[0] - 1) // sizes[0] + 1)
+    if any(have not in (1, full) for have, full in zip(rows.shape[:2], need, strict=False)) or rows.shape[2] != need[2]:
+        raise HeddleValueError(f"block_rows has shape {list(rows.shape)}, but must broadcast to {list(need)}")
+
+
 def _attention_fake(
     q: Tensor,
     k: Tensor,
@@ -94,6 +113,8 @@ def _attention_fake(
     block_table: Tensor | None = None,
     q_segments: Tensor | None = None,
     k_segments: Tensor | None = None,
+    block_rows: Tensor | None = None,
+    block_columns: Tensor | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
     causal: int = 0,
@@ -111,12 +132,14 @@ def _attention_fake(
     whole_sq: int = 0,
     whole_sk: int = 0,
     whole_h: int = 0,
+    block_q: int = 0,
+    block_k: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     _check_attention(q, k, v, packed, block_table is not None)
     _check_devices(q, alibi_slopes=alibi_slopes, sinks=sinks, rng_state=rng_state, block_table=block_table)
     _check_devices(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_q=seqlens_q, seqlens_k=seqlens_k)
-    _check_devices(q, q_segments=q_segments, k_segments=k_segments)
+    _check_devices(q, q_segments=q_segments, k_segments=k_segments, block_rows=block_rows, block_columns=block_columns)
     if block_table is not None and cu_seqlens_k is not None:
         raise HeddleValueError("cu_seqlens_k is given with block_table: keys in pages are not packed")
     if packed and (cu_seqlens_q is None or (cu_seqlens_k is None and block_table is None)):
@@ -141,6 +164,7 @@ def _attention_fake(
             _check(ids, name, q, torch.int32)
             if tuple(ids.shape) != need:
                 raise HeddleValueError(f"{name} has shape {list(ids.shape)}, but must have {list(need)}")
+    _check_blocks(q, block_rows, block_columns, (b, q.shape[1], sq), (block_q, block_k))
     for name, tensor, dtype in (("bias", bias, q.dtype), ("mask", mask, torch.bool)):
         if tensor is None:
             continue

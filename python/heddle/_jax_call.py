@@ -77,11 +77,11 @@ class TracedRows(Rows):
 
 _NUMBERS = (
     *("causal", "window", "scale", "softcap", "dropout", "max_seqlen_q", "max_seqlen_k"),
-    *("deterministic", "tf32", "return_weights"),
+    *("deterministic", "tf32", "return_weights", "block_size"),
 )
 _OPTIONAL = (
     *("bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "dweights"),
-    *("q_segments", "k_segments"),
+    *("q_segments", "k_segments", "block_rows", "block_columns"),
 )
 
 
@@ -99,6 +99,7 @@ class Attention:
     deterministic: bool
     tf32: bool
     places: tuple[int, ...]  # of heddle._options.PLACES
+    block_size: tuple[int, int] | None  # (queries, keys), where there are lists
     heads_inside: bool  # [b, s, h, d]
     return_lse: bool
     return_weights: bool
@@ -135,10 +136,15 @@ class Attention:
         random numbers that would be others in a larger batch, and gradients that the kernel would sum over it."""
         if {"cu_seqlens_q", "rng_state"} & given.keys() or {"dbias", "dsinks"} & set(outputs) or mapped.get("sinks"):
             return None
+        if mapped.get("block_rows") or mapped.get("block_columns"):
+            return None
         b = given["q"].shape[1 if mapped["q"] else 0]
         folded = {}
         for name, value in given.items():
-            if name == "sinks" or (name in ("bias", "bool_mask") and not mapped[name] and value.shape[0] == 1):
+            if name in ("sinks", "block_columns"):
+                folded[name] = value
+                continue
+            if name in ("bias", "bool_mask", "block_rows") and not mapped[name] and value.shape[0] == 1:
                 folded[name] = value
                 continue
             if name == "alibi_slopes" and not mapped[name] and value.ndim == 1:

@@ -41,6 +41,7 @@ def attention(run: Callable[..., Any], heads: int, q: Tensor, k: Tensor, v: Tens
         for name, dim in (("bias", -3), ("mask", -3), ("sinks", -1), ("alibi_slopes", -1)):
             if options[name] is not None:
                 options[name] = _one_more(options[name], dim)
+        options |= dict.fromkeys(("block_rows", "block_columns", "block_size"))  # nobody looks
     results = run(q, k, v, **options)
     out, *others = results if isinstance(results, tuple) else (results,)
     out = out[..., :dv]

@@ -69,6 +69,18 @@ def places_of(*numbers: Any) -> tuple[Any, ...]:
     return tuple(map(limit_of, PLACES, numbers))
 
 
+def block_of(size: Any, given: bool) -> tuple[int, int]:
+    """Queries and keys of a block, (0, 0) where there are no lists of blocks. `given`: whether there are."""
+    if not given:
+        if size is not None:
+            raise HeddleValueError(f"block_size = {size!r} is given without block_rows and block_columns")
+        return 0, 0
+    sizes = (128, 128) if size is None else (size, size) if isinstance(size, int) else size
+    if not isinstance(sizes, (tuple, list)) or len(sizes) != 2 or any(each not in (64, 128) for each in sizes):
+        raise HeddleValueError(f"block_size = {size!r} is neither 64 nor 128, nor two of these (queries, keys)")
+    return int(sizes[0]), int(sizes[1])
+
+
 def _side_of(side: Any, window: Any) -> int:
     if not isinstance(side, int) and hasattr(side, "dtype"):  # of NumPy or torch: integers alone, and one of them
         try:

@@ -116,7 +116,7 @@ _PLACES: dict[str, tuple[int | None, int | None]] = {
     **dict.fromkeys(("q", "q'", "dout", "dout'", "dlse", "dlse'", "bad_q", "bad_dlse"), (2, None)),
     **dict.fromkeys(("k", "k'", "v", "v'", "bad_k"), (None, 2)),
     **dict.fromkeys(("bias", "bias'", "dweights", "dweights'", "mask"), (2, 3)),
-    **dict.fromkeys(("sinks", "sinks'"), (None, None)),
+    **dict.fromkeys(("sinks", "sinks'", "blocks"), (None, None)),
 }
 _RESULTS = ("out", "lse", "weights", "q", "k", "v", "bias", "sinks", "poisoned_k")
 
@@ -162,6 +162,9 @@ class _Block:
         away = i + self.diagonal(nq, nk) - j
         rules = [None if self.lengths[0] is None else i < nq, None if self.lengths[1] is None else j < nk]
         rules += [away >= 0 if causal else None, away <= left if left >= 0 else None]
+        if "blocks" in t:
+            rows_of, keys_of = (x // self.numbers[name] for x, name in ((i[:, 0], "block_q"), (j, "block_k")))
+            rules.append(t["blocks"][:, :, rows_of][..., keys_of])
         rules += [-away <= right if right >= 0 else None, t.get("mask"), ~(t["bias"] < HIDDEN) if "bias" in t else None]
         there = _given(*rules)
         return reduce(torch.logical_and, there) if there else None, rules[0], away
@@ -393,6 +396,25 @@ def _without_segments(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**given, "mask": mask, "q_segments": None, "k_segments": None}
 
 
+def _named_blocks(given: Mapping[str, Any], sk: int) -> Tensor:
+    """Which blocks of keys the lists name, bool [b or 1, h or 1, lists, blocks]."""
+    rows, columns = given["block_rows"].long(), given["block_columns"]
+    blocks = max(1, -(-sk // given["block_k"]))
+    named = rows[-1:, -1:, -1:].clamp(0, columns.shape[0])
+    ends = torch.minimum(rows.clamp(min=0), named)
+    first, last = ends[..., :-1], ends[..., 1:]
+    if first.numel() == 0:
+        return first.new_zeros((*first.shape, blocks), dtype=torch.bool)
+    found = []
+    at_once = max(1, BLOCK // max(columns.shape[0], first.numel()))
+    for start in range(0, blocks, at_once):
+        these = torch.arange(start, min(start + at_once, blocks), device=rows.device, dtype=columns.dtype)
+        # How many there are in front of each place: a list names what it has more of at its end.
+        before = F.pad((columns == these[:, None]).cumsum(1), (1, 0))
+        found.append((before[:, last] > before[:, first]).movedim(0, -1))
+    return torch.cat(found, -1)
+
+
 def attention(
     given: Mapping[str, Any], direction: Mapping[str, Maybe], wanted: frozenset[str], grads: Mapping[str, Maybe] = {}
 ) -> dict[str, Tensor]:
@@ -406,6 +428,9 @@ def attention(
     real = torch.float64 if dtype == torch.float64 else torch.float32
     given = _without_segments(given)
     t = {name: given[name] for name in ("q", "k", "v", "bias", "mask", "sinks") if given[name] is not None}
+    if given["block_rows"] is not None:
+        longest_k = given["k"].shape[2] if given["cu_seqlens_q"] is None else given["max_seqlen_k"]
+        t["blocks"] = _named_blocks(given, longest_k)
     t |= {name: x for name, x in grads.items() if x is not None}
     t |= {f"{name}'": x for name, x in direction.items() if x is not None}
     t = {name: x if x.dtype == torch.bool else x.to(real) for name, x in t.items()}

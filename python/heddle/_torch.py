@@ -20,6 +20,7 @@ from heddle._options import (
     EPS,
     NO_NORM,
     activation_of,
+    block_of,
     causal_of,
     eps_of,
     features_out,
@@ -114,6 +115,47 @@ def _as_mask(q_segments: Tensor, k_segments: Tensor, mask: Tensor | None, packed
     return alike if mask is None else alike & mask
 
 
+def _blocks(
+    block_rows: Any, block_columns: Any, block_size: Any
+) -> tuple[Tensor | None, Tensor | None, tuple[int, int]]:
+    """Lists of blocks as the operator takes them, [b or 1, h or 1, lists + 1] and [columns], and a block's sizes."""
+    sizes = block_of(block_size, not block_rows is block_columns is None)
+    if block_rows is block_columns is None:
+        return None, None, sizes
+    if block_rows is None or block_columns is None:
+        raise HeddleValueError("block_rows and block_columns come together, but only one is given")
+    for name, each, most in (("block_rows", block_rows, 3), ("block_columns", block_columns, 1)):
+        need_tensors(**{name: each})
+        if each.dtype != torch.int32:
+            raise HeddleTypeError(f"{name} is {each.dtype}, but must be torch.int32")
+        if not 1 <= each.dim() <= most:
+            must = "1 to 3 ([lists + 1], in front of it heads and batches)" if most == 3 else "1"
+            raise HeddleValueError(f"{name} has {each.dim()} dimensions, but must have {must}")
+    while block_rows.dim() < 3:
+        block_rows = block_rows.unsqueeze(0)
+    if block_rows.is_cuda:  # nobody reads it here: the kernels must not go behind the last column
+        block_rows = block_rows.clamp(max=block_columns.shape[0])
+    return block_rows.contiguous(), block_columns.contiguous(), sizes
+
+
+def block_lists(shown: Tensor) -> tuple[Tensor, Tensor]:
+    """See heddle.block_lists, which this is for torch tensors. No GPU is waited for: columns are as many as blocks."""
+    if shown.dtype != torch.bool or not 2 <= shown.dim() <= 4:
+        raise HeddleTypeError(
+            f"shown is {shown.dtype} with {shown.dim()} dimensions, but must be torch.bool with 2 to 4"
+        )
+    while shown.dim() < 4:
+        shown = shown.unsqueeze(0)
+    counts = shown.sum(-1)
+    ends = counts.flatten().cumsum(0).reshape(counts.shape)
+    first = ends[..., :1] - counts[..., :1] if shown.shape[2] else ends.new_zeros((*ends.shape[:2], 1))
+    flat, device = shown.flatten(), shown.device
+    place = torch.where(flat, flat.cumsum(0) - 1, flat.shape[0])  # what is not shown goes behind the end
+    block = torch.arange(shown.shape[3], device=device, dtype=torch.int32).expand(shown.shape).flatten()
+    columns = torch.zeros(flat.shape[0] + 1, dtype=torch.int32, device=device).scatter(0, place, block)
+    return torch.cat((first, ends), -1).to(torch.int32), columns[:-1]
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -148,6 +190,9 @@ def attention(
     block_table: Tensor | None = None,
     q_segments: Tensor | None = None,
     k_segments: Tensor | None = None,
+    block_rows: Tensor | None = None,
+    block_columns: Tensor | None = None,
+    block_size: int | tuple[int, int] | None = None,
 ) -> Any:
     """See heddle.attention, which this is for torch tensors."""
     need_tensors(q=q, k=k, v=v)
@@ -187,6 +232,9 @@ def attention(
             "block_table": block_table,
             "q_segments": q_segments,
             "k_segments": k_segments,
+            "block_rows": block_rows,
+            "block_columns": block_columns,
+            "block_size": block_size,
         }
         return _nothing.attention(attention, heads, q, k, v, options_given)
     paged = block_table is not None
@@ -233,6 +281,7 @@ def attention(
     q_segments, k_segments = _segments(q_segments, k_segments, q, k, sk, packed, paged)
     if q_segments is not None and k_segments is not None and q.device.type == "cuda":
         mask, q_segments, k_segments = _as_mask(q_segments, k_segments, mask, packed), None, None
+    block_rows, block_columns, block_sizes = _blocks(block_rows, block_columns, block_size)
     if dropout and rng_state is None:
         rng_state = new_rng_state(q.device)
     tensors = (
@@ -248,6 +297,8 @@ def attention(
         block_table,
         q_segments,
         k_segments,
+        block_rows,
+        block_columns,
     )
     numbers = (
         *window_of(window),
@@ -258,6 +309,7 @@ def attention(
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         tf32,
         *places_of(q_offset, k_offset, h_offset, whole_sq, whole_sk, whole_h),
+        *block_sizes,
     )
     corner = causal_of(causal, whole_sq or q_offset + sq, whole_sk or k_offset + sk)
     # PyTorch fills in trailing defaults faster than it takes them from Python.

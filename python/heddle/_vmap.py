@@ -33,6 +33,13 @@ def _fold_broadcast(value: Tensor, dim: int | None, size: int, b: int) -> Tensor
 _SEGMENTS = ("q_segments", "k_segments")
 
 
+def _fold_lists(given: dict[str, Any], size: int) -> None:
+    """Lists of blocks, which are the same for all samples; those for each batch are repeated, their columns are not."""
+    rows = given["block_rows"]
+    if rows is not None and rows.shape[0] != 1:
+        given["block_rows"] = _fold(rows, None, size).contiguous()
+
+
 def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int | None, ...]]:
     names = _schema.names("attention")
     given = _schema.defaults("attention") | dict(zip(names, args, strict=False))
@@ -56,6 +63,7 @@ def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) 
     for name in _SEGMENTS:
         if given[name] is not None:
             given[name] = _fold(given[name], dims[name], size).contiguous()
+    _fold_lists(given, size)
     if given["alibi_slopes"] is not None and given["alibi_slopes"].dim() == 2:
         given["alibi_slopes"] = _fold(given["alibi_slopes"], None, size)
     out, lse, weights = ops.attention(*(given[name] for name in names))
@@ -114,6 +122,9 @@ def attention_backward(ops: Any, info: Any, in_dims: tuple[int | None, ...], *ar
     slopes = given["alibi_slopes"]
     if any(given[name] is not None for name in _KEPT) or (slopes is not None and slopes.dim() == 2):
         return _each(ops.attention_backward, size, given, dims)
+    if dims["block_rows"] is not None or dims["block_columns"] is not None:
+        return _each(ops.attention_backward, size, given, dims)
+    _fold_lists(given, size)
     for name in _FOLDED:
         if given[name] is not None:
             folded = _fold(given[name], dims[name], size)

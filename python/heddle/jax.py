@@ -29,6 +29,7 @@ from heddle._options import (
     Activation,
     Causal,
     activation_of,
+    block_of,
     causal_of,
     features_out,
     is_gated,
@@ -198,6 +199,26 @@ def _ids(name: str, value: Any, b: int | None) -> Any:
     return value.astype(jnp.int32)
 
 
+def _lists(block_rows: Any, block_columns: Any) -> dict[str, Any]:
+    """Lists of blocks as [b or 1, h or 1, lists + 1] and [columns]."""
+    if block_rows is block_columns is None:
+        return {}
+    if block_rows is None or block_columns is None:
+        raise HeddleValueError("block_rows and block_columns come together, but only one is given")
+    rows, columns = _array("block_rows", block_rows), _array("block_columns", block_columns)
+    for name, value, most in (("block_rows", rows, 3), ("block_columns", columns, 1)):
+        if value.dtype != jnp.int32:
+            raise HeddleTypeError(f"{name} is {value.dtype}, but must be int32")
+        if not 1 <= value.ndim <= most:
+            raise HeddleValueError(f"{name} has {value.ndim} dimensions, but must have {'1 to 3' if most == 3 else 1}")
+    rows = rows.reshape((1,) * (3 - rows.ndim) + rows.shape)
+    # A GPU's kernels must not go behind the last column; on the CPU the handler says what is wrong.
+    rows = jax.lax.platform_dependent(
+        rows, cpu=lambda lists: lists, default=lambda lists: jnp.clip(lists, max=columns.shape[0])
+    )
+    return {"block_rows": rows, "block_columns": columns}
+
+
 def _limit(name: str, value: Any) -> int | None:
     if value is None:
         return None
@@ -272,6 +293,9 @@ def attention(
     block_table: Any = None,
     q_segments: Any = None,
     k_segments: Any = None,
+    block_rows: Any = None,
+    block_columns: Any = None,
+    block_size: int | tuple[int, int] | None = None,
 ) -> Any:
     """heddle.attention for JAX: softmax(scale·q·kᵀ + bias, masked)·v, within jit, grad, vmap and shard_map.
 
@@ -281,10 +305,12 @@ def attention(
         layout: "bshd": q, k, v and out are [b, s, h, d], as in jax.nn.dot_product_attention. Neither is copied.
         rng_state: with dropout: a key of jax.random, or {seed, offset}, two integers or an integer array of two. JAX
             has no generator to draw from, so that there is no default.
-        max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, dropout: known when JAX traces, no arrays.
+        max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, dropout, block_size: known when JAX traces, no
+            arrays.
         deterministic: gradients with the same bits every time. Default: XLA's --xla_gpu_deterministic_ops.
         block_table: must be None: keys in pages are an error here.
-        the others: as in heddle.attention. On the CPU lengths that are out of range are an error when the call runs.
+        the others: as in heddle.attention. On the CPU lengths that are out of range are an error when the call runs,
+            and so are numbers of lists of blocks.
 
     Returns:
         out, of q's layout and dtype; with return_lse or return_weights a tuple (out, lse, weights) of those asked for.
@@ -331,8 +357,12 @@ def attention(
         "q_segments": _ids("q_segments", q_segments, None if packed else q.shape[0]),
         "k_segments": _ids("k_segments", k_segments, None if packed else k.shape[0]),
     }
+    if q_segments is None and k_segments is not None:
+        raise HeddleValueError("k_segments is given without q_segments")
     if given["k_segments"] is None:
         given["k_segments"] = given["q_segments"]
+    sizes = block_of(block_size, not block_rows is block_columns is None)
+    given |= _lists(block_rows, block_columns)
     given = {name: value for name, value in given.items() if value is not None}
     dropout = float(dropout)
     if dropout and rng_state is None:
@@ -357,6 +387,7 @@ def attention(
         deterministic=_deterministic(deterministic),
         tf32=bool(tf32),
         places=places,
+        block_size=sizes if sizes[0] else None,
         heads_inside=inside,
         return_lse=bool(return_lse),
         return_weights=bool(return_weights),

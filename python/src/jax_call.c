@@ -4,6 +4,7 @@
  * pass, then the place in src/<operation>_fields.def of each argument and of each result. Buffers are taken where they lie, row-major. */
 #include "jax_call.h"
 
+#include "block_lists.h"
 #include "status_kind.h"
 
 #include "cuda_memory.h"
@@ -31,6 +32,7 @@ typedef struct call {
         heddle_attention_data attention;
         heddle_norm_linear_data norm_linear;
     } t;
+    int64_t columns; /* of block_columns, which the data tell */
     void *stream;
 } call;
 
@@ -163,6 +165,8 @@ static xla_error *take_buffer(call *c, const xla_buffer *buffer, int64_t field, 
                     "heddle: %s has %lld elements of XLA's type %d, but must have %lld of type %d", f->name,
                     (long long)elements, buffer->dtype, (long long)needed, type_of(c, f));
     memcpy((char *)&c->t + f->offset, &buffer->data, sizeof buffer->data);
+    if (f == &attention_fields[FIELD_BLOCK_COLUMNS])
+        c->columns = elements;
     return NULL;
 }
 
@@ -208,6 +212,15 @@ static xla_error *check_lengths(const call *c, const char *name, const int32_t *
     return NULL;
 }
 
+static xla_error *check_blocks(const call *c) {
+    const heddle_attention_data *t = &c->t.attention;
+    char why[160];
+    if (!t->block_rows ||
+        !find_wrong_list(&c->d.attention, t->block_rows, t->block_columns, c->columns, why, sizeof why))
+        return NULL;
+    return fail(c, XLA_INVALID_ARGUMENT, "heddle: %s", why);
+}
+
 /* Rows of no sequence are written by no kernel. The CPU knows which those are, and clears no others; of a GPU only the device
  * knows, and all rows are cleared before it writes. Rows are contiguous, `repeats` of them `total` apart. */
 static bool clear_rows(const call *c, void *rows, const int32_t *cu, int64_t total, int64_t row, int64_t repeats) {
@@ -237,6 +250,7 @@ static xla_error *take_lengths(call *c) {
         error = packed && !error ? check_packing(c, "k", t->cu_seqlens_k, a->sk, a->total_k) : error;
         error = error ? error : check_lengths(c, "q", t->seqlens_q, a->sq);
         error = error ? error : check_lengths(c, "k", t->seqlens_k, a->sk);
+        error = error ? error : check_blocks(c);
     }
     if (error || !packed)
         return error;

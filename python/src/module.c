@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * heddle._C: the library for Python without torch. A description is a dict of heddle.h's field names, data is a dict of
  * addresses; memory that speaks DLPack tells its address here. Limited API: one binary for every Python from 3.10 on. */
+#include "block_lists.h"
 #include "cuda_memory.h"
 #include "heddle.h"
 #include "jax_call.h"
@@ -26,7 +27,7 @@ static PyObject *raise_status(heddle_status status) {
 
 /* ----------------------------------------------------------------------------------------------- descriptions */
 
-typedef enum kind { INT32, INT64, UINT64, DOUBLE, STRIDES, POINTER } kind;
+typedef enum kind { UINT8, INT32, INT64, UINT64, DOUBLE, STRIDES, POINTER } kind;
 
 typedef struct field {
     const char *name;
@@ -71,6 +72,10 @@ static const field attention_description[] = {A(dtype, INT32),
                                               A(page, INT64),
                                               A(pages, INT64),
                                               A(table, INT64),
+                                              A(block_q, UINT8),
+                                              A(block_k, UINT8),
+                                              A(blocks_of_b, UINT8),
+                                              A(blocks_of_h, UINT8),
 #include "../../src/attention_fields.def"
                                               {NULL, INT32, 0}};
 #undef A
@@ -114,6 +119,14 @@ static int set_field(const field *f, void *record, PyObject *value) {
         const int32_t number = (int32_t)given;
         if (number != given)
             PyErr_Format(PyExc_OverflowError, "%s = %ld does not fit into 32 bits", f->name, given);
+        memcpy(at, &number, sizeof number);
+        break;
+    }
+    case UINT8: {
+        const long given = PyLong_AsLong(value);
+        const uint8_t number = (uint8_t)given;
+        if (number != given)
+            PyErr_Format(PyExc_OverflowError, "%s = %ld does not fit into 8 bits", f->name, given);
         memcpy(at, &number, sizeof number);
         break;
     }
@@ -208,6 +221,26 @@ static PyObject *workspace(PyObject *self, PyObject *args) {
         return NULL;
     heddle_status status = query_workspace(&d, attention, (heddle_pass)pass, &bytes);
     return status == HEDDLE_OK ? PyLong_FromSize_t(bytes) : raise_status(status);
+}
+
+PyDoc_STRVAR(wrong_list_doc,
+             "wrong_list(description, block_rows, block_columns, columns) -> what is wrong with lists of blocks\n"
+             "at these addresses of the CPU, or None");
+static PyObject *wrong_list(PyObject *self, PyObject *args) {
+    unsigned long long rows, columns;
+    long long given;
+    int attention;
+    char why[160];
+    PyObject *dict;
+    description d;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!KKL:wrong_list", &PyDict_Type, &dict, &rows, &columns, &given) ||
+        describe("attention", dict, &d, &attention) < 0)
+        return NULL;
+    if (find_wrong_list(&d.attention, (const int32_t *)(uintptr_t)rows, (const int32_t *)(uintptr_t)columns, given, why,
+                        sizeof why))
+        return PyUnicode_FromString(why);
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(pack_doc, "pack(operation, description) -> bytes of the structure, for heddle.jax");
@@ -449,6 +482,7 @@ PyDoc_STRVAR(prover_doc, "prover(names) -> prove(proof, score_mod, block_mask), 
 PyDoc_STRVAR(recaller_doc, "recaller(parts) -> recall(query, key, value, score_mod, ...), see recall.c");
 
 static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace_doc},
+                                {"wrong_list", wrong_list, METH_VARARGS, wrong_list_doc},
                                 {"pack", pack, METH_VARARGS, pack_doc},
                                 {"kernel", kernel, METH_VARARGS, kernel_doc},
                                 {"run", run, METH_VARARGS, run_doc},

@@ -3,6 +3,7 @@
 #include "torch_attention.h"
 
 #include "../../src/fields.h"
+#include "block_lists.h"
 
 #include <string.h>
 
@@ -174,8 +175,8 @@ static bool take_sizes(call *c, problem *p, const int64_t *integer) {
         a->total_k = k->size[0];
     }
     /* No sequence is longer than all rows together, and the kernels' work grows with the limit. Only the square tensors
-     * have it in their shapes. */
-    bool square = integer[RETURN_WEIGHTS];
+     * and lists of blocks have it in their shapes. */
+    bool square = integer[RETURN_WEIGHTS] || p->in[BLOCK_ROWS].handle;
     for (int x = 0; x < NEEDS; x++)
         square |= optional[x].name && p->in[x].handle && is_of_scores(optional[x].field->shape);
     if (!square) {
@@ -297,6 +298,40 @@ static bool take_masks(call *c, problem *p) {
            call_check_contiguous(c, &p->in[K_SEGMENTS], "k_segments");
 }
 
+static bool take_blocks(call *c, problem *p, const int64_t *integer) {
+    const tensor *rows = &p->in[BLOCK_ROWS], *columns = &p->in[BLOCK_COLUMNS];
+    heddle_attention *a = &p->a;
+    const int64_t sizes[] = {integer[BLOCK_Q], integer[BLOCK_K]};
+    if (!rows->handle != !columns->handle)
+        return call_fail(c, "ValueError", "block_rows and block_columns come together, but only one is given");
+    for (int x = 0; x < 2; x++)
+        if (rows->handle ? sizes[x] != 64 && sizes[x] != 128 : sizes[x] != 0)
+            return call_fail(c, "ValueError", "block_%c = %lld, but with block_rows it must be 64 or 128, else 0",
+                             "qk"[x], (long long)sizes[x]);
+    if (!rows->handle)
+        return true;
+    if (rows->rank != 3)
+        return call_fail(c, "ValueError",
+                         "block_rows has %lld dimensions, but must have 3 ([b or 1, h or 1, lists + 1])",
+                         (long long)rows->rank);
+    if (columns->rank != 1)
+        return call_fail(c, "ValueError", "block_columns has %lld dimensions, but must have 1",
+                         (long long)columns->rank);
+    a->block_q = (uint8_t)sizes[0];
+    a->block_k = (uint8_t)sizes[1];
+    a->blocks_of_b = rows->size[0] != 1;
+    a->blocks_of_h = rows->size[1] != 1;
+    if (!take_optional(c, p, BLOCK_ROWS) || !call_check_contiguous(c, rows, "block_rows") ||
+        !call_check(c, columns, "block_columns", dtype_of(c, optional[BLOCK_COLUMNS].field)) ||
+        !call_check_contiguous(c, columns, "block_columns"))
+        return false;
+    take_field(p, columns, optional[BLOCK_COLUMNS].field, &(heddle_strides){0});
+    char why[160];
+    return c->device == HEDDLE_CUDA ||
+           !find_wrong_list(a, p->t.block_rows, p->t.block_columns, columns->size[0], why, sizeof why) ||
+           call_fail(c, "ValueError", "%s", why);
+}
+
 static bool take_numbers(call *c, problem *p, const int64_t *integer, const double *number) {
     heddle_attention *a = &p->a;
     a->mask = (heddle_mask)integer[CAUSAL];
@@ -337,7 +372,7 @@ bool attention_describe(call *c, int base, problem *p) {
     p->a.dtype = c->dtype;
     p->a.device = c->device;
     if (!check_sizes(c, p) || !take_sizes(c, p, c->integer + base) || !take_lengths(c, p) || !take_masks(c, p) ||
-        !take_numbers(c, p, c->integer + base, c->number + base))
+        !take_blocks(c, p, c->integer + base) || !take_numbers(c, p, c->integer + base, c->number + base))
         return false;
     heddle_strides *const strides[] = {&p->a.q_stride, &p->a.k_stride, &p->a.v_stride};
     const void **const data[] = {&p->t.q, &p->t.k, &p->t.v};

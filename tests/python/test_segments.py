@@ -130,8 +130,10 @@ def test_arrays():
         heddle.attention(q, k, v, q_segments=own[:, :5], k_segments=other)
     with pytest.raises(TypeError, match="q_segments is int64"):
         heddle.attention(q, k, v, q_segments=own.astype(np.int64), k_segments=other)
-    with pytest.raises(ValueError, match="k_segments is NULL"):
+    with pytest.raises(ValueError, match="k_segments has shape"):
         heddle.attention(q, k, v, q_segments=own)
+    with pytest.raises(ValueError, match="k_segments is given without q_segments"):
+        heddle.attention(q, k, v, k_segments=other)
 
 
 def test_jax():
@@ -183,3 +185,24 @@ def test_unseen_is_not_read(device):
     k[:, :, 40:60] = float("nan")
     v[:, :, 40:60] = float("inf")
     assert heddle.attention(q, k, v, q_segments=own, k_segments=other).isfinite().all()
+
+
+def test_arrays_as_tensors():
+    """NumPy's segments are taken in the forms that torch's are."""
+    q, k, v, own, other, _ = (x.numpy() for x in problem())
+    expected = heddle.attention(q, k, v, q_segments=own[:1].repeat(B, 0), k_segments=other[:1].repeat(B, 0))
+    for pick in (lambda x: x[0], lambda x: x[:1], lambda x: x[0].astype(np.int16)):
+        made = heddle.attention(q, k, v, q_segments=pick(own), k_segments=pick(other))
+        np.testing.assert_array_equal(made, expected)
+    np.testing.assert_array_equal(
+        heddle.attention(q, q, q, q_segments=own), heddle.attention(q, q, q, q_segments=own, k_segments=own)
+    )
+    out, lse = heddle.attention(q, q, q, q_segments=own, return_lse=True)
+    ours = heddle.attention_backward(out, q, q, q, out, lse, q_segments=own)
+    theirs = heddle.attention_backward(out, q, q, q, out, lse, q_segments=own, k_segments=own)
+    np.testing.assert_array_equal(ours["dk"], theirs["dk"])
+    cu = np.arange(B + 1, dtype=np.int32) * SQ
+    rows, packed = q.swapaxes(1, 2).reshape(B * SQ, H, D), {"max_seqlen_q": SQ, "max_seqlen_k": SQ}
+    made = heddle.attention(rows, rows, rows, cu_seqlens_q=cu, cu_seqlens_k=cu, q_segments=own.reshape(-1), **packed)
+    alone = heddle.attention(q, q, q, q_segments=own).swapaxes(1, 2).reshape(rows.shape)
+    np.testing.assert_allclose(made, alone, rtol=1e-5, atol=1e-5)
