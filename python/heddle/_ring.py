@@ -20,6 +20,7 @@ Seen = Literal["none", "some", "all"]
 FORWARD, BACKWARD = 0, 1
 BITS = _C.features()
 _BROADCAST = -(2**63)
+_DENSE = ("lse", "dlse", "alibi_slopes", "q_segments", "k_segments")  # without strides in the description
 _KEYS_TAG, _GRADIENTS_TAG = 1000, 2000  # of messages; those of one step follow
 
 
@@ -114,6 +115,8 @@ class Ring:
     low: float
     high: float
     peers: Peers | None  # None: what travels are messages
+    q_segments: Tensor | None = None  # [b, rows of this process]
+    k_segments: tuple[Tensor, ...] = ()  # [b, rows] of each process
 
     def starts(self, rank: int, of: str) -> list[int]:
         """Where in the whole the runs of a process begin."""
@@ -176,9 +179,21 @@ class Ring:
             for x, what in enumerate(row)
         )
 
+    def _segments(self, c: _Call, holder: int) -> dict[str, Tensor]:
+        """The ids of the rows that meet in a call."""
+        if self.q_segments is None:
+            return {}
+        rows, rows_k, first = self.rows["q"], self.rows["k"], self.needs(self.rank, holder)[0]
+        ids = {
+            "q_segments": self.q_segments[:, c.y0 * rows : c.y1 * rows],
+            "k_segments": self.k_segments[holder][:, (first + c.x0) * rows_k : (first + c.x1) * rows_k],
+        }
+        return {name: t.contiguous() for name, t in ids.items()}
+
     def call(self, which: int, c: _Call, holder: int, tensors: dict[str, Tensor]) -> None:
         """One pass, which adds to what is there."""
-        strided = {name: t for name, t in tensors.items() if name not in ("lse", "dlse", "alibi_slopes")}
+        tensors = tensors | self._segments(c, holder)
+        strided = {name: t for name, t in tensors.items() if name not in _DENSE}
         description = self.description | {f"s{of}": tensors[of].shape[2] for of in ("q", "k")}
         if c.kind == "placed":
             k0s = [self.starts(holder, "k")[x] for x in self.needs(self.rank, holder)]
@@ -446,6 +461,16 @@ class _RingAttention(torch.autograd.Function):
             share = torch.where(lse == -math.inf, 0, (sinks[:, None] - lse).exp())
             dsinks = -(share * d).sum((0, 2))
         return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, dsinks
+
+
+def gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """That of each process of the group."""
+    if group is None:
+        return [tensor]
+    tensor = tensor.contiguous()
+    got = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather([bytes_of(x.flatten()) for x in got], bytes_of(tensor.flatten()), group=group)
+    return got
 
 
 exchange: Any = _Exchange.apply

@@ -168,10 +168,12 @@ class SelfAttention(Module):
         device, dtype: of the parameters.
 
     Shapes:
-        x [b, s, dim] to [b, s, dim]; bias and mask of forward broadcast to [b, heads, s, s], residual is [b, s, dim].
+        x [b, s, dim] to [b, s, dim]; bias and mask of forward broadcast to [b, heads, s, s], residual is [b, s, dim],
+        segments are int32 [s] or [b, s]; block_rows, block_columns and block_size are heddle.attention's.
 
     Raises:
         ValueError: heads that do not divide; then as heddle.attention.
+        NotImplementedError: with context_parallel, bias, mask or lists of blocks, which are of whole sequences.
 
     Source: Vaswani et al., "Attention is all you need", 2017; Ainslie et al., "GQA", 2023.
     """
@@ -216,7 +218,16 @@ class SelfAttention(Module):
         self.processes = _processes(context_parallel)
 
     def forward(
-        self, x: Tensor, *, bias: Tensor | None = None, mask: Tensor | None = None, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        residual: Tensor | None = None,
+        segments: Tensor | None = None,
+        block_rows: Tensor | None = None,
+        block_columns: Tensor | None = None,
+        block_size: int | tuple[int, int] | None = None,
     ) -> Tensor:
         """[b, s, dim] to [b, s, dim], and residual added to it; errors as heddle.attention."""
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
@@ -237,23 +248,29 @@ class SelfAttention(Module):
         o: Any = NotImplemented
         dropout = self.dropout if self.training else 0.0
         alone = bias is None and mask is None and self.window is None and self.processes is None
+        alone = alone and segments is block_rows is block_columns is None and block_size is None
         if alone and not (self.softcap or dropout or _goes_long()):
             o = quick(q, k, v, self.causal, None)
         if o is NotImplemented:
-            o = self._attend(q, k, v, bias, mask, dropout)
+            lists = {"block_rows": block_rows, "block_columns": block_columns, "block_size": block_size}
+            o = self._attend(q, k, v, {"bias": bias, "mask": mask, **lists}, segments, dropout)
         return added(out, o.transpose(1, 2).reshape(b, s, dim), residual)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, dropout: float
+        self, q: Tensor, k: Tensor, v: Tensor, of_whole: dict[str, Any], segments: Tensor | None, dropout: float
     ) -> Tensor:
+        """of_whole: options that are of whole sequences."""
         options: dict[str, Any] = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
         o: Tensor
+        options |= {"dropout": dropout, "q_segments": segments}
         if self.processes is None:
-            o = attention(q, k, v, **options, dropout=dropout, bias=bias, mask=mask)
-        elif bias is not None or mask is not None:
-            raise NotImplementedError("bias and mask are of whole sequences, which context_parallel divides")
+            o = attention(q, k, v, **options, **of_whole)
+        elif any(value is not None for value in of_whole.values()):
+            raise NotImplementedError(
+                "bias and mask, and lists of blocks, are of whole sequences, which context_parallel divides"
+            )
         else:
-            o = self.processes.attention(q, k, v, **options, dropout=dropout)
+            o = self.processes.attention(q, k, v, **options)
         return o
 
     def extra_repr(self) -> str:

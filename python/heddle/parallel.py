@@ -23,7 +23,7 @@ from heddle._kinds import need_tensors
 from heddle._options import Causal, causal_of, scale_of, window_of
 from heddle._peers import Peers
 from heddle._plain import new_rng_state
-from heddle._ring import BACKWARD, BITS, Ring, bytes_of, exchange, real_of, ring_attention
+from heddle._ring import BACKWARD, BITS, Ring, bytes_of, exchange, gather, real_of, ring_attention
 
 _CPU, _REF, _CUDA = 0, 1, 2
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -31,7 +31,15 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64:
 _AGREED: tuple[str, ...] = (
     *("b", "h", "the rows of q", "d", "hk", "the rows of k", "dv", "the dtype"),
     *("causal", "the window's left", "the window's right", "scale", "softcap", "dropout"),
-    *("whether alibi_slopes are given", "whether sinks are given", "zigzag", "rng_state", "seed", "offset"),
+    *(
+        "whether alibi_slopes are given",
+        "whether sinks are given",
+        "whether segments are given",
+        "zigzag",
+        "rng_state",
+        "seed",
+        "offset",
+    ),
 )
 
 
@@ -203,6 +211,8 @@ class ContextParallel:
         rng_state: Tensor | None = None,
         return_lse: bool = False,
         deterministic: bool | None = None,
+        q_segments: Tensor | None = None,
+        k_segments: Tensor | None = None,
     ) -> Any:
         """heddle.attention of sequences that lie divided as `shard` does it: this process's rows of the result.
 
@@ -213,6 +223,8 @@ class ContextParallel:
             alibi_slopes, sinks: as heddle.attention, of all heads, the same on all processes. The gradient of sinks is
                 that of this process's rows: it is to be summed over the processes, as every parameter's.
             rng_state: as heddle.attention; the same on all processes. Default: drawn by the first of them.
+            q_segments, k_segments: int32 [b, s], or [s], of this process's rows: what `shard` makes of the ids of whole
+                sequences, such as those of documents. No k_segments: those of q.
 
         Returns:
             out [b, h, s, dv], or (out, lse): to the bit of dropout what one process would have there.
@@ -225,9 +237,10 @@ class ContextParallel:
         """
         numbers = dict.fromkeys(_AGREED, 0)
         trouble: Exception | None = None
-        drawn = False
+        drawn, ids = False, None
         try:
             self._check(q, k, v, alibi_slopes, sinks)
+            ids = self._ids(q, k, q_segments, k_segments)
             left, right = window_of(window)
             whole = {name: t.shape[2] * self.ring * self.heads for name, t in (("q", q), ("k", k))}
             corner = causal_of(causal, whole["q"], whole["k"])
@@ -237,6 +250,7 @@ class ContextParallel:
                 seed, offset = new_rng_state(torch.device("cpu")).tolist()
             own = (*q.shape, *k.shape[1:3], v.shape[3], _DTYPES[q.dtype], corner, left, right, _bits(scale_of(scale)))
             own = (*own, _bits(float(softcap)), _bits(float(dropout)), alibi_slopes is not None, sinks is not None)
+            own = (*own, ids is not None)
             numbers = dict(zip(_AGREED, map(int, (*own, self.runs, drawn, seed, offset)), strict=True))
         except Exception as error:  # the others are told, and wait for nobody
             trouble = error
@@ -259,6 +273,7 @@ class ContextParallel:
         features = BITS["accumulate"] | (BITS["window"] if left >= 0 or right >= 0 else 0)
         features |= BITS["deterministic"] if deterministic else 0
         features |= 0 if slopes is None else BITS["alibi"]
+        features |= 0 if ids is None else BITS["segments"]
         description: dict[str, Any] = {
             "dtype": _DTYPES[q.dtype],
             "device": _CUDA if q.device.type == "cuda" else _REF if q.dtype == torch.float64 else _CPU,
@@ -292,12 +307,44 @@ class ContextParallel:
         rows = {"q": description["sq"], "k": description["sk"]}
         peers = self._shared(self.ring_group) if self.ring > 1 else None
         ring = Ring(self.ring_group, self.ring, self.ring_rank, self.runs, rows, description, low, high, peers)
+        if ids is not None:
+            ring.q_segments = self._of_heads(ids[0])
+            ring.k_segments = tuple(gather(self._of_heads(ids[1]), self.ring_group))
         out, lse = ring_attention(ring, q, k, v, slopes, sinks)
         if self.heads_group is not None:
             out = self._exchange(out, False)
             if return_lse:
                 lse = self._exchange(lse[..., None], False)[..., 0]
         return (out, lse) if return_lse else out
+
+    def _ids(self, q: Tensor, k: Tensor, q_segments: Any, k_segments: Any) -> tuple[Tensor, Tensor] | None:
+        """Segments of this process's rows as int32 [b, s]."""
+        if q_segments is None:
+            if k_segments is not None:
+                raise HeddleValueError("k_segments is given without q_segments")
+            return None
+        made = []
+        for name, ids, like in (
+            ("q_segments", q_segments, q),
+            ("k_segments", q_segments if k_segments is None else k_segments, k),
+        ):
+            need_tensors(**{name: ids})
+            if ids.dtype not in (torch.int32, torch.int16, torch.int8, torch.uint8):
+                raise HeddleTypeError(f"{name} is {ids.dtype}, but must be torch.int32 (or of fewer bits)")
+            if ids.device != q.device:
+                raise HeddleValueError(f"{name} is on {ids.device}, but q on {q.device}")
+            need = (like.shape[0], like.shape[2])
+            if tuple(ids.shape) not in (need, need[1:]):
+                raise HeddleValueError(
+                    f"{name} has shape {list(ids.shape)}, but must have {list(need)}: the ids of this process's rows"
+                )
+            made.append(ids.expand(need).to(torch.int32))
+        return made[0], made[1]
+
+    def _of_heads(self, ids: Tensor) -> Tensor:
+        """Ids of the rows that the all-to-all over heads brings, in their order."""
+        got, (b, s) = gather(ids, self.heads_group), ids.shape
+        return torch.stack(got).view(len(got), b, self.runs, s // self.runs).permute(1, 2, 0, 3).reshape(b, -1)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
         need_tensors(q=q, k=k, v=v)

@@ -32,6 +32,9 @@ LONG = os.environ.get("HEDDLE_LONG", "0") not in ("", "0")
 DEVICE = os.environ.get("HEDDLE_PARALLEL_DEVICE", "cpu")
 H, HK, S = 24, 12, 48  # divided by 2, 3 and 4, and zigzag by twice as many
 SLOPES = torch.linspace(0.02, 0.4, H)
+# Documents in a row, then in any order; and some ids that no query has.
+IDS = torch.stack((torch.arange(S) // 11, torch.arange(S) * 5 % 3)).int()
+IDS_OF_KEYS = torch.stack((torch.arange(2 * S) // 19 + 1, torch.arange(2 * S) * 7 % 4)).int()
 RNG = torch.tensor([77, 2**33 + 1])
 
 # Options, dtype, rows of keys.
@@ -50,6 +53,13 @@ CASES = {
         S,
     ),
     "sinks, no key in sight": ({"sinks": torch.linspace(-2, 2, H), "causal": "bottom_right"}, torch.float64, S // 2),
+    "segments": ({"q_segments": IDS, "k_segments": IDS}, torch.float64, S),
+    "segments, causal, one id": ({"q_segments": IDS[0], "causal": True, "return_lse": True}, torch.float32, S),
+    "segments, more keys, sinks": (
+        {"q_segments": IDS, "k_segments": IDS_OF_KEYS, "sinks": torch.linspace(-2, 2, H), "window": (30, 9)},
+        torch.float64,
+        2 * S,
+    ),
     "dropout": ({"dropout": 0.3, "rng_state": RNG}, torch.float64, S),
     "dropout, causal, lse": ({"dropout": 0.5, "rng_state": RNG, "causal": True, "return_lse": True}, torch.float64, S),
 }
@@ -101,7 +111,8 @@ def whole(options, tensors):
 def divided(parallel: ContextParallel, options, tensors):
     """The same of this process's part, joined again."""
     options = on(DEVICE, options)
-    options, leaves = with_sinks(options, [parallel.shard(t, 2).requires_grad_() for t in tensors])
+    ids = {name: parallel.shard(x, -1) for name, x in options.items() if name.endswith("_segments")}
+    options, leaves = with_sinks(options | ids, [parallel.shard(t, 2).requires_grad_() for t in tensors])
     results = parallel.attention(*leaves[:3], **options)
     results = results if isinstance(results, tuple) else (results,)
     joined = [parallel.unshard(r.detach(), 2) for r in results]
@@ -164,6 +175,12 @@ def check_refusals(parallel: ContextParallel, rank: int) -> None:
     refuses("seed" if one else "agree", lambda: parallel.attention(q, q, q, dropout=0.1, rng_state=RNG + rank))
     refuses("have shapes" if rank == 1 else "has refused", lambda: parallel.attention(q, q[..., rank == 1 :], q))
     refuses("dimensions", lambda: parallel.attention(q[0], q[0], q[0]))
+    ids = torch.zeros(1, 12, dtype=torch.int32, device=DEVICE)
+    given = {"q_segments": ids} if rank == 1 else {}
+    refuses("segments" if one else "agree", lambda: parallel.attention(q, q, q, **given))
+    refuses("without q_segments", lambda: parallel.attention(q, q, q, k_segments=ids))
+    refuses("q_segments has shape [1, 11]", lambda: parallel.attention(q, q, q, q_segments=ids[:, 1:]))
+    refuses("q_segments is torch.int64", lambda: parallel.attention(q, q, q, q_segments=ids.long()))
     refuses("float", lambda: parallel.attention(q.int(), q.int(), q.int()))
     refuses("softcap", lambda: parallel.attention(q, q, q, softcap=-1.0))
     refuses("no gradient", lambda: parallel.unshard(q.requires_grad_()))
@@ -187,6 +204,10 @@ def check_module(mesh) -> None:
     y = whole(x)
     torch.testing.assert_close(parallel.unshard(mine(parallel.shard(x)).detach()), y.detach(), rtol=1e-4, atol=1e-5)
     refuses("bias and mask", lambda: mine(parallel.shard(x), bias=torch.zeros(1)))
+    refuses("lists of blocks", lambda: mine.attention(parallel.shard(x), block_rows=torch.zeros(2, dtype=torch.int32)))
+    ids = IDS.to(DEVICE)
+    joined = parallel.unshard(mine.attention(parallel.shard(x), segments=parallel.shard(ids)).detach())
+    torch.testing.assert_close(joined, whole.attention(x, segments=ids).detach(), rtol=1e-4, atol=1e-5)
     y.square().sum().backward()
     mine(parallel.shard(x)).square().sum().backward()
     for a, b in zip(whole.parameters(), mine.parameters(), strict=True):

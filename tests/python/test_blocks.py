@@ -286,3 +286,24 @@ def test_unseen_is_not_read():
     k[:, :, unseen] = float("nan")
     v[:, :, unseen] = float("inf")
     assert heddle.attention(q, k, v, **lists).isfinite().all()
+
+
+def test_self_attention():
+    """segments and lists of blocks of heddle.nn.SelfAttention."""
+    torch.manual_seed(3)
+    module, x = heddle.nn.SelfAttention(32, 4, causal=True), torch.randn(2, 130, 32)
+    shown = torch.tensor([[1, 0], [0, 1]], dtype=torch.bool)
+    rows, columns = heddle.block_lists(shown)
+    ids = torch.arange(130, dtype=torch.int32) // 64
+    seen = torch.zeros(130, 130, dtype=torch.bool)
+    seen[:128, :128] = seen[128:, 128:] = True
+    pairs = (
+        ({"segments": ids}, {"mask": ids[:, None] == ids}),
+        ({"block_rows": rows, "block_columns": columns}, {"mask": seen}),
+        ({"block_rows": rows, "block_columns": columns, "segments": ids}, {"mask": seen & (ids[:, None] == ids)}),
+    )
+    for options, theirs in pairs:
+        torch.testing.assert_close(module(x, **options), module(x, **theirs), rtol=1e-4, atol=1e-5)
+        assert (module(x, **options) - module(x)).abs().max() > 0.01
+    with pytest.raises(ValueError, match="block_size"):
+        module(x, block_size=128)
