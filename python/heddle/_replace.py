@@ -247,6 +247,15 @@ class _Work:
 
     # -------------------------------------------------------------------------------------- activations and sums
 
+    def transposed(self) -> None:
+        """What transformers has in the place of Linears in GPT-2 and its like."""
+        for module in self.model.modules():
+            kind = type(module)
+            if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+                self.done.left[self.name(module)] = (
+                    "its weight is [in, out], and heddle reads rows of [out, in]: Conv1D would be copied in each call"
+                )
+
     def fusions(self) -> None:
         """What stands behind a Linear, in Sequentials and in forwards that can be followed."""
         for module in list(self.model.modules()):
@@ -351,5 +360,6 @@ def replace(model: nn.Module) -> Replaced:
     work.trace(model)
     for norm in work.norms(model):
         work.done.left[work.name(norm)] = "torch.fx cannot trace what calls it"
+    work.transposed()
     work.fusions()
     return work.done

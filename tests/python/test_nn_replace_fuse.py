@@ -303,6 +303,9 @@ def test_models_of_transformers():
         done = heddle.replace(model)
         for part, what in parts.items():
             assert done.swapped[at + part].startswith(what), done
+        transposed = [each for each, why in done.left.items() if "Conv1D would be copied" in why]
+        conv1d = [each for each, module in was.named_modules() if type(module).__name__ == "Conv1D"]
+        assert transposed == conv1d and len(conv1d) == (8 if name == "GPT2Model" else 0)
         with torch.no_grad():
             a, b = (each(input_ids=ids).last_hidden_state for each in (model, was))
         assert torch.allclose(a, b, atol=1e-4) and b.abs().max() > 0.1
