@@ -32,6 +32,7 @@ MORE = {
     "compiled flex_attention": "what Dynamo guards, and the lists of a BlockMask, which are compared at each call",
     "nn.MultiheadAttention": "a module and its checks",
     "nn.SelfAttention": "a module and its checks",
+    "parallel": "a description in Python, keys as parts of a whole, and float32 sums that are rounded once",
     "jax": "JAX's own dispatch; the direct call is a program that adds 1",
 }
 
@@ -203,6 +204,29 @@ def transformers_rows(q, k, v, device):
     }
 
 
+def parallel_rows(q, k, v, device):
+    """One process that has all of the sequence: what ContextParallel asks and tells, with nobody to wait for."""
+    import torch.distributed as dist
+
+    from heddle.parallel import ContextParallel
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    once, always = (
+        ContextParallel(dist.group.WORLD, compare=compare, transport="messages") for compare in ("once", "always")
+    )
+    wanted = [t.clone().requires_grad_() for t in (q, k, v)]
+    direct = lambda: heddle.attention(q, k, v, causal="top_left")
+    return {
+        "parallel, one process": (lambda: once.attention(q, k, v, causal=True), direct),
+        "parallel, one process, compared at each call": (lambda: always.attention(q, k, v, causal=True), direct),
+        "parallel, one process, recording": (
+            lambda: once.attention(*wanted, causal=True),
+            lambda: heddle.attention(*wanted, causal="top_left"),
+        ),
+    }
+
+
 def jax_rows(q, k, v, device):
     import jax
 
@@ -219,6 +243,7 @@ GROUPS = {
     "torch.nn.attention.flex_attention": flex_rows,
     "torch.nn": module_rows,
     "transformers": transformers_rows,
+    "torch.distributed": parallel_rows,
     "jax": jax_rows,
     "torch.nn.attention.varlen": switch_rows,
 }
