@@ -18,9 +18,9 @@ from torch import Tensor
 
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._flex_forms import slope
+from heddle._flex_forms import band, slope
 from heddle._flex_kept import Recipe, Shelf, are_lists_of, capturing, functions, latest, lists_of, recaller, stream_of
-from heddle._flex_masks import Masks, Problem, Tiles, dense, key_of
+from heddle._flex_masks import Evaluated, Masks, Problem, Tiles, dense, is_square, key_of, of_cut_tiles
 from heddle._flex_trace import Expression, Score, conjuncts, is_known, refuse, trace
 from heddle._kinds import need_tensors
 from heddle._ops import prepare, short
@@ -44,7 +44,7 @@ class _Known:
         self.shelf = Shelf()
         self.tiles: dict[Problem, Tiles] = {}
         self.agreed: tuple[Any, list[Any], bool] | None = None
-        self.mask: tuple[Any, list[Any], Tensor] | None = None
+        self.mask: tuple[Any, list[Any], Tensor | None] | None = None
 
 
 _known: dict[int, _Known] = {}
@@ -80,19 +80,51 @@ def _conditions_of(mask: Any, like: Tensor, p: Problem) -> tuple[list[Any], bool
             raise HeddleValueError(f"block_mask has size {have} in dimension {x}, which must be 1 or {want}")
     if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
         raise HeddleValueError("block_mask was sliced, and has no mask_mod any more: set it from the original")
-    return trace(mask.mask_mod, like, False), True
+    if torch.compiler.is_compiling():
+        return trace(mask.mask_mod, like, False), True
+    try:
+        return trace(mask.mask_mod, like, False), True
+    except NotImplementedError:
+        found = Evaluated(mask.mask_mod)
+        if not found.can_be(p):
+            raise
+        return [found], True
 
 
-def _compared(mask: Any, conditions: list[Any], p: Problem) -> tuple[_Known, Tiles | None]:
-    """The tiles of a BlockMask where these say something that mask_mod does not."""
+def _agreed(known: _Known, tiles: Tiles, conditions: list[Any], p: Problem) -> bool:
+    """Whether the tiles of a BlockMask say nothing that its mask_mod does not."""
+    key = key_of(conditions, p)
+    if known.agreed is None or known.agreed[0] != key:
+        known.agreed = key, conditions, tiles.agree(conditions, p)
+    return known.agreed[2]
+
+
+def _bands(conditions: list[Any], tiles: Tiles, p: Problem) -> list[Any]:
+    """The conditions that the kernels may go by beside the lists of a BlockMask: a band that has all full tiles."""
+    bands = Masks([condition for condition in conditions if band(condition) is not None])
+    options, _, rest = bands.options(p.sq, p.sk)
+    if rest or not any(options.values()) or not tiles.within(bands.low, bands.high, p):
+        return []
+    return [condition for condition in conditions if band(condition) is not None]
+
+
+def _listed(
+    mask: Any, conditions: list[Any], p: Problem
+) -> tuple[_Known, Tiles | None, dict[str, Any] | None, list[Any]]:
+    """The tiles of a BlockMask, where what is computed goes by these; heddle's lists of their blocks, where it takes
+    them; and the conditions that the kernels may go by. Else the conditions say it all."""
     known = _knowledge(mask)
     tiles = known.tiles.get(p)
     if tiles is None:
         tiles = known.tiles[p] = Tiles(mask, p)
-    key = key_of(conditions, p)
-    if known.agreed is None or known.agreed[0] != key:
-        known.agreed = key, conditions, tiles.agree(conditions, p)
-    return known, None if known.agreed[2] else tiles
+    if is_square(Masks(conditions).options(p.sq, p.sk)[2]):
+        lists = tiles.lists()
+        if lists is not None:
+            return known, tiles, lists, _bands(conditions, tiles, p)
+    if _agreed(known, tiles, conditions, p):
+        return known, None, None, conditions
+    lists = tiles.lists()
+    return known, tiles, lists, [] if lists is None else _bands(conditions, tiles, p)
 
 
 def _refused(kept: Any, query: Tensor, key: Tensor, value: Tensor, bias: Any, return_lse: bool) -> Any:
@@ -275,7 +307,9 @@ def _keep(
     shelf = functions if known is None else known.shelf
     names = ("causal", "window", "scale", "softcap", "bias", "mask", "alibi_slopes")
     given = [options.get(name, 0.0 if name == "softcap" else None) for name in names]
-    prepared = prepare(query, key, key, *given, None, 0.0, None, None, None, False, None, False, False)
+    prepared = NotImplemented
+    if "block_rows" not in options:
+        prepared = prepare(query, key, key, *given, None, 0.0, None, None, None, False, None, False, False)
     own = known.mask[2] if known and known.mask else None
     shelf.keep(place, score_mod, block_mask, options, own, recipe, None if prepared is NotImplemented else prepared)
 
@@ -285,14 +319,18 @@ def _found(score: Any, block_mask: Any, query: Tensor, p: Problem) -> tuple[dict
     if score is not None and not isinstance(score, Score):
         refuse(f"a score_mod that returns {score!r} whatever the score is")
     conditions, listed = _conditions_of(block_mask, query, p)
-    known, tiles, own = None, None, conditions  # own: the BlockMask's conditions that the kernels may go by
+    known, tiles, lists, own = (
+        None,
+        None,
+        None,
+        conditions,
+    )  # own: the BlockMask's conditions that the kernels may go by
     if listed and torch.compiler.is_compiling():  # torch.export, too
         from heddle._flex_compiled import split  # imports the compiler
 
         own, tiles = split(block_mask, conditions, p)
     elif listed:
-        known, tiles = _compared(block_mask, conditions, p)
-        own = conditions if tiles is None else []
+        known, tiles, lists, own = _listed(block_mask, conditions, p)
     of_score = [] if score is None else [part for condition in score.seen for part in conjuncts(condition)]
     masks = Masks([*of_score, *own])
     options, off, rest = masks.options(p.sq, p.sk)
@@ -305,7 +343,10 @@ def _found(score: Any, block_mask: Any, query: Tensor, p: Problem) -> tuple[dict
         read = [t for each in (*of_score, *conditions) if isinstance(each, Expression) for t in each.tensors()]
         if terms and not any(t.requires_grad for t in read) and _reaches(terms, p):
             learned = terms
-    options["mask"] = _mask(rest, conditions, known, tiles, p)
+    if lists is not None:
+        options |= lists
+        conditions = [condition for condition in conditions if not any(condition is each for each in own)]
+    options["mask"] = _mask(rest, conditions, known, tiles, p, dense if lists is None else of_cut_tiles)
     return {name: value for name, value in options.items() if value is not None}, learned
 
 
@@ -314,21 +355,25 @@ def _reaches(terms: list[Any], p: Problem) -> bool:
     return p.sk == 1 or any(isinstance(term, Expression) and "kv_idx" in term.uses for term in terms)
 
 
-def _mask(rest: list[Any], conditions: list[Any], known: _Known | None, tiles: Any, p: Problem) -> Tensor | None:
-    """What causal and window leave out. A BlockMask's is kept as long as its tensors are the same."""
+def _mask(
+    rest: list[Any], conditions: list[Any], known: _Known | None, tiles: Any, p: Problem, of_tiles: Any
+) -> Tensor | None:
+    """What causal, window and lists of blocks leave out. A BlockMask's is kept as long as its tensors are the same."""
     if tiles is not None:
         whole = dense(rest, None, p) if rest else None
-        mask = _kept(conditions, known, tiles, p)
-        return mask if whole is None else mask & whole
+        mask = _kept(conditions, known, tiles, p, of_tiles)
+        return mask if whole is None else whole if mask is None else mask & whole
     if not rest:
         return None
-    return _kept(rest, known, None, p)
+    return _kept(rest, known, None, p, dense)
 
 
-def _kept(conditions: list[Any], known: _Known | None, tiles: Any, p: Problem) -> Tensor:
+def _kept(conditions: list[Any], known: _Known | None, tiles: Any, p: Problem, make: Any) -> Tensor | None:
+    made: Tensor | None
     if known is None or capturing(p.device):  # a graph must not use what may be freed
-        return dense(conditions, tiles, p)
-    key = tiles is None, stream_of(p.device), *key_of(conditions, p)
+        made = make(conditions, tiles, p)
+        return made
+    key = make, tiles is None, stream_of(p.device), *key_of(conditions, p)
     if known.mask is None or known.mask[0] != key:
-        known.mask = key, conditions, dense(conditions, tiles, p)
+        known.mask = key, conditions, make(conditions, tiles, p)
     return known.mask[2]

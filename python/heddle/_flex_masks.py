@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from heddle import _C
 from heddle._flex_forms import band
 from heddle._flex_trace import Expression, every
+from heddle._torch import block_lists
 
 _STRIP = 1 << 22  # elements of a mask that are computed at a time
 
@@ -97,21 +100,54 @@ class _Side(NamedTuple):
         return tuple(self)
 
 
+class Evaluated:
+    """A mask_mod that nobody could trace, but that PyTorch can call with numbers. What it reads is not known, so that
+    nothing that is made of it is kept."""
+
+    uses = frozenset(("b", "h", "q_idx", "kv_idx"))
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def values(self, indices: dict[str, Tensor]) -> Tensor:
+        places = torch.broadcast_tensors(*(indices[name] for name in ("b", "h", "q_idx", "kv_idx")))  # type: ignore[no-untyped-call]
+        found: Tensor = torch.vmap(self.function)(*(place.reshape(-1) for place in places))
+        return found.reshape(places[0].shape)
+
+    def key(self) -> tuple[Any, ...]:
+        return (object(),)
+
+    def can_be(self, p: Problem) -> bool:
+        """Whether it answers at all."""
+        try:
+            return bool(
+                self.values(dict.fromkeys(self.uses, torch.zeros(1, dtype=torch.int64, device=p.device))).numel()
+            )
+        except Exception:  # whatever somebody else's function raises where it is given no plain numbers
+            return False
+
+
 def _uses(conditions: list[Any]) -> frozenset[str]:
-    return frozenset().union(*(c.uses for c in conditions if isinstance(c, (Expression, _Side))))
+    return frozenset().union(*(c.uses for c in conditions if isinstance(c, _COMPUTED)))
 
 
 def _value(condition: Any, indices: dict[str, Tensor], device: torch.device) -> Tensor:
-    value = condition.values(indices) if isinstance(condition, (Expression, _Side)) else condition
+    value = condition.values(indices) if isinstance(condition, _COMPUTED) else condition
     value = value if isinstance(value, Tensor) else torch.tensor(value, device=device)
     return value if value.dtype == torch.bool else value != 0
 
 
+_COMPUTED = (Expression, _Side, Evaluated)
+
+
+def is_square(conditions: list[Any]) -> bool:
+    """Whether what they are together depends on the query and on the key."""
+    return _uses(conditions) >= {"q_idx", "kv_idx"}
+
+
 def key_of(conditions: list[Any], p: Problem) -> tuple[Any, ...]:
     """Equal for conditions that are computed in the same way from the same numbers."""
-    return p, *(
-        c.key() if isinstance(c, (Expression, _Side)) else (id(c), getattr(c, "_version", 0)) for c in conditions
-    )
+    return p, *(c.key() if isinstance(c, _COMPUTED) else (id(c), getattr(c, "_version", 0)) for c in conditions)
 
 
 def _part(conditions: list[Any], tiles: Tiles | None, p: Problem, first: int, last: int) -> tuple[Tensor, Tensor]:
@@ -150,11 +186,62 @@ def dense(conditions: list[Any], tiles: Tiles | None, p: Problem) -> Tensor:
     return mask
 
 
+def _cut_tiles(
+    conditions: list[Any], kinds: Tensor, tiles: Tiles, p: Problem
+) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    """Of some cut tiles at a time their places in a mask [b, h, sq, sk], and where all conditions hold."""
+    rows, keys = (torch.arange(n, device=p.device) for n in (tiles.q_size, tiles.k_size))
+    cut: Any = (kinds == 1).nonzero()
+    for at in cut.split(max(1, _STRIP // (tiles.q_size * tiles.k_size))):
+        b, h, row, column = (x.reshape(-1, 1, 1) for x in at.unbind(1))
+        # What a last tile has beyond the end is its last row or key again.
+        i = (row * tiles.q_size + rows[:, None]).clamp(max=p.sq - 1)
+        j = (column * tiles.k_size + keys).clamp(max=p.sk - 1)
+        indices = {"b": b, "h": h, "q_idx": i, "kv_idx": j}
+        seen = every(tuple(_value(condition, indices, p.device) for condition in conditions))
+        yield (b, h, i, j), seen.expand(len(at), tiles.q_size, tiles.k_size)
+
+
+def of_cut_tiles(conditions: list[Any], tiles: Tiles, p: Problem) -> Tensor | None:
+    """What cut tiles hide, beside lists of blocks that leave the empty ones out: computed of the cut tiles alone. None
+    where that is nothing: they are cut by the end of the rows, or by what the kernels go by."""
+    if not conditions:
+        return None
+    size = p.shape(_uses(conditions))
+    b, h = (max(tiles.kinds.shape[x], size[x]) for x in range(2))
+    kinds = tiles.kinds.expand(b, h, -1, -1)
+    with torch.no_grad():
+        if all(bool(seen.all()) for _, seen in _cut_tiles(conditions, kinds, tiles, p)):
+            return None
+        full = (kinds == 2).repeat_interleave(tiles.k_size, -1)[..., : p.sk]
+        mask = torch.zeros((b, h, p.sq, p.sk), dtype=torch.bool, device=p.device)
+        for row in range(kinds.shape[2]):
+            mask[:, :, row * tiles.q_size : (row + 1) * tiles.q_size] = full[:, :, row, None]
+        for place, seen in _cut_tiles(conditions, kinds, tiles, p):
+            mask[place] = seen
+    return mask
+
+
+@cache
+def device_has_lists(kind: str) -> bool:
+    """Whether the library has kernels for lists of blocks on this kind of device."""
+    if kind != "cuda":
+        return kind == "cpu"
+    problem = {"device": 2, "features": _C.features()["blocks"], "block_q": 64, "block_k": 64}
+    try:
+        _C.workspace("attention", 0, problem | {"b": 1, "h": 1, "sq": 64, "sk": 64, "d": 64})
+    except NotImplementedError:
+        return False
+    return True
+
+
 class Tiles:
     """What a BlockMask's lists say of its tiles: 0 empty, 1 cut, 2 full."""
 
     def __init__(self, mask: Any, p: Problem) -> None:
         self.q_size, self.k_size = mask.BLOCK_SIZE
+        self.p = p
+        self.found: dict[Any, Any] = {}
         columns = -(-p.sk // self.k_size)
         self.kinds = _listed(mask.kv_num_blocks, mask.kv_indices, columns, 1)
         if mask.full_kv_num_blocks is not None:
@@ -164,6 +251,28 @@ class Tiles:
     def rows(self, first: int, last: int, sk: int) -> Tensor:
         at = torch.arange(first, last, device=self.kinds.device) // self.q_size
         return self.kinds[:, :, at].repeat_interleave(self.k_size, -1)[..., :sk]
+
+    def lists(self) -> dict[str, Any] | None:
+        """heddle's lists of blocks, if its blocks make up the tiles and some are empty. Waits for a GPU, once."""
+        if "lists" not in self.found:
+            self.found["lists"] = None
+            whole = self.q_size % 64 == self.k_size % 64 == 0
+            if whole and device_has_lists(self.kinds.device.type) and not bool(self.kinds.all()):
+                sizes = [128 if size % 128 == 0 else 64 for size in (self.q_size, self.k_size)]
+                shown = self.kinds != 0
+                for dim, size in ((2, self.q_size // sizes[0]), (3, self.k_size // sizes[1])):
+                    shown = shown.repeat_interleave(size, dim)
+                rows, columns = block_lists(shown[:, :, : -(-self.p.sq // sizes[0]), : -(-self.p.sk // sizes[1])])
+                columns = columns[: int(rows[-1, -1, -1])] if rows.numel() else columns
+                self.found["lists"] = {"block_rows": rows, "block_columns": columns, "block_size": tuple(sizes)}
+        lists: dict[str, Any] | None = self.found["lists"]
+        return lists
+
+    def within(self, low: float, high: float, p: Problem) -> bool:
+        """Whether the keys of a full tile are all of a band."""
+        if (low, high) not in self.found:
+            self.found[low, high] = not bool(self.apart(low, high, p)[1].any())
+        return bool(self.found[low, high])
 
     def agree(self, conditions: list[Any], p: Problem) -> bool:
         """Whether the lists say nothing that mask_mod does not, as create_block_mask's never do. Waits for a GPU."""

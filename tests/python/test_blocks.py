@@ -4,30 +4,33 @@
 import numpy as np
 import pytest
 import torch
+from conftest import devices
 from test_segments import OPTIONS
 
 import heddle
+from heddle._flex_masks import device_has_lists
 
 torch.manual_seed(0)
 B, H, HK, SQ, SK, D = 2, 4, 2, 300, 410, 16
+each_device = pytest.mark.parametrize("device", [each for each in devices() if device_has_lists(each)])
 LISTS = ((1, 1), (B, 1), (1, H), (B, H))
 
 
-def problem(of=(B, H), sizes=(64, 128), dtype=torch.float32, sq=SQ, sk=SK):
-    q = torch.randn(B, H, sq, D, dtype=dtype)
-    k, v = (torch.randn(B, HK, sk, D, dtype=dtype) for _ in range(2))
-    shown = torch.rand(*of, -(-sq // sizes[0]), -(-sk // sizes[1])) < 0.5
+def problem(of=(B, H), sizes=(64, 128), dtype=torch.float32, sq=SQ, sk=SK, device="cpu"):
+    q = torch.randn(B, H, sq, D, dtype=dtype, device=device)
+    k, v = (torch.randn(B, HK, sk, D, dtype=dtype, device=device) for _ in range(2))
+    shown = torch.rand(*of, -(-sq // sizes[0]), -(-sk // sizes[1]), device=device) < 0.5
     shown[:, :, 1] = False  # queries that see nothing
     mask = shown.repeat_interleave(sizes[0], 2)[:, :, :sq].repeat_interleave(sizes[1], 3)[..., :sk]
     rows, columns = heddle.block_lists(shown)
     return q, k, v, {"block_rows": rows, "block_columns": columns, "block_size": sizes}, mask
 
 
-def wide(options):
+def wide(options, device):
     """test_segments' options, of this problem."""
-    chosen = dict(options)
+    chosen = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     if "mask" in chosen:
-        chosen["mask"] = torch.rand(B, 1, SQ, SK) < 0.8
+        chosen["mask"] = torch.rand(B, 1, SQ, SK, device=device) < 0.8
     if "seqlens_k" in chosen:
         chosen["seqlens_k"] = [SK, 200]
     return chosen
@@ -51,11 +54,12 @@ def test_lists():
             heddle.block_lists(wrong)
 
 
+@each_device
 @pytest.mark.parametrize("of", LISTS)
 @pytest.mark.parametrize("at", range(len(OPTIONS)))
-def test_like_a_mask(at, of):
-    q, k, v, lists, mask = problem(of, ((64, 128), (128, 64), (64, 64), (128, 128))[at % 4])
-    options = wide(OPTIONS[at])
+def test_like_a_mask(at, of, device):
+    q, k, v, lists, mask = problem(of, ((64, 128), (128, 64), (64, 64), (128, 128))[at % 4], device=device)
+    options = wide(OPTIONS[at], device)
     both = mask & options["mask"] if "mask" in options else mask
     leaves = [[x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2)]
     ours = heddle.attention(*leaves[0], **lists, **options)
@@ -278,10 +282,20 @@ def test_nothing():
     torch.testing.assert_close(ours, heddle.attention(q[..., :0], k[..., :0], v, mask=mask), rtol=1e-5, atol=1e-5)
 
 
-def test_unseen_is_not_read():
-    q, k, v, lists, _ = problem((1, 1))
-    lists["block_rows"] = torch.tensor([0, 1, 2, 3, 4, 5], dtype=torch.int32)
-    lists["block_columns"] = torch.tensor([0, 1, 3, 1, 0], dtype=torch.int32)
+@pytest.mark.skipif(not torch.cuda.is_available() or not device_has_lists("cuda"), reason="needs a GPU with lists")
+def test_numbers_of_no_block_on_a_gpu():
+    """There they are clamped, or name nothing: never a stray read."""
+    q, k, v, lists, _ = problem(device="cuda")
+    for rows, columns in ((0, 99), (0, -99), (1000, 0), (-1000, 0)):
+        wild = {"block_rows": lists["block_rows"] + rows, "block_columns": lists["block_columns"] + columns}
+        assert heddle.attention(q, k, v, **(lists | wild)).isfinite().all()
+
+
+@each_device
+def test_unseen_is_not_read(device):
+    q, k, v, lists, _ = problem((1, 1), device=device)
+    lists["block_rows"] = torch.tensor([0, 1, 2, 3, 4, 5], dtype=torch.int32, device=device)
+    lists["block_columns"] = torch.tensor([0, 1, 3, 1, 0], dtype=torch.int32, device=device)
     unseen = torch.arange(SK) // 128 == 2
     k[:, :, unseen] = float("nan")
     v[:, :, unseen] = float("inf")
