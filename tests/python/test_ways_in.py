@@ -121,8 +121,11 @@ def test_no_graph_breaks(way):
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "ways_in.py"
 
 
+GROUPS = ("function_rows", "flex_rows", "module_rows", "transformers_rows", "switch_rows", "parallel_rows")
+
+
 @pytest.mark.skipif(not BENCH.exists(), reason="not in the source tree")
-@pytest.mark.parametrize("group", ["function_rows", "flex_rows", "module_rows", "transformers_rows", "switch_rows"])
+@pytest.mark.parametrize("group", GROUPS)
 def test_what_is_timed_gives_what_the_direct_call_gives(group, monkeypatch):
     """bench/ways_in.py compares calls that compute the same."""
     pytest.importorskip(
@@ -142,5 +145,7 @@ def test_what_is_timed_gives_what_the_direct_call_gives(group, monkeypatch):
     finally:
         if group == "switch_rows":
             torch.nn.attention.restore_flash_attention_impl()
+        elif group == "parallel_rows":
+            torch.distributed.destroy_process_group()
     if group == "flex_rows":
         assert sum(name.startswith("compiled") for name in rows) == 3
