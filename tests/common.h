@@ -129,7 +129,8 @@ attention_problem attention_copy(const attention_problem *p, heddle_dtype dtype,
 attention_problem attention_borrow(const attention_problem *p);
 void attention_free(attention_problem *p);
 heddle_attention_data attention_data(const attention_problem *p, bool backward);
-/* Run a pass with a poisoned workspace, download the outputs, fail the test on an error or damage. */
+/* Runs a pass with a poisoned workspace and downloads the outputs. An error or damage is printed, and makes it false: or fails the test. */
+bool attention_pass(attention_problem *p, heddle_pass pass);
 void attention_run(attention_problem *p, heddle_pass pass);
 /* One line that says which problem it is. */
 void attention_print(const attention_case *c);

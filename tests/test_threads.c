@@ -22,7 +22,7 @@ static void set_threads(int n) {
 }
 
 /* No cmocka in here: this runs on threads that it knows nothing of. */
-static bool attention_pass(attention_problem *p, heddle_pass pass) {
+static bool quiet_pass(attention_problem *p, heddle_pass pass) {
     size_t bytes = 0;
     if (heddle_attention_workspace(&p->a, pass, &bytes) != HEDDLE_OK)
         return false;
@@ -38,7 +38,7 @@ static bool attention_pass(attention_problem *p, heddle_pass pass) {
 }
 
 static bool attention_both(attention_problem *p) {
-    return attention_pass(p, HEDDLE_FORWARD) && attention_pass(p, HEDDLE_BACKWARD);
+    return quiet_pass(p, HEDDLE_FORWARD) && quiet_pass(p, HEDDLE_BACKWARD);
 }
 
 static bool norm_linear_both(norm_linear_problem *p) {

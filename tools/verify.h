@@ -53,7 +53,7 @@ bool fits_parts(const heddle_attention *a);
 typedef enum plain_order { PLAIN_FORWARD, PLAIN_BLOCKED, PLAIN_REVERSED, PLAIN_ENDS, PLAIN_ORDERS } plain_order;
 
 /* The textbook computation: whole matrices, sums in float32, every intermediate tensor rounded to dtype. The measure of
- * what error is to be expected. `terms` gets what its noise is made of: see verify_plain.c. */
+ * what error is to be expected. `terms` gets what its noise is made of: see verify_plain.h. */
 void plain_run(const problem *p, arena *m, heddle_dtype dtype, plain_order order, outcome *out, outcome *terms);
 
 /* How many keys a query of an attention problem sees that sees any, on average. */

@@ -1,0 +1,214 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Judges attention: the rule for errors (docs/design.md, section 4) over the outputs of a case, in one call and in two parts. */
+#include "common.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+
+static bool is_exact_zero(enum attention_tensor which, double x, int64_t at) {
+    if (x != 0)
+        printf("  %s: %g at element %" PRId64 " where an exact 0 belongs\n", attention_tensor_name[which], x, at);
+    return x == 0;
+}
+
+/* Zeros that follow from the masks alone are exact: weights of hidden keys, and rows of o that nothing goes into. One element of a row may
+ * cancel by chance, of like weights. */
+static bool check_exact_zeros(const attention_problem *p, const attention_problem *ref) {
+    const tensor *o = &ref->t[T_O], *weights = &ref->t[T_WEIGHTS];
+    double r[512], x[512];
+    for (int64_t at = 0; weights->host && at < weights->span; at++)
+        if (tensor_raw(weights, at) == 0 && !is_exact_zero(T_WEIGHTS, tensor_raw(&p->t[T_WEIGHTS], at), at))
+            return false;
+    for (int64_t row = 0; row < o->dim[0] * o->dim[1] * o->dim[2]; row++) {
+        const int64_t at = tensor_at(o, row / o->dim[2] / o->dim[1], row / o->dim[2] % o->dim[1], row % o->dim[2], 0);
+        bool zero = true;
+        tensor_read(o, at, o->dim[3], r);
+        tensor_read(&p->t[T_O], at, o->dim[3], x);
+        for (int64_t e = 0; e < o->dim[3]; e++)
+            zero &= r[e] == 0;
+        for (int64_t e = 0; e < o->dim[3] && zero; e++)
+            if (!is_exact_zero(T_O, x[e], at + e))
+                return false;
+    }
+    return true;
+}
+
+/* Is one of p's errors beyond what the plain computation's error alone allows it? */
+static bool is_far(const attention_problem *p, const attention_problem *ref, const attention_problem *plain) {
+    for (int x = T_O; x < T_COUNT; x++) {
+        double magnitude;
+        if (!p->t[x].host || !is_output(&attention_fields[x]))
+            continue;
+        const double ours = tensor_error(&p->t[x], &ref->t[x], &magnitude);
+        const double theirs = tensor_error(&plain->t[x], &ref->t[x], &magnitude);
+        if (!isfinite(theirs) || ours > 2 * theirs || ours > 0.25 * magnitude)
+            return true;
+    }
+    return false;
+}
+
+/* Adds the errors of a case to its bin; the plain computation's sums are those of a BLAS. */
+static void count_errors(const attention_problem *p, const attention_problem *ref, const attention_problem *blocked,
+                         const double natural[T_COUNT], error_bin bin[T_COUNT]) {
+    for (int x = T_O; x < T_COUNT; x++)
+        if (p->t[x].host && is_output(&attention_fields[x]))
+            bin_count(&bin[x], &p->t[x], &ref->t[x], &blocked->t[x], natural[x]);
+}
+
+/* What the plain computation comes to: of each element the worst of several orders, and see plain_attention. */
+typedef struct plain_results {
+    attention_problem worst;
+    int orders; /* asked until now, and, last of all, the spread */
+    double natural[T_COUNT], spread[T_COUNT];
+} plain_results;
+
+static void ask_order(const attention_problem *p, const attention_problem *ref, plain_results *plain, error_bin *bin) {
+    static const plain_order orders[] = {PLAIN_FORWARD, PLAIN_BLOCKED, PLAIN_REVERSED, PLAIN_ENDS, PLAIN_FORWARD};
+    const plain_order order = orders[plain->orders];
+    const bool first = plain->orders == 0, last = plain->orders == PLAIN_ORDERS;
+    double unused[T_COUNT];
+    attention_problem other = attention_borrow(p);
+    plain_attention(&other, order, first ? plain->natural : unused, last ? plain->spread : NULL);
+    plain->orders++;
+    if (first) {
+        plain->worst = other;
+        return;
+    }
+    if (bin && order == PLAIN_BLOCKED)
+        count_errors(p, ref, &other, plain->natural, bin);
+    for (int x = T_O; x < T_COUNT && !last; x++)
+        if (p->t[x].host && is_output(&attention_fields[x]))
+            tensor_keep_worse(&plain->worst.t[x], &other.t[x], &ref->t[x]);
+    attention_free(&other);
+}
+
+/* The plain computation's error is the largest over the orders of its sums. Two of them are enough for nearly all cases; only where
+ * one of the errors of x, which are p's outputs or others in their place, is more than twice theirs the others are asked, too, and the
+ * spread measured: elsewhere it is 0. */
+static void ask_plain(const attention_problem *p, const attention_problem *x, const attention_problem *ref,
+                      plain_results *plain, error_bin *bin) {
+    while (plain->orders < 2 || (plain->orders <= PLAIN_ORDERS && is_far(x, ref, &plain->worst)))
+        ask_order(p, ref, plain, bin);
+}
+
+/* Has that tensor the same rows for all heads? */
+static bool repeats_heads(heddle_strides s) {
+    return s.h == 0 && (s.b != 0 || s.s != 0);
+}
+
+/* Heads of a group that have q and dO in common and nothing of their own have the very same P and dS: what is rounded in one of them is in
+ * all, and adds up in dk and dv. */
+static double alike_heads(const heddle_attention *a, int x) {
+    const uint64_t own =
+        HEDDLE_ALIBI | HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_SINKS | (x == T_DK ? HEDDLE_WEIGHTS : 0);
+    const bool alike =
+        repeats_heads(a->q_stride) && repeats_heads(a->do_stride) && !(a->features & own) && a->dropout == 0;
+    return alike && (x == T_DK || x == T_DV) ? (double)(a->h / a->hk) : 1;
+}
+
+/* Of tensor x: what roundings are off by that no order of sums changes. */
+static double noise_of(const heddle_attention *a, int x, const double natural[T_COUNT], const double spread[T_COUNT]) {
+    const int precision = precision_of(a->dtype, a->features);
+    const double rounding = precision == HEDDLE_BF16 ? 0x1p-8 : 0x1p-11;
+    if (precision == HEDDLE_F32) /* of which tensor cores have 22 bits */
+        return 2 * (test_device() == HEDDLE_CUDA ? 0x1p-22 : 0x1p-24) * spread[x] * sqrt(alike_heads(a, x));
+    /* D of a row is made from the rounded o: in a sum of D alone that is not small, though it averages out. */
+    return x == T_DSINKS ? rounding * natural[x] / sqrt((double)(a->b * a->sq)) : 2 * rounding * spread[x];
+}
+
+/* The same problem in two parts (HEDDLE_ACCUMULATE). Backward has nothing but the float32 lse and o of all keys there, and nobody settles a
+ * row. So P is off by the two roundings of lse, that of the first part's and that of all, and by two of the score; D by o's. */
+static bool judge_parts(attention_problem *p, const attention_problem *ref, plain_results *plain, int64_t first,
+                        double condition) {
+    static const struct {
+        int which;
+        const char *name;
+    } outputs[] = {{T_O, "o, in parts"},          {T_LSE, "lse, in parts"}, {T_DQ, "dq, in parts"},
+                   {T_DK, "dk, in parts"},        {T_DV, "dv, in parts"},   {T_DBIAS, "dbias, in parts"},
+                   {T_DSINKS, "dsinks, in parts"}};
+    attention_problem sums = attention_borrow(p);
+    bool right = attention_in_parts(p, first, &sums);
+    ask_plain(p, &sums, ref, plain, NULL);
+    for (size_t x = 0; right && x < COUNT(outputs); x++) {
+        const int t = outputs[x].which;
+        const double natural = plain->natural[t], of_lse = 4 + 4 * plain->natural[T_LSE];
+        const double of_parts = t == T_LSE ? 0 : of_lse * 0x1p-24 * natural + 0x1p-24;
+        right = compare_tensor(outputs[x].name, precision_of(p->a.dtype, p->a.features), &sums.t[t], &ref->t[t],
+                               &plain->worst.t[t], natural,
+                               noise_of(&p->a, t, plain->natural, plain->spread) + of_parts, condition);
+    }
+    attention_free(&sums);
+    return right;
+}
+
+bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *keys) {
+    attention_problem p = attention_new(c);
+    attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
+    plain_results plain = {.orders = 0};
+    bool backward = !(c->skip >> T_LSE & 1) && !(c->a.features & HEDDLE_PAGES);
+    bool right = attention_pass(&p, HEDDLE_FORWARD);
+    right = attention_pass(&ref, HEDDLE_FORWARD) && right;
+    if (right && backward) {
+        right = attention_pass(&p, HEDDLE_BACKWARD);
+        right = attention_pass(&ref, HEDDLE_BACKWARD) && right;
+    }
+    ask_plain(&p, &p, &ref, &plain, bin);
+    /* What rounding takes from large scores (ALiBi's, far away) is a relative error of P, in proportion to them. */
+    const double condition = c->ill_conditioned ? INFINITY : fmax(1, plain.natural[T_LSE] / 64);
+    for (int x = 0; right && x < T_COUNT; x++) {
+        if (!is_output_of(&attention_fields[x], HEDDLE_FORWARD) &&
+            !(backward && is_output_of(&attention_fields[x], HEDDLE_BACKWARD)))
+            continue;
+        right = compare_tensor(attention_tensor_name[x], precision_of(p.a.dtype, p.a.features), &p.t[x], &ref.t[x],
+                               &plain.worst.t[x], plain.natural[x], noise_of(&p.a, x, plain.natural, plain.spread),
+                               condition);
+    }
+    right = right && check_exact_zeros(&p, &ref);
+    if (right && c->first_part)
+        right = judge_parts(&p, &ref, &plain, c->first_part, condition);
+    if (bin && right)
+        *keys = attention_keys_seen(&p);
+    attention_free(&plain.worst);
+    attention_free(&ref);
+    attention_free(&p);
+    return right;
+}
+
+bool attention_is_right(const attention_case *c) {
+    return attention_judge(c, NULL, NULL);
+}
+
+void attention_count(const attention_case *c, error_bin bin[T_COUNT]) {
+    attention_problem p = attention_new(c), ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
+    double natural[T_COUNT], unused[T_COUNT];
+    attention_problem *both[] = {&p, &ref};
+    for (size_t x = 0; x < COUNT(both); x++) {
+        attention_run(both[x], HEDDLE_FORWARD);
+        attention_run(both[x], HEDDLE_BACKWARD);
+    }
+    attention_problem plain = attention_borrow(&p);
+    plain_attention(&plain, PLAIN_FORWARD, natural, NULL);
+    attention_free(&plain);
+    plain = attention_borrow(&p);
+    plain_attention(&plain, PLAIN_BLOCKED, unused, NULL);
+    count_errors(&p, &ref, &plain, natural, bin);
+    attention_free(&plain);
+    attention_free(&ref);
+    attention_free(&p);
+}
+
+void check_attention(const attention_case *c) {
+    if (attention_is_right(c))
+        return;
+    attention_print(c);
+    fail_msg("attention is wrong, see above");
+}
+
+void check_attention_dtypes(attention_case c) {
+    for (size_t x = 0; x < TEST_DTYPES; x++) {
+        c.a.dtype = test_dtypes[x];
+        c.seed = c.seed * 3 + x + 1;
+        check_attention(&c);
+    }
+}
