@@ -186,6 +186,34 @@ static void test_tanh(void **state) {
     assert_true(vtanh(splat(INFINITY))[0] == 1 && vtanh(splat(-INFINITY))[0] == -1 && vtanh(splat(0))[0] == 0);
 }
 
+/* Vectors side by side, of which none, some or all have lanes beyond the polynomial's reach, are as each by itself. */
+static void test_tanh_each(void **state) {
+    (void)state;
+    for (int wide = 0; wide < 1 << TANH_MOST; wide++)
+        for (int lane = 0; lane < VL; lane++) {
+            vf x[TANH_MOST], each[TANH_MOST];
+            for (int v = 0; v < TANH_MOST; v++) {
+                for (int l = 0; l < VL; l++)
+                    x[v][l] = (float)(v + 1) * (float)(l - VL / 2) * 0.015625f;
+                x[v][lane] = wide >> v & 1 ? 0.75f + (float)v : 0.5f;
+                each[v] = vtanh(x[v]);
+            }
+            vtanh_each(TANH_MOST, x);
+            assert_memory_equal(x, each, sizeof x);
+        }
+}
+
+static void test_any_lane(void **state) {
+    (void)state;
+    assert_false(any_lane(splat_int(0)));
+    for (int l = 0; l < VL; l++)
+        for (int bit = 0; bit < 32; bit++) {
+            vi mask = splat_int(0);
+            mask[l] = (int32_t)(UINT32_C(1) << bit);
+            assert_true(any_lane(mask));
+        }
+}
+
 /* ------------------------------------------------------------------------------------------------ 16-bit elements */
 
 typedef struct half {
@@ -412,10 +440,11 @@ static void test_all_finite(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_exp2),          cmocka_unit_test(test_exp2_zeros), cmocka_unit_test(test_exp2_less),
-        cmocka_unit_test(test_nan),           cmocka_unit_test(test_max),        cmocka_unit_test(test_tanh),
-        cmocka_unit_test(test_widen),         cmocka_unit_test(test_narrow),     cmocka_unit_test(test_transpose),
-        cmocka_unit_test(test_dropout_words), cmocka_unit_test(test_gemm),       cmocka_unit_test(test_all_finite),
+        cmocka_unit_test(test_exp2),      cmocka_unit_test(test_exp2_zeros), cmocka_unit_test(test_exp2_less),
+        cmocka_unit_test(test_nan),       cmocka_unit_test(test_max),        cmocka_unit_test(test_tanh),
+        cmocka_unit_test(test_tanh_each), cmocka_unit_test(test_any_lane),   cmocka_unit_test(test_widen),
+        cmocka_unit_test(test_narrow),    cmocka_unit_test(test_transpose),  cmocka_unit_test(test_dropout_words),
+        cmocka_unit_test(test_gemm),      cmocka_unit_test(test_all_finite),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

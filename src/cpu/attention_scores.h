@@ -8,8 +8,15 @@
 /* VL keys of VL lanes of a tensor of scores, from rows[0][first] on, a key a row; `nobody` in lanes that have no row. */
 INLINE void lanes_of_scores(int type, const void *const *rows, int64_t count, int64_t first, int64_t keys, float nobody,
                             vf *t) {
-    for (int l = 0; l < VL; l++)
-        t[l] = l < count ? load_some(type, element_at(rows[l], first, type), keys) : splat(nobody);
+    if (count >= VL && keys >= VL)
+        for (int l = 0; l < VL; l++) {
+            const char *p = element_at(rows[l], first, type);
+            t[l] = load_vector(type, p);
+            __builtin_prefetch(p + TILE_KEYS * element_size(type), 0, 2); /* what the next block wants */
+        }
+    else
+        for (int l = 0; l < VL; l++)
+            t[l] = l < count ? load_some(type, element_at(rows[l], first, type), keys) : splat(nobody);
     transpose(t);
 }
 
@@ -20,8 +27,36 @@ typedef struct adjustment {
     const void *bias[LANES];
 } adjustment;
 
-/* softcap·tanh(scale·s/softcap) - slope·|i + off - j| + bias of all keys; the tanh goes to `tanhs` if that is there. True if a bias
- * masks (mask.h), whatever the score beside it is. */
+/* softcap·tanh(scale·s/softcap) - slope·|distance| + bias of `rows` keys of a vector of lanes, `stride` floats apart; the tanh goes to
+ * `tanhs` if that is there. `away` is the distance of the first key. Lanes where a bias masks are set in `masked`. */
+INLINE void adjust_rows(bool caps, bool slopes, bool biased, int rows, const adjustment *r, vf slope, vf away,
+                        const vf *bias, float *s, int64_t stride, float *tanhs, vi *masked) {
+    vf x[TANH_MOST];
+#define EACH _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)
+    EACH x[i] = load(s + i * stride) * r->scale;
+    if (caps) {
+        vtanh_each(rows, x);
+        if (tanhs) {
+            EACH store(tanhs + i * stride, x[i]);
+        }
+        EACH x[i] *= r->cap;
+    }
+    EACH {
+        if (slopes) { /* bits between the products leave the compiler one way to contract them, in forward and backward alike */
+            const vi size = (vi)(slope * (away - (float)i)) & INT32_MAX;
+            x[i] -= (vf)(size ^ ((vi)slope & INT32_MIN));
+        }
+        if (biased) {
+            const vi hidden = bias[i] < splat((float)LEAST_BIAS);
+            x[i] = select_float(hidden, splat(-INFINITY), x[i] + bias[i]);
+            *masked |= hidden;
+        }
+        store(s + i * stride, x[i]);
+    }
+#undef EACH
+}
+
+/* The same of all keys. True if a bias masks (mask.h), whatever the score beside it is. */
 INLINE bool adjust_each(bool caps, bool slopes, int bias_type, const adjustment *r, const unit *u, const lanes *l,
                         const key_block *b, float *s, float *tanhs) {
     vi masked = splat_int(0);
@@ -32,26 +67,20 @@ INLINE bool adjust_each(bool caps, bool slopes, int bias_type, const adjustment 
             if (bias_type >= 0) /* a key that is NaN and masked must not reach the lanes of nobody */
                 lanes_of_scores(bias_type, r->bias + v * VL, l->count - v * VL, b->first + j0, b->count - j0, -INFINITY,
                                 bias);
-            for (int64_t j = j0; j < min64(b->count, j0 + VL); j++) {
-                const int64_t x = j * l->stride + v * VL;
-                vf score = load(s + x) * r->scale;
-                if (caps) {
-                    const vf th = vtanh(score);
-                    if (tanhs)
-                        store(tanhs + x, th);
-                    score = r->cap * th;
-                }
-                if (slopes) {
-                    const vf away = index + (float)(l->first + u->off - b->first - j);
-                    score -= slope * (vf)((vi)away & 0x7fffffff);
-                }
-                if (bias_type >= 0) {
-                    const vi hidden = bias[j - j0] < splat((float)LEAST_BIAS);
-                    score = select_float(hidden, splat(-INFINITY), score + bias[j - j0]);
-                    masked |= hidden;
-                }
-                store(s + x, score);
-            }
+            const int64_t n = min64(VL, b->count - j0);
+#define ROWS_OF(count, x)                                                                                              \
+    adjust_rows(caps, slopes, bias_type >= 0, count, r, slope,                                                         \
+                index + (float)(l->first + u->off - b->first - j0 - (x)), bias + (x),                                  \
+                s + (j0 + (x)) * l->stride + v * VL, l->stride,                                                        \
+                tanhs ? tanhs + (j0 + (x)) * l->stride + v * VL : NULL, &masked)
+            if (n == VL)
+#pragma GCC unroll 4
+                for (int x = 0; x < VL; x += TANH_MOST)
+                    ROWS_OF(TANH_MOST, x);
+            else
+                for (int64_t x = 0; x < n; x++)
+                    ROWS_OF(1, x);
+#undef ROWS_OF
         }
     }
     return bias_type >= 0 && any_lane(masked);
@@ -124,12 +153,13 @@ static void mask_band(const unit *u, const lanes *l, const key_block *b, float *
             const int64_t count = min64(VL, b->count - j0);
             if (part_kind(u, l, b, v, j0, count) == TILE_FULL)
                 continue;
-            for (int64_t j = j0; j < j0 + count; j++) {
-                int64_t key = b->first + j - l->first;
-                int32_t low = (int32_t)clamp64(key - u->m.hi, INT32_MIN, INT32_MAX);
-                int32_t high = (int32_t)clamp64(key - u->m.lo, INT32_MIN, INT32_MAX);
-                float *p = s + j * l->stride + v * VL;
-                vi hidden = (lane_index(l, v) < low) | (lane_index(l, v) > high);
+            const int64_t key =
+                b->first + j0 - l->first; /* what is clamped is far from any lane's, and its neighbours, too */
+            vi low = splat_int((int32_t)clamp64(key - u->m.hi, INT32_MIN / 2, INT32_MAX / 2));
+            vi high = splat_int((int32_t)clamp64(key - u->m.lo, INT32_MIN / 2, INT32_MAX / 2));
+            float *p = s + j0 * l->stride + v * VL;
+            for (int64_t j = 0; j < count; j++, low += 1, high += 1, p += l->stride) {
+                const vi hidden = (lane_index(l, v) < low) | (lane_index(l, v) > high);
                 store(p, select_float(hidden, splat(-INFINITY), load(p)));
             }
         }
@@ -167,7 +197,9 @@ INLINE void gather_mask(const void *const *rows, int64_t count, int64_t first, i
     mask_vector any = {0}, all = {0};
     all = ~all;
     for (int64_t x = 0; x < count; x++) {
-        const mask_vector bytes = load_mask((const uint8_t *)rows[x] + first, keys);
+        const uint8_t *p = (const uint8_t *)rows[x] + first;
+        const mask_vector bytes = load_mask(p, keys);
+        __builtin_prefetch(p + TILE_KEYS, 0, 2); /* what the next block wants */
         any |= bytes;
         all &= (mask_vector)(bytes != 0);
     }

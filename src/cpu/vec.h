@@ -45,12 +45,14 @@ INLINE vf select_float(vi mask, vf yes, vf no) {
 }
 
 /* Whether any lane has a bit set. */
+#ifndef HAVE_ANY_LANE
 INLINE bool any_lane(vi mask) {
     int32_t r = 0;
     for (int l = 0; l < VL; l++)
         r |= mask[l];
     return r != 0;
 }
+#endif
 
 #ifndef HAVE_STREAM
 INLINE void stream(void *line, vf x) {
@@ -114,10 +116,12 @@ INLINE void zip_round(const vf *in, vf *out) {
     round(other, rows)
 #endif
 
+#ifndef HAVE_TRANSPOSE
 INLINE void transpose(vf *rows) {
     vf other[VL];
     ZIP_ALL(zip_round);
 }
+#endif
 
 /* A list of lane numbers f(l, g), l = 0 .. VL-1, for __builtin_shufflevector. */
 #if VL == 4

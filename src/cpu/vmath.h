@@ -67,18 +67,39 @@ INLINE vf vexp2(vf x) {
     return vexp2_times(1, x);
 }
 
-/* tanh x: an odd polynomial below 0.625 (relative error 4.4e-9), 1 - 2/(exp(2x) + 1) above: of what is taken from 1 the roundings
- * are small beside the last one, while (1 - e)/(1 + e) has three of full size. */
+/* The most vectors that vtanh_each() takes. */
+#define TANH_MOST 4
+
+/* tanh of x[i]: an odd polynomial below 0.625 (relative error 4.4e-9), 1 - 2/(exp(2x) + 1) above: of what is taken from 1 the roundings
+ * are small beside the last one, while (1 - e)/(1 + e) has three of full size. Where all lanes are below, which scores beside their cap
+ * mostly are, nothing else is formed. */
+INLINE void vtanh_each(int count, vf *x) {
+    vf s[TANH_MOST], p[TANH_MOST];
+    vi wide = splat_int(0);
+#define EACH _Pragma("GCC unroll 4") for (int i = 0; i < count; i++)
+    EACH s[i] = x[i] * x[i];
+    EACH wide |= ~(s[i] < 0.390625f);
+    EACH p[i] = -0x1.75e1b2p-8f * s[i] + 0x1.522696p-6f;
+    EACH p[i] = p[i] * s[i] - 0x1.b83c58p-5f;
+    EACH p[i] = p[i] * s[i] + 0x1.110726p-3f;
+    EACH p[i] = p[i] * s[i] - 0x1.555532p-2f;
+    EACH p[i] = x[i] + x[i] * s[i] * p[i];
+    if (any_lane(wide)) {
+        vf e[TANH_MOST];
+        EACH e[i] = 1 - 2.88539008177792681f * (vf)((vi)x[i] & INT32_MAX);
+        vexp2_each(count, 1, -127, e); /* 2·exp(-2|x|) */
+        EACH {
+            const vf large = (vf)((vi)(1 - e[i] / (1 + 0.5f * e[i])) | ((vi)x[i] & INT32_MIN));
+            p[i] = select_float(s[i] < 0.390625f, p[i], large);
+        }
+    }
+    EACH x[i] = p[i];
+#undef EACH
+}
+
 INLINE vf vtanh(vf x) {
-    vf a = (vf)((vi)x & 0x7fffffff), s = x * x;
-    vf p = -0x1.75e1b2p-8f * s + 0x1.522696p-6f;
-    p = p * s - 0x1.b83c58p-5f;
-    p = p * s + 0x1.110726p-3f;
-    p = p * s - 0x1.555532p-2f;
-    vf small = x + x * s * p;
-    vf e = vexp2(1 - 2.88539008177792681f * a); /* 2·exp(-2a) */
-    vf large = (vf)((vi)(1 - e / (1 + 0.5f * e)) | ((vi)x & INT32_MIN));
-    return select_float(a < 0.625f, small, large);
+    vtanh_each(1, &x);
+    return x;
 }
 
 /* Of VL counters of Philox the even or the odd ones, in the low halves of lanes; what the high ones hold is not looked at. */
