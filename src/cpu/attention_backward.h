@@ -49,9 +49,9 @@ static float dot_row(const call *c, const void *o, const void *dout) {
 
 /* Whether few of a row's `count` keys share its weight: more than their number makes lse large; where a mask or a bias may hide keys, few
  * make it small. It is of scores of common size that this is true, and of others it costs time alone. */
-static bool is_sharp(const call *c, int64_t count, float lse) {
+static bool is_sharp(const call *c, float log_count, float lse) {
     const bool hides = c->adjusts || c->masks;
-    return lse > -INFINITY && (lse > logf((float)count) + 5 || (hides && lse < 2.75f)); /* 16 keys of score 0 */
+    return lse > -INFINITY && (lse > log_count + 5 || (hides && lse < 2.75f)); /* 16 keys of score 0 */
 }
 
 /* Tiles whose D and lse are found by a pass of their own, where no block settles all rows (settle_rows): rows of few keys on both sides of
@@ -128,7 +128,7 @@ static void set_lse(const backward_shared *g, int64_t at, float base, double res
     const double whole = fabs(rest) < 64 ? rint(rest) : 0;
     g->base[at] = base;
     g->rest[at] = (float)(rest - whole);
-    g->power[at] = (float)exp2(-whole);
+    g->power[at] = ldexpf(1, -(int)whole);
 }
 
 /* Whether P of a row of several blocks is to sum to 1: in float32 its lse is off by its own rounding, up to |lse|·2^-24, and all P of the
@@ -143,9 +143,9 @@ static bool renews(const call *c, const unit *u, int64_t count) {
 /* In float32, of rows of several blocks: exponents are taken from about their average score. All that are as far from it as lse is would be
  * rounded by that, and the factor's own rounding would be in all of them alike. It is a multiple of a step of about 1 in units of log2:
  * what a score is above a number of few bits is not rounded, and the largest scores have most of the weight. */
-static void near_scores(const call *c, const backward_shared *g, int64_t at, int64_t count) {
-    const double lse = (double)((const float *)c->t->lse)[at], step = exp2(-ceil(log2((double)c->factor)));
-    const float base = (float)(rint((lse - log((double)count)) / c->unit / step) * step);
+static void near_scores(const call *c, const backward_shared *g, int64_t at, double log_count, double step) {
+    const double lse = (double)((const float *)c->t->lse)[at];
+    const float base = (float)(rint((lse - log_count) / c->unit / step) * step);
     if (isfinite(base))
         set_lse(g, at, base, (lse - (double)base * c->unit) * LOG2E);
 }
@@ -263,6 +263,7 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     const bool near = TYPE(c) == HEDDLE_F32 && count > c->tile_k && !c->masks;
     const void *o[LANES], *dout[LANES];
     bool large = false, sharp = false, renewed = renews(c, u, count);
+    const double log_count = log((double)count), step = exp2(-ceil(log2((double)c->factor)));
     lane_rows_of(c->out, u, &w->l, c->t->o, a->o_stride, u->s.first_q, o);
     if (c->t->dout)
         lane_rows(c, u, &w->l, c->t->dout, a->do_stride, u->s.first_q, dout);
@@ -276,8 +277,8 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
             g->sum_p[at] = 0;
         large |= split_lse(c, ((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
         if (near)
-            near_scores(c, g, at, count);
-        sharp |= is_sharp(c, count, ((const float *)c->t->lse)[at]);
+            near_scores(c, g, at, log_count, step);
+        sharp |= is_sharp(c, (float)log_count, ((const float *)c->t->lse)[at]);
         if (seen.begin >= seen.end && !c->adds) /* nobody else writes it */
             clear_rows(c, c->t->dq, a->dq_stride, u->n, w->l.head[x], u->s.first_q + w->l.first + w->l.index[x], 1,
                        a->d);
@@ -346,16 +347,16 @@ static void add_dq(const call *c, const unit *u, backward_space *w, const backwa
             narrow_row(TYPE(c), sum_rows[x], c->a->d, 1, out[x]);
 }
 
-static void fold_chunk(const call *c, int64_t count, backward_space *w) {
-    fold_sums(w->dk_all, w->dk, count * c->d_pad);
-    fold_sums(w->dv_all, w->dv, count * c->dv_pad);
+static void fold_chunk(const call *c, int64_t count, bool first, backward_space *w) {
+    fold_sums(&w->dk_all, &w->dk, count * c->d_pad, first);
+    fold_sums(&w->dv_all, &w->dv, count * c->dv_pad, first);
 }
 
 static void write_chunk(const call *c, const unit *u, int64_t first, int64_t count, backward_space *w, bool folded) {
     const heddle_attention *a = c->a;
-    const float *dk = folded ? w->dk_all : w->dk, *dv = folded ? w->dv_all : w->dv;
     if (folded)
-        fold_chunk(c, count, w);
+        fold_chunk(c, count, false, w);
+    const float *dk = folded ? w->dk_all : w->dk, *dv = folded ? w->dv_all : w->dv;
     for (int64_t j = 0; j < count; j++) {
         int64_t row = u->s.first_k + first + j;
         if (c->adds) {
@@ -521,10 +522,6 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
     }
     const int64_t fold = folds(TYPE(c), rows) ? tiles_of_fold(tiles) : tiles;
     int64_t added = 0;
-    if (fold < tiles) {
-        memset(w->dk_all, 0, dk_bytes);
-        memset(w->dv_all, 0, dv_bytes);
-    }
     float *sums = g->slots ? g->dq + unit_index % g->slots * (c->group * a->sq * c->d_pad) : NULL;
     if (g->slots && unit_index >= g->slots) /* who used the slot before must be through */
         wait_for_turn(&g->done[unit_index - g->slots], (uint32_t)g->chunks);
@@ -550,7 +547,7 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
         backward_ahead(c, u, now, chunk_k, tile, tiles, chunk.count, w, g);
         backward_tile(c, u, &chunk, k_finite, w);
         if (++added % fold == 0 && fold < tiles)
-            fold_chunk(c, chunk.count, w);
+            fold_chunk(c, chunk.count, added == fold, w);
         for (int64_t x = 0; x < w->l.count && g->chunks == 1; x++) { /* for dsinks and dbias */
             const int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
             g->dsum[at] = w->dsum[x];
@@ -564,7 +561,7 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
         atomic_store_explicit(turn, (uint32_t)chunk_index + 1, memory_order_release);
     }
     ahead_begin(&w->next);
-    write_chunk(c, u, chunk.first, chunk.count, w, fold < tiles);
+    write_chunk(c, u, chunk.first, chunk.count, w, fold < tiles && added >= fold);
 }
 
 /* Gradients of the rows that the sequence owns but does not use, and of a bias where no block may write them. */

@@ -100,10 +100,18 @@ static int64_t tiles_of_fold(int64_t tiles) {
     return n;
 }
 
-static void fold_sums(float *all, float *now, int64_t n) {
+/* The first of a chunk's sums are taken as they are: what `all` held is not read. */
+static void fold_sums(float **all, float **now, int64_t n, bool first) {
+    if (first) {
+        float *const sums = *now;
+        *now = *all;
+        *all = sums;
+        memset(*now, 0, sizeof(float) * (size_t)n);
+        return;
+    }
     for (int64_t x = 0; x < n; x += VL) {
-        store(all + x, load(all + x) + load(now + x));
-        store(now + x, splat(0));
+        store(*all + x, load(*all + x) + load(*now + x));
+        store(*now + x, splat(0));
     }
 }
 
