@@ -34,7 +34,7 @@ typedef struct split_tensor {
 
 enum { SPLIT_Q, SPLIT_K, SPLIT_V, SPLIT_DO, SPLIT_TENSORS };
 
-/* What the kernels for Hopper read of a boolean mask: of tiles of so many rows and columns the tile_kind, and a bit for each element. Rows
+/* What kernels read of a boolean mask (mask.cu): of tiles of so many rows and columns the tile_kind, and a bit for each element. Rows
  * are queries or, for kernels that have keys as rows, keys. A map for each batch and head, as far as they are not alike. */
 typedef struct mask_map {
     uint8_t *kinds;                   /* [maps][tiles_down][tiles_across]; NULL: there is no map */

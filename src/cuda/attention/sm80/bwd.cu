@@ -107,9 +107,9 @@ template <int BLOCK> INLINE int kind_of_step(const attention_params &p, const ke
 }
 
 /* The first step from `step` on that the mask does not empty; at least `steps`: none. */
-template <bool FULL, int BLOCK>
+template <int BLOCK>
 INLINE int seek_step(const attention_params &p, const key_work &w, int blocks, int step, int steps) {
-    while (FULL && p.seen_of_keys.kinds && step < steps && kind_of_step<BLOCK>(p, w, blocks, step) == TILE_EMPTY)
+    while (p.seen_of_keys.kinds && step < steps && kind_of_step<BLOCK>(p, w, blocks, step) == TILE_EMPTY)
         step++;
     return step;
 }
@@ -134,14 +134,14 @@ INLINE void attention_dkdv(const attention_params &p) {
     const int64_t y = w.y;
     const place &c = w.c;
     const int blocks = begin < end ? (end - begin + BLOCK - 1) / BLOCK : 0, steps = blocks * p.group;
-    const int first = seek_step<FULL, BLOCK>(p, w, blocks, 0, steps);
+    const int first = FULL ? seek_step<BLOCK>(p, w, blocks, 0, steps) : 0;
     const bool rich = FULL && p.rich, hides_some = rich && hides_elements(p, p.seen_of_keys);
     const bool tf32 = p.tf32, few = few_queries<T>(c, key0, min(key0 + ROWS, c.sk));
     const dropout_state dropout = make_dropout(p);
     float dk[TILES][WIDTH / 8][4], dv[BOTH ? TILES : 1][BOTH ? WIDTH / 8 : 1][4];
     clear<TILES, WIDTH / 8>(dk);
     clear<BOTH ? TILES : 1, BOTH ? WIDTH / 8 : 1>(dv);
-    if (first < steps) {
+    if (FULL ? first < steps : steps != 0) {
         load_key_tiles<T, D, ROWS, THREADS>(p, keys_of<T>(p, c, y), values_of<T>(p, c, y), key0, 0, c.sk, sk,
                                             sk + layout::second);
         load_queries<T, D, THREADS, BLOCK, layout>(p, c, y * p.group + (FULL ? first / blocks : 0),
@@ -150,9 +150,10 @@ INLINE void attention_dkdv(const attention_params &p) {
     for (int z = threadIdx.x; z < 2 * BLOCK; z += THREADS)
         ((int *)(shared + layout::numbers + z / BLOCK * layout::numbers_bytes))[z % BLOCK * APART + MARK] = 0;
     __syncthreads();
-    int done = 0, next;
-    for (int step = first; step < steps; step = next, done++) {
-        next = seek_step<FULL, BLOCK>(p, w, blocks, step + 1, steps);
+    int done = 0, after = 0; /* steps, with options */
+    for (int step = first; step < steps; step = FULL ? after : step + 1, done++) {
+        if (FULL)
+            after = seek_step<BLOCK>(p, w, blocks, step + 1, steps);
         const int64_t x = y * p.group + step / blocks;
         const int i0 = begin + step % blocks * BLOCK, past = FULL ? done : step, stage = past & 1;
         const uint32_t sq = sk + layout::stages + stage * layout::stage_bytes, sdo = sq + BLOCK * t::pitch;
@@ -173,6 +174,7 @@ INLINE void attention_dkdv(const attention_params &p) {
             clean_tile<T, D, BLOCK, THREADS, APART>(sdo, (int *)numbers + MARK);
         }
         __syncthreads();
+        const int next = FULL ? after : step + 1;
         if (next < steps)
             load_queries<T, D, THREADS, BLOCK, layout>(p, c, y * p.group + next / blocks, begin + next % blocks * BLOCK,
                                                        begin, end, sk, stage ^ 1);

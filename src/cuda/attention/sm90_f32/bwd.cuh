@@ -213,14 +213,14 @@ INLINE void fetch(const attention_params &p, const work &w, char *shared, ring *
         fetch_own<D, WALK>(p, w, smem);
     if constexpr (FULL) {
         fetch_seen<D, WALK>(p, w, s, shared, smem, r);
-        return;
-    }
-    for (int x = w.head0; x < w.head1; x++) {
-        int64_t tile = split_tile(p, w.c, WALK != WALK_KEYS, x, s.begin / BLOCK);
-        const int64_t at = WALK == WALK_KEYS ? lse_at(p, w.c, x, 0) : 0;
+    } else {
+        for (int x = w.head0; x < w.head1; x++) {
+            int64_t tile = split_tile(p, w.c, WALK != WALK_KEYS, x, s.begin / BLOCK);
+            const int64_t at = WALK == WALK_KEYS ? lse_at(p, w.c, x, 0) : 0;
 #pragma unroll 1
-        for (int i0 = s.begin; i0 < s.end; i0 += BLOCK, tile++)
-            fetch_step<D, WALK, false>(p, w, x, i0, tile, at, 0, shared, smem, r);
+            for (int i0 = s.begin; i0 < s.end; i0 += BLOCK, tile++)
+                fetch_step<D, WALK, false>(p, w, x, i0, tile, at, 0, shared, smem, r);
+        }
     }
 }
 
