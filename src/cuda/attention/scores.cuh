@@ -101,22 +101,32 @@ INLINE void make_scores(const attention_params &p, const lane_options<T> o[2], f
     for (int y = 0; y < COUNT; y++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            float t = __fmul_rn(s[y][e], by); /* not fused with a bias in one kernel and apart in another */
+            s[y][e] = __fmul_rn(s[y][e], by); /* not fused with a bias in one kernel and apart in another */
             slack[y][e] = 1.0f;
-            if (p.softcap > 0.0f) {
-                t = p.softcap * tanh_with_slack<T>(t, &slack[y][e]);
-            }
-            if (p.a.features & HEDDLE_ALIBI) {
+        }
+    if (p.softcap > 0.0f)
+#pragma unroll
+        for (int y = 0; y < COUNT; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[y][e] = p.softcap * tanh_with_slack<T>(s[y][e], &slack[y][e]);
+    if (p.a.features & HEDDLE_ALIBI)
+#pragma unroll
+        for (int y = 0; y < COUNT; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
                 const float column = (float)((y0 + y) * 8 + e % 2);
-                t = fmaf(-o[e / 2].slope, fabsf(o[e / 2].distance + (KEYS ? column : -column)), t);
+                s[y][e] = fmaf(-o[e / 2].slope, fabsf(o[e / 2].distance + (KEYS ? column : -column)), s[y][e]);
             }
-            if (p.a.features & HEDDLE_BIAS) {
+    if (p.a.features & HEDDLE_BIAS)
+#pragma unroll
+        for (int y = 0; y < COUNT; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
                 if (bias[y][e] < (float)LEAST_BIAS)
                     *seen &= ~(1u << (4 * (y0 + y) + e));
-                t += bias[y][e];
+                s[y][e] += bias[y][e];
             }
-            s[y][e] = t;
-        }
 }
 
 /* Of a lane's row, the first or the second, columns first .. last of N are seen. */

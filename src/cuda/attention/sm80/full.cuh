@@ -13,6 +13,15 @@ template <typename T> INLINE float dweight_at(const attention_params &p, const p
     return to_float(((const T *)p.t.dweights)[row_at(p.a.dweights_stride, c.n, x, i) + j]);
 }
 
+/* dS -> dT. */
+INLINE void apply_slack(const float (*slack)[4], float (*ds)[4]) {
+#pragma unroll
+    for (int y = 0; y < EIGHTS; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            ds[y][e] *= slack[y][e];
+}
+
 /* s, dp: Sᵀ, dPᵀ of 16 keys from key0 on and queries from i0 on -> Pᵀ where kept, dTᵀ. numbers: of the queries. whole: all are seen by the
  * band; cut: some may not be seen, or are marked; shown: by the map of the mask. */
 template <typename T, int BLOCK, int APART>
@@ -31,23 +40,37 @@ INLINE void full_gradients_of_keys(const attention_params &p, const place &c, co
     for (int y0 = 0; y0 < BLOCK / 8; y0 += EIGHTS) {
         float slack[EIGHTS][4];
         make_scores<T, true, EIGHTS>(p, o, front_factor(p), whole, y0, &seen, s + y0, slack, !p.seen_of_keys.kinds);
+        if (p.drops)
+            drop_elements<BLOCK, EIGHTS>(kept, p.keep_scale, dp + y0, y0);
+        if (p.t.dweights)
+#pragma unroll
+            for (int y = y0; y < y0 + EIGHTS; y++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (seen >> (4 * y + e) & 1)
+                        dp[y][e] += dweight_at<T>(p, c, x, i0 + y * 8 + column + e % 2, j + e / 2 * 8);
 #pragma unroll
         for (int y = y0; y < y0 + EIGHTS; y++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int z = y * 8 + column + e % 2;
-                const float4 of = numbers_of<BLOCK, APART>(numbers, z);
-                const float base = of.x, weight = weight_of<T>(s[y][e], LOG2E, base, of.y);
-                const int bad = __float_as_int(of.w);
-                const bool there = !cut || (seen >> (4 * y + e) & 1 && base != CUDART_INF_F),
-                           stays = is_kept(kept, y, e);
-                float t = stays ? dp[y][e] * p.keep_scale : 0.0f;
-                if (p.t.dweights && there)
-                    t += dweight_at<T>(p, c, x, i0 + z, j + e / 2 * 8);
-                const float ds = weight * (t - of.z) * slack[y - y0][e];
-                s[y][e] = !there ? 0.0f : cut && bad ? CUDART_NAN_F : stays ? weight : 0.0f;
-                dp[y][e] = !there ? 0.0f : cut && bad ? CUDART_NAN_F : ds;
+                const float4 of = numbers_of<BLOCK, APART>(numbers, y * 8 + column + e % 2);
+                s[y][e] = weight_of<T>(s[y][e], LOG2E, of.x, of.y);
+                dp[y][e] = s[y][e] * (dp[y][e] - of.z);
             }
+        if (p.softcap > 0.0f)
+            apply_slack(slack, dp + y0);
+        if (p.drops)
+            drop_elements<BLOCK, EIGHTS>(kept, 1.0f, s + y0, y0);
+        if (cut)
+#pragma unroll
+            for (int y = y0; y < y0 + EIGHTS; y++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const float4 of = numbers_of<BLOCK, APART>(numbers, y * 8 + column + e % 2);
+                    const bool there = seen >> (4 * y + e) & 1 && of.x != CUDART_INF_F, bad = __float_as_int(of.w);
+                    s[y][e] = !there ? 0.0f : bad ? CUDART_NAN_F : s[y][e];
+                    dp[y][e] = !there ? 0.0f : bad ? CUDART_NAN_F : dp[y][e];
+                }
     }
 }
 
@@ -69,21 +92,38 @@ INLINE void full_gradients_of_queries(const attention_params &p, const place &c,
     for (int y0 = 0; y0 < BLOCK / 8; y0 += EIGHTS) {
         float slack[EIGHTS][4];
         make_scores<T, false, EIGHTS>(p, o, front_factor(p), whole, y0, &seen, s + y0, slack, !p.seen_by_queries.kinds);
+        if (p.drops)
+            drop_elements<BLOCK, EIGHTS>(kept, p.keep_scale, dp + y0, y0);
+        if (p.t.dweights)
+#pragma unroll
+            for (int y = y0; y < y0 + EIGHTS; y++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (seen >> (4 * y + e) & 1)
+                        dp[y][e] += dweight_at<T>(p, c, x, i + e / 2 * 8, j0 + y * 8 + column + e % 2);
 #pragma unroll
         for (int y = y0; y < y0 + EIGHTS; y++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int z = y * 8 + column + e % 2;
-                const float base = numbers[e / 2][0], weight = weight_of<T>(s[y][e], LOG2E, base, numbers[e / 2][1]);
-                const bool there = !cut || (seen >> (4 * y + e) & 1 && base != CUDART_INF_F);
-                float t = is_kept(kept, y, e) ? dp[y][e] * p.keep_scale : 0.0f;
-                if (p.t.dweights && there)
-                    t += dweight_at<T>(p, c, x, i + e / 2 * 8, j0 + z);
-                const float ds = weight * (t - numbers[e / 2][2]) * slack[y - y0][e];
-                dp[y][e] = !there ? 0.0f : cut && bad[z * APART] ? CUDART_NAN_F : ds;
-                if (sizeof(T) == 4)
-                    sums[e / 2] += there ? weight : 0.0f;
+                s[y][e] = weight_of<T>(s[y][e], LOG2E, numbers[e / 2][0], numbers[e / 2][1]);
+                dp[y][e] = s[y][e] * (dp[y][e] - numbers[e / 2][2]);
             }
+        if (p.softcap > 0.0f)
+            apply_slack(slack, dp + y0);
+        if (cut)
+#pragma unroll
+            for (int y = y0; y < y0 + EIGHTS; y++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const bool there = seen >> (4 * y + e) & 1 && numbers[e / 2][0] != CUDART_INF_F;
+                    s[y][e] = there ? s[y][e] : 0.0f;
+                    dp[y][e] = !there ? 0.0f : bad[(y * 8 + column + e % 2) * APART] ? CUDART_NAN_F : dp[y][e];
+                }
+#pragma unroll
+        for (int y = y0; y < y0 + EIGHTS && sizeof(T) == 4; y++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                sums[e / 2] += s[y][e];
     }
 }
 
