@@ -77,13 +77,14 @@ static const void *behind(const void *p, int64_t elements, size_t size) {
     return p ? (const char *)p + elements * (int64_t)size : NULL;
 }
 
-/* Ids of the keys first .. end-1 of each sequence; NULL: there are none. */
-static int32_t *part_of_segments(const attention_problem *p, int64_t first, int64_t end) {
+/* Ids of the keys first .. end-1 of each sequence, of as many bits as a float has. */
+static numbers part_of_segments(const attention_problem *p, int64_t first, int64_t end) {
     const tensor *t = &p->t[T_K_SEGMENTS];
     const int64_t keys = end - first;
-    int32_t *ids = t->host ? malloc((size_t)(p->a.b * keys + 1) * sizeof *ids) : NULL;
-    for (int64_t x = 0; ids && x < p->a.b * keys; x++)
-        ids[x] = (int32_t)tensor_get(t, x / keys, 0, 0, first + x % keys);
+    numbers ids = numbers_new(p->a.device, HEDDLE_F32, t->host ? p->a.b * keys + 1 : 1, 0);
+    for (int64_t x = 0; t->host && x < p->a.b * keys; x++)
+        ((int32_t *)ids.host)[x] = (int32_t)tensor_get(t, x / keys, 0, 0, first + x % keys);
+    numbers_upload(&ids);
     return ids;
 }
 
@@ -102,8 +103,8 @@ bool run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64
     t.v = behind(t.v, first * p->t[T_V].stride[2], size);
     t.bias = behind(t.bias, first, size);
     t.bool_mask = behind(t.bool_mask, first, 1);
-    int32_t *segments = part_of_segments(p, first, end);
-    t.k_segments = segments;
+    numbers segments = part_of_segments(p, first, end);
+    t.k_segments = a.features & HEDDLE_SEGMENTS ? segments.block : NULL;
     t.dbias = (void *)(uintptr_t)behind(t.dbias, first, size);
     if (first) {
         a.features &= ~HEDDLE_SINKS;
@@ -129,7 +130,7 @@ bool run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64
     if (!intact)
         printf("  a part wrote outside its workspace of %zu bytes\n", bytes);
     workspace_free(a.device, workspace, bytes);
-    free(segments);
+    numbers_free(&segments);
     return status == HEDDLE_OK && intact;
 }
 
