@@ -201,8 +201,8 @@ typedef enum heddle_mask {
  * With HEDDLE_SEGMENTS query i of sequence n sees key j only where q_segments[n, i] = k_segments[n, j] (documents in a row, say), and
  * where masks, windows and whatever else there is let it. Any number is an id, in any order. Both are int32 and contiguous, [b, sq] and
  * [b, sk]; with HEDDLE_VARLEN they lie as the rows do, [total_q] and [total_k] (with HEDDLE_PAGES keys are [b, sk]). Of a part they are
- * the part's own. They are read where the work is done, of the rows that count alone. HEDDLE_CUDA does not take them yet
- * (HEDDLE_UNSUPPORTED); there a boolean mask says the same.
+ * the part's own. They are read where the work is done, of the rows that count alone. On HEDDLE_CUDA a bit, and by some
+ * kernels a byte, of the workspace says of each query and key of a sequence whether it is seen (docs/limits.md).
  *
  * With HEDDLE_BLOCKS a list names the blocks of keys that each block of queries sees; what it does not name is masked. A block has
  * block_q queries, or block_k keys, 64 or 128, the last one as many as are left; both are counted from the first row of the tensors, of
@@ -210,7 +210,7 @@ typedef enum heddle_mask {
  * described): that of block r names block_columns[block_rows[r]] to block_columns[block_rows[r + 1] - 1], in any order. block_rows has
  * R + 1 numbers, and behind them those of the next head where blocks_of_h is 1, and of all heads of the next batch where blocks_of_b is
  * 1; the numbers count in all of block_columns. The last number of all says how many columns there are: others are clamped to 0 and to
- * it, and a column that is no block of keys names nothing. HEDDLE_CUDA does not take them (HEDDLE_UNSUPPORTED).
+ * it, and a column that is no block of keys names nothing. On HEDDLE_CUDA the workspace is as with segments, for each head's lists.
  *
  * Dropout: with t = floor(65536*dropout + 0.5), element (n, x, i, j) is kept when its number, of 16 bits, is not below t:
  * half j%2 (0: the low one) of word j%8/2 of Philox4x32-7(counter = {j/8, n*h + x, i, offset}, key = seed) (low words;
@@ -305,8 +305,8 @@ typedef struct heddle_attention_data {
 HEDDLE_API heddle_status heddle_attention_supported(const heddle_attention *desc, char *why, size_t n);
 
 /* *bytes = what the pass needs as workspace with the present number of threads; it grows with sq + sk, never with their
- * product, but for HEDDLE_BOOL_MASK on a GPU: a bit for each byte of the mask, of its rows that are not alike. Runs the
- * same plan as the pass itself. The workspace must be aligned to 64 bytes; it may be NULL if *bytes is 0. */
+ * product, but for HEDDLE_SEGMENTS, HEDDLE_BLOCKS and HEDDLE_BOOL_MASK on a GPU: a bit for each byte of the mask, of its rows that are not
+ * alike. Runs the same plan as the pass itself. The workspace must be aligned to 64 bytes; it may be NULL if *bytes is 0. */
 HEDDLE_API heddle_status heddle_attention_workspace(const heddle_attention *desc, heddle_pass pass, size_t *bytes);
 
 /* The name of the kernel that the plan picks, such as "heddle_attention_fwd_f32_avx512", into name[n]. */

@@ -83,9 +83,9 @@ static void random_masks(rng *r, attention_case *c, lengths *l) {
         c->mask_density = rng_chance(r, 0.2) ? 0.05 : 0.8;
         c->mask_rows = rng_chance(r, 0.5);
     }
-    if (rng_chance(r, 0.2) && test_device() != HEDDLE_CUDA) /* which refuses them */
+    if (rng_chance(r, 0.2))
         a->features |= HEDDLE_SEGMENTS;
-    if (rng_chance(r, 0.15) && test_device() != HEDDLE_CUDA) {
+    if (rng_chance(r, 0.15)) {
         a->features |= HEDDLE_BLOCKS;
         a->block_q = rng_chance(r, 0.5) ? 64 : 128;
         a->block_k = rng_chance(r, 0.5) ? 64 : 128;

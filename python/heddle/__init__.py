@@ -238,7 +238,7 @@ def attention(
             max_seqlen_k may limit them; packed queries have cu_seqlens_q and max_seqlen_q alone. No gradients.
         q_segments, k_segments: int32 [b, sq] and [b, sk], or [sq] and [sk], one for all batches, and no k_segments
             where they are q_segments; packed rows: [total_q] and [total_k]. A query sees keys of its own number alone,
-            such as those of its document. On CUDA torch makes a boolean mask of them, b·sq·sk bytes.
+            such as those of its document. On CUDA the workspace has b·sq·sk bits for them, or bytes.
         block_rows, block_columns: int32 lists of the blocks of keys that each block of queries sees, of which no others
             cost anything, as CSR has its rows: block r of the queries sees the blocks block_columns[block_rows[r]] to
             block_columns[block_rows[r + 1] - 1] of the keys, in any order. [lists + 1], or [b or 1, h or 1, lists + 1]

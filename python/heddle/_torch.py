@@ -107,14 +107,6 @@ def _segments(
     return made[0], made[1]
 
 
-def _as_mask(q_segments: Tensor, k_segments: Tensor, mask: Tensor | None, packed: bool) -> Tensor:
-    """Segments as a boolean mask [b, 1, sq, sk], for CUDA, whose kernels take no segments."""
-    if packed:
-        raise NotImplementedError("q_segments with packed sequences (cu_seqlens_q) run on the CPU alone")
-    alike = q_segments[:, None, :, None] == k_segments[:, None, None, :]
-    return alike if mask is None else alike & mask
-
-
 def _blocks(
     block_rows: Any, block_columns: Any, block_size: Any
 ) -> tuple[Tensor | None, Tensor | None, tuple[int, int]]:
@@ -279,8 +271,6 @@ def attention(
     if mask is not None and mask.dtype != torch.bool:
         raise HeddleTypeError(f"mask is {mask.dtype}, but must be torch.bool; an additive one goes into bias")
     q_segments, k_segments = _segments(q_segments, k_segments, q, k, sk, packed, paged)
-    if q_segments is not None and k_segments is not None and q.device.type == "cuda":
-        mask, q_segments, k_segments = _as_mask(q_segments, k_segments, mask, packed), None, None
     block_rows, block_columns, block_sizes = _blocks(block_rows, block_columns, block_size)
     if dropout and rng_state is None:
         rng_state = new_rng_state(q.device)

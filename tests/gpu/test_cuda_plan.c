@@ -35,6 +35,11 @@ static heddle_attention any_attention(rng *r) {
         a.pages = rng_between(r, 0, INT32_MAX);
         a.total_k = 0;
     }
+    if (rng_chance(r, 0.2)) {
+        a.features |= rng_chance(r, 0.5) ? HEDDLE_SEGMENTS : HEDDLE_BLOCKS;
+        a.block_q = a.block_k = a.features & HEDDLE_BLOCKS ? 64 : 0;
+        a.blocks_of_h = a.features & HEDDLE_BLOCKS && rng_chance(r, 0.5);
+    }
     if (rng_chance(r, 0.5))
         a.bias_stride = a.dbias_stride = a.bool_mask_stride = (heddle_strides){HEDDLE_BROADCAST, 0, 0};
     return a;
@@ -42,6 +47,23 @@ static heddle_attention any_attention(rng *r) {
 
 /* Addresses, which nobody looks at. */
 static char *const aligned = (char *)4096, *const skewed = (char *)4104, *const space = (char *)(1 << 20);
+
+/* What is made of segments and lists, which others than the planned family read where pointers lie as it cannot have them. */
+static void check_seen(const attention_params *p, size_t workspace) {
+    const mask_map *const maps[] = {&p->seen_by_queries, &p->seen_of_keys};
+    const char *const end = space + workspace;
+    int there = p->from.bytes != NULL;
+    for (int x = 0; x < 2; x++)
+        if (maps[x]->kinds) {
+            assert_true((const char *)maps[x]->kinds >= space &&
+                        (const char *)maps[x]->bits >= (const char *)maps[x]->kinds);
+            assert_true((const char *)(maps[x]->bits + (int64_t)p->from.maps * maps[x]->lines * maps[x]->words) <= end);
+            there++;
+        }
+    if (p->from.bytes)
+        assert_true((const char *)p->from.bytes + (int64_t)p->from.maps * p->a.sq * p->from.shape.line_step <= end);
+    assert_true(there && p->t.bool_mask == p->from.bytes);
+}
 
 static bool check_attention_plan(const heddle_attention *a, heddle_pass pass, const cuda_facts *device) {
     attention_plan plan = {.threads = 1};
@@ -61,6 +83,8 @@ static bool check_attention_plan(const heddle_attention *a, heddle_pass pass, co
     heddle__cuda_attention_job(&plan, device, &t, space, &job);
     for (int x = 0; x < job.count; x++)
         assert_true(job.launches[x].grid > 0 && job.launches[x].grid <= INT32_MAX);
+    if (a->features & (HEDDLE_SEGMENTS | HEDDLE_BLOCKS))
+        check_seen(&job.params.p, plan.workspace);
     return true;
 }
 
@@ -171,25 +195,63 @@ static void test_norm_linear(void **state) {
     assert_true(accepted > CASES / 10);
 }
 
-/* What no kernel can is refused by its name, by both passes. */
-static void test_refused(void **state) {
+/* Others than the planned family have room, too: of pointers that lie askew, and without a gradient of o. */
+static void check_stand_in(const attention_plan *plan, const cuda_facts *device) {
+    static attention_job job;
+    for (int x = 0; x < 2; x++) {
+        const heddle_attention_data t = {.size = sizeof t,
+                                         .q = x ? aligned : skewed,
+                                         .k = aligned,
+                                         .v = aligned,
+                                         .o = aligned,
+                                         .lse = aligned,
+                                         .dout = x ? NULL : aligned,
+                                         .dq = aligned,
+                                         .dbias = plan->a.features & HEDDLE_BIAS ? aligned : NULL,
+                                         .weights = plan->a.features & HEDDLE_WEIGHTS ? aligned : NULL};
+        heddle__cuda_attention_job(plan, device, &t, space, &job);
+        assert_true(job.count > 1);
+        check_seen(&job.params.p, plan->workspace);
+    }
+}
+
+/* Segments and lists take bits of the workspace, where somebody reads those bytes, too; they are refused by name where there would be too many
+ * tiles. */
+static void test_segments(void **state) {
     (void)state;
     const cuda_facts device = {"a GPU", 132, 232448, 1, 0};
     heddle_attention a = {
-        .size = sizeof a, .dtype = HEDDLE_F16, .device = HEDDLE_CUDA, .b = 1, .h = 2, .sq = 64, .sk = 64, .d = 64};
-    for (int pass = 0; pass < 2; pass++) {
-        attention_plan plan = {.threads = 1};
-        a.block_q = a.block_k = 0;
-        a.features = HEDDLE_SEGMENTS;
-        assert_int_equal(heddle__resolve_attention(&a, (heddle_pass)pass, &plan), HEDDLE_OK);
-        assert_int_equal(heddle__cuda_plan_attention(&plan, &device), HEDDLE_UNSUPPORTED);
-        assert_non_null(strstr(heddle_last_message(), "HEDDLE_SEGMENTS"));
-        a.features = HEDDLE_BLOCKS;
-        a.block_q = a.block_k = 64;
-        assert_int_equal(heddle__resolve_attention(&a, (heddle_pass)pass, &plan), HEDDLE_OK);
-        assert_int_equal(heddle__cuda_plan_attention(&plan, &device), HEDDLE_UNSUPPORTED);
-        assert_non_null(strstr(heddle_last_message(), "HEDDLE_BLOCKS"));
-    }
+        .size = sizeof a, .dtype = HEDDLE_F16, .device = HEDDLE_CUDA, .b = 2, .h = 4, .sq = 4096, .sk = 8192, .d = 64};
+    for (int pass = 0; pass < 2; pass++)
+        for (int lists = 0; lists < 2; lists++) {
+            attention_plan plan = {.threads = 1};
+            size_t bytes[3];
+            a.features = lists ? HEDDLE_BLOCKS : HEDDLE_SEGMENTS;
+            a.block_q = a.block_k = lists ? 64 : 0;
+            for (int x = 0; x < 3;
+                 x++) { /* Hopper's of both kinds, and by the third a bias's gradient or the weights */
+                a.dtype = x ? HEDDLE_F32 : HEDDLE_F16;
+                a.features |= x < 2 ? 0 : pass ? HEDDLE_BIAS : HEDDLE_WEIGHTS;
+                assert_int_equal(heddle__resolve_attention(&a, (heddle_pass)pass, &plan), HEDDLE_OK);
+                assert_int_equal(heddle__cuda_plan_attention(&plan, &device), HEDDLE_OK);
+                check_stand_in(&plan, &device);
+                attention_plan bare = plan;
+                bare.a.features &= HEDDLE_BIAS | HEDDLE_WEIGHTS;
+                assert_int_equal(heddle__cuda_plan_attention(&bare, &device), HEDDLE_OK);
+                bytes[x] = plan.workspace - bare.workspace;
+            }
+            const size_t elements = (size_t)(a.sq * a.sk * (lists ? 1 : a.b));
+            assert_true(bytes[0] > elements / 8 && bytes[0] < elements / 6);
+            assert_true(bytes[1] > elements / 8 && bytes[1] < elements / 3);
+            assert_true(bytes[2] > elements && bytes[2] < elements * 3 / 2);
+            heddle_attention many = a;
+            many.features &= HEDDLE_SEGMENTS | HEDDLE_BLOCKS;
+            many.b = 1 << 10;
+            many.sq = many.sk = 1 << 16;
+            assert_int_equal(heddle__resolve_attention(&many, (heddle_pass)pass, &plan), HEDDLE_OK);
+            assert_int_equal(heddle__cuda_plan_attention(&plan, &device), HEDDLE_UNSUPPORTED);
+            assert_non_null(strstr(heddle_last_message(), lists ? "lists of blocks" : "segments"));
+        }
 }
 
 /* Activations of two halves have no kernels: refused by name, in both passes. */
@@ -219,7 +281,7 @@ static void test_halves(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_attention),   cmocka_unit_test(test_refused), cmocka_unit_test(test_pages),
+        cmocka_unit_test(test_attention),   cmocka_unit_test(test_segments), cmocka_unit_test(test_pages),
         cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_halves),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));

@@ -32,7 +32,11 @@ static const uint64_t option_sets[] = {0,
                                        HEDDLE_ACCUMULATE | HEDDLE_DETERMINISTIC | HEDDLE_ALIBI,
                                        HEDDLE_PAGES,
                                        HEDDLE_PAGES | HEDDLE_VARLEN | HEDDLE_ALIBI,
-                                       HEDDLE_PAGES | HEDDLE_ACCUMULATE};
+                                       HEDDLE_PAGES | HEDDLE_ACCUMULATE,
+                                       HEDDLE_SEGMENTS | HEDDLE_PAGES,
+                                       HEDDLE_SEGMENTS | HEDDLE_BIAS | HEDDLE_SINKS,
+                                       HEDDLE_BLOCKS | HEDDLE_BOOL_MASK,
+                                       HEDDLE_BLOCKS | HEDDLE_SEGMENTS | HEDDLE_VARLEN | HEDDLE_WEIGHTS};
 
 /* Head dims: those of all kernels, the least, and one between two. */
 static bool is_swept(int64_t d) {
@@ -63,6 +67,7 @@ static void sweep_attention(heddle_dtype dtype) {
                         a.page = variant % 2 ? 16 : 256;
                         a.pages = 1000;
                     }
+                    a.block_q = a.block_k = a.features & HEDDLE_BLOCKS ? 64 : 0;
                     for (int pass = 0; pass < (a.features & HEDDLE_PAGES ? 1 : 2); pass++)
                         for (int skew = 0; skew < 8; skew += 4)
                             MUST(run_attention(a, (heddle_pass)pass, skew, NULL) == HEDDLE_OK);
@@ -355,6 +360,7 @@ static void options_on_hopper(void) {
                 {HEDDLE_ALIBI, 0, 0, 0, "capped"},
                 {HEDDLE_BIAS, 0, 0, 0, "biased"},
                 {HEDDLE_BOOL_MASK, 0, 0, 0, "masked"},
+                {HEDDLE_SEGMENTS, 0, 0, 0, "masked"},
                 {0, 0, 0.1, 0, "dropped"},
                 {HEDDLE_BOOL_MASK, 0, 0.1, 0, "full"},
                 {HEDDLE_ALIBI | HEDDLE_BIAS, 0, 0, 0, "full"},
@@ -379,6 +385,7 @@ static void options_on_hopper(void) {
             MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
         }
     MUST(fake_launches("heddle_attention_bwd_f16_d128_biased_sm90") == 1);
+    MUST(fake_launches("heddle_attention_seen_f16_d512_plain_sm80") == 6);
     for (int x = 0; x < 4; x++) { /* of float16's tanh little is left far below a cap */
         heddle_attention a = attention_desc(x < 2 ? HEDDLE_F16 : HEDDLE_BF16, 2, 16, 4, 4096, 4096, 128, 0);
         a.softcap = x % 2 ? 65 : 64;

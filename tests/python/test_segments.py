@@ -59,9 +59,10 @@ def test_one_for_all(device):
     torch.testing.assert_close(alone, heddle.attention(q[0, 0], q[0, 1], q[0, 2], mask=mask), rtol=1e-5, atol=1e-5)
 
 
-def test_packed():
-    q, k, v, own, other, mask = problem()
-    cu = [torch.arange(B + 1, dtype=torch.int32) * n for n in (SQ, SK)]
+@each_device
+def test_packed(device):
+    q, k, v, own, other, mask = problem(device)
+    cu = [torch.arange(B + 1, dtype=torch.int32, device=device) * n for n in (SQ, SK)]
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     packed = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "max_seqlen_q": SQ, "max_seqlen_k": SK}
     ids = {"q_segments": own.flatten(), "k_segments": other.flatten()}

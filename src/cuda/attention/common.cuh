@@ -3,9 +3,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_COMMON_CUH
 #define HEDDLE_CUDA_ATTENTION_COMMON_CUH
 
-#include "cuda/attention/dropout.cuh"
-
-#include "mask.h"
+#include "cuda/attention/shown.cuh"
 
 #include <math_constants.h>
 
@@ -406,7 +404,7 @@ INLINE score_row make_score_row(const attention_params &p, const place &c, int64
     r.i = i;
     r.slope = p.a.features & HEDDLE_ALIBI ? ((const float *)p.t.alibi_slopes)[c.n * p.a.alibi_stride_b + x] : 0.0f;
     r.bias = row_at(p.a.bias_stride, c.n, x, i);
-    r.mask = row_at(p.a.bool_mask_stride, c.n, x, i);
+    r.mask = mask_row(p, c.n, x, i);
     r.dweights = row_at(p.a.dweights_stride, c.n, x, i);
     return r;
 }
@@ -436,7 +434,7 @@ INLINE float full_score(const attention_params &p, const place &c, const score_r
     *slack = 1.0f;
     if (j < r.i + c.lo || j > r.i + c.hi || r.i >= c.sq || j >= c.sk || j < 0)
         return -CUDART_INF_F;
-    if ((p.a.features & HEDDLE_BOOL_MASK) && !p.t.bool_mask[r.mask + j])
+    if ((p.a.features & HEDDLE_BOOL_MASK) && !mask_shows(p, r.mask, r.i, j))
         return -CUDART_INF_F;
     float bias = 0.0f;
     if (p.a.features & HEDDLE_BIAS)
@@ -453,7 +451,7 @@ INLINE float full_score(const attention_params &p, const place &c, const score_r
 
 /* Do mask and bias show key j to query i of head x, which the band shows? */
 template <typename T> INLINE bool is_shown(const attention_params &p, const place &c, int64_t x, int i, int j) {
-    if ((p.a.features & HEDDLE_BOOL_MASK) && !p.t.bool_mask[row_at(p.a.bool_mask_stride, c.n, x, i) + j])
+    if ((p.a.features & HEDDLE_BOOL_MASK) && !mask_shows(p, mask_row(p, c.n, x, i), i, j))
         return false;
     return !(p.a.features & HEDDLE_BIAS) ||
            !(to_float(((const T *)p.t.bias)[row_at(p.a.bias_stride, c.n, x, i) + j]) < (float)LEAST_BIAS);

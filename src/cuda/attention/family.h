@@ -7,7 +7,8 @@
 #include "cuda/attention/kernels.h"
 
 typedef struct attention_problem {
-    const heddle_attention *a;
+    const heddle_attention *a;    /* as the families have it: */
+    const heddle_attention *made; /* with a mask in place of its segments and lists of blocks; NULL: it has neither */
     const cuda_facts *device;
     heddle_pass pass;
     bool rich;      /* more is asked for than the lean kernels can */
@@ -35,7 +36,7 @@ typedef struct __attribute__((may_alias)) attention_choice {
     size_t part_o, part_lse, base, rest, flags, sum, few,
         bytes;                              /* offsets in the workspace, and its size; 0: there is none */
     mask_map seen_by_queries, seen_of_keys; /* shapes; tiles_down 0: there is none */
-    size_t kinds_q, bits_q, kinds_k, bits_k, dirty, taken;        /* offsets, likewise */
+    size_t kinds_q, bits_q, kinds_k, bits_k, seen, dirty, taken;  /* offsets, likewise */
     int64_t split_tiles_q, split_tiles_k;                         /* of a head */
     size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets */
 } attention_choice;
@@ -54,6 +55,7 @@ typedef struct attention_family {
     void (*launch)(const attention_problem *p, const attention_choice *c, attention_job *job);
     int needs;  /* of the pointers: NEEDS_... */
     bool pages; /* can it read keys from pages? The last of the list can */
+    bool bytes; /* does it read a boolean mask's bytes where it has placed no map? */
 } attention_family;
 
 extern const attention_family heddle__attention_small, heddle__attention_sm90, heddle__attention_sm90_f32,
@@ -89,11 +91,33 @@ double heddle__cuda_tensor_core_time(const attention_problem *p);
 /* Is a pass for the map less work than what it saves? For families whose kernels read the mask's bytes where there is none. */
 bool heddle__cuda_map_pays(const attention_problem *p);
 
+/* So many of them differ; what one is like, in tiles of so many rows and columns, of which rows are queries or keys. */
+int64_t heddle__cuda_count_maps(const heddle_attention *a);
+mask_map heddle__cuda_shape_map(const heddle_attention *a, int rows, int columns, bool keys);
+
 /* Behind what the workspace has already: the map in tiles of so many rows and columns, of which rows are queries or keys. */
 void heddle__cuda_place_map(const attention_problem *p, int rows, int columns, bool keys, attention_choice *c);
 
 /* The launch that makes the maps that have been placed. */
 void heddle__cuda_add_mask(const attention_problem *p, const attention_choice *c, attention_job *job);
+
+/* -------------------------------------------------------------------------------------------- segments and lists */
+
+/* `a` itself; with segments or lists of blocks *masked, which has a mask in their place, as it would lie in the workspace. */
+const heddle_attention *heddle__cuda_with_mask(const heddle_attention *a, heddle_attention *masked);
+
+/* Are its tiles so few that they can be counted? */
+heddle_status heddle__cuda_check_tiles(const heddle_attention *a);
+
+/* Behind what the workspace has already: what no family has placed, bytes if it reads them, or a map. */
+void heddle__cuda_place_seen(const attention_problem *p, bool bytes, attention_choice *c);
+
+/* What the kernel that makes it is given, and where it leaves bytes. */
+void heddle__cuda_fill_seen(const attention_problem *p, const attention_choice *c, const heddle_attention_data *data,
+                            char *workspace, attention_params *to);
+
+/* Its launch, in front of all others. */
+void heddle__cuda_add_seen(const attention_problem *p, attention_job *job);
 
 /* ---------------------------------------------------------------------------------------------------- launches */
 

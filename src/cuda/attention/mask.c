@@ -2,8 +2,7 @@
  * The map of a boolean mask, which mask.cu makes and families read: its shape, its place in the workspace, its launch. Pure. */
 #include "cuda/attention/family.h"
 
-/* So many maps differ. */
-static int64_t count_maps(const heddle_attention *a) {
+int64_t heddle__cuda_count_maps(const heddle_attention *a) {
     return (a->bool_mask_stride.b ? a->b : 1) * (a->bool_mask_stride.h ? a->h : 1);
 }
 
@@ -18,7 +17,7 @@ bool heddle__cuda_map_pays(const attention_problem *p) {
     return tiles >= p->device->multiprocessors && tiles <= INT32_MAX / 2; /* a grid holds both maps */
 }
 
-static mask_map shape_map(const heddle_attention *a, int rows, int columns, bool keys) {
+mask_map heddle__cuda_shape_map(const heddle_attention *a, int rows, int columns, bool keys) {
     const bool alike = a->bool_mask_stride.s == 0; /* all queries */
     const int64_t words_k = ceil_div(a->sk, 128) * 4, words_q = alike ? 4 : ceil_div(a->sq, 128) * 4;
     mask_map m = {.rows = rows, .columns = columns};
@@ -37,19 +36,19 @@ void heddle__cuda_place_map(const attention_problem *p, int rows, int columns, b
     const heddle_attention *a = p->a;
     if (!(a->features & HEDDLE_BOOL_MASK))
         return;
-    const mask_map m = shape_map(a, rows, columns, keys);
+    const mask_map m = heddle__cuda_shape_map(a, rows, columns, keys);
     const size_t kinds = c->bytes ? align64(c->bytes) : 64; /* an offset of 0 is none */
-    const size_t bits = kinds + align64((size_t)(count_maps(a) * m.tiles_down * m.tiles_across));
-    c->bytes = bits + align64((size_t)(count_maps(a) * m.lines * m.words) * sizeof(uint32_t));
+    const size_t bits = kinds + align64((size_t)(heddle__cuda_count_maps(a) * m.tiles_down * m.tiles_across));
+    c->bytes = bits + align64((size_t)(heddle__cuda_count_maps(a) * m.lines * m.words) * sizeof(uint32_t));
     *(keys ? &c->seen_of_keys : &c->seen_by_queries) = m;
     *(keys ? &c->kinds_k : &c->kinds_q) = kinds;
     *(keys ? &c->bits_k : &c->bits_q) = bits;
 }
 
-/* A block for each tile. */
+/* A block for each tile. What is made of ids and lists is there already. */
 void heddle__cuda_add_mask(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const int64_t tiles = (int64_t)c->seen_by_queries.tiles_down * c->seen_by_queries.tiles_across +
                           (int64_t)c->seen_of_keys.tiles_down * c->seen_of_keys.tiles_across;
-    if (tiles)
-        heddle__cuda_add_plain(p, job, PASS_mask, tiles * count_maps(p->a));
+    if (tiles && !p->made)
+        heddle__cuda_add_plain(p, job, PASS_mask, tiles * heddle__cuda_count_maps(p->a));
 }

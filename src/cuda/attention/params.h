@@ -47,6 +47,16 @@ typedef struct mask_map {
     uint32_t *taken; /* of queries, forward: tiles that blocks have taken so far; NULL: nobody counts */
 } mask_map;
 
+/* HEDDLE_SEGMENTS and HEDDLE_BLOCKS: what the kernel `seen` makes maps of, or bytes; NULL: it is not by these. */
+typedef struct seen_sources {
+    const int32_t *q_segments, *k_segments, *block_rows, *block_columns;
+    const uint8_t *bool_mask; /* the caller's */
+    heddle_strides bool_mask_stride;
+    uint8_t *bytes; /* [maps][sq][line_step]; NULL: nobody reads them */
+    mask_map shape; /* of their tiles */
+    int32_t maps;
+} seen_sources;
+
 /* What kernels know of heddle_attention_data, in its order: a pointer that comes behind leaves their parameters where they are. */
 typedef struct kernel_data {
     size_t size;
@@ -104,6 +114,7 @@ typedef struct attention_params {
     int32_t *
         few; /* float32 on Hopper, [b][hk]: most rows see few keys, and sm80's kernels have them; NULL: nobody looked */
     int32_t lo, hi; /* of a sequence as long as the tensors: as place has them */
+    seen_sources from;
 } attention_params;
 
 /* The one parameter of the kernels for Hopper. dout only in backward; bias where VECTOR_BIAS_BOXES says so. */

@@ -75,6 +75,8 @@ static int next_taker(const attention_problem *p, int from, attention_choice *c)
             continue;
         if ((p->a->features & HEDDLE_PAGES) && !families[x]->pages)
             continue;
+        if (p->stands_in && p->made && families[x]->bytes) /* for which who it stands in for has no room */
+            continue;
         if (!(p->stands_in && families[x]->needs) && families[x]->takes(p, c))
             return x;
     }
@@ -102,6 +104,7 @@ static void choose(const attention_problem *p, attention_choice *c) {
         c->part_o = c->bytes = align64((size_t)c->lse_rows * sizeof(float));
     }
     families[x]->lay_out(p, c);
+    heddle__cuda_place_seen(p, families[x]->bytes, c);
 }
 
 static attention_choice *choice_of(attention_plan *plan) {
@@ -133,10 +136,6 @@ static heddle_status check_limits(const heddle_attention *a) {
     /* No launch has more blocks than rows, but where there are few: then up to two for K and two for Q. */
     const int64_t most_blocks = INT32_MAX, rows = max64(4, max64(a->sq, a->sk));
     const int64_t off = diagonal_offset(a, (sequence){.sq = a->sq, .sk = a->sk});
-    if (a->features & (HEDDLE_SEGMENTS | HEDDLE_BLOCKS))
-        return fail(HEDDLE_UNSUPPORTED, "%s: the CUDA kernels take no %s; HEDDLE_BOOL_MASK can say the same",
-                    a->features & HEDDLE_SEGMENTS ? "HEDDLE_SEGMENTS" : "HEDDLE_BLOCKS",
-                    a->features & HEDDLE_SEGMENTS ? "segments" : "lists of blocks");
     if (a->sq >= INT64_C(1) << 30 || a->sk >= INT64_C(1) << 30)
         return fail(HEDDLE_UNSUPPORTED, "sq = %lld, sk = %lld: the CUDA kernels count rows up to 2^30",
                     (long long)a->sq, (long long)a->sk);
@@ -148,7 +147,28 @@ static heddle_status check_limits(const heddle_attention *a) {
         ((a->features & HEDDLE_BIAS) && dbias_blocks(a) > most_blocks))
         return fail(HEDDLE_UNSUPPORTED, "b·h·sq = %lld·%lld·%lld, sk = %lld: over 2^31 blocks", (long long)a->b,
                     (long long)a->h, (long long)a->sq, (long long)a->sk);
-    return HEDDLE_OK;
+    return heddle__cuda_check_tiles(a);
+}
+
+/* Of a plan, as the families have it; *masked is for its description. */
+static attention_problem problem_of(const attention_plan *plan, const cuda_facts *device, heddle_attention *masked) {
+    const heddle_attention *a = heddle__cuda_with_mask(&plan->a, masked);
+    return (attention_problem){.a = a,
+                               .made = a == masked ? &plan->a : NULL,
+                               .device = device,
+                               .pass = plan->pass,
+                               .rich = is_rich(a, plan->pass)};
+}
+
+/* What the workspace has room for: also for who may stand in, with a map of other tiles. */
+static size_t workspace_of(const attention_problem *p, const attention_choice *c) {
+    if (!p->made || !families[c->family]->needs)
+        return c->bytes;
+    attention_problem other = *p;
+    attention_choice of_other;
+    other.stands_in = true;
+    choose(&other, &of_other);
+    return of_other.bytes > c->bytes ? of_other.bytes : c->bytes;
 }
 
 heddle_status heddle__cuda_plan_attention(attention_plan *plan, const cuda_facts *device) {
@@ -156,7 +176,9 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const cuda_facts
     if (status != HEDDLE_OK)
         return status;
     attention_choice *c = choice_of(plan);
-    choose(&(attention_problem){&plan->a, device, plan->pass, is_rich(&plan->a, plan->pass), false}, c);
+    heddle_attention masked;
+    const attention_problem p = problem_of(plan, device, &masked);
+    choose(&p, c);
     const int kernel = plan->pass == HEDDLE_FORWARD ? c->fwd : c->bwd >= 0 ? c->bwd : c->dkdv;
     const kernel_row *k = &heddle__cuda_attention_kernels[kernel];
     const bool of_queries = k->pass == PASS_fwd || k->family == FAMILY_small;
@@ -164,7 +186,7 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const cuda_facts
     plan->tile_q = of_queries ? k->own : k->block;
     plan->tile_k = of_queries ? k->block : k->own;
     plan->chunk_k = plan->tile_k;
-    plan->workspace = c->bytes;
+    plan->workspace = workspace_of(&p, c);
     heddle__copy_text(plan->kernel, sizeof plan->kernel, heddle__cuda_kernels[kernel].symbol);
     return HEDDLE_OK;
 }
@@ -386,7 +408,8 @@ static void add_the_rest(const attention_problem *p, const attention_choice *c, 
 
 void heddle__cuda_attention_job(const attention_plan *plan, const cuda_facts *device, const heddle_attention_data *data,
                                 void *workspace, attention_job *job) {
-    attention_problem p = {&plan->a, device, plan->pass, is_rich(&plan->a, plan->pass), false};
+    heddle_attention masked;
+    attention_problem p = problem_of(plan, device, &masked);
     const attention_choice *c = planned_choice(plan);
     const int needs = families[c->family]->needs;
     attention_choice other;
@@ -397,11 +420,13 @@ void heddle__cuda_attention_job(const attention_plan *plan, const cuda_facts *de
         c = &other;
     }
     job->count = job->maps = 0;
-    job->params.p.a = plan->a;
+    job->params.p.a = *p.a;
     memcpy(&job->params.p.t, data, sizeof job->params.p.t);
     fill_numbers(&p, c, &job->params.p);
     fill_blocks(&p, c, data, &job->params.p);
     fill_workspace(&p, c, workspace, &job->params.p);
+    heddle__cuda_fill_seen(&p, c, data, workspace, &job->params.p);
+    heddle__cuda_add_seen(&p, job);
     families[c->family]->launch(&p, c, job);
     add_the_rest(&p, c, job);
 }

@@ -31,4 +31,4 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     heddle__cuda_add_dkdv_and_dq(c, job);
 }
 
-const attention_family heddle__attention_plain = {takes, NULL, lay_out, launch, 0, true};
+const attention_family heddle__attention_plain = {takes, NULL, lay_out, launch, 0, true, false};

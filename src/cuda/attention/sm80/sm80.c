@@ -227,4 +227,4 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
         heddle__cuda_add_launch(job, c->gather, c->blocks);
 }
 
-const attention_family heddle__attention_sm80 = {takes, heddle__cuda_tensor_core_time, lay_out, launch, 0, true};
+const attention_family heddle__attention_sm80 = {takes, heddle__cuda_tensor_core_time, lay_out, launch, 0, true, true};

@@ -300,5 +300,5 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
         heddle__cuda_add_dbias(p, c, job);
 }
 
-const attention_family heddle__attention_sm90 = {takes,  heddle__cuda_tensor_core_time, lay_out,
-                                                 launch, NEEDS_ALIGNMENT | NEEDS_DOUT,  true};
+const attention_family heddle__attention_sm90 = {
+    takes, heddle__cuda_tensor_core_time, lay_out, launch, NEEDS_ALIGNMENT | NEEDS_DOUT, true, false};

@@ -143,5 +143,5 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
         add_few_backward(p, c, job);
 }
 
-const attention_family heddle__attention_sm90_f32 = {takes, heddle__cuda_tensor_core_time, lay_out, launch, NEEDS_DOUT,
-                                                     false};
+const attention_family heddle__attention_sm90_f32 = {
+    takes, heddle__cuda_tensor_core_time, lay_out, launch, NEEDS_DOUT, false, true};

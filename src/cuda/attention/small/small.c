@@ -58,4 +58,4 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     heddle__cuda_add_launch(job, c->bwd, (job->params.p.tiles_k * a->hk + job->params.p.tiles_q * a->h) * a->b);
 }
 
-const attention_family heddle__attention_small = {takes, time_of, lay_out, launch, 0, false};
+const attention_family heddle__attention_small = {takes, time_of, lay_out, launch, 0, false, false};
