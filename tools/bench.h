@@ -19,12 +19,12 @@ typedef struct bench_case {
 } bench_case;
 
 /* The problems of a device, bench_count of them; those of the GPU are made of its head dims, types and options. */
-enum { BENCH_MOST_CASES = 250 };
+enum { BENCH_MOST_CASES = 300 };
 int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]);
 /* On a GPU as bench/results calls it: "B4H16/16S4096D128c-bfloat16 softcap". */
 void bench_name(const bench_case *c, heddle_device device, char *text, size_t n);
 job bench_job(const bench_case *c, heddle_device device);
-/* By the usual count, with what a window hides left out. */
+/* By the usual count, with what a window, documents and lists of blocks hide left out. */
 double bench_flops(const bench_case *c, const job *j, heddle_pass pass);
 
 /* The inputs and outputs of a job where its device computes. Complains and returns false if there is no memory. */

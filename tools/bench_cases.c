@@ -54,8 +54,11 @@ static const struct option_kind {
     {"pages", HEDDLE_PAGES, false, false},
     {"odd part", 0, true,
      false}, /* with dropout, and no multiple of eight keys in front of it: what none but the plain kernels take */
-    {"segments", HEDDLE_SEGMENTS, false, false}, /* on the CPU alone: documents of 500 */
-    {"gelu", HEDDLE_ACTIVATION, false, false},   /* of norm-linear, as all that follow */
+    {"segments", HEDDLE_SEGMENTS, false, false}, /* documents of 500, */
+    {"packed", HEDDLE_VARLEN, false, false},     /* and the same packed */
+    {"blocks of 64", HEDDLE_BLOCKS, false, false},
+    {"blocks of 128", HEDDLE_BLOCKS, false, false},
+    {"gelu", HEDDLE_ACTIVATION, false, false}, /* of norm-linear, as all that follow */
     {"gelu by tanh", HEDDLE_ACTIVATION, false, false},
     {"silu", HEDDLE_ACTIVATION, false, false},
     {"residual", HEDDLE_RESIDUAL, false, false},
@@ -64,7 +67,12 @@ static const struct option_kind {
     {"z", HEDDLE_Z, false, false},
     {"swiglu", HEDDLE_ACTIVATION, false, false}, /* on the CPU alone */
 };
-enum { KINDS = sizeof kinds / sizeof *kinds, OF_LINEAR = 8, ON_ALL_DIMS = KINDS - OF_LINEAR - 3 };
+enum {
+    KINDS = sizeof kinds / sizeof *kinds,
+    OF_LINEAR = 8,
+    OF_LONG = 4,
+    ON_ALL_DIMS = KINDS - OF_LINEAR - OF_LONG - 2
+};
 
 static const struct option_kind *kind_of(const bench_case *c) {
     for (int i = 0; i < KINDS && c->option; i++)
@@ -104,6 +112,11 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
     out[n++].hk = 8;
     out[n++] = gpu_case(dtype, 512, 128, CAUSAL);
     out[n++] = gpu_case(dtype, 16384, 96, CAUSAL); /* a kernel of its own for long ones */
+    out[n++] = (bench_case)SELF(dtype, 1, 16, 16384, 128, FULL);
+    for (int x = 0; x < OF_LONG; x++) {
+        out[n] = out[n - 1];
+        out[n++].option = kinds[KINDS - OF_LINEAR - OF_LONG + x].name;
+    }
     for (int64_t d = 96; d <= 192 && dtype != HEDDLE_F32; d *= 2) {
         out[n] = gpu_case(dtype, 4096, d, CAUSAL);
         out[n++].option = "accumulate";
@@ -159,8 +172,10 @@ int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]) {
         return gpu_cases(out);
     int n = (int)(sizeof cpu_cases / sizeof *cpu_cases);
     memcpy(out, cpu_cases, sizeof cpu_cases);
-    out[n] = (bench_case)SELF(HEDDLE_F32, 1, 4, 4096, 64, FULL);
-    out[n++].option = "segments";
+    for (int x = 0; x < OF_LONG; x++) {
+        out[n] = (bench_case)SELF(HEDDLE_F32, 1, 4, 4096, 64, FULL);
+        out[n++].option = kinds[KINDS - OF_LINEAR - OF_LONG + x].name;
+    }
     for (int x = 0; x < OF_LINEAR; x++) {
         out[n] = (bench_case)LINEAR(HEDDLE_F32, 2048, 768, 3072);
         out[n++].option = kinds[KINDS - OF_LINEAR + x].name;
@@ -205,6 +220,30 @@ void bench_name(const bench_case *c, heddle_device device, char *text, size_t n)
                  rows, (long long)c->d, c->mask == FULL ? "" : " causal");
 }
 
+enum { DOCUMENT = 500, DENSITY = 4 }; /* rows of a document; of so many blocks a list names one */
+
+static int64_t blocks_of_keys(const job *j) {
+    return (j->a.sk + j->a.block_k - 1) / j->a.block_k;
+}
+
+static int64_t blocks_named(const job *j) {
+    return blocks_of_keys(j) < DENSITY ? 1 : blocks_of_keys(j) / DENSITY;
+}
+
+/* Documents in a row, or lists of blocks. */
+static void make_long(const struct option_kind *kind, job *j) {
+    heddle_attention *a = &j->a;
+    if (kind->features & HEDDLE_VARLEN) {
+        a->total_q = a->total_k = a->sk;
+        a->b = (a->sk + DOCUMENT - 1) / DOCUMENT;
+        a->sq = a->sk = a->sk < DOCUMENT ? a->sk : DOCUMENT;
+    }
+    if (kind->features & HEDDLE_BLOCKS) {
+        a->block_q = a->block_k = strstr(kind->name, "128") ? 128 : 64;
+        j->columns = (a->sq + a->block_q - 1) / a->block_q * blocks_named(j);
+    }
+}
+
 job bench_job(const bench_case *c, heddle_device device) {
     job j = {.linear = c->h == 0};
     const struct option_kind *kind = kind_of(c);
@@ -230,6 +269,7 @@ job bench_job(const bench_case *c, heddle_device device) {
         j.a.page = 64;
         j.a.pages = c->b * ((c->sk + 63) / 64);
     }
+    make_long(kind, &j);
     if ((kind->features & HEDDLE_BOOL_MASK) && !kind->shared)
         j.a.bool_mask_stride = (heddle_strides){c->sk, 0, 0};
     if (kind->shared) {
@@ -244,13 +284,22 @@ job bench_job(const bench_case *c, heddle_device device) {
     return j;
 }
 
-#define DOCUMENT 500.0 /* rows of a segment */
+/* Of b batches of documents that begin with each. */
+static double documents_flops(const bench_case *c, const job *j, heddle_pass pass) {
+    const double s = (double)c->sk, each = DOCUMENT, rest = fmod(s, each);
+    job all = *j;
+    all.a.b = c->b;
+    all.a.sq = all.a.sk = c->sk;
+    all.a.features = 0;
+    return ((s - rest) / s * (each / s) + rest / s * (rest / s)) * job_flops(&all, pass);
+}
 
 double bench_flops(const bench_case *c, const job *j, heddle_pass pass) {
-    const double s = (double)c->sk, rest = fmod(s, DOCUMENT),
-                 share = (s - rest) / s * (DOCUMENT / s) + rest / s * (rest / s);
-    if (!j->linear && j->a.features & HEDDLE_SEGMENTS)
-        return share * job_flops(j, pass);
+    const double s = (double)c->sk;
+    if (!j->linear && j->a.features & (HEDDLE_SEGMENTS | HEDDLE_VARLEN))
+        return documents_flops(c, j, pass);
+    if (!j->linear && j->a.features & HEDDLE_BLOCKS)
+        return (double)blocks_named(j) / (double)blocks_of_keys(j) * job_flops(j, pass);
     if (j->linear || !(j->a.features & HEDDLE_WINDOW))
         return job_flops(j, pass);
     const double left = fmin(s, (double)j->a.window_left);
@@ -266,8 +315,15 @@ enum { PERIOD = 8191 };
 static double number(const job *j, int f, int64_t i, random_state *r) {
     if (!j->linear && f == ALIBI)
         return exp2(-8.0 * (double)(i + 1) / (double)j->a.h);
-    if (!j->linear && strstr(job_fields(j)[f].name, "_segments"))
-        return floor((double)i / DOCUMENT);
+    if (!j->linear && (f == Q_SEGMENTS || f == K_SEGMENTS))
+        return (double)(i / DOCUMENT);
+    if (!j->linear && (f == CU_Q || f == CU_K))
+        return fmin((double)i * DOCUMENT, (double)j->a.total_q);
+    if (!j->linear && f == BLOCK_ROWS)
+        return (double)(i * blocks_named(j));
+    if (!j->linear && f == BLOCK_COLUMNS) /* one of every four in a row, another in each list */
+        return fmin((double)(i % blocks_named(j) * DENSITY) + random_uniform(r) * DENSITY,
+                    (double)(blocks_of_keys(j) - 1));
     if (!j->linear && !strcmp(job_fields(j)[f].name, "block_table"))
         return (double)(i % j->a.pages);
     if (job_fields(j)[f].element == OF_BOOL)
@@ -290,15 +346,19 @@ static bool repeat(const bench_data *to, int f, size_t first, size_t size) {
 
 static bool fill(const job *j, const bench_data *to, int f, random_state *r) {
     unsigned char period[PERIOD * 8];
-    int64_t count = field_count(j, f), n = count < PERIOD ? count : PERIOD;
+    int64_t count = field_count(j, f), n = count < PERIOD ? count : PERIOD, at = 0;
     size_t bytes = field_bytes(j, f) ? field_bytes(j, f) : 1;
-    for (int64_t i = 0; i < n; i++)
-        store_value(j, f, period, i, number(j, f, i, r));
-    if (!to->on_gpu)
-        memcpy(to->data[f], period, (size_t)n * bytes);
-    else if (!device_memory_copy(to->data[f], period, (size_t)n * bytes))
-        return false;
-    return repeat(to, f, (size_t)n * bytes, (size_t)count * bytes);
+    do { /* of whole numbers, which say where something is, all */
+        n = n < count - at ? n : count - at;
+        for (int64_t i = 0; i < n; i++)
+            store_value(j, f, period, i, number(j, f, at + i, r));
+        if (!to->on_gpu)
+            memcpy((char *)to->data[f] + (size_t)at * bytes, period, (size_t)n * bytes);
+        else if (!device_memory_copy((char *)to->data[f] + (size_t)at * bytes, period, (size_t)n * bytes))
+            return false;
+        at += n;
+    } while (job_fields(j)[f].element == OF_INT32 && at < count);
+    return repeat(to, f, (size_t)at * bytes, (size_t)count * bytes);
 }
 
 static bool wanted(const job *j, int f, bool backward) {

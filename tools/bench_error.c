@@ -71,8 +71,9 @@ static void run_small(const bench_case *c, const job *j, uint64_t seed, const bo
 void bench_errors(const bench_case *c, heddle_device device, char kernels[2][128], uint64_t seed, double errors[2]) {
     static const int64_t lengths[] = {64, 130, 260, 520};
     errors[0] = errors[1] = -1;
-    if (job_features(&(job){.a = bench_job(c, device).a}) & (HEDDLE_ACCUMULATE | HEDDLE_PAGES))
-        return; /* the textbook adds to nothing, and what pages hide is of verify's own tables */
+    if (job_features(&(job){.a = bench_job(c, device).a}) &
+        (HEDDLE_ACCUMULATE | HEDDLE_PAGES | HEDDLE_VARLEN | HEDDLE_BLOCKS))
+        return; /* the textbook adds to nothing, and what pages and lists hide is of verify's own tables */
     bool missing[2] = {true, !c->forward_only};
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths && (missing[0] || missing[1]); i++) {
         const bench_case small = smaller(c, lengths[i]);
