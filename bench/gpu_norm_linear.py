@@ -8,7 +8,8 @@
 A row: the time of a forward, and of a backward with all gradients, over PyTorch's `F.linear` alone (its backward: dx, dw and
 dbias), of heddle and of PyTorch's layer_norm + linear (eager). Under 1: faster than the product without any norm. Rows
 "no norm": a Linear alone, of both; "residual": a tensor added to y, of both, and not of what they are compared with; "z":
-norm(x) is a result, too, and has a gradient of its own.
+norm(x) is a result, too, and has a gradient of its own; "swiglu": y = silu(gate)·up of both halves of the n columns, which
+forward keeps for backward; "swiglu y": the same forward where y alone is wanted.
 --errors: of each result the largest error against float64 over the largest magnitude, and that over PyTorch's, with rows whose
 means are 0, 100 and 1000 deviations.
 """
@@ -28,7 +29,8 @@ SHAPES = ((16384, 1024, 4096), (16384, 4096, 4096), (8192, 4096, 12288), (4096, 
 FEW_ROWS = tuple((m, 4096, n) for n in (4096, 12288) for m in (1, 4, 16, 64))
 # And what the library is told; a residual is a tensor for each shape.
 OPTIONS = {"": {}, "no norm": {"norm": NO_NORM}, "residual": {"residual": True},
-           "no norm residual": {"norm": NO_NORM, "residual": True}, "z": {"dz": True}}
+           "no norm residual": {"norm": NO_NORM, "residual": True}, "z": {"dz": True}, "swiglu": {"activation": "swiglu"},
+           "swiglu y": {"activation": "swiglu"}}
 INPUTS, NAMES = ("x", "gamma", "beta", "w", "bias"), ("y", "dx", "dgamma", "dbeta", "dw", "dbias")
 
 
@@ -39,9 +41,12 @@ def tensors(m, k, n, dtype, mean=0.0):
     return {name: x.to(dtype) for name, x in t.items()}
 
 
-def in_pytorch(x, gamma, beta, w, bias, norm=LAYER_NORM, residual=None, dz=None):
+def in_pytorch(x, gamma, beta, w, bias, norm=LAYER_NORM, residual=None, dz=None, activation=None):
     z = x if norm == NO_NORM else F.layer_norm(x, (x.shape[1],), gamma, beta)
     y = F.linear(z, w, bias)
+    if activation:
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
     return (y, z) if dz is not None else y if residual is None else y + residual
 
 
@@ -83,8 +88,12 @@ def measure(lib, clock, m, k, n, dtype, tf32, option, regimes):
         options["residual"] = torch.randn_like(t["dy"])
     if "dz" in options:
         options["dz"] = torch.randn_like(t["x"])
+    if "activation" in options:
+        t["dy"], of_u = t["dy"][:, : n // 2].contiguous(), t["dy"]
+    else:
+        of_u = t["dy"]
     dy = t["dy"] if "dz" not in options else (t["dy"], options["dz"])
-    job = lib.norm_linear(*(t[i] for i in INPUTS), t["dy"], tf32=tf32, **options)
+    job = lib.norm_linear(*(t[i] for i in INPUTS), None if option == "swiglu y" else t["dy"], tf32=tf32, **options)
     y, leaves = eager(t, **options)
     x, w, bias = (t[i].detach().requires_grad_() for i in ("x", "w", "bias"))
     line = F.linear(x, w, bias)
@@ -97,8 +106,9 @@ def measure(lib, clock, m, k, n, dtype, tf32, option, regimes):
         with torch.no_grad():
             F.linear(t["x"], t["w"], t["bias"])
 
-    passes = {"fwd": (job.forward, plain, linear),
-              "bwd": (job.backward, backward_of(y, leaves, dy), backward_of(line, (x, w, bias), t["dy"]))}
+    passes = {"fwd": (job.forward, plain, linear)}
+    if option != "swiglu y":
+        passes["bwd"] = (job.backward, backward_of(y, leaves, dy), backward_of(line, (x, w, bias), of_u))
     name = name_of(m, k, n, dtype, tf32, option)
     row = {"case": name, "kernels": job.kernels}
     for regime in regimes:

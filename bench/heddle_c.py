@@ -20,7 +20,7 @@ FEATURES = {name: 1 << bit for bit, name in enumerate((
     "window", "alibi", "bias", "bool_mask", "sinks", "varlen", "seqlens", "weights", "rng_state", "deterministic", "tf32",
     "accumulate", "pages", "segments", "blocks"))}
 BROADCAST = -1 << 63
-ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
+ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "geglu": 4, "geglu_tanh": 5, "swiglu": 6}
 FORWARD, BACKWARD = 0, 1
 I64, F64, U64, PTR = ctypes.c_int64, ctypes.c_double, ctypes.c_uint64, ctypes.c_void_p
 
@@ -201,8 +201,9 @@ class Library:
     def norm_linear(self, x, gamma, beta, w, bias, dy=None, tf32=False, activation=None, norm=LAYER_NORM,
                     residual=None, dz=None):
         m, k = x.shape
+        n = w.shape[0] // (2 if ACTIVATIONS[activation] >= ACTIVATIONS["geglu"] else 1)
         numbers = dict(dtype=torch.float32, device=x.device)
-        t = {"x": x, "w": w, "bias": bias, "y": x.new_empty(m, w.shape[0])}
+        t = {"x": x, "w": w, "bias": bias, "y": x.new_empty(m, n)}
         if residual is not None:
             t["residual"] = residual
         if dz is not None:
@@ -213,13 +214,13 @@ class Library:
             t["dy"] = dy
             t.update({"d" + n: torch.empty_like(t[n]) for n in ("x", "gamma", "beta", "w", "bias") if n in t})
             if activation:
-                t["u"] = torch.empty_like(t["y"])
+                t["u"] = x.new_empty(m, w.shape[0])
         # A library that is older than residuals, or than z, takes what ends in front of them, and so does this one.
         sizes = [(NormLinear.residual_stride.offset, NormLinearData.residual.offset),
                  (NormLinear.z_stride.offset, NormLinearData.z.offset),
                  (ctypes.sizeof(NormLinear), ctypes.sizeof(NormLinearData))][2 if dz is not None else residual is not None]
         desc = NormLinear(size=sizes[0], dtype=DTYPES[x.dtype], device=DEVICES[x.device.type], norm=norm,
-                          m=m, k=k, n=w.shape[0], activation=ACTIVATIONS[activation],
+                          m=m, k=k, n=n, activation=ACTIVATIONS[activation],
                           features=(FEATURES["tf32"] if tf32 else 0) | (1 << 32 if activation else 0) |
                           (1 << 33 if residual is not None else 0) | (1 << 34 if dz is not None else 0))
         data = NormLinearData(size=sizes[1], **{n: x.data_ptr() for n, x in t.items()})

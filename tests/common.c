@@ -44,10 +44,6 @@ heddle_device test_device(void) {
     exit(2);
 }
 
-heddle_activation last_activation(void) {
-    return test_device() == HEDDLE_CUDA ? HEDDLE_SILU : (heddle_activation)LAST_ACTIVATION;
-}
-
 static bool is_set(const char *name) {
     const char *value = getenv(name);
     return value && *value && *value != '0';

@@ -33,8 +33,6 @@ heddle_device test_device(void);
 bool test_long(void);
 /* Each operation takes some twenty times as long: shapes that are there for a GPU's tiles are left out. */
 bool test_emulated(void);
-/* The last activation that the device has: none of two halves on CUDA. */
-heddle_activation last_activation(void);
 /* HEDDLE_SEED if that is set, else `standard`. */
 uint64_t test_seed(uint64_t standard);
 /* Those that every kernel has: float32, bfloat16, float16. */

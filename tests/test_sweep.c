@@ -249,7 +249,7 @@ static norm_linear_case random_norm_linear(uint64_t seed) {
         c.a.features = HEDDLE_ACTIVATION;
         c.a.activation = (heddle_activation)rng_between(&r, HEDDLE_GELU, HEDDLE_SILU);
         rng q = {seed ^ 0x6a7e}; /* of its own, so that a seed's other numbers stay */
-        if (rng_chance(&q, 0.4) && last_activation() > HEDDLE_SILU)
+        if (rng_chance(&q, 0.4))
             c.a.activation = (heddle_activation)(c.a.activation + LAST_ACTIVATION - HEDDLE_SILU);
         const int64_t of_u = norm_linear_extent(&c.a, 'N');
         c.a.u_stride = rng_chance(&r, 0.5) ? 0 : aligned ? (of_u + 7) / 8 * 8 : of_u + rng_between(&r, 0, 20);

@@ -65,7 +65,7 @@ static const struct option_kind {
     {"no norm", 0, false, false},
     {"no norm residual", HEDDLE_RESIDUAL, false, false},
     {"z", HEDDLE_Z, false, false},
-    {"swiglu", HEDDLE_ACTIVATION, false, false}, /* on the CPU alone */
+    {"swiglu", HEDDLE_ACTIVATION, false, false},
 };
 enum {
     KINDS = sizeof kinds / sizeof *kinds,
@@ -160,9 +160,15 @@ static int gpu_cases(bench_case *out) {
         out[n++].option = "tf32";
     }
     for (int i = 0; i < 3; i++)
-        for (int x = 0; x < OF_LINEAR - 1; x++) {
+        for (int x = 0; x < OF_LINEAR; x++) {
             out[n] = (bench_case)LINEAR(dtypes[i], sizes[0][0], sizes[0][1], sizes[0][2]);
             out[n++].option = kinds[KINDS - OF_LINEAR + x].name;
+        }
+    static const int64_t halves[] = {368, 504, 640, 736}; /* those widths, of two halves */
+    for (int i = 0; i < 2; i++)
+        for (int x = 0; x < 4; x++) {
+            out[n] = (bench_case)LINEAR(dtypes[i], 2040, 72, halves[x]);
+            out[n++].option = kinds[KINDS - 1].name;
         }
     return n;
 }

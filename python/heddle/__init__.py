@@ -413,7 +413,7 @@ def norm_linear(
             without gamma, beta and eps.
         activation: "gelu", "gelu_tanh" (GELU by tanh) or "silu", as in torch.nn.functional, of the sum; None: none.
             "geglu", "geglu_tanh" or "swiglu": that of the sum's first half, times the second, with weight [2n, k] and
-            bias [2n], the gate's rows first; on CUDA behind the product, by PyTorch (or JAX).
+            bias [2n], the gate's rows first.
         residual: [..., n], x's dtype, or None: added to y behind the activation.
         return_norm: also return z = norm(x), with gamma and beta; not with "none".
         tf32: allow float32 products to be rounded to TF32 (GPU).

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from heddle import _C, _derivatives, _fake, _kinds, _plain, _schema, _vmap
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._options import ACTIVATIONS, EPS, NO_NORM, NORMS, TINY, features_out, is_gated
+from heddle._options import ACTIVATIONS, EPS, NO_NORM, NORMS, TINY, features_out
 
 OLDEST_TORCH = (2, 13) if sys.platform == "win32" else (2, 10)  # Windows: what frees an optional's box
 
@@ -353,7 +353,7 @@ def quick_linear(
         if _is_compiling() or not _nothing_to_record((*tensors, residual)) or _tracing() or not x.is_contiguous():
             return NotImplemented
         kind, act = NORMS[norm], 0 if activation is None else ACTIVATIONS[activation]
-        if (kind == NO_NORM and eps != EPS) or (is_gated(act) and x.is_cuda):
+        if kind == NO_NORM and eps != EPS:
             return NotImplemented
         eps = 0.0 if kind == NO_NORM else eps or TINY
         # The dispatcher finds no kernel for tensors that are not dense.

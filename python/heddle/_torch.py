@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import heddle
@@ -16,15 +14,12 @@ from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._ops import NUMBER_DEFAULTS, call, ops, quick, quick_linear, quick_options
 from heddle._options import (
-    ACTIVATIONS,
-    EPS,
     NO_NORM,
     activation_of,
     block_of,
     causal_of,
     eps_of,
     features_out,
-    is_gated,
     limit_of,
     norm_of,
     places_of,
@@ -325,40 +320,6 @@ def _rows(x: Tensor) -> Tensor:
     return x.contiguous() if x.stride(0) < x.shape[1] or (x.shape[1] > 1 and x.stride(1) != 1) else x
 
 
-_OF_GATES: dict[int, Any] = {
-    ACTIVATIONS["geglu"]: F.gelu,
-    ACTIVATIONS["geglu_tanh"]: partial(F.gelu, approximate="tanh"),
-    ACTIVATIONS["swiglu"]: F.silu,
-}
-
-
-def _of_halves(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    eps: float,
-    activation: int,
-    residual: Tensor | None,
-    **options: Any,
-) -> Any:
-    """norm_linear with an activation of two halves, of its u: CUDA has no kernel for all of it."""
-    n = features_out(weight.shape[0], activation)
-    eps = EPS if options["norm"] == "none" else eps
-    made = norm_linear(x, weight, bias, gamma, beta, eps, **options)
-    u, z = made if options["return_norm"] else (made, None)
-    gate, up = u.chunk(2, -1)
-    y: Tensor = _OF_GATES[activation](gate) * up
-    if residual is not None:
-        if residual.shape != (*x.shape[:-1], n):
-            raise HeddleValueError(f"residual has shape {list(residual.shape)}, but must have {[*x.shape[:-1], n]}")
-        if residual.dtype != x.dtype and residual.dtype != y.dtype:
-            raise HeddleTypeError(f"residual is {residual.dtype}, but x is {x.dtype}")
-        y = y + residual.to(y.dtype)
-    return (y, z) if options["return_norm"] else y
-
-
 def norm_linear(
     x: Tensor,
     weight: Tensor,
@@ -383,10 +344,6 @@ def norm_linear(
         if isinstance(value, Tensor):
             need_tensors(**{name: value})
     kind, eps, of_u = norm_of(norm), eps_of(eps, norm), activation_of(activation)
-    if is_gated(of_u) and x.is_cuda:
-        return _of_halves(
-            x, weight, bias, gamma, beta, eps, of_u, residual, norm=norm, return_norm=return_norm, tf32=tf32
-        )
     if return_norm and kind == NO_NORM:
         raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
     rows = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -22,9 +21,7 @@ from heddle import _jax_call
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._jax_call import Attention, NormLinear
 from heddle._options import (
-    ACTIVATIONS,
     CAUSAL,
-    OF_GATE,
     PLACES,
     Activation,
     Causal,
@@ -32,7 +29,6 @@ from heddle._options import (
     block_of,
     causal_of,
     features_out,
-    is_gated,
     limit_of,
     norm_of,
     scale_of,
@@ -115,24 +111,6 @@ def _norm_linear_bwd(what: NormLinear, kept: Any, cotangents: Any) -> tuple[Any]
 _norm_linear.defvjp(_norm_linear_fwd, _norm_linear_bwd, symbolic_zeros=True)
 
 
-def _of_halves(what: NormLinear, given: dict[str, Any]) -> Any:
-    """What an activation of two halves is, of its u: where there is no kernel for all of it."""
-    plain = {name: value for name, value in given.items() if name != "residual"}
-    u, *z = _norm_linear(replace(what, activation=None), plain)
-    gate, up = jnp.split(u, 2, -1)
-    name = next(name for name, value in ACTIVATIONS.items() if value == activation_of(what.activation) - OF_GATE)
-    act = jax.nn.silu(gate) if name == "silu" else jax.nn.gelu(gate, approximate=name == "gelu_tanh")
-    y = act * up
-    return (y + given["residual"] if "residual" in given else y, *z)
-
-
-def _gated(what: NormLinear, given: dict[str, Any]) -> Any:
-    """In one on the CPU. What _norm_linear refuses, it refuses here, whatever the platform."""
-    jax.eval_shape(functools.partial(_norm_linear, what), given)
-    ways = {"cpu": functools.partial(_norm_linear, what), "default": functools.partial(_of_halves, what)}
-    return jax.lax.platform_dependent(given, **ways)
-
-
 def _is_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
@@ -140,7 +118,6 @@ def _is_zero(cotangent: Any) -> bool:
 # Calls outside of a jax.jit take its short way.
 _attention_jit = jax.jit(_attention, static_argnums=0, inline=True)
 _norm_linear_jit = jax.jit(_norm_linear, static_argnums=0, inline=True)
-_gated_jit = jax.jit(_gated, static_argnums=0, inline=True)
 
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -452,6 +429,5 @@ def norm_linear(
     if return_norm and norm == "none":
         raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
     what = NormLinear(norm, eps, _deterministic(None), bool(tf32), activation, bool(return_norm))
-    run = _gated_jit if is_gated(kind) else _norm_linear_jit
-    made = tuple(t.reshape(*x.shape[:-1], t.shape[-1]) for t in run(what, _jax_call.alike(given)))
+    made = tuple(t.reshape(*x.shape[:-1], t.shape[-1]) for t in _norm_linear_jit(what, _jax_call.alike(given)))
     return made if return_norm else made[0]

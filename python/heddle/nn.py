@@ -357,8 +357,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class LlamaBlock(Module):
     """A block as Llama has it: x + attention(RMSNorm(x)) with rotary positions, then x + SwiGLU(RMSNorm(x)); both norms
-    are fused with the Linear behind them, which is one for q, k and v, and one for gate and up, on the CPU with SwiGLU,
-    and the sums with the Linear that makes what is added.
+    are fused with the Linear behind them, which is one for q, k and v, and one for gate and up, with SwiGLU, and the
+    sums with the Linear that makes what is added.
 
     Args:
         dim: features in and out.

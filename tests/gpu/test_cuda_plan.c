@@ -254,27 +254,34 @@ static void test_segments(void **state) {
         }
 }
 
-/* Activations of two halves have no kernels: refused by name, in both passes. */
+/* Of an activation of two halves W has 2n rows, which is what limits go by, and u has a place where nobody asked for it. */
 static void test_halves(void **state) {
     (void)state;
-    const cuda_facts device = {"a GPU", 132, 232448, true, 0};
+    const cuda_facts device = {"a GPU", 132, 232448, false, SMALL_CHOSEN};
     for (int activation = HEDDLE_SILU; activation <= LAST_ACTIVATION; activation++)
-        for (int pass = 0; pass < 2; pass++) {
+        for (int dtype = HEDDLE_F32; dtype <= HEDDLE_F16; dtype++) {
             norm_linear_plan plan = {.threads = 1};
-            const heddle_norm_linear a = {.size = sizeof a,
-                                          .device = HEDDLE_CUDA,
-                                          .m = 4,
-                                          .k = 8,
-                                          .n = 6,
-                                          .features = HEDDLE_ACTIVATION,
-                                          .activation = (heddle_activation)activation};
-            assert_int_equal(heddle__resolve_norm_linear(&a, (heddle_pass)pass, &plan), HEDDLE_OK);
-            assert_int_equal(plan.a.w_stride, 8);
-            assert_int_equal(plan.a.u_stride, activation == HEDDLE_SILU ? 6 : 12);
-            const heddle_status status = heddle__cuda_plan_norm_linear(&plan, &device);
-            assert_int_equal(status, activation == HEDDLE_SILU ? HEDDLE_OK : HEDDLE_UNSUPPORTED);
-            if (status != HEDDLE_OK)
-                assert_non_null(strstr(heddle_last_message(), "(a gate and what it gates) has no kernels on CUDA"));
+            heddle_norm_linear a = {.size = sizeof a,
+                                    .dtype = (heddle_dtype)dtype,
+                                    .device = HEDDLE_CUDA,
+                                    .norm = HEDDLE_NO_NORM,
+                                    .m = 1000,
+                                    .k = 8,
+                                    .n = 300,
+                                    .features = HEDDLE_ACTIVATION,
+                                    .activation = (heddle_activation)activation};
+            const bool two = activation != HEDDLE_SILU;
+            const size_t u = 1000 * 600 * (dtype == HEDDLE_F32 ? 4 : 2);
+            assert_int_equal(heddle__resolve_norm_linear(&a, HEDDLE_FORWARD, &plan), HEDDLE_OK);
+            assert_int_equal(plan.a.u_stride, two ? 600 : 300);
+            assert_int_equal(heddle__cuda_plan_norm_linear(&plan, &device), HEDDLE_OK);
+            assert_int_equal(plan.workspace > u, two);
+            a.m = 1;
+            a.n = INT64_C(1) << 30;
+            assert_int_equal(heddle__resolve_norm_linear(&a, HEDDLE_BACKWARD, &plan), HEDDLE_OK);
+            assert_int_equal(heddle__cuda_plan_norm_linear(&plan, &device), two ? HEDDLE_UNSUPPORTED : HEDDLE_OK);
+            if (two)
+                assert_non_null(strstr(heddle_last_message(), "more blocks than a CUDA grid holds"));
         }
 }
 

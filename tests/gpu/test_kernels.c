@@ -78,8 +78,9 @@ static void sweep_norm_linear(heddle_dtype dtype) {
     static const int64_t sizes[][3] = {{1, 1, 1},           {7, 33, 65},       {128, 64, 128},     {1000, 512, 768},
                                        {16384, 1024, 4096}, {2040, 744, 2040}, {2040, 1000, 2040}, {2040, 1272, 2040},
                                        {2040, 1480, 2040},  {2040, 72, 744},   {2040, 72, 1000},   {2040, 72, 1272},
-                                       {2040, 72, 1480},    {5, 264, 100},     {25, 264, 100},     {40, 5000, 64}};
-    /* from the sixth on: tiles of every width for Hopper; a few rows; rows whose sums no block holds */
+                                       {2040, 72, 1480},    {5, 264, 100},     {25, 264, 100},     {40, 5000, 64},
+                                       {2040, 72, 368},     {2040, 72, 504},   {2040, 72, 640},    {2040, 72, 736}};
+    /* from the sixth on: tiles of every width for Hopper; a few rows; rows whose sums no block holds; the widths of two halves */
     for (size_t x = 0; x < COUNT(sizes); x++)
         for (int norm = 0; norm < 3; norm++)
             for (int tf32 = 0; tf32 < 2; tf32++)
@@ -90,7 +91,7 @@ static void sweep_norm_linear(heddle_dtype dtype) {
                         a.features = tf32 ? HEDDLE_TF32 : 0;
                         if (norm) {
                             a.features |= HEDDLE_ACTIVATION;
-                            a.activation = HEDDLE_SILU;
+                            a.activation = (x + (size_t)tf32) % 2 ? HEDDLE_SWIGLU : HEDDLE_SILU;
                         }
                         if ((int)(x % 2) == norm % 2)
                             a.features |= HEDDLE_RESIDUAL;

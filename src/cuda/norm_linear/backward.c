@@ -18,7 +18,7 @@ static norm_rows planes_of_dy(const norm_linear_call *c) {
                        .in = c->t->dy,
                        .ld = c->a->dy_stride,
                        .rows = c->a->m,
-                       .cols = (int32_t)c->a->n,
+                       .cols = (int32_t)c->is.n,
                        .high = at->dy,
                        .low = c->is.tf32 ? NULL : at->dy_low,
                        .ldp = (int32_t)c->is.np,
@@ -29,7 +29,7 @@ static norm_rows planes_of_w(const norm_linear_call *c) {
     return (norm_rows){.packs = 1,
                        .in = c->t->w,
                        .ld = c->a->w_stride,
-                       .rows = c->a->n,
+                       .rows = c->is.n,
                        .cols = (int32_t)c->a->k,
                        .ldp = (int32_t)c->is.kp,
                        .row_exponent = c->at.w_exponent};
@@ -96,7 +96,7 @@ static void add_dx(norm_linear_call *c) {
     const norm_linear_arrays *at = &c->at;
     norm_gemm g = {.rows = a->m,
                    .cols = a->k,
-                   .depth = a->n,
+                   .depth = c->is.n,
                    .a = t->dy,
                    .lda = a->dy_stride,
                    .b = t->w,
@@ -166,13 +166,13 @@ static void add_finish(norm_linear_call *c, needs need) {
         f.sums = (norm_sums){.a = t->dy,
                              .ld = a->dy_stride,
                              .rows = a->m,
-                             .cols = a->n,
+                             .cols = c->is.n,
                              .part = c->at.dbias_part,
                              .parts = parts_of(a->m),
                              .vector = aligned16(t->dy, a->dy_stride, size_of(&c->is))};
-        units += sum_units(a->n) * f.sums.parts;
-        totals.job[0] = (norm_sums){.ld = a->n,
-                                    .cols = a->n,
+        units += sum_units(c->is.n) * f.sums.parts;
+        totals.job[0] = (norm_sums){.ld = c->is.n,
+                                    .cols = c->is.n,
                                     .part = c->at.dbias_part,
                                     .parts = f.sums.parts,
                                     .out = t->dbias,
@@ -198,7 +198,7 @@ static int32_t add_dw(norm_linear_call *c, bool dgamma) {
     const heddle_norm_linear_data *t = c->t;
     const norm_linear_arrays *at = &c->at;
     const bool as_it_lies = c->is.plain && !c->is.wide;
-    norm_gemm g = {.rows = a->n,
+    norm_gemm g = {.rows = c->is.n,
                    .cols = a->k,
                    .depth = a->m,
                    .a = t->dy,
@@ -222,7 +222,7 @@ static int32_t add_dw(norm_linear_call *c, bool dgamma) {
         g.shared_exponent = at->shared + DY_SHARED;
     }
     const bool sm90 = heddle__cuda_add_gemm(c, GEMMS(dw), &g, true, true);
-    return (int32_t)(sm90 ? gemm90_sums(blocks(a->n, GEMM_TILE)) : gemm80_sums(blocks(a->n, GEMM_TILE)));
+    return (int32_t)(sm90 ? gemm90_sums(blocks(c->is.n, GEMM_TILE)) : gemm80_sums(blocks(c->is.n, GEMM_TILE)));
 }
 
 static void linear_backward(norm_linear_call *c) {
@@ -250,7 +250,7 @@ static void linear_backward(norm_linear_call *c) {
     if (dbeta)
         last.job[1] = (norm_sums){.a = t->w,
                                   .ld = a->w_stride,
-                                  .rows = a->n,
+                                  .rows = c->is.n,
                                   .cols = a->k,
                                   .factor = at->dbias,
                                   .part = of_z ? at->dbeta_part : NULL,

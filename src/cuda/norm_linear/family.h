@@ -8,8 +8,8 @@
 #include "cuda/norm_linear/sm90/contract.h"
 
 /* What the workspace of the products holds, in order: A(type, name, elements), of which there are none where a pass does not need them.
- * du: in place of dy, [m, np]; z: xhat (or z) for a product; least, shared: exponents of float32's planes on their way. Without a norm x is
- * multiplied as it is, in float32 in planes. */
+ * du: in place of dy, [m, np]; u: what an activation of two halves is of, [m, np]; z: xhat (or z) for a product; least, shared: exponents of
+ * float32's planes on their way. Without a norm x is multiplied as it is, in float32 in planes. */
 #define NORM_LINEAR_ARRAYS                                                                                             \
     A(float, mean, is->plain ? 0 : a->m)                                                                               \
     A(float, rstd, is->plain ? 0 : a->m)                                                                               \
@@ -18,22 +18,23 @@
     A(uint16_t, w, is->wide || raw ? weights : 0)                                                                      \
     A(uint16_t, w_low, two ? weights : 0)                                                                              \
     A(int32_t, x_exponent, is->wide && is->plain ? a->m : 0)                                                           \
-    A(int32_t, w_exponent, is->wide ? a->n : 0)                                                                        \
+    A(int32_t, w_exponent, is->wide ? is->n : 0)                                                                       \
     A(int32_t, turns, raw ? 2 * (blocks(a->m, GEMM_TILE) + 1) : 0)                                                     \
-    A(float, s, backward ? 0 : a->n)                                                                                   \
-    A(float, t, backward ? 0 : a->n)                                                                                   \
+    A(float, s, backward ? 0 : is->n)                                                                                  \
+    A(float, t, backward ? 0 : is->n)                                                                                  \
     A(uint16_t, dy, backward && is->wide ? a->m * is->np : 0)                                                          \
     A(uint16_t, dy_low, backward &&two ? a->m * is->np : 0)                                                            \
     A(int32_t, dy_exponent, backward && is->wide ? a->m : 0)                                                           \
     A(int32_t, least, backward && is->wide ? (is->plain ? 3 : 2) * prepare_blocks(device, is) : 0)                     \
     A(int32_t, shared, backward && is->wide ? 2 : 0)                                                                   \
-    A(float, dgamma_part, backward ? (gemm80_sums(blocks(a->n, GEMM_TILE)) + z_parts(a)) * a->k : 0)                   \
+    A(float, dgamma_part, backward ? (gemm80_sums(blocks(is->n, GEMM_TILE)) + z_parts(a)) * a->k : 0)                  \
     A(float, dbeta_part, backward ? z_parts(a) * a->k : 0)                                                             \
     A(float, finish_part,                                                                                              \
       backward && !is->wide && !is->plain && a->k <= SUMMED_ROW ? 2 * finish_blocks(device) * a->k : 0)                \
-    A(float, dbias_part, backward ? parts_of(a->m) * a->n : 0)                                                         \
-    A(float, dbias, backward ? a->n : 0)                                                                               \
-    A(char, du, backward && a->activation ? a->m * is->np * (is->wide ? 4 : 2) : 0)
+    A(float, dbias_part, backward ? parts_of(a->m) * is->n : 0)                                                        \
+    A(float, dbias, backward ? is->n : 0)                                                                              \
+    A(char, du, backward && a->activation ? a->m * is->np * (is->wide ? 4 : 2) : 0)                                    \
+    A(char, u, !backward && is->gated ? a->m * is->np * (is->wide ? 4 : 2) : 0)
 
 typedef struct norm_linear_arrays {
 #define A(type, name, elements) type *name;
@@ -43,9 +44,11 @@ typedef struct norm_linear_arrays {
 
 /* What follows from the description and the device. */
 typedef struct norm_linear_facts {
+    int64_t n;       /* rows of W, columns of u: where an activation is of two halves twice those of y */
     int64_t kp, np;  /* k and n in planes */
     bool wide, tf32; /* float32; one product */
     bool plain;      /* no norm */
+    bool gated;      /* the activation is of two halves */
     bool raw;        /* forward multiplies x itself */
     bool gathers;    /* and forms the moments of its rows beside the product, as far as the pointers allow */
     bool few;        /* forward is one launch, as far as the pointers allow */
@@ -143,6 +146,8 @@ typedef struct gemm_kernels {
 
 #define WIDTH_KERNELS(pass, width)                                                                                     \
     { NORM_LINEAR_##pass##_n##width##_bf16_sm90, NORM_LINEAR_##pass##_n##width##_f16_sm90 }
+/* The products of an activation of two halves: Hopper's alone. */
+#define GATED (&(const gemm_kernels){.sm90 = {GEMM90_WIDTHS(WIDTH_KERNELS, fwd_gate)}})
 #define GEMMS(pass)                                                                                                    \
     (&(const gemm_kernels){                                                                                            \
         {NORM_LINEAR_##pass##_bf16_sm80, NORM_LINEAR_##pass##_f16_sm80, NORM_LINEAR_##pass##_f32_sm80},                \
@@ -178,6 +183,9 @@ enum cuda_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gemm_kerne
 /* A product. Returns whether it is Hopper's. */
 bool heddle__cuda_add_gemm(norm_linear_call *c, const gemm_kernels *kernels, const norm_gemm *p, bool a_transposed,
                            bool b_transposed);
+
+/* Forward with an activation of two halves, where it fits90: columns of the gate, activation and all that product_of has. */
+void heddle__cuda_add_gated(norm_linear_call *c, const norm_gemm *p);
 
 /* Whether it will be, by what is known of it so far. */
 bool heddle__cuda_fits90(const norm_linear_call *c, const norm_gemm *p);

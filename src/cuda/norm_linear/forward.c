@@ -6,6 +6,7 @@
  * W∘gamma. float16 and float32 have more bits and normalise first. Without a norm 16-bit operands are as they lie: one launch. */
 #include "cuda/norm_linear/family.h"
 
+#include "fields.h"
 #include "status.h"
 
 /* The copy engine reads rows that begin at multiples of 16 bytes, and there must be some. */
@@ -13,7 +14,7 @@ static bool takes_sm90(const norm_linear_plan *plan, const cuda_facts *device) {
     const heddle_norm_linear *a = &plan->a;
     const bool backward = plan->pass == HEDDLE_BACKWARD;
     const int64_t strides = backward ? a->w_stride | (a->activation ? 0 : a->dy_stride) | a->dx_stride | a->dw_stride
-                                     : a->x_stride | a->w_stride | a->y_stride;
+                                     : a->x_stride | a->w_stride | (is_gated(a->activation) ? 0 : a->y_stride);
     return device->sm90 && device->shared_bytes >= (size_t)gemm90_bytes(GEMM90_WIDEST) && device->multiprocessors > 1 &&
            a->dtype != HEDDLE_F32 && strides % 8 == 0 && a->m > 0;
 }
@@ -45,13 +46,18 @@ static norm_linear_facts facts_of(const norm_linear_plan *plan, const cuda_facts
     const heddle_norm_linear *a = &plan->a;
     const bool sm90 = takes_sm90(plan, device), gathers = sm90 && a->k % 8 == 0, plain = a->norm == HEDDLE_NO_NORM;
     const bool z = a->features & HEDDLE_Z; /* is there then in any case */
-    return (norm_linear_facts){.raw = a->dtype == HEDDLE_BF16 && !plain && !z && (gathers ? a->n : 2 * a->n) < a->m,
+    const int64_t n = norm_linear_extent(a, 'N');
+    const bool gated =
+        is_gated(a->activation); /* its gradients have up's errors whole, which the slope of others hides */
+    return (norm_linear_facts){.raw = a->dtype == HEDDLE_BF16 && !plain && !z && !gated && (gathers ? n : 2 * n) < a->m,
                                .plain = plain,
+                               .gated = gated,
                                .gathers = gathers,
                                .few = !z && takes_few(plan, device),
                                .sm90 = sm90,
+                               .n = n,
                                .kp = (a->k + 7) / 8 * 8,
-                               .np = (a->n + 7) / 8 * 8,
+                               .np = (n + 7) / 8 * 8,
                                .wide = a->dtype == HEDDLE_F32,
                                .tf32 = a->dtype == HEDDLE_F32 && (a->features & HEDDLE_TF32),
                                .dtype = a->dtype == HEDDLE_BF16  ? 0
@@ -69,7 +75,7 @@ static size_t lay_out(const norm_linear_plan *plan, const cuda_facts *device, no
     const heddle_norm_linear *a = &plan->a;
     const norm_linear_facts *is = &c->is;
     const bool backward = plan->pass == HEDDLE_BACKWARD, two = is->wide && !is->tf32, raw = !backward && is->raw;
-    const int64_t matrix = a->m * is->kp, weights = a->n * is->kp;
+    const int64_t matrix = a->m * is->kp, weights = is->n * is->kp;
     size_t used = 0;
 #define A(type, name, elements)                                                                                        \
     c->at.name = used;                                                                                                 \
@@ -83,13 +89,14 @@ static size_t lay_out(const norm_linear_plan *plan, const cuda_facts *device, no
 static void plan_products(norm_linear_plan *plan, const cuda_facts *device, norm_linear_choice *c) {
     const heddle_norm_linear *a = &plan->a;
     const bool forward_pass = plan->pass == HEDDLE_FORWARD;
-    const gemm_kernels *kernels = forward_pass ? GEMMS(fwd) : GEMMS(dx);
     c->is = facts_of(plan, device);
+    const bool gated = forward_pass && c->is.gated && c->is.sm90 && a->y_stride % 8 == 0;
+    const gemm_kernels *kernels = gated ? GATED : forward_pass ? GEMMS(fwd) : GEMMS(dx);
     plan->tile_m = plan->tile_n = GEMM_TILE;
     plan->tile_k = gemm80_depth(c->is.wide && !c->is.tf32 ? 2 : 1);
     const norm_linear_call call = {.a = a, .device = device, .is = c->is};
-    enum cuda_kernel kernel = c->is.sm90   ? heddle__cuda_gemm90(&call, kernels, a->m, forward_pass ? a->n : a->k,
-                                                               forward_pass ? a->k : a->n, &plan->tile_n)
+    enum cuda_kernel kernel = c->is.sm90   ? heddle__cuda_gemm90(&call, kernels, a->m, forward_pass ? c->is.n : a->k,
+                                                               forward_pass ? a->k : c->is.n, &plan->tile_n)
                               : c->is.tf32 ? kernels->tf32
                                            : kernels->sm80[c->is.dtype];
     if (c->is.few) {
@@ -113,7 +120,7 @@ static norm_rows rows_of_w(const norm_linear_call *c) {
     return (norm_rows){.packs = 1,
                        .in = t->w,
                        .ld = a->w_stride,
-                       .rows = a->n,
+                       .rows = c->is.n,
                        .cols = (int32_t)a->k,
                        .gamma = t->gamma,
                        .beta = t->beta,
@@ -128,7 +135,7 @@ static norm_rows rows_of_w(const norm_linear_call *c) {
 static norm_gemm product_of(const norm_linear_call *c) {
     const heddle_norm_linear *a = c->a;
     return (norm_gemm){.rows = a->m,
-                       .cols = a->n,
+                       .cols = c->is.n,
                        .depth = a->k,
                        .a = c->at.z,
                        .a_low = c->at.z_low,
@@ -138,69 +145,98 @@ static norm_gemm product_of(const norm_linear_call *c) {
                        .ldb = c->is.kp,
                        .out = c->t->y,
                        .ldo = a->y_stride,
-                       .activation = (int32_t)a->activation,
+                       .activation = (int32_t)gate_activation(a->activation),
                        .u = c->t->u,
                        .ldu = a->u_stride,
                        .residual = c->t->residual,
                        .ldr = a->residual_stride};
 }
 
+/* The activation as a pass behind the product, and where that leaves u: where the caller wants it; else where y will be or, as two halves
+ * have no room there, in the workspace. */
+static norm_activate activation_apart(const norm_linear_call *c) {
+    const heddle_norm_linear_data *t = c->t;
+    const bool in_y = !t->u && !c->is.gated;
+    return (norm_activate){.u = t->u   ? t->u
+                                : in_y ? t->y
+                                       : c->at.u,
+                           .ldu = t->u   ? c->a->u_stride
+                                  : in_y ? c->a->y_stride
+                                         : c->is.np,
+                           .out = t->y,
+                           .ldo = c->a->y_stride,
+                           .residual = t->residual,
+                           .ldr = c->a->residual_stride};
+}
+
 /* The product; behind one that does not form the activation itself a pass of its own. */
 static void add_product(norm_linear_call *c, norm_gemm g) {
-    const bool apart = g.activation && !heddle__cuda_fits90(c, &g);
+    const bool fits = heddle__cuda_fits90(c, &g) && !(c->is.gated && g.u && c->a->n % 8), apart = g.activation && !fits;
+    const norm_activate behind = activation_apart(c);
+    if (c->is.gated && fits) {
+        g.cols = c->a->n;
+        heddle__cuda_add_gated(c, &g);
+        return;
+    }
     if (apart) {
         g.activation = 0;
-        g.ldo = g.u ? g.ldu : g.ldo;
-        g.out = g.u ? g.u : g.out;
+        g.ldo = behind.ldu;
+        g.out = (void *)behind.u;
         g.u = NULL;
         g.residual = NULL;
     }
     heddle__cuda_add_gemm(c, GEMMS(fwd), &g, false, false);
     if (apart)
-        heddle__cuda_add_activate(c, (norm_activate){.u = g.out,
-                                                     .ldu = g.ldo,
-                                                     .out = c->t->y,
-                                                     .ldo = c->a->y_stride,
-                                                     .residual = c->t->residual,
-                                                     .ldr = c->a->residual_stride});
+        heddle__cuda_add_activate(c, behind);
 }
 
-/* All in one launch, where a few rows fit into a block. False: they do not, or the pointers do not allow it. */
+/* All in one launch, where a few rows fit into a block, but for an activation of two halves. False: they do not, or the pointers do not
+ * allow it. */
 static bool add_few(norm_linear_call *c) {
     const heddle_norm_linear *a = c->a;
     const heddle_norm_linear_data *t = c->t;
     if (!c->is.few || !aligned16(t->x, a->x_stride, 2) || !aligned16(t->w, a->w_stride, 2) ||
         !aligned16(t->gamma, 0, 2) || !aligned16(t->beta, 0, 2))
         return false;
-    const norm_few p = {.x = t->x,
-                        .gamma = t->gamma,
-                        .beta = t->beta,
-                        .w = t->w,
-                        .bias = t->bias,
-                        .y = t->y,
-                        .u = t->u,
-                        .residual = t->residual,
-                        .mean = t->mean,
-                        .rstd = t->rstd,
-                        .x_stride = a->x_stride,
-                        .w_stride = a->w_stride,
-                        .y_stride = a->y_stride,
-                        .u_stride = a->u_stride,
-                        .residual_stride = a->residual_stride,
-                        .m = (int32_t)a->m,
-                        .k = (int32_t)a->k,
-                        .n = (int32_t)a->n,
-                        .rms = a->norm == HEDDLE_RMS_NORM,
-                        .plain = c->is.plain,
-                        .activation = (int32_t)a->activation,
-                        .row_blocks = (int32_t)blocks(a->m, FEW_ROWS),
-                        .vector = aligned16(t->y, a->y_stride, 2) && aligned16(t->u, a->u_stride, 2) &&
-                                  aligned16(t->residual, a->residual_stride, 2),
-                        .eps = (float)a->eps,
-                        .inverse = 1 / (float)a->k};
+    const norm_activate behind = activation_apart(c);
+    norm_few p = {.x = t->x,
+                  .gamma = t->gamma,
+                  .beta = t->beta,
+                  .w = t->w,
+                  .bias = t->bias,
+                  .y = t->y,
+                  .u = t->u,
+                  .residual = t->residual,
+                  .mean = t->mean,
+                  .rstd = t->rstd,
+                  .x_stride = a->x_stride,
+                  .w_stride = a->w_stride,
+                  .y_stride = a->y_stride,
+                  .u_stride = a->u_stride,
+                  .residual_stride = a->residual_stride,
+                  .m = (int32_t)a->m,
+                  .k = (int32_t)a->k,
+                  .n = (int32_t)c->is.n,
+                  .rms = a->norm == HEDDLE_RMS_NORM,
+                  .plain = c->is.plain,
+                  .activation = (int32_t)a->activation,
+                  .row_blocks = (int32_t)blocks(a->m, FEW_ROWS),
+                  .eps = (float)a->eps,
+                  .inverse = 1 / (float)a->k};
+    if (c->is.gated) {
+        p.y = (void *)behind.u;
+        p.y_stride = behind.ldu;
+        p.u = NULL;
+        p.residual = NULL;
+        p.activation = 0;
+    }
+    p.vector =
+        aligned16(p.y, p.y_stride, 2) && aligned16(p.u, p.u_stride, 2) && aligned16(p.residual, p.residual_stride, 2);
     heddle__cuda_add(c, few_kernel(a),
                      p.row_blocks * least_of(few_tiles(p.n), c->device->multiprocessors / p.row_blocks),
                      (uint32_t)few_bytes(few_rows(a), a->k), &(norm_linear_params){.few = p});
+    if (c->is.gated)
+        heddle__cuda_add_activate(c, behind);
     return true;
 }
 

@@ -113,7 +113,8 @@ typedef struct norm_totals {
     norm_sums job[3];
 } norm_totals;
 
-/* activate: out = act(u) + residual, or dy∘act'(u) where there is a dy. out may be u, or dy. */
+/* activate: out = act(u) + residual, or dy∘act'(u) where there is a dy. out may be u, or dy. gate: u = [gate, up] has twice as many columns,
+ * as out has where there is a dy: out = act(gate)∘up + residual, or [dy∘up∘act'(gate), dy∘act(gate)]. out may be u there, or dy itself. */
 typedef struct norm_activate {
     const void *u, *dy; /* T [rows, cols] */
     void *out;

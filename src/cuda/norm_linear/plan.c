@@ -38,14 +38,9 @@ heddle_status heddle__cuda_plan_norm_linear(norm_linear_plan *plan, const cuda_f
         return fail(HEDDLE_UNSUPPORTED,
                     "%s: norm-linear needs blocks with %d bytes of shared memory, a block can have %zu", device->name,
                     GEMM80_BYTES, device->shared_bytes);
-    if (is_gated(a->activation))
-        return fail(
-            HEDDLE_UNSUPPORTED,
-            "activation = %d (a gate and what it gates) has no kernels on CUDA: take u with HEDDLE_NO_ACTIVATION "
-            "and form act(gate)·up of it",
-            (int)a->activation);
-    const int64_t m = blocks(a->m, GEMM_TILE), k = blocks(a->k, GEMM_TILE), n = blocks(a->n, GEMM_TILE);
-    if (a->m > GRID_LIMIT || a->k > GRID_LIMIT - 8 || a->n > GRID_LIMIT - 8 || m * n > GRID_LIMIT ||
+    const int64_t rows = norm_linear_extent(a, 'N');
+    const int64_t m = blocks(a->m, GEMM_TILE), k = blocks(a->k, GEMM_TILE), n = blocks(rows, GEMM_TILE);
+    if (a->m > GRID_LIMIT || a->k > GRID_LIMIT - 8 || rows > GRID_LIMIT - 8 || m * n > GRID_LIMIT ||
         m * k > GRID_LIMIT || n * k > GRID_LIMIT)
         return fail(HEDDLE_UNSUPPORTED, "m = %lld, k = %lld, n = %lld: more blocks than a CUDA grid holds",
                     (long long)a->m, (long long)a->k, (long long)a->n);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The launches that norm-linear's passes are made of, each with its grid. Pure. */
 #include "cuda/norm_linear/family.h"
+#include "fields.h"
 
 void heddle__cuda_add(norm_linear_call *c, enum cuda_kernel kernel, int64_t grid, uint32_t shared,
                       const norm_linear_params *params) {
@@ -64,12 +65,12 @@ int64_t heddle__cuda_add_prepare(norm_linear_call *c, norm_prepare p) {
 
 void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p) {
     const size_t size = size_of(&c->is);
-    p.activation = (int32_t)c->a->activation;
+    p.activation = (int32_t)gate_activation(c->a->activation);
     p.rows = c->a->m;
     p.cols = (int32_t)c->a->n;
     p.vector = aligned16(p.u, p.ldu, size) && aligned16(p.dy, p.ldd, size) && aligned16(p.out, p.ldo, size) &&
-               aligned16(p.residual, p.ldr, size);
-    heddle__cuda_add(c, OF_DTYPE(activate)[c->is.dtype],
+               aligned16(p.residual, p.ldr, size) && (!c->is.gated || aligned16(NULL, c->a->n, size));
+    heddle__cuda_add(c, (c->is.gated ? OF_DTYPE(gate) : OF_DTYPE(activate))[c->is.dtype],
                      least_of(activate_units(p.rows, p.cols), 2 * ACTIVATE_RESIDENT * c->device->multiprocessors), 0,
                      &(norm_linear_params){.activate = p});
 }
@@ -91,20 +92,21 @@ bool heddle__cuda_fits90(const norm_linear_call *c, const norm_gemm *p) {
            aligned16(p->u, p->ldu, 2) && aligned16(p->residual, p->ldr, 2) && (uintptr_t)p->w % 4 == 0;
 }
 
+/* halves: 2 where B has as many columns again behind those of the result. */
 static void add_gemm90(norm_linear_call *c, const gemm_kernels *kernels, const norm_gemm *p, bool a_transposed,
-                       bool b_transposed) {
+                       bool b_transposed, int halves) {
     int64_t width;
-    const enum cuda_kernel kernel = heddle__cuda_gemm90(c, kernels, p->rows, p->cols, p->depth, &width);
+    const enum cuda_kernel kernel = heddle__cuda_gemm90(c, kernels, p->rows, halves * p->cols, p->depth, &width);
     const int64_t lda = p->lda * 2, ldb = p->ldb * 2;
     norm_linear_launch *l = &c->launches[c->count++];
     *l = (norm_linear_launch){
         .kernel = kernel, .shared = (uint32_t)gemm90_bytes((int)width), .sm90 = 1, .params.gemm90.g = *p};
     norm_gemm *g = &l->params.gemm90.g;
     g->row_tiles = blocks(p->rows, GEMM_TILE);
-    g->col_tiles = blocks(p->cols, width);
+    g->col_tiles = blocks(p->cols, width / halves);
     const int64_t pairs = blocks(g->row_tiles, 2) * g->col_tiles, clusters = c->device->multiprocessors / 2;
     l->grid = (uint32_t)(2 * (pairs < clusters ? pairs : clusters));
-    const uint64_t rows = (uint64_t)p->rows, cols = (uint64_t)p->cols, depth = (uint64_t)p->depth;
+    const uint64_t rows = (uint64_t)p->rows, cols = (uint64_t)(halves * p->cols), depth = (uint64_t)p->depth;
     l->shapes[0] =
         (tensor_shape){p->a, {a_transposed ? rows : depth, a_transposed ? depth : rows}, {(uint64_t)lda}, 64};
     l->shapes[1] = (tensor_shape){p->b,
@@ -129,10 +131,14 @@ bool heddle__cuda_add_gemm(norm_linear_call *c, const gemm_kernels *kernels, con
                            bool b_transposed) {
     const bool sm90 = heddle__cuda_fits90(c, p);
     if (sm90)
-        add_gemm90(c, kernels, p, a_transposed, b_transposed);
+        add_gemm90(c, kernels, p, a_transposed, b_transposed, 1);
     else
         add_gemm80(c, kernels, *p);
     return sm90;
+}
+
+void heddle__cuda_add_gated(norm_linear_call *c, const norm_gemm *p) {
+    add_gemm90(c, GATED, p, false, false, 2);
 }
 
 void heddle__cuda_add_totals(norm_linear_call *c, norm_totals p) {

@@ -157,6 +157,126 @@ INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const f
     }
 }
 
+/* What 16 rows of a warp have in so many chunks of eight columns, made u and rounded: two pairs a chunk, of rows that are eight
+ * apart. */
+template <typename T, int CHUNKS>
+INLINE void round_chunks(const float2 *columns, const float2 row[2], const float (*acc)[4], uint32_t words[][2]) {
+#pragma unroll
+    for (int x = 0; x < CHUNKS; x++) {
+        const float4 c = *(const float4 *)(columns + x * 8 + threadIdx.x % 4 * 2);
+        float v[4] = {acc[x][0], acc[x][1], acc[x][2], acc[x][3]};
+        epilogue_pair<FWD>(c, row[0], v, v + 1);
+        epilogue_pair<FWD>(c, row[1], v + 2, v + 3);
+        words[x][0] = pack_pair(v[0], v[1], T());
+        words[x][1] = pack_pair(v[2], v[3], T());
+    }
+}
+
+/* Where a lane finds two chunks of 16 staged rows, or puts them. */
+INLINE uint32_t staged_chunks(uint32_t staging, int x) {
+    const int lane = threadIdx.x % 32;
+    return staging + (lane & 15) * 128 + ((x + (lane >> 4)) ^ (lane & 7)) * 16;
+}
+
+/* Such chunks to memory by way of shared memory, where this lane's first eight are to be at `to`, column `col`. */
+template <typename T, int CHUNKS>
+INLINE void store_chunks(const norm_gemm &p, int64_t first, int64_t col, T *to, int64_t ld, uint32_t staging,
+                         const uint32_t words[][2]) {
+    const int lane = threadIdx.x % 32;
+    uint4 eight[4];
+#pragma unroll
+    for (int x = 0; x < CHUNKS; x += 2) {
+        const uint32_t r[4] = {words[x][0], words[x][1], words[x + 1][0], words[x + 1][1]};
+        stmatrix4(staged_chunks(staging, x), r);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int x = 0; x < 4; x++)
+        eight[x] = staged_eight(staging, x * 4 + lane / 8);
+    __syncwarp();
+#pragma unroll
+    for (int x = 0; x < 4; x++)
+        if (lane % 8 < CHUNKS && first + x * 4 < p.rows)
+            store_eight(to + x * 4 * ld, p.cols - col, eight[x]);
+}
+
+/* The residual's chunks, as a thread has those of u. */
+template <typename T, int CHUNKS>
+INLINE void load_chunks(const norm_gemm &p, int64_t first, int64_t col, uint32_t staging, uint32_t words[][2]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int x = 0; x < 4; x++) {
+        uint4 eight = make_uint4(0, 0, 0, 0);
+        if (lane % 8 < CHUNKS && first + x * 4 < p.rows)
+            eight = load_eight((const T *)p.residual + (first + x * 4) * p.ldr + col, p.cols - col);
+        store_shared16(staging + (x * 4 + lane / 8) * 128 + ((lane % 8 ^ (x * 4 + lane / 8)) & 7) * 16, eight);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int x = 0; x < CHUNKS; x += 2) {
+        uint32_t r[4];
+        ldmatrix4(r, staged_chunks(staging, x));
+        words[x][0] = r[0];
+        words[x][1] = r[1];
+        words[x + 1][0] = r[2];
+        words[x + 1][1] = r[3];
+    }
+    __syncwarp();
+}
+
+/* gate = act(gate)·up + more, of two chunks. */
+template <typename T>
+INLINE void weigh_chunks(int activation, uint32_t gate[2][2], const uint32_t up[2][2], const uint32_t more[2][2]) {
+    float v[8];
+#pragma unroll
+    for (int x = 0; x < 4; x++) {
+        v[2 * x] = low_float(gate[x / 2][x % 2], T());
+        v[2 * x + 1] = high_float(gate[x / 2][x % 2], T());
+    }
+    activate8<false>(activation, v);
+#pragma unroll
+    for (int x = 0; x < 4; x++) {
+        const uint32_t of_up = up[x / 2][x % 2], added = more[x / 2][x % 2];
+        gate[x / 2][x % 2] = pack_pair(fmaf(v[2 * x], low_float(of_up, T()), low_float(added, T())),
+                                       fmaf(v[2 * x + 1], high_float(of_up, T()), high_float(added, T())), T());
+    }
+}
+
+/* 64 columns of y, or those that are left, whose gate and up begin at chunk y of the tile's halves; u, where it is wanted, first. */
+template <typename T, int WIDTH, int CHUNKS>
+INLINE void store_weighed(const norm_gemm &p, const gemm_tile &t, int row0, int y, const float2 *columns,
+                          const float2 row[2], uint32_t staging, const float (*acc)[4]) {
+    constexpr int HALF = WIDTH / 16;
+    const int lane = threadIdx.x % 32;
+    const int64_t first = t.row0 + row0 + lane / 8, col = t.col0 + y * 8 + lane % 8 * 8;
+    uint32_t gate[CHUNKS][2], up[CHUNKS][2], more[CHUNKS][2] = {};
+    round_chunks<T, CHUNKS>(columns + y * 8, row, acc + y, gate);
+    round_chunks<T, CHUNKS>(columns + (HALF + y) * 8, row, acc + HALF + y, up);
+    if (p.u) {
+        T *const u = (T *)p.u + first * p.ldu + col;
+        store_chunks<T, CHUNKS>(p, first, col, u, p.ldu, staging, gate);
+        store_chunks<T, CHUNKS>(p, first, col, u + p.cols, p.ldu, staging, up);
+    }
+    if (p.residual)
+        load_chunks<T, CHUNKS>(p, first, col, staging, more);
+#pragma unroll
+    for (int x = 0; x < CHUNKS; x += 2)
+        weigh_chunks<T>(p.activation, gate + x, up + x, more + x);
+    store_chunks<T, CHUNKS>(p, first, col, (T *)p.out + first * p.ldo + col, p.ldo, staging, gate);
+}
+
+/* Results of a warp of GATE: a thread has of each column of y that it has sums of what is in the gate and in up. */
+template <typename T, int WIDTH>
+INLINE void store_gated(const norm_gemm &p, const gemm_tile &t, int row0, const float2 *columns, const float2 row[2],
+                        uint32_t staging, const float (*acc)[4]) {
+    constexpr int HALF = WIDTH / 16, REST = HALF % 8;
+#pragma unroll
+    for (int y = 0; y + 8 <= HALF; y += 8)
+        store_weighed<T, WIDTH, 8>(p, t, row0, y, columns, row, staging, acc);
+    if constexpr (REST > 0)
+        store_weighed<T, WIDTH, REST>(p, t, row0, HALF - REST, columns, row, staging, acc);
+}
+
 /* The eight sums over the eight lanes that differ in lane/4; this lane gets that of v[lane/4]. */
 INLINE float scatter_sums(float v[8]) {
     const int lane = threadIdx.x % 32;

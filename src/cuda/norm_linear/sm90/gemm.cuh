@@ -18,15 +18,16 @@
 /* ----------------------------------------------------------------------------------------------------------- copies */
 
 /* One thread: all tiles of this block, as far ahead as there are slots. Of the columns each block of the cluster brings
- * half for both: of their rows, and so half of the columns, or where B is transposed half of the terms. */
-template <int WIDTH, bool A_TRANSPOSED, bool B_TRANSPOSED>
-INLINE void produce(const norm_gemm_sm90 &all, uint32_t smem) {
+ * half for both: of their rows, and so half of the columns (of GATE the gate's, or up's), or where B is transposed half of
+ * the terms. */
+template <int WIDTH, int PASS> INLINE void produce(const norm_gemm_sm90 &all, uint32_t smem) {
     typedef gemm90<WIDTH> layout;
+    constexpr bool A_TRANSPOSED = PASS == DW, B_TRANSPOSED = !is_forward<PASS>;
     constexpr int BYTES = layout::a_bytes + (B_TRANSPOSED ? layout::b_boxes * BOX : WIDTH * DEPTH * 2);
     const int depth = (int)all.g.depth, rank = blockIdx.x % 2;
     ring r = {0, 0};
     gemm_tile t;
-    for (uint32_t turn = 0; tile_of_turn<WIDTH>(all.g, turn, &t); turn++) {
+    for (uint32_t turn = 0; tile_of_turn<out_width<WIDTH, PASS>>(all.g, turn, &t); turn++) {
         const int row0 = (int)t.row0, col0 = (int)t.col0;
 #pragma unroll 1
         for (int k = 0; k < depth; k += DEPTH) {
@@ -42,7 +43,8 @@ INLINE void produce(const norm_gemm_sm90 &all, uint32_t smem) {
             for (int x = 0; x < layout::b_boxes && B_TRANSPOSED; x++)
                 tma_load2_all(b + x * BOX, &all.b, full, col0 + x * 64, k + rank * gemm90_b_rows(WIDTH, true), 3);
             if (!B_TRANSPOSED)
-                tma_load2_all(b, &all.b, full, k, col0 + rank * gemm90_b_rows(WIDTH, false), 3);
+                tma_load2_all(b, &all.b, full, k,
+                              col0 + rank * (PASS == GATE ? (int)all.g.cols : gemm90_b_rows(WIDTH, false)), 3);
             advance<gemm90<WIDTH>::stages>(&r);
         }
     }
@@ -111,15 +113,17 @@ template <typename T, int WIDTH, int PASS> INLINE void consume(const norm_gemm &
     const uint32_t empty_there = cluster_address(smem + layout::empty, warp % 2);
     ring r = {0, 0};
     gemm_tile t;
-    for (uint32_t turn = 0; tile_of_turn<WIDTH>(p, turn, &t); turn++) {
+    for (uint32_t turn = 0; tile_of_turn<out_width<WIDTH, PASS>>(p, turn, &t); turn++) {
         const float2 *columns = (const float2 *)(from + layout::vectors + turn % 2 * layout::vector);
         float acc[WIDTH / 8][4];
-        product90<T, WIDTH, PASS == DW, PASS != FWD>(p.depth, smem, empty_there, warp / 4, &r, acc);
+        product90<T, WIDTH, PASS == DW, !is_forward<PASS>>(p.depth, smem, empty_there, warp / 4, &r, acc);
         mbarrier_wait(smem + layout::ready + turn % 2 * 8, turn / 2 & 1);
         const float2 row[2] = {columns[WIDTH + row0 + lane / 4], columns[WIDTH + row0 + lane / 4 + 8]};
         if (PASS == DW && p.part)
             sum_columns<T, WIDTH>(p, t, row0, from, acc);
-        if (PASS != DW || p.out)
+        if constexpr (PASS == GATE)
+            store_gated<T, WIDTH>(p, t, row0, columns, row, smem + layout::staging + warp * STAGING, acc);
+        else if (PASS != DW || p.out)
             store_tile<T, WIDTH, PASS>(p, t, row0, columns, row, smem + layout::staging + warp * STAGING, acc);
         mbarrier_arrive(smem + layout::taken + turn % 2 * 8);
     }
@@ -151,7 +155,7 @@ template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_
     if (warp < 4) {
         registers_fewer<gathers_moments<T, PASS> ? 72 : 56>();
         if (threadIdx.x == 0)
-            produce<WIDTH, PASS == DW, PASS != FWD>(all, smem);
+            produce<WIDTH, PASS>(all, smem);
         else if (warp >= 1)
             help<T, WIDTH, PASS>(all.g, smem, from);
         __syncwarp();

@@ -7,12 +7,13 @@
 #include "cuda/norm_linear/lanes.cuh"
 #include "cuda/norm_linear/sm90/tile.cuh"
 
-/* What the epilogue needs of a column, and of a row. */
-template <typename T, int PASS> INLINE float2 column_pair(const norm_gemm &p, int64_t col) {
+/* What the epilogue needs of a column, of up if it is so many behind the gate's, and of a row. */
+template <typename T, int PASS> INLINE float2 column_pair(const norm_gemm &p, int64_t col, int64_t behind) {
     const T *gamma = (const T *)p.gamma, *beta = (const T *)p.beta, *bias = (const T *)p.bias;
     if (col >= p.cols)
         return make_float2(0, 0);
-    if (PASS == FWD)
+    col += behind;
+    if (is_forward<PASS>)
         return make_float2(p.col_sum ? p.col_sum[col] : 0, p.col_add ? p.col_add[col] : bias ? to_float(bias[col]) : 0);
     return make_float2(gamma ? to_float(gamma[col]) : 1, beta ? to_float(beta[col]) : 0);
 }
@@ -20,7 +21,7 @@ template <typename T, int PASS> INLINE float2 column_pair(const norm_gemm &p, in
 template <int PASS> INLINE float2 row_pair(const norm_gemm &p, int64_t row) {
     if (row >= p.rows)
         return make_float2(0, 0);
-    if (PASS == FWD)
+    if (is_forward<PASS>)
         return p.gathers ? make_float2(__ldcg(p.saved_mean + row), __ldcg(p.saved_rstd + row)) /* from another block */
                : p.mean  ? make_float2(p.mean[row], p.rstd[row])
                          : make_float2(0, 1);
@@ -116,17 +117,19 @@ template <typename T, int WIDTH> INLINE void ask_for_residual(const norm_gemm &p
 
 template <typename T, int WIDTH, int PASS> INLINE void help(const norm_gemm &p, uint32_t smem, char *from) {
     typedef gemm90<WIDTH> layout;
+    constexpr int OUT = out_width<WIDTH, PASS>;
     const int thread = (int)threadIdx.x - 32;
     gemm_tile t;
-    for (uint32_t turn = 0; tile_of_turn<WIDTH>(p, turn, &t); turn++) {
+    for (uint32_t turn = 0; tile_of_turn<OUT>(p, turn, &t); turn++) {
         float2 *columns = (float2 *)(from + layout::vectors + turn % 2 * layout::vector), *rows = columns + WIDTH;
-        if (PASS == FWD && p.residual)
-            ask_for_residual<T, WIDTH>(p, t, thread);
+        if (is_forward<PASS> && p.residual)
+            ask_for_residual<T, OUT>(p, t, thread);
         if (gathers_moments<T, PASS> && p.gathers)
             settle_moments<T>(p, t.row_tile);
         mbarrier_wait(smem + layout::taken + turn % 2 * 8, (turn / 2 & 1) ^ 1);
         for (int x = thread; x < WIDTH; x += HELPERS)
-            columns[x] = column_pair<T, PASS>(p, t.col0 + x);
+            columns[x] = PASS == GATE && x >= OUT ? column_pair<T, PASS>(p, t.col0 + x - OUT, p.cols)
+                                                  : column_pair<T, PASS>(p, t.col0 + x, 0);
         for (int x = thread; x < GEMM_TILE; x += HELPERS)
             rows[x] = row_pair<PASS>(p, t.row0 + x);
         mbarrier_arrive(smem + layout::ready + turn % 2 * 8);

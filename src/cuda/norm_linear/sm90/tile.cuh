@@ -17,11 +17,17 @@ enum {
     HELPERS = 96,
     STAGING = GEMM90_STAGING_BYTES
 };
-enum gemm_pass { FWD, DX, DW };
+enum gemm_pass { FWD, DX, DW, GATE /* forward of an activation of two halves */ };
+
+template <int PASS> constexpr bool is_forward = PASS == FWD || PASS == GATE;
 
 /* Raw x is multiplied in bfloat16 alone. */
 template <typename T, int PASS> constexpr bool gathers_moments = false;
 template <> constexpr bool gathers_moments<bf16, FWD> = true;
+template <> constexpr bool gathers_moments<bf16, GATE> = true;
+
+/* Columns of out that a tile has: of GATE its first half is the gate's, the other what is beside them in up. */
+template <int WIDTH, int PASS> constexpr int out_width = PASS == GATE ? WIDTH / 2 : WIDTH;
 
 template <int WIDTH> struct gemm90 {
     static constexpr int a_bytes = GEMM_TILE * DEPTH * 2;
@@ -47,6 +53,7 @@ struct gemm_tile {
     int64_t row_tile, row0, col0;
 };
 
+/* WIDTH: columns of out. */
 template <int WIDTH> INLINE bool tile_of_turn(const norm_gemm &p, uint32_t turn, gemm_tile *t) {
     const uint32_t pairs = (uint32_t)(p.row_tiles + 1) / 2, cols = (uint32_t)p.col_tiles;
     const uint64_t unit = (uint64_t)turn * (gridDim.x / 2) + blockIdx.x / 2;

@@ -2,10 +2,11 @@
  * When the family small takes a norm-linear, and how. Pure. */
 #include "cuda/norm_linear/family.h"
 #include "cuda/norm_linear/small/contract.h"
+#include "fields.h"
 #include "status.h"
 
-static int64_t forward_blocks(const heddle_norm_linear *a) {
-    return blocks(a->m, SMALL_ROWS) * norm_small_tiles((int)a->n);
+static int64_t forward_blocks(const norm_linear_call *c) {
+    return blocks(c->a->m, SMALL_ROWS) * norm_small_tiles((int)c->is.n);
 }
 
 /* Whatever is asked for; what is not is not launched. */
@@ -22,7 +23,7 @@ static int64_t weight_blocks(const heddle_norm_linear *a) {
 static bool takes(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device) {
     const int64_t together = 2 * (int64_t)device->multiprocessors;
     if (device->small == SMALL_NEVER || (pass == HEDDLE_BACKWARD && a->activation) || !a->m || a->k > SMALL_K ||
-        a->features & HEDDLE_Z || a->m > 65536 || a->n > 65536)
+        a->features & HEDDLE_Z || a->m > 65536 || norm_linear_extent(a, 'N') > 65536)
         return false;
     if (device->small == SMALL_ALWAYS)
         return true;
@@ -40,18 +41,26 @@ static enum cuda_kernel kernel_of(const heddle_norm_linear *a, heddle_pass pass)
     return kernels[pass][a->dtype];
 }
 
-/* The workspace: shares of dgamma and dbeta. */
+/* The workspace: of forward u, where an activation of two halves is formed of it; of backward shares of dgamma and dbeta. */
 static void plan_small(norm_linear_plan *plan, const cuda_facts *device, norm_linear_choice *c) {
     const heddle_norm_linear *a = &plan->a;
     const bool forward = plan->pass == HEDDLE_FORWARD;
     const enum cuda_kernel kernel = kernel_of(a, plan->pass);
     (void)device;
-    c->is = (norm_linear_facts){.dtype = a->dtype == HEDDLE_BF16 ? 0 : a->dtype == HEDDLE_F16 ? 1 : 2};
+    c->is = (norm_linear_facts){.n = norm_linear_extent(a, 'N'),
+                                .gated = is_gated(a->activation),
+                                .wide = a->dtype == HEDDLE_F32,
+                                .dtype = a->dtype == HEDDLE_BF16  ? 0
+                                         : a->dtype == HEDDLE_F16 ? 1
+                                                                  : 2};
+    c->is.np = (c->is.n + 7) / 8 * 8;
     plan->threads = (int)heddle__cuda_kernels[kernel].threads;
     plan->tile_m = forward ? SMALL_ROWS : SMALL_GRADS;
     plan->tile_n = SMALL_COLS;
     plan->tile_k = SMALL_CHUNK;
-    plan->workspace = forward ? 0 : (size_t)(row_blocks(a) * 2 * a->k) * sizeof(float);
+    plan->workspace = !forward      ? (size_t)(row_blocks(a) * 2 * a->k) * sizeof(float)
+                      : c->is.gated ? (size_t)(a->m * c->is.np) * size_of(&c->is)
+                                    : 0;
     heddle__copy_text(plan->kernel, sizeof plan->kernel, heddle__cuda_kernels[kernel].symbol);
 }
 
@@ -82,7 +91,7 @@ static norm_small params_of(const norm_linear_call *c) {
                         .residual_stride = a->residual_stride,
                         .m = a->m,
                         .k = (int32_t)a->k,
-                        .n = (int32_t)a->n,
+                        .n = (int32_t)c->is.n,
                         .rms = a->norm == HEDDLE_RMS_NORM,
                         .given = t->mean && t->rstd,
                         .plain = a->norm == HEDDLE_NO_NORM,
@@ -117,11 +126,11 @@ static void launch(const norm_linear_choice *choice, norm_linear_call *c) {
         backward(c, p, c->workspace);
         return;
     }
-    if (c->t->u) {
-        p.y = c->t->u;
-        p.y_stride = a->u_stride;
+    if (c->t->u || c->is.gated) {
+        p.y = c->t->u ? c->t->u : c->workspace;
+        p.y_stride = c->t->u ? a->u_stride : c->is.np;
     }
-    heddle__cuda_add(c, kernel_of(a, c->pass), forward_blocks(a), (uint32_t)norm_small_bytes((int)a->k),
+    heddle__cuda_add(c, kernel_of(a, c->pass), forward_blocks(c), (uint32_t)norm_small_bytes((int)a->k),
                      &(norm_linear_params){.small = p});
     if (a->activation)
         heddle__cuda_add_activate(c, (norm_activate){.u = p.y,
