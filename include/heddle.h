@@ -355,7 +355,7 @@ typedef enum heddle_activation {
     HEDDLE_GELU_TANH = 2,     /* u·(1 + tanh(sqrt(2/pi)·(u + 0.044715 u³)))/2 */
     HEDDLE_SILU = 3,          /* u/(1 + exp(-u)) */
     /* Of two halves: act(u) = act(gate)∘up with u = [gate, up], so that W [2n, k], bias [2n] and u [m, 2n] have the gate's rows
-     * and columns in front of up's; y stays [m, n]. Not on HEDDLE_CUDA. */
+     * and columns in front of up's; y stays [m, n]. */
     HEDDLE_GEGLU = 4,      /* HEDDLE_GELU of the gate */
     HEDDLE_GEGLU_TANH = 5, /* HEDDLE_GELU_TANH */
     HEDDLE_SWIGLU = 6      /* HEDDLE_SILU */
