@@ -130,10 +130,20 @@ static float activated(heddle_activation activation, float u, float *slope) {
     return activation == HEDDLE_SILU ? u * share : u;
 }
 
-/* By how much more than its own rounding u[f] of row i is uncertain: in float32 by its sum's. */
+/* In 16 bits z was rounded, or W∘gamma, before u was made of it: squares of u's terms, [n]. */
+static void squares_of_terms(const work *o, const float *z) {
+    for (int64_t f = 0; f < o->n; f++) {
+        o->sums[f] = 0;
+        for (int64_t e = 0; e < o->k; e++)
+            o->sums[f] += pow((double)z[e] * (double)o->w[f * o->k + e], 2);
+    }
+}
+
+/* By how much more than its own rounding u[f] of row i is uncertain: in float32 by its sum's, in 16 bits by those of its terms. */
 static float times_rounding(const work *o, int64_t i, int64_t f, float u) {
-    const double shift = (double)o->shift[i] * (double)o->wg[f], of_u = (double)u;
-    if (!o->spreads || o->precision != HEDDLE_F32 || of_u == 0)
+    const double of_u = (double)u;
+    const double shift = o->precision == HEDDLE_F32 ? (double)o->shift[i] * (double)o->wg[f] : 0;
+    if (!o->spreads || of_u == 0)
         return 1;
     return (float)sqrt(1 + (o->sums[f] + shift * shift) / (of_u * of_u));
 }
@@ -222,7 +232,9 @@ static void forward_row(norm_linear_problem *p, work *o, int64_t i, double natur
         o->sum[f] += o->c[f];
     read_row(&p->t[N_DY], i, o->of_y, 0, dy);
     round_all(t, o->of_y, dy);
-    if (p->a.activation && o->spreads) /* of u */
+    if (p->a.activation && o->spreads && t != HEDDLE_F32)
+        squares_of_terms(o, z);
+    else if (p->a.activation && o->spreads) /* of u */
         plain_squares(&(plain_terms){o->k, 1, z, NULL, o->wt, o->n}, NULL, o->n, o->part, 1, o->sums);
     if (p->a.activation)
         activate_row(p, o, i, o->sum, dy);
