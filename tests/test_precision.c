@@ -262,6 +262,8 @@ static void test_short_rows(void **state) {
     c.seed = seed;
     c.q_magnitude = c.k_magnitude = 0.03;
     right &= bin_is_right("3000 keys, almost alike", c, 8);
+    c.a.features = HEDDLE_SINKS; /* which has a share of the weight that the keys are short of 1 */
+    right &= bin_of_is_right("3000 keys, almost alike, a sink", c, 8, of_gradients);
     right &= bin_of_is_right("8000 keys", attention_case_of(1, 1, 0, 32, 8000, 16, 0), 6,
                              UINT32_C(1) << T_O | UINT32_C(1) << T_LSE);
     assert_true(right);

@@ -355,11 +355,18 @@ void heddle__cuda_add_prep(const attention_problem *p, const attention_choice *c
     heddle__cuda_add_launch(job, c->prep, c->light < 0 ? tiles : min64(tiles, 2 * p->device->multiprocessors));
 }
 
+/* In float32 on tensor cores dq comes first: as it sums the weights of its rows, it knows what they lack to 1, and leaves that to dkdv and
+ * dsinks. */
 void heddle__cuda_add_dkdv_and_dq(const attention_choice *c, attention_job *job) {
     const kernel_data *t = &job->params.p.t;
+    const bool settles =
+        job->params.p.a.dtype == HEDDLE_F32 && heddle__cuda_attention_kernels[c->dq].variant != VARIANT_plain;
+    const bool makes_dq = t->dq || (settles && t->dsinks);
+    if (makes_dq && settles)
+        heddle__cuda_add_launch(job, c->dq, c->blocks);
     if (t->dk || t->dv)
         heddle__cuda_add_launch(job, c->dkdv, c->blocks_dkdv);
-    if (t->dq)
+    if (makes_dq && !settles)
         heddle__cuda_add_launch(job, c->dq, c->blocks);
 }
 
@@ -396,14 +403,14 @@ static void add_the_rest(const attention_problem *p, const attention_choice *c, 
             heddle__cuda_add_plain(p, job, PASS_lse, ceil_div(a->b * a->h * a->sq, PLAIN_THREADS));
         return;
     }
+    if (t->dsinks) /* by the numbers that dq has left */
+        heddle__cuda_add_plain(p, job, PASS_dsinks, a->h);
     if (t->dbias && c->dbias < 0) {
         /* In float32 tensor cores have formed other scores: D and the log-sum-exp of those that its kernel forms. */
         if (a->dtype == HEDDLE_F32 && c->bwd < 0 && heddle__cuda_attention_kernels[c->dkdv].variant != VARIANT_plain)
             heddle__cuda_add_plain(p, job, PASS_prep, ceil_div(a->b * a->h * a->sq, PLAIN_PREP_ROWS));
         heddle__cuda_add_plain(p, job, PASS_dbias, dbias_blocks(a));
     }
-    if (t->dsinks)
-        heddle__cuda_add_plain(p, job, PASS_dsinks, a->h);
 }
 
 void heddle__cuda_attention_job(const attention_plan *plan, const cuda_facts *device, const heddle_attention_data *data,

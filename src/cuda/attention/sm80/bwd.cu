@@ -301,18 +301,23 @@ INLINE void store_query_sums(const attention_params &p, const query_work &w, boo
                             dq);
 }
 
-/* The last of them, in float32: with what the steps before have left, every row times what makes its weights sum to 1. */
+/* The last of them, in float32: with what the steps before have left, every row times what makes its weights sum to 1, which dkdv, behind it,
+ * finds in rest. */
 template <int D, int TILES>
 INLINE void end_query_sums(const attention_params &p, const query_work &w, bool more, int row0,
-                           const float (*weights)[2], const float (*dq)[share<float, D>::width / 8][4]) {
+                           const float (*weights)[2], const float (*numbers)[2][3],
+                           const float (*dq)[share<float, D>::width / 8][4]) {
     constexpr int WIDTH = share<float, D>::width;
     const int from = share<float, D>::part() * WIDTH;
 #pragma unroll
     for (int z = 0; z < TILES; z++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const float by = weights_to_one(p, quad_sum(weights[z][half]));
+            float rest = numbers[z][half][1];
+            const float by = settle_row(p, w.x, quad_sum(weights[z][half]), numbers[z][half][0], &rest);
             const int i = row0 + z * 16 + half * 8 + (int)threadIdx.x % 32 / 4;
+            if (i < w.c.sq && threadIdx.x % 4 == 0 && !from)
+                p.rest[lse_at(p, w.c, w.x, i)] = rest;
             if (p.t.dq && i < w.c.all_sq)
                 add_row<WIDTH, false>((float *)p.t.dq + row_at(p.a.dq_stride, w.c.n, w.x, w.c.first_q + i) + from,
                                       dq[z], half, (int)p.a.d - from, p.scale * by, more ? by : -1.0f);
@@ -392,7 +397,7 @@ INLINE void attention_dq(const attention_params &p) {
     }
     cp_async_wait<0>();
     if constexpr (sizeof(T) == 4)
-        end_query_sums<D, TILES>(p, w, p.adds || step > SUM_STEPS, row0, weights, dq);
+        end_query_sums<D, TILES>(p, w, p.adds || step > SUM_STEPS, row0, weights, numbers, dq);
     else
         store_query_sums<T, D, TILES>(p, w, p.adds, row0, dq);
 }

@@ -5,6 +5,7 @@
 
 #include "cuda/attention/mask.cuh"
 #include "cuda/attention/prep.cuh"
+#include "cuda/attention/settle.cuh"
 #include "cuda/attention/store.cuh"
 
 /* The first rows of a head of keys. */

@@ -183,8 +183,13 @@ INLINE void consume(const attention_params &p, const work &w, uint32_t block, ch
             return;
         }
     float row_by[2] = {SPLIT_GIVES_BACK, SPLIT_GIVES_BACK};
-    for (int half = 0; half < 2 && WALK == WALK_QUERIES; half++)
-        row_by[half] *= weights_to_one(p, quad_sum(k.weight[half]));
+    /* dkdv, behind it, will have weights of the same sums */
+    for (int half = 0; half < 2 && WALK == WALK_QUERIES; half++) {
+        const int i = again.own0 + row0 + half * 8;
+        row_by[half] *= settle_row(p, again.head, quad_sum(k.weight[half]), k.base[half], &k.rest[half]);
+        if (i < again.own_rows && threadIdx.x % 4 == 0 && !k.part)
+            p.rest[lse_at(p, o, again.head, i)] = k.rest[half];
+    }
     if constexpr (PREP)
         store_numbers<D, WALK>(p, again, again.own0 + row0, few, &k);
     else if (WALK == WALK_QUERIES)

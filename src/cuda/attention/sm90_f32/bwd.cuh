@@ -3,6 +3,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_BWD32_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_BWD32_SM90_CUH
 
+#include "cuda/attention/settle.cuh"
 #include "cuda/attention/sm90_f32/options.cuh"
 #include "cuda/attention/sm90_f32/split.cuh"
 

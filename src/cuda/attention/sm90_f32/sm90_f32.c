@@ -115,10 +115,10 @@ static void add_few_backward(const attention_problem *p, const attention_choice 
     const kernel_row *k = &heddle__cuda_attention_kernels[c->few_dkdv];
     const int tiles = sm80_tiles((int)heddle_dtype_size(a->dtype), k->dim, k->warps, k->own);
     add_few(p, c->few_prep, a->sq, a->h, job);
+    if (t->dq || t->dsinks)
+        add_few(p, c->few_dq, a->sq, a->h, job);
     if (t->dk || t->dv)
         add_few(p, c->few_dkdv, a->sk, a->hk * (sm80_makes_both(k->dim, tiles) ? 1 : 2), job);
-    if (t->dq)
-        add_few(p, c->few_dq, a->sq, a->h, job);
 }
 
 /* The split: a block for each tile of K and V, in backward also of Q and dO. Then in backward, where D and the log-sum-exp come with the

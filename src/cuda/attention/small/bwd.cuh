@@ -3,6 +3,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_SMALL_BWD_CUH
 #define HEDDLE_CUDA_ATTENTION_SMALL_BWD_CUH
 
+#include "cuda/attention/settle.cuh"
 #include "cuda/attention/small/small.cuh"
 
 /* Has the plain prep been here, for rows that see few keys or, where gradients are added, some of all? */
@@ -190,6 +191,9 @@ struct key_blocks {
     template <typename T, int D> INLINE void put_dots(float *, int, int, const four<T> &, const four<T> &) {
     }
 
+    INLINE void settle(const attention_params &, int64_t, float *, float *) {
+    }
+
     template <typename T, int D>
     INLINE void store(const attention_params &p, const small_work<T> &b, bool adds, int rows, const float *merge,
                       const float *) {
@@ -249,23 +253,30 @@ struct query_blocks {
             dots[row] = dot;
     }
 
-    /* of_p: at the end, in float32, sums of each row's P by WARPS/2 warps. */
+    /* of_p: of each row sums of its P by WARPS/2 warps -> the first: what the row of dQ is multiplied with. */
+    INLINE void settle(const attention_params &p, int64_t x, float *numbers, float *of_p) {
+        if (threadIdx.x >= ROWS)
+            return;
+        float *of_row = of_p + threadIdx.x / HALF * (WARPS / 2 * HALF) + threadIdx.x % HALF, sum = 0.0f;
+        for (int w = 0; w < WARPS / 2; w++)
+            sum += of_row[w * HALF];
+        *of_row = settle_row(p, x, sum, numbers[threadIdx.x], &numbers[STREAM + threadIdx.x]);
+    }
+
+    /* of_p: at the end, in float32, as settle has left it. */
     template <typename T, int D>
     INLINE void store(const attention_params &p, const small_work<T> &b, bool adds, int rows, const float *merge,
                       const float *of_p) {
         const int64_t first = b.c.first_q + b.w.own;
-        if (sizeof(T) == 2 || !of_p) {
+        if (sizeof(T) == 4 && of_p)
+            for (int at = threadIdx.x; p.t.dq && at < rows * D; at += THREADS) {
+                const float *of_row = of_p + at / D / HALF * (WARPS / 2 * HALF) + at / D % HALF;
+                float *to = (float *)p.t.dq + row_at(p.a.dq_stride, b.c.n, b.head, first + at / D) + at % D;
+                if (at % D < p.a.d)
+                    *to = fmaf(take_sum<D>(merge, at), p.scale, adds ? *to : 0.0f) * *of_row;
+            }
+        else
             store_gradient<T, D>(adds, p.t.dq, p.a.dq_stride, b.c, b.head, first, rows, p.a.d, merge, p.scale);
-            return;
-        }
-        for (int at = threadIdx.x; p.t.dq && at < rows * D; at += THREADS) {
-            const float *of_row = of_p + at / D / HALF * (WARPS / 2 * HALF) + at / D % HALF;
-            float *to = (float *)p.t.dq + row_at(p.a.dq_stride, b.c.n, b.head, first + at / D) + at % D, sum = 0.0f;
-            for (int w = 0; w < WARPS / 2; w++)
-                sum += of_row[w * HALF];
-            if (at % D < p.a.d)
-                *to = fmaf(take_sum<D>(merge, at), p.scale, adds ? *to : 0.0f) * weights_to_one(p, sum);
-        }
     }
 
     template <typename T>
@@ -431,6 +442,10 @@ template <typename T, int D, typename blocks> INLINE void small_gradients(const 
             for (int r = 0; r < HALF; r++)
                 sums_p[threadIdx.x / 32 * HALF + r] = warp_sum(of_p[r]);
         __syncthreads();
+        if (sizeof(T) == 4 && !blocks::walks_queries && sums_p) {
+            blocks::settle(p, b.head, numbers, sums_p);
+            __syncthreads();
+        }
         blocks::template store<T, D>(p, b, p.adds || (sizeof(T) == 4 && step > SUM_STEPS), rows, merge, sums_p);
         if (sizeof(T) == 4) /* what is read here lies where the next steps write */
             __syncthreads();
