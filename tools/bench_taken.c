@@ -19,9 +19,10 @@ static const listed kernels[] = {
 };
 enum { KERNELS = sizeof kernels / sizeof *kernels };
 
-/* What else a call launches goes by the name of one of these; that operands lie as they like (any) shows when it runs. */
+/* What else a call launches goes by the name of one of these; that operands lie as they like (any), or that a bias's gradient is wanted,
+ * shows when it runs. */
 static bool is_named(const listed *k) {
-    if (strstr(k->pass, "_any"))
+    if (strstr(k->pass, "_any") || strstr(k->symbol, "_dbiased_"))
         return false;
     return !strncmp(k->pass, "fwd", 3) || !strncmp(k->pass, "few", 3) || !strncmp(k->pass, "dx", 2) ||
            !strcmp(k->pass, "bwd") || !strcmp(k->pass, "dkdv");

@@ -181,6 +181,13 @@ PTX void stmatrix4(uint32_t to, const uint32_t r[4]) {
                  : "memory");
 }
 
+/* The same, each matrix turned: what lanes have as rows become columns. */
+PTX void stmatrix4_trans(uint32_t to, const uint32_t r[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 /* --------------------------------------------------------------------------------- Hopper: products of a warpgroup */
 
 /* Before the first product, and after registers that one reads were written. */

@@ -59,6 +59,8 @@ static void sweep_attention(heddle_dtype dtype) {
                     a.window_left = a.features & HEDDLE_WINDOW ? 100 : 0;
                     if (variant % 2) /* a mask of keys alone */
                         a.bool_mask_stride.b = a.features & HEDDLE_BOOL_MASK ? a.sk : 0;
+                    if (variant % 2 && a.features & HEDDLE_BIAS) /* a sum */
+                        a.dbias_stride = (heddle_strides){0, a.sq * a.sk, a.sk};
                     if (a.features & HEDDLE_VARLEN) {
                         a.total_q = 2 * a.sq;
                         a.total_k = a.features & HEDDLE_PAGES ? 0 : 2 * a.sk;
@@ -385,7 +387,9 @@ static void options_on_hopper(void) {
             MUST(run_attention(a, HEDDLE_FORWARD, 16, NULL) == HEDDLE_OK);
             MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
         }
-    MUST(fake_launches("heddle_attention_bwd_f16_d128_biased_sm90") == 1);
+    /* dbias has an element for each score */
+    MUST(fake_launches("heddle_attention_bwd_f16_d128_dbiased_sm90") == 1);
+    MUST(fake_launches("heddle_attention_bwd_f16_d128_biased_sm90") == 0);
     MUST(fake_launches("heddle_attention_seen_f16_d512_plain_sm80") == 6);
     for (int x = 0; x < 4; x++) { /* of float16's tanh little is left far below a cap */
         heddle_attention a = attention_desc(x < 2 ? HEDDLE_F16 : HEDDLE_BF16, 2, 16, 4, 4096, 4096, 128, 0);
@@ -401,8 +405,40 @@ static void options_on_hopper(void) {
     a.features = HEDDLE_BIAS;
     for (int pass = 0; pass < 2; pass++)
         MUST(run_attention(a, (heddle_pass)pass, 16, NULL) == HEDDLE_OK);
-    MUST(fake_launches("heddle_attention_bwd_f16_d128_biased_sm90") == 1);
+    MUST(fake_launches("heddle_attention_bwd_f16_d128_dbiased_sm90") == 1);
+    MUST(fake_launches("heddle_attention_bwd_f16_d128_biased_sm90") == 0);
     MUST(fake_launches("heddle_attention_fwd_f16_d128_biased_sm90") == 1);
+}
+
+/* Who writes dbias: the kernel that makes dk, where it is a sum over nothing whose rows are whole pieces of 16 bytes; else one of its own. */
+static void dbias_on_hopper(void) {
+    set("FAKE_CC", "90");
+    set("FAKE_SHARED", "232448");
+    set("FAKE_MULTIPROCESSORS", "132");
+    const int64_t s = 1024, all = s * s;
+    static const struct {
+        int64_t b;
+        heddle_strides stride;
+        bool given;
+    } rows[] = {{2, {0, 0, 0}, true},
+                {1, {0, 1024 * 1024, 1024}, true},
+                {2, {0, 1024 * 1024, 1024}, false},
+                {2, {1024 * 1024, 0, 1024}, false},
+                {2, {16 * 1024, 1024, 0}, false},
+                {2, {16 * 1024 * 1028, 1024 * 1028, 1028}, false},
+                {2, {16 * 1024 * 1032, 1024 * 1032, 1032}, true}};
+    int given = 0, own = 0;
+    for (size_t x = 0; x < COUNT(rows); x++) {
+        heddle_attention a = attention_desc(HEDDLE_BF16, rows[x].b, 16, 4, s, s, 64, 0);
+        a.features = HEDDLE_BIAS;
+        a.bias_stride = (heddle_strides){0, all, s};
+        a.dbias_stride = rows[x].stride;
+        MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
+        given += rows[x].given, own += !rows[x].given;
+        MUST(fake_launches("heddle_attention_bwd_bf16_d64_dbiased_sm90") == given);
+        MUST(fake_launches("heddle_attention_bwd_bf16_d64_biased_sm90") == own);
+        MUST(fake_launches("heddle_attention_dbias_bf16_d64_full_sm90") == own);
+    }
 }
 
 /* --------------------------------------------------------------------------------------------------------- tests */
@@ -425,6 +461,7 @@ SCENARIO(float32_on_hopper)
 SCENARIO(head_dims_on_hopper)
 SCENARIO(parts)
 SCENARIO(options_on_hopper)
+SCENARIO(dbias_on_hopper)
 
 enum { KERNELS = CUDA_KERNELS };
 
@@ -496,6 +533,7 @@ int main(void) {
         cmocka_unit_test(test_head_dims_on_hopper),
         cmocka_unit_test(test_parts),
         cmocka_unit_test(test_options_on_hopper),
+        cmocka_unit_test(test_dbias_on_hopper),
         cmocka_unit_test(test_no_kernel_is_dead),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -33,6 +33,7 @@ typedef enum kernel_variant {
     VARIANT_plain,
     VARIANT_capped,
     VARIANT_biased,
+    VARIANT_dbiased,
     VARIANT_masked,
     VARIANT_narrow,
     VARIANT_dropped,

@@ -118,6 +118,22 @@ PTX void stmatrix4(uint32_t to, const uint32_t r[4]) {
         &m);
 }
 
+/* And turned: lane l has rows 2(l%4) and one more of column l/4. */
+PTX void stmatrix4_trans(uint32_t to, const uint32_t r[4]) {
+    emulator_stored m = {emulator_shared(to, 16), r};
+    emulator_meet(
+        [](void *const *lanes) {
+            for (int matrix = 0; matrix < 4; matrix++)
+                for (int lane = 0; lane < EMULATOR_LANES; lane++)
+                    for (int half = 0; half < 2; half++) {
+                        const uint16_t x = (uint16_t)(((const emulator_stored *)lanes[lane])->r[matrix] >> half * 16);
+                        const int row = lane % 4 * 2 + half;
+                        memcpy(((const emulator_stored *)lanes[matrix * 8 + row])->row + lane / 4 * 2, &x, 2);
+                    }
+        },
+        &m);
+}
+
 /* ----------------------------------------------------------------------------------------------------- products */
 
 PTX void wgmma_commit(void) {

@@ -15,6 +15,8 @@
  * The warpgroups take turns: one asks for all products between the weights of a step and those of the next while the other computes. dQ is
  * that of a step before, whose dS both have made by then. With a bias or dropout, or several options, they have no turns yet.
  *
+ * dbiased: two of the warps beside the one that fetches bring dS to dbias, one writes zeros (give.cuh).
+ *
  * lean adds to the sums from the registers, whose reading the next products wait for. long lays a piece down in shared memory,
  * and a thread of the first warpgroup has the copy engine add it: better where a tile of keys has many steps. */
 #include "cuda/attention/sm90/bwd_step.cuh"
@@ -359,6 +361,10 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
                 all, crew, shared, (key_options *)(shared + layout::steps));
         else if (LONG && threadIdx.x < 96 && threadIdx.x % 32 == 0)
             add_pieces<T, D, BLOCK, layout>(all.p, crew, shared_address(shared), (int)threadIdx.x / 32 - 1);
+        else if (layout::gives_ds && threadIdx.x < 96)
+            give_steps<T, BLOCK, layout>(all.p, crew, shared);
+        else if (layout::gives_ds)
+            give_zeros<T, BLOCK, layout>(all.p, crew);
         else if (makes_ahead<FULL>() && threadIdx.x >= 32)
             make_columns_ahead<BLOCK, layout>(
                 all.p, crew, shared_address(shared), shared + layout::kept,
@@ -378,6 +384,7 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
 #define is_full false, WITH_ALL, false
 #define is_capped false, (WITH_CAP | WITH_SLOPES), true
 #define is_biased false, WITH_BIAS, false
+#define is_dbiased false, (WITH_BIAS | WITH_DBIAS), false
 #define is_masked false, WITH_MASK, true
 #define is_dropped false, WITH_DROPOUT, false
 #define pass_bwd(T, D, BLOCK, variant) attention_bwd<T, D, BLOCK, SM90_FUSED_STAGES, is_##variant>(all)

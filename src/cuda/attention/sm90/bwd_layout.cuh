@@ -12,20 +12,25 @@
 /* Warps that make dropout's bits, beside the one that fetches. */
 #define KEPT_WARPS 3
 
+/* Those that store dS. */
+#define DS_THREADS 64
+
 /* Shared memory: K, V; stages of Q and dO; dS twice; of LONG a piece of dQ for each warpgroup; base, rest and D for each row of a
  * stage; marks of keys. */
 template <int D, int BLOCK, int STAGES, bool LONG, int FULL, bool TURNS> struct layout90 {
-    static constexpr bool takes_turns = TURNS;
     static constexpr int own_bytes = tile90<D, OWN_ROWS>::bytes, slot_bytes = tile90<D, BLOCK>::bytes;
     static constexpr int ds_bytes = OWN_ROWS * BLOCK * 2;
     static constexpr int slots = 2 * own_bytes;
     static constexpr int ds = slots + STAGES * 2 * slot_bytes;
     static constexpr bool is_long = LONG, is_full = FULL != 0;
     static constexpr bool begins_apart =
-        FULL != WITH_ALL; /* the first step: else it is in the loop, as it is so much code */
+        !has_all<FULL>(); /* the first step: else it is in the loop, as it is so much code */
     static constexpr int with = FULL;
+    static constexpr bool gives_ds = (FULL & WITH_DBIAS) != 0; /* to dbias: other warps store it */
     /* A bias, in boxes: a place for a step's, or those of dS, where a warpgroup's boxes lie where its dS will. */
     static constexpr bool shares_ds = BLOCK > 64;
+    static constexpr bool takes_turns = TURNS;
+    static constexpr int ds_readers = (takes_turns ? CONSUMERS / 32 : 0) + (gives_ds ? DS_THREADS : 0);
     static constexpr int places = sm90_fused_bias_places(BLOCK), place_bytes = ds_bytes, strip = OWN_ROWS * 128;
     static constexpr int dq = ds + 2 * ds_bytes, behind = dq + (LONG ? 2 * PIECE * 4 : 0);
     static constexpr int boxes = shares_ds ? ds : behind;
@@ -55,8 +60,8 @@ template <typename layout, int STAGES> INLINE void make_barriers(uint32_t smem) 
         }
         mbarrier_init(smem + layout::ds_full, CONSUMERS / 32);
         mbarrier_init(smem + layout::ds_full + 8, CONSUMERS / 32);
-        mbarrier_init(smem + layout::ds_empty, CONSUMERS / 32);
-        mbarrier_init(smem + layout::ds_empty + 8, CONSUMERS / 32);
+        mbarrier_init(smem + layout::ds_empty, layout::gives_ds ? layout::ds_readers : CONSUMERS / 32);
+        mbarrier_init(smem + layout::ds_empty + 8, layout::gives_ds ? layout::ds_readers : CONSUMERS / 32);
         for (int x = 0; layout::is_long && x < 2; x++) {
             mbarrier_init(smem + layout::dq_full + x * 8, WARPGROUP);
             mbarrier_init(smem + layout::dq_empty + x * 8, 1);
@@ -89,6 +94,8 @@ INLINE void fetch_boxes(const attention_params_sm90 &all, const key_work &w, key
     const uint32_t full = smem + layout::box_full + which * 16;
     for (int group = 0; group < 2; group++)
         mbarrier_wait(full + layout::box_empty - layout::box_full + group * 8, turn ^ 1);
+    if (layout::gives_ds && layout::shares_ds)
+        mbarrier_wait(smem + layout::ds_empty + which * 8, turn ^ 1);
     for (int group = 0; group < 2; group++) {
         const uint32_t to = smem + layout::boxes + which * layout::place_bytes + group * SM90_BIAS_BOX;
         const int key = w.key0 + group * 64;

@@ -3,7 +3,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_BWD_STEP_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_BWD_STEP_SM90_CUH
 
-#include "cuda/attention/sm90/bwd_layout.cuh"
+#include "cuda/attention/sm90/give.cuh"
 
 /* What a warpgroup carries through its steps. */
 struct state {
@@ -83,7 +83,9 @@ INLINE void hide_boxes(const attention_params &p, const state &k, unsigned count
 #pragma unroll
         for (int y = 0; y < BLOCK; y += 64)
             hide_key_box<T>(boxes_of<layout>(k, count) + y / 64 * layout::strip, p.a.bias_stride.s == 0, s + y / 8);
-    if (layout::shares_ds)
+    if (layout::shares_ds && layout::gives_ds) /* each warp has its own keys' dS in the place of their bias */
+        __syncwarp();
+    else if (layout::shares_ds)
         barrier_sync(2 + k.group, WARPGROUP); /* all its warps have read what dS will overwrite */
     else
         free_boxes<layout>(k, count);
@@ -137,7 +139,7 @@ template <int D, typename layout> INLINE float *find_sum(const state &k, const s
 }
 
 /* From P and dP to the operands of dV, dK and dQ, 16 queries at a time. For dS·K, dS lies in shared memory: rows are keys,
- * in strips of 64 queries. */
+ * in strips of 64 queries; or, where it goes to memory as well, rows are queries, in boxes as the bias has them. */
 template <typename T, int BLOCK, int FULL>
 INLINE void apply_weights(const attention_params &p, const state &k, bool masked, int x, const float *row,
                           const kept_bits<BLOCK> &kept, const char *ahead, float (*s)[4], float (*dp)[4]) {
@@ -160,13 +162,19 @@ INLINE void apply_weights(const attention_params &p, const state &k, bool masked
         drop_elements<BLOCK, 2>(kept, 1.0f, s + 2 * x, 2 * x);
 }
 
-template <typename T>
+template <typename T, bool GIVES>
 INLINE void put_operands(const state &k, uint32_t to, int x, const float (*s)[4], const float (*dp)[4],
                          uint32_t (*ps)[4], uint32_t (*ds)[4]) {
-    const int lane = threadIdx.x % 32, key = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
+    const int lane = threadIdx.x % 32, warp = (int)threadIdx.x % WARPGROUP / 32;
+    const int key = k.group * 64 + warp * 16 + lane % 16, query = x % 4 * 16 + lane / 16 * 8 + lane % 8;
     pack_fragments<T, 16>(ps + x, s + 2 * x);
     pack_fragments<T, 16>(ds + x, dp + 2 * x);
-    stmatrix4(to + key * 128 + x / 4 * OWN_ROWS * 128 + (((x % 4 * 2 + lane / 16) ^ (key & 7)) << 4), ds[x]);
+    if (GIVES)
+        stmatrix4_trans(to + x / 4 * OWN_ROWS * 128 + k.group * SM90_BIAS_BOX + query * 128 +
+                            (((warp * 2 + lane / 8 % 2) ^ (query & 7)) << 4),
+                        ds[x]);
+    else
+        stmatrix4(to + key * 128 + x / 4 * OWN_ROWS * 128 + (((x % 4 * 2 + lane / 16) ^ (key & 7)) << 4), ds[x]);
 }
 
 template <typename T, int BLOCK, int FULL>
@@ -176,7 +184,7 @@ INLINE void make_fragments(const attention_params &p, const state &k, bool maske
 #pragma unroll
     for (int x = 0; x < BLOCK / 16; x++) {
         apply_weights<T, BLOCK, FULL>(p, k, masked, x, row, kept, ahead, s, dp);
-        put_operands<T>(k, to, x, s, dp, ps, ds);
+        put_operands<T, (FULL & WITH_DBIAS) != 0>(k, to, x, s, dp, ps, ds);
     }
 }
 
@@ -189,11 +197,11 @@ INLINE void make_operands(const attention_params &p, state *k, bool masked, cons
     const int slot = k->turn % KEPT_SLOTS;
     const char *ahead = (const char *)k->numbers + (layout::kept - layout::numbers) + slot * layout::kept_bytes;
     pin_all<BLOCK / 8>(dp);
-    if (layout::takes_turns)
+    if (layout::ds_readers)
         mbarrier_wait(k->smem + layout::ds_empty + (k->turn & 1) * 8, (k->turn >> 1 & 1) ^ 1);
     if (AHEAD)
         mbarrier_wait(k->smem + layout::kept_full + slot * 8, k->turn / KEPT_SLOTS % 2);
-    if (layout::with == WITH_ALL) /* so much code that it is there once */
+    if (has_all<layout::with>()) /* so much code that it is there once */
         make_fragments<T, BLOCK, layout::with>(p, *k, masked, to, row, kept, ahead, s, dp, ps, ds);
     else if (masked)
         make_fragments<T, BLOCK, layout::with>(p, *k, true, to, row, kept, ahead, s, dp, ps, ds);
@@ -211,9 +219,12 @@ INLINE void issue_dq(const state &k, int turn, float (*dq)[4], bool pending = tr
     if (pending)
         mbarrier_wait(k.smem + layout::ds_full + (turn & 1) * 8, turn >> 1 & 1);
     wgmma_fence();
-    warpgroup_both<T, 64, OWN_ROWS, OWN_ROWS>(
-        dq, k.smem + layout::ds + (turn & 1) * layout::ds_bytes + (BLOCK > 64 ? k.group * STRIP : 0),
-        k.smem + (D > 64 ? k.group * STRIP : 0));
+    const uint32_t ds = k.smem + layout::ds + (turn & 1) * layout::ds_bytes + (BLOCK > 64 ? k.group * STRIP : 0),
+                   keys = k.smem + (D > 64 ? k.group * STRIP : 0);
+    if (layout::gives_ds)
+        warpgroup_strips<T, 64, OWN_ROWS, OWN_ROWS>(dq, ds, keys);
+    else
+        warpgroup_both<T, 64, OWN_ROWS, OWN_ROWS>(dq, ds, keys);
     wgmma_commit();
 }
 

@@ -22,8 +22,16 @@ enum {
 };
 #define STEPS 16 /* of them that are remembered */
 
-/* What a kernel's code has; the other options it is never asked for. A lean kernel has none, a full one all. */
-enum { WITH_CAP = 1, WITH_SLOPES = 2, WITH_BIAS = 4, WITH_MASK = 8, WITH_DROPOUT = 16, WITH_ALL = 31 };
+/* What a kernel's code has; the other options it is never asked for. A lean kernel has none, a full one all. Beside them, in backward: the
+ * gradient of the bias. */
+enum { WITH_CAP = 1, WITH_SLOPES = 2, WITH_BIAS = 4, WITH_MASK = 8, WITH_DROPOUT = 16, WITH_ALL = 31, WITH_DBIAS = 32 };
+
+template <int WITH> INLINE constexpr bool has_bias_alone(void) {
+    return (WITH & WITH_ALL) == WITH_BIAS;
+}
+template <int WITH> INLINE constexpr bool has_all(void) {
+    return (WITH & WITH_ALL) == WITH_ALL;
+}
 
 template <int WITH> INLINE bool has_cap(const attention_params &p) {
     return (WITH & WITH_CAP) && p.softcap > 0.0f;
@@ -32,10 +40,10 @@ template <int WITH> INLINE bool has_slopes(const attention_params &p) {
     return (WITH & WITH_SLOPES) && (p.a.features & HEDDLE_ALIBI);
 }
 template <int WITH> INLINE bool has_bias(const attention_params &p) {
-    return WITH == WITH_BIAS || ((WITH & WITH_BIAS) && (p.a.features & HEDDLE_BIAS));
+    return has_bias_alone<WITH>() || ((WITH & WITH_BIAS) && (p.a.features & HEDDLE_BIAS));
 }
 template <int WITH> INLINE bool has_boxes(const attention_params &p) {
-    return WITH == WITH_BIAS || ((WITH & WITH_BIAS) && (p.vectors & VECTOR_BIAS_BOXES));
+    return has_bias_alone<WITH>() || ((WITH & WITH_BIAS) && (p.vectors & VECTOR_BIAS_BOXES));
 }
 template <int WITH> INLINE bool has_bits(int step) {
     return (WITH & WITH_MASK) && (step & STEP_BITS);

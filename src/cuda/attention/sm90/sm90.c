@@ -279,6 +279,32 @@ static int take_boxes(const attention_problem *p, const attention_job *job, int 
     return k->variant == VARIANT_biased && !(job->params.p.vectors & VECTOR_BIAS_BOXES) ? find(p, k->pass) : kernel;
 }
 
+/* backward that writes dbias, too, where that is a sum over nothing and begins as pieces of 16 bytes do, in place of `kernel`, whose tiles are
+ * the same; -1: none. */
+static int find_giving(const attention_problem *p, const attention_job *job, int kernel) {
+    const kernel_row *k = heddle__cuda_attention_kernels;
+    const heddle_attention *a = p->a;
+    const heddle_strides s = a->dbias_stride;
+    const bool sums = !s.s || (!s.h && a->h > 1) || (!s.b && a->b > 1);
+    const uintptr_t apart = (uintptr_t)job->params.p.t.dbias | (uintptr_t)((s.b | s.h | s.s) * 2);
+    if (!job->params.p.t.dbias || sums || apart % 16 || k[kernel].variant != VARIANT_biased)
+        return -1;
+    const int x = heddle__cuda_find_attention(p, PASS_bwd, VARIANT_dbiased, FAMILY_sm90);
+    return x >= 0 && k[x].dim == k[kernel].dim ? x : -1;
+}
+
+/* Backward of all in one, and the sums of dq to dq. Has it written dbias, too? */
+static bool add_fused(const attention_problem *p, const attention_choice *c, attention_job *job) {
+    const kernel_data *t = &job->params.p.t;
+    const bool wanted = t->dk || t->dv || t->dq;
+    const int usual = take_boxes(p, job, c->bwd), giving = wanted ? find_giving(p, job, usual) : -1;
+    if (wanted)
+        heddle__cuda_add_launch(job, giving >= 0 ? giving : usual, c->blocks_dkdv);
+    if (t->dq)
+        heddle__cuda_add_launch(job, c->gather, c->blocks);
+    return giving >= 0;
+}
+
 static void launch(const attention_problem *p, const attention_choice *c, attention_job *job) {
     const kernel_data *t = &job->params.p.t;
     add_maps(p, c, job);
@@ -290,13 +316,12 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     heddle__cuda_add_prep(p, c, job);
     if (t->dk || t->dv || t->dq)
         heddle__cuda_add_mask(p, c, job);
+    bool given = false;
     if (c->bwd < 0)
         heddle__cuda_add_dkdv_and_dq(c, job);
-    else if (t->dk || t->dv || t->dq)
-        heddle__cuda_add_launch(job, take_boxes(p, job, c->bwd), c->blocks_dkdv);
-    if (c->bwd >= 0 && t->dq)
-        heddle__cuda_add_launch(job, c->gather, c->blocks);
-    if (t->dbias && c->dbias >= 0)
+    else
+        given = add_fused(p, c, job);
+    if (t->dbias && c->dbias >= 0 && !given)
         heddle__cuda_add_dbias(p, c, job);
 }
 
