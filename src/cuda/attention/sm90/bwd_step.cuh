@@ -16,6 +16,7 @@ struct state {
     float *sum;                     /* lean: where query 0 of the head adds, for this thread */
     const key_options *steps, *now; /* full: of all, and of the one whose weights are made */
     int x;                          /* full: the head of `sum` */
+    mutable bool low;               /* a bias alone: it masks an element of this warp's part of the step */
 };
 
 /* A piece of dQ to its sum. */
@@ -109,6 +110,8 @@ INLINE void weigh(const attention_params &p, const span &w, const state &k, unsi
         low = boxes ? add_key_boxes<T, BLOCK, layout>(p, k, count, by, s)
                     : add_key_biases<T, BLOCK>(p, *k.now, k.row0, by, s);
         by = 1.0f;
+        if (has_bias_alone<WITH>())
+            k.low = low;
     }
     if (!careful) {
         key_weights<false, BLOCK>(p.scale_log2, w, 0, i0, row, s, by);
@@ -192,6 +195,8 @@ template <typename T, int BLOCK, typename layout>
 INLINE void make_operands(const attention_params &p, state *k, bool masked, const float *row,
                           const kept_bits<BLOCK> &kept, float (*s)[4], float (*dp)[4], uint32_t (*ps)[4],
                           uint32_t (*ds)[4]) {
+    if (has_bias_alone<layout::with>()) /* where it hides nothing, that there is a bias costs nothing more */
+        masked = k->low || k->any_bad || (k->now->step & (STEP_BAND | STEP_DIRTY));
     const uint32_t to = k->smem + layout::ds + (k->turn & 1) * layout::ds_bytes;
     constexpr bool AHEAD = makes_ahead<layout::with>();
     const int slot = k->turn % KEPT_SLOTS;
