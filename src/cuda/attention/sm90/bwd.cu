@@ -13,7 +13,8 @@
  * fetches; Q and dO have a barrier each.
  *
  * The warpgroups take turns: one asks for all products between the weights of a step and those of the next while the other computes. dQ is
- * that of a step before, whose dS both have made by then. With a bias or dropout, or several options, they have no turns yet.
+ * that of a step before, whose dS both have made by then. With dropout, or several options, they have no turns yet; nor where a bias lies in
+ * the place of dS.
  *
  * dbiased: two of the warps beside the one that fetches bring dS to dbias, one writes zeros (give.cuh).
  *
@@ -383,8 +384,8 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
 #define is_long true, 0, true
 #define is_full false, WITH_ALL, false
 #define is_capped false, (WITH_CAP | WITH_SLOPES), true
-#define is_biased false, WITH_BIAS, false
-#define is_dbiased false, (WITH_BIAS | WITH_DBIAS), false
+#define is_biased false, WITH_BIAS, true
+#define is_dbiased false, (WITH_BIAS | WITH_DBIAS), true
 #define is_masked false, WITH_MASK, true
 #define is_dropped false, WITH_DROPOUT, false
 #define pass_bwd(T, D, BLOCK, variant) attention_bwd<T, D, BLOCK, SM90_FUSED_STAGES, is_##variant>(all)

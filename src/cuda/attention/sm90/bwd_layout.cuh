@@ -29,7 +29,8 @@ template <int D, int BLOCK, int STAGES, bool LONG, int FULL, bool TURNS> struct 
     static constexpr bool gives_ds = (FULL & WITH_DBIAS) != 0; /* to dbias: other warps store it */
     /* A bias, in boxes: a place for a step's, or those of dS, where a warpgroup's boxes lie where its dS will. */
     static constexpr bool shares_ds = BLOCK > 64;
-    static constexpr bool takes_turns = TURNS;
+    /* A bias in the place of dS would come late: that is needed until the next turn. */
+    static constexpr bool takes_turns = TURNS && !((FULL & WITH_BIAS) && shares_ds);
     static constexpr int ds_readers = (takes_turns ? CONSUMERS / 32 : 0) + (gives_ds ? DS_THREADS : 0);
     static constexpr int places = sm90_fused_bias_places(BLOCK), place_bytes = ds_bytes, strip = OWN_ROWS * 128;
     static constexpr int dq = ds + 2 * ds_bytes, behind = dq + (LONG ? 2 * PIECE * 4 : 0);
