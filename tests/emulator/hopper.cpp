@@ -254,6 +254,12 @@ struct warp_products {
     int committed = 0;
 };
 static warp_products warps[64];
+#define WARPS_OF_GROUP 4
+
+/* Those of this thread's warpgroup. */
+static warp_products *warps_of_group(void) {
+    return &warps[emulator_fiber() / (WARPS_OF_GROUP * EMULATOR_LANES) * WARPS_OF_GROUP];
+}
 
 /* Element (row, k) of an operand, k of the sum's 16: two bytes. */
 static uint16_t element_at(uint64_t described, bool transposed, int row, int k) {
@@ -343,12 +349,21 @@ static void multiply(product *t, int warp) {
 }
 
 void hopper_commit(void) {
-    emulator_meet([](void *const *) { warps[emulator_fiber() / EMULATOR_LANES].committed++; }, nullptr);
+    emulator_meet(
+        [](void *const *) {
+            warps[emulator_fiber() / EMULATOR_LANES].committed++;
+            emulator_wake(warps_of_group());
+        },
+        nullptr);
 }
 
 static void wait_for(void *const *lanes) {
     const int warp = (int)emulator_fiber() / EMULATOR_LANES, groups = *(const int *)lanes[0];
     warp_products *w = &warps[warp];
+    for (int x = 0; x < WARPS_OF_GROUP; x++) /* a product is the warpgroup's: it has ended for all */
+        for (product &t : warps_of_group()[x].products)
+            if (t.group < w->committed - groups && t.b.empty())
+                read_operands(&t, x);
     size_t left = 0;
     for (product &t : w->products)
         if (t.group < w->committed - groups)
@@ -372,6 +387,10 @@ static void wait_for(void *const *lanes) {
 }
 
 void hopper_wait_for_products(int groups) {
+    const int ended = warps[emulator_fiber() / EMULATOR_LANES].committed - groups;
+    for (int x = 0; x < WARPS_OF_GROUP; x++)
+        while (warps_of_group()[x].committed < ended)
+            emulator_sleep(warps_of_group());
     emulator_meet(wait_for, &groups);
 }
 
