@@ -353,6 +353,8 @@ def block_lists(shown: Any) -> tuple[Any, Any]:
 
     Raises:
         TypeError: shown is not bool, or has another number of dimensions.
+
+    Source: the lists are the rows of CSR, as include/heddle.h has them.
     """
     if _is_torch(shown):
         from heddle._torch import block_lists as make

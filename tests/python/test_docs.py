@@ -34,7 +34,8 @@ def tracked() -> list[str]:
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode == 0 and done.stdout:
         return done.stdout.splitlines()
-    return [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()]
+    there = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+    return [str(path) for path in there if not path.parts[0].startswith(("build", "."))]
 
 
 FILES = tracked()

@@ -68,7 +68,8 @@ def test_positions_are_those_of_the_schemas():
         "norm_linear": 11,  # the residual is behind the numbers
         "norm_linear_backward": 16,
     }
-    assert heddle._ops._OPTION_DEFAULTS == (0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False, 0, 0, 0, 0, 0, 0)
+    defaults = (0, 0, 0, -1, -1, *[0.0] * 3, *[False] * 3, *[0] * 8)
+    assert defaults == heddle._ops._OPTION_DEFAULTS
 
 
 def test_tensors_take_the_options_of_attention():

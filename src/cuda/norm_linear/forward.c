@@ -190,13 +190,28 @@ static void add_product(norm_linear_call *c, norm_gemm g) {
         heddle__cuda_add_activate(c, behind);
 }
 
+static bool lets_few(const norm_linear_call *c) {
+    const heddle_norm_linear *a = c->a;
+    const heddle_norm_linear_data *t = c->t;
+    return c->is.few && aligned16(t->x, a->x_stride, 2) && aligned16(t->w, a->w_stride, 2) &&
+           aligned16(t->gamma, 0, 2) && aligned16(t->beta, 0, 2);
+}
+
+/* The product's rows are u, which the pass behind it reads. */
+static void leave_u(norm_few *p, const norm_activate *behind) {
+    p->y = (void *)behind->u;
+    p->y_stride = behind->ldu;
+    p->u = NULL;
+    p->residual = NULL;
+    p->activation = 0;
+}
+
 /* All in one launch, where a few rows fit into a block, but for an activation of two halves. False: they do not, or the pointers do not
  * allow it. */
 static bool add_few(norm_linear_call *c) {
     const heddle_norm_linear *a = c->a;
     const heddle_norm_linear_data *t = c->t;
-    if (!c->is.few || !aligned16(t->x, a->x_stride, 2) || !aligned16(t->w, a->w_stride, 2) ||
-        !aligned16(t->gamma, 0, 2) || !aligned16(t->beta, 0, 2))
+    if (!lets_few(c))
         return false;
     const norm_activate behind = activation_apart(c);
     norm_few p = {.x = t->x,
@@ -223,18 +238,12 @@ static bool add_few(norm_linear_call *c) {
                   .row_blocks = (int32_t)blocks(a->m, FEW_ROWS),
                   .eps = (float)a->eps,
                   .inverse = 1 / (float)a->k};
-    if (c->is.gated) {
-        p.y = (void *)behind.u;
-        p.y_stride = behind.ldu;
-        p.u = NULL;
-        p.residual = NULL;
-        p.activation = 0;
-    }
+    if (c->is.gated)
+        leave_u(&p, &behind);
     p.vector =
         aligned16(p.y, p.y_stride, 2) && aligned16(p.u, p.u_stride, 2) && aligned16(p.residual, p.residual_stride, 2);
-    heddle__cuda_add(c, few_kernel(a),
-                     p.row_blocks * least_of(few_tiles(p.n), c->device->multiprocessors / p.row_blocks),
-                     (uint32_t)few_bytes(few_rows(a), a->k), &(norm_linear_params){.few = p});
+    const int64_t count = p.row_blocks * least_of(few_tiles(p.n), c->device->multiprocessors / p.row_blocks);
+    heddle__cuda_add(c, few_kernel(a), count, (uint32_t)few_bytes(few_rows(a), a->k), &(norm_linear_params){.few = p});
     if (c->is.gated)
         heddle__cuda_add_activate(c, behind);
     return true;
