@@ -27,6 +27,7 @@ typedef struct work {
     bool rounds_xhat,
         rounds_wg;       /* in 16 bits, which kernels do that take gamma and beta out of dw's sum, and gamma into W */
     double most_dy;      /* the largest of dy */
+    double most_y;       /* of two halves, of what their rounding does to y */
     float *ones;         /* [m] */
     float *shift, *rstd; /* [m]; shift: the mean, in deviations */
     float *x, *gamma, *beta, *c; /* a row of x; the parameters, or what stands for none */
@@ -156,6 +157,7 @@ static float gate_element(work *o, int64_t i, int64_t f, float *u, float *dy, fl
     o->most_dy = larger(o->most_dy, fabs((double)in * (double)up));
     o->du_error[i * o->n + f] = hypotf(in * up * bent * of_gate, in * up * slope * of_up);
     o->du_error[i * o->n + other] = in * slope * gate * of_gate;
+    o->most_y = larger(o->most_y, hypot((double)(slope * gate * of_gate * up), (double)(act * up * of_up)));
     dy[f] = in * up * slope;
     dy[other] = in * act;
     return act * up;
@@ -453,6 +455,7 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
         count_slopes(&o, o.most_dy, natural);
     if (spread) {
         memset(spread, 0, N_COUNT * sizeof *spread);
+        spread[N_Y] = t == HEDDLE_F32 ? 0 : o.most_y; /* a product of two that were rounded, and sums of what was */
         measure_means(&o, spread);
         o.rounds_du = p->a.activation != 0;
         o.rounds_xhat = t != HEDDLE_F32 && p->a.norm != HEDDLE_NO_NORM;

@@ -518,6 +518,7 @@ static void test_found(void **state) {
     assert_true(norm_linear_seed_is_right(45000008199, false));
     assert_true(norm_linear_seed_is_right(60000020153, false));
     assert_true(norm_linear_seed_is_right(51000088099, false));
+    assert_true(norm_linear_seed_is_right(53000060396, false));
 }
 
 int main(void) {
