@@ -44,6 +44,7 @@ static const struct option_kind {
     {"padding", HEDDLE_BOOL_MASK, false, false},
     {"bias shared", HEDDLE_BIAS, false, true},
     {"dbias shared", HEDDLE_BIAS, false, true},
+    {"dbias", HEDDLE_BIAS, false, false}, /* an element for each score */
     {"softcap alibi", HEDDLE_ALIBI, true, false},
     {"deterministic", HEDDLE_DETERMINISTIC, true, false},
     {"deterministic softcap alibi", HEDDLE_DETERMINISTIC | HEDDLE_ALIBI, true, false},
@@ -278,6 +279,8 @@ job bench_job(const bench_case *c, heddle_device device) {
     make_long(kind, &j);
     if ((kind->features & HEDDLE_BOOL_MASK) && !kind->shared)
         j.a.bool_mask_stride = (heddle_strides){c->sk, 0, 0};
+    if (!strcmp(kind->name, "dbias"))
+        j.a.dbias_stride = (heddle_strides){c->h * c->sq * c->sk, c->sq * c->sk, c->sk};
     if (kind->shared) {
         const heddle_strides one = {0, c->sq * c->sk, c->sk};
         if (kind->features & HEDDLE_BOOL_MASK)
