@@ -5,8 +5,9 @@
 # threads of one); then the record: cases, failures, and for each bin the average of error over that of the plain
 # computation, added to the end of HEDDLE_SWEEP_RECORD (or printed). Device, instruction set and family of kernels are
 # those of HEDDLE_TEST_DEVICE, HEDDLE_CPU and HEDDLE_CUDA_FAMILY. Needs no network and builds nothing.
-# sweep.sh --merge <counts>: the record of what several runs have left in HEDDLE_SWEEP_KEEP (a folder). A record that is among them counts
-# with the averages that it has, which are rounded to three digits.
+# sweep.sh --merge <counts>: the record of what several runs have left in HEDDLE_SWEEP_KEEP (a folder), on another machine
+# than this one if HEDDLE_MACHINE names it. A record that is among them counts with the averages that it has, which are
+# rounded to three digits.
 # Exit status 1 when a case failed, a bin of 100 cases has an average above 1.1, or a process did not come to its end.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -16,7 +17,9 @@ most=1.1 # docs/design.md, section 4
 
 # What the numbers are of: the processor's or the GPU's name, and the kernels.
 machine() {
-    if [ "${HEDDLE_TEST_DEVICE:-cpu}" = cuda ]; then
+    if [ -n "${HEDDLE_MACHINE:-}" ]; then
+        echo "$HEDDLE_MACHINE"
+    elif [ "${HEDDLE_TEST_DEVICE:-cpu}" = cuda ]; then
         nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1
     else
         sed -n 's/^model name[^:]*: //p' /proc/cpuinfo 2>/dev/null | head -n 1
