@@ -21,24 +21,9 @@ static void set_threads(int n) {
 #endif
 }
 
-/* No cmocka in here: this runs on threads that it knows nothing of. */
-static bool quiet_pass(attention_problem *p, heddle_pass pass) {
-    size_t bytes = 0;
-    if (heddle_attention_workspace(&p->a, pass, &bytes) != HEDDLE_OK)
-        return false;
-    void *workspace = workspace_new(p->a.device, bytes);
-    heddle_attention_data data = attention_data(p, pass == HEDDLE_BACKWARD);
-    heddle_status status = pass == HEDDLE_FORWARD ? heddle_attention_forward(&p->a, &data, workspace, bytes, NULL)
-                                                  : heddle_attention_backward(&p->a, &data, workspace, bytes, NULL);
-    bool right = status == HEDDLE_OK && workspace_intact(p->a.device, workspace, bytes);
-    workspace_free(p->a.device, workspace, bytes);
-    for (int x = 0; x < T_COUNT; x++)
-        tensor_download(&p->t[x]);
-    return right;
-}
-
+/* No cmocka in these: they run on threads that it knows nothing of. */
 static bool attention_both(attention_problem *p) {
-    return quiet_pass(p, HEDDLE_FORWARD) && quiet_pass(p, HEDDLE_BACKWARD);
+    return attention_pass(p, HEDDLE_FORWARD) && attention_pass(p, HEDDLE_BACKWARD);
 }
 
 static bool norm_linear_both(norm_linear_problem *p) {
