@@ -319,12 +319,8 @@ def _found(score: Any, block_mask: Any, query: Tensor, p: Problem) -> tuple[dict
     if score is not None and not isinstance(score, Score):
         refuse(f"a score_mod that returns {score!r} whatever the score is")
     conditions, listed = _conditions_of(block_mask, query, p)
-    known, tiles, lists, own = (
-        None,
-        None,
-        None,
-        conditions,
-    )  # own: the BlockMask's conditions that the kernels may go by
+    known, tiles, lists = None, None, None
+    own = conditions  # of the BlockMask, those that the kernels may go by
     if listed and torch.compiler.is_compiling():  # torch.export, too
         from heddle._flex_compiled import split  # imports the compiler
 

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from heddle import _C
 from heddle._flex_forms import band
 from heddle._flex_trace import Expression, every
 from heddle._torch import block_lists
@@ -222,19 +220,6 @@ def of_cut_tiles(conditions: list[Any], tiles: Tiles, p: Problem) -> Tensor | No
     return mask
 
 
-@cache
-def device_has_lists(kind: str) -> bool:
-    """Whether the library has kernels for lists of blocks on this kind of device."""
-    if kind != "cuda":
-        return kind == "cpu"
-    problem = {"device": 2, "features": _C.features()["blocks"], "block_q": 64, "block_k": 64}
-    try:
-        _C.workspace("attention", 0, problem | {"b": 1, "h": 1, "sq": 64, "sk": 64, "d": 64})
-    except NotImplementedError:
-        return False
-    return True
-
-
 class Tiles:
     """What a BlockMask's lists say of its tiles: 0 empty, 1 cut, 2 full."""
 
@@ -257,7 +242,7 @@ class Tiles:
         if "lists" not in self.found:
             self.found["lists"] = None
             whole = self.q_size % 64 == self.k_size % 64 == 0
-            if whole and device_has_lists(self.kinds.device.type) and not bool(self.kinds.all()):
+            if whole and self.kinds.device.type in ("cpu", "cuda") and not bool(self.kinds.all()):
                 sizes = [128 if size % 128 == 0 else 64 for size in (self.q_size, self.k_size)]
                 shown = self.kinds != 0
                 for dim, size in ((2, self.q_size // sizes[0]), (3, self.k_size // sizes[1])):

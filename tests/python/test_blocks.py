@@ -8,11 +8,10 @@ from conftest import devices
 from test_segments import OPTIONS
 
 import heddle
-from heddle._flex_masks import device_has_lists
 
 torch.manual_seed(0)
 B, H, HK, SQ, SK, D = 2, 4, 2, 300, 410, 16
-each_device = pytest.mark.parametrize("device", [each for each in devices() if device_has_lists(each)])
+each_device = pytest.mark.parametrize("device", devices())
 LISTS = ((1, 1), (B, 1), (1, H), (B, H))
 
 
@@ -282,7 +281,7 @@ def test_nothing():
     torch.testing.assert_close(ours, heddle.attention(q[..., :0], k[..., :0], v, mask=mask), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or not device_has_lists("cuda"), reason="needs a GPU with lists")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_numbers_of_no_block_on_a_gpu():
     """There they are clamped, or name nothing: never a stray read."""
     q, k, v, lists, _ = problem(device="cuda")
