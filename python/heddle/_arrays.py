@@ -6,7 +6,6 @@ Inputs are read where they lie. Results are made by the library that q (or x) co
 from __future__ import annotations
 
 import inspect
-import math
 import operator
 import sys
 from collections.abc import Sequence
@@ -17,11 +16,10 @@ from heddle import _C
 from heddle._block_lists import library_of
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._options import PLACES, block_of, causal_of, limit_of, places_of, scale_of, window_of
+from heddle._views import CPU, CUDA, DTYPES, Maker, View, check, contiguous, cupy_stream, device_of, real_of
 
 BROADCAST = -(2**63)
 FORWARD, BACKWARD = 0, 1
-CPU, REF, CUDA = 0, 1, 2
-F32, BF16, F16, F64 = 0, 1, 2, 3
 _BITS = _C.features()
 WINDOW, BIAS, SINKS, VARLEN = _BITS["window"], _BITS["bias"], _BITS["sinks"], _BITS["varlen"]
 SEQLENS, WEIGHTS, DETERMINISTIC, TF32 = (_BITS[name] for name in ("seqlens", "weights", "deterministic", "tf32"))
@@ -37,156 +35,6 @@ _OPTIONAL = {
     if role == "input" and feature not in (0, VARLEN, SEQLENS, PAGES, _BITS["rng_state"], BLOCKS)
 }
 
-# By DLPack's (type code, bits).
-_NAMES = {(2, 32): "float32", (4, 16): "bfloat16", (2, 16): "float16", (2, 64): "float64", (0, 32): "int32"}
-_NAMES |= {(0, 16): "int16", (0, 8): "int8", (0, 64): "int64", (6, 8): "bool", (1, 8): "uint8", (1, 64): "uint64"}
-DTYPES = {"float32": F32, "bfloat16": BF16, "float16": F16, "float64": F64}
-_DEVICES = {1: CPU, 3: CPU, 2: CUDA, 13: CUDA}
-
-
-def _cupy_stream() -> int:
-    """The stream that a call runs on: CuPy's current one where CuPy is in use, else the default one."""
-    cupy = sys.modules.get("cupy")
-    return int(cupy.cuda.get_current_stream().ptr) if cupy is not None else 0
-
-
-class View:
-    """Where an array lies: address, shape and strides in elements. Keeps the memory alive."""
-
-    readable = True  # on the CPU: its numbers, too
-
-    def __init__(self, value: Any, name: str) -> None:
-        if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
-            raise HeddleTypeError(
-                f"{name} must be an array that speaks DLPack (__dlpack__), not {type(value).__name__}"
-            )
-        device_type, self.device_id = value.__dlpack_device__()
-        if int(device_type) not in _DEVICES:
-            raise HeddleValueError(
-                f"{name} is on DLPack device type {int(device_type)}; heddle has CPU (1) and CUDA (2)"
-            )
-        self.device = _DEVICES[int(device_type)]
-        stream = {"stream": _cupy_stream() or 1} if self.device == CUDA else {}
-        try:
-            try:
-                self.capsule = value.__dlpack__(max_version=(1, 0), **stream)  # so that read-only arrays are given too
-            except TypeError:
-                self.capsule = value.__dlpack__(**stream)
-        except BufferError as error:
-            raise HeddleTypeError(
-                f"{name}: {type(value).__name__} does not give its memory through DLPack: {error}"
-            ) from error
-        self.address, _, _, code, bits, shape, strides, _ = _C.view(self.capsule)
-        self.dtype = _NAMES.get((code, bits), f"of type code {code} with {bits} bits")
-        self.shape = list(shape)
-        self.strides = list(strides) if strides is not None else _contiguous(shape)
-
-    def lead(self, rank: int) -> None:
-        """Puts dimensions of size 1 in front until there are `rank`."""
-        while len(self.shape) < rank:
-            self.shape.insert(0, 1)
-            self.strides.insert(0, 0)
-
-
-def _contiguous(shape: Sequence[int]) -> list[int]:
-    strides = [1] * len(shape)
-    for x in range(len(shape) - 2, -1, -1):
-        strides[x] = strides[x + 1] * max(shape[x + 1], 1)
-    return strides
-
-
-def check(view: View, name: str, dtype: str, first: View, shape: Sequence[int] | None = None) -> View:
-    if view.dtype != dtype:
-        raise HeddleTypeError(f"{name} is {view.dtype}, but must be {dtype} here")
-    if (view.device, view.device_id) != (first.device, first.device_id):
-        raise HeddleValueError(f"{name} is on another device than the first array")
-    if shape is not None and view.shape != list(shape):
-        raise HeddleValueError(f"{name} has shape {view.shape}, but must have {list(shape)}")
-    if any(stride < 0 for stride in view.strides):
-        raise HeddleValueError(f"{name} has a negative stride: {view.strides}; make it contiguous")
-    if view.shape and view.shape[-1] > 1 and view.strides[-1] != 1 and 0 not in view.shape:
-        raise HeddleValueError(f"{name} has stride {view.strides[-1]} in its last dimension, which must be contiguous")
-    return view
-
-
-def _real(first: View) -> str:
-    return "float64" if first.dtype == "float64" else "float32"
-
-
-def device_of(first: View, name: str) -> int:
-    if first.dtype not in DTYPES:
-        raise HeddleTypeError(f"{name} is {first.dtype}; it must be float32, bfloat16, float16 or float64")
-    return REF if first.dtype == "float64" and first.device == CPU else first.device
-
-
-class Memory:
-    """Contiguous GPU memory of our own, zeros at first: a result for a library whose arrays cannot be written to."""
-
-    def __init__(self, device_id: int, shape: Sequence[int], dtype: str, block: Any = None) -> None:
-        self.device_id, self.shape, self.dtype = device_id, tuple(shape), dtype
-        self.code, self.bits = next(key for key, name in _NAMES.items() if name == dtype)
-        self.block = block or _C.cuda_memory(device_id, math.prod(self.shape) * self.bits // 8)
-
-    def reshape(self, shape: Sequence[int]) -> Memory:
-        return Memory(self.device_id, shape, self.dtype, self.block)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, self.device_id
-
-    def __dlpack__(self, **_: Any) -> Any:
-        # The work is done when a call returns (see run), so that any stream may read.
-        return _C.cuda_lend(self.block, self.shape, self.code, self.bits)
-
-
-class Maker:
-    """Makes results of the kind of array that `like` is."""
-
-    def __init__(self, like: Any, view: View) -> None:
-        self.kind = type(like).__module__.partition(".")[0]
-        if self.kind not in ("numpy", "cupy", "jax", "jaxlib") and not hasattr(like, "__array_namespace__"):
-            kind = f"{type(like).__module__}.{type(like).__qualname__}"
-            raise HeddleTypeError(f"{kind} has no __array_namespace__, so that no result of its kind can be made")
-        self.like, self.cuda = like, view.device == CUDA
-        self.kinds = {view.dtype: like.dtype}
-        self.device_id = view.device_id
-
-    def _dtype(self, name: str) -> Any:
-        import numpy
-
-        return numpy.dtype(self.kinds.get(name, name))
-
-    def empty(self, shape: Sequence[int], dtype: str) -> tuple[Any, int]:
-        """Memory to write to, and its address."""
-        import numpy
-
-        if self.cuda and self.kind != "cupy":
-            memory = Memory(self.device_id, shape, dtype)
-            return memory, _C.cuda_address(memory.block)
-        if self.cuda:
-            made = sys.modules["cupy"].empty(tuple(shape), dtype=self._dtype(dtype))
-            return made, int(made.data.ptr)
-        kind = self._dtype(dtype)
-        size = math.prod(shape) * kind.itemsize
-        room = numpy.empty(size + 64, dtype=numpy.uint8)
-        start = -room.ctypes.data % 64  # JAX takes memory over only if it begins so
-        made = room[start : start + size].view(kind).reshape(tuple(shape))
-        return made, int(made.ctypes.data)
-
-    def clear(self, *made: Any) -> None:
-        for each in made:
-            if not isinstance(each, Memory):
-                each[...] = 0
-
-    def finish(self, made: Any) -> Any:
-        """The written memory as an array of the caller's library."""
-        if self.kind in ("numpy", "cupy"):
-            return made
-        if self.cuda and self.kind in ("jax", "jaxlib"):
-            return sys.modules["jax"].dlpack.from_dlpack(made)
-        if self.kind in ("jax", "jaxlib"):
-            return sys.modules["jax"].numpy.asarray(made)
-        return self.like.__array_namespace__().from_dlpack(made)
-
 
 def run(operation: str, which: int, description: dict[str, Any], addresses: dict[str, Any], maker: Maker) -> None:
     if description["device"] != CUDA:
@@ -199,7 +47,7 @@ def run(operation: str, which: int, description: dict[str, Any], addresses: dict
     size = _C.workspace(operation, which, description)
     space = cupy.empty(size + 64, dtype="uint8")
     address = int(space.data.ptr)
-    _C.run(operation, which, description, addresses, address + -address % 64, size, _cupy_stream())
+    _C.run(operation, which, description, addresses, address + -address % 64, size, cupy_stream())
 
 
 def _run_for_strangers(
@@ -211,8 +59,8 @@ def _run_for_strangers(
     try:
         size = _C.workspace(operation, which, description)
         space = _C.cuda_memory(device_id, size)
-        _C.run(operation, which, description, addresses, _C.cuda_address(space), size, _cupy_stream())
-        _C.cuda_wait(_cupy_stream())
+        _C.run(operation, which, description, addresses, _C.cuda_address(space), size, cupy_stream())
+        _C.cuda_wait(cupy_stream())
     finally:
         _C.cuda_leave()
 
@@ -370,7 +218,7 @@ class Problem:
     def _masks(self) -> None:
         d = self.description
         full = [d["b"], d["h"], d["sq"], d["sk"]]
-        dtypes = {"dtype": self.q.dtype, "float": _real(self.q), "bool": "bool", "int32": "int32"}
+        dtypes = {"dtype": self.q.dtype, "float": real_of(self.q), "bool": "bool", "int32": "int32"}
         for field, (element, letters, feature, stride) in _OPTIONAL.items():
             if letters != "bhqk":
                 continue
@@ -390,7 +238,7 @@ class Problem:
                 )
             d["features"] |= feature
             d[f"{stride}_stride"] = _literal(view.shape, view.strides)
-        slopes = self._take("alibi_slopes", _real(self.q))
+        slopes = self._take("alibi_slopes", real_of(self.q))
         if slopes is not None:
             if slopes.shape not in ([d["h"]], [d["b"], d["h"]]):
                 raise HeddleValueError(
@@ -454,7 +302,7 @@ class Problem:
             raise HeddleValueError(f"block_rows has shape {shape}, but must broadcast to {need} with all of the last")
         if len(named.shape) != 1:
             raise HeddleValueError(f"block_columns has {len(named.shape)} dimensions, but must have 1")
-        steps = _contiguous(lists.shape)
+        steps = contiguous(lists.shape)
         if any(n > 1 and have != step for n, have, step in zip(lists.shape, lists.strides, steps, strict=True)):
             raise HeddleValueError(f"block_rows has strides {lists.strides}, but must be contiguous")
         d |= {"features": d["features"] | BLOCKS, "block_q": sizes[0], "block_k": sizes[1]}
@@ -509,7 +357,7 @@ class Problem:
 
 
 def _literal_result(shape: list[int], packed: bool) -> tuple[int, int, int]:
-    strides = _contiguous(shape)
+    strides = contiguous(shape)
     return (0, strides[1], strides[0]) if packed else (strides[0], strides[1], strides[2])
 
 
@@ -535,7 +383,7 @@ def attention(q: Any, k: Any, v: Any, **given: Any) -> Any:
     maker = Maker(q, p.q)
     d = p.description
     out, p.addresses["o"] = p.result(maker, "o", p.q, d["dv"])
-    lse, p.addresses["lse"] = maker.empty(p.rows(), _real(p.q))
+    lse, p.addresses["lse"] = maker.empty(p.rows(), real_of(p.q))
     if p.packed:
         maker.clear(out, lse)  # rows of no sequence are written by nobody
     weights = None
@@ -576,10 +424,10 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **
             continue
         view = View(value, name)
         view.lead(rank - 1)
-        check(view, name, _real(p.q), p.q, p.rows())
+        check(view, name, real_of(p.q), p.q, p.rows())
         if any(
             n > 1 and have != need
-            for n, have, need in zip(view.shape, view.strides, _contiguous(view.shape), strict=True)
+            for n, have, need in zip(view.shape, view.strides, contiguous(view.shape), strict=True)
         ):
             raise HeddleValueError(f"{name} must be contiguous, but has strides {view.strides}")
         p.kept.append(view)
@@ -599,9 +447,9 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **
         own = View(options["bias"], "bias").shape
         made["dbias"], p.addresses["dbias"] = maker.empty(own, p.q.dtype)
         full = [*([1] * (4 - len(own))), *own]
-        d["dbias_stride"] = _literal(full, _contiguous(full))
+        d["dbias_stride"] = _literal(full, contiguous(full))
     if d["features"] & SINKS:
-        made["dsinks"], p.addresses["dsinks"] = maker.empty([d["h"]], _real(p.q))
+        made["dsinks"], p.addresses["dsinks"] = maker.empty([d["h"]], real_of(p.q))
     run("attention", BACKWARD, d, p.addresses, maker)
     return {
         name: maker.finish(value) if name in ("dbias", "dsinks") else p.own_shape(maker, value)

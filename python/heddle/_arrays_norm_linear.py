@@ -7,9 +7,10 @@ import math
 from typing import Any
 
 from heddle import _C
-from heddle._arrays import BACKWARD, DTYPES, FORWARD, TF32, Maker, View, check, device_of, run
+from heddle._arrays import BACKWARD, FORWARD, TF32, run
 from heddle._errors import HeddleValueError
 from heddle._options import activation_of, eps_of, features_out, norm_of
+from heddle._views import DTYPES, Maker, View, check, device_of
 
 
 class Rows:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from heddle import _C
-from heddle._arrays import BACKWARD, FORWARD, Problem, View
+from heddle._arrays import BACKWARD, FORWARD, Problem
 from heddle._arrays_norm_linear import Rows
 from heddle._options import PLACES
+from heddle._views import View
 
 for _operation, _platform, _handler in _C.jax_handlers():
     jax.ffi.register_ffi_target(f"heddle_{_operation}", _handler, platform=_platform)
