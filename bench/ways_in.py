@@ -32,7 +32,7 @@ MORE = {
     "compiled flex_attention": "what Dynamo guards, and the lists of a BlockMask, which are compared at each call",
     "nn.MultiheadAttention": "a module and its checks",
     "nn.SelfAttention": "a module and its checks",
-    "parallel": "a description in Python, keys as parts of a whole, and float32 sums that are rounded once",
+    "parallel": "what all processes must agree on, gathered in Python",
     "jax": "JAX's own dispatch; the direct call is a program that adds 1",
 }
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from heddle import _C
+from heddle import _C, attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._options import Causal, causal_of, scale_of, window_of
@@ -263,13 +263,34 @@ class ContextParallel:
         slopes = None if alibi_slopes is None else alibi_slopes.to(q.device, real)
         sinks = None if sinks is None else sinks.to(q.device, real)
         h = q.shape[1]
-        if self.heads_group is not None:
+        if self.heads > 1:
             q, k, v = (self._exchange(t, True) for t in (q, k, v))
             mine = slice(self.heads_rank * h // self.heads, (self.heads_rank + 1) * h // self.heads)
             slopes = None if slopes is None else slopes[..., mine]
             sinks = None if sinks is None else sinks[mine]
         q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
         slopes = None if slopes is None else slopes.contiguous()
+        segments = None if ids is None else (self._of_heads(ids[0]), self._of_heads(ids[1]))
+        if self.ring == 1:  # whole sequences: nothing travels but heads
+            made = attention(
+                *(q, k, v),
+                causal=(None, "top_left", "bottom_right")[corner],
+                window=window,
+                scale=scale,
+                softcap=softcap,
+                alibi_slopes=slopes,
+                sinks=sinks,
+                dropout=dropout,
+                rng_state=torch.tensor([seed, offset], device=q.device) if dropout else None,
+                return_lse=return_lse,
+                deterministic=deterministic,
+                h_offset=self.heads_rank * q.shape[1],
+                whole_h=h if self.heads > 1 else 0,
+                q_segments=None if segments is None else segments[0],
+                k_segments=None if segments is None else segments[1],
+            )
+            out, lse = made if return_lse else (made, None)
+            return self._to_rows(out, lse)
         features = BITS["accumulate"] | (BITS["window"] if left >= 0 or right >= 0 else 0)
         features |= BITS["deterministic"] if deterministic else 0
         features |= 0 if slopes is None else BITS["alibi"]
@@ -307,15 +328,18 @@ class ContextParallel:
         rows = {"q": description["sq"], "k": description["sk"]}
         peers = self._shared(self.ring_group) if self.ring > 1 else None
         ring = Ring(self.ring_group, self.ring, self.ring_rank, self.runs, rows, description, low, high, peers)
-        if ids is not None:
-            ring.q_segments = self._of_heads(ids[0])
-            ring.k_segments = tuple(gather(self._of_heads(ids[1]), self.ring_group))
+        if segments is not None:
+            ring.q_segments = segments[0]
+            ring.k_segments = tuple(gather(segments[1], self.ring_group))
         out, lse = ring_attention(ring, q, k, v, slopes, sinks)
-        if self.heads_group is not None:
+        return self._to_rows(out, lse if return_lse else None)
+
+    def _to_rows(self, out: Tensor, lse: Tensor | None) -> Any:
+        """Results of this process's heads as those of its rows."""
+        if self.heads > 1:
             out = self._exchange(out, False)
-            if return_lse:
-                lse = self._exchange(lse[..., None], False)[..., 0]
-        return (out, lse) if return_lse else out
+            lse = None if lse is None else self._exchange(lse[..., None], False)[..., 0]
+        return out if lse is None else (out, lse)
 
     def _ids(self, q: Tensor, k: Tensor, q_segments: Any, k_segments: Any) -> tuple[Tensor, Tensor] | None:
         """Segments of this process's rows as int32 [b, s]."""
