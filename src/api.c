@@ -321,6 +321,57 @@ heddle_status heddle_attention_merge(const heddle_merge *desc, void *o, void *ls
     return be->merge(&m, o, lse, other_o, other_lse, stream);
 }
 
+/* ----------------------------------------------------------------------------------------------------- append */
+
+/* A pointer that belongs to something, which is `there` or not; `why` says what. */
+static heddle_status check_belongs(const char *name, const void *pointer, bool there, const char *why,
+                                   size_t alignment) {
+    if (pointer && !there)
+        return fail(HEDDLE_BAD_COMBINATION, "%s is given, but %s", name, why);
+    return there ? check_merged(name, pointer, alignment) : HEDDLE_OK;
+}
+
+static heddle_status check_append_pointers(const heddle_append *a, const heddle_append_data *t) {
+    const size_t each = heddle_dtype_size(a->dtype), angle = heddle_dtype_size(a->table_dtype);
+    const bool packed = a->features & HEDDLE_VARLEN, some = packed ? a->total > 0 : a->b && a->s;
+    const bool queries = a->h && (packed ? a->total > 0 : a->b && a->sq);
+    const struct {
+        const char *name, *why;
+        const void *pointer;
+        bool given, needed;
+        size_t alignment;
+    } all[] = {{"k_new", "", t->k_new, true, some, each},
+               {"v_new", "", t->v_new, true, some, each},
+               {"k", "", t->k, true, some, each},
+               {"v", "", t->v, true, some, each},
+               {"q", "h is 0", t->q, a->h > 0, queries, each},
+               {"q_out", "h is 0", t->q_out, a->h > 0, queries, each},
+               {"cos", "rotary is 0", t->cos, a->rotary > 0, some || queries, angle},
+               {"sin", "rotary is 0", t->sin, a->rotary > 0, some || queries, angle},
+               {"seqlens_k", "", t->seqlens_k, true, a->b > 0, 4},
+               {"cu_seqlens", "HEDDLE_VARLEN is not set", t->cu_seqlens, packed, a->b > 0, 4},
+               {"block_table", "HEDDLE_PAGES is not set", t->block_table, a->features & HEDDLE_PAGES, some, 4},
+               {"cache_index", "caches is 0", t->cache_index, a->caches > 0, some, 4},
+               {"seqlens_out", "", t->seqlens_out, true, false, 4}};
+    for (size_t x = 0; x < sizeof all / sizeof *all; x++)
+        if (!all[x].given || all[x].needed || all[x].pointer)
+            TRY(check_belongs(all[x].name, all[x].pointer, all[x].given, all[x].why, all[x].alignment));
+    return HEDDLE_OK;
+}
+
+heddle_status heddle_attention_append(const heddle_append *desc, const heddle_append_data *data, void *stream) {
+    heddle_append a;
+    const backend *be = NULL;
+    TRY(heddle__resolve_append(desc, &a));
+    TRY(find_backend(a.device, &be));
+    TRY(be->available());
+    TRY(check_data_size("heddle_append_data", data, data ? data->size : 0, sizeof *data));
+    TRY(check_append_pointers(&a, data));
+    if (data->q == data->q_out && data->q && memcmp(&a.q_stride, &a.q_out_stride, sizeof a.q_stride) != 0)
+        return fail(HEDDLE_BAD_STRIDE, "q_out is q, but their strides differ");
+    return be->append(&a, data, stream);
+}
+
 /* ------------------------------------------------------------------------------------------------ norm-linear */
 
 static heddle_status make_norm_linear_plan(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan,

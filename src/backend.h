@@ -22,6 +22,7 @@ typedef struct backend {
     /* Of a resolved description; with rows to merge there are pointers. */
     heddle_status (*merge)(const heddle_merge *m, void *o, void *lse, const void *other_o, const void *other_lse,
                            void *stream);
+    heddle_status (*append)(const heddle_append *a, const heddle_append_data *t, void *stream);
 } backend;
 
 extern const backend heddle_ref_backend;

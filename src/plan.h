@@ -40,6 +40,7 @@ heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pas
 heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan);
 
 heddle_status heddle__resolve_merge(const heddle_merge *desc, heddle_merge *resolved);
+heddle_status heddle__resolve_append(const heddle_append *desc, heddle_append *resolved);
 
 /* Elements from the tensor's first to one past its last: what it spans in memory. 0 if it has none. */
 int64_t heddle__span(heddle_strides stride, int64_t b, int64_t h, int64_t s, int64_t last);

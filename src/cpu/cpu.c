@@ -5,6 +5,7 @@
 #include "../backend.h"
 #include "../mask.h"
 #include "../status.h"
+#include "../tokens.h"
 
 #include <stdatomic.h>
 #include <stdio.h>
@@ -230,5 +231,12 @@ static heddle_status merge(const heddle_merge *m, void *o, void *lse, const void
     return HEDDLE_OK;
 }
 
+static heddle_status append(const heddle_append *a, const heddle_append_data *t, void *stream) {
+    (void)stream;
+    const double width = (double)a->hk * (double)(a->d + a->dv) + (double)a->h * (double)a->d;
+    heddle__cpu_append(a, t, threads_for(8 * (double)append_tokens(a) * width));
+    return HEDDLE_OK;
+}
+
 const backend heddle_cpu_backend = {available,     describe,        plan_attention, plan_norm_linear,
-                                    run_attention, run_norm_linear, merge};
+                                    run_attention, run_norm_linear, merge,          append};

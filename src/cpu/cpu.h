@@ -28,6 +28,7 @@ static inline bool few_results(const norm_linear_plan *plan) {
 
 void heddle__cpu_merge(const heddle_merge *m, void *o, void *lse, const void *other_o, const void *other_lse,
                        int threads);
+void heddle__cpu_append(const heddle_append *a, const heddle_append_data *t, int threads);
 
 extern const cpu_kernels heddle__cpu_baseline, heddle__cpu_avx2, heddle__cpu_avx512, heddle__cpu_avx512bf16,
     heddle__cpu_amx, heddle__cpu_neon, heddle__cpu_sve256;

@@ -32,4 +32,5 @@ const backend heddle_ref_backend = {
     .run_attention = heddle__ref_run_attention,
     .run_norm_linear = heddle__ref_run_norm_linear,
     .merge = heddle__ref_merge,
+    .append = heddle__ref_append,
 };

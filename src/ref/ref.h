@@ -16,6 +16,8 @@ heddle_status heddle__ref_run_norm_linear(const norm_linear_plan *plan, const he
 heddle_status heddle__ref_merge(const heddle_merge *m, void *o, void *lse, const void *other_o, const void *other_lse,
                                 void *stream);
 
+heddle_status heddle__ref_append(const heddle_append *a, const heddle_append_data *t, void *stream);
+
 /* "fwd_f32" and so on: the middle of a kernel's name. */
 const char *heddle__ref_variant(heddle_dtype dtype, heddle_pass pass);
 

@@ -113,9 +113,62 @@ static heddle_status run_merge(heddle_dtype dtype, int skew, void *stream) {
                                   address(0, 4, skew), stream);
 }
 
-static void sweep_merge(heddle_dtype dtype) {
+static heddle_status run_append(heddle_dtype dtype, int skew, void *stream) {
+    const heddle_append a = {.size = sizeof a,
+                             .dtype = dtype,
+                             .device = HEDDLE_CUDA,
+                             .b = 3,
+                             .h = 8,
+                             .hk = 2,
+                             .s = 5,
+                             .sq = 5,
+                             .sk = 90,
+                             .d = 128,
+                             .rotary = 64,
+                             .positions = 90};
+    const heddle_append_data t = {.size = sizeof t,
+                                  .k_new = address(0, 1, skew),
+                                  .v_new = address(0, 2, skew),
+                                  .k = address(0, 3, skew),
+                                  .v = address(0, 4, skew),
+                                  .q = address(0, 5, skew),
+                                  .q_out = address(0, 5, skew),
+                                  .cos = address(0, 6, skew),
+                                  .sin = address(0, 7, skew),
+                                  .seqlens_k = address(0, 8, skew)};
+    return heddle_attention_append(&a, &t, stream);
+}
+
+static void sweep_merge_and_append(heddle_dtype dtype) {
     for (int skew = 0; skew < 8; skew += 4)
-        MUST(run_merge(dtype, skew, NULL) == HEDDLE_OK);
+        MUST(run_merge(dtype, skew, NULL) == HEDDLE_OK && run_append(dtype, skew, NULL) == HEDDLE_OK);
+}
+
+/* Memory of the host in place of one of a GPU's; a grid that is none; and lengths alone, which are a launch, or nothing. */
+static void refuse_append(float *host) {
+    heddle_append a = {.size = sizeof a, .device = HEDDLE_CUDA, .b = 1, .hk = 1, .s = 1, .sk = 8, .d = 4};
+    heddle_append_data t = {.size = sizeof t, .k_new = address(0, 1, 0), .v_new = address(0, 2, 0)};
+    t.k = address(0, 3, 0);
+    t.v = host;
+    t.seqlens_k = address(0, 8, 0);
+    MUST(heddle_attention_append(&a, &t, NULL) == HEDDLE_WRONG_DEVICE);
+    MUST(strstr(heddle_last_message(), "v = "));
+    t.v = address(0, 4, 0);
+    a.hk = INT64_C(1) << 30;
+    MUST(heddle_attention_append(&a, &t, NULL) == HEDDLE_UNSUPPORTED);
+    MUST(strstr(heddle_last_message(), "2^31 pieces"));
+    a.hk = INT64_C(1) << 20;
+    a.b = INT64_C(1) << 22;
+    MUST(heddle_attention_append(&a, &t, NULL) == HEDDLE_UNSUPPORTED);
+    MUST(strstr(heddle_last_message(), "2^31 blocks"));
+    const int before = fake_launches("heddle_attention_append_f32_d512_plain_sm80");
+    a.hk = a.b = 1;
+    a.s = 0;
+    MUST(heddle_attention_append(&a, &t, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_append_f32_d512_plain_sm80") == before);
+    t.seqlens_out = address(0, 9, 0);
+    MUST(heddle_attention_append(&a, &t, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_append_f32_d512_plain_sm80") == before + 1);
 }
 
 /* The limits of real cards: a block's shared memory, and multiprocessors. The fake launches nothing that asks for more. */
@@ -126,7 +179,7 @@ static void on_card(const char *cc, const char *shared, const char *multiprocess
     for (int dtype = HEDDLE_F32; dtype <= HEDDLE_F16; dtype++) {
         sweep_attention((heddle_dtype)dtype);
         sweep_norm_linear((heddle_dtype)dtype);
-        sweep_merge((heddle_dtype)dtype);
+        sweep_merge_and_append((heddle_dtype)dtype);
     }
     MUST(fake_launches(NULL) > 1000);
 }
@@ -346,8 +399,13 @@ static void parts(void) {
     MUST(heddle_attention_merge(&m, address(0, 1, 0), address(0, 2, 0), host, address(0, 4, 0), NULL) ==
          HEDDLE_WRONG_DEVICE);
     MUST(strstr(heddle_last_message(), "other_o = "));
+    MUST(run_append(HEDDLE_BF16, 0, NULL) == HEDDLE_OK && run_append(HEDDLE_BF16, 4, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_append_bf16_d512_plain_sm80") == 2);
+    MUST(run_append(HEDDLE_BF16, 0, (void *)0x2000) == HEDDLE_WRONG_DEVICE);
+    refuse_append(host);
     set("FAKE_CONTEXT", "0");
     MUST(run_merge(HEDDLE_F16, 0, NULL) == HEDDLE_OK && fake_depth() == 0);
+    MUST(run_append(HEDDLE_F16, 0, NULL) == HEDDLE_OK && fake_depth() == 0);
 }
 
 /* One option alone has a kernel of its own, several have the full one; so has a bias that the copy engine cannot fetch. */

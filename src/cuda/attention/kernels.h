@@ -21,6 +21,7 @@ typedef enum kernel_pass {
     PASS_mask,
     PASS_lse,
     PASS_merge,
+    PASS_append,
     PASS_seen,
     PASSES
 } kernel_pass;

@@ -2,12 +2,14 @@
  * The CUDA backend: plans for the current device, pointers and streams checked, launches. No call synchronises or allocates, so that CUDA
  * graphs can capture them. */
 #include "backend.h"
+#include "cuda/attention/append.h"
 #include "cuda/attention/attention.h"
 #include "cuda/attention/merge.h"
 #include "cuda/host/launch.h"
 #include "cuda/norm_linear/norm_linear.h"
 #include "fields.h"
 #include "status.h"
+#include "tokens.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -209,46 +211,17 @@ static heddle_status run_norm_linear(const norm_linear_plan *plan, const heddle_
     return run(&c, context, plan->pass, plan, launch_norm_linear);
 }
 
-/* ------------------------------------------------------------------------------------------------------- merge */
+/* ------------------------------------------------------------------------------------------- merge and append */
 
-/* May a tensor be read four elements of so many bytes at a time? */
-static bool is_in_fours(const void *p, heddle_strides s, int64_t last, size_t size) {
-    return (uintptr_t)p % (4 * size) == 0 && (s.b | s.h | s.s | last) % 4 == 0;
-}
-
-static heddle_status launch_merge(const cuda_driver *cu, device_record *r, const merge_params *p, void *stream) {
-    static const enum cuda_kernel kernels[] = {[HEDDLE_F32] = ATTENTION_merge_f32_d512_plain_sm80,
-                                               [HEDDLE_BF16] = ATTENTION_merge_bf16_d512_plain_sm80,
-                                               [HEDDLE_F16] = ATTENTION_merge_f16_d512_plain_sm80};
-    const void *const pointers[] = {p->o, p->lse, p->other_o, p->other_lse};
-    static const char *const names[] = {"o", "lse", "other_o", "other_lse"};
-    const int64_t each = MERGE_WARPS * MERGE_ROWS, blocks = (p->rows + each - 1) / each;
-    if (blocks > INT32_MAX)
-        return fail(HEDDLE_UNSUPPORTED, "b·h·s = %lld: over 2^31 blocks of %lld rows", (long long)p->rows,
-                    (long long)each);
-    heddle_status status = HEDDLE_OK;
-    for (int x = 0; x < 4 && status == HEDDLE_OK; x++)
-        status = check_pointer(cu, r, names[x], pointers[x]);
-    if (status == HEDDLE_OK)
-        status = heddle__cuda_launch(cu, r, kernels[p->m.dtype], (uint32_t)blocks, 0, p, stream);
-    return status;
-}
-
-static heddle_status merge(const heddle_merge *m, void *o, void *lse, const void *other_o, const void *other_lse,
-                           void *stream) {
+/* Enters a context as `run` does, checks the stream, and launches. */
+static heddle_status run_alone(heddle_status (*launch)(const cuda_driver *cu, device_record *r, const void *params,
+                                                       void *stream),
+                               const void *params, void *stream) {
     const cuda_driver *cu = NULL;
     device_record *r = NULL;
     cu_context found = NULL, context = NULL, left;
     heddle_status status = heddle__cuda_current_device(&cu, &r, &found);
-    const merge_params p = {*m,
-                            o,
-                            lse,
-                            other_o,
-                            other_lse,
-                            m->b * m->h * m->s,
-                            is_in_fours(o, m->o_stride, m->dv, sizeof(float)) &&
-                                is_in_fours(other_o, m->other_stride, m->dv, heddle_dtype_size(m->dtype))};
-    if (status != HEDDLE_OK || p.rows == 0)
+    if (status != HEDDLE_OK)
         return status;
     context = found;
     if (!found)
@@ -257,11 +230,104 @@ static heddle_status merge(const heddle_merge *m, void *o, void *lse, const void
         return status;
     status = check_stream(cu, r, context, stream);
     if (status == HEDDLE_OK)
-        status = launch_merge(cu, r, &p, stream);
+        status = launch(cu, r, params, stream);
     if (!found)
         cu->cuCtxPopCurrent_v2(&left);
     return status;
 }
 
+static heddle_status check_all_pointers(const cuda_driver *cu, device_record *r, int count, const char *const *names,
+                                        const void *const *pointers) {
+    heddle_status status = HEDDLE_OK;
+    for (int x = 0; x < count && status == HEDDLE_OK; x++)
+        status = check_pointer(cu, r, names[x], pointers[x]);
+    return status;
+}
+
+/* May a tensor be read `unit` elements of so many bytes, or 16 bytes of them, at a time? */
+static bool is_in_units(const void *p, heddle_strides s, int64_t last, size_t size, int64_t unit) {
+    const size_t bytes = (size_t)unit * size;
+    return (uintptr_t)p % (bytes < 16 ? bytes : 16) == 0 && (s.b | s.h | s.s | last) % unit == 0;
+}
+
+static heddle_status launch_merge(const cuda_driver *cu, device_record *r, const void *params, void *stream) {
+    static const enum cuda_kernel kernels[] = {[HEDDLE_F32] = ATTENTION_merge_f32_d512_plain_sm80,
+                                               [HEDDLE_BF16] = ATTENTION_merge_bf16_d512_plain_sm80,
+                                               [HEDDLE_F16] = ATTENTION_merge_f16_d512_plain_sm80};
+    const merge_params *p = params;
+    const void *const pointers[] = {p->o, p->lse, p->other_o, p->other_lse};
+    static const char *const names[] = {"o", "lse", "other_o", "other_lse"};
+    const int64_t each = MERGE_WARPS * MERGE_ROWS, blocks = (p->rows + each - 1) / each;
+    if (blocks > INT32_MAX)
+        return fail(HEDDLE_UNSUPPORTED, "b·h·s = %lld: over 2^31 blocks of %lld rows", (long long)p->rows,
+                    (long long)each);
+    heddle_status status = check_all_pointers(cu, r, 4, names, pointers);
+    if (status == HEDDLE_OK)
+        status = heddle__cuda_launch(cu, r, kernels[p->m.dtype], (uint32_t)blocks, 0, p, stream);
+    return status;
+}
+
+static heddle_status merge(const heddle_merge *m, void *o, void *lse, const void *other_o, const void *other_lse,
+                           void *stream) {
+    const merge_params p = {*m,
+                            o,
+                            lse,
+                            other_o,
+                            other_lse,
+                            m->b * m->h * m->s,
+                            is_in_units(o, m->o_stride, m->dv, sizeof(float), 4) &&
+                                is_in_units(other_o, m->other_stride, m->dv, heddle_dtype_size(m->dtype), 4)};
+    return p.rows == 0 ? available() : run_alone(launch_merge, &p, stream);
+}
+
+static heddle_status launch_append(const cuda_driver *cu, device_record *r, const void *params, void *stream) {
+    static const enum cuda_kernel kernels[] = {[HEDDLE_F32] = ATTENTION_append_f32_d512_plain_sm80,
+                                               [HEDDLE_BF16] = ATTENTION_append_bf16_d512_plain_sm80,
+                                               [HEDDLE_F16] = ATTENTION_append_f16_d512_plain_sm80};
+    const append_params *p = params;
+    const heddle_append_data *t = &p->t;
+    const void *const pointers[] = {t->k_new,       t->v_new,       t->k,          t->v,         t->q,
+                                    t->q_out,       t->cos,         t->sin,        t->seqlens_k, t->cu_seqlens,
+                                    t->block_table, t->cache_index, t->seqlens_out};
+    static const char *const names[] = {"k_new",       "v_new",       "k",          "v",         "q",
+                                        "q_out",       "cos",         "sin",        "seqlens_k", "cu_seqlens",
+                                        "block_table", "cache_index", "seqlens_out"};
+    const int64_t blocks = p->tokens ? p->tokens * p->parts : 1; /* lengths alone */
+    if (blocks > INT32_MAX)
+        return fail(HEDDLE_UNSUPPORTED, "%lld tokens of %d blocks each: over 2^31 blocks", (long long)p->tokens,
+                    p->parts);
+    heddle_status status = check_all_pointers(cu, r, sizeof names / sizeof *names, names, pointers);
+    if (status == HEDDLE_OK)
+        status = heddle__cuda_launch(cu, r, kernels[p->a.dtype], (uint32_t)blocks, 0, p, stream);
+    return status;
+}
+
+/* May all of it be read and written a unit at a time? */
+static bool is_appended_in_units(const heddle_append *a, const heddle_append_data *t) {
+    const size_t size = heddle_dtype_size(a->dtype), angle = heddle_dtype_size(a->table_dtype);
+    const int64_t pairs = a->rotary / 2, d = a->d | (a->interleaved ? a->rotary : pairs), unit = APPEND_UNIT;
+    const heddle_strides table = {0, 0, a->table_stride};
+    const int64_t of_table = a->interleaved ? unit / 2 : unit;
+    return is_in_units(t->k_new, a->k_new_stride, d, size, unit) && is_in_units(t->k, a->k_stride, d, size, unit) &&
+           is_in_units(t->v_new, a->v_new_stride, a->dv, size, unit) &&
+           is_in_units(t->v, a->v_stride, a->dv, size, unit) && is_in_units(t->q, a->q_stride, d, size, unit) &&
+           is_in_units(t->q_out, a->q_out_stride, d, size, unit) &&
+           is_in_units(t->cos, table, pairs, angle, of_table) && is_in_units(t->sin, table, pairs, angle, of_table);
+}
+
+static heddle_status append(const heddle_append *a, const heddle_append_data *t, void *stream) {
+    const double units =
+        (double)a->h * (double)append_units(a->d, a->rotary, a->interleaved) +
+        (double)a->hk * ((double)append_units(a->d, a->rotary, a->interleaved) + (double)append_units_of(a->dv));
+    append_params p = {.a = *a, .t = *t, .tokens = append_tokens(a), .vector = is_appended_in_units(a, t)};
+    if (units > INT32_MAX - APPEND_UNITS)
+        return fail(HEDDLE_UNSUPPORTED, "h = %lld, hk = %lld: over 2^31 pieces of %d elements in a token",
+                    (long long)a->h, (long long)a->hk, APPEND_UNIT);
+    p.parts = (int32_t)(((int64_t)units + APPEND_UNITS - 1) / APPEND_UNITS);
+    if (p.tokens == 0 && (!t->seqlens_out || a->b == 0))
+        return available();
+    return run_alone(launch_append, &p, stream);
+}
+
 const backend heddle_cuda_backend = {available,     describe,        plan_attention, plan_norm_linear,
-                                     run_attention, run_norm_linear, merge};
+                                     run_attention, run_norm_linear, merge,          append};
