@@ -20,6 +20,7 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -203,15 +204,16 @@ class Server:
 
     def forward(self, work: list[tuple[Sequence, int]], tokens: list[int]) -> Tensor:
         """The logits behind the last token of each; the keys and values of all go to their pages."""
-        model, size, device = self.model, self.pages.size, self.cache.device
+        model, device = self.model, self.cache.device
         ends = torch.tensor([s.done + count for s, count in work], dtype=torch.int32, device=device)
         widest = max(len(s.pages) for s, _ in work)
         table = torch.tensor(
             [s.pages + [NOBODY] * (widest - len(s.pages)) for s, _ in work], dtype=torch.int32, device=device
         )
-        places = [(s, j) for s, count in work for j in range(s.done, s.done + count)]
-        slots = torch.tensor([s.pages[j // size] * size + j % size for s, j in places], device=device)
-        position = torch.tensor([j for _, j in places], device=device)
+        position = torch.tensor([j for s, count in work for j in range(s.done, s.done + count)], device=device)
+        before = torch.tensor([s.done for s, _ in work], dtype=torch.int32, device=device)
+        firsts = torch.tensor([0, *accumulate(count for _, count in work)], dtype=torch.int32, device=device)
+        most = max(count for _, count in work)
         singles = sum(count == 1 for _, count in work)  # which plan() has in front
         starts = [0]
         for _, count in work[singles:]:
@@ -223,9 +225,8 @@ class Server:
             attention = block.attention
             heads, hk = attention.heads, attention.kv_heads
             q, k, v = attention.qkv(x).view(len(tokens), -1, attention.head_dim).split((heads, hk, hk), 1)
-            for cache, new in zip(self.cache[layer], (k, v), strict=True):
-                cache.view(-1, hk, attention.head_dim)[slots] = new
             keys, values = (cache.transpose(1, 2) for cache in self.cache[layer])  # [pages, hk, page, d], not copied
+            heddle.attention_append(keys, values, k, v, before, block_table=table, cu_seqlens=firsts, max_seqlen=most)
             parts = []
             if singles:
                 one = q[:singles].unsqueeze(2)  # [n, h, 1, d]

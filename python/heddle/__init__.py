@@ -36,6 +36,7 @@ _LAZY = {
     "patch": "_sdpa",
     "ops": "_ops",
     "replace": "_replace",
+    "attention_append": "_append",
     "flash_attn_func": "_flash",
     "flash_attn_kvpacked_func": "_flash",
     "flash_attn_qkvpacked_func": "_flash",
@@ -53,6 +54,7 @@ _LAZY = {
 if TYPE_CHECKING:
     from heddle import compat, hf, nn, parallel
     from heddle import jax as jax
+    from heddle._append import attention_append
     from heddle._flash import (
         flash_attn_func,
         flash_attn_kvpacked_func,
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "attention",
+    "attention_append",
     "attention_backward",
     "block_lists",
     "compat",

@@ -312,6 +312,37 @@ def _norm_linear_backward_fake(
     return tuple(x.new_empty(shape) if needs >> at & 1 else None for at, shape in enumerate(shapes))
 
 
+def _append_fake(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqlens_k: Tensor,
+    q: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_index: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int = 0,
+    max_seqlen_k: int = 0,
+    interleaved: bool = False,
+    together: bool = False,
+) -> tuple[Tensor, Tensor]:
+    for name, tensor in (("v_cache", v_cache), ("k", k), ("v", v), ("q", q)):
+        if tensor is not None:
+            _check(tensor, name, k_cache, k_cache.dtype)
+    integers = {"block_table": block_table, "cache_index": cache_index, "cu_seqlens": cu_seqlens}
+    for name, tensor in ({"seqlens_k": seqlens_k} | integers).items():
+        if tensor is not None:
+            _check(tensor, name, k_cache, torch.int32)
+    if (cos is None) != (sin is None):
+        raise HeddleValueError("cos and sin come together, but only one is given")
+    _check_devices(k_cache, cos=cos, sin=sin)
+    lengths = seqlens_k.new_empty(seqlens_k.shape)
+    return (k_cache.new_empty((0,)) if q is None else _like(q, q.shape[-1])), lengths
+
+
 def register() -> None:
     """Tells PyTorch of all of them."""
     library: Any = torch.library
@@ -320,5 +351,6 @@ def register() -> None:
     library.register_fake("heddle::attention_plain", _attention_plain_fake)
     library.register_fake("heddle::attention_options", _attention_options_fake)
     library.register_fake("heddle::attention_backward_plain", _attention_backward_plain_fake)
+    library.register_fake("heddle::attention_append", _append_fake)
     library.register_fake("heddle::norm_linear", _norm_linear_fake)
     library.register_fake("heddle::norm_linear_backward", _norm_linear_backward_fake)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from heddle import attention
+from heddle._append import attention_append
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._ops import quick
@@ -277,6 +278,23 @@ def _places(count: int, lengths: Tensor, rows: Tensor, table: Tensor | None, pag
 # All of these run before anything is written to the cache.
 
 
+def _check_places(count: int, lengths: Tensor, rows: Tensor, table: Tensor | None, cache: Tensor, room: int) -> None:
+    """Where they can be read; on a GPU what has no place is not written."""
+    if int(lengths.min()) < 0:
+        raise HeddleValueError(f"cache_seqlens has {int(lengths.min())}, but must not be negative")
+    if int(lengths.max()) + count > room:
+        raise HeddleValueError(f"the cache has {room} rows: too few for {int(lengths.max())} and {count} new ones")
+    part = _places(count, lengths, rows, table, cache.shape[1])[0]
+    if not part.numel():
+        return
+    least, most, parts = int(part.min()), int(part.max()), cache.shape[0]
+    if 0 <= least <= most < parts:
+        return
+    if table is not None:
+        raise HeddleValueError(f"block_table has no page for k and v: {least} to {most} of {parts}")
+    raise HeddleValueError(f"cache_batch_idx = {rows.tolist()} is not all from 0 to {parts - 1}")
+
+
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         _heads_first(name, tensor)
@@ -322,6 +340,17 @@ def _check_integers(name: str, value: Any, q: Tensor) -> None:
         raise HeddleValueError(f"{name} is on {value.device}, q on {q.device}")
 
 
+def _check_rotary(rotary_cos: Any, k: Tensor | None, room: int) -> None:
+    need_tensors(rotary_cos=rotary_cos)
+    if k is None:
+        raise HeddleValueError("rotary_cos is given without k and v, which it is for")
+    if rotary_cos.dim() != 2 or rotary_cos.shape[0] < room:
+        raise HeddleValueError(
+            f"rotary_cos has shape {list(rotary_cos.shape)}, but must have [positions, rotary / 2] with as many "
+            f"positions as the cache has rows, {room}"
+        )
+
+
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -355,7 +384,11 @@ def flash_attn_with_kvcache(
         block_table: int32 [b, n], the pages of each batch in order, as in heddle.attention.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as flash_attn_func.
         num_splits: a hint on speed for FlashAttention; the result does not depend on it here.
-        rotary_cos, rotary_sin, cache_leftpad: must be None; rotary_interleaved is without meaning then.
+        rotary_cos, rotary_sin: [positions, rotary / 2], float32 or as q, at least as many rows as the cache has: k is
+            rotated by its place as it is written, and q by its own: cache_seqlens[n] + i of query i with causal or a
+            window, else cache_seqlens[n].
+        rotary_interleaved: pairs are elements 2e and 2e + 1, else e and e + rotary/2, as in heddle.attention_append.
+        cache_leftpad: must be None.
 
     Returns:
         out [b, sq, h, dv], and with return_softmax_lse also the lse, float32 [b, h, sq]. No gradients.
@@ -366,13 +399,8 @@ def flash_attn_with_kvcache(
 
     Source: flash-attn 2, flash_attn_interface.py, whose meaning this keeps.
     """
-    for name, value in (
-        ("rotary_cos", rotary_cos),
-        ("rotary_sin", rotary_sin),
-        ("cache_leftpad", cache_leftpad),
-    ):
-        if value is not None:
-            raise NotImplementedError(f"{name} is not supported: it must be None")
+    if cache_leftpad is not None:
+        raise NotImplementedError("cache_leftpad is not supported: it must be None")
     if (k is None) != (v is None):
         raise HeddleValueError("k and v come together, but only one is given")
     _check_caches(q, k_cache, v_cache)
@@ -383,6 +411,10 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         _check_new("k", k, k_cache, b, k)
         _check_new("v", v, v_cache, b, k)
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise HeddleValueError("rotary_cos and rotary_sin come together, but only one is given")
+    if rotary_cos is not None:
+        _check_rotary(rotary_cos, k, room)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
         raise NotImplementedError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad()")
     if cache_batch_idx is None and block_table is None and k_cache.shape[0] != b:
@@ -407,21 +439,22 @@ def flash_attn_with_kvcache(
         rows = cache_batch_idx.to(torch.int64)
     if k is not None and v is not None:
         if lengths.device.type == "cpu" and b:
-            if int(lengths.min()) < 0:
-                raise HeddleValueError(f"cache_seqlens has {int(lengths.min())}, but must not be negative")
-            if int(lengths.max()) + k.shape[1] > room:
-                raise HeddleValueError(
-                    f"the cache has {room} rows: too few for {int(lengths.max())} and {k.shape[1]} new ones"
-                )
-        places = _places(k.shape[1], lengths, rows, block_table, page)
-        if lengths.device.type == "cpu" and places[0].numel():
-            least, most, count = int(places[0].min()), int(places[0].max()), k_cache.shape[0]
-            if block_table is not None and not 0 <= least <= most < count:
-                raise HeddleValueError(f"block_table has no page for k and v: {least} to {most} of {count}")
-            if not 0 <= least <= most < count:
-                raise HeddleValueError(f"cache_batch_idx = {rows.tolist()} is not all from 0 to {count - 1}")
-        k_cache[places], v_cache[places] = k.to(k_cache.dtype), v.to(v_cache.dtype)
-        lengths = lengths + k.shape[1]
+            _check_places(k.shape[1], lengths, rows, block_table, k_cache, room)
+        rotated, lengths = attention_append(
+            k_cache.transpose(1, 2),
+            v_cache.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            lengths.to(torch.int32).contiguous(),
+            q=None if rotary_cos is None else q.to(k_cache.dtype).transpose(1, 2),
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_cos is not None and rotary_interleaved,
+            rotary_together=rotary_cos is not None and not causal and _window(window_size) is None,
+            block_table=block_table,
+            cache_index=None if cache_batch_idx is None else cache_batch_idx.to(torch.int32).contiguous(),
+        )
+        q = q if rotated is None else rotated.transpose(1, 2)
     if cache_batch_idx is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
     out, lse = attention(

@@ -318,6 +318,30 @@ def call(operator: Callable[..., Any], *args: Any) -> Any:
         raise HeddleTypeError(f"{operator} does not take what it was given ({strange}): {error}") from error
 
 
+# --------------------------------------------------------------------------------------------------------- append
+
+
+def _register_append() -> None:
+    """It has no gradient, and its caches are not what they were."""
+    redispatch = ops.attention_append.default.redispatch
+    written = torch._C._after_ADInplaceOrView_keyset
+
+    def refuse(keyset: Any, *args: Any, **options: Any) -> Any:
+        given = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+            raise NotImplementedError("attention_append has no gradient: call it under torch.no_grad()")
+        return redispatch(keyset & _below_autograd, *args, **options)
+
+    def note(keyset: Any, *args: Any, **options: Any) -> Any:
+        torch.autograd.graph.increment_version(args[:2])
+        return redispatch(keyset & written, *args, **options)
+
+    _registrations.impl("attention_append", refuse, "Autograd", with_keyset=True)
+    _registrations.impl("attention_append", note, "ADInplaceOrView", with_keyset=True)
+
+
+_register_append()
+
 # ----------------------------------------------------------------------------------------------------- short ways
 
 
