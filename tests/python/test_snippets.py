@@ -35,6 +35,8 @@ def pages():
         "v_cache": v.transpose(1, 2).contiguous(),
         "table": torch.tensor([[5, 0, 3], [6, 2, 1]], dtype=torch.int32),
         "lengths": torch.tensor([37, 20], dtype=torch.int32),
+        "cos": torch.rand(48, 4),
+        "sin": torch.rand(48, 4),
     }
 
 
