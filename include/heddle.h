@@ -346,15 +346,14 @@ HEDDLE_API heddle_status heddle_attention_merge(const heddle_merge *desc, void *
  *
  *     k[n, x, j] = R(j) k_new[n, x, i]      v[n, x, j] = v_new[n, x, i]      q_out[n, x, i] = R(j) q[n, x, i]
  *
- * where R(j) turns each pair (y, z) of the first `rotary` elements of a row, for e = 0 to rotary/2 - 1, into
- * (y cos[j, e] - z sin[j, e], y sin[j, e] + z cos[j, e]), in float32, rounded once: elements e and e + rotary/2 are a pair, or with
- * interleaved = 1 elements 2e and 2e + 1. The others are copied. With together = 1 all queries of a sequence are at seqlens_k[n].
- *
- * With HEDDLE_VARLEN the new rows and the queries are packed as in heddle_attention, both by cu_seqlens, of which s is the limit.
- * With HEDDLE_PAGES k and v lie in pages as there. With caches > 0 they have so many sequences, and sequence n is cache_index[n].
- * cu_seqlens, seqlens_k, block_table and cache_index are read where the work is done; lengths are clamped to their limits (seqlens_k
- * to sk). A row is not written where it would lie behind sk, in a page that is none or in a sequence that the cache has not; a query
- * at a position that the tables have not becomes NaN. Two new rows must not go to one place (pages to write to are not shared).
+ * where R(j) makes of each pair (y, z) of a row's first `rotary` elements (y cos[j, e] - z sin[j, e], y sin[j, e] + z cos[j, e]) in
+ * float32, rounded once: of elements e and e + rotary/2, or with interleaved = 1 of 2e and 2e + 1, e = 0 to rotary/2 - 1. The others are
+ * copied. With together = 1 all queries of a sequence are at seqlens_k[n]. With HEDDLE_VARLEN new rows and queries are packed as in
+ * heddle_attention, both by cu_seqlens, and s is the limit of a sequence. With HEDDLE_PAGES k and v lie in pages as there. With
+ * caches > 0 they have so many sequences, of which n is cache_index[n]. cu_seqlens, seqlens_k, block_table and cache_index are read
+ * where the work is done, lengths clamped to their limits (seqlens_k to sk). A row is not written where it would lie behind sk, in a
+ * page that is none or in a sequence that the cache has not; of a query at a position that the tables have not, what is rotated becomes
+ * NaN. No two new rows may have one place: pages that are written to are not shared.
  * Source: Su et al., "RoFormer", 2021; pairs as in GPT-J (interleaved) and GPT-NeoX. */
 typedef struct heddle_append {
     size_t size; /* sizeof(heddle_append) */
@@ -362,12 +361,10 @@ typedef struct heddle_append {
     heddle_device device;
     heddle_dtype table_dtype; /* of cos and sin: float32, or dtype */
     uint8_t interleaved, together, reserved[2];
-    uint64_t features; /* HEDDLE_VARLEN, HEDDLE_PAGES */
-    int64_t b, h, hk;  /* h: 0 where no queries are rotated */
-    int64_t s, sq, sk, d,
-        dv; /* new rows, queries and rows of the cache, of each sequence (VARLEN: sq is 0); dv: 0 means d */
-    int64_t rotary,
-        positions; /* an even number of elements, up to d, 0: copied as they are; rows of cos and sin, at least sk */
+    uint64_t features;          /* HEDDLE_VARLEN, HEDDLE_PAGES */
+    int64_t b, h, hk;           /* h: 0 where no queries are rotated */
+    int64_t s, sq, sk, d, dv;   /* new rows, queries (0 with HEDDLE_VARLEN), rows of the cache; dv: 0 means d */
+    int64_t rotary, positions;  /* an even number up to d, 0: no rotation; rows of cos and sin, at least sk */
     int64_t total, caches;      /* HEDDLE_VARLEN: rows of k_new; 0: the cache has b sequences, in order */
     int64_t page, pages, table; /* HEDDLE_PAGES */
     int64_t table_stride;       /* elements from row to row of cos and sin; 0 means rotary / 2 */
@@ -377,12 +374,11 @@ typedef struct heddle_append {
 typedef struct heddle_append_data {
     size_t size;               /* sizeof(heddle_append_data) */
     const void *k_new, *v_new; /* dtype [b, hk, s, d] and [b, hk, s, dv] */
-    void *k, *v;   /* dtype [b, hk, sk, d] and [b, hk, sk, dv]: written where the new rows go, and nowhere else */
-    const void *q; /* dtype [b, h, sq, d]; with h */
-    void *q_out;   /* the same; may be q itself with q's strides */
-    const void *cos, *sin;                                 /* table_dtype [positions, rotary / 2]; with rotary */
-    const int32_t *seqlens_k;                              /* [b] */
-    const int32_t *cu_seqlens, *block_table, *cache_index; /* [b + 1], [b, table], [b]: with what they belong to */
+    void *k, *v;               /* dtype [b, hk, sk, d] and [b, hk, sk, dv] */
+    const void *q;             /* dtype [b, h, sq, d]; with h */
+    void *q_out;               /* the same; may be q itself with q's strides */
+    const void *cos, *sin;     /* table_dtype [positions, rotary / 2]; with rotary */
+    const int32_t *seqlens_k, *cu_seqlens, *block_table, *cache_index; /* [b], [b + 1], [b, table], [b] */
     int32_t *seqlens_out; /* [b]: how many rows each sequence has now; NULL if not wanted */
 } heddle_append_data;
 
