@@ -19,6 +19,7 @@ enum fault {
     NO_COPY,
     OVERRUN,
     WRONG_ADDRESS,
+    ODD_SOURCE,
     LONELY_LANE,
     TWO_PLACES,
     LONELY_WARP
@@ -29,6 +30,8 @@ template <fault FAULT> static __device__ void turn_round(const fault_params &p) 
     __shared__ float last;
     const int x = threadIdx.x, lane = x % 32;
     const float *from = p.from + blockIdx.x * THREADS;
+    if (FAULT == ODD_SOURCE && x == 0) /* which nobody reads */
+        cp_async4(shared_address(shared), (const char *)from + 2, 0);
     if (FAULT != NO_COPY || x != 0)
         cp_async4(shared_address(shared + x), from + x, 4);
     cp_async_commit();
@@ -57,7 +60,8 @@ template <fault FAULT> static __device__ void turn_round(const fault_params &p) 
 #define FAULTS                                                                                                         \
     F(NONE)                                                                                                            \
     F(NO_BARRIER)                                                                                                      \
-    F(NO_WAIT) F(SHORT_WAIT) F(NO_COPY) F(OVERRUN) F(WRONG_ADDRESS) F(LONELY_LANE) F(TWO_PLACES) F(LONELY_WARP)
+    F(NO_WAIT)                                                                                                         \
+    F(SHORT_WAIT) F(NO_COPY) F(OVERRUN) F(WRONG_ADDRESS) F(ODD_SOURCE) F(LONELY_LANE) F(TWO_PLACES) F(LONELY_WARP)
 #define F(name)                                                                                                        \
     extern "C" __global__ void __launch_bounds__(THREADS) name##_kernel(const __grid_constant__ fault_params p) {      \
         turn_round<name>(p);                                                                                           \

@@ -354,7 +354,7 @@ uint32_t emulator_address(const void *p) {
 }
 
 void emulator_copy(uint32_t to, const void *from, unsigned bytes, unsigned all) {
-    if (bytes > all || (bytes && (uintptr_t)from % all))
+    if (bytes > all || (uintptr_t)from % all) /* also where nothing is read */
         emulator_fail("a copy of %u bytes, of which %u are read at %p", all, bytes, from);
     memset(emulator_shared(to, all), UNSET, all);
     fibers[run.running].copies.push_back({to, from, bytes, all, fibers[run.running].committed});

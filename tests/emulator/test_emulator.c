@@ -108,7 +108,8 @@ static void test_wrong(void **state) {
 
 static void test_failed(void **state) {
     (void)state;
-    static const char *const names[] = {"OVERRUN", "WRONG_ADDRESS", "LONELY_LANE", "TWO_PLACES", "LONELY_WARP"};
+    static const char *const names[] = {"OVERRUN",     "WRONG_ADDRESS", "ODD_SOURCE",
+                                        "LONELY_LANE", "TWO_PLACES",    "LONELY_WARP"};
     for (int seed = 0; seed < SEEDS; seed++) {
         for (size_t x = 0; x < COUNT(names); x++)
             assert_int_equal(turn_round(names[x], seed), FAILED);

@@ -279,10 +279,10 @@ static void fill_blocks(const attention_problem *of, const attention_choice *c, 
     p->tiles_q = (int32_t)c->tiles_q;
     p->tiles_k = (int32_t)c->tiles_k;
     p->key_shares = (int32_t)c->key_shares;
-    p->vectors = (is_vector(a->dtype, data->q, a->q_stride, a->d) ? VECTOR_Q : 0) |
-                 (is_vector(a->dtype, data->k, a->k_stride, a->d) ? VECTOR_K : 0) |
+    const bool of_q = is_vector(a->dtype, data->q, a->q_stride, a->d); /* where no dO is, copies of nothing name Q */
+    p->vectors = (of_q ? VECTOR_Q : 0) | (is_vector(a->dtype, data->k, a->k_stride, a->d) ? VECTOR_K : 0) |
                  (is_vector(a->dtype, data->v, a->v_stride, a->dv) ? VECTOR_V : 0) |
-                 (is_vector(a->dtype, data->dout, a->do_stride, a->dv) ? VECTOR_DO : 0) |
+                 ((data->dout ? is_vector(a->dtype, data->dout, a->do_stride, a->dv) : of_q) ? VECTOR_DO : 0) |
                  (is_vector(adds ? HEDDLE_F32 : a->dtype, data->o, a->o_stride, a->dv) ? VECTOR_O : 0) |
                  (is_paired(a->dtype, data->bias, a->bias_stride) ? VECTOR_BIAS : 0);
     p->split_tiles_q = c->split_tiles_q;
