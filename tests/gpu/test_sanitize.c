@@ -99,10 +99,64 @@ static void test_scores(void **state) {
     }
 }
 
+/* What is made a boolean mask there: its map of tiles, and its bits and bytes, are kernels' of their own. */
+static void test_segments_and_blocks(void **state) {
+    (void)state;
+    static const int64_t dims[] = {64, 128, 256};
+    for (int x = 0; x < 12; x++) {
+        const int64_t d = dims[x % 3];
+        attention_case c = {.a = attention_desc(test_dtypes[x % 4 % TEST_DTYPES], 2, 2, 1, 200, 390, d, d),
+                            .seed = 1,
+                            .segments = 1 + x % 4,
+                            .block_density = 0.5};
+        c.a.mask = x % 2 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
+        c.a.features = x < 6 ? HEDDLE_SEGMENTS : HEDDLE_BLOCKS;
+        if (x >= 6) {
+            c.a.block_q = x % 2 ? 128 : 64;
+            c.a.block_k = x % 3 ? 64 : 128;
+            c.a.blocks_of_b = (uint8_t)(x & 1);
+            c.a.blocks_of_h = (uint8_t)(x >> 1 & 1);
+        }
+        if (x % 3 == 0) /* which read bytes */
+            c.a.features |= HEDDLE_WEIGHTS;
+        run_attention(&c);
+    }
+}
+
+/* dbias of a bias of [b, h, sq, sk], a sum over nothing: on Hopper in 16 bits backward writes it. */
+static void test_own_dbias(void **state) {
+    (void)state;
+    for (int x = 0; x < 6; x++) {
+        const int64_t d = x % 2 ? 128 : 64;
+        attention_case c = {.a = attention_desc(test_dtypes[x % TEST_DTYPES], 2, 2, 1, 200, 392, d, d), .seed = 1};
+        c.a.features = HEDDLE_BIAS | (x < 3 ? 0 : HEDDLE_DETERMINISTIC);
+        run_attention(&c);
+    }
+}
+
+/* Activations of two halves, which Hopper forms in its products where rows begin at multiples of 16 bytes; a wide tile; few rows. */
+static void test_halves(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{8, 64, 20}, {70, 96, 48}, {260, 72, 136}, {2040, 72, 576}};
+    for (int x = 0; x < 16; x++) {
+        const int64_t *s = sizes[x % 4];
+        norm_linear_case c = {
+            .a = norm_linear_desc(test_dtypes[x / 4 % TEST_DTYPES], (heddle_norm)(x % 3), s[0], s[1], s[2]),
+            .seed = (uint64_t)x / 4 + 1};
+        c.a.activation = (heddle_activation)(HEDDLE_GEGLU + x % 3);
+        c.a.features = HEDDLE_ACTIVATION | (x % 2 ? HEDDLE_RESIDUAL : 0);
+        norm_linear_problem p = norm_linear_new(&c);
+        norm_linear_run(&p, HEDDLE_FORWARD);
+        norm_linear_run(&p, HEDDLE_BACKWARD);
+        norm_linear_free(&p);
+    }
+}
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_wide_tiles),
-                                       cmocka_unit_test(test_attention), cmocka_unit_test(test_many_tiles),
-                                       cmocka_unit_test(test_scores)};
+                                       cmocka_unit_test(test_attention),   cmocka_unit_test(test_many_tiles),
+                                       cmocka_unit_test(test_scores),      cmocka_unit_test(test_segments_and_blocks),
+                                       cmocka_unit_test(test_own_dbias),   cmocka_unit_test(test_halves)};
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }
