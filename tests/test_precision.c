@@ -230,10 +230,13 @@ static void test_capped(void **state) {
 static void test_short_rows(void **state) {
     (void)state;
     const uint32_t of_gradients = UINT32_C(1) << T_DQ | UINT32_C(1) << T_DK | UINT32_C(1) << T_DV;
+    /* dsinks are two numbers a case, whose errors are apart by a factor of two: the average of 32 cases is to an eighth of itself, that of
+     * eight cases' dk to a twelfth, and each family of a GPU has others. An H200 has 1.15 and 1.13 of so few, 0.95 of 600 and 0.79 of 80. */
+    const int draws = test_device() == HEDDLE_CUDA ? 6 : 1;
     attention_case c = attention_case_of(1, 2, 0, 60, 300, 16, 0);
     bool right = bin_is_right("300 keys, d 16", c, 48);
     c.a.features = HEDDLE_SINKS;
-    right &= bin_is_right("300 keys, d 16, sinks", c, 32);
+    right &= bin_is_right("300 keys, d 16, sinks", c, 32 * draws);
     c.a.features = HEDDLE_ALIBI; /* most of the weight is behind the first block */
     right &= bin_of_is_right("300 keys, d 16, ALiBi", c, 96, of_gradients);
     c.a.features = HEDDLE_BOOL_MASK; /* and some rows have none */
@@ -256,7 +259,7 @@ static void test_short_rows(void **state) {
     c.seed = 9;
     right &= bin_is_right("260 queries, 3000 keys", c, 8);
     c.a.d = c.a.dv = 48;
-    right &= bin_of_is_right("260 queries, 3000 keys, d 48", c, 8, of_gradients);
+    right &= bin_of_is_right("260 queries, 3000 keys, d 48", c, 8 * draws, of_gradients);
     c.a.sq = 60;
     c.a.d = c.a.dv = 64;
     c.seed = seed;
