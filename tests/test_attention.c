@@ -225,6 +225,18 @@ static void test_varlen(void **state) {
         }
 }
 
+/* Queries are none at all, but a bias keeps the limit of their sequences, and gradients of keys are zero. */
+static void test_varlen_without_queries(void **state) {
+    (void)state;
+    static const int32_t cu_q[] = {0, 0, 0}, cu_k[] = {0, 7, 20};
+    attention_case c = attention_case_of(2, 2, 1, 65, 29, 64, 0);
+    c.a.features = HEDDLE_VARLEN | HEDDLE_BIAS;
+    c.a.total_k = 20;
+    c.cu_q = cu_q;
+    c.cu_k = cu_k;
+    check_attention_dtypes(c);
+}
+
 static void test_varlen_square_tensors(void **state) {
     (void)state;
     static const int32_t cu_q[] = {0, 5, 5, 38}, cu_k[] = {0, 7, 20, 47};
@@ -363,15 +375,25 @@ static void test_empty(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_sizes),         cmocka_unit_test(test_thousand),
-        cmocka_unit_test(test_head_dims),     cmocka_unit_test(test_few_queries),
-        cmocka_unit_test(test_many_keys),     cmocka_unit_test(test_decode),
-        cmocka_unit_test(test_many_chunks),   cmocka_unit_test(test_scale),
-        cmocka_unit_test(test_grouped_heads), cmocka_unit_test(test_layouts),
-        cmocka_unit_test(test_varlen),        cmocka_unit_test(test_varlen_square_tensors),
-        cmocka_unit_test(test_seqlens),       cmocka_unit_test(test_large_values),
-        cmocka_unit_test(test_tf32),          cmocka_unit_test(test_growing_maximum),
-        cmocka_unit_test(test_empty),         cmocka_unit_test(test_few_keys),
+        cmocka_unit_test(test_sizes),
+        cmocka_unit_test(test_thousand),
+        cmocka_unit_test(test_head_dims),
+        cmocka_unit_test(test_few_queries),
+        cmocka_unit_test(test_many_keys),
+        cmocka_unit_test(test_decode),
+        cmocka_unit_test(test_many_chunks),
+        cmocka_unit_test(test_scale),
+        cmocka_unit_test(test_grouped_heads),
+        cmocka_unit_test(test_layouts),
+        cmocka_unit_test(test_varlen),
+        cmocka_unit_test(test_varlen_without_queries),
+        cmocka_unit_test(test_varlen_square_tensors),
+        cmocka_unit_test(test_seqlens),
+        cmocka_unit_test(test_large_values),
+        cmocka_unit_test(test_tf32),
+        cmocka_unit_test(test_growing_maximum),
+        cmocka_unit_test(test_empty),
+        cmocka_unit_test(test_few_keys),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -72,6 +72,18 @@ static void test_packed_and_pages(void **state) {
     }
 }
 
+/* Lists keep the limit of a sequence's queries, of which there are none. */
+static void test_packed_without_queries(void **state) {
+    (void)state;
+    static const int32_t cu_q[] = {0, 0, 0}, cu_k[] = {0, 7, 20};
+    attention_case c = blocks_case(2, 1, 65, 29, 0, 3);
+    c.a.features |= HEDDLE_VARLEN;
+    c.a.total_k = 20;
+    c.cu_q = cu_q;
+    c.cu_k = cu_k;
+    check_attention_dtypes(c);
+}
+
 static void test_nothing(void **state) {
     (void)state;
     static const int64_t sizes[][3] = {{0, 5, 7}, {2, 0, 7}, {2, 5, 0}, {2, 0, 0}, {1, 1, 1}};
@@ -106,7 +118,7 @@ int main(void) {
         cmocka_unit_test(test_sizes_and_lists),  cmocka_unit_test(test_many_keys),
         cmocka_unit_test(test_few_queries),      cmocka_unit_test(test_with_options),
         cmocka_unit_test(test_packed_and_pages), cmocka_unit_test(test_nothing),
-        cmocka_unit_test(test_no_columns),
+        cmocka_unit_test(test_no_columns),       cmocka_unit_test(test_packed_without_queries),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -96,7 +96,7 @@ static void choose(const attention_problem *p, attention_choice *c) {
     }
     c->lse_rows = a->h * (a->features & HEDDLE_VARLEN ? a->total_q : a->b * a->sq);
     if (p->pass == HEDDLE_BACKWARD) { /* D, base and rest first: who stands in finds them there */
-        const size_t each = align64((size_t)c->lse_rows * sizeof(float));
+        const size_t each = align64((size_t)max64(1, c->lse_rows) * sizeof(float)); /* nothing else has offset 0 */
         c->base = each;
         c->rest = 2 * each;
         c->bytes = 3 * each;
