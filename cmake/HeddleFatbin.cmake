@@ -9,9 +9,18 @@
 # PTX of bfloat16 is PTX of float16, too: with f16 for bf16 in the names of instructions and kernels, and where that is not all with the
 # rest of the line behind "//f16 " for the line (IN_F16 of ptx.cuh). So where KEEP is set PTX is left lying for a twin.
 #
-# OUTPUT.from has the SHA-256 of all that it was made from, but for CUDA's own headers, of which VERSION tells. Where IMAGES has a module
-# that was made from just the same (another build, of this tree or a copy), it is taken.
+# OUTPUT.from has the SHA-256 of all that it was made from without its comments, but for CUDA's own headers, of which VERSION tells.
+# Where IMAGES has a module that was made from just the same (another build, of this tree or a copy), it is taken.
 cmake_policy(VERSION 3.20)
+
+# The SHA-256 of what nvcc sees of a file: its text without comments, indentation and empty lines.
+function(sum_of file result)
+    file(READ ${file} text)
+    string(REGEX REPLACE "/[*]([^*]|[*]+[^*/])*[*]+/" "" text "${text}")
+    string(REGEX REPLACE "[ \t]*\n[ \t\n]*" "\n" text "${text}")
+    string(SHA256 sum "${text}")
+    set(${result} ${sum} PARENT_SCOPE)
+endfunction()
 
 # OUTPUT.from's text for the tree at ROOT, with the files of which list has the names below ROOT; a twin's is its original's.
 function(origin result)
@@ -25,7 +34,7 @@ function(origin result)
     foreach(file IN LISTS ARGN)
         set(sum none)
         if(EXISTS ${ROOT}/${file})
-            file(SHA256 ${ROOT}/${file} sum)
+            sum_of(${ROOT}/${file} sum)
         endif()
         string(APPEND text "${file} ${sum}\n")
     endforeach()
