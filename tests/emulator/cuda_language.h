@@ -118,8 +118,7 @@ static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned order) 
     const uint64_t bytes = (uint64_t)high << 32 | low;
     unsigned r = 0;
     for (int x = 0; x < 4; x++) {
-        const unsigned byte = (unsigned)(bytes >> (order >> 4 * x & 7) * 8) & 0xff;
-        r |= (order >> 4 * x & 8 ? (byte & 0x80 ? 0xffu : 0) : byte) << 8 * x;
+        r |= ((unsigned)(bytes >> (order >> 4 * x & 7) * 8) & 0xff) << 8 * x;
     }
     return r;
 }
