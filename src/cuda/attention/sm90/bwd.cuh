@@ -192,22 +192,25 @@ template <typename T, int BLOCK> INLINE void prefetch_step(const attention_param
                          w.key0, OWN_ROWS, threadIdx.x % 32, 32);
 }
 
-/* What is to be said of a step. Any element may have a bias that masks it. */
-template <typename T, int BLOCK>
-INLINE key_options tell_step(const attention_params &p, const key_work &w, key_walk at, key_walk next) {
-    const bool bits = kind_of_queries<BLOCK>(p, w.c, w.tile, at.x, at.i0) != TILE_FULL;
-    const bool band = is_cut(w.s, at.i0), cut = bits || band || (p.a.features & HEDDLE_BIAS);
+/* What is to be said of a step, but whether it is the last. Any element may have a bias that masks it. */
+template <int BLOCK>
+INLINE int step_flags(const attention_params &p, const key_work &w, int x, int i0, tile_kind kind) {
+    const bool bits = kind != TILE_FULL;
+    const bool band = is_cut(w.s, i0), cut = bits || band || (p.a.features & HEDDLE_BIAS);
     bool dirty = true;
     if (p.a.features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK)) { /* light has had a look */
-        const int32_t *flags = p.dirty + (w.c.n * p.a.h + at.x) * ((p.a.sq + 63) / 64) + at.i0 / 64;
+        const int32_t *flags = p.dirty + (w.c.n * p.a.h + x) * ((p.a.sq + 63) / 64) + i0 / 64;
         const bool second =
-            at.i0 + 64 < p.a.sq ? flags[1] != 0 : (p.a.features & HEDDLE_VARLEN) != 0; /* a neighbour's rows */
+            i0 + 64 < p.a.sq ? flags[1] != 0 : (p.a.features & HEDDLE_VARLEN) != 0; /* a neighbour's rows */
         dirty = flags[0] || (BLOCK > 64 && second);
     }
-    return find_key_options(p, w.c, at.x,
-                            at.i0 | (bits ? STEP_BITS : 0) | (cut ? STEP_CUT : 0) | (dirty ? STEP_DIRTY : 0) |
-                                (band ? STEP_BAND : 0) | (next.x >= (w.y + 1) * p.group ? STEP_LAST : 0),
-                            sizeof(T));
+    return i0 | (bits ? STEP_BITS : 0) | (cut ? STEP_CUT : 0) | (dirty ? STEP_DIRTY : 0) | (band ? STEP_BAND : 0);
+}
+
+template <typename T, int BLOCK>
+INLINE key_options tell_step(const attention_params &p, const key_work &w, key_walk at, key_walk next) {
+    const int step = step_flags<BLOCK>(p, w, at.x, at.i0, kind_of_queries<BLOCK>(p, w.c, w.tile, at.x, at.i0));
+    return find_key_options(p, w.c, at.x, step | (next.x >= (w.y + 1) * p.group ? STEP_LAST : 0), sizeof(T));
 }
 
 /* Has one of the rows a second part of its log-sum-exp? The same for all warps. */

@@ -38,6 +38,84 @@ INLINE void fetch_stage(const attention_params_sm90 &all, const key_work &w, int
     advance<STAGES>(r);
 }
 
+/* With a boolean mask a lane of the warp has a step: of 32 in a row of head x those that are left of what somebody sees, a bit each, and what
+ * is to be said of this lane's. */
+struct key_window {
+    int x, i0;     /* head; the first query of lane 0's */
+    uint32_t seen; /* 0: none are left in any head */
+    int step;      /* as tell_step has it, without STEP_LAST */
+};
+
+/* The window of `at`, whatever it shows. */
+template <int BLOCK> INLINE key_window open_window(const attention_params &p, const key_work &w, int x, int i0) {
+    const int at = i0 + (int)threadIdx.x % 32 * BLOCK;
+    const bool there = at < w.s.end;
+    const tile_kind kind = there ? kind_of_queries<BLOCK>(p, w.c, w.tile, x, at) : TILE_EMPTY;
+    const int step = there ? step_flags<BLOCK>(p, w, x, at, kind) : 0;
+    return {x, i0, __ballot_sync(ALL_LANES, kind != TILE_EMPTY), step};
+}
+
+/* From this one on, which has nothing left, the first that has. */
+template <int BLOCK> INLINE key_window next_window(const attention_params &p, const key_work &w, key_window at) {
+    while (!at.seen) {
+        at.i0 += 32 * BLOCK;
+        if (at.i0 >= w.s.end) {
+            at.i0 = w.s.begin;
+            if (++at.x >= (w.y + 1) * p.group)
+                break;
+        }
+        at = open_window<BLOCK>(p, w, at.x, at.i0);
+    }
+    return at;
+}
+
+/* The first of a tile of keys; where nothing is seen, a step says so. */
+template <int BLOCK> INLINE key_window first_window(const attention_params &p, const key_work &w) {
+    const key_window none = {w.y * p.group - 1, w.s.end, 0, 0};
+    key_window at = next_window<BLOCK>(p, w, none);
+    if (!at.seen) {
+        at = open_window<BLOCK>(p, w, w.y * p.group, w.s.begin);
+        at.seen = 1;
+    }
+    return at;
+}
+
+template <int BLOCK> INLINE key_walk place_in(const key_window &at) {
+    return {at.x, at.i0 + (__ffs((int)at.seen) - 1) * BLOCK};
+}
+
+/* The steps of a tile of keys that a boolean mask leaves: told, and sent for. */
+template <typename T, int D, int BLOCK, int FULL, typename places>
+INLINE void fetch_seen(const attention_params_sm90 &all, const key_work &w, uint32_t smem, int n, key_options *steps,
+                       unsigned *count, ring *r) {
+    const attention_params &p = all.p;
+    const int lane = threadIdx.x % 32;
+    key_window window = first_window<BLOCK>(p, w);
+#pragma unroll 1
+    while (window.seen) {
+        const key_walk at = place_in<BLOCK>(window);
+        int step = __shfl_sync(ALL_LANES, window.step, __ffs((int)window.seen) - 1);
+        window.seen &= window.seen - 1;
+        if (!window.seen)
+            window = next_window<BLOCK>(p, w, window);
+        if (!window.seen)
+            step |= STEP_LAST;
+        const bool boxes = places::has_boxes && (p.vectors & VECTOR_BIAS_BOXES);
+        if (lane == 0) /* nobody has use any more for what was told KEY_STEPS before, as the places are fewer */
+            steps[*count % KEY_STEPS] = find_key_options<FULL>(p, w.c, at.x, step, sizeof(T));
+        if (!boxes && (FULL & WITH_BIAS)) {
+            mbarrier_wait(places::empty(smem, *r), r->turn ^ 1);
+            prefetch_step<T, BLOCK>(p, w, at);
+        }
+        places::step(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), smem, n, r);
+        if (boxes && lane == 0) {
+            const key_walk none = {(w.y + 1) * p.group, 0};
+            places::boxes(all, w, at, window.seen ? place_in<BLOCK>(window) : none, smem, *count);
+        }
+        ++*count;
+    }
+}
+
 /* All that the others work on. `places` is a type that knows the kernel's shared memory: how many tensors of keys lie there (own: K, or K and V)
  * and how many keys a block has (rows),
  * whether a bias comes in boxes (has_boxes), which barrier says that the next step's first tile has a place (empty), and how Q, dO and the
@@ -64,7 +142,9 @@ INLINE void fetch_keys(const attention_params_sm90 &all, const crew &crew, char 
                 load_boxes<D, places::rows>(smem + layout::own_bytes, &all.v, smem + layout::own_full, row, w.y, n);
         }
         own_turn ^= 1;
-        if (FULL)
+        if (FULL & WITH_MASK)
+            fetch_seen<T, D, BLOCK, FULL, places>(all, w, smem, n, steps, &count, &r);
+        else if (FULL)
             for (key_walk at = first_seen<BLOCK>(p, w), next; at.x < (w.y + 1) * p.group; at = next, count++) {
                 next = step_after<BLOCK>(p, w, at);
                 const bool boxes = places::has_boxes && (p.vectors & VECTOR_BIAS_BOXES);

@@ -226,10 +226,19 @@ INLINE group_work find_group_work(const attention_params &p, const forward_span 
     return {first, skips, !idle && last < first + BLOCK / 2, idle};
 }
 
-/* Of the tiles of keys from j0 down, the first that somebody sees a key of; under w.begin: there is none. */
+/* Of the tiles of keys from j0 down, the first that somebody sees a key of; under w.begin: there is none. A word tells of eight tiles; the map
+ * begins and ends with whole ones. */
 template <int BLOCK> INLINE int next_seen(const uint8_t *kinds, const forward_span &w, int j0) {
-    while (kinds && j0 >= w.begin && kinds[j0 / BLOCK] == TILE_EMPTY)
-        j0 -= BLOCK;
+    static_assert(TILE_EMPTY == 0, "a word of them is 0");
+    while (kinds && j0 >= w.begin) {
+        const uint8_t *const at = kinds + j0 / BLOCK;
+        const int before = (int)((size_t)at % 8);
+        const uint64_t word = *(const uint64_t *)(at - before) << (7 - before) * 8; /* that of `at` comes last in it */
+        const uint32_t high = (uint32_t)(word >> 32);
+        if (word)
+            return j0 - (high ? __clz((int)high) : 32 + __clz((int)word)) / 8 * BLOCK;
+        j0 -= (before + 1) * BLOCK;
+    }
     return j0;
 }
 

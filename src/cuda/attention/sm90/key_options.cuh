@@ -17,13 +17,15 @@ struct key_options {
 #define KEY_STEPS 8 /* of them that are remembered */
 static_assert(KEY_STEPS * sizeof(key_options) + sizeof(dropout_state) == SM90_BACKWARD_OPTIONS, "as the plan counts");
 
+template <int WITH = WITH_ALL>
 INLINE key_options find_key_options(const attention_params &p, const place &c, int x, int step, int element) {
-    key_options r = {step, x, NULL, NULL, 0.0f, c.off, c.sq, c.sk, dropout_head(p, c.n, x)};
-    if (p.a.features & HEDDLE_BIAS)
+    constexpr bool ALONE = WITH == WITH_MASK;
+    key_options r = {step, x, NULL, NULL, 0.0f, c.off, c.sq, c.sk, ALONE ? 0 : dropout_head(p, c.n, x)};
+    if (!ALONE && (p.a.features & HEDDLE_BIAS))
         r.bias = (const char *)p.t.bias + row_at(p.a.bias_stride, c.n, x, 0) * element;
     if (p.seen_of_keys.kinds)
         r.bits = find_bits(p.seen_of_keys, c.n, x);
-    if (p.a.features & HEDDLE_ALIBI)
+    if (!ALONE && (p.a.features & HEDDLE_ALIBI))
         r.slope = ((const float *)p.t.alibi_slopes)[c.n * p.a.alibi_stride_b + x];
     return r;
 }
