@@ -17,7 +17,15 @@ struct state {
     const key_options *steps, *now; /* full: of all, and of the one whose weights are made */
     int x;                          /* full: the head of `sum` */
     mutable bool low;               /* a bias alone: it masks an element of this warp's part of the step */
+    mutable bool late;              /* a mask alone: what it hides of the step is left to the operands, */
+    mutable uint32_t shown[2][4];   /* by these bits of this lane's two keys */
 };
+
+/* Can what the mask hides of a step wait until P and dS are operands? There it costs an instruction an element and a half, and nobody waits for
+ * the bits. Where a band cuts as well, or something is not finite, it is known by the sign of P. */
+template <int WITH> INLINE bool hides_late(const state &k) {
+    return WITH == WITH_MASK && !k.any_bad && (k.now->step & (STEP_BITS | STEP_BAND | STEP_DIRTY)) == STEP_BITS;
+}
 
 /* A piece of dQ to its sum. */
 INLINE void add_piece(float *to, float (*dq)[4]) {
@@ -122,7 +130,13 @@ INLINE void weigh(const attention_params &p, const span &w, const state &k, unsi
     }
     if (boxes)
         hide_boxes<T, BLOCK, layout>(p, k, count, low, s);
-    if (layout::is_full)
+    if (WITH == WITH_MASK) {
+        k.late = hides_late<WITH>(k);
+#pragma unroll
+        for (int x = 0; x < 2 * (BLOCK / 32); x++)
+            k.shown[x / (BLOCK / 32)][x % (BLOCK / 32)] = read.bits[x / (BLOCK / 32)][x % (BLOCK / 32)];
+    }
+    if (layout::is_full && !(WITH == WITH_MASK && k.late))
         hide_keys<T, BLOCK, WITH>(p, *k.now, k.row0, low && !boxes, read, s);
     if (!k.any_bad)
         return;
@@ -165,13 +179,30 @@ INLINE void apply_weights(const attention_params &p, const state &k, bool masked
         drop_elements<BLOCK, 2>(kept, 1.0f, s + 2 * x, 2 * x);
 }
 
-template <typename T, bool GIVES>
+/* Operands of 16 queries, the x-th of a step: 0 where the bits say that a key is not seen. */
+INLINE void hide_operands(const uint32_t (*shown)[4], int x, uint32_t *ps, uint32_t *ds) {
+    const int column = fragment_column();
+#pragma unroll
+    for (int z = 0; z < 4; z++) {
+        const uint32_t word = shown[z % 2][x / 2];
+        const int byte =
+            x % 2 * 2 + z / 2; /* of the word: this lane's bits come first in it, then in a word one less to the left */
+        const uint32_t order = (8 + byte) * 0x0011u | (12 + byte) * 0x1100u; /* the sign of a byte, twice */
+        const uint32_t seen = spread_signs(word << (7 - column), word << (6 - column), order);
+        ps[z] &= seen;
+        ds[z] &= seen;
+    }
+}
+
+template <typename T, bool GIVES, bool LATE = false>
 INLINE void put_operands(const state &k, uint32_t to, int x, const float (*s)[4], const float (*dp)[4],
                          uint32_t (*ps)[4], uint32_t (*ds)[4]) {
     const int lane = threadIdx.x % 32, warp = (int)threadIdx.x % WARPGROUP / 32;
     const int key = k.group * 64 + warp * 16 + lane % 16, query = x % 4 * 16 + lane / 16 * 8 + lane % 8;
     pack_fragments<T, 16>(ps + x, s + 2 * x);
     pack_fragments<T, 16>(ds + x, dp + 2 * x);
+    if (LATE)
+        hide_operands(k.shown, x, ps[x], ds[x]);
     if (GIVES)
         stmatrix4_trans(to + x / 4 * OWN_ROWS * 128 + k.group * SM90_BIAS_BOX + query * 128 +
                             (((warp * 2 + lane / 8 % 2) ^ (query & 7)) << 4),
@@ -180,14 +211,14 @@ INLINE void put_operands(const state &k, uint32_t to, int x, const float (*s)[4]
         stmatrix4(to + key * 128 + x / 4 * OWN_ROWS * 128 + (((x % 4 * 2 + lane / 16) ^ (key & 7)) << 4), ds[x]);
 }
 
-template <typename T, int BLOCK, int FULL>
+template <typename T, int BLOCK, int FULL, bool LATE = false>
 INLINE void make_fragments(const attention_params &p, const state &k, bool masked, uint32_t to, const float *row,
                            const kept_bits<BLOCK> &kept, const char *ahead, float (*s)[4], float (*dp)[4],
                            uint32_t (*ps)[4], uint32_t (*ds)[4]) {
 #pragma unroll
     for (int x = 0; x < BLOCK / 16; x++) {
         apply_weights<T, BLOCK, FULL>(p, k, masked, x, row, kept, ahead, s, dp);
-        put_operands<T, (FULL & WITH_DBIAS) != 0>(k, to, x, s, dp, ps, ds);
+        put_operands<T, (FULL & WITH_DBIAS) != 0, LATE>(k, to, x, s, dp, ps, ds);
     }
 }
 
@@ -208,6 +239,8 @@ INLINE void make_operands(const attention_params &p, state *k, bool masked, cons
         mbarrier_wait(k->smem + layout::kept_full + slot * 8, k->turn / KEPT_SLOTS % 2);
     if (has_all<layout::with>()) /* so much code that it is there once */
         make_fragments<T, BLOCK, layout::with>(p, *k, masked, to, row, kept, ahead, s, dp, ps, ds);
+    else if (layout::with == WITH_MASK && k->late)
+        make_fragments<T, BLOCK, layout::with, true>(p, *k, false, to, row, kept, ahead, s, dp, ps, ds);
     else if (masked)
         make_fragments<T, BLOCK, layout::with>(p, *k, true, to, row, kept, ahead, s, dp, ps, ds);
     else
