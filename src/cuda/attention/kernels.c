@@ -78,6 +78,8 @@ static int shared_bytes_sm80(const kernel_row *k) {
         return sm80_dbias_bytes(element, k->dim, k->own, k->block);
     if (k->pass == PASS_weights)
         return sm80_weights_bytes(element, k->dim, k->own, k->block);
+    if (k->pass == PASS_fwd && (k->variant == VARIANT_rich || k->variant == VARIANT_biased))
+        return sm80_rich_bytes(k->dim, k->own, k->block, sm80_rich_places(k->dim), k->variant == VARIANT_biased);
     if (k->pass == PASS_fwd && element == 2 && k->variant != VARIANT_full)
         return sm80_lean_bytes(k->dim, k->own, k->block, k->variant == VARIANT_lean ? 2 : 1);
     return k->pass == PASS_fwd ? sm80_forward_bytes(element, k->dim, k->own, k->block)

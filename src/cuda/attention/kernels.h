@@ -41,6 +41,7 @@ typedef enum kernel_variant {
     VARIANT_adding,
     VARIANT_paged,
     VARIANT_least,
+    VARIANT_rich,
     VARIANTS
 } kernel_variant;
 

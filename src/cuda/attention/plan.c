@@ -222,13 +222,18 @@ static double power_below(double x) {
     return ldexp(1, exponent - 1);
 }
 
-/* The factor of scores that Hopper's forward leaves to the exponential, where nothing is added to them; 0: none. */
+/* Does this kernel take scores in units of the exponential's factor? What is put together of shares of keys is in natural ones. */
+static bool scales_late(const attention_choice *c) {
+    const kernel_row *k = &heddle__cuda_attention_kernels[c->fwd];
+    return k->family == FAMILY_sm90 || (k->variant == VARIANT_rich && c->key_shares == 1);
+}
+
+/* The factor of scores that a forward leaves to the exponential, where nothing is added to them; 0: none. */
 static double late_factor(const attention_problem *of, const attention_choice *c) {
     const heddle_attention *a = of->a;
     const double factor = a->softcap > 0 ? a->softcap : a->scale;
     const bool late = of->rich && of->pass == HEDDLE_FORWARD && c->fwd >= 0 && a->dtype != HEDDLE_F32 &&
-                      heddle__cuda_attention_kernels[c->fwd].family == FAMILY_sm90 &&
-                      !(a->features & (HEDDLE_ALIBI | HEDDLE_BIAS));
+                      scales_late(c) && !(a->features & (HEDDLE_ALIBI | HEDDLE_BIAS));
     return late && factor > 0 ? factor : 0;
 }
 

@@ -43,6 +43,15 @@ CONTRACT int sm80_lean_bytes(int dim, int own, int block, int places) {
     return own * sm80_pitch(2, dim) + 2 * places * block * sm80_lean_pitch(dim);
 }
 
+/* The same with options: places for a step of K, and of V; biased: and of 16 bits for each score of a step. */
+CONTRACT int sm80_rich_places(int dim) {
+    return dim > 64 ? 1 : 2;
+}
+
+CONTRACT int sm80_rich_bytes(int dim, int own, int block, int places, int biased) {
+    return sm80_lean_bytes(dim, own, block, places) + (biased ? own * block * 2 : 0);
+}
+
 /* Backward: do a step's numbers lie behind its rows? That is slower, and tiles of longer rows fill 99 KiB. */
 CONTRACT int sm80_numbers_within(int element, int dim) {
     return element * dim > 256;

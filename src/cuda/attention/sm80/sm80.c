@@ -43,6 +43,18 @@ static int find(const attention_problem *p, kernel_pass pass) {
     return lean >= 0 ? lean : heddle__cuda_find_attention(p, pass, VARIANT_full, FAMILY_sm80);
 }
 
+/* The forward of 16 bits with options; -1: none fits, or it is for the full one. That has keys in pages, rows of several heads in a tile, and
+ * masks without a map. */
+static int find_rich(const attention_problem *p) {
+    const heddle_attention *a = p->a;
+    const int x = p->rich && a->dtype != HEDDLE_F32 && !(a->features & HEDDLE_PAGES)
+                      ? heddle__cuda_find_attention(
+                            p, PASS_fwd, a->features & HEDDLE_BIAS ? VARIANT_biased : VARIANT_rich, FAMILY_sm80)
+                      : -1;
+    const bool joins = x >= 0 && a->h > a->hk && a->sq * 2 <= heddle__cuda_attention_kernels[x].own;
+    return joins || ((a->features & HEDDLE_BOOL_MASK) && !heddle__cuda_map_pays(p)) ? -1 : x;
+}
+
 /* From so many queries of a sequence on, wider steps are worth it where two such blocks fit into a multiprocessor (at head dims up to 64). */
 #define LONG_QUERIES 2048
 
@@ -85,6 +97,8 @@ static bool takes(const attention_problem *p, attention_choice *c) {
         if (a->h / a->hk * a->sq <= 16)
             c->fwd = heddle__cuda_find_attention(
                 p, PASS_fwd, a->features & HEDDLE_PAGES ? VARIANT_paged : VARIANT_decode, FAMILY_sm80);
+        if (c->fwd < 0)
+            c->fwd = find_rich(p);
         if (c->fwd < 0 && (a->dtype != HEDDLE_F32 || !(a->features & HEDDLE_PAGES)))
             c->fwd = find(p, PASS_fwd);
         return c->fwd >= 0;
@@ -159,7 +173,8 @@ static void lay_out_forward(const attention_problem *p, attention_choice *c) {
         c->part_lse = c->part_o + align64((size_t)(c->key_shares * c->lse_rows * a->dv) * sizeof(float));
         c->bytes = c->part_lse + align64(2 * (size_t)(c->key_shares * c->lse_rows) * sizeof(float));
     }
-    if (k->variant == VARIANT_full && c->pack == 1 && heddle__cuda_map_pays(p)) /* a tile has rows of one head */
+    const bool reads_map = k->variant == VARIANT_full || k->variant == VARIANT_rich || k->variant == VARIANT_biased;
+    if (reads_map && c->pack == 1 && heddle__cuda_map_pays(p)) /* a tile has rows of one head */
         heddle__cuda_place_map(p, MASK_TILE, MASK_TILE, false, c);
 }
 
