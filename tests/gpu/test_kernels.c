@@ -468,35 +468,69 @@ static void options_on_hopper(void) {
     MUST(fake_launches("heddle_attention_fwd_f16_d128_biased_sm90") == 1);
 }
 
-/* Who writes dbias: the kernel that makes dk, where it is a sum over nothing whose rows are whole pieces of 16 bytes; else one of its own. */
+/* Gradients of a bias, and whether each is a sum over nothing whose rows are whole pieces of 16 bytes. */
+static const struct {
+    int64_t b;
+    heddle_strides stride;
+    bool given;
+} dbias_rows[] = {{2, {0, 0, 0}, true},
+                  {1, {0, 1024 * 1024, 1024}, true},
+                  {2, {0, 1024 * 1024, 1024}, false},
+                  {2, {1024 * 1024, 0, 1024}, false},
+                  {2, {16 * 1024, 1024, 0}, false},
+                  {2, {16 * 1024 * 1028, 1024 * 1028, 1028}, false},
+                  {2, {16 * 1024 * 1032, 1024 * 1032, 1032}, true}};
+
+static heddle_attention with_dbias(size_t row) {
+    const int64_t s = 1024;
+    heddle_attention a = attention_desc(HEDDLE_BF16, dbias_rows[row].b, 16, 4, s, s, 64, 0);
+    a.features = HEDDLE_BIAS;
+    a.bias_stride = (heddle_strides){0, s * s, s};
+    a.dbias_stride = dbias_rows[row].stride;
+    return a;
+}
+
+/* Who writes dbias: the kernel that makes dk, where it can; else one of its own. */
 static void dbias_on_hopper(void) {
     set("FAKE_CC", "90");
     set("FAKE_SHARED", "232448");
     set("FAKE_MULTIPROCESSORS", "132");
-    const int64_t s = 1024, all = s * s;
-    static const struct {
-        int64_t b;
-        heddle_strides stride;
-        bool given;
-    } rows[] = {{2, {0, 0, 0}, true},
-                {1, {0, 1024 * 1024, 1024}, true},
-                {2, {0, 1024 * 1024, 1024}, false},
-                {2, {1024 * 1024, 0, 1024}, false},
-                {2, {16 * 1024, 1024, 0}, false},
-                {2, {16 * 1024 * 1028, 1024 * 1028, 1028}, false},
-                {2, {16 * 1024 * 1032, 1024 * 1032, 1032}, true}};
     int given = 0, own = 0;
-    for (size_t x = 0; x < COUNT(rows); x++) {
-        heddle_attention a = attention_desc(HEDDLE_BF16, rows[x].b, 16, 4, s, s, 64, 0);
-        a.features = HEDDLE_BIAS;
-        a.bias_stride = (heddle_strides){0, all, s};
-        a.dbias_stride = rows[x].stride;
-        MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
-        given += rows[x].given, own += !rows[x].given;
+    for (size_t x = 0; x < COUNT(dbias_rows); x++) {
+        MUST(run_attention(with_dbias(x), HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
+        given += dbias_rows[x].given, own += !dbias_rows[x].given;
         MUST(fake_launches("heddle_attention_bwd_bf16_d64_dbiased_sm90") == given);
         MUST(fake_launches("heddle_attention_bwd_bf16_d64_biased_sm90") == own);
         MUST(fake_launches("heddle_attention_dbias_bf16_d64_full_sm90") == own);
     }
+}
+
+/* The same on older GPUs, where one kernel has every option; a softcap bends dS, and who wants the same bits has other kernels. */
+static void dbias_on_ampere(void) {
+    set("FAKE_CC", "80");
+    set("FAKE_SHARED", "166912");
+    set("FAKE_MULTIPROCESSORS", "108");
+    int own = 0;
+    for (size_t x = 0; x < COUNT(dbias_rows); x++) {
+        MUST(run_attention(with_dbias(x), HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
+        own += !dbias_rows[x].given;
+        MUST(fake_launches("heddle_attention_bwd_bf16_d64_full_sm80") == (int)x + 1);
+        MUST(fake_launches("heddle_attention_dbias_bf16_d64_full_sm80") == own);
+    }
+    const int all = (int)COUNT(dbias_rows);
+    heddle_attention a = with_dbias(0);
+    a.softcap = 256;
+    MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_bwd_bf16_d64_full_sm80") == all + 1);
+    MUST(fake_launches("heddle_attention_dbias_bf16_d64_full_sm80") == own + 1);
+    a.softcap = 257;
+    MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_dkdv_bf16_d64_full_sm80") == 1);
+    a.softcap = 0;
+    a.features |= HEDDLE_DETERMINISTIC;
+    MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
+    MUST(fake_launches("heddle_attention_dkdv_bf16_d64_full_sm80") == 2);
+    MUST(fake_launches("heddle_attention_bwd_bf16_d64_full_sm80") == all + 1);
 }
 
 /* --------------------------------------------------------------------------------------------------------- tests */
@@ -520,6 +554,7 @@ SCENARIO(head_dims_on_hopper)
 SCENARIO(parts)
 SCENARIO(options_on_hopper)
 SCENARIO(dbias_on_hopper)
+SCENARIO(dbias_on_ampere)
 
 enum { KERNELS = CUDA_KERNELS };
 
@@ -592,6 +627,7 @@ int main(void) {
         cmocka_unit_test(test_parts),
         cmocka_unit_test(test_options_on_hopper),
         cmocka_unit_test(test_dbias_on_hopper),
+        cmocka_unit_test(test_dbias_on_ampere),
         cmocka_unit_test(test_no_kernel_is_dead),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -42,6 +42,8 @@ typedef enum kernel_variant {
     VARIANT_paged,
     VARIANT_least,
     VARIANT_rich,
+    VARIANT_slim,
+    VARIANT_slight,
     VARIANTS
 } kernel_variant;
 

@@ -7,168 +7,11 @@
  *   light    before all that: zeros for that sum, D and the log-sum-exp of most rows (prep.cuh).
  *   gather   after it: that sum -> dq.
  *
+ * FULL: with every option of scores (fused_options.cuh).
+ *
  * dS goes through shared memory, where every warp of the block reads it: into one of two places, so that dQ of a step is made beside
  * the scores of the next, and one barrier a step is enough. */
-#include "cuda/attention/sm80/bwd.cuh"
-
-/* -------------------------------------------------------------------------------------------------- the layout
- * Each warp has 32 keys; `share` warps side by side have the same ones, and each of them forms the scores of some of a step's
- * queries and sums up some of the columns of dK and dV. */
-
-template <typename T, int D, int WARPS, int OWN, int BLOCK> struct fused_shared {
-    static constexpr int threads = WARPS * 32, share = sm80_fused_share(WARPS, OWN), groups = OWN / 32;
-    static constexpr int turns = share == 1 ? BLOCK / 32 : 1;  /* in which a warp forms its scores */
-    static constexpr int columns = BLOCK / share / turns;      /* queries of a turn */
-    static constexpr int width = D / share;                    /* columns of dK and dV */
-    static constexpr int pitch = sm80_pitch(sizeof(T), BLOCK); /* from key to key of P and dS */
-    static constexpr int second = OWN * tile<T, D>::pitch;     /* K, V */
-    static constexpr int stages = 2 * second;
-    static constexpr int stage_bytes = 2 * BLOCK * tile<T, D>::pitch;
-    static constexpr int ds = stages + 2 * stage_bytes, ds_bytes = OWN * pitch;
-    static constexpr int ps = ds + 2 * ds_bytes;
-    static constexpr int numbers = ps + (share > 1 ? ds_bytes : 0); /* per stage: base, rest, D, bad */
-    static constexpr int numbers_bytes = 4 * BLOCK * 4, apart = 1, number_step = BLOCK;
-    static constexpr int marks = ds + BLOCK * (int)sizeof(T),
-                         mark_step = pitch / 4; /* of keys, beside dS: not finite */
-    static_assert(numbers + 2 * 4 * BLOCK * 4 == sm80_fused_bytes(sizeof(T), D, WARPS, OWN, BLOCK),
-                  "as the plan counts");
-    /* dQ of a step: a warp has 32 queries, and these columns */
-    static constexpr int beside = WARPS / (BLOCK / 32), sum_width = D / beside;
-    static __device__ __forceinline__ int part(void) {
-        return share > 1 ? (int)threadIdx.x / 32 % share : 0;
-    }
-    static __device__ __forceinline__ int group(void) {
-        return (int)threadIdx.x / 32 / share;
-    }
-};
-
-/* ------------------------------------------------------------------------------------------------------ products */
-
-/* c += A·B: 32 rows of A, 16 of B with D elements, from the lane's address on. */
-template <typename T, int D, int COLUMNS>
-INLINE void multiply_rows(float (*c)[COLUMNS / 8][4], const a_fragment<T> fa[2], uint32_t b) {
-#pragma unroll
-    for (int y = 0; y < COLUMNS / 16; y++) {
-        b_fragment<T> fb[2];
-        load_b_columns<T, D>(fb, b + y * 32);
-#pragma unroll
-        for (int x = 0; x < 2; x++) {
-            multiply(c[x][2 * y], fa[x], fb[0]);
-            multiply(c[x][2 * y + 1], fa[x], fb[1]);
-        }
-    }
-}
-
-/* The same of 16·STEPS rows of B, A from pairs as pack_pairs makes them. */
-template <typename T, int D, int STEPS, int COLUMNS>
-INLINE void multiply_pairs(float (*c)[COLUMNS / 8][4], const uint32_t (*a)[2 * STEPS][2], uint32_t b) {
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-        a_fragment<T> fa[2];
-#pragma unroll
-        for (int x = 0; x < 2; x++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                fa[x].r[e] = a[x][2 * s + e / 2][e % 2];
-        multiply_rows<T, D, COLUMNS>(c, fa, b + s * 16 * tile<T, D>::pitch);
-    }
-}
-
-/* The same, A from shared memory: 32 rows of PITCH bytes; TURNED: 32 columns. From the lane's address on. */
-template <bool TURNED> INLINE uint32_t operand_lane(int lane, int pitch) {
-    return TURNED ? ((lane & 7) + (lane >> 4 & 1) * 8) * pitch + (lane >> 3 & 1) * 16
-                  : (lane & 15) * pitch + (lane >> 4) * 16;
-}
-template <typename T, int D, int STEPS, int COLUMNS, int PITCH, bool TURNED>
-INLINE void multiply_shared(float (*c)[COLUMNS / 8][4], uint32_t a, uint32_t b) {
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-        a_fragment<T> fa[2];
-#pragma unroll
-        for (int x = 0; x < 2; x++)
-            if (TURNED)
-                ldmatrix4_trans(fa[x].r, a + s * 16 * PITCH + x * 32);
-            else
-                ldmatrix4(fa[x].r, a + x * 16 * PITCH + s * 32);
-        multiply_rows<T, D, COLUMNS>(c, fa, b + s * 16 * tile<T, D>::pitch);
-    }
-}
-
-/* ------------------------------------------------------------------------------------------- weights and gradients */
-
-/* Has one of a step's rows a second part of its log-sum-exp? The same for all warps. */
-template <int BLOCK> INLINE bool has_rest(const float *numbers) {
-    bool any = false;
-#pragma unroll
-    for (int z = 0; z < BLOCK; z += 32)
-        any |= numbers[BLOCK + z + threadIdx.x % 32] != 0.0f;
-    return __any_sync(ALL_LANES, any);
-}
-
-/* How a step's scores become weights: all are seen; a mask cuts some; and besides there are rows with a rest, or marks. */
-enum weighing { WHOLE, CUT, CAREFUL };
-
-/* s, dp: Sᵀ, dPᵀ -> Pᵀ, dSᵀ. Rows are keys from row0, columns queries from i0. Marks are added to what is seen: 0 or NaN. */
-template <typename T, weighing HOW, int BLOCK, int COLUMNS, int MARK_STEP>
-INLINE void weigh(const attention_params &p, const place &c, int row0, int i0, const float *numbers, const float *marks,
-                  float (*s)[COLUMNS / 8][4], float (*dp)[COLUMNS / 8][4]) {
-    const int lane = threadIdx.x % 32;
-    float mark[2][2];
-#pragma unroll
-    for (int z = 0; HOW == CAREFUL && z < 4; z++)
-        mark[z / 2][z % 2] = marks[(z * 8 + lane / 4) * MARK_STEP];
-#pragma unroll
-    for (int y = 0; y < COLUMNS / 8; y++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int column = y * 8 + lane % 4 * 2 + e, i = i0 + column;
-            const float base = numbers[column], dsum = numbers[2 * BLOCK + column];
-            const float rest = HOW == CAREFUL ? numbers[BLOCK + column] : 0.0f;
-            const float bad = HOW == CAREFUL ? numbers[3 * BLOCK + column] : 0.0f;
-            const int first = max(i + c.lo, 0), last = i < c.sq ? min(i + c.hi, c.sk - 1) : -1;
-#pragma unroll
-            for (int z = 0; z < 2; z++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int j = row0 + z * 16 + half * 8 + lane / 4;
-                    float *t = &s[z][y][2 * half + e], *dt = &dp[z][y][2 * half + e];
-                    const bool seen = HOW == WHOLE || (j >= first && j <= last);
-                    if (HOW == CAREFUL) {
-                        const element r = lean_element<T>(p, seen, *t + (bad + mark[z][half]), *dt, base, rest, dsum);
-                        *t = r.p;
-                        *dt = r.ds;
-                    } else {
-                        const float weight = exp2_approx(fmaf(*t, p.scale_log2, -base));
-                        *t = seen ? weight : 0.0f;
-                        *dt = seen ? weight * (*dt - dsum) : 0.0f;
-                    }
-                }
-        }
-}
-
-/* Neighbouring columns in one register, as A operands and shared memory take them. */
-template <typename T, int COLUMNS>
-INLINE void pack_pairs(uint32_t (*to)[COLUMNS / 8][2], const float (*c)[COLUMNS / 8][4]) {
-#pragma unroll
-    for (int x = 0; x < 2; x++)
-#pragma unroll
-        for (int y = 0; y < COLUMNS / 8; y++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                to[x][y][half] = pack_pair(c[x][y][2 * half], c[x][y][2 * half + 1], T());
-}
-
-template <int COLUMNS, int PITCH> INLINE void lay_down(uint32_t to, const uint32_t (*c)[COLUMNS / 8][2]) {
-    const int lane = threadIdx.x % 32;
-    to += lane / 4 * PITCH + lane % 4 * 4;
-#pragma unroll
-    for (int x = 0; x < 2; x++)
-#pragma unroll
-        for (int y = 0; y < COLUMNS / 8; y++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                store_shared4(to + (x * 16 + half * 8) * PITCH + y * 16, c[x][y][half]);
-}
+#include "cuda/attention/sm80/fused_options.cuh"
 
 /* -------------------------------------------------------------------------------------------------------- dQ
  * Sums are held in tiles of 64 queries, in pieces of 16 rows and 8 columns: the four numbers that a lane has of one. */
@@ -311,6 +154,50 @@ INLINE void take_turn(const attention_params &p, const key_work &w, int turn, in
     }
 }
 
+/* The same with options, where a step is one turn. */
+template <typename T, int D, int BLOCK, typename layout>
+INLINE void take_turn_with_options(const attention_params &p, const key_work &w, int i0, const step_options &o,
+                                   const float *numbers, const float *marks, const dropout_state *dropout, uint32_t own,
+                                   uint32_t sq, uint32_t ds, uint32_t ps, float (*dk)[layout::width / 8][4],
+                                   float (*dv)[layout::width / 8][4]) {
+    constexpr int COLUMNS = layout::columns, PITCH = tile<T, D>::pitch, MARK_STEP = layout::mark_step;
+    static_assert(layout::turns == 1, "a warp's bias lies where its dS will");
+    const int from = layout::part() * COLUMNS, row = layout::group() * 32, j0 = w.key0 + row;
+    const uint32_t sdo = sq + BLOCK * PITCH, at = row * layout::pitch + from * (int)sizeof(T);
+    uint32_t pairs_p[2][COLUMNS / 8][2], pairs_ds[2][COLUMNS / 8][2];
+    if (o.at_edge && sees_none<layout>(w, i0, BLOCK)) {
+        memset(pairs_ds, 0, sizeof pairs_ds);
+        lay_down<COLUMNS, layout::pitch>(ds + at, pairs_ds);
+        if (gives_dbias(p))
+            give_dbias<T, COLUMNS>(p, w.c, o.x, j0, i0 + from, pairs_ds);
+        return;
+    }
+    float s[2][COLUMNS / 8][4], dp[2][COLUMNS / 8][4];
+    product_rows<T, D, 2, COLUMNS>(s, own + row * PITCH, sq + from * PITCH, false, 0);
+    product_rows<T, D, 2, COLUMNS>(dp, own + layout::second + row * PITCH, sdo + from * PITCH, false, 0);
+    turn_options<COLUMNS> turn = find_turn<COLUMNS>(p, w.c, o, j0, i0 + from, dropout);
+    if (p.a.features & HEDDLE_BIAS) {
+        cp_async_wait<1>(); /* all but the next step */
+        __syncwarp();
+    }
+    weigh_by_options<T, BLOCK, COLUMNS, layout::pitch, MARK_STEP>(p, w.c, o, turn, j0, i0 + from, numbers + from,
+                                                                  marks + row * MARK_STEP, ds + at, s, dp);
+    if (p.a.features & HEDDLE_BIAS)
+        __syncwarp(); /* its place is dS's now */
+    pack_pairs<T, COLUMNS>(pairs_p, s);
+    pack_pairs<T, COLUMNS>(pairs_ds, dp);
+    lay_down<COLUMNS, layout::pitch>(ds + at, pairs_ds);
+    if (gives_dbias(p))
+        give_dbias<T, COLUMNS>(p, w.c, o.x, j0, i0 + from, pairs_ds);
+    if constexpr (layout::share == 1) {
+        const uint32_t lane_at = from * PITCH + columns<T, D, 0>::lane_at(threadIdx.x % 32);
+        multiply_pairs<T, D, COLUMNS / 16, D>(dv, pairs_p, sdo + lane_at);
+        multiply_pairs<T, D, COLUMNS / 16, D>(dk, pairs_ds, sq + lane_at);
+    } else {
+        lay_down<COLUMNS, layout::pitch>(ps + at, pairs_p);
+    }
+}
+
 /* dV and dK of a step where warps side by side share its scores, which all of them have laid down. */
 template <typename T, int D, int BLOCK, typename layout>
 INLINE void sum_shared(uint32_t sq, uint32_t ds, uint32_t ps, float (*dk)[layout::width / 8][4],
@@ -322,9 +209,21 @@ INLINE void sum_shared(uint32_t sq, uint32_t ds, uint32_t ps, float (*dk)[layout
     multiply_shared<T, D, BLOCK / 16, layout::width, layout::pitch, false>(dk, ds + a, b);
 }
 
+/* The bias of a step, which a warp sees, to where its dS will lie, which nobody reads any more. */
+template <typename T, int BLOCK, typename layout>
+INLINE void fetch_step_bias(const attention_params &p, const key_work &w, const step_options &o, int i0, uint32_t ds) {
+    const int from = layout::part() * layout::columns, row = layout::group() * 32;
+    if (!(p.a.features & HEDDLE_BIAS) || (o.at_edge && sees_none<layout>(w, i0, BLOCK)))
+        return;
+    fetch_bias<T, layout::columns, layout::pitch>(p, w.c, o.x, w.key0 + row, i0 + from,
+                                                  ds + row * layout::pitch + from * (int)sizeof(T));
+    cp_async_commit();
+}
+
 /* Half of the warps make dQ of the step before ahead of the scores, the others after them: while some have weights to find, the tensor
  * cores have products of others (322 TFLOP/s for 291 at d 128). */
-template <typename T, int D, int WARPS, int OWN, int BLOCK> INLINE void attention_fused(const attention_params &p) {
+template <typename T, int D, bool FULL, int WARPS, int OWN, int BLOCK>
+INLINE void attention_fused(const attention_params &p) {
     typedef fused_shared<T, D, WARPS, OWN, BLOCK> layout;
     constexpr int THREADS = layout::threads;
     extern __shared__ __align__(16) char shared[];
@@ -335,7 +234,7 @@ template <typename T, int D, int WARPS, int OWN, int BLOCK> INLINE void attentio
         return;
     const place &c = w.c;
     const int end = w.end, begin = w.begin < end ? w.begin / BLOCK * BLOCK : end; /* tiles of the sums of dQ */
-    const int steps = (end - begin + BLOCK - 1) / BLOCK * p.group;
+    int steps = (end - begin + BLOCK - 1) / BLOCK * p.group;                      /* FULL: at most */
     const bool early = layout::share > 1 && layout::group() < layout::groups / 2;
     float dk[2][layout::width / 8][4], dv[2][layout::width / 8][4];
     clear<2, layout::width / 8>(dk);
@@ -346,6 +245,21 @@ template <typename T, int D, int WARPS, int OWN, int BLOCK> INLINE void attentio
         marks[z * layout::mark_step] = 0;
     int64_t x = w.y * p.group;
     int i0 = begin;
+    tile_window window;
+    bool bits = false; /* of the step at hand, FULL */
+    int dirty = 0;     /* likewise; looked at a step after it is asked for */
+    if constexpr (FULL) {
+        if (steps && !seek_step(p, w, begin, true, &x, &i0, &window))
+            steps = 0;
+        if (steps) {
+            bits = is_partial(p, window, i0);
+            dirty = dirty_mark(p, c, x, i0);
+        }
+        if (p.drops && threadIdx.x == 0)
+            *(dropout_state *)(shared + layout::dropout) = make_dropout(p);
+        if (gives_dbias(p))
+            give_until<T, OWN, THREADS>(p, w, w.y * p.group, 0, steps ? x : (w.y + 1) * p.group, i0);
+    }
     float *sum = p.dq_sum ? p.dq_sum + sum_tile(p, c, x) * 64 * D : NULL; /* of head x */
     const int vectors = VECTOR_Q | VECTOR_DO;
     const bool fast = (p.vectors & vectors) == vectors && p.t.dout && 3 * BLOCK <= THREADS;
@@ -367,11 +281,11 @@ template <typename T, int D, int WARPS, int OWN, int BLOCK> INLINE void attentio
         const uint32_t ds = own + layout::ds + stage * layout::ds_bytes,
                        other = own + layout::ds + (stage ^ 1) * layout::ds_bytes;
         float *numbers = (float *)(shared + layout::numbers) + stage * 4 * BLOCK;
-        const bool cut = any_bad || i0 + BLOCK > end || w.key0 + OWN > c.sk ||
+        const bool cut = (!FULL && any_bad) || i0 + BLOCK > end || w.key0 + OWN > c.sk ||
                          meets_edge(c, i0, min(i0 + BLOCK, c.sq), w.key0, w.key0 + OWN);
         bool bad = false;
         cp_async_wait<0>();
-        if (cut) {
+        if (FULL ? dirty != 0 : cut) {
             bad |= clean_tile<T, D, BLOCK, THREADS>(sq, (int *)numbers + 3 * BLOCK);
             bad |= clean_tile<T, D, BLOCK, THREADS>(sq + BLOCK * tile<T, D>::pitch, (int *)numbers + 3 * BLOCK);
         }
@@ -379,7 +293,23 @@ template <typename T, int D, int WARPS, int OWN, int BLOCK> INLINE void attentio
         const int here = i0;
         float *const to = sum ? sum + sum_of_step<D>(i0) : NULL;
         i0 += BLOCK;
-        if (i0 >= end) {
+        step_options o;
+        if constexpr (FULL) {
+            o = {x, cut, bits, bad || any_bad};
+            fetch_step_bias<T, BLOCK, layout>(p, w, o, here, ds);
+            const bool next =
+                i0 < end && (!p.seen_of_keys.kinds || ((unsigned)i0 % WINDOW_QUERIES && is_open(window, i0)));
+            if (!next && !seek_step(p, w, begin, false, &x, &i0, &window)) /* mostly the next is next */
+                steps = step + 1;
+            if (step + 1 < steps) {
+                bits = is_partial(p, window, i0);
+                dirty = dirty_mark(p, c, x, i0);
+            }
+            if (x != o.x)
+                sum += p.dq_sum ? (x - o.x) * sum_tiles(p) * 64 * D : 0;
+            if (gives_dbias(p))
+                give_until<T, OWN, THREADS>(p, w, o.x, here + BLOCK, x, i0);
+        } else if (i0 >= end) {
             i0 = begin;
             x++;
             sum += p.dq_sum ? sum_tiles(p) * 64 * D : 0;
@@ -387,7 +317,7 @@ template <typename T, int D, int WARPS, int OWN, int BLOCK> INLINE void attentio
         if (early && before)
             add_query_sums<T, D, OWN, BLOCK, layout>(before, other, own);
         if (step + 1 < steps) {
-            if (i0 == begin)
+            if (FULL ? x != o.x || i0 != here + BLOCK : i0 == begin)
                 source = find_source<T, D, BLOCK, layout>(p, c, x, i0);
             if (fast && i0 + BLOCK <= end)
                 fetch_whole<T, D, BLOCK, layout>(p, source, own, stage ^ 1);
@@ -396,10 +326,21 @@ template <typename T, int D, int WARPS, int OWN, int BLOCK> INLINE void attentio
             source.q += BLOCK * p.a.q_stride.s;
             source.dout += BLOCK * p.a.do_stride.s;
             source.number += BLOCK;
+        } else if (FULL) {
+            cp_async_commit(); /* of nothing, behind the bias */
         }
-        const weighing how = bad || any_bad || has_rest<BLOCK>(numbers) ? CAREFUL : cut ? CUT : WHOLE;
+        const weighing how = FULL                                         ? (cut ? CUT : WHOLE)
+                             : bad || any_bad || has_rest<BLOCK>(numbers) ? CAREFUL
+                             : cut                                        ? CUT
+                                                                          : WHOLE;
+        if constexpr (FULL) {
+            o.careful |= has_rest<BLOCK>(numbers);
+            take_turn_with_options<T, D, BLOCK, layout>(p, w, here, o, numbers, (const float *)marks,
+                                                        (const dropout_state *)(shared + layout::dropout), own, sq, ds,
+                                                        own + layout::ps, dk, dv);
+        }
 #pragma unroll
-        for (int turn = 0; turn < layout::turns; turn++)
+        for (int turn = 0; !FULL && turn < layout::turns; turn++)
             take_turn<T, D, BLOCK, layout>(p, w, turn, here, how, numbers, (const float *)marks, own, sq, ds,
                                            own + layout::ps, dk, dv);
         if constexpr (layout::share > 1) {
@@ -421,9 +362,23 @@ template <typename T, int D, int WARPS, int OWN, int BLOCK> INLINE void attentio
     store_share<T, layout>(p, w, p.t.dk, p.a.dk_stride, (int)p.a.d, p.scale, dk);
 }
 
-#define pass_bwd(T, D, WARPS, OWN, BLOCK) attention_fused<T, D, WARPS, OWN, BLOCK>(p)
-#define pass_light(T, D, WARPS, OWN, BLOCK) attention_light<T, D>(p)
-#define pass_gather(T, D, WARPS, OWN, BLOCK) attention_gather<T, D>(p)
+template <typename T, int D, bool FULL> INLINE void light_of(const attention_params &p) {
+    if constexpr (FULL)
+        full_light<T, D>(p);
+    else
+        attention_light<T, D>(p);
+}
+
+#define is_lean false
+#define is_long false
+#define is_narrow false
+#define is_least false
+#define is_full true
+#define is_slim true
+#define is_slight true
+#define pass_bwd(T, D, FULL, WARPS, OWN, BLOCK) attention_fused<T, D, FULL, WARPS, OWN, BLOCK>(p)
+#define pass_light(T, D, FULL, WARPS, OWN, BLOCK) light_of<T, D, FULL>(p)
+#define pass_gather(T, D, FULL, WARPS, OWN, BLOCK) attention_gather<T, D>(p)
 /* That run on a multiprocessor at a time. */
 #define blocks_bwd(warps, dim) (8 / (warps))
 #define blocks_light(warps, dim) 8
@@ -432,5 +387,5 @@ template <typename T, int D, int WARPS, int OWN, int BLOCK> INLINE void attentio
     extern "C" __global__ void __launch_bounds__(warps * 32, blocks_##pass(warps, dim))                                \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \
         wait_for_earlier_grid();                                                                                       \
-        pass_##pass(dtype, dim, warps, own, block);                                                                    \
+        pass_##pass(dtype, dim, is_##variant, warps, own, block);                                                      \
     }

@@ -3,6 +3,7 @@
 #include "cuda/attention/family.h"
 #include "cuda/attention/plain/contract.h"
 #include "cuda/attention/sm80/contract.h"
+#include "cuda/attention/sm80/given.h"
 #include "dtype.h"
 #include "mask.h"
 
@@ -60,27 +61,40 @@ static int find_rich(const attention_problem *p) {
 
 /* The kernel of this head dim that makes all three gradients, in the largest tiles that fit into shared memory; -1: none. */
 static int find_bwd(const attention_problem *p, int dim) {
-    static const kernel_variant order[] = {VARIANT_long, VARIANT_lean, VARIANT_narrow, VARIANT_least};
-    for (int x = 0; x < 4; x++) {
-        const int bwd = heddle__cuda_find_attention(p, PASS_bwd, order[x], FAMILY_sm80);
+    static const kernel_variant plain[] = {VARIANT_long, VARIANT_lean, VARIANT_narrow, VARIANT_least},
+                                full[] = {VARIANT_full, VARIANT_slim, VARIANT_slight};
+    for (int x = 0; x < (p->rich ? 3 : 4); x++) {
+        const kernel_variant variant = p->rich ? full[x] : plain[x];
+        const int bwd = heddle__cuda_find_attention(p, PASS_bwd, variant, FAMILY_sm80);
         const kernel_row *k = &heddle__cuda_attention_kernels[bwd < 0 ? 0 : bwd];
         if (bwd < 0 || k->dim != dim)
             continue;
-        if (order[x] != VARIANT_long ||
+        if (variant != VARIANT_long ||
             (p->a->sq >= LONG_QUERIES && 2 * heddle__cuda_shared_bytes(k) <= p->device->shared_bytes))
             return bwd;
     }
     return -1;
 }
 
+/* Of the options the kernels of all three gradients know all but the gradient of the weights: tanh as they form it is off by 2^-22 of the cap, and
+ * there are as many tiles of a mask as a grid may have blocks. */
+#define MOST_CAP 256
+
+static bool knows_options(const attention_problem *p) {
+    const heddle_attention *a = p->a;
+    const int64_t tiles = max64(1, ceil_div(a->sq, MASK_TILE)) * max64(1, ceil_div(a->sk, MASK_TILE));
+    const bool few = tiles <= INT32_MAX / 4 / max64(1, a->b) / max64(1, a->h);
+    return !(a->features & HEDDLE_WEIGHTS) && a->softcap <= MOST_CAP && (few || !(a->features & HEDDLE_BOOL_MASK));
+}
+
 /* All three gradients by one kernel, where their sums need no order; who stands in for another family has no room for them. The sums that
  * light clears and it adds to are read by gather: of as many columns. */
 static bool takes_fused(const attention_problem *p, attention_choice *c) {
     const kernel_row *k = heddle__cuda_attention_kernels;
-    const int light = heddle__cuda_find_attention(p, PASS_light, VARIANT_lean, FAMILY_sm80),
+    const int light = heddle__cuda_find_attention(p, PASS_light, p->rich ? VARIANT_full : VARIANT_lean, FAMILY_sm80),
               gather = heddle__cuda_find_attention(p, PASS_gather, VARIANT_lean, FAMILY_sm80);
-    if (p->rich || p->stands_in || (p->a->features & HEDDLE_DETERMINISTIC) || c->prep < 0 || light < 0 || gather < 0 ||
-        k[gather].dim != k[light].dim)
+    if ((p->rich && !knows_options(p)) || p->stands_in || (p->a->features & HEDDLE_DETERMINISTIC) || c->prep < 0 ||
+        light < 0 || gather < 0 || k[gather].dim != k[light].dim)
         return false;
     const int bwd = find_bwd(p, k[light].dim);
     if (bwd < 0)
@@ -104,12 +118,12 @@ static bool takes(const attention_problem *p, attention_choice *c) {
         return c->fwd >= 0;
     }
     c->prep = heddle__cuda_find_attention(p, PASS_prep, VARIANT_full, FAMILY_sm80);
+    if (a->features & HEDDLE_BIAS)
+        c->dbias = heddle__cuda_find_attention(p, PASS_dbias, VARIANT_full, FAMILY_sm80);
     if (takes_fused(p, c))
         return true;
     c->dkdv = find(p, PASS_dkdv);
     c->dq = find(p, PASS_dq);
-    if (a->features & HEDDLE_BIAS)
-        c->dbias = heddle__cuda_find_attention(p, PASS_dbias, VARIANT_full, FAMILY_sm80);
     return c->prep >= 0 && c->dkdv >= 0 && c->dq >= 0;
 }
 
@@ -190,6 +204,11 @@ static void lay_out_fused(const attention_problem *p, attention_choice *c) {
     c->tiles_k = ceil_div(a->sk, k->own);
     c->blocks = c->tiles_q * a->h * a->b;
     c->blocks_dkdv = c->tiles_k * a->hk * a->b;
+    if (p->rich) {
+        c->dirty = c->bytes;
+        c->bytes += align64((size_t)(tiles64(a->sq) * a->h * a->b) * sizeof(int32_t));
+        heddle__cuda_place_map(p, k->own, MASK_TILE, true, c);
+    }
 }
 
 static void lay_out(const attention_problem *p, attention_choice *c) {
@@ -236,10 +255,13 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
         return;
     }
     const kernel_data *t = &job->params.p.t;
-    if (t->dk || t->dv || t->dq)
+    const bool wanted = t->dk || t->dv || t->dq;
+    if (wanted)
         heddle__cuda_add_launch(job, c->bwd, c->blocks_dkdv);
     if (t->dq)
         heddle__cuda_add_launch(job, c->gather, c->blocks);
+    if (t->dbias && c->dbias >= 0 && !(wanted && sm80_gives_dbias(a, t->dbias)))
+        heddle__cuda_add_dbias(p, c, job);
 }
 
 const attention_family heddle__attention_sm80 = {takes, heddle__cuda_tensor_core_time, lay_out, launch, 0, true, true};
