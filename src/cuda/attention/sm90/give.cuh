@@ -4,20 +4,8 @@
 #ifndef HEDDLE_CUDA_ATTENTION_SM90_GIVE_CUH
 #define HEDDLE_CUDA_ATTENTION_SM90_GIVE_CUH
 
+#include "cuda/attention/give.cuh"
 #include "cuda/attention/sm90/bwd_layout.cuh"
-
-/* Eight keys of a row, of which `left` are there. */
-template <typename T> INLINE void give_chunk(T *to, int left, uint4 x) {
-    if (left >= 8) {
-        *(uint4 *)to = x;
-        return;
-    }
-    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int e = 0; e < 7; e++)
-        if (e < left)
-            ((uint16_t *)to)[e] = (uint16_t)(words[e / 2] >> e % 2 * 16);
-}
 
 /* dbias of a head of a batch: query 0 and this tile's first key. */
 template <typename T> INLINE T *find_dbias(const attention_params &p, const key_work &w, int x) {
