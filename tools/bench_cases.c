@@ -93,7 +93,7 @@ static bench_case gpu_case(heddle_dtype dtype, int64_t s, int64_t d, heddle_mask
 }
 
 static int gpu_attention(heddle_dtype dtype, bench_case *out) {
-    static const int64_t dims[] = {32, 64, 96, 128, 192, 256, 512};
+    static const int64_t dims[] = {32, 64, 96, 128, 192, 256, 320, 384, 512}, adding[] = {96, 192, 320, 384, 512};
     int n = 0;
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
         out[n++] = gpu_case(dtype, 4096, dims[i], CAUSAL);
@@ -118,8 +118,8 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
         out[n] = out[n - 1];
         out[n++].option = kinds[KINDS - OF_LINEAR - OF_LONG + x].name;
     }
-    for (int64_t d = 96; d <= 192 && dtype != HEDDLE_F32; d *= 2) {
-        out[n] = gpu_case(dtype, 4096, d, CAUSAL);
+    for (size_t i = 0; i < sizeof adding / sizeof *adding && dtype != HEDDLE_F32; i++) {
+        out[n] = gpu_case(dtype, 4096, adding[i], CAUSAL);
         out[n++].option = "accumulate";
     }
     for (int64_t d = 64; d <= 256 && dtype == HEDDLE_F32; d *= 4) {

@@ -342,7 +342,10 @@ static void head_dims_on_hopper(void) {
                 {96, 96, "fwd_bf16_d96_lean_sm90", "bwd_bf16_d96_long_sm90", "dkdv_bf16_d128_lean_sm90"},
                 {96, 104, "fwd_bf16_d128_lean_sm90", "bwd_bf16_d128_long_sm90", "dkdv_bf16_d128_lean_sm90"},
                 {136, 64, "fwd_bf16_d192_lean_sm90", "bwd_bf16_d192_lean_sm90", "dkdv_bf16_d256_lean_sm90"},
-                {200, 64, "fwd_bf16_d256_lean_sm90", "bwd_bf16_d256_lean_sm90", "dkdv_bf16_d256_lean_sm90"}};
+                {200, 64, "fwd_bf16_d256_lean_sm90", "bwd_bf16_d256_lean_sm90", "dkdv_bf16_d256_lean_sm90"},
+                {264, 264, "fwd_bf16_d320_lean_sm90", "dkdv_bf16_d512_full_sm80", "dkdv_bf16_d512_full_sm80"},
+                {328, 64, "fwd_bf16_d384_lean_sm90", "dkdv_bf16_d512_full_sm80", "dkdv_bf16_d512_full_sm80"},
+                {64, 392, "fwd_bf16_d512_lean_sm90", "dkdv_bf16_d512_full_sm80", "dkdv_bf16_d512_full_sm80"}};
     for (size_t x = 0; x < COUNT(rows); x++) {
         heddle_attention a = attention_desc(HEDDLE_BF16, 2, 16, 16, 8192, 8192, rows[x].d, rows[x].dv);
         a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;

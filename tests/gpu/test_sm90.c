@@ -101,6 +101,43 @@ static void test_head_dims(void **state) {
     }
 }
 
+/* Head dims over 256, of which forward alone has kernels: where dv is, too, blocks make a half of the columns of o. In the end more tiles
+ * than multiprocessors. */
+static void test_wide(void **state) {
+    static const int64_t dims[][2] = {{512, 512}, {320, 320}, {384, 384}, {264, 264}, {504, 512}, {512, 128},
+                                      {64, 400},  {392, 264}, {304, 344}, {384, 384}, {320, 320}, {512, 512}};
+    static const int32_t cu_q[] = {0, 150, 150, 413, 470}, cu_k[] = {0, 200, 231, 231, 501};
+    static const int32_t len_q[] = {0, 170, 211, 1}, len_k[] = {130, 0, 190, 129};
+    for (size_t x = 0; x < COUNT(dims); x++) {
+        const bool many = x == COUNT(dims) - 1;
+        const int kind = many ? 0 : (int)(x % 4);
+        attention_case c = make_case(type_of(state, x), kind > 1 ? 4 : 1, many ? 71 : 4,
+                                     many    ? 71
+                                     : x % 3 ? 4
+                                             : 2,
+                                     many ? 140 : 270, many ? 90 : 280, dims[x][0], dims[x][1]);
+        c.a.mask = (heddle_mask)((x + 2) % 3);
+        c.a.features = kind == 0   ? HEDDLE_SINKS
+                       : kind == 1 ? HEDDLE_WINDOW
+                       : kind == 2 ? HEDDLE_VARLEN
+                                   : HEDDLE_SEQLENS;
+        c.a.window_left = kind == 1 ? 90 : 0;
+        c.a.window_right = kind == 1 ? 20 : 0;
+        c.a.total_q = kind == 2 ? 480 : 0; /* rows past the last sequence belong to none */
+        c.a.total_k = kind == 2 ? 510 : 0;
+        c.cu_q = kind == 2 ? cu_q : NULL;
+        c.cu_k = kind == 2 ? cu_k : NULL;
+        c.len_q = kind == 3 && x % 3 ? len_q : NULL;
+        c.len_k = kind == 3 && x % 3 != 1 ? len_k : NULL;
+        c.first_part = kind == 0 && !many ? 100 : 0; /* o is added to */
+        c.poison_masked = !many;
+        c.skip = many ? 1u << T_LSE : 0;
+        expect_family_of(&c, HEDDLE_FORWARD, "sm90");
+        expect_family_of(&c, HEDDLE_BACKWARD, "sm80");
+        check_attention(&c);
+    }
+}
+
 /* More pairs of tiles than multiprocessors, tiles even and odd in number: blocks take several. */
 static void test_many_tiles(void **state) {
     static const int64_t sizes[][3] = {{200, 140, 16}, {300, 150, 80}, {450, 140, 8}, {130, 128, 72}, {260, 140, 136}};
@@ -345,7 +382,7 @@ static void test_layouts(void **state) {
 
 /* A value that some queries see is NaN or infinite: they are lost, the others are not. */
 static void test_nan_value(void **state) {
-    for (int x = 0; x < 6; x++) {
+    for (int x = 0; x < (*state ? 6 : 8); x++) {
         attention_case c = make_case(type_of(state, x), 1, 1, 1, 290, 290, 64 << x / 2, 0);
         c.a.mask = HEDDLE_CAUSAL_TOP_LEFT;
         attention_problem p = attention_new(&c);
@@ -470,6 +507,7 @@ int main(void) {
         BOTH(test_masks),
         BOTH(test_windows),
         BOTH(test_head_dims),
+        IN(bits16, test_wide),
         BOTH(test_many_tiles),
         IN(bits16, test_same_bits),
         IN(bits16, test_many_tiles_backward),

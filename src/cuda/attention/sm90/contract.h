@@ -23,9 +23,23 @@ CONTRACT int sm90_columns(int dim) {
 #define SM90_MOST_STAGES 4
 #define SM90_JOB_BYTES 80
 
-/* Tiles of K, and of V, that are there or on their way. */
+/* Over d 256 the sums of a row do not fit into the registers of a warpgroup: a block makes so many columns of o, others the rest. */
+#define SM90_MOST_PART 256
+CONTRACT int sm90_forward_part(int dim) {
+    return dim > SM90_MOST_PART ? dim / 2 : dim;
+}
+CONTRACT unsigned sm90_forward_parts(int dim, int64_t dv) {
+    return dim > SM90_MOST_PART && dv > sm90_forward_part(dim) ? 2 : 1;
+}
+
+/* Tiles of K, and of V, that are there or on their way; over d 256 of V alone. */
 CONTRACT int sm90_forward_stages(int dim) {
-    return dim > 64 ? 2 : SM90_MOST_STAGES;
+    return dim > 384 ? 1 : dim > 64 ? 2 : SM90_MOST_STAGES;
+}
+
+/* Columns of K that come and go at once: over d 256 a part of a tile. */
+CONTRACT int sm90_forward_chunk(int dim) {
+    return dim <= SM90_MOST_PART ? dim : dim % 128 ? 64 : 128;
 }
 
 /* Tiles of Q: with two, o leaves through the buffer of its own Q. */
@@ -33,11 +47,23 @@ CONTRACT int sm90_forward_q_stages(int dim) {
     return dim > 128 ? 1 : 2;
 }
 
-/* Q; K and V; of a tile of V a bit for each key; two jobs; barriers. */
+/* Chunks of K that are there or on their way: over d 256 as many as there is room for beside Q and V. */
+#define SM90_FORWARD_TILES (224 * 1024)
+CONTRACT int sm90_forward_slots(int dim, int own, int block) {
+    const int stages = sm90_forward_stages(dim), v = stages * block * sm90_columns(sm90_forward_part(dim)) * 2;
+    return dim <= SM90_MOST_PART
+               ? stages
+               : (SM90_FORWARD_TILES - own * sm90_columns(dim) * 2 - v) / (block * sm90_forward_chunk(dim) * 2);
+}
+
+/* Q; K and V; of a tile of V a bit for each key; two jobs; barriers; over d 256 two more for each chunk of K, and of both jobs the part
+ * of o. */
 CONTRACT int sm90_forward_layout_bytes(int dim, int own, int block) {
-    const int width = sm90_columns(dim) * 2, stages = sm90_forward_stages(dim);
-    return sm90_forward_q_stages(dim) * own * width + stages * (2 * block * width + 16) + 2 * SM90_JOB_BYTES +
-           8 * SM90_FORWARD_BARRIERS * SM90_MOST_STAGES;
+    const int stages = sm90_forward_stages(dim), slots = sm90_forward_slots(dim, own, block);
+    return sm90_forward_q_stages(dim) * own * sm90_columns(dim) * 2 +
+           slots * block * sm90_columns(sm90_forward_chunk(dim)) * 2 +
+           stages * (block * sm90_columns(sm90_forward_part(dim)) * 2 + 16) + 2 * SM90_JOB_BYTES +
+           8 * SM90_FORWARD_BARRIERS * SM90_MOST_STAGES + (dim > SM90_MOST_PART ? 2 * 8 * slots + 2 * 4 : 0);
 }
 
 /* Shared memory begins anywhere: what lies before the first tile comes on top. */

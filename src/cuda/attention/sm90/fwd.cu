@@ -6,58 +6,9 @@
  * while the tensor cores add P·V of one tile, the softmax of the next one is on its way, and the warpgroups take turns in
  * giving the tensor cores work. The first scores of a tile of queries are formed while o of the one before is stored. The fourth
  * warp sees to the tiles that see no keys, and with a mask it sends for V. */
-#include "cuda/attention/sm90/fwd_fetch.cuh"
+#include "cuda/attention/sm90/fwd_scores.cuh"
 
 /* ------------------------------------------------------------------------------------------------------ arithmetic */
-
-/* The turns of the warpgroups to issue products. */
-template <int GROUPS> INLINE void take_turn(int group) {
-    if (GROUPS > 1)
-        barrier_sync(1 + group, 2 * WARPGROUP);
-}
-template <int GROUPS> INLINE void pass_turn(int group) {
-    if (GROUPS > 1)
-        barrier_arrive(1 + (group + 1) % GROUPS, 2 * WARPGROUP);
-}
-
-/* S = Q·Kᵀ of the n-th tile of keys: issued. */
-template <typename T, int D, int GROUPS, int BLOCK>
-INLINE void issue_scores(uint32_t q, uint32_t smem, unsigned n, float (*s)[4]) {
-    typedef forward90<D, GROUPS, BLOCK> layout;
-    wgmma_fence();
-    warpgroup_rows<T, D, BLOCK, layout::rows, BLOCK>(
-        s, q, smem + layout::k + slot_of<layout::stages>(n) * layout::tile_bytes);
-    wgmma_commit();
-}
-
-/* V of the n-th tile of keys is there; of a tile that is cut, it is clean. */
-template <typename layout> INLINE void await_values(uint32_t smem, unsigned n, bool cut, unsigned *cuts) {
-    constexpr int STAGES = layout::stages;
-    mbarrier_wait(smem + layout::barriers +
-                      (cut ? V_CLEAN + slot_of<STAGES>(*cuts) * 8 : V_FULL + slot_of<STAGES>(n) * 8),
-                  turn_of<STAGES>(cut ? *cuts : n));
-    *cuts += cut;
-}
-
-/* O += P·V of the n-th tile: issued. */
-template <typename T, int D, int BLOCK, typename layout>
-INLINE void issue_sums(uint32_t smem, unsigned n, uint32_t (*a)[4], float (*o)[4]) {
-    wgmma_fence();
-    warpgroup_columns<T, D, BLOCK, BLOCK>(o, a, smem + layout::v + slot_of<layout::stages>(n) * layout::tile_bytes);
-    wgmma_commit();
-}
-
-/* The same, of the first half of the keys if half. The branch has to be seen to be uniform, or products are taken one by one (C7520), and
- * between products it counts as one more of them, for which a wait for what was issued before waits, too: full has none. */
-template <typename T, int D, int BLOCK, typename layout>
-INLINE void issue_half_sums(uint32_t smem, unsigned n, bool half, uint32_t (*a)[4], float (*o)[4]) {
-    const uint32_t v = smem + layout::v + slot_of<layout::stages>(n) * layout::tile_bytes;
-    wgmma_fence();
-    warpgroup_columns<T, D, BLOCK / 2, BLOCK>(o, a, v);
-    if (BLOCK <= 64 || __shfl_sync(ALL_LANES, (int)!half, 0))
-        warpgroup_columns<T, D, BLOCK / 2, BLOCK>(o, a + BLOCK / 32, v + BLOCK / 2 * 128);
-    wgmma_commit();
-}
 
 /* full: what the options need beside the scores. */
 struct option_view {
@@ -142,7 +93,8 @@ INLINE void receive_scores(const forward_span &w, const option_view &v, int grou
     typedef forward90<D, GROUPS, BLOCK> layout;
     const int j0 = FULL ? step & ~STEP_FLAGS : step;
     pin_all<BLOCK / 8>(s);
-    release(smem + layout::barriers + K_EMPTY + slot_of<layout::stages>(n) * 8);
+    if (!layout::is_wide) /* else chunk by chunk */
+        release_keys<layout>(smem, n);
     if (layout::q_stages == 1 && (FULL ? step & STEP_LAST : j0 == w.begin))
         release(smem + layout::barriers + Q_EMPTY);
     if (FULL)
@@ -159,9 +111,8 @@ INLINE void receive_scores(const forward_span &w, const option_view &v, int grou
 template <int D, int GROUPS, int BLOCK, int FULL>
 INLINE void pass_by_keys(const attention_params &p, uint32_t smem, int group, unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
-    const unsigned slot = slot_of<layout::stages>(n);
-    mbarrier_wait(smem + layout::barriers + K_FULL + slot * 8, turn_of<layout::stages>(n));
-    release(smem + layout::barriers + K_EMPTY + slot * 8);
+    await_keys<layout>(smem, n);
+    release_keys<layout>(smem, n);
     if (has_boxes<FULL>(p)) {
         mbarrier_wait(smem + layout::bias_full + group * 8, turn_of<1>(n));
         mbarrier_arrive(smem + layout::bias_empty + group * 8);
@@ -174,8 +125,8 @@ INLINE void pass_by_keys(const attention_params &p, uint32_t smem, int group, un
 template <int D, int GROUPS, int BLOCK> INLINE void pass_by_values(uint32_t smem, int group, unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     const unsigned slot = slot_of<layout::stages>(n);
-    take_turn<GROUPS>(group);
-    pass_turn<GROUPS>(group);
+    take_turn<layout::turns>(group);
+    pass_turn<layout::turns>(group);
     mbarrier_wait(smem + layout::barriers + V_FULL + slot * 8, turn_of<layout::stages>(n));
     release(smem + layout::barriers + V_EMPTY + slot * 8);
 }
@@ -208,30 +159,30 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     float shrink[2];
     read_ahead<BLOCK> read;
     note(*v.p, group, n, CLOCK_BEGIN);
-    mbarrier_wait(barriers + K_FULL + slot_of<layout::stages>(n + 1) * 8, turn_of<layout::stages>(n + 1));
+    await_chunk<layout>(smem, n + 1, 0);
     note(*v.p, group, n, CLOCK_KEYS);
     if (FULL) {
         j0 = k->step = find_step(v, n + 1);
         if (CUT)
             read_options<BLOCK, FULL>(*v.p, *v.o, group * 64, j0, &read);
     }
-    take_turn<GROUPS>(group);
+    take_turn<layout::turns>(group);
     note(*v.p, group, n, CLOCK_TURN);
     pin_all<BLOCK / 16>(a);
-    issue_scores<T, D, GROUPS, BLOCK>(q, smem, n + 1, s);
+    issue_scores<T, D, GROUPS, BLOCK, layout::is_wide>(q, smem, n + 1, s);
     await_values<layout>(smem, n, cut, &k->cuts);
     if (CUT && !FULL)
-        issue_half_sums<T, D, BLOCK, layout>(smem, n, half, a, o);
+        issue_half_sums<T, BLOCK, layout>(smem, n, half, a, o);
     else
-        issue_sums<T, D, BLOCK, layout>(smem, n, a, o);
+        issue_sums<T, BLOCK, layout>(smem, n, a, o);
     note(*v.p, group, n, CLOCK_ISSUED);
-    pass_turn<GROUPS>(group);
+    pass_turn<layout::turns>(group);
     kept_bits<BLOCK> kept;
     if (FULL && !makes_ahead<FULL>())
         kept = keep_queries<BLOCK, FULL>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64,
                                          j0 & ~STEP_FLAGS);
     const int hidden = find_hidden_in<PAGED, layout>(v, n + 1);
-    wgmma_wait<1>();
+    await_scores<layout>(smem, n + 1);
     note(*v.p, group, n, CLOCK_SCORES);
     receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, hidden, s);
     const bool grows = weigh_scores<BLOCK, CUT, FULL>(c, k, s, shrink);
@@ -244,14 +195,14 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     note(*v.p, group, n, CLOCK_SOFTMAX);
     wgmma_wait<0>();
     note(*v.p, group, n, CLOCK_SUMS);
-    pin_all<D / 8>(o);
+    pin_all<layout::part / 8>(o);
     pin_all<BLOCK / 16>(a);
     if (cut)
         receive_marks<T, D, GROUPS, BLOCK, FULL>(w, v, group, old, smem, n, &k->rows.bad);
     release(barriers + V_EMPTY + slot_of<layout::stages>(n) * 8);
     if (grows) {
 #pragma unroll
-        for (int y = 0; y < D / 8; y++)
+        for (int y = 0; y < layout::part / 8; y++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 o[y][e] *= shrink[e / 2];
@@ -295,6 +246,8 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
     read_ahead<BLOCK> read;
     if (FULL)
         read_options<BLOCK, FULL>(*v.p, *v.o, group * 64, k->step, &read);
+    if (layout::is_wide)
+        release_keys<layout>(smem, k->n);
     receive_scores<T, D, GROUPS, BLOCK, true, FULL>(w, v, group, FULL ? k->step : g.first, smem, k->n, read,
                                                     find_hidden_in<PAGED, layout>(v, k->n), s);
     k->rows = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, 0};
@@ -307,7 +260,7 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
                                                 k->step & ~STEP_FLAGS),
                       1.0f, s);
     pack_fragments<T, BLOCK>(a, s);
-    zero_all<D / 8>(o);
+    zero_all<layout::part / 8>(o);
     if (FULL) {
         sum_full<T, D, GROUPS, BLOCK, FULL>(c, w, v, g, group, q, smem, k, s, a, o);
         return;
@@ -343,11 +296,11 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
     const uint32_t barriers = smem + layout::barriers, q0 = smem + group * 64 * 128;
     unsigned nq = 0;
     group_state k = {0, 0};
-    float s[BLOCK / 8][4], o[D / 8][4];
+    float s[BLOCK / 8][4], o[layout::part / 8][4];
     uint32_t a[BLOCK / 16][4];
     option_view v = {&p, NULL, PAGED ? hidden_in<layout>(jobs) : steps_in<layout>(jobs)};
     if (group == GROUPS - 1)
-        pass_turn<GROUPS>(group);
+        pass_turn<layout::turns>(group);
     mbarrier_wait(barriers + Q_FULL, 0);
     forward_span w = jobs[0].s;
     if (!w.end)
@@ -358,10 +311,13 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
         pass_by_values<D, GROUPS, BLOCK>(smem, group, 0);
         k = {1, 1};
     }
-    mbarrier_wait(barriers + K_FULL + k.n * 8, 0);
+    if (layout::is_wide)
+        await_keys<layout>(smem, k.n);
+    else
+        mbarrier_wait(barriers + K_FULL + k.n * 8, 0);
     if (FULL)
         k.step = find_step(v, k.n);
-    issue_scores<T, D, GROUPS, BLOCK>(q0, smem, k.n, s);
+    issue_scores<T, D, GROUPS, BLOCK, false>(q0, smem, k.n, s);
     wgmma_wait<0>();
     for (; w.end; nq++) {
         v.o = options_in<layout>(jobs) + slot_of<2>(nq);
@@ -374,9 +330,9 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
         pin_all<BLOCK / 16>(a);
         await_values<layout>(smem, n, cut, &k.cuts);
         if (FULL)
-            issue_sums<T, D, BLOCK, layout>(smem, n, a, o);
+            issue_sums<T, BLOCK, layout>(smem, n, a, o);
         else
-            issue_half_sums<T, D, BLOCK, layout>(smem, n, g.half && g.first == last, a, o);
+            issue_half_sums<T, BLOCK, layout>(smem, n, g.half && g.first == last, a, o);
         mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq + 1) * 8, turn_of<QS>(nq + 1));
         w = jobs[slot_of<2>(nq + 1)].s;
         g = find_group_work<BLOCK, FULL>(p, w, group * 64);
@@ -385,21 +341,21 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
         if (g.skips)
             pass_by_keys<D, GROUPS, BLOCK, FULL>(p, smem, group, n + 1);
         if (w.end)
-            mbarrier_wait(barriers + K_FULL + slot_of<KS>(k.n) * 8, turn_of<KS>(k.n));
+            await_keys<layout>(smem, k.n);
         if (FULL)
             k.step = find_step(v, k.n);
         /* After the last tile, a product of what lies there, which nobody looks at: a branch would make the compiler wait. */
-        issue_scores<T, D, GROUPS, BLOCK>(q0 + slot_of<QS>(nq + 1) * layout::q_bytes, smem, k.n, s);
+        issue_scores<T, D, GROUPS, BLOCK, false>(q0 + slot_of<QS>(nq + 1) * layout::q_bytes, smem, k.n, s);
         wgmma_wait<1>();
-        pin_all<D / 8>(o);
+        pin_all<layout::part / 8>(o);
         if (cut)
             receive_marks<T, D, GROUPS, BLOCK, FULL>(old, v, group, last, smem, n, &k.rows.bad);
         release(barriers + V_EMPTY + slot_of<KS>(n) * 8);
         if (QS > 1)
             barrier_sync(1 + GROUPS + group, WARPGROUP); /* the other warps, too, have done with Q */
-        store_rows<T, D, layout::rows, FULL, ADDS>(p, jobs[slot_of<2>(nq)].t, k.rows, k.cap, o,
-                                                   smem + slot_of<QS>(nq) * layout::q_bytes,
-                                                   barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
+        store_rows<T, layout::part, layout::rows, FULL, ADDS>(
+            p, jobs[slot_of<2>(nq)].t, layout::is_wide ? columns_in<layout>(jobs)[slot_of<2>(nq)] : 0, k.rows, k.cap, o,
+            smem + slot_of<QS>(nq) * layout::q_bytes, barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
         if (g.skips)
             pass_by_values<D, GROUPS, BLOCK>(smem, group, n + 1);
         hold_until(k.rows.sum[0]); /* what is stored is to overlap with the product */
@@ -428,6 +384,10 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
             mbarrier_init(barriers + V_FULL + x, 1);
             mbarrier_init(barriers + V_CLEAN + x, CLEANERS / 32);
             mbarrier_init(barriers + V_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
+        }
+        for (int x = 0; layout::is_wide && x < layout::slots * 8; x += 8) {
+            mbarrier_init(barriers + layout::k_full + x, 1);
+            mbarrier_init(barriers + layout::k_empty + x, GROUPS * 4);
         }
         for (int x = 0; FULL && x < GROUPS * 8; x += 8) {
             mbarrier_init(smem + layout::bias_full + x, 1);

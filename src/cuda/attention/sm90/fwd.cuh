@@ -11,18 +11,41 @@
  * at once. */
 #define FORWARD_KEPT_SLOTS 4
 
+/* The barriers, by the place of their first; one for each slot. */
+enum {
+    Q_FULL = 0,
+    Q_EMPTY = Q_FULL + 8 * SM90_MOST_STAGES,
+    K_FULL = Q_EMPTY + 8 * SM90_MOST_STAGES,
+    K_EMPTY = K_FULL + 8 * SM90_MOST_STAGES,
+    V_FULL = K_EMPTY + 8 * SM90_MOST_STAGES,
+    V_CLEAN = V_FULL + 8 * SM90_MOST_STAGES,
+    V_EMPTY = V_CLEAN + 8 * SM90_MOST_STAGES
+};
+static_assert(V_EMPTY == 8 * SM90_MOST_STAGES * (SM90_FORWARD_BARRIERS - 1), "as the plan counts");
+
 template <int D, int GROUPS, int BLOCK> struct forward90 {
-    static constexpr int rows = GROUPS * 64;
-    static constexpr int tile_bytes = tile90<D, BLOCK>::bytes;
+    static constexpr int dim = D, rows = GROUPS * 64;
+    /* Columns of o, and of V, that a block makes; over d 256 they may be a part, and K comes in chunks, tile after tile around a ring. */
+    static constexpr int part = sm90_forward_part(D);
+    static constexpr bool is_wide = D > SM90_MOST_PART;
+    static constexpr int chunk = sm90_forward_chunk(D), chunks = D / chunk, chunk_bytes = tile90<chunk, BLOCK>::bytes;
+    static_assert(chunks * chunk == D, "whole chunks");
+    static constexpr int slots = sm90_forward_slots(D, rows, BLOCK);
+    static constexpr int turns = is_wide ? 1 : GROUPS;            /* warpgroups that take turns in issuing products */
+    static constexpr int tile_bytes = tile90<part, BLOCK>::bytes; /* of V */
     static constexpr int stages = sm90_forward_stages(D);
     static constexpr int q_stages = sm90_forward_q_stages(D);
     static constexpr int q_bytes = tile90<D, rows>::bytes;
     static constexpr int k = q_stages * q_bytes;
-    static constexpr int v = k + stages * tile_bytes;
+    static constexpr int v = k + slots * chunk_bytes;
     static constexpr int bad = v + stages * tile_bytes;
     static constexpr int jobs = bad + stages * 16; /* of a tile of V a bit for each key */
     static constexpr int barriers = jobs + 2 * SM90_JOB_BYTES;
-    static constexpr int bytes = barriers + 8 * SM90_FORWARD_BARRIERS * SM90_MOST_STAGES;
+    static constexpr int behind = barriers + 8 * SM90_FORWARD_BARRIERS * SM90_MOST_STAGES;
+    /* of chunks of K the barriers, from `barriers` on; of each job the first column of o */
+    static constexpr int k_full = is_wide ? behind - barriers : K_FULL;
+    static constexpr int k_empty = k_full + 8 * (is_wide ? slots : SM90_MOST_STAGES);
+    static constexpr int columns = behind + (is_wide ? 2 * 8 * slots : 0), bytes = columns + (is_wide ? 2 * 4 : 0);
     static_assert(bytes == sm90_forward_layout_bytes(D, rows, BLOCK), "as the plan counts");
     /* paged: of each tile of K, which groups of PAGE_ROWS keys are in no page */
     static constexpr int hidden = bytes;
@@ -41,18 +64,6 @@ template <int D, int GROUPS, int BLOCK> struct forward90 {
     static_assert(bias_empty + GROUPS * 8 - options <= SM90_FORWARD_OPTIONS, "as the plan counts");
     static_assert(1024 + bias + GROUPS * bias_bytes == sm90_forward_full_bytes(D, rows, BLOCK), "as the plan counts");
 };
-
-/* The barriers, by the place of their first; one for each slot. */
-enum {
-    Q_FULL = 0,
-    Q_EMPTY = Q_FULL + 8 * SM90_MOST_STAGES,
-    K_FULL = Q_EMPTY + 8 * SM90_MOST_STAGES,
-    K_EMPTY = K_FULL + 8 * SM90_MOST_STAGES,
-    V_FULL = K_EMPTY + 8 * SM90_MOST_STAGES,
-    V_CLEAN = V_FULL + 8 * SM90_MOST_STAGES,
-    V_EMPTY = V_CLEAN + 8 * SM90_MOST_STAGES
-};
-static_assert(V_EMPTY == 8 * SM90_MOST_STAGES * (SM90_FORWARD_BARRIERS - 1), "as the plan counts");
 
 /* ---------------------------------------------------------------------------------------------------------- work */
 
@@ -76,24 +87,29 @@ struct forward_job {
 struct forward_work {
     place c;
     int x, n, row0; /* head; batch as the tensor maps count */
+    int column0;    /* of o, where others make another part */
     forward_span s;
 };
 
 /* Tiles come in pairs of equal cost under a causal mask: the last and the first of a head, and so on inwards; what is left in the
  * middle of an odd number pairs with its like of the next head. 16 heads at a time, whose keys stay in the second-level cache.
  * A block takes every gridDim.x-th pair; the pairs that do not make a full round are dealt out as single tiles. */
-INLINE unsigned count_pairs(const attention_params &p) {
-    return sm90_forward_pairs((unsigned)(p.a.h * p.a.b), (unsigned)p.tiles_q);
+template <typename layout> INLINE unsigned count_units(const attention_params &p) {
+    return (unsigned)(p.a.h * p.a.b) * sm90_forward_parts(layout::dim, p.a.dv);
+}
+template <typename layout> INLINE unsigned count_pairs(const attention_params &p) {
+    return sm90_forward_pairs(count_units<layout>(p), (unsigned)p.tiles_q);
 }
 
-/* Which tile of which unit. */
+/* Which tile of which unit: of a head, or of its parts, which come side by side. */
 struct forward_tile {
     unsigned unit, tile;
 };
 
 /* The first or the second of a pair; false: there is none. */
+template <typename layout>
 INLINE bool tile_of_pair(const attention_params &p, unsigned pair, unsigned second, forward_tile *at) {
-    const unsigned units = (unsigned)(p.a.h * p.a.b), tiles = (unsigned)p.tiles_q;
+    const unsigned units = count_units<layout>(p), tiles = (unsigned)p.tiles_q;
     const unsigned section = pair / (8 * tiles), j = pair - section * 8 * tiles;
     const unsigned count = min(16u, units - section * 16), half = tiles / 2;
     const unsigned down = j / count;
@@ -109,8 +125,8 @@ INLINE bool tile_of_pair(const attention_params &p, unsigned pair, unsigned seco
 }
 
 /* Of one step of this block. */
-INLINE bool tile_of_step(const attention_params &p, unsigned step, forward_tile *of) {
-    const unsigned pairs = count_pairs(p), grid = gridDim.x;
+template <typename layout> INLINE bool tile_of_step(const attention_params &p, unsigned step, forward_tile *of) {
+    const unsigned pairs = count_pairs<layout>(p), grid = gridDim.x;
     unsigned pair = step / 2 * grid + blockIdx.x, second = step % 2;
     if (step / 2 * grid + grid > pairs) {
         const unsigned left = pairs % grid, at = second ? 2 * grid - 1 - blockIdx.x : blockIdx.x;
@@ -119,7 +135,7 @@ INLINE bool tile_of_step(const attention_params &p, unsigned step, forward_tile 
         second = at >= left;
         pair = pairs - left + at - second * left;
     }
-    return tile_of_pair(p, pair, second, of);
+    return tile_of_pair<layout>(p, pair, second, of);
 }
 
 /* Has each sequence a length of its own? Else all lie alike. */
@@ -138,9 +154,12 @@ template <int ROWS> INLINE void find_common(const attention_params &p, forward_w
 }
 
 /* False: the tile has no rows. w: after find_common. */
-template <int ROWS> INLINE bool find_work(const attention_params &p, const forward_tile &at, forward_work *w) {
-    const unsigned h = (unsigned)p.a.h, n = at.unit / h;
-    w->x = (int)(at.unit - n * h);
+template <typename layout> INLINE bool find_work(const attention_params &p, const forward_tile &at, forward_work *w) {
+    constexpr int ROWS = layout::rows;
+    const unsigned parts = sm90_forward_parts(layout::dim, p.a.dv), head = at.unit / parts;
+    const unsigned h = (unsigned)p.a.h, n = head / h;
+    w->x = (int)(head - n * h);
+    w->column0 = (int)(at.unit - head * parts) * layout::part;
     if (finds_each<ROWS>(p))
         w->c = find_place(p, n);
     else
@@ -156,30 +175,31 @@ template <int ROWS> INLINE bool find_work(const attention_params &p, const forwa
     return row0 < w->c.all_sq;
 }
 
-INLINE forward_target target_of(const attention_params &p, const forward_work &w) {
-    return {row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + w.row0), lse_at(p, w.c, w.x, w.row0), w.x, w.c.sq - w.row0,
-            w.c.all_sq - w.row0};
+template <typename layout> INLINE forward_target target_of(const attention_params &p, const forward_work &w) {
+    const int column0 = layout::is_wide ? w.column0 : 0;
+    return {row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + w.row0) + column0, lse_at(p, w.c, w.x, w.row0), w.x,
+            w.c.sq - w.row0, w.c.all_sq - w.row0};
 }
 
 /* This block's next tile that has rows. */
-template <int ROWS> INLINE bool next_work(const attention_params &p, unsigned *step, forward_work *w) {
-    while (*step / 2 * gridDim.x < count_pairs(p)) {
+template <typename layout> INLINE bool next_work(const attention_params &p, unsigned *step, forward_work *w) {
+    while (*step / 2 * gridDim.x < count_pairs<layout>(p)) {
         forward_tile at;
-        const bool there = tile_of_step(p, *step, &at);
+        const bool there = tile_of_step<layout>(p, *step, &at);
         ++*step;
-        if (there && find_work<ROWS>(p, at, w))
+        if (there && find_work<layout>(p, at, w))
             return true;
     }
     return false;
 }
 
 /* Where a mask decides what tiles cost: the next that no block has taken, the longest of a causal mask first. */
-template <int ROWS> INLINE bool take_work(const attention_params &p, forward_work *w) {
-    const unsigned pairs = count_pairs(p);
+template <typename layout> INLINE bool take_work(const attention_params &p, forward_work *w) {
+    const unsigned pairs = count_pairs<layout>(p);
     forward_tile at;
     unsigned x;
     while ((x = atomicAdd(p.seen_by_queries.taken, 1u)) < 2 * pairs)
-        if (tile_of_pair(p, x < pairs ? x : 2 * pairs - 1 - x, x >= pairs, &at) && find_work<ROWS>(p, at, w))
+        if (tile_of_pair<layout>(p, x < pairs ? x : 2 * pairs - 1 - x, x >= pairs, &at) && find_work<layout>(p, at, w))
             return true;
     return false;
 }

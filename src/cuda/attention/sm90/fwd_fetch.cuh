@@ -13,6 +13,11 @@ template <typename layout> INLINE int *steps_in(const forward_job *jobs) {
     return (int *)((char *)jobs + (layout::steps - layout::jobs));
 }
 
+/* Over d 256: of a tile of queries and the next, which column of o is the first. */
+template <typename layout> INLINE int *columns_in(const forward_job *jobs) {
+    return (int *)((char *)jobs + (layout::columns - layout::jobs));
+}
+
 /* paged: what lies there in place of it. */
 template <typename layout> INLINE int *hidden_in(const forward_job *jobs) {
     return (int *)((char *)jobs + (layout::hidden - layout::jobs));
@@ -26,15 +31,32 @@ template <int FULL> INLINE constexpr bool sends_apart(void) {
 
 /* ------------------------------------------------------------------------------------------------ loads, cleaning */
 
-/* The n-th tile of K or V. */
-template <int D, int BLOCK, typename layout>
-INLINE void load_keys(uint32_t tiles, uint32_t full, uint32_t empty, const tensor_map *map, int row, int head,
-                      int batch, unsigned n) {
-    const unsigned slot = slot_of<layout::stages>(n);
-    mbarrier_wait(empty + slot * 8, turn_of<layout::stages>(n) ^ 1);
+/* The n-th that goes around a ring of tiles of D columns, the first of them `column`. */
+template <int D, int BLOCK, int SLOTS>
+INLINE void load_tile(uint32_t tiles, uint32_t full, uint32_t empty, const tensor_map *map, int row, int head,
+                      int batch, int column, unsigned n) {
+    const unsigned slot = slot_of<SLOTS>(n);
+    mbarrier_wait(empty + slot * 8, turn_of<SLOTS>(n) ^ 1);
     mbarrier_expect(full + slot * 8, tile90<D, BLOCK>::bytes);
     load_boxes<D, BLOCK, BLOCK % 64 ? BLOCK : 64>(tiles + slot * tile90<D, BLOCK>::bytes, map, full + slot * 8, row,
-                                                  head, batch);
+                                                  head, batch, column);
+}
+
+/* The n-th tile of K, in chunks; of V, the columns from `column` on. */
+template <int BLOCK, typename layout>
+INLINE void load_keys(uint32_t smem, uint32_t barriers, const tensor_map *map, int row, int head, int batch,
+                      unsigned n) {
+#pragma unroll
+    for (unsigned c = 0; c < layout::chunks; c++)
+        load_tile<layout::chunk, BLOCK, layout::slots>(smem + layout::k, barriers + layout::k_full,
+                                                       barriers + layout::k_empty, map, row, head, batch,
+                                                       (int)c * layout::chunk, n * layout::chunks + c);
+}
+template <int BLOCK, typename layout>
+INLINE void load_values(uint32_t smem, uint32_t barriers, const tensor_map *map, int row, int head, int batch,
+                        int column, unsigned n) {
+    load_tile<layout::part, BLOCK, layout::stages>(smem + layout::v, barriers + V_FULL, barriers + V_EMPTY, map, row,
+                                                   head, batch, column, n);
 }
 
 /* What the table says of the tile of keys from j0 on, up to key `end`: of group x%GROUPS of PAGE_ROWS keys in lane x. */
@@ -88,7 +110,9 @@ INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w
         mbarrier_arrive(full);
         return;
     }
-    jobs[slot_of<2>(n)] = {target_of(all.p, *w), w->s, (int)w->c.first_k, w->x / all.p.group, w->n};
+    jobs[slot_of<2>(n)] = {target_of<layout>(all.p, *w), w->s, (int)w->c.first_k, w->x / all.p.group, w->n};
+    if (layout::is_wide)
+        columns_in<layout>(jobs)[slot_of<2>(n)] = w->column0;
     if (FULL)
         options_in<layout>(jobs)[slot_of<2>(n)] = find_options(all.p, w->c, w->x, w->row0, sizeof(T));
     mbarrier_expect(full, layout::q_bytes);
@@ -124,25 +148,24 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
     forward_work w;
     find_common<layout::rows>(p, &w);
     const bool sends = !PAGED || threadIdx.x == 0;
-    int v_row = 0, v_head = 0, v_batch = 0; /* V follows K of the next step, be that of the next tile */
-    bool owes = false, alone = false;       /* V is still to be sent for; of a tile of queries with one of keys */
-    const auto load_values = [&]() {
+    int v_row = 0, v_head = 0, v_batch = 0, v_column = 0; /* V follows K of the next step, be that of the next tile */
+    bool owes = false, alone = false; /* V is still to be sent for; of a tile of queries with one of keys */
+    const auto load_owed = [&]() {
         if (PAGED && owes)
             load_pages<D, BLOCK, layout>(smem + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
                                          v_batch, p.page_bits, n - 1);
         else if (owes)
-            load_keys<D, BLOCK, layout>(smem + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v, v_row, v_head,
-                                        v_batch, n - 1);
+            load_values<BLOCK, layout>(smem, barriers, &all.v, v_row, v_head, v_batch, v_column, n - 1);
         owes = false;
     };
     const bool takes = (FULL & WITH_MASK) && p.seen_by_queries.taken;
-    while (takes ? take_work<layout::rows>(p, &w) : next_work<layout::rows>(p, &step, &w)) {
+    while (takes ? take_work<layout>(p, &w) : next_work<layout>(p, &step, &w)) {
         if (w.s.begin == w.s.end)
             continue;
         if (FULL || PAGED)
             w.s.begin = w.s.begin / BLOCK * BLOCK; /* as tiles of the mask, or whole groups of a page */
         if (alone)                                 /* or it would wait for o of the tile before */
-            load_values();
+            load_owed();
         if (layout::q_stages > 1 && sends)
             load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, smem, jobs, nq);
         const int head = w.x / p.group;
@@ -168,16 +191,16 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
                                              batch, p.page_bits, n, hidden_in<layout>(jobs), hidden);
             } else {
                 note(p, GROUPS, n, CLOCK_BEGIN);
-                load_keys<D, BLOCK, layout>(smem + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head,
-                                            batch, n);
+                load_keys<BLOCK, layout>(smem, barriers, &all.k, row, head, batch, n);
                 note(p, GROUPS, n, CLOCK_KEYS);
             }
             if (!sends_apart<FULL>()) {
-                load_values();
+                load_owed();
                 note(p, GROUPS, n, CLOCK_TURN);
                 v_row = row;
                 v_head = head;
                 v_batch = batch;
+                v_column = layout::is_wide ? w.column0 : 0;
                 owes = true;
                 alone = j0 == last;
             }
@@ -188,7 +211,7 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
         }
         nq++;
     }
-    load_values();
+    load_owed();
     if (sends)
         load_queries<T, D, GROUPS, BLOCK, FULL>(all, NULL, smem, jobs, nq);
 }
@@ -216,16 +239,16 @@ INLINE void produce_values(const attention_params_sm90 &all, uint32_t smem, uint
                     mbarrier_wait(barriers + K_FULL + slot_of<STAGES>(n) * 8, turn_of<STAGES>(n));
                     told = steps_in<layout>(jobs)[n % STEPS];
                     mbarrier_arrive(barriers + K_EMPTY + slot_of<STAGES>(n) * 8);
-                    load_keys<D, BLOCK, layout>(smem + layout::v, barriers + V_FULL, barriers + V_EMPTY, &all.v,
-                                                job.first_k + (told & ~STEP_FLAGS), job.head_k, job.n, n);
+                    load_values<BLOCK, layout>(smem, barriers, &all.v, job.first_k + (told & ~STEP_FLAGS), job.head_k,
+                                               job.n, 0, n);
                 }
             }
             __syncwarp();
             nq++;
         }
-        stores = stores && next_work<layout::rows>(all.p, &step, &w);
+        stores = stores && next_work<layout>(all.p, &step, &w);
         if (stores && w.s.begin == w.s.end)
-            store_nothing<T, D, layout::rows, ADDS>(all.p, w);
+            store_nothing<T, layout, ADDS>(all.p, w);
     }
 }
 
@@ -240,7 +263,7 @@ INLINE void make_rows_ahead(const attention_params &p, uint32_t smem, char *kept
     unsigned step = 0, n = 0;
     forward_work w;
     find_common<layout::rows>(p, &w);
-    while (next_work<layout::rows>(p, &step, &w)) {
+    while (next_work<layout>(p, &step, &w)) {
         if (w.s.begin == w.s.end)
             continue;
         const uint32_t head = dropout_head(p, w.c.n, w.x);
@@ -286,7 +309,8 @@ INLINE void clean(const attention_params &p, uint32_t smem, uint32_t barriers, u
                 }
             }
             if (FULL ? step & STEP_CUT : is_cut<BLOCK>(w, j0)) {
-                clean_rows<T, D, BLOCK, CLEANERS>(smem + layout::v + slot * layout::tile_bytes, bad + slot * 4, thread);
+                clean_rows<T, layout::part, BLOCK, CLEANERS>(smem + layout::v + slot * layout::tile_bytes,
+                                                             bad + slot * 4, thread);
                 fence_async();
                 __syncwarp();
                 if (thread % 32 == 0)

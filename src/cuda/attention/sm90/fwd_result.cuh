@@ -68,13 +68,13 @@ template <typename T, int D> struct row_chunks {
     int count;
 };
 
-/* 16 rows from row0 on, as far as they are there. */
+/* 16 rows from row0 on, as far as they are there; t.o is at column `column0`. */
 template <typename T, int D>
-INLINE row_chunks<T, D> find_chunks(const attention_params &p, const forward_target &t, int row0) {
+INLINE row_chunks<T, D> find_chunks(const attention_params &p, const forward_target &t, int row0, int column0) {
     typedef row_chunks<T, D> r;
     const int lane = threadIdx.x % 32, row = lane / r::chunks, column = lane % r::chunks * 8;
     return {(T *)p.t.o + t.o + (row0 + row) * p.a.o_stride.s + column, r::rows * p.a.o_stride.s,
-            column < (int)p.a.dv ? min(t.all_rows - row0, 16) - row : 0};
+            column < (int)p.a.dv - column0 ? min(t.all_rows - row0, 16) - row : 0};
 }
 template <typename T, int D> INLINE void store_chunks(row_chunks<T, D> r, const uint4 (&x)[chunk_rows<D>()]) {
 #pragma unroll
@@ -85,7 +85,8 @@ template <typename T, int D> INLINE void store_chunks(row_chunks<T, D> r, const 
 
 /* From registers: the four lanes of a row swap, so that each has 16 bytes in one place. */
 template <typename T, int D>
-INLINE void store_directly(const attention_params &p, const forward_target &t, int row, const float (*o)[4]) {
+INLINE void store_directly(const attention_params &p, const forward_target &t, int row, int column0,
+                           const float (*o)[4]) {
     const int quarter = threadIdx.x % 4;
     T *to = (T *)p.t.o + t.o + row * p.a.o_stride.s + quarter * 8;
 #pragma unroll
@@ -97,7 +98,7 @@ INLINE void store_directly(const attention_params &p, const forward_target &t, i
             for (int x = 0; x < 4; x++)
                 r[x] = pack_pair(o[y + x][2 * half], o[y + x][2 * half + 1], T());
             const uint4 chunk = swap_pairs(r);
-            if (row + half * 8 < t.all_rows && (y + quarter) * 8 < (int)p.a.dv)
+            if (row + half * 8 < t.all_rows && (y + quarter) * 8 < (int)p.a.dv - column0)
                 store_global16(to + y * 8, chunk);
         }
 }
@@ -129,9 +130,10 @@ INLINE float end_rows(const attention_params &p, const forward_target &t, const 
 }
 
 /* o = O / sum, and lse. A warp's rows go through shared memory, where its rows of Q were, so that whole rows are written; q_empty: says
- * that Q is free, and t another's. It is said before the stores to memory: the fence would wait for them. */
+ * that Q is free, and t another's. It is said before the stores to memory: the fence would wait for them. Who makes the first columns
+ * stores lse. */
 template <typename T, int D, int ROWS, int FULL, bool ADDS>
-INLINE void store_rows(const attention_params &p, const forward_target &t, const softmax_state &state,
+INLINE void store_rows(const attention_params &p, const forward_target &t, int column0, const softmax_state &state,
                        const cap_state &cap, float (*o)[4], uint32_t staging, uint32_t q_empty) {
     const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
     float by[2], keep[2];
@@ -147,7 +149,7 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
 #pragma unroll
         for (int e = 0; e < 4; e++)
             o[y][e] *= by[e / 2];
-    float *const lse_to = lane % 4 < 2 ? lse_of(p, t, row0 + lane / 4 + lane % 2 * 8) : NULL;
+    float *const lse_to = lane % 4 < 2 && !column0 ? lse_of(p, t, row0 + lane / 4 + lane % 2 * 8) : NULL;
     if ((D > 128 || (ADDS && p.adds)) && lse_to)
         *lse_to = lse;
     if (ADDS && p.adds) {
@@ -155,7 +157,8 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
         for (int half = 0; half < 2; half++) {
             const int row = row0 + half * 8 + lane / 4;
             if (row < t.all_rows)
-                add_row<D, true>((float *)p.t.o + t.o + row * p.a.o_stride.s, o, half, (int)p.a.dv, 1.0f, keep[half]);
+                add_row<D, true>((float *)p.t.o + t.o + row * p.a.o_stride.s, o, half, (int)p.a.dv - column0, 1.0f,
+                                 keep[half]);
         }
         __syncwarp();
         if (D <= 128)
@@ -163,11 +166,11 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
         return;
     }
     if (D > 128) {
-        store_directly<T, D>(p, t, row0 + lane / 4, o);
+        store_directly<T, D>(p, t, row0 + lane / 4, column0, o);
         return;
     }
     typedef row_chunks<T, D> chunks;
-    const chunks to = find_chunks<T, D>(p, t, row0);
+    const chunks to = find_chunks<T, D>(p, t, row0, column0);
     staging += row0 * 128;
 #pragma unroll
     for (int s = 0; s < D / 16; s++) {
@@ -193,23 +196,25 @@ INLINE void store_rows(const attention_params &p, const forward_target &t, const
 }
 
 /* One warp: a tile that sees no key at all. */
-template <typename T, int D, int ROWS, bool ADDS>
+template <typename T, typename layout, bool ADDS>
 INLINE void store_nothing(const attention_params &p, const forward_work &w) {
-    const forward_target t = target_of(p, w);
-    for (int row0 = 0; row0 < ROWS; row0 += 16) {
+    constexpr int D = layout::part;
+    const int column0 = layout::is_wide ? w.column0 : 0;
+    const forward_target t = target_of<layout>(p, w);
+    for (int row0 = 0; row0 < layout::rows; row0 += 16) {
         const int row = row0 + (int)threadIdx.x % 32;
-        float keep = 0.0f, lse, *const lse_to = threadIdx.x % 32 < 16 ? lse_of(p, t, row) : NULL;
+        float keep = 0.0f, lse, *const lse_to = threadIdx.x % 32 < 16 && !column0 ? lse_of(p, t, row) : NULL;
         end_query<0, ADDS>(p, t, row, -CUDART_INF_F, 0.0f, -CUDART_INF_F, &lse, &keep);
         if (lse_to)
             *lse_to = lse;
         if (ADDS && p.adds) {
             if (threadIdx.x % 32 < 16 && keep < 0.0f) /* nor was there anything before */
-                for (int e = 0; e < p.a.dv; e++)
+                for (int e = 0; e < p.a.dv - column0 && (!layout::is_wide || e < D); e++)
                     ((float *)p.t.o)[t.o + row * p.a.o_stride.s + e] = 0.0f;
             continue;
         }
         const uint4 nothing[chunk_rows<D>()] = {};
-        store_chunks<T, D>(find_chunks<T, D>(p, t, row0), nothing);
+        store_chunks<T, D>(find_chunks<T, D>(p, t, row0, column0), nothing);
     }
 }
 

@@ -97,7 +97,9 @@ static bool takes_forward(const attention_problem *p, attention_choice *c) {
     if (c->fwd < 0 || group * a->sq <= 16 || (group > 1 && a->sq <= 64))
         return false;
     const kernel_row *k = &heddle__cuda_attention_kernels[c->fwd];
-    return ceil_div(a->sq, k->own) * a->h * a->b * 2 >= p->device->multiprocessors || a->sk < 8 * k->block;
+    return ceil_div(a->sq, k->own) * a->h * a->b * sm90_forward_parts(k->dim, a->dv) * 2 >=
+               p->device->multiprocessors ||
+           a->sk < 8 * k->block;
 }
 
 /* Queries to a head of keys from which on the copy engine's sums of dQ are faster (docs/kernels/cuda-attention-sm90.md). */
@@ -160,15 +162,16 @@ static void place_count(const attention_problem *p, attention_choice *c) {
 
 /* A block for each multiprocessor, which takes tile after tile, of a boolean mask whichever is the next when it is free; but a block for
  * each pair of tiles where the lengths are known to the device alone, and the device has to see to it that the work is spread. */
-static int64_t persistent_blocks(const attention_problem *p, int64_t tiles) {
-    const int64_t units = p->a->h * p->a->b, pairs = sm90_forward_pairs((unsigned)units, (unsigned)tiles);
+static int64_t persistent_blocks(const attention_problem *p, int64_t parts, int64_t tiles) {
+    const int64_t units = p->a->h * p->a->b * parts, pairs = sm90_forward_pairs((unsigned)units, (unsigned)tiles);
     const bool uneven = (p->a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) && !(p->a->features & HEDDLE_BOOL_MASK);
     return min64(tiles * units, uneven ? max64(p->device->multiprocessors, pairs) : p->device->multiprocessors);
 }
 
 static void lay_out_forward(const attention_problem *p, attention_choice *c) {
-    c->tiles_q = ceil_div(p->a->sq, heddle__cuda_attention_kernels[c->fwd].own);
-    c->blocks = persistent_blocks(p, c->tiles_q);
+    const kernel_row *k = &heddle__cuda_attention_kernels[c->fwd];
+    c->tiles_q = ceil_div(p->a->sq, k->own);
+    c->blocks = persistent_blocks(p, sm90_forward_parts(k->dim, p->a->dv), c->tiles_q);
     place_map_of(p, c->fwd, false, c);
     place_count(p, c);
 }

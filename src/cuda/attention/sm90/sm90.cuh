@@ -40,14 +40,14 @@ INLINE constexpr uint64_t columns_step(int s) {
     return (uint64_t)(s * 16 * 128 >> 4);
 }
 
-/* c[N/8] = A·Bᵀ over D columns, issued only: the caller fences before, commits and waits. A: 64 rows of a tile of A_ROWS from
- * address a on (a multiple of 8 rows into it), B: N rows of a tile of B_ROWS. */
+/* c[N/8] = A·Bᵀ (+ c, if adds) over D columns, issued only: the caller fences before, commits and waits. A: 64 rows of a tile of A_ROWS
+ * from address a on (a multiple of 8 rows into it), B: N rows of a tile of B_ROWS. */
 template <typename T, int D, int N, int A_ROWS, int B_ROWS>
-INLINE void warpgroup_rows(float (*c)[4], uint32_t a, uint32_t b) {
+INLINE void warpgroup_rows(float (*c)[4], uint32_t a, uint32_t b, bool adds = false) {
     const uint64_t da = describe_rows(a), db = describe_rows(b);
 #pragma unroll
     for (int s = 0; s < D / 16; s++)
-        wgmma<T, N, 0>::run(c, da + rows_step<A_ROWS>(s), db + rows_step<B_ROWS>(s), s > 0);
+        wgmma<T, N, 0>::run(c, da + rows_step<A_ROWS>(s), db + rows_step<B_ROWS>(s), adds || s > 0);
 }
 
 /* c[N/8] += A·B over ROWS rows: A in registers, as pack_fragments gives it; B: N columns of a tile of B_ROWS rows, the first of
@@ -110,15 +110,16 @@ template <int COUNT> INLINE void zero_all(float (*c)[4]) {
 
 /* ---------------------------------------------------------------------------------------------------------- rings */
 
-/* ROWS x D from row `row` of head `head` of batch `n`: boxes of BOX rows and 64 columns. One thread. Rows and columns that the
+/* ROWS x D from row `row` and column `column` of head `head` of batch `n`: boxes of BOX rows and 64 columns. One thread. Rows and columns that the
  * tensor does not have become zero, and count as copied. */
 template <int D, int ROWS, int BOX = 64>
-INLINE void load_boxes(uint32_t to, const tensor_map *map, uint32_t barrier, int row, int head, int n) {
+INLINE void load_boxes(uint32_t to, const tensor_map *map, uint32_t barrier, int row, int head, int n, int column = 0) {
 #pragma unroll
     for (int x = 0; x < tile90<D, ROWS>::strips; x++)
 #pragma unroll
         for (int y = 0; y < ROWS / BOX; y++)
-            tma_load4(to + x * tile90<D, ROWS>::strip + y * BOX * 128, map, barrier, x * 64, row + y * BOX, head, n);
+            tma_load4(to + x * tile90<D, ROWS>::strip + y * BOX * 128, map, barrier, column + x * 64, row + y * BOX,
+                      head, n);
 }
 
 /* sum + 0·x for eight numbers: 0 as long as all are finite, then NaN. */
