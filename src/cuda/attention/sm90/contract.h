@@ -23,8 +23,10 @@ CONTRACT int sm90_columns(int dim) {
 #define SM90_MOST_STAGES 4
 #define SM90_JOB_BYTES 80
 
-/* Over d 256 the sums of a row do not fit into the registers of a warpgroup: a block makes so many columns of o, others the rest. */
-#define SM90_MOST_PART 256
+/* Over d 256 K comes in chunks. Over d 320 the sums of a row do not fit into the registers of a warpgroup: a block makes so many columns of o,
+ * another the rest. */
+#define SM90_MOST_WHOLE 256
+#define SM90_MOST_PART 320
 CONTRACT int sm90_forward_part(int dim) {
     return dim > SM90_MOST_PART ? dim / 2 : dim;
 }
@@ -39,7 +41,7 @@ CONTRACT int sm90_forward_stages(int dim) {
 
 /* Columns of K that come and go at once: over d 256 a part of a tile. */
 CONTRACT int sm90_forward_chunk(int dim) {
-    return dim <= SM90_MOST_PART ? dim : dim % 128 ? 64 : 128;
+    return dim <= SM90_MOST_WHOLE ? dim : dim % 128 ? 64 : 128;
 }
 
 /* Tiles of Q: with two, o leaves through the buffer of its own Q. */
@@ -51,7 +53,7 @@ CONTRACT int sm90_forward_q_stages(int dim) {
 #define SM90_FORWARD_TILES (224 * 1024)
 CONTRACT int sm90_forward_slots(int dim, int own, int block) {
     const int stages = sm90_forward_stages(dim), v = stages * block * sm90_columns(sm90_forward_part(dim)) * 2;
-    return dim <= SM90_MOST_PART
+    return dim <= SM90_MOST_WHOLE
                ? stages
                : (SM90_FORWARD_TILES - own * sm90_columns(dim) * 2 - v) / (block * sm90_forward_chunk(dim) * 2);
 }
@@ -63,7 +65,7 @@ CONTRACT int sm90_forward_layout_bytes(int dim, int own, int block) {
     return sm90_forward_q_stages(dim) * own * sm90_columns(dim) * 2 +
            slots * block * sm90_columns(sm90_forward_chunk(dim)) * 2 +
            stages * (block * sm90_columns(sm90_forward_part(dim)) * 2 + 16) + 2 * SM90_JOB_BYTES +
-           8 * SM90_FORWARD_BARRIERS * SM90_MOST_STAGES + (dim > SM90_MOST_PART ? 2 * 8 * slots + 2 * 4 : 0);
+           8 * SM90_FORWARD_BARRIERS * SM90_MOST_STAGES + (dim > SM90_MOST_WHOLE ? 2 * 8 * slots + 2 * 4 : 0);
 }
 
 /* Shared memory begins anywhere: what lies before the first tile comes on top. */

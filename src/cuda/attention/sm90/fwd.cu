@@ -403,7 +403,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
     /* Together no more registers than the block was launched with: 168 or 128 a thread. */
     const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
-        registers_fewer<makes_ahead<FULL>() ? 40 : GROUPS == 2 ? 56 : 32>();
+        registers_fewer<(layout::part > 256) ? 24 : makes_ahead<FULL>() ? 40 : GROUPS == 2 ? 56 : 32>();
         if (PAGED ? warp == 0 : threadIdx.x == 0)
             produce<T, D, GROUPS, BLOCK, FULL, PAGED>(all, smem, barriers, jobs);
         else if (warp == 1)
@@ -415,7 +415,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
         make_rows_ahead<D, GROUPS, BLOCK>(all.p, smem, from + layout::kept,
                                           *(const dropout_state *)(steps_in<layout>(jobs) + STEPS));
     } else {
-        registers_more<makes_ahead<FULL>() ? 208 : GROUPS == 2 ? 224 : 160>();
+        registers_more<(layout::part > 256) ? 240 : makes_ahead<FULL>() ? 208 : GROUPS == 2 ? 224 : 160>();
         consume<T, D, GROUPS, BLOCK, FULL, ADDS, PAGED>(all.p, warp / 4 - 1, smem, jobs);
     }
 }

@@ -27,7 +27,7 @@ template <int D, int GROUPS, int BLOCK> struct forward90 {
     static constexpr int dim = D, rows = GROUPS * 64;
     /* Columns of o, and of V, that a block makes; over d 256 they may be a part, and K comes in chunks, tile after tile around a ring. */
     static constexpr int part = sm90_forward_part(D);
-    static constexpr bool is_wide = D > SM90_MOST_PART;
+    static constexpr bool is_wide = D > SM90_MOST_WHOLE;
     static constexpr int chunk = sm90_forward_chunk(D), chunks = D / chunk, chunk_bytes = tile90<chunk, BLOCK>::bytes;
     static_assert(chunks * chunk == D, "whole chunks");
     static constexpr int slots = sm90_forward_slots(D, rows, BLOCK);

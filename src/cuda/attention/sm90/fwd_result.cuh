@@ -55,14 +55,17 @@ INLINE float *lse_of(const attention_params &p, const forward_target &t, int row
     return p.t.lse && row < t.all_rows ? (float *)p.t.lse + t.lse + row : NULL;
 }
 
-/* Of 16 rows, how many has a lane 16 bytes of? */
+/* Of 16 rows, how many has a lane 16 bytes of? A row of more than 256 columns is stored in pieces of 64. */
+template <int D> INLINE constexpr int piece_columns(void) {
+    return D > 256 ? 64 : sm90_columns(D);
+}
 template <int D> INLINE constexpr int chunk_rows(void) {
-    return 16 / (32 / (sm90_columns(D) / 8));
+    return 16 / (32 / (piece_columns<D>() / 8));
 }
 
 /* Where a lane's 16 bytes of each of 16 rows go: of the first `count` of them, ROWS after the other. */
 template <typename T, int D> struct row_chunks {
-    static constexpr int chunks = sm90_columns(D) / 8, rows = 32 / chunks;
+    static constexpr int chunks = piece_columns<D>() / 8, rows = 32 / chunks;
     T *to;
     int64_t step;
     int count;
@@ -214,7 +217,13 @@ INLINE void store_nothing(const attention_params &p, const forward_work &w) {
             continue;
         }
         const uint4 nothing[chunk_rows<D>()] = {};
-        store_chunks<T, D>(find_chunks<T, D>(p, t, row0, column0), nothing);
+        if (D <= 256)
+            store_chunks<T, D>(find_chunks<T, D>(p, t, row0, column0), nothing);
+        for (int column = 0; D > 256 && column < D; column += 64) {
+            forward_target piece = t;
+            piece.o += column;
+            store_chunks<T, D>(find_chunks<T, D>(p, piece, row0, column), nothing);
+        }
     }
 }
 

@@ -54,10 +54,14 @@ INLINE void warpgroup_rows(float (*c)[4], uint32_t a, uint32_t b, bool adds = fa
  * the ROWS at address b. Issued only. */
 template <typename T, int N, int ROWS, int B_ROWS>
 INLINE void warpgroup_columns(float (*c)[4], const uint32_t (*a)[4], uint32_t b) {
+    constexpr int FIRST = N > 256 ? 192 : N, REST = N > 256 ? N - FIRST : N; /* a product has up to 256 columns */
     const uint64_t db = describe_columns<B_ROWS * 128>(b);
 #pragma unroll
-    for (int s = 0; s < ROWS / 16; s++)
-        wgmma<T, N, 1>::run(c, a[s], db + columns_step(s), 1);
+    for (int s = 0; s < ROWS / 16; s++) {
+        wgmma<T, FIRST, 1>::run(c, a[s], db + columns_step(s), 1);
+        if (N > 256)
+            wgmma<T, REST, 1>::run(c + FIRST / 8, a[s], db + (FIRST / 64 * B_ROWS * 128 >> 4) + columns_step(s), 1);
+    }
 }
 
 /* c[N/8] = A·B over ROWS rows of B: A: 64 rows of strips of 64; B: N columns of a tile of B_ROWS rows. Issued only. */
