@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # run.sh <directory of test programs> <record.json> [<directory of the Python package> <python>]: the C tests on the GPU, the
 # tests in Python, the tools of compute-sanitizer on a small part of the C tests, and the record of what was run. Needs no
-# network and builds nothing. Exit status 1 when something failed, 77 when there is no GPU. The last line counts.
+# network and builds nothing; what has ended is told on standard error, all of it at the end. Exit status 1 when something
+# failed, 77 when there is no GPU. The last line counts.
 set -uo pipefail
 programs=$(cd "$1" && pwd)
 record=$2
@@ -33,6 +34,7 @@ start() {
         begin=$SECONDS status=0
         timeout "$limit" "$@" >"$log/$at.out" 2>&1 || status=$?
         echo "$status $((SECONDS - begin))" >"$log/$at.end"
+        echo "${names[$at]}: status $status after $((SECONDS - begin)) s" >&2
     ) &
 }
 
@@ -94,7 +96,7 @@ for family in $families; do
     done
 done
 # Small problems of every kind, in a program of their own: the checks cost a hundredfold.
-sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -n 1)
 if [ -n "$sanitizer" ] && [ -x "$programs/test_sanitize" ]; then
     for tool in memcheck racecheck initcheck synccheck; do
         for family in $families; do
