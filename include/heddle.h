@@ -163,6 +163,7 @@ typedef enum heddle_mask {
 #define HEDDLE_PAGES (UINT64_C(1) << 12)        /* block_table: k and v lie in pages; forward alone */
 #define HEDDLE_SEGMENTS (UINT64_C(1) << 13)     /* q_segments and k_segments: a query sees keys of its own segment */
 #define HEDDLE_BLOCKS (UINT64_C(1) << 14)       /* block_rows and block_columns: blocks of keys for blocks of queries */
+#define HEDDLE_E4M3 (UINT64_C(1) << 15)         /* k and v have 8 bits; k_scale and v_scale; forward alone */
 
 /* One attention problem.
  *
@@ -211,6 +212,11 @@ typedef enum heddle_mask {
  * R + 1 numbers, and behind them those of the next head where blocks_of_h is 1, and of all heads of the next batch where blocks_of_b is
  * 1; the numbers count in all of block_columns. The last number of all says how many columns there are: others are clamped to 0 and to
  * it, and a column that is no block of keys names nothing. On HEDDLE_CUDA the workspace is as with segments, for each head's lists.
+ *
+ * With HEDDLE_E4M3 the elements of k and v are bytes, whatever dtype is: e4m3 as the OCP's 8-bit floating point specification (2023) has
+ * it (PyTorch's float8_e4m3fn), up to 448, with NaN and without infinity. The k of the formulas is k_scale[n, y] times the k that is there,
+ * of head y of keys of sequence n, and v is v_scale[n, y] times that. They are widened when they are read; nothing else changes. Backward
+ * refuses it.
  *
  * Dropout: with t = floor(65536*dropout + 0.5), element (n, x, i, j) is kept when its number, of 16 bits, is not below t:
  * half j%2 (0: the low one) of word j%8/2 of Philox4x32-7(counter = {j/8, n*h + x, i, offset}, key = seed) (low words;
@@ -264,8 +270,8 @@ typedef struct heddle_attention_data {
     size_t size; /* sizeof(heddle_attention_data) */
     /* inputs of both passes */
     const void *q;               /* dtype [b, h, sq, d] */
-    const void *k;               /* dtype [b, hk, sk, d] */
-    const void *v;               /* dtype [b, hk, sk, dv] */
+    const void *k;               /* dtype [b, hk, sk, d], or e4m3 */
+    const void *v;               /* dtype [b, hk, sk, dv], or e4m3 */
     const void *alibi_slopes;    /* float [h] or [b, h] */
     const void *bias;            /* dtype [b, h, sq, sk] */
     const uint8_t *bool_mask;    /* [b, h, sq, sk]; 0 masks the element out */
@@ -298,9 +304,12 @@ typedef struct heddle_attention_data {
     /* inputs of both passes; a structure that ends in front of them is taken, too */
     const int32_t *block_rows;    /* [b or 1, h or 1, R + 1] */
     const int32_t *block_columns; /* [the last number of block_rows] */
+    /* inputs of forward; a structure that ends in front of them is taken, too */
+    const void *k_scale; /* float [b, hk]; NULL means ones */
+    const void *v_scale; /* float [b, hk]; NULL means ones */
 } heddle_attention_data;
 
-/* HEDDLE_OK if both passes of this problem can run here (with HEDDLE_PAGES forward, which is all there is), else what forward
+/* HEDDLE_OK if both passes of this problem can run here (with HEDDLE_PAGES or HEDDLE_E4M3 forward, which is all there is), else what forward
  * would return; the reason goes to why[n] as well as to heddle_last_message(). Looks at the descriptor alone. */
 HEDDLE_API heddle_status heddle_attention_supported(const heddle_attention *desc, char *why, size_t n);
 

@@ -128,7 +128,7 @@ __attribute__((always_inline)) static inline heddle_status check_pointer(const v
 #define ALIGNMENTS(dtype)                                                                                              \
     {                                                                                                                  \
         [OF_DTYPE] = (uint8_t)heddle_dtype_size(dtype), [OF_FLOAT] = (dtype) == HEDDLE_F64 ? 8 : 4, [OF_BOOL] = 1,     \
-        [OF_INT32] = 4, [OF_UINT64] = 8                                                                                \
+        [OF_INT32] = 4, [OF_UINT64] = 8, [OF_E4M3] = 1                                                                 \
     }
 
 static heddle_status check_data_size(const char *name, const void *data, size_t size, size_t known) {
@@ -226,14 +226,16 @@ static heddle_status make_attention_plan(const heddle_attention *desc, heddle_pa
     return (*be)->plan_attention(plan);
 }
 
-/* Also of programs that were built when it ended in front of block_table, or of the segments or of the blocks: what is behind is NULL then. */
+/* Also of programs that were built when it ended in front of block_table, of the segments, blocks or scales: what is behind is NULL then. */
 static heddle_status take_data(const heddle_attention_data *data, heddle_attention_data *whole,
                                const heddle_attention_data **taken) {
     const size_t before_pages = offsetof(heddle_attention_data, block_table),
                  before_segments = offsetof(heddle_attention_data, q_segments),
-                 before_blocks = offsetof(heddle_attention_data, block_rows);
+                 before_blocks = offsetof(heddle_attention_data, block_rows),
+                 before_scales = offsetof(heddle_attention_data, k_scale);
     *taken = data;
-    if (!data || (data->size != before_pages && data->size != before_segments && data->size != before_blocks))
+    if (!data || (data->size != before_pages && data->size != before_segments && data->size != before_blocks &&
+                  data->size != before_scales))
         return check_data_size("heddle_attention_data", data, data ? data->size : 0, sizeof *data);
     memset(whole, 0, sizeof *whole);
     memcpy(whole, data, data->size);
@@ -268,7 +270,7 @@ heddle_status heddle_attention_supported(const heddle_attention *desc, char *why
     attention_plan plan;
     const backend *be = NULL;
     heddle_status status = make_attention_plan(desc, HEDDLE_FORWARD, &plan, &be);
-    if (status == HEDDLE_OK && !(desc->features & HEDDLE_PAGES))
+    if (status == HEDDLE_OK && !(desc->features & (HEDDLE_PAGES | HEDDLE_E4M3)))
         status = make_attention_plan(desc, HEDDLE_BACKWARD, &plan, &be);
     return report(status, why, n);
 }

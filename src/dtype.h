@@ -39,6 +39,26 @@ static inline float f16_to_float(uint16_t h) {
     return float_from_bits(sign | float_bits(x));
 }
 
+/* OCP's: 4 bits of exponent, whose bias is 7, and 3 behind the point; no infinity, and all bits but the sign's are NaN. */
+static inline float e4m3_to_float(uint8_t x) {
+    const uint32_t sign = (uint32_t)(x & 0x80u) << 24, magnitude = x & 0x7fu;
+    if (magnitude == 0x7fu)
+        return float_from_bits(sign | 0x7fc00000u);
+    return float_from_bits(sign | float_bits(float_from_bits(magnitude << 20) * 0x1p120f));
+}
+
+/* To nearest, ties to even; what is larger than 448 becomes that. */
+static inline uint8_t double_to_e4m3(double x) {
+    const uint8_t sign = signbit(x) ? 0x80u : 0;
+    const double a = fmin(fabs(x), 448);
+    int exponent = -6; /* the least, which subnormals have, too */
+    if (isnan(x))
+        return sign | 0x7fu;
+    while (a >= ldexp(2, exponent))
+        exponent++;
+    return sign | (uint8_t)((exponent + 6) * 8 + (int)nearbyint(ldexp(a, 3 - exponent)));
+}
+
 /* From double, so that the reference rounds once. */
 static inline uint16_t double_to_f16(double x) {
     const uint16_t sign = signbit(x) ? 0x8000u : 0;

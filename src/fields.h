@@ -9,8 +9,8 @@
 /* The last value of each enum of options: one above is refused, and who draws values or goes through them ends here. */
 enum { LAST_MASK = HEDDLE_CAUSAL_BOTTOM_RIGHT, LAST_NORM = HEDDLE_NO_NORM, LAST_ACTIVATION = HEDDLE_SWIGLU };
 
-/* What a pointer's elements are. FLOAT is float32, or float64 when the dtype is. */
-typedef enum field_element { OF_DTYPE, OF_FLOAT, OF_BOOL, OF_INT32, OF_UINT64, FIELD_ELEMENTS } field_element;
+/* What a pointer's elements are. FLOAT is float32, or float64 when the dtype is; E4M3 is what k and v are with HEDDLE_E4M3. */
+typedef enum field_element { OF_DTYPE, OF_FLOAT, OF_BOOL, OF_INT32, OF_UINT64, OF_E4M3, FIELD_ELEMENTS } field_element;
 
 /* An input of both passes; what forward writes and backward may read; what only backward reads, what only it writes. */
 typedef enum field_role { ROLE_INPUT, ROLE_OUTPUT, ROLE_GRADIENT_IN, ROLE_GRADIENT_OUT } field_role;
@@ -117,9 +117,14 @@ static inline int64_t attention_extent(const heddle_attention *a, char letter) {
     }
 }
 
+/* k and v. */
+static inline int is_of_keys(const tensor_field *t) {
+    return t->role == ROLE_INPUT && t->shape[1] == 'g' && t->shape[2];
+}
+
 /* The shape of a tensor in a problem with these features. Whoever asks whether it is packed compares it with t->packed. */
 static inline const char *attention_shape(const tensor_field *t, uint64_t features) {
-    if ((features & HEDDLE_PAGES) && t->role == ROLE_INPUT && t->shape[1] == 'g')
+    if ((features & HEDDLE_PAGES) && is_of_keys(t))
         return t->shape[3] == 'd' ? "Pgpd" : "Pgpv";
     const int of_pages = (features & HEDDLE_PAGES) && t->shape[1] == 'k'; /* numbered by sequence, packed or not */
     return (features & HEDDLE_VARLEN) && t->packed && !of_pages ? t->packed : t->shape;
@@ -160,6 +165,8 @@ static inline int is_output(const tensor_field *t) {
 
 /* What its elements are in a problem with these features: with HEDDLE_ACCUMULATE o, dq, dk and dv are sums. */
 static inline field_element element_in(const tensor_field *t, uint64_t features) {
+    if ((features & HEDDLE_E4M3) && is_of_keys(t))
+        return OF_E4M3;
     const int sums =
         (features & HEDDLE_ACCUMULATE) && t->element == OF_DTYPE && is_output(t) && !is_of_scores(t->shape);
     return sums ? OF_FLOAT : (field_element)t->element;

@@ -416,6 +416,8 @@ heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pas
     TRY(check_products(a));
     if ((a->features & HEDDLE_PAGES) && pass == HEDDLE_BACKWARD)
         return fail(HEDDLE_UNSUPPORTED, "HEDDLE_PAGES has no backward");
+    if ((a->features & HEDDLE_E4M3) && pass == HEDDLE_BACKWARD)
+        return fail(HEDDLE_UNSUPPORTED, "HEDDLE_E4M3 has no backward");
     if (a->dtype == HEDDLE_F64 && a->device != HEDDLE_REF)
         return fail(HEDDLE_UNSUPPORTED, "dtype float64 runs on HEDDLE_REF only, not on device %d", (int)a->device);
     return HEDDLE_OK;

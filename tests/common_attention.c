@@ -90,13 +90,17 @@ static void make_tensors(attention_problem *p, uint32_t skip, bool skew, bool le
     const heddle_attention *a = &p->a;
     for (int x = 0; x < T_COUNT; x++) {
         const tensor_field *f = &attention_fields[x];
-        const int element = element_of(f, a->dtype);
+        const int element = element_of(f, a->dtype, a->features);
         if ((f->feature && !(a->features & f->feature)) || skip >> x & 1 || (x == T_LEN_Q && !len_q) ||
             (x == T_LEN_K && !len_k))
             continue;
-        if (a->features & HEDDLE_PAGES && (f->need[HEDDLE_FORWARD] == NEED_UNUSED || x == T_CU_K))
+        if (a->features & (HEDDLE_PAGES | HEDDLE_E4M3) && f->need[HEDDLE_FORWARD] == NEED_UNUSED)
             continue;
-        if (x == T_ALIBI)
+        if (a->features & HEDDLE_PAGES && x == T_CU_K)
+            continue;
+        if (x == T_K_SCALE || x == T_V_SCALE)
+            p->t[x] = tensor_new(a->device, element, (int64_t[]){a->b, 1, 1, a->hk}, (int64_t[]){a->hk, 0, 0, 1}, skew);
+        else if (x == T_ALIBI)
             p->t[x] = tensor_new(a->device, element, (int64_t[]){a->b, 1, 1, a->h},
                                  (int64_t[]){a->alibi_stride_b, 0, 0, 1}, skew);
         else if (x == T_TABLE || x == T_Q_SEGMENTS || x == T_K_SEGMENTS)
@@ -289,6 +293,11 @@ static void fill_inputs(attention_problem *p, const attention_case *c) {
         case T_RNG:
             for (int64_t y = 0; y < 2; y++)
                 memcpy(t[x].host + (size_t)(t[x].guard + y) * 8, &(uint64_t){rng_next(&r)}, 8);
+            break;
+        case T_K_SCALE:
+        case T_V_SCALE:
+            for (int64_t at = 0; at < t[x].span; at++)
+                tensor_raw_set(&t[x], at, (rng_chance(&r, 0.1) ? -1 : 1) * exp2(4 * rng_uniform(&r) - 2));
             break;
         case T_ALIBI:
             for (int64_t at = 0; at < t[x].span; at++)

@@ -35,7 +35,7 @@ static void make_tensors(norm_linear_problem *p, uint32_t skip, bool skew) {
         if (f->stride)
             memcpy(&stride, (const char *)&p->a + f->stride, sizeof stride);
         if (!(skip >> x & 1) && norm_linear_has(&p->a, f))
-            p->t[x] = tensor_new(p->a.device, element_of(f, p->a.dtype), (int64_t[]){1, 1, rows, last},
+            p->t[x] = tensor_new(p->a.device, element_of(f, p->a.dtype, 0), (int64_t[]){1, 1, rows, last},
                                  (int64_t[]){0, 0, stride ? stride : last, 1}, skew);
     }
 }

@@ -146,7 +146,7 @@ bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *ke
     attention_problem p = attention_new(c);
     attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
     plain_results plain = {.orders = 0};
-    bool backward = !(c->skip >> T_LSE & 1) && !(c->a.features & HEDDLE_PAGES);
+    bool backward = !(c->skip >> T_LSE & 1) && !(c->a.features & (HEDDLE_PAGES | HEDDLE_E4M3));
     bool right = attention_pass(&p, HEDDLE_FORWARD);
     right = attention_pass(&ref, HEDDLE_FORWARD) && right;
     if (right && backward) {

@@ -152,7 +152,8 @@ bool attention_fits_parts(const attention_case *c) {
                          (a->mask == HEDDLE_MASK_NONE && a->features & (HEDDLE_WINDOW | HEDDLE_ALIBI));
     if (a->features & HEDDLE_SEQLENS && (c->len_k || by_ends)) /* every part would have lengths of its own */
         return false;
-    return !(a->features & (HEDDLE_VARLEN | HEDDLE_PAGES | HEDDLE_WEIGHTS | HEDDLE_BLOCKS)) && !(c->skip >> T_LSE & 1);
+    return !(a->features & (HEDDLE_VARLEN | HEDDLE_PAGES | HEDDLE_E4M3 | HEDDLE_WEIGHTS | HEDDLE_BLOCKS)) &&
+           !(c->skip >> T_LSE & 1);
 }
 
 bool attention_in_parts(attention_problem *p, int64_t first, attention_problem *to) {

@@ -53,18 +53,21 @@ static void read_rows(const head *h, const tensor *t, int64_t x, int64_t first, 
     take_rows(h, t->dim[3], rows, width, to, transposed);
 }
 
-/* Rows of keys or values, from wherever they are; what is hidden is of no account. */
-static void read_keys(const attention_problem *p, const head *h, const tensor *t, int64_t width, float *to,
-                      float *transposed) {
-    if (!(p->a.features & HEDDLE_PAGES)) {
-        read_rows(h, t, h->y, h->first_k, h->sk, width, to, transposed);
+/* Rows of keys or values, from wherever they are, times their scale; what is hidden is of no account. */
+static void read_keys(const attention_problem *p, const head *h, const tensor *t, const tensor *scales, int64_t width,
+                      float *to, float *transposed) {
+    const bool paged = p->a.features & HEDDLE_PAGES;
+    const float scale = scales->host ? (float)tensor_get(scales, h->n, 0, 0, h->y) : 1;
+    if (!t->host)
         return;
-    }
     for (int64_t j = 0; j < h->sk; j++) {
-        const int64_t page = attention_page(p, h->n, j);
+        const int64_t page = paged ? attention_page(p, h->n, j) : h->pack;
         memset(to + j * width, 0, (size_t)width * sizeof *to);
         if (page >= 0)
-            tensor_read_floats(t, tensor_at(t, page, h->y, j % p->a.page, 0), t->dim[3], to + j * width);
+            tensor_read_floats(t, tensor_at(t, page, h->y, paged ? j % p->a.page : h->first_k + j, 0), t->dim[3],
+                               to + j * width);
+        for (int64_t e = 0; e < width && scales->host; e++)
+            to[j * width + e] *= scale;
     }
     take_rows(h, t->dim[3], h->sk, width, to, transposed);
 }
@@ -114,8 +117,8 @@ static void head_begin(const attention_problem *p, head *h, int64_t n, int64_t x
     h->pack = a->features & HEDDLE_VARLEN ? 0 : n;
     assert_true(h->sq <= a->sq && h->sk <= a->sk);
     read_rows(h, &p->t[T_Q], x, h->first_q, h->sq, h->d, h->q, NULL);
-    read_keys(p, h, &p->t[T_K], h->d, h->k, h->kt);
-    read_keys(p, h, &p->t[T_V], h->dv, h->v, h->vt);
+    read_keys(p, h, &p->t[T_K], &p->t[T_K_SCALE], h->d, h->k, h->kt);
+    read_keys(p, h, &p->t[T_V], &p->t[T_V_SCALE], h->dv, h->v, h->vt);
     read_rows(h, &p->t[T_DOUT], x, h->first_q, h->sq, h->dv, h->dout, NULL);
     for (int64_t j = 0; j < h->sk; j++) {
         h->k_norm[j] = plain_norm(h->k + j * h->d, a->d);

@@ -139,7 +139,9 @@ void workspace_free(heddle_device device, void *workspace, size_t bytes) {
 
 /* ----------------------------------------------------------------------------------------- one and all elements */
 
-int element_of(const tensor_field *f, heddle_dtype dtype) {
+int element_of(const tensor_field *f, heddle_dtype dtype, uint64_t features) {
+    if (features & HEDDLE_E4M3 && is_of_keys(f))
+        return ELEMENT_E4M3;
     switch (f->element) {
     case OF_DTYPE: return (int)dtype;
     case OF_FLOAT: return dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
@@ -157,6 +159,7 @@ static uint64_t poison_of(int element) {
     case HEDDLE_F16: return 0x7ead;
     case HEDDLE_F64: return UINT64_C(0x7ff8dead0000beef);
     case ELEMENT_U8: return 0xa5;
+    case ELEMENT_E4M3: return 0xff;
     default: return UINT64_C(0x5b5b5b5b5b5b5b5b);
     }
 }
@@ -210,6 +213,7 @@ FOR_WIDE_VECTORS void tensor_read(const tensor *t, int64_t at, int64_t n, double
     case HEDDLE_F16: EACH(uint16_t, (double)f16_to_float(p[i])); break;
     case HEDDLE_F64: memcpy(x, image_at(t, at), (size_t)n * sizeof *x); break;
     case ELEMENT_U8: EACH(uint8_t, p[i]); break;
+    case ELEMENT_E4M3: EACH(uint8_t, e4m3_value(p[i])); break;
     case ELEMENT_I32: EACH(int32_t, p[i]); break;
     default: EACH(uint64_t, (double)p[i]);
     }
@@ -222,6 +226,7 @@ FOR_WIDE_VECTORS void tensor_read_floats(const tensor *t, int64_t at, int64_t n,
     case HEDDLE_F16: EACH(uint16_t, f16_to_float(p[i])); break;
     case HEDDLE_F64: EACH(double, (float)p[i]); break;
     case ELEMENT_U8: EACH(uint8_t, p[i]); break;
+    case ELEMENT_E4M3: EACH(uint8_t, (float)e4m3_value(p[i])); break;
     default: fail_msg("elements of type %d are no floats", t->element);
     }
 }

@@ -6,6 +6,7 @@
 #include "dtype.h"
 #include "fields.h"
 
+#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -88,7 +89,7 @@ void round_all(int precision, int64_t n, float *x);
 /* ----------------------------------------------------------------------------------------------------- tensors */
 
 /* Element types beyond heddle_dtype. */
-enum { ELEMENT_U8 = 16, ELEMENT_I32, ELEMENT_U64 };
+enum { ELEMENT_U8 = 16, ELEMENT_I32, ELEMENT_U64, ELEMENT_E4M3 };
 
 /* Up to four dimensions with any strides, inside a guarded block whose gaps and guards hold NaN (or garbage).
  * `host` is the image that the accessors use; `block` is where the library sees it, which without a GPU is the same.
@@ -106,7 +107,8 @@ typedef struct tensor {
 
 static inline size_t element_size(int element) {
     switch (element) {
-    case ELEMENT_U8: return 1;
+    case ELEMENT_U8:
+    case ELEMENT_E4M3: return 1;
     case HEDDLE_BF16:
     case HEDDLE_F16: return 2;
     case HEDDLE_F64:
@@ -116,7 +118,26 @@ static inline size_t element_size(int element) {
 }
 
 /* Of a field of a problem in `dtype`. */
-int element_of(const tensor_field *f, heddle_dtype dtype);
+int element_of(const tensor_field *f, heddle_dtype dtype, uint64_t features);
+
+/* By the words of the specification, not by dtype.h. */
+static inline double e4m3_value(uint8_t x) {
+    const int exponent = x >> 3 & 15, fraction = x & 7;
+    const double size = exponent ? ldexp(8 + fraction, exponent - 10) : ldexp(fraction, -9);
+    return (x & 0x7f) == 0x7f ? (double)NAN : x & 0x80 ? -size : size;
+}
+
+/* The nearest, of two the even one. */
+static inline uint8_t e4m3_nearest(double x) {
+    int low = 0, high = 0x7e;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        *(e4m3_value((uint8_t)middle) <= fabs(x) ? &low : &high) = middle;
+    }
+    const double below = fabs(x) - e4m3_value((uint8_t)low), above = e4m3_value((uint8_t)high) - fabs(x);
+    const int nearest = below < above || (below == above && low % 2 == 0) ? low : high;
+    return (uint8_t)((isnan(x) ? 0x7f : nearest) | (signbit(x) ? 0x80 : 0));
+}
 
 static inline int64_t tensor_at(const tensor *t, int64_t i, int64_t j, int64_t k, int64_t l) {
     return i * t->stride[0] + j * t->stride[1] + k * t->stride[2] + l * t->stride[3];
@@ -131,6 +152,7 @@ static inline double tensor_raw(const tensor *t, int64_t at) {
     case ELEMENT_U8: return *(const uint8_t *)p;
     case ELEMENT_I32: memcpy(&word, p, sizeof word); return word;
     case ELEMENT_U64: memcpy(&wide, p, sizeof wide); return (double)wide;
+    case ELEMENT_E4M3: return e4m3_value(*(const uint8_t *)p);
     default: return load_element((heddle_dtype)t->element, p, 0);
     }
 }
@@ -141,6 +163,7 @@ static inline void tensor_raw_set(tensor *t, int64_t at, double x) {
     case ELEMENT_U8: *(uint8_t *)p = (uint8_t)x; break;
     case ELEMENT_I32: memcpy(p, &(int32_t){(int32_t)x}, 4); break;
     case ELEMENT_U64: memcpy(p, &(uint64_t){(uint64_t)x}, 8); break;
+    case ELEMENT_E4M3: *(uint8_t *)p = e4m3_nearest(x); break;
     default: store_element((heddle_dtype)t->element, p, 0, x);
     }
 }

@@ -221,6 +221,8 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
     rng q = {seed ^ 0x711e}; /* of its own, so that a seed's other numbers stay */
     if (a->features & HEDDLE_BOOL_MASK && rng_chance(&q, 0.5))
         c.mask_tiles = rng_chance(&q, 0.5) ? 64 : rng_between(&q, 10, 150);
+    if (!c.first_part && rng_chance(&q, 0.1))
+        a->features |= HEDDLE_E4M3; /* forward alone, too */
     return c;
 }
 

@@ -11,8 +11,8 @@
 #define THERE 0.25
 
 bool fits_parts(const heddle_attention *a) {
-    return a->sk > 0 &&
-           !(a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS | HEDDLE_PAGES | HEDDLE_WEIGHTS | HEDDLE_BLOCKS));
+    return a->sk > 0 && !(a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS | HEDDLE_PAGES | HEDDLE_E4M3 | HEDDLE_WEIGHTS |
+                                         HEDDLE_BLOCKS));
 }
 
 /* What is added to: contiguous, in float. */

@@ -167,6 +167,12 @@ static bool is_hidden(const head *h, int64_t i, int64_t j) {
     return !sees(h, i, j) || (mask && mask[j] == 0) || (bias && bias[j] < -0x1p24) || (paged && page(h, j) < 0);
 }
 
+/* HEDDLE_E4M3: of k or v. */
+static float scale_of(const head *h, int f) {
+    const int64_t hk = job_extent(&h->p->j, 'g');
+    return h->p->x[f] ? (float)h->p->x[f][h->n * hk + h->x / (h->p->j.a.h / hk)] : 1;
+}
+
 /* The score after all that changes it, or -inf; tanh is kept for backward. */
 static float score(const head *h, int64_t i, int64_t j, float *tanh_out, float *terms) {
     const heddle_attention *a = &h->p->j.a;
@@ -174,9 +180,10 @@ static float score(const head *h, int64_t i, int64_t j, float *tanh_out, float *
     *tanh_out = *terms = 0;
     if (is_hidden(h, i, j))
         return -INFINITY;
-    float t = plain_rounded(h->dtype, dot(input_row(h, Q, i), input_row(h, K, j), a->d, h->order));
+    const float k_scale = scale_of(h, K_SCALE);
+    float t = plain_rounded(h->dtype, dot(input_row(h, Q, i), input_row(h, K, j), a->d, h->order) * k_scale);
     t = plain_rounded(h->dtype, t * h->scale);
-    *terms = h->scale * h->scale * (float)dot_terms(input_row(h, Q, i), input_row(h, K, j), a->d);
+    *terms = h->scale * h->scale * k_scale * k_scale * (float)dot_terms(input_row(h, Q, i), input_row(h, K, j), a->d);
     if (a->softcap > 0) {
         *tanh_out = plain_rounded(h->dtype, tanhf(t / (float)a->softcap));
         t = plain_rounded(h->dtype, (float)a->softcap * *tanh_out);
@@ -227,6 +234,7 @@ static void forward_head(const head *h) {
     for (int64_t i = 0; i < h->s.sq; i++) {
         float *p = h->p_matrix + i * sk, *z = h->z + i * sk;
         double *o = output_row(h, O, i), *weights = output_row(h, WEIGHTS, i), *terms = terms_row(h, O, i);
+        const float v_scale = scale_of(h, V_SCALE);
         softmax_row(h, i);
         for (int64_t j = 0; j < a->sk && weights; j++) {
             weights[j] = j < sk ? p[j] : 0;
@@ -237,8 +245,8 @@ static void forward_head(const head *h) {
             const double *v = input_row(h, V, j);
             z[j] = dropout_factor(h, i, j);
             for (int64_t e = 0; e < dv && p[j] != 0; e++) {
-                h->part[e] += plain_rounded(h->dtype, p[j] * z[j]) * (float)v[e];
-                terms[e] += h->p_terms[i * sk + j] * square(z[j] * v[e]);
+                h->part[e] += plain_rounded(h->dtype, p[j] * z[j]) * (v_scale * (float)v[e]);
+                terms[e] += h->p_terms[i * sk + j] * square(z[j] * v_scale * v[e]);
             }
             if (ends_block(place, sk, h->order))
                 add_block(o, h->part, dv);
@@ -374,10 +382,10 @@ void plain_attention(const problem *p, arena *m, heddle_dtype dtype, plain_order
             h.p_matrix = matrix[0], h.z = matrix[1], h.tanh = matrix[2], h.ds = matrix[3], h.ds_terms = matrix[4],
             h.p_terms = matrix[5];
             forward_head(&h);
-            if (!(a->features & HEDDLE_PAGES))
+            if (!(a->features & (HEDDLE_PAGES | HEDDLE_E4M3)))
                 backward_head(&h);
         }
-    for (int f = DQ; f <= DBIAS && !(a->features & HEDDLE_PAGES); f++)
+    for (int f = DQ; f <= DBIAS && !(a->features & (HEDDLE_PAGES | HEDDLE_E4M3)); f++)
         for (int64_t i = 0, n = out->x[f] ? field_count(&p->j, f) : 0; i < n; i++)
             out->x[f][i] = plain_rounded(dtype, out->x[f][i]);
 }

@@ -29,7 +29,7 @@ void problem_fill(problem *p, arena *m, random_state *r) {
         bool number = t[f].element == OF_DTYPE || t[f].element == OF_FLOAT || t[f].element == OF_BOOL || ids;
         if (is_output(&t[f]) || !number || p->x[f] || !job_has(&p->j, f))
             continue;
-        if ((features & HEDDLE_PAGES) && t[f].role == ROLE_GRADIENT_IN) /* forward is all there is */
+        if ((features & (HEDDLE_PAGES | HEDDLE_E4M3)) && t[f].role == ROLE_GRADIENT_IN) /* forward is all there is */
             continue;
         double *x = problem_input(p, m, f);
         int64_t n = field_count(&p->j, f);

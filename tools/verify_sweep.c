@@ -127,6 +127,12 @@ static const attention_case attention_cases[] = {
       .sq = 300,
       .sk = 300}},
     {"segments, pages", {.features = HEDDLE_SEGMENTS | HEDDLE_PAGES, .page = 16}},
+    {"e4m3", {.features = HEDDLE_E4M3, .hk = 2, .mask = BOTTOM_RIGHT}},
+    {"e4m3, packed, alibi", {.features = HEDDLE_E4M3 | HEDDLE_VARLEN | HEDDLE_ALIBI, .b = 5, .sk = 203}},
+    {"e4m3, pages, sq 1 (decoding)",
+     {.features = HEDDLE_E4M3 | HEDDLE_PAGES, .page = 16, .sq = 1, .sk = 203, .hk = 1, .d = 64}},
+    {"e4m3, pages of 64, gqa, sinks, weights",
+     {.features = HEDDLE_E4M3 | HEDDLE_PAGES | HEDDLE_SINKS | HEDDLE_WEIGHTS, .page = 64, .hk = 2, .sk = 203}},
     {"two parts, added up", {.features = HEDDLE_ACCUMULATE}},
     {"two parts, causal, gqa, sinks",
      {.features = HEDDLE_ACCUMULATE | HEDDLE_SINKS, .mask = BOTTOM_RIGHT, .hk = 2, .sk = 203}},
@@ -478,7 +484,7 @@ heddle_attention random_attention(random_state *r) {
         a.blocks_of_h = (uint8_t)random_between(r, 0, 1);
     }
     if (random_between(r, 0, 7) == 0) {
-        a.features |= HEDDLE_PAGES;
+        a.features |= HEDDLE_PAGES | (random_between(r, 0, 1) ? HEDDLE_E4M3 : 0);
         a.page = INT64_C(16) << random_between(r, 0, 4);
     }
     if (a.features & HEDDLE_BIAS && random_between(r, 0, 1)) {

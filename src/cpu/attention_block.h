@@ -276,8 +276,10 @@ static void few_block(const call *c, const unit *u, const key_block *b, forward_
     if (c->adjusts || c->hidden || seen.cut || is_divided(c, u, l, b) ||
         tile_of(u->m, l->first, l->last + 1, b->first, b->first + b->count) != TILE_FULL)
         masked = few_masked_scores(c, u, b, t, w, s);
-    else
+    else {
         few_scores(c, u, l, b, t->qt, s);
+        scale_scores(c, l->count * FEW_KEYS, s);
+    }
     few_softmax(t, c->factor, a->dv, b->count, s);
     if (c->drops) {
         dropout_factors(c, u, l, b, w->z);
@@ -363,16 +365,19 @@ static void end_tile(const call *c, const unit *u, forward_tile *t, float *inver
         else
             *lse = (float)found;
     }
+    float by[LANES]; /* weights are not of values, o is */
+    for (int64_t x = 0; x < l->stride; x++)
+        by[x] = inverse[x] == 0 ? 0 : inverse[x] * c->v_scale;
     if (l->few)
         for (int64_t x = 0; x < l->count; x++) {
             few_order(TYPE(c), c->a->dv, t->ot + x * c->dv_pad);
             if (c->adds)
-                add_row(t->ot + x * c->dv_pad, c->a->dv, inverse[x], out[x]);
+                add_row(t->ot + x * c->dv_pad, c->a->dv, by[x], out[x]);
             else
-                narrow_row(TYPE(c), t->ot + x * c->dv_pad, c->a->dv, inverse[x], out[x]);
+                narrow_row(TYPE(c), t->ot + x * c->dv_pad, c->a->dv, by[x], out[x]);
         }
     else
-        unpack_transposed(c->out, t->ot, l->stride, l->count, c->a->dv, inverse, c->adds, out, 0);
+        unpack_transposed(c->out, t->ot, l->stride, l->count, c->a->dv, by, c->adds, out, 0);
 }
 
 #endif

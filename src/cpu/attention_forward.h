@@ -233,7 +233,7 @@ static void forward_ahead(const call *c, const attention_plan *plan, const unit 
         const unit v = make_unit(c, next / per_unit);
         const int64_t g0 = (per_unit - 1 - next % per_unit) * plan->tile_q;
         ahead_queries(c, &v, c->t->q, a->q_stride, a->d, g0, g0 + plan->tile_q, steps, &w->next);
-        if (unit_next < a->b * a->hk && !(a->features & HEDDLE_PAGES)) {
+        if (unit_next < a->b * a->hk && !gathers(a)) {
             const int64_t shares = (per_unit + together - 1) / together, share = task % per_unit / together;
             const unit other = next / per_unit > unit_now ? v : make_unit(c, unit_next);
             const int64_t keys = min64(other.s.sk, 2 * c->tile_k), first = keys * share / shares;
@@ -247,6 +247,7 @@ static void forward_ticket(const call *c, const attention_plan *plan, const forw
                            int64_t per_unit, forward_space *space) {
     const unit u = make_unit(c, task / per_unit);
     ahead_begin(&space->next);
+    see_unit(&u, &space->pages);
     /* The longest rows of a causal mask first: the last tasks to be taken are then short. */
     const int64_t key_share = g->key_shares > 1 ? task % per_unit : 0;
     const int64_t f0 = g->key_shares > 1 ? 0 : (per_unit - 1 - task % per_unit) * plan->tile_q;

@@ -241,6 +241,12 @@ INLINE bool hides_some(const call *c, const parts *r) {
     return r->hides || r->partial || r->cut || r->divided || c->hidden;
 }
 
+/* HEDDLE_E4M3: of `count` scores. */
+static void scale_scores(const call *c, int64_t count, float *s) {
+    for (int64_t x = 0; x < count && c->k_scale != 1; x += VL)
+        store(s + x, c->k_scale * load(s + x));
+}
+
 /* s[j][lane] = the score (times call.factor in units of log2), -inf where masked. True as hides_some() is. */
 static bool scores(const call *c, const unit *u, const lanes *l, const key_block *b, const float *qt, parts *r,
                    float *s, float *tanhs, ahead *next) {
@@ -256,6 +262,7 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
         multiply_parts(l, r, b->k, b->k_stride, c->a->d, c->chain, b->t.k, qt, s,
                        rows_behind(c, u, c->t->k, c->a->k_stride, c->a->d, b->first + b->count, false), next);
     }
+    scale_scores(c, b->count * l->stride, s);
     r->hides = c->adjusts && adjust_scores(c, u, l, b, s, tanhs);
     if (r->partial)
         mask_band(u, l, b, s); /* the parts that were left out, too */

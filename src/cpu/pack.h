@@ -115,6 +115,27 @@ static void widen_rows(int type, const char *in, int64_t bytes, int64_t rows, in
         widen_rows_as(HEDDLE_F16, in, bytes, rows, n, out, pad);
 }
 
+/* n elements of e4m3 in another type, which holds each exactly. */
+INLINE void widen_e4m3_as(int type, const uint8_t *in, int64_t n, void *out) {
+    for (int64_t e = 0; e < n; e += VL) {
+        vb bytes = {0};
+        if (n - e >= VL)
+            memcpy(&bytes, in + e, sizeof bytes);
+        else
+            memcpy(&bytes, in + e, (size_t)(n - e));
+        store_some(type, (char *)out + e * element_size(type), e4m3_widen(bytes), n - e);
+    }
+}
+
+static void widen_e4m3(int type, const uint8_t *in, int64_t n, void *out) {
+    if (type == HEDDLE_F32)
+        widen_e4m3_as(HEDDLE_F32, in, n, out);
+    else if (type == HEDDLE_BF16)
+        widen_e4m3_as(HEDDLE_BF16, in, n, out);
+    else
+        widen_e4m3_as(HEDDLE_F16, in, n, out);
+}
+
 INLINE void narrow_row_as(int type, const float *in, int64_t n, float factor, void *out) {
     for (int64_t e = 0; e < n; e += VL)
         store_some(type, (char *)out + e * element_size(type), factor * load_some(HEDDLE_F32, in + e, n - e), n - e);

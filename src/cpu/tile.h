@@ -40,16 +40,17 @@ typedef struct call {
     int64_t d_pad, dv_pad; /* rounded up to whole vectors */
     bool pairs;            /* bfloat16: products by pairs (attention_pairs.h) */
     bool k_pairs,
-        v_pairs;        /* those that sum along rows of K, of V in backward, too: they need aligned pairs in memory */
-    bool adds;          /* HEDDLE_ACCUMULATE: o, dq, dk and dv are float32 and hold something */
-    int out;            /* the type of those four */
-    bool adjusts;       /* softcap, ALiBi or bias change the scores */
-    bool divides;       /* HEDDLE_SEGMENTS or HEDDLE_BLOCKS: whole blocks of keys are seen by nobody */
-    bool masks;         /* elements may be hidden one by one, whatever the band says */
-    bool hidden;        /* HEDDLE_PAGES: some keys of the block are in no page */
-    int64_t chain;      /* of the sums over d that scores are: so many terms */
-    double unit;        /* a score as stored (raw product of sign·q and k, or adjusted) times unit is S, */
-    float sign, factor; /* and times factor it is in units of log2 */
+        v_pairs;  /* those that sum along rows of K, of V in backward, too: they need aligned pairs in memory */
+    bool adds;    /* HEDDLE_ACCUMULATE: o, dq, dk and dv are float32 and hold something */
+    int out;      /* the type of those four */
+    bool adjusts; /* softcap, ALiBi or bias change the scores */
+    bool divides; /* HEDDLE_SEGMENTS or HEDDLE_BLOCKS: whole blocks of keys are seen by nobody */
+    bool masks;   /* elements may be hidden one by one, whatever the band says */
+    bool hidden;  /* HEDDLE_PAGES: some keys of the block are in no page */
+    float k_scale, v_scale; /* HEDDLE_E4M3: of the unit that the thread is at */
+    int64_t chain;          /* of the sums over d that scores are: so many terms */
+    double unit;            /* a score as stored (raw product of sign·q and k, or adjusted) times unit is S, */
+    float sign, factor;     /* and times factor it is in units of log2 */
     bool drops;
     uint32_t drop_below;
     float keep_factor;
@@ -139,6 +140,7 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     const heddle_attention *a = &plan->a;
     call c = {
         .a = a, .t = t, .type = (int)a->dtype, .threads = plan->threads, .group = a->h / a->hk, .tile_k = plan->tile_k};
+    c.k_scale = c.v_scale = 1;
     c.d_pad = (a->d + VL - 1) / VL * VL;
     c.dv_pad = (a->dv + VL - 1) / VL * VL;
     c.few_k = clamp64(32768 / ((a->d + a->dv) * element_size(c.type)) / VL * VL, VL, FEW_KEYS);

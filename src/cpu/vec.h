@@ -204,6 +204,13 @@ INLINE vh f16_narrow(vf x) {
 }
 #endif
 
+/* As e4m3_to_float(). */
+INLINE vf e4m3_widen(vb bytes) {
+    const vu u = __builtin_convertvector(bytes, vu), magnitude = u & 0x7fu;
+    const vu finite = (vu)((vf)(magnitude << 20) * 0x1p120f), nan = (vu)(magnitude == 0x7fu) & 0x7fc00000u;
+    return (vf)((u & 0x80u) << 24 | finite | nan);
+}
+
 /* ---------------------------------------------------------------------------------------------- parts of vectors */
 
 #ifndef HAVE_PARTIAL

@@ -90,6 +90,20 @@ static int64_t lse_at(const heddle_attention *a, const head *c, int64_t i) {
     return (c->n * a->h + c->x) * a->sq + i;
 }
 
+/* Row j of k or v of head y of keys, times its scale. */
+static void load_keys(const work *w, const void *p, const void *scales, heddle_strides stride, const head *c, int64_t y,
+                      int64_t j, int64_t n, double *row) {
+    const heddle_attention *a = w->a;
+    const int64_t at = key_at(w, stride, c, y, j);
+    if (!(a->features & HEDDLE_E4M3)) {
+        load_row(a->dtype, p, at, n, row);
+        return;
+    }
+    const double scale = scales ? load_element(float_type(a->dtype), scales, c->n * a->hk + y) : 1;
+    for (int64_t e = 0; e < n; e++)
+        row[e] = scale * (double)e4m3_to_float(((const uint8_t *)p)[at + e]);
+}
+
 /* Query head x of sequence n, with its keys and values in w->k and w->v. */
 static head load_head(work *w, int64_t n, int64_t x) {
     const heddle_attention *a = w->a;
@@ -115,8 +129,8 @@ static head load_head(work *w, int64_t n, int64_t x) {
     for (int64_t j = 0; j < c.used.sk; j++) {
         if (key_at(w, a->k_stride, &c, y, j) < 0)
             continue;
-        load_row(a->dtype, data->k, key_at(w, a->k_stride, &c, y, j), a->d, w->k + j * a->d);
-        load_row(a->dtype, data->v, key_at(w, a->v_stride, &c, y, j), a->dv, w->v + j * a->dv);
+        load_keys(w, data->k, data->k_scale, a->k_stride, &c, y, j, a->d, w->k + j * a->d);
+        load_keys(w, data->v, data->v_scale, a->v_stride, &c, y, j, a->dv, w->v + j * a->dv);
     }
     return c;
 }

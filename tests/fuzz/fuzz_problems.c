@@ -113,7 +113,7 @@ static void options_of_attention(bytes *b, heddle_attention *a) {
     static const double caps[] = {0, 0, 30, 0.5, 1e-30, 1e20, 1e-50, 1e39};
     a->dtype = (heddle_dtype)take_between(b, 0, 3);
     a->device = take_between(b, 0, 3) ? HEDDLE_CPU : HEDDLE_REF;
-    a->features = take_number(b, 2) & 0x7fff;
+    a->features = take_number(b, 2) & 0xffff;
     a->mask = (heddle_mask)take_between(b, 0, LAST_MASK);
     a->scale = scales[take_between(b, 0, 6)];
     a->softcap = caps[take_between(b, 0, 7)];
@@ -234,10 +234,23 @@ static void *new_tensor(memory *m, const heddle_attention *a, int per_sequence, 
     return fills ? new_floats(m, a->dtype, count) : new_block(m, (size_t)count * heddle_dtype_size(a->dtype));
 }
 
+/* Bytes, of which each is something. */
+static uint8_t *new_bytes(memory *m, int64_t count) {
+    uint8_t *p = new_block(m, (size_t)count);
+    uint64_t state = take_number(m->source, 2);
+    for (int64_t i = 0; i < count; i++)
+        p[i] = (uint8_t)((state = state * UINT64_C(6364136223846793005) + 1) >> 33);
+    return p;
+}
+
 /* k or v. */
 static void *new_keys(memory *m, const heddle_attention *a, heddle_strides s, int64_t rows, int64_t last) {
     const int64_t hk = a->hk ? a->hk : a->h;
-    if (a->features & HEDDLE_PAGES)
+    const int paged = (a->features & HEDDLE_PAGES) != 0, packed = !paged && (a->features & HEDDLE_VARLEN);
+    const int64_t b = paged ? a->pages : packed ? 1 : a->b, of_rows = paged ? a->page : rows;
+    if (a->features & HEDDLE_E4M3)
+        return new_bytes(m, span(literal(s, packed, hk, of_rows, last), b, hk, of_rows, last));
+    if (paged)
         return new_floats(m, a->dtype, span(literal(s, 0, hk, a->page, last), a->pages, hk, a->page, last));
     return new_tensor(m, a, 0, s, hk, rows, last, 1);
 }
@@ -322,6 +335,10 @@ static heddle_attention_data data_of_attention(memory *m, const heddle_attention
         t.block_rows = rows;
         t.block_columns = new_lengths(m, columns, 5);
     }
+    if (f & HEDDLE_E4M3) {
+        t.k_scale = left_out & 4 ? NULL : new_floats(m, real, a->b * (a->hk ? a->hk : a->h));
+        t.v_scale = left_out & 8 ? NULL : new_floats(m, real, a->b * (a->hk ? a->hk : a->h));
+    }
     if (f & HEDDLE_SEGMENTS) {
         t.q_segments = new_lengths(m, packed ? rows_q : a->b * a->sq, 3);
         t.k_segments = new_lengths(m, packed && !(f & HEDDLE_PAGES) ? rows_k : a->b * a->sk, 3);
@@ -367,11 +384,11 @@ static void data_of_gradients(memory *m, const heddle_attention *a, heddle_atten
         t->dsinks = new_block(m, (size_t)a->h * heddle_dtype_size(real));
 }
 
-/* What both passes need, or that they are refused alike; of keys in pages backward is, always. */
+/* What both passes need, or that they are refused alike; of keys in pages or of 8 bits backward is, always. */
 static int plans(const heddle_attention *a, size_t need[2]) {
     char why[256], name[128];
     const heddle_status status = heddle_attention_supported(a, why, sizeof why);
-    const int paged = (a->features & HEDDLE_PAGES) != 0;
+    const int paged = (a->features & (HEDDLE_PAGES | HEDDLE_E4M3)) != 0;
     for (int pass = 0; pass < 2; pass++) {
         const int taken = status == HEDDLE_OK && !(pass && paged);
         need[pass] = pass && paged ? 0 : SIZE_MAX;
@@ -393,7 +410,7 @@ static void fuzz_attention(bytes *b) {
     heddle_attention_data t = data_of_attention(&m, &a);
     void *space = new_block(&m, need[0]);
     MUST(heddle_attention_forward(&a, &t, space, need[0], NULL) == HEDDLE_OK);
-    if (!(a.features & HEDDLE_PAGES)) {
+    if (!(a.features & (HEDDLE_PAGES | HEDDLE_E4M3))) {
         data_of_gradients(&m, &a, &t);
         space = new_block(&m, need[1]);
         MUST(heddle_attention_backward(&a, &t, space, need[1], NULL) == HEDDLE_OK);

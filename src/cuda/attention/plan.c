@@ -147,6 +147,8 @@ static heddle_status check_limits(const heddle_attention *a) {
         ((a->features & HEDDLE_BIAS) && dbias_blocks(a) > most_blocks))
         return fail(HEDDLE_UNSUPPORTED, "b·h·sq = %lld·%lld·%lld, sk = %lld: over 2^31 blocks", (long long)a->b,
                     (long long)a->h, (long long)a->sq, (long long)a->sk);
+    if (a->features & HEDDLE_E4M3)
+        return fail(HEDDLE_UNSUPPORTED, "HEDDLE_E4M3: no CUDA kernel reads keys of 8 bits");
     return heddle__cuda_check_tiles(a);
 }
 
