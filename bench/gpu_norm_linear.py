@@ -3,13 +3,15 @@
 """norm-linear on a GPU beside PyTorch, in turn in one process: device time alone (bench/gpu_timing.py), and errors.
 
     python3 bench/gpu_norm_linear.py [--library build/libheddle.so] [--filter TEXT] [--regime rest|power] [--errors]
-                                     [--json FILE]
+                                     [--compiled] [--json FILE]
 
 A row: the time of a forward, and of a backward with all gradients, over PyTorch's `F.linear` alone (its backward: dx, dw and
 dbias), of heddle and of PyTorch's layer_norm + linear (eager). Under 1: faster than the product without any norm. Rows
 "no norm": a Linear alone, of both; "residual": a tensor added to y, of both, and not of what they are compared with; "z":
 norm(x) is a result, too, and has a gradient of its own; "swiglu": y = silu(gate)·up of both halves of the n columns, which
-forward keeps for backward; "swiglu y": the same forward where y alone is wanted.
+forward keeps for backward ("geglu": gelu); "swiglu y": the same forward where y alone is wanted; "prepared": a forward that
+finds what it makes of the weight (heddle_norm_linear_prepare), and its time over that of the one that does not.
+--compiled: PyTorch's layer_norm + linear by torch.compile, too, where that works.
 --errors: of each result the largest error against float64 over the largest magnitude, and that over PyTorch's, with rows whose
 means are 0, 100 and 1000 deviations.
 """
@@ -18,6 +20,7 @@ import json
 import time
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 
 from gpu_timing import POWER, REST, Clock
@@ -26,11 +29,13 @@ from heddle_c import LAYER_NORM, NO_NORM, Library
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = ((16384, 1024, 4096), (16384, 4096, 4096), (8192, 4096, 12288), (4096, 4096, 22016), (4096, 2048, 2048),
           (2048, 768, 3072), (1000, 1536, 6144))
+GATED = ((16384, 1024, 8192), (4096, 4096, 22016))
 FEW_ROWS = tuple((m, 4096, n) for n in (4096, 12288) for m in (1, 4, 16, 64))
 # And what the library is told; a residual is a tensor for each shape.
 OPTIONS = {"": {}, "no norm": {"norm": NO_NORM}, "residual": {"residual": True},
            "no norm residual": {"norm": NO_NORM, "residual": True}, "z": {"dz": True}, "swiglu": {"activation": "swiglu"},
-           "swiglu y": {"activation": "swiglu"}}
+           "swiglu y": {"activation": "swiglu"}, "geglu": {"activation": "geglu"}, "prepared": {}}
+GATES = {"swiglu": F.silu, "geglu": F.gelu}
 INPUTS, NAMES = ("x", "gamma", "beta", "w", "bias"), ("y", "dx", "dgamma", "dbeta", "dw", "dbias")
 
 
@@ -46,15 +51,26 @@ def in_pytorch(x, gamma, beta, w, bias, norm=LAYER_NORM, residual=None, dz=None,
     y = F.linear(z, w, bias)
     if activation:
         gate, up = y.chunk(2, -1)
-        y = F.silu(gate) * up
+        y = GATES[activation](gate) * up
     return (y, z) if dz is not None else y if residual is None else y + residual
 
 
-def eager(t, dtype=None, **options):
+def by_inductor():
+    """in_pytorch by torch.compile; None where that does not work: it needs triton and a C compiler."""
+    torch._functorch.config.donated_buffer = False  # backward runs again and again
+    try:
+        torch.compile(lambda x: 2 * x + 1)(torch.ones(8, device="cuda"))
+        return torch.compile(in_pytorch, dynamic=False)
+    except Exception as error:  # whatever it raises
+        print(f"torch.compile does not work here: {type(error).__name__}: {str(error)[:200]}")
+        return None
+
+
+def eager(t, dtype=None, run=in_pytorch, **options):
     """PyTorch's y and the leaves of its gradients."""
     leaves = {i: t[i].detach().to(dtype or t[i].dtype).requires_grad_() for i in INPUTS}
     used = [x for i, x in leaves.items() if options.get("norm") != NO_NORM or i not in ("gamma", "beta")]
-    return in_pytorch(**leaves, **options), used
+    return run(**leaves, **options), used
 
 
 def eager_all(t, dtype):
@@ -82,7 +98,8 @@ def name_of(m, k, n, dtype, tf32, option):
     return f"m{m} k{k} n{n} {str(dtype)[6:]}{' tf32' * tf32}{' ' * bool(option)}{option}"
 
 
-def measure(lib, clock, m, k, n, dtype, tf32, option, regimes):
+def measure(lib, clock, m, k, n, dtype, tf32, option, regimes, compiled=None):
+    torch._dynamo.reset()  # else, after eight shapes, the ninth is not compiled
     t, options = tensors(m, k, n, dtype), dict(OPTIONS[option])
     if "residual" in options:
         options["residual"] = torch.randn_like(t["dy"])
@@ -93,7 +110,9 @@ def measure(lib, clock, m, k, n, dtype, tf32, option, regimes):
     else:
         of_u = t["dy"]
     dy = t["dy"] if "dz" not in options else (t["dy"], options["dz"])
-    job = lib.norm_linear(*(t[i] for i in INPUTS), None if option == "swiglu y" else t["dy"], tf32=tf32, **options)
+    forward_alone = option in ("swiglu y", "prepared")
+    given, dy_of_job = [t[i] for i in INPUTS], None if forward_alone else t["dy"]
+    job = lib.norm_linear(*given, dy_of_job, tf32=tf32, prepared=option == "prepared", **options)
     y, leaves = eager(t, **options)
     x, w, bias = (t[i].detach().requires_grad_() for i in ("x", "w", "bias"))
     line = F.linear(x, w, bias)
@@ -106,20 +125,35 @@ def measure(lib, clock, m, k, n, dtype, tf32, option, regimes):
         with torch.no_grad():
             F.linear(t["x"], t["w"], t["bias"])
 
-    passes = {"fwd": (job.forward, plain, linear)}
-    if option != "swiglu y":
-        passes["bwd"] = (job.backward, backward_of(y, leaves, dy), backward_of(line, (x, w, bias), of_u))
+    def of_inductor():
+        with torch.no_grad():
+            compiled(*(t[i] for i in INPUTS), **options)
+
+    passes = {"fwd": [job.forward, plain, linear]}
+    if not forward_alone:
+        passes["bwd"] = [job.backward, backward_of(y, leaves, dy), backward_of(line, (x, w, bias), of_u)]
+    others = []
+    if option == "prepared":
+        others.append("unprepared")
+        passes["fwd"].append(lib.norm_linear(*given, None, tf32=tf32, **options).forward)
+    if compiled:
+        others.append("compiled")
+        passes["fwd"].append(of_inductor)
+        if not forward_alone:
+            passes["bwd"].append(backward_of(*eager(t, run=compiled, **options), dy))
     name = name_of(m, k, n, dtype, tf32, option)
     row = {"case": name, "kernels": job.kernels}
     for regime in regimes:
         cells = []
         for index, (label, calls) in enumerate(passes.items()):
-            ours, theirs, alone = clock.measure(regime, list(calls))
+            ours, theirs, alone, *more = clock.measure(regime, calls)
             rate = 2.0 * (index + 1) * m * k * n / ours * 1e-12
             row[f"{label}_{regime}"] = {"us": ours * 1e6, "eager_us": theirs * 1e6, "linear_us": alone * 1e6, "tflops": rate,
                                         "over_linear": ours / alone, "eager_over_linear": theirs / alone}
+            row[f"{label}_{regime}"].update({f"{other}_us": each * 1e6 for other, each in zip(others, more)})
+            beside = "".join(f", {other} {each / alone:.2f}" for other, each in zip(others, more))
             cells.append(f"{label} {ours * 1e6:8.1f} us {rate:4.0f} TFLOP/s, over linear {ours / alone:.2f} "
-                         f"(eager {theirs / alone:.2f})")
+                         f"(eager {theirs / alone:.2f}{beside})")
         print(f"{name:40s} {regime:5s} {' | '.join(cells)}", flush=True)
     return row
 
@@ -145,6 +179,7 @@ def main():
     parser.add_argument("--filter", action="append", default=[], help="only cases whose name holds one of these")
     parser.add_argument("--regime", action="append", choices=[REST, POWER], help="default: both")
     parser.add_argument("--errors", action="store_true", help="errors against float64 first")
+    parser.add_argument("--compiled", action="store_true", help="PyTorch by torch.compile, too")
     parser.add_argument("--json", help="append the results to this file, a line each")
     a = parser.parse_args()
     lib, clock, gpu = Library(a.library), Clock(), torch.cuda.get_device_name()
@@ -159,13 +194,16 @@ def main():
     cases = [(*shape, BF16, False, "") for shape in SHAPES + FEW_ROWS]
     cases += [(*shape, *kind, "") for shape in (SHAPES[0], SHAPES[4]) for kind in types[1:]]
     cases += [(*shape, BF16, False, option) for option in list(OPTIONS)[1:] for shape in SHAPES]
+    cases += [(*GATED[0], BF16, False, option) for option in GATES]
     cases += [(*SHAPES[4], *kind, option) for option in list(OPTIONS)[1:] for kind in types[1:]]
+    cases += [(m, 4096, 4096, *kind, "prepared") for kind in types[:3:2] for m in (1, 16, 64, 1024)]
+    compiled = by_inductor() if a.compiled else None
     for case in cases:
         name = name_of(*case)
         if a.filter and not any(x in name for x in a.filter):
             continue
         torch.backends.cuda.matmul.allow_tf32 = case[4]
-        row = measure(lib, clock, *case, a.regime or [REST, POWER])
+        row = measure(lib, clock, *case, a.regime or [REST, POWER], compiled)
         torch.cuda.empty_cache()
         if a.json:
             with open(a.json, "a", encoding="utf-8") as file:

@@ -60,13 +60,13 @@ class NormLinear(ctypes.Structure):
                 ("reserved0", ctypes.c_int32), ("features", U64), ("m", I64), ("k", I64), ("n", I64), ("eps", F64)
                 ] + [(s + "_stride", I64) for s in ("x", "w", "y", "dy", "dx", "dw")] + [
                     ("activation", ctypes.c_int), ("reserved1", ctypes.c_int32), ("u_stride", I64), ("residual_stride", I64),
-                    ("z_stride", I64), ("dz_stride", I64)]
+                    ("z_stride", I64), ("dz_stride", I64), ("prepared_bytes", I64)]
 
 
 class NormLinearData(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t)] + [(p, PTR) for p in (
         "x", "gamma", "beta", "w", "bias", "y", "mean", "rstd", "dy", "dx", "dgamma", "dbeta", "dw", "dbias", "u",
-        "residual", "z", "dz")]
+        "residual", "z", "dz", "prepared")]
 
 
 class Job:
@@ -199,7 +199,7 @@ class Library:
         return Job(self, "attention", desc, data, t, (FORWARD, BACKWARD))
 
     def norm_linear(self, x, gamma, beta, w, bias, dy=None, tf32=False, activation=None, norm=LAYER_NORM,
-                    residual=None, dz=None):
+                    residual=None, dz=None, prepared=False):
         m, k = x.shape
         n = w.shape[0] // (2 if ACTIVATIONS[activation] >= ACTIVATIONS["geglu"] else 1)
         numbers = dict(dtype=torch.float32, device=x.device)
@@ -215,13 +215,28 @@ class Library:
             t.update({"d" + n: torch.empty_like(t[n]) for n in ("x", "gamma", "beta", "w", "bias") if n in t})
             if activation:
                 t["u"] = x.new_empty(m, w.shape[0])
-        # A library that is older than residuals, or than z, takes what ends in front of them, and so does this one.
+        # A library that is older than residuals, z or what is prepared takes what ends in front of them, and so does this one.
         sizes = [(NormLinear.residual_stride.offset, NormLinearData.residual.offset),
                  (NormLinear.z_stride.offset, NormLinearData.z.offset),
-                 (ctypes.sizeof(NormLinear), ctypes.sizeof(NormLinearData))][2 if dz is not None else residual is not None]
+                 (NormLinear.prepared_bytes.offset, NormLinearData.prepared.offset),
+                 (ctypes.sizeof(NormLinear), ctypes.sizeof(NormLinearData))][
+                     3 if prepared else 2 if dz is not None else residual is not None]
         desc = NormLinear(size=sizes[0], dtype=DTYPES[x.dtype], device=DEVICES[x.device.type], norm=norm,
                           m=m, k=k, n=n, activation=ACTIVATIONS[activation],
                           features=(FEATURES["tf32"] if tf32 else 0) | (1 << 32 if activation else 0) |
                           (1 << 33 if residual is not None else 0) | (1 << 34 if dz is not None else 0))
         data = NormLinearData(size=sizes[1], **{n: x.data_ptr() for n, x in t.items()})
+        if prepared:
+            self.prepare(desc, data, t)
         return Job(self, "norm_linear", desc, data, t, (FORWARD, BACKWARD) if dy is not None else (FORWARD,))
+
+    def prepare(self, desc, data, t):
+        """What forward makes of the weight, once; from now on it is there."""
+        size, device = ctypes.c_size_t(), t["w"].device
+        self.check(self.c.heddle_norm_linear_prepared_size(ctypes.byref(desc), ctypes.byref(size)))
+        t["prepared"] = torch.empty(size.value + 64, dtype=torch.uint8, device=device)
+        base = (t["prepared"].data_ptr() + 63) // 64 * 64
+        stream = PTR(torch.cuda.current_stream().cuda_stream) if device.type == "cuda" else None
+        self.check(self.c.heddle_norm_linear_prepare(ctypes.byref(desc), ctypes.byref(data), PTR(base), size, stream))
+        desc.features |= 1 << 35
+        desc.prepared_bytes, data.prepared = size.value, base if size.value else None

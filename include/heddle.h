@@ -421,6 +421,8 @@ typedef enum heddle_activation {
 #define HEDDLE_RESIDUAL (UINT64_C(1) << 33)
 /* A bit there, too: z counts, a second result, and dz, its gradient. Not with HEDDLE_NO_NORM, where z is x. */
 #define HEDDLE_Z (UINT64_C(1) << 34)
+/* A bit there, too: prepared counts, and prepared_bytes: what forward makes of the weight, kept by the caller. */
+#define HEDDLE_PREPARED (UINT64_C(1) << 35)
 
 /* One norm-linear problem, for every row of x:
  *     xhat = (x - mean)·rstd      z = xhat∘gamma + beta      u = z·Wᵀ + bias      y = act(u) + residual
@@ -432,7 +434,7 @@ typedef struct heddle_norm_linear {
     heddle_device device;
     heddle_norm norm;
     int32_t reserved0; /* 0 */
-    uint64_t features; /* 0, HEDDLE_DETERMINISTIC, HEDDLE_TF32, HEDDLE_ACTIVATION, HEDDLE_RESIDUAL, HEDDLE_Z */
+    uint64_t features; /* 0, HEDDLE_DETERMINISTIC, HEDDLE_TF32 and the bits above */
     int64_t m, k, n;   /* rows, features in, features out: columns of y; m may be 0 */
     double eps;        /* 0 means 1e-5; with HEDDLE_NO_NORM it must be 0 */
     /* elements from row to row; 0 means contiguous */
@@ -443,6 +445,7 @@ typedef struct heddle_norm_linear {
     int64_t u_stride;
     int64_t residual_stride;     /* one that ends in front of it is, too */
     int64_t z_stride, dz_stride; /* and one that ends in front of these */
+    int64_t prepared_bytes;      /* with HEDDLE_PREPARED, else 0; one that ends in front of it is taken, too */
 } heddle_norm_linear;
 
 /* Where its data lies. "float" is float32, or float64 when dtype is HEDDLE_F64. */
@@ -473,6 +476,8 @@ typedef struct heddle_norm_linear_data {
     /* output of forward, and input of backward; a structure that ends in front of them is taken, too */
     void *z;        /* dtype [m, k], no part of x or y */
     const void *dz; /* dtype [m, k]: what else than y has for z's gradient; NULL means zeros */
+    /* input of forward; a structure that ends in front of it is taken, too */
+    const void *prepared; /* [prepared_bytes], at a multiple of 64: heddle_norm_linear_prepare's; NULL if it has none */
 } heddle_norm_linear_data;
 
 /* As the functions of attention with these names. */
@@ -484,6 +489,20 @@ HEDDLE_API heddle_status heddle_norm_linear_kernel(const heddle_norm_linear *des
 /* Writes y, and mean, rstd, u and z if they are there. */
 HEDDLE_API heddle_status heddle_norm_linear_forward(const heddle_norm_linear *desc, const heddle_norm_linear_data *data,
                                                     void *workspace, size_t workspace_bytes, void *stream);
+
+/* *bytes = what forward makes of the weight (w, gamma, beta and bias) before it looks at x, where that is worth keeping; else 0. It is the
+ * same for all problems of a device, dtype, norm, k, n and activation, with the same of HEDDLE_TF32 and HEDDLE_Z: m, strides, eps and other
+ * bits do not matter. */
+HEDDLE_API heddle_status heddle_norm_linear_prepared_size(const heddle_norm_linear *desc, size_t *bytes);
+
+/* Writes it to prepared [bytes], which is the caller's, at a multiple of 64, and no part of the inputs. Of data it looks at w, gamma, beta
+ * and bias alone. A forward with HEDDLE_PREPARED, this buffer and the same weight then skips that work, and its results have the same bits
+ * as without; where a number of rows (m) does not need it, it does not read it. Backward does not look at it.
+ * The caller prepares anew when the weight has changed. What can be seen is refused before anything is written: prepared_bytes that are not
+ * those of the problem and, on the CPU, a buffer of another dtype, k, n, activation, instruction set or library, or of a w of which 64
+ * elements, all over it, were others. On a GPU the host reads no memory: there nobody sees a buffer that is too old. */
+HEDDLE_API heddle_status heddle_norm_linear_prepare(const heddle_norm_linear *desc, const heddle_norm_linear_data *data,
+                                                    void *prepared, size_t bytes, void *stream);
 
 /* Given dy, and u where there is an activation, writes the gradients that are wanted. With du = dy∘act'(u) in place of dy:
  *

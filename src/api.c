@@ -128,7 +128,7 @@ __attribute__((always_inline)) static inline heddle_status check_pointer(const v
 #define ALIGNMENTS(dtype)                                                                                              \
     {                                                                                                                  \
         [OF_DTYPE] = (uint8_t)heddle_dtype_size(dtype), [OF_FLOAT] = (dtype) == HEDDLE_F64 ? 8 : 4, [OF_BOOL] = 1,     \
-        [OF_INT32] = 4, [OF_UINT64] = 8, [OF_E4M3] = 1                                                                 \
+        [OF_INT32] = 4, [OF_UINT64] = 8, [OF_E4M3] = 1, [OF_BYTES] = 64                                                \
     }
 
 static heddle_status check_data_size(const char *name, const void *data, size_t size, size_t known) {
@@ -205,7 +205,7 @@ static heddle_status check_norm_linear_data(const norm_linear_plan *plan, const 
     const pointer_facts facts = {
         .features = a->features,
         .alignment = ALIGNMENTS(a->dtype),
-        .needed = {[NEED_ALWAYS] = true, [NEED_ROWS] = a->m > 0},
+        .needed = {[NEED_ALWAYS] = true, [NEED_ROWS] = a->m > 0, [NEED_PREPARED] = a->prepared_bytes > 0},
     };
     TRY(plan->pass == HEDDLE_FORWARD ? check_norm_linear_pointers(t, &facts, HEDDLE_FORWARD)
                                      : check_norm_linear_pointers(t, &facts, HEDDLE_BACKWARD));
@@ -380,14 +380,28 @@ static heddle_status make_norm_linear_plan(const heddle_norm_linear *desc, heddl
                                            const backend **be) {
     TRY(heddle__resolve_norm_linear(desc, pass, plan));
     TRY(find_backend(plan->a.device, be));
+    TRY((*be)->plan_norm_linear(plan));
+    if (pass == HEDDLE_FORWARD && (plan->a.features & HEDDLE_PREPARED) &&
+        (uint64_t)plan->a.prepared_bytes != plan->prepared)
+        return fail(HEDDLE_BAD_SIZE, "prepared_bytes = %lld, but of this problem %zu are prepared",
+                    (long long)plan->a.prepared_bytes, plan->prepared);
+    return HEDDLE_OK;
+}
+
+/* The plan of what forward does with the weight alone: that of no rows. */
+static heddle_status make_weight_plan(const heddle_norm_linear *desc, norm_linear_plan *plan, const backend **be) {
+    TRY(heddle__resolve_norm_linear(desc, HEDDLE_FORWARD, plan));
+    plan->a.m = plan->a.prepared_bytes = 0;
+    plan->a.features &= ~HEDDLE_PREPARED;
+    TRY(find_backend(plan->a.device, be));
     return (*be)->plan_norm_linear(plan);
 }
 
-/* Also of programs that were built when it ended in front of u, of the residual or of z. */
+/* Also of programs that were built when it ended in front of u, of the residual, of z or of what is prepared. */
 static heddle_status take_norm_linear_data(const heddle_norm_linear_data *data, heddle_norm_linear_data *t) {
     const size_t size = data ? data->size : 0;
     if (size != offsetof(heddle_norm_linear_data, u) && size != offsetof(heddle_norm_linear_data, residual) &&
-        size != offsetof(heddle_norm_linear_data, z))
+        size != offsetof(heddle_norm_linear_data, z) && size != offsetof(heddle_norm_linear_data, prepared))
         TRY(check_data_size("heddle_norm_linear_data", data, size, sizeof *data));
     memset(t, 0, sizeof *t);
     memcpy(t, data, size);
@@ -415,6 +429,32 @@ heddle_status heddle_norm_linear_forward(const heddle_norm_linear *desc, const h
 heddle_status heddle_norm_linear_backward(const heddle_norm_linear *desc, const heddle_norm_linear_data *data,
                                           void *workspace, size_t workspace_bytes, void *stream) {
     return run_norm_linear(desc, data, workspace, workspace_bytes, stream, HEDDLE_BACKWARD);
+}
+
+heddle_status heddle_norm_linear_prepared_size(const heddle_norm_linear *desc, size_t *bytes) {
+    norm_linear_plan plan;
+    const backend *be = NULL;
+    if (!bytes)
+        return fail(HEDDLE_NULL_POINTER, "the pointer to bytes is NULL");
+    TRY(make_weight_plan(desc, &plan, &be));
+    *bytes = plan.prepared;
+    return HEDDLE_OK;
+}
+
+heddle_status heddle_norm_linear_prepare(const heddle_norm_linear *desc, const heddle_norm_linear_data *data,
+                                         void *prepared, size_t bytes, void *stream) {
+    norm_linear_plan plan;
+    heddle_norm_linear_data t;
+    const backend *be = NULL;
+    TRY(make_weight_plan(desc, &plan, &be));
+    TRY(take_norm_linear_data(data, &t));
+    t = (heddle_norm_linear_data){.size = sizeof t, .gamma = t.gamma, .beta = t.beta, .w = t.w, .bias = t.bias};
+    TRY(check_norm_linear_data(&plan, &t));
+    if (bytes != plan.prepared)
+        return fail(HEDDLE_BAD_SIZE, "prepared has %zu bytes, but of this problem %zu are prepared", bytes,
+                    plan.prepared);
+    TRY(check_workspace(prepared, bytes, plan.prepared));
+    return plan.prepared ? be->prepare_norm_linear(&plan, &t, prepared, stream) : HEDDLE_OK;
 }
 
 heddle_status heddle_norm_linear_supported(const heddle_norm_linear *desc, char *why, size_t n) {

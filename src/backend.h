@@ -19,6 +19,9 @@ typedef struct backend {
                                    void *stream);
     heddle_status (*run_norm_linear)(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace,
                                      void *stream);
+    /* Write plan->prepared bytes, of a forward without rows. */
+    heddle_status (*prepare_norm_linear)(const norm_linear_plan *plan, const heddle_norm_linear_data *data,
+                                         void *prepared, void *stream);
     /* Of a resolved description; with rows to merge there are pointers. */
     heddle_status (*merge)(const heddle_merge *m, void *o, void *lse, const void *other_o, const void *other_lse,
                            void *stream);

@@ -9,8 +9,18 @@
 /* The last value of each enum of options: one above is refused, and who draws values or goes through them ends here. */
 enum { LAST_MASK = HEDDLE_CAUSAL_BOTTOM_RIGHT, LAST_NORM = HEDDLE_NO_NORM, LAST_ACTIVATION = HEDDLE_SWIGLU };
 
-/* What a pointer's elements are. FLOAT is float32, or float64 when the dtype is; E4M3 is what k and v are with HEDDLE_E4M3. */
-typedef enum field_element { OF_DTYPE, OF_FLOAT, OF_BOOL, OF_INT32, OF_UINT64, OF_E4M3, FIELD_ELEMENTS } field_element;
+/* What a pointer's elements are. FLOAT is float32, or float64 when the dtype is; E4M3 is what k and v are with HEDDLE_E4M3;
+ * BYTES, what only a backend can read. */
+typedef enum field_element {
+    OF_DTYPE,
+    OF_FLOAT,
+    OF_BOOL,
+    OF_INT32,
+    OF_UINT64,
+    OF_E4M3,
+    OF_BYTES,
+    FIELD_ELEMENTS
+} field_element;
 
 /* An input of both passes; what forward writes and backward may read; what only backward reads, what only it writes. */
 typedef enum field_role { ROLE_INPUT, ROLE_OUTPUT, ROLE_GRADIENT_IN, ROLE_GRADIENT_OUT } field_role;
@@ -27,6 +37,7 @@ typedef enum field_need {
     NEED_LENGTHS,     /* there are sequences, and no seqlens_q */
     NEED_PACKED_KEYS, /* there are sequences, and their keys are not in pages */
     NEED_ROWS,        /* norm-linear: there are rows */
+    NEED_PREPARED,    /* norm-linear: something is prepared */
     FIELD_NEEDS
 } field_need;
 
@@ -139,9 +150,15 @@ static inline heddle_activation gate_activation(heddle_activation activation) {
     return is_gated(activation) ? (heddle_activation)(activation - HEDDLE_GEGLU + HEDDLE_GELU) : activation;
 }
 
-/* 'N': features of u, of which 'n' are y's. */
+/* 'N': features of u, of which 'n' are y's; 'p': bytes that are prepared. */
 static inline int64_t norm_linear_extent(const heddle_norm_linear *a, char letter) {
-    return letter == 'm' ? a->m : letter == 'k' ? a->k : letter == 'N' && is_gated(a->activation) ? 2 * a->n : a->n;
+    switch (letter) {
+    case 'm': return a->m;
+    case 'k': return a->k;
+    case 'p': return a->prepared_bytes;
+    case 'N': return is_gated(a->activation) ? 2 * a->n : a->n;
+    default: return a->n;
+    }
 }
 
 /* Whether a problem has the tensor: without a norm there is none of its vectors, over rows or over features in. */

@@ -565,11 +565,11 @@ static heddle_status resolve_row_stride(const heddle_norm_linear *a, const tenso
     return HEDDLE_OK;
 }
 
-/* Also of programs that were built when it ended in front of the activation, of the residual or of z. */
+/* Also of programs that were built when it ended in front of the activation, of the residual, of z or of what is prepared. */
 static heddle_status take_norm_linear(const heddle_norm_linear *desc, heddle_norm_linear *a) {
     const size_t before_activation = offsetof(heddle_norm_linear, activation), size = desc ? desc->size : 0;
     if (size != before_activation && size != offsetof(heddle_norm_linear, residual_stride) &&
-        size != offsetof(heddle_norm_linear, z_stride))
+        size != offsetof(heddle_norm_linear, z_stride) && size != offsetof(heddle_norm_linear, prepared_bytes))
         TRY(check_descriptor("heddle_norm_linear", desc, size, sizeof *desc));
     memset(a, 0, sizeof *a);
     memcpy(a, desc, size);
@@ -589,9 +589,18 @@ static heddle_status check_activation(const heddle_norm_linear *a) {
     return HEDDLE_OK;
 }
 
+static heddle_status check_prepared(const heddle_norm_linear *a) {
+    if (!(a->features & HEDDLE_PREPARED) && a->prepared_bytes)
+        return fail(HEDDLE_BAD_COMBINATION, "prepared_bytes = %lld, but HEDDLE_PREPARED is not set",
+                    (long long)a->prepared_bytes);
+    return check_size("prepared_bytes", a->prepared_bytes, 0, INT64_MAX);
+}
+
 heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle_pass pass, norm_linear_plan *plan) {
     TRY(take_norm_linear(desc, &plan->a));
     plan->pass = pass;
+    plan->prepared = 0;
+    plan->reads_prepared = false;
     heddle_norm_linear *a = &plan->a;
     TRY(check_enums("heddle_norm_linear", (int)a->dtype, (int)a->device, (int)pass));
     if ((int)a->norm < 0 || (int)a->norm > LAST_NORM)
@@ -613,6 +622,7 @@ heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle
     if (a->eps == 0)
         a->eps = 1e-5;
     TRY(check_activation(a));
+    TRY(check_prepared(a));
 #define STRIDED(id, name, stride, ...)                                                                                 \
     TRY(resolve_row_stride(a, &norm_linear_fields[FIELD_N_##id], &a->stride##_stride));
 #include "norm_linear_fields.def"

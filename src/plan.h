@@ -5,6 +5,7 @@
 
 #include "heddle.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 
 /* What a backend has planned, and found out about its device: for its run, and for nobody else. */
@@ -31,6 +32,8 @@ typedef struct norm_linear_plan {
     int threads;
     int64_t tile_m, tile_n, tile_k;
     size_t workspace;
+    size_t prepared;     /* forward: bytes that heddle_norm_linear_prepare writes, for every m */
+    bool reads_prepared; /* this forward takes them from the caller */
     plan_own own;
 } norm_linear_plan;
 

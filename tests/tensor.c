@@ -145,7 +145,8 @@ int element_of(const tensor_field *f, heddle_dtype dtype, uint64_t features) {
     switch (f->element) {
     case OF_DTYPE: return (int)dtype;
     case OF_FLOAT: return dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
-    case OF_BOOL: return ELEMENT_U8;
+    case OF_BOOL:
+    case OF_BYTES: return ELEMENT_U8;
     case OF_INT32: return ELEMENT_I32;
     default: return ELEMENT_U64;
     }

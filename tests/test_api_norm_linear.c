@@ -63,7 +63,9 @@ static void test_norm_linear_descriptor(void **state) {
     REFUSE_LINEAR((a->norm = HEDDLE_NO_NORM, a->eps = 1e-6), HEDDLE_BAD_COMBINATION, "eps = 1e-06");
     REFUSE_LINEAR(a->norm = HEDDLE_NO_NORM, HEDDLE_BAD_COMBINATION, "with HEDDLE_NO_NORM z is x");
     REFUSE_LINEAR(a->features = HEDDLE_BIAS, HEDDLE_BAD_ENUM, "0x4");
-    REFUSE_LINEAR(a->features = UINT64_C(1) << 35, HEDDLE_BAD_ENUM, "0x800000000");
+    REFUSE_LINEAR(a->features = UINT64_C(1) << 36, HEDDLE_BAD_ENUM, "0x1000000000");
+    REFUSE_LINEAR(a->prepared_bytes = 64, HEDDLE_BAD_COMBINATION, "prepared_bytes = 64");
+    REFUSE_LINEAR((a->features |= HEDDLE_PREPARED, a->prepared_bytes = -1), HEDDLE_BAD_SIZE, "prepared_bytes = -1");
     REFUSE_LINEAR(a->reserved0 = 7, HEDDLE_BAD_ENUM, "reserved0");
     REFUSE_LINEAR(a->reserved1 = 7, HEDDLE_BAD_ENUM, "reserved1");
     REFUSE_LINEAR(a->activation = (heddle_activation)7, HEDDLE_BAD_ENUM, "activation = 7");
@@ -98,12 +100,13 @@ static void test_norm_linear_descriptor(void **state) {
 #define LINEAR_FAULT(field, ...)                                                                                       \
     { #field, offsetof(heddle_norm_linear_data, field), 0, __VA_ARGS__, false }
 static const pointer_fault linear_faults[] = {
-    LINEAR_FAULT(x, true, true),         LINEAR_FAULT(gamma, false, false),  LINEAR_FAULT(beta, false, false),
-    LINEAR_FAULT(w, true, true),         LINEAR_FAULT(bias, false, false),   LINEAR_FAULT(y, true, false),
-    LINEAR_FAULT(mean, false, false),    LINEAR_FAULT(rstd, false, false),   LINEAR_FAULT(dy, false, true),
-    LINEAR_FAULT(dx, false, false),      LINEAR_FAULT(dgamma, false, false), LINEAR_FAULT(dbeta, false, false),
-    LINEAR_FAULT(dw, false, false),      LINEAR_FAULT(dbias, false, false),  LINEAR_FAULT(u, false, true),
-    LINEAR_FAULT(residual, true, false), LINEAR_FAULT(z, true, false),       LINEAR_FAULT(dz, false, false),
+    LINEAR_FAULT(x, true, true),          LINEAR_FAULT(gamma, false, false),  LINEAR_FAULT(beta, false, false),
+    LINEAR_FAULT(w, true, true),          LINEAR_FAULT(bias, false, false),   LINEAR_FAULT(y, true, false),
+    LINEAR_FAULT(mean, false, false),     LINEAR_FAULT(rstd, false, false),   LINEAR_FAULT(dy, false, true),
+    LINEAR_FAULT(dx, false, false),       LINEAR_FAULT(dgamma, false, false), LINEAR_FAULT(dbeta, false, false),
+    LINEAR_FAULT(dw, false, false),       LINEAR_FAULT(dbias, false, false),  LINEAR_FAULT(u, false, true),
+    LINEAR_FAULT(residual, true, false),  LINEAR_FAULT(z, true, false),       LINEAR_FAULT(dz, false, false),
+    LINEAR_FAULT(prepared, false, false),
 };
 _Static_assert(COUNT(linear_faults) == N_COUNT, "a tensor is tested by nobody");
 
@@ -213,7 +216,7 @@ static void test_no_norm(void **state) {
     norm_linear_free(&p);
 }
 
-/* The same of those that end in front of the residual, or of z, with all that is in front of it. */
+/* The same of those that end in front of the residual, of z or of what is prepared, with all that is in front of it. */
 static void check_before(uint64_t features, size_t described, size_t given) {
     norm_linear_case c = linear_case();
     c.a.features = features;
@@ -246,6 +249,8 @@ static void test_before_residuals_and_z(void **state) {
                  offsetof(heddle_norm_linear_data, residual));
     check_before(HEDDLE_ACTIVATION | HEDDLE_RESIDUAL, offsetof(heddle_norm_linear, z_stride),
                  offsetof(heddle_norm_linear_data, z));
+    check_before(HEDDLE_ACTIVATION | HEDDLE_RESIDUAL | HEDDLE_Z, offsetof(heddle_norm_linear, prepared_bytes),
+                 offsetof(heddle_norm_linear_data, prepared));
 }
 
 /* Forward does not look at what only backward uses. */

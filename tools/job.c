@@ -41,6 +41,7 @@ static heddle_dtype element_dtype(const job *j, int f) {
 size_t field_bytes(const job *j, int f) {
     switch (element_in(&job_fields(j)[f], job_features(j))) {
     case OF_BOOL:
+    case OF_BYTES:
     case OF_E4M3: return 1;
     case OF_INT32: return 4;
     case OF_UINT64: return 8;
@@ -52,6 +53,7 @@ void store_value(const job *j, int f, void *p, int64_t i, double x) {
     switch (element_in(&job_fields(j)[f], job_features(j))) {
     case OF_E4M3: ((uint8_t *)p)[i] = double_to_e4m3(x); break;
     case OF_BOOL: ((uint8_t *)p)[i] = x != 0; break;
+    case OF_BYTES: ((uint8_t *)p)[i] = (uint8_t)x; break;
     case OF_INT32: ((int32_t *)p)[i] = (int32_t)x; break;
     case OF_UINT64: ((uint64_t *)p)[i] = (uint64_t)x; break;
     default: store_element(element_dtype(j, f), p, i, x);
@@ -61,7 +63,8 @@ void store_value(const job *j, int f, void *p, int64_t i, double x) {
 double load_value(const job *j, int f, const void *p, int64_t i) {
     switch (element_in(&job_fields(j)[f], job_features(j))) {
     case OF_E4M3: return (double)e4m3_to_float(((const uint8_t *)p)[i]);
-    case OF_BOOL: return ((const uint8_t *)p)[i];
+    case OF_BOOL:
+    case OF_BYTES: return ((const uint8_t *)p)[i];
     case OF_INT32: return ((const int32_t *)p)[i];
     case OF_UINT64: return (double)((const uint64_t *)p)[i];
     default: return load_element(element_dtype(j, f), p, i);

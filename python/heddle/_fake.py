@@ -264,6 +264,7 @@ def _norm_linear_fake(
     keep_u: bool = False,
     residual: Tensor | None = None,
     return_norm: bool = False,
+    prepared: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_norm_linear(x, weight, gamma, beta)
     if norm == NO_NORM and not (gamma is beta is None):

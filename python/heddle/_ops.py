@@ -368,10 +368,19 @@ _below, _tracing, _is_compiling = torch._C._AutoDispatchBelowAutograd, torch._C.
 
 
 def quick_linear(
-    x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, eps: Any, norm: Any, activation: Any, residual: Any
+    x: Any,
+    weight: Any,
+    bias: Any,
+    gamma: Any,
+    beta: Any,
+    eps: Any,
+    norm: Any,
+    activation: Any,
+    residual: Any,
+    keeper: Any = None,
 ) -> Any:
     """y of heddle.norm_linear where nothing is recorded and all lies as the kernel wants it; else NotImplemented, also
-    where that is wrong: the long way says why."""
+    where that is wrong: the long way says why. `keeper` is asked for what it keeps of the weight."""
     try:
         tensors = x, weight, bias, gamma, beta
         if _is_compiling() or not _nothing_to_record((*tensors, residual)) or _tracing() or not x.is_contiguous():
@@ -382,6 +391,10 @@ def quick_linear(
         eps = 0.0 if kind == NO_NORM else eps or TINY
         # The dispatcher finds no kernel for tensors that are not dense.
         with _below():
+            if keeper is not None and (residual is None or residual.is_contiguous()):
+                kept = keeper(*tensors, kind, act)
+                if kept is not None:
+                    return _linear(_operator, *tensors, eps, kind, False, act, False, residual, False, kept)[0]
             if residual is None:
                 return _linear(_operator, *tensors, eps, kind, False, act)[0]
             if residual.is_contiguous():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout, Linear, Module, Parameter, init
 
-from heddle import attention
+from heddle import _nn_prepared, attention
 from heddle._errors import HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._nn_linear import added, idle, untouched
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Norm = Literal["layer", "rms", "none"]
-_goes_long = torch.compiler.is_dynamo_compiling
+_goes_long, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 
 if TYPE_CHECKING:  # not every torch has torch.distributed
     from torch.distributed import ProcessGroup
@@ -70,8 +70,15 @@ class NormLinear(Module):
     Raises:
         ValueError: sizes that are not positive, an unknown norm or activation; then as heddle.norm_linear.
 
+    In eval mode, on the CPU, without gradients and with more than 8 rows, the weight's panels, which forward else makes
+    in every call, are kept (4 bytes an element; results have the same bits) until the weight is another one. Setting
+    ``keep_prepared`` to False saves the memory. A change of a few elements past the version counter, through ``.data``
+    or memory shared with NumPy, may not be seen: then set it to False, too.
+
     Source: see heddle.norm_linear. Initial values as torch.nn.LayerNorm and torch.nn.Linear.
     """
+
+    keep_prepared = True
 
     def __init__(
         self,
@@ -129,6 +136,10 @@ class NormLinear(Module):
         except KeyError:  # also where some are parametrised
             weight, bias, gamma, beta = own(self, "weight", "bias", "gamma", "beta")
             eps, norm, activation = self.eps, self.norm, self.activation
+        if not self.training and self.keep_prepared and not (_goes_long() or self.return_norm or is_grad_enabled()):
+            y = _nn_prepared.forward(self, x, (weight, bias, gamma, beta), eps, residual)
+            if y is not NotImplemented:
+                return y
         return norm_linear(
             x,
             weight,

@@ -144,6 +144,7 @@ static int type_of(const call *c, const tensor_field *f) {
     case OF_DTYPE: return dtype < sizeof types / sizeof *types ? types[dtype] : 0;
     case OF_FLOAT: return dtype == HEDDLE_F64 ? XLA_F64 : XLA_F32;
     case OF_BOOL: return XLA_PRED;
+    case OF_BYTES: return 0; /* JAX has none */
     case OF_INT32: return XLA_S32;
     default: return XLA_U32; /* JAX has 64-bit integers only if asked: a number is two of these, the low one first */
     }

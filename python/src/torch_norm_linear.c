@@ -76,6 +76,33 @@ static bool describe(call *c, problem *p, int x, int w, int gamma, int beta) {
     return true;
 }
 
+/* What describes the weight alone. */
+static bool describe_weight(call *c, problem *p, int w, int gamma, int beta, int bias) {
+    *p = (problem){.a.size = sizeof p->a, .t.size = sizeof p->t};
+    heddle_norm_linear *a = &p->a;
+    const tensor *in = c->tensor;
+    if (!call_device(c, w, "weight"))
+        return false;
+    if (in[w].rank != 2)
+        return call_fail(c, "ValueError", "weight has %lld dimensions, but must have 2 ([n, k])",
+                         (long long)in[w].rank);
+    a->dtype = c->dtype;
+    a->device = c->device;
+    a->n = in[w].size[0];
+    a->k = in[w].size[1];
+    a->w_stride = a->n > 1 ? in[w].stride[0] : a->k;
+    if (a->w_stride == 0)
+        return call_fail(c, "ValueError", "the rows of weight lie on top of each other (stride 0)");
+    p->t.w = in[w].data;
+    p->t.gamma = in[gamma].data;
+    p->t.beta = in[beta].data;
+    p->t.bias = in[bias].data;
+    return call_check(c, &in[w], "weight", call_dtype(c)) &&
+           check_vector(c, &in[gamma], "gamma", a->k, call_dtype(c)) &&
+           check_vector(c, &in[beta], "beta", a->k, call_dtype(c)) &&
+           check_vector(c, &in[bias], "bias", a->n, call_dtype(c));
+}
+
 static bool take_norm(call *c, problem *p, double eps, int64_t norm) {
     if (norm < 0 || norm > LAST_NORM)
         return call_fail(c, "ValueError", "norm = %lld is none of heddle_norm, 0 to %d", (long long)norm, LAST_NORM);
@@ -137,17 +164,27 @@ static bool take_residual(call *c, problem *p, const tensor *t) {
     return has_rows(c, p, t, "residual", p->a.n, &p->a.residual_stride);
 }
 
+static bool take_prepared(call *c, problem *p, const tensor *t) {
+    if (!t->handle)
+        return true;
+    p->a.features |= HEDDLE_PREPARED;
+    p->a.prepared_bytes = t->rank == 1 ? t->size[0] : -1;
+    p->t.prepared = t->data;
+    return call_check_shape(c, t, "prepared", 1, t->size) && call_check(c, t, "prepared", aoti_torch_dtype_uint8());
+}
+
 void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t results) {
-    enum { X, WEIGHT, BIAS, GAMMA, BETA, EPS, NORM, TF32, ACTIVATION, KEEP_U, RESIDUAL, RETURN_NORM };
+    enum { X, WEIGHT, BIAS, GAMMA, BETA, EPS, NORM, TF32, ACTIVATION, KEEP_U, RESIDUAL, RETURN_NORM, PREPARED };
     enum { Y, MEAN, RSTD, U, Z };
     call c;
     problem p;
     size_t bytes = 0;
     void *workspace;
-    call_begin(&c, stack, arguments, results, "TTOOODIBIBOB");
+    call_begin(&c, stack, arguments, results, "TTOOODIBIBOBO");
     if (describe(&c, &p, X, WEIGHT, GAMMA, BETA) && take_norm(&c, &p, c.number[EPS], c.integer[NORM]) &&
         check_vector(&c, &c.tensor[BIAS], "bias", p.a.n, call_dtype(&c)) &&
-        take_activation(&c, &p, c.integer[ACTIVATION], c.integer[TF32]) && take_residual(&c, &p, &c.tensor[RESIDUAL])) {
+        take_activation(&c, &p, c.integer[ACTIVATION], c.integer[TF32]) && take_residual(&c, &p, &c.tensor[RESIDUAL]) &&
+        take_prepared(&c, &p, &c.tensor[PREPARED])) {
         p.t.bias = c.tensor[BIAS].data;
         p.a.features |= c.integer[RETURN_NORM] ? HEDDLE_Z : 0;
         p.t.y = make_rows(&c, &p, Y, p.a.n, call_dtype(&c));
@@ -159,6 +196,26 @@ void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t 
         if (!c.message[0] && call_norm_linear_bytes(&c, &p.a, HEDDLE_FORWARD, &bytes) &&
             call_workspace(&c, bytes, &workspace))
             call_status(&c, heddle_norm_linear_forward(&p.a, &p.t, workspace, bytes, c.stream));
+    }
+    call_end(&c, stack);
+}
+
+void heddle_torch_norm_linear_prepare(stable_value *stack, uint64_t arguments, uint64_t results) {
+    enum { WEIGHT, BIAS, GAMMA, BETA, NORM, TF32, ACTIVATION, RETURN_NORM };
+    call c;
+    problem p;
+    size_t bytes = 0;
+    call_begin(&c, stack, arguments, results, "TOOOIBIB");
+    if (describe_weight(&c, &p, WEIGHT, GAMMA, BETA, BIAS) && take_norm(&c, &p, 1, c.integer[NORM]) &&
+        take_activation(&c, &p, c.integer[ACTIVATION], c.integer[TF32])) {
+        p.a.eps = 0;
+        p.a.features |= c.integer[RETURN_NORM] ? HEDDLE_Z : 0;
+        if (call_status(&c, heddle_norm_linear_prepared_size(&p.a, &bytes))) {
+            const int64_t size = (int64_t)bytes, stride = 1;
+            void *prepared = call_make(&c, 0, 1, &size, &stride, aoti_torch_dtype_uint8());
+            if (!c.message[0])
+                call_status(&c, heddle_norm_linear_prepare(&p.a, &p.t, prepared, bytes, c.stream));
+        }
     }
     call_end(&c, stack);
 }

@@ -30,9 +30,11 @@ static const char *const schemas[] = {
     "int max_seqlen=0, int max_seqlen_k=0, bool interleaved=False, bool together=False) "
     "-> (Tensor rotated, Tensor lengths)",
     "norm_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? gamma=None, Tensor? beta=None, float eps=1e-05, "
-    "int norm=0, bool tf32=False, int activation=0, bool keep_u=False, Tensor? residual=None, bool return_norm=False) "
-    "-> "
+    "int norm=0, bool tf32=False, int activation=0, bool keep_u=False, Tensor? residual=None, bool return_norm=False, "
+    "Tensor? prepared=None) -> "
     "(Tensor y, Tensor mean, Tensor rstd, Tensor u, Tensor z)",
+    "norm_linear_prepare(Tensor weight, Tensor? bias=None, Tensor? gamma=None, Tensor? beta=None, int norm=0, "
+    "bool tf32=False, int activation=0, bool return_norm=False) -> Tensor",
     "norm_linear_backward(Tensor dy, Tensor? mean, Tensor? rstd, Tensor x, Tensor weight, Tensor? gamma=None, "
     "Tensor? beta=None, float eps=1e-05, int norm=0, bool deterministic=False, bool tf32=False, int needs=31, "
     "int activation=0, Tensor? u=None, Tensor? bias=None, Tensor? dz=None) -> "
@@ -60,6 +62,7 @@ static int32_t register_all(void) {
         {"attention_backward_plain", heddle_torch_attention_backward_plain},
         {"attention_append", heddle_torch_attention_append},
         {"norm_linear", heddle_torch_norm_linear},
+        {"norm_linear_prepare", heddle_torch_norm_linear_prepare},
         {"norm_linear_backward", heddle_torch_norm_linear_backward},
     };
     for (int key = 0; !bad && key < 2; key++) {

@@ -3,11 +3,13 @@
 #define _GNU_SOURCE /* syscall() */
 #include "cpu.h"
 #include "../backend.h"
+#include "../fields.h"
 #include "../mask.h"
 #include "../status.h"
 #include "../tokens.h"
 
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -197,9 +199,79 @@ static heddle_status plan_attention(attention_plan *plan) {
     return HEDDLE_OK;
 }
 
+/* What is prepared is for the kernels that a problem has but for few results: those pack their own. */
+static const cpu_kernels *weight_kernels(const norm_linear_plan *plan) {
+    return kernels_for(plan->a.dtype, false);
+}
+
 static heddle_status plan_norm_linear(norm_linear_plan *plan) {
-    plan->threads = threads_for((double)plan->a.m * (double)plan->a.n * (double)plan->a.k);
-    norm_linear_kernels(plan)->plan_norm_linear(plan);
+    const heddle_norm_linear *a = &plan->a;
+    const cpu_kernels *k = norm_linear_kernels(plan), *weight = weight_kernels(plan);
+    const size_t bytes = weight->panel_bytes(a);
+    plan->threads = threads_for((double)a->m * (double)a->n * (double)a->k);
+    plan->prepared = bytes ? sizeof(prepared_header) + bytes : 0;
+    plan->reads_prepared =
+        plan->pass == HEDDLE_FORWARD && (a->features & HEDDLE_PREPARED) && bytes && k == weight && k->goes_by_panels(a);
+    k->plan_norm_linear(plan);
+    return HEDDLE_OK;
+}
+
+/* Bits of elements all over W: reading all of it would cost what the panels save. The places are multiples of the golden ratio, so that they
+ * are in all rows and columns alike. */
+static void take_samples(const heddle_norm_linear *a, const void *w, uint32_t sample[PREPARED_SAMPLES]) {
+    const int64_t rows = norm_linear_extent(a, 'N'), bytes = (int64_t)heddle_dtype_size(a->dtype);
+    for (int64_t x = 0; x < PREPARED_SAMPLES; x++) {
+        const uint64_t place = (uint64_t)(x + 1) * UINT64_C(0x9E3779B97F4A7C15) % (uint64_t)(rows * a->k);
+        const int64_t row = (int64_t)place / a->k, column = (int64_t)place % a->k;
+        sample[x] = 0;
+        memcpy(&sample[x], (const char *)w + (row * a->w_stride + column) * bytes, (size_t)bytes);
+    }
+}
+
+static prepared_header header_of(const norm_linear_plan *plan, const void *w) {
+    const heddle_norm_linear *a = &plan->a;
+    prepared_header h = {.dtype = (int32_t)a->dtype,
+                         .halves = is_gated(a->activation) ? 2 : 1,
+                         .k = a->k,
+                         .n = a->n,
+                         .bytes = (int64_t)plan->prepared};
+    snprintf(h.library, sizeof h.library, "heddle %s", heddle_version_string());
+    snprintf(h.isa, sizeof h.isa, "%s", weight_kernels(plan)->isa);
+    take_samples(a, w, h.sample);
+    return h;
+}
+
+/* Also where this forward does not read it: whoever hands in another problem's has mistaken it. */
+static heddle_status check_prepared(const norm_linear_plan *plan, const heddle_norm_linear_data *data) {
+    prepared_header found;
+    if (!data->prepared)
+        return HEDDLE_OK;
+    const prepared_header wanted = header_of(plan, data->w);
+    memcpy(&found, data->prepared, sizeof found);
+    if (memcmp(&found, &wanted, sizeof found) == 0)
+        return HEDDLE_OK;
+    if (memcmp(&found, &wanted, offsetof(prepared_header, sample)) == 0)
+        return fail(HEDDLE_BAD_VALUE, "prepared is of another weight than w: it has changed since, or is not this one");
+    found.library[sizeof found.library - 1] = found.isa[sizeof found.isa - 1] = 0;
+    if (memcmp(found.library, "heddle ", 7) != 0)
+        return fail(HEDDLE_BAD_VALUE, "prepared = %p is nothing that heddle_norm_linear_prepare has written",
+                    data->prepared);
+    return fail(
+        HEDDLE_BAD_VALUE,
+        "prepared is of k = %lld, n = %lld, dtype %d, %d half or halves, by %s, %s; this problem has k = %lld, n = "
+        "%lld, dtype %d, %d, by %s, %s",
+        (long long)found.k, (long long)found.n, found.dtype, found.halves, found.library, found.isa,
+        (long long)wanted.k, (long long)wanted.n, wanted.dtype, wanted.halves, wanted.library, wanted.isa);
+}
+
+static heddle_status prepare_norm_linear(const norm_linear_plan *plan, const heddle_norm_linear_data *data,
+                                         void *prepared, void *stream) {
+    (void)stream;
+    norm_linear_plan own = *plan;
+    const prepared_header header = header_of(plan, data->w);
+    own.threads = threads_for((double)plan->prepared);
+    memcpy(prepared, &header, sizeof header);
+    weight_kernels(plan)->fill_panels(&own, data, (float *)(void *)((char *)prepared + sizeof header));
     return HEDDLE_OK;
 }
 
@@ -216,6 +288,8 @@ static heddle_status run_attention(const attention_plan *plan, const heddle_atte
 static heddle_status run_norm_linear(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace,
                                      void *stream) {
     (void)stream;
+    if (plan->pass == HEDDLE_FORWARD)
+        TRY(check_prepared(plan, data));
     if (plan->pass == HEDDLE_FORWARD)
         norm_linear_kernels(plan)->norm_linear_forward(plan, data, workspace);
     else
@@ -238,5 +312,5 @@ static heddle_status append(const heddle_append *a, const heddle_append_data *t,
     return HEDDLE_OK;
 }
 
-const backend heddle_cpu_backend = {available,     describe,        plan_attention, plan_norm_linear,
-                                    run_attention, run_norm_linear, merge,          append};
+const backend heddle_cpu_backend = {available,       describe,        plan_attention,      plan_norm_linear,
+                                    run_attention,   run_norm_linear, prepare_norm_linear, merge, append};

@@ -17,6 +17,9 @@ const cpu_kernels ISA_TABLE = {
     .plan_norm_linear = plan_norm_linear,
     .attention_forward = attention_forward,
     .attention_backward = attention_backward,
+    .panel_bytes = panel_bytes,
+    .goes_by_panels = goes_by_panels,
+    .fill_panels = fill_panels,
     .norm_linear_forward = norm_linear_forward,
     .norm_linear_backward = norm_linear_backward,
 };

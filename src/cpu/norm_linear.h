@@ -16,7 +16,7 @@
 #include "norm_linear_strips.h"
 #endif
 
-#include "norm_linear_few.h"
+#include "norm_linear_prepared.h"
 
 #include <stdio.h>
 
@@ -47,16 +47,17 @@ static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm
     const bool backward = plan->pass == HEDDLE_BACKWARD, strips = backward && goes_in_strips(a);
     c.strip_panels = strips ? strip_panels(a, plan->threads) : 0;
     c.streams = STREAMS(c.type) && !backward && a->m * a->n * element_size(c.type) >= STREAM_BYTES;
+    c.prepared = prepared_panels(plan, t);
     c.mean = carve_floats(w, a->m + VL);
     c.rstd = carve_floats(w, a->m + VL);
     c.gamma = carve_floats(w, c.k_pad);
     c.beta = carve_floats(w, c.k_pad);
-    c.w = carve_floats(w, strips               ? (a->n + STRIP - 1) / STRIP * strip_of_dy(a->m)
-                          : backward           ? c.k_panels * b_panel(a->n)
-                          : has_few_rows(a)    ? a->m * c.k_pad
-                          : has_few_columns(a) ? a->n * c.k_pad
-                          : is_one_block(plan) ? 0
-                                               : c.halves * c.n_panels * b_panel(a->k));
+    c.w = carve_floats(w, strips                                       ? (a->n + STRIP - 1) / STRIP * strip_of_dy(a->m)
+                          : backward                                   ? c.k_panels * b_panel(a->n)
+                          : has_few_rows(a)                            ? a->m * c.k_pad
+                          : has_few_columns(a)                         ? a->n * c.k_pad
+                          : is_one_block(plan) || plan->reads_prepared ? 0
+                                                                       : c.halves * c.n_panels * b_panel(a->k));
     c.sums = carve_floats(w, strips ? a->m * c.k_pad : backward ? c.row_panels * VL * c.k_pad : 0);
     c.dbias = carve_floats(w, backward ? c.row_panels * VL : 0);
     c.x_panels = carve_floats(w, backward ? c.k_panels * b_panel(min64(CHUNK_M, a->m)) : 0);
@@ -81,7 +82,9 @@ static norm_space carve_norm_space(const norm_linear_plan *plan, carver *w) {
     s.c = carve_floats(w, backward ? plan->tile_m * k_pad
                           : few    ? 0
                                    : (is_gated(plan->a.activation) ? 2 : 1) * GROUP_SUMS);
-    s.w = carve_floats(w, is_one_block(plan) ? (is_gated(plan->a.activation) ? 2 : 1) * GROUP * b_panel(plan->a.k) : 0);
+    s.w = carve_floats(w, is_one_block(plan) && !plan->reads_prepared
+                              ? (is_gated(plan->a.activation) ? 2 : 1) * GROUP * b_panel(plan->a.k)
+                              : 0);
     s.row = carve_floats(w, columns ? FEW_Z_ROWS * k_pad : k_pad);
     return s;
 }
@@ -218,8 +221,9 @@ static void store_z(const norm_call *c, int64_t row, float *buffer) {
 static void many_rows_forward(const norm_linear_plan *plan, const norm_call *c, const norm_space *s) {
     const int64_t m = plan->a.m, blocks = (m + plan->tile_m - 1) / plan->tile_m;
     const int64_t groups = (c->n_panels + plan->tile_n - 1) / plan->tile_n, step = b_panel(plan->a.k);
+    const float *w = c->prepared ? c->prepared : c->w;
 #pragma omp for schedule(dynamic)
-    for (int64_t p = 0; p < c->halves * c->n_panels; p++)
+    for (int64_t p = 0; p < (c->prepared ? 0 : c->halves * c->n_panels); p++)
         pack_w_transposed(c, p, c->w + p * step);
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < blocks * groups; task++) {
@@ -227,7 +231,7 @@ static void many_rows_forward(const norm_linear_plan *plan, const norm_call *c, 
         int64_t p0 = task % groups * plan->tile_n, p1 = min64(c->n_panels, p0 + plan->tile_n);
         pack_z(c, first, rows, s->a);
         for (int64_t p = p0; p < p1; p += GROUP)
-            forward_group(c, s, c->w + p * step, c->n_panels * step, first, rows, p, min64(GROUP, p1 - p));
+            forward_group(c, s, w + p * step, c->n_panels * step, first, rows, p, min64(GROUP, p1 - p));
     }
 }
 
@@ -241,6 +245,10 @@ static void one_block_forward(const norm_call *c, const norm_space *s) {
         if (!packed)
             pack_z(c, 0, c->a->m, s->a);
         packed = true;
+        if (c->prepared) {
+            forward_group(c, s, c->prepared + p * step, c->n_panels * step, 0, c->a->m, p, panels);
+            continue;
+        }
         for (int64_t half = 0; half < c->halves; half++)
             for (int64_t x = 0; x < panels; x++)
                 pack_w_transposed(c, half * c->n_panels + p + x, s->w + (half * GROUP + x) * step);

@@ -27,6 +27,7 @@ typedef struct norm_call {
     int64_t strip_panels;              /* backward in strips: k_panels of a task; or 0 */
     float *mean, *rstd, *gamma, *beta; /* float copies; gamma and beta padded with zeros */
     float *w;                          /* panels of W or Wᵀ; in strips of dy */
+    const float *prepared;             /* forward: panels of Wᵀ that the caller has kept; or NULL */
     float *sums, *dbias; /* backward: G in panels [n][PANEL], in strips [m][k_pad] of dx; [row_panels·VL] */
     float *x_panels;     /* backward: a chunk of rows */
 } norm_call;

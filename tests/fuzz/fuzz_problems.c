@@ -456,6 +456,24 @@ static int64_t rows_span(int64_t rows, int64_t width, int64_t stride) {
     return rows ? (rows - 1) * (stride ? stride : width) + width : 0;
 }
 
+/* The same forward once more, with what it makes of the weight in a block of its own, and with other bytes in its place. */
+static void run_prepared(memory *m, heddle_norm_linear a, heddle_norm_linear_data t) {
+    size_t bytes = 0, need = 0;
+    MUST(heddle_norm_linear_prepared_size(&a, &bytes) == HEDDLE_OK);
+    void *const prepared = new_block(m, bytes);
+    MUST(heddle_norm_linear_prepare(&a, &t, prepared, bytes, NULL) == HEDDLE_OK);
+    a.features |= HEDDLE_PREPARED;
+    a.prepared_bytes = (int64_t)bytes;
+    t.prepared = bytes ? prepared : NULL;
+    MUST(heddle_norm_linear_workspace(&a, HEDDLE_FORWARD, &need) == HEDDLE_OK);
+    void *const space = new_block(m, need);
+    MUST(heddle_norm_linear_forward(&a, &t, space, need, NULL) == HEDDLE_OK);
+    if (!bytes)
+        return;
+    ((unsigned char *)prepared)[take_number(m->source, 1) % 64] ^= 1;
+    MUST(heddle_norm_linear_forward(&a, &t, space, need, NULL) == HEDDLE_BAD_VALUE);
+}
+
 static void run_norm_linear(memory *m, const heddle_norm_linear *a, const size_t need[2]) {
     const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
     const size_t each = heddle_dtype_size(a->dtype);
@@ -479,6 +497,7 @@ static void run_norm_linear(memory *m, const heddle_norm_linear *a, const size_t
     }
     void *space = new_block(m, need[0]);
     MUST(heddle_norm_linear_forward(a, &t, space, need[0], NULL) == HEDDLE_OK);
+    run_prepared(m, *a, t);
     t.dy = new_floats(m, a->dtype, rows_span(a->m, a->n, a->dy_stride));
     t.y = left_out & 16 ? NULL : t.y;
     t.dx = left_out & 32 ? NULL : new_block(m, (size_t)rows_span(a->m, a->k, a->dx_stride) * each);

@@ -52,7 +52,8 @@ static heddle_status check_pointer(const cuda_driver *cu, device_record *r, cons
 
 /* All that the pass looks at. */
 static heddle_status check_pointers(const cuda_driver *cu, device_record *r, const tensor_field *fields,
-                                    heddle_pass pass, const void *data, const void *workspace) {
+                                    heddle_pass pass, const void *data, const char *workspace_name,
+                                    const void *workspace) {
     for (const tensor_field *t = fields; t->name; t++) {
         const void *p;
         memcpy(&p, (const char *)data + t->offset, sizeof p);
@@ -60,7 +61,7 @@ static heddle_status check_pointers(const cuda_driver *cu, device_record *r, con
         if (status != HEDDLE_OK)
             return status;
     }
-    return check_pointer(cu, r, "workspace", workspace);
+    return check_pointer(cu, r, workspace_name, workspace);
 }
 
 /* The default streams (NULL, 1 and 2) belong to every context. */
@@ -137,6 +138,7 @@ typedef struct cuda_call {
     const void *data;           /* of the operation, */
     const tensor_field *fields; /* and what is in it */
     void *workspace, *stream;
+    const char *workspace_name;
 } cuda_call;
 
 static heddle_status launch_attention(const cuda_call *c, const void *planned) {
@@ -156,11 +158,8 @@ static heddle_status launch_attention(const cuda_call *c, const void *planned) {
     return status;
 }
 
-static heddle_status launch_norm_linear(const cuda_call *c, const void *planned) {
-    const norm_linear_plan *plan = planned;
-    const cuda_facts facts = heddle__cuda_facts_of(c->r);
-    norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
-    int n = heddle__cuda_norm_linear_launches(plan, &facts, c->data, c->workspace, launches);
+static heddle_status launch_in_order(const cuda_call *c, const norm_linear_plan *plan, norm_linear_launch *launches,
+                                     int n) {
     heddle_status status = HEDDLE_OK;
     for (int x = 0; x < n && status == HEDDLE_OK; x++) {
         norm_linear_launch *l = &launches[x];
@@ -171,6 +170,23 @@ static heddle_status launch_norm_linear(const cuda_call *c, const void *planned)
             status = heddle__cuda_launch(c->cu, c->r, l->kernel, l->grid, l->shared, &l->params, c->stream);
     }
     return status;
+}
+
+static heddle_status launch_norm_linear(const cuda_call *c, const void *planned) {
+    const norm_linear_plan *plan = planned;
+    const cuda_facts facts = heddle__cuda_facts_of(c->r);
+    norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
+    return launch_in_order(c, plan, launches,
+                           heddle__cuda_norm_linear_launches(plan, &facts, c->data, c->workspace, launches));
+}
+
+/* What is prepared lies where other calls have their workspace. */
+static heddle_status launch_prepare(const cuda_call *c, const void *planned) {
+    const norm_linear_plan *plan = planned;
+    const cuda_facts facts = heddle__cuda_facts_of(c->r);
+    norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
+    return launch_in_order(c, plan, launches,
+                           heddle__cuda_prepare_launches(plan, &facts, c->data, c->workspace, launches));
 }
 
 /* The checks of a call, and its launches. Where the caller has no context, the primary one is entered, and left again at the end. */
@@ -185,7 +201,7 @@ static heddle_status run(cuda_call *c, cu_context planned, heddle_pass pass, con
         status = heddle__cuda_enter_primary(c->cu, c->r, &c->context);
     if (status != HEDDLE_OK)
         return status;
-    status = check_pointers(c->cu, c->r, c->fields, pass, c->data, c->workspace);
+    status = check_pointers(c->cu, c->r, c->fields, pass, c->data, c->workspace_name, c->workspace);
     if (status == HEDDLE_OK)
         status = check_stream(c->cu, c->r, c->context, c->stream);
     if (status == HEDDLE_OK)
@@ -197,7 +213,7 @@ static heddle_status run(cuda_call *c, cu_context planned, heddle_pass pass, con
 
 static heddle_status run_attention(const attention_plan *plan, const heddle_attention_data *data, void *workspace,
                                    void *stream) {
-    cuda_call c = {heddle__cuda_driver(), NULL, NULL, data, attention_fields, workspace, stream};
+    cuda_call c = {heddle__cuda_driver(), NULL, NULL, data, attention_fields, workspace, stream, "workspace"};
     void *context = NULL;
     c.r = heddle__cuda_attention_device(plan, &context);
     return run(&c, context, plan->pass, plan, launch_attention);
@@ -205,10 +221,18 @@ static heddle_status run_attention(const attention_plan *plan, const heddle_atte
 
 static heddle_status run_norm_linear(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace,
                                      void *stream) {
-    cuda_call c = {heddle__cuda_driver(), NULL, NULL, data, norm_linear_fields, workspace, stream};
+    cuda_call c = {heddle__cuda_driver(), NULL, NULL, data, norm_linear_fields, workspace, stream, "workspace"};
     void *context = NULL;
     c.r = heddle__cuda_norm_linear_device(plan, &context);
     return run(&c, context, plan->pass, plan, launch_norm_linear);
+}
+
+static heddle_status prepare_norm_linear(const norm_linear_plan *plan, const heddle_norm_linear_data *data,
+                                         void *prepared, void *stream) {
+    cuda_call c = {heddle__cuda_driver(), NULL, NULL, data, norm_linear_fields, prepared, stream, "prepared"};
+    void *context = NULL;
+    c.r = heddle__cuda_norm_linear_device(plan, &context);
+    return run(&c, context, HEDDLE_FORWARD, plan, launch_prepare);
 }
 
 /* ------------------------------------------------------------------------------------------- merge and append */
@@ -329,5 +353,8 @@ static heddle_status append(const heddle_append *a, const heddle_append_data *t,
     return run_alone(launch_append, &p, stream);
 }
 
-const backend heddle_cuda_backend = {available,     describe,        plan_attention, plan_norm_linear,
-                                     run_attention, run_norm_linear, merge,          append};
+const backend heddle_cuda_backend = {
+    available,     describe,        plan_attention,      plan_norm_linear,
+    run_attention, run_norm_linear, prepare_norm_linear, merge,
+    append,
+};

@@ -15,13 +15,13 @@
     A(float, rstd, is->plain ? 0 : a->m)                                                                               \
     A(uint16_t, z, raw || (is->plain && !is->wide) ? 0 : matrix)                                                       \
     A(uint16_t, z_low, two ? matrix : 0)                                                                               \
-    A(uint16_t, w, is->wide || raw ? weights : 0)                                                                      \
-    A(uint16_t, w_low, two ? weights : 0)                                                                              \
+    A(uint16_t, w, own && (is->wide || raw) ? weights : 0)                                                             \
+    A(uint16_t, w_low, own &&two ? weights : 0)                                                                        \
     A(int32_t, x_exponent, is->wide && is->plain ? a->m : 0)                                                           \
-    A(int32_t, w_exponent, is->wide ? is->n : 0)                                                                       \
+    A(int32_t, w_exponent, own && is->wide ? is->n : 0)                                                                \
     A(int32_t, turns, raw ? 2 * (blocks(a->m, GEMM_TILE) + 1) : 0)                                                     \
-    A(float, s, backward ? 0 : is->n)                                                                                  \
-    A(float, t, backward ? 0 : is->n)                                                                                  \
+    A(float, s, backward || !own ? 0 : is->n)                                                                          \
+    A(float, t, backward || !own ? 0 : is->n)                                                                          \
     A(uint16_t, dy, backward && is->wide ? a->m * is->np : 0)                                                          \
     A(uint16_t, dy_low, backward &&two ? a->m * is->np : 0)                                                            \
     A(int32_t, dy_exponent, backward && is->wide ? a->m : 0)                                                           \
@@ -42,6 +42,16 @@ typedef struct norm_linear_arrays {
 #undef A
 } norm_linear_arrays;
 
+/* What the products keep of the weight where the caller wants it kept (heddle_norm_linear_prepare), likewise: W∘gamma as it is multiplied, in
+ * float32 as planes and exponents, and what the epilogue adds, s and t of docs/design.md, section 4. By the problem alone, whatever m is and
+ * whichever family takes it: other forwards read W where it lies, and nothing of this. */
+#define NORM_LINEAR_PREPARED                                                                                           \
+    A(uint16_t, w, weights)                                                                                            \
+    A(uint16_t, w_low, two ? weights : 0)                                                                              \
+    A(int32_t, w_exponent, is->wide ? is->n : 0)                                                                       \
+    A(float, s, !is->wide && weights ? is->n : 0)                                                                      \
+    A(float, t, weights ? is->n : 0)
+
 /* What follows from the description and the device. */
 typedef struct norm_linear_facts {
     int64_t n;       /* rows of W, columns of u: where an activation is of two halves twice those of y */
@@ -51,6 +61,7 @@ typedef struct norm_linear_facts {
     bool gated;      /* the activation is of two halves */
     bool raw;        /* forward multiplies x itself */
     bool gathers;    /* and forms the moments of its rows beside the product, as far as the pointers allow */
+    bool kept;       /* forward finds what it makes of the weight with the caller */
     bool few;        /* forward is one launch, as far as the pointers allow */
     bool sm90;       /* the products are Hopper's, as far as the pointers allow */
     int dtype;       /* 0 bf16, 1 f16, 2 f32 */
@@ -169,6 +180,16 @@ void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p);
 
 /* z itself, or dz added to what is there. */
 void heddle__cuda_add_z(norm_linear_call *c, norm_z p);
+
+/* The job of making W ready for the product. */
+norm_rows heddle__cuda_rows_of_w(const norm_linear_call *c);
+
+/* Bytes that are prepared, of a problem with these facts; and where they lie in `prepared`. */
+size_t heddle__cuda_prepared_bytes(const heddle_norm_linear *a, const norm_linear_facts *is);
+void heddle__cuda_find_prepared(norm_linear_call *c, const void *prepared);
+
+/* What the products take a problem for. */
+norm_linear_facts heddle__cuda_norm_linear_facts(const norm_linear_plan *plan, const cuda_facts *device);
 
 /* The job of normalising x, with what differs from one use to the other in p. */
 norm_rows heddle__cuda_rows_of_x(const norm_linear_call *c, norm_rows p);

@@ -42,14 +42,17 @@ static bool takes_few(const norm_linear_plan *plan, const cuda_facts *device) {
            device->multiprocessors >= FEW_LIMIT / FEW_ROWS;
 }
 
-static norm_linear_facts facts_of(const norm_linear_plan *plan, const cuda_facts *device) {
+norm_linear_facts heddle__cuda_norm_linear_facts(const norm_linear_plan *plan, const cuda_facts *device) {
     const heddle_norm_linear *a = &plan->a;
     const bool sm90 = takes_sm90(plan, device), gathers = sm90 && a->k % 8 == 0, plain = a->norm == HEDDLE_NO_NORM;
     const bool z = a->features & HEDDLE_Z; /* is there then in any case */
     const int64_t n = norm_linear_extent(a, 'N');
     const bool gated =
         is_gated(a->activation); /* its gradients have up's errors whole, which the slope of others hides */
-    return (norm_linear_facts){.raw = a->dtype == HEDDLE_BF16 && !plain && !z && !gated && (gathers ? n : 2 * n) < a->m,
+    const bool wide = a->dtype == HEDDLE_F32,
+               raw = a->dtype == HEDDLE_BF16 && !plain && !z && !gated && (gathers ? n : 2 * n) < a->m;
+    return (norm_linear_facts){.raw = raw,
+                               .kept = plan->pass == HEDDLE_FORWARD && (a->features & HEDDLE_PREPARED) && (raw || wide),
                                .plain = plain,
                                .gated = gated,
                                .gathers = gathers,
@@ -58,8 +61,8 @@ static norm_linear_facts facts_of(const norm_linear_plan *plan, const cuda_facts
                                .n = n,
                                .kp = (a->k + 7) / 8 * 8,
                                .np = (n + 7) / 8 * 8,
-                               .wide = a->dtype == HEDDLE_F32,
-                               .tf32 = a->dtype == HEDDLE_F32 && (a->features & HEDDLE_TF32),
+                               .wide = wide,
+                               .tf32 = wide && (a->features & HEDDLE_TF32),
                                .dtype = a->dtype == HEDDLE_BF16  ? 0
                                         : a->dtype == HEDDLE_F16 ? 1
                                                                  : 2};
@@ -74,7 +77,8 @@ static bool takes(const heddle_norm_linear *a, heddle_pass pass, const cuda_fact
 static size_t lay_out(const norm_linear_plan *plan, const cuda_facts *device, norm_linear_choice *c) {
     const heddle_norm_linear *a = &plan->a;
     const norm_linear_facts *is = &c->is;
-    const bool backward = plan->pass == HEDDLE_BACKWARD, two = is->wide && !is->tf32, raw = !backward && is->raw;
+    const bool backward = plan->pass == HEDDLE_BACKWARD, two = is->wide && !is->tf32, raw = !backward && is->raw,
+               own = !is->kept;
     const int64_t matrix = a->m * is->kp, weights = is->n * is->kp;
     size_t used = 0;
 #define A(type, name, elements)                                                                                        \
@@ -89,7 +93,8 @@ static size_t lay_out(const norm_linear_plan *plan, const cuda_facts *device, no
 static void plan_products(norm_linear_plan *plan, const cuda_facts *device, norm_linear_choice *c) {
     const heddle_norm_linear *a = &plan->a;
     const bool forward_pass = plan->pass == HEDDLE_FORWARD;
-    c->is = facts_of(plan, device);
+    c->is = heddle__cuda_norm_linear_facts(plan, device);
+    plan->reads_prepared = c->is.kept;
     const bool gated = forward_pass && c->is.gated && c->is.sm90 && a->y_stride % 8 == 0;
     const gemm_kernels *kernels = gated ? GATED : forward_pass ? GEMMS(fwd) : GEMMS(dx);
     plan->tile_m = plan->tile_n = GEMM_TILE;
@@ -111,25 +116,6 @@ static void plan_products(norm_linear_plan *plan, const cuda_facts *device, norm
 }
 
 /* ------------------------------------------------------------------------------------------------------ launches */
-
-/* W, made ready for the product. */
-static norm_rows rows_of_w(const norm_linear_call *c) {
-    const heddle_norm_linear *a = c->a;
-    const heddle_norm_linear_data *t = c->t;
-    const norm_linear_arrays *at = &c->at;
-    return (norm_rows){.packs = 1,
-                       .in = t->w,
-                       .ld = a->w_stride,
-                       .rows = c->is.n,
-                       .cols = (int32_t)a->k,
-                       .gamma = t->gamma,
-                       .beta = t->beta,
-                       .bias = t->bias,
-                       .high = at->w,
-                       .low = c->is.wide && !c->is.tf32 ? at->w_low : NULL,
-                       .ldp = (int32_t)c->is.kp,
-                       .add = at->t};
-}
 
 /* y = x·Wᵀ of what was made ready. */
 static norm_gemm product_of(const norm_linear_call *c) {
@@ -255,9 +241,10 @@ static norm_gemm prepare_raw(norm_linear_call *c, norm_rows w) {
     norm_gemm g = product_of(c);
     norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){0});
     norm_prepare p = {0};
-    w.sum = c->at.s;
     if (!t->gamma) /* W itself will do */
         w.high = NULL;
+    if (c->is.kept)
+        w.rows = 0;
     g.a = t->x;
     g.lda = c->a->x_stride;
     g.b = t->gamma ? c->at.w : t->w;
@@ -318,7 +305,8 @@ static norm_gemm take_plain(const norm_linear_call *c) {
 static norm_gemm prepare_planes(norm_linear_call *c, norm_rows w) {
     norm_gemm g = product_of(c);
     norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.high = c->at.z});
-    w.row_exponent = c->at.w_exponent;
+    if (c->is.kept)
+        w.rows = 0;
     g.exponent = x.exponent;
     if (c->is.plain) {
         x.packs = 1;
@@ -336,8 +324,8 @@ static void forward(norm_linear_call *c) {
     c->at.rstd = c->t->rstd ? c->t->rstd : c->at.rstd;
     if (add_few(c))
         return;
-    const norm_gemm g = c->is.raw     ? prepare_raw(c, rows_of_w(c))
-                        : c->is.wide  ? prepare_planes(c, rows_of_w(c))
+    const norm_gemm g = c->is.raw     ? prepare_raw(c, heddle__cuda_rows_of_w(c))
+                        : c->is.wide  ? prepare_planes(c, heddle__cuda_rows_of_w(c))
                         : c->is.plain ? take_plain(c)
                                       : prepare_normalised(c);
     if (c->t->z && !multiplies_z(c))
@@ -358,6 +346,8 @@ static void launch(const norm_linear_choice *choice, norm_linear_call *c) {
 #define A(type, name, elements) c->at.name = memory ? (type *)(void *)(memory + choice->at.name) : NULL;
     NORM_LINEAR_ARRAYS
 #undef A
+    if (c->is.kept)
+        heddle__cuda_find_prepared(c, c->t->prepared);
     if (c->pass == HEDDLE_BACKWARD)
         heddle__cuda_products_backward(c);
     else if (c->a->m > 0)

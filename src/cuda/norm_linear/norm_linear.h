@@ -30,4 +30,9 @@ int heddle__cuda_norm_linear_launches(const norm_linear_plan *plan, const cuda_f
                                       const heddle_norm_linear_data *data, void *workspace,
                                       norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES]);
 
+/* What heddle_norm_linear_prepare launches, as above. Pure. */
+int heddle__cuda_prepare_launches(const norm_linear_plan *plan, const cuda_facts *device,
+                                  const heddle_norm_linear_data *data, void *prepared,
+                                  norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES]);
+
 #endif

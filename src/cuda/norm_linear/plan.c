@@ -49,6 +49,8 @@ heddle_status heddle__cuda_plan_norm_linear(norm_linear_plan *plan, const cuda_f
     while (!families[c->family]->takes(a, plan->pass, device))
         c->family++;
     families[c->family]->plan(plan, device, c);
+    const norm_linear_facts is = heddle__cuda_norm_linear_facts(plan, device);
+    plan->prepared = heddle__cuda_prepared_bytes(a, &is);
     return HEDDLE_OK;
 }
 

@@ -57,6 +57,8 @@ int64_t heddle__cuda_add_prepare(norm_linear_call *c, norm_prepare p) {
             aligned16(job->in, job->ld, size_of(&c->is)) && aligned16(job->gamma, 0, 2) && aligned16(job->beta, 0, 2);
         units += row_units(job->rows, job->cols, PREPARE_SHORT_TEAM, PREPARE_TEAM);
     }
+    if (!units) /* neither has rows */
+        units = blocks(p.zeros, ROW_THREADS);
     units = least_of(units, prepare_blocks(c->device, &c->is));
     heddle__cuda_add(c, OF_DTYPE(prepare)[c->is.dtype], units, (uint32_t)prepare_bytes((int)size_of(&c->is)),
                      &(norm_linear_params){.prepare = p});
