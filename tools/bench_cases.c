@@ -55,6 +55,8 @@ static const struct option_kind {
     {"pages", HEDDLE_PAGES, false, false},
     {"odd part", 0, true,
      false}, /* with dropout, and no multiple of eight keys in front of it: what none but the plain kernels take */
+    {"e4m3", HEDDLE_E4M3, false, false},
+    {"pages e4m3", HEDDLE_PAGES | HEDDLE_E4M3, false, false},
     {"segments", HEDDLE_SEGMENTS, false, false}, /* documents of 500, */
     {"packed", HEDDLE_VARLEN, false, false},     /* and the same packed */
     {"blocks of 64", HEDDLE_BLOCKS, false, false},
@@ -72,7 +74,7 @@ enum {
     KINDS = sizeof kinds / sizeof *kinds,
     OF_LINEAR = 8,
     OF_LONG = 4,
-    ON_ALL_DIMS = KINDS - OF_LINEAR - OF_LONG - 2
+    ON_ALL_DIMS = KINDS - OF_LINEAR - OF_LONG - 4
 };
 
 static const struct option_kind *kind_of(const bench_case *c) {
@@ -138,6 +140,11 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
             out[n] = (bench_case)DECODE(dtype, 32, 32, 8, 8192, d);
             out[n].sq = sq;
             out[n++].option = "pages";
+        }
+    for (int64_t d = 64; d <= 256 && dtype != HEDDLE_F32; d *= 2)
+        for (int paged = 0; paged < 2; paged++) {
+            out[n] = (bench_case)DECODE(dtype, 32, 32, 8, 8192, d);
+            out[n++].option = paged ? "pages e4m3" : "e4m3";
         }
     return n;
 }

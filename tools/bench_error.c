@@ -72,7 +72,7 @@ void bench_errors(const bench_case *c, heddle_device device, char kernels[2][128
     static const int64_t lengths[] = {64, 130, 260, 520};
     errors[0] = errors[1] = -1;
     if (job_features(&(job){.a = bench_job(c, device).a}) &
-        (HEDDLE_ACCUMULATE | HEDDLE_PAGES | HEDDLE_VARLEN | HEDDLE_BLOCKS))
+        (HEDDLE_ACCUMULATE | HEDDLE_PAGES | HEDDLE_E4M3 | HEDDLE_VARLEN | HEDDLE_BLOCKS))
         return; /* the textbook adds to nothing, and what pages and lists hide is of verify's own tables */
     bool missing[2] = {true, !c->forward_only};
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths && (missing[0] || missing[1]); i++) {

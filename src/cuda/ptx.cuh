@@ -171,6 +171,20 @@ PTX uint32_t fma2_bf16(uint32_t a, uint32_t b, uint32_t c) {
     return r;
 }
 
+/* A pair of e4m3, the upper bytes of the halves, without their signs: exponent and fraction where a 16-bit type has its lowest bits of one
+ * and the highest of the other; and a pair of what that is then to be multiplied with, 2^120 or 2^8. */
+PTX uint32_t e4m3_shifted_bf16(uint32_t pair) {
+    uint32_t r;
+    asm("shr.b32 %0, %1, 4;" IN_F16("shr.b32 %0, %1, 1;") : "=r"(r) : "r"(pair));
+    return r;
+}
+
+PTX uint32_t e4m3_factor_bf16(void) {
+    uint32_t r;
+    asm("mov.b32 %0, 0x7b807b80;" IN_F16("mov.b32 %0, 0x5c005c00;") : "=r"(r));
+    return r;
+}
+
 /* The smaller ones of two pairs; a NaN loses. */
 PTX uint32_t min2_bf16(uint32_t a, uint32_t b) {
     uint32_t r;

@@ -78,7 +78,7 @@ gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/nu
     echo "skipped: nvidia-smi shows no GPU"
     exit 77
 }
-for test in norm_linear{,_tiles,_numbers} prepared attention attention_options accumulate append paged_keys segments blocks dropout scores precision sweep threads gpu large order; do
+for test in norm_linear{,_tiles,_numbers} prepared attention attention_options accumulate append paged_keys e4m3 segments blocks dropout scores precision sweep threads gpu large order; do
     [ ! -x "$programs/test_$test" ] || start "$test" "$seconds" "$programs/test_$test"
 done
 if [ -n "$package" ] && "$python" -c 'import sys, torch, numpy, pytest; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
@@ -90,7 +90,7 @@ fi
 families="sm80 small"
 ! nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -q '^9' || families="sm80 sm90 small"
 for family in $families; do
-    for test in attention attention_options accumulate append paged_keys segments blocks dropout scores precision norm_linear{,_tiles,_numbers} prepared sweep order sm90; do
+    for test in attention attention_options accumulate append paged_keys e4m3 segments blocks dropout scores precision norm_linear{,_tiles,_numbers} prepared sweep order sm90; do
         [ "$test, $family" = "sm90, small" ] || [ ! -x "$programs/test_$test" ] ||
             start "$test, $family" "$seconds" env HEDDLE_CUDA_FAMILY="$family" "$programs/test_$test"
     done

@@ -34,6 +34,8 @@ static const uint64_t option_sets[] = {0,
                                        HEDDLE_PAGES | HEDDLE_VARLEN | HEDDLE_ALIBI,
                                        HEDDLE_PAGES | HEDDLE_ACCUMULATE,
                                        HEDDLE_SEGMENTS | HEDDLE_PAGES,
+                                       HEDDLE_E4M3,
+                                       HEDDLE_E4M3 | HEDDLE_PAGES,
                                        HEDDLE_SEGMENTS | HEDDLE_BIAS | HEDDLE_SINKS,
                                        HEDDLE_BLOCKS | HEDDLE_BOOL_MASK,
                                        HEDDLE_BLOCKS | HEDDLE_SEGMENTS | HEDDLE_VARLEN | HEDDLE_WEIGHTS};
@@ -70,7 +72,9 @@ static void sweep_attention(heddle_dtype dtype) {
                         a.pages = 1000;
                     }
                     a.block_q = a.block_k = a.features & HEDDLE_BLOCKS ? 64 : 0;
-                    for (int pass = 0; pass < (a.features & HEDDLE_PAGES ? 1 : 2); pass++)
+                    if (a.features & HEDDLE_E4M3 && heddle_attention_supported(&a, NULL, 0) == HEDDLE_UNSUPPORTED)
+                        continue;
+                    for (int pass = 0; pass < (a.features & (HEDDLE_PAGES | HEDDLE_E4M3) ? 1 : 2); pass++)
                         for (int skew = 0; skew < 8; skew += 4)
                             MUST(run_attention(a, (heddle_pass)pass, skew, NULL) == HEDDLE_OK);
                 }

@@ -70,6 +70,8 @@ static int shared_bytes_sm80(const kernel_row *k) {
         return 0;
     if (k->variant == VARIANT_decode || k->variant == VARIANT_paged)
         return sm80_decode_bytes(element, k->dim, k->warps, k->own, k->block);
+    if (k->variant == VARIANT_bytes || k->variant == VARIANT_bytepages)
+        return sm80_bytes_bytes(k->dim, k->warps, k->own, k->block);
     if (k->pass == PASS_bwd)
         return sm80_fused_bytes(element, k->dim, k->warps, k->own, k->block);
     if (k->pass == PASS_light || k->pass == PASS_gather)

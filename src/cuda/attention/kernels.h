@@ -44,6 +44,8 @@ typedef enum kernel_variant {
     VARIANT_rich,
     VARIANT_slim,
     VARIANT_slight,
+    VARIANT_bytes,
+    VARIANT_bytepages,
     VARIANTS
 } kernel_variant;
 

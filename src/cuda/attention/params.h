@@ -115,6 +115,7 @@ typedef struct attention_params {
         few; /* float32 on Hopper, [b][hk]: most rows see few keys, and sm80's kernels have them; NULL: nobody looked */
     int32_t lo, hi; /* of a sequence as long as the tensors: as place has them */
     seen_sources from;
+    const float *k_scale, *v_scale; /* HEDDLE_E4M3: [b, hk]; NULL: ones */
 } attention_params;
 
 /* The one parameter of the kernels for Hopper. dout only in backward; bias where VECTOR_BIAS_BOXES says so. */

@@ -75,6 +75,8 @@ static int next_taker(const attention_problem *p, int from, attention_choice *c)
             continue;
         if ((p->a->features & HEDDLE_PAGES) && !families[x]->pages)
             continue;
+        if ((p->a->features & HEDDLE_E4M3) && x < FAMILIES - 1 && families[x] != &heddle__attention_sm80)
+            continue;
         if (p->stands_in && p->made && families[x]->bytes) /* for which who it stands in for has no room */
             continue;
         if (!(p->stands_in && families[x]->needs) && families[x]->takes(p, c))
@@ -147,8 +149,6 @@ static heddle_status check_limits(const heddle_attention *a) {
         ((a->features & HEDDLE_BIAS) && dbias_blocks(a) > most_blocks))
         return fail(HEDDLE_UNSUPPORTED, "b·h·sq = %lld·%lld·%lld, sk = %lld: over 2^31 blocks", (long long)a->b,
                     (long long)a->h, (long long)a->sq, (long long)a->sk);
-    if (a->features & HEDDLE_E4M3)
-        return fail(HEDDLE_UNSUPPORTED, "HEDDLE_E4M3: no CUDA kernel reads keys of 8 bits");
     return heddle__cuda_check_tiles(a);
 }
 
@@ -183,6 +183,11 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const cuda_facts
     choose(&p, c);
     const int kernel = plan->pass == HEDDLE_FORWARD ? c->fwd : c->bwd >= 0 ? c->bwd : c->dkdv;
     const kernel_row *k = &heddle__cuda_attention_kernels[kernel];
+    if ((plan->a.features & HEDDLE_E4M3) && k->variant != VARIANT_bytes && k->variant != VARIANT_bytepages)
+        return fail(
+            HEDDLE_UNSUPPORTED,
+            "HEDDLE_E4M3: the CUDA kernels read keys of 8 bits for up to 16 rows of a group of heads in 16 bits, "
+            "with head dims up to 256, without weights, parts in eights where there is dropout");
     const bool of_queries = k->pass == PASS_fwd || k->family == FAMILY_small;
     plan->threads = 1;
     plan->tile_q = of_queries ? k->own : k->block;
@@ -195,8 +200,8 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const cuda_facts
 
 /* -------------------------------------------------------------------------------------------------- parameters */
 
-static bool is_vector(heddle_dtype dtype, const void *p, heddle_strides s, int64_t last) {
-    const size_t e = heddle_dtype_size(dtype);
+/* Of elements of e bytes. */
+static bool is_vector(size_t e, const void *p, heddle_strides s, int64_t last) {
     return ((uintptr_t)p | (size_t)s.b * e | (size_t)s.h * e | (size_t)s.s * e | (size_t)last * e) % 16 == 0;
 }
 
@@ -280,18 +285,21 @@ static void fill_blocks(const attention_problem *of, const attention_choice *c, 
                         attention_params *p) {
     const heddle_attention *a = of->a;
     const bool adds = a->features & HEDDLE_ACCUMULATE;
+    const size_t each = heddle_dtype_size(a->dtype), keys = a->features & HEDDLE_E4M3 ? 1 : each;
     p->lse_rows = c->lse_rows;
     p->group = (int32_t)(a->h / a->hk);
     p->pack = (int32_t)c->pack;
     p->tiles_q = (int32_t)c->tiles_q;
     p->tiles_k = (int32_t)c->tiles_k;
     p->key_shares = (int32_t)c->key_shares;
-    const bool of_q = is_vector(a->dtype, data->q, a->q_stride, a->d); /* where no dO is, copies of nothing name Q */
-    p->vectors = (of_q ? VECTOR_Q : 0) | (is_vector(a->dtype, data->k, a->k_stride, a->d) ? VECTOR_K : 0) |
-                 (is_vector(a->dtype, data->v, a->v_stride, a->dv) ? VECTOR_V : 0) |
-                 ((data->dout ? is_vector(a->dtype, data->dout, a->do_stride, a->dv) : of_q) ? VECTOR_DO : 0) |
-                 (is_vector(adds ? HEDDLE_F32 : a->dtype, data->o, a->o_stride, a->dv) ? VECTOR_O : 0) |
+    const bool of_q = is_vector(each, data->q, a->q_stride, a->d); /* where no dO is, copies of nothing name Q */
+    p->vectors = (of_q ? VECTOR_Q : 0) | (is_vector(keys, data->k, a->k_stride, a->d) ? VECTOR_K : 0) |
+                 (is_vector(keys, data->v, a->v_stride, a->dv) ? VECTOR_V : 0) |
+                 ((data->dout ? is_vector(each, data->dout, a->do_stride, a->dv) : of_q) ? VECTOR_DO : 0) |
+                 (is_vector(adds ? sizeof(float) : each, data->o, a->o_stride, a->dv) ? VECTOR_O : 0) |
                  (is_paired(a->dtype, data->bias, a->bias_stride) ? VECTOR_BIAS : 0);
+    p->k_scale = data->k_scale;
+    p->v_scale = data->v_scale;
     p->split_tiles_q = c->split_tiles_q;
     p->split_tiles_k = c->split_tiles_k;
     p->blocks_of_dk = c->blocks_of_dk;

@@ -112,6 +112,12 @@ PTX uint32_t fma2_bf16(uint32_t a, uint32_t b, uint32_t c) {
     }
     return r;
 }
+PTX uint32_t e4m3_shifted_bf16(uint32_t pair) {
+    return pair >> (emulator_f16 ? 1 : 4);
+}
+PTX uint32_t e4m3_factor_bf16(void) {
+    return emulator_f16 ? 0x5c005c00u : 0x7b807b80u;
+}
 PTX uint32_t min2_bf16(uint32_t a, uint32_t b) {
     uint32_t r = 0;
     for (int x = 0; x < 32; x += 16)

@@ -100,4 +100,12 @@ CONTRACT int sm80_decode_bytes(int element, int dim, int warps, int own, int blo
            warps * (2 * sm80_decode_stages(element, dim) * block * dim * element + block * 4);
 }
 
+/* Decoding of keys of 8 bits: tiles of K, and of V, that a warp has under way. */
+#define SM80_BYTES_STAGES 2
+
+/* Q; a ring of tiles of bytes for each warp, one tile of 16 bits behind it, and of that a mark for every key. */
+CONTRACT int sm80_bytes_bytes(int dim, int warps, int own, int block) {
+    return own * sm80_pitch(2, dim) + warps * ((2 * SM80_BYTES_STAGES + 2) * block * dim + block * 4);
+}
+
 #endif

@@ -282,6 +282,8 @@ INLINE void attention_forward(const attention_params &p) {
 
 #include "cuda/attention/sm80/decode.cuh"
 
+#include "cuda/attention/sm80/bytes.cuh"
+
 #define run_lean(T, D, WARPS, OWN, BLOCK)                                                                              \
     attention_forward<T, D, false, WARPS, sm80_tiles(sizeof(T), D, WARPS, OWN), BLOCK>(p)
 #define run_full(T, D, WARPS, OWN, BLOCK)                                                                              \
@@ -290,6 +292,8 @@ INLINE void attention_forward(const attention_params &p) {
     attention_decode<T, D, WARPS, sm80_decode_stages(sizeof(T), D), BLOCK, false>(p)
 #define run_paged(T, D, WARPS, OWN, BLOCK)                                                                             \
     attention_decode<T, D, WARPS, sm80_decode_stages(sizeof(T), D), BLOCK, true>(p)
+#define run_bytes(T, D, WARPS, OWN, BLOCK) attention_bytes<T, D, WARPS, BLOCK, false>(p)
+#define run_bytepages(T, D, WARPS, OWN, BLOCK) attention_bytes<T, D, WARPS, BLOCK, true>(p)
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ attention_params p) {    \

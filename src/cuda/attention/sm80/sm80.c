@@ -108,6 +108,13 @@ static bool takes_fused(const attention_problem *p, attention_choice *c) {
 static bool takes(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     if (p->pass == HEDDLE_FORWARD) {
+        if (a->features & HEDDLE_E4M3) {
+            const kernel_variant variant = a->features & HEDDLE_PAGES ? VARIANT_bytepages : VARIANT_bytes;
+            c->fwd = a->h / a->hk * a->sq <= 16 && !(a->features & HEDDLE_WEIGHTS) && a->dtype != HEDDLE_F32
+                         ? heddle__cuda_find_attention(p, PASS_fwd, variant, FAMILY_sm80)
+                         : -1;
+            return c->fwd >= 0;
+        }
         if (a->h / a->hk * a->sq <= 16)
             c->fwd = heddle__cuda_find_attention(
                 p, PASS_fwd, a->features & HEDDLE_PAGES ? VARIANT_paged : VARIANT_decode, FAMILY_sm80);
@@ -178,7 +185,8 @@ static void lay_out_forward(const attention_problem *p, attention_choice *c) {
     if (p->stands_in) { /* there is no workspace for shares of keys */
         c->tiles_q = ceil_div(a->sq, k->own);
         c->blocks = c->tiles_q * a->h * a->b;
-    } else if (k->variant == VARIANT_decode || k->variant == VARIANT_paged) {
+    } else if (k->variant == VARIANT_decode || k->variant == VARIANT_paged || k->variant == VARIANT_bytes ||
+               k->variant == VARIANT_bytepages) {
         lay_out_decode(p, k, c);
     } else {
         lay_out_tiles(p, k, c);
