@@ -72,6 +72,7 @@ static void sweep_attention(heddle_dtype dtype) {
                         a.pages = 1000;
                     }
                     a.block_q = a.block_k = a.features & HEDDLE_BLOCKS ? 64 : 0;
+                    a.device = HEDDLE_CUDA;
                     if (a.features & HEDDLE_E4M3 && heddle_attention_supported(&a, NULL, 0) == HEDDLE_UNSUPPORTED)
                         continue;
                     for (int pass = 0; pass < (a.features & (HEDDLE_PAGES | HEDDLE_E4M3) ? 1 : 2); pass++)
