@@ -70,15 +70,15 @@ class NormLinear(Module):
     Raises:
         ValueError: sizes that are not positive, an unknown norm or activation; then as heddle.norm_linear.
 
-    In eval mode, on the CPU, without gradients and with more than 8 rows, the weight's panels, which forward else makes
-    in every call, are kept (4 bytes an element; results have the same bits) until the weight is another one. Setting
-    ``keep_prepared`` to False saves the memory. A change of a few elements past the version counter, through ``.data``
-    or memory shared with NumPy, may not be seen: then set it to False, too.
+    With ``keep_prepared`` set to True on a module (or the class), in eval mode, on the CPU, without gradients and with
+    more than 8 rows, the weight's panels, which forward else makes in every call, are kept (4 bytes an element; results
+    have the same bits) until the weight is another one. It is off unless asked for: a change of a few elements past the
+    version counter, through ``.data`` or memory shared with NumPy, may not be seen.
 
     Source: see heddle.norm_linear. Initial values as torch.nn.LayerNorm and torch.nn.Linear.
     """
 
-    keep_prepared = True
+    keep_prepared = False
 
     def __init__(
         self,

@@ -17,7 +17,9 @@ OPTIONS = [("layer", None), ("rms", "gelu"), ("none", None), ("layer", "swiglu")
 
 def layer_of(norm="layer", activation=None, dtype=torch.float32, k=40, n=48):
     torch.manual_seed(1)
-    return heddle.nn.NormLinear(k, n, norm=norm, activation=activation, dtype=dtype).eval()
+    layer = heddle.nn.NormLinear(k, n, norm=norm, activation=activation, dtype=dtype).eval()
+    layer.keep_prepared = True
+    return layer
 
 
 def kept(layer):
@@ -168,11 +170,16 @@ def test_where_it_is_not_kept():
         assert kept(layer) is None
         layer.keep_prepared = True
         whole = heddle.nn.NormLinear(40, 48, return_norm=True).eval()
+        whole.keep_prepared = True
         whole(x)
         assert kept(whole) is None
+        unasked = heddle.nn.NormLinear(40, 48).eval()
+        unasked(x)
+        assert kept(unasked) is None
         torch.vmap(layer)(x[None].expand(2, 30, 40))
     with torch.inference_mode():
         made = heddle.nn.NormLinear(40, 48).eval()
+        made.keep_prepared = True
         made(x)
         assert kept(made) is None  # nobody counts what is done to its weight
         layer(x)
