@@ -110,8 +110,7 @@ bool has_kernel(const problem *p, heddle_device device, heddle_dtype dtype) {
     heddle_attention a = p->j.a;
     a.device = device;
     a.dtype = dtype;
-    return p->j.linear || !(a.features & HEDDLE_E4M3) ||
-           heddle_attention_supported(&a, NULL, 0) != HEDDLE_UNSUPPORTED;
+    return p->j.linear || !(a.features & HEDDLE_E4M3) || heddle_attention_supported(&a, NULL, 0) != HEDDLE_UNSUPPORTED;
 }
 
 bool trial_run(const problem *p, arena *m, heddle_device device, heddle_dtype dtype, trial *t) {

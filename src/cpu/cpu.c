@@ -312,5 +312,6 @@ static heddle_status append(const heddle_append *a, const heddle_append_data *t,
     return HEDDLE_OK;
 }
 
-const backend heddle_cpu_backend = {available,       describe,        plan_attention,      plan_norm_linear,
-                                    run_attention,   run_norm_linear, prepare_norm_linear, merge, append};
+const backend heddle_cpu_backend = {available,           describe,      plan_attention,
+                                    plan_norm_linear,    run_attention, run_norm_linear,
+                                    prepare_norm_linear, merge,         append};

@@ -354,7 +354,6 @@ static heddle_status append(const heddle_append *a, const heddle_append_data *t,
 }
 
 const backend heddle_cuda_backend = {
-    available,     describe,        plan_attention,      plan_norm_linear,
-    run_attention, run_norm_linear, prepare_norm_linear, merge,
-    append,
+    available,           describe, plan_attention, plan_norm_linear, run_attention, run_norm_linear,
+    prepare_norm_linear, merge,    append,
 };
