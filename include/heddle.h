@@ -12,11 +12,13 @@
  *         fprintf(stderr, "%s\n", heddle_last_message());
  *
  * A descriptor says what the problem is, a second structure says where the data lies. In both, zero is the default of
- * every field, and `size` must be set to sizeof the structure (so that later versions can add fields at the end).
+ * every field, and `size` must be set to sizeof the structure, so that later versions can add fields at the end: where a
+ * comment says "since then", a structure that ends in front is taken, too.
  *
  * Conventions that hold for every function
  *   Memory     The library allocates nothing. All pointers are the caller's and are only used during the call (on a GPU:
  *              until the stream has passed it). The workspace may hold anything and is worth nothing afterwards.
+ *              Lengths, tables, lists and ids are read where the work is done (on a GPU: on the device).
  *   Aliasing   Outputs overlap neither inputs nor each other nor the workspace. Inputs may overlap.
  *   Streams    On the CPU a call returns when its work is done and `stream` is ignored. With HEDDLE_CUDA, `stream` is a
  *              CUstream/cudaStream_t of the current context (NULL: the default stream), pointers are device pointers, and
@@ -137,9 +139,8 @@ typedef struct heddle_strides {
 #define HEDDLE_BROADCAST INT64_MIN
 
 /* Which query sees which key. With off = q_offset - k_offset for HEDDLE_CAUSAL_TOP_LEFT and otherwise
- * off = q_offset - k_offset + whole_sk - whole_sq, query i sees key j when j <= i + off (both causal masks) and
- * i + off - window_left <= j <= i + off + window_right (with HEDDLE_WINDOW). Of what is no part of something larger that
- * is off = 0 and off = sk - sq. */
+ * off = q_offset - k_offset + whole_sk - whole_sq, query i sees key j when j <= i + off (both causal masks) and i + off - window_left <= j
+ * <= i + off + window_right (with HEDDLE_WINDOW). Of what is no part of something larger that is off = 0 and off = sk - sq. */
 typedef enum heddle_mask {
     HEDDLE_MASK_NONE = 0,
     HEDDLE_CAUSAL_TOP_LEFT = 1,    /* query 0 sees key 0: PyTorch's is_causal */
@@ -178,32 +179,28 @@ typedef enum heddle_mask {
  * means, are never used: they may be NaN. A bias under -2^24 masks as -inf does.
  *
  * With HEDDLE_VARLEN the sequences are packed: q is [total_q, h, d], k and v are [total_k, hk, ...], sequence n holds the rows
- * cu_seqlens[n] to cu_seqlens[n+1]-1 (zero of them is fine), sq and sk are upper limits of one sequence's rows, b counts
- * sequences, strides.b is not used and lse is [h, total_q]; the default strides are then those of [total, h, last]. bias,
- * bool_mask, weights and dbias keep [b, h, sq, sk] (written as zero outside the sequence). Rows that belong to no sequence are
- * not written. cu_seqlens and seqlens are read where the work is done (on a GPU: on the device); values outside their limits
- * are clamped to them.
- * With HEDDLE_SEQLENS only the first seqlens_q[n] and seqlens_k[n] rows of batch n count, for off too; outputs of the other
- * rows are zero (lse: -inf).
+ * cu_seqlens[n] to cu_seqlens[n+1]-1 (zero of them is fine), sq and sk are upper limits of one sequence's rows, b counts sequences,
+ * strides.b is not used and lse is [h, total_q]; the default strides are then those of [total, h, last]. bias, bool_mask, weights and
+ * dbias keep [b, h, sq, sk] (written as zero outside the sequence). Rows that belong to no sequence are not written. Values of cu_seqlens
+ * and seqlens outside their limits are clamped to them. With HEDDLE_SEQLENS only the first seqlens_q[n] and seqlens_k[n] rows of batch n
+ * count, for off too; outputs of the other rows are zero (lse: -inf).
  *
- * With HEDDLE_ACCUMULATE the keys are some of those that the queries see, and o, dq, dk and dv are float, whatever dtype is.
- * Forward finds in o and lse (which it needs) the result of other keys, and leaves that of all of them together; where lse is
- * -inf it does not read o. Backward is given o and lse as all keys have made them, takes D[i] = sum_e dout[i,e] o[i,e] - dlse[i],
- * and adds to dq, dk and dv; dbias and dsinks it writes as ever, of this part. A sink is one more key: it goes to one part.
- * Not with HEDDLE_WEIGHTS.
+ * With HEDDLE_ACCUMULATE the keys are some of those that the queries see, and o, dq, dk and dv are float, whatever dtype is. Forward finds
+ * in o and lse (which it needs) the result of other keys, and leaves that of all of them together; where lse is -inf it does not read o.
+ * Backward is given o and lse as all keys have made them, takes D[i] = sum_e dout[i,e] o[i,e] - dlse[i], and adds to dq, dk and dv; dbias
+ * and dsinks it writes as ever, of this part. A sink is one more key: it goes to one part. Not with HEDDLE_WEIGHTS.
  *
- * With HEDDLE_PAGES the keys and values of a sequence lie in pages of `page` rows: k is [pages, hk, page, d], v is
- * [pages, hk, page, dv], their strides.b go from page to page (rows side by side, as [pages, page, hk, d], by strides), and key
- * j of sequence n is row j % page of page block_table[n, j / page]. Sequences may share pages. A number that is no page, below 0
- * or not below `pages`, hides the keys that it stands for, as a mask does; behind the last key of a sequence any number may
- * stand. sk is the upper limit of a sequence's keys, seqlens_k says how many it has. With HEDDLE_VARLEN only the queries are
- * packed: total_k is 0 and cu_seqlens_k NULL. The table is read where the work is done. Backward refuses pages.
+ * With HEDDLE_PAGES the keys and values of a sequence lie in pages of `page` rows: k is [pages, hk, page, d], v is [pages, hk, page, dv],
+ * their strides.b go from page to page (rows side by side, as [pages, page, hk, d], by strides), and key j of sequence n is row j % page
+ * of page block_table[n, j / page]. Sequences may share pages. A number that is no page, below 0 or not below `pages`, hides the keys that
+ * it stands for, as a mask does; behind the last key of a sequence any may stand. sk is the upper limit of a sequence's keys, seqlens_k
+ * says how many it has. With HEDDLE_VARLEN only the queries are packed: total_k is 0 and cu_seqlens_k NULL. Backward refuses pages.
  *
  * With HEDDLE_SEGMENTS query i of sequence n sees key j only where q_segments[n, i] = k_segments[n, j] (documents in a row, say), and
  * where masks, windows and whatever else there is let it. Any number is an id, in any order. Both are int32 and contiguous, [b, sq] and
  * [b, sk]; with HEDDLE_VARLEN they lie as the rows do, [total_q] and [total_k] (with HEDDLE_PAGES keys are [b, sk]). Of a part they are
- * the part's own. They are read where the work is done, of the rows that count alone. On HEDDLE_CUDA a bit, and by some
- * kernels a byte, of the workspace says of each query and key of a sequence whether it is seen (docs/limits.md).
+ * the part's own. Only those of rows that count are read. On HEDDLE_CUDA a bit, and by some kernels a byte, of the workspace
+ * says of each query and key of a sequence whether it is seen (docs/limits.md).
  *
  * With HEDDLE_BLOCKS a list names the blocks of keys that each block of queries sees; what it does not name is masked. A block has
  * block_q queries, or block_k keys, 64 or 128, the last one as many as are left; both are counted from the first row of the tensors, of
@@ -213,17 +210,15 @@ typedef enum heddle_mask {
  * 1; the numbers count in all of block_columns. The last number of all says how many columns there are: others are clamped to 0 and to
  * it, and a column that is no block of keys names nothing. On HEDDLE_CUDA the workspace is as with segments, for each head's lists.
  *
- * With HEDDLE_E4M3 the elements of k and v are bytes, whatever dtype is: e4m3 as the OCP's 8-bit floating point specification (2023) has
- * it (PyTorch's float8_e4m3fn), up to 448, with NaN and without infinity. The k of the formulas is k_scale[n, y] times the k that is there,
- * of head y of keys of sequence n, and v is v_scale[n, y] times that. They are widened when they are read; nothing else changes. Backward
- * refuses it.
+ * With HEDDLE_E4M3 the elements of k and v are bytes, whatever dtype is: e4m3 of the OCP's 8-bit floating point specification (2023),
+ * PyTorch's float8_e4m3fn. The k of the formulas is k_scale[n, y] times the k that is there, of head y of keys of sequence n, and v
+ * alike. They are widened when they are read; nothing else changes. Backward refuses it.
  *
  * Dropout: with t = floor(65536*dropout + 0.5), element (n, x, i, j) is kept when its number, of 16 bits, is not below t:
  * half j%2 (0: the low one) of word j%8/2 of Philox4x32-7(counter = {j/8, n*h + x, i, offset}, key = seed) (low words;
  * offset's high 32 bits are exclusive-ored into i's word); i, j, x and h are those of the whole (below). The same on every
  * backend. The probability to be kept is 1 - t/65536, to the last bit; with a dropout under 2^-17 all are, and one that
- * rounds to 1 is refused.
- * Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
+ * rounds to 1 is refused. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
  *
  * A problem may be a part of a larger one: some of its queries, keys and heads. Row i is then row q_offset + i of the whole,
  * which has whole_sq, key j is key k_offset + j of whole_sk, and head x is head h_offset + x of whole_h: that is what masks,
@@ -256,10 +251,10 @@ typedef struct heddle_attention {
     heddle_strides dbias_stride;                  /* default: [b, h, sq, sk] contiguous; summed over where 0 */
     heddle_strides weights_stride, dweights_stride;
     int64_t alibi_stride_b; /* alibi_slopes[n*alibi_stride_b + x]: 0, or h for slopes per batch */
-    /* the part that this is of a larger problem; a structure that ends in front of these is taken, too */
+    /* since then: the part that this is of a larger problem */
     int64_t q_offset, k_offset, h_offset; /* rows, keys and heads of the whole in front of the part's first */
     int64_t whole_sq, whole_sk, whole_h;  /* how many the whole has; 0: it ends with the part */
-    /* HEDDLE_PAGES; a structure that ends in front of these is taken, too */
+    /* since then: HEDDLE_PAGES */
     int64_t page, pages; /* rows of a page: 16, 32, 64, 128 or 256; pages that k and v have */
     int64_t table;       /* numbers in a row of block_table, at least sk / page, rounded up; 0: as many */
 } heddle_attention;
@@ -282,35 +277,30 @@ typedef struct heddle_attention_data {
     const int32_t *seqlens_k;    /* [b], or NULL for all of sk */
     const uint64_t *rng_state;   /* {seed, offset} */
     /* outputs of forward, inputs of backward */
-    void *o;   /* dtype [b, h, sq, dv] */
-    void *lse; /* float [b, h, sq]; in forward NULL if not wanted */
-    /* output of forward */
-    void *weights; /* dtype [b, h, sq, sk]: P, before dropout */
+    void *o;       /* dtype [b, h, sq, dv] */
+    void *lse;     /* float [b, h, sq]; in forward NULL if not wanted */
+    void *weights; /* output of forward alone; dtype [b, h, sq, sk]: P, before dropout */
     /* inputs of backward */
     const void *dout;     /* dtype [b, h, sq, dv]: gradient of o; NULL means zero */
     const void *dlse;     /* float [b, h, sq]: gradient of lse; NULL means zero */
     const void *dweights; /* dtype [b, h, sq, sk]: gradient of weights; NULL means zero */
     /* outputs of backward, each NULL if not wanted */
-    void *dq;     /* dtype [b, h, sq, d] */
-    void *dk;     /* dtype [b, hk, sk, d] */
-    void *dv;     /* dtype [b, hk, sk, dv] */
-    void *dbias;  /* dtype, shape of dbias_stride; zeros where what it sums over is empty */
-    void *dsinks; /* float [h] */
-    /* input of forward; a structure that ends in front of it is taken, too */
-    const int32_t *block_table; /* [b, table] */
-    /* inputs of both passes; a structure that ends in front of them is taken, too */
-    const int32_t *q_segments; /* [b, sq] */
-    const int32_t *k_segments; /* [b, sk] */
-    /* inputs of both passes; a structure that ends in front of them is taken, too */
-    const int32_t *block_rows;    /* [b or 1, h or 1, R + 1] */
+    void *dq;                     /* dtype [b, h, sq, d] */
+    void *dk;                     /* dtype [b, hk, sk, d] */
+    void *dv;                     /* dtype [b, hk, sk, dv] */
+    void *dbias;                  /* dtype, shape of dbias_stride; zeros where what it sums over is empty */
+    void *dsinks;                 /* float [h] */
+    const int32_t *block_table;   /* since then: input of forward, [b, table] */
+    const int32_t *q_segments;    /* since then: inputs of both passes, [b, sq] */
+    const int32_t *k_segments;    /* [b, sk] */
+    const int32_t *block_rows;    /* since then: inputs of both passes, [b or 1, h or 1, R + 1] */
     const int32_t *block_columns; /* [the last number of block_rows] */
-    /* inputs of forward; a structure that ends in front of them is taken, too */
-    const void *k_scale; /* float [b, hk]; NULL means ones */
-    const void *v_scale; /* float [b, hk]; NULL means ones */
+    const void *k_scale;          /* since then: inputs of forward, float [b, hk]; NULL means ones */
+    const void *v_scale;          /* the same */
 } heddle_attention_data;
 
-/* HEDDLE_OK if both passes of this problem can run here (with HEDDLE_PAGES or HEDDLE_E4M3 forward, which is all there is), else what forward
- * would return; the reason goes to why[n] as well as to heddle_last_message(). Looks at the descriptor alone. */
+/* HEDDLE_OK if both passes of this problem can run here (with HEDDLE_PAGES or HEDDLE_E4M3 forward, which is all there is), else what
+ * forward would return; the reason goes to why[n] as well as to heddle_last_message(). Looks at the descriptor alone. */
 HEDDLE_API heddle_status heddle_attention_supported(const heddle_attention *desc, char *why, size_t n);
 
 /* *bytes = what the pass needs as workspace with the present number of threads; it grows with sq + sk, never with their
@@ -359,8 +349,7 @@ HEDDLE_API heddle_status heddle_attention_merge(const heddle_merge *desc, void *
  * float32, rounded once: of elements e and e + rotary/2, or with interleaved = 1 of 2e and 2e + 1, e = 0 to rotary/2 - 1. The others are
  * copied. With together = 1 all queries of a sequence are at seqlens_k[n]. With HEDDLE_VARLEN new rows and queries are packed as in
  * heddle_attention, both by cu_seqlens, and s is the limit of a sequence. With HEDDLE_PAGES k and v lie in pages as there. With
- * caches > 0 they have so many sequences, of which n is cache_index[n]. cu_seqlens, seqlens_k, block_table and cache_index are read
- * where the work is done, lengths clamped to their limits (seqlens_k to sk). A row is not written where it would lie behind sk, in a
+ * caches > 0 they have so many sequences, of which n is cache_index[n]. Lengths are clamped to their limits (seqlens_k to sk). A row is not written where it would lie behind sk, in a
  * page that is none or in a sequence that the cache has not; of a query at a position that the tables have not, what is rotated becomes
  * NaN. No two new rows may have one place: pages that are written to are not shared.
  * Source: Su et al., "RoFormer", 2021; pairs as in GPT-J (interleaved) and GPT-NeoX. */
@@ -415,14 +404,11 @@ typedef enum heddle_activation {
     HEDDLE_SWIGLU = 6      /* HEDDLE_SILU */
 } heddle_activation;
 
-/* A bit of heddle_norm_linear.features: activation counts, and u. */
-#define HEDDLE_ACTIVATION (UINT64_C(1) << 32)
-/* A bit there, too: residual counts, a tensor that is added to y. */
-#define HEDDLE_RESIDUAL (UINT64_C(1) << 33)
-/* A bit there, too: z counts, a second result, and dz, its gradient. Not with HEDDLE_NO_NORM, where z is x. */
-#define HEDDLE_Z (UINT64_C(1) << 34)
-/* A bit there, too: prepared counts, and prepared_bytes: what forward makes of the weight, kept by the caller. */
-#define HEDDLE_PREPARED (UINT64_C(1) << 35)
+/* Bits of heddle_norm_linear.features. */
+#define HEDDLE_ACTIVATION (UINT64_C(1) << 32) /* activation counts, and u */
+#define HEDDLE_RESIDUAL (UINT64_C(1) << 33)   /* residual counts, a tensor that is added to y */
+#define HEDDLE_Z (UINT64_C(1) << 34) /* z counts, a second result, and dz, its gradient; not with HEDDLE_NO_NORM */
+#define HEDDLE_PREPARED (UINT64_C(1) << 35) /* prepared counts: what forward makes of the weight, kept by the caller */
 
 /* One norm-linear problem, for every row of x:
  *     xhat = (x - mean)·rstd      z = xhat∘gamma + beta      u = z·Wᵀ + bias      y = act(u) + residual
@@ -439,13 +425,12 @@ typedef struct heddle_norm_linear {
     double eps;        /* 0 means 1e-5; with HEDDLE_NO_NORM it must be 0 */
     /* elements from row to row; 0 means contiguous */
     int64_t x_stride, w_stride, y_stride, dy_stride, dx_stride, dw_stride;
-    /* a structure that ends in front of these is taken, too */
-    heddle_activation activation; /* with HEDDLE_ACTIVATION, else 0 */
+    heddle_activation activation; /* since then: with HEDDLE_ACTIVATION, else 0 */
     int32_t reserved1;            /* 0 */
     int64_t u_stride;
-    int64_t residual_stride;     /* one that ends in front of it is, too */
-    int64_t z_stride, dz_stride; /* and one that ends in front of these */
-    int64_t prepared_bytes;      /* with HEDDLE_PREPARED, else 0; one that ends in front of it is taken, too */
+    int64_t residual_stride;     /* since then */
+    int64_t z_stride, dz_stride; /* since then */
+    int64_t prepared_bytes;      /* since then: with HEDDLE_PREPARED, else 0 */
 } heddle_norm_linear;
 
 /* Where its data lies. "float" is float32, or float64 when dtype is HEDDLE_F64. */
@@ -469,15 +454,11 @@ typedef struct heddle_norm_linear_data {
     void *dbeta;  /* dtype [k] */
     void *dw;     /* dtype [n, k] */
     void *dbias;  /* dtype [n] */
-    /* output of forward, NULL if not wanted, and input of backward; a structure that ends in front of it is taken, too */
-    void *u; /* dtype [m, n]: what the activation is of */
-    /* input of forward, added to y; its gradient is dy. A structure that ends in front of it is taken, too */
-    const void *residual; /* dtype [m, n], no part of y or u */
-    /* output of forward, and input of backward; a structure that ends in front of them is taken, too */
-    void *z;        /* dtype [m, k], no part of x or y */
-    const void *dz; /* dtype [m, k]: what else than y has for z's gradient; NULL means zeros */
-    /* input of forward; a structure that ends in front of it is taken, too */
-    const void *prepared; /* [prepared_bytes], at a multiple of 64: heddle_norm_linear_prepare's; NULL if it has none */
+    void *u;      /* since then: output of forward, input of backward; dtype [m, n]: what the activation is of */
+    const void *residual; /* since then: input of forward, added to y; dtype [m, n], no part of y or u */
+    void *z;              /* since then: output of forward; dtype [m, k], no part of x or y */
+    const void *dz;       /* input of backward; dtype [m, k]: what else than y has for z's gradient; NULL means zeros */
+    const void *prepared; /* since then: input of forward, of heddle_norm_linear_prepare; NULL if it has no bytes */
 } heddle_norm_linear_data;
 
 /* As the functions of attention with these names. */
@@ -490,17 +471,15 @@ HEDDLE_API heddle_status heddle_norm_linear_kernel(const heddle_norm_linear *des
 HEDDLE_API heddle_status heddle_norm_linear_forward(const heddle_norm_linear *desc, const heddle_norm_linear_data *data,
                                                     void *workspace, size_t workspace_bytes, void *stream);
 
-/* *bytes = what forward makes of the weight (w, gamma, beta and bias) before it looks at x, where that is worth keeping; else 0. It is the
- * same for all problems of a device, dtype, norm, k, n and activation, with the same of HEDDLE_TF32 and HEDDLE_Z: m, strides, eps and other
- * bits do not matter. */
+/* *bytes = what forward makes of the weight (w, gamma, beta and bias) before it looks at x, where that is worth keeping; else 0. It depends
+ * on device, dtype, norm, k, n, activation, HEDDLE_TF32 and HEDDLE_Z alone. */
 HEDDLE_API heddle_status heddle_norm_linear_prepared_size(const heddle_norm_linear *desc, size_t *bytes);
 
-/* Writes it to prepared [bytes], which is the caller's, at a multiple of 64, and no part of the inputs. Of data it looks at w, gamma, beta
- * and bias alone. A forward with HEDDLE_PREPARED, this buffer and the same weight then skips that work, and its results have the same bits
- * as without; where a number of rows (m) does not need it, it does not read it. Backward does not look at it.
- * The caller prepares anew when the weight has changed. What can be seen is refused before anything is written: prepared_bytes that are not
- * those of the problem and, on the CPU, a buffer of another dtype, k, n, activation, instruction set or library, or of a w of which 64
- * elements, all over it, were others. On a GPU the host reads no memory: there nobody sees a buffer that is too old. */
+/* Writes it to prepared [bytes], at a multiple of 64, and no part of the inputs; of data it looks at w, gamma, beta and bias alone. A
+ * forward with HEDDLE_PREPARED, this buffer and the same weight then skips that work, with the same bits as without; where m does not need
+ * it, it does not read it. Backward does not look at it. The caller prepares anew when the weight has changed. What can be seen is refused
+ * before anything is written: prepared_bytes that are not those of the problem and, on the CPU, a buffer of another dtype, k, n,
+ * activation, instruction set or library, or of a w of which 64 elements, all over it, were others. On a GPU nobody sees that. */
 HEDDLE_API heddle_status heddle_norm_linear_prepare(const heddle_norm_linear *desc, const heddle_norm_linear_data *data,
                                                     void *prepared, size_t bytes, void *stream);
 
