@@ -27,7 +27,7 @@ def _state(weight: Tensor) -> tuple[Any, ...]:
     return weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype
 
 
-def forward(module: Any, x: Any, tensors: tuple[Any, ...], eps: float, residual: Any) -> Any:
+def forward(module: Any, x: Any, tensors: tuple[Any, Any, Any, Any], eps: float, residual: Any) -> Any:
     """y, with what is kept of the weight; NotImplemented where that is of no use here, or wrong."""
     if not isinstance(x, Tensor) or x.device.type != "cpu" or _autocast("cpu"):
         return NotImplemented
