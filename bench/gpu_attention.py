@@ -10,9 +10,9 @@ row of its size), float32, decode, deterministic. A row: TFLOP/s forward and bac
 compute it (decode: TB/s of K and V), and heddle over the best of them. Operations: 4·b·h·d for each query and key that
 see each other, backward 2.5 times as many; under causal masks half of all pairs. An option is also told as a fraction of
 the plain row with the same mask and the same tiles visible: how many tiles of 128 queries and 128 keys of which anything
-is seen it computes in a second, over how many plain does. Inputs are normal numbers in layout [b, s, h, d]. Peers: cudnn, fa2
-(FlashAttention-2) and efficient of PyTorch's scaled_dot_product_attention, flex (FlexAttention compiled, with --flex: it
-compiles for ten seconds a row). Each result is compared with the first peer's: a difference over 3e-2 is told.
+is seen it computes in a second, over how many plain does in turn. Inputs are normal numbers in layout [b, s, h, d]. Peers:
+cudnn, fa2 (FlashAttention-2) and efficient of PyTorch's scaled_dot_product_attention, flex (FlexAttention compiled, with
+--flex: it compiles for ten seconds a row). Each result is compared with the first peer's: a difference over 3e-2 is told.
 """
 import argparse
 import dataclasses
@@ -261,15 +261,23 @@ def peers_of(c, wanted, q, k, v, dout, inputs):
     return peers
 
 
-def measure(lib, clock, c, wanted, regimes, plain):
+def ready(lib, c):
+    """heddle's job of a case, and what it has as tensors and as inputs of the option."""
     generator = torch.Generator("cuda").manual_seed(1)
     torch.manual_seed(1)
-    q, k, v, dout = tensors(c, generator)
+    of = tensors(c, generator)
     inputs = option_inputs(c)
-    job = ours(lib, c, q, k, v, dout, inputs)
+    job = ours(lib, c, *of, inputs)
     job.forward()
     if job.backward:
         job.backward()
+    return job, of, inputs
+
+
+def measure(lib, clock, c, wanted, regimes, plain):
+    """plain: the case without the option, which takes turns with it; None where the case is one."""
+    job, (q, k, v, dout), inputs = ready(lib, c)
+    beside = ready(lib, plain)[0] if plain else None
     peers = peers_of(c, wanted, q, k, v, dout, inputs)
     row = {"case": c.name(), "kernels": job.kernels, "workspace": job.workspaces}
     if peers and c.option.split()[0] not in ("dropout", "documents"):
@@ -284,15 +292,16 @@ def measure(lib, clock, c, wanted, regimes, plain):
                      **{name: peer[index] for name, peer in peers.items()}}
             if calls["heddle"] is None:
                 continue
+            if beside:
+                calls["plain"] = (beside.forward, beside.backward)[index]
             seconds = dict(zip(calls, clock.measure(regime, list(calls.values()))))
+            without = seconds.pop("plain", None)
             rates = {name: factor * work / s * 1e-12 for name, s in seconds.items()}
             others = [r for name, r in rates.items() if name != "heddle"]
             row[f"{label}_{regime}"] = {
                 "us": {name: s * 1e6 for name, s in seconds.items()}, "rate": rates,
                 "over_best": rates["heddle"] / max(others) if others else None,
-                "of_plain": c.tiles() / seconds["heddle"] / plain[label, regime] if (label, regime) in plain else None}
-            if c.option == "plain":
-                plain[label, regime] = c.tiles() / seconds["heddle"]
+                "of_plain": c.tiles() / seconds["heddle"] * without / plain.tiles() if without else None}
     return row
 
 
@@ -304,7 +313,7 @@ def tell(row, regimes):
             if r:
                 rates = " ".join(f"{name} {x:.4g}" for name, x in r["rate"].items())
                 over = f" = {r['over_best']:.2f}" if r["over_best"] else ""
-                part = f" ({r['of_plain']:.2f} of plain)" if r["of_plain"] and row["case"].count(" ") else ""
+                part = f" ({r['of_plain']:.2f} of plain)" if r["of_plain"] else ""
                 cells.append(f"{label} {rates}{over}{part}")
         print(f"{row['case']:36s} {regime:5s} {' | '.join(cells)}", flush=True)
 
@@ -347,7 +356,7 @@ FLOAT32_OPTIONS = ((True, "softcap"), (True, "alibi"), (True, "dropout"), (False
 
 
 def option_rows():
-    """A plain row in front of those whose fraction of it is told."""
+    """A plain row in front of those whose fraction of it is told, and which take turns with it."""
     for d, h in ((128, 16), (64, 32), (256, 8)):
         for s in (4096, 512, 16384):
             b = 16384 // s
@@ -407,7 +416,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", default="build/libheddle.so")
     parser.add_argument("--table", action="append", choices=list(TABLES), help="default: all")
-    parser.add_argument("--filter", action="append", default=[], help="only cases whose name holds one of these; their plain rows too")
+    parser.add_argument("--filter", action="append", default=[], help="only cases whose name holds one of these")
     parser.add_argument("--regime", action="append", choices=[REST, POWER], help="default: both")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too")
     parser.add_argument("--alone", action="store_true", help="heddle alone, no peers")
@@ -420,15 +429,16 @@ def main():
     print(f"{machine['gpu']}, torch {torch.__version__}; a bfloat16 product of 8192³ {flops:.0f} TFLOP/s, a copy {copy:.2f} TB/s")
     for table in a.table or TABLES:
         print(f"-- {table}: TFLOP/s (decode: TB/s), = heddle over the best peer")
-        rows, plain = [], {}
+        rows, plain = [], None
         for case, wanted in TABLES[table]():
             if case.option == "plain":
-                plain = {}
-            if a.filter and not any(x in case.name() for x in a.filter) and not (table == "options" and case.option == "plain"):
+                plain = case
+            if a.filter and not any(x in case.name() for x in a.filter):
                 continue
             wanted = [] if a.alone else [name for name in wanted if name != "flex" or a.flex]
             try:
-                rows.append({"table": table, **machine, **measure(lib, clock, case, wanted, regimes, plain)})
+                beside = plain if case.option != "plain" else None
+                rows.append({"table": table, **machine, **measure(lib, clock, case, wanted, regimes, beside)})
             except (RuntimeError, torch.OutOfMemoryError) as e:
                 print(f"{case.name():36s} {str(e).splitlines()[0][:110]}", flush=True)
                 continue
