@@ -458,17 +458,17 @@ static int64_t rows_span(int64_t rows, int64_t width, int64_t stride) {
 
 /* The same forward once more, with what it makes of the weight in a block of its own, and with other bytes in its place. */
 static void run_prepared(memory *m, heddle_norm_linear a, heddle_norm_linear_data t) {
-    size_t bytes = 0, need = 0;
-    MUST(heddle_norm_linear_prepared_size(&a, &bytes) == HEDDLE_OK);
-    void *const prepared = new_block(m, bytes);
-    MUST(heddle_norm_linear_prepare(&a, &t, prepared, bytes, NULL) == HEDDLE_OK);
+    size_t size = 0, need = 0;
+    MUST(heddle_norm_linear_prepared_size(&a, &size) == HEDDLE_OK);
+    void *const prepared = new_block(m, size);
+    MUST(heddle_norm_linear_prepare(&a, &t, prepared, size, NULL) == HEDDLE_OK);
     a.features |= HEDDLE_PREPARED;
-    a.prepared_bytes = (int64_t)bytes;
-    t.prepared = bytes ? prepared : NULL;
+    a.prepared_bytes = (int64_t)size;
+    t.prepared = size ? prepared : NULL;
     MUST(heddle_norm_linear_workspace(&a, HEDDLE_FORWARD, &need) == HEDDLE_OK);
     void *const space = new_block(m, need);
     MUST(heddle_norm_linear_forward(&a, &t, space, need, NULL) == HEDDLE_OK);
-    if (!bytes)
+    if (!size)
         return;
     ((unsigned char *)prepared)[take_number(m->source, 1) % 64] ^= 1;
     MUST(heddle_norm_linear_forward(&a, &t, space, need, NULL) == HEDDLE_BAD_VALUE);
