@@ -39,12 +39,16 @@ static inline float f16_to_float(uint16_t h) {
     return float_from_bits(sign | float_bits(x));
 }
 
-/* OCP's: 4 bits of exponent, whose bias is 7, and 3 behind the point; no infinity, and all bits but the sign's are NaN. */
+/* OCP's: 4 bits of exponent, whose bias is 7, and 3 behind the point; no infinity, and all bits but the sign's are NaN.
+ * Its subnormals are what a number from 2^-6 on has above that, and not made of floats' own, which a caller's thread may
+ * take for zeros (XLA's do). */
 static inline float e4m3_to_float(uint8_t x) {
     const uint32_t sign = (uint32_t)(x & 0x80u) << 24, magnitude = x & 0x7fu;
     if (magnitude == 0x7fu)
         return float_from_bits(sign | 0x7fc00000u);
-    return float_from_bits(sign | float_bits(float_from_bits(magnitude << 20) * 0x1p120f));
+    if (magnitude < 8)
+        return float_from_bits(sign | float_bits(float_from_bits((magnitude << 20) + (121u << 23)) - 0x1p-6f));
+    return float_from_bits(sign | ((magnitude << 20) + (120u << 23)));
 }
 
 /* To nearest, ties to even; what is larger than 448 becomes that. */

@@ -207,8 +207,9 @@ INLINE vh f16_narrow(vf x) {
 /* As e4m3_to_float(). */
 INLINE vf e4m3_widen(vb bytes) {
     const vu u = __builtin_convertvector(bytes, vu), magnitude = u & 0x7fu;
-    const vu finite = (vu)((vf)(magnitude << 20) * 0x1p120f), nan = (vu)(magnitude == 0x7fu) & 0x7fc00000u;
-    return (vf)((u & 0x80u) << 24 | finite | nan);
+    const vu normal = (magnitude << 20) + (120u << 23), nan = (vu)(magnitude == 0x7fu) & 0x7fc00000u;
+    const vu small = (vu)((vf)(normal + (1u << 23)) - 0x1p-6f), is_small = (vu)(magnitude < 8);
+    return (vf)((u & 0x80u) << 24 | (is_small & small) | (~is_small & normal) | nan);
 }
 
 /* ---------------------------------------------------------------------------------------------- parts of vectors */
