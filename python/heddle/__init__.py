@@ -202,6 +202,8 @@ def attention(
     block_rows: Any = None,
     block_columns: Any = None,
     block_size: int | tuple[int, int] | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> Any:
     """softmax(scale·q·kᵀ + bias, masked)·v, exactly, with memory that grows with the lengths, not their product.
 
@@ -249,6 +251,8 @@ def attention(
             max_seqlen_q rows, from the first of each sequence on. On the CPU numbers out of order or range are errors;
             on CUDA they are clamped, and a column that is no block names nothing.
         block_size: 64 or 128, or two of these, (queries, keys); default 128.
+        k_scale, v_scale: float32 [b, hk], for k and v of float8_e4m3fn alone, which q is not: what the k and v of each
+            head of each sequence are multiplied with. None: ones. Such k and v have no gradient, and neither has q.
 
     Returns:
         out, [b, h, sq, dv] of q's dtype, in q's layout; with return_lse or return_weights a tuple (out, lse, weights)
@@ -266,6 +270,7 @@ def attention(
         not _goes_long()
         and cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
         and block_table is q_segments is k_segments is block_rows is block_columns is block_size is None
+        and k_scale is v_scale is None
         and not (return_weights or q_offset or k_offset or h_offset or whole_sq or whole_sk or whole_h)
     ):
         if (
@@ -340,6 +345,8 @@ def attention(
         block_rows=block_rows,
         block_columns=block_columns,
         block_size=block_size,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 

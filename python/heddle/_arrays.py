@@ -16,7 +16,7 @@ from heddle import _C
 from heddle._block_lists import library_of
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._options import PLACES, block_of, causal_of, limit_of, places_of, scale_of, window_of
-from heddle._views import CPU, CUDA, DTYPES, Maker, View, check, contiguous, cupy_stream, device_of, real_of
+from heddle._views import CPU, CUDA, DTYPES, E4M3, Maker, View, check, contiguous, cupy_stream, device_of, real_of
 
 BROADCAST = -(2**63)
 FORWARD, BACKWARD = 0, 1
@@ -112,10 +112,16 @@ class Problem:
                 raise HeddleValueError(f"q, k and v have {ranks} dimensions: must be the same, 2 to 4")
             for view in views.values():
                 view.lead(4)
+        if E4M3 in (self.k.dtype, self.v.dtype):
+            self.description["features"] |= _BITS["e4m3"]
+        for name in ("k_scale", "v_scale"):
+            if self.options[name] is not None and E4M3 not in (self.k.dtype, self.v.dtype):
+                raise HeddleValueError(f"{name} is given, but k and v are {self.k.dtype}, not {E4M3}")
         for name, view in views.items():
             if self.packed and len(view.shape) != 3 and not (paged and name != "q"):
                 raise HeddleValueError(f"{name} has {len(view.shape)} dimensions, but must have 3 ([total, h, d])")
-            check(view, name, self.q.dtype, self.q)
+            eight = name != "q" and self.description["features"] & _BITS["e4m3"]
+            check(view, name, E4M3 if eight else self.q.dtype, self.q)
         q, k, v = self.q.shape, self.k.shape, self.v.shape
         if q[-1] != k[-1]:
             raise HeddleValueError(f"q has head dim {q[-1]}, but k has {k[-1]}")
@@ -409,6 +415,8 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **
     if options["block_table"] is not None:
         raise NotImplementedError("keys in pages (block_table) have no gradient")
     p = Problem(q, k, v, options)
+    if p.description["features"] & _BITS["e4m3"]:
+        raise NotImplementedError(f"keys of 8 bits ({E4M3}) have no gradient")
     maker = Maker(q, p.q)
     d, rank = p.description, 3 if p.packed else 4
     shape = [*p.q.shape[:-1], d["dv"]]

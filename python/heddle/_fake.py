@@ -55,6 +55,9 @@ def _check_devices(first: Tensor, **tensors: Tensor | None) -> None:
             raise HeddleValueError(f"{name} is on {tensor.device}, the first tensor on {first.device}")
 
 
+E4M3 = torch.float8_e4m3fn
+
+
 def _check_attention(q: Tensor, k: Tensor, v: Tensor, packed: bool, paged: bool) -> None:
     if q.dtype not in _DTYPES:
         raise HeddleTypeError(f"q is {q.dtype}; it must be float32, bfloat16, float16 or float64")
@@ -63,7 +66,7 @@ def _check_attention(q: Tensor, k: Tensor, v: Tensor, packed: bool, paged: bool)
         if tensor.dim() != (3 if packed and not pages else 4):
             rows = "4 ([pages, hk, page, d])" if pages else "3 ([total, h, d])" if packed else "4 ([b, h, s, d])"
             raise HeddleValueError(f"{name} has {tensor.dim()} dimensions, but must have {rows}")
-        _check(tensor, name, q, q.dtype)
+        _check(tensor, name, q, E4M3 if name != "q" and E4M3 in (k.dtype, v.dtype) else q.dtype)
     if q.shape[-1] != k.shape[-1]:
         raise HeddleValueError(f"q has head dim {q.shape[-1]}, but k has {k.shape[-1]}")
     if k.shape[:-1] != v.shape[:-1]:
@@ -115,6 +118,8 @@ def _attention_fake(
     k_segments: Tensor | None = None,
     block_rows: Tensor | None = None,
     block_columns: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
     causal: int = 0,
@@ -165,6 +170,14 @@ def _attention_fake(
             if tuple(ids.shape) != need:
                 raise HeddleValueError(f"{name} has shape {list(ids.shape)}, but must have {list(need)}")
     _check_blocks(q, block_rows, block_columns, (b, q.shape[1], sq), (block_q, block_k))
+    for name, tensor in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if tensor is None:
+            continue
+        if k.dtype != E4M3:
+            raise HeddleValueError(f"{name} is given, but k and v are not float8_e4m3fn")
+        _check(tensor, name, q, _real(q.dtype))
+        if tuple(tensor.shape) != (b, k.shape[1]):
+            raise HeddleValueError(f"{name} has shape {list(tensor.shape)}, but must have {[b, k.shape[1]]}")
     for name, tensor, dtype in (("bias", bias, q.dtype), ("mask", mask, torch.bool)):
         if tensor is None:
             continue

@@ -300,7 +300,10 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         _heads_first(name, tensor)
         if tensor.device != q.device:
             raise HeddleValueError(f"{name} is on {tensor.device}, q on {q.device}")
-        if tensor.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+        eight = name != "q" and torch.float8_e4m3fn in (k_cache.dtype, v_cache.dtype)
+        if eight and tensor.dtype != torch.float8_e4m3fn:
+            raise HeddleTypeError(f"{name} is {tensor.dtype}, but must be torch.float8_e4m3fn as the other cache")
+        if not eight and tensor.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
             raise HeddleTypeError(f"{name} is {tensor.dtype}, but must be {q.dtype} as q")
     if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != q.shape[3]:
         shapes = [list(tensor.shape) for tensor in (q, k_cache, v_cache)]
@@ -371,6 +374,9 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are added in place first.
 
@@ -389,6 +395,8 @@ def flash_attn_with_kvcache(
             window, else cache_seqlens[n].
         rotary_interleaved: pairs are elements 2e and 2e + 1, else e and e + rotary/2, as in heddle.attention_append.
         cache_leftpad: must be None.
+        k_descale, v_descale: float32 [b, hk], for caches of float8_e4m3fn alone: what the keys and values of each head
+            of each batch are multiplied with, as in FlashAttention 3; None: ones. Nothing is added to such caches here.
 
     Returns:
         out [b, sq, h, dv], and with return_softmax_lse also the lse, float32 [b, h, sq]. No gradients.
@@ -408,6 +416,8 @@ def flash_attn_with_kvcache(
         _check_table(block_table, q, cache_batch_idx)
     b, page = q.shape[0], k_cache.shape[1]
     room = page if block_table is None else page * block_table.shape[1]
+    if k is not None and k_cache.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError("k and v are given, but nothing is added to caches of torch.float8_e4m3fn")
     if k is not None and v is not None:
         _check_new("k", k, k_cache, b, k)
         _check_new("v", v, v_cache, b, k)
@@ -469,6 +479,8 @@ def flash_attn_with_kvcache(
         alibi_slopes=alibi_slopes,
         return_lse=True,
         block_table=block_table,
+        k_scale=k_descale,
+        v_scale=v_descale,
     )
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out

@@ -82,7 +82,7 @@ _NUMBERS = (
 )
 _OPTIONAL = (
     *("bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "dweights"),
-    *("q_segments", "k_segments", "block_rows", "block_columns"),
+    *("q_segments", "k_segments", "block_rows", "block_columns", "k_scale", "v_scale"),
 )
 
 

@@ -38,7 +38,14 @@ def attention(run: Callable[..., Any], heads: int, q: Tensor, k: Tensor, v: Tens
     v = _one_more(v, -1)
     if no_heads:
         q, k, v = (_one_more(t, heads) for t in (q, k, v))
-        for name, dim in (("bias", -3), ("mask", -3), ("sinks", -1), ("alibi_slopes", -1)):
+        for name, dim in (
+            ("bias", -3),
+            ("mask", -3),
+            ("sinks", -1),
+            ("alibi_slopes", -1),
+            ("k_scale", -1),
+            ("v_scale", -1),
+        ):
             if options[name] is not None:
                 options[name] = _one_more(options[name], dim)
         options |= dict.fromkeys(("block_rows", "block_columns", "block_size"))  # nobody looks

@@ -158,6 +158,11 @@ class _Attention(torch.autograd.Function):
                 "keys in pages (block_table) have no gradient, and what attends to them neither: call it under "
                 "torch.no_grad(), or detach q, k and v"
             )
+        if args[1].dtype == torch.float8_e4m3fn:
+            raise NotImplementedError(
+                "keys of 8 bits (torch.float8_e4m3fn) have no gradient, and what attends to them neither: call it "
+                "under torch.no_grad(), or detach q, k and v"
+            )
         out, lse, weights = redispatch(*args)
         ctx.set_materialize_grads(False)
         if not _schema.is_made(weights):
@@ -246,9 +251,12 @@ _register_autograd("norm_linear_backward", _derivatives.NormLinearBackward)
 # -------------------------------------------------------------------------------------------------------- autocast
 
 
+_UNCAST = (torch.float64, torch.float8_e4m3fn)
+
+
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    # As PyTorch's own rule: float64 is left alone.
-    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in (dtype, torch.float64):
+    # As PyTorch's own rule: float64 is left alone; and keys of 8 bits, which go with any dtype of q.
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in (dtype, *_UNCAST):
         return value.to(dtype)
     return value
 

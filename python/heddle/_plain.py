@@ -136,6 +136,8 @@ def _recorders(run: Callable[..., Any], operator: Any, long_backward: Callable[.
     tensors = _schema.tensors("attention") - 3  # of the options
 
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Any, options: Any) -> Pair:
+        if k.dtype is not q.dtype:  # of 8 bits: they have no gradient
+            raise NotPlain
         try:
             out, lse = run(operator, q, k, v, *options, True)
         except RuntimeError:
@@ -204,6 +206,8 @@ def shorten(
     run_backward, operator_backward = caller("attention_backward_plain")
 
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[int, float, bool]) -> Pair:
+        if k.dtype is not q.dtype:  # of 8 bits: they have no gradient
+            raise NotPlain
         ctx.options = options
         try:
             out, lse = run(operator, q, k, v, options[0], options[1], True)

@@ -424,6 +424,8 @@ def attention(
     wanted: out, lse, weights, and q, k, v, bias, sinks for the gradients. What is not in the result is zero."""
     if given["block_table"] is not None:
         raise NotImplementedError("keys in pages (block_table) have no derivative")
+    if given["k"].dtype == torch.float8_e4m3fn:
+        raise NotImplementedError("keys of 8 bits (torch.float8_e4m3fn) have no derivative")
     dtype = given["q"].dtype
     real = torch.float64 if dtype == torch.float64 else torch.float32
     given = _without_segments(given)

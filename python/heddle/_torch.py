@@ -125,6 +125,17 @@ def _blocks(
     return block_rows.contiguous(), block_columns.contiguous(), sizes
 
 
+def _of_head(name: str, value: Any, real: torch.dtype) -> Tensor | None:
+    """A scale as the operator takes it; rows that repeat are written out."""
+    if value is None:
+        return None
+    need_tensors(**{name: value})
+    if not value.is_floating_point():
+        raise HeddleTypeError(f"{name} is {value.dtype}, but must be {real}")
+    scale: Tensor = value.to(real).contiguous()
+    return scale
+
+
 def block_lists(shown: Tensor) -> tuple[Tensor, Tensor]:
     """See heddle.block_lists, which this is for torch tensors. No GPU is waited for: columns are as many as blocks."""
     if shown.dtype != torch.bool or not 2 <= shown.dim() <= 4:
@@ -180,6 +191,8 @@ def attention(
     block_rows: Tensor | None = None,
     block_columns: Tensor | None = None,
     block_size: int | tuple[int, int] | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Any:
     """See heddle.attention, which this is for torch tensors."""
     need_tensors(q=q, k=k, v=v)
@@ -222,6 +235,8 @@ def attention(
             "block_rows": block_rows,
             "block_columns": block_columns,
             "block_size": block_size,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
         }
         return _nothing.attention(attention, heads, q, k, v, options_given)
     paged = block_table is not None
@@ -284,6 +299,8 @@ def attention(
         k_segments,
         block_rows,
         block_columns,
+        _of_head("k_scale", k_scale, real),
+        _of_head("v_scale", v_scale, real),
     )
     numbers = (
         *window_of(window),

@@ -15,7 +15,16 @@ CPU, REF, CUDA = 0, 1, 2
 F32, BF16, F16, F64 = 0, 1, 2, 3
 # By DLPack's (type code, bits).
 _NAMES = {(2, 32): "float32", (4, 16): "bfloat16", (2, 16): "float16", (2, 64): "float64", (0, 32): "int32"}
-_NAMES |= {(0, 16): "int16", (0, 8): "int8", (0, 64): "int64", (6, 8): "bool", (1, 8): "uint8", (1, 64): "uint64"}
+E4M3 = "float8_e4m3fn"
+_NAMES |= {
+    (0, 16): "int16",
+    (0, 8): "int8",
+    (0, 64): "int64",
+    (6, 8): "bool",
+    (1, 8): "uint8",
+    (1, 64): "uint64",
+    (10, 8): E4M3,
+}
 DTYPES = {"float32": F32, "bfloat16": BF16, "float16": F16, "float64": F64}
 _DEVICES = {1: CPU, 3: CPU, 2: CUDA, 13: CUDA}
 
@@ -36,6 +45,8 @@ class View:
             raise HeddleTypeError(
                 f"{name} must be an array that speaks DLPack (__dlpack__), not {type(value).__name__}"
             )
+        eight = type(value).__module__ == "numpy" and str(value.dtype) == E4M3
+        value = value.view("uint8") if eight else value  # NumPy lends no types of other libraries (ml_dtypes)
         device_type, self.device_id = value.__dlpack_device__()
         if int(device_type) not in _DEVICES:
             raise HeddleValueError(
@@ -53,7 +64,7 @@ class View:
                 f"{name}: {type(value).__name__} does not give its memory through DLPack: {error}"
             ) from error
         self.address, _, _, code, bits, shape, strides, _ = _C.view(self.capsule)
-        self.dtype = _NAMES.get((code, bits), f"of type code {code} with {bits} bits")
+        self.dtype = E4M3 if eight else _NAMES.get((code, bits), f"of type code {code} with {bits} bits")
         self.shape = list(shape)
         self.strides = list(strides) if strides is not None else contiguous(shape)
 

@@ -31,6 +31,7 @@ def _fold_broadcast(value: Tensor, dim: int | None, size: int, b: int) -> Tensor
 
 
 _SEGMENTS = ("q_segments", "k_segments")
+_SCALES = ("k_scale", "v_scale")
 
 
 def _fold_lists(given: dict[str, Any], size: int) -> None:
@@ -49,7 +50,7 @@ def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) 
     if given["block_table"] is not None:
         raise NotImplementedError("vmap over keys in pages (block_table) is not supported")
     for name in names[: _schema.tensors("attention")]:
-        if name not in ("q", "k", "v", "bias", "mask", *_SEGMENTS) and dims[name] is not None:
+        if name not in ("q", "k", "v", "bias", "mask", *_SEGMENTS, *_SCALES) and dims[name] is not None:
             raise NotImplementedError(f"vmap over {name} is not supported")
     if any(given[name] is not None for name in ("seqlens_q", "seqlens_k", "rng_state")):
         raise NotImplementedError("vmap with seqlens or dropout is not supported")
@@ -60,7 +61,7 @@ def attention(ops: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) 
     for name in ("bias", "mask"):
         if given[name] is not None:
             given[name] = _fold_broadcast(given[name], dims[name], size, b)
-    for name in _SEGMENTS:
+    for name in (*_SEGMENTS, *_SCALES):
         if given[name] is not None:
             given[name] = _fold(given[name], dims[name], size).contiguous()
     _fold_lists(given, size)

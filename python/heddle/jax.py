@@ -60,6 +60,11 @@ def _attention_fwd(what: Attention, given: dict[str, Any]) -> tuple[Any, Any]:
             "heddle.jax.attention computes no gradient for alibi_slopes: give them through jax.lax.stop_gradient"
         )
     given = {name: value.value for name, value in given.items()}
+    if wanted and given["k"].dtype == jnp.float8_e4m3fn:
+        raise NotImplementedError(
+            "heddle.jax.attention computes no gradient of keys of 8 bits (float8_e4m3fn), nor of what attends to them: "
+            "give q, k, v and their scales through jax.lax.stop_gradient"
+        )
     made = _jax_call.forward(what, given, tuple(dict.fromkeys(["o", "lse", *_outputs(what)])))
     return tuple(made[name] for name in _outputs(what)), (given, made["o"], made["lse"], wanted)
 
@@ -273,6 +278,8 @@ def attention(
     block_rows: Any = None,
     block_columns: Any = None,
     block_size: int | tuple[int, int] | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> Any:
     """heddle.attention for JAX: softmax(scale·q·kᵀ + bias, masked)·v, within jit, grad, vmap and shard_map.
 
@@ -327,6 +334,8 @@ def attention(
         "bool_mask": _of_scores("mask", mask, last),
         "alibi_slopes": _same_type("alibi_slopes", alibi_slopes, real),
         "sinks": _same_type("sinks", sinks, real),
+        "k_scale": _same_type("k_scale", k_scale, real),
+        "v_scale": _same_type("v_scale", v_scale, real),
         "cu_seqlens_q": _lengths("cu_seqlens_q", cu_seqlens_q),
         "cu_seqlens_k": _lengths("cu_seqlens_k", cu_seqlens_k),
         "seqlens_q": _lengths("seqlens_q", seqlens_q),

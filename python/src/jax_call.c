@@ -140,12 +140,13 @@ static int type_of(const call *c, const tensor_field *f) {
     static const int types[] = {
         [HEDDLE_F32] = XLA_F32, [HEDDLE_BF16] = XLA_BF16, [HEDDLE_F16] = XLA_F16, [HEDDLE_F64] = XLA_F64};
     const unsigned dtype = (unsigned)(c->attention ? c->d.attention.dtype : c->d.norm_linear.dtype);
-    switch (f->element) {
+    switch (c->attention ? element_in(f, c->d.attention.features) : (field_element)f->element) {
     case OF_DTYPE: return dtype < sizeof types / sizeof *types ? types[dtype] : 0;
     case OF_FLOAT: return dtype == HEDDLE_F64 ? XLA_F64 : XLA_F32;
     case OF_BOOL: return XLA_PRED;
     case OF_BYTES: return 0; /* JAX has none */
     case OF_INT32: return XLA_S32;
+    case OF_E4M3: return XLA_F8E4M3FN;
     default: return XLA_U32; /* JAX has 64-bit integers only if asked: a number is two of these, the low one first */
     }
 }

@@ -449,7 +449,7 @@ PyDoc_STRVAR(fields_doc,
              "fields(operation=\"attention\") -> (element, role, shape, feature, stride or None) by name of each "
              "tensor of it, in the list's order");
 static PyObject *fields(PyObject *self, PyObject *args) {
-    static const char *const elements[FIELD_ELEMENTS] = {"dtype", "float", "bool", "int32", "uint64", "bytes"};
+    static const char *const elements[FIELD_ELEMENTS] = {"dtype", "float", "bool", "int32", "uint64", "e4m3", "bytes"};
     static const char *const roles[] = {"input", "output", "gradient in", "gradient out"};
     const char *operation = "attention";
     (void)self;

@@ -55,6 +55,7 @@ int32_t aoti_torch_dtype_float32(void);
 int32_t aoti_torch_dtype_bfloat16(void);
 int32_t aoti_torch_dtype_float16(void);
 int32_t aoti_torch_dtype_float64(void);
+int32_t aoti_torch_dtype_float8_e4m3fn(void);
 int32_t aoti_torch_dtype_uint8(void);
 int32_t aoti_torch_dtype_int32(void);
 int32_t aoti_torch_dtype_int64(void);

@@ -70,6 +70,9 @@ static void result_layout(const tensor *like, bool varlen, int64_t last, int64_t
 static bool check_sizes(call *c, problem *p) {
     const tensor *q = &p->in[Q], *k = &p->in[K], *v = &p->in[V];
     const char *const names[] = {"q", "k", "v"};
+    const int32_t bytes = aoti_torch_dtype_float8_e4m3fn();
+    if (k->dtype == bytes || v->dtype == bytes)
+        p->a.features |= HEDDLE_E4M3;
     for (int x = 0; x < 3; x++) {
         const bool pages = p->paged && x != Q, rows = p->varlen && !pages;
         if (p->in[x].rank != (rows ? 3 : 4))
@@ -78,7 +81,7 @@ static bool check_sizes(call *c, problem *p) {
                              pages  ? "4 ([pages, hk, page, d])"
                              : rows ? "3 ([total, h, d])"
                                     : "4 ([b, h, s, d])");
-        if (!call_check(c, &p->in[x], names[x], call_dtype(c)))
+        if (!call_check(c, &p->in[x], names[x], x != Q && p->a.features & HEDDLE_E4M3 ? bytes : call_dtype(c)))
             return false;
     }
     const int64_t d = k->rank - 1;
@@ -298,6 +301,17 @@ static bool take_masks(call *c, problem *p) {
            call_check_contiguous(c, &p->in[K_SEGMENTS], "k_segments");
 }
 
+/* Of keys of 8 bits alone: without them a scale would be left out. */
+static bool take_scales(call *c, problem *p) {
+    for (int x = K_SCALE; x <= V_SCALE; x++) {
+        if (p->in[x].handle && !(p->a.features & HEDDLE_E4M3))
+            return call_fail(c, "ValueError", "%s is given, but k and v are not float8_e4m3fn", optional[x].name);
+        if (!take_optional(c, p, x) || !call_check_contiguous(c, &p->in[x], optional[x].name))
+            return false;
+    }
+    return true;
+}
+
 static bool take_blocks(call *c, problem *p, const int64_t *integer) {
     const tensor *rows = &p->in[BLOCK_ROWS], *columns = &p->in[BLOCK_COLUMNS];
     heddle_attention *a = &p->a;
@@ -372,7 +386,8 @@ bool attention_describe(call *c, int base, problem *p) {
     p->a.dtype = c->dtype;
     p->a.device = c->device;
     if (!check_sizes(c, p) || !take_sizes(c, p, c->integer + base) || !take_lengths(c, p) || !take_masks(c, p) ||
-        !take_blocks(c, p, c->integer + base) || !take_numbers(c, p, c->integer + base, c->number + base))
+        !take_scales(c, p) || !take_blocks(c, p, c->integer + base) ||
+        !take_numbers(c, p, c->integer + base, c->number + base))
         return false;
     heddle_strides *const strides[] = {&p->a.q_stride, &p->a.k_stride, &p->a.v_stride};
     const void **const data[] = {&p->t.q, &p->t.k, &p->t.v};

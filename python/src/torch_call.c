@@ -258,6 +258,8 @@ static const char *dtype_name(int32_t dtype) {
         return "float16";
     if (dtype == aoti_torch_dtype_float64())
         return "float64";
+    if (dtype == aoti_torch_dtype_float8_e4m3fn())
+        return "torch.float8_e4m3fn";
     if (dtype == aoti_torch_dtype_int32())
         return "int32";
     if (dtype == aoti_torch_dtype_int64())

@@ -11,7 +11,17 @@
 #include <stdint.h>
 
 enum { XLA_MAJOR = 0, XLA_OLDEST_MINOR = 1, XLA_MINOR = 5 };
-enum { XLA_PRED = 1, XLA_S32 = 4, XLA_S64 = 5, XLA_U32 = 8, XLA_F16 = 10, XLA_F32 = 11, XLA_F64 = 12, XLA_BF16 = 16 };
+enum {
+    XLA_PRED = 1,
+    XLA_S32 = 4,
+    XLA_S64 = 5,
+    XLA_U32 = 8,
+    XLA_F16 = 10,
+    XLA_F32 = 11,
+    XLA_F64 = 12,
+    XLA_BF16 = 16,
+    XLA_F8E4M3FN = 20
+};
 enum {
     XLA_INVALID_ARGUMENT = 3,
     XLA_RESOURCE_EXHAUSTED = 8,

@@ -160,7 +160,8 @@ def test_what_has_no_gradient(monkeypatch):
     """An input of floating point without a gradient is refused by its name, whichever it is: here as if w had none."""
     x, w = torch.randn(2, 3), torch.randn(4, 3, requires_grad=True)
     heddle.norm_linear(x, w).sum().backward()
-    assert [heddle._schema.names("attention")[at] for at in heddle._ops._CONSTANTS["attention"]] == ["alibi_slopes"]
+    constants = [heddle._schema.names("attention")[at] for at in heddle._ops._CONSTANTS["attention"]]
+    assert constants == ["alibi_slopes", "k_scale", "v_scale"]
     monkeypatch.setitem(heddle._ops._CONSTANTS, "norm_linear", (heddle._schema.names("norm_linear").index("weight"),))
     with pytest.raises(NotImplementedError, match="weight requires a gradient"):
         heddle.norm_linear(x, w)

@@ -63,7 +63,7 @@ def test_positions_are_those_of_the_schemas():
     assert heddle._schema.differentiable("attention", "attention") == (0, 1, 2, 3, 6)
     assert heddle._schema.differentiable("norm_linear", "norm_linear") == (0, 1, 2, 3, 4)
     assert heddle._ops._DIFFERENTIABLE == {
-        "attention": 7,
+        "attention": 19,  # to the scales of keys and values, which are refused a gradient by name
         "attention_backward": 12,
         "norm_linear": 11,  # the residual is behind the numbers
         "norm_linear_backward": 16,

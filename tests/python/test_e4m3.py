@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of 8 bits: what they and their scales stand for, by every way in, or an error that names them."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import devices
+
+import heddle
+
+EIGHT = torch.float8_e4m3fn
+B, H, HK, SQ, SK, D = 3, 4, 2, 3, 48, 16
+each_device = pytest.mark.parametrize("device", devices())
+
+
+def problem(device="cpu", dtype=torch.float32):
+    """q, k and v of 8 bits, their scales, and what k and v stand for."""
+    torch.manual_seed(0)
+    q = torch.randn(B, H, SQ, D, device=device).to(dtype)
+    k, v = (torch.randn(B, HK, SK, D, device=device).to(EIGHT) for _ in range(2))
+    scales = {name: torch.rand(B, HK, device=device) + 0.5 for name in ("k_scale", "v_scale")}
+    wide = [x.float() * scale[..., None, None] for x, scale in zip((k, v), scales.values(), strict=True)]
+    return q, k, v, scales, wide
+
+
+def close(ours, theirs, tol=1e-5):
+    torch.testing.assert_close(ours, theirs, rtol=tol, atol=tol, check_dtype=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_like_what_they_stand_for(dtype):
+    q, k, v, scales, wide = problem(dtype=dtype)
+    tol = 2e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-5
+    for options in (
+        {},
+        {"causal": "bottom_right"},
+        {"window": (9, 3), "softcap": 5.0, "return_lse": True},
+        {"seqlens_k": [SK, 7, 0], "causal": "bottom_right"},
+        {"mask": torch.rand(B, 1, 1, SK) > 0.3},
+    ):
+        expected = heddle.attention(q.to(torch.float64), *(x.double() for x in wide), **options)
+        close(heddle.attention(q, k, v, **scales, **options), expected, tol)
+    one, other = (heddle.attention(q, k, v, **{name: scale}) for name, scale in scales.items())
+    close(one, heddle.attention(q.double(), wide[0].double(), v.double()), tol)
+    close(other, heddle.attention(q.double(), k.double(), wide[1].double()), tol)
+    close(heddle.attention(q, k, v), heddle.attention(q.double(), k.double(), v.double()), tol)
+    layer = torch.rand(HK).expand(B, -1)  # one for each head, whose rows repeat
+    close(heddle.attention(q, k, v, v_scale=layer), heddle.attention(q, k, v, v_scale=layer.contiguous()))
+
+
+@each_device
+def test_decoding(device):
+    """What a GPU takes, too: a query of each sequence, in pages and without."""
+    q, k, v, scales, wide = problem(device, torch.bfloat16)
+    q = q[:, :, :1]
+    lengths = torch.tensor([SK, 20, 33], dtype=torch.int32, device=device)
+    expected = heddle.attention(q.float(), *wide, seqlens_k=lengths)
+    close(heddle.attention(q, k, v, seqlens_k=lengths, **scales), expected, 2e-2)
+    table = torch.arange(B * SK // 16, dtype=torch.int32, device=device).reshape(B, -1).flip(0).contiguous()
+    pages = []
+    for x in (k, v):
+        of = x.view(torch.uint8).reshape(B, HK, -1, 16, D).transpose(1, 2).flip(0).reshape(-1, HK, 16, D)
+        pages.append(of.contiguous().view(EIGHT))
+    close(heddle.attention(q, *pages, block_table=table, seqlens_k=lengths, **scales), expected, 2e-2)
+    options = {"cache_seqlens": lengths, "k_descale": scales["k_scale"], "v_descale": scales["v_scale"]}
+    rows = [x.transpose(1, 2) for x in (q, k, v, *pages)]
+    ours = heddle.flash_attn_with_kvcache(rows[0], *rows[3:], block_table=table, **options)
+    close(ours.transpose(1, 2), expected, 2e-2)
+    index = torch.tensor([2, 0, 1], device=device)
+    moved = [x.view(torch.uint8)[[1, 2, 0]].view(EIGHT) for x in rows[1:3]]
+    ours = heddle.flash_attn_with_kvcache(rows[0], *moved, cache_batch_idx=index, **options)
+    close(ours.transpose(1, 2), expected, 2e-2)
+
+
+def test_subnormals_where_floats_have_none():
+    """A thread that takes subnormal floats for zeros, as XLA's do, takes none of 8 bits for one."""
+    bits = torch.arange(256, dtype=torch.uint8)
+    v = bits[(bits & 127) != 127].view(EIGHT)[:, None, None, None].expand(-1, 1, 1, D).contiguous()
+    q, k = torch.zeros(v.shape), torch.zeros(v.shape).to(EIGHT)
+    expected = v.double()
+    flushes = torch.set_flush_denormal(True)
+    try:
+        ours = heddle.attention(q, k, v), heddle.attention(q[:1], k[:1], v[3:4])
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushes or sys.platform != "linux"
+    assert torch.equal(ours[0].double(), expected) and torch.equal(ours[1].double(), expected[3:4])
+
+
+def test_ways_of_torch():
+    q, k, v, scales, wide = problem()
+    expected, plain = heddle.attention(q, *wide), heddle.attention(q, k.float(), v.float())
+    run = torch.compile(lambda *t: heddle.attention(*t[:3], k_scale=t[3], v_scale=t[4]), backend="aot_eager")
+    close(run(q, k, v, *scales.values()), expected)
+    tests = ("test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")  # test_schema multiplies k
+    torch.library.opcheck(torch.ops.heddle.attention.default, (q, k, v), scales, test_utils=tests)
+    meta = torch.ops.heddle.attention(*(x.to("meta") for x in (q, k, v)))
+    assert meta[0].shape == q.shape and meta[0].dtype == q.dtype
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = heddle.attention(q, k, v, **scales)
+    assert ours.dtype == torch.bfloat16
+    close(ours, expected, 2e-2)
+    close(heddle.scaled_dot_product_attention(q, k, v, enable_gqa=True), plain)
+    close(heddle.flex_attention(q, k, v, enable_gqa=True), plain)
+    swapped = heddle.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)))
+    close(swapped.transpose(1, 2), plain)
+    close(torch.func.vmap(lambda x: heddle.attention(x, k, v, **scales))(torch.stack((q, q)))[1], expected)
+    by_scale = torch.func.vmap(lambda x: heddle.attention(q, k, v, k_scale=x, v_scale=scales["v_scale"]))
+    close(by_scale(torch.stack((2 * scales["k_scale"], scales["k_scale"])))[1], expected)
+    with torch.no_grad():
+        close(heddle.attention(q.clone().requires_grad_(), k, v, **scales), expected)
+    none = heddle.attention(q[:, :0], k[:, :0], v[:, :0], k_scale=scales["k_scale"][:, :0])
+    assert none.shape == (B, 0, SQ, D)
+
+
+def fails(error, text, *given, **options):
+    with pytest.raises(error, match=text):
+        heddle.attention(*given, **options)
+
+
+@each_device
+def test_errors(device):
+    q, k, v, scales, wide = problem(device, torch.bfloat16)
+    q, wide = q[:, :, :1], [x.bfloat16() for x in wide]
+    one = scales["k_scale"]
+    fails(ValueError, "k_scale is given, but k and v are not float8_e4m3fn", q, *wide, k_scale=one)
+    fails(TypeError, "v is bfloat16, but must be torch.float8_e4m3fn", q, k, wide[1])
+    fails(TypeError, "k is bfloat16, but must be torch.float8_e4m3fn", q, wide[0], v)
+    fails(TypeError, "q has torch's dtype", q.to(EIGHT), k, v)
+    fails(TypeError, "k is another dtype", q, k.float().to(torch.float8_e5m2), v.float().to(torch.float8_e5m2))
+    fails(ValueError, "k_scale", q, k, v, k_scale=one[:, :1])
+    fails(ValueError, "v_scale", q, k, v, v_scale=one[:1])
+    fails(TypeError, "v_scale is torch.int64", q, k, v, v_scale=one.long())
+    fails(TypeError, "k_scale must be a torch.Tensor", q, k, v, k_scale=2.0)
+    wanting = q.clone().requires_grad_()
+    for options in ({}, {"softcap": 5.0}, scales):
+        fails(NotImplementedError, "8 bits .*float8_e4m3fn.* have no gradient", wanting, k, v, **options)
+    fails(NotImplementedError, "k_scale requires a gradient", q, k, v, k_scale=one.clone().requires_grad_())
+    with pytest.raises(NotImplementedError, match=r"8 bits"):
+        torch.func.jvp(lambda x: heddle.attention(x, k, v), (q,), (q,))
+    with pytest.raises(NotImplementedError, match=r"8 bits"):
+        torch.func.grad(lambda x: heddle.attention(x, k, v).sum())(q)
+    with pytest.raises(NotImplementedError, match=r"8 bits"):
+        heddle.scaled_dot_product_attention(wanting, k, v, enable_gqa=True)
+    meta = [x.to("meta") for x in (q, k, v, *wide, one)]
+    for given, text in (((meta[0], meta[1], meta[4]), "v is"), ((meta[0], meta[3], meta[4]), "k_scale is given")):
+        with pytest.raises((RuntimeError, ValueError, TypeError), match=text):
+            torch.ops.heddle.attention(*given, k_scale=meta[5])
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    with pytest.raises(NotImplementedError, match=r"nothing is added to caches of torch\.float8_e4m3fn"):
+        heddle.flash_attn_with_kvcache(*rows, rows[1][:, :1], rows[2][:, :1], cache_seqlens=3)
+    with pytest.raises(TypeError, match=r"v_cache is torch.bfloat16, but must be torch\.float8_e4m3fn"):
+        heddle.flash_attn_with_kvcache(*rows[:2], wide[1].transpose(1, 2))
+    lengths = torch.zeros(B, dtype=torch.int32, device=device)
+    with pytest.raises(TypeError, match=r"dtype"):
+        heddle.attention_append(k, v, k[:, :, :1], v[:, :, :1], lengths)
+
+
+def test_arrays():
+    q, k, v, scales, wide = problem()
+    scales = {name: scale.numpy() for name, scale in scales.items()}
+    expected = heddle.attention(q, *wide).numpy()
+    np.testing.assert_allclose(heddle.attention(q.numpy(), k, v, **scales), expected, rtol=1e-5, atol=1e-5)
+    wide = [x.numpy() for x in wide]
+    fails(ValueError, "k_scale is given, but k and v are float32", q.numpy(), *wide, **scales)
+    fails(TypeError, "v is float32, but must be float8_e4m3fn", q.numpy(), k, wide[1])
+    fails(ValueError, "v_scale has shape", q.numpy(), k, v, v_scale=scales["v_scale"][:1])
+    with pytest.raises(NotImplementedError, match=r"8 bits .* have no gradient"):
+        heddle.attention_backward(expected, q.numpy(), k, v, expected, expected[..., 0])
+    types = pytest.importorskip("ml_dtypes")
+    k, v = (x.view(torch.uint8).numpy().view(types.float8_e4m3fn) for x in (k, v))
+    np.testing.assert_allclose(heddle.attention(q.numpy(), k, v, **scales), expected, rtol=1e-5, atol=1e-5)
+    k, v = (x.view(types.float8_e5m2) for x in (k, v))
+    fails(TypeError, "k", q.numpy(), k, v)
+
+
+def test_jax():
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+    q, k, v, scales, wide = problem()
+    expected = heddle.attention(q, *wide).numpy()
+    q = jnp.asarray(q.numpy())
+    k, v = (jax.lax.bitcast_convert_type(x.view(torch.uint8).numpy(), jnp.float8_e4m3fn) for x in (k, v))
+    scales = {name: jnp.asarray(scale.numpy()) for name, scale in scales.items()}
+    wide = [jnp.asarray(x.numpy()) for x in wide]
+
+    def same(ours):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+    same(heddle.jax.attention(q, k, v, **scales))
+    same(jax.jit(heddle.jax.attention)(q, k, v, **scales))
+    rows = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    same(heddle.jax.attention(*rows, layout="bshd", **scales).transpose(0, 2, 1, 3))
+    many = {name: jnp.stack((2 * scale, scale)) for name, scale in scales.items()}
+    same(jax.vmap(lambda s: heddle.jax.attention(q, k, v, **s))(many)[1])
+    same(jax.vmap(lambda x: heddle.jax.attention(x, k, v, **scales))(jnp.stack((2 * q, q)))[1])
+    with pytest.raises(NotImplementedError, match=r"no gradient of keys of 8 bits"):
+        jax.grad(lambda x: heddle.jax.attention(x, k, v).sum())(q)
+    with pytest.raises(NotImplementedError, match=r"no gradient of keys of 8 bits"):
+        jax.grad(lambda x: heddle.jax.attention(q, k, v, k_scale=x).sum())(scales["k_scale"])
+    with pytest.raises(ValueError, match=r"k_scale is given, but k and v are float32"):
+        heddle.jax.attention(q, *wide, **scales)
+    with pytest.raises(TypeError, match=r"v is float32, but must be float8_e4m3fn"):
+        heddle.jax.attention(q, k, wide[1])
+    with pytest.raises(ValueError, match=r"v_scale has shape"):
+        heddle.jax.attention(q, k, v, v_scale=scales["v_scale"][:1])
+
+
+def test_parallel_refuses():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        q, k, v, _, _ = problem()
+        parallel = heddle.parallel.ContextParallel(torch.distributed.group.WORLD)
+        with pytest.raises(TypeError, match=r"k is torch\.float8_e4m3fn"):
+            parallel.attention(q, k, v)
+    finally:
+        torch.distributed.destroy_process_group()
