@@ -88,6 +88,7 @@ __all__ = [
     "nn",
     "norm_linear",
     "norm_linear_backward",
+    "norm_linear_prepare",
     "ops",
     "parallel",
     "patch",
@@ -149,6 +150,12 @@ def _attention_of_torch(*args: Any, **options: Any) -> Any:
 
 def _norm_linear_of_torch(*args: Any, **options: Any) -> Any:
     from heddle._torch import norm_linear as run
+
+    return run(*args, **options)
+
+
+def _norm_linear_prepare_of_torch(*args: Any, **options: Any) -> Any:
+    from heddle._torch import norm_linear_prepare as run
 
     return run(*args, **options)
 
@@ -412,6 +419,7 @@ def norm_linear(
     residual: Any = None,
     return_norm: bool = False,
     tf32: bool = False,
+    prepared: Any = None,
 ) -> Any:
     """act(norm(x)·weightᵀ + bias) + residual in one, without writing the normalised x to memory unless it is wanted.
 
@@ -429,6 +437,8 @@ def norm_linear(
         residual: [..., n], x's dtype, or None: added to y behind the activation.
         return_norm: also return z = norm(x), with gamma and beta; not with "none".
         tf32: allow float32 products to be rounded to TF32 (GPU).
+        prepared: what ``norm_linear_prepare`` made of this weight, bias, gamma and beta, with this norm, activation,
+            return_norm and tf32; results have the same bits without it. Prepare anew when any of them changes.
 
     Returns:
         y, [..., n] of x's dtype, contiguous; with return_norm a tuple (y, z), z like x. With torch all six tensors have
@@ -455,7 +465,42 @@ def norm_linear(
         residual=residual,
         return_norm=return_norm,
         tf32=tf32,
+        prepared=prepared,
     )
+
+
+def norm_linear_prepare(
+    weight: Any,
+    bias: Any = None,
+    gamma: Any = None,
+    beta: Any = None,
+    *,
+    norm: Literal["layer", "rms", "none"] = "layer",
+    activation: Activation = None,
+    return_norm: bool = False,
+    tf32: bool = False,
+) -> Any:
+    """What ``norm_linear`` makes of its weight in every call before it looks at x, to be kept by the caller.
+
+    Args:
+        weight, bias, gamma, beta, norm, activation, return_norm, tf32: as they will be given to ``norm_linear``.
+
+    Returns:
+        uint8 [bytes] of weight's kind on its device, which begins at a multiple of 64 and goes to ``norm_linear`` as
+        ``prepared``; of no bytes where nothing is worth keeping. It has no gradient.
+
+    Raises:
+        As ``norm_linear``, which refuses what it can see: bytes of another number, type or device, and on the CPU those
+        of another dtype, shape, number of halves, instruction set or library, or of a weight of which 64 elements, all
+        over it, were others. On a GPU nobody sees that the weight is not the same.
+
+    Source: as ``norm_linear``.
+    """
+    if _is_torch(weight):
+        run = _norm_linear_prepare_of_torch
+    else:
+        from heddle._arrays_norm_linear import norm_linear_prepare as run
+    return run(weight, bias, gamma, beta, norm=norm, activation=activation, return_norm=return_norm, tf32=tf32)
 
 
 def norm_linear_backward(

@@ -19,7 +19,7 @@ from heddle._options import PLACES, block_of, causal_of, limit_of, places_of, sc
 from heddle._views import CPU, CUDA, DTYPES, E4M3, Maker, View, check, contiguous, cupy_stream, device_of, real_of
 
 BROADCAST = -(2**63)
-FORWARD, BACKWARD = 0, 1
+FORWARD, BACKWARD, PREPARE = 0, 1, 2  # the last of norm-linear, whose workspace is what is prepared
 _BITS = _C.features()
 WINDOW, BIAS, SINKS, VARLEN = _BITS["window"], _BITS["bias"], _BITS["sinks"], _BITS["varlen"]
 SEQLENS, WEIGHTS, DETERMINISTIC, TF32 = (_BITS[name] for name in ("seqlens", "weights", "deterministic", "tf32"))
@@ -48,6 +48,23 @@ def run(operation: str, which: int, description: dict[str, Any], addresses: dict
     space = cupy.empty(size + 64, dtype="uint8")
     address = int(space.data.ptr)
     _C.run(operation, which, description, addresses, address + -address % 64, size, cupy_stream())
+
+
+def write_prepared(
+    description: dict[str, Any], addresses: dict[str, Any], target: int, size: int, maker: Maker
+) -> None:
+    """What norm-linear's forward makes of the weight, on the streams of run()."""
+    what = ("norm_linear", PREPARE, description, addresses, target, size)
+    if description["device"] != CUDA:
+        _C.run(*what)
+        return
+    _C.cuda_enter(maker.device_id)
+    try:
+        _C.run(*what, cupy_stream())
+        if maker.kind != "cupy":
+            _C.cuda_wait(cupy_stream())
+    finally:
+        _C.cuda_leave()
 
 
 def _run_for_strangers(

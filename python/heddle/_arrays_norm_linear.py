@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 from heddle import _C
-from heddle._arrays import BACKWARD, FORWARD, TF32, run
+from heddle._arrays import BACKWARD, FORWARD, PREPARE, TF32, run, write_prepared
 from heddle._errors import HeddleValueError
-from heddle._options import activation_of, eps_of, features_out, norm_of
+from heddle._options import EPS, activation_of, eps_of, features_out, norm_of
 from heddle._views import DTYPES, Maker, View, check, device_of
 
 
@@ -103,9 +103,17 @@ def norm_linear(
     residual: Any,
     return_norm: bool,
     tf32: bool,
+    prepared: Any,
 ) -> Any:
     """See heddle.norm_linear, which this is for arrays."""
     p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias, activation, residual)
+    if prepared is not None:
+        kept = check(View(prepared, "prepared"), "prepared", "uint8", p.x)
+        if len(kept.shape) != 1:
+            raise HeddleValueError(f"prepared has {len(kept.shape)} dimensions, but must have 1 ([bytes])")
+        p.description["features"] |= _C.features()["prepared"]
+        p.description["prepared_bytes"] = kept.shape[0]
+        p.addresses["prepared"] = kept.address if kept.shape[0] else 0
     maker = Maker(x, p.x)
     y, p.addresses["y"] = maker.empty([*p.x.shape[:-1], p.description["n"]], p.x.dtype)
     if not return_norm:
@@ -115,6 +123,34 @@ def norm_linear(
     z, p.addresses["z"] = maker.empty(p.x.shape, p.x.dtype)
     run("norm_linear", FORWARD, p.description, p.addresses, maker)
     return maker.finish(y), maker.finish(z)
+
+
+def norm_linear_prepare(
+    weight: Any,
+    bias: Any,
+    gamma: Any,
+    beta: Any,
+    *,
+    norm: str,
+    activation: str | None,
+    return_norm: bool,
+    tf32: bool,
+) -> Any:
+    """See heddle.norm_linear_prepare, which this is for arrays."""
+    view = View(weight, "weight")
+    device_of(view, "weight")
+    if len(view.shape) != 2:
+        raise HeddleValueError(f"weight has {len(view.shape)} dimensions, but must have 2 ([n, k])")
+    check(view, "weight", view.dtype, view)
+    # Any x will do: it is not looked at.
+    p = Rows(weight, weight, gamma, beta, EPS, norm, TF32 if tf32 else 0, bias, activation)
+    p.description["features"] |= _C.features()["z"] if return_norm else 0
+    maker = Maker(weight, p.weight)
+    size = _C.workspace("norm_linear", PREPARE, p.description)
+    prepared, address = maker.empty([size], "uint8")
+    if size:
+        write_prepared(p.description, p.addresses, address, size, maker)
+    return maker.finish(prepared)
 
 
 def norm_linear_backward(

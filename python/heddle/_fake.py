@@ -290,6 +290,10 @@ def _norm_linear_fake(
         _check(bias, "bias", x, x.dtype)
         if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
             raise HeddleValueError(f"bias has shape {list(bias.shape)}, but must have [{weight.shape[0]}]")
+    if prepared is not None:
+        _check(prepared, "prepared", x, torch.uint8)
+        if prepared.dim() != 1:
+            raise HeddleValueError(f"prepared has {prepared.dim()} dimensions, but must have 1 ([bytes])")
     y = x.new_empty((*x.shape[:-1], features_out(weight.shape[0], activation)))
     if residual is not None:
         _check(residual, "residual", x, x.dtype)
@@ -301,6 +305,22 @@ def _norm_linear_fake(
         mean, rstd = (x.new_empty(x.shape[:-1], dtype=_real(x.dtype)) for _ in range(2))
     u = y.new_empty((*x.shape[:-1], weight.shape[0]) if activation and keep_u else (0,))
     return y, mean, rstd, u, x.new_empty(x.shape if return_norm else (0,))
+
+
+def _norm_linear_prepare_fake(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    norm: int = 0,
+    tf32: bool = False,
+    activation: int = 0,
+    return_norm: bool = False,
+) -> Tensor:
+    """Of how many bytes, the processor decides."""
+    _norm_linear_fake(weight, weight, bias, gamma, beta, norm=norm, activation=activation, return_norm=return_norm)
+    library: Any = torch.library
+    return weight.new_empty((library.get_ctx().new_dynamic_size(),), dtype=torch.uint8)
 
 
 def _norm_linear_backward_fake(
@@ -367,4 +387,5 @@ def register() -> None:
     library.register_fake("heddle::attention_backward_plain", _attention_backward_plain_fake)
     library.register_fake("heddle::attention_append", _append_fake)
     library.register_fake("heddle::norm_linear", _norm_linear_fake)
+    library.register_fake("heddle::norm_linear_prepare", _norm_linear_prepare_fake)
     library.register_fake("heddle::norm_linear_backward", _norm_linear_backward_fake)

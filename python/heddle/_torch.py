@@ -337,6 +337,35 @@ def _rows(x: Tensor) -> Tensor:
     return x.contiguous() if x.stride(0) < x.shape[1] or (x.shape[1] > 1 and x.stride(1) != 1) else x
 
 
+def _check_prepared(prepared: Tensor, weight: Tensor) -> None:
+    need_tensors(prepared=prepared)
+    kind = weight.device.type
+    if torch.is_autocast_enabled(kind) and weight.dtype not in (torch.get_autocast_dtype(kind), torch.float64):
+        raise HeddleValueError("prepared is given, but autocast makes another weight in every call")
+
+
+def norm_linear_prepare(
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    *,
+    norm: str,
+    activation: str | None,
+    return_norm: bool,
+    tf32: bool,
+) -> Tensor:
+    """See heddle.norm_linear_prepare, which this is for torch tensors."""
+    given = {"weight": weight, "bias": bias, "gamma": gamma, "beta": beta}
+    need_tensors(**{name: value for name, value in given.items() if name == "weight" or value is not None})
+    kind, of_u = norm_of(norm), activation_of(activation)
+    if return_norm and kind == NO_NORM:
+        raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
+    with torch.no_grad():
+        prepared: Tensor = call(ops.norm_linear_prepare, *given.values(), kind, tf32, of_u, return_norm)
+    return prepared
+
+
 def norm_linear(
     x: Tensor,
     weight: Tensor,
@@ -350,9 +379,10 @@ def norm_linear(
     residual: Tensor | None = None,
     return_norm: bool = False,
     tf32: bool = False,
+    prepared: Tensor | None = None,
 ) -> Any:
     """See heddle.norm_linear, which this is for torch tensors."""
-    if not (return_norm or tf32):
+    if not (return_norm or tf32 or prepared is not None):
         y = quick_linear(x, weight, bias, gamma, beta, eps, norm, activation, residual)
         if y is not NotImplemented:
             return y
@@ -374,7 +404,10 @@ def norm_linear(
             raise HeddleValueError(f"residual has shape {list(residual.shape)}, but must have {list(shape)}")
         residual = residual.contiguous() if rows is None else _rows(residual)
     act: tuple[Any, ...] = ()
-    if return_norm:
+    if prepared is not None:
+        _check_prepared(prepared, weight)
+        act = (of_u, False, residual, return_norm, prepared)
+    elif return_norm:
         act = (of_u, False, residual, True)
     elif residual is not None:
         act = (of_u, False, residual)
@@ -388,3 +421,4 @@ def norm_linear(
 
 heddle._quick, heddle._quick_options, heddle._goes_long = quick, quick_options, torch.compiler.is_dynamo_compiling
 heddle._attention_of_torch, heddle._norm_linear_of_torch = attention, norm_linear
+heddle._norm_linear_prepare_of_torch = norm_linear_prepare

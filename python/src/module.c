@@ -82,11 +82,11 @@ static const field attention_description[] = {A(dtype, INT32),
 
 #define A(name, kind) FIELD(heddle_norm_linear, name, kind)
 #define STRIDED(id, name, stride, ...) A(stride##_stride, INT64),
-static const field norm_linear_description[] = {A(dtype, INT32),     A(device, INT32), A(norm, INT32),
-                                                A(features, UINT64), A(m, INT64),      A(k, INT64),
-                                                A(n, INT64),         A(eps, DOUBLE),   A(activation, INT32),
+static const field norm_linear_description[] = {
+    A(dtype, INT32), A(device, INT32), A(norm, INT32), A(features, UINT64),  A(m, INT64),
+    A(k, INT64),     A(n, INT64),      A(eps, DOUBLE), A(activation, INT32), A(prepared_bytes, INT64),
 #include "../../src/norm_linear_fields.def"
-                                                {NULL, INT32, 0}};
+    {NULL, INT32, 0}};
 #undef A
 
 #define DENSE(id, name, ...) FIELD(heddle_attention_data, name, POINTER),
@@ -203,7 +203,11 @@ static int describe(const char *operation, PyObject *dict, description *d, int *
     return set_fields(*attention ? attention_description : norm_linear_description, d, dict);
 }
 
+enum { PREPARE = 2 }; /* a third pass of norm-linear: its workspace is what is prepared */
+
 static heddle_status query_workspace(const description *d, int attention, heddle_pass pass, size_t *bytes) {
+    if (!attention && (int)pass == PREPARE)
+        return heddle_norm_linear_prepared_size(&d->norm_linear, bytes);
     return attention ? heddle_attention_workspace(&d->attention, pass, bytes)
                      : heddle_norm_linear_workspace(&d->norm_linear, pass, bytes);
 }
@@ -278,6 +282,8 @@ static heddle_status run_pass(const description *d, const addresses *t, int atte
     if (attention)
         return (pass == HEDDLE_FORWARD ? heddle_attention_forward
                                        : heddle_attention_backward)(&d->attention, &t->attention, space, bytes, stream);
+    if ((int)pass == PREPARE)
+        return heddle_norm_linear_prepare(&d->norm_linear, &t->norm_linear, space, bytes, stream);
     return (pass == HEDDLE_FORWARD ? heddle_norm_linear_forward : heddle_norm_linear_backward)(
         &d->norm_linear, &t->norm_linear, space, bytes, stream);
 }
