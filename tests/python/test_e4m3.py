@@ -50,6 +50,19 @@ def test_like_what_they_stand_for(dtype):
     close(heddle.attention(q, k, v, v_scale=layer), heddle.attention(q, k, v, v_scale=layer.contiguous()))
 
 
+@pytest.mark.parametrize("sk,d,dv", [(1, 1, 3), (37, 33, 17), (130, 65, 100)])
+def test_packed_and_odd_sizes(sk, d, dv):
+    torch.manual_seed(1)
+    q, cu = torch.randn(7, H, d), torch.tensor([0, 2, 2, 7], dtype=torch.int32)
+    k, v = (torch.randn(3 * sk, HK, last).to(EIGHT) for last in (d, dv))
+    k_scale, v_scale = torch.rand(3, HK) + 0.5, torch.rand(3, HK) + 0.5
+    wide = [x.double() * s.double().repeat_interleave(sk, 0)[..., None] for x, s in ((k, k_scale), (v, v_scale))]
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": torch.arange(4, dtype=torch.int32) * sk, "causal": "bottom_right"}
+    options |= {"max_seqlen_q": 5, "max_seqlen_k": sk}
+    ours = heddle.attention(q, k, v, k_scale=k_scale, v_scale=v_scale, **options)
+    close(ours, heddle.attention(q.double(), *wide, **options))
+
+
 @each_device
 def test_decoding(device):
     """What a GPU takes, too: a query of each sequence, in pages and without."""
