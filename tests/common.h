@@ -212,7 +212,9 @@ bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]);
 void norm_linear_count(const norm_linear_case *c, error_bin bin[N_COUNT]);
 /* The plain order of operations. `natural` is measured with PLAIN_FORWARD; natural[N_X] is then the largest magnitude of
  * x in its row's deviations, which is how many times its own rounding x loses where the mean is taken off. `spread` (NULL: not
- * wanted), as of attention, is of dw and dgamma what the roundings of the rows' means come to, of dx those of dz. */
-void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT], double spread[N_COUNT]);
+ * wanted), as of attention, is of dw and dgamma what the roundings of the rows' means come to, of dx those of dz, of y and u those of their
+ * terms, where kernels have terms of their own (bfloat16 on a GPU) and of two halves. `slopes` (NULL: not wanted): what the gradients' terms would sum to if the activation's derivative were 1. */
+void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT], double slopes[N_COUNT],
+                       double spread[N_COUNT]);
 
 #endif

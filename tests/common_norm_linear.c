@@ -184,15 +184,15 @@ static void count_errors(const norm_linear_problem *p, const norm_linear_problem
 
 /* As of attention: only where one of our errors is more than twice those of two orders the others are asked, too. */
 static void worst_plain(const norm_linear_problem *p, const norm_linear_problem *ref, norm_linear_problem *plain,
-                        error_bin *bin, double natural[N_COUNT], double spread[N_COUNT]) {
+                        error_bin *bin, double natural[N_COUNT], double slopes[N_COUNT], double spread[N_COUNT]) {
     static const plain_order others[] = {PLAIN_BLOCKED, PLAIN_REVERSED, PLAIN_ENDS};
     double unused[N_COUNT];
-    plain_norm_linear(plain, PLAIN_FORWARD, natural, NULL);
+    plain_norm_linear(plain, PLAIN_FORWARD, natural, slopes, NULL);
     memset(spread, 0, N_COUNT * sizeof *spread);
     bool far = true;
     for (size_t order = 0; order < COUNT(others) && far; order++) {
         norm_linear_problem other = norm_linear_borrow(p);
-        plain_norm_linear(&other, others[order], unused, NULL);
+        plain_norm_linear(&other, others[order], unused, NULL, NULL);
         if (bin && others[order] == PLAIN_BLOCKED)
             count_errors(p, ref, &other, natural, bin);
         for (int x = N_Y; x < N_COUNT; x++)
@@ -204,7 +204,7 @@ static void worst_plain(const norm_linear_problem *p, const norm_linear_problem 
     if (!far)
         return;
     norm_linear_problem other = norm_linear_borrow(p);
-    plain_norm_linear(&other, PLAIN_FORWARD, unused, spread);
+    plain_norm_linear(&other, PLAIN_FORWARD, unused, NULL, spread);
     norm_linear_free(&other);
 }
 
@@ -212,25 +212,26 @@ bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]) {
     norm_linear_problem p = norm_linear_new(c);
     norm_linear_problem ref = norm_linear_copy(&p, HEDDLE_F64, HEDDLE_REF);
     norm_linear_problem plain = norm_linear_borrow(&p);
-    double natural[N_COUNT], spread[N_COUNT];
+    double natural[N_COUNT], slopes[N_COUNT], spread[N_COUNT];
     bool right = run_pass(&p, HEDDLE_FORWARD);
     right = run_pass(&ref, HEDDLE_FORWARD) && right;
     if (right) {
         right = run_pass(&p, HEDDLE_BACKWARD);
         right = run_pass(&ref, HEDDLE_BACKWARD) && right;
     }
-    worst_plain(&p, &ref, &plain, bin, natural, spread);
+    worst_plain(&p, &ref, &plain, bin, natural, slopes, spread);
     for (int x = N_Y; right && x < N_COUNT; x++) {
         if (is_input(&norm_linear_fields[x]))
             continue;
         /* A row of features that are nearly equal loses in x - mean what x is larger than that. */
         const int precision = precision_of(p.a.dtype, p.a.features);
         const double of_16 = precision == HEDDLE_BF16 ? 0x1p-8 : precision == HEDDLE_F16 ? 0x1p-11 : 0;
-        /* Of dz, x̂ and W∘gamma; of du, in every gradient. */
-        const bool of_rounded = x == N_DGAMMA || x == N_DBETA || x == N_DW || x == N_DX || p.a.activation;
-        const double u = precision == HEDDLE_F32 ? 0x1p-24 : of_rounded ? of_16 : 0, noise = 2 * u * spread[x];
+        const double u = precision == HEDDLE_F32 ? 0x1p-24 : of_16, noise = 2 * u * spread[x];
+        double size;
+        tensor_error(&plain.t[x], &ref.t[x], &size);
+        const double slope = slopes[x] > 0 ? slopes[x] / fmax(size, natural[x]) : 0;
         right = compare_tensor(norm_linear_tensor_name[x], precision, &p.t[x], &ref.t[x], &plain.t[x], natural[x],
-                               noise, fmax(1, natural[N_X]));
+                               noise, fmax(fmax(1, natural[N_X]), slope));
     }
     norm_linear_free(&plain);
     norm_linear_free(&ref);
@@ -247,10 +248,10 @@ void norm_linear_count(const norm_linear_case *c, error_bin bin[N_COUNT]) {
         norm_linear_run(both[x], HEDDLE_BACKWARD);
     }
     norm_linear_problem plain = norm_linear_borrow(&p);
-    plain_norm_linear(&plain, PLAIN_FORWARD, natural, NULL);
+    plain_norm_linear(&plain, PLAIN_FORWARD, natural, NULL, NULL);
     norm_linear_free(&plain);
     plain = norm_linear_borrow(&p);
-    plain_norm_linear(&plain, PLAIN_BLOCKED, unused, NULL);
+    plain_norm_linear(&plain, PLAIN_BLOCKED, unused, NULL, NULL);
     count_errors(&p, &ref, &plain, natural, bin);
     norm_linear_free(&plain);
     norm_linear_free(&ref);

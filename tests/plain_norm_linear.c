@@ -22,14 +22,15 @@ typedef struct work {
     float *
         du_error; /* [m, n]: what a rounding of u comes to in du, over the rounding's share of u; in float32 its sums, too */
     float *wg;      /* [n]: sums over W∘gamma, which is what a row's mean is multiplied with */
+    float *slope_1; /* [m, n]: what du would be if act' were 1 */
     bool spreads;   /* are squares wanted? */
     bool rounds_du; /* behind an activation: u and du */
     bool rounds_xhat,
-        rounds_wg;       /* in 16 bits, which kernels do that take gamma and beta out of dw's sum, and gamma into W */
-    double most_dy;      /* the largest of dy */
-    double most_y;       /* of two halves, of what their rounding does to y */
-    float *ones;         /* [m] */
-    float *shift, *rstd; /* [m]; shift: the mean, in deviations */
+        rounds_wg;         /* in 16 bits, which kernels do that take gamma and beta out of dw's sum, and gamma into W */
+    double most_dy;        /* the largest of dy */
+    double most_y, most_u; /* of what roundings of u and of its terms do to y and to u */
+    float *ones;           /* [m] */
+    float *shift, *rstd;   /* [m]; shift: the mean, in deviations */
     float *x, *gamma, *beta, *c; /* a row of x; the parameters, or what stands for none */
     float *sum, *part;           /* [max(k, n)] */
     double *sums;                /* [max(k, n)] */
@@ -131,11 +132,11 @@ static float activated(heddle_activation activation, float u, float *slope) {
     return activation == HEDDLE_SILU ? u * share : u;
 }
 
-/* In 16 bits z was rounded, or W∘gamma, before u was made of it: squares of u's terms, [n]. */
+/* In 16 bits z was rounded, or W∘gamma, before u was made of it: squares of u's terms, [n]. Without a norm neither was. */
 static void squares_of_terms(const work *o, const float *z) {
     for (int64_t f = 0; f < o->n; f++) {
         o->sums[f] = 0;
-        for (int64_t e = 0; e < o->k; e++)
+        for (int64_t e = 0; e < o->k && o->rounds_xhat; e++)
             o->sums[f] += pow((double)z[e] * (double)o->w[f * o->k + e], 2);
     }
 }
@@ -155,6 +156,8 @@ static float gate_element(work *o, int64_t i, int64_t f, float *u, float *dy, fl
     const float gate = u[f], up = u[other], of_gate = times_rounding(o, i, f, gate);
     const float of_up = times_rounding(o, i, other, up), in = dy[f];
     o->most_dy = larger(o->most_dy, fabs((double)in * (double)up));
+    o->slope_1[i * o->n + f] = in * up;
+    o->slope_1[i * o->n + other] = in * gate;
     o->du_error[i * o->n + f] = hypotf(in * up * bent * of_gate, in * up * slope * of_up);
     o->du_error[i * o->n + other] = in * slope * gate * of_gate;
     o->most_y = larger(o->most_y, hypot((double)(slope * gate * of_gate * up), (double)(act * up * of_up)));
@@ -180,7 +183,10 @@ static void activate_row(norm_linear_problem *p, work *o, int64_t i, float *u, f
             u[f] = gate_element(o, i, f, u, dy, act, slope, bent);
             continue;
         }
-        o->du_error[i * o->n + f] = dy[f] * bent * times_rounding(o, i, f, u[f]);
+        const float of_u = times_rounding(o, i, f, u[f]);
+        o->slope_1[i * o->n + f] = dy[f];
+        o->du_error[i * o->n + f] = dy[f] * bent * of_u;
+        o->most_y = larger(o->most_y, fabs((double)(slope * u[f] * of_u)));
         u[f] = act;
         dy[f] *= slope;
     }
@@ -234,10 +240,12 @@ static void forward_row(norm_linear_problem *p, work *o, int64_t i, double natur
         o->sum[f] += o->c[f];
     read_row(&p->t[N_DY], i, o->of_y, 0, dy);
     round_all(t, o->of_y, dy);
-    if (p->a.activation && o->spreads && t != HEDDLE_F32)
+    if (o->spreads && t != HEDDLE_F32)
         squares_of_terms(o, z);
     else if (p->a.activation && o->spreads) /* of u */
         plain_squares(&(plain_terms){o->k, 1, z, NULL, o->wt, o->n}, NULL, o->n, o->part, 1, o->sums);
+    for (int64_t f = 0; f < o->n && o->spreads && t != HEDDLE_F32; f++)
+        o->most_u = larger(o->most_u, fabs((double)(o->sum[f] * times_rounding(o, i, f, o->sum[f]))));
     if (p->a.activation)
         activate_row(p, o, i, o->sum, dy);
     add_residual(p, o, i);
@@ -281,6 +289,41 @@ static void count_slopes(const work *o, double most, double natural[N_COUNT]) {
     natural[N_DW] = larger(natural[N_DW], of_du * largest_norm(o->z, o->m, o->k));
     natural[N_DBETA] = larger(natural[N_DBETA], of_dz);
     natural[N_DGAMMA] = larger(natural[N_DGAMMA], of_dz * largest_norm(o->xhat, o->m, o->k));
+}
+
+/* float32: the derivative is a difference of numbers about 1, whose roundings are what `slopes` is of: the largest sums of the terms'
+ * magnitudes of each gradient, were it 1. */
+static void measure_slopes(const work *o, heddle_norm norm, double slopes[N_COUNT]) {
+    double *row = plain_zeros(o->k, sizeof *row), *dbeta = plain_zeros(o->k, sizeof *dbeta);
+    double *dgamma = plain_zeros(o->k, sizeof *dgamma), *dw = plain_zeros(o->k, sizeof *dw);
+    for (int64_t i = 0; i < o->m; i++) {
+        const float *xhat = o->xhat + i * o->k;
+        double most = 0, most_gx = 0;
+        plain_sizes(&(plain_terms){o->n, 1, o->slope_1 + i * o->n, NULL, o->w, o->k}, NULL, o->k, row);
+        for (int64_t e = 0; e < o->k; e++) {
+            const double size = fabs((double)xhat[e]), g = row[e] * fabs((double)o->gamma[e]);
+            dbeta[e] += row[e];
+            dgamma[e] += row[e] * size;
+            most = larger(most, g);
+            most_gx += norm == HEDDLE_NO_NORM ? 0 : g * size / (double)o->k;
+        }
+        for (int64_t e = 0; e < o->k; e++)
+            slopes[N_DX] = larger(slopes[N_DX], (double)o->rstd[i] * (2 * most + fabs((double)xhat[e]) * most_gx));
+    }
+    slopes[N_DBETA] = plain_largest(dbeta, o->k);
+    slopes[N_DGAMMA] = plain_largest(dgamma, o->k);
+    for (int64_t f = 0; f < o->n; f++) {
+        const plain_terms of_f = {o->m, o->n, o->slope_1 + f, NULL, o->z, o->k};
+        double dbias = 0;
+        for (int64_t i = 0; i < o->m; i++)
+            dbias += fabs((double)o->slope_1[i * o->n + f]);
+        slopes[N_DC] = larger(slopes[N_DC], dbias);
+        plain_sizes(&of_f, NULL, o->k, dw);
+        slopes[N_DW] = larger(slopes[N_DW], plain_largest(dw, o->k));
+    }
+    double *all[] = {row, dbeta, dgamma, dw};
+    for (size_t x = 0; x < COUNT(all); x++)
+        free(all[x]);
 }
 
 /* Of dz of row i, [k]: squares of the terms and of the sums as they grow, times gamma's. */
@@ -360,7 +403,7 @@ static void measure_means(const work *o, double spread[N_COUNT]) {
     spread[N_DW] = o->precision == HEDDLE_F32 ? gamma * sqrt(of_dw) : 0;
 }
 
-/* Roundings of u and du, and of what kernels round beside them: of dx, and of what is summed over rows. */
+/* Roundings of u and du, and of what kernels round beside them: of dx, in 16 bits those of dz, too, and of what is summed over rows. */
 static void measure_du(const work *o, heddle_norm norm, double spread[N_COUNT]) {
     double *squares = plain_zeros(o->k, sizeof *squares), *dbeta = plain_zeros(o->k, sizeof *dbeta);
     double *dgamma = plain_zeros(o->k, sizeof *dgamma);
@@ -371,8 +414,10 @@ static void measure_du(const work *o, heddle_norm norm, double spread[N_COUNT]) 
             dgamma[e] += squares[e] * pow((double)o->xhat[i * o->k + e], 2);
         }
         squares_of_du(o, i, o->rounds_wg, squares);
-        for (int64_t e = 0; e < o->k; e++)
-            squares[e] *= pow((double)o->gamma[e], 2);
+        for (int64_t e = 0; e < o->k; e++) {
+            const double dz = o->rounds_xhat ? (double)o->dz[i * o->k + e] : 0;
+            squares[e] = (squares[e] + dz * dz) * pow((double)o->gamma[e], 2);
+        }
         spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, norm, squares));
     }
     spread[N_DBETA] = hypot(spread[N_DBETA], sqrt(plain_largest(dbeta, o->k)));
@@ -423,13 +468,29 @@ static void measure_dz(const work *o, heddle_norm norm, double spread[N_COUNT]) 
         free(all[x]);
 }
 
-void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT], double spread[N_COUNT]) {
+/* float32: roundings of dw's terms and of their sums as they grow. */
+static void measure_dw(const work *o, double spread[N_COUNT]) {
+    double most = 0;
+    for (int64_t f = 0; f < o->n; f++) {
+        const plain_terms of_f = {o->m, o->n, o->dy + f, NULL, o->z, o->k};
+        plain_squares(&of_f, NULL, o->k, o->part, 1, o->sums);
+        most = larger(most, plain_largest(o->sums, o->k));
+    }
+    spread[N_DW] = hypot(spread[N_DW], sqrt(most));
+}
+
+void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT], double slopes[N_COUNT],
+                       double spread[N_COUNT]) {
     const int64_t m = p->a.m, k = p->a.k, n = norm_linear_extent(&p->a, 'N'), longest = k > n ? k : n;
     const int t = precision_of(p->a.dtype, p->a.features);
     work o = {.m = m, .k = k, .n = n, .of_y = p->a.n, .precision = t, .order = order, .spreads = spread != NULL};
-    float **const arrays[] = {&o.xhat, &o.z, &o.dz,  &o.w,    &o.wt,    &o.dy,   &o.ones,     &o.x, &o.gamma,
-                              &o.beta, &o.c, &o.sum, &o.part, &o.shift, &o.rstd, &o.du_error, &o.wg};
-    const int64_t sizes[] = {m * k, m * k, m * k, n * k, n * k, m * n, m, k, k, k, n, longest, longest, m, m, m * n, n};
+    o.rounds_du = p->a.activation != 0;
+    o.rounds_xhat = t != HEDDLE_F32 && p->a.norm != HEDDLE_NO_NORM;
+    o.rounds_wg = o.rounds_xhat && p->t[N_GAMMA].host;
+    float **const arrays[] = {&o.xhat, &o.z, &o.dz,  &o.w,    &o.wt,    &o.dy,   &o.ones,     &o.x,  &o.gamma,
+                              &o.beta, &o.c, &o.sum, &o.part, &o.shift, &o.rstd, &o.du_error, &o.wg, &o.slope_1};
+    const int64_t sizes[] = {m * k, m * k, m * k,   n * k,   n * k, m * n, m,     k, k,
+                             k,     n,     longest, longest, m,     m,     m * n, n, m * n};
     for (size_t x = 0; x < COUNT(arrays); x++)
         *arrays[x] = plain_zeros(sizes[x], sizeof(float));
     o.sums = plain_zeros(longest, sizeof *o.sums);
@@ -453,17 +514,25 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
     backward_parameters(p, &o, natural);
     if (p->a.activation)
         count_slopes(&o, o.most_dy, natural);
+    if (slopes)
+        memset(slopes, 0, N_COUNT * sizeof *slopes);
+    if (slopes && p->a.activation && t == HEDDLE_F32)
+        measure_slopes(&o, p->a.norm, slopes);
     if (spread) {
         memset(spread, 0, N_COUNT * sizeof *spread);
-        spread[N_Y] = t == HEDDLE_F32 ? 0 : o.most_y; /* a product of two that were rounded, and sums of what was */
+        const bool raw = t == HEDDLE_BF16 && o.rounds_wg && test_device() == HEDDLE_CUDA; /* W∘gamma, with x as it is */
+        spread[N_U] = raw ? o.most_u : 0;
+        if (is_gated(p->a.activation)) /* a product of two that were rounded, and sums of what was */
+            spread[N_Y] = t == HEDDLE_F32 ? 0 : o.most_y;
+        else
+            spread[N_Y] = !raw ? 0 : p->a.activation ? o.most_y : o.most_u;
         measure_means(&o, spread);
-        o.rounds_du = p->a.activation != 0;
-        o.rounds_xhat = t != HEDDLE_F32 && p->a.norm != HEDDLE_NO_NORM;
-        o.rounds_wg = o.rounds_xhat && p->t[N_GAMMA].host;
         if (o.rounds_du || o.rounds_xhat)
             measure_du(&o, p->a.norm, spread);
-        if (t == HEDDLE_F32)
+        if (t == HEDDLE_F32) {
             measure_dz(&o, p->a.norm, spread);
+            measure_dw(&o, spread);
+        }
     }
     for (size_t x = 0; x < COUNT(arrays); x++)
         free(*arrays[x]);

@@ -14,7 +14,7 @@ static void add_errors(const norm_linear_case *c, double ours[N_COUNT], double p
         norm_linear_run(&p, (heddle_pass)pass);
         norm_linear_run(&ref, (heddle_pass)pass);
     }
-    plain_norm_linear(&textbook, PLAIN_FORWARD, natural, NULL);
+    plain_norm_linear(&textbook, PLAIN_FORWARD, natural, NULL, NULL);
     for (int x = N_Y; x < N_COUNT; x++)
         for (int64_t at = 0; x != N_DY && at < p.t[x].span; at++) {
             const double truth = tensor_raw(&ref.t[x], at);
