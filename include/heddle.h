@@ -479,7 +479,7 @@ HEDDLE_API heddle_status heddle_norm_linear_prepared_size(const heddle_norm_line
  * forward with HEDDLE_PREPARED, this buffer and the same weight then skips that work, with the same bits as without; where m does not need
  * it, it does not read it. Backward does not look at it. The caller prepares anew when the weight has changed. What can be seen is refused
  * before anything is written: prepared_bytes that are not those of the problem and, on the CPU, a buffer of another dtype, k, n,
- * activation, instruction set or library, or of a w of which 64 elements, all over it, were others. On a GPU nobody sees that. */
+ * number of halves, instruction set or library, or of a w of which 64 elements, all over it, were others. On a GPU nobody sees that. */
 HEDDLE_API heddle_status heddle_norm_linear_prepare(const heddle_norm_linear *desc, const heddle_norm_linear_data *data,
                                                     void *prepared, size_t bytes, void *stream);
 
