@@ -226,6 +226,30 @@ static void test_foreign_buffers(void **state) {
     norm_linear_free(&q);
 }
 
+/* On the CPU every byte of it is written, whatever was there: of panels also the columns that W has not. */
+static void test_all_is_written(void **state) {
+    (void)state;
+    norm_linear_case c = make_case(70, 40, 17);
+    if (c.a.device != HEDDLE_CPU)
+        return;
+    c.a.features = HEDDLE_ACTIVATION;
+    c.a.activation = HEDDLE_SWIGLU;
+    norm_linear_problem p = norm_linear_new(&c);
+    size_t bytes;
+    assert_int_equal(heddle_norm_linear_prepared_size(&p.a, &bytes), HEDDLE_OK);
+    void *both[2];
+    for (int x = 0; x < 2; x++) {
+        both[x] = workspace_new(HEDDLE_CPU, bytes);
+        memset(both[x], x ? 0x5a : 0xa5, bytes);
+        const heddle_norm_linear_data data = norm_linear_data(&p, false);
+        assert_int_equal(heddle_norm_linear_prepare(&p.a, &data, both[x], bytes, NULL), HEDDLE_OK);
+    }
+    assert_memory_equal(both[0], both[1], bytes);
+    for (int x = 0; x < 2; x++)
+        workspace_free(HEDDLE_CPU, both[x], bytes);
+    norm_linear_free(&p);
+}
+
 /* Backward does not look at it. */
 static void test_backward(void **state) {
     (void)state;
@@ -248,6 +272,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_the_same_bits),   cmocka_unit_test(test_it_is_read),      cmocka_unit_test(test_sizes),
         cmocka_unit_test(test_what_is_refused), cmocka_unit_test(test_foreign_buffers), cmocka_unit_test(test_backward),
+        cmocka_unit_test(test_all_is_written),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

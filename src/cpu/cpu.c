@@ -270,6 +270,7 @@ static heddle_status prepare_norm_linear(const norm_linear_plan *plan, const hed
     norm_linear_plan own = *plan;
     const prepared_header header = header_of(plan, data->w);
     own.threads = threads_for((double)plan->prepared);
+    memset(prepared, 0, (size_t)plan->prepared); /* columns of a panel that W has not, and the same bytes every time */
     memcpy(prepared, &header, sizeof header);
     weight_kernels(plan)->fill_panels(&own, data, (float *)(void *)((char *)prepared + sizeof header));
     return HEDDLE_OK;
