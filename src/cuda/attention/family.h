@@ -58,8 +58,8 @@ typedef struct attention_family {
     bool bytes; /* does it read a boolean mask's bytes where it has placed no map? */
 } attention_family;
 
-extern const attention_family heddle__attention_small, heddle__attention_sm90, heddle__attention_sm90_f32,
-    heddle__attention_sm80, heddle__attention_plain;
+extern const attention_family heddle__attention_small, heddle__attention_short, heddle__attention_sm90,
+    heddle__attention_sm90_f32, heddle__attention_sm80, heddle__attention_plain;
 
 static inline int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;

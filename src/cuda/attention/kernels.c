@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The table of attention's kernels: how many rows a block of each owns, how much shared memory it takes. Pure. */
 #include "cuda/attention/family.h"
+#include "cuda/attention/short/contract.h"
 #include "cuda/attention/sm80/contract.h"
 #include "cuda/attention/sm90/contract.h"
 #include "cuda/attention/sm90_f32/contract.h"
@@ -99,6 +100,7 @@ size_t heddle__cuda_shared_bytes(const kernel_row *k) {
 }
 
 /* ------------------------------------------------------------------------------------------------------- search */
+    case FAMILY_short: return (size_t)short_bytes(k->dim);
 
 int heddle__cuda_find_attention(const attention_problem *p, kernel_pass pass, kernel_variant variant,
                                 kernel_family family) {

@@ -49,7 +49,7 @@ typedef enum kernel_variant {
     VARIANTS
 } kernel_variant;
 
-typedef enum kernel_family { FAMILY_sm80, FAMILY_sm90, FAMILY_small, KERNEL_FAMILIES } kernel_family;
+typedef enum kernel_family { FAMILY_sm80, FAMILY_sm90, FAMILY_small, FAMILY_short, KERNEL_FAMILIES } kernel_family;
 
 typedef struct kernel_row {
     kernel_pass pass;

@@ -18,9 +18,9 @@ static_assert(_Alignof(attention_choice) <= _Alignof(plan_own), "it lies in the 
 /* ------------------------------------------------------------------------------------------------------ choice */
 
 /* In this order they are asked whether they take a problem. */
-static const attention_family *const families[] = {&heddle__attention_small, &heddle__attention_sm90,
-                                                   &heddle__attention_sm90_f32, &heddle__attention_sm80,
-                                                   &heddle__attention_plain};
+static const attention_family *const families[] = {&heddle__attention_small, &heddle__attention_short,
+                                                   &heddle__attention_sm90,  &heddle__attention_sm90_f32,
+                                                   &heddle__attention_sm80,  &heddle__attention_plain};
 
 enum { FAMILIES = sizeof families / sizeof *families };
 
