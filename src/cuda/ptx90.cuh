@@ -228,6 +228,13 @@ PTX void pin(uint32_t &x) {
     asm volatile("" : "+r"(x)::"memory");
 }
 
+/* The same number in another register, once all in front of this has been waited for. */
+PTX float moved(float x) {
+    float r;
+    asm volatile("mov.f32 %0, %1;" : "=f"(r) : "f"(x) : "memory");
+    return r;
+}
+
 /* The same number, which the compiler takes for another. */
 PTX uint32_t opaque(uint32_t x) {
     pin(x);
@@ -238,6 +245,7 @@ PTX uint32_t opaque(uint32_t x) {
  * (elements 0, 1) and 8 more (2, 3), columns 8y + lane%4·2 + 0, 1. b, and a in shared memory, are descriptors; a in registers
  * is what the accumulators' layout gives when pairs are packed. TRANSPOSED: b's columns are contiguous, not its rows;
  * A_TRANSPOSED: so are a's. */
+#define WGMMA_0_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define WGMMA_0_32                                                                                                     \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"               \
     "%27,%28,%29,%30,%31"
@@ -250,6 +258,7 @@ PTX uint32_t opaque(uint32_t x) {
     "%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define WGMMA_64_80 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define WGMMA_80_96 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define WGMMA_TEXT_32 WGMMA_0_16
 #define WGMMA_TEXT_64 WGMMA_0_32
 #define WGMMA_TEXT_96 WGMMA_0_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define WGMMA_TEXT_128 WGMMA_0_32 "," WGMMA_32_64
@@ -258,6 +267,7 @@ PTX uint32_t opaque(uint32_t x) {
 #define WGMMA_TEXT_256 WGMMA_0_32 "," WGMMA_32_64 "," WGMMA_64_128
 #define WGMMA_4(c, y) "+f"((c)[y][0]), "+f"((c)[y][1]), "+f"((c)[y][2]), "+f"((c)[y][3])
 #define WGMMA_16(c, y) WGMMA_4(c, y), WGMMA_4(c, (y) + 1), WGMMA_4(c, (y) + 2), WGMMA_4(c, (y) + 3)
+#define WGMMA_C_32(c, y) WGMMA_16(c, y)
 #define WGMMA_C_64(c, y) WGMMA_16(c, y), WGMMA_16(c, (y) + 4)
 #define WGMMA_C_96(c, y) WGMMA_C_64(c, y), WGMMA_16(c, (y) + 8)
 #define WGMMA_C_128(c, y) WGMMA_C_64(c, y), WGMMA_C_64(c, (y) + 8)
@@ -280,6 +290,8 @@ PTX uint32_t opaque(uint32_t x) {
                      : WGMMA_C_##N(c, 0)                                                                               \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));                 \
     }
+WGMMA(bf16, 32, 16, 17, 18, 19, 20, 21, 22)
+WGMMA(f16, 32, 16, 17, 18, 19, 20, 21, 22)
 WGMMA(bf16, 64, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(f16, 64, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(bf16, 96, 48, 49, 50, 51, 52, 53, 54)

@@ -29,6 +29,7 @@ template <typename T, int N, int TRANSPOSED> struct wgmma;
         }                                                                                                              \
     };
 #define WGMMA_OF(type)                                                                                                 \
+    WGMMA(type, 32)                                                                                                    \
     WGMMA(type, 64)                                                                                                    \
     WGMMA(type, 96)                                                                                                    \
     WGMMA(type, 128)                                                                                                   \

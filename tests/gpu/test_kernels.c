@@ -348,9 +348,9 @@ static void head_dims_on_hopper(void) {
                 {96, 104, "fwd_bf16_d128_lean_sm90", "bwd_bf16_d128_long_sm90", "dkdv_bf16_d128_lean_sm90"},
                 {136, 64, "fwd_bf16_d192_lean_sm90", "bwd_bf16_d192_lean_sm90", "dkdv_bf16_d256_lean_sm90"},
                 {200, 64, "fwd_bf16_d256_lean_sm90", "bwd_bf16_d256_lean_sm90", "dkdv_bf16_d256_lean_sm90"},
-                {264, 264, "fwd_bf16_d320_lean_sm90", "dkdv_bf16_d512_full_sm80", "dkdv_bf16_d512_full_sm80"},
-                {328, 64, "fwd_bf16_d384_lean_sm90", "dkdv_bf16_d512_full_sm80", "dkdv_bf16_d512_full_sm80"},
-                {64, 392, "fwd_bf16_d512_lean_sm90", "dkdv_bf16_d512_full_sm80", "dkdv_bf16_d512_full_sm80"}};
+                {264, 264, "fwd_bf16_d320_lean_sm90", "dkdv_bf16_d320_lean_sm90", "dkdv_bf16_d320_lean_sm90"},
+                {328, 64, "fwd_bf16_d384_lean_sm90", "dkdv_bf16_d384_lean_sm90", "dkdv_bf16_d384_lean_sm90"},
+                {64, 392, "fwd_bf16_d512_lean_sm90", "dkdv_bf16_d512_lean_sm90", "dkdv_bf16_d512_lean_sm90"}};
     for (size_t x = 0; x < COUNT(rows); x++) {
         heddle_attention a = attention_desc(HEDDLE_BF16, 2, 16, 16, 8192, 8192, rows[x].d, rows[x].dv);
         a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
@@ -360,7 +360,12 @@ static void head_dims_on_hopper(void) {
         MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
         a.features = HEDDLE_DETERMINISTIC;
         MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), rows[x].in_order));
+        a.dtype = HEDDLE_F16;
+        MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
+        a.softcap = 30; /* over 256 the older kernels have it */
+        MUST((strstr(kernel_of(a, HEDDLE_BACKWARD), "sm80") != NULL) == (rows[x].d > 256 || rows[x].dv > 256));
     }
+    MUST(fake_launches("heddle_attention_light_f16_d512_lean_sm90") == 3);
     MUST(fake_launches("heddle_attention_bwd_bf16_d96_long_sm90") == 2);
     MUST(fake_launches("heddle_attention_gather_bf16_d128_lean_sm90") == 3);
     MUST(strstr(kernel_of(attention_desc(HEDDLE_F16, 2, 64, 64, 1000, 1000, 80, 0), HEDDLE_BACKWARD), "d96_lean_sm90"));

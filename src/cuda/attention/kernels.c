@@ -47,8 +47,14 @@ static int shared_bytes_sm90(const kernel_row *k) {
             return sm90_wide_bytes(k->dim) + options;
         return sm90_fused_bytes(k->dim, k->block, k->variant == VARIANT_long) +
                (has_options ? sm90_fused_options(k->block) : 0);
-    case PASS_dkdv: return sm90_backward_bytes(k->dim, k->block, 2, slots, 3) + options;
-    case PASS_dq: return sm90_backward_bytes(k->dim, k->block, 2, slots, 1) + options;
+    case PASS_dkdv:
+        if (k->dim > SM90_MOST_WHOLE)
+            return sm90_large_bytes(k->dim, 1);
+        return sm90_backward_bytes(k->dim, k->block, 2, slots, 3) + options;
+    case PASS_dq:
+        if (k->dim > SM90_MOST_WHOLE)
+            return sm90_large_bytes(k->dim, 0);
+        return sm90_backward_bytes(k->dim, k->block, 2, slots, 1) + options;
     case PASS_dbias: return sm90_dbias_bytes(k->dim, k->block);
     default: return 0;
     }
@@ -94,13 +100,13 @@ size_t heddle__cuda_shared_bytes(const kernel_row *k) {
     case FAMILY_sm80: return (size_t)shared_bytes_sm80(k);
     case FAMILY_sm90: return (size_t)(k->dtype == HEDDLE_F32 ? shared_bytes_sm90_f32(k) : shared_bytes_sm90(k));
     case FAMILY_small: return (size_t)small_bytes(k->dim);
+    case FAMILY_short: return (size_t)short_bytes(k->dim);
     case KERNEL_FAMILIES: break;
     }
     return 0;
 }
 
 /* ------------------------------------------------------------------------------------------------------- search */
-    case FAMILY_short: return (size_t)short_bytes(k->dim);
 
 int heddle__cuda_find_attention(const attention_problem *p, kernel_pass pass, kernel_variant variant,
                                 kernel_family family) {

@@ -154,6 +154,9 @@ template <typename T> PTX void pin(T &) {
 }
 PTX void hold_until(float) {
 }
+PTX float moved(float x) {
+    return x;
+}
 PTX uint32_t opaque(uint32_t x) {
     return x;
 }
@@ -172,6 +175,7 @@ PTX uint32_t opaque(uint32_t x) {
         hopper_multiply(&p);                                                                                           \
     }
 #define WGMMA_OF(type)                                                                                                 \
+    WGMMA(type, 32)                                                                                                    \
     WGMMA(type, 64)                                                                                                    \
     WGMMA(type, 96)                                                                                                    \
     WGMMA(type, 128)                                                                                                   \

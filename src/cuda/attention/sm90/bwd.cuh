@@ -213,18 +213,18 @@ INLINE key_options tell_step(const attention_params &p, const key_work &w, key_w
     return find_key_options(p, w.c, at.x, step | (next.x >= (w.y + 1) * p.group ? STEP_LAST : 0), sizeof(T));
 }
 
-/* Has one of the rows a second part of its log-sum-exp? The same for all warps. */
-template <int BLOCK> INLINE bool has_rest(const float *numbers) {
-    float any = numbers[BLOCK + threadIdx.x % 32];
+/* Has one of the rows a second part of its log-sum-exp? The same for all warps. APART: from one kind of number to the next. */
+template <int BLOCK, int APART = BLOCK> INLINE bool has_rest(const float *numbers) {
+    float any = numbers[APART + threadIdx.x % 32];
 #pragma unroll
     for (int x = 32; x < BLOCK; x += 32)
-        any = fmaxf(fabsf(any), fabsf(numbers[BLOCK + threadIdx.x % 32 + x]));
+        any = fmaxf(fabsf(any), fabsf(numbers[APART + threadIdx.x % 32 + x]));
     return __any_sync(ALL_LANES, any != 0.0f);
 }
 
 /* Sᵀ -> Pᵀ. Rows are keys from row0, columns queries from i0. CAREFUL: tiles with numbers that have a rest, and cut ones, where
  * keys that are not seen become -0. Sᵀ lacks the factor `by`: in other tiles no score is so large that the rounding of by·scale is seen. */
-template <bool CAREFUL, int BLOCK>
+template <bool CAREFUL, int BLOCK, int APART = BLOCK>
 INLINE void key_weights(float scale, const span &w, int row0, int i0, const float *numbers, float (*s)[4],
                         float by = 1.0f) {
     const int column0 = fragment_column();
@@ -235,7 +235,7 @@ INLINE void key_weights(float scale, const span &w, int row0, int i0, const floa
     for (int y = 0; y < BLOCK / 8; y++) {
         const int column = y * 8 + column0;
         const float2 base = *(const float2 *)(numbers + column);
-        const float2 rest = CAREFUL ? *(const float2 *)(numbers + BLOCK + column) : base;
+        const float2 rest = CAREFUL ? *(const float2 *)(numbers + APART + column) : base;
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             s[y][e] = CAREFUL ? weight_of<bf16>(s[y][e] * by, scale, e % 2 ? base.y : base.x, e % 2 ? rest.y : rest.x)

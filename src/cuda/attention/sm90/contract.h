@@ -140,6 +140,31 @@ CONTRACT unsigned sm90_blocks_of_dk(unsigned blocks, unsigned tiles) {
     return blocks >= 2 * tiles ? tiles : blocks * 3 / 5;
 }
 
+/* The same for d over 256, where a block owns 64 rows and a step has 64 of the other side. `tensors` of the block's own; tiles that are kept
+ * for a step, two where there is room; strips of 64 columns that stream, as many as there is room for. */
+#define SM90_LARGE_ROWS 64
+#define SM90_STRIP (64 * 64 * 2)
+#define SM90_LARGE_TILES (224 * 1024 - SM90_STRIP) /* beside those of dS */
+CONTRACT int sm90_large_stages(int dim, int tensors) {
+    return (tensors + 2) * (sm90_columns(dim) / 64) * SM90_STRIP + 3 * SM90_STRIP > SM90_LARGE_TILES ? 1 : 2;
+}
+CONTRACT int sm90_large_slots(int dim, int tensors) {
+    return SM90_LARGE_TILES / SM90_STRIP - (tensors + sm90_large_stages(dim, tensors)) * (sm90_columns(dim) / 64);
+}
+
+/* All of that; dS; three numbers for each row of a stage; barriers: two for each slot and stage, two of the own. */
+CONTRACT int sm90_large_layout_bytes(int dim, int tensors) {
+    const int stages = sm90_large_stages(dim, tensors);
+    return SM90_LARGE_TILES + SM90_STRIP + stages * 3 * SM90_LARGE_ROWS * 4 +
+           8 * (2 * sm90_large_slots(dim, tensors) + 2 * stages + 2);
+}
+
+/* dQ and dK keep two tensors, dV one, by the same kernel as dK. */
+CONTRACT int sm90_large_bytes(int dim, int makes_keys) {
+    const int two = sm90_large_layout_bytes(dim, 2), one = sm90_large_layout_bytes(dim, 1);
+    return makes_keys && one > two ? one : two;
+}
+
 /* ------------------------------------------------------------------------------------------------------ options */
 
 /* A bias comes in boxes of 64 x 64, which begin as tiles do. */

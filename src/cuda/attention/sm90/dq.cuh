@@ -58,25 +58,26 @@ struct query_work {
     span s; /* of keys */
 };
 
-template <int BLOCK, bool FULL> INLINE bool find_queries(const attention_params &p, unsigned step, query_work *work) {
+template <int BLOCK, bool FULL, int OWN = OWN_ROWS>
+INLINE bool find_queries(const attention_params &p, unsigned step, query_work *work) {
     query_work &w = *work;
     int tile;
     unsigned unit;
     const unsigned h = (unsigned)p.a.h;
     if (!take_tile(step, {blockIdx.x, gridDim.x}, (unsigned)p.tiles_q, (unsigned)p.a.b * h, true, &tile, &unit))
         return false;
-    w.query0 = tile * OWN_ROWS;
+    w.query0 = tile * OWN;
     w.x = (int)(unit % h);
     w.c = find_place(p, unit / h);
-    const int query1 = min(w.query0 + OWN_ROWS, w.c.sq);
-    w.s = {0, 0, w.query0 + OWN_ROWS - 1 + w.c.lo, w.query0 - BLOCK + 1 + w.c.hi, w.c.lo, w.c.hi, w.c.sq};
+    const int query1 = min(w.query0 + OWN, w.c.sq);
+    w.s = {0, 0, w.query0 + OWN - 1 + w.c.lo, w.query0 - BLOCK + 1 + w.c.hi, w.c.lo, w.c.hi, w.c.sq};
     if (w.query0 < query1) {
         w.s.begin = max(0, min(w.query0 + w.c.lo, w.c.sk));
         w.s.end = max(w.s.begin, min(query1 + w.c.hi, w.c.sk));
         if (FULL)
             w.s.begin = w.s.begin < w.s.end ? w.s.begin / BLOCK * BLOCK : w.s.end; /* as tiles of the mask */
     }
-    w.s.whole_to = w.query0 + OWN_ROWS > w.c.sq ? -1 : min(w.s.whole_to, w.s.end - BLOCK);
+    w.s.whole_to = w.query0 + OWN > w.c.sq ? -1 : min(w.s.whole_to, w.s.end - BLOCK);
     return true;
 }
 

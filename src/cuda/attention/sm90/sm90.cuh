@@ -64,12 +64,13 @@ INLINE void warpgroup_columns(float (*c)[4], const uint32_t (*a)[4], uint32_t b)
     }
 }
 
-/* c[N/8] = A·B over ROWS rows of B: A: 64 rows of strips of 64; B: N columns of a tile of B_ROWS rows. Issued only. */
-template <typename T, int N, int ROWS, int B_ROWS> INLINE void warpgroup_strips(float (*c)[4], uint32_t a, uint32_t b) {
+/* c[N/8] = A·B (+ c, if adds) over ROWS rows of B: A: 64 rows of strips of 64; B: N columns of a tile of B_ROWS rows. Issued only. */
+template <typename T, int N, int ROWS, int B_ROWS>
+INLINE void warpgroup_strips(float (*c)[4], uint32_t a, uint32_t b, bool adds = false) {
     const uint64_t da = describe_rows(a), db = describe_columns<B_ROWS * 128>(b);
 #pragma unroll
     for (int s = 0; s < ROWS / 16; s++)
-        wgmma<T, N, 1>::run(c, da + rows_step<64>(s), db + columns_step(s), s > 0);
+        wgmma<T, N, 1>::run(c, da + rows_step<64>(s), db + columns_step(s), adds || s > 0);
 }
 
 /* c[N/8] = Aᵀ·B over ROWS rows of both: A: 64 columns, a strip; B: N columns of a tile of B_ROWS rows. Issued only. */
