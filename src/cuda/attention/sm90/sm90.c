@@ -160,18 +160,31 @@ static void place_count(const attention_problem *p, attention_choice *c) {
     c->bytes += align64(sizeof(uint32_t));
 }
 
-/* A block for each multiprocessor, which takes tile after tile, of a boolean mask whichever is the next when it is free; but a block for
- * each pair of tiles where the lengths are known to the device alone, and the device has to see to it that the work is spread. */
-static int64_t persistent_blocks(const attention_problem *p, int64_t parts, int64_t tiles) {
-    const int64_t units = p->a->h * p->a->b * parts, pairs = sm90_forward_pairs((unsigned)units, (unsigned)tiles);
-    const bool uneven = (p->a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) && !(p->a->features & HEDDLE_BOOL_MASK);
-    return min64(tiles * units, uneven ? max64(p->device->multiprocessors, pairs) : p->device->multiprocessors);
+/* Where the lengths are known to the device alone, it has to see to it that the work is spread: more blocks than multiprocessors, of which
+ * some find that nothing is left to do. */
+static bool has_uneven_work(const heddle_attention *a) {
+    return (a->features & (HEDDLE_VARLEN | HEDDLE_SEQLENS)) && !(a->features & HEDDLE_BOOL_MASK);
+}
+
+/* Of so few tiles a sequence a block's start costs as much as they do, so that up to d 128 there are no more blocks than so many a
+ * multiprocessor. */
+enum { FEW_TILES = 8, FORWARD_BLOCKS_EACH = 4, FUSED_BLOCKS_EACH = 3 };
+
+/* A block for each multiprocessor, which takes tile after tile, of a boolean mask whichever is the next when it is free; of uneven work a
+ * block for each pair of tiles. */
+static int64_t persistent_blocks(const attention_problem *p, const kernel_row *k, int64_t tiles) {
+    const heddle_attention *a = p->a;
+    const int64_t units = a->h * a->b * sm90_forward_parts(k->dim, a->dv), all = p->device->multiprocessors;
+    const int64_t pairs = sm90_forward_pairs((unsigned)units, (unsigned)tiles);
+    const bool few = tiles <= FEW_TILES && k->dim <= 128;
+    const int64_t most = few ? min64(pairs, FORWARD_BLOCKS_EACH * all) : pairs;
+    return min64(tiles * units, has_uneven_work(a) ? max64(all, most) : all);
 }
 
 static void lay_out_forward(const attention_problem *p, attention_choice *c) {
     const kernel_row *k = &heddle__cuda_attention_kernels[c->fwd];
     c->tiles_q = ceil_div(p->a->sq, k->own);
-    c->blocks = persistent_blocks(p, sm90_forward_parts(k->dim, p->a->dv), c->tiles_q);
+    c->blocks = persistent_blocks(p, k, c->tiles_q);
     place_map_of(p, c->fwd, false, c);
     place_count(p, c);
 }
@@ -185,7 +198,9 @@ static void lay_out_fused(const attention_problem *p, attention_choice *c) {
     c->tiles_q = ceil_div(a->sq, heddle__cuda_attention_kernels[c->gather].own);
     c->tiles_k = ceil_div(a->sk, k->own);
     c->blocks = c->tiles_q * a->h * a->b;
-    c->blocks_dkdv = min64(c->tiles_k * a->hk * a->b, p->device->multiprocessors);
+    const bool few = c->tiles_k <= FEW_TILES && k->dim > 64 && k->dim <= 128;
+    const int64_t each = has_uneven_work(a) && few ? FUSED_BLOCKS_EACH : 1;
+    c->blocks_dkdv = min64(c->tiles_k * a->hk * a->b, each * p->device->multiprocessors);
     if (a->features &
         HEDDLE_BOOL_MASK) /* a block for each pair of tiles: what they cost is known to the device alone */
         c->blocks_dkdv = max64(c->blocks_dkdv, ceil_div(c->tiles_k, 2) * a->hk * a->b);
