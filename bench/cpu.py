@@ -22,6 +22,7 @@ import argparse
 import ctypes
 import os
 import pathlib
+import sys
 import time
 
 import torch
@@ -199,11 +200,12 @@ def attention_dropout(m, report, quick):
 # ----------------------------------------------------------------------------------------------------- norm-linear
 
 class NormLinearPair:
-    def __init__(self, m, rows, k, n, dtype):
+    def __init__(self, m, rows, k, n, dtype, backward=True):
         x, gamma, beta = normal(rows, k, dtype=dtype), 1 + 0.1 * normal(k, dtype=dtype), 0.1 * normal(k, dtype=dtype)
         w, bias, dy = normal(n, k, dtype=dtype) / k ** 0.5, normal(n, dtype=dtype), normal(rows, n, dtype=dtype)
         self.m, self.dtype, self.flops = m, dtype, 2.0 * rows * k * n
-        self.job = m.heddle.norm_linear(x, gamma, beta, w, bias, dy)
+        self.given = x, gamma, beta, w, bias
+        self.job = m.heddle.norm_linear(*self.given, dy if backward else None)
         leaves = [a.clone().requires_grad_() for a in (x, gamma, beta, w, bias)]
 
         def forward():
@@ -248,6 +250,28 @@ def norm_linear(m, report, quick):
                        torch_fraction=fraction_of(work, theirs, p["tf"]), over_torch=ratio(theirs, ours),
                        over_other=ratio(plain, ours) if plain else None, goals=goal, m=2048, k=768, n=3072,
                        dtype=SHORT[dtype], direction=label)
+
+
+def prepared(m, report, quick):
+    """A forward that finds what it makes of the weight, beside the one that does not; results have the same bits."""
+    report.section("norm-linear, the weight prepared", "(x other: over the plain call)")
+    few = [(rows, 4096, n) for n in (4096, 12288) for rows in (1, 4, 16, 64)]
+    for dtype in (F32, BF16):
+        for rows, k, n in [(16, 1024, 4096)] if quick else [*few, (1024, 1024, 4096), (2048, 768, 3072)]:
+            pair = NormLinearPair(m, rows, k, n, dtype, backward=False)
+            kept = m.heddle.norm_linear(*pair.given, prepared=True)
+            name = f"{SHORT[dtype]} m{rows} k{k} n{n} forward"
+            pair.job.forward()
+            kept.forward()
+            if not torch.equal(kept.tensors["y"], pair.job.tensors["y"]):
+                sys.exit(f"cpu.py: prepared {name}: not the bits of the plain call")
+            same([kept.tensors["y"]], [pair.torch_forward()], dtype, f"prepared {name}")
+            t, p = m.time({"h": kept.forward, "o": pair.job.forward, "t": pair.torch_forward})
+            report.add("norm-linear prepared", name, ms=1e3 * median(t["h"]), gflops=1e-9 * pair.flops / median(t["h"]),
+                       fraction=fraction_of(pair.flops, t["h"], p["h"]), torch_ms=1e3 * median(t["t"]),
+                       over_torch=ratio(t["t"], t["h"]), torch_fraction=fraction_of(pair.flops, t["t"], p["t"]),
+                       over_other=ratio(t["o"], t["h"]), goals=(None, None, None), m=rows, k=k, n=n,
+                       dtype=SHORT[dtype], direction="forward", other_ms=1e3 * median(t["o"]))
 
 
 # ---------------------------------------------------------------------------------------------------------- decode
@@ -421,8 +445,8 @@ def cliffs(m, report, quick):
 
 SECTIONS = {"attention": attention_f32, "vit": attention_vit, "16-bit": attention_16, "avx2": attention_avx2,
             "dropout": attention_dropout, "options": attention_options,
-            "norm-linear": norm_linear, "decode": decode, "two-cores": two_cores, "plain-loops": plain_loops,
-            "cliffs": cliffs}
+            "norm-linear": norm_linear, "prepared": prepared, "decode": decode, "two-cores": two_cores,
+            "plain-loops": plain_loops, "cliffs": cliffs}
 ONE_THREAD_ONLY = {"avx2", "cliffs", "options"}
 
 

@@ -10,7 +10,8 @@ dbias), of heddle and of PyTorch's layer_norm + linear (eager). Under 1: faster 
 "no norm": a Linear alone, of both; "residual": a tensor added to y, of both, and not of what they are compared with; "z":
 norm(x) is a result, too, and has a gradient of its own; "swiglu": y = silu(gate)·up of both halves of the n columns, which
 forward keeps for backward ("geglu": gelu); "swiglu y": the same forward where y alone is wanted; "prepared": a forward that
-finds what it makes of the weight (heddle_norm_linear_prepare), and its time over that of the one that does not.
+finds what it makes of the weight (heddle_norm_linear_prepare), in turn with the one that does not, whose time over its own
+is "gain".
 --compiled: PyTorch's layer_norm + linear by torch.compile, too, where that works.
 --errors: of each result the largest error against float64 over the largest magnitude, and that over PyTorch's, with rows whose
 means are 0, 100 and 1000 deviations.
@@ -36,11 +37,13 @@ OPTIONS = {"": {}, "no norm": {"norm": NO_NORM}, "residual": {"residual": True},
            "no norm residual": {"norm": NO_NORM, "residual": True}, "z": {"dz": True}, "swiglu": {"activation": "swiglu"},
            "swiglu y": {"activation": "swiglu"}, "geglu": {"activation": "geglu"}, "prepared": {}}
 GATES = {"swiglu": F.silu, "geglu": F.gelu}
+TYPES = ((BF16, False), (F16, False), (F32, False), (F32, True))  # and whether float32 may be TF32
+DEVICE = "cuda"
 INPUTS, NAMES = ("x", "gamma", "beta", "w", "bias"), ("y", "dx", "dgamma", "dbeta", "dw", "dbias")
 
 
 def tensors(m, k, n, dtype, mean=0.0):
-    make = lambda *shape: torch.randn(*shape, device="cuda")
+    make = lambda *shape: torch.randn(*shape, device=DEVICE)
     t = {"x": make(m, k) + mean, "gamma": 1 + 0.2 * make(k), "beta": 0.2 * make(k), "w": make(n, k) / k**0.5,
          "bias": make(n), "dy": make(m, n)}
     return {name: x.to(dtype) for name, x in t.items()}
@@ -98,6 +101,17 @@ def name_of(m, k, n, dtype, tf32, option):
     return f"m{m} k{k} n{n} {str(dtype)[6:]}{' tf32' * tf32}{' ' * bool(option)}{option}"
 
 
+def cases():
+    """m, k, n, dtype, tf32 and option of every row."""
+    rows = [(*shape, BF16, False, "") for shape in SHAPES + FEW_ROWS]
+    rows += [(*shape, *kind, "") for shape in (SHAPES[0], SHAPES[4]) for kind in TYPES[1:]]
+    rows += [(*shape, BF16, False, option) for option in list(OPTIONS)[1:] for shape in SHAPES]
+    rows += [(*GATED[0], BF16, False, option) for option in GATES]
+    rows += [(*SHAPES[4], *kind, option) for option in list(OPTIONS)[1:] for kind in TYPES[1:]]
+    rows += [(*shape, *kind, "prepared") for kind in TYPES[:3:2] for shape in (*FEW_ROWS, (1024, 4096, 4096))]
+    return rows
+
+
 def measure(lib, clock, m, k, n, dtype, tf32, option, regimes, compiled=None):
     torch._dynamo.reset()  # else, after eight shapes, the ninth is not compiled
     t, options = tensors(m, k, n, dtype), dict(OPTIONS[option])
@@ -151,9 +165,12 @@ def measure(lib, clock, m, k, n, dtype, tf32, option, regimes, compiled=None):
             row[f"{label}_{regime}"] = {"us": ours * 1e6, "eager_us": theirs * 1e6, "linear_us": alone * 1e6, "tflops": rate,
                                         "over_linear": ours / alone, "eager_over_linear": theirs / alone}
             row[f"{label}_{regime}"].update({f"{other}_us": each * 1e6 for other, each in zip(others, more)})
+            if "unprepared" in others:
+                row[f"{label}_{regime}"]["gain"] = more[0] / ours
             beside = "".join(f", {other} {each / alone:.2f}" for other, each in zip(others, more))
+            gain = f", gain {more[0] / ours:.3f}" if "unprepared" in others else ""
             cells.append(f"{label} {ours * 1e6:8.1f} us {rate:4.0f} TFLOP/s, over linear {ours / alone:.2f} "
-                         f"(eager {theirs / alone:.2f}{beside})")
+                         f"(eager {theirs / alone:.2f}{beside}){gain}")
         print(f"{name:40s} {regime:5s} {' | '.join(cells)}", flush=True)
     return row
 
@@ -184,21 +201,14 @@ def main():
     a = parser.parse_args()
     lib, clock, gpu = Library(a.library), Clock(), torch.cuda.get_device_name()
     print(f"{gpu}, torch {torch.__version__}")
-    types = [(BF16, False), (F16, False), (F32, False), (F32, True)]
     if a.errors:
-        for dtype, tf32 in types:
+        for dtype, tf32 in TYPES:
             torch.backends.cuda.matmul.allow_tf32 = tf32
             for mean in (0, 100, 1000):
                 errors(lib, 2048, 4096, 1024, dtype, tf32, mean)
     host_cost(lib)
-    cases = [(*shape, BF16, False, "") for shape in SHAPES + FEW_ROWS]
-    cases += [(*shape, *kind, "") for shape in (SHAPES[0], SHAPES[4]) for kind in types[1:]]
-    cases += [(*shape, BF16, False, option) for option in list(OPTIONS)[1:] for shape in SHAPES]
-    cases += [(*GATED[0], BF16, False, option) for option in GATES]
-    cases += [(*SHAPES[4], *kind, option) for option in list(OPTIONS)[1:] for kind in types[1:]]
-    cases += [(m, 4096, 4096, *kind, "prepared") for kind in types[:3:2] for m in (1, 16, 64, 1024)]
     compiled = by_inductor() if a.compiled else None
-    for case in cases:
+    for case in cases():
         name = name_of(*case)
         if a.filter and not any(x in name for x in a.filter):
             continue

@@ -16,7 +16,7 @@ import re
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- tables of bench/plot.py -->\n", "<!-- end of the tables -->\n"
 SECTIONS = ["attention f32", "attention 16-bit", "attention s197", "attention AVX2", "attention dropout", "attention options",
-            "norm-linear", "decode", "two cores", "plain loops", "off the table"]
+            "norm-linear", "norm-linear prepared", "decode", "two cores", "plain loops", "off the table"]
 
 
 def read(path):
@@ -52,6 +52,7 @@ def tables(rows):
         groups[r["threads"], SECTIONS.index(r["section"]), r["section"]].append(r)
     for (threads, _, section), group in sorted(groups.items()):
         last = {"attention 16-bit": "over heddle's float32", "norm-linear": "over heddle's float32",
+                "norm-linear prepared": "over unprepared",
                 "attention dropout": "of plain", "attention options": "of plain",
                 "two cores": "over one thread", "plain loops": "over plain loops",
                 "off the table": "of the neighbour"}.get(section)

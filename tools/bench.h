@@ -19,7 +19,7 @@ typedef struct bench_case {
 } bench_case;
 
 /* The problems of a device, bench_count of them; those of the GPU are made of its head dims, types and options. */
-enum { BENCH_MOST_CASES = 300 };
+enum { BENCH_MOST_CASES = 320 };
 int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]);
 /* On a GPU as bench/results calls it: "B4H16/16S4096D128c-bfloat16 softcap". */
 void bench_name(const bench_case *c, heddle_device device, char *text, size_t n);
@@ -34,6 +34,8 @@ typedef struct bench_data {
 } bench_data;
 
 bool bench_fill(job *j, arena *m, bool backward, uint64_t seed, bench_data *out);
+/* Of an option "prepared", with the inputs there: what forward makes of the weight, and says that it is there. */
+bool bench_prepare(const bench_case *c, job *j, arena *m, bench_data *data);
 void bench_release(const job *j, bench_data *data);
 
 /* By pass: the largest error of a small problem of this kind over that of the plain computation in the same type, where one
@@ -46,6 +48,7 @@ typedef struct bench_row {
     heddle_pass pass;
     bool decode;               /* counted in bytes, not in operations */
     double seconds, low, high; /* the median, and the quartiles around it */
+    int64_t prepared_bytes;    /* of norm-linear's weight, kept */
     double work;               /* FLOP, or bytes when decoding */
     double peak, fraction;     /* of FLOP/s, or of bytes/s when decoding */
     double error;              /* over the plain computation's; negative: not known */

@@ -68,14 +68,27 @@ static const struct option_kind {
     {"no norm", 0, false, false},
     {"no norm residual", HEDDLE_RESIDUAL, false, false},
     {"z", HEDDLE_Z, false, false},
+    {"prepared", 0, false, false}, /* a forward that finds what it makes of the weight: bench_prepare() */
     {"swiglu", HEDDLE_ACTIVATION, false, false},
 };
 enum {
     KINDS = sizeof kinds / sizeof *kinds,
-    OF_LINEAR = 8,
+    OF_LINEAR = 9,
     OF_LONG = 4,
     ON_ALL_DIMS = KINDS - OF_LINEAR - OF_LONG - 4
 };
+
+static bool is_prepared(const bench_case *c) {
+    return c->option && !strcmp(c->option, "prepared");
+}
+
+/* A row with an option of norm-linear. */
+static bench_case linear_with(heddle_dtype dtype, const int64_t mkn[3], const char *option) {
+    bench_case c = LINEAR(dtype, mkn[0], mkn[1], mkn[2]);
+    c.option = option;
+    c.forward_only = is_prepared(&c);
+    return c;
+}
 
 static const struct option_kind *kind_of(const bench_case *c) {
     for (int i = 0; i < KINDS && c->option; i++)
@@ -156,6 +169,7 @@ static int gpu_cases(bench_case *out) {
     static const int64_t sizes[][3] = {{16384, 1024, 4096}, {2048, 768, 3072},  {2040, 72, 744},    {2040, 72, 1000},
                                        {2040, 72, 1272},    {2040, 1000, 2040}, {2040, 1272, 2040}, {2040, 1480, 2040},
                                        {2048, 765, 3071},   {16, 768, 3072},    {4, 4096, 4096}};
+    static const int64_t few[3] = {16, 768, 3072};
     enum { SIZES = sizeof sizes / sizeof *sizes };
     int n = 0;
     for (int i = 0; i < 3; i++)
@@ -168,10 +182,10 @@ static int gpu_cases(bench_case *out) {
         out[n++].option = "tf32";
     }
     for (int i = 0; i < 3; i++)
-        for (int x = 0; x < OF_LINEAR; x++) {
-            out[n] = (bench_case)LINEAR(dtypes[i], sizes[0][0], sizes[0][1], sizes[0][2]);
-            out[n++].option = kinds[KINDS - OF_LINEAR + x].name;
-        }
+        for (int x = 0; x < OF_LINEAR; x++)
+            out[n++] = linear_with(dtypes[i], sizes[0], kinds[KINDS - OF_LINEAR + x].name);
+    for (int i = 0; i < 3; i += 2)
+        out[n++] = linear_with(dtypes[i], few, "prepared");
     static const int64_t halves[] = {368, 504, 640, 736}; /* those widths, of two halves */
     for (int i = 0; i < 2; i++)
         for (int x = 0; x < 4; x++) {
@@ -190,10 +204,11 @@ int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]) {
         out[n] = (bench_case)SELF(HEDDLE_F32, 1, 4, 4096, 64, FULL);
         out[n++].option = kinds[KINDS - OF_LINEAR - OF_LONG + x].name;
     }
-    for (int x = 0; x < OF_LINEAR; x++) {
-        out[n] = (bench_case)LINEAR(HEDDLE_F32, 2048, 768, 3072);
-        out[n++].option = kinds[KINDS - OF_LINEAR + x].name;
-    }
+    static const int64_t many[3] = {2048, 768, 3072}, few[3] = {16, 768, 3072};
+    for (int x = 0; x < OF_LINEAR; x++)
+        out[n++] = linear_with(HEDDLE_F32, many, kinds[KINDS - OF_LINEAR + x].name);
+    out[n++] = linear_with(HEDDLE_F32, few, "prepared");
+    out[n++] = linear_with(HEDDLE_BF16, few, "prepared");
     return n;
 }
 
@@ -418,6 +433,30 @@ bool bench_fill(job *j, arena *m, bool backward, uint64_t seed, bench_data *out)
     if (!ok)
         complain("the GPU's memory: %s", device_memory_error());
     return ok;
+}
+
+bool bench_prepare(const bench_case *c, job *j, arena *m, bench_data *data) {
+    heddle_norm_linear_data t = {.size = sizeof t,
+                                 .w = data->data[W],
+                                 .gamma = data->data[GAMMA],
+                                 .beta = data->data[BETA],
+                                 .bias = data->data[C]};
+    size_t bytes = 0;
+    void *at = NULL;
+    if (!is_prepared(c))
+        return true;
+    if (heddle_norm_linear_prepared_size(&j->l, &bytes) != HEDDLE_OK)
+        return complain("%s", heddle_last_message()), false;
+    if (bytes)
+        at = data->on_gpu ? device_memory_new(bytes) : arena_alloc(m, bytes);
+    data->data[PREPARED] = at;
+    if (bytes && !at)
+        return complain("the GPU's memory: %s", device_memory_error()), false;
+    if (bytes && heddle_norm_linear_prepare(&j->l, &t, at, bytes, NULL) != HEDDLE_OK)
+        return complain("%s", heddle_last_message()), false;
+    j->l.features |= HEDDLE_PREPARED;
+    j->l.prepared_bytes = (int64_t)bytes;
+    return true;
 }
 
 void bench_release(const job *j, bench_data *data) {

@@ -59,7 +59,8 @@ void bench_row_json(FILE *to, const bench_row *row, const bench_machine *machine
     fputs(", \"key\": ", to);
     put_key(to, row);
     if (c->h == 0)
-        fprintf(to, ", \"m\": %lld, \"k\": %lld, \"n\": %lld", (long long)c->m, (long long)c->k, (long long)c->n);
+        fprintf(to, ", \"m\": %lld, \"k\": %lld, \"n\": %lld, \"prepared_bytes\": %lld", (long long)c->m,
+                (long long)c->k, (long long)c->n, (long long)row->prepared_bytes);
     else
         fprintf(to, ", \"b\": %lld, \"h\": %lld, \"hk\": %lld, \"sq\": %lld, \"sk\": %lld, \"d\": %lld, \"causal\": %s",
                 (long long)c->b, (long long)c->h, (long long)c->hk, (long long)c->sq, (long long)c->sk, (long long)c->d,

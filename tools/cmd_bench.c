@@ -231,7 +231,7 @@ static bool run_case(const bench_case *c, const request *r, FILE *rows) {
     bench_data data = {0};
     char kernels[2][128];
     double errors[2] = {-1, -1};
-    bool good = bench_fill(&j, &m, !c->forward_only, r->seed, &data);
+    bool good = bench_fill(&j, &m, !c->forward_only, r->seed, &data) && bench_prepare(c, &j, &m, &data);
     name_kernels(&j, kernels);
     if (good && r->error)
         bench_errors(c, r->machine.device, kernels, r->seed, errors);
@@ -240,6 +240,7 @@ static bool run_case(const bench_case *c, const request *r, FILE *rows) {
         bench_name(c, r->machine.device, row.name, sizeof row.name);
         memcpy(row.kernel, kernels[p], sizeof row.kernel);
         row.work = work_of(c, &j, &row);
+        row.prepared_bytes = j.l.prepared_bytes;
         good = time_pass(&j, r, &data, &row);
         if (good)
             put_row(r, &row, rows);

@@ -4,6 +4,7 @@ functions, vmap, and shard_map's types. ``heddle.jax`` puts gradients and option
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -15,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from heddle import _C
-from heddle._arrays import BACKWARD, FORWARD, Problem
+from heddle._arrays import BACKWARD, FORWARD, PREPARE, Problem
 from heddle._arrays_norm_linear import Rows
+from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._options import PLACES
-from heddle._views import View
+from heddle._views import CUDA, View
 
 for _operation, _platform, _handler in _C.jax_handlers():
     jax.ffi.register_ffi_target(f"heddle_{_operation}", _handler, platform=_platform)
@@ -132,6 +134,10 @@ class Attention:
             d["dbias_stride"] = d["bias_stride"]
         return d, makes
 
+    def whole(self, description: dict[str, Any], given: Arrays) -> dict[str, Any]:
+        """The description with what is not known where it is made."""
+        return description
+
     def fold(self, size: int, mapped: dict[str, bool], given: Arrays, outputs: Sequence[str]) -> Arrays | None:
         """The arrays of a call whose batch is all `size` batches; None where one call does not do: packed sequences,
         random numbers that would be others in a larger batch, and gradients that the kernel would sum over it."""
@@ -172,6 +178,7 @@ class NormLinear:
     tf32: bool
     activation: str | None = None
     return_norm: bool = False
+    cuda: bool = False  # where PREPARE will run, which says how many bytes it makes
 
     @property
     def operation(self) -> str:
@@ -185,7 +192,8 @@ class NormLinear:
         bits = _C.features()
         features = (bits["deterministic"] if self.deterministic else 0) | (bits["tf32"] if self.tf32 else 0)
         features |= bits["z"] if self.return_norm else 0
-        x, w = given["x"], given["w"]
+        w: Any = given["w"]
+        x: Any = given.get("x", w)  # nobody looks at it where the weight is prepared
         vectors = given.get("gamma"), given.get("beta")
         p = TracedRows(
             x, w, *vectors, self.eps, self.norm, features, given.get("bias"), self.activation, given.get("residual")
@@ -196,7 +204,27 @@ class NormLinear:
         makes = {"y": ([m, n], x.dtype), "mean": ([m], real), "rstd": ([m], real), "u": ([m, rows], x.dtype)}
         makes |= {name: ([size], x.dtype) for name, size in (("dgamma", k), ("dbeta", k), ("dbias", rows))}
         makes |= {"z": ([m, k], x.dtype), "dx": ([m, k], x.dtype), "dw": ([rows, k], x.dtype)}
+        if "x" not in given:
+            makes["prepared"] = [_prepared_bytes(p.description, self.cuda)], np.uint8
         return p.description, makes
+
+    def whole(self, description: dict[str, Any], given: Arrays) -> dict[str, Any]:
+        """With what is prepared, for the device on which it was: the handler refuses it on another."""
+        if "prepared" not in given:
+            return description
+        prepared = given["prepared"]
+        if prepared.dtype != np.uint8:
+            raise HeddleTypeError(f"prepared is {prepared.dtype}, but must be uint8")
+        if prepared.ndim != 1:
+            raise HeddleValueError(f"prepared has {prepared.ndim} dimensions, but must have 1 ([bytes])")
+        known = {"CPU": _prepared_bytes(description, False)}
+        with contextlib.suppress(RuntimeError):  # there is none, or it has no such problem
+            known["GPU"] = _prepared_bytes(description, True)
+        if prepared.shape[0] not in known.values():
+            right = " and ".join(f"{size} on a {device}" for device, size in known.items())
+            raise HeddleValueError(f"prepared has {prepared.shape[0]} bytes, but of this problem {right} are prepared")
+        features = description["features"] | _C.features()["prepared"]
+        return {**description, "features": features, "prepared_bytes": prepared.shape[0]}
 
     def fold(self, size: int, mapped: dict[str, bool], given: Arrays, outputs: Sequence[str]) -> Arrays | None:
         """As Attention's, of rows: the other arrays must be the same for all, and have no gradient wanted."""
@@ -212,6 +240,10 @@ class NormLinear:
         return folded
 
     unfold = Attention.unfold
+
+
+def _prepared_bytes(description: dict[str, Any], cuda: bool) -> int:
+    return _C.workspace("norm_linear", PREPARE, {**description, "device": CUDA} if cuda else description)
 
 
 # ----------------------------------------------------------------------------------------------- shard_map's types
@@ -259,7 +291,8 @@ def _passing(what: Any, which: int, inputs: tuple[str, ...], outputs: tuple[str,
     def run(*arrays: Any) -> Any:
         description, makes = what.describe(dict(zip(inputs, arrays, strict=True)))
         _C.workspace(what.operation, which, description)  # what the library refuses is an error here
-        packed = np.frombuffer(_C.pack(what.operation, description), np.int64)
+        whole = what.whole(description, dict(zip(inputs, arrays, strict=True)))
+        packed = np.frombuffer(_C.pack(what.operation, whole), np.int64)
         places = np.array([which, *map(_PLACES[what.operation].index, (*inputs, *outputs))], np.int64)
         results = [_result(shape, dtype, arrays[0]) for shape, dtype in (makes[name] for name in outputs)]
         return jax.ffi.ffi_call(f"heddle_{what.operation}", results)(*arrays, description=packed, fields=places)
@@ -298,6 +331,11 @@ _once_jit = jax.jit(_once, static_argnums=(0, 1, 2), inline=True)  # calls outsi
 
 def forward(what: Any, given: Arrays, outputs: Sequence[str]) -> Arrays:
     return dict(zip(outputs, _once_jit(what, FORWARD, tuple(outputs), given), strict=True))
+
+
+def prepare(what: Any, given: Arrays) -> Any:
+    """What norm-linear's forward makes of the weight."""
+    return _once_jit(what, PREPARE, ("prepared",), alike(given))[0]
 
 
 def backward(what: Any, given: Arrays, outputs: Sequence[str]) -> Arrays:

@@ -22,6 +22,7 @@ from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._jax_call import Attention, NormLinear
 from heddle._options import (
     CAUSAL,
+    EPS,
     PLACES,
     Activation,
     Causal,
@@ -35,7 +36,7 @@ from heddle._options import (
     window_of,
 )
 
-__all__ = ["attention", "norm_linear"]
+__all__ = ["attention", "norm_linear", "norm_linear_prepare"]
 
 _CAUSAL = {value: str(name) if value else None for name, value in CAUSAL.items()}
 
@@ -105,7 +106,7 @@ def _norm_linear_bwd(what: NormLinear, kept: Any, cotangents: Any) -> tuple[Any]
         return (dict.fromkeys(given),)
     if "dy" not in come:
         come["dy"] = jnp.zeros(cotangents[0].shape, cotangents[0].dtype)
-    needed = {name: value for name, value in given.items() if name not in ("bias", "residual")}
+    needed = {name: value for name, value in given.items() if name not in ("bias", "residual", "prepared")}
     grads = [name for name in grads if name != "dresidual"]
     made = _jax_call.backward(what, {**needed, **made, **come}, grads) if grads else {}
     if "residual" in wanted:
@@ -404,6 +405,7 @@ def norm_linear(
     residual: Any = None,
     return_norm: bool = False,
     tf32: bool = False,
+    prepared: Any = None,
 ) -> Any:
     """heddle.norm_linear for JAX: act(norm(x)·weightᵀ + bias) + residual in one, within jit, grad, vmap and shard_map.
 
@@ -412,6 +414,9 @@ def norm_linear(
         weight: [n, k], x's dtype: the transpose of Flax's kernel, which is [k, n].
         bias, gamma, beta, eps, norm, activation, residual, return_norm, tf32: as in heddle.norm_linear; eps is known
             when JAX traces.
+        prepared: what heddle.jax.norm_linear_prepare, or heddle.norm_linear_prepare of JAX's arrays, made of this
+            weight, bias, gamma and beta, with these options, for the device on which the call runs; results have the
+            same bits without it. Backward does not look at it. Prepare anew when any of them changes.
 
     Returns:
         y, [..., n] of x's dtype; with return_norm a tuple (y, z). All six arrays have gradients.
@@ -435,8 +440,58 @@ def norm_linear(
             given[name] = _array(name, value)
     if residual is not None:
         given["residual"] = _rows_like_y(_array("residual", residual), x, given["w"], kind)
+    if prepared is not None:
+        given["prepared"] = _array("prepared", prepared)
     if return_norm and norm == "none":
         raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
     what = NormLinear(norm, eps, _deterministic(None), bool(tf32), activation, bool(return_norm))
     made = tuple(t.reshape(*x.shape[:-1], t.shape[-1]) for t in _norm_linear_jit(what, _jax_call.alike(given)))
     return made if return_norm else made[0]
+
+
+def _on_a_gpu(weight: Any) -> bool:
+    """Where a call with this array runs; of one that is traced, where JAX runs what nobody has placed."""
+    if isinstance(weight, jax.Array) and not isinstance(weight, jax.core.Tracer):
+        return any(device.platform != "cpu" for device in weight.devices())
+    device = jax.config.jax_default_device
+    return bool((getattr(device, "platform", device) or jax.default_backend()) != "cpu")
+
+
+def norm_linear_prepare(
+    weight: Any,
+    bias: Any = None,
+    gamma: Any = None,
+    beta: Any = None,
+    *,
+    norm: Literal["layer", "rms", "none"] = "layer",
+    activation: Activation = None,
+    return_norm: bool = False,
+    tf32: bool = False,
+) -> Any:
+    """heddle.norm_linear_prepare for JAX: what norm_linear makes of its weight in every call before it looks at x.
+
+    Args:
+        weight, bias, gamma, beta, norm, activation, return_norm, tf32: as they will be given to heddle.jax.norm_linear;
+            float32, bfloat16 or float16, or float64 on the CPU.
+
+    Returns:
+        uint8 [bytes] for heddle.jax.norm_linear as prepared, of no bytes where nothing is worth keeping. It has no
+        gradient. How many bytes there are depends on the device: that of weight, and while JAX traces that on which it
+        runs what nobody has placed (jax.default_device). On another one the call is an error when it runs.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as heddle.jax.norm_linear.
+
+    Source: as heddle.norm_linear.
+    """
+    norm_of(norm)
+    if return_norm and norm == "none":
+        raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
+    given = {"w": _array("weight", weight)}
+    if given["w"].ndim != 2:
+        raise HeddleValueError(f"weight has {given['w'].ndim} dimensions, but must have 2 ([n, k])")
+    for name, value in (("gamma", gamma), ("beta", beta), ("bias", bias)):
+        if value is not None:
+            given[name] = _array(name, value)
+    what = NormLinear(norm, EPS, False, bool(tf32), activation, bool(return_norm), _on_a_gpu(given["w"]))
+    return _jax_call.prepare(what, jax.lax.stop_gradient(given))

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * heddle.jax's handlers: XLA's buffers and attributes to a description, and the pass. Two attributes say what a call is: `description`, the
  * bytes of heddle_attention or heddle_norm_linear as heddle.jax made them when it traced (the device is filled in here), and `fields`: the
- * pass, then the place in src/<operation>_fields.def of each argument and of each result. Buffers are taken where they lie, row-major. */
+ * pass, then the place in src/<operation>_fields.def of each argument and of each result. Buffers are taken where they lie, row-major.
+ * A third pass of norm-linear makes of the weight what its forward takes as `prepared`. */
 #include "jax_call.h"
 
 #include "block_lists.h"
@@ -20,10 +21,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { PREPARE = 2 }; /* the third pass */
+
 typedef struct call {
     xla_frame *frame;
-    bool attention, cuda;
-    heddle_pass pass;
+    bool attention, cuda, prepare;
+    heddle_pass pass; /* with prepare: forward */
     union {
         heddle_attention attention;
         heddle_norm_linear norm_linear;
@@ -33,6 +36,8 @@ typedef struct call {
         heddle_norm_linear_data norm_linear;
     } t;
     int64_t columns; /* of block_columns, which the data tell */
+    int64_t bytes;   /* of what is prepared, the same */
+    void *prepared;  /* with prepare */
     void *stream;
 } call;
 
@@ -144,7 +149,7 @@ static int type_of(const call *c, const tensor_field *f) {
     case OF_DTYPE: return dtype < sizeof types / sizeof *types ? types[dtype] : 0;
     case OF_FLOAT: return dtype == HEDDLE_F64 ? XLA_F64 : XLA_F32;
     case OF_BOOL: return XLA_PRED;
-    case OF_BYTES: return 0; /* JAX has none */
+    case OF_BYTES: return XLA_U8;
     case OF_INT32: return XLA_S32;
     case OF_E4M3: return XLA_F8E4M3FN;
     default: return XLA_U32; /* JAX has 64-bit integers only if asked: a number is two of these, the low one first */
@@ -156,7 +161,8 @@ static xla_error *take_buffer(call *c, const xla_buffer *buffer, int64_t field, 
     if (field < 0 || field >= count)
         return fail(c, XLA_INVALID_ARGUMENT, "heddle: there is no tensor number %lld", (long long)field);
     const tensor_field *f = (c->attention ? attention_fields : norm_linear_fields) + field;
-    if (result != is_output_of(f, c->pass))
+    const bool of_weight = !c->attention && field == FIELD_N_PREPARED;
+    if (result != (c->prepare ? of_weight : is_output_of(f, c->pass)))
         return fail(c, XLA_INVALID_ARGUMENT, "heddle: %s is no %s of this pass", f->name,
                     result ? "result" : "argument");
     int64_t elements = 1, needed = times(reach(c, f), f->element == OF_UINT64 ? 2 : 1);
@@ -166,13 +172,21 @@ static xla_error *take_buffer(call *c, const xla_buffer *buffer, int64_t field, 
         return fail(c, XLA_INVALID_ARGUMENT,
                     "heddle: %s has %lld elements of XLA's type %d, but must have %lld of type %d", f->name,
                     (long long)elements, buffer->dtype, (long long)needed, type_of(c, f));
+    if (of_weight && elements == 0)
+        return NULL;
     memcpy((char *)&c->t + f->offset, &buffer->data, sizeof buffer->data);
     if (f == &attention_fields[FIELD_BLOCK_COLUMNS])
         c->columns = elements;
+    if (of_weight) {
+        c->bytes = elements;
+        c->prepared = buffer->data;
+    }
     return NULL;
 }
 
 static heddle_status query_workspace(const call *c, size_t *bytes) {
+    if (c->prepare)
+        return heddle_norm_linear_prepared_size(&c->d.norm_linear, bytes);
     return c->attention ? heddle_attention_workspace(&c->d.attention, c->pass, bytes)
                         : heddle_norm_linear_workspace(&c->d.norm_linear, c->pass, bytes);
 }
@@ -184,7 +198,10 @@ static xla_error *take_buffers(call *c, size_t *workspace) {
     if (!fields || (int64_t)fields->count != 1 + in->count + out->count)
         return fail(c, XLA_INVALID_ARGUMENT, "heddle: the call does not say what its buffers are");
     const int64_t *place = fields->data;
-    c->pass = place[0] ? HEDDLE_BACKWARD : HEDDLE_FORWARD;
+    c->prepare = !c->attention && place[0] == PREPARE;
+    if (place[0] < HEDDLE_FORWARD || (place[0] > HEDDLE_BACKWARD && !c->prepare))
+        return fail(c, XLA_INVALID_ARGUMENT, "heddle: there is no pass number %lld", (long long)place[0]);
+    c->pass = place[0] == HEDDLE_BACKWARD ? HEDDLE_BACKWARD : HEDDLE_FORWARD;
     xla_error *error = fail_status(c, query_workspace(c, workspace));
     for (int64_t x = 0; !error && x < in->count; x++)
         error = take_buffer(c, in->values[x], place[1 + x], false);
@@ -280,6 +297,12 @@ static heddle_status run_pass(const call *c, void *space, size_t bytes) {
                                                                                 space, bytes, c->stream);
 }
 
+/* The library compares the bytes with those of the device: who traced may have thought of another. */
+static xla_error *run_prepare(const call *c) {
+    return fail_status(
+        c, heddle_norm_linear_prepare(&c->d.norm_linear, &c->t.norm_linear, c->prepared, (size_t)c->bytes, c->stream));
+}
+
 /* XLA has memory for the time of a call on a GPU alone; for the CPU it says to use the system's. How much is needed depends on the
  * number of threads of the moment, so a result whose size was fixed when the program was compiled would not do. */
 static xla_error *run_on_cpu(const call *c, size_t bytes) {
@@ -357,6 +380,8 @@ static xla_error *handle(xla_frame *frame, bool attention, bool cuda) {
     error = error || !attention ? error : take_lengths(&c);
     if (error)
         return error;
+    if (c.prepare)
+        return run_prepare(&c);
     return cuda ? run_on_cuda(&c, bytes) : run_on_cpu(&c, bytes);
 }
 

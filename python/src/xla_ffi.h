@@ -15,6 +15,7 @@ enum {
     XLA_PRED = 1,
     XLA_S32 = 4,
     XLA_S64 = 5,
+    XLA_U8 = 6,
     XLA_U32 = 8,
     XLA_F16 = 10,
     XLA_F32 = 11,

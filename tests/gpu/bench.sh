@@ -23,7 +23,7 @@ bench --dtype bf16 --filter S128D64 --json --html "$directory/page" || wrong "it
 [ "$(grep -c '"ms": 1, .*"gflops": .*"peak_gflops": .*"fraction": 0\.' "$directory/out")" = 2 ] || wrong "no row of each pass"
 grep -q 'fwd_bf16_d64_lean_sm90' "$directory/page" || wrong "the page does not name the kernel"
 bench --filter "m16 k768" --dtype f32 || wrong "norm-linear: it ends with $?"
-[ "$(grep -c 'm16 k768 n3072 float32 .* GF/s ' "$directory/out")" = 2 ] || wrong "no rows of norm-linear"
+[ "$(grep -c 'm16 k768 n3072 float32 .* GF/s ' "$directory/out")" = 3 ] || wrong "no row of each pass of norm-linear, and of prepared weights"
 HEDDLE_CUDA_FAMILY=sm80 bench --filter m16 --json || wrong "sm80: it ends with $?"
 grep -q '_sm80"' "$directory/out" || wrong "HEDDLE_CUDA_FAMILY asks for no family"
 FAKE_CC=86 bench --filter m16 --json || wrong "on a GPU without wgmma it ends with $?"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench/gpu_step.py as far as it goes without a GPU: its steps on the CPU, its options, and how ./dev reaches it."""
+"""bench/gpu_step.py as far as it goes without a GPU: its steps on the CPU, its options, and how ./dev reaches it.
+And the rows of all benches that time a prepared weight."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+
+import heddle  # noqa: F401  (its library is measured)
 
 ROOT = Path(__file__).resolve().parents[2]
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -104,3 +108,115 @@ def test_without_gpu() -> None:
 def test_unknown_part() -> None:
     done = dev("stride")
     assert done.returncode == 1 and "attention, norm_linear, overhead or step" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- prepared weights
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script of bench/, which finds its neighbours as it does when it is run."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module(name)
+
+
+def built_library(heddle_c: ModuleType, calls: list[tuple[bool, Any]]) -> Any:
+    """The library that the package has loaded, which notes its norm-linear jobs and whether they are prepared."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    library = heddle_c.Library(next(line.split()[-1] for line in lines if "libheddle.so" in line))
+    made = library.norm_linear
+
+    def noted(*given: Any, **options: Any) -> Any:
+        calls.append((bool(options.get("prepared")), made(*given, **options)))
+        return calls[-1][1]
+
+    library.norm_linear = noted
+    return library
+
+
+def assert_same_bits(calls: list[tuple[bool, Any]]) -> None:
+    """Of a prepared job and a plain one, which have run."""
+    of = dict(calls)
+    assert len(calls) == 2 and of.keys() == {True, False}
+    assert of[True].desc.prepared_bytes == of[True].tensors["prepared"].numel() - 64 > 0
+    assert not of[False].desc.features and torch.equal(of[True].tensors["y"], of[False].tensors["y"])
+
+
+def test_gpu_rows_of_prepared_weights(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each shape there is one, and it times the prepared call in turn with the plain one."""
+    bench, calls = script("gpu_norm_linear", monkeypatch), []
+    prepared = {case[:5] for case in bench.cases() if case[5] == "prepared"}
+    assert prepared >= {(*shape, torch.bfloat16, False) for shape in bench.SHAPES + bench.FEW_ROWS}
+    assert prepared >= {(*shape, torch.float32, False) for shape in bench.FEW_ROWS}
+    assert len(bench.cases()) == len(set(bench.cases()))
+
+    class Clock:
+        def measure(self, regime: str, timed: list[Any]) -> list[float]:
+            for call in timed:
+                call()
+            return [2e-6, 5e-6, 1e-6, 3e-6]  # ours, eager, linear, unprepared
+
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    library = built_library(sys.modules["heddle_c"], calls)
+    row = bench.measure(library, Clock(), 16, 64, 96, torch.float32, False, "prepared", ["rest"])
+    assert_same_bits(calls)
+    assert row["case"] == "m16 k64 n96 float32 prepared" and "bwd_rest" not in row
+    assert row["fwd_rest"]["unprepared_us"] == 3 and row["fwd_rest"]["gain"] == 1.5
+    assert "unprepared 3.00), gain 1.500" in capsys.readouterr().out
+
+
+def test_cpu_rows_of_prepared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each type's call is timed in turn with the plain one, and the tables have a column for what it gains."""
+    bench, plot = script("cpu", monkeypatch), script("plot", monkeypatch)
+    rows: list[dict[str, Any]] = []
+
+    class Machine:
+        def time(self, timed: dict[str, Any]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+            for call in timed.values():
+                call()
+            return {"h": [2e-3], "o": [3e-3], "t": [4e-3]}, {key: [1e9] for key in timed}
+
+    class Report:
+        def section(self, *title: str) -> None:
+            pass
+
+        def add(self, section: str, name: str, **row: Any) -> None:
+            assert_same_bits(calls)
+            calls.clear()
+            rows.append({"section": section, "name": name, **row})
+
+    calls: list[tuple[bool, Any]] = []
+    machine = Machine()
+    machine.heddle = built_library(sys.modules["heddle_c"], calls)  # type: ignore[attr-defined]
+    bench.SECTIONS["prepared"](machine, Report(), True)
+    assert [row["name"] for row in rows] == [f"{short} m16 k1024 n4096 forward" for short in ("f32", "bf16")]
+    assert all(row["over_other"] == 1.5 and row["over_torch"] == 2 for row in rows)
+    words = dict.fromkeys(("cpu", "compiler", "torch", "isa", "date", "commit", "verdict"), "")
+    page = plot.tables([{**row, **words, "cores": 1, "load": 0, "threads": 1} for row in rows])
+    assert (
+        "norm-linear prepared, 1 thread, forward" in page
+        and "over unprepared" in page
+        and " 1.50\N{MULTIPLICATION SIGN} " in page
+    )
+
+
+def test_rows_of_the_command() -> None:
+    """heddle bench has forwards alone of them, and what is prepared has bytes."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    folder = Path(next(line.split()[-1] for line in lines if "libheddle.so" in line)).parent
+    command = os.environ.get("HEDDLE_COMMAND") or folder / "heddle"
+    if not Path(command).exists():
+        pytest.skip("no command is built")
+    bench = [command, "bench", "--op", "norm-linear", "--json", "--no-error", "--seconds", "0", "--filter"]
+
+    def rows_of(text: str) -> list[Any]:
+        done = subprocess.run([*bench, text], capture_output=True, text=True, check=True)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    kept = rows_of(" prepared")
+    assert all(row["option"] == "prepared" and row["prepared_bytes"] > 768 * 3072 for row in kept)
+    assert {row["prepared_bytes"] for row in rows_of("[1,768] -> 3072")} == {0}
+    assert [(row["m"], row["dtype"], row["pass"]) for row in kept] == [
+        (2048, "f32", "forward"),
+        (16, "f32", "forward"),
+        (16, "bf16", "forward"),
+    ]

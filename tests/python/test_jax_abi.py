@@ -46,7 +46,7 @@ VALUES = {
     "XLA_ATTRIBUTE_ARRAY": "AttrType_ARRAY",
     "XLA_BUFFER": "ArgType_BUFFER",
     "XLA_EXECUTE": "ExecutionStage_EXECUTE",
-    **{f"XLA_{name}": f"DataType_{name}" for name in ("PRED", "S32", "S64", "U32", "F16", "F32", "F64", "BF16")},
+    **{f"XLA_{name}": f"DataType_{name}" for name in ("PRED", "S32", "S64", "U8", "U32", "F16", "F32", "F64", "BF16")},
     **{
         f"XLA_{name}": f"Error_Code_{name}"
         for name in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE")
