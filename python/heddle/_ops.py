@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,10 @@ _DIFFERENTIABLE = {name: max(*known, *_CONSTANTS[name]) + 1 for name, known in _
 }
 _DIFFERENTIABLE["norm_linear_backward"] = len(_schema.names("norm_linear_backward"))  # dz is its last
 _LAST_TENSOR = max(_ATTENTION_TENSORS, *_DIFFERENTIABLE.values())  # of all operators
+# Of so many arguments, those that can: PyTorch takes 0.08 µs to look at one, though it be None.
+_CAN_REQUIRE: dict[str, Callable[[Sequence[Any]], tuple[Any, ...]]] = {
+    name: itemgetter(*sorted({*known, *_CONSTANTS[name]})) for name, known in _GRADIENTS.items()
+} | {name: itemgetter(*range(last)) for name, last in _DIFFERENTIABLE.items() if name not in _GRADIENTS}
 NUMBER_DEFAULTS = _OPTION_DEFAULTS[3:]  # all those behind the two max_seqlens and causal
 
 
@@ -98,7 +103,8 @@ def _register_autograd(name: str, function: Any) -> None:
     """`function` is recorded where a gradient is wanted; elsewhere the call goes straight through."""
     redispatch_boxed = getattr(ops, name).default._handle.redispatch_boxed  # OpOverload.redispatch, one call less
     below = torch._C._AutoDispatchBelowAutograd
-    enabled, any_requires, last = torch.is_grad_enabled, torch._C._any_requires_grad, _DIFFERENTIABLE[name]
+    enabled, any_requires = torch.is_grad_enabled, torch._C._any_requires_grad
+    last, can_require = _DIFFERENTIABLE[name], _CAN_REQUIRE[name]
     transforms: Any = torch._C._are_functorch_transforms_active
     apply, both_modes = function.apply, _derivatives.both_modes(name, function)
 
@@ -106,7 +112,7 @@ def _register_autograd(name: str, function: Any) -> None:
         transformed = transforms()
         found = _derivatives.duals(args) if transformed or forward_ad._current_level >= 0 else None
         keyset = keyset & _below_autograd
-        if not (enabled() and any_requires(*args[:last])):
+        if not (enabled() and any_requires(*(args if len(args) < last else can_require(args)))):
             if found:
                 return _derivatives.forward_mode(name, partial(redispatch_boxed, keyset), *found)
             # No guard: the C kernels call no operator that autograd would record.
@@ -291,12 +297,13 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bool))
 _grad_enabled, _any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
 _function_mode, _dispatch_modes = torch._C._is_torch_function_mode_enabled, torch._C._len_torch_dispatch_stack
 _transforms: Any = torch._C._are_functorch_transforms_active
+_attention, _of_attention = ops.attention, _CAN_REQUIRE["attention"]
 
 
-def _nothing_to_record(args: Sequence[Any]) -> bool:
+def _nothing_to_record(args: Sequence[Any], looked_at: Sequence[Any]) -> bool:
     """No gradient, no tangent, and nobody between the caller and the kernel who might want one."""
     return (
-        not (_grad_enabled() and _any_requires_grad(*args[:_LAST_TENSOR]))
+        not (_grad_enabled() and _any_requires_grad(*looked_at))
         and forward_ad._current_level < 0
         and not _function_mode()
         and not _dispatch_modes()
@@ -310,7 +317,8 @@ def call(operator: Callable[..., Any], *args: Any) -> Any:
     if torch.compiler.is_compiling():
         return operator(*args)
     try:
-        if _nothing_to_record(args):
+        whole = operator is _attention and len(args) >= _LAST_TENSOR
+        if _nothing_to_record(args, _of_attention(args) if whole else args[:_LAST_TENSOR]):
             # Straight to the C kernel: the one for autograd above it is in Python and costs 3 µs.
             with torch._C._AutoDispatchBelowAutograd():
                 return operator(*args)
@@ -391,7 +399,8 @@ def quick_linear(
     where that is wrong: the long way says why. `keeper` is asked for what it keeps of the weight."""
     try:
         tensors = x, weight, bias, gamma, beta
-        if _is_compiling() or not _nothing_to_record((*tensors, residual)) or _tracing() or not x.is_contiguous():
+        given = *tensors, residual
+        if _is_compiling() or not _nothing_to_record(given, given) or _tracing() or not x.is_contiguous():
             return NotImplemented
         kind, act = NORMS[norm], 0 if activation is None else ACTIVATIONS[activation]
         if kind == NO_NORM and eps != EPS:

@@ -386,6 +386,27 @@ def norm_linear(
         y = quick_linear(x, weight, bias, gamma, beta, eps, norm, activation, residual)
         if y is not NotImplemented:
             return y
+    return long_linear(
+        x, weight, bias, gamma, beta, eps, norm, activation, residual, return_norm, tf32=tf32, prepared=prepared
+    )
+
+
+def long_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float,
+    norm: str,
+    activation: str | None,
+    residual: Tensor | None,
+    return_norm: bool,
+    *,
+    tf32: bool = False,
+    prepared: Tensor | None = None,
+) -> Any:
+    """norm_linear where quick_linear() answers NotImplemented, and all that it is not asked for."""
     need_tensors(x=x, weight=weight)
     for name, value in (("bias", bias), ("gamma", gamma), ("beta", beta), ("residual", residual)):
         if isinstance(value, Tensor):

@@ -16,9 +16,9 @@ from heddle._errors import HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._nn_linear import added, idle, untouched
 from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer, own
-from heddle._ops import quick
+from heddle._ops import quick, quick_linear
 from heddle._options import Activation, Causal, activation_of, causal_of, eps_of, is_gated, norm_of
-from heddle._torch import norm_linear
+from heddle._torch import long_linear
 
 __all__ = [
     "LlamaBlock",
@@ -132,26 +132,20 @@ class NormLinear(Module):
         try:
             own_ones = its["_parameters"]
             weight, bias, gamma, beta = own_ones["weight"], own_ones["bias"], own_ones["gamma"], own_ones["beta"]
-            eps, norm, activation = its["eps"], its["norm"], its["activation"]
+            eps, norm, activation, return_norm = its["eps"], its["norm"], its["activation"], its["return_norm"]
         except KeyError:  # also where some are parametrised
             weight, bias, gamma, beta = own(self, "weight", "bias", "gamma", "beta")
-            eps, norm, activation = self.eps, self.norm, self.activation
-        if not self.training and self.keep_prepared and not (_goes_long() or self.return_norm or is_grad_enabled()):
+            eps, norm, activation, return_norm = self.eps, self.norm, self.activation, self.return_norm
+        if not self.training and self.keep_prepared and not (_goes_long() or return_norm or is_grad_enabled()):
             y = _nn_prepared.forward(self, x, (weight, bias, gamma, beta), eps, residual)
             if y is not NotImplemented:
                 return y
-        return norm_linear(
-            x,
-            weight,
-            bias,
-            gamma,
-            beta,
-            eps,
-            norm=norm,
-            activation=activation,
-            residual=residual,
-            return_norm=self.return_norm,
-        )
+        # What norm_linear does, one call less.
+        if not return_norm:
+            y = quick_linear(x, weight, bias, gamma, beta, eps, norm, activation, residual)
+            if y is not NotImplemented:
+                return y
+        return long_linear(x, weight, bias, gamma, beta, eps, norm, activation, residual, return_norm)
 
     def extra_repr(self) -> str:
         return (

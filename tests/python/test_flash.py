@@ -208,3 +208,19 @@ def test_a_window_of_tensors(make):
         packed = [t.flatten(0, 1) for t in (q, k, v)]
         got = heddle.flash_attn_varlen_func(*packed, cu, cu, 9, 9, window_size=make(*sides))
         assert torch.allclose(got.unflatten(0, (2, 9)), want, atol=1e-6)
+
+
+def test_no_window_is_two_integers():
+    """What equals the default and is none is looked at as ever."""
+    q = torch.randn(1, 5, 2, 8)
+    plain = heddle.flash_attn_func(q, q, q, causal=True)
+    for size in ((-1, -1), [-1, -1], (None, -1), torch.tensor([-1, -1])):
+        assert torch.equal(heddle.flash_attn_func(q, q, q, causal=True, window_size=size), plain)
+    for size, kind, text in (
+        ((-1.0, -1.0), TypeError, "its sides must be integers or None"),
+        ((-1, -1.0), TypeError, "its sides must be integers or None"),
+        ((-1, -1, -1), ValueError, "is no pair"),
+        (-1, ValueError, "is no pair"),
+    ):
+        with pytest.raises(kind, match=text):
+            heddle.flash_attn_func(q, q, q, causal=True, window_size=size)
