@@ -89,6 +89,15 @@ PTX void add_global4(float *to, float4 x) {
                  : "memory");
 }
 
+/* The same without a branch; NULL: to nothing. */
+PTX void add_global4_if(float *to, float4 x) {
+    asm volatile("{\n.reg .pred p;\n"
+                 "setp.ne.u64 p, %0, 0;\n"
+                 "@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+                 : "memory");
+}
+
 /* So many bytes of float32 in shared memory, a multiple of 16, added to what lies in global memory. */
 PTX void add_bulk(float *to, uint32_t from, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
@@ -140,6 +149,26 @@ PTX uint32_t cluster_address(uint32_t at, int rank) {
 /* Releases what tensor cores have read, no writes: with a release for the cluster each would be a fence for the whole GPU. */
 PTX void mbarrier_arrive_at(uint32_t there) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+
+/* mbarrier_expect at a barrier of another block. */
+PTX void mbarrier_expect_at(uint32_t there, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(there), "r"(bytes) : "memory");
+}
+
+/* Registers, and bytes of shared memory (a multiple of 16), to shared memory of another block; they complete on an mbarrier there. */
+PTX void store_async16(uint32_t there, uint4 x, uint32_t barrier_there) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(there),
+        "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier_there)
+        : "memory");
+}
+
+PTX void copy_to_block(uint32_t there, uint32_t from, int bytes, uint32_t barrier_there) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(there),
+        "r"(from), "r"(bytes), "r"(barrier_there)
+        : "memory");
 }
 
 /* All threads of all blocks of the cluster arrive, and wait. */
@@ -226,6 +255,14 @@ PTX void hold_until(float x) {
 
 PTX void pin(uint32_t &x) {
     asm volatile("" : "+r"(x)::"memory");
+}
+
+/* Its registers are not another's until here. */
+PTX void hold(const void *x) {
+    asm volatile("" ::"l"(x) : "memory");
+}
+PTX void hold(float x) {
+    asm volatile("" ::"f"(x) : "memory");
 }
 
 /* The same number in another register, once all in front of this has been waited for. */

@@ -98,6 +98,8 @@ struct engine_copy {
     mbarrier *barrier;
     char *to;
     const char *from; /* of a bulk copy; NULL: a box */
+    char sent[16];    /* where its registers lie */
+    bool is_sent;
     int bytes;
     box_map map;
     int x[DIMENSIONS];
@@ -138,7 +140,9 @@ static void bring_box(const engine_copy *c) {
 static void finish_copy(size_t x) {
     const engine_copy c = copies[x];
     copies.erase(copies.begin() + (long)x);
-    if (c.from)
+    if (c.is_sent)
+        memcpy(c.to, c.sent, (size_t)c.bytes);
+    else if (c.from)
         memcpy(c.to, c.from, (size_t)c.bytes);
     else
         bring_box(&c);
@@ -187,6 +191,16 @@ void hopper_copy(uint32_t to, const void *from, int bytes, uint32_t barrier) {
         emulator_fail("%d bytes to be copied from %p", bytes, from);
     c.to = copied_to(to, bytes);
     c.from = (const char *)from;
+    c.bytes = bytes;
+    c.barrier = barrier_at(barrier);
+    tell_engine(c);
+}
+
+void hopper_send(uint32_t to, const void *from, int bytes, uint32_t barrier) {
+    engine_copy c = {};
+    c.to = copied_to(to, bytes);
+    c.is_sent = true;
+    memcpy(c.sent, from, (size_t)bytes);
     c.bytes = bytes;
     c.barrier = barrier_at(barrier);
     tell_engine(c);

@@ -15,6 +15,8 @@ void hopper_wait(uint32_t at, int parity);
  * a bit each; 0: this one. */
 void hopper_copy_box(uint32_t to, const void *map, uint32_t barrier, const int *x, unsigned rank, unsigned blocks);
 void hopper_copy(uint32_t to, const void *from, int bytes, uint32_t barrier);
+/* From registers: read at once. */
+void hopper_send(uint32_t to, const void *from, int bytes, uint32_t barrier);
 /* This thread's copies by emulator_copy, and its arrival behind them. */
 void hopper_arrive_behind_copies(uint32_t at);
 

@@ -43,6 +43,8 @@ static int shared_bytes_sm90(const kernel_row *k) {
         return has_options ? sm90_forward_full_bytes(k->dim, k->own, k->block)
                            : sm90_forward_bytes(k->dim, k->own, k->block);
     case PASS_bwd:
+        if (sm90_is_pair(k->dim, k->own))
+            return sm90_pair_bytes();
         if (k->dim > 128)
             return sm90_wide_bytes(k->dim) + options;
         return sm90_fused_bytes(k->dim, k->block, k->variant == VARIANT_long) +

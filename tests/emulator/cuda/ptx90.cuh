@@ -31,6 +31,15 @@ PTX void mbarrier_wait(uint32_t at, int parity) {
 PTX void mbarrier_arrive_at(uint32_t there) {
     hopper_arrive(there, 0);
 }
+PTX void mbarrier_expect_at(uint32_t there, int bytes) {
+    hopper_arrive(there, bytes);
+}
+PTX void store_async16(uint32_t there, uint4 x, uint32_t barrier_there) {
+    hopper_send(there, &x, sizeof x, barrier_there);
+}
+PTX void copy_to_block(uint32_t there, uint32_t from, int bytes, uint32_t barrier_there) {
+    hopper_copy(there, emulator_shared(from, 16), bytes, barrier_there);
+}
 PTX uint32_t cluster_address(uint32_t at, int rank) {
     return emulator_address_in(at, rank);
 }
@@ -73,6 +82,10 @@ PTX void add_global4(float *to, float4 x) {
     to[1] += x.y;
     to[2] += x.z;
     to[3] += x.w;
+}
+PTX void add_global4_if(float *to, float4 x) {
+    if (to)
+        add_global4(to, x);
 }
 PTX void add_bulk(float *to, uint32_t from, int bytes) {
     hopper_add(to, from, bytes);
@@ -153,6 +166,10 @@ template <int N> PTX void wgmma_wait(void) {
 template <typename T> PTX void pin(T &) {
 }
 PTX void hold_until(float) {
+}
+PTX void hold(const void *) {
+}
+PTX void hold(float) {
 }
 PTX float moved(float x) {
     return x;

@@ -29,8 +29,9 @@ struct crew {
 
 /* Which tile of which unit (a head of a sequence) a block takes in its step-th turn; false: there is none left. Tiles
  * come in pairs, the longest of a causal mask with the shortest, so that all pairs are alike; the middle of an odd number
- * has none: a tile past the end. 16 units at a time, whose tensors stay in the second-level cache. The pairs that do not
+ * has none: a tile past the end. SECTION units at a time, whose tensors stay in the second-level cache. The pairs that do not
  * make a round are dealt out as single tiles. */
+template <unsigned SECTION = 16>
 INLINE bool take_tile(unsigned step, const crew &c, unsigned tiles, unsigned units, bool last_first, int *tile,
                       unsigned *unit) {
     const unsigned each = (tiles + 1) / 2, pairs = each * units;
@@ -42,7 +43,8 @@ INLINE bool take_tile(unsigned step, const crew &c, unsigned tiles, unsigned uni
         second = at >= left;
         pair = pairs - left + at - second * left;
     }
-    const unsigned section = pair / (16 * each) * 16, r = pair - section * each, count = min(16u, units - section);
+    const unsigned section = pair / (SECTION * each) * SECTION, r = pair - section * each,
+                   count = min(SECTION, units - section);
     const unsigned t = r / count, other = tiles - 1 - t;
     *unit = section + r % count;
     *tile = (int)(second && other == t ? tiles : (second != 0) != last_first ? other : t);
@@ -130,13 +132,13 @@ INLINE bool is_hidden(const attention_params &p, const place &c, int y, int tile
 }
 
 /* The first keys of a causal mask are seen most. */
-template <int BLOCK, int FULL = 0, int OWN = OWN_ROWS>
+template <int BLOCK, int FULL = 0, int OWN = OWN_ROWS, unsigned SECTION = 16>
 INLINE bool find_keys(const attention_params &p, const crew &c, unsigned step, key_work *work) {
     key_work &w = *work;
     int tile;
     unsigned unit;
     const unsigned hk = (unsigned)p.a.hk;
-    if (!take_tile(step, c, (unsigned)p.tiles_k, (unsigned)p.a.b * hk, false, &tile, &unit))
+    if (!take_tile<SECTION>(step, c, (unsigned)p.tiles_k, (unsigned)p.a.b * hk, false, &tile, &unit))
         return false;
     w.tile = tile;
     w.key0 = tile * OWN;

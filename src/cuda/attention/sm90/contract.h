@@ -119,6 +119,42 @@ CONTRACT int sm90_wide_bytes(int dim) {
            8 * (4 * SM90_WIDE_STAGES + 2 + 4 + 2);
 }
 
+/* The same without options, where a pair of blocks, a cluster, owns 128 keys: the first makes dV, the second dK, and each of dQ so many strips
+ * of 64 columns. */
+#define SM90_PAIR_TILES (224 * 1024)
+#define SM90_PAIR_MOST_SLOTS 5 /* or numbers of a step would come while others of its place are read */
+CONTRACT int sm90_is_pair(int dim, int own) {
+    return dim > 128 && own == SM90_OWN_ROWS;
+}
+CONTRACT int sm90_pair_strips(int dim, int rank) {
+    const int strips = sm90_columns(dim) / 64, first = strips / 2;
+    return rank ? strips - first : first;
+}
+
+/* The first keeps K, the second V and the strips of K of its dQ. Both have two places for what comes from the other (dS; P, then dS); what is left
+ * is slots of Q and dO. */
+CONTRACT int sm90_pair_own_bytes(int dim, int rank) {
+    return (sm90_columns(dim) / 64 + (rank ? sm90_pair_strips(dim, rank) : 0)) * SM90_OWN_ROWS * 128;
+}
+CONTRACT int sm90_pair_slots(int dim, int rank) {
+    const int room =
+        (SM90_PAIR_TILES - 2 * SM90_OWN_ROWS * 64 * 2 - sm90_pair_own_bytes(dim, rank)) / (64 * sm90_columns(dim) * 2);
+    return room < SM90_PAIR_MOST_SLOTS ? room : SM90_PAIR_MOST_SLOTS;
+}
+
+/* Steps of whose rows there are numbers, two of each; that have been told of; bytes of what is told of a step, and of a tile of keys. */
+#define SM90_PAIR_NUMBERS 3
+#define SM90_PAIR_TOLD 8
+#define SM90_PAIR_STEP_BYTES 16
+#define SM90_PAIR_WORK_BYTES 104
+
+/* All of that; marks of keys; barriers: two for each slot, two of the block's own, four for what comes from the other, four of P. */
+CONTRACT int sm90_pair_bytes(void) {
+    return SM90_PAIR_TILES + SM90_PAIR_NUMBERS * 2 * 64 * 4 + SM90_OWN_ROWS * 4 +
+           SM90_PAIR_TOLD * SM90_PAIR_STEP_BYTES + 2 * SM90_PAIR_WORK_BYTES +
+           8 * (2 * SM90_PAIR_MOST_SLOTS + 2 + 4 + 4);
+}
+
 /* Slots for tiles that stream, beside the block's own, where dK and dV, and dQ, have kernels of their own. */
 CONTRACT int sm90_backward_slots(int dim, int block) {
     return (dim > 128 ? 96 : 128) * 1024 / (block * sm90_columns(dim) * 2);

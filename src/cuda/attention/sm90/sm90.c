@@ -189,6 +189,15 @@ static void lay_out_forward(const attention_problem *p, attention_choice *c) {
     place_count(p, c);
 }
 
+/* The same of the fused backward, of so many tiles in all and in each sequence; by pairs both blocks of a pair are on one tile. */
+static int64_t fused_blocks(const attention_problem *p, const kernel_row *k, int64_t all, int64_t each_has) {
+    const int64_t multiprocessors = p->device->multiprocessors;
+    if (sm90_is_pair(k->dim, k->own))
+        return 2 * min64(all, max64(multiprocessors / 2, 1));
+    const bool few = each_has <= FEW_TILES && k->dim > 64 && k->dim <= 128;
+    return min64(all, (has_uneven_work(p->a) && few ? FUSED_BLOCKS_EACH : 1) * multiprocessors);
+}
+
 static void lay_out_fused(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     const kernel_row *k = &heddle__cuda_attention_kernels[c->bwd];
@@ -198,9 +207,7 @@ static void lay_out_fused(const attention_problem *p, attention_choice *c) {
     c->tiles_q = ceil_div(a->sq, heddle__cuda_attention_kernels[c->gather].own);
     c->tiles_k = ceil_div(a->sk, k->own);
     c->blocks = c->tiles_q * a->h * a->b;
-    const bool few = c->tiles_k <= FEW_TILES && k->dim > 64 && k->dim <= 128;
-    const int64_t each = has_uneven_work(a) && few ? FUSED_BLOCKS_EACH : 1;
-    c->blocks_dkdv = min64(c->tiles_k * a->hk * a->b, each * p->device->multiprocessors);
+    c->blocks_dkdv = fused_blocks(p, k, c->tiles_k * a->hk * a->b, c->tiles_k);
     if (a->features &
         HEDDLE_BOOL_MASK) /* a block for each pair of tiles: what they cost is known to the device alone */
         c->blocks_dkdv = max64(c->blocks_dkdv, ceil_div(c->tiles_k, 2) * a->hk * a->b);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Attention backward for Hopper, d or dv from 129 to 256: five products.
+ * Attention backward for Hopper with an option, d or dv from 193 to 256: five products (without options: pair.cu).
  *
  * The sums of dK and dV of 64 keys fill the registers of a warpgroup each. So the first has S, P and dV, the second dP, dS and dK; of dQ
  * each makes half of the columns. A block owns 64 keys and walks over the queries that see them, 64 at a time, head by head of the
@@ -19,7 +19,6 @@
 /* Shared memory: K, V; stages of Q and dO; P; dS twice; base, rest and D for each row of a stage; marks of keys. */
 template <int COLUMNS, int WITH> struct layout_wide {
     static constexpr int dim = COLUMNS, with = WITH;
-    static constexpr bool is_full = WITH != 0;
     static constexpr int slot_bytes = tile90<dim, BLOCK>::bytes, own_bytes = tile90<dim, OWN>::bytes;
     static constexpr int slots = 2 * own_bytes, weights = slots + STAGES * 2 * slot_bytes;
     static constexpr int ds = weights + OWN * BLOCK * 4, ds_bytes = OWN * BLOCK * 2;
@@ -28,8 +27,8 @@ template <int COLUMNS, int WITH> struct layout_wide {
     static constexpr int weights_full = empty + STAGES * 16, weights_empty = weights_full + 8;
     static constexpr int ds_full = weights_empty + 8, ds_empty = ds_full + 16;
     static constexpr int own_full = ds_empty + 16, own_empty = own_full + 8;
-    static constexpr int steps = own_empty + 8, bytes = steps + (is_full ? SM90_BACKWARD_OPTIONS : 0);
-    static_assert(bytes == sm90_wide_bytes(dim) + (is_full ? SM90_BACKWARD_OPTIONS : 0), "as the plan counts");
+    static constexpr int steps = own_empty + 8, bytes = steps + SM90_BACKWARD_OPTIONS;
+    static_assert(bytes == sm90_wide_bytes(dim) + SM90_BACKWARD_OPTIONS, "as the plan counts");
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
@@ -77,9 +76,9 @@ struct state {
     int own_turn, row0;
     bool any_bad; /* one of the keys is not finite */
     float *numbers, *marks, *sum;
-    int i0, left;                   /* of a tile of keys: first query of the step, steps left */
-    const key_options *steps, *now; /* full: of all, and of this one */
-    int x;                          /* full: the head of `sum` */
+    int i0;                         /* first query of the step */
+    const key_options *steps, *now; /* of all, and of this one */
+    int x;                          /* the head of `sum` */
 };
 
 template <typename layout> INLINE uint32_t full_barrier(const state &k, int which) {
@@ -96,20 +95,14 @@ INLINE float *row_numbers(const state &k) {
 }
 
 /* Does a mask or an end cut the step, or is a key not finite? Then both warpgroups clean its queries, and all has come. */
-template <typename T, typename layout> INLINE bool begin_step(const attention_params &p, const span &w, state *k) {
-    bool cut;
-    if (layout::is_full) {
-        mbarrier_wait(full_barrier<layout>(*k, 0), k->r.turn);
-        k->now = k->steps + k->turn % KEY_STEPS;
-        k->i0 = k->now->step & ~STEP_FLAGS;
-        k->sum += k->sum ? (k->now->x - k->x) * sum_tiles(p) * 64 * layout::dim : 0;
-        k->x = k->now->x;
-        cut = k->now->step & STEP_CUT;
-    } else {
-        cut = is_cut(w, k->i0);
-    }
-    const bool masked = cut || k->any_bad;
-    if (masked && (!layout::is_full || (k->now->step & STEP_DIRTY)))
+template <typename T, typename layout> INLINE bool begin_step(const attention_params &p, state *k) {
+    mbarrier_wait(full_barrier<layout>(*k, 0), k->r.turn);
+    k->now = k->steps + k->turn % KEY_STEPS;
+    k->i0 = k->now->step & ~STEP_FLAGS;
+    k->sum += k->sum ? (k->now->x - k->x) * sum_tiles(p) * 64 * layout::dim : 0;
+    k->x = k->now->x;
+    const bool masked = (k->now->step & STEP_CUT) || k->any_bad;
+    if (masked && (k->now->step & STEP_DIRTY))
         for (int which = 0; which < 2; which++) {
             mbarrier_wait(full_barrier<layout>(*k, which), k->r.turn);
             clean_slot<T, layout::dim, BLOCK, true>(stage<layout>(*k, k->r.slot, which), row_numbers(*k), 2 * BLOCK);
@@ -118,21 +111,14 @@ template <typename T, typename layout> INLINE bool begin_step(const attention_pa
 }
 
 /* Is there another step? */
-template <typename layout> INLINE bool goes_on(state *k) {
-    return layout::is_full ? !(k->now->step & STEP_LAST) : --k->left != 0;
+INLINE bool goes_on(const state &k) {
+    return !(k.now->step & STEP_LAST);
 }
 
-/* To the next step, and where its sums of dQ are. */
-template <typename layout> INLINE void next_step(const attention_params &p, const span &w, state *k) {
+/* To the next step. */
+INLINE void next_step(state *k) {
     advance<STAGES>(&k->r);
     k->turn++;
-    if (layout::is_full)
-        return;
-    k->i0 += BLOCK;
-    if (k->i0 >= w.end) { /* the next head */
-        k->i0 = w.begin;
-        k->sum += k->sum ? sum_tiles(p) * 64 * layout::dim : 0;
-    }
 }
 
 /* Where this thread adds its part of the step's dQ. */
@@ -173,22 +159,18 @@ template <typename T, typename layout> INLINE void issue_scores(const state &k, 
 
 /* Sᵀ -> Pᵀ. */
 template <typename T, typename layout>
-INLINE void weigh(const attention_params &p, const span &w, const state &k, bool masked, float (*s)[4]) {
+INLINE void weigh(const attention_params &p, const span &w, const state &k, float (*s)[4]) {
     constexpr int WITH = layout::with;
     const float *row = row_numbers(k);
     read_ahead<BLOCK> read;
-    float by = 1.0f;
     pin_all<BLOCK / 8>(s);
-    if (layout::is_full) {
-        read_key_options<BLOCK, WITH>(p, *k.now, k.row0, &read);
-        by = cap_and_slope_keys<T, BLOCK, WITH>(p, *k.now, k.row0, s);
-    }
-    if ((layout::is_full ? (k.now->step & STEP_BAND) != 0 : masked) || has_rest<BLOCK>(row))
+    read_key_options<BLOCK, WITH>(p, *k.now, k.row0, &read);
+    const float by = cap_and_slope_keys<T, BLOCK, WITH>(p, *k.now, k.row0, s);
+    if ((k.now->step & STEP_BAND) || has_rest<BLOCK>(row))
         key_weights<true, BLOCK>(p.scale_log2, w, k.row0, k.i0, row, s, by);
     else
         key_weights<false, BLOCK>(p.scale_log2, w, k.row0, k.i0, row, s, by);
-    if (layout::is_full)
-        hide_keys<T, BLOCK, WITH>(p, *k.now, k.row0, false, read, s);
+    hide_keys<T, BLOCK, WITH>(p, *k.now, k.row0, false, read, s);
     if (k.any_bad) {
         const float *marks = k.marks + fragment_row();
 #pragma unroll
@@ -223,23 +205,23 @@ template <typename T, typename layout>
 INLINE void sum_values(const attention_params &p, const span &w, state *k, float (*dv)[4]) {
     float s[BLOCK / 8][4];
     uint32_t ps[BLOCK / 16][4];
-    bool masked = begin_step<T, layout>(p, w, k);
+    begin_step<T, layout>(p, k);
     issue_scores<T, layout>(*k, s);
     wgmma_wait<0>();
-    weigh<T, layout>(p, w, *k, masked, s);
+    weigh<T, layout>(p, w, *k, s);
     put_weights<layout>(*k, s);
     pack_fragments<T, BLOCK>(ps, s);
 #pragma unroll 1
-    while (goes_on<layout>(k)) {
+    while (goes_on(*k)) {
         const ring last = k->r;
         float *const to = find_sum<layout>(*k);
-        next_step<layout>(p, w, k);
-        masked = begin_step<T, layout>(p, w, k);
+        next_step(k);
+        begin_step<T, layout>(p, k);
         pin_all<BLOCK / 16>(ps);
         issue_scores<T, layout>(*k, s);
         issue_dv<T, layout>(*k, last.slot, last.turn, ps, dv);
         wgmma_wait<1>();
-        weigh<T, layout>(p, w, *k, masked, s);
+        weigh<T, layout>(p, w, *k, s);
         put_weights<layout>(*k, s);
         wgmma_wait<0>();
         pin_all<BLOCK / 16>(ps);
@@ -318,22 +300,21 @@ INLINE void issue_dk(const state &k, int slot, uint32_t (*ds)[4], float (*dk)[4]
     wgmma_commit();
 }
 
-template <typename T, typename layout>
-INLINE void sum_keys(const attention_params &p, const span &w, state *k, float (*dk)[4]) {
+template <typename T, typename layout> INLINE void sum_keys(const attention_params &p, state *k, float (*dk)[4]) {
     float dp[BLOCK / 8][4];
     uint32_t ds[BLOCK / 16][4];
-    bool masked = begin_step<T, layout>(p, w, k);
+    bool masked = begin_step<T, layout>(p, k);
     issue_dp<T, layout>(*k, dp);
     wgmma_wait<0>();
     release(empty_barrier<layout>(*k, k->r.slot, 1));
     make_gradients<T, layout>(p, *k, masked, dp);
     put_gradients<T, layout>(*k, dp, ds);
 #pragma unroll 1
-    while (goes_on<layout>(k)) {
+    while (goes_on(*k)) {
         const int last = k->r.slot;
         float *const to = find_sum<layout>(*k);
-        next_step<layout>(p, w, k);
-        masked = begin_step<T, layout>(p, w, k);
+        next_step(k);
+        masked = begin_step<T, layout>(p, k);
         pin_all<BLOCK / 16>(ds);
         issue_dp<T, layout>(*k, dp);
         issue_dk<T, layout>(*k, last, ds, dk);
@@ -371,15 +352,13 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared, int 
             k.sum = p.dq_sum ? p.dq_sum + sum_tile(p, w.c, w.y * p.group) * 64 * D + threadIdx.x % WARPGROUP * 4 : NULL;
             k.x = w.y * p.group;
             k.row0 = w.key0 + fragment_row();
-            k.i0 = w.s.begin;
-            k.left = w.steps;
             mbarrier_wait(k.smem + layout::own_full, k.own_turn);
             k.own_turn ^= 1;
             k.any_bad = clean_keys<T, D, OWN>(k.smem, k.marks);
             if (group == 0)
                 sum_values<T, layout>(p, w.s, &k, sum);
             else
-                sum_keys<T, layout>(p, w.s, &k, sum);
+                sum_keys<T, layout>(p, &k, sum);
             advance<STAGES>(&k.r);
             k.turn++;
             release(k.smem + layout::own_empty);
@@ -413,7 +392,6 @@ template <typename T, int D, int WITH> INLINE void attention_wide(const attentio
     }
 }
 
-#define with_lean 0
 #define with_capped (WITH_CAP | WITH_SLOPES)
 #define with_masked WITH_MASK
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
