@@ -3,7 +3,7 @@
 """Attention of sequences that are divided among GPUs: heddle.parallel's ring beside one GPU alone and beside PyTorch.
 
     python3 bench/parallel.py [--gpus N] [--tokens 8192 32768 131072] [--method ring heads] [--transport auto messages]
-        [--samples 5] [--json FILE]
+        [--leave 0 16] [--samples 5] [--json FILE]
 
 Causal, b 1, h 16, d 128, bfloat16. A row: TFLOP/s a GPU, forward and forward with backward, of one GPU that has a sequence of so
 many tokens for itself; of N GPUs with a sequence of N times as many, zigzag; and of PyTorch's context_parallel with cuDNN's
@@ -84,10 +84,10 @@ def alone(tokens, world, options):
     return rates(lambda q, k, v: heddle.attention(q, k, v, causal=True), *inputs(tokens), tokens, 1, options.samples)
 
 
-def divided(method, compare, transport, tokens, world, options):
+def divided(method, compare, transport, leave, tokens, world, options):
     from heddle.parallel import ContextParallel
 
-    parallel = ContextParallel(dist.group.WORLD, method=method, compare=compare, transport=transport)
+    parallel = ContextParallel(dist.group.WORLD, method=method, compare=compare, transport=transport, leave=leave)
     attend = lambda q, k, v: parallel.attention(q, k, v, causal=True)  # noqa: E731
     return rates(attend, *inputs(tokens), tokens, world, options.samples)
 
@@ -131,10 +131,11 @@ def work(rank, world, port, options):
         file = stack.enter_context(open(options.json, "w")) if options.json and rank == 0 else None
         for tokens in options.tokens:
             whats = [("one GPU alone", alone, ())] + [
-                (f"heddle {m}, {c}, {t}", divided, (m, c, t))
+                (f"heddle {m}, {c}, {t}" + (f", {n} left" if n else ""), divided, (m, c, t, n))
                 for m in options.method
                 for c in options.compare
                 for t in options.transport
+                for n in options.leave
             ]
             whats += [] if options.no_peer else [("PyTorch cuDNN", pytorch, ())]
             base = None
@@ -162,7 +163,10 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--method", nargs="+", choices=["ring", "heads"], default=["ring", "heads"])
     parser.add_argument("--compare", nargs="+", choices=["once", "always"], default=["once"], help="ContextParallel's")
-    parser.add_argument("--transport", nargs="+", choices=["auto", "messages"], default=["auto"], help="ContextParallel's")
+    parser.add_argument(
+        "--transport", nargs="+", choices=["auto", "messages"], default=["auto"], help="ContextParallel's"
+    )
+    parser.add_argument("--leave", nargs="+", type=int, default=[0], help="ContextParallel's: multiprocessors for NCCL")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--no-peer", action="store_true", help="without PyTorch's context_parallel")
     parser.add_argument("--json")

@@ -174,16 +174,16 @@ typedef enum heddle_mask {
  *     P[i,j] = exp(S[i,j] - lse[i])
  *     o[i]   = sum_j P[i,j] Z[i,j] v[j]                        Z = 1, or with dropout 0 or 65536/(65536 - t)
  *
- * for every batch b and query head h; query head x uses key/value head x / (h / hk). A query that sees no key has o = 0 and
- * lse = -inf (lse = sink with HEDDLE_SINKS) and passes no gradient to q, k, v and bias. Values that are masked out, by whatever
- * means, are never used: they may be NaN. A bias under -2^24 masks as -inf does.
+ * for every batch b and query head h; query head x uses key/value head x / (h / hk). A query that sees no key has o = 0 and lse = -inf (lse
+ * = sink with HEDDLE_SINKS) and passes no gradient to q, k, v and bias. What is masked out is never used and may be NaN. A bias under -2^24
+ * masks as -inf does.
  *
  * With HEDDLE_VARLEN the sequences are packed: q is [total_q, h, d], k and v are [total_k, hk, ...], sequence n holds the rows
  * cu_seqlens[n] to cu_seqlens[n+1]-1 (zero of them is fine), sq and sk are upper limits of one sequence's rows, b counts sequences,
- * strides.b is not used and lse is [h, total_q]; the default strides are then those of [total, h, last]. bias, bool_mask, weights and
- * dbias keep [b, h, sq, sk] (written as zero outside the sequence). Rows that belong to no sequence are not written. Values of cu_seqlens
- * and seqlens outside their limits are clamped to them. With HEDDLE_SEQLENS only the first seqlens_q[n] and seqlens_k[n] rows of batch n
- * count, for off too; outputs of the other rows are zero (lse: -inf).
+ * strides.b is not used and lse is [h, total_q]; the default strides are then those of [total, h, last]. bias, bool_mask, weights and dbias
+ * keep [b, h, sq, sk] (written as zero outside the sequence). Rows that belong to no sequence are not written. cu_seqlens and seqlens are
+ * clamped to their limits. With HEDDLE_SEQLENS only the first seqlens_q[n] and seqlens_k[n] rows of batch n count, for off too; outputs of
+ * others are zero (lse: -inf).
  *
  * With HEDDLE_ACCUMULATE the keys are some of those that the queries see, and o, dq, dk and dv are float, whatever dtype is. Forward finds
  * in o and lse (which it needs) the result of other keys, and leaves that of all of them together; where lse is -inf it does not read o.
@@ -191,44 +191,46 @@ typedef enum heddle_mask {
  * and dsinks it writes as ever, of this part. A sink is one more key: it goes to one part. Not with HEDDLE_WEIGHTS.
  *
  * With HEDDLE_PAGES the keys and values of a sequence lie in pages of `page` rows: k is [pages, hk, page, d], v is [pages, hk, page, dv],
- * their strides.b go from page to page (rows side by side, as [pages, page, hk, d], by strides), and key j of sequence n is row j % page
- * of page block_table[n, j / page]. Sequences may share pages. A number that is no page, below 0 or not below `pages`, hides the keys that
- * it stands for, as a mask does; behind the last key of a sequence any may stand. sk is the upper limit of a sequence's keys, seqlens_k
- * says how many it has. With HEDDLE_VARLEN only the queries are packed: total_k is 0 and cu_seqlens_k NULL. Backward refuses pages.
+ * their strides.b go from page to page (rows side by side, as [pages, page, hk, d], by strides), and key j of sequence n is row j % page of
+ * page block_table[n, j / page]. Sequences may share pages. A number that is no page, below 0 or not below `pages`, hides the keys that it
+ * stands for, as a mask does; behind the last key of a sequence any may stand. sk is the upper limit of a sequence's keys, seqlens_k says
+ * how many it has. With HEDDLE_VARLEN only the queries are packed: total_k is 0 and cu_seqlens_k NULL. Backward refuses pages.
  *
- * With HEDDLE_SEGMENTS query i of sequence n sees key j only where q_segments[n, i] = k_segments[n, j] (documents in a row, say), and
- * where masks, windows and whatever else there is let it. Any number is an id, in any order. Both are int32 and contiguous, [b, sq] and
- * [b, sk]; with HEDDLE_VARLEN they lie as the rows do, [total_q] and [total_k] (with HEDDLE_PAGES keys are [b, sk]). Of a part they are
- * the part's own. Only those of rows that count are read. On HEDDLE_CUDA a bit, and by some kernels a byte, of the workspace
- * says of each query and key of a sequence whether it is seen (docs/limits.md).
+ * With HEDDLE_SEGMENTS query i of sequence n sees key j only where q_segments[n, i] = k_segments[n, j] (documents in a row, say), and where
+ * masks, windows and the rest let it. Any number is an id, in any order. Both are int32 and contiguous, [b, sq] and [b, sk]; with
+ * HEDDLE_VARLEN they lie as the rows do, [total_q] and [total_k] (with HEDDLE_PAGES keys are [b, sk]). Of a part they are the part's own.
+ * Only those of rows that count are read. On HEDDLE_CUDA the workspace has a bit, for some kernels a byte, for each query and key of a
+ * sequence (docs/limits.md).
  *
- * With HEDDLE_BLOCKS a list names the blocks of keys that each block of queries sees; what it does not name is masked. A block has
- * block_q queries, or block_k keys, 64 or 128, the last one as many as are left; both are counted from the first row of the tensors, of
- * a part's own, and of packed ones from the first of each sequence. There are R = sq / block_q, rounded up, lists for one head (of sq as
- * described): that of block r names block_columns[block_rows[r]] to block_columns[block_rows[r + 1] - 1], in any order. block_rows has
- * R + 1 numbers, and behind them those of the next head where blocks_of_h is 1, and of all heads of the next batch where blocks_of_b is
- * 1; the numbers count in all of block_columns. The last number of all says how many columns there are: others are clamped to 0 and to
- * it, and a column that is no block of keys names nothing. On HEDDLE_CUDA the workspace is as with segments, for each head's lists.
+ * With HEDDLE_BLOCKS a list names the blocks of keys that each block of queries sees; what it does not name is masked. A block has block_q
+ * queries, or block_k keys, 64 or 128, the last one as many as are left; both are counted from the first row of the tensors, of a part's
+ * own, and of packed ones from the first of each sequence. There are R = sq / block_q, rounded up, lists for one head (of sq as described):
+ * that of block r names block_columns[block_rows[r]] to block_columns[block_rows[r + 1] - 1], in any order. block_rows has R + 1 numbers,
+ * and behind them those of the next head where blocks_of_h is 1, and of all heads of the next batch where blocks_of_b is 1; the numbers
+ * count in all of block_columns. The last number of all says how many columns there are: others are clamped to 0 and to it, and a column
+ * that is no block of keys names nothing. On HEDDLE_CUDA the workspace is as with segments, for each head's lists.
  *
  * With HEDDLE_E4M3 the elements of k and v are bytes, whatever dtype is: e4m3 of the OCP's 8-bit floating point specification (2023),
- * PyTorch's float8_e4m3fn. The k of the formulas is k_scale[n, y] times the k that is there, of head y of keys of sequence n, and v
- * alike. They are widened when they are read; nothing else changes. Backward refuses it.
+ * PyTorch's float8_e4m3fn. The k of the formulas is k_scale[n, y] times the k that is there, of head y of keys of sequence n, and v alike.
+ * They are widened when they are read; nothing else changes. Backward refuses it.
  *
- * Dropout: with t = floor(65536*dropout + 0.5), element (n, x, i, j) is kept when its number, of 16 bits, is not below t:
- * half j%2 (0: the low one) of word j%8/2 of Philox4x32-7(counter = {j/8, n*h + x, i, offset}, key = seed) (low words;
- * offset's high 32 bits are exclusive-ored into i's word); i, j, x and h are those of the whole (below). The same on every
- * backend. The probability to be kept is 1 - t/65536, to the last bit; with a dropout under 2^-17 all are, and one that
- * rounds to 1 is refused. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
+ * Dropout: with t = floor(65536*dropout + 0.5), element (n, x, i, j) is kept when its number, of 16 bits, is not below t: half j%2 (0: the
+ * low one) of word j%8/2 of Philox4x32-7(counter = {j/8, n*h + x, i, offset}, key = seed) (low words; offset's high 32 bits are
+ * exclusive-ored into i's word); i, j, x and h are those of the whole (below). The same on every backend. The probability to be kept is 1 -
+ * t/65536; with a dropout under 2^-17 all are, and one that rounds to 1 is refused. Salmon et al., "Parallel random numbers", SC11.
  *
- * A problem may be a part of a larger one: some of its queries, keys and heads. Row i is then row q_offset + i of the whole,
- * which has whole_sq, key j is key k_offset + j of whole_sk, and head x is head h_offset + x of whole_h: that is what masks,
- * windows, ALiBi and dropout go by, so that S, P and Z are those of the whole. All tensors are the part's own, bias and
- * slopes too. Where whole_sq or whole_sk is 0, as it must be with HEDDLE_VARLEN and HEDDLE_SEQLENS, the part ends where the
- * whole (the whole sequence) does: whole_sq = q_offset + sq, whole_sk = k_offset + sk. h_offset needs whole_h; it may count
- * the heads of batch entries in front of the part, too (n0*whole_h + x0).
+ * A problem may be a part of a larger one: some of its queries, keys and heads. Row i is then row q_offset + i of the whole, which has
+ * whole_sq, key j is key k_offset + j of whole_sk, and head x is head h_offset + x of whole_h: that is what masks, windows, ALiBi and
+ * dropout go by, so that S, P and Z are those of the whole. All tensors are the part's own, bias and slopes too. Where whole_sq or whole_sk
+ * is 0, as it must be with HEDDLE_VARLEN and HEDDLE_SEQLENS, the part ends where the whole (the whole sequence) does: whole_sq = q_offset +
+ * sq, whole_sk = k_offset + sk. h_offset needs whole_h; it may count heads of batch entries in front, too (n0*whole_h + x0).
  *
- * Source of the formulas: Dao, "FlashAttention-2", 2023, sections 2 and 3; softcap: Gemma 2, 2024; ALiBi: Press et al., 2021;
- * sinks: "attention sink" logits as in gpt-oss, 2025; pages: Kwon et al., "PagedAttention", 2023. */
+ * With multiprocessors = n > 0 HEDDLE_CUDA leaves the rest of the device to others (NCCL, say): kernels whose blocks stay and go from tile
+ * to tile, Hopper's in 16 bits, have no more of them than n multiprocessors hold. Blocks of the other kernels have a tile each and make
+ * room as they end. Bits may differ from those of another n. On HEDDLE_CPU and HEDDLE_REF n has no meaning.
+ *
+ * Source of the formulas: Dao, "FlashAttention-2", 2023, sections 2 and 3; softcap: Gemma 2, 2024; ALiBi: Press et al., 2021; sinks:
+ * "attention sink" logits as in gpt-oss, 2025; pages: Kwon et al., "PagedAttention", 2023. */
 typedef struct heddle_attention {
     size_t size; /* sizeof(heddle_attention) */
     heddle_dtype dtype;
@@ -255,8 +257,9 @@ typedef struct heddle_attention {
     int64_t q_offset, k_offset, h_offset; /* rows, keys and heads of the whole in front of the part's first */
     int64_t whole_sq, whole_sk, whole_h;  /* how many the whole has; 0: it ends with the part */
     /* since then: HEDDLE_PAGES */
-    int64_t page, pages; /* rows of a page: 16, 32, 64, 128 or 256; pages that k and v have */
-    int64_t table;       /* numbers in a row of block_table, at least sk / page, rounded up; 0: as many */
+    int64_t page, pages;     /* rows of a page: 16, 32, 64, 128 or 256; pages that k and v have */
+    int64_t table;           /* numbers in a row of block_table, at least sk / page, rounded up; 0: as many */
+    int64_t multiprocessors; /* since then: of HEDDLE_CUDA, for blocks that stay; 0: all */
 } heddle_attention;
 
 /* Where the data of one attention problem lies. Forward does not look at what only backward uses. "float" below is float32, or
@@ -264,18 +267,15 @@ typedef struct heddle_attention {
 typedef struct heddle_attention_data {
     size_t size; /* sizeof(heddle_attention_data) */
     /* inputs of both passes */
-    const void *q;               /* dtype [b, h, sq, d] */
-    const void *k;               /* dtype [b, hk, sk, d], or e4m3 */
-    const void *v;               /* dtype [b, hk, sk, dv], or e4m3 */
-    const void *alibi_slopes;    /* float [h] or [b, h] */
-    const void *bias;            /* dtype [b, h, sq, sk] */
-    const uint8_t *bool_mask;    /* [b, h, sq, sk]; 0 masks the element out */
-    const void *sinks;           /* float [h] */
-    const int32_t *cu_seqlens_q; /* [b + 1] */
-    const int32_t *cu_seqlens_k; /* [b + 1] */
-    const int32_t *seqlens_q;    /* [b], or NULL for all of sq */
-    const int32_t *seqlens_k;    /* [b], or NULL for all of sk */
-    const uint64_t *rng_state;   /* {seed, offset} */
+    const void *q;                              /* dtype [b, h, sq, d] */
+    const void *k, *v;                          /* dtype [b, hk, sk, d] and [b, hk, sk, dv], or e4m3 */
+    const void *alibi_slopes;                   /* float [h] or [b, h] */
+    const void *bias;                           /* dtype [b, h, sq, sk] */
+    const uint8_t *bool_mask;                   /* [b, h, sq, sk]; 0 masks the element out */
+    const void *sinks;                          /* float [h] */
+    const int32_t *cu_seqlens_q, *cu_seqlens_k; /* [b + 1] */
+    const int32_t *seqlens_q, *seqlens_k;       /* [b], or NULL for all of sq, of sk */
+    const uint64_t *rng_state;                  /* {seed, offset} */
     /* outputs of forward, inputs of backward */
     void *o;       /* dtype [b, h, sq, dv] */
     void *lse;     /* float [b, h, sq]; in forward NULL if not wanted */
@@ -285,18 +285,15 @@ typedef struct heddle_attention_data {
     const void *dlse;     /* float [b, h, sq]: gradient of lse; NULL means zero */
     const void *dweights; /* dtype [b, h, sq, sk]: gradient of weights; NULL means zero */
     /* outputs of backward, each NULL if not wanted */
-    void *dq;                     /* dtype [b, h, sq, d] */
-    void *dk;                     /* dtype [b, hk, sk, d] */
-    void *dv;                     /* dtype [b, hk, sk, dv] */
-    void *dbias;                  /* dtype, shape of dbias_stride; zeros where what it sums over is empty */
-    void *dsinks;                 /* float [h] */
-    const int32_t *block_table;   /* since then: input of forward, [b, table] */
-    const int32_t *q_segments;    /* since then: inputs of both passes, [b, sq] */
-    const int32_t *k_segments;    /* [b, sk] */
-    const int32_t *block_rows;    /* since then: inputs of both passes, [b or 1, h or 1, R + 1] */
-    const int32_t *block_columns; /* [the last number of block_rows] */
-    const void *k_scale;          /* since then: inputs of forward, float [b, hk]; NULL means ones */
-    const void *v_scale;          /* the same */
+    void *dq;                               /* dtype [b, h, sq, d] */
+    void *dk, *dv;                          /* dtype [b, hk, sk, d] and [b, hk, sk, dv] */
+    void *dbias;                            /* dtype, shape of dbias_stride; zeros where what it sums over is empty */
+    void *dsinks;                           /* float [h] */
+    const int32_t *block_table;             /* since then: input of forward, [b, table] */
+    const int32_t *q_segments, *k_segments; /* since then: inputs of both passes, [b, sq] and [b, sk] */
+    const int32_t *block_rows;              /* since then: inputs of both passes, [b or 1, h or 1, R + 1] */
+    const int32_t *block_columns;           /* [the last number of block_rows] */
+    const void *k_scale, *v_scale;          /* since then: inputs of forward, float [b, hk]; NULL means ones */
 } heddle_attention_data;
 
 /* HEDDLE_OK if both passes of this problem can run here (with HEDDLE_PAGES or HEDDLE_E4M3 forward, which is all there is), else what
@@ -348,10 +345,10 @@ HEDDLE_API heddle_status heddle_attention_merge(const heddle_merge *desc, void *
  * where R(j) makes of each pair (y, z) of a row's first `rotary` elements (y cos[j, e] - z sin[j, e], y sin[j, e] + z cos[j, e]) in
  * float32, rounded once: of elements e and e + rotary/2, or with interleaved = 1 of 2e and 2e + 1, e = 0 to rotary/2 - 1. The others are
  * copied. With together = 1 all queries of a sequence are at seqlens_k[n]. With HEDDLE_VARLEN new rows and queries are packed as in
- * heddle_attention, both by cu_seqlens, and s is the limit of a sequence. With HEDDLE_PAGES k and v lie in pages as there. With
- * caches > 0 they have so many sequences, of which n is cache_index[n]. Lengths are clamped to their limits (seqlens_k to sk). A row is not written where it would lie behind sk, in a
- * page that is none or in a sequence that the cache has not; of a query at a position that the tables have not, what is rotated becomes
- * NaN. No two new rows may have one place: pages that are written to are not shared.
+ * heddle_attention, both by cu_seqlens, and s is the limit of a sequence. With HEDDLE_PAGES k and v lie in pages as there. With caches > 0
+ * they have so many sequences, of which n is cache_index[n]. Lengths are clamped to their limits (seqlens_k to sk). A row is not written
+ * where it would lie behind sk, in a page that is none or in a sequence that the cache has not; of a query at a position that the tables
+ * have not, what is rotated becomes NaN. No two new rows may have one place: pages that are written to are not shared.
  * Source: Su et al., "RoFormer", 2021; pairs as in GPT-J (interleaved) and GPT-NeoX. */
 typedef struct heddle_append {
     size_t size; /* sizeof(heddle_append) */
@@ -431,6 +428,7 @@ typedef struct heddle_norm_linear {
     int64_t residual_stride;     /* since then */
     int64_t z_stride, dz_stride; /* since then */
     int64_t prepared_bytes;      /* since then: with HEDDLE_PREPARED, else 0 */
+    int64_t multiprocessors;     /* since then: as in heddle_attention; 1 means 2 */
 } heddle_norm_linear;
 
 /* Where its data lies. "float" is float32, or float64 when dtype is HEDDLE_F64. */

@@ -386,10 +386,11 @@ static heddle_status check_features(heddle_attention *a) {
 
 /* Also of programs that were built when it ended earlier: what is behind is 0 then. */
 static heddle_status take_description(const heddle_attention *desc, heddle_attention *a) {
-    const size_t before_parts = offsetof(heddle_attention, q_offset), before_pages = offsetof(heddle_attention, page);
+    const size_t before_parts = offsetof(heddle_attention, q_offset), before_pages = offsetof(heddle_attention, page),
+                 before_limit = offsetof(heddle_attention, multiprocessors);
     if (!desc)
         return check_descriptor("heddle_attention", desc, 0, sizeof *desc);
-    if (desc->size != before_parts && desc->size != before_pages) {
+    if (desc->size != before_parts && desc->size != before_pages && desc->size != before_limit) {
         TRY(check_descriptor("heddle_attention", desc, desc->size, sizeof *desc));
         *a = *desc;
         return HEDDLE_OK;
@@ -410,6 +411,7 @@ heddle_status heddle__resolve_attention(const heddle_attention *desc, heddle_pas
     TRY(check_pages(a));
     TRY(check_blocks(a));
     TRY(check_part(a));
+    TRY(check_size("multiprocessors", a->multiprocessors, 0, INT32_MAX));
     TRY(resolve_all_strides(a));
     tighten_limits(a);
     TRY(check_values(a));
@@ -565,11 +567,12 @@ static heddle_status resolve_row_stride(const heddle_norm_linear *a, const tenso
     return HEDDLE_OK;
 }
 
-/* Also of programs that were built when it ended in front of the activation, of the residual, of z or of what is prepared. */
+/* Also of programs that were built when it ended in front of the activation, of the residual, of z, of what is prepared or of the limit. */
 static heddle_status take_norm_linear(const heddle_norm_linear *desc, heddle_norm_linear *a) {
     const size_t before_activation = offsetof(heddle_norm_linear, activation), size = desc ? desc->size : 0;
     if (size != before_activation && size != offsetof(heddle_norm_linear, residual_stride) &&
-        size != offsetof(heddle_norm_linear, z_stride) && size != offsetof(heddle_norm_linear, prepared_bytes))
+        size != offsetof(heddle_norm_linear, z_stride) && size != offsetof(heddle_norm_linear, prepared_bytes) &&
+        size != offsetof(heddle_norm_linear, multiprocessors))
         TRY(check_descriptor("heddle_norm_linear", desc, size, sizeof *desc));
     memset(a, 0, sizeof *a);
     memcpy(a, desc, size);
@@ -623,6 +626,7 @@ heddle_status heddle__resolve_norm_linear(const heddle_norm_linear *desc, heddle
         a->eps = 1e-5;
     TRY(check_activation(a));
     TRY(check_prepared(a));
+    TRY(check_size("multiprocessors", a->multiprocessors, 0, INT32_MAX));
 #define STRIDED(id, name, stride, ...)                                                                                 \
     TRY(resolve_row_stride(a, &norm_linear_fields[FIELD_N_##id], &a->stride##_stride));
 #include "norm_linear_fields.def"

@@ -458,6 +458,8 @@ void attention_print(const attention_case *c) {
     if (a->q_offset || a->k_offset || a->whole_sq || a->whole_sk || a->whole_h)
         printf(" part %" PRId64 " of %" PRId64 ", %" PRId64 " of %" PRId64 ", heads %" PRId64 " of %" PRId64,
                a->q_offset, a->whole_sq, a->k_offset, a->whole_sk, a->h_offset, a->whole_h);
+    if (a->multiprocessors)
+        printf(" multiprocessors %" PRId64, a->multiprocessors);
     for (int x = 0; x < T_COUNT; x++) {
         heddle_strides s = {0};
         if (attention_fields[x].stride)

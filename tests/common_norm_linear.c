@@ -267,10 +267,11 @@ void norm_linear_print(const norm_linear_case *c) {
     const heddle_norm_linear *a = &c->a;
     printf("  case: %s %s m %" PRId64 " k %" PRId64 " n %" PRId64 " strides x %" PRId64 " w %" PRId64 " y %" PRId64
            " dy %" PRId64 " dx %" PRId64 " dw %" PRId64 " u %" PRId64 " residual %" PRId64 " z %" PRId64 " dz %" PRId64
-           " activation %d features 0x%" PRIx64 " mean %g spread %g eps %g seed %" PRIu64 " skip 0x%x\n",
+           " activation %d features 0x%" PRIx64 " multiprocessors %" PRId64 " mean %g spread %g eps %g seed %" PRIu64
+           " skip 0x%x\n",
            dtype[a->dtype & 3], norm[a->norm], a->m, a->k, a->n, a->x_stride, a->w_stride, a->y_stride, a->dy_stride,
            a->dx_stride, a->dw_stride, a->u_stride, a->residual_stride, a->z_stride, a->dz_stride, (int)a->activation,
-           a->features, c->mean, c->scale_spread, a->eps, c->seed, (unsigned)c->skip);
+           a->features, a->multiprocessors, c->mean, c->scale_spread, a->eps, c->seed, (unsigned)c->skip);
 }
 
 void check_norm_linear(const norm_linear_case *c) {

@@ -73,7 +73,7 @@ static void test_descriptor_size(void **state) {
     (void)state;
     refuse(NULL, HEDDLE_NULL_POINTER, "NULL");
     REFUSE(a->size = 0, HEDDLE_BAD_DESCRIPTOR_SIZE, "size = 0");
-    REFUSE(a->size -= 8, HEDDLE_BAD_DESCRIPTOR_SIZE, "size");
+    REFUSE(a->size -= 4, HEDDLE_BAD_DESCRIPTOR_SIZE, "size");
     REFUSE(a->size += 8, HEDDLE_BAD_DESCRIPTOR_SIZE, "size");
     attention_case c = simple_case();
     attention_problem p = attention_new(&c);
@@ -180,18 +180,23 @@ static void test_accumulate(void **state) {
     attention_free(&p);
 }
 
-/* The description of programs that were built when parts had no fields. */
+/* The description of programs that were built when parts, pages or the limit had no fields. */
 static void test_older_description(void **state) {
     (void)state;
+    static const size_t sizes[] = {offsetof(heddle_attention, q_offset), offsetof(heddle_attention, page),
+                                   offsetof(heddle_attention, multiprocessors)};
     attention_case c = simple_case();
-    attention_problem p = attention_new(&c), q = attention_copy(&p, p.a.dtype, p.a.device);
+    attention_problem p = attention_new(&c);
     attention_run(&p, HEDDLE_FORWARD);
-    q.a.size = offsetof(heddle_attention, q_offset);
-    q.a.q_offset = q.a.whole_h = -1; /* nobody looks at them */
-    attention_run(&q, HEDDLE_FORWARD);
-    assert_true(tensor_equal(&p.t[T_O], &q.t[T_O]));
+    for (size_t x = 0; x < COUNT(sizes); x++) {
+        attention_problem q = attention_copy(&p, p.a.dtype, p.a.device);
+        q.a.size = sizes[x];
+        memset((char *)&q.a + sizes[x], 0xff, sizeof q.a - sizes[x]); /* nobody looks at it */
+        attention_run(&q, HEDDLE_FORWARD);
+        assert_true(tensor_equal(&p.t[T_O], &q.t[T_O]));
+        attention_free(&q);
+    }
     attention_free(&p);
-    attention_free(&q);
 }
 
 static void test_values(void **state) {
@@ -215,6 +220,8 @@ static void test_values(void **state) {
     REFUSE(a->window_left = 3, HEDDLE_BAD_COMBINATION, "window_left = 3");
     REFUSE(a->window_right = 3, HEDDLE_BAD_COMBINATION, "window_right = 3");
     REFUSE(a->total_q = 3, HEDDLE_BAD_COMBINATION, "total_q = 3");
+    REFUSE(a->multiprocessors = -1, HEDDLE_BAD_SIZE, "multiprocessors = -1");
+    REFUSE(a->multiprocessors = INT64_C(1) << 31, HEDDLE_BAD_SIZE, "multiprocessors = 2147483648");
     REFUSE(a->alibi_stride_b = 8, HEDDLE_BAD_COMBINATION, "alibi_stride_b = 8");
     REFUSE((a->features = HEDDLE_ALIBI, a->alibi_stride_b = -8), HEDDLE_BAD_STRIDE, "alibi_stride_b = -8");
 }

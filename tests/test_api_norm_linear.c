@@ -66,6 +66,8 @@ static void test_norm_linear_descriptor(void **state) {
     REFUSE_LINEAR(a->features = UINT64_C(1) << 36, HEDDLE_BAD_ENUM, "0x1000000000");
     REFUSE_LINEAR(a->prepared_bytes = 64, HEDDLE_BAD_COMBINATION, "prepared_bytes = 64");
     REFUSE_LINEAR((a->features |= HEDDLE_PREPARED, a->prepared_bytes = -1), HEDDLE_BAD_SIZE, "prepared_bytes = -1");
+    REFUSE_LINEAR(a->multiprocessors = -1, HEDDLE_BAD_SIZE, "multiprocessors = -1");
+    REFUSE_LINEAR(a->multiprocessors = INT64_C(1) << 31, HEDDLE_BAD_SIZE, "multiprocessors = 2147483648");
     REFUSE_LINEAR(a->reserved0 = 7, HEDDLE_BAD_ENUM, "reserved0");
     REFUSE_LINEAR(a->reserved1 = 7, HEDDLE_BAD_ENUM, "reserved1");
     REFUSE_LINEAR(a->activation = (heddle_activation)7, HEDDLE_BAD_ENUM, "activation = 7");
@@ -216,7 +218,7 @@ static void test_no_norm(void **state) {
     norm_linear_free(&p);
 }
 
-/* The same of those that end in front of the residual, of z or of what is prepared, with all that is in front of it. */
+/* The same of those that end in front of the residual, of z, of what is prepared or of the limit, with all that is in front of it. */
 static void check_before(uint64_t features, size_t described, size_t given) {
     norm_linear_case c = linear_case();
     c.a.features = features;
@@ -251,6 +253,8 @@ static void test_before_residuals_and_z(void **state) {
                  offsetof(heddle_norm_linear_data, z));
     check_before(HEDDLE_ACTIVATION | HEDDLE_RESIDUAL | HEDDLE_Z, offsetof(heddle_norm_linear, prepared_bytes),
                  offsetof(heddle_norm_linear_data, prepared));
+    check_before(HEDDLE_ACTIVATION | HEDDLE_RESIDUAL | HEDDLE_Z, offsetof(heddle_norm_linear, multiprocessors),
+                 sizeof(heddle_norm_linear_data));
 }
 
 /* Forward does not look at what only backward uses. */

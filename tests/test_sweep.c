@@ -225,6 +225,7 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
         a->features |= HEDDLE_E4M3; /* forward alone, too */
     if (a->features & HEDDLE_E4M3 && heddle_attention_supported(a, NULL, 0) == HEDDLE_UNSUPPORTED)
         a->features &= ~HEDDLE_E4M3; /* what CUDA has no kernel for */
+    a->multiprocessors = rng_chance(&q, 0.15) ? rng_between(&q, 1, 20) : 0;
     return c;
 }
 
@@ -272,6 +273,7 @@ static norm_linear_case random_norm_linear(uint64_t seed) {
         c.a.dz_stride = rng_chance(&r, 0.5) ? 0 : aligned ? (c.a.k + 7) / 8 * 8 : c.a.k + rng_between(&r, 0, 20);
         c.skip |= rng_chance(&r, 0.2) ? UINT32_C(1) << N_DZ : 0;
     }
+    c.a.multiprocessors = rng_chance(&r, 0.15) ? rng_between(&r, 1, 20) : 0;
     return c;
 }
 

@@ -60,6 +60,7 @@ static const char usage[] =
     "  --dtype TYPE          compute in f32, bf16, f16 or f64; default: the type of --q\n"
     "  --device DEVICE       cpu (default), cuda, or ref: the formulas in float64, slow; f64 needs it\n"
     "  --deterministic       gradients with the same bits every time (the CPU's always are)\n"
+    "  --multiprocessors N   of a GPU take no more than N, where blocks stay; default: all\n"
     "  --time                print milliseconds and GFLOP/s of each pass (median of a second of runs)\n"
     "\n"
     "Example: make inputs of one batch, two heads, 33 positions and head dim 16, attend, and take the gradient\n"

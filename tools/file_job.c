@@ -13,6 +13,7 @@ static void list_options(const job *j, const struct option *own, struct option o
         {"dtype", required_argument, NULL, OPTION_DTYPE},
         {"device", required_argument, NULL, OPTION_DEVICE},
         {"deterministic", no_argument, NULL, OPTION_DETERMINISTIC},
+        {"multiprocessors", required_argument, NULL, OPTION_MULTIPROCESSORS},
         {"time", no_argument, NULL, OPTION_TIME},
         {"help", no_argument, NULL, 'h'},
         {0},
@@ -36,6 +37,11 @@ static int take_shared(file_job *w, int value, const char *argument) {
     case OPTION_DETERMINISTIC:
         w->j.a.features |= HEDDLE_DETERMINISTIC;
         w->j.l.features |= HEDDLE_DETERMINISTIC;
+        return 1;
+    case OPTION_MULTIPROCESSORS:
+        if (!parse_int("--multiprocessors", argument, 0, INT32_MAX, &w->j.a.multiprocessors))
+            return -1;
+        w->j.l.multiprocessors = w->j.a.multiprocessors;
         return 1;
     case OPTION_TIME: w->timed = true; return 1;
     default: break;

@@ -19,7 +19,15 @@ typedef struct file_job {
 } file_job;
 
 /* Values of struct option: a tensor's is OPTION_FIELD plus its index. */
-enum { OPTION_DTYPE = 256, OPTION_DEVICE, OPTION_DETERMINISTIC, OPTION_TIME, OPTION_OWN = 300, OPTION_FIELD = 400 };
+enum {
+    OPTION_DTYPE = 256,
+    OPTION_DEVICE,
+    OPTION_DETERMINISTIC,
+    OPTION_MULTIPROCESSORS,
+    OPTION_TIME,
+    OPTION_OWN = 300,
+    OPTION_FIELD = 400
+};
 
 /* What a command has of its own. */
 typedef struct file_command {

@@ -134,6 +134,9 @@ static const attention_case attention_cases[] = {
     {"e4m3, pages of 64, gqa, sinks, weights",
      {.features = HEDDLE_E4M3 | HEDDLE_PAGES | HEDDLE_SINKS | HEDDLE_WEIGHTS, .page = 64, .hk = 2, .sk = 203}},
     {"two parts, added up", {.features = HEDDLE_ACCUMULATE}},
+    {"one multiprocessor", {.multiprocessors = 1, .d = 64, .hk = 2}},
+    {"five multiprocessors, packed",
+     {.multiprocessors = 5, .features = HEDDLE_VARLEN, .b = 5, .sk = 203, .d = 64, .mask = BOTTOM_RIGHT}},
     {"two parts, causal, gqa, sinks",
      {.features = HEDDLE_ACCUMULATE | HEDDLE_SINKS, .mask = BOTTOM_RIGHT, .hk = 2, .sk = 203}},
     {"part, dropout",
@@ -237,6 +240,7 @@ static const norm_linear_case norm_linear_cases[] = {
       .activation = HEDDLE_GELU},
      0,
      0},
+    {"one multiprocessor", {.multiprocessors = 1, .m = 203, .k = 48, .n = 29}, 0, 0},
     {"m 1, k 1, n 1", {.m = 1, .k = 1, .n = 1}, 0, 0},
     {"m 2, k 3, n 7", {.m = 2, .k = 3, .n = 7}, 0, 0},
     {"m 203, k 113, n 31", {.m = 203, .k = 113, .n = 31}, 0, 0},
@@ -496,6 +500,7 @@ heddle_attention random_attention(random_state *r) {
     }
     if (fits_parts(&a) && random_between(r, 0, 3) == 0)
         a.features |= HEDDLE_ACCUMULATE;
+    a.multiprocessors = random_between(r, 0, 5) ? 0 : random_between(r, 1, 20);
     return a;
 }
 

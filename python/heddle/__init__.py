@@ -211,6 +211,7 @@ def attention(
     block_size: int | tuple[int, int] | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    multiprocessors: int = 0,
 ) -> Any:
     """softmax(scale·q·kᵀ + bias, masked)·v, exactly, with memory that grows with the lengths, not their product.
 
@@ -260,6 +261,8 @@ def attention(
         block_size: 64 or 128, or two of these, (queries, keys); default 128.
         k_scale, v_scale: float32 [b, hk], for k and v of float8_e4m3fn alone, which q is not: what the k and v of each
             head of each sequence are multiplied with. None: ones. Such k and v have no gradient, and neither has q.
+        multiprocessors: of a GPU take no more than these, so that others, such as NCCL, have the rest; of backward,
+            too. It holds for kernels whose blocks stay, Hopper's in 16 bits; others make room with every tile. 0: all.
 
     Returns:
         out, [b, h, sq, dv] of q's dtype, in q's layout; with return_lse or return_weights a tuple (out, lse, weights)
@@ -279,6 +282,7 @@ def attention(
         and block_table is q_segments is k_segments is block_rows is block_columns is block_size is None
         and k_scale is v_scale is None
         and not (return_weights or q_offset or k_offset or h_offset or whole_sq or whole_sk or whole_h)
+        and multiprocessors == 0
     ):
         if (
             window is bias is mask is alibi_slopes is sinks is rng_state is seqlens_q is seqlens_k is None
@@ -354,6 +358,7 @@ def attention(
         block_size=block_size,
         k_scale=k_scale,
         v_scale=v_scale,
+        multiprocessors=multiprocessors,
     )
 
 
@@ -420,6 +425,7 @@ def norm_linear(
     return_norm: bool = False,
     tf32: bool = False,
     prepared: Any = None,
+    multiprocessors: int = 0,
 ) -> Any:
     """act(norm(x)·weightᵀ + bias) + residual in one, without writing the normalised x to memory unless it is wanted.
 
@@ -439,6 +445,7 @@ def norm_linear(
         tf32: allow float32 products to be rounded to TF32 (GPU).
         prepared: what ``norm_linear_prepare`` made of this weight, bias, gamma and beta, with this norm, activation,
             return_norm and tf32; results have the same bits without it. Prepare anew when any of them changes.
+        multiprocessors: as in ``attention``; 1 means 2.
 
     Returns:
         y, [..., n] of x's dtype, contiguous; with return_norm a tuple (y, z), z like x. With torch all six tensors have
@@ -466,6 +473,7 @@ def norm_linear(
         return_norm=return_norm,
         tf32=tf32,
         prepared=prepared,
+        multiprocessors=multiprocessors,
     )
 
 

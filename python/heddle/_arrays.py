@@ -15,7 +15,16 @@ import heddle
 from heddle import _C
 from heddle._block_lists import library_of
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._options import PLACES, block_of, causal_of, limit_of, places_of, scale_of, window_of
+from heddle._options import (
+    PLACES,
+    block_of,
+    causal_of,
+    limit_of,
+    multiprocessors_of,
+    places_of,
+    scale_of,
+    window_of,
+)
 from heddle._views import CPU, CUDA, DTYPES, E4M3, Maker, View, check, contiguous, cupy_stream, device_of, real_of
 
 BROADCAST = -(2**63)
@@ -345,6 +354,7 @@ class Problem:
             d |= {"features": d["features"] | WINDOW, "window_left": left, "window_right": right}
         d["scale"] = scale_of(options["scale"])
         d["softcap"], d["dropout"] = float(options["softcap"]), float(options["dropout"])
+        d["multiprocessors"] = multiprocessors_of(options["multiprocessors"])
         if options["return_weights"] or options["dweights"] is not None:
             d["features"] |= WEIGHTS
         d["features"] |= (DETERMINISTIC if options["deterministic"] else 0) | (TF32 if options["tf32"] else 0)

@@ -9,7 +9,7 @@ from typing import Any
 from heddle import _C
 from heddle._arrays import BACKWARD, FORWARD, PREPARE, TF32, run, write_prepared
 from heddle._errors import HeddleValueError
-from heddle._options import EPS, activation_of, eps_of, features_out, norm_of
+from heddle._options import EPS, activation_of, eps_of, features_out, multiprocessors_of, norm_of
 from heddle._views import DTYPES, Maker, View, check, device_of
 
 
@@ -104,9 +104,11 @@ def norm_linear(
     return_norm: bool,
     tf32: bool,
     prepared: Any,
+    multiprocessors: int,
 ) -> Any:
     """See heddle.norm_linear, which this is for arrays."""
     p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias, activation, residual)
+    p.description["multiprocessors"] = multiprocessors_of(multiprocessors)
     if prepared is not None:
         kept = check(View(prepared, "prepared"), "prepared", "uint8", p.x)
         if len(kept.shape) != 1:

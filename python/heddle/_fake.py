@@ -139,6 +139,7 @@ def _attention_fake(
     whole_h: int = 0,
     block_q: int = 0,
     block_k: int = 0,
+    multiprocessors: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     _check_attention(q, k, v, packed, block_table is not None)
@@ -278,6 +279,7 @@ def _norm_linear_fake(
     residual: Tensor | None = None,
     return_norm: bool = False,
     prepared: Tensor | None = None,
+    multiprocessors: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_norm_linear(x, weight, gamma, beta)
     if norm == NO_NORM and not (gamma is beta is None):
@@ -339,6 +341,7 @@ def _norm_linear_backward_fake(
     activation: int = 0,
     u: Tensor | None = None,
     bias: Tensor | None = None,
+    multiprocessors: int = 0,
     dz: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     _check_devices(x, weight=weight, dy=dy, mean=mean, rstd=rstd, gamma=gamma, beta=beta, u=u, dz=dz)

@@ -80,7 +80,7 @@ class TracedRows(Rows):
 
 _NUMBERS = (
     *("causal", "window", "scale", "softcap", "dropout", "max_seqlen_q", "max_seqlen_k"),
-    *("deterministic", "tf32", "return_weights", "block_size"),
+    *("deterministic", "tf32", "return_weights", "block_size", "multiprocessors"),
 )
 _OPTIONAL = (
     *("bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "dweights"),
@@ -103,6 +103,7 @@ class Attention:
     tf32: bool
     places: tuple[int, ...]  # of heddle._options.PLACES
     block_size: tuple[int, int] | None  # (queries, keys), where there are lists
+    multiprocessors: int
     heads_inside: bool  # [b, s, h, d]
     return_lse: bool
     return_weights: bool
@@ -178,6 +179,7 @@ class NormLinear:
     tf32: bool
     activation: str | None = None
     return_norm: bool = False
+    multiprocessors: int = 0
     cuda: bool = False  # where PREPARE will run, which says how many bytes it makes
 
     @property
@@ -198,6 +200,7 @@ class NormLinear:
         p = TracedRows(
             x, w, *vectors, self.eps, self.norm, features, given.get("bias"), self.activation, given.get("residual")
         )
+        p.description["multiprocessors"] = self.multiprocessors
         m, k, n = (p.description[letter] for letter in "mkn")
         real = np.dtype(np.float64 if p.x.dtype == "float64" else np.float32)
         rows = w.shape[0]  # n, or 2n behind an activation of two halves

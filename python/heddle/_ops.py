@@ -213,7 +213,7 @@ class _NormLinear(torch.autograd.Function):
         kept = ("x", "weight", "gamma", "beta", *(("bias",) if given["activation"] else ()))
         made = (t if _schema.is_made(t) else None for t in (mean, rstd, u))
         ctx.save_for_backward(*made, *(given[name] for name in kept))
-        ctx.options = given["eps"], given["norm"], given["tf32"], given["activation"]
+        ctx.options = tuple(given[name] for name in ("eps", "norm", "tf32", "activation", "multiprocessors"))
         return y, mean, rstd, u, z
 
     @staticmethod
@@ -222,7 +222,7 @@ class _NormLinear(torch.autograd.Function):
         if dy is None and dz is None:
             return (None,) * (1 + len(_LINEAR_NAMES))
         mean, rstd, u, x, weight, gamma, beta, *bias = ctx.saved_tensors
-        eps, norm, tf32, activation = ctx.options
+        eps, norm, tf32, activation, limit = ctx.options
         if dy is None:
             dy = x.new_zeros((*x.shape[:-1], features_out(weight.shape[0], activation)))
         wanted = [_wants(ctx, at) for at in _LINEAR_GRADIENTS]
@@ -242,7 +242,8 @@ class _NormLinear(torch.autograd.Function):
                 torch.are_deterministic_algorithms_enabled(),
                 tf32,
                 sum(1 << at for at, want in enumerate(wanted) if want),
-                *((activation, u, *bias) if activation else (0, None, None) if dz is not None else ()),
+                *((activation, u, *bias) if activation else (0, None, None) if limit or dz is not None else ()),
+                *((limit,) if limit or dz is not None else ()),
                 *(() if dz is None else (dz.contiguous(),)),
             )
         dresidual = dy if _wants(ctx, _RESIDUAL) else None

@@ -61,6 +61,13 @@ def limit_of(name: str, value: Any) -> Any:
     return value
 
 
+def multiprocessors_of(most: Any) -> int:
+    """The most multiprocessors of a GPU that blocks which stay may take; 0: all."""
+    if not isinstance(most, int) or not 0 <= most < 2**31:
+        raise HeddleValueError(f"multiprocessors = {most!r} is no integer from 0 to 2147483647")
+    return most
+
+
 PLACES = ("q_offset", "k_offset", "h_offset", "whole_sq", "whole_sk", "whole_h")
 
 

@@ -24,6 +24,8 @@ class Copy:
     """A copy on its way, with what it reads and writes. `wait` makes the current stream wait for it, not the host; then
     all processes meet if that was asked for."""
 
+    busy = False  # it takes no multiprocessor
+
     def __init__(self, peers: Peers, done: Any, tensors: tuple[Tensor, ...]) -> None:
         self.peers, self.done, self.tensors = peers, done, tensors
         self.meets = False

@@ -115,6 +115,7 @@ class Ring:
     low: float
     high: float
     peers: Peers | None  # None: what travels are messages
+    limit: int = 0  # multiprocessors that attention takes while messages are on their way; 0: all
     q_segments: Tensor | None = None  # [b, rows of this process]
     k_segments: tuple[Tensor, ...] = ()  # [b, rows] of each process
 
@@ -190,11 +191,12 @@ class Ring:
         }
         return {name: t.contiguous() for name, t in ids.items()}
 
-    def call(self, which: int, c: _Call, holder: int, tensors: dict[str, Tensor]) -> None:
-        """One pass, which adds to what is there."""
+    def call(self, which: int, c: _Call, holder: int, tensors: dict[str, Tensor], busy: bool) -> None:
+        """One pass, which adds to what is there. busy: messages are on their way beside it."""
         tensors = tensors | self._segments(c, holder)
         strided = {name: t for name, t in tensors.items() if name not in _DENSE}
         description = self.description | {f"s{of}": tensors[of].shape[2] for of in ("q", "k")}
+        description["multiprocessors"] = self.limit if busy else 0
         if c.kind == "placed":
             k0s = [self.starts(holder, "k")[x] for x in self.needs(self.rank, holder)]
             description |= {"q_offset": self.starts(self.rank, "q")[c.y0], "k_offset": k0s[c.x0]}
@@ -236,6 +238,11 @@ class _Post:
         if self.operations:
             self.works = dist.batch_isend_irecv(self.operations)
         return self
+
+    @property
+    def busy(self) -> bool:
+        """Are they still waited for?"""
+        return bool(self.works)
 
     def wait(self) -> None:
         for work in self.works:
@@ -361,6 +368,11 @@ class _Keys:
     def new(self, runs: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.k.new_empty(self.size(runs), dtype=dtype)
 
+    @property
+    def busy(self) -> bool:
+        """Are messages with keys on their way?"""
+        return self.asked is not None and self.asked[1].busy
+
     def take(self, step: int) -> tuple[Tensor, Tensor]:
         """Of the process that serves this one in a step: what it needs of its runs; and asks for the next."""
         needed = self.ring.needs(self.ring.rank, self.ring.at(step)[1])
@@ -405,7 +417,7 @@ class _RingAttention(torch.autograd.Function):
                 part |= {"k": _part(its_k, rows_k, c.x0, c.x1), "v": _part(its_v, rows_k, c.x0, c.x1)}
                 there = _part(lse, rows, c.y0, c.y1)
                 part_lse = there.contiguous()
-                ring.call(FORWARD, c, holder, part | {"lse": part_lse} | more)
+                ring.call(FORWARD, c, holder, part | {"lse": part_lse} | more, keys.busy)
                 if part_lse is not there:
                     there.copy_(part_lse)
         keys.way.end()
@@ -434,7 +446,7 @@ class _RingAttention(torch.autograd.Function):
                 part["lse"] = _part(lse, rows, c.y0, c.y1).contiguous()
                 if dlse is not None:
                     part["dlse"] = _part(dlse, rows, c.y0, c.y1).contiguous()
-                ring.call(BACKWARD, c, holder, part | more)
+                ring.call(BACKWARD, c, holder, part | more, keys.busy or (back is not None and back[1].busy))
 
         first, rest = ring.local_calls()
         needed = ring.needs(ring.rank, ring.rank)

@@ -21,6 +21,7 @@ from heddle._options import (
     eps_of,
     features_out,
     limit_of,
+    multiprocessors_of,
     norm_of,
     places_of,
     scale_of,
@@ -193,6 +194,7 @@ def attention(
     block_size: int | tuple[int, int] | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    multiprocessors: int = 0,
 ) -> Any:
     """See heddle.attention, which this is for torch tensors."""
     need_tensors(q=q, k=k, v=v)
@@ -237,6 +239,7 @@ def attention(
             "block_size": block_size,
             "k_scale": k_scale,
             "v_scale": v_scale,
+            "multiprocessors": multiprocessors,
         }
         return _nothing.attention(attention, heads, q, k, v, options_given)
     paged = block_table is not None
@@ -312,6 +315,7 @@ def attention(
         tf32,
         *places_of(q_offset, k_offset, h_offset, whole_sq, whole_sk, whole_h),
         *block_sizes,
+        multiprocessors_of(multiprocessors),
     )
     corner = causal_of(causal, whole_sq or q_offset + sq, whole_sk or k_offset + sk)
     # PyTorch fills in trailing defaults faster than it takes them from Python.
@@ -380,14 +384,18 @@ def norm_linear(
     return_norm: bool = False,
     tf32: bool = False,
     prepared: Tensor | None = None,
+    multiprocessors: int = 0,
 ) -> Any:
     """See heddle.norm_linear, which this is for torch tensors."""
-    if not (return_norm or tf32 or prepared is not None):
+    if not (return_norm or tf32 or prepared is not None or multiprocessors != 0):
         y = quick_linear(x, weight, bias, gamma, beta, eps, norm, activation, residual)
         if y is not NotImplemented:
             return y
     return long_linear(
-        x, weight, bias, gamma, beta, eps, norm, activation, residual, return_norm, tf32=tf32, prepared=prepared
+        *(x, weight, bias, gamma, beta, eps, norm, activation, residual, return_norm),
+        tf32=tf32,
+        prepared=prepared,
+        multiprocessors=multiprocessors,
     )
 
 
@@ -405,6 +413,7 @@ def long_linear(
     *,
     tf32: bool = False,
     prepared: Tensor | None = None,
+    multiprocessors: int = 0,
 ) -> Any:
     """norm_linear where quick_linear() answers NotImplemented, and all that it is not asked for."""
     need_tensors(x=x, weight=weight)
@@ -427,6 +436,9 @@ def long_linear(
     act: tuple[Any, ...] = ()
     if prepared is not None:
         _check_prepared(prepared, weight)
+    if multiprocessors_of(multiprocessors):
+        act = (of_u, False, residual, return_norm, prepared, multiprocessors)
+    elif prepared is not None:
         act = (of_u, False, residual, return_norm, prepared)
     elif return_norm:
         act = (of_u, False, residual, True)

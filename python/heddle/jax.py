@@ -31,6 +31,7 @@ from heddle._options import (
     causal_of,
     features_out,
     limit_of,
+    multiprocessors_of,
     norm_of,
     scale_of,
     window_of,
@@ -281,6 +282,7 @@ def attention(
     block_size: int | tuple[int, int] | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    multiprocessors: int = 0,
 ) -> Any:
     """heddle.attention for JAX: softmax(scale·q·kᵀ + bias, masked)·v, within jit, grad, vmap and shard_map.
 
@@ -290,8 +292,8 @@ def attention(
         layout: "bshd": q, k, v and out are [b, s, h, d], as in jax.nn.dot_product_attention. Neither is copied.
         rng_state: with dropout: a key of jax.random, or {seed, offset}, two integers or an integer array of two. JAX
             has no generator to draw from, so that there is no default.
-        max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, dropout, block_size: known when JAX traces, no
-            arrays.
+        max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, dropout, block_size, multiprocessors: known when
+            JAX traces, no arrays.
         deterministic: gradients with the same bits every time. Default: XLA's --xla_gpu_deterministic_ops.
         block_table: must be None: keys in pages are an error here.
         the others: as in heddle.attention. On the CPU lengths that are out of range are an error when the call runs,
@@ -375,6 +377,7 @@ def attention(
         tf32=bool(tf32),
         places=places,
         block_size=sizes if sizes[0] else None,
+        multiprocessors=multiprocessors_of(multiprocessors),
         heads_inside=inside,
         return_lse=bool(return_lse),
         return_weights=bool(return_weights),
@@ -406,14 +409,15 @@ def norm_linear(
     return_norm: bool = False,
     tf32: bool = False,
     prepared: Any = None,
+    multiprocessors: int = 0,
 ) -> Any:
     """heddle.norm_linear for JAX: act(norm(x)·weightᵀ + bias) + residual in one, within jit, grad, vmap and shard_map.
 
     Args:
         x: [..., k], float32, bfloat16 or float16; float64 on the CPU runs on the reference.
         weight: [n, k], x's dtype: the transpose of Flax's kernel, which is [k, n].
-        bias, gamma, beta, eps, norm, activation, residual, return_norm, tf32: as in heddle.norm_linear; eps is known
-            when JAX traces.
+        bias, gamma, beta, eps, norm, activation, residual, return_norm, tf32, multiprocessors: as in
+            heddle.norm_linear; eps and multiprocessors are known when JAX traces.
         prepared: what heddle.jax.norm_linear_prepare, or heddle.norm_linear_prepare of JAX's arrays, made of this
             weight, bias, gamma and beta, with these options, for the device on which the call runs; results have the
             same bits without it. Backward does not look at it. Prepare anew when any of them changes.
@@ -444,7 +448,8 @@ def norm_linear(
         given["prepared"] = _array("prepared", prepared)
     if return_norm and norm == "none":
         raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
-    what = NormLinear(norm, eps, _deterministic(None), bool(tf32), activation, bool(return_norm))
+    limit = multiprocessors_of(multiprocessors)
+    what = NormLinear(norm, eps, _deterministic(None), bool(tf32), activation, bool(return_norm), limit)
     made = tuple(t.reshape(*x.shape[:-1], t.shape[-1]) for t in _norm_linear_jit(what, _jax_call.alike(given)))
     return made if return_norm else made[0]
 
@@ -493,5 +498,5 @@ def norm_linear_prepare(
     for name, value in (("gamma", gamma), ("beta", beta), ("bias", bias)):
         if value is not None:
             given[name] = _array(name, value)
-    what = NormLinear(norm, EPS, False, bool(tf32), activation, bool(return_norm), _on_a_gpu(given["w"]))
+    what = NormLinear(norm, EPS, False, bool(tf32), activation, bool(return_norm), cuda=_on_a_gpu(given["w"]))
     return _jax_call.prepare(what, jax.lax.stop_gradient(given))

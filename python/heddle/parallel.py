@@ -64,6 +64,8 @@ class ContextParallel:
             through memory that all processes of the group share (PyTorch's symmetric memory; with backward about six
             times the bytes of this process's k and v, kept for the next call); elsewhere, and with "messages"
             everywhere, it is messages of torch.distributed. `routes` tells which after the first call.
+        leave: how many multiprocessors of a GPU attention leaves to NCCL while a ring's messages are on their way
+            (`multiprocessors` of heddle.attention is the rest). Copy engines need none.
 
     Raises:
         TypeError: mesh is neither.
@@ -81,6 +83,7 @@ class ContextParallel:
         zigzag: bool = True,
         compare: Literal["always", "once"] = "always",
         transport: Literal["auto", "messages"] = "auto",
+        leave: int = 0,
     ) -> None:
         if method not in ("ring", "heads"):
             raise HeddleValueError(f"method = {method!r} is neither 'ring' nor 'heads'")
@@ -88,6 +91,8 @@ class ContextParallel:
             raise HeddleValueError(f"compare = {compare!r} is neither 'always' nor 'once'")
         if transport not in ("auto", "messages"):
             raise HeddleValueError(f"transport = {transport!r} is neither 'auto' nor 'messages'")
+        if not isinstance(leave, int) or leave < 0:
+            raise HeddleValueError(f"leave = {leave!r} is no number of multiprocessors")
         groups: list[dist.ProcessGroup]
         if isinstance(mesh, DeviceMesh):
             if mesh.ndim not in (1, 2):
@@ -113,7 +118,7 @@ class ContextParallel:
         # What the processes agree on is a matter of the hosts: no GPU is waited for.
         self._talk = {group: self._group_of_hosts(group) for group in groups}
         self._begun = False
-        self._transport = transport
+        self._transport, self._leave = transport, leave
         self._peers: dict[dist.ProcessGroup, Peers | str] = {}
         self._compare = compare
         self._agreed: set[tuple[int, ...]] = set()
@@ -328,6 +333,7 @@ class ContextParallel:
         rows = {"q": description["sq"], "k": description["sk"]}
         peers = self._shared(self.ring_group) if self.ring > 1 else None
         ring = Ring(self.ring_group, self.ring, self.ring_rank, self.runs, rows, description, low, high, peers)
+        ring.limit = self._limit(q.device)
         if segments is not None:
             ring.q_segments = segments[0]
             ring.k_segments = tuple(gather(segments[1], self.ring_group))
@@ -408,6 +414,12 @@ class ContextParallel:
             if self._transport == "auto":
                 self._peers[group] = Peers.join(group, talk, device)
         self._begun = True
+
+    def _limit(self, device: torch.device) -> int:
+        """Multiprocessors that attention may take beside messages; 0: all."""
+        if not self._leave or device.type != "cuda":
+            return 0
+        return max(1, int(torch.cuda.get_device_properties(device).multi_processor_count) - self._leave)
 
     def _shared(self, group: dist.ProcessGroup | None) -> Peers | None:
         found = None if group is None else self._peers.get(group)

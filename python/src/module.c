@@ -72,6 +72,7 @@ static const field attention_description[] = {A(dtype, INT32),
                                               A(page, INT64),
                                               A(pages, INT64),
                                               A(table, INT64),
+                                              A(multiprocessors, INT64),
                                               A(block_q, UINT8),
                                               A(block_k, UINT8),
                                               A(blocks_of_b, UINT8),
@@ -82,11 +83,19 @@ static const field attention_description[] = {A(dtype, INT32),
 
 #define A(name, kind) FIELD(heddle_norm_linear, name, kind)
 #define STRIDED(id, name, stride, ...) A(stride##_stride, INT64),
-static const field norm_linear_description[] = {
-    A(dtype, INT32), A(device, INT32), A(norm, INT32), A(features, UINT64),  A(m, INT64),
-    A(k, INT64),     A(n, INT64),      A(eps, DOUBLE), A(activation, INT32), A(prepared_bytes, INT64),
+static const field norm_linear_description[] = {A(dtype, INT32),
+                                                A(device, INT32),
+                                                A(norm, INT32),
+                                                A(features, UINT64),
+                                                A(m, INT64),
+                                                A(k, INT64),
+                                                A(n, INT64),
+                                                A(eps, DOUBLE),
+                                                A(activation, INT32),
+                                                A(prepared_bytes, INT64),
+                                                A(multiprocessors, INT64),
 #include "../../src/norm_linear_fields.def"
-    {NULL, INT32, 0}};
+                                                {NULL, INT32, 0}};
 #undef A
 
 #define DENSE(id, name, ...) FIELD(heddle_attention_data, name, POINTER),

@@ -265,7 +265,7 @@ enum {
     ARGUMENTS
 };
 
-_Static_assert(ARGUMENTS - A_MAX_SEQLEN_Q == 19, "put_options() has a value for each number");
+_Static_assert(ARGUMENTS - A_MAX_SEQLEN_Q == 20, "put_options() has a value for each number");
 
 /* What call_options() takes, in this order. */
 enum {
@@ -353,7 +353,7 @@ static int put_options(PyObject *parts, PyObject *const *given, PyObject *dtype,
     PyObject *scale = scale_of(parts, given[G_SCALE]), *which = corner(parts, given, given[G_CAUSAL]);
     if (!scale || !which)
         return 0;
-    for (int x = A_Q_OFFSET; x < ARGUMENTS; x++) /* a whole problem, without lists of blocks */
+    for (int x = A_Q_OFFSET; x < ARGUMENTS; x++) /* a whole problem, without lists of blocks, on all of a device */
         put(to, x, Py_NewRef(number(parts, 0)));
     PyObject *deterministic = given[G_DETERMINISTIC] == Py_None ? PyObject_CallNoArgs(part(parts, DETERMINISTIC))
                                                                 : Py_NewRef(given[G_DETERMINISTIC]);

@@ -369,6 +369,7 @@ static bool take_numbers(call *c, problem *p, const int64_t *integer, const doub
     a->whole_sq = integer[WHOLE_SQ];
     a->whole_sk = integer[WHOLE_SK];
     a->whole_h = integer[WHOLE_H];
+    a->multiprocessors = integer[MULTIPROCESSORS];
     const tensor *rng = &p->in[RNG_STATE];
     if (!rng->handle) {
         return a->dropout == 0 ||

@@ -7,7 +7,7 @@
 #include "heddle.h"
 #include "torch_abi.h"
 
-#define MAX_ARGUMENTS 44
+#define MAX_ARGUMENTS 48
 #define MAX_RESULTS 9
 #define MAX_RANK 8
 

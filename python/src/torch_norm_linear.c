@@ -174,18 +174,34 @@ static bool take_prepared(call *c, problem *p, const tensor *t) {
 }
 
 void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t results) {
-    enum { X, WEIGHT, BIAS, GAMMA, BETA, EPS, NORM, TF32, ACTIVATION, KEEP_U, RESIDUAL, RETURN_NORM, PREPARED };
+    enum {
+        X,
+        WEIGHT,
+        BIAS,
+        GAMMA,
+        BETA,
+        EPS,
+        NORM,
+        TF32,
+        ACTIVATION,
+        KEEP_U,
+        RESIDUAL,
+        RETURN_NORM,
+        PREPARED,
+        MULTIPROCESSORS
+    };
     enum { Y, MEAN, RSTD, U, Z };
     call c;
     problem p;
     size_t bytes = 0;
     void *workspace;
-    call_begin(&c, stack, arguments, results, "TTOOODIBIBOBO");
+    call_begin(&c, stack, arguments, results, "TTOOODIBIBOBOI");
     if (describe(&c, &p, X, WEIGHT, GAMMA, BETA) && take_norm(&c, &p, c.number[EPS], c.integer[NORM]) &&
         check_vector(&c, &c.tensor[BIAS], "bias", p.a.n, call_dtype(&c)) &&
         take_activation(&c, &p, c.integer[ACTIVATION], c.integer[TF32]) && take_residual(&c, &p, &c.tensor[RESIDUAL]) &&
         take_prepared(&c, &p, &c.tensor[PREPARED])) {
         p.t.bias = c.tensor[BIAS].data;
+        p.a.multiprocessors = c.integer[MULTIPROCESSORS];
         p.a.features |= c.integer[RETURN_NORM] ? HEDDLE_Z : 0;
         p.t.y = make_rows(&c, &p, Y, p.a.n, call_dtype(&c));
         const bool plain = p.a.norm == HEDDLE_NO_NORM, keeps_u = p.a.activation && c.integer[KEEP_U];
@@ -239,6 +255,7 @@ enum {
     B_ACTIVATION,
     B_U,
     B_BIAS, /* not looked at: it is there for derivatives of this operator, as u goes by it */
+    B_MULTIPROCESSORS,
     B_DZ
 };
 
@@ -285,10 +302,11 @@ void heddle_torch_norm_linear_backward(stable_value *stack, uint64_t arguments, 
     problem p;
     size_t bytes = 0;
     void *workspace;
-    call_begin(&c, stack, arguments, results, "TOOTTOODIBBIIOOO");
+    call_begin(&c, stack, arguments, results, "TOOTTOODIBBIIOOIO");
     if (describe(&c, &p, B_X, B_WEIGHT, B_GAMMA, B_BETA) && take_norm(&c, &p, c.number[B_EPS], c.integer[B_NORM]) &&
         take_activation(&c, &p, c.integer[B_ACTIVATION], c.integer[B_TF32]) && take_gradient(&c, &p)) {
         p.a.features |= (c.integer[B_DETERMINISTIC] ? HEDDLE_DETERMINISTIC : 0) | (p.t.dz ? HEDDLE_Z : 0);
+        p.a.multiprocessors = c.integer[B_MULTIPROCESSORS];
         backward_results(&c, &p, c.integer[B_NEEDS]);
         if (!c.message[0] && call_norm_linear_bytes(&c, &p.a, HEDDLE_BACKWARD, &bytes) &&
             call_workspace(&c, bytes, &workspace))

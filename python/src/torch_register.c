@@ -31,13 +31,13 @@ static const char *const schemas[] = {
     "-> (Tensor rotated, Tensor lengths)",
     "norm_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? gamma=None, Tensor? beta=None, float eps=1e-05, "
     "int norm=0, bool tf32=False, int activation=0, bool keep_u=False, Tensor? residual=None, bool return_norm=False, "
-    "Tensor? prepared=None) -> "
+    "Tensor? prepared=None, int multiprocessors=0) -> "
     "(Tensor y, Tensor mean, Tensor rstd, Tensor u, Tensor z)",
     "norm_linear_prepare(Tensor weight, Tensor? bias=None, Tensor? gamma=None, Tensor? beta=None, int norm=0, "
     "bool tf32=False, int activation=0, bool return_norm=False) -> Tensor",
     "norm_linear_backward(Tensor dy, Tensor? mean, Tensor? rstd, Tensor x, Tensor weight, Tensor? gamma=None, "
     "Tensor? beta=None, float eps=1e-05, int norm=0, bool deterministic=False, bool tf32=False, int needs=31, "
-    "int activation=0, Tensor? u=None, Tensor? bias=None, Tensor? dz=None) -> "
+    "int activation=0, Tensor? u=None, Tensor? bias=None, int multiprocessors=0, Tensor? dz=None) -> "
     "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dgamma, Tensor dbeta)",
 };
 

@@ -131,9 +131,10 @@ static void options_of_attention(bytes *b, heddle_attention *a) {
     }
 }
 
-/* A part of a whole, with numbers that `take` makes. */
+/* A part of a whole, and the limit, with numbers that `take` makes. */
 static void part_of_attention(bytes *b, heddle_attention *a, int64_t (*take)(bytes *)) {
-    int64_t *const number[] = {&a->q_offset, &a->k_offset, &a->h_offset, &a->whole_sq, &a->whole_sk, &a->whole_h};
+    int64_t *const number[] = {&a->q_offset, &a->k_offset, &a->h_offset,       &a->whole_sq,
+                               &a->whole_sk, &a->whole_h,  &a->multiprocessors};
     const uint64_t which = take_number(b, 1);
     for (size_t i = 0; i < sizeof number / sizeof *number; i++)
         *number[i] = which >> i & 1 ? take(b) : 0;
@@ -449,6 +450,8 @@ static heddle_norm_linear some_norm_linear(bytes *b, int absurd) {
         a.z_stride = take_bit(b) ? 0 : absurd ? any_size(b) : a.k + take_between(b, 0, 3);
         a.dz_stride = take_bit(b) ? 0 : absurd ? any_size(b) : a.k + take_between(b, 0, 3);
     }
+    if (take_bit(b))
+        a.multiprocessors = absurd ? any_size(b) : take_between(b, 0, 200);
     return a;
 }
 

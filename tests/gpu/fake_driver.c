@@ -26,6 +26,7 @@ struct cu_kernel_ {
     char name[96];
     int limit; /* of dynamic shared memory */
     int launches;
+    unsigned blocks;   /* of the largest */
     const void *found; /* by the emulator */
 };
 static struct cu_kernel_ kernels[MAX_KERNELS];
@@ -219,6 +220,8 @@ cu_result cuLaunchKernelEx(const cu_launch *launch, cu_kernel kernel, void **par
                       launch->grid[1] == 1 && launch->grid[2] == 1 && threads > 0 && threads <= 1024 &&
                       (int)launch->shared <= kernel->limit;
     kernel->launches += fits;
+    if (fits && launch->grid[0] > kernel->blocks)
+        kernel->blocks = launch->grid[0];
     const bool right = !fits || !emulator_run || emulator_run(kernel->found, launch, parameters[0]);
     pthread_mutex_unlock(&lock);
     return !fits ? 1 : right ? CU_SUCCESS : LAUNCH_FAILED;
@@ -230,6 +233,14 @@ EXPORT int fake_launches(const char *symbol) {
         if (!symbol || !strcmp(kernels[x].name, symbol))
             n += kernels[x].launches;
     return n;
+}
+
+EXPORT int fake_blocks(const char *symbol) {
+    int most = 0;
+    for (int x = 0; x < MAX_KERNELS && kernels[x].name[0]; x++)
+        if (!strcmp(kernels[x].name, symbol))
+            most = (int)kernels[x].blocks;
+    return most;
 }
 
 EXPORT int fake_depth(void) {

@@ -14,6 +14,8 @@ extern "C" {
 
 /* How often a kernel was launched; NULL: all together. */
 int fake_launches(const char *symbol);
+/* The most blocks that it had in a launch. */
+int fake_blocks(const char *symbol);
 /* Contexts pushed and not popped. */
 int fake_depth(void);
 

@@ -4,6 +4,8 @@
 #include "common.h"
 
 #include "cuda/attention/attention.h"
+#include "cuda/attention/kernels.h"
+#include "cuda/norm_linear/contract.h"
 #include "cuda/norm_linear/norm_linear.h"
 #include "mask.h"
 #include "plan.h"
@@ -42,6 +44,7 @@ static heddle_attention any_attention(rng *r) {
     }
     if (rng_chance(r, 0.5))
         a.bias_stride = a.dbias_stride = a.bool_mask_stride = (heddle_strides){HEDDLE_BROADCAST, 0, 0};
+    a.multiprocessors = rng_chance(r, 0.5) ? rng_between(r, 1, 140) : 0;
     return a;
 }
 
@@ -63,6 +66,17 @@ static void check_seen(const attention_params *p, size_t workspace) {
     if (p->from.bytes)
         assert_true((const char *)p->from.bytes + (int64_t)p->from.maps * p->a.sq * p->from.shape.line_step <= end);
     assert_true(there && p->t.bool_mask == p->from.bytes);
+}
+
+/* Blocks of these stay until the last tile is done: no more of them than those multiprocessors hold that are not others'. */
+static int check_limit(const attention_launch *l, int64_t limit, const cuda_facts *device) {
+    const kernel_row *k = &heddle__cuda_attention_kernels[l->kernel];
+    const bool stays = k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32 &&
+                       (k->pass == PASS_fwd || k->pass == PASS_bwd || k->pass == PASS_dkdv || k->pass == PASS_dq);
+    if (!limit || limit >= device->multiprocessors || !stays)
+        return 0;
+    assert_true(l->grid <= limit * ((device->shared_bytes + 1024) / (l->shared_bytes + 1024)));
+    return 1;
 }
 
 static bool check_attention_plan(const heddle_attention *a, heddle_pass pass, const cuda_facts *device) {
@@ -107,6 +121,47 @@ static void test_attention(void **state) {
     check_attention_plan(&a, HEDDLE_FORWARD, &(cuda_facts){"a GPU", 132, 232448, false, 0});
 }
 
+/* Problems that Hopper's kernels take, one option each, with a part of the device. */
+static void test_limit(void **state) {
+    (void)state;
+    static const uint64_t options[] = {0,
+                                       HEDDLE_VARLEN,
+                                       HEDDLE_SEQLENS,
+                                       HEDDLE_BOOL_MASK,
+                                       HEDDLE_BLOCKS,
+                                       HEDDLE_DETERMINISTIC,
+                                       HEDDLE_ACCUMULATE,
+                                       HEDDLE_ALIBI,
+                                       HEDDLE_VARLEN | HEDDLE_BIAS};
+    static const int64_t dims[] = {64, 96, 128, 192, 256, 512};
+    const cuda_facts device = {"a GPU", 132, 232448, true, SMALL_NEVER};
+    static attention_job job;
+    rng r = {test_seed(5)};
+    int checked = 0;
+    for (int x = 0; x < 20000; x++) {
+        const int64_t s = rng_between(&r, 1, rng_chance(&r, 0.5) ? 9000 : 600);
+        heddle_attention a = attention_desc(rng_chance(&r, 0.5) ? HEDDLE_BF16 : HEDDLE_F16, rng_between(&r, 1, 30),
+                                            rng_between(&r, 1, 20), 1, s, s, dims[rng_between(&r, 0, 5)], 0);
+        a.device = HEDDLE_CUDA;
+        a.features = options[rng_between(&r, 0, (int64_t)COUNT(options) - 1)];
+        a.block_q = a.block_k = a.features & HEDDLE_BLOCKS ? 64 : 0;
+        a.total_q = a.total_k = a.features & HEDDLE_VARLEN ? a.b * s : 0;
+        a.multiprocessors = rng_between(&r, 1, 140);
+        for (int pass = 0; pass < 2; pass++) {
+            attention_plan plan = {.threads = 1};
+            heddle_attention_data t = {.size = sizeof t, .q = aligned, .k = aligned, .v = aligned, .o = aligned};
+            t.lse = t.dq = t.dk = t.dv = aligned;
+            t.dout = aligned;
+            assert_int_equal(heddle__resolve_attention(&a, (heddle_pass)pass, &plan), HEDDLE_OK);
+            assert_int_equal(heddle__cuda_plan_attention(&plan, &device), HEDDLE_OK);
+            heddle__cuda_attention_job(&plan, &device, &t, space, &job);
+            for (int y = 0; y < job.count; y++)
+                checked += check_limit(&job.launches[y], a.multiprocessors, &device);
+        }
+    }
+    assert_true(checked > 20000);
+}
+
 /* Keys in pages go to the families that can read them, whichever is asked for. */
 static void test_pages(void **state) {
     (void)state;
@@ -138,7 +193,7 @@ static void test_pages(void **state) {
         }
 }
 
-/* What prepare is to write lies in the workspace. */
+/* What prepare is to write lies in the workspace, or is the caller's z. */
 static void check_prepared(const norm_linear_launch *l, const norm_linear_plan *plan) {
     if (l->kernel < NORM_LINEAR_prepare_bf16_sm80 || l->kernel > NORM_LINEAR_prepare_f32_sm80 ||
         !strstr(heddle__cuda_kernels[l->kernel].symbol, "_prepare_"))
@@ -146,8 +201,25 @@ static void check_prepared(const norm_linear_launch *l, const norm_linear_plan *
     for (int x = 0; x < 2; x++) {
         const norm_rows *r = &l->params.prepare.job[x];
         const char *high = r->high;
-        assert_true(r->rows == 0 || !high || (high >= space && high + r->rows * r->ldp * 2 <= space + plan->workspace));
+        assert_true(r->rows == 0 || !high || high == aligned ||
+                    (high >= space && high + r->rows * r->ldp * 2 <= space + plan->workspace));
     }
+}
+
+/* The same of norm-linear: clusters of two for Hopper's products. */
+static void check_linear_limit(const norm_linear_launch *l, int64_t limit, const cuda_facts *device) {
+    const char *symbol = heddle__cuda_kernels[l->kernel].symbol;
+    const bool wide = strstr(symbol, "_f32_");
+    const int64_t resident = l->sm90                                                    ? 1
+                             : strstr(symbol, "_prepare_")                              ? prepare_resident(wide ? 4 : 2)
+                             : strstr(symbol, "_finish_")                               ? FINISH_RESIDENT
+                             : strstr(symbol, "_z_") && !strstr(symbol, "_sums_")       ? Z_RESIDENT
+                             : strstr(symbol, "_activate_") || strstr(symbol, "_gate_") ? ACTIVATE_RESIDENT
+                             : strstr(symbol, "_few_")                                  ? 1
+                                                                                        : 0;
+    limit = limit == 1 ? 2 : limit;
+    if (limit && limit < device->multiprocessors && resident)
+        assert_true(l->grid <= limit * resident);
 }
 
 static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device,
@@ -169,11 +241,15 @@ static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass
                                        .dw = aligned,
                                        .dgamma = of_norm,
                                        .dbeta = of_norm,
-                                       .dbias = aligned};
+                                       .dbias = aligned,
+                                       .z = a->features & HEDDLE_Z ? aligned : NULL,
+                                       .dz = a->features & HEDDLE_Z ? aligned : NULL,
+                                       .u = a->activation ? aligned : NULL};
     const int n = heddle__cuda_norm_linear_launches(&plan, device, &t, space, launches);
     for (int x = 0; x < n; x++) {
         assert_true(launches[x].grid > 0 && launches[x].grid <= INT32_MAX);
         check_prepared(&launches[x], &plan);
+        check_linear_limit(&launches[x], a->multiprocessors, device);
     }
     return true;
 }
@@ -189,6 +265,10 @@ static void test_norm_linear(void **state) {
         a.dtype = (heddle_dtype)rng_between(&r, 0, 2);
         a.features = rng_chance(&r, 0.5) ? HEDDLE_TF32 : 0;
         a.norm = (heddle_norm)(x % 5 % 3);
+        a.features |= a.norm != HEDDLE_NO_NORM && rng_chance(&r, 0.2) ? HEDDLE_Z : 0;
+        a.activation = rng_chance(&r, 0.3) ? rng_chance(&r, 0.5) ? HEDDLE_SILU : HEDDLE_SWIGLU : HEDDLE_NO_ACTIVATION;
+        a.features |= a.activation ? HEDDLE_ACTIVATION : 0;
+        a.multiprocessors = rng_chance(&r, 0.5) ? rng_between(&r, 1, 140) : 0;
         for (int pass = 0; pass < 2; pass++)
             accepted += check_norm_linear_plan(&a, (heddle_pass)pass, &device, x % 7 % 2);
     }
@@ -288,8 +368,8 @@ static void test_halves(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_attention),   cmocka_unit_test(test_segments), cmocka_unit_test(test_pages),
-        cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_halves),
+        cmocka_unit_test(test_attention), cmocka_unit_test(test_limit),       cmocka_unit_test(test_segments),
+        cmocka_unit_test(test_pages),     cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_halves),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -421,6 +421,53 @@ static void parts(void) {
     MUST(run_append(HEDDLE_F16, 0, NULL) == HEDDLE_OK && fake_depth() == 0);
 }
 
+/* The largest launch of a problem with so many multiprocessors. */
+static int blocks_of(heddle_attention a, heddle_pass pass, int64_t multiprocessors, const char *symbol) {
+    a.multiprocessors = multiprocessors;
+    MUST(run_attention(a, pass, 0, NULL) == HEDDLE_OK);
+    return fake_blocks(symbol);
+}
+
+/* Some multiprocessors are left to others: of blocks that stay there are no more than the rest holds, first of which few, as the fake
+ * remembers the most. A limit that leaves none is none. */
+static void limited(void) {
+    set("FAKE_CC", "90");
+    set("FAKE_SHARED", "232448");
+    set("FAKE_MULTIPROCESSORS", "132");
+    static const struct {
+        uint64_t features;
+        heddle_pass pass;
+        int all;
+        const char *symbol;
+    } rows[] = {{0, HEDDLE_FORWARD, 132, "heddle_attention_fwd_bf16_d128_lean_sm90"},
+                {HEDDLE_ACCUMULATE, HEDDLE_FORWARD, 132, "heddle_attention_fwd_bf16_d128_adding_sm90"},
+                {HEDDLE_BOOL_MASK, HEDDLE_FORWARD, 132, "heddle_attention_fwd_bf16_d128_masked_sm90"},
+                {HEDDLE_VARLEN | HEDDLE_ALIBI, HEDDLE_FORWARD, 512, "heddle_attention_fwd_bf16_d128_capped_sm90"},
+                {0, HEDDLE_BACKWARD, 132, "heddle_attention_bwd_bf16_d128_long_sm90"},
+                {HEDDLE_BOOL_MASK, HEDDLE_BACKWARD, 512, "heddle_attention_bwd_bf16_d128_masked_sm90"},
+                {HEDDLE_DETERMINISTIC, HEDDLE_BACKWARD, 132, "heddle_attention_dkdv_bf16_d128_lean_sm90"},
+                {HEDDLE_DETERMINISTIC | HEDDLE_ALIBI, HEDDLE_BACKWARD, 132, "heddle_attention_dq_bf16_d128_full_sm90"}};
+    for (size_t x = 0; x < COUNT(rows); x++) {
+        heddle_attention a = attention_desc(HEDDLE_BF16, 2, 16, 16, 4096, 4096, 128, 128);
+        a.features = rows[x].features;
+        a.total_q = a.total_k = a.features & HEDDLE_VARLEN ? 2 * 4096 : 0;
+        if (!a.features)
+            a.sq = a.sk = 8192;
+        MUST(blocks_of(a, rows[x].pass, 1, rows[x].symbol) == 1);
+        MUST(blocks_of(a, rows[x].pass, 101, rows[x].symbol) == 101);
+        MUST(blocks_of(a, rows[x].pass, 132, rows[x].symbol) == rows[x].all);
+        MUST(blocks_of(a, rows[x].pass, INT32_MAX, rows[x].symbol) == rows[x].all);
+        MUST(blocks_of(a, rows[x].pass, 0, rows[x].symbol) == rows[x].all);
+    }
+    heddle_norm_linear l = norm_linear_desc(HEDDLE_BF16, HEDDLE_LAYER_NORM, 16384, 1024, 4096);
+    static const int limits[][2] = {{1, 2}, {101, 100}, {132, 132}, {0, 132}};
+    for (size_t x = 0; x < COUNT(limits); x++) {
+        l.multiprocessors = limits[x][0];
+        MUST(run_norm_linear(l, HEDDLE_FORWARD, 0, NULL) == HEDDLE_OK);
+        MUST(fake_blocks("heddle_norm_linear_fwd_n256_bf16_sm90") == limits[x][1]);
+    }
+}
+
 /* One option alone has a kernel of its own, several have the full one; so has a bias that the copy engine cannot fetch. */
 static void options_on_hopper(void) {
     set("FAKE_CC", "90");
@@ -565,6 +612,7 @@ SCENARIO(small_left_out)
 SCENARIO(float32_on_hopper)
 SCENARIO(head_dims_on_hopper)
 SCENARIO(parts)
+SCENARIO(limited)
 SCENARIO(options_on_hopper)
 SCENARIO(dbias_on_hopper)
 SCENARIO(dbias_on_ampere)
@@ -638,6 +686,7 @@ int main(void) {
         cmocka_unit_test(test_float32_on_hopper),
         cmocka_unit_test(test_head_dims_on_hopper),
         cmocka_unit_test(test_parts),
+        cmocka_unit_test(test_limited),
         cmocka_unit_test(test_options_on_hopper),
         cmocka_unit_test(test_dbias_on_hopper),
         cmocka_unit_test(test_dbias_on_ampere),

@@ -218,7 +218,7 @@ def check_module(mesh) -> None:
 def check_travel(rank: int, world: int) -> None:
     """What travels is on its way before anything is computed, and no further than a window sees."""
     messages = {"transport": "messages"}
-    parallel, log = ContextParallel(dist.group.WORLD, zigzag=False, **messages), []
+    parallel, log, limits = ContextParallel(dist.group.WORLD, zigzag=False, **messages), [], []
     post, run = dist.batch_isend_irecv, _ring._C.run
 
     def logged_post(operations):
@@ -227,6 +227,7 @@ def check_travel(rank: int, world: int) -> None:
 
     def logged_run(*args):
         log.append(("run", None))
+        limits.append((args[1], args[2]["multiprocessors"]))
         return run(*args)
 
     q = torch.randn(1, 1, 12, 8, device=DEVICE)
@@ -244,8 +245,23 @@ def check_travel(rank: int, world: int) -> None:
         log.clear()
         ContextParallel(dist.group.WORLD, **messages).attention(q, q, q, causal=True)
         assert log.count(("run", None)) == world  # all that meets in a step at once
+        check_limit(parallel, q, limits, world)
     finally:
         dist.batch_isend_irecv, _ring._C = post, dist_run
+
+
+def check_limit(parallel: ContextParallel, q, limits, world: int) -> None:
+    """What is computed beside messages leaves some multiprocessors to them: all but forward's last step and, where
+    gradients have come back, backward's."""
+    leaves = [q.clone().requires_grad_() for _ in range(3)]
+    for limit in (0, 7):
+        limits.clear()
+        parallel._limit = lambda device, limit=limit: limit
+        torch.autograd.grad(parallel.attention(*leaves).sum(), leaves)
+        forward, backward = ([n for which, n in limits if which == x] for x in (_ring.FORWARD, _ring.BACKWARD))
+        assert forward == [limit] * (world - 1) + [0], forward
+        # The first step's keys, then keys or gradients; of two processes the last step has neither beside it.
+        assert backward == [limit] + [limit] * (world - 2) + [limit if world > 2 else 0], backward
 
 
 class LateCopy(Copy):

@@ -66,14 +66,14 @@ def test_positions_are_those_of_the_schemas():
         "attention": 19,  # to the scales of keys and values, which are refused a gradient by name
         "attention_backward": 12,
         "norm_linear": 11,  # the residual is behind the numbers
-        "norm_linear_backward": 16,
+        "norm_linear_backward": 17,
     }
     of = {name: pick(heddle._schema.names(name)) for name, pick in heddle._ops._CAN_REQUIRE.items()}
     assert of["attention"] == ("q", "k", "v", "bias", "alibi_slopes", "sinks", "k_scale", "v_scale")
     assert of["norm_linear"] == ("x", "weight", "bias", "gamma", "beta", "residual")
     for name in ("attention_backward", "norm_linear_backward"):
         assert of[name] == heddle._schema.names(name)[: heddle._ops._DIFFERENTIABLE[name]]
-    defaults = (0, 0, 0, -1, -1, *[0.0] * 3, *[False] * 3, *[0] * 8)
+    defaults = (0, 0, 0, -1, -1, *[0.0] * 3, *[False] * 3, *[0] * 9)
     assert defaults == heddle._ops._OPTION_DEFAULTS
 
 

@@ -179,7 +179,9 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const cuda_facts
         return status;
     attention_choice *c = choice_of(plan);
     heddle_attention masked;
-    const attention_problem p = problem_of(plan, device, &masked);
+    plan->a.multiprocessors = limit_of(device, plan->a.multiprocessors);
+    const cuda_facts limited = limited_facts(device, plan->a.multiprocessors);
+    const attention_problem p = problem_of(plan, &limited, &masked);
     choose(&p, c);
     const int kernel = plan->pass == HEDDLE_FORWARD ? c->fwd : c->bwd >= 0 ? c->bwd : c->dkdv;
     const kernel_row *k = &heddle__cuda_attention_kernels[kernel];
@@ -431,7 +433,8 @@ static void add_the_rest(const attention_problem *p, const attention_choice *c, 
 void heddle__cuda_attention_job(const attention_plan *plan, const cuda_facts *device, const heddle_attention_data *data,
                                 void *workspace, attention_job *job) {
     heddle_attention masked;
-    attention_problem p = problem_of(plan, device, &masked);
+    const cuda_facts limited = limited_facts(device, plan->a.multiprocessors);
+    attention_problem p = problem_of(plan, &limited, &masked);
     const attention_choice *c = planned_choice(plan);
     const int needs = families[c->family]->needs;
     attention_choice other;

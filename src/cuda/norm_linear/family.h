@@ -130,6 +130,11 @@ static inline int64_t finish_blocks(const cuda_facts *device) {
     return device->multiprocessors * FINISH_RESIDENT;
 }
 
+/* Those of `activate` and `z`, of which so many fit on a multiprocessor: two rounds, but where the second would go to those left to others. */
+static inline int64_t passing_blocks(const norm_linear_call *c, int resident) {
+    return (c->a->multiprocessors ? 1 : 2) * (int64_t)resident * c->device->multiprocessors;
+}
+
 static inline bool aligned16(const void *p, int64_t ld, size_t size) {
     return (uintptr_t)p % 16 == 0 && (size_t)ld * size % 16 == 0;
 }

@@ -11,6 +11,9 @@ static_assert(_Alignof(norm_linear_choice) <= _Alignof(plan_own), "it lies in th
 
 #define GRID_LIMIT INT64_C(0x7fffffff)
 
+/* Blocks of Hopper's products come in clusters of so many, of a multiprocessor each. */
+#define CLUSTER 2
+
 /* In this order they are asked whether they take a problem; the last takes all. */
 static const norm_linear_family *const families[] = {&heddle__norm_linear_small, &heddle__norm_linear_products};
 
@@ -33,7 +36,7 @@ void *heddle__cuda_norm_linear_device(const norm_linear_plan *plan, void **conte
 }
 
 heddle_status heddle__cuda_plan_norm_linear(norm_linear_plan *plan, const cuda_facts *device) {
-    const heddle_norm_linear *a = &plan->a;
+    heddle_norm_linear *a = &plan->a;
     if (device->shared_bytes < GEMM80_BYTES)
         return fail(HEDDLE_UNSUPPORTED,
                     "%s: norm-linear needs blocks with %d bytes of shared memory, a block can have %zu", device->name,
@@ -44,12 +47,14 @@ heddle_status heddle__cuda_plan_norm_linear(norm_linear_plan *plan, const cuda_f
         m * k > GRID_LIMIT || n * k > GRID_LIMIT)
         return fail(HEDDLE_UNSUPPORTED, "m = %lld, k = %lld, n = %lld: more blocks than a CUDA grid holds",
                     (long long)a->m, (long long)a->k, (long long)a->n);
+    a->multiprocessors = limit_of(device, a->multiprocessors == 1 ? CLUSTER : a->multiprocessors);
+    const cuda_facts limited = limited_facts(device, a->multiprocessors);
     norm_linear_choice *c = choice_of(plan);
     c->family = 0;
-    while (!families[c->family]->takes(a, plan->pass, device))
+    while (!families[c->family]->takes(a, plan->pass, &limited))
         c->family++;
-    families[c->family]->plan(plan, device, c);
-    const norm_linear_facts is = heddle__cuda_norm_linear_facts(plan, device);
+    families[c->family]->plan(plan, &limited, c);
+    const norm_linear_facts is = heddle__cuda_norm_linear_facts(plan, &limited);
     plan->prepared = heddle__cuda_prepared_bytes(a, &is);
     return HEDDLE_OK;
 }
@@ -58,9 +63,10 @@ int heddle__cuda_norm_linear_launches(const norm_linear_plan *plan, const cuda_f
                                       const heddle_norm_linear_data *data, void *workspace,
                                       norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES]) {
     const norm_linear_choice *choice = planned_choice(plan);
+    const cuda_facts limited = limited_facts(device, plan->a.multiprocessors);
     norm_linear_call c = {.a = &plan->a,
                           .pass = plan->pass,
-                          .device = device,
+                          .device = &limited,
                           .is = choice->is,
                           .t = data,
                           .workspace = workspace,

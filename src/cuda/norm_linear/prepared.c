@@ -61,10 +61,11 @@ void heddle__cuda_find_prepared(norm_linear_call *c, const void *prepared) {
 int heddle__cuda_prepare_launches(const norm_linear_plan *plan, const cuda_facts *device,
                                   const heddle_norm_linear_data *data, void *prepared,
                                   norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES]) {
+    const cuda_facts limited = limited_facts(device, plan->a.multiprocessors);
     norm_linear_call c = {.a = &plan->a,
                           .pass = HEDDLE_FORWARD,
-                          .device = device,
-                          .is = heddle__cuda_norm_linear_facts(plan, device),
+                          .device = &limited,
+                          .is = heddle__cuda_norm_linear_facts(plan, &limited),
                           .t = data,
                           .launches = launches};
     lay_out(&plan->a, &c.is, prepared, &c.at);

@@ -73,7 +73,7 @@ void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p) {
     p.vector = aligned16(p.u, p.ldu, size) && aligned16(p.dy, p.ldd, size) && aligned16(p.out, p.ldo, size) &&
                aligned16(p.residual, p.ldr, size) && (!c->is.gated || aligned16(NULL, c->a->n, size));
     heddle__cuda_add(c, (c->is.gated ? OF_DTYPE(gate) : OF_DTYPE(activate))[c->is.dtype],
-                     least_of(activate_units(p.rows, p.cols), 2 * ACTIVATE_RESIDENT * c->device->multiprocessors), 0,
+                     least_of(activate_units(p.rows, p.cols), passing_blocks(c, ACTIVATE_RESIDENT)), 0,
                      &(norm_linear_params){.activate = p});
 }
 
@@ -83,8 +83,7 @@ void heddle__cuda_add_z(norm_linear_call *c, norm_z p) {
     p.cols = (int32_t)c->a->k;
     p.vector = aligned16(p.x, p.ldx, size) && aligned16(p.gamma, 0, size) && aligned16(p.beta, 0, size) &&
                aligned16(p.dz, p.ldz, size) && aligned16(p.out, p.ldo, size);
-    heddle__cuda_add(c, OF_DTYPE(z)[c->is.dtype],
-                     least_of(z_units(p.rows, p.cols), 2 * Z_RESIDENT * c->device->multiprocessors), 0,
+    heddle__cuda_add(c, OF_DTYPE(z)[c->is.dtype], least_of(z_units(p.rows, p.cols), passing_blocks(c, Z_RESIDENT)), 0,
                      &(norm_linear_params){.z = p});
 }
 

@@ -109,6 +109,9 @@ static bool takes_forward(const attention_problem *p, attention_choice *c) {
 static int find_fused(const attention_problem *p) {
     const heddle_attention *a = p->a;
     const int x = a->features & HEDDLE_DETERMINISTIC ? -1 : find_own(p, PASS_bwd);
+    const kernel_row *k = &heddle__cuda_attention_kernels[max64(x, 0)];
+    if (x >= 0 && sm90_is_pair(k->dim, k->own) && p->device->multiprocessors < 2)
+        return -1;
     if (x < 0 || p->rich || heddle__cuda_attention_kernels[x].dim <= 64 || a->h / a->hk * a->sq < LONG_QUERIES)
         return x;
     const int is_long = heddle__cuda_find_attention(p, PASS_bwd, VARIANT_long, FAMILY_sm90);
@@ -171,14 +174,14 @@ static bool has_uneven_work(const heddle_attention *a) {
 enum { FEW_TILES = 8, FORWARD_BLOCKS_EACH = 4, FUSED_BLOCKS_EACH = 3 };
 
 /* A block for each multiprocessor, which takes tile after tile, of a boolean mask whichever is the next when it is free; of uneven work a
- * block for each pair of tiles. */
+ * block for each pair of tiles, unless multiprocessors have to be left to others: then no more blocks than run. */
 static int64_t persistent_blocks(const attention_problem *p, const kernel_row *k, int64_t tiles) {
     const heddle_attention *a = p->a;
     const int64_t units = a->h * a->b * sm90_forward_parts(k->dim, a->dv), all = p->device->multiprocessors;
     const int64_t pairs = sm90_forward_pairs((unsigned)units, (unsigned)tiles);
     const bool few = tiles <= FEW_TILES && k->dim <= 128;
     const int64_t most = few ? min64(pairs, FORWARD_BLOCKS_EACH * all) : pairs;
-    return min64(tiles * units, has_uneven_work(a) ? max64(all, most) : all);
+    return min64(tiles * units, has_uneven_work(a) && !a->multiprocessors ? max64(all, most) : all);
 }
 
 static void lay_out_forward(const attention_problem *p, attention_choice *c) {
@@ -193,9 +196,10 @@ static void lay_out_forward(const attention_problem *p, attention_choice *c) {
 static int64_t fused_blocks(const attention_problem *p, const kernel_row *k, int64_t all, int64_t each_has) {
     const int64_t multiprocessors = p->device->multiprocessors;
     if (sm90_is_pair(k->dim, k->own))
-        return 2 * min64(all, max64(multiprocessors / 2, 1));
+        return 2 * min64(all, multiprocessors / 2);
     const bool few = each_has <= FEW_TILES && k->dim > 64 && k->dim <= 128;
-    return min64(all, (has_uneven_work(p->a) && few ? FUSED_BLOCKS_EACH : 1) * multiprocessors);
+    return min64(all,
+                 (has_uneven_work(p->a) && few && !p->a->multiprocessors ? FUSED_BLOCKS_EACH : 1) * multiprocessors);
 }
 
 static void lay_out_fused(const attention_problem *p, attention_choice *c) {
@@ -208,8 +212,8 @@ static void lay_out_fused(const attention_problem *p, attention_choice *c) {
     c->tiles_k = ceil_div(a->sk, k->own);
     c->blocks = c->tiles_q * a->h * a->b;
     c->blocks_dkdv = fused_blocks(p, k, c->tiles_k * a->hk * a->b, c->tiles_k);
-    if (a->features &
-        HEDDLE_BOOL_MASK) /* a block for each pair of tiles: what they cost is known to the device alone */
+    if ((a->features & HEDDLE_BOOL_MASK) && !a->multiprocessors)
+        /* a block for each pair of tiles: what they cost is known to the device alone */
         c->blocks_dkdv = max64(c->blocks_dkdv, ceil_div(c->tiles_k, 2) * a->hk * a->b);
     place_map_of(p, c->bwd, true, c);
 }
