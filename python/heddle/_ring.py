@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heddle import _C
+from heddle._parallel_lists import BlockLists
 from heddle._peers import Copy, Peers, aligned
 
 Seen = Literal["none", "some", "all"]
@@ -20,7 +21,15 @@ Seen = Literal["none", "some", "all"]
 FORWARD, BACKWARD = 0, 1
 BITS = _C.features()
 _BROADCAST = -(2**63)
-_DENSE = ("lse", "dlse", "alibi_slopes", "q_segments", "k_segments")  # without strides in the description
+_DENSE = (
+    "lse",
+    "dlse",
+    "alibi_slopes",
+    "q_segments",
+    "k_segments",
+    "block_rows",
+    "block_columns",
+)  # without strides in the description
 _KEYS_TAG, _GRADIENTS_TAG = 1000, 2000  # of messages; those of one step follow
 
 
@@ -118,6 +127,8 @@ class Ring:
     limit: int = 0  # multiprocessors that attention takes while messages are on their way; 0: all
     q_segments: Tensor | None = None  # [b, rows of this process]
     k_segments: tuple[Tensor, ...] = ()  # [b, rows] of each process
+    lists: BlockLists | None = None
+    shown: list[list[bool]] | None = None  # by the lists, of pieces: [of queries][of keys]
 
     def starts(self, rank: int, of: str) -> list[int]:
         """Where in the whole the runs of a process begin."""
@@ -128,6 +139,8 @@ class Ring:
         """What the rows of the run of queries at q0 see of the keys of the run at k0."""
         last_q, last_k = q0 + self.rows["q"] - 1, k0 + self.rows["k"] - 1
         if k0 > last_q + self.high or last_k < q0 + self.low:
+            return "none"
+        if self.shown is not None and not self.shown[q0 // self.rows["q"]][k0 // self.rows["k"]]:
             return "none"
         return "all" if last_k <= q0 + self.high and k0 >= last_q + self.low else "some"
 
@@ -191,9 +204,18 @@ class Ring:
         }
         return {name: t.contiguous() for name, t in ids.items()}
 
+    def _lists(self, c: _Call, holder: int, device: torch.device) -> dict[str, Tensor]:
+        """The lists of the blocks that meet in a call."""
+        if self.lists is None:
+            return {}
+        places = self.starts(holder, "k")
+        of_k = [places[x] for x in self.needs(self.rank, holder)][c.x0 : c.x1]
+        rows, columns = self.lists.part(self.starts(self.rank, "q")[c.y0 : c.y1], of_k, self.rows)
+        return {"block_rows": rows.to(device), "block_columns": columns.to(device)}
+
     def call(self, which: int, c: _Call, holder: int, tensors: dict[str, Tensor], busy: bool) -> None:
         """One pass, which adds to what is there. busy: messages are on their way beside it."""
-        tensors = tensors | self._segments(c, holder)
+        tensors = tensors | self._segments(c, holder) | self._lists(c, holder, tensors["q"].device)
         strided = {name: t for name, t in tensors.items() if name not in _DENSE}
         description = self.description | {f"s{of}": tensors[of].shape[2] for of in ("q", "k")}
         description["multiprocessors"] = self.limit if busy else 0

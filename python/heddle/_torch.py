@@ -103,7 +103,7 @@ def _segments(
     return made[0], made[1]
 
 
-def _blocks(
+def blocks_of(
     block_rows: Any, block_columns: Any, block_size: Any
 ) -> tuple[Tensor | None, Tensor | None, tuple[int, int]]:
     """Lists of blocks as the operator takes them, [b or 1, h or 1, lists + 1] and [columns], and a block's sizes."""
@@ -284,7 +284,7 @@ def attention(
     if mask is not None and mask.dtype != torch.bool:
         raise HeddleTypeError(f"mask is {mask.dtype}, but must be torch.bool; an additive one goes into bias")
     q_segments, k_segments = _segments(q_segments, k_segments, q, k, sk, packed, paged)
-    block_rows, block_columns, block_sizes = _blocks(block_rows, block_columns, block_size)
+    block_rows, block_columns, block_sizes = blocks_of(block_rows, block_columns, block_size)
     if dropout and rng_state is None:
         rng_state = new_rng_state(q.device)
     tensors = (

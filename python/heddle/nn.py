@@ -178,7 +178,7 @@ class SelfAttention(Module):
 
     Raises:
         ValueError: heads that do not divide; then as heddle.attention.
-        NotImplementedError: with context_parallel, bias, mask or lists of blocks, which are of whole sequences.
+        NotImplementedError: with context_parallel, bias or mask, which are of whole sequences.
 
     Source: Vaswani et al., "Attention is all you need", 2017; Ainslie et al., "GQA", 2023.
     """
@@ -258,22 +258,20 @@ class SelfAttention(Module):
             o = quick(q, k, v, self.causal, None)
         if o is NotImplemented:
             lists = {"block_rows": block_rows, "block_columns": block_columns, "block_size": block_size}
-            o = self._attend(q, k, v, {"bias": bias, "mask": mask, **lists}, segments, dropout)
+            o = self._attend(q, k, v, {"bias": bias, "mask": mask}, lists | {"q_segments": segments}, dropout)
         return added(out, o.transpose(1, 2).reshape(b, s, dim), residual)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, of_whole: dict[str, Any], segments: Tensor | None, dropout: float
+        self, q: Tensor, k: Tensor, v: Tensor, of_whole: dict[str, Any], given: dict[str, Any], dropout: float
     ) -> Tensor:
         """of_whole: options that are of whole sequences."""
         options: dict[str, Any] = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
         o: Tensor
-        options |= {"dropout": dropout, "q_segments": segments}
+        options |= {"dropout": dropout, **given}
         if self.processes is None:
             o = attention(q, k, v, **options, **of_whole)
         elif any(value is not None for value in of_whole.values()):
-            raise NotImplementedError(
-                "bias and mask, and lists of blocks, are of whole sequences, which context_parallel divides"
-            )
+            raise NotImplementedError("bias and mask are of whole sequences, which context_parallel divides")
         else:
             o = self.processes.attention(q, k, v, **options)
         return o

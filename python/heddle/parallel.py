@@ -21,9 +21,11 @@ from heddle import _C, attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
 from heddle._options import Causal, causal_of, scale_of, window_of
+from heddle._parallel_lists import BlockLists
 from heddle._peers import Peers
 from heddle._plain import new_rng_state
 from heddle._ring import BACKWARD, BITS, Ring, bytes_of, exchange, gather, real_of, ring_attention
+from heddle._torch import blocks_of
 
 _CPU, _REF, _CUDA = 0, 1, 2
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -35,6 +37,7 @@ _AGREED: tuple[str, ...] = (
         "whether alibi_slopes are given",
         "whether sinks are given",
         "whether segments are given",
+        "the lists of blocks",
         "zigzag",
         "rng_state",
         "seed",
@@ -218,6 +221,9 @@ class ContextParallel:
         deterministic: bool | None = None,
         q_segments: Tensor | None = None,
         k_segments: Tensor | None = None,
+        block_rows: Tensor | None = None,
+        block_columns: Tensor | None = None,
+        block_size: int | tuple[int, int] | None = None,
     ) -> Any:
         """heddle.attention of sequences that lie divided as `shard` does it: this process's rows of the result.
 
@@ -230,6 +236,9 @@ class ContextParallel:
             rng_state: as heddle.attention; the same on all processes. Default: drawn by the first of them.
             q_segments, k_segments: int32 [b, s], or [s], of this process's rows: what `shard` makes of the ids of whole
                 sequences, such as those of documents. No k_segments: those of q.
+            block_rows, block_columns, block_size: as heddle.attention, of whole sequences and all heads, the same on
+                all processes; with a ring a process's runs are whole blocks. Keys that no list of a process's queries
+                names do not travel to it. The host reads them: on the CPU they keep it from waiting for a GPU.
 
         Returns:
             out [b, h, s, dv], or (out, lse): to the bit of dropout what one process would have there.
@@ -242,12 +251,13 @@ class ContextParallel:
         """
         numbers = dict.fromkeys(_AGREED, 0)
         trouble: Exception | None = None
-        drawn, ids = False, None
+        drawn, ids, lists = False, None, None
         try:
             self._check(q, k, v, alibi_slopes, sinks)
             ids = self._ids(q, k, q_segments, k_segments)
             left, right = window_of(window)
             whole = {name: t.shape[2] * self.ring * self.heads for name, t in (("q", q), ("k", k))}
+            lists = self._lists((*q.shape[:2], whole["q"], whole["k"]), block_rows, block_columns, block_size)
             corner = causal_of(causal, whole["q"], whole["k"])
             drawn = bool(dropout) and rng_state is None
             seed, offset = (0, 0) if rng_state is None else rng_state.tolist()
@@ -255,7 +265,7 @@ class ContextParallel:
                 seed, offset = new_rng_state(torch.device("cpu")).tolist()
             own = (*q.shape, *k.shape[1:3], v.shape[3], _DTYPES[q.dtype], corner, left, right, _bits(scale_of(scale)))
             own = (*own, _bits(float(softcap)), _bits(float(dropout)), alibi_slopes is not None, sinks is not None)
-            own = (*own, ids is not None)
+            own = (*own, ids is not None, 0 if lists is None else lists.fingerprint())
             numbers = dict(zip(_AGREED, map(int, (*own, self.runs, drawn, seed, offset)), strict=True))
         except Exception as error:  # the others are told, and wait for nobody
             trouble = error
@@ -271,12 +281,16 @@ class ContextParallel:
         if self.heads > 1:
             q, k, v = (self._exchange(t, True) for t in (q, k, v))
             mine = slice(self.heads_rank * h // self.heads, (self.heads_rank + 1) * h // self.heads)
+            lists = None if lists is None else lists.of_heads(mine)
             slopes = None if slopes is None else slopes[..., mine]
             sinks = None if sinks is None else sinks[mine]
         q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
         slopes = None if slopes is None else slopes.contiguous()
         segments = None if ids is None else (self._of_heads(ids[0]), self._of_heads(ids[1]))
         if self.ring == 1:  # whole sequences: nothing travels but heads
+            named: tuple[Any, ...] = (None, None)
+            if lists is not None:
+                named = tuple(t.to(q.device) for t in lists.part([0], [0], whole))
             made = attention(
                 *(q, k, v),
                 causal=(None, "top_left", "bottom_right")[corner],
@@ -293,6 +307,9 @@ class ContextParallel:
                 whole_h=h if self.heads > 1 else 0,
                 q_segments=None if segments is None else segments[0],
                 k_segments=None if segments is None else segments[1],
+                block_rows=named[0],
+                block_columns=named[1],
+                block_size=None if lists is None else lists.sizes,
             )
             out, lse = made if return_lse else (made, None)
             return self._to_rows(out, lse)
@@ -300,6 +317,8 @@ class ContextParallel:
         features |= BITS["deterministic"] if deterministic else 0
         features |= 0 if slopes is None else BITS["alibi"]
         features |= 0 if ids is None else BITS["segments"]
+        features |= 0 if lists is None else BITS["blocks"]
+        sizes = (0, 0) if lists is None else lists.sizes
         description: dict[str, Any] = {
             "dtype": _DTYPES[q.dtype],
             "device": _CUDA if q.device.type == "cuda" else _REF if q.dtype == torch.float64 else _CPU,
@@ -324,6 +343,10 @@ class ContextParallel:
             "whole_sk": whole["k"],
             "h_offset": self.heads_rank * q.shape[1],
             "whole_h": h,
+            "block_q": sizes[0],
+            "block_k": sizes[1],
+            "blocks_of_b": int(lists is not None and lists.rows.shape[0] != 1),
+            "blocks_of_h": int(lists is not None and lists.rows.shape[1] != 1),
         }
         with torch.cuda.device(q.device if q.device.type == "cuda" else -1):
             _C.workspace("attention", BACKWARD, description)  # what the library refuses it refuses here, on all alike
@@ -334,6 +357,8 @@ class ContextParallel:
         peers = self._shared(self.ring_group) if self.ring > 1 else None
         ring = Ring(self.ring_group, self.ring, self.ring_rank, self.runs, rows, description, low, high, peers)
         ring.limit = self._limit(q.device)
+        if lists is not None:
+            ring.lists, ring.shown = lists, lists.shown(self.ring * self.runs, rows)
         if segments is not None:
             ring.q_segments = segments[0]
             ring.k_segments = tuple(gather(segments[1], self.ring_group))
@@ -370,6 +395,23 @@ class ContextParallel:
                 )
             made.append(ids.expand(need).to(torch.int32))
         return made[0], made[1]
+
+    def _lists(
+        self, extents: tuple[int, int, int, int], block_rows: Any, block_columns: Any, block_size: Any
+    ) -> BlockLists | None:
+        """Lists of blocks of whole sequences."""
+        rows, columns, sizes = blocks_of(block_rows, block_columns, block_size)
+        if rows is None or columns is None:
+            return None
+        lists = BlockLists(rows, columns, sizes)
+        lists.check(extents)
+        for name, whole, size in zip("qk", extents[2:], sizes, strict=True):
+            run = whole // (self.ring * self.runs)
+            if self.ring > 1 and run % size:
+                raise HeddleValueError(
+                    f"a process has runs of {run} rows of {name}, which are not whole blocks of {size}"
+                )
+        return lists
 
     def _of_heads(self, ids: Tensor) -> Tensor:
         """Ids of the rows that the all-to-all over heads brings, in their order."""

@@ -128,14 +128,65 @@ def error_of(x: torch.Tensor, right: torch.Tensor) -> float:
     x, right = x.cpu(), right.cpu()
     assert torch.equal(x == -torch.inf, right == -torch.inf)
     x, right = (t.detach().double().masked_fill(t == -torch.inf, 0) for t in (x, right))
-    return float((x - right).abs().max() / right.abs().max())
+    return float((x - right).abs().max() / (right.abs().max() or 1))
 
 
 def check_case(parallel: ContextParallel, name: str) -> None:
     options, dtype, sk = CASES[name]
     if DEVICE == "cuda" and dtype == torch.float64:  # of which the CPU's reference is the judge
         dtype = torch.float32
-    tensors = inputs(dtype, sk)
+    compare(parallel, options, dtype, inputs(dtype, sk))
+
+
+def shown_blocks(b: int, h: int, blocks: int) -> torch.Tensor:
+    """[b, h, queries, keys]: a third of all, and some that nobody sees or that see nothing."""
+    shown = torch.rand(b, h, blocks, blocks, generator=torch.Generator().manual_seed(8)) < 0.3
+    shown[..., blocks // 2, :] = False
+    shown[..., : blocks // 2, -1] = False
+    return shown
+
+
+def check_lists(parallel: ContextParallel) -> list[str]:
+    """Of whole sequences; with a ring of runs of two blocks, which some lists do not need at all."""
+    b, h, runs = 2, 12, parallel.ring * parallel.runs
+    s = 128 * runs if parallel.ring > 1 else 150 * parallel.heads
+    s += -s % parallel.pieces
+    generator = torch.Generator().manual_seed(7)
+    tensors = [torch.randn(b, h, s, 8, generator=generator).to(DEVICE) for _ in range(3)]
+    blocks = -(-s // 64)
+    kinds = {
+        "alike": (shown_blocks(1, 1, blocks), {}),
+        "each head, causal": (shown_blocks(1, h, blocks), {"causal": True, "return_lse": True}),
+        "each batch, window, segments": (
+            shown_blocks(b, 1, blocks),
+            {"window": (200, 90), "q_segments": (torch.arange(s) // 150).int()},
+        ),
+        "nothing": (
+            torch.zeros(1, 1, blocks, blocks, dtype=torch.bool),
+            {"sinks": torch.linspace(-2, 2, h), "return_lse": True},
+        ),
+    }
+    for name, (shown, more) in kinds.items():
+        rows, columns = heddle.block_lists(shown)
+        options = {"block_rows": rows, "block_columns": columns, "block_size": 64, **more}
+        try:
+            compare(parallel, options, torch.float32, tensors)
+        except Exception as error:
+            raise AssertionError(f"{parallel}, lists of blocks, {name}: {error}") from error
+    if parallel.ring > 1:
+        q = torch.zeros(b, h, 72 * parallel.runs, 8, device=DEVICE)
+        blocks = -(-q.shape[2] * parallel.ring * parallel.heads // 64)
+        lists = heddle.block_lists(torch.ones(blocks, blocks, dtype=torch.bool))
+        refuses("whole blocks of 64", lambda: parallel.attention(q, q, q, **named(lists)))
+    return [f"lists of blocks, {name}" for name in kinds]
+
+
+def named(lists) -> dict:
+    return {"block_rows": lists[0], "block_columns": lists[1], "block_size": 64}
+
+
+def compare(parallel: ContextParallel, options, dtype: torch.dtype, tensors) -> None:
+    """With one process."""
     mine, its = divided(parallel, options, tensors), whole(options, tensors)
     right = its if dtype == torch.float64 else whole(options, [t.cpu().double() for t in tensors])
     names = ["out", "lse"][: len(its[0])], ["dq", "dk", "dv", "dsinks"]
@@ -180,6 +231,7 @@ def check_refusals(parallel: ContextParallel, rank: int) -> None:
     refuses("segments" if one else "agree", lambda: parallel.attention(q, q, q, **given))
     refuses("without q_segments", lambda: parallel.attention(q, q, q, k_segments=ids))
     refuses("q_segments has shape [1, 11]", lambda: parallel.attention(q, q, q, q_segments=ids[:, 1:]))
+    check_list_refusals(parallel, rank, one)
     refuses("q_segments is torch.int64", lambda: parallel.attention(q, q, q, q_segments=ids.long()))
     refuses("float", lambda: parallel.attention(q.int(), q.int(), q.int()))
     refuses("softcap", lambda: parallel.attention(q, q, q, softcap=-1.0))
@@ -194,6 +246,21 @@ def check_refusals(parallel: ContextParallel, rank: int) -> None:
     assert bool((out != 1).any())
 
 
+def check_list_refusals(parallel: ContextParallel, rank: int, one: bool) -> None:
+    s = 64 * parallel.pieces
+    q = torch.randn(1, 12, s // parallel.ring // parallel.heads, 8, device=DEVICE)
+    rows, columns = heddle.block_lists(torch.ones(s // 64, s // 64, dtype=torch.bool))
+    attend = parallel.attention
+    other = {"block_rows": rows, "block_columns": columns.flip(0) if rank == 1 else columns, "block_size": 64}
+    refuses("the lists of blocks" if one else "agree", lambda: attend(q, q, q, **other))
+    refuses("come together", lambda: attend(q, q, q, block_rows=rows))
+    refuses("block_size = 32", lambda: attend(q, q, q, block_rows=rows, block_columns=columns, block_size=32))
+    refuses("block_rows has shape", lambda: attend(q, q, q, **named((rows[..., 1:], columns))))
+    refuses("none of the", lambda: attend(q, q, q, **named((rows, columns + 1))))
+    refuses("must not fall", lambda: attend(q, q, q, **named((rows.flip(-1), columns))))
+    refuses("exceed", lambda: attend(q, q, q, **named((rows, columns[1:]))))
+
+
 def check_module(mesh) -> None:
     torch.manual_seed(9)
     whole = heddle.nn.TransformerBlock(24, 12, causal=True).to(DEVICE)
@@ -204,7 +271,6 @@ def check_module(mesh) -> None:
     y = whole(x)
     torch.testing.assert_close(parallel.unshard(mine(parallel.shard(x)).detach()), y.detach(), rtol=1e-4, atol=1e-5)
     refuses("bias and mask", lambda: mine(parallel.shard(x), bias=torch.zeros(1)))
-    refuses("lists of blocks", lambda: mine.attention(parallel.shard(x), block_rows=torch.zeros(2, dtype=torch.int32)))
     ids = IDS.to(DEVICE)
     joined = parallel.unshard(mine.attention(parallel.shard(x), segments=parallel.shard(ids)).detach())
     torch.testing.assert_close(joined, whole.attention(x, segments=ids).detach(), rtol=1e-4, atol=1e-5)
@@ -239,6 +305,14 @@ def check_travel(rank: int, world: int) -> None:
         assert len([x for x in log if x[0] == "isend"]) == world - 1
         log.clear()
         parallel.attention(q, q, q, causal=True, window=(5, 0))
+        sent, got = ([peer for name, peer in log if name == what] for what in ("isend", "irecv"))
+        assert sent == ([rank + 1] if rank + 1 < world else [])
+        assert got == ([rank - 1] if rank else [])
+        log.clear()
+        shown = torch.eye(world, dtype=torch.bool)
+        shown[torch.arange(1, world), torch.arange(world - 1)] = True  # a process's own block, and that in front of it
+        x = torch.randn(1, 1, 64, 8, device=DEVICE)
+        parallel.attention(x, x, x, **named(heddle.block_lists(shown)))
         sent, got = ([peer for name, peer in log if name == what] for what in ("isend", "irecv"))
         assert sent == ([rank + 1] if rank + 1 < world else [])
         assert got == ([rank - 1] if rank else [])
@@ -377,6 +451,7 @@ def run_all(rank: int, world: int, folder: str) -> list[str]:
             except Exception as error:
                 raise AssertionError(f"{parallel}, {name}: {error}") from error
             done.append(f"{kind}: {name}")
+        done += check_lists(parallel)
         if DEVICE == "cuda":
             done.append(f"{kind}: {parallel.routes}")
     done += run_shared(meshes, rank, folder) if DEVICE == "cpu" else []
