@@ -348,7 +348,8 @@ HEDDLE_API heddle_status heddle_attention_merge(const heddle_merge *desc, void *
  * heddle_attention, both by cu_seqlens, and s is the limit of a sequence. With HEDDLE_PAGES k and v lie in pages as there. With caches > 0
  * they have so many sequences, of which n is cache_index[n]. Lengths are clamped to their limits (seqlens_k to sk). A row is not written
  * where it would lie behind sk, in a page that is none or in a sequence that the cache has not; of a query at a position that the tables
- * have not, what is rotated becomes NaN. No two new rows may have one place: pages that are written to are not shared.
+ * have not, what is rotated becomes NaN. No two new rows may have one place: pages that are written to are not shared. With HEDDLE_E4M3 k and
+ * v are e4m3: what is written is divided by k_scale[n, x], or v_scale, in float32, and rounded once, to 448 where it is larger.
  * Source: Su et al., "RoFormer", 2021; pairs as in GPT-J (interleaved) and GPT-NeoX. */
 typedef struct heddle_append {
     size_t size; /* sizeof(heddle_append) */
@@ -356,7 +357,7 @@ typedef struct heddle_append {
     heddle_device device;
     heddle_dtype table_dtype; /* of cos and sin: float32, or dtype */
     uint8_t interleaved, together, reserved[2];
-    uint64_t features;          /* HEDDLE_VARLEN, HEDDLE_PAGES */
+    uint64_t features;          /* HEDDLE_VARLEN, HEDDLE_PAGES, HEDDLE_E4M3 */
     int64_t b, h, hk;           /* h: 0 where no queries are rotated */
     int64_t s, sq, sk, d, dv;   /* new rows, queries (0 with HEDDLE_VARLEN), rows of the cache; dv: 0 means d */
     int64_t rotary, positions;  /* an even number up to d, 0: no rotation; rows of cos and sin, at least sk */
@@ -369,12 +370,13 @@ typedef struct heddle_append {
 typedef struct heddle_append_data {
     size_t size;               /* sizeof(heddle_append_data) */
     const void *k_new, *v_new; /* dtype [b, hk, s, d] and [b, hk, s, dv] */
-    void *k, *v;               /* dtype [b, hk, sk, d] and [b, hk, sk, dv] */
+    void *k, *v;               /* dtype [b, hk, sk, d] and [b, hk, sk, dv], or e4m3 */
     const void *q;             /* dtype [b, h, sq, d]; with h */
     void *q_out;               /* the same; may be q itself with q's strides */
     const void *cos, *sin;     /* table_dtype [positions, rotary / 2]; with rotary */
     const int32_t *seqlens_k, *cu_seqlens, *block_table, *cache_index; /* [b], [b + 1], [b, table], [b] */
-    int32_t *seqlens_out; /* [b]: how many rows each sequence has now; NULL if not wanted */
+    int32_t *seqlens_out;          /* [b]: how many rows each sequence has now; NULL if not wanted */
+    const void *k_scale, *v_scale; /* since then: float [b, hk]; NULL means ones */
 } heddle_append_data;
 
 /* Writes them. One launch on HEDDLE_CUDA, without workspace; the same bits every time. */

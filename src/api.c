@@ -336,6 +336,8 @@ static heddle_status check_belongs(const char *name, const void *pointer, bool t
 static heddle_status check_append_pointers(const heddle_append *a, const heddle_append_data *t) {
     const size_t each = heddle_dtype_size(a->dtype), angle = heddle_dtype_size(a->table_dtype);
     const bool packed = a->features & HEDDLE_VARLEN, some = packed ? a->total > 0 : a->b && a->s;
+    const bool bytes = a->features & HEDDLE_E4M3;
+    const size_t cached = bytes ? 1 : each, real = a->dtype == HEDDLE_F64 ? 8 : 4;
     const bool queries = a->h && (packed ? a->total > 0 : a->b && a->sq);
     const struct {
         const char *name, *why;
@@ -344,8 +346,8 @@ static heddle_status check_append_pointers(const heddle_append *a, const heddle_
         size_t alignment;
     } all[] = {{"k_new", "", t->k_new, true, some, each},
                {"v_new", "", t->v_new, true, some, each},
-               {"k", "", t->k, true, some, each},
-               {"v", "", t->v, true, some, each},
+               {"k", "", t->k, true, some, cached},
+               {"v", "", t->v, true, some, cached},
                {"q", "h is 0", t->q, a->h > 0, queries, each},
                {"q_out", "h is 0", t->q_out, a->h > 0, queries, each},
                {"cos", "rotary is 0", t->cos, a->rotary > 0, some || queries, angle},
@@ -354,24 +356,38 @@ static heddle_status check_append_pointers(const heddle_append *a, const heddle_
                {"cu_seqlens", "HEDDLE_VARLEN is not set", t->cu_seqlens, packed, a->b > 0, 4},
                {"block_table", "HEDDLE_PAGES is not set", t->block_table, a->features & HEDDLE_PAGES, some, 4},
                {"cache_index", "caches is 0", t->cache_index, a->caches > 0, some, 4},
-               {"seqlens_out", "", t->seqlens_out, true, false, 4}};
+               {"seqlens_out", "", t->seqlens_out, true, false, 4},
+               {"k_scale", "HEDDLE_E4M3 is not set", t->k_scale, bytes, false, real},
+               {"v_scale", "HEDDLE_E4M3 is not set", t->v_scale, bytes, false, real}};
     for (size_t x = 0; x < sizeof all / sizeof *all; x++)
         if (!all[x].given || all[x].needed || all[x].pointer)
             TRY(check_belongs(all[x].name, all[x].pointer, all[x].given, all[x].why, all[x].alignment));
     return HEDDLE_OK;
 }
 
+/* Also of programs that were built when it ended in front of the scales. */
+static heddle_status take_append_data(const heddle_append_data *data, heddle_append_data *t) {
+    const size_t size = data ? data->size : 0;
+    if (size != offsetof(heddle_append_data, k_scale))
+        TRY(check_data_size("heddle_append_data", data, size, sizeof *data));
+    *t = (heddle_append_data){0};
+    memcpy(t, data, size);
+    t->size = sizeof *t;
+    return HEDDLE_OK;
+}
+
 heddle_status heddle_attention_append(const heddle_append *desc, const heddle_append_data *data, void *stream) {
     heddle_append a;
+    heddle_append_data t;
     const backend *be = NULL;
     TRY(heddle__resolve_append(desc, &a));
     TRY(find_backend(a.device, &be));
     TRY(be->available());
-    TRY(check_data_size("heddle_append_data", data, data ? data->size : 0, sizeof *data));
-    TRY(check_append_pointers(&a, data));
-    if (data->q == data->q_out && data->q && memcmp(&a.q_stride, &a.q_out_stride, sizeof a.q_stride) != 0)
+    TRY(take_append_data(data, &t));
+    TRY(check_append_pointers(&a, &t));
+    if (t.q == t.q_out && t.q && memcmp(&a.q_stride, &a.q_out_stride, sizeof a.q_stride) != 0)
         return fail(HEDDLE_BAD_STRIDE, "q_out is q, but their strides differ");
-    return be->append(&a, data, stream);
+    return be->append(&a, &t, stream);
 }
 
 /* ------------------------------------------------------------------------------------------------ norm-linear */

@@ -63,6 +63,18 @@ static inline uint8_t double_to_e4m3(double x) {
     return sign | (uint8_t)((exponent + 6) * 8 + (int)nearbyint(ldexp(a, 3 - exponent)));
 }
 
+/* The same of a float, in a few steps. */
+static inline uint8_t float_to_e4m3(float x) {
+    const uint32_t u = float_bits(x), sign = u >> 24 & 0x80u, a = u & 0x7fffffffu;
+    if (a > 0x7f800000u)
+        return (uint8_t)(sign | 0x7fu);
+    if (a >= float_bits(448.0f))
+        return (uint8_t)(sign | 0x7eu);
+    if (a < float_bits(0x1p-6f)) /* a multiple of 2^-9 */
+        return (uint8_t)(sign | (float_bits(float_from_bits(a) * 512.0f + 0x1p23f) & 0xfu));
+    return (uint8_t)(sign | (((a + 0x7ffffu + (a >> 20 & 1u)) >> 20) - (120u << 3)));
+}
+
 /* From double, so that the reference rounds once. */
 static inline uint16_t double_to_f16(double x) {
     const uint16_t sign = signbit(x) ? 0x8000u : 0;

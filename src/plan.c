@@ -462,7 +462,7 @@ static heddle_status check_cache(heddle_append *a) {
 }
 
 static heddle_status check_append_sizes(heddle_append *a) {
-    const uint64_t known = HEDDLE_VARLEN | HEDDLE_PAGES;
+    const uint64_t known = HEDDLE_VARLEN | HEDDLE_PAGES | HEDDLE_E4M3;
     const bool packed = a->features & HEDDLE_VARLEN;
     if (a->features & ~known)
         return fail(HEDDLE_BAD_ENUM, "features = 0x%llx has bits 0x%llx that append does not know",

@@ -7,12 +7,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { K_NEW, V_NEW, KEYS, VALUES, Q, Q_OUT, COS, SIN, SEQLENS, CU, TABLE, INDEX, LENGTHS, TENSORS };
+enum { K_NEW, V_NEW, KEYS, VALUES, Q, Q_OUT, COS, SIN, K_SCALE, V_SCALE, SEQLENS, CU, TABLE, INDEX, LENGTHS, TENSORS };
 enum { MOST_B = 5 };
 
 typedef struct append_problem {
     heddle_append a; /* with literal strides */
-    bool default_strides, in_place;
+    bool default_strides, in_place, scaled;
     tensor t[TENSORS], given_q; /* as q was before it was rotated in place */
 } append_problem;
 
@@ -26,10 +26,9 @@ static heddle_strides draw_strides(rng *r, bool packed, int64_t h, int64_t s, in
     return (heddle_strides){packed ? 0 : h * s * row, rows_first ? row : s * row, rows_first ? h * row : row};
 }
 
-static tensor new_rows(heddle_device device, heddle_dtype type, int64_t b, int64_t h, int64_t s, int64_t last,
+static tensor new_rows(heddle_device device, int type, int64_t b, int64_t h, int64_t s, int64_t last,
                        heddle_strides stride, bool skew) {
-    return tensor_new(device, (int)type, (int64_t[]){b, h, s, last}, (int64_t[]){stride.b, stride.h, stride.s, 1},
-                      skew);
+    return tensor_new(device, type, (int64_t[]){b, h, s, last}, (int64_t[]){stride.b, stride.h, stride.s, 1}, skew);
 }
 
 /* Sizes and options; `odd`: nothing is a multiple of anything. */
@@ -64,6 +63,7 @@ static heddle_append draw_sizes(rng *r, heddle_dtype type, heddle_device device,
         a.pages = a.b * a.table + 2; /* the last one is shared by all, and the one before nobody's */
     } else if (rng_chance(r, 0.4))
         a.caches = a.b + rng_between(r, 0, 3);
+    a.features |= rng_chance(r, 0.4) ? HEDDLE_E4M3 : 0;
     return a;
 }
 
@@ -81,13 +81,17 @@ static void make_tensors(append_problem *p, rng *r, bool odd) {
     a->q_out_stride = p->in_place ? a->q_stride : draw_strides(r, packed, a->h, queries, a->d, odd, p->default_strides);
     p->t[K_NEW] = new_rows(a->device, a->dtype, b, a->hk, s, a->d, a->k_new_stride, odd);
     p->t[V_NEW] = new_rows(a->device, a->dtype, b, a->hk, s, dv, a->v_new_stride, odd);
-    p->t[KEYS] = new_rows(a->device, a->dtype, parts, a->hk, rows, a->d, a->k_stride, odd);
-    p->t[VALUES] = new_rows(a->device, a->dtype, parts, a->hk, rows, dv, a->v_stride, odd);
+    const int cached = a->features & HEDDLE_E4M3 ? ELEMENT_E4M3 : (int)a->dtype,
+              real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
+    p->t[KEYS] = new_rows(a->device, cached, parts, a->hk, rows, a->d, a->k_stride, odd);
+    p->t[VALUES] = new_rows(a->device, cached, parts, a->hk, rows, dv, a->v_stride, odd);
     p->t[Q] = new_rows(a->device, a->dtype, b, a->h, queries, a->d, a->q_stride, odd);
     p->t[Q_OUT] = new_rows(a->device, a->dtype, b, a->h, queries, a->d, a->q_out_stride, odd);
     const heddle_strides angles = {0, 0, a->table_stride};
     p->t[COS] = new_rows(a->device, a->table_dtype, 1, 1, a->positions, a->rotary / 2, angles, odd);
     p->t[SIN] = new_rows(a->device, a->table_dtype, 1, 1, a->positions, a->rotary / 2, angles, odd);
+    for (int x = K_SCALE; x <= V_SCALE; x++)
+        p->t[x] = new_rows(a->device, real, 1, 1, p->scaled ? a->b : 0, a->hk, (heddle_strides){0, 0, a->hk}, false);
     for (int x = SEQLENS; x < TENSORS; x++) {
         const int64_t n = x == CU      ? packed * (a->b + 1)
                           : x == TABLE ? paged * a->b * a->table
@@ -144,6 +148,7 @@ static append_problem problem_new(rng *r, heddle_dtype type, heddle_device devic
     append_problem p = {.a = draw_sizes(r, type, device, odd)};
     p.default_strides = rng_chance(r, 0.3);
     p.in_place = rng_chance(r, 0.3);
+    p.scaled = (p.a.features & HEDDLE_E4M3) && rng_chance(r, 0.7);
     make_tensors(&p, r, odd);
     tensor_fill_normal(&p.t[K_NEW], r, 1);
     tensor_fill_normal(&p.t[V_NEW], r, 1);
@@ -154,6 +159,10 @@ static append_problem problem_new(rng *r, heddle_dtype type, heddle_device devic
             tensor_set(&p.t[COS], 0, 0, j, e, cos(angle));
             tensor_set(&p.t[SIN], 0, 0, j, e, sin(angle));
         }
+    for (int x = K_SCALE; x <= V_SCALE; x++) /* of some all are too large, of some all next to nothing */
+        for (int64_t n = 0; n < (p.scaled ? p.a.b : 0); n++)
+            for (int64_t y = 0; y < p.a.hk; y++)
+                tensor_set(&p.t[x], 0, 0, n, y, ldexp(1 + rng_uniform(r), (int)rng_between(r, -12, 8)));
     fill_integers(&p, r);
     for (int x = 0; x < TENSORS; x++)
         tensor_upload(&p.t[x]);
@@ -170,6 +179,41 @@ static void problem_free(append_problem *p) {
 static bool same_bits(const tensor *x, int64_t at, const unsigned char *other, const tensor *of, int64_t there) {
     const size_t size = element_size(x->element);
     return !memcmp(x->host + (size_t)(x->guard + at) * size, other + (size_t)(of->guard + there) * size, size);
+}
+
+/* Is x what a number becomes in 8 bits? `off`: by so much the number may be another. */
+static void check_byte(double x, double right, double off) {
+    const double size = fmin(fabs(right), 448);
+    int exponent = -6;
+    while (size >= ldexp(2, exponent))
+        exponent++;
+    if (fabs(right) - off >= 448)
+        assert_true(x == copysign(448, right));
+    else
+        assert_true(fabs(x - copysign(size, right)) <= ldexp(0.5, exponent - 3) * (1 + 0x1p-20) + off);
+}
+
+/* The same of a row of a cache of 8 bits, whose scale this is. */
+static void check_byte_row(const append_problem *p, const tensor *to, int64_t b, int64_t h, int64_t s,
+                           const tensor *from, int64_t b0, int64_t s0, int64_t position, int64_t rotary, double scale) {
+    const heddle_append *a = &p->a;
+    tensor old = *from;
+    old.host = from->old;
+    for (int64_t e = rotary; e < to->dim[3]; e++)
+        check_byte(tensor_get(to, b, h, s, e), tensor_get(&old, b0, h, s0, e) / scale, 0);
+    for (int64_t e = 0; e < rotary / 2; e++) {
+        const int64_t one = a->interleaved ? 2 * e : e, other = a->interleaved ? one + 1 : e + rotary / 2;
+        const double x = tensor_get(to, b, h, s, one), y = tensor_get(to, b, h, s, other);
+        if (position >= a->positions) {
+            assert_true(isnan(x) && isnan(y));
+            continue;
+        }
+        const double u = tensor_get(&old, b0, h, s0, one), w = tensor_get(&old, b0, h, s0, other);
+        const double c = tensor_get(&p->t[COS], 0, 0, position, e), d = tensor_get(&p->t[SIN], 0, 0, position, e);
+        const double off = 0x1p-22 / scale;
+        check_byte(x, (u * c - w * d) / scale, off * (fabs(u * c) + fabs(w * d)));
+        check_byte(y, (u * d + w * c) / scale, off * (fabs(u * d) + fabs(w * c)));
+    }
 }
 
 /* Is row (b, h, s) of `to` row (b0, h, s0) of `from`, as its first `rotary` elements are at `position`? */
@@ -230,6 +274,14 @@ static int64_t check_sequence(const append_problem *p, int64_t n, bool *written,
             assert_false(written[place[0] * p->t[KEYS].dim[2] + place[1]]); /* or the test is wrong */
             written[place[0] * p->t[KEYS].dim[2] + place[1]] = true;
             for (int64_t h = 0; h < a->hk; h++) {
+                if (a->features & HEDDLE_E4M3) {
+                    const double of_k = p->scaled ? tensor_get(&p->t[K_SCALE], 0, 0, n, h) : 1,
+                                 of_v = p->scaled ? tensor_get(&p->t[V_SCALE], 0, 0, n, h) : 1;
+                    check_byte_row(p, &p->t[KEYS], place[0], h, place[1], &p->t[K_NEW], b, first + i, length + i,
+                                   a->rotary, of_k);
+                    check_byte_row(p, &p->t[VALUES], place[0], h, place[1], &p->t[V_NEW], b, first + i, 0, 0, of_v);
+                    continue;
+                }
                 check_row(p, &p->t[KEYS], place[0], h, place[1], &p->t[K_NEW], b, first + i, length + i, a->rotary);
                 check_row(p, &p->t[VALUES], place[0], h, place[1], &p->t[V_NEW], b, first + i, 0, 0);
             }
@@ -289,7 +341,9 @@ static heddle_append_data data_of(const append_problem *p) {
                                 .cu_seqlens = at[CU],
                                 .block_table = at[TABLE],
                                 .cache_index = at[INDEX],
-                                .seqlens_out = at[LENGTHS]};
+                                .seqlens_out = at[LENGTHS],
+                                .k_scale = p->scaled ? at[K_SCALE] : NULL,
+                                .v_scale = p->scaled ? at[V_SCALE] : NULL};
 }
 
 static heddle_append described(const append_problem *p) {
@@ -405,6 +459,7 @@ static void refuse_descriptions(const heddle_append *of, const heddle_append_dat
     refuse(of, NULL, HEDDLE_NULL_POINTER, "heddle_append_data");
     REFUSE(a.size -= 8, HEDDLE_BAD_DESCRIPTOR_SIZE, "heddle_append.size");
     REFUSE(t.size -= 8, HEDDLE_BAD_DESCRIPTOR_SIZE, "heddle_append_data.size");
+    REFUSE(t.size += 8, HEDDLE_BAD_DESCRIPTOR_SIZE, "heddle_append_data.size");
     REFUSE(a.dtype = (heddle_dtype)9, HEDDLE_BAD_ENUM, "dtype = 9");
     REFUSE(a.device = (heddle_device)9, HEDDLE_BAD_ENUM, "device = 9");
     REFUSE(a.dtype = HEDDLE_F64, HEDDLE_UNSUPPORTED, "float64");
@@ -457,6 +512,8 @@ static void refuse_pointers(const heddle_append *of, const heddle_append_data *w
     REFUSE((a.h = a.sq = 0, t.q = NULL), HEDDLE_BAD_COMBINATION, "q_out is given, but h is 0");
     REFUSE((a.rotary = a.positions = 0, t.cos = NULL), HEDDLE_BAD_COMBINATION, "sin is given, but rotary is 0");
     REFUSE(a.caches = 2, HEDDLE_NULL_POINTER, "cache_index is NULL");
+    REFUSE(t.k_scale = t.cos, HEDDLE_BAD_COMBINATION, "k_scale is given, but HEDDLE_E4M3 is not set");
+    REFUSE((a.features = HEDDLE_E4M3, t.v_scale = (const char *)t.cos + 2), HEDDLE_MISALIGNED, "v_scale");
     REFUSE((a.features = HEDDLE_PAGES, a.page = 16), HEDDLE_NULL_POINTER, "block_table is NULL");
     REFUSE((a.features = HEDDLE_VARLEN, a.sq = 0, a.total = 2), HEDDLE_NULL_POINTER, "cu_seqlens is NULL");
     REFUSE((t.q_out = (void *)(uintptr_t)t.q, a.q_stride = ((heddle_strides){32, 8, 16})), HEDDLE_BAD_STRIDE,
@@ -487,6 +544,12 @@ static void test_refusals(void **state) {
     assert_true(after[0] == 0 && after[1] == 0);
     assert_int_equal(heddle_attention_append(&a, &t, NULL), HEDDLE_OK);
     assert_true(after[0] == 2 && v[0] == 1);
+    heddle_append_data older = t; /* of a program that was built when it ended in front of the scales */
+    older.size = offsetof(heddle_append_data, k_scale);
+    older.k_scale = older.v_scale = (const char *)angles + 1;
+    after[0] = 0;
+    assert_int_equal(heddle_attention_append(&a, &older, NULL), HEDDLE_OK);
+    assert_true(after[0] == 2);
 }
 
 /* Nothing to write, and no pointers to it. */

@@ -223,8 +223,6 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
         c.mask_tiles = rng_chance(&q, 0.5) ? 64 : rng_between(&q, 10, 150);
     if (!c.first_part && rng_chance(&q, 0.1))
         a->features |= HEDDLE_E4M3; /* forward alone, too */
-    if (a->features & HEDDLE_E4M3 && heddle_attention_supported(a, NULL, 0) == HEDDLE_UNSUPPORTED)
-        a->features &= ~HEDDLE_E4M3; /* what CUDA has no kernel for */
     a->multiprocessors = rng_chance(&q, 0.15) ? rng_between(&q, 1, 20) : 0;
     return c;
 }

@@ -155,9 +155,10 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
             out[n++].option = "pages";
         }
     for (int64_t d = 64; d <= 256 && dtype != HEDDLE_F32; d *= 2)
-        for (int paged = 0; paged < 2; paged++) {
+        for (int x = 0; x < 4; x++) {
             out[n] = (bench_case)DECODE(dtype, 32, 32, 8, 8192, d);
-            out[n++].option = paged ? "pages e4m3" : "e4m3";
+            out[n].sq = x < 2 ? 1 : 512;
+            out[n++].option = x % 2 ? "pages e4m3" : "e4m3";
         }
     return n;
 }

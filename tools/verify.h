@@ -69,8 +69,6 @@ typedef struct trial {
     int orders;
 } trial;
 
-/* Whether the device takes keys of 8 bits in such a problem; in all others it does. */
-bool has_kernel(const problem *p, heddle_device device, heddle_dtype dtype);
 bool trial_run(const problem *p, arena *m, heddle_device device, heddle_dtype dtype, trial *t);
 
 /* One tensor of a trial. */

@@ -106,13 +106,6 @@ static bool asks_for_more(const problem *p, const trial *t) {
     return false;
 }
 
-bool has_kernel(const problem *p, heddle_device device, heddle_dtype dtype) {
-    heddle_attention a = p->j.a;
-    a.device = device;
-    a.dtype = dtype;
-    return p->j.linear || !(a.features & HEDDLE_E4M3) || heddle_attention_supported(&a, NULL, 0) != HEDDLE_UNSUPPORTED;
-}
-
 bool trial_run(const problem *p, arena *m, heddle_device device, heddle_dtype dtype, trial *t) {
     if (!problem_run(p, m, device, dtype, &t->ours) || !problem_run(p, m, HEDDLE_REF, HEDDLE_F64, &t->truth))
         return false;

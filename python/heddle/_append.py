@@ -31,6 +31,8 @@ def attention_append(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     max_seqlen_k: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """Writes k and v behind what each sequence has in a cache, in place in one launch, and rotates k and q.
 
@@ -39,6 +41,7 @@ def attention_append(
 
     Args:
         k_cache, v_cache: [b, hk, sk, d] and [..., dv], by any strides; with block_table pages, [pages, hk, page, d].
+            Of k's dtype, or float8_e4m3fn.
         k, v: [b, hk, s, d] and [..., dv]; with cu_seqlens packed, [total, hk, d].
         seqlens_k: int32 [b], rows that each sequence has before.
         q: [b, h, sq, d], or packed as k is: queries to be rotated as the keys at their places are.
@@ -50,6 +53,8 @@ def attention_append(
         cu_seqlens: int32 [b + 1], where each sequence begins among the packed rows.
         max_seqlen: no sequence has more new rows (packed; default: all rows).
         max_seqlen_k: no sequence has more rows in the cache; default: what there is room for.
+        k_scale, v_scale: float32 [b, hk], of caches of float8_e4m3fn alone: what is written is divided by that of its
+            sequence and head and rounded once, to 448 where it is larger. None: ones.
 
     Returns:
         (q rotated, or None without q; int32 [b], rows that each sequence has now). No gradients.
@@ -64,7 +69,7 @@ def attention_append(
     """
     need_tensors(k_cache=k_cache, v_cache=v_cache, k=k, v=v, seqlens_k=seqlens_k)
     given = {"q": q, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "block_table": block_table}
-    given |= {"cache_index": cache_index, "cu_seqlens": cu_seqlens}
+    given |= {"cache_index": cache_index, "cu_seqlens": cu_seqlens, "k_scale": k_scale, "v_scale": v_scale}
     need_tensors(**{name: value for name, value in given.items() if value is not None})
     if cu_seqlens is None and max_seqlen is not None:
         raise HeddleValueError(f"max_seqlen = {max_seqlen} is given without cu_seqlens")
@@ -88,5 +93,7 @@ def attention_append(
         max_seqlen_k or 0,
         rotary_interleaved,
         rotary_together,
+        k_scale if k_scale is None else k_scale.contiguous(),
+        v_scale if v_scale is None else v_scale.contiguous(),
     )
     return (None if q is None else rotated), lengths

@@ -365,10 +365,22 @@ def _append_fake(
     max_seqlen_k: int = 0,
     interleaved: bool = False,
     together: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    for name, tensor in (("v_cache", v_cache), ("k", k), ("v", v), ("q", q)):
+    bytes_ = E4M3 in (k_cache.dtype, v_cache.dtype)
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v), ("q", q)):
         if tensor is not None:
-            _check(tensor, name, k_cache, k_cache.dtype)
+            _check(tensor, name, k_cache, E4M3 if bytes_ and name.endswith("_cache") else k.dtype)
+    for name, tensor in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if tensor is None:
+            continue
+        if not bytes_:
+            raise HeddleValueError(f"{name} is given, but k_cache and v_cache are not float8_e4m3fn")
+        _check(tensor, name, k_cache, _real(k.dtype))
+        if tuple(tensor.shape) != (seqlens_k.shape[0], k_cache.shape[1]):
+            need = [seqlens_k.shape[0], k_cache.shape[1]]
+            raise HeddleValueError(f"{name} has shape {list(tensor.shape)}, but must have {need}")
     integers = {"block_table": block_table, "cache_index": cache_index, "cu_seqlens": cu_seqlens}
     for name, tensor in ({"seqlens_k": seqlens_k} | integers).items():
         if tensor is not None:
@@ -377,7 +389,7 @@ def _append_fake(
         raise HeddleValueError("cos and sin come together, but only one is given")
     _check_devices(k_cache, cos=cos, sin=sin)
     lengths = seqlens_k.new_empty(seqlens_k.shape)
-    return (k_cache.new_empty((0,)) if q is None else _like(q, q.shape[-1])), lengths
+    return (k.new_empty((0,)) if q is None else _like(q, q.shape[-1])), lengths
 
 
 def register() -> None:

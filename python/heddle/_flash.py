@@ -322,7 +322,11 @@ def _check_new(name: str, new: Tensor, cache: Tensor, b: int, k: Tensor) -> None
     must = [b, k.shape[1], *cache.shape[2:]]
     if list(new.shape) != must:
         raise HeddleValueError(f"{name} has shape {list(new.shape)}, but must have {must}, as its cache")
-    if new.dtype != cache.dtype or new.device != cache.device:
+    eight = torch.float8_e4m3fn
+    if new.dtype == eight:
+        raise HeddleTypeError(f"{name} is {eight}, but must be of q's dtype: it is rounded as it is written")
+    dtype = k.dtype if cache.dtype == eight else cache.dtype
+    if new.dtype != dtype or new.device != cache.device:
         raise HeddleTypeError(f"{name} is {new.dtype} on {new.device}, its cache {cache.dtype} on {cache.device}")
 
 
@@ -401,7 +405,8 @@ def flash_attn_with_kvcache(
         rotary_interleaved: pairs are elements 2e and 2e + 1, else e and e + rotary/2, as in heddle.attention_append.
         cache_leftpad: must be None.
         k_descale, v_descale: float32 [b, hk], for caches of float8_e4m3fn alone: what the keys and values of each head
-            of each batch are multiplied with, as in FlashAttention 3; None: ones. Nothing is added to such caches here.
+            of each batch are multiplied with, as in FlashAttention 3; None: ones. k and v, which have q's dtype, are
+            divided by them and rounded to such caches.
 
     Returns:
         out [b, sq, h, dv], and with return_softmax_lse also the lse, float32 [b, h, sq]. No gradients.
@@ -421,8 +426,6 @@ def flash_attn_with_kvcache(
         _check_table(block_table, q, cache_batch_idx)
     b, page = q.shape[0], k_cache.shape[1]
     room = page if block_table is None else page * block_table.shape[1]
-    if k is not None and k_cache.dtype == torch.float8_e4m3fn:
-        raise NotImplementedError("k and v are given, but nothing is added to caches of torch.float8_e4m3fn")
     if k is not None and v is not None:
         _check_new("k", k, k_cache, b, k)
         _check_new("v", v, v_cache, b, k)
@@ -461,13 +464,15 @@ def flash_attn_with_kvcache(
             k.transpose(1, 2),
             v.transpose(1, 2),
             lengths.to(torch.int32).contiguous(),
-            q=None if rotary_cos is None else q.to(k_cache.dtype).transpose(1, 2),
+            q=None if rotary_cos is None else q.to(k.dtype).transpose(1, 2),
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
             rotary_interleaved=rotary_cos is not None and rotary_interleaved,
             rotary_together=rotary_cos is not None and not causal and _window(window_size) is None,
             block_table=block_table,
             cache_index=None if cache_batch_idx is None else cache_batch_idx.to(torch.int32).contiguous(),
+            k_scale=k_descale,
+            v_scale=v_descale,
         )
         q = q if rotated is None else rotated.transpose(1, 2)
     if cache_batch_idx is not None:

@@ -18,7 +18,9 @@ enum {
     MOST,
     MOST_KEYS,
     INTERLEAVED,
-    TOGETHER
+    TOGETHER,
+    K_SCALES,
+    V_SCALES
 };
 enum { Q_OUT, LENGTHS };
 
@@ -40,7 +42,11 @@ static bool check_ranks(call *c, const append_problem *p) {
         if (t->rank != rank)
             return call_fail(c, "ValueError", "%s has %lld dimensions, but must have %lld", names[x],
                              (long long)t->rank, (long long)rank);
-        if (!call_check(c, t, names[x], x == SEQLENS ? aoti_torch_dtype_int32() : call_dtype(c)))
+        const bool bytes = (p->a.features & HEDDLE_E4M3) && x <= V_CACHE;
+        if (!call_check(c, t, names[x],
+                        x == SEQLENS ? aoti_torch_dtype_int32()
+                        : bytes      ? aoti_torch_dtype_float8_e4m3fn()
+                                     : call_dtype(c)))
             return false;
     }
     return true;
@@ -149,14 +155,39 @@ static bool take_packed(call *c, append_problem *p) {
     return call_check_shape(c, cu, names[CU], 1, &size) && call_check(c, cu, names[CU], aoti_torch_dtype_int32());
 }
 
+/* Of caches of 8 bits alone: without them a scale would be left out. */
+static bool take_scales(call *c, append_problem *p) {
+    const void **const to[] = {&p->t.k_scale, &p->t.v_scale};
+    const char *const of[] = {"k_scale", "v_scale"};
+    const int64_t size[] = {p->a.b, p->a.hk};
+    for (int x = 0; x < 2; x++) {
+        const tensor *t = &c->tensor[K_SCALES + x];
+        if (!t->handle)
+            continue;
+        if (!(p->a.features & HEDDLE_E4M3))
+            return call_fail(c, "ValueError", "%s is given, but k_cache and v_cache are not float8_e4m3fn", of[x]);
+        if (!call_check_shape(c, t, of[x], 2, size) || !call_check(c, t, of[x], call_real(c)) ||
+            !call_check_contiguous(c, t, of[x]))
+            return false;
+        *to[x] = t->data;
+    }
+    return true;
+}
+
+/* The type is that of the new rows: caches may have bytes. */
 static bool describe(call *c, append_problem *p) {
     const tensor *in = c->tensor;
+    const int32_t bytes = aoti_torch_dtype_float8_e4m3fn();
     *p = (append_problem){.a.size = sizeof p->a, .t.size = sizeof p->t, .packed = in[CU].handle};
-    if (!call_device(c, K_CACHE, "k_cache") || !check_ranks(c, p))
+    if (in[K_CACHE].dtype == bytes || in[V_CACHE].dtype == bytes)
+        p->a.features |= HEDDLE_E4M3;
+    if (!call_device(c, p->a.features & HEDDLE_E4M3 ? K_NEW : K_CACHE,
+                     p->a.features & HEDDLE_E4M3 ? "k" : "k_cache") ||
+        !check_ranks(c, p))
         return false;
     p->a.dtype = c->dtype;
     p->a.device = c->device;
-    if (!take_sizes(c, p) || !take_cache(c, p) || !take_angles(c, p) || !take_packed(c, p))
+    if (!take_sizes(c, p) || !take_cache(c, p) || !take_angles(c, p) || !take_packed(c, p) || !take_scales(c, p))
         return false;
     p->a.k_stride = attention_strides(in[K_CACHE].stride, false);
     p->a.v_stride = attention_strides(in[V_CACHE].stride, false);
@@ -196,7 +227,7 @@ static bool make_results(call *c, append_problem *p) {
 void heddle_torch_attention_append(stable_value *stack, uint64_t arguments, uint64_t results) {
     call c;
     append_problem p;
-    call_begin(&c, stack, arguments, results, "TTTTTOOOOOOIIBB");
+    call_begin(&c, stack, arguments, results, "TTTTTOOOOOOIIBBOO");
     if (describe(&c, &p) && make_results(&c, &p))
         call_status(&c, heddle_attention_append(&p.a, &p.t, c.stream));
     call_end(&c, stack);

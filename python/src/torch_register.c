@@ -27,7 +27,8 @@ static const char *const schemas[] = {
     "float scale, bool deterministic, int needs) -> (Tensor dq, Tensor dk, Tensor dv)",
     "attention_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor seqlens_k, Tensor? q=None, "
     "Tensor? cos=None, Tensor? sin=None, Tensor? block_table=None, Tensor? cache_index=None, Tensor? cu_seqlens=None, "
-    "int max_seqlen=0, int max_seqlen_k=0, bool interleaved=False, bool together=False) "
+    "int max_seqlen=0, int max_seqlen_k=0, bool interleaved=False, bool together=False, Tensor? k_scale=None, "
+    "Tensor? v_scale=None) "
     "-> (Tensor rotated, Tensor lengths)",
     "norm_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? gamma=None, Tensor? beta=None, float eps=1e-05, "
     "int norm=0, bool tf32=False, int activation=0, bool keep_u=False, Tensor? residual=None, bool return_norm=False, "

@@ -18,71 +18,105 @@ __attribute__((always_inline)) static inline float load_float(heddle_dtype type,
     }
 }
 
-__attribute__((always_inline)) static inline void store_float(heddle_dtype type, void *p, int64_t x, float value) {
+/* Where a row goes: elements of the problem's type, or with HEDDLE_E4M3 bytes of what is divided by the scale. */
+typedef struct row_target {
+    char *at;
+    bool bytes;
+    float scale;
+} row_target;
+
+__attribute__((always_inline)) static inline void store_float(heddle_dtype type, bool bytes, row_target to, int64_t x,
+                                                              float value) {
+    if (bytes) {
+        ((uint8_t *)to.at)[x] = float_to_e4m3(value / to.scale);
+        return;
+    }
     switch (type) {
-    case HEDDLE_BF16: ((uint16_t *)p)[x] = float_to_bf16(value); break;
-    case HEDDLE_F16: ((uint16_t *)p)[x] = double_to_f16((double)value); break;
-    default: ((float *)p)[x] = value; break;
+    case HEDDLE_BF16: ((uint16_t *)(void *)to.at)[x] = float_to_bf16(value); break;
+    case HEDDLE_F16: ((uint16_t *)(void *)to.at)[x] = double_to_f16((double)value); break;
+    default: ((float *)(void *)to.at)[x] = value; break;
     }
 }
 
 /* `from` and `to` may be one row: both of a pair are read before either is written. */
 __attribute__((always_inline)) static inline void rotate_typed(const heddle_append *a, heddle_dtype type,
-                                                               heddle_dtype table, const void *cos, const void *sin,
-                                                               int64_t angles, const void *from, void *to) {
+                                                               heddle_dtype table, bool bytes, const void *cos,
+                                                               const void *sin, int64_t angles, const void *from,
+                                                               row_target to) {
     const int64_t half = a->rotary / 2, step = a->interleaved ? 2 : 1, other = a->interleaved ? 1 : half;
     for (int64_t e = 0; e < half; e++) {
         const float c = angles < 0 ? NAN : load_float(table, cos, angles + e),
                     s = angles < 0 ? NAN : load_float(table, sin, angles + e);
         const float y = load_float(type, from, e * step), z = load_float(type, from, e * step + other);
-        store_float(type, to, e * step, y * c - z * s);
-        store_float(type, to, e * step + other, y * s + z * c);
+        store_float(type, bytes, to, e * step, y * c - z * s);
+        store_float(type, bytes, to, e * step + other, y * s + z * c);
     }
 }
 
-static void rotate(const append_work *w, int64_t position, const void *from, void *to) {
+__attribute__((always_inline)) static inline void rotate_as(const append_work *w, heddle_dtype type, int64_t position,
+                                                            const void *from, row_target to) {
     const heddle_append *a = w->a;
     const int64_t angles = position < a->positions ? position * a->table_stride : -1;
-    const bool wide = a->table_dtype == HEDDLE_F32;
-    if (a->dtype == HEDDLE_BF16)
-        rotate_typed(a, HEDDLE_BF16, wide ? HEDDLE_F32 : HEDDLE_BF16, w->t->cos, w->t->sin, angles, from, to);
-    else if (a->dtype == HEDDLE_F16)
-        rotate_typed(a, HEDDLE_F16, wide ? HEDDLE_F32 : HEDDLE_F16, w->t->cos, w->t->sin, angles, from, to);
+    const heddle_dtype table = a->table_dtype == HEDDLE_F32 ? HEDDLE_F32 : type;
+    if (to.bytes)
+        rotate_typed(a, type, table, true, w->t->cos, w->t->sin, angles, from, to);
+    else if (table == HEDDLE_F32)
+        rotate_typed(a, type, HEDDLE_F32, false, w->t->cos, w->t->sin, angles, from, to);
     else
-        rotate_typed(a, HEDDLE_F32, HEDDLE_F32, w->t->cos, w->t->sin, angles, from, to);
+        rotate_typed(a, type, type, false, w->t->cos, w->t->sin, angles, from, to);
+}
+
+static void rotate(const append_work *w, int64_t position, const void *from, row_target to) {
+    switch (w->a->dtype) {
+    case HEDDLE_BF16: rotate_as(w, HEDDLE_BF16, position, from, to); break;
+    case HEDDLE_F16: rotate_as(w, HEDDLE_F16, position, from, to); break;
+    default: rotate_as(w, HEDDLE_F32, position, from, to); break;
+    }
 }
 
 /* Elements `begin` to `end` of a row as they are. */
-static void copy_rest(const heddle_append *a, int64_t begin, int64_t end, const char *from, char *to) {
+static void copy_rest(const heddle_append *a, int64_t begin, int64_t end, const char *from, row_target to) {
     const size_t size = heddle_dtype_size(a->dtype);
-    if (from != to)
-        memcpy(to + (size_t)begin * size, from + (size_t)begin * size, (size_t)(end - begin) * size);
+    if (to.bytes)
+        for (int64_t e = begin; e < end; e++)
+            store_float(a->dtype, true, to, e, load_float(a->dtype, from, e));
+    else if (from != to.at)
+        memcpy(to.at + (size_t)begin * size, from + (size_t)begin * size, (size_t)(end - begin) * size);
 }
 
-static int64_t offset(heddle_strides stride, int64_t b, int64_t h, int64_t s, heddle_dtype type) {
-    return (b * stride.b + h * stride.h + s * stride.s) * (int64_t)heddle_dtype_size(type);
+static int64_t offset(heddle_strides stride, int64_t b, int64_t h, int64_t s, size_t size) {
+    return (b * stride.b + h * stride.h + s * stride.s) * (int64_t)size;
+}
+
+/* Row `at` of head x of sequence n in the cache. */
+static row_target cache_of(const append_work *w, void *cache, const void *scale, int64_t at, int64_t n, int64_t x) {
+    const bool bytes = w->a->features & HEDDLE_E4M3;
+    return (row_target){(char *)cache + at, bytes, scale ? ((const float *)scale)[n * w->a->hk + x] : 1};
 }
 
 static void append_keys(const append_work *w, int64_t n, int64_t j, int64_t b, int64_t row) {
     const heddle_append *a = w->a;
+    const heddle_append_data *t = w->t;
+    const size_t size = heddle_dtype_size(a->dtype), cached = a->features & HEDDLE_E4M3 ? 1 : size;
     int64_t part, to;
-    if (!append_place(a, w->t, n, j, &part, &to))
+    if (!append_place(a, t, n, j, &part, &to))
         return;
     for (int64_t x = 0; x < a->hk; x++) {
-        const char *k = (const char *)w->t->k_new + offset(a->k_new_stride, b, x, row, a->dtype);
-        const char *v = (const char *)w->t->v_new + offset(a->v_new_stride, b, x, row, a->dtype);
-        char *const k_to = (char *)w->t->k + offset(a->k_stride, part, x, to, a->dtype);
-        rotate(w, j, k, k_to);
-        copy_rest(a, a->rotary, a->d, k, k_to);
-        copy_rest(a, 0, a->dv, v, (char *)w->t->v + offset(a->v_stride, part, x, to, a->dtype));
+        const char *k = (const char *)t->k_new + offset(a->k_new_stride, b, x, row, size);
+        const char *v = (const char *)t->v_new + offset(a->v_new_stride, b, x, row, size);
+        const row_target of_k = cache_of(w, t->k, t->k_scale, offset(a->k_stride, part, x, to, cached), n, x);
+        rotate(w, j, k, of_k);
+        copy_rest(a, a->rotary, a->d, k, of_k);
+        copy_rest(a, 0, a->dv, v, cache_of(w, t->v, t->v_scale, offset(a->v_stride, part, x, to, cached), n, x));
     }
 }
 
 static void append_queries(const append_work *w, int64_t position, int64_t b, int64_t row) {
     const heddle_append *a = w->a;
+    const size_t size = heddle_dtype_size(a->dtype);
     for (int64_t x = 0; x < a->h; x++) {
-        const char *q = (const char *)w->t->q + offset(a->q_stride, b, x, row, a->dtype);
-        char *const to = (char *)w->t->q_out + offset(a->q_out_stride, b, x, row, a->dtype);
+        const char *q = (const char *)w->t->q + offset(a->q_stride, b, x, row, size);
+        const row_target to = {.at = (char *)w->t->q_out + offset(a->q_out_stride, b, x, row, size)};
         rotate(w, position, q, to);
         copy_rest(a, a->rotary, a->d, q, to);
     }

@@ -73,8 +73,6 @@ static void sweep_attention(heddle_dtype dtype) {
                     }
                     a.block_q = a.block_k = a.features & HEDDLE_BLOCKS ? 64 : 0;
                     a.device = HEDDLE_CUDA;
-                    if (a.features & HEDDLE_E4M3 && heddle_attention_supported(&a, NULL, 0) == HEDDLE_UNSUPPORTED)
-                        continue;
                     for (int pass = 0; pass < (a.features & (HEDDLE_PAGES | HEDDLE_E4M3) ? 1 : 2); pass++)
                         for (int skew = 0; skew < 8; skew += 4)
                             MUST(run_attention(a, (heddle_pass)pass, skew, NULL) == HEDDLE_OK);
@@ -118,10 +116,11 @@ static heddle_status run_merge(heddle_dtype dtype, int skew, void *stream) {
                                   address(0, 4, skew), stream);
 }
 
-static heddle_status run_append(heddle_dtype dtype, int skew, void *stream) {
+static heddle_status run_append(heddle_dtype dtype, uint64_t features, int skew, void *stream) {
     const heddle_append a = {.size = sizeof a,
                              .dtype = dtype,
                              .device = HEDDLE_CUDA,
+                             .features = features,
                              .b = 3,
                              .h = 8,
                              .hk = 2,
@@ -146,7 +145,8 @@ static heddle_status run_append(heddle_dtype dtype, int skew, void *stream) {
 
 static void sweep_merge_and_append(heddle_dtype dtype) {
     for (int skew = 0; skew < 8; skew += 4)
-        MUST(run_merge(dtype, skew, NULL) == HEDDLE_OK && run_append(dtype, skew, NULL) == HEDDLE_OK);
+        MUST(run_merge(dtype, skew, NULL) == HEDDLE_OK && run_append(dtype, 0, skew, NULL) == HEDDLE_OK &&
+             run_append(dtype, HEDDLE_E4M3, skew, NULL) == HEDDLE_OK);
 }
 
 /* Memory of the host in place of one of a GPU's; a grid that is none; and lengths alone, which are a launch, or nothing. */
@@ -412,13 +412,13 @@ static void parts(void) {
     MUST(heddle_attention_merge(&m, address(0, 1, 0), address(0, 2, 0), host, address(0, 4, 0), NULL) ==
          HEDDLE_WRONG_DEVICE);
     MUST(strstr(heddle_last_message(), "other_o = "));
-    MUST(run_append(HEDDLE_BF16, 0, NULL) == HEDDLE_OK && run_append(HEDDLE_BF16, 4, NULL) == HEDDLE_OK);
+    MUST(run_append(HEDDLE_BF16, 0, 0, NULL) == HEDDLE_OK && run_append(HEDDLE_BF16, 0, 4, NULL) == HEDDLE_OK);
     MUST(fake_launches("heddle_attention_append_bf16_d512_plain_sm80") == 2);
-    MUST(run_append(HEDDLE_BF16, 0, (void *)0x2000) == HEDDLE_WRONG_DEVICE);
+    MUST(run_append(HEDDLE_BF16, 0, 0, (void *)0x2000) == HEDDLE_WRONG_DEVICE);
     refuse_append(host);
     set("FAKE_CONTEXT", "0");
     MUST(run_merge(HEDDLE_F16, 0, NULL) == HEDDLE_OK && fake_depth() == 0);
-    MUST(run_append(HEDDLE_F16, 0, NULL) == HEDDLE_OK && fake_depth() == 0);
+    MUST(run_append(HEDDLE_F16, 0, 0, NULL) == HEDDLE_OK && fake_depth() == 0);
 }
 
 /* The largest launch of a problem with so many multiprocessors. */

@@ -87,6 +87,101 @@ def test_decoding(device):
     close(ours.transpose(1, 2), expected, 2e-2)
 
 
+@each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_prompts(device, dtype):
+    """More queries than decoding has, in pages and without, options, and weights."""
+    torch.manual_seed(2)
+    q = torch.randn(2, H, 90, 40, device=device).to(dtype)
+    k, v = (torch.randn(2, HK, 160, 40, device=device).to(EIGHT) for _ in range(2))
+    scales = {name: torch.rand(2, HK, device=device) + 0.5 for name in ("k_scale", "v_scale")}
+    wide = [x.double() * s[..., None, None] for x, s in zip((k, v), scales.values(), strict=True)]
+    table = torch.randperm(20, device=device).int().reshape(2, -1)
+    pages = []
+    for x in (k, v):
+        of = torch.empty(20, HK, 16, 40, dtype=torch.uint8, device=device)
+        of[table.flatten().long()] = x.view(torch.uint8).reshape(2, HK, -1, 16, 40).transpose(1, 2).flatten(0, 1)
+        pages.append(of.view(EIGHT))
+    lengths = torch.tensor([160, 101], dtype=torch.int32, device=device)
+    for options in ({"causal": "bottom_right"}, {"softcap": 3.0, "window": (40, 9)}, {"return_weights": True}):
+        options["seqlens_k"] = lengths
+        on_cpu = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        expected = heddle.attention(q.cpu().double(), *(x.cpu() for x in wide), **on_cpu)
+        for keys, more in (((k, v), {}), (pages, {"block_table": table})):
+            ours = heddle.attention(q, *keys, **scales, **options, **more)
+            for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, expected)), strict=True):
+                close(a.cpu(), b, 2e-5 if dtype == torch.float32 else 2e-2)
+
+
+def in_bytes(x, scale):
+    return (x.float() / scale).clamp(-448, 448).to(EIGHT)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_append(device, dtype):
+    """What is written is what PyTorch makes of it; and then attended to, in one call and by two."""
+    torch.manual_seed(3)
+    k, v = (torch.randn(B, HK, 5, D, device=device).to(dtype) for _ in range(2))
+    scales = {name: torch.rand(B, HK, device=device) * 0.01 + 0.001 for name in ("k_scale", "v_scale")}
+    lengths = torch.tensor([0, 9, SK - 5], dtype=torch.int32, device=device)
+    caches = [torch.zeros(B, HK, SK, D, dtype=torch.uint8, device=device).view(EIGHT) for _ in range(2)]
+    _, after = heddle.attention_append(*caches, k, v, lengths, **scales)
+    assert torch.equal(after, lengths + 5)
+    for new, cache, scale in zip((k, v), caches, scales.values(), strict=True):
+        right = in_bytes(new, scale[..., None, None]).view(torch.uint8)
+        for n, first in enumerate(lengths.tolist()):
+            held = cache.view(torch.uint8)[n]
+            assert torch.equal(held[:, first : first + 5], right[n])
+            assert not held[:, :first].any() and not held[:, first + 5 :].any()
+    assert (caches[0].float().abs() == 448).any()  # some are too large
+    one = [torch.zeros_like(x.view(torch.uint8)).view(EIGHT) for x in caches]
+    heddle.attention_append(*one, k, v, lengths)
+    assert torch.equal(one[0][1, :, 9:14].float(), in_bytes(k[1], 1).float())
+    q = torch.randn(B, H, 5, D, device=device).to(dtype)
+    cos, sin = (
+        f(torch.arange(SK, device=device)[:, None] * torch.rand(D // 2, device=device)) for f in (torch.cos, torch.sin)
+    )
+    rows = [x.transpose(1, 2) for x in (q, *caches, k, v)]
+    options = {"cache_seqlens": lengths, "k_descale": scales["k_scale"], "v_descale": scales["v_scale"], "causal": True}
+    out = heddle.flash_attn_with_kvcache(*rows, rotary_cos=cos, rotary_sin=sin, **options)
+    wide = [x.float() * s[..., None, None] for x, s in zip(caches, scales.values(), strict=True)]
+    turned, _ = heddle.attention_append(
+        *(x.to(dtype).clone() for x in wide),
+        k,
+        v,
+        lengths,
+        q=q,
+        rotary_cos=cos,
+        rotary_sin=sin,
+        rotary_interleaved=True,
+    )
+    expected = heddle.attention(turned.float(), *wide, seqlens_k=after, causal="bottom_right")
+    close(out.transpose(1, 2), expected, 1e-4 if dtype == torch.float32 else 3e-2)
+
+
+def test_append_refusals():
+    k, v = torch.zeros(B, HK, 1, D), torch.zeros(B, HK, 1, D)
+    caches = [torch.zeros(B, HK, SK, D) for _ in range(2)]
+    lengths, one = torch.zeros(B, dtype=torch.int32), torch.ones(B, HK)
+    with pytest.raises(ValueError, match=r"k_scale is given, but k_cache and v_cache are not float8_e4m3fn"):
+        heddle.attention_append(*caches, k, v, lengths, k_scale=one)
+    eight = [x.to(EIGHT) for x in caches]
+    with pytest.raises(TypeError, match=r"v_cache is .*float32"):
+        heddle.attention_append(eight[0], caches[1], k, v, lengths)
+    with pytest.raises(ValueError, match=r"v_scale has shape|v_scale must"):
+        heddle.attention_append(*eight, k, v, lengths, v_scale=one[:1])
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        heddle.attention_append(*eight, k, v, lengths, v_scale=one.requires_grad_())
+    meta = [x.to("meta") for x in (*eight, k, v, lengths)]
+    rotated, after = torch.ops.heddle.attention_append(*meta, k_scale=one.detach().to("meta"))
+    assert after.shape == (B,) and rotated.dtype == torch.float32
+    with pytest.raises((RuntimeError, ValueError), match="k_scale is given"):
+        torch.ops.heddle.attention_append(
+            *(x.to("meta") for x in (*caches, k, v, lengths)), k_scale=one.detach().to("meta")
+        )
+
+
 def test_subnormals_where_floats_have_none():
     """A thread that takes subnormal floats for zeros, as XLA's do, takes none of 8 bits for one."""
     bits = torch.arange(256, dtype=torch.uint8)
@@ -162,7 +257,7 @@ def test_errors(device):
         with pytest.raises((RuntimeError, ValueError, TypeError), match=text):
             torch.ops.heddle.attention(*given, k_scale=meta[5])
     rows = [x.transpose(1, 2) for x in (q, k, v)]
-    with pytest.raises(NotImplementedError, match=r"nothing is added to caches of torch\.float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"k is .*float8_e4m3fn"):
         heddle.flash_attn_with_kvcache(*rows, rows[1][:, :1], rows[2][:, :1], cache_seqlens=3)
     with pytest.raises(TypeError, match=r"v_cache is torch.bfloat16, but must be torch\.float8_e4m3fn"):
         heddle.flash_attn_with_kvcache(*rows[:2], wide[1].transpose(1, 2))

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * heddle_attention_append: new keys, values and queries of a token are rotated and written by APPEND_UNITS units of APPEND_UNIT elements a
  * block, at the speed of memory. What a token is, and where its rows go, each thread finds for itself: all of a block read the same
- * few numbers. */
+ * few numbers. With HEDDLE_E4M3 keys and values are divided by their scales and stored as bytes. */
 #include "cuda/attention/append.h"
 #include "cuda/element.cuh"
 #include "tokens.h"
@@ -37,6 +37,62 @@ template <int N, typename T> INLINE void put(T *p, int e, int end, bool vector, 
     for (int x = 0; x < N; x++)
         if (e + x < end)
             p[e + x] = some.x[x];
+}
+
+/* As float_to_e4m3 of dtype.h, which says how. */
+INLINE uint8_t to_e4m3(float x) {
+    const uint32_t u = __float_as_uint(x), sign = u >> 24 & 0x80u, a = u & 0x7fffffffu;
+    if (a > 0x7f800000u)
+        return (uint8_t)(sign | 0x7fu);
+    if (a >= 0x43e00000u) /* 448 */
+        return (uint8_t)(sign | 0x7eu);
+    if (a < 0x3c800000u) /* 2^-6 */
+        return (uint8_t)(sign | (__float_as_uint(__fadd_rn(__fmul_rn(__uint_as_float(a), 512.0f), 0x1p23f)) & 0xfu));
+    return (uint8_t)(sign | (((a + 0x7ffffu + (a >> 20 & 1u)) >> 20) - (120u << 3)));
+}
+
+/* Where a row goes: elements of its type, or bytes of what is divided by the scale. */
+template <typename T> struct row_target {
+    T *at;
+    uint8_t *bytes; /* NULL: elements */
+    float scale;
+};
+
+/* Of numbers in float32. */
+template <int N, bool BYTES, typename T>
+INLINE void put_floats(const row_target<T> &to, int e, int end, bool vector, const float x[N]) {
+    if (BYTES && to.bytes) {
+        numbers<uint8_t, N> some;
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            some.x[i] = to_e4m3(x[i] / to.scale);
+        put<N>(to.bytes, e, end, vector, some);
+        return;
+    }
+    numbers<T, N> some;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        some.x[i] = from_float<T>(x[i]);
+    put<N>(to.at, e, end, vector, some);
+}
+
+/* As they are. */
+template <int N, bool BYTES, typename T>
+INLINE void put_numbers(const row_target<T> &to, int e, int end, bool vector, const numbers<T, N> &some) {
+    if (BYTES && to.bytes) {
+        float x[N];
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            x[i] = to_float(some.x[i]);
+        put_floats<N, BYTES>(to, e, end, vector, x);
+    } else {
+        put<N>(to.at, e, end, vector, some);
+    }
+}
+
+/* The row of which elements from `e` on are the first. */
+template <typename T> INLINE row_target<T> from_element(row_target<T> to, int e) {
+    return {to.at + e, to.bytes ? to.bytes + e : NULL, to.scale};
 }
 
 /* A token: row `row` of tensor b (sequence, or 0 where they are packed) is row i of sequence n. */
@@ -113,56 +169,56 @@ INLINE void turn(float *y, float *z, float c, float s) {
 }
 
 /* Unit x of a row: elements e and their fellows half a rotation further. */
-template <typename T> INLINE void rotate_halves(const append_params &p, int64_t position, int e, const T *from, T *to) {
+template <bool BYTES, typename T>
+INLINE void rotate_halves(const append_params &p, int64_t position, int e, const T *from, const row_target<T> &to) {
     const int half = (int)p.a.rotary / 2;
-    float c[APPEND_UNIT], s[APPEND_UNIT];
-    numbers<T, APPEND_UNIT> low = take<APPEND_UNIT>(from, e, half, p.vector),
-                            high = take<APPEND_UNIT>(from + half, e, half, p.vector);
+    float c[APPEND_UNIT], s[APPEND_UNIT], y[APPEND_UNIT], z[APPEND_UNIT];
+    const numbers<T, APPEND_UNIT> low = take<APPEND_UNIT>(from, e, half, p.vector),
+                                  high = take<APPEND_UNIT>(from + half, e, half, p.vector);
     find_angles<APPEND_UNIT, T>(p, position, e, c, s);
 #pragma unroll
     for (int x = 0; x < APPEND_UNIT; x++) {
-        float y = to_float(low.x[x]), z = to_float(high.x[x]);
-        turn(&y, &z, c[x], s[x]);
-        low.x[x] = from_float<T>(y);
-        high.x[x] = from_float<T>(z);
+        y[x] = to_float(low.x[x]), z[x] = to_float(high.x[x]);
+        turn(&y[x], &z[x], c[x], s[x]);
     }
-    put<APPEND_UNIT>(to, e, half, p.vector, low);
-    put<APPEND_UNIT>(to + half, e, half, p.vector, high);
+    put_floats<APPEND_UNIT, BYTES>(to, e, half, p.vector, y);
+    put_floats<APPEND_UNIT, BYTES>(from_element(to, half), e, half, p.vector, z);
 }
 
-template <typename T> INLINE void rotate_pairs(const append_params &p, int64_t position, int e, const T *from, T *to) {
+template <bool BYTES, typename T>
+INLINE void rotate_pairs(const append_params &p, int64_t position, int e, const T *from, const row_target<T> &to) {
     const int end = (int)p.a.rotary;
-    float c[APPEND_UNIT / 2], s[APPEND_UNIT / 2];
-    numbers<T, APPEND_UNIT> some = take<APPEND_UNIT>(from, e, end, p.vector);
+    float c[APPEND_UNIT / 2], s[APPEND_UNIT / 2], both[APPEND_UNIT];
+    const numbers<T, APPEND_UNIT> some = take<APPEND_UNIT>(from, e, end, p.vector);
     find_angles<APPEND_UNIT / 2, T>(p, position, e / 2, c, s);
 #pragma unroll
     for (int x = 0; x < APPEND_UNIT; x += 2) {
-        float y = to_float(some.x[x]), z = to_float(some.x[x + 1]);
-        turn(&y, &z, c[x / 2], s[x / 2]);
-        some.x[x] = from_float<T>(y);
-        some.x[x + 1] = from_float<T>(z);
+        both[x] = to_float(some.x[x]), both[x + 1] = to_float(some.x[x + 1]);
+        turn(&both[x], &both[x + 1], c[x / 2], s[x / 2]);
     }
-    put<APPEND_UNIT>(to, e, end, p.vector, some);
+    put_floats<APPEND_UNIT, BYTES>(to, e, end, p.vector, both);
 }
 
 /* Unit x of a row of which the first `rotary` elements are turned. */
-template <typename T>
-INLINE void append_unit(const append_params &p, int64_t position, int x, int rotary, int width, const T *from, T *to) {
+template <bool BYTES, typename T>
+INLINE void append_unit(const append_params &p, int64_t position, int x, int rotary, int width, const T *from,
+                        const row_target<T> &to) {
     const int turned = append_turned(rotary, p.a.interleaved);
     if (x >= turned) {
         const int e = rotary + (x - turned) * APPEND_UNIT;
-        put<APPEND_UNIT>(to, e, width, p.vector, take<APPEND_UNIT>(from, e, width, p.vector));
+        put_numbers<APPEND_UNIT, BYTES>(to, e, width, p.vector, take<APPEND_UNIT>(from, e, width, p.vector));
     } else if (p.a.interleaved)
-        rotate_pairs(p, position, x * APPEND_UNIT, from, to);
+        rotate_pairs<BYTES>(p, position, x * APPEND_UNIT, from, to);
     else
-        rotate_halves(p, position, x * APPEND_UNIT, from, to);
+        rotate_halves<BYTES>(p, position, x * APPEND_UNIT, from, to);
 }
 
 INLINE int64_t offset(heddle_strides stride, int64_t b, int64_t h, int64_t s) {
     return b * stride.b + h * stride.h + s * stride.s;
 }
 
-template <typename T> INLINE void append_rows(const append_params &p, const append_token &c, uint32_t first) {
+template <bool BYTES, typename T>
+INLINE void append_rows(const append_params &p, const append_token &c, uint32_t first) {
     const heddle_append &a = p.a;
     const uint32_t each = (uint32_t)append_units(a.d, a.rotary, a.interleaved), of_v = (uint32_t)append_units_of(a.dv);
     const uint32_t k = (uint32_t)a.hk * each, v = k + (uint32_t)a.hk * of_v, q = v + (uint32_t)a.h * each;
@@ -174,27 +230,36 @@ template <typename T> INLINE void append_rows(const append_params &p, const appe
         if (is_q ? !c.queries : !placed)
             continue;
         const T *from = (const T *)(is_q ? p.t.q : is_v ? p.t.v_new : p.t.k_new);
-        T *to = (T *)(is_q ? p.t.q_out : is_v ? p.t.v : p.t.k);
         from += offset(is_q ? a.q_stride : is_v ? a.v_new_stride : a.k_new_stride, c.b, x, c.row);
-        to += is_q ? offset(a.q_out_stride, c.b, x, c.row) : offset(is_v ? a.v_stride : a.k_stride, part, x, row);
-        append_unit<T>(p, c.length + (is_q && a.together ? 0 : c.i), (int)(at - x * units), is_v ? 0 : (int)a.rotary,
-                       (int)(is_v ? a.dv : a.d), from, to);
+        void *const tensor = is_q ? p.t.q_out : is_v ? p.t.v : p.t.k;
+        const int64_t there =
+            is_q ? offset(a.q_out_stride, c.b, x, c.row) : offset(is_v ? a.v_stride : a.k_stride, part, x, row);
+        row_target<T> to = {(T *)tensor + there, NULL, 1.0f};
+        if (BYTES && !is_q) {
+            const float *const scales = (const float *)(is_v ? p.t.v_scale : p.t.k_scale);
+            to.bytes = (uint8_t *)tensor + there;
+            to.scale = scales ? scales[c.n * a.hk + x] : 1.0f;
+        }
+        append_unit<BYTES>(p, c.length + (is_q && a.together ? 0 : c.i), (int)(at - x * units),
+                           is_v ? 0 : (int)a.rotary, (int)(is_v ? a.dv : a.d), from, to);
     }
 }
 
-template <typename T> INLINE void attention_append(const append_params &p) {
+template <bool BYTES, typename T> INLINE void attention_append(const append_params &p) {
     const int64_t token = blockIdx.x / p.parts;
     if (p.t.seqlens_out)
         for (int64_t n = (int64_t)blockIdx.x * THREADS + threadIdx.x; n < p.a.b; n += (int64_t)gridDim.x * THREADS)
             p.t.seqlens_out[n] = (int32_t)append_length_after(&p.a, &p.t, n);
     if (token < p.tokens)
-        append_rows<T>(p, find_token(p, token), blockIdx.x % p.parts * APPEND_UNITS);
+        append_rows<BYTES, T>(p, find_token(p, token), blockIdx.x % p.parts * APPEND_UNITS);
 }
 
+#define is_plain false
+#define is_bytes true
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     static_assert(warps == APPEND_WARPS && own == APPEND_UNITS, "as the host counts");                                 \
-    extern "C" __global__ void __launch_bounds__(warps * 32, 8)                                                        \
+    extern "C" __global__ void __launch_bounds__(warps * 32, is_##variant ? 6 : 8)                                     \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm80(const __grid_constant__ append_params p) {       \
         wait_for_earlier_grid();                                                                                       \
-        attention_append<dtype>(p);                                                                                    \
+        attention_append<is_##variant, dtype>(p);                                                                      \
     }

@@ -75,8 +75,10 @@ static int shared_bytes_sm90_f32(const kernel_row *k) {
 
 static int shared_bytes_sm80(const kernel_row *k) {
     const int element = (int)heddle_dtype_size(k->dtype);
-    if (k->variant == VARIANT_plain)
+    if (k->variant == VARIANT_plain || k->pass == PASS_append)
         return 0;
+    if (k->variant == VARIANT_bytefull)
+        return sm80_byte_tiles_bytes(k->dim, k->own, k->block);
     if (k->variant == VARIANT_decode || k->variant == VARIANT_paged)
         return sm80_decode_bytes(element, k->dim, k->warps, k->own, k->block);
     if (k->variant == VARIANT_bytes || k->variant == VARIANT_bytepages)

@@ -46,6 +46,7 @@ typedef enum kernel_variant {
     VARIANT_slight,
     VARIANT_bytes,
     VARIANT_bytepages,
+    VARIANT_bytefull,
     VARIANTS
 } kernel_variant;
 

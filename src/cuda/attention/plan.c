@@ -185,11 +185,6 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const cuda_facts
     choose(&p, c);
     const int kernel = plan->pass == HEDDLE_FORWARD ? c->fwd : c->bwd >= 0 ? c->bwd : c->dkdv;
     const kernel_row *k = &heddle__cuda_attention_kernels[kernel];
-    if ((plan->a.features & HEDDLE_E4M3) && k->variant != VARIANT_bytes && k->variant != VARIANT_bytepages)
-        return fail(
-            HEDDLE_UNSUPPORTED,
-            "HEDDLE_E4M3: the CUDA kernels read keys of 8 bits for up to 16 rows of a group of heads in 16 bits, "
-            "with head dims up to 256, without weights, parts in eights where there is dropout");
     const bool of_queries = k->pass == PASS_fwd || k->family == FAMILY_small;
     plan->threads = 1;
     plan->tile_q = of_queries ? k->own : k->block;
@@ -396,11 +391,12 @@ void heddle__cuda_add_dbias(const attention_problem *p, const attention_choice *
                                 (s.h ? p->a->h : 1) * (s.b ? p->a->b : 1));
 }
 
-/* By tensor cores, whichever family has made o; from pages by the plain kernel. */
+/* By tensor cores, whichever family has made o; from pages, and of keys of 8 bits, by the plain kernel. */
 static void add_weights(const attention_problem *p, attention_job *job) {
     const heddle_attention *a = p->a;
-    const int x =
-        a->features & HEDDLE_PAGES ? -1 : heddle__cuda_find_attention(p, PASS_weights, VARIANT_full, FAMILY_sm80);
+    const int x = a->features & (HEDDLE_PAGES | HEDDLE_E4M3)
+                      ? -1
+                      : heddle__cuda_find_attention(p, PASS_weights, VARIANT_full, FAMILY_sm80);
     if (!a->sk)
         return;
     if (x >= 0)

@@ -305,36 +305,39 @@ static heddle_status merge(const heddle_merge *m, void *o, void *lse, const void
 }
 
 static heddle_status launch_append(const cuda_driver *cu, device_record *r, const void *params, void *stream) {
-    static const enum cuda_kernel kernels[] = {[HEDDLE_F32] = ATTENTION_append_f32_d512_plain_sm80,
-                                               [HEDDLE_BF16] = ATTENTION_append_bf16_d512_plain_sm80,
-                                               [HEDDLE_F16] = ATTENTION_append_f16_d512_plain_sm80};
+    static const enum cuda_kernel kernels[][2] = {
+        [HEDDLE_F32] = {ATTENTION_append_f32_d512_plain_sm80, ATTENTION_append_f32_d512_bytes_sm80},
+        [HEDDLE_BF16] = {ATTENTION_append_bf16_d512_plain_sm80, ATTENTION_append_bf16_d512_bytes_sm80},
+        [HEDDLE_F16] = {ATTENTION_append_f16_d512_plain_sm80, ATTENTION_append_f16_d512_bytes_sm80}};
     const append_params *p = params;
     const heddle_append_data *t = &p->t;
-    const void *const pointers[] = {t->k_new,       t->v_new,       t->k,          t->v,         t->q,
-                                    t->q_out,       t->cos,         t->sin,        t->seqlens_k, t->cu_seqlens,
-                                    t->block_table, t->cache_index, t->seqlens_out};
-    static const char *const names[] = {"k_new",       "v_new",       "k",          "v",         "q",
-                                        "q_out",       "cos",         "sin",        "seqlens_k", "cu_seqlens",
-                                        "block_table", "cache_index", "seqlens_out"};
+    const void *const pointers[] = {t->k_new,       t->v_new,       t->k,           t->v,         t->q,
+                                    t->q_out,       t->cos,         t->sin,         t->seqlens_k, t->cu_seqlens,
+                                    t->block_table, t->cache_index, t->seqlens_out, t->k_scale,   t->v_scale};
+    static const char *const names[] = {"k_new",       "v_new",       "k",           "v",         "q",
+                                        "q_out",       "cos",         "sin",         "seqlens_k", "cu_seqlens",
+                                        "block_table", "cache_index", "seqlens_out", "k_scale",   "v_scale"};
     const int64_t blocks = p->tokens ? p->tokens * p->parts : 1; /* lengths alone */
     if (blocks > INT32_MAX)
         return fail(HEDDLE_UNSUPPORTED, "%lld tokens of %d blocks each: over 2^31 blocks", (long long)p->tokens,
                     p->parts);
     heddle_status status = check_all_pointers(cu, r, sizeof names / sizeof *names, names, pointers);
     if (status == HEDDLE_OK)
-        status = heddle__cuda_launch(cu, r, kernels[p->a.dtype], (uint32_t)blocks, 0, p, stream);
+        status = heddle__cuda_launch(cu, r, kernels[p->a.dtype][(p->a.features & HEDDLE_E4M3) != 0], (uint32_t)blocks,
+                                     0, p, stream);
     return status;
 }
 
 /* May all of it be read and written a unit at a time? */
 static bool is_appended_in_units(const heddle_append *a, const heddle_append_data *t) {
     const size_t size = heddle_dtype_size(a->dtype), angle = heddle_dtype_size(a->table_dtype);
+    const size_t cached = a->features & HEDDLE_E4M3 ? 1 : size;
     const int64_t pairs = a->rotary / 2, d = a->d | (a->interleaved ? a->rotary : pairs), unit = APPEND_UNIT;
     const heddle_strides table = {0, 0, a->table_stride};
     const int64_t of_table = a->interleaved ? unit / 2 : unit;
-    return is_in_units(t->k_new, a->k_new_stride, d, size, unit) && is_in_units(t->k, a->k_stride, d, size, unit) &&
+    return is_in_units(t->k_new, a->k_new_stride, d, size, unit) && is_in_units(t->k, a->k_stride, d, cached, unit) &&
            is_in_units(t->v_new, a->v_new_stride, a->dv, size, unit) &&
-           is_in_units(t->v, a->v_stride, a->dv, size, unit) && is_in_units(t->q, a->q_stride, d, size, unit) &&
+           is_in_units(t->v, a->v_stride, a->dv, cached, unit) && is_in_units(t->q, a->q_stride, d, size, unit) &&
            is_in_units(t->q_out, a->q_out_stride, d, size, unit) &&
            is_in_units(t->cos, table, pairs, angle, of_table) && is_in_units(t->sin, table, pairs, angle, of_table);
 }

@@ -39,7 +39,7 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
             float part = 0.0f;
             for (int t = 0; e1 < p.a.dv && t < min(THREADS, last_key(c, at.i) - j0); t++) {
                 if (!(weight[t] < 0.0f))
-                    part = fmaf(weight[t], to_float(value_row<T, true>(p, c, w.y, j0 + t)[e1]), part);
+                    part = fmaf(weight[t], value_at<T>(p, c, w.y, j0 + t, e1), part);
                 if (t % TOGETHER == TOGETHER - 1) {
                     o[z] += part;
                     part = 0.0f;
@@ -56,11 +56,12 @@ template <typename T> INLINE void plain_fwd(const attention_params &p) {
     }
     float lse = sum == 0.0f ? -CUDART_INF_F : (float)((double)top + (double)log2f(sum) / (double)LOG2E);
     const int64_t lse_row = lse_at(p, c, at.x, at.i);
+    const float v_scale = scale_of_keys(p, p.v_scale, c, w.y);
     for (int z = 0; z < MAX_DIM / THREADS; z++) {
         const int e = z * THREADS + threadIdx.x;
         if (e < p.a.dv)
             store_number<T>(p, lse_row, lse, row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i) + e,
-                            sum == 0.0f ? 0.0f : o[z] * (shrink / sum));
+                            sum == 0.0f ? 0.0f : o[z] * (shrink / sum) * v_scale);
     }
     if (p.adds)
         join_before(p, lse_row, &lse);

@@ -81,6 +81,39 @@ INLINE const T *value_row(const attention_params &p, const place &c, int64_t y, 
     return (const T *)p.t.v + key_at<FORWARD>(p, p.a.v_stride, c, y, j);
 }
 
+/* HEDDLE_E4M3: a number as e4m3_to_float of dtype.h makes it. */
+struct e4m3 {
+    uint8_t bits;
+};
+INLINE float to_float(e4m3 x) {
+    const uint32_t sign = (uint32_t)(x.bits & 0x80u) << 24, magnitude = x.bits & 0x7fu;
+    const float value = __uint_as_float((magnitude << 20) + (magnitude < 8 ? 121u << 23 : 120u << 23)) -
+                        (magnitude < 8 ? 0x1p-6f : 0.0f);
+    return magnitude == 0x7f ? CUDART_NAN_F : __uint_as_float(__float_as_uint(value) | sign);
+}
+INLINE bool has_bytes(const attention_params &p) {
+    return (p.a.features & HEDDLE_E4M3) != 0;
+}
+INLINE float scale_of_keys(const attention_params &p, const float *scales, const place &c, int64_t y) {
+    return has_bytes(p) && scales ? scales[c.n * p.a.hk + y] : 1.0f;
+}
+
+/* q·k of key j of head y. */
+template <typename T, bool FORWARD>
+INLINE float dot_key(const attention_params &p, const place &c, int64_t y, int j, const float *q) {
+    if (FORWARD && has_bytes(p))
+        return scale_of_keys(p, p.k_scale, c, y) *
+               dot_row(q, (const e4m3 *)p.t.k + key_at<FORWARD>(p, p.a.k_stride, c, y, j), (int)p.a.d);
+    return dot_row(q, key_row<T, FORWARD>(p, c, y, j), (int)p.a.d);
+}
+
+/* Element e of the value of key j, before its scale. */
+template <typename T> INLINE float value_at(const attention_params &p, const place &c, int64_t y, int j, int e) {
+    if (has_bytes(p))
+        return to_float(((const e4m3 *)p.t.v + key_at<true>(p, p.a.v_stride, c, y, j))[e]);
+    return to_float(value_row<T, true>(p, c, y, j)[e]);
+}
+
 /* Is the element seen, whatever its key holds? */
 template <typename T> INLINE bool sees(const attention_params &p, const place &c, const score_row &r, int j) {
     float slack;
@@ -95,7 +128,7 @@ __device__ __noinline__ float plain_score(const attention_params &p, const place
     *slack = 1.0f;
     if (!sees<T>(p, c, r, j) || (FORWARD && p.page_bits && page_at(p, c.n, j) < 0))
         return -CUDART_INF_F;
-    return full_score<T>(p, c, r, j, dot_row(q, key_row<T, FORWARD>(p, c, y, j), (int)p.a.d), slack);
+    return full_score<T>(p, c, r, j, dot_key<T, FORWARD>(p, c, y, j, q), slack);
 }
 
 INLINE int first_key(const place &c, int i) {

@@ -108,4 +108,9 @@ CONTRACT int sm80_bytes_bytes(int dim, int warps, int own, int block) {
     return own * sm80_pitch(2, dim) + warps * ((2 * SM80_BYTES_STAGES + 2) * block * dim + block * 4);
 }
 
+/* Many queries of keys of 8 bits: Q, with marks of keys behind its rows; K and V; and their bytes. */
+CONTRACT int sm80_byte_tiles_bytes(int dim, int own, int block) {
+    return (own + 2 * block) * sm80_pitch(2, dim) + 2 * block * dim;
+}
+
 #endif

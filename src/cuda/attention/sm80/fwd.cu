@@ -282,7 +282,7 @@ INLINE void attention_forward(const attention_params &p) {
 
 #include "cuda/attention/sm80/decode.cuh"
 
-#include "cuda/attention/sm80/bytes.cuh"
+#include "cuda/attention/sm80/byte_tiles.cuh"
 
 #define run_lean(T, D, WARPS, OWN, BLOCK)                                                                              \
     attention_forward<T, D, false, WARPS, sm80_tiles(sizeof(T), D, WARPS, OWN), BLOCK>(p)
@@ -293,6 +293,7 @@ INLINE void attention_forward(const attention_params &p) {
 #define run_paged(T, D, WARPS, OWN, BLOCK)                                                                             \
     attention_decode<T, D, WARPS, sm80_decode_stages(sizeof(T), D), BLOCK, true>(p)
 #define run_bytes(T, D, WARPS, OWN, BLOCK) attention_bytes<T, D, WARPS, BLOCK, false>(p)
+#define run_bytefull(T, D, WARPS, OWN, BLOCK) attention_byte_tiles<T, D, WARPS, BLOCK>(p)
 #define run_bytepages(T, D, WARPS, OWN, BLOCK) attention_bytes<T, D, WARPS, BLOCK, true>(p)
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32)                                                           \

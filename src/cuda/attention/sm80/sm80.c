@@ -109,10 +109,10 @@ static bool takes(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     if (p->pass == HEDDLE_FORWARD) {
         if (a->features & HEDDLE_E4M3) {
-            const kernel_variant variant = a->features & HEDDLE_PAGES ? VARIANT_bytepages : VARIANT_bytes;
-            c->fwd = a->h / a->hk * a->sq <= 16 && !(a->features & HEDDLE_WEIGHTS) && a->dtype != HEDDLE_F32
-                         ? heddle__cuda_find_attention(p, PASS_fwd, variant, FAMILY_sm80)
-                         : -1;
+            const kernel_variant variant = a->h / a->hk * a->sq > 16    ? VARIANT_bytefull
+                                           : a->features & HEDDLE_PAGES ? VARIANT_bytepages
+                                                                        : VARIANT_bytes;
+            c->fwd = heddle__cuda_find_attention(p, PASS_fwd, variant, FAMILY_sm80);
             return c->fwd >= 0;
         }
         if (a->h / a->hk * a->sq <= 16)
@@ -195,9 +195,11 @@ static void lay_out_forward(const attention_problem *p, attention_choice *c) {
         c->part_lse = c->part_o + align64((size_t)(c->key_shares * c->lse_rows * a->dv) * sizeof(float));
         c->bytes = c->part_lse + align64(2 * (size_t)(c->key_shares * c->lse_rows) * sizeof(float));
     }
-    const bool reads_map = k->variant == VARIANT_full || k->variant == VARIANT_rich || k->variant == VARIANT_biased;
+    const bool bytes = k->variant == VARIANT_bytefull;
+    const bool reads_map =
+        bytes || k->variant == VARIANT_full || k->variant == VARIANT_rich || k->variant == VARIANT_biased;
     if (reads_map && c->pack == 1 && heddle__cuda_map_pays(p)) /* a tile has rows of one head */
-        heddle__cuda_place_map(p, MASK_TILE, MASK_TILE, false, c);
+        heddle__cuda_place_map(p, bytes ? k->own : MASK_TILE, MASK_TILE, false, c);
 }
 
 static void lay_out_fused(const attention_problem *p, attention_choice *c) {
