@@ -19,7 +19,7 @@ typedef struct bench_case {
 } bench_case;
 
 /* The problems of a device, bench_count of them; those of the GPU are made of its head dims, types and options. */
-enum { BENCH_MOST_CASES = 320 };
+enum { BENCH_MOST_CASES = 400 };
 int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]);
 /* On a GPU as bench/results calls it: "B4H16/16S4096D128c-bfloat16 softcap". */
 void bench_name(const bench_case *c, heddle_device device, char *text, size_t n);
@@ -27,10 +27,30 @@ job bench_job(const bench_case *c, heddle_device device);
 /* By the usual count, with what a window, documents and lists of blocks hide left out. */
 double bench_flops(const bench_case *c, const job *j, heddle_pass pass);
 
+/* heddle_attention_append or heddle_attention_merge by itself, on a GPU, counted in bytes: of a case whose option begins with its name. */
+enum { BENCH_ALONE_TENSORS = 12 };
+typedef struct bench_alone {
+    bool merges, failed;
+    heddle_append append;
+    heddle_append_data data;
+    heddle_merge merge;
+    void *merged[4], *memory[BENCH_ALONE_TENSORS];
+    int count;
+    double bytes; /* read and written */
+} bench_alone;
+
+bool bench_is_alone(const bench_case *c);
+void bench_alone_kernel(const bench_case *c, char *name, size_t n);
+/* Each complains where it fails. */
+bool bench_alone_open(const bench_case *c, bench_alone *x);
+bool bench_alone_call(const bench_alone *x);
+void bench_alone_close(bench_alone *x);
+
 /* The inputs and outputs of a job where its device computes. Complains and returns false if there is no memory. */
 typedef struct bench_data {
     void *data[JOB_FIELDS], *workspace;
     bool on_gpu;
+    const bench_alone *alone; /* in place of all that */
 } bench_data;
 
 bool bench_fill(job *j, arena *m, bool backward, uint64_t seed, bench_data *out);

@@ -57,6 +57,12 @@ static const struct option_kind {
      false}, /* with dropout, and no multiple of eight keys in front of it: what none but the plain kernels take */
     {"e4m3", HEDDLE_E4M3, false, false},
     {"pages e4m3", HEDDLE_PAGES | HEDDLE_E4M3, false, false},
+    {"pages softcap", HEDDLE_PAGES, false, false},
+    {"pages alibi", HEDDLE_PAGES | HEDDLE_ALIBI, false, false},
+    {"pages window 512", HEDDLE_PAGES | HEDDLE_WINDOW, false, false},
+    {"pages sinks", HEDDLE_PAGES | HEDDLE_SINKS, false, false},
+    {"pages padding", HEDDLE_PAGES | HEDDLE_BOOL_MASK, false, false},
+    {"pages dropout", HEDDLE_PAGES, false, false},
     {"segments", HEDDLE_SEGMENTS, false, false}, /* documents of 500, */
     {"packed", HEDDLE_VARLEN, false, false},     /* and the same packed */
     {"blocks of 64", HEDDLE_BLOCKS, false, false},
@@ -75,7 +81,8 @@ enum {
     KINDS = sizeof kinds / sizeof *kinds,
     OF_LINEAR = 9,
     OF_LONG = 4,
-    ON_ALL_DIMS = KINDS - OF_LINEAR - OF_LONG - 4
+    OF_PAGES = 6,
+    ON_ALL_DIMS = KINDS - OF_LINEAR - OF_LONG - OF_PAGES - 4
 };
 
 static bool is_prepared(const bench_case *c) {
@@ -105,6 +112,21 @@ static bench_case gpu_case(heddle_dtype dtype, int64_t s, int64_t d, heddle_mask
         if (heads[i][0] == d)
             h = heads[i][1];
     return (bench_case)SELF(dtype, 16384 / s, h, s, d, mask);
+}
+
+/* A token of each sequence and a whole prompt into a cache, and two results of 4096 queries. */
+static int gpu_alone(heddle_dtype dtype, bench_case *out) {
+    static const char *const options[] = {"append", "append pages", "append e4m3", "append pages e4m3"};
+    int n = 0;
+    for (int x = 0; x < 8; x++) {
+        out[n] = (bench_case)DECODE(dtype, x % 2 ? 1 : 64, 32, 8, 8192, 128);
+        out[n].sq = x % 2 ? 8192 : 1;
+        out[n++].option = options[x / 2];
+    }
+    out[n] = (bench_case)SELF(dtype, 4, 16, 4096, 128, FULL);
+    out[n].forward_only = true;
+    out[n++].option = "merge";
+    return n;
 }
 
 static int gpu_attention(heddle_dtype dtype, bench_case *out) {
@@ -160,7 +182,12 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
             out[n].sq = x < 2 ? 1 : 512;
             out[n++].option = x % 2 ? "pages e4m3" : "e4m3";
         }
-    return n;
+    for (int x = 0; x < 2 * OF_PAGES && dtype == HEDDLE_BF16; x++) { /* decoding, and a chunk of a prompt */
+        out[n] = (bench_case)DECODE(dtype, 32, 32, 8, 8192, 128);
+        out[n].sq = x % 2 ? 512 : 1;
+        out[n++].option = kinds[KINDS - OF_LINEAR - OF_LONG - OF_PAGES + x / 2].name;
+    }
+    return n + gpu_alone(dtype, out + n);
 }
 
 static int gpu_cases(bench_case *out) {
@@ -293,7 +320,7 @@ job bench_job(const bench_case *c, heddle_device device) {
     j.l.norm = strstr(kind->name, "no norm") ? HEDDLE_NO_NORM : HEDDLE_LAYER_NORM;
     j.a.window_left = kind->features & HEDDLE_WINDOW ? 512 : 0;
     j.a.softcap = strstr(kind->name, "softcap") ? 30 : 0;
-    j.a.dropout = !strcmp(kind->name, "dropout") || !strcmp(kind->name, "odd part") ? 0.1 : 0;
+    j.a.dropout = strstr(kind->name, "dropout") || !strcmp(kind->name, "odd part") ? 0.1 : 0;
     j.a.k_offset = !strcmp(kind->name, "odd part") ? 5 : 0;
     if (kind->features & HEDDLE_PAGES) {
         j.a.page = 64;

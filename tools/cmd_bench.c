@@ -82,10 +82,14 @@ typedef struct sample {
     double seconds, peak;
 } sample;
 
+static bool call_once(const job *j, heddle_pass pass, const bench_data *data) {
+    return data->alone ? bench_alone_call(data->alone) : job_call(j, pass, data->data, data->workspace);
+}
+
 /* A sample outlasts the clock's steps: so many calls. */
 static int calls_for(const job *j, const bench_data *data, heddle_pass pass, double (*clock_of)(void)) {
     double once = clock_of();
-    if (!job_call(j, pass, data->data, data->workspace))
+    if (!call_once(j, pass, data))
         return 0;
     once = clock_of() - once;
     return once < 2e-3 ? (int)(2e-3 / (once + 1e-7)) + 1 : 1;
@@ -108,7 +112,7 @@ static bool gpu_sample(const job *j, const request *r, const bench_data *data, c
                          : job_dtype(j) == HEDDLE_F32                                                               ? 2
                                                                                                                     : 1;
     bool ok = gpu_clock_begin(&r->clock);
-    if (ok && !job_call(j, row->pass, data->data, data->workspace))
+    if (ok && !call_once(j, row->pass, data))
         return false;
     ok = ok && gpu_clock_end(&r->clock, &out->seconds);
     ok = ok && (row->decode ? gpu_clock_copy(&r->clock, &out->peak) : gpu_clock_products(&r->clock, &out->peak));
@@ -179,7 +183,12 @@ static void progress(int done, int all, double begin) {
 
 /* ------------------------------------------------------------------------------------------------------ all rows */
 
-static void name_kernels(const job *j, char kernels[2][128]) {
+static void name_kernels(const bench_case *c, const job *j, char kernels[2][128]) {
+    kernels[HEDDLE_BACKWARD][0] = 0;
+    if (bench_is_alone(c)) {
+        bench_alone_kernel(c, kernels[HEDDLE_FORWARD], 128);
+        return;
+    }
     for (int p = HEDDLE_FORWARD; p <= HEDDLE_BACKWARD; p++) {
         kernels[p][0] = 0;
         if (j->linear)
@@ -199,7 +208,7 @@ static bool asked_for(const request *r, const bench_case *c) {
     bench_name(c, r->machine.device, name, sizeof name);
     bool found = strstr(name, r->filter);
     job j = bench_job(c, r->machine.device);
-    name_kernels(&j, kernels);
+    name_kernels(c, &j, kernels);
     found = found || strstr(kernels[0], r->filter) || strstr(kernels[1], r->filter);
     return found;
 }
@@ -225,14 +234,33 @@ static void put_row(const request *r, const bench_row *row, FILE *rows) {
     bench_row_json(rows, row, &r->machine);
 }
 
+/* Append or merge. */
+static bool run_alone(const bench_case *c, const request *r, FILE *rows) {
+    bench_alone alone;
+    const bench_data data = {.on_gpu = true, .alone = &alone};
+    const job j = bench_job(c, r->machine.device);
+    bench_row row = {.c = c, .decode = true, .error = -1};
+    bool good = bench_alone_open(c, &alone);
+    bench_name(c, r->machine.device, row.name, sizeof row.name);
+    bench_alone_kernel(c, row.kernel, sizeof row.kernel);
+    row.work = alone.bytes;
+    good = good && time_pass(&j, r, &data, &row);
+    if (good)
+        put_row(r, &row, rows);
+    bench_alone_close(&alone);
+    return good;
+}
+
 static bool run_case(const bench_case *c, const request *r, FILE *rows) {
+    if (bench_is_alone(c))
+        return run_alone(c, r, rows);
     arena m = {0};
     job j = bench_job(c, r->machine.device);
     bench_data data = {0};
     char kernels[2][128];
     double errors[2] = {-1, -1};
     bool good = bench_fill(&j, &m, !c->forward_only, r->seed, &data) && bench_prepare(c, &j, &m, &data);
-    name_kernels(&j, kernels);
+    name_kernels(c, &j, kernels);
     if (good && r->error)
         bench_errors(c, r->machine.device, kernels, r->seed, errors);
     for (int p = HEDDLE_FORWARD; good && p <= (c->forward_only ? HEDDLE_FORWARD : HEDDLE_BACKWARD); p++) {

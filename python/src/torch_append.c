@@ -181,8 +181,7 @@ static bool describe(call *c, append_problem *p) {
     *p = (append_problem){.a.size = sizeof p->a, .t.size = sizeof p->t, .packed = in[CU].handle};
     if (in[K_CACHE].dtype == bytes || in[V_CACHE].dtype == bytes)
         p->a.features |= HEDDLE_E4M3;
-    if (!call_device(c, p->a.features & HEDDLE_E4M3 ? K_NEW : K_CACHE,
-                     p->a.features & HEDDLE_E4M3 ? "k" : "k_cache") ||
+    if (!call_device(c, p->a.features & HEDDLE_E4M3 ? K_NEW : K_CACHE, p->a.features & HEDDLE_E4M3 ? "k" : "k_cache") ||
         !check_ranks(c, p))
         return false;
     p->a.dtype = c->dtype;
