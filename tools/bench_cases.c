@@ -353,6 +353,12 @@ static double documents_flops(const bench_case *c, const job *j, heddle_pass pas
     return ((s - rest) / s * (each / s) + rest / s * (rest / s)) * job_flops(&all, pass);
 }
 
+/* Pairs of the first so many queries, of which query i is at key i. */
+static double seen_in_window(const job *j, double queries) {
+    const double left = fmin(queries, (double)j->a.window_left);
+    return queries * left - left * left / 2;
+}
+
 double bench_flops(const bench_case *c, const job *j, heddle_pass pass) {
     const double s = (double)c->sk;
     if (!j->linear && j->a.features & (HEDDLE_SEGMENTS | HEDDLE_VARLEN))
@@ -361,8 +367,7 @@ double bench_flops(const bench_case *c, const job *j, heddle_pass pass) {
         return (double)blocks_named(j) / (double)blocks_of_keys(j) * job_flops(j, pass);
     if (j->linear || !(j->a.features & HEDDLE_WINDOW))
         return job_flops(j, pass);
-    const double left = fmin(s, (double)j->a.window_left);
-    const double pairs = (double)c->b * (double)c->h * (s * left - left * left / 2);
+    const double pairs = (double)c->b * (double)c->h * (seen_in_window(j, s) - seen_in_window(j, s - (double)c->sq));
     return 4.0 * (double)c->d * pairs * (pass == HEDDLE_BACKWARD ? 2.5 : 1);
 }
 

@@ -214,8 +214,11 @@ static bool asked_for(const request *r, const bench_case *c) {
 }
 
 static double work_of(const bench_case *c, const job *j, const bench_row *row) {
-    if (row->decode) /* bytes of k and v, which is what decoding waits for */
-        return (double)(field_count(j, K) + field_count(j, V)) * (double)field_bytes(j, K);
+    if (row->decode) { /* bytes of k and v, which is what decoding waits for */
+        const bool part = j->a.features & HEDDLE_WINDOW && j->a.window_left < c->sk;
+        const double seen = part ? (double)(j->a.window_left + 1) / (double)c->sk : 1;
+        return seen * (double)(field_count(j, K) + field_count(j, V)) * (double)field_bytes(j, K);
+    }
     return bench_flops(c, j, row->pass);
 }
 

@@ -9,6 +9,7 @@
 #include "cuda/norm_linear/norm_linear.h"
 #include "plan.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -71,7 +72,29 @@ static void test_every_kernel_has_a_row(void **state) {
     assert_int_equal(missing, 0);
 }
 
+/* By counting. */
+static void test_window(void **state) {
+    (void)state;
+    static bench_case cases[BENCH_MOST_CASES];
+    const int n = bench_cases(HEDDLE_CUDA, cases);
+    int counted = 0;
+    for (int x = 0; x < n; x++) {
+        const bench_case *c = &cases[x];
+        const job j = bench_job(c, HEDDLE_CUDA);
+        if (j.linear || !(j.a.features & HEDDLE_WINDOW))
+            continue;
+        int64_t pairs = 0;
+        for (int64_t q = c->sk - c->sq; q < c->sk; q++)
+            pairs += q < j.a.window_left ? q + 1 : j.a.window_left + 1;
+        const double flops = 4.0 * (double)(c->b * c->h * c->d * pairs);
+        if (fabs(bench_flops(c, &j, HEDDLE_FORWARD) - flops) > 3e-3 * flops)
+            fail_msg("%s: %g operations, counted are %g", c->option, bench_flops(c, &j, HEDDLE_FORWARD), flops);
+        counted++;
+    }
+    assert_true(counted > 2);
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_every_kernel_has_a_row)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_every_kernel_has_a_row), cmocka_unit_test(test_window)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
