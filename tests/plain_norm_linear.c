@@ -377,19 +377,21 @@ static double spread_of_dx(const work *o, int64_t i, heddle_norm norm, const dou
 }
 
 /* The rounding of a row's float32 mean shifts all of its xhat alike: to what is summed over rows it is one term a row. In 16 bits it is dz
- * that is rounded, to dgamma and dbeta. */
-static void measure_means(const work *o, double spread[N_COUNT]) {
-    double gamma = 0, of_dw = 0, of_dgamma = 0, of_dbeta = 0;
+ * that is rounded, to dgamma and dbeta, and behind an activation, where so much else is, these sums themselves. Squares of each column. */
+static void measure_means(const work *o, double *dgamma, double *dbeta, double spread[N_COUNT]) {
+    const bool f32 = o->precision == HEDDLE_F32;
+    double gamma = 0, of_dw = 0;
     for (int64_t e = 0; e < o->k; e++) {
-        double sum = 0, of_dz = 0;
-        for (int64_t i = 0; i < o->m && o->precision != HEDDLE_F32; i++)
-            of_dz += pow((double)o->dz[i * o->k + e], 2);
-        of_dbeta = larger(of_dbeta, of_dz);
-        for (int64_t i = 0; i < o->m; i++)
-            sum += pow((double)o->dz[i * o->k + e] *
-                           (double)(o->precision == HEDDLE_F32 ? o->shift[i] : o->xhat[i * o->k + e]),
-                       2);
-        of_dgamma = larger(of_dgamma, sum);
+        double of_gamma = 0, of_beta = 0;
+        for (int64_t i = 0; i < o->m; i++) {
+            const double dz = (double)o->dz[i * o->k + e], xhat = (double)o->xhat[i * o->k + e];
+            dgamma[e] += pow(dz * (f32 ? (double)o->shift[i] : xhat), 2);
+            dbeta[e] += f32 ? 0 : dz * dz;
+            of_gamma += dz * xhat;
+            of_beta += dz;
+        }
+        dgamma[e] += f32 || !o->rounds_du ? 0 : of_gamma * of_gamma;
+        dbeta[e] += f32 || !o->rounds_du ? 0 : of_beta * of_beta;
         gamma = larger(gamma, fabs((double)o->gamma[e]));
     }
     for (int64_t f = 0; f < o->n; f++) {
@@ -398,15 +400,13 @@ static void measure_means(const work *o, double spread[N_COUNT]) {
             sum += pow((double)o->dy[i * o->n + f] * (double)o->shift[i], 2);
         of_dw = larger(of_dw, sum);
     }
-    spread[N_DGAMMA] = sqrt(of_dgamma);
-    spread[N_DBETA] = sqrt(of_dbeta);
-    spread[N_DW] = o->precision == HEDDLE_F32 ? gamma * sqrt(of_dw) : 0;
+    spread[N_DW] = f32 ? gamma * sqrt(of_dw) : 0;
 }
 
-/* Roundings of u and du, and of what kernels round beside them: of dx, in 16 bits those of dz, too, and of what is summed over rows. */
-static void measure_du(const work *o, heddle_norm norm, double spread[N_COUNT]) {
-    double *squares = plain_zeros(o->k, sizeof *squares), *dbeta = plain_zeros(o->k, sizeof *dbeta);
-    double *dgamma = plain_zeros(o->k, sizeof *dgamma);
+/* Roundings of u and du, and of what kernels round beside them: of dx, in 16 bits those of dz, too, and of what is summed over rows, whose
+ * columns' squares are added to. */
+static void measure_du(const work *o, heddle_norm norm, double *dgamma, double *dbeta, double spread[N_COUNT]) {
+    double *squares = plain_zeros(o->k, sizeof *squares);
     for (int64_t i = 0; i < o->m; i++) {
         squares_of_du(o, i, false, squares);
         for (int64_t e = 0; e < o->k; e++) {
@@ -420,8 +420,6 @@ static void measure_du(const work *o, heddle_norm norm, double spread[N_COUNT]) 
         }
         spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, norm, squares));
     }
-    spread[N_DBETA] = hypot(spread[N_DBETA], sqrt(plain_largest(dbeta, o->k)));
-    spread[N_DGAMMA] = hypot(spread[N_DGAMMA], sqrt(plain_largest(dgamma, o->k)));
     for (int64_t f = 0; f < o->n; f++) {
         double dbias = 0;
         memset(squares, 0, (size_t)o->k * sizeof *squares);
@@ -437,13 +435,10 @@ static void measure_du(const work *o, heddle_norm norm, double spread[N_COUNT]) 
         spread[N_DW] = larger(spread[N_DW], sqrt(plain_largest(squares, o->k)));
     }
     free(squares);
-    free(dbeta);
-    free(dgamma);
 }
 
 /* float32: roundings of dz's terms and sums, in dx and in what is summed over rows; and of those sums, in blocks. */
-static void measure_dz(const work *o, heddle_norm norm, double spread[N_COUNT]) {
-    double *dbeta = plain_zeros(o->k, sizeof *dbeta), *dgamma = plain_zeros(o->k, sizeof *dgamma);
+static void measure_dz(const work *o, heddle_norm norm, double *dgamma, double *dbeta, double spread[N_COUNT]) {
     double *of_beta = plain_zeros(o->k, sizeof *of_beta), *of_gamma = plain_zeros(o->k, sizeof *of_gamma);
     for (int64_t i = 0; i < o->m; i++) {
         if (i % PLAIN_BLOCK == 0) {
@@ -461,11 +456,8 @@ static void measure_dz(const work *o, heddle_norm norm, double spread[N_COUNT]) 
         }
         spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, norm, o->sums));
     }
-    spread[N_DBETA] = hypot(spread[N_DBETA], sqrt(plain_largest(dbeta, o->k)));
-    spread[N_DGAMMA] = hypot(spread[N_DGAMMA], sqrt(plain_largest(dgamma, o->k)));
-    double *all[] = {dbeta, dgamma, of_beta, of_gamma};
-    for (size_t x = 0; x < COUNT(all); x++)
-        free(all[x]);
+    free(of_beta);
+    free(of_gamma);
 }
 
 /* float32: roundings of dw's terms and of their sums as they grow. */
@@ -477,6 +469,22 @@ static void measure_dw(const work *o, double spread[N_COUNT]) {
         most = larger(most, plain_largest(o->sums, o->k));
     }
     spread[N_DW] = hypot(spread[N_DW], sqrt(most));
+}
+
+/* What is rounded on the way to the gradients. */
+static void measure_gradients(const work *o, heddle_norm norm, double spread[N_COUNT]) {
+    double *dgamma = plain_zeros(o->k, sizeof *dgamma), *dbeta = plain_zeros(o->k, sizeof *dbeta);
+    measure_means(o, dgamma, dbeta, spread);
+    if (o->rounds_du || o->rounds_xhat)
+        measure_du(o, norm, dgamma, dbeta, spread);
+    if (o->precision == HEDDLE_F32) {
+        measure_dz(o, norm, dgamma, dbeta, spread);
+        measure_dw(o, spread);
+    }
+    spread[N_DGAMMA] = sqrt(plain_largest(dgamma, o->k));
+    spread[N_DBETA] = sqrt(plain_largest(dbeta, o->k));
+    free(dgamma);
+    free(dbeta);
 }
 
 void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural[N_COUNT], double slopes[N_COUNT],
@@ -526,13 +534,7 @@ void plain_norm_linear(norm_linear_problem *p, plain_order order, double natural
             spread[N_Y] = t == HEDDLE_F32 ? 0 : o.most_y;
         else
             spread[N_Y] = !raw ? 0 : p->a.activation ? o.most_y : o.most_u;
-        measure_means(&o, spread);
-        if (o.rounds_du || o.rounds_xhat)
-            measure_du(&o, p->a.norm, spread);
-        if (t == HEDDLE_F32) {
-            measure_dz(&o, p->a.norm, spread);
-            measure_dw(&o, spread);
-        }
+        measure_gradients(&o, p->a.norm, spread);
     }
     for (size_t x = 0; x < COUNT(arrays); x++)
         free(*arrays[x]);
