@@ -131,6 +131,13 @@ static void test_many_queries(void **state) {
     right &= bin_of_is_right("eight heads, three of 300 keys", c, 16, of_keys);
     c.mask_density = 0.03;
     right &= bin_of_is_right("eight heads, nine of 300 keys", c, 16, of_keys);
+    c = attention_case_of(1, 8, 1, 60, 30, 16, 0); /* which a GPU leaves to the plain kernels */
+    c.a.dropout = 0.3;
+    c.a.k_offset = 17;
+    right &= bin_of_is_right("eight heads, keys from the 17th on, dropout", c, 24, of_keys);
+    c.a.h = c.a.hk;
+    c.a.sk = 1000;
+    right &= bin_of_is_right("1000 keys from the 17th on, dropout", c, 16, UINT32_C(1) << T_DQ);
     assert_true(right);
 }
 

@@ -196,9 +196,11 @@ template <typename T> INLINE void plain_dq(const attention_params &p) {
 #pragma unroll
         for (int z = 0; z < MAX_DIM / THREADS; z++) {
             const int e = z * THREADS + threadIdx.x;
+            float part = 0.0f;
             for (int t = 0; e < p.a.d && t < min(THREADS, end - j0); t++)
                 if (ds[t] != 0.0f)
-                    dq[z] = fmaf(ds[t], to_float(key_row<T>(p, c, w.y, j0 + t)[e]), dq[z]);
+                    part = fmaf(ds[t], to_float(key_row<T>(p, c, w.y, j0 + t)[e]), part);
+            dq[z] += part;
         }
     }
     for (int z = 0; z < MAX_DIM / THREADS; z++) {
@@ -249,12 +251,15 @@ template <typename T> INLINE void plain_dkdv(const attention_params &p) {
 #pragma unroll
             for (int w = 0; w < MAX_DIM / THREADS; w++) {
                 const int e = w * THREADS + threadIdx.x;
+                float of_k = 0.0f, of_v = 0.0f; /* by themselves: all heads in one chain would lose as many roundings */
                 for (int t = 0; t < min(THREADS, end - i0); t++) {
                     if (e < p.a.d && ds[t] != 0.0f)
-                        dk[w] = fmaf(ds[t], to_float(query_row<T>(p, c, x, i0 + t)[e]), dk[w]);
+                        of_k = fmaf(ds[t], to_float(query_row<T>(p, c, x, i0 + t)[e]), of_k);
                     if (e < p.a.dv && pz[t] != 0.0f && p.t.dout)
-                        dv[w] = fmaf(pz[t], to_float(dout_row<T>(p, c, x, i0 + t)[e]), dv[w]);
+                        of_v = fmaf(pz[t], to_float(dout_row<T>(p, c, x, i0 + t)[e]), of_v);
                 }
+                dk[w] += of_k;
+                dv[w] += of_v;
             }
         }
     for (int w = 0; w < MAX_DIM / THREADS; w++) {
