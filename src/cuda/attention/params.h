@@ -23,7 +23,7 @@ enum {
 /* A float32 tensor in two float16 parts, as attention/sm90_f32/split.cuh describes it: tiles of 64 rows, and of each tile */
 typedef struct split_info {
     int32_t exponent;  /* what is held is the tensor's, times 2^exponent; -113 to 100 */
-    float length;      /* of the longest row of what is held (Euclidean) */
+    int32_t given;     /* of K twice the exponent, and 1 if its low part has what scores lack beside its own */
     uint32_t marks[2]; /* bit row%32 of word row/32: the row is not finite, and somebody sees it */
 } split_info;
 

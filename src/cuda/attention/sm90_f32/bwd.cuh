@@ -10,7 +10,8 @@
 #define BLOCK SPLIT_ROWS
 #define CONSUMERS 256
 #define LOW_PART (SPLIT_ROWS * 128) /* bytes from a tile's high to its low part */
-#define NUMBERS BACKWARD32_NUMBERS  /* of a step: base, rest and D of queries that stream; the two tiles' exponents */
+#define NUMBERS                                                                                                        \
+    BACKWARD32_NUMBERS /* of a step: base, rest and D of queries that stream; the two tiles' exponents (of K: `given`) */
 
 enum walk { WALK_SUMS, WALK_ROWS, WALK_KEYS, WALK_QUERIES }; /* prep, lean and full; dkdv, dq */
 
@@ -139,9 +140,11 @@ INLINE void fetch_step(const attention_params &p, const work &w, int x, int i0, 
                 cp_async4(numbers + (BLOCK + row) * 4, p.rest + from, bytes);
                 cp_async4(numbers + (2 * BLOCK + row) * 4, p.dsum + from, bytes);
             }
-            if (lane < layout::streams)
-                cp_async4(numbers + (3 * BLOCK + lane) * 4,
-                          &p.split[lane ? stream_tensor<WALK>(1) : stream_tensor<WALK>(0)].info[tile].exponent, 4);
+            const split_info *const first = &p.split[stream_tensor<WALK>(0)].info[tile];
+            if (lane == 0)
+                cp_async4(numbers + 3 * BLOCK * 4, WALK == WALK_KEYS ? &first->exponent : &first->given, 4);
+            else if (lane < layout::streams)
+                cp_async4(numbers + (3 * BLOCK + 1) * 4, &p.split[stream_tensor<WALK>(1)].info[tile].exponent, 4);
         }
         cp_async_arrive(bar);
         advance<layout::SLOTS>(r);
@@ -294,8 +297,10 @@ INLINE float power(int e) {
     return power_of_two(max(-126, min(e, 126)));
 }
 
-/* x, times 2^exponent, in the units of c's rows, which grow if they must: below 2^15, and when they have grown, below 2^9. */
-template <int D> INLINE void fit_units(int exponent, int unit[2], const float (*x)[4], float (*c)[4], float by[2]) {
+/* x, times 2^exponent, in the units of c's rows, which grow if they must: below 2^15, and when they have grown, below 2^9. back: 1 or nearly,
+ * another factor. */
+template <int D>
+INLINE void fit_units(int exponent, float back, int unit[2], const float (*x)[4], float (*c)[4], float by[2]) {
     float most[2] = {0.0f, 0.0f}, factor[2];
     bool grows = false;
 #pragma unroll
@@ -310,7 +315,7 @@ template <int D> INLINE void fit_units(int exponent, int unit[2], const float (*
         if (need > old + 14)
             unit[half] = need - 8;
         factor[half] = power(old - unit[half]);
-        by[half] = power(exponent - unit[half]);
+        by[half] = power(exponent - unit[half]) * back;
         grows |= old != unit[half];
     }
     if (__any_sync(ALL_LANES, grows))

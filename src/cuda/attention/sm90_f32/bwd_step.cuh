@@ -185,12 +185,23 @@ template <int D, int WALK> INLINE void find_own(const state<D, WALK> &k, int z, 
         at[part] = k.own + z * layout::seconds + part * layout::part_bytes;
 }
 
+/* The exponent of the first of a step's tiles, by what is told of it. */
+template <int WALK> INLINE int first_exponent(int told) {
+    return WALK == WALK_KEYS ? told : told >> 1;
+}
+
+/* What dS is multiplied with before it meets that tile: K has something for the sake of S alone. */
+template <int WALK> INLINE float taken_back(const attention_params &p, int told) {
+    return WALK == WALK_QUERIES && told & 1 ? 1.0f - score_cut_off(p) : 1.0f;
+}
+
 /* One tile of what streams by, of head x: `first` and `second` lie in these slots. Releases them. */
 template <int D, int WALK, bool FULL>
 INLINE void add_tile(const attention_params &p, const place &of, int64_t x, state<D, WALK> *k, int i0, bool cut,
                      int kind, const float *numbers, int first, int second, float (*c)[4], float (*c2)[4]) {
     typedef backward32<D, WALK> layout;
-    const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
+    const int told = ((const int *)numbers)[3 * BLOCK];
+    const int exponent[] = {first_exponent<WALK>(told), ((const int *)numbers)[3 * BLOCK + 1]};
     const uint32_t at[] = {k->smem + layout::slots + first * layout::tile_bytes},
                    at2[] = {k->smem + layout::slots + second * layout::tile_bytes};
     float s[8][4], dp[8][4], dp2[8][4], by[2];
@@ -218,12 +229,12 @@ INLINE void add_tile(const attention_params &p, const place &of, int64_t x, stat
     if (WALK == WALK_QUERIES)
         release(k->smem + layout::empty + second * 8);
     make_sums<D, WALK, FULL>(p, of, x, factor2, exponent[0], k, i0, cut, shown, numbers, s, dp);
-    fit_units<D>(-exponent[0], k->unit, dp, c, by);
+    fit_units<D>(-exponent[0], taken_back<WALK>(p, told), k->unit, dp, c, by);
     split_fragments(by, dp, high, low);
     add_product<D>(c, high, low, at[0]);
     release(k->smem + layout::empty + first * 8);
     if (WALK == WALK_KEYS) {
-        fit_units<D>(-exponent[1], k->unit2, s, c2, by);
+        fit_units<D>(-exponent[1], 1.0f, k->unit2, s, c2, by);
         split_fragments(by, s, high, low);
         add_product<D>(c2, high, low, at2[0]);
         release(k->smem + layout::empty + second * 8);
@@ -314,7 +325,8 @@ template <int D, int WALK>
 INLINE void add_rows(const attention_params &p, const place &c, int64_t x, state<D, WALK> *k, int i0, bool cut,
                      int kind, bool sums_d, const float *numbers, int first, int second) {
     typedef backward32<D, WALK> layout;
-    const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
+    const int told = ((const int *)numbers)[3 * BLOCK];
+    const int exponent[] = {first_exponent<WALK>(told), ((const int *)numbers)[3 * BLOCK + 1]};
     const uint32_t at[] = {k->smem + layout::slots + first * layout::tile_bytes},
                    at2[] = {k->smem + layout::slots + second * layout::tile_bytes};
     float s[8][4], dp[8][4], dp2[8][4];

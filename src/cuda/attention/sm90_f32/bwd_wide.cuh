@@ -58,15 +58,15 @@ INLINE void join(float (*c)[4], float (*rest)[4]) {
     add_strip(c, rest);
 }
 
-/* sums += x·(the part with this warpgroup's columns), once that is there; x, times 2^exponent. */
+/* sums += x·(the part with this warpgroup's columns), once that is there; x, times 2^exponent and `back`. */
 template <int D, int WALK>
-INLINE void add_part(const state<D, WALK> &k, const passing_tile<backward32<D, WALK>> &t, int exponent, int unit[2],
-                     const float (*x)[4], float (*sums)[4]) {
+INLINE void add_part(const state<D, WALK> &k, const passing_tile<backward32<D, WALK>> &t, int exponent, float back,
+                     int unit[2], const float (*x)[4], float (*sums)[4]) {
     typedef backward32<D, WALK> layout;
     uint32_t high[4][4], low[4][4];
     float by[2];
     const ring mine = part_of<layout>(t, k.part);
-    fit_units<layout::columns>(exponent, unit, x, sums, by);
+    fit_units<layout::columns>(exponent, back, unit, x, sums, by);
     split_fragments(by, x, high, low);
     await_part<layout>(k.smem, mine);
     add_product<layout::columns>(sums, high, low, place_of<layout>(k.smem, mine));
@@ -85,7 +85,8 @@ INLINE void add_wide_tile(const attention_params &p, const place &of, int64_t x,
         multiply_tile(*k, 1, t, dp, rest);
     else
         multiply_tile(*k, 0, t, s, rest);
-    const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
+    const int told = ((const int *)numbers)[3 * BLOCK];
+    const int exponent[] = {first_exponent<WALK>(told), ((const int *)numbers)[3 * BLOCK + 1]};
     const float factor = mantissa_of(p.scale_log2) * power(k->exponent - exponent[0]),
                 factor2 = k->factor * power(-exponent[1]);
     const uint32_t shown = FULL ? find_shown_rows<WALK>(p, of, x, *k, i0, kind) : ALL_LANES;
@@ -108,11 +109,11 @@ INLINE void add_wide_tile(const attention_params &p, const place &of, int64_t x,
     }
     make_sums<D, WALK, FULL>(p, of, x, factor2, exponent[0], k, i0, cut, shown, numbers, s, dp);
     if (WALK == WALK_KEYS) {
-        add_part(*k, t, -exponent[1], k->unit2, s, c2);
+        add_part(*k, t, -exponent[1], 1.0f, k->unit2, s, c2);
         release_tile<layout>(k->smem, t); /* numbers are done with, too */
         t = next_tile<layout>(r);
     }
-    add_part(*k, t, -exponent[0], k->unit, dp, c);
+    add_part(*k, t, -exponent[0], taken_back<WALK>(p, told), k->unit, dp, c);
     await_part<layout>(k->smem, part_of<layout>(t, 1 - k->part));
     release_tile<layout>(k->smem, t);
 }
@@ -125,7 +126,8 @@ INLINE void add_wide_rows(const attention_params &p, const place &c, int64_t x, 
     passing_tile<layout> t = next_tile<layout>(r);
     float s[8][4], dp[8][4], rest[8][4];
     multiply_tile(*k, 0, t, s, rest);
-    const int exponent[] = {((const int *)numbers)[3 * BLOCK], ((const int *)numbers)[3 * BLOCK + 1]};
+    const int told = ((const int *)numbers)[3 * BLOCK];
+    const int exponent[] = {first_exponent<WALK>(told), ((const int *)numbers)[3 * BLOCK + 1]};
     wgmma_wait<0>();
     join(s, rest);
     release_tile<layout>(k->smem, t);

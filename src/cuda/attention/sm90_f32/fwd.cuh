@@ -178,7 +178,7 @@ INLINE int split_queries(const attention_params &p, const forward_work &w, int i
 #pragma unroll
     for (int z = 0; z < CHUNKS; z++) {
         const int r = row + z * STEP;
-        store_chunk(to + r * 128 + ((chunk ^ r) & 7) * 16, x[z], power_of_two(exponent));
+        store_chunk<false>(to + r * 128 + ((chunk ^ r) & 7) * 16, x[z], power_of_two(exponent), 0.0f);
     }
     fence_async();
     barrier_sync(1 + GROUPS + set, layout::sharers);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * float32 tensors to two float16 parts for the attention kernels for Hopper: a block a tile of 64 rows, read once. */
 #include "cuda/attention/sm90_f32/split.cuh"
+#include "cuda/ptx90.cuh"
 
 #define CHUNKS SPLIT_CHUNKS
 
@@ -113,9 +114,21 @@ INLINE void find_few(const attention_params &p, const place &c, int64_t y, int *
         p.few[c.n * p.a.hk + y] = counts[1] > counts[0];
 }
 
+/* Is all of a tile, times `by`, whole, which leaves it 15 bits? Then its scores are whole where the queries are, and nothing is cut off
+ * them, as long as they have 24 bits. By all threads. */
+INLINE bool holds_whole(const float (*x)[8], float by) {
+    bool whole = true;
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++)
+#pragma unroll
+        for (int y = 0; y < 8; y++)
+            whole &= rintf(x[z][y] * by) == x[z][y] * by;
+    return __syncthreads_and(whole);
+}
+
 template <int D, bool FULL> INLINE void attention_split(const attention_params &p) {
     typedef split_shape<D> shape;
-    __shared__ uint32_t slots[2][shape::threads / 32], marks[2], hidden[2];
+    __shared__ uint32_t slots[shape::threads / 32], marks[2], hidden[2];
     __shared__ float largest[SPLIT_ROWS];
     __shared__ int counts[2];
     const split_work w = find_split_work(p);
@@ -154,24 +167,20 @@ template <int D, bool FULL> INLINE void attention_split(const attention_params &
                                shape::threads / 32, x, largest, marks, hidden, [] { __syncthreads(); });
         most = largest_of<CHUNKS>(x);
     }
-    const int exponent = split_exponent(block_largest<shape::threads>(most, slots[0]));
-    const float by = power_of_two(exponent);
+    const int exponent = split_exponent(block_largest<shape::threads>(most, slots));
+    float by = power_of_two(exponent);
+    const float more = w.tensor == SPLIT_K && !holds_whole(x, by) ? score_cut_off(p) : 0.0f;
+    pin(by); /* or all products of that are kept */
     const int64_t tile = split_tile(p, c, w.keys, w.head, w.tile);
     char *to = (char *)p.split[w.tensor].tiles + tile * (SPLIT_ROWS * D * 4) + chunk / 8 * (SPLIT_ROWS * 256);
-    float longest = 0.0f;
 #pragma unroll
     for (int z = 0; z < CHUNKS; z++) {
         const int r = row - row0 + z * shape::step;
-        float sum = store_chunk(to + r * 128 + ((chunk ^ r) & 7) * 16, x[z], by);
-#pragma unroll
-        for (int step = shape::row_chunks / 2; step; step /= 2)
-            sum += __shfl_xor_sync(ALL_LANES, sum, step);
-        longest = fmaxf(longest, sum);
+        store_chunk<true>(to + r * 128 + ((chunk ^ r) & 7) * 16, x[z], by, more);
     }
-    longest = __uint_as_float(block_largest<shape::threads>(__float_as_uint(longest), slots[1]));
     if (threadIdx.x == 0)
         *(int4 *)&p.split[w.tensor].info[tile] =
-            make_int4(exponent, __float_as_int(sqrtf(longest)), (int)marks[0], (int)marks[1]);
+            make_int4(exponent, 2 * exponent + (more > 0.0f), (int)marks[0], (int)marks[1]);
     if (w.tensor == SPLIT_DO)
         prep_rows<D>(p, c, w.head, row, marks, x);
 }

@@ -13,11 +13,16 @@
 
 /* The tensor cores cut off when they add to an accumulator: so much of itself a sum over so many columns or rows lacks on average, half a unit
  * of the last place of what there is by then at each step of 16, 0.72 of 2^-23 on average. o, dP and the gradients get it back where they
- * are multiplied with a factor anyway. Not so scores: whole numbers among them are right as they are. */
+ * are multiplied with a factor anyway, scores in the low parts of K. */
 INLINE constexpr float split_cut_off(int numbers) {
     return 0.36f * 0x1p-23f * (float)((numbers + 15) / 16 + 1) / 2;
 }
 #define SPLIT_GIVES_BACK (1.0f + split_cut_off(SPLIT_ROWS)) /* of sums over a tile's rows */
+
+/* What scores lack, whose large products over d 128 are two sums. */
+INLINE float score_cut_off(const attention_params &p) {
+    return split_cut_off((int)min64(p.a.d, 128));
+}
 
 /* Where tile t of a sequence's head is among the tiles of a tensor of queries (Q, dO) or of keys (K, V). Packed sequences begin
  * a tile of their own. */
@@ -148,19 +153,18 @@ INLINE int split_exponent(uint32_t most) {
     return min(14 + 127 - (int)(most >> 23), 100);
 }
 
-/* high + low = x·by, stored 64 rows apart; the sum of squares. */
-INLINE float store_chunk(char *at, const float x[8], float by) {
+/* high + low = x·by, stored 64 rows apart; with MORE as much of itself beside that. */
+template <bool MORE> INLINE void store_chunk(char *at, const float x[8], float by, float more) {
     uint32_t high[4], low[4];
-    float sum = 0.0f;
 #pragma unroll
     for (int y = 0; y < 4; y++) {
         const float a = x[2 * y] * by, b = x[2 * y + 1] * by;
-        sum = fmaf(a, a, fmaf(b, b, sum));
-        split_pair(a, b, &high[y], &low[y]);
+        high[y] = pack_f16(a, b);
+        const float left_a = a - low_float(high[y], f16()), left_b = b - high_float(high[y], f16());
+        low[y] = MORE ? pack_f16(fmaf(a, more, left_a), fmaf(b, more, left_b)) : pack_f16(left_a, left_b);
     }
     *(uint4 *)at = make_uint4(high[0], high[1], high[2], high[3]);
     *(uint4 *)(at + SPLIT_ROWS * 128) = make_uint4(low[0], low[1], low[2], low[3]);
-    return sum;
 }
 
 #endif
