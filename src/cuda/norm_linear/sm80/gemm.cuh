@@ -8,18 +8,11 @@
 #define HEDDLE_CUDA_NORM_LINEAR_GEMM_CUH
 
 #include "cuda/element.cuh"
+#include "cuda/norm_linear/coarse.cuh"
 #include "cuda/norm_linear/params.h"
 #include "cuda/norm_linear/sm80/contract.h"
 
 enum { STAGES = GEMM80_STAGES, GEMM_THREADS = 128, PANEL = 16 /* row tiles that share the columns in L2 */ };
-
-static __device__ __forceinline__ void mma(float c[4], const uint32_t a[4], const uint32_t b[2], bf16) {
-    mma_bf16(c, a, b);
-}
-
-static __device__ __forceinline__ void mma(float c[4], const uint32_t a[4], const uint32_t b[2], f16) {
-    mma_f16(c, a, b);
-}
 
 /* One operand: how a thread copies its chunks of a [SIDE, DEPTH] tile, and where ldmatrix finds them. */
 template <bool TRANSPOSED, bool ALIGNED, int DEPTH, int SIDE> struct operand {
@@ -116,7 +109,7 @@ static __device__ __forceinline__ void multiply(float acc[4][8][4], uint32_t a_t
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int j = 0; j < 8; j++)
-                mma(acc[i][j], a[now][i], b[now][j / 2] + j % 2 * 2, T());
+                multiply_pairs(acc[i][j], a[now][i], b[now][j / 2] + j % 2 * 2, T());
     }
 }
 
@@ -145,13 +138,13 @@ static __device__ __forceinline__ void multiply_planes(float acc[4][8][4], uint3
             float part[4][4] = {};
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                mma(part[i], low[i], b_high[now] + half, f16());
+                multiply_pairs(part[i], low[i], b_high[now] + half, f16());
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                mma(part[i], high[i], b_low[now] + half, f16());
+                multiply_pairs(part[i], high[i], b_low[now] + half, f16());
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                mma(part[i], high[i], b_high[now] + half, f16());
+                multiply_pairs(part[i], high[i], b_high[now] + half, f16());
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -388,8 +381,18 @@ static __device__ __forceinline__ void gemm_fwd(const norm_gemm &p) {
     float acc[4][8][4] = {};
     product<OPERAND, TERMS, ALIGNED, false, false>(p, row_tile * GEMM_TILE, col_tile * GEMM_TILE, acc);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    epilogue_fwd<T, sizeof(T) == 4>(p, row_tile * GEMM_TILE + warp / 2 * 64 + lane / 4,
-                                    col_tile * GEMM_TILE + warp % 2 * 64 + lane % 4 * 2, acc);
+    const int64_t row0 = row_tile * GEMM_TILE + warp / 2 * 64, col0 = col_tile * GEMM_TILE + warp % 2 * 64;
+    epilogue_fwd<T, sizeof(T) == 4>(p, row0 + lane / 4, col0 + lane % 4 * 2, acc);
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll 1
+        for (int64_t row = row0; p.mean && row < row0 + 64 && row < p.rows; row += 16) {
+            float2 both[2] = {};
+            for (int half = 0; half < 2; half++)
+                if (row + lane / 4 + half * 8 < p.rows)
+                    both[half] = make_float2(p.mean[row + lane / 4 + half * 8], p.rstd[row + lane / 4 + half * 8]);
+            remake_coarse<T>(p, both, row, col0, col0 + 64, ALIGNED);
+        }
+    }
 }
 
 template <typename T, typename OPERAND, int TERMS, bool ALIGNED>

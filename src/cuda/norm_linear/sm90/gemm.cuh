@@ -11,6 +11,7 @@
 #ifndef HEDDLE_CUDA_NORM_LINEAR_GEMM_SM90_CUH
 #define HEDDLE_CUDA_NORM_LINEAR_GEMM_SM90_CUH
 
+#include "cuda/norm_linear/coarse.cuh"
 #include "cuda/norm_linear/sm90/epilogue.cuh"
 #include "cuda/norm_linear/sm90/helpers.cuh"
 #include "cuda/norm_linear/sm90/tile.cuh"
@@ -125,6 +126,8 @@ template <typename T, int WIDTH, int PASS> INLINE void consume(const norm_gemm &
             store_gated<T, WIDTH>(p, t, row0, columns, row, smem + layout::staging + warp * STAGING, acc);
         else if (PASS != DW || p.out)
             store_tile<T, WIDTH, PASS>(p, t, row0, columns, row, smem + layout::staging + warp * STAGING, acc);
+        if (PASS == FWD && gathers_moments<T, PASS> && p.col_sum)
+            remake_coarse<T>(p, row, t.row0 + row0, t.col0, t.col0 + WIDTH, true);
         mbarrier_arrive(smem + layout::taken + turn % 2 * 8);
     }
 }
