@@ -244,6 +244,22 @@ static void test_capped(void **state) {
         }
 }
 
+/* The same where ALiBi is added to what was capped, so that the largest score is not that of the largest tanh. */
+static void test_capped_slopes(void **state) {
+    (void)state;
+    for (size_t x = 1; x < TEST_DTYPES; x++)
+        for (uint64_t y = 0; y < 12; y++) {
+            attention_case c = attention_case_of(1, 2, 0, 64, y % 2 ? 40 : 300, y % 4 < 2 ? 8 : 64, 0);
+            c.a.dtype = test_dtypes[x];
+            c.a.mask = y % 3 ? HEDDLE_MASK_NONE : HEDDLE_CAUSAL_BOTTOM_RIGHT;
+            c.a.features = HEDDLE_ALIBI;
+            c.a.softcap = 50;
+            c.q_magnitude = c.k_magnitude = 3;
+            c.seed = 31 * c.seed + y;
+            check_attention(&c);
+        }
+}
+
 /* More keys than a block has: P is off by the rounding of the log-sum-exp before anything else, where rows are short; and where scores are
  * alike, as a softcap makes those of large ones, by that of exponents that are all as far from it. */
 static void test_short_rows(void **state) {
@@ -337,11 +353,11 @@ static void test_norm_linear(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_head_dims),    cmocka_unit_test(test_long_rows),   cmocka_unit_test(test_few_keys),
-        cmocka_unit_test(test_large_scores), cmocka_unit_test(test_one_of_many), cmocka_unit_test(test_common),
-        cmocka_unit_test(test_norm_linear),  cmocka_unit_test(test_padding),     cmocka_unit_test(test_row_sums),
-        cmocka_unit_test(test_many_queries), cmocka_unit_test(test_saturated),   cmocka_unit_test(test_short_rows),
-        cmocka_unit_test(test_capped),
+        cmocka_unit_test(test_head_dims),    cmocka_unit_test(test_long_rows),     cmocka_unit_test(test_few_keys),
+        cmocka_unit_test(test_large_scores), cmocka_unit_test(test_one_of_many),   cmocka_unit_test(test_common),
+        cmocka_unit_test(test_norm_linear),  cmocka_unit_test(test_padding),       cmocka_unit_test(test_row_sums),
+        cmocka_unit_test(test_many_queries), cmocka_unit_test(test_saturated),     cmocka_unit_test(test_short_rows),
+        cmocka_unit_test(test_capped),       cmocka_unit_test(test_capped_slopes),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -141,9 +141,12 @@ struct group_state {
 
 /* online_softmax of the tile that k->step is about. */
 template <int BLOCK, bool CUT, int FULL>
-INLINE bool weigh_scores(float c, group_state *k, float (*s)[4], float shrink[2]) {
+INLINE bool weigh_scores(float c, const option_view &v, int group, group_state *k, float (*s)[4], float shrink[2]) {
+    lane_slopes slopes = {0.0f, 0.0f, false};
     k->cap.counts = !CUT || !(k->step & STEP_FEW);
-    return online_softmax<BLOCK>(&k->rows, c, s, shrink, FULL & WITH_CAP ? &k->cap : NULL);
+    if (FULL & WITH_CAP && has_slopes<FULL>(*v.p))
+        slopes = {v.o->slope, row_distance(*v.o, group * 64, k->step & ~STEP_FLAGS), shows_tanh(*v.p)};
+    return online_softmax<BLOCK>(&k->rows, c, s, shrink, FULL & WITH_CAP ? &k->cap : NULL, slopes);
 }
 
 /* While P·V of a tile of keys adds up, S of the one before it in memory, from j0 on, is made and turned into P. CUT: one of them may be
@@ -185,7 +188,7 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     await_scores<layout>(smem, n + 1);
     note(*v.p, group, n, CLOCK_SCORES);
     receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, hidden, s);
-    const bool grows = weigh_scores<BLOCK, CUT, FULL>(c, k, s, shrink);
+    const bool grows = weigh_scores<BLOCK, CUT, FULL>(c, v, group, k, s, shrink);
     if (makes_ahead<FULL>()) /* as late as they are needed */
         drop_rows<BLOCK>(take_kept<layout>(v, group, smem, n + 1), s);
     else if (has_dropout<FULL>(*v.p))
@@ -252,7 +255,8 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
                                                     find_hidden_in<PAGED, layout>(v, k->n), s);
     k->rows = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, 0};
     k->cap.most[0] = k->cap.most[1] = -CUDART_INF_F;
-    weigh_scores<BLOCK, true, FULL>(c, k, s, shrink);
+    k->cap.capped[0] = k->cap.capped[1] = 0.0f;
+    weigh_scores<BLOCK, true, FULL>(c, v, group, k, s, shrink);
     if (makes_ahead<FULL>())
         drop_rows<BLOCK>(take_kept<layout>(v, group, smem, k->n), s);
     else if (has_dropout<FULL>(*v.p))

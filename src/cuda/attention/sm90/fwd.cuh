@@ -310,18 +310,49 @@ struct softmax_state {
     int bad;              /* bits: the row sees a value that is not finite */
 };
 
-/* The largest score of each row in tiles of keys whose tanh was tanh.approx's. */
+/* The largest score of each row in tiles of keys whose tanh was tanh.approx's; where ALiBi is added to that, also what it was before. */
 struct cap_state {
-    float most[2];
+    float most[2], capped[2];
     bool counts; /* this tile is one */
 };
+
+/* ALiBi of a tile, as add_slopes takes it. adds: its part of the largest score is to be known. */
+struct lane_slopes {
+    float slope, distance;
+    bool adds;
+};
+
+/* The largest scores of a tile, of this lane and of its rows. What ALiBi has added is looked for where there is a new one: special
+ * functions have more to do, but not so much that every element could have two of them in place of tanh. */
+template <int N>
+INLINE void note_largest(cap_state *cap, const lane_slopes &l, const float own[2], const float top[2],
+                         const float (*s)[4]) {
+    const bool more[2] = {top[0] > cap->most[0], top[1] > cap->most[1]};
+    if (l.adds && __any_sync(ALL_LANES, more[0] || more[1]))
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int at = 0;
+#pragma unroll
+            for (int y = 0; y < N / 8; y++)
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    at = s[y][2 * half + e] == own[half] ? y * 8 + e : at;
+            const float added = l.slope * fabsf(l.distance + (float)(8 * half - at));
+            const float capped = quad_max(own[half] == top[half] ? own[half] + added : -CUDART_INF_F);
+            cap->capped[half] = more[half] ? capped : cap->capped[half];
+        }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        cap->most[half] = more[half] ? top[half] : cap->most[half];
+}
 
 /* S -> P = exp2(S·c - max·c). The maximum is allowed to be out of date as long as P stays under 2^8: what counts in the end is
  * that all that is summed has the same. What was summed before has to be multiplied by shrink; false: by ones. */
 template <int N>
-INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float shrink[2], cap_state *cap) {
+INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float shrink[2], cap_state *cap,
+                           const lane_slopes &slopes) {
     row_scale row[2];
-    float before[2];
+    float before[2], own[2], tops[2];
     bool grows = false;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -329,15 +360,16 @@ INLINE bool online_softmax(softmax_state *state, float c, float (*s)[4], float s
 #pragma unroll
         for (int y = 1; y < N / 8; y++)
             top = fmaxf(top, fmaxf(s[y][2 * half], s[y][2 * half + 1]));
-        top = quad_max(top);
-        if (cap)
-            cap->most[half] = cap->counts ? fmaxf(cap->most[half], top) : cap->most[half];
+        own[half] = top;
+        top = tops[half] = quad_max(top);
         before[half] = state->max[half];
         const bool more = (top - before[half]) * c > 8.0f;
         state->max[half] = more ? top : before[half];
         row[half] = scale_row(before[half], state->max[half], c);
         grows |= more;
     }
+    if (cap && cap->counts)
+        note_largest<N>(cap, slopes, own, tops, s);
     if (__any_sync(ALL_LANES, is_alone<bf16>(row[0]) || is_alone<bf16>(row[1])))
 #pragma unroll
         for (int half = 0; half < 2; half++)

@@ -18,27 +18,28 @@ INLINE float atanh_of(float x) {
 }
 
 /* What the log-sum-exp lacks of tanh.approx in a row's largest score: where that has most of the weight nothing averages it out. So much as
- * tanh.approx is off where tanh is what it was there, which is next to it. base: of the exponents; by: 1 over their sum. */
-INLINE float cap_error(const attention_params &p, float most, float base, float by) {
-    const bool there =
-        most != -CUDART_INF_F && !(p.a.features & (HEDDLE_ALIBI | HEDDLE_BIAS)); /* which would be added to it */
-    const float error = most - tanh_approx(atanh_of(most));
-    return there ? exp2_approx(fmaf(most, p.scale_log2, -base)) * by * error * p.unit : 0.0f;
+ * tanh.approx is off where tanh is what it was there, which is next to it. most, capped: as cap_state, of the row; base: of the exponents;
+ * by: 1 over their sum. */
+INLINE float cap_error(const attention_params &p, float most, float capped, float base, float by) {
+    const bool adds = p.a.features & HEDDLE_ALIBI;
+    const float unit = adds ? p.score_out : 1.0f, tanh = adds ? __fdividef(capped, unit) : most;
+    const float error = (tanh - tanh_approx(atanh_of(tanh))) * unit;
+    return most != -CUDART_INF_F ? exp2_approx(fmaf(most, p.scale_log2, -base)) * by * error * p.unit : 0.0f;
 }
 
 /* What the sums of a row are multiplied with; its log-sum-exp. The sink joins in. ADDS: o may be one that is added to; *keep: as add_row
- * takes it. most: as cap_state, of the row. */
+ * takes it. most, capped: as cap_state, of the row. */
 template <int FULL, bool ADDS>
 INLINE float end_query(const attention_params &p, const forward_target &t, int row, float top, float sum, float most,
-                       float *lse, float *keep) {
+                       float capped, float *lse, float *keep) {
     const float sink = sink_of(p, t.x, row < t.rows);
     if (row >= t.rows)
         sum = 0.0f;
     const bool far = sum != 0.0f && is_far(top, p.scale_log2, alone_from<bf16>());
     const float base = __fmul_rn(top, p.scale_log2);
     float shrink = end_row<bf16>(p, far, p.unit, top, p.scale_log2, base, sink, &sum, lse);
-    if (has_cap<FULL>(p) && sum != 0.0f && !far)
-        *lse += cap_error(p, most, base, __fdividef(shrink, sum));
+    if (has_cap<FULL>(p) && shows_tanh(p) && sum != 0.0f && !far)
+        *lse += cap_error(p, most, capped, base, __fdividef(shrink, sum));
     if (ADDS && p.adds && row < t.all_rows) {
         const row_shares s = join_before(p, t.lse + row, lse);
         shrink *= s.take;
@@ -116,8 +117,9 @@ INLINE float end_rows(const attention_params &p, const forward_target &t, const 
     float sum = odd ? state.sum[1] : state.sum[0], lse, mine_keep = 0.0f;
     sum += __shfl_xor_sync(ALL_LANES, send, 1);
     sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-    float mine = end_query<FULL, ADDS>(p, t, row0 + odd * 8, odd ? state.max[1] : state.max[0], sum,
-                                       odd ? cap.most[1] : cap.most[0], &lse, &mine_keep);
+    float mine =
+        end_query<FULL, ADDS>(p, t, row0 + odd * 8, odd ? state.max[1] : state.max[0], sum,
+                              odd ? cap.most[1] : cap.most[0], odd ? cap.capped[1] : cap.capped[0], &lse, &mine_keep);
     mine *= FULL & WITH_DROPOUT ? p.keep_scale : 1.0f;
     if ((state.bad >> odd & 1) && mine != 0.0f)
         mine = CUDART_NAN_F;
@@ -207,7 +209,7 @@ INLINE void store_nothing(const attention_params &p, const forward_work &w) {
     for (int row0 = 0; row0 < layout::rows; row0 += 16) {
         const int row = row0 + (int)threadIdx.x % 32;
         float keep = 0.0f, lse, *const lse_to = threadIdx.x % 32 < 16 && !column0 ? lse_of(p, t, row) : NULL;
-        end_query<0, ADDS>(p, t, row, -CUDART_INF_F, 0.0f, -CUDART_INF_F, &lse, &keep);
+        end_query<0, ADDS>(p, t, row, -CUDART_INF_F, 0.0f, -CUDART_INF_F, 0.0f, &lse, &keep);
         if (lse_to)
             *lse_to = lse;
         if (ADDS && p.adds) {

@@ -232,6 +232,11 @@ INLINE void read_options(const attention_params &p, const query_options &o, int 
                          r->bits[half]);
 }
 
+/* Is tanh off by so much that the log-sum-exp shows it? With a bias all of it is right. */
+INLINE bool shows_tanh(const attention_params &p) {
+    return p.a.dtype == HEDDLE_BF16 && !(p.a.features & HEDDLE_BIAS);
+}
+
 /* Where rows row .. of a warpgroup are, from column j0 of this lane on. */
 INLINE float row_distance(const query_options &o, int row, int j0) {
     return (float)(o.place + row - j0 + fragment_row() - fragment_column());
