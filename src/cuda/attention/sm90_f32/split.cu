@@ -50,12 +50,12 @@ INLINE split_work find_split_work(const attention_params &p) {
     return w;
 }
 
-/* The largest of all threads, for all threads. */
-template <int THREADS> INLINE uint32_t block_largest(uint32_t x, uint32_t *slots) {
+/* The largest of all threads, for all threads; and whether one has the flag. */
+template <int THREADS> INLINE uint32_t block_largest(uint32_t x, uint32_t *slots, bool *flag) {
     x = __reduce_max_sync(ALL_LANES, x);
     if (threadIdx.x % 32 == 0)
         slots[threadIdx.x / 32] = x;
-    __syncthreads();
+    *flag = __syncthreads_or(*flag);
 #pragma unroll
     for (int w = 0; w < THREADS / 32; w++)
         x = max(x, slots[w]);
@@ -117,13 +117,36 @@ INLINE void find_few(const attention_params &p, const place &c, int64_t y, int *
 /* Is all of a tile, times `by`, whole, which leaves it 15 bits? Then its scores are whole where the queries are, and nothing is cut off
  * them, as long as they have 24 bits. By all threads. */
 INLINE bool holds_whole(const float (*x)[8], float by) {
+    const float unit = 0x1.8p23f; /* rounds what is added to it to whole numbers */
     bool whole = true;
 #pragma unroll
     for (int z = 0; z < CHUNKS; z++)
 #pragma unroll
         for (int y = 0; y < 8; y++)
-            whole &= rintf(x[z][y] * by) == x[z][y] * by;
+            whole &= __fsub_rn(__fadd_rn(__fmul_rn(x[z][y], by), unit), unit) == __fmul_rn(x[z][y], by);
     return __syncthreads_and(whole);
+}
+
+/* Has a number more than 15 bits? Then they are not, and nobody has to ask. */
+INLINE bool holds_fine(const float (*x)[8]) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++)
+#pragma unroll
+        for (int y = 0; y < 8; y++)
+            bits |= __float_as_uint(x[z][y]);
+    return bits & 0x1ff;
+}
+
+/* A thread's chunks of a tile, from `row` on; `to`: its first row's place in its strip. */
+template <int D, bool MORE> INLINE void store_chunks(char *to, int row, const float (*x)[8], float by, float more) {
+    typedef split_shape<D> shape;
+    const int chunk = (int)threadIdx.x % shape::row_chunks;
+#pragma unroll
+    for (int z = 0; z < CHUNKS; z++) {
+        const int r = row + z * shape::step;
+        store_chunk<MORE>(to + r * 128 + ((chunk ^ r) & 7) * 16, x[z], by, more);
+    }
 }
 
 template <int D, bool FULL> INLINE void attention_split(const attention_params &p) {
@@ -167,17 +190,17 @@ template <int D, bool FULL> INLINE void attention_split(const attention_params &
                                shape::threads / 32, x, largest, marks, hidden, [] { __syncthreads(); });
         most = largest_of<CHUNKS>(x);
     }
-    const int exponent = split_exponent(block_largest<shape::threads>(most, slots));
+    bool fine = w.tensor == SPLIT_K && holds_fine(x);
+    const int exponent = split_exponent(block_largest<shape::threads>(most, slots, &fine));
     float by = power_of_two(exponent);
-    const float more = w.tensor == SPLIT_K && !holds_whole(x, by) ? score_cut_off(p) : 0.0f;
+    const float more = w.tensor == SPLIT_K && (fine || !holds_whole(x, by)) ? score_cut_off(p) : 0.0f;
     pin(by); /* or all products of that are kept */
     const int64_t tile = split_tile(p, c, w.keys, w.head, w.tile);
     char *to = (char *)p.split[w.tensor].tiles + tile * (SPLIT_ROWS * D * 4) + chunk / 8 * (SPLIT_ROWS * 256);
-#pragma unroll
-    for (int z = 0; z < CHUNKS; z++) {
-        const int r = row - row0 + z * shape::step;
-        store_chunk<true>(to + r * 128 + ((chunk ^ r) & 7) * 16, x[z], by, more);
-    }
+    if (more > 0.0f)
+        store_chunks<D, true>(to, row - row0, x, by, more);
+    else
+        store_chunks<D, false>(to, row - row0, x, by, more);
     if (threadIdx.x == 0)
         *(int4 *)&p.split[w.tensor].info[tile] =
             make_int4(exponent, 2 * exponent + (more > 0.0f), (int)marks[0], (int)marks[1]);
