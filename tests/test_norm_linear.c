@@ -288,21 +288,32 @@ static void test_no_norm(void **state) {
         }
 }
 
+static void check_no_rows(heddle_dtype dtype, heddle_norm norm, heddle_activation activation) {
+    static const int zero[] = {N_DGAMMA, N_DBETA, N_DW, N_DC, N_RSTD};
+    norm_linear_case c = make_case(0, 9, 4);
+    c.a.dtype = dtype;
+    c.a.norm = norm;
+    c.a.activation = activation;
+    c.a.features = activation ? HEDDLE_ACTIVATION : 0;
+    if (norm == HEDDLE_NO_NORM)
+        c.skip = UINT32_C(1) << N_GAMMA | UINT32_C(1) << N_BETA | UINT32_C(1) << N_DGAMMA | UINT32_C(1) << N_DBETA |
+                 UINT32_C(1) << N_MEAN | UINT32_C(1) << N_RSTD;
+    norm_linear_problem p = norm_linear_new(&c);
+    norm_linear_run(&p, HEDDLE_FORWARD);
+    norm_linear_run(&p, HEDDLE_BACKWARD);
+    for (size_t y = 0; y < COUNT(zero); y++)
+        for (int64_t at = 0; p.t[zero[y]].host && at < p.t[zero[y]].span; at++)
+            assert_true(tensor_raw(&p.t[zero[y]], at) == 0);
+    norm_linear_free(&p);
+}
+
 /* m = 0: y and dx have no elements, the parameters' gradients are zeros. */
 static void test_no_rows(void **state) {
     (void)state;
-    for (size_t x = 0; x < TEST_DTYPES; x++) {
-        norm_linear_case c = make_case(0, 9, 4);
-        c.a.dtype = test_dtypes[x];
-        norm_linear_problem p = norm_linear_new(&c);
-        norm_linear_run(&p, HEDDLE_FORWARD);
-        norm_linear_run(&p, HEDDLE_BACKWARD);
-        static const int zero[] = {N_DGAMMA, N_DBETA, N_DW, N_DC, N_RSTD};
-        for (size_t y = 0; y < COUNT(zero); y++)
-            for (int64_t at = 0; at < p.t[zero[y]].span; at++)
-                assert_true(tensor_raw(&p.t[zero[y]], at) == 0);
-        norm_linear_free(&p);
-    }
+    for (size_t x = 0; x < TEST_DTYPES; x++)
+        for (int norm = 0; norm <= LAST_NORM; norm++)
+            for (int activation = 0; activation <= LAST_ACTIVATION; activation++)
+                check_no_rows(test_dtypes[x], (heddle_norm)norm, (heddle_activation)activation);
 }
 
 int main(void) {

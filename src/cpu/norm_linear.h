@@ -513,7 +513,7 @@ static void norm_linear_backward(const norm_linear_plan *plan, const heddle_norm
     norm_linear_plan own = *plan;
     heddle_norm_linear_data t = *data;
     const size_t bytes = du_bytes(&plan->a);
-    if (!bytes) {
+    if (!plan->a.activation) {
         linear_backward(plan, data, workspace);
         return;
     }
