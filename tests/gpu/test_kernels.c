@@ -459,8 +459,15 @@ static void limited(void) {
         MUST(blocks_of(a, rows[x].pass, INT32_MAX, rows[x].symbol) == rows[x].all);
         MUST(blocks_of(a, rows[x].pass, 0, rows[x].symbol) == rows[x].all);
     }
+    static const int limits[][2] = {{1, 2}, {101, 100}, {132, 132}, {0, 132}}; /* of blocks in pairs */
+    const heddle_attention pairs = attention_desc(HEDDLE_BF16, 2, 16, 16, 4096, 4096, 256, 256);
+    for (size_t x = 1; x < COUNT(limits); x++)
+        MUST(blocks_of(pairs, HEDDLE_BACKWARD, limits[x][0], "heddle_attention_bwd_bf16_d256_lean_sm90") ==
+             limits[x][1]);
+    MUST(blocks_of(pairs, HEDDLE_BACKWARD, 1, "heddle_attention_dkdv_bf16_d256_lean_sm90") == 1);
+    MUST(blocks_of(attention_desc(HEDDLE_BF16, 1, 3, 3, 200, 300, 160, 0), HEDDLE_BACKWARD, 0,
+                   "heddle_attention_bwd_bf16_d192_lean_sm90") == 2 * 3 * 3);
     heddle_norm_linear l = norm_linear_desc(HEDDLE_BF16, HEDDLE_LAYER_NORM, 16384, 1024, 4096);
-    static const int limits[][2] = {{1, 2}, {101, 100}, {132, 132}, {0, 132}};
     for (size_t x = 0; x < COUNT(limits); x++) {
         l.multiprocessors = limits[x][0];
         MUST(run_norm_linear(l, HEDDLE_FORWARD, 0, NULL) == HEDDLE_OK);

@@ -109,10 +109,12 @@ static bool takes_forward(const attention_problem *p, attention_choice *c) {
 static int find_fused(const attention_problem *p) {
     const heddle_attention *a = p->a;
     const int x = a->features & HEDDLE_DETERMINISTIC ? -1 : find_own(p, PASS_bwd);
-    const kernel_row *k = &heddle__cuda_attention_kernels[max64(x, 0)];
-    if (x >= 0 && sm90_is_pair(k->dim, k->own) && p->device->multiprocessors < 2)
+    if (x < 0)
+        return x;
+    const kernel_row *k = &heddle__cuda_attention_kernels[x];
+    if (sm90_is_pair(k->dim, k->own) && p->device->multiprocessors < 2)
         return -1;
-    if (x < 0 || p->rich || heddle__cuda_attention_kernels[x].dim <= 64 || a->h / a->hk * a->sq < LONG_QUERIES)
+    if (p->rich || k->dim <= 64 || a->h / a->hk * a->sq < LONG_QUERIES)
         return x;
     const int is_long = heddle__cuda_find_attention(p, PASS_bwd, VARIANT_long, FAMILY_sm90);
     return is_long >= 0 ? is_long : x;
