@@ -22,6 +22,8 @@ OF_THE_CACHE = {
     "logits_processor_args",
     "max_seqlen_q",
     "max_seqlen_k",
+    "k_cache",
+    "v_cache",
 }
 
 
@@ -50,6 +52,11 @@ def _of_layer(given: Any, module: Any) -> Any:
     return given["sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"]
 
 
+def have_entered(cache: Any, others: dict[str, Any]) -> bool:
+    """Whether the layer itself has entered its keys, as it does from 5.24 on: it keeps the cache, the indices come."""
+    return cache is None and others.get("write_index") is not None
+
+
 def update(
     module: Any, key: Tensor, value: Tensor, cache: Any, cu_seqlens_k: Any, others: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,6 +66,13 @@ def update(
             f"{type(module).__name__} gives its attention 'block_table', which transformers makes for FlashAttention "
             "alone; set max_blocks_per_request=0"
         )
+    if cache is None:
+        if not isinstance(cu_seqlens_k, Tensor):
+            raise NotImplementedError(
+                f"{type(module).__name__} gives its attention the indices of a paged cache, in which it has not entered "
+                "its keys: continuous batching cannot run this model"
+            )
+        return key, value, cu_seqlens_k
     names = _arguments(cache.__class__)
     if "kwargs" in names and "read_index" not in names:  # 5.23
         given = {"cu_seq_lens_k": cu_seqlens_k, "max_length_k": others["max_length_k"], **others}

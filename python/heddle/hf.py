@@ -126,8 +126,9 @@ def attention_forward(
         output_attentions: return the weights, too.
         cu_seq_lens_q, cu_seq_lens_k: [n + 1], where packed sequences begin and end, in a batch of one row.
         max_length_q, max_length_k: the longest of them; not needed.
-        cache: the paged cache of continuous batching (generate_batch); the mask is then of no account, as
-            cu_seq_lens_q and the cache say which keys a query sees.
+        cache: the paged cache of continuous batching (generate_batch), where the layer has not entered its keys itself
+            (as it does from transformers 5.24 on); the mask is then of no account, as cu_seq_lens_q and the cache say
+            which keys a query sees.
         others: what is None or changes nothing, such as position_ids and use_cache; anything else is refused.
 
     Returns:
@@ -139,7 +140,7 @@ def attention_forward(
 
     Source: transformers, docs/source/en/attention_interface.md.
     """
-    batched = cache is not None and _hf_batches.is_cache(cache)
+    batched = _hf_batches.have_entered(cache, others) or (cache is not None and _hf_batches.is_cache(cache))
     if cache is not None and not batched:
         others["cache"] = cache
     for name, given in others.items():
@@ -167,7 +168,7 @@ def attention_forward(
     softcap = softcap or 0.0
     weights_too = bool(output_attentions) or _hf_models.weights_are_asked_for()
     if position_bias is indices is cu_seq_lens_q is cu_seq_lens_k is cache is None and not (
-        weights_too or dropout or _compiling()
+        batched or weights_too or dropout or _compiling()
     ):
         # What needs no work first; NotImplemented where it does, or where heddle has an error to say.
         if window is None and attention_mask is None and s_aux is None and deterministic is None and not softcap:

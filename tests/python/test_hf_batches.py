@@ -66,11 +66,11 @@ def test_the_same_text_as_eager(kind, monkeypatch):
 
 def test_layers_without_a_cache_are_refused(monkeypatch):
     """Which could not read it, with whatever implementation: before anything runs."""
-    config = transformers.GPTJConfig(vocab_size=97, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_inner=64)
+    config = transformers.MptConfig(vocab_size=97, d_model=32, n_layers=1, n_heads=4, max_seq_len=64)
     config._attn_implementation = "heddle"
-    alone = transformers.GPTJForCausalLM(config).eval()
+    alone = transformers.MptForCausalLM(config).eval()
     calls = counted(monkeypatch)
-    with pytest.raises(ValueError, match=r"GPTJForCausalLM .*generate_batch"):
+    with pytest.raises(ValueError, match=r"MptForCausalLM .*generate_batch"):
         small_models.generate_batch(alone, PROMPTS)
     assert not calls
 
@@ -83,6 +83,20 @@ def test_what_it_does_not_have_is_refused_by_name(name, monkeypatch):
     given |= {"cu_seq_lens_q": None} if name == "cu_seq_lens_q" else {}
     with pytest.raises(NotImplementedError, match=rf"Linear gives its attention '.*{name}|Linear .*{name}"):
         heddle.hf.attention_forward(torch.nn.Linear(1, 1), q, k, v, None, **given)
+
+
+def test_keys_that_no_layer_entered_are_refused():
+    """From transformers 5.24 on the cache stays with the layers; what a step of it means is by type of layer until then."""
+    q, k, v = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    given = {"cu_seq_lens_q": torch.tensor([0, 6]), "read_index": [], "write_index": []}
+    with pytest.raises(NotImplementedError, match="Linear .*has not entered its keys"):
+        heddle.hf.attention_forward(
+            torch.nn.Linear(1, 1), q, k, v, None, cu_seq_lens_k={"full_attention": torch.tensor([0, 6])}, **given
+        )
+    given["cu_seq_lens_k"] = torch.tensor([0, 6])
+    got, _ = heddle.hf.attention_forward(torch.nn.Linear(1, 1), q, k, v, None, **given)
+    want = heddle.attention(q, k, v, causal="bottom_right")
+    assert torch.allclose(got, want.transpose(1, 2), atol=1e-6)
 
 
 def test_what_is_no_paged_cache_is_refused():
