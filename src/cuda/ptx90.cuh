@@ -135,6 +135,13 @@ PTX void tma_load2_all(uint32_t to, const void *map, uint32_t barrier, int x0, i
                  : "memory");
 }
 
+/* A box from shared memory to a matrix; what lies outside of it is left alone. */
+PTX void tma_store2(const void *map, uint32_t from, int x0, int x1) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+                 "r"(from), "r"(x0), "r"(x1)
+                 : "memory");
+}
+
 PTX void tma_prefetch_map(const void *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -174,6 +181,11 @@ PTX void copy_to_block(uint32_t there, uint32_t from, int bytes, uint32_t barrie
 /* All threads of all blocks of the cluster arrive, and wait. */
 PTX void cluster_arrive(void) {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+
+/* Without waiting until all that a thread has written is seen by others. */
+PTX void cluster_arrive_relaxed(void) {
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 
 PTX void cluster_wait(void) {

@@ -54,4 +54,11 @@ template <int STAGES> INLINE void advance(ring *r) {
     }
 }
 
+/* So many further. */
+template <int STAGES> INLINE void skip(ring *r, uint32_t slots) {
+    const uint32_t to = (uint32_t)r->slot + slots;
+    r->slot = (int)(to % STAGES);
+    r->turn ^= (int)(to / STAGES & 1);
+}
+
 #endif

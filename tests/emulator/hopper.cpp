@@ -212,38 +212,76 @@ void hopper_arrive_behind_copies(uint32_t at) {
     hopper_arrive(at, 0);
 }
 
-/* -------------------------------------------------------------------------------------------------------- sums */
+/* ------------------------------------------------------------------------------------------------- sums and stores */
 
-struct engine_sum {
+struct engine_store {
     unsigned thread;
-    float *to;
+    float *to; /* of a sum; NULL: a box */
     const char *from;
     int bytes;
+    box_map map;
+    int x[DIMENSIONS];
 };
-static std::vector<engine_sum> sums;
+static std::vector<engine_store> stores;
 
-static void finish_sums(unsigned thread) {
-    for (const engine_sum &s : sums)
-        for (int x = 0; x < s.bytes / 4 && s.thread == thread; x++) {
-            float f;
-            memcpy(&f, s.from + 4 * x, 4);
-            s.to[x] += f;
+static void finish_sum(const engine_store *s) {
+    for (int x = 0; x < s->bytes / 4; x++) {
+        float f;
+        memcpy(&f, s->from + 4 * x, 4);
+        s->to[x] += f;
+    }
+}
+
+/* Of a matrix. */
+static void finish_box(const engine_store *s) {
+    const box_map *m = &s->map;
+    for (uint32_t row = 0; row < m->box[1]; row++)
+        for (uint32_t x0 = 0; x0 < 64; x0++) {
+            const int64_t y = s->x[1] + (int64_t)row, column = s->x[0] + (int64_t)x0;
+            const uint32_t from = (row * 128 + x0 * 2) ^ (row & 7) << 4;
+            if (y >= 0 && (uint64_t)y < m->extent[1] && column >= 0 && (uint64_t)column < m->extent[0])
+                memcpy(m->base + y * (int64_t)m->stride[0] + column * 2, s->from + from, 2);
         }
-    sums.erase(std::remove_if(sums.begin(), sums.end(), [=](const engine_sum &s) { return s.thread == thread; }),
-               sums.end());
+}
+
+static void finish_stores(unsigned thread) {
+    for (const engine_store &s : stores)
+        if (s.thread == thread)
+            s.to ? finish_sum(&s) : finish_box(&s);
+    stores.erase(
+        std::remove_if(stores.begin(), stores.end(), [=](const engine_store &s) { return s.thread == thread; }),
+        stores.end());
+}
+
+static void tell_to_store(engine_store s, uint32_t from) {
+    s.thread = emulator_fiber();
+    s.from = copied_to(from, s.bytes);
+    stores.push_back(s);
+    if (emulator_random() % 2)
+        finish_stores(s.thread);
 }
 
 void hopper_add(float *to, uint32_t from, int bytes) {
     if (bytes <= 0 || bytes % 16 || (uintptr_t)to % 16)
         emulator_fail("%d bytes to be added at %p", bytes, (void *)to);
-    const unsigned thread = emulator_fiber();
-    sums.push_back({thread, to, copied_to(from, bytes), bytes});
-    if (emulator_random() % 2)
-        finish_sums(thread);
+    engine_store s = {};
+    s.to = to;
+    s.bytes = bytes;
+    tell_to_store(s, from);
 }
 
-void hopper_wait_for_adds(void) {
-    finish_sums(emulator_fiber());
+void hopper_store_box(const void *map, uint32_t from, const int *x, unsigned rank) {
+    engine_store s = {};
+    memcpy(&s.map, map, sizeof s.map);
+    memcpy(s.x, x, rank * sizeof *x);
+    s.bytes = (int)(128 * s.map.box[1]);
+    if (rank != 2 || s.map.rank != rank || s.map.box[0] != 64 || from % ATOM)
+        emulator_fail("a box of rank %u by a map of rank %u from %#x", rank, s.map.rank, from);
+    tell_to_store(s, from);
+}
+
+void hopper_wait_for_stores(void) {
+    finish_stores(emulator_fiber());
 }
 
 /* ----------------------------------------------------------------------------------------------------- products */
@@ -415,5 +453,5 @@ void hopper_begin(void) {
         w = warp_products();
     }
     copies.clear();
-    sums.clear();
+    stores.clear();
 }

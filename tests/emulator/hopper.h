@@ -20,9 +20,10 @@ void hopper_send(uint32_t to, const void *from, int bytes, uint32_t barrier);
 /* This thread's copies by emulator_copy, and its arrival behind them. */
 void hopper_arrive_behind_copies(uint32_t at);
 
-/* What lies in shared memory is added to float32 sums, now or at the wait. */
+/* What lies in shared memory is added to float32 sums, or stored as a box, now or at the wait. */
 void hopper_add(float *to, uint32_t from, int bytes);
-void hopper_wait_for_adds(void);
+void hopper_store_box(const void *map, uint32_t from, const int *x, unsigned rank);
+void hopper_wait_for_stores(void);
 
 /* A warp's part of c = a·b (+ c), 64 x N x 16: of warp w of a warpgroup the rows 16w on. Until it is waited for c is NaN; what is in shared
  * memory is read now or then. */

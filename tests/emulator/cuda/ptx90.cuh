@@ -67,6 +67,10 @@ PTX void tma_load2_all(uint32_t to, const void *map, uint32_t barrier, int x0, i
     const int x[] = {x0, x1};
     hopper_copy_box(to, map, barrier, x, 2, blocks);
 }
+PTX void tma_store2(const void *map, uint32_t from, int x0, int x1) {
+    const int x[] = {x0, x1};
+    hopper_store_box(map, from, x, 2);
+}
 PTX void tma_prefetch4(const void *, int, int, int, int) {
 }
 PTX void tma_prefetch_map(const void *) {
@@ -93,15 +97,18 @@ PTX void add_bulk(float *to, uint32_t from, int bytes) {
 PTX void bulk_commit(void) {
 }
 PTX void bulk_wait_read(void) {
-    hopper_wait_for_adds();
+    hopper_wait_for_stores();
 }
 PTX void bulk_wait(void) {
-    hopper_wait_for_adds();
+    hopper_wait_for_stores();
 }
 
 /* ------------------------------------------------------------------------------------------------------- blocks */
 
 PTX void cluster_arrive(void) {
+    emulator_cluster_arrive();
+}
+PTX void cluster_arrive_relaxed(void) {
     emulator_cluster_arrive();
 }
 PTX void cluster_wait(void) {
