@@ -69,8 +69,8 @@ def update(
     if cache is None:
         if not isinstance(cu_seqlens_k, Tensor):
             raise NotImplementedError(
-                f"{type(module).__name__} gives its attention the indices of a paged cache, in which it has not entered "
-                "its keys: continuous batching cannot run this model"
+                f"{type(module).__name__} gives its attention the indices of a paged cache, in which it has not "
+                "entered its keys: continuous batching cannot run this model"
             )
         return key, value, cu_seqlens_k
     names = _arguments(cache.__class__)

@@ -86,10 +86,10 @@ def test_what_it_does_not_have_is_refused_by_name(name, monkeypatch):
 
 
 def test_keys_that_no_layer_entered_are_refused():
-    """From transformers 5.24 on the cache stays with the layers; what a step of it means is by type of layer until then."""
+    """From transformers 5.24 on the cache stays with the layers; what a step means is by type of layer until then."""
     q, k, v = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
     given = {"cu_seq_lens_q": torch.tensor([0, 6]), "read_index": [], "write_index": []}
-    with pytest.raises(NotImplementedError, match="Linear .*has not entered its keys"):
+    with pytest.raises(NotImplementedError, match=r"Linear .*has not entered its keys"):
         heddle.hf.attention_forward(
             torch.nn.Linear(1, 1), q, k, v, None, cu_seq_lens_k={"full_attention": torch.tensor([0, 6])}, **given
         )

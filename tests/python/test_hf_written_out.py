@@ -285,7 +285,8 @@ def test_gradient_checkpointing(reentrant):
     ids, _ = text()
     grads = []
     for checkpointing in (False, True):
-        model = made("GPTNeo", "heddle", "ForCausalLM", attention_dropout=0.3, resid_dropout=0.0, embed_dropout=0.0).train()
+        dropouts = {"attention_dropout": 0.3, "resid_dropout": 0.0, "embed_dropout": 0.0}
+        model = made("GPTNeo", "heddle", "ForCausalLM", **dropouts).train()
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         torch.manual_seed(0)
