@@ -40,6 +40,22 @@ static void test_tiles(void **state) {
             }
 }
 
+/* Forward for which the plan takes tiles of 192, 160, 128 and 96 columns, a warpgroup each, on a GPU of 132 multiprocessors (one
+ * for each cluster, and some more) or, in the emulator, of four (up to five for each). */
+static void test_tiles_in_turn(void **state) {
+    (void)state;
+    static const int64_t widths[] = {192, 160, 128, 96}, depths[] = {1416, 1416, 704, 2952};
+    for (size_t x = 0; x < 3 * 2 * COUNT(widths) && test_device() == HEDDLE_CUDA; x++) {
+        const int64_t width = widths[x % COUNT(widths)], k = depths[x % COUNT(widths)], tiles = x / COUNT(widths) % 3;
+        const int64_t cols = width == 96 ? 1 : test_emulated() ? 2 + 4 * tiles : 66 + tiles;
+        norm_linear_case c = make_case(130, k, cols * width - 8 * tiles);
+        c.a.dtype = test_dtypes[1 + x / (3 * COUNT(widths))];
+        c.skip = UINT32_C(1) << N_DX | UINT32_C(1) << N_DW;
+        c.seed = 3 * x + 1;
+        check_norm_linear(&c);
+    }
+}
+
 /* Columns for which the plan takes tiles of 96, 128, 160, 192 and 256 of them, where there are 2040 rows: of fwd, dx and dw in turn. */
 static void test_widths_of_tiles(void **state) {
     (void)state;
@@ -56,23 +72,76 @@ static void test_widths_of_tiles(void **state) {
     }
 }
 
-/* bfloat16 with more rows than columns: Hopper's product forms the rows' moments from x as it multiplies
- * it. Means of up to a hundred deviations, features that are a thousand times the others, and rows that do not fill a tile. */
-static void test_gathered_moments(void **state) {
-    (void)state;
-    static const int64_t sizes[][3] = {{300, 64, 136}, {257, 192, 40}, {129, 1024, 72}, {700, 128, 8}};
+/* The y-th of cases with means of up to a hundred deviations, features that are a thousand times the others, and tensors that
+ * are not there. */
+static norm_linear_case hard_case(const int64_t sizes[3], heddle_dtype dtype, size_t y) {
     static const double means[] = {0, 100, 30}, spreads[] = {0, 1000};
-    for (size_t x = 0; x < 2 * 3 * 2 * COUNT(sizes) && (test_device() == HEDDLE_CUDA || x < 1); x++) {
-        const int64_t *s = sizes[x % COUNT(sizes)];
-        const size_t y = x / COUNT(sizes);
-        norm_linear_case c = make_case(s[0], s[1], s[2]);
-        c.a.dtype = HEDDLE_BF16;
-        c.a.norm = (heddle_norm)(y % 2);
-        c.mean = means[y / 2 % 3];
-        c.scale_spread = spreads[y / 6];
-        c.skip = y == 1 ? UINT32_C(1) << N_GAMMA : y == 2 ? UINT32_C(1) << N_MEAN | UINT32_C(1) << N_RSTD : 0;
+    norm_linear_case c = make_case(sizes[0], sizes[1], sizes[2]);
+    c.a.dtype = dtype;
+    c.a.norm = (heddle_norm)(y % 2);
+    c.mean = means[y / 2 % 3];
+    c.scale_spread = spreads[y / 6];
+    c.skip = y == 1   ? UINT32_C(1) << N_GAMMA
+             : y == 2 ? UINT32_C(1) << N_MEAN | UINT32_C(1) << N_RSTD
+             : y == 3 ? UINT32_C(1) << N_BETA
+                      : 0;
+    return c;
+}
+
+/* Rows that Hopper normalises in front of its product: of one warp's elements, of several warps', and of more than their threads
+ * have at once. */
+static void test_rows_normalised(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{300, 64, 136}, {257, 768, 40}, {129, 1024, 72}, {50, 4104, 24}, {35, 8200, 8}};
+    for (size_t x = 0; x < 2 * 12 * COUNT(sizes) && (test_device() == HEDDLE_CUDA || x < 1); x++) {
+        const size_t y = x / COUNT(sizes) / 2;
+        norm_linear_case c = hard_case(sizes[x % COUNT(sizes)], test_dtypes[1 + x / COUNT(sizes) % 2], y);
         c.seed = 3 * x + 1;
         expect_family(&c, true);
+        check_norm_linear(&c);
+    }
+}
+
+/* Hopper's forward multiplies raw x. */
+static void expect_raw(const norm_linear_case *c) {
+    char name[128] = "";
+    expect_family(c, true);
+    assert_int_equal(heddle_norm_linear_kernel(&c->a, HEDDLE_FORWARD, name, sizeof name), HEDDLE_OK);
+    assert_true(strstr(name, "_raw_") || !strstr(name, "_sm90"));
+}
+
+/* bfloat16 with more rows than columns, long sums and work for the whole GPU: Hopper's product forms the rows' moments from x
+ * as it multiplies it. So many rows are for a GPU; the emulator is asked for one of few multiprocessors. Rows that do not fill a
+ * tile. */
+static void test_gathered_moments(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{16900, 1032, 40}, {17100, 2048, 8}, {8500, 1088, 304}},
+                         fewer[] = {8210, 1032, 8};
+    const bool emulated = test_emulated();
+    for (size_t x = 0; x < (emulated ? 2 : 12 * COUNT(sizes)) && test_device() == HEDDLE_CUDA; x++) {
+        const int64_t *s = emulated ? fewer : sizes[x % COUNT(sizes)];
+        norm_linear_case c = hard_case(s, HEDDLE_BF16, emulated ? 2 + x : x / COUNT(sizes));
+        c.skip |= emulated ? UINT32_C(1) << N_DX | UINT32_C(1) << N_DW : 0;
+        c.seed = 3 * x + 1;
+        expect_raw(&c);
+        check_norm_linear(&c);
+    }
+}
+
+/* The same where rows are made anew after they have been stored. */
+static void test_gathered_coarse_rows(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{16900, 1032, 40}, {8500, 1088, 304}}, fewer[] = {8210, 1032, 8};
+    static const double means[] = {300, 30000, 120};
+    const bool emulated = test_emulated();
+    for (size_t x = 0; x < (emulated ? 2 : COUNT(means) * COUNT(sizes)) && test_device() == HEDDLE_CUDA; x++) {
+        const int64_t *s = emulated ? fewer : sizes[x % COUNT(sizes)];
+        norm_linear_case c = make_case(s[0], s[1], s[2]);
+        c.a.dtype = HEDDLE_BF16;
+        c.mean = means[x / (emulated ? 1 : COUNT(sizes))];
+        c.skip = UINT32_C(1) << N_DX | UINT32_C(1) << N_DW;
+        c.seed = 3 * x + 1;
+        expect_raw(&c);
         check_norm_linear(&c);
     }
 }
@@ -136,8 +205,11 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_tiles),
         cmocka_unit_test(test_tiles_with_odd_columns),
+        cmocka_unit_test(test_rows_normalised),
         cmocka_unit_test(test_gathered_moments),
+        cmocka_unit_test(test_gathered_coarse_rows),
         cmocka_unit_test(test_one_launch),
+        cmocka_unit_test(test_tiles_in_turn),
         cmocka_unit_test(test_many_short_tiles),
         cmocka_unit_test(test_widths_of_tiles),
     };

@@ -222,8 +222,40 @@ static void check_linear_limit(const norm_linear_launch *l, int64_t limit, const
         assert_true(l->grid <= limit * resident);
 }
 
+static uint32_t quotient(uint32_t x, divisor d) {
+    return (uint32_t)(((uint64_t)x * d.factor >> 32) + x) >> d.shift;
+}
+
+/* Hopper's order of tiles: its divisions without a division, at the ends of what is divided and between. */
+static void check_order(const norm_linear_launch *l, rng *r) {
+    const tile_order *o = &l->params.gemm90.g.tiles;
+    if (!l->sm90)
+        return;
+    assert_int_equal(o->panels, (o->units - 1) / o->panel_units + 1);
+    for (int x = 0; x < 20; x++) {
+        const uint32_t end = o->units - 1, at = x == 0 ? 0 : x == 1 ? end : (uint32_t)rng_between(r, 0, end);
+        const uint32_t of_panel = at / o->panel_units * o->panel_units, before = of_panel ? of_panel - 1 : 0;
+        assert_int_equal(quotient(at, o->panel), at / o->panel_units);
+        assert_int_equal(quotient(of_panel, o->panel), of_panel / o->panel_units);
+        assert_int_equal(quotient(before, o->panel), before / o->panel_units);
+        assert_int_equal(quotient(at % o->panel_units, o->last), at % o->panel_units / o->last_height);
+    }
+}
+
+/* So does what `normalise` writes, unless it is z; and each of its warps has a team. */
+static void check_normalised(const norm_linear_launch *l, const norm_linear_plan *plan) {
+    const norm_normalise *p = &l->params.normalise;
+    const char *high = p->job.high;
+    if (!strstr(heddle__cuda_kernels[l->kernel].symbol, "_normalise_"))
+        return;
+    assert_true(high == aligned || (high >= space && high + p->job.rows * p->job.ldp * 2 <= space + plan->workspace));
+    assert_true(p->parts * 256 >= p->job.cols && p->warps * p->teams <= 16 && p->warps * (p->teams + 1) > 16);
+    for (uint32_t warp = 0; warp < 16; warp++)
+        assert_int_equal(quotient(warp, p->team), warp / (uint32_t)p->warps);
+}
+
 static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device,
-                                   bool wants_dx) {
+                                   bool wants_dx, rng *r) {
     void *const of_norm = a->norm == HEDDLE_NO_NORM ? NULL : aligned;
     norm_linear_plan plan = {.threads = 1};
     static norm_linear_launch launches[NORM_LINEAR_MAX_LAUNCHES];
@@ -250,6 +282,8 @@ static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass
         assert_true(launches[x].grid > 0 && launches[x].grid <= INT32_MAX);
         check_prepared(&launches[x], &plan);
         check_linear_limit(&launches[x], a->multiprocessors, device);
+        check_normalised(&launches[x], &plan);
+        check_order(&launches[x], r);
     }
     return true;
 }
@@ -270,7 +304,7 @@ static void test_norm_linear(void **state) {
         a.features |= a.activation ? HEDDLE_ACTIVATION : 0;
         a.multiprocessors = rng_chance(&r, 0.5) ? rng_between(&r, 1, 140) : 0;
         for (int pass = 0; pass < 2; pass++)
-            accepted += check_norm_linear_plan(&a, (heddle_pass)pass, &device, x % 7 % 2);
+            accepted += check_norm_linear_plan(&a, (heddle_pass)pass, &device, x % 7 % 2, &r);
     }
     assert_true(accepted > CASES / 10);
 }

@@ -84,8 +84,10 @@ static void sweep_norm_linear(heddle_dtype dtype) {
                                        {16384, 1024, 4096}, {2040, 744, 2040}, {2040, 1000, 2040}, {2040, 1272, 2040},
                                        {2040, 1480, 2040},  {2040, 72, 744},   {2040, 72, 1000},   {2040, 72, 1272},
                                        {2040, 72, 1480},    {5, 264, 100},     {25, 264, 100},     {40, 5000, 64},
-                                       {2040, 72, 368},     {2040, 72, 504},   {2040, 72, 640},    {2040, 72, 736}};
-    /* from the sixth on: tiles of every width for Hopper; a few rows; rows whose sums no block holds; the widths of two halves */
+                                       {2040, 72, 368},     {2040, 72, 504},   {2040, 72, 640},    {2040, 72, 736},
+                                       {17000, 1032, 40},   {520, 1416, 4224}, {300, 8200, 64},    {520, 1416, 3520}};
+    /* from the sixth on: tiles of every width for Hopper; a few rows; rows whose sums no block holds; the widths of two halves;
+     * raw x on Hopper, tiles of 192 and 160 columns in turn */
     for (size_t x = 0; x < COUNT(sizes); x++)
         for (int norm = 0; norm < 3; norm++)
             for (int tf32 = 0; tf32 < 2; tf32++)
@@ -467,11 +469,11 @@ static void limited(void) {
     MUST(blocks_of(pairs, HEDDLE_BACKWARD, 1, "heddle_attention_dkdv_bf16_d256_lean_sm90") == 1);
     MUST(blocks_of(attention_desc(HEDDLE_BF16, 1, 3, 3, 200, 300, 160, 0), HEDDLE_BACKWARD, 0,
                    "heddle_attention_bwd_bf16_d192_lean_sm90") == 2 * 3 * 3);
-    heddle_norm_linear l = norm_linear_desc(HEDDLE_BF16, HEDDLE_LAYER_NORM, 16384, 1024, 4096);
+    heddle_norm_linear l = norm_linear_desc(HEDDLE_BF16, HEDDLE_LAYER_NORM, 16384, 4096, 4096);
     for (size_t x = 0; x < COUNT(limits); x++) {
         l.multiprocessors = limits[x][0];
         MUST(run_norm_linear(l, HEDDLE_FORWARD, 0, NULL) == HEDDLE_OK);
-        MUST(fake_blocks("heddle_norm_linear_fwd_n256_bf16_sm90") == limits[x][1]);
+        MUST(fake_blocks("heddle_norm_linear_fwd_raw_n256_bf16_sm90") == limits[x][1]);
     }
 }
 

@@ -15,12 +15,12 @@ template <typename T> INLINE void activate_kernel(const norm_activate &p) {
         if (p.dy) {
             float dy[8];
             load8((const T *)p.dy + row * p.ldd, col, p.cols, p.vector, dy);
-            activate8<true>(p.activation, v);
+            activate<8, true>(p.activation, v);
 #pragma unroll
             for (int x = 0; x < 8; x++)
                 v[x] *= dy[x];
         } else {
-            activate8<false>(p.activation, v);
+            activate<8, false>(p.activation, v);
             if (p.residual) {
                 float more[8];
                 load8((const T *)p.residual + row * p.ldr, col, p.cols, p.vector, more);
@@ -56,7 +56,7 @@ template <typename T> INLINE void gate_kernel(const norm_activate &p) {
             store8(out + p.cols, col, p.cols, p.vector, gate);
             continue;
         }
-        activate8<false>(p.activation, gate);
+        activate<8, false>(p.activation, gate);
         float more[8] = {0};
         if (p.residual)
             load8((const T *)p.residual + row * p.ldr, col, p.cols, p.vector, more);

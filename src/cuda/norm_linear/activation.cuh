@@ -32,21 +32,21 @@ INLINE float by_sigmoid(float u, float limit, float linear, float cubic, float *
     return u * share;
 }
 
-/* v[8] = act of it, or the derivative; the activation is the same for all threads. */
-template <bool SLOPE> INLINE void activate8(int activation, float v[8]) {
+/* v[N] = act of it, or the derivative; the activation is the same for all threads. */
+template <int N, bool SLOPE> INLINE void activate(int activation, float v[N]) {
     const bool silu = activation == HEDDLE_SILU_NUMBER;
     const float limit = silu ? SILU_LIMIT : TANH_LIMIT, linear = silu ? 1 : TANH_LINEAR, cubic = silu ? 0 : TANH_CUBIC;
     float slope;
     if (activation == HEDDLE_GELU_NUMBER) {
 #pragma unroll
-        for (int x = 0; x < 8; x++) {
+        for (int x = 0; x < N; x++) {
             const float y = gelu(v[x], &slope);
             v[x] = SLOPE ? slope : y;
         }
         return;
     }
 #pragma unroll
-    for (int x = 0; x < 8; x++) {
+    for (int x = 0; x < N; x++) {
         const float y = by_sigmoid(v[x], limit, linear, cubic, &slope);
         v[x] = SLOPE ? slope : y;
     }

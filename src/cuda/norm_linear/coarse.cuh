@@ -16,6 +16,11 @@ INLINE bool is_coarse(float2 row) {
     return fabsf(row.x) * row.y > COARSE_MEAN;
 }
 
+/* Of a warp's rows, of each lane's two. */
+INLINE bool any_coarse(const float2 row[2]) {
+    return __any_sync(~0u, is_coarse(row[0]) || is_coarse(row[1]));
+}
+
 INLINE void multiply_pairs(float c[4], const uint32_t a[4], const uint32_t b[2], bf16) {
     mma_bf16(c, a, b);
 }
@@ -58,7 +63,7 @@ INLINE void store_again(const norm_gemm &p, int64_t row0, int64_t col, int lane,
                 ((T *)p.u)[row * p.ldu + at] = u;
             v[x] = to_float(u);
         }
-        activate8<false>(p.activation, v);
+        activate<8, false>(p.activation, v);
     }
 #pragma unroll
     for (int x = 0; x < 8; x++) {
@@ -136,8 +141,6 @@ template <typename T>
 INLINE void remake_coarse(const norm_gemm &p, const float2 row[2], int64_t row0, int64_t col0, int64_t col1,
                           bool vector) {
     const bool coarse[2] = {is_coarse(row[0]), is_coarse(row[1])};
-    if (!__any_sync(~0u, coarse[0] || coarse[1]))
-        return;
     uint32_t thread = threadIdx.x;
     pin(thread); /* or what depends on it would wait in registers while the sums are formed */
     const int lane = thread % 32;

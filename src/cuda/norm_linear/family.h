@@ -60,7 +60,7 @@ typedef struct norm_linear_facts {
     bool plain;      /* no norm */
     bool gated;      /* the activation is of two halves */
     bool raw;        /* forward multiplies x itself */
-    bool gathers;    /* and forms the moments of its rows beside the product, as far as the pointers allow */
+    bool gathers;    /* and Hopper's product forms the moments of its rows, as far as the pointers allow */
     bool kept;       /* forward finds what it makes of the weight with the caller */
     bool few;        /* forward is one launch, as far as the pointers allow */
     bool sm90;       /* the products are Hopper's, as far as the pointers allow */
@@ -87,6 +87,7 @@ typedef struct norm_linear_call {
     const heddle_norm_linear_data *t;
     void *workspace;
     norm_linear_arrays at;
+    bool b_is_there; /* the launch in front of forward's product has waited for who may write W */
     norm_linear_launch *launches;
     int count;
 } norm_linear_call;
@@ -158,18 +159,22 @@ enum { WIDTHS = sizeof((int[]){GEMM90_WIDTHS(WIDTH_OF, )}) / sizeof(int) };
 /* The kernels of one product. */
 typedef struct gemm_kernels {
     enum cuda_kernel sm80[3], any[2], tf32, sm90[WIDTHS][2];
+    enum gemm90_pass pass;
 } gemm_kernels;
 
 #define WIDTH_KERNELS(pass, width)                                                                                     \
     { NORM_LINEAR_##pass##_n##width##_bf16_sm90, NORM_LINEAR_##pass##_n##width##_f16_sm90 }
 /* The products of an activation of two halves: Hopper's alone. */
-#define GATED (&(const gemm_kernels){.sm90 = {GEMM90_WIDTHS(WIDTH_KERNELS, fwd_gate)}})
+#define GATED (&(const gemm_kernels){.sm90 = {GEMM90_WIDTHS(WIDTH_KERNELS, fwd_gate)}, .pass = GEMM90_gate})
+/* That of raw x, of the widest tiles. */
+#define OF_RAW (&(const gemm_kernels){.sm90 = {{NORM_LINEAR_fwd_raw_n256_bf16_sm90}}, .pass = GEMM90_raw})
 #define GEMMS(pass)                                                                                                    \
     (&(const gemm_kernels){                                                                                            \
         {NORM_LINEAR_##pass##_bf16_sm80, NORM_LINEAR_##pass##_f16_sm80, NORM_LINEAR_##pass##_f32_sm80},                \
         {NORM_LINEAR_##pass##_any_bf16_sm80, NORM_LINEAR_##pass##_any_f16_sm80},                                       \
         NORM_LINEAR_##pass##_tf32_sm80,                                                                                \
-        {GEMM90_WIDTHS(WIDTH_KERNELS, pass)}})
+        {GEMM90_WIDTHS(WIDTH_KERNELS, pass)},                                                                          \
+        GEMM90_##pass})
 
 /* The same kernel of each dtype. */
 #define OF_DTYPE(pass)                                                                                                 \
@@ -199,12 +204,18 @@ norm_linear_facts heddle__cuda_norm_linear_facts(const norm_linear_plan *plan, c
 /* The job of normalising x, with what differs from one use to the other in p. */
 norm_rows heddle__cuda_rows_of_x(const norm_linear_call *c, norm_rows p);
 
+/* In 16 bits, for Hopper's product. */
+void heddle__cuda_add_normalise(norm_linear_call *c, const norm_rows *x);
+
 /* Returns the blocks. */
 int64_t heddle__cuda_add_prepare(norm_linear_call *c, norm_prepare p);
 
-/* Hopper's kernel for a product, and the columns of its tiles. */
+/* Hopper's kernel for a product, and the columns of its tiles. adds: an activation or a residual. */
 enum cuda_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gemm_kernels *kernels, int64_t rows, int64_t cols,
-                                     int64_t depth, int64_t *width);
+                                     int64_t depth, bool adds, int64_t *width);
+
+/* Whether there are as many of the widest tiles as Hopper's multiprocessors have at once. */
+bool heddle__cuda_fills90(const cuda_facts *device, int64_t rows, int64_t cols);
 
 /* A product. Returns whether it is Hopper's. */
 bool heddle__cuda_add_gemm(norm_linear_call *c, const gemm_kernels *kernels, const norm_gemm *p, bool a_transposed,

@@ -3,11 +3,15 @@
  *
  * bfloat16 with many rows multiplies the raw x and applies the norm in the epilogue (docs/design.md, section 4): raw x is exact, xhat
  * rounded is not, and the 8 bits of the result hide what a large mean costs. With few rows there are fewer bytes in x normalised than in
- * W∘gamma. float16 and float32 have more bits and normalise first. Without a norm 16-bit operands are as they lie: one launch. */
+ * W∘gamma, and Hopper normalises short rows in less time than it packs W. float16 and float32 have more bits and normalise first. Without a
+ * norm 16-bit operands are as they lie: one launch. */
 #include "cuda/norm_linear/family.h"
 
 #include "fields.h"
 #include "status.h"
+
+/* What a tile of Hopper's may lie over the end of rows and columns, which it counts in 32 bits. */
+#define OVER_THE_END 512
 
 /* The copy engine reads rows that begin at multiples of 16 bytes, and there must be some. */
 static bool takes_sm90(const norm_linear_plan *plan, const cuda_facts *device) {
@@ -15,8 +19,9 @@ static bool takes_sm90(const norm_linear_plan *plan, const cuda_facts *device) {
     const bool backward = plan->pass == HEDDLE_BACKWARD;
     const int64_t strides = backward ? a->w_stride | (a->activation ? 0 : a->dy_stride) | a->dx_stride | a->dw_stride
                                      : a->x_stride | a->w_stride | (is_gated(a->activation) ? 0 : a->y_stride);
-    return device->sm90 && device->shared_bytes >= (size_t)gemm90_bytes(GEMM90_WIDEST) && device->multiprocessors > 1 &&
-           a->dtype != HEDDLE_F32 && strides % 8 == 0 && a->m > 0;
+    return device->sm90 && device->shared_bytes >= GEMM90_ROOM && device->multiprocessors > 1 &&
+           a->dtype != HEDDLE_F32 && strides % 8 == 0 && a->m > 0 &&
+           (a->m | a->k | norm_linear_extent(a, 'N')) <= INT32_MAX - OVER_THE_END;
 }
 
 /* A family that somebody asks for takes what it can. */
@@ -42,6 +47,16 @@ static bool takes_few(const norm_linear_plan *plan, const cuda_facts *device) {
            device->multiprocessors >= FEW_LIMIT / FEW_ROWS;
 }
 
+/* On Hopper, terms of a short row. */
+#define SHORT_SUM 1024
+
+/* Whether bfloat16 multiplies raw x, of m rows, by n of W. Hopper normalises short rows, and few, in less time than it packs W. */
+static bool takes_raw(const heddle_norm_linear *a, const cuda_facts *device, bool gathers, int64_t n) {
+    if (!gathers)
+        return 2 * n < a->m;
+    return n < a->m && a->k > SHORT_SUM && a->m * a->k > INT64_C(1) << 22 && heddle__cuda_fills90(device, a->m, n);
+}
+
 norm_linear_facts heddle__cuda_norm_linear_facts(const norm_linear_plan *plan, const cuda_facts *device) {
     const heddle_norm_linear *a = &plan->a;
     const bool sm90 = takes_sm90(plan, device), gathers = sm90 && a->k % 8 == 0, plain = a->norm == HEDDLE_NO_NORM;
@@ -50,7 +65,7 @@ norm_linear_facts heddle__cuda_norm_linear_facts(const norm_linear_plan *plan, c
     const bool gated =
         is_gated(a->activation); /* its gradients have up's errors whole, which the slope of others hides */
     const bool wide = a->dtype == HEDDLE_F32,
-               raw = a->dtype == HEDDLE_BF16 && !plain && !z && !gated && (gathers ? n : 2 * n) < a->m;
+               raw = a->dtype == HEDDLE_BF16 && !plain && !z && !gated && takes_raw(a, device, gathers, n);
     return (norm_linear_facts){.raw = raw,
                                .kept = plan->pass == HEDDLE_FORWARD && (a->features & HEDDLE_PREPARED) && (raw || wide),
                                .plain = plain,
@@ -96,12 +111,14 @@ static void plan_products(norm_linear_plan *plan, const cuda_facts *device, norm
     c->is = heddle__cuda_norm_linear_facts(plan, device);
     plan->reads_prepared = c->is.kept;
     const bool gated = forward_pass && c->is.gated && c->is.sm90 && a->y_stride % 8 == 0;
-    const gemm_kernels *kernels = gated ? GATED : forward_pass ? GEMMS(fwd) : GEMMS(dx);
+    const bool raw = forward_pass && c->is.raw && c->is.gathers;
+    const bool adds = gated || (!c->is.gated && (a->activation || (a->features & HEDDLE_RESIDUAL)));
+    const gemm_kernels *kernels = gated ? GATED : raw ? OF_RAW : forward_pass ? GEMMS(fwd) : GEMMS(dx);
     plan->tile_m = plan->tile_n = GEMM_TILE;
     plan->tile_k = gemm80_depth(c->is.wide && !c->is.tf32 ? 2 : 1);
     const norm_linear_call call = {.a = a, .device = device, .is = c->is};
     enum cuda_kernel kernel = c->is.sm90   ? heddle__cuda_gemm90(&call, kernels, a->m, forward_pass ? c->is.n : a->k,
-                                                               forward_pass ? a->k : c->is.n, &plan->tile_n)
+                                                               forward_pass ? a->k : c->is.n, adds, &plan->tile_n)
                               : c->is.tf32 ? kernels->tf32
                                            : kernels->sm80[c->is.dtype];
     if (c->is.few) {
@@ -162,6 +179,10 @@ static void add_product(norm_linear_call *c, norm_gemm g) {
     if (c->is.gated && fits) {
         g.cols = c->a->n;
         heddle__cuda_add_gated(c, &g);
+        return;
+    }
+    if (g.turns) {
+        heddle__cuda_add_gemm(c, OF_RAW, &g, false, false);
         return;
     }
     if (apart) {
@@ -252,7 +273,6 @@ static norm_gemm prepare_raw(norm_linear_call *c, norm_rows w) {
     g.col_sum = c->at.s;
     g.col_add = c->at.t;
     if (c->is.gathers && heddle__cuda_fits90(c, &g)) {
-        g.gathers = 1;
         g.saved_mean = c->at.mean;
         g.saved_rstd = c->at.rstd;
         g.turns = p.clear = c->at.turns;
@@ -276,17 +296,28 @@ static bool multiplies_z(const norm_linear_call *c) {
     return c->t->z && !c->is.wide && c->a->k == c->is.kp && c->a->z_stride == c->a->k && aligned16(c->t->z, c->a->k, 2);
 }
 
+/* What `normalise` is for: short rows, or so few that they take less time to read than a launch; they begin at multiples of 16 bytes. By the
+ * byte `prepare` is faster with long ones. */
+static bool lets_normalise(const norm_linear_call *c, const norm_rows *x) {
+    return c->a->k % 8 == 0 && (c->a->k <= SHORT_SUM || c->a->m * c->a->k <= INT64_C(1) << 23) &&
+           normalise_parts(c->a->k) <= NORMALISE_PARTS && aligned16(x->in, x->ld, 2) && aligned16(x->high, x->ldp, 2) &&
+           aligned16(x->gamma, 0, 2) && aligned16(x->beta, 0, 2);
+}
+
 /* z, and W as it is. */
 static norm_gemm prepare_normalised(norm_linear_call *c) {
     const heddle_norm_linear_data *t = c->t;
     norm_gemm g = product_of(c);
     void *const z = multiplies_z(c) ? t->z : c->at.z;
     const norm_rows x = heddle__cuda_rows_of_x(c, (norm_rows){.high = z, .gamma = t->gamma, .beta = t->beta});
-    heddle__cuda_add_prepare(c, (norm_prepare){.job = {x}});
     g.a = z;
     g.b = t->w;
     g.ldb = c->a->w_stride;
     g.bias = t->bias;
+    if (heddle__cuda_fits90(c, &g) && lets_normalise(c, &x))
+        heddle__cuda_add_normalise(c, &x);
+    else
+        heddle__cuda_add_prepare(c, (norm_prepare){.job = {x}});
     return g;
 }
 

@@ -8,6 +8,18 @@
 
 #include "cuda/tensor_map.h"
 
+/* x / d for x under 2^31 is (x·factor / 2^32 + x) / 2^shift. */
+typedef struct divisor {
+    uint32_t factor, shift;
+} divisor;
+
+/* sm90: pairs of tiles one below the other, `units` of them; PANEL rows of those, the last panel last_height, have all their columns before the
+ * next. */
+typedef struct tile_order {
+    uint32_t units, panels, panel_units, last_height;
+    divisor panel, last; /* by panel_units, last_height */
+} tile_order;
+
 /* out[rows, cols] = epilogue(A·B). A and B are 16-bit planes whose leading dimension is a multiple of 8 elements. */
 typedef struct norm_gemm {
     const void *a, *a_low; /* fwd, dx: [rows, depth]; dw: [depth, rows] */
@@ -15,13 +27,14 @@ typedef struct norm_gemm {
     int64_t lda, ldb;
     int64_t rows, cols, depth;
     int64_t row_tiles, col_tiles;
+    tile_order tiles; /* sm90 */
     /* The product is worth 2^-(exponent + *shared_exponent + row_exponent[row] + col_exponent[col]); each may be NULL. */
     const int32_t *row_exponent, *col_exponent, *shared_exponent;
     int32_t exponent;
     int32_t pairs;            /* two neighbours of out may be stored at once */
     void *out;                /* T [rows, cols]; dw: NULL if not wanted */
     int64_t ldo;              /* of out */
-    const float *mean, *rstd; /* per row. fwd: NULL when A is normalised already, or where the kernel `gathers` them */
+    const float *mean, *rstd; /* fwd of sm80: per row; NULL when A is normalised already */
     const float *col_sum;     /* fwd: s, or NULL when A is normalised already */
     const float *col_add;     /* fwd: t, or NULL; then bias, or NULL */
     const void *bias;         /* fwd: T [cols] */
@@ -32,11 +45,11 @@ typedef struct norm_gemm {
     int64_t ldx;              /* of w */
     /* dw: sums over the rows of W∘G, or NULL: [gemm80_sums or gemm90_sums][cols] */
     float *part;
-    /* fwd of sm90 that `gathers`: mean and rstd of A's rows are formed beside the product, and written here; turns[2][row_tiles + 1], zeros at
-     * first, counts their slices. */
+    /* fwd_raw of sm90: mean and rstd of A's rows are formed beside the product, and written here; turns[2][row_tiles + 1], zeros at first,
+     * counts their slices. */
     float *saved_mean, *saved_rstd;
     int32_t *turns;
-    int32_t gathers, rms;
+    int32_t rms;
     float eps, inverse; /* 1/depth */
     /* fwd of sm90: out = act of what would be there, and that to u [rows, cols], unless NULL. */
     int32_t activation;
@@ -46,12 +59,6 @@ typedef struct norm_gemm {
     const void *residual; /* fwd: T [rows, cols], added to out; or NULL */
     int64_t ldr;
 } norm_gemm;
-
-/* On Hopper A and B come by the copy engine, in boxes of 64 rows. */
-typedef struct norm_gemm_sm90 {
-    tensor_map a, b;
-    norm_gemm g;
-} norm_gemm_sm90;
 
 /* A row of `in` at a time: its moments, and xhat into planes; or, where it `packs`, in∘gamma into planes. */
 typedef struct norm_rows {
@@ -70,6 +77,20 @@ typedef struct norm_rows {
     int32_t vector;                    /* in, gamma and beta may be read 16 bytes at a time */
     float eps, inverse;                /* 1/cols */
 } norm_rows;
+
+/* normalise, sm90: rows in 16 bits. */
+typedef struct norm_normalise {
+    norm_rows job;
+    int32_t parts, warps, teams; /* contract.h of sm90 */
+    divisor team;                /* by warps */
+} norm_normalise;
+
+/* On Hopper A and B come by the copy engine, in boxes of 64 rows, and out goes by it, in boxes of 16. */
+typedef struct norm_gemm_sm90 {
+    tensor_map a, b, out;
+    norm_gemm g;
+    int32_t b_is_there; /* no kernel that may still run writes it */
+} norm_gemm_sm90;
 
 /* prepare: two jobs in one launch; one of them may have no rows. The least exponents of each job's packed rows go from one launch to
  * the next: to least[2][blocks], and from of[x][of_blocks[x]], where what they come to goes to shared[2], too. Each may be NULL. */
@@ -175,6 +196,7 @@ typedef union norm_linear_params {
     norm_gemm gemm;
     norm_gemm_sm90 gemm90;
     norm_prepare prepare;
+    norm_normalise normalise;
     norm_finish finish;
     norm_totals totals;
     norm_activate activate;

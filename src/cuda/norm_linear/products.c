@@ -28,25 +28,85 @@ norm_rows heddle__cuda_rows_of_x(const norm_linear_call *c, norm_rows p) {
     return p;
 }
 
-/* Columns of a tile on Hopper: those with which all clusters are done soonest, counted in cycles; a step of 64 terms keeps the tensor
- * cores for four cycles a column. */
+/* Columns of a tile on Hopper. */
 static const int64_t widths90[WIDTHS] = {GEMM90_WIDTHS(WIDTH_OF, )};
 
-enum cuda_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gemm_kernels *kernels, int64_t rows, int64_t cols,
-                                     int64_t depth, int64_t *width) {
-    const int64_t clusters = c->device->multiprocessors / 2, pairs = blocks(rows, 2 * GEMM_TILE);
-    int64_t least = INT64_MAX;
+/* Of forward, in cycles, as they were measured on an H100 (docs/kernels/cuda-norm-linear.md): a step of 64 terms, where narrow tiles wait for
+ * the second-level cache; a tile's results, those of the widest after every tile, of tiles in turn after the last alone; and those with an
+ * activation or a residual, of a warpgroup that has them for itself. */
+static const int64_t steps90[WIDTHS] = {1030, 770, 692, 565, 549}, results90[WIDTHS] = {1700, 6900, 5500, 3300, 4000};
+enum { RICH_RESULTS = 8500, RICH_IN_TURN = 15000 };
+
+static int64_t clusters90(const cuda_facts *device) {
+    return device->multiprocessors / 2;
+}
+
+static int64_t units90(int64_t rows, int64_t cols, int64_t width) {
+    return blocks(rows, 2 * GEMM_TILE) * blocks(cols, width);
+}
+
+bool heddle__cuda_fills90(const cuda_facts *device, int64_t rows, int64_t cols) {
+    return units90(rows, cols, GEMM90_WIDEST) >= clusters90(device);
+}
+
+/* What all clusters take with tiles of the x-th width. */
+static int64_t cycles90(const norm_linear_call *c, enum gemm90_pass pass, int64_t rows, int64_t cols, int64_t depth,
+                        bool adds, int x) {
+    const int64_t rounds = blocks(units90(rows, cols, widths90[x]), clusters90(c->device)),
+                  steps = blocks(depth, GEMM90_DEPTH);
+    if (pass != GEMM90_fwd)
+        return rounds * (steps * (4 * widths90[x] + 60) + 6 * widths90[x] + 600);
+    const int64_t sums = steps * steps90[x], both = (sums + RICH_IN_TURN) / 2;
+    if (!gemm90_in_turn(pass, (int)widths90[x]))
+        return rounds * (sums + results90[x] + (adds ? RICH_RESULTS : 0));
+    return rounds * (adds && both > sums ? both : sums) + results90[x];
+}
+
+static int width_of(const norm_linear_call *c, enum gemm90_pass pass, int64_t rows, int64_t cols, int64_t depth,
+                    bool adds) {
     int best = 0;
-    for (int x = 0; x < WIDTHS; x++) {
-        const int64_t rounds = blocks(pairs * blocks(cols, widths90[x]), clusters);
-        const int64_t cycles = rounds * (blocks(depth, GEMM90_DEPTH) * (4 * widths90[x] + 60) + 6 * widths90[x] + 600);
-        if (cycles < least) {
-            least = cycles;
+    for (int x = 1; x < WIDTHS && pass != GEMM90_raw; x++)
+        if ((!adds || gemm90_adds(pass, (int)widths90[x])) &&
+            cycles90(c, pass, rows, cols, depth, adds, x) < cycles90(c, pass, rows, cols, depth, adds, best))
             best = x;
-        }
-    }
-    *width = widths90[best];
-    return kernels->sm90[best][c->is.dtype];
+    return best;
+}
+
+enum cuda_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gemm_kernels *kernels, int64_t rows, int64_t cols,
+                                     int64_t depth, bool adds, int64_t *width) {
+    const bool forward = kernels->pass <= GEMM90_gate;
+    const int x = width_of(c, kernels->pass, rows, cols, depth, forward && adds);
+    *width = widths90[x];
+    return kernels->sm90[x][c->is.dtype];
+}
+
+static divisor divisor_of(int64_t d) {
+    divisor by = {0, 0};
+    while (INT64_C(1) << by.shift < d)
+        by.shift++;
+    by.factor = (uint32_t)((((UINT64_C(1) << by.shift) - (uint64_t)d) << 32) / (uint64_t)d + 1);
+    return by;
+}
+
+static tile_order order_of(int64_t pairs, int64_t cols) {
+    const int64_t panels = blocks(pairs, GEMM90_PANEL), last = pairs - (panels - 1) * GEMM90_PANEL;
+    return (tile_order){.units = (uint32_t)(pairs * cols),
+                        .panels = (uint32_t)panels,
+                        .panel_units = (uint32_t)(GEMM90_PANEL * cols),
+                        .last_height = (uint32_t)last,
+                        .panel = divisor_of(GEMM90_PANEL * cols),
+                        .last = divisor_of(last)};
+}
+
+void heddle__cuda_add_normalise(norm_linear_call *c, const norm_rows *x) {
+    const norm_normalise p = {.job = *x,
+                              .parts = normalise_parts(c->a->k),
+                              .warps = normalise_warps(c->a->k),
+                              .teams = normalise_teams(c->a->k),
+                              .team = divisor_of(normalise_warps(c->a->k))};
+    heddle__cuda_add(c, c->is.dtype == 0 ? NORM_LINEAR_normalise_bf16_sm90 : NORM_LINEAR_normalise_f16_sm90,
+                     blocks(x->rows, p.teams), 0, &(norm_linear_params){.normalise = p});
+    c->b_is_there = true;
 }
 
 int64_t heddle__cuda_add_prepare(norm_linear_call *c, norm_prepare p) {
@@ -97,16 +157,18 @@ bool heddle__cuda_fits90(const norm_linear_call *c, const norm_gemm *p) {
 static void add_gemm90(norm_linear_call *c, const gemm_kernels *kernels, const norm_gemm *p, bool a_transposed,
                        bool b_transposed, int halves) {
     int64_t width;
-    const enum cuda_kernel kernel = heddle__cuda_gemm90(c, kernels, p->rows, halves * p->cols, p->depth, &width);
+    const enum cuda_kernel kernel =
+        heddle__cuda_gemm90(c, kernels, p->rows, halves * p->cols, p->depth, p->activation || p->residual, &width);
     const int64_t lda = p->lda * 2, ldb = p->ldb * 2;
     norm_linear_launch *l = &c->launches[c->count++];
     *l = (norm_linear_launch){
         .kernel = kernel, .shared = (uint32_t)gemm90_bytes((int)width), .sm90 = 1, .params.gemm90.g = *p};
+    l->params.gemm90.b_is_there = c->b_is_there;
     norm_gemm *g = &l->params.gemm90.g;
     g->row_tiles = blocks(p->rows, GEMM_TILE);
     g->col_tiles = blocks(p->cols, width / halves);
-    const int64_t pairs = blocks(g->row_tiles, 2) * g->col_tiles, clusters = c->device->multiprocessors / 2;
-    l->grid = (uint32_t)(2 * (pairs < clusters ? pairs : clusters));
+    g->tiles = order_of(blocks(g->row_tiles, 2), g->col_tiles);
+    l->grid = (uint32_t)(2 * least_of(g->tiles.units, clusters90(c->device)));
     const uint64_t rows = (uint64_t)p->rows, cols = (uint64_t)(halves * p->cols), depth = (uint64_t)p->depth;
     l->shapes[0] =
         (tensor_shape){p->a, {a_transposed ? rows : depth, a_transposed ? depth : rows}, {(uint64_t)lda}, 64};
@@ -114,6 +176,8 @@ static void add_gemm90(norm_linear_call *c, const gemm_kernels *kernels, const n
                                   {b_transposed ? cols : depth, b_transposed ? depth : cols},
                                   {(uint64_t)ldb},
                                   (uint32_t)gemm90_b_rows((int)width, b_transposed)};
+    if (kernels->pass == GEMM90_fwd || kernels->pass == GEMM90_raw)
+        l->shapes[2] = (tensor_shape){p->out, {cols, rows}, {(uint64_t)p->ldo * 2}, GEMM90_STORED_ROWS};
 }
 
 static void add_gemm80(norm_linear_call *c, const gemm_kernels *kernels, norm_gemm p) {

@@ -390,7 +390,8 @@ static __device__ __forceinline__ void gemm_fwd(const norm_gemm &p) {
             for (int half = 0; half < 2; half++)
                 if (row + lane / 4 + half * 8 < p.rows)
                     both[half] = make_float2(p.mean[row + lane / 4 + half * 8], p.rstd[row + lane / 4 + half * 8]);
-            remake_coarse<T>(p, both, row, col0, col0 + 64, ALIGNED);
+            if (any_coarse(both))
+                remake_coarse<T>(p, both, row, col0, col0 + 64, ALIGNED);
         }
     }
 }

@@ -13,8 +13,29 @@
 #define GEMM90_DEPTH 64
 #define GEMM90_BOX_BYTES (64 * GEMM90_DEPTH * 2)
 #define GEMM90_WARPS 8
-#define GEMM90_STAGING_BYTES (16 * 128)
+#define GEMM90_STORED_ROWS 16
+#define GEMM90_STAGING_BYTES (GEMM90_STORED_ROWS * 128)
 #define GEMM90_ALIGNMENT 1024
+
+/* Shared memory that a block has. */
+#define GEMM90_ROOM (227 * 1024)
+
+/* Pairs of tiles, one below the other, that share the columns in the second-level cache: a panel's. */
+#define GEMM90_PANEL 4
+
+/* The products: forward, by raw x, with an activation of two halves; of dx; of dw. */
+enum gemm90_pass { GEMM90_fwd, GEMM90_raw, GEMM90_gate, GEMM90_dx, GEMM90_dw };
+
+/* Whether a warpgroup has a tile for itself, so that one stores while the other multiplies; else each has 64 rows of every tile. */
+CONTRACT int gemm90_in_turn(int pass, int width) {
+    return pass == GEMM90_fwd && width < GEMM90_WIDEST;
+}
+
+/* Whether an activation may be formed, and a residual added, where out is stored. Beside a tile's sums of 160 columns and more there are no
+ * registers for it. */
+CONTRACT int gemm90_adds(int pass, int width) {
+    return pass <= GEMM90_gate && (width <= 128 || !gemm90_in_turn(pass, width));
+}
 
 /* Boxes of B beside each other; where B is not transposed these are rows of one box. */
 CONTRACT int gemm90_b_boxes(int width) {
@@ -23,19 +44,21 @@ CONTRACT int gemm90_b_boxes(int width) {
 CONTRACT int gemm90_stage_bytes(int width) {
     return GEMM_TILE * GEMM90_DEPTH * 2 + gemm90_b_boxes(width) * GEMM90_BOX_BYTES;
 }
-CONTRACT int gemm90_stages(int width) {
-    return 192 * 1024 / gemm90_stage_bytes(width);
-}
 
 /* What the helpers bring of the columns and rows of a tile: a pair of floats each. */
 CONTRACT int gemm90_vector_bytes(int width) {
     return (width + GEMM_TILE) * 8;
 }
 
-/* Stages; results; two tiles' vectors; barriers: two for each stage and each tile. The widest tile takes the most. */
+/* Results; two tiles' vectors; three barriers of each. */
+CONTRACT int gemm90_other_bytes(int width) {
+    return GEMM90_WARPS * GEMM90_STAGING_BYTES + 2 * (gemm90_vector_bytes(width) + 3 * 8);
+}
+CONTRACT int gemm90_stages(int width) {
+    return (GEMM90_ROOM - GEMM90_ALIGNMENT - gemm90_other_bytes(width)) / (gemm90_stage_bytes(width) + 2 * 8);
+}
 CONTRACT int gemm90_layout_bytes(int width) {
-    return gemm90_stages(width) * (gemm90_stage_bytes(width) + 2 * 8) + GEMM90_WARPS * GEMM90_STAGING_BYTES +
-           2 * (gemm90_vector_bytes(width) + 2 * 8);
+    return gemm90_stages(width) * (gemm90_stage_bytes(width) + 2 * 8) + gemm90_other_bytes(width);
 }
 
 /* Shared memory begins anywhere, boxes at multiples of 1024. */
@@ -51,6 +74,24 @@ CONTRACT int gemm90_b_rows(int width, int transposed) {
 /* dw: sums over the rows of W∘G, of so many tiles of rows. */
 CONTRACT int64_t gemm90_sums(int64_t row_tiles) {
     return row_tiles;
+}
+
+/* -------------------------------------------------------------------------------------------------- rows normalised */
+
+/* Threads of a block of `normalise`: a row is a team's, of a thread for each eight elements; its parts, a warp's 256 elements each, at most so
+ * many. */
+#define NORMALISE_THREADS 512
+#define NORMALISE_PART 256
+#define NORMALISE_PARTS 64
+
+CONTRACT int normalise_parts(int64_t cols) {
+    return (int)((cols + NORMALISE_PART - 1) / NORMALISE_PART);
+}
+CONTRACT int normalise_warps(int64_t cols) {
+    return normalise_parts(cols) < NORMALISE_THREADS / 32 ? normalise_parts(cols) : NORMALISE_THREADS / 32;
+}
+CONTRACT int normalise_teams(int64_t cols) {
+    return NORMALISE_THREADS / 32 / normalise_warps(cols);
 }
 
 #endif

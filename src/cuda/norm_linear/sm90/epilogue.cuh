@@ -7,17 +7,6 @@
 #include "cuda/norm_linear/activation.cuh"
 #include "cuda/norm_linear/sm90/tile.cuh"
 
-/* Two neighbouring results of one row. c: both columns' pairs. */
-template <int PASS> INLINE void epilogue_pair(const float4 &c, const float2 &row, float *v0, float *v1) {
-    if (PASS == FWD) {
-        *v0 = row.y * (*v0 - row.x * c.x) + c.y;
-        *v1 = row.y * (*v1 - row.x * c.z) + c.w;
-    } else if (PASS == DW) {
-        *v0 = *v0 * c.x + row.x * c.y;
-        *v1 = *v1 * c.z + row.x * c.w;
-    }
-}
-
 /* Eight results side by side, of which so many are inside. One instruction: the compiler would rather make four. */
 INLINE void store_eight(void *to, int64_t inside, const uint4 &eight) {
     const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
@@ -43,238 +32,235 @@ INLINE uint4 load_eight(const void *from, int64_t inside) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-template <typename T> INLINE uint32_t add_pairs(uint32_t a, uint32_t b, T) {
-    return pack_pair(low_float(a, T()) + low_float(b, T()), high_float(a, T()) + high_float(b, T()), T());
+/* Where chunk c of row `line` of what a warp has staged lies: 16 rows of 128 bytes, as a box that the copy engine takes. */
+INLINE uint32_t staged(uint32_t staging, int line, int c) {
+    return staging + line * 128 + ((c ^ line) & 7) * 16;
 }
 
-template <typename T> INLINE uint4 add_eight(const uint4 &a, const uint4 &b) {
-    return make_uint4(add_pairs(a.x, b.x, T()), add_pairs(a.y, b.y, T()), add_pairs(a.z, b.z, T()),
-                      add_pairs(a.w, b.w, T()));
+template <typename T> INLINE void unpack_eight(const uint4 &eight, float v[8]) {
+    const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+    for (int x = 0; x < 8; x++)
+        v[x] = x % 2 ? high_float(words[x / 2], T()) : low_float(words[x / 2], T());
 }
 
-/* What of a row of a warp's results is another lane's. */
-INLINE uint4 staged_eight(uint32_t staging, int line) {
-    return load_shared16(staging + line * 128 + ((threadIdx.x % 8 ^ line) & 7) * 16);
+template <typename T> INLINE uint4 pack_eight(const float v[8]) {
+    return make_uint4(pack_pair(v[0], v[1], T()), pack_pair(v[2], v[3], T()), pack_pair(v[4], v[5], T()),
+                      pack_pair(v[6], v[7], T()));
 }
 
-/* Rows that are staged as u: those to u, act of them, and the residual's lines if there is one, to out. */
-template <typename T>
-INLINE void store_activated(const norm_gemm &p, int64_t row, int64_t col, int chunks, uint32_t staging,
-                            uint4 residual[4]) {
+/* Eight columns of rows lane/4 and 8 more, as two pairs. columns: of these (helpers.cuh); rows: of the 16. */
+template <typename T, int PASS>
+INLINE void round_chunk(const char *columns, const char *rows, const float v[4], uint32_t pairs[2]) {
     const int lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int line = lane / 8; line < 16; line += 4) {
-        const int64_t at = row + line;
-        const uint4 more = residual[0]; /* a number that the compiler does not know would send them to memory */
-#pragma unroll
-        for (int x = 0; x < 3; x++)
-            residual[x] = residual[x + 1];
-        if (lane % 8 >= chunks || at >= p.rows)
-            continue;
-        const uint4 u = staged_eight(staging, line);
-        const uint32_t words[4] = {u.x, u.y, u.z, u.w};
-        float v[8];
-        if (p.u)
-            store_eight((T *)p.u + at * p.ldu + col, p.cols - col, u);
-#pragma unroll
-        for (int x = 0; x < 8; x++)
-            v[x] = x % 2 ? high_float(words[x / 2], T()) : low_float(words[x / 2], T());
-        activate8<false>(p.activation, v);
-        if (p.residual) {
-            const uint32_t added[4] = {more.x, more.y, more.z, more.w};
-#pragma unroll
-            for (int x = 0; x < 8; x++)
-                v[x] += x % 2 ? high_float(added[x / 2], T()) : low_float(added[x / 2], T());
-        }
-        store_eight((T *)p.out + at * p.ldo + col, p.cols - col,
-                    make_uint4(pack_pair(v[0], v[1], T()), pack_pair(v[2], v[3], T()), pack_pair(v[4], v[5], T()),
-                               pack_pair(v[6], v[7], T())));
+    float out[4] = {v[0], v[1], v[2], v[3]};
+    if (PASS == FWD || PASS == GATE) {
+        const float2 c = *((const float2 *)columns + lane % 4);
+        out[0] += c.x;
+        out[1] += c.y;
+        out[2] += c.x;
+        out[3] += c.y;
+    } else if (PASS == RAW) {
+        const float4 c = *((const float4 *)columns + lane % 4);
+        const float2 upper = ((const float2 *)rows)[lane / 4], lower = ((const float2 *)rows)[lane / 4 + 8];
+        out[0] = upper.y * (out[0] - upper.x * c.x) + c.y;
+        out[1] = upper.y * (out[1] - upper.x * c.z) + c.w;
+        out[2] = lower.y * (out[2] - lower.x * c.x) + c.y;
+        out[3] = lower.y * (out[3] - lower.x * c.z) + c.w;
+    } else if (PASS == DW) {
+        const float4 c = *((const float4 *)columns + lane % 4);
+        const float upper = ((const float *)rows)[lane / 4], lower = ((const float *)rows)[lane / 4 + 8];
+        out[0] = out[0] * c.x + upper * c.y;
+        out[1] = out[1] * c.z + upper * c.w;
+        out[2] = out[2] * c.x + lower * c.y;
+        out[3] = out[3] * c.z + lower * c.w;
     }
+    pairs[0] = pack_pair(out[0], out[1], T());
+    pairs[1] = pack_pair(out[2], out[3], T());
 }
 
-/* Results of a warp, 16 rows, 64 columns at a time: through shared memory, so that whole rows of 128 bytes are
- * written. */
-template <typename T, int WIDTH, int PASS>
-INLINE void store_tile(const norm_gemm &p, const gemm_tile &t, int row0, const float2 *columns, const float2 row[2],
-                       uint32_t staging, float (*acc)[4]) {
-    const int lane = threadIdx.x % 32;
-    const int64_t first = t.row0 + row0 + lane / 8;
-    const bool whole = t.row0 + GEMM_TILE <= p.rows && t.col0 + WIDTH <= p.cols;
-#pragma unroll
-    for (int y = 0; y < WIDTH / 8; y += 8) {
-        const int chunks = WIDTH / 8 - y < 8 ? WIDTH / 8 - y : 8;
-        const int64_t col = t.col0 + y * 8 + lane % 8 * 8;
-        uint4 residual[4] = {};
-        if (PASS == FWD && p.residual)
-#pragma unroll
-            for (int x = 0; x < 4; x++)
-                if (lane % 8 < chunks && first + x * 4 < p.rows)
-                    residual[x] = load_eight((const T *)p.residual + (first + x * 4) * p.ldr + col, p.cols - col);
-        float4 c[8] = {};
-#pragma unroll
-        for (int x = 0; x < 8; x++)
-            if (x < chunks && PASS != DX)
-                c[x] = *(const float4 *)(columns + (y + x) * 8 + lane % 4 * 2);
-#pragma unroll
-        for (int x = 0; x < 4; x++) {
-            if (2 * x >= chunks)
-                continue;
-            uint32_t r[4];
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                float *v = acc[y + 2 * x + e];
-                epilogue_pair<PASS>(c[2 * x + e], row[0], v, v + 1);
-                epilogue_pair<PASS>(c[2 * x + e], row[1], v + 2, v + 3);
-                r[2 * e] = pack_pair(v[0], v[1], T());
-                r[2 * e + 1] = pack_pair(v[2], v[3], T());
-            }
-            stmatrix4(staging + (lane & 15) * 128 + ((2 * x + (lane >> 4)) ^ (lane & 7)) * 16, r);
-        }
-        __syncwarp();
-        if (PASS == FWD && p.activation) {
-            store_activated<T>(p, t.row0 + row0, col, chunks, staging, residual);
-            __syncwarp();
-            continue;
-        }
-        uint4 eight[4];
-#pragma unroll
-        for (int x = 0; x < 4; x++)
-            eight[x] = staged_eight(staging, x * 4 + lane / 8);
-        __syncwarp();
-        if (PASS == FWD && p.residual)
-#pragma unroll
-            for (int x = 0; x < 4; x++)
-                eight[x] = add_eight<T>(eight[x], residual[x]);
-        T *const to = (T *)p.out + first * p.ldo + col;
-#pragma unroll
-        for (int x = 0; x < 4; x++)
-            if (whole && lane % 8 < chunks)
-                store_global16(to + x * 4 * p.ldo, eight[x]);
-#pragma unroll
-        for (int x = 0; x < 4; x++)
-            if (!whole && lane % 8 < chunks && first + x * 4 < p.rows)
-                store_eight(to + x * 4 * p.ldo, p.cols - col, eight[x]);
-    }
-}
+/* Bytes of a column's and of a row's numbers. */
+template <int PASS> constexpr int column_bytes = PASS == RAW || PASS == DW ? 8 : 4;
+template <int PASS> constexpr int row_bytes = PASS == RAW ? 8 : 4;
 
-/* What 16 rows of a warp have in so many chunks of eight columns, made u and rounded: two pairs a chunk, of rows that are eight
- * apart. */
-template <typename T, int CHUNKS>
-INLINE void round_chunks(const float2 *columns, const float2 row[2], const float (*acc)[4], uint32_t words[][2]) {
-#pragma unroll
-    for (int x = 0; x < CHUNKS; x++) {
-        const float4 c = *(const float4 *)(columns + x * 8 + threadIdx.x % 4 * 2);
-        float v[4] = {acc[x][0], acc[x][1], acc[x][2], acc[x][3]};
-        epilogue_pair<FWD>(c, row[0], v, v + 1);
-        epilogue_pair<FWD>(c, row[1], v + 2, v + 3);
-        words[x][0] = pack_pair(v[0], v[1], T());
-        words[x][1] = pack_pair(v[2], v[3], T());
-    }
-}
-
-/* Where a lane finds two chunks of 16 staged rows, or puts them. */
-INLINE uint32_t staged_chunks(uint32_t staging, int x) {
-    const int lane = threadIdx.x % 32;
-    return staging + (lane & 15) * 128 + ((x + (lane >> 4)) ^ (lane & 7)) * 16;
-}
-
-/* Such chunks to memory by way of shared memory, where this lane's first eight are to be at `to`, column `col`. */
-template <typename T, int CHUNKS>
-INLINE void store_chunks(const norm_gemm &p, int64_t first, int64_t col, T *to, int64_t ld, uint32_t staging,
-                         const uint32_t words[][2]) {
-    const int lane = threadIdx.x % 32;
-    uint4 eight[4];
-#pragma unroll
-    for (int x = 0; x < CHUNKS; x += 2) {
-        const uint32_t r[4] = {words[x][0], words[x][1], words[x + 1][0], words[x + 1][1]};
-        stmatrix4(staged_chunks(staging, x), r);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int x = 0; x < 4; x++)
-        eight[x] = staged_eight(staging, x * 4 + lane / 8);
-    __syncwarp();
-#pragma unroll
-    for (int x = 0; x < 4; x++)
-        if (lane % 8 < CHUNKS && first + x * 4 < p.rows)
-            store_eight(to + x * 4 * ld, p.cols - col, eight[x]);
-}
-
-/* The residual's chunks, as a thread has those of u. */
-template <typename T, int CHUNKS>
-INLINE void load_chunks(const norm_gemm &p, int64_t first, int64_t col, uint32_t staging, uint32_t words[][2]) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int x = 0; x < 4; x++) {
-        uint4 eight = make_uint4(0, 0, 0, 0);
-        if (lane % 8 < CHUNKS && first + x * 4 < p.rows)
-            eight = load_eight((const T *)p.residual + (first + x * 4) * p.ldr + col, p.cols - col);
-        store_shared16(staging + (x * 4 + lane / 8) * 128 + ((lane % 8 ^ (x * 4 + lane / 8)) & 7) * 16, eight);
-    }
-    __syncwarp();
+/* What 16 rows of a warp have in so many chunks of eight columns, from `place` on. */
+template <typename T, int PASS, int CHUNKS>
+INLINE void stage_chunks(const char *columns, const char *rows, const float (*acc)[4], uint32_t staging, int place) {
+    const uint32_t to = staged(staging, threadIdx.x & 15, place + (threadIdx.x % 32 >> 4));
 #pragma unroll
     for (int x = 0; x < CHUNKS; x += 2) {
         uint32_t r[4];
-        ldmatrix4(r, staged_chunks(staging, x));
-        words[x][0] = r[0];
-        words[x][1] = r[1];
-        words[x + 1][0] = r[2];
-        words[x + 1][1] = r[3];
-    }
-    __syncwarp();
-}
-
-/* gate = act(gate)·up + more, of two chunks. */
-template <typename T>
-INLINE void weigh_chunks(int activation, uint32_t gate[2][2], const uint32_t up[2][2], const uint32_t more[2][2]) {
-    float v[8];
-#pragma unroll
-    for (int x = 0; x < 4; x++) {
-        v[2 * x] = low_float(gate[x / 2][x % 2], T());
-        v[2 * x + 1] = high_float(gate[x / 2][x % 2], T());
-    }
-    activate8<false>(activation, v);
-#pragma unroll
-    for (int x = 0; x < 4; x++) {
-        const uint32_t of_up = up[x / 2][x % 2], added = more[x / 2][x % 2];
-        gate[x / 2][x % 2] = pack_pair(fmaf(v[2 * x], low_float(of_up, T()), low_float(added, T())),
-                                       fmaf(v[2 * x + 1], high_float(of_up, T()), high_float(added, T())), T());
+        round_chunk<T, PASS>(columns + x * 8 * column_bytes<PASS>, rows, acc[x], r);
+        round_chunk<T, PASS>(columns + (x + 1) * 8 * column_bytes<PASS>, rows, acc[x + 1], r + 2);
+        stmatrix4(to ^ x * 16, r); /* x chunks further: both are even */
     }
 }
 
-/* 64 columns of y, or those that are left, whose gate and up begin at chunk y of the tile's halves; u, where it is wanted, first. */
-template <typename T, int WIDTH, int CHUNKS>
-INLINE void store_weighed(const norm_gemm &p, const gemm_tile &t, int row0, int y, const float2 *columns,
-                          const float2 row[2], uint32_t staging, const float (*acc)[4]) {
-    constexpr int HALF = WIDTH / 16;
+/* Staged rows as u: those to u, act of them, and the residual if there is one, to out; two rows at a time, for no other warp
+ * may have anything to do meanwhile. */
+template <typename T> INLINE void store_lines(const norm_gemm &p, int row, int col0, int chunks, uint32_t staging) {
     const int lane = threadIdx.x % 32;
-    const int64_t first = t.row0 + row0 + lane / 8, col = t.col0 + y * 8 + lane % 8 * 8;
-    uint32_t gate[CHUNKS][2], up[CHUNKS][2], more[CHUNKS][2] = {};
-    round_chunks<T, CHUNKS>(columns + y * 8, row, acc + y, gate);
-    round_chunks<T, CHUNKS>(columns + (HALF + y) * 8, row, acc + HALF + y, up);
-    if (p.u) {
-        T *const u = (T *)p.u + first * p.ldu + col;
-        store_chunks<T, CHUNKS>(p, first, col, u, p.ldu, staging, gate);
-        store_chunks<T, CHUNKS>(p, first, col, u + p.cols, p.ldu, staging, up);
-    }
-    if (p.residual)
-        load_chunks<T, CHUNKS>(p, first, col, staging, more);
+    const int64_t col = col0 + lane % 8 * 8, inside = lane % 8 < chunks ? p.cols - col : 0;
+    uint4 more[4] = {};
 #pragma unroll
-    for (int x = 0; x < CHUNKS; x += 2)
-        weigh_chunks<T>(p.activation, gate + x, up + x, more + x);
-    store_chunks<T, CHUNKS>(p, first, col, (T *)p.out + first * p.ldo + col, p.ldo, staging, gate);
+    for (int x = 0; x < 4; x++) {
+        const int64_t at = (int64_t)row + lane / 8 + x * 4;
+        if (p.residual && at < p.rows)
+            more[x] = load_eight((const T *)p.residual + at * p.ldr + col, inside);
+    }
+#pragma unroll 1
+    for (int line = lane / 8; line < 16; line += 8) {
+        uint4 out[2];
+        float v[16];
+#pragma unroll
+        for (int x = 0; x < 2; x++) {
+            const int64_t at = (int64_t)row + line + x * 4;
+            out[x] = load_shared16(staged(staging, line + x * 4, lane % 8));
+            unpack_eight<T>(out[x], v + 8 * x);
+            if (p.u && at < p.rows)
+                store_eight((T *)p.u + at * p.ldu + col, inside, out[x]);
+        }
+        if (p.activation)
+            activate<16, false>(p.activation, v);
+#pragma unroll
+        for (int x = 0; x < 2; x++) {
+            const int64_t at = (int64_t)row + line + x * 4;
+            float added[8];
+            unpack_eight<T>(more[x], added);
+#pragma unroll
+            for (int e = 0; e < 8 && p.residual; e++)
+                v[8 * x + e] += added[e];
+            if (p.activation || p.residual)
+                out[x] = pack_eight<T>(v + 8 * x);
+            if (at < p.rows)
+                store_eight((T *)p.out + at * p.ldo + col, inside, out[x]);
+            more[x] = more[x + 2]; /* a number that the compiler does not know would send them to memory */
+        }
+    }
 }
 
-/* Results of a warp of GATE: a thread has of each column of y that it has sums of what is in the gate and in up. */
-template <typename T, int WIDTH>
-INLINE void store_gated(const norm_gemm &p, const gemm_tile &t, int row0, const float2 *columns, const float2 row[2],
-                        uint32_t staging, const float (*acc)[4]) {
-    constexpr int HALF = WIDTH / 16, REST = HALF % 8;
+/* Staged rows as they are, by the warp itself. */
+INLINE void store_as_staged(const norm_gemm &p, int row, int col0, int chunks, uint32_t staging) {
+    const int lane = threadIdx.x % 32;
+    const int64_t first = (int64_t)row + lane / 8, col = col0 + lane % 8 * 8;
+    const bool whole = row + GEMM90_STORED_ROWS <= p.rows && col0 + chunks * 8 <= p.cols;
+    uint16_t *const to = (uint16_t *)p.out + first * p.ldo + col;
+    uint4 eight[4];
 #pragma unroll
-    for (int y = 0; y + 8 <= HALF; y += 8)
-        store_weighed<T, WIDTH, 8>(p, t, row0, y, columns, row, staging, acc);
-    if constexpr (REST > 0)
-        store_weighed<T, WIDTH, REST>(p, t, row0, HALF - REST, columns, row, staging, acc);
+    for (int x = 0; x < 4; x++)
+        eight[x] = load_shared16(staged(staging, lane / 8 + x * 4, lane % 8));
+    __syncwarp();
+#pragma unroll
+    for (int x = 0; x < 4; x++)
+        if (whole && lane % 8 < chunks)
+            store_global16(to + x * 4 * p.ldo, eight[x]);
+#pragma unroll
+    for (int x = 0; x < 4; x++)
+        if (!whole && lane % 8 < chunks && first + x * 4 < p.rows)
+            store_eight(to + x * 4 * p.ldo, p.cols - col, eight[x]);
+}
+
+/* A warp's results, 16 rows, 64 columns at a time, through shared memory. In forward the copy engine takes whole ones from there
+ * while the warp goes on, unless there is more to do. row0: of its rows, or the first 16 of two halves. Registers have no
+ * numbers to be known later, so which of them are staged is decided by branches; the rest of the code is there once. */
+template <typename T, int WIDTH, int PASS>
+INLINE void store_tile(const norm_gemm_sm90 &all, const gemm_tile &t, int row0, const char *columns, uint32_t staging,
+                       const float (*acc)[WIDTH / 8][4]) {
+    typedef gemm90<WIDTH, PASS> layout;
+    constexpr int GROUPS = (WIDTH + 63) / 64, LAST = WIDTH / 8 % 8 ? WIDTH / 8 % 8 : 8;
+    const norm_gemm &p = all.g;
+    const bool leads = threadIdx.x % 32 == 0, has_more = layout::adds && (p.activation || p.residual);
+#pragma unroll 1
+    for (int now = 0; now < layout::halves * GROUPS; now++) {
+        const int half = now / GROUPS, group = now % GROUPS, row = t.row0 + row0 + half * 64, col = t.col0 + group * 64;
+        const int chunks = group == GROUPS - 1 ? LAST : 8;
+        const char *const rows = columns + WIDTH * 8 + (row0 + half * 64) * row_bytes<PASS>;
+        if (is_forward<PASS> && leads)
+            bulk_wait_read();
+        __syncwarp();
+#pragma unroll
+        for (int x = 0; x < layout::halves * GROUPS; x++)
+            if (x == now) {
+                const char *const of = columns + x % GROUPS * 64 * column_bytes<PASS>;
+                if (x % GROUPS == GROUPS - 1)
+                    stage_chunks<T, PASS, LAST>(of, rows, acc[x / GROUPS] + x % GROUPS * 8, staging, 0);
+                else
+                    stage_chunks<T, PASS, 8>(of, rows, acc[x / GROUPS] + x % GROUPS * 8, staging, 0);
+            }
+        if (is_forward<PASS> && chunks == 8 && !has_more) {
+            fence_async();
+            __syncwarp();
+            if (leads) {
+                tma_store2(&all.out, staging, col, row);
+                bulk_commit();
+            }
+            continue;
+        }
+        __syncwarp();
+        if (has_more)
+            store_lines<T>(p, row, col, chunks, staging);
+        else
+            store_as_staged(p, row, col, chunks, staging);
+    }
+}
+
+/* 32 columns of y, or the 16 that are left, whose gate and up are staged: u, where it is wanted, and act(gate)·up + residual. */
+template <typename T> INLINE void store_weighed(const norm_gemm &p, int row, int col0, int chunks, uint32_t staging) {
+    const int lane = threadIdx.x % 32, c = lane % 4;
+    const int64_t col = col0 + c * 8, inside = c < chunks ? p.cols - col : 0;
+    uint4 gate[2], up[2], more[2] = {};
+    float v[16], of_up[8], added[8];
+#pragma unroll
+    for (int x = 0; x < 2; x++) {
+        const int line = lane / 4 + x * 8;
+        const int64_t at = (int64_t)row + line;
+        gate[x] = load_shared16(staged(staging, line, c));
+        up[x] = load_shared16(staged(staging, line, 4 + c));
+        if (p.residual && at < p.rows)
+            more[x] = load_eight((const T *)p.residual + at * p.ldr + col, inside);
+        if (p.u && at < p.rows) {
+            store_eight((T *)p.u + at * p.ldu + col, inside, gate[x]);
+            store_eight((T *)p.u + at * p.ldu + p.cols + col, inside, up[x]);
+        }
+        unpack_eight<T>(gate[x], v + 8 * x);
+    }
+    activate<16, false>(p.activation, v);
+#pragma unroll
+    for (int x = 0; x < 2; x++) {
+        const int64_t at = (int64_t)row + lane / 4 + x * 8;
+        unpack_eight<T>(up[x], of_up);
+        unpack_eight<T>(more[x], added);
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+            v[8 * x + e] = fmaf(v[8 * x + e], of_up[e], added[e]);
+        if (at < p.rows)
+            store_eight((T *)p.out + at * p.ldo + col, inside, pack_eight<T>(v + 8 * x));
+    }
+}
+
+/* A warp's results of GATE: a thread has of each column of y that it has sums of what is in the gate and in up. */
+template <typename T, int WIDTH>
+INLINE void store_gated(const norm_gemm &p, const gemm_tile &t, int row0, const char *columns, uint32_t staging,
+                        const float (*acc)[4]) {
+    constexpr int HALF = WIDTH / 16, GROUPS = (HALF + 3) / 4, LAST = HALF % 4 ? HALF % 4 : 4;
+#pragma unroll 1
+    for (int now = 0; now < GROUPS; now++) {
+        __syncwarp();
+#pragma unroll
+        for (int x = 0; x < GROUPS; x++)
+            if (x == now) {
+                const char *const of_gate = columns + x * 32 * 4, *const of_up = columns + (HALF * 8 + x * 32) * 4;
+                if (x == GROUPS - 1) {
+                    stage_chunks<T, GATE, LAST>(of_gate, NULL, acc + x * 4, staging, 0);
+                    stage_chunks<T, GATE, LAST>(of_up, NULL, acc + HALF + x * 4, staging, 4);
+                } else {
+                    stage_chunks<T, GATE, 4>(of_gate, NULL, acc + x * 4, staging, 0);
+                    stage_chunks<T, GATE, 4>(of_up, NULL, acc + HALF + x * 4, staging, 4);
+                }
+            }
+        __syncwarp();
+        store_weighed<T>(p, t.row0 + row0, t.col0 + now * 32, now == GROUPS - 1 ? LAST : 4, staging);
+    }
 }
 
 /* The eight sums over the eight lanes that differ in lane/4; this lane gets that of v[lane/4]. */
@@ -309,12 +295,12 @@ INLINE void load_w(const norm_gemm &p, const gemm_tile &t, int64_t row, int y, u
 /* dw: the sums over the tile's rows of W∘G to part; by way of the staging area. The next columns of W are on their way
  * meanwhile. */
 template <typename T, int WIDTH>
-INLINE void sum_columns(const norm_gemm &p, const gemm_tile &t, int row0, char *from, const float (*acc)[4]) {
-    typedef gemm90<WIDTH> layout;
+INLINE void sum_columns(const norm_gemm &p, const gemm_tile &t, char *from, const float (*acc)[4]) {
+    typedef gemm90<WIDTH, DW> layout;
     const int lane = threadIdx.x % 32, thread = (int)threadIdx.x - WARPGROUP;
     constexpr int OWN = STAGING / 4; /* floats: where the warp's own results are staged; another's may not be out yet */
     float *sums = (float *)(from + layout::staging);
-    const int64_t row = t.row0 + row0 + lane / 4;
+    const int64_t row = t.row0 + thread / 32 * 16 + lane / 4;
     uint32_t w[2][4][2];
 #pragma unroll
     for (int y = -4; y < WIDTH / 8; y += 4) {

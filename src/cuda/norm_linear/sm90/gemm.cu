@@ -8,6 +8,7 @@
 #define product_fwd_n160 FWD, 160
 #define product_fwd_n192 FWD, 192
 #define product_fwd_n256 FWD, 256
+#define product_fwd_raw_n256 RAW, 256
 #define product_fwd_gate_n96 GATE, 96
 #define product_fwd_gate_n128 GATE, 128
 #define product_fwd_gate_n160 GATE, 160

@@ -7,29 +7,32 @@
 #include "cuda/element.cuh"
 #include "cuda/norm_linear/params.h"
 #include "cuda/norm_linear/sm90/contract.h"
+#include "cuda/norm_linear/sm90/divisor.cuh"
 #include "cuda/wgmma.cuh"
 
 enum {
     DEPTH = GEMM90_DEPTH,
     BOX = GEMM90_BOX_BYTES,
-    PANEL = 8, /* pairs of row tiles that share the columns in L2 */
+    PANEL = GEMM90_PANEL,
     CONSUMERS = 32 * GEMM90_WARPS,
-    HELPERS = 96,
     STAGING = GEMM90_STAGING_BYTES
 };
-enum gemm_pass { FWD, DX, DW, GATE /* forward of an activation of two halves */ };
+enum { FWD = GEMM90_fwd, RAW = GEMM90_raw, GATE = GEMM90_gate, DX = GEMM90_dx, DW = GEMM90_dw };
 
-template <int PASS> constexpr bool is_forward = PASS == FWD || PASS == GATE;
-
-/* Raw x is multiplied in bfloat16 alone. */
-template <typename T, int PASS> constexpr bool gathers_moments = false;
-template <> constexpr bool gathers_moments<bf16, FWD> = true;
-template <> constexpr bool gathers_moments<bf16, GATE> = true;
+template <int PASS> constexpr bool is_forward = PASS == FWD || PASS == RAW || PASS == GATE;
 
 /* Columns of out that a tile has: of GATE its first half is the gate's, the other what is beside them in up. */
 template <int WIDTH, int PASS> constexpr int out_width = PASS == GATE ? WIDTH / 2 : WIDTH;
 
-template <int WIDTH> struct gemm90 {
+template <int WIDTH, int PASS> struct gemm90 {
+    static constexpr bool in_turn = gemm90_in_turn(PASS, WIDTH);
+    static constexpr int halves = in_turn ? 2 : 1; /* of 64 rows, that a warpgroup has of a tile */
+    static constexpr int takers = in_turn ? WARPGROUP : CONSUMERS;
+    static constexpr int helpers = PASS == RAW ? 96 : 32;
+    static constexpr bool adds = gemm90_adds(PASS, WIDTH);
+    /* Of a thread that multiplies, and of the others: together those of 168 for each. */
+    static constexpr int registers = PASS == RAW ? 216 : in_turn ? 232 : 224;
+    static constexpr int helper_registers = 3 * 168 - 2 * registers;
     static constexpr int a_bytes = GEMM_TILE * DEPTH * 2;
     static constexpr int b_boxes = gemm90_b_boxes(WIDTH);
     static constexpr int stage = gemm90_stage_bytes(WIDTH), stages = gemm90_stages(WIDTH);
@@ -40,31 +43,33 @@ template <int WIDTH> struct gemm90 {
     static constexpr int empty = full + 8 * stages;
     static constexpr int ready = empty + 8 * stages;
     static constexpr int taken = ready + 8 * 2;
-    static constexpr int bytes = taken + 8 * 2;
-    static_assert(bytes == gemm90_layout_bytes(WIDTH) && bytes <= gemm90_layout_bytes(GEMM90_WIDEST),
-                  "as the plan counts");
+    static constexpr int order = taken + 8 * 2;
+    static constexpr int bytes = order + 8 * 2;
+    static_assert(bytes == gemm90_layout_bytes(WIDTH) && bytes + GEMM90_ALIGNMENT <= GEMM90_ROOM, "as the plan counts");
     static_assert(stage == a_bytes + b_boxes * BOX, "the operands of a stage");
 };
 
 /* ------------------------------------------------------------------------------------------------- tiles and stages */
 
-/* One tile of this block's; false: there are no more. */
 struct gemm_tile {
-    int64_t row_tile, row0, col0;
+    int row_tile, row0, col0;
 };
 
-/* WIDTH: columns of out. */
-template <int WIDTH> INLINE bool tile_of_turn(const norm_gemm &p, uint32_t turn, gemm_tile *t) {
-    const uint32_t pairs = (uint32_t)(p.row_tiles + 1) / 2, cols = (uint32_t)p.col_tiles;
-    const uint64_t unit = (uint64_t)turn * (gridDim.x / 2) + blockIdx.x / 2;
-    if (unit >= (uint64_t)pairs * cols)
-        return false;
-    const uint32_t at = (uint32_t)unit, panel = at / (PANEL * cols), rest = at % (PANEL * cols);
-    const uint32_t height = min(pairs - panel * PANEL, (uint32_t)PANEL), col_tile = rest / height;
-    t->row_tile = (int64_t)(panel * PANEL + rest % height) * 2 + blockIdx.x % 2;
-    t->row0 = t->row_tile * GEMM_TILE;
-    t->col0 = (int64_t)col_tile * WIDTH;
-    return true;
+/* Whether the cluster has a tile of this turn. */
+INLINE bool has_tile(const norm_gemm &p, uint32_t turn) {
+    return turn * (gridDim.x / 2) + blockIdx.x / 2 < p.tiles.units;
+}
+
+/* It. WIDTH: columns of out. */
+template <int WIDTH> INLINE gemm_tile tile_of_turn(const norm_gemm &p, uint32_t turn) {
+    const tile_order &o = p.tiles;
+    const uint32_t unit = turn * (gridDim.x / 2) + blockIdx.x / 2;
+    const uint32_t panel = quotient(unit, o.panel), rest = unit - panel * o.panel_units;
+    const bool last = panel == o.panels - 1;
+    const uint32_t col = last ? quotient(rest, o.last) : rest / PANEL,
+                   row = rest - col * (last ? o.last_height : PANEL);
+    const int row_tile = (int)((panel * PANEL + row) * 2 + blockIdx.x % 2);
+    return {row_tile, row_tile * GEMM_TILE, (int)col * WIDTH};
 }
 
 #endif
