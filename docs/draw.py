@@ -303,7 +303,7 @@ def warps(_: Numbers) -> Picture:
     """A block of sm80's forward, its warps, and the accumulators of one product of 16 x 8."""
     p = Picture(860, 420, "Which warp owns which rows of a tile of scores, and which lane which of its elements")
     rows = (ROOT / "src/cuda/attention/attention.def").read_text()
-    found = re.search(r"^K\(fwd, bf16, 128, lean, sm80, (\d+), (\d+), (\d+),", rows, re.MULTILINE)
+    found = re.search(r"^H\(fwd, 128, lean, sm80, (\d+), (\d+), (\d+),", rows, re.MULTILINE)
     if not found:
         sys.exit("draw.py: attention.def has no forward of sm80 for d 128")
     count, own, block = map(int, found.groups())

@@ -82,7 +82,7 @@ def shown(value: float, form: str) -> str:
     return format(int(value), form)
 
 
-ROWS = re.compile(r"^K\((\w+), bf16, (\d+), (\w+), (\w+),", re.MULTILINE)
+ROWS = re.compile(r"^(?:H\((\w+)|K\((\w+), bf16), (\d+), (\w+), (\w+),", re.MULTILINE)
 
 
 def list_dims(text: str) -> str:
@@ -90,7 +90,7 @@ def list_dims(text: str) -> str:
     rows = ROWS.findall((ROOT / "src/cuda/attention/attention.def").read_text())
 
     def dims(place: re.Match[str]) -> str:
-        found = (int(dim) for which, dim, *of in rows if [which, *of] == place[1].split())
+        found = (int(dim) for both, bf16, dim, *of in rows if [both or bf16, *of] == place[1].split())
         return ", ".join(map(str, sorted(found))) or "-"
 
     return re.sub(r"\{DIMS ([^{}]*)\}", dims, text)
