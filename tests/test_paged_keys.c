@@ -88,6 +88,26 @@ static void test_chunks(void **state) {
     }
 }
 
+/* The same under a softcap, ALiBi, and both, of every width. */
+static void test_capped_chunks(void **state) {
+    (void)state;
+    static const int32_t len_k[] = {430, 290};
+    static const int64_t dims[] = {64, 128, 200};
+    for (int x = 0; x < 9; x++) {
+        const int options = x / 3 + 1;
+        attention_case c = paged_case(INT64_C(16) << x % 5, 2, 4, 2, x % 2 ? 130 : 70, 430, dims[x % 3]);
+        c.a.features |=
+            (options & 2 ? HEDDLE_ALIBI : 0) | (x % 2 ? HEDDLE_SEQLENS : 0) | (x % 4 == 3 ? HEDDLE_SINKS : 0);
+        c.a.softcap = options & 1 ? 3 : 0;
+        c.a.mask = x == 4 ? HEDDLE_MASK_NONE : HEDDLE_CAUSAL_BOTTOM_RIGHT;
+        c.len_k = x % 2 ? len_k : NULL;
+        c.hidden_pages = x % 3 == 1 ? 0 : 0.3;
+        if (x % 4 < 2)
+            row_by_row(&c);
+        check_attention_dtypes(c);
+    }
+}
+
 static void test_packed_queries(void **state) {
     (void)state;
     static const int32_t cu_q[] = {1, 8, 8, 70, 71}, len_k[] = {90, 40, 75, 0};
@@ -298,10 +318,11 @@ static void test_pointers(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_decode),     cmocka_unit_test(test_long_decode),    cmocka_unit_test(test_prefill),
-        cmocka_unit_test(test_chunks),     cmocka_unit_test(test_packed_queries), cmocka_unit_test(test_options),
-        cmocka_unit_test(test_wide),       cmocka_unit_test(test_nothing),        cmocka_unit_test(test_bits),
-        cmocka_unit_test(test_accumulate), cmocka_unit_test(test_refused),        cmocka_unit_test(test_pointers),
+        cmocka_unit_test(test_decode),   cmocka_unit_test(test_long_decode),   cmocka_unit_test(test_prefill),
+        cmocka_unit_test(test_chunks),   cmocka_unit_test(test_capped_chunks), cmocka_unit_test(test_packed_queries),
+        cmocka_unit_test(test_options),  cmocka_unit_test(test_wide),          cmocka_unit_test(test_nothing),
+        cmocka_unit_test(test_bits),     cmocka_unit_test(test_accumulate),    cmocka_unit_test(test_refused),
+        cmocka_unit_test(test_pointers),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

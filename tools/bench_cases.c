@@ -182,6 +182,11 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
             out[n].sq = x < 2 ? 1 : 512;
             out[n++].option = x % 2 ? "pages e4m3" : "e4m3";
         }
+    for (int64_t d = 64; d <= 256 && dtype != HEDDLE_F32; d *= 2) {
+        out[n] = (bench_case)DECODE(dtype, 32, 32, 8, 8192, d);
+        out[n].sq = 512;
+        out[n++].option = "pages softcap";
+    }
     for (int x = 0; x < 2 * OF_PAGES && dtype == HEDDLE_BF16; x++) { /* decoding, and a chunk of a prompt */
         out[n] = (bench_case)DECODE(dtype, 32, 32, 8, 8192, 128);
         out[n].sq = x % 2 ? 512 : 1;

@@ -170,20 +170,28 @@ static void test_pages(void **state) {
         int64_t sq, d;
         size_t shared;
         const char *kernel;
-    } cases[] = {{HEDDLE_BF16, 1, 128, 232448, "heddle_attention_fwd_bf16_d128_paged_sm80"},
-                 {HEDDLE_F16, 4, 40, 232448, "heddle_attention_fwd_f16_d64_paged_sm80"},
-                 {HEDDLE_BF16, 512, 128, 232448, "heddle_attention_fwd_bf16_d128_paged_sm90"},
-                 {HEDDLE_F16, 512, 96, 232448, "heddle_attention_fwd_f16_d128_paged_sm90"},
-                 {HEDDLE_BF16, 16, 128, 232448, "heddle_attention_fwd_bf16_d128_full_sm80"},
-                 {HEDDLE_F32, 1, 64, 232448, "heddle_attention_fwd_f32_d64_paged_sm80"},
-                 {HEDDLE_F32, 512, 64, 232448, "heddle_attention_fwd_f32_d512_plain_sm80"},
-                 {HEDDLE_F16, 1, 512, 232448, "heddle_attention_fwd_f16_d512_full_sm80"},
-                 {HEDDLE_BF16, 512, 128, 16384, "heddle_attention_fwd_bf16_d512_plain_sm80"}};
+        double softcap;
+        uint64_t more;
+    } cases[] = {{HEDDLE_BF16, 1, 128, 232448, "heddle_attention_fwd_bf16_d128_paged_sm80", 0, 0},
+                 {HEDDLE_F16, 4, 40, 232448, "heddle_attention_fwd_f16_d64_paged_sm80", 0, 0},
+                 {HEDDLE_BF16, 512, 128, 232448, "heddle_attention_fwd_bf16_d128_paged_sm90", 0, 0},
+                 {HEDDLE_F16, 512, 96, 232448, "heddle_attention_fwd_f16_d128_paged_sm90", 0, 0},
+                 {HEDDLE_BF16, 16, 128, 232448, "heddle_attention_fwd_bf16_d128_full_sm80", 0, 0},
+                 {HEDDLE_F32, 1, 64, 232448, "heddle_attention_fwd_f32_d64_paged_sm80", 0, 0},
+                 {HEDDLE_F32, 512, 64, 232448, "heddle_attention_fwd_f32_d512_plain_sm80", 0, 0},
+                 {HEDDLE_F16, 1, 512, 232448, "heddle_attention_fwd_f16_d512_full_sm80", 0, 0},
+                 {HEDDLE_BF16, 512, 128, 16384, "heddle_attention_fwd_bf16_d512_plain_sm80", 0, 0},
+                 {HEDDLE_BF16, 512, 256, 232448, "heddle_attention_fwd_bf16_d256_cappages_sm90", 50, 0},
+                 {HEDDLE_F16, 512, 80, 232448, "heddle_attention_fwd_f16_d128_cappages_sm90", 0, HEDDLE_ALIBI},
+                 {HEDDLE_F16, 512, 64, 232448, "heddle_attention_fwd_f16_d64_full_sm80", 65, 0},
+                 {HEDDLE_BF16, 512, 64, 232448, "heddle_attention_fwd_bf16_d64_full_sm80", 50, HEDDLE_BOOL_MASK},
+                 {HEDDLE_BF16, 512, 64, 232448, "heddle_attention_fwd_bf16_d64_full_sm80", 50, HEDDLE_SEGMENTS}};
     for (size_t x = 0; x < COUNT(cases); x++)
         for (int small = SMALL_NEVER; small <= SMALL_ALWAYS; small++) {
             heddle_attention a = {.size = sizeof a, .device = HEDDLE_CUDA, .dtype = cases[x].dtype, .b = 8, .h = 8};
             a.hk = 2, a.sq = cases[x].sq, a.sk = 4096, a.d = cases[x].d;
-            a.features = HEDDLE_PAGES, a.page = 16, a.pages = 4096;
+            a.features = HEDDLE_PAGES | cases[x].more, a.page = 16, a.pages = 4096;
+            a.softcap = cases[x].softcap;
             attention_plan plan = {.threads = 1};
             assert_int_equal(heddle__resolve_attention(&a, HEDDLE_FORWARD, &plan), HEDDLE_OK);
             const cuda_facts device = {"a GPU", 132, cases[x].shared, true, small};

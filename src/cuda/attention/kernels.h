@@ -40,6 +40,7 @@ typedef enum kernel_variant {
     VARIANT_dropped,
     VARIANT_adding,
     VARIANT_paged,
+    VARIANT_cappages,
     VARIANT_least,
     VARIANT_rich,
     VARIANT_slim,

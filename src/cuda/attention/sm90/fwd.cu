@@ -15,11 +15,12 @@ struct option_view {
     const attention_params *p;
     const query_options *o;
     const int *steps;
+    const int *hidden; /* paged: of each tile of K, which groups of PAGE_ROWS keys are in no page */
 };
 
 /* paged: the groups of keys of the n-th tile that are in no page. */
 template <bool PAGED, typename layout> INLINE int find_hidden_in(const option_view &v, unsigned n) {
-    return PAGED ? __shfl_sync(ALL_LANES, v.steps[slot_of<layout::stages>(n)], 0) : 0;
+    return PAGED ? __shfl_sync(ALL_LANES, v.hidden[slot_of<layout::stages>(n)], 0) : 0;
 }
 template <int BLOCK> INLINE void hide(int hidden, float (*s)[4]) {
 #pragma unroll
@@ -215,7 +216,7 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
 }
 
 /* full: the rest of a tile of queries, as the thread that sends tells. */
-template <typename T, int D, int GROUPS, int BLOCK, int FULL>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL, bool PAGED>
 INLINE void sum_full(float c, const forward_span &w, const option_view &v, const group_work &g, int group, uint32_t q,
                      uint32_t smem, group_state *k, float (*s)[4], uint32_t (*a)[4], float (*o)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
@@ -233,10 +234,10 @@ INLINE void sum_full(float c, const forward_span &w, const option_view &v, const
     }
 #pragma unroll 1
     while (!(k->step & STEP_LAST)) {
-        step<T, D, GROUPS, BLOCK, true, FULL, false>(c, w, v, false, 0, group, q, smem, k, s, a, o);
+        step<T, D, GROUPS, BLOCK, true, FULL, PAGED>(c, w, v, false, 0, group, q, smem, k, s, a, o);
 #pragma unroll 1
         while (FULL != WITH_BIAS && (k->step & STEP_WHOLE)) /* with a bias none is whole */
-            step<T, D, GROUPS, BLOCK, false, FULL, false>(c, w, v, false, 0, group, q, smem, k, s, a, o);
+            step<T, D, GROUPS, BLOCK, false, FULL, PAGED>(c, w, v, false, 0, group, q, smem, k, s, a, o);
     }
 }
 
@@ -266,7 +267,7 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
     pack_fragments<T, BLOCK>(a, s);
     zero_all<layout::part / 8>(o);
     if (FULL) {
-        sum_full<T, D, GROUPS, BLOCK, FULL>(c, w, v, g, group, q, smem, k, s, a, o);
+        sum_full<T, D, GROUPS, BLOCK, FULL, PAGED>(c, w, v, g, group, q, smem, k, s, a, o);
         return;
     }
     const int whole = max(w.begin, w.last + w.lo); /* tiles before this are cut below */
@@ -302,7 +303,7 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
     group_state k = {0, 0};
     float s[BLOCK / 8][4], o[layout::part / 8][4];
     uint32_t a[BLOCK / 16][4];
-    option_view v = {&p, NULL, PAGED ? hidden_in<layout>(jobs) : steps_in<layout>(jobs)};
+    option_view v = {&p, NULL, steps_in<layout>(jobs), hidden_in<FULL, layout>(jobs)};
     if (group == GROUPS - 1)
         pass_turn<layout::turns>(group);
     mbarrier_wait(barriers + Q_FULL, 0);
@@ -428,6 +429,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
 #define adds_lean false
 #define adds_adding true
 #define adds_paged false
+#define adds_cappages false
 #define adds_full true
 #define adds_capped true
 #define adds_biased true
@@ -437,6 +439,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
 #define is_lean 0
 #define is_adding 0
 #define is_paged 0
+#define is_cappages is_capped
 #define is_full WITH_ALL
 #define is_capped (WITH_CAP | WITH_SLOPES)
 #define is_biased WITH_BIAS
@@ -447,6 +450,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
 #define pages_lean false
 #define pages_adding false
 #define pages_paged true
+#define pages_cappages true
 #define pages_full false
 #define pages_capped false
 #define pages_biased false

@@ -18,9 +18,9 @@ template <typename layout> INLINE int *columns_in(const forward_job *jobs) {
     return (int *)((char *)jobs + (layout::columns - layout::jobs));
 }
 
-/* paged: what lies there in place of it. */
-template <typename layout> INLINE int *hidden_in(const forward_job *jobs) {
-    return (int *)((char *)jobs + (layout::hidden - layout::jobs));
+/* paged: what lies there in place of it, or where a bias would be. */
+template <int FULL, typename layout> INLINE int *hidden_in(const forward_job *jobs) {
+    return (int *)((char *)jobs + ((FULL ? layout::bias : layout::hidden) - layout::jobs));
 }
 
 /* Does a warp of its own send for V? With a mask it takes the thread that sends for K some time to find the next tile. By one thread, V of the
@@ -188,7 +188,7 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
                 const int hidden = find_hidden<BLOCK>(p, batch, j0, w.s.end);
                 ahead = ask_pages<BLOCK>(p, w.c.n, next, w.s.end);
                 load_pages<D, BLOCK, layout>(smem + layout::k, barriers + K_FULL, barriers + K_EMPTY, &all.k, row, head,
-                                             batch, p.page_bits, n, hidden_in<layout>(jobs), hidden);
+                                             batch, p.page_bits, n, hidden_in<FULL, layout>(jobs), hidden);
             } else {
                 note(p, GROUPS, n, CLOCK_BEGIN);
                 load_keys<BLOCK, layout>(smem, barriers, &all.k, row, head, batch, n);

@@ -70,10 +70,10 @@ static bool finds_tanh_again(const heddle_attention *a) {
 
 /* No more than the full kernels can, or of keys in pages those that are for them. In float16 all elements have tanh_of. */
 static bool takes_options(const attention_problem *p) {
-    if (p->a->features & HEDDLE_PAGES)
-        return !p->rich && !(p->a->features & HEDDLE_ACCUMULATE);
     if (p->a->dtype == HEDDLE_F16 && p->a->softcap > SM90_MOST_CAP)
         return false;
+    if (p->a->features & HEDDLE_PAGES)
+        return !(p->a->features & HEDDLE_ACCUMULATE) && (!p->rich || variant_of(p, PASS_fwd) == VARIANT_capped);
     return !p->rich || p->pass == HEDDLE_FORWARD || (!(p->a->features & HEDDLE_WEIGHTS) && finds_tanh_again(p->a));
 }
 
@@ -81,7 +81,7 @@ static bool takes_options(const attention_problem *p) {
  * such than what it costs where there are none. */
 static int find_forward(const attention_problem *p) {
     if (p->a->features & HEDDLE_PAGES)
-        return heddle__cuda_find_attention(p, PASS_fwd, VARIANT_paged, FAMILY_sm90);
+        return heddle__cuda_find_attention(p, PASS_fwd, p->rich ? VARIANT_cappages : VARIANT_paged, FAMILY_sm90);
     const int usual = find_own(p, PASS_fwd),
               narrow = heddle__cuda_find_attention(p, PASS_fwd, VARIANT_narrow, FAMILY_sm90);
     const kernel_row *k = heddle__cuda_attention_kernels;
