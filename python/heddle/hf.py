@@ -33,6 +33,7 @@ _NO_MATTER = {
     "mm_token_type_ids": "of the model: what they hide is in the mask",
     "logits_to_keep": "of the model's head",
     "seq_idx": "of state-space layers",
+    "grid_thw": "sizes of images, of other parts of a layer: it calls its attention for each by itself",
     "layer_idx": "the number of the layer",
 }
 
@@ -98,6 +99,7 @@ def attention_forward(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
     deterministic: bool | None = None,
@@ -120,6 +122,8 @@ def attention_forward(
         sliding_window: keys that a query sees, itself included; counts when there is no mask (a mask has it in it).
         is_causal: counts when there is no mask and more than one query.
         s_aux: [h], the sink logits of gpt-oss.
+        sinks: broadcasts to [b, h, sq, 1], a logit of each query for a key whose value is 0 (Inkling 2): with the
+            log-sum-exp lse, results are those without it, times 1 / (1 + exp(sinks - lse)). Has a gradient.
         position_bias: broadcasts to [b, h, sq, sk], is added to the scores and has a gradient (T5).
         indices: integers [b, sq, n], the keys that a query sees at most (DeepSeek-V3.2).
         deterministic: as heddle.attention.
@@ -167,7 +171,7 @@ def attention_forward(
     window = (operator.index(sliding_window) - 1, None) if sliding_window is not None and causal else None
     softcap = softcap or 0.0
     weights_too = bool(output_attentions) or _hf_models.weights_are_asked_for()
-    if position_bias is indices is cu_seq_lens_q is cu_seq_lens_k is cache is None and not (
+    if position_bias is indices is cu_seq_lens_q is cu_seq_lens_k is cache is sinks is None and not (
         batched or weights_too or dropout or _compiling()
     ):
         # What needs no work first; NotImplemented where it does, or where heddle has an error to say.
@@ -189,7 +193,7 @@ def attention_forward(
         "deterministic": deterministic,
     }
     if batched:
-        for name, given in (("position_bias", position_bias), ("indices", indices)):
+        for name, given in (("position_bias", position_bias), ("indices", indices), ("sinks", sinks)):
             if given is not None:
                 raise _refuse(module, name, "which heddle does not have in continuous batching")
         if weights_too:
@@ -206,7 +210,7 @@ def attention_forward(
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if cu_seq_lens_q is None or cu_seq_lens_k is None:
             raise _refuse(module, "cu_seq_lens_q", "but not cu_seq_lens_k, or the other way round")
-        if mask is bias is None and query.shape[0] == 1 and not weights_too:
+        if mask is bias is sinks is None and query.shape[0] == 1 and not weights_too:
             return _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, **options), None
         if attention_mask is None or query.shape[0] != 1:
             raise _refuse(module, "cu_seq_lens_q", "with several rows, a bias or output_attentions, but without a mask")
@@ -216,9 +220,30 @@ def attention_forward(
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries, say
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (t.expand(batch, *t.shape[1:]) for t in (query, key, value))
-    out = attention(query, key, value, bias=bias, mask=mask, return_weights=weights_too, **options)
-    out, weights = out if weights_too else (out, None)
+    if sinks is not None:
+        out, weights = _with_sinks(sinks, query, key, value, bias, mask, weights_too, options)
+    else:
+        out = attention(query, key, value, bias=bias, mask=mask, return_weights=weights_too, **options)
+        out, weights = out if weights_too else (out, None)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _with_sinks(
+    sinks: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    weights_too: bool,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """A sink of each query: what is left to the keys of a row of softmax is exp(lse) / (exp(lse) + exp(sink))."""
+    out, lse, *weights = attention(
+        query, key, value, bias=bias, mask=mask, return_lse=True, return_weights=weights_too, **options
+    )
+    left = (lse.unsqueeze(-1) - sinks.to(lse.dtype)).sigmoid()
+    return (out * left).to(out.dtype), (weights[0] * left).to(out.dtype) if weights_too else None
 
 
 def register(name: str = "heddle") -> None:

@@ -209,6 +209,57 @@ def test_sinks_and_softcap_reach_the_operator():
     assert torch.equal(out, expected.transpose(1, 2))
 
 
+def eager_with_sinks(q, k, v, sinks, mask, scale):
+    """As Inkling 2 writes it, in float64."""
+    q, k, v, sinks = (x.double() for x in (q, k, v, sinks))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * scale).masked_fill(~mask, -torch.inf)
+    weights = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1).softmax(-1)[..., :-1]
+    return (weights @ v).transpose(1, 2), weights
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 6, 1), (1, 4, 1, 1), (2, 1, 6, 1)])
+@pytest.mark.parametrize("masked", [False, True])
+@everywhere
+def test_sinks_of_each_query(sizes, masked, device):
+    module = torch.nn.Module()
+    module.is_causal = True
+    q = torch.randn(2, 4, 6, 8, device=device)
+    k, v = (torch.randn(2, 2, 6, 8, device=device) for _ in range(2))
+    sinks = 3 * torch.randn(sizes, device=device)
+    sees = torch.ones(2, 1, 6, 6, dtype=torch.bool, device=device).tril()
+    if masked:
+        sees[0, :, :2] = False  # rows that see no key
+    given = [x.requires_grad_() for x in (q, k, v, sinks)]
+    options = {"scaling": 0.3, "output_attentions": True, "sinks": sinks}
+    ours = heddle.hf.attention_forward(module, q, k, v, sees if masked else None, **options)
+    theirs = eager_with_sinks(q, k, v, sinks, sees, 0.3)
+    do = [torch.randn_like(x) for x in ours]
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a.double(), b, atol=1e-5)
+    mine = torch.autograd.grad(ours, given, do, retain_graph=True)
+    for a, b in zip(mine, torch.autograd.grad(theirs, given, [x.double() for x in do]), strict=True):
+        assert torch.allclose(a, b.float(), atol=1e-4)
+    alone, weights = heddle.hf.attention_forward(module, q, k, v, sees if masked else None, scaling=0.3, sinks=sinks)
+    assert weights is None and torch.allclose(alone, ours[0], atol=1e-6)
+
+
+def test_sinks_of_each_query_of_packed_sequences():
+    module = torch.nn.Module()
+    module.is_causal = True
+    q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(3))
+    sinks = torch.randn(1, 2, 7, 1)
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    rows = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    sees = (rows[:, None] == rows).tril()[None, None]
+    out, _ = heddle.hf.attention_forward(
+        module, q, k, v, sees, scaling=0.3, sinks=sinks, cu_seq_lens_q=cu, cu_seq_lens_k=cu
+    )
+    assert torch.allclose(out.double(), eager_with_sinks(q, k, v, sinks, sees, 0.3)[0], atol=1e-5)
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q"):
+        heddle.hf.attention_forward(module, q, k, v, None, sinks=sinks, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @everywhere
 def test_masks_of_older_versions(dtype, device):
