@@ -37,6 +37,7 @@ static void test_window(void **state) {
 static void test_softcap(void **state) {
     (void)state;
     static const double caps[] = {1000, 50, 2, 0.5};
+    static const int32_t len_k[] = {140};
     for (size_t x = 0; x < COUNT(caps); x++) {
         attention_case c = attention_case_of(1, 2, 0, 40, 53, 32, 0);
         c.a.softcap = caps[x];
@@ -46,6 +47,15 @@ static void test_softcap(void **state) {
         c.q_magnitude = 30; /* saturated, but for the largest cap */
         c.ill_conditioned = true;
         check_attention(&c);
+        c.a.features = HEDDLE_ALIBI | HEDDLE_SEQLENS; /* far away: more than the cap is added, and taken away for lse */
+        c.a.mask = HEDDLE_MASK_NONE;
+        c.len_k = len_k;
+        c.a.sq = 270;
+        c.a.sk = 200;
+        for (int y = 1; y < TEST_DTYPES; y++) {
+            c.a.dtype = test_dtypes[y];
+            check_attention(&c);
+        }
     }
 }
 

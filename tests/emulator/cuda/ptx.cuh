@@ -84,9 +84,11 @@ PTX uint32_t exponent_bits_bf16(void) {
 /* As far off as an H100's, which has all bits of a curve in pieces: up to 2^-16.5 of itself, and where it is off by so much, its neighbours
  * are, too. In float16 the formula that the comment of it has, of which each part is rounded. */
 PTX float tanh_approx(float x) {
+    if (!(fabsf(x) <= 10))
+        return isnan(x) ? x : copysignf(1, x);
     if (!emulator_f16) {
         const double exact = tanh((double)x), far = fabs((double)x) > 2 ? 0.25 : 1;
-        return (float)(exact * (1 + 0x1p-16 * 0.7 * far * sin(90 * fabs((double)x))));
+        return (float)fmax(-1, fmin(1, exact * (1 + 0x1p-16 * 0.7 * far * sin(90 * fabs((double)x)))));
     }
     const float power = (float)exp2(emulator_rounded(x * 0x1.715476p+1f));
     return fmaf(1.0f / emulator_rounded(power + 1.0f), -2.0f, 1.0f);

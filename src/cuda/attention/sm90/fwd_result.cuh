@@ -22,7 +22,9 @@ INLINE float atanh_of(float x) {
  * by: 1 over their sum. */
 INLINE float cap_error(const attention_params &p, float most, float capped, float base, float by) {
     const bool adds = p.a.features & HEDDLE_ALIBI;
-    const float unit = adds ? p.score_out : 1.0f, tanh = adds ? __fdividef(capped, unit) : most;
+    const float unit = adds ? p.score_out : 1.0f, was = adds ? __fdividef(capped, unit) : most;
+    const float tanh =
+        fmaxf(-1.0f, fminf(was, 1.0f)); /* which what was added and taken away again may have rounded past */
     const float error = (tanh - tanh_approx(atanh_of(tanh))) * unit;
     return most != -CUDART_INF_F ? exp2_approx(fmaf(most, p.scale_log2, -base)) * by * error * p.unit : 0.0f;
 }
