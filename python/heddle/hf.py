@@ -221,6 +221,9 @@ def attention_forward(
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (t.expand(batch, *t.shape[1:]) for t in (query, key, value))
     if sinks is not None:
+        wanted = [query.shape[0], query.shape[1], sq, 1]
+        if sinks.dim() != 4 or any(given not in (1, size) for given, size in zip(sinks.shape, wanted, strict=True)):
+            raise _refuse(module, "sinks", f"of shape {[*sinks.shape]}, which is not a logit a query: {wanted}")
         out, weights = _with_sinks(sinks, query, key, value, bias, mask, weights_too, options)
     else:
         out = attention(query, key, value, bias=bias, mask=mask, return_weights=weights_too, **options)

@@ -244,6 +244,13 @@ def test_sinks_of_each_query(sizes, masked, device):
     assert weights is None and torch.allclose(alone, ours[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("sizes", [(4,), (4, 1), (2, 4, 6), (2, 4, 6, 6), (2, 4, 5, 1), (3, 4, 6, 1)])
+def test_sinks_of_another_shape_are_refused(sizes):
+    q = torch.randn(2, 4, 6, 8)
+    with pytest.raises(NotImplementedError, match=r"Identity .*'sinks', of shape \["):
+        heddle.hf.attention_forward(torch.nn.Identity(), q, q, q, None, scaling=0.3, sinks=torch.randn(sizes))
+
+
 def test_sinks_of_each_query_of_packed_sequences():
     module = torch.nn.Module()
     module.is_causal = True
