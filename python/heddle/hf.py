@@ -245,6 +245,7 @@ def _with_sinks(
     out, lse, *weights = attention(
         query, key, value, bias=bias, mask=mask, return_lse=True, return_weights=weights_too, **options
     )
+    lse = lse.clamp(min=torch.finfo(lse.dtype).min)  # or -inf of a row without keys, less a sink of -inf, would be NaN
     left = (lse.unsqueeze(-1) - sinks.to(lse.dtype)).sigmoid()
     return (out * left).to(out.dtype), (weights[0] * left).to(out.dtype) if weights_too else None
 

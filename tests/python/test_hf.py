@@ -244,6 +244,18 @@ def test_sinks_of_each_query(sizes, masked, device):
     assert weights is None and torch.allclose(alone, ours[0], atol=1e-6)
 
 
+def test_no_sink_and_no_key_is_zero():
+    q = torch.randn(1, 2, 3, 8, requires_grad=True)
+    sees = torch.ones(3, 3, dtype=torch.bool)
+    sees[1] = False
+    sinks = torch.full((1, 2, 3, 1), -torch.inf, requires_grad=True)
+    out, _ = heddle.hf.attention_forward(torch.nn.Identity(), q, q, q, sees[None, None], scaling=0.3, sinks=sinks)
+    without = heddle.attention(q, q, q, mask=sees, scale=0.3).transpose(1, 2)
+    assert torch.equal(out, without) and not out[:, 1].any() and out[:, 0].any()
+    for grad in torch.autograd.grad(out.square().sum(), (q, sinks)):
+        assert torch.isfinite(grad).all()
+
+
 @pytest.mark.parametrize("sizes", [(4,), (4, 1), (2, 4, 6), (2, 4, 6, 6), (2, 4, 5, 1), (3, 4, 6, 1)])
 def test_sinks_of_another_shape_are_refused(sizes):
     q = torch.randn(2, 4, 6, 8)
