@@ -30,6 +30,8 @@ void test_begin(void) {
     }
     setvbuf(stdout, NULL, _IOLBF, 0);
     keep_memory();
+    if (getenv("HEDDLE_ONLY"))
+        cmocka_set_test_filter(getenv("HEDDLE_ONLY"));
 }
 
 const heddle_dtype test_dtypes[TEST_DTYPES] = {HEDDLE_F32, HEDDLE_BF16, HEDDLE_F16};

@@ -6,7 +6,7 @@
  * (docs/design.md, section 4).
  *
  * Environment: HEDDLE_CPU (instruction set, skip if it is not to be had), HEDDLE_TEST_DEVICE=cpu|cuda, HEDDLE_LONG=1,
- * HEDDLE_EMULATED=1, HEDDLE_SEED. */
+ * HEDDLE_EMULATED=1, HEDDLE_SEED, HEDDLE_ONLY (a pattern of the names of the tests that are run). */
 #ifndef HEDDLE_TESTS_COMMON_H
 #define HEDDLE_TESTS_COMMON_H
 

@@ -234,11 +234,13 @@ static uint32_t quotient(uint32_t x, divisor d) {
     return (uint32_t)(((uint64_t)x * d.factor >> 32) + x) >> d.shift;
 }
 
-/* Hopper's order of tiles: its divisions without a division, at the ends of what is divided and between. */
-static void check_order(const norm_linear_launch *l, rng *r) {
+/* Hopper's products: no moments but those that they form; and the order of tiles: its divisions without a division, at the ends of what
+ * is divided and between. */
+static void check_gemm90(const norm_linear_launch *l, rng *r) {
     const tile_order *o = &l->params.gemm90.g.tiles;
     if (!l->sm90)
         return;
+    assert_null(l->params.gemm90.g.mean);
     assert_int_equal(o->panels, (o->units - 1) / o->panel_units + 1);
     for (int x = 0; x < 20; x++) {
         const uint32_t end = o->units - 1, at = x == 0 ? 0 : x == 1 ? end : (uint32_t)rng_between(r, 0, end);
@@ -275,7 +277,7 @@ static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass
                                        .x = aligned,
                                        .w = aligned,
                                        .gamma = of_norm,
-                                       .y = aligned,
+                                       .y = rng_chance(r, 0.3) ? skewed : aligned,
                                        .dy = aligned,
                                        .dx = wants_dx ? aligned : NULL,
                                        .dw = aligned,
@@ -291,7 +293,7 @@ static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass
         check_prepared(&launches[x], &plan);
         check_linear_limit(&launches[x], a->multiprocessors, device);
         check_normalised(&launches[x], &plan);
-        check_order(&launches[x], r);
+        check_gemm90(&launches[x], r);
     }
     return true;
 }

@@ -78,8 +78,16 @@ def test_arrays():
     assert numpy.array_equal(heddle.norm_linear(x, w, multiprocessors=3), heddle.norm_linear(x, w))
 
 
-def test_jax():
+@pytest.fixture
+def jax_on_the_cpu():
     jax = pytest.importorskip("jax")
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield jax
+
+
+def test_jax(jax_on_the_cpu):
+    """On the CPU, where it has no meaning."""
+    jax = jax_on_the_cpu
     import heddle.jax
 
     q, k, v = (jax.numpy.asarray(t.numpy()) for t in inputs("cpu"))

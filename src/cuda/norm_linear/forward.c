@@ -50,27 +50,29 @@ static bool takes_few(const norm_linear_plan *plan, const cuda_facts *device) {
 /* On Hopper, terms of a short row. */
 #define SHORT_SUM 1024
 
-/* Whether bfloat16 multiplies raw x, of m rows, by n of W. Hopper normalises short rows, and few, in less time than it packs W. */
-static bool takes_raw(const heddle_norm_linear *a, const cuda_facts *device, bool gathers, int64_t n) {
-    if (!gathers)
+/* Whether bfloat16 multiplies raw x, of m rows, by n of W. Hopper normalises short rows, and few, in less time than it packs W; and its
+ * product takes no moments but those that it gathers. */
+static bool takes_raw(const heddle_norm_linear *a, const cuda_facts *device, bool sm90, int64_t n) {
+    if (!sm90)
         return 2 * n < a->m;
-    return n < a->m && a->k > SHORT_SUM && a->m * a->k > INT64_C(1) << 22 && heddle__cuda_fills90(device, a->m, n);
+    return n < a->m && a->k % 8 == 0 && a->k > SHORT_SUM && a->m * a->k > INT64_C(1) << 22 &&
+           heddle__cuda_fills90(device, a->m, n);
 }
 
 norm_linear_facts heddle__cuda_norm_linear_facts(const norm_linear_plan *plan, const cuda_facts *device) {
     const heddle_norm_linear *a = &plan->a;
-    const bool sm90 = takes_sm90(plan, device), gathers = sm90 && a->k % 8 == 0, plain = a->norm == HEDDLE_NO_NORM;
+    const bool sm90 = takes_sm90(plan, device), plain = a->norm == HEDDLE_NO_NORM;
     const bool z = a->features & HEDDLE_Z; /* is there then in any case */
     const int64_t n = norm_linear_extent(a, 'N');
     const bool gated =
         is_gated(a->activation); /* its gradients have up's errors whole, which the slope of others hides */
     const bool wide = a->dtype == HEDDLE_F32,
-               raw = a->dtype == HEDDLE_BF16 && !plain && !z && !gated && takes_raw(a, device, gathers, n);
+               raw = a->dtype == HEDDLE_BF16 && !plain && !z && !gated && takes_raw(a, device, sm90, n);
     return (norm_linear_facts){.raw = raw,
                                .kept = plan->pass == HEDDLE_FORWARD && (a->features & HEDDLE_PREPARED) && (raw || wide),
                                .plain = plain,
                                .gated = gated,
-                               .gathers = gathers,
+                               .gathers = raw && sm90,
                                .few = !z && takes_few(plan, device),
                                .sm90 = sm90,
                                .n = n,
@@ -111,7 +113,7 @@ static void plan_products(norm_linear_plan *plan, const cuda_facts *device, norm
     c->is = heddle__cuda_norm_linear_facts(plan, device);
     plan->reads_prepared = c->is.kept;
     const bool gated = forward_pass && c->is.gated && c->is.sm90 && a->y_stride % 8 == 0;
-    const bool raw = forward_pass && c->is.raw && c->is.gathers;
+    const bool raw = forward_pass && c->is.gathers;
     const bool adds = gated || (!c->is.gated && (a->activation || (a->features & HEDDLE_RESIDUAL)));
     const gemm_kernels *kernels = gated ? GATED : raw ? OF_RAW : forward_pass ? GEMMS(fwd) : GEMMS(dx);
     plan->tile_m = plan->tile_n = GEMM_TILE;
