@@ -42,16 +42,54 @@ template <fault90 FAULT> static __device__ void add_products(const fault90_param
             p.to[(row + e / 2 * 8) * N + y * 8 + lane % 4 * 2 + e % 2] = c[y][e];
 }
 
+/* Each thread's number is added to the first sums; then, where it was staged, the next number to the second ones, beside what the first have
+ * become. */
+enum added90 { ADDED, TOO_SOON, NOT_THERE, LEFT };
+
+template <added90 FAULT> static __device__ void add_numbers(const fault90_params &p) {
+    extern __shared__ __align__(1024) char shared[];
+    float *const staged = (float *)shared;
+    staged[threadIdx.x] = (float)(threadIdx.x + 1);
+    fence_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        add_bulk(p.to, shared_address(shared), WARPGROUP * 4);
+        bulk_commit();
+        if (FAULT == NOT_THERE)
+            bulk_wait_read();
+        else if (FAULT != TOO_SOON)
+            bulk_wait();
+    }
+    __syncthreads();
+    staged[threadIdx.x] = p.to[threadIdx.x] + 1;
+    fence_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        add_bulk(p.to + WARPGROUP, shared_address(shared), WARPGROUP * 4);
+        bulk_commit();
+        if (FAULT != LEFT)
+            bulk_wait_read();
+    }
+}
+
+#define ADDS F(ADDED) F(TOO_SOON) F(NOT_THERE) F(LEFT)
+#define F(name)                                                                                                        \
+    extern "C" __global__ void __launch_bounds__(WARPGROUP) name##_kernel(const __grid_constant__ fault90_params p) {  \
+        add_numbers<name>(p);                                                                                          \
+    }
+ADDS
+#undef F
+
 #define FAULTS F(NONE) F(NO_PHASE) F(OTHER_PHASE) F(MORE_BYTES) F(NO_PRODUCTS) F(SOON)
 #define F(name)                                                                                                        \
     extern "C" __global__ void __launch_bounds__(WARPGROUP) name##_kernel(const __grid_constant__ fault90_params p) {  \
         add_products<name>(p);                                                                                         \
     }
-FAULTS
-#undef F
-
-extern "C" __attribute__((visibility("default"))) const emulator_kernel emulator_kernels[] = {
-#define F(name) EMULATOR_KERNEL(#name "_90", name##_kernel),
     FAULTS
 #undef F
-        EMULATOR_LAST};
+
+    extern "C" __attribute__((visibility("default"))) const emulator_kernel emulator_kernels[] = {
+#define F(name) EMULATOR_KERNEL(#name "_90", name##_kernel),
+        FAULTS ADDS
+#undef F
+            EMULATOR_LAST};

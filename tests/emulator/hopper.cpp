@@ -214,6 +214,7 @@ void hopper_arrive_behind_copies(uint32_t at) {
 
 /* ------------------------------------------------------------------------------------------------- sums and stores */
 
+/* What a thread has told the engine to add or to store: told, read, and at last done. */
 struct engine_store {
     unsigned thread;
     float *to; /* of a sum; NULL: a box */
@@ -221,33 +222,44 @@ struct engine_store {
     int bytes;
     box_map map;
     int x[DIMENSIONS];
+    std::vector<char> read;
 };
 static std::vector<engine_store> stores;
+
+static void read_store(engine_store *s) {
+    if (s->read.empty())
+        s->read.assign(s->from, s->from + s->bytes);
+}
 
 static void finish_sum(const engine_store *s) {
     for (int x = 0; x < s->bytes / 4; x++) {
         float f;
-        memcpy(&f, s->from + 4 * x, 4);
+        memcpy(&f, s->read.data() + 4 * x, 4);
         s->to[x] += f;
     }
 }
 
-/* Of a matrix. */
+/* Of a matrix. As an H200 has it, 16 bytes of which the first are inside are stored whole. */
 static void finish_box(const engine_store *s) {
     const box_map *m = &s->map;
     for (uint32_t row = 0; row < m->box[1]; row++)
         for (uint32_t x0 = 0; x0 < 64; x0++) {
-            const int64_t y = s->x[1] + (int64_t)row, column = s->x[0] + (int64_t)x0;
+            const int64_t y = s->x[1] + (int64_t)row, column = s->x[0] + (int64_t)x0, first = column - x0 % 8;
             const uint32_t from = (row * 128 + x0 * 2) ^ (row & 7) << 4;
-            if (y >= 0 && (uint64_t)y < m->extent[1] && column >= 0 && (uint64_t)column < m->extent[0])
-                memcpy(m->base + y * (int64_t)m->stride[0] + column * 2, s->from + from, 2);
+            if (y >= 0 && (uint64_t)y < m->extent[1] && first >= 0 && (uint64_t)first < m->extent[0])
+                memcpy(m->base + y * (int64_t)m->stride[0] + column * 2, s->read.data() + from, 2);
         }
 }
 
+static void finish_store(engine_store *s) {
+    read_store(s);
+    s->to ? finish_sum(s) : finish_box(s);
+}
+
 static void finish_stores(unsigned thread) {
-    for (const engine_store &s : stores)
+    for (engine_store &s : stores)
         if (s.thread == thread)
-            s.to ? finish_sum(&s) : finish_box(&s);
+            finish_store(&s);
     stores.erase(
         std::remove_if(stores.begin(), stores.end(), [=](const engine_store &s) { return s.thread == thread; }),
         stores.end());
@@ -257,7 +269,9 @@ static void tell_to_store(engine_store s, uint32_t from) {
     s.thread = emulator_fiber();
     s.from = copied_to(from, s.bytes);
     stores.push_back(s);
-    if (emulator_random() % 2)
+    if (emulator_random() % 3 == 0)
+        read_store(&stores.back());
+    if (emulator_random() % 3 == 0)
         finish_stores(s.thread);
 }
 
@@ -278,6 +292,12 @@ void hopper_store_box(const void *map, uint32_t from, const int *x, unsigned ran
     if (rank != 2 || s.map.rank != rank || s.map.box[0] != 64 || from % ATOM)
         emulator_fail("a box of rank %u by a map of rank %u from %#x", rank, s.map.rank, from);
     tell_to_store(s, from);
+}
+
+void hopper_wait_for_reads(void) {
+    for (engine_store &s : stores)
+        if (s.thread == emulator_fiber())
+            read_store(&s);
 }
 
 void hopper_wait_for_stores(void) {
@@ -454,4 +474,15 @@ void hopper_begin(void) {
     }
     copies.clear();
     stores.clear();
+}
+
+const char *hopper_end(void) {
+    const char *wrong = NULL;
+    for (engine_store &s : stores)
+        if (s.read.empty())
+            wrong = "a block has ended, and the copy engine may not have read what it is to store";
+        else
+            finish_store(&s);
+    stores.clear();
+    return wrong;
 }

@@ -20,9 +20,11 @@ void hopper_send(uint32_t to, const void *from, int bytes, uint32_t barrier);
 /* This thread's copies by emulator_copy, and its arrival behind them. */
 void hopper_arrive_behind_copies(uint32_t at);
 
-/* What lies in shared memory is added to float32 sums, or stored as a box, now or at the wait. */
+/* What lies in shared memory is added to float32 sums, or stored as a box: read now or at either wait, there now or at the second, or when all
+ * blocks have ended. */
 void hopper_add(float *to, uint32_t from, int bytes);
 void hopper_store_box(const void *map, uint32_t from, const int *x, unsigned rank);
+void hopper_wait_for_reads(void);
 void hopper_wait_for_stores(void);
 
 /* A warp's part of c = a·b (+ c), 64 x N x 16: of warp w of a warpgroup the rows 16w on. Until it is waited for c is NaN; what is in shared
@@ -44,8 +46,10 @@ void hopper_encode(void *map, unsigned rank, void *base, const uint64_t *extents
                    const uint32_t *box);
 void hopper_move(void *map, void *base);
 
-/* For run.cpp: a block begins; one thing that the engine has been told is done (false: there is none). */
+/* For run.cpp: the blocks of a cluster begin; one thing that the engine has been told is done (false: there is none); they have ended,
+ * and what is wrong then. */
 void hopper_begin(void);
 bool hopper_go_on(void);
+const char *hopper_end(void);
 
 #endif

@@ -458,6 +458,11 @@ static void run_cluster(unsigned first) {
         pthread_join(threads[x], NULL);
     for (unsigned x = 0; x < run.together; x++)
         sem_destroy(&run.blocks[x].go);
+    const char *const wrong = run.failed ? NULL : hopper_end();
+    if (wrong) {
+        fprintf(stderr, "emulator: %s, cluster of block %u: %s\n", run.kernel->symbol, run.first, wrong);
+        run.failed = true;
+    }
 }
 
 /* A page that nobody may touch lies below each stack. */

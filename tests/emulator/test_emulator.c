@@ -76,11 +76,23 @@ static int add_products(const char *name, int seed) {
     return RIGHT;
 }
 
+static int add_numbers(const char *name, int seed) {
+    static _Alignas(16) float to[2 * 128];
+    memset(to, 0, sizeof to);
+    if (launch("faults90", name, seed, 1, 128, 128 * sizeof(float), NULL, to) == FAILED)
+        return FAILED;
+    for (int x = 0; x < 128; x++)
+        if (!(to[x] == (float)(x + 1) && to[128 + x] == (float)(x + 2)))
+            return WRONG;
+    return RIGHT;
+}
+
 static void test_right(void **state) {
     (void)state;
     for (int seed = 0; seed < SEEDS; seed++) {
         assert_int_equal(turn_round("NONE", seed), RIGHT);
         assert_int_equal(add_products("NONE_90", seed), RIGHT);
+        assert_int_equal(add_numbers("ADDED_90", seed), RIGHT);
     }
 }
 
@@ -104,6 +116,9 @@ static void test_wrong(void **state) {
         see_wrong(turn_round, names[x]);
     for (size_t x = 0; x < COUNT(names90); x++)
         see_wrong(add_products, names90[x]);
+    see_wrong(add_numbers, "TOO_SOON_90");
+    see_wrong(add_numbers, "NOT_THERE_90");
+    see_wrong(add_numbers, "LEFT_90");
 }
 
 static void test_failed(void **state) {

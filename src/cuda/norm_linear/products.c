@@ -150,8 +150,8 @@ void heddle__cuda_add_z(norm_linear_call *c, norm_z p) {
 /* A product on Hopper: whether it can be, where its operands and its result lie, and without moments of rows that others have formed. */
 bool heddle__cuda_fits90(const norm_linear_call *c, const norm_gemm *p) {
     return c->is.sm90 && !p->mean && aligned16(p->a, p->lda, 2) && aligned16(p->b, p->ldb, 2) &&
-           aligned16(p->out, p->ldo, 2) && aligned16(p->u, p->ldu, 2) && aligned16(p->residual, p->ldr, 2) &&
-           (uintptr_t)p->w % 4 == 0;
+           aligned16(p->out, p->ldo, 2) && (!p->u || aligned16(p->u, p->ldu, 2)) &&
+           (!p->residual || aligned16(p->residual, p->ldr, 2)) && (uintptr_t)p->w % 4 == 0;
 }
 
 /* halves: 2 where B has as many columns again behind those of the result. */

@@ -97,7 +97,7 @@ PTX void add_bulk(float *to, uint32_t from, int bytes) {
 PTX void bulk_commit(void) {
 }
 PTX void bulk_wait_read(void) {
-    hopper_wait_for_stores();
+    hopper_wait_for_reads();
 }
 PTX void bulk_wait(void) {
     hopper_wait_for_stores();

@@ -161,7 +161,8 @@ INLINE void store_as_staged(const norm_gemm &p, int row, int col0, int chunks, u
 }
 
 /* A warp's results, 16 rows, 64 columns at a time, through shared memory. In forward the copy engine takes whole ones from there
- * while the warp goes on, unless there is more to do. row0: of its rows, or the first 16 of two halves. Registers have no
+ * while the warp goes on, unless there is more to do; of the last columns only multiples of eight, for it stores 16 bytes of which
+ * some are outside, too. row0: of its rows, or the first 16 of two halves. Registers have no
  * numbers to be known later, so which of them are staged is decided by branches; the rest of the code is there once. */
 template <typename T, int WIDTH, int PASS>
 INLINE void store_tile(const norm_gemm_sm90 &all, const gemm_tile &t, int row0, const char *columns, uint32_t staging,
@@ -187,7 +188,7 @@ INLINE void store_tile(const norm_gemm_sm90 &all, const gemm_tile &t, int row0, 
                 else
                     stage_chunks<T, PASS, 8>(of, rows, acc[x / GROUPS] + x % GROUPS * 8, staging, 0);
             }
-        if (is_forward<PASS> && chunks == 8 && !has_more) {
+        if (is_forward<PASS> && chunks == 8 && !has_more && (p.cols % 8 == 0 || col + 64 <= p.cols)) {
             fence_async();
             __syncwarp();
             if (leads) {
