@@ -252,16 +252,15 @@ static void check_gemm90(const norm_linear_launch *l, rng *r) {
     }
 }
 
-/* So does what `normalise` writes, unless it is z; and each of its warps has a team. */
+/* So does what `normalise` writes, unless it is z; and a row has no more warps than elements for them, or than a block. */
 static void check_normalised(const norm_linear_launch *l, const norm_linear_plan *plan) {
     const norm_normalise *p = &l->params.normalise;
     const char *high = p->job.high;
     if (!strstr(heddle__cuda_kernels[l->kernel].symbol, "_normalise_"))
         return;
     assert_true(high == aligned || (high >= space && high + p->job.rows * p->job.ldp * 2 <= space + plan->workspace));
-    assert_true(p->parts * 256 >= p->job.cols && p->warps * p->teams <= 16 && p->warps * (p->teams + 1) > 16);
-    for (uint32_t warp = 0; warp < 16; warp++)
-        assert_int_equal(quotient(warp, p->team), warp / (uint32_t)p->warps);
+    assert_in_range(p->warps_log2, 0, 3);
+    assert_true(p->warps_log2 == 0 || INT64_C(128) << p->warps_log2 < p->job.cols);
 }
 
 static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device,

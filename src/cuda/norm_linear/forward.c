@@ -50,13 +50,13 @@ static bool takes_few(const norm_linear_plan *plan, const cuda_facts *device) {
 /* On Hopper, terms of a short row. */
 #define SHORT_SUM 1024
 
-/* Whether bfloat16 multiplies raw x, of m rows, by n of W. Hopper normalises short rows, and few, in less time than it packs W; and its
- * product takes no moments but those that it gathers. */
+/* Whether bfloat16 multiplies raw x, of m rows, by n of W. Hopper normalises short rows, and few, in less time than it packs W and gathers
+ * their moments (docs/kernels/cuda-norm-linear.md); and its product takes no others. */
 static bool takes_raw(const heddle_norm_linear *a, const cuda_facts *device, bool sm90, int64_t n) {
     if (!sm90)
         return 2 * n < a->m;
-    return n < a->m && a->k % 8 == 0 && a->k > SHORT_SUM && a->m * a->k > INT64_C(1) << 22 &&
-           heddle__cuda_fills90(device, a->m, n);
+    const bool many = a->m * a->k > INT64_C(1) << 25, narrow = 4 * n < a->m && a->m * a->k > INT64_C(1) << 22;
+    return a->k % 8 == 0 && a->k > SHORT_SUM && n < a->m && (many || narrow) && heddle__cuda_fills90(device, a->m, n);
 }
 
 norm_linear_facts heddle__cuda_norm_linear_facts(const norm_linear_plan *plan, const cuda_facts *device) {
@@ -298,11 +298,9 @@ static bool multiplies_z(const norm_linear_call *c) {
     return c->t->z && !c->is.wide && c->a->k == c->is.kp && c->a->z_stride == c->a->k && aligned16(c->t->z, c->a->k, 2);
 }
 
-/* What `normalise` is for: short rows, or so few that they take less time to read than a launch; they begin at multiples of 16 bytes. By the
- * byte `prepare` is faster with long ones. */
+/* What `normalise` is for: rows that begin at multiples of 16 bytes. */
 static bool lets_normalise(const norm_linear_call *c, const norm_rows *x) {
-    return c->a->k % 8 == 0 && (c->a->k <= SHORT_SUM || c->a->m * c->a->k <= INT64_C(1) << 23) &&
-           normalise_parts(c->a->k) <= NORMALISE_PARTS && aligned16(x->in, x->ld, 2) && aligned16(x->high, x->ldp, 2) &&
+    return c->a->k % 8 == 0 && aligned16(x->in, x->ld, 2) && aligned16(x->high, x->ldp, 2) &&
            aligned16(x->gamma, 0, 2) && aligned16(x->beta, 0, 2);
 }
 

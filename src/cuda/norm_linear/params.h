@@ -78,11 +78,10 @@ typedef struct norm_rows {
     float eps, inverse;                /* 1/cols */
 } norm_rows;
 
-/* normalise, sm90: rows in 16 bits. */
+/* normalise, sm90: rows in 16 bits, each by so many warps. */
 typedef struct norm_normalise {
     norm_rows job;
-    int32_t parts, warps, teams; /* contract.h of sm90 */
-    divisor team;                /* by warps */
+    int32_t warps_log2;
 } norm_normalise;
 
 /* On Hopper A and B come by the copy engine, in boxes of 64 rows, and out goes by it, in boxes of 16. */

@@ -99,13 +99,14 @@ static tile_order order_of(int64_t pairs, int64_t cols) {
 }
 
 void heddle__cuda_add_normalise(norm_linear_call *c, const norm_rows *x) {
-    const norm_normalise p = {.job = *x,
-                              .parts = normalise_parts(c->a->k),
-                              .warps = normalise_warps(c->a->k),
-                              .teams = normalise_teams(c->a->k),
-                              .team = divisor_of(normalise_warps(c->a->k))};
+    const int64_t warps = NORMALISE_THREADS / 32, resident = NORMALISE_RESIDENT * c->device->multiprocessors;
+    norm_normalise p = {.job = *x};
+    while (1 << p.warps_log2 < warps && x->rows << p.warps_log2 < resident * warps / 2 &&
+           INT64_C(256) << p.warps_log2 < x->cols)
+        p.warps_log2++;
     heddle__cuda_add(c, c->is.dtype == 0 ? NORM_LINEAR_normalise_bf16_sm90 : NORM_LINEAR_normalise_f16_sm90,
-                     blocks(x->rows, p.teams), 0, &(norm_linear_params){.normalise = p});
+                     least_of(blocks(x->rows << p.warps_log2, warps), resident), 0,
+                     &(norm_linear_params){.normalise = p});
     c->b_is_there = true;
 }
 

@@ -78,20 +78,10 @@ CONTRACT int64_t gemm90_sums(int64_t row_tiles) {
 
 /* -------------------------------------------------------------------------------------------------- rows normalised */
 
-/* Threads of a block of `normalise`: a row is a team's, of a thread for each eight elements; its parts, a warp's 256 elements each, at most so
- * many. */
-#define NORMALISE_THREADS 512
-#define NORMALISE_PART 256
-#define NORMALISE_PARTS 64
-
-CONTRACT int normalise_parts(int64_t cols) {
-    return (int)((cols + NORMALISE_PART - 1) / NORMALISE_PART);
-}
-CONTRACT int normalise_warps(int64_t cols) {
-    return normalise_parts(cols) < NORMALISE_THREADS / 32 ? normalise_parts(cols) : NORMALISE_THREADS / 32;
-}
-CONTRACT int normalise_teams(int64_t cols) {
-    return NORMALISE_THREADS / 32 / normalise_warps(cols);
-}
+/* `normalise`: threads of a block, such blocks on a multiprocessor, and elements of a row that a warp holds. A row has so many warps, a power
+ * of two, that all together are on the GPU at once, if it has elements for them. */
+#define NORMALISE_THREADS 256
+#define NORMALISE_RESIDENT 4
+#define NORMALISE_HELD 1024
 
 #endif

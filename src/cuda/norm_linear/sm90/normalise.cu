@@ -1,14 +1,54 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Rows of x normalised in front of a product on Hopper. Each thread has eight elements of a row, for a kernel as short as this one takes as
- * long as one of its threads; and the product may start beside. */
+ * Rows of x normalised in front of a product on Hopper. A row is one warp's, which needs no other, or where rows are few a team's. Its elements
+ * stay in registers if they are few enough, and are read from the first-level cache once more if not. The product may start beside. */
 #include "cuda/norm_linear/lanes.cuh"
 #include "cuda/norm_linear/params.h"
 #include "cuda/norm_linear/sm90/contract.h"
-#include "cuda/norm_linear/sm90/divisor.cuh"
 
-/* Eight elements of a row; zeros past its end, and where there is no row. */
-template <typename T> INLINE uint4 load_chunk(const void *row, int e, int cols) {
-    return row && e < cols ? *(const uint4 *)((const T *)row + e) : make_uint4(0, 0, 0, 0);
+/* Chunks of eight elements that a lane has of a row at a time. */
+enum { CHUNKS = NORMALISE_HELD / 256, WARPS = NORMALISE_THREADS / 32 };
+
+/* A team, by one of its warps; and its row. */
+typedef struct row_team {
+    int warps, warp, number; /* number: among the block's */
+    int turn;                /* of two places to add up in */
+    const void *from;        /* T [cols] */
+    int cols, held_at_once;
+    uint4 held[CHUNKS];
+} row_team;
+
+/* The first column of a lane's c-th chunk from column `first` on. */
+INLINE int column_of(const row_team &t, int first, int c) {
+    return first + ((c * t.warps + t.warp) * 32 + (int)threadIdx.x % 32) * 8;
+}
+
+/* Zeros past the end. */
+template <typename T> INLINE void load_row(row_team *t, int first) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        const int e = column_of(*t, first, c);
+        t->held[c] = e < t->cols ? *(const uint4 *)((const T *)t->from + e) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+/* Sums over the team, to all of it. */
+INLINE float2 team_sum(row_team *t, float2 sums) {
+    __shared__ float2 slots[2][WARPS];
+    sums = make_float2(warp_sum(sums.x), warp_sum(sums.y));
+    if (t->warps == 1)
+        return sums;
+    float2 *const own = slots[t->turn] + t->number * t->warps;
+    t->turn ^= 1;
+    if (threadIdx.x % 32 == 0)
+        own[t->warp] = sums;
+    barrier_sync(t->number, t->warps * 32);
+    sums = own[0];
+#pragma unroll 1
+    for (int x = 1; x < t->warps; x++) {
+        sums.x += own[x].x;
+        sums.y += own[x].y;
+    }
+    return sums;
 }
 
 template <typename T> INLINE float chunk_sum(const uint4 &held) {
@@ -18,17 +58,15 @@ template <typename T> INLINE float chunk_sum(const uint4 &held) {
 }
 
 /* Of the distances from the mean: their squares, and their sum, which is what rounding left in it. */
-template <typename T> INLINE float2 chunk_squares(const uint4 &held, float mean) {
+template <typename T> INLINE void add_squares(const uint4 &held, float mean, float2 *sums) {
     float v[8];
-    float2 sums = make_float2(0, 0);
     unpack_chunk<T>(held, v);
 #pragma unroll
     for (int x = 0; x < 8; x++) {
         v[x] -= mean;
-        sums.x = fmaf(v[x], v[x], sums.x);
+        sums->x = fmaf(v[x], v[x], sums->x);
     }
-    sums.y = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-    return sums;
+    sums->y += ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 }
 
 /* Of the row's sum, as if it were divided. */
@@ -37,11 +75,34 @@ INLINE float mean_of(const norm_rows &p, float sum) {
     return fmaf(fmaf(-mean, (float)p.cols, sum), p.inverse, mean);
 }
 
-/* The row's mean and rstd, of what the parts came to; kept by one thread. */
-INLINE float2 finish_moments(const norm_rows &p, int64_t row, float mean, float squares, float left, bool keeps) {
-    left = p.rms ? 0 : left * p.inverse;
-    const float rstd = inverse_deviation(squares, (float)p.cols, p.inverse, left, p.eps);
-    if (keeps) {
+/* A row whose first elements are held: its mean and rstd, kept by one lane. */
+template <typename T> INLINE float2 find_moments(const norm_rows &p, int64_t row, row_team *t) {
+    float mean = 0;
+    float2 sums = make_float2(0, 0);
+#pragma unroll 1
+    for (int first = 0; first < t->cols && !p.rms; first += t->held_at_once) {
+        if (first > 0)
+            load_row<T>(t, first);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+            sums.x += chunk_sum<T>(t->held[c]);
+    }
+    if (!p.rms)
+        mean = mean_of(p, team_sum(t, sums).x);
+    sums = make_float2(0, 0);
+#pragma unroll 1
+    for (int first = 0; first < t->cols; first += t->held_at_once) {
+        if (t->cols > t->held_at_once)
+            load_row<T>(t, first);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+            if (column_of(*t, first, c) < t->cols)
+                add_squares<T>(t->held[c], mean, &sums);
+    }
+    sums = team_sum(t, sums);
+    const float left = p.rms ? 0 : sums.y * p.inverse;
+    const float rstd = inverse_deviation(sums.x, (float)p.cols, p.inverse, left, p.eps);
+    if (t->warp == 0 && threadIdx.x % 32 == 0) {
         p.mean[row] = mean;
         p.rstd[row] = rstd;
     }
@@ -50,12 +111,13 @@ INLINE float2 finish_moments(const norm_rows &p, int64_t row, float mean, float 
 
 /* (x - mean)·rstd∘gamma + beta, to column e. */
 template <typename T>
-INLINE void store_normalised(const norm_rows &p, int64_t row, int e, const uint4 &held, const uint4 &gamma,
-                             const uint4 &beta, const float2 &moments) {
-    float v[8], g[8], b[8];
+INLINE void store_normalised(const norm_rows &p, int64_t row, int e, const uint4 &held, const float2 &moments) {
+    float v[8], g[8], b[8] = {};
     unpack_chunk<T>(held, v);
-    unpack_chunk<T>(gamma, g);
-    unpack_chunk<T>(beta, b);
+    if (p.gamma)
+        chunk8<T>(p.gamma, e, p.cols, g);
+    if (p.beta)
+        chunk8<T>(p.beta, e, p.cols, b);
 #pragma unroll
     for (int x = 0; x < 8; x++) {
         v[x] = (v[x] - moments.x) * moments.y;
@@ -65,72 +127,32 @@ INLINE void store_normalised(const norm_rows &p, int64_t row, int e, const uint4
                                                              pack_pair(v[4], v[5], T()), pack_pair(v[6], v[7], T())));
 }
 
-/* A team, and what its threads have in turn: every so many-th part of the row. */
-struct team_of_row {
-    int number, threads, warp, warps, parts;
-};
-
-/* Sums of each part of the row to its slot, and of all to every thread. */
-template <typename F> INLINE float2 team_total(const team_of_row &t, float2 *slots, const F &sums_of) {
+template <typename T> INLINE void normalise_kernel(const norm_normalise &all) {
+    const norm_rows &p = all.job;
+    const int warp = threadIdx.x / 32, number = warp >> all.warps_log2, teams = WARPS >> all.warps_log2;
+    row_team t = {1 << all.warps_log2, warp - (number << all.warps_log2), number, 0};
+    t.cols = p.cols;
+    t.held_at_once = NORMALISE_HELD << all.warps_log2;
 #pragma unroll 1
-    for (int part = t.warp; part < t.parts; part += t.warps) {
-        const float2 sums = sums_of(part);
-        const float x = warp_sum(sums.x), y = warp_sum(sums.y);
-        if (threadIdx.x % 32 == 0)
-            slots[part] = make_float2(x, y);
-    }
-    barrier_sync(t.number, t.threads);
-    float2 all = make_float2(0, 0);
+    for (int64_t row = (int64_t)blockIdx.x * teams + number; row < p.rows; row += (int64_t)gridDim.x * teams) {
+        t.from = (const T *)p.in + row * p.ld;
+        load_row<T>(&t, 0);
+        const float2 moments = find_moments<T>(p, row, &t);
 #pragma unroll 1
-    for (int part = 0; part < t.parts; part++) {
-        all.x += slots[part].x;
-        all.y += slots[part].y;
-    }
-    return all;
-}
-
-template <typename T> INLINE void normalise_kernel(const norm_normalise &p) {
-    __shared__ float2 slots[2][NORMALISE_PARTS];
-    const norm_rows &job = p.job;
-    const int warp = threadIdx.x / 32, number = (int)quotient((uint32_t)warp, p.team);
-    const team_of_row t = {number, p.warps * 32, warp - number * p.warps, p.warps, p.parts};
-    const int64_t row = (int64_t)blockIdx.x * p.teams + number;
-    if (number >= p.teams || row >= job.rows)
-        return;
-    const bool more = p.parts > p.warps; /* than stay in registers */
-    const void *const in = (const T *)job.in + row * job.ld;
-    const auto column = [&](int part) { return part * NORMALISE_PART + (int)threadIdx.x % 32 * 8; };
-    uint4 held = load_chunk<T>(in, column(t.warp), job.cols);
-    uint4 gamma = load_chunk<T>(job.gamma, column(t.warp), job.cols);
-    uint4 beta = load_chunk<T>(job.beta, column(t.warp), job.cols);
-    float mean = 0;
-    if (!job.rms)
-        mean = mean_of(job, team_total(t, slots[0] + number * p.parts, [&](int part) {
-                                if (more)
-                                    held = load_chunk<T>(in, column(part), job.cols);
-                                return make_float2(chunk_sum<T>(held), 0);
-                            }).x);
-    const float2 sums = team_total(t, slots[1] + number * p.parts, [&](int part) {
-        if (more)
-            held = load_chunk<T>(in, column(part), job.cols);
-        return column(part) < job.cols ? chunk_squares<T>(held, mean) : make_float2(0, 0);
-    });
-    const float2 moments = finish_moments(job, row, mean, sums.x, sums.y, t.warp == 0 && threadIdx.x % 32 == 0);
-#pragma unroll 1
-    for (int part = t.warp; part < t.parts; part += t.warps) {
-        if (more) {
-            held = load_chunk<T>(in, column(part), job.cols);
-            gamma = load_chunk<T>(job.gamma, column(part), job.cols);
-            beta = load_chunk<T>(job.beta, column(part), job.cols);
+        for (int first = 0; first < t.cols; first += t.held_at_once) {
+            if (t.cols > t.held_at_once)
+                load_row<T>(&t, first);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+                if (column_of(t, first, c) < t.cols)
+                    store_normalised<T>(p, row, column_of(t, first, c), t.held[c], moments);
         }
-        if (column(part) < job.cols)
-            store_normalised<T>(job, row, column(part), held, gamma, beta, moments);
     }
 }
 
 #define K(pass, dtype, family, threads, module)                                                                        \
     static_assert(threads == NORMALISE_THREADS, "as the kernel counts");                                               \
-    extern "C" __global__ void __launch_bounds__(threads, 3)                                                           \
+    extern "C" __global__ void __launch_bounds__(threads, NORMALISE_RESIDENT)                                          \
         heddle_norm_linear_##pass##_##dtype##_##family(const __grid_constant__ norm_normalise p) {                     \
         wait_for_earlier_grid();                                                                                       \
         let_next_grid_start();                                                                                         \
