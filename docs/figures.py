@@ -359,6 +359,21 @@ def dims_table() -> str:
     return "\n".join(lines)
 
 
+def linear_table() -> str:
+    """Device time over that of the product alone, of every shape and type, and of each option with two shapes."""
+    rows = [row for row in read("h200") if row.get("table") == "norm-linear" and "fwd_rest" in row]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    shown = ("m16384 k1024 n4096 ", "m8192 k4096 n12288 ")
+    lines = [bars("", "heddle, µs", "over `F.linear`", "PyTorch over it"), "|" + "---|" * 4]
+    for row in rows:
+        option = row["case"].split(" ", 4)[4:]
+        if not option or option == ["tf32"] or row["case"].startswith(shown):
+            each = [row[f"{p}_rest"] for p in ("fwd", "bwd") if f"{p}_rest" in row]
+            forms = (("us", ".1f"), ("over_linear", ".2f"), ("eager_over_linear", ".2f"))
+            lines.append(bars(row["case"], *(" / ".join(f"{x[key]:{form}}" for x in each) for key, form in forms)))
+    return "\n".join([*lines, "", f"Measured at {rows[0]['commit']}, torch {rows[0]['torch'].split('+')[0]}."])
+
+
 def calls_table(op: str, form: str) -> str:
     """Calls from Python, with the launches in them, and PyTorch's beside."""
     rows = [row for row in read("h200") if row.get("op") == op and re.search(form, row["case"])]
@@ -550,7 +565,7 @@ TABLES = {
         "head dims": dims_table,
         "float32": lambda: calls_table("attention", "S4096x4096.*float32"),
         "float32 options": float32_options_table,
-        "norm-linear": lambda: calls_table("norm-linear", ""),
+        "norm-linear": linear_table,
     },
 }
 PICTURES = {

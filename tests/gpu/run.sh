@@ -69,7 +69,7 @@ tell() {
 start_python() {
     local processes=() # with pytest-xdist, as many as keep a GPU and its host busy
     ! "$python" -c 'import xdist' 2>/dev/null || processes=(-n 4)
-    start python "$seconds" env PYTHONPATH="$package${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -q -p no:cacheprovider "${processes[@]}" \
+    start python "$seconds" env XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH="$package${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -q -p no:cacheprovider "${processes[@]}" \
         --junitxml "$log/pytest.xml" "$here/../python"
 }
 
