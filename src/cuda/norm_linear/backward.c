@@ -84,8 +84,8 @@ static norm_finish finish_of_x(const norm_linear_call *c, bool product_w) {
                      .mean = c->at.mean,
                      .rstd = c->at.rstd,
                      .centred = a->norm == HEDDLE_LAYER_NORM};
-    f.vector =
-        aligned16(f.dx, f.ldd, size_of(&c->is)) && aligned16(f.x, f.ldx, size_of(&c->is)) && aligned16(f.gamma, 0, 2);
+    f.vector = none_or_aligned16(f.dx, f.ldd, size_of(&c->is)) && aligned16(f.x, f.ldx, size_of(&c->is)) &&
+               aligned16(f.gamma, 0, 2);
     return f;
 }
 

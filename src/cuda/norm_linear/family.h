@@ -140,6 +140,11 @@ static inline bool aligned16(const void *p, int64_t ld, size_t size) {
     return (uintptr_t)p % 16 == 0 && (size_t)ld * size % 16 == 0;
 }
 
+/* Of a tensor that may not be there, whose stride is then no matter. */
+static inline bool none_or_aligned16(const void *p, int64_t ld, size_t size) {
+    return !p || aligned16(p, ld, size);
+}
+
 /* xhat is at most sqrt(k): with this exponent it stays below 2^15, and every power of two is exact. */
 static inline int32_t xhat_exponent(int64_t k) {
     int e = 0;

@@ -249,8 +249,8 @@ static bool add_few(norm_linear_call *c) {
                   .inverse = 1 / (float)a->k};
     if (c->is.gated)
         leave_u(&p, &behind);
-    p.vector =
-        aligned16(p.y, p.y_stride, 2) && aligned16(p.u, p.u_stride, 2) && aligned16(p.residual, p.residual_stride, 2);
+    p.vector = aligned16(p.y, p.y_stride, 2) && none_or_aligned16(p.u, p.u_stride, 2) &&
+               none_or_aligned16(p.residual, p.residual_stride, 2);
     const int64_t count = p.row_blocks * least_of(few_tiles(p.n), c->device->multiprocessors / p.row_blocks);
     heddle__cuda_add(c, few_kernel(a), count, (uint32_t)few_bytes(few_rows(a), a->k), &(norm_linear_params){.few = p});
     if (c->is.gated)

@@ -131,8 +131,8 @@ void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p) {
     p.activation = (int32_t)gate_activation(c->a->activation);
     p.rows = c->a->m;
     p.cols = (int32_t)c->a->n;
-    p.vector = aligned16(p.u, p.ldu, size) && aligned16(p.dy, p.ldd, size) && aligned16(p.out, p.ldo, size) &&
-               aligned16(p.residual, p.ldr, size) && (!c->is.gated || aligned16(NULL, c->a->n, size));
+    p.vector = aligned16(p.u, p.ldu, size) && none_or_aligned16(p.dy, p.ldd, size) && aligned16(p.out, p.ldo, size) &&
+               none_or_aligned16(p.residual, p.ldr, size) && (!c->is.gated || aligned16(NULL, c->a->n, size));
     heddle__cuda_add(c, (c->is.gated ? OF_DTYPE(gate) : OF_DTYPE(activate))[c->is.dtype],
                      least_of(activate_units(p.rows, p.cols), passing_blocks(c, ACTIVATE_RESIDENT)), 0,
                      &(norm_linear_params){.activate = p});
@@ -143,7 +143,7 @@ void heddle__cuda_add_z(norm_linear_call *c, norm_z p) {
     p.rows = c->a->m;
     p.cols = (int32_t)c->a->k;
     p.vector = aligned16(p.x, p.ldx, size) && aligned16(p.gamma, 0, size) && aligned16(p.beta, 0, size) &&
-               aligned16(p.dz, p.ldz, size) && aligned16(p.out, p.ldo, size);
+               none_or_aligned16(p.dz, p.ldz, size) && aligned16(p.out, p.ldo, size);
     heddle__cuda_add(c, OF_DTYPE(z)[c->is.dtype], least_of(z_units(p.rows, p.cols), passing_blocks(c, Z_RESIDENT)), 0,
                      &(norm_linear_params){.z = p});
 }
@@ -151,8 +151,8 @@ void heddle__cuda_add_z(norm_linear_call *c, norm_z p) {
 /* A product on Hopper: whether it can be, where its operands and its result lie, and without moments of rows that others have formed. */
 bool heddle__cuda_fits90(const norm_linear_call *c, const norm_gemm *p) {
     return c->is.sm90 && !p->mean && aligned16(p->a, p->lda, 2) && aligned16(p->b, p->ldb, 2) &&
-           aligned16(p->out, p->ldo, 2) && (!p->u || aligned16(p->u, p->ldu, 2)) &&
-           (!p->residual || aligned16(p->residual, p->ldr, 2)) && (uintptr_t)p->w % 4 == 0;
+           aligned16(p->out, p->ldo, 2) && none_or_aligned16(p->u, p->ldu, 2) &&
+           none_or_aligned16(p->residual, p->ldr, 2) && (uintptr_t)p->w % 4 == 0;
 }
 
 /* halves: 2 where B has as many columns again behind those of the result. */
