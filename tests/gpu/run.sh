@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # run.sh <directory of test programs> <record.json> [<directory of the Python package> <python>]: the C tests on the GPU, the
 # tests in Python, the tools of compute-sanitizer on a small part of the C tests, and the record of what was run. Needs no
-# network and builds nothing; what has ended is told on standard error, all of it at the end. Exit status 1 when something
-# failed, 77 when there is no GPU. The last line counts.
+# network and builds nothing; what has ended is told on standard error, all of it at the end, also where SIGTERM ends it
+# before (timeout): what has not ended has failed then. Exit status 1 when something failed, 77 when there is no GPU. The
+# last line counts.
 set -uo pipefail
 programs=$(cd "$1" && pwd)
 record=$2
@@ -19,6 +20,8 @@ most=$(($(nproc) * 3 / 4)) # the float64 reference on the host takes longer than
 ((most > 0)) || most=1
 passed=0
 failed=0
+stopped=
+trap 'stopped=1; kill $(jobs -pr) 2>/dev/null' TERM INT
 names=()
 rows=()
 
@@ -27,12 +30,15 @@ start() {
     local at=${#names[@]} limit=$2
     names+=("$1")
     shift 2
-    while (($(jobs -pr | wc -l) >= most)); do
+    while [ -z "$stopped" ] && (($(jobs -pr | wc -l) >= most)); do
         wait -n
     done
+    [ -z "$stopped" ] || return 0
     (
+        trap 'kill $! 2>/dev/null; exit 143' TERM
         begin=$SECONDS status=0
-        timeout "$limit" "$@" >"$log/$at.out" 2>&1 || status=$?
+        timeout "$limit" "$@" >"$log/$at.out" 2>&1 &
+        wait $! || status=$?
         echo "$status $((SECONDS - begin))" >"$log/$at.end"
         echo "${names[$at]}: status $status after $((SECONDS - begin)) s" >&2
     ) &
@@ -41,7 +47,9 @@ start() {
 # What start's number $1 has come to: a line, the end of what it printed if it failed, and a row of the record.
 tell() {
     local name=${names[$1]} out=$log/$1.out status took ok broken worst ratios torch=
-    read -r status took <"$log/$1.end"
+    status=143 took=0
+    [ ! -f "$log/$1.end" ] || read -r status took <"$log/$1.end"
+    touch "$out" # of what was not begun
     if [ "$status" -eq 77 ]; then
         printf '%-28s skipped: %s\n' "$name" "$(grep -m 1 skipped "$out")"
         return
