@@ -177,11 +177,11 @@ static void test_raw_or_not(void **state) {
     check_norm_linear(&c);
 }
 
-/* The one launch of a few rows: one block's and two blocks', more terms than its warps load at once, ends of every kind. */
+/* The one launch of a few rows, which have 16 warps, 4, 2 and one each: one block's and two blocks', more terms than its warps load at once, ends of every kind. */
 static void test_one_launch(void **state) {
     (void)state;
-    static const int64_t sizes[][3] = {{1, 264, 40},   {8, 4104, 24}, {9, 1032, 100},
-                                       {16, 72, 2200}, {17, 520, 64}, {32, 2056, 33}};
+    static const int64_t sizes[][3] = {{1, 264, 40},   {3, 4104, 24},  {6, 520, 16},  {8, 4104, 24},
+                                       {9, 1032, 100}, {16, 72, 2200}, {17, 520, 64}, {32, 2056, 33}};
     for (size_t x = 0; x < 12 * COUNT(sizes) && (test_device() == HEDDLE_CUDA || x < 1); x++) {
         const int64_t *s = sizes[x % COUNT(sizes)];
         const size_t y = x / COUNT(sizes);

@@ -20,28 +20,63 @@ INLINE void mma(float c[4], const uint32_t a[4], const uint32_t b[2], f16) {
     mma_f16(c, a, b);
 }
 
-/* xhat∘gamma + beta of the rows to shared memory, where lane l of a warp finds its part of the right operand of 32 terms in the l-th 16 bytes. */
-template <typename T, int ROWS> INLINE void normalise_rows(const norm_few &p, int row0, bool stores, char *z) {
-    const int lane = threadIdx.x % 32, padded = few_padded(p.k);
-    for (int row = threadIdx.x / 32; row < ROWS; row += WARPS) {
+/* The warps that share a row, 2^log2 of them, among which this thread is number `lane`; teams are numbered. */
+typedef struct row_team {
+    int log2, number, lane;
+} row_team;
+
+/* As many as there are for so many rows. */
+INLINE row_team team_for(int rows) {
+    int log2 = 0;
+    while (WARPS >> (log2 + 1) >= rows)
+        log2++;
+    const int number = (int)threadIdx.x / 32 >> log2;
+    return {log2, number, (int)threadIdx.x - (number << log2) * 32};
+}
+
+/* Over the team, to all of it. slots: [2][WARPS], of which *turn is next. */
+INLINE float team_sum(const row_team &t, float x, float *slots, int *turn) {
+    x = warp_sum(x);
+    if (t.log2 == 0)
+        return x;
+    float *const own = slots + *turn * WARPS + (t.number << t.log2);
+    *turn ^= 1;
+    if (t.lane % 32 == 0)
+        own[t.lane / 32] = x;
+    barrier_sync(1 + t.number, 32 << t.log2);
+    x = own[0];
+    for (int warp = 1; warp < 1 << t.log2; warp++)
+        x += own[warp];
+    return x;
+}
+
+/* xhat∘gamma + beta of the rows to z, in shared memory, where lane l of a warp finds its part of the right operand of 32 terms in the l-th 16 bytes. */
+template <typename T, int ROWS>
+INLINE void normalise_rows(const norm_few &p, int row0, bool stores, char *z, float *slots) {
+    const int padded = few_padded(p.k);
+    const row_team t = team_for(min(ROWS, p.m - row0));
+    const int step = 256 << t.log2;
+    int turn = 0;
+    for (int row = t.number; row < ROWS; row += WARPS >> t.log2) {
         const T *const x = (const T *)p.x + (row0 + row) * p.x_stride;
         const int inside = row0 + row < p.m ? p.k : 0;
         float2 all = make_float2(0, 1);
-        if (!p.plain) {
+        if (!p.plain && inside) {
             lane_moments m = {0, 0, 0};
 #pragma unroll 4
-            for (int e = lane * 8; e < inside; e += 256)
-                add_chunk<T>(&m, __ldg((const uint4 *)(x + e)), e < 256, !p.rms);
-            all = moments_of_lanes(m, p.k, p.rms, p.inverse, p.eps);
+            for (int e = t.lane * 8; e < inside; e += step)
+                add_chunk<T>(&m, __ldg((const uint4 *)(x + e)), e < step, !p.rms);
+            all = moments_of_lanes(m, t.lane, 32 << t.log2, p.k, p.rms, p.inverse, p.eps,
+                                   [&](float sum) { return team_sum(t, sum, slots, &turn); });
         }
-        if (lane == 0 && stores && inside) {
+        if (t.lane == 0 && stores && inside) {
             if (p.mean)
                 p.mean[row0 + row] = all.x;
             if (p.rstd)
                 p.rstd[row0 + row] = all.y;
         }
-#pragma unroll 2
-        for (int e = lane * 8; e < padded; e += 256) {
+#pragma unroll 4
+        for (int e = t.lane * 8; e < padded; e += step) {
             float v[8], other[8];
             chunk8<T>(x, e, inside, v);
 #pragma unroll
@@ -154,7 +189,7 @@ template <typename T, int ROWS> INLINE void few_kernel(const norm_few &p) {
     const int row0 = (int)blockIdx.x % p.row_blocks * ROWS;
     uint4 w[AHEAD][2][2];
     load_w<T>(p, first, 0, w);
-    normalise_rows<T, ROWS>(p, row0, first == 0, z);
+    normalise_rows<T, ROWS>(p, row0, first == 0, z, parts);
     __syncthreads();
     int turn = 0;
 #pragma unroll 1

@@ -46,18 +46,20 @@ template <typename T> INLINE void add_chunk(lane_moments *m, const uint4 &held, 
         m->squares += (v[x] - m->shift) * (v[x] - m->shift);
 }
 
-/* Mean and rstd of a row of so many elements, a multiple of 8, from those of its lanes: their squares around their own means, and those of
- * their means around the row's. */
-INLINE float2 moments_of_lanes(const lane_moments &m, int cols, bool rms, float inverse, float eps) {
-    const int lane = threadIdx.x % 32, chunks = cols / 8;
-    const float n = (float)cols, own = (float)((chunks - lane + 31) / 32 * 8);
-    const float mean = rms ? 0 : warp_sum(m.sum) / n;
+/* Mean and rstd of a row of so many elements, a multiple of 8, from those of its lanes, of which this is one of so many: their squares around
+ * their own means, and those of their means around the row's. sum: over all of them, to each. */
+template <typename F>
+INLINE float2 moments_of_lanes(const lane_moments &m, int lane, int lanes, int cols, bool rms, float inverse, float eps,
+                               const F &sum) {
+    const int chunks = cols / 8;
+    const float n = (float)cols, own = (float)((chunks - lane + lanes - 1) / lanes * 8);
+    const float mean = rms ? 0 : sum(m.sum) / n;
     float squares = m.squares;
     if (!rms && lane < chunks) {
         const float apart = fmaf(-own, m.shift, m.sum), from = m.sum / own - mean;
         squares += own * from * from - apart * apart / own;
     }
-    return make_float2(mean, inverse_deviation(warp_sum(squares), n, inverse, 0, eps));
+    return make_float2(mean, inverse_deviation(sum(squares), n, inverse, 0, eps));
 }
 
 #endif

@@ -59,7 +59,7 @@ template <typename T> INLINE void load_group(const norm_gemm &p, int64_t row, in
 }
 
 INLINE void store_moments(const norm_gemm &p, int64_t row, const lane_moments &m) {
-    const float2 all = moments_of_lanes(m, (int)p.depth, p.rms, p.inverse, p.eps);
+    const float2 all = moments_of_lanes(m, (int)threadIdx.x % 32, 32, (int)p.depth, p.rms, p.inverse, p.eps, warp_sum);
     if (threadIdx.x % 32 == 0 && row < p.rows) {
         p.saved_mean[row] = all.x;
         p.saved_rstd[row] = all.y;
