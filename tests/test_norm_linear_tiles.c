@@ -92,7 +92,8 @@ static norm_linear_case hard_case(const int64_t sizes[3], heddle_dtype dtype, si
  * have at once. */
 static void test_rows_normalised(void **state) {
     (void)state;
-    static const int64_t sizes[][3] = {{300, 64, 136}, {257, 768, 40}, {129, 1024, 72}, {50, 4104, 24}, {35, 8200, 8}};
+    static const int64_t sizes[][3] = {{300, 64, 136}, {257, 768, 40}, {129, 1024, 72}, {50, 4104, 24},
+                                       {35, 8192, 8},  {35, 8200, 8},  {2200, 1096, 8}};
     for (size_t x = 0; x < 2 * 12 * COUNT(sizes) && (test_device() == HEDDLE_CUDA || x < 1); x++) {
         const size_t y = x / COUNT(sizes) / 2;
         norm_linear_case c = hard_case(sizes[x % COUNT(sizes)], test_dtypes[1 + x / COUNT(sizes) % 2], y);
@@ -177,7 +178,8 @@ static void test_raw_or_not(void **state) {
     check_norm_linear(&c);
 }
 
-/* The one launch of a few rows, which have 16 warps, 4, 2 and one each: one block's and two blocks', more terms than its warps load at once, ends of every kind. */
+/* The one launch of a few rows, which have 16 warps, 4, 2 and one each: one block's and two blocks', more terms than its warps load
+ * at once, ends of every kind. */
 static void test_one_launch(void **state) {
     (void)state;
     static const int64_t sizes[][3] = {{1, 264, 40},   {3, 4104, 24},  {6, 520, 16},  {8, 4104, 24},

@@ -199,8 +199,8 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
 
 static int gpu_cases(bench_case *out) {
     static const heddle_dtype dtypes[] = {HEDDLE_BF16, HEDDLE_F16, HEDDLE_F32};
-    /* Behind the first two: raw x; fewer rows of it; of each width of Hopper's tiles, forward by n and backward by k; rows that nothing is
-     * aligned to; few of them. */
+    /* Behind the first two: raw x; fewer rows of it; of each width of Hopper's tiles, forward by n and backward by k; rows that
+     * nothing is aligned to; few of them. */
     static const int64_t sizes[][3] = {{16384, 1024, 4096}, {2048, 768, 3072},  {16384, 2048, 2048}, {4096, 2048, 2048},
                                        {2040, 4096, 744},   {2040, 1000, 1032}, {2040, 72, 1000},    {2040, 1000, 2040},
                                        {2040, 1272, 2040},  {2040, 1480, 2040}, {2048, 765, 3071},   {16, 768, 3072},

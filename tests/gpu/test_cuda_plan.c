@@ -7,6 +7,7 @@
 #include "cuda/attention/kernels.h"
 #include "cuda/norm_linear/contract.h"
 #include "cuda/norm_linear/norm_linear.h"
+#include "cuda/norm_linear/sm90/contract.h"
 #include "mask.h"
 #include "plan.h"
 
@@ -259,7 +260,7 @@ static void check_normalised(const norm_linear_launch *l, const norm_linear_plan
     if (!strstr(heddle__cuda_kernels[l->kernel].symbol, "_normalise_"))
         return;
     assert_true(high == aligned || (high >= space && high + p->job.rows * p->job.ldp * 2 <= space + plan->workspace));
-    assert_in_range(p->warps_log2, 0, 3);
+    assert_true(p->warps_log2 >= 0 && 32 << p->warps_log2 <= NORMALISE_THREADS);
     assert_true(p->warps_log2 == 0 || INT64_C(128) << p->warps_log2 < p->job.cols);
 }
 

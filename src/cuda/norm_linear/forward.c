@@ -55,7 +55,7 @@ static bool takes_few(const norm_linear_plan *plan, const cuda_facts *device) {
 static bool takes_raw(const heddle_norm_linear *a, const cuda_facts *device, bool sm90, int64_t n) {
     if (!sm90)
         return 2 * n < a->m;
-    const bool many = a->m * a->k > INT64_C(1) << 25, narrow = 4 * n < a->m && a->m * a->k > INT64_C(1) << 22;
+    const bool many = a->m * a->k > INT64_C(1) << 24, narrow = 4 * n < a->m && a->m * a->k > INT64_C(1) << 22;
     return a->k % 8 == 0 && a->k > SHORT_SUM && n < a->m && (many || narrow) && heddle__cuda_fills90(device, a->m, n);
 }
 
@@ -298,10 +298,10 @@ static bool multiplies_z(const norm_linear_call *c) {
     return c->t->z && !c->is.wide && c->a->k == c->is.kp && c->a->z_stride == c->a->k && aligned16(c->t->z, c->a->k, 2);
 }
 
-/* What `normalise` is for: rows that begin at multiples of 16 bytes. */
+/* What `normalise` is for: rows that begin at multiples of 16 bytes, and that a whole block can hold. */
 static bool lets_normalise(const norm_linear_call *c, const norm_rows *x) {
-    return c->a->k % 8 == 0 && aligned16(x->in, x->ld, 2) && aligned16(x->high, x->ldp, 2) &&
-           aligned16(x->gamma, 0, 2) && aligned16(x->beta, 0, 2);
+    return c->a->k % 8 == 0 && c->a->k <= NORMALISE_THREADS / 32 * NORMALISE_HELD && aligned16(x->in, x->ld, 2) &&
+           aligned16(x->high, x->ldp, 2) && aligned16(x->gamma, 0, 2) && aligned16(x->beta, 0, 2);
 }
 
 /* z, and W as it is. */
