@@ -56,6 +56,30 @@ static void test_tiles_in_turn(void **state) {
     }
 }
 
+/* Hopper's product for few rows: all rows in one cluster, in two, of long sums; tiles of which clusters have several, and the ring of stages
+ * goes round; blocks of a cluster whose last terms are missing; columns and rows that end anywhere, halves, too. */
+static void test_few_rows_of_many_columns(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{3, 1416, 8712}, {32, 136, 8461}, {64, 712, 4104},  {40, 2056, 520},
+                                       {33, 6200, 264}, {17, 8136, 72},  {100, 2120, 392}, {1, 72, 65}},
+                         fewer[][3] = {{3, 1416, 200}, {32, 136, 333}, {64, 456, 264},   {40, 2056, 72},
+                                       {33, 6200, 72}, {17, 8136, 72}, {100, 2120, 136}, {1, 72, 65}};
+    static const heddle_activation activations[] = {HEDDLE_NO_ACTIVATION, HEDDLE_GELU, HEDDLE_SWIGLU};
+    const bool emulated = test_emulated();
+    for (size_t x = 0; x < (emulated ? 2 : 6) * COUNT(sizes) && test_device() == HEDDLE_CUDA; x++) {
+        const int64_t *s = emulated ? fewer[x % COUNT(sizes)] : sizes[x % COUNT(sizes)];
+        const size_t y = x / COUNT(sizes) + x;
+        norm_linear_case c = make_case(s[0], s[1], s[2]);
+        c.a.dtype = test_dtypes[1 + x / COUNT(sizes) % 2];
+        c.a.norm = (heddle_norm)(y % 3);
+        c.a.activation = activations[y % COUNT(activations)];
+        c.a.features = (c.a.activation ? HEDDLE_ACTIVATION : 0) | (y % 4 == 1 ? HEDDLE_RESIDUAL : 0);
+        c.skip = UINT32_C(1) << N_DX | UINT32_C(1) << N_DW;
+        c.seed = 3 * x + 1;
+        check_norm_linear(&c);
+    }
+}
+
 /* Columns for which the plan takes tiles of 96, 128, 160, 192 and 256 of them, where there are 2040 rows: of fwd, dx and dw in turn. */
 static void test_widths_of_tiles(void **state) {
     (void)state;
@@ -244,6 +268,7 @@ int main(void) {
         cmocka_unit_test(test_raw_or_not),
         cmocka_unit_test(test_one_launch),
         cmocka_unit_test(test_tiles_in_turn),
+        cmocka_unit_test(test_few_rows_of_many_columns),
         cmocka_unit_test(test_many_short_tiles),
         cmocka_unit_test(test_widths_of_tiles),
     };

@@ -17,7 +17,8 @@
 #define __noinline__ __attribute__((noinline))
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __cluster_dims__(x, y, z) __attribute__((section("emulator_clusters")))
+#define __cluster_dims__(x, y, z) EMULATOR_CLUSTERS(x)
+#define EMULATOR_CLUSTERS(x) __attribute__((section("emulator_clusters_of_" #x)))
 #define __align__(n) __attribute__((aligned(n)))
 /* The word for memory that is neither a function's own nor declared `static`; a launch has one host thread. */
 #define __shared__ thread_local
@@ -280,12 +281,14 @@ template <auto kernel> static void emulator_call(const void *parameters) {
 #define EMULATOR_LAST                                                                                                  \
     { nullptr, 0, nullptr }
 
-/* Where the linker has put the kernels whose blocks run two and two. */
-extern "C" __attribute__((weak, visibility("hidden"))) const char __start_emulator_clusters[],
-    __stop_emulator_clusters[];
+/* Where the linker has put the kernels whose blocks run two and two, or four and four. */
+extern "C" __attribute__((weak, visibility("hidden"))) const char __start_emulator_clusters_of_2[],
+    __stop_emulator_clusters_of_2[], __start_emulator_clusters_of_4[], __stop_emulator_clusters_of_4[];
 template <auto kernel> static unsigned emulator_together(void) {
     const char *at = (const char *)kernel;
-    return __start_emulator_clusters <= at && at < __stop_emulator_clusters ? 2 : 1;
+    const bool two = __start_emulator_clusters_of_2 <= at && at < __stop_emulator_clusters_of_2,
+               four = __start_emulator_clusters_of_4 <= at && at < __stop_emulator_clusters_of_4;
+    return two ? 2 : four ? 4 : 1;
 }
 
 #endif

@@ -9,7 +9,7 @@
 #define EMULATOR_LANES 32
 #define EMULATOR_BARRIERS 16
 #define EMULATOR_SHARED (228 * 1024) /* of a block, at most */
-#define EMULATOR_CLUSTER 2           /* blocks, at most */
+#define EMULATOR_CLUSTER 4           /* blocks, at most */
 #define EMULATOR_BLOCK (1u << 24)    /* from the addresses of a block of the cluster to those of the next */
 #define EMULATOR_FIRST_ADDRESS 1024u /* of shared memory; on Hopper, too */
 

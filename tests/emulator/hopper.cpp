@@ -328,9 +328,15 @@ struct warp_products {
 static warp_products warps[64];
 #define WARPS_OF_GROUP 4
 
+/* Which of its warpgroup a warp is; blocks may have other numbers of warps than multiples of four. */
+static unsigned place_in_group(unsigned warp) {
+    return warp % (emulator_now.threads.x / EMULATOR_LANES) % WARPS_OF_GROUP;
+}
+
 /* Those of this thread's warpgroup. */
 static warp_products *warps_of_group(void) {
-    return &warps[emulator_fiber() / (WARPS_OF_GROUP * EMULATOR_LANES) * WARPS_OF_GROUP];
+    const unsigned warp = emulator_fiber() / EMULATOR_LANES;
+    return &warps[warp - place_in_group(warp)];
 }
 
 /* Element (row, k) of an operand, k of the sum's 16: two bytes. */
@@ -355,7 +361,7 @@ static void read_rows(uint64_t described, bool transposed, int first, int rows, 
 
 static void read_operands(product *t, int warp) {
     if (!t->p.a)
-        read_rows(t->p.a_at, t->p.a_transposed, warp % 4 * 16, 16, t->a);
+        read_rows(t->p.a_at, t->p.a_transposed, (int)place_in_group((unsigned)warp) * 16, 16, t->a);
     t->b.resize((size_t)t->p.columns * 8);
     read_rows(t->p.b_at, t->p.b_transposed, 0, t->p.columns, (uint32_t(*)[8])t->b.data());
 }

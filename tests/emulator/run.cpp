@@ -20,7 +20,7 @@
 #include <sys/mman.h>
 #include <vector>
 
-#define MOST_THREADS 1024
+#define MOST_THREADS 2048
 #define MOST_WARPS (MOST_THREADS / EMULATOR_LANES)
 #define STACK (256 * 1024)
 #define PAGE 4096

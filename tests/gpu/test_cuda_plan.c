@@ -235,6 +235,21 @@ static uint32_t quotient(uint32_t x, divisor d) {
     return (uint32_t)(((uint64_t)x * d.factor >> 32) + x) >> d.shift;
 }
 
+/* Hopper's product for few rows: clusters are whole, no tile is nobody's, and no cluster is without one. */
+static void check_few90(const norm_linear_launch *l) {
+    const norm_gemm_sm90 *p = &l->params.gemm90;
+    const int64_t width = p->gated ? FEW90_COLS / 2 : FEW90_COLS, tiles = (p->g.cols + width - 1) / width;
+    const uint32_t blocks = strstr(heddle__cuda_kernels[l->kernel].symbol, "r32_long") ||
+                                    strstr(heddle__cuda_kernels[l->kernel].symbol, "r64")
+                                ? 4
+                                : 2;
+    assert_int_equal(l->grid % (blocks * p->row_blocks), 0);
+    assert_true(l->grid / (blocks * p->row_blocks) <= tiles);
+    assert_true(p->row_blocks <= 2 && l->shapes[0].rows * p->row_blocks >= p->g.rows);
+    assert_true(p->stages >= FEW90_LEAST_STAGES && l->shared <= FEW90_ROOM);
+    assert_int_equal(l->shapes[1].rows, width);
+}
+
 /* Hopper's products: no moments but those that they form; and the order of tiles: its divisions without a division, at the ends of what
  * is divided and between. */
 static void check_gemm90(const norm_linear_launch *l, rng *r) {
@@ -242,6 +257,10 @@ static void check_gemm90(const norm_linear_launch *l, rng *r) {
     if (!l->sm90)
         return;
     assert_null(l->params.gemm90.g.mean);
+    if (strstr(heddle__cuda_kernels[l->kernel].symbol, "_few_")) {
+        check_few90(l);
+        return;
+    }
     assert_int_equal(o->panels, (o->units - 1) / o->panel_units + 1);
     for (int x = 0; x < 20; x++) {
         const uint32_t end = o->units - 1, at = x == 0 ? 0 : x == 1 ? end : (uint32_t)rng_between(r, 0, end);

@@ -85,9 +85,10 @@ static void sweep_norm_linear(heddle_dtype dtype) {
                                        {2040, 1480, 2040},  {2040, 72, 744},   {2040, 72, 1000},   {2040, 72, 1272},
                                        {2040, 72, 1480},    {5, 264, 100},     {25, 264, 100},     {40, 5000, 64},
                                        {2040, 72, 368},     {2040, 72, 504},   {2040, 72, 640},    {2040, 72, 736},
-                                       {17000, 1032, 40},   {520, 1416, 4224}, {300, 8200, 64},    {520, 1416, 3520}};
+                                       {17000, 1032, 40},   {520, 1416, 4224}, {300, 8200, 64},    {520, 1416, 3520},
+                                       {50, 1032, 4096},    {20, 8136, 64}};
     /* from the sixth on: tiles of every width for Hopper; a few rows; rows whose sums no block holds; the widths of two halves;
-     * raw x on Hopper, tiles of 192 and 160 columns in turn */
+     * raw x on Hopper, tiles of 192 and 160 columns in turn; a few rows more, and of long sums */
     for (size_t x = 0; x < COUNT(sizes); x++)
         for (int norm = 0; norm < 3; norm++)
             for (int tf32 = 0; tf32 < 2; tf32++)

@@ -63,6 +63,7 @@ typedef struct norm_linear_facts {
     bool gathers;    /* and Hopper's product forms the moments of its rows, as far as the pointers allow */
     bool kept;       /* forward finds what it makes of the weight with the caller */
     bool few;        /* forward is one launch, as far as the pointers allow */
+    bool few90;      /* its product is Hopper's for few rows, likewise */
     bool sm90;       /* the products are Hopper's, as far as the pointers allow */
     int dtype;       /* 0 bf16, 1 f16, 2 f32 */
 } norm_linear_facts;
@@ -231,6 +232,12 @@ void heddle__cuda_add_gated(norm_linear_call *c, const norm_gemm *p);
 
 /* Whether it will be, by what is known of it so far. */
 bool heddle__cuda_fits90(const norm_linear_call *c, const norm_gemm *p);
+
+/* Forward of few rows on Hopper: the kernel that names it, and rows of a cluster (0: there is none for it); whether it will be, by what is
+ * known of the product so far; its launch. */
+enum cuda_kernel heddle__cuda_few90(const norm_linear_call *c, int64_t *rows);
+bool heddle__cuda_fits_few90(const norm_linear_call *c, const norm_gemm *p);
+void heddle__cuda_add_few90(norm_linear_call *c, const norm_gemm *p, bool gated);
 
 void heddle__cuda_add_totals(norm_linear_call *c, norm_totals p);
 

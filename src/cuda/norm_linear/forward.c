@@ -13,15 +13,30 @@
 /* What a tile of Hopper's may lie over the end of rows and columns, which it counts in 32 bits. */
 #define OVER_THE_END 512
 
-/* The copy engine reads rows that begin at multiples of 16 bytes, and there must be some. */
+/* Hopper, in 16 bits, and there are rows. */
+static bool is_for_sm90(const norm_linear_plan *plan, const cuda_facts *device) {
+    const heddle_norm_linear *a = &plan->a;
+    return device->sm90 && device->shared_bytes >= GEMM90_ROOM && a->dtype != HEDDLE_F32 && a->m > 0 &&
+           (a->m | a->k | norm_linear_extent(a, 'N')) <= INT32_MAX - OVER_THE_END;
+}
+
+/* The copy engine reads and writes rows that begin at multiples of 16 bytes. */
 static bool takes_sm90(const norm_linear_plan *plan, const cuda_facts *device) {
     const heddle_norm_linear *a = &plan->a;
     const bool backward = plan->pass == HEDDLE_BACKWARD;
     const int64_t strides = backward ? a->w_stride | (a->activation ? 0 : a->dy_stride) | a->dx_stride | a->dw_stride
                                      : a->x_stride | a->w_stride | (is_gated(a->activation) ? 0 : a->y_stride);
-    return device->sm90 && device->shared_bytes >= GEMM90_ROOM && device->multiprocessors > 1 &&
-           a->dtype != HEDDLE_F32 && strides % 8 == 0 && a->m > 0 &&
-           (a->m | a->k | norm_linear_extent(a, 'N')) <= INT32_MAX - OVER_THE_END;
+    return is_for_sm90(plan, device) && device->multiprocessors > 1 && strides % 8 == 0;
+}
+
+/* Of few rows the engine reads what is multiplied alone: W, and x unless it is normalised first. */
+static bool takes_few90(const norm_linear_plan *plan, const cuda_facts *device) {
+    const heddle_norm_linear *a = &plan->a;
+    const norm_linear_call call = {.a = a, .device = device};
+    int64_t rows;
+    heddle__cuda_few90(&call, &rows);
+    return plan->pass == HEDDLE_FORWARD && is_for_sm90(plan, device) && rows && a->n > 0 && a->w_stride % 8 == 0 &&
+           (a->norm != HEDDLE_NO_NORM || a->x_stride % 8 == 0);
 }
 
 /* A family that somebody asks for takes what it can. */
@@ -66,14 +81,15 @@ norm_linear_facts heddle__cuda_norm_linear_facts(const norm_linear_plan *plan, c
     const int64_t n = norm_linear_extent(a, 'N');
     const bool gated =
         is_gated(a->activation); /* its gradients have up's errors whole, which the slope of others hides */
-    const bool wide = a->dtype == HEDDLE_F32,
-               raw = a->dtype == HEDDLE_BF16 && !plain && !z && !gated && takes_raw(a, device, sm90, n);
+    const bool few90 = takes_few90(plan, device), wide = a->dtype == HEDDLE_F32,
+               raw = a->dtype == HEDDLE_BF16 && !plain && !z && !gated && !few90 && takes_raw(a, device, sm90, n);
     return (norm_linear_facts){.raw = raw,
                                .kept = plan->pass == HEDDLE_FORWARD && (a->features & HEDDLE_PREPARED) && (raw || wide),
                                .plain = plain,
                                .gated = gated,
                                .gathers = raw && sm90,
-                               .few = !z && takes_few(plan, device),
+                               .few = !z && !few90 && takes_few(plan, device),
+                               .few90 = few90,
                                .sm90 = sm90,
                                .n = n,
                                .kp = (a->k + 7) / 8 * 8,
@@ -123,7 +139,11 @@ static void plan_products(norm_linear_plan *plan, const cuda_facts *device, norm
                                                                forward_pass ? a->k : c->is.n, adds, &plan->tile_n)
                               : c->is.tf32 ? kernels->tf32
                                            : kernels->sm80[c->is.dtype];
-    if (c->is.few) {
+    if (c->is.few90) {
+        kernel = heddle__cuda_few90(&call, &plan->tile_m);
+        plan->tile_n = FEW90_COLS;
+        plan->tile_k = GEMM90_DEPTH;
+    } else if (c->is.few) {
         kernel = few_kernel(a);
         plan->tile_m = few_rows(a);
         plan->tile_n = FEW_COLS;
@@ -178,6 +198,12 @@ static norm_activate activation_apart(const norm_linear_call *c) {
 static void add_product(norm_linear_call *c, norm_gemm g) {
     const bool fits = heddle__cuda_fits90(c, &g) && !(c->is.gated && g.u && c->a->n % 8), apart = g.activation && !fits;
     const norm_activate behind = activation_apart(c);
+    if (heddle__cuda_fits_few90(c, &g)) {
+        if (c->is.gated)
+            g.cols = c->a->n;
+        heddle__cuda_add_few90(c, &g, c->is.gated);
+        return;
+    }
     if (c->is.gated && fits) {
         g.cols = c->a->n;
         heddle__cuda_add_gated(c, &g);
@@ -314,7 +340,7 @@ static norm_gemm prepare_normalised(norm_linear_call *c) {
     g.b = t->w;
     g.ldb = c->a->w_stride;
     g.bias = t->bias;
-    if (heddle__cuda_fits90(c, &g) && lets_normalise(c, &x))
+    if ((heddle__cuda_fits90(c, &g) || heddle__cuda_fits_few90(c, &g)) && lets_normalise(c, &x))
         heddle__cuda_add_normalise(c, &x);
     else
         heddle__cuda_add_prepare(c, (norm_prepare){.job = {x}});

@@ -89,6 +89,8 @@ typedef struct norm_gemm_sm90 {
     tensor_map a, b, out;
     norm_gemm g;
     int32_t b_is_there; /* no kernel that may still run writes it */
+    int32_t gated;      /* few rows: as fwd_gate */
+    int32_t row_blocks, stages;
 } norm_gemm_sm90;
 
 /* prepare: two jobs in one launch; one of them may have no rows. The least exponents of each job's packed rows go from one launch to

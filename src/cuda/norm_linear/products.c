@@ -155,6 +155,76 @@ bool heddle__cuda_fits90(const norm_linear_call *c, const norm_gemm *p) {
            none_or_aligned16(p->residual, p->ldr, 2) && (uintptr_t)p->w % 4 == 0;
 }
 
+/* ------------------------------------------------------------------------------------------------------ few rows */
+
+/* Forward of few rows on Hopper. */
+typedef struct few90_kind {
+    enum cuda_kernel kernels[2];
+    int rows, blocks;
+} few90_kind;
+
+static const few90_kind few90_kinds[] = {
+#define F(pass, rows, blocks) {{NORM_LINEAR_##pass##_bf16_sm90, NORM_LINEAR_##pass##_f16_sm90}, rows, blocks},
+    FEW90_KINDS(F)
+#undef F
+};
+
+/* Terms from which on two clusters with half of the rows each, which read W twice, take less time than tiles of as many rows. */
+#define LONG_SUM 2048
+
+/* Does the kind take the rows in so many parts? Each block needs terms, and room to keep the memory busy. */
+static bool takes_in_parts(const norm_linear_call *c, const few90_kind *k, int64_t parts) {
+    const heddle_norm_linear *a = c->a;
+    const int64_t depth = a->k;
+    const bool idle = depth >= LONG_SUM && !heddle__cuda_fills90(c->device, a->m, norm_linear_extent(a, 'N'));
+    return blocks(a->m, k->rows) == parts && (parts == 1 || idle) && few90_boxes(depth, k->blocks, k->blocks - 1) > 0 &&
+           few90_stages(k->rows, k->blocks, depth) >= FEW90_LEAST_STAGES &&
+           few90_clusters(c->device->multiprocessors, k->blocks) >= parts;
+}
+
+/* The first that takes all rows, or else half of them; NULL: none. */
+static const few90_kind *few90_of(const norm_linear_call *c) {
+    const size_t kinds = sizeof few90_kinds / sizeof *few90_kinds;
+    for (size_t x = 0; x < 2 * kinds; x++)
+        if (takes_in_parts(c, &few90_kinds[x % kinds], 1 + (int64_t)(x / kinds)))
+            return &few90_kinds[x % kinds];
+    return NULL;
+}
+
+enum cuda_kernel heddle__cuda_few90(const norm_linear_call *c, int64_t *rows) {
+    const few90_kind *k = few90_of(c);
+    *rows = k ? k->rows : 0;
+    return k ? k->kernels[c->is.dtype] : (enum cuda_kernel)0;
+}
+
+bool heddle__cuda_fits_few90(const norm_linear_call *c, const norm_gemm *p) {
+    return c->is.few90 && !p->mean && !p->col_sum && aligned16(p->a, p->lda, 2) && aligned16(p->b, p->ldb, 2);
+}
+
+/* Of a gated activation cols are those of the result. As many rounds for all clusters as fewest need. */
+void heddle__cuda_add_few90(norm_linear_call *c, const norm_gemm *p, bool gated) {
+    const few90_kind *k = few90_of(c);
+    const int64_t width = gated ? FEW90_COLS / 2 : FEW90_COLS, tiles = blocks(p->cols, width),
+                  parts = blocks(p->rows, k->rows),
+                  most = few90_clusters(c->device->multiprocessors, k->blocks) / parts,
+                  clusters = blocks(tiles, blocks(tiles, most));
+    norm_linear_launch *l = &c->launches[c->count++];
+    *l = (norm_linear_launch){.kernel = k->kernels[c->is.dtype],
+                              .grid = (uint32_t)(k->blocks * parts * clusters),
+                              .shared = (uint32_t)few90_bytes(k->rows, k->blocks, p->depth),
+                              .sm90 = true,
+                              .params.gemm90 = {.g = *p,
+                                                .b_is_there = c->b_is_there,
+                                                .gated = gated,
+                                                .row_blocks = (int32_t)parts,
+                                                .stages = few90_stages(k->rows, k->blocks, p->depth)}};
+    const uint64_t depth = (uint64_t)p->depth, rows = (uint64_t)p->rows, of_b = (uint64_t)(gated ? 2 : 1) * p->cols;
+    l->shapes[0] = (tensor_shape){p->a, {depth, rows}, {(uint64_t)p->lda * 2}, (uint32_t)k->rows};
+    l->shapes[1] = (tensor_shape){p->b, {depth, of_b}, {(uint64_t)p->ldb * 2}, (uint32_t)width};
+}
+
+/* ---------------------------------------------------------------------------------------------------------- tiles */
+
 /* halves: 2 where B has as many columns again behind those of the result. */
 static void add_gemm90(norm_linear_call *c, const gemm_kernels *kernels, const norm_gemm *p, bool a_transposed,
                        bool b_transposed, int halves) {

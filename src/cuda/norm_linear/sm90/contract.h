@@ -84,4 +84,54 @@ CONTRACT int64_t gemm90_sums(int64_t row_tiles) {
 #define NORMALISE_RESIDENT 4
 #define NORMALISE_HELD 1024
 
+/* ------------------------------------------------------------------------------------------------------ a few rows */
+
+/* Forward of few rows, F(pass, rows of x, blocks of a cluster): a cluster has all these rows; its blocks share the terms. */
+#define FEW90_KINDS(F) F(fwd_few_r32, 32, 2) F(fwd_few_r32_long, 32, 4) F(fwd_few_r64, 64, 4)
+
+/* Columns of a tile: rows of W. Threads of a block, of which a warp fetches, four multiply and four store. */
+#define FEW90_COLS 64
+#define FEW90_THREADS 288
+
+/* Stages of W that a block needs to keep the memory busy. */
+#define FEW90_LEAST_STAGES 6
+
+/* A block leaves room for one of `normalise`. */
+#define FEW90_ROOM (GEMM90_ROOM - 2 * 1024)
+
+/* Clusters that are on the device at once. An H200 has place for 66 of two blocks and 30 of four, since a cluster's multiprocessors are
+ * neighbours. */
+CONTRACT int64_t few90_clusters(int64_t multiprocessors, int blocks) {
+    return (multiprocessors - (blocks > 2 ? multiprocessors / 11 : 0)) / blocks;
+}
+
+/* Boxes of 64 terms, of which each block has every so many-th, so that together they read W's rows from left to right: of one block at
+ * most, and of block `rank`. */
+CONTRACT int64_t few90_most_boxes(int64_t depth, int blocks) {
+    return (depth + blocks * GEMM90_DEPTH - 1) / (blocks * GEMM90_DEPTH);
+}
+CONTRACT int64_t few90_boxes(int64_t depth, int blocks, int rank) {
+    return ((depth + GEMM90_DEPTH - 1) / GEMM90_DEPTH + blocks - 1 - rank) / blocks;
+}
+
+/* The rows' terms; sums of all blocks of a cluster; barriers beside two for each stage. */
+CONTRACT int64_t few90_rows_bytes(int rows, int blocks, int64_t depth) {
+    return few90_most_boxes(depth, blocks) * rows * GEMM90_DEPTH * 2;
+}
+CONTRACT int few90_sums_bytes(int rows) {
+    return rows * FEW90_COLS * 4;
+}
+CONTRACT int few90_barriers_bytes(void) {
+    return 3 * 8;
+}
+CONTRACT int few90_stages(int rows, int blocks, int64_t depth) {
+    const int64_t room = FEW90_ROOM - GEMM90_ALIGNMENT - few90_rows_bytes(rows, blocks, depth) -
+                         few90_sums_bytes(rows) - few90_barriers_bytes();
+    return room < 0 ? 0 : (int)(room / (GEMM90_BOX_BYTES + 2 * 8));
+}
+CONTRACT int64_t few90_bytes(int rows, int blocks, int64_t depth) {
+    return GEMM90_ALIGNMENT + few90_rows_bytes(rows, blocks, depth) + few90_sums_bytes(rows) + few90_barriers_bytes() +
+           few90_stages(rows, blocks, depth) * (GEMM90_BOX_BYTES + 2 * 8);
+}
+
 #endif

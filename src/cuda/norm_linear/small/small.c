@@ -58,9 +58,10 @@ static void plan_small(norm_linear_plan *plan, const cuda_facts *device, norm_li
     plan->tile_m = forward ? SMALL_ROWS : SMALL_GRADS;
     plan->tile_n = SMALL_COLS;
     plan->tile_k = SMALL_CHUNK;
-    plan->workspace = !forward      ? (size_t)(row_blocks(a) * 2 * a->k) * sizeof(float)
-                      : c->is.gated ? (size_t)(a->m * c->is.np) * size_of(&c->is)
-                                    : 0;
+    const size_t bytes = !forward      ? (size_t)(row_blocks(a) * 2 * a->k) * sizeof(float)
+                         : c->is.gated ? (size_t)(a->m * c->is.np) * size_of(&c->is)
+                                       : 0;
+    plan->workspace = (bytes + 63) / 64 * 64; /* one may end where its memory does, and begins at a multiple of 64 */
     heddle__copy_text(plan->kernel, sizeof plan->kernel, heddle__cuda_kernels[kernel].symbol);
 }
 
