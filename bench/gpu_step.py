@@ -7,7 +7,7 @@
 A step: embedding, blocks, norm and head, cross entropy, backward, AdamW (fused), in bfloat16, back to back, as in training.
 Four ways take turns: PyTorch's functions (layer_norm or rms_norm, linear, scaled_dot_product_attention) and heddle.nn's
 blocks, each as it is (eager) and through torch.compile. A row has milliseconds a step and PyTorch's over heddle's.
---kernels: of a step of each eager way the kernels that take longest, with their milliseconds.
+--kernels: of a step of each way the kernels that take longest, with their milliseconds.
 --device cpu: the same steps by the clock on the wall, where there is no GPU; a step takes minutes there.
 """
 import argparse
@@ -82,14 +82,15 @@ class Plain(Model):
     @staticmethod
     def gpt(block, x):
         a = block.attention
-        q, k, v = normed(a.qkv, x).unflatten(-1, (3 * a.heads, -1)).transpose(1, 2).chunk(3, 1)
-        x = x + F.linear(attend(q, k, v).transpose(1, 2).flatten(2), a.out.weight, a.out.bias)
+        parts = normed(a.qkv, x).unflatten(-1, (3 * a.heads, -1)).chunk(3, 2)
+        x = x + F.linear(attend(*(t.transpose(1, 2) for t in parts)).transpose(1, 2).flatten(2), a.out.weight, a.out.bias)
         return x + F.linear(F.gelu(normed(block.up, x)), block.down.weight, block.down.bias)
 
     @staticmethod
     def llama(block, x, cos, sin):
         counts = (block.heads, block.kv_heads, block.kv_heads)
-        q, k, v = normed(block.qkv, x).unflatten(-1, (sum(counts), -1)).transpose(1, 2).split(counts, 1)
+        parts = normed(block.qkv, x).unflatten(-1, (sum(counts), -1)).split(counts, 2)
+        q, k, v = (t.transpose(1, 2) for t in parts)
 
         def turned(t):
             one, other = t.chunk(2, -1)
@@ -170,9 +171,9 @@ def measure(name, a):
     print(f"{row['case']:32s} " + ", ".join(f"{way} {ms:.2f} ms" for way, ms in row["ms"].items()) + " | " +
           ", ".join(f"{mode} {ratio:.3f}" for mode, ratio in row["over"].items()) + " | losses " +
           " ".join(f"{first:.4f}->{last:.4f}" for first, last in row["losses"].values()), flush=True)
-    for way in ("pytorch eager", "heddle eager") if a.kernels else ():
+    for way, step in ways.items() if a.kernels else ():
         print(f"  {way}")
-        kernels(ways[way], a.kernels)
+        kernels(step, a.kernels)
     return row
 
 

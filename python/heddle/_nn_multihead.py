@@ -63,6 +63,15 @@ def _both(a: Tensor | None, b: Tensor | None, how: Callable[[Tensor, Tensor], Te
     return b if a is None else a if b is None else how(a, b)
 
 
+def _turned(heads: Tensor, batch_first: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of [b, s, 3·h, d], or [s, b, ...], as [b, h, s, d]. Divided first: so one copy puts their gradients
+    together."""
+    q, k, v = heads.chunk(3, 2)  # split() is in Python
+    if batch_first:
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+
 class MultiheadAttention(nn.MultiheadAttention):
     """torch.nn.MultiheadAttention, with the same arguments, parameters, masks and results, on heddle's attention.
 
@@ -142,10 +151,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if weight is None or bias_k is not None or features != self.embed_dim or self.add_zero_attn:
             return None
         heads = linear(x, weight, bias).view(a, b, 3 * self.num_heads, self.head_dim)
-        if self.batch_first:
-            q, k, v = heads.transpose(1, 2).chunk(3, 1)  # split() is in Python
-        else:
-            q, k, v = heads.permute(1, 2, 0, 3).chunk(3, 1)
+        q, k, v = _turned(heads, self.batch_first)
         if self.training and self.dropout:
             made = attention(q, k, v, dropout=self.dropout)
         else:
@@ -170,7 +176,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return t.transpose(1, 2) if first else t.permute(1, 2, 0, 3)
 
     def _three(self, qkv: Tensor, first: bool) -> tuple[Tensor, ...]:
-        return self._heads(qkv, 3 * self.num_heads, first).chunk(3, 1)  # split() is in Python
+        return _turned(qkv.view(*qkv.shape[:2], 3 * self.num_heads, self.head_dim), first)
 
     def _masks(
         self, padding: Tensor | None, attn: Tensor | None, b: int, sq: int, sk: int, batched: bool, dtype: torch.dtype

@@ -245,11 +245,13 @@ class SelfAttention(Module):
         else:  # attributes of a module take up to 2 µs
             modules: Any = self._modules
             qkv, out = modules["qkv"], modules["out"]
-        heads = qkv(x).view(b, s, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
+        # Divided before they are turned: so one copy puts their gradients together.
+        heads = qkv(x).view(b, s, self.heads + 2 * self.kv_heads, self.head_dim)
         if self.heads == self.kv_heads:
-            q, k, v = heads.chunk(3, 1)  # split() is in Python
+            parts = heads.chunk(3, 2)  # split() is in Python
         else:
-            q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
+            parts = heads.split((self.heads, self.kv_heads, self.kv_heads), 2)
+        q, k, v = parts[0].transpose(1, 2), parts[1].transpose(1, 2), parts[2].transpose(1, 2)
         o: Any = NotImplemented
         dropout = self.dropout if self.training else 0.0
         alone = bias is None and mask is None and self.window is None and self.processes is None
@@ -440,10 +442,10 @@ class LlamaBlock(Module):
         positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
         cos, sin = self.rotation(positions)
         heads = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
-        turned, v = heads[:, :, : -self.kv_heads], heads[:, :, -self.kv_heads :]
+        turned, v = heads.split((self.heads + self.kv_heads, self.kv_heads), 2)  # slices' gradients are filled and added
         # Rounded as the model is, as in the usual code.
         turned = _rotated(turned, cos.unsqueeze(-2).to(turned.dtype), sin.unsqueeze(-2).to(turned.dtype))
-        q, k = turned[:, :, : self.heads], turned[:, :, self.heads :]
+        q, k = turned.split((self.heads, self.kv_heads), 2)
         o: Tensor = attention(
             *(t.transpose(1, 2) for t in (q, k, v)),
             causal=self.causal,
