@@ -160,7 +160,7 @@ static void add_finish(norm_linear_call *c, needs need) {
     if (t->dx && !c->is.plain) {
         f = finish_of_x(c, need.product);
         f.part = need.sums ? c->at.finish_part : NULL;
-        units = row_units(f.rows, f.cols, FINISH_SHORT_TEAM, FINISH_TEAM);
+        units = row_units(f.rows, finish_team(f.cols));
     }
     if (need.dbias) {
         f.sums = (norm_sums){.a = t->dy,

@@ -16,12 +16,9 @@
 #define ROW_THREADS 256
 #define MEETING_BYTES 256
 
-/* What a block of prepare or finish does at a time: rows of so many columns, of which a team of so many threads has one. */
-CONTRACT int row_teams(int64_t cols, int short_team, int team) {
-    return ROW_THREADS / (cols <= SHORT_ROW ? short_team : team);
-}
-CONTRACT int64_t row_units(int64_t rows, int64_t cols, int short_team, int team) {
-    const int teams = row_teams(cols, short_team, team);
+/* What a block of prepare or finish does at a time: a row for each of its teams of so many threads. */
+CONTRACT int64_t row_units(int64_t rows, int team) {
+    const int teams = ROW_THREADS / team;
     return (rows + teams - 1) / teams;
 }
 
@@ -29,6 +26,9 @@ CONTRACT int64_t row_units(int64_t rows, int64_t cols, int short_team, int team)
 
 #define PREPARE_SHORT_TEAM 32
 #define PREPARE_TEAM 128
+CONTRACT int prepare_team(int64_t cols) {
+    return cols <= SHORT_ROW ? PREPARE_SHORT_TEAM : PREPARE_TEAM;
+}
 
 /* Chunks of eight elements of a row that wait for a thread in shared memory. */
 #define PREPARE_HELD 4
@@ -50,10 +50,18 @@ CONTRACT int prepare_bytes(int element) {
 
 /* ------------------------------------------------------------------------------------------------------- finish */
 
-#define FINISH_SHORT_TEAM 64
-#define FINISH_TEAM ROW_THREADS
 #define FINISH_RESIDENT 2
 #define FINISH_HELD 2
+
+/* Of rows of so many columns: as few threads as hold all of them, if the block does. */
+#define FINISH_SHORT_TEAM 64
+#define FINISH_MIDDLE_TEAM 128
+#define FINISH_TEAM ROW_THREADS
+CONTRACT int finish_team(int64_t cols) {
+    return cols <= FINISH_SHORT_TEAM * 8 * FINISH_HELD    ? FINISH_SHORT_TEAM
+           : cols <= FINISH_MIDDLE_TEAM * 8 * FINISH_HELD ? FINISH_MIDDLE_TEAM
+                                                          : FINISH_TEAM;
+}
 
 /* Columns of rows whose sums of dgamma and dbeta stay in the registers of a block. */
 #define SUMMED_ROW (FINISH_HELD * 8 * FINISH_TEAM)

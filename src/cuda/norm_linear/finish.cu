@@ -186,8 +186,10 @@ template <typename T> INLINE void finish_kernel(const norm_finish &p) {
     meeting *const m = (meeting *)(held + finish_stages(sizeof(T)) * finish_stage_bytes(sizeof(T)));
     float *const sums = (float *)((char *)m + MEETING_BYTES);
     uint32_t unit = blockIdx.x;
-    if (p.cols <= SHORT_ROW)
+    if (finish_team(p.cols) == FINISH_SHORT_TEAM)
         finish_rows<T, FINISH_SHORT_TEAM>(p, &unit, held, m);
+    else if (finish_team(p.cols) == FINISH_MIDDLE_TEAM)
+        finish_rows<T, FINISH_MIDDLE_TEAM>(p, &unit, held, m);
     else
         finish_rows<T, FINISH_TEAM>(p, &unit, held, m);
     partial_sums<T>(p.sums, unit, (float(*)[SUM_COLS])sums);

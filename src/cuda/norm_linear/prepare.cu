@@ -285,7 +285,7 @@ INLINE void prepare_job(const norm_prepare &p, int x, bool packs, uint32_t *unit
         if (blockIdx.x == 0 && threadIdx.x == 0)
             p.shared[x] = shared;
     }
-    if (job.cols <= SHORT_ROW)
+    if (prepare_team(job.cols) == PREPARE_SHORT_TEAM)
         least = prepare_rows<T, PREPARE_SHORT_TEAM>(job, packs, unit, shared, held, m, turn);
     else
         least = prepare_rows<T, PREPARE_TEAM>(job, packs, unit, shared, held, m, turn);

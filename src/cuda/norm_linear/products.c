@@ -116,7 +116,7 @@ int64_t heddle__cuda_add_prepare(norm_linear_call *c, norm_prepare p) {
         norm_rows *job = &p.job[x];
         job->vector =
             aligned16(job->in, job->ld, size_of(&c->is)) && aligned16(job->gamma, 0, 2) && aligned16(job->beta, 0, 2);
-        units += row_units(job->rows, job->cols, PREPARE_SHORT_TEAM, PREPARE_TEAM);
+        units += row_units(job->rows, prepare_team(job->cols));
     }
     if (!units) /* neither has rows */
         units = blocks(p.zeros, ROW_THREADS);
