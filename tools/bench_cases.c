@@ -63,6 +63,7 @@ static const struct option_kind {
     {"pages sinks", HEDDLE_PAGES | HEDDLE_SINKS, false, false},
     {"pages padding", HEDDLE_PAGES | HEDDLE_BOOL_MASK, false, false},
     {"pages dropout", HEDDLE_PAGES, false, false},
+    {"pages bias shared", HEDDLE_PAGES | HEDDLE_BIAS, false, true},
     {"segments", HEDDLE_SEGMENTS, false, false}, /* documents of 500, */
     {"packed", HEDDLE_VARLEN, false, false},     /* and the same packed */
     {"blocks of 64", HEDDLE_BLOCKS, false, false},
@@ -81,7 +82,7 @@ enum {
     KINDS = sizeof kinds / sizeof *kinds,
     OF_LINEAR = 9,
     OF_LONG = 4,
-    OF_PAGES = 6,
+    OF_PAGES = 7,
     ON_ALL_DIMS = KINDS - OF_LINEAR - OF_LONG - OF_PAGES - 4
 };
 
