@@ -4,6 +4,7 @@
  * HEDDLE_THREADS=<n> has so many threads at it. A GPU goes by turns from one process to the other, and most of its time
  * with it; threads of one process have a stream each.
  * HEDDLE_SECONDS=<n> ends each operation after that time, whatever HEDDLE_CASES says.
+ * HEDDLE_CHUNKS=1: attention's are of many queries, mostly to keys in pages or of 8 bits, as chunks of prompts are.
  * HEDDLE_MEMORY=<file>: the bytes of the heap that are in use after each case, for tests/soak.sh.
  * HEDDLE_COUNTS=<file>: what tests/sweep.sh adds up, the numbers of cases and failures and the bins of errors over
  * those of the plain computation, is written there, anew every now and then. */
@@ -161,6 +162,28 @@ static void random_sharpness(rng *r, attention_case *c) {
         c->mask_density = fmin(1, (double)rng_between(r, 1, 6) / (double)c->a.sk);
 }
 
+/* HEDDLE_CHUNKS: what Hopper's kernels may take, if not as it lies. */
+static bool are_chunks(void) {
+    return getenv("HEDDLE_CHUNKS") != NULL;
+}
+static void lengthen(rng *r, heddle_attention *a) {
+    static const int64_t widths[] = {64, 80, 128, 136, 192, 256};
+    a->sq += rng_between(r, 60, 200);
+    a->sk += rng_chance(r, 0.5) ? rng_between(r, 0, 300) : 0;
+    if (rng_chance(r, 0.7))
+        a->d = a->dv = widths[rng_between(r, 0, (int64_t)COUNT(widths) - 1)];
+    if (rng_chance(r, 0.8))
+        a->dtype = rng_chance(r, 0.5) ? HEDDLE_BF16 : HEDDLE_F16;
+}
+
+/* But for what bands and lengths hide. */
+static void show_all(heddle_attention *a) {
+    a->features &= HEDDLE_VARLEN | HEDDLE_SEQLENS | HEDDLE_WINDOW;
+    a->block_q = a->block_k = 0;
+    a->blocks_of_b = a->blocks_of_h = 0;
+    a->bool_mask_stride = (heddle_strides){0};
+}
+
 static attention_case random_attention(uint64_t seed, lengths *l) {
     rng r = {seed};
     static const int64_t heads[][2] = {{1, 1}, {2, 2}, {2, 1}, {4, 2}, {6, 2}, {3, 3}, {8, 1}};
@@ -170,7 +193,12 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
                                             random_length(&r), random_length(&r), d, dv),
                         .seed = seed};
     heddle_attention *a = &c.a;
+    rng q = {seed ^ 0x711e}; /* of its own, so that a seed's other numbers stay */
+    if (are_chunks())
+        lengthen(&q, a);
     random_masks(&r, &c, l);
+    if (are_chunks() && rng_chance(&q, 0.5))
+        show_all(a);
     if (rng_chance(&r, 0.3))
         a->scale = 0.1 + rng_uniform(&r) * 0.5 / sqrt((double)d);
     if (rng_chance(&r, 0.2))
@@ -213,15 +241,14 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
     if (a->features & HEDDLE_BIAS && rng_chance(&r, 0.3))
         c.huge_bias = -INFINITY;
     random_part(&r, a);
-    if (rng_chance(&r, 0.15))
+    if (rng_chance(&r, are_chunks() ? 0.7 : 0.15))
         random_pages(&r, &c);
     random_sharpness(&r, &c);
     if (attention_fits_parts(&c) && rng_chance(&r, 0.2))
         c.first_part = rng_between(&r, 1, a->sk);
-    rng q = {seed ^ 0x711e}; /* of its own, so that a seed's other numbers stay */
     if (a->features & HEDDLE_BOOL_MASK && rng_chance(&q, 0.5))
         c.mask_tiles = rng_chance(&q, 0.5) ? 64 : rng_between(&q, 10, 150);
-    if (!c.first_part && rng_chance(&q, 0.1))
+    if (!c.first_part && rng_chance(&q, are_chunks() ? 0.5 : 0.1))
         a->features |= HEDDLE_E4M3; /* forward alone, too */
     a->multiprocessors = rng_chance(&q, 0.15) ? rng_between(&q, 1, 20) : 0;
     return c;
