@@ -15,12 +15,17 @@ struct option_view {
     const attention_params *p;
     const query_options *o;
     const int *steps;
-    const int *hidden; /* paged: of each tile of K, which groups of PAGE_ROWS keys are in no page */
+    const int *hidden;        /* paged: of each tile of K, which groups of PAGE_ROWS keys are in no page */
+    const key_scales *scales; /* paged: of the keys of this tile of queries */
 };
 
-/* paged: the groups of keys of the n-th tile that are in no page. */
-template <bool PAGED, typename layout> INLINE int find_hidden_in(const option_view &v, unsigned n) {
-    return PAGED ? __shfl_sync(ALL_LANES, v.hidden[slot_of<layout::stages>(n)], 0) : 0;
+/* paged: the groups of keys of the n-th tile that are in no page, a bit each; TIMES: its scores are multiplied by the scale of the keys. */
+#define TIMES (1 << 30)
+template <int FULL, bool PAGED, typename layout> INLINE int find_hidden_in(const option_view &v, unsigned n) {
+    if (!PAGED)
+        return 0;
+    const bool times = FULL ? v.scales->k != 1.0f : !is_unit(*v.p, v.scales->k);
+    return __shfl_sync(ALL_LANES, v.hidden[slot_of<layout::stages>(n)] | (times ? TIMES : 0), 0);
 }
 template <int BLOCK> INLINE void hide(int hidden, float (*s)[4]) {
 #pragma unroll
@@ -88,7 +93,7 @@ INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_
 }
 
 /* The scores are there: K is free, and a single Q after its last; what is not seen of a cut tile is taken out of them. */
-template <typename T, int D, int GROUPS, int BLOCK, bool CUT, int FULL>
+template <typename T, int D, int GROUPS, int BLOCK, bool CUT, int FULL, bool PAGED>
 INLINE void receive_scores(const forward_span &w, const option_view &v, int group, int step, uint32_t smem, unsigned n,
                            const read_ahead<BLOCK> &read, int hidden, float (*s)[4]) {
     typedef forward90<D, GROUPS, BLOCK> layout;
@@ -98,6 +103,8 @@ INLINE void receive_scores(const forward_span &w, const option_view &v, int grou
         release_keys<layout>(smem, n);
     if (layout::q_stages == 1 && (FULL ? step & STEP_LAST : j0 == w.begin))
         release(smem + layout::barriers + Q_EMPTY);
+    if (PAGED && (hidden & TIMES))
+        scale_scores<BLOCK>(v.scales->k, s);
     if (FULL)
         apply_all<T, BLOCK, CUT, FULL, layout>(v, group, step, w.sk, smem, n, s);
     if (CUT && has_bits<FULL>(step))
@@ -185,10 +192,10 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     if (FULL && !makes_ahead<FULL>())
         kept = keep_queries<BLOCK, FULL>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64,
                                          j0 & ~STEP_FLAGS);
-    const int hidden = find_hidden_in<PAGED, layout>(v, n + 1);
+    const int hidden = find_hidden_in<FULL, PAGED, layout>(v, n + 1);
     await_scores<layout>(smem, n + 1);
     note(*v.p, group, n, CLOCK_SCORES);
-    receive_scores<T, D, GROUPS, BLOCK, CUT, FULL>(w, v, group, j0, smem, n + 1, read, hidden, s);
+    receive_scores<T, D, GROUPS, BLOCK, CUT, FULL, PAGED>(w, v, group, j0, smem, n + 1, read, hidden, s);
     const bool grows = weigh_scores<BLOCK, CUT, FULL>(c, v, group, k, s, shrink);
     if (makes_ahead<FULL>()) /* as late as they are needed */
         drop_rows<BLOCK>(take_kept<layout>(v, group, smem, n + 1), s);
@@ -252,8 +259,8 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
         read_options<BLOCK, FULL>(*v.p, *v.o, group * 64, k->step, &read);
     if (layout::is_wide)
         release_keys<layout>(smem, k->n);
-    receive_scores<T, D, GROUPS, BLOCK, true, FULL>(w, v, group, FULL ? k->step : g.first, smem, k->n, read,
-                                                    find_hidden_in<PAGED, layout>(v, k->n), s);
+    receive_scores<T, D, GROUPS, BLOCK, true, FULL, PAGED>(w, v, group, FULL ? k->step : g.first, smem, k->n, read,
+                                                           find_hidden_in<FULL, PAGED, layout>(v, k->n), s);
     k->rows = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}, 0};
     k->cap.most[0] = k->cap.most[1] = -CUDART_INF_F;
     k->cap.capped[0] = k->cap.capped[1] = 0.0f;
@@ -293,17 +300,27 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
     }
 }
 
+/* paged: before a row that sees nothing is made zeros, and 0 times what is not finite is NaN. */
+template <int D> INLINE void scale_sums(float by, float (*o)[4]) {
+#pragma unroll
+    for (int y = 0; y < D / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            o[y][e] *= by;
+}
+
 /* A tile of queries after the other. */
 template <typename T, int D, int GROUPS, int BLOCK, int FULL, bool ADDS, bool PAGED>
 INLINE void consume(const attention_params &p, int group, uint32_t smem, const forward_job *jobs) {
     typedef forward90<D, GROUPS, BLOCK> layout;
     constexpr int QS = layout::q_stages, KS = layout::stages;
+    constexpr bool in_units = PAGED && !FULL; /* may the keys' scale be there? */
     const uint32_t barriers = smem + layout::barriers, q0 = smem + group * 64 * 128;
     unsigned nq = 0;
     group_state k = {0, 0};
     float s[BLOCK / 8][4], o[layout::part / 8][4];
     uint32_t a[BLOCK / 16][4];
-    option_view v = {&p, NULL, steps_in<layout>(jobs), hidden_in<FULL, layout>(jobs)};
+    option_view v = {&p, NULL, steps_in<layout>(jobs), hidden_in<FULL, layout>(jobs), NULL};
     if (group == GROUPS - 1)
         pass_turn<layout::turns>(group);
     mbarrier_wait(barriers + Q_FULL, 0);
@@ -326,8 +343,10 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
     wgmma_wait<0>();
     for (; w.end; nq++) {
         v.o = options_in<layout>(jobs) + slot_of<2>(nq);
-        compute<T, D, GROUPS, BLOCK, FULL, PAGED>(p.scale_log2, w, v, g, group, q0 + slot_of<QS>(nq) * layout::q_bytes,
-                                                  smem, &k, s, a, o);
+        if (PAGED)
+            v.scales = scales_in(jobs) + slot_of<2>(nq);
+        compute<T, D, GROUPS, BLOCK, FULL, PAGED>(log2_unit(p, in_units ? v.scales : NULL), w, v, g, group,
+                                                  q0 + slot_of<QS>(nq) * layout::q_bytes, smem, &k, s, a, o);
         const forward_span old = w;
         const unsigned n = k.n;
         const int last = FULL ? k.step : w.begin;
@@ -358,9 +377,12 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
         release(barriers + V_EMPTY + slot_of<KS>(n) * 8);
         if (QS > 1)
             barrier_sync(1 + GROUPS + group, WARPGROUP); /* the other warps, too, have done with Q */
+        if (PAGED && p.v_scale)
+            scale_sums<layout::part>(v.scales->v, o);
         store_rows<T, layout::part, layout::rows, FULL, ADDS>(
             p, jobs[slot_of<2>(nq)].t, layout::is_wide ? columns_in<layout>(jobs)[slot_of<2>(nq)] : 0, k.rows, k.cap, o,
-            smem + slot_of<QS>(nq) * layout::q_bytes, barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
+            smem + slot_of<QS>(nq) * layout::q_bytes, barriers + Q_EMPTY + slot_of<QS>(nq) * 8,
+            in_units ? v.scales : NULL);
         if (g.skips)
             pass_by_values<D, GROUPS, BLOCK>(smem, group, n + 1);
         hold_until(k.rows.sum[0]); /* what is stored is to overlap with the product */

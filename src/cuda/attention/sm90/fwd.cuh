@@ -83,6 +83,12 @@ struct forward_job {
     forward_span s;
     int first_k, head_k, n;
 };
+/* paged, behind the two jobs: of keys that had 8 bits, what they and their values are multiplied with; ones. */
+struct key_scales {
+    float k, v;
+};
+static_assert(sizeof(forward_job) + sizeof(key_scales) <= SM90_JOB_BYTES, "two of them fit, too");
+
 /* A tile of queries. */
 struct forward_work {
     place c;
@@ -179,6 +185,27 @@ template <typename layout> INLINE forward_target target_of(const attention_param
     const int column0 = layout::is_wide ? w.column0 : 0;
     return {row_at(p.a.o_stride, w.c.n, w.x, w.c.first_q + w.row0) + column0, lse_at(p, w.c, w.x, w.row0), w.x,
             w.c.sq - w.row0, w.c.all_sq - w.row0};
+}
+
+/* paged: of a head of keys of sequence n. */
+INLINE key_scales find_scales(const attention_params &p, int n, int head) {
+    const int at = n * (int)p.a.hk + head;
+    return {p.k_scale ? p.k_scale[at] : 1.0f, p.v_scale ? p.v_scale[at] : 1.0f};
+}
+
+/* lean: is a scale of keys a part of the units, as it costs nothing there? Else scores are multiplied one by one: by what is not positive, or
+ * so far from one that the units might be no numbers any more. */
+INLINE bool is_unit(const attention_params &p, float k_scale) {
+    const float log2 = k_scale * p.scale_log2, natural = k_scale * p.unit;
+    return fminf(log2, natural) > 0x1p-60f && fmaxf(log2, natural) < 0x1p60f;
+}
+
+/* What takes scores to exponents, and to natural units; scales NULL: they are no part of that. */
+INLINE float log2_unit(const attention_params &p, const key_scales *scales) {
+    return scales && is_unit(p, scales->k) ? p.scale_log2 * scales->k : p.scale_log2;
+}
+INLINE float natural_unit(const attention_params &p, const key_scales *scales) {
+    return scales && is_unit(p, scales->k) ? p.unit * scales->k : p.unit;
 }
 
 /* This block's next tile that has rows. */

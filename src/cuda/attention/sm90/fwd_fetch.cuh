@@ -23,6 +23,10 @@ template <int FULL, typename layout> INLINE int *hidden_in(const forward_job *jo
     return (int *)((char *)jobs + ((FULL ? layout::bias : layout::hidden) - layout::jobs));
 }
 
+INLINE key_scales *scales_in(const forward_job *jobs) {
+    return (key_scales *)(jobs + 2);
+}
+
 /* Does a warp of its own send for V? With a mask it takes the thread that sends for K some time to find the next tile. By one thread, V of the
  * last tile of keys would wait for K of the next tile of queries; else it costs more than it gives. */
 template <int FULL> INLINE constexpr bool sends_apart(void) {
@@ -97,7 +101,7 @@ INLINE void load_pages(uint32_t tiles, uint32_t full, uint32_t empty, const tens
 }
 
 /* The n-th tile of queries; w NULL: that there is none. */
-template <typename T, int D, int GROUPS, int BLOCK, int FULL>
+template <typename T, int D, int GROUPS, int BLOCK, int FULL, bool PAGED>
 INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w, uint32_t smem, forward_job *jobs,
                          unsigned n) {
     typedef forward90<D, GROUPS, BLOCK> layout;
@@ -113,6 +117,8 @@ INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w
     jobs[slot_of<2>(n)] = {target_of<layout>(all.p, *w), w->s, (int)w->c.first_k, w->x / all.p.group, w->n};
     if (layout::is_wide)
         columns_in<layout>(jobs)[slot_of<2>(n)] = w->column0;
+    if (PAGED)
+        scales_in(jobs)[slot_of<2>(n)] = find_scales(all.p, (int)w->c.n, w->x / all.p.group);
     if (FULL)
         options_in<layout>(jobs)[slot_of<2>(n)] = find_options(all.p, w->c, w->x, w->row0, sizeof(T));
     mbarrier_expect(full, layout::q_bytes);
@@ -167,7 +173,7 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
         if (alone)                                 /* or it would wait for o of the tile before */
             load_owed();
         if (layout::q_stages > 1 && sends)
-            load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, smem, jobs, nq);
+            load_queries<T, D, GROUPS, BLOCK, FULL, PAGED>(all, &w, smem, jobs, nq);
         const int head = w.x / p.group;
         int last = last_tile<BLOCK>(w.s);
         const uint8_t *kinds = NULL;
@@ -205,7 +211,7 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
                 alone = j0 == last;
             }
             if (layout::q_stages == 1 && j0 == last && sends) /* waits for the last scores of the tile before */
-                load_queries<T, D, GROUPS, BLOCK, FULL>(all, &w, smem, jobs, nq);
+                load_queries<T, D, GROUPS, BLOCK, FULL, PAGED>(all, &w, smem, jobs, nq);
             if (has_boxes<FULL>(p))
                 load_bias<GROUPS, BLOCK, layout>(all, w, j0, next, smem, n);
         }
@@ -213,7 +219,7 @@ INLINE void produce(const attention_params_sm90 &all, uint32_t smem, uint32_t ba
     }
     load_owed();
     if (sends)
-        load_queries<T, D, GROUPS, BLOCK, FULL>(all, NULL, smem, jobs, nq);
+        load_queries<T, D, GROUPS, BLOCK, FULL, PAGED>(all, NULL, smem, jobs, nq);
 }
 
 /* A warp: V, where another than that of K sends for it: as soon as it is told which tile comes, which is when K is there. Between tiles of

@@ -30,16 +30,16 @@ INLINE float cap_error(const attention_params &p, float most, float capped, floa
 }
 
 /* What the sums of a row are multiplied with; its log-sum-exp. The sink joins in. ADDS: o may be one that is added to; *keep: as add_row
- * takes it. most, capped: as cap_state, of the row. */
+ * takes it. most, capped: as cap_state, of the row. scales: of keys, where they are a part of the units of scores. */
 template <int FULL, bool ADDS>
 INLINE float end_query(const attention_params &p, const forward_target &t, int row, float top, float sum, float most,
-                       float capped, float *lse, float *keep) {
+                       float capped, float *lse, float *keep, const key_scales *scales = NULL) {
     const float sink = sink_of(p, t.x, row < t.rows);
     if (row >= t.rows)
         sum = 0.0f;
-    const bool far = sum != 0.0f && is_far(top, p.scale_log2, alone_from<bf16>());
-    const float base = __fmul_rn(top, p.scale_log2);
-    float shrink = end_row<bf16>(p, far, p.unit, top, p.scale_log2, base, sink, &sum, lse);
+    const bool far = sum != 0.0f && is_far(top, log2_unit(p, scales), alone_from<bf16>());
+    const float base = __fmul_rn(top, log2_unit(p, scales));
+    float shrink = end_row<bf16>(p, far, natural_unit(p, scales), top, log2_unit(p, scales), base, sink, &sum, lse);
     if (has_cap<FULL>(p) && shows_tanh(p) && sum != 0.0f && !far)
         *lse += cap_error(p, most, capped, base, __fdividef(shrink, sum));
     if (ADDS && p.adds && row < t.all_rows) {
@@ -113,15 +113,15 @@ INLINE void store_directly(const attention_params &p, const forward_target &t, i
  * numbers, so that each works on one of the two: the one of its number that is odd or even, of which it has lse. */
 template <int FULL, bool ADDS>
 INLINE float end_rows(const attention_params &p, const forward_target &t, const softmax_state &state,
-                      const cap_state &cap, int row0, float by[2], float keep[2]) {
+                      const cap_state &cap, int row0, float by[2], float keep[2], const key_scales *scales) {
     const int odd = threadIdx.x % 2;
     const float send = odd ? state.sum[0] : state.sum[1];
     float sum = odd ? state.sum[1] : state.sum[0], lse, mine_keep = 0.0f;
     sum += __shfl_xor_sync(ALL_LANES, send, 1);
     sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-    float mine =
-        end_query<FULL, ADDS>(p, t, row0 + odd * 8, odd ? state.max[1] : state.max[0], sum,
-                              odd ? cap.most[1] : cap.most[0], odd ? cap.capped[1] : cap.capped[0], &lse, &mine_keep);
+    float mine = end_query<FULL, ADDS>(p, t, row0 + odd * 8, odd ? state.max[1] : state.max[0], sum,
+                                       odd ? cap.most[1] : cap.most[0], odd ? cap.capped[1] : cap.capped[0], &lse,
+                                       &mine_keep, scales);
     mine *= FULL & WITH_DROPOUT ? p.keep_scale : 1.0f;
     if ((state.bad >> odd & 1) && mine != 0.0f)
         mine = CUDART_NAN_F;
@@ -141,10 +141,11 @@ INLINE float end_rows(const attention_params &p, const forward_target &t, const 
  * stores lse. */
 template <typename T, int D, int ROWS, int FULL, bool ADDS>
 INLINE void store_rows(const attention_params &p, const forward_target &t, int column0, const softmax_state &state,
-                       const cap_state &cap, float (*o)[4], uint32_t staging, uint32_t q_empty) {
+                       const cap_state &cap, float (*o)[4], uint32_t staging, uint32_t q_empty,
+                       const key_scales *scales) {
     const int lane = threadIdx.x % 32, row0 = (int)threadIdx.x / 32 * 16 - WARPGROUP / 2;
     float by[2], keep[2];
-    const float lse = end_rows<FULL, ADDS>(p, t, state, cap, row0 + lane / 4, by, keep);
+    const float lse = end_rows<FULL, ADDS>(p, t, state, cap, row0 + lane / 4, by, keep, scales);
     if (__any_sync(ALL_LANES, by[0] == 0.0f || by[1] == 0.0f)) /* what was summed there may be anything */
 #pragma unroll
         for (int y = 0; y < D / 8; y++)
