@@ -194,13 +194,13 @@ typedef enum heddle_mask {
  * their strides.b go from page to page (rows side by side, as [pages, page, hk, d], by strides), and key j of sequence n is row j % page of
  * page block_table[n, j / page]. Sequences may share pages. A number that is no page, below 0 or not below `pages`, hides the keys that it
  * stands for, as a mask does; behind the last key of a sequence any may stand. sk is the upper limit of a sequence's keys, seqlens_k says
- * how many it has. With HEDDLE_VARLEN only the queries are packed: total_k is 0 and cu_seqlens_k NULL. Backward refuses pages.
+ * how many it has. With HEDDLE_VARLEN only the queries are packed: total_k is 0 and cu_seqlens_k NULL. Backward refuses pages. On
+ * HEDDLE_CUDA the workspace of some problems with many queries has room for b·sk keys and values in 16 bits, 2 GiB at most (docs/limits.md).
  *
  * With HEDDLE_SEGMENTS query i of sequence n sees key j only where q_segments[n, i] = k_segments[n, j] (documents in a row, say), and where
  * masks, windows and the rest let it. Any number is an id, in any order. Both are int32 and contiguous, [b, sq] and [b, sk]; with
  * HEDDLE_VARLEN they lie as the rows do, [total_q] and [total_k] (with HEDDLE_PAGES keys are [b, sk]). Of a part they are the part's own.
- * Only those of rows that count are read. On HEDDLE_CUDA the workspace has a bit, for some kernels a byte, for each query and key of a
- * sequence (docs/limits.md).
+ * Only those of rows that count are read. On HEDDLE_CUDA the workspace has a bit, or a byte, for each query and key of b (docs/limits.md).
  *
  * With HEDDLE_BLOCKS a list names the blocks of keys that each block of queries sees; what it does not name is masked. A block has block_q
  * queries, or block_k keys, 64 or 128, the last one as many as are left; both are counted from the first row of the tensors, of a part's
@@ -212,7 +212,7 @@ typedef enum heddle_mask {
  *
  * With HEDDLE_E4M3 the elements of k and v are bytes, whatever dtype is: e4m3 of the OCP's 8-bit floating point specification (2023),
  * PyTorch's float8_e4m3fn. The k of the formulas is k_scale[n, y] times the k that is there, of head y of keys of sequence n, and v alike.
- * They are widened when they are read; nothing else changes. Backward refuses it.
+ * They are widened when they are read; nothing else changes. The workspace may be as large as with pages. Backward refuses it.
  *
  * Dropout: with t = floor(65536*dropout + 0.5), element (n, x, i, j) is kept when its number, of 16 bits, is not below t: half j%2 (0: the
  * low one) of word j%8/2 of Philox4x32-7(counter = {j/8, n*h + x, i, offset}, key = seed) (low words; offset's high 32 bits are

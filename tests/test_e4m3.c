@@ -160,6 +160,106 @@ static void test_prompts(void **state) {
         }
 }
 
+/* What Hopper's kernels take once the keys have been collected: every width, page and option that they have for pages. Rows of bytes that no
+ * address is aligned to, pages that are shared, and numbers that are none. */
+static void test_collected(void **state) {
+    (void)state;
+    static const int32_t len_k[] = {390, 0, 161};
+    static const int64_t dims[] = {64, 80, 128, 160, 256, 33};
+    for (int x = 0; x < 24; x++) {
+        const int options = x / 6;
+        attention_case c = e4m3_case(3, 4, x % 3 ? 2 : 4, x % 4 ? 70 : 150, 390, dims[x % 6]);
+        c.seed += (uint64_t)x;
+        c.a.dtype = x % 2 ? HEDDLE_F16 : HEDDLE_BF16;
+        c.a.dv = x == 5 || x == 14 ? 48 : c.a.d;
+        c.a.mask = x % 5 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
+        c.a.softcap = options & 1 ? 3 : 0;
+        c.a.features |= (options & 2 ? HEDDLE_ALIBI : 0) | (x % 4 == 1 ? HEDDLE_SINKS : 0) |
+                        (x % 3 ? HEDDLE_SEQLENS : 0) | (x % 7 == 3 ? HEDDLE_WINDOW : 0);
+        c.a.window_left = c.a.features & HEDDLE_WINDOW ? 100 : 0;
+        c.len_k = x % 3 ? len_k : NULL;
+        if (x % 4 == 0) {
+            c.a.k_stride = (heddle_strides){390 * 2 * 333 + 7, 333, 2 * 333};
+            if (c.a.hk == 4)
+                c.a.k_stride = (heddle_strides){0, 390 * 331, 331};
+        } else if (x % 4 != 1) {
+            in_pages(&c, INT64_C(16) << x % 5);
+            c.hidden_pages = x % 4 == 2 ? 0.3 : 0;
+            if (x % 2)
+                row_by_row(&c);
+        }
+        check_attention(&c);
+    }
+}
+
+/* Packed queries, with keys that are packed, too, or in pages, of lengths of their own or not. */
+static void test_collected_packed(void **state) {
+    (void)state;
+    static const int32_t cu_q[] = {1, 71, 71, 160, 161, 161}, cu_k[] = {3, 93, 94, 300, 300, 301},
+                         len_k[] = {90, 40, 175, 1, 0};
+    for (int x = 0; x < 8; x++) {
+        attention_case c = e4m3_case(5, 4, 2, 89, 206, x % 3 ? 64 : 128);
+        c.a.dtype = x % 2 ? HEDDLE_F16 : HEDDLE_BF16;
+        c.a.features |= HEDDLE_VARLEN | (x & 2 ? HEDDLE_SEQLENS : 0) | (x == 5 ? HEDDLE_ALIBI | HEDDLE_SINKS : 0);
+        c.a.total_q = 163;
+        c.a.mask = x % 3 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_CAUSAL_TOP_LEFT;
+        c.cu_q = cu_q;
+        c.len_k = x & 2 ? len_k : NULL;
+        if (x & 4) {
+            in_pages(&c, 32);
+            c.hidden_pages = 0.2;
+        } else {
+            c.a.total_k = 305;
+            c.cu_k = cu_k;
+        }
+        check_attention(&c);
+    }
+}
+
+/* As many numbers that are near those of the reference, or NaN where those are. */
+static void expect_near(const tensor *found, const tensor *ref, double tolerance) {
+    int checked = 0;
+    for (int64_t n = 0; n < ref->dim[0]; n++)
+        for (int64_t x = 0; x < ref->dim[1]; x++)
+            for (int64_t i = 0; i < ref->dim[2]; i++)
+                for (int64_t e = 0; e < ref->dim[3]; e++, checked++) {
+                    const double a = tensor_get(found, n, x, i, e), b = tensor_get(ref, n, x, i, e);
+                    assert_true(isnan(a) == isnan(b));
+                    assert_true(isnan(b) || a == b || fabs(a - b) <= tolerance * fmax(1, fabs(b)));
+                }
+    assert_true(checked > 0);
+}
+
+/* Scales of which there is no factor of the exponent, by which scores have to be multiplied one by one; under a softcap all are such. */
+static void test_extreme_scales(void **state) {
+    (void)state;
+    static const double scales[][2] = {{1, 1},           {-1, 1},           {0, 2},           {-0x1p70, 1},
+                                       {0x1p70, -3},     {0x1p-70, 1},      {1, 0},           {(double)NAN, 1},
+                                       {1, (double)NAN}, {0x1p-20, 0x1p20}, {0x1p30, 0x1p-30}};
+    for (size_t x = 0; x < 2 * COUNT(scales); x++) {
+        const double k = scales[x / 2][0], v = scales[x / 2][1], size = isnan(k) || k == 0 ? 1 : fabs(k);
+        attention_case c = e4m3_case(2, 4, 2, 70, 300, 64);
+        c.a.mask = HEDDLE_CAUSAL_BOTTOM_RIGHT;
+        c.a.scale = 0.125 / size;
+        c.a.softcap = x % 2 ? 4 : 0;
+        c.poison_masked = false;
+        attention_problem p = attention_new(&c);
+        for (int64_t y = 0; y < c.a.b * c.a.hk; y++) {
+            tensor_raw_set(&p.t[T_K_SCALE], y, y % 2 ? k : size);
+            tensor_raw_set(&p.t[T_V_SCALE], y, y % 2 ? v : 1);
+        }
+        tensor_upload(&p.t[T_K_SCALE]);
+        tensor_upload(&p.t[T_V_SCALE]);
+        attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
+        attention_run(&p, HEDDLE_FORWARD);
+        attention_run(&ref, HEDDLE_FORWARD);
+        expect_near(&p.t[T_O], &ref.t[T_O], 0.03 * (isnan(v) ? 1 : fmax(1, fabs(v))));
+        expect_near(&p.t[T_LSE], &ref.t[T_LSE], 2e-3);
+        attention_free(&ref);
+        attention_free(&p);
+    }
+}
+
 static void test_packed(void **state) {
     (void)state;
     static const int32_t cu_q[] = {1, 8, 8, 70, 71}, cu_k[] = {0, 90, 91, 150, 150}, len_k[] = {90, 40, 75, 0};
@@ -352,6 +452,9 @@ int main(void) {
         cmocka_unit_test(test_decode),
         cmocka_unit_test(test_long_decode),
         cmocka_unit_test(test_prefill),
+        cmocka_unit_test(test_collected),
+        cmocka_unit_test(test_collected_packed),
+        cmocka_unit_test(test_extreme_scales),
         cmocka_unit_test(test_packed),
         cmocka_unit_test(test_options),
         cmocka_unit_test(test_wide),

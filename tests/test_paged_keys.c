@@ -143,6 +143,71 @@ static void test_options(void **state) {
         }
 }
 
+/* The bias and the mask that differ, and for whom, by the bits of `which`: batches, heads, queries. */
+static heddle_strides alike(const heddle_attention *a, int which) {
+    const int64_t row = which & 1 ? a->sk + 5 : 0, head = which & 2 ? (row ? a->sq * row : a->sk) : 0,
+                  batch = which & 4 ? a->h * a->sq * (a->sk + 5) : 0;
+    return which ? (heddle_strides){batch, head, row}
+                 : (heddle_strides){HEDDLE_BROADCAST, HEDDLE_BROADCAST, HEDDLE_BROADCAST};
+}
+
+/* Of these options Hopper has no kernel for pages, so that keys are collected first: every mask's broadcast, rows of bias that the copy engine
+ * can fetch and that it cannot, dropout, several of them, what adds to o, the weights, segments and lists. */
+static void test_collected(void **state) {
+    (void)state;
+    static const int32_t len_k[] = {330, 0, 131};
+    static const int64_t dims[] = {64, 80, 128, 160, 256};
+    static const uint64_t options[] = {HEDDLE_BOOL_MASK, HEDDLE_BIAS,    0,
+                                       HEDDLE_ALIBI,     HEDDLE_WEIGHTS, HEDDLE_BOOL_MASK | HEDDLE_BIAS,
+                                       HEDDLE_SEGMENTS,  HEDDLE_BLOCKS,  HEDDLE_SEGMENTS | HEDDLE_BOOL_MASK};
+    for (int x = 0; x < 45; x++) {
+        const uint64_t of = options[x % 9];
+        const int which = x / 2 % 8;
+        attention_case c = paged_case(INT64_C(16) << x % 5, 3, 4, x % 4 ? 2 : 4, x % 3 ? 70 : 150, 330, dims[x / 9]);
+        c.seed += (uint64_t)x;
+        c.a.dtype = x % 2 ? HEDDLE_F16 : HEDDLE_BF16;
+        c.a.features |=
+            of | (x % 3 == 1 ? HEDDLE_SEQLENS : 0) | (x % 5 == 1 ? HEDDLE_SINKS : 0) | (x % 7 == 3 ? HEDDLE_WINDOW : 0);
+        c.a.window_left = c.a.features & HEDDLE_WINDOW ? 120 : 0;
+        c.a.mask = x % 4 == 1 ? HEDDLE_MASK_NONE : HEDDLE_CAUSAL_BOTTOM_RIGHT;
+        c.len_k = x % 3 == 1 ? len_k : NULL;
+        c.a.dropout = x % 9 == 2 || x % 9 == 3 || x == 23 ? 0.3 : 0;
+        c.a.softcap = x % 9 == 5 ? 3 : 0;
+        c.a.scale = x == 41 ? -0.2 : 0;
+        if (of & HEDDLE_BLOCKS)
+            c.a.block_q = c.a.block_k = 64;
+        if (of & HEDDLE_BOOL_MASK)
+            c.a.bool_mask_stride = alike(&c.a, which);
+        if (of & HEDDLE_BIAS && x % 2)
+            c.a.bias_stride = alike(&c.a, which);
+        else if (of & HEDDLE_BIAS)
+            c.a.bias_stride = (heddle_strides){0, 150 * 336, 336};
+        c.hidden_pages = x % 6 == 5 ? 0 : 0.3;
+        if (x % 3)
+            row_by_row(&c);
+        check_attention(&c);
+    }
+}
+
+/* The same with packed queries, of which some sequences have none. */
+static void test_collected_packed(void **state) {
+    (void)state;
+    static const int32_t cu_q[] = {1, 71, 71, 160, 161}, len_k[] = {190, 40, 175, 0};
+    static const uint64_t options[] = {HEDDLE_BOOL_MASK, HEDDLE_BIAS, HEDDLE_SEGMENTS, 0, HEDDLE_WEIGHTS};
+    for (int x = 0; x < 10; x++) {
+        attention_case c = paged_case(INT64_C(16) << x % 3, 4, 4, 2, 89, 190, x % 3 ? 64 : 128);
+        c.a.dtype = x % 2 ? HEDDLE_F16 : HEDDLE_BF16;
+        c.a.features |= HEDDLE_VARLEN | options[x % 5] | (x > 4 ? HEDDLE_SEQLENS : 0);
+        c.a.dropout = x % 5 == 3 ? 0.2 : 0;
+        c.a.total_q = 163;
+        c.a.mask = x % 4 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
+        c.cu_q = cu_q;
+        c.len_k = x > 4 ? len_k : NULL;
+        c.hidden_pages = x % 2 ? 0.3 : 0;
+        check_attention(&c);
+    }
+}
+
 /* d and dv that no kernel's width is, and more than tensor cores take. */
 static void test_wide(void **state) {
     (void)state;
@@ -211,36 +276,45 @@ static void test_bits(void **state) {
 }
 
 /* HEDDLE_ACCUMULATE: the second half of the keys joins what the first has left. */
+static void accumulate(heddle_dtype dtype, int64_t sq, double tolerance) {
+    attention_case c = paged_case(16, 1, 4, 2, sq, 128, 64);
+    c.a.dtype = dtype;
+    attention_problem p = attention_new(&c), sum;
+    c.a.features |= HEDDLE_ACCUMULATE;
+    c.a.sk = 64;
+    c.a.table = 8;
+    sum = attention_new(&c);
+    tensor_free(&sum.t[T_O]);
+    sum.t[T_O] = tensor_new(sum.a.device, HEDDLE_F32, p.t[T_O].dim, p.t[T_O].stride, false);
+    tensor_upload(&sum.t[T_O]);
+    for (int t = T_Q; t <= T_V; t++)
+        tensor_convert(&sum.t[t], &p.t[t]);
+    attention_run(&p, HEDDLE_FORWARD);
+    for (int64_t at = 0; at < sum.t[T_LSE].span; at++)
+        tensor_raw_set(&sum.t[T_LSE], at, -INFINITY);
+    tensor_upload(&sum.t[T_LSE]);
+    for (int part = 0; part < 2; part++) {
+        for (int64_t x = 0; x < 8; x++)
+            tensor_set(&sum.t[T_TABLE], 0, 0, 0, x, tensor_get(&p.t[T_TABLE], 0, 0, 0, (x + 4 * part) % 8));
+        for (int t = 0; t < T_COUNT; t++)
+            if (t != T_O && t != T_LSE)
+                tensor_upload(&sum.t[t]);
+        attention_run(&sum, HEDDLE_FORWARD);
+    }
+    for (int64_t at = 0; at < p.t[T_O].span; at++)
+        assert_true(fabs(tensor_raw(&p.t[T_O], at) - tensor_raw(&sum.t[T_O], at)) < tolerance);
+    for (int64_t at = 0; at < p.t[T_LSE].span; at++)
+        assert_true(fabs(tensor_raw(&p.t[T_LSE], at) - tensor_raw(&sum.t[T_LSE], at)) < 1e-5);
+    attention_free(&p);
+    attention_free(&sum);
+}
+
 static void test_accumulate(void **state) {
     (void)state;
-    for (int few = 0; few < 2; few++) {
-        attention_case c = paged_case(16, 1, 4, 2, few ? 2 : 40, 128, 64);
-        attention_problem p = attention_new(&c), sum;
-        c.a.features |= HEDDLE_ACCUMULATE;
-        c.a.sk = 64;
-        c.a.table = 8;
-        sum = attention_new(&c);
-        for (int t = T_Q; t <= T_V; t++)
-            tensor_convert(&sum.t[t], &p.t[t]);
-        attention_run(&p, HEDDLE_FORWARD);
-        for (int64_t at = 0; at < sum.t[T_LSE].span; at++)
-            tensor_raw_set(&sum.t[T_LSE], at, -INFINITY);
-        tensor_upload(&sum.t[T_LSE]);
-        for (int part = 0; part < 2; part++) {
-            for (int64_t x = 0; x < 8; x++)
-                tensor_set(&sum.t[T_TABLE], 0, 0, 0, x, tensor_get(&p.t[T_TABLE], 0, 0, 0, (x + 4 * part) % 8));
-            for (int t = 0; t < T_COUNT; t++)
-                if (t != T_O && t != T_LSE)
-                    tensor_upload(&sum.t[t]);
-            attention_run(&sum, HEDDLE_FORWARD);
-        }
-        for (int64_t at = 0; at < p.t[T_O].span; at++)
-            assert_true(fabs(tensor_raw(&p.t[T_O], at) - tensor_raw(&sum.t[T_O], at)) < 1e-5);
-        for (int64_t at = 0; at < p.t[T_LSE].span; at++)
-            assert_true(fabs(tensor_raw(&p.t[T_LSE], at) - tensor_raw(&sum.t[T_LSE], at)) < 1e-5);
-        attention_free(&p);
-        attention_free(&sum);
-    }
+    accumulate(HEDDLE_F32, 2, 1e-5);
+    accumulate(HEDDLE_F32, 40, 1e-5);
+    accumulate(HEDDLE_BF16, 70, 2e-2);
+    accumulate(HEDDLE_F16, 130, 3e-3);
 }
 
 static void refuse(const heddle_attention *a, heddle_status expected, const char *part) {
@@ -322,7 +396,7 @@ int main(void) {
         cmocka_unit_test(test_chunks),   cmocka_unit_test(test_capped_chunks), cmocka_unit_test(test_packed_queries),
         cmocka_unit_test(test_options),  cmocka_unit_test(test_wide),          cmocka_unit_test(test_nothing),
         cmocka_unit_test(test_bits),     cmocka_unit_test(test_accumulate),    cmocka_unit_test(test_refused),
-        cmocka_unit_test(test_pointers),
+        cmocka_unit_test(test_pointers), cmocka_unit_test(test_collected),     cmocka_unit_test(test_collected_packed),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -38,6 +38,8 @@ static heddle_attention any_attention(rng *r) {
         a.pages = rng_between(r, 0, INT32_MAX);
         a.total_k = 0;
     }
+    if (rng_chance(r, 0.1))
+        a.features |= HEDDLE_E4M3;
     if (rng_chance(r, 0.2)) {
         a.features |= rng_chance(r, 0.5) ? HEDDLE_SEGMENTS : HEDDLE_BLOCKS;
         a.block_q = a.block_k = a.features & HEDDLE_BLOCKS ? 64 : 0;
@@ -65,8 +67,40 @@ static void check_seen(const attention_params *p, size_t workspace) {
             there++;
         }
     if (p->from.bytes)
-        assert_true((const char *)p->from.bytes + (int64_t)p->from.maps * p->a.sq * p->from.shape.line_step <= end);
+        assert_true(
+            (const char *)p->from.bytes + (int64_t)p->from.maps * p->from.shape.lines * p->from.shape.line_step <= end);
     assert_true(there && p->t.bool_mask == p->from.bytes);
+}
+
+/* Keys that are collected lie in the workspace, one behind the other, and are those that the next launches read. Are there such? */
+static bool check_collected(const attention_job *job, size_t workspace) {
+    const attention_params *p = &job->params.p;
+    const collect_params *q = &job->collect;
+    const char *const end = space + workspace;
+    for (int x = 1; x < job->count; x++)
+        assert_false(job->launches[x].collects);
+    if (!job->count || !job->launches[0].collects)
+        return false;
+    const int64_t rows = q->a.hk * q->a.b * q->rows;
+    const char *const k = q->k.to, *const v = q->v.to;
+    assert_true(k >= space && k + rows * q->k.units * 16 <= v && v + rows * q->v.units * 16 <= end);
+    assert_true(p->t.k == k && p->t.v == v && ((uintptr_t)k | (uintptr_t)v) % 16 == 0);
+    assert_true(q->rows >= q->a.sk && rows * (q->k.units + q->v.units) * 16 <= MOST_COLLECTED);
+    assert_int_equal(p->a.k_stride.h, q->a.b * q->rows * q->k.units * 8);
+    if (q->pages)
+        assert_true(p->t.block_table == q->pages && (const char *)(q->pages + q->a.b * (q->rows / q->page)) <= end &&
+                    p->a.pages == q->a.b * p->a.table && p->a.table * q->page == q->rows);
+    else
+        assert_true(q->rows == q->a.sk && p->t.bool_mask == p->from.bytes && (p->a.features & HEDDLE_BOOL_MASK));
+    if (q->starts)
+        assert_true(p->t.cu_seqlens_k == q->starts && (const char *)(q->starts + q->a.b + 1) <= end &&
+                    p->a.total_k == q->a.b * q->rows);
+    if (q->lengths)
+        assert_true(p->t.seqlens_k == q->lengths && (const char *)(q->lengths + q->a.b) <= end);
+    const bool packed = q->a.features & HEDDLE_VARLEN;
+    assert_int_equal(q->starts != NULL, packed && !q->pages);
+    assert_int_equal(q->lengths != NULL, packed && q->pages && !(q->a.features & HEDDLE_PAGES));
+    return true;
 }
 
 /* Blocks of these stay until the last tile is done: no more of them than those multiprocessors hold that are not others'. */
@@ -98,6 +132,12 @@ static bool check_attention_plan(const heddle_attention *a, heddle_pass pass, co
     heddle__cuda_attention_job(&plan, device, &t, space, &job);
     for (int x = 0; x < job.count; x++)
         assert_true(job.launches[x].grid > 0 && job.launches[x].grid <= INT32_MAX);
+    const bool collected = check_collected(&job, plan.workspace);
+    if (a->features & (HEDDLE_SEGMENTS | HEDDLE_BLOCKS) || (collected && !job.collect.pages))
+        check_seen(&job.params.p, plan.workspace);
+    t.q = skewed; /* for which another may stand in */
+    heddle__cuda_attention_job(&plan, device, &t, space, &job);
+    check_collected(&job, plan.workspace);
     if (a->features & (HEDDLE_SEGMENTS | HEDDLE_BLOCKS))
         check_seen(&job.params.p, plan.workspace);
     return true;
@@ -184,9 +224,7 @@ static void test_pages(void **state) {
                  {HEDDLE_BF16, 512, 128, 16384, "heddle_attention_fwd_bf16_d512_plain_sm80", 0, 0},
                  {HEDDLE_BF16, 512, 256, 232448, "heddle_attention_fwd_bf16_d256_cappages_sm90", 50, 0},
                  {HEDDLE_F16, 512, 80, 232448, "heddle_attention_fwd_f16_d128_cappages_sm90", 0, HEDDLE_ALIBI},
-                 {HEDDLE_F16, 512, 64, 232448, "heddle_attention_fwd_f16_d64_full_sm80", 65, 0},
-                 {HEDDLE_BF16, 512, 64, 232448, "heddle_attention_fwd_bf16_d64_full_sm80", 50, HEDDLE_BOOL_MASK},
-                 {HEDDLE_BF16, 512, 64, 232448, "heddle_attention_fwd_bf16_d64_full_sm80", 50, HEDDLE_SEGMENTS}};
+                 {HEDDLE_F16, 512, 64, 232448, "heddle_attention_fwd_f16_d64_full_sm80", 65, 0}};
     for (size_t x = 0; x < COUNT(cases); x++)
         for (int small = SMALL_NEVER; small <= SMALL_ALWAYS; small++) {
             heddle_attention a = {.size = sizeof a, .device = HEDDLE_CUDA, .dtype = cases[x].dtype, .b = 8, .h = 8};
@@ -199,6 +237,71 @@ static void test_pages(void **state) {
             assert_int_equal(heddle__cuda_plan_attention(&plan, &device), HEDDLE_OK);
             assert_string_equal(plan.kernel, cases[x].kernel);
             assert_int_equal(heddle__resolve_attention(&a, HEDDLE_BACKWARD, &plan), HEDDLE_UNSUPPORTED);
+        }
+}
+
+/* On Hopper keys in pages with other options, and keys of 8 bits, are collected for its kernels where there are many queries and the workspace
+ * is not too large for it; where q lies askew who stands in reads them where they are. */
+static void test_collected(void **state) {
+    (void)state;
+    const uint64_t pages = HEDDLE_PAGES, bytes = HEDDLE_E4M3;
+    static attention_job job;
+    const struct {
+        heddle_dtype dtype;
+        uint64_t features;
+        int64_t b, sq, sk, d;
+        double softcap, dropout, scale;
+        const char *kernel;
+        bool collected;
+    } cases[] = {
+        {HEDDLE_BF16, pages | HEDDLE_BOOL_MASK, 8, 512, 4096, 64, 0, 0, 0, "bf16_d64_narrow_sm90", true},
+        {HEDDLE_BF16, pages | HEDDLE_BOOL_MASK, 8, 512, 4096, 128, 50, 0, 0, "bf16_d128_full_sm90", true},
+        {HEDDLE_F16, pages | HEDDLE_SEGMENTS, 8, 512, 4096, 128, 0, 0, 0, "f16_d128_masked_sm90", true},
+        {HEDDLE_F16, pages | HEDDLE_BIAS, 8, 512, 4096, 256, 0, 0, 0, "f16_d256_full_sm90", true},
+        {HEDDLE_BF16, pages, 8, 512, 4096, 80, 0, 0.1, 0, "bf16_d128_full_sm90", true},
+        {HEDDLE_BF16, pages, 8, 512, 4096, 64, 0, 0, -1, "bf16_d64_full_sm90", true},
+        {HEDDLE_BF16, pages | HEDDLE_ACCUMULATE, 8, 512, 4096, 64, 0, 0, 0, "bf16_d64_masked_sm90", true},
+        {HEDDLE_BF16, pages | HEDDLE_BIAS | HEDDLE_VARLEN, 8, 512, 4096, 64, 0, 0, 0, "bf16_d64_full_sm90", true},
+        {HEDDLE_BF16, pages, 8, 512, 4096, 64, 0, 0, 0, "bf16_d64_paged_sm90", false},
+        {HEDDLE_BF16, pages | HEDDLE_BIAS, 8, 64, 4096, 64, 0, 0, 0, "bf16_d64_full_sm80", false},
+        {HEDDLE_BF16, pages | HEDDLE_BIAS, 8, 512, 4096, 264, 0, 0, 0, "bf16_d512_full_sm80", false},
+        {HEDDLE_F16, pages, 8, 512, 4096, 64, 65, 0.1, 0, "f16_d64_full_sm80", false},
+        {HEDDLE_F32, pages | HEDDLE_BIAS, 8, 512, 4096, 64, 0, 0, 0, "f32_d512_plain_sm80", false},
+        {HEDDLE_BF16, bytes, 8, 512, 4096, 64, 0, 0, 0, "bf16_d64_paged_sm90", true},
+        {HEDDLE_F16, bytes | pages, 8, 512, 4096, 128, 0, 0, 0, "f16_d128_paged_sm90", true},
+        {HEDDLE_BF16, bytes | pages | HEDDLE_ALIBI, 8, 512, 4096, 160, 0, 0, 0, "bf16_d256_cappages_sm90", true},
+        {HEDDLE_BF16, bytes | HEDDLE_VARLEN, 8, 512, 4096, 128, 30, 0, 0, "bf16_d128_cappages_sm90", true},
+        {HEDDLE_BF16, bytes | HEDDLE_VARLEN | pages, 8, 512, 4096, 128, 0, 0, 0, "bf16_d128_paged_sm90", true},
+        {HEDDLE_BF16, bytes | HEDDLE_BIAS, 8, 512, 4096, 128, 0, 0, 0, "bf16_d128_bytefull_sm80", false},
+        {HEDDLE_BF16, bytes | HEDDLE_WEIGHTS, 8, 512, 4096, 128, 0, 0, 0, "bf16_d128_bytefull_sm80", false},
+        {HEDDLE_BF16, bytes | HEDDLE_ACCUMULATE, 8, 512, 4096, 128, 0, 0, 0, "bf16_d128_bytefull_sm80", false},
+        {HEDDLE_BF16, bytes, 8, 64, 4096, 128, 0, 0, 0, "bf16_d128_bytefull_sm80", false},
+        {HEDDLE_BF16, bytes | pages, 8, 1, 4096, 128, 0, 0, 0, "bf16_d128_bytepages_sm80", false},
+        /* Hopper's kernels would have to be given 2 GiB, and more */
+        {HEDDLE_BF16, bytes, 64, 512, 1 << 15, 128, 0, 0, 0, "bf16_d128_paged_sm90", true},
+        {HEDDLE_BF16, bytes, 65, 512, 1 << 15, 128, 0, 0, 0, "bf16_d128_bytefull_sm80", false},
+        {HEDDLE_BF16, pages | HEDDLE_BIAS, 65, 512, 1 << 15, 128, 0, 0, 0, "bf16_d128_full_sm80", false}};
+    for (size_t x = 0; x < COUNT(cases); x++)
+        for (int small = SMALL_NEVER; small <= SMALL_CHOSEN; small++) {
+            heddle_attention a = {.size = sizeof a, .device = HEDDLE_CUDA, .dtype = cases[x].dtype, .h = 8, .hk = 2};
+            a.b = cases[x].b, a.sq = cases[x].sq, a.sk = cases[x].sk, a.d = cases[x].d;
+            a.features = cases[x].features;
+            a.page = a.features & HEDDLE_PAGES ? 16 : 0, a.pages = a.page ? 4096 : 0;
+            a.softcap = cases[x].softcap, a.dropout = cases[x].dropout, a.scale = cases[x].scale;
+            a.total_q = a.features & HEDDLE_VARLEN ? 4000 : 0;
+            a.total_k = a.features & HEDDLE_VARLEN && !a.page ? 30000 : 0;
+            attention_plan plan = {.threads = 1};
+            assert_int_equal(heddle__resolve_attention(&a, HEDDLE_FORWARD, &plan), HEDDLE_OK);
+            const cuda_facts device = {"a GPU", 132, 232448, true, small};
+            assert_int_equal(heddle__cuda_plan_attention(&plan, &device), HEDDLE_OK);
+            assert_non_null(strstr(plan.kernel, cases[x].kernel));
+            heddle_attention_data t = {.size = sizeof t, .q = aligned, .k = skewed, .v = skewed, .o = aligned};
+            t.lse = aligned;
+            for (int askew = 0; askew < 2; askew++) {
+                heddle__cuda_attention_job(&plan, &device, &t, space, &job);
+                assert_int_equal(check_collected(&job, plan.workspace), cases[x].collected && !askew);
+                t.q = skewed;
+            }
         }
 }
 
@@ -439,6 +542,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_attention), cmocka_unit_test(test_limit),       cmocka_unit_test(test_segments),
         cmocka_unit_test(test_pages),     cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_halves),
+        cmocka_unit_test(test_collected),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -3,6 +3,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_H
 #define HEDDLE_CUDA_ATTENTION_H
 
+#include "cuda/attention/collect.h"
 #include "cuda/attention/params.h"
 #include "cuda/facts.h"
 #include "cuda/kernels.h"
@@ -11,14 +12,15 @@
 typedef struct attention_launch {
     enum cuda_kernel kernel;
     uint32_t grid, shared_bytes; /* grid: x only; shared_bytes: dynamic */
-    bool sm90;                   /* the parameter is attention_params_sm90 */
+    bool sm90, collects;         /* the parameter is attention_params_sm90, collect_params */
 } attention_launch;
 
 #define ATTENTION_MAX_LAUNCHES 10
 
-/* A pass: launches in order, all with the same parameters, into which the tensor maps are to be made of their shapes first. */
+/* A pass: launches in order, all but `collect` with the same parameters, into which the tensor maps are to be made of their shapes first. */
 typedef struct attention_job {
     attention_params_sm90 params;
+    collect_params collect;
     int maps; /* 5 or 0: q, k, v, dout, bias */
     tensor_shape shapes[5];
     int count;

@@ -6,9 +6,15 @@
 
 #include "cuda/attention/kernels.h"
 
+/* Keys that are written to the workspace in front of all else, in 16 bits: as [b, hk, sk, d], with a mask that hides what is in no page; as
+ * pages. */
+typedef enum collected_as { NOT_COLLECTED, COLLECTED_ROWS, COLLECTED_PAGES } collected_as;
+
 typedef struct attention_problem {
-    const heddle_attention *a;    /* as the families have it: */
-    const heddle_attention *made; /* with a mask in place of its segments and lists of blocks; NULL: it has neither */
+    const heddle_attention *a;     /* as the families have it: */
+    const heddle_attention *made;  /* with a mask in place of its segments and lists of blocks; NULL: it has neither */
+    const heddle_attention *given; /* as the caller has it, */
+    collected_as collected;        /* and keys as these are */
     const cuda_facts *device;
     heddle_pass pass;
     bool rich;      /* more is asked for than the lean kernels can */
@@ -36,9 +42,11 @@ typedef struct __attribute__((may_alias)) attention_choice {
     size_t part_o, part_lse, base, rest, flags, sum, few,
         bytes;                              /* offsets in the workspace, and its size; 0: there is none */
     mask_map seen_by_queries, seen_of_keys; /* shapes; tiles_down 0: there is none */
-    size_t kinds_q, bits_q, kinds_k, bits_k, seen, dirty, taken;  /* offsets, likewise */
-    int64_t split_tiles_q, split_tiles_k;                         /* of a head */
-    size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS]; /* offsets */
+    size_t kinds_q, bits_q, kinds_k, bits_k, seen, dirty, taken; /* offsets, likewise */
+    collected_as collected;
+    size_t collected_k, collected_v, collected_table, collected_lengths; /* offsets; 0: there is none */
+    int64_t split_tiles_q, split_tiles_k;                                /* of a head */
+    size_t split_tiles[SPLIT_TENSORS], split_info[SPLIT_TENSORS];        /* offsets */
 } attention_choice;
 
 /* Pointers aligned to 16 bytes; in backward dout. Where they are not so, another family stands in. */
@@ -103,8 +111,10 @@ void heddle__cuda_add_mask(const attention_problem *p, const attention_choice *c
 
 /* -------------------------------------------------------------------------------------------- segments and lists */
 
-/* `a` itself; with segments or lists of blocks *masked, which has a mask in their place, as it would lie in the workspace. */
-const heddle_attention *heddle__cuda_with_mask(const heddle_attention *a, heddle_attention *masked);
+/* `a` itself; with segments or lists of blocks, or with keys of pages that are none now, *masked, which has a mask in their place, as it would
+ * lie in the workspace. */
+const heddle_attention *heddle__cuda_with_mask(const heddle_attention *a, collected_as collected,
+                                               heddle_attention *masked);
 
 /* Are its tiles so few that they can be counted? */
 heddle_status heddle__cuda_check_tiles(const heddle_attention *a);
@@ -118,6 +128,22 @@ void heddle__cuda_fill_seen(const attention_problem *p, const attention_choice *
 
 /* Its launch, in front of all others. */
 void heddle__cuda_add_seen(const attention_problem *p, attention_job *job);
+
+/* ------------------------------------------------------------------------------------------------ keys collected */
+
+/* As what are keys that Hopper's kernels do not take to be collected, if they take them then? */
+collected_as heddle__cuda_how_collected(const heddle_attention *a, heddle_pass pass, const cuda_facts *device);
+
+/* `a` itself, or *collected, which has keys like that. */
+const heddle_attention *heddle__cuda_with_collected(const heddle_attention *a, collected_as as,
+                                                    heddle_attention *collected);
+
+/* Behind what the workspace has already: those keys. */
+void heddle__cuda_place_collected(const attention_problem *p, attention_choice *c);
+
+/* The launch that writes them, in front of all others; data: the caller's, to which they become the keys. */
+void heddle__cuda_add_collect(const attention_problem *p, const attention_choice *c, char *workspace,
+                              heddle_attention_data *data, attention_job *job);
 
 /* ---------------------------------------------------------------------------------------------------- launches */
 

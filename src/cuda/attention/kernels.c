@@ -75,7 +75,7 @@ static int shared_bytes_sm90_f32(const kernel_row *k) {
 
 static int shared_bytes_sm80(const kernel_row *k) {
     const int element = (int)heddle_dtype_size(k->dtype);
-    if (k->variant == VARIANT_plain || k->pass == PASS_append)
+    if (k->variant == VARIANT_plain || k->pass == PASS_append || k->pass == PASS_collect)
         return 0;
     if (k->variant == VARIANT_bytefull)
         return sm80_byte_tiles_bytes(k->dim, k->own, k->block);

@@ -23,6 +23,7 @@ typedef enum kernel_pass {
     PASS_merge,
     PASS_append,
     PASS_seen,
+    PASS_collect,
     PASSES
 } kernel_pass;
 

@@ -105,6 +105,7 @@ static void choose(const attention_problem *p, attention_choice *c) {
     } else if (a->features & HEDDLE_ACCUMULATE) { /* lse of all, until nobody asks any more for that of what is there */
         c->part_o = c->bytes = align64((size_t)c->lse_rows * sizeof(float));
     }
+    heddle__cuda_place_collected(p, c);
     families[x]->lay_out(p, c);
     heddle__cuda_place_seen(p, families[x]->bytes, c);
 }
@@ -152,23 +153,59 @@ static heddle_status check_limits(const heddle_attention *a) {
     return heddle__cuda_check_tiles(a);
 }
 
-/* Of a plan, as the families have it; *masked is for its description. */
-static attention_problem problem_of(const attention_plan *plan, const cuda_facts *device, heddle_attention *masked) {
-    const heddle_attention *a = heddle__cuda_with_mask(&plan->a, masked);
+/* What of a problem is not as the caller has described it. */
+typedef struct problem_room {
+    heddle_attention collected, masked;
+} problem_room;
+
+/* Of a plan, as the families have it. */
+static attention_problem problem_of(const attention_plan *plan, const cuda_facts *device, collected_as as,
+                                    problem_room *room) {
+    const heddle_attention *keys = heddle__cuda_with_collected(&plan->a, as, &room->collected);
+    const heddle_attention *a = heddle__cuda_with_mask(keys, as, &room->masked);
     return (attention_problem){.a = a,
-                               .made = a == masked ? &plan->a : NULL,
+                               .made = a == keys ? NULL : keys,
+                               .given = &plan->a,
+                               .collected = as,
                                .device = device,
                                .pass = plan->pass,
                                .rich = is_rich(a, plan->pass)};
 }
 
+/* Who stands in for a family has the keys as the caller has them. */
+static attention_problem standing_in(const attention_plan *plan, const cuda_facts *device, problem_room *room) {
+    attention_problem p = problem_of(plan, device, NOT_COLLECTED, room);
+    p.stands_in = true;
+    return p;
+}
+
+/* The choice, of keys collected where Hopper's kernels take these alone. */
+static attention_problem choose_keys(const attention_plan *plan, const cuda_facts *device, problem_room *room,
+                                     attention_choice *c) {
+    attention_problem p = problem_of(plan, device, NOT_COLLECTED, room);
+    choose(&p, c);
+    const collected_as as = families[c->family] == &heddle__attention_sm90
+                                ? NOT_COLLECTED
+                                : heddle__cuda_how_collected(&plan->a, plan->pass, device);
+    attention_choice other;
+    if (as == NOT_COLLECTED)
+        return p;
+    p = problem_of(plan, device, as, room);
+    choose(&p, &other);
+    if (families[other.family] == &heddle__attention_sm90)
+        *c = other;
+    else
+        p = problem_of(plan, device, NOT_COLLECTED, room);
+    return p;
+}
+
 /* What the workspace has room for: also for who may stand in, with a map of other tiles. */
-static size_t workspace_of(const attention_problem *p, const attention_choice *c) {
-    if (!p->made || !families[c->family]->needs)
+static size_t workspace_of(const attention_plan *plan, const attention_problem *p, const attention_choice *c) {
+    if ((!p->made && p->collected == NOT_COLLECTED) || !families[c->family]->needs)
         return c->bytes;
-    attention_problem other = *p;
+    problem_room room;
     attention_choice of_other;
-    other.stands_in = true;
+    const attention_problem other = standing_in(plan, p->device, &room);
     choose(&other, &of_other);
     return of_other.bytes > c->bytes ? of_other.bytes : c->bytes;
 }
@@ -178,11 +215,10 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const cuda_facts
     if (status != HEDDLE_OK)
         return status;
     attention_choice *c = choice_of(plan);
-    heddle_attention masked;
+    problem_room room;
     plan->a.multiprocessors = limit_of(device, plan->a.multiprocessors);
     const cuda_facts limited = limited_facts(device, plan->a.multiprocessors);
-    const attention_problem p = problem_of(plan, &limited, &masked);
-    choose(&p, c);
+    const attention_problem p = choose_keys(plan, &limited, &room, c);
     const int kernel = plan->pass == HEDDLE_FORWARD ? c->fwd : c->bwd >= 0 ? c->bwd : c->dkdv;
     const kernel_row *k = &heddle__cuda_attention_kernels[kernel];
     const bool of_queries = k->pass == PASS_fwd || k->family == FAMILY_small;
@@ -190,7 +226,7 @@ heddle_status heddle__cuda_plan_attention(attention_plan *plan, const cuda_facts
     plan->tile_q = of_queries ? k->own : k->block;
     plan->tile_k = of_queries ? k->block : k->own;
     plan->chunk_k = plan->tile_k;
-    plan->workspace = workspace_of(&p, c);
+    plan->workspace = workspace_of(plan, &p, c);
     heddle__copy_text(plan->kernel, sizeof plan->kernel, heddle__cuda_kernels[kernel].symbol);
     return HEDDLE_OK;
 }
@@ -208,9 +244,11 @@ static bool is_paired(heddle_dtype dtype, const void *p, heddle_strides s) {
     return ((uintptr_t)p | (size_t)(s.b | s.h | s.s) * e) % (2 * e) == 0;
 }
 
-static bool is_aligned(const heddle_attention_data *t) {
-    return (((uintptr_t)t->q | (uintptr_t)t->k | (uintptr_t)t->v | (uintptr_t)t->o | (uintptr_t)t->dout |
-             (uintptr_t)t->dq | (uintptr_t)t->dk | (uintptr_t)t->dv) &
+/* Keys that are collected may lie anywhere. */
+static bool is_aligned(const heddle_attention_data *t, collected_as as) {
+    const uintptr_t keys = as == NOT_COLLECTED ? (uintptr_t)t->k | (uintptr_t)t->v : 0;
+    return (((uintptr_t)t->q | keys | (uintptr_t)t->o | (uintptr_t)t->dout | (uintptr_t)t->dq | (uintptr_t)t->dk |
+             (uintptr_t)t->dv) &
             15) == 0;
 }
 
@@ -352,7 +390,7 @@ void heddle__cuda_add_launch(attention_job *job, int kernel, int64_t grid) {
     if (grid > 0)
         job->launches[job->count++] =
             (attention_launch){(enum cuda_kernel)kernel, (uint32_t)grid, (uint32_t)heddle__cuda_shared_bytes(k),
-                               k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32};
+                               k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32, k->pass == PASS_collect};
 }
 
 void heddle__cuda_add_plain(const attention_problem *p, attention_job *job, kernel_pass pass, int64_t grid) {
@@ -428,25 +466,28 @@ static void add_the_rest(const attention_problem *p, const attention_choice *c, 
 
 void heddle__cuda_attention_job(const attention_plan *plan, const cuda_facts *device, const heddle_attention_data *data,
                                 void *workspace, attention_job *job) {
-    heddle_attention masked;
+    problem_room room;
     const cuda_facts limited = limited_facts(device, plan->a.multiprocessors);
-    attention_problem p = problem_of(plan, &limited, &masked);
     const attention_choice *c = planned_choice(plan);
+    attention_problem p = problem_of(plan, &limited, c->collected, &room);
+    heddle_attention_data found = *data;
     const int needs = families[c->family]->needs;
     attention_choice other;
-    p.stands_in = ((needs & NEEDS_ALIGNMENT) && !is_aligned(data)) ||
-                  ((needs & NEEDS_DOUT) && p.pass == HEDDLE_BACKWARD && !data->dout);
-    if (p.stands_in) {
+    if (((needs & NEEDS_ALIGNMENT) && !is_aligned(data, c->collected)) ||
+        ((needs & NEEDS_DOUT) && p.pass == HEDDLE_BACKWARD && !data->dout)) {
+        p = standing_in(plan, &limited, &room);
         choose(&p, &other);
         c = &other;
     }
     job->count = job->maps = 0;
+    if (c->collected != NOT_COLLECTED)
+        heddle__cuda_add_collect(&p, c, workspace, &found, job);
     job->params.p.a = *p.a;
-    memcpy(&job->params.p.t, data, sizeof job->params.p.t);
+    memcpy(&job->params.p.t, &found, sizeof job->params.p.t);
     fill_numbers(&p, c, &job->params.p);
-    fill_blocks(&p, c, data, &job->params.p);
+    fill_blocks(&p, c, &found, &job->params.p);
     fill_workspace(&p, c, workspace, &job->params.p);
-    heddle__cuda_fill_seen(&p, c, data, workspace, &job->params.p);
+    heddle__cuda_fill_seen(&p, c, &found, workspace, &job->params.p);
     heddle__cuda_add_seen(&p, job);
     families[c->family]->launch(&p, c, job);
     add_the_rest(&p, c, job);

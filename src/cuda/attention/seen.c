@@ -1,23 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0
  * HEDDLE_SEGMENTS and HEDDLE_BLOCKS for the families, who know of boolean masks alone: the kernel `seen` makes of ids and lists what they
- * read of one, its map or its bytes. Pure. */
+ * read of one, its map or its bytes. And so of a table, where keys have been collected from pages (collect.c). Pure. */
 #include "cuda/attention/seen.h"
 #include "cuda/attention/family.h"
 #include "mask.h"
 #include "status.h"
 
-const heddle_attention *heddle__cuda_with_mask(const heddle_attention *a, heddle_attention *masked) {
+/* Elements from row to row of the mask's bytes. */
+static int64_t row_of(const heddle_attention *a) {
+    return max64(16, ceil_div(a->sk, 16) * 16);
+}
+
+const heddle_attention *heddle__cuda_with_mask(const heddle_attention *a, collected_as collected,
+                                               heddle_attention *masked) {
     const uint64_t made = HEDDLE_SEGMENTS | HEDDLE_BLOCKS;
-    if (!(a->features & made))
+    const bool holes = collected == COLLECTED_ROWS; /* keys that are in no page */
+    if (!(a->features & made) && !holes)
         return a;
     const heddle_strides mask = a->features & HEDDLE_BOOL_MASK ? a->bool_mask_stride : (heddle_strides){0, 0, 0};
     const bool lists = a->features & HEDDLE_BLOCKS;
-    const bool of_b = (a->features & HEDDLE_SEGMENTS) || (lists && a->blocks_of_b) || mask.b;
-    const bool of_h = (lists && a->blocks_of_h) || mask.h;
-    const int64_t row = max64(16, ceil_div(a->sk, 16) * 16), each = max64(1, a->sq) * row;
+    const bool of_b = holes || (a->features & HEDDLE_SEGMENTS) || (lists && a->blocks_of_b) || mask.b;
+    const bool of_h = (lists && a->blocks_of_h) || mask.h, of_s = (a->features & made) || mask.s;
+    const int64_t row = row_of(a), each = of_s ? max64(1, a->sq) * row : row;
     *masked = *a;
     masked->features = (a->features & ~made) | HEDDLE_BOOL_MASK;
-    masked->bool_mask_stride.s = row;
+    masked->bool_mask_stride.s = of_s ? row : 0;
     masked->bool_mask_stride.h = of_h && a->h > 1 ? each : 0;
     masked->bool_mask_stride.b = of_b && a->b > 1 ? (masked->bool_mask_stride.h ? a->h : 1) * each : 0;
     return masked;
@@ -48,7 +55,7 @@ void heddle__cuda_place_seen(const attention_problem *p, bool bytes, attention_c
     const mask_map shape = heddle__cuda_shape_map(p->a, SEEN_QUERIES, SEEN_KEYS, false);
     if (reads_bytes(p, c, bytes)) {
         c->seen = c->bytes ? align64(c->bytes) : 64; /* an offset of 0 is none */
-        c->bytes = c->seen + align64((size_t)(heddle__cuda_count_maps(p->a) * shape.lines * p->a->bool_mask_stride.s));
+        c->bytes = c->seen + align64((size_t)(heddle__cuda_count_maps(p->a) * shape.lines * row_of(p->a)));
     } else if (!c->kinds_q && !c->kinds_k) {
         heddle__cuda_place_map(p, SEEN_QUERIES, SEEN_KEYS, false, c);
     }
@@ -76,7 +83,7 @@ void heddle__cuda_fill_seen(const attention_problem *p, const attention_choice *
     if (c->seen && workspace) {
         to->t.bool_mask = to->from.bytes = (uint8_t *)workspace + c->seen;
         to->from.shape = heddle__cuda_shape_map(p->a, SEEN_QUERIES, SEEN_KEYS, false);
-        to->from.shape.line_step = (int32_t)p->a->bool_mask_stride.s;
+        to->from.shape.line_step = (int32_t)row_of(p->a);
     }
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * HEDDLE_SEGMENTS and HEDDLE_BLOCKS, with the boolean mask that is there beside them -> what kernels read of a boolean mask: its map
  * (mask.cuh), or its bytes. A warp has a tile. The least and the most of its ids, and what its lists name, tell what it is where ids lie
- * in a row; elsewhere it is asked element by element. */
+ * in a row; elsewhere it is asked element by element. Where keys have been collected from pages, those hide that are in none. */
 #include "cuda/attention/mask.cuh"
 #include "cuda/attention/seen.h"
 
@@ -17,6 +17,7 @@ struct seen_tile {
     int bits_q, bits_k;                /* log2 of the rows of a block */
     int block_q, block_k;              /* the first that it meets */
     uint32_t names;                    /* bit 8r + y: the list of its r-th block of queries names its y-th of keys */
+    uint32_t pages;                    /* bit r: its r-th PAGE_ROWS keys are in a page */
 };
 
 template <int TO> INLINE seen_tile find_tile(const attention_params &p, const mask_map &m, sequence *s, unsigned id) {
@@ -74,6 +75,21 @@ INLINE bool is_named(const seen_tile &t, int i, int j) {
     return t.names >> (8 * ((i >> t.bits_q) - t.block_q) + ((j >> t.bits_k) - t.block_k)) & 1;
 }
 
+/* Of its groups of PAGE_ROWS keys that count, a bit each: all; those that are in a page. */
+INLINE uint32_t all_pages(const seen_tile &t) {
+    return (1u << (t.keys + PAGE_ROWS - 1) / PAGE_ROWS) - 1;
+}
+INLINE uint32_t find_pages(const attention_params &p, const seen_tile &t) {
+    if (!p.t.block_table || p.page_bits) /* kernels look there themselves */
+        return all_pages(t);
+    const int group = (int)threadIdx.x % 32, j = t.j0 + group * PAGE_ROWS;
+    const bool there = group * PAGE_ROWS < t.keys && page_of(&p.a, p.t.block_table, t.n, j) >= 0;
+    return __ballot_sync(ALL_LANES, there);
+}
+INLINE bool is_in_page(const seen_tile &t, int j) {
+    return t.pages >> (j - t.j0) / PAGE_ROWS & 1;
+}
+
 /* What the names alone say. */
 INLINE tile_kind kind_of_names(const seen_tile &t) {
     const uint32_t of_list = (1u << count_k(t)) - 1;
@@ -104,7 +120,7 @@ INLINE tile_kind kind_of_ids(const int32_t *lines, const int32_t *columns, const
 
 /* A line's bits of a tile. */
 INLINE void put_words(const mask_map &m, const seen_tile &t, int line, const uint32_t *words) {
-    uint32_t *const to = m.bits + (t.map * m.lines + t.line0 + line) * m.line_step + t.column0 / 32;
+    uint32_t *const to = m.bits + (t.map * m.lines + t.line0 + line) * m.words + t.column0 / 32;
     if (m.columns > 64)
         *(uint4 *)to = make_uint4(words[0], words[1], words[2], words[3]);
     else
@@ -147,7 +163,7 @@ INLINE tile_kind write_tile(const attention_params &p, const mask_map &m, const 
             const int i = t.i0 + (TO == TO_KEYS ? column : line), j = t.j0 + (TO == TO_KEYS ? line : column);
             bool seen = known != TILE_EMPTY && line < t.lines && counts[z];
             if (seen && known == TILE_PARTIAL)
-                seen = ids[z] == id && is_named(t, i, j) &&
+                seen = ids[z] == id && is_named(t, i, j) && is_in_page(t, j) &&
                        (!p.from.bool_mask || p.from.bool_mask[row_at(p.from.bool_mask_stride, t.n, t.x, i) + j]);
             words[z] = TO == TO_BYTES ? seen : __ballot_sync(ALL_LANES, seen);
             any |= words[z] != 0;
@@ -178,10 +194,11 @@ template <int TO> INLINE void make_tile(const attention_params &p, const mask_ma
             names = kind_of_names(t);
         }
     }
-    if (names == TILE_EMPTY)
+    t.pages = find_pages(p, t);
+    if (names == TILE_EMPTY || !t.pages)
         kind = TILE_EMPTY;
-    const bool by_names = kind == TILE_FULL && !p.from.bool_mask;
-    if (kind == TILE_FULL && (names == TILE_PARTIAL || p.from.bool_mask))
+    const bool asks = p.from.bool_mask || t.pages != all_pages(t), by_names = kind == TILE_FULL && !asks;
+    if (kind == TILE_FULL && (names == TILE_PARTIAL || asks))
         kind = TILE_PARTIAL;
     if (TO == TO_BYTES)
         write_tile<TO>(p, m, t, kind, lines, columns);

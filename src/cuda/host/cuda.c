@@ -152,8 +152,10 @@ static heddle_status launch_attention(const cuda_call *c, const void *planned) {
         status = heddle__cuda_encode_maps(c->cu, c->r, plan->a.dtype, 4, job.maps, job.shapes, maps);
     for (int x = 0; x < job.count && status == HEDDLE_OK; x++) {
         const attention_launch *l = &job.launches[x];
-        status = heddle__cuda_launch(c->cu, c->r, l->kernel, l->grid, l->shared_bytes,
-                                     l->sm90 ? (const void *)&job.params : &job.params.p, c->stream);
+        const void *const params = l->collects ? (const void *)&job.collect
+                                   : l->sm90   ? (const void *)&job.params
+                                               : &job.params.p;
+        status = heddle__cuda_launch(c->cu, c->r, l->kernel, l->grid, l->shared_bytes, params, c->stream);
     }
     return status;
 }
