@@ -143,6 +143,24 @@ static bool check_attention_plan(const heddle_attention *a, heddle_pass pass, co
     return true;
 }
 
+/* A boolean mask of so many tiles that a grid would wrap is refused, and one that is repeated is not. */
+static void test_masks_that_are_too_large(void **state) {
+    (void)state;
+    const cuda_facts device = {"a GPU", 132, 232448, true, SMALL_CHOSEN};
+    for (int repeated = 0; repeated < 2; repeated++)
+        for (int pass = 0; pass < 2; pass++) {
+            heddle_attention a = {.size = sizeof a, .dtype = HEDDLE_BF16, .device = HEDDLE_CUDA, .b = 8, .h = 32};
+            a.sq = a.sk = INT64_C(1) << 17;
+            a.d = 64;
+            a.features = HEDDLE_BOOL_MASK;
+            a.bool_mask_stride = repeated ? (heddle_strides){0, 0, a.sk} : (heddle_strides){0};
+            attention_plan plan = {.threads = 1};
+            assert_int_equal(heddle__resolve_attention(&a, (heddle_pass)pass, &plan), HEDDLE_OK);
+            assert_int_equal(heddle__cuda_plan_attention(&plan, &device), repeated ? HEDDLE_OK : HEDDLE_UNSUPPORTED);
+            assert_true(repeated || strstr(heddle_last_message(), "bool_mask"));
+        }
+}
+
 static void test_attention(void **state) {
     (void)state;
     rng r = {test_seed(3)};
@@ -540,9 +558,10 @@ static void test_halves(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_attention), cmocka_unit_test(test_limit),       cmocka_unit_test(test_segments),
-        cmocka_unit_test(test_pages),     cmocka_unit_test(test_norm_linear), cmocka_unit_test(test_halves),
-        cmocka_unit_test(test_collected),
+        cmocka_unit_test(test_attention), cmocka_unit_test(test_masks_that_are_too_large),
+        cmocka_unit_test(test_limit),     cmocka_unit_test(test_segments),
+        cmocka_unit_test(test_pages),     cmocka_unit_test(test_norm_linear),
+        cmocka_unit_test(test_halves),    cmocka_unit_test(test_collected),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -30,7 +30,17 @@ const heddle_attention *heddle__cuda_with_mask(const heddle_attention *a, collec
     return masked;
 }
 
+/* Of a boolean mask, as far as it is not repeated. */
+static bool has_countable_mask(const heddle_attention *a) {
+    const heddle_strides s = a->bool_mask_stride;
+    const int64_t tiles = (s.s ? max64(1, ceil_div(a->sq, 64)) : 1) * max64(1, ceil_div(a->sk, 64));
+    return tiles <= INT32_MAX / 4 / (s.b ? max64(1, a->b) : 1) / (s.h ? max64(1, a->h) : 1);
+}
+
 heddle_status heddle__cuda_check_tiles(const heddle_attention *a) {
+    if ((a->features & HEDDLE_BOOL_MASK) && !has_countable_mask(a))
+        return fail(HEDDLE_UNSUPPORTED, "b·h·sq·sk = %lld·%lld·%lld·%lld: over 2^29 tiles of bool_mask",
+                    (long long)a->b, (long long)a->h, (long long)a->sq, (long long)a->sk);
     if (!(a->features & (HEDDLE_SEGMENTS | HEDDLE_BLOCKS)))
         return HEDDLE_OK;
     const int64_t tiles = max64(1, ceil_div(a->sq, 64)) * max64(1, ceil_div(a->sk, 64));
