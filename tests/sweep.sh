@@ -154,4 +154,6 @@ else
     cat "$work/record"
 fi
 sed -n 's/^ "\([a-z-]*\)": {"cases": \([0-9]*\), "failed": \([0-9]*\).*$/\1: \2 cases, \3 failed/p' "$work/record"
+# Last, so that whoever keeps the end of this alone has them.
+sed -n 's/^\(.*\) FAILED: HEDDLE_SEED=\([0-9]*\) .*$/\1: seed \2 failed/p' "$work"/*.out
 exit "$status"

@@ -56,10 +56,11 @@ AVERAGE=9.6 expect 1 "$work/program" 100
 holds 'attention f32 d<=32 keys<=16, o: 1.101 times' "an average above 1.1"
 
 # A case that fails, and a process that breaks off.
-program 'echo "  case: that one"; printf "cases attention 0 10 1\n" >"$HEDDLE_COUNTS"; exit 1'
+program 'echo "  case: that one"; echo "attention FAILED: HEDDLE_SEED=7 HEDDLE_CASES=1 runs this case alone"; printf "cases attention 0 10 1\n" >"$HEDDLE_COUNTS"; exit 1'
 expect 1 "$work/program" 10
 holds 'case: that one' "the case that failed"
 holds '^attention: 10 cases, 1 failed' "the number of failures"
+[ "$(tail -n 1 "$work/out")" = 'attention: seed 7 failed' ] || fail "the seed in the last line"
 program 'printf "cases attention 0 3 0\n" >"$HEDDLE_COUNTS"; kill -SEGV $$'
 expect 1 "$work/program" 10
 holds 'process 0 ended with status 139: cases attention 0 3 0' "a process that broke off"
