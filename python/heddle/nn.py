@@ -442,10 +442,11 @@ class LlamaBlock(Module):
         positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
         cos, sin = self.rotation(positions)
         heads = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
-        turned, v = heads.split((self.heads + self.kv_heads, self.kv_heads), 2)  # slices' gradients are filled and added
+        # Not by slices, whose gradients are filled and added.
+        turned, v = torch.split(heads, [self.heads + self.kv_heads, self.kv_heads], 2)
         # Rounded as the model is, as in the usual code.
         turned = _rotated(turned, cos.unsqueeze(-2).to(turned.dtype), sin.unsqueeze(-2).to(turned.dtype))
-        q, k = turned.split((self.heads, self.kv_heads), 2)
+        q, k = torch.split(turned, [self.heads, self.kv_heads], 2)
         o: Tensor = attention(
             *(t.transpose(1, 2) for t in (q, k, v)),
             causal=self.causal,
