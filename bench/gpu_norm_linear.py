@@ -31,7 +31,8 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = ((16384, 1024, 4096), (16384, 4096, 4096), (8192, 4096, 12288), (4096, 4096, 22016), (4096, 2048, 2048),
           (2048, 768, 3072), (1000, 1536, 6144))
 GATED = ((16384, 1024, 8192), (4096, 4096, 22016))
-FEW_ROWS = tuple((m, 4096, n) for n in (4096, 12288) for m in (1, 4, 16, 32, 64, 128))
+FEW_ROWS = (*((m, 4096, n) for n in (4096, 12288) for m in (1, 4, 16, 32, 64, 128)),
+            (16, 8192, 8192), (64, 8192, 8192), (128, 1024, 4096))
 # And what the library is told; a residual is a tensor for each shape.
 OPTIONS = {"": {}, "no norm": {"norm": NO_NORM}, "residual": {"residual": True},
            "no norm residual": {"norm": NO_NORM, "residual": True}, "z": {"dz": True}, "swiglu": {"activation": "swiglu"},

@@ -374,6 +374,44 @@ def linear_table() -> str:
     return "\n".join([*lines, "", f"Measured at {rows[0]['commit']}, torch {rows[0]['torch'].split('+')[0]}."])
 
 
+CHUNKS = {  # options, and what they are called
+    "pages": "pages",
+    "pages window 512": "pages, a window of 512",
+    "pages sinks": "pages, sinks",
+    "pages softcap": "pages, softcap",
+    "pages alibi": "pages, ALiBi",
+    "pages e4m3": "keys of 8 bits, in pages (collected)",
+    "e4m3": "keys of 8 bits (collected)",
+    "pages padding": "pages, a mask of keys (collected)",
+    "pages bias shared": "pages, a bias (collected)",
+    "pages dropout": "pages, dropout (collected)",
+}
+
+
+def chunks_table() -> str:
+    """Milliseconds of many queries to keys in pages or of 8 bits, by head dim."""
+    rows = [row for row in read("h200") if row.get("table") == "chunks"]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    found = {(row["option"], row["d"]): f"{row['ms']:.2f}" for row in rows}
+    lines = [bars("ms", "d 64", "d 128", "d 256"), "|" + "---|" * 4]
+    lines += [bars(name, *(found.get((option, d), "") for d in (64, 128, 256))) for option, name in CHUNKS.items()]
+    return "\n".join([*lines, "", f"Measured at {rows[0]['commit']}."])
+
+
+def steps_table() -> str:
+    """Milliseconds of whole training steps, eager and compiled."""
+    found: dict[str, dict[str, tuple[float, str]]] = {}
+    for row in read("h200"):
+        if row.get("table") == "step":
+            found.setdefault(row["case"], {}).update({way: (ms, row["commit"]) for way, ms in row["ms"].items()})
+    ways = [f"{who} {how}" for how in ("eager", "compiled") for who in ("pytorch", "heddle")]
+    lines = [bars("ms", *(way.replace("pytorch", "PyTorch") for way in ways), "commits"), "|" + "---|" * 6]
+    for case, by in found.items():
+        commits = ", ".join(dict.fromkeys(by[way][1] for way in ways if way in by))
+        lines.append(bars(case, *(f"{by[way][0]:.1f}" if way in by else "" for way in ways), commits))
+    return "\n".join(lines)
+
+
 def calls_table(op: str, form: str) -> str:
     """Calls from Python, with the launches in them, and PyTorch's beside."""
     rows = [row for row in read("h200") if row.get("op") == op and re.search(form, row["case"])]
@@ -566,6 +604,8 @@ TABLES = {
         "float32": lambda: calls_table("attention", "S4096x4096.*float32"),
         "float32 options": float32_options_table,
         "norm-linear": linear_table,
+        "chunks": chunks_table,
+        "steps": steps_table,
     },
 }
 PICTURES = {

@@ -358,15 +358,27 @@ static uint32_t quotient(uint32_t x, divisor d) {
 
 /* Hopper's product for few rows: clusters are whole, no tile is nobody's, and no cluster is without one. */
 static void check_few90(const norm_linear_launch *l) {
+    static const struct {
+        const char *name;
+        uint32_t rows, blocks;
+    } kinds[] = {
+#define F(pass, rows, blocks) {"_" #pass "_", rows, blocks},
+        FEW90_KINDS(F)
+#undef F
+    };
     const norm_gemm_sm90 *p = &l->params.gemm90;
     const int64_t width = p->gated ? FEW90_COLS / 2 : FEW90_COLS, tiles = (p->g.cols + width - 1) / width;
-    const uint32_t blocks = strstr(heddle__cuda_kernels[l->kernel].symbol, "r32_long") ||
-                                    strstr(heddle__cuda_kernels[l->kernel].symbol, "r64")
-                                ? 4
-                                : 2;
+    size_t kind = COUNT(kinds); /* of two names of which one begins with the other, the longer */
+    for (size_t x = 0; x < COUNT(kinds); x++)
+        if (strstr(heddle__cuda_kernels[l->kernel].symbol, kinds[x].name) &&
+            (kind == COUNT(kinds) || strlen(kinds[x].name) > strlen(kinds[kind].name)))
+            kind = x;
+    assert_true(kind < COUNT(kinds));
+    const uint32_t blocks = kinds[kind].blocks;
     assert_int_equal(l->grid % (blocks * p->row_blocks), 0);
     assert_true(l->grid / (blocks * p->row_blocks) <= tiles);
-    assert_true(p->row_blocks <= 2 && l->shapes[0].rows * p->row_blocks >= p->g.rows);
+    assert_int_equal(l->shapes[0].rows, kinds[kind].rows);
+    assert_true(p->row_blocks <= 2 && kinds[kind].rows * p->row_blocks >= p->g.rows);
     assert_true(p->stages >= FEW90_LEAST_STAGES && l->shared <= FEW90_ROOM);
     assert_int_equal(l->shapes[1].rows, width);
 }

@@ -99,8 +99,9 @@ CONTRACT int64_t gemm90_sums(int64_t row_tiles) {
 /* A block leaves room for one of `normalise`. */
 #define FEW90_ROOM (GEMM90_ROOM - 2 * 1024)
 
-/* Clusters that are on the device at once. An H200 has place for 66 of two blocks and 30 of four, since a cluster's multiprocessors are
- * neighbours. */
+/* Clusters that are on the device at once. An H200 has place for 66 of two blocks and 30 of four (cudaOccupancyMaxActiveClusters), since a
+ * cluster's multiprocessors are neighbours. Of other numbers of multiprocessors it is a guess: where it is too high, some come in a second
+ * round. */
 CONTRACT int64_t few90_clusters(int64_t multiprocessors, int blocks) {
     return (multiprocessors - (blocks > 2 ? multiprocessors / 11 : 0)) / blocks;
 }
