@@ -5,6 +5,7 @@
 
 #include "cuda/attention/attention.h"
 #include "cuda/attention/kernels.h"
+#include "cuda/attention/sm90/contract.h"
 #include "cuda/norm_linear/contract.h"
 #include "cuda/norm_linear/norm_linear.h"
 #include "cuda/norm_linear/sm90/contract.h"
@@ -114,6 +115,16 @@ static int check_limit(const attention_launch *l, int64_t limit, const cuda_fact
     return 1;
 }
 
+/* Some blocks make dK, the others dV. */
+static void check_both(const attention_job *job) {
+    for (int x = 0; x < job->count; x++) {
+        const attention_launch *l = &job->launches[x];
+        const kernel_row *k = &heddle__cuda_attention_kernels[l->kernel];
+        if (k->family == FAMILY_sm90 && k->dtype != HEDDLE_F32 && k->pass == PASS_dkdv && !sm90_makes_both(k->dim))
+            assert_true(job->params.p.blocks_of_dk > 0 && job->params.p.blocks_of_dk < l->grid);
+    }
+}
+
 static bool check_attention_plan(const heddle_attention *a, heddle_pass pass, const cuda_facts *device) {
     attention_plan plan = {.threads = 1};
     static attention_job job;
@@ -132,6 +143,7 @@ static bool check_attention_plan(const heddle_attention *a, heddle_pass pass, co
     heddle__cuda_attention_job(&plan, device, &t, space, &job);
     for (int x = 0; x < job.count; x++)
         assert_true(job.launches[x].grid > 0 && job.launches[x].grid <= INT32_MAX);
+    check_both(&job);
     const bool collected = check_collected(&job, plan.workspace);
     if (a->features & (HEDDLE_SEGMENTS | HEDDLE_BLOCKS) || (collected && !job.collect.pages))
         check_seen(&job.params.p, plan.workspace);
@@ -205,7 +217,7 @@ static void test_limit(void **state) {
         a.features = options[rng_between(&r, 0, (int64_t)COUNT(options) - 1)];
         a.block_q = a.block_k = a.features & HEDDLE_BLOCKS ? 64 : 0;
         a.total_q = a.total_k = a.features & HEDDLE_VARLEN ? a.b * s : 0;
-        a.multiprocessors = rng_between(&r, 1, 140);
+        a.multiprocessors = rng_chance(&r, 0.1) ? 1 : rng_between(&r, 1, 140);
         for (int pass = 0; pass < 2; pass++) {
             attention_plan plan = {.threads = 1};
             heddle_attention_data t = {.size = sizeof t, .q = aligned, .k = aligned, .v = aligned, .o = aligned};
@@ -216,6 +228,7 @@ static void test_limit(void **state) {
             heddle__cuda_attention_job(&plan, &device, &t, space, &job);
             for (int y = 0; y < job.count; y++)
                 checked += check_limit(&job.launches[y], a.multiprocessors, &device);
+            check_both(&job);
         }
     }
     assert_true(checked > 20000);

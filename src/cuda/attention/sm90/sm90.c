@@ -127,6 +127,11 @@ static bool is_consistent(const attention_choice *c) {
            sm90_columns(heddle__cuda_attention_kernels[c->gather].dim) == columns;
 }
 
+/* Are there blocks for dK and for dV, where one makes not both? */
+static bool has_both(const attention_problem *p, const attention_choice *c) {
+    return sm90_makes_both(heddle__cuda_attention_kernels[c->dkdv].dim) || p->device->multiprocessors >= 2;
+}
+
 static bool takes(const attention_problem *p, attention_choice *c) {
     const heddle_attention *a = p->a;
     const bool backward = p->pass == HEDDLE_BACKWARD;
@@ -143,6 +148,8 @@ static bool takes(const attention_problem *p, attention_choice *c) {
         c->bwd = c->gather = -1;
     c->dkdv = c->bwd < 0 ? find(p, PASS_dkdv) : -1;
     c->dq = c->bwd < 0 ? find(p, PASS_dq) : -1;
+    if (c->dkdv >= 0 && !has_both(p, c))
+        return false;
     c->dbias = a->features & HEDDLE_BIAS ? find(p, PASS_dbias) : -1;
     if (c->prep < 0 || c->light < 0)
         return false;
