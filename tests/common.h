@@ -46,6 +46,10 @@ extern const heddle_dtype test_dtypes[TEST_DTYPES];
 typedef enum plain_order { PLAIN_FORWARD, PLAIN_REVERSED, PLAIN_BLOCKED, PLAIN_ENDS, PLAIN_ORDERS } plain_order;
 enum { PLAIN_BLOCK = 128 };
 
+/* So many u·(Σ t²)^½ of the terms t that were rounded to a type of unit roundoff u are held against nobody: 6.5 deviations of roundings that
+ * know nothing of each other, which one of 10^10 numbers exceeds; a million cases have as many. docs/design.md, section 4. */
+#define ROUNDINGS 2.75
+
 /* `natural` is the magnitude of the terms that cancel in the result (0: unknown); noise of a few float32 roundings
  * of it is always allowed; so is an error of `noise`. `condition`: how many times more than its own rounding the plain
  * computation may lose before ref is in doubt; INFINITY: anything. Says what is wrong with `name` on stdout and returns

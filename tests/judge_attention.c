@@ -13,16 +13,18 @@ static bool is_exact_zero(enum attention_tensor which, double x, int64_t at) {
 }
 
 /* Zeros that follow from the masks alone are exact: weights of hidden keys, and rows of o that nothing goes into. One element of a row may
- * cancel by chance, of like weights. */
+ * cancel by chance, of like weights; where rows have no more, those are asked of which lse says that they see nothing. */
 static bool check_exact_zeros(const attention_problem *p, const attention_problem *ref) {
-    const tensor *o = &ref->t[T_O], *weights = &ref->t[T_WEIGHTS];
+    const tensor *o = &ref->t[T_O], *weights = &ref->t[T_WEIGHTS], *lse = &ref->t[T_LSE];
     double r[512], x[512];
     for (int64_t at = 0; weights->host && at < weights->span; at++)
         if (tensor_raw(weights, at) == 0 && !is_exact_zero(T_WEIGHTS, tensor_raw(&p->t[T_WEIGHTS], at), at))
             return false;
     for (int64_t row = 0; row < o->dim[0] * o->dim[1] * o->dim[2]; row++) {
         const int64_t at = tensor_at(o, row / o->dim[2] / o->dim[1], row / o->dim[2] % o->dim[1], row % o->dim[2], 0);
-        bool zero = true;
+        bool zero =
+            o->dim[3] > 1 || (lse->host && tensor_get(lse, row / o->dim[2] / o->dim[1], row / o->dim[2] % o->dim[1],
+                                                      row % o->dim[2], 0) == -INFINITY);
         tensor_read(o, at, o->dim[3], r);
         tensor_read(&p->t[T_O], at, o->dim[3], x);
         for (int64_t e = 0; e < o->dim[3]; e++)
@@ -97,14 +99,19 @@ static bool repeats_heads(heddle_strides s) {
     return s.h == 0 && (s.b != 0 || s.s != 0);
 }
 
+/* Of the heads of a group: have they nothing of their own but what is summed? */
+static bool share_scores(const heddle_attention *a, int x) {
+    const uint64_t own = HEDDLE_ALIBI | HEDDLE_SINKS | (x == T_DK ? HEDDLE_WEIGHTS : 0);
+    const bool masks = a->features & HEDDLE_BOOL_MASK && a->bool_mask_stride.h != 0,
+               adds = a->features & HEDDLE_BIAS && a->bias_stride.h != 0;
+    return repeats_heads(a->q_stride) && !(a->features & own) && !masks && !adds && a->dropout == 0;
+}
+
 /* Heads of a group that have q and dO in common and nothing of their own have the very same P and dS: what is rounded in one of them is in
- * all, and adds up in dk and dv. */
+ * all, and adds up in dk and dv. In dv dO in common is enough: rows of few keys have the same P, 1 of one key, whatever q is. */
 static double alike_heads(const heddle_attention *a, int x) {
-    const uint64_t own =
-        HEDDLE_ALIBI | HEDDLE_BIAS | HEDDLE_BOOL_MASK | HEDDLE_SINKS | (x == T_DK ? HEDDLE_WEIGHTS : 0);
-    const bool alike =
-        repeats_heads(a->q_stride) && repeats_heads(a->do_stride) && !(a->features & own) && a->dropout == 0;
-    return alike && (x == T_DK || x == T_DV) ? (double)(a->h / a->hk) : 1;
+    const bool alike = repeats_heads(a->do_stride) && (x == T_DV || (x == T_DK && share_scores(a, x)));
+    return alike ? (double)(a->h / a->hk) : 1;
 }
 
 /* Of tensor x: what roundings are off by that no order of sums changes. */
@@ -112,9 +119,9 @@ static double noise_of(const heddle_attention *a, int x, const double natural[T_
     const int precision = precision_of(a->dtype, a->features);
     const double rounding = precision == HEDDLE_BF16 ? 0x1p-8 : 0x1p-11;
     if (precision == HEDDLE_F32) /* of which tensor cores have 22 bits */
-        return 2 * (test_device() == HEDDLE_CUDA ? 0x1p-22 : 0x1p-24) * spread[x] * sqrt(alike_heads(a, x));
+        return ROUNDINGS * (test_device() == HEDDLE_CUDA ? 0x1p-22 : 0x1p-24) * spread[x] * sqrt(alike_heads(a, x));
     /* D of a row is made from the rounded o: in a sum of D alone that is not small, though it averages out. */
-    return x == T_DSINKS ? rounding * natural[x] / sqrt((double)(a->b * a->sq)) : 2 * rounding * spread[x];
+    return x == T_DSINKS ? rounding * natural[x] / sqrt((double)(a->b * a->sq)) : ROUNDINGS * rounding * spread[x];
 }
 
 /* The same problem in two parts (HEDDLE_ACCUMULATE). Backward has nothing but the float32 lse and o of all keys there, and nobody settles a
