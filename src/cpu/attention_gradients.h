@@ -424,7 +424,7 @@ static void weight_gradients(const call *c, const unit *u, const key_block *b, b
         return;
     }
     if (!l->few) {
-        multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, chain_of(false, c->a->dv), b->t.v, w->dot, w->dp,
+        multiply_parts(l, &w->seen, b->v, b->v_stride, c->a->dv, c->dv_chain, b->t.v, w->dot, w->dp,
                        rows_behind(c, u, c->t->v, c->a->v_stride, c->a->dv, b->first + b->count, false), &w->next);
         return;
     }

@@ -409,6 +409,7 @@ static void finish_weights(const norm_call *c, int64_t panel) {
     const heddle_norm_linear *a = c->a;
     const int64_t k0 = panel * PANEL, columns = min64(PANEL, a->k - k0), bytes = element_size(TYPE(c));
     column_sums dgamma = {{0}, {0}}, dbeta = {{0}, {0}};
+    const int64_t together = sum_rows(a->n);
     float dw[PANEL];
     for (int64_t r = 0; r < a->n; r++) {
         const float *g = sums_of(c, panel) + r * PANEL;
@@ -423,7 +424,7 @@ static void finish_weights(const norm_call *c, int64_t panel) {
             prefetch_rows(out + 8 * a->dw_stride * bytes, 1, 0, columns * bytes);
             narrow_row(TYPE(c), dw, columns, 1, out);
         }
-        if (r % SUM_ROWS == SUM_ROWS - 1) {
+        if (r % together == together - 1) {
             flush_sums(&dgamma);
             flush_sums(&dbeta);
         }
@@ -555,7 +556,8 @@ static void plan_product(norm_linear_plan *plan) {
     plan->tile_n = (panels + groups - 1) / groups;
     const int64_t depth[] = {DEPTH, DEPTH_BACK}; /* the same on some instruction sets */
     /* In float32 the rounding of a long chain is all of the error; of 16-bit results it is nothing. */
-    plan->tile_k = few_results(plan) || a->dtype == HEDDLE_F32 ? SHORT_CHAIN : depth[backward];
+    const int64_t few[] = {SHORT_CHAIN, SHORT_BACK};
+    plan->tile_k = few_results(plan) || a->dtype == HEDDLE_F32 ? few[backward] : depth[backward];
     carver shared = {0}, each = {0};
     carve_norm_call(plan, NULL, &shared);
     carve_norm_space(plan, &each);

@@ -41,7 +41,16 @@ typedef struct norm_space {
 } norm_space;
 
 #define SHORT_CHAIN 128 /* where there are few results, and in float32 */
-#define SUM_ROWS 64     /* of a column that are added up one after the other; then such sums are */
+#define SHORT_BACK 64   /* the same backward, where few rows' sums are all of the error of dgamma */
+
+/* Of so many numbers those that are added up one after the other; then such sums are. What both round is least at about
+ * the root. */
+INLINE int64_t sum_rows(int64_t count) {
+    int64_t n = 4;
+    while (n * n < count)
+        n *= 2;
+    return n;
+}
 
 INLINE const char *row_of(const void *p, int64_t row, int64_t stride, int type) {
     return element_at(p, row * stride, type);
@@ -153,6 +162,7 @@ INLINE void flush_sums(column_sums *s) {
 /* What dz adds to dgamma and dbeta of up to PANEL columns from k0 on. */
 static void sum_dz(const norm_call *c, int64_t k0, int64_t columns, column_sums *dgamma, column_sums *dbeta) {
     const int64_t bytes = element_size(TYPE(c));
+    const int64_t together = sum_rows(c->a->m);
     float dz[PANEL] = {0}, xhat[PANEL] = {0};
     for (int64_t row = 0; row < c->a->m; row++) {
         widen_row(TYPE(c), row_of(c->t->dz, row, c->a->dz_stride, TYPE(c)) + k0 * bytes, columns, 1, dz);
@@ -162,7 +172,7 @@ static void sum_dz(const norm_call *c, int64_t k0, int64_t columns, column_sums 
             store(dgamma->part + x, load(dgamma->part + x) + load(dz + x) * of_x);
             store(dbeta->part + x, load(dbeta->part + x) + load(dz + x));
         }
-        if (row % SUM_ROWS == SUM_ROWS - 1) {
+        if (row % together == together - 1) {
             flush_sums(dgamma);
             flush_sums(dbeta);
         }

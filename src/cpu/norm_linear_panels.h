@@ -278,10 +278,10 @@ INLINE vf pack_dy_vector(const norm_call *c, const char *in, int64_t rows_left, 
 static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t panel, int64_t panels, bool sums,
                     float *out) {
     const int64_t n0 = panel * VL, columns = min64(panels * VL, c->a->n - n0), bytes = element_size(TYPE(c));
-    const int64_t row_bytes = c->a->dy_stride * bytes, step = uses_pairs(c) ? 2 : 1;
+    const int64_t row_bytes = c->a->dy_stride * bytes, step = uses_pairs(c) ? 2 : 1, together = sum_rows(c->a->m);
     vf sum[DY_TOGETHER];
     for (int64_t r = 0; r < rows; r += step) {
-        if (r % SUM_ROWS == 0)
+        if (r % together == 0)
             for (int64_t x = 0; x < panels; x++)
                 sum[x] = splat(0);
         const char *in = element_at(c->t->dy, (first + r) * c->a->dy_stride + n0, TYPE(c));
@@ -290,10 +290,10 @@ static void pack_dy(const norm_call *c, int64_t first, int64_t rows, int64_t pan
         for (int64_t x = 0; x < panels; x++)
             sum[x] = pack_dy_vector(c, in + x * VL * bytes, rows - r, columns - x * VL, sum[x],
                                     out + (x * rows + r / step) * VL);
-        if (sums && ((r + step) % SUM_ROWS == 0 || r + step >= rows))
+        if (sums && ((r + step) % together == 0 || r + step >= rows))
             for (int64_t x = 0; x < panels; x++) {
                 float *dbias = c->dbias + n0 + x * VL;
-                store(dbias, first + r < SUM_ROWS ? sum[x] : load(dbias) + sum[x]);
+                store(dbias, first == 0 && r < together ? sum[x] : load(dbias) + sum[x]);
             }
     }
 }

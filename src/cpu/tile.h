@@ -29,6 +29,8 @@
 /* From about so many keys on a log-sum-exp, of scores of deviation 1, is 8: the rounding of one in float32, which is in all P of a row, is
  * then more than what the sum over d rounds of a score. */
 #define MANY_KEYS (14 * 128)
+/* Of fewer keys than so many sums over a head dim are what is rounded most; who forms them as a vector's lanes loses less than one chain does. */
+#define FEW_SCORES 12
 
 /* What holds for the whole call. */
 typedef struct call {
@@ -48,9 +50,10 @@ typedef struct call {
     bool masks;   /* elements may be hidden one by one, whatever the band says */
     bool hidden;  /* HEDDLE_PAGES: some keys of the block are in no page */
     float k_scale, v_scale; /* HEDDLE_E4M3: of the unit that the thread is at */
-    int64_t chain;          /* of the sums over d that scores are: so many terms */
-    double unit;            /* a score as stored (raw product of sign·q and k, or adjusted) times unit is S, */
-    float sign, factor;     /* and times factor it is in units of log2 */
+    int64_t chain,
+        dv_chain;       /* of the sums over d that scores are, and over dv that their gradients are: so many terms */
+    double unit;        /* a score as stored (raw product of sign·q and k, or adjusted) times unit is S, */
+    float sign, factor; /* and times factor it is in units of log2 */
     bool drops;
     uint32_t drop_below;
     float keep_factor;
@@ -154,7 +157,9 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     c.unit = c.adjusts ? 1 : fabs(a->scale);
     c.factor = (float)(c.unit * LOG2E);
     const bool short_chains = plan->pass == HEDDLE_BACKWARD && c.type == HEDDLE_F32 && a->sk >= MANY_KEYS;
-    c.chain = short_chains ? even_chain(a->d, 32) : chain_of(false, a->d);
+    const bool few_scores = c.type == HEDDLE_F32 && a->sk < FEW_SCORES;
+    c.chain = few_scores ? even_chain(a->d, 16) : short_chains ? even_chain(a->d, 32) : chain_of(false, a->d);
+    c.dv_chain = few_scores ? even_chain(a->dv, 16) : chain_of(false, a->dv);
     c.pairs = pairs_exist(c.type);
     c.adds = a->features & HEDDLE_ACCUMULATE;
     c.out = c.adds ? HEDDLE_F32 : c.type;
