@@ -118,6 +118,7 @@ class ContextParallel:
         self.ring, self.ring_rank = self._place(self.ring_group)
         self.heads, self.heads_rank = self._place(self.heads_group)
         self.runs = 2 if zigzag and self.ring > 1 else 1
+        self._alone = self.ring * self.heads == 1  # nothing travels, and there is nobody to agree with
         # What the processes agree on is a matter of the hosts: no GPU is waited for.
         self._talk = {group: self._group_of_hosts(group) for group in groups}
         self._begun = False
@@ -249,6 +250,25 @@ class ContextParallel:
             NotImplementedError: tensors of another kind of device; what the kernels cannot do.
             RuntimeError: what torch.distributed says where another process fails or is late.
         """
+        if self._alone and q_segments is k_segments is block_rows is block_columns is block_size is None:
+            bare = alibi_slopes is sinks is rng_state is None and type(q) is type(k) is type(v) is Tensor
+            if not (bare and q.dtype is k.dtype is v.dtype):  # what many processes refuse
+                self._check(q, k, v, alibi_slopes, sinks)
+                given = ((alibi_slopes, real_of(q.dtype)), (sinks, real_of(q.dtype)), (rng_state, None))
+                alibi_slopes, sinks, rng_state = (None if t is None else t.to(q.device, kind) for t, kind in given)
+            return attention(
+                *(q, k, v),
+                causal=causal,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+                dropout=dropout,
+                rng_state=rng_state,
+                return_lse=return_lse,
+                deterministic=deterministic,
+            )
         numbers = dict.fromkeys(_AGREED, 0)
         trouble: Exception | None = None
         drawn, ids, lists = False, None, None

@@ -87,3 +87,58 @@ def test_who_holds_what(ring, heads, zigzag):
         work = {sum(piece // heads for piece in pieces) for pieces in held}
         assert len(work) == 1
     assert torch.tensor(held).shape == (ring * heads, parallel.runs)
+
+
+@pytest.fixture
+def alone():
+    """ContextParallel of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield heddle.parallel.ContextParallel(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+OPTIONS = {
+    "plain": {},
+    "causal, lse": {"causal": True, "return_lse": True},
+    "bottom right, window": {"causal": "bottom_right", "window": (5, None)},
+    "scale and softcap": {"scale": 0.3, "softcap": 4.0},
+    "dropout": {"dropout": 0.4, "rng_state": torch.tensor([5, 7])},
+    "slopes and sinks": {"alibi_slopes": torch.rand(4, dtype=torch.float64), "sinks": torch.randn(4)},
+    "deterministic": {"deterministic": True, "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_alone(alone, name, monkeypatch):
+    """One process has nobody to ask, and gives heddle.attention's bits, and those of the way that many have."""
+    options, made = OPTIONS[name], []
+    whole = {key: t.float() if key in ("alibi_slopes", "sinks") else t for key, t in options.items()}
+    tensors = [torch.randn(2, heads, 9, 8) for heads in (4, 2, 2)]
+    for attend, given in ((alone.attention, options), (heddle.attention, whole), (alone.attention, options)):
+        wanted = [t.clone().requires_grad_() for t in tensors]
+        if len(made) < 2:  # the last one as many processes do
+            monkeypatch.setattr(dist, "all_gather", lambda *_, **__: pytest.fail("there is nobody to ask"))
+        else:
+            monkeypatch.undo()
+            alone._alone = False
+        out = attend(*wanted, **given)
+        results = out if isinstance(out, tuple) else (out,)
+        results[0].square().sum().backward()
+        made.append([*results, *(t.grad for t in wanted)])
+    for way in made[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(made[0], way, strict=True))
+
+
+def test_alone_refuses(alone):
+    q = torch.randn(2, 4, 9, 8)
+    for options, kind, message in (
+        ({"causal": "left"}, ValueError, "causal"),
+        ({"sinks": torch.randn(3)}, ValueError, "sinks has shape"),
+        ({"alibi_slopes": torch.rand(4, requires_grad=True)}, NotImplementedError, "requires a gradient"),
+        ({"k_segments": torch.zeros(2, 9, dtype=torch.int32)}, ValueError, "without q_segments"),
+        ({"block_size": 64}, ValueError, "block"),
+    ):
+        with pytest.raises(kind, match=message):
+            alone.attention(q, q, q, **options)
