@@ -454,11 +454,17 @@ def run_all(model_types, jobs, check=check):
                 parts.append(part)
                 continue
             os.close(out)
-            os.waitpid(pid, 0)
+            ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             del running[out]
             text = b"".join(parts)
-            late = f"cannot: it takes more than {SECONDS} s, or ended by itself"
-            yield name, json.loads(text) if text else {"-": {"made": late}}, time.time() - began
+            yield name, json.loads(text) if text else {"-": {"made": why_none(ended)}}, time.time() - began
+
+
+def why_none(ended):
+    """What a child that has told nothing counts as: one that crashed is an error."""
+    if ended in (-signal.SIGPROF, -signal.SIGKILL):  # its time is over, or its memory
+        return f"cannot: it takes more than {SECONDS} s, or too much memory"
+    return f"error: it ended with {ended}, and told nothing"
 
 
 SHORT = {"padding none": "plain", "padding left": "left", "padding right": "right", "attentions": "weights",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,4 +44,4 @@ def test_every_architecture():
 @pytest.mark.skipif(not os.environ.get("HEDDLE_LONG"), reason="./dev test --long")
 def test_continuous_batching():
     text = run("--batches")
-    assert "gemma2: right" in text and "gptj: refused by name" in text
+    assert "gemma2: right" in text and re.search(r"gptj: (right|refused by name)", text)  # from 5.24 on: right
