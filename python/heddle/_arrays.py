@@ -21,6 +21,7 @@ from heddle._options import (
     causal_of,
     limit_of,
     multiprocessors_of,
+    number_of,
     places_of,
     scale_of,
     window_of,
@@ -353,7 +354,7 @@ class Problem:
         if left >= 0 or right >= 0:
             d |= {"features": d["features"] | WINDOW, "window_left": left, "window_right": right}
         d["scale"] = scale_of(options["scale"])
-        d["softcap"], d["dropout"] = float(options["softcap"]), float(options["dropout"])
+        d |= {name: number_of(name, options[name]) for name in ("softcap", "dropout")}
         d["multiprocessors"] = multiprocessors_of(options["multiprocessors"])
         if options["return_weights"] or options["dweights"] is not None:
             d["features"] |= WEIGHTS

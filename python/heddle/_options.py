@@ -99,18 +99,20 @@ def _side_of(side: Any, window: Any) -> int:
     return -1 if side < 0 or side > FARTHEST else side
 
 
+def number_of(name: str, value: Any) -> float:
+    """NumPy's numbers too, but no text, and no tensor, whose value may be on a GPU; finite."""
+    if not isinstance(value, (int, float)):
+        if isinstance(value, (str, bytes)) or hasattr(value, "requires_grad") or not hasattr(value, "__float__"):
+            raise HeddleTypeError(f"{name} = {value!r} is not a number")
+        value = float(value)
+    if not -LARGEST <= value <= LARGEST:
+        raise HeddleValueError(f"{name} = {value!r} is not a finite number")
+    return float(value)
+
+
 def scale_of(scale: Any) -> float:
     """What the library takes for `scale`: 0 means 1/sqrt(d) to it, so a real 0 becomes the next best."""
-    if scale is None:
-        return 0.0
-    if not isinstance(scale, (int, float)):
-        # NumPy's numbers too, but no text, and no tensor, whose value may be on a GPU.
-        if isinstance(scale, (str, bytes)) or hasattr(scale, "requires_grad") or not hasattr(scale, "__float__"):
-            raise HeddleTypeError(f"scale = {scale!r} is not a number")
-        scale = float(scale)
-    if not -LARGEST <= scale <= LARGEST:
-        raise HeddleValueError(f"scale = {scale!r} is not a finite number")
-    return float(scale) or LEAST_SCALE
+    return 0.0 if scale is None else number_of("scale", scale) or LEAST_SCALE
 
 
 def norm_of(norm: str) -> int:

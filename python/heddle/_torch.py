@@ -23,6 +23,7 @@ from heddle._options import (
     limit_of,
     multiprocessors_of,
     norm_of,
+    number_of,
     places_of,
     scale_of,
     window_of,
@@ -308,8 +309,8 @@ def attention(
     numbers = (
         *window_of(window),
         scale_of(scale),
-        float(softcap),
-        float(dropout),
+        number_of("softcap", softcap),
+        number_of("dropout", dropout),
         return_weights,
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         tf32,
@@ -418,7 +419,7 @@ def long_linear(
     """norm_linear where quick_linear() answers NotImplemented, and all that it is not asked for."""
     need_tensors(x=x, weight=weight)
     for name, value in (("bias", bias), ("gamma", gamma), ("beta", beta), ("residual", residual)):
-        if isinstance(value, Tensor):
+        if value is not None:
             need_tensors(**{name: value})
     kind, eps, of_u = norm_of(norm), eps_of(eps, norm), activation_of(activation)
     if return_norm and kind == NO_NORM:

@@ -33,6 +33,7 @@ from heddle._options import (
     limit_of,
     multiprocessors_of,
     norm_of,
+    number_of,
     scale_of,
     window_of,
 )
@@ -353,7 +354,7 @@ def attention(
     sizes = block_of(block_size, not block_rows is block_columns is None)
     given |= _lists(block_rows, block_columns)
     given = {name: value for name, value in given.items() if value is not None}
-    dropout = float(dropout)
+    dropout = number_of("dropout", dropout)
     if dropout and rng_state is None:
         raise HeddleValueError(f"dropout = {dropout:g} needs rng_state: a key of jax.random, or {{seed, offset}}")
     if rng_state is not None:
@@ -369,7 +370,7 @@ def attention(
         causal=_CAUSAL[causal_of(causal, sq, sk)],
         window=window_of(window),
         scale=None if scale is None else scale_of(scale),
-        softcap=float(softcap),
+        softcap=number_of("softcap", softcap),
         dropout=dropout,
         max_seqlen_q=_limit("max_seqlen_q", max_seqlen_q),
         max_seqlen_k=_limit("max_seqlen_k", max_seqlen_k),

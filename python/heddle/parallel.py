@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from heddle import _C, attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
-from heddle._options import Causal, causal_of, scale_of, window_of
+from heddle._options import Causal, causal_of, number_of, scale_of, window_of
 from heddle._parallel_lists import BlockLists
 from heddle._peers import Peers
 from heddle._plain import new_rng_state
@@ -284,7 +284,13 @@ class ContextParallel:
             if drawn:
                 seed, offset = new_rng_state(torch.device("cpu")).tolist()
             own = (*q.shape, *k.shape[1:3], v.shape[3], _DTYPES[q.dtype], corner, left, right, _bits(scale_of(scale)))
-            own = (*own, _bits(float(softcap)), _bits(float(dropout)), alibi_slopes is not None, sinks is not None)
+            own = (
+                *own,
+                _bits(number_of("softcap", softcap)),
+                _bits(number_of("dropout", dropout)),
+                alibi_slopes is not None,
+                sinks is not None,
+            )
             own = (*own, ids is not None, 0 if lists is None else lists.fingerprint())
             numbers = dict(zip(_AGREED, map(int, (*own, self.runs, drawn, seed, offset)), strict=True))
         except Exception as error:  # the others are told, and wait for nobody

@@ -53,6 +53,10 @@ ATTENTION = [
     ({"scale": float("inf")}, ValueError, "scale = inf"),
     ({"scale": 10**400}, ValueError, "is not a finite number"),
     ({"scale": "0.5"}, TypeError, "scale = '0.5' is not a number"),
+    ({"softcap": 10**400}, ValueError, "softcap = 1000"),
+    ({"softcap": "5"}, TypeError, "softcap = '5' is not a number"),
+    ({"dropout": [0.1]}, TypeError, r"dropout = \[0.1\] is not a number"),
+    ({"dropout": float("nan")}, ValueError, "dropout = nan"),
     ({"scale": torch.tensor(0.5)}, TypeError, "is not a number"),
     ({"softcap": -1.0}, ValueError, "softcap = -1"),
     ({"dropout": 1.0}, ValueError, "dropout = 1"),
@@ -145,7 +149,8 @@ NORM_LINEAR = [
     ({"x": torch.zeros(3, 8, dtype=torch.int64)}, TypeError, "must be float32"),
     ({"x": torch.randn(())}, ValueError, "0 dimensions"),
     ({"weight": "w"}, TypeError, "torch.Tensor"),
-    ({"bias": [1.0] * 5}, TypeError, "argument 'bias' but instead found type 'list'"),
+    ({"bias": [1.0] * 5}, TypeError, "bias must be a torch.Tensor, not list"),
+    ({"residual": [1.0] * 5}, TypeError, "residual must be a torch.Tensor, not list"),
     ({"eps": "small"}, TypeError, "argument 'eps'"),
 ]
 
