@@ -16,6 +16,7 @@ trap 'rm -rf "$log"' EXIT
 export HEDDLE_TEST_DEVICE=cuda HEDDLE_RATIOS=1
 seconds=${HEDDLE_GPU_SECONDS:-900} # that one program may take
 
+gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | wc -l) # of several each takes every so many-th program
 most=$(($(nproc) * 3 / 4)) # the float64 reference on the host takes longer than the GPU
 ((most > 0)) || most=1
 passed=0
@@ -37,6 +38,7 @@ start() {
     (
         trap 'kill $! 2>/dev/null; exit 143' TERM
         begin=$SECONDS status=0
+        [ "$gpus" -le 1 ] || [ "${names[$at]}" = python ] || export CUDA_VISIBLE_DEVICES=$((at % gpus))
         timeout "$limit" "$@" >"$log/$at.out" 2>&1 &
         wait $! || status=$?
         echo "$status $((SECONDS - begin))" >"$log/$at.end"
@@ -76,7 +78,7 @@ tell() {
 
 start_python() {
     local processes=() # with pytest-xdist, as many as keep a GPU and its host busy
-    ! "$python" -c 'import xdist' 2>/dev/null || processes=(-n 4)
+    ! "$python" -c 'import xdist' 2>/dev/null || processes=(-n $((($(nproc) + 3) / 4)))
     start python "$seconds" env XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH="$package${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -q -p no:cacheprovider "${processes[@]}" \
         --junitxml "$log/pytest.xml" "$here/../python"
 }
@@ -94,16 +96,9 @@ if [ -n "$package" ] && "$python" -c 'import sys, torch, numpy, pytest; sys.exit
 else
     echo "no Python with the package, pytest, and a torch that sees the GPU: the tests in Python are left out"
 fi
-# Each family of kernels on problems of all sizes, not only on those that the plan would give it.
 families="sm80 small"
 ! nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -q '^9' || families="sm80 sm90 small"
-for family in $families; do
-    for test in attention attention_options accumulate append paged_keys e4m3 segments blocks dropout scores precision norm_linear{,_tiles,_numbers} prepared sweep order sm90; do
-        [ "$test, $family" = "sm90, small" ] || [ ! -x "$programs/test_$test" ] ||
-            start "$test, $family" "$seconds" env HEDDLE_CUDA_FAMILY="$family" "$programs/test_$test"
-    done
-done
-# Small problems of every kind, in a program of their own: the checks cost a hundredfold.
+# Small problems of every kind, in a program of their own: the checks cost a hundredfold, so they begin early.
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -n 1)
 if [ -n "$sanitizer" ] && [ -x "$programs/test_sanitize" ]; then
     for tool in memcheck racecheck initcheck synccheck; do
@@ -115,6 +110,14 @@ if [ -n "$sanitizer" ] && [ -x "$programs/test_sanitize" ]; then
 else
     echo "compute-sanitizer is not here: its tools are left out"
 fi
+# Each family of kernels on problems of all sizes, not only on those that the plan would give it.
+for family in $families; do
+    for test in attention attention_options accumulate append paged_keys e4m3 segments blocks dropout scores precision norm_linear{,_tiles,_numbers} prepared sweep order sm90; do
+        # small has no kernels for Hopper alone, and no tiles: products as large as those take it minutes
+        [ "$test, $family" = "sm90, small" ] || [ "$test, $family" = "norm_linear_tiles, small" ] || [ ! -x "$programs/test_$test" ] ||
+            start "$test, $family" "$seconds" env HEDDLE_CUDA_FAMILY="$family" "$programs/test_$test"
+    done
+done
 wait
 for ((x = 0; x < ${#names[@]}; x++)); do
     tell "$x"
