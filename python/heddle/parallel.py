@@ -45,6 +45,8 @@ _AGREED: tuple[str, ...] = (
     ),
 )
 
+_NOT_GIVEN = (None, None, None)
+
 
 def _bits(number: float) -> int:
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
@@ -250,12 +252,17 @@ class ContextParallel:
             NotImplementedError: tensors of another kind of device; what the kernels cannot do.
             RuntimeError: what torch.distributed says where another process fails or is late.
         """
-        if self._alone and q_segments is k_segments is block_rows is block_columns is block_size is None:
+        listed = not (block_rows is block_columns is None and block_size is None)
+        if self._alone and q_segments is k_segments is None and not listed:
             bare = alibi_slopes is sinks is rng_state is None and type(q) is type(k) is type(v) is Tensor
             if not (bare and q.dtype is k.dtype is v.dtype):  # what many processes refuse
                 self._check(q, k, v, alibi_slopes, sinks)
-                given = ((alibi_slopes, real_of(q.dtype)), (sinks, real_of(q.dtype)), (rng_state, None))
-                alibi_slopes, sinks, rng_state = (None if t is None else t.to(q.device, kind) for t, kind in given)
+                alibi_slopes, sinks = (
+                    None if t is None else t.to(q.device, real_of(q.dtype)) for t in (alibi_slopes, sinks)
+                )
+                rng_state = None if rng_state is None else rng_state.to(q.device)
+            elif not (softcap or dropout or return_lse) and (window, scale, deterministic) == _NOT_GIVEN:
+                return attention(q, k, v, causal=causal)
             return attention(
                 *(q, k, v),
                 causal=causal,
