@@ -13,6 +13,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 from itertools import pairwise
 
 from draw import Picture, bars
@@ -107,14 +108,21 @@ def h200_table() -> str:
         for peer in ("cudnn", "fa3")
     }
     commits = ", ".join(dict.fromkeys(row["commit"] for _, row, *_ in h200_rows()))
-    lines += [
-        "",
-        f"Measured at {commits}; FlashAttention-3 of August 2026 beside {third[0]['commit']}. Geometric means over all",
-        f"{len(third)} rows of that run, lengths 512 to 32k: forward {ratios['fwd', 'fa3']:.2f} and backward "
-        f"{ratios['bwd', 'fa3']:.2f} of FlashAttention-3,",
-        f"{ratios['fwd', 'cudnn']:.2f} and {ratios['bwd', 'cudnn']:.2f} of cuDNN.",
-    ]
-    return "\n".join(lines)
+    shown = {  # of the rows above, the least and the most
+        (which, peer): " to ".join(f"{f(rates):.2f}" for f in (min, max))
+        for which in PASSES
+        for peer, at in (("cudnn", 1), ("fa3", 3))
+        for rates in [[rate(row[1], which, "heddle") / rate(row[at], which, peer) for row in h200_rows()]]
+    }
+    text = (
+        f"Measured at {commits}; FlashAttention-3 of August 2026 beside {third[0]['commit']}. In these rows heddle has "
+        f"{shown['fwd', 'cudnn']} of cuDNN's rate forward and {shown['bwd', 'cudnn']} backward, and "
+        f"{shown['fwd', 'fa3']} and {shown['bwd', 'fa3']} of FlashAttention-3's. Geometric means over all {len(third)} "
+        f"rows at {third[0]['commit']}, lengths 512 to 32k: {ratios['fwd', 'cudnn']:.2f} and "
+        f"{ratios['bwd', 'cudnn']:.2f} of cuDNN, {ratios['fwd', 'fa3']:.2f} and {ratios['bwd', 'fa3']:.2f} of "
+        "FlashAttention-3."
+    )
+    return "\n".join([*lines, "", *textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)])
 
 
 CPU_ROWS = [

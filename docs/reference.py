@@ -140,6 +140,7 @@ def api_page() -> str:
 
 PARTS = [  # the name that a user writes, and the file; public is what the __all__ of that name has, or all of it
     ("heddle", "__init__"),
+    ("heddle", "_append"),
     ("heddle", "_sdpa"),
     ("heddle", "_flex"),
     ("heddle", "_flash"),

@@ -23,6 +23,11 @@ void line(const char *what, double formula, double differences, double heddle) {
         expect(what, &differences, &formula, 1, ALIKE_DIFFERENCES);
 }
 
+void slope(const char *what, double formula, double differences) {
+    printf("    %-26s formula %14.9f  differences %14.7f\n", what, formula, differences);
+    expect(what, &differences, &formula, 1, ALIKE_DIFFERENCES);
+}
+
 void forms(const char *what, double formula, double other, double heddle) {
     printf("    %-26s formula %14.9f  folded      %14.9f  heddle %14.9f\n", what, formula, other, heddle);
     expect(what, &formula, &heddle, 1, ALIKE);
@@ -62,7 +67,7 @@ void expect(const char *what, const double *x, const double *y, int64_t n, doubl
         }
 }
 
-static void must_be_ok(heddle_status status) {
+void must_be_ok(heddle_status status) {
     if (status == HEDDLE_OK)
         return;
     fprintf(stderr, "derivation: %s\n", heddle_last_message());
@@ -98,7 +103,9 @@ void run_norm_linear(const heddle_norm_linear *a, const heddle_norm_linear_data 
 int main(void) {
     printf("docs/math.md explains these lines; \"differences\" are central ones of heddle's own forward in float64\n");
     derive_attention();
+    derive_keys();
     derive_norm_linear();
+    derive_activations();
     show_mistakes();
     if (unlike)
         fprintf(stderr, "derivation: %d numbers are not alike\n", unlike);

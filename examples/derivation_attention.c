@@ -59,6 +59,8 @@ static void run_heddle(const heddle_attention *described, heddle_device device, 
         t.bool_mask = in->mask;
     if (has(&a, HEDDLE_VARLEN))
         t.cu_seqlens_q = packed_queries, t.cu_seqlens_k = packed_keys;
+    if (has(&a, HEDDLE_SEGMENTS))
+        t.q_segments = in->q_segments, t.k_segments = in->k_segments;
     if (has(&a, HEDDLE_WEIGHTS))
         t.weights = give(&p, wide, NULL, SCORES), t.dweights = give(&dweights, wide, in->dweights, SCORES);
     run_attention(&a, &t, HEDDLE_FORWARD);
@@ -114,7 +116,7 @@ static void fill(double *x, int64_t n, int salt) {
         x[at] = element((int)at, salt);
 }
 
-static inputs make_inputs(void) {
+inputs make_inputs(void) {
     inputs in = {.sinks = {0.5, -1}, .slopes = {0.25, 0.5}};
     fill(in.q, COUNT(in.q), 1);
     fill(in.k, COUNT(in.k), 2);
@@ -127,7 +129,7 @@ static inputs make_inputs(void) {
     return in;
 }
 
-static heddle_attention make_problem(uint64_t features) {
+heddle_attention make_problem(uint64_t features) {
     return (heddle_attention){.size = sizeof(heddle_attention),
                               .b = 1,
                               .h = H,
@@ -140,13 +142,7 @@ static heddle_attention make_problem(uint64_t features) {
                               .features = features};
 }
 
-/* A problem computed in all ways, after every element of every tensor has been compared. */
-typedef struct solved {
-    outputs formula, differences, heddle;
-    between b;
-} solved;
-
-static solved solve(const heddle_attention *a, inputs *in) {
+solved solve(const heddle_attention *a, inputs *in) {
     solved r = {.b = {.t = {0}}};
     outputs single = {.o = {0}};
     formula_forward(a, in, &r.formula, &r.b);
@@ -179,11 +175,6 @@ static solved solve(const heddle_attention *a, inputs *in) {
         ALIKE_GRADIENT(dsinks);
     }
     return r;
-}
-
-/* Row i of head x begins here in a tensor of rows of n. */
-static int at_row(int x, int i, int n) {
-    return (x * SQ + i) * n;
 }
 
 static void plain_forward(void) {
@@ -265,6 +256,47 @@ static void score_options(void) {
     r = solve(&a, &in);
     section("A8", "ALiBi: slope 0.5, distance |2 + 1 - 1| = 2");
     line("S[1,2,1]", r.b.s[at], NAN, log(r.heddle.p[at]) + r.heddle.lse[row]);
+    double by_differences[H], by_formula[H] = {0};
+    differences_of(&a, &in, in.slopes, H, by_differences);
+    for (int n = 0; n < SCORES; n++)
+        by_formula[n / (SQ * SK)] -= abs(n / SK % SQ + SK - SQ - n % SK) * r.formula.ds[n];
+    expect("gradient of the slopes", by_differences, by_formula, H, ALIKE_DIFFERENCES);
+    slope("gradient of slope[1]", by_formula[1], by_differences[1]);
+}
+
+static void show_sight(const char *name, const outputs *heddle) {
+    printf("    %-26s", name);
+    for (int at = 0; at < SQ * SK; at++)
+        printf("%s%c", at % SK ? "" : "  ", heddle->p[at] > 0 ? 'x' : '.');
+    printf("   lse[0,2] %.9f\n", heddle->lse[2]);
+}
+
+/* A key that a mask hides from everybody may be NaN, and a bias of -2^25 is a mask. */
+static void masked_otherwise(void) {
+    inputs in = make_inputs();
+    heddle_attention a = make_problem(HEDDLE_WEIGHTS);
+    outputs right = {.o = {0}}, heddle = {.o = {0}};
+    a.mask = HEDDLE_CAUSAL_TOP_LEFT;
+    run_heddle(&a, HEDDLE_REF, &in, &right, true);
+    for (int e = 0; e < D; e++)
+        in.k[3 * D + e] = NAN;
+    for (int e = 0; e < DV; e++)
+        in.v[3 * DV + e] = NAN;
+    for (int64_t device = HEDDLE_CPU; device <= HEDDLE_REF; device++) {
+        run_heddle(&a, (heddle_device)device, &in, &heddle, true);
+        expect("o beside a NaN", heddle.o, right.o, COUNT(right.o), ALIKE_FLOAT32);
+        expect("dq beside a NaN", heddle.dq, right.dq, COUNT(right.dq), ALIKE_FLOAT32);
+        expect("dk beside a NaN", heddle.dk, right.dk, COUNT(right.dk), ALIKE_FLOAT32);
+        expect("dv beside a NaN", heddle.dv, right.dv, COUNT(right.dv), ALIKE_FLOAT32);
+    }
+    show_sight("causal top left, key 3 NaN", &heddle);
+
+    in = make_inputs();
+    a = make_problem(HEDDLE_WEIGHTS | HEDDLE_BIAS);
+    for (int at = 0; at < SCORES; at++)
+        in.bias[at] = at % SK == 1 ? -0x1p25 : 0;
+    const solved r = solve(&a, &in);
+    show_sight("a bias of -2^25 for key 1", &r.heddle);
 }
 
 static void masks(void) {
@@ -284,11 +316,9 @@ static void masks(void) {
         a.window_left = kinds[x].features & HEDDLE_WINDOW ? 1 : 0;
         a.window_right = kinds[x].features & HEDDLE_WINDOW ? -1 : 0;
         const solved r = solve(&a, &in);
-        printf("    %-26s", kinds[x].name);
-        for (int at = 0; at < SQ * SK; at++)
-            printf("%s%c", at % SK ? "" : "  ", r.heddle.p[at] > 0 ? 'x' : '.');
-        printf("   lse[0,2] %.9f\n", r.heddle.lse[2]);
+        show_sight(kinds[x].name, &r.heddle);
     }
+    masked_otherwise();
 }
 
 /* Two sequences in a row are one problem in which nobody sees the other's keys. */
@@ -317,6 +347,31 @@ static void packed(void) {
     expect("dv, packed", r.formula.dv, packed.dv, COUNT(packed.dv), ALIKE);
 }
 
+/* A query sees the keys whose number is its own. */
+static void segments(void) {
+    inputs in = make_inputs();
+    const int32_t of_queries[SQ] = {7, 3, 7}, of_keys[SK] = {7, 3, 3, 7};
+    heddle_attention a = make_problem(HEDDLE_WEIGHTS | HEDDLE_BOOL_MASK);
+    for (int at = 0; at < SCORES; at++)
+        in.mask[at] = of_queries[at / SK % SQ] == of_keys[at % SK];
+    const solved r = solve(&a, &in);
+    outputs heddle = {.o = {0}};
+    memcpy(in.q_segments, of_queries, sizeof of_queries);
+    memcpy(in.k_segments, of_keys, sizeof of_keys);
+    a.features = HEDDLE_WEIGHTS | HEDDLE_SEGMENTS;
+    run_heddle(&a, HEDDLE_REF, &in, &heddle, true);
+    section("A16", "segments 7, 3, 7 of the queries and 7, 3, 3, 7 of the keys: formula with that mask");
+    show_sight("segments", &heddle);
+    line("lse[1,2]", r.formula.lse[at_row(1, 2, 1)], NAN, heddle.lse[at_row(1, 2, 1)]);
+    line("dq[1,2,0]", r.formula.dq[at_row(1, 2, D)], r.differences.dq[at_row(1, 2, D)], heddle.dq[at_row(1, 2, D)]);
+    line("dk[3,1]", r.formula.dk[3 * D + 1], r.differences.dk[3 * D + 1], heddle.dk[3 * D + 1]);
+    expect("o by segments", r.formula.o, heddle.o, COUNT(heddle.o), ALIKE);
+    expect("lse by segments", r.formula.lse, heddle.lse, COUNT(heddle.lse), ALIKE);
+    expect("dq by segments", r.formula.dq, heddle.dq, COUNT(heddle.dq), ALIKE);
+    expect("dk by segments", r.formula.dk, heddle.dk, COUNT(heddle.dk), ALIKE);
+    expect("dv by segments", r.formula.dv, heddle.dv, COUNT(heddle.dv), ALIKE);
+}
+
 static void outer_options(void) {
     inputs in = make_inputs();
     const int row = at_row(1, 2, 1), at = row * SK + 1;
@@ -340,6 +395,15 @@ static void outer_options(void) {
         sum += r.heddle.ds[row * SK + j];
     line("dS[1,2,1]", r.formula.ds[at], r.differences.ds[at], r.heddle.ds[at]);
     line("sum of row dS = dlse[1,2]", in.dlse[row], NAN, sum);
+    a = make_problem(HEDDLE_BIAS | HEDDLE_SINKS);
+    r = solve(&a, &in);
+    const double of_sink = -exp(in.sinks[1] - r.heddle.lse[row]) * r.b.d[row];
+    sum = 0;
+    for (int j = 0; j < SK; j++)
+        sum += r.heddle.ds[row * SK + j];
+    number("with sinks: sum of row dS", sum);
+    number("the sink's part, p_sink (0 - D)", of_sink);
+    line("both = dlse[1,2]", in.dlse[row], NAN, sum + of_sink);
 
     in = make_inputs();
     a = make_problem(HEDDLE_WEIGHTS);
@@ -399,4 +463,5 @@ void derive_attention(void) {
     outer_options();
     dropout();
     everything();
+    segments();
 }

@@ -16,6 +16,7 @@ typedef struct inputs {
     double slopes[H];
     double dout[H * SQ * DV], dlse[H * SQ], dweights[SCORES];
     uint8_t mask[SCORES];
+    int32_t q_segments[SQ], k_segments[SK];
 } inputs;
 
 typedef struct outputs {
@@ -30,6 +31,21 @@ typedef struct between {
 
 static inline bool has(const heddle_attention *a, uint64_t feature) {
     return (a->features & feature) != 0;
+}
+
+/* A problem computed in all ways, after every element of every tensor has been compared. */
+typedef struct solved {
+    outputs formula, differences, heddle;
+    between b;
+} solved;
+
+inputs make_inputs(void);
+heddle_attention make_problem(uint64_t features);
+solved solve(const heddle_attention *a, inputs *in);
+
+/* Row i of head x begins here in a tensor of rows of n. */
+static inline int at_row(int x, int i, int n) {
+    return (x * SQ + i) * n;
 }
 
 /* (1) to (6) and (7) to (15) of the page. */

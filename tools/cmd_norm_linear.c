@@ -22,7 +22,7 @@ static const char usage[] =
     "  --eps E               default 1e-5\n"
     "  --activation NAME     gelu, gelu-tanh or silu, of u = z·Wᵀ + bias; default: none. geglu, geglu-tanh or swiglu: "
     "that\n"
-    "                        of u's first half, times the second; w is [2n, k], u [..., 2n], bias [2n] (not on cuda)\n"
+    "                        of u's first half, times the second; w is [2n, k], u [..., 2n], bias [2n]\n"
     "  --residual FILE       added to out behind the activation; its gradient is --dout's\n"
     "  --u FILE              with an activation: write what it is of, z·Wᵀ + bias\n"
     "  --z FILE              write z, too\n"

@@ -51,8 +51,8 @@ SHOWN = {command for page in PAGES for command in shown(page.read_text())}
 # Which file has what runs it, and how that is found there.
 ELSEWHERE = {
     # All of start.md's that have their output below.
-    r"heddle (?:info|(?:random|attention) .*--(?:shape|q) .*|verify --device cpu --case fa2-warps)|cc -Iinclude .*"
-    r"|\./smallest|python3 -c \"import numpy .*": ("tests/test_pages.sh", r"^session\(\)"),
+    r"heddle (?:info|(?:random|attention) .*--(?:shape|q) .*|verify --device cpu --case fa2-warps|demo --quick)"
+    r"|cc -Iinclude .*|\./smallest|python3 -c \"import numpy .*": ("tests/test_pages.sh", r"^session\(\)"),
     r"\./build/examples/(?:derivation|online_softmax)": ("tests/test_pages.sh", r"^check derivation math\.md"),
     r"heddle (?:COMMAND )?--help|heddle attention --help": ("tests/test_cli.sh", r"works \$command --help"),
     r"heddle attention --(?:time|lse FILE)": ("tests/test_cli.sh", r"--time"),
@@ -99,7 +99,7 @@ NOT = {
     r"\./dev fuzz 3600 npy": "takes an hour",
     r"\./dev report \[bench options\]": "what stands for options; ./dev report itself is run",
     r"git show HASH": "git's own",
-    r"perf record.*|cuobjdump -sass": "somebody else's program, on a machine that is at rest",
+    r"perf record.*|cuobjdump -sass|gdb --args .*": "somebody else's program, on a machine that is at rest",
 }
 
 # What the tests below run, word for word or with smaller numbers.
@@ -111,6 +111,7 @@ HERE = {
     ),
     "test_whole_commands": (r"heddle verify(?: --bins)?", r"heddle bench"),
     "test_sweep": (r"\./dev sweep(?: \d+)?", r"HEDDLE_SWEEP_KEEP=.*", r"tests/sweep\.sh --merge .*"),
+    "test_emulated": (r"export HEDDLE_TEST_DEVICE=.*", r"HEDDLE_SEED=\d+ .*/emulated_sweep"),
     "test_help": (r"\./dev help",),
     "test_clone": (
         r"git clone .*",
@@ -263,6 +264,16 @@ def test_sweep(build, tmp_path):
     merge = of_page("CONTRIBUTING.md", HERE["test_sweep"][2]).replace(">tests/sweep.json", "")
     record = run(merge.replace("counts/*", f"{tmp_path}/counts/*"), ROOT)
     assert {"attention", "norm-linear"} <= set(json.loads(record))
+
+
+def test_emulated(build, tmp_path):
+    """emulator.md's problem is drawn again, and its launches are told."""
+    if not (build / "tests/emulator/emulated_sweep").is_file():
+        pytest.skip("a build without the emulator")
+    where, problem = (of_page("docs/emulator.md", pattern) for pattern in HERE["test_emulated"])
+    problem = problem.replace(" build/", f" {shlex.quote(str(build))}/")
+    out = run(f"{where}\n{problem} 2>&1", tmp_path)
+    assert "1 cases from seed 51000011624" in out and re.search(r"^emulator: heddle_\w+_sm80, \d+ blocks", out, re.M)
 
 
 def test_help():

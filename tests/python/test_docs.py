@@ -157,21 +157,25 @@ def test_names_in_files(page):
 
 @everywhere
 def test_commits(page):
-    """A commit that a page names is in the history, or bench/results has what was recorded at it."""
-    hashes = set(re.findall(r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7,12}\b", FENCE.sub("", page.read_text())))
-    hashes -= {"ab84f925", "0000ffff"}  # of another repository, and a number
+    """A commit that a page names is in the history, or it was recorded in bench/results and the page says so."""
+    text = re.sub(r"\s+", " ", FENCE.sub("", page.read_text()))
+    hashes = set(re.findall(r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7,12}\b", text))
+    hashes -= {"ab84f925", "0251105a", "d99724f", "0000ffff"}  # of other repositories, and a number
     done = subprocess.run(["git", "log", "--format=%H"], cwd=ROOT, capture_output=True, text=True)
     history = done.stdout.split() if done.returncode == 0 else []
     if not any(commit.startswith("b8fbf8e") for commit in history):
         pytest.skip("not a clone with the whole history")
-    known = history + [
+    recorded = [
         commit
         for file in FILES
         if file.startswith("bench/results/") and file.endswith(".jsonl")
         for commit in set(re.findall(r'"commit": "([0-9a-f]+)', (ROOT / file).read_text()))
     ]
+    told = " ".join(re.findall(r"[^.]*\bnot in this repository's history\b[^.]*", text))
     for each in hashes:
-        assert any(commit.startswith(each) or each.startswith(commit) for commit in known), f"nobody knows {each}"
+        if not any(commit.startswith(each) for commit in history):
+            assert any(x.startswith(each) or each.startswith(x) for x in recorded), f"nobody knows {each}"
+            assert each in told, f"no clone has {each}, and the page does not say so"
     assert page.name != "adding.md" or len(hashes) > 5
 
 
@@ -289,12 +293,39 @@ def test_commands_of_heddle(page):
 
 
 @everywhere
+def test_fences(page):
+    """What begins or ends a block stands alone, with at most one word behind it, and each block ends."""
+    fences = [line.strip() for line in page.read_text().splitlines() if "```" in line]
+    for line in fences:
+        assert re.fullmatch(r"```\w*", line), f"no fence, and no text: {line}"
+    assert len(fences) % 2 == 0
+    assert all(line == "```" for line in fences[1::2]), "a block ends with a word, or one does not end"
+
+
+def test_length_of_readme():
+    """It is read in one go: what needs more words has a page of its own."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@everywhere
 def test_length_of_lines(page):
     fence = False
     for number, line in enumerate(page.read_text().splitlines(), 1):
         fence ^= line.startswith("```")
         if not line.startswith("|") and (not fence or page.parent.name == "kernels"):
             assert len(line) <= 120, f"line {number} has {len(line)} characters"
+
+
+def test_python_reference():
+    """python-api.md has a heading for every function and class that `heddle` and its modules export."""
+    text = (ROOT / "docs/python-api.md").read_text()
+    headings = set(re.findall(r"^### ([\w.]+)$", text, re.MULTILINE))
+    for part in ("heddle", "heddle.nn", "heddle.jax", "heddle.parallel", "heddle.hf", "heddle.compat.gpu_kernels"):
+        pytest.importorskip("jax" if part == "heddle.jax" else "torch")
+        module = pytest.importorskip(part)
+        own = [n for n, x in vars(module).items() if n[0] != "_" and getattr(x, "__module__", "") == part]
+        names = [name for name in getattr(module, "__all__", own) if callable(getattr(module, name))]
+        assert names and [name for name in names if f"{part}.{name}" not in headings] == []
 
 
 def test_five_lines():

@@ -6,6 +6,7 @@ jnp's own formulas and derivatives are a second one, which shares no line with i
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -317,6 +318,32 @@ def test_names():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "jax" not in heddle.__all__
+
+
+def test_exported():
+    """jax.export wants to be told of the handlers' names, which python.md has; then what was written is the same."""
+    rng = np.random.default_rng(3)
+    given = [rng.standard_normal(s).astype("f4") for s in ((2, 2, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8), (4, 8))]
+
+    @jax.jit
+    def gradients(q, k, v, w):
+        def loss(*x):
+            return (heddle.jax.norm_linear(heddle.jax.attention(*x[:3], causal=True), x[3]) ** 2).sum()
+
+        return jax.grad(loss, (0, 1, 2, 3))(q, k, v, w)
+
+    page = (ROOT / "docs/python.md").read_text()
+    export = pytest.importorskip("jax.export")
+    with pytest.raises(ValueError, match="custom calls"):
+        export.export(gradients)(*given)
+    names = ["heddle_attention", "heddle_norm_linear"]
+    assert all(f'"{name}"' in page for name in names)
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
+    exported = export.export(gradients, disabled_checks=checks)(*given)
+    if importlib.util.find_spec("flatbuffers"):  # which JAX wants to write it as bytes
+        exported = export.deserialize(exported.serialize())
+    for ours, theirs in zip(exported.call(*given), gradients(*given), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_flax_example():

@@ -144,12 +144,36 @@ def test_style(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "name", ["day19_50.py", "hessian.py", "layernorm_linear_autograd.py", "llama.py", "replace.py"]
-)
+# Programs that check themselves, with what they want beside torch.
+EXAMPLES = {
+    "day19_50.py": None,
+    "flash_names.py": None,
+    "hessian.py": None,
+    "jax_attention.py": "jax",
+    "layernorm_linear_autograd.py": None,
+    "llama.py": None,
+    "numpy_arrays.py": "numpy",
+    "patch.py": None,
+    "replace.py": None,
+    "transformers_gpt2.py": "transformers",
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_examples(name):
+    if EXAMPLES[name]:
+        pytest.importorskip(EXAMPLES[name])
     done = subprocess.run([sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_all_examples():
+    """Each program in Python is in the table of python.md, and a test runs it."""
+    page = (ROOT / "docs/python.md").read_text()
+    tests = "".join(path.read_text() for path in (ROOT / "tests/python").glob("*.py"))
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f"| `examples/{path.name}`" in page, f"python.md's table has no {path.name}"
+        assert path.name in tests, f"no test runs {path.name}"
 
 
 def test_training_example(tmp_path):
