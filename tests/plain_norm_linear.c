@@ -452,6 +452,7 @@ static void measure_dz(const work *o, heddle_norm norm, double *dgamma, double *
             of_gamma[e] += dz * x;
             dbeta[e] += o->sums[e] + of_beta[e] * of_beta[e];
             dgamma[e] += o->sums[e] * x * x + of_gamma[e] * of_gamma[e];
+            dgamma[e] += norm == HEDDLE_NO_NORM ? 0 : 2 * dz * x * dz * x; /* of rstd, as in dw */
             o->sums[e] *= (double)o->gamma[e] * (double)o->gamma[e];
         }
         spread[N_DX] = larger(spread[N_DX], spread_of_dx(o, i, norm, o->sums));
@@ -460,12 +461,20 @@ static void measure_dz(const work *o, heddle_norm norm, double *dgamma, double *
     free(of_gamma);
 }
 
-/* float32: roundings of dw's terms and of their sums as they grow. */
-static void measure_dw(const work *o, double spread[N_COUNT]) {
+/* float32: roundings of dw's terms and of their sums as they grow; and twice those of x̂∘gamma and beta, which kernels sum apart where z is
+ * little beside them: of each row's rstd, by which its x̂ are off alike, the root and the quotient. */
+static void measure_dw(const work *o, heddle_norm norm, double spread[N_COUNT]) {
     double most = 0;
     for (int64_t f = 0; f < o->n; f++) {
         const plain_terms of_f = {o->m, o->n, o->dy + f, NULL, o->z, o->k};
         plain_squares(&of_f, NULL, o->k, o->part, 1, o->sums);
+        for (int64_t i = 0; i < o->m && norm != HEDDLE_NO_NORM; i++) {
+            const double dy = (double)o->dy[i * o->n + f];
+            for (int64_t e = 0; e < o->k; e++) {
+                const double x = (double)o->xhat[i * o->k + e] * (double)o->gamma[e], beta = (double)o->beta[e];
+                o->sums[e] += 2 * dy * dy * (x * x + beta * beta);
+            }
+        }
         most = larger(most, plain_largest(o->sums, o->k));
     }
     spread[N_DW] = hypot(spread[N_DW], sqrt(most));
@@ -479,7 +488,7 @@ static void measure_gradients(const work *o, heddle_norm norm, double spread[N_C
         measure_du(o, norm, dgamma, dbeta, spread);
     if (o->precision == HEDDLE_F32) {
         measure_dz(o, norm, dgamma, dbeta, spread);
-        measure_dw(o, spread);
+        measure_dw(o, norm, spread);
     }
     spread[N_DGAMMA] = sqrt(plain_largest(dgamma, o->k));
     spread[N_DBETA] = sqrt(plain_largest(dbeta, o->k));

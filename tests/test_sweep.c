@@ -539,8 +539,8 @@ static void test_norm_linear(void **state) {
 /* Cases of longer runs whose roundings were not counted: of an answer in parts, and of x̂ behind an activation; of u where GELU has no
  * slope, which are three times what dgamma is; of the terms of u in 16 bits, in u and in y, too; of dz in dx; of dgamma itself beside
  * those; of a slope that is next to nothing and of dw's sums, in float32; and of dsinks, where NaN of a row that sees nothing hid them; of
- * which one of a million cases has more than 4.7 deviations; of heads that have dO alone in common, whose one row of P is 1; and o of one
- * element, which cancelled by chance.
+ * which one of a million cases has more than 4.7 deviations; of heads that have dO alone in common, whose one row of P is 1; o of one
+ * element, which cancelled by chance; D of one key, whose P is off as its lse is; and dw where z is little beside x̂∘gamma and beta.
  * And where a GPU's plain kernels summed 201 keys in one chain, and 464 queries of eight heads; where without dO sm80's backward named
  * rows of Q that lie anywhere in copies of nothing; and where Hopper's product of norm-linear was given moments of rows, which it does
  * not read, and wrote between the rows of u behind an activation of two halves. */
@@ -559,6 +559,8 @@ static void test_found(void **state) {
     assert_true(attention_seed_is_right(61000290327, false));
     assert_true(attention_seed_is_right(61000310836, false));
     assert_true(attention_seed_is_right(61000371892, false));
+    assert_true(attention_seed_is_right(62000232418, false));
+    assert_true(attention_seed_is_right(63000081704, false));
     assert_true(norm_linear_seed_is_right(20261447, false));
     assert_true(norm_linear_seed_is_right(20264134, false));
     assert_true(norm_linear_seed_is_right(98000000600, false));
@@ -575,6 +577,7 @@ static void test_found(void **state) {
     assert_true(norm_linear_seed_is_right(61000206291, false));
     assert_true(norm_linear_seed_is_right(99700062326, false));
     assert_true(norm_linear_seed_is_right(99700018626, false));
+    assert_true(norm_linear_seed_is_right(62000049515, false));
 }
 
 int main(void) {

@@ -259,8 +259,8 @@ static void few_add_masked(const call *c, const lanes *l, few_rows v, int64_t co
     if (all_finite(w->v, count, c->dv_pad, c->dv_pad))
         few_add(TYPE(c), v, count, l->count, s, v, o, c->dv_pad);
     else
-        gemm_careful(true, (int)(c->dv_pad / VL), l->count, count, (gemm_a){s, FEW_KEYS, 1}, w->v, c->dv_pad, o,
-                     c->dv_pad);
+        gemm_careful(true, (int)(c->dv_pad / VL), l->count, count, chain_of(false, count), (gemm_a){s, FEW_KEYS, 1},
+                     w->v, c->dv_pad, o, c->dv_pad);
 }
 
 /* While the scores are formed the block's rows of V are asked for, then the next block's rows of K. */

@@ -31,9 +31,9 @@ static void add_lane_pairs(const lanes *l, const parts *r, const float *weights,
 #endif
 
 /* The lanes of one chain of additions. Where a tile has several heads of few queries, who sums head by head has shorter chains than a
- * tile is wide. */
+ * tile is wide; and of heads that have q and dO in common a chain would add the same numbers again and again, rounded to the same side. */
 INLINE int64_t lanes_of_chain(const call *c, const unit *u) {
-    return TYPE(c) == HEDDLE_F32 && c->group > 1 && u->s.sq < LANES ? 32 : LANES;
+    return TYPE(c) == HEDDLE_F32 && c->group > 1 && u->s.sq < LANES ? clamp64(u->s.sq, 8, 32) : LANES;
 }
 
 /* out[j][e] (+)= sum over lanes of weights[j][lane]·rows[lane][e], in the parts that are seen. */
@@ -59,7 +59,8 @@ static void add_to_keys(const lanes *l, const parts *r, bool careful, int64_t ch
         const gemm_a a = {weights + p->first * l->stride + lane, l->stride, 1};
         float *dst = out + p->first * pad;
         if (careful)
-            gemm_careful(true, (int)(pad / VL), p->count, lanes_used, a, rows + lane * pad, pad, dst, pad);
+            gemm_careful(true, (int)(pad / VL), p->count, lanes_used, min64(chain, chain_of(false, lanes_used)), a,
+                         rows + lane * pad, pad, dst, pad);
         for (int64_t x = 0; !careful && x < lanes_used; x += chain)
             gemm((int)(pad / VL), p->count, min64(chain, lanes_used - x), (gemm_a){a.p + x, a.row, a.x},
                  rows + (lane + x) * pad, pad, dst, pad, add || x > 0);

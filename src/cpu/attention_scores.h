@@ -320,7 +320,8 @@ static void add_parts(const lanes *l, const parts *r, bool careful, const float 
         const gemm_a a = {rows + p->first * row_stride, 1, row_stride};
         const float *w = weights + p->first * l->stride + p->begin * VL;
         if (careful)
-            gemm_careful(false, p->end - p->begin, width, p->count, a, w, l->stride, out + p->begin * VL, l->stride);
+            gemm_careful(false, p->end - p->begin, width, p->count, chain_of(false, p->count), a, w, l->stride,
+                         out + p->begin * VL, l->stride);
         else
             tile_product(p->end - p->begin, width, p->count, chain_of(false, p->count), a, w, out + p->begin * VL,
                          l->stride, true, soon, next);

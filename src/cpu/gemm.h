@@ -161,10 +161,11 @@ static __attribute__((noinline)) void gemm_pairs(int vectors, int64_t rows, int6
 #endif
 
 /* The same, added to c, for operands that hold infinities or NaN which a mask has cut off: a term whose factor from the masked side (A,
- * or else B) is 0 is left out instead of adding 0·NaN. Rare, so simple; but in chains, too, of which none goes on from c. */
-static __attribute__((noinline)) void gemm_careful(bool masked_a, int vectors, int64_t rows, int64_t count, gemm_a a,
-                                                   const float *b, int64_t b_stride, float *c, int64_t c_stride) {
-    const int64_t chain = chain_of(false, count);
+ * or else B) is 0 is left out instead of adding 0·NaN. Rare, so simple; but in chains of so many sum indices, too, of which none goes on
+ * from c. */
+static __attribute__((noinline)) void gemm_careful(bool masked_a, int vectors, int64_t rows, int64_t count,
+                                                   int64_t chain, gemm_a a, const float *b, int64_t b_stride, float *c,
+                                                   int64_t c_stride) {
     for (int64_t r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++)
             for (int64_t begin = 0; begin < count; begin += chain) {
