@@ -82,6 +82,15 @@ def answers(tensor: Any) -> bool:
     return type(tensor) not in kinds
 
 
+def is_usual(tensor: Any) -> bool:
+    """PyTorch's own strided Tensor, or one by which PyTorch traces it."""
+    if type(tensor) is not Tensor and (
+        not isinstance(tensor, Tensor) or overrides_functions(tensor) or answers(tensor) or is_causal_bias(tensor)
+    ):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def others_take_part(dropout: bool) -> bool:
     """A function mode that is no default device, a transform of torch.func but vmap, or forward mode."""
     if forward_ad._current_level >= 0:

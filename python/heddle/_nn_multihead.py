@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import need_tensors
-from heddle._nn_linear import activated, activation_name, added, idle, stays
+from heddle._nn_linear import activated, activation_name, added, idle, stays, untouched
 from heddle._ops import quick
 from heddle._plain import new_rng_state
 from heddle._tangents import kept
@@ -311,6 +311,13 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
         def attend(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
             """x + attention, of norm(x)"""
+            if not untouched(attn, MultiheadAttention):  # another, or somebody looks at what goes in and comes out
+                y = x if norm is None else norm(x)
+                y = y if batched else y.squeeze(0)
+                masks: Masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+                y = attn(y, y, y, need_weights=False, **masks)[0]
+                summed: Tensor = x + self.dropout1(y if batched else y.unsqueeze(0))
+                return summed
             qkv = _normed(x, attn.in_proj_weight, attn.in_proj_bias, norm)
             residual = x if idle(self.dropout1) else None
             heads = attn._three(qkv, first)
@@ -320,12 +327,12 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
         def forward(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
             """x + MLP, of norm(x)"""
-            if norm is None:
-                made = activated(self.linear1, x, activation)
-            else:
+            if norm is not None and untouched(norm, nn.LayerNorm) and untouched(self.linear1, nn.Linear):
                 name = activation_name(activation)
                 made = _normed(x, self.linear1.weight, self.linear1.bias, norm, name)
                 made = activation(made) if name is None else made
+            else:
+                made = activated(self.linear1, x if norm is None else norm(x), activation)
             made = self.dropout(made)
             return added(self.linear2, made, x) if idle(self.dropout2) else x + self.dropout2(self.linear2(made))
 
@@ -341,7 +348,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 def _normed(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm | None, activation: str | None = None
 ) -> Tensor:
-    if norm is None:
-        return F.linear(x, weight, bias)
+    if norm is None or not untouched(norm, nn.LayerNorm):
+        return F.linear(x if norm is None else norm(x), weight, bias)
     made: Tensor = norm_linear(x, weight, bias, norm.weight, norm.bias, norm.eps, activation=activation)
     return made

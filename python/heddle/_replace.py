@@ -2,9 +2,10 @@
 """``heddle.replace(model)``: norms with the Linear behind them, Linears with what is behind them, and attentions, of a
 module tree that is there already.
 
-Modules change their class and nothing else: parameters, hooks, names and state dicts stay. A norm and a Linear become
-one only where it is proven that the norm's result goes to that Linear alone: side by side in a torch.nn.Sequential, or
-in all graphs that torch.fx traces of a module that holds both.
+Modules change their class and nothing else: parameters, hooks, names and state dicts stay. A norm and a Linear are
+joined where the norm's result goes to that Linear alone: side by side in a torch.nn.Sequential, or in all graphs that
+torch.fx traces of a module that holds both. Whether they still are what they were then, each call looks
+(`_replace_pairs`).
 """
 
 from __future__ import annotations
@@ -12,60 +13,24 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 import heddle
-from heddle import _replace_fuse
+from heddle import _replace_fuse, _replace_pairs
 from heddle._errors import HeddleTypeError
 from heddle._nn_linear import hooked
 from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer
-from heddle._torch import norm_linear
+from heddle._replace_pairs import NormedLinear, Pair, PassedLayerNorm, PassedRMSNorm
 
 Norms = (nn.LayerNorm, nn.RMSNorm)
-
-
-class _Passed:
-    """A norm whose Linear does its work."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class PassedLayerNorm(_Passed, nn.LayerNorm):
-    """A LayerNorm that the Linear behind it does in one with itself. Its parameters are still here."""
-
-
-class PassedRMSNorm(_Passed, nn.RMSNorm):
-    """A RMSNorm that the Linear behind it does in one with itself. Its parameters are still here."""
-
-
-class NormedLinear(_replace_fuse.FusedLinear):
-    """A Linear with the norm in front of it, whose parameters stay where they were."""
-
-    norm_in_front: nn.LayerNorm | nn.RMSNorm
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]; errors as heddle.norm_linear."""
-        return self.run(input)
-
-    def run(self, x: Tensor, activation: Any = None, residual: Tensor | None = None) -> Tensor:
-        """act(forward(x)) + residual"""
-        norm, eps = self.norm_in_front, self.norm_in_front.eps
-        beta = norm.bias if isinstance(norm, nn.LayerNorm) else None
-        kind: Literal["layer", "rms"] = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
-        if eps is None:  # as torch.nn.RMSNorm has it, whose sums are in float32
-            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-        options: dict[str, Any] = {"norm": kind, "activation": activation, "residual": residual}
-        made: Tensor = norm_linear(x, self.weight, self.bias, norm.weight, beta, eps, **options)
-        return made
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, norm={type(self.norm_in_front).__name__}"
+_JOINABLE = (*Norms, PassedLayerNorm, PassedRMSNorm, nn.Linear, NormedLinear)
 
 
 @dataclass
@@ -90,12 +55,18 @@ def _own_forward(module: nn.Module) -> str | None:
 
 # ----------------------------------------------------------------------------------------------------------- tracing
 
+_DEVICES = ("cpu", "cuda")
+
 
 class _Tracer(fx.Tracer):
-    """Follows every module but those of torch.nn. Functions of heddle are nodes, like those of torch."""
+    """Follows every module but those of torch.nn. Functions of heddle are nodes, like those of torch.
+
+    A node's meta has what a graph knows nothing of: the modes in which it is called, and the modules whose forward runs
+    then, but for those that have begun a checkpoint (or the like) since."""
 
     def __init__(self) -> None:
         super().__init__(autowrap_modules=cast(Any, (math, heddle)))
+        self.running: list[tuple[nn.Module, Any]] = []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(
@@ -104,9 +75,46 @@ class _Tracer(fx.Tracer):
             return True
         return super().is_leaf_module(m, module_qualified_name)
 
+    def trace(self, root: Any, *args: Any, **options: Any) -> fx.Graph:
+        self.running = [(root, _replace_pairs.saved_how())]
+        return super().trace(root, *args, **options)
+
+    def call_module(self, m: nn.Module, *args: Any) -> Any:
+        self.running.append((m, _replace_pairs.saved_how()))
+        try:
+            return super().call_module(m, *args)
+        finally:
+            self.running.pop()
+
+    def create_node(self, *args: Any, **options: Any) -> fx.Node:
+        node = super().create_node(*args, **options)
+        now = _replace_pairs.saved_how()
+        node.meta["modes"] = [*map(_replace_pairs.modes, _DEVICES)]
+        node.meta["running"] = [module for module, hooks in self.running if hooks == now]
+        return node
+
+
+@contextmanager
+def _around(other: bool) -> Iterator[None]:
+    """The modes of a call: gradients recorded and no autocast, or just the other way, so that each shows what enters
+    its opposite."""
+    before = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _DEVICES]
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(not other):
+            for each in _DEVICES:  # not torch.autocast, which warns where there is no GPU
+                torch.set_autocast_enabled(each, other)
+                torch.set_autocast_dtype(each, torch.float16)
+            yield
+    finally:
+        for each, enabled, dtype in before:
+            torch.set_autocast_enabled(each, enabled)
+            torch.set_autocast_dtype(each, dtype)
+        torch.clear_autocast_cache()
+
 
 def _traces(module: nn.Module) -> list[fx.Graph] | None:
-    """All ways through a module: in training and not, with the arguments that need not be given, and without them."""
+    """All ways through a module: in training and not, with the arguments that need not be given and without them, and
+    in two modes."""
     optional = {
         name: parameter.default
         for name, parameter in inspect.signature(module.forward).parameters.items()
@@ -122,7 +130,9 @@ def _traces(module: nn.Module) -> list[fx.Graph] | None:
             for each, _, _ in before:
                 each.training = training
             for concrete in ({}, optional) if optional else ({},):
-                graphs.append(_Tracer().trace(module, concrete_args=concrete or None))
+                for other in (False, True):
+                    with _around(other):
+                        graphs.append(_Tracer().trace(module, concrete_args=concrete or None))
     except (
         Exception
     ):  # what a model's own code may raise, and what no trace can follow: the parts are looked at instead
@@ -144,17 +154,30 @@ def _asks_for_shape(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "ndim", "device")
 
 
-def _pairs_of(graph: fx.Graph) -> tuple[dict[str, str], Counter[str]]:
-    """By the name of a module: the one that alone takes its result; and how often each is called."""
-    called = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
-    pairs = {}
-    for node in graph.nodes:
-        users = [user for user in node.users if not _asks_for_shape(user)]
-        if node.op == "call_module" and len(users) == 1:
-            (user,) = users
-            if user.op == "call_module" and user.args == (node,) and not user.kwargs:
-                pairs[str(node.target)] = str(user.target)
-    return pairs, called
+def _runs_between(node: fx.Node, user: fx.Node) -> fx.Node | None:
+    """What may change a norm's argument before the Linear takes it: all but questions of shapes, and their answers."""
+    answers: set[fx.Node] = set()
+    while (node := node.next) is not user:
+        of_answers = node.op == "call_function" and node.all_input_nodes and answers.issuperset(node.all_input_nodes)
+        if _asks_for_shape(node) or of_answers:
+            answers.add(node)
+        elif node.op != "get_attr":
+            return node
+    return None
+
+
+def _taker(node: fx.Node) -> tuple[fx.Node | None, str]:
+    """The call of a module that alone takes a norm's result, and takes it at once, or why there is none."""
+    users = [user for user in node.users if not _asks_for_shape(user)]
+    user = users[0] if len(users) == 1 else node
+    if user.op != "call_module" or user.args != (node,) or user.kwargs:
+        return None, "its result goes to something else than one Linear"
+    if user.meta["modes"] != node.meta["modes"]:
+        return None, f"{user.target}, which takes its result, runs in another mode (torch.no_grad(), autocast)"
+    between = _runs_between(node, user)
+    if between is not None:
+        return None, f"{between} runs between it and {user.target}, which takes its result"
+    return user, ""
 
 
 # ------------------------------------------------------------------------------------------------------------ pairs
@@ -164,7 +187,8 @@ class _Work:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.done = model, Replaced()
         self.names: dict[nn.Module, list[str]] = {}
-        self.others: set[nn.Module] = set()  # norms of layers that were heddle's before
+        self.others: set[nn.Module] = set()  # norms of layers and of pairs that were heddle's before
+        self.pairs: dict[nn.Module, list[Pair]] = {}  # by the module whose forward calls both
         for name, module in model.named_modules(remove_duplicate=False):
             self.names.setdefault(module, []).append(name)
 
@@ -174,7 +198,7 @@ class _Work:
     def why_not(self, norm: Any, linear: Any) -> str | None:
         """What is in the way of one for both."""
         for module, kind in ((norm, "the norm"), (linear, "what takes its result")):
-            if type(module) not in (*Norms, nn.Linear):
+            if type(module) not in _JOINABLE:
                 return f"{kind} is of class {type(module).__name__}"
             if len(self.names[module]) > 1:
                 return f"{kind} is in the model {len(self.names[module])} times: {', '.join(self.names[module])}"
@@ -188,22 +212,32 @@ class _Work:
             return f"it normalises {list(norm.normalized_shape)}, but its Linear takes {linear.in_features}"
         return None
 
-    def join(self, norm: Any, linear: Any, proof: str) -> None:
+    def join(self, norm: Any, linear: Any, around: nn.Module, proof: str) -> None:
+        """around: the module whose forward calls both."""
         name, other = self.name(norm), self.name(linear)
         trouble = self.why_not(norm, linear)
+        of_around = _replace_fuse.cannot_be_made(around)
+        if not trouble and of_around:
+            trouble = f"{self.name(around) or 'the model'}, whose forward calls it: {of_around}"
         if trouble:
             self.done.left[name] = trouble
             return
-        kind = type(norm).__name__
-        norm.__class__ = PassedLayerNorm if kind == "LayerNorm" else PassedRMSNorm
-        linear.__class__ = NormedLinear
-        object.__setattr__(linear, "norm_in_front", norm)  # no submodule: its parameters stay in one place
+        inside = {module: path for path, module in around.named_modules()}
+        self.pairs.setdefault(around, []).append((inside[norm], inside[linear]))
+        kind = "LayerNorm" if isinstance(norm, nn.LayerNorm) else "RMSNorm"
+        _replace_pairs.join(norm, linear)
         self.done.swapped[name] = f"{kind} with the Linear {other} ({proof})"
+
+    def joined(self) -> None:
+        """The norms of pairs that stand."""
+        for module in self.model.modules():
+            _, _, pairs, _ = _replace_fuse.made_of(type(module)) or (None, None, (), None)
+            self.others |= {*_replace_pairs.standing(module, _replace_pairs.paths_of(pairs))}
 
     def norms(self, module: nn.Module) -> list[nn.Module]:
         """Those of which nothing is known yet."""
         known = self.done.swapped.keys() | self.done.left.keys()
-        there = (each for each in module.modules() if isinstance(each, Norms) and not isinstance(each, _Passed))
+        there = (each for each in module.modules() if isinstance(each, Norms))
         return [each for each in there if each not in self.others and self.name(each) not in known]
 
     def trace(self, module: nn.Module) -> None:
@@ -215,35 +249,50 @@ class _Work:
         if graphs is None:
             for part in module.children():
                 self.trace(part)
-            if type(module) is nn.Sequential and not _own_forward(module):
+            if isinstance(module, nn.Sequential) and _replace_fuse.is_plain_sequential(module):
                 for one, other in pairwise(module.children()):
                     if isinstance(other, nn.Linear) and one in self.norms(module):
-                        self.join(one, other, "side by side")
+                        self.join(one, other, module, "side by side")
             return
         for norm in self.norms(module):
             inside = self.name(norm).removeprefix(self.name(module)).removeprefix(".")
             linear, why = self.follow(graphs, inside)
             if linear is None:
                 self.done.left[self.name(norm)] = why
+                continue
+            taker = module.get_submodule(linear)
+            around = self.around(graphs, (inside, linear), {norm, taker})
+            if around is None:
+                self.done.left[self.name(norm)] = f"a checkpoint is begun around it and {linear} in a forward"
             else:
-                self.join(norm, module.get_submodule(linear), "by torch.fx")
+                self.join(norm, taker, around, "by torch.fx")
 
     def follow(self, graphs: list[fx.Graph], name: str) -> tuple[str | None, str]:
         """The Linear that alone takes a norm's result in all graphs, or why there is none."""
         found = set()
         for graph in graphs:
-            pairs, called = _pairs_of(graph)
+            called = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
             if called[name] == 0:
                 return None, "no trace of the model comes to it"
             if called[name] > 1:
                 return None, f"it is called {called[name]} times"
-            user = pairs.get(name)
+            (node,) = (node for node in graph.nodes if node.op == "call_module" and node.target == name)
+            user, why = _taker(node)
             if user is None:
-                return None, "its result goes to something else than one Linear"
-            if called[user] > 1:
-                return None, f"{user}, which takes its result, is called {called[user]} times"
-            found.add(user)
+                return None, why
+            taker = str(user.target)
+            if called[taker] > 1:
+                return None, f"{taker}, which takes its result, is called {called[taker]} times"
+            found.add(taker)
         return (found.pop(), "") if len(found) == 1 else (None, "its result goes to different modules")
+
+    def around(self, graphs: list[fx.Graph], names: tuple[str, str], both: set[nn.Module]) -> nn.Module | None:
+        """The innermost module that holds both and whose forward runs when the one is called and when the other is."""
+        ways: list[list[nn.Module]] = [
+            node.meta["running"] for graph in graphs for node in graph.nodes if str(node.target) in names
+        ]
+        inner = (each for each in reversed(ways[0]) if all(each in way for way in ways) and both <= {*each.modules()})
+        return next((each for each in inner if each not in both), None)
 
     # -------------------------------------------------------------------------------------- activations and sums
 
@@ -257,23 +306,30 @@ class _Work:
                 )
 
     def fusions(self) -> None:
-        """What stands behind a Linear, in Sequentials and in forwards that can be followed."""
+        """The forwards that pairs are called in; and what stands behind a Linear, in Sequentials and in forwards that
+        can be followed."""
+        made = _replace_fuse
         for module in list(self.model.modules()):
-            kind, made = type(module), _replace_fuse
-            if made.is_made(module) or "forward" in vars(module):
-                continue
-            if isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward:
+            known = made.made_of(type(module))
+            original, source, pairs, own = known or (type(module), None, (), None)
+            forward: Any = own or getattr(original, "forward")  # noqa: B009
+            found, pairs = "", tuple(sorted({*pairs, *self.pairs.get(module, ())}))
+            if source is not None or made.cannot_be_made(module):
+                pass
+            elif isinstance(module, nn.Sequential) and forward is nn.Sequential.forward:
                 found = made.in_sequential(module)
-                if found:
-                    module.__class__ = made.class_of(kind, made.SEQUENTIAL, made.sequential)
-                    self.done.swapped[self.name(module)] = found
-            elif made.wants(module):
-                other, found = made.rewrite(module)
-                if other is not None:
-                    module.__class__ = other
-                    self.done.swapped[self.name(module)] = f"{found} (its forward, by torch.fx)"
-                elif found:
-                    self.done.left[self.name(module)] = f"activations and sums: {found}"
+                source = made.SEQUENTIAL if found or pairs else None
+            elif made.wants(module, forward):
+                again = made.rewrite(module, forward)
+                if not isinstance(again, str):
+                    source, forward, what = again
+                    found = f"{what} (its forward, by torch.fx)"
+                elif again:
+                    self.done.left[self.name(module)] = f"activations and sums: {again}"
+            if source is not None or pairs:
+                module.__class__ = made.class_of(original, source, pairs, forward)
+            if found:
+                self.done.swapped[self.name(module)] = found
 
     # ------------------------------------------------------------------------------------------------- attentions
 
@@ -348,8 +404,9 @@ def replace(model: nn.Module) -> Replaced:
     Raises:
         TypeError: not a torch.nn.Module.
 
-    A trace sees what a module's own forward does, not what others do with its parts behind its back: where the whole
-    model cannot be traced, its parts are, each on its own.
+    Where the whole model cannot be traced, its parts are, each on its own. What changes afterwards (another part, a
+    slice, a hook) is seen by the next call, which computes a norm by itself where it and its Linear stand together no
+    more.
 
     Source: as heddle.norm_linear and heddle.attention.
     """
@@ -357,6 +414,7 @@ def replace(model: nn.Module) -> Replaced:
         raise HeddleTypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     work = _Work(model)
     work.attentions()
+    work.joined()
     work.trace(model)
     for norm in work.norms(model):
         work.done.left[work.name(norm)] = "torch.fx cannot trace what calls it"

@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from heddle._kinds import is_usual
 from heddle._nn_linear import activation_name, hooked, idle, stays, untouched
+from heddle._replace_pairs import NormedLinear, Pair, Unnormed, normed, paired, takes
 from heddle._torch import norm_linear
 
-_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -32,30 +33,24 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class FusedLinear(nn.Linear):
-    """A Linear that takes what stands around it: the parent of NormedLinear."""
-
-    def run(self, x: Tensor, activation: Any = None, residual: Tensor | None = None) -> Tensor:
-        """act(forward(x)) + residual"""
-        raise NotImplementedError
-
-
 def _fits(linear: Any, x: Any) -> bool:
     """Whether heddle can do what calling it does."""
     kind = type(linear)
-    if type(x) is not Tensor or not (kind is nn.Linear or issubclass(kind, FusedLinear)) or not untouched(linear, kind):
+    if kind not in (nn.Linear, NormedLinear) or not untouched(linear, kind):
         return False
-    device, dtype = x.device.type, linear.weight.dtype
-    if device not in ("cpu", "cuda") or dtype not in _TYPES or (device == "cuda" and dtype is torch.float64):
+    if type(x) is Unnormed:
+        if not x.fits():
+            return False
+        x = x.x
+    if not is_usual(x) or not takes(x.device.type, linear.weight.dtype):
         return False
-    return x.dtype is dtype or torch.is_autocast_enabled(device)
+    return x.dtype is linear.weight.dtype or torch.is_autocast_enabled(x.device.type)
 
 
-def _run(linear: Any, x: Tensor, activation: Any = None, residual: Tensor | None = None) -> Tensor:
-    if isinstance(linear, FusedLinear):
-        return linear.run(x, activation, residual)
-    made: Tensor = norm_linear(x, linear.weight, linear.bias, norm="none", activation=activation, residual=residual)
-    return made
+def _run(linear: Any, x: Any, activation: Any = None, residual: Tensor | None = None) -> Any:
+    if type(x) is Unnormed:
+        return normed(linear, x, activation, residual)
+    return norm_linear(x, linear.weight, linear.bias, norm="none", activation=activation, residual=residual)
 
 
 def activated(linear: Any, x: Any, activation: Any) -> Any:
@@ -69,12 +64,10 @@ def activated(linear: Any, x: Any, activation: Any) -> Any:
 
 def _takes(linear: Any, x: Any, residual: Any) -> bool:
     """Whether residual + linear(x) is one call: no dtype changes in it, and nothing is repeated."""
-    return (
-        _fits(linear, x)
-        and type(residual) is Tensor
-        and stays(x, residual)
-        and residual.shape == (*x.shape[:-1], linear.out_features)
-    )
+    if not _fits(linear, x) or not is_usual(residual):
+        return False
+    given = x.x if type(x) is Unnormed else x
+    return stays(given, residual) and residual.shape == (*given.shape[:-1], linear.out_features)
 
 
 def added(module: Any, dropouts: Sequence[Any], x: Any, residual: Any) -> Any:
@@ -82,18 +75,19 @@ def added(module: Any, dropouts: Sequence[Any], x: Any, residual: Any) -> Any:
     still = all(map(idle, dropouts))
     if still and _takes(module, x, residual):
         return _run(module, x, None, residual)
-    if still and _is_plain_sequential(module):
-        return sequential(module, x, residual)
+    if still and is_plain_sequential(module):
+        forward: Any = type(module).forward
+        return (sequential if forward is nn.Sequential.forward else forward)(module, x, residual)
     made = module(x)
     for dropout in dropouts:
         made = dropout(made)
     return residual + made
 
 
-def _is_plain_sequential(module: Any) -> bool:
+def is_plain_sequential(module: Any) -> bool:
     return (
         isinstance(module, nn.Sequential)
-        and type(module).forward in (nn.Sequential.forward, sequential)
+        and (type(module).forward is nn.Sequential.forward or getattr(module, "heddle_made", (None,))[-1] is sequential)
         and "forward" not in vars(module)
         and not hooked(module)
     )
@@ -129,35 +123,57 @@ def in_sequential(module: nn.Sequential) -> str:
 
 # ---------------------------------------------------------------------------------------------- a class with a forward
 
-_classes: dict[tuple[type, str], type] = {}
+_classes: dict[tuple[type, str | None, tuple[Pair, ...]], type] = {}
 SEQUENTIAL = ""  # in the place of a source
 
 
-def _again(original: type, source: str) -> Any:
-    """An instance without attributes: of the class made of `original` here, or of itself, which does the same."""
-    known = class_of(original, SEQUENTIAL, sequential) if source == SEQUENTIAL else _classes.get((original, source))
-    kind: Any = known or original
+def _again(original: type, source: str | None, pairs: tuple[Pair, ...] = ()) -> Any:
+    """An instance without attributes: of the class made of `original`; where its source is not known in this process,
+    of one without it, which does the same."""
+    if source and (original, source, pairs) not in _classes:
+        source = None
+    kind: Any = original if source is None and not pairs else class_of(original, source, pairs)
     return kind.__new__(kind)
 
 
-def class_of(original: type, source: str, forward: Any) -> type:
-    """`original` with another forward. Copies and pickles know it by both."""
-    kind = _classes.get((original, source))
+def class_of(original: type, source: str | None, pairs: tuple[Pair, ...] = (), forward: Any = None) -> type:
+    """`original` with another forward, whose source this is (None: with its own), and with pairs in that. Copies and
+    pickles know it by these. It has the name of the original, since some know a module by its class's name."""
+    kind = _classes.get((original, source, pairs))
     if kind is None:
+        forward = sequential if source == SEQUENTIAL else forward if source else None
 
         def reduce(self: Any, protocol: Any) -> Any:
             made = super(kind, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
-            return (_again, (original, source), *made[2:])
+            return (_again, (original, source, pairs), *made[2:])
 
-        names = {"forward": forward, "__reduce_ex__": reduce, "__module__": original.__module__, "heddle_made": source}
-        kind = type(f"Fused{original.__name__}", (original,), names)
-        _classes[original, source] = kind
+        names = {
+            "forward": paired(original, forward, pairs) if pairs else forward,
+            "__reduce_ex__": reduce,
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "heddle_made": (original, source, pairs, forward),
+        }
+        kind = type(original.__name__, (original,), names)
+        _classes[original, source, pairs] = kind
     return kind
 
 
-def is_made(module: Any) -> bool:
-    """Whether its forward is one of these."""
-    return "heddle_made" in vars(type(module))
+def made_of(kind: type) -> tuple[type, str | None, tuple[Pair, ...], Any] | None:
+    """What class_of made it of; the forward is None where it is that of the original."""
+    made: tuple[type, str | None, tuple[Pair, ...], Any] | None = vars(kind).get("heddle_made")
+    return made
+
+
+def cannot_be_made(module: Any) -> str | None:
+    """Why its class can have no other forward, or None."""
+    kind = type(module)
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    # What pickles or copies by itself makes no more than instances of the class that it knows.
+    ways: Any = (kind.__reduce_ex__, kind.__reduce__)
+    own = ways == (object.__reduce_ex__, object.__reduce__) and not hasattr(kind, "__deepcopy__")
+    return None if own or made_of(kind) else "its class copies itself"
 
 
 # ----------------------------------------------------------------------------------------------------- what is followed
@@ -184,9 +200,8 @@ _NAMES = frozenset((
 # fmt: on
 
 
-def _untold(module: Any) -> str | None:
+def _untold(module: Any, forward: Any) -> str | None:
     """Why its forward may do something else another time, or None."""
-    forward: Any = type(module).forward
     if not isinstance(forward, FunctionType) or forward.__closure__ or hasattr(forward, "__wrapped__"):
         return "its forward is wrapped"
     code = forward.__code__
@@ -276,7 +291,7 @@ class _Rewriting:
             chain.insert(0, made)
             made = made.args[0]
         part = self.part(made)
-        if not isinstance(residual, fx.Node) or not (isinstance(part, nn.Linear) or _is_plain_sequential(part)):
+        if not isinstance(residual, fx.Node) or not (isinstance(part, nn.Linear) or is_plain_sequential(part)):
             return False
         if not _alone(made, chain[0]):
             return False
@@ -286,33 +301,33 @@ class _Rewriting:
         return True
 
 
-def rewrite(module: nn.Module) -> tuple[type | None, str]:
-    """Its class with activations and sums in one with Linears, and what was found; None and why not."""
-    why = _untold(module)
+def rewrite(module: nn.Module, forward: Any) -> tuple[str, Any, str] | str:
+    """The source of its forward with activations and sums in one with Linears, that forward, and what was found; or
+    why there is none, empty where there is nothing to find."""
+    why = _untold(module, forward)
     if why is not None:
-        return None, why
+        return why
     try:
         graph = _OneDeep().trace(module)
     except Exception:  # what a model's own code may raise
-        return None, "torch.fx cannot trace its forward"
+        return "torch.fx cannot trace its forward"
     rewriting = _Rewriting(module, graph)
     for step in (rewriting.activation, rewriting.sum):
         for node in list(graph.nodes):
             step(node)
     if not rewriting.done:
-        return None, ""
+        return ""
     graph.lint()
     code = graph.python_code("self")
     space = dict(code.globals)
     exec(compile(code.src, f"<heddle.replace of {type(module).__name__}>", "exec"), space)
-    return class_of(type(module), code.src, space["forward"]), ", ".join(rewriting.done)
+    return code.src, space["forward"], ", ".join(rewriting.done)
 
 
-def wants(module: nn.Module) -> bool:
+def wants(module: nn.Module, forward: Any) -> bool:
     """Whether there may be something to fuse: a Linear and an activation, or a sum, in its own forward."""
     if not any(isinstance(part, (nn.Linear, nn.Sequential)) for part in module.children()):
         return False
-    forward: Any = type(module).forward
     code = getattr(forward, "__code__", None)
     if code is None or forward.__module__.partition(".")[0] in ("torch", "heddle"):
         return False

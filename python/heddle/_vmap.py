@@ -129,7 +129,9 @@ def attention_backward(ops: Any, info: Any, in_dims: tuple[int | None, ...], *ar
     for name in _FOLDED:
         if given[name] is not None:
             folded = _fold(given[name], dims[name], size)
-            given[name] = folded.contiguous() if name in ("lse", "dlse") else folded
+            # A batch of one is repeated by a stride of 0, which the library refuses for o: a forward would write it.
+            solid = name in ("lse", "dlse") or (name == "out" and folded.stride(0) == 0)
+            given[name] = folded.contiguous() if solid else folded
     for name in _SEGMENTS:
         if given[name] is not None:
             given[name] = _fold(given[name], dims[name], size).contiguous()

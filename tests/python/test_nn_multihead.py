@@ -308,3 +308,76 @@ def test_the_short_way(first, device, monkeypatch):
         plain(x[..., :5], x[..., :5], x[..., :5], need_weights=False)
     with pytest.raises(TypeError, match="sparse"):
         plain(*[x.detach().to_sparse()] * 3, need_weights=False)
+
+
+OF_PYTORCH = {
+    "MultiheadAttention": lambda **o: MultiheadAttention(E, H, **o),
+    "MultiheadAttention, more keys": lambda **o: MultiheadAttention(E, H, add_bias_kv=True, add_zero_attn=True, **o),
+    "TransformerEncoderLayer, pre-norm": lambda **o: TransformerEncoderLayer(E, H, 24, 0.0, norm_first=True, **o),
+    "TransformerEncoderLayer, post-norm": lambda **o: TransformerEncoderLayer(E, H, 24, 0.1, activation="gelu", **o),
+    "TransformerEncoder": lambda **o: nn.TransformerEncoder(
+        TransformerEncoderLayer(E, H, 24, 0.0, **o), 2, nn.LayerNorm(E, device=o["device"]), enable_nested_tensor=False
+    ),
+}
+
+
+def call_of(name, module):
+    """As its arguments are: a query, keys and values, with and without masks and weights."""
+    if not name.startswith("MultiheadAttention"):
+        return lambda x, hidden: module(x, src_key_padding_mask=hidden)
+
+    def attend(x, hidden):
+        weighted, weights = module(x, 2 * x, x.sin(), key_padding_mask=hidden)
+        return module(x, x, x, need_weights=False)[0] + weighted, weights
+
+    return attend
+
+
+@pytest.mark.parametrize("name", OF_PYTORCH)
+@pytest.mark.parametrize("batch_first", [False, True])
+@everywhere
+def test_compiled(name, batch_first, device):
+    """In one graph, forward and backward."""
+    module = OF_PYTORCH[name](batch_first=batch_first, device=device).eval()
+    call, x = call_of(name, module), torch.randn(L, L, E, device=device, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for hidden in (None, torch.arange(L, device=device).expand(L, L) > 2):
+        results, grads = [], []
+        for run in (compiled, call):
+            made = run(x, hidden)
+            made = made if isinstance(made, tuple) else (made,)
+            results.append(made)
+            loss = sum(t.sin().sum() for t in made)
+            grads.append(torch.autograd.grad(loss, [x, *module.parameters()], allow_unused=True))
+        assert_same(*results, 1e-5)
+        assert_same(*grads, 1e-4)
+
+
+class Called(nn.Module):
+    def __init__(self, name, module):
+        super().__init__()
+        self.module, self.call = module, call_of(name, module)
+
+    def forward(self, x, hidden):
+        return self.call(x, hidden)
+
+
+@pytest.mark.parametrize("name", OF_PYTORCH)
+@pytest.mark.parametrize("strict", [False, True])
+@everywhere
+def test_exported(name, strict, device):
+    """With the operators of heddle, for any number of tokens."""
+    module = Called(name, OF_PYTORCH[name](batch_first=True, device=device).eval())
+    x, hidden = torch.randn(B, S, E, device=device), torch.arange(S, device=device).expand(B, S) > 4
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    exported = torch.export.export(
+        module, (x, hidden), dynamic_shapes={"x": {1: tokens}, "hidden": {1: tokens}}, strict=strict
+    )
+    called = {str(node.target) for node in exported.graph.nodes}
+    assert "heddle.attention.default" in called and not any("scaled_dot_product" in each for each in called)
+    assert ("heddle.norm_linear.default" in called) == name.startswith("TransformerEncoder")
+    for s in (S, 12):
+        x, hidden = torch.randn(B, s, E, device=device), torch.arange(s, device=device).expand(B, s) > 4
+        made, want = (t if isinstance(t, tuple) else (t,) for t in (exported.module()(x, hidden), module(x, hidden)))
+        assert_same(made, want, 1e-5)

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import heddle
 import heddle.hf
+import heddle.nn
 
 B, H, S, D = 2, 4, 33, 16
 COPIES = {"aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy", "Memcpy DtoD (Device -> Device)"}
@@ -50,7 +51,58 @@ def patched(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def replaced():
+    """A block and an encoder layer of PyTorch's, on heddle."""
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(H * D), nn.Linear(H * D, 24), nn.Linear(24, H * D)
+
+        def forward(self, x):
+            return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    layer = nn.TransformerEncoderLayer(H * D, H, 24, 0.0, batch_first=True, norm_first=True)
+    made = nn.Sequential(Block(), layer, nn.Sequential(nn.RMSNorm(H * D), nn.Linear(H * D, H * D), nn.SiLU()))
+    done = heddle.replace(made)
+    assert {"0", "0.norm", "1", "2", "2.0"} <= done.swapped.keys(), done
+    return made
+
+
+# Their Linears without a bias where PyTorch multiplies, which copies one into its result on the CPU.
+MODULES = {
+    "nn.NormLinear": lambda: heddle.nn.NormLinear(H * D, 24, activation="swiglu"),
+    "nn.SelfAttention": lambda: heddle.nn.SelfAttention(H * D, H, bias=False, causal=True),
+    "nn.SelfAttention, a norm and fewer keys": lambda: heddle.nn.SelfAttention(H * D, H, 2, norm="rms", bias=False),
+    "nn.TransformerBlock": lambda: heddle.nn.TransformerBlock(H * D, H, hidden=24, causal=True),
+    "nn.MultiheadAttention": lambda: heddle.nn.MultiheadAttention(H * D, H, bias=False, batch_first=True),
+    "nn.TransformerEncoderLayer": lambda: heddle.nn.TransformerEncoderLayer(
+        H * D, H, 24, 0.0, "gelu", batch_first=True, norm_first=True
+    ),
+    "nn.LlamaBlock": lambda: heddle.nn.LlamaBlock(H * D, H, 2, hidden=24),
+    "replace": replaced,
+}
+
+
+def through(name):
+    """A module, of which there is one for each device, and its call."""
+    made = {device: MODULES[name]().to(device, TYPES[device]) for device in devices()}
+    if name == "nn.MultiheadAttention":
+        return lambda q, k, v: made[q.device.type](*[q + k + v] * 3, need_weights=False)[0]
+    return lambda q, k, v: made[q.device.type](q + k + v)
+
+
+def varlen(q, k, v):
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(*(t.view(B * S, H, D) for t in (q, k, v)), *(ENDS[q.device.type],) * 2, S, S)
+
+
 FLEXED, LAYER = flexed(), Layer()
+TYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+ENDS = {device: torch.arange(B + 1, dtype=torch.int32, device=device) * S for device in devices()}
+BY_THE_SWITCH = ("switch", "varlen_attn")
 WAYS = {
     "attention": lambda q, k, v: heddle.attention(rows(q), rows(k), rows(v), causal=True),
     "scaled_dot_product_attention": lambda q, k, v: heddle.scaled_dot_product_attention(
@@ -64,29 +116,34 @@ WAYS = {
     "packed": lambda q, k, v: heddle.flash_attn_varlen_func(
         *(t.view(B * S, H, D) for t in (q, k, v)), *(ENDS[q.device.type],) * 2, S, S, causal=True
     ),
+    "varlen_attn": varlen,
+    "norm_linear": lambda q, k, v: heddle.norm_linear(q + v, k.view(B * S, H * D), activation="gelu"),
+    **{name: through(name) for name in MODULES},
 }
-ENDS = {device: torch.arange(B + 1, dtype=torch.int32, device=device) * S for device in devices()}
 
 
 @pytest.fixture
 def way(request):
-    if request.param == "switch":
+    switched = request.param in BY_THE_SWITCH
+    if switched:
         flash = pytest.importorskip("torch.nn.attention")
         if not hasattr(flash, "activate_flash_attention_impl"):
             pytest.skip("torch has no switch")
         flash.activate_flash_attention_impl("heddle")
+    if request.param == "varlen_attn":
+        pytest.importorskip("torch.nn.attention.varlen")
     yield WAYS[request.param]
-    if request.param == "switch":
+    if switched:
         flash.restore_flash_attention_impl()
 
 
 def tensors(device):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return [torch.randn(B, S, H * D, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
+    return [torch.randn(B, S, H * D, device=device, dtype=TYPES[device]).requires_grad_() for _ in range(3)]
 
 
+# LlamaBlock makes float32 of its positions and its own dtype of their angles: s numbers, and s * head_dim / 2.
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "nn.LlamaBlock"], indirect=True)
 def test_nothing_is_copied_and_nothing_waits(way, device):
     q, k, v = tensors(device)
     dout = torch.randn_like(way(q, k, v))  # the first call finds out
