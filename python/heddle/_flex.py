@@ -18,10 +18,12 @@ from torch import Tensor
 
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
+from heddle._flex_apply import Expression, Score, conjuncts, varies
+from heddle._flex_calls import refuse
 from heddle._flex_forms import band, slope
 from heddle._flex_kept import Recipe, Shelf, are_lists_of, capturing, functions, latest, lists_of, recaller, stream_of
 from heddle._flex_masks import Evaluated, Masks, Problem, Tiles, dense, is_square, key_of, of_cut_tiles
-from heddle._flex_trace import Expression, Score, conjuncts, is_known, refuse, trace
+from heddle._flex_trace import is_known, trace
 from heddle._kinds import need_tensors
 from heddle._ops import prepare, short
 
@@ -139,10 +141,11 @@ _recall = recaller(_known, functions, latest, short, _refused)
 
 
 def _slopes(value: Any, p: Problem) -> Tensor | None:
-    """[h] or [b, h]; None where a gradient is wanted."""
+    """[h] or [b, h]; None where a gradient or a tangent is wanted."""
+    read = value.tensors() if isinstance(value, Expression) else [value] if isinstance(value, Tensor) else []
+    if any((torch.is_grad_enabled() and t.requires_grad) or varies(t) for t in read):
+        return None
     if isinstance(value, Expression):
-        if torch.is_grad_enabled() and any(t.requires_grad for t in value.tensors()):
-            return None
         value = value.values(p.indices())
     if not isinstance(value, Tensor):
         return torch.full((p.h,), float(value), dtype=p.real, device=p.device)
@@ -317,7 +320,8 @@ def _keep(
 def _found(score: Any, block_mask: Any, query: Tensor, p: Problem) -> tuple[dict[str, Any], list[Any] | None]:
     """All options but the scale; the terms of a bias."""
     if score is not None and not isinstance(score, Score):
-        refuse(f"a score_mod that returns {score!r} whatever the score is")
+        what = "a tensor" if isinstance(score, Tensor) else repr(score)
+        refuse(f"a score_mod that returns {what} whatever the score is")
     conditions, listed = _conditions_of(block_mask, query, p)
     known, tiles, lists = None, None, None
     own = conditions  # of the BlockMask, those that the kernels may go by

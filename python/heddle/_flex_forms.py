@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from heddle._flex_trace import Expression, Leaf, number_of
+from heddle._flex_apply import Expression, Leaf, number_of
 
 
 def linear(value: Any) -> tuple[float, float, float] | None:

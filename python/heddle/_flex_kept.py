@@ -9,24 +9,22 @@ are the same. What reads something that could change unseen, a list or an attrib
 
 from __future__ import annotations
 
-import dis
 import operator
 import types
 import weakref
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from heddle import _C
-from heddle._flex_trace import Expression
+from heddle._flex_apply import Expression
+from heddle._flex_reads import globals_of, is_constant, is_torchs
 
 _MOST = 64  # on a shelf
 _BYTES = 1 << 26  # of its tensors, where there is more than one
 _LARGEST = 1 << 24  # of one that is no BlockMask's mask
 
-_CONSTANT = (bool, str, type(None), torch.dtype, torch.device, types.BuiltinFunctionType)
 _USUAL = (Tensor, torch.nn.Parameter)
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 _ABSENT = object()  # a global that there is not
@@ -108,38 +106,23 @@ class _States:
             return 2, value
         if type(value) is tuple:
             return 3, tuple(self.of(part) for part in value)
-        told = isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in ("torch", "math")
-        if told or value is _ABSENT or type(value) in _CONSTANT:
+        if value is _ABSENT or is_constant(value):
             return value
         raise _Unseen
 
     def of_function(self, function: Any) -> Any:
-        if (function.__module__ or "").partition(".")[0] == "torch" and not function.__closure__:
+        if is_torchs(function):
             return function
-        if function.__code__.co_kwonlyargcount or any(function is each for each in self.around):  # it calls itself
+        code, names, looked_up = function.__code__, function.__globals__, globals_of(function.__code__)
+        calls_itself = any(function is each for each in self.around)
+        if code.co_kwonlyargcount or function.__dict__ or looked_up is None or calls_itself:
             raise _Unseen
         self.around.append(function)
-        code, names = function.__code__, function.__globals__
         cells = tuple(self.of(cell.cell_contents) for cell in function.__closure__ or ())
-        read = [(name, self.of(names.get(name, _ABSENT))) for name in _globals_of(code)]
+        read = [(name, self.of(names.get(name, _ABSENT))) for name in looked_up]
         state = 4, code, self.of(function.__defaults__), cells, names, tuple(part for pair in read for part in pair)
         self.around.pop()
         return state
-
-
-@lru_cache(maxsize=256)
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """Those that it, or a function defined in it, looks up."""
-    names = set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"):
-            raise _Unseen
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names.add(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= set(_globals_of(constant))
-    return tuple(sorted(names))
 
 
 def lists_of(mask: Any) -> Any:

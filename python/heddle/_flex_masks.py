@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from heddle._flex_apply import Expression, every
 from heddle._flex_forms import band
-from heddle._flex_trace import Expression, every
 from heddle._torch import block_lists
 
 _STRIP = 1 << 22  # elements of a mask that are computed at a time
@@ -109,7 +109,8 @@ class Evaluated:
 
     def values(self, indices: dict[str, Tensor]) -> Tensor:
         places = torch.broadcast_tensors(*(indices[name] for name in ("b", "h", "q_idx", "kv_idx")))  # type: ignore[no-untyped-call]
-        found: Tensor = torch.vmap(self.function)(*(place.reshape(-1) for place in places))
+        own = (place.clone(memory_format=torch.contiguous_format).view(-1) for place in places)  # it may write into
+        found: Tensor = torch.vmap(self.function)(*own)
         return found.reshape(places[0].shape)
 
     def key(self) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ from flex_help import (  # noqa: F401
     passed,
     problem,
 )
+from torch.autograd import forward_ad
 
 import heddle
 from heddle import _flex, _flex_masks
@@ -110,6 +111,86 @@ def test_window_of_both_sides_where_lengths_agree(passed):  # noqa: F811
     given = flex.create_block_mask(MASKS["window of both sides"](None), None, None, SQ, SQ, device="cpu", BLOCK_SIZE=16)
     heddle.flex_attention(q, k, v, None, given, enable_gqa=True)
     assert passed[0].get("window") == (5, 5) and "mask" not in passed[0]
+
+
+def slopes_of(one):
+    """ALiBi by a slope of each head, or by one number that is captured as such."""
+    if one:
+        return lambda w: (lambda slope: lambda s, b, h, i, j: s - slope * (i - j).abs())(w[0])
+    return lambda w: lambda s, b, h, i, j: s - w[h] * abs(i - j)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_slope_that_learns(masked, passed):  # noqa: F811
+    """Where it needs a gradient it is a bias, again and again; elsewhere alibi_slopes."""
+    q, k, v = (t.detach() for t in problem(torch.float64, sk=SQ, hk=H))
+    slope = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+    given = block_mask(lambda b, h, i, j: i >= j, sk=SQ) if masked else None
+
+    def score_mod(s, b, h, i, j):
+        return s + slope * (j - i) if masked else s - slope * (i - j).abs()
+
+    for _ in range(3):
+        passed.clear()
+        out = heddle.flex_attention(q, k, v, score_mod, given)
+        truth, _ = formula(q, k, v, score_mod, given and given.mask_mod)
+        assert torch.allclose(out, truth) and passed[0].keys() >= {"bias"}
+        grad, its_truth = (torch.autograd.grad(each.square().sum(), slope)[0] for each in (out, truth))
+        assert torch.allclose(grad, its_truth) and its_truth.abs() > 0.01
+        with torch.no_grad():
+            assert torch.allclose(heddle.flex_attention(q, k, v, score_mod, given), truth)
+            assert passed[1].keys() >= {"alibi_slopes"}
+            slope.mul_(1.5)
+
+
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("way", ["jvp", "jacfwd", "jacrev", "vmap", "jvp of vmap", "hessian"])
+def test_slopes_that_torch_func_goes_through(way, one):
+    q, k, v = (t.detach()[:, :, :9] for t in problem(torch.float64, sk=SQ, hk=H))
+    w, along = torch.rand(2, H, dtype=torch.float64), torch.rand(2, H, dtype=torch.float64)
+
+    def told(attend):
+        return {
+            "jvp": lambda: torch.func.jvp(attend, (w[0],), (along[0],))[1],
+            "jacfwd": lambda: torch.func.jacfwd(attend)(w[0]),
+            "jacrev": lambda: torch.func.jacrev(attend)(w[0]),
+            "vmap": lambda: torch.func.vmap(attend)(w),
+            "jvp of vmap": lambda: torch.func.jvp(torch.func.vmap(attend), (w,), (along,))[1],
+            "hessian": lambda: torch.func.hessian(lambda w: attend(w).square().sum())(w[0]),
+        }[way]()
+
+    got = told(lambda w: heddle.flex_attention(q, k, v, slopes_of(one)(w)))
+    truth = told(lambda w: formula(q, k, v, slopes_of(one)(w), None)[0])
+    assert torch.allclose(got, truth) and truth.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("one", [False, True])
+def test_tangents_of_slopes(one):
+    """Of a dual level, whose second call goes by what the first one found."""
+    q, k, v = (t.detach() for t in problem(torch.float64, sk=SQ, hk=H))
+    w, along = torch.rand(H, dtype=torch.float64), torch.rand(H, dtype=torch.float64)
+    with forward_ad.dual_level():
+        score_mod = slopes_of(one)(forward_ad.make_dual(w, along))
+        truth = forward_ad.unpack_dual(formula(q, k, v, score_mod, None)[0]).tangent
+        for _ in range(2):
+            tangent = forward_ad.unpack_dual(heddle.flex_attention(q, k, v, score_mod)).tangent
+            assert torch.allclose(tangent, truth) and truth.abs().max() > 0.01
+
+
+def test_a_factor_with_a_tangent_is_no_number():
+    """Its derivative is not lost."""
+    q, k, v = (t.detach() for t in problem(torch.float64, sk=SQ, hk=H))
+    factor, one = torch.tensor(0.5, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+
+    def attend(factor):
+        return heddle.flex_attention(q, k, v, lambda s, b, h, i, j: s * factor)
+
+    with pytest.raises(NotImplementedError, match="a score multiplied with what is no number"):
+        torch.func.jvp(attend, (factor,), (one,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="a score multiplied with what is no number"):
+        attend(forward_ad.make_dual(factor, one))
+    with pytest.raises(NotImplementedError, match="a score multiplied with what is no number"):
+        torch.func.vmap(attend)(torch.stack([factor, one]))
 
 
 # ------------------------------------------------------------------------------------------------- block masks

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
+import random
 import sys
+import time
+import types
 
 import pytest
 import torch
@@ -55,6 +59,141 @@ def test_nothing_is_taken_for_what_it_was(what, monkeypatch, passed):  # noqa: F
     if what == "code":
         window.__code__ = (lambda b, h, q, k: (q >= k) & (q - k <= 5)).__code__
     assert not torch.equal(run(), results[0]) and passed[-1]["window"] == (5, None)
+
+
+FACTOR = 0.5
+
+
+def given_by_no_argument():
+    """score_mods that are a score times a number, 0.5; and what makes it 3.0, in ways that no cell tells."""
+    things, few = {"c": 0.5}, [0.5]
+    get, at = things.get, few.__getitem__
+    of_another, number = (lambda: None), torch.tensor(0.5)
+    of_another.factor = 0.5
+
+    class Number(float):
+        factor = 0.5
+
+    a_number = Number(1)
+
+    def of_itself(s, b, h, i, j):
+        return s * of_itself.factor
+
+    @functools.wraps(torch.nn.functional.relu)
+    def of_torch(s, b, h, i, j):
+        return s * FACTOR
+
+    def named(*_):
+        globals()["FACTOR"] = 3.0
+
+    of_itself.factor = 0.5
+    return {
+        "dict.get": (lambda s, b, h, i, j: s * get("c"), lambda: things.update(c=3.0)),
+        "list.__getitem__": (lambda s, b, h, i, j: s * at(0), lambda: few.__setitem__(0, 3.0)),
+        "function's attribute": (of_itself, lambda: setattr(of_itself, "factor", 3.0)),
+        "another's attribute": (
+            lambda s, b, h, i, j: s * of_another.factor, lambda: setattr(of_another, "factor", 3.0),
+        ),
+        "number's attribute": (lambda s, b, h, i, j: s * a_number.factor, lambda: setattr(Number, "factor", 3.0)),
+        "globals": (lambda s, b, h, i, j: s * globals()["FACTOR"], named),
+        "eval": (lambda s, b, h, i, j: s * eval("FACTOR"), named),
+        "wrapped": (lambda s, b, h, i, j: of_torch(s, b, h, i, j), named),
+        "grad mode": (
+            lambda s, b, h, i, j: s * (0.5 if torch.is_grad_enabled() else 3.0), lambda: torch.set_grad_enabled(False),
+        ),
+        "data": (lambda s, b, h, i, j: s * number, lambda: setattr(number, "data", torch.tensor(3.0))),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", given_by_no_argument())
+def test_what_no_cell_tells(name, monkeypatch):
+    monkeypatch.setitem(globals(), "FACTOR", 0.5)
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    score_mod, change = given_by_no_argument()[name]
+    own = q.shape[-1] ** -0.5
+    try:
+        for factor in (0.5, 3.0):
+            for _ in range(2):
+                truth = heddle.attention(q, k, v, scale=own * factor)
+                assert torch.allclose(heddle.flex_attention(q, k, v, score_mod), truth, atol=1e-6), factor
+            change()
+    finally:
+        torch.set_grad_enabled(True)
+
+
+COUNT = 0
+
+
+def counting():
+    """score_mods that are a score times 1, 2, 3, ... at each call."""
+    count, inside, following = 0, torch.zeros(()), iter(range(1, 9)).__next__
+
+    def of_a_cell(s, b, h, i, j):
+        nonlocal count
+        count += 1
+        return s * count
+
+    def of_a_global(s, b, h, i, j):
+        global COUNT
+        COUNT += 1
+        return s * COUNT
+
+    def of_a_tensor(s, b, h, i, j):
+        return s * inside.add_(1)
+
+    def of_an_import(s, b, h, i, j):
+        import counted_by_the_test  # of sys.modules alone
+
+        return s * next(counted_by_the_test.numbers)
+
+    return {
+        "cell": of_a_cell,
+        "global": of_a_global,
+        "tensor": of_a_tensor,
+        "builtin": lambda s, b, h, i, j: s * following(),
+        "import": of_an_import,
+    }
+
+
+@pytest.mark.parametrize("name", counting())
+def test_what_is_another_number_at_each_call(name, monkeypatch):
+    monkeypatch.setitem(globals(), "COUNT", 0)
+    counted = types.ModuleType("counted_by_the_test")
+    counted.numbers = iter(range(1, 9))
+    monkeypatch.setitem(sys.modules, "counted_by_the_test", counted)
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    score_mod, own = counting()[name], q.shape[-1] ** -0.5
+    for count in range(1, 5):
+        truth = heddle.attention(q, k, v, scale=own * count)
+        assert torch.allclose(heddle.flex_attention(q, k, v, score_mod), truth, atol=1e-6), count
+
+
+def test_builtins_of_other_modules_are_not_kept():
+    """What PyTorch and math have is, and what of Python's own depends on its arguments alone."""
+    draw, now, root, least, tanh = random.random, time.perf_counter, math.sqrt, min, torch.tanh
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    kept = {
+        "random": lambda s, b, h, i, j: s * draw(),
+        "time": lambda s, b, h, i, j: s * now(),
+        "of torch and math": lambda s, b, h, i, j: tanh(s * root(4.0)) * least(3.0, 2.0),
+    }
+    for name, score_mod in kept.items():
+        heddle.flex_attention(q, k, v, score_mod)
+        assert _flex_trace.is_known(score_mod) == (name == "of torch and math")
+
+
+def test_what_was_known_is_forgotten():
+    """Once a function draws, nothing is kept of what it was before."""
+    q, k, v = (t.detach() for t in problem(torch.float32, hk=H))
+    draws = False
+
+    def score_mod(s, b, h, i, j):
+        return s + (torch.rand(()) * j if draws else 1)
+
+    heddle.flex_attention(q, k, v, score_mod)
+    draws = True
+    first, second = (heddle.flex_attention(q, k, v, score_mod) for _ in range(2))
+    assert not torch.equal(first, second)
 
 
 def test_what_is_the_same_is_not_traced_again(monkeypatch):
