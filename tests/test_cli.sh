@@ -361,6 +361,44 @@ works verify --case p22
 grep -q "overall: ok" out || wrong "heddle verify --case p22 does not end with a verdict"
 works verify --device ref --case fa2-warps
 refuses "is none of p22" verify --case nonsense
+works verify --device cpu --filter "fa2-warps: test 1" --json checks.json
+line='^{"case": "fa2-warps", "name": "test 1: 4×4.*", "check": ".*", "device": "cpu", "family": "[a-z0-9]*", "dtype": "f32", "error": [0-9.e-]*'
+[ "$(grep -c "$line, \"over_plain\": [0-9.e-]*, \"passed\": true}\$" checks.json)" = 5 ] &&
+    [ "$(grep -c "$line, \"over_plain\": null, \"passed\": true}\$" checks.json)" = 5 ] && [ "$(wc -l <checks.json)" = 10 ] ||
+    wrong "the checks as JSON: $(cat checks.json)"
+grep -q "overall: ok, 10 checks" out && ! grep -q "test 2" out || wrong "heddle verify --filter runs others: $(cat out)"
+works verify --device cpu --filter "attention, window of" --json checks.json
+[ "$(sed 's/.*"dtype": "\([^"]*\)".*/\1/' checks.json | tr '\n' ' ')" = "f32 bf16 f16 " ] && grep -q "^  window of one key .* ok$" out &&
+    grep -q "overall: ok, 1 checks" out || wrong "a line of the sweep as JSON: $(cat out checks.json)"
+works verify --device cpu --filter "test 1" --json /dev/null
+cp checks.json kept.json
+refuses "no problem is called nonsense" verify --filter nonsense --json kept.json
+cmp -s checks.json kept.json || wrong "checks that were not made took the place of others"
+refuses "No such file" verify --filter "test 1" --json nowhere/checks.json
+refuses "without --case and --filter" verify --bins --filter "test 1"
+works verify --device cpu --bins --random 2 --json bins.json
+works verify --device cpu --bins --random 2 --json bins.json
+grep -q '^{"device": "cpu", "dtype": "b\?f[0-9]*", "d_up_to": ' bins.json && [ $(($(wc -l <bins.json) % 2)) = 0 ] || wrong "bins: $(cat bins.json)"
+# on a terminal, how long it will take
+if python3 -c 'import pty' 2>/dev/null; then
+    cat >terminal.py <<'PY'
+import os, pty, sys
+process, terminal = pty.fork()
+if process == 0:
+    os.execv(sys.argv[1], sys.argv[1:])
+text = b""
+try:
+    while more := os.read(terminal, 4096):
+        text += more
+except OSError:
+    pass
+sys.stdout.buffer.write(text)
+sys.exit(os.waitpid(process, 0)[1])
+PY
+    python3 terminal.py "$heddle" verify --device cpu --case p22 >out || wrong "heddle verify on a terminal: $(cat out)"
+    grep -q $'^0 of 3\r\033\[K' out && grep -q $'2 of 3, 0:0[0-9] left\r\033\[K random dY' out && ! grep -q '3 of 3' out ||
+        wrong "no progress on a terminal: $(cat -v out)"
+fi
 works demo --quick
 grep -q "once printed" out || wrong "heddle demo --quick does not show what was once printed"
 refuses "is not an option" demo nonsense

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What the command does when memory runs out at any of its allocations, and when it is ended in the middle: it says so, is not
-# ended by a signal of its own making, and its files are all there or none is; nothing else is left.
+# What the command does when memory runs out at an allocation, when its files cannot be changed, and when it is ended. Of memory and
+# files it says so, is not ended by a signal of its own making, and its files are all there or none is; nothing else is left. The same
+# holds for the signals that it can catch and for SIGKILL up to the moment when the files get their places. Killed amid that, each
+# file is the old one or the new one, whole, and temporary files that are left are removed by the next that writes there.
 # Called by ctest as  test_failures.sh <source> <build>.
-# shellcheck disable=SC2086
+# `a && b || wrong` is meant as it is, and no name here has spaces.
+# shellcheck disable=SC2015,SC2086,SC2206
 set -u
 source=$1
 heddle=$2/heddle
@@ -16,11 +19,14 @@ fi
 directory=$(mktemp -d) && cd "$directory" || exit 1
 trap 'cd / && rm -rf "$directory"' EXIT
 mkdir there
-if ! ${CC:-cc} -O1 -shared -fPIC -o fail.so "$source/tests/preload/fail.c" -ldl 2>err; then
-    echo "left out: no C library with __libc_malloc: $(head -n 1 err)"
-    exit 77
-fi
+for library in fail files; do
+    if ! ${CC:-cc} -O1 -shared -fPIC -o $library.so "$source/tests/preload/$library.c" -ldl 2>err; then
+        echo "left out: not the C library that $library.c is for: $(head -n 1 err)"
+        exit 77
+    fi
+done
 failures=0
+ulimit -c 0
 export OMP_NUM_THREADS=2
 
 wrong() {
@@ -38,35 +44,43 @@ failing() { # N COMMAND...: its Nth allocation fails; the number of allocations 
 "$heddle" random --shape 7,16 --seed 2 --out w.npy || exit 1
 
 # ------------------------------------------------------------------------------------------------- out of memory
-each_allocation() { # COMMAND...: writes into there/, if anything
-    local n=1 status
+each_allocation() { # EACH WHOLE COMMAND...: writes into there/, if anything, and WHOLE tells that it is; every EACH-th allocation
+    local each=$1 whole=$2 n status
+    shift 2
+    n=$each
     rm -f there/*
     failing 0 "$@" || wrong "heddle $*: status $? with all its memory: $(cat err)"
     rm -rf right
     cp -r there right
-    cp out printed
     while :; do
         rm -f there/*
         failing $n "$@"
         status=$?
         [ $n -le "$(cat count)" ] || break
         if [ $status = 0 ]; then # what can be done without is done without
-            diff -r there right >/dev/null || wrong "heddle $*: allocation $n failed unnoticed"
+            $whole || wrong "heddle $*: allocation $n failed unnoticed"
         else
             [ $status -lt 126 ] || wrong "heddle $*: allocation $n fails, and the status is $status"
             [ -s err ] || wrong "heddle $*: allocation $n fails, and nothing is said"
             [ -z "$(ls -A there)" ] || wrong "heddle $*: allocation $n fails, and $(ls -A there) is left"
         fi
-        n=$((n + 1))
+        n=$((n + each))
     done
-    echo "heddle $1: $((n - 1)) allocations, each failed once"
+    echo "heddle $1: of $(cat count) allocations each$([ $each = 1 ] || echo " ${each}th") failed once"
 }
+is_right() { diff -r there right >/dev/null; }
+is_page() { tail -n 1 there/page.html | grep -q '</html>'; } # it has times
+is_checked() { grep -q 'overall: ok' out && is_right; }
+is_shown() { grep -q 'once printed' out; }
 
-each_allocation attention --q x.npy --k x.npy --v x.npy --mask causal-top-left --out there/o.npy --lse there/lse.npy \
+each_allocation 1 is_right attention --q x.npy --k x.npy --v x.npy --mask causal-top-left --out there/o.npy --lse there/lse.npy \
     --dout x.npy --dq there/dq.npy
-each_allocation norm-linear --x x.npy --w w.npy --out there/y.npy
-each_allocation random --shape 3,4 --out there/r.npy
-each_allocation info
+each_allocation 1 is_right norm-linear --x x.npy --w w.npy --out there/y.npy
+each_allocation 1 is_right random --shape 3,4 --out there/r.npy
+each_allocation 1 is_right info
+each_allocation 7 is_page bench --op attention --dtype f32 --filter "s64 " --seconds 0 --html there/page.html
+each_allocation 7 is_checked verify --device cpu --case fa2-warps --json there/checks.json
+each_allocation 7 is_shown demo --quick
 
 # ---------------------------------------------------------------------------------------------- ended in the middle
 # While it waits for somebody to read the pipe, its other file is written and has no name, or a temporary one.
@@ -80,7 +94,7 @@ ended_by() { # SIGNAL ENVIRONMENT...; bash's word of it is not wanted
 end_by() {
     local signal=$1 process
     shift
-    env --default-signal=INT "$@" "$heddle" attention --q x.npy --k x.npy --v x.npy --out there/new.npy --lse pipe >out 2>err &
+    env --default-signal=INT,QUIT "$@" "$heddle" attention --q x.npy --k x.npy --v x.npy --out there/new.npy --lse pipe >out 2>err &
     process=$!
     for _ in $(seq 200); do
         compgen -G 'there/.heddle*' >/dev/null && break
@@ -100,13 +114,15 @@ end_by() {
     [ $? = $((128 + $(kill -l "$signal"))) ] || wrong "SIG$signal: another status"
     [ "$(ls -A . there)" = "$before" ] || wrong "SIG$signal $* left $(comm -13 <(echo "$before") <(ls -A . there) | tr '\n' ' ')"
 }
+unnamed_ones=no
 if (cd there && python3 -c 'import os; os.close(os.open(".", os.O_TMPFILE | os.O_WRONLY))') 2>/dev/null; then
-    for signal in TERM INT HUP KILL; do
+    unnamed_ones=yes
+    for signal in TERM INT HUP QUIT XCPU USR1 KILL; do
         ended_by $signal
     done
 fi
-for signal in TERM INT HUP; do
-    ended_by $signal HEDDLE_NO_UNNAMED=1 LD_PRELOAD="$directory/fail.so"
+for signal in TERM INT HUP QUIT XCPU USR1; do
+    ended_by $signal HEDDLE_NO_UNNAMED=1 LD_PRELOAD="$directory/files.so"
 done
 
 # The same results either way, and over what was there.
@@ -115,7 +131,7 @@ for unnamed in "" 1; do
     echo old >there/o.npy
     chmod 600 there/o.npy
     for _ in 1 2; do
-        env ${unnamed:+HEDDLE_NO_UNNAMED=1} LD_PRELOAD="$directory/fail.so" "$heddle" attention --q x.npy --k x.npy --v x.npy \
+        env ${unnamed:+HEDDLE_NO_UNNAMED=1} LD_PRELOAD="$directory/files.so" "$heddle" attention --q x.npy --k x.npy --v x.npy \
             --out there/o.npy --lse there/lse.npy || wrong "no results with files${unnamed:+ of a temporary name}"
     done
     [ "$(stat -c %a there/o.npy)" = 600 ] || wrong "the file's mode was not kept"
@@ -124,6 +140,113 @@ for unnamed in "" 1; do
     rm -rf first
     cp -r there first
 done
+
+# ------------------------------------------------------------------------------ killed, or refused, at every change of a file
+outputs="o lse dq"
+command="attention --q x.npy --k x.npy --v x.npy --out there/o.npy"
+all=" --lse there/lse.npy --dout x.npy --dq there/dq.npy"
+rm -rf there && mkdir there
+"$heddle" $command$all || exit 1
+rm -rf new && mv there new
+
+# at_change N WHAT OLD ENVIRONMENT...: a run of it in which the Nth change of a file is WHAT (KILL, REFUSE), where the OLD outputs were
+# there before. Each file is then the old one, and there if it was, or the new one; how many are new goes to $changed, and how many
+# others there are to $strays.
+at_change() {
+    local n=$1 what=$2 old=$3 x file
+    shift 3
+    rm -rf there && mkdir there
+    for x in $old; do echo "old $x" >there/$x.npy; done
+    { env "HEDDLE_${what}_AT=$n" "$@" LD_PRELOAD="$directory/files.so" "$heddle" $command$all >out 2>err; } 2>/dev/null
+    status=$?
+    changed=0
+    strays=0
+    for x in $outputs; do
+        if cmp -s there/$x.npy new/$x.npy; then
+            changed=$((changed + 1))
+        elif [[ " $old " == *" $x "* ]]; then
+            [ "$(cat there/$x.npy)" = "old $x" ] || wrong "$what at change $n${*:+, $*}: $x is neither the old one nor the new"
+        else
+            [ ! -e there/$x.npy ] || wrong "$what at change $n${*:+, $*}: $x is there in part"
+        fi
+    done
+    for file in there/.[!.]*; do
+        [ -e "$file" ] || continue
+        strays=$((strays + 1))
+        [[ $file =~ ^there/\.heddle-[0-9]+-[0-9]+$ ]] || wrong "$what at change $n${*:+, $*} leaves $file"
+    done
+}
+
+# each_kill OLD MOST ENVIRONMENT...: killed behind each change in turn; at no more than MOST of them something is left, which the next
+# run removes.
+each_kill() {
+    local n=0 old=$1 most=$2 some=0
+    shift 2
+    while n=$((n + 1)) && at_change $n KILL "$old" "$@" && [ $status = 137 ]; do
+        [ $strays = 0 ] || some=$((some + 1))
+        "$heddle" random --shape 2 --out there/next.npy || wrong "the next run fails"
+        ! compgen -G 'there/.[!.]*' >/dev/null || wrong "killed at change $n, then another: $(ls -A there) is there"
+    done
+    [ $status = 0 ] && [ $changed = "$(wc -w <<<"$outputs")" ] && [ $strays = 0 ] || wrong "status $status at change $n, which is none: $(cat err)"
+    [ $some -le "$most" ] || wrong "killed over${old:+ $old}${*:+, $*}: something is left at $some moments"
+    echo "killed at each of $((n - 1)) changes of files${old:+, over $old}${*:+, $*}: something left for the next run at $some"
+}
+
+# each_refusal OLD ENVIRONMENT...: all are new or none, or it is said which.
+each_refusal() {
+    local n=0 old=$1
+    shift
+    while n=$((n + 1)) && at_change $n REFUSE "$old" "$@" && [ $status != 0 ]; do
+        [ $status = 2 ] && grep -q 'Input/output error' err || wrong "refused change $n: status $status: $(cat err)"
+        [ $strays = 0 ] || wrong "refused change $n${*:+, $*} leaves $(ls -A there)"
+        [ $changed = "$(grep -c 'is the new one all the same' err)" ] || wrong "refused change $n${*:+, $*}: $changed new: $(cat err)"
+        [ $changed = 0 ] || [[ " $* " == *NO_EXCHANGE* ]] || wrong "refused change $n${*:+, $*}: $changed new: $(cat err)"
+    done
+    [ $changed = 3 ] && [ $n -gt 6 ] || wrong "no change after the ${n}th: $changed new"
+}
+
+named=HEDDLE_NO_UNNAMED=1
+if [ "$unnamed_ones" = yes ]; then
+    each_kill "" 0
+    each_kill "lse" 3
+    each_kill "o lse" 6
+    each_kill "o lse dq" 10
+    each_kill "o dq" 5 HEDDLE_NO_EXCHANGE=1
+    for old in "" "lse" "o dq" "o lse dq"; do
+        each_refusal "$old"
+        each_refusal "$old" HEDDLE_NO_EXCHANGE=1
+    done
+fi
+for old in "" "lse" "o lse dq"; do
+    each_kill "$old" 99 $named
+    each_refusal "$old" $named
+done
+all=""
+outputs=o
+if [ "$unnamed_ones" = yes ]; then
+    each_kill "" 0
+    each_kill "o" 1
+fi
+each_kill "o" 99 $named
+
+# What is somebody's is left alone: a process that runs, a lock, another user's file, another kind of name or of file.
+rm -rf there && mkdir there
+dead=$(sh -c 'echo $$')
+kept=(there/.heddle-$$-0 there/.heddle-0$dead-0 there/.heddle-$dead-0x there/.heddle-$dead there/heddle-$dead-0)
+touch "${kept[@]}" there/.heddle-$dead-{0,1,4}
+mkdir there/.heddle-$dead-2
+ln -s ../x.npy there/.heddle-$dead-3
+kept+=(there/.heddle-$dead-{2,3})
+chown 65534 there/.heddle-$dead-4 2>/dev/null && kept+=(there/.heddle-$dead-4)
+exec 9<there/.heddle-$dead-0
+flock 9 2>/dev/null && kept+=(there/.heddle-$dead-0)
+"$heddle" random --shape 2 --out there/next.npy || wrong "a run beside files of others fails"
+exec 9<&-
+for file in "${kept[@]}"; do
+    [ -L "$file" ] || [ -e "$file" ] || wrong "$file was somebody's, and is gone"
+done
+[ ! -e there/.heddle-$dead-1 ] || wrong "what a dead process left is there still"
+rm -rf there && mkdir there
 
 [ $failures = 0 ] && echo "ok"
 [ $failures = 0 ]

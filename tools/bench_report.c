@@ -21,20 +21,6 @@ __asm__(READ_ONLY "report_html:\n"
                   ".byte 0\n" AS_BEFORE);
 extern const char report_html[];
 
-/* A string of JSON that may also stand in a script of a page. */
-static void put_string(FILE *to, const char *text) {
-    putc('"', to);
-    for (const unsigned char *p = (const unsigned char *)text; *p; p++) {
-        if (*p == '"' || *p == '\\')
-            fprintf(to, "\\%c", *p);
-        else if (*p < 0x20 || *p == '<')
-            fprintf(to, "\\u%04x", *p);
-        else
-            putc(*p, to);
-    }
-    putc('"', to);
-}
-
 /* How bench/cpu.py calls the same problem. */
 static void put_key(FILE *to, const bench_row *row) {
     const bench_case *c = row->c;
@@ -47,7 +33,7 @@ static void put_key(FILE *to, const bench_row *row) {
                  c->dtype == HEDDLE_F32 ? "" : dtype_name(c->dtype), c->dtype == HEDDLE_F32 ? "" : " ", (long long)c->b,
                  (long long)c->h, (long long)c->sk, (long long)c->d, c->mask == HEDDLE_MASK_NONE ? "" : " causal",
                  pass);
-    put_string(to, text);
+    put_json_string(to, text);
 }
 
 void bench_row_json(FILE *to, const bench_row *row, const bench_machine *machine) {
@@ -55,7 +41,7 @@ void bench_row_json(FILE *to, const bench_row *row, const bench_machine *machine
     fprintf(to, "{\"op\": \"%s\", \"pass\": \"%s\", \"dtype\": \"%s\", \"device\": \"%s\", \"name\": ",
             c->h ? "attention" : "norm-linear", row->pass == HEDDLE_FORWARD ? "forward" : "backward",
             dtype_name(c->dtype), device_name(machine->device));
-    put_string(to, row->name);
+    put_json_string(to, row->name);
     fputs(", \"key\": ", to);
     put_key(to, row);
     if (c->h == 0)
@@ -66,9 +52,9 @@ void bench_row_json(FILE *to, const bench_row *row, const bench_machine *machine
                 (long long)c->b, (long long)c->h, (long long)c->hk, (long long)c->sq, (long long)c->sk, (long long)c->d,
                 c->mask == HEDDLE_MASK_NONE ? "false" : "true");
     fputs(", \"option\": ", to);
-    put_string(to, c->option ? c->option : "");
+    put_json_string(to, c->option ? c->option : "");
     fputs(", \"kernel\": ", to);
-    put_string(to, row->kernel);
+    put_json_string(to, row->kernel);
     fprintf(to, ", \"isa\": \"%s\", \"threads\": %d, \"ms\": %.6g, \"ms_low\": %.6g, \"ms_high\": %.6g", machine->isa,
             machine->threads, 1e3 * row->seconds, 1e3 * row->low, 1e3 * row->high);
     const double rate = row->seconds > 0 ? 1e-9 * row->work / row->seconds : 0;
@@ -89,25 +75,25 @@ void bench_row_json(FILE *to, const bench_row *row, const bench_machine *machine
 static void put_machine(FILE *to, const bench_machine *m) {
     char number[64];
     fputs("{\"heddle\": ", to);
-    put_string(to, heddle_version_string());
+    put_json_string(to, heddle_version_string());
     fputs(", \"device\": ", to);
-    put_string(to, device_name(m->device));
+    put_json_string(to, device_name(m->device));
     snprintf(number, sizeof number, "%s, %d thread%s", m->isa, m->threads, m->threads == 1 ? "" : "s");
     if (strcmp(m->text, number) != 0) { /* a CPU is told of by these alone */
         fputs(", \"what it is\": ", to);
-        put_string(to, m->text);
+        put_json_string(to, m->text);
     }
     fputs(", \"processor\": ", to);
-    put_string(to, m->cpu);
+    put_json_string(to, m->cpu);
     fputs(", \"instruction set\": ", to);
-    put_string(to, number);
+    put_json_string(to, number);
     if (m->copy > 0) {
         snprintf(number, sizeof number, "%.2f TB/s, read plus written", 1e-12 * m->copy);
         fputs(", \"a copy within the device\": ", to);
-        put_string(to, number);
+        put_json_string(to, number);
     }
     fputs(", \"measured at\": ", to);
-    put_string(to, m->date);
+    put_json_string(to, m->date);
     fputs("}", to);
 }
 

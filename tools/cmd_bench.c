@@ -167,20 +167,6 @@ static void print_line(const bench_row *row) {
     putchar('\n');
 }
 
-/* On a terminal, which row is running and how long the rest will take at the pace so far. */
-static void progress(int done, int all, double begin) {
-    if (!isatty(STDERR_FILENO))
-        return;
-    const double left = done ? (now() - begin) / done * (all - done) : 0;
-    if (done == all)
-        fputs("\r\033[K", stderr);
-    else if (done)
-        fprintf(stderr, "\r\033[K%d of %d, %d:%02d left", done, all, (int)left / 60, (int)left % 60);
-    else
-        fprintf(stderr, "\r\033[K0 of %d", all);
-    fflush(stderr);
-}
-
 /* ------------------------------------------------------------------------------------------------------ all rows */
 
 static void name_kernels(const bench_case *c, const job *j, char kernels[2][128]) {
@@ -223,8 +209,7 @@ static double work_of(const bench_case *c, const job *j, const bench_row *row) {
 }
 
 static void put_row(const request *r, const bench_row *row, FILE *rows) {
-    if (isatty(STDERR_FILENO))
-        fputs("\r\033[K", stderr);
+    hide_progress();
     if (r->json) {
         bench_row_json(stdout, row, &r->machine);
         putchar('\n');
@@ -291,11 +276,11 @@ static bool run_cases(const request *r, FILE *rows) {
         return complain("no row is called %s", r->filter ? r->filter : "so"), false;
     const double begin = now();
     for (; done < wanted; done++) {
-        progress(done, wanted, begin);
+        show_progress(done, wanted, begin);
         if (!run_case(&all[done], r, rows))
             return false;
     }
-    progress(done, wanted, begin);
+    hide_progress();
     return true;
 }
 

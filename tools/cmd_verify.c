@@ -1,9 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#define _POSIX_C_SOURCE 200809L
 #include "verify.h"
+#ifndef _WIN32
+#include "npy.h"
+#endif
 
+#include <errno.h>
 #include <getopt.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 static const char usage[] =
     "Usage: heddle verify [options]\n"
@@ -24,13 +31,20 @@ static const char usage[] =
     "      day50             self-attention backward: square or not, its invariants\n"
     "      day55             FlashAttention, N = 128, d = 32, with its true values\n"
     "      sweep             every option alone and combined, odd sizes, in f32, bf16 and f16\n"
+    "  --filter TEXT         only problems whose name has this; one is \"sweep: attention, softcap\", the others are\n"
+    "                        called as their reports and tables are headed: \"fa2-warps: test 1: 4×4...\"\n"
     "  --seed N              of the random inputs and combinations; default 1\n"
     "  --random N            how many random combinations; default 24\n"
     "  --bins                random attention alone, without a line for each: what fails, and the averages of our "
     "error "
     "over\n"
     "                        plain's by type, head dim, keys seen and tensor, each at most 1.1\n"
-    "  --json FILE           those averages as lines of JSON, too\n"
+    "  --json FILE           a line of JSON for each check: its names, the instruction set or family of the kernel, "
+    "the\n"
+    "                        type, the error, that over plain's, and whether it passed; of the sweep three lines a "
+    "case,\n"
+    "                        of the tensor that comes nearest to what is allowed. With --bins the averages, which are\n"
+    "                        added to what is there\n"
     "  --verbose             the sweep prints every tensor\n"
     "\n"
     "Example\n"
@@ -56,9 +70,15 @@ static bool verify_device(verify *v, heddle_device device, int chosen) {
     printf("heddle %s on %s: %s\n", heddle_version_string(), device_name(device), text);
     if (v->bins)
         return verify_bins(v);
-    for (int i = 0; i < REPORTS; i++)
-        if ((chosen < 0 || chosen == i) && !reports[i].run(v))
-            return false;
+    v->problems = v->done = 0;
+    v->begin = now();
+    for (int counts = 1; counts >= 0; counts--) {
+        v->counts = counts;
+        for (int i = 0; i < REPORTS; i++)
+            if ((chosen < 0 || chosen == i) && !reports[i].run(v))
+                return false;
+    }
+    hide_progress();
     return true;
 }
 
@@ -73,13 +93,54 @@ static int run(verify *v, bool device_given, int chosen) {
     if (!ran)
         return EXIT_TROUBLE;
     if (v->checked == 0)
-        return complain("no device to verify is there; see heddle info");
+        return v->filter ? complain("no problem is called %s", v->filter)
+                         : complain("no device to verify is there; see heddle info");
     printf("\noverall: %s, %d checks, %d failed\n", v->failed ? "FAILED" : "ok", v->checked, v->failed);
     return v->failed ? EXIT_CHECK_FAILED : 0;
 }
 
+/* The checks as text, and where it goes. */
+typedef struct json_file {
+    const char *path;
+    char *text;
+    size_t n;
+} json_file;
+
+#ifdef _WIN32 /* which has no place of memory to write to like a file */
+static bool open_json(json_file *f, FILE **to) {
+    *to = fopen(f->path, "w");
+    return *to || (complain("%s: %s", f->path, strerror(errno)), false);
+}
+
+static bool close_json(json_file *f, FILE *from, bool ran) {
+    (void)ran;
+    return fclose(from) == 0 || (complain("%s: %s", f->path, strerror(errno)), false);
+}
+#else
+/* What cannot be written is found out before anything takes its time; a pipe or the like is left alone until then. */
+static bool open_json(json_file *f, FILE **to) {
+    npy_outputs none = {0};
+    struct stat st;
+    const bool other = stat(f->path, &st) == 0 && !S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode),
+               good = other || npy_stage_bytes(&none, f->path, "", 0);
+    npy_abandon(&none);
+    *to = good ? open_memstream(&f->text, &f->n) : NULL;
+    return *to || (good && (complain("no memory"), false));
+}
+
+static bool close_json(json_file *f, FILE *from, bool ran) {
+    npy_outputs out = {0};
+    bool good = fclose(from) == 0 || (complain("no memory"), false);
+    good = good && (!ran || (npy_stage_bytes(&out, f->path, f->text, f->n) && npy_commit(&out)));
+    npy_abandon(&out);
+    free(f->text);
+    return good;
+}
+#endif
+
 typedef struct request {
     verify v;
+    json_file json;
     bool device_given;
     int chosen;
 } request;
@@ -95,7 +156,8 @@ static bool set_option(void *to, int option, char *text) {
     case 's': return parse_seed("--seed", text, &r->v.seed);
     case 'r': return parse_int("--random", text, 0, INT32_MAX, &r->v.random_cases);
     case 'b': return r->v.bins = true;
-    case 'j': r->v.json = text; return true;
+    case 'j': r->json.path = text; return true;
+    case 'f': r->v.filter = text; return true;
     case 'v': return r->v.verbose = true;
     default: return false;
     }
@@ -103,23 +165,24 @@ static bool set_option(void *to, int option, char *text) {
 
 int cmd_verify(int argc, char **argv) {
     static const struct option options[] = {
-        {"device", required_argument, NULL, 'd'},
-        {"case", required_argument, NULL, 'c'},
-        {"seed", required_argument, NULL, 's'},
-        {"random", required_argument, NULL, 'r'},
-        {"bins", no_argument, NULL, 'b'},
-        {"json", required_argument, NULL, 'j'},
-        {"verbose", no_argument, NULL, 'v'},
-        {"help", no_argument, NULL, 'h'},
-        {0},
+        {"device", required_argument, NULL, 'd'}, {"case", required_argument, NULL, 'c'},
+        {"filter", required_argument, NULL, 'f'}, {"seed", required_argument, NULL, 's'},
+        {"random", required_argument, NULL, 'r'}, {"bins", no_argument, NULL, 'b'},
+        {"json", required_argument, NULL, 'j'},   {"verbose", no_argument, NULL, 'v'},
+        {"help", no_argument, NULL, 'h'},         {0},
     };
     request r = {.v = {.seed = 1, .random_cases = 24}, .chosen = -1};
     const int status = read_options("verify", usage, options, argc, argv, set_option, &r);
     if (status != NEXT)
         return status;
-    if (r.v.json && !r.v.bins)
-        return complain("--json is for --bins");
-    if (r.v.bins && r.chosen >= 0)
-        return complain("--bins has its own cases: without --case");
-    return run(&r.v, r.device_given, r.chosen);
+    if (r.v.bins && (r.chosen >= 0 || r.v.filter))
+        return complain("--bins has its own cases: without --case and --filter");
+    if (r.v.bins)
+        r.v.bins_json = r.json.path;
+    else if (r.json.path && !open_json(&r.json, &r.v.json))
+        return EXIT_TROUBLE;
+    const int result = run(&r.v, r.device_given, r.chosen);
+    if (r.v.json && !close_json(&r.json, r.v.json, result != EXIT_TROUBLE))
+        return EXIT_TROUBLE;
+    return result;
 }

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 /* Windows has aligned memory, but of another kind than what free() takes. */
 #ifdef _WIN32
@@ -28,6 +29,7 @@ typedef struct arena_block {
 
 int complain(const char *format, ...) {
     va_list args;
+    hide_progress();
     fflush(stdout);
     fputs("heddle: ", stderr);
     va_start(args, format);
@@ -203,6 +205,43 @@ double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static bool progress_is_shown;
+
+/* Not for every part, where there are thousands a second. */
+void show_progress(int64_t done, int64_t all, double begin) {
+    static double last;
+    const double at = now(), left = done ? (at - begin) / (double)done * (double)(all - done) : 0;
+    if (!isatty(STDERR_FILENO) || (progress_is_shown && at - last < 0.1))
+        return;
+    last = at;
+    hide_progress();
+    fflush(stdout);
+    fprintf(stderr, "%lld of %lld", (long long)done, (long long)all);
+    if (done)
+        fprintf(stderr, ", %lld:%02d left", (long long)left / 60, (int)((long long)left % 60));
+    fflush(stderr);
+    progress_is_shown = true;
+}
+
+void hide_progress(void) {
+    if (progress_is_shown)
+        fputs("\r\033[K", stderr);
+    progress_is_shown = false;
+}
+
+void put_json_string(FILE *to, const char *text) {
+    putc('"', to);
+    for (const unsigned char *p = (const unsigned char *)text; *p; p++) {
+        if (*p == '"' || *p == '\\')
+            fprintf(to, "\\%c", *p);
+        else if (*p < 0x20 || *p == '<')
+            fprintf(to, "\\u%04x", *p);
+        else
+            putc(*p, to);
+    }
+    putc('"', to);
 }
 
 static int compare_doubles(const void *a, const void *b) {

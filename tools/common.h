@@ -8,6 +8,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 
 /* Exit statuses: 0 success, 1 a check failed, 2 the command could not be carried out. */
 enum { EXIT_CHECK_FAILED = 1, EXIT_TROUBLE = 2 };
@@ -65,6 +66,14 @@ bool device_ready(heddle_device device);
 
 /* Seconds on a clock that only goes forward. */
 double now(void);
+
+/* On a terminal a line on stderr: how many parts of a job are done, and how long the rest will take at the pace since
+ * `begin`. It has to be hidden before anything is printed. */
+void show_progress(int64_t done, int64_t all, double begin);
+void hide_progress(void);
+
+/* A string of JSON that may also stand in a script of a page. */
+void put_json_string(FILE *to, const char *text);
 
 /* The middle one; sorts x. */
 double median(double *x, int n);

@@ -29,14 +29,17 @@ static void print_usage(FILE *to) {
           to);
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
         fprintf(to, "  %-12s %s\n", commands[i].name, commands[i].what);
-    fputs(
-        "\n"
-        "heddle COMMAND --help explains one. heddle --version prints the version.\n"
-        "Exit status: 0 success, 1 a check failed, 2 the command could not be carried out (and one line says why).\n\n"
-        "Example\n"
-        "  n=0; for x in q k v; do n=$((n+1)); heddle random --shape 1,2,33,16 --seed $n --out $x.npy; done\n"
-        "  heddle attention --q q.npy --k k.npy --v v.npy --mask causal-top-left --out o.npy\n",
-        to);
+    fputs("\n"
+          "heddle COMMAND --help explains one. heddle --version prints the version.\n"
+          "Exit status: 0 success, 1 a check failed, 2 the command could not be carried out (and one line says why).\n"
+          "Files that a command writes take the places of old ones whole, each in one step; where anything fails, or a "
+          "signal\n"
+          "ends the command, none does. Only SIGKILL while several take their places may leave some new and others "
+          "old.\n\n"
+          "Example\n"
+          "  n=0; for x in q k v; do n=$((n+1)); heddle random --shape 1,2,33,16 --seed $n --out $x.npy; done\n"
+          "  heddle attention --q q.npy --k k.npy --v v.npy --mask causal-top-left --out o.npy\n",
+          to);
 }
 
 static int run(int argc, char **argv) {

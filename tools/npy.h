@@ -28,16 +28,21 @@ void npy_shape_text(int rank, const int64_t *shape, char *text, size_t n);
 /* Reads all of the file, or complains in one line and returns false. */
 bool npy_read(arena *m, const char *path, npy_array *out);
 
-/* Files that appear together or not at all. Each is written to a file without a name in the directory of its target and takes
- * the target's place in npy_commit; whatever fails or ends the program, everything stays as it was. On a file system that knows
- * only files with names, they have temporary ones, which npy_abandon and the signals that end a program remove. Where the path is a symbolic link, the target is what that names, be it there or not. What is not
- * a regular file (a pipe, /dev/null) is written straight away. */
+/* Files that appear together or not at all: each is written to one without a name in the directory of its target, and
+ * takes the target's place in npy_commit, by one step of the file system, so that it is the old one or the new one,
+ * whole, at every moment. Whatever fails, everything stays as it was, as it does when a signal ends the program that it
+ * can catch. SIGKILL amid npy_commit may leave some outputs new and others old, and the temporary names by which old
+ * files are replaced (".heddle-<process>-<number>"); the next outputs into the directory remove those. On a file system
+ * that knows only files with names they have such names from the start, and where it cannot exchange two files, what was
+ * replaced before another failed is not put back, which is complained of. Where the path is a symbolic link, the target
+ * is what that names, be it there or not. What is not a regular file (a pipe, /dev/null) is written straight away. */
 #define NPY_MAX_OUTPUTS 16
 typedef struct npy_outputs {
     int count;
     struct npy_output {
-        char *target, *temporary, *backup;
-        int unnamed; /* its descriptor while it has no name, else -1 */
+        char *target, *temporary; /* a name beside it, or NULL: none yet, or no more */
+        int fd;                   /* open and locked until all have their places */
+        enum { NPY_STAGED, NPY_CREATED, NPY_EXCHANGED, NPY_REPLACED } state;
     } file[NPY_MAX_OUTPUTS];
 } npy_outputs;
 

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "npy.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -10,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -46,8 +48,9 @@ static bool write_array(int fd, const npy_array *a) {
 
 /* ------------------------------------------------------------------------------------------------------- signals */
 
-/* Who ends the command (TERM, INT, HUP, QUIT) leaves no half-written file behind. The handler may run in any of OpenMP's
- * threads, so blocking signals would keep nothing off: the outputs have a lock that it asks for without waiting. */
+/* Who ends the command by a signal of `ends` leaves no half-written file behind. The handler may run in any of
+ * OpenMP's threads, so blocking signals would keep nothing off: the outputs have a lock that it asks for without
+ * waiting. */
 enum { FREE, IN_USE, ENDING };
 static atomic_int lock, caught, cleans_at_exit;
 static npy_outputs *_Atomic half_written;
@@ -84,9 +87,9 @@ static void end_use(void) {
         raise(atomic_load(&caught));
 }
 
-/* A full disk and a limit on file sizes come as errors, not as signals. What is ignored (nohup) stays ignored. */
+/* A full disk and a limit on file sizes come as errors, not as signals. What is ignored (nohup), or has a handler, stays as it is. */
 static void catch_signals(npy_outputs *all) {
-    static const int ends[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
+    static const int ends[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGALRM, SIGXCPU, SIGUSR1, SIGUSR2};
     struct sigaction before, act = {.sa_handler = end_by_signal, .sa_flags = SA_RESTART};
     if (atomic_load(&half_written) == all)
         return;
@@ -99,7 +102,7 @@ static void catch_signals(npy_outputs *all) {
     signal(SIGPIPE, SIG_IGN);
     atomic_store(&half_written, all);
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++)
-        if (sigaction(ends[i], NULL, &before) == 0 && before.sa_handler != SIG_IGN)
+        if (sigaction(ends[i], NULL, &before) == 0 && before.sa_handler == SIG_DFL)
             sigaction(ends[i], &act, NULL);
 }
 
@@ -111,12 +114,9 @@ static void release(npy_outputs *all) {
         struct npy_output *f = &all->file[i];
         if (f->temporary)
             unlink(f->temporary);
-        if (f->backup)
-            unlink(f->backup);
-        if (f->unnamed >= 0)
-            close(f->unnamed);
+        if (f->fd >= 0)
+            close(f->fd);
         free(f->temporary);
-        free(f->backup);
         free(f->target);
     }
     all->count = 0;
@@ -139,13 +139,19 @@ static int directory_length(const char *path) {
     return slash ? (int)(slash - path) + 1 : 0;
 }
 
-/* A name in the directory of `target` that does not exist yet; made of `from` by `make`, which fails with EEXIST if it does. */
+/* A temporary name tells whose it is. */
+#define OWN_NAME ".heddle-%ld-%d"
+
+/* A name in the directory of `target` that does not exist yet; made of `from` by `make`, which fails with EEXIST if
+ * it does. */
 static char *make_beside(const char *target, const char *from, int (*make)(const char *from, const char *name),
                          int *result) {
     char *name = NULL;
     for (int i = 0; i < 1000; i++) {
-        if (asprintf(&name, "%.*s.heddle-%ld-%d", directory_length(target), target, (long)getpid(), i) < 0)
-            exit(complain("out of memory"));
+        if (asprintf(&name, "%.*s" OWN_NAME, directory_length(target), target, (long)getpid(), i) < 0) {
+            errno = ENOMEM;
+            return NULL;
+        }
         *result = make(from, name);
         if (*result >= 0)
             return name;
@@ -158,16 +164,18 @@ static char *make_beside(const char *target, const char *from, int (*make)(const
     return NULL;
 }
 
-static void keep_mode(int fd, const char *target) {
+/* The lock lasts as long as the process: it tells others, in containers of their own, too, that the file is in use. */
+static int hold(int fd, const char *target) {
     struct stat st;
+    if (fd >= 0)
+        (void)!flock(fd, LOCK_EX | LOCK_NB);
     if (fd >= 0 && stat(target, &st) == 0)
         (void)!fchmod(fd, st.st_mode & 0777);
+    return fd;
 }
 
 static int make_file(const char *target, const char *name) {
-    int fd = open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    keep_mode(fd, target);
-    return fd;
+    return hold(open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666), target);
 }
 
 static int make_link(const char *from, const char *name) {
@@ -176,34 +184,50 @@ static int make_link(const char *from, const char *name) {
 
 #define BY_DESCRIPTOR "/proc/self/fd/"
 
-/* A file in the directory of `target` that has no name yet, so that nothing is left of it however the command ends; -1 where the
- * file system has none. */
+/* A file in the directory of `target` that has no name yet, so that nothing is left of it however the command ends;
+ * -1 where the file system has none. */
 static int open_unnamed(const char *target) {
     int fd = -1;
     (void)target;
 #ifdef O_TMPFILE
     if (access(BY_DESCRIPTOR, X_OK) == 0) {
         char *directory = joined(target, (size_t)directory_length(target), "");
-        fd = open(directory, O_TMPFILE | O_WRONLY | O_CLOEXEC, 0666);
-        keep_mode(fd, target);
+        fd = hold(open(directory, O_TMPFILE | O_WRONLY | O_CLOEXEC, 0666), target);
         free(directory);
     }
 #endif
     return fd;
 }
 
-/* Gives the file without a name its target's name where that is free, else a temporary one. */
-static bool name_output(struct npy_output *f) {
-    char from[sizeof BY_DESCRIPTOR + 12];
-    int linked;
-    snprintf(from, sizeof from, BY_DESCRIPTOR "%d", f->unnamed);
-    if (make_link(from, f->target) != 0) {
-        if (errno != EEXIST || !(f->temporary = make_beside(f->target, from, make_link, &linked)))
-            return false;
-    }
-    close(f->unnamed);
-    f->unnamed = -1;
-    return true;
+/* What a process left behind that was killed: a temporary name of one that is gone, our own user's file, and nobody's
+ * lock. */
+static bool is_left(int directory, const char *name) {
+    char again[64];
+    long process;
+    int number;
+    struct stat st;
+    if (sscanf(name, OWN_NAME, &process, &number) != 2 || process < 1 || process > INT_MAX)
+        return false;
+    snprintf(again, sizeof again, OWN_NAME, process, number);
+    if (strcmp(name, again) != 0 || kill((pid_t)process, 0) == 0 || errno != ESRCH)
+        return false;
+    const int fd = openat(directory, name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    const bool left = fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() &&
+                      flock(fd, LOCK_EX | LOCK_NB) == 0;
+    if (fd >= 0)
+        close(fd);
+    return left;
+}
+
+static void remove_left(const char *target) {
+    char *path = joined(target, (size_t)directory_length(target), "");
+    DIR *directory = opendir(path);
+    free(path);
+    for (struct dirent *entry; directory && (entry = readdir(directory));)
+        if (is_left(dirfd(directory), entry->d_name))
+            unlinkat(dirfd(directory), entry->d_name, 0);
+    if (directory)
+        closedir(directory);
 }
 
 static bool trouble(const char *path) {
@@ -265,29 +289,38 @@ static char *resolve(const char *path) {
     return target;
 }
 
-/* A new entry of the outputs with its file, of which *fd is the descriptor. False after a complaint. */
-static bool open_output(npy_outputs *all, const char *path, int *fd) {
+static bool one_directory(const char *a, const char *b) {
+    const int n = directory_length(a);
+    return n == directory_length(b) && memcmp(a, b, (size_t)n) == 0;
+}
+
+/* A new entry of the outputs with its file. False after a complaint. */
+static bool open_output(npy_outputs *all, const char *path) {
     char *target = resolve(path);
     if (!target)
         return trouble(path);
     struct npy_output *f = &all->file[all->count++];
-    *f = (struct npy_output){target, NULL, NULL, -1};
-    for (int i = 0; i + 1 < all->count; i++)
+    *f = (struct npy_output){target, NULL, -1, NPY_STAGED};
+    bool another_directory = true;
+    for (int i = 0; i + 1 < all->count; i++) {
         if (!strcmp(all->file[i].target, target)) {
             complain("%s: two outputs go to this one file", path);
             return false;
         }
+        another_directory &= !one_directory(all->file[i].target, target);
+    }
+    if (another_directory)
+        remove_left(target);
     const bool locked = access(target, F_OK) == 0 && access(target, W_OK) != 0;
     if (!locked)
-        *fd = f->unnamed = open_unnamed(target);
-    if (!locked && f->unnamed < 0)
-        f->temporary = make_beside(target, target, make_file, fd);
-    return f->unnamed >= 0 || f->temporary || trouble(path);
+        f->fd = open_unnamed(target);
+    if (!locked && f->fd < 0)
+        f->temporary = make_beside(target, target, make_file, &f->fd);
+    return f->fd >= 0 || trouble(path);
 }
 
 static bool stage(npy_outputs *all, const char *path, content what) {
     struct stat st;
-    int fd = -1;
     catch_signals(all);
     if (stat(path, &st) == 0 && S_ISDIR(st.st_mode)) {
         errno = EISDIR;
@@ -302,15 +335,12 @@ static bool stage(npy_outputs *all, const char *path, content what) {
     if (all->count == NPY_MAX_OUTPUTS)
         exit(complain("more than %d output files", NPY_MAX_OUTPUTS));
     begin_use();
-    const bool opened = open_output(all, path, &fd);
+    const bool opened = open_output(all, path);
     end_use();
     if (!opened)
         return false;
-    bool ok = write_content(fd, what) && (fsync(fd) == 0 || errno == EINVAL || errno == EROFS);
-    ok = ok || trouble(path);
-    if (all->file[all->count - 1].unnamed >= 0) /* closed when it has a name */
-        return ok;
-    return (close(fd) == 0 || (ok && trouble(path))) && ok;
+    const int fd = all->file[all->count - 1].fd;
+    return (write_content(fd, what) && (fsync(fd) == 0 || errno == EINVAL || errno == EROFS)) || trouble(path);
 }
 
 bool npy_stage(npy_outputs *all, const char *path, const npy_array *array) {
@@ -321,36 +351,80 @@ bool npy_stage_bytes(npy_outputs *all, const char *path, const void *bytes, size
     return stage(all, path, (content){.bytes = bytes, .n = n});
 }
 
-/* Puts back what the first n renames replaced. */
-static void roll_back(npy_outputs *all, int n) {
-    for (int i = 0; i < n; i++) {
-        struct npy_output *f = &all->file[i];
-        if (!f->backup)
-            unlink(f->target);
-        else if (rename(f->backup, f->target) == 0) {
-            free(f->backup);
-            f->backup = NULL;
-        }
+static bool name_temporarily(struct npy_output *f) {
+    char from[sizeof BY_DESCRIPTOR + 12];
+    int linked;
+    snprintf(from, sizeof from, BY_DESCRIPTOR "%d", f->fd);
+    f->temporary = make_beside(f->target, from, make_link, &linked);
+    return f->temporary;
+}
+
+/* The target and the temporary file change places: at no moment either name has no whole file. */
+static bool exchange(const struct npy_output *f) {
+#ifdef RENAME_EXCHANGE
+    return renameat2(AT_FDCWD, f->temporary, AT_FDCWD, f->target, RENAME_EXCHANGE) == 0;
+#else
+    (void)f;
+    return false;
+#endif
+}
+
+/* A new file gets its name, one that was there before is replaced; where another output may fail yet, so that it can
+ * be put back. */
+static bool put_in_place(struct npy_output *f, bool is_last) {
+    char from[sizeof BY_DESCRIPTOR + 12];
+    snprintf(from, sizeof from, BY_DESCRIPTOR "%d", f->fd);
+    if (!f->temporary && make_link(from, f->target) == 0) {
+        f->state = NPY_CREATED;
+        return true;
     }
+    if (!f->temporary && (errno != EEXIST || !name_temporarily(f))) /* it has come in between */
+        return false;
+    const bool is_new = access(f->target, F_OK) != 0;
+    if (!is_new && !is_last && exchange(f)) {
+        f->state = NPY_EXCHANGED;
+        return true;
+    }
+    if (rename(f->temporary, f->target) != 0)
+        return false;
+    f->state = is_new ? NPY_CREATED : NPY_REPLACED;
+    free(f->temporary);
+    f->temporary = NULL;
+    return true;
+}
+
+static void put_back(const struct npy_output *f) {
+    if (f->state == NPY_CREATED)
+        unlink(f->target);
+    else if (f->state == NPY_REPLACED || (f->state == NPY_EXCHANGED && !exchange(f)))
+        complain("%s: is the new one all the same", f->target);
+}
+
+/* The temporary names come first: where there is no room for them nothing has changed, and the time in which some
+ * outputs are new and others old is as short as can be. Then the new files, then those that replace others. */
+static bool put_all_in_place(npy_outputs *all) {
+    int placed = 0;
+    for (int i = 0; i < all->count; i++) {
+        struct npy_output *f = &all->file[i];
+        if (!f->temporary && access(f->target, F_OK) == 0 && !name_temporarily(f))
+            return trouble(f->target);
+    }
+    for (int replaces = 0; replaces < 2; replaces++)
+        for (int i = 0; i < all->count; i++) {
+            struct npy_output *f = &all->file[i];
+            if (f->state != NPY_STAGED || (!replaces && access(f->target, F_OK) == 0))
+                continue;
+            if (!put_in_place(f, ++placed == all->count))
+                return trouble(f->target);
+        }
+    return true;
 }
 
 bool npy_commit(npy_outputs *all) {
-    bool ok = true;
     begin_use();
-    for (int i = 0; i < all->count && ok; i++) {
-        struct npy_output *f = &all->file[i];
-        int linked;
-        if (all->count > 1 && access(f->target, F_OK) == 0) /* one rename alone cannot be half-done */
-            f->backup = make_beside(f->target, f->target, make_link, &linked);
-        ok = f->unnamed < 0 || name_output(f);
-        ok = (ok && (!f->temporary || rename(f->temporary, f->target) == 0)) || trouble(f->target);
-        if (!ok) {
-            roll_back(all, i);
-            break;
-        }
-        free(f->temporary);
-        f->temporary = NULL;
-    }
+    const bool ok = put_all_in_place(all);
+    for (int i = 0; i < all->count && !ok; i++)
+        put_back(&all->file[i]);
     release(all);
     end_use();
     return ok;

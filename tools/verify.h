@@ -5,14 +5,26 @@
 
 #include "job.h"
 
+#include <stdio.h>
+
 typedef struct verify {
     heddle_device device;
     bool verbose; /* the sweep prints every tensor */
     bool bins;    /* random cases alone, by bins */
     uint64_t seed;
     int64_t random_cases;
-    const char *json; /* the bins go there, too */
+    const char *filter;    /* only problems that are called so */
+    const char *bins_json; /* the bins go there, too */
+    FILE *json;            /* or each check does */
     int checked, failed;
+    bool counts; /* no problem is run, all are counted */
+    int64_t problems, done;
+    double begin;
+    /* What is at hand: its report, with what stands over that until it is printed, and its problem. */
+    const char *report;
+    char heading[320], name[96];
+    heddle_dtype dtype;
+    char family[2][24]; /* by pass */
 } verify;
 
 /* A job whose inputs are kept as float64 in the layout of its description; NULL: absent. */
@@ -84,6 +96,19 @@ judgement judge(const problem *p, int f, heddle_dtype dtype, const trial *t);
 /* What one result of a trial adds to the average of log(our error / plain's error in blocks); errors below one rounding of the
  * tensor's largest magnitude count as that. */
 double log_ratio(const problem *p, int f, heddle_dtype dtype, const trial *t);
+
+/* A report by its name, and the lines that stand over the first problem of it that is run. */
+__attribute__((format(printf, 3, 4))) void begin_report(verify *v, const char *name, const char *heading, ...);
+/* Whether the next problem, of that name, is to be run. */
+__attribute__((format(printf, 2, 3))) bool begin_problem(verify *v, const char *format, ...);
+/* Before its first line is printed: what stands over it. */
+void begin_lines(verify *v);
+/* What record() tells of the problem. */
+void about_problem(verify *v, const problem *p, heddle_dtype dtype);
+/* A line of JSON, if there is a file for it: a check, its error and that of the plain computation (0: there is none). */
+void record(verify *v, const char *what, double error, double plain, bool passed);
+/* trial_run on v's device, and on success the problem's first line, its name. */
+bool verify_trial(verify *v, const problem *p, arena *m, heddle_dtype dtype, trial *t);
 
 /* Counts a check and gives "ok" or "FAILED" for the report. */
 const char *verdict(verify *v, bool ok);

@@ -52,7 +52,8 @@ typedef struct day19_case {
     bool shared; /* Q = K = V */
 } day19_case;
 
-static bool day19_one(verify *v, const day19_case *c, random_state *r) {
+static bool day19_one(verify *v, const day19_case *c, uint64_t seed) {
+    random_state r = {seed};
     arena m = {0};
     trial t;
     problem p = one_head(&m, c->rows, c->rows, c->columns);
@@ -60,13 +61,11 @@ static bool day19_one(verify *v, const day19_case *c, random_state *r) {
     p.j.a.scale = c->scale;
     p.j.a.features = HEDDLE_WEIGHTS;
     for (int f = Q; f <= V; f++)
-        fill_normal(&p, f, r, c->magnitude);
+        fill_normal(&p, f, &r, c->magnitude);
     if (c->shared)
         p.x[K] = p.x[V] = p.x[Q];
     problem_round(&p, HEDDLE_F32);
-    printf(" x (%lld, %lld)%s, scale %.4g, values of size %g\n", (long long)c->rows, (long long)c->columns,
-           c->shared ? ", Q = K = V = x" : ", independent Q, K, V", c->scale, c->magnitude);
-    bool ran = trial_run(&p, &m, v->device, HEDDLE_F32, &t);
+    bool ran = verify_trial(v, &p, &m, HEDDLE_F32, &t);
     if (ran) {
         report_tensors(v, &p, HEDDLE_F32, &t, NULL);
         printf("  Maximum difference: %.3g of a maximum %.3g\n",
@@ -87,17 +86,22 @@ bool verify_day19(verify *v) {
         {203, 3, 0.125, 1, true},     {32, 64, 0.125, 1000, true},
         {32, 64, 0.125, 1000, false}, {113, 33, 0.125, 1, false},
     };
-    random_state r = {v->seed};
-    printf("\nday19: self-attention forward, softmax(x·xᵀ/√d)·x\n");
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
-        if (!day19_one(v, &cases[i], &r))
+    begin_report(v, "day19", "\nday19: self-attention forward, softmax(x·xᵀ/√d)·x\n");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const day19_case *c = &cases[i];
+        if (begin_problem(v, "x (%lld, %lld)%s, scale %.4g, values of size %g", (long long)c->rows,
+                          (long long)c->columns, c->shared ? ", Q = K = V = x" : ", independent Q, K, V", c->scale,
+                          c->magnitude) &&
+            !day19_one(v, c, v->seed + i))
             return false;
+    }
     return true;
 }
 
 /* ------------------------------------------------------------------------------------------------------- day 50 */
 
-static bool day50_one(verify *v, int64_t sq, int64_t sk, int64_t d, random_state *r) {
+static bool day50_one(verify *v, int64_t sq, int64_t sk, int64_t d, uint64_t seed) {
+    random_state r = {seed};
     arena m = {0};
     trial t;
     problem p = one_head(&m, sq, sk, d);
@@ -107,11 +111,9 @@ static bool day50_one(verify *v, int64_t sq, int64_t sk, int64_t d, random_state
         bias[i] = 0;
     for (int f = Q; f <= DOUT; f++)
         if (p.x[f] && f != BIAS)
-            fill_normal(&p, f, r, 1);
+            fill_normal(&p, f, &r, 1);
     problem_round(&p, HEDDLE_F32);
-    printf(" query (%lld, %lld), key and value (%lld, %lld)\n", (long long)sq, (long long)d, (long long)sk,
-           (long long)d);
-    bool ran = trial_run(&p, &m, v->device, HEDDLE_F32, &t);
+    bool ran = verify_trial(v, &p, &m, HEDDLE_F32, &t);
     if (ran) {
         static const struct {
             int f;
@@ -147,18 +149,19 @@ static bool loss_at(const problem *p, arena *m, const double *u, double step, do
 }
 
 /* With one x in all three places its gradient is the sum of the three: its slope along a random direction. */
-static bool day50_shared(verify *v, random_state *r) {
+static bool day50_shared(verify *v, uint64_t seed) {
+    random_state r = {seed};
     arena m = {0};
     problem p = one_head(&m, 32, 32, 64);
     int64_t n = field_count(&p.j, Q);
     double *u = arena_array(&m, n, sizeof *u), slope = 0, size = 0, above, below;
     outcome ours;
-    fill_normal(&p, Q, r, 1);
-    fill_normal(&p, DOUT, r, 1);
+    fill_normal(&p, Q, &r, 1);
+    fill_normal(&p, DOUT, &r, 1);
     p.x[K] = p.x[V] = p.x[Q];
     problem_round(&p, HEDDLE_F32);
     for (int64_t i = 0; i < n; i++)
-        u[i] = random_normal(r);
+        u[i] = random_normal(&r);
     const double step = 1e-5;
     bool ran = problem_run(&p, &m, v->device, HEDDLE_F32, &ours) && loss_at(&p, &m, u, step, &above) &&
                loss_at(&p, &m, u, -step, &below);
@@ -169,7 +172,9 @@ static bool day50_shared(verify *v, random_state *r) {
     }
     if (ran) {
         double central = (above - below) / (2 * step);
-        printf(" one shared x (32, 64): dx = dQ + dK + dV\n");
+        about_problem(v, &p, HEDDLE_F32);
+        begin_lines(v);
+        printf(" %s\n", v->name);
         printf("  slope along a random direction %.8g, by central differences in float64 %.8g\n", slope, central);
         report_bound(v, "difference, of the sum of |dx·u|", fabs(slope - central) / size, 1e-7);
     }
@@ -178,10 +183,15 @@ static bool day50_shared(verify *v, random_state *r) {
 }
 
 bool verify_day50(verify *v) {
-    random_state r = {v->seed};
-    printf("\nday50: self-attention backward, given the weights' matrix\n");
-    return day50_one(v, 32, 32, 64, &r) && day50_one(v, 40, 72, 64, &r) && day50_one(v, 203, 33, 31, &r) &&
-           day50_shared(v, &r);
+    static const int64_t sizes[][3] = {{32, 32, 64}, {40, 72, 64}, {203, 33, 31}};
+    begin_report(v, "day50", "\nday50: self-attention backward, given the weights' matrix\n");
+    for (uint64_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        const long long sq = sizes[i][0], sk = sizes[i][1], d = sizes[i][2];
+        if (begin_problem(v, "query (%lld, %lld), key and value (%lld, %lld)", sq, d, sk, d) &&
+            !day50_one(v, sq, sk, d, v->seed + i))
+            return false;
+    }
+    return !begin_problem(v, "one shared x (32, 64): dx = dQ + dK + dV") || day50_shared(v, v->seed + 3);
 }
 
 /* ------------------------------------------------------------------------------------------------------- day 55 */
@@ -223,9 +233,11 @@ bool verify_day55(verify *v) {
     static const double sums[] = {-52.5536096, -16.5570838, -3.37172943, -24.2776159};
     arena m = {0};
     trial t;
+    begin_report(v, "day55", "\nday55: FlashAttention forward and backward\n");
+    if (!begin_problem(v, "N = 128, d = 32, rand() from seed 1"))
+        return true;
     problem p = day55_problem(&m);
-    printf("\nday55: FlashAttention forward and backward, N = 128, d = 32, rand() from seed 1\n");
-    bool ran = trial_run(&p, &m, v->device, HEDDLE_F32, &t);
+    bool ran = verify_trial(v, &p, &m, HEDDLE_F32, &t);
     if (ran) {
         double sum[4] = {0, 0, 0, 0};
         report_tensors(v, &p, HEDDLE_F32, &t, NULL);
@@ -266,6 +278,8 @@ static bool fa2_test1(verify *v) {
     arena m = {0};
     trial t;
     double once[JOB_FIELDS], o_rows[4], dk[16], dv[16];
+    if (!begin_problem(v, "test 1: 4×4, scale 1, Q = K = dO = I, row i of V = i + 1"))
+        return true;
     problem p = one_head(&m, 4, 4, 4);
     p.j.a.scale = 1;
     for (int i = 0; i < 16; i++) {
@@ -275,10 +289,9 @@ static bool fa2_test1(verify *v) {
         dk[i] = dq[i % 4 * 4 + i / 4];
         dv[i] = i % 5 == 0 ? 0.47536689 : 0.17487770;
     }
-    bool ran = trial_run(&p, &m, v->device, HEDDLE_F32, &t);
+    bool ran = verify_trial(v, &p, &m, HEDDLE_F32, &t);
     if (ran) {
         errors_once_printed(once, 8.94e-8, 8.94e-8, 2.98e-8);
-        printf(" test 1: 4×4, scale 1, Q = K = dO = I, row i of V = i + 1\n");
         report_tensors(v, &p, HEDDLE_F32, &t, once);
         for (int i = 0; i < 4; i++)
             o_rows[i] = t.ours.x[O][i * 4];
@@ -302,16 +315,17 @@ static bool fa2_test2(verify *v) {
     arena m = {0};
     trial t;
     double once[JOB_FIELDS];
+    if (!begin_problem(v, "test 2: 128×64, scale 0.125, rand() from seed 42"))
+        return true;
     glibc_random g = glibc_srand(42);
     problem p = one_head(&m, 128, 128, 64);
     p.j.a.scale = 0.125;
     for (int64_t i = 0; i < 128 * 64; i++)
         for (int x = 0; x < 4; x++)
             p.x[order[x]][i] = ((float)(glibc_rand(&g) % 2000) / 1000 - 1) * (order[x] == DOUT ? 0.2f : 0.5f);
-    bool ran = trial_run(&p, &m, v->device, HEDDLE_F32, &t);
+    bool ran = verify_trial(v, &p, &m, HEDDLE_F32, &t);
     if (ran) {
         errors_once_printed(once, 1.86e-9, 1.63e-9, 1.68e-8);
-        printf(" test 2: 128×64, scale 0.125, rand() from seed 42\n");
         report_tensors(v, &p, HEDDLE_F32, &t, once);
         report_known(v, "O", t.ours.x[O], o, 6, 3, 8, known_slack(&p, O, &t));
         report_known(v, "lse", t.ours.x[LSE], lse, 3, 3, 8, known_slack(&p, LSE, &t));
@@ -324,6 +338,6 @@ static bool fa2_test2(verify *v) {
 }
 
 bool verify_fa2_warps(verify *v) {
-    printf("\nfa2-warps: FlashAttention-2 backward\n");
+    begin_report(v, "fa2-warps", "\nfa2-warps: FlashAttention-2 backward\n");
     return fa2_test1(v) && fa2_test2(v);
 }

@@ -5,7 +5,6 @@
 
 #include <math.h>
 #include <stdio.h>
-#include <time.h>
 
 #define MOST 1.1
 #define ENOUGH 100 /* cases, for an average to be held to that */
@@ -29,6 +28,7 @@ typedef struct bins {
 
 static void report_failure(const problem *p, heddle_dtype dtype, uint64_t seed, const trial *t) {
     verify count = {0};
+    hide_progress();
     printf("  FAILED: --seed %llu --random 1, %s\n", (unsigned long long)seed, dtype_name(dtype));
     report_tensors(&count, p, dtype, t, NULL);
     fflush(stdout);
@@ -87,9 +87,9 @@ static void print_bin(verify *v, const bin *b, int type, int dim, int key, int x
 }
 
 static bool print_bins(verify *v, const bins *all) {
-    FILE *json = v->json ? fopen(v->json, "a") : NULL;
-    if (v->json && !json)
-        return complain("%s: cannot be written", v->json), false;
+    FILE *json = v->bins_json ? fopen(v->bins_json, "a") : NULL;
+    if (v->bins_json && !json)
+        return complain("%s: cannot be written", v->bins_json), false;
     printf("  %-5s %4s %6s  %-8s %8s %8s %8s\n", "type", "d <=", "keys <=", "tensor", "cases", "average", "largest");
     for (int type = 0; type < TYPES; type++)
         for (int dim = 0; dim < DIMS; dim++)
@@ -97,25 +97,28 @@ static bool print_bins(verify *v, const bins *all) {
                 for (int x = 0; x < FIELDS; x++)
                     if (all->at[type][dim][key][x].count)
                         print_bin(v, &all->at[type][dim][key][x], type, dim, key, x, json);
-    return !json || fclose(json) == 0 || (complain("%s: cannot be written", v->json), false);
+    return !json || fclose(json) == 0 || (complain("%s: cannot be written", v->bins_json), false);
 }
 
 bool verify_bins(verify *v) {
     static bins all;
-    time_t start = time(NULL), last = start;
+    const double begin = now();
+    double last = begin;
     all = (bins){0};
     printf("\nbins: error over that of the plain computation (its sums in blocks of 128), the geometric average of "
            "cases; and the\n"
            "largest error as a fraction of what one case is allowed\n");
     for (all.cases = 0; all.cases < v->random_cases; all.cases++) {
+        show_progress(all.cases, v->random_cases, begin);
         if (!count_case(v, v->seed + (uint64_t)all.cases, &all))
             return false;
-        const time_t now = time(NULL);
-        if (now - last >= 60) {
+        if (now() - last >= 60) {
+            last = now();
+            hide_progress();
             fprintf(stderr, "%lld of %lld cases, %.1f a second, %d failed\n", (long long)all.cases + 1,
-                    (long long)v->random_cases, (double)(all.cases + 1) / (double)(now - start), v->failed);
-            last = now;
+                    (long long)v->random_cases, (double)(all.cases + 1) / (last - begin), v->failed);
         }
     }
+    hide_progress();
     return print_bins(v, &all);
 }

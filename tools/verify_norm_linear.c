@@ -37,11 +37,12 @@ static bool p22_ones(verify *v) {
                                             [DGAMMA] = 5.96e-8, [DBETA] = 2.38e-7, [DW] = 9.54e-7, [DC] = 0};
     arena m = {0};
     trial t;
+    if (!begin_problem(v, "dY = 1, gamma = 1, beta = 0, bias = 0 (as the puzzle has it)"))
+        return true;
     problem p = p22_problem(&m);
-    bool ran = trial_run(&p, &m, v->device, HEDDLE_F32, &t);
+    bool ran = verify_trial(v, &p, &m, HEDDLE_F32, &t);
     if (ran) {
         double spread = 0, from16 = 0;
-        printf(" dY = 1, gamma = 1, beta = 0, bias = 0 (as the puzzle has it)\n");
         report_tensors(v, &p, HEDDLE_F32, &t, once);
         /* PyTorch's logarithm and cosine are an ulp or two away from the C library's. */
         report_known(v, "x[0,0]", p.x[X], x, 8, 8, -7, 4e-7);
@@ -78,15 +79,16 @@ static bool p22_random(verify *v, double mean) {
     arena m = {0};
     trial t;
     random_state r = {v->seed};
+    if (!begin_problem(v, "random dY, gamma, beta and bias; x around %g", mean))
+        return true;
     problem p = p22_problem(&m);
     for (int64_t i = 0; i < 128; i++)
         p.x[X][i] += mean;
     p.x[GAMMA] = p.x[BETA] = p.x[C] = p.x[DY] = NULL;
     problem_fill(&p, &m, &r);
     problem_round(&p, HEDDLE_F32);
-    bool ran = trial_run(&p, &m, v->device, HEDDLE_F32, &t);
+    bool ran = verify_trial(v, &p, &m, HEDDLE_F32, &t);
     if (ran) {
-        printf(" random dY, gamma, beta and bias; x around %g\n", mean);
         report_tensors(v, &p, HEDDLE_F32, &t, NULL);
         report_bound(v, "dx, largest |sum of a row|; allowed: twice plain's", largest_row_sum(t.ours.x[DX]),
                      fmax(2 * largest_row_sum(t.plain[PLAIN_FORWARD].x[DX]), 4e-6));
@@ -96,6 +98,6 @@ static bool p22_random(verify *v, double mean) {
 }
 
 bool verify_p22(verify *v) {
-    printf("\np22: LayerNorm + Linear, B = 4, S = 4, H = 8, O = 16, torch.manual_seed(42)\n");
+    begin_report(v, "p22", "\np22: LayerNorm + Linear, B = 4, S = 4, H = 8, O = 16, torch.manual_seed(42)\n");
     return p22_ones(v) && p22_random(v, 0) && p22_random(v, 100);
 }

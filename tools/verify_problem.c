@@ -211,6 +211,7 @@ void report_tensors(verify *v, const problem *p, heddle_dtype dtype, const trial
             printf("  %12.3g", once[f]);
         else if (once)
             printf("  %12s", "");
+        record(v, job_fields(&p->j)[f].name, g.ours.broken ? INFINITY : g.ours.relative, g.plain.relative, g.ok);
         printf("  %s%s\n", verdict(v, g.ok),
                g.ours.broken ? " (NaN or infinity)"
                : g.doubtful  ? " (plain and float64 disagree)"
@@ -219,6 +220,7 @@ void report_tensors(verify *v, const problem *p, heddle_dtype dtype, const trial
 }
 
 void report_bound(verify *v, const char *what, double value, double most) {
+    record(v, what, value, 0, value <= most);
     printf("  %-52s %10.3g  of %8.2g  %s\n", what, value, most, verdict(v, value <= most));
 }
 
@@ -238,8 +240,12 @@ double known_slack(const problem *p, int f, const trial *t) {
 void report_known(verify *v, const char *what, const double *x, const double *known, int n, int columns, int digits,
                   double slack) {
     bool ok = true;
-    for (int i = 0; i < n; i++)
+    double most = 0;
+    for (int i = 0; i < n; i++) {
         ok &= fabs(x[i] - known[i]) <= 0.5000001 * pow(10, -decimals_of(known[i], digits)) + slack;
+        most = isfinite(x[i]) ? fmax(most, fabs(x[i] - known[i])) : INFINITY;
+    }
+    record(v, what, most, 0, ok);
     for (int row = 0; row < n; row += columns) {
         printf("  %-7s", row ? "" : what);
         for (int i = row; i < row + columns; i++)

@@ -3,6 +3,7 @@
  * each. */
 #include "verify.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -368,33 +369,35 @@ static problem make_norm_linear(const norm_linear_case *c, arena *m, random_stat
 /* The tensor that comes nearest to what is allowed. */
 typedef struct worst {
     const char *name;
-    double ratio;
-    bool ok;
+    judgement of;
+    bool ran, ok;
 } worst;
 
 static worst find_worst(const problem *p, heddle_dtype dtype, const trial *t) {
-    worst w = {"-", -1, true};
+    worst w = {"-", {.ratio = -1}, true, true};
     for (int f = 0; job_fields(&p->j)[f].name; f++) {
         if (!t->ours.x[f])
             continue;
         judgement g = judge(p, f, dtype, t);
         w.ok &= g.ok;
-        if (g.ratio > w.ratio) {
-            w.ratio = g.ratio;
+        if (g.ratio > w.of.ratio) {
+            w.of = g;
             w.name = job_fields(&p->j)[f].name;
         }
     }
     return w;
 }
 
-static void describe(const problem *p, char *text, size_t n) {
+static void print_shape(const char *name, const problem *p) {
     const heddle_attention *a = &p->j.a;
+    char text[96];
     if (p->j.linear)
-        snprintf(text, n, "%lld %lld %lld", (long long)p->j.l.m, (long long)p->j.l.k, (long long)p->j.l.n);
+        snprintf(text, sizeof text, "%lld %lld %lld", (long long)p->j.l.m, (long long)p->j.l.k, (long long)p->j.l.n);
     else
-        snprintf(text, n, "%lld %lld/%lld %lld×%lld %lld/%lld", (long long)a->b, (long long)a->h,
+        snprintf(text, sizeof text, "%lld %lld/%lld %lld×%lld %lld/%lld", (long long)a->b, (long long)a->h,
                  (long long)job_extent(&p->j, 'g'), (long long)a->sq, (long long)a->sk, (long long)a->d,
                  (long long)job_extent(&p->j, 'v'));
+    printf("  %-29s %-*s", name, strstr(text, "×") ? 25 : 24, text);
 }
 
 /* A case: one of the two operations, and the seed that its inputs are drawn from anew for each type. */
@@ -405,49 +408,54 @@ typedef struct sweep_case {
     uint64_t seed;
 } sweep_case;
 
-typedef enum part { PART_SHAPE, PART_SUMMARY, PART_TENSORS } part;
-
-/* Prints one part of a case's report; whether all is well. */
-static bool sweep_part(verify *v, const sweep_case *c, heddle_dtype dtype, part what) {
-    arena m = {0};
+static problem make_case(const sweep_case *c, arena *m) {
     random_state r = {c->seed};
+    return c->a ? make_attention(c->a, m, &r) : make_norm_linear(c->l, m, &r);
+}
+
+/* What comes of a case in one type; as a table of all tensors, if that is asked for. */
+static worst sweep_type(verify *v, const sweep_case *c, heddle_dtype dtype, bool prints) {
+    arena m = {0};
     trial t;
-    problem p = c->a ? make_attention(c->a, &m, &r) : make_norm_linear(c->l, &m, &r);
-    bool ok = true;
-    if (what == PART_SHAPE) {
-        char shape[96];
-        describe(&p, shape, sizeof shape);
-        printf("  %-29s %-*s", c->name, strstr(shape, "×") ? 25 : 24, shape);
-        fflush(stdout);
-    } else {
-        problem_round(&p, dtype);
-        ok = trial_run(&p, &m, v->device, dtype, &t);
-        if (ok && what == PART_TENSORS) {
-            verify count = {0}; /* the case counts as one check, on its line */
-            printf("  %s\n", dtype_name(dtype));
-            report_tensors(&count, &p, dtype, &t, NULL);
-        } else if (ok) {
-            worst w = find_worst(&p, dtype, &t);
-            printf("  %-8s %6.2f", w.name, w.ratio);
-            ok = w.ok;
-        } else {
-            printf("  %-15s", "refused");
-        }
+    worst w = {"-", {.ours.relative = INFINITY}, false, false};
+    problem p = make_case(c, &m);
+    problem_round(&p, dtype);
+    if (trial_run(&p, &m, v->device, dtype, &t))
+        w = find_worst(&p, dtype, &t);
+    if (w.ran && prints) {
+        verify count = {0}; /* the case counts as one check, on its line */
+        printf("  %s\n", dtype_name(dtype));
+        report_tensors(&count, &p, dtype, &t, NULL);
+    } else if (!prints) {
+        about_problem(v, &p, dtype);
+        record(v, w.name, w.of.ours.broken ? INFINITY : w.of.ours.relative, w.of.plain.relative, w.ok);
     }
     arena_free(&m);
-    return ok;
+    return w;
 }
 
 static void sweep_line(verify *v, sweep_case c) {
     static const heddle_dtype dtypes[] = {HEDDLE_F32, HEDDLE_BF16, HEDDLE_F16};
-    bool ok[3];
-    sweep_part(v, &c, HEDDLE_F32, PART_SHAPE);
+    arena m = {0};
+    worst w[3];
+    if (!begin_problem(v, "%s, %s", c.a ? "attention" : "norm-linear", c.name))
+        return;
     for (int d = 0; d < 3; d++)
-        ok[d] = sweep_part(v, &c, dtypes[d], PART_SUMMARY);
-    printf("  %s\n", verdict(v, ok[0] && ok[1] && ok[2]));
+        w[d] = sweep_type(v, &c, dtypes[d], false);
+    const problem p = make_case(&c, &m);
+    begin_lines(v);
+    print_shape(c.name, &p);
+    arena_free(&m);
     for (int d = 0; d < 3; d++)
-        if (v->verbose || !ok[d])
-            sweep_part(v, &c, dtypes[d], PART_TENSORS);
+        if (w[d].ran)
+            printf("  %-8s %6.2f", w[d].name, w[d].of.ratio);
+        else
+            printf("  %-15s", "refused");
+    printf("  %s\n", verdict(v, w[0].ok && w[1].ok && w[2].ok));
+    for (int d = 0; d < 3; d++)
+        if (v->verbose || !w[d].ok)
+            sweep_type(v, &c, dtypes[d], true);
+    fflush(stdout);
 }
 
 /* ------------------------------------------------------------------------------------------------------- random */
@@ -505,9 +513,12 @@ heddle_attention random_attention(random_state *r) {
     return a;
 }
 
+#define HEAD "  %-29s %-24s  %-15s  %-15s  %-15s\n"
+
 bool verify_sweep(verify *v) {
-    printf("\nsweep: the largest error of all tensors, as a fraction of what is allowed, and whose it is\n");
-    printf("  %-29s %-24s  %-15s  %-15s  %-15s\n", "attention", "b h/hk sq×sk d/dv", "f32", "bf16", "f16");
+    begin_report(v, "sweep",
+                 "\nsweep: the largest error of all tensors, as a fraction of what is allowed, and whose it is\n" HEAD,
+                 "attention", "b h/hk sq×sk d/dv", "f32", "bf16", "f16");
     for (size_t i = 0; i < sizeof attention_cases / sizeof *attention_cases; i++)
         sweep_line(v, (sweep_case){attention_cases[i].name, &attention_cases[i].a, NULL, v->seed + i});
     for (int64_t i = 0; i < v->random_cases; i++) {
@@ -518,7 +529,7 @@ bool verify_sweep(verify *v) {
                  a.features & HEDDLE_ACCUMULATE ? ", parts" : "");
         sweep_line(v, (sweep_case){name, &a, NULL, v->seed + (uint64_t)i});
     }
-    printf("\n  %-29s %-24s  %-15s  %-15s  %-15s\n", "norm-linear", "m k n", "f32", "bf16", "f16");
+    begin_report(v, "sweep", "\n" HEAD, "norm-linear", "m k n", "f32", "bf16", "f16");
     for (size_t i = 0; i < sizeof norm_linear_cases / sizeof *norm_linear_cases; i++)
         sweep_line(v, (sweep_case){norm_linear_cases[i].name, NULL, &norm_linear_cases[i], v->seed + i});
     return true;

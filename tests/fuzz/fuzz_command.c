@@ -210,7 +210,8 @@ static const char *const words[] = {
     "--text",
     /* values */
     "f32", "bf16", "f16", "f64", "bool", "i32", "cpu", "ref", "cuda", "none", "causal-top-left", "causal-bottom-right",
-    "layer", "rms", "0", "1", "-1", "0.5", "3,4", "1,2,5,8", "2,-1", "nan", "1e300", "99999999999999999999", "p22"};
+    "layer", "rms", "0", "1", "-1", "0.5", "3,4", "1,2,5,8", "2,-1", "nan", "1e300", "99999999999999999999", "p22",
+    "--filter", "--bins", "--json"};
 enum { WORDS = sizeof words / sizeof *words };
 
 /* Options that belong together, so that runs are frequent. */

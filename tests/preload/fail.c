@@ -1,13 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Preloaded into a program: its HEDDLE_FAIL_AT-th allocation fails; where HEDDLE_FAIL_IN is set, of those that an object
- * with that in its path asks for, itself or by what it calls. HEDDLE_NO_UNNAMED: no file system has files without a name.
+ * with that in its path asks for, itself or by what it calls, but not by libgomp, which ends the program then.
  * HEDDLE_FAIL_COUNT=FILE: how many allocations there were is written there at the end. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <execinfo.h>
-#include <fcntl.h>
-#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -20,19 +18,33 @@ extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_real
 extern atomic_long heddle_allocations; /* of those that count: a program may look at it */
 atomic_long heddle_allocations;
 
+/* What object an address lies in: the one that is asked about, libgomp, or another. Kept, as dladdr searches all symbols. */
+enum { UNKNOWN, ASKED, GOMP, OTHER };
+static int object_of(const void *address, const char *asked) {
+    static __thread struct {
+        const void *address;
+        int object;
+    } known[4096];
+    const size_t at = (uintptr_t)address * UINT64_C(0x9E3779B97F4A7C15) >> 52;
+    if (known[at].address == address && known[at].object)
+        return known[at].object;
+    Dl_info from;
+    const char *path = dladdr(address, &from) && from.dli_fname ? from.dli_fname : "";
+    known[at].address = address;
+    return known[at].object = strstr(path, "libgomp") ? GOMP : strstr(path, asked) ? ASKED : OTHER;
+}
+
 static int is_below(const char *object) {
     static __thread int inside; /* backtrace() loads a library when it is first called */
     void *frames[32];
-    int below = 0;
+    int found = OTHER;
     if (inside)
         return 0;
     inside = 1;
-    for (int n = backtrace(frames, 32), i = 0; i < n && !below; i++) {
-        Dl_info from;
-        below = dladdr(frames[i], &from) && from.dli_fname && strstr(from.dli_fname, object);
-    }
+    for (int n = backtrace(frames, 32), i = 0; i < n && found == OTHER; i++)
+        found = object_of(frames[i], object);
     inside = 0;
-    return below;
+    return found == ASKED;
 }
 
 static int fails(void) {
@@ -67,21 +79,6 @@ int posix_memalign(void **p, size_t alignment, size_t n) {
         return ENOMEM;
     *p = got;
     return 0;
-}
-
-int open(const char *path, int flags, ...) {
-    static int (*next)(const char *, int, ...);
-    va_list rest;
-    va_start(rest, flags);
-    const unsigned mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, unsigned) : 0;
-    va_end(rest);
-    if ((flags & O_TMPFILE) == O_TMPFILE && getenv("HEDDLE_NO_UNNAMED")) {
-        errno = EOPNOTSUPP;
-        return -1;
-    }
-    if (!next)
-        next = (int (*)(const char *, int, ...))(intptr_t)dlsym(RTLD_NEXT, "open");
-    return next(path, flags, mode);
 }
 
 __attribute__((destructor)) static void tell(void) {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each allocation that the extension module asks for, itself or by Python's API, fails once: a MemoryError, never a
-crash, a wrong result or another error, and the next call is right."""
+"""Each allocation that the extension modules ask for, themselves or by Python's API or PyTorch, fails once: an error
+that tells of it, never a crash, a wrong result or another error, and the next call is right."""
 
 from __future__ import annotations
 
@@ -14,24 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PROGRAM = """
-import ctypes, os
-import numpy as np
-import heddle
-from heddle import _C
-
+# Each of `calls` with each of its allocations failing in turn; `errors` are those that may come of it.
+LOOP = """
 count = ctypes.c_long.in_dll(ctypes.CDLL(None), "heddle_allocations")
-q, k, v = (np.random.default_rng(seed).standard_normal((2, 5, 8)).astype("f4") for seed in range(3))
-w, slopes = q[0] * 2, np.array([0.5, 0.25], "f4")
-o, lse = heddle.attention(q, k, v, return_lse=True)
-calls = {
-    "attention": lambda: heddle.attention(q, k, v, causal=True, alibi_slopes=slopes),
-    "attention_backward": lambda: heddle.attention_backward(o, q, k, v, o, lse)["dq"],
-    "norm_linear": lambda: heddle.norm_linear(q, w),
-    "norm_linear_backward": lambda: heddle.norm_linear_backward(q[..., :5], q, w)["dweight"],
-    "info": heddle.info,
-    "view": lambda: _C.view(q.__dlpack__()),
-}
 for name, call in calls.items():
     right, n = call(), 0
     while True:
@@ -40,22 +25,77 @@ for name, call in calls.items():
         os.environ["HEDDLE_FAIL_AT"] = str(before + n)
         try:
             result = call()
-        except MemoryError:
+        except errors as error:
             result = None
+            assert isinstance(error, MemoryError) or "alloc" in str(error), (name, n, error)
         finally:
             del os.environ["HEDDLE_FAIL_AT"]
-        assert result is None or name == "view" or np.all(result == right), (name, n)
+        assert result is None or name == "view" or bool((result == right).all()), (name, n)
         if count.value - before < n:
             assert result is not None
             break
-    assert np.all(call() == right) or name == "view", name
+    assert name == "view" or bool((call() == right).all()), name
     print(name, n - 1)
+"""
+
+ARRAYS = """
+import ctypes, os
+import numpy as np
+import heddle
+from heddle import _C
+
+q, k, v = (np.random.default_rng(seed).standard_normal((2, 5, 8)).astype("f4") for seed in range(3))
+w, slopes = q[0] * 2, np.array([0.5, 0.25], "f4")
+o, lse = heddle.attention(q, k, v, return_lse=True)
+prepared = heddle.norm_linear_prepare(w)
+calls = {
+    "attention": lambda: heddle.attention(q, k, v, causal=True, alibi_slopes=slopes),
+    "attention_backward": lambda: heddle.attention_backward(o, q, k, v, o, lse)["dq"],
+    "norm_linear": lambda: heddle.norm_linear(q, w),
+    "norm_linear_prepare": lambda: heddle.norm_linear_prepare(w),
+    "norm_linear_prepared": lambda: heddle.norm_linear(q, w, prepared=prepared),
+    "norm_linear_backward": lambda: heddle.norm_linear_backward(q[..., :5], q, w)["dweight"],
+    "info": lambda: np.array(heddle.info()),
+    "view": lambda: _C.view(q.__dlpack__()),
+}
+errors = MemoryError
+"""
+
+TORCH = """
+import ctypes, os
+import torch
+import heddle
+
+torch.manual_seed(0)
+q, k, v = (torch.randn(2, 2, 5, 8) for _ in range(3))
+x, w, cache, lengths = torch.randn(5, 8), torch.randn(6, 8), torch.zeros(2, 2, 16, 8), torch.tensor([3, 5]).int()
+leaf, row = q.clone().requires_grad_(), x.clone().requires_grad_()
+prepared = heddle.norm_linear_prepare(w)
+
+def append():
+    keys, values = cache.clone(), cache.clone()
+    heddle.attention_append(keys, values, k[:, :, :1], v[:, :, :1], lengths)
+    return torch.cat([keys, values])
+
+calls = {
+    "attention": lambda: heddle.attention(q, k, v, causal=True, bias=x[:, :5]),
+    "attention_backward": lambda: torch.autograd.grad(heddle.attention(leaf, k, v, causal=True).sum(), leaf)[0],
+    "attention_append": append,
+    "norm_linear": lambda: heddle.norm_linear(x, w),
+    "norm_linear_prepare": lambda: heddle.norm_linear_prepare(w),
+    "norm_linear_prepared": lambda: heddle.norm_linear(x, w, prepared=prepared),
+    "norm_linear_backward": lambda: torch.autograd.grad(heddle.norm_linear(row, w).sum(), row)[0],
+}
+errors = (MemoryError, RuntimeError)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="preloads a library")
-def test_each_allocation(tmp_path):
+@pytest.mark.parametrize("module, program, calls", [("_C", ARRAYS, 8), ("_torch_ops", TORCH, 7)])
+def test_each_allocation(tmp_path, module, program, calls):
     heddle = pytest.importorskip("heddle")
+    if module == "_torch_ops":
+        pytest.importorskip("torch")
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         pytest.skip("no C compiler")
@@ -64,15 +104,16 @@ def test_each_allocation(tmp_path):
     built = subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], capture_output=True)
     if built.returncode:
         pytest.skip("no C library with __libc_malloc")
+    (name,) = [p.name for p in Path(heddle.__file__).parent.glob(f"{module}.*so")]
     env = {
         **os.environ,
         "LD_PRELOAD": str(library),
         "PYTHONMALLOC": "malloc",
-        "HEDDLE_FAIL_IN": Path(heddle._C.__file__).name,
+        "HEDDLE_FAIL_IN": name,
         "OMP_NUM_THREADS": "1",
     }
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(heddle.__file__).parents[1]), env.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", program + LOOP], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {name: int(n) for name, n in map(str.split, done.stdout.splitlines())}
-    assert len(counts) == 6 and min(counts.values()) > 0 and sum(counts.values()) >= 20, counts
+    assert len(counts) == calls and min(counts.values()) > 0 and sum(counts.values()) >= 20, counts

@@ -395,7 +395,6 @@ TAKEN_AT_LENGTH = {  # what has to be converted, or to be asked of somebody
     "lengths of 64 bits": {"seqlens_k": torch.tensor([6, 3])},
     "lengths in a list": {"seqlens_k": [6, 3]},
     "a window in a list": {"window": [1, 2]},
-    "a number as text": {"softcap": "1"},
     "weights": {"return_weights": True},
 }
 
