@@ -89,7 +89,7 @@ static void end_use(void) {
 
 /* A full disk and a limit on file sizes come as errors, not as signals. What is ignored (nohup), or has a handler, stays as it is. */
 static void catch_signals(npy_outputs *all) {
-    static const int ends[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGALRM, SIGXCPU, SIGUSR1, SIGUSR2};
+    static const int ends[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGXCPU, SIGUSR1, SIGUSR2};
     struct sigaction before, act = {.sa_handler = end_by_signal, .sa_flags = SA_RESTART};
     if (atomic_load(&half_written) == all)
         return;
