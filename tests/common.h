@@ -46,6 +46,9 @@ extern const heddle_dtype test_dtypes[TEST_DTYPES];
 typedef enum plain_order { PLAIN_FORWARD, PLAIN_REVERSED, PLAIN_BLOCKED, PLAIN_ENDS, PLAIN_ORDERS } plain_order;
 enum { PLAIN_BLOCK = 128 };
 
+/* Half a unit in the last place of 1 in a type, or in PRECISION_TF32: the relative error of one rounding. */
+double unit_roundoff(int element);
+
 /* So many u·(Σ t²)^½ of the terms t that were rounded to a type of unit roundoff u are held against nobody: 6.5 deviations of roundings that
  * know nothing of each other, which one of 10^10 numbers exceeds; a million cases have as many. docs/design.md, section 4. */
 #define ROUNDINGS 2.75

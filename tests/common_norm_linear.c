@@ -225,8 +225,7 @@ bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]) {
             continue;
         /* A row of features that are nearly equal loses in x - mean what x is larger than that. */
         const int precision = precision_of(p.a.dtype, p.a.features);
-        const double of_16 = precision == HEDDLE_BF16 ? 0x1p-8 : precision == HEDDLE_F16 ? 0x1p-11 : 0;
-        const double u = precision == HEDDLE_F32 ? 0x1p-24 : of_16, noise = ROUNDINGS * u * spread[x];
+        const double u = precision == PRECISION_TF32 ? 0 : unit_roundoff(precision), noise = ROUNDINGS * u * spread[x];
         double size;
         tensor_error(&plain.t[x], &ref.t[x], &size);
         const double slope = slopes[x] > 0 ? slopes[x] / fmax(size, natural[x]) : 0;

@@ -149,8 +149,7 @@ double tensor_error(const tensor *x, const tensor *ref, double *magnitude) {
     return most;
 }
 
-/* Half a unit in the last place of 1: the relative error of one rounding. */
-static double unit_roundoff(int element) {
+double unit_roundoff(int element) {
     return element == HEDDLE_BF16                               ? 0x1p-8
            : element == HEDDLE_F16 || element == PRECISION_TF32 ? 0x1p-11
            : element == HEDDLE_F64                              ? 0x1p-53

@@ -117,7 +117,7 @@ static double alike_heads(const heddle_attention *a, int x) {
 /* Of tensor x: what roundings are off by that no order of sums changes. */
 static double noise_of(const heddle_attention *a, int x, const double natural[T_COUNT], const double spread[T_COUNT]) {
     const int precision = precision_of(a->dtype, a->features);
-    const double rounding = precision == HEDDLE_BF16 ? 0x1p-8 : 0x1p-11;
+    const double rounding = unit_roundoff(precision);
     if (precision == HEDDLE_F32) /* of which tensor cores have 22 bits */
         return ROUNDINGS * (test_device() == HEDDLE_CUDA ? 0x1p-22 : 0x1p-24) * spread[x] * sqrt(alike_heads(a, x));
     /* D of a row is made from the rounded o: in a sum of D alone that is not small, though it averages out. */

@@ -163,11 +163,6 @@ static bool exact_products(const head *h) {
     return h->precision == HEDDLE_F32 && !splits_products(h);
 }
 
-/* The unit roundoff of what is narrower than float32. */
-static double unit_of(int precision) {
-    return precision == HEDDLE_BF16 ? 0x1p-8 : 0x1p-11;
-}
-
 /* Squares of what float32 rounds, beside those of what the device's products round: 1 in 24 bits of 1 in 22. */
 static double share_of_float32(const head *h) {
     return h->precision != HEDDLE_F32 ? 0 : splits_products(h) ? 0x1p-4 : 1;
@@ -423,7 +418,7 @@ static double measure_row(const attention_problem *p, head *h, int64_t i) {
     const double share = share_of_float32(h);
     const double lse = share > 0 ? sqrt(share) * (double)h->lse[i] : 0; /* in float32, as backward gets it */
     /* In 16 bits the float32 lse, which all P of the row are off by alike, shows in D alone. */
-    const double lse_in_d = share > 0 ? 0 : 0x1p-24 / unit_of(h->precision) * (double)h->lse[i];
+    const double lse_in_d = share > 0 ? 0 : 0x1p-24 / unit_roundoff(h->precision) * (double)h->lse[i];
     double of_d = 0, of_lse = 1 + lse * lse, of_sum = 0;
     if (p->t[T_DOUT].host)
         tensor_read_floats(&p->t[T_O], tensor_at(&p->t[T_O], h->pack, h->x, h->first_q + i, 0), a->dv, h->row);
