@@ -141,6 +141,21 @@ static void squares_of_terms(const work *o, const float *z) {
     }
 }
 
+/* float32: squares of u's terms and of its sums as they grow; of what z was rounded from, x̂∘gamma and z itself; and twice that of their sum,
+ * by which u is off with the row's rstd, the root and the quotient. [n]. */
+static void squares_of_sums(const work *o, heddle_norm norm, const float *xhat, const float *z) {
+    plain_squares(&(plain_terms){o->k, 1, z, NULL, o->wt, o->n}, NULL, o->n, o->part, 1, o->sums);
+    for (int64_t f = 0; f < o->n && norm != HEDDLE_NO_NORM; f++) {
+        double sum = 0;
+        for (int64_t e = 0; e < o->k; e++) {
+            const double w = (double)o->w[f * o->k + e], x = (double)xhat[e] * (double)o->gamma[e] * w;
+            o->sums[f] += x * x + (double)z[e] * (double)z[e] * w * w;
+            sum += x;
+        }
+        o->sums[f] += 2 * sum * sum;
+    }
+}
+
 /* By how much more than its own rounding u[f] of row i is uncertain: in float32 by its sum's, in 16 bits by those of its terms. */
 static float times_rounding(const work *o, int64_t i, int64_t f, float u) {
     const double of_u = (double)u;
@@ -150,7 +165,13 @@ static float times_rounding(const work *o, int64_t i, int64_t f, float u) {
     return (float)sqrt(1 + (o->sums[f] + shift * shift) / (of_u * of_u));
 }
 
-/* The same of u and dy at f, where the other half is `up`. `bent`: what act' of the gate changes by for a rounding of it. */
+/* float32: what the terms of act'(u) are uncertain by, in roundings, or act(u) alone: (6)^½ each, for a function that is right to its
+ * last place, two roundings, and two products. */
+static float of_function(const work *o, float term, float other) {
+    return o->spreads && o->precision == HEDDLE_F32 ? hypotf(term, other) * 2.4494897f : 0;
+}
+
+/* The same of u and dy at f, where the other half is `up`. `bent`: what act' of the gate is uncertain by, in roundings. */
 static float gate_element(work *o, int64_t i, int64_t f, float *u, float *dy, float act, float slope, float bent) {
     const int64_t other = o->of_y + f;
     const float gate = u[f], up = u[other], of_gate = times_rounding(o, i, f, gate);
@@ -158,8 +179,8 @@ static float gate_element(work *o, int64_t i, int64_t f, float *u, float *dy, fl
     o->most_dy = larger(o->most_dy, fabs((double)in * (double)up));
     o->slope_1[i * o->n + f] = in * up;
     o->slope_1[i * o->n + other] = in * gate;
-    o->du_error[i * o->n + f] = hypotf(in * up * bent * of_gate, in * up * slope * of_up);
-    o->du_error[i * o->n + other] = in * slope * gate * of_gate;
+    o->du_error[i * o->n + f] = hypotf(in * up * bent, in * up * slope * of_up);
+    o->du_error[i * o->n + other] = in * hypotf(slope * gate * of_gate, of_function(o, act, 0));
     o->most_y = larger(o->most_y, hypot((double)(slope * gate * of_gate * up), (double)(act * up * of_up)));
     dy[f] = in * up * slope;
     dy[other] = in * act;
@@ -178,14 +199,15 @@ static void activate_row(norm_linear_problem *p, work *o, int64_t i, float *u, f
         float slope, next;
         o->most_dy = larger(o->most_dy, fabs((double)dy[f]));
         activated(activation, u[f] * (1 + step), &next);
-        const float act = activated(activation, u[f], &slope), bent = (next - slope) / step;
+        const float act = activated(activation, u[f], &slope), of_u = times_rounding(o, i, f, u[f]);
+        const float share = u[f] != 0 ? act / u[f] : 0.5f, own = of_function(o, share, slope - share);
+        const float bent = hypotf((next - slope) / step * of_u, own);
         if (is_gated(p->a.activation)) {
             u[f] = gate_element(o, i, f, u, dy, act, slope, bent);
             continue;
         }
-        const float of_u = times_rounding(o, i, f, u[f]);
         o->slope_1[i * o->n + f] = dy[f];
-        o->du_error[i * o->n + f] = dy[f] * bent * of_u;
+        o->du_error[i * o->n + f] = dy[f] * bent;
         o->most_y = larger(o->most_y, fabs((double)(slope * u[f] * of_u)));
         u[f] = act;
         dy[f] *= slope;
@@ -242,8 +264,8 @@ static void forward_row(norm_linear_problem *p, work *o, int64_t i, double natur
     round_all(t, o->of_y, dy);
     if (o->spreads && t != HEDDLE_F32)
         squares_of_terms(o, z);
-    else if (p->a.activation && o->spreads) /* of u */
-        plain_squares(&(plain_terms){o->k, 1, z, NULL, o->wt, o->n}, NULL, o->n, o->part, 1, o->sums);
+    else if (p->a.activation && o->spreads)
+        squares_of_sums(o, p->a.norm, xhat, z);
     for (int64_t f = 0; f < o->n && o->spreads && t != HEDDLE_F32; f++)
         o->most_u = larger(o->most_u, fabs((double)(o->sum[f] * times_rounding(o, i, f, o->sum[f]))));
     if (p->a.activation)

@@ -561,6 +561,7 @@ static void test_found(void **state) {
     assert_true(attention_seed_is_right(61000371892, false));
     assert_true(attention_seed_is_right(62000232418, false));
     assert_true(attention_seed_is_right(63000081704, false));
+    assert_true(attention_seed_is_right(64000047913, false));
     assert_true(norm_linear_seed_is_right(20261447, false));
     assert_true(norm_linear_seed_is_right(20264134, false));
     assert_true(norm_linear_seed_is_right(98000000600, false));
@@ -578,6 +579,7 @@ static void test_found(void **state) {
     assert_true(norm_linear_seed_is_right(99700062326, false));
     assert_true(norm_linear_seed_is_right(99700018626, false));
     assert_true(norm_linear_seed_is_right(62000049515, false));
+    assert_true(norm_linear_seed_is_right(64000223429, false));
 }
 
 int main(void) {
