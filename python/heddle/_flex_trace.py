@@ -7,6 +7,7 @@ Each symbol holds a form (heddle._flex_apply) that an operation in place may cha
 from __future__ import annotations
 
 import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -281,6 +282,14 @@ def trace(function: Callable[..., Any], like: Tensor, with_score: bool) -> Any:
     known = _traced.get(function) if type(function) is types.FunctionType else None
     if known is not None and known.like == (like.dtype, like.device, with_score) and known.holds(function):
         return known.result
+    now: Any = _trace_now
+    if "torch._dynamo" in sys.modules:  # behind a break of a graph it would compile what records here
+        disable: Any = torch.compiler.disable
+        now = disable(now)
+    return now(function, like, with_score, leaves)
+
+
+def _trace_now(function: Callable[..., Any], like: Tensor, with_score: bool, leaves: list[Any]) -> Any:
     read: list[Tensor] = []
     with _Mode(read) as mode:
         mode.device = like.device

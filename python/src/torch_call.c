@@ -336,7 +336,8 @@ void *call_make(call *c, int x, int64_t rank, const int64_t *size, const int64_t
 bool call_make_none(call *c, int x) {
     if ((uint64_t)x >= c->results)
         return true;
-    return !c->message[0] && torch_ok(c, aoti_torch_new_uninitialized_tensor(&c->result[x]), "make a result of None");
+    return !c->message[0] && torch_ok(c, aoti_torch_new_uninitialized_tensor(&c->result[x]),
+                                      "allocate what stands for a result that is not wanted");
 }
 
 bool call_make_empty(call *c, int x) {

@@ -5,6 +5,7 @@ torch.compile and within it, each gives what the formula gives, or is refused by
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -311,8 +312,12 @@ def test_in_place_and_refused(name):
 @pytest.mark.parametrize("name", REFUSED_IN_GRAPHS)
 def test_in_place_and_refused_within_a_graph(name):
     check(REFUSED_IN_GRAPHS[name], graph=False)
-    with pytest.raises(Exception, match=f"does not understand .*{words(name).replace('iadd', 'add')}"):
+    try:
         runs(REFUSED_IN_GRAPHS[name], None)[2]()
+    except Exception as error:
+        assert re.search(f"does not understand .*{words(name).replace('iadd', 'add')}", str(error), re.DOTALL)
+    else:  # torch 2.11 has a graph of some
+        check(REFUSED_IN_GRAPHS[name])
 
 
 def test_a_captured_tensor_that_changes_in_between():
