@@ -190,6 +190,9 @@ typedef enum heddle_mask {
  * Backward is given o and lse as all keys have made them, takes D[i] = sum_e dout[i,e] o[i,e] - dlse[i], and adds to dq, dk and dv; dbias
  * and dsinks it writes as ever, of this part. A sink is one more key: it goes to one part. Not with HEDDLE_WEIGHTS.
  *
+ * Without HEDDLE_ACCUMULATE, too, backward may be given o and lse of more keys than these, as a ring of processes does. Where lse differs from
+ * these keys' own by more than its rounding, dq, dk and dv are this part's share, with D[i] as above; o has the problem's dtype.
+ *
  * With HEDDLE_PAGES the keys and values of a sequence lie in pages of `page` rows: k is [pages, hk, page, d], v is [pages, hk, page, dv],
  * their strides.b go from page to page (rows side by side, as [pages, page, hk, d], by strides), and key j of sequence n is row j % page of
  * page block_table[n, j / page]. Sequences may share pages. A number that is no page, below 0 or not below `pages`, hides the keys that it

@@ -60,7 +60,7 @@ void sums_free(sums *s) {
 }
 
 /* The tensors' own strides, literally: those of a part are those of the whole. */
-static void be_literal(const attention_problem *p, heddle_attention *a) {
+static void have_own_strides(const attention_problem *p, heddle_attention *a) {
     for (int x = 0; x < T_COUNT; x++) {
         const int64_t *s = p->t[x].stride;
         const heddle_strides literal =
@@ -68,6 +68,10 @@ static void be_literal(const attention_problem *p, heddle_attention *a) {
         if (attention_fields[x].stride && p->t[x].host)
             memcpy((char *)a + attention_fields[x].stride, &literal, sizeof literal);
     }
+}
+
+static void have_strides_of_sums(const attention_problem *p, heddle_attention *a) {
+    have_own_strides(p, a);
     a->o_stride = a->dq_stride = (heddle_strides){0};
     a->dk_stride = (heddle_strides){p->a.hk * p->a.sk * p->a.d, p->a.sk * p->a.d, p->a.d};
     a->dv_stride = (heddle_strides){p->a.hk * p->a.sk * p->a.dv, p->a.sk * p->a.dv, p->a.dv};
@@ -88,12 +92,29 @@ static numbers part_of_segments(const attention_problem *p, int64_t first, int64
     return ids;
 }
 
+/* Says what went wrong. */
+static bool run(const heddle_attention *a, const heddle_attention_data *t, heddle_pass pass) {
+    size_t bytes = 0;
+    heddle_status status = heddle_attention_workspace(a, pass, &bytes);
+    void *workspace = workspace_new(a->device, bytes);
+    if (status == HEDDLE_OK)
+        status = (pass == HEDDLE_FORWARD ? heddle_attention_forward
+                                         : heddle_attention_backward)(a, t, workspace, bytes, device_memory_stream());
+    if (status != HEDDLE_OK)
+        printf("  a part: %s: %s\n", heddle_status_string(status), heddle_last_message());
+    const bool intact = workspace_intact(a->device, workspace, bytes);
+    if (!intact)
+        printf("  a part wrote outside its workspace of %zu bytes\n", bytes);
+    workspace_free(a->device, workspace, bytes);
+    return status == HEDDLE_OK && intact;
+}
+
 bool run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64_t first, int64_t end) {
     heddle_attention a = p->a;
     heddle_attention_data t = attention_data(p, pass == HEDDLE_BACKWARD);
     const size_t size = heddle_dtype_size(a.dtype), real = heddle_dtype_size(s->real);
     const bool own_lengths = a.features & HEDDLE_SEQLENS;
-    be_literal(p, &a);
+    have_strides_of_sums(p, &a);
     a.features |= HEDDLE_ACCUMULATE;
     a.whole_sq = own_lengths ? 0 : a.whole_sq ? a.whole_sq : a.q_offset + a.sq;
     a.whole_sk = own_lengths ? 0 : a.whole_sk ? a.whole_sk : a.k_offset + a.sk;
@@ -118,20 +139,19 @@ bool run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64
         t.dk = (void *)(uintptr_t)behind(s->dk.block, first * a.d, real);
         t.dv = (void *)(uintptr_t)behind(s->dv.block, first * a.dv, real);
     }
-    size_t bytes = 0;
-    heddle_status status = heddle_attention_workspace(&a, pass, &bytes);
-    void *workspace = workspace_new(a.device, bytes);
-    if (status == HEDDLE_OK)
-        status = (pass == HEDDLE_FORWARD ? heddle_attention_forward
-                                         : heddle_attention_backward)(&a, &t, workspace, bytes, device_memory_stream());
-    if (status != HEDDLE_OK)
-        printf("  a part: %s: %s\n", heddle_status_string(status), heddle_last_message());
-    const bool intact = workspace_intact(a.device, workspace, bytes);
-    if (!intact)
-        printf("  a part wrote outside its workspace of %zu bytes\n", bytes);
-    workspace_free(a.device, workspace, bytes);
+    const bool right = run(&a, &t, pass);
     numbers_free(&segments);
-    return status == HEDDLE_OK && intact;
+    return right;
+}
+
+bool run_share(const attention_problem *p, int64_t end) {
+    heddle_attention a = p->a;
+    const heddle_attention_data t = attention_data(p, true);
+    have_own_strides(p, &a);
+    a.whole_sq = a.sq;
+    a.whole_sk = a.sk;
+    a.sk = end;
+    return run(&a, &t, HEDDLE_BACKWARD);
 }
 
 /* Sums as an output of p's problem has them, in its type; `there` is what they began with. */

@@ -32,4 +32,7 @@ void sums_free(sums *s);
 /* Keys first .. end-1 of the problem; the sinks go with the keys at 0. Prints what went wrong and returns false. */
 bool run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64_t first, int64_t end);
 
+/* Backward of the first `end` keys without HEDDLE_ACCUMULATE, to p's own dq, dk and dv; its o and lse are of all keys. As run_part. */
+bool run_share(const attention_problem *p, int64_t end);
+
 #endif

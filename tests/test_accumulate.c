@@ -116,6 +116,63 @@ static void test_tensor_cores(void **state) {
             }
 }
 
+/* The gradient of the first keys by a call that is given o and lse of all, as a ring of processes makes it. */
+static void check_share(const attention_case *c, heddle_dtype dtype, heddle_device device, int64_t end) {
+    static const int results[] = {T_DQ, T_DK, T_DV};
+    attention_problem first = attention_new(c), p = attention_copy(&first, dtype, device),
+                      ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
+    sums s = sums_new(&ref.a);
+    const numbers *const sum[] = {&s.dq, &s.dk, &s.dv};
+    assert_true(run_part(&ref, &s, HEDDLE_FORWARD, 0, c->a.sk) && run_part(&ref, &s, HEDDLE_BACKWARD, 0, end));
+    attention_run(&p, HEDDLE_FORWARD);
+    assert_true(run_share(&p, end));
+    for (size_t x = 0; x < COUNT(results); x++) {
+        const tensor *t = &p.t[results[x]];
+        double worst = 0, magnitude = 0;
+        tensor_download(&p.t[results[x]]);
+        numbers_download(sum[x]);
+        for (int64_t at = 0, rows = t->dim[2], last = x ? end : rows; at < t->dim[0] * t->dim[1] * last; at++)
+            for (int64_t e = 0; e < t->dim[3]; e++) {
+                const int64_t n = at / last / t->dim[1], h = at / last % t->dim[1], i = at % last;
+                const int64_t place = ((n * t->dim[1] + h) * rows + i) * t->dim[3] + e;
+                const double right = load_element(s.real, sum[x]->host, place) - THERE,
+                             error = fabs(tensor_get(t, n, h, i, e) - right);
+                magnitude = fmax(magnitude, fabs(right));
+                worst = error <= worst ? worst : error;
+            }
+        const double unit = dtype == HEDDLE_BF16  ? 0x1p-6
+                            : dtype == HEDDLE_F16 ? 0x1p-9
+                            : dtype == HEDDLE_F32 ? 0x1p-18
+                                                  : 0x1p-40;
+        if (!(worst <= unit * magnitude))
+            fail_msg("%s, type %d: error %g of %g", attention_tensor_name[results[x]], dtype, worst, magnitude);
+    }
+    sums_free(&s);
+    attention_free(&ref);
+    attention_free(&p);
+    attention_free(&first);
+}
+
+static void test_shares(void **state) {
+    (void)state;
+    static const int64_t sizes[][5] = {{70, 200, 100, 64, 64}, {130, 256, 128, 128, 128}, {33, 90, 40, 32, 16},
+                                       {40, 300, 3, 96, 96},   {20, 20, 8, 256, 256},     {66, 160, 128, 320, 320}};
+    for (size_t x = 0; x < COUNT(sizes); x++)
+        for (int y = 0; y < 5; y++) {
+            const int64_t *n = sizes[x];
+            attention_case c = attention_case_of(1, 4, y == 1 ? 2 : 4, n[0], n[1], n[3], n[4]);
+            c.a.mask = y == 1 ? HEDDLE_CAUSAL_TOP_LEFT : HEDDLE_MASK_NONE;
+            c.a.softcap = y == 2 ? 5 : 0;
+            c.a.features = y == 2 ? HEDDLE_SINKS : y == 3 ? HEDDLE_BIAS | HEDDLE_BOOL_MASK : 0;
+            c.a.dropout = y == 4 ? 0.2 : 0;
+            c.skip = UINT32_C(1) << T_DSINKS | UINT32_C(1) << T_DBIAS;
+            for (int z = 0; z < TEST_DTYPES; z++)
+                check_share(&c, test_dtypes[z], test_device(), n[2]);
+            if (test_device() != HEDDLE_CUDA)
+                check_share(&c, HEDDLE_F64, HEDDLE_REF, n[2]);
+        }
+}
+
 static attention_case usual(void) {
     return attention_case_of(2, 4, 2, 37, 70, 24, 16);
 }
@@ -269,9 +326,9 @@ static void test_merge_refuses(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_sizes),         cmocka_unit_test(test_tensor_cores), cmocka_unit_test(test_masks),
-        cmocka_unit_test(test_options),       cmocka_unit_test(test_lengths),      cmocka_unit_test(test_merge),
-        cmocka_unit_test(test_merge_refuses),
+        cmocka_unit_test(test_sizes),  cmocka_unit_test(test_tensor_cores),  cmocka_unit_test(test_masks),
+        cmocka_unit_test(test_shares), cmocka_unit_test(test_options),       cmocka_unit_test(test_lengths),
+        cmocka_unit_test(test_merge),  cmocka_unit_test(test_merge_refuses),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -206,11 +206,21 @@ static void store_result(const heddle_attention *a, void *p, int64_t at, int64_t
     store_row(type, p, at, n, row);
 }
 
+static double given_lse(const work *w, const head *c, int64_t i) {
+    return load_element(float_type(w->a->dtype), w->data->lse, lse_at(w->a, c, i));
+}
+
+/* Whether the lse that backward is given is no rounding of row i's own: then it is of more keys, which other calls have. */
+static bool is_of_more(const work *w, const head *c, int64_t i) {
+    const double rounding = w->a->dtype == HEDDLE_F64 ? 0x1p-40 : 0x1p-14;
+    return w->lse != -INFINITY && fabs(given_lse(w, c, i) - w->lse) > rounding * fmax(1, fabs(w->lse));
+}
+
 /* Backward of a part of the keys: P of the log-sum-exp of all. */
 static void weigh_among_all(work *w, const head *c, int64_t i) {
     if (w->lse == -INFINITY)
         return;
-    const double lse = load_element(float_type(w->a->dtype), w->data->lse, lse_at(w->a, c, i));
+    const double lse = given_lse(w, c, i);
     const double share = lse == -INFINITY ? 0 : exp(w->lse - lse);
     for (int64_t j = 0; j < c->used.sk; j++)
         w->p[j] *= share;
@@ -282,7 +292,8 @@ static void row_gradient(work *w, const head *c, int64_t i) {
     const heddle_attention *a = w->a;
     const heddle_attention_data *data = w->data;
     probabilities(w, c, i);
-    if (a->features & HEDDLE_ACCUMULATE)
+    const bool part = a->features & HEDDLE_ACCUMULATE || is_of_more(w, c, i);
+    if (part)
         weigh_among_all(w, c, i);
     dropout(w, c, i);
     w->big_d = 0;
@@ -291,7 +302,7 @@ static void row_gradient(work *w, const head *c, int64_t i) {
         return;
     if (data->dout)
         load_row(a->dtype, data->dout, row_at(a->do_stride, c->n, c->x, c->all.first_q + i), a->dv, w->dout);
-    for (int64_t e = 0; e < a->dv && (a->features & HEDDLE_ACCUMULATE) && data->dout; e++)
+    for (int64_t e = 0; e < a->dv && part && data->dout; e++)
         w->big_d +=
             w->dout[e] * load_element(result_type(a), data->o, row_at(a->o_stride, c->n, c->x, c->all.first_q + i) + e);
     if (data->dlse)
@@ -302,7 +313,7 @@ static void row_gradient(work *w, const head *c, int64_t i) {
         w->dp[j] = data->dout ? w->z[j] * dot(w->dout, w->v + j * a->dv, a->dv) : 0;
         if (data->dweights)
             w->dp[j] += load_element(a->dtype, data->dweights, row_at(a->dweights_stride, c->n, c->x, i) + j);
-        if (!(a->features & HEDDLE_ACCUMULATE))
+        if (!part)
             w->big_d += w->p[j] * w->dp[j];
     }
     for (int64_t j = 0; j < c->used.sk; j++)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import runpy
@@ -387,8 +388,8 @@ def ring(rank, results):
     attentions.activate_flash_attention_impl("heddle")
     mesh = dist.init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(2, 4, 16, 8) for _ in range(4))
-    for is_causal in (False, True):
+    for dtype, is_causal in ((t, c) for t in (torch.float32, torch.float64) for c in (False, True)):
+        q, k, v, dout = (torch.randn(2, 4, 16, 8, dtype=dtype) for _ in range(4))
         parallel._cp_options.enable_load_balance = False
         mine = [t.chunk(2, 2)[rank].contiguous() for t in (q, k, v, dout)]
         out, lse, *rest = parallel._scaled_dot_product_ring_flash_attention(mesh, *mine[:3], is_causal=is_causal)
@@ -400,6 +401,44 @@ def ring(rank, results):
         truths = [truth, *torch.autograd.grad(truth, leaves, dout)]
         for got, true in zip((out, *grads[:3]), truths, strict=True):
             assert torch.allclose(got, true.chunk(2, 2)[rank], atol=1e-5), is_causal
+    results.put(rank)
+    dist.destroy_process_group()
+
+
+def public_ring(rank, results):
+    """PyTorch's context_parallel on two GPUs: heddle's kernels, and what one GPU gives. Parts of few keys and of many."""
+    import torch.distributed as dist
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+    from torch.distributed.tensor.experimental._context_parallel import _attention as parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["HEDDLE_TEST_PORT"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=2)
+    attentions.activate_flash_attention_impl("heddle")
+    mesh = dist.init_device_mesh("cuda", (2,))
+    torch.manual_seed(0)
+    for keys, is_causal in itertools.product((128, 512, 2048), (True, False)):
+        parallel._cp_options.enable_load_balance = is_causal  # PyTorch balances causal masks alone
+        whole = [torch.randn(2, 4, keys, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+        leaves = [t.clone().requires_grad_() for t in whole[:3]]
+        truth = heddle.attention(*leaves, causal=is_causal)
+        truths = [truth, *torch.autograd.grad(truth, leaves, whole[3])]
+        parts = [t.clone() for t in whole]
+        with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * 4), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            own = [part.detach().clone().requires_grad_() for part in parts[:3]]
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                out = F.scaled_dot_product_attention(*own, is_causal=is_causal)
+                out.backward(parts[3])
+                torch.cuda.synchronize()
+            names = {event.name for event in profile.events()}
+            got = [t.detach().contiguous() for t in (out, *(t.grad for t in own))]
+            got = context_parallel_unshard(mesh, got, [2] * 4)
+        assert any("heddle_attention_fwd" in name for name in names), names
+        assert any("heddle_attention" in name and "bwd" in name for name in names), names
+        for one, true in zip(got, truths, strict=True):
+            assert (one - true).abs().max() <= 0.02 * true.abs().max(), (keys, is_causal)
     results.put(rank)
     dist.destroy_process_group()
 
@@ -422,6 +461,11 @@ def run_two(target, monkeypatch):
 
 def test_context_parallel(monkeypatch):
     run_two(ring, monkeypatch)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_context_parallel_on_gpus(monkeypatch):
+    run_two(public_ring, monkeypatch)
 
 
 # ------------------------------------------------------------------------------------------------------- refusals

@@ -5,6 +5,7 @@
 
 #include "cuda/attention/mask.cuh"
 #include "cuda/attention/product.cuh"
+#include "cuda/attention/whole_row.cuh"
 
 /* Shared memory of the kernels of the backward. */
 template <typename T, int D, int WARPS, int TILES, int BLOCK> struct backward_shared {
@@ -149,7 +150,7 @@ INLINE void add_dweights(const attention_params &p, const place &c, int64_t x, i
         }
 }
 
-/* D = rowsum(P∘dP) of a warp's rows, where there are few keys. */
+/* D = rowsum(P∘dP) of a warp's rows, where there are few keys, and these are all that lse is of; else D stays what dO∘O has made it. */
 template <typename T, int D, int WARPS, int BLOCK>
 INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, int query0, uint32_t shared) {
     typedef backward_shared<T, D, WARPS, 1, BLOCK> layout;
@@ -163,7 +164,7 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
     const int begin = max(0, min(query0 + c.lo, c.sk)) / DROPOUT_KEYS * DROPOUT_KEYS;
     const int end = max(0, min(min(query0 + ROWS, c.sq) + c.hi, c.sk));
     const dropout_state dropout = make_dropout(p);
-    float base[2], rest[2], sum[2] = {0.0f, 0.0f};
+    float base[2], rest[2], sum[2] = {0.0f, 0.0f}, weights[2] = {0.0f, 0.0f};
     __syncthreads(); /* base and rest are there, shared memory is free */
     for (int half = 0; half < 2; half++) {
         const int i = query0 + warp_row + half * 8 + lane / 4;
@@ -203,13 +204,15 @@ INLINE void sum_gradients(const attention_params &p, const place &c, int64_t x, 
                     continue;
                 const float weight = weight_of<T>(s[0][z][e], factor, base[e / 2], rest[e / 2]);
                 sum[e / 2] = fmaf(weight, dp[0][z][e], sum[e / 2]);
+                weights[e / 2] += weight;
             }
     }
     for (int half = 0; half < 2; half++) {
         const int i = query0 + warp_row + half * 8 + lane / 4;
-        const float all = quad_sum(sum[half]);
+        const float all = quad_sum(sum[half]), weight = quad_sum(weights[half]);
         const int64_t at = i < c.sq ? lse_at(p, c, x, i) : 0;
-        if (i < c.sq && lane % 4 == 0)
+        if (i < c.sq && lane % 4 == 0 &&
+            (base[half] == CUDART_INF_F || has_all_keys<T>(p, x, weight, ((const float *)p.t.lse)[at])))
             p.dsum[at] = base[half] == CUDART_INF_F ? 0.0f : all - (p.t.dlse ? ((const float *)p.t.dlse)[at] : 0.0f);
     }
 }

@@ -4,6 +4,7 @@
 #define HEDDLE_CUDA_ATTENTION_PLAIN_BWD_CUH
 
 #include "cuda/attention/plain/rows.cuh"
+#include "cuda/attention/whole_row.cuh"
 
 /* The log-sum-exp anew, for scores so large that a float32 lse is too coarse for P = exp(S - lse): the maximum is
  * subtracted exactly, the rest is the logarithm of the sum. Taken where it agrees with the given lse to its
@@ -58,10 +59,10 @@ INLINE float weight_sum(const attention_params &p, const place &c, const row_ind
     return sum;
 }
 
-/* sum over j of P∘dP of one row, by one warp: this lane's part. */
+/* sum over j of P∘dP of one row, and of P, by one warp: this lane's part. */
 template <typename T>
 INLINE float gradient_sum(const attention_params &p, const place &c, const row_index &at, const float *q, float base,
-                          float rest) {
+                          float rest, float *weights) {
     const score_row row = make_score_row(p, c, at.x, at.i);
     const dropout_state dropout = make_dropout(p);
     const T *dout = dout_row<T>(p, c, at.x, at.i);
@@ -77,7 +78,9 @@ INLINE float gradient_sum(const attention_params &p, const place &c, const row_i
         else
             for (int e = 0; e < p.a.dv; e++)
                 dov = fmaf(to_float(dout[e]), to_float(v[e]), dov);
-        sum = fmaf(weight_of<T>(s, LOG2E, base, rest), weight_gradient<T>(p, c, row, dropout, at.x, j, dov, &z), sum);
+        const float weight = weight_of<T>(s, LOG2E, base, rest);
+        sum = fmaf(weight, weight_gradient<T>(p, c, row, dropout, at.x, j, dov, &z), sum);
+        *weights += weight;
     }
     return sum;
 }
@@ -125,8 +128,12 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
         if (large)
             refine_lse<T>(p, c, at, q, lse, &base, &rest);
         if (few) {
-            sum = gradient_sum<T>(p, c, at, q, base, rest);
-        } else {
+            float weights = 0.0f;
+            sum = gradient_sum<T>(p, c, at, q, base, rest, &weights);
+            few = has_all_keys<T>(p, at.x, warp_sum(weights), lse);
+        }
+        if (!few) {
+            sum = 0.0f;
             const int64_t o_row = row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i);
             if (p.t.dout)
                 for (int e = lane; e < p.a.dv; e += 32) {

@@ -12,10 +12,10 @@
 #define SHORT_KEYS FEW_KEYS
 #define SHORT_QUERIES 64
 
-/* K and V; two stages of Q and dO; P and dS; three numbers a row and half of the keys; marks of queries of two steps, and of keys. */
+/* K and V; two stages of Q and dO; P and dS; four numbers a row and half of the keys; marks of queries of two steps, and of keys. */
 CONTRACT int short_bytes(int dim) {
     return 2 * (SHORT_KEYS + 2 * SHORT_QUERIES) * sm80_pitch(2, dim) + 2 * SHORT_QUERIES * sm80_pitch(2, SHORT_KEYS) +
-           3 * 2 * SHORT_QUERIES * 4 + 2 * SHORT_QUERIES * 4 + SHORT_KEYS * 4;
+           4 * 2 * SHORT_QUERIES * 4 + 2 * SHORT_QUERIES * 4 + SHORT_KEYS * 4;
 }
 
 #endif

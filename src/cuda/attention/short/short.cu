@@ -8,14 +8,15 @@
  * dS go through shared memory, and of these all warps make dV += Pᵀ·dO, dK += dSᵀ·Q and dQ = dS·K. */
 #include "cuda/attention/short/contract.h"
 #include "cuda/attention/sm80/fused.cuh"
+#include "cuda/attention/whole_row.cuh"
 
 template <typename T, int D> struct short_shared {
     static constexpr int threads = SHORT_WARPS * 32, keys = SHORT_KEYS, queries = SHORT_QUERIES, half = keys / 2;
     static constexpr int row = tile<T, D>::pitch, pitch = sm80_pitch(sizeof(T), keys); /* of P and dS */
     static constexpr int values = keys * row, stages = 2 * values, stage_bytes = 2 * queries * row;
     static constexpr int ps = stages + 2 * stage_bytes, ds = ps + queries * pitch;
-    static constexpr int parts = ds + queries * pitch; /* D; maximum; sum: of each half of the keys, each row */
-    static constexpr int bad = parts + 3 * 2 * queries * 4, marks = bad + 2 * queries * 4;
+    static constexpr int parts = ds + queries * pitch; /* D; maximum; sum; P's: of each half of the keys, each row */
+    static constexpr int bad = parts + 4 * 2 * queries * 4, marks = bad + 2 * queries * 4;
     static_assert(marks + keys * 4 == short_bytes(D), "as the plan counts");
     /* the warp's part of a step: 16 queries, half of the keys; of dQ 16 queries, of dK and dV 32 keys, half of the columns of each */
     static constexpr int width = D / 2;
@@ -125,6 +126,17 @@ template <int KEYS> INLINE void clear_unseen(const place &c, int row0, int j0, f
         }
 }
 
+/* D of a row of which there are more keys than these, from dO∘O; the four lanes of the row. */
+template <typename T> INLINE float dot_of_row(const attention_params &p, const place &c, int64_t x, int i) {
+    const T *const o = (const T *)p.t.o + row_at(p.a.o_stride, c.n, x, c.first_q + i);
+    const T *const dout = (const T *)p.t.dout + row_at(p.a.do_stride, c.n, x, c.first_q + i);
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int e = threadIdx.x % 4; e < p.a.dv && i < c.sq; e += 4)
+        sum = to_float(o[e]) != 0.0f ? fmaf(to_float(o[e]), to_float(dout[e]), sum) : sum;
+    return quad_sum(sum);
+}
+
 /* S, dP -> P, dS of a warp's rows and keys, D of them; what dsinks needs is left in memory. What is not seen has an exponent of -inf, and so
  * a P of 0; but 0 times a D that is not finite is not. */
 template <typename T, int D, weighing HOW>
@@ -132,7 +144,7 @@ INLINE void weigh_short(const attention_params &p, const place &c, int64_t x, in
                         float *parts, float (*s)[4], float (*dp)[4]) {
     typedef short_shared<T, D> layout;
     const int lane = threadIdx.x % 32, row = layout::group() * 16 + lane / 4;
-    float sum[2] = {0.0f, 0.0f}, dsum[2];
+    float sum[2] = {0.0f, 0.0f}, weights[2] = {0.0f, 0.0f}, dsum[2];
 #pragma unroll
     for (int y = 0; y < layout::half / 8; y++)
 #pragma unroll
@@ -145,12 +157,16 @@ INLINE void weigh_short(const attention_params &p, const place &c, int64_t x, in
             else
                 *t = exp2_approx(fmaf(*t, p.scale_log2, -r.base[e / 2]));
             sum[e / 2] = fmaf(*t, dp[y][e], sum[e / 2]);
+            weights[e / 2] += *t;
         }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         sum[half] = quad_sum(sum[half]);
-        if (lane % 4 == 0)
+        weights[half] = quad_sum(weights[half]);
+        if (lane % 4 == 0) {
             parts[layout::side() * layout::queries + row + half * 8] = sum[half];
+            parts[(6 + layout::side()) * layout::queries + row + half * 8] = weights[half];
+        }
     }
     barrier_sync(1 + layout::group(), 64);
 #pragma unroll
@@ -159,9 +175,15 @@ INLINE void weigh_short(const attention_params &p, const place &c, int64_t x, in
         const bool there = i < c.sq && (p.t.dlse || p.t.dsinks);
         const int64_t at = there ? lse_at(p, c, x, i) : 0;
         const float *const of = parts + row + half * 8;
-        dsum[half] = r.base[half] == CUDART_INF_F
-                         ? 0.0f
-                         : of[0] + of[layout::queries] - (there && p.t.dlse ? ((const float *)p.t.dlse)[at] : 0.0f);
+        float d = of[0] + of[layout::queries];
+        const bool all = r.base[half] == CUDART_INF_F ||
+                         has_all_keys<T>(p, x, of[6 * layout::queries] + of[7 * layout::queries], r.lse[half]);
+        if (!__all_sync(ALL_LANES, all)) {
+            const float of_o = dot_of_row<T>(p, c, x, i);
+            d = all ? d : of_o;
+        }
+        dsum[half] =
+            r.base[half] == CUDART_INF_F ? 0.0f : d - (there && p.t.dlse ? ((const float *)p.t.dlse)[at] : 0.0f);
         if (there && p.t.dsinks && layout::side() == 0 && lane % 4 == 0) {
             p.base[at] = r.base[half];
             p.rest[at] = r.rest[half];
