@@ -54,11 +54,13 @@ CONTRACT int prepare_bytes(int element) {
 #define FINISH_HELD 2
 
 /* Of rows of so many columns: as few threads as hold all of them, if the block does. */
+#define FINISH_WARP 32
 #define FINISH_SHORT_TEAM 64
 #define FINISH_MIDDLE_TEAM 128
 #define FINISH_TEAM ROW_THREADS
 CONTRACT int finish_team(int64_t cols) {
-    return cols <= FINISH_SHORT_TEAM * 8 * FINISH_HELD    ? FINISH_SHORT_TEAM
+    return cols <= FINISH_WARP * 8 * FINISH_HELD          ? FINISH_WARP
+           : cols <= FINISH_SHORT_TEAM * 8 * FINISH_HELD  ? FINISH_SHORT_TEAM
            : cols <= FINISH_MIDDLE_TEAM * 8 * FINISH_HELD ? FINISH_MIDDLE_TEAM
                                                           : FINISH_TEAM;
 }

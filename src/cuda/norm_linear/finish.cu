@@ -166,10 +166,12 @@ template <typename T> INLINE void partial_sums(const norm_sums &p, uint32_t unit
             for (int x = 0; x < 8; x++)
                 sum[x] += v[x];
         }
+        __syncwarp(); /* as racecheck wants it, to which half a warp at a barrier is none */
         __syncthreads();
 #pragma unroll
         for (int x = 0; x < 8; x++)
             sums[warp][lane * 8 + x] = sum[x];
+        __syncwarp();
         __syncthreads();
         const int64_t mine = col0 + threadIdx.x;
         float all = 0;
@@ -186,7 +188,9 @@ template <typename T> INLINE void finish_kernel(const norm_finish &p) {
     meeting *const m = (meeting *)(held + finish_stages(sizeof(T)) * finish_stage_bytes(sizeof(T)));
     float *const sums = (float *)((char *)m + MEETING_BYTES);
     uint32_t unit = blockIdx.x;
-    if (finish_team(p.cols) == FINISH_SHORT_TEAM)
+    if (finish_team(p.cols) == FINISH_WARP)
+        finish_rows<T, FINISH_WARP>(p, &unit, held, m);
+    else if (finish_team(p.cols) == FINISH_SHORT_TEAM)
         finish_rows<T, FINISH_SHORT_TEAM>(p, &unit, held, m);
     else if (finish_team(p.cols) == FINISH_MIDDLE_TEAM)
         finish_rows<T, FINISH_MIDDLE_TEAM>(p, &unit, held, m);
