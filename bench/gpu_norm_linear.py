@@ -30,6 +30,9 @@ from heddle_c import LAYER_NORM, NO_NORM, Library
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = ((16384, 1024, 4096), (16384, 4096, 4096), (8192, 4096, 12288), (4096, 4096, 22016), (4096, 2048, 2048),
           (2048, 768, 3072), (1000, 1536, 6144))
+# Weights of few tiles, of which dW has the sum over m to divide.
+SMALL_WEIGHTS = ((16384, 768, 768), (16384, 768, 2304), (16384, 768, 3072), (16384, 1024, 1024), (32768, 512, 512),
+                 (65536, 256, 256))
 GATED = ((16384, 1024, 8192), (4096, 4096, 22016))
 FEW_ROWS = (*((m, 4096, n) for n in (4096, 12288) for m in (1, 4, 16, 32, 64, 128)),
             (16, 8192, 8192), (64, 8192, 8192), (128, 1024, 4096))
@@ -104,9 +107,10 @@ def name_of(m, k, n, dtype, tf32, option):
 
 def cases():
     """m, k, n, dtype, tf32 and option of every row."""
-    rows = [(*shape, BF16, False, "") for shape in SHAPES + FEW_ROWS]
+    rows = [(*shape, BF16, False, "") for shape in SHAPES + FEW_ROWS + SMALL_WEIGHTS]
     rows += [(*shape, *kind, "") for shape in (SHAPES[0], SHAPES[4]) for kind in TYPES[1:]]
     rows += [(*shape, BF16, False, option) for option in list(OPTIONS)[1:] for shape in SHAPES]
+    rows += [(*shape, BF16, False, "no norm") for shape in SMALL_WEIGHTS]
     rows += [(*GATED[0], BF16, False, option) for option in GATES]
     rows += [(*SHAPES[4], *kind, option) for option in list(OPTIONS)[1:] for kind in TYPES[1:]]
     rows += [(*shape, *kind, "prepared") for kind in TYPES[:3:2] for shape in (*FEW_ROWS, (1024, 4096, 4096))]

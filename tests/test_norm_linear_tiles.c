@@ -56,6 +56,23 @@ static void test_tiles_in_turn(void **state) {
     }
 }
 
+/* dW of a weight that has too few tiles for a GPU's multiprocessors, of many rows: its terms go to several blocks, and the last of each tile
+ * adds up what they leave. One tile, pairs of which the lower is not there, tiles that end anywhere; with dgamma from it and without. */
+static void test_shares_of_dw(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{3000, 72, 136}, {4700, 200, 40}, {8300, 264, 392}, {6000, 520, 520}};
+    const bool emulated = test_emulated();
+    for (size_t x = 0; x < (emulated ? 2 : COUNT(sizes)) && test_device() == HEDDLE_CUDA; x++)
+        for (int norm = 0; norm < 3; norm++) {
+            norm_linear_case c = make_case(sizes[x][0], sizes[x][1], sizes[x][2]);
+            c.a.norm = (heddle_norm)norm;
+            c.a.dtype = test_dtypes[1 + (x + (size_t)norm) % 2];
+            c.skip = x % 2 == 0 ? UINT32_C(1) << N_DX : 0;
+            c.seed = 3 * x + 1;
+            check_norm_linear(&c);
+        }
+}
+
 /* Hopper's product for few rows is what forward takes there, unless another family is asked for, or an emulated GPU has no room for the two
  * clusters of rows in two parts. */
 static void expect_few(const norm_linear_case *c) {
@@ -283,6 +300,7 @@ int main(void) {
         cmocka_unit_test(test_raw_or_not),
         cmocka_unit_test(test_one_launch),
         cmocka_unit_test(test_tiles_in_turn),
+        cmocka_unit_test(test_shares_of_dw),
         cmocka_unit_test(test_few_rows_of_many_columns),
         cmocka_unit_test(test_many_short_tiles),
         cmocka_unit_test(test_widths_of_tiles),

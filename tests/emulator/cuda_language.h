@@ -152,6 +152,9 @@ EMULATOR_LEAST(float)
 template <typename T> static inline T __ldg(const T *p) {
     return *p;
 }
+template <typename T> static inline void __stcg(T *p, T v) {
+    *p = v;
+}
 template <typename T> static inline T __ldcg(const T *p) {
     return *p;
 }

@@ -12,6 +12,7 @@
 #include "mask.h"
 #include "plan.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 enum { CASES = 100000 };
@@ -418,6 +419,37 @@ static void check_gemm90(const norm_linear_launch *l, rng *r) {
     }
 }
 
+/* dW in shares: each has terms, all of them are on the GPU at once, what they leave lies in the workspace, and a launch in front of it has
+ * cleared what they count with. */
+static bool check_shares(const norm_linear_launch *launches, int x, const norm_linear_plan *plan,
+                         const cuda_facts *device) {
+    const norm_gemm_sm90 *p = &launches[x].params.gemm90;
+    const norm_shares *s = &p->shares;
+    const char *symbol = heddle__cuda_kernels[launches[x].kernel].symbol, *width = strstr(symbol, "_dw_n");
+    if (!launches[x].sm90 || !width)
+        return false;
+    assert_in_range(s->count, 1, GEMM90_SHARES);
+    if (s->count == 1)
+        return false;
+    const int64_t tiles = (p->g.row_tiles + 1) / 2 * 2 * p->g.col_tiles, units = p->g.tiles.units;
+    const char *const end = space + plan->workspace, *const sums = (const char *)s->sums;
+    const int64_t floats = tiles * s->count * gemm90_sums_of_tile(atoi(width + strlen("_dw_n")));
+    assert_true(s->count * units <= device->multiprocessors / 2);
+    assert_true(sums >= space && (uintptr_t)sums % 16 == 0 && sums + floats * 4 <= end);
+    assert_true((const char *)s->arrived >= space && (const char *)(s->arrived + tiles) <= end);
+    for (int share = 0; share < s->count; share++) {
+        assert_true(gemm90_share(p->g.depth, s->count, share) < gemm90_share(p->g.depth, s->count, share + 1));
+        assert_int_equal(quotient((uint32_t)(share * units), s->units), share);
+        assert_int_equal(quotient((uint32_t)((share + 1) * units - 1), s->units), share);
+    }
+    bool cleared = false;
+    for (int y = 0; y < x; y++)
+        cleared |= strstr(heddle__cuda_kernels[launches[y].kernel].symbol, "_prepare_") &&
+                   launches[y].params.prepare.clear == s->arrived && launches[y].params.prepare.zeros == tiles;
+    assert_true(cleared);
+    return true;
+}
+
 /* So does what `normalise` writes, unless it is z; and a row has no more warps than elements for them, or than a block. */
 static void check_normalised(const norm_linear_launch *l, const norm_linear_plan *plan) {
     const norm_normalise *p = &l->params.normalise;
@@ -428,6 +460,8 @@ static void check_normalised(const norm_linear_launch *l, const norm_linear_plan
     assert_true(p->warps_log2 >= 0 && 32 << p->warps_log2 <= NORMALISE_THREADS);
     assert_true(p->warps_log2 == 0 || INT64_C(128) << p->warps_log2 < p->job.cols);
 }
+
+static int shares; /* plans that took dW in shares */
 
 static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass, const cuda_facts *device,
                                    bool wants_dx, rng *r) {
@@ -463,6 +497,7 @@ static bool check_norm_linear_plan(const heddle_norm_linear *a, heddle_pass pass
         check_linear_limit(&launches[x], a->multiprocessors, device);
         check_normalised(&launches[x], &plan);
         check_gemm90(&launches[x], r);
+        shares += check_shares(launches, x, &plan, device);
     }
     assert_true(named);
     return true;
@@ -486,8 +521,15 @@ static void test_norm_linear(void **state) {
         a.multiprocessors = rng_chance(&r, 0.5) ? rng_between(&r, 1, 140) : 0;
         for (int pass = 0; pass < 2; pass++)
             accepted += check_norm_linear_plan(&a, (heddle_pass)pass, &device, x % 7 % 2, &r);
+        /* Many rows of few columns. */
+        a = (heddle_norm_linear){.size = sizeof a, .device = HEDDLE_CUDA, .dtype = a.dtype, .norm = a.norm};
+        a.m = rng_between(&r, 1000, 100000);
+        a.k = 8 * rng_between(&r, 1, 200);
+        a.n = 8 * rng_between(&r, 1, 200);
+        a.multiprocessors = rng_chance(&r, 0.3) ? rng_between(&r, 1, 140) : 0;
+        assert_true(check_norm_linear_plan(&a, HEDDLE_BACKWARD, &device, x % 7 % 2, &r));
     }
-    assert_true(accepted > CASES / 10);
+    assert_true(accepted > CASES / 10 && shares > CASES / 20);
 }
 
 /* Others than the planned family have room, too: of pointers that lie askew, and without a gradient of o. */

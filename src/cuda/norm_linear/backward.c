@@ -64,6 +64,10 @@ static void prepare_backward(norm_linear_call *c, bool product_w, bool given) {
         w.low = c->is.tf32 ? NULL : at->w_low;
         x.row_exponent = at->dy_exponent;
     }
+    if (product_w && c->is.dw.shares > 1) {
+        p.clear = at->dw_arrived;
+        p.zeros = (int32_t)c->is.dw.tiles;
+    }
     p.job[0] = x;
     p.job[1] = w;
     heddle__cuda_add_prepare(c, p);

@@ -33,6 +33,8 @@
       backward && !is->wide && !is->plain && a->k <= SUMMED_ROW ? 2 * finish_blocks(device) * a->k : 0)                \
     A(float, dbias_part, backward ? parts_of(a->m) * is->n : 0)                                                        \
     A(float, dbias, backward ? is->n : 0)                                                                              \
+    A(float, dw_sums, backward ? is->dw.floats : 0)                                                                    \
+    A(int32_t, dw_arrived, backward ? is->dw.tiles : 0)                                                                \
     A(char, du, backward && a->activation ? a->m * is->np * (is->wide ? 4 : 2) : 0)                                    \
     A(char, u, !backward && is->gated ? a->m * is->np * (is->wide ? 4 : 2) : 0)
 
@@ -52,6 +54,13 @@ typedef struct norm_linear_arrays {
     A(float, s, !is->wide && weights ? is->n : 0)                                                                      \
     A(float, t, weights ? is->n : 0)
 
+/* Of a product on Hopper: which of the widths its tiles have; of dw in how many shares their terms are taken, and if it is more than one the
+ * tiles, pairs of rows counted, and what all shares leave. */
+typedef struct gemm90_shape {
+    int width, shares;
+    int64_t tiles, floats;
+} gemm90_shape;
+
 /* What follows from the description and the device. */
 typedef struct norm_linear_facts {
     int64_t n;       /* rows of W, columns of u: where an activation is of two halves twice those of y */
@@ -66,6 +75,7 @@ typedef struct norm_linear_facts {
     bool few90;      /* its product is Hopper's for few rows, likewise */
     bool sm90;       /* the products are Hopper's, as far as the pointers allow */
     int dtype;       /* 0 bf16, 1 f16, 2 f32 */
+    gemm90_shape dw; /* with sm90, in backward */
 } norm_linear_facts;
 
 /* The plan, in the part of a norm_linear_plan that is the backend's own. */
@@ -216,7 +226,11 @@ void heddle__cuda_add_normalise(norm_linear_call *c, const norm_rows *x);
 /* Returns the blocks. */
 int64_t heddle__cuda_add_prepare(norm_linear_call *c, norm_prepare p);
 
-/* Hopper's kernel for a product, and the columns of its tiles. adds: an activation or a residual. */
+/* Tiles of a product on Hopper. adds: an activation or a residual. */
+gemm90_shape heddle__cuda_shape90(const cuda_facts *device, enum gemm90_pass pass, int64_t rows, int64_t cols,
+                                  int64_t depth, bool adds);
+
+/* Its kernel, and the columns of its tiles. */
 enum cuda_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gemm_kernels *kernels, int64_t rows, int64_t cols,
                                      int64_t depth, bool adds, int64_t *width);
 

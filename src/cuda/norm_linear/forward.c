@@ -83,7 +83,10 @@ norm_linear_facts heddle__cuda_norm_linear_facts(const norm_linear_plan *plan, c
         is_gated(a->activation); /* its gradients have up's errors whole, which the slope of others hides */
     const bool few90 = takes_few90(plan, device), wide = a->dtype == HEDDLE_F32,
                raw = a->dtype == HEDDLE_BF16 && !plain && !z && !gated && !few90 && takes_raw(a, device, sm90, n);
+    const bool dw = sm90 && plan->pass == HEDDLE_BACKWARD;
     return (norm_linear_facts){.raw = raw,
+                               .dw = dw ? heddle__cuda_shape90(device, GEMM90_dw, n, a->k, a->m, false)
+                                        : (gemm90_shape){.shares = 1},
                                .kept = plan->pass == HEDDLE_FORWARD && (a->features & HEDDLE_PREPARED) && (raw || wide),
                                .plain = plain,
                                .gated = gated,

@@ -84,6 +84,16 @@ typedef struct norm_normalise {
     int32_t warps_log2;
 } norm_normalise;
 
+/* dw of sm90, where the weight has too few tiles for all multiprocessors: each has so many shares of the terms. A share leaves its sums in
+ * sums[row_tiles, even][col_tiles][count][gemm90_sums_of_tile]; the last of a tile to come, by arrived[row_tiles, even][col_tiles], zeros at
+ * first, adds all of them in their order. */
+typedef struct norm_shares {
+    int32_t count; /* 1: the others are of no use */
+    divisor units; /* by tiles.units */
+    float *sums;
+    int32_t *arrived;
+} norm_shares;
+
 /* On Hopper A and B come by the copy engine, in boxes of 64 rows, and out goes by it, in boxes of 16. */
 typedef struct norm_gemm_sm90 {
     tensor_map a, b, out;
@@ -91,6 +101,7 @@ typedef struct norm_gemm_sm90 {
     int32_t b_is_there; /* no kernel that may still run writes it */
     int32_t gated;      /* few rows: as fwd_gate */
     int32_t row_blocks, stages;
+    norm_shares shares; /* dw */
 } norm_gemm_sm90;
 
 /* prepare: two jobs in one launch; one of them may have no rows. The least exponents of each job's packed rows go from one launch to

@@ -49,33 +49,50 @@ bool heddle__cuda_fills90(const cuda_facts *device, int64_t rows, int64_t cols) 
     return units90(rows, cols, GEMM90_WIDEST) >= clusters90(device);
 }
 
-/* What all clusters take with tiles of the x-th width. */
-static int64_t cycles90(const norm_linear_call *c, enum gemm90_pass pass, int64_t rows, int64_t cols, int64_t depth,
-                        bool adds, int x) {
-    const int64_t rounds = blocks(units90(rows, cols, widths90[x]), clusters90(c->device)),
-                  steps = blocks(depth, GEMM90_DEPTH);
+/* What all clusters take with tiles of the x-th width; of dw in so many shares, of which each leaves its sums and the last of a tile adds
+ * them up. */
+static int64_t cycles90(const cuda_facts *device, enum gemm90_pass pass, int64_t rows, int64_t cols, int64_t depth,
+                        bool adds, int x, int shares) {
+    const int64_t width = widths90[x], rounds = blocks(shares * units90(rows, cols, width), clusters90(device)),
+                  steps = blocks(blocks(depth, GEMM90_DEPTH), shares);
     if (pass != GEMM90_fwd)
-        return rounds * (steps * (4 * widths90[x] + 60) + 6 * widths90[x] + 600);
+        return rounds * (steps * (4 * width + 60) + 6 * width + 600) +
+               (shares > 1 ? rounds * 13 * width + 10 * shares * width + 2000 : 0);
     const int64_t sums = steps * steps90[x], both = (sums + RICH_IN_TURN) / 2;
-    if (!gemm90_in_turn(pass, (int)widths90[x]))
+    if (!gemm90_in_turn(pass, (int)width))
         return rounds * (sums + results90[x] + (adds ? RICH_RESULTS : 0));
     return rounds * (adds && both > sums ? both : sums) + results90[x];
 }
 
-static int width_of(const norm_linear_call *c, enum gemm90_pass pass, int64_t rows, int64_t cols, int64_t depth,
-                    bool adds) {
-    int best = 0;
-    for (int x = 1; x < WIDTHS && pass != GEMM90_raw; x++)
-        if ((!adds || gemm90_adds(pass, (int)widths90[x])) &&
-            cycles90(c, pass, rows, cols, depth, adds, x) < cycles90(c, pass, rows, cols, depth, adds, best))
-            best = x;
+gemm90_shape heddle__cuda_shape90(const cuda_facts *device, enum gemm90_pass pass, int64_t rows, int64_t cols,
+                                  int64_t depth, bool adds) {
+    gemm90_shape best = {.shares = 1};
+    int64_t least = INT64_MAX;
+    for (int x = 0; x < (pass == GEMM90_raw ? 1 : WIDTHS); x++) {
+        if (x > 0 && adds && !gemm90_adds(pass, (int)widths90[x]))
+            continue;
+        const int64_t units = units90(rows, cols, widths90[x]), rest = units > 0 ? clusters90(device) / units : 1;
+        const int64_t most =
+            pass == GEMM90_dw ? least_of(least_of(rest, GEMM90_SHARES), blocks(depth, GEMM90_DEPTH)) : 1;
+        for (int shares = 1; shares == 1 || shares <= most; shares++) {
+            const int64_t cycles = cycles90(device, pass, rows, cols, depth, adds, x, shares);
+            if (cycles >= least)
+                continue;
+            least = cycles;
+            best = (gemm90_shape){.width = x, .shares = shares};
+            if (shares > 1) {
+                best.tiles = 2 * units;
+                best.floats = best.tiles * shares * gemm90_sums_of_tile((int)widths90[x]);
+            }
+        }
+    }
     return best;
 }
 
 enum cuda_kernel heddle__cuda_gemm90(const norm_linear_call *c, const gemm_kernels *kernels, int64_t rows, int64_t cols,
                                      int64_t depth, bool adds, int64_t *width) {
     const bool forward = kernels->pass <= GEMM90_gate;
-    const int x = width_of(c, kernels->pass, rows, cols, depth, forward && adds);
+    const int x = heddle__cuda_shape90(c->device, kernels->pass, rows, cols, depth, forward && adds).width;
     *width = widths90[x];
     return kernels->sm90[x][c->is.dtype];
 }
@@ -240,7 +257,11 @@ static void add_gemm90(norm_linear_call *c, const gemm_kernels *kernels, const n
     g->row_tiles = blocks(p->rows, GEMM_TILE);
     g->col_tiles = blocks(p->cols, width / halves);
     g->tiles = order_of(blocks(g->row_tiles, 2), g->col_tiles);
-    l->grid = (uint32_t)(2 * least_of(g->tiles.units, clusters90(c->device)));
+    const int shares = kernels->pass == GEMM90_dw ? c->is.dw.shares : 1;
+    if (kernels->pass == GEMM90_dw)
+        l->params.gemm90.shares = (norm_shares){
+            .count = shares, .units = divisor_of(g->tiles.units), .sums = c->at.dw_sums, .arrived = c->at.dw_arrived};
+    l->grid = (uint32_t)(2 * least_of(shares * g->tiles.units, clusters90(c->device)));
     const uint64_t rows = (uint64_t)p->rows, cols = (uint64_t)(halves * p->cols), depth = (uint64_t)p->depth;
     l->shapes[0] =
         (tensor_shape){p->a, {a_transposed ? rows : depth, a_transposed ? depth : rows}, {(uint64_t)lda}, 64};

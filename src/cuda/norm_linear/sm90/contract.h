@@ -71,6 +71,15 @@ CONTRACT int gemm90_b_rows(int width, int transposed) {
     return transposed ? GEMM90_DEPTH / 2 : width / 2;
 }
 
+/* dw: shares of a tile's terms at most, and where a share begins; floats that it leaves of a tile. */
+#define GEMM90_SHARES 8
+CONTRACT int64_t gemm90_share(int64_t depth, int shares, int share) {
+    return (depth + GEMM90_DEPTH - 1) / GEMM90_DEPTH * share / shares * GEMM90_DEPTH;
+}
+CONTRACT int64_t gemm90_sums_of_tile(int width) {
+    return GEMM_TILE * width;
+}
+
 /* dw: sums over the rows of W∘G, of so many tiles of rows. */
 CONTRACT int64_t gemm90_sums(int64_t row_tiles) {
     return row_tiles;

@@ -332,4 +332,51 @@ INLINE void sum_columns(const norm_gemm &p, const gemm_tile &t, char *from, cons
     barrier_sync(1, CONSUMERS);
 }
 
+/* dw: a share's sums to memory. Once all shares of the tile are there, which its last one sees, acc becomes their sum. */
+template <int WIDTH>
+INLINE bool add_shares(const norm_gemm_sm90 &all, const gemm_tile &t, char *from, float (*acc)[4]) {
+    typedef gemm90<WIDTH, DW> layout;
+    constexpr int AT_ONCE = 8, EACH = gemm90_sums_of_tile(WIDTH) / 4;
+    const norm_shares &s = all.shares;
+    const int thread = (int)threadIdx.x - WARPGROUP;
+    const int64_t tile = (int64_t)t.row_tile * all.g.col_tiles + t.col0 / WIDTH;
+    float4 *const sums = (float4 *)s.sums + tile * s.count * EACH + thread;
+    int *const arrived = (int *)(from + layout::staging); /* every warp has stored what it has had there */
+#pragma unroll
+    for (int y = 0; y < WIDTH / 8; y++)
+        __stcg(sums + t.share * EACH + y * CONSUMERS, make_float4(acc[y][0], acc[y][1], acc[y][2], acc[y][3]));
+    __threadfence();
+    barrier_sync(1, CONSUMERS);
+    if (thread == 0)
+        *arrived = atomicAdd(s.arrived + tile, 1);
+    barrier_sync(1, CONSUMERS);
+    const bool last = *arrived == s.count - 1;
+    barrier_sync(1, CONSUMERS);
+    if (!last)
+        return false;
+    __threadfence();
+#pragma unroll
+    for (int y = 0; y < WIDTH / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            acc[y][e] = 0;
+#pragma unroll 1
+    for (int share = 0; share < s.count; share++)
+#pragma unroll
+        for (int y = 0; y < WIDTH / 8; y += AT_ONCE) {
+            float4 more[AT_ONCE];
+#pragma unroll
+            for (int x = 0; x < AT_ONCE && y + x < WIDTH / 8; x++)
+                more[x] = __ldcg(sums + share * EACH + (y + x) * CONSUMERS);
+#pragma unroll
+            for (int x = 0; x < AT_ONCE && y + x < WIDTH / 8; x++) {
+                acc[y + x][0] += more[x].x;
+                acc[y + x][1] += more[x].y;
+                acc[y + x][2] += more[x].z;
+                acc[y + x][3] += more[x].w;
+            }
+        }
+    return true;
+}
+
 #endif

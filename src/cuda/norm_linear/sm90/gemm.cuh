@@ -45,20 +45,21 @@ template <int WIDTH, int PASS> INLINE void produce(const norm_gemm_sm90 &all, ui
     constexpr int OUT = out_width<WIDTH, PASS>;
     constexpr bool A_TRANSPOSED = PASS == DW;
     constexpr int BYTES = layout::a_bytes + (is_forward<PASS> ? WIDTH * DEPTH * 2 : layout::b_boxes * BOX);
-    const norm_gemm &p = all.g;
-    const int depth = (int)p.depth;
+    const int depth = (int)all.g.depth;
     ring r = {0, 0};
     int begun = 0; /* terms of the first tile, of which B may come before A is there */
     for (; all.b_is_there && begun < min(depth, layout::stages * DEPTH); begun += DEPTH) {
         mbarrier_expect(smem + layout::full + begun / DEPTH * 8, BYTES);
-        fetch_b<WIDTH, PASS>(all, smem, begun / DEPTH, begun, tile_of_turn<OUT>(p, 0).col0);
+        fetch_b<WIDTH, PASS>(all, smem, begun / DEPTH, begun, tile_of_turn<OUT, PASS>(all, 0).col0);
     }
     wait_for_earlier_grid();
 #pragma unroll 1
-    for (uint32_t turn = 0; has_tile(p, turn); turn++) {
-        const gemm_tile t = tile_of_turn<OUT>(p, turn);
+    for (uint32_t turn = 0; has_tile<PASS>(all, turn); turn++) {
+        const gemm_tile t = tile_of_turn<OUT, PASS>(all, turn);
+        int first;
+        const int end = terms_of_share<PASS>(all, t.share, &first) + first;
 #pragma unroll 1
-        for (int k = 0; k < depth; k += DEPTH) {
+        for (int k = first; k < end; k += DEPTH) {
             const uint32_t full = smem + layout::full + r.slot * 8, to = smem + r.slot * layout::stage;
             mbarrier_wait(smem + layout::empty + r.slot * 8, r.turn ^ 1);
             if (k >= begun)
@@ -174,22 +175,27 @@ INLINE void consume(const norm_gemm_sm90 &all, uint32_t smem, char *from, int wa
     if (layout::in_turn && group)
         skip<layout::stages>(&r, steps);
 #pragma unroll 1
-    for (uint32_t turn = layout::in_turn ? group : 0; has_tile(p, turn); turn += HALVES) {
+    for (uint32_t turn = layout::in_turn ? group : 0; has_tile<PASS>(all, turn); turn += HALVES) {
         const char *const columns = from + layout::vectors + turn % 2 * layout::vector;
         float acc[HALVES][WIDTH / 8][4];
         if (layout::in_turn)
             mbarrier_wait(smem + layout::order + group * 8, (turn / 2 & 1) ^ !group);
-        product90<T, WIDTH, PASS>(depth, smem, empty_there, group, &r, acc);
+        int first;
+        const int terms = terms_of_share<PASS>(all, share_of_turn<PASS>(all, turn), &first);
+        product90<T, WIDTH, PASS>(terms, smem, empty_there, group, &r, acc);
         if (layout::in_turn)
             skip<layout::stages>(&r, steps);
-        const gemm_tile t = tile_of_turn<OUT>(p, turn);
+        const gemm_tile t = tile_of_turn<OUT, PASS>(all, turn);
+        bool whole = true; /* else other shares of the tile are to come */
+        if constexpr (PASS == DW)
+            whole = all.shares.count == 1 || add_shares<WIDTH>(all, t, from, acc[0]);
         if (PASS != DX)
             mbarrier_wait(smem + layout::ready + turn % 2 * 8, turn / 2 & 1);
-        if (PASS == DW && p.part)
+        if (PASS == DW && p.part && whole)
             sum_columns<T, WIDTH>(p, t, from, acc[0]);
         if constexpr (PASS == GATE)
             store_gated<T, WIDTH>(p, t, row0, columns, staging, acc[0]);
-        else if (PASS != DW || p.out)
+        else if (PASS != DW || (p.out && whole))
             store_tile<T, WIDTH, PASS>(all, t, row0, columns, staging, acc);
         if constexpr (PASS == RAW)
             remake_stored<T, WIDTH>(p, t, row0, columns);
@@ -230,7 +236,7 @@ template <typename T, int WIDTH, int PASS> INLINE void gemm90_kernel(const norm_
             produce<WIDTH, PASS>(all, smem);
         } else if (warp > 0 && warp <= layout::helpers / 32 && PASS != DX) {
             wait_for_earlier_grid();
-            help<T, WIDTH, PASS>(all.g, smem, from);
+            help<T, WIDTH, PASS>(all, smem, from);
         }
         __syncwarp();
     } else {

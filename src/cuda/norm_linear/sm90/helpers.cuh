@@ -117,13 +117,14 @@ template <typename T> INLINE void settle_moments(const norm_gemm &p, int row_til
 
 /* The helpers' threads: of each tile the numbers of its columns, and behind those of its rows. Of forward that is what is
  * added to a column, a float; of RAW s and t, mean and rstd; of dw gamma and beta, and dbias. */
-template <typename T, int WIDTH, int PASS> INLINE void help(const norm_gemm &p, uint32_t smem, char *from) {
+template <typename T, int WIDTH, int PASS> INLINE void help(const norm_gemm_sm90 &all, uint32_t smem, char *from) {
     typedef gemm90<WIDTH, PASS> layout;
     constexpr int OUT = out_width<WIDTH, PASS>;
+    const norm_gemm &p = all.g;
     const int thread = (int)threadIdx.x - 32;
 #pragma unroll 1
-    for (uint32_t turn = 0; has_tile(p, turn); turn++) {
-        const gemm_tile t = tile_of_turn<OUT>(p, turn);
+    for (uint32_t turn = 0; has_tile<PASS>(all, turn); turn++) {
+        const gemm_tile t = tile_of_turn<OUT, PASS>(all, turn);
         char *const columns = from + layout::vectors + turn % 2 * layout::vector, *const rows = columns + WIDTH * 8;
         if (layout::adds && p.residual)
             ask_for_residual<T, OUT>(p, t, thread, layout::helpers);

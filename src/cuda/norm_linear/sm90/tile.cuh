@@ -53,23 +53,44 @@ template <int WIDTH, int PASS> struct gemm90 {
 
 struct gemm_tile {
     int row_tile, row0, col0;
+    int share; /* of dw */
 };
 
-/* Whether the cluster has a tile of this turn. */
-INLINE bool has_tile(const norm_gemm &p, uint32_t turn) {
-    return turn * (gridDim.x / 2) + blockIdx.x / 2 < p.tiles.units;
+INLINE uint32_t unit_of_turn(uint32_t turn) {
+    return turn * (gridDim.x / 2) + blockIdx.x / 2;
+}
+
+/* Whether the cluster has a tile of this turn, or of dw a share of one. */
+template <int PASS> INLINE bool has_tile(const norm_gemm_sm90 &all, uint32_t turn) {
+    return unit_of_turn(turn) < all.g.tiles.units * (PASS == DW ? (uint32_t)all.shares.count : 1);
+}
+
+/* The share alone. */
+template <int PASS> INLINE int share_of_turn(const norm_gemm_sm90 &all, uint32_t turn) {
+    return PASS == DW && all.shares.count > 1 ? (int)quotient(unit_of_turn(turn), all.shares.units) : 0;
+}
+
+/* Terms of the share: from `*begin` on. */
+template <int PASS> INLINE int terms_of_share(const norm_gemm_sm90 &all, int share, int *begin) {
+    const int depth = (int)all.g.depth;
+    *begin = 0;
+    if (PASS != DW || all.shares.count == 1)
+        return depth;
+    *begin = (int)gemm90_share(depth, all.shares.count, share);
+    return min((int)gemm90_share(depth, all.shares.count, share + 1), depth) - *begin;
 }
 
 /* It. WIDTH: columns of out. */
-template <int WIDTH> INLINE gemm_tile tile_of_turn(const norm_gemm &p, uint32_t turn) {
-    const tile_order &o = p.tiles;
-    const uint32_t unit = turn * (gridDim.x / 2) + blockIdx.x / 2;
+template <int WIDTH, int PASS> INLINE gemm_tile tile_of_turn(const norm_gemm_sm90 &all, uint32_t turn) {
+    const tile_order &o = all.g.tiles;
+    const int share = share_of_turn<PASS>(all, turn);
+    const uint32_t unit = unit_of_turn(turn) - share * o.units;
     const uint32_t panel = quotient(unit, o.panel), rest = unit - panel * o.panel_units;
     const bool last = panel == o.panels - 1;
     const uint32_t col = last ? quotient(rest, o.last) : rest / PANEL,
                    row = rest - col * (last ? o.last_height : PANEL);
     const int row_tile = (int)((panel * PANEL + row) * 2 + blockIdx.x % 2);
-    return {row_tile, row_tile * GEMM_TILE, (int)col * WIDTH};
+    return {row_tile, row_tile * GEMM_TILE, (int)col * WIDTH, share};
 }
 
 #endif
