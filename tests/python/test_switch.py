@@ -406,7 +406,7 @@ def ring(rank, results):
 
 
 def public_ring(rank, results):
-    """PyTorch's context_parallel on two GPUs: heddle's kernels, and what one GPU gives. Parts of few keys and of many."""
+    """PyTorch's context_parallel on two GPUs: heddle's kernels, and what one gives. Parts of few keys and of many."""
     import torch.distributed as dist
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard
