@@ -62,10 +62,6 @@ def cuda_headers():
     return home and Path(home, "include/cuda_runtime_api.h").exists()
 
 
-@pytest.mark.skipif(
-    "HEDDLE_LONG" not in os.environ and not torch.cuda.is_available(),
-    reason="HEDDLE_LONG is not set, and there is no GPU: PyTorch's headers are long",
-)
 @pytest.mark.skipif(torch.cuda.is_available() and not cuda_headers(), reason="CUDA's headers are not here")
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
 def test_an_exported_model_runs_without_python(tmp_path):
