@@ -27,7 +27,7 @@ static void test_norm_linear(void **state) {
     }
 }
 
-/* On Hopper: so many tiles of a product that the plan takes them wide; of fwd, dx and dw in turn. */
+/* On Hopper: so many tiles of a product that the plan takes them wide; of fwd, dx and dw in turn. dW of the first is taken in shares. */
 static void test_wide_tiles(void **state) {
     (void)state;
     static const int64_t sizes[][3] = {{2040, 72, 1152}, {2040, 1152, 72}, {72, 1152, 2040}};
