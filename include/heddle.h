@@ -188,10 +188,8 @@ typedef enum heddle_mask {
  * With HEDDLE_ACCUMULATE the keys are some of those that the queries see, and o, dq, dk and dv are float, whatever dtype is. Forward finds
  * in o and lse (which it needs) the result of other keys, and leaves that of all of them together; where lse is -inf it does not read o.
  * Backward is given o and lse as all keys have made them, takes D[i] = sum_e dout[i,e] o[i,e] - dlse[i], and adds to dq, dk and dv; dbias
- * and dsinks it writes as ever, of this part. A sink is one more key: it goes to one part. Not with HEDDLE_WEIGHTS.
- *
- * Without HEDDLE_ACCUMULATE, too, backward may be given o and lse of more keys than these, as a ring of processes does. Where lse differs from
- * these keys' own by more than its rounding, dq, dk and dv are this part's share, with D[i] as above; o has the problem's dtype.
+ * and dsinks it writes as ever, of this part. A sink is one more key: it goes to one part. Not with HEDDLE_WEIGHTS. Without the bit backward
+ * may be given o and lse of more keys, too, and sees by lse that these are a part: dq, dk and dv are then the part's.
  *
  * With HEDDLE_PAGES the keys and values of a sequence lie in pages of `page` rows: k is [pages, hk, page, d], v is [pages, hk, page, dv],
  * their strides.b go from page to page (rows side by side, as [pages, page, hk, d], by strides), and key j of sequence n is row j % page of
