@@ -72,8 +72,9 @@ gemm90_shape heddle__cuda_shape90(const cuda_facts *device, enum gemm90_pass pas
         if (x > 0 && adds && !gemm90_adds(pass, (int)widths90[x]))
             continue;
         const int64_t units = units90(rows, cols, widths90[x]), rest = units > 0 ? clusters90(device) / units : 1;
-        const int64_t most =
-            pass == GEMM90_dw ? least_of(least_of(rest, GEMM90_SHARES), blocks(depth, GEMM90_DEPTH)) : 1;
+        const int64_t most = gemm90_is_shared(pass, (int)widths90[x])
+                                 ? least_of(least_of(rest, GEMM90_SHARES), blocks(depth, GEMM90_DEPTH))
+                                 : 1;
         for (int shares = 1; shares == 1 || shares <= most; shares++) {
             const int64_t cycles = cycles90(device, pass, rows, cols, depth, adds, x, shares);
             if (cycles >= least)

@@ -71,7 +71,12 @@ CONTRACT int gemm90_b_rows(int width, int transposed) {
     return transposed ? GEMM90_DEPTH / 2 : width / 2;
 }
 
-/* dw: shares of a tile's terms at most, and where a share begins; floats that it leaves of a tile. */
+/* dw: whether tiles may be taken in shares of their terms: beside the sums of the widest there are no registers for it. */
+CONTRACT int gemm90_is_shared(int pass, int width) {
+    return pass == GEMM90_dw && width < GEMM90_WIDEST;
+}
+
+/* Shares of a tile's terms at most, and where a share begins; floats that it leaves of a tile. */
 #define GEMM90_SHARES 8
 CONTRACT int64_t gemm90_share(int64_t depth, int shares, int share) {
     return (depth + GEMM90_DEPTH - 1) / GEMM90_DEPTH * share / shares * GEMM90_DEPTH;

@@ -42,7 +42,6 @@ INLINE void fetch_b(const norm_gemm_sm90 &all, uint32_t smem, int slot, int k, i
 /* One thread: all tiles of this block, as far ahead as there are slots. */
 template <int WIDTH, int PASS> INLINE void produce(const norm_gemm_sm90 &all, uint32_t smem) {
     typedef gemm90<WIDTH, PASS> layout;
-    constexpr int OUT = out_width<WIDTH, PASS>;
     constexpr bool A_TRANSPOSED = PASS == DW;
     constexpr int BYTES = layout::a_bytes + (is_forward<PASS> ? WIDTH * DEPTH * 2 : layout::b_boxes * BOX);
     const int depth = (int)all.g.depth;
@@ -50,14 +49,14 @@ template <int WIDTH, int PASS> INLINE void produce(const norm_gemm_sm90 &all, ui
     int begun = 0; /* terms of the first tile, of which B may come before A is there */
     for (; all.b_is_there && begun < min(depth, layout::stages * DEPTH); begun += DEPTH) {
         mbarrier_expect(smem + layout::full + begun / DEPTH * 8, BYTES);
-        fetch_b<WIDTH, PASS>(all, smem, begun / DEPTH, begun, tile_of_turn<OUT, PASS>(all, 0).col0);
+        fetch_b<WIDTH, PASS>(all, smem, begun / DEPTH, begun, tile_of_turn<WIDTH, PASS>(all, 0).col0);
     }
     wait_for_earlier_grid();
 #pragma unroll 1
-    for (uint32_t turn = 0; has_tile<PASS>(all, turn); turn++) {
-        const gemm_tile t = tile_of_turn<OUT, PASS>(all, turn);
+    for (uint32_t turn = 0; has_tile<WIDTH, PASS>(all, turn); turn++) {
+        const gemm_tile t = tile_of_turn<WIDTH, PASS>(all, turn);
         int first;
-        const int end = terms_of_share<PASS>(all, t.share, &first) + first;
+        const int end = terms_of_share<WIDTH, PASS>(all, t.share, &first) + first;
 #pragma unroll 1
         for (int k = first; k < end; k += DEPTH) {
             const uint32_t full = smem + layout::full + r.slot * 8, to = smem + r.slot * layout::stage;
@@ -166,7 +165,7 @@ INLINE void remake_stored(const norm_gemm &p, const gemm_tile &t, int row0, cons
 template <typename T, int WIDTH, int PASS>
 INLINE void consume(const norm_gemm_sm90 &all, uint32_t smem, char *from, int warp) {
     typedef gemm90<WIDTH, PASS> layout;
-    constexpr int HALVES = layout::halves, OUT = out_width<WIDTH, PASS>;
+    constexpr int HALVES = layout::halves;
     const norm_gemm &p = all.g;
     const int depth = (int)p.depth, group = warp / 4, row0 = (layout::in_turn ? warp % 4 : warp) * 16;
     const uint32_t empty_there = cluster_address(smem + layout::empty, warp % 2);
@@ -175,19 +174,19 @@ INLINE void consume(const norm_gemm_sm90 &all, uint32_t smem, char *from, int wa
     if (layout::in_turn && group)
         skip<layout::stages>(&r, steps);
 #pragma unroll 1
-    for (uint32_t turn = layout::in_turn ? group : 0; has_tile<PASS>(all, turn); turn += HALVES) {
+    for (uint32_t turn = layout::in_turn ? group : 0; has_tile<WIDTH, PASS>(all, turn); turn += HALVES) {
         const char *const columns = from + layout::vectors + turn % 2 * layout::vector;
         float acc[HALVES][WIDTH / 8][4];
         if (layout::in_turn)
             mbarrier_wait(smem + layout::order + group * 8, (turn / 2 & 1) ^ !group);
         int first;
-        const int terms = terms_of_share<PASS>(all, share_of_turn<PASS>(all, turn), &first);
+        const int terms = terms_of_share<WIDTH, PASS>(all, share_of_turn<WIDTH, PASS>(all, turn), &first);
         product90<T, WIDTH, PASS>(terms, smem, empty_there, group, &r, acc);
         if (layout::in_turn)
             skip<layout::stages>(&r, steps);
-        const gemm_tile t = tile_of_turn<OUT, PASS>(all, turn);
+        const gemm_tile t = tile_of_turn<WIDTH, PASS>(all, turn);
         bool whole = true; /* else other shares of the tile are to come */
-        if constexpr (PASS == DW)
+        if constexpr (layout::shared)
             whole = all.shares.count == 1 || add_shares<WIDTH>(all, t, from, acc[0]);
         if (PASS != DX)
             mbarrier_wait(smem + layout::ready + turn % 2 * 8, turn / 2 & 1);

@@ -123,8 +123,8 @@ template <typename T, int WIDTH, int PASS> INLINE void help(const norm_gemm_sm90
     const norm_gemm &p = all.g;
     const int thread = (int)threadIdx.x - 32;
 #pragma unroll 1
-    for (uint32_t turn = 0; has_tile<PASS>(all, turn); turn++) {
-        const gemm_tile t = tile_of_turn<OUT, PASS>(all, turn);
+    for (uint32_t turn = 0; has_tile<WIDTH, PASS>(all, turn); turn++) {
+        const gemm_tile t = tile_of_turn<WIDTH, PASS>(all, turn);
         char *const columns = from + layout::vectors + turn % 2 * layout::vector, *const rows = columns + WIDTH * 8;
         if (layout::adds && p.residual)
             ask_for_residual<T, OUT>(p, t, thread, layout::helpers);

@@ -30,6 +30,7 @@ template <int WIDTH, int PASS> struct gemm90 {
     static constexpr int takers = in_turn ? WARPGROUP : CONSUMERS;
     static constexpr int helpers = PASS == RAW ? 96 : 32;
     static constexpr bool adds = gemm90_adds(PASS, WIDTH);
+    static constexpr bool shared = gemm90_is_shared(PASS, WIDTH);
     /* Of a thread that multiplies, and of the others: together those of 168 for each. */
     static constexpr int registers = PASS == RAW ? 216 : in_turn ? 232 : 224;
     static constexpr int helper_registers = 3 * 168 - 2 * registers;
@@ -61,36 +62,37 @@ INLINE uint32_t unit_of_turn(uint32_t turn) {
 }
 
 /* Whether the cluster has a tile of this turn, or of dw a share of one. */
-template <int PASS> INLINE bool has_tile(const norm_gemm_sm90 &all, uint32_t turn) {
-    return unit_of_turn(turn) < all.g.tiles.units * (PASS == DW ? (uint32_t)all.shares.count : 1);
+template <int WIDTH, int PASS> INLINE bool has_tile(const norm_gemm_sm90 &all, uint32_t turn) {
+    return unit_of_turn(turn) < all.g.tiles.units * (gemm90<WIDTH, PASS>::shared ? (uint32_t)all.shares.count : 1);
 }
 
 /* The share alone. */
-template <int PASS> INLINE int share_of_turn(const norm_gemm_sm90 &all, uint32_t turn) {
-    return PASS == DW && all.shares.count > 1 ? (int)quotient(unit_of_turn(turn), all.shares.units) : 0;
+template <int WIDTH, int PASS> INLINE int share_of_turn(const norm_gemm_sm90 &all, uint32_t turn) {
+    return gemm90<WIDTH, PASS>::shared && all.shares.count > 1 ? (int)quotient(unit_of_turn(turn), all.shares.units)
+                                                               : 0;
 }
 
 /* Terms of the share: from `*begin` on. */
-template <int PASS> INLINE int terms_of_share(const norm_gemm_sm90 &all, int share, int *begin) {
+template <int WIDTH, int PASS> INLINE int terms_of_share(const norm_gemm_sm90 &all, int share, int *begin) {
     const int depth = (int)all.g.depth;
     *begin = 0;
-    if (PASS != DW || all.shares.count == 1)
+    if (!gemm90<WIDTH, PASS>::shared || all.shares.count == 1)
         return depth;
     *begin = (int)gemm90_share(depth, all.shares.count, share);
     return min((int)gemm90_share(depth, all.shares.count, share + 1), depth) - *begin;
 }
 
-/* It. WIDTH: columns of out. */
+/* It. */
 template <int WIDTH, int PASS> INLINE gemm_tile tile_of_turn(const norm_gemm_sm90 &all, uint32_t turn) {
     const tile_order &o = all.g.tiles;
-    const int share = share_of_turn<PASS>(all, turn);
+    const int share = share_of_turn<WIDTH, PASS>(all, turn);
     const uint32_t unit = unit_of_turn(turn) - share * o.units;
     const uint32_t panel = quotient(unit, o.panel), rest = unit - panel * o.panel_units;
     const bool last = panel == o.panels - 1;
     const uint32_t col = last ? quotient(rest, o.last) : rest / PANEL,
                    row = rest - col * (last ? o.last_height : PANEL);
     const int row_tile = (int)((panel * PANEL + row) * 2 + blockIdx.x % 2);
-    return {row_tile, row_tile * GEMM_TILE, (int)col * WIDTH, share};
+    return {row_tile, row_tile * GEMM_TILE, (int)col * out_width<WIDTH, PASS>, share};
 }
 
 #endif
