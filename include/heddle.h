@@ -175,7 +175,7 @@ typedef enum heddle_mask {
  *     o[i]   = sum_j P[i,j] Z[i,j] v[j]                        Z = 1, or with dropout 0 or 65536/(65536 - t)
  *
  * for every batch b and query head h; query head x uses key/value head x / (h / hk). A query that sees no key has o = 0 and lse = -inf (lse
- * = sink with HEDDLE_SINKS) and passes no gradient to q, k, v and bias. What is masked out is never used and may be NaN. A bias under -2^24
+ * = sink with HEDDLE_SINKS) and passes no gradient to q, k, v and bias. What is masked out is never used and may be NaN. A bias under -2^126
  * masks as -inf does.
  *
  * With HEDDLE_VARLEN the sequences are packed: q is [total_q, h, d], k and v are [total_k, hk, ...], sequence n holds the rows

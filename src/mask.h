@@ -25,9 +25,12 @@ typedef enum tile_kind { TILE_EMPTY, TILE_FULL, TILE_PARTIAL } tile_kind;
 
 #define BAND_INFINITE (INT64_C(1) << 61)
 
-/* A bias under this masks, as -inf does. float32 has no room for a score beside such a number, so that weights in a row of nothing
- * else could only mean how it was rounded; and many mask with -1e9, -1e30 or the least number of a type. */
-#define LEAST_BIAS (-16777216.0)
+/* A bias under this masks, as -inf does: float32 has no room for more once it is multiplied by log2(e), and many mask with the least number
+ * of a type. */
+#define LEAST_BIAS (-0x1p126)
+
+/* Beside a key of a usual score, one with a bias under this (-1e9, say) has no weight. */
+#define FAINT_BIAS (-0x1p24)
 
 HEDDLE_SHARED_INLINE int64_t min64(int64_t a, int64_t b) {
     return a < b ? a : b;

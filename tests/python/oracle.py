@@ -312,7 +312,7 @@ def seen_of(case, n, sq, sk):
     if case["bool_mask"] is not None:
         seen = seen & case["bool_mask"][n, :, :sq, :sk]
     if case["bias"] is not None:
-        seen = seen & (case["bias"][n, :, :sq, :sk].double() >= -(2.0**24))
+        seen = seen & (case["bias"][n, :, :sq, :sk].double() >= -(2.0**126))
     return seen, i - j
 
 

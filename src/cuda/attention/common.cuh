@@ -449,15 +449,15 @@ INLINE float full_score(const attention_params &p, const place &c, const score_r
     return t + bias;
 }
 
-/* Do mask and bias show key j to query i of head x, which the band shows? */
+/* May key j, which the band shows, have a weight in the row of query i of head x, by mask and bias? */
 template <typename T> INLINE bool is_shown(const attention_params &p, const place &c, int64_t x, int i, int j) {
     if ((p.a.features & HEDDLE_BOOL_MASK) && !mask_shows(p, mask_row(p, c.n, x, i), i, j))
         return false;
     return !(p.a.features & HEDDLE_BIAS) ||
-           !(to_float(((const T *)p.t.bias)[row_at(p.a.bias_stride, c.n, x, i) + j]) < (float)LEAST_BIAS);
+           !(to_float(((const T *)p.t.bias)[row_at(p.a.bias_stride, c.n, x, i) + j]) < (float)FAINT_BIAS);
 }
 
-/* How many keys query i of head x sees; by a warp, which counts no further than to more than FEW_KEYS. */
+/* How many keys may have a weight in the row of query i of head x; by a warp, which counts no further than to more than FEW_KEYS. */
 template <typename T> INLINE int count_seen(const attention_params &p, const place &c, int64_t x, int i) {
     const int lane = threadIdx.x % 32, end = min(i + c.hi, c.sk - 1) + 1;
     int count = 0;
