@@ -85,12 +85,11 @@ INLINE float gradient_sum(const attention_params &p, const place &c, const row_i
     return sum;
 }
 
-/* How many keys a row sees, by one warp. */
+/* How many keys may have a weight in a row, by one warp. */
 template <typename T> INLINE int count_keys(const attention_params &p, const place &c, const row_index &at) {
-    const score_row row = make_score_row(p, c, at.x, at.i);
     int count = 0;
     for (int j = first_key(c, at.i) + threadIdx.x % 32; j < last_key(c, at.i); j += 32)
-        count += sees<T>(p, c, row, j);
+        count += is_shown<T>(p, c, at.x, at.i, j);
     return (int)warp_sum((float)count);
 }
 
@@ -127,24 +126,21 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
         }
         if (large)
             refine_lse<T>(p, c, at, q, lse, &base, &rest);
+        const int64_t o_row = row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i);
+        if (p.t.dout)
+            for (int e = lane; e < p.a.dv; e += 32) {
+                const float x = p.adds ? ((const float *)p.t.o)[o_row + e] : to_float(((const T *)p.t.o)[o_row + e]);
+                if (x != 0.0f) /* a query that sees nothing may hold anything in dO */
+                    sum = fmaf(x, to_float(dout_row<T>(p, c, at.x, at.i)[e]), sum);
+            }
         if (few) {
             float weights = 0.0f;
-            sum = gradient_sum<T>(p, c, at, q, base, rest, &weights);
+            const float of_keys = gradient_sum<T>(p, c, at, q, base, rest, &weights);
             few = has_all_keys<T>(p, at.x, warp_sum(weights), lse);
+            sum = few ? of_keys : sum;
         }
-        if (!few) {
-            sum = 0.0f;
-            const int64_t o_row = row_at(p.a.o_stride, c.n, at.x, c.first_q + at.i);
-            if (p.t.dout)
-                for (int e = lane; e < p.a.dv; e += 32) {
-                    const float x =
-                        p.adds ? ((const float *)p.t.o)[o_row + e] : to_float(((const T *)p.t.o)[o_row + e]);
-                    if (x != 0.0f) /* a query that sees nothing may hold anything in dO */
-                        sum = fmaf(x, to_float(dout_row<T>(p, c, at.x, at.i)[e]), sum);
-                }
-            if (p.t.dweights)
-                sum += weight_sum<T>(p, c, at, q, base, rest);
-        }
+        if (!few && p.t.dweights)
+            sum += weight_sum<T>(p, c, at, q, base, rest);
         sum = warp_sum(sum);
         if (p.t.dlse)
             sum -= ((const float *)p.t.dlse)[to];

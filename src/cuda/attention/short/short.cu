@@ -28,11 +28,15 @@ template <typename T, int D> struct short_shared {
     }
 };
 
-/* The two rows that a lane has parts of. base: infinite where nothing is seen. */
+/* The two rows that a lane has parts of. base: infinite where nothing is seen. Their lse is read again where it is needed: registers are scarce. */
 struct short_rows {
-    float lse[2], base[2], rest[2];
+    float base[2], rest[2];
     bool coarse[2];
 };
+
+INLINE float short_lse(const attention_params &p, const place &c, int64_t x, int i) {
+    return i < c.sq ? ((const float *)p.t.lse)[lse_at(p, c, x, i)] : -CUDART_INF_F;
+}
 
 template <typename T>
 INLINE short_rows find_short_rows(const attention_params &p, const place &c, int64_t x, int row0) {
@@ -40,8 +44,7 @@ INLINE short_rows find_short_rows(const attention_params &p, const place &c, int
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = row0 + half * 8 + (int)threadIdx.x % 32 / 4;
-        const float lse = i < c.sq ? ((const float *)p.t.lse)[lse_at(p, c, x, i)] : -CUDART_INF_F;
-        r.lse[half] = lse;
+        const float lse = short_lse(p, c, x, i);
         r.base[half] = lse == -CUDART_INF_F ? CUDART_INF_F : lse * p.lse_factor;
         r.rest[half] = 0.0f;
         if (lse != -CUDART_INF_F && needs_rest<T>(r.base[half]))
@@ -77,7 +80,8 @@ INLINE void mask_short(const place &c, int row0, int j0, const float *bad, const
 
 /* The log-sum-exp of large scores anew, as refine_rows of prep.cuh. parts: two numbers of each half of the keys and row. */
 template <typename T, int D>
-INLINE void refine_short(const attention_params &p, int64_t x, float *parts, const float (*s)[4], short_rows *r) {
+INLINE void refine_short(const attention_params &p, const place &c, int64_t x, int row0, float *parts,
+                         const float (*s)[4], short_rows *r) {
     typedef short_shared<T, D> layout;
     const int lane = threadIdx.x % 32, row = layout::group() * 16 + lane / 4;
     float top[2], sum[2] = {0.0f, 0.0f};
@@ -108,8 +112,8 @@ INLINE void refine_short(const attention_params &p, int64_t x, float *parts, con
             continue;
         const float total = of[2 * layout::queries] * exp2_approx((other[0] - all) * p.scale_log2) +
                             of[3 * layout::queries] * exp2_approx((other[1] - all) * p.scale_log2);
-        put_row_sum<T>(p, all, p.scale_log2, p.unit, total, sink_of(p, x, true), r->lse[half], 0.0f, &r->base[half],
-                       &r->rest[half]);
+        put_row_sum<T>(p, all, p.scale_log2, p.unit, total, sink_of(p, x, true),
+                       short_lse(p, c, x, row0 + half * 8 + lane / 4), 0.0f, &r->base[half], &r->rest[half]);
     }
 }
 
@@ -156,17 +160,23 @@ INLINE void weigh_short(const attention_params &p, const place &c, int64_t x, in
                          : weight_of<T>(*t, p.scale_log2, r.base[e / 2], r.rest[e / 2]);
             else
                 *t = exp2_approx(fmaf(*t, p.scale_log2, -r.base[e / 2]));
-            sum[e / 2] = fmaf(*t, dp[y][e], sum[e / 2]);
             weights[e / 2] += *t;
         }
+    for (int half = 0; half < 2; half++) {
+        weights[half] = quad_sum(weights[half]);
+        if (lane % 4 == 0)
+            parts[(6 + layout::side()) * layout::queries + row + half * 8] = weights[half];
+    }
+#pragma unroll
+    for (int y = 0; y < layout::half / 8; y++) /* apart from P's: fewer registers at a time */
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            sum[e / 2] = fmaf(s[y][e], dp[y][e], sum[e / 2]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         sum[half] = quad_sum(sum[half]);
-        weights[half] = quad_sum(weights[half]);
-        if (lane % 4 == 0) {
+        if (lane % 4 == 0)
             parts[layout::side() * layout::queries + row + half * 8] = sum[half];
-            parts[(6 + layout::side()) * layout::queries + row + half * 8] = weights[half];
-        }
     }
     barrier_sync(1 + layout::group(), 64);
 #pragma unroll
@@ -176,8 +186,9 @@ INLINE void weigh_short(const attention_params &p, const place &c, int64_t x, in
         const int64_t at = there ? lse_at(p, c, x, i) : 0;
         const float *const of = parts + row + half * 8;
         float d = of[0] + of[layout::queries];
-        const bool all = r.base[half] == CUDART_INF_F ||
-                         has_all_keys<T>(p, x, of[6 * layout::queries] + of[7 * layout::queries], r.lse[half]);
+        const bool all =
+            r.base[half] == CUDART_INF_F ||
+            has_all_keys<T>(p, x, of[6 * layout::queries] + of[7 * layout::queries], short_lse(p, c, x, i));
         if (!__all_sync(ALL_LANES, all)) {
             const float of_o = dot_of_row<T>(p, c, x, i);
             d = all ? d : of_o;
@@ -266,7 +277,7 @@ INLINE void find_weights(const attention_params &p, const place &c, int64_t x, i
     if (HOW != WHOLE)
         mask_short<KEYS, HOW>(c, i0 + row, key, bad + row, (const float *)(shared + layout::marks), s[0], dp[0]);
     if (HOW == CAREFUL && __syncthreads_or(r.coarse[0] || r.coarse[1]))
-        refine_short<T, D>(p, x, parts + 2 * layout::queries, s[0], &r);
+        refine_short<T, D>(p, c, x, i0 + row, parts + 2 * layout::queries, s[0], &r);
     weigh_short<T, D, HOW>(p, c, x, i0 + row, r, parts, s[0], dp[0]);
     lay_down_rows<T, KEYS, layout::pitch>(to + layout::ps, s[0]);
     lay_down_rows<T, KEYS, layout::pitch>(to + layout::ds, dp[0]);
