@@ -105,8 +105,8 @@ static void test_strides(void **state) {
  * its own distance; large u, so that act is 0 or u. */
 static void test_activations(void **state) {
     (void)state;
-    static const int64_t sizes[][3] = {{1, 40, 33},   {5, 200, 35},  {50, 392, 3}, {70, 96, 130},
-                                       {131, 64, 72}, {24, 520, 64}, {70, 72, 520}};
+    static const int64_t sizes[][3] = {{1, 40, 33},   {5, 200, 35},  {50, 392, 3},  {70, 96, 130},
+                                       {131, 64, 72}, {24, 520, 64}, {70, 72, 520}, {1000, 24, 300}};
     for (size_t x = 0; x < COUNT(sizes); x++)
         for (int activation = HEDDLE_GELU; activation <= LAST_ACTIVATION; activation++)
             for (size_t y = 0; y < TEST_DTYPES; y++) {

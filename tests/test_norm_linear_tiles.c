@@ -144,16 +144,18 @@ static norm_linear_case hard_case(const int64_t sizes[3], heddle_dtype dtype, si
     return c;
 }
 
-/* Rows that Hopper normalises in front of its product: of one warp's elements, of several warps', and of more than their threads
- * have at once. */
+/* Rows that Hopper normalises in front of its product: of one warp's elements, of a part of it, where rows are many for so few
+ * multiprocessors, of several warps', and of more than their threads have at once. */
 static void test_rows_normalised(void **state) {
     (void)state;
     static const int64_t sizes[][3] = {{300, 64, 136}, {257, 768, 40}, {129, 1024, 72}, {50, 4104, 24},
-                                       {35, 8192, 8},  {35, 8200, 8},  {2200, 1096, 8}};
+                                       {35, 8192, 8},  {35, 8200, 8},  {2200, 1096, 8}, {299, 256, 40},
+                                       {301, 264, 16}, {290, 512, 24}};
     for (size_t x = 0; x < 2 * 12 * COUNT(sizes) && (test_device() == HEDDLE_CUDA || x < 1); x++) {
         const size_t y = x / COUNT(sizes) / 2;
         norm_linear_case c = hard_case(sizes[x % COUNT(sizes)], test_dtypes[1 + x / COUNT(sizes) % 2], y);
         c.seed = 3 * x + 1;
+        c.a.multiprocessors = x % 4 < 2 ? 2 : 0;
         expect_family(&c, true);
         check_norm_linear(&c);
     }

@@ -52,18 +52,18 @@ template <int N, bool SLOPE> INLINE void activate(int activation, float v[N]) {
     }
 }
 
-/* v[8] = act of it, and the derivative to slope[8]. */
-INLINE void activate8_both(int activation, float v[8], float slope[8]) {
+/* v[N] = act of it, and the derivative to slope[N]. */
+template <int N> INLINE void activate_both(int activation, float v[N], float slope[N]) {
     const bool silu = activation == HEDDLE_SILU_NUMBER;
     const float limit = silu ? SILU_LIMIT : TANH_LIMIT, linear = silu ? 1 : TANH_LINEAR, cubic = silu ? 0 : TANH_CUBIC;
     if (activation == HEDDLE_GELU_NUMBER) {
 #pragma unroll
-        for (int x = 0; x < 8; x++)
+        for (int x = 0; x < N; x++)
             v[x] = gelu(v[x], slope + x);
         return;
     }
 #pragma unroll
-    for (int x = 0; x < 8; x++)
+    for (int x = 0; x < N; x++)
         v[x] = by_sigmoid(v[x], limit, linear, cubic, slope + x);
 }
 

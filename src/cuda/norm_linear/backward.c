@@ -154,8 +154,16 @@ typedef struct needs {
     bool dbias;   /* for its own sake or others' */
 } needs;
 
-/* dx from h, and the shares of dbias, dgamma and dbeta in one launch, and those gradients in the next. */
-static void add_finish(norm_linear_call *c, needs need) {
+static needs find_needs(const norm_linear_call *c) {
+    const heddle_norm_linear_data *t = c->t;
+    needs need = {.sums = !c->is.wide && t->dx && (t->dgamma || t->dbeta) && c->a->k <= SUMMED_ROW};
+    need.product = t->dw || (t->dgamma && !need.sums);
+    need.dbias = t->dbias || (t->dbeta && !need.sums) || (t->dw && t->beta);
+    return need;
+}
+
+/* dx from h, and the shares of dbias, dgamma and dbeta in one launch, and those gradients in the next. summed: the shares of dbias are there. */
+static void add_finish(norm_linear_call *c, needs need, bool summed) {
     const heddle_norm_linear *a = c->a;
     const heddle_norm_linear_data *t = c->t;
     norm_finish f = {0};
@@ -166,7 +174,7 @@ static void add_finish(norm_linear_call *c, needs need) {
         f.part = need.sums ? c->at.finish_part : NULL;
         units = row_units(f.rows, finish_team(f.cols));
     }
-    if (need.dbias) {
+    if (need.dbias && !summed) {
         f.sums = (norm_sums){.a = t->dy,
                              .ld = a->dy_stride,
                              .rows = a->m,
@@ -175,13 +183,14 @@ static void add_finish(norm_linear_call *c, needs need) {
                              .parts = parts_of(a->m),
                              .vector = aligned16(t->dy, a->dy_stride, size_of(&c->is))};
         units += sum_units(c->is.n) * f.sums.parts;
+    }
+    if (need.dbias)
         totals.job[0] = (norm_sums){.ld = c->is.n,
                                     .cols = c->is.n,
                                     .part = c->at.dbias_part,
-                                    .parts = f.sums.parts,
+                                    .parts = summed ? (int32_t)activate_parts(a->m) : parts_of(a->m),
                                     .out = t->dbias,
                                     .sum = c->at.dbias};
-    }
     units = least_of(units, finish_blocks(c->device));
     heddle__cuda_add(c, OF_DTYPE(finish)[c->is.dtype], units, (uint32_t)finish_bytes((int)size_of(&c->is)),
                      &(norm_linear_params){.finish = f});
@@ -229,14 +238,11 @@ static int32_t add_dw(norm_linear_call *c, bool dgamma) {
     return (int32_t)(sm90 ? gemm90_sums(blocks(c->is.n, GEMM_TILE)) : gemm80_sums(blocks(c->is.n, GEMM_TILE)));
 }
 
-static void linear_backward(norm_linear_call *c) {
+static void linear_backward(norm_linear_call *c, needs need, bool summed) {
     const heddle_norm_linear *a = c->a;
     const heddle_norm_linear_data *t = c->t;
     norm_linear_arrays *at = &c->at;
     const bool given = t->mean && t->rstd;
-    needs need = {.sums = !c->is.wide && t->dx && (t->dgamma || t->dbeta) && a->k <= SUMMED_ROW};
-    need.product = t->dw || (t->dgamma && !need.sums);
-    need.dbias = t->dbias || (t->dbeta && !need.sums) || (t->dw && t->beta);
     norm_totals last = {0};
     at->mean = given ? t->mean : at->mean;
     at->rstd = given ? t->rstd : at->rstd;
@@ -244,7 +250,7 @@ static void linear_backward(norm_linear_call *c) {
     if (t->dx)
         add_dx(c);
     if ((t->dx && !c->is.plain) || need.dbias)
-        add_finish(c, need);
+        add_finish(c, need, summed);
     const bool dgamma = t->dgamma && !need.sums, dbeta = t->dbeta && !need.sums;
     const int32_t parts = need.product ? add_dw(c, dgamma) : 0, of_z = add_z_sums(c, dgamma, dbeta, parts);
     if (dgamma)
@@ -267,15 +273,20 @@ static void linear_backward(norm_linear_call *c) {
 void heddle__cuda_products_backward(norm_linear_call *c) {
     heddle_norm_linear own = *c->a;
     heddle_norm_linear_data t = *c->t;
+    const needs need = find_needs(c);
     if (own.activation) {
-        const norm_activate p = {
-            .u = t.u, .ldu = own.u_stride, .dy = t.dy, .ldd = own.dy_stride, .out = c->at.du, .ldo = c->is.np};
-        if (own.m > 0)
-            heddle__cuda_add_activate(c, p);
+        const norm_activate p = {.u = t.u,
+                                 .ldu = own.u_stride,
+                                 .dy = t.dy,
+                                 .ldd = own.dy_stride,
+                                 .out = c->at.du,
+                                 .ldo = c->is.np,
+                                 .part = need.dbias ? c->at.dbias_part : NULL};
+        heddle__cuda_add_activate(c, p);
         own.dy_stride = c->is.np;
         t.dy = c->at.du;
         c->a = &own;
         c->t = &t;
     }
-    linear_backward(c);
+    linear_backward(c, need, own.activation != 0);
 }

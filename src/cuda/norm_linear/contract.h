@@ -89,10 +89,26 @@ CONTRACT int finish_bytes(int element) {
 /* ----------------------------------------------------------------------------------------------------- activate */
 
 #define ACTIVATE_THREADS 256
-#define ACTIVATE_RESIDENT 4
+#define ACTIVATE_RESIDENT 3
 
-CONTRACT int64_t activate_units(int64_t rows, int64_t cols) {
-    return (rows * ((cols + 7) / 8) + ACTIVATE_THREADS - 1) / ACTIVATE_THREADS;
+/* Threads that have a row's chunks of eight elements, up to a warp, as a power of two. */
+CONTRACT int activate_lanes_log2(int64_t cols) {
+    int log2 = 0;
+    while (log2 < 5 && INT64_C(8) << log2 < cols)
+        log2++;
+    return log2;
+}
+
+/* Shares of the rows, by their number alone, so that the bits of sums over them are always the same. */
+CONTRACT int64_t activate_parts(int64_t rows) {
+    const int64_t parts = (rows + 63) / 64;
+    return parts > 256 ? 256 : parts;
+}
+
+/* What a block does at a time: the columns of so many threads, of one share. */
+CONTRACT int64_t activate_blocks(int64_t rows, int64_t cols) {
+    const int64_t width = INT64_C(8) << activate_lanes_log2(cols);
+    return activate_parts(rows) * ((cols + width - 1) / width);
 }
 
 /* ------------------------------------------------------------------------------------------------------------ z */

@@ -31,7 +31,7 @@
     A(float, dbeta_part, backward ? z_parts(a) * a->k : 0)                                                             \
     A(float, finish_part,                                                                                              \
       backward && !is->wide && !is->plain && a->k <= SUMMED_ROW ? 2 * finish_blocks(device) * a->k : 0)                \
-    A(float, dbias_part, backward ? parts_of(a->m) * is->n : 0)                                                        \
+    A(float, dbias_part, backward ? dbias_parts(a) * is->n : 0)                                                        \
     A(float, dbias, backward ? is->n : 0)                                                                              \
     A(float, dw_sums, backward ? is->dw.floats : 0)                                                                    \
     A(int32_t, dw_arrived, backward ? is->dw.tiles : 0)                                                                \
@@ -124,6 +124,11 @@ static inline int32_t parts_of(int64_t rows) {
     return parts < 1 ? 1 : parts > 64 ? 64 : (int32_t)parts;
 }
 
+/* Of them for dbias, which comes with the activation's gradient where there is one. */
+static inline int32_t dbias_parts(const heddle_norm_linear *a) {
+    return a->activation ? (int32_t)activate_parts(a->m) : parts_of(a->m);
+}
+
 /* Of them for dz, behind those that dgamma has anyway. */
 static inline int32_t z_parts(const heddle_norm_linear *a) {
     return a->features & HEDDLE_Z ? parts_of(a->m) : 0;
@@ -201,7 +206,7 @@ typedef struct gemm_kernels {
 void heddle__cuda_add(norm_linear_call *c, enum cuda_kernel kernel, int64_t grid, uint32_t shared,
                       const norm_linear_params *params);
 
-/* y = act(u), or, with dy, du. */
+/* y = act(u), or, with dy, du and its sums over rows. */
 void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p);
 
 /* z itself, or dz added to what is there. */

@@ -78,10 +78,10 @@ typedef struct norm_rows {
     float eps, inverse;                /* 1/cols */
 } norm_rows;
 
-/* normalise, sm90: rows in 16 bits, each by so many warps. */
+/* normalise, sm90: rows in 16 bits, each by so many warps, or by so many lanes of one. */
 typedef struct norm_normalise {
     norm_rows job;
-    int32_t warps_log2;
+    int32_t warps_log2, lanes;
 } norm_normalise;
 
 /* dw of sm90, where the weight has too few tiles for all multiprocessors: each has so many shares of the terms. A share leaves its sums in
@@ -147,13 +147,16 @@ typedef struct norm_totals {
 } norm_totals;
 
 /* activate: out = act(u) + residual, or dy∘act'(u) where there is a dy. out may be u, or dy. gate: u = [gate, up] has twice as many columns,
- * as out has where there is a dy: out = act(gate)∘up + residual, or [dy∘up∘act'(gate), dy∘act(gate)]. out may be u there, or dy itself. */
+ * as out has where there is a dy: out = act(gate)∘up + residual, or [dy∘up∘act'(gate), dy∘act(gate)]. out may be u there, or dy itself.
+ * part[p] = the sum over the p-th of `parts` shares of the rows of du, if not NULL. */
 typedef struct norm_activate {
     const void *u, *dy; /* T [rows, cols] */
     void *out;
     const void *residual; /* NULL: none */
+    float *part;          /* [parts][cols, of two halves twice as many] */
     int64_t ldu, ldd, ldo, ldr, rows;
     int32_t cols, activation, vector;
+    int32_t parts, lanes_log2; /* threads that have a row */
 } norm_activate;
 
 /* z: out = (x - mean)·rstd∘gamma + beta; or, where there is a dz, out + dz. */

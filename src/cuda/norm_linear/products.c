@@ -122,8 +122,9 @@ void heddle__cuda_add_normalise(norm_linear_call *c, const norm_rows *x) {
     while (1 << p.warps_log2 < warps && x->rows << p.warps_log2 < resident * warps / 2 &&
            INT64_C(256) << p.warps_log2 < x->cols)
         p.warps_log2++;
+    p.lanes = x->rows < resident * warps ? 32 : normalise_lanes(x->cols);
     heddle__cuda_add(c, c->is.dtype == 0 ? NORM_LINEAR_normalise_bf16_sm90 : NORM_LINEAR_normalise_f16_sm90,
-                     least_of(blocks(x->rows << p.warps_log2, warps), resident), 0,
+                     least_of(blocks(x->rows << p.warps_log2, warps * (32 / p.lanes)), resident), 0,
                      &(norm_linear_params){.normalise = p});
     c->b_is_there = true;
 }
@@ -151,8 +152,10 @@ void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p) {
     p.cols = (int32_t)c->a->n;
     p.vector = aligned16(p.u, p.ldu, size) && none_or_aligned16(p.dy, p.ldd, size) && aligned16(p.out, p.ldo, size) &&
                none_or_aligned16(p.residual, p.ldr, size) && (!c->is.gated || aligned16(NULL, c->a->n, size));
+    p.parts = (int32_t)activate_parts(p.rows);
+    p.lanes_log2 = activate_lanes_log2(p.cols);
     heddle__cuda_add(c, (c->is.gated ? OF_DTYPE(gate) : OF_DTYPE(activate))[c->is.dtype],
-                     least_of(activate_units(p.rows, p.cols), passing_blocks(c, ACTIVATE_RESIDENT)), 0,
+                     least_of(activate_blocks(p.rows, p.cols), passing_blocks(c, ACTIVATE_RESIDENT)), 0,
                      &(norm_linear_params){.activate = p});
 }
 

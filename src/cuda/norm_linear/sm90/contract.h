@@ -92,11 +92,20 @@ CONTRACT int64_t gemm90_sums(int64_t row_tiles) {
 
 /* -------------------------------------------------------------------------------------------------- rows normalised */
 
-/* `normalise`: threads of a block, such blocks on a multiprocessor, and elements of a row that a warp holds. A row has so many warps, a power
- * of two, that all together are on the GPU at once, if it has elements for them. */
+/* `normalise`: threads of a block, such blocks on a multiprocessor, and elements of rows that a warp holds. A row has so many warps, a power
+ * of two, that all together are on the GPU at once, if it has elements for them. Of more rows than warps, one has as many lanes, from
+ * NORMALISE_LEAST_LANES on, as hold it. */
 #define NORMALISE_THREADS 256
 #define NORMALISE_RESIDENT 4
 #define NORMALISE_HELD 1024
+#define NORMALISE_LEAST_LANES 8
+
+CONTRACT int normalise_lanes(int64_t cols) {
+    int lanes = 32;
+    while (lanes > NORMALISE_LEAST_LANES && cols <= NORMALISE_HELD / 32 * (lanes / 2))
+        lanes /= 2;
+    return lanes;
+}
 
 /* ------------------------------------------------------------------------------------------------------ a few rows */
 
