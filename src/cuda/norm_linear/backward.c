@@ -90,6 +90,7 @@ static norm_finish finish_of_x(const norm_linear_call *c, bool product_w) {
                      .centred = a->norm == HEDDLE_LAYER_NORM};
     f.vector = none_or_aligned16(f.dx, f.ldd, size_of(&c->is)) && aligned16(f.x, f.ldx, size_of(&c->is)) &&
                aligned16(f.gamma, 0, 2);
+    f.whole = finish_is_whole((int)size_of(&c->is), f.cols, f.vector);
     return f;
 }
 
@@ -172,7 +173,7 @@ static void add_finish(norm_linear_call *c, needs need, bool summed) {
     if (t->dx && !c->is.plain) {
         f = finish_of_x(c, need.product);
         f.part = need.sums ? c->at.finish_part : NULL;
-        units = row_units(f.rows, finish_team(f.cols));
+        units = row_units(f.rows, finish_team(f.cols, f.whole));
     }
     if (need.dbias && !summed) {
         f.sums = (norm_sums){.a = t->dy,
@@ -180,7 +181,7 @@ static void add_finish(norm_linear_call *c, needs need, bool summed) {
                              .rows = a->m,
                              .cols = c->is.n,
                              .part = c->at.dbias_part,
-                             .parts = parts_of(a->m),
+                             .parts = (int32_t)sum_parts(a->m),
                              .vector = aligned16(t->dy, a->dy_stride, size_of(&c->is))};
         units += sum_units(c->is.n) * f.sums.parts;
     }
@@ -188,7 +189,7 @@ static void add_finish(norm_linear_call *c, needs need, bool summed) {
         totals.job[0] = (norm_sums){.ld = c->is.n,
                                     .cols = c->is.n,
                                     .part = c->at.dbias_part,
-                                    .parts = summed ? (int32_t)activate_parts(a->m) : parts_of(a->m),
+                                    .parts = (int32_t)sum_parts(a->m),
                                     .out = t->dbias,
                                     .sum = c->at.dbias};
     units = least_of(units, finish_blocks(c->device));

@@ -50,40 +50,52 @@ CONTRACT int prepare_bytes(int element) {
 
 /* ------------------------------------------------------------------------------------------------------- finish */
 
+/* Chunks of eight elements of a row that a thread holds; so many where a warp has the row. */
 #define FINISH_RESIDENT 2
 #define FINISH_HELD 2
+#define FINISH_MOST_HELD 3
+
+/* Columns of rows whose sums of dgamma and dbeta stay in the registers of a block. */
+#define FINISH_TEAM ROW_THREADS
+#define SUMMED_ROW (FINISH_HELD * 8 * FINISH_TEAM)
+
+/* Rows that a team holds, in 16 bits, and that may be read and written 16 bytes at a time, are whole: vector says that they lie so. */
+CONTRACT bool finish_is_whole(int element, int64_t cols, bool vector) {
+    return element == 2 && vector && cols % 8 == 0 && cols <= SUMMED_ROW;
+}
 
 /* Of rows of so many columns: as few threads as hold all of them, if the block does. */
 #define FINISH_WARP 32
 #define FINISH_SHORT_TEAM 64
 #define FINISH_MIDDLE_TEAM 128
-#define FINISH_TEAM ROW_THREADS
-CONTRACT int finish_team(int64_t cols) {
-    return cols <= FINISH_WARP * 8 * FINISH_HELD          ? FINISH_WARP
-           : cols <= FINISH_SHORT_TEAM * 8 * FINISH_HELD  ? FINISH_SHORT_TEAM
-           : cols <= FINISH_MIDDLE_TEAM * 8 * FINISH_HELD ? FINISH_MIDDLE_TEAM
-                                                          : FINISH_TEAM;
+CONTRACT int finish_team(int64_t cols, bool whole) {
+    return whole && cols <= FINISH_WARP * 8 * FINISH_MOST_HELD ? FINISH_WARP
+           : cols <= FINISH_SHORT_TEAM * 8 * FINISH_HELD       ? FINISH_SHORT_TEAM
+           : cols <= FINISH_MIDDLE_TEAM * 8 * FINISH_HELD      ? FINISH_MIDDLE_TEAM
+                                                               : FINISH_TEAM;
 }
 
-/* Columns of rows whose sums of dgamma and dbeta stay in the registers of a block. */
-#define SUMMED_ROW (FINISH_HELD * 8 * FINISH_TEAM)
-
-/* Columns of a unit of the sums of another matrix. */
+/* Columns of a unit of the sums of another matrix, and the shares of its rows: by their number alone, so that the bits of the sums are always
+ * the same. */
 #define SUM_COLS 256
+CONTRACT int64_t sum_parts(int64_t rows) {
+    const int64_t parts = (rows + 63) / 64;
+    return parts > 256 ? 256 : parts;
+}
 
 CONTRACT int64_t sum_units(int64_t cols) {
     return (cols + SUM_COLS - 1) / SUM_COLS;
 }
 
-/* As of prepare, but for rows of two tensors and two floats a thread; and the sums of the warps. */
+/* As of prepare, but for rows of two tensors and two floats a thread. The sums of the warps lie where stages were. */
 CONTRACT int finish_stage_bytes(int element) {
-    return (2 * FINISH_HELD * 8 * element + 8) * ROW_THREADS;
+    return (2 * (element == 2 ? FINISH_MOST_HELD : FINISH_HELD) * 8 * element + 8) * ROW_THREADS;
 }
 CONTRACT int finish_stages(int element) {
-    return element == 2 ? 4 : 2;
+    return element == 2 ? 3 : 2;
 }
 CONTRACT int finish_bytes(int element) {
-    return finish_stages(element) * finish_stage_bytes(element) + MEETING_BYTES + ROW_THREADS / 32 * SUM_COLS * 4;
+    return finish_stages(element) * finish_stage_bytes(element) + MEETING_BYTES;
 }
 
 /* ----------------------------------------------------------------------------------------------------- activate */
@@ -99,16 +111,10 @@ CONTRACT int activate_lanes_log2(int64_t cols) {
     return log2;
 }
 
-/* Shares of the rows, by their number alone, so that the bits of sums over them are always the same. */
-CONTRACT int64_t activate_parts(int64_t rows) {
-    const int64_t parts = (rows + 63) / 64;
-    return parts > 256 ? 256 : parts;
-}
-
 /* What a block does at a time: the columns of so many threads, of one share. */
 CONTRACT int64_t activate_blocks(int64_t rows, int64_t cols) {
     const int64_t width = INT64_C(8) << activate_lanes_log2(cols);
-    return activate_parts(rows) * ((cols + width - 1) / width);
+    return sum_parts(rows) * ((cols + width - 1) / width);
 }
 
 /* ------------------------------------------------------------------------------------------------------------ z */

@@ -31,7 +31,7 @@
     A(float, dbeta_part, backward ? z_parts(a) * a->k : 0)                                                             \
     A(float, finish_part,                                                                                              \
       backward && !is->wide && !is->plain && a->k <= SUMMED_ROW ? 2 * finish_blocks(device) * a->k : 0)                \
-    A(float, dbias_part, backward ? dbias_parts(a) * is->n : 0)                                                        \
+    A(float, dbias_part, backward ? sum_parts(a->m) * is->n : 0)                                                       \
     A(float, dbias, backward ? is->n : 0)                                                                              \
     A(float, dw_sums, backward ? is->dw.floats : 0)                                                                    \
     A(int32_t, dw_arrived, backward ? is->dw.tiles : 0)                                                                \
@@ -122,11 +122,6 @@ static inline int64_t blocks(int64_t n, int64_t each) {
 static inline int32_t parts_of(int64_t rows) {
     int64_t parts = (rows + 63) / 64;
     return parts < 1 ? 1 : parts > 64 ? 64 : (int32_t)parts;
-}
-
-/* Of them for dbias, which comes with the activation's gradient where there is one. */
-static inline int32_t dbias_parts(const heddle_norm_linear *a) {
-    return a->activation ? (int32_t)activate_parts(a->m) : parts_of(a->m);
 }
 
 /* Of them for dz, behind those that dgamma has anyway. */

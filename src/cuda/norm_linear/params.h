@@ -138,6 +138,7 @@ typedef struct norm_finish {
     const float *mean, *rstd;
     float *part;
     int32_t cols, centred, vector;
+    int32_t whole; /* finish_is_whole */
     norm_sums sums;
 } norm_finish;
 

@@ -152,7 +152,7 @@ void heddle__cuda_add_activate(norm_linear_call *c, norm_activate p) {
     p.cols = (int32_t)c->a->n;
     p.vector = aligned16(p.u, p.ldu, size) && none_or_aligned16(p.dy, p.ldd, size) && aligned16(p.out, p.ldo, size) &&
                none_or_aligned16(p.residual, p.ldr, size) && (!c->is.gated || aligned16(NULL, c->a->n, size));
-    p.parts = (int32_t)activate_parts(p.rows);
+    p.parts = (int32_t)sum_parts(p.rows);
     p.lanes_log2 = activate_lanes_log2(p.cols);
     heddle__cuda_add(c, (c->is.gated ? OF_DTYPE(gate) : OF_DTYPE(activate))[c->is.dtype],
                      least_of(activate_blocks(p.rows, p.cols), passing_blocks(c, ACTIVATE_RESIDENT)), 0,
