@@ -123,54 +123,66 @@ static void test_activations(void **state) {
             }
 }
 
-/* act and act' where nothing else is added (of two halves, up is 1): k 1 of a float32 RMSNorm whose x is ±1 gives u = ±w. From 1e-30 to
- * 1e38, infinity and NaN: what float64 says, within some roundings of it, in the tail of the left, too; NaN from NaN alone (of -infinity nothing is asked: -infinity times 0). */
-static void test_activation_values(void **state) {
-    (void)state;
+/* act and act' where nothing else is added (of two halves, up is 1): k 1 of an RMSNorm whose x is ±1 gives u = ±w. From 1e-30 to 1e38,
+ * infinity and NaN: what float64 says, within some roundings of it, in the tail of the left, too; NaN from NaN alone (of -infinity nothing is
+ * asked: -infinity times 0). */
+static void check_activation_values(heddle_activation activation, heddle_dtype dtype) {
     static const float values[] = {0,  1e-30f, 1e-5f, 0.01f, 0.3f, 0.5f,  1,     1.5f,  2,        2.9f,
                                    3,  4,      5.5f,  7,     8,    9.5f,  10,    12,    13,       14,
                                    30, 86,     88,    1e3f,  1e9f, 1e19f, 1e20f, 1e38f, INFINITY, NAN};
     enum { N = 2 * COUNT(values) };
-    for (int activation = HEDDLE_GELU; activation <= LAST_ACTIVATION; activation++) {
-        norm_linear_case c = make_case(1, 1, N);
-        c.a.norm = HEDDLE_RMS_NORM;
-        c.a.features = HEDDLE_ACTIVATION;
-        c.a.activation = (heddle_activation)activation;
-        c.a.eps = 1e-30;
-        c.skip = UINT32_C(1) << N_GAMMA | UINT32_C(1) << N_BETA | UINT32_C(1) << N_C;
-        norm_linear_problem p = norm_linear_new(&c), ref = norm_linear_copy(&p, HEDDLE_F64, HEDDLE_REF);
-        norm_linear_problem *both[] = {&p, &ref};
-        for (size_t b = 0; b < 2; b++) {
-            tensor_set(&both[b]->t[N_X], 0, 0, 0, 0, 1);
-            for (int64_t f = 0; f < N; f++) {
-                tensor_set(&both[b]->t[N_W], 0, 0, f, 0, (double)values[f / 2] * (f % 2 ? -1 : 1));
-                tensor_set(&both[b]->t[N_DY], 0, 0, 0, f, 1);
-            }
-            for (int64_t f = N; f < norm_linear_extent(&c.a, 'N'); f++)
-                tensor_set(&both[b]->t[N_W], 0, 0, f, 0, 1);
-            tensor_upload(&both[b]->t[N_X]);
-            tensor_upload(&both[b]->t[N_W]);
-            tensor_upload(&both[b]->t[N_DY]);
-            norm_linear_run(both[b], HEDDLE_FORWARD);
-            norm_linear_run(both[b], HEDDLE_BACKWARD);
+    const double half = dtype == HEDDLE_BF16  ? 0x1.01p-8
+                        : dtype == HEDDLE_F16 ? 0x1.01p-11
+                                              : 0,
+                 least = dtype == HEDDLE_F16 ? 0x1.01p-25 : 1e-35;
+    norm_linear_case c = make_case(1, 1, N);
+    c.a.norm = HEDDLE_RMS_NORM;
+    c.a.features = HEDDLE_ACTIVATION;
+    c.a.activation = activation;
+    c.a.dtype = dtype;
+    c.a.eps = 1e-30;
+    c.skip = UINT32_C(1) << N_GAMMA | UINT32_C(1) << N_BETA | UINT32_C(1) << N_C;
+    norm_linear_problem p = norm_linear_new(&c), ref = norm_linear_copy(&p, HEDDLE_F64, HEDDLE_REF);
+    norm_linear_problem *both[] = {&p, &ref};
+    for (size_t b = 0; b < 2; b++) {
+        tensor_set(&both[b]->t[N_X], 0, 0, 0, 0, 1);
+        for (int64_t f = 0; f < N; f++) {
+            tensor_set(&both[b]->t[N_W], 0, 0, f, 0, (double)values[f / 2] * (f % 2 ? -1 : 1));
+            tensor_set(&both[b]->t[N_W], 0, 0, f, 0, tensor_get(&p.t[N_W], 0, 0, f, 0)); /* as it is rounded */
+            tensor_set(&both[b]->t[N_DY], 0, 0, 0, f, 1);
         }
-        for (int64_t f = 0; f < N; f++)
-            for (int which = 0; which < 2; which++) {
-                const int t = which ? N_DC : N_Y; /* dbias of one row is du */
-                const double u = tensor_raw(&ref.t[N_U], f), truth = tensor_raw(&ref.t[t], f),
-                             ours = tensor_raw(&p.t[t], f);
-                const double allowed =
-                    0x1p-20 * fabs(truth) * (1 + fmin(u * u, 200) / 8) + 1e-35 * (which ? 1 : fabs(u));
-                if (isinf(u) && (isnan(tensor_raw(&p.t[N_U], f)) || (!which && u < 0)))
-                    continue; /* an infinite w in two planes is infinity - infinity */
-                if (isnan(truth) != isnan(ours) ||
-                    (isfinite(truth) && !(fabs(ours - truth) <= fmax(allowed, which ? 4e-7 * (fabs(u) < 6) : 0))))
-                    fail_msg("activation %d of %g: %s = %.9g, not %.9g", activation, u, which ? "act'" : "act", ours,
-                             truth);
-            }
-        norm_linear_free(&p);
-        norm_linear_free(&ref);
+        for (int64_t f = N; f < norm_linear_extent(&c.a, 'N'); f++)
+            tensor_set(&both[b]->t[N_W], 0, 0, f, 0, 1);
+        tensor_upload(&both[b]->t[N_X]);
+        tensor_upload(&both[b]->t[N_W]);
+        tensor_upload(&both[b]->t[N_DY]);
+        norm_linear_run(both[b], HEDDLE_FORWARD);
+        norm_linear_run(both[b], HEDDLE_BACKWARD);
     }
+    for (int64_t f = 0; f < N; f++)
+        for (int which = 0; which < 2; which++) {
+            const int t = which ? N_DC : N_Y; /* dbias of one row is du */
+            const double u = tensor_raw(&ref.t[N_U], f), truth = tensor_raw(&ref.t[t], f),
+                         ours = tensor_raw(&p.t[t], f);
+            const double allowed = fabs(truth) * (half + (half > 0 ? 5e-6 : 0) + 0x1p-20 * (1 + fmin(u * u, 200) / 8)) +
+                                   least * (which || dtype == HEDDLE_F16 ? 1 : fabs(u));
+            if (isinf(u) && (isnan(tensor_raw(&p.t[N_U], f)) || (!which && u < 0)))
+                continue; /* an infinite w in two planes is infinity - infinity */
+            if (isnan(truth) != isnan(ours) ||
+                (isfinite(truth) && !(dtype == HEDDLE_F16 && fabs(truth) > 65504) &&
+                 !(fabs(ours - truth) <= fmax(allowed, which ? (half > 0 ? 5e-6 : 4e-7) * (fabs(u) < 6) : 0))))
+                fail_msg("activation %d of %g: %s = %.9g, not %.9g", activation, u, which ? "act'" : "act", ours,
+                         truth);
+        }
+    norm_linear_free(&p);
+    norm_linear_free(&ref);
+}
+
+static void test_activation_values(void **state) {
+    (void)state;
+    for (int activation = HEDDLE_GELU; activation <= LAST_ACTIVATION; activation++)
+        for (size_t y = 0; y < TEST_DTYPES; y++)
+            check_activation_values((heddle_activation)activation, test_dtypes[y]);
 }
 
 /* u is not asked for: y is what it is with it. */

@@ -45,12 +45,12 @@ INLINE void activate_chunk(const norm_activate &p, const thread_place &at, int64
     unpack(in[0], v);
     unpack(in[1], more);
     if (p.dy) {
-        activate<8, true>(p.activation, v);
+        activate<T, 8, true>(p.activation, v);
 #pragma unroll
         for (int x = 0; x < 8; x++)
             sums->of[0][x] += v[x] *= more[x];
     } else {
-        activate<8, false>(p.activation, v);
+        activate<T, 8, false>(p.activation, v);
 #pragma unroll
         for (int x = 0; x < 8; x++)
             v[x] += more[x];
@@ -72,7 +72,7 @@ INLINE void activate_chunk(const norm_activate &p, const thread_place &at, int64
             more[x] = to_float(((const T *)&in[1])[first + x]);
             up[x] = to_float(((const T *)&in[2])[first + x]);
         }
-        activate_both<4>(p.activation, gate, slope);
+        activate_both<T, 4>(p.activation, gate, slope);
 #pragma unroll
         for (int x = 0; x < 4; x++) {
             float du[2] = {fmaf(gate[x], up[x], more[x]), 0}; /* rounded as where the product is stored */

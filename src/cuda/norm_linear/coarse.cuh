@@ -63,7 +63,7 @@ INLINE void store_again(const norm_gemm &p, int64_t row0, int64_t col, int lane,
                 ((T *)p.u)[row * p.ldu + at] = u;
             v[x] = to_float(u);
         }
-        activate<8, false>(p.activation, v);
+        activate<T, 8, false>(p.activation, v);
     }
 #pragma unroll
     for (int x = 0; x < 8; x++) {

@@ -121,7 +121,7 @@ template <typename T> INLINE void store_lines(const norm_gemm &p, int row, int c
                 store_eight((T *)p.u + at * p.ldu + col, inside, out[x]);
         }
         if (p.activation)
-            activate<16, false>(p.activation, v);
+            activate<T, 16, false>(p.activation, v);
 #pragma unroll
         for (int x = 0; x < 2; x++) {
             const int64_t at = (int64_t)row + line + x * 4;
@@ -225,7 +225,7 @@ template <typename T> INLINE void store_weighed(const norm_gemm &p, int row, int
         }
         unpack_eight<T>(gate[x], v + 8 * x);
     }
-    activate<16, false>(p.activation, v);
+    activate<T, 16, false>(p.activation, v);
 #pragma unroll
     for (int x = 0; x < 2; x++) {
         const int64_t at = (int64_t)row + lane / 4 + x * 8;

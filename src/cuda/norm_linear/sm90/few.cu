@@ -201,9 +201,9 @@ template <typename T> INLINE void store_results(const norm_gemm &p, bool gated, 
 #pragma unroll
         for (int x = 0; x < 8; x++)
             r->v[x / 4][x % 4] = to_float(from_float<T>(r->v[x / 4][x % 4]));
-        activate<4, false>(p.activation, r->v[0]);
+        activate<T, 4, false>(p.activation, r->v[0]);
         if (!gated)
-            activate<4, false>(p.activation, r->v[1]);
+            activate<T, 4, false>(p.activation, r->v[1]);
     }
 #pragma unroll
     for (int x = 0; x < 2; x++)
