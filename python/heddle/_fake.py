@@ -247,6 +247,18 @@ def _attention_backward_plain_fake(
     return tuple(_like(t, t.shape[-1]) if options[-1] >> at & 1 else None for at, t in enumerate((q, k, v)))
 
 
+def _attention_backward_heads_fake(
+    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> Tensor:
+    _check_devices(q, k=k, v=v, dout=dout, out=out, lse=lse)
+    if q.shape[2:] != k.shape[2:] or k.shape != v.shape:
+        raise HeddleValueError("q, k and v are no heads of one tensor")
+    b, h, s, d = q.shape
+    if q.stride(2) > q.stride(0):  # [s, b, ...] in memory
+        return q.new_empty((s, b, h + 2 * k.shape[1], d)).transpose(0, 1)
+    return q.new_empty((b, s, h + 2 * k.shape[1], d))
+
+
 def _check_norm_linear(x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None) -> None:
     if x.dtype not in _DTYPES:
         raise HeddleTypeError(f"x is {x.dtype}; it must be float32, bfloat16, float16 or float64")
@@ -400,6 +412,7 @@ def register() -> None:
     library.register_fake("heddle::attention_plain", _attention_plain_fake)
     library.register_fake("heddle::attention_options", _attention_options_fake)
     library.register_fake("heddle::attention_backward_plain", _attention_backward_plain_fake)
+    library.register_fake("heddle::attention_backward_heads", _attention_backward_heads_fake)
     library.register_fake("heddle::attention_append", _append_fake)
     library.register_fake("heddle::norm_linear", _norm_linear_fake)
     library.register_fake("heddle::norm_linear_prepare", _norm_linear_prepare_fake)

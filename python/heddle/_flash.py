@@ -14,6 +14,7 @@ from torch import Tensor
 from heddle import attention
 from heddle._append import attention_append
 from heddle._errors import HeddleTypeError, HeddleValueError
+from heddle._heads import attention_of_heads
 from heddle._kinds import need_tensors
 from heddle._ops import quick
 from heddle._options import window_of
@@ -155,6 +156,12 @@ def flash_attn_qkvpacked_func(
     Args:
         qkv: [b, s, 3, h, d]."""
     q, k, v = _unpack("qkv", qkv, 3, 5)
+    more = softcap or dropout_p or deterministic or return_attn_probs or _window(window_size) is not None
+    if alibi_slopes is None and not more:
+        h = qkv.shape[3]
+        o = attention_of_heads(qkv.flatten(2, 3), h, h, "bottom_right" if causal else None, softmax_scale)
+        if o is not NotImplemented:
+            return o.transpose(1, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )

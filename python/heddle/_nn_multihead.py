@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
+from heddle._heads import attention_of_heads
 from heddle._kinds import need_tensors
 from heddle._nn_linear import activated, activation_name, added, idle, stays, untouched
 from heddle._ops import quick
@@ -151,13 +152,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         if weight is None or bias_k is not None or features != self.embed_dim or self.add_zero_attn:
             return None
         heads = linear(x, weight, bias).view(a, b, 3 * self.num_heads, self.head_dim)
-        q, k, v = _turned(heads, self.batch_first)
-        if self.training and self.dropout:
-            made = attention(q, k, v, dropout=self.dropout)
-        else:
-            made = quick(q, k, v, None, None)
-            if made is NotImplemented:
-                made = attention(q, k, v)
+        drops, made = self.training and self.dropout, NotImplemented
+        if not drops:
+            of_batches = heads if self.batch_first else heads.transpose(0, 1)
+            made = attention_of_heads(of_batches, self.num_heads, self.num_heads, None)
+        if made is NotImplemented:
+            q, k, v = _turned(heads, self.batch_first)
+            if drops:
+                made = attention(q, k, v, dropout=self.dropout)
+            else:
+                made = quick(q, k, v, None, None)
+                if made is NotImplemented:
+                    made = attention(q, k, v)
         made = made.transpose(1, 2) if self.batch_first else made.permute(2, 0, 1, 3)
         projected: Tensor = linear(made.flatten(2), *last)
         return projected

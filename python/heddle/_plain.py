@@ -64,7 +64,7 @@ def _at(args: tuple[Any, ...], at: int) -> Any:
 def register(registrations: Any, packet: Any) -> None:
     """Autograd lets these operators through; under autocast heddle::attention takes over."""
     library: Any = torch.library
-    for name in ("attention_plain", "attention_options", "attention_backward_plain"):
+    for name in ("attention_plain", "attention_options", "attention_backward_plain", "attention_backward_heads"):
         registrations.impl(name, library.fallthrough_kernel, "Autograd")
     for key in ("AutocastCPU", "AutocastCUDA"):
         registrations.impl("attention_plain", _fewer(packet.default), key)
@@ -113,9 +113,15 @@ class _Parts(NamedTuple):
     new_empty: Any = "new_empty"
 
 
-def _somebody() -> bool:
+def somebody() -> bool:
     """Who may want to see a gradient's operator: a compiler, a second derivative, a tangent, a mode, a transform."""
     modes = _is_compiling() or _grad_enabled() or _function_mode() or _dispatch_modes() or _transforms()
+    return bool(modes or forward_ad._current_level >= 0)
+
+
+def looked_at() -> bool:
+    """Does a mode, a transform, a tangent or a trace look at each call?"""
+    modes = _function_mode() or _dispatch_modes() or _transforms() or _dispatcher._is_tracing()
     return bool(modes or forward_ad._current_level >= 0)
 
 
@@ -153,7 +159,7 @@ def _recorders(run: Callable[..., Any], operator: Any, long_backward: Callable[.
         saved = list(ctx.saved_tensors)
         saved[5] = _of_four(saved[5])
         given = (*saved, *ctx.numbers, needs)
-        if _somebody() or type(dout) is not Tensor or not (dlse is None or type(dlse) is Tensor):
+        if somebody() or type(dout) is not Tensor or not (dlse is None or type(dlse) is Tensor):
             made = long_backward(dout, dlse, *given)
         else:
             if dout.stride(3) != 1:
@@ -184,12 +190,12 @@ def _functions(name: str, forward: Callable[..., Pair], backward: Callable[..., 
 
     def made(name: str, passes: dict[str, Any]) -> Any:
         function: Any = torch.autograd.Function
-        return _apply(type(function)(name, (function,), {key: staticmethod(value) for key, value in passes.items()}))
+        return apply_of(type(function)(name, (function,), {key: staticmethod(value) for key, value in passes.items()}))
 
     return made(name, both), made(f"{name}Out", alone)
 
 
-def _apply(function: Any) -> Any:
+def apply_of(function: Any) -> Any:
     """Where no functorch transform is active, autograd.Function.apply, written in Python, comes to this one in C++."""
     above: Any = super
     return above(torch.autograd.Function, function).apply
@@ -220,7 +226,7 @@ def shorten(
         q, k, v, out, lse = ctx.saved_tensors
         needs_q, needs_k, needs_v, _ = ctx.needs_input_grad
         needs = needs_q + 2 * needs_k + 4 * needs_v
-        if _somebody() or dlse is not None or type(dout) is not Tensor:
+        if somebody() or dlse is not None or type(dout) is not Tensor:
             return *long_backward(dout, dlse, out, lse, q, k, v, *ctx.options, needs), None
         if dout.stride(3) != 1:
             dout = dout.contiguous()

@@ -13,6 +13,7 @@ from torch.nn import Dropout, Linear, Module, Parameter, init
 
 from heddle import _nn_prepared, attention
 from heddle._errors import HeddleValueError
+from heddle._heads import attention_of_heads, parts_of
 from heddle._kinds import need_tensors
 from heddle._nn_linear import added, idle, untouched
 from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer, own
@@ -245,19 +246,18 @@ class SelfAttention(Module):
         else:  # attributes of a module take up to 2 µs
             modules: Any = self._modules
             qkv, out = modules["qkv"], modules["out"]
-        # Divided before they are turned: so one copy puts their gradients together.
         heads = qkv(x).view(b, s, self.heads + 2 * self.kv_heads, self.head_dim)
-        if self.heads == self.kv_heads:
-            parts = heads.chunk(3, 2)  # split() is in Python
-        else:
-            parts = heads.split((self.heads, self.kv_heads, self.kv_heads), 2)
-        q, k, v = parts[0].transpose(1, 2), parts[1].transpose(1, 2), parts[2].transpose(1, 2)
         o: Any = NotImplemented
         dropout = self.dropout if self.training else 0.0
         alone = bias is None and mask is None and self.window is None and self.processes is None
         alone = alone and segments is block_rows is block_columns is None and block_size is None
-        if alone and not (self.softcap or dropout or _goes_long()):
-            o = quick(q, k, v, self.causal, None)
+        alone = alone and not (self.softcap or dropout)
+        if alone:
+            o = attention_of_heads(heads, self.heads, self.kv_heads, self.causal)
+        if o is NotImplemented:
+            q, k, v = parts_of(heads, self.heads, self.kv_heads)
+            if alone and not _goes_long():
+                o = quick(q, k, v, self.causal, None)
         if o is NotImplemented:
             lists = {"block_rows": block_rows, "block_columns": block_columns, "block_size": block_size}
             o = self._attend(q, k, v, {"bias": bias, "mask": mask}, lists | {"q_segments": segments}, dropout)

@@ -546,7 +546,26 @@ static void backward_results(call *c, problem *p, int64_t needs) {
             call_zero(c, x);
 }
 
-static void backward(call *c) {
+/* dq, dk and dv as heads of one tensor [b, s, h + 2·hk, d], whose batches and rows lie as q's. */
+static void heads_result(call *c, problem *p) {
+    heddle_attention *a = &p->a;
+    const int64_t heads = a->h + 2 * a->hk, row = heads * a->d, size[4] = {a->b, a->sq, heads, a->d};
+    const bool rows_first = a->q_stride.s > a->q_stride.b; /* [s, b, ...] in memory */
+    const int64_t stride[4] = {rows_first ? row : a->sq * row, rows_first ? a->b * row : row, a->d, 1};
+    const size_t element = heddle_dtype_size(a->dtype);
+    if (a->sq != a->sk || a->d != a->dv)
+        call_fail(c, "ValueError", "q, k and v are no heads of one tensor");
+    char *const made = call_make(c, 0, 4, size, stride, call_dtype(c));
+    if (!made)
+        return;
+    a->dq_stride = a->dk_stride = a->dv_stride = (heddle_strides){stride[0], a->d, stride[1]};
+    p->t.dq = made;
+    p->t.dk = made + (size_t)(a->h * a->d) * element;
+    p->t.dv = made + (size_t)((a->h + a->hk) * a->d) * element;
+}
+
+/* together: as heads of one tensor, the one result. */
+static void backward(call *c, bool together) {
     problem p;
     size_t bytes = 0;
     void *workspace;
@@ -554,7 +573,10 @@ static void backward(call *c) {
         !call_check_contiguous(c, &c->tensor[LSE], "lse") || !call_check_contiguous(c, &c->tensor[DLSE], "dlse") ||
         !call_attention_bytes(c, &p.a, HEDDLE_BACKWARD, &bytes))
         return;
-    backward_results(c, &p, c->integer[BACKWARD_BASE + NEEDS]);
+    if (together)
+        heads_result(c, &p);
+    else
+        backward_results(c, &p, c->integer[BACKWARD_BASE + NEEDS]);
     if (call_workspace(c, bytes, &workspace))
         call_status(c, heddle_attention_backward(&p.a, &p.t, workspace, bytes, c->stream));
 }
@@ -562,17 +584,25 @@ static void backward(call *c) {
 void heddle_torch_attention_backward(stable_value *stack, uint64_t arguments, uint64_t results) {
     call c;
     call_begin(&c, stack, arguments, results, backward_signature);
-    backward(&c);
+    backward(&c, false);
     call_end(&c, stack);
 }
 
-void heddle_torch_attention_backward_plain(stable_value *stack, uint64_t arguments, uint64_t results) {
+static void plain_backward(stable_value *stack, uint64_t arguments, uint64_t results, bool together) {
     enum { B = BACKWARD_BASE };
     static const int place[] = {DOUT,     OUT, LSE, B + Q, B + K, B + V, B + CAUSAL, B + SCALE, B + DETERMINISTIC,
                                 B + NEEDS};
     call c;
-    call_begin_at(&c, stack, arguments, results, "TTTTTTIDBI", place);
+    call_begin_at(&c, stack, arguments, results, together ? "TTTTTTIDB" : "TTTTTTIDBI", place);
     c.integer[B + WINDOW_LEFT] = c.integer[B + WINDOW_RIGHT] = -1;
-    backward(&c);
+    backward(&c, together);
     call_end(&c, stack);
+}
+
+void heddle_torch_attention_backward_plain(stable_value *stack, uint64_t arguments, uint64_t results) {
+    plain_backward(stack, arguments, results, false);
+}
+
+void heddle_torch_attention_backward_heads(stable_value *stack, uint64_t arguments, uint64_t results) {
+    plain_backward(stack, arguments, results, true);
 }

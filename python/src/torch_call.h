@@ -89,6 +89,7 @@ void heddle_torch_attention_backward(stable_value *stack, uint64_t arguments, ui
 void heddle_torch_attention_plain(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_attention_options(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_attention_backward_plain(stable_value *stack, uint64_t arguments, uint64_t results);
+void heddle_torch_attention_backward_heads(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_attention_append(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_norm_linear(stable_value *stack, uint64_t arguments, uint64_t results);
 void heddle_torch_norm_linear_prepare(stable_value *stack, uint64_t arguments, uint64_t results);

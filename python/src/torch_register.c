@@ -25,6 +25,8 @@ static const char *const schemas[] = {
     ", bool lse=True) -> (Tensor out, Tensor lse)",
     "attention_backward_plain(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, int causal, "
     "float scale, bool deterministic, int needs) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "attention_backward_heads(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, int causal, "
+    "float scale, bool deterministic) -> Tensor",
     "attention_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor seqlens_k, Tensor? q=None, "
     "Tensor? cos=None, Tensor? sin=None, Tensor? block_table=None, Tensor? cache_index=None, Tensor? cu_seqlens=None, "
     "int max_seqlen=0, int max_seqlen_k=0, bool interleaved=False, bool together=False, Tensor? k_scale=None, "
@@ -61,6 +63,7 @@ static int32_t register_all(void) {
         {"attention_plain", heddle_torch_attention_plain},
         {"attention_options", heddle_torch_attention_options},
         {"attention_backward_plain", heddle_torch_attention_backward_plain},
+        {"attention_backward_heads", heddle_torch_attention_backward_heads},
         {"attention_append", heddle_torch_attention_append},
         {"norm_linear", heddle_torch_norm_linear},
         {"norm_linear_prepare", heddle_torch_norm_linear_prepare},

@@ -312,7 +312,7 @@ def test_deterministic_and_threads():
 @pytest.mark.parametrize("rows,keys", [(1, 5), (3, 40), (70, 300)])
 @pytest.mark.parametrize("device", devices())
 def test_bias_of_a_large_finite_number(rows, keys, dtype, number, device):
-    """As in PyTorch: a row of nothing else is the mean of all values. Under -2**126 it masks, and such a row is zero, never NaN."""
+    """As in PyTorch a row of nothing else is the mean of all values. Under -2**126 it masks: such a row is zero."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 2, s, 16, device=device).to(dtype).requires_grad_() for s in (rows, keys, keys))
     number = max(number, torch.finfo(dtype).min)

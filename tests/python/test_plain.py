@@ -516,13 +516,17 @@ def test_nothing_is_kept_of_options():
         assert [sys.getrefcount(x) for x in given] == before
 
 
-@pytest.mark.parametrize("name", ["attention_plain", "attention_options", "attention_backward_plain"])
+@pytest.mark.parametrize(
+    "name", ["attention_plain", "attention_options", "attention_backward_plain", "attention_backward_heads"]
+)
 @everywhere
 def test_opcheck(name, device):
     """They are operators like others, but for autograd, which they are below."""
     q, k, v = (t.detach() for t in tensors(device))
     out, lse, _ = long_way(q, k, v)
+    same, sums, _ = long_way(q, q, q)
     given = {
+        "attention_backward_heads": (same, same, sums, q, q, q, 2, 0.5, False),
         "attention_plain": (q, k, v, 2, 0.5, True),
         "attention_options": (q, k, v, torch.ones(5, 6, device=device), torch.ones(1, 6, device=device) > 0),
         "attention_backward_plain": (out, out, lse, q, k, v, 2, 0.5, False, 5),
