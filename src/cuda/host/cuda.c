@@ -165,9 +165,10 @@ static heddle_status launch_in_order(const cuda_call *c, const norm_linear_plan 
     heddle_status status = HEDDLE_OK;
     for (int x = 0; x < n && status == HEDDLE_OK; x++) {
         norm_linear_launch *l = &launches[x];
-        tensor_map *const maps[] = {&l->params.gemm90.a, &l->params.gemm90.b, &l->params.gemm90.out};
+        norm_gemm_sm90 *const g = &l->params.gemm90;
+        tensor_map *const maps[] = {&g->a, &g->b, &g->out, &g->u};
         if (l->sm90)
-            status = heddle__cuda_encode_maps(c->cu, c->r, plan->a.dtype, 2, 3, l->shapes, maps);
+            status = heddle__cuda_encode_maps(c->cu, c->r, plan->a.dtype, 2, 4, l->shapes, maps);
         if (status == HEDDLE_OK)
             status = heddle__cuda_launch(c->cu, c->r, l->kernel, l->grid, l->shared, &l->params, c->stream);
     }

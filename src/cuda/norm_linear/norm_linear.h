@@ -11,8 +11,8 @@
 typedef struct norm_linear_launch {
     enum cuda_kernel kernel;
     uint32_t grid, shared; /* blocks; dynamic shared memory */
-    bool sm90;             /* params.gemm90, whose maps are to be made of these shapes: a, b, out */
-    tensor_shape shapes[3];
+    bool sm90;             /* params.gemm90, whose maps are to be made of these shapes: a, b, out, u */
+    tensor_shape shapes[4];
     norm_linear_params params;
 } norm_linear_launch;
 

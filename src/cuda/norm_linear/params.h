@@ -94,9 +94,9 @@ typedef struct norm_shares {
     int32_t *arrived;
 } norm_shares;
 
-/* On Hopper A and B come by the copy engine, in boxes of 64 rows, and out goes by it, in boxes of 16. */
+/* On Hopper A and B come by the copy engine, in boxes of 64 rows, and out and u go by it, in boxes of 16. */
 typedef struct norm_gemm_sm90 {
-    tensor_map a, b, out;
+    tensor_map a, b, out, u;
     norm_gemm g;
     int32_t b_is_there; /* no kernel that may still run writes it */
     int32_t gated;      /* few rows: as fwd_gate */

@@ -273,8 +273,10 @@ static void add_gemm90(norm_linear_call *c, const gemm_kernels *kernels, const n
                                   {b_transposed ? cols : depth, b_transposed ? depth : cols},
                                   {(uint64_t)ldb},
                                   (uint32_t)gemm90_b_rows((int)width, b_transposed)};
-    if (kernels->pass == GEMM90_fwd || kernels->pass == GEMM90_raw)
+    if (kernels->pass == GEMM90_fwd || kernels->pass == GEMM90_raw) {
         l->shapes[2] = (tensor_shape){p->out, {cols, rows}, {(uint64_t)p->ldo * 2}, GEMM90_STORED_ROWS};
+        l->shapes[3] = (tensor_shape){p->u, {cols, rows}, {(uint64_t)p->ldu * 2}, GEMM90_STORED_ROWS};
+    }
 }
 
 static void add_gemm80(norm_linear_call *c, const gemm_kernels *kernels, norm_gemm p) {

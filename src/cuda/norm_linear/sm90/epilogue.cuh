@@ -139,6 +139,27 @@ template <typename T> INLINE void store_lines(const norm_gemm &p, int row, int c
     }
 }
 
+/* Staged rows as u, 16 of 64 columns: act of them to where they are, 16 numbers a lane at a time, whichever these are. The copy engine may
+ * still be reading u. */
+template <typename T> INLINE void activate_staged(int activation, uint32_t staging) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int part = 0; part < 2; part++) {
+        const uint32_t at = staging + part * 1024 + lane * 16;
+        float v[16];
+#pragma unroll
+        for (int x = 0; x < 2; x++)
+            unpack_eight<T>(load_shared16(at + x * 512), v + 8 * x);
+        activate<T, 16, false>(activation, v);
+        if (lane == 0)
+            bulk_wait_read();
+        __syncwarp();
+#pragma unroll
+        for (int x = 0; x < 2; x++)
+            store_shared16(at + x * 512, pack_eight<T>(v + 8 * x));
+    }
+}
+
 /* Staged rows as they are, by the warp itself. */
 INLINE void store_as_staged(const norm_gemm &p, int row, int col0, int chunks, uint32_t staging) {
     const int lane = threadIdx.x % 32;
@@ -163,14 +184,15 @@ INLINE void store_as_staged(const norm_gemm &p, int row, int col0, int chunks, u
 /* A warp's results, 16 rows, 64 columns at a time, through shared memory. In forward the copy engine takes whole ones from there
  * while the warp goes on, unless there is more to do; of the last columns only multiples of eight, for it stores 16 bytes of which
  * some are outside, too. row0: of its rows, or the first 16 of two halves. Registers have no
- * numbers to be known later, so which of them are staged is decided by branches; the rest of the code is there once. */
+ * numbers to be known later, so which of them are staged is decided by branches; the rest of the code is there once. An activation is
+ * formed where its u is staged, which the engine takes, too. */
 template <typename T, int WIDTH, int PASS>
 INLINE void store_tile(const norm_gemm_sm90 &all, const gemm_tile &t, int row0, const char *columns, uint32_t staging,
                        const float (*acc)[WIDTH / 8][4]) {
     typedef gemm90<WIDTH, PASS> layout;
     constexpr int GROUPS = (WIDTH + 63) / 64, LAST = WIDTH / 8 % 8 ? WIDTH / 8 % 8 : 8;
     const norm_gemm &p = all.g;
-    const bool leads = threadIdx.x % 32 == 0, has_more = layout::adds && (p.activation || p.residual);
+    const bool leads = threadIdx.x % 32 == 0, acts = layout::adds && p.activation, adds = layout::adds && p.residual;
 #pragma unroll 1
     for (int now = 0; now < layout::halves * GROUPS; now++) {
         const int half = now / GROUPS, group = now % GROUPS, row = t.row0 + row0 + half * 64, col = t.col0 + group * 64;
@@ -188,9 +210,18 @@ INLINE void store_tile(const norm_gemm_sm90 &all, const gemm_tile &t, int row0, 
                 else
                     stage_chunks<T, PASS, 8>(of, rows, acc[x / GROUPS] + x % GROUPS * 8, staging, 0);
             }
-        if (is_forward<PASS> && chunks == 8 && !has_more && (p.cols % 8 == 0 || col + 64 <= p.cols)) {
+        if (is_forward<PASS> && chunks == 8 && !adds && (p.cols % 8 == 0 || col + 64 <= p.cols)) {
             fence_async();
             __syncwarp();
+            if (acts) {
+                if (leads && p.u) {
+                    tma_store2(&all.u, staging, col, row);
+                    bulk_commit();
+                }
+                activate_staged<T>(p.activation, staging);
+                fence_async();
+                __syncwarp();
+            }
             if (leads) {
                 tma_store2(&all.out, staging, col, row);
                 bulk_commit();
@@ -198,7 +229,7 @@ INLINE void store_tile(const norm_gemm_sm90 &all, const gemm_tile &t, int row0, 
             continue;
         }
         __syncwarp();
-        if (has_more)
+        if (acts || adds)
             store_lines<T>(p, row, col, chunks, staging);
         else
             store_as_staged(p, row, col, chunks, staging);
