@@ -18,6 +18,7 @@ from heddle._ops import long_backward, ops
 from heddle._options import causal_of, scale_of
 
 _is_compiling = torch.compiler.is_compiling
+_is_exporting: Any = torch.compiler.is_exporting
 _grad_enabled = torch.is_grad_enabled
 _autocast: Any = torch._C._is_any_autocast_enabled
 _deterministic = torch.are_deterministic_algorithms_enabled
@@ -75,6 +76,8 @@ def attention_of_heads(heads: Tensor, h: int, hk: int, causal: Any, scale: Any =
     if not (_grad_enabled() and heads.requires_grad) or heads.dtype not in _DTYPES or _autocast():
         return NotImplemented
     corner, number, function = causal_of(causal, 1, 1), scale_of(scale), cast(Any, _AttentionOfHeads)
+    if _is_exporting():  # what is exported may be differentiated by others, or compiled without Python
+        return NotImplemented
     if _is_compiling():
         return function.apply(heads, h, hk, corner, number, _deterministic())
     if type(heads) is not Tensor or _plain.looked_at():
