@@ -76,6 +76,7 @@ INLINE void finish_row(const norm_finish &p, int64_t row, const finish_piece<T> 
 template <int TEAM, int HELD> INLINE void store_sums(const norm_finish &p, const column_sums<HELD> &s, float *shared) {
     float *part = p.part + (int64_t)blockIdx.x * 2 * p.cols;
     float *own = TEAM < ROW_THREADS ? shared + threadIdx.x / TEAM * 2 * p.cols : part;
+    __syncwarp(); /* as racecheck wants it, to which half a warp at a barrier is none */
     __syncthreads();
     each_held<TEAM, HELD>(p.cols, [&](int c, int e) {
 #pragma unroll
@@ -87,6 +88,7 @@ template <int TEAM, int HELD> INLINE void store_sums(const norm_finish &p, const
     });
     if (TEAM == ROW_THREADS)
         return;
+    __syncwarp();
     __syncthreads();
     for (int x = threadIdx.x; x < 2 * p.cols; x += ROW_THREADS) {
         float sum = 0;
@@ -272,7 +274,7 @@ template <typename T> INLINE void partial_sums(const norm_sums &p, uint32_t unit
             for (int x = 0; x < 8; x++)
                 sum[x] += v[x];
         }
-        __syncwarp(); /* as racecheck wants it, to which half a warp at a barrier is none */
+        __syncwarp();
         __syncthreads();
 #pragma unroll
         for (int x = 0; x < 8; x++)
