@@ -73,14 +73,16 @@ _apply = _plain.apply_of(_AttentionOfHeads)
 def attention_of_heads(heads: Tensor, h: int, hk: int, causal: Any, scale: Any = None) -> Any:
     """heddle.attention of the three with these options alone, [b, h, s, d]; NotImplemented where there is no gradient
     of `heads` to be recorded, or where somebody wants to see more of it than that."""
-    if not (_grad_enabled() and heads.requires_grad) or heads.dtype not in _DTYPES or _autocast():
+    if type(heads) is not Tensor or not (_grad_enabled() and heads.requires_grad):
+        return NotImplemented
+    if heads.dtype not in _DTYPES or _autocast():
         return NotImplemented
     corner, number, function = causal_of(causal, 1, 1), scale_of(scale), cast(Any, _AttentionOfHeads)
     if _is_exporting():  # what is exported may be differentiated by others, or compiled without Python
         return NotImplemented
     if _is_compiling():
         return function.apply(heads, h, hk, corner, number, _deterministic())
-    if type(heads) is not Tensor or _plain.looked_at():
+    if _plain.looked_at():
         return NotImplemented
     try:
         return _apply(heads, h, hk, corner, number, _deterministic())

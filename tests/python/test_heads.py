@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from conftest import devices
 from torch import nn
 
@@ -88,6 +89,33 @@ def test_modules(make):
     call = (lambda: module(x, x, x, need_weights=False)[0]) if isinstance(module, nn.MultiheadAttention) else None
     _, names = operators(lambda: (call() if call else module(x)).sum().backward())
     assert "heddle::attention_backward_heads" in names and "aten::cat" not in names
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled(autocast):
+    torch.manual_seed(0)
+    module, x = SelfAttention(32, 4, norm="layer", causal="top_left"), torch.randn(B, S, 32, requires_grad=True)
+
+    def gradients(module):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = module(x)
+        return torch.autograd.grad(out.float().sin().sum(), [x, *module.parameters()])
+
+    compiled = torch.compile(module)
+    gradients(compiled)
+    made, names = operators(lambda: gradients(compiled))
+    assert ("heddle::attention_backward_heads" in names) is not autocast
+    for got, want in zip(made, gradients(module), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2 if autocast else 1e-4, atol=2e-2 if autocast else 1e-4)
+
+
+def test_checkpoint():
+    """What is kept may be computed anew."""
+    module, x = SelfAttention(32, 4), torch.randn(B, S, 32, requires_grad=True)
+    (want,) = torch.autograd.grad(module(x).sin().sum(), x)
+    out = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
+    (got,) = torch.autograd.grad(out.sin().sum(), x)
+    torch.testing.assert_close(got, want)
 
 
 def test_flash_attn_qkvpacked():
