@@ -8,10 +8,10 @@
 A row: the time of a forward, and of a backward with all gradients, over PyTorch's `F.linear` alone (its backward: dx, dw and
 dbias), of heddle and of PyTorch's layer_norm + linear (eager). Under 1: faster than the product without any norm. Rows
 "no norm": a Linear alone, of both; "residual": a tensor added to y, of both, and not of what they are compared with; "z":
-norm(x) is a result, too, and has a gradient of its own; "swiglu": y = silu(gate)·up of both halves of the n columns, which
-forward keeps for backward ("geglu": gelu); "swiglu y": the same forward where y alone is wanted; "prepared": a forward that
-finds what it makes of the weight (heddle_norm_linear_prepare), in turn with the one that does not, whose time over its own
-is "gain".
+norm(x) is a result, too, and has a gradient of its own; "gelu", "silu": y = act(u), and forward keeps u for backward;
+"swiglu": y = silu(gate)·up of both halves of the n columns, which forward keeps ("geglu": gelu); "swiglu y": the same
+forward where y alone is wanted; "prepared": a forward that finds what it makes of the weight
+(heddle_norm_linear_prepare), in turn with the one that does not, whose time over its own is "gain".
 --compiled: PyTorch's layer_norm + linear by torch.compile, too, where that works.
 --errors: of each result the largest error against float64 over the largest magnitude, and that over PyTorch's, with rows whose
 means are 0, 100 and 1000 deviations.
@@ -38,9 +38,10 @@ FEW_ROWS = (*((m, 4096, n) for n in (4096, 12288) for m in (1, 4, 16, 32, 64, 12
             (16, 8192, 8192), (64, 8192, 8192), (128, 1024, 4096))
 # And what the library is told; a residual is a tensor for each shape.
 OPTIONS = {"": {}, "no norm": {"norm": NO_NORM}, "residual": {"residual": True},
-           "no norm residual": {"norm": NO_NORM, "residual": True}, "z": {"dz": True}, "swiglu": {"activation": "swiglu"},
+           "no norm residual": {"norm": NO_NORM, "residual": True}, "z": {"dz": True}, "gelu": {"activation": "gelu"},
+           "silu": {"activation": "silu"}, "swiglu": {"activation": "swiglu"},
            "swiglu y": {"activation": "swiglu"}, "geglu": {"activation": "geglu"}, "prepared": {}}
-GATES = {"swiglu": F.silu, "geglu": F.gelu}
+ALONE, GATES = {"gelu": F.gelu, "silu": F.silu}, {"swiglu": F.silu, "geglu": F.gelu}
 TYPES = ((BF16, False), (F16, False), (F32, False), (F32, True))  # and whether float32 may be TF32
 DEVICE = "cuda"
 INPUTS, NAMES = ("x", "gamma", "beta", "w", "bias"), ("y", "dx", "dgamma", "dbeta", "dw", "dbias")
@@ -56,7 +57,9 @@ def tensors(m, k, n, dtype, mean=0.0):
 def in_pytorch(x, gamma, beta, w, bias, norm=LAYER_NORM, residual=None, dz=None, activation=None):
     z = x if norm == NO_NORM else F.layer_norm(x, (x.shape[1],), gamma, beta)
     y = F.linear(z, w, bias)
-    if activation:
+    if activation in ALONE:
+        y = ALONE[activation](y)
+    elif activation:
         gate, up = y.chunk(2, -1)
         y = GATES[activation](gate) * up
     return (y, z) if dz is not None else y if residual is None else y + residual
@@ -111,6 +114,7 @@ def cases():
     rows += [(*shape, *kind, "") for shape in (SHAPES[0], SHAPES[4]) for kind in TYPES[1:]]
     rows += [(*shape, BF16, False, option) for option in list(OPTIONS)[1:] for shape in SHAPES]
     rows += [(*shape, BF16, False, "no norm") for shape in SMALL_WEIGHTS]
+    rows += [(*SMALL_WEIGHTS[2], BF16, False, "gelu")]
     rows += [(*GATED[0], BF16, False, option) for option in GATES]
     rows += [(*SHAPES[4], *kind, option) for option in list(OPTIONS)[1:] for kind in TYPES[1:]]
     rows += [(*shape, *kind, "prepared") for kind in TYPES[:3:2] for shape in (*FEW_ROWS, (1024, 4096, 4096))]
@@ -124,7 +128,7 @@ def measure(lib, clock, m, k, n, dtype, tf32, option, regimes, compiled=None):
         options["residual"] = torch.randn_like(t["dy"])
     if "dz" in options:
         options["dz"] = torch.randn_like(t["x"])
-    if "activation" in options:
+    if options.get("activation") in GATES:
         t["dy"], of_u = t["dy"][:, : n // 2].contiguous(), t["dy"]
     else:
         of_u = t["dy"]

@@ -164,6 +164,25 @@ def test_gpu_rows_of_prepared_weights(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "unprepared 3.00), gain 1.500" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("activation", ["gelu", "silu", "swiglu", "geglu"])
+def test_gpu_rows_of_activations(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed beside PyTorch's operations computes what they do, both passes."""
+    bench, calls, others = script("gpu_norm_linear", monkeypatch), [], []
+
+    class Clock:
+        def measure(self, regime: str, timed: list[Any]) -> list[float]:
+            others.append([call() for call in timed])
+            return [2e-6, 5e-6, 1e-6]
+
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    torch.manual_seed(0)
+    library = built_library(sys.modules["heddle_c"], calls)
+    bench.measure(library, Clock(), 16, 64, 96, torch.float32, False, activation, ["rest"])
+    (_, job), (_, (_, theirs, _)) = calls[0], others
+    for name, wanted in zip(bench.NAMES[1:], theirs, strict=True):
+        torch.testing.assert_close(job.tensors[name], wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_cpu_rows_of_prepared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each type's call is timed in turn with the plain one, and the tables have a column for what it gains."""
     bench, plot = script("cpu", monkeypatch), script("plot", monkeypatch)
