@@ -163,6 +163,17 @@ static needs find_needs(const norm_linear_call *c) {
     return need;
 }
 
+/* The shares of dbias. */
+static norm_sums sums_of_dy(const norm_linear_call *c) {
+    return (norm_sums){.a = c->t->dy,
+                       .ld = c->a->dy_stride,
+                       .rows = c->a->m,
+                       .cols = c->is.n,
+                       .part = c->at.dbias_part,
+                       .parts = (int32_t)sum_parts(c->a->m),
+                       .vector = aligned16(c->t->dy, c->a->dy_stride, size_of(&c->is))};
+}
+
 /* dx from h, and the shares of dbias, dgamma and dbeta in one launch, and those gradients in the next. summed: the shares of dbias are there. */
 static void add_finish(norm_linear_call *c, needs need, bool summed) {
     const heddle_norm_linear *a = c->a;
@@ -176,13 +187,7 @@ static void add_finish(norm_linear_call *c, needs need, bool summed) {
         units = row_units(f.rows, finish_team(f.cols, f.whole));
     }
     if (need.dbias && !summed) {
-        f.sums = (norm_sums){.a = t->dy,
-                             .ld = a->dy_stride,
-                             .rows = a->m,
-                             .cols = c->is.n,
-                             .part = c->at.dbias_part,
-                             .parts = (int32_t)sum_parts(a->m),
-                             .vector = aligned16(t->dy, a->dy_stride, size_of(&c->is))};
+        f.sums = sums_of_dy(c);
         units += sum_units(c->is.n) * f.sums.parts;
     }
     if (need.dbias)
