@@ -4,7 +4,8 @@
  * All are act(u) = u·share, and act'(u) = share + u·share'. With e = exp(-v) for v = u (SiLU) or v = 2 sqrt(2/pi)(u + 0.044715 u³)
  * (GELU by tanh): share = 1/(1 + e), share' = share·e·share·v'. GELU: share(-a) = exp(-a²/2)·t·P(t) with t = 1/(1 + p·a) for a >= 0, as
  * Abramowitz and Stegun, 7.1.26, have it; P of degree 8, fitted for the least relative error up to a = 14.5: 3.2e-8. So the tails are as
- * exact as the rest. For what is rounded to 16 bits, GELU16: p and P of degree 5, 4.2e-6. Beyond a limit share is 0, or 1, to the last bit, and u is held at it there, so that nothing overflows. */
+ * exact as the rest. For what is rounded to 16 bits, GELU16: p and P of degree 5, 4.2e-6. Beyond a limit share is 0, or 1, to the last bit,
+ * and u is held at it there, so that nothing overflows. */
 #ifndef HEDDLE_ACTIVATION_H
 #define HEDDLE_ACTIVATION_H
 

@@ -157,8 +157,8 @@ def flash_attn_qkvpacked_func(
         qkv: [b, s, 3, h, d]."""
     q, k, v = _unpack("qkv", qkv, 3, 5)
     more = softcap or dropout_p or deterministic or return_attn_probs or _window(window_size) is not None
-    if alibi_slopes is None and not more:
-        h = qkv.shape[3]
+    h = qkv.shape[3]
+    if alibi_slopes is None and not more and qkv.stride(2) == h * qkv.stride(3):
         o = attention_of_heads(qkv.flatten(2, 3), h, h, "bottom_right" if causal else None, softmax_scale)
         if o is not NotImplemented:
             return o.transpose(1, 2)

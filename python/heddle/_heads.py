@@ -75,7 +75,7 @@ def attention_of_heads(heads: Tensor, h: int, hk: int, causal: Any, scale: Any =
     of `heads` to be recorded, or where somebody wants to see more of it than that."""
     if type(heads) is not Tensor or not (_grad_enabled() and heads.requires_grad):
         return NotImplemented
-    if heads.dtype not in _DTYPES or _autocast():
+    if heads.dtype not in _DTYPES or heads.stride(3) != 1 or _autocast():
         return NotImplemented
     corner, number, function = causal_of(causal, 1, 1), scale_of(scale), cast(Any, _AttentionOfHeads)
     if _is_exporting():  # what is exported may be differentiated by others, or compiled without Python

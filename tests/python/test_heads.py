@@ -124,6 +124,17 @@ def test_flash_attn_qkvpacked():
     assert "heddle::attention_backward_heads" in names
 
 
+def test_other_layouts():
+    """What is no row of heads, one number beside the other, goes the long way, and is not copied for it."""
+    qkv = torch.randn(B, S, 2, 3, D).transpose(2, 3).requires_grad_()
+    out, names = operators(lambda: heddle.flash_attn_qkvpacked_func(qkv))
+    assert "heddle::attention_plain" in names and "aten::copy_" not in names
+    q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
+    torch.testing.assert_close(out, heddle.attention(q, k, v).transpose(1, 2))
+    heads = torch.randn(B, S, D, 6).transpose(2, 3).requires_grad_()
+    assert _heads.attention_of_heads(heads, 2, 2, None) is NotImplemented
+
+
 def test_no_heads_of_one_tensor():
     q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 6, 8)
     out, lse, _ = ops.attention(q, k, k)

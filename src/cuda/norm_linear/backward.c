@@ -139,7 +139,7 @@ static int32_t add_z_sums(norm_linear_call *c, bool dgamma, bool dbeta, int32_t 
                            .beta_part = dbeta ? c->at.dbeta_part : NULL,
                            .rows = a->m,
                            .cols = a->k,
-                           .parts = parts_of(a->m),
+                           .parts = z_parts(a),
                            .centred = a->norm == HEDDLE_LAYER_NORM,
                            .vector = aligned16(t->x, a->x_stride, size_of(&c->is)) &&
                                      aligned16(t->dz, a->dz_stride, size_of(&c->is))};

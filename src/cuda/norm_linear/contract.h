@@ -69,10 +69,10 @@ CONTRACT bool finish_is_whole(int element, int64_t cols, bool vector) {
 #define FINISH_SHORT_TEAM 64
 #define FINISH_MIDDLE_TEAM 128
 CONTRACT int finish_team(int64_t cols, bool whole) {
-    return whole && cols <= FINISH_WARP * 8 * FINISH_MOST_HELD ? FINISH_WARP
-           : cols <= FINISH_SHORT_TEAM * 8 * FINISH_HELD       ? FINISH_SHORT_TEAM
-           : cols <= FINISH_MIDDLE_TEAM * 8 * FINISH_HELD      ? FINISH_MIDDLE_TEAM
-                                                               : FINISH_TEAM;
+    return cols <= FINISH_WARP * 8 * (whole ? FINISH_MOST_HELD : FINISH_HELD) ? FINISH_WARP
+           : cols <= FINISH_SHORT_TEAM * 8 * FINISH_HELD                      ? FINISH_SHORT_TEAM
+           : cols <= FINISH_MIDDLE_TEAM * 8 * FINISH_HELD                     ? FINISH_MIDDLE_TEAM
+                                                                              : FINISH_TEAM;
 }
 
 /* Columns of a unit of the sums of another matrix, and the shares of its rows: by their number alone, so that the bits of the sums are always

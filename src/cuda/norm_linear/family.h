@@ -118,15 +118,9 @@ static inline int64_t blocks(int64_t n, int64_t each) {
     return (n + each - 1) / each;
 }
 
-/* In how many shares the rows of a column sum are taken: by the size alone, so that the bits are always the same. */
-static inline int32_t parts_of(int64_t rows) {
-    int64_t parts = (rows + 63) / 64;
-    return parts < 1 ? 1 : parts > 64 ? 64 : (int32_t)parts;
-}
-
-/* Of them for dz, behind those that dgamma has anyway. */
+/* Shares of the rows for the sums of dz, a fourth of sum_parts' at most: they lie behind those that dgamma has anyway. */
 static inline int32_t z_parts(const heddle_norm_linear *a) {
-    return a->features & HEDDLE_Z ? parts_of(a->m) : 0;
+    return a->features & HEDDLE_Z ? (int32_t)(sum_parts(a->m) < 64 ? sum_parts(a->m) : 64) : 0;
 }
 
 static inline size_t size_of(const norm_linear_facts *is) {

@@ -169,7 +169,7 @@ template <typename T, int ROWS> INLINE void store_sums(const norm_few &p, int ro
 #pragma unroll
         for (int x = 0; x < 8; x++)
             v[x] = to_float(from_float<T>(v[x]));
-        activate<T, 8, false>(p.activation, v);
+        activate<float, 8, false>(p.activation, v); /* the shorter polynomial takes more registers here */
     }
     if (p.residual) {
         float more[8];

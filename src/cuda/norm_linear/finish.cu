@@ -308,7 +308,9 @@ template <typename T> INLINE void finish_kernel(const norm_finish &p) {
                 finish_whole<T, FINISH_TEAM, FINISH_HELD>(p, &unit, held, m);
         }
     if (!p.whole) {
-        if (team == FINISH_SHORT_TEAM)
+        if (team == FINISH_WARP)
+            finish_rows<T, FINISH_WARP>(p, &unit, held, m);
+        else if (team == FINISH_SHORT_TEAM)
             finish_rows<T, FINISH_SHORT_TEAM>(p, &unit, held, m);
         else if (team == FINISH_MIDDLE_TEAM)
             finish_rows<T, FINISH_MIDDLE_TEAM>(p, &unit, held, m);
