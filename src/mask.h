@@ -25,8 +25,8 @@ typedef enum tile_kind { TILE_EMPTY, TILE_FULL, TILE_PARTIAL } tile_kind;
 
 #define BAND_INFINITE (INT64_C(1) << 61)
 
-/* A bias under this masks, as -inf does: float32 has no room for more once it is multiplied by log2(e), and many mask with the least number
- * of a type. */
+/* A bias of -inf masks; any other under this (the least numbers of float32 and bfloat16 are) counts as this, and the score beside it as
+ * nothing, since float32 has no room for more once it is multiplied by log2(e). */
 #define LEAST_BIAS (-0x1p126)
 
 /* Beside a key of a usual score, one with a bias under this (-1e9, say) has no weight. */

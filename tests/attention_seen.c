@@ -61,7 +61,7 @@ seen_keys attention_sees(const attention_problem *p, const int64_t length[4], in
     for (int64_t j = 0; j < length[3]; j++)
         sees[j] = j >= s.from && j < s.to;
     for (int64_t j = s.from; j < s.to && a->features & HEDDLE_BIAS; j++)
-        sees[j] = !(tensor_get(&p->t[T_BIAS], n, x, i, j) < -0x1p126);
+        sees[j] = tensor_get(&p->t[T_BIAS], n, x, i, j) != -INFINITY;
     for (int64_t j = s.from; j < s.to && a->features & HEDDLE_BOOL_MASK; j++)
         sees[j] = sees[j] && tensor_get(&p->t[T_BOOL_MASK], n, x, i, j) != 0;
     for (int64_t j = s.from; j < s.to && a->features & HEDDLE_PAGES; j++)

@@ -24,7 +24,7 @@ from heddle._flex_forms import band, slope
 from heddle._flex_kept import Recipe, Shelf, are_lists_of, capturing, functions, latest, lists_of, recaller, stream_of
 from heddle._flex_masks import Evaluated, Masks, Problem, Tiles, dense, is_square, key_of, of_cut_tiles
 from heddle._flex_trace import is_known, trace
-from heddle._kinds import need_tensors
+from heddle._kinds import bias_of, need_tensors
 from heddle._ops import prepare, short
 
 _broadcast_shapes: Any = torch.broadcast_shapes
@@ -303,7 +303,7 @@ def _keep(
             return
         recipe, options = partial(Recipe, learned, p, query.dtype), options | {"bias": None}
     elif options.get("bias") is not None:
-        options = options | {"bias": options["bias"].to(query.dtype)}
+        options = options | {"bias": bias_of(options["bias"], query.dtype)}
     known = None if block_mask is None else _knowledge(block_mask)
     code = getattr(score_mod, "__code__", None)
     place = code and id(code), query.shape, key.shape, query.dtype, query.device, scale, enable_gqa

@@ -20,6 +20,7 @@ from torch import Tensor
 from heddle import _C
 from heddle._flex_apply import Expression
 from heddle._flex_reads import globals_of, is_constant, is_torchs
+from heddle._kinds import bias_of
 
 _MOST = 64  # on a shelf
 _BYTES = 1 << 26  # of its tensors, where there is more than one
@@ -179,7 +180,7 @@ class Recipe:
         for function, places, options in self.steps:
             made.append(function(*[made[at] if type(at) is _Step else at for at in places], **options))
         bias: Tensor = made[-1]
-        return bias if bias.dtype is self.dtype else bias.to(self.dtype)
+        return bias if bias.dtype is self.dtype else bias_of(bias, self.dtype)
 
 
 class _Step(int):

@@ -22,6 +22,16 @@ _c: Any = torch._C
 _NOT_ASKED = (_c._disabled_torch_function_impl, Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
 
 
+def bias_of(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias in `dtype`, where what is finite stays finite: many mask with float32's least number, and a row of nothing
+    else is the mean of all values. The derivative is that of a cast."""
+    most = torch.finfo(dtype).max
+    if most >= torch.finfo(bias.dtype).max:
+        return bias.to(dtype)
+    given = bias.detach()
+    return torch.where(given.isinf(), bias, given.clamp(-most, most) + (bias - given)).to(dtype)
+
+
 def is_causal_bias(tensor: Any) -> bool:
     """A torch.nn.attention.bias.CausalBias, whose storage nobody has filled."""
     if type(tensor) in USUAL:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._heads import attention_of_heads
-from heddle._kinds import need_tensors
+from heddle._kinds import bias_of, need_tensors
 from heddle._nn_linear import activated, activation_name, added, idle, stays, untouched
 from heddle._ops import quick
 from heddle._plain import new_rng_state
@@ -205,7 +205,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if added:
             mask = None if mask is None else F.pad(mask, (0, added), value=True)
             bias = None if bias is None else F.pad(bias, (0, added))
-        return {"mask": mask, "bias": None if bias is None else bias.to(dtype)}
+        return {"mask": mask, "bias": None if bias is None else bias_of(bias, dtype)}
 
     def _attend(
         self,

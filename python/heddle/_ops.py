@@ -261,23 +261,24 @@ _register_autograd("norm_linear_backward", _derivatives.NormLinearBackward)
 _UNCAST = (torch.float64, torch.float8_e4m3fn)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: Any, dtype: torch.dtype, to: Callable[..., Tensor]) -> Any:
     # As PyTorch's own rule: float64 is left alone; and keys of 8 bits, which go with any dtype of q.
     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in (dtype, *_UNCAST):
-        return value.to(dtype)
+        return to(value, dtype)
     return value
 
 
-def _register_autocast(name: str, device: str, cast: Sequence[int]) -> None:
+def _register_autocast(name: str, device: str, cast: Sequence[int], score_bias: int = -1) -> None:
     """Under autocast, casts the arguments `cast` to autocast's dtype: those that have q's (or x's) dtype anyway."""
     key = "Autocast" + ("CUDA" if device == "cuda" else "CPU")
     exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     op = getattr(ops, name).default
+    to: dict[int, Callable[..., Tensor]] = dict.fromkeys(cast, Tensor.to) | {score_bias: _kinds.bias_of}
 
     def kernel(*args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
         if args[0].dtype != torch.float64:
-            args = tuple(_cast(value, dtype) if at in cast else value for at, value in enumerate(args))
+            args = tuple(_cast(value, dtype, to[at]) if at in to else value for at, value in enumerate(args))
         with torch._C._ExcludeDispatchKeyGuard(exclude):
             return op(*args)
 
@@ -286,7 +287,8 @@ def _register_autocast(name: str, device: str, cast: Sequence[int]) -> None:
 
 _OF_DTYPE = [name for name, (element, role, *_) in _C.fields().items() if (element, role) == ("dtype", "input")]
 for _device in ("cpu", "cuda"):
-    _register_autocast("attention", _device, [_schema.names("attention").index(name) for name in _OF_DTYPE])
+    _places = [_schema.names("attention").index(name) for name in _OF_DTYPE]
+    _register_autocast("attention", _device, _places, _schema.names("attention").index("bias"))
     _register_autocast("norm_linear", _device, (*_LINEAR_GRADIENTS, _RESIDUAL))
 
 _vmap.register(ops)

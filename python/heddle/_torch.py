@@ -11,7 +11,7 @@ from torch import Tensor
 import heddle
 from heddle import _nothing
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._kinds import need_tensors
+from heddle._kinds import bias_of, need_tensors
 from heddle._ops import NUMBER_DEFAULTS, call, ops, quick, quick_linear, quick_options
 from heddle._options import (
     NO_NORM,
@@ -281,7 +281,7 @@ def attention(
     if bias is not None and bias.dtype != q.dtype:
         if not bias.is_floating_point():
             raise HeddleTypeError(f"bias is {bias.dtype}; a mask of bools goes into mask")
-        bias = bias.to(q.dtype)
+        bias = bias_of(bias, q.dtype)
     if mask is not None and mask.dtype != torch.bool:
         raise HeddleTypeError(f"mask is {mask.dtype}, but must be torch.bool; an additive one goes into bias")
     q_segments, k_segments = _segments(q_segments, k_segments, q, k, sk, packed, paged)

@@ -137,13 +137,27 @@ def _array(name: str, value: Any) -> Any:
     raise HeddleTypeError(f"{name} must be an array of JAX or NumPy, not {type(value).__name__}")
 
 
-def _same_type(name: str, value: Any, dtype: Any) -> Any:
-    if value is None:
-        return None
+def _floats(name: str, value: Any, dtype: Any) -> Any:
     value = _array(name, value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise HeddleTypeError(f"{name} is {value.dtype}, but must be {dtype}")
-    return value.astype(dtype)
+    return value
+
+
+def _same_type(name: str, value: Any, dtype: Any) -> Any:
+    return None if value is None else _floats(name, value, dtype).astype(dtype)
+
+
+def _bias_of(value: Any, dtype: Any) -> Any:
+    """A bias in q's dtype, where what is finite stays finite, as in heddle.attention."""
+    if value is None:
+        return None
+    value = _floats("bias", value, dtype)
+    limit = float(jnp.finfo(dtype).max)
+    if limit >= float(jnp.finfo(value.dtype).max):
+        return value.astype(dtype)
+    given = jax.lax.stop_gradient(value)
+    return jnp.where(jnp.isinf(given), value, jnp.clip(given, -limit, limit) + (value - given)).astype(dtype)
 
 
 def _of_scores(name: str, value: Any, sk: int) -> Any:
@@ -334,7 +348,7 @@ def attention(
         "q": q,
         "k": k,
         "v": v,
-        "bias": _of_scores("bias", _same_type("bias", bias, q.dtype), last),
+        "bias": _of_scores("bias", _bias_of(bias, q.dtype), last),
         "bool_mask": _of_scores("mask", mask, last),
         "alibi_slopes": _same_type("alibi_slopes", alibi_slopes, real),
         "sinks": _same_type("sinks", sinks, real),

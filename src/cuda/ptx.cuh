@@ -192,6 +192,13 @@ PTX uint32_t min2_bf16(uint32_t a, uint32_t b) {
     return r;
 }
 
+/* The larger one; NaN if one is. */
+PTX float max_or_nan(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
 /* tanh within 2^-11 of itself, for bfloat16; float16 needs it better: 1 - 2/(1 + 2^(x·2·log2(e))), within 2^-23. */
 PTX float tanh_approx(float x) {
     float r;

@@ -312,7 +312,7 @@ def seen_of(case, n, sq, sk):
     if case["bool_mask"] is not None:
         seen = seen & case["bool_mask"][n, :, :sq, :sk]
     if case["bias"] is not None:
-        seen = seen & (case["bias"][n, :, :sq, :sk].double() >= -(2.0**126))
+        seen = seen & ~case["bias"][n, :, :sq, :sk].isneginf()
     return seen, i - j
 
 
@@ -351,7 +351,9 @@ def attention_by_formula(case, leaves, dtype, rng=None):
             slopes = case["slopes"][n if case["slopes"].dim() == 2 else slice(None)].reshape(h, 1, 1)
             s = s - slopes.to(dtype) * distance.abs().to(dtype)
         if case["bias"] is not None:
-            s = s + leaves["bias"][n, :, :sq, :sk][:, rows][..., keys]
+            bias = leaves["bias"][n, :, :sq, :sk][:, rows][..., keys]
+            lowest = torch.full_like(bias, -(2.0**126))
+            s = s + torch.where(bias < lowest, bias + (lowest - bias).detach(), bias)
         s = s.masked_fill(~seen, -math.inf)
         whole = (
             s

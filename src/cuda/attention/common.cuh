@@ -428,6 +428,16 @@ template <typename T> INLINE float tanh_with_slack(float x, float *slack) {
     return th;
 }
 
+/* A bias but -inf as it counts, which mask.h has the rule of. */
+INLINE float counted_bias(float bias) {
+    return max_or_nan(bias, (float)LEAST_BIAS);
+}
+
+/* S where a bias is under LEAST_BIAS: beside it the score is nothing; -inf stays. */
+INLINE float low_score(float bias) {
+    return fmaf(bias, 0x1p-100f, (float)LEAST_BIAS);
+}
+
 /* S from q·k; -inf where masked. *slack = dS/dT. Row and key must be inside the sequence. */
 template <typename T>
 INLINE float full_score(const attention_params &p, const place &c, const score_row &r, int j, float qk, float *slack) {
@@ -439,14 +449,14 @@ INLINE float full_score(const attention_params &p, const place &c, const score_r
     float bias = 0.0f;
     if (p.a.features & HEDDLE_BIAS)
         bias = to_float(((const T *)p.t.bias)[r.bias + j]);
-    if (bias < (float)LEAST_BIAS)
+    if (bias == -CUDART_INF_F)
         return -CUDART_INF_F;
     float t = qk * p.scale;
     if (p.softcap > 0.0f)
         t = p.softcap * tanh_with_slack<T>(__fmul_rn(qk, p.score_in), slack);
     if (p.a.features & HEDDLE_ALIBI)
         t -= r.slope * fabsf((float)(r.i + c.off - j));
-    return t + bias;
+    return t + counted_bias(bias);
 }
 
 /* May key j, which the band shows, have a weight in the row of query i of head x, by mask and bias? */

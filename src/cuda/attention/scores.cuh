@@ -123,9 +123,9 @@ INLINE void make_scores(const attention_params &p, const lane_options<T> o[2], f
         for (int y = 0; y < COUNT; y++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                if (bias[y][e] < (float)LEAST_BIAS)
+                if (bias[y][e] == -CUDART_INF_F)
                     *seen &= ~(1u << (4 * (y0 + y) + e));
-                s[y][e] += bias[y][e];
+                s[y][e] += counted_bias(bias[y][e]);
             }
 }
 

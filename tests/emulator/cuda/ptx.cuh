@@ -123,6 +123,10 @@ PTX uint32_t e4m3_shifted_bf16(uint32_t pair) {
 PTX uint32_t e4m3_factor_bf16(void) {
     return emulator_f16 ? 0x5c005c00u : 0x7b807b80u;
 }
+PTX float max_or_nan(float a, float b) {
+    return a != a || b != b ? NAN : a > b ? a : b;
+}
+
 PTX uint32_t min2_bf16(uint32_t a, uint32_t b) {
     uint32_t r = 0;
     for (int x = 0; x < 32; x += 16)

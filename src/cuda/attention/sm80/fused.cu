@@ -293,7 +293,7 @@ INLINE void attention_fused(const attention_params &p) {
         const int here = i0;
         float *const to = sum ? sum + sum_of_step<D>(i0) : NULL;
         i0 += BLOCK;
-        step_options o;
+        step_options o = {}; /* of which the lean kernels ask nothing */
         if constexpr (FULL) {
             o = {x, cut, bits, bad || any_bad};
             fetch_step_bias<T, BLOCK, layout>(p, w, o, here, ds);

@@ -136,8 +136,8 @@ template <typename T, int COLUMNS, int PITCH> INLINE bool add_bias(uint32_t from
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const float bias = e ? high_float(pairs[z], T()) : low_float(pairs[z], T());
-                low |= bias < (float)LEAST_BIAS;
-                s[z / 2][y][z % 2 * 2 + e] += bias;
+                low |= bias == -CUDART_INF_F;
+                s[z / 2][y][z % 2 * 2 + e] += counted_bias(bias);
             }
     }
     return __any_sync(ALL_LANES, low);
@@ -153,7 +153,7 @@ template <typename T, int COLUMNS, int PITCH> INLINE void hide_by_bias(uint32_t 
         for (int z = 0; z < 4; z++)
 #pragma unroll
             for (int e = 0; e < 2; e++)
-                if ((e ? high_float(pairs[z], T()) : low_float(pairs[z], T())) < (float)LEAST_BIAS)
+                if ((e ? high_float(pairs[z], T()) : low_float(pairs[z], T())) == -CUDART_INF_F)
                     seen[z / 2] &= ~(1u << (4 * y + z % 2 * 2 + e));
     }
 }

@@ -163,7 +163,10 @@ INLINE bool add_bias(uint32_t at, float by, shown_rows<TILES> *shown, float (*s)
             for (int e = 0; e < 4; e++) {
                 const uint32_t two = bias[y][e / 2];
                 uint2 *const of = &shown->of[x][e / 2];
-                if ((e % 2 ? high_float(two, T()) : low_float(two, T())) < (float)LEAST_BIAS)
+                const float b = e % 2 ? high_float(two, T()) : low_float(two, T());
+                float *const score = &s[x][y0 + y][e];
+                *score = b < (float)LEAST_BIAS ? low_score(b) : *score;
+                if (b == -CUDART_INF_F)
                     *(y0 ? &of->y : &of->x) &= ~shown_bit(y, e);
             }
     }

@@ -87,7 +87,7 @@ template <typename T> INLINE uint32_t load_two(const T *from, int count, bool pa
 /* Columns whose bias is read at a time. */
 #define BIAS_COLUMNS 32
 
-/* S = S·by + bias in N columns; -inf where a bias is so low that it masks. Is there such a one? */
+/* S = S·by + bias in N columns, of which one is -inf or counts as LEAST_BIAS: is there such a one? */
 template <typename T, int N> INLINE bool add_bias(const uint32_t (*bias)[2], float by, float (*s)[4]) {
     uint32_t least = bias[0][0];
 #pragma unroll
@@ -104,7 +104,7 @@ template <typename T, int N> INLINE bool add_bias(const uint32_t (*bias)[2], flo
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const float b = e % 2 ? high_float(bias[y][e / 2], T()) : low_float(bias[y][e / 2], T());
-            s[y][e] = b < (float)LEAST_BIAS ? -CUDART_INF_F : s[y][e];
+            s[y][e] = b < (float)LEAST_BIAS ? low_score(b) : s[y][e];
         }
     return true;
 }
@@ -275,7 +275,7 @@ template <typename T, int N> INLINE void hide_low(const uint32_t (*bias)[2], flo
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const float b = e % 2 ? high_float(bias[y][e / 2], T()) : low_float(bias[y][e / 2], T());
-            s[y][e] = b < (float)LEAST_BIAS ? -0.0f : s[y][e];
+            s[y][e] = b == -CUDART_INF_F ? -0.0f : s[y][e];
         }
 }
 
@@ -345,7 +345,7 @@ INLINE bool sees_marked(const attention_params &p, const query_options &o, int r
         if (seen && has_bits<WITH>(step))
             seen = o.bits[(int64_t)row * p.seen_by_queries.line_step + (j0 + j) / 32] >> (j0 + j) % 32 & 1;
         if (seen && has_bias<WITH>(p))
-            seen = !(to_float(((const T *)o.bias)[row * p.a.bias_stride.s + j0 + j]) < (float)LEAST_BIAS);
+            seen = to_float(((const T *)o.bias)[row * p.a.bias_stride.s + j0 + j]) != -CUDART_INF_F;
         sees |= seen;
     }
     return sees;
