@@ -428,16 +428,6 @@ template <typename T> INLINE float tanh_with_slack(float x, float *slack) {
     return th;
 }
 
-/* A bias but -inf as it counts, which mask.h has the rule of. */
-INLINE float counted_bias(float bias) {
-    return max_or_nan(bias, (float)LEAST_BIAS);
-}
-
-/* S where a bias is under LEAST_BIAS: beside it the score is nothing; -inf stays. */
-INLINE float low_score(float bias) {
-    return fmaf(bias, 0x1p-100f, (float)LEAST_BIAS);
-}
-
 /* S from q·k; -inf where masked. *slack = dS/dT. Row and key must be inside the sequence. */
 template <typename T>
 INLINE float full_score(const attention_params &p, const place &c, const score_row &r, int j, float qk, float *slack) {

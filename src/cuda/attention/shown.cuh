@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * One element of a boolean mask: by its bytes or, where segments and lists of blocks have been made a map, by that. */
+ * What hides a key by its element: of a boolean mask, by its bytes or, where segments and lists of blocks have been made a map, by that;
+ * of a bias, by its number. */
 #ifndef HEDDLE_CUDA_ATTENTION_SHOWN_CUH
 #define HEDDLE_CUDA_ATTENTION_SHOWN_CUH
 
@@ -25,6 +26,16 @@ INLINE bool mask_shows(const attention_params &p, int64_t row, int i, int j) {
     if (kind != TILE_PARTIAL)
         return kind == TILE_FULL;
     return m.bits[(row * m.lines + line) * m.words + column / 32] >> column % 32 & 1;
+}
+
+/* A bias but -inf as it counts, which mask.h has the rule of. */
+INLINE float counted_bias(float bias) {
+    return max_or_nan(bias, (float)LEAST_BIAS);
+}
+
+/* S where a bias is under LEAST_BIAS: beside it the score is nothing; -inf stays. */
+INLINE float low_score(float bias) {
+    return fmaf(bias, 0x1p-100f, (float)LEAST_BIAS);
 }
 
 #endif
