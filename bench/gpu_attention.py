@@ -143,6 +143,11 @@ def option_inputs(c):
     if kind == "blocks":  # a quarter of the tiles of 128
         tiles = (torch.arange(c.sq, **device)[:, None] // 128 * 7 + rows // 128 * 5) % 4 == 0
         return {"bool_mask": tiles[None, None].to(torch.uint8).expand(c.b, c.h, c.sq, c.sk)}
+    if c.option == "bias padding":  # as many write it: the least number where nothing is to be seen
+        lengths = torch.tensor(padded_lengths(c), **device)
+        bias = torch.zeros(c.b, c.sk, dtype=c.dtype, **device)
+        bias.masked_fill_(rows >= lengths[:, None], torch.finfo(c.dtype).min)
+        return {"bias": bias[:, None, None].expand(c.b, c.h, c.sq, c.sk)}
     if kind in ("bias", "dbias"):
         heads = 1 if "shared" in c.option else c.b
         bias = torch.randn(heads, c.h, c.sq, c.sk, **device).to(c.dtype)
@@ -347,7 +352,8 @@ def shape_rows():
 
 OPTIONS = ((True, "softcap"), (True, "alibi"), (True, "window 512"), (True, "sinks"), (True, "lse"), (True, "lengths"),
            (True, "documents"), (True, "dropout"), (False, "dropout"), (False, "lengths"), (False, "padding"), (False, "dense"),
-           (False, "blocks"), (False, "bias shared"), (False, "bias"), (False, "dbias shared"), (False, "dbias"))
+           (False, "blocks"), (False, "bias shared"), (False, "bias"), (False, "bias padding"), (False, "dbias shared"),
+           (False, "dbias"))
 
 
 FLOAT32_OPTIONS = ((True, "softcap"), (True, "alibi"), (True, "dropout"), (False, "dropout"), (False, "padding"),

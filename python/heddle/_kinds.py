@@ -29,7 +29,11 @@ def bias_of(bias: Tensor, dtype: torch.dtype) -> Tensor:
     if most >= torch.finfo(bias.dtype).max:
         return bias.to(dtype)
     given = bias.detach()
-    return torch.where(given.isinf(), bias, given.clamp(-most, most) + (bias - given)).to(dtype)
+    finite = given.clamp(-most, most)
+    if bias.requires_grad or forward_ad._current_level >= 0:  # a clamp's derivative would be 0 there
+        return torch.where(given.isinf(), bias, finite + (bias - given)).to(dtype)
+    # The largest number times this is 4, which nothing in `dtype` shows: it changes an infinite one alone.
+    return finite.add(given, alpha=torch.finfo(bias.dtype).tiny).to(dtype)
 
 
 def is_causal_bias(tensor: Any) -> bool:

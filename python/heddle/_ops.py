@@ -268,17 +268,16 @@ def _cast(value: Any, dtype: torch.dtype, to: Callable[..., Tensor]) -> Any:
     return value
 
 
-def _register_autocast(name: str, device: str, cast: Sequence[int], score_bias: int = -1) -> None:
+def _register_autocast(name: str, device: str, cast: dict[int, Callable[..., Tensor]]) -> None:
     """Under autocast, casts the arguments `cast` to autocast's dtype: those that have q's (or x's) dtype anyway."""
     key = "Autocast" + ("CUDA" if device == "cuda" else "CPU")
     exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     op = getattr(ops, name).default
-    to: dict[int, Callable[..., Tensor]] = dict.fromkeys(cast, Tensor.to) | {score_bias: _kinds.bias_of}
 
     def kernel(*args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
         if args[0].dtype != torch.float64:
-            args = tuple(_cast(value, dtype, to[at]) if at in to else value for at, value in enumerate(args))
+            args = tuple(_cast(value, dtype, cast[at]) if at in cast else value for at, value in enumerate(args))
         with torch._C._ExcludeDispatchKeyGuard(exclude):
             return op(*args)
 
@@ -287,9 +286,9 @@ def _register_autocast(name: str, device: str, cast: Sequence[int], score_bias: 
 
 _OF_DTYPE = [name for name, (element, role, *_) in _C.fields().items() if (element, role) == ("dtype", "input")]
 for _device in ("cpu", "cuda"):
-    _places = [_schema.names("attention").index(name) for name in _OF_DTYPE]
-    _register_autocast("attention", _device, _places, _schema.names("attention").index("bias"))
-    _register_autocast("norm_linear", _device, (*_LINEAR_GRADIENTS, _RESIDUAL))
+    _casts = {name: _kinds.bias_of if name == "bias" else Tensor.to for name in _OF_DTYPE}
+    _register_autocast("attention", _device, {_schema.names("attention").index(name): _casts[name] for name in _casts})
+    _register_autocast("norm_linear", _device, dict.fromkeys((*_LINEAR_GRADIENTS, _RESIDUAL), Tensor.to))
 
 _vmap.register(ops)
 

@@ -351,9 +351,7 @@ def attention_by_formula(case, leaves, dtype, rng=None):
             slopes = case["slopes"][n if case["slopes"].dim() == 2 else slice(None)].reshape(h, 1, 1)
             s = s - slopes.to(dtype) * distance.abs().to(dtype)
         if case["bias"] is not None:
-            bias = leaves["bias"][n, :, :sq, :sk][:, rows][..., keys]
-            lowest = torch.full_like(bias, -(2.0**126))
-            s = s + torch.where(bias < lowest, bias + (lowest - bias).detach(), bias)
+            s = s + leaves["bias"][n, :, :sq, :sk][:, rows][..., keys]
         s = s.masked_fill(~seen, -math.inf)
         whole = (
             s

@@ -8,6 +8,7 @@ import torch
 from conftest import assert_close, devices, exact, natural_size, plain_attention
 
 import heddle
+import heddle.nn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 B, H, HK, SQ, SK, D, DV = 2, 4, 2, 13, 17, 24, 16
@@ -353,3 +354,24 @@ def test_float32_bias_beside_16_bits(dtype, number, autocast, device):
     for got, want in zip(grads, torch.autograd.grad(wanted, (q, k, v, bias), dout.float()), strict=True):
         assert torch.allclose(got.float(), want.float(), atol=5e-2, rtol=2e-2)
     assert grads[-1][1].abs().max() > 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("device", devices())
+def test_float32_bias_by_every_way(dtype, device):
+    """The signatures that take one of another dtype than q's agree on what becomes of it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, s, 8, device=device).to(dtype) for s in (4, 5, 5))
+    bias = torch.randn(4, 5, device=device).to(dtype).float()
+    bias[1], bias[2, 1], bias[3, 0] = torch.finfo(torch.float32).min, torch.finfo(torch.float32).min, -torch.inf
+    narrow = torch.where(bias.isinf(), bias, bias.clamp(torch.finfo(dtype).min)).to(dtype)
+    wanted = heddle.attention(q, k, v, bias=narrow)
+    assert wanted[0, :, 1].abs().max() > 0.05
+    for _ in range(2):  # the second call of flex_attention takes what the first has kept
+        flex = heddle.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[i, j])
+        assert torch.equal(flex, wanted)
+    assert torch.equal(heddle.scaled_dot_product_attention(q, k, v, attn_mask=bias), wanted)
+    attention = heddle.nn.MultiheadAttention(16, 2, batch_first=True, device=device, dtype=dtype).eval()
+    x = torch.randn(1, 5, 16, device=device).to(dtype)
+    results = [attention(x[:, :4], x, x, attn_mask=mask, need_weights=False)[0] for mask in (bias, narrow)]
+    assert torch.equal(*results)

@@ -275,6 +275,19 @@ def test_no_lse_where_nobody_wants_it():
     assert "(f32[1,2,3,8]{3,2,1,0}, f32[1,2,3]" not in jax.jit(heddle.jax.attention).lower(q, q, q).compile().as_text()
 
 
+def test_float32_bias_beside_bfloat16():
+    """A finite number that q's dtype has no room for becomes its least one; the gradient is a cast's."""
+    q, k, v = (jnp.asarray(np.random.default_rng(x).normal(size=(1, 1, 3, 8)), jnp.bfloat16) for x in range(3))
+    bias = jnp.zeros((3, 3)).at[1].set(jnp.finfo(jnp.float32).min).at[2, 0].set(-jnp.inf)
+    o = heddle.jax.attention(q, k, v, bias=bias).astype(jnp.float32)
+    mean = v.astype(jnp.float32)[0, 0].mean(0)
+    assert jnp.allclose(o[0, 0, 1], mean, atol=1e-2) and jnp.abs(mean).max() > 0.1
+    assert not jnp.allclose(o[0, 0, 2], mean, atol=5e-2)
+    given = jnp.arange(24.0).reshape(1, 1, 3, 8)
+    grad = jax.grad(lambda b: (heddle.jax.attention(q, k, v, bias=b).astype(jnp.float32) * given).sum())(bias)
+    assert grad.dtype == jnp.float32 and jnp.abs(grad[1]).max() > 0.1 and grad[2, 0] == 0
+
+
 @pytest.mark.parametrize("empty", [{"b": 0}, {"sq": 0}, {"sk": 0}, {"b": 0, "sk": 0}], ids=str)
 def test_nothing_at_all(empty):
     n = {"b": 2, "sq": 3, "sk": 4} | empty
