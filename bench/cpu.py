@@ -274,6 +274,25 @@ def prepared(m, report, quick):
                        dtype=SHORT[dtype], direction="forward", other_ms=1e3 * median(t["o"]))
 
 
+def small_batches(m, report, quick):
+    """Few rows beside a large weight: whoever packs the weight first, for as few uses of it, loses."""
+    report.section("norm-linear, small batches", "(forward, and forward + backward of all gradients)")
+    for dtype in (F32, BF16, F16):
+        for rows in (16, 64) if quick else (8, 12, 16, 32, 64, 128, 256):
+            pair = NormLinearPair(m, rows, 4096, 4096, dtype)
+            pair.check()
+            t, p = m.time({"hf": pair.job.forward, "tf": pair.torch_forward, "hb": pair.job.backward, "tb": pair.torch_both})
+            for label, factor, ours, theirs in (
+                    ("forward", 1, t["hf"], t["tf"]),
+                    ("forward + backward", 3, [a + b for a, b in zip(t["hf"], t["hb"])], t["tb"])):
+                report.add("norm-linear small", f"{SHORT[dtype]} m{rows} k4096 n4096 {label}", ms=1e3 * median(ours),
+                           torch_ms=1e3 * median(theirs), gflops=1e-9 * pair.flops * factor / median(ours),
+                           fraction=fraction_of(pair.flops * factor, ours, p["hf"]),
+                           torch_fraction=fraction_of(pair.flops * factor, theirs, p["tf"]),
+                           over_torch=ratio(theirs, ours), goals=(None, None, None), m=rows, k=4096, n=4096,
+                           dtype=SHORT[dtype], direction=label)
+
+
 # ---------------------------------------------------------------------------------------------------------- decode
 
 def decode(m, report, quick):
@@ -445,7 +464,7 @@ def cliffs(m, report, quick):
 
 SECTIONS = {"attention": attention_f32, "vit": attention_vit, "16-bit": attention_16, "avx2": attention_avx2,
             "dropout": attention_dropout, "options": attention_options,
-            "norm-linear": norm_linear, "prepared": prepared, "decode": decode, "two-cores": two_cores,
+            "norm-linear": norm_linear, "small-batches": small_batches, "prepared": prepared, "decode": decode, "two-cores": two_cores,
             "plain-loops": plain_loops, "cliffs": cliffs}
 ONE_THREAD_ONLY = {"avx2", "cliffs", "options"}
 

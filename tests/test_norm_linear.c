@@ -328,9 +328,33 @@ static void test_no_rows(void **state) {
                 check_no_rows(test_dtypes[x], (heddle_norm)norm, (heddle_activation)activation);
 }
 
+/* A processor's forward without panels of W: sums and rows of W that end anywhere, several blocks of rows, halves, a residual; and as many
+ * rows as are packed once, for panels that are packed as they are met. */
+static void test_weights_in_place(void **state) {
+    (void)state;
+    static const int64_t sizes[][3] = {{3, 33, 40},    {9, 64, 33},     {40, 4130, 70}, {270, 2052, 97},
+                                       {60, 96, 1100}, {30, 200, 1030}, {514, 40, 1100}};
+    for (size_t x = 0; x < 2 * COUNT(sizes) && test_device() == HEDDLE_CPU; x++)
+        for (size_t y = 0; y < TEST_DTYPES; y++) {
+            const int64_t *s = sizes[x % COUNT(sizes)];
+            norm_linear_case c = make_case(s[0], s[1], s[2]);
+            c.a.dtype = test_dtypes[y];
+            c.a.norm = (heddle_norm)(x % 2);
+            c.a.w_stride = s[1] + 3;
+            if (x >= COUNT(sizes)) {
+                c.a.features = HEDDLE_ACTIVATION | HEDDLE_RESIDUAL;
+                c.a.activation = HEDDLE_SWIGLU;
+            }
+            c.skip = UINT32_C(1) << N_DX | UINT32_C(1) << N_DW;
+            c.seed = 3 * x + y;
+            check_norm_linear(&c);
+        }
+}
+
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_weights_in_place),
         cmocka_unit_test(test_sizes),
         cmocka_unit_test(test_larger_sizes),
         cmocka_unit_test(test_few_rows),

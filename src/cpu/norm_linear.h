@@ -16,6 +16,7 @@
 #include "norm_linear_strips.h"
 #endif
 
+#include "norm_linear_direct.h"
 #include "norm_linear_prepared.h"
 
 #include <stdio.h>
@@ -24,6 +25,8 @@
  * does not go to memory. */
 #if defined(__AVX2__) && VL == 8
 #define ONE_BLOCK 192
+#elif VL == 16 && !defined(HAVE_BF16_TILES)
+#define ONE_BLOCK 1024
 #else
 #define ONE_BLOCK 0 /* not measured */
 #endif
@@ -52,12 +55,14 @@ static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm
     c.rstd = carve_floats(w, a->m + VL);
     c.gamma = carve_floats(w, c.k_pad);
     c.beta = carve_floats(w, c.k_pad);
-    c.w = carve_floats(w, strips                                       ? (a->n + STRIP - 1) / STRIP * strip_of_dy(a->m)
-                          : backward                                   ? c.k_panels * b_panel(a->n)
-                          : has_few_rows(a)                            ? a->m * c.k_pad
-                          : has_few_columns(a)                         ? a->n * c.k_pad
-                          : is_one_block(plan) || plan->reads_prepared ? 0
-                                                                       : c.halves * c.n_panels * b_panel(a->k));
+    c.w = carve_floats(w, strips                 ? (a->n + STRIP - 1) / STRIP * strip_of_dy(a->m)
+                          : backward             ? c.k_panels * b_panel(a->n)
+                          : has_few_rows(a)      ? a->m * c.k_pad
+                          : has_few_columns(a)   ? a->n * c.k_pad
+                          : goes_direct(a)       ? direct_z(a)
+                          : is_one_block(plan)   ? plan->tile_m / VL * a_panel(a->k)
+                          : plan->reads_prepared ? 0
+                                                 : c.halves * c.n_panels * b_panel(a->k));
     c.sums = carve_floats(w, strips ? a->m * c.k_pad : backward ? c.row_panels * VL * c.k_pad : 0);
     c.dbias = carve_floats(w, backward ? c.row_panels * VL : 0);
     c.x_panels = carve_floats(w, backward ? c.k_panels * b_panel(min64(CHUNK_M, a->m)) : 0);
@@ -78,7 +83,11 @@ static norm_space carve_norm_space(const norm_linear_plan *plan, carver *w) {
     const int64_t of_dy = DY_TOGETHER * a_panel(min64(plan->a.m, CHUNK_M));
     const int64_t of_rows = plan->tile_m / VL * a_panel(backward ? min64(plan->a.n, SLICE) : plan->a.k);
     const bool columns = !backward && has_few_columns(&plan->a), few = columns || (!backward && has_few_rows(&plan->a));
-    s.a = carve_floats(w, backward ? max64(of_rows, of_dy) : few ? 0 : of_rows);
+    const bool direct = !backward && goes_direct(&plan->a);
+    s.a = carve_floats(w, backward                    ? max64(of_rows, of_dy)
+                          : few || is_one_block(plan) ? 0
+                          : direct                    ? (is_gated(plan->a.activation) ? 2 : 1) * direct_sums(&plan->a)
+                                                      : of_rows);
     s.c = carve_floats(w, backward ? plan->tile_m * k_pad
                           : few    ? 0
                                    : (is_gated(plan->a.activation) ? 2 : 1) * GROUP_SUMS);
@@ -171,7 +180,7 @@ static void finish_row(const norm_call *c, int64_t row, int64_t n0, int64_t colu
 
 /* y of a block of rows (z in panels of VL of them) and up to GROUP panels of columns, in each half of W, which lie in w, `apart` floats
  * from each other; written as soon as each few rows are done, so that the writing hides behind the products. */
-static void forward_group(const norm_call *c, const norm_space *s, const float *w, int64_t apart, int64_t first,
+static void forward_group(const norm_call *c, const float *z, float *sums, const float *w, int64_t apart, int64_t first,
                           int64_t rows, int64_t p0, int64_t panels) {
     const heddle_norm_linear *a = c->a;
     const int64_t n0 = p0 * PANEL, columns = min64(panels * PANEL, a->n - n0), bytes = element_size(TYPE(c));
@@ -182,7 +191,7 @@ static void forward_group(const norm_call *c, const norm_space *s, const float *
         if (c->t->bias)
             widen_row(TYPE(c), element_at(c->t->bias, half * a->n + n0, TYPE(c)), columns, 1,
                       bias + half * GROUP * PANEL);
-        g[half] = (product){.a = s->a,
+        g[half] = (product){.a = z,
                             .a_next = a_panel(a->k),
                             .b = w + half * apart,
                             .next = half + 1 == c->halves ? w + panels * step : w + (half + 1) * apart,
@@ -201,9 +210,9 @@ static void forward_group(const norm_call *c, const norm_space *s, const float *
             prefetch_rows((const char *)c->t->residual + ((first + r) * a->residual_stride + n0) * bytes, count,
                           a->residual_stride * bytes, columns * bytes);
         for (int64_t half = 0; half < c->halves; half++)
-            multiply_group(c, &g[half], r, rows, panels, s->c + half * GROUP_SUMS);
+            multiply_group(c, &g[half], r, rows, panels, sums + half * GROUP_SUMS);
         for (int64_t x = 0; x < count; x++)
-            finish_row(c, first + r + x, n0, columns, s->c + x * GROUP * PANEL, bias);
+            finish_row(c, first + r + x, n0, columns, sums + x * GROUP * PANEL, bias);
     }
 }
 
@@ -231,30 +240,72 @@ static void many_rows_forward(const norm_linear_plan *plan, const norm_call *c, 
         int64_t p0 = task % groups * plan->tile_n, p1 = min64(c->n_panels, p0 + plan->tile_n);
         pack_z(c, first, rows, s->a);
         for (int64_t p = p0; p < p1; p += GROUP)
-            forward_group(c, s, w + p * step, c->n_panels * step, first, rows, p, min64(GROUP, p1 - p));
+            forward_group(c, s->a, s->c, w + p * step, c->n_panels * step, first, rows, p, min64(GROUP, p1 - p));
     }
 }
 
 /* The same of one block. */
 static void one_block_forward(const norm_call *c, const norm_space *s) {
-    const int64_t step = b_panel(c->a->k);
-    bool packed = false; /* z, which every thread has */
+    const int64_t step = b_panel(c->a->k), m = c->a->m;
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < m; r += VL)
+        pack_z(c, r, min64(VL, m - r), c->w + r / VL * a_panel(c->a->k));
 #pragma omp for schedule(dynamic)
     for (int64_t p = 0; p < c->n_panels; p += GROUP) {
         const int64_t panels = min64(GROUP, c->n_panels - p);
-        if (!packed)
-            pack_z(c, 0, c->a->m, s->a);
-        packed = true;
-        if (c->prepared) {
-            forward_group(c, s, c->prepared + p * step, c->n_panels * step, 0, c->a->m, p, panels);
-            continue;
-        }
-        for (int64_t half = 0; half < c->halves; half++)
-            for (int64_t x = 0; x < panels; x++)
-                pack_w_transposed(c, half * c->n_panels + p + x, s->w + (half * GROUP + x) * step);
-        forward_group(c, s, s->w, GROUP * step, 0, c->a->m, p, panels);
+        const float *w = c->prepared ? c->prepared + p * step : s->w;
+        for (int64_t x = 0; x < c->halves * panels && !c->prepared; x++)
+            pack_w_transposed(c, x / panels * c->n_panels + p + x % panels,
+                              s->w + (x / panels * GROUP + x % panels) * step);
+        forward_group(c, c->w, s->c, w, (c->prepared ? c->n_panels : GROUP) * step, 0, m, p, panels);
     }
 }
+
+#ifdef HAVE_BF16_TILES
+/* Columns n0 on of y, of a block of W's rows. The last block begins so that all of its rows are there; what it has in common with the one
+ * in front is that one's. */
+static void direct_block(const norm_call *c, const norm_space *s, int64_t first, int64_t n0) {
+    const heddle_norm_linear *a = c->a;
+    const int64_t begin = min64(n0, a->n - DIRECT_W), columns = min64(DIRECT_W, a->n - n0);
+    const int64_t stride = direct_rows(a), rows = min64(stride, a->m - first);
+    float bias[2 * GROUP * PANEL] = {0};
+    for (int64_t half = 0; half < c->halves; half++) {
+        direct_products(c, row_of(c->t->w, half * a->n + begin, a->w_stride, HEDDLE_BF16), first, rows,
+                        s->a + half * direct_sums(a));
+        if (c->t->bias)
+            widen_row(HEDDLE_BF16, element_at(c->t->bias, half * a->n + n0, HEDDLE_BF16), columns, 1,
+                      bias + half * GROUP * PANEL);
+    }
+    for (int64_t r = 0; r < rows; r += VL) {
+        for (int64_t half = 0; half < c->halves; half++)
+            direct_turn(s->a + half * direct_sums(a) + r, stride, s->c + half * GROUP_SUMS, DIRECT_W);
+        for (int64_t x = 0; x < min64(VL, rows - r); x++) {
+            float *sums = s->c + x * DIRECT_W;
+            for (int64_t half = 0; half < c->halves && begin < n0; half++)
+                memmove(sums + half * GROUP_SUMS, sums + half * GROUP_SUMS + n0 - begin,
+                        (size_t)columns * sizeof *sums);
+            finish_row(c, first + r + x, n0, columns, sums, bias);
+        }
+    }
+}
+
+/* Every thread of the team calls it. */
+static void direct_forward(const norm_call *c, const norm_space *s) {
+    const int64_t slices = tile_depths(c->a->k), groups = (c->a->m + VL - 1) / VL;
+    const int64_t blocks = (c->a->m + direct_rows(c->a) - 1) / direct_rows(c->a);
+    const int64_t columns = (c->a->n + DIRECT_W - 1) / DIRECT_W;
+#pragma omp for schedule(static)
+    for (int64_t x = 0; x < groups * slices; x++)
+        direct_pack_z(c, x / slices * VL, x % slices * TILE_DEPTH);
+#pragma omp for schedule(dynamic)
+    for (int64_t x = 0; x < blocks * columns; x++)
+        direct_block(c, s, x / columns * direct_rows(c->a), x % columns * DIRECT_W);
+}
+#else
+static void direct_forward(const norm_call *c, const norm_space *s) {
+    (void)c, (void)s;
+}
+#endif
 
 static void norm_linear_forward(const norm_linear_plan *plan, const heddle_norm_linear_data *data, void *workspace) {
     const heddle_norm_linear *a = &plan->a;
@@ -271,6 +322,8 @@ static void norm_linear_forward(const norm_linear_plan *plan, const heddle_norm_
             few_rows_forward(&c);
         else if (has_few_columns(a))
             few_columns_forward(&c, s.row);
+        else if (goes_direct(a))
+            direct_forward(&c, &s);
         else if (is_one_block(plan))
             one_block_forward(&c, &s);
         else

@@ -17,18 +17,23 @@
 #define FEW_PAIRS(type) false
 #endif
 
-/* More rows are worth the packing, and so are more where sums are short: each ends with the sum of its lanes. With AVX2's 16 registers few of
- * them are, now that a panel is packed just before it is met; float16 is dear to pack. */
+/* More rows are worth the packing, and so are more where sums are short: each ends with the sum of its lanes. Where a panel is packed just
+ * before it is met few rows are not, the fewer with AVX2's 16 registers; float16 is dear to pack. */
 INLINE bool has_few_rows(const heddle_norm_linear *a) {
 #ifdef HAVE_BF16_TILES
     if (a->dtype == HEDDLE_BF16)
-        return a->m <= 8;
+        return a->m <= (a->n < 2 * TILE_ROWS ? 8 : 2); /* norm_linear_direct.h */
 #endif
 #if defined(__AVX2__) && VL == 8
     if (a->dtype != HEDDLE_F16 && a->n >= 1024)
         return a->m <= 8;
 #endif
-    return a->m <= clamp64(a->k / 8, 8, 48);
+#if VL == 16
+    const int64_t most = a->n < 1024 || a->dtype == HEDDLE_BF16 ? 48 : a->dtype == HEDDLE_F16 ? 36 : 28;
+#else
+    const int64_t most = 48;
+#endif
+    return a->m <= clamp64(a->k / 8, 8, most);
 }
 
 /* A vector of W, of which there are n elements more: as floats, or as pairs. */

@@ -5,7 +5,7 @@
 #define HEDDLE_CPU_NORM_LINEAR_PREPARED_H
 
 #include "cpu.h"
-#include "norm_linear_few.h"
+#include "norm_linear_direct.h"
 
 /* With few features out W is read where it lies, whatever m is. */
 static size_t panel_bytes(const heddle_norm_linear *a) {
@@ -16,7 +16,7 @@ static size_t panel_bytes(const heddle_norm_linear *a) {
 }
 
 static bool goes_by_panels(const heddle_norm_linear *a) {
-    return a->m > 0 && !has_few_rows(a) && !has_few_columns(a);
+    return a->m > 0 && !has_few_rows(a) && !has_few_columns(a) && !goes_direct(a);
 }
 
 static void fill_panels(const norm_linear_plan *plan, const heddle_norm_linear_data *t, float *panels) {
