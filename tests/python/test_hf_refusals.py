@@ -27,7 +27,7 @@ def tensors(sq=6, sk=6, b=2):
 
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "additive"])
 def test_position_bias_is_a_bias(mask):
-    """T5's: added to the scores in every layer, with a gradient. A mask in numbers hides nothing from a row of its own."""
+    """T5's: added to the scores in every layer, with a gradient. A row that a mask in numbers covers is not hidden."""
     q, k, v = tensors()
     bias = torch.randn(1, 4, 6, 6, requires_grad=True)
     sees = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
