@@ -132,7 +132,12 @@ def _listed(
 def _refused(kept: Any, query: Tensor, key: Tensor, value: Tensor, bias: Any, return_lse: bool) -> Any:
     """By heddle.attention itself, which has more ways and says what is wrong."""
     options = kept.options if kept.recipe is None else kept.options | {"bias": bias}
-    return attention(query, key, value, return_lse=return_lse, **options)
+    return attention(*map(_laid_out, (query, key, value)), return_lse=return_lse, **options)
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    """PyTorch's function takes any strides."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 _recall = recaller(_known, functions, latest, short, _refused)
@@ -239,6 +244,7 @@ def flex_attention(
         raise NotImplementedError("heddle.flex_attention has no max_scores")
     if kernel_options is not None and not isinstance(kernel_options, dict):
         raise HeddleTypeError(f"kernel_options must be a dict, not {type(kernel_options).__name__}")
+    query, key, value = map(_laid_out, (query, key, value))
     p = Problem(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device, _real(query))
     if _compiling():
         options, _ = _options(query, score_mod, block_mask, scale, p)

@@ -28,6 +28,8 @@ def bias_of(bias: Tensor, dtype: torch.dtype) -> Tensor:
     most = torch.finfo(dtype).max
     if most >= torch.finfo(bias.dtype).max:
         return bias.to(dtype)
+    if torch.finfo(bias.dtype).eps > torch.finfo(dtype).eps:  # bfloat16 rounds float16's largest number to infinity
+        bias = bias.float()
     given = bias.detach()
     finite = given.clamp(-most, most)
     if bias.requires_grad or forward_ad._current_level >= 0:  # a clamp's derivative would be 0 there

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -24,9 +24,8 @@ def is_there(q: Tensor, k: Tensor, v: Tensor, heads: int) -> bool:
 def _one_more(tensor: Tensor, dim: int) -> Tensor:
     if tensor.dim() < -dim or tensor.shape[dim] != 0:
         return tensor
-    size = list(tensor.shape)
-    size[dim] = 1
-    return torch.cat((tensor, tensor.new_zeros(size)), dim)
+    # Not torch.cat, which autocast to float16 refuses of bfloat16, and to bfloat16 of float16.
+    return F.pad(tensor, (0, 0) * (-dim - 1) + (0, 1))
 
 
 def attention(run: Callable[..., Any], heads: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:

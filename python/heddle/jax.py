@@ -156,6 +156,8 @@ def _bias_of(value: Any, dtype: Any) -> Any:
     limit = float(jnp.finfo(dtype).max)
     if limit >= float(jnp.finfo(value.dtype).max):
         return value.astype(dtype)
+    if float(jnp.finfo(value.dtype).eps) > float(jnp.finfo(dtype).eps):  # bfloat16 rounds float16's largest up
+        value = value.astype(jnp.float32)
     given = jax.lax.stop_gradient(value)
     return jnp.where(jnp.isinf(given), value, jnp.clip(given, -limit, limit) + (value - given)).astype(dtype)
 

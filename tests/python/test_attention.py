@@ -356,6 +356,26 @@ def test_float32_bias_beside_16_bits(dtype, number, autocast, device):
     assert grads[-1][1].abs().max() > 0.05
 
 
+@pytest.mark.parametrize("device", devices())
+def test_bfloat16_bias_beside_float16(device):
+    """Which has no room for most of its numbers: float16's largest, rounded to bfloat16, is none of float16's."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, s, 8, device=device).half().requires_grad_() for s in (4, 5, 5))
+    bias = torch.zeros(4, 5, device=device, dtype=torch.bfloat16)
+    bias[1], bias[2, 1], bias[3, 0] = torch.finfo(torch.bfloat16).min, -1e5, -torch.inf
+    found = []
+    for given in (bias.clone().requires_grad_(), bias.float().requires_grad_()):
+        for run in (heddle.attention, heddle.scaled_dot_product_attention):
+            out = run(q, k, v, **{"bias" if run is heddle.attention else "attn_mask": given})
+            found.append((out, *torch.autograd.grad(out.float().square().sum(), (q, given))))
+        with torch.no_grad():
+            assert torch.equal(heddle.attention(q, k, v, bias=given), out)
+    assert out[0, :, 1].abs().max() > 0.05
+    for out, dq, dbias in found:
+        assert torch.equal(out, found[-1][0]) and torch.equal(dq, found[-1][1])
+        assert torch.allclose(dbias.float(), found[-1][2], atol=1e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("device", devices())
 def test_float32_bias_by_every_way(dtype, device):

@@ -56,6 +56,25 @@ def test_both(score, mask):
 
 
 @pytest.mark.parametrize("device", devices())
+def test_any_strides(device):
+    """PyTorch's function takes a last dimension that is not contiguous, the first time and from what is kept."""
+    torch.manual_seed(0)
+    made = [torch.randn(2, 4, 9, 8, device=device) for _ in range(3)]
+    given = made[0].mT.contiguous().mT, made[1].repeat_interleave(2, -1)[..., ::2], made[2][..., :1].expand(2, 4, 9, 8)
+    given = [t.requires_grad_() for t in given]
+    same = [t.detach().contiguous().requires_grad_() for t in given]
+
+    def score_mod(s, b, h, i, j):
+        return s + 0.1 * j
+
+    for _ in range(3):
+        out, wanted = (heddle.flex_attention(*leaves, score_mod) for leaves in (given, same))
+        assert torch.equal(out, wanted)
+        grads = (torch.autograd.grad(o.sum(), leaves) for o, leaves in ((out, given), (wanted, same)))
+        assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits(dtype, device):
     q, k, v = (t.detach().to(device) for t in problem(dtype, sk=SQ))

@@ -288,6 +288,15 @@ def test_float32_bias_beside_bfloat16():
     assert grad.dtype == jnp.float32 and jnp.abs(grad[1]).max() > 0.1 and grad[2, 0] == 0
 
 
+def test_bfloat16_bias_beside_float16():
+    """float16's largest number, rounded to bfloat16, is none of float16's."""
+    q, k, v = (jnp.asarray(np.random.default_rng(x).normal(size=(1, 1, 3, 8)), jnp.float16) for x in range(3))
+    bias = jnp.zeros((3, 3), jnp.bfloat16).at[1].set(jnp.finfo(jnp.bfloat16).min).at[2, 0].set(-jnp.inf)
+    o = heddle.jax.attention(q, k, v, bias=bias)
+    assert jnp.array_equal(o, heddle.jax.attention(q, k, v, bias=bias.astype(jnp.float32)))
+    assert jnp.abs(o[0, 0, 1]).max() > 0.05
+
+
 @pytest.mark.parametrize("empty", [{"b": 0}, {"sq": 0}, {"sk": 0}, {"b": 0, "sk": 0}], ids=str)
 def test_nothing_at_all(empty):
     n = {"b": 2, "sq": 3, "sk": 4} | empty

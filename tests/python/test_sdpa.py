@@ -137,6 +137,23 @@ def test_no_heads_and_no_head_dim(name, options, dtype, device):
         assert torch.allclose(got.float(), want.float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NOTHING)
+def test_no_heads_and_no_head_dim_under_autocast(name, cast, dtype, device):
+    leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in NOTHING[name]]
+    found = []
+    for sdpa in (heddle.scaled_dot_product_attention, F.scaled_dot_product_attention):
+        with torch.autocast(device, cast), sdpa_kernel(SDPBackend.MATH):
+            out = sdpa(*leaves)
+        found.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+    assert found[0][0].dtype == cast
+    for got, want in zip(*found, strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        assert torch.allclose(got.float(), want.float(), atol=2e-2, rtol=2e-2)
+
+
 def test_no_heads_with_all_options():
     """The shapes of every result, and gradients of what has them."""
     q, k, v = torch.randn(2, 0, 3, 8), torch.randn(2, 0, 4, 8), torch.randn(2, 0, 4, 5)
