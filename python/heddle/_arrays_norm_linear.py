@@ -41,7 +41,7 @@ class Rows:
         check(self.weight, "weight", self.x.dtype, self.x)
         rows, k = self.weight.shape
         n = features_out(rows, activation_of(activation))
-        if not eps >= 0:
+        if isinstance(eps, (int, float)) and not eps >= 0:
             raise HeddleValueError(f"eps = {eps} is not >= 0")
         self.description: dict[str, Any] = {
             "dtype": DTYPES[self.x.dtype],

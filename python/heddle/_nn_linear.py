@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from heddle._torch import norm_linear
 
+_goes_long = torch.compiler.is_dynamo_compiling
+_watched: Any = torch.nn.modules.module._has_any_global_hook
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -27,9 +29,21 @@ def hooked(module: Any) -> bool:
     return any(getattr(module, kind, None) for kind in _HOOKS)
 
 
+def watched() -> bool:
+    """Whether somebody looks at what goes into and comes out of every module there is."""
+    return not _goes_long() and _watched()
+
+
 def untouched(module: Any, kind: type) -> bool:
     """Whether calling it does what its class does, and nothing else."""
-    return type(module) is kind and "forward" not in vars(module) and not hooked(module)
+    return type(module) is kind and "forward" not in vars(module) and not (hooked(module) or watched())
+
+
+def lies(weight: Tensor, *vectors: Tensor | None) -> bool:
+    """Whether heddle.norm_linear takes a Linear's weight, and vectors, as they lie in memory: PyTorch takes all."""
+    if not weight.is_contiguous() and (weight.stride(-1) != 1 or weight.stride(0) == 0):
+        return False
+    return all(vector is None or vector.is_contiguous() for vector in vectors)
 
 
 def idle(dropout: Any) -> bool:
@@ -67,7 +81,7 @@ def stays(x: Tensor, residual: Tensor) -> bool:
 def activated(linear: Any, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """activation(linear(x))"""
     name = activation_name(activation)
-    if name is not None and untouched(linear, nn.Linear):
+    if name is not None and untouched(linear, nn.Linear) and lies(linear.weight, linear.bias):
         fused: Tensor = norm_linear(x, linear.weight, linear.bias, norm="none", activation=name)
         return fused
     return activation(linear(x))
@@ -77,7 +91,9 @@ def added(linear: Any, x: Tensor, residual: Tensor | None) -> Tensor:
     """residual + linear(x)"""
     made: Tensor
     if residual is not None and untouched(linear, nn.Linear) and stays(x, residual):
-        made = norm_linear(x, linear.weight, linear.bias, norm="none", residual=residual)
-        return made
+        weight, bias = linear.weight, linear.bias
+        if lies(weight, bias):
+            made = norm_linear(x, weight, bias, norm="none", residual=residual)
+            return made
     made = linear(x)
     return made if residual is None else residual + made

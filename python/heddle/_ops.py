@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from heddle import _C, _derivatives, _fake, _kinds, _plain, _schema, _vmap
+from heddle import _C, _derivatives, _fake, _flops, _kinds, _plain, _schema, _vmap
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._options import ACTIVATIONS, EPS, NO_NORM, NORMS, TINY, features_out
 
@@ -380,6 +380,7 @@ def long_options_backward(dout: Any, dlse: Any, *rest: Any) -> tuple[Tensor | No
 
 _plain.register(_registrations, ops.attention)
 quick, quick_options, prepare, short = _plain.shorten(ops.attention, long_backward, long_options_backward)
+_flops.register()  # packets are told apart by what shorten() puts into them
 
 _linear, _operator = _plain.caller("norm_linear")
 _below, _tracing, _is_compiling = torch._C._AutoDispatchBelowAutograd, torch._C._is_tracing, torch.compiler.is_compiling
@@ -405,7 +406,7 @@ def quick_linear(
         if _is_compiling() or not _nothing_to_record(given, given) or _tracing() or not x.is_contiguous():
             return NotImplemented
         kind, act = NORMS[norm], 0 if activation is None else ACTIVATIONS[activation]
-        if kind == NO_NORM and eps != EPS:
+        if not isinstance(eps, (float, int)) or (kind == NO_NORM and eps != EPS):
             return NotImplemented
         eps = 0.0 if kind == NO_NORM else eps or TINY
         # The dispatcher finds no kernel for tensors that are not dense.

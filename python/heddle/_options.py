@@ -125,6 +125,8 @@ def norm_of(norm: str) -> int:
 def eps_of(eps: float, norm: str) -> float:
     """As the library takes it: 0 means its default, and there is none without a norm."""
     if norm != "none":
+        if not isinstance(eps, (int, float)):
+            eps = number_of("eps", eps)
         return eps or TINY
     if eps != EPS:
         raise HeddleValueError(f"eps = {eps}, but norm = 'none' has no variance to add it to")

@@ -30,7 +30,7 @@ from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer
 from heddle._replace_pairs import NormedLinear, Pair, PassedLayerNorm, PassedRMSNorm
 
 Norms = (nn.LayerNorm, nn.RMSNorm)
-_JOINABLE = (*Norms, PassedLayerNorm, PassedRMSNorm, nn.Linear, NormedLinear)
+_JOINABLE_NORMS, _JOINABLE_LINEARS = (*Norms, PassedLayerNorm, PassedRMSNorm), (nn.Linear, NormedLinear)
 
 
 @dataclass
@@ -197,8 +197,9 @@ class _Work:
 
     def why_not(self, norm: Any, linear: Any) -> str | None:
         """What is in the way of one for both."""
-        for module, kind in ((norm, "the norm"), (linear, "what takes its result")):
-            if type(module) not in _JOINABLE:
+        both = ((norm, "the norm", _JOINABLE_NORMS), (linear, "what takes its result", _JOINABLE_LINEARS))
+        for module, kind, joinable in both:
+            if type(module) not in joinable:
                 return f"{kind} is of class {type(module).__name__}"
             if len(self.names[module]) > 1:
                 return f"{kind} is in the model {len(self.names[module])} times: {', '.join(self.names[module])}"

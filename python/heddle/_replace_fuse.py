@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from heddle._kinds import is_usual
-from heddle._nn_linear import activation_name, hooked, idle, stays, untouched
+from heddle._nn_linear import activation_name, hooked, idle, lies, stays, untouched, watched
 from heddle._replace_pairs import NormedLinear, Pair, Unnormed, normed, paired, takes
 from heddle._torch import norm_linear
 
@@ -42,9 +42,10 @@ def _fits(linear: Any, x: Any) -> bool:
         if not x.fits():
             return False
         x = x.x
-    if not is_usual(x) or not takes(x.device.type, linear.weight.dtype):
+    weight = linear.weight
+    if not is_usual(x) or not takes(x.device.type, weight.dtype) or not lies(weight, linear.bias):
         return False
-    return x.dtype is linear.weight.dtype or torch.is_autocast_enabled(x.device.type)
+    return x.dtype is weight.dtype or torch.is_autocast_enabled(x.device.type)
 
 
 def _run(linear: Any, x: Any, activation: Any = None, residual: Tensor | None = None) -> Any:
@@ -76,8 +77,7 @@ def added(module: Any, dropouts: Sequence[Any], x: Any, residual: Any) -> Any:
     if still and _takes(module, x, residual):
         return _run(module, x, None, residual)
     if still and is_plain_sequential(module):
-        forward: Any = type(module).forward
-        return (sequential if forward is nn.Sequential.forward else forward)(module, x, residual)
+        return getattr(type(module), "heddle_added", sequential)(module, x, residual)
     made = module(x)
     for dropout in dropouts:
         made = dropout(made)
@@ -87,9 +87,9 @@ def added(module: Any, dropouts: Sequence[Any], x: Any, residual: Any) -> Any:
 def is_plain_sequential(module: Any) -> bool:
     return (
         isinstance(module, nn.Sequential)
-        and (type(module).forward is nn.Sequential.forward or getattr(module, "heddle_made", (None,))[-1] is sequential)
+        and (type(module).forward is nn.Sequential.forward or getattr(module, "heddle_made", (None,))[-1] is alone)
         and "forward" not in vars(module)
-        and not hooked(module)
+        and not (hooked(module) or watched())
     )
 
 
@@ -127,6 +127,11 @@ _classes: dict[tuple[type, str | None, tuple[Pair, ...]], type] = {}
 SEQUENTIAL = ""  # in the place of a source
 
 
+def alone(self: Any, input: Any) -> Any:
+    """The forward of a Sequential, with the arguments that it had."""
+    return sequential(self, input)
+
+
 def _again(original: type, source: str | None, pairs: tuple[Pair, ...] = ()) -> Any:
     """An instance without attributes: of the class made of `original`; where its source is not known in this process,
     of one without it, which does the same."""
@@ -141,7 +146,10 @@ def class_of(original: type, source: str | None, pairs: tuple[Pair, ...] = (), f
     pickles know it by these. It has the name of the original, since some know a module by its class's name."""
     kind = _classes.get((original, source, pairs))
     if kind is None:
-        forward = sequential if source == SEQUENTIAL else forward if source else None
+        forward = alone if source == SEQUENTIAL else forward if source else None
+        more = {}
+        if source == SEQUENTIAL:
+            more["heddle_added"] = paired(original, sequential, pairs) if pairs else sequential
 
         def reduce(self: Any, protocol: Any) -> Any:
             made = super(kind, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
@@ -153,6 +161,7 @@ def class_of(original: type, source: str | None, pairs: tuple[Pair, ...] = (), f
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "heddle_made": (original, source, pairs, forward),
+            **more,
         }
         kind = type(original.__name__, (original,), names)
         _classes[original, source, pairs] = kind

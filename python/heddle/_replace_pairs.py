@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from heddle._errors import HeddleValueError
 from heddle._kinds import is_usual
+from heddle._nn_linear import lies, watched
 from heddle._nn_multihead import own
 from heddle._ops import quick_linear
 from heddle._torch import long_linear
@@ -140,14 +141,15 @@ class Passed(nn.Module):
 
     # The threads in which a forward runs that calls both, and where: a checkpoint within it runs its part again later.
     passing: dict[int, Any] | None = None
+    vectors: tuple[str, ...] = ("weight",)
 
     def alone(self, x: Any) -> Any:
         """What the norm's own class computes."""
         return super().forward(x)
 
-    def forward(self, input: Any) -> Any:
-        """As the norm's class; within the forward that calls both what stands for it."""
-        x = real(input)
+    def passed(self, given: Any) -> Any:
+        """What the norm's class gives; within the forward that calls both what stands for it."""
+        x = real(given)
         if self.passing and is_usual(x) and self.passing.get(_thread(), False) == saved_how():
             device = x.device.type
             if self._fits(x, device):
@@ -158,16 +160,30 @@ class Passed(nn.Module):
         """Whether norm_linear takes it; what is wrong with it PyTorch's own norm says."""
         if not takes(device, x.dtype) or x.dim() == 0 or (x.shape[-1],) != self.normalized_shape:
             return False
-        (weight,) = own(self, "weight")
-        return weight is None or x.dtype is weight.dtype or torch.is_autocast_enabled(device)
+        for vector in own(self, *self.vectors):
+            if vector is not None and not vector.is_contiguous():
+                return False
+            if vector is not None and x.dtype is not vector.dtype and not torch.is_autocast_enabled(device):
+                return False
+        return True
 
 
 class PassedLayerNorm(Passed, nn.LayerNorm):
     """A LayerNorm that the Linear behind it does in one with itself. Its parameters are still here."""
 
+    vectors = ("weight", "bias")
+
+    def forward(self, input: Any) -> Any:
+        """As torch.nn.LayerNorm's."""
+        return self.passed(input)
+
 
 class PassedRMSNorm(Passed, nn.RMSNorm):
     """A RMSNorm that the Linear behind it does in one with itself. Its parameters are still here."""
+
+    def forward(self, x: Any) -> Any:
+        """As torch.nn.RMSNorm's, whose argument has another name."""
+        return self.passed(x)
 
 
 class NormedLinear(nn.Linear):
@@ -176,7 +192,7 @@ class NormedLinear(nn.Linear):
     def forward(self, input: Any) -> Any:
         """[..., in_features] to [..., out_features]; errors as heddle.norm_linear."""
         if type(input) is Unnormed:
-            if input.fits():
+            if input.fits() and lies(*own(self, "weight", "bias")):
                 return normed(self, input)
             input = input.tensor()
         return super().forward(input)
@@ -215,7 +231,9 @@ def saved_how() -> Any:
 
 def standing(module: Any, paths: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[Any]:
     """The norms that stand with their Linears where the names say, of which each may do as it likes."""
-    found = []
+    found: list[Any] = []
+    if watched():
+        return found
     for path, other in paths:
         norm = linear = module
         try:

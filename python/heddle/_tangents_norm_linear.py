@@ -21,10 +21,11 @@ def _activation(activation: int, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normal = torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
         return u * share, share + u * normal, normal * (2 - u * u)
     linear, cubic = (1.0, 0.0) if activation == 3 else (math.sqrt(8 / math.pi), 0.044715 * math.sqrt(8 / math.pi))
-    share = torch.sigmoid(u * (linear + cubic * u * u))
+    within = u * (linear + cubic * u * u)
+    share, rest = torch.sigmoid(within), torch.sigmoid(-within)  # 1 - share would cancel
     inner, bent = linear + 3 * cubic * u * u, 6 * cubic * u
-    slope = share * (1 - share)
-    second = slope * (bent + inner * inner * (1 - 2 * share))
+    slope = share * rest
+    second = slope * (bent + inner * inner * (rest - share))
     return u * share, share + u * slope * inner, 2 * slope * inner + u * second
 
 

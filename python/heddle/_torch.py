@@ -336,6 +336,9 @@ def attention(
     return (out, *((lse,) if return_lse else ()), *((weights,) if return_weights else ()))
 
 
+MOST_DIMENSIONS = 8  # of an operator's x
+
+
 def _rows(x: Tensor) -> Tensor:
     """[rows, last], at one distance."""
     x = x.reshape(-1, x.shape[-1])
@@ -425,7 +428,7 @@ def long_linear(
     if return_norm and kind == NO_NORM:
         raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
     rows = None
-    if not x.is_contiguous() and x.dim() >= 1:
+    if (not x.is_contiguous() and x.dim() >= 1) or x.dim() > MOST_DIMENSIONS:
         # Rows at one distance are taken as they lie; others, and rows on top of each other, are copied first.
         rows = x.shape[:-1]
         x = _rows(x)

@@ -151,7 +151,7 @@ NORM_LINEAR = [
     ({"weight": "w"}, TypeError, "torch.Tensor"),
     ({"bias": [1.0] * 5}, TypeError, "bias must be a torch.Tensor, not list"),
     ({"residual": [1.0] * 5}, TypeError, "residual must be a torch.Tensor, not list"),
-    ({"eps": "small"}, TypeError, "argument 'eps'"),
+    ({"eps": "small"}, TypeError, "eps = 'small' is not a number"),
 ]
 
 

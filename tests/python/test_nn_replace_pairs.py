@@ -552,3 +552,86 @@ def test_parts_of_an_encoder_layer_that_change(change, norm_first, batch_first):
     for x in (torch.randn(S, S, E), torch.randn(S, E)):
         assert torch.allclose(model(x, src_mask=mask), was(x, src_mask=mask), atol=1e-4)
     same(model, was, x.requires_grad_())
+
+
+# --------------------------------------------------------------------------------------- what random trees came upon
+
+
+class Named(nn.Module):
+    """A RMSNorm whose argument is named, as its class names it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(E), nn.Linear(E, E)
+
+    def forward(self, x):
+        return self.linear(self.norm(x=x))
+
+
+def test_argument_by_name():
+    model = shake(Named())
+    was, x = copy.deepcopy(model), torch.randn(2, E)
+    assert "norm" in heddle.replace(model).swapped and is_one(model)
+    assert torch.allclose(model(x), was(x), atol=1e-5)
+
+
+def test_norm_behind_a_norm():
+    model = shake(nn.Sequential(nn.LayerNorm(E), nn.RMSNorm(E), nn.Linear(E, E)))
+    was, x = copy.deepcopy(model), torch.randn(2, E)
+    done = heddle.replace(model)
+    assert done.left["0"] == "what takes its result is of class RMSNorm" and "1" in done.swapped
+    assert torch.allclose(model(x), was(x), atol=1e-5)
+
+
+def behind():
+    """With an activation and a sum behind Linears."""
+    linear = nn.Linear(E, E)
+    return nn.Sequential(nn.LayerNorm(E), linear, nn.GELU(), nn.TransformerEncoderLayer(E, 4, 24, 0.0, norm_first=True))
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_of_all_modules(kind):
+    model, was = both_of(behind)
+    hooks = {
+        "forward": lambda module, given, made: 2 * made if isinstance(made, torch.Tensor) else None,
+        "forward_pre": lambda module, given: (given[0] + 1, *given[1:]) if len(given) == 1 else None,
+        "full_backward": lambda module, taken, come: tuple(None if t is None else 2 * t for t in taken),
+    }
+    x = torch.randn(2, 3, E, requires_grad=True)
+    before = model(x)
+    handle = getattr(nn.modules.module, f"register_module_{kind}_hook")(hooks[kind])
+    try:
+        made = [(each(x), torch.autograd.grad(each(x).sum(), x)[0]) for each in (model, was)]
+    finally:
+        handle.remove()
+    for a, b in zip(*made, strict=True):
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("of_norm", [False, True])
+def test_parameters_that_lie_otherwise(of_norm):
+    """PyTorch takes any layout; what heddle does not take is PyTorch's then."""
+    model, was = both_of(behind)
+    for each in (model, was):
+        torch.manual_seed(1)
+        for m in each.modules():
+            if of_norm and isinstance(m, nn.LayerNorm):
+                m.weight = nn.Parameter(torch.randn(1).expand(E))
+            elif not of_norm and isinstance(m, nn.Linear):
+                m.weight = nn.Parameter(torch.randn(m.in_features, m.out_features).T / 4)
+    x = torch.randn(2, 3, E, requires_grad=True)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            a, b = model(x), was(x)
+        assert torch.allclose(a, b, atol=1e-4)
+    a, b = (torch.autograd.grad(each(x).square().sum(), [x, *each.parameters()]) for each in (model, was))
+    assert all(torch.allclose(g, w, atol=1e-2, rtol=1e-3) for g, w in zip(a, b, strict=True))
+
+
+def test_traced_by_fx():
+    """The rewritten forward of a Sequential has the arguments that it had."""
+    model = shake(nn.Sequential(nn.Linear(E, E), nn.GELU(), nn.Linear(E, E)))
+    x = torch.randn(2, E)
+    assert heddle.replace(model).swapped
+    assert torch.allclose(torch.fx.symbolic_trace(model)(x), model(x), atol=1e-5)

@@ -556,3 +556,35 @@ def test_the_short_way_is_the_long_way(norm, activation, added, device, monkeypa
     assert torch.allclose(doubled(x), made - residual if added else made, atol=1e-5)
     with pytest.raises(ValueError, match="norm = 'none'" if norm == "none" else "norm = 'some'"):
         heddle.norm_linear(x, weight, eps=1e-3, norm="none" if norm == "none" else "some")
+
+
+def test_eps_that_is_no_number():
+    x, weight = torch.randn(2, 4), torch.randn(3, 4)
+    for given in (None, "1e-5", torch.tensor(1e-5)):  # None is another number to torch.nn.RMSNorm than to LayerNorm
+        for arrays in (x, weight), (x.requires_grad_(), weight), (x.detach().numpy(), weight.numpy()):
+            with pytest.raises(TypeError, match=r"eps = .* is not a number"):
+                heddle.norm_linear(*arrays, eps=given)
+        with pytest.raises(TypeError, match=r"eps = .* is not a number"):
+            heddle.nn.NormLinear(4, 3, eps=given)
+    want = heddle.norm_linear(x, weight, eps=0.5)
+    assert torch.equal(heddle.norm_linear(x, weight, eps=np.float32(0.5)), want)
+
+
+def test_many_dimensions():
+    x, weight = torch.randn(1, 2, 1, 2, 1, 1, 1, 1, 6), torch.randn(3, 6)
+    residual = torch.randn(*x.shape[:-1], 3)
+    got = heddle.norm_linear(x, weight, residual=residual)
+    assert torch.allclose(got, plain_norm_linear(x, weight) + residual, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_second_derivatives_do_not_cancel(activation):
+    """In float32, where the sigmoid is nearly 1: 1 less it has few of its digits."""
+    made = []
+    for dtype in (torch.float32, torch.float64):
+        u = torch.linspace(2, 8, 601, dtype=dtype)[:, None].requires_grad_()
+        weight = torch.ones(1, 1, dtype=dtype)
+        y = heddle.norm_linear(u, weight, norm="none", activation=activation)
+        (first,) = torch.autograd.grad(y.sum(), u, create_graph=True)
+        made.append(torch.autograd.grad(first.sum(), u)[0].detach().double())
+    assert (made[0] - made[1]).abs().max() < 5e-7 and made[1].abs().max() > 0.01
