@@ -7,12 +7,12 @@
 #include "cpu.h"
 #include "norm_linear_direct.h"
 
-/* With few features out W is read where it lies, whatever m is. */
+/* With few features out, and on AMX with long sums, W is read where it lies, whatever m is. */
 static size_t panel_bytes(const heddle_norm_linear *a) {
     const int64_t panels = (is_gated(a->activation) ? 2 : 1) * ((a->n + PANEL - 1) / PANEL);
     heddle_norm_linear many = *a;
     many.m = INT64_MAX;
-    return has_few_columns(&many) ? 0 : (size_t)(panels * b_panel(a->k)) * sizeof(float);
+    return has_few_columns(&many) || goes_direct(&many) ? 0 : (size_t)(panels * b_panel(a->k)) * sizeof(float);
 }
 
 static bool goes_by_panels(const heddle_norm_linear *a) {

@@ -87,7 +87,7 @@ ELSEWHERE = {
 # What no test runs, and why.
 NOT = {
     r"\./dev test(?: -R attention| -R emulated| --long)?": "it is what runs this",
-    r"\./dev bench --cpu(?: --only options| overhead| ways-in)?": "minutes of an idle machine; it judges nothing",
+    r"\./dev bench --cpu(?: --only (?:options|small-batches)| overhead| ways-in)?": "minutes of a machine at rest",
     r"\./dev bench --gpu.*|python3 bench/(?:gpu_norm_linear|parallel|ways_in)\.py.*": "wants a GPU, or several",
     r"\./dev bench --plot": "writes into the tree; that all it writes is so is asked by tests/test_pages.sh",
     r"\./dev build -DCMAKE_CXX_FLAGS=-g": "what a debugger wants; ./dev build itself is run",
