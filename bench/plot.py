@@ -16,7 +16,7 @@ import re
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- tables of bench/plot.py -->\n", "<!-- end of the tables -->\n"
 SECTIONS = ["attention f32", "attention 16-bit", "attention s197", "attention AVX2", "attention dropout", "attention options",
-            "norm-linear", "norm-linear prepared", "decode", "two cores", "plain loops", "off the table"]
+            "norm-linear", "norm-linear small", "norm-linear prepared", "decode", "two cores", "plain loops", "off the table"]
 
 
 def read(path):
