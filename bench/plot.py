@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what `./dev bench --cpu` recorded as tables into docs/kernels/cpu-measured.md.
+"""Writes what `./dev bench --cpu` recorded: a table for each machine into docs/kernels/cpu-measured.md, and every row of
+every part into docs/cpu-rows.md.
 
-    ./dev bench --plot [RESULTS.jsonl ...]
+    ./dev bench --plot [--check] [RESULTS.jsonl ...]
 
 The tables come between the two marks, one set for each file. What the README shows is docs/figures.py's business.
 """
@@ -10,8 +11,10 @@ import argparse
 import collections
 import itertools
 import json
+import math
 import pathlib
 import re
+import statistics
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- tables of bench/plot.py -->\n", "<!-- end of the tables -->\n"
@@ -41,22 +44,54 @@ def stem(row):
     return re.sub(r" ?(forward \+ backward|forward|backward)$", "", row["name"])
 
 
-def tables(rows):
-    """A line for both passes: their cells stand beside each other."""
+def heading(rows, marks, more=""):
     first = rows[-1]
-    percent, times = (lambda x: f"{100 * x:.0f}%"), (lambda x: f"{x:.2f}×" if x < 20 else f"{x:.0f}×")
-    out = [f"\n### {machine(first)}\n",
-           f"{first['compiler']}, torch {first['torch']}, {rows[0]['isa']}. A goal stands in brackets.\n"]
+    return [f"\n{marks} {machine(first)}\n", f"{first['compiler']}, torch {first['torch']}, {rows[0]['isa']}.{more}\n"]
+
+
+def parts(rows):
     groups = collections.defaultdict(list)
     for r in rows:
         groups[r["threads"], SECTIONS.index(r["section"]), r["section"]].append(r)
-    for (threads, _, section), group in sorted(groups.items()):
+    return sorted(groups.items())
+
+
+def passes_of(group):
+    return list(dict.fromkeys(r["name"][len(stem(r)):].strip() for r in group if r.get("direction")))
+
+
+def summary(rows):
+    """A line for each part: how its rows stand beside PyTorch and beside the machine's peak."""
+    out = heading(rows, "###") + [
+        "| part | threads | rows | of peak, median | over PyTorch, geometric mean | least | which row that is | commit |",
+        "|---|---|---|---|---|---|---|---|"]
+    for (threads, _, section), group in parts(rows):
+        by_pass = [[r for r in group if r["name"].endswith(p) and stem(r) + " " + p == r["name"]]
+                   for p in passes_of(group)] or [group]
+        peer = [[r for r in some if r.get("over_torch")] for some in by_pass]
+        least = [min(some, key=lambda r: r["over_torch"]) for some in peer if some]
+        peak = [[r["fraction"] for r in some if r.get("fraction") is not None] for some in by_pass]
+        cells = [section, str(threads), str(len({stem(r) for r in group})),
+                 " / ".join(f"{100 * statistics.median(some):.0f}%" for some in peak if some),
+                 " / ".join(f"{math.exp(statistics.fmean(math.log(r['over_torch']) for r in some)):.2f}"
+                            for some in peer if some),
+                 " / ".join(f"{r['over_torch']:.2f}" for r in least), " / ".join(dict.fromkeys(map(stem, least))),
+                 group[0]["commit"][:7]]
+        out.append("| " + " | ".join(cells) + " |")
+    return "\n".join(out) + "\n"
+
+
+def tables(rows):
+    """A line for both passes: their cells stand beside each other."""
+    percent, times = (lambda x: f"{100 * x:.0f}%"), (lambda x: f"{x:.2f}×" if x < 20 else f"{x:.0f}×")
+    out = heading(rows, "##", " A goal stands in brackets.")
+    for (threads, _, section), group in parts(rows):
         last = {"attention 16-bit": "over heddle's float32", "norm-linear": "over heddle's float32",
                 "norm-linear prepared": "over unprepared",
                 "attention dropout": "of plain", "attention options": "of plain",
                 "two cores": "over one thread", "plain loops": "over plain loops",
                 "off the table": "of the neighbour"}.get(section)
-        passes = list(dict.fromkeys(r["name"][len(stem(r)):].strip() for r in group if r.get("direction")))
+        passes = passes_of(group)
         out += [f"\n{section}, {threads} thread{'s' if threads > 1 else ''}{', ' if passes else ''}"
                 f"{' / '.join(passes)} ({group[0]['date']}, commit {group[0]['commit']}, load {group[0]['load']})\n",
                 "| | ms | GFLOP/s | of peak | PyTorch's | over PyTorch |" + (f" {last} |" if last else "") + " |",
@@ -82,17 +117,22 @@ def main():
     parser = argparse.ArgumentParser(prog="./dev bench --plot", formatter_class=argparse.RawDescriptionHelpFormatter,
                                      description=__doc__.split("\n\n")[0])
     parser.add_argument("results", nargs="*", type=pathlib.Path, help="default: bench/results/*.jsonl with CPU rows")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a page is not so")
     options = parser.parse_args()
     files = options.results or sorted((ROOT / "bench" / "results").glob("*.jsonl"))
     recorded = [rows for rows in map(read, files) if any("section" in r for r in rows)]
     if not recorded:
         parser.error("nothing is recorded yet; ./dev bench --cpu does it")
-    page = ROOT / "docs" / "kernels" / "cpu-measured.md"
-    text = page.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(before + BEGIN + "".join(map(tables, recorded)) + END + after)
-    print(f"written: the tables of {page.relative_to(ROOT)}")
+    for name, form in (("kernels/cpu-measured.md", summary), ("cpu-rows.md", tables)):
+        page = ROOT / "docs" / name
+        before, _, rest = page.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        text = before + BEGIN + "".join(map(form, recorded)) + END + after
+        if options.check and text != page.read_text():
+            parser.exit(1, f"{page.relative_to(ROOT)} has not what was recorded: ./dev bench --plot\n")
+        if not options.check:
+            page.write_text(text)
+            print(f"written: the tables of {page.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

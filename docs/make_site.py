@@ -68,6 +68,7 @@ NAV = {
         "Architectures of transformers": "docs/architectures.md",
         "GPUs": "docs/gpus.md",
         "Limits": "docs/limits.md",
+        "Every row on a CPU": "docs/cpu-rows.md",
     },
     "Understand it": {
         "Algorithm": "docs/algorithm.md",

@@ -372,6 +372,11 @@ def test_drawings():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_tables_of_cpus():
+    done = subprocess.run([sys.executable, ROOT / "bench/plot.py", "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_versions():
     """The header has the version; what cites it and what tells its news must not lag behind."""
     header = (ROOT / "include/heddle.h").read_text()
