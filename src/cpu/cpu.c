@@ -178,16 +178,9 @@ static const cpu_kernels *attention_kernels(const attention_plan *plan) {
     return kernels_for(plan->a.dtype, false);
 }
 
-/* Rows of which backward packs W for too few uses. AMX's kernels cannot do without: the others meet W in strips, where it lies. */
-static bool goes_in_strips(const heddle_norm_linear *a) {
-    return a->m > 0 && a->m <= 40 && a->n >= 2 * a->m && a->k >= 256;
-}
-
 static const cpu_kernels *norm_linear_kernels(const norm_linear_plan *plan) {
-    const bool backward = plan->pass == HEDDLE_BACKWARD;
-    if (backward && kernels()->widens)
-        return kernels_for(plan->a.dtype, false);
-    return kernels_for(plan->a.dtype, few_results(plan) || (backward && goes_in_strips(&plan->a)));
+    const bool widens = plan->pass == HEDDLE_BACKWARD && kernels()->widens;
+    return kernels_for(plan->a.dtype, few_results(plan) && !widens);
 }
 
 static heddle_status available(void) {

@@ -10,11 +10,7 @@
 #ifndef HEDDLE_CPU_NORM_LINEAR_H
 #define HEDDLE_CPU_NORM_LINEAR_H
 
-#ifdef HAVE_BF16_TILES
-#include "norm_linear_tiles.h"
-#else
 #include "norm_linear_strips.h"
-#endif
 
 #include "norm_linear_direct.h"
 #include "norm_linear_prepared.h"
@@ -63,7 +59,7 @@ static norm_call carve_norm_call(const norm_linear_plan *plan, const heddle_norm
                           : is_one_block(plan)   ? plan->tile_m / VL * a_panel(a->k)
                           : plan->reads_prepared ? 0
                                                  : c.halves * c.n_panels * b_panel(a->k));
-    c.sums = carve_floats(w, strips ? a->m * c.k_pad : backward ? c.row_panels * VL * c.k_pad : 0);
+    c.sums = carve_floats(w, strips ? (a->m + VL - 1) / VL * VL * c.k_pad : backward ? c.row_panels * VL * c.k_pad : 0);
     c.dbias = carve_floats(w, backward ? c.row_panels * VL : 0);
     c.x_panels = carve_floats(w, backward ? c.k_panels * b_panel(min64(CHUNK_M, a->m)) : 0);
     return c;

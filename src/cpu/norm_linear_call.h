@@ -40,6 +40,8 @@ typedef struct norm_space {
     float *w; /* forward of one block of rows: the panels of Wᵀ that it meets next */
 } norm_space;
 
+#define STRIP 32 /* rows of W in backward of few rows */
+
 #define SHORT_CHAIN 128 /* where there are few results, and in float32 */
 #define SHORT_BACK 64   /* the same backward, where few rows' sums are all of the error of dgamma */
 

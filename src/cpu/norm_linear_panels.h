@@ -200,14 +200,26 @@ static void pack_w(const norm_call *c, int64_t panel) {
                    c->w + (panel * n + r / step) * PANEL);
 }
 
+/* Rows n0 .. n0+rows-1 of W in panels p0 .. p1-1: [panel][STRIP rows, or pairs of them][PANEL]. */
+static void pack_strip(const norm_call *c, int64_t p0, int64_t p1, int64_t n0, int64_t rows, float *out) {
+    const int64_t bytes = element_size(TYPE(c)), row_bytes = c->a->w_stride * bytes, step = uses_pairs(c) ? 2 : 1;
+    for (int64_t r = 0; r < rows; r += step) {
+        const char *in = (const char *)c->t->w + (n0 + r) * row_bytes;
+        for (int64_t p = p0; p < p1; p++) {
+            const int64_t columns = min64(PANEL, c->a->k - p * PANEL);
+            pack_w_row(c, in + p * PANEL * bytes, r + 1 < rows, columns, out + ((p - p0) * STRIP + r / step) * PANEL);
+        }
+    }
+}
+
 /* Panel p of W from row x on; x is even. */
 INLINE const float *slice_of_w(const norm_call *c, int64_t p, int64_t x) {
     return c->w + p * c->a->n * PANEL + (uses_pairs(c) ? x / 2 : x) * PANEL;
 }
 
 /* Elements of row r of W in a panel that begins with an even row. */
-INLINE vf row_of_w(bool pairs, const float *panel, int64_t r, int64_t column) {
-    if (!pairs)
+INLINE vf row_of_w(const norm_call *c, const float *panel, int64_t r, int64_t column) {
+    if (!uses_pairs(c))
         return load(panel + r * PANEL + column);
     const vf x = load(panel + r / 2 * PANEL + column);
     return r % 2 ? (vf)((vu)x & 0xffff0000u) : (vf)((vu)x << 16);
@@ -215,7 +227,7 @@ INLINE vf row_of_w(bool pairs, const float *panel, int64_t r, int64_t column) {
 
 /* Elements of row r of W in panel p. */
 INLINE vf load_w(const norm_call *c, int64_t p, int64_t r, int64_t column) {
-    return row_of_w(uses_pairs(c), slice_of_w(c, p, 0), r, column);
+    return row_of_w(c, slice_of_w(c, p, 0), r, column);
 }
 
 /* Columns x .. x+depth-1 of a block of rows of dy. */

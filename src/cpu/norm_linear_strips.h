@@ -4,10 +4,13 @@
 #ifndef HEDDLE_CPU_NORM_LINEAR_STRIPS_H
 #define HEDDLE_CPU_NORM_LINEAR_STRIPS_H
 
+#ifdef HAVE_BF16_TILES
+#include "norm_linear_tiles.h"
+#define STRIP_ROWS 256 /* of x, at most: more of them pay for packing W */
+#else
 #include "norm_linear_panels.h"
-
-#define STRIP 32      /* rows of W */
-#define STRIP_ROWS 64 /* of x, at most: more of them pay for packing W */
+#define STRIP_ROWS 64
+#endif
 
 /* Tasks are of columns, so there must be some. (The choice may not depend on the number of threads, as no sum may.) */
 INLINE bool goes_in_strips(const heddle_norm_linear *a) {
@@ -16,7 +19,7 @@ INLINE bool goes_in_strips(const heddle_norm_linear *a) {
 
 /* Floats of dy packed twice for a strip: for sums over m, and for sums over n. */
 INLINE int64_t strip_of_dy(int64_t m) {
-    return STRIP * (m + (m + VL - 1) / VL * VL);
+    return STRIP / VL * a_panel(m) + (m + VL - 1) / VL * a_panel(STRIP);
 }
 
 /* Panels of a task: what it keeps of x, dx and a strip fits into half of a second-level cache. */
@@ -25,24 +28,11 @@ INLINE int64_t strip_panels(const heddle_norm_linear *a, int64_t threads) {
     return clamp64(131072 / ((2 * a->m + STRIP) * PANEL), 1, (panels + threads - 1) / threads);
 }
 
-/* Rows n0 .. n0+rows-1 of W in panels p0 .. p1-1: [panel][STRIP rows, or pairs of them][PANEL]. */
-static void pack_strip(const norm_call *c, int64_t p0, int64_t p1, int64_t n0, int64_t rows, float *out) {
-    const int64_t bytes = element_size(TYPE(c)), row_bytes = c->a->w_stride * bytes, step = uses_pairs(c) ? 2 : 1;
-    for (int64_t r = 0; r < rows; r += step) {
-        const char *in = (const char *)c->t->w + (n0 + r) * row_bytes;
-        for (int64_t p = p0; p < p1; p++) {
-            const int64_t columns = min64(PANEL, c->a->k - p * PANEL);
-            pack_w_row(c, in + p * PANEL * bytes, r + 1 < rows, columns, out + ((p - p0) * STRIP + r / step) * PANEL);
-        }
-    }
-}
-
 /* dw of a strip in one panel, and its part of the sums of dgamma and dbeta. */
 INLINE void strip_weights_as(const norm_call *c, int type, int64_t panel, int64_t n0, int64_t rows, const float *w,
                              const float *g, float *dgamma, float *dbeta) {
     const heddle_norm_linear *a = c->a;
     const int64_t k0 = panel * PANEL, columns = min64(PANEL, a->k - k0), row_bytes = a->dw_stride * element_size(type);
-    const bool pairs = uses_pairs(c);
     for (int64_t x = 0; x < columns; x += VL) {
         const vf gamma = load(c->gamma + k0 + x), beta = load(c->beta + k0 + x);
         char *out = c->t->dw ? (char *)c->t->dw + n0 * row_bytes + (k0 + x) * element_size(type) : NULL;
@@ -55,7 +45,7 @@ INLINE void strip_weights_as(const norm_call *c, int type, int64_t panel, int64_
                     __builtin_prefetch(out + (r + STRIP) * row_bytes, 1, 2);
             }
             const float dbias = c->dbias[n0 + r];
-            const vf wr = row_of_w(pairs, w, r, x), gr = load(g + r * PANEL + x);
+            const vf wr = row_of_w(c, w, r, x), gr = load(g + r * PANEL + x);
             sum_gamma += wr * gr;
             sum_beta += wr * dbias;
             if (out)
@@ -76,12 +66,12 @@ static void strip_weights(const norm_call *c, int64_t panel, int64_t n0, int64_t
         strip_weights_as(c, HEDDLE_F16, panel, n0, rows, w, g, dgamma, dbeta);
 }
 
-/* Rows of up to VL rows of C (+)= A·B, B one panel. */
+/* C (+)= A·B, B one panel. */
 static void strip_product(const norm_call *c, int vectors, int64_t rows, int64_t depth, const float *a, const float *b,
                           float *out, int64_t stride, bool add) {
-    for (int64_t r = 0; r < rows; r += VL)
-        multiply_panels(c, vectors, min64(VL, rows - r), 0, depth, a + r / VL * a_panel(depth), 0, b, out + r * stride,
-                        stride, add, (gemm_ahead){(const char *)b, 0});
+    for (int64_t r = 0; r < rows; r += BLOCK_ROWS)
+        multiply_panels(c, vectors, min64(BLOCK_ROWS, rows - r), 0, depth, a + r / VL * a_panel(depth), a_panel(depth),
+                        b, out + r * stride, stride, add, (gemm_ahead){(const char *)b, 0});
 }
 
 /* What rows n0 .. of W add to dx before its norm (in c->sums, [m][k_pad]), and their rows of dw, in panels p0 .. p1-1. */
@@ -89,9 +79,9 @@ static void strip_task(const norm_call *c, int64_t p0, int64_t p1, int64_t n0, b
                        float *dgamma, float *dbeta) {
     const heddle_norm_linear *a = c->a;
     const int64_t rows = min64(STRIP, a->n - n0), m = a->m, each = strip_of_dy(m);
-    const float *along_m = c->w + n0 / STRIP * each, *along_n = along_m + STRIP * m;
+    const float *along_m = c->w + n0 / STRIP * each, *along_n = along_m + STRIP / VL * a_panel(m);
     pack_strip(c, p0, p1, n0, rows, w);
-    for (int64_t p = p0; p < p1; p++, w += STRIP * PANEL) {
+    for (int64_t p = p0; p < p1; p++, w += b_panel(STRIP)) {
         const int vectors = vectors_of(a->k - p * PANEL);
         if (c->t->dx)
             strip_product(c, vectors, m, rows, along_n, w, c->sums + p * PANEL, c->k_pad, n0 > 0);
@@ -122,8 +112,8 @@ static void add_strips(const norm_call *c, bool weights, const norm_space *s) {
         const int64_t rows = min64(STRIP, a->n - x * STRIP);
         for (int64_t r = 0; r < rows; r += DY_TOGETHER * VL)
             pack_dy(c, 0, a->m, (x * STRIP + r) / VL, min64(DY_TOGETHER, (rows - r + VL - 1) / VL), true,
-                    dy + r * a->m);
-        pack_dy_slice(c, 0, a->m, x * STRIP, rows, dy + STRIP * a->m);
+                    dy + r / VL * a_panel(a->m));
+        pack_dy_slice(c, 0, a->m, x * STRIP, rows, dy + STRIP / VL * a_panel(a->m));
     }
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < c->k_panels; p++)

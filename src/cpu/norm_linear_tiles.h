@@ -14,27 +14,6 @@
 #define GROUP 4
 #define DY_TOGETHER 12
 
-/* norm_linear_strips.h has no twin here: a few rows are packed as many are. */
-#define STRIP TILE_DEPTH
-
-INLINE bool goes_in_strips(const heddle_norm_linear *a) {
-    (void)a;
-    return false;
-}
-
-INLINE int64_t strip_of_dy(int64_t m) {
-    return m;
-}
-
-INLINE int64_t strip_panels(const heddle_norm_linear *a, int64_t threads) {
-    (void)a, (void)threads;
-    return 0;
-}
-
-static void add_strips(const norm_call *c, bool weights, const norm_space *s) {
-    (void)c, (void)weights, (void)s;
-}
-
 /* Where in a panel of B the pairs of sum indices x and x+1 are, from column `column` (a multiple of 16) on. */
 INLINE int64_t in_b(int64_t x, int64_t column) {
     return x / TILE_DEPTH * (TILE_DEPTH / 2 * PANEL) + column * TILE_ROWS + x % TILE_DEPTH / 2 * 16;
@@ -138,13 +117,31 @@ static void pack_w(const norm_call *c, int64_t panel) {
         }
 }
 
+/* Rows n0 .. n0+rows-1 of W, as B, in panels p0 .. p1-1. */
+static void pack_strip(const norm_call *c, int64_t p0, int64_t p1, int64_t n0, int64_t rows, float *out) {
+    const int64_t bytes = c->a->w_stride * 2;
+    for (int64_t r = 0; r < STRIP; r += 2)
+        for (int64_t x = p0 * PANEL; x < p1 * PANEL; x += VL) {
+            const char *in = (const char *)c->t->w + (n0 + r) * bytes + x * 2;
+            const int64_t columns = c->a->k - x;
+            store(out + (x / PANEL - p0) * b_panel(STRIP) + in_b(r, x % PANEL),
+                  zip(load_16(in, r < rows ? columns : 0), load_16(in + bytes, r + 1 < rows ? columns : 0)));
+        }
+}
+
 INLINE const float *slice_of_w(const norm_call *c, int64_t p, int64_t x) {
     return c->w + p * b_panel(c->a->n) + x / 2 * PANEL;
 }
 
-INLINE vf load_w(const norm_call *c, int64_t p, int64_t r, int64_t column) {
-    const vu x = (vu)load(c->w + p * b_panel(c->a->n) + in_b(r, column));
+/* Elements of row r of what a panel of B has of W. */
+INLINE vf row_of_w(const norm_call *c, const float *panel, int64_t r, int64_t column) {
+    (void)c;
+    const vu x = (vu)load(panel + in_b(r, column));
     return (vf)(r % 2 ? x & 0xffff0000u : x << 16);
+}
+
+INLINE vf load_w(const norm_call *c, int64_t p, int64_t r, int64_t column) {
+    return row_of_w(c, slice_of_w(c, p, 0), r, column);
 }
 
 static void pack_dy_slice(const norm_call *c, int64_t first, int64_t rows, int64_t x, int64_t depth, float *out) {
