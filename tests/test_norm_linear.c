@@ -337,6 +337,9 @@ static void test_weights_in_place(void **state) {
     for (size_t x = 0; x < 2 * COUNT(sizes) && test_device() == HEDDLE_CPU; x++)
         for (size_t y = 0; y < TEST_DTYPES; y++) {
             const int64_t *s = sizes[x % COUNT(sizes)];
+            if (s[1] > 2048 &&
+                test_dtypes[y] != HEDDLE_BF16) /* it is tiles of AMX that long sums are another matter to */
+                continue;
             norm_linear_case c = make_case(s[0], s[1], s[2]);
             c.a.dtype = test_dtypes[y];
             c.a.norm = (heddle_norm)(x % 2);
