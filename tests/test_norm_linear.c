@@ -334,7 +334,12 @@ static void test_weights_in_place(void **state) {
     (void)state;
     static const int64_t sizes[][3] = {{3, 33, 40},    {9, 64, 33},     {40, 4130, 70}, {270, 2052, 97},
                                        {60, 96, 1100}, {30, 200, 1030}, {514, 40, 1100}};
-    for (size_t x = 0; x < 2 * COUNT(sizes) && test_device() == HEDDLE_CPU; x++)
+#ifdef __x86_64__ /* elsewhere nothing goes so, and an emulator would take long */
+    const size_t count = test_device() == HEDDLE_CPU ? 2 * COUNT(sizes) : 0;
+#else
+    const size_t count = 0;
+#endif
+    for (size_t x = 0; x < count; x++)
         for (size_t y = 0; y < TEST_DTYPES; y++) {
             const int64_t *s = sizes[x % COUNT(sizes)];
             if (s[1] > 2048 &&
