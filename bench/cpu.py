@@ -464,8 +464,8 @@ def cliffs(m, report, quick):
 
 SECTIONS = {"attention": attention_f32, "vit": attention_vit, "16-bit": attention_16, "avx2": attention_avx2,
             "dropout": attention_dropout, "options": attention_options,
-            "norm-linear": norm_linear, "small-batches": small_batches, "prepared": prepared, "decode": decode, "two-cores": two_cores,
-            "plain-loops": plain_loops, "cliffs": cliffs}
+            "norm-linear": norm_linear, "small-batches": small_batches, "prepared": prepared, "decode": decode,
+            "two-cores": two_cores, "plain-loops": plain_loops, "cliffs": cliffs}
 ONE_THREAD_ONLY = {"avx2", "cliffs", "options"}
 
 

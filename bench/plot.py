@@ -66,8 +66,7 @@ def summary(rows):
         "| part | threads | rows | of peak, median | over PyTorch, geometric mean | least | which row that is | commit |",
         "|---|---|---|---|---|---|---|---|"]
     for (threads, _, section), group in parts(rows):
-        by_pass = [[r for r in group if r["name"].endswith(p) and stem(r) + " " + p == r["name"]]
-                   for p in passes_of(group)] or [group]
+        by_pass = [[r for r in group if r["name"][len(stem(r)):].strip() == p] for p in passes_of(group)] or [group]
         peer = [[r for r in some if r.get("over_torch")] for some in by_pass]
         least = [min(some, key=lambda r: r["over_torch"]) for some in peer if some]
         peak = [[r["fraction"] for r in some if r.get("fraction") is not None] for some in by_pass]
