@@ -373,7 +373,9 @@ def test_drawings():
 
 
 def test_tables_of_cpus():
-    done = subprocess.run([sys.executable, ROOT / "bench/plot.py", "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, ROOT / "bench/plot.py", "--check"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
