@@ -7,8 +7,7 @@
 #include "tile.h"
 
 INLINE vi lane_index(const lanes *l, int v) {
-    typedef vi vi_unaligned __attribute__((aligned(4), may_alias));
-    return *(const vi_unaligned *)(l->index + v * VL);
+    return load_int(l->index + v * VL);
 }
 
 INLINE tile_kind part_kind(const unit *u, const lanes *l, const key_block *b, int v, int64_t first, int64_t count) {
@@ -60,24 +59,13 @@ static void mask_band(const unit *u, const lanes *l, const key_block *b, float *
         }
 }
 
-#define MASK_BYTES 32
-typedef uint8_t mask_vector __attribute__((vector_size(MASK_BYTES)));
-
-/* The bytes of 32 keys of a row, 0 behind the last. */
-INLINE mask_vector load_mask(const uint8_t *p, int64_t keys) {
-    mask_vector bytes = {0};
-    if (keys >= MASK_BYTES)
-        memcpy(&bytes, p, sizeof bytes);
-    else
-        memcpy(&bytes, p, (size_t)keys);
-    return bytes;
-}
-
-INLINE bool any_word(const uint32_t *words, int count) {
-    uint32_t any = 0;
-    for (int x = 0; x < count; x++)
-        any |= words[x];
-    return any != 0;
+/* Bit j is set where byte j of `keys` <= 32 is not 0. */
+INLINE uint32_t mask_bits(const uint8_t *p, int64_t keys) {
+    uint8_t copy[32] = {0};
+    if (keys >= 32)
+        return byte_bits(p);
+    memcpy(copy, p, (size_t)keys);
+    return byte_bits(copy);
 }
 
 static void mask_rows(const call *c, const unit *u, const lanes *l, const void *rows[LANES]) {
@@ -85,21 +73,22 @@ static void mask_rows(const call *c, const unit *u, const lanes *l, const void *
         rows[x] = c->t->bool_mask + row_offset(c->a->bool_mask_stride, u->n, l->head[x], l->first + l->index[x]);
 }
 
-/* What a boolean mask shows of up to 32 keys to the lanes of a vector: a byte of `seen`, or of `hidden`, is not 0 where one of them sees
- * the key, or does not see it. */
-INLINE void gather_mask(const void *const *rows, int64_t count, int64_t first, int64_t keys, mask_vector *seen,
-                        mask_vector *hidden) {
-    mask_vector any = {0}, all = {0};
-    all = ~all;
+/* What a boolean mask shows of up to 32 keys to `count` lanes of a vector, a bit for each key: to every lane in `bits`, to one of them in
+ * `seen`; and in `hidden`, from one of them. */
+INLINE void gather_mask(const void *const *rows, int64_t count, int64_t first, int64_t keys, uint32_t *bits,
+                        uint32_t *seen, uint32_t *hidden) {
+    uint32_t any = 0, all = UINT32_MAX;
+#pragma GCC unroll 16
     for (int64_t x = 0; x < count; x++) {
         const uint8_t *p = (const uint8_t *)rows[x] + first;
-        const mask_vector bytes = load_mask(p, keys);
+        const uint32_t own = mask_bits(p, keys);
         __builtin_prefetch(p + TILE_KEYS, 0, 2); /* what the next block wants */
-        any |= bytes;
-        all &= (mask_vector)(bytes != 0);
+        bits[x] = own;
+        any |= own;
+        all &= own;
     }
     *seen = any;
-    *hidden = ~all;
+    *hidden = ~all & UINT32_MAX >> (32 - keys);
 }
 
 /* Which keys of a block a boolean mask hides from all lanes of a vector, from none, or from some: VL keys at a time. */
@@ -109,23 +98,22 @@ static void map_mask(const call *c, const unit *u, const lanes *l, const key_blo
         return;
     const void *rows[LANES];
     mask_rows(c, u, l, rows);
+    memset(r->bits, 0, sizeof r->bits); /* lanes of nobody see nothing */
     for (int v = 0; v < l->vectors; v++)
-        for (int64_t j = 0; j < b->count; j += MASK_BYTES) {
-            const int64_t keys = min64(MASK_BYTES, b->count - j), count = min64(VL, l->count - v * VL);
-            uint32_t seen[MASK_BYTES / 4], hidden[MASK_BYTES / 4];
-            mask_vector of_seen, of_hidden;
-            if (keys == MASK_BYTES && count == VL) /* constants, which the compiler unrolls */
-                gather_mask(rows + v * VL, VL, b->first + j, MASK_BYTES, &of_seen, &of_hidden);
+        for (int64_t j = 0; j < b->count; j += 32) {
+            const int64_t keys = min64(32, b->count - j), count = min64(VL, l->count - v * VL);
+            uint32_t *bits = r->bits[j / 32] + v * VL, seen, hidden;
+            if (keys == 32 && count == VL) /* constants, which the compiler unrolls */
+                gather_mask(rows + v * VL, VL, b->first + j, 32, bits, &seen, &hidden);
             else
-                gather_mask(rows + v * VL, count, b->first + j, keys, &of_seen, &of_hidden);
-            memcpy(seen, &of_seen, sizeof seen);
-            memcpy(hidden, &of_hidden, sizeof hidden);
-            memset((char *)hidden + keys, 0, sizeof hidden - (size_t)keys);
+                gather_mask(rows + v * VL, count, b->first + j, keys, bits, &seen, &hidden);
             for (int64_t x = 0; x < keys; x += VL) {
-                const bool sees = any_word(seen + x / 4, VL / 4), hides = any_word(hidden + x / 4, VL / 4);
-                r->kind[(j + x) / VL][v] = (uint8_t)(!sees ? TILE_EMPTY : hides ? TILE_PARTIAL : TILE_FULL);
-                r->cut |= hides;
+                const uint32_t these = ((UINT32_C(1) << VL) - 1) << x;
+                r->kind[(j + x) / VL][v] = (uint8_t)(!(seen & these)  ? TILE_EMPTY
+                                                     : hidden & these ? TILE_PARTIAL
+                                                                      : TILE_FULL);
             }
+            r->cut |= hidden != 0;
         }
 }
 
@@ -136,15 +124,13 @@ static key_block mask_cut(const call *c, const unit *u, const lanes *l, const ke
         return r;
     const void *rows[LANES];
     mask_rows(c, u, l, rows);
-    int64_t end = (b->count + MASK_BYTES - 1) / MASK_BYTES * MASK_BYTES;
-    for (; end > 0; end -= MASK_BYTES) {
-        const int64_t first = end - MASK_BYTES, keys = b->count - first;
-        uint32_t words[MASK_BYTES / 4];
-        mask_vector seen = {0};
+    int64_t end = (b->count + 31) / 32 * 32;
+    for (; end > 0; end -= 32) {
+        const int64_t first = end - 32, keys = min64(32, b->count - first);
+        uint32_t seen = 0;
         for (int64_t x = 0; x < l->count; x++)
-            seen |= load_mask((const uint8_t *)rows[x] + b->first + first, keys);
-        memcpy(words, &seen, sizeof words);
-        if (any_word(words, MASK_BYTES / 4))
+            seen |= mask_bits((const uint8_t *)rows[x] + b->first + first, keys);
+        if (seen)
             break;
     }
     r.count = min64(b->count, end);
@@ -189,46 +175,17 @@ static bool sees_some(const call *c, const unit *u, const lanes *l, int64_t firs
     return !c->divides || (segment_kind(u, l, &b) != TILE_EMPTY && block_kind(c, u, l, &b) != TILE_EMPTY);
 }
 
-/* -inf where a boolean mask hides one of so many keys from these lanes, four keys of a lane in 32 bits. */
-INLINE void mask_keys(const void *const *rows, int64_t count, int64_t first, int64_t keys, float *s, int64_t stride) {
-    for (int64_t j = 0; j < keys; j += 4) {
-        vi four = splat_int(0); /* lanes of nobody see nothing */
-        const size_t n = (size_t)min64(4, keys - j);
-#pragma GCC unroll 16
-        for (int x = 0; x < VL; x++) {
-            int32_t bytes = 0;
-            if (x < count)
-                memcpy(&bytes, (const uint8_t *)rows[x] + first + j, n);
-            four[x] = bytes;
-        }
-#pragma GCC unroll 4
-        for (size_t y = 0; y < 4; y++) {
-            uint8_t pick[4] = {0};
-            int32_t bits;
-            pick[y] = 255;
-            memcpy(&bits, pick, sizeof bits);
-            float *p = s + (j + (int64_t)y) * stride;
-            if (y < n)
-                store(p, select_float((four & bits) == 0, splat(-INFINITY), load(p)));
-        }
-    }
-}
-
 /* -inf where a boolean mask hides a key, by its map. */
-static void mask_bool(const call *c, const unit *u, const lanes *l, const key_block *b, const parts *r, float *s) {
-    const void *rows[LANES];
-    mask_rows(c, u, l, rows);
+static void mask_bool(const lanes *l, const key_block *b, const parts *r, float *s) {
     for (int64_t j0 = 0; j0 < b->count; j0 += VL)
         for (int v = 0; v < l->vectors; v++) {
             const uint8_t kind = r->kind[j0 / VL][v];
-            const int64_t keys = min64(VL, b->count - j0), count = l->count - v * VL;
+            const vi bits = load_int((const int32_t *)r->bits[j0 / 32] + v * VL);
             float *p = s + j0 * l->stride + v * VL;
-            for (int64_t j = 0; j < keys && kind == TILE_EMPTY; j++)
-                store(p + j * l->stride, splat(-INFINITY));
-            if (kind == TILE_PARTIAL && keys == VL && count >= VL) /* constants, which the compiler unrolls */
-                mask_keys(rows + v * VL, VL, b->first + j0, VL, p, l->stride);
-            else if (kind == TILE_PARTIAL)
-                mask_keys(rows + v * VL, min64(VL, count), b->first + j0, keys, p, l->stride);
+            for (int64_t j = 0; j < min64(VL, b->count - j0) && kind != TILE_FULL; j++, p += l->stride) {
+                const vi hidden = (bits & (int32_t)(UINT32_C(1) << (j0 + j) % 32)) == 0;
+                store(p, select_float(hidden, splat(-INFINITY), load(p))); /* of what was left out, too */
+            }
         }
 }
 

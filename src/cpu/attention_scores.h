@@ -268,7 +268,7 @@ static bool scores(const call *c, const unit *u, const lanes *l, const key_block
     if (r->partial)
         mask_band(u, l, b, s); /* the parts that were left out, too */
     if (r->cut)
-        mask_bool(c, u, l, b, r, s);
+        mask_bool(l, b, r, s);
     r->divided = is_divided(c, u, l, b);
     if (r->divided && u->k_ids)
         mask_segments(u, l, b, s);

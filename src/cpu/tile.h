@@ -100,6 +100,7 @@ typedef struct parts {
     bool divided; /* segments or lists of blocks hide some */
     bool cut;     /* a boolean mask hides some: kind[j][v] says for keys j·VL .. j·VL+VL-1 and vector v */
     uint8_t kind[MAX_PARTS][TILE_VECTORS]; /* tile_kind */
+    uint32_t bits[TILE_KEYS / 32][LANES];  /* of a boolean mask: a lane's next 32 keys, 1 where it sees one */
     part p[MAX_PARTS];
 } parts;
 

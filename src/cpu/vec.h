@@ -16,6 +16,7 @@ typedef int32_t vi __attribute__((vector_size(4 * VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 typedef uint16_t vh __attribute__((vector_size(2 * VL)));
 typedef uint8_t vb __attribute__((vector_size(VL)));
+typedef uint8_t vb8 __attribute__((vector_size(8)));
 typedef uint64_t vw __attribute__((vector_size(8 * VL)));
 typedef uint64_t vl __attribute__((vector_size(4 * VL))); /* a lane for two of vu */
 
@@ -23,9 +24,14 @@ typedef uint64_t vl __attribute__((vector_size(4 * VL))); /* a lane for two of v
 typedef vf vf_unaligned __attribute__((aligned(4), may_alias));
 typedef vh vh_unaligned __attribute__((aligned(2), may_alias));
 typedef vu vu_unaligned __attribute__((aligned(2), may_alias));
+typedef vi vi_unaligned __attribute__((aligned(4), may_alias));
 
 INLINE vf load(const float *p) {
     return *(const vf_unaligned *)p;
+}
+
+INLINE vi load_int(const int32_t *p) {
+    return *(const vi_unaligned *)p;
 }
 
 INLINE void store(float *p, vf x) {
@@ -51,6 +57,22 @@ INLINE bool any_lane(vi mask) {
     for (int l = 0; l < VL; l++)
         r |= mask[l];
     return r != 0;
+}
+#endif
+
+/* Bit j is set where byte j of 32 is not 0. The product collects the lowest bits of eight bytes in its highest. */
+#ifndef HAVE_BYTE_BITS
+INLINE uint32_t byte_bits(const uint8_t *p) {
+    uint32_t r = 0;
+    for (int x = 0; x < 4; x++) {
+        vb8 bytes;
+        uint64_t ones;
+        memcpy(&bytes, p + 8 * x, sizeof bytes);
+        bytes = (vb8)(bytes != 0) & 1;
+        memcpy(&ones, &bytes, sizeof ones);
+        r |= (uint32_t)(ones * UINT64_C(0x0102040810204080) >> 56) << 8 * x;
+    }
+    return r;
 }
 #endif
 

@@ -6,6 +6,7 @@
 #define HAVE_F16_CONVERT
 #define HAVE_LONG_PRODUCT
 #define HAVE_ANY_LANE
+#define HAVE_BYTE_BITS
 #define HAVE_TRANSPOSE
 #include "vec.h"
 
@@ -15,6 +16,11 @@ INLINE vf vmax(vf a, vf b) {
 
 INLINE bool any_lane(vi mask) {
     return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+}
+
+INLINE uint32_t byte_bits(const uint8_t *p) {
+    const __m256i bytes = _mm256_loadu_si256((const __m256i_u *)p);
+    return ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256()));
 }
 
 /* Halves first, and then each half by itself: 24 shuffles, where three rounds of zip_round() are 48. */

@@ -6,11 +6,17 @@
 #define HAVE_F16_CONVERT
 #define HAVE_LONG_PRODUCT
 #define HAVE_PARTIAL
+#define HAVE_BYTE_BITS
 #define HAVE_STREAM
 #include "vec.h"
 
 INLINE vf vmax(vf a, vf b) {
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+}
+
+INLINE uint32_t byte_bits(const uint8_t *p) {
+    const __m256i bytes = _mm256_loadu_si256((const __m256i_u *)p);
+    return _mm256_test_epi8_mask(bytes, bytes);
 }
 
 INLINE vl long_product(vl a, uint32_t b) {
