@@ -117,7 +117,14 @@ static void widen_rows(int type, const char *in, int64_t bytes, int64_t rows, in
 
 /* n elements of e4m3 in another type, which holds each exactly. */
 INLINE void widen_e4m3_as(int type, const uint8_t *in, int64_t n, void *out) {
-    for (int64_t e = 0; e < n; e += VL) {
+    int64_t e = 0;
+    for (; type != HEDDLE_F32 && e + 2 * VL <= n; e += 2 * VL) {
+        vb_two bytes;
+        memcpy(&bytes, in + e, sizeof bytes);
+        const vh_two halves = type == HEDDLE_BF16 ? e4m3_halves(7, 127, bytes) : e4m3_halves(10, 15, bytes);
+        memcpy((char *)out + e * 2, &halves, sizeof halves);
+    }
+    for (; e < n; e += VL) {
         vb bytes = {0};
         if (n - e >= VL)
             memcpy(&bytes, in + e, sizeof bytes);

@@ -234,6 +234,22 @@ INLINE vf e4m3_widen(vb bytes) {
     return (vf)((u & 0x80u) << 24 | (is_small & small) | (~is_small & normal) | nan);
 }
 
+/* The same in 16 bits of `mantissa` bits behind the point and this bias, which hold each exactly: two vectors' numbers. A number without an
+ * exponent is one of seven, of which the leading bit becomes the exponent. */
+typedef uint16_t vh_two __attribute__((vector_size(4 * VL)));
+typedef uint8_t vb_two __attribute__((vector_size(2 * VL)));
+
+INLINE vh_two e4m3_halves(int mantissa, int bias, vb_two bytes) {
+    const vh_two u = __builtin_convertvector(bytes, vh_two), x = u & 0x7f;
+    const vh_two two = (vh_two)(x >= 2), four = (vh_two)(x >= 4), some = (vh_two)(x != 0), low = (vh_two)(x < 8);
+    const vh_two tail = (four & x << (mantissa - 2)) | (~four & two & x << (mantissa - 1)); /* of 1 nothing is left */
+    const vh_two place = (uint16_t)((bias - 9) << mantissa) - ((two + four) << mantissa);   /* a mask is -1 */
+    const vh_two small = some & (place | (tail & (uint16_t)((1 << mantissa) - 1)));
+    const vh_two large = (x << (mantissa - 3)) + (uint16_t)((bias - 7) << mantissa);
+    const vh_two nan = (vh_two)(x == 0x7f) & 0x7fff;
+    return (u & 0x80) << 8 | (low & small) | (~low & large) | nan;
+}
+
 /* ---------------------------------------------------------------------------------------------- parts of vectors */
 
 #ifndef HAVE_PARTIAL
