@@ -73,6 +73,9 @@ def rows_of(library, h, s, d, dtype):
     pairs = Problem(library, 2, h, s // 2, d, dtype)
     yield "segments", full, segments, pairs.flops(), pairs.job(), pairs.flops(), {"attn_mask": alike}, .9
 
+    large = Problem(library, 1, h, s, d, dtype)
+    large.q = large.q * 20
+    yield "large scores", large, large.job(), seen, plain, seen, {}, .85
     sinks = torch.randn(h)
     yield "sinks", full, full.job(sinks=sinks), seen, plain, seen, None, .85
     yield "lse gradient", full, full.job(dlse=torch.randn(1, h, s)), seen, plain, seen, None, .85
@@ -123,7 +126,7 @@ def measure(m, report, isa, row):
     job.forward()
     if plain is not job:
         calls.update(of=plain.forward, ob=plain.backward)
-    if options:
+    if options is not None:
         calls["tf"], calls["tb"] = problem.torchs(**options)
         if "dropout_p" not in options:
             compare(problem, job, calls["tb"], problem.dtype, what)
@@ -132,9 +135,10 @@ def measure(m, report, isa, row):
     for label, factor, key, ours in (("forward", 1, "f", t["hf"]), ("backward", 2.5, "b", both)):
         mine = t["h" + key]
         of_plain = ratio(t["o" + key], mine) * flops / plain_flops if plain is not job else None
-        over_torch = ratio(t["t" + key], ours) if options else None
+        over_torch = ratio(t["t" + key], ours) if options is not None else None
         report.add("attention options", f"{what} {label}", ms=1e3 * median(mine),
                    gflops=1e-9 * factor * flops / median(mine), fraction=fraction_of(factor * flops, mine, p["h" + key]),
-                   over_torch=over_torch, over_other=of_plain, goals=(None, 1.5 if options and goal else None, goal),
+                   over_torch=over_torch, over_other=of_plain,
+                   goals=(None, 1.5 if options is not None and goal else None, goal),
                    b=problem.b, h=problem.h, s=problem.s, d=problem.d, causal=name in ("causal", "window"),
                    dtype=SHORT[problem.dtype], isa=isa or m.heddle.isa, direction=label, option=name)

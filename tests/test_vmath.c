@@ -39,15 +39,16 @@ static vf call_vexp2(vf x) {
 }
 
 #define REST 0.3f
+#define WHOLE 7
 
-static vf call_vexp2_less(vf x) {
-    const vf rest = splat(REST);
-    vexp2_less(1, 1, 1, &rest, &x);
+static vf call_vexp2_twice(vf x) {
+    const exponent_rest less = rest_of_exponent(splat(REST), splat(WHOLE));
+    vexp2_twice(1, 1, 1, &less, &x);
     return x;
 }
 
-static long double exp2_less(long double x) {
-    return exp2l(x - (long double)REST);
+static long double exp2_twice(long double x) {
+    return 2 * exp2l(x - (long double)REST - WHOLE);
 }
 
 static vf call_vtanh(vf x) {
@@ -126,25 +127,64 @@ static void test_exp2_zeros(void **state) {
 }
 
 /* With a rest behind the whole part, which only this function takes away. */
-static void test_exp2_less(void **state) {
+static void test_exp2_twice(void **state) {
     (void)state;
-    function f = {.name = "vexp2_less", .vector = call_vexp2_less, .exact = exp2_less, .limit = 1};
+    function f = {.name = "vexp2_twice", .vector = call_vexp2_twice, .exact = exp2_twice, .limit = 1};
     const uint32_t negative = 0x80000000u, stride = stride_of(5557, 557);
-    measure(&f, negative | float_bits(0x1p-30f), negative | float_bits(125.0f), stride);
-    measure(&f, float_bits(0x1p-30f), float_bits(120.0f), stride);
+    measure(&f, negative | float_bits(0x1p-30f), negative | float_bits(118.0f), stride);
+    measure(&f, float_bits(0x1p-30f), float_bits(127.0f), stride);
     report(&f);
-    const float masked[] = {-127, -128, -1e4f, -1e30f, -FLT_MAX, -INFINITY}, rests[] = {-0.5f, 0, 0.5f, 30};
+    const float masked[] = {-127, -128, -1e4f, -1e30f, -FLT_MAX, -INFINITY}, rests[] = {-0.5f, 0, 0.5f, 30},
+                wholes[] = {-20, 0, 1, 64};
     for (size_t x = 0; x < COUNT(masked); x++)
-        for (size_t y = 0; y < COUNT(rests); y++)
+        for (size_t y = 0; y < COUNT(rests) * COUNT(wholes); y++)
             for (int l = 0; l < VL; l++) {
-                vf v = splat(rests[y] + 1), rest = splat(rests[y]);
-                v[l] = masked[x] + rests[y];
-                vexp2_less(1, 1, 1, &rest, &v);
+                const float rest = rests[y % COUNT(rests)], whole = wholes[y / COUNT(rests)];
+                const exponent_rest less = rest_of_exponent(splat(rest), splat(whole));
+                vf v = splat(rest + whole + 1);
+                v[l] = masked[x] + rest + whole;
+                vexp2_twice(1, 1, 1, &less, &v);
                 for (int other = 0; other < VL; other++)
-                    assert_true(v[other] == (other == l ? 0 : 2));
+                    assert_true(v[other] == (other == l ? 0 : 4));
             }
+    for (float away = -126; away > -127.5f; away -= 0.001f) { /* no denormal, which the function above gives here */
+        const float y = call_vexp2_twice(splat(away + REST + WHOLE))[0];
+        assert_true(y == 0 || y >= 0x1p-126f);
+    }
     vf x = splat(NAN);
-    assert_true(isnan(call_vexp2_less(x)[0]));
+    assert_true(isnan(call_vexp2_twice(x)[0]));
+}
+
+/* A power of two more, and nothing else. */
+static void test_exp2_lifted(void **state) {
+    (void)state;
+    for (float x = -127.5f; x < 70; x += 0.0371f) {
+        vf lifted = splat(x);
+        vexp2_lifted(1, 1, -127, 0x1p48f, &lifted);
+        assert_true(lifted[0] == vexp2(splat(x))[0] * 0x1p48f || (x < -126 && lifted[0] <= 0x1.000002p-78f));
+    }
+    vf hidden = splat(-INFINITY);
+    vexp2_lifted(1, 1, -127, 0x1p48f, &hidden);
+    assert_true(hidden[0] == 0);
+}
+
+/* All of e4m3, in 16 bits and as floats, beside dtype.h. */
+static void test_e4m3(void **state) {
+    (void)state;
+    for (int x = 0; x < 256; x++)
+        for (int l = 0; l < 2 * VL; l++) {
+            vb_two bytes = {0};
+            bytes[l] = (uint8_t)x;
+            const vh_two bf16 = e4m3_halves(7, 127, bytes), f16 = e4m3_halves(10, 15, bytes);
+            const float right = e4m3_to_float((uint8_t)x);
+            for (int other = 0; other < 2 * VL; other++) {
+                const float of[] = {bf16_to_float(bf16[other]), f16_to_float(f16[other])};
+                for (int y = 0; y < 2; y++)
+                    assert_true(other != l     ? of[y] == 0
+                                : isnan(right) ? isnan(of[y])
+                                               : float_bits(of[y]) == float_bits(right));
+            }
+        }
 }
 
 static const uint32_t payloads[] = {0, 1, 2, 0x80, 0x100, 0x1ff, 0x12345, 0x3fffff};
@@ -440,11 +480,12 @@ static void test_all_finite(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_exp2),      cmocka_unit_test(test_exp2_zeros), cmocka_unit_test(test_exp2_less),
-        cmocka_unit_test(test_nan),       cmocka_unit_test(test_max),        cmocka_unit_test(test_tanh),
-        cmocka_unit_test(test_tanh_each), cmocka_unit_test(test_any_lane),   cmocka_unit_test(test_widen),
-        cmocka_unit_test(test_narrow),    cmocka_unit_test(test_transpose),  cmocka_unit_test(test_dropout_words),
-        cmocka_unit_test(test_gemm),      cmocka_unit_test(test_all_finite),
+        cmocka_unit_test(test_exp2),        cmocka_unit_test(test_exp2_zeros),    cmocka_unit_test(test_exp2_twice),
+        cmocka_unit_test(test_exp2_lifted), cmocka_unit_test(test_e4m3),          cmocka_unit_test(test_nan),
+        cmocka_unit_test(test_max),         cmocka_unit_test(test_tanh),          cmocka_unit_test(test_tanh_each),
+        cmocka_unit_test(test_any_lane),    cmocka_unit_test(test_widen),         cmocka_unit_test(test_narrow),
+        cmocka_unit_test(test_transpose),   cmocka_unit_test(test_dropout_words), cmocka_unit_test(test_gemm),
+        cmocka_unit_test(test_all_finite),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

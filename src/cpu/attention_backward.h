@@ -114,12 +114,13 @@ static void add_key_sums(const call *c, const unit *u, bool whole, backward_spac
 }
 
 /* natural_lse() undone: base alone would cost P two roundings of lse. +inf makes P zero for a row that sees nothing. True if even
- * the rounding of lse itself would be seen in P. */
+ * the rounding of lse itself, |lse|·2^-25 in all of a row's P, would be seen: in 16 bits beside half an eighth of a unit in the last place. */
 static bool split_lse(const call *c, float lse, float *base, float *rest) {
     const double stored = lse == -INFINITY ? INFINITY : lse / c->unit;
     *base = (float)stored;
     *rest = isfinite(*base) ? (float)((stored - *base) * c->factor) : 0;
-    return fabsf(lse) > 32 && fabsf(lse) < INFINITY;
+    const float seen = TYPE(c) == HEDDLE_F32 ? 32 : TYPE(c) == HEDDLE_BF16 ? 0x1p12f : 0x1p9f;
+    return fabsf(lse) > seen && fabsf(lse) < INFINITY;
 }
 
 /* The log-sum-exp of a row, in units of log2 `rest` above a score as stored. Its whole part is a power of two of P, which rounds nothing: as
@@ -128,7 +129,7 @@ static void set_lse(const backward_shared *g, int64_t at, float base, double res
     const double whole = fabs(rest) < 64 ? rint(rest) : 0;
     g->base[at] = base;
     g->rest[at] = (float)(rest - whole);
-    g->power[at] = ldexpf(1, -(int)whole);
+    g->whole[at] = (float)whole;
 }
 
 /* Whether P of a row of several blocks is to sum to 1: in float32 its lse is off by its own rounding, up to |lse|·2^-24, and all P of the
@@ -168,7 +169,7 @@ static void raise_bases(const call *c, const key_block *b, float *top, double *r
             top[x] = w->base[x] = most;
             rest[x] = above;
             w->rest[x] = (float)(above - rint(above));
-            w->power[x] = (float)exp2(-rint(above));
+            w->whole[x] = (float)rint(above);
         }
     }
 }
@@ -181,7 +182,7 @@ static void renew_lse(const call *c, const unit *u, range keys, backward_space *
     load_q(c, u, w, g);
     for (int64_t x = 0; x < l->stride; x++) {
         top[x] = -INFINITY;
-        rest[x] = (double)w->rest[x] - log2((double)w->power[x]);
+        rest[x] = (double)w->rest[x] + (double)w->whole[x];
     }
     for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
         if (!sees_some(c, u, l, j, min64(c->tile_k, keys.end - j)))
@@ -207,31 +208,35 @@ static void renew_lse(const call *c, const unit *u, range keys, backward_space *
     w->kept_first = w->kept ? keys.begin : -1;
 }
 
+/* The maximum of a vector of rows grows by so many scores, and the sum of exponents from it. */
+static void add_exponents(const call *c, const float *s, int64_t stride, int64_t count, float *top, float *sum) {
+    const vf before = load(top);
+    vf most = before, all = splat(0);
+    for (int64_t y = 0; y < count; y++)
+        most = vmax(most, load(s + y * stride));
+    const vf base = select_float(most == -INFINITY, splat(0), most);
+    for (int64_t y = 0; y < count; y++)
+        all += vexp2_times(c->factor, load(s + y * stride) - base);
+    store(sum, load(sum) * vexp2_times(c->factor, before - base) + all);
+    store(top, most);
+}
+
 /* The softmax sums of a tile anew, for scores so large that a float32 lse is too coarse for P = exp(S - lse): the maximum is
  * subtracted exactly, the rest is the logarithm of the sum. Taken only where it agrees with the given lse to its rounding. */
 static void refine_lse(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
     const lanes *l = &w->l;
     range keys = l->keys;
-    float top[LANES], sum[LANES] = {0};
-    for (int64_t x = 0; x < LANES; x++)
-        top[x] = -INFINITY;
+    float sum[LANES] = {0};
     load_q(c, u, w, g);
-    for (int pass = 0; pass < 2; pass++) {
-        for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-            if (!sees_some(c, u, l, j, min64(c->tile_k, keys.end - j)))
-                continue;
-            const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
-            scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, &w->next);
-            for (int64_t y = 0; y < b.count; y++)
-                for (int64_t x = 0; x < l->stride; x += VL) {
-                    vf s = load(w->s + y * l->stride + x);
-                    if (pass == 0)
-                        store(top + x, vmax(load(top + x), s));
-                    else
-                        store(sum + x, load(sum + x) + vexp2_times(c->factor, s - load(w->base + x)));
-                }
-        }
-        memcpy(w->base, top, sizeof top);
+    for (int64_t x = 0; x < LANES; x++)
+        w->base[x] = -INFINITY;
+    for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
+        if (!sees_some(c, u, l, j, min64(c->tile_k, keys.end - j)))
+            continue;
+        const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
+        scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, &w->next);
+        for (int64_t x = 0; x < l->stride; x += VL)
+            add_exponents(c, w->s + x, l->stride, b.count, w->base + x, sum + x);
     }
     for (int64_t x = 0; x < l->count; x++) {
         int64_t at = lse_offset(c, u, l->head[x], l->first + l->index[x]);
@@ -255,6 +260,7 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
     const heddle_attention *a = c->a;
     int64_t rows = c->group * u->s.sq;
     w->kept_first = -1;
+    w->lift = 1;
     if (tile * LANES >= rows)
         return;
     make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
@@ -272,7 +278,7 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
         g->dsum[at] = (c->t->dout ? dot_row(c, o[x], dout[x]) : 0) - dlse_of(c, u, &w->l, x);
         if (g->dfix)
             g->dfix[at] = 0;
-        g->power[at] = 1;
+        g->whole[at] = 0;
         if (g->sum_p)
             g->sum_p[at] = 0;
         large |= split_lse(c, ((const float *)c->t->lse)[at], &g->base[at], &g->rest[at]);
@@ -323,7 +329,7 @@ static void add_dq(const call *c, const unit *u, backward_space *w, const backwa
     const void *rows[LANES];
     float scale[LANES], correct[LANES];
     for (int64_t x = 0; x < l->stride; x++)
-        scale[x] = (float)c->a->scale;
+        scale[x] = (float)c->a->scale * w->lower;
     for (int64_t x = 0; x < l->count && w->measured; x++) {
         correct[x] = correction(c, u, x, w, g);
         scale[x] *= first && last ? correct[x] : 1;
@@ -357,21 +363,22 @@ static void write_chunk(const call *c, const unit *u, int64_t first, int64_t cou
     if (folded)
         fold_chunk(c, count, false, w);
     const float *dk = folded ? w->dk_all : w->dk, *dv = folded ? w->dv_all : w->dv;
+    const float scale = (float)a->scale * w->lower;
     for (int64_t j = 0; j < count; j++) {
         int64_t row = u->s.first_k + first + j;
         if (c->adds) {
             if (c->t->dk)
-                add_row(dk + j * c->d_pad, a->d, (float)a->scale,
-                        (float *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row));
+                add_row(dk + j * c->d_pad, a->d, scale, (float *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row));
             if (c->t->dv)
-                add_row(dv + j * c->dv_pad, a->dv, 1, (float *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row));
+                add_row(dv + j * c->dv_pad, a->dv, w->lower,
+                        (float *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row));
             continue;
         }
         if (c->t->dk)
-            narrow_row(TYPE(c), dk + j * c->d_pad, a->d, (float)a->scale,
+            narrow_row(TYPE(c), dk + j * c->d_pad, a->d, scale,
                        (char *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row) * element_size(TYPE(c)));
         if (c->t->dv)
-            narrow_row(TYPE(c), dv + j * c->dv_pad, a->dv, 1,
+            narrow_row(TYPE(c), dv + j * c->dv_pad, a->dv, w->lower,
                        (char *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row) * element_size(TYPE(c)));
     }
 }
@@ -513,6 +520,8 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
     key_block chunk = {.first = chunk_index * chunk_k};
     chunk.count = min64(chunk_k, u->s.sk - chunk.first);
     const bool k_finite = load_chunk(c, u, w, &chunk);
+    const float lift = gradient_lift(c, u, chunk.first, chunk.count);
+    w->lower = 0.5f / lift;
     w->fresh = tiles == 1 && a->mask == HEDDLE_MASK_NONE && !(a->features & HEDDLE_WINDOW) && !c->masks;
     const size_t dk_bytes = sizeof(float) * (size_t)(chunk.count * c->d_pad),
                  dv_bytes = sizeof(float) * (size_t)(chunk.count * c->dv_pad);
@@ -543,6 +552,7 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
             }
             continue;
         }
+        w->lift = lift;
         load_tile(c, u, w, g);
         backward_ahead(c, u, now, chunk_k, tile, tiles, chunk.count, w, g);
         backward_tile(c, u, &chunk, k_finite, w);
@@ -550,7 +560,7 @@ static void backward_task(const call *c, const unit *u, piece now, int64_t chunk
             fold_chunk(c, chunk.count, added == fold, w);
         for (int64_t x = 0; x < w->l.count && g->chunks == 1; x++) { /* for dsinks and dbias */
             const int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
-            g->dsum[at] = w->dsum[x];
+            g->dsum[at] = w->dsum[x] / w->lift;
             g->rest[at] = w->rest[x];
         }
         if (!c->t->dq)

@@ -4,6 +4,7 @@
 #ifndef HEDDLE_CPU_ATTENTION_BLOCK_H
 #define HEDDLE_CPU_ATTENTION_BLOCK_H
 
+#include "attention_lift.h"
 #include "attention_scores.h"
 #include "pages.h"
 #include "threads.h"
@@ -14,6 +15,7 @@ typedef struct forward_tile {
     float max[LANES];  /* of the scores as stored */
     float base[LANES]; /* what the exponents are taken from: a maximum of now or of before; 0 while max is -inf */
     float sum[LANES];
+    float lift; /* of weights, and so of sum and O: 1 or WEIGHT_LIFT */
 } forward_tile;
 
 #define FINITE_BLOCKS 64
@@ -27,6 +29,8 @@ typedef struct forward_space {
     int64_t finite;    /* so many keys of the block are known to have finite rows of V */
     int64_t finite_of; /* the unit of which finite_keys says the same of its blocks, from one task to the next */
     uint8_t finite_keys[FINITE_BLOCKS];
+    int64_t lifted; /* the unit of which `lifts` says whether its weights are */
+    bool lifts;
     paged_call pages;
 } forward_space;
 
@@ -34,7 +38,7 @@ static forward_space carve_forward(const attention_plan *plan, carver *w) {
     const heddle_attention *a = &plan->a;
     int64_t tiles = plan->tile_q / LANES, pad_d = (a->d + VL - 1) / VL * VL, pad_dv = (a->dv + VL - 1) / VL * VL;
     bool widens = a->dtype != HEDDLE_F32;
-    forward_space f = {.next = {0}};
+    forward_space f = {.next = {0}, .lifted = -1};
     f.tiles = carve(w, sizeof(forward_tile) * (size_t)tiles);
     for (int64_t x = 0; x < tiles; x++) {
         float *qt = carve_floats(w, pad_d * LANES), *ot = carve_floats(w, pad_dv * LANES);
@@ -51,9 +55,19 @@ static forward_space carve_forward(const attention_plan *plan, carver *w) {
     return f;
 }
 
-static void begin_tile(const call *c, const unit *u, int64_t f0, int64_t count, forward_tile *t) {
+/* Whether this unit's weights are lifted, which a thread finds once for all of its tiles. */
+static bool unit_lifts(const call *c, const unit *u, forward_space *w) {
+    const int64_t of = u->n * c->a->hk + u->hk;
+    if (w->lifted != of)
+        w->lifts = lifts_weights(c, u);
+    w->lifted = of;
+    return w->lifts;
+}
+
+static void begin_tile(const call *c, const unit *u, int64_t f0, int64_t count, forward_space *w, forward_tile *t) {
     const heddle_attention *a = c->a;
     make_lanes(c, u, -1, f0, count, &t->l);
+    t->lift = !t->l.few && unit_lifts(c, u, w) ? WEIGHT_LIFT : 1;
     pack_q(c, u, &t->l, t->qt);
     memset(t->ot, 0, sizeof(float) * (size_t)(t->l.few ? (count + 1) * c->dv_pad : a->dv * t->l.stride));
     for (int64_t x = 0; x < t->l.stride; x++) {
@@ -99,18 +113,29 @@ static vf rescale(forward_tile *t, int v, float factor, int64_t dv) {
 #define ROWS_AT_ONCE(vectors) ((vectors) == 1 ? 2 : 1)
 #endif
 
-/* p = exp2((p - base)·factor), of `rows` rows of `vectors` vectors; `least` as vexp2_each() has it. */
-INLINE void weights_of(int rows, int vectors, float factor, float least, const vf *base, vf *sum, float *p) {
+/* p = lift·exp2((p - base)·factor), of `rows` rows of `vectors` vectors; `least` as vexp2_each() has it. */
+INLINE void weights_of(int rows, int vectors, float factor, float least, float lift, const vf *base, vf *sum,
+                       float *p) {
     vf e[EXP2_MOST];
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++)
         e[x] = load(p + x * VL) - base[x % vectors];
-    vexp2_each(rows * vectors, factor, least, e);
+    vexp2_lifted(rows * vectors, factor, least, lift, e);
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++) {
         store(p + x * VL, e[x]);
         sum[x % vectors] += e[x];
     }
+}
+
+/* A constant in tables of bfloat16 alone, which may not lift. */
+INLINE float weight_lift(const forward_tile *t) {
+#ifdef ISA_OTHERS
+    (void)t;
+    return 1;
+#else
+    return t->lift;
+#endif
 }
 
 /* Weights of a row that one chain of additions has. What is rounded in adding such chains up, the larger first (Dekker 1971), is kept in
@@ -123,11 +148,11 @@ INLINE void add_chain(vf some, vf *sum, vf *low) {
     *sum = all;
 }
 
-/* S -> P = exp2((S - base)·factor) in place, with base from the new maximum. */
+/* S -> P = lift·exp2((S - base)·factor) in place, with base from the new maximum. */
 INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {
     const int64_t stride = vectors * VL;
     const int rows = ROWS_AT_ONCE(vectors);
-    const float least = -127 / factor;
+    const float least = -127 / factor, lift = weight_lift(t);
     vf top[2 * TILE_VECTORS], base[TILE_VECTORS], sum[TILE_VECTORS], low[TILE_VECTORS];
     for (int v = 0; v < 2 * vectors; v++)
         top[v] = load(t->max + v % vectors * VL);
@@ -150,9 +175,9 @@ INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_
         for (int v = 0; v < vectors; v++)
             some[v] = splat(0);
         for (j = begin; j + rows <= end; j += rows)
-            weights_of(rows, vectors, factor, least, base, some, s + j * stride);
+            weights_of(rows, vectors, factor, least, lift, base, some, s + j * stride);
         for (; j < end; j++)
-            weights_of(1, vectors, factor, least, base, some, s + j * stride);
+            weights_of(1, vectors, factor, least, lift, base, some, s + j * stride);
         for (int v = 0; v < vectors; v++)
             add_chain(some[v], &sum[v], &low[v]);
     }
@@ -160,7 +185,8 @@ INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_
         store(t->sum + v * VL, load(t->sum + v * VL) + (sum[v] + low[v]));
 }
 
-static void online_softmax(forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {
+static __attribute__((noinline)) void online_softmax(forward_tile *t, float factor, int64_t dv, int64_t count,
+                                                     float *s) {
     switch (t->l.vectors) {
     case 1: online_softmax_of(1, t, factor, dv, count, s); break;
     case 2: online_softmax_of(2, t, factor, dv, count, s); break;
@@ -195,7 +221,13 @@ static void forward_block(const call *c, const unit *u, const key_block *b, forw
     const int64_t dv = c->a->dv;
     parts seen;
     bool masked = scores(c, u, &t->l, b, t->qt, &seen, w->s, NULL, &w->next);
+#ifdef HAVE_FLUSH
+    const unsigned mode = flush_denormals();
+    online_softmax(t, c->factor, dv, b->count, w->s); /* a call, across which nothing is moved */
+    keep_denormals(mode);
+#else
     online_softmax(t, c->factor, dv, b->count, w->s);
+#endif
     if (c->drops)
         drop_weights(c, u, &t->l, b, w->s);
     key_block rows = *b;
@@ -353,6 +385,7 @@ static void end_tile(const call *c, const unit *u, forward_tile *t, float *inver
     lane_rows_of(c->out, u, l, c->t->o, c->a->o_stride, u->s.first_q, rows);
     void *const *out = (void *const *)rows;
     for (int64_t x = 0; x < l->stride; x++) {
+        t->sum[x] /= weight_lift(t);
         const float sink = c->a->features & HEDDLE_SINKS ? ((const float *)c->t->sinks)[l->head[x]] : -INFINITY;
         const bool counts = add_sink(c, t, x, sink) && t->sum[x] != 0;
         inverse[x] = counts ? 1 / t->sum[x] : 0;
@@ -367,7 +400,7 @@ static void end_tile(const call *c, const unit *u, forward_tile *t, float *inver
     }
     float by[LANES]; /* weights are not of values, o is */
     for (int64_t x = 0; x < l->stride; x++)
-        by[x] = inverse[x] == 0 ? 0 : inverse[x] * c->v_scale;
+        by[x] = inverse[x] == 0 ? 0 : inverse[x] * c->v_scale / weight_lift(t);
     if (l->few)
         for (int64_t x = 0; x < l->count; x++) {
             few_order(TYPE(c), c->a->dv, t->ot + x * c->dv_pad);

@@ -146,7 +146,7 @@ static void forward_task(const call *c, const unit *u, const forward_shared *g, 
                          int64_t f0, int64_t f1, forward_space *w) {
     int count = 0;
     for (int64_t f = f0; f < f1; f += LANES)
-        begin_tile(c, u, f, min64(LANES, f1 - f), &w->tiles[count++]);
+        begin_tile(c, u, f, min64(LANES, f1 - f), w, &w->tiles[count++]);
     const range keys = keys_of_tiles(c, u, w->tiles, count);
     const bool few = w->tiles[0].l.few;
     const int64_t step = few ? c->few_k : c->tile_k;

@@ -4,6 +4,7 @@
 #define HEDDLE_CPU_ATTENTION_GRADIENTS_H
 
 #include "attention_forward.h"
+#include "attention_lift.h"
 
 /* Scores of so many keys at most are kept from one pass over a tile to the next: what stays in the second-level cache. */
 #define KEPT_KEYS 1024
@@ -21,10 +22,10 @@ typedef struct backward_space {
     float *qt, *dot, *q, *dout; /* Qᵀ, dOᵀ [..][lanes]; Q, dO [lanes][..] */
     float *dqt;                 /* [d][lanes] */
     float *s, *dp, *tanhs, *z, *scratch;
-    float *k, *v, *dk, *dv; /* [chunk][..] */
-    float *dk_all, *dv_all; /* sums of what dk and dv have been (folds), or NULL */
-    float base[LANES], rest[LANES],
-        power[LANES]; /* the log-sum-exp in units of log2 is base·factor + rest - log2(power) */
+    float *k, *v, *dk, *dv;                       /* [chunk][..] */
+    float *dk_all, *dv_all;                       /* sums of what dk and dv have been (folds), or NULL */
+    float base[LANES], rest[LANES], whole[LANES]; /* the log-sum-exp in units of log2 is base·factor + rest + whole */
+    float lift, lower; /* gradient_lift(), in all that is linear in dO; half of 1 over it, for what P is in, too */
     float dsum[LANES];
     float dfix[LANES];                 /* what D has beside dsum, in tiles that have been surveyed */
     float dlse[LANES], sink[LANES];    /* the gradient of lse; the weight of the sink */
@@ -46,7 +47,7 @@ typedef struct backward_space {
 
 typedef struct backward_shared {
     float *dsum, *dfix;         /* D in two parts, where lse is; in 16 bits dfix is NULL */
-    float *base, *rest, *power; /* the log-sum-exp in three */
+    float *base, *rest, *whole; /* the log-sum-exp in three */
     float *sum_p;               /* of rows that are measured, over the chunks until now; in 16 bits NULL */
     float *dq;                  /* sums of dQ [slot][group·sq][d_pad], for 16-bit types and several chunks */
     _Atomic uint32_t *turn;     /* [unit][tile]: the chunk that may add to dQ */
@@ -75,7 +76,7 @@ static backward_shared carve_backward_shared(const attention_plan *plan, carver 
     g.dfix = a->dtype == HEDDLE_F32 ? carve_floats(w, all_rows) : NULL;
     g.base = carve_floats(w, all_rows);
     g.rest = carve_floats(w, all_rows);
-    g.power = carve_floats(w, all_rows);
+    g.whole = carve_floats(w, all_rows);
     g.sum_p = a->dtype == HEDDLE_F32 ? carve_floats(w, all_rows) : NULL;
     g.dq = carve_floats(w, g.slots * rows * ((a->d + VL - 1) / VL * VL));
     g.turn = carve(w, sizeof(uint32_t) * (size_t)(units * g.tiles));
@@ -119,7 +120,7 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     const heddle_attention *a = &plan->a;
     int64_t pad_d = (a->d + VL - 1) / VL * VL, pad_dv = (a->dv + VL - 1) / VL * VL, tile = plan->tile_k * LANES;
     bool widens = a->dtype != HEDDLE_F32;
-    backward_space *p = carve(w, sizeof *p), f = {.fresh = false};
+    backward_space *p = carve(w, sizeof *p), f = {.lift = 1, .lower = 0.5f};
     f.qt = carve_floats(w, pad_d * LANES);   /* or, with few lanes, [lanes][d_pad] */
     f.dot = carve_floats(w, pad_dv * LANES); /* or [lanes][dv_pad] */
     f.q = carve_floats(w, LANES * pad_d);
@@ -160,8 +161,8 @@ static void load_q(const call *c, const unit *u, backward_space *w, const backwa
         int64_t at = lse_offset(c, u, l->head[x], l->first + l->index[x]);
         w->base[x] = x < l->count ? g->base[at] : INFINITY; /* the padding gets P = 0 */
         w->rest[x] = g->rest[at];
-        w->power[x] = g->power[at];
-        w->dsum[x] = g->dsum[at];
+        w->whole[x] = g->whole[at];
+        w->dsum[x] = w->lift * g->dsum[at];
     }
 }
 
@@ -173,7 +174,7 @@ static float sink_weight(const call *c, const backward_space *w, int64_t x) {
     if (!(c->a->features & HEDDLE_SINKS))
         return 0;
     const double above = sink_above(c, ((const float *)c->t->sinks)[w->l.head[x]], w->base[x]);
-    return (float)(exp2(above - (double)w->rest[x]) * (double)w->power[x]);
+    return (float)exp2(above - (double)w->rest[x] - (double)w->whole[x]);
 }
 
 static void load_tile(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
@@ -181,15 +182,15 @@ static void load_tile(const call *c, const unit *u, backward_space *w, const bac
     w->surveyed = w->measured = false;
     for (int64_t x = 0; x < w->l.stride; x++) {
         const int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
-        w->dfix[x] = g->dfix ? g->dfix[at] : 0;
+        w->dfix[x] = g->dfix ? w->lift * g->dfix[at] : 0;
         w->surveyed |= w->dfix[x] != 0;
-        w->dlse[x] = dlse_of(c, u, &w->l, x);
+        w->dlse[x] = w->lift * dlse_of(c, u, &w->l, x);
         w->sink[x] = sink_weight(c, w, x);
     }
     if (c->t->dout && w->l.few)
-        pack_few(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, 1, w->dot);
+        pack_few(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, w->lift, w->dot);
     else if (c->t->dout)
-        pack_lanes(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, 1, c->v_pairs, w->dot);
+        pack_lanes(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, w->lift, c->v_pairs, w->dot);
     else
         memset(w->dot, 0, sizeof(float) * (size_t)(c->dv_pad * LANES));
 }
@@ -243,7 +244,7 @@ static void load_rows(const call *c, const unit *u, backward_space *w) {
     if (c->t->dout) {
         lane_rows(c, u, &w->l, c->t->dout, a->do_stride, u->s.first_q, rows);
         for (int64_t x = 0; x < w->l.count; x++)
-            widen_row(TYPE(c), rows[x], a->dv, 1, w->dout + x * c->dv_pad);
+            widen_row(TYPE(c), rows[x], a->dv, w->lift, w->dout + x * c->dv_pad);
     } else {
         memset(w->dout, 0, sizeof(float) * (size_t)(w->l.count * c->dv_pad));
     }
@@ -271,27 +272,29 @@ static key_block load_key_block(const call *c, const unit *u, backward_space *w,
 /* What weigh_scores() sums over a block's keys. */
 enum { NO_SUMS, SUM_OF_P, SUMS_OF_BOTH };
 
-/* s = P, and with `gradients` dp = dS = P∘(dP - D), with exact zeros where masked; they are added to the sums that are wanted. `rows` rows
- * of `vectors` vectors. */
-INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, int sums, float factor,
-                         const backward_space *w, float *s, float *dp, vf *sum_p, vf *sum_ds) {
-    vf e[EXP2_MOST], rest[TILE_VECTORS];
+/* What a tile's rows take from scores and from dP. */
+typedef struct row_terms {
+    vf base[TILE_VECTORS], dsum[TILE_VECTORS];
+    exponent_rest less[TILE_VECTORS];
+} row_terms;
+
+/* s = 2·P, and with `gradients` dp = 2·dS = 2·P∘(dP - D), with exact zeros where masked; they are added to the sums that are wanted. `rows`
+ * rows of `vectors` vectors. */
+INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, int sums, float factor, const row_terms *r,
+                         float *s, float *dp, vf *sum_p, vf *sum_ds) {
+    vf e[EXP2_MOST];
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++)
-        e[x] = load(s + x * VL) - load(w->base + x % vectors * VL);
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++)
-        rest[v] = load(w->rest + v * VL);
-    vexp2_less(rows * vectors, factor, vectors, rest, e);
+        e[x] = load(s + x * VL) - r->base[x % vectors];
+    vexp2_twice(rows * vectors, factor, vectors, r->less, e);
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++) {
-        e[x] *= load(w->power + x % vectors * VL);
         store(s + x * VL, e[x]);
         if (sums >= SUM_OF_P)
             sum_p[x % vectors] += e[x];
         if (!gradients)
             continue;
-        vf ds = e[x] * (load(dp + x * VL) - load(w->dsum + x % vectors * VL));
+        vf ds = e[x] * (load(dp + x * VL) - r->dsum[x % vectors]);
         ds = masked ? select_float(e[x] == 0, splat(0), ds) : ds;
         store(dp + x * VL, ds);
         if (sums == SUMS_OF_BOTH)
@@ -304,8 +307,14 @@ INLINE void all_gradients_of(int vectors, bool gradients, bool masked, int sums,
     const int rows = ROWS_AT_ONCE(vectors);
     const int64_t stride = vectors * VL;
     vf sum_p[TILE_VECTORS], low_p[TILE_VECTORS], sum_ds[TILE_VECTORS];
-    for (int v = 0; v < vectors; v++)
+    row_terms r;
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
         sum_p[v] = low_p[v] = sum_ds[v] = splat(0);
+        r.base[v] = load(w->base + v * VL);
+        r.dsum[v] = load(w->dsum + v * VL);
+        r.less[v] = rest_of_exponent(load(w->rest + v * VL), load(w->whole + v * VL));
+    }
     for (int64_t begin = 0; begin < count; begin += SUM_KEYS) {
         const int64_t end = min64(count, begin + SUM_KEYS);
         vf some_p[TILE_VECTORS], some_ds[TILE_VECTORS];
@@ -313,10 +322,10 @@ INLINE void all_gradients_of(int vectors, bool gradients, bool masked, int sums,
             some_p[v] = some_ds[v] = splat(0);
         int64_t j = begin;
         for (; j + rows <= end; j += rows)
-            gradients_of(rows, vectors, gradients, masked, sums, factor, w, w->s + j * stride, w->dp + j * stride,
+            gradients_of(rows, vectors, gradients, masked, sums, factor, &r, w->s + j * stride, w->dp + j * stride,
                          some_p, some_ds);
         for (; j < end; j++)
-            gradients_of(1, vectors, gradients, masked, sums, factor, w, w->s + j * stride, w->dp + j * stride, some_p,
+            gradients_of(1, vectors, gradients, masked, sums, factor, &r, w->s + j * stride, w->dp + j * stride, some_p,
                          some_ds);
         for (int v = 0; v < vectors && sums; v++) {
             add_chain(some_p[v], &sum_p[v], &low_p[v]);
@@ -324,8 +333,8 @@ INLINE void all_gradients_of(int vectors, bool gradients, bool masked, int sums,
         }
     }
     for (int v = 0; v < vectors && sums; v++) {
-        store(w->sum_p + v * VL, sum_p[v] + low_p[v]);
-        store(w->sum_ds + v * VL, sum_ds[v]);
+        store(w->sum_p + v * VL, 0.5f * (sum_p[v] + low_p[v]));
+        store(w->sum_ds + v * VL, 0.5f * sum_ds[v]);
     }
 }
 
@@ -376,7 +385,7 @@ static bool weighs_nothing(const call *c, const key_block *b, const backward_spa
         for (const int64_t end = min64(b->count, j + 8); j < end; j++)
             for (int v = 0; v < l->vectors; v++) {
                 const vf above = load(w->s + j * l->stride + v * VL) - load(w->base + v * VL);
-                weighs |= ~(above * c->factor - load(w->rest + v * VL) <= -127);
+                weighs |= ~(above * c->factor - load(w->rest + v * VL) <= load(w->whole + v * VL) - 127);
             }
         if (any_lane(weighs))
             return false;
@@ -405,8 +414,8 @@ static void add_row_sums(const call *c, const key_block *b, bool weights, backwa
             sum += some;
             add_chain(some_p, &sum_p, &low_p);
         }
-        store(w->sum_ds + x, sum);
-        store(w->sum_p + x, sum_p + low_p);
+        store(w->sum_ds + x, 0.5f * sum);
+        store(w->sum_p + x, 0.5f * (sum_p + low_p));
     }
 }
 
@@ -457,8 +466,8 @@ static void mixed_gradients(const call *c, const unit *u, const key_block *b, bo
             sum_p += p;
             sum_ds += ds;
         }
-        store(w->sum_p + v * VL, sum_p);
-        store(w->sum_ds + v * VL, sum_ds);
+        store(w->sum_p + v * VL, 0.5f * sum_p);
+        store(w->sum_ds + v * VL, 0.5f * sum_ds);
     }
 }
 
@@ -521,8 +530,8 @@ static void settle_rows(const call *c, const key_block *b, bool masked, backward
     }
 }
 
-/* From scores in s, which are `masked` as scores() says: s = Z∘P, dp = dS = P∘(Z∘(V·dOᵀ) + dweights - D), with exact zeros where
- * masked. */
+/* From scores in s, which are `masked` as scores() says: s = 2·Z∘P, dp = 2·dS = 2·P∘(Z∘(V·dOᵀ) + dweights - D), with exact zeros
+ * where masked. */
 static void score_gradients(const call *c, const unit *u, const key_block *b, bool masked, backward_space *w) {
     const lanes *l = &w->l;
     const bool settles = may_settle(c, b, w);

@@ -89,11 +89,11 @@ static bool writes_dbias(const call *c) {
 
 static void write_dbias_block(const call *c, const unit *u, const key_block *b, const backward_space *w) {
     const void *rows[LANES];
-    float ones[LANES];
+    float lower[LANES];
     for (int64_t x = 0; x < LANES; x++)
-        ones[x] = 1;
+        lower[x] = w->lower;
     lane_rows(c, u, &w->l, c->t->dbias, c->a->dbias_stride, 0, rows);
-    unpack_transposed(TYPE(c), w->dp, w->l.stride, w->l.count, b->count, ones, false, (void *const *)rows, b->first);
+    unpack_transposed(TYPE(c), w->dp, w->l.stride, w->l.count, b->count, lower, false, (void *const *)rows, b->first);
 }
 
 /* Whether a block whose weights are all 0 adds nothing: 0 times what is not finite would be NaN. Where V is not at hand as rows of floats

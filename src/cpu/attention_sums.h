@@ -17,7 +17,7 @@ static void dsink_task(const call *c, int64_t head, const backward_shared *g) {
         for (int64_t i = 0; i < u.s.sq; i++) {
             int64_t at = lse_offset(c, &u, head, i);
             if (((const float *)c->t->lse)[at] != -INFINITY)
-                sum -= exp2(sink_above(c, sink, g->base[at]) - (double)g->rest[at]) * (double)g->power[at] *
+                sum -= exp2(sink_above(c, sink, g->base[at]) - (double)g->rest[at] - (double)g->whole[at]) *
                        (double)g->dsum[at];
         }
     }
@@ -61,12 +61,12 @@ static void add_dbias_tile(const call *c, const unit *u, int64_t head, int64_t i
 static void write_dbias(const call *c, int64_t n, int64_t head, int64_t i0, int64_t count, range keys,
                         const float *acc) {
     void *rows[LANES];
-    float ones[LANES];
+    float halves[LANES]; /* of 2·dS */
     for (int64_t x = 0; x < LANES; x++)
-        ones[x] = 1;
+        halves[x] = 0.5f;
     for (int64_t x = 0; x < count; x++)
         rows[x] = (char *)c->t->dbias + row_offset(c->a->dbias_stride, n, head, i0 + x) * element_size(TYPE(c));
-    unpack_transposed(TYPE(c), acc, LANES, count, keys.end - keys.begin, ones, false, rows, keys.begin);
+    unpack_transposed(TYPE(c), acc, LANES, count, keys.end - keys.begin, halves, false, rows, keys.begin);
 }
 
 /* dbias of one block of keys for one kept (batch entry, head): dS summed over the others, in order. */
@@ -79,6 +79,7 @@ static void dbias_task(const call *c, dbias_shape shape, int64_t task, backward_
     range keys = {block * c->tile_k, min64(a->sk, (block + 1) * c->tile_k)};
     const size_t bytes = sizeof(float) * (size_t)(c->tile_k * LANES);
     memset(acc, 0, bytes);
+    w->lift = 1;
     for (int64_t i0 = 0; i0 < a->sq; i0 += LANES) {
         int64_t count = min64(LANES, a->sq - i0);
         for (int64_t n = n0; n < n1; n++)

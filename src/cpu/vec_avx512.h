@@ -58,6 +58,18 @@ INLINE void end_streams(void) {
 }
 
 #ifdef __AVX512BF16__
+#define HAVE_FLUSH
+/* Denormals are zeros from here on, as they are to products of bfloat16, until what this returns is given back. */
+INLINE unsigned flush_denormals(void) {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040); /* FTZ, DAZ */
+    return before;
+}
+
+INLINE void keep_denormals(unsigned before) {
+    _mm_setcsr(before);
+}
+
 /* even[l] | odd[l] << 16, both rounded to bfloat16. (Denormals become zero, as the products take them.) */
 INLINE vf narrow_pairs(vf even, vf odd) {
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);

@@ -9,41 +9,53 @@
 /* The most vectors that vexp2_each() takes. */
 #define EXP2_MOST 8
 
-/* x[i] = 2^(c·x[i]) for c·x <= 127 and c > 0, within 1 ulp above 2^-126; exactly 0 from -127 down, -inf included; NaN stays NaN.
- * `least` is -127/c. The product with c is never rounded where there is FMA: it costs nothing, and no x is too large for it.
+/* What vectors of lanes take from an exponent, c·x - rest - whole; the latter has no fraction. */
+typedef struct exponent_rest {
+    vf rest, least, bits;
+} exponent_rest;
+
+#define EXP2_BITS (0x1.8p23f + 127)
+
+INLINE exponent_rest rest_of_exponent(vf rest, vf whole) {
+    return (exponent_rest){rest, whole - 127, EXP2_BITS - whole};
+}
+
+/* x[i] = lift·2^(c·x[i]) for c·x <= 127 and c > 0, within 1 ulp above 2^-126; exactly 0 from -127 down, -inf included; NaN stays NaN.
+ * `least` is -127/c, and `lift` a power of two. The product with c is never rounded where there is FMA: it costs nothing, and no x is too
+ * large for it.
  * c·x = n + f with n whole and |f| <= 1/2. Adding 1.5·2^23 + 127 rounds to whole and leaves n + 127 in the low bits, which
  * shifted are the bits of 2^n; 2^f by a polynomial of degree 6 (minimax in the relative error 2.0e-9, coefficients fitted with
  * the constant fixed at 1). At c·x = -127 the bits of 2^n are 0: an exact zero, so masked scores breed no denormals, which would
  * cost 7 times as much. A product and no sum of bits at the end: it keeps every NaN.
- * With `rest`, of vector i rest[i % period], it is 2^(c·x - rest), 0 from -127 down whatever `least` is; what is rounded of the exponent is
- * what it has behind its whole part.
+ * With `less`, of vector i less[i % period], the exponent is what that leaves, and the result 0 from -127 down whatever `least` is; what
+ * is rounded of the exponent is what it has behind its whole part.
  * The vectors go side by side from step to step: each is a chain of a dozen operations that wait for one another, and a core that
  * is handed one chain after the other has no room for as many of them as its pipes could work on. */
-INLINE void vexp2_of(int count, float c, float least, int period, const vf *rest, vf *x) {
-    const float whole = 0x1.8p23f + 127;
+INLINE void vexp2_of(int count, float c, float least, float lift, int period, const exponent_rest *less, vf *x) {
     vf z[EXP2_MOST], p[EXP2_MOST];
 #define EACH _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
-    if (rest) {
-        EACH z[i] = vmax(splat(-127), x[i] * c - rest[i % period]) + whole;
-        EACH x[i] = vmax(splat(-1), (x[i] * c - (z[i] - whole)) - rest[i % period]); /* of what becomes 0 */
+    if (less) {
+        EACH z[i] = vmax(less[i % period].least, x[i] * c - less[i % period].rest) + less[i % period].bits;
+        EACH x[i] = x[i] * c - (z[i] - less[i % period].bits);
+        EACH x[i] = vmax(splat(-1), x[i] - less[i % period].rest); /* of what becomes 0 */
     } else {
         EACH x[i] = vmax(splat(least), x[i]);
-        EACH z[i] = x[i] * c + whole;
-        EACH x[i] = x[i] * c - (z[i] - whole);
+        EACH z[i] = x[i] * c + EXP2_BITS;
+        EACH x[i] = x[i] * c - (z[i] - EXP2_BITS);
     }
-    EACH p[i] = 0x1.41fbbcp-13f * x[i] + 0x1.5f3e54p-10f;
-    EACH p[i] = p[i] * x[i] + 0x1.3b2d4cp-7f;
-    EACH p[i] = p[i] * x[i] + 0x1.c6aee8p-5f;
-    EACH p[i] = p[i] * x[i] + 0x1.ebfbdcp-3f;
+    EACH p[i] = lift * 0x1.41fbbcp-13f * x[i] + lift * 0x1.5f3e54p-10f;
+    EACH p[i] = p[i] * x[i] + lift * 0x1.3b2d4cp-7f;
+    EACH p[i] = p[i] * x[i] + lift * 0x1.c6aee8p-5f;
+    EACH p[i] = p[i] * x[i] + lift * 0x1.ebfbdcp-3f;
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-    EACH p[i] = p[i] * x[i] + 0x1.62e430p-1f;
-    EACH p[i] = p[i] * x[i] + 1.0f;
+    EACH p[i] = p[i] * x[i] + lift * 0x1.62e430p-1f;
+    EACH p[i] = p[i] * x[i] + lift;
 #else
     /* Rounded products cost more than 1 ulp: the leading bits of f and of ln 2 are multiplied exactly. */
     EACH {
         vf head = (x[i] + 0x1.8p17f) - 0x1.8p17f;
-        p[i] = (p[i] * x[i] + 0x1.7f7d1cp-20f) * x[i] + (x[i] - head) * 0x1.62e4p-1f;
-        p[i] = (head * 0x1.62e4p-1f + 1.0f) + p[i];
+        p[i] = (p[i] * x[i] + lift * 0x1.7f7d1cp-20f) * x[i] + lift * ((x[i] - head) * 0x1.62e4p-1f);
+        p[i] = lift * (head * 0x1.62e4p-1f + 1.0f) + p[i];
     }
 #endif
     EACH x[i] = p[i] * (vf)((vu)z[i] << 23);
@@ -51,11 +63,16 @@ INLINE void vexp2_of(int count, float c, float least, int period, const vf *rest
 }
 
 INLINE void vexp2_each(int count, float c, float least, vf *x) {
-    vexp2_of(count, c, least, 1, NULL, x);
+    vexp2_of(count, c, least, 1, 1, NULL, x);
 }
 
-INLINE void vexp2_less(int count, float c, int period, const vf *rest, vf *x) {
-    vexp2_of(count, c, 0, period, rest, x);
+INLINE void vexp2_lifted(int count, float c, float least, float lift, vf *x) {
+    vexp2_of(count, c, least, lift, 1, NULL, x);
+}
+
+/* x[i] = 2·2^(c·x[i] - rest - whole), which is 0 or a normal number. */
+INLINE void vexp2_twice(int count, float c, int period, const exponent_rest *less, vf *x) {
+    vexp2_of(count, c, 0, 2, period, less, x);
 }
 
 INLINE vf vexp2_times(float c, vf x) {

@@ -1,0 +1,104 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Powers of two that keep products of small weights out of the denormals, on which Intel's cores take some 150 cycles an operation: P
+ * reaches down to 2^-126, and times a value, or a gradient, of common size it would be one of them. Forward takes 2^48·P, and divides by
+ * the sum of those; backward takes 2·P, which is 0 or a normal number, and lift·dO, and what is linear in them, all gradients, is lowered
+ * as it is written. Neither rounds anything. Where numbers are so large that a sum might leave float32's range, lift is 1, or half. */
+#ifndef HEDDLE_CPU_ATTENTION_LIFT_H
+#define HEDDLE_CPU_ATTENTION_LIFT_H
+
+#include "pages.h"
+#include "tile.h"
+
+#include <float.h>
+
+#define WEIGHT_LIFT 0x1p48f
+/* Values up to which 2^48·P·V, with what a base may lag behind and dropout multiplies, has room for 2^30 keys. */
+#define LIFTED_VALUE 0x1p24f
+#define MOST_LIFT 64
+
+INLINE vf larger(vf most, vf x) {
+    return vmax((vf)((vi)x & INT32_MAX), most);
+}
+
+/* Four at a time, since each maximum waits for the one before. */
+INLINE float largest_as(int type, const char *p, int64_t stride, int64_t rows, int64_t n) {
+    vf most[4] = {{0}};
+    for (int64_t r = 0; r < rows; r++, p += stride * element_size(type)) {
+        int64_t e = 0;
+        for (; e + 4 * VL <= n; e += 4 * VL)
+#pragma GCC unroll 4
+            for (int x = 0; x < 4; x++)
+                most[x] = larger(most[x], load_vector(type, element_at(p, e + x * VL, type)));
+        for (; e < n; e += VL)
+            most[0] = larger(most[0], load_some(type, element_at(p, e, type), n - e));
+    }
+    return max_of(vmax(vmax(most[0], most[1]), vmax(most[2], most[3])));
+}
+
+/* The largest magnitude of so many rows; of NaN there is no saying. */
+static float largest_of(int type, const void *p, int64_t stride, int64_t rows, int64_t n) {
+    if (type == HEDDLE_F16) /* its largest number is small enough for everyone */
+        return 65504;
+    return type == HEDDLE_F32 ? largest_as(HEDDLE_F32, p, stride, rows, n)
+                              : largest_as(HEDDLE_BF16, p, stride, rows, n);
+}
+
+/* Of all queries of a unit. */
+static float largest_query(const call *c, const unit *u, int type, const void *p, heddle_strides stride, int64_t n) {
+    float most = 0;
+    for (int64_t x = 0; x < c->group; x++) {
+        const void *rows = element_at(p, row_offset(stride, u->n, u->first_head + x, u->s.first_q), type);
+        most = fmaxf(most, largest_of(type, rows, stride.s, u->s.sq, n));
+    }
+    return most;
+}
+
+static float largest_key(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t first,
+                         int64_t count, int64_t n) {
+    const void *rows = element_at(p, row_offset(stride, u->n, u->hk, u->s.first_k + first), TYPE(c));
+    return largest_of(TYPE(c), rows, stride.s, count, n);
+}
+
+/* Whether products are formed in float32 from what is packed: the others take denormals for zeros, and cost nothing. */
+INLINE bool may_lift(const call *c) {
+#if defined(HAVE_BF16_TILES) || defined(HAVE_BF16_DOT)
+    return TYPE(c) != HEDDLE_BF16;
+#else
+    (void)c;
+    return true;
+#endif
+}
+
+/* What dO of a unit is multiplied with, where it meets so many keys from `first` on. */
+static float gradient_lift(const call *c, const unit *u, int64_t first, int64_t count) {
+    const heddle_attention *a = c->a;
+    const heddle_attention_data *t = c->t;
+    const bool few = c->group * u->s.sq <= FEW_LANES; /* whose time goes into reading keys */
+    if (!may_lift(c) || few || !t->dout || t->dweights || fabs(a->scale) < 0x1p-40)
+        return 1;
+    const double rows = (double)(c->group * u->s.sq),
+                 dout = (double)largest_query(c, u, TYPE(c), t->dout, a->do_stride, a->dv),
+                 q = (double)largest_query(c, u, TYPE(c), t->q, a->q_stride, a->d),
+                 k = (double)largest_key(c, u, t->k, a->k_stride, first, count, a->d);
+    double v = (double)largest_key(c, u, t->v, a->v_stride, first, count, a->dv), dlse = 0;
+    if (c->adds) /* o is of other keys, too, and D of o */
+        v = fmax(v, (double)largest_query(c, u, HEDDLE_F32, t->o, a->o_stride, a->dv));
+    for (int64_t x = 0; x < c->group && t->dlse; x++)
+        dlse =
+            fmax(dlse, (double)largest_of(HEDDLE_F32, (const float *)t->dlse + lse_offset(c, u, u->first_head + x, 0),
+                                          0, 1, u->s.sq));
+    /* dP and D, hence dS; its products with K, and with Q and dO for all rows; sums over a tile's or a row's weights are no larger */
+    const double ds = dlse + dout * (1 + 2 * (double)a->dv * v * (double)(c->drops ? c->keep_factor : 1)),
+                 most = ds * fmax(fmax(k, 1), rows * fmax(q, 1));
+    if (!(most < INFINITY))
+        return 1;
+    return ldexpf(1, (int)clamp64(124 - ilogb(fmax(most, 0x1p-120)), -1, MOST_LIFT));
+}
+
+/* Whether weights of a unit may be lifted in forward. */
+static bool lifts_weights(const call *c, const unit *u) {
+    return may_lift(c) && (TYPE(c) == HEDDLE_F16 || (!gathers(c->a) && largest_key(c, u, c->t->v, c->a->v_stride, 0,
+                                                                                   u->s.sk, c->a->dv) <= LIFTED_VALUE));
+}
+
+#endif
