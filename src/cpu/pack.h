@@ -7,9 +7,6 @@
 
 #include <string.h>
 
-/* Element types inside the CPU backend: the public ones, and the bytes of a boolean mask. */
-enum { TYPE_MASK = 100 };
-
 /* The type of a call's tensors. A table for bfloat16 alone knows it when it is compiled, and has no code for the others. */
 #ifdef ISA_OTHERS
 #define TYPE(call) ((void)(call), (int)HEDDLE_BF16)
@@ -18,7 +15,7 @@ enum { TYPE_MASK = 100 };
 #endif
 
 INLINE int64_t element_size(int type) {
-    return type == HEDDLE_F32 ? 4 : type == TYPE_MASK ? 1 : 2;
+    return type == HEDDLE_F32 ? 4 : 2;
 }
 
 INLINE const char *element_at(const void *p, int64_t i, int type) {
@@ -34,13 +31,7 @@ INLINE vh narrow_halves(int type, vf x) {
 }
 
 INLINE vf load_vector(int type, const void *p) {
-    if (type == HEDDLE_F32)
-        return load(p);
-    if (type != TYPE_MASK)
-        return widen_halves(type, *(const vh_unaligned *)p);
-    vb bytes;
-    memcpy(&bytes, p, sizeof bytes);
-    return (vf)((__builtin_convertvector(bytes, vi) != 0) & (vi)splat(1));
+    return type == HEDDLE_F32 ? load(p) : widen_halves(type, *(const vh_unaligned *)p);
 }
 
 INLINE void store_vector(int type, void *p, vf x) {
@@ -52,13 +43,7 @@ INLINE void store_vector(int type, void *p, vf x) {
 
 /* The first n < VL elements at p, zeros behind them; nothing past them is touched. */
 INLINE vf load_partial(int type, const void *p, int64_t n) {
-    if (type == HEDDLE_F32)
-        return load_floats(p, n);
-    if (type != TYPE_MASK)
-        return widen_halves(type, load_halves(p, n));
-    uint8_t copy[VL] = {0};
-    memcpy(copy, p, (size_t)n);
-    return load_vector(type, copy);
+    return type == HEDDLE_F32 ? load_floats(p, n) : widen_halves(type, load_halves(p, n));
 }
 
 INLINE void store_partial(int type, void *p, vf x, int64_t n) {
@@ -176,8 +161,7 @@ static void pack_transposed(int type, const void *const *rows, int64_t first, in
     switch (type) {
     case HEDDLE_F32: pack_transposed_as(HEDDLE_F32, rows, first, lanes, n, factor, out, stride); break;
     case HEDDLE_BF16: pack_transposed_as(HEDDLE_BF16, rows, first, lanes, n, factor, out, stride); break;
-    case HEDDLE_F16: pack_transposed_as(HEDDLE_F16, rows, first, lanes, n, factor, out, stride); break;
-    default: pack_transposed_as(TYPE_MASK, rows, first, lanes, n, factor, out, stride); break;
+    default: pack_transposed_as(HEDDLE_F16, rows, first, lanes, n, factor, out, stride); break;
     }
 }
 
