@@ -4,7 +4,8 @@
 # files it says so, is not ended by a signal of its own making, and its files are all there or none is; nothing else is left. The same
 # holds for the signals that it can catch and for SIGKILL up to the moment when the files get their places. Killed amid that, each
 # file is the old one or the new one, whole, and temporary files that are left are removed by the next that writes there.
-# Called by ctest as  test_failures.sh <source> <build>.
+# Called by ctest as  test_failures.sh <source> <build>; with HEDDLE_LONG every allocation of every command fails, else of the slower
+# ones some.
 # `a && b || wrong` is meant as it is, and no name here has spaces.
 # shellcheck disable=SC2015,SC2086,SC2206
 set -u
@@ -69,7 +70,10 @@ each_allocation() { # EACH WHOLE COMMAND...: writes into there/, if anything, an
     echo "heddle $1: of $(cat count) allocations each$([ $each = 1 ] || echo " ${each}th") failed once"
 }
 is_right() { diff -r there right >/dev/null; }
-is_page() { tail -n 1 there/page.html | grep -q '</html>'; } # it has times
+is_page() { # it has times
+    tail -n 1 there/page.html | grep -q '</html>' && grep -q 'PEERS = .{"section": "the peer".*},$' there/page.html &&
+        grep -q '^{"section": "another".*}\];$' there/page.html && [ "$(grep -c '"op": "attention"' there/page.html)" = 2 ]
+}
 is_checked() { grep -q 'overall: ok' out && is_right; }
 is_shown() { grep -q 'once printed' out; }
 
@@ -78,9 +82,16 @@ each_allocation 1 is_right attention --q x.npy --k x.npy --v x.npy --mask causal
 each_allocation 1 is_right norm-linear --x x.npy --w w.npy --out there/y.npy
 each_allocation 1 is_right random --shape 3,4 --out there/r.npy
 each_allocation 1 is_right info
-each_allocation 7 is_page bench --op attention --dtype f32 --filter "s64 " --seconds 0 --html there/page.html
-each_allocation 7 is_checked verify --device cpu --case fa2-warps --json there/checks.json
-each_allocation 7 is_shown demo --quick
+some=7
+[ -z "${HEDDLE_LONG:-}" ] || some=1
+printf '{"section": "%s", "name": "n"}\n' "the peer" another >peers
+bench=(bench --op attention --dtype f32 --filter "s64 " --seconds 0 --peers peers --html there/page.html)
+verify=(verify --device cpu --case fa2-warps --json there/checks.json)
+bins=(verify --device cpu --bins --random 1 --json there/bins.json)
+each_allocation $some is_page "${bench[@]}"
+each_allocation $some is_checked "${verify[@]}"
+each_allocation $some is_checked "${bins[@]}"
+each_allocation $some is_shown demo --quick
 
 # ---------------------------------------------------------------------------------------------- ended in the middle
 # While it waits for somebody to read the pipe, its other file is written and has no name, or a temporary one.
@@ -142,32 +153,38 @@ for unnamed in "" 1; do
 done
 
 # ------------------------------------------------------------------------------ killed, or refused, at every change of a file
-outputs="o lse dq"
-command="attention --q x.npy --k x.npy --v x.npy --out there/o.npy"
-all=" --lse there/lse.npy --dout x.npy --dq there/dq.npy"
-rm -rf there && mkdir there
-"$heddle" $command$all || exit 1
-rm -rf new && mv there new
+outputs="o.npy lse.npy dq.npy"
+command=(attention --q x.npy --k x.npy --v x.npy --out there/o.npy)
+all=(--lse there/lse.npy --dout x.npy --dq there/dq.npy)
+remake() { # what the command writes where nothing is there goes to new/
+    rm -rf there new && mkdir there
+    "$heddle" "${command[@]}" "${all[@]}" >out || wrong "heddle ${command[*]}: status $?"
+    mv there new
+}
+is_new() { cmp -s "there/$1" "new/$1"; } # FILE WAS_THERE
+remake
 
 # at_change N WHAT OLD ENVIRONMENT...: a run of it in which the Nth change of a file is WHAT (KILL, REFUSE), where the OLD outputs were
 # there before. Each file is then the old one, and there if it was, or the new one; how many are new goes to $changed, and how many
 # others there are to $strays.
 at_change() {
-    local n=$1 what=$2 old=$3 x file
+    local n=$1 what=$2 old=$3 x was file
     shift 3
     rm -rf there && mkdir there
-    for x in $old; do echo "old $x" >there/$x.npy; done
-    { env "HEDDLE_${what}_AT=$n" "$@" LD_PRELOAD="$directory/files.so" "$heddle" $command$all >out 2>err; } 2>/dev/null
+    for x in $old; do echo "old $x" >there/$x; done
+    { env "HEDDLE_${what}_AT=$n" "$@" LD_PRELOAD="$directory/files.so" "$heddle" "${command[@]}" "${all[@]}" >out 2>err; } 2>/dev/null
     status=$?
     changed=0
     strays=0
     for x in $outputs; do
-        if cmp -s there/$x.npy new/$x.npy; then
+        was=no
+        [[ " $old " != *" $x "* ]] || was=yes
+        if is_new $x $was; then
             changed=$((changed + 1))
-        elif [[ " $old " == *" $x "* ]]; then
-            [ "$(cat there/$x.npy)" = "old $x" ] || wrong "$what at change $n${*:+, $*}: $x is neither the old one nor the new"
+        elif [ $was = yes ]; then
+            [ "$(cat there/$x)" = "old $x" ] || wrong "$what at change $n${*:+, $*}: $x is neither the old one nor the new"
         else
-            [ ! -e there/$x.npy ] || wrong "$what at change $n${*:+, $*}: $x is there in part"
+            [ ! -e there/$x ] || wrong "$what at change $n${*:+, $*}: $x is there in part"
         fi
     done
     for file in there/.[!.]*; do
@@ -187,14 +204,16 @@ each_kill() {
         "$heddle" random --shape 2 --out there/next.npy || wrong "the next run fails"
         ! compgen -G 'there/.[!.]*' >/dev/null || wrong "killed at change $n, then another: $(ls -A there) is there"
     done
+    [ $n -gt "$(wc -w <<<"$outputs")" ] || wrong "heddle ${command[0]}: no file is changed before it ends"
     [ $status = 0 ] && [ $changed = "$(wc -w <<<"$outputs")" ] && [ $strays = 0 ] || wrong "status $status at change $n, which is none: $(cat err)"
     [ $some -le "$most" ] || wrong "killed over${old:+ $old}${*:+, $*}: something is left at $some moments"
-    echo "killed at each of $((n - 1)) changes of files${old:+, over $old}${*:+, $*}: something left for the next run at $some"
+    echo "heddle ${command[0]}: killed at each of $((n - 1)) changes of files${old:+, over $old}${*:+, $*}: something left for the next run at $some"
 }
 
 # each_refusal OLD ENVIRONMENT...: all are new or none, or it is said which.
 each_refusal() {
-    local n=0 old=$1
+    local n=0 old=$1 wanted
+    wanted=$(wc -w <<<"$outputs")
     shift
     while n=$((n + 1)) && at_change $n REFUSE "$old" "$@" && [ $status != 0 ]; do
         [ $status = 2 ] && grep -q 'Input/output error' err || wrong "refused change $n: status $status: $(cat err)"
@@ -202,32 +221,68 @@ each_refusal() {
         [ $changed = "$(grep -c 'is the new one all the same' err)" ] || wrong "refused change $n${*:+, $*}: $changed new: $(cat err)"
         [ $changed = 0 ] || [[ " $* " == *NO_EXCHANGE* ]] || wrong "refused change $n${*:+, $*}: $changed new: $(cat err)"
     done
-    [ $changed = 3 ] && [ $n -gt 6 ] || wrong "no change after the ${n}th: $changed new"
+    [ $changed = "$wanted" ] && [ $n -gt $((2 * wanted)) ] || wrong "no change after the ${n}th: $changed new"
 }
 
 named=HEDDLE_NO_UNNAMED=1
 if [ "$unnamed_ones" = yes ]; then
     each_kill "" 0
-    each_kill "lse" 3
-    each_kill "o lse" 6
-    each_kill "o lse dq" 10
-    each_kill "o dq" 5 HEDDLE_NO_EXCHANGE=1
-    for old in "" "lse" "o dq" "o lse dq"; do
+    each_kill "lse.npy" 3
+    each_kill "o.npy lse.npy" 6
+    each_kill "o.npy lse.npy dq.npy" 10
+    each_kill "o.npy dq.npy" 5 HEDDLE_NO_EXCHANGE=1
+    for old in "" "lse.npy" "o.npy dq.npy" "o.npy lse.npy dq.npy"; do
         each_refusal "$old"
         each_refusal "$old" HEDDLE_NO_EXCHANGE=1
     done
 fi
-for old in "" "lse" "o lse dq"; do
+for old in "" "lse.npy" "o.npy lse.npy dq.npy"; do
     each_kill "$old" 99 $named
     each_refusal "$old" $named
 done
-all=""
-outputs=o
-if [ "$unnamed_ones" = yes ]; then
-    each_kill "" 0
-    each_kill "o" 1
+
+each_end_of_one() { # the command has one output, $outputs
+    if [ "$unnamed_ones" = yes ]; then
+        each_kill "" 0
+        each_kill "$outputs" 1
+        each_refusal "$outputs"
+    fi
+    each_kill "$outputs" 99 $named
+    each_refusal "$outputs" $named
+}
+all=()
+outputs=o.npy
+each_end_of_one
+
+command=("${verify[@]}")
+outputs=checks.json
+remake
+each_end_of_one
+
+# Its lines come behind those that are there.
+command=("${bins[@]}")
+outputs=bins.json
+remake
+is_new() { { [ "$2" = no ] || echo "old $1"; cat "new/$1"; } | cmp -s - "there/$1"; }
+each_end_of_one
+
+command=("${bench[@]}")
+outputs=page.html
+is_new() { [ -e "there/$1" ] && head -n 1 "there/$1" | grep -q '^<!doctype' && is_page; } # it has times
+each_end_of_one
+
+# Where a file cannot come to be, that is found out before anything is computed.
+for line in "${bench[*]/there/nowhere}" "${verify[*]/there/nowhere}" "${bins[*]/there/nowhere}"; do
+    "$heddle" ${line/s64 /s64} >out 2>err && wrong "heddle $line: writes into a folder that is not there"
+    grep -q 'nowhere/.*No such file' err && [ ! -s out ] || wrong "heddle $line: late: $(cat out err)"
+done
+rm -rf there && mkdir there
+echo kept >there/bins.json
+chmod 200 there/bins.json
+if ! cat there/bins.json >err 2>&1; then # another than root
+    "$heddle" "${bins[@]}" >out 2>err && wrong "bins: lines that cannot be read are lost"
+    [ ! -s out ] || wrong "bins: late: $(cat out err)"
 fi
-each_kill "o" 99 $named
 
 # What is somebody's is left alone: a process that runs, a lock, another user's file, another kind of name or of file.
 rm -rf there && mkdir there

@@ -5,6 +5,7 @@
 
 #include "gpu_clock.h"
 #include "job.h"
+#include "memory_file.h"
 
 #include <stdio.h>
 
@@ -71,17 +72,23 @@ typedef struct bench_row {
     int64_t prepared_bytes;    /* of norm-linear's weight, kept */
     double work;               /* FLOP, or bytes when decoding */
     double peak, fraction;     /* of FLOP/s, or of bytes/s when decoding */
+    const char *peak_of;       /* what it was measured with */
     double error;              /* over the plain computation's; negative: not known */
     char name[96], kernel[128];
 } bench_row;
 
 typedef struct bench_machine {
     heddle_device device;
-    char text[256], cpu[96], date[32];
+    char text[256], cpu[128], os[128], date[32];
     const char *isa;
     int threads;
-    double copy; /* bytes/s; 0: not measured */
+    long cores;
+    double memory; /* bytes */
+    double copy;   /* bytes/s; of each of the three 0: not known */
 } bench_machine;
+
+/* All of it but the device, which it has, and `copy`. */
+void bench_describe(bench_machine *machine);
 
 /* One line of JSON, without its end. */
 void bench_row_json(FILE *to, const bench_row *row, const bench_machine *machine);
@@ -90,7 +97,7 @@ const char *bench_kernel(int i);
 /* Prints which kernels of the lists are in none of these rows. */
 void bench_untaken(const char *rows);
 /* The rows of a file of bench/results, as JSON separated by commas, behind what is there. False after a complaint. */
-bool bench_peers(FILE *to, const char *path);
+bool bench_peers(memory_file *to, const char *path);
 /* One page with everything in it: rows and peers as JSON, separated by commas. */
 bool bench_report(const char *path, const bench_machine *machine, const char *rows, const char *peers);
 

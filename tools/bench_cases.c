@@ -57,6 +57,7 @@ static const struct option_kind {
      false}, /* with dropout, and no multiple of eight keys in front of it: what none but the plain kernels take */
     {"e4m3", HEDDLE_E4M3, false, false},
     {"pages e4m3", HEDDLE_PAGES | HEDDLE_E4M3, false, false},
+    {"rms", 0, false, false}, /* of norm-linear */
     {"pages softcap", HEDDLE_PAGES, false, false},
     {"pages alibi", HEDDLE_PAGES | HEDDLE_ALIBI, false, false},
     {"pages window 512", HEDDLE_PAGES | HEDDLE_WINDOW, false, false},
@@ -83,7 +84,7 @@ enum {
     OF_LINEAR = 9,
     OF_LONG = 4,
     OF_PAGES = 7,
-    ON_ALL_DIMS = KINDS - OF_LINEAR - OF_LONG - OF_PAGES - 4
+    ON_ALL_DIMS = KINDS - OF_LINEAR - OF_LONG - OF_PAGES - 5
 };
 
 static bool is_prepared(const bench_case *c) {
@@ -233,11 +234,33 @@ static int gpu_cases(bench_case *out) {
     return n;
 }
 
+/* An option each, beside the rows without; decoding in 16 bits, which e4m3 is for. */
+static int cpu_options(bench_case *out) {
+    static const char *const causal[] = {"softcap", "alibi", "window 512", "sinks", "dropout"};
+    static const char *const full[] = {"dense", "bias shared", "dbias shared"};
+    static const char *const decoding[] = {"pages", "e4m3", "pages e4m3"};
+    int n = 0;
+    for (size_t i = 0; i < sizeof causal / sizeof *causal; i++) {
+        out[n] = (bench_case)SELF(HEDDLE_F32, 1, 8, 1024, 64, CAUSAL);
+        out[n++].option = causal[i];
+    }
+    for (size_t i = 0; i < sizeof full / sizeof *full; i++) {
+        out[n] = (bench_case)SELF(HEDDLE_F32, 1, 8, 1024, 64, FULL);
+        out[n++].option = full[i];
+    }
+    for (size_t i = 0; i < sizeof decoding / sizeof *decoding; i++) {
+        out[n] = (bench_case)DECODE(HEDDLE_BF16, 1, 32, 8, 8192, 128);
+        out[n++].option = decoding[i];
+    }
+    return n;
+}
+
 int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]) {
     if (device == HEDDLE_CUDA)
         return gpu_cases(out);
     int n = (int)(sizeof cpu_cases / sizeof *cpu_cases);
     memcpy(out, cpu_cases, sizeof cpu_cases);
+    n += cpu_options(out + n);
     for (int x = 0; x < OF_LONG; x++) {
         out[n] = (bench_case)SELF(HEDDLE_F32, 1, 4, 4096, 64, FULL);
         out[n++].option = kinds[KINDS - OF_LINEAR - OF_LONG + x].name;
@@ -245,6 +268,7 @@ int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]) {
     static const int64_t many[3] = {2048, 768, 3072}, few[3] = {16, 768, 3072};
     for (int x = 0; x < OF_LINEAR; x++)
         out[n++] = linear_with(HEDDLE_F32, many, kinds[KINDS - OF_LINEAR + x].name);
+    out[n++] = linear_with(HEDDLE_F32, many, "rms");
     out[n++] = linear_with(HEDDLE_F32, few, "prepared");
     out[n++] = linear_with(HEDDLE_BF16, few, "prepared");
     return n;
@@ -279,12 +303,11 @@ void bench_name(const bench_case *c, heddle_device device, char *text, size_t n)
         return;
     }
     snprintf(rows, sizeof rows, c->sq == c->sk ? "s%lld" : "sq%lld sk%lld", (long long)c->sq, (long long)c->sk);
-    if (c->h == c->hk)
-        snprintf(text, n, "attention b%lld h%lld %s d%lld%s%s%s", (long long)c->b, (long long)c->h, rows,
-                 (long long)c->d, c->mask == FULL ? "" : " causal", c->option ? " " : "", c->option ? c->option : "");
-    else
-        snprintf(text, n, "attention b%lld h%lld hk%lld %s d%lld%s", (long long)c->b, (long long)c->h, (long long)c->hk,
-                 rows, (long long)c->d, c->mask == FULL ? "" : " causal");
+    char heads[32] = "";
+    if (c->h != c->hk)
+        snprintf(heads, sizeof heads, " hk%lld", (long long)c->hk);
+    snprintf(text, n, "attention b%lld h%lld%s %s d%lld%s%s%s", (long long)c->b, (long long)c->h, heads, rows,
+             (long long)c->d, c->mask == FULL ? "" : " causal", c->option ? " " : "", c->option ? c->option : "");
 }
 
 enum { DOCUMENT = 500, DENSITY = 4 }; /* rows of a document; of so many blocks a list names one */
@@ -327,7 +350,9 @@ job bench_job(const bench_case *c, heddle_device device) {
         j.l.activation = !strcmp(kind->name, "swiglu")
                              ? HEDDLE_SWIGLU
                              : (heddle_activation)(kind - kinds - (KINDS - OF_LINEAR) + HEDDLE_GELU);
-    j.l.norm = strstr(kind->name, "no norm") ? HEDDLE_NO_NORM : HEDDLE_LAYER_NORM;
+    j.l.norm = strstr(kind->name, "no norm") ? HEDDLE_NO_NORM
+               : !strcmp(kind->name, "rms")  ? HEDDLE_RMS_NORM
+                                             : HEDDLE_LAYER_NORM;
     j.a.window_left = kind->features & HEDDLE_WINDOW ? 512 : 0;
     j.a.softcap = strstr(kind->name, "softcap") ? 30 : 0;
     j.a.dropout = strstr(kind->name, "dropout") || !strcmp(kind->name, "odd part") ? 0.1 : 0;

@@ -21,12 +21,14 @@ __asm__(READ_ONLY "report_html:\n"
                   ".byte 0\n" AS_BEFORE);
 extern const char report_html[];
 
-/* How bench/cpu.py calls the same problem. */
+/* How bench/cpu.py calls the same problem; it has none with these options. */
 static void put_key(FILE *to, const bench_row *row) {
     const bench_case *c = row->c;
     const char *pass = row->pass == HEDDLE_FORWARD ? "forward" : "backward";
     char text[96];
-    if (c->h == 0)
+    if (c->option)
+        snprintf(text, sizeof text, "%s", c->option);
+    else if (c->h == 0)
         snprintf(text, sizeof text, c->m == 2048 ? "%s %s" : "other %s %s", dtype_name(c->dtype), pass);
     else
         snprintf(text, sizeof text, "%s%sb%lld h%lld s%lld d%lld%s %s",
@@ -62,8 +64,8 @@ void bench_row_json(FILE *to, const bench_row *row, const bench_machine *machine
         fprintf(to, ", \"gbytes\": %.5g, \"read_gbytes\": %.5g", rate, 1e-9 * row->peak);
     else
         fprintf(to, ", \"gflops\": %.5g, \"peak_gflops\": %.5g", rate, 1e-9 * row->peak);
-    fprintf(to, ", \"rate\": %.5g, \"unit\": \"%s\", \"fraction\": %.4f, \"error\": ", rate,
-            row->decode ? "GB/s" : "GFLOP/s", row->fraction);
+    fprintf(to, ", \"rate\": %.5g, \"unit\": \"%s\", \"fraction\": %.4f, \"peak_of\": \"%s\", \"error\": ", rate,
+            row->decode ? "GB/s" : "GFLOP/s", row->fraction, row->peak_of);
     if (row->error >= 0 && isfinite(row->error))
         fprintf(to, "%.4g}", row->error);
     else
@@ -87,6 +89,12 @@ static void put_machine(FILE *to, const bench_machine *m) {
     put_json_string(to, m->cpu);
     fputs(", \"instruction set\": ", to);
     put_json_string(to, number);
+    if (m->cores > 0)
+        fprintf(to, ", \"cores\": \"%ld\"", m->cores);
+    if (m->memory > 0)
+        fprintf(to, ", \"memory\": \"%.1f GiB\"", m->memory / (1 << 30));
+    fputs(", \"system\": ", to);
+    put_json_string(to, m->os);
     if (m->copy > 0) {
         snprintf(number, sizeof number, "%.2f TB/s, read plus written", 1e-12 * m->copy);
         fputs(", \"a copy within the device\": ", to);
@@ -98,7 +106,7 @@ static void put_machine(FILE *to, const bench_machine *m) {
 }
 
 /* The lines of a file of bench/results that have a rate of the kind that is compared here. */
-bool bench_peers(FILE *to, const char *path) {
+bool bench_peers(memory_file *to, const char *path) {
     char *line = NULL;
     size_t room = 0;
     ssize_t n;
@@ -114,11 +122,15 @@ bool bench_peers(FILE *to, const char *path) {
             complain("%s: a line is no row of bench/results", path);
         if (!good || n == 0 || !(strstr(line, "_rest\"") || strstr(line, "\"section\"")))
             continue;
-        fputs(ftell(to) > 0 ? ",\n" : "", to);
+        fputs(to->n > 0 ? ",\n" : "", to->file);
         for (const char *at = line; *at; at++) /* which only strings hold, and the script must not */
-            *at == '<' ? fputs("\\u003c", to) : putc(*at, to);
+            *at == '<' ? fputs("\\u003c", to->file) : putc(*at, to->file);
+        fflush(to->file);
     }
-    good = good && !ferror(from);
+    if (good && !feof(from)) {
+        complain("%s: %s", path, strerror(errno));
+        good = false;
+    }
     fclose(from);
     free(line);
     return good;
@@ -132,22 +144,19 @@ static const char *put_until(FILE *to, const char *from, const char *mark) {
 }
 
 bool bench_report(const char *path, const bench_machine *machine, const char *rows, const char *peers) {
-    char *text = NULL;
-    size_t n = 0;
-    FILE *to = open_memstream(&text, &n);
-    if (!to)
-        return complain("no memory"), false;
-    const char *rest = put_until(to, report_html, "/*MACHINE*/ null");
-    put_machine(to, machine);
-    rest = put_until(to, rest, "/*ROWS*/");
-    fputs(rows, to);
-    rest = put_until(to, rest, "/*PEERS*/");
-    fputs(peers, to);
-    fputs(rest, to);
-    bool good = fclose(to) == 0;
+    memory_file page;
     npy_outputs out = {0};
-    good = good && npy_stage_bytes(&out, path, text, n) && npy_commit(&out);
+    if (!memory_open(&page))
+        return false;
+    const char *rest = put_until(page.file, report_html, "/*MACHINE*/ null");
+    put_machine(page.file, machine);
+    rest = put_until(page.file, rest, "/*ROWS*/");
+    fputs(rows, page.file);
+    rest = put_until(page.file, rest, "/*PEERS*/");
+    fputs(peers, page.file);
+    fputs(rest, page.file);
+    const bool good = memory_flush(&page) && npy_stage_bytes(&out, path, page.text, page.n) && npy_commit(&out);
     npy_abandon(&out);
-    free(text);
+    memory_close(&page);
     return good;
 }

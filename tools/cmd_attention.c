@@ -134,8 +134,8 @@ static bool set_option(job *j, int option, const char *text) {
         return true;
     case OPTION_WINDOW: return set_window(a, text);
     case OPTION_SOFTCAP: return parse_real("--softcap", text, &a->softcap);
-    case OPTION_DROPOUT: return parse_real("--dropout", text, &a->dropout);
-    case OPTION_SEED: return parse_seed("--seed", text, &a->seed);
+    case OPTION_DROPOUT: j->drops = true; return parse_real("--dropout", text, &a->dropout);
+    case OPTION_SEED: j->seeds = true; return parse_seed("--seed", text, &a->seed);
     case OPTION_Q_OFFSET: return parse_int("--q-offset", text, 0, INT64_MAX, &a->q_offset);
     case OPTION_K_OFFSET: return parse_int("--k-offset", text, 0, INT64_MAX, &a->k_offset);
     case OPTION_WHOLE_SQ: return parse_int("--whole-sq", text, 0, INT64_MAX, &a->whole_sq);
@@ -166,6 +166,19 @@ static bool check_cu_seqlens(const file_job *w, int f, int64_t total, int64_t *l
         }
         *longest = cu[n + 1] - cu[n] > *longest ? cu[n + 1] - cu[n] : *longest;
     }
+    return true;
+}
+
+/* Numbers of queries or keys of each batch. The library, which must not wait for a GPU, clamps them. */
+static bool check_seqlens(const file_job *w, int f, int64_t most) {
+    const npy_array *a = &w->file[f];
+    const int32_t *lengths = a->data;
+    for (int64_t n = 0; lengths && n < a->count; n++)
+        if (lengths[n] < 0 || lengths[n] > most) {
+            complain("--%s %s: element %lld is %d, but must be from 0 to %lld", job_fields(&w->j)[f].option, w->path[f],
+                     (long long)n, lengths[n], (long long)most);
+            return false;
+        }
     return true;
 }
 
@@ -314,8 +327,11 @@ static int run(file_job *w) {
     for (int f = Q; f <= V; f++)
         if (!w->path[f])
             return complain("--%s FILE is missing; see heddle attention --help", job_fields(&w->j)[f].option);
+    if (w->j.seeds && !w->j.drops)
+        return complain("--seed is given without --dropout, which it is for");
     if (!file_job_read(w, Q) || !set_dimensions(w) || !set_features(w) || !file_job_check_shapes(w, Q, broadcast) ||
-        !file_job_choose_dtype(w, Q) || !device_ready(w->device))
+        !check_seqlens(w, LEN_Q, w->j.a.sq) || !check_seqlens(w, LEN_K, w->j.a.sk) || !file_job_choose_dtype(w, Q) ||
+        !device_ready(w->device))
         return EXIT_TROUBLE;
     return file_job_finish(w, Q);
 }

@@ -2,29 +2,25 @@
 #define _POSIX_C_SOURCE 200809L
 #include "bench.h"
 #include "device_memory.h"
+#include "npy.h"
 #include "peak.h"
 
 #include <getopt.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-#include <unistd.h>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 static const char usage[] =
     "Usage: heddle bench [options]\n"
     "\n"
-    "Times attention and norm-linear over a list of shapes, beside what this machine can do at most, measured in\n"
-    "between. A line is the median of several calls on outputs that are there already.\n"
-    "On the CPU the most is the rate of float32 multiply-adds of the instruction set in use, and for decoding that of\n"
-    "reading memory. With one thread, time is the thread's own, so that other programs disturb less; with more, it is\n"
-    "the wall clock's.\n"
+    "Times attention and norm-linear over a list of shapes, beside a peak of this machine, measured in between.\n"
+    "A line is the median of several calls on outputs that are there already.\n"
+    "On the CPU the peak is the rate of float32 multiply-adds of the instruction set in use, of rows in 16 bits, too:\n"
+    "with products of bfloat16 (AMX, AVX-512 BF16) they may be over 100% of it. For decoding it is the rate of\n"
+    "reading memory. With one thread, time is the thread's own, so that other programs disturb less; with more, it\n"
+    "is the wall clock's.\n"
     "On a GPU, every head dim, type and option that has kernels, timed by the device's events behind an overwritten\n"
-    "cache; the most is the rate of bfloat16 products on its tensor cores (a third of it for float32, which is three\n"
+    "cache; the peak is the rate of bfloat16 products on its tensor cores (a third of it for float32, which is three\n"
     "products), and for decoding that of a copy. The lines at the end name the kernels that no row took.\n"
     "FLOPs are counted as usual: attention 2·(d + dv) a score, halved if causal, backward 2.5 times forward;\n"
     "norm-linear 2·m·n·k, backward twice. The error is the largest of a small problem of the kind, where one takes "
@@ -142,6 +138,7 @@ static bool time_pass(const job *j, const request *r, const bench_data *data, be
     row->high = seconds[n - 1 - n / 4];
     row->peak = median(peaks, n);
     row->fraction = median(fractions, n);
+    row->peak_of = row->decode ? (gpu ? "a copy" : "reading") : gpu ? "tensor" : "float32";
     return true;
 }
 
@@ -149,8 +146,8 @@ static bool time_pass(const job *j, const request *r, const bench_data *data, be
 
 static void print_head(const request *r) {
     printf("heddle %s on %s: %s\n", heddle_version_string(), device_name(r->machine.device), r->machine.text);
-    printf("\n%-42s %-4s %-8s %10s %9s %6s %9s %8s %8s\n", "", "type", "pass", "ms", "rate", "", "peak", "of peak",
-           r->error ? "error" : "");
+    printf("\n%-42s %-4s %-8s %10s %9s %6s %9s %8s %-10s %8s\n", "", "type", "pass", "ms", "rate", "", "peak",
+           "of peak", "", r->error ? "error" : "");
 }
 
 static void print_line(const bench_row *row) {
@@ -159,9 +156,9 @@ static void print_line(const bench_row *row) {
            row->pass ? "backward" : "forward", 1e3 * row->seconds, 1e-9 * rate, row->decode ? "GB/s" : "GF/s",
            1e-9 * row->peak);
     if (row->peak > 0)
-        printf(" %7.1f%%", 100 * row->fraction);
+        printf(" %7.1f%% %-10s", 100 * row->fraction, row->peak_of);
     else
-        printf(" %8s", "-");
+        printf(" %8s %-10s", "-", "");
     if (row->error >= 0)
         printf(" %7.2f×", row->error);
     putchar('\n');
@@ -208,7 +205,7 @@ static double work_of(const bench_case *c, const job *j, const bench_row *row) {
     return bench_flops(c, j, row->pass);
 }
 
-static void put_row(const request *r, const bench_row *row, FILE *rows) {
+static void put_row(const request *r, const bench_row *row, memory_file *rows) {
     hide_progress();
     if (r->json) {
         bench_row_json(stdout, row, &r->machine);
@@ -217,13 +214,14 @@ static void put_row(const request *r, const bench_row *row, FILE *rows) {
         print_line(row);
     }
     fflush(stdout);
-    if (ftell(rows) > 0)
-        fputs(",\n", rows);
-    bench_row_json(rows, row, &r->machine);
+    if (rows->n > 0)
+        fputs(",\n", rows->file);
+    bench_row_json(rows->file, row, &r->machine);
+    fflush(rows->file);
 }
 
 /* Append or merge. */
-static bool run_alone(const bench_case *c, const request *r, FILE *rows) {
+static bool run_alone(const bench_case *c, const request *r, memory_file *rows) {
     bench_alone alone;
     const bench_data data = {.on_gpu = true, .alone = &alone};
     const job j = bench_job(c, r->machine.device);
@@ -239,7 +237,7 @@ static bool run_alone(const bench_case *c, const request *r, FILE *rows) {
     return good;
 }
 
-static bool run_case(const bench_case *c, const request *r, FILE *rows) {
+static bool run_case(const bench_case *c, const request *r, memory_file *rows) {
     if (bench_is_alone(c))
         return run_alone(c, r, rows);
     arena m = {0};
@@ -266,16 +264,21 @@ static bool run_case(const bench_case *c, const request *r, FILE *rows) {
     return good;
 }
 
-static bool run_cases(const request *r, FILE *rows) {
-    static bench_case all[BENCH_MOST_CASES];
-    int n = bench_cases(r->machine.device, all), wanted = 0, done = 0;
+/* How many there are; 0 is an error. */
+static int choose_cases(const request *r, bench_case *all) {
+    const int n = bench_cases(r->machine.device, all);
+    int wanted = 0;
     for (int i = 0; i < n; i++)
         if (asked_for(r, &all[i]))
             all[wanted++] = all[i];
     if (!wanted)
-        return complain("no row is called %s", r->filter ? r->filter : "so"), false;
+        complain("no row is called %s", r->filter ? r->filter : "so");
+    return wanted;
+}
+
+static bool run_cases(const request *r, const bench_case *all, int wanted, memory_file *rows) {
     const double begin = now();
-    for (; done < wanted; done++) {
+    for (int done = 0; done < wanted; done++) {
         show_progress(done, wanted, begin);
         if (!run_case(&all[done], r, rows))
             return false;
@@ -284,41 +287,20 @@ static bool run_cases(const request *r, FILE *rows) {
     return true;
 }
 
-static void describe(bench_machine *machine) {
-    char line[256];
-    time_t t = time(NULL);
-    struct tm utc;
-    FILE *info = fopen("/proc/cpuinfo", "r");
-    while (info && fgets(line, sizeof line, info))
-        if (!strncmp(line, "model name", 10) && strchr(line, ':') && !machine->cpu[0])
-            snprintf(machine->cpu, sizeof machine->cpu, "%.80s", strchr(line, ':') + 2);
-    if (info)
-        fclose(info);
-    machine->cpu[strcspn(machine->cpu, "\n")] = 0;
-    machine->isa = heddle_cpu_isa();
-    heddle_device_describe(machine->device, machine->text, sizeof machine->text);
-    if (gmtime_r(&t, &utc))
-        strftime(machine->date, sizeof machine->date, "%Y-%m-%dT%H:%MZ", &utc);
-}
-
-/* A text that is written like a file. */
-typedef struct memory_file {
-    FILE *file;
-    char *text;
-    size_t n;
-} memory_file;
-
 static bool measure(request *r, memory_file *rows) {
+    static bench_case all[BENCH_MOST_CASES];
+    const int wanted = choose_cases(r, all);
+    if (!wanted)
+        return false;
     bool good = true;
     if (r->machine.device == HEDDLE_CUDA) {
         good = gpu_clock_open(&r->clock) && gpu_clock_copy(&r->clock, &r->machine.copy);
         if (!good)
             complain("the GPU: %s", device_memory_error());
     }
-    describe(&r->machine);
     if (good && !r->json)
         print_head(r);
-    good = good && run_cases(r, rows->file) && fflush(rows->file) == 0;
+    good = good && run_cases(r, all, wanted, rows) && memory_flush(rows);
     if (r->machine.device == HEDDLE_CUDA)
         gpu_clock_close(&r->clock);
     if (good && r->machine.device == HEDDLE_CUDA && !r->json && !r->filter && r->op == 2 && r->dtype < 0)
@@ -328,22 +310,15 @@ static bool measure(request *r, memory_file *rows) {
 
 static int run(request *r) {
     memory_file rows = {0}, peers = {0};
-    rows.file = open_memstream(&rows.text, &rows.n);
-    peers.file = open_memstream(&peers.text, &peers.n);
-    bool good = rows.file && peers.file;
-    if (!good)
-        complain("no memory");
-    for (int i = 0; i < r->peers && good; i++) /* first, as what follows takes its time */
-        good = bench_peers(peers.file, r->peer[i]);
-    good = good && fflush(peers.file) == 0 && measure(r, &rows);
+    bool good = memory_open(&rows) && memory_open(&peers);
+    good = good && (!r->html || npy_can_write(r->html)); /* first, as what follows takes its time */
+    for (int i = 0; i < r->peers && good; i++)
+        good = bench_peers(&peers, r->peer[i]);
+    good = good && memory_flush(&peers) && measure(r, &rows);
     if (good && r->html)
         good = bench_report(r->html, &r->machine, rows.text, peers.text);
-    if (rows.file)
-        fclose(rows.file);
-    if (peers.file)
-        fclose(peers.file);
-    free(rows.text);
-    free(peers.text);
+    memory_close(&rows);
+    memory_close(&peers);
     return good ? 0 : EXIT_TROUBLE;
 }
 
@@ -385,7 +360,7 @@ int cmd_bench(int argc, char **argv) {
         {"help", no_argument, NULL, 'h'},          {0},
     };
     request r = {.op = 2, .dtype = -1, .seconds = -1, .error = true, .seed = 1};
-    r.machine = (bench_machine){.device = HEDDLE_CPU, .threads = 1};
+    r.machine.device = HEDDLE_CPU;
     const int status = read_options("bench", usage, options, argc, argv, set_option, &r);
     if (status != NEXT)
         return status;
@@ -397,8 +372,6 @@ int cmd_bench(int argc, char **argv) {
         return EXIT_TROUBLE;
     if (r.seconds < 0)
         r.seconds = r.machine.device == HEDDLE_CUDA ? 0.1 : 0.5;
-#ifdef _OPENMP
-    r.machine.threads = omp_get_max_threads();
-#endif
+    bench_describe(&r.machine);
     return run(&r);
 }

@@ -2,6 +2,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "verify.h"
 #ifndef _WIN32
+#include "memory_file.h"
 #include "npy.h"
 #endif
 
@@ -67,13 +68,14 @@ static bool verify_device(verify *v, heddle_device device, int chosen) {
     if (!device_ready(device))
         return false;
     heddle_device_describe(device, text, sizeof text);
-    printf("heddle %s on %s: %s\n", heddle_version_string(), device_name(device), text);
-    if (v->bins)
-        return verify_bins(v);
     v->problems = v->done = 0;
     v->begin = now();
-    for (int counts = 1; counts >= 0; counts--) {
+    for (int counts = v->bins ? 0 : 1; counts >= 0; counts--) {
         v->counts = counts;
+        if (!counts && (v->problems || !v->filter))
+            printf("heddle %s on %s: %s\n", heddle_version_string(), device_name(device), text);
+        if (v->bins)
+            return verify_bins(v);
         for (int i = 0; i < REPORTS; i++)
             if ((chosen < 0 || chosen == i) && !reports[i].run(v))
                 return false;
@@ -99,16 +101,18 @@ static int run(verify *v, bool device_given, int chosen) {
     return v->failed ? EXIT_CHECK_FAILED : 0;
 }
 
-/* The checks as text, and where it goes. */
+/* Where the checks go; with `add` behind what is there. */
 typedef struct json_file {
     const char *path;
-    char *text;
-    size_t n;
+    bool add;
+#ifndef _WIN32
+    memory_file text; /* until all of it is there */
+#endif
 } json_file;
 
 #ifdef _WIN32 /* which has no place of memory to write to like a file */
 static bool open_json(json_file *f, FILE **to) {
-    *to = fopen(f->path, "w");
+    *to = fopen(f->path, f->add ? "a" : "w");
     return *to || (complain("%s: %s", f->path, strerror(errno)), false);
 }
 
@@ -117,23 +121,45 @@ static bool close_json(json_file *f, FILE *from, bool ran) {
     return fclose(from) == 0 || (complain("%s: %s", f->path, strerror(errno)), false);
 }
 #else
-/* What cannot be written is found out before anything takes its time; a pipe or the like is left alone until then. */
-static bool open_json(json_file *f, FILE **to) {
-    npy_outputs none = {0};
+/* What is there goes to `to`; where that is NULL, whether it can be read is all that is asked. */
+static bool copy_old(const json_file *f, FILE *to) {
+    char part[4096];
     struct stat st;
-    const bool other = stat(f->path, &st) == 0 && !S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode),
-               good = other || npy_stage_bytes(&none, f->path, "", 0);
-    npy_abandon(&none);
-    *to = good ? open_memstream(&f->text, &f->n) : NULL;
-    return *to || (good && (complain("no memory"), false));
+    if (!f->add || stat(f->path, &st) != 0 || !S_ISREG(st.st_mode))
+        return true;
+    FILE *old = fopen(f->path, "r");
+    for (size_t n; old && (n = fread(part, 1, sizeof part, old)) > 0;)
+        if (to)
+            fwrite(part, 1, n, to);
+    const bool good = (old && !ferror(old)) || (complain("%s: %s", f->path, strerror(errno)), false);
+    if (old)
+        fclose(old);
+    return good;
+}
+
+static bool open_json(json_file *f, FILE **to) {
+    const bool good = npy_can_write(f->path) && copy_old(f, NULL) && memory_open(&f->text);
+    *to = f->text.file;
+    return good;
+}
+
+/* The old lines are read again now, as another process may have added some meanwhile. */
+static bool write_json(json_file *f) {
+    npy_outputs out = {0};
+    memory_file all;
+    bool good = memory_open(&all) && copy_old(f, all.file);
+    if (good)
+        fwrite(f->text.text, 1, f->text.n, all.file);
+    good = good && memory_flush(&all) && npy_stage_bytes(&out, f->path, all.text, all.n) && npy_commit(&out);
+    npy_abandon(&out);
+    memory_close(&all);
+    return good;
 }
 
 static bool close_json(json_file *f, FILE *from, bool ran) {
-    npy_outputs out = {0};
-    bool good = fclose(from) == 0 || (complain("no memory"), false);
-    good = good && (!ran || (npy_stage_bytes(&out, f->path, f->text, f->n) && npy_commit(&out)));
-    npy_abandon(&out);
-    free(f->text);
+    (void)from;
+    const bool good = memory_flush(&f->text) && (!ran || write_json(f));
+    memory_close(&f->text);
     return good;
 }
 #endif
@@ -177,9 +203,8 @@ int cmd_verify(int argc, char **argv) {
         return status;
     if (r.v.bins && (r.chosen >= 0 || r.v.filter))
         return complain("--bins has its own cases: without --case and --filter");
-    if (r.v.bins)
-        r.v.bins_json = r.json.path;
-    else if (r.json.path && !open_json(&r.json, &r.v.json))
+    r.json.add = r.v.bins;
+    if (r.json.path && !open_json(&r.json, &r.v.json))
         return EXIT_TROUBLE;
     const int result = run(&r.v, r.device_given, r.chosen);
     if (r.v.json && !close_json(&r.json, r.v.json, result != EXIT_TROUBLE))

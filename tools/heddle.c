@@ -16,7 +16,7 @@ static const struct {
 #ifndef _WIN32 /* outputs without a name until they are whole, and what ends a process, are POSIX's */
     {"attention", cmd_attention, "attention of .npy files, forward and backward"},
     {"norm-linear", cmd_norm_linear, "LayerNorm + Linear of .npy files, forward and backward"},
-    {"bench", cmd_bench, "time every kernel, beside what this machine can do at most"},
+    {"bench", cmd_bench, "time every kernel, beside a peak of this machine that is measured with it"},
     {"demo", cmd_demo, "a FlashAttention program's report, then a small transformer trained on real text"},
     {"random", cmd_random, "make a .npy file of random numbers"},
 #endif

@@ -25,6 +25,8 @@ enum {
 typedef struct job {
     bool linear;     /* norm-linear, else attention */
     int64_t columns; /* of HEDDLE_BLOCKS's lists in all */
+    bool drops;      /* a dropout was given, be it 0 */
+    bool seeds;      /* and a seed of it */
     heddle_attention a;
     heddle_norm_linear l;
     void *data[JOB_FIELDS]; /* NULL: absent */

@@ -52,4 +52,8 @@ bool npy_stage_bytes(npy_outputs *all, const char *path, const void *bytes, size
 bool npy_commit(npy_outputs *all);
 void npy_abandon(npy_outputs *all);
 
+/* What cannot be written is found out before anything takes its time: complains of it and returns false. Nothing is
+ * changed, and a pipe or the like is left alone until then. */
+bool npy_can_write(const char *path);
+
 #endif

@@ -435,3 +435,12 @@ void npy_abandon(npy_outputs *all) {
     release(all);
     end_use();
 }
+
+bool npy_can_write(const char *path) {
+    npy_outputs none = {0};
+    struct stat st;
+    const bool other = stat(path, &st) == 0 && !S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode),
+               good = other || npy_stage_bytes(&none, path, "", 0);
+    npy_abandon(&none);
+    return good;
+}

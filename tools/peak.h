@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What this machine can do at most, measured: multiply-adds in float32 and reading memory. Also compiled into a shared
+ * Peaks of this machine, measured: multiply-adds in float32 (of bfloat16 some have faster ones) and reading memory. Also compiled into a shared
  * library for bench/cpu.py. */
 #ifndef HEDDLE_TOOLS_PEAK_H
 #define HEDDLE_TOOLS_PEAK_H

@@ -13,9 +13,8 @@ typedef struct verify {
     bool bins;    /* random cases alone, by bins */
     uint64_t seed;
     int64_t random_cases;
-    const char *filter;    /* only problems that are called so */
-    const char *bins_json; /* the bins go there, too */
-    FILE *json;            /* or each check does */
+    const char *filter; /* only problems that are called so */
+    FILE *json;         /* each check goes there, or with bins each average */
     int checked, failed;
     bool counts; /* no problem is run, all are counted */
     int64_t problems, done;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Every kernel that a plan can name has a row of `heddle bench --device cuda`, on Hopper as it comes or with a family asked for,
- * or on a card with less shared memory.
+ * or on a card with less shared memory; and the rows of the CPU are what they say.
  * Pure: no driver is asked, and none is needed. */
 #include "common.h"
 
@@ -94,7 +94,62 @@ static void test_window(void **state) {
     assert_true(counted > 2);
 }
 
+/* Whether the row is of this option, and the problem has it. */
+static bool is_of(const bench_case *c, const char *option) {
+    if (!c->option || strcmp(c->option, option) != 0)
+        return false;
+    const job j = bench_job(c, HEDDLE_CPU);
+    const uint64_t has = j.linear ? j.l.features : j.a.features;
+    const struct {
+        const char *name;
+        bool has;
+    } options[] = {
+        {"alibi", has & HEDDLE_ALIBI},     {"sinks", has & HEDDLE_SINKS},
+        {"dense", has & HEDDLE_BOOL_MASK}, {"bias", has & HEDDLE_BIAS},
+        {"pages", has & HEDDLE_PAGES},     {"e4m3", has & HEDDLE_E4M3},
+        {"softcap", j.a.softcap > 0},      {"dropout", j.a.dropout > 0},
+        {"gelu", has & HEDDLE_ACTIVATION}, {"rms", j.linear && j.l.norm == HEDDLE_RMS_NORM},
+    };
+    for (size_t i = 0; i < COUNT(options); i++)
+        if (options[i].has != (strstr(option, options[i].name) != NULL))
+            return false;
+    return true;
+}
+
+/* Each kind of option is timed, each problem is one, and no two rows are called the same. */
+static void test_cpu_rows(void **state) {
+    (void)state;
+    static const char *const options[] = {"softcap",     "alibi",        "sinks",   "dropout", "dense",
+                                          "bias shared", "dbias shared", "pages",   "e4m3",    "pages e4m3",
+                                          "gelu",        "rms",          "prepared"};
+    static bench_case cases[BENCH_MOST_CASES];
+    static char names[BENCH_MOST_CASES][96];
+    const int n = bench_cases(HEDDLE_CPU, cases);
+    assert_true(n > 0 && n <= BENCH_MOST_CASES);
+    for (int x = 0; x < n; x++) {
+        const job j = bench_job(&cases[x], HEDDLE_CPU);
+        bench_name(&cases[x], HEDDLE_CPU, names[x], sizeof names[x]);
+        attention_plan attention = {.threads = 1};
+        norm_linear_plan linear = {.threads = 1};
+        for (int pass = 0; pass < 2 - cases[x].forward_only; pass++)
+            if ((j.linear ? heddle__resolve_norm_linear(&j.l, (heddle_pass)pass, &linear)
+                          : heddle__resolve_attention(&j.a, (heddle_pass)pass, &attention)) != HEDDLE_OK)
+                fail_msg("%s is no problem: %s", names[x], heddle_last_message());
+        for (int y = 0; y < x; y++)
+            if (cases[x].dtype == cases[y].dtype && !strcmp(names[x], names[y]))
+                fail_msg("two rows are called %s", names[x]);
+    }
+    for (size_t o = 0; o < COUNT(options); o++) {
+        int rows = 0;
+        for (int x = 0; x < n; x++)
+            rows += is_of(&cases[x], options[o]);
+        if (!rows)
+            fail_msg("no row has %s", options[o]);
+    }
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_every_kernel_has_a_row), cmocka_unit_test(test_window)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_every_kernel_has_a_row), cmocka_unit_test(test_window),
+                                       cmocka_unit_test(test_cpu_rows)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

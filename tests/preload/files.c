@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Preloaded into a program: what can happen to its files. Its changes of files are counted (a file made or given a name,
- * written to, renamed, removed): behind the HEDDLE_KILL_AT-th it is killed, and the HEDDLE_REFUSE_AT-th fails, but a
- * removal does not. HEDDLE_NO_UNNAMED: no file system has files without a name; HEDDLE_NO_EXCHANGE: none exchanges two. */
+ * written to, renamed, removed): behind the HEDDLE_KILL_AT-th it is killed, and the HEDDLE_REFUSE_AT-th fails, among
+ * which removals do not count. HEDDLE_NO_UNNAMED: no file system has files without a name; HEDDLE_NO_EXCHANGE: none
+ * exchanges two. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -13,17 +14,17 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-static long changes;
+static long changes, refusable;
 
-static int is_now(const char *variable) {
+static int is_now(const char *variable, long count) {
     const char *at = getenv(variable);
-    return at && strtol(at, NULL, 10) == changes;
+    return at && strtol(at, NULL, 10) == count;
 }
 
 /* Whether the change that comes is refused. */
 static int is_refused(void) {
     changes++;
-    if (!is_now("HEDDLE_REFUSE_AT"))
+    if (!is_now("HEDDLE_REFUSE_AT", ++refusable))
         return 0;
     errno = EIO;
     return 1;
@@ -32,7 +33,7 @@ static int is_refused(void) {
 /* Behind a change. */
 static long over(long result) {
     const int error = errno;
-    if (is_now("HEDDLE_KILL_AT"))
+    if (is_now("HEDDLE_KILL_AT", changes))
         kill(getpid(), SIGKILL);
     errno = error;
     return result;

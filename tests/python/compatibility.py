@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every architecture of the transformers that is installed, with heddle against eager: right, or refused by name.
 
-    python tests/python/compatibility.py [--only llama,t5] [--batches] [--jobs 2] [--json FILE] [--write]
+    python tests/python/compatibility.py [--only llama,t5] [--batches] [--jobs 2] [--json FILE] [--write [FOLDER]]
 
---write puts the table of this version into docs/architectures.md, with --batches into docs/compatibility.md.
+--write puts the table of this version into docs/architectures.md, with --batches into docs/compatibility.md; or into
+the pages of that name in another folder.
 Each architecture is run in a process of its own.
 --batches: continuous batching (generate_batch) in place of all else, of a few architectures."""
 
@@ -35,8 +36,7 @@ import transformers
 
 import heddle.hf
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
-BATCHES = PAGE.with_name("compatibility.md")
+PAGES = Path(__file__).resolve().parents[2] / "docs"
 SECONDS = 60
 calls = []
 blind = set()  # rows of the batch that have had a query of one token that sees no key
@@ -507,14 +507,15 @@ def section(done, missing):
     return "\n".join(lines)
 
 
-def write(done, missing):
+def write(place, done, missing):
     """Puts the section between its two marks, which are added at the end of the page if they are not there."""
     first, last = (f"<!-- {edge} of transformers {transformers.__version__} -->" for edge in ("begin", "end"))
-    page = PAGE.read_text()
+    place /= "architectures.md"
+    page = place.read_text()
     if first not in page:
         page = f"{page.rstrip()}\n\n{first}\n{last}\n"
     before, rest = page.split(first)
-    PAGE.write_text(f"{before}{first}\n\n{section(done, missing)}\n\n{last}{rest.split(last)[1]}")
+    place.write_text(f"{before}{first}\n\n{section(done, missing)}\n\n{last}{rest.split(last)[1]}")
 
 
 # Plain decoders, windows, softcap, sinks, and what calls no registered implementation.
@@ -541,21 +542,22 @@ def batches_section(done):
     return "\n".join(lines)
 
 
-def write_batches(done):
+def write_batches(place, done):
     """Puts that table between its two marks."""
+    place /= "compatibility.md"
     first, last = (f"<!-- {edge} of continuous batching -->" for edge in ("begin", "end"))
-    before, rest = BATCHES.read_text().split(first)
-    BATCHES.write_text(f"{before}{first}\n\n{batches_section(done)}\n\n{last}{rest.split(last)[1]}")
+    before, rest = place.read_text().split(first)
+    place.write_text(f"{before}{first}\n\n{batches_section(done)}\n\n{last}{rest.split(last)[1]}")
 
 
-def run_batches(names, jobs, page):
+def run_batches(names, jobs, place):
     done = {}
     for name, table, seconds in run_all(names, jobs, batches):
         done[name] = table
         print(f"{name}: {', '.join(rows.get('batches', str(rows)) for rows in table.values())} ({seconds:.1f} s)")
     done = {name: done[name] for name in names}
-    if page:
-        write_batches(done)
+    if place:
+        write_batches(place, done)
     outcomes = [str(rows) for table in done.values() for rows in table.values()]
     sys.exit(any("WRONG" in o or "error" in o for o in outcomes))
 
@@ -571,7 +573,8 @@ def main():
     parser.add_argument("--json", type=Path, help="keep the results in this file, and do not repeat what is in it")
     parser.add_argument("--no-run", action="store_true", help="only what is in the file of --json")
     parser.add_argument("--batches", action="store_true", help="continuous batching, of a few architectures")
-    parser.add_argument("--write", action="store_true", help="put the table into its page")
+    words = "put the table into its page, of docs/ or of this folder"
+    parser.add_argument("--write", nargs="?", type=Path, const=PAGES, metavar="FOLDER", help=words)
     options = parser.parse_args()
     heddle.hf.register()
     count_calls()
@@ -594,7 +597,7 @@ def main():
         if options.json:
             options.json.write_text(json.dumps(done, indent=1))
     if options.write:
-        write(done, sorted(set(names) - set(done)))
+        write(options.write, done, sorted(set(names) - set(done)))
     words = [verdict(done[n]) for n in names if n in done]
     print(transformers.__version__, {w: words.count(w) for w in sorted(set(words))})
     sys.exit(any(w in ("wrong", "error") for w in words))

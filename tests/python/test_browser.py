@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import functools
 import http.server
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -141,4 +143,56 @@ def test_report(tmp_path, dark):
         assert (background == "rgb(255, 255, 255)") != dark
         if folder := os.environ.get("HEDDLE_SCREENSHOTS"):
             tab.screenshot(Path(folder) / f"report-{'dark' if dark else 'light'}.png")
+        assert not tab.complaints, tab.complaints
+
+
+def test_nearest_peers(tmp_path):
+    """Of several machines' rows those of a processor like this one stand beside ours, in any order of files."""
+    command = os.environ.get("HEDDLE_COMMAND") or shutil.which("heddle")
+    if not command:
+        pytest.skip("no heddle: HEDDLE_COMMAND names it")
+    page = tmp_path / "report.html"
+    bench = [
+        command,
+        "bench",
+        "--op",
+        "attention",
+        "--dtype",
+        "f32",
+        "--filter",
+        "s64 ",
+        "--seconds",
+        "0",
+        "--no-error",
+    ]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*bench, "--html", str(page)], check=True, capture_output=True, env=alone)
+    machine = json.loads(re.findall(r"^const MACHINE = (.*);$", page.read_text(), re.MULTILINE)[0])
+    told = re.fullmatch(r"(.*), family (\d+), model (\d+)", machine["processor"])
+    if told is None:
+        pytest.skip("a processor that tells no family and model")
+    here = dict(zip(("cpu", "family", "model"), told.groups(), strict=True))
+    row = {"section": "s", "name": "b1 h1 s64 d64 forward", "threads": 1, "over_torch": 2.0}
+    kinds = {
+        "same": {**row, **here, "gflops": 100, "date": "2026-01-02"},
+        "older": {**row, **here, "gflops": 200, "date": "2026-01-01"},
+        "alike": {**row, **here, "model": "none", "gflops": 300, "date": "2026-01-04"},
+        "other": {**row, "cpu": "another", "family": "1", "model": "1", "gflops": 400, "date": "2026-01-05"},
+    }
+    for name, content in kinds.items():
+        (tmp_path / name).write_text(json.dumps(content) + "\n")
+    with browser.Browser() as tab:
+        for order, rate in (
+            (("same", "older", "alike", "other"), 50),
+            (("other", "alike", "older", "same"), 50),
+            (("alike", "other"), 150),
+            (("other", "alike"), 150),
+            (("other",), 200),
+        ):
+            peers = [x for name in order for x in ("--peers", str(tmp_path / name))]
+            subprocess.run([*bench, "--html", str(page), *peers], check=True, capture_output=True, env=alone)
+            tab.open(page.as_uri())
+            assert tab.evaluate("ROWS[0].peers.PyTorch.rate") == rate, order
+            titles = tab.evaluate("[...document.querySelectorAll('#body td')].map(x => x.title).join('')")
+            assert ("another than this" in titles) == ("same" not in order), titles
         assert not tab.complaints, tab.complaints

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+START = (ROOT / "docs/start.md").read_text()
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What stands in backticks is a command where a program with arguments begins it; a file's name alone is none.
@@ -47,15 +48,15 @@ def shown(text: str) -> list[str]:
 
 
 SHOWN = {command for page in PAGES for command in shown(page.read_text())}
+# Of start.md the blocks that tests/test_pages.sh runs, word for word.
+MARKED = shown("".join(re.findall(r"^<!-- run -->\n(```console\n.*?^```\n)", START, re.MULTILINE | re.DOTALL)))
 
 # Which file has what runs it, and how that is found there.
 ELSEWHERE = {
-    # All of start.md's that have their output below.
-    r"heddle (?:info|(?:random|attention) .*--(?:shape|q) .*|verify --device cpu --case fa2-warps|demo --quick)"
-    r"|cc -Iinclude .*|\./smallest|python3 -c \"import numpy .*": ("tests/test_pages.sh", r"^session\(\)"),
+    "|".join(map(re.escape, MARKED)): ("tests/test_pages.sh", r"^session\(\)"),
     r"\./build/examples/(?:derivation|online_softmax)": ("tests/test_pages.sh", r"^check derivation math\.md"),
     r"heddle (?:COMMAND )?--help|heddle attention --help": ("tests/test_cli.sh", r"works \$command --help"),
-    r"heddle attention --(?:time|lse FILE)": ("tests/test_cli.sh", r"--time"),
+    r"heddle attention --time": ("tests/test_cli.sh", r"--time"),
     r"heddle demo": ("tests/install/run.sh", r'bin/heddle" demo'),
     r"heddle bench --device cuda(?: --json > .*)?": ("tests/gpu/bench.sh", r"bench --device cuda"),
     r"heddle bench --html": ("tests/python/test_browser.py", r'"--html"'),
@@ -65,11 +66,12 @@ ELSEWHERE = {
         "tests/python/parallel_cases.py",
         r"examples/train_long\.py",
     ),
-    r"python tests/python/compatibility\.py .*": ("tests/python/test_compatibility.py", r"compatibility\.py"),
-    r"python tests/python/torch_suite\.py .*|HEDDLE_TORCH_SUITE=.* \./dev test --long": (
-        "tests/python/test_torch_suite.py",
-        r"HEDDLE_TORCH_SUITE",
+    r"python tests/python/compatibility\.py --write": ("tests/python/test_compatibility.py", r'RIGHT.* "--write"'),
+    r"python tests/python/compatibility\.py --batches --write": (
+        "tests/python/test_compatibility.py",
+        r'"--batches", "--write"',
     ),
+    r"python tests/python/torch_suite\.py .*": ("tests/python/test_torch_suite.py", r'"torch_suite\.py"'),
     r"python -m pytest tests/python": ("dev", r"-m pytest -q"),
     r"ruff format .*|mypy --strict": ("tests/python/test_package.py", r'\["ruff", "format", "--check"\], \["mypy"\]'),
     r"\./dev test -R neon": ("dev", r"^ +test_neon$"),
@@ -89,14 +91,10 @@ NOT = {
     r"\./dev test(?: -R attention| -R emulated| --long)?": "it is what runs this",
     r"\./dev bench --cpu(?: --only (?:options|small-batches)| overhead| ways-in)?": "minutes of a machine at rest",
     r"\./dev bench --gpu.*|python3 bench/(?:gpu_norm_linear|parallel|ways_in)\.py.*": "wants a GPU, or several",
-    r"\./dev bench --plot": "writes into the tree; that all it writes is so is asked by tests/test_pages.sh",
-    r"\./dev build -DCMAKE_CXX_FLAGS=-g": "what a debugger wants; ./dev build itself is run",
+    r"HEDDLE_TORCH_SUITE=.* \./dev test --long": "wants PyTorch's sources; what it runs is run on a small file",
     r"\./dev gpu-test": "wants a GPU",
     r"HEDDLE_TEST_DEVICE=cuda .*": "wants a GPU",
     r"heddle (?:verify|attention .*) --device cuda.*": "wants a GPU; test_gpu_commands runs them there",
-    r"\./dev (?:lint|valgrind)": "a program over all sources or tests, many minutes, by hand",
-    r"\./dev sanitize(?: thread)?": "the same; the quick tests have sanitizers in ./dev test",
-    r"\./dev fuzz 3600 npy": "takes an hour",
     r"\./dev report \[bench options\]": "what stands for options; ./dev report itself is run",
     r"git show HASH": "git's own",
     r"perf record.*|cuobjdump -sass|gdb --args .*": "somebody else's program, on a machine that is at rest",
@@ -106,7 +104,7 @@ NOT = {
 HERE = {
     "test_command": (
         r"heddle info",
-        r"for x in q k v; do .*",
+        r"n=0; for x in q k v; do .*",
         r"heddle attention --q q\.npy .*",
     ),
     "test_whole_commands": (r"heddle verify(?: --bins)?", r"heddle bench"),
@@ -116,7 +114,7 @@ HERE = {
     "test_clone": (
         r"git clone .*",
         r"cd heddle",
-        r"\./dev build(?: --time| -DHEDDLE_BUILD_CUDA=OFF)?",
+        r"\./dev build(?: --time| -DHEDDLE_BUILD_CUDA=OFF| -DCMAKE_CXX_FLAGS=-g)?",
         r"cmake -B build .*",
         r"cmake --build build",
         r"cmake --install build .*",
@@ -126,6 +124,10 @@ HERE = {
         r"\./dev report",
         r"\./dev docs",
     ),
+    "test_plot": (r"\./dev bench --plot",),
+    "test_fuzz": (r"\./dev fuzz 3600 npy",),
+    "test_lint": (r"\./dev lint",),
+    "test_checkers": (r"\./dev sanitize(?: thread)?|\./dev valgrind",),
     "test_pip": (
         r"python3 -m venv venv",
         r"\. venv/bin/activate",
@@ -196,7 +198,7 @@ def with_command(build: Path) -> dict[str, str]:
 def test_command(build, tmp_path):
     """The README's session."""
     session = [of_page("README.md", pattern) for pattern in HERE["test_command"]]
-    out = run("\n".join(["n=0", *session]), tmp_path, **with_command(build))
+    out = run("\n".join(session), tmp_path, **with_command(build))
     assert out.startswith("heddle ")
     numpy = pytest.importorskip("numpy")
     q, o = (numpy.load(tmp_path / f"{x}.npy") for x in "qo")
@@ -280,6 +282,16 @@ def test_help():
     assert "./dev test" in run("./dev help", ROOT)
 
 
+@long
+def test_fuzz(build):
+    """A second for an hour, where `./dev test` has built the target."""
+    if not (build / "fuzz/tests/fuzz/fuzz_npy").is_file():
+        pytest.skip("no fuzz targets in the build")
+    (command,) = HERE["test_fuzz"]
+    command = command.replace("\\", "").replace("3600", "1")
+    assert run(command, ROOT, HEDDLE_BUILD_DIR=str(build)).endswith("1 passed, 0 failed\n")
+
+
 # ------------------------------------------------------------------------------------------------- from a fresh clone
 
 
@@ -311,6 +323,8 @@ def test_clone(clone, tmp_path):
         run(of_page("docs/install.md", pattern), tree, **environment)
     run("./dev build --time", tree, **environment)
     run("./dev build -DHEDDLE_BUILD_CUDA=OFF", tree, **environment)
+    run("./dev build -DCMAKE_CXX_FLAGS=-g", tree, **environment)
+    assert re.search(r"^CMAKE_CXX_FLAGS:\w+=-g$", (tree / "build/CMakeCache.txt").read_text(), re.MULTILINE)
     for pattern in HERE["test_clone"][5:7]:
         install = of_page("docs/install.md", pattern)
         prefix = tmp_path / install.split()[0].strip("./")
@@ -322,6 +336,60 @@ def test_clone(clone, tmp_path):
     if os.environ.get("HEDDLE_DOCS_PYTHON"):
         run("./dev docs", tree, **environment)
         assert (tree / "build/site/index.html").is_file()
+
+
+@long
+def test_plot(clone):
+    """What it writes into the tree is what is there."""
+    tree, environment = clone
+    run("./dev bench --plot", tree, **environment)
+    assert run("git status --porcelain -- README.md docs", tree) == ""
+
+
+# What follows asks for programs that `./dev` installs where it can: of some files, and of one test, as
+# all are an hour. Without optimisation, and without the kernels that take longest to compile.
+QUICK = """
+foreach(isa AVX2 AVX512 AVX512BF16 AMX SVE256)
+    set(HEDDLE_COMPILER_HAS_${isa} OFF CACHE BOOL "")
+endforeach()
+set(HEDDLE_BUILD_CUDA OFF CACHE STRING "")
+set(HEDDLE_BUILD_EXAMPLES OFF CACHE BOOL "")
+set(HEDDLE_BUILD_TOOLS OFF CACHE BOOL "")
+set(CMAKE_C_FLAGS_RELWITHDEBINFO "-O0 -g1" CACHE STRING "")
+"""
+
+
+@pytest.fixture(scope="module")
+def quick(clone):
+    tree, environment = clone
+    (tree.parent / "quick.cmake").write_text(QUICK)
+    return tree, {**environment, "CMAKE_TOOLCHAIN_FILE": str(tree.parent / "quick.cmake"), "HEDDLE_BUILD_DIR": "quick"}
+
+
+def wants(*programs: str) -> None:
+    for program in programs:
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program}")
+
+
+@long
+def test_lint(quick):
+    wants("clang-tidy", "shellcheck")
+    tree, environment = quick
+    run("./dev lint src/status.c tests/test_words.c dev tests/test_cli.sh", tree, **environment)
+    (tree / "worse.sh").write_text("#!/bin/sh\ncd $1\n")
+    with pytest.raises(AssertionError, match="SC2164"):
+        run("./dev lint worse.sh", tree, **environment)
+
+
+@long
+@pytest.mark.parametrize("checker", ["sanitize", "sanitize thread", "valgrind"])
+def test_checkers(quick, checker):
+    wants({"sanitize": "cc", "sanitize thread": "clang", "valgrind": "valgrind"}[checker])
+    tree, environment = quick
+    assert matches(HERE["test_checkers"][0], f"./dev {checker}")
+    out = run(f"./dev {checker} -R '^api$'", tree, **environment)
+    assert out.endswith("1 passed, 0 failed\n"), out
 
 
 def link_as_shown(prefix: Path, where: Path) -> None:
@@ -355,7 +423,7 @@ def test_pip(clone):
     assert "cpu: " in out
     program, printed = re.findall(
         r"^<!-- run -->\n```python\n(.*?)^```\n\n```\n(.*?)^```",
-        (ROOT / "docs/start.md").read_text(),
+        START,
         re.MULTILINE | re.DOTALL,
     )[0]
     (tree / "first.py").write_text(program)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 SCRIPT = Path(__file__).with_name("compatibility.py")
 # Position biases, a model that is refused, one whose layers do not say that they are causal, keys by index, sinks,
@@ -20,6 +20,14 @@ SCRIPT = Path(__file__).with_name("compatibility.py")
 SAMPLE = "llama t5 bloom bigbird_pegasus gpt_oss gemma2 mistral bert bart clip qwen2_vl wav2vec2-conformer "
 RIGHT = "gptj gpt_neo mpt electra codegen doge"
 
+MARKS = {
+    page: tuple(f"<!-- {edge} of {of} -->" for edge in ("begin", "end"))
+    for page, of in (
+        ("architectures.md", f"transformers {transformers.__version__}"),
+        ("compatibility.md", "continuous batching"),
+    )
+}
+
 
 def run(*options):
     done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True)
@@ -27,8 +35,28 @@ def run(*options):
     return done.stdout
 
 
-def test_sample():
-    text = run("--only", (SAMPLE + RIGHT).replace(" ", ","))
+def copy_of(page, folder):
+    """What stands in front of the table of this version, and behind it; the table is taken out."""
+    text = (SCRIPT.parents[2] / "docs" / page).read_text()
+    first, last = MARKS[page]
+    before, rest = text.split(first) if first in text else (text.rstrip() + "\n\n", f"{last}\n")
+    rest = rest.split(last)[1]
+    (folder / page).write_text(f"{before}{first}\n{last}{rest}")
+    return before + first, last + rest
+
+
+def written(page, folder, around):
+    """The table that has been put there, and nothing else is another."""
+    text = (folder / page).read_text()
+    assert text.startswith(around[0]) and text.endswith(around[1])
+    return text[len(around[0]) : -len(around[1])]
+
+
+def test_sample(tmp_path):
+    around = copy_of("architectures.md", tmp_path)
+    text = run("--only", (SAMPLE + RIGHT).replace(" ", ","), "--write", str(tmp_path))
+    table = written("architectures.md", tmp_path, around)
+    assert all(f"| {name} |" in table for name in RIGHT.split()), table
     for name in SAMPLE.split():
         assert f"{name}: right" in text or f"{name}: refused" in text, text
     for name in RIGHT.split():
@@ -42,6 +70,8 @@ def test_every_architecture():
 
 
 @pytest.mark.skipif(not os.environ.get("HEDDLE_LONG"), reason="./dev test --long")
-def test_continuous_batching():
-    text = run("--batches")
+def test_continuous_batching(tmp_path):
+    around = copy_of("compatibility.md", tmp_path)
+    text = run("--batches", "--write", str(tmp_path))
+    assert "| gemma2 |" in written("compatibility.md", tmp_path, around)
     assert "gemma2: right" in text and re.search(r"gptj: (right|refused by name)", text)  # from 5.24 on: right

@@ -109,6 +109,26 @@ def test_binaries_ask_for_no_more_than_names():
     assert "python" not in "".join(re.findall(r"NEEDED.*", module))
 
 
+def is_hardened():
+    """Of a build folder its cache says so; an installed package is."""
+    cache = PACKAGE.parents[1] / "CMakeCache.txt"
+    text = cache.read_text() if cache.is_file() else "CMAKE_BUILD_TYPE:STRING=Release\nHEDDLE_HARDEN:BOOL=ON\n"
+    wanted = all(
+        re.search(line, text, re.MULTILINE) for line in (r"^CMAKE_BUILD_TYPE:.*=Rel", r"^HEDDLE_HARDEN:.*=ON$")
+    )
+    return wanted and not re.search(r"^HEDDLE_SANITIZE:.*=.", text, re.MULTILINE)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ELF's")
+@pytest.mark.skipif(not (shutil.which("readelf") and shutil.which("nm")), reason="no readelf and nm")
+@pytest.mark.skipif(not is_hardened(), reason="a build that is not hardened")
+def test_binaries_are_hardened():
+    modules = [str(module) for module in PACKAGE.glob("*.so")]
+    assert len(modules) == 2
+    done = subprocess.run(["bash", str(ROOT / "tests/hardened.sh"), *modules], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def public():
     for name in heddle.__all__:
         value = getattr(heddle, name)
