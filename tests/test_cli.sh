@@ -34,6 +34,7 @@ refuses() {
     status=$?
     [ $status = 2 ] || wrong "heddle $*: status $status, not 2"
     [ "$(wc -l <err)" = 1 ] || wrong "heddle $*: not one line on stderr: $(cat err)"
+    [ ! -s out ] || wrong "heddle $*: prints before it refuses: $(cat out)"
     grep -qF -- "$text" err || wrong "heddle $*: '$text' is not in: $(cat err)"
     [ "$(ls -A)" = "$before" ] || wrong "heddle $*: left $(comm -13 <(echo "$before") <(ls -A) | tr '\n' ' ')"
 }
@@ -93,9 +94,14 @@ works bench --op attention --dtype f32 --filter "s64 " --seconds 0 --json --seed
 [ "$(grep -c '"error": [0-9]' out)" = 2 ] || wrong "heddle bench tells no errors of two passes"
 grep -q '"name": "attention b1 h1 s64 d64"' page.html || wrong "the page has no rows"
 [ "$(grep -o '"[a-z0-9]*, [0-9]* threads\?"' page.html | wc -l)" = 1 ] || wrong "the page does not tell the instruction set once"
+grep -q '"processor": ".*", "instruction set": ".*", "cores": "[0-9]*", "memory": "[0-9.]* GiB", "system": "[^ ]* .*", "measured' page.html ||
+    wrong "the page does not tell the machine: $(grep 'const MACHINE' page.html)"
+grep -q '"peak_of": "float32"' page.html && grep -q 'float32</em> peak' page.html || wrong "the page does not tell what the peak is"
 ! grep -q 'src=\|href=\|/\*ROWS\*/' page.html || wrong "the page asks for other files, or has places left empty"
 works bench --op norm-linear --dtype f32 --filter "[1," --seconds 0 --no-error
 grep -q 'norm-linear \[1,768\] -> 3072 .* backward ' out || wrong "heddle bench --no-error prints no row"
+works bench --dtype f32 --filter "[16,768] -> 3072 prepared" --seconds 0 --no-error --json
+grep -q '"key": "prepared"' out || wrong "what bench/cpu.py recorded without an option stands beside one: $(cat out)"
 refuses "is not an option" attention nonsense
 if [ -w /dev/full ]; then
     "$heddle" info >/dev/full 2>err
@@ -156,6 +162,18 @@ works random --shape 1,1,33,16 --seed 3 --out b.npy
 works attention --q b.npy --k b.npy --v b.npy --out o4.npy
 [ "$(shape o.npy)$(shape lse.npy)" = "(33, 16)(33,)" ] || wrong "shapes of [s, d]"
 cmp -s <(body o.npy) <(body o4.npy) || wrong "[s, d] and [1, 1, s, d] differ"
+
+# lengths that the library would clamp are refused by name, and so is a seed of nothing
+int32 33 >len_q.npy
+int32 45 >len_k.npy
+works $attention --seqlens-q len_q.npy --seqlens-k len_k.npy --out o.npy
+int32 46 >bad.npy
+refuses "--seqlens-k bad.npy: element 0 is 46, but must be from 0 to 45" $attention --seqlens-k bad.npy --out x.npy
+refuses "--seqlens-q bad.npy: element 0 is 46, but must be from 0 to 33" $attention --seqlens-q bad.npy --seqlens-k len_k.npy --out x.npy
+{ int32 0 | head -c -4; printf '\xff\xff\xff\xff'; } >bad.npy
+refuses "--seqlens-k bad.npy: element 0 is -1, but" $attention --seqlens-k bad.npy --out x.npy
+refuses "--seed is given without --dropout" $attention --seed 7 --out x.npy
+works $attention --dropout 0 --seed 7 --out o.npy
 
 # packed sequences are the single ones, one after another
 works random --shape 12,2,16 --seed 1 --out pack.npy

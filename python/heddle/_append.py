@@ -75,6 +75,11 @@ def attention_append(
         raise HeddleValueError(f"max_seqlen = {max_seqlen} is given without cu_seqlens")
     if rotary_cos is not None and rotary_sin is not None and rotary_cos.stride() != rotary_sin.stride():
         rotary_cos, rotary_sin = rotary_cos.contiguous(), rotary_sin.contiguous()
+    if rotary_cos is not None and rotary_cos.dim() == 2 and rotary_cos.shape[1] == 0:
+        raise HeddleValueError(
+            f"rotary_cos has shape {list(rotary_cos.shape)}, but must have [positions, rotary / 2] with one column or "
+            "more"
+        )
     most = 0 if cu_seqlens is None else k.shape[0] if max_seqlen is None else max_seqlen
     rotated, lengths = call(
         ops.attention_append,

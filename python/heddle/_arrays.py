@@ -6,7 +6,6 @@ Inputs are read where they lie. Results are made by the library that q (or x) co
 from __future__ import annotations
 
 import inspect
-import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +18,13 @@ from heddle._options import (
     PLACES,
     block_of,
     causal_of,
+    flag_of,
     limit_of,
     multiprocessors_of,
     number_of,
     places_of,
     scale_of,
+    state_of,
     window_of,
 )
 from heddle._views import CPU, CUDA, DTYPES, E4M3, Maker, View, check, contiguous, cupy_stream, device_of, real_of
@@ -361,12 +362,7 @@ class Problem:
         d["features"] |= (DETERMINISTIC if options["deterministic"] else 0) | (TF32 if options["tf32"] else 0)
         if options["rng_state"] is not None:
             # Two numbers from the caller; on the CPU they go into the description.
-            given = options["rng_state"]
-            try:
-                seed, offset = map(operator.index, given)
-            except (TypeError, ValueError):
-                raise HeddleTypeError(f"rng_state = {given!r} is not two integers, {{seed, offset}}") from None
-            d["seed"], d["offset"] = seed % 2**64, offset % 2**64
+            d["seed"], d["offset"] = state_of(options["rng_state"])
         elif d["dropout"]:
             import numpy
 
@@ -403,11 +399,15 @@ _NO_OPTIONS: dict[str, Any] = {
 } | {"dlse": None, "dweights": None}
 
 
+_FLAGS = ("return_lse", "return_weights", "deterministic", "tf32")
+
+
 def _options(given: dict[str, Any]) -> dict[str, Any]:
     unknown = sorted(given.keys() - _NO_OPTIONS.keys())
     if unknown:
         raise HeddleTypeError(f"attention has no option {', '.join(unknown)}")
-    return _NO_OPTIONS | given
+    options = _NO_OPTIONS | given
+    return options | {name: flag_of(name, options[name]) for name in _FLAGS}
 
 
 def attention(q: Any, k: Any, v: Any, **given: Any) -> Any:

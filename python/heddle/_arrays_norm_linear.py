@@ -9,7 +9,7 @@ from typing import Any
 from heddle import _C
 from heddle._arrays import BACKWARD, FORWARD, PREPARE, TF32, run, write_prepared
 from heddle._errors import HeddleValueError
-from heddle._options import EPS, activation_of, eps_of, features_out, multiprocessors_of, norm_of
+from heddle._options import EPS, activation_of, eps_of, features_out, flag_of, multiprocessors_of, norm_of
 from heddle._views import DTYPES, Maker, View, check, device_of
 
 
@@ -107,7 +107,7 @@ def norm_linear(
     multiprocessors: int,
 ) -> Any:
     """See heddle.norm_linear, which this is for arrays."""
-    p = Rows(x, weight, gamma, beta, eps, norm, TF32 if tf32 else 0, bias, activation, residual)
+    p = Rows(x, weight, gamma, beta, eps, norm, TF32 if flag_of("tf32", tf32) else 0, bias, activation, residual)
     p.description["multiprocessors"] = multiprocessors_of(multiprocessors)
     if prepared is not None:
         kept = check(View(prepared, "prepared"), "prepared", "uint8", p.x)
@@ -118,7 +118,7 @@ def norm_linear(
         p.addresses["prepared"] = kept.address if kept.shape[0] else 0
     maker = Maker(x, p.x)
     y, p.addresses["y"] = maker.empty([*p.x.shape[:-1], p.description["n"]], p.x.dtype)
-    if not return_norm:
+    if not flag_of("return_norm", return_norm):
         run("norm_linear", FORWARD, p.description, p.addresses, maker)
         return maker.finish(y)
     p.description["features"] |= _C.features()["z"]
@@ -145,8 +145,8 @@ def norm_linear_prepare(
         raise HeddleValueError(f"weight has {len(view.shape)} dimensions, but must have 2 ([n, k])")
     check(view, "weight", view.dtype, view)
     # Any x will do: it is not looked at.
-    p = Rows(weight, weight, gamma, beta, EPS, norm, TF32 if tf32 else 0, bias, activation)
-    p.description["features"] |= _C.features()["z"] if return_norm else 0
+    p = Rows(weight, weight, gamma, beta, EPS, norm, TF32 if flag_of("tf32", tf32) else 0, bias, activation)
+    p.description["features"] |= _C.features()["z"] if flag_of("return_norm", return_norm) else 0
     maker = Maker(weight, p.weight)
     size = _C.workspace("norm_linear", PREPARE, p.description)
     prepared, address = maker.empty([size], "uint8")

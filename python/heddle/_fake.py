@@ -333,6 +333,8 @@ def _norm_linear_prepare_fake(
 ) -> Tensor:
     """Of how many bytes, the processor decides."""
     _norm_linear_fake(weight, weight, bias, gamma, beta, norm=norm, activation=activation, return_norm=return_norm)
+    if weight.device.type == "meta":
+        raise HeddleValueError("weight is on meta, but how many bytes are prepared, a processor decides")
     library: Any = torch.library
     return weight.new_empty((library.get_ctx().new_dynamic_size(),), dtype=torch.uint8)
 

@@ -6,7 +6,7 @@ Source: Dao et al., "FlashAttention", 2022, and "FlashAttention-2", 2023; the si
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from heddle import attention
 from heddle._append import attention_append
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._heads import attention_of_heads
-from heddle._kinds import need_tensors
+from heddle._kinds import autocast_dtype, need_tensors
 from heddle._ops import quick
-from heddle._options import window_of
+from heddle._options import flag_of, window_of
 from heddle._plain import new_rng_state
+from heddle._torch import int32_of
 
 _compiling = torch.compiler.is_dynamo_compiling
 Probs = tuple[Tensor, Tensor, Tensor | None]
@@ -51,6 +52,11 @@ def _document(function: Any) -> Any:
 
 
 _NO_LIMIT = (-1, -1)
+
+
+def _corner(causal: Any) -> Literal["bottom_right"] | None:
+    """FlashAttention's only one; a name of heddle.attention's corners is no bool."""
+    return "bottom_right" if flag_of("causal", causal) else None
 
 
 def _window(size: Any) -> tuple[int, int] | None:
@@ -102,12 +108,12 @@ def flash_attn_func(
     window = _window(window_size)
     more = softcap or dropout_p or deterministic or return_attn_probs
     if window is None and alibi_slopes is None and not (more or _compiling()):
-        plain = quick(heads_q, heads_k, heads_v, "bottom_right" if causal else None, softmax_scale)
+        plain = quick(heads_q, heads_k, heads_v, _corner(causal), softmax_scale)
         if plain is not NotImplemented:
             turned: Tensor = plain.transpose(1, 2)
             return turned
     options: dict[str, Any] = {
-        "causal": "bottom_right" if causal else None,
+        "causal": _corner(causal),
         "window": window,
         "scale": softmax_scale,
         "softcap": softcap,
@@ -159,7 +165,7 @@ def flash_attn_qkvpacked_func(
     more = softcap or dropout_p or deterministic or return_attn_probs or _window(window_size) is not None
     h = qkv.shape[3]
     if alibi_slopes is None and not more and qkv.stride(2) == h * qkv.stride(3):
-        o = attention_of_heads(qkv.flatten(2, 3), h, h, "bottom_right" if causal else None, softmax_scale)
+        o = attention_of_heads(qkv.flatten(2, 3), h, h, _corner(causal), softmax_scale)
         if o is not NotImplemented:
             return o.transpose(1, 2)
     return flash_attn_func(
@@ -228,7 +234,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        causal="bottom_right" if causal else None,
+        causal=_corner(causal),
         window=_window(window_size),
         scale=softmax_scale,
         softcap=softcap,
@@ -279,32 +285,52 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-def _places(count: int, lengths: Tensor, rows: Tensor, table: Tensor | None, page: int) -> tuple[Tensor, Tensor]:
-    """Where in a cache keys lengths[n] to lengths[n] + count - 1 of each n are: of row rows[n], or of pages."""
+def _pages(count: int, lengths: Tensor, table: Tensor, page: int) -> Tensor:
+    """The pages of keys lengths[n] to lengths[n] + count - 1 of each n."""
     positions = lengths.to(torch.int64)[:, None] + torch.arange(count, device=lengths.device)
-    if table is None:
-        return rows[:, None], positions
-    return table.to(torch.int64).gather(1, positions // page), positions % page
+    return table.to(torch.int64).gather(1, positions // page)
 
 
 # All of these run before anything is written to the cache.
 
 
-def _check_places(count: int, lengths: Tensor, rows: Tensor, table: Tensor | None, cache: Tensor, room: int) -> None:
+def _check_places(count: int, lengths: Tensor, table: Tensor | None, cache: Tensor, room: int) -> None:
     """Where they can be read; on a GPU what has no place is not written."""
+    parts = cache.shape[0]
+    if not _readable(lengths):
+        if count > room:
+            raise HeddleValueError(f"the cache has {room} rows: too few for {count} new ones")
+        fits = (lengths >= 0).all() & (lengths <= room - count).all()
+        torch._assert_async(fits, "cache_seqlens has no place for k and v in the cache")
+        if table is not None:
+            part = _pages(count, lengths.clamp(0, room - count), table, cache.shape[1])
+            named = ((part >= 0) & (part < parts)).all()
+            torch._assert_async(named, "block_table has no page for k and v")
+        return
     if int(lengths.min()) < 0:
         raise HeddleValueError(f"cache_seqlens has {int(lengths.min())}, but must not be negative")
     if int(lengths.max()) + count > room:
         raise HeddleValueError(f"the cache has {room} rows: too few for {int(lengths.max())} and {count} new ones")
-    part = _places(count, lengths, rows, table, cache.shape[1])[0]
+    if table is None:
+        return
+    part = _pages(count, lengths, table, cache.shape[1])
     if not part.numel():
         return
-    least, most, parts = int(part.min()), int(part.max()), cache.shape[0]
-    if 0 <= least <= most < parts:
-        return
-    if table is not None:
+    least, most = int(part.min()), int(part.max())
+    if not 0 <= least <= most < parts:
         raise HeddleValueError(f"block_table has no page for k and v: {least} to {most} of {parts}")
-    raise HeddleValueError(f"cache_batch_idx = {rows.tolist()} is not all from 0 to {parts - 1}")
+
+
+def _check_rows(rows: Tensor, parts: int) -> None:
+    if not _readable(rows):
+        torch._assert_async(((rows >= 0) & (rows < parts)).all(), "cache_batch_idx names a row that the cache has not")
+    elif rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < parts:
+        raise HeddleValueError(f"cache_batch_idx = {rows.tolist()} is not all from 0 to {parts - 1}")
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Not while torch.compile or torch.export looks: what is wrong is told when the graph runs."""
+    return type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -315,7 +341,7 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         eight = name != "q" and torch.float8_e4m3fn in (k_cache.dtype, v_cache.dtype)
         if eight and tensor.dtype != torch.float8_e4m3fn:
             raise HeddleTypeError(f"{name} is {tensor.dtype}, but must be torch.float8_e4m3fn as the other cache")
-        if not eight and tensor.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+        if not eight and tensor.dtype != q.dtype and autocast_dtype(q.device.type) is None:
             raise HeddleTypeError(f"{name} is {tensor.dtype}, but must be {q.dtype} as q")
     if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != q.shape[3]:
         shapes = [list(tensor.shape) for tensor in (q, k_cache, v_cache)]
@@ -428,6 +454,7 @@ def flash_attn_with_kvcache(
         raise NotImplementedError("cache_leftpad is not supported: it must be None")
     if (k is None) != (v is None):
         raise HeddleValueError("k and v come together, but only one is given")
+    corner, window = _corner(causal), _window(window_size)
     _check_caches(q, k_cache, v_cache)
     if block_table is not None:
         _check_table(block_table, q, cache_batch_idx)
@@ -455,6 +482,10 @@ def flash_attn_with_kvcache(
         lengths = cache_seqlens
     elif not isinstance(cache_seqlens, int) or isinstance(cache_seqlens, bool):
         raise HeddleTypeError(f"cache_seqlens must be an int or a tensor of int32, not {type(cache_seqlens).__name__}")
+    elif not 0 <= cache_seqlens <= room:
+        raise HeddleValueError(
+            f"cache_seqlens = {cache_seqlens} must not be negative, nor exceed the cache's {room} rows"
+        )
     else:
         lengths = torch.full((b,), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_batch_idx is None:
@@ -462,22 +493,24 @@ def flash_attn_with_kvcache(
     else:
         _check_integers("cache_batch_idx", cache_batch_idx, q)
         rows = cache_batch_idx.to(torch.int64)
+        if rows.device.type == "cpu":
+            _check_rows(rows, k_cache.shape[0])
     if k is not None and v is not None:
         if lengths.device.type == "cpu" and b:
-            _check_places(k.shape[1], lengths, rows, block_table, k_cache, room)
+            _check_places(k.shape[1], lengths, block_table, k_cache, room)
         rotated, lengths = attention_append(
             k_cache.transpose(1, 2),
             v_cache.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            lengths.to(torch.int32).contiguous(),
+            int32_of("cache_seqlens", lengths).contiguous(),
             q=None if rotary_cos is None else q.to(k.dtype).transpose(1, 2),
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
             rotary_interleaved=rotary_cos is not None and rotary_interleaved,
-            rotary_together=rotary_cos is not None and not causal and _window(window_size) is None,
+            rotary_together=rotary_cos is not None and corner is None and window is None,
             block_table=block_table,
-            cache_index=None if cache_batch_idx is None else cache_batch_idx.to(torch.int32).contiguous(),
+            cache_index=None if cache_batch_idx is None else int32_of("cache_batch_idx", rows).contiguous(),
             k_scale=k_descale,
             v_scale=v_descale,
         )
@@ -489,8 +522,8 @@ def flash_attn_with_kvcache(
         k_cache.transpose(1, 2),
         v_cache.transpose(1, 2),
         seqlens_k=lengths,
-        causal="bottom_right" if causal else None,
-        window=_window(window_size),
+        causal=corner,
+        window=window,
         scale=softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,

@@ -303,7 +303,8 @@ def _passing(what: Any, which: int, inputs: tuple[str, ...], outputs: tuple[str,
     @run.def_vmap
     def rule(size: int, mapped: list[bool], *arrays: Any) -> Any:
         given = dict(zip(inputs, arrays, strict=True))
-        folded = what.fold(size, dict(zip(inputs, mapped, strict=True)), given, outputs)
+        # Of no calls at all jax.lax.map knows the shapes.
+        folded = what.fold(size, dict(zip(inputs, mapped, strict=True)), given, outputs) if size else None
         if folded is not None:
             made = [what.unfold(size, value) for value in run(*folded.values())]
         else:

@@ -38,6 +38,13 @@ def bias_of(bias: Tensor, dtype: torch.dtype) -> Tensor:
     return finite.add(given, alpha=torch.finfo(bias.dtype).tiny).to(dtype)
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Autocast's dtype on a kind of device; None where it is off, or knows no such device ("meta")."""
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
 def is_causal_bias(tensor: Any) -> bool:
     """A torch.nn.attention.bias.CausalBias, whose storage nobody has filled."""
     if type(tensor) in USUAL:

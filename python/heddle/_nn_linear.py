@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from heddle._kinds import autocast_dtype
 from heddle._torch import norm_linear
 
 _goes_long = torch.compiler.is_dynamo_compiling
@@ -72,18 +73,17 @@ def activation_name(activation: Any) -> str | None:
 
 def stays(x: Tensor, residual: Tensor) -> bool:
     """Whether a sum of residual and a Linear of x has residual's dtype, also with autocast, which leaves sums alone."""
-    device = residual.device.type
-    return x.dtype == residual.dtype and (
-        not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == residual.dtype
-    )
+    return x.dtype == residual.dtype and autocast_dtype(residual.device.type) in (None, residual.dtype)
 
 
 def activated(linear: Any, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """activation(linear(x))"""
     name = activation_name(activation)
-    if name is not None and untouched(linear, nn.Linear) and lies(linear.weight, linear.bias):
-        fused: Tensor = norm_linear(x, linear.weight, linear.bias, norm="none", activation=name)
-        return fused
+    if name is not None and untouched(linear, nn.Linear):
+        weight, bias = linear.weight, linear.bias
+        if lies(weight, bias):
+            fused: Tensor = norm_linear(x, weight, bias, norm="none", activation=name)
+            return fused
     return activation(linear(x))
 
 

@@ -261,15 +261,15 @@ _register_autograd("norm_linear_backward", _derivatives.NormLinearBackward)
 _UNCAST = (torch.float64, torch.float8_e4m3fn)
 
 
-def _cast(value: Any, dtype: torch.dtype, to: Callable[..., Tensor]) -> Any:
+def cast(value: Any, dtype: torch.dtype, to: Callable[..., Tensor] = Tensor.to) -> Any:
     # As PyTorch's own rule: float64 is left alone; and keys of 8 bits, which go with any dtype of q.
     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in (dtype, *_UNCAST):
         return to(value, dtype)
     return value
 
 
-def _register_autocast(name: str, device: str, cast: dict[int, Callable[..., Tensor]]) -> None:
-    """Under autocast, casts the arguments `cast` to autocast's dtype: those that have q's (or x's) dtype anyway."""
+def _register_autocast(name: str, device: str, casts: dict[int, Callable[..., Tensor]]) -> None:
+    """Under autocast, casts the arguments `casts` to autocast's dtype: those that have q's (or x's) dtype anyway."""
     key = "Autocast" + ("CUDA" if device == "cuda" else "CPU")
     exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     op = getattr(ops, name).default
@@ -277,7 +277,7 @@ def _register_autocast(name: str, device: str, cast: dict[int, Callable[..., Ten
     def kernel(*args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
         if args[0].dtype != torch.float64:
-            args = tuple(_cast(value, dtype, cast[at]) if at in cast else value for at, value in enumerate(args))
+            args = tuple(cast(value, dtype, casts[at]) if at in casts else value for at, value in enumerate(args))
         with torch._C._ExcludeDispatchKeyGuard(exclude):
             return op(*args)
 
@@ -406,7 +406,7 @@ def quick_linear(
         if _is_compiling() or not _nothing_to_record(given, given) or _tracing() or not x.is_contiguous():
             return NotImplemented
         kind, act = NORMS[norm], 0 if activation is None else ACTIVATIONS[activation]
-        if not isinstance(eps, (float, int)) or (kind == NO_NORM and eps != EPS):
+        if not isinstance(eps, (float, int)) or isinstance(eps, bool) or (kind == NO_NORM and eps != EPS):
             return NotImplemented
         eps = 0.0 if kind == NO_NORM else eps or TINY
         # The dispatcher finds no kernel for tensors that are not dense.

@@ -21,6 +21,7 @@ TINY = 1e-300  # where 0 means the default to the library
 LEAST_SCALE = 2.0**-100  # the least that it takes: scores of nothing
 LARGEST = sys.float_info.max
 FARTHEST = 2**62  # of a window; no sequence is as long
+_BOOLS = ("bool", "bool_")  # Python's, and NumPy's since 2.0 and before
 LONGEST = 2**40  # of a sequence, to the library
 
 
@@ -115,6 +116,25 @@ def scale_of(scale: Any) -> float:
     return 0.0 if scale is None else number_of("scale", scale) or LEAST_SCALE
 
 
+def flag_of(name: str, value: Any) -> bool:
+    """What PyTorch takes for a bool (numbers, None, NumPy's), but no text: 'no' is true."""
+    if value is None or isinstance(value, int) or type(value).__name__ in _BOOLS:
+        return bool(value)
+    raise HeddleTypeError(f"{name} = {value!r} is neither True nor False")
+
+
+def state_of(given: Any, wrong: str = "not two integers, {seed, offset}") -> tuple[int, int]:
+    """rng_state as two numbers of 64 bits without a sign."""
+    try:
+        seed, offset = map(operator.index, given)
+    except (TypeError, ValueError):
+        raise HeddleTypeError(f"rng_state = {given!r} is {wrong}") from None
+    for number in (seed, offset):
+        if not -(2**63) <= number < 2**64:
+            raise HeddleValueError(f"rng_state = {given!r} has {number}, which 64 bits do not hold")
+    return seed % 2**64, offset % 2**64
+
+
 def norm_of(norm: str) -> int:
     """0, 1 or 2 of heddle_norm."""
     if not isinstance(norm, str) or norm not in NORMS:
@@ -124,6 +144,8 @@ def norm_of(norm: str) -> int:
 
 def eps_of(eps: float, norm: str) -> float:
     """As the library takes it: 0 means its default, and there is none without a norm."""
+    if type(eps).__name__ in _BOOLS:
+        raise HeddleTypeError(f"eps = {eps!r} is not a number")
     if norm != "none":
         if not isinstance(eps, (int, float)):
             eps = number_of("eps", eps)

@@ -18,7 +18,8 @@ class BlockLists:
     """
 
     def __init__(self, rows: Tensor, columns: Tensor, sizes: tuple[int, int]) -> None:
-        self.rows, self.columns, self.sizes = rows.cpu(), columns.cpu(), sizes
+        self.rows, self.columns = (t.cpu().resolve_neg() for t in (rows, columns))
+        self.sizes = sizes
         self.made: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tensor, Tensor]] = {}
 
     def check(self, extents: tuple[int, int, int, int]) -> None:

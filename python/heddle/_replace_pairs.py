@@ -17,10 +17,11 @@ from threading import get_ident
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heddle._errors import HeddleValueError
-from heddle._kinds import is_usual
+from heddle._kinds import autocast_dtype, is_usual
 from heddle._nn_linear import lies, watched
 from heddle._nn_multihead import own
 from heddle._ops import quick_linear
@@ -40,8 +41,7 @@ def takes(device: str, dtype: Any) -> bool:
 def modes(device: str) -> tuple[bool, bool, Any]:
     """What decides how a call computes, beside its arguments: grad and inference mode, and autocast's dtype."""
     inference = not _goes_long() and torch.is_inference_mode_enabled()  # which a graph has none of
-    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return torch.is_grad_enabled(), inference, cast
+    return torch.is_grad_enabled(), inference, autocast_dtype(device)
 
 
 @contextmanager
@@ -61,8 +61,9 @@ class Unnormed:
 
     _OF_X = frozenset(("shape", "ndim", "device", "size", "dim", "numel", "layout"))
 
-    def __init__(self, norm: Any, x: Tensor, device_type: str) -> None:
+    def __init__(self, norm: Any, x: Tensor, vectors: Sequence[Tensor | None], device_type: str) -> None:
         self.norm, self.x, self.device_type, self.modes = norm, x, device_type, modes(device_type)
+        self.vectors = vectors  # the norm's, read once: a parametrised one is computed at every look
         self.made: Tensor | None = None
         # Of inference tensors nobody counts, nor can a graph ask.
         self.version = None if _goes_long() or x.is_inference() else x._version
@@ -85,7 +86,7 @@ class Unnormed:
         if self.made is None:
             self.need_x()
             with in_modes(self.device_type, self.modes):
-                self.made = self.norm.alone(self.x)
+                self.made = self.norm.computed(self.x, *self.vectors)
         return self.made
 
     @classmethod
@@ -147,31 +148,42 @@ class Passed(nn.Module):
         """What the norm's own class computes."""
         return super().forward(x)
 
+    def computed(self, x: Tensor, *vectors: Tensor | None) -> Tensor:
+        """The same, of vectors that have been read."""
+        raise NotImplementedError
+
     def passed(self, given: Any) -> Any:
         """What the norm's class gives; within the forward that calls both what stands for it."""
         x = real(given)
         if self.passing and is_usual(x) and self.passing.get(_thread(), False) == saved_how():
             device = x.device.type
-            if self._fits(x, device):
-                return Unnormed(self, x, device)
+            # Whether norm_linear takes it; what is wrong with it PyTorch's own norm says.
+            if takes(device, x.dtype) and x.dim() != 0 and (x.shape[-1],) == self.normalized_shape:
+                vectors = own(self, *self.vectors)
+                if _fit(vectors, x.dtype, device):
+                    return Unnormed(self, x, vectors, device)
+                return self.computed(x, *vectors)
         return self.alone(x)
 
-    def _fits(self, x: Tensor, device: str) -> bool:
-        """Whether norm_linear takes it; what is wrong with it PyTorch's own norm says."""
-        if not takes(device, x.dtype) or x.dim() == 0 or (x.shape[-1],) != self.normalized_shape:
+
+def _fit(vectors: Sequence[Tensor | None], dtype: torch.dtype, device: str) -> bool:
+    for vector in vectors:
+        if vector is not None and not vector.is_contiguous():
             return False
-        for vector in own(self, *self.vectors):
-            if vector is not None and not vector.is_contiguous():
-                return False
-            if vector is not None and x.dtype is not vector.dtype and not torch.is_autocast_enabled(device):
-                return False
-        return True
+        if vector is not None and vector.dtype is not dtype and not torch.is_autocast_enabled(device):
+            return False
+    return True
 
 
 class PassedLayerNorm(Passed, nn.LayerNorm):
     """A LayerNorm that the Linear behind it does in one with itself. Its parameters are still here."""
 
     vectors = ("weight", "bias")
+
+    def computed(self, x: Tensor, *vectors: Tensor | None) -> Tensor:
+        """As torch.nn.LayerNorm's forward."""
+        weight, bias = vectors
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
     def forward(self, input: Any) -> Any:
         """As torch.nn.LayerNorm's."""
@@ -180,6 +192,11 @@ class PassedLayerNorm(Passed, nn.LayerNorm):
 
 class PassedRMSNorm(Passed, nn.RMSNorm):
     """A RMSNorm that the Linear behind it does in one with itself. Its parameters are still here."""
+
+    def computed(self, x: Tensor, *vectors: Tensor | None) -> Tensor:
+        """As torch.nn.RMSNorm's forward."""
+        (weight,) = vectors
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
     def forward(self, x: Any) -> Any:
         """As torch.nn.RMSNorm's, whose argument has another name."""
@@ -192,21 +209,30 @@ class NormedLinear(nn.Linear):
     def forward(self, input: Any) -> Any:
         """[..., in_features] to [..., out_features]; errors as heddle.norm_linear."""
         if type(input) is Unnormed:
-            if input.fits() and lies(*own(self, "weight", "bias")):
-                return normed(self, input)
+            if input.fits():
+                weight, bias = own(self, "weight", "bias")
+                if lies(weight, bias):
+                    return _joined(weight, bias, input)
+                return F.linear(input.tensor(), weight, bias)
             input = input.tensor()
         return super().forward(input)
 
 
 def normed(linear: Any, given: Unnormed, activation: Any = None, residual: Tensor | None = None) -> Any:
     """act(linear(norm(x))) + residual"""
+    weight, bias = own(linear, "weight", "bias")
+    return _joined(weight, bias, given, activation, residual)
+
+
+def _joined(
+    weight: Tensor, bias: Tensor | None, given: Unnormed, activation: Any = None, residual: Tensor | None = None
+) -> Any:
     norm, x = given.norm, given.x
     eps = norm.eps
     if eps is None:  # as torch.nn.RMSNorm has it, whose sums are in float32
         eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-    weight, bias = own(linear, "weight", "bias")
     kind: Literal["layer", "rms"] = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
-    gamma, beta = own(norm, "weight", "bias") if kind == "layer" else (*own(norm, "weight"), None)
+    gamma, beta = given.vectors if kind == "layer" else (*given.vectors, None)
     # What norm_linear does, one call less.
     made = quick_linear(x, weight, bias, gamma, beta, eps, kind, activation, residual)
     if made is NotImplemented:

@@ -39,7 +39,7 @@ def real_of(dtype: torch.dtype) -> torch.dtype:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Its memory: not every backend of torch.distributed sends every dtype."""
-    return tensor.view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg().view(torch.uint8)  # what these bits say is not in the memory
 
 
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
@@ -94,7 +94,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return (_to_rows if ctx.to_heads else _to_heads)(grads[0], *ctx.given), None, None, None, None
+        # By the same Function, so that it has a gradient, too.
+        return exchange(grads[0], ctx.given[0], ctx.given[1], not ctx.to_heads, ctx.given[2]), None, None, None, None
 
 
 # --------------------------------------------------------------------------------------------------------------- ring
@@ -412,6 +413,21 @@ def _part(tensor: Tensor, rows: int, first: int, end: int) -> Tensor:
     return tensor[:, :, first * rows : end * rows]
 
 
+class _Once(torch.autograd.Function):
+    """Gradients as they are, by what they depend on and themselves: an error where their own are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tensors[count:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(
+            "heddle.parallel has no second derivative of a ring: divide the heads "
+            "(ContextParallel(..., method='heads')), or give whole sequences to heddle.attention"
+        )
+
+
 class _RingAttention(torch.autograd.Function):
     """[b, h, runs · rows, d] of each process to its rows of the result. Sums are float32, rounded once, at the end."""
 
@@ -450,10 +466,21 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            made = _RingAttention.gradients(ctx, *grads)
+        if torch.is_grad_enabled():  # create_graph
+            q, k, v, _, sinks, _, _ = ctx.saved_tensors
+            its = (q, k, v, sinks, *grads)
+            made = _once(len(its), *its, *made)
+        dq, dk, dv, dsinks = made
+        return None, dq, dk, dv, None, dsinks
+
+    @staticmethod
+    def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         ring: Ring = ctx.ring
         q, k, v, slopes, sinks, o, lse = ctx.saved_tensors
-        dout, dlse = grads
-        dout = torch.zeros_like(o, dtype=q.dtype) if dout is None else dout.contiguous()
+        dout = torch.zeros_like(o, dtype=q.dtype) if dout is None else dout.resolve_neg().contiguous()
+        dlse = None if dlse is None else dlse.resolve_neg()
         real, rows, rows_k = o.dtype, ring.rows["q"], ring.rows["k"]
         dq, dk, dv = (torch.zeros(t.shape, dtype=real, device=t.device) for t in (q, k, v))
         more = {} if slopes is None else {"alibi_slopes": slopes}
@@ -494,7 +521,7 @@ class _RingAttention(torch.autograd.Function):
             d = (dout.to(real) * o).sum(-1) - (0 if dlse is None else dlse)
             share = torch.where(lse == -math.inf, 0, (sinks[:, None] - lse).exp())
             dsinks = -(share * d).sum((0, 2))
-        return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, dsinks
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
@@ -508,6 +535,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
 
 
 exchange: Any = _Exchange.apply
+_once: Any = _Once.apply
 ring_attention: Any = _RingAttention.apply
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import heddle
 from heddle import _nothing
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._kinds import bias_of, need_tensors
+from heddle._kinds import autocast_dtype, bias_of, need_tensors
 from heddle._ops import NUMBER_DEFAULTS, call, ops, quick, quick_linear, quick_options
 from heddle._options import (
     NO_NORM,
@@ -53,13 +53,17 @@ def _lengths(name: str, value: Any, like: Tensor) -> Tensor | None:
         need_tensors(**{name: value})
     else:
         value = torch.as_tensor(value, device=like.device)
+    return int32_of(name, value)
+
+
+def int32_of(name: str, value: Tensor) -> Tensor:
+    """Integers as the operators take them."""
     no_integers = value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
     if no_integers and value.numel():  # torch.as_tensor([]) is float32
         raise HeddleTypeError(f"{name} must be integers, not {value.dtype}")
     if value.dtype.itemsize > 2:
         value = value.to(torch.int64).clamp(-(2**31), 2**31 - 1)  # too large stays too large, and is told of
-    lengths: Tensor = value.to(torch.int32)
-    return lengths
+    return value.to(torch.int32)
 
 
 def _table(table: Any, k: Tensor) -> tuple[Tensor, int]:
@@ -132,10 +136,14 @@ def _of_head(name: str, value: Any, real: torch.dtype) -> Tensor | None:
     if value is None:
         return None
     need_tensors(**{name: value})
+    return _real_of(name, value, real).contiguous()
+
+
+def _real_of(name: str, value: Tensor, real: torch.dtype) -> Tensor:
+    """A tensor in the type of sums: not of integers, bools or complex numbers, of which .to() makes something."""
     if not value.is_floating_point():
         raise HeddleTypeError(f"{name} is {value.dtype}, but must be {real}")
-    scale: Tensor = value.to(real).contiguous()
-    return scale
+    return value.to(real)
 
 
 def block_lists(shown: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,8 +299,8 @@ def attention(
     tensors = (
         _broadcastable(bias, "bias", sk),
         _broadcastable(mask, "mask", sk),
-        alibi_slopes if alibi_slopes is None else alibi_slopes.to(real),
-        sinks if sinks is None else sinks.to(real),
+        alibi_slopes if alibi_slopes is None else _real_of("alibi_slopes", alibi_slopes, real),
+        sinks if sinks is None else _real_of("sinks", sinks, real),
         _lengths("cu_seqlens_q", cu_seqlens_q, q),
         _lengths("cu_seqlens_k", cu_seqlens_k, q),
         _lengths("seqlens_q", seqlens_q, q),
@@ -347,8 +355,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _check_prepared(prepared: Tensor, weight: Tensor) -> None:
     need_tensors(prepared=prepared)
-    kind = weight.device.type
-    if torch.is_autocast_enabled(kind) and weight.dtype not in (torch.get_autocast_dtype(kind), torch.float64):
+    if autocast_dtype(weight.device.type) not in (None, weight.dtype) and weight.dtype != torch.float64:
         raise HeddleValueError("prepared is given, but autocast makes another weight in every call")
 
 

@@ -29,12 +29,15 @@ from heddle._options import (
     activation_of,
     block_of,
     causal_of,
+    eps_of,
     features_out,
+    flag_of,
     limit_of,
     multiprocessors_of,
     norm_of,
     number_of,
     scale_of,
+    state_of,
     window_of,
 )
 
@@ -131,17 +134,26 @@ _norm_linear_jit = jax.jit(_norm_linear, static_argnums=0, inline=True)
 # --------------------------------------------------------------------------------------------------------- arguments
 
 
-def _array(name: str, value: Any) -> Any:
+def _as_given(name: str, value: Any) -> Any:
+    """An array that JAX has not yet made a narrower one: without jax_enable_x64 it has no 64 bits, and asks nobody."""
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        return jnp.asarray(value)
+        return value
     raise HeddleTypeError(f"{name} must be an array of JAX or NumPy, not {type(value).__name__}")
 
 
+def _array(name: str, value: Any) -> Any:
+    return jnp.asarray(_as_given(name, value))
+
+
 def _floats(name: str, value: Any, dtype: Any) -> Any:
-    value = _array(name, value)
+    value = _as_given(name, value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise HeddleTypeError(f"{name} is {value.dtype}, but must be {dtype}")
-    return value
+    if name == "bias" and value.dtype == np.float64 and isinstance(value, (np.ndarray, np.generic)):
+        most = np.finfo(np.float32).max
+        if not jax.config.jax_enable_x64:  # what is finite stays finite, as below
+            value = np.where(np.isinf(value), value, np.clip(value, -most, most))
+    return jnp.asarray(value)
 
 
 def _same_type(name: str, value: Any, dtype: Any) -> Any:
@@ -179,9 +191,13 @@ def _lengths(name: str, value: Any) -> Any:
         return None
     if isinstance(value, (list, tuple)):
         value = np.asarray(value) if value else np.zeros(0, np.int32)
-    value = _array(name, value)
+    value = _as_given(name, value)
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise HeddleTypeError(f"{name} must be integers, not {value.dtype}")
+    if isinstance(value, (np.ndarray, np.generic)):  # JAX's own are as JAX has made them
+        value = np.minimum(value, 2**31 - 1) if value.dtype.itemsize > 2 else value
+        value = np.maximum(value, -(2**31)) if value.dtype == np.int64 else value
+        return jnp.asarray(value.astype(np.int32))
     if value.dtype.itemsize > 2 and value.dtype != jnp.int32:
         value = jnp.clip(value, max=2**31 - 1)  # too large stays too large, and is told of
         value = value if jnp.issubdtype(value.dtype, jnp.unsignedinteger) else jnp.clip(value, min=-(2**31))
@@ -192,9 +208,10 @@ def _ids(name: str, value: Any, b: int | None) -> Any:
     """Segments as [b, rows], or of packed rows (b is None) as they are; one for all batches is repeated."""
     if value is None:
         return None
-    value = _array(name, value)
+    value = _as_given(name, value)
     if value.dtype not in (jnp.int32, jnp.int16, jnp.int8, jnp.uint8):
         raise HeddleTypeError(f"{name} is {value.dtype}, but must be int32 (or of fewer bits)")
+    value = jnp.asarray(value)
     if b is not None and (value.ndim == 1 or (value.ndim == 2 and value.shape[0] == 1)):
         value = jnp.broadcast_to(value, (b, value.shape[-1]))
     return value.astype(jnp.int32)
@@ -206,13 +223,13 @@ def _lists(block_rows: Any, block_columns: Any) -> dict[str, Any]:
         return {}
     if block_rows is None or block_columns is None:
         raise HeddleValueError("block_rows and block_columns come together, but only one is given")
-    rows, columns = _array("block_rows", block_rows), _array("block_columns", block_columns)
+    rows, columns = _as_given("block_rows", block_rows), _as_given("block_columns", block_columns)
     for name, value, most in (("block_rows", rows, 3), ("block_columns", columns, 1)):
         if value.dtype != jnp.int32:
             raise HeddleTypeError(f"{name} is {value.dtype}, but must be int32")
         if not 1 <= value.ndim <= most:
             raise HeddleValueError(f"{name} has {value.ndim} dimensions, but must have {'1 to 3' if most == 3 else 1}")
-    rows = rows.reshape((1,) * (3 - rows.ndim) + rows.shape)
+    rows, columns = jnp.asarray(rows.reshape((1,) * (3 - rows.ndim) + rows.shape)), jnp.asarray(columns)
     # A GPU's kernels must not go behind the last column; on the CPU the handler says what is wrong.
     rows = jax.lax.platform_dependent(
         rows, cpu=lambda lists: lists, default=lambda lists: jnp.clip(lists, max=columns.shape[0])
@@ -241,19 +258,14 @@ def _rng_words(given: Any) -> Any:
             return jax.lax.bitcast_convert_type(given, jnp.uint32).reshape(4)
         high = jnp.where(given < 0, jnp.uint32(2**32 - 1), jnp.uint32(0))
         return jnp.stack([given.astype(jnp.uint32), high], 1).reshape(4)
-    try:
-        seed, offset = map(operator.index, given)
-    except (TypeError, ValueError):
-        raise HeddleTypeError(
-            f"rng_state = {given!r} is neither a key of jax.random nor two integers, {{seed, offset}}"
-        ) from None
-    return jnp.asarray(np.array([seed % 2**64, offset % 2**64], np.uint64).view(np.uint32))
+    numbers = state_of(given, "neither a key of jax.random nor two integers, {seed, offset}")
+    return jnp.asarray(np.array(numbers, np.uint64).view(np.uint32))
 
 
 def _deterministic(asked: bool | None) -> bool:
     """XLA's own switches, where nobody says."""
     if asked is not None:
-        return bool(asked)
+        return flag_of("deterministic", asked)
     flags = os.environ.get("XLA_FLAGS", "").split()
     names = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
     return any(flag in (name, f"{name}=true") for flag in flags for name in names)
@@ -341,7 +353,7 @@ def attention(
         sq, sk = _limit("max_seqlen_q", max_seqlen_q), _limit("max_seqlen_k", max_seqlen_k)
     else:
         sq, sk = (t.shape[1 if inside else 2] for t in (q, k))
-    real = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    real = np.dtype(np.float64 if q.dtype == jnp.float64 else np.float32)
     mask = None if mask is None else _array("mask", mask)
     if mask is not None and mask.dtype != jnp.bool_:
         raise HeddleTypeError(f"mask is {mask.dtype}, but must be bool; an additive one goes into bias")
@@ -391,13 +403,13 @@ def attention(
         max_seqlen_q=_limit("max_seqlen_q", max_seqlen_q),
         max_seqlen_k=_limit("max_seqlen_k", max_seqlen_k),
         deterministic=_deterministic(deterministic),
-        tf32=bool(tf32),
+        tf32=flag_of("tf32", tf32),
         places=places,
         block_size=sizes if sizes[0] else None,
         multiprocessors=multiprocessors_of(multiprocessors),
         heads_inside=inside,
-        return_lse=bool(return_lse),
-        return_weights=bool(return_weights),
+        return_lse=flag_of("return_lse", return_lse),
+        return_weights=flag_of("return_weights", return_weights),
     )
     made = _attention_jit(what, _jax_call.alike(given))
     if not packed:
@@ -452,6 +464,7 @@ def norm_linear(
         raise HeddleValueError("x has 0 dimensions, but must have 1 or more")
     norm_of(norm)
     kind = activation_of(activation)
+    eps_of(eps, norm)  # what is no number is refused
     eps = float(eps)
     if not eps >= 0:
         raise HeddleValueError(f"eps = {eps} is not >= 0")
@@ -463,10 +476,11 @@ def norm_linear(
         given["residual"] = _rows_like_y(_array("residual", residual), x, given["w"], kind)
     if prepared is not None:
         given["prepared"] = _array("prepared", prepared)
+    return_norm = flag_of("return_norm", return_norm)
     if return_norm and norm == "none":
         raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
     limit = multiprocessors_of(multiprocessors)
-    what = NormLinear(norm, eps, _deterministic(None), bool(tf32), activation, bool(return_norm), limit)
+    what = NormLinear(norm, eps, _deterministic(None), flag_of("tf32", tf32), activation, return_norm, limit)
     made = tuple(t.reshape(*x.shape[:-1], t.shape[-1]) for t in _norm_linear_jit(what, _jax_call.alike(given)))
     return made if return_norm else made[0]
 
@@ -507,6 +521,7 @@ def norm_linear_prepare(
     Source: as heddle.norm_linear.
     """
     norm_of(norm)
+    return_norm = flag_of("return_norm", return_norm)
     if return_norm and norm == "none":
         raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
     given = {"w": _array("weight", weight)}
@@ -515,5 +530,5 @@ def norm_linear_prepare(
     for name, value in (("gamma", gamma), ("beta", beta), ("bias", bias)):
         if value is not None:
             given[name] = _array(name, value)
-    what = NormLinear(norm, EPS, False, bool(tf32), activation, bool(return_norm), cuda=_on_a_gpu(given["w"]))
+    what = NormLinear(norm, EPS, False, flag_of("tf32", tf32), activation, return_norm, cuda=_on_a_gpu(given["w"]))
     return _jax_call.prepare(what, jax.lax.stop_gradient(given))

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from heddle import _C, attention
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._kinds import need_tensors
+from heddle._kinds import autocast_dtype, need_tensors
+from heddle._ops import cast
 from heddle._options import Causal, causal_of, number_of, scale_of, window_of
 from heddle._parallel_lists import BlockLists
 from heddle._peers import Peers
@@ -39,12 +40,19 @@ _AGREED: tuple[str, ...] = (
         "whether segments are given",
         "the lists of blocks",
         "zigzag",
+        "method",
+        "compare",
+        "transport",
+        "return_lse",
+        "which of q, k, v and sinks require a gradient",
         "rng_state",
         "seed",
         "offset",
     ),
 )
 
+# Of these the numbers tell nobody anything.
+_UNSHOWN = ("scale", "softcap", "dropout", "method", "compare", "transport", *_AGREED[-4:-3])
 _NOT_GIVEN = (None, None, None)
 
 
@@ -128,6 +136,10 @@ class ContextParallel:
         self._peers: dict[dist.ProcessGroup, Peers | str] = {}
         self._compare = compare
         self._agreed: set[tuple[int, ...]] = set()
+
+        # What the processes must have been made with alike.
+        kinds = (self.ring_group is not None) + 2 * (self.heads_group is not None)
+        self._ways = kinds, compare == "once", transport == "messages"
 
     @staticmethod
     def _group_of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -249,17 +261,20 @@ class ContextParallel:
         Raises:
             TypeError, ValueError: as heddle.attention; heads that the all-to-all cannot divide; rows that are not of
                 the same number, or options that are not the same, on all processes. Nothing has been computed then.
-            NotImplementedError: tensors of another kind of device; what the kernels cannot do.
+            NotImplementedError: tensors of another kind of device; what the kernels cannot do; when gradients of a ring
+                are differentiated (method="heads" has second derivatives).
             RuntimeError: what torch.distributed says where another process fails or is late.
         """
         listed = not (block_rows is block_columns is None and block_size is None)
         if self._alone and q_segments is k_segments is None and not listed:
             bare = alibi_slopes is sinks is rng_state is None and type(q) is type(k) is type(v) is Tensor
             if not (bare and q.dtype is k.dtype is v.dtype):  # what many processes refuse
+                q, k, v = _cast(q, k, v)
                 self._check(q, k, v, alibi_slopes, sinks)
                 alibi_slopes, sinks = (
                     None if t is None else t.to(q.device, real_of(q.dtype)) for t in (alibi_slopes, sinks)
                 )
+                _numbers_of(rng_state)
                 rng_state = None if rng_state is None else rng_state.to(q.device)
             elif not (softcap or dropout or return_lse) and (window, scale, deterministic) == _NOT_GIVEN:
                 return attention(q, k, v, causal=causal)
@@ -280,6 +295,7 @@ class ContextParallel:
         trouble: Exception | None = None
         drawn, ids, lists = False, None, None
         try:
+            q, k, v = _cast(q, k, v)
             self._check(q, k, v, alibi_slopes, sinks)
             ids = self._ids(q, k, q_segments, k_segments)
             left, right = window_of(window)
@@ -287,7 +303,7 @@ class ContextParallel:
             lists = self._lists((*q.shape[:2], whole["q"], whole["k"]), block_rows, block_columns, block_size)
             corner = causal_of(causal, whole["q"], whole["k"])
             drawn = bool(dropout) and rng_state is None
-            seed, offset = (0, 0) if rng_state is None else rng_state.tolist()
+            seed, offset = _numbers_of(rng_state)
             if drawn:
                 seed, offset = new_rng_state(torch.device("cpu")).tolist()
             own = (*q.shape, *k.shape[1:3], v.shape[3], _DTYPES[q.dtype], corner, left, right, _bits(scale_of(scale)))
@@ -298,8 +314,11 @@ class ContextParallel:
                 alibi_slopes is not None,
                 sinks is not None,
             )
-            own = (*own, ids is not None, 0 if lists is None else lists.fingerprint())
-            numbers = dict(zip(_AGREED, map(int, (*own, self.runs, drawn, seed, offset)), strict=True))
+            own = (*own, ids is not None, 0 if lists is None else lists.fingerprint(), self.runs, *self._ways)
+            # Backward travels, too.
+            grads = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (q, k, v, sinks)]
+            own = (*own, bool(return_lse), sum(1 << x for x, wanted in enumerate(grads) if wanted))
+            numbers = dict(zip(_AGREED, map(int, (*own, drawn, seed, offset)), strict=True))
         except Exception as error:  # the others are told, and wait for nobody
             trouble = error
         given = tuple(numbers.values())
@@ -308,8 +327,9 @@ class ContextParallel:
             self._agreed.add(given)
         self._begin(q.device)
         real = real_of(q.dtype)
-        slopes = None if alibi_slopes is None else alibi_slopes.to(q.device, real)
-        sinks = None if sinks is None else sinks.to(q.device, real)
+        slopes = None if alibi_slopes is None else alibi_slopes.to(q.device, real).resolve_neg()
+        sinks = None if sinks is None else sinks.to(q.device, real).resolve_neg()
+        q, k, v = (t.resolve_neg() for t in (q, k, v))  # their memory is read
         h = q.shape[1]
         if self.heads > 1:
             q, k, v = (self._exchange(t, True) for t in (q, k, v))
@@ -426,7 +446,7 @@ class ContextParallel:
                 raise HeddleValueError(
                     f"{name} has shape {list(ids.shape)}, but must have {list(need)}: the ids of this process's rows"
                 )
-            made.append(ids.expand(need).to(torch.int32))
+            made.append(ids.expand(need).to(torch.int32).resolve_neg())
         return made[0], made[1]
 
     def _lists(
@@ -452,7 +472,11 @@ class ContextParallel:
         return torch.stack(got).view(len(got), b, self.runs, s // self.runs).permute(1, 2, 0, 3).reshape(b, -1)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
-        need_tensors(q=q, k=k, v=v)
+        for name, t in (("alibi_slopes", slopes), ("sinks", sinks)):
+            if t is not None:
+                need_tensors(**{name: t})
+                if not t.is_floating_point():
+                    raise HeddleTypeError(f"{name} is {t.dtype}, but must be {real_of(q.dtype)}")
         for name, t in (("q", q), ("k", k), ("v", v)):
             if t.device.type not in ("cpu", "cuda"):
                 raise NotImplementedError(f"{name} is on {t.device}: heddle.parallel runs on CPUs and CUDA GPUs")
@@ -537,12 +561,34 @@ class ContextParallel:
         return seen["seed"], seen["offset"]
 
 
+def _cast(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As autocast has heddle.attention take them."""
+    need_tensors(q=q, k=k, v=v)
+    dtype = autocast_dtype(q.device.type)
+    if dtype is None or q.dtype == torch.float64:
+        return q, k, v
+    return cast(q, dtype), cast(k, dtype), cast(v, dtype)
+
+
+def _numbers_of(rng_state: Any) -> tuple[int, int]:
+    """Seed and offset, zeros where there is no state. It may be on any device: each process reads it."""
+    if rng_state is None:
+        return 0, 0
+    need_tensors(rng_state=rng_state)
+    if rng_state.dtype != torch.int64:
+        raise HeddleTypeError(f"rng_state is {rng_state.dtype}, but must be torch.int64")
+    if list(rng_state.shape) != [2]:
+        raise HeddleValueError(f"rng_state has shape {list(rng_state.shape)}, but must have [2]")
+    seed, offset = rng_state.tolist()
+    return seed, offset
+
+
 def _difference(first: Sequence[int], other: Sequence[int], kind: str, rank: int) -> str:
     """What another process has otherwise than the first of its group."""
     if first[0] or other[0]:
         return f"process {rank if other[0] else 0} of the {kind} has refused what it was given, or met one that has"
     for name, a, b in zip(_AGREED, first[1:], other[1:], strict=True):
         if a != b and not (name in ("seed", "offset") and first[1 + _AGREED.index("rng_state")]):
-            shown = "" if name in ("scale", "softcap", "dropout") else f" ({a} and {b})"
+            shown = "" if name in _UNSHOWN else f" ({a} and {b})"
             return f"{name} is not the same on processes 0 and {rank} of the {kind}{shown}"
     return ""

@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 import traceback
+from functools import partial
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -234,6 +235,19 @@ def check_refusals(parallel: ContextParallel, rank: int) -> None:
     check_list_refusals(parallel, rank, one)
     refuses("q_segments is torch.int64", lambda: parallel.attention(q, q, q, q_segments=ids.long()))
     refuses("float", lambda: parallel.attention(q.int(), q.int(), q.int()))
+    for state, part in (
+        (RNG.double(), "rng_state is torch.float64"),
+        (torch.ones(3).long(), "rng_state has shape [3]"),
+        (RNG.tolist(), "rng_state must be a torch.Tensor, not list"),
+    ):
+        for p in (0.0, 0.5):
+            refuses(part, lambda state=state, p=p: parallel.attention(q, q, q, dropout=p, rng_state=state))
+    for name in ("sinks", "alibi_slopes"):
+        refuses(f"{name} must be a torch.Tensor", lambda name=name: parallel.attention(q, q, q, **{name: [0.0] * 12}))
+        for dtype in (torch.complex64, torch.int32, torch.bool):
+            given = {name: torch.ones(12, dtype=dtype)}
+            refuses(f"{name} is {dtype}", lambda given=given: parallel.attention(q, q, q, **given))
+    refuses("return_lse" if one else "agree", lambda: parallel.attention(q, q, q, return_lse=rank == 1))
     refuses("softcap", lambda: parallel.attention(q, q, q, softcap=-1.0))
     refuses("no gradient", lambda: parallel.unshard(q.requires_grad_()))
     q = q.detach()
@@ -244,6 +258,91 @@ def check_refusals(parallel: ContextParallel, rank: int) -> None:
     torch.manual_seed(rank)
     out = parallel.attention(q, q, torch.ones_like(q), dropout=0.5, return_lse=True)[0]
     assert bool((out != 1).any())
+
+
+def check_unlike(rank: int) -> None:
+    """What would end in the group's timeout: other ways to travel, or gradients that travel on some processes alone."""
+    q, one = torch.randn(1, 12, 12, 8, device=DEVICE), rank == 1
+    group = dist.group.WORLD
+    for name, more in (
+        ("method", {"method": "heads" if one else "ring", "zigzag": False}),
+        ("zigzag", {"zigzag": one}),
+        ("compare", {"compare": "once" if one else "always"}),
+        ("transport", {"transport": "messages" if one else "auto"}),
+    ):
+        parallel = ContextParallel(group, **more)
+        refuses(f"{name} is not the same", lambda parallel=parallel: parallel.attention(q, q, q))
+    for method in ("ring", "heads"):
+        attend = ContextParallel(group, method=method).attention
+        for at in range(4):  # of q, k, v and sinks
+            leaves = [q.clone(), q.clone(), q.clone(), torch.zeros(12)]
+            leaves[at].requires_grad_(one)
+            refuses("require a gradient", lambda x=leaves, attend=attend: attend(*x[:3], sinks=x[3]))
+        leaf = q.clone().requires_grad_()
+        with torch.set_grad_enabled(one):
+            refuses("require a gradient", lambda leaf=leaf, attend=attend: attend(leaf, q, q))
+
+
+def check_second(parallel: ContextParallel) -> None:
+    """Second derivatives where only heads travel; with a ring an error, and what is first derivatives alone."""
+    tensors = inputs(torch.float64 if DEVICE == "cpu" else torch.float32, S)
+    near = {"rtol": 1e-7, "atol": 1e-7} if DEVICE == "cpu" else {"rtol": 1e-3, "atol": 1e-3}
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    mine = [parallel.shard(t, 2).requires_grad_() for t in tensors]
+    o, its = heddle.attention(*leaves, causal=True), parallel.attention(*mine, causal=True)
+    for loss in (torch.sum, lambda x: x.square().sum()):
+        grads = torch.autograd.grad(loss(o), leaves, create_graph=True)
+        found = torch.autograd.grad(loss(its), mine, create_graph=True)
+        for g, x in zip(grads, found, strict=True):
+            torch.testing.assert_close(parallel.shard(g, 2), x, **near)
+        if parallel.ring > 1:
+            for g in found:
+                second = partial(torch.autograd.grad, g.square().sum(), mine, retain_graph=True, allow_unused=True)
+                refuses("no second derivative of a ring", second)
+            continue
+        right = torch.autograd.grad(sum(g.square().sum() for g in grads), leaves, retain_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in found), mine, retain_graph=True)
+        for g, x in zip(right, second, strict=True):
+            torch.testing.assert_close(parallel.shard(g, 2), x, **near)
+
+
+def check_negative(parallel: ContextParallel) -> None:
+    """What PyTorch's negative bit says of tensors' memory."""
+    tensors = [parallel.shard(t, 2) for t in inputs(torch.float32, S)]
+    ids = parallel.shard(IDS.to(DEVICE), -1)
+    options = {"sinks": torch.linspace(-2, 2, H), "alibi_slopes": SLOPES, "q_segments": ids, "causal": True}
+    options["deterministic"] = True
+    dout = torch.randn((*tensors[0].shape[:-1], 6), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    found = []
+    for kind in (lambda t: t, lambda t: torch._neg_view(-t)):
+        given = {name: kind(t) if isinstance(t, torch.Tensor) else t for name, t in options.items()}
+        leaves = [kind(t).detach().requires_grad_() for t in tensors]
+        given["sinks"] = given["sinks"].detach().requires_grad_()
+        leaves.append(given["sinks"])
+        out, lse = parallel.attention(*leaves[:3], return_lse=True, **given)
+        grads = torch.autograd.grad((out, lse), leaves, (kind(dout), kind(dout[..., 0])))
+        found.append([out.detach(), lse.detach(), *grads, parallel.unshard(kind(tensors[0]), 2)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    pair = torch.complex(*tensors[:1] * 2).conj()
+    assert torch.equal(parallel.unshard(pair, 2), parallel.unshard(pair.resolve_conj(), 2))
+
+
+def check_autocast(parallel: ContextParallel) -> None:
+    """As heddle.attention, also of tensors that differ in type."""
+    q, k, v = (parallel.shard(t, 2) for t in inputs(torch.float32, S))
+    half = torch.bfloat16
+    right = parallel.attention(q.to(half), k.to(half), v.to(half), causal=True)
+    for given in ((q, k, v), (q, k.to(half), v)):
+        with torch.autocast(DEVICE, half):
+            assert heddle.attention(*given).dtype == half
+            out = parallel.attention(*given, causal=True)
+        assert torch.equal(out, right)
+    with torch.autocast(DEVICE, half):
+        refuses("alike", lambda: parallel.attention(q, k.double(), v))
+        if DEVICE == "cpu":
+            assert parallel.attention(q.double(), k.double(), v.double()).dtype == torch.float64
+    refuses("alike", lambda: parallel.attention(q, k.to(half), v))
 
 
 def check_list_refusals(parallel: ContextParallel, rank: int, one: bool) -> None:
@@ -425,6 +524,7 @@ def run_shared(meshes, rank: int, folder: str) -> list[str]:
 
 def run_all(rank: int, world: int, folder: str) -> list[str]:
     done = []
+    check_unlike(rank)
     meshes = {
         "ring": (dist.group.WORLD, {}),
         "ring, in order": (DeviceMesh(DEVICE, list(range(world))), {"zigzag": False}),
@@ -452,6 +552,9 @@ def run_all(rank: int, world: int, folder: str) -> list[str]:
                 raise AssertionError(f"{parallel}, {name}: {error}") from error
             done.append(f"{kind}: {name}")
         done += check_lists(parallel)
+        check_second(parallel)
+        check_negative(parallel)
+        check_autocast(parallel)
         if DEVICE == "cuda":
             done.append(f"{kind}: {parallel.routes}")
     done += run_shared(meshes, rank, folder) if DEVICE == "cpu" else []

@@ -219,6 +219,12 @@ def test_stranger_on_a_gpu():
         ({"scale": 10**400}, ValueError, "is not a finite number"),
         ({"dropout": 0.5, "rng_state": [1, 2, 3]}, TypeError, r"rng_state = \[1, 2, 3\] is not two integers"),
         ({"dropout": 0.5, "rng_state": [1.5, 2]}, TypeError, "is not two integers"),
+        ({"dropout": 0.5, "rng_state": (2**64, 0)}, ValueError, "18446744073709551616, which 64 bits do not hold"),
+        ({"dropout": 0.5, "rng_state": (0, -(2**63) - 1)}, ValueError, "which 64 bits do not hold"),
+        *(
+            ({name: "no"}, TypeError, f"{name} = 'no' is neither True nor False")
+            for name in ("return_lse", "return_weights", "deterministic", "tf32")
+        ),
     ],
     ids=lambda value: None,
 )
@@ -256,3 +262,6 @@ def test_backward_errors():
         heddle.attention_backward(*(torch.tensor(a) for a in (out, q, k, v, out, lse)))
     with pytest.raises(ValueError, match="weight"):
         heddle.norm_linear(q, make((3, 7)))
+    for name in ("tf32", "return_norm"):
+        with pytest.raises(TypeError, match=f"{name} = 'no' is neither True nor False"):
+            heddle.norm_linear(q, make((3, 8)), **{name: "no"})

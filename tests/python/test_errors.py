@@ -74,6 +74,11 @@ ATTENTION = [
     ({"seqlens_k": torch.ones(2, dtype=torch.complex64)}, TypeError, "integers, not torch.complex64"),
     ({"seqlens_k": torch.tensor([2**32 + 3, 1])}, ValueError, r"seqlens_k\[0\] = 2147483647 is outside 0 to 6"),
     ({"max_seqlen_q": 5}, ValueError, "without cu_seqlens"),
+    *(
+        ({name: torch.ones(4, dtype=dtype)}, TypeError, f"{name} is {dtype}, but must be torch.float32")
+        for name in ("alibi_slopes", "sinks")
+        for dtype in (torch.complex64, torch.int64, torch.bool)
+    ),
     ({"alibi_slopes": [1.0] * 4}, TypeError, "alibi_slopes must be a torch.Tensor"),
     ({"sinks": [1.0] * 4}, TypeError, "sinks must be a torch.Tensor"),
     ({"mask": [[True]]}, TypeError, "mask must be a torch.Tensor"),
@@ -152,6 +157,7 @@ NORM_LINEAR = [
     ({"bias": [1.0] * 5}, TypeError, "bias must be a torch.Tensor, not list"),
     ({"residual": [1.0] * 5}, TypeError, "residual must be a torch.Tensor, not list"),
     ({"eps": "small"}, TypeError, "eps = 'small' is not a number"),
+    ({"eps": True}, TypeError, "eps = True is not a number"),
 ]
 
 
@@ -276,6 +282,15 @@ def test_one_tensor_on_meta_in_backward():
     y, mean, rstd, *_ = ops.norm_linear(torch.randn(3, 8), torch.randn(5, 8))
     with pytest.raises(ValueError, match="rstd is on meta"):
         ops.norm_linear_backward(y, mean, rstd.to("meta"), torch.randn(3, 8), torch.randn(5, 8))
+
+
+def test_a_weight_on_meta_is_not_prepared():
+    """How many bytes there are, a processor decides."""
+    weight = torch.empty(5, 8, device="meta")
+    with pytest.raises(ValueError, match="weight is on meta"):
+        heddle.norm_linear_prepare(weight)
+    with pytest.raises(RuntimeError, match="weight is on meta"):
+        ops.norm_linear_prepare(weight)
 
 
 def test_errors_under_compile():

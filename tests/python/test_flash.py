@@ -186,6 +186,67 @@ def test_kvcache_errors():
         call(q.requires_grad_(), cache, cache)
     with pytest.raises(ValueError, match="3 dimensions"):
         heddle.flash_attn_func(q[0], cache, cache)
+    q = q.detach()
+    for length in (-1, 13, 2**40):
+        with pytest.raises(ValueError, match=f"cache_seqlens = {length} must not be negative, nor exceed"):
+            call(q, cache, cache, cache_seqlens=length)
+    for length in (13, 2**32 + 3):
+        with pytest.raises(ValueError, match="is outside 0 to 12"):
+            call(q, cache, cache, cache_seqlens=torch.tensor([1, length]))
+    for rows in ([-2, -1], [0, 2]):
+        for more in ({}, {"k": new, "v": new}):
+            with pytest.raises(ValueError, match=rf"cache_batch_idx = \[{rows[0]}, {rows[1]}\] is not all from 0 to 1"):
+                call(q, cache, cache, **more, cache_seqlens=3, cache_batch_idx=torch.tensor(rows))
+    table = torch.ones(12, 0)
+    with pytest.raises(ValueError, match=r"rotary_cos has shape \[12, 0\], but must have \[positions, rotary / 2\]"):
+        call(q, cache, cache, k=new, v=new, rotary_cos=table, rotary_sin=table, cache_seqlens=3)
+
+
+def test_causal_is_a_bool():
+    """heddle.attention's corners have names; a name is no bool, and 'top_left' is not bottom right."""
+    x, cu = torch.randn(2, 5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
+    for call in (
+        lambda c: heddle.flash_attn_func(x, x, x, causal=c),
+        lambda c: heddle.flash_attn_func(x, x, x, causal=c, dropout_p=0.5),
+        lambda c: heddle.flash_attn_qkvpacked_func(torch.stack((x, x, x), 2), causal=c),
+        lambda c: heddle.flash_attn_kvpacked_func(x, torch.stack((x, x), 2), causal=c),
+        lambda c: heddle.flash_attn_varlen_func(x[0], x[0], x[0], cu, cu, 5, 5, causal=c),
+        lambda c: heddle.flash_attn_with_kvcache(x, x, x, causal=c),
+    ):
+        call(True)
+        with pytest.raises(TypeError, match="causal = 'top_left' is neither True nor False"):
+            call("top_left")
+    before, new = x.clone(), torch.randn(2, 1, 2, 8)
+    for wrong in ({"causal": "top_left"}, {"window_size": (1, 2, 3)}):
+        with pytest.raises((TypeError, ValueError), match=r"causal =|window ="):
+            heddle.flash_attn_with_kvcache(new, x, x.clone(), new, new, cache_seqlens=3, **wrong)
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_kvcache_compiled(backend):
+    """In one graph, which tells what is wrong when it runs; nothing is written then."""
+    torch.manual_seed(0)
+    call = heddle.flash_attn_with_kvcache
+    run = torch.compile(call, backend=backend, fullgraph=True)
+    q, new = torch.randn(B, 2, H, D), torch.randn(B, 1, HK, D)
+    lengths = torch.tensor([5, 15], dtype=torch.int32)
+    table = torch.tensor([[2, 1], [3, 0]], dtype=torch.int32)
+    for more, wrong in (
+        ({}, {"cache_seqlens": lengths + 1}),
+        ({}, {"cache_seqlens": lengths - 6}),
+        ({"block_table": table}, {"block_table": table + 3}),
+        ({"block_table": table}, {"cache_seqlens": lengths + 30}),
+        ({"cache_batch_idx": torch.tensor([2, 1])}, {"cache_batch_idx": torch.tensor([-1, 1])}),
+    ):
+        caches = [torch.randn(4 if more else B, 16, HK, D) for _ in range(2)]
+        copies = [cache.clone() for cache in caches]
+        given = {"k": new, "v": new, "cache_seqlens": lengths} | more
+        assert torch.allclose(run(q, *caches, **given), call(q, *copies, **given), atol=1e-6)
+        assert all(map(torch.equal, caches, copies))
+        with pytest.raises(RuntimeError, match=f"^{next(iter(wrong))} "):
+            run(q, *caches, **given | wrong)
+        assert all(map(torch.equal, caches, copies))
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,22 @@ def test_float32_bias_beside_bfloat16():
     assert grad.dtype == jnp.float32 and jnp.abs(grad[1]).max() > 0.1 and grad[2, 0] == 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float64_bias_of_numpy(dtype):
+    """Without 64 bits JAX makes infinity of a finite number that float32 has no room for."""
+    assert not jax.config.jax_enable_x64
+    q, k, v = (jnp.asarray(np.random.default_rng(x).normal(size=(1, 1, 3, 8)), dtype) for x in range(3))
+    bias = np.zeros((3, 3))
+    bias[1], bias[2] = np.finfo(np.float64).min, (-np.inf, np.finfo(np.float64).max, np.nan)
+    for b in (bias, np.asfortranarray(bias)):
+        o = np.asarray(heddle.jax.attention(q, k, v, bias=b).astype(jnp.float32))
+        assert np.allclose(o[0, 0, 1], np.asarray(v.astype(jnp.float32))[0, 0].mean(0), atol=1e-2)
+        assert np.isnan(o[0, 0, 2]).all()
+    bias[2, 2] = 0
+    o = np.asarray(heddle.jax.attention(q, k, v, bias=bias).astype(jnp.float32))
+    assert np.allclose(o[0, 0, 2], np.asarray(v.astype(jnp.float32))[0, 0, 1], atol=1e-2)
+
+
 def test_bfloat16_bias_beside_float16():
     """float16's largest number, rounded to bfloat16, is none of float16's."""
     q, k, v = (jnp.asarray(np.random.default_rng(x).normal(size=(1, 1, 3, 8)), jnp.float16) for x in range(3))

@@ -33,6 +33,14 @@ ONES = {"q": (2, 4, 5, 8), "k": (2, 2, 7, 8), "v": (2, 2, 7, 8)}
         ({"bias": np.ones((5, 7), bool)}, TypeError, "bias is bool"),
         ({"bias": np.ones((5, 6), np.float32)}, ValueError, "bias has shape"),
         ({"sinks": np.ones(3, np.float32)}, ValueError, r"sinks has shape \[3\]"),
+        ({"sinks": np.ones(4, np.int32)}, TypeError, "sinks is int32, but must be float32"),
+        ({"alibi_slopes": np.ones(4, np.complex64)}, TypeError, "alibi_slopes is complex64, but must be float32"),
+        ({"tf32": "no"}, TypeError, "tf32 = 'no' is neither True nor False"),
+        ({"deterministic": "no"}, TypeError, "deterministic = 'no' is neither True nor False"),
+        ({"return_lse": "no"}, TypeError, "return_lse = 'no' is neither True nor False"),
+        ({"return_weights": "no"}, TypeError, "return_weights = 'no' is neither True nor False"),
+        ({"dropout": 0.5, "rng_state": (2**64, 0)}, ValueError, "18446744073709551616, which 64 bits do not hold"),
+        ({"rng_state": (0, -(2**63) - 1)}, ValueError, "which 64 bits do not hold"),
         ({"alibi_slopes": np.ones((3, 4), np.float32)}, ValueError, "alibi_slopes has shape"),
         ({"dropout": 0.5}, ValueError, "dropout = 0.5 needs rng_state"),
         ({"dropout": 1.0, "rng_state": (1, 2)}, ValueError, "dropout = 1"),
@@ -69,6 +77,11 @@ def test_errors_of_norm_linear():
         ((jnp.float32(1.0), weight), {}, ValueError, "x has 0 dimensions"),
         ((x, weight), {"norm": "batch"}, ValueError, "norm = 'batch'"),
         ((x, weight), {"eps": -1.0}, ValueError, "eps = -1.0"),
+        ((x, weight), {"eps": "0.5"}, TypeError, "eps = '0.5' is not a number"),
+        ((x, weight), {"eps": True}, TypeError, "eps = True is not a number"),
+        ((x, weight), {"eps": None}, TypeError, "eps = None is not a number"),
+        ((x, weight), {"tf32": "no"}, TypeError, "tf32 = 'no' is neither True nor False"),
+        ((x, weight), {"return_norm": "no"}, TypeError, "return_norm = 'no' is neither True nor False"),
         ((x, weight), {"gamma": jnp.ones(7)}, ValueError, r"gamma has shape \[7\]"),
         ((x, weight), {"norm": "none", "gamma": jnp.ones(8)}, ValueError, "gamma is given, but norm is HEDDLE_NO_NORM"),
         ((x, weight), {"norm": "none", "eps": 0.1}, ValueError, "eps = 0.1, but norm = 'none'"),
@@ -125,6 +138,40 @@ def test_lengths_that_are_wrong_on_the_cpu(name, value, text):
     with pytest.raises(Exception, match=text) as caught:
         jax.block_until_ready(heddle.jax.attention(q, k, v, **options))
     assert "INVALID_ARGUMENT" in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [np.asarray, list, partial(np.asarray, dtype=np.uint64)])
+def test_lengths_of_64_bits(make):
+    """JAX would make 3 of 2**32 + 3, where it has no 64 bits: too large stays too large."""
+    assert not jax.config.jax_enable_x64
+    q, k, v = (jnp.ones(shape) for shape in ONES.values())
+    wrong = 2**32 + 3
+    for name in ("seqlens_q", "seqlens_k"):
+        with pytest.raises(Exception, match=rf"{name}\[0\] = 2147483647 is outside"):
+            jax.block_until_ready(heddle.jax.attention(q, k, v, **{name: make([wrong, 3])}))
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        options = {"cu_seqlens_q": [0, 5, 10], "cu_seqlens_k": [0, 5, 10], "max_seqlen_q": 7, "max_seqlen_k": 7}
+        rows = jnp.ones((10, 2, 8))
+        with pytest.raises(Exception, match=rf"{name}\[1\] = 2147483647 after 0"):
+            jax.block_until_ready(heddle.jax.attention(rows, rows, rows, **options | {name: make([0, wrong, 10])}))
+    if make is np.asarray:
+        with pytest.raises(Exception, match=r"seqlens_k\[1\] = -2147483648 is outside"):
+            jax.block_until_ready(heddle.jax.attention(q, k, v, seqlens_k=make([3, -(2**32) + 3])))
+    right = heddle.jax.attention(q, k, v, seqlens_k=jnp.array([7, 3]))
+    assert np.array_equal(heddle.jax.attention(q, k, v, seqlens_k=make([7, 3])), right)
+
+
+def test_ids_and_lists_of_64_bits():
+    """Refused as with 64 bits: without them JAX would cut them off."""
+    q = jnp.ones((1, 2, 5, 8))
+    rows, columns = heddle.block_lists(np.ones((1, 1), bool))
+    for name, options in (
+        ("q_segments", {"q_segments": np.arange(5)}),
+        ("block_rows", {"block_rows": rows.astype(np.int64), "block_columns": columns}),
+        ("block_columns", {"block_rows": rows, "block_columns": columns.astype(np.int64)}),
+    ):
+        with pytest.raises(TypeError, match=f"{name} is int64, but must be int32"):
+            heddle.jax.attention(q, q, q, **options)
 
 
 def test_handlers_believe_nobody():

@@ -87,6 +87,26 @@ def test_vmap_of_norm_linear(axes, how):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), got, want)
 
 
+def test_vmap_over_nothing():
+    """Results and gradients of no calls, as jax.vmap has them of JAX's own."""
+    q, k = jnp.ones((2, 4, 5, 8)), jnp.ones((2, 2, 7, 8))
+    x, weight = jnp.ones((5, 8)), jnp.ones((3, 8))
+    attend, norm = heddle.jax.attention, heddle.jax.norm_linear
+    for function, args in (
+        (lambda q: attend(q, k, k), (q,)),
+        (lambda k: attend(q, k, k, return_lse=True), (k,)),
+        (jax.grad(lambda q: attend(q, k, k).sum()), (q,)),
+        (norm, (x, weight)),
+        (lambda x: norm(x, weight, return_norm=True), (x,)),
+        (lambda w: norm(x, w), (weight,)),
+        (jax.grad(lambda x: norm(x, weight).sum()), (x,)),
+    ):
+        one = function(*args)
+        for run in (jax.vmap(function), jax.jit(jax.vmap(function))):
+            made = run(*(jnp.ones((0, *each.shape)) for each in args))
+            jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.ones((0, *b.shape), b.dtype)), made, one)
+
+
 def two_devices():
     if len(jax.devices("cpu")) < 2:
         pytest.skip("JAX was started with one device")

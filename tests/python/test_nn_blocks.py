@@ -216,3 +216,14 @@ def test_replaced():
     with torch.no_grad():
         assert called(lambda: layer(x))["heddle::norm_linear"] == 4
     assert torch.allclose(layer(x), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("name", [*BLOCKS, "encoder"])
+def test_meta_tensors(name, norm_first, train):
+    """Shapes of modules that have no memory: autocast knows no such device."""
+    module = (encoder(norm_first) if name == "encoder" else made(name)[0]).to("meta").train(train)
+    x = torch.randn(B, S, E, device="meta")
+    y = module(x)
+    assert y.is_meta and y.shape == x.shape and y.dtype == x.dtype

@@ -139,6 +139,12 @@ def test_alone_refuses(alone):
         ({"alibi_slopes": torch.rand(4, requires_grad=True)}, NotImplementedError, "requires a gradient"),
         ({"k_segments": torch.zeros(2, 9, dtype=torch.int32)}, ValueError, "without q_segments"),
         ({"block_size": 64}, ValueError, "block"),
+        ({"sinks": [0.0] * 4}, TypeError, "sinks must be a torch.Tensor, not list"),
+        ({"sinks": torch.ones(4, dtype=torch.complex64)}, TypeError, "sinks is torch.complex64"),
+        ({"alibi_slopes": torch.ones(4, dtype=torch.int64)}, TypeError, "alibi_slopes is torch.int64"),
+        ({"dropout": 0.5, "rng_state": [1, 2]}, TypeError, "rng_state must be a torch.Tensor, not list"),
+        ({"dropout": 0.5, "rng_state": torch.ones(2)}, TypeError, "rng_state is torch.float32"),
+        ({"dropout": 0.5, "rng_state": torch.ones(3).long()}, ValueError, r"rng_state has shape \[3\]"),
     ):
         with pytest.raises(kind, match=message):
             alone.attention(q, q, q, **options)
