@@ -6,7 +6,7 @@
     python3 bench/gpu_clocks.py --library build/clocks/libheddle.so [--plain build/libheddle.so] [--json FILE]
 
 src/cuda/attention/sm90/clocks.cuh says what is noted; the notes lie in place of the log-sum-exp. Printed are the steps of the second tile
-of queries in one call, and the medians of their parts over many. With --plain also what the notes themselves cost.
+of queries in one call, and for each warpgroup the medians of their parts over many. With --plain also what the notes themselves cost.
 """
 import argparse
 import json
@@ -45,16 +45,16 @@ def main():
         raise SystemExit(f"{a.library} notes no clocks (-DHEDDLE_CLOCKS=ON), or {job.kernels[0]} is another kernel")
     runs = runs[20:]
 
-    def between(begin, end):
-        return [(r[g][n][end] - r[g][n][begin]) & 0xFFFFFFFF for r in runs for g in range(GROUPS) for n in range(FIRST, LAST)]
+    def between(g, begin, end):
+        return [(r[g][n][end] - r[g][n][begin]) & 0xFFFFFFFF for r in runs for n in range(FIRST, LAST)]
 
-    medians = {name: statistics.median(between(begin, end)) for name, begin, end in PARTS}
+    medians = {name: [statistics.median(between(g, begin, end)) for g in range(GROUPS)] for name, begin, end in PARTS}
     step = statistics.median(
         ((r[g][LAST][BEGIN] - r[g][FIRST][BEGIN]) & 0xFFFFFFFF) / (LAST - FIRST) for r in runs for g in range(GROUPS)
     )
-    print(f"{job.kernels[0]}: a step of a warpgroup takes {step:.0f} cycles; medians of its parts:")
+    print(f"{job.kernels[0]}: a step takes {step:.0f} cycles; medians of its parts, for each warpgroup:")
     for name, cycles in medians.items():
-        print(f"    {name:20} {cycles:6.0f}")
+        print(f"    {name:20}", *(f"{x:6.0f}" for x in cycles))
     zero = runs[-1][0][FIRST][BEGIN]
     line = [[[(x - zero + 2**31) % 2**32 - 2**31 for x in runs[-1][g][n]] for n in range(FIRST, FIRST + 5)]
             for g in range(GROUPS + 1)]

@@ -335,8 +335,8 @@ def warps(_: Numbers) -> Picture:
 
 # ------------------------------------------------------------------------------------------------------ the roofline
 
-# What one H200 does at most: docs/kernels/cuda-attention-sm90.md and cuda-attention-decode.md, under "The floor" and
-# "What limits it". float32 is three products of float16 parts.
+# What one H200 does at most, as docs/measuring.md and docs/kernels/cuda-attention-sm90.md, "The floor", and
+# docs/kernels/cuda-attention-decode.md, "What limits it", say. float32 is three products of float16 parts.
 TENSOR, MEMORY = 790e12, 4.66e12
 BEGIN, END = "<!-- drawn by docs/draw.py: {} -->", "<!-- end of the table -->"
 
@@ -381,15 +381,15 @@ def gpu_table() -> str:
     """Cases of the H200: operations a byte, the roof over them, and what has been reached."""
     rows = [json.loads(line) for line in (ROOT / "bench/results/h200.jsonl").read_text().splitlines()]
     wanted = [
-        ("attention", "B4H32/32S4096D64f-bfloat16", "options"),
-        ("attention", "B4H16/16S4096D128f-bfloat16", "options"),
-        ("attention", "B4H16/16S4096D128c-bfloat16", "options"),
-        ("attention", "B4H8/8S4096D256f-bfloat16", "plain"),
-        ("attention", "B4H16/16S4096x4096D128f-float32", None),
-        ("attention", "B32H32/8S1x8192D128f-bfloat16", None),
-        ("attention", "B1H1/1S128x128D32f-float32", None),
-        ("norm-linear", "m16384 k1024 n4096 bfloat16", None),
-        ("norm-linear", "m2048 k768 n3072 bfloat16", None),
+        ("attention", "B4H32/32S4096D64f-bfloat16"),
+        ("attention", "B4H16/16S4096D128f-bfloat16"),
+        ("attention", "B4H16/16S4096D128c-bfloat16"),
+        ("attention", "B4H8/8S4096D256f-bfloat16"),
+        ("attention", "B4H16/16S4096x4096D128f-float32"),
+        ("attention", "B32H32/8S1x8192D128f-bfloat16"),
+        ("attention", "B1H1/1S128x128D32f-float32"),
+        ("norm-linear", "m16384 k1024 n4096 bfloat16"),
+        ("norm-linear", "m2048 k768 n3072 bfloat16"),
     ]
     lines = [
         bars(
@@ -397,16 +397,19 @@ def gpu_table() -> str:
         ),
         "|" + "---|" * 9,
     ]
-    for op, case, table in wanted:
-        row = latest(rows, case=case, table=table) if table else latest(rows, case=case, op=op)
+    for op, case in wanted:
+        row = latest([row for row in rows if "fwd_rest" in row or "fwd_ms" in row], case=case)
         forward, bytes_forward, bytes_backward = (attention_work if op == "attention" else norm_work)(case)
         for name, key, times, moved in (
             ("forward", "fwd", 1.0, bytes_forward),
             ("backward", "bwd", 2.5 if op == "attention" else 2.0, bytes_backward),
         ):
             work = times * forward
-            if table:
-                rate = row[f"{key}_rest"]["rate"]["heddle"] * 1e12
+            rest = row.get(f"{key}_rest", {})
+            if "rate" in rest:
+                rate = rest["rate"]["heddle"] * 1e12
+            elif "us" in rest:
+                rate = work / (rest["us"] * 1e-6)
             elif row.get(f"{key}_ms"):
                 rate = work / (row[f"{key}_ms"] * 1e-3)
             else:

@@ -15,6 +15,7 @@ import re
 import sys
 import textwrap
 from itertools import pairwise
+from statistics import median
 
 from draw import Picture, bars
 from pages import ROOT, arguments_of, finish, replaced
@@ -63,6 +64,10 @@ def mean(factors: list[float]) -> float:
     return math.exp(sum(map(math.log, factors)) / len(factors))
 
 
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
 # ------------------------------------------------------------------------------------------------------- the README
 
 H200 = [  # what a row is called, and its case
@@ -108,21 +113,21 @@ def h200_table() -> str:
         for peer in ("cudnn", "fa3")
     }
     commits = ", ".join(dict.fromkeys(row["commit"] for _, row, *_ in h200_rows()))
-    shown = {  # of the rows above, the least and the most
+    shown = {  # of the rows above, the least and the most of what two did in one run
         (which, peer): " to ".join(f"{f(rates):.2f}" for f in (min, max))
         for which in PASSES
         for peer, at in (("cudnn", 1), ("fa3", 3))
-        for rates in [[rate(row[1], which, "heddle") / rate(row[at], which, peer) for row in h200_rows()]]
+        for rates in [[rate(row[at], which, "heddle") / rate(row[at], which, peer) for row in h200_rows()]]
     }
     text = (
-        f"Measured at {commits}; FlashAttention-3 of August 2026 beside {third[0]['commit']}. In these rows heddle has "
-        f"{shown['fwd', 'cudnn']} of cuDNN's rate forward and {shown['bwd', 'cudnn']} backward, and "
-        f"{shown['fwd', 'fa3']} and {shown['bwd', 'fa3']} of FlashAttention-3's. Geometric means over all {len(third)} "
-        f"rows at {third[0]['commit']}, lengths 512 to 32k: {ratios['fwd', 'cudnn']:.2f} and "
-        f"{ratios['bwd', 'cudnn']:.2f} of cuDNN, {ratios['fwd', 'fa3']:.2f} and {ratios['bwd', 'fa3']:.2f} of "
-        "FlashAttention-3."
+        f"Measured at {commits}. In these rows heddle has {shown['fwd', 'cudnn']} of cuDNN's rate forward and "
+        f"{shown['bwd', 'cudnn']} backward. Beside FlashAttention-3 (August 2026) in one run heddle "
+        f"({third[0]['commit']}) had {shown['fwd', 'fa3']} of its rate forward and {shown['bwd', 'fa3']} backward in "
+        f"these rows; heddle's own rates have changed since (first column). Geometric means over all {len(third)} rows "
+        f"of that run, lengths 512 to 32k: {ratios['fwd', 'cudnn']:.2f} and {ratios['bwd', 'cudnn']:.2f} of cuDNN, "
+        f"{ratios['fwd', 'fa3']:.2f} and {ratios['bwd', 'fa3']:.2f} of FlashAttention-3."
     )
-    return "\n".join([*lines, "", *textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)])
+    return "\n".join([*lines, "", *wrapped(text)])
 
 
 CPU_ROWS = [
@@ -507,8 +512,8 @@ def overhead_table() -> str:
 
 CLOCK_PARTS = {  # bench/gpu_clocks.py's, with their colours and what a reader is told
     "waits for K": ("gone", "the barrier of K, which is there already: what asking takes"),
-    "waits for its turn": ("gone", "the other warpgroup has given it long before"),
-    "issues products": ("c1", "S of the next tile and P·V of this one, as the tensor cores have room for them"),
+    "waits for its turn": ("gone", "the other warpgroup has passed it on by then: what asking takes"),
+    "issues products": ("c1", "S of the next tile and P·V of this one, as fast as the tensor cores accept them"),
     "waits for S": ("gone", "what is left of that product"),
     "softmax": ("c0", "of the next tile, while P·V of this one is added up, and then the other's products"),
     "waits for P·V": ("gone", "done by then"),
@@ -524,17 +529,20 @@ def clocks_row() -> Row:
 
 def clocks_table() -> str:
     row = clocks_row()
-    lines = [bars("part of a step", "cycles", "what it is"), "|" + "---|" * 3]
-    lines += [bars(name, f"{row['parts'][name]:.0f}", words) for name, (_, words) in CLOCK_PARTS.items()]
-    lines += [
-        bars(
-            "a step of 128 keys", f"{row['step']:.0f}", f"the products of both warpgroups alone take {CLOCK_PRODUCTS}"
-        ),
-        "",
-        f"Medians of 24 steps of each warpgroup in 20 calls, on an H200, at {row['commit']}. With the notes a call",
-        f"takes {row['cost']:.2f} times as long.",
-    ]
-    return "\n".join(lines)
+    groups = row["line"][:2]
+    lines = [bars("part of a step; cycles", "warpgroup 0", "warpgroup 1", "what it is"), "|" + "---|" * 4]
+    for at, (name, (_, words)) in enumerate(CLOCK_PARTS.items()):
+        parts = (f"{median(step[at + 1] - step[at] for step in steps):.0f}" for steps in groups)
+        lines.append(bars(name, *parts, words))
+    whole = (f"{(steps[-1][0] - steps[0][0]) / (len(steps) - 1):.0f}" for steps in groups)
+    lines.append(bars("a step of 128 keys", *whole, f"the products of both warpgroups alone take {CLOCK_PRODUCTS}"))
+    text = (
+        f"Medians of {len(groups[0])} steps of each warpgroup in one call on an H200 at {row['commit']} "
+        "(`bench/gpu_clocks.py` on a build with `-DHEDDLE_CLOCKS=ON`; d 128, bfloat16, 4096 keys, full). The time "
+        "between the last part and the next step is in no row. With the notes a call takes "
+        f"{row['cost']:.2f} times as long."
+    )
+    return "\n".join([*lines, "", *wrapped(text)])
 
 
 def clocks_picture() -> str:
@@ -549,7 +557,7 @@ def clocks_picture() -> str:
     def at(cycles: float) -> float:
         return 130 + 700 * cycles / until
 
-    for y, name in ((62, "a thread sends for"), (102, "warpgroup 0"), (154, "warpgroup 1")):
+    for y, name in ((62, "a thread issues"), (102, "warpgroup 0"), (154, "warpgroup 1")):
         picture.text(20, y, name, "small")
     for n, sent in enumerate(line[2]):
         for x, name in ((sent[1], f"K {first + n}"), (sent[2], f"V {first + n - 1}")):

@@ -271,7 +271,7 @@ static void show_sight(const char *name, const outputs *heddle) {
     printf("   lse[0,2] %.9f\n", heddle->lse[2]);
 }
 
-/* A key that a mask hides from everybody may be NaN, and a bias of -2^25 is a mask. */
+/* A key that a mask hides from everybody may be NaN, and a bias of -inf is a mask. */
 static void masked_otherwise(void) {
     inputs in = make_inputs();
     heddle_attention a = make_problem(HEDDLE_WEIGHTS);
@@ -294,9 +294,9 @@ static void masked_otherwise(void) {
     in = make_inputs();
     a = make_problem(HEDDLE_WEIGHTS | HEDDLE_BIAS);
     for (int at = 0; at < SCORES; at++)
-        in.bias[at] = at % SK == 1 ? -0x1p25 : 0;
+        in.bias[at] = at % SK == 1 ? -INFINITY : 0;
     const solved r = solve(&a, &in);
-    show_sight("a bias of -2^25 for key 1", &r.heddle);
+    show_sight("a bias of -inf for key 1", &r.heddle);
 }
 
 static void masks(void) {

@@ -25,8 +25,8 @@
  *              the call returns at once without synchronising or allocating, so that CUDA graphs can capture it.
  *   Threads    Any number of threads may call at the same time, each with its own outputs and workspace. The CPU backend
  *              uses OpenMP's thread count for its own loops, and one thread inside a parallel region.
- *   Errors     Every call validates before it writes: on an error no output byte is touched, the status says which kind
- *              of rule failed, heddle_last_message() which one, with the numbers.
+ *   Errors     Calls validate before they write: on an error but HEDDLE_CUDA_ERROR of a later launch no output byte is
+ *              touched. The status says which kind of rule failed, heddle_last_message() which one, with the numbers.
  *   Results    On the CPU the same inputs give the same bits, whatever the number of threads. On a GPU this holds for every
  *              forward, and for a backward with HEDDLE_DETERMINISTIC.
  *   Precision  Sums are kept in float32 or better. 16-bit types are widened when read and rounded once when written.
