@@ -96,6 +96,18 @@ static void write_dbias_block(const call *c, const unit *u, const key_block *b, 
     unpack_transposed(TYPE(c), w->dp, w->l.stride, w->l.count, b->count, lower, false, (void *const *)rows, b->first);
 }
 
+_Static_assert(LANES <= AHEAD_ROWS, "a row for each lane");
+
+static void dbias_ahead(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const int64_t size = element_size(TYPE(c));
+    const void *rows[LANES];
+    if (!writes_dbias(c) || w->l.few)
+        return;
+    lane_rows(c, u, &w->l, c->t->dbias, c->a->dbias_stride, 0, rows);
+    ahead_write(&w->next, (void *const *)rows, w->l.count, b->first * size, b->count * size,
+                product_steps(c, b->count, 1, 0));
+}
+
 /* Whether a block whose weights are all 0 adds nothing: 0 times what is not finite would be NaN. Where V is not at hand as rows of floats
  * nobody looks. */
 static bool adds_nothing(const call *c, const key_block *b, bool k_finite, const backward_space *w) {
@@ -109,6 +121,7 @@ static bool adds_nothing(const call *c, const key_block *b, bool k_finite, const
 static void backward_block(const call *c, const unit *u, const key_block *b, bool k_finite, backward_space *w,
                            float *dk, float *dv) {
     const lanes *l = &w->l;
+    dbias_ahead(c, u, b, w);
     const bool masked = known_scores(c, u, b, w);
     if (adds_nothing(c, b, k_finite, w)) {
         if (writes_dbias(c)) {
