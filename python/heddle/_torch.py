@@ -20,6 +20,7 @@ from heddle._options import (
     causal_of,
     eps_of,
     features_out,
+    flag_of,
     limit_of,
     multiprocessors_of,
     norm_of,
@@ -210,6 +211,9 @@ def attention(
     if not (bias is mask is alibi_slopes is sinks is rng_state is None):
         given = {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks, "rng_state": rng_state}
         need_tensors(**{name: value for name, value in given.items() if value is not None})
+    return_lse, return_weights = flag_of("return_lse", return_lse), flag_of("return_weights", return_weights)
+    tf32 = flag_of("tf32", tf32)
+    deterministic = None if deterministic is None else flag_of("deterministic", deterministic)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     heads = -2 if packed else -3
     if _nothing.is_there(q, k, v, heads):
@@ -374,6 +378,7 @@ def norm_linear_prepare(
     given = {"weight": weight, "bias": bias, "gamma": gamma, "beta": beta}
     need_tensors(**{name: value for name, value in given.items() if name == "weight" or value is not None})
     kind, of_u = norm_of(norm), activation_of(activation)
+    return_norm, tf32 = flag_of("return_norm", return_norm), flag_of("tf32", tf32)
     if return_norm and kind == NO_NORM:
         raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
     with torch.no_grad():
@@ -432,6 +437,7 @@ def long_linear(
         if value is not None:
             need_tensors(**{name: value})
     kind, eps, of_u = norm_of(norm), eps_of(eps, norm), activation_of(activation)
+    return_norm, tf32 = flag_of("return_norm", return_norm), flag_of("tf32", tf32)
     if return_norm and kind == NO_NORM:
         raise HeddleValueError("return_norm is given, but with norm = 'none' z is x")
     rows = None

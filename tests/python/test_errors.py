@@ -79,6 +79,10 @@ ATTENTION = [
         for name in ("alibi_slopes", "sinks")
         for dtype in (torch.complex64, torch.int64, torch.bool)
     ),
+    *(
+        ({name: "no"}, TypeError, f"{name} = 'no' is neither True nor False")
+        for name in ("return_lse", "return_weights", "deterministic", "tf32")
+    ),
     ({"alibi_slopes": [1.0] * 4}, TypeError, "alibi_slopes must be a torch.Tensor"),
     ({"sinks": [1.0] * 4}, TypeError, "sinks must be a torch.Tensor"),
     ({"mask": [[True]]}, TypeError, "mask must be a torch.Tensor"),
@@ -158,6 +162,8 @@ NORM_LINEAR = [
     ({"residual": [1.0] * 5}, TypeError, "residual must be a torch.Tensor, not list"),
     ({"eps": "small"}, TypeError, "eps = 'small' is not a number"),
     ({"eps": True}, TypeError, "eps = True is not a number"),
+    ({"return_norm": "no"}, TypeError, "return_norm = 'no' is neither True nor False"),
+    ({"tf32": "no"}, TypeError, "tf32 = 'no' is neither True nor False"),
 ]
 
 
