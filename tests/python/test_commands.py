@@ -55,7 +55,7 @@ MARKED = shown("".join(re.findall(r"^<!-- run -->\n(```console\n.*?^```\n)", STA
 ELSEWHERE = {
     "|".join(map(re.escape, MARKED)): ("tests/test_pages.sh", r"^session\(\)"),
     r"\./build/examples/(?:derivation|online_softmax)": ("tests/test_pages.sh", r"^check derivation math\.md"),
-    r"heddle (?:COMMAND )?--help|heddle attention --help": ("tests/test_cli.sh", r"works \$command --help"),
+    r"heddle (?:COMMAND )?--help|heddle attention(?: --help)?": ("tests/test_cli.sh", r"works \$command --help"),
     r"heddle attention --time": ("tests/test_cli.sh", r"--time"),
     r"heddle demo": ("tests/install/run.sh", r'bin/heddle" demo'),
     r"heddle bench --device cuda(?: --json > .*)?": ("tests/gpu/bench.sh", r"bench --device cuda"),
@@ -79,6 +79,8 @@ ELSEWHERE = {
     r"\./dev fuzz": ("dev", r"fuzz_all 60 "),
     r"\./dev format": ("dev", r"elif format_check"),
     r"\./dev package(?: deb -DHEDDLE_BUILD_CUDA=OFF)?": ("dev", r"if \./dev package"),
+    r"heddle verify --bins --json": ("tests/test_failures.sh", r"verify --device cpu --bins .*--json"),
+    r"\./dev abi": ("dev", r"elif \./dev abi; then"),
     r"conan create \.": ("dev", r'conan" create \.'),
     r"cmake -S \. -B build/windows .*": ("dev", r"toolchain cmake/x86_64-w64-mingw32\.cmake"),
     r"cmake -S \. -B build/macos .*": ("dev", r"toolchain cmake/arm64-macos\.cmake"),
