@@ -239,7 +239,7 @@ INLINE vf e4m3_widen(vb bytes) {
 typedef uint16_t vh_two __attribute__((vector_size(4 * VL)));
 typedef uint8_t vb_two __attribute__((vector_size(2 * VL)));
 
-INLINE vh_two e4m3_halves(int mantissa, int bias, vb_two bytes) {
+INLINE vh_two e4m3_by_bits(int mantissa, int bias, vb_two bytes) {
     const vh_two u = __builtin_convertvector(bytes, vh_two), x = u & 0x7f;
     const vh_two two = (vh_two)(x >= 2), four = (vh_two)(x >= 4), some = (vh_two)(x != 0), low = (vh_two)(x < 8);
     const vh_two tail = (four & x << (mantissa - 2)) | (~four & two & x << (mantissa - 1)); /* of 1 nothing is left */
@@ -249,6 +249,12 @@ INLINE vh_two e4m3_halves(int mantissa, int bias, vb_two bytes) {
     const vh_two nan = (vh_two)(x == 0x7f) & 0x7fff;
     return (u & 0x80) << 8 | (low & small) | (~low & large) | nan;
 }
+
+#ifndef HAVE_E4M3_TABLE
+INLINE vh_two e4m3_halves(int mantissa, int bias, vb_two bytes) {
+    return e4m3_by_bits(mantissa, bias, bytes);
+}
+#endif
 
 /* ---------------------------------------------------------------------------------------------- parts of vectors */
 

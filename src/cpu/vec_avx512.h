@@ -7,6 +7,7 @@
 #define HAVE_LONG_PRODUCT
 #define HAVE_PARTIAL
 #define HAVE_BYTE_BITS
+#define HAVE_E4M3_TABLE
 #define HAVE_STREAM
 #include "vec.h"
 
@@ -29,6 +30,21 @@ INLINE vf f16_widen(vh h) {
 
 INLINE vh f16_narrow(vf x) {
     return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* All numbers without a sign are in tables of 64, which the compiler makes. */
+INLINE vh_two e4m3_halves(int mantissa, int bias, vb_two bytes) {
+    const vb_two first = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                          16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+    __m512i table[4];
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; t++)
+        table[t] = (__m512i)e4m3_by_bits(mantissa, bias, first + (uint8_t)(32 * t));
+    const __m512i u = _mm512_cvtepu8_epi16((__m256i)bytes);
+    const __m512i low = _mm512_permutex2var_epi16(table[0], u, table[1]),
+                  high = _mm512_permutex2var_epi16(table[2], u, table[3]);
+    const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(u, _mm512_set1_epi16(0x40)), low, high);
+    return (vh_two)magnitude | ((vh_two)u & 0x80) << 8;
 }
 
 /* The first n < VL elements, and zeros. */
