@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 #define AHEAD_MOST 16 /* ranges of rows at once; what does not fit is not asked for */
-#define AHEAD_ROWS 64
+#define AHEAD_ROWS 64 /* no fewer than a tile has */
 
 typedef struct ahead {
     int count;

@@ -114,7 +114,7 @@ static void add_key_sums(const call *c, const unit *u, bool whole, backward_spac
 }
 
 /* natural_lse() undone: base alone would cost P two roundings of lse. +inf makes P zero for a row that sees nothing. True if even
- * the rounding of lse itself, |lse|·2^-25 in all of a row's P, would be seen: in 16 bits beside half an eighth of a unit in the last place. */
+ * the rounding of lse itself, |lse|·2^-25 in all of a row's P, would be seen: in 16 bits from a 32nd of the type's unit roundoff on. */
 static bool split_lse(const call *c, float lse, float *base, float *rest) {
     const double stored = lse == -INFINITY ? INFINITY : lse / c->unit;
     *base = (float)stored;

@@ -128,14 +128,9 @@ INLINE void weights_of(int rows, int vectors, float factor, float least, float l
     }
 }
 
-/* A constant in tables of bfloat16 alone, which may not lift. */
+/* A constant where nothing may be lifted. */
 INLINE float weight_lift(const forward_tile *t) {
-#ifdef ISA_OTHERS
-    (void)t;
-    return 1;
-#else
-    return t->lift;
-#endif
+    return MAY_LIFT ? t->lift : 1;
 }
 
 /* Weights of a row that one chain of additions has. What is rounded in adding such chains up, the larger first (Dekker 1971), is kept in

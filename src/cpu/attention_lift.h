@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Powers of two that keep products of small weights out of the denormals, on which Intel's cores take some 150 cycles an operation: P
+ * Powers of two that keep products of small weights out of the denormals, which cost Intel's cores many times a normal number: P
  * reaches down to 2^-126, and times a value, or a gradient, of common size it would be one of them. Forward takes 2^48·P, and divides by
  * the sum of those; backward takes 2·P, which is 0 or a normal number, and lift·dO, and what is linear in them, all gradients, is lowered
  * as it is written. Neither rounds anything. Where numbers are so large that a sum might leave float32's range, lift is 1, or half. */
@@ -59,22 +59,19 @@ static float largest_key(const call *c, const unit *u, const void *p, heddle_str
     return largest_of(TYPE(c), rows, stride.s, count, n);
 }
 
-/* Whether products are formed in float32 from what is packed: the others take denormals for zeros, and cost nothing. */
-INLINE bool may_lift(const call *c) {
-#if defined(HAVE_BF16_TILES) || defined(HAVE_BF16_DOT)
-    return TYPE(c) != HEDDLE_BF16;
+/* Products of bfloat16 in hardware, which tables of that type alone have, take denormals for zeros. */
+#ifdef ISA_OTHERS
+enum { MAY_LIFT = false };
 #else
-    (void)c;
-    return true;
+enum { MAY_LIFT = true };
 #endif
-}
 
 /* What dO of a unit is multiplied with, where it meets so many keys from `first` on. */
 static float gradient_lift(const call *c, const unit *u, int64_t first, int64_t count) {
     const heddle_attention *a = c->a;
     const heddle_attention_data *t = c->t;
     const bool few = c->group * u->s.sq <= FEW_LANES; /* whose time goes into reading keys */
-    if (!may_lift(c) || few || !t->dout || t->dweights || fabs(a->scale) < 0x1p-40)
+    if (!MAY_LIFT || few || !t->dout || t->dweights || fabs(a->scale) < 0x1p-40)
         return 1;
     const double rows = (double)(c->group * u->s.sq),
                  dout = (double)largest_query(c, u, TYPE(c), t->dout, a->do_stride, a->dv),
@@ -97,8 +94,9 @@ static float gradient_lift(const call *c, const unit *u, int64_t first, int64_t 
 
 /* Whether weights of a unit may be lifted in forward. */
 static bool lifts_weights(const call *c, const unit *u) {
-    return may_lift(c) && (TYPE(c) == HEDDLE_F16 || (!gathers(c->a) && largest_key(c, u, c->t->v, c->a->v_stride, 0,
-                                                                                   u->s.sk, c->a->dv) <= LIFTED_VALUE));
+    if (!MAY_LIFT || TYPE(c) == HEDDLE_F16)
+        return MAY_LIFT;
+    return !gathers(c->a) && largest_key(c, u, c->t->v, c->a->v_stride, 0, u->s.sk, c->a->dv) <= LIFTED_VALUE;
 }
 
 #endif
