@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what `./dev bench --cpu` recorded: a table for each machine into docs/kernels/cpu-measured.md, and every row of
-every part into docs/cpu-rows.md.
+"""Writes what `./dev bench --cpu` recorded: a table for each machine into docs/kernels/cpu-measured.md, every row of every
+part into docs/cpu-rows.md, and what is slow of the options, on the machine that was recorded last, into docs/limits.md.
 
     ./dev bench --plot [--check] [RESULTS.jsonl ...]
 
@@ -20,6 +20,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- tables of bench/plot.py -->\n", "<!-- end of the tables -->\n"
 SECTIONS = ["attention f32", "attention 16-bit", "attention s197", "attention AVX2", "attention dropout", "attention options",
             "norm-linear", "norm-linear small", "norm-linear prepared", "decode", "two cores", "plain loops", "off the table"]
+
+
+LEAST = 0.85  # of the plain rate; below it an option is named in docs/limits.md
+WHY = {"window": "tiles of 48 or 64 queries meet keys that their band hides",
+       "bias": "its bytes, which float32's backward reads twice",
+       "bias and its gradient": "the same, and the bytes of the gradient",
+       "softcap": "tanh; float32's backward forms the scores twice",
+       "sinks": "float32's backward forms the scores twice", "ALiBi": "float32's backward forms the scores twice",
+       "large scores": "float32's backward forms the scores up to three times", "dropout": "Philox"}
 
 
 def read(path):
@@ -112,6 +121,23 @@ def tables(rows):
     return "\n".join(out) + "\n"
 
 
+def slow(rows):
+    """Of each option with a row below LEAST: the least fraction of the plain rate over the sizes, forward / backward."""
+    of = collections.defaultdict(lambda: collections.defaultdict(list))
+    mine = [r for r in rows if r["section"] == "attention options" and not r["name"].startswith("avx2 ")]
+    for r in mine:
+        if r.get("over_other") is not None:
+            of[r["option"]][r["dtype"], r["direction"]].append(r["over_other"])
+    kinds = [(dtype, direction) for dtype in ("f32", "bf16") for direction in ("forward", "backward")]
+    least = {option: [min(found[kind]) for kind in kinds] for option, found in of.items()}
+    out = [f"\n{machine(mine[0])}, one thread, {mine[0]['commit'][:7]}:\n",
+           "| of the plain rate, forward / backward | float32 | bfloat16 | what it is |", "|---|---|---|---|"]
+    for option, (a, b, c, d) in least.items():
+        if min(a, b, c, d) < LEAST:
+            out.append(f"| {option} | {a:.2f} / {b:.2f} | {c:.2f} / {d:.2f} | {WHY.get(option, '')} |")
+    return "\n".join(out) + "\n\n"
+
+
 def main():
     parser = argparse.ArgumentParser(prog="./dev bench --plot", formatter_class=argparse.RawDescriptionHelpFormatter,
                                      description=__doc__.split("\n\n")[0])
@@ -122,11 +148,13 @@ def main():
     recorded = [rows for rows in map(read, files) if any("section" in r for r in rows)]
     if not recorded:
         parser.error("nothing is recorded yet; ./dev bench --cpu does it")
-    for name, form in (("kernels/cpu-measured.md", summary), ("cpu-rows.md", tables)):
+    last = max(recorded, key=lambda rows: max((r["date"] for r in rows if r["section"] == "attention options"), default=""))
+    for name, form, some in (("kernels/cpu-measured.md", summary, recorded), ("cpu-rows.md", tables, recorded),
+                             ("limits.md", slow, [last])):
         page = ROOT / "docs" / name
         before, _, rest = page.read_text().partition(BEGIN)
         _, _, after = rest.partition(END)
-        text = before + BEGIN + "".join(map(form, recorded)) + END + after
+        text = before + BEGIN + "".join(map(form, some)) + END + after
         if options.check and text != page.read_text():
             parser.exit(1, f"{page.relative_to(ROOT)} has not what was recorded: ./dev bench --plot\n")
         if not options.check:
