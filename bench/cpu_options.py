@@ -111,7 +111,7 @@ def attention_options(m, report, quick, only=None):
     for isa in (None, "avx2") if "avx2" in m.heddle.isas() and m.heddle.isa != "avx2" else (None,):
         library = Library(m.build / "libheddle.so", isa) if isa else m.heddle
         for dtype in (F32,) if quick or isa else (F32, BF16):
-            longer = () if isa or dtype is not F32 else ((64, 2048),)
+            longer = () if isa else ((64, 2048),)
             for d, s in ((64, 512),) if quick else ((64, 512), (128, 512), *longer):
                 for row in rows_of(library, 4096 // s, s, d, dtype):
                     if not only or row[0] in only:
