@@ -28,6 +28,7 @@ WHY = {"window": "tiles of 48 or 64 queries meet keys that their band hides",
        "bias and its gradient": "the same, and the bytes of the gradient",
        "softcap": "tanh; float32's backward forms the scores twice",
        "sinks": "float32's backward forms the scores twice", "ALiBi": "float32's backward forms the scores twice",
+       "causal as a mask": "the mask's bytes", "dense mask": "the mask's bytes, and a comparison for each score",
        "large scores": "float32's backward forms the scores up to three times", "dropout": "Philox"}
 
 
