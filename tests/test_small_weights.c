@@ -119,6 +119,41 @@ static void test_far_keys(void **state) {
     attention_free(&ref);
 }
 
+/* A sink that has nearly all of the weight, as far as a key's may be something beside it. */
+static void test_far_sinks(void **state) {
+    (void)state;
+    static const int64_t sizes[][2] = {{64, 31}, {9, 31}, {100, 300}, {1, 40}};
+    static const double above[] = {20, 45, 55, 65, 72, 75, 80};
+    for (size_t x = 0; x < COUNT(sizes) * COUNT(above); x++)
+        for (size_t type = 0; type < TEST_DTYPES; type++) {
+            attention_case c = far_keys(test_dtypes[type], sizes[x % COUNT(sizes)][1]);
+            c.a.sq = sizes[x % COUNT(sizes)][0];
+            c.a.features = HEDDLE_SINKS;
+            c.skip = 1u << T_DLSE | 1u << T_DSINKS;
+            attention_problem p = attention_new(&c);
+            tensor_raw_set(&p.t[T_SINKS], 0, above[x / COUNT(sizes)]);
+            multiply(&p.t[T_Q], NONE);
+            tensor_upload(&p.t[T_SINKS]);
+            tensor_upload(&p.t[T_Q]);
+            attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
+            attention_run(&p, HEDDLE_FORWARD);
+            attention_run(&p, HEDDLE_BACKWARD);
+            attention_run(&ref, HEDDLE_FORWARD);
+            attention_run(&ref, HEDDLE_BACKWARD);
+            static const int tensors[] = {T_O, T_DV};
+            for (size_t t = 0; t < COUNT(tensors); t++) {
+                double size = 0, error = tensor_error(&p.t[tensors[t]], &ref.t[tensors[t]], &size);
+                const bool ends = c.a.dtype == HEDDLE_F16 && size < 0x1p-14; /* float16 ends at 2^-24 */
+                if (error > (ends ? 0x1p-24 : 0.02 * size))
+                    printf("  a sink of %g, %s: off by %g of %g\n", above[x / COUNT(sizes)],
+                           attention_tensor_name[tensors[t]], error, size);
+                assert_true(error <= (ends ? 0x1p-24 : 0.02 * size));
+            }
+            attention_free(&p);
+            attention_free(&ref);
+        }
+}
+
 /* What is linear in a tensor is, bit by bit, times 2^exponent if the tensor is; nothing of it is near the ends of float32's range. */
 static bool multiples(const attention_problem *of, const attention_problem *p, enum attention_tensor x, int exponent) {
     bool right = true, some = false;
@@ -185,10 +220,8 @@ static void test_large_values(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_no_denormals),
-        cmocka_unit_test(test_far_keys),
-        cmocka_unit_test(test_powers_of_two),
-        cmocka_unit_test(test_large_values),
+        cmocka_unit_test(test_no_denormals),  cmocka_unit_test(test_far_keys),     cmocka_unit_test(test_far_sinks),
+        cmocka_unit_test(test_powers_of_two), cmocka_unit_test(test_large_values),
     };
     test_begin();
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));

@@ -567,6 +567,7 @@ static void test_found(void **state) {
     assert_true(attention_seed_is_right(62000232418, false));
     assert_true(attention_seed_is_right(63000081704, false));
     assert_true(attention_seed_is_right(64000047913, false));
+    assert_true(attention_seed_is_right(92000487681, false));
     assert_true(norm_linear_seed_is_right(20261447, false));
     assert_true(norm_linear_seed_is_right(20264134, false));
     assert_true(norm_linear_seed_is_right(98000000600, false));

@@ -373,6 +373,17 @@ static void add_row(const float *row, int64_t n, float factor, float *o) {
         o[e] += row[e] * factor;
 }
 
+/* What a lane of Oᵀ, of lifted weights, is multiplied with to be o. A sink, or keys of another call, may have so much of the weight that
+ * there is no such number: then the lane is lowered first. */
+static float factor_of(forward_tile *t, int64_t lane, int64_t dv, float inverse, float v_scale) {
+    const float by = inverse == 0 ? 0 : inverse * v_scale, lift = weight_lift(t);
+    if (lift == 1 || !(fabsf(by) < 0x1p-60f))
+        return by / lift;
+    for (int64_t e = 0; e < dv; e++)
+        t->ot[e * t->l.stride + lane] /= lift;
+    return by;
+}
+
 /* o = Oᵀ / sum; inverse[lane] = 1 / sum, 0 where nobody that is seen has a weight. */
 static void end_tile(const call *c, const unit *u, forward_tile *t, float *inverse) {
     const lanes *l = &t->l;
@@ -395,7 +406,7 @@ static void end_tile(const call *c, const unit *u, forward_tile *t, float *inver
     }
     float by[LANES]; /* weights are not of values, o is */
     for (int64_t x = 0; x < l->stride; x++)
-        by[x] = inverse[x] == 0 ? 0 : inverse[x] * c->v_scale / weight_lift(t);
+        by[x] = factor_of(t, x, c->a->dv, inverse[x], c->v_scale);
     if (l->few)
         for (int64_t x = 0; x < l->count; x++) {
             few_order(TYPE(c), c->a->dv, t->ot + x * c->dv_pad);
