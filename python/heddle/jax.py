@@ -49,6 +49,21 @@ _CAUSAL = {value: str(name) if value else None for name, value in CAUSAL.items()
 # --------------------------------------------------------------------------------------------------------- gradients
 
 
+def _perturbed(given: dict[str, Any]) -> set[str]:
+    return {name for name, value in given.items() if value.perturbed}
+
+
+def _marks(wanted: set[str], given: dict[str, Any]) -> dict[str, Any]:
+    """Of which arguments a gradient is wanted, for the way from forward to backward: one element, else none.
+
+    By shapes, since JAX takes what one trace left behind with the tree of another, which may want others."""
+    return {name: jnp.zeros((int(name in wanted),), jnp.bool_) for name in given}
+
+
+def _marked(marks: dict[str, Any]) -> set[str]:
+    return {name for name, mark in marks.items() if mark.shape[0]}
+
+
 def _outputs(what: Attention) -> list[str]:
     return ["o", *(["lse"] if what.return_lse else []), *(["weights"] if what.return_weights else [])]
 
@@ -60,7 +75,7 @@ def _attention(what: Attention, given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _attention_fwd(what: Attention, given: dict[str, Any]) -> tuple[Any, Any]:
-    wanted = {name: () for name, value in given.items() if value.perturbed}  # in the tree's structure: no arrays
+    wanted = _perturbed(given)
     if "alibi_slopes" in wanted:
         raise NotImplementedError(
             "heddle.jax.attention computes no gradient for alibi_slopes: give them through jax.lax.stop_gradient"
@@ -72,11 +87,12 @@ def _attention_fwd(what: Attention, given: dict[str, Any]) -> tuple[Any, Any]:
             "give q, k, v and their scales through jax.lax.stop_gradient"
         )
     made = _jax_call.forward(what, given, tuple(dict.fromkeys(["o", "lse", *_outputs(what)])))
-    return tuple(made[name] for name in _outputs(what)), (given, made["o"], made["lse"], wanted)
+    return tuple(made[name] for name in _outputs(what)), (given, made["o"], made["lse"], _marks(wanted, given))
 
 
 def _attention_bwd(what: Attention, kept: Any, cotangents: tuple[Any, ...]) -> tuple[Any]:
-    given, o, lse, wanted = kept
+    given, o, lse, marks = kept
+    wanted = _marked(marks)
     come = dict(zip(("d" + name for name in _outputs(what)), cotangents, strict=True))
     come = {"dout" if name == "do" else name: value for name, value in come.items() if not _is_zero(value)}
     grads = [f"d{name}" for name in given if name in wanted]
@@ -95,15 +111,17 @@ def _norm_linear(what: NormLinear, given: dict[str, Any]) -> Any:
 
 
 def _norm_linear_fwd(what: NormLinear, given: dict[str, Any]) -> tuple[Any, Any]:
-    wanted = {name: () for name, value in given.items() if value.perturbed}
+    wanted = _perturbed(given)
     given = {name: value.value for name, value in given.items()}
     kept = [*([] if what.norm == "none" else ["mean", "rstd"]), *(["u"] if what.activation else [])]
     made = _jax_call.forward(what, given, [*what.results, *kept])
-    return tuple(made[name] for name in what.results), (given, {name: made[name] for name in kept}, wanted)
+    saved = {name: made[name] for name in kept}
+    return tuple(made[name] for name in what.results), (given, saved, _marks(wanted, given))
 
 
 def _norm_linear_bwd(what: NormLinear, kept: Any, cotangents: Any) -> tuple[Any]:
-    given, made, wanted = kept
+    given, made, marks = kept
+    wanted = _marked(marks)
     come = dict(zip(("dy", "dz"), cotangents, strict=False))
     come = {name: value for name, value in come.items() if not _is_zero(value)}
     grads = [f"d{name}" for name in given if name in wanted]
