@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes tables of README.md and of pages in docs/, and draws pictures of speed and of a step on Hopper, from
+"""Writes numbers of README.md and tables of pages in docs/, and draws pictures of speed and of a step on Hopper, from
 bench/results.
 
     docs/figures.py [--check]
@@ -106,28 +106,39 @@ def h200_table() -> str:
                 f"{pair(third, 'fa3')} ({pair(third, 'heddle')})",
             )
         )
-    third = read("h200-flash-attention-3")
-    ratios = {
-        (which, peer): mean([rate(row, which, "heddle") / rate(row, which, peer) for row in third])
-        for which in PASSES
-        for peer in ("cudnn", "fa3")
-    }
     commits = ", ".join(dict.fromkeys(row["commit"] for _, row, *_ in h200_rows()))
-    shown = {  # of the rows above, the least and the most of what two did in one run
-        (which, peer): " to ".join(f"{f(rates):.2f}" for f in (min, max))
-        for which in PASSES
-        for peer, at in (("cudnn", 1), ("fa3", 3))
-        for rates in [[rate(row[at], which, "heddle") / rate(row[at], which, peer) for row in h200_rows()]]
-    }
+    beside = ", ".join(dict.fromkeys(third["commit"] for *_, third in h200_rows()))
     text = (
-        f"Measured at {commits}. In these rows heddle has {shown['fwd', 'cudnn']} of cuDNN's rate forward and "
-        f"{shown['bwd', 'cudnn']} backward. Beside FlashAttention-3 (August 2026) in one run heddle "
-        f"({third[0]['commit']}) had {shown['fwd', 'fa3']} of its rate forward and {shown['bwd', 'fa3']} backward in "
-        f"these rows; heddle's own rates have changed since (first column). Geometric means over all {len(third)} rows "
-        f"of that run, lengths 512 to 32k: {ratios['fwd', 'cudnn']:.2f} and {ratios['bwd', 'cudnn']:.2f} of cuDNN, "
-        f"{ratios['fwd', 'fa3']:.2f} and {ratios['bwd', 'fa3']:.2f} of FlashAttention-3."
+        f"heddle and cuDNN were measured at {commits}, FlashAttention-3 (August 2026) beside heddle at {beside}; "
+        "heddle's own rates have changed since (first column)."
     )
     return "\n".join([*lines, "", *wrapped(text)])
+
+
+def h200_words() -> str:
+    """What the picture comes to: factors of what two did in one run."""
+    rows, all_rows = h200_rows(), read("h200-flash-attention-3")
+    commit = ", ".join(dict.fromkeys(row["commit"] for row in all_rows))
+
+    def factor(row: Row, which: str, peer: str) -> float:
+        return rate(row, which, "heddle") / rate(row, which, peer)
+
+    def shown(which: str, peer: str, at: int) -> str:
+        """The least and the most of the rows in the picture."""
+        factors = [factor(row[at], which, peer) for row in rows]
+        return f"{min(factors):.2f} to {max(factors):.2f}"
+
+    def means(peer: str) -> str:
+        return " and ".join(f"{mean([factor(row, which, peer) for row in all_rows]):.2f}" for which in PASSES)
+
+    text = (
+        f"In these rows heddle has {shown('fwd', 'cudnn', 1)} of cuDNN's rate forward and "
+        f"{shown('bwd', 'cudnn', 1)} backward. Beside FlashAttention-3, in a run at {commit}, it had "
+        f"{shown('fwd', 'fa3', 3)} forward and {shown('bwd', 'fa3', 3)} backward. Over all {len(all_rows)} rows of "
+        f"that run, lengths 512 to 32k, the geometric means are {means('cudnn')} of cuDNN, {means('fa3')} of "
+        "FlashAttention-3."
+    )
+    return "\n".join(wrapped(text))
 
 
 CPU_ROWS = [
@@ -202,7 +213,8 @@ def h200_picture() -> str:
             for w in PASSES
         ]
         groups.append((name, sides))
-    note = "FlashAttention-3 is of another run than the others: see the table. Device time, medians, cold cache."
+    note = "FlashAttention-3 is of another run than the others, see docs/measuring.md. "
+    note += "Device time, medians, cold cache."
     title = "Attention on one H200, bfloat16, TFLOP/s"
     return Chart(title, note, list(NAMES.values()), groups, ("forward", "backward"), "{:.0f}").svg()
 
@@ -608,7 +620,8 @@ def ways_table() -> str:
 # ------------------------------------------------------------------------------------------------------- the pages
 
 TABLES = {
-    "README.md": {"h200": h200_table},
+    "README.md": {"h200": h200_words},
+    "docs/measuring.md": {"h200": h200_table},
     "docs/algorithm.md": {"clocks": clocks_table},
     "docs/serving.md": {"pages": pages_table},
     "docs/parallel.md": {"parallel": parallel_table},

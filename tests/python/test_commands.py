@@ -104,11 +104,6 @@ NOT = {
 
 # What the tests below run, word for word or with smaller numbers.
 HERE = {
-    "test_command": (
-        r"heddle info",
-        r"n=0; for x in q k v; do .*",
-        r"heddle attention --q q\.npy .*",
-    ),
     "test_whole_commands": (r"heddle verify(?: --bins)?", r"heddle bench"),
     "test_sweep": (r"\./dev sweep(?: \d+)?", r"HEDDLE_SWEEP_KEEP=.*", r"tests/sweep\.sh --merge .*"),
     "test_emulated": (r"export HEDDLE_TEST_DEVICE=.*", r"HEDDLE_SEED=\d+ .*/emulated_sweep"),
@@ -195,17 +190,6 @@ def build() -> Path:
 
 def with_command(build: Path) -> dict[str, str]:
     return {"PATH": f"{build}{os.pathsep}{os.environ['PATH']}"}
-
-
-def test_command(build, tmp_path):
-    """The README's session."""
-    session = [of_page("README.md", pattern) for pattern in HERE["test_command"]]
-    out = run("\n".join(session), tmp_path, **with_command(build))
-    assert out.startswith("heddle ")
-    numpy = pytest.importorskip("numpy")
-    q, o = (numpy.load(tmp_path / f"{x}.npy") for x in "qo")
-    assert o.shape == q.shape == (1, 8, 128, 64) and abs(o).max() > 0
-    assert (o[:, :, 0] == numpy.load(tmp_path / "v.npy")[:, :, 0]).all()
 
 
 def test_program_of_the_header(build, tmp_path):
