@@ -2,6 +2,7 @@
  * What the environment asks of a test program. */
 #define _POSIX_C_SOURCE 200809L
 #include "common.h"
+#include "cpu/cpu.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,9 +18,41 @@ static void keep_memory(void) {
 #endif
 }
 
+static bool takes_all(void) {
+    const char *isa = getenv("HEDDLE_CPU");
+    return isa && !strcmp(isa, "all") && test_device() == HEDDLE_CPU;
+}
+
+static bool one_is_taken; /* by test_by_each_isa */
+
+int test_isas(void) {
+    int count = 0;
+    while (takes_all() && !one_is_taken && count < TEST_ISAS && heddle_cpu_isa_available(count))
+        count++;
+    return count ? count : 1;
+}
+
+const char *test_take_isa(int i) {
+    if (takes_all() && !one_is_taken)
+        heddle__cpu_choose(heddle_cpu_isa_available(i));
+    return test_device() == HEDDLE_CPU ? heddle_cpu_isa() : "";
+}
+
+void test_by_each_isa(void **state) {
+    const test_body *body = *state;
+    one_is_taken = false; /* after a test that failed */
+    for (int x = 0, isas = test_isas(); x < isas; x++) {
+        if (isas > 1)
+            printf("  by %s\n", test_take_isa(x));
+        one_is_taken = isas > 1;
+        body->run(NULL);
+        one_is_taken = false;
+    }
+}
+
 void test_begin(void) {
     const char *isa = getenv("HEDDLE_CPU");
-    if (isa && *isa && strcmp(isa, heddle_cpu_isa()) != 0) {
+    if (isa && *isa && !takes_all() && strcmp(isa, heddle_cpu_isa()) != 0) {
         printf("skipped: HEDDLE_CPU=%s, but this processor gives %s\n", isa, heddle_cpu_isa());
         exit(77);
     }

@@ -30,6 +30,22 @@ void test_begin(void);
 /* The last line: prints the worst ratio of error to tolerance of this binary and gives `failed` back. */
 int test_end(int failed);
 heddle_device test_device(void);
+/* The instruction sets of HEDDLE_CPU, one but for `all`, by which the judges try each that this processor has on the same problem: what
+ * the results are held against is computed once. test_take_isa takes the i-th, and says its name; on a GPU there is one without. */
+enum { TEST_ISAS = 8 };
+int test_isas(void);
+const char *test_take_isa(int i);
+/* In place of cmocka_unit_test, of a test that does not leave all to the judges: it runs with each of them. */
+typedef struct test_body {
+    void (*run)(void **state);
+} test_body;
+void test_by_each_isa(void **state);
+#define UNIT_TEST_OF_EACH_ISA(test)                                                                                    \
+    {                                                                                                                  \
+#test, test_by_each_isa, NULL, NULL, &(test_body) {                                                            \
+            test                                                                                                       \
+        }                                                                                                              \
+    }
 bool test_long(void);
 /* Each operation takes some twenty times as long: shapes that are there for a GPU's tiles are left out. */
 bool test_emulated(void);
@@ -149,8 +165,8 @@ bool attention_is_right(const attention_case *c);
 /* The same, and what the case adds to the averages of its bin (see error_bin). `keys`: how many keys a row that sees any
  * sees on average. */
 bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *keys);
-/* Only what it adds: for a bin of nothing but such cases. */
-void attention_count(const attention_case *c, error_bin bin[T_COUNT]);
+/* Only what it adds: for a bin of nothing but such cases, of each instruction set. */
+void attention_count(const attention_case *c, error_bin bin[TEST_ISAS][T_COUNT]);
 
 /* HEDDLE_ACCUMULATE: whether a case can be had in two parts; and what both passes of a problem that has been run come to, its first keys
  * in one call and the others in another, as `to` has its outputs (attention_borrow). Prints what went wrong and returns false. */
@@ -216,7 +232,7 @@ void norm_linear_print(const norm_linear_case *c);
 void check_norm_linear(const norm_linear_case *c);
 bool norm_linear_is_right(const norm_linear_case *c);
 bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]);
-void norm_linear_count(const norm_linear_case *c, error_bin bin[N_COUNT]);
+void norm_linear_count(const norm_linear_case *c, error_bin bin[TEST_ISAS][N_COUNT]);
 /* The plain order of operations. `natural` is measured with PLAIN_FORWARD; natural[N_X] is then the largest magnitude of
  * x in its row's deviations, which is how many times its own rounding x loses where the mean is taken off. `spread` (NULL: not
  * wanted), as of attention, is of dw and dgamma what the roundings of the rows' means come to, of dx those of dz, of y and u those of their

@@ -182,79 +182,110 @@ static void count_errors(const norm_linear_problem *p, const norm_linear_problem
             bin_count(&bin[x], &p->t[x], &ref->t[x], &blocked->t[x], natural[x]);
 }
 
-/* As of attention: only where one of our errors is more than twice those of two orders the others are asked, too. */
-static void worst_plain(const norm_linear_problem *p, const norm_linear_problem *ref, norm_linear_problem *plain,
-                        error_bin *bin, double natural[N_COUNT], double slopes[N_COUNT], double spread[N_COUNT]) {
-    static const plain_order others[] = {PLAIN_BLOCKED, PLAIN_REVERSED, PLAIN_ENDS};
+/* What the plain computation comes to, as of attention. */
+typedef struct plain_results {
+    norm_linear_problem worst;
+    int orders; /* asked until now, and, last of all, the spread */
+    double natural[N_COUNT], slopes[N_COUNT], spread[N_COUNT];
+} plain_results;
+
+static void ask_order(const norm_linear_problem *p, const norm_linear_problem *ref, plain_results *plain,
+                      error_bin *bin) {
+    static const plain_order orders[] = {PLAIN_FORWARD, PLAIN_BLOCKED, PLAIN_REVERSED, PLAIN_ENDS, PLAIN_FORWARD};
+    const plain_order order = orders[plain->orders];
+    const bool first = plain->orders == 0, last = plain->orders == PLAIN_ORDERS;
     double unused[N_COUNT];
-    plain_norm_linear(plain, PLAIN_FORWARD, natural, slopes, NULL);
-    memset(spread, 0, N_COUNT * sizeof *spread);
-    bool far = true;
-    for (size_t order = 0; order < COUNT(others) && far; order++) {
-        norm_linear_problem other = norm_linear_borrow(p);
-        plain_norm_linear(&other, others[order], unused, NULL, NULL);
-        if (bin && others[order] == PLAIN_BLOCKED)
-            count_errors(p, ref, &other, natural, bin);
-        for (int x = N_Y; x < N_COUNT; x++)
-            if (p->t[x].host && is_output(&norm_linear_fields[x]))
-                tensor_keep_worse(&plain->t[x], &other.t[x], &ref->t[x]);
-        norm_linear_free(&other);
-        far = is_far(p, ref, plain);
-    }
-    if (!far)
-        return;
     norm_linear_problem other = norm_linear_borrow(p);
-    plain_norm_linear(&other, PLAIN_FORWARD, unused, NULL, spread);
+    plain_norm_linear(&other, order, first ? plain->natural : unused, first ? plain->slopes : NULL,
+                      last ? plain->spread : NULL);
+    plain->orders++;
+    if (first) {
+        plain->worst = other;
+        return;
+    }
+    if (bin && order == PLAIN_BLOCKED)
+        count_errors(p, ref, &other, plain->natural, bin);
+    for (int x = N_Y; x < N_COUNT && !last; x++)
+        if (p->t[x].host && is_output(&norm_linear_fields[x]))
+            tensor_keep_worse(&plain->worst.t[x], &other.t[x], &ref->t[x]);
     norm_linear_free(&other);
 }
 
-bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]) {
-    norm_linear_problem p = norm_linear_new(c);
-    norm_linear_problem ref = norm_linear_copy(&p, HEDDLE_F64, HEDDLE_REF);
-    norm_linear_problem plain = norm_linear_borrow(&p);
-    double natural[N_COUNT], slopes[N_COUNT], spread[N_COUNT];
-    bool right = run_pass(&p, HEDDLE_FORWARD);
-    right = run_pass(&ref, HEDDLE_FORWARD) && right;
-    if (right) {
-        right = run_pass(&p, HEDDLE_BACKWARD);
-        right = run_pass(&ref, HEDDLE_BACKWARD) && right;
-    }
-    worst_plain(&p, &ref, &plain, bin, natural, slopes, spread);
+/* As of attention: only where one of our errors is more than twice those of two orders the others are asked, too. */
+static void ask_plain(const norm_linear_problem *p, const norm_linear_problem *ref, plain_results *plain,
+                      error_bin *bin) {
+    while (plain->orders < 2 || (plain->orders <= PLAIN_ORDERS && is_far(p, ref, &plain->worst)))
+        ask_order(p, ref, plain, bin);
+}
+
+static bool run_both(norm_linear_problem *p) {
+    return run_pass(p, HEDDLE_FORWARD) && run_pass(p, HEDDLE_BACKWARD);
+}
+
+/* Of a problem that has been run, by the instruction set that is taken. */
+static bool judge_problem(const norm_linear_problem *p, const norm_linear_problem *ref, plain_results *plain,
+                          error_bin *bin) {
+    bool right = true;
+    ask_plain(p, ref, plain, bin);
     for (int x = N_Y; right && x < N_COUNT; x++) {
         if (is_input(&norm_linear_fields[x]))
             continue;
         /* A row of features that are nearly equal loses in x - mean what x is larger than that. */
-        const int precision = precision_of(p.a.dtype, p.a.features);
-        const double u = precision == PRECISION_TF32 ? 0 : unit_roundoff(precision), noise = ROUNDINGS * u * spread[x];
+        const int precision = precision_of(p->a.dtype, p->a.features);
+        const double u = precision == PRECISION_TF32 ? 0 : unit_roundoff(precision);
         double size;
-        tensor_error(&plain.t[x], &ref.t[x], &size);
-        const double slope = slopes[x] > 0 ? slopes[x] / fmax(size, natural[x]) : 0;
-        right = compare_tensor(norm_linear_tensor_name[x], precision, &p.t[x], &ref.t[x], &plain.t[x], natural[x],
-                               noise, fmax(fmax(1, natural[N_X]), slope));
+        tensor_error(&plain->worst.t[x], &ref->t[x], &size);
+        const double slope = plain->slopes[x] > 0 ? plain->slopes[x] / fmax(size, plain->natural[x]) : 0;
+        right = compare_tensor(norm_linear_tensor_name[x], precision, &p->t[x], &ref->t[x], &plain->worst.t[x],
+                               plain->natural[x], ROUNDINGS * u * plain->spread[x],
+                               fmax(fmax(1, plain->natural[N_X]), slope));
     }
-    norm_linear_free(&plain);
-    norm_linear_free(&ref);
-    norm_linear_free(&p);
     return right;
 }
 
-void norm_linear_count(const norm_linear_case *c, error_bin bin[N_COUNT]) {
-    norm_linear_problem p = norm_linear_new(c), ref = norm_linear_copy(&p, HEDDLE_F64, HEDDLE_REF);
-    double natural[N_COUNT], unused[N_COUNT];
-    norm_linear_problem *both[] = {&p, &ref};
-    for (size_t x = 0; x < COUNT(both); x++) {
-        norm_linear_run(both[x], HEDDLE_FORWARD);
-        norm_linear_run(both[x], HEDDLE_BACKWARD);
+bool norm_linear_judge(const norm_linear_case *c, error_bin bin[N_COUNT]) {
+    norm_linear_problem inputs = norm_linear_new(c);
+    norm_linear_problem ref = norm_linear_copy(&inputs, HEDDLE_F64, HEDDLE_REF);
+    plain_results plain = {.orders = 0};
+    bool right = run_both(&ref);
+    for (int x = 0; x < test_isas() && right; x++) {
+        const char *isa = test_take_isa(x);
+        norm_linear_problem copy, *p = &inputs;
+        if (x) {
+            copy = norm_linear_copy(&inputs, inputs.a.dtype, inputs.a.device);
+            p = &copy;
+        }
+        right = run_both(p) && judge_problem(p, &ref, &plain, bin);
+        if (!right && *isa)
+            printf("  this was %s\n", isa);
+        if (x)
+            norm_linear_free(&copy);
     }
-    norm_linear_problem plain = norm_linear_borrow(&p);
+    norm_linear_free(&plain.worst);
+    norm_linear_free(&ref);
+    norm_linear_free(&inputs);
+    return right;
+}
+
+void norm_linear_count(const norm_linear_case *c, error_bin bin[TEST_ISAS][N_COUNT]) {
+    norm_linear_problem inputs = norm_linear_new(c), ref = norm_linear_copy(&inputs, HEDDLE_F64, HEDDLE_REF);
+    double natural[N_COUNT], unused[N_COUNT];
+    assert_true(run_both(&ref));
+    norm_linear_problem plain = norm_linear_borrow(&inputs);
     plain_norm_linear(&plain, PLAIN_FORWARD, natural, NULL, NULL);
     norm_linear_free(&plain);
-    plain = norm_linear_borrow(&p);
+    plain = norm_linear_borrow(&inputs);
     plain_norm_linear(&plain, PLAIN_BLOCKED, unused, NULL, NULL);
-    count_errors(&p, &ref, &plain, natural, bin);
+    for (int x = 0; x < test_isas(); x++) {
+        test_take_isa(x);
+        norm_linear_problem p = norm_linear_copy(&inputs, inputs.a.dtype, inputs.a.device);
+        assert_true(run_both(&p));
+        count_errors(&p, &ref, &plain, natural, bin[x]);
+        norm_linear_free(&p);
+    }
     norm_linear_free(&plain);
     norm_linear_free(&ref);
-    norm_linear_free(&p);
+    norm_linear_free(&inputs);
 }
 
 bool norm_linear_is_right(const norm_linear_case *c) {

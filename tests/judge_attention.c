@@ -174,36 +174,56 @@ static bool judge_parts(attention_problem *p, const attention_problem *ref, plai
     return right;
 }
 
-bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *keys) {
-    attention_problem p = attention_new(c);
-    attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
-    plain_results plain = {.orders = 0};
-    bool backward = !(c->skip >> T_LSE & 1) && !(c->a.features & (HEDDLE_PAGES | HEDDLE_E4M3));
-    bool right = attention_pass(&p, HEDDLE_FORWARD);
-    right = attention_pass(&ref, HEDDLE_FORWARD) && right;
-    if (right && backward) {
-        right = attention_pass(&p, HEDDLE_BACKWARD);
-        right = attention_pass(&ref, HEDDLE_BACKWARD) && right;
-    }
-    ask_plain(&p, &p, &ref, &plain, bin);
+static bool has_backward(const attention_case *c) {
+    return !(c->skip >> T_LSE & 1) && !(c->a.features & (HEDDLE_PAGES | HEDDLE_E4M3));
+}
+
+static bool run_both(const attention_case *c, attention_problem *p) {
+    return attention_pass(p, HEDDLE_FORWARD) && (!has_backward(c) || attention_pass(p, HEDDLE_BACKWARD));
+}
+
+/* Of a problem that has been run, by the instruction set that is taken. */
+static bool judge_problem(const attention_case *c, attention_problem *p, const attention_problem *ref,
+                          plain_results *plain, error_bin *bin) {
+    bool right = true;
+    ask_plain(p, p, ref, plain, bin);
     /* What rounding takes from large scores (ALiBi's, far away) is a relative error of P, in proportion to them. */
-    const double condition = c->ill_conditioned ? INFINITY : fmax(1, plain.natural[T_LSE] / 64);
+    const double condition = c->ill_conditioned ? INFINITY : fmax(1, plain->natural[T_LSE] / 64);
     for (int x = 0; right && x < T_COUNT; x++) {
         if (!is_output_of(&attention_fields[x], HEDDLE_FORWARD) &&
-            !(backward && is_output_of(&attention_fields[x], HEDDLE_BACKWARD)))
+            !(has_backward(c) && is_output_of(&attention_fields[x], HEDDLE_BACKWARD)))
             continue;
-        const double noise = noise_of(&p.a, x, plain.natural, plain.spread);
-        right = compare_tensor(attention_tensor_name[x], precision_of(p.a.dtype, p.a.features), &p.t[x], &ref.t[x],
-                               &plain.worst.t[x], plain.natural[x], noise + lost_weights(&p, x), condition);
+        const double noise = noise_of(&p->a, x, plain->natural, plain->spread);
+        right = compare_tensor(attention_tensor_name[x], precision_of(p->a.dtype, p->a.features), &p->t[x], &ref->t[x],
+                               &plain->worst.t[x], plain->natural[x], noise + lost_weights(p, x), condition);
     }
-    right = right && check_exact_zeros(&p, &ref);
-    if (right && c->first_part)
-        right = judge_parts(&p, &ref, &plain, c->first_part, condition);
-    if (bin && right)
-        *keys = attention_keys_seen(&p);
+    right = right && check_exact_zeros(p, ref);
+    return right && c->first_part ? judge_parts(p, ref, plain, c->first_part, condition) : right;
+}
+
+bool attention_judge(const attention_case *c, error_bin bin[T_COUNT], double *keys) {
+    attention_problem inputs = attention_new(c);
+    attention_problem ref = attention_copy(&inputs, HEDDLE_F64, HEDDLE_REF);
+    plain_results plain = {.orders = 0};
+    bool right = run_both(c, &ref);
+    for (int x = 0; x < test_isas() && right; x++) {
+        const char *isa = test_take_isa(x);
+        attention_problem copy, *p = &inputs;
+        if (x) {
+            copy = attention_copy(&inputs, inputs.a.dtype, inputs.a.device);
+            p = &copy;
+        }
+        right = run_both(c, p) && judge_problem(c, p, &ref, &plain, bin);
+        if (!right && *isa)
+            printf("  this was %s\n", isa);
+        if (bin && right)
+            *keys = attention_keys_seen(p);
+        if (x)
+            attention_free(&copy);
+    }
     attention_free(&plain.worst);
     attention_free(&ref);
-    attention_free(&p);
+    attention_free(&inputs);
     return right;
 }
 
@@ -211,23 +231,25 @@ bool attention_is_right(const attention_case *c) {
     return attention_judge(c, NULL, NULL);
 }
 
-void attention_count(const attention_case *c, error_bin bin[T_COUNT]) {
-    attention_problem p = attention_new(c), ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
+void attention_count(const attention_case *c, error_bin bin[TEST_ISAS][T_COUNT]) {
+    attention_problem inputs = attention_new(c), ref = attention_copy(&inputs, HEDDLE_F64, HEDDLE_REF);
     double natural[T_COUNT], unused[T_COUNT];
-    attention_problem *both[] = {&p, &ref};
-    for (size_t x = 0; x < COUNT(both); x++) {
-        attention_run(both[x], HEDDLE_FORWARD);
-        attention_run(both[x], HEDDLE_BACKWARD);
-    }
-    attention_problem plain = attention_borrow(&p);
+    assert_true(run_both(c, &ref));
+    attention_problem plain = attention_borrow(&inputs);
     plain_attention(&plain, PLAIN_FORWARD, natural, NULL);
     attention_free(&plain);
-    plain = attention_borrow(&p);
+    plain = attention_borrow(&inputs);
     plain_attention(&plain, PLAIN_BLOCKED, unused, NULL);
-    count_errors(&p, &ref, &plain, natural, bin);
+    for (int x = 0; x < test_isas(); x++) {
+        test_take_isa(x);
+        attention_problem p = attention_copy(&inputs, inputs.a.dtype, inputs.a.device);
+        assert_true(run_both(c, &p));
+        count_errors(&p, &ref, &plain, natural, bin[x]);
+        attention_free(&p);
+    }
     attention_free(&plain);
     attention_free(&ref);
-    attention_free(&p);
+    attention_free(&inputs);
 }
 
 void check_attention(const attention_case *c) {

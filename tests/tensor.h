@@ -122,8 +122,10 @@ int element_of(const tensor_field *f, heddle_dtype dtype, uint64_t features);
 
 /* By the words of the specification, not by dtype.h. */
 static inline double e4m3_value(uint8_t x) {
+    static const double last_place[16] = {0x1p-9, 0x1p-9, 0x1p-8, 0x1p-7, 0x1p-6, 0x1p-5, 0x1p-4, 0x1p-3,
+                                          0x1p-2, 0x1p-1, 0x1p0,  0x1p1,  0x1p2,  0x1p3,  0x1p4,  0x1p5};
     const int exponent = x >> 3 & 15, fraction = x & 7;
-    const double size = exponent ? ldexp(8 + fraction, exponent - 10) : ldexp(fraction, -9);
+    const double size = (exponent ? 8 + fraction : fraction) * last_place[exponent];
     return (x & 0x7f) == 0x7f ? (double)NAN : x & 0x80 ? -size : size;
 }
 

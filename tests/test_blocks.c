@@ -118,7 +118,7 @@ int main(void) {
         cmocka_unit_test(test_sizes_and_lists),  cmocka_unit_test(test_many_keys),
         cmocka_unit_test(test_few_queries),      cmocka_unit_test(test_with_options),
         cmocka_unit_test(test_packed_and_pages), cmocka_unit_test(test_nothing),
-        cmocka_unit_test(test_no_columns),       cmocka_unit_test(test_packed_without_queries),
+        UNIT_TEST_OF_EACH_ISA(test_no_columns),  cmocka_unit_test(test_packed_without_queries),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -454,15 +454,15 @@ int main(void) {
         cmocka_unit_test(test_prefill),
         cmocka_unit_test(test_collected),
         cmocka_unit_test(test_collected_packed),
-        cmocka_unit_test(test_extreme_scales),
+        UNIT_TEST_OF_EACH_ISA(test_extreme_scales),
         cmocka_unit_test(test_packed),
         cmocka_unit_test(test_options),
         cmocka_unit_test(test_wide),
-        cmocka_unit_test(test_scales),
-        cmocka_unit_test(test_nan),
-        cmocka_unit_test(test_parts),
-        cmocka_unit_test(test_refusals),
-        cmocka_unit_test(test_older),
+        UNIT_TEST_OF_EACH_ISA(test_scales),
+        UNIT_TEST_OF_EACH_ISA(test_nan),
+        UNIT_TEST_OF_EACH_ISA(test_parts),
+        UNIT_TEST_OF_EACH_ISA(test_refusals),
+        UNIT_TEST_OF_EACH_ISA(test_older),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

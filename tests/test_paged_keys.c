@@ -392,11 +392,14 @@ static void test_pointers(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_decode),   cmocka_unit_test(test_long_decode),   cmocka_unit_test(test_prefill),
-        cmocka_unit_test(test_chunks),   cmocka_unit_test(test_capped_chunks), cmocka_unit_test(test_packed_queries),
-        cmocka_unit_test(test_options),  cmocka_unit_test(test_wide),          cmocka_unit_test(test_nothing),
-        cmocka_unit_test(test_bits),     cmocka_unit_test(test_accumulate),    cmocka_unit_test(test_refused),
-        cmocka_unit_test(test_pointers), cmocka_unit_test(test_collected),     cmocka_unit_test(test_collected_packed),
+        cmocka_unit_test(test_decode),           cmocka_unit_test(test_long_decode),
+        cmocka_unit_test(test_prefill),          cmocka_unit_test(test_chunks),
+        cmocka_unit_test(test_capped_chunks),    cmocka_unit_test(test_packed_queries),
+        cmocka_unit_test(test_options),          cmocka_unit_test(test_wide),
+        cmocka_unit_test(test_nothing),          UNIT_TEST_OF_EACH_ISA(test_bits),
+        UNIT_TEST_OF_EACH_ISA(test_accumulate),  UNIT_TEST_OF_EACH_ISA(test_refused),
+        UNIT_TEST_OF_EACH_ISA(test_pointers),    cmocka_unit_test(test_collected),
+        cmocka_unit_test(test_collected_packed),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

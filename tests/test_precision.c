@@ -10,19 +10,20 @@
 
 /* `of`: bits of the tensors that are looked at. */
 static bool bin_of_is_right(const char *name, attention_case c, int cases, uint32_t of) {
-    error_bin bin[T_COUNT] = {0};
+    error_bin bins[TEST_ISAS][T_COUNT] = {{{0}}};
     bool right = true;
     for (int x = 0; x < (test_emulated() ? (cases + 3) / 4 : cases); x++) {
         c.seed = c.seed * 31 + (uint64_t)x + 1;
-        attention_count(&c, bin);
+        attention_count(&c, bins);
     }
-    for (int x = 0; x < T_COUNT; x++) {
-        if (!bin[x].count || !(of >> x & 1))
+    for (int x = 0; x < test_isas() * T_COUNT; x++) {
+        const error_bin *bin = &bins[x / T_COUNT][x % T_COUNT];
+        if (!bin->count || !(of >> x % T_COUNT & 1))
             continue;
-        const double ratio = bin_ratio(&bin[x]);
+        const double ratio = bin_ratio(bin);
         if (ratio > MOST)
-            printf("  %s, %s: %.2f times the plain computation's error on average of %d cases\n", name,
-                   attention_tensor_name[x], ratio, (int)bin[x].count);
+            printf("  %s, %s: %.2f times the plain computation's error on average of %d cases %s\n", name,
+                   attention_tensor_name[x % T_COUNT], ratio, (int)bin->count, test_take_isa(x / T_COUNT));
         right &= ratio <= MOST;
     }
     return right;
@@ -351,19 +352,21 @@ static void test_norm_linear(void **state) {
     for (size_t x = 0; x < COUNT(sizes) + TEST_DTYPES - 1; x++) { /* the last in each type */
         const int64_t *size = sizes[x < COUNT(sizes) ? x : COUNT(sizes) - 1];
         const heddle_dtype dtype = x < COUNT(sizes) ? HEDDLE_F32 : test_dtypes[x - COUNT(sizes) + 1];
-        error_bin bin[N_COUNT] = {0};
+        error_bin bins[TEST_ISAS][N_COUNT] = {{{0}}};
         for (uint64_t y = 0; y < 24; y++) {
             const norm_linear_case c = {.a = norm_linear_desc(dtype, (heddle_norm)(y % 2), size[0], size[1], size[2]),
                                         .seed = 77 * y + x + 1};
-            norm_linear_count(&c, bin);
+            norm_linear_count(&c, bins);
         }
-        for (int t = 0; t < N_COUNT; t++) {
-            const double ratio = bin_ratio(&bin[t]);
+        for (int t = 0; t < test_isas() * N_COUNT; t++) {
+            const error_bin *bin = &bins[t / N_COUNT][t % N_COUNT];
+            const double ratio = bin_ratio(bin);
             if (ratio <= MOST)
                 continue;
-            printf("  m %d k %d n %d, dtype %d, %s: %.2f times the plain computation's error on average of %d cases\n",
-                   (int)size[0], (int)size[1], (int)size[2], (int)dtype, norm_linear_tensor_name[t], ratio,
-                   (int)bin[t].count);
+            printf(
+                "  m %d k %d n %d, dtype %d, %s: %.2f times the plain computation's error on average of %d cases %s\n",
+                (int)size[0], (int)size[1], (int)size[2], (int)dtype, norm_linear_tensor_name[t % N_COUNT], ratio,
+                (int)bin->count, test_take_isa(t / N_COUNT));
             right = false;
         }
     }

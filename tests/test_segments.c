@@ -182,11 +182,15 @@ static void test_older_structure(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_ids_in_any_order), cmocka_unit_test(test_few_queries),
-        cmocka_unit_test(test_many_keys),        cmocka_unit_test(test_with_options),
-        cmocka_unit_test(test_packed_and_pages), cmocka_unit_test(test_part),
-        cmocka_unit_test(test_nothing),          cmocka_unit_test(test_like_packed),
-        cmocka_unit_test(test_older_structure),
+        cmocka_unit_test(test_ids_in_any_order),
+        cmocka_unit_test(test_few_queries),
+        cmocka_unit_test(test_many_keys),
+        cmocka_unit_test(test_with_options),
+        cmocka_unit_test(test_packed_and_pages),
+        cmocka_unit_test(test_part),
+        cmocka_unit_test(test_nothing),
+        UNIT_TEST_OF_EACH_ISA(test_like_packed),
+        UNIT_TEST_OF_EACH_ISA(test_older_structure),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

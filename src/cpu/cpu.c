@@ -122,12 +122,10 @@ const char *heddle_cpu_isa_available(int i) {
 }
 
 /* The record of this device: chosen at the first call, the same ever after. */
-static const cpu_kernels *kernels(void) {
-    static _Atomic(const cpu_kernels *) chosen;
-    const cpu_kernels *k = atomic_load_explicit(&chosen, memory_order_acquire);
-    if (k)
-        return k;
-    const char *wanted = getenv("HEDDLE_CPU");
+static _Atomic(const cpu_kernels *) chosen;
+
+const cpu_kernels *heddle__cpu_choose(const char *wanted) {
+    const cpu_kernels *k = NULL;
     for (size_t x = sizeof isas / sizeof *isas; x-- > 0;)
         if (isas[x].runs_here()) {
             k = isas[x].kernels;
@@ -136,6 +134,11 @@ static const cpu_kernels *kernels(void) {
         }
     atomic_store_explicit(&chosen, k, memory_order_release);
     return k;
+}
+
+static const cpu_kernels *kernels(void) {
+    const cpu_kernels *k = atomic_load_explicit(&chosen, memory_order_acquire);
+    return k ? k : heddle__cpu_choose(getenv("HEDDLE_CPU"));
 }
 
 const char *heddle_cpu_isa(void) {

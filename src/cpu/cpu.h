@@ -43,6 +43,9 @@ static inline bool few_results(const norm_linear_plan *plan) {
     return (plan->pass == HEDDLE_FORWARD ? plan->a.m * plan->a.n : plan->a.k) < 64;
 }
 
+/* Takes the instruction set of that name, or the best where the processor has no such: at the first call, and between calls in tests. */
+const cpu_kernels *heddle__cpu_choose(const char *wanted);
+
 void heddle__cpu_merge(const heddle_merge *m, void *o, void *lse, const void *other_o, const void *other_lse,
                        int threads);
 void heddle__cpu_append(const heddle_append *a, const heddle_append_data *t, int threads);
