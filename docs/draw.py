@@ -359,14 +359,15 @@ def bars(*cells: object) -> str:
 
 def attention_work(case: str) -> tuple[float, float, float]:
     """Operations of forward, and bytes that it and backward move at least, of "B4H16/16S4096D128f-bfloat16"."""
-    found = re.fullmatch(r"B(\d+)H(\d+)/(\d+)S(\d+)(?:x(\d+))?D(\d+)([cf])-(\w+)", case)
+    found = re.fullmatch(r"B(\d+)H(\d+)/(\d+)S(\d+)(?:x(\d+))?D(\d+)([cf])-(\w+)( softcap| bias)?", case)
     if not found:
         sys.exit(f"draw.py: {case} is no case")
     b, h, hk, sq, sk, d = (int(x or found[4]) for x in found.groups()[:6])
     size = 4 if found[8] == "float32" else 2
     queries, keys, lse = b * h * sq * d * size, b * hk * sk * d * size, b * h * sq * 4
     operations = 4.0 * b * h * sq * sk * d / (2 if found[7] == "c" else 1)
-    return operations, 2 * queries + 2 * keys + lse, 4 * queries + 4 * keys + lse
+    bias = b * h * sq * sk * size if found[9] == " bias" else 0
+    return operations, 2 * queries + 2 * keys + lse + bias, 4 * queries + 4 * keys + lse + bias
 
 
 def norm_work(case: str) -> tuple[float, float, float]:
@@ -379,30 +380,48 @@ def norm_work(case: str) -> tuple[float, float, float]:
 
 def gpu_table() -> str:
     """Cases of the H200: operations a byte, the roof over them, and what has been reached."""
-    rows = [json.loads(line) for line in (ROOT / "bench/results/h200.jsonl").read_text().splitlines()]
     wanted = [
-        ("attention", "B4H32/32S4096D64f-bfloat16"),
-        ("attention", "B4H16/16S4096D128f-bfloat16"),
-        ("attention", "B4H16/16S4096D128c-bfloat16"),
-        ("attention", "B4H8/8S4096D256f-bfloat16"),
-        ("attention", "B4H16/16S4096x4096D128f-float32"),
-        ("attention", "B32H32/8S1x8192D128f-bfloat16"),
-        ("attention", "B1H1/1S128x128D32f-float32"),
+        ("sm90, d 64", "B4H32/32S4096D64f-bfloat16"),
+        ("sm90, d 128", "B4H16/16S4096D128f-bfloat16"),
+        ("sm90, d 128", "B4H16/16S4096D128c-bfloat16"),
+        ("sm90, d 129 to 256", "B4H10/10S4096D192c-bfloat16"),
+        ("sm90, d 129 to 256", "B4H8/8S4096D256f-bfloat16"),
+        ("sm90, d over 256", "B4H4/4S4096D512c-bfloat16"),
+        ("sm90, options", "B4H16/16S4096D128c-bfloat16 softcap"),
+        ("sm90, options", "B4H16/16S4096D128f-bfloat16 bias"),
+        ("sm90, float32", "B4H16/16S4096x4096D128f-float32"),
+        ("sm80", "B4H16/16S4096D128f-bfloat16"),
+        ("sm80, d 256", "B4H8/8S4096D256f-bfloat16"),
+        ("few queries", "B32H32/8S1x8192D128f-bfloat16"),
+        ("sm90, short", "B256H16/16S128D128c-bfloat16"),
+        ("small", "B1H1/1S128x128D32f-float32"),
         ("norm-linear", "m16384 k1024 n4096 bfloat16"),
         ("norm-linear", "m2048 k768 n3072 bfloat16"),
     ]
     lines = [
         bars(
-            "case", "pass", "GFLOP", "MB at least", "FLOP a byte", "roof, TFLOP/s", "reached", "of the roof", "commit"
+            "kernel",
+            "case",
+            "pass",
+            "GFLOP",
+            "MB at least",
+            "FLOP a byte",
+            "roof, TFLOP/s",
+            "reached",
+            "of the roof",
+            "commit",
         ),
-        "|" + "---|" * 9,
+        "|" + "---|" * 10,
     ]
-    for op, case in wanted:
+    for kernel, case in wanted:
+        name = "h200-sm80" if kernel.startswith("sm80") else "h200"
+        rows = [json.loads(line) for line in (ROOT / f"bench/results/{name}.jsonl").read_text().splitlines()]
         row = latest([row for row in rows if "fwd_rest" in row or "fwd_ms" in row], case=case)
-        forward, bytes_forward, bytes_backward = (attention_work if op == "attention" else norm_work)(case)
+        is_attention = kernel != "norm-linear"
+        forward, bytes_forward, bytes_backward = (attention_work if is_attention else norm_work)(case)
         for name, key, times, moved in (
             ("forward", "fwd", 1.0, bytes_forward),
-            ("backward", "bwd", 2.5 if op == "attention" else 2.0, bytes_backward),
+            ("backward", "bwd", 2.5 if is_attention else 2.0, bytes_backward),
         ):
             work = times * forward
             rest = row.get(f"{key}_rest", {})
@@ -417,7 +436,8 @@ def gpu_table() -> str:
             roof = min(TENSOR / (3 if "float32" in case else 1), MEMORY * work / moved)
             lines.append(
                 bars(
-                    f"{op} {case}",
+                    kernel,
+                    case,
                     name,
                     plain(work / 1e9),
                     plain(moved / 1e6),
