@@ -80,8 +80,7 @@ INLINE bool add_key_boxes(const attention_params &p, const state &k, unsigned co
     mbarrier_wait(k.smem + layout::box_full + place_of<layout>(count) * 16 + k.group * 8, parity_of<layout>(count));
 #pragma unroll
     for (int y = 0; y < BLOCK; y += 64)
-        low |=
-            add_key_box<T>(boxes_of<layout>(k, count) + y / 64 * layout::strip, p.a.bias_stride.s == 0, by, s + y / 8);
+        low |= add_key_box<T>(boxes_of<layout>(k, count) + y / 64 * layout::strip, is_alike(p), by, s + y / 8);
     return low;
 }
 
@@ -91,7 +90,7 @@ INLINE void hide_boxes(const attention_params &p, const state &k, unsigned count
     if (low)
 #pragma unroll
         for (int y = 0; y < BLOCK; y += 64)
-            hide_key_box<T>(boxes_of<layout>(k, count) + y / 64 * layout::strip, p.a.bias_stride.s == 0, s + y / 8);
+            hide_key_box<T>(boxes_of<layout>(k, count) + y / 64 * layout::strip, is_alike(p), s + y / 8);
     if (layout::shares_ds && layout::gives_ds) /* each warp has its own keys' dS in the place of their bias */
         __syncwarp();
     else if (layout::shares_ds)

@@ -82,8 +82,14 @@ INLINE void apply_all(const option_view &v, int group, int step, int sk, uint32_
     const int j0 = step & ~STEP_FLAGS;
     const float by = cap_and_slope<T, BLOCK, FULL>(p, *v.o, group * 64, j0, s, CUT && (step & STEP_FEW));
     if (CUT && has_boxes<FULL>(p)) {
-        mbarrier_wait(smem + layout::bias_full + group * 8, turn_of<1>(n));
-        add_boxes<T, BLOCK>(smem + layout::bias + group * layout::bias_bytes, p.a.bias_stride.s == 0, by, s);
+        const bool alike = is_alike(p); /* then the first warpgroup's is that of all */
+        const int place = alike ? 0 : group;
+        mbarrier_wait(smem + layout::bias_full + place * 8, turn_of<1>(n));
+        const uint32_t boxes = smem + layout::bias + place * layout::bias_bytes;
+        if (layout::dim <= 128 && alike && is_nothing<BLOCK>(boxes)) /* at 256 it costs other biases as much */
+            scale_scores<BLOCK>(by, s);
+        else
+            add_boxes<T, BLOCK>(boxes, alike, by, s);
         mbarrier_arrive(smem + layout::bias_empty + group * 8);
     } else if (CUT && has_bias<FULL>(p)) {
         add_biases<T, BLOCK>(p, *v.o, group * 64, j0, sk, by, s);
@@ -122,7 +128,7 @@ INLINE void pass_by_keys(const attention_params &p, uint32_t smem, int group, un
     await_keys<layout>(smem, n);
     release_keys<layout>(smem, n);
     if (has_boxes<FULL>(p)) {
-        mbarrier_wait(smem + layout::bias_full + group * 8, turn_of<1>(n));
+        mbarrier_wait(smem + layout::bias_full + (is_alike(p) ? 0 : group * 8), turn_of<1>(n));
         mbarrier_arrive(smem + layout::bias_empty + group * 8);
     }
     if (makes_ahead<FULL>()) {

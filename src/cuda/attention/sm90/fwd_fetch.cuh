@@ -125,20 +125,24 @@ INLINE void load_queries(const attention_params_sm90 &all, const forward_work *w
     load_boxes<D, layout::rows>(smem + slot * layout::q_bytes, &all.q, full, (int)w->c.first_q + w->row0, w->x, w->n);
 }
 
-/* full: the bias of the n-th tile of keys, for each warpgroup, and of the one after it as far as the second-level cache. */
+/* full: the bias of the n-th tile of keys, for each warpgroup, and of the one after it as far as the second-level cache. A row that is the
+ * same for all queries all blocks ask for at once, and the second-level cache has it once: they send for it once, for all warpgroups. */
 template <int GROUPS, int BLOCK, typename layout>
 INLINE void load_bias(const attention_params_sm90 &all, const forward_work &w, int j0, int next, uint32_t smem,
                       unsigned n) {
+    const bool alike = is_alike(all.p);
 #pragma unroll 1
     for (int group = 0; group < GROUPS; group++) {
-        const uint32_t full = smem + layout::bias_full + group * 8,
-                       to = smem + layout::bias + group * layout::bias_bytes;
+        mbarrier_wait(smem + layout::bias_empty + group * 8, turn_of<1>(n) ^ 1);
+        if (alike && group < GROUPS - 1)
+            continue;
+        const uint32_t full = smem + layout::bias_full + (alike ? 0 : group * 8),
+                       to = smem + layout::bias + (alike ? 0 : group * layout::bias_bytes);
         const bias_place from = find_box(all.p, j0, w.row0 + group * 64, w.x, w.c.n);
-        mbarrier_wait(full + layout::bias_empty - layout::bias_full, turn_of<1>(n) ^ 1);
         mbarrier_expect(full, layout::bias_bytes);
         for (int x = 0; x < BLOCK; x += 64) {
             tma_load4(to + x / 64 * SM90_BIAS_BOX, &all.bias, full, from.key + x, from.row, from.x, from.n);
-            if (next >= w.s.begin)
+            if (!alike && next >= w.s.begin)
                 tma_prefetch4(&all.bias, next + x, from.row, from.x, from.n);
         }
     }

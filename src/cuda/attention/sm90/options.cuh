@@ -119,6 +119,20 @@ INLINE bias_place find_box(const attention_params &p, int key, int row, int64_t 
     return {key, s.s ? row : 0, s.h ? (int)x : 0, s.b ? (int)n : 0};
 }
 
+/* Is a row of the bias the same for all queries? */
+INLINE bool is_alike(const attention_params &p) {
+    return p.a.bias_stride.s == 0;
+}
+
+/* Is the first row of boxes 0 in N keys? What marks padding is, but for the ends. */
+template <int N> INLINE bool is_nothing(uint32_t boxes) {
+    uint32_t any = 0;
+#pragma unroll
+    for (int x = 0; x < N; x += 64)
+        any |= load_shared4(boxes + x / 64 * SM90_BIAS_BOX + threadIdx.x % 32 * 4);
+    return !__any_sync(ALL_LANES, any);
+}
+
 /* S = S·by + bias, of the 64 queries and N keys of a warpgroup, in boxes. alike: all rows are the first. Does a bias mask? */
 template <typename T, int N> INLINE bool add_boxes(uint32_t boxes, bool alike, float by, float (*s)[4]) {
     const int lane = (int)threadIdx.x % 32, row = alike ? 0 : (int)threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
