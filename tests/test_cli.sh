@@ -10,6 +10,7 @@ heddle=${HEDDLE_COMMAND:-${1:?usage: test_cli.sh <path to heddle>}}
 [ -d "$heddle" ] && heddle=$2/heddle
 [ -x "$heddle" ] || { echo "test_cli.sh: $heddle is not a program"; exit 1; }
 heddle=$(cd "$(dirname "$heddle")" && pwd)/$(basename "$heddle")
+tests=$(cd "$(dirname "$0")" && pwd)
 directory=$(mktemp -d) && cd "$directory" || exit 1
 trap 'cd / && rm -rf "$directory"' EXIT
 failures=0
@@ -103,6 +104,8 @@ grep -q 'norm-linear \[1,768\] -> 3072 .* backward ' out || wrong "heddle bench 
 works bench --dtype f32 --filter "[16,768] -> 3072 prepared" --seconds 0 --no-error --json
 grep -q '"key": "prepared"' out || wrong "what bench/cpu.py recorded without an option stands beside one: $(cat out)"
 refuses "is not an option" attention nonsense
+# shellcheck source-path=SCRIPTDIR source=cli/options.sh
+. "$tests/cli/options.sh" || exit 1
 if [ -w /dev/full ]; then
     "$heddle" info >/dev/full 2>err
     [ $? = 2 ] && grep -q "standard output" err || wrong "heddle info into a full disk: $(cat err)"
@@ -120,6 +123,21 @@ refuses "--shape" random --shape 3,x --out a.npy
 refuses "too large" random --shape 4000000000,4000000000 --out a.npy
 refuses "--shape is missing" random --out a.npy
 refuses "--out is missing" random --shape 3
+refuses "--p: 2 is outside 0 to 1" random --shape 3 --dtype bool --p 2 --out a.npy
+refuses "--p: -7 is outside 0 to 1" random --shape 3 --dtype bool --p -7 --out a.npy
+refuses "--p is given, but only --dtype bool has a probability, and this is f32" random --shape 3 --p .5 --out a.npy
+refuses "--mean is given, but --dtype bool" random --shape 3 --mean 5 --dtype bool --out a.npy
+refuses "--std is given, but --dtype bool" random --shape 3 --dtype bool --std 1 --out a.npy
+refuses "--std: -1 is below 0" random --shape 3 --std -1 --out a.npy
+refuses "--std: 1e+39 is infinite in f32" random --shape 3 --std 1e39 --out a.npy
+refuses "--mean: 1e+06 is infinite in f16" random --shape 3 --dtype f16 --mean 1e6 --out a.npy
+refuses "--mean: 65520 is infinite in f16" random --shape 3 --dtype f16 --mean 65520 --std 0 --out a.npy
+refuses "--mean 0, --std 60000: element " random --shape 99 --dtype f16 --std 60000 --out a.npy
+refuses "is infinite in f64" random --shape 9,9 --dtype f64 --std 1e308 --out a.npy
+works random --shape 3 --dtype f16 --mean 65519 --std 0 --out edge.npy
+[ "$(body edge.npy | od -An -tx2 | tr -d ' \n')" = 7bff7bff7bff ] || wrong "the largest float16: $(body edge.npy | od -An -tx2)"
+works random --shape 3 --dtype bool --p 1 --out edge.npy
+[ "$(body edge.npy | od -An -tx1 | tr -d ' \n')" = 010101 ] || wrong "a probability of 1: $(body edge.npy | od -An -tx1)"
 
 # ---------------------------------------------------------------------------------------------------- attention
 works random --shape 1,1,45,16 --seed 4 --out k.npy
@@ -234,6 +252,13 @@ refuses "'abc' is not a finite number" $attention --out x.npy --scale abc
 refuses "'nan' is not a finite number" $attention --out x.npy --softcap nan
 refuses "is none of none, causal-top-left, causal-bottom-right" $attention --out x.npy --mask causal
 refuses "not two numbers" $attention --out x.npy --window 3
+refuses "--window: -5,3 is below -1" $attention --out x.npy --window -5,3
+refuses "--softcap: 0 would make all scores equal" $attention --out x.npy --softcap 0
+refuses "--whole-sq: 0 is outside" $attention --out x.npy --whole-sq 0
+refuses "--whole-sk: 0 is outside" $attention --out x.npy --whole-sk 0
+refuses "--block-size is for the blocks" $attention --out x.npy --block-size 64,64
+refuses "--multiprocessors is for --device cuda, but this is cpu" $attention --out x.npy --multiprocessors 3
+refuses "--multiprocessors: 0 is outside" $attention --out x.npy --multiprocessors 0
 refuses "q-offset" $attention --out x.npy --q-offset -3
 refuses "whole_sq = 3 ends before" $attention --out x.npy --q-offset 2 --whole-sq 3
 refuses "is none of f32, bf16, f16, f64" $attention --out x.npy --dtype f8
@@ -265,6 +290,8 @@ cmp -s y.npy y2.npy && wrong "rms makes no difference"
 refuses "--w FILE is missing" norm-linear --x x.npy --out z.npy
 refuses "is expected" norm-linear --x x.npy --w w.npy --gamma c.npy --out z.npy
 refuses "is not above 0" norm-linear --x x.npy --w w.npy --eps 0 --out z.npy
+refuses "--multiprocessors is for --device cuda, but this is ref" norm-linear --x x.npy --w w.npy --out z.npy \
+    --multiprocessors 3 --device ref
 refuses "is none of layer, rms" norm-linear --x x.npy --w w.npy --norm batch --out z.npy
 works norm-linear --x x.npy --w w.npy --activation silu --out y3.npy --u u.npy --dout y.npy --dx dx3.npy
 [ "$(shape y3.npy)$(shape u.npy)$(shape dx3.npy)" = "(4, 3, 7)(4, 3, 7)(4, 3, 20)" ] || wrong "shapes with an activation"
@@ -289,6 +316,7 @@ cp z.npy dz.npy
 works norm-linear --x x.npy --w w.npy --out y6.npy --dout y4.npy --dx dx6.npy --z z.npy
 works norm-linear --x x.npy --w w.npy --out y6.npy --dout y4.npy --dx dx7.npy --z z.npy --dz dz.npy
 cmp -s dx6.npy dx7.npy && wrong "--dz adds nothing"
+refuses "--dz needs --dout" norm-linear --x x.npy --w w.npy --dz dz.npy --dx dx8.npy
 refuses "with HEDDLE_NO_NORM z is x" norm-linear --x x.npy --w w.npy --norm none --out y7.npy --z z7.npy
 refuses "is none of none, gelu, gelu-tanh, silu, geglu, geglu-tanh, swiglu" norm-linear --x x.npy --w w.npy \
     --activation relu --out z.npy

@@ -60,7 +60,7 @@ static const char usage[] =
     "  --dtype TYPE          compute in f32, bf16, f16 or f64; default: the type of --q\n"
     "  --device DEVICE       cpu (default), cuda, or ref: the formulas in float64, slow; f64 needs it\n"
     "  --deterministic       gradients with the same bits every time (the CPU's always are)\n"
-    "  --multiprocessors N   of a GPU take no more than N, where blocks stay; default: all\n"
+    "  --multiprocessors N   of --device cuda take no more than N, where blocks stay; default: all\n"
     "  --time                print milliseconds and GFLOP/s of each pass (median of a second of runs)\n"
     "\n"
     "Example: make inputs of one batch, two heads, 33 positions and head dim 16, attend, and take the gradient\n"
@@ -99,6 +99,14 @@ static bool set_scale(heddle_attention *a, const char *text) {
     return a->scale != 0;
 }
 
+static bool set_softcap(heddle_attention *a, const char *text) {
+    if (!parse_real("--softcap", text, &a->softcap))
+        return false;
+    if (a->softcap == 0)
+        complain("--softcap: 0 would make all scores equal; leave --softcap out for none");
+    return a->softcap != 0;
+}
+
 static bool set_window(heddle_attention *a, const char *text) {
     int64_t side[2];
     int n = parse_list("--window", text, 2, side);
@@ -106,6 +114,8 @@ static bool set_window(heddle_attention *a, const char *text) {
         complain("--window: '%s' is not two numbers LEFT,RIGHT", text);
     if (n != 2)
         return false;
+    if (side[0] < -1 || side[1] < -1)
+        return complain("--window: %s is below -1, which is unbounded", text), false;
     a->features |= HEDDLE_WINDOW;
     a->window_left = side[0];
     a->window_right = side[1];
@@ -133,14 +143,14 @@ static bool set_option(job *j, int option, const char *text) {
         a->mask = (heddle_mask)mask;
         return true;
     case OPTION_WINDOW: return set_window(a, text);
-    case OPTION_SOFTCAP: return parse_real("--softcap", text, &a->softcap);
+    case OPTION_SOFTCAP: return set_softcap(a, text);
     case OPTION_DROPOUT: j->drops = true; return parse_real("--dropout", text, &a->dropout);
     case OPTION_SEED: j->seeds = true; return parse_seed("--seed", text, &a->seed);
     case OPTION_Q_OFFSET: return parse_int("--q-offset", text, 0, INT64_MAX, &a->q_offset);
     case OPTION_K_OFFSET: return parse_int("--k-offset", text, 0, INT64_MAX, &a->k_offset);
-    case OPTION_WHOLE_SQ: return parse_int("--whole-sq", text, 0, INT64_MAX, &a->whole_sq);
+    case OPTION_WHOLE_SQ: return parse_int("--whole-sq", text, 1, INT64_MAX, &a->whole_sq);
     case OPTION_BLOCK_SIZE: return set_blocks(a, text);
-    case OPTION_WHOLE_SK: return parse_int("--whole-sk", text, 0, INT64_MAX, &a->whole_sk);
+    case OPTION_WHOLE_SK: return parse_int("--whole-sk", text, 1, INT64_MAX, &a->whole_sk);
     default: return false;
     }
 }
@@ -301,6 +311,8 @@ static bool set_features(file_job *w) {
     const npy_array *rows = &w->file[BLOCK_ROWS], *columns = &w->file[BLOCK_COLUMNS];
     if (!rows->data != !columns->data)
         return complain("--block-rows and --block-columns come together"), false;
+    if (a->block_q && !rows->data)
+        return complain("--block-size is for the blocks of --block-rows and --block-columns"), false;
     if (rows->data) {
         a->block_q = a->block_q ? a->block_q : 128;
         a->block_k = a->block_k ? a->block_k : 128;

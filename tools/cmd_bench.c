@@ -359,9 +359,11 @@ int cmd_bench(int argc, char **argv) {
         {"html", required_argument, NULL, 'w'},    {"peers", required_argument, NULL, 'p'},
         {"help", no_argument, NULL, 'h'},          {0},
     };
+    static const line_rules rules = {
+        .command = "bench", .usage = usage, .options = options, .take = set_option, .repeats = 'p'};
     request r = {.op = 2, .dtype = -1, .seconds = -1, .error = true, .seed = 1};
     r.machine.device = HEDDLE_CPU;
-    const int status = read_options("bench", usage, options, argc, argv, set_option, &r);
+    const int status = read_options(&rules, argc, argv, &r);
     if (status != NEXT)
         return status;
     if (r.machine.device == HEDDLE_REF)

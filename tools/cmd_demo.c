@@ -20,7 +20,7 @@ static const char usage[] =
     "Options\n"
     "  --device DEVICE       cpu (default), cuda, or ref (slow)\n"
     "  --text DIR            the text to train on; default: heddle's own source\n"
-    "  --quick               the report alone, without the training\n"
+    "  --quick               the report alone, without the training and its options\n"
     "\n"
     "Example: the report, then a check of the transformer's gradients\n"
     "  heddle demo -- --check\n";
@@ -179,6 +179,38 @@ static int train(const char *text, heddle_device device, int argc, char **argv) 
     return complain("%s: %s", program, strerror(errno));
 }
 
+typedef struct request {
+    heddle_device device;
+    const char *text;
+    bool quick;
+} request;
+
+static bool set_option(void *to, int option, char *text) {
+    request *r = to;
+    switch (option) {
+    case 'd': return parse_device("--device", text, &r->device);
+    case 't': r->text = text; return true;
+    case 'q': return r->quick = true;
+    default: return false;
+    }
+}
+
+/* An option, its end and its argument may be left out, as getopt_long has it. */
+static bool is_called(const char *word, const char *option) {
+    const size_t n = strcspn(word, "=");
+    return n > 2 && strncmp(word, option, n) == 0;
+}
+
+/* What is for train_gpt is passed over nowhere, and says nothing else than what is in front of it. */
+static bool check_training(const request *r, char **rest) {
+    if (r->quick && (r->text || *rest))
+        return complain("%s is for the training, which --quick leaves out", r->text ? "--text" : *rest), false;
+    for (; *rest; rest++)
+        if (is_called(*rest, "--text") || is_called(*rest, "--device"))
+            return complain("%s is for heddle demo, too: it has its place in front of --", *rest), false;
+    return true;
+}
+
 int cmd_demo(int argc, char **argv) {
     static const struct option options[] = {
         {"device", required_argument, NULL, 'd'},
@@ -187,26 +219,14 @@ int cmd_demo(int argc, char **argv) {
         {"help", no_argument, NULL, 'h'},
         {0},
     };
-    heddle_device device = HEDDLE_CPU;
-    const char *text = NULL;
-    bool quick = false;
-    int option;
-    while ((option = getopt_long(argc, argv, "+", options, NULL)) != -1) {
-        switch (option) {
-        case 'd':
-            if (!parse_device("--device", optarg, &device))
-                return EXIT_TROUBLE;
-            break;
-        case 't': text = optarg; break;
-        case 'q': quick = true; break;
-        case 'h': fputs(usage, stdout); return 0;
-        default: return EXIT_TROUBLE;
-        }
-    }
-    if (optind < argc && strcmp(argv[optind - 1], "--") != 0)
-        return complain("'%s' is not an option; see heddle demo --help", argv[optind]);
-    if (!device_ready(device))
+    static const line_rules rules = {
+        .command = "demo", .usage = usage, .options = options, .take = set_option, .passes_on = true};
+    request r = {.device = HEDDLE_CPU};
+    int status = read_options(&rules, argc, argv, &r);
+    if (status != NEXT)
+        return status;
+    if (!check_training(&r, argv + optind) || !device_ready(r.device))
         return EXIT_TROUBLE;
-    int status = report(device);
-    return quick || status ? status : train(text, device, argc - optind, argv + optind);
+    status = report(r.device);
+    return r.quick || status ? status : train(r.text, r.device, argc - optind, argv + optind);
 }

@@ -19,7 +19,8 @@ static const char usage[] =
 
 int cmd_info(int argc, char **argv) {
     static const struct option options[] = {{"help", no_argument, NULL, 'h'}, {0}};
-    const int status = read_options("info", usage, options, argc, argv, NULL, NULL);
+    static const line_rules rules = {.command = "info", .usage = usage, .options = options};
+    const int status = read_options(&rules, argc, argv, NULL);
     if (status != NEXT)
         return status;
     printf("heddle %s", heddle_version_string());

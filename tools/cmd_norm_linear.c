@@ -39,7 +39,7 @@ static const char usage[] =
     "  --dtype TYPE          compute in f32, bf16, f16 or f64; default: the type of --x\n"
     "  --device DEVICE       cpu (default), cuda, or ref: the formulas in float64, slow; f64 needs it\n"
     "  --deterministic       gradients with the same bits every time (the CPU's always are)\n"
-    "  --multiprocessors N   of a GPU take no more than N, where blocks stay; default: all\n"
+    "  --multiprocessors N   of --device cuda take no more than N, where blocks stay; default: all\n"
     "  --time                print milliseconds and GFLOP/s of each pass (median of a second of runs)\n"
     "\n"
     "Example: 12 rows of 64 features to 48\n"

@@ -54,11 +54,12 @@ static const char usage[] =
 typedef struct report {
     const char *name;
     bool (*run)(verify *v);
+    bool seeded; /* something of it is random */
 } report;
 
 static const report reports[] = {
-    {"p22", verify_p22},     {"fa2-warps", verify_fa2_warps}, {"day19", verify_day19},
-    {"day50", verify_day50}, {"day55", verify_day55},         {"sweep", verify_sweep},
+    {"p22", verify_p22, true},     {"fa2-warps", verify_fa2_warps, false}, {"day19", verify_day19, true},
+    {"day50", verify_day50, true}, {"day55", verify_day55, false},         {"sweep", verify_sweep, true},
 };
 enum { REPORTS = sizeof reports / sizeof *reports };
 
@@ -167,7 +168,7 @@ static bool close_json(json_file *f, FILE *from, bool ran) {
 typedef struct request {
     verify v;
     json_file json;
-    bool device_given;
+    bool device_given, seed_given, random_given;
     int chosen;
 } request;
 
@@ -179,14 +180,32 @@ static bool set_option(void *to, int option, char *text) {
     switch (option) {
     case 'd': r->device_given = true; return parse_device("--device", text, &r->v.device);
     case 'c': return parse_choice("--case", text, names, &r->chosen);
-    case 's': return parse_seed("--seed", text, &r->v.seed);
-    case 'r': return parse_int("--random", text, 0, INT32_MAX, &r->v.random_cases);
+    case 's': r->seed_given = true; return parse_seed("--seed", text, &r->v.seed);
+    case 'r': r->random_given = true; return parse_int("--random", text, 0, INT32_MAX, &r->v.random_cases);
     case 'b': return r->v.bins = true;
     case 'j': r->json.path = text; return true;
     case 'f': r->v.filter = text; return true;
     case 'v': return r->v.verbose = true;
     default: return false;
     }
+}
+
+/* Whether each option that is given says something of what is run. */
+static bool check_choice(const request *r) {
+    const report *one = r->chosen < 0 ? NULL : &reports[r->chosen];
+    if (r->v.bins && (one || r->v.filter))
+        return complain("--bins has its own cases: without --case and --filter"), false;
+    if (r->v.bins && r->v.verbose)
+        return complain("--verbose is for the sweep, which --bins leaves out"), false;
+    if (r->v.bins && !r->v.random_cases)
+        return complain("--random: with 0 of them --bins has nothing to check"), false;
+    if (one && one->run != verify_sweep && (r->random_given || r->v.verbose))
+        return complain("--%s is for the sweep, which --case %s leaves out", r->random_given ? "random" : "verbose",
+                        one->name),
+               false;
+    if (one && !one->seeded && r->seed_given)
+        return complain("--seed is given, but nothing of --case %s is random", one->name), false;
+    return true;
 }
 
 int cmd_verify(int argc, char **argv) {
@@ -197,12 +216,13 @@ int cmd_verify(int argc, char **argv) {
         {"json", required_argument, NULL, 'j'},   {"verbose", no_argument, NULL, 'v'},
         {"help", no_argument, NULL, 'h'},         {0},
     };
+    static const line_rules rules = {.command = "verify", .usage = usage, .options = options, .take = set_option};
     request r = {.v = {.seed = 1, .random_cases = 24}, .chosen = -1};
-    const int status = read_options("verify", usage, options, argc, argv, set_option, &r);
+    const int status = read_options(&rules, argc, argv, &r);
     if (status != NEXT)
         return status;
-    if (r.v.bins && (r.chosen >= 0 || r.v.filter))
-        return complain("--bins has its own cases: without --case and --filter");
+    if (!check_choice(&r))
+        return EXIT_TROUBLE;
     r.json.add = r.v.bins;
     if (r.json.path && !open_json(&r.json, &r.v.json))
         return EXIT_TROUBLE;

@@ -39,18 +39,31 @@ int complain(const char *format, ...) {
     return EXIT_TROUBLE;
 }
 
-int read_options(const char *command, const char *usage, const struct option *options, int argc, char **argv,
-                 take_option *take, void *to) {
-    int option;
-    while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {
-        if (option == 'h') {
-            fputs(usage, stdout);
-            return 0;
-        }
-        if (option == '?' || !take(to, option, optarg)) /* of '?' getopt_long has complained */
+int read_options(const line_rules *rules, int argc, char **argv, void *to) {
+    uint64_t given = 0; /* a bit for each row of the options */
+    bool help = false;
+    int option, row, other = -1;
+    while ((option = getopt_long(argc, argv, rules->passes_on ? "+" : "", rules->options, &row)) != -1) {
+        if (option == '?') /* getopt_long has complained */
+            return EXIT_TROUBLE;
+        if (given >> row & 1 && option != rules->repeats)
+            return complain("--%s is given twice; see heddle %s --help", rules->options[row].name, rules->command);
+        given |= UINT64_C(1) << row;
+        if (option == 'h')
+            help = true;
+        else if (rules->take(to, option, optarg))
+            other = row;
+        else
             return EXIT_TROUBLE;
     }
-    return optind < argc ? complain("'%s' is not an option; see heddle %s --help", argv[optind], command) : NEXT;
+    const bool passed_on = rules->passes_on && optind < argc && strcmp(argv[optind - 1], "--") == 0;
+    if (optind < argc && (help || !passed_on))
+        return complain("'%s' is not an option; see heddle %s --help", argv[optind], rules->command);
+    if (help && other >= 0)
+        return complain("--%s is given beside --help, which stands alone", rules->options[other].name);
+    if (help)
+        fputs(rules->usage, stdout);
+    return help ? 0 : NEXT;
 }
 
 static void adopt(arena *m, void *p, void (*release)(void *)) {

@@ -25,13 +25,20 @@ int cmd_demo(int argc, char **argv);
 /* Prints "heddle: ..." as one line on stderr and returns EXIT_TROUBLE. */
 __attribute__((format(printf, 1, 2))) int complain(const char *format, ...);
 
-/* Reads a command's line: each option goes to `take`, which complains and returns false where it is not as it should be; 'h' is for
- * help, and prints the usage. NEXT: go on; else the command's exit status. */
-enum { NEXT = -1 };
+/* How a command's line is read. 'h' is the help's option, at most 64 there are. */
 struct option;
-typedef bool take_option(void *to, int option, char *text);
-int read_options(const char *command, const char *usage, const struct option *options, int argc, char **argv,
-                 take_option *take, void *to);
+typedef struct line_rules {
+    const char *command, *usage;
+    const struct option *options;
+    bool (*take)(void *to, int option, char *text); /* complains and returns false where it is not as it should be */
+    int repeats;                                    /* the option that may be given several times; 0: none */
+    bool passes_on;                                 /* behind "--" stands what is another program's, from optind on */
+} line_rules;
+
+/* Each option goes to `take`; --help prints the usage. What is given twice is refused, and so is what --help would pass over. NEXT: go
+ * on; else the command's exit status. */
+enum { NEXT = -1 };
+int read_options(const line_rules *rules, int argc, char **argv, void *to);
 
 /* Memory that is freed all at once. */
 typedef struct arena {

@@ -39,7 +39,7 @@ static int take_shared(file_job *w, int value, const char *argument) {
         w->j.l.features |= HEDDLE_DETERMINISTIC;
         return 1;
     case OPTION_MULTIPROCESSORS:
-        if (!parse_int("--multiprocessors", argument, 0, INT32_MAX, &w->j.a.multiprocessors))
+        if (!parse_int("--multiprocessors", argument, 1, INT32_MAX, &w->j.a.multiprocessors))
             return -1;
         w->j.l.multiprocessors = w->j.a.multiprocessors;
         return 1;
@@ -66,9 +66,12 @@ static bool take(void *to, int option, char *text) {
 int file_job_main(const file_command *command, file_job *w, int argc, char **argv) {
     struct option options[MAX_OPTIONS];
     list_options(&w->j, command->own, options);
-    int status = read_options(command->name, command->usage, options, argc, argv, take, &(reader){command, w});
+    const line_rules rules = {.command = command->name, .usage = command->usage, .options = options, .take = take};
+    int status = read_options(&rules, argc, argv, &(reader){command, w});
     if (status != NEXT)
         return status;
+    if (w->j.a.multiprocessors && w->device != HEDDLE_CUDA)
+        return complain("--multiprocessors is for --device cuda, but this is %s", device_name(w->device));
     status = command->run(w);
     arena_free(&w->m);
     return status;
@@ -300,6 +303,8 @@ static int needs_backward(const file_job *w) {
         }
     if (count[ROLE_GRADIENT_OUT] && !count[ROLE_GRADIENT_IN])
         complain("--%s needs --dout, the gradient that comes in", t[last[ROLE_GRADIENT_OUT]].option);
+    else if (count[ROLE_GRADIENT_IN] && w->j.linear && !w->path[DY])
+        complain("--%s needs --dout, the gradient of out", t[last[ROLE_GRADIENT_IN]].option);
     else if (count[ROLE_GRADIENT_IN] && !count[ROLE_GRADIENT_OUT])
         complain("--%s is given, but no gradient is asked for (such as --%s FILE)", t[last[ROLE_GRADIENT_IN]].option,
                  w->j.linear ? "dx" : "dq");

@@ -31,6 +31,7 @@ static void print_usage(FILE *to) {
         fprintf(to, "  %-12s %s\n", commands[i].name, commands[i].what);
     fputs("\n"
           "heddle COMMAND --help explains one. heddle --version prints the version.\n"
+          "An argument without a use is an error that names it, and so is an option that is given twice.\n"
           "Exit status: 0 success, 1 a check failed, 2 the command could not be carried out (and one line says why).\n"
           "Files that a command writes take the places of old ones whole, each in one step; where anything fails, or a "
           "signal\n"
@@ -47,12 +48,14 @@ static int run(int argc, char **argv) {
         print_usage(stderr);
         return EXIT_TROUBLE;
     }
-    if (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h") || !strcmp(argv[1], "help")) {
-        print_usage(stdout);
-        return 0;
-    }
-    if (!strcmp(argv[1], "--version")) {
-        printf("heddle %s\n", heddle_version_string());
+    const bool help = !strcmp(argv[1], "--help") || !strcmp(argv[1], "-h") || !strcmp(argv[1], "help");
+    if (help || !strcmp(argv[1], "--version")) {
+        if (argc > 2)
+            return complain("'%s' is given beside %s, which stands alone; see heddle --help", argv[2], argv[1]);
+        if (help)
+            print_usage(stdout);
+        else
+            printf("heddle %s\n", heddle_version_string());
         return 0;
     }
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
