@@ -7,18 +7,20 @@ those that are PyTorch's own, with nobody who looks at what goes in and comes ou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heddle._kinds import autocast_dtype
+from heddle._kinds import autocast_dtype, is_usual
+from heddle._options import LARGEST
 from heddle._torch import norm_linear
 
 _goes_long = torch.compiler.is_dynamo_compiling
 _watched: Any = torch.nn.modules.module._has_any_global_hook
+_PLAIN = (nn.Parameter, Tensor)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -40,11 +42,44 @@ def untouched(module: Any, kind: type) -> bool:
     return type(module) is kind and "forward" not in vars(module) and not (hooked(module) or watched())
 
 
-def lies(weight: Tensor, *vectors: Tensor | None) -> bool:
-    """Whether heddle.norm_linear takes a Linear's weight, and vectors, as they lie in memory: PyTorch takes all."""
-    if not weight.is_contiguous() and (weight.stride(-1) != 1 or weight.stride(0) == 0):
+def _is_plain(tensor: Any) -> bool:
+    """is_usual(), which takes longer."""
+    return (type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested) or is_usual(tensor)
+
+
+def _are_of(size: int, vectors: Sequence[Tensor | None]) -> bool:
+    for vector in vectors:
+        if vector is not None and not (_is_plain(vector) and vector.shape == (size,) and vector.is_contiguous()):
+            return False
+    return True
+
+
+def lies(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether heddle.norm_linear takes a Linear's weight and bias: by what they are, their sizes and how they lie in
+    memory. PyTorch takes no features, a bias of one number, a sparse weight and what else may be put there later."""
+    if not _is_plain(weight) or weight.dim() != 2:
         return False
-    return all(vector is None or vector.is_contiguous() for vector in vectors)
+    rows, features = weight.shape
+    if rows == 0 or features == 0 or not (weight.is_contiguous() or (weight.stride(1) == 1 and weight.stride(0) != 0)):
+        return False
+    return _are_of(rows, (bias,))
+
+
+def eps_fits(norm: Any) -> bool:
+    """Whether heddle takes its eps: PyTorch takes what is negative or no number, too, and a RMSNorm None."""
+    eps = norm.eps
+    if isinstance(eps, (float, int)) and not isinstance(eps, bool):
+        return 0 <= eps <= LARGEST
+    return eps is None and isinstance(norm, nn.RMSNorm)
+
+
+def norm_fits(norm: Any, x: Tensor, vectors: Sequence[Tensor | None]) -> bool:
+    """Whether heddle.norm_linear computes the norm of x, of weight and bias that have been read."""
+    size = x.shape[-1]
+    if norm.normalized_shape != (size,) or not (eps_fits(norm) and _are_of(size, vectors)):
+        return False
+    same = all(vector is None or vector.dtype is x.dtype for vector in vectors)
+    return same or torch.is_autocast_enabled(x.device.type)
 
 
 def idle(dropout: Any) -> bool:
@@ -71,9 +106,12 @@ def activation_name(activation: Any) -> str | None:
     return None
 
 
-def stays(x: Tensor, residual: Tensor) -> bool:
-    """Whether a sum of residual and a Linear of x has residual's dtype, also with autocast, which leaves sums alone."""
-    return x.dtype == residual.dtype and autocast_dtype(residual.device.type) in (None, residual.dtype)
+def stays(x: Tensor, weight: Tensor, residual: Tensor) -> bool:
+    """Whether a sum of residual and a Linear of x has residual's shape and dtype, also with autocast, which leaves sums
+    alone: nothing is repeated, and nothing cast."""
+    if x.dtype != residual.dtype or residual.shape != (*x.shape[:-1], weight.shape[0]):
+        return False
+    return autocast_dtype(residual.device.type) in (None, residual.dtype)
 
 
 def activated(linear: Any, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
@@ -90,9 +128,9 @@ def activated(linear: Any, x: Tensor, activation: Callable[[Tensor], Tensor]) ->
 def added(linear: Any, x: Tensor, residual: Tensor | None) -> Tensor:
     """residual + linear(x)"""
     made: Tensor
-    if residual is not None and untouched(linear, nn.Linear) and stays(x, residual):
+    if residual is not None and untouched(linear, nn.Linear):
         weight, bias = linear.weight, linear.bias
-        if lies(weight, bias):
+        if lies(weight, bias) and stays(x, weight, residual):
             made = norm_linear(x, weight, bias, norm="none", residual=residual)
             return made
     made = linear(x)

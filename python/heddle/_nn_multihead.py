@@ -17,7 +17,7 @@ from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._heads import attention_of_heads
 from heddle._kinds import bias_of, need_tensors
-from heddle._nn_linear import activated, activation_name, added, idle, lies, stays, untouched
+from heddle._nn_linear import activated, activation_name, added, idle, lies, norm_fits, stays, untouched
 from heddle._ops import quick
 from heddle._plain import new_rng_state
 from heddle._tangents import kept
@@ -258,7 +258,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         made = (made.transpose(1, 2) if first else made.permute(2, 0, 1, 3)).flatten(2)
         (out,) = own(self, "out_proj")
         weight, bias = own(out, "weight", "bias")  # read, as PyTorch does: out_proj is not called
-        if residual is not None and stays(made, residual) and lies(weight, bias):
+        if residual is not None and lies(weight, bias) and stays(made, weight, residual):
             return norm_linear(made, weight, bias, norm="none", residual=residual), weights
         made = F.linear(made, weight, bias)
         return made if residual is None else residual + made, weights
@@ -324,7 +324,10 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
                 y = attn(y, y, y, need_weights=False, **masks)[0]
                 summed: Tensor = x + self.dropout1(y if batched else y.unsqueeze(0))
                 return summed
-            qkv = _normed(x, attn.in_proj_weight, attn.in_proj_bias, norm)
+            weights: tuple[Any, Any] = (attn.in_proj_weight, attn.in_proj_bias)
+            qkv = _normed(x, *weights, norm)
+            if qkv is None:
+                qkv = F.linear(x if norm is None else norm(x), *weights)
             residual = x if idle(self.dropout1) else None
             heads = attn._three(qkv, first)
             made, _ = attn._attend(*heads, first, src_key_padding_mask, src_mask, is_causal, batched, residual=residual)
@@ -334,12 +337,12 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         def forward(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
             """x + MLP, of norm(x)"""
             one: Any = self.linear1
-            if norm is not None and untouched(one, nn.Linear) and _joins(one.weight, one.bias, norm):
-                name = activation_name(activation)
-                made = _normed(x, one.weight, one.bias, norm, name)
-                made = activation(made) if name is None else made
-            else:
-                made = activated(self.linear1, x if norm is None else norm(x), activation)
+            name = activation_name(activation)
+            made = _normed(x, one.weight, one.bias, norm, name) if untouched(one, nn.Linear) else None
+            if made is None:
+                made = activated(one, x if norm is None else norm(x), activation)
+            elif name is None:
+                made = activation(made)
             made = self.dropout(made)
             return added(self.linear2, made, x) if idle(self.dropout2) else x + self.dropout2(self.linear2(made))
 
@@ -352,14 +355,14 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         return x if batched else x.squeeze(0)
 
 
-def _joins(weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm) -> bool:
-    return untouched(norm, nn.LayerNorm) and lies(weight, bias, norm.weight, norm.bias)
-
-
 def _normed(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm | None, activation: str | None = None
-) -> Tensor:
-    if norm is None or not _joins(weight, bias, norm):
-        return F.linear(x if norm is None else norm(x), weight, bias)
-    made: Tensor = norm_linear(x, weight, bias, norm.weight, norm.bias, norm.eps, activation=activation)
+) -> Tensor | None:
+    """act(linear(norm(x))) in one; None where that cannot be."""
+    if norm is None or not (untouched(norm, nn.LayerNorm) and lies(weight, bias)):
+        return None
+    vectors = norm.weight, norm.bias
+    if not norm_fits(norm, x, vectors):
+        return None
+    made: Tensor = norm_linear(x, weight, bias, *vectors, norm.eps, activation=activation)
     return made

@@ -25,12 +25,13 @@ from torch import fx, nn
 import heddle
 from heddle import _replace_fuse, _replace_pairs
 from heddle._errors import HeddleTypeError
-from heddle._nn_linear import hooked
+from heddle._nn_linear import eps_fits, hooked
 from heddle._nn_multihead import MultiheadAttention, TransformerEncoderLayer
 from heddle._replace_pairs import NormedLinear, Pair, PassedLayerNorm, PassedRMSNorm
 
 Norms = (nn.LayerNorm, nn.RMSNorm)
 _JOINABLE_NORMS, _JOINABLE_LINEARS = (*Norms, PassedLayerNorm, PassedRMSNorm), (nn.Linear, NormedLinear)
+_WIDEST = 512  # features of a head that heddle.attention takes
 
 
 @dataclass
@@ -51,6 +52,23 @@ def _own_forward(module: nn.Module) -> str | None:
     if "forward" in module.__dict__:
         return "its forward was replaced"
     return "it has hooks" if hooked(module) else None
+
+
+def _other_norm(norm: Any, features: int) -> str | None:
+    """Why a norm is none that heddle.norm_linear takes, in front of a Linear of so many features; or None."""
+    shape = norm.normalized_shape
+    if shape != (features,):
+        return f"it normalises {[*shape] if isinstance(shape, tuple) else shape}, but its Linear takes {features}"
+    return None if eps_fits(norm) else f"its eps is {norm.eps}"
+
+
+def _named_modules(module: nn.Module, path: str = "", within: tuple[nn.Module, ...] = ()) -> Iterator[Any]:
+    """All names of all modules, but no module within itself: parts may hold what holds them."""
+    yield path, module
+    within = (*within, module)
+    for name, part in module._modules.items():
+        if part is not None and not any(part is each for each in within):
+            yield from _named_modules(part, f"{path}.{name}" if path else name, within)
 
 
 # ----------------------------------------------------------------------------------------------------------- tracing
@@ -115,17 +133,22 @@ def _around(other: bool) -> Iterator[None]:
 def _traces(module: nn.Module) -> list[fx.Graph] | None:
     """All ways through a module: in training and not, with the arguments that need not be given and without them, and
     in two modes."""
-    optional = {
-        name: parameter.default
-        for name, parameter in inspect.signature(module.forward).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
     before = [
         (each, dict(each.__dict__), {k: dict(v) for k, v in each.__dict__.items() if isinstance(v, dict)})
         for each in module.modules()
     ]
+    trained = [each.training for each, _, _ in before]
     graphs = []
     try:
+        optional = {
+            name: parameter.default
+            for name, parameter in inspect.signature(module.forward).parameters.items()
+            if parameter.default is not inspect.Parameter.empty
+        }
+        for _, attributes, tables in before:  # forward may count in its buffers
+            for name, buffer in tables.get("_buffers", {}).items():
+                if buffer is not None and not nn.parameter.is_lazy(buffer):
+                    attributes["_buffers"][name] = buffer.clone()
         for training in (False, True):
             for each, _, _ in before:
                 each.training = training
@@ -144,6 +167,9 @@ def _traces(module: nn.Module) -> list[fx.Graph] | None:
             for name, table in tables.items():
                 each.__dict__[name].clear()
                 each.__dict__[name].update(table)
+        for (each, _, _), training in zip(before, trained, strict=True):
+            if each.training != training:  # scripted ones keep it elsewhere
+                each.training = training
     return graphs
 
 
@@ -187,9 +213,10 @@ class _Work:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.done = model, Replaced()
         self.names: dict[nn.Module, list[str]] = {}
-        self.others: set[nn.Module] = set()  # norms of layers and of pairs that were heddle's before
-        self.pairs: dict[nn.Module, list[Pair]] = {}  # by the module whose forward calls both
-        for name, module in model.named_modules(remove_duplicate=False):
+        self.others: set[nn.Module | None] = set()  # norms of layers and of pairs that were heddle's before
+        self.pairs: dict[nn.Module, list[tuple[Pair, Any, Any]]] = {}  # by the module whose forward calls both
+        self.followed: set[nn.Module] = set()
+        for name, module in _named_modules(model):
             self.names.setdefault(module, []).append(name)
 
     def name(self, module: nn.Module) -> str:
@@ -209,12 +236,12 @@ class _Work:
         kinds = {(p.dtype, p.device) for module in (norm, linear) for p in module.parameters()}
         if len(kinds) > 1:
             return f"its parameters and its Linear's are of {' and '.join(sorted(str(kind[0]) for kind in kinds))}"
-        if tuple(norm.normalized_shape) != (linear.in_features,):
-            return f"it normalises {list(norm.normalized_shape)}, but its Linear takes {linear.in_features}"
-        return None
+        if min(linear.in_features, linear.out_features) < 1:
+            return f"its Linear is from {linear.in_features} features to {linear.out_features}"
+        return _other_norm(norm, linear.in_features)
 
     def join(self, norm: Any, linear: Any, around: nn.Module, proof: str) -> None:
-        """around: the module whose forward calls both."""
+        """Plans it. around: the module whose forward calls both."""
         name, other = self.name(norm), self.name(linear)
         trouble = self.why_not(norm, linear)
         of_around = _replace_fuse.cannot_be_made(around)
@@ -224,9 +251,8 @@ class _Work:
             self.done.left[name] = trouble
             return
         inside = {module: path for path, module in around.named_modules()}
-        self.pairs.setdefault(around, []).append((inside[norm], inside[linear]))
+        self.pairs.setdefault(around, []).append(((inside[norm], inside[linear]), norm, linear))
         kind = "LayerNorm" if isinstance(norm, nn.LayerNorm) else "RMSNorm"
-        _replace_pairs.join(norm, linear)
         self.done.swapped[name] = f"{kind} with the Linear {other} ({proof})"
 
     def joined(self) -> None:
@@ -243,8 +269,9 @@ class _Work:
 
     def trace(self, module: nn.Module) -> None:
         """A module's norms by its graphs; where it has none, by those of its parts."""
-        if not self.norms(module) or isinstance(module, Norms):
+        if module in self.followed or not self.norms(module) or isinstance(module, Norms):
             return
+        self.followed.add(module)
         opaque = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.ModuleList, nn.ModuleDict)
         graphs = None if isinstance(module, opaque) else _traces(module)
         if graphs is None:
@@ -309,15 +336,30 @@ class _Work:
     def fusions(self) -> None:
         """The forwards that pairs are called in; and what stands behind a Linear, in Sequentials and in forwards that
         can be followed."""
-        made = _replace_fuse
         for module in list(self.model.modules()):
-            known = made.made_of(type(module))
-            original, source, pairs, own = known or (type(module), None, (), None)
-            forward: Any = own or getattr(original, "forward")  # noqa: B009
-            found, pairs = "", tuple(sorted({*pairs, *self.pairs.get(module, ())}))
-            if source is not None or made.cannot_be_made(module):
-                pass
-            elif isinstance(module, nn.Sequential) and forward is nn.Sequential.forward:
+            name = self.name(module)
+            try:
+                found = self.fuse(module)
+            except Exception as error:  # what a model's own classes may raise, which theirs is derived from
+                why = f"its class cannot have another forward ({type(error).__name__}: {error})"
+                self.done.left[name] = why
+                for _, norm, _ in self.pairs.get(module, ()):
+                    del self.done.swapped[self.name(norm)]
+                    self.done.left[self.name(norm)] = f"{name or 'the model'}, whose forward calls it: {why}"
+            else:
+                for _, norm, linear in self.pairs.get(module, ()):
+                    _replace_pairs.join(norm, linear)
+                if found:
+                    self.done.swapped[name] = found
+
+    def fuse(self, module: nn.Module) -> str:
+        """Gives it a class with another forward, where that is of use; returns what stands behind Linears."""
+        made = _replace_fuse
+        original, source, known, forward = made.made_of(type(module)) or (type(module), None, (), None)
+        found, pairs = "", tuple(sorted({*known, *(pair for pair, _, _ in self.pairs.get(module, ()))}))
+        if source is None and not made.cannot_be_made(module):
+            forward = getattr(original, "forward", None)
+            if isinstance(module, nn.Sequential) and forward is nn.Sequential.forward:
                 found = made.in_sequential(module)
                 source = made.SEQUENTIAL if found or pairs else None
             elif made.wants(module, forward):
@@ -327,10 +369,9 @@ class _Work:
                     found = f"{what} (its forward, by torch.fx)"
                 elif again:
                     self.done.left[self.name(module)] = f"activations and sums: {again}"
-            if source is not None or pairs:
-                module.__class__ = made.class_of(original, source, pairs, forward)
-            if found:
-                self.done.swapped[self.name(module)] = found
+        if source is not None or pairs:
+            module.__class__ = made.class_of(original, source, pairs, forward)
+        return found
 
     # ------------------------------------------------------------------------------------------------- attentions
 
@@ -338,50 +379,59 @@ class _Work:
         for module in list(self.model.modules()):
             name = self.name(module)
             if isinstance(module, TransformerEncoderLayer):
-                self.others |= {module.norm1, module.norm2}
+                self.others |= {module._modules.get("norm1"), module._modules.get("norm2")}
             elif isinstance(module, MultiheadAttention):
                 continue
             elif isinstance(module, nn.TransformerEncoderLayer):
                 self.encoder_layer(module)
             elif isinstance(module, nn.MultiheadAttention):
-                trouble = _own_class(module, nn.MultiheadAttention)
+                trouble = _own_class(module, nn.MultiheadAttention) or _wide_heads(module)
                 if trouble:
                     self.done.left[name] = trouble
                 else:
                     module.__class__ = MultiheadAttention
                     self.done.swapped[name] = "MultiheadAttention"
         for module in self.model.modules():
-            layers = getattr(module, "layers", None)
             if isinstance(module, nn.TransformerEncoder) and any(
-                isinstance(layer, TransformerEncoderLayer) for layer in layers or ()
+                isinstance(layer, TransformerEncoderLayer) for layer in module.modules()
             ):
                 module.use_nested_tensor = False  # PyTorch's own fast path, which would hand them nested tensors
 
     def encoder_layer(self, module: nn.TransformerEncoderLayer) -> None:
         name = self.name(module)
         trouble = _own_class(module, nn.TransformerEncoderLayer)
-        parts = (module.norm1, module.norm2, module.linear1, module.linear2, module.self_attn)
-        kinds = (nn.LayerNorm, nn.LayerNorm, nn.Linear, nn.Linear, nn.MultiheadAttention)
-        for part, kind in zip(parts, kinds, strict=True):
+        norms = {"norm1": nn.LayerNorm, "norm2": nn.LayerNorm}
+        kinds = {"self_attn": nn.MultiheadAttention, **norms, "linear1": nn.Linear, "linear2": nn.Linear}
+        parts: dict[str, Any] = {part: module._modules.get(part) for part in kinds}
+        for part, kind in kinds.items():
             # Post-norm calls every part but the attention as it is; pre-norm reads the parameters of norms and linear1.
-            matters = module.norm_first or part is module.self_attn
-            if not trouble and matters and (type(part) is not kind or _own_forward(part)):
-                trouble = f"{self.name(part)}: {_own_forward(part) or f'it is of class {type(part).__name__}'}"
+            if trouble or not (module.norm_first or part == "self_attn"):
+                continue
+            trouble = _own_class(parts[part], kind)
+            if not trouble and part == "self_attn":
+                trouble = _wide_heads(parts[part])
+            elif not trouble and part in norms:
+                trouble = _other_norm(parts[part], parts["self_attn"].embed_dim)
+            trouble = trouble and f"{name}.{part}: {trouble}".removeprefix(".")
         if trouble:
             self.done.left[name] = trouble
             return
         module.__dict__.pop("activation_relu_or_gelu", None)
         module.__class__, module.self_attn.__class__ = TransformerEncoderLayer, MultiheadAttention
         self.done.swapped[name] = f"TransformerEncoderLayer, {'both norms fused' if module.norm_first else 'post-norm'}"
-        for part in (module.norm1, module.norm2):
+        for part in (each for each in map(parts.get, norms) if each in self.names):
             if module.norm_first:
                 self.done.swapped[self.name(part)] = f"with the layer {name or 'itself'}"
             else:
                 self.done.left[self.name(part)] = "post-norm: a sum stands between it and the next Linear"
 
 
-def _own_class(module: nn.Module, kind: type) -> str | None:
+def _own_class(module: Any, kind: Any) -> str | None:
     return f"it is of class {type(module).__name__}" if type(module) is not kind else _own_forward(module)
+
+
+def _wide_heads(module: nn.MultiheadAttention) -> str | None:
+    return f"its heads have {module.head_dim} features, more than {_WIDEST}" if module.head_dim > _WIDEST else None
 
 
 def replace(model: nn.Module) -> Replaced:
@@ -414,11 +464,20 @@ def replace(model: nn.Module) -> Replaced:
     if not isinstance(model, nn.Module):
         raise HeddleTypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     work = _Work(model)
-    work.attentions()
-    work.joined()
-    work.trace(model)
-    for norm in work.norms(model):
-        work.done.left[work.name(norm)] = "torch.fx cannot trace what calls it"
-    work.transposed()
-    work.fusions()
+    before = [(module, type(module), dict(module.__dict__)) for module in work.names]
+    try:
+        work.attentions()
+        work.joined()
+        work.trace(model)
+        for norm in work.norms(model):
+            work.done.left[work.name(norm)] = "torch.fx cannot trace what calls it"
+        work.transposed()
+        work.fusions()
+    except BaseException:  # nothing stays half done
+        for module, kind, attributes in before:
+            if type(module) is not kind:
+                module.__class__ = kind
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        raise
     return work.done

@@ -43,7 +43,7 @@ def _fits(linear: Any, x: Any) -> bool:
             return False
         x = x.x
     weight = linear.weight
-    if not is_usual(x) or not takes(x.device.type, weight.dtype) or not lies(weight, linear.bias):
+    if not is_usual(x) or not lies(weight, linear.bias) or not takes(x.device.type, weight.dtype):
         return False
     return x.dtype is weight.dtype or torch.is_autocast_enabled(x.device.type)
 
@@ -68,7 +68,7 @@ def _takes(linear: Any, x: Any, residual: Any) -> bool:
     if not _fits(linear, x) or not is_usual(residual):
         return False
     given = x.x if type(x) is Unnormed else x
-    return stays(given, residual) and residual.shape == (*given.shape[:-1], linear.out_features)
+    return stays(given, linear.weight, residual)
 
 
 def added(module: Any, dropouts: Sequence[Any], x: Any, residual: Any) -> Any:
@@ -216,7 +216,9 @@ def _untold(module: Any, forward: Any) -> str | None:
     code = forward.__code__
     if forward.__defaults__ or forward.__kwdefaults__ or code.co_kwonlyargcount or code.co_flags & 0xC:
         return "its forward has optional arguments"
-    own = {**module._modules, **module._parameters}
+    if "self" in code.co_varnames[1 : code.co_argcount]:  # which the rewritten one calls its module
+        return "its forward calls an argument self"
+    own = {name for name, each in (*module._modules.items(), *module._parameters.items()) if each is not None}
     for instruction in dis.get_instructions(code):
         name = instruction.argval
         if instruction.opname not in _STRAIGHT:
@@ -291,7 +293,7 @@ class _Rewriting:
         is_sum = node.op == "call_function" and node.target in (operator.add, torch.add)
         if not (is_sum or (node.op == "call_method" and node.target == "add")) or len(node.args) != 2 or node.kwargs:
             return
-        if node.args[0] is node.args[1] or not self.adds(node, *node.args):
+        if node.args[0] is not node.args[1] and not self.adds(node, *node.args):
             self.adds(node, *reversed(node.args))
 
     def adds(self, node: fx.Node, made: Any, residual: Any) -> bool:
@@ -310,6 +312,23 @@ class _Rewriting:
         return True
 
 
+def _other_way(module: nn.Module, graph: fx.Graph) -> str | None:
+    """Why its forward may come to another part some day than to the one whose name a graph has, or None: by another
+    name of that part, or by its place in a list, of which the graph knows what was there."""
+    paths = [*module.named_modules(remove_duplicate=False), *module.named_parameters(remove_duplicate=False)]
+    known = dict[str, Any](paths)
+    for node in graph.nodes:
+        if node.op not in ("call_module", "get_attr"):
+            continue
+        target = str(node.target)
+        if "." in target or target not in known:
+            return f"its forward looks into a part ({target})"
+        names = [name for name, each in paths if each is known[target]]
+        if len(names) > 1:
+            return f"its forward uses what is in it {len(names)} times ({', '.join(names)})"
+    return None
+
+
 def rewrite(module: nn.Module, forward: Any) -> tuple[str, Any, str] | str:
     """The source of its forward with activations and sums in one with Linears, that forward, and what was found; or
     why there is none, empty where there is nothing to find."""
@@ -320,26 +339,40 @@ def rewrite(module: nn.Module, forward: Any) -> tuple[str, Any, str] | str:
         graph = _OneDeep().trace(module)
     except Exception:  # what a model's own code may raise
         return "torch.fx cannot trace its forward"
+    try:
+        return _rewritten(module, graph, forward)
+    except Exception as error:  # what torch.fx cannot write; the module is as it was
+        return f"torch.fx cannot rewrite its forward ({type(error).__name__}: {error})"
+
+
+def _rewritten(module: nn.Module, graph: fx.Graph, forward: Any) -> tuple[str, Any, str] | str:
     rewriting = _Rewriting(module, graph)
     for step in (rewriting.activation, rewriting.sum):
         for node in list(graph.nodes):
             step(node)
     if not rewriting.done:
         return ""
+    why = _other_way(module, graph)
+    if why is not None:
+        return why
+    for node in graph.nodes:
+        node.type = None  # annotations, of which torch.fx cannot write all
     graph.lint()
     code = graph.python_code("self")
     space = dict(code.globals)
     exec(compile(code.src, f"<heddle.replace of {type(module).__name__}>", "exec"), space)
-    return code.src, space["forward"], ", ".join(rewriting.done)
+    made = space["forward"]
+    made.__annotations__, made.__doc__ = dict(forward.__annotations__), forward.__doc__
+    return code.src, made, ", ".join(rewriting.done)
 
 
 def wants(module: nn.Module, forward: Any) -> bool:
     """Whether there may be something to fuse: a Linear and an activation, or a sum, in its own forward."""
     if not any(isinstance(part, (nn.Linear, nn.Sequential)) for part in module.children()):
         return False
-    code = getattr(forward, "__code__", None)
-    if code is None or forward.__module__.partition(".")[0] in ("torch", "heddle"):
+    if not isinstance(forward, FunctionType) or str(forward.__module__).partition(".")[0] in ("torch", "heddle"):
         return False
+    code = forward.__code__
     adds = any(each.argrepr in ("+", "+=") or each.opname == "BINARY_ADD" for each in dis.get_instructions(code))
     acts = {"gelu", "silu"} & {*code.co_names} or any(activation_name(part) for part in module.children())
     return adds or bool(acts)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from heddle._errors import HeddleValueError
 from heddle._kinds import autocast_dtype, is_usual
-from heddle._nn_linear import lies, watched
+from heddle._nn_linear import lies, norm_fits, watched
 from heddle._nn_multihead import own
 from heddle._ops import quick_linear
 from heddle._torch import long_linear
@@ -158,21 +158,12 @@ class Passed(nn.Module):
         if self.passing and is_usual(x) and self.passing.get(_thread(), False) == saved_how():
             device = x.device.type
             # Whether norm_linear takes it; what is wrong with it PyTorch's own norm says.
-            if takes(device, x.dtype) and x.dim() != 0 and (x.shape[-1],) == self.normalized_shape:
+            if takes(device, x.dtype) and x.dim() != 0:
                 vectors = own(self, *self.vectors)
-                if _fit(vectors, x.dtype, device):
+                if norm_fits(self, x, vectors):
                     return Unnormed(self, x, vectors, device)
                 return self.computed(x, *vectors)
         return self.alone(x)
-
-
-def _fit(vectors: Sequence[Tensor | None], dtype: torch.dtype, device: str) -> bool:
-    for vector in vectors:
-        if vector is not None and not vector.is_contiguous():
-            return False
-        if vector is not None and vector.dtype is not dtype and not torch.is_autocast_enabled(device):
-            return False
-    return True
 
 
 class PassedLayerNorm(Passed, nn.LayerNorm):
