@@ -113,7 +113,7 @@ template <typename T> INLINE void plain_prep(const attention_params &p) {
         else
             split_lse(p, lse, &base, &rest);
         bool few = p.t.dout && (sees_few(p, c) || (sizeof(T) == 2 && p.t.dweights));
-        bool large = (sizeof(T) == 4 || few) && is_coarse<T>(p, c, lse);
+        bool large = is_coarse<T>(p, c, lse);
         if constexpr (sizeof(T) == 4)
             if (hides<T>(p) && p.t.dout && !few) {
                 few = count_keys<T>(p, c, at) <= FEW_KEYS;
