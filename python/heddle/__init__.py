@@ -165,6 +165,12 @@ _quick: Any = None
 _quick_options: Any = None
 
 
+# Numbers of a plain call of attention; what else is given, text too, is looked at where the long way is gone. Python
+# has one object for equal numbers of a file, so that these are the defaults themselves.
+_ZERO, _NOWHERE = 0.0, 0
+_NUMBERS = (float, int)
+
+
 def _is_torch(value: Any) -> bool:
     if type(value).__module__.partition(".")[0] == "torch":
         return True
@@ -281,13 +287,17 @@ def attention(
         and cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None
         and block_table is q_segments is k_segments is block_rows is block_columns is block_size is None
         and k_scale is v_scale is None
-        and not (return_weights or q_offset or k_offset or h_offset or whole_sq or whole_sk or whole_h)
-        and multiprocessors == 0
+        and return_weights is False
+        and q_offset is k_offset is h_offset is whole_sq is whole_sk is whole_h is multiprocessors is _NOWHERE
     ):
         if (
             window is bias is mask is alibi_slopes is sinks is rng_state is seqlens_q is seqlens_k is None
             and deterministic is None
-            and not (softcap or dropout or return_lse or tf32)
+            and return_lse is tf32 is False
+            and (
+                softcap is dropout is _ZERO
+                or (type(softcap) in _NUMBERS and type(dropout) in _NUMBERS and not (softcap or dropout))
+            )
         ):
             out = _quick(q, k, v, causal, scale)
         else:
@@ -312,7 +322,7 @@ def attention(
                 tf32,
                 False,
             )
-            if dropout and type(out) is tuple and len(out) == 1:
+            if type(out) is tuple and len(out) == 1:
                 rng_state, out = out[0], NotImplemented  # the state that was drawn before the kernel refused
         if out is not NotImplemented:
             return out

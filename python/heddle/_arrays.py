@@ -438,7 +438,7 @@ def attention(q: Any, k: Any, v: Any, **given: Any) -> Any:
 def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **given: Any) -> dict[str, Any]:
     """See heddle.attention_backward, which this is for arrays."""
     options = _options(given)
-    if options["dropout"] and options["rng_state"] is None:
+    if number_of("dropout", options["dropout"]) and options["rng_state"] is None:
         raise HeddleValueError("dropout's backward needs the rng_state of its forward")
     if options["block_table"] is not None:
         raise NotImplementedError("keys in pages (block_table) have no gradient")

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from heddle._errors import HeddleTypeError
+from heddle._options import refuse_masked
 
 
 def library_of(array: Any) -> Any:
@@ -19,6 +20,7 @@ def library_of(array: Any) -> Any:
 
 def block_lists(shown: Any) -> tuple[Any, Any]:
     """See heddle.block_lists, which this is for arrays."""
+    refuse_masked("shown", shown)
     if not hasattr(shown, "dtype") or str(shown.dtype) != "bool" or not 2 <= shown.ndim <= 4:
         kind = getattr(shown, "dtype", type(shown).__name__)
         raise HeddleTypeError(

@@ -11,13 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from heddle import attention
-from heddle._append import attention_append
+from heddle import _append, attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._heads import attention_of_heads
-from heddle._kinds import autocast_dtype, need_tensors
+from heddle._kinds import need_tensors
 from heddle._ops import quick
-from heddle._options import flag_of, window_of
+from heddle._options import flag_of, integer_of, switch_of, window_of
 from heddle._plain import new_rng_state
 from heddle._torch import int32_of
 
@@ -52,6 +51,7 @@ def _document(function: Any) -> Any:
 
 
 _NO_LIMIT = (-1, -1)
+_NUMBERS = (float, int)  # of a plain call; what else is given attention looks at
 
 
 def _corner(causal: Any) -> Literal["bottom_right"] | None:
@@ -106,8 +106,8 @@ def flash_attn_func(
         k, v: [b, sk, hk, d] and [b, sk, hk, dv]; hk divides h."""
     heads_q, heads_k, heads_v = _heads_first("q", q), _heads_first("k", k), _heads_first("v", v)
     window = _window(window_size)
-    more = softcap or dropout_p or deterministic or return_attn_probs
-    if window is None and alibi_slopes is None and not (more or _compiling()):
+    is_plain = return_attn_probs is deterministic is False and type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS
+    if is_plain and window is None and alibi_slopes is None and not (softcap or dropout_p or _compiling()):
         plain = quick(heads_q, heads_k, heads_v, _corner(causal), softmax_scale)
         if plain is not NotImplemented:
             turned: Tensor = plain.transpose(1, 2)
@@ -119,9 +119,9 @@ def flash_attn_func(
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "dropout": dropout_p,
-        "deterministic": deterministic or None,
+        "deterministic": flag_of("deterministic", deterministic) or None,
     }
-    if not return_attn_probs:
+    if not flag_of("return_attn_probs", return_attn_probs):
         out: Tensor = attention(heads_q, heads_k, heads_v, **options)
         return out.transpose(1, 2)
     if not dropout_p:
@@ -162,9 +162,10 @@ def flash_attn_qkvpacked_func(
     Args:
         qkv: [b, s, 3, h, d]."""
     q, k, v = _unpack("qkv", qkv, 3, 5)
-    more = softcap or dropout_p or deterministic or return_attn_probs or _window(window_size) is not None
+    is_plain = return_attn_probs is deterministic is False and type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS
+    is_plain = is_plain and alibi_slopes is None and not (softcap or dropout_p) and _window(window_size) is None
     h = qkv.shape[3]
-    if alibi_slopes is None and not more and qkv.stride(2) == h * qkv.stride(3):
+    if is_plain and qkv.stride(2) == h * qkv.stride(3):
         o = attention_of_heads(qkv.flatten(2, 3), h, h, _corner(causal), softmax_scale)
         if o is not NotImplemented:
             return o.transpose(1, 2)
@@ -226,6 +227,7 @@ def flash_attn_varlen_func(
         block_table: must be None: paged caches are not supported."""
     if block_table is not None:
         raise NotImplementedError("block_table (a paged cache) is not supported: give k and v packed")
+    return_attn_probs = flag_of("return_attn_probs", return_attn_probs)
     out, lse = attention(
         q,
         k,
@@ -240,7 +242,7 @@ def flash_attn_varlen_func(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         dropout=dropout_p,
-        deterministic=deterministic or None,
+        deterministic=flag_of("deterministic", deterministic) or None,
         return_lse=True,
     )
     return (out, lse, None) if return_attn_probs else out
@@ -283,117 +285,6 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, *args, **options
     )
-
-
-def _pages(count: int, lengths: Tensor, table: Tensor, page: int) -> Tensor:
-    """The pages of keys lengths[n] to lengths[n] + count - 1 of each n."""
-    positions = lengths.to(torch.int64)[:, None] + torch.arange(count, device=lengths.device)
-    return table.to(torch.int64).gather(1, positions // page)
-
-
-# All of these run before anything is written to the cache.
-
-
-def _check_places(count: int, lengths: Tensor, table: Tensor | None, cache: Tensor, room: int) -> None:
-    """Where they can be read; on a GPU what has no place is not written."""
-    parts = cache.shape[0]
-    if not _readable(lengths):
-        if count > room:
-            raise HeddleValueError(f"the cache has {room} rows: too few for {count} new ones")
-        fits = (lengths >= 0).all() & (lengths <= room - count).all()
-        torch._assert_async(fits, "cache_seqlens has no place for k and v in the cache")
-        if table is not None:
-            part = _pages(count, lengths.clamp(0, room - count), table, cache.shape[1])
-            named = ((part >= 0) & (part < parts)).all()
-            torch._assert_async(named, "block_table has no page for k and v")
-        return
-    if int(lengths.min()) < 0:
-        raise HeddleValueError(f"cache_seqlens has {int(lengths.min())}, but must not be negative")
-    if int(lengths.max()) + count > room:
-        raise HeddleValueError(f"the cache has {room} rows: too few for {int(lengths.max())} and {count} new ones")
-    if table is None:
-        return
-    part = _pages(count, lengths, table, cache.shape[1])
-    if not part.numel():
-        return
-    least, most = int(part.min()), int(part.max())
-    if not 0 <= least <= most < parts:
-        raise HeddleValueError(f"block_table has no page for k and v: {least} to {most} of {parts}")
-
-
-def _check_rows(rows: Tensor, parts: int) -> None:
-    if not _readable(rows):
-        torch._assert_async(((rows >= 0) & (rows < parts)).all(), "cache_batch_idx names a row that the cache has not")
-    elif rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < parts:
-        raise HeddleValueError(f"cache_batch_idx = {rows.tolist()} is not all from 0 to {parts - 1}")
-
-
-def _readable(tensor: Tensor) -> bool:
-    """Not while torch.compile or torch.export looks: what is wrong is told when the graph runs."""
-    return type(tensor) is Tensor and not torch.compiler.is_compiling()
-
-
-def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        _heads_first(name, tensor)
-        if tensor.device != q.device:
-            raise HeddleValueError(f"{name} is on {tensor.device}, q on {q.device}")
-        eight = name != "q" and torch.float8_e4m3fn in (k_cache.dtype, v_cache.dtype)
-        if eight and tensor.dtype != torch.float8_e4m3fn:
-            raise HeddleTypeError(f"{name} is {tensor.dtype}, but must be torch.float8_e4m3fn as the other cache")
-        if not eight and tensor.dtype != q.dtype and autocast_dtype(q.device.type) is None:
-            raise HeddleTypeError(f"{name} is {tensor.dtype}, but must be {q.dtype} as q")
-    if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != q.shape[3]:
-        shapes = [list(tensor.shape) for tensor in (q, k_cache, v_cache)]
-        raise HeddleValueError(
-            f"q and the caches have shapes {shapes}: head dims of q and k, or rows of k and v, differ"
-        )
-
-
-def _check_new(name: str, new: Tensor, cache: Tensor, b: int, k: Tensor) -> None:
-    _heads_first(name, new)
-    must = [b, k.shape[1], *cache.shape[2:]]
-    if list(new.shape) != must:
-        raise HeddleValueError(f"{name} has shape {list(new.shape)}, but must have {must}, as its cache")
-    eight = torch.float8_e4m3fn
-    if new.dtype == eight:
-        raise HeddleTypeError(f"{name} is {eight}, but must be of q's dtype: it is rounded as it is written")
-    dtype = k.dtype if cache.dtype == eight else cache.dtype
-    if new.dtype != dtype or new.device != cache.device:
-        raise HeddleTypeError(f"{name} is {new.dtype} on {new.device}, its cache {cache.dtype} on {cache.device}")
-
-
-def _check_table(table: Any, q: Tensor, cache_batch_idx: Tensor | None) -> None:
-    need_tensors(block_table=table)
-    if table.dtype != torch.int32:
-        raise HeddleTypeError(f"block_table is {table.dtype}, but must be torch.int32")
-    if table.dim() != 2 or table.shape[0] != q.shape[0]:
-        raise HeddleValueError(f"block_table has shape {list(table.shape)}, but must have [{q.shape[0]}, pages]")
-    if table.device != q.device:
-        raise HeddleValueError(f"block_table is on {table.device}, q on {q.device}")
-    if cache_batch_idx is not None:
-        raise HeddleValueError("cache_batch_idx is given with block_table, which says where each batch's keys are")
-
-
-def _check_integers(name: str, value: Any, q: Tensor) -> None:
-    need_tensors(**{name: value})
-    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-        raise HeddleTypeError(f"{name} is {value.dtype}, but must be integers")
-    if value.shape != q.shape[:1]:
-        raise HeddleValueError(f"{name} has shape {list(value.shape)}, but must have {[q.shape[0]]}")
-    if value.device != q.device:
-        raise HeddleValueError(f"{name} is on {value.device}, q on {q.device}")
-
-
-def _check_rotary(rotary_cos: Any, k: Tensor | None, room: int) -> None:
-    need_tensors(rotary_cos=rotary_cos)
-    if k is None:
-        raise HeddleValueError("rotary_cos is given without k and v, which it is for")
-    if rotary_cos.dim() != 2 or rotary_cos.shape[0] < room:
-        raise HeddleValueError(
-            f"rotary_cos has shape {list(rotary_cos.shape)}, but must have [positions, rotary / 2] with as many "
-            f"positions as the cache has rows, {room}"
-        )
 
 
 def flash_attn_with_kvcache(
@@ -452,23 +343,35 @@ def flash_attn_with_kvcache(
     """
     if cache_leftpad is not None:
         raise NotImplementedError("cache_leftpad is not supported: it must be None")
+    return_softmax_lse = flag_of("return_softmax_lse", return_softmax_lse)
+    rotary_interleaved = switch_of("rotary_interleaved", rotary_interleaved)
+    integer_of("num_splits", num_splits)
     if (k is None) != (v is None):
         raise HeddleValueError("k and v come together, but only one is given")
     corner, window = _corner(causal), _window(window_size)
-    _check_caches(q, k_cache, v_cache)
+    _append.check_caches(q, k_cache, v_cache)
     if block_table is not None:
-        _check_table(block_table, q, cache_batch_idx)
+        _append.check_table(block_table, q, cache_batch_idx)
     b, page = q.shape[0], k_cache.shape[1]
     room = page if block_table is None else page * block_table.shape[1]
     if k is not None and v is not None:
-        _check_new("k", k, k_cache, b, k)
-        _check_new("v", v, v_cache, b, k)
+        _append.check_new(q, k_cache, v_cache, k, v, room)
+    if softmax_scale is not None or type(softcap) not in _NUMBERS or softcap:
+        _append.check_scores(softmax_scale, softcap, q)
+    if alibi_slopes is not None:
+        alibi_slopes = _append.slopes_of(alibi_slopes, q)
+    if k_descale is not None:
+        k_descale = _append.descale_of("k_descale", k_descale, q, k_cache)
+    if v_descale is not None:
+        v_descale = _append.descale_of("v_descale", v_descale, q, k_cache)
     if (rotary_cos is None) != (rotary_sin is None):
         raise HeddleValueError("rotary_cos and rotary_sin come together, but only one is given")
     if rotary_cos is not None:
-        _check_rotary(rotary_cos, k, room)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
-        raise NotImplementedError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad()")
+        _append.check_rotary(rotary_cos, k, room)
+    constants = {"alibi_slopes": alibi_slopes, "k_descale": k_descale, "v_descale": v_descale}
+    _append.check_derivatives(k is not None, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, **constants)
+    if q.stride(3) != 1 and q.shape[3] > 1:
+        q = q.contiguous()
     if cache_batch_idx is None and block_table is None and k_cache.shape[0] != b:
         raise HeddleValueError(
             f"q has batch size {b}, the cache {k_cache.shape[0]}: they differ, and cache_batch_idx is None"
@@ -478,8 +381,8 @@ def flash_attn_with_kvcache(
             raise HeddleValueError("k and v are given, but cache_seqlens does not say where they go")
         lengths = torch.full((b,), room, dtype=torch.int32, device=q.device)
     elif isinstance(cache_seqlens, Tensor):
-        _check_integers("cache_seqlens", cache_seqlens, q)
-        lengths = cache_seqlens
+        _append.check_integers("cache_seqlens", cache_seqlens, q)
+        lengths = cache_seqlens.contiguous()
     elif not isinstance(cache_seqlens, int) or isinstance(cache_seqlens, bool):
         raise HeddleTypeError(f"cache_seqlens must be an int or a tensor of int32, not {type(cache_seqlens).__name__}")
     elif not 0 <= cache_seqlens <= room:
@@ -491,19 +394,19 @@ def flash_attn_with_kvcache(
     if cache_batch_idx is None:
         rows = torch.arange(b, device=q.device)
     else:
-        _check_integers("cache_batch_idx", cache_batch_idx, q)
+        _append.check_integers("cache_batch_idx", cache_batch_idx, q)
         rows = cache_batch_idx.to(torch.int64)
         if rows.device.type == "cpu":
-            _check_rows(rows, k_cache.shape[0])
+            _append.check_rows(rows, k_cache.shape[0])
     if k is not None and v is not None:
         if lengths.device.type == "cpu" and b:
-            _check_places(k.shape[1], lengths, block_table, k_cache, room)
-        rotated, lengths = attention_append(
+            _append.check_places(k.shape[1], lengths, block_table, k_cache, room)
+        rotated, lengths = _append.attention_append(
             k_cache.transpose(1, 2),
             v_cache.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            int32_of("cache_seqlens", lengths).contiguous(),
+            int32_of("cache_seqlens", lengths),
             q=None if rotary_cos is None else q.to(k.dtype).transpose(1, 2),
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
@@ -517,20 +420,23 @@ def flash_attn_with_kvcache(
         q = q if rotated is None else rotated.transpose(1, 2)
     if cache_batch_idx is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
-    out, lse = attention(
-        q.transpose(1, 2),
-        k_cache.transpose(1, 2),
-        v_cache.transpose(1, 2),
-        seqlens_k=lengths,
-        causal=corner,
-        window=window,
-        scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        return_lse=True,
-        block_table=block_table,
-        k_scale=k_descale,
-        v_scale=v_descale,
-    )
+    try:
+        out, lse = attention(
+            q.transpose(1, 2),
+            k_cache.transpose(1, 2),
+            v_cache.transpose(1, 2),
+            seqlens_k=lengths,
+            causal=corner,
+            window=window,
+            scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            return_lse=True,
+            block_table=block_table,
+            k_scale=k_descale,
+            v_scale=v_descale,
+        )
+    except HeddleValueError as error:
+        raise HeddleValueError(str(error).replace("seqlens_k", "cache_seqlens")) from None
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out

@@ -21,7 +21,8 @@ TINY = 1e-300  # where 0 means the default to the library
 LEAST_SCALE = 2.0**-100  # the least that it takes: scores of nothing
 LARGEST = sys.float_info.max
 FARTHEST = 2**62  # of a window; no sequence is as long
-_BOOLS = ("bool", "bool_")  # Python's, and NumPy's since 2.0 and before
+_BOOLS = ("bool", "bool_", "SymBool")  # Python's, NumPy's since 2.0 and before, and torch's while it traces
+_NO_NUMBERS = "cmMOSU"  # kinds of NumPy's that float() takes or cuts: complex, times, objects, text
 LONGEST = 2**40  # of a sequence, to the library
 
 
@@ -55,8 +56,36 @@ def window_of(window: Any) -> tuple[int, int]:
     return left, right
 
 
+def refuse_masked(name: str, value: Any) -> None:
+    """A masked array of NumPy: whoever takes it for an array reads what lies behind its mask, too."""
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(value, masked.MaskedArray):
+        raise HeddleTypeError(
+            f"{name} is a numpy.ma.{type(value).__name__}, whose mask nobody would see: give {name}.data, or "
+            f"{name}.filled()"
+        )
+
+
+def integer_of(name: str, value: Any) -> Any:
+    """NumPy's integers and those that are a tensor, too, but no bool. A size that torch only traces stays one."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if type(value).__name__ == "SymInt":
+        return value
+    refuse_masked(name, value)
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise HeddleTypeError(f"{name} = {value!r} is not an integer")
+
+
 def limit_of(name: str, value: Any) -> Any:
-    """The upper limit of one sequence's rows, which has to fit into the library's numbers."""
+    """The upper limit of one sequence's rows, which has to fit into the library's numbers; None stays."""
+    if value is None:
+        return None
+    value = integer_of(name, value)
     if isinstance(value, int) and not 0 <= value <= LONGEST:
         raise HeddleValueError(f"{name} = {value} is outside 0 to {LONGEST}")
     return value
@@ -73,8 +102,8 @@ PLACES = ("q_offset", "k_offset", "h_offset", "whole_sq", "whole_sk", "whole_h")
 
 
 def places_of(*numbers: Any) -> tuple[Any, ...]:
-    """The numbers of PLACES: where in a larger problem this one lies."""
-    return tuple(map(limit_of, PLACES, numbers))
+    """The numbers of PLACES: where in a larger problem this one lies. None: it does not say."""
+    return tuple(0 if number is None else limit_of(name, number) for name, number in zip(PLACES, numbers, strict=True))
 
 
 def block_of(size: Any, given: bool) -> tuple[int, int]:
@@ -95,7 +124,7 @@ def _side_of(side: Any, window: Any) -> int:
             side = operator.index(side)
         except (TypeError, RuntimeError):
             side = None
-    if side is None or isinstance(side, (float, str)):
+    if not isinstance(side, int) and not hasattr(side, "__index__"):
         raise HeddleTypeError(f"window = {window!r}: its sides must be integers or None")
     return -1 if side < 0 or side > FARTHEST else side
 
@@ -105,10 +134,21 @@ def number_of(name: str, value: Any) -> float:
     if not isinstance(value, (int, float)):
         if isinstance(value, (str, bytes)) or hasattr(value, "requires_grad") or not hasattr(value, "__float__"):
             raise HeddleTypeError(f"{name} = {value!r} is not a number")
-        value = float(value)
+        value = _float_of(name, value)
     if not -LARGEST <= value <= LARGEST:
         raise HeddleValueError(f"{name} = {value!r} is not a finite number")
     return float(value)
+
+
+def _float_of(name: str, value: Any) -> float:
+    refuse_masked(name, value)
+    wrong = getattr(value, "ndim", 0) or getattr(getattr(value, "dtype", None), "kind", "f") in _NO_NUMBERS
+    try:
+        if not wrong:
+            return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise HeddleTypeError(f"{name} = {value!r} is not a number") from error
+    raise HeddleTypeError(f"{name} = {value!r} is not a number")
 
 
 def scale_of(scale: Any) -> float:
@@ -119,6 +159,15 @@ def scale_of(scale: Any) -> float:
 def flag_of(name: str, value: Any) -> bool:
     """What PyTorch takes for a bool (numbers, None, NumPy's), but no text: 'no' is true."""
     if value is None or isinstance(value, int) or type(value).__name__ in _BOOLS:
+        return bool(value)
+    raise HeddleTypeError(f"{name} = {value!r} is neither True nor False")
+
+
+def switch_of(name: str, value: Any) -> bool:
+    """A flag that is new with heddle: True or False, 1 or 0, of Python or NumPy. No other number, and not None."""
+    if value is True or value is False:
+        return bool(value)
+    if (isinstance(value, int) and value in (0, 1)) or type(value).__name__ in _BOOLS:
         return bool(value)
     raise HeddleTypeError(f"{name} = {value!r} is neither True nor False")
 
@@ -146,9 +195,9 @@ def eps_of(eps: float, norm: str) -> float:
     """As the library takes it: 0 means its default, and there is none without a norm."""
     if type(eps).__name__ in _BOOLS:
         raise HeddleTypeError(f"eps = {eps!r} is not a number")
+    if not isinstance(eps, (int, float)):
+        eps = number_of("eps", eps)
     if norm != "none":
-        if not isinstance(eps, (int, float)):
-            eps = number_of("eps", eps)
         return eps or TINY
     if eps != EPS:
         raise HeddleValueError(f"eps = {eps}, but norm = 'none' has no variance to add it to")

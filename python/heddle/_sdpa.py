@@ -16,7 +16,7 @@ from torch import Tensor
 from heddle import _kinds, attention
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._ops import quick, quick_options
-from heddle._options import Causal
+from heddle._options import Causal, flag_of
 
 _broadcast_shapes: Any = torch.broadcast_shapes
 _compiling = torch.compiler.is_dynamo_compiling
@@ -76,8 +76,10 @@ def _quickly(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
 ) -> Any:
     """The result by a short way (heddle._plain), or NotImplemented; a tuple of the state of dropout that was drawn."""
+    if (is_causal is not False and is_causal is not True) or (enable_gqa is not False and enable_gqa is not True):
+        return NotImplemented  # text is no flag, and numbers are rare
     corner = "top_left" if is_causal else None
-    if attn_mask is None and not dropout_p:
+    if attn_mask is None and dropout_p == 0.0:
         return quick(query, key, value, corner, scale, not enable_gqa)
     bias, mask = None, None
     if attn_mask is not None:
@@ -164,6 +166,7 @@ def _at_length(
     rng_state: Tensor | None,
 ) -> Tensor:
     """The same for what goes no short way."""
+    is_causal, enable_gqa = flag_of("is_causal", is_causal), flag_of("enable_gqa", enable_gqa)
     _need_usual(query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from heddle._options import (
     norm_of,
     number_of,
     places_of,
+    refuse_masked,
     scale_of,
     window_of,
 )
@@ -53,7 +56,11 @@ def _lengths(name: str, value: Any, like: Tensor) -> Tensor | None:
     if isinstance(value, Tensor):
         need_tensors(**{name: value})
     else:
-        value = torch.as_tensor(value, device=like.device)
+        refuse_masked(name, value)
+        try:
+            value = torch.as_tensor(value, device=like.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise HeddleTypeError(f"{name} = {value!r} must be integers: {error}") from error
     return int32_of(name, value)
 
 
@@ -65,6 +72,16 @@ def int32_of(name: str, value: Tensor) -> Tensor:
     if value.dtype.itemsize > 2:
         value = value.to(torch.int64).clamp(-(2**31), 2**31 - 1)  # too large stays too large, and is told of
     return value.to(torch.int32)
+
+
+def _retold(error: HeddleValueError, lengths: Mapping[str, Any]) -> NoReturn:
+    """The operator's error about lengths, with the number that the caller gave where int32_of() made it a smaller."""
+    found = re.match(r"(\w+)\[(\d+)\] = -?\d+ (.*)", str(error), re.DOTALL)
+    given = None if found is None else lengths.get(found.group(1))
+    if found is None or given is None:
+        raise error
+    at = int(found.group(2))
+    raise HeddleValueError(f"{found.group(1)}[{at}] = {int(given[at])} {found.group(3)}") from None
 
 
 def _table(table: Any, k: Tensor) -> tuple[Tensor, int]:
@@ -132,10 +149,13 @@ def blocks_of(
     return block_rows.contiguous(), block_columns.contiguous(), sizes
 
 
-def _of_head(name: str, value: Any, real: torch.dtype) -> Tensor | None:
-    """A scale as the operator takes it; rows that repeat are written out."""
-    if value is None:
-        return None
+def real_type(q: Tensor) -> torch.dtype:
+    """Of sums."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def of_head(name: str, value: Any, real: torch.dtype) -> Tensor:
+    """A number for each head as the operator takes it; rows that repeat are written out."""
     need_tensors(**{name: value})
     return _real_of(name, value, real).contiguous()
 
@@ -269,7 +289,8 @@ def attention(
             raise HeddleValueError(
                 "packed sequences need max_seqlen_q and max_seqlen_k, the upper limits of one sequence"
             )
-        sq, sk = limit_of("max_seqlen_q", max_seqlen_q), limit_of("max_seqlen_k", max_seqlen_k)
+        sq = max_seqlen_q = limit_of("max_seqlen_q", max_seqlen_q)
+        sk = max_seqlen_k = limit_of("max_seqlen_k", max_seqlen_k)
     elif paged:
         if q.dim() != 4:
             raise HeddleValueError(f"q has {q.dim()} dimensions, but with block_table must have 4 ([b, h, sq, d])")
@@ -289,7 +310,7 @@ def attention(
         sk = most if sk is None else min(sk, most)
         block_table = block_table if sk else block_table[:, :0]
         max_seqlen_k = sk or None
-    real = torch.float64 if q.dtype == torch.float64 else torch.float32
+    real = real_type(q)
     if bias is not None and bias.dtype != q.dtype:
         if not bias.is_floating_point():
             raise HeddleTypeError(f"bias is {bias.dtype}; a mask of bools goes into mask")
@@ -298,6 +319,7 @@ def attention(
         raise HeddleTypeError(f"mask is {mask.dtype}, but must be torch.bool; an additive one goes into bias")
     q_segments, k_segments = _segments(q_segments, k_segments, q, k, sk, packed, paged)
     block_rows, block_columns, block_sizes = blocks_of(block_rows, block_columns, block_size)
+    dropout = number_of("dropout", dropout)
     if dropout and rng_state is None:
         rng_state = new_rng_state(q.device)
     tensors = (
@@ -315,22 +337,23 @@ def attention(
         k_segments,
         block_rows,
         block_columns,
-        _of_head("k_scale", k_scale, real),
-        _of_head("v_scale", v_scale, real),
+        None if k_scale is None else of_head("k_scale", k_scale, real),
+        None if v_scale is None else of_head("v_scale", v_scale, real),
     )
+    places = places_of(q_offset, k_offset, h_offset, whole_sq, whole_sk, whole_h)
     numbers = (
         *window_of(window),
         scale_of(scale),
         number_of("softcap", softcap),
-        number_of("dropout", dropout),
+        dropout,
         return_weights,
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         tf32,
-        *places_of(q_offset, k_offset, h_offset, whole_sq, whole_sk, whole_h),
+        *places,
         *block_sizes,
         multiprocessors_of(multiprocessors),
     )
-    corner = causal_of(causal, whole_sq or q_offset + sq, whole_sk or k_offset + sk)
+    corner = causal_of(causal, places[3] or places[0] + sq, places[4] or places[1] + sk)
     # PyTorch fills in trailing defaults faster than it takes them from Python.
     options: tuple[Any, ...] = ()
     if numbers != NUMBER_DEFAULTS:
@@ -339,7 +362,11 @@ def attention(
         options = (*tensors, max_seqlen_q or 0, max_seqlen_k or 0, corner)
     elif any(value is not None for value in tensors):
         options = tensors
-    out, lse, weights = call(ops.attention, q, k, v, *options)
+    try:
+        out, lse, weights = call(ops.attention, q, k, v, *options)
+    except HeddleValueError as error:
+        lengths = {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+        _retold(error, lengths | {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
     for _ in range(missing):
         out, lse = out.squeeze(0), lse.squeeze(0)
         weights = weights.squeeze(0) if return_weights else weights

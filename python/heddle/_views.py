@@ -10,6 +10,7 @@ from typing import Any
 
 from heddle import _C
 from heddle._errors import HeddleTypeError, HeddleValueError
+from heddle._options import refuse_masked
 
 CPU, REF, CUDA = 0, 1, 2
 F32, BF16, F16, F64 = 0, 1, 2, 3
@@ -35,6 +36,23 @@ def cupy_stream() -> int:
     return int(cupy.cuda.get_current_stream().ptr) if cupy is not None else 0
 
 
+def _plain(name: str, value: Any) -> Any:
+    """An array that means what its memory says, or an error."""
+    refuse_masked(name, value)
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "Tensor") or not isinstance(value, torch.Tensor):
+        return value
+    from heddle import _kinds
+
+    wrong = _kinds.stranger(name, value)
+    if not wrong and not _kinds.is_usual(value):
+        wrong = f"{name} is a tensor of class {type(value).__qualname__}, whose memory is not its numbers"
+    if wrong:
+        raise HeddleTypeError(wrong)
+    # DLPack has no word for the bit, and torch does not ask for it.
+    return value.resolve_neg()
+
+
 class View:
     """Where an array lies: address, shape and strides in elements. Keeps the memory alive."""
 
@@ -45,9 +63,13 @@ class View:
             raise HeddleTypeError(
                 f"{name} must be an array that speaks DLPack (__dlpack__), not {type(value).__name__}"
             )
+        value = _plain(name, value)
         eight = type(value).__module__ == "numpy" and str(value.dtype) == E4M3
         value = value.view("uint8") if eight else value  # NumPy lends no types of other libraries (ml_dtypes)
-        device_type, self.device_id = value.__dlpack_device__()
+        try:
+            device_type, self.device_id = value.__dlpack_device__()
+        except ValueError as error:  # torch, of a device that DLPack does not know
+            raise HeddleValueError(f"{name}: {error}") from error
         if int(device_type) not in _DEVICES:
             raise HeddleValueError(
                 f"{name} is on DLPack device type {int(device_type)}; heddle has CPU (1) and CUDA (2)"

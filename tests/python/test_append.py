@@ -166,6 +166,164 @@ def test_refusals():
     assert not cache.any()
 
 
+def plain(**changed):
+    torch.manual_seed(3)
+    given = {name: torch.zeros(2, HK, 16, D) for name in ("k_cache", "v_cache")}
+    given |= {name: torch.randn(2, HK, 3, D) for name in ("k", "v")}
+    return given | {"seqlens_k": torch.tensor([0, 5], dtype=torch.int32)} | changed
+
+
+@pytest.mark.parametrize(
+    "changed,kind,text",
+    [
+        ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k = -1 is outside 0 to"),
+        ({"max_seqlen_k": 2**40 + 1}, ValueError, "max_seqlen_k = 1099511627777 is outside 0 to"),
+        *(({"max_seqlen_k": x}, TypeError, "max_seqlen_k = .* is not an integer") for x in (True, 2.5, "2", [2])),
+        *(
+            ({name: value} | tables, TypeError, f"{name} = .* is neither True nor False")
+            for name in ("rotary_interleaved", "rotary_together")
+            for value in (2, None, "no", "", torch.tensor(True))
+            for tables in ({}, {"rotary_cos": torch.ones(16, 4), "rotary_sin": torch.ones(16, 4)})
+        ),
+        ({"rotary_interleaved": True}, ValueError, "rotary_interleaved is given without rotary_cos and rotary_sin"),
+        ({"rotary_together": True}, ValueError, "rotary_together is given without rotary_cos and rotary_sin"),
+        (
+            {"rotary_together": True, "rotary_cos": torch.ones(16, 4), "rotary_sin": torch.ones(16, 4)},
+            ValueError,
+            "rotary_together is given without q",
+        ),
+        ({"seqlens_k": None}, TypeError, "seqlens_k must be a torch.Tensor"),
+    ],
+    ids=lambda value: None,
+)
+def test_refused_by_name(changed, kind, text):
+    given = plain(**changed)
+    with pytest.raises(kind, match=text):
+        heddle.attention_append(**given)
+    assert not given["k_cache"].any() and not given["v_cache"].any()
+
+
+def test_max_seqlen():
+    given = plain(cu_seqlens=torch.tensor([0, 1, 3], dtype=torch.int32))
+    given |= {name: given[name][0].transpose(0, 1) for name in ("k", "v")}
+    for value, kind, text in ((-1, ValueError, "max_seqlen = -1 is outside"), (True, TypeError, "max_seqlen = True")):
+        with pytest.raises(kind, match=text):
+            heddle.attention_append(**given, max_seqlen=value)
+    assert heddle.attention_append(**given, max_seqlen=2)[1].tolist() == [1, 7]
+
+
+@pytest.mark.parametrize("where", ["rows", "indexed", "pages", "packed"])
+def test_no_keys_at_most(where):
+    """As in heddle.attention: 0 is no keys, so that nothing has a place."""
+    cos, sin = angles(16, 8)
+    given = plain(q=torch.randn(2, H, 3, D), rotary_cos=cos, rotary_sin=sin)
+    if where == "pages":
+        given["block_table"] = torch.tensor([[1], [0]], dtype=torch.int32)
+    if where == "indexed":
+        given["cache_index"] = torch.tensor([1, 0], dtype=torch.int32)
+    if where == "packed":
+        given |= {name: given[name][0].transpose(0, 1).contiguous() for name in ("k", "v", "q")}
+        given["cu_seqlens"] = torch.tensor([0, 2, 3], dtype=torch.int32)
+    rotated, after = heddle.attention_append(**given, max_seqlen_k=0)
+    assert after.tolist() == [0, 0] and not given["k_cache"].any() and not given["v_cache"].any()
+    first = given | {"seqlens_k": torch.zeros(2, dtype=torch.int32)}
+    assert torch.equal(rotated, heddle.attention_append(**first)[0])
+    with pytest.raises(ValueError, match="seqlens_k has shape"):
+        heddle.attention_append(**plain(k_cache=torch.zeros(3, HK, 16, D)), max_seqlen_k=0)
+
+
+def test_shared_memory():
+    """Keys would be overwritten by values, and rows by rows that are yet to be read."""
+    given = plain()
+    cache, k = given["k_cache"], given["k"]
+    both = "k_cache and v_cache (are one tensor|share memory)"
+    packed = torch.zeros(2, 16, HK, 2 * D).transpose(1, 2)
+    for changed, text in (
+        ({"v_cache": cache}, both),
+        ({"v_cache": cache.view(cache.shape)}, both),
+        ({"v_cache": torch.from_numpy(cache.numpy())}, both),
+        ({"k_cache": packed[..., :D], "v_cache": packed[..., D - 1 : -1]}, both),
+        ({"k": cache[:, :, 3:6]}, "k shares memory with k_cache"),
+        ({"v": cache[:, :, 3:6]}, "v shares memory with k_cache"),
+        ({"v": given["v_cache"][:, :, 3:6]}, "v shares memory with v_cache"),
+        ({"q": cache[:, :, :1]}, "q shares memory with k_cache"),
+        ({"k_cache": torch.nn.Parameter(cache, False), "v_cache": cache}, both),
+    ):
+        with pytest.raises(ValueError, match=text):
+            heddle.attention_append(**given | changed)
+        assert not cache.any()
+    with pytest.raises(Exception, match="one tensor"):
+        run = torch.compile(heddle.attention_append, backend="eager", fullgraph=True)
+        run(cache, cache, k, k, given["seqlens_k"])
+
+
+def test_one_storage_is_none_shared():
+    """Caches side by side, in one tensor; new rows beside them."""
+    want = plain()
+    heddle.attention_append(**want)
+    for caches in (
+        torch.zeros(2, 2, HK, 16, D).unbind(),
+        torch.zeros(2, HK, 16, 2, D).unbind(3),
+        torch.zeros(2, 16, 2, HK, D).transpose(1, 3).unbind(2),
+        [each.transpose(1, 2) for each in torch.zeros(2, 16, HK, 2 * D).split(D, -1)],
+        [each[:, :, 1:17] for each in torch.zeros(2, 2, HK, 19, D)],
+    ):
+        given = plain(k_cache=caches[0], v_cache=caches[1])
+        heddle.attention_append(**given)
+        assert all(torch.equal(given[name], want[name]) for name in ("k_cache", "v_cache"))
+    room = torch.zeros(2, HK, 19, D)
+    room[:, :, 16:] = want["k"]
+    given = plain(k_cache=room[:, :, :16], k=room[:, :, 16:])
+    heddle.attention_append(**given)
+    assert torch.equal(given["k_cache"], want["k_cache"])
+    meta = {name: value.to("meta") for name, value in plain().items()}
+    assert heddle.attention_append(**meta)[1].shape == (2,)
+
+
+def meets(one, other, room):
+    """_meet() of two views (shape, strides, offset), by marking bytes."""
+    marks = []
+    for shape, strides, at in (one, other):
+        mark = torch.zeros(room, dtype=torch.bool)
+        mark.as_strided(shape, strides, at).fill_(True)
+        marks.append(mark)
+    return bool((marks[0] & marks[1]).any())
+
+
+def test_whether_elements_meet():
+    from heddle._append import _meet
+
+    draw = torch.Generator().manual_seed(5)
+    found = [0, 0]
+    for _ in range(2000):
+        views = []
+        for _ in range(2):
+            numbers = torch.randint(0, 7, (7,), generator=draw).tolist()
+            views.append(([1 + n % 4 for n in numbers[:3]], numbers[3:6], numbers[6]))
+        size = int(torch.randint(1, 5, (1,), generator=draw))
+        bytes_ = [([*shape, size], [size * s for s in strides] + [1], size * at) for shape, strides, at in views]
+        want = meets(*bytes_, 4 * 7 * 10 * 4)
+        (s, t, a), (x, y, b) = views
+        assert _meet((size, tuple(s), tuple(t)), (size, tuple(x), tuple(y)), size * (b - a)) == want, views
+        found[want] += 1
+    assert min(found) > 100
+    sparse = (1, (2, 1000, 1000), (10**9, 1009, 997)), (1, (1000, 1000), (1013, 991))
+    assert _meet(*sparse, 3) is True  # too many ways
+
+
+def test_forward_mode():
+    given = plain(q=torch.randn(2, H, 3, D))
+    for name in ("k", "v", "q", "k_cache"):
+
+        def run(value, name=name):
+            with pytest.raises(NotImplementedError, match=f"{name} has a tangent, but attention_append"):
+                heddle.attention_append(**given | {name: value})
+            return value
+
+        torch.func.jvp(run, (given[name],), (torch.ones_like(given[name]),))
+    assert not given["k_cache"].any()
+
+
 def arguments(device):
     torch.manual_seed(2)
     caches = [torch.randn(B, HK, 8, D, device=device) for _ in range(2)]

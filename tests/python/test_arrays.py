@@ -234,6 +234,147 @@ def test_errors(changed, kind, text):
         heddle.attention(**({"q": q, "k": k, "v": v} | changed))
 
 
+MASKED = np.ma.masked_array
+
+
+@pytest.mark.parametrize(
+    "name", ["q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "seqlens_k", "q_segments", "block_columns"]
+)
+@pytest.mark.parametrize("hides", [True, False])
+def test_masked_arrays(name, hides):
+    """What lies behind their masks is no number."""
+    q, k, v = (make((2, 4, 6, 8)) for _ in range(3))
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "bias": make((6, 6)),
+        "mask": np.ones((6, 6), bool),
+        "alibi_slopes": np.ones(4, np.float32),
+        "sinks": make(4),
+        "seqlens_k": np.array([6, 3], np.int32),
+        "q_segments": np.zeros((2, 6), np.int32),
+        "block_columns": np.zeros(1, np.int32),
+    }
+    options = {key: given[key] for key in ("q", "k", "v", name)}
+    if name == "block_columns":
+        options["block_rows"] = np.array([0, 1], np.int32)
+    assert heddle.attention(**options).shape == q.shape
+    with pytest.raises(TypeError, match=rf"^{name} is a numpy\.ma\.MaskedArray"):
+        heddle.attention(**options | {name: MASKED(given[name], mask=hides)})
+
+
+def test_masked_arrays_elsewhere():
+    q, k, v = (make((4, 6, 8)) for _ in range(3))
+    out, lse = heddle.attention(q, k, v, return_lse=True)
+    masked = MASKED(q, mask=q > 0)
+    with pytest.raises(TypeError, match=r"^dout is a numpy\.ma\.MaskedArray"):
+        heddle.attention_backward(masked, q, k, v, out, lse)
+    with pytest.raises(TypeError, match=r"^x is a numpy\.ma\.MaskedArray"):
+        heddle.norm_linear(masked[0], q[0])
+    with pytest.raises(TypeError, match=r"^gamma is a numpy\.ma\.MaskedArray"):
+        heddle.norm_linear(q[0], q[0], gamma=MASKED(np.ones(8, np.float32)))
+    with pytest.raises(TypeError, match=r"^weight is a numpy\.ma\.MaskedArray"):
+        heddle.norm_linear_prepare(masked[0])
+    with pytest.raises(TypeError, match=r"^shown is a numpy\.ma\.MaskedArray"):
+        heddle.block_lists(MASKED(np.ones((2, 2), bool)))
+    with pytest.raises(TypeError, match=r"^scale is a numpy\.ma\.MaskedArray"):
+        heddle.attention(q, k, v, scale=MASKED(0.5, mask=True))
+    with pytest.raises(TypeError, match=r"^q_offset is a numpy\.ma\.MaskedArray"):
+        heddle.attention(q, k, v, q_offset=MASKED(3, mask=True))
+    tensors = [torch.tensor(each)[None] for each in (q, k, v)]
+    with pytest.raises(
+        TypeError, match=r"^seqlens_k is a numpy\.ma\.MaskedArray"
+    ):  # which torch takes without its mask
+        heddle.attention(*tensors, seqlens_k=MASKED([3], mask=[True]))
+
+
+def test_a_tensor_with_the_negative_bit():
+    """Its memory has the opposite numbers, and DLPack no word for it."""
+    q, k, v = qkv()
+    negative = torch._neg_view(torch.tensor(k))
+    assert negative.is_neg()
+    assert np.array_equal(heddle.attention(q, negative, v), heddle.attention(q, -k, v))
+    imaginary = torch.complex(torch.tensor(v), torch.tensor(v)).conj().imag.contiguous()
+    assert np.array_equal(heddle.attention(q, k, imaginary), heddle.attention(q, k, -v))
+    complex_ = torch.complex(torch.tensor(k), torch.tensor(k))
+    for tensor in (complex_, complex_.conj()):
+        with pytest.raises(TypeError, match=r"^k"):
+            heddle.attention(q, tensor, v)
+
+
+def test_tensors_that_are_more_than_their_memory():
+    from torch.masked import masked_tensor
+    from torch.nn.attention.bias import causal_lower_right
+
+    q = make((4, 6, 8))
+    tensor = torch.tensor(q)
+    for name, value in (
+        ("k", masked_tensor(tensor, tensor > 0)),
+        ("k", tensor.to_sparse()),
+        ("k", tensor.to("meta")),
+        ("bias", causal_lower_right(6, 6)),
+    ):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}\b"):
+            heddle.attention(**{"q": q, "k": q, "v": q} | {name: value})
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize(
+    "changed,kind,text",
+    [
+        *(
+            ({name: value}, TypeError, rf"{name} = .* is not an integer")
+            for name in ("q_offset", "k_offset", "h_offset", "whole_sq", "whole_sk", "whole_h")
+            for value in (1.5, "3", "", [1], np.array([1, 2]), np.float32(1), True)
+        ),
+        ({"q_offset": -1}, ValueError, "q_offset = -1 is outside"),
+        *(
+            ({name: value}, TypeError, rf"{name} = .* is not a number")
+            for name in ("scale", "softcap", "dropout")
+            for value in (np.array([0.3]), np.array([0.3, 0.4]), np.complex64(1 + 1j), 1j, [], "", np.array("0.3"))
+        ),
+        ({"window": ([1], 2)}, TypeError, "window = .*: its sides must be integers"),
+    ],
+    ids=lambda value: None,
+)
+def test_numbers_by_name(changed, kind, text, tensors):
+    given = (torch.tensor(each) if tensors else each for each in qkv())
+    with pytest.raises(kind, match=text):
+        heddle.attention(*given, **changed)
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize("value", ["3", 3.5, 3.0, [3], True, np.array([3])], ids=str)
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_limits_by_name(name, value, tensors):
+    rows, cu = make((3, 4, 8)), np.array([0, 3], np.int32)
+    rows, cu = (torch.tensor(rows), torch.tensor(cu)) if tensors else (rows, cu)
+    limits = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 3, "max_seqlen_k": np.int64(3)}
+    heddle.attention(rows, rows, rows, **limits)
+    with pytest.raises(TypeError, match=rf"{name} = .* is not an integer"):
+        heddle.attention(rows, rows, rows, **limits | {name: value})
+
+
+def test_none_is_no_place():
+    q, k, v = qkv()
+    places = dict.fromkeys(("q_offset", "k_offset", "h_offset", "whole_sq", "whole_sk", "whole_h"))
+    want = heddle.attention(q, k, v)
+    assert np.array_equal(heddle.attention(q, k, v, **places), want)
+    tensors = (torch.tensor(each) for each in (q, k, v))
+    assert np.array_equal(heddle.attention(*tensors, **places, return_weights=True)[0], want)
+
+
+def test_backward_numbers_by_name():
+    q, k, v = qkv()
+    out, lse = heddle.attention(q, k, v, return_lse=True)
+    with pytest.raises(TypeError, match=r"dropout = .* is not a number"):
+        heddle.attention_backward(out, q, k, v, out, lse, dropout=np.array([0.1, 0.2]))
+    for eps in (np.array([1e-5, 1e-5]), "x"):
+        with pytest.raises(TypeError, match=r"eps = .* is not a number"):
+            heddle.norm_linear(q, q[0, 0], norm="none", eps=eps)
+
+
 def test_far_windows():
     assert np.array_equal(heddle.attention(*qkv(), window=(2**70, 1)), heddle.attention(*qkv(), window=(None, 1)))
 

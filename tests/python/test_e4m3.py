@@ -263,7 +263,7 @@ def test_errors(device):
         heddle.flash_attn_with_kvcache(*rows[:2], wide[1].transpose(1, 2))
     lengths = torch.zeros(B, dtype=torch.int32, device=device)
     with pytest.raises(TypeError, match=r"dtype"):
-        heddle.attention_append(k, v, k[:, :, :1], v[:, :, :1], lengths)
+        heddle.attention_append(k, v, k[:, :, :1].clone(), v[:, :, :1].clone(), lengths)
 
 
 def test_arrays():

@@ -72,8 +72,16 @@ ATTENTION = [
     ({"seqlens_q": [1.0, 2.5]}, TypeError, "seqlens_q must be integers, not torch.float"),
     ({"seqlens_k": [True, False]}, TypeError, "seqlens_k must be integers, not torch.bool"),
     ({"seqlens_k": torch.ones(2, dtype=torch.complex64)}, TypeError, "integers, not torch.complex64"),
-    ({"seqlens_k": torch.tensor([2**32 + 3, 1])}, ValueError, r"seqlens_k\[0\] = 2147483647 is outside 0 to 6"),
+    ({"seqlens_k": torch.tensor([2**32 + 3, 1])}, ValueError, r"seqlens_k\[0\] = 4294967299 is outside 0 to 6"),
+    ({"seqlens_k": [2**32 + 3, 1]}, ValueError, r"seqlens_k\[0\] = 4294967299 is outside 0 to 6"),
+    ({"seqlens_q": torch.tensor([1, -(2**40)])}, ValueError, r"seqlens_q\[1\] = -1099511627776 is outside 0 to 5"),
+    ({"seqlens_k": "x"}, TypeError, "seqlens_k = 'x' must be integers"),
+    ({"seqlens_k": [2**70, 1]}, TypeError, "seqlens_k = .* must be integers"),
     ({"max_seqlen_q": 5}, ValueError, "without cu_seqlens"),
+    *(
+        ({name: ""}, TypeError, f"{name} = '' is ")
+        for name in ("softcap", "dropout", "return_lse", "return_weights", "tf32", "deterministic", "h_offset")
+    ),
     *(
         ({name: torch.ones(4, dtype=dtype)}, TypeError, f"{name} is {dtype}, but must be torch.float32")
         for name in ("alibi_slopes", "sinks")
@@ -124,7 +132,7 @@ def packed(**changed):
         ({"max_seqlen_k": 5}, "max_seqlen_k = 5"),
         ({"max_seqlen_q": 2**63}, "max_seqlen_q = 9223372036854775808 is outside 0 to 1099511627776"),
         ({"max_seqlen_k": -1}, "max_seqlen_k = -1 is outside 0 to 1099511627776"),
-        ({"cu_seqlens_k": torch.tensor([0, 2**32 + 3, 9])}, "exceed the 9 rows"),
+        ({"cu_seqlens_k": torch.tensor([0, 2**32 + 3, 9])}, r"cu_seqlens_k\[1\] = 4294967299 .*exceed the 9 rows"),
         ({"q": torch.randn(1, 9, 4, 8)}, "4 dimensions, but must have 3"),
     ],
 )

@@ -223,6 +223,42 @@ def test_causal_is_a_bool():
         assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("value", ["no", "", torch.tensor(True)], ids=str)
+@pytest.mark.parametrize("name", ["return_attn_probs", "deterministic", "return_softmax_lse"])
+def test_text_is_no_flag(name, value):
+    x, cu = torch.randn(2, 5, 2, 8), torch.tensor([0, 5, 10], dtype=torch.int32)
+    flat, three, two = x.flatten(0, 1), torch.stack((x, x, x), 2), torch.stack((x, x), 2)
+    calls = [
+        lambda **flags: heddle.flash_attn_func(x, x, x, **flags),
+        lambda **flags: heddle.flash_attn_func(x, x, x, dropout_p=0.5, **flags),
+        lambda **flags: heddle.flash_attn_qkvpacked_func(three, **flags),
+        lambda **flags: heddle.flash_attn_qkvpacked_func(three.clone().requires_grad_(), **flags),
+        lambda **flags: heddle.flash_attn_kvpacked_func(x, two, **flags),
+        lambda **flags: heddle.flash_attn_varlen_func(flat, flat, flat, cu, cu, 5, 5, **flags),
+        lambda **flags: heddle.flash_attn_varlen_qkvpacked_func(three.flatten(0, 1), cu, 5, **flags),
+        lambda **flags: heddle.flash_attn_varlen_kvpacked_func(flat, two.flatten(0, 1), cu, cu, 5, 5, **flags),
+    ]
+    if name == "return_softmax_lse":
+        calls = [lambda **flags: heddle.flash_attn_with_kvcache(x, x, x, **flags)]
+    for call in calls:
+        call(**{name: False})
+        call(**{name: True})
+        with pytest.raises(TypeError, match=f"{name} = .* is neither True nor False"):
+            call(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["softcap", "dropout_p"])
+@pytest.mark.parametrize("value", ["", None, [], [0.5, 0.5]], ids=str)
+def test_no_number(name, value):
+    x = torch.randn(2, 5, 2, 8)
+    for call in (
+        lambda **numbers: heddle.flash_attn_func(x, x, x, **numbers),
+        lambda **numbers: heddle.flash_attn_qkvpacked_func(torch.stack((x, x, x), 2).requires_grad_(), **numbers),
+    ):
+        with pytest.raises(TypeError, match=f"{name.removesuffix('_p')} = .* is not a number"):
+            call(**{name: value})
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_kvcache_compiled(backend):
     """In one graph, which tells what is wrong when it runs; nothing is written then."""

@@ -107,6 +107,35 @@ def test_errors(changed, kind, text):
         heddle.scaled_dot_product_attention(**(given | changed))
 
 
+@pytest.mark.parametrize("name", ["is_causal", "enable_gqa"])
+@pytest.mark.parametrize("value", ["no", "", torch.tensor(True), [1]], ids=str)
+def test_text_is_no_flag(name, value):
+    q = torch.randn(1, 2, 5, 8)
+    for given in ((q, q, q), (q, q, q, torch.ones(5, 5, dtype=torch.bool)), (q[0], q[0], q[0])):
+        with pytest.raises(TypeError, match=f"{name} = .* is neither True nor False"):
+            heddle.scaled_dot_product_attention(*given, **{name: value})
+    with heddle.patch(), pytest.raises(TypeError, match=f"'{name}' .*must be bool"):
+        F.scaled_dot_product_attention(q, q, q, **{name: value})
+
+
+def test_numbers_are_flags():
+    numpy = pytest.importorskip("numpy")
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    plain, causal = (heddle.scaled_dot_product_attention(q, q, q, is_causal=flag) for flag in (False, True))
+    for flag in (1, numpy.True_):
+        assert torch.equal(heddle.scaled_dot_product_attention(q, q, q, is_causal=flag), causal)
+        assert heddle.scaled_dot_product_attention(q, k, k, enable_gqa=flag).shape == q.shape
+    for flag in (0, None, numpy.False_):
+        assert torch.equal(heddle.scaled_dot_product_attention(q, q, q, is_causal=flag), plain)
+
+
+@pytest.mark.parametrize("value", ["", None, [], "0.5"], ids=str)
+def test_dropout_is_a_number(value):
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(TypeError, match=r"dropout = .* is not a number"):
+        heddle.scaled_dot_product_attention(q, q, q, dropout_p=value)
+
+
 NOTHING = {
     "d = 0": ((1, 2, 3, 0), (1, 2, 4, 0), (1, 2, 4, 5)),
     "dv = 0": ((1, 2, 3, 8), (1, 2, 4, 8), (1, 2, 4, 0)),
