@@ -37,6 +37,7 @@ merge() {
         }
         function add_cases(operation, n, wrong, from, to) {
             cases[operation] += n; failed[operation] += wrong
+            if (!n) return # seeds of nothing
             if (!(operation in first) || from < first[operation]) first[operation] = from
             if (!(operation in last) || to > last[operation]) last[operation] = to
         }

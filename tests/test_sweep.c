@@ -544,8 +544,9 @@ static void test_norm_linear(void **state) {
  * slope, which are three times what dgamma is; of the terms of u in 16 bits, in u and in y, too; of dz in dx; of dgamma itself beside
  * those; of a slope that is next to nothing and of dw's sums, in float32; and of dsinks, where NaN of a row that sees nothing hid them;
  * what is beyond 4.7 deviations by luck; heads that have dO alone in common, whose P of one key is 1; o of one element, which cancelled
- * by chance; D of one key, whose P is off as its lse is, or as a GPU's powers and logarithms are; dw where z is little beside x̂∘gamma
- * and beta; weights that are no normal numbers; and slopes of an activation whose own roundings have one sign.
+ * by chance; D of one key, whose P is off as its lse is, or as a GPU's powers and logarithms are; scores of -200 that are rounded three
+ * times; dw where z is little beside x̂∘gamma and beta; weights that are no normal numbers; and slopes of an activation whose own
+ * roundings have one sign.
  * And where a GPU's plain kernels summed 201 keys in one chain, and 464 queries of eight heads; where without dO sm80's backward named
  * rows of Q that lie anywhere in copies of nothing; and where Hopper's product of norm-linear was given moments of rows, which it does
  * not read, and wrote between the rows of u behind an activation of two halves.
@@ -572,6 +573,7 @@ static void test_found(void **state) {
     assert_true(attention_seed_is_right(92000487681, false));
     assert_true(attention_seed_is_right(94001005446, false));
     assert_true(attention_seed_is_right(98000043269, false));
+    assert_true(attention_seed_is_right(93000257665, false));
     assert_true(norm_linear_seed_is_right(20261447, false));
     assert_true(norm_linear_seed_is_right(20264134, false));
     assert_true(norm_linear_seed_is_right(98000000600, false));
