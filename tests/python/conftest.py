@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 
 import pytest
+from forked import Forks
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Threads that wait sleep: the processes of pytest-xdist have more of them than there are cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Each process of Inductor's own pool imports torch, to compile what these tests have one or two of.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Of JAX, before anything starts it: two devices on one CPU, and on a GPU no more memory than is used.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():  # what LLVM makes of JAX's own formulas is half of their time, and used once
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
 try:
     from hypothesis import settings
@@ -22,6 +30,26 @@ try:
     settings.load_profile("heddle")
 except ImportError:
     collect_ignore_glob = ["test_sweep.py"]
+
+
+@pytest.fixture(scope="session")
+def forks():
+    with Forks("torch", "torch._dynamo") as made:
+        yield made
+
+
+# Of the longest tests, which have processes of their own: they come first, so that the end waits for none of them.
+LONGEST = ("test_parallel.py", "test_export.py", "test_compatibility.py", "test_failures.py", "test_torch_suite.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONGEST and "mypy" not in item.name)
+
+
+def pytest_collection_finish():
+    """What was imported stays: else every collection of garbage looks through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def devices():

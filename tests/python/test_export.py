@@ -4,7 +4,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,17 +63,10 @@ def cuda_headers():
 
 @pytest.mark.skipif(torch.cuda.is_available() and not cuda_headers(), reason="CUDA's headers are not here")
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
-def test_an_exported_model_runs_without_python(tmp_path):
+def test_an_exported_model_runs_without_python(tmp_path, forks):
     package, program = tmp_path / "model.pt2", tmp_path / "run_exported"
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     compiler = compile_runner(program)
-    made = subprocess.run(
-        [sys.executable, str(ROOT / "examples/export_model.py"), str(package)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    made = forks.run(ROOT / "examples/export_model.py", package)
     assert made.returncode == 0, made.stderr
     assert compiler.wait(timeout=600) == 0
     operators = Path(heddle.__file__).with_name("_torch_ops.so")

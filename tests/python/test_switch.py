@@ -379,11 +379,11 @@ def test_modules(switched):
         assert torch.allclose(ours, patched, atol=1e-6)
 
 
-def ring(rank, results):
+def ring(rank, port, results):
     import torch.distributed as dist
     from torch.distributed.tensor.experimental._context_parallel import _attention as parallel
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["HEDDLE_TEST_PORT"])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     attentions.activate_flash_attention_impl("heddle")
     mesh = dist.init_device_mesh("cpu", (2,))
@@ -405,7 +405,7 @@ def ring(rank, results):
     dist.destroy_process_group()
 
 
-def public_ring(rank, results):
+def public_ring(rank, port, results):
     """PyTorch's context_parallel on two GPUs: heddle's kernels, and what one gives. Parts of few keys and of many."""
     import torch.distributed as dist
     from torch.distributed.tensor.experimental import context_parallel
@@ -413,7 +413,7 @@ def public_ring(rank, results):
     from torch.distributed.tensor.experimental._context_parallel import _attention as parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["HEDDLE_TEST_PORT"])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=2)
     attentions.activate_flash_attention_impl("heddle")
@@ -443,15 +443,17 @@ def public_ring(rank, results):
     dist.destroy_process_group()
 
 
-def run_two(target, monkeypatch):
+def run_two(target):
     import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("HEDDLE_TEST_PORT", str(free.getsockname()[1]))
-    context = torch.multiprocessing.get_context("spawn")
+        port = str(free.getsockname()[1])
+    # They are forks of one process that has imported torch; CUDA is not for such children.
+    context = torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context.set_forkserver_preload(["torch.distributed.tensor.experimental._context_parallel", "heddle", "pytest"])
     results = context.Queue()
-    processes = [context.Process(target=target, args=(rank, results)) for rank in range(2)]
+    processes = [context.Process(target=target, args=(rank, port, results)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -459,13 +461,13 @@ def run_two(target, monkeypatch):
         assert process.exitcode == 0
 
 
-def test_context_parallel(monkeypatch):
-    run_two(ring, monkeypatch)
+def test_context_parallel():
+    run_two(ring)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_context_parallel_on_gpus(monkeypatch):
-    run_two(public_ring, monkeypatch)
+def test_context_parallel_on_gpus():
+    run_two(public_ring)
 
 
 # ------------------------------------------------------------------------------------------------------- refusals

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from conftest import devices
+from forked import Forks
 from torch.utils.checkpoint import checkpoint
 
 import heddle
@@ -121,24 +121,29 @@ def test_compile_without_graph_breaks(backend, device):
         assert torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "order,use",
-    [
-        ("torch, heddle", "heddle.attention(q, q, q)"),
-        ("heddle, torch", "heddle.attention(q, q, q)"),
-        ("heddle, torch", "heddle.norm_linear(q, q[0, 0])"),
-        ("heddle, torch", "heddle.scaled_dot_product_attention(q, q, q)"),
+FIRST_USES = {
+    "torch, heddle": ["heddle.attention(q, q, q)"],
+    "heddle, torch": [
+        "heddle.attention(q, q, q)",
+        "heddle.norm_linear(q, q[0, 0])",
+        "heddle.scaled_dot_product_attention(q, q, q)",
     ],
-)
-def test_first_use_within_compile(order, use):
+}
+
+
+@pytest.mark.parametrize("order", FIRST_USES)
+def test_first_use_within_compile(order, forks):
     """Nothing of heddle for torch has been used before, nor, in one order, been loaded."""
-    program = (
-        f"import {order}; q = torch.randn(1, 2, 3, 8); run = lambda q: {use}; "
-        "compiled = torch.compile(run, fullgraph=True, backend='eager'); first = compiled(q); "
-        "again = compiled(2 * q); print(torch.allclose(first, run(q)), torch.allclose(again, run(2 * q)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "True True\n", done.stderr
+    modules = [*order.split(", "), "torch._dynamo"]
+    with contextlib.nullcontext(forks) if order.startswith("torch") else Forks(*modules) as fork:
+        for use in FIRST_USES[order]:
+            program = (
+                f"import {order}; q = torch.randn(1, 2, 3, 8); run = lambda q: {use}; "
+                "compiled = torch.compile(run, fullgraph=True, backend='eager'); first = compiled(q); "
+                "again = compiled(2 * q); print(torch.allclose(first, run(q)), torch.allclose(again, run(2 * q)))"
+            )
+            done = fork.run("-c", program)
+            assert done.stdout == "True True\n", f"{use}: {done.stderr}"
 
 
 @everywhere
