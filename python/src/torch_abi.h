@@ -61,6 +61,12 @@ int32_t aoti_torch_dtype_int32(void);
 int32_t aoti_torch_dtype_int64(void);
 int32_t aoti_torch_dtype_bool(void);
 int32_t aoti_torch_dtype_uint64(void);
+int32_t aoti_torch_dtype_int8(void); /* these are named in messages alone */
+int32_t aoti_torch_dtype_int16(void);
+int32_t aoti_torch_dtype_float8_e5m2(void);
+int32_t aoti_torch_dtype_float8_e4m3fnuz(void);
+int32_t aoti_torch_dtype_complex64(void);
+int32_t aoti_torch_dtype_complex128(void);
 
 /* With cond false it throws a C++ exception, which becomes a RuntimeError: nothing may be left to free. */
 void aoti_torch_check(bool cond, const char *function, const char *file, uint32_t line, const char *message);

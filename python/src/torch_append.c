@@ -24,8 +24,8 @@ enum {
 };
 enum { Q_OUT, LENGTHS };
 
-static const char *const names[] = {"k_cache", "v_cache", "k",           "v",           "seqlens_k", "q",
-                                    "cos",     "sin",     "block_table", "cache_index", "cu_seqlens"};
+static const char *const names[] = {"k_cache",    "v_cache",    "k",           "v",           "seqlens_k", "q",
+                                    "rotary_cos", "rotary_sin", "block_table", "cache_index", "cu_seqlens"};
 
 typedef struct append_problem {
     heddle_append a;
@@ -121,19 +121,20 @@ static bool take_angles(call *c, append_problem *p) {
     heddle_append *a = &p->a;
     const tensor *cos = &c->tensor[COS], *sin = &c->tensor[SIN];
     if (!cos->handle != !sin->handle)
-        return call_fail(c, "ValueError", "cos and sin come together, but only one is given");
+        return call_fail(c, "ValueError", "rotary_cos and rotary_sin come together, but only one is given");
     if (!cos->handle)
         return true;
     const bool wide = cos->dtype == aoti_torch_dtype_float32();
     if (cos->rank != 2 || cos->size[1] == 0)
-        return call_fail(c, "ValueError", "cos must have 2 dimensions, [positions, rotary / 2]");
-    if (!call_check(c, cos, "cos", wide ? cos->dtype : call_dtype(c)) || !call_check(c, sin, "sin", cos->dtype) ||
-        !call_check_shape(c, sin, "sin", 2, cos->size))
+        return call_fail(c, "ValueError", "rotary_cos must have 2 dimensions, [positions, rotary / 2]");
+    if (!call_check(c, cos, names[COS], wide ? cos->dtype : call_dtype(c)) ||
+        !call_check(c, sin, names[SIN], cos->dtype) || !call_check_shape(c, sin, names[SIN], 2, cos->size))
         return false;
     if (cos->size[0] > 1 && (cos->stride[0] != sin->stride[0] || cos->stride[0] == 0))
-        return call_fail(c, "ValueError",
-                         "the rows of cos lie %lld elements apart, those of sin %lld: make both contiguous",
-                         (long long)cos->stride[0], (long long)sin->stride[0]);
+        return call_fail(
+            c, "ValueError",
+            "the rows of rotary_cos lie %lld elements apart, those of rotary_sin %lld: make both contiguous",
+            (long long)cos->stride[0], (long long)sin->stride[0]);
     a->table_dtype = wide ? HEDDLE_F32 : c->dtype;
     a->positions = cos->size[0];
     a->rotary = 2 * cos->size[1];

@@ -205,6 +205,33 @@ static void follow_threads(call *c) {
 #endif
 }
 
+/* As messages call it; NULL of what PyTorch gets later. */
+static const char *dtype_name(int32_t dtype) {
+    static const struct {
+        int32_t (*number)(void);
+        const char *name;
+    } known[] = {{aoti_torch_dtype_float32, "float32"},
+                 {aoti_torch_dtype_bfloat16, "bfloat16"},
+                 {aoti_torch_dtype_float16, "float16"},
+                 {aoti_torch_dtype_float64, "float64"},
+                 {aoti_torch_dtype_float8_e4m3fn, "torch.float8_e4m3fn"},
+                 {aoti_torch_dtype_float8_e4m3fnuz, "torch.float8_e4m3fnuz"},
+                 {aoti_torch_dtype_float8_e5m2, "torch.float8_e5m2"},
+                 {aoti_torch_dtype_bool, "bool"},
+                 {aoti_torch_dtype_uint8, "uint8"},
+                 {aoti_torch_dtype_int8, "int8"},
+                 {aoti_torch_dtype_int16, "int16"},
+                 {aoti_torch_dtype_int32, "int32"},
+                 {aoti_torch_dtype_int64, "int64"},
+                 {aoti_torch_dtype_uint64, "uint64"},
+                 {aoti_torch_dtype_complex64, "complex64"},
+                 {aoti_torch_dtype_complex128, "complex128"}};
+    for (size_t x = 0; x < sizeof known / sizeof *known; x++)
+        if (known[x].number() == dtype)
+            return known[x].name;
+    return NULL;
+}
+
 bool call_device(call *c, int lead, const char *name) {
     if (c->message[0])
         return false;
@@ -220,9 +247,8 @@ bool call_device(call *c, int lead, const char *name) {
     else if (t->dtype == aoti_torch_dtype_float64())
         c->dtype = HEDDLE_F64;
     else
-        return call_fail(c, "TypeError",
-                         "%s has torch's dtype number %d; it must be float32, bfloat16, float16 or float64", name,
-                         t->dtype);
+        return call_fail(c, "TypeError", "%s is %s, but must be float32, bfloat16, float16 or float64", name,
+                         dtype_name(t->dtype) ? dtype_name(t->dtype) : "of another dtype");
     if (t->device_type == aoti_torch_device_type_cuda()) {
         c->device = HEDDLE_CUDA;
         return find_stream(c);
@@ -249,30 +275,10 @@ int32_t call_real(const call *c) {
 
 /* ----------------------------------------------------------------------------------------------------- checks */
 
-static const char *dtype_name(int32_t dtype) {
-    if (dtype == aoti_torch_dtype_float32())
-        return "float32";
-    if (dtype == aoti_torch_dtype_bfloat16())
-        return "bfloat16";
-    if (dtype == aoti_torch_dtype_float16())
-        return "float16";
-    if (dtype == aoti_torch_dtype_float64())
-        return "float64";
-    if (dtype == aoti_torch_dtype_float8_e4m3fn())
-        return "torch.float8_e4m3fn";
-    if (dtype == aoti_torch_dtype_int32())
-        return "int32";
-    if (dtype == aoti_torch_dtype_int64())
-        return "int64";
-    if (dtype == aoti_torch_dtype_bool())
-        return "bool";
-    return "another dtype";
-}
-
 bool call_check(call *c, const tensor *t, const char *name, int32_t dtype) {
     if (t->dtype != dtype)
-        return call_fail(c, "TypeError", "%s is %s, but must be %s here", name, dtype_name(t->dtype),
-                         dtype_name(dtype));
+        return call_fail(c, "TypeError", "%s is %s, but must be %s here", name,
+                         dtype_name(t->dtype) ? dtype_name(t->dtype) : "of another dtype", dtype_name(dtype));
     if (t->device_type != c->device_type || t->device_index != c->device_index)
         return call_fail(c, "ValueError", "%s is on device %d:%d, the first tensor on %d:%d (torch's numbers)", name,
                          t->device_type, t->device_index, c->device_type, c->device_index);

@@ -133,7 +133,7 @@ def test_refusals():
         call(cache, cache.clone(), new, new, lengths.long())
     with pytest.raises(TypeError, match="k is float16"):
         call(cache, cache.clone(), new.half(), new, lengths)
-    with pytest.raises(ValueError, match="cos and sin come together"):
+    with pytest.raises(ValueError, match="rotary_cos and rotary_sin come together"):
         call(cache, cache.clone(), new, new, lengths, rotary_cos=cos)
     with pytest.raises(ValueError, match="positions = 7 is outside 8"):
         call(cache, cache.clone(), new, new, lengths, rotary_cos=cos[:7], rotary_sin=cos[:7])

@@ -236,8 +236,9 @@ def test_errors(device):
     fails(ValueError, "k_scale is given, but k and v are not float8_e4m3fn", q, *wide, k_scale=one)
     fails(TypeError, "v is bfloat16, but must be torch.float8_e4m3fn", q, k, wide[1])
     fails(TypeError, "k is bfloat16, but must be torch.float8_e4m3fn", q, wide[0], v)
-    fails(TypeError, "q has torch's dtype", q.to(EIGHT), k, v)
-    fails(TypeError, "k is another dtype", q, k.float().to(torch.float8_e5m2), v.float().to(torch.float8_e5m2))
+    fails(TypeError, "q is torch.float8_e4m3fn, but must be float32", q.to(EIGHT), k, v)
+    other = [x.float().to(torch.float8_e5m2) for x in (k, v)]
+    fails(TypeError, "k is torch.float8_e5m2, but must be", q, *other)
     fails(ValueError, "k_scale", q, k, v, k_scale=one[:, :1])
     fails(ValueError, "v_scale", q, k, v, v_scale=one[:1])
     fails(TypeError, "v_scale is torch.int64", q, k, v, v_scale=one.long())
@@ -262,7 +263,7 @@ def test_errors(device):
     with pytest.raises(TypeError, match=r"v_cache is torch.bfloat16, but must be torch\.float8_e4m3fn"):
         heddle.flash_attn_with_kvcache(*rows[:2], wide[1].transpose(1, 2))
     lengths = torch.zeros(B, dtype=torch.int32, device=device)
-    with pytest.raises(TypeError, match=r"dtype"):
+    with pytest.raises(TypeError, match=r"k is torch.float8_e4m3fn, but must be float32"):
         heddle.attention_append(k, v, k[:, :, :1].clone(), v[:, :, :1].clone(), lengths)
 
 

@@ -158,7 +158,7 @@ def test_in_pages(changed, kind, text):
         ({"rotary_cos": torch.randn(31, 4), "rotary_sin": torch.randn(31, 4)}, ValueError, r"has shape \[31, 4\]"),
         ({"rotary_sin": torch.randn(32, 3)}, ValueError, r"sin has shape \[32, 3\]"),
         ({"rotary_cos": torch.randn(32, 9), "rotary_sin": torch.randn(32, 9)}, ValueError, "rotary = 18"),
-        ({"rotary_sin": torch.randn(32, 4).half()}, TypeError, "sin is float16"),
+        ({"rotary_sin": torch.randn(32, 4).half()}, TypeError, "rotary_sin is float16"),
         ({"rotary_interleaved": None}, TypeError, "rotary_interleaved = None is neither True nor False"),
         ({"softmax_scale": math.inf}, ValueError, "softmax_scale = inf"),
     ],
