@@ -200,9 +200,20 @@ class _Sdpa(TorchFunctionMode):
         return scaled_dot_product_attention(*args, **kwargs)
 
 
+def _drops_head_mask(kind: Any) -> int | None:
+    """At which place a layer's class takes a head_mask that it then forgets (Albert's of transformers 4); or None."""
+    try:
+        source = inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return None
+    names = list(inspect.signature(kind.forward).parameters)[1:]
+    return names.index("head_mask") if "head_mask" in names and len(re.findall(r"\bhead_mask\b", source)) == 1 else None
+
+
 @functools.cache
 def _through_sdpa(kind: Any) -> Any:
     """A layer's class for sdpa, with heddle in the place of PyTorch's function."""
+    dropped = _drops_head_mask(kind)
 
     class Layer(kind):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -211,6 +222,11 @@ def _through_sdpa(kind: Any) -> Any:
             super().__init__(own, *args, **kwargs)
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if dropped is not None and (args[dropped] if len(args) > dropped else kwargs.get("head_mask")) is not None:
+                raise NotImplementedError(
+                    f"{kind.__name__} is given a head_mask, which it forgets; load this model with "
+                    "attn_implementation='eager', or call it without"
+                )
             with _Sdpa():
                 return super().forward(*args, **kwargs)
 

@@ -156,6 +156,9 @@ def attention_forward(
         sizes = attention_mask.shape
         if len(sizes) == 4 and sizes[3] > key.shape[-2]:
             attention_mask = attention_mask[..., : key.shape[-2]]  # of a static cache, in older versions
+        if sizes[-1] == 1 < key.shape[-2] and attention_mask.is_floating_point():
+            why = f"[{', '.join(map(str, sizes))}], a number for all keys, as vision models of transformers 4 hand on a"
+            raise _refuse(module, "attention_mask", f"of shape {why} head_mask, which heddle does not know")
         mask, bias = (None, attention_mask) if attention_mask.is_floating_point() else (attention_mask, None)
     elif is_causal is None and sq > 1:
         # Where masks are made as for eager, they say it all, and nobody may have cared what the layer says. Where

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,6 +60,35 @@ def test_unknown_arguments_are_refused_by_name():
     given = {"position_ids": torch.arange(6), "use_cache": True, "head_mask": None, "output_hidden_states": False}
     out, _ = heddle.hf.attention_forward(layer(), q, k, v, None, **given)
     assert torch.equal(out, heddle.attention(q, k, v, causal=True).transpose(1, 2))
+
+
+def test_a_head_mask_in_the_place_of_the_mask_is_refused():
+    """As vision models of transformers 4 give it. What is a number for each key is a mask, and so is what is boolean."""
+    q, k, v = tensors()
+    of_heads = torch.tensor([1.0, 0.0, 1.0, 0.5]).view(1, 4, 1, 1)
+    with pytest.raises(NotImplementedError, match=r"'attention_mask', of shape \[1, 4, 1, 1\].* head_mask"):
+        heddle.hf.attention_forward(layer(), q, k, v, of_heads)
+    for name, mask in (("bias", of_heads.expand(1, 4, 1, 6)), ("mask", of_heads.bool())):
+        out, _ = heddle.hf.attention_forward(layer(), q, k, v, mask)
+        torch.testing.assert_close(out, heddle.attention(q, k, v, **{name: mask}).transpose(1, 2))
+
+
+def test_a_head_mask_that_a_layer_forgets_is_refused():
+    """As Albert's layers for sdpa do in transformers 4."""
+
+    class Forgets(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+
+        def forward(self, x, attention_mask=None, head_mask=None, output_attentions=False):
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    made = heddle._hf_models._through_sdpa(Forgets)(types.SimpleNamespace())
+    x, of_heads = torch.randn(1, 2, 3, 8), torch.ones(2)
+    assert torch.equal(made(x, None, None), heddle.scaled_dot_product_attention(x, x, x))
+    for given in ({"head_mask": of_heads}, (None, of_heads)):
+        with pytest.raises(NotImplementedError, match="Forgets is given a head_mask, which it forgets"):
+            made(x, **given) if isinstance(given, dict) else made(x, *given)
 
 
 def test_window_as_a_tensor():
