@@ -54,7 +54,7 @@ def count_calls():
 
     def counted(inner):
         def count(*args, **options):
-            note(args[0], options.get("mask"))
+            note(args[0] if args else options["query"], options.get("mask"))
             return inner(*args, **options)
 
         return count
