@@ -55,7 +55,7 @@ NAV = {
         "What it is": "README.md",
         "Ten minutes": "docs/start.md",
         "Install": "docs/install.md",
-        "All pages": "docs/README.md",
+        "All pages": "docs/index.md",
     },
     "Use it": {
         "The API in C": "docs/api.md",

@@ -403,8 +403,10 @@ left=$(find . -maxdepth 1 -name '.heddle*')
 [ -z "$left" ] || wrong "temporary files were left: $left"
 
 # ------------------------------------------------------------------------------------------------ verify and demo
-works verify --case p22
-grep -q "overall: ok" out || wrong "heddle verify --case p22 does not end with a verdict"
+for case in p22 day19 day50 day55 fa2-warps; do
+    works verify --device cpu --case $case
+    grep -q "overall: ok" out || wrong "heddle verify --case $case does not end with a verdict"
+done
 works verify --device ref --case fa2-warps
 refuses "is none of p22" verify --case nonsense
 works verify --device cpu --filter "fa2-warps: test 1" --json checks.json

@@ -60,6 +60,10 @@ ELSEWHERE = {
     r"heddle demo": ("tests/install/run.sh", r'bin/heddle" demo'),
     r"heddle bench --device cuda(?: --json > .*)?": ("tests/gpu/bench.sh", r"bench --device cuda"),
     r"heddle bench --html": ("tests/python/test_browser.py", r'"--html"'),
+    r"heddle verify --case (?:p22|day19|day50|day55|fa2-warps)": (
+        "tests/test_cli.sh",
+        r"for case in p22 day19 day50 day55 fa2-warps",
+    ),
     r"heddle verify --random": ("tests/CMakeLists.txt", r"heddle_command verify --random"),
     r"python examples/serve\.py .*": ("tests/python/test_package.py", r"examples/serve\.py"),
     r"torchrun --nproc-per-node 2 examples/train_long\.py .*": (

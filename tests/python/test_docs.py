@@ -245,11 +245,11 @@ def test_no_notes(page):
 
 
 def test_index():
-    """docs/README.md has every page."""
-    text = (ROOT / "docs/README.md").read_text()
+    """docs/index.md has every page."""
+    text = (ROOT / "docs/index.md").read_text()
     for page in PAGES:
         name = os.path.relpath(page, ROOT / "docs")
-        assert name == "README.md" or f"]({name})" in text, f"the index has no {name}"
+        assert name == "index.md" or f"]({name})" in text, f"the index has no {name}"
 
 
 def commands(text: str) -> list[str]:
