@@ -63,7 +63,7 @@ def test_unknown_arguments_are_refused_by_name():
 
 
 def test_a_head_mask_in_the_place_of_the_mask_is_refused():
-    """As vision models of transformers 4 give it. What is a number for each key is a mask, and so is what is boolean."""
+    """As vision models of transformers 4 give it. A number for each key is a mask, and so is what is boolean."""
     q, k, v = tensors()
     of_heads = torch.tensor([1.0, 0.0, 1.0, 0.5]).view(1, 4, 1, 1)
     with pytest.raises(NotImplementedError, match=r"'attention_mask', of shape \[1, 4, 1, 1\].* head_mask"):
