@@ -126,6 +126,8 @@ def test_report(tmp_path, dark):
         rows = tab.evaluate("document.querySelectorAll('#body tr').length")
         assert rows == len(kept)
         assert tab.evaluate("document.querySelectorAll('#plot rect').length") > rows  # peers, too
+        beside = "ROWS.filter(r => r.pass === '{}' && r.peers.PyTorch && r.peers.PyTorch.rate > 0).length"
+        assert tab.evaluate(beside.format("backward")) == tab.evaluate(beside.format("forward")) > 0
         tab.evaluate("[...document.querySelectorAll('#head button')].find(x => x.textContent === 'ms').click()")
         times = tab.evaluate("[...document.querySelectorAll('#body tr')].map(x => Number(x.cells[3].textContent))")
         assert times == sorted(times, reverse=True) and times[0] > times[-1]
