@@ -5,6 +5,7 @@
 #include "bytes.h"
 
 #include <dirent.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { LONGEST = 1 << 16 };
@@ -14,7 +15,7 @@ static int replay_file(const char *path) {
     FILE *in = fopen(path, "rb");
     if (!in) {
         fprintf(stderr, "%s cannot be read\n", path);
-        return 0;
+        exit(2);
     }
     const size_t n = fread(data, 1, sizeof data, in);
     fclose(in);
@@ -31,7 +32,7 @@ static int replay_directory(const char *path) {
     int count = 0;
     if (!directory) {
         fprintf(stderr, "%s is no directory\n", path);
-        return 0;
+        exit(2);
     }
     for (struct dirent *entry; (entry = readdir(directory));) {
         char file[4096];
