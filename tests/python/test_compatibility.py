@@ -29,8 +29,8 @@ MARKS = {
 }
 
 
-def run(*options):
-    done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True)
+def run(*options, env=None):
+    done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -75,3 +75,21 @@ def test_continuous_batching(tmp_path):
     text = run("--batches", "--write", str(tmp_path))
     assert "| gemma2 |" in written("compatibility.md", tmp_path, around)
     assert "gemma2: right" in text and re.search(r"gptj: (right|refused by name)", text)  # from 5.24 on: right
+
+
+@pytest.mark.skipif(not os.environ.get("HEDDLE_LONG"), reason="./dev test --long")
+@pytest.mark.parametrize("version", ["4.57.6", "5.23.0"])
+def test_another_version(version, tmp_path):
+    """All that is known of transformers in another version than the one that is installed: each architecture, and the
+    tests of the adapter."""
+    installed = [sys.executable, "-m", "pip", "install", "-q", "--target", str(tmp_path), f"transformers=={version}"]
+    done = subprocess.run(installed, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"transformers {version} is not to be had: {done.stderr.strip().splitlines()[-1:]}")
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    text = run(env=env)
+    assert text.splitlines()[-1].startswith(version) and "llama: right" in text
+    files = sorted(map(str, SCRIPT.parent.glob("test_hf*.py")))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=SCRIPT.parent)
+    assert done.returncode == 0, done.stdout
