@@ -93,7 +93,7 @@ def summary(rows):
 def tables(rows):
     """A line for both passes: their cells stand beside each other."""
     percent, times = (lambda x: f"{100 * x:.0f}%"), (lambda x: f"{x:.2f}×" if x < 20 else f"{x:.0f}×")
-    out = heading(rows, "##", " A goal stands in brackets.")
+    out = heading(rows, "##", " Goals are in brackets.")
     for (threads, _, section), group in parts(rows):
         last = {"attention 16-bit": "over heddle's float32", "norm-linear": "over heddle's float32",
                 "norm-linear prepared": "over unprepared",

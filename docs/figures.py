@@ -249,7 +249,7 @@ WORDS = {
     "bias": "bias of [b, h, s, s]",
     "bias padding": "padding, as a bias of [b, 1, 1, s]",
     "bias shared": "bias of [h, s, s]",
-    "dbias": "the same with its gradient",
+    "dbias": "bias of [b, h, s, s] with its gradient",
     "dbias shared": "bias of [h, s, s] with its gradient",
     "window 512": "window of 512",
 }
