@@ -18,11 +18,22 @@ from torch import Tensor
 
 from heddle import attention
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._flex_apply import Expression, Score, conjuncts, varies
+from heddle._flex_apply import Expression, Score, conjuncts, sum_of, varies
 from heddle._flex_calls import refuse
 from heddle._flex_forms import band, slope
 from heddle._flex_kept import Recipe, Shelf, are_lists_of, capturing, functions, latest, lists_of, recaller, stream_of
-from heddle._flex_masks import Evaluated, Masks, Problem, Tiles, dense, is_square, key_of, of_cut_tiles
+from heddle._flex_masks import (
+    Evaluated,
+    Masks,
+    Problem,
+    Tiles,
+    check_block_mask,
+    check_lists,
+    dense,
+    is_square,
+    key_of,
+    of_cut_tiles,
+)
 from heddle._flex_trace import is_known, trace
 from heddle._kinds import bias_of, need_tensors
 from heddle._ops import prepare, short
@@ -69,19 +80,23 @@ def _conditions_of(mask: Any, like: Tensor, p: Problem) -> tuple[list[Any], bool
     """What a BlockMask's mask_mod says; whether it has lists that may say something else."""
     if mask is None:
         return [], False
+    if not torch.compiler.is_compiling():
+        check_block_mask(mask)
     if min(mask.BLOCK_SIZE) >= _UNBOUNDED:
         return trace(mask.mask_mod, like, False), False
     if tuple(mask.seq_lengths) != (p.sq, p.sk):
         raise HeddleValueError(
             f"block_mask was made for lengths {tuple(mask.seq_lengths)}, but query and key have {(p.sq, p.sk)}"
         )
+    if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise HeddleValueError("block_mask was sliced, and has no mask_mod any more: set it from the original")
+    if not torch.compiler.is_compiling():
+        check_lists(mask, p)
     if mask.kv_num_blocks.device != p.device:
         raise HeddleValueError(f"block_mask is on {mask.kv_num_blocks.device}, query on {p.device}")
     for x, (have, want) in enumerate(zip(mask.kv_num_blocks.shape[:2], (p.b, p.h), strict=True)):
         if have not in (1, want):
             raise HeddleValueError(f"block_mask has size {have} in dimension {x}, which must be 1 or {want}")
-    if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
-        raise HeddleValueError("block_mask was sliced, and has no mask_mod any more: set it from the original")
     if torch.compiler.is_compiling():
         return trace(mask.mask_mod, like, False), True
     try:
@@ -137,7 +152,9 @@ def _refused(kept: Any, query: Tensor, key: Tensor, value: Tensor, bias: Any, re
 
 def _laid_out(tensor: Tensor) -> Tensor:
     """PyTorch's function takes any strides."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    if tensor.layout is not torch.strided or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    return tensor.contiguous()
 
 
 _recall = recaller(_known, functions, latest, short, _refused)
@@ -152,6 +169,8 @@ def _slopes(value: Any, p: Problem) -> Tensor | None:
         return None
     if isinstance(value, Expression):
         value = value.values(p.indices())
+    if isinstance(value, complex) or (isinstance(value, Tensor) and value.is_complex()):
+        return None
     if not isinstance(value, Tensor):
         return torch.full((p.h,), float(value), dtype=p.real, device=p.device)
     value = value.to(p.real)
@@ -162,8 +181,8 @@ def _slopes(value: Any, p: Problem) -> Tensor | None:
 
 def _added(score: Score, causal: bool, off: int, p: Problem) -> tuple[dict[str, Any], list[Any]]:
     """alibi_slopes and bias of what is added to a score, and the bias's terms. `causal`: no query sees keys behind."""
-    slopes, bias = None, None
-    terms = []
+    slopes: Tensor | None = None
+    terms, values = [], []
     for term in score.added:
         found = slope(term) if off == 0 else None
         made = None
@@ -175,9 +194,12 @@ def _added(score: Score, causal: bool, off: int, p: Problem) -> tuple[dict[str, 
             continue
         terms.append(term)
         value = term.values(p.indices()) if isinstance(term, Expression) else term
+        if isinstance(value, complex) or (isinstance(value, Tensor) and value.is_complex()):
+            refuse("a complex number added to a score")
         if not isinstance(value, Tensor):
             value = torch.full((1, 1, 1, 1), float(value), dtype=p.real, device=p.device)
-        bias = value if bias is None else bias + value
+        values.append(value)
+    bias = sum_of(p.real, *values) if values else None
     if bias is not None:
         bias = bias if bias.is_floating_point() else bias.to(p.real)
         bias = bias.expand(_broadcast_shapes(bias.shape, (1, 1, 1, p.sk)))
@@ -240,6 +262,12 @@ def flex_attention(
         )
     if return_lse and return_aux is not None:
         raise HeddleValueError("return_lse and return_aux cannot be given together")
+    if score_mod is not None and not callable(score_mod):
+        raise HeddleTypeError(f"score_mod must be a function, not {type(score_mod).__name__}")
+    if block_mask is not None and not hasattr(block_mask, "mask_mod"):
+        raise HeddleTypeError(f"block_mask must be a BlockMask, not {type(block_mask).__name__}")
+    if return_aux is not None and not hasattr(return_aux, "max_scores"):
+        raise HeddleTypeError(f"return_aux must be an AuxRequest, not {type(return_aux).__name__}")
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError("heddle.flex_attention has no max_scores")
     if kernel_options is not None and not isinstance(kernel_options, dict):
@@ -280,7 +308,11 @@ def _options(
     """heddle.attention's options for the two functions; the terms of a bias, where it can be computed anew of them."""
     if score_mod is None is block_mask:
         return {"scale": scale}, None
-    score = None if score_mod is None else trace(score_mod, query, True)
+    score = None
+    if score_mod is not None:
+        score = trace(score_mod, query, True)
+        if score is None:
+            refuse("a score_mod that returns None")
     options, learned = _found(score, block_mask, query, p)
     factor = 1.0 if score is None else score.factor
     if factor != 1.0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ def _index(tensor: Any, index: Any) -> Expression:
     for part in parts:
         if isinstance(part, Expression) and not part.rest:
             uses = uses | part.uses  # torch.compile of torch 2.11 knows no |= of these
-        elif not (isinstance(part, int) or (isinstance(part, Tensor) and part.dim() == 0)):
+        elif isinstance(part, bool) or not (isinstance(part, int) or (isinstance(part, Tensor) and part.dim() == 0)):
             refuse(f"the index {part!r} of a captured tensor")
     parts = (*earlier, *parts)
     for part in earlier:
@@ -188,7 +189,13 @@ def _index(tensor: Any, index: Any) -> Expression:
     if len(parts) > tensor.dim():
         raise IndexError(f"too many indices for a captured tensor of dimension {tensor.dim()}")
     rest, kind = tensor.dim() - len(parts), kind_of_dtype(tensor.dtype)
-    return Expression("getitem", lambda t, *at: t[at], (tensor, *parts), {}, uses, kind, rest)
+    return Expression("getitem", _picked, (tensor, *parts), {}, uses, kind, rest)
+
+
+def _picked(tensor: Tensor, *at: Any) -> Tensor:
+    if any(part.dtype in (torch.bool, torch.uint8) for part in at if isinstance(part, Tensor)):
+        refuse("an index of a captured tensor that is boolean or uint8, which PyTorch takes for a mask (say .long())")
+    return tensor[at]
 
 
 def apply(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,7 +240,34 @@ def apply(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         for one, other in (args, args[::-1]):
             if one is (name == "and"):
                 return other
+    if name not in _OF_ONE_DTYPE and any(map(_has_no_index, (*args, *kwargs.values()))):
+        function = partial(_of_equals, name, function)
     return Expression(name, function, args, kwargs, uses, kind_made(name, args, kwargs))
+
+
+_OF_ONE_DTYPE = ("to", "type", "masked_fill", "full_like")  # that of one argument, whatever the others are
+
+
+def _has_no_index(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, Expression) and not value.uses)
+
+
+def _of_equals(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """function(...) for indices that all have dimensions, in the dtype that it has for one of each: there a tensor
+    without dimensions has a say in it, as they all are such, and here PyTorch does not ask it."""
+    first = 1 if name == "where" else 0
+    tensors = [value for value in (*args[first:], *kwargs.values()) if isinstance(value, Tensor)]
+    dtype = tensors[0].dtype
+    for each in tensors[1:]:
+        dtype = torch.promote_types(dtype, each.dtype)
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or kind_of(value) == TRUTH:
+            return value
+        return value.to(dtype) if value.is_floating_point() == dtype.is_floating_point else value
+
+    own = [*args[:first], *[cast(value) for value in args[first:]]]
+    return function(*own, **{key: cast(value) for key, value in kwargs.items()})
 
 
 def _third(args: tuple[Any, ...]) -> dict[str, Any]:
@@ -306,10 +340,32 @@ def _as_added(value: Any, score: Any) -> Any:
     """Sums of booleans and of short integers are others than sums of the numbers that they are in a score."""
     if not isinstance(value, (Expression, Tensor)) or kind_of(value) in (INDEX, REAL):
         return value
+    return _as_real(value, score)
+
+
+def _as_real(value: Any, score: Any) -> Any:
+    """What is added in the type in which PyTorch computes a score: other numbers than Python's, in less digits."""
+    if not isinstance(value, (Expression, Tensor)):
+        return value
     dtype = torch.float64 if score.dtype == torch.float64 else torch.float32
     if isinstance(value, Tensor):
-        return value.to(dtype)
-    return Expression("to", Tensor.to, (value, dtype), {}, value.uses, REAL)
+        return in_digits(value, dtype)
+    return Expression("to", in_digits, (value, dtype), {}, value.uses, REAL, value.rest)
+
+
+def in_digits(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor in this dtype, or in its own if that has more digits."""
+    return value.to(torch.promote_types(value.dtype, dtype)) if isinstance(value, Tensor) else value
+
+
+def sum_of(dtype: torch.dtype, *values: Any) -> Any:
+    """Of what is added to a score, which has this dtype: no sum is rounded to the type of bfloat16's tables."""
+    if len(values) == 1:
+        return values[0]
+    total, *others = [in_digits(value, dtype) for value in values]
+    for each in others:
+        total = total + each
+    return total
 
 
 def _multiply(score: Any, other: Any) -> Score:
@@ -318,18 +374,25 @@ def _multiply(score: Any, other: Any) -> Score:
         refuse("a score multiplied with what is no number of Python")
     if score.seen and number <= 0:
         refuse("a masked score multiplied with a number that is not positive")
-    added = tuple(each * number for each in score.added)
+    # An integer times a number has a number's digits.
+    added = [each if abs(number) == 1 or kind_of(each) != REAL else _as_real(each, score) for each in score.added]
+    added = [each * number for each in added]
     if score.cap:
         # A sign goes through tanh.
         score = score.but(cap=score.cap * abs(number))
-    multiplied: Score = score.but(factor=score.factor * number, added=added)
+    multiplied: Score = score.but(factor=score.factor * number, added=tuple(added))
     return multiplied
 
 
-def _total(added: tuple[Any, ...]) -> Any:
-    total: Any = 0.0
-    for each in added:
-        total = each if isinstance(total, float) and total == 0.0 else total + each
+def _total(added: tuple[Any, ...], score: Any, other: tuple[Any, ...]) -> Any:
+    """The sum of what is added to a score on one side of torch.where; `other`: on its other side."""
+    if not added:
+        return 0.0
+    if len(added) == 1 and not other:
+        return added[0]
+    total, *others = [_as_real(each, score) for each in added]
+    for each in others:
+        total = total + each
     return total
 
 
@@ -367,7 +430,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
         refuse("torch.where of scores that are scaled or capped in two ways")
     added, seen = a.added, a.seen
     if not _same(a.added, b.added):
-        sides = (condition, _total(a.added), _total(b.added))
+        sides = (condition, _total(a.added, a, b.added), _total(b.added, b, a.added))
         added = (apply("where", _where_of_numbers, sides, {}),)
     if not _same(a.seen, b.seen):
         other = apply("invert", operator.invert, (condition,), {})  # torch.compile knows no ~ of what is no tensor

@@ -7,10 +7,12 @@ import math
 from typing import Any
 
 from heddle._flex_apply import Expression, Leaf, number_of
+from heddle._flex_calls import REAL
 
 
-def linear(value: Any) -> tuple[float, float, float] | None:
-    """(x, y, z), where value is x·q_idx + y·kv_idx + z."""
+def linear(value: Any, exact: bool = False) -> tuple[float, float, float] | None:
+    """(x, y, z), where value is x·q_idx + y·kv_idx + z. `exact`: None where PyTorch's own numbers may be others, since
+    it rounds to float32 on the way or goes past the end of int64."""
     number = number_of(value)
     if number is not None:
         return 0.0, 0.0, number
@@ -19,10 +21,22 @@ def linear(value: Any) -> tuple[float, float, float] | None:
     if isinstance(value, Leaf):
         places = {"q_idx": (1.0, 0.0, 0.0), "kv_idx": (0.0, 1.0, 0.0)}
         return places.get(value.name)
-    parts = [linear(arg) for arg in value.args]
+    parts = [linear(arg, exact) for arg in value.args]
     if value.kwargs or None in parts:
         return None
-    known: list[Any] = parts
+    form = _combined(value, parts)
+    return form if form is None or not exact or _is_exact(form, value.kind) else None
+
+
+def _is_exact(form: tuple[float, float, float], kind: int) -> bool:
+    """For a million rows and more: of int64, or of so few digits that float32 has them."""
+    most, last = (2.0, 2.0**20) if kind == REAL else (2.0**20, 2.0**52)
+    small = abs(form[0]) <= most and abs(form[1]) <= most and abs(form[2]) <= last  # not so where it is NaN
+    return small and all((8 * part).is_integer() for part in form)
+
+
+def _combined(value: Expression, known: list[Any]) -> tuple[float, float, float] | None:
+    """`linear` of an operation on what has these forms."""
     if value.name in ("add", "sub"):
         sign = 1.0 if value.name == "add" else -1.0
         x, y, z = (a + sign * b for a, b in zip(*known, strict=True))
@@ -48,11 +62,13 @@ def band(condition: Any) -> tuple[float, float] | None:
     name = condition.name
     for inner, bound, turned in ((left, right, name), (right, left, _TURNED[name])):
         limit = number_of(bound)
-        distance = linear(inner.args[0]) if isinstance(inner, Expression) and inner.name == "abs" else None
+        distance = linear(inner.args[0], True) if isinstance(inner, Expression) and inner.name == "abs" else None
         if distance is not None and limit is not None and distance in ((1.0, -1.0, 0.0), (-1.0, 1.0, 0.0)):
-            limit = math.ceil(limit) - 1 if turned == "lt" else math.floor(limit)
+            if math.isnan(limit):
+                return None
+            limit = _up(limit) - 1 if turned == "lt" else _down(limit)
             return (-limit, limit) if turned in ("lt", "le") and limit >= 0 else None
-    forms = linear(left), linear(right)
+    forms = linear(left, True), linear(right, True)
     if forms[0] is None or forms[1] is None:
         return None
     x, y, z = (a - b for a, b in zip(*forms, strict=True))  # type: ignore[arg-type]
@@ -60,15 +76,28 @@ def band(condition: Any) -> tuple[float, float] | None:
         return None
     if x == 1.0:  # q - kv + z against 0: kv - q - z the other way round
         name, z = _TURNED[name], -z
+    if math.isnan(z) or (name == "eq" and not z.is_integer()):
+        return None
     # kv - q against -z, where both are whole
     limits = {
-        "le": (-math.inf, math.floor(-z)),
-        "lt": (-math.inf, math.ceil(-z) - 1),
-        "ge": (math.ceil(-z), math.inf),
-        "gt": (math.floor(-z) + 1, math.inf),
+        "le": (-math.inf, _down(-z)),
+        "lt": (-math.inf, _up(-z) - 1),
+        "ge": (_up(-z), math.inf),
+        "gt": (_down(-z) + 1, math.inf),
         "eq": (-z, -z),
     }
     return limits[name]
+
+
+_FAR = 2.0**52  # no two places are as far apart
+
+
+def _down(number: float) -> float:
+    return math.floor(number) if abs(number) < _FAR else math.copysign(math.inf, number)
+
+
+def _up(number: float) -> float:
+    return math.ceil(number) if abs(number) < _FAR else math.copysign(math.inf, number)
 
 
 def slope(term: Any) -> tuple[Any, bool] | None:

@@ -9,16 +9,16 @@ are the same. What reads something that could change unseen, a list or an attrib
 
 from __future__ import annotations
 
-import operator
 import types
 import weakref
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from heddle import _C
-from heddle._flex_apply import Expression
+from heddle._flex_apply import Expression, sum_of
 from heddle._flex_reads import globals_of, is_constant, is_torchs
 from heddle._kinds import bias_of
 
@@ -149,9 +149,8 @@ class Recipe:
         self.dtype, self.indices = dtype, p.indices()
         self.known: dict[int, Any] = {}
         with torch.no_grad():
-            total, *others = [self._place(term) for term in terms]
-        for place in others:
-            total = self._step(operator.add, [total, place], {})
+            places = [self._place(term) for term in terms]
+        total = places[0] if len(places) == 1 else self._step(partial(sum_of, p.real), places, {})
         if not isinstance(total, _Step):
             raise _Unseen
         del self.indices, self.known

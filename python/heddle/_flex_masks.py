@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._flex_apply import Expression, every
 from heddle._flex_forms import band
 from heddle._torch import block_lists
@@ -221,6 +222,70 @@ def of_cut_tiles(conditions: list[Any], tiles: Tiles, p: Problem) -> Tensor | No
     return mask
 
 
+def check_block_mask(mask: Any) -> None:
+    """What nobody has to look at the lists for."""
+    sizes = mask.BLOCK_SIZE
+    if not isinstance(sizes, (tuple, list)) or len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise HeddleValueError(f"block_mask.BLOCK_SIZE is {sizes!r}, but must be two numbers of rows and of keys")
+    if not callable(mask.mask_mod):
+        raise HeddleTypeError(f"block_mask.mask_mod must be a function, not {type(mask.mask_mod).__name__}")
+
+
+def _lists_of(mask: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Their name, counts and indices."""
+    yield "kv", mask.kv_num_blocks, mask.kv_indices
+    if mask.full_kv_num_blocks is not None or mask.full_kv_indices is not None:
+        yield "full_kv", mask.full_kv_num_blocks, mask.full_kv_indices
+
+
+def check_lists(mask: Any, p: Problem) -> None:
+    """That the lists of a BlockMask are as long as its tiles are many: nothing of them may be repeated unasked."""
+    rows = -(-p.sq // mask.BLOCK_SIZE[0])
+    for name, counts, indices in _lists_of(mask):
+        for what, each in ((f"{name}_num_blocks", counts), (f"{name}_indices", indices)):
+            if not isinstance(each, Tensor):
+                raise HeddleTypeError(f"block_mask.{what} must be a torch.Tensor, not {type(each).__name__}")
+            if each.dtype not in (torch.int32, torch.int64):
+                raise HeddleTypeError(f"block_mask.{what} is {each.dtype}, but must be torch.int32")
+            if each.device != mask.kv_num_blocks.device:
+                raise HeddleValueError(f"block_mask.{what} is on {each.device}, kv_num_blocks elsewhere")
+        if indices.dim() != 4 or counts.shape != indices.shape[:3]:
+            raise HeddleValueError(
+                f"block_mask.{name}_num_blocks and {name}_indices have shapes {list(counts.shape)} and "
+                f"{list(indices.shape)}, but must have [b, h, rows] and [b, h, rows, columns]"
+            )
+        if indices.shape[2] < rows:
+            raise HeddleValueError(
+                f"block_mask.{name}_indices has {indices.shape[2]} rows of tiles, but {p.sq} queries have {rows}"
+            )
+        if any(n not in (1, want) for n, want in zip(indices.shape[:2], mask.kv_indices.shape[:2], strict=True)):
+            raise HeddleValueError(
+                f"block_mask.{name}_indices has shape {list(indices.shape)}, kv_indices {list(mask.kv_indices.shape)}"
+            )
+        if indices.shape[2] != mask.kv_indices.shape[2]:
+            raise HeddleValueError(
+                f"block_mask.{name}_indices has {indices.shape[2]} rows of tiles, kv_indices {mask.kv_indices.shape[2]}"
+            )
+
+
+def _check_numbers(mask: Any, columns: int) -> None:
+    """On the CPU, where nobody waits for them."""
+    for name, counts, indices in _lists_of(mask):
+        if counts.device.type != "cpu" or not counts.numel():
+            continue
+        if int(counts.min()) < 0 or int(counts.max()) > indices.shape[-1]:
+            low, high = int(counts.min()), int(counts.max())
+            raise HeddleValueError(
+                f"block_mask.{name}_num_blocks is from {low} to {high}, but a row has 0 to {indices.shape[-1]} tiles"
+            )
+        named = indices[torch.arange(indices.shape[-1]) < counts[..., None]]
+        if named.numel() and (int(named.min()) < 0 or int(named.max()) >= columns):
+            low, high = int(named.min()), int(named.max())
+            raise HeddleValueError(
+                f"block_mask.{name}_indices names tiles from {low} to {high}, but a row has tiles 0 to {columns - 1}"
+            )
+
+
 class Tiles:
     """What a BlockMask's lists say of its tiles: 0 empty, 1 cut, 2 full."""
 
@@ -229,6 +294,8 @@ class Tiles:
         self.p = p
         self.found: dict[Any, Any] = {}
         columns = -(-p.sk // self.k_size)
+        if not torch.compiler.is_compiling():
+            _check_numbers(mask, columns)
         self.kinds = _listed(mask.kv_num_blocks, mask.kv_indices, columns, 1)
         if mask.full_kv_num_blocks is not None:
             full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, columns, 2)

@@ -277,7 +277,7 @@ def trace(function: Callable[..., Any], like: Tensor, with_score: bool) -> Any:
     if torch.compiler.is_dynamo_compiling():
         from heddle._flex_compiled import call  # imports the compiler
 
-        result = call(function, [Score(like), *leaves] if with_score else leaves, like)
+        result = _checked(call(function, [Score(like), *leaves] if with_score else leaves, like), with_score)
         return result if with_score else conjuncts(result)
     known = _traced.get(function) if type(function) is types.FunctionType else None
     if known is not None and known.like == (like.dtype, like.device, with_score) and known.holds(function):
@@ -289,12 +289,23 @@ def trace(function: Callable[..., Any], like: Tensor, with_score: bool) -> Any:
     return now(function, like, with_score, leaves)
 
 
+def _checked(result: Any, with_score: bool) -> Any:
+    """What a mask_mod returns has to be one condition, as it is asked about one query and one key."""
+    if not with_score:
+        if result is None:
+            refuse("a mask_mod that returns None")
+        rest = result.rest if isinstance(result, Expression) else result.dim() if isinstance(result, Tensor) else 0
+        if rest:
+            refuse(f"a mask_mod that returns a captured tensor of which {rest} dimensions have no index")
+    return result
+
+
 def _trace_now(function: Callable[..., Any], like: Tensor, with_score: bool, leaves: list[Any]) -> Any:
     read: list[Tensor] = []
     with _Mode(read) as mode:
         mode.device = like.device
         forms = [Score(like, read=read), *leaves] if with_score else leaves
-        result = form_of(function(*[mode.hold(form) for form in forms]), Held)
+        result = _checked(form_of(function(*[mode.hold(form) for form in forms]), Held), with_score)
     if any(tensor._version != version for tensor, version in mode.used):
         refuse("a captured tensor that the function changes after it has read it")
     result = result if with_score else conjuncts(result)

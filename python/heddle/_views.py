@@ -85,7 +85,16 @@ class View:
             raise HeddleTypeError(
                 f"{name}: {type(value).__name__} does not give its memory through DLPack: {error}"
             ) from error
-        self.address, _, _, code, bits, shape, strides, _ = _C.view(self.capsule)
+        try:
+            self.address, lies_on, at, code, bits, shape, strides, _ = _C.view(self.capsule)
+        except (TypeError, BufferError) as error:
+            raise HeddleTypeError(f"{name}: {error}") from error
+        # Memory of a GPU must not be read as the host's, whatever the array says of itself.
+        if _DEVICES.get(lies_on) != self.device:
+            said = f"({int(device_type)}, {self.device_id})"
+            raise HeddleValueError(f"{name} says that it is on DLPack device {said}, but its memory on {(lies_on, at)}")
+        if any(size < 0 for size in shape):
+            raise HeddleValueError(f"{name} has shape {list(shape)}: sizes must not be negative")
         self.dtype = E4M3 if eight else _NAMES.get((code, bits), f"of type code {code} with {bits} bits")
         self.shape = list(shape)
         self.strides = list(strides) if strides is not None else contiguous(shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from heddle._plain import new_rng_state
 from heddle._ring import BACKWARD, BITS, Ring, bytes_of, exchange, gather, real_of, ring_attention
 from heddle._torch import blocks_of
 
+_are_transforms_active: Any = torch._C._are_functorch_transforms_active
 _CPU, _REF, _CUDA = 0, 1, 2
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 # What all processes must have been given alike, as whole numbers; but for a seed and an offset that were drawn.
@@ -50,9 +52,11 @@ _AGREED: tuple[str, ...] = (
         "offset",
     ),
 )
+# And in unshard.
+_UNSHARDED = ("the number of dimensions", "the number of rows", "the other sizes", "the dtype of the tensor", "dim")
 
 # Of these the numbers tell nobody anything.
-_UNSHOWN = ("scale", "softcap", "dropout", "method", "compare", "transport", *_AGREED[-4:-3])
+_UNSHOWN = ("scale", "softcap", "dropout", "method", "compare", "transport", *_AGREED[-4:-3], *_UNSHARDED[2:4])
 _NOT_GIVEN = (None, None, None)
 
 
@@ -176,7 +180,7 @@ class ContextParallel:
             ValueError: a length that `pieces` does not divide.
         """
         need_tensors(tensor=tensor)
-        length = tensor.shape[dim]
+        length = _length_of(tensor, dim)
         if length % self.pieces:
             raise HeddleValueError(
                 f"a sequence of {length} cannot be divided into {self.pieces} pieces of the same length: pad it to a "
@@ -194,14 +198,26 @@ class ContextParallel:
         """The whole of what `shard` has divided, on every process. Has no gradient.
 
         Raises:
-            ValueError: a length that does not hold `runs` pieces.
+            ValueError: a length that does not hold `runs` pieces; tensors of other sizes or dtypes on some processes.
             NotImplementedError: a tensor that requires a gradient: detach it.
         """
-        need_tensors(tensor=tensor)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError("unshard has no gradient: give it tensor.detach()")
-        if tensor.shape[dim] % self.runs:
-            raise HeddleValueError(f"{tensor.shape[dim]} rows are not {self.runs} pieces of the same length")
+        numbers = dict.fromkeys(_UNSHARDED, 0)
+        trouble: Exception | None = None
+        try:
+            need_tensors(tensor=tensor)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise NotImplementedError("unshard has no gradient: give it tensor.detach()")
+            length = _length_of(tensor, dim)
+            if length % self.runs:
+                raise HeddleValueError(f"{length} rows are not {self.runs} pieces of the same length")
+            others = [size for at, size in enumerate(tensor.shape) if at != dim % tensor.dim()]
+            found = tensor.dim(), length, _sum_of(others), _sum_of(tensor.dtype), dim % tensor.dim()
+            numbers = dict(zip(_UNSHARDED, found, strict=True))
+        except Exception as error:  # the others are told, and wait for nobody
+            trouble = error
+        if trouble is not None or self._compare == "always" or tuple(numbers.values()) not in self._agreed:
+            self._agree(numbers, trouble)
+            self._agreed.add(tuple(numbers.values()))
         parts = tensor.movedim(dim, 0).contiguous()[None, None]
         for group, at in ((self.heads_group, 1), (self.ring_group, 0)):
             if group is not None:
@@ -261,8 +277,9 @@ class ContextParallel:
         Raises:
             TypeError, ValueError: as heddle.attention; heads that the all-to-all cannot divide; rows that are not of
                 the same number, or options that are not the same, on all processes. Nothing has been computed then.
-            NotImplementedError: tensors of another kind of device; what the kernels cannot do; when gradients of a ring
-                are differentiated (method="heads" has second derivatives).
+            NotImplementedError: tensors of another kind of device; what the kernels cannot do; within torch.vmap and
+                other transformations of torch.func; when gradients of a ring are differentiated (method="heads" has
+                second derivatives).
             RuntimeError: what torch.distributed says where another process fails or is late.
         """
         listed = not (block_rows is block_columns is None and block_size is None)
@@ -295,6 +312,8 @@ class ContextParallel:
         trouble: Exception | None = None
         drawn, ids, lists = False, None, None
         try:
+            if _are_transforms_active():
+                raise NotImplementedError("heddle.parallel runs within no transformation of torch.func (vmap or grad)")
             q, k, v = _cast(q, k, v)
             self._check(q, k, v, alibi_slopes, sinks)
             ids = self._ids(q, k, q_segments, k_segments)
@@ -323,7 +342,8 @@ class ContextParallel:
             trouble = error
         given = tuple(numbers.values())
         if trouble is not None or drawn or self._compare == "always" or given not in self._agreed:
-            seed, offset = self._agree(numbers, trouble)
+            alike = self._agree(numbers, trouble)
+            seed, offset = alike["seed"], alike["offset"]
             self._agreed.add(given)
         self._begin(q.device)
         real = real_of(q.dtype)
@@ -540,8 +560,8 @@ class ContextParallel:
                 found[name] = "shared memory" if isinstance(how, Peers) else f"messages{why}"
         return found
 
-    def _agree(self, mine: dict[str, int], trouble: Exception | None) -> tuple[int, int]:
-        """Whether all processes have been given the same; the seed and the offset of the first."""
+    def _agree(self, mine: dict[str, int], trouble: Exception | None) -> dict[str, int]:
+        """Whether all processes have been given the same: that, with the seed and the offset of the first."""
         # Both groups are asked whatever the first says: so all processes come to the same end.
         seen, wrong = mine, "" if trouble is None else "this process refuses"
         for kind, group in (("ring", self.ring_group), ("heads", self.heads_group)):
@@ -552,13 +572,13 @@ class ContextParallel:
             dist.all_gather(all_of_them, numbers, group=self._talk[group])
             first = all_of_them[0].tolist()
             for rank, other in enumerate(all_of_them):
-                wrong = wrong or _difference(first, other.tolist(), kind, rank)
-            seen = dict(zip(_AGREED, first[1:], strict=True))
+                wrong = wrong or _difference(tuple(mine), first, other.tolist(), kind, rank)
+            seen = dict(zip(mine, first[1:], strict=True))
         if trouble is not None:
             raise trouble
         if wrong:
             raise HeddleValueError(f"the processes do not agree: {wrong}")
-        return seen["seed"], seen["offset"]
+        return seen
 
 
 def _cast(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -583,12 +603,22 @@ def _numbers_of(rng_state: Any) -> tuple[int, int]:
     return seed, offset
 
 
-def _difference(first: Sequence[int], other: Sequence[int], kind: str, rank: int) -> str:
+def _length_of(tensor: Tensor, dim: int) -> int:
+    if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+        raise HeddleValueError(f"dim = {dim!r}, but the tensor has {tensor.dim()} dimensions")
+    return tensor.shape[dim]
+
+
+def _sum_of(value: Any) -> int:
+    return zlib.crc32(repr(value).encode())
+
+
+def _difference(names: tuple[str, ...], first: Sequence[int], other: Sequence[int], kind: str, rank: int) -> str:
     """What another process has otherwise than the first of its group."""
     if first[0] or other[0]:
         return f"process {rank if other[0] else 0} of the {kind} has refused what it was given, or met one that has"
-    for name, a, b in zip(_AGREED, first[1:], other[1:], strict=True):
-        if a != b and not (name in ("seed", "offset") and first[1 + _AGREED.index("rng_state")]):
+    for name, a, b in zip(names, first[1:], other[1:], strict=True):
+        if a != b and not (name in ("seed", "offset") and first[1 + names.index("rng_state")]):
             shown = "" if name in _UNSHOWN else f" ({a} and {b})"
             return f"{name} is not the same on processes 0 and {rank} of the {kind}{shown}"
     return ""

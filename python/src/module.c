@@ -365,6 +365,8 @@ static PyObject *tuple_of(const int64_t *numbers, Py_ssize_t n) {
     return tuple;
 }
 
+enum { MOST_DIMENSIONS = 64 }; /* NumPy and PyTorch have no more: what says so has written something else there */
+
 PyDoc_STRVAR(view_doc, "view(capsule) -> (address, device type, device id, type code, bits, shape, strides or None, "
                        "read only)\nOf a DLPack capsule, which stays its owner's: keep it while the address is used.");
 static PyObject *view(PyObject *self, PyObject *capsule) {
@@ -384,9 +386,9 @@ static PyObject *view(PyObject *self, PyObject *capsule) {
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "that is no unused DLPack capsule");
     if (t->lanes != 1)
         return PyErr_Format(PyExc_TypeError, "vector types of %d lanes are not known here", (int)t->lanes);
-    if (t->ndim < 0 || (t->ndim > 0 && !t->shape))
+    if (t->ndim < 0 || t->ndim > MOST_DIMENSIONS || (t->ndim > 0 && !t->shape))
         return PyErr_Format(PyExc_BufferError, "a DLPack tensor of %d dimensions%s", (int)t->ndim,
-                            t->ndim < 0 ? "" : " without a shape");
+                            t->ndim < 0 || t->ndim > MOST_DIMENSIONS ? "" : " without a shape");
     PyObject *shape = tuple_of(t->shape, t->ndim);
     PyObject *strides = t->strides ? tuple_of(t->strides, t->ndim) : Py_NewRef(Py_None);
     if (!shape || !strides) {

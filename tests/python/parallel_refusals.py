@@ -61,6 +61,16 @@ def check_refusals(parallel: ContextParallel, rank: int) -> None:
     refuses("softcap", lambda: parallel.attention(q, q, q, softcap=-1.0))
     refuses("no gradient", lambda: parallel.unshard(q.requires_grad_()))
     q = q.detach()
+    for transform in (torch.vmap, torch.func.grad):
+        refuses("no transformation of torch.func", lambda f=transform: f(lambda x: parallel.attention(x, x, x))(q))
+    fewer = q[:, :, : 12 - 6 * (rank == 1)]
+    refuses("the number of rows" if one else "agree", lambda: parallel.unshard(fewer, 2))
+    refuses("the other sizes" if one else "agree", lambda: parallel.unshard(fewer, 1))
+    refuses("the dtype of the tensor" if one else "agree", lambda: parallel.unshard(q.int() if rank == 1 else q, 2))
+    refuses("dim is not" if one else "agree", lambda: parallel.unshard(q, 2 - (rank == 1)))
+    refuses("dim = 4, but" if rank == 1 else "has refused", lambda: parallel.unshard(q, 2 + 2 * (rank == 1)))
+    refuses("dim = -5, but", lambda: parallel.shard(q, -5))
+    assert torch.equal(parallel.shard(parallel.unshard(q, -2), 2), q)
     if parallel.heads > 1:
         x = q[:, :1]
         refuses("cannot divide the 1 heads", lambda: parallel.attention(q, x, x))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -301,6 +303,72 @@ def test_a_tensor_with_the_negative_bit():
     for tensor in (complex_, complex_.conj()):
         with pytest.raises(TypeError, match=r"^k"):
             heddle.attention(q, tensor, v)
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int),
+        ("device_id", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("type_code", ctypes.c_uint8),
+        ("type_bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+class Liar:
+    """An array whose capsule says something else than it does."""
+
+    def __init__(self, array, device=(1, 0), shape=None, **fields):
+        self.array, self.dtype, self.device = array, array.dtype, device
+        self.sizes = (ctypes.c_int64 * array.ndim)(*(shape or array.shape))
+        said = {"device_type": 1, "ndim": array.ndim, "type_code": 2, "type_bits": 32, "lanes": 1}
+        said |= {"data": array.ctypes.data, "shape": ctypes.addressof(self.sizes)}
+        self.tensor = _DLTensor(**said | fields)
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **_):
+        make_capsule = ctypes.pythonapi.PyCapsule_New
+        make_capsule.restype = ctypes.py_object
+        make_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return make_capsule(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+@pytest.mark.parametrize(
+    "said,kind,text",
+    [
+        ({"device_type": 2}, ValueError, r"DLPack device \(1, 0\), but its memory on \(2, 0\)"),
+        ({"device": (2, 0)}, ValueError, r"DLPack device \(2, 0\), but its memory on \(1, 0\)"),
+        ({"ndim": 1 << 30}, TypeError, "a DLPack tensor of 1073741824 dimensions"),
+        ({"ndim": -1}, TypeError, "a DLPack tensor of -1 dimensions"),
+        ({"shape": (2, 2, -6, 8)}, ValueError, r"has shape \[2, 2, -6, 8\]: sizes must not be negative"),
+        ({"lanes": 2}, TypeError, "vector types of 2 lanes"),
+    ],
+)
+def test_capsules_that_say_something_else(said, kind, text):
+    q, k, v = qkv()
+    assert np.array_equal(heddle.attention(q, Liar(k), v), heddle.attention(q, k, v))
+    with pytest.raises(kind, match=f"^k.* {text}"):
+        heddle.attention(q, Liar(k, **said), v)
+
+
+def test_capsules_that_are_none():
+    q, k, v = qkv()
+
+    class Other(Liar):
+        def __dlpack__(self, **_):
+            return 3
+
+    with pytest.raises(TypeError, match=r"^k: that is no unused DLPack capsule"):
+        heddle.attention(q, Other(k), v)
 
 
 def test_tensors_that_are_more_than_their_memory():

@@ -163,3 +163,57 @@ def test_what_cannot_be_traced_is_asked_anew():
     )
     with pytest.raises(NotImplementedError, match="branch of Python"):
         heddle.flex_attention(q, k, v, None, branch, enable_gqa=True)
+
+
+COUNTS = torch.full((1, 1, 3), 2, dtype=torch.int32)
+TILES = torch.arange(2, dtype=torch.int32).expand(1, 1, 3, 2).contiguous()
+
+
+@pytest.mark.parametrize(
+    "changed,kind,text",
+    [
+        ({"kv_indices": TILES - 1}, ValueError, "kv_indices names tiles from -1 to 0, but a row has tiles 0 to 2"),
+        ({"kv_indices": TILES + 2}, ValueError, "kv_indices names tiles from 2 to 3, but a row has tiles 0 to 2"),
+        ({"full_kv_indices": TILES + 3}, ValueError, "full_kv_indices names tiles from 3 to 3"),
+        ({"kv_num_blocks": COUNTS + 1}, ValueError, "kv_num_blocks is from 3 to 3, but a row has 0 to 2 tiles"),
+        ({"kv_num_blocks": COUNTS - 3}, ValueError, "kv_num_blocks is from -1 to -1"),
+        ({"kv_num_blocks": COUNTS[..., :1]}, ValueError, r"have shapes \[1, 1, 1\] and \[1, 1, 3, 2\]"),
+        ({"kv_num_blocks": COUNTS[0], "kv_indices": TILES[0]}, ValueError, r"must have \[b, h, rows\]"),
+        ({"kv_num_blocks": COUNTS[..., :2], "kv_indices": TILES[:, :, :2]}, ValueError, "2 rows .* 300 queries have 3"),
+        ({"full_kv_num_blocks": COUNTS[..., :1], "full_kv_indices": TILES[:, :, :1]}, ValueError, "1 rows of tiles"),
+        (
+            {"full_kv_num_blocks": COUNTS.repeat(2, 1, 1), "full_kv_indices": TILES.repeat(2, 1, 1, 1)},
+            ValueError,
+            "full",
+        ),
+        ({"full_kv_num_blocks": None}, TypeError, "full_kv_num_blocks must be a torch.Tensor, not NoneType"),
+        ({"kv_indices": None}, TypeError, "kv_indices must be a torch.Tensor, not NoneType"),
+        ({"kv_indices": TILES.float()}, TypeError, "kv_indices is torch.float32"),
+        ({"BLOCK_SIZE": 128}, ValueError, "BLOCK_SIZE is 128"),
+        ({"BLOCK_SIZE": (128, 0)}, ValueError, r"BLOCK_SIZE is \(128, 0\)"),
+        ({"mask_mod": None}, TypeError, "mask_mod must be a function, not NoneType"),
+    ],
+)
+def test_lists_that_cannot_be(changed, kind, text):
+    """Nothing that a list says is left out, or said of other rows than it is of."""
+    q, k, v = problem()
+    lists = COUNTS, TILES, COUNTS - 1, TILES
+    given, right = (
+        flex.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=MODS["blocks"], seq_lengths=(S, S))
+        for _ in range(2)
+    )
+    assert heddle.flex_attention(q, k, v, None, right, enable_gqa=True).isfinite().all()
+    for name, value in changed.items():
+        setattr(given, name, value)
+    for _ in range(2):
+        with pytest.raises(kind, match=f"^block_mask.*{text}"):
+            heddle.flex_attention(q, k, v, None, given, enable_gqa=True)
+
+
+def test_what_lies_behind_a_list_is_not_read():
+    given = flex.BlockMask.from_kv_blocks(COUNTS, TILES, BLOCK_SIZE=128, mask_mod=MODS["blocks"], seq_lengths=(S, S))
+    q, k, v = problem()
+    want = heddle.flex_attention(q, k, v, None, given, enable_gqa=True)
+    behind = torch.cat((TILES, torch.full((1, 1, 3, 2), -7, dtype=torch.int32)), -1)
+    given.kv_indices = behind
+    assert torch.equal(heddle.flex_attention(q, k, v, None, given, enable_gqa=True), want)
