@@ -176,7 +176,7 @@ typedef enum heddle_mask {
  *
  * for every batch b and query head h; query head x uses key/value head x / (h / hk). A query that sees no key has o = 0 and lse = -inf (lse
  * = sink with HEDDLE_SINKS) and passes no gradient to q, k, v and bias. What is masked out is never used and may be NaN. A bias of -inf masks;
- * any other under -2^126 counts as -2^126, so that a row of nothing but a type's least number is the mean of all values.
+ * any other is a number, so that a row of nothing but a type's least number is the mean of all values.
  *
  * With HEDDLE_VARLEN the sequences are packed: q is [total_q, h, d], k and v are [total_k, hk, ...], sequence n holds the rows
  * cu_seqlens[n] to cu_seqlens[n+1]-1 (zero of them is fine), sq and sk are upper limits of one sequence's rows, b counts sequences,

@@ -25,9 +25,8 @@ typedef enum tile_kind { TILE_EMPTY, TILE_FULL, TILE_PARTIAL } tile_kind;
 
 #define BAND_INFINITE (INT64_C(1) << 61)
 
-/* A bias of -inf masks; any other under this (the least numbers of float32 and bfloat16 are) counts as this, and the score beside it as
- * nothing, since float32 has no room for more once it is multiplied by log2(e). */
-#define LEAST_BIAS (-0x1p126)
+/* The least finite bias, float32's least number: any other that is no NaN is -inf, and masks. */
+#define LEAST_BIAS (-0x1.fffffep127)
 
 /* Beside a key of a usual score, one with a bias under this (-1e9, say) has no weight. */
 #define FAINT_BIAS (-0x1p24)

@@ -221,7 +221,7 @@ static void scores(const attention_problem *p, head *h, int64_t i) {
     if (a->features & HEDDLE_BIAS) {
         tensor_read_floats(&p->t[T_BIAS], tensor_at(&p->t[T_BIAS], h->n, h->x, i, from), n, h->row);
         for (int64_t j = 0; j < n; j++)
-            s[j] += h->row[j] > -INFINITY ? fmaxf(h->row[j], -0x1p126f) : h->row[j];
+            s[j] += h->row[j];
         round_all(t, n, s);
         count_rounding(h, i, 1);
     }

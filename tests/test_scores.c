@@ -78,7 +78,9 @@ static const scores kinds[] = {
     {"bias of -1e30", 80, NONE, 100, -1, -1, 0, false},
     {"biases that fall to -1e30", 80, NONE, 98, 1, -1, 1, false},
     {"bias of -2^126", 106, NONE, 126, 1, -1, 0, false},
-    {"bias of -2^127, which counts as -2^126", 60, NONE, 127, 1, -1, 0, false},
+    {"bias of -2^127", 107, NONE, 127, 1, -1, 0, false},
+    {"biases that fall to -2^127", 119, NONE, 125, 1, -1, 1, false},
+    {"biases that rise to 2^127", 119, NONE, 125, 1, 1, 1, false},
 };
 
 /* What is not in range for float16 comes from the scale, which is then a power of two, or is left out. */

@@ -233,7 +233,7 @@ def attention(
         scale: default 1/sqrt(d).
         softcap: c > 0 replaces a score t by c·tanh(t/c), before bias and masks.
         bias: broadcasts to [b, h, sq, sk]; added to the scores. Has a gradient. Cast to q's dtype, where what is finite
-            stays finite. -inf masks; any other number under -2**126 (8.5e37) counts as that.
+            stays finite. -inf masks; any other is a number.
         mask: bool, broadcasts to [b, h, sq, sk]; False masks out.
         alibi_slopes: float32 [h] or [b, h]; adds -slope·|i + off - j|. Has no gradient.
         sinks: float32 [h]; a logit per head that takes part in the softmax without a value. Has a gradient.

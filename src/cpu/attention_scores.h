@@ -47,9 +47,8 @@ INLINE void adjust_rows(bool caps, bool slopes, bool biased, int rows, const adj
             x[i] -= (vf)(size ^ ((vi)slope & INT32_MIN));
         }
         if (biased) {
-            const vi hidden = bias[i] == splat(-INFINITY), low = bias[i] < splat((float)LEAST_BIAS);
-            const vf counted = select_float(low, splat((float)LEAST_BIAS), bias[i]);
-            x[i] = select_float(hidden, splat(-INFINITY), x[i] + counted);
+            const vi hidden = bias[i] == splat(-INFINITY);
+            x[i] = select_float(hidden, splat(-INFINITY), x[i] + bias[i]);
             *masked |= hidden;
         }
         store(s + i * stride, x[i]);

@@ -161,7 +161,6 @@ static double score(work *w, const head *c, int64_t i, int64_t j) {
         bias = load_element(a->dtype, data->bias, row_at(a->bias_stride, c->n, c->x, i) + j);
     if (bias == -INFINITY) /* a mask too: whatever the key holds, it is not seen */
         return -INFINITY;
-    bias = bias < LEAST_BIAS ? LEAST_BIAS : bias;
     double t = w->t[j] = a->scale * dot(w->q, w->k + j * a->d, a->d);
     double capped = a->softcap > 0 ? a->softcap * tanh(t / a->softcap) : t;
     return capped - c->slope * fabs((double)(i + c->off - j)) + bias;

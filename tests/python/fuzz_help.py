@@ -189,10 +189,10 @@ def masking(rng, told, name, shape, dtype, wants=0.4, last=True):
 
 
 def added(scores, bias, dtype):
-    """scores + bias, and what it shows. A bias is cast to q's dtype, and what is under -2**126 counts as that."""
+    """scores + bias, and what it shows. A bias is cast to q's dtype, in which what is finite stays so."""
     shown = bias != -INF
     bias = bias.masked_fill(~shown, 0.0)
-    value = bias.detach().clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).clamp(-(2.0**126))
+    value = bias.detach().clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
     return scores + (bias - bias.detach() + value).to(scores.dtype), shown
 
 

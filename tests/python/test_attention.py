@@ -331,6 +331,27 @@ def test_bias_of_a_large_finite_number(rows, keys, dtype, number, device):
     assert torch.allclose(out, weights @ v, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", [2, 40, 300])
+@pytest.mark.parametrize("device", devices())
+def test_large_biases_are_compared(keys, dtype, device):
+    """To the end of float32's range the largest has all of the weight, and two that are alike have a half each."""
+    q, v = torch.zeros(1, 1, 6, 16, device=device), torch.randn(1, 1, keys, 16, device=device)
+    bias = torch.full((6, keys), -3.3e38, device=device)
+    for row, (first, last) in enumerate(
+        [(-1e38, -2e38), (-3.3e38, -1e38), (-1e38, -1e38), (-3e38, -2.9e38), (3e38, 2e38)]
+    ):
+        bias[row, 0], bias[row, -1] = first, last
+    q, v, bias = (t.to(dtype).requires_grad_() for t in (q, v, bias))
+    out = heddle.attention(q, torch.zeros_like(v), v, bias=bias)
+    dv, dbias = torch.autograd.grad(out.sum(), (v, bias))
+    weights = torch.softmax(bias.detach().double(), -1)
+    atol = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out[0, 0].double(), weights @ v[0, 0].double(), atol=atol, rtol=atol)
+    torch.testing.assert_close(dv[0, 0].double(), weights.sum(0)[:, None].expand(keys, 16), atol=6 * atol, rtol=atol)
+    assert dbias.isfinite().all()
+
+
 @pytest.mark.parametrize("number", [-torch.finfo(torch.float32).max, -1e9, -131008.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])

@@ -28,14 +28,9 @@ INLINE bool mask_shows(const attention_params &p, int64_t row, int i, int j) {
     return m.bits[(row * m.lines + line) * m.words + column / 32] >> column % 32 & 1;
 }
 
-/* A bias but -inf as it counts, which mask.h has the rule of. */
+/* A bias as it is added where something else hides the score beside -inf, of which +inf would make a NaN. */
 INLINE float counted_bias(float bias) {
     return max_or_nan(bias, (float)LEAST_BIAS);
-}
-
-/* S where a bias is under LEAST_BIAS: beside it the score is nothing; -inf stays. */
-INLINE float low_score(float bias) {
-    return fmaf(bias, 0x1p-100f, (float)LEAST_BIAS);
 }
 
 #endif

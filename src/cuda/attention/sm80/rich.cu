@@ -165,7 +165,7 @@ INLINE bool add_bias(uint32_t at, float by, shown_rows<TILES> *shown, float (*s)
                 uint2 *const of = &shown->of[x][e / 2];
                 const float b = e % 2 ? high_float(two, T()) : low_float(two, T());
                 float *const score = &s[x][y0 + y][e];
-                *score = b < (float)LEAST_BIAS ? low_score(b) : *score;
+                *score = b < (float)LEAST_BIAS ? b : *score;
                 if (b == -CUDART_INF_F)
                     *(y0 ? &of->y : &of->x) &= ~shown_bit(y, e);
             }

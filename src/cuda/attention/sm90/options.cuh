@@ -87,7 +87,7 @@ template <typename T> INLINE uint32_t load_two(const T *from, int count, bool pa
 /* Columns whose bias is read at a time. */
 #define BIAS_COLUMNS 32
 
-/* S = S·by + bias in N columns, of which one is -inf or counts as LEAST_BIAS: is there such a one? */
+/* S = S·by + bias in N columns, of which one is -inf, whatever S is there: is there such a one? */
 template <typename T, int N> INLINE bool add_bias(const uint32_t (*bias)[2], float by, float (*s)[4]) {
     uint32_t least = bias[0][0];
 #pragma unroll
@@ -104,7 +104,7 @@ template <typename T, int N> INLINE bool add_bias(const uint32_t (*bias)[2], flo
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const float b = e % 2 ? high_float(bias[y][e / 2], T()) : low_float(bias[y][e / 2], T());
-            s[y][e] = b < (float)LEAST_BIAS ? low_score(b) : s[y][e];
+            s[y][e] = b < (float)LEAST_BIAS ? b : s[y][e];
         }
     return true;
 }
