@@ -187,9 +187,10 @@ static bool judge_problem(const attention_case *c, attention_problem *p, const a
                           plain_results *plain, error_bin *bin) {
     bool right = true;
     ask_plain(p, p, ref, plain, bin);
-    /* What rounding takes from large scores (ALiBi's, far away) is a relative error of P, in proportion to them: four of them, of the
-     * distance's product, of what is taken off and of what is added, in two keys that are weighed against each other. */
-    const double condition = c->ill_conditioned ? INFINITY : fmax(1, plain->natural[T_LSE] / 16);
+    /* What rounding takes from large scores (ALiBi's, far away) is a relative error of P, in proportion to them: once for the score, and
+     * for ALiBi's product, what it is taken from and the sum with a bias. */
+    const int roundings = 1 + (p->a.features & HEDDLE_ALIBI ? 2 : 0) + (p->a.features & HEDDLE_BIAS ? 1 : 0);
+    const double condition = c->ill_conditioned ? INFINITY : fmax(1, roundings * plain->natural[T_LSE] / 64);
     for (int x = 0; right && x < T_COUNT; x++) {
         if (!is_output_of(&attention_fields[x], HEDDLE_FORWARD) &&
             !(has_backward(c) && is_output_of(&attention_fields[x], HEDDLE_BACKWARD)))
