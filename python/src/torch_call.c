@@ -205,7 +205,7 @@ static void follow_threads(call *c) {
 #endif
 }
 
-/* As messages call it; NULL of what PyTorch gets later. */
+/* As messages call it. */
 static const char *dtype_name(int32_t dtype) {
     static const struct {
         int32_t (*number)(void);
@@ -229,7 +229,7 @@ static const char *dtype_name(int32_t dtype) {
     for (size_t x = 0; x < sizeof known / sizeof *known; x++)
         if (known[x].number() == dtype)
             return known[x].name;
-    return NULL;
+    return "of another dtype";
 }
 
 bool call_device(call *c, int lead, const char *name) {
@@ -248,7 +248,7 @@ bool call_device(call *c, int lead, const char *name) {
         c->dtype = HEDDLE_F64;
     else
         return call_fail(c, "TypeError", "%s is %s, but must be float32, bfloat16, float16 or float64", name,
-                         dtype_name(t->dtype) ? dtype_name(t->dtype) : "of another dtype");
+                         dtype_name(t->dtype));
     if (t->device_type == aoti_torch_device_type_cuda()) {
         c->device = HEDDLE_CUDA;
         return find_stream(c);
@@ -277,8 +277,8 @@ int32_t call_real(const call *c) {
 
 bool call_check(call *c, const tensor *t, const char *name, int32_t dtype) {
     if (t->dtype != dtype)
-        return call_fail(c, "TypeError", "%s is %s, but must be %s here", name,
-                         dtype_name(t->dtype) ? dtype_name(t->dtype) : "of another dtype", dtype_name(dtype));
+        return call_fail(c, "TypeError", "%s is %s, but must be %s here", name, dtype_name(t->dtype),
+                         dtype_name(dtype));
     if (t->device_type != c->device_type || t->device_index != c->device_index)
         return call_fail(c, "ValueError", "%s is on device %d:%d, the first tensor on %d:%d (torch's numbers)", name,
                          t->device_type, t->device_index, c->device_type, c->device_index);
