@@ -231,7 +231,7 @@ def check_block_mask(mask: Any) -> None:
         raise HeddleTypeError(f"block_mask.mask_mod must be a function, not {type(mask.mask_mod).__name__}")
 
 
-def _lists_of(mask: Any) -> Iterator[tuple[str, Any, Any]]:
+def _named_lists(mask: Any) -> Iterator[tuple[str, Any, Any]]:
     """Their name, counts and indices."""
     yield "kv", mask.kv_num_blocks, mask.kv_indices
     if mask.full_kv_num_blocks is not None or mask.full_kv_indices is not None:
@@ -241,7 +241,7 @@ def _lists_of(mask: Any) -> Iterator[tuple[str, Any, Any]]:
 def check_lists(mask: Any, p: Problem) -> None:
     """That the lists of a BlockMask are as long as its tiles are many: nothing of them may be repeated unasked."""
     rows = -(-p.sq // mask.BLOCK_SIZE[0])
-    for name, counts, indices in _lists_of(mask):
+    for name, counts, indices in _named_lists(mask):
         for what, each in ((f"{name}_num_blocks", counts), (f"{name}_indices", indices)):
             if not isinstance(each, Tensor):
                 raise HeddleTypeError(f"block_mask.{what} must be a torch.Tensor, not {type(each).__name__}")
@@ -270,7 +270,7 @@ def check_lists(mask: Any, p: Problem) -> None:
 
 def _check_numbers(mask: Any, columns: int) -> None:
     """On the CPU, where nobody waits for them."""
-    for name, counts, indices in _lists_of(mask):
+    for name, counts, indices in _named_lists(mask):
         if counts.device.type != "cpu" or not counts.numel():
             continue
         if int(counts.min()) < 0 or int(counts.max()) > indices.shape[-1]:
