@@ -25,7 +25,7 @@ typedef enum tile_kind { TILE_EMPTY, TILE_FULL, TILE_PARTIAL } tile_kind;
 
 #define BAND_INFINITE (INT64_C(1) << 61)
 
-/* The least finite bias, float32's least number: any other that is no NaN is -inf, and masks. */
+/* float32's least number: a bias under it is -inf, and masks. */
 #define LEAST_BIAS (-0x1.fffffep127)
 
 /* Beside a key of a usual score, one with a bias under this (-1e9, say) has no weight. */
