@@ -121,15 +121,18 @@ static double largest_of(const tensor *t) {
     return most;
 }
 
-/* A weight under 2^-126, beside a larger one or a sink, may be 0 (docs/limits.md): what that comes to in tensor x, were it all of them. */
+/* A weight under 2^-126, beside a larger one or a sink, may be 0, in forward on the CPU sometimes from 2^-122 down (docs/limits.md): what
+ * that comes to in tensor x, were it all of them. */
 static double lost_weights(const attention_problem *p, int x) {
     const heddle_attention *a = &p->a;
     const double least = 0x1p-126 / (1 - a->dropout), v = largest_of(&p->t[T_V]), grad = largest_of(&p->t[T_DOUT]);
+    const bool lowered =
+        a->device == HEDDLE_CPU && (a->dtype == HEDDLE_BF16 || a->features & HEDDLE_PAGES || v > 0x1p72);
     const double of_row = least * (double)a->sk, of_column = least * (double)a->sq * (double)(a->h / a->hk);
     const double ds = 2 * v * grad * (double)a->dv, scale = a->scale != 0 ? fabs(a->scale) : 1;
     switch (x) {
     case T_WEIGHTS: return least;
-    case T_O: return of_row * v;
+    case T_O: return (lowered ? 16 : 1) * of_row * v;
     case T_DQ: return of_row * ds * scale * largest_of(&p->t[T_K]);
     case T_DK: return of_column * ds * scale * largest_of(&p->t[T_Q]);
     case T_DV: return of_column * grad;

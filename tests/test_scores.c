@@ -211,9 +211,9 @@ static bool is_right(attention_problem *p, bool soft) {
     return right;
 }
 
-static void check(const shape *h, const scores *s, heddle_dtype dtype, uint64_t features, uint64_t seed) {
+/* The scale is 2^shift, and products of q and k are 2^-shift times the scores. */
+static void check(const shape *h, const scores *s, int shift, heddle_dtype dtype, uint64_t features, uint64_t seed) {
     attention_case c = attention_case_of(h->b, h->h, h->hk, h->sq, h->sk, h->d, 0);
-    const int shift = shift_of(s, dtype);
     rng r = {seed * 0x9E3779B97F4A7C15u + 5};
     c.seed = seed;
     c.a.dtype = dtype;
@@ -237,8 +237,10 @@ static void test_sizes(void **state) {
     (void)state;
     for (size_t x = 0; x < COUNT(kinds); x++)
         for (size_t y = 0; y < COUNT(shapes); y++)
-            if (test_long() || shapes[y].sq * shapes[y].sk < 2000 || (x + y) % (test_emulated() ? 9 : 3) == 0)
-                check(&shapes[y], &kinds[x], test_dtypes[(x + y / 3) % 3], 0, 100 * x + y);
+            if (test_long() || shapes[y].sq * shapes[y].sk < 2000 || (x + y) % (test_emulated() ? 9 : 3) == 0) {
+                const heddle_dtype dtype = test_dtypes[(x + y / 3) % 3];
+                check(&shapes[y], &kinds[x], shift_of(&kinds[x], dtype), dtype, 0, 100 * x + y);
+            }
 }
 
 static void test_options(void **state) {
@@ -256,9 +258,26 @@ static void test_options(void **state) {
                 s.soft = false;
                 if (option & HEDDLE_BIAS && s.bias == NONE)
                     s.bias = s.unit + 1;
-                check(&shapes[y], &s, test_dtypes[(x + y / 4) % 3], option, 1000 + 100 * x + y);
+                const heddle_dtype dtype = test_dtypes[(x + y / 4) % 3];
+                check(&shapes[y], &s, shift_of(&s, dtype), dtype, option, 1000 + 100 * x + y);
             }
         }
+}
+
+/* Products of q and k beyond float32's range, whose scores have a place in it: on the CPU (docs/limits.md). */
+static void test_products(void **state) {
+    (void)state;
+    static const scores beyond[] = {
+        {"products of 1.5*2^129", 123, NONE, NONE, -1, 1, 0, false},
+        {"products of -1.5*2^129 and biases", 122, 127, 126, -1, 1, 0, false},
+        {"products from -1.5*2^129 up to 1.5*2^129", 119, 125, NONE, 1, 1, 1, false},
+    };
+    if (test_device() != HEDDLE_CPU || test_emulated())
+        skip();
+    for (size_t x = 0; x < COUNT(beyond); x++)
+        for (size_t y = 0; y < COUNT(shapes); y++)
+            for (size_t type = 0; type < 2; type++)
+                check(&shapes[y], &beyond[x], -2, test_dtypes[type], 0, 3000 + 100 * x + 2 * y + type);
 }
 
 /* Any numbers: scores of 1e10 so far apart that one key has all the weight. */
@@ -361,6 +380,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_sizes),         cmocka_unit_test(test_options), cmocka_unit_test(test_random),
         cmocka_unit_test(test_constant_bias), cmocka_unit_test(test_factors), cmocka_unit_test(test_large_inputs),
+        cmocka_unit_test(test_products),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -218,10 +218,44 @@ static void test_large_values(void **state) {
         }
 }
 
+/* The last key has a weight of 12 times the others', and a value near the end of float32's range: no weight may be over 1 before they
+ * are divided by their sum. */
+static void test_largest_values(void **state) {
+    (void)state;
+    static const int64_t sizes[][2] = {{70, 1000}, {1, 3000}, {5, 40}};
+    for (size_t x = 0; x < 2 * COUNT(sizes); x++) {
+        attention_case c = attention_case_of(2, 4, 2, sizes[x / 2][0], sizes[x / 2][1], 64, 0);
+        c.a.dtype = test_dtypes[x % 2];
+        attention_problem p = attention_new(&c);
+        tensor *q = &p.t[T_Q], *k = &p.t[T_K], *v = &p.t[T_V];
+        for (int64_t at = 0; at < q->span; at++)
+            tensor_raw_set(q, at, 20);
+        for (int64_t y = 0; y < c.a.b * c.a.hk * c.a.sk * c.a.d; y++) {
+            const int64_t e = y % c.a.d, j = y / c.a.d % c.a.sk, head = y / c.a.d / c.a.sk;
+            const double last = j == c.a.sk - 1;
+            tensor_set(k, head / c.a.hk, head % c.a.hk, j, e, e == 0 ? last : 0);
+            tensor_set(v, head / c.a.hk, head % c.a.hk, j, e, last * 0x1p127);
+        }
+        tensor_upload(q);
+        tensor_upload(k);
+        tensor_upload(v);
+        attention_problem ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
+        attention_run(&p, HEDDLE_FORWARD);
+        attention_run(&ref, HEDDLE_FORWARD);
+        double size = 0, error = tensor_error(&p.t[T_O], &ref.t[T_O], &size);
+        if (!(error <= (x % 2 ? 0x1p-7 : 1e-5) * size))
+            printf("  %d queries, %d keys: off by %g of %g\n", (int)c.a.sq, (int)c.a.sk, error, size);
+        assert_true(error <= (x % 2 ? 0x1p-7 : 1e-5) * size);
+        attention_free(&p);
+        attention_free(&ref);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_no_denormals),  cmocka_unit_test(test_far_keys),     cmocka_unit_test(test_far_sinks),
-        cmocka_unit_test(test_powers_of_two), cmocka_unit_test(test_large_values),
+        cmocka_unit_test(test_no_denormals), cmocka_unit_test(test_far_keys),
+        cmocka_unit_test(test_far_sinks),    cmocka_unit_test(test_powers_of_two),
+        cmocka_unit_test(test_large_values), cmocka_unit_test(test_largest_values),
     };
     test_begin();
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));

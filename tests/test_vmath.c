@@ -161,12 +161,18 @@ static void test_exp2_lifted(void **state) {
     for (int n = 0; n < 5000; n++) {
         const float x = -127.5f + (float)n * 0.0371f;
         vf lifted = splat(x);
-        vexp2_lifted(1, 1, -127, 0x1p48f, &lifted);
+        vexp2_lifted(1, 1, -127, 0x1p48f, 0, &lifted);
         assert_true(lifted[0] == vexp2(splat(x))[0] * 0x1p48f || (x < -126 && lifted[0] <= 0x1.000002p-78f));
+        vf lowered = splat(x);
+        vexp2_lifted(1, 1, 4 - 127, 1, 4, &lowered);
+        assert_true(x < -122 ? lowered[0] >= 0 && lowered[0] <= 0x1.000002p-126f
+                             : lowered[0] == vexp2(splat(x))[0] * 0x1p-4f);
+        assert_true(x > -123 || lowered[0] == 0);
     }
-    vf hidden = splat(-INFINITY);
-    vexp2_lifted(1, 1, -127, 0x1p48f, &hidden);
-    assert_true(hidden[0] == 0);
+    vf hidden = splat(-INFINITY), low = hidden;
+    vexp2_lifted(1, 1, -127, 0x1p48f, 0, &hidden);
+    vexp2_lifted(1, 1, 4 - 127, 1, 4, &low);
+    assert_true(hidden[0] == 0 && low[0] == 0);
 }
 
 /* All of e4m3, in 16 bits and as floats, beside dtype.h. */

@@ -15,7 +15,7 @@ typedef struct forward_tile {
     float max[LANES];  /* of the scores as stored */
     float base[LANES]; /* what the exponents are taken from: a maximum of now or of before; 0 while max is -inf */
     float sum[LANES];
-    float lift; /* of weights, and so of sum and O: 1 or WEIGHT_LIFT */
+    float lift; /* of weights, and so of sum and O */
 } forward_tile;
 
 #define FINITE_BLOCKS 64
@@ -29,8 +29,8 @@ typedef struct forward_space {
     int64_t finite;    /* so many keys of the block are known to have finite rows of V */
     int64_t finite_of; /* the unit of which finite_keys says the same of its blocks, from one task to the next */
     uint8_t finite_keys[FINITE_BLOCKS];
-    int64_t lifted; /* the unit of which `lifts` says whether its weights are */
-    bool lifts;
+    int64_t lifted; /* the unit of whose weights `lift` is */
+    float lift;
     paged_call pages;
 } forward_space;
 
@@ -55,19 +55,19 @@ static forward_space carve_forward(const attention_plan *plan, carver *w) {
     return f;
 }
 
-/* Whether this unit's weights are lifted, which a thread finds once for all of its tiles. */
-static bool unit_lifts(const call *c, const unit *u, forward_space *w) {
+/* What this unit's weights are lifted by, which a thread finds once for all of its tiles. */
+static float unit_lift(const call *c, const unit *u, forward_space *w) {
     const int64_t of = u->n * c->a->hk + u->hk;
     if (w->lifted != of)
-        w->lifts = lifts_weights(c, u);
+        w->lift = lift_of_weights(c, u);
     w->lifted = of;
-    return w->lifts;
+    return w->lift;
 }
 
 static void begin_tile(const call *c, const unit *u, int64_t f0, int64_t count, forward_space *w, forward_tile *t) {
     const heddle_attention *a = c->a;
     make_lanes(c, u, -1, f0, count, &t->l);
-    t->lift = !t->l.few && unit_lifts(c, u, w) ? WEIGHT_LIFT : 1;
+    t->lift = t->l.few ? 1 : unit_lift(c, u, w);
     pack_q(c, u, &t->l, t->qt);
     memset(t->ot, 0, sizeof(float) * (size_t)(t->l.few ? (count + 1) * c->dv_pad : a->dv * t->l.stride));
     for (int64_t x = 0; x < t->l.stride; x++) {
@@ -77,12 +77,12 @@ static void begin_tile(const call *c, const unit *u, int64_t f0, int64_t count, 
 }
 
 /* What is summed so far, of one vector of lanes, is scaled to a new base, if it needs one: as long as no maximum has grown by more
- * than a factor of 2^4, exponents are taken from the old base and reach up to 4. Returns the base, which is a score as stored: only
- * what is left of a score without it is multiplied, so that the largest has the exponent 0 however large it is. */
-static vf rescale(forward_tile *t, int v, float factor, int64_t dv) {
+ * than a factor of 2^most, exponents are taken from the old base and reach up to `most`. Returns the base, which is a score as stored:
+ * only what is left of a score without it is multiplied, so that the largest has the exponent 0 however large it is. */
+static vf rescale(forward_tile *t, int v, float factor, float most, int64_t dv) {
     const vf top = load(t->max + v * VL), old_sum = load(t->sum + v * VL), old_base = load(t->base + v * VL);
     const vf wanted = select_float(top == -INFINITY, splat(0), top);
-    const vi keeps = (wanted - old_base) * factor < 4,
+    const vi keeps = (wanted - old_base) * factor <= most,
              empty = old_sum == 0; /* with nothing summed there is nothing to scale */
     const vf base = select_float(keeps & ~empty, old_base, wanted);
     store(t->base + v * VL, base);
@@ -113,14 +113,14 @@ static vf rescale(forward_tile *t, int v, float factor, int64_t dv) {
 #define ROWS_AT_ONCE(vectors) ((vectors) == 1 ? 2 : 1)
 #endif
 
-/* p = lift·exp2((p - base)·factor), of `rows` rows of `vectors` vectors; `least` as vexp2_each() has it. */
-INLINE void weights_of(int rows, int vectors, float factor, float least, float lift, const vf *base, vf *sum,
+/* p = lift·exp2((p - base)·factor - lag), of `rows` rows of `vectors` vectors; `least` as vexp2_lifted() has it. */
+INLINE void weights_of(int rows, int vectors, float factor, float least, float lift, float lag, const vf *base, vf *sum,
                        float *p) {
     vf e[EXP2_MOST];
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++)
         e[x] = load(p + x * VL) - base[x % vectors];
-    vexp2_lifted(rows * vectors, factor, least, lift, e);
+    vexp2_lifted(rows * vectors, factor, least, lift, lag, e);
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++) {
         store(p + x * VL, e[x]);
@@ -130,7 +130,7 @@ INLINE void weights_of(int rows, int vectors, float factor, float least, float l
 
 /* A constant where nothing may be lifted. */
 INLINE float weight_lift(const forward_tile *t) {
-    return MAY_LIFT ? t->lift : 1;
+    return MAY_LIFT || t->l.few ? t->lift : BASE_LAG;
 }
 
 /* Weights of a row that one chain of additions has. What is rounded in adding such chains up, the larger first (Dekker 1971), is kept in
@@ -147,7 +147,8 @@ INLINE void add_chain(vf some, vf *sum, vf *low) {
 INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {
     const int64_t stride = vectors * VL;
     const int rows = ROWS_AT_ONCE(vectors);
-    const float least = -127 / factor, lift = weight_lift(t);
+    const float by = weight_lift(t), lag = by < 1 ? BASE_LAG_LOG2 : 0, lift = by < 1 ? 1 : by,
+                least = (lag - 127) / factor;
     vf top[2 * TILE_VECTORS], base[TILE_VECTORS], sum[TILE_VECTORS], low[TILE_VECTORS];
     for (int v = 0; v < 2 * vectors; v++)
         top[v] = load(t->max + v % vectors * VL);
@@ -161,7 +162,7 @@ INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_
         if (j < count)
             top[v] = vmax(top[v], load(s + j * stride + v * VL));
         store(t->max + v * VL, top[v]);
-        base[v] = rescale(t, v, factor, dv);
+        base[v] = rescale(t, v, factor, BASE_LAG_LOG2, dv);
         sum[v] = low[v] = splat(0);
     }
     for (int64_t begin = 0; begin < count; begin += SUM_KEYS) { /* short chains: their roundings are o's, too */
@@ -170,9 +171,9 @@ INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_
         for (int v = 0; v < vectors; v++)
             some[v] = splat(0);
         for (j = begin; j + rows <= end; j += rows)
-            weights_of(rows, vectors, factor, least, lift, base, some, s + j * stride);
+            weights_of(rows, vectors, factor, least, lift, lag, base, some, s + j * stride);
         for (; j < end; j++)
-            weights_of(1, vectors, factor, least, lift, base, some, s + j * stride);
+            weights_of(1, vectors, factor, least, lift, lag, base, some, s + j * stride);
         for (int v = 0; v < vectors; v++)
             add_chain(some[v], &sum[v], &low[v]);
     }
@@ -252,7 +253,7 @@ static void few_softmax(forward_tile *t, float factor, int64_t dv, int64_t count
         t->max[x] = max_of(top);
     }
     for (int v = 0; v < t->l.vectors; v++)
-        rescale(t, v, factor, dv);
+        rescale(t, v, factor, 0, dv);
     for (int64_t x = 0; x < t->l.count; x++) {
         const float base = t->base[x];
         vf sum = splat(0);
@@ -377,7 +378,7 @@ static void add_row(const float *row, int64_t n, float factor, float *o) {
  * there is no such number: then the lane is lowered first. */
 static float factor_of(forward_tile *t, int64_t lane, int64_t dv, float inverse, float v_scale) {
     const float by = inverse == 0 ? 0 : inverse * v_scale, lift = weight_lift(t);
-    if (lift == 1 || !(fabsf(by) < 0x1p-60f))
+    if (lift <= 1 || !(fabsf(by) < 0x1p-60f))
         return by / lift;
     for (int64_t e = 0; e < dv; e++)
         t->ot[e * t->l.stride + lane] /= lift;

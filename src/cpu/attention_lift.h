@@ -12,8 +12,14 @@
 #include <float.h>
 
 #define WEIGHT_LIFT 0x1p48f
+/* A base may be so far behind a row's largest score, which then weighs 2^4. Beside values of any size weights are 2^-4 times that, at
+ * most 1, so that their sum is no larger than a textbook's. */
+#define BASE_LAG_LOG2 4
+#define BASE_LAG 0x1p-4f
 /* Values up to which 2^48·P·V, with what a base may lag behind and dropout multiplies, has room for 2^30 keys. */
 #define LIFTED_VALUE 0x1p24f
+/* The same of P·V. */
+#define USUAL_VALUE 0x1p72f
 #define MOST_LIFT 64
 
 INLINE vf larger(vf most, vf x) {
@@ -92,11 +98,12 @@ static float gradient_lift(const call *c, const unit *u, int64_t first, int64_t 
     return ldexpf(1, (int)clamp64(124 - ilogb(fmax(most, 0x1p-120)), -1, MOST_LIFT));
 }
 
-/* Whether weights of a unit may be lifted in forward. */
-static bool lifts_weights(const call *c, const unit *u) {
-    if (!MAY_LIFT || TYPE(c) == HEDDLE_F16)
-        return MAY_LIFT;
-    return !gathers(c->a) && largest_key(c, u, c->t->v, c->a->v_stride, 0, u->s.sk, c->a->dv) <= LIFTED_VALUE;
+/* What weights of a unit are multiplied with in forward. */
+static float lift_of_weights(const call *c, const unit *u) {
+    if (!MAY_LIFT || (gathers(c->a) && TYPE(c) != HEDDLE_F16))
+        return BASE_LAG;
+    const float most = largest_key(c, u, c->t->v, c->a->v_stride, 0, u->s.sk, c->a->dv);
+    return most <= LIFTED_VALUE ? WEIGHT_LIFT : most <= USUAL_VALUE ? 1 : BASE_LAG;
 }
 
 #endif

@@ -18,8 +18,8 @@ INLINE vu load_halves_as_int(const char *p, int64_t n) {
     return __builtin_convertvector(*(const vh_unaligned *)(const void *)p, vu);
 }
 
-/* out[e][lane] = elements 2e and 2e + 1 of the lane's row, moved as they are. */
-static void pack_pairs(const void *const *rows, int64_t count, int64_t n, float *out, int64_t stride) {
+/* out[e][lane] = elements 2e and 2e + 1 of the lane's row, times a power of two. */
+static void pack_pairs(const void *const *rows, int64_t count, int64_t n, float factor, float *out, int64_t stride) {
     for (int64_t l0 = 0; l0 < count; l0 += VL)
         for (int64_t e0 = 0; e0 < n / 2; e0 += VL) {
             vf t[VL];
@@ -27,7 +27,7 @@ static void pack_pairs(const void *const *rows, int64_t count, int64_t n, float 
                 t[l] = l0 + l < count ? load_some(HEDDLE_F32, (const float *)rows[l0 + l] + e0, n / 2 - e0) : splat(0);
             transpose(t);
             for (int e = 0; e < VL && e0 + e < n / 2; e++)
-                store(out + (e0 + e) * stride + l0, t[e]);
+                store(out + (e0 + e) * stride + l0, scale_pair(t[e], factor));
         }
 }
 

@@ -89,7 +89,8 @@ INLINE bool adjust_each(bool caps, bool slopes, int bias_type, const adjustment 
 static bool adjust_scores(const call *c, const unit *u, const lanes *l, const key_block *b, float *s, float *tanhs) {
     const heddle_attention *a = c->a;
     const bool caps = a->softcap > 0, slopes = a->features & HEDDLE_ALIBI;
-    adjustment r = {.scale = (float)(caps ? a->scale / a->softcap : a->scale), .cap = (float)a->softcap};
+    adjustment r = {.scale = (float)((caps ? a->scale / a->softcap : a->scale) / (double)c->q_by),
+                    .cap = (float)a->softcap};
     for (int64_t x = 0; slopes && x < l->stride; x++) {
         r.index[x] = (float)l->index[x];
         r.slope[x] = ((const float *)c->t->alibi_slopes)[u->n * a->alibi_stride_b + l->head[x]];

@@ -66,9 +66,8 @@ static void tile_columns(const char *in, int64_t bytes, int64_t rows, int64_t n,
         }
 }
 
-/* B: lanes × n elements as [n/32][vectors][16 pairs along n][16 lanes]. A negative factor turns the sign. */
+/* B: lanes × n elements as [n/32][vectors][16 pairs along n][16 lanes], times a power of two. */
 static void tile_lanes(const void *const *rows, int64_t lanes_used, int vectors, int64_t n, float factor, float *out) {
-    const uint32_t flip = factor < 0 ? 0x80008000u : 0;
     for (int64_t e = 0; e < n; e += 32)
         for (int v = 0; v < vectors; v++, out += TILE_FLOATS) {
             vf t[16];
@@ -78,7 +77,7 @@ static void tile_lanes(const void *const *rows, int64_t lanes_used, int vectors,
             }
             transpose(t);
             for (int x = 0; x < 16; x++)
-                store(out + x * 16, (vf)((vu)t[x] ^ flip));
+                store(out + x * 16, scale_pair(t[x], factor));
         }
 }
 

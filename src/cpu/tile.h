@@ -52,8 +52,8 @@ typedef struct call {
     float k_scale, v_scale; /* HEDDLE_E4M3: of the unit that the thread is at */
     int64_t chain,
         dv_chain;       /* of the sums over d that scores are, and over dv that their gradients are: so many terms */
-    double unit;        /* a score as stored (raw product of sign·q and k, or adjusted) times unit is S, */
-    float sign, factor; /* and times factor it is in units of log2 */
+    double unit;        /* a score as stored (raw product of q_by·q and k, or adjusted) times unit is S, */
+    float q_by, factor; /* and times factor it is in units of log2 */
     bool drops;
     uint32_t drop_below;
     float keep_factor;
@@ -140,6 +140,14 @@ static bool by_pairs(int type, int64_t n, const void *x, heddle_strides sx, cons
     return pairs_exist(type) && odd % 2 == 0 && (((uintptr_t)x | (uintptr_t)y) & 3) == 0;
 }
 
+/* What q is multiplied with before k is: the sign of the scale, so that factor is positive and the largest score stays the largest
+ * (adjusting has the scale itself); and as a usual scale is under 1, its power of two, so that q·k leaves float32's range where
+ * scale·q·k does. Neither rounds anything that is not 0 beside the other numbers. */
+static float query_factor(double scale, bool adjusts) {
+    const float power = fabs(scale) >= 0x1p-12 && fabs(scale) < 1 ? ldexpf(1, ilogb(scale)) : 1;
+    return !adjusts && scale < 0 ? -power : power;
+}
+
 static call make_call(const attention_plan *plan, const heddle_attention_data *t) {
     const heddle_attention *a = &plan->a;
     call c = {
@@ -153,9 +161,8 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     c.divides = a->features & (HEDDLE_SEGMENTS | HEDDLE_BLOCKS);
     if (a->features & HEDDLE_BLOCKS)
         c.tile_k = a->block_k;
-    c.sign =
-        !c.adjusts && a->scale < 0 ? -1 : 1; /* so that factor is positive, and the largest score stays the largest */
-    c.unit = c.adjusts ? 1 : fabs(a->scale);
+    c.q_by = query_factor(a->scale, c.adjusts);
+    c.unit = c.adjusts ? 1 : a->scale / (double)c.q_by;
     c.factor = (float)(c.unit * LOG2E);
     const bool short_chains = plan->pass == HEDDLE_BACKWARD && c.type == HEDDLE_F32 && a->sk >= MANY_KEYS;
     const bool few_scores = c.type == HEDDLE_F32 && a->sk < FEW_SCORES;
@@ -164,7 +171,7 @@ static call make_call(const attention_plan *plan, const heddle_attention_data *t
     c.pairs = pairs_exist(c.type);
     c.adds = a->features & HEDDLE_ACCUMULATE;
     c.out = c.adds ? HEDDLE_F32 : c.type;
-    c.k_pairs = c.sign > 0 && by_pairs(c.type, a->d, t->q, a->q_stride, t->k, a->k_stride);
+    c.k_pairs = by_pairs(c.type, a->d, t->q, a->q_stride, t->k, a->k_stride);
     c.v_pairs = by_pairs(c.type, a->dv, t->dout, a->do_stride, t->v, a->v_stride);
     c.drops = a->dropout > 0;
     c.drop_below = dropout_threshold(a->dropout);
@@ -296,7 +303,7 @@ static void pack_lanes(const call *c, const unit *u, const lanes *l, const void 
     lane_rows(c, u, l, p, stride, u->s.first_q, rows);
 #ifdef HAVE_BF16_DOT
     if (pairs) {
-        pack_pairs(rows, l->count, n, out, l->stride);
+        pack_pairs(rows, l->count, n, factor, out, l->stride);
         return;
     }
 #else
@@ -324,9 +331,9 @@ static void pack_few(const call *c, const unit *u, const lanes *l, const void *p
 /* q of the lanes as the scores want it. Forward and backward must form the same scores, to the bit: P is exp(S - lse). */
 static void pack_q(const call *c, const unit *u, const lanes *l, float *out) {
     if (l->few)
-        pack_few(c, u, l, c->t->q, c->a->q_stride, c->a->d, c->sign, out);
+        pack_few(c, u, l, c->t->q, c->a->q_stride, c->a->d, c->q_by, out);
     else
-        pack_lanes(c, u, l, c->t->q, c->a->q_stride, c->a->d, c->sign, c->k_pairs, out);
+        pack_lanes(c, u, l, c->t->q, c->a->q_stride, c->a->d, c->q_by, c->k_pairs, out);
 }
 
 /* Rows of K or V as floats: where they are, or widened into `buffer`. */

@@ -94,6 +94,12 @@ INLINE vf narrow_pairs(vf even, vf odd) {
     return (vf)_mm512_permutexvar_epi16(order, both);
 }
 
+/* Both numbers of each pair times a power of two; what becomes denormal is cut. */
+INLINE vf scale_pair(vf pair, float factor) {
+    const vu low = (vu)(factor * (vf)((vu)pair << 16)), high = (vu)(factor * (vf)((vu)pair & 0xffff0000u));
+    return (vf)(low >> 16 | (high & 0xffff0000u));
+}
+
 /* first[0..15], second[0..15], rounded to bfloat16. */
 INLINE vf narrow_two(vf first, vf second) {
     return (vf)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);

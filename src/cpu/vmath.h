@@ -20,8 +20,8 @@ INLINE exponent_rest rest_of_exponent(vf rest, vf whole) {
     return (exponent_rest){rest, whole - 127, EXP2_BITS - whole};
 }
 
-/* x[i] = lift·2^(c·x[i]) for c·x <= 127 and c > 0, within 1 ulp above 2^-126; exactly 0 from -127 down, -inf included; NaN stays NaN.
- * `least` is -127/c, and `lift` a power of two. The product with c is never rounded where there is FMA: it costs nothing, and no x is too
+/* x[i] = lift·2^(c·x[i] - lag) for c·x - lag <= 127 and c > 0, within 1 ulp above 2^-126; exactly 0 where that exponent is -127 or less,
+ * -inf included; NaN stays NaN. `lag` is whole, `least` (lag - 127)/c, and `lift` a power of two, 1 or more. The product with c is never rounded where there is FMA: it costs nothing, and no x is too
  * large for it.
  * c·x = n + f with n whole and |f| <= 1/2. Adding 1.5·2^23 + 127 rounds to whole and leaves n + 127 in the low bits, which
  * shifted are the bits of 2^n; 2^f by a polynomial of degree 6 (minimax in the relative error 2.0e-9, coefficients fitted with
@@ -31,7 +31,9 @@ INLINE exponent_rest rest_of_exponent(vf rest, vf whole) {
  * is rounded of the exponent is what it has behind its whole part.
  * The vectors go side by side from step to step: each is a chain of a dozen operations that wait for one another, and a core that
  * is handed one chain after the other has no room for as many of them as its pipes could work on. */
-INLINE void vexp2_of(int count, float c, float least, float lift, int period, const exponent_rest *less, vf *x) {
+INLINE void vexp2_of(int count, float c, float least, float lift, float lag, int period, const exponent_rest *less,
+                     vf *x) {
+    const float bits = EXP2_BITS - lag;
     vf z[EXP2_MOST], p[EXP2_MOST];
 #define EACH _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
     if (less) {
@@ -40,8 +42,8 @@ INLINE void vexp2_of(int count, float c, float least, float lift, int period, co
         EACH x[i] = vmax(splat(-1), x[i] - less[i % period].rest); /* of what becomes 0 */
     } else {
         EACH x[i] = vmax(splat(least), x[i]);
-        EACH z[i] = x[i] * c + EXP2_BITS;
-        EACH x[i] = x[i] * c - (z[i] - EXP2_BITS);
+        EACH z[i] = x[i] * c + bits;
+        EACH x[i] = x[i] * c - (z[i] - bits);
     }
     EACH p[i] = lift * 0x1.41fbbcp-13f * x[i] + lift * 0x1.5f3e54p-10f;
     EACH p[i] = p[i] * x[i] + lift * 0x1.3b2d4cp-7f;
@@ -63,16 +65,16 @@ INLINE void vexp2_of(int count, float c, float least, float lift, int period, co
 }
 
 INLINE void vexp2_each(int count, float c, float least, vf *x) {
-    vexp2_of(count, c, least, 1, 1, NULL, x);
+    vexp2_of(count, c, least, 1, 0, 1, NULL, x);
 }
 
-INLINE void vexp2_lifted(int count, float c, float least, float lift, vf *x) {
-    vexp2_of(count, c, least, lift, 1, NULL, x);
+INLINE void vexp2_lifted(int count, float c, float least, float lift, float lag, vf *x) {
+    vexp2_of(count, c, least, lift, lag, 1, NULL, x);
 }
 
 /* x[i] = 2·2^(c·x[i] - rest - whole), which is 0 or a normal number. */
 INLINE void vexp2_twice(int count, float c, int period, const exponent_rest *less, vf *x) {
-    vexp2_of(count, c, 0, 2, period, less, x);
+    vexp2_of(count, c, 0, 2, 0, period, less, x);
 }
 
 INLINE vf vexp2_times(float c, vf x) {
