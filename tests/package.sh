@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # What ./dev package makes of this tree works where nothing else of it is:
 #     package.sh <folder with the packages> <source tree> <with|without: whether kernels for GPUs are in this machine's wheel>
+#                <manylinux|linux: whom the wheels are for>
 # The wheel in a virtual environment of its own with NumPy alone, the Debian packages unpacked, not installed.
 set -u
-dist=$(cd "$1" && pwd) source=$(cd "$2" && pwd) kernels=${3:-without}
+dist=$(cd "$1" && pwd) source=$(cd "$2" && pwd) kernels=${3:-without} platform=${4:-manylinux}
 directory=$(mktemp -d)
 trap 'rm -rf "$directory"' EXIT
 cd "$directory" || exit 1
@@ -13,6 +14,13 @@ failures=0
 wrong() {
     echo "FAILED: $*"
     failures=$((failures + 1))
+}
+
+# is_for <wheel> <arch> <manylinux tag>: of this version, for every Linux as old as the tag says, or for this machine's kind.
+is_for() {
+    local tag=$3
+    [ "$platform" = manylinux ] || tag=linux
+    [[ $(basename "$1") =~ ^heddle-$version-cp310-abi3-(${tag})_$2.whl$ ]] || wrong "no wheel of $version for $tag, or several: $1"
 }
 
 version=$(sed -n 's/^#define HEDDLE_VERSION_\(MAJOR\|MINOR\|PATCH\) *//p' "$source/include/heddle.h" | paste -sd .)
@@ -27,7 +35,7 @@ newest_glibc() {
 if compgen -G "$dist/heddle-*_aarch64.whl" >/dev/null; then
     # No Python for aarch64 is here: what can be seen without running it.
     wheel=$(echo "$dist"/heddle-"$version"-cp310-abi3-*_aarch64.whl)
-    [[ $(basename "$wheel") =~ -manylinux_2_(1[0-9]|2[0-8])_aarch64.whl$|-linux_aarch64.whl$ ]] || wrong "no wheel of $version for manylinux_2_28, or several"
+    is_for "$wheel" aarch64 'manylinux_2_(1[0-9]|2[0-8])'
     python3 -m zipfile -e "$wheel" arm
     for library in arm/heddle/libheddle.so.0 arm/heddle/_C.abi3.so arm/heddle/_torch_ops.so; do
         readelf -h "$library" | grep -q 'Machine: *AArch64' || wrong "$library is not for aarch64"
@@ -38,8 +46,7 @@ fi
 
 native=$(compgen -G "$dist/heddle-*_$(uname -m).whl")
 if [ -n "$native" ]; then
-    # Without a network, and so without an old libgomp, it is linux_<arch>.
-    [[ $(basename "$native") =~ ^heddle-$version-cp310-abi3-(manylinux_2_28|linux)_$(uname -m).whl$ ]] || wrong "no wheel of $version, or several"
+    is_for "$native" "$(uname -m)" manylinux_2_28
     newest=$(newest_glibc "$native")
     [ "$(printf '%s\n' "$newest" GLIBC_2.28 | sort -V | tail -n 1)" = GLIBC_2.28 ] || wrong "the wheel asks for $newest"
     # NumPy of the system where it has one: there may be no network.
