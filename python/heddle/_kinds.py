@@ -38,9 +38,15 @@ def bias_of(bias: Tensor, dtype: torch.dtype) -> Tensor:
     return finite.add(given, alpha=torch.finfo(bias.dtype).tiny).to(dtype)
 
 
+# Asked for once: the Dynamo of torch 2.11 cannot trace the question.
+_AUTOCAST = frozenset(
+    each for each in ("cpu", "cuda", "xpu", "hpu", "xla", "mps", "mtia") if torch.amp.is_autocast_available(each)
+)
+
+
 def autocast_dtype(device: str) -> torch.dtype | None:
     """Autocast's dtype on a kind of device; None where it is off, or knows no such device ("meta")."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in _AUTOCAST and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
 
