@@ -202,7 +202,9 @@ static bool is_right(attention_problem *p, bool soft) {
             continue; /* some gradients are out of float16's range */
         const double noise = (x == T_LSE ? 0x1p-23 : 4 * rounding) * terms[x];
         right = is_near(attention_tensor_name[x], &p->t[x], &ref.t[x], noise) && right;
-        if (soft && (x == T_O || x == T_DV || a->dtype == HEDDLE_F32) && largest(&ref.t[x]) < 2 * noise) {
+        const bool tells = x == T_O || a->dtype == HEDDLE_F32 ||
+                           (x == T_DV && a->sk < 20 * a->sq); /* of many keys to a query each has a little of dO */
+        if (soft && tells && largest(&ref.t[x]) < 2 * noise) {
             printf("  %s: %g is so small that zeros would pass\n", attention_tensor_name[x], largest(&ref.t[x]));
             right = false;
         }
