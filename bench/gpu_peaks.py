@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """What this card does at most, for the roofs of docs/measuring.md: a bfloat16 product of 8192³ by PyTorch, at rest and at the
-power limit (gpu_timing.py), and bytes a second of a kernel that only reads 1 GiB, and of a copy of as much, both counted.
+power limit (gpu_timing.py); and back to back the bytes a second of a kernel that only reads 4 GiB, with the loads a block that
+suit the card best, and of a copy of as much, read and written.
 """
 import argparse
 import json
@@ -13,8 +14,8 @@ import triton.language as tl
 
 from gpu_timing import Clock
 
-SIDE, BYTES = 8192, 1 << 30
-BLOCK = 8192  # of 32 bits: of each of 256 threads eight loads of 16 bytes
+SIDE, BYTES = 8192, 1 << 32
+BLOCKS = [(size, warps) for size in (1024, 2048, 4096, 8192, 16384) for warps in (4, 8)]  # of 32 bits
 
 
 @triton.jit
@@ -31,24 +32,27 @@ def main():
     x, y = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = torch.empty_like(x)
     source = torch.randint(100, (BYTES // 4,), dtype=torch.int32, device="cuda")
-    copied, blocks = torch.empty_like(source), BYTES // 4 // BLOCK
-    sums = torch.empty(blocks, dtype=torch.int32, device="cuda")
-    calls = [
-        lambda: torch.mm(x, y, out=product),
-        lambda: read[(blocks,)](source, sums, BLOCK, num_warps=8),
-        lambda: copied.copy_(source),
-    ]
-    calls[1]()
-    if not torch.equal(sums.long(), source.view(blocks, BLOCK).sum(1)):
-        raise SystemExit("the kernel that reads has not read")
-    clock, work = Clock(), (2 * SIDE**3, BYTES, 2 * BYTES)
-    rest, power = ([each / statistics.median(t) * 1e-12 for each, t in zip(work, times)]
-                   for times in (clock.rest(calls, 15), clock.power(calls)))
+    copied, sums = torch.empty_like(source), torch.empty(BYTES // 4 // 1024, dtype=torch.int32, device="cuda")
+
+    def reads(size, warps):
+        return lambda: read[(BYTES // 4 // size,)](source, sums, size, num_warps=warps)
+
+    for size, warps in BLOCKS:
+        reads(size, warps)()
+        if not torch.equal(sums[: BYTES // 4 // size], source.view(-1, size).sum(1, dtype=torch.int32)):
+            raise SystemExit("the kernel that reads has not read")
+    clock = Clock()
+    rest = 2 * SIDE**3 / statistics.median(clock.rest([lambda: torch.mm(x, y, out=product)], 15)[0]) * 1e-12
+    calls = [lambda: torch.mm(x, y, out=product), lambda: copied.copy_(source), *(reads(*block) for block in BLOCKS)]
+    times = [statistics.median(each) for each in clock.power(calls)]
+    power, copy = 2 * SIDE**3 / times[0] * 1e-12, 2 * BYTES / times[1] * 1e-12
+    best = min(range(len(BLOCKS)), key=lambda n: times[2 + n])
+    reading = BYTES / times[2 + best] * 1e-12
     row = {"table": "peaks", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-           "product_tflops": {"rest": round(rest[0]), "power": round(power[0])},
-           "read_tbs": round(rest[1], 2), "copy_tbs": round(rest[2], 2)}
-    print(f"{row['gpu']}, torch {row['torch']}: a bfloat16 product of {SIDE}³ {rest[0]:.0f} TFLOP/s at rest, {power[0]:.0f} at "
-          f"the power limit; reading 1 GiB {rest[1]:.2f} TB/s, copying it {rest[2]:.2f}")
+           "product_tflops": {"rest": round(rest), "power": round(power)},
+           "read_tbs": round(reading, 2), "copy_tbs": round(copy, 2)}
+    print(f"{row['gpu']}, torch {row['torch']}: a bfloat16 product of {SIDE}³ {rest:.0f} TFLOP/s at rest, {power:.0f} at the "
+          f"power limit; reading 4 GiB {reading:.2f} TB/s ({BLOCKS[best]}), copying it {copy:.2f}")
     if a.json:
         with open(a.json, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

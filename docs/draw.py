@@ -335,9 +335,6 @@ def warps(_: Numbers) -> Picture:
 
 # ------------------------------------------------------------------------------------------------------ the roofline
 
-# What one H200 does at most, as docs/measuring.md and docs/kernels/cuda-attention-sm90.md, "The floor", and
-# docs/kernels/cuda-attention-decode.md, "What limits it", say. float32 is three products of float16 parts.
-TENSOR, MEMORY = 790e12, 4.66e12
 BEGIN, END = "<!-- drawn by docs/draw.py: {} -->", "<!-- end of the table -->"
 
 
@@ -378,8 +375,16 @@ def norm_work(case: str) -> tuple[float, float, float]:
     return 2.0 * m * k * n, forward, forward + (m * k + n * k) * size
 
 
+def gpu_peaks() -> tuple[float, float]:
+    """What one H200 does at most: operations a second of bfloat16, at rest, and bytes that are read."""
+    rows = [json.loads(line) for line in (ROOT / "bench/results/h200.jsonl").read_text().splitlines()]
+    peaks = latest(rows, table="peaks")
+    return peaks["product_tflops"]["rest"] * 1e12, peaks["read_tbs"] * 1e12
+
+
 def gpu_table() -> str:
     """Cases of the H200: operations a byte, the roof over them, and what has been reached."""
+    tensor, memory = gpu_peaks()
     wanted = [
         ("sm90, d 64", "B4H32/32S4096D64f-bfloat16"),
         ("sm90, d 128", "B4H16/16S4096D128f-bfloat16"),
@@ -433,7 +438,8 @@ def gpu_table() -> str:
                 rate = work / (row[f"{key}_ms"] * 1e-3)
             else:
                 continue
-            roof = min(TENSOR / (3 if "float32" in case else 1), MEMORY * work / moved)
+            # float32 is three products of float16 parts
+            roof = min(tensor / (3 if "float32" in case else 1), memory * work / moved)
             lines.append(
                 bars(
                     kernel,
