@@ -18,7 +18,6 @@ from heddle._ops import long_backward, ops
 from heddle._options import causal_of, scale_of
 
 _is_compiling = torch.compiler.is_compiling
-_is_exporting: Any = torch.compiler.is_exporting
 _grad_enabled = torch.is_grad_enabled
 _autocast: Any = torch._C._is_any_autocast_enabled
 _deterministic = torch.are_deterministic_algorithms_enabled
@@ -78,7 +77,9 @@ def attention_of_heads(heads: Tensor, h: int, hk: int, causal: Any, scale: Any =
     if heads.dtype not in _DTYPES or heads.stride(3) != 1 or _autocast():
         return NotImplemented
     corner, number, function = causal_of(causal, 1, 1), scale_of(scale), cast(Any, _AttentionOfHeads)
-    if _is_exporting():  # what is exported may be differentiated by others, or compiled without Python
+    # What is exported may be differentiated by others, or compiled without Python. (Dynamo of torch 2.11 takes
+    # is_exporting() for true in torch.compile, too.)
+    if torch.compiler._is_exporting_flag:
         return NotImplemented
     if _is_compiling():
         return function.apply(heads, h, hk, corner, number, _deterministic())
