@@ -110,6 +110,11 @@ foreach(code IN LISTS CODES)
         # Dependencies by the preprocessor of the compilation: nvcc's own -MD runs another one.
         run(${NVCC} --ptx -O3 -std=c++17 -arch=${arch} -I ${ROOT}/include -I ${ROOT}/src
             -Xcompiler -MD,-MT,${OUTPUT},-MF,${OUTPUT}.d -o ${ptx} ${SOURCE})
+        # What is local to a file is named by a hash of all that was read, with the paths.
+        string(REPEAT "[0-9a-f]" 8 hash)
+        file(READ ${ptx} text)
+        string(REGEX REPLACE "_INTERNAL_${hash}_" "_INTERNAL_00000000_" text "${text}")
+        file(WRITE ${ptx} "${text}")
         list(APPEND made ${arch})
         if(NOT KEEP)
             list(APPEND scraps ${ptx})
