@@ -156,6 +156,14 @@ static double sum_roundings(const problem *p, int f) {
     return fmax(16, 2.5 * sqrt((double)n));
 }
 
+/* The same, of gradients of keys in two parts: their lse, which is that of both, is rounded twice or more, and what it is off by is in all
+ * weights of its row (docs/limits.md). */
+static double lse_roundings(const problem *p, int f, const trial *t) {
+    if (p->j.linear || p->first_part <= 0 || f == O || f == LSE || !t->truth.x[LSE])
+        return 0;
+    return 4 * largest_finite(t->truth.x[LSE], field_count(&p->j, LSE));
+}
+
 /* Twice the plain computation's error, the largest over its orders; but what two roundings of the result, or some of its terms, can do
  * is never held against a kernel. Where the plain computation and float64 disagree altogether one of them computes something else, and
  * nothing is proven. */
@@ -170,7 +178,8 @@ judgement judge(const problem *p, int f, heddle_dtype dtype, const trial *t) {
         const difference d = compare(t->plain[x].x[f], t->truth.x[f], n);
         g.plain = x == 0 || d.largest > g.plain.largest ? d : g.plain;
     }
-    double noise = sum_roundings(p, f) * 0x1p-24 * terms, sane = fmin(0x1p14 * rounding(dtype), 0x1p-4) * magnitude;
+    double noise = (sum_roundings(p, f) + lse_roundings(p, f, t)) * 0x1p-24 * terms,
+           sane = fmin(0x1p14 * rounding(dtype), 0x1p-4) * magnitude;
     double allowed = fmax(fmax(2 * g.plain.largest, 2 * rounding(stored) * magnitude), noise);
     g.allowed = magnitude > 0 ? allowed / magnitude : 0;
     g.doubtful = g.plain.largest > sane + 64 * rounding(dtype) * terms;
