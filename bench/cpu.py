@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from cpu_measure import (BF16, F16, F32, ROOT, SHORT, Machine, Report, attention_flops, fraction_of, header_of, median,
                          normal, ratio, record, results_path, same)
-from cpu_options import attention_options
+from cpu_options import attention_options, report_options
 from heddle_c import Library, Strides
 
 
@@ -463,7 +463,7 @@ def cliffs(m, report, quick):
 
 
 SECTIONS = {"attention": attention_f32, "vit": attention_vit, "16-bit": attention_16, "avx2": attention_avx2,
-            "dropout": attention_dropout, "options": attention_options,
+            "dropout": attention_dropout, "options": attention_options, "report": report_options,
             "norm-linear": norm_linear, "small-batches": small_batches, "prepared": prepared, "decode": decode,
             "two-cores": two_cores, "plain-loops": plain_loops, "cliffs": cliffs}
 ONE_THREAD_ONLY = {"avx2", "cliffs", "options"}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of options of bench/cpu.py: what each costs, as a fraction of the plain rate with the same tiles visible, and
-beside PyTorch's function with the same mask where it has the option."""
+"""The tables of options of bench/cpu.py: what each costs, as a fraction of the plain rate with the same tiles visible, and
+beside PyTorch's function with the same mask where it has the option; and those problems of `heddle bench` that PyTorch's
+function has, for the page of ./dev report."""
 import torch
 import torch.nn.functional as F
 from cpu_measure import BF16, F32, SHORT, attention_flops, fraction_of, median, normal, ratio, same
@@ -142,3 +143,47 @@ def measure(m, report, isa, row):
                    goals=(None, 1.5 if options is not None and goal else None, goal),
                    b=problem.b, h=problem.h, s=problem.s, d=problem.d, causal=name in ("causal", "window"),
                    dtype=SHORT[problem.dtype], isa=isa or m.heddle.isa, direction=label, option=name)
+
+
+def reported(library):
+    """name, as `heddle bench` has it, problem, job, its FLOPs, PyTorch's options."""
+    h, s = 8, 1024
+    p = Problem(library, 1, h, s, 64, F32)
+    name, causal = f"b1 h{h} s{s} d64", causal_mask(s)
+    slopes = 2.0 ** (-8 * torch.arange(1, h + 1) / h)
+    distance = (torch.arange(s)[:, None] - torch.arange(s)[None]).abs()
+    away = (-slopes[:, None, None] * distance)[None].masked_fill(~causal, -torch.inf)
+    yield f"{name} causal alibi", p, p.job(causal=True, alibi_slopes=slopes), p.flops(True), {"attn_mask": away}
+    inside = causal & (distance <= 512)
+    yield (f"{name} causal window 512", p, p.job(causal=True, window=(512, 0)), 4.0 * h * 64 * int(inside.sum()),
+           {"attn_mask": inside})
+    yield (f"{name} causal dropout", p, p.job(causal=True, dropout=0.1), p.flops(True),
+           {"is_causal": True, "dropout_p": 0.1})
+    dense = torch.rand(1, 1, s, s) < 0.9
+    yield f"{name} dense", p, p.job(bool_mask=dense.expand(1, h, s, s)), p.flops(), {"attn_mask": dense}
+    bias = normal(1, h, s, s)
+    yield f"{name} bias shared", p, p.job(bias=bias), p.flops(), {"attn_mask": bias}
+    yield (f"{name} dbias shared", p, p.job(bias=bias, dbias=torch.empty_like(bias)), p.flops(),
+           {"attn_mask": bias.clone().requires_grad_()})
+    h, s = 4, 4096
+    p, ids = Problem(library, 1, h, s, 64, F32), torch.arange(s, dtype=torch.int32)[None] // 500
+    alike = (ids[0][:, None] == ids[0])[None, None]
+    yield (f"b1 h{h} s{s} d64 segments", p, p.job(q_segments=ids, k_segments=ids), 4.0 * h * 64 * int(alike.sum()),
+           {"attn_mask": alike})
+
+
+def report_options(m, report, quick):
+    report.section("attention, options of ./dev report")
+    for name, problem, job, flops, options in list(reported(m.heddle))[:2 if quick else None]:
+        forward, both = problem.torchs(**options)
+        job.forward()
+        job.backward()
+        if "dropout_p" not in options:
+            compare(problem, job, both, problem.dtype, name)
+        t, p = m.time({"hf": job.forward, "tf": forward, "hb": job.backward, "tb": both})
+        t["hfb"] = [a + b for a, b in zip(t["hf"], t["hb"])]
+        for label, ours, theirs, factor in (("forward", "hf", "tf", 1), ("forward + backward", "hfb", "tb", 3.5)):
+            report.add("options of the report", f"{name} {label}", ms=1e3 * median(t[ours]),
+                       torch_ms=1e3 * median(t[theirs]), gflops=1e-9 * factor * flops / median(t[ours]),
+                       fraction=fraction_of(factor * flops, t[ours], p["hf"]), over_torch=ratio(t[theirs], t[ours]),
+                       direction=label, b=problem.b, h=problem.h, s=problem.s, d=problem.d, dtype="f32")

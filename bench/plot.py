@@ -19,7 +19,8 @@ import statistics
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- tables of bench/plot.py -->\n", "<!-- end of the tables -->\n"
 SECTIONS = ["attention f32", "attention 16-bit", "attention s197", "attention AVX2", "attention dropout", "attention options",
-            "norm-linear", "norm-linear small", "norm-linear prepared", "decode", "two cores", "plain loops", "off the table"]
+            "options of the report", "norm-linear", "norm-linear small", "norm-linear prepared", "decode", "two cores",
+            "plain loops", "off the table"]
 
 
 LEAST = 0.85  # of the plain rate; below it an option is named in docs/limits.md

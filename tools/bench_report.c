@@ -21,20 +21,20 @@ __asm__(READ_ONLY "report_html:\n"
                   ".byte 0\n" AS_BEFORE);
 extern const char report_html[];
 
-/* How bench/cpu.py calls the same problem; it has none with these options. */
+/* How bench/cpu.py calls the same problem; of norm-linear it has none with these options. */
 static void put_key(FILE *to, const bench_row *row) {
     const bench_case *c = row->c;
     const char *pass = row->pass == HEDDLE_FORWARD ? "forward" : "backward";
     char text[96];
-    if (c->option)
+    if (c->option && c->h == 0)
         snprintf(text, sizeof text, "%s", c->option);
     else if (c->h == 0)
         snprintf(text, sizeof text, c->m == 2048 ? "%s %s" : "other %s %s", dtype_name(c->dtype), pass);
     else
-        snprintf(text, sizeof text, "%s%sb%lld h%lld s%lld d%lld%s %s",
+        snprintf(text, sizeof text, "%s%sb%lld h%lld s%lld d%lld%s%s%s %s",
                  c->dtype == HEDDLE_F32 ? "" : dtype_name(c->dtype), c->dtype == HEDDLE_F32 ? "" : " ", (long long)c->b,
                  (long long)c->h, (long long)c->sk, (long long)c->d, c->mask == HEDDLE_MASK_NONE ? "" : " causal",
-                 pass);
+                 c->option ? " " : "", c->option ? c->option : "", pass);
     put_json_string(to, text);
 }
 
