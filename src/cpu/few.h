@@ -143,7 +143,8 @@ INLINE void few_dot_as(int type, int lanes, few_rows k, int64_t count, const flo
         few_dot_block(type, 1, lanes, k, q, pad, k, s + j);
 }
 
-/* o[lane] += sum over keys of s[lane][key]·rows[key], for `vectors` vectors of columns from e on. */
+/* o[lane] += sum over keys of s[lane][key]·rows[key], for `vectors` vectors of columns from e on. A chain is no longer than a block's keys:
+ * of all keys it would have twice the roundings of a product in blocks. */
 INLINE void few_add_block(int type, int lanes, int vectors, few_rows v, int64_t e, int64_t count, const float *s,
                           few_rows soon, float *o, int64_t pad) {
     vf sum[FEW_SUMS], y[4];
@@ -153,7 +154,7 @@ INLINE void few_add_block(int type, int lanes, int vectors, few_rows v, int64_t 
     for (int b = 0; b < lanes; b++)
 #pragma GCC unroll 8
         for (int x = 0; x < vectors; x++)
-            sum[b * vectors + x] = load(o + b * pad + x * VL);
+            sum[b * vectors + x] = splat(0);
     for (int64_t j = 0; j < count; j++, v.p += v.stride) {
 #pragma GCC unroll 4
         for (int b = 0; b < lanes; b++)
@@ -173,7 +174,7 @@ INLINE void few_add_block(int type, int lanes, int vectors, few_rows v, int64_t 
     for (int b = 0; b < lanes; b++)
 #pragma GCC unroll 8
         for (int x = 0; x < vectors; x++)
-            store(o + b * pad + x * VL, sum[b * vectors + x]);
+            store(o + b * pad + x * VL, load(o + b * pad + x * VL) + sum[b * vectors + x]);
 }
 
 INLINE void few_add_as(int type, int lanes, few_rows v, int64_t count, const float *s, few_rows soon, float *o,

@@ -42,10 +42,14 @@ def compare(ours, theirs, make, seed):
     return [math.exp(total / DRAWS) for total in sums]
 
 
-@pytest.mark.parametrize(("keys", "d"), [(2, 64), (3, 128), (5, 128), (9, 64), (11, 128), (20, 128)])
-def test_attention(keys, d):
+FEW = [(20, 2, 64), (20, 3, 128), (20, 5, 128), (20, 9, 64), (20, 11, 128), (20, 20, 128)]
+MANY = [(3, 2000, 64), (7, 4096, 16)]
+
+
+@pytest.mark.parametrize(("queries", "keys", "d"), FEW + MANY)
+def test_attention(queries, keys, d):
     def make(g):
-        q, do = (torch.randn(1, 4, 20, d, generator=g) for _ in range(2))
+        q, do = (torch.randn(1, 4, queries, d, generator=g) for _ in range(2))
         return (q, *(torch.randn(1, 4, keys, d, generator=g) for _ in range(2))), do
 
     def theirs(*tensors):
