@@ -156,12 +156,12 @@ static double sum_roundings(const problem *p, int f) {
     return fmax(16, 2.5 * sqrt((double)n));
 }
 
-/* The same, of gradients of keys in two parts: their lse, which is that of both, is rounded twice or more, and what it is off by is in all
- * weights of its row (docs/limits.md). */
+/* The same, of gradients of keys in two parts: their lse, which is that of both, is rounded twice, and what it is off by is in all weights
+ * of its row (docs/limits.md). */
 static double lse_roundings(const problem *p, int f, const trial *t) {
     if (p->j.linear || p->first_part <= 0 || f == O || f == LSE || !t->truth.x[LSE])
         return 0;
-    return 4 * largest_finite(t->truth.x[LSE], field_count(&p->j, LSE));
+    return 2 * largest_finite(t->truth.x[LSE], field_count(&p->j, LSE));
 }
 
 /* Twice the plain computation's error, the largest over its orders; but what two roundings of the result, or some of its terms, can do
