@@ -128,11 +128,6 @@ INLINE void weights_of(int rows, int vectors, float factor, float least, float l
     }
 }
 
-/* A constant where nothing may be lifted. */
-INLINE float weight_lift(const forward_tile *t) {
-    return MAY_LIFT || t->l.few ? t->lift : BASE_LAG;
-}
-
 /* Weights of a row that one chain of additions has. What is rounded in adding such chains up, the larger first (Dekker 1971), is kept in
  * `low`: of all that makes a weight, the row's sum is what all of its o has. */
 #define SUM_KEYS 16
@@ -147,8 +142,7 @@ INLINE void add_chain(vf some, vf *sum, vf *low) {
 INLINE void online_softmax_of(int vectors, forward_tile *t, float factor, int64_t dv, int64_t count, float *s) {
     const int64_t stride = vectors * VL;
     const int rows = ROWS_AT_ONCE(vectors);
-    const float by = weight_lift(t), lag = by < 1 ? BASE_LAG_LOG2 : 0, lift = by < 1 ? 1 : by,
-                least = (lag - 127) / factor;
+    const float by = t->lift, lag = by < 1 ? BASE_LAG_LOG2 : 0, lift = by < 1 ? 1 : by, least = (lag - 127) / factor;
     vf top[2 * TILE_VECTORS], base[TILE_VECTORS], sum[TILE_VECTORS], low[TILE_VECTORS];
     for (int v = 0; v < 2 * vectors; v++)
         top[v] = load(t->max + v % vectors * VL);
@@ -377,7 +371,7 @@ static void add_row(const float *row, int64_t n, float factor, float *o) {
 /* What a lane of Oᵀ, of lifted weights, is multiplied with to be o. A sink, or keys of another call, may have so much of the weight that
  * there is no such number: then the lane is lowered first. */
 static float factor_of(forward_tile *t, int64_t lane, int64_t dv, float inverse, float v_scale) {
-    const float by = inverse == 0 ? 0 : inverse * v_scale, lift = weight_lift(t);
+    const float by = inverse == 0 ? 0 : inverse * v_scale, lift = t->lift;
     if (lift <= 1 || !(fabsf(by) < 0x1p-60f))
         return by / lift;
     for (int64_t e = 0; e < dv; e++)
@@ -392,7 +386,7 @@ static void end_tile(const call *c, const unit *u, forward_tile *t, float *inver
     lane_rows_of(c->out, u, l, c->t->o, c->a->o_stride, u->s.first_q, rows);
     void *const *out = (void *const *)rows;
     for (int64_t x = 0; x < l->stride; x++) {
-        t->sum[x] /= weight_lift(t);
+        t->sum[x] /= t->lift;
         const float sink = c->a->features & HEDDLE_SINKS ? ((const float *)c->t->sinks)[l->head[x]] : -INFINITY;
         const bool counts = add_sink(c, t, x, sink) && t->sum[x] != 0;
         inverse[x] = counts ? 1 / t->sum[x] : 0;

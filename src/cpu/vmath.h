@@ -21,8 +21,8 @@ INLINE exponent_rest rest_of_exponent(vf rest, vf whole) {
 }
 
 /* x[i] = lift·2^(c·x[i] - lag) for c·x - lag <= 127 and c > 0, within 1 ulp above 2^-126; exactly 0 where that exponent is -127 or less,
- * -inf included; NaN stays NaN. `lag` is whole, `least` (lag - 127)/c, and `lift` a power of two, 1 or more. The product with c is never rounded where there is FMA: it costs nothing, and no x is too
- * large for it.
+ * -inf included; NaN stays NaN. `lag` is whole, `least` (lag - 127)/c, and `lift` a power of two, 1 or more. The product with c is never
+ * rounded where there is FMA: it costs nothing, and no x is too large for it.
  * c·x = n + f with n whole and |f| <= 1/2. Adding 1.5·2^23 + 127 rounds to whole and leaves n + 127 in the low bits, which
  * shifted are the bits of 2^n; 2^f by a polynomial of degree 6 (minimax in the relative error 2.0e-9, coefficients fitted with
  * the constant fixed at 1). At c·x = -127 the bits of 2^n are 0: an exact zero, so masked scores breed no denormals, which would
